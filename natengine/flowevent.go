@@ -53,7 +53,8 @@ type FlowEvent struct {
 
 // flowEvents is whom an engine tells of flows.
 type flowEvents struct {
-	observer atomic.Pointer[observer] // nil: nobody
+	observer  atomic.Pointer[observer]    // nil: nobody
+	followers atomic.Pointer[[]*follower] // nil: nobody
 }
 
 type observer struct {

@@ -182,6 +182,7 @@ func (t *flowTable) insert(local, mapped, remote addr, word uint64, host uint32,
 	}
 	t.live.Add(1)
 	t.created.Add(1)
+	t.follow(i, false)
 	return match{entry: e, index: i, word: word}
 }
 
@@ -226,6 +227,7 @@ func (t *flowTable) addChunk() {
 // remove takes a live flow out, with its hold on a port, for the reason given. With mu.
 func (t *flowTable) remove(i uint32, why FlowEnd) {
 	t.tell(i, FlowClosed, Outbound, why)
+	t.follow(i, true)
 	e, s := t.entry(i), t.side(i)
 	t.dequeue(i, true)
 	for dir := range t.index {
@@ -375,14 +377,11 @@ func (t *flowTable) sweepChunk(c uint32, entries *[chunkSize]entry, l *lifetimes
 		}
 		stays = l.of(word) - now.since(tick(e.seen.Load()))
 		left = min(left, max(stays, 0))
-		switch {
-		case stays < 0:
+		if stays < 0 {
 			t.remove(i, FlowExpired)
 			removed++
-		case halfOpen(word) && word&stateQueued == 0:
-			t.enqueue(i, false) // closed connections may be evicted again
-		case !halfOpen(word):
-			t.dequeue(i, false)
+		} else {
+			t.requeue(i, word)
 		}
 	}
 	if left == math.MaxInt32 {

@@ -91,12 +91,33 @@ func (n *napt) hold(host uint32, port uint16, class portClass, family int) (mapp
 		m.use += oneFlow
 		return m.mapped, true
 	}
-	set := n.set(family, class)
-	mapped, ok = set.choose(port, class, n.random)
-	if !ok {
-		return 0, false
+	if mapped, ok = n.set(family, class).choose(port, class, n.random); ok {
+		n.add(host, port, class, family, mapped)
 	}
-	set.take(mapped)
+	return mapped, ok
+}
+
+// holdAt is hold where the port at the NAPT address has to be mapped. It reports false, and does nothing, where the
+// inside end has another one or another end has that one.
+func (n *napt) holdAt(host uint32, port uint16, class portClass, family int, mapped uint16) bool {
+	if i := n.find(host, port, class); i != 0 {
+		m := n.mappings.at(i)
+		if m.mapped != mapped {
+			return false
+		}
+		m.use += oneFlow
+		return true
+	}
+	if n.set(family, class).has(mapped) {
+		return false
+	}
+	n.add(host, port, class, family, mapped)
+	return true
+}
+
+// add makes the mapping of an inside end that has none, to a port that is free, with one flow.
+func (n *napt) add(host uint32, port uint16, class portClass, family int, mapped uint16) {
+	n.set(family, class).take(mapped)
 	i := n.free
 	if i != 0 {
 		n.free = n.mappings.at(i).next
@@ -106,7 +127,6 @@ func (n *napt) hold(host uint32, port uint16, class portClass, family int) (mapp
 	*n.mappings.at(i) = mapping{host: host, port: port, mapped: mapped, use: oneFlow | uint32(class)}
 	n.chains.insert(n, i, n.hash(i))
 	n.live++
-	return mapped, true
 }
 
 // preview is hold without effect: the port would be mapped, or some other one when the same is

@@ -278,6 +278,7 @@ func (t *flowTable) enqueue(i uint32, isNew bool) {
 	q.tail = i + 1
 	if !isNew {
 		e.word.Or(stateQueued)
+		t.follow(i, false)
 	}
 }
 
@@ -306,6 +307,20 @@ func (t *flowTable) dequeue(i uint32, ends bool) {
 		q.tail = l.prev
 	} else {
 		t.link(l.next-1, queueOfPeer).prev = l.prev
+	}
+	if !ends {
+		t.follow(i, false)
+	}
+}
+
+// requeue sees to it that a flow is in its queues if and only if it is half-open: closed connections may be evicted
+// again. With mu.
+func (t *flowTable) requeue(i uint32, word uint64) {
+	switch queued := word&stateQueued != 0; {
+	case halfOpen(word) && !queued:
+		t.enqueue(i, false)
+	case !halfOpen(word) && queued:
+		t.dequeue(i, false)
 	}
 }
 

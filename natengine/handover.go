@@ -1,0 +1,181 @@
+package natengine
+
+import (
+	"encoding/binary"
+	"slices"
+	"time"
+)
+
+// A Flow is a flow of one peer in the form in which another engine takes it over. It is comparable. Engines of
+// one version understand each other's.
+type Flow struct {
+	local, mapped, remote addr
+	word                  uint64 // as in entry; of the state only what stateOfFlow has
+}
+
+// FlowSize is the length in octets of what Flow.Append appends.
+const FlowSize = 56
+
+// stateOfFlow are the bits of a flow's state that a Flow has.
+const stateOfFlow = stateEndpoint | stateTCP
+
+// Identity is the flow without its state: two Flows with one identity are one flow at two times.
+func (f Flow) Identity() Flow {
+	f.word &^= stateTCP
+	return f
+}
+
+// Append appends the flow to b.
+func (f Flow) Append(b []byte) []byte {
+	for _, word := range [...]uint64{f.local.hi, f.local.lo, f.mapped.hi, f.mapped.lo, f.remote.hi, f.remote.lo, f.word} {
+		b = binary.BigEndian.AppendUint64(b, word)
+	}
+	return b
+}
+
+// FlowFrom reads what Append has written, from FlowSize octets or more.
+func FlowFrom(b []byte) Flow {
+	word := func(i int) uint64 { return binary.BigEndian.Uint64(b[8*i:]) }
+	return Flow{addr{word(0), word(1)}, addr{word(2), word(3)}, addr{word(4), word(5)}, word(6)}
+}
+
+// valid reports whether an engine could have the flow.
+func (f Flow) valid() bool {
+	family := f.local.family()
+	if f.mapped.family() != family || f.remote.family() != family || f.word&0xff&^stateOfFlow != 0 {
+		return false
+	}
+	local, mapped, remote := uint16(f.word>>nearShift[Outbound]), uint16(f.word>>nearShift[Inbound]), uint16(f.word>>remoteShift)
+	switch class := classOf(protoOf(f.word), f.local.is4()); {
+	case class == noPorts:
+		return local == 0 && mapped == 0 && remote == 0
+	case kindOf(f.word) == endpointFlow:
+		return local == mapped
+	default:
+		return mapped != 0 || class == icmpIDs
+	}
+}
+
+// handed is the flow of a live entry. With mu.
+func (e *entry) handed() Flow {
+	out, in := e.keyAt(Outbound), e.keyAt(Inbound)
+	return Flow{out.near, in.near, out.remote, e.word.Load() &^ (stateLive | stateQueued)}
+}
+
+// A follower is told of flows; see Engine.Follow.
+type follower struct {
+	f func(peer string, flow Flow, ended bool)
+}
+
+// Follow has f told of every flow that opens or ends from now on, and of one that is established, or no longer, by the
+// next Sweep. What is told of one flow is told in order. f is called with locks held, from where packets are handled: it
+// must neither wait nor call the engine. stop ends it; calls that are under way may still come.
+func (e *Engine) Follow(f func(peer string, flow Flow, ended bool)) (stop func()) {
+	own := &follower{f}
+	e.changeFollowers(func(all []*follower) []*follower { return append(all, own) })
+	return func() {
+		e.changeFollowers(func(all []*follower) []*follower {
+			return slices.DeleteFunc(all, func(other *follower) bool { return other == own })
+		})
+	}
+}
+
+func (e *Engine) changeFollowers(change func([]*follower) []*follower) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	var all []*follower
+	if p := e.events.followers.Load(); p != nil {
+		all = slices.Clone(*p)
+	}
+	all = change(all)
+	e.events.followers.Store(&all)
+}
+
+// follow tells followers of a flow in the table. With mu.
+func (t *flowTable) follow(i uint32, ended bool) {
+	followers := t.events.followers.Load()
+	if followers == nil || len(*followers) == 0 {
+		return
+	}
+	flow := t.entry(i).handed()
+	for _, f := range *followers {
+		f.f(t.peer.id, flow, ended)
+	}
+}
+
+// EachFlow calls f with every flow. f is called with locks held, like a follower, and in order with the calls of
+// followers. between is called after every 256 flows or fewer, without any lock; when it returns false, EachFlow ends.
+func (e *Engine) EachFlow(f func(peer string, flow Flow), between func() bool) {
+	for _, p := range e.Peers() {
+		t := &p.flows
+		slab := t.slab.Load()
+		if slab == nil {
+			continue
+		}
+		for at, c := range *slab {
+			t.mu.Lock()
+			for i := range c.entries {
+				en := &c.entries[i]
+				if word := en.word.Load(); word&stateLive != 0 {
+					t.requeue(uint32(at<<chunkBits|i), word) // else a follower would not be told of the next change
+					f(p.id, en.handed())
+				}
+			}
+			t.mu.Unlock()
+			if !between() {
+				return
+			}
+		}
+	}
+}
+
+// Adopt takes over a flow of another engine, as if its last packet were seen now. It has the state that it had there.
+// DropNone: it is here from now on. Otherwise nothing has changed: the rules do not permit the flow, there is one with a
+// tuple or a port of it, or there is no room. Nothing is evicted for it.
+func (e *Engine) Adopt(peer string, f Flow, now time.Duration) Drop {
+	p := e.Peer(peer)
+	if p == nil {
+		return DropNoPeer
+	}
+	if !f.valid() {
+		return DropNoFlow
+	}
+	defer e.total.Add(-1)
+	if e.reserve(p, false) != roomFree {
+		return DropFlowTableFull
+	}
+	t := &p.flows
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	kind := kindOf(f.word)
+	if p.rule == nil || !p.rule.permits(kind, f.local, f.mapped, f.remote) {
+		return DropNoFlow
+	}
+	for dir, near := range [directions]addr{Outbound: f.local, Inbound: f.mapped} {
+		k := key{near, f.remote, f.word & matchMask[dir]}
+		if _, taken := t.find(Direction(dir), &k); taken {
+			return DropFlowClash
+		}
+	}
+	if t.live.Load() >= p.quota.Load() {
+		return DropFlowTableFull
+	}
+	owner := f.local
+	if kind == endpointFlow {
+		owner = f.remote
+	}
+	hosts := &t.hosts[kind]
+	h := hosts.hold(owner)
+	if hosts.at(h).flows > hosts.quota {
+		hosts.release(h, owner)
+		return DropHostQuota
+	}
+	class := classOf(protoOf(f.word), f.local.is4())
+	if kind == naptFlow && class != noPorts && !t.napt.holdAt(h, uint16(f.word>>nearShift[Outbound]), class, f.local.family(), uint16(f.word>>nearShift[Inbound])) {
+		hosts.release(h, owner)
+		return DropPortsExhausted
+	}
+	e.total.Add(1)
+	t.insert(f.local, f.mapped, f.remote, f.word|stateLive, h, tickOf(now))
+	return DropNone
+}

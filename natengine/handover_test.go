@@ -1,0 +1,265 @@
+package natengine_test
+
+import (
+	"bytes"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/isthmus-net/isthmus/natengine"
+	"github.com/isthmus-net/isthmus/packet"
+	"github.com/isthmus-net/isthmus/packet/packettest"
+)
+
+// A flowCopy is what a follower knows, by peer and identity.
+type flowCopy map[string]map[natengine.Flow]natengine.Flow
+
+func (c flowCopy) tell(peer string, f natengine.Flow, ended bool) {
+	if c[peer] == nil {
+		c[peer] = map[natengine.Flow]natengine.Flow{}
+	}
+	if ended {
+		delete(c[peer], f.Identity())
+	} else {
+		c[peer][f.Identity()] = f
+	}
+}
+
+// summaries are the flows of an engine with what the next packet depends on.
+func summaries(e *natengine.Engine) map[string]int {
+	all := map[string]int{}
+	for _, f := range e.Flows(1 << 20) {
+		all[fmt.Sprint(identityOf(f), f.Query, f.Kind, f.State == "established")]++
+	}
+	return all
+}
+
+// Whatever has happened to an engine, one that adopts its flows has the same ones, and treats the next packet of each
+// alike.
+func TestAnotherEngineGoesOnWithTheFlows(t *testing.T) {
+	adopted, established := 0, 0
+	for round := range 60 {
+		rng := rand.New(rand.NewPCG(26, uint64(round)))
+		config := natengine.Config{Timeouts: oddTimeouts, RandomPorts: round%2 == 0, Self6: netip.MustParseAddr("fd00::1")}
+		if round%5 == 4 {
+			config.MaxFlows, config.MaxFlowsPerHost = 40, 6
+		}
+		rules := modelPeers(command{cmdRules, 16})
+		e := natengine.New(config)
+		if err := e.SetPeers(rules); err != nil {
+			t.Fatal(err)
+		}
+		m, now, have := newModel(0), time.Duration(0), flowCopy{}
+		commands := randomCommands(rng, 2000)
+		begin := rng.IntN(len(commands) / 2)
+		for i, c := range commands {
+			if i == begin {
+				defer e.Follow(have.tell)()
+				e.EachFlow(func(peer string, f natengine.Flow) { have.tell(peer, f, false) }, func() bool { return true })
+			}
+			switch {
+			case c[0] >= cmdSend:
+				hurl(e, m, c, now)
+			case c[0] == cmdSweep:
+				e.Sweep(now)
+			case c[0] == cmdRules && i < begin:
+				if peers := modelPeers(c); e.SetPeers(peers) == nil {
+					rules = peers
+				}
+			default:
+				now += time.Duration(c[1]) * time.Second / 4
+			}
+		}
+		e.Sweep(now)
+
+		other := natengine.New(config)
+		if err := other.SetPeers(rules); err != nil {
+			t.Fatal(err)
+		}
+		for peer, flows := range have {
+			for _, f := range slices.SortedFunc(maps.Values(flows), func(a, b natengine.Flow) int {
+				return bytes.Compare(b.Append(nil), a.Append(nil)) // in another order than they opened
+			}) {
+				f = natengine.FlowFrom(f.Append(nil))
+				if drop := other.Adopt(peer, f, now); drop != natengine.DropNone {
+					t.Errorf("round %d: a flow of %s is not adopted: %v", round, peer, drop)
+				}
+				if drop := other.Adopt(peer, f, now); drop == natengine.DropNone {
+					t.Errorf("round %d: a flow of %s is adopted twice", round, peer)
+				}
+				adopted++
+			}
+		}
+		other.Sweep(now)
+		if got, want := summaries(other), summaries(e); !maps.Equal(got, want) {
+			for _, both := range []map[string]int{got, want} {
+				maps.DeleteFunc(both, func(f string, n int) bool { return got[f] == want[f] })
+			}
+			t.Fatalf("round %d: adopted %v, want %v", round, got, want)
+		}
+		for _, f := range e.Flows(1 << 20) {
+			if f.State == "established" {
+				established++
+			}
+			for _, b := range next(f) {
+				if got, want := through(other, f, b, now), through(e, f, b, now); got != want {
+					t.Errorf("round %d: the next packet of %v becomes %s, want %s", round, identityOf(f), got, want)
+				}
+			}
+		}
+		var r recorder
+		other.CheckTables(&r)
+		if len(r.failed) > 0 {
+			t.Errorf("round %d: %s", round, strings.Join(r.failed, "\n"))
+		}
+	}
+	if t.Logf("%d flows adopted, %d established", adopted, established); adopted < 1000 || established < 100 {
+		t.Error("too few to tell")
+	}
+}
+
+// next are packets of a flow, to and from the peer; none of ICMP queries.
+func next(f natengine.FlowInfo) (both [2][]byte) {
+	for dir, ends := range [2][2]netip.AddrPort{{f.Local, f.Remote}, {f.Remote, f.Mapped}} {
+		var body packettest.Body
+		switch src, dst := ends[0].Port(), ends[1].Port(); f.Proto {
+		case packet.TCP:
+			body = packettest.TCP{SrcPort: src, DstPort: dst, Flags: packettest.ACK}
+		case packet.UDP:
+			body = packettest.UDP{SrcPort: src, DstPort: dst}
+		default:
+			continue
+		}
+		both[dir] = packettest.Build(packettest.IP{Src: ends[0].Addr(), Dst: ends[1].Addr()}, body)
+	}
+	return both
+}
+
+// through says what becomes of a packet, outbound if it comes from our end.
+func through(e *natengine.Engine, f natengine.FlowInfo, b []byte, now time.Duration) string {
+	if b == nil {
+		return ""
+	}
+	var v packet.View
+	if err := v.Parse(slices.Clone(b), packet.ChecksumComplete); err != nil {
+		return err.Error()
+	}
+	verdict := e.Inbound
+	if packettest.MustDecode(b).Src == f.Local.Addr() && packettest.MustDecode(b).Dst == f.Remote.Addr() {
+		verdict = e.Outbound
+	}
+	got := verdict(&v, now)
+	return fmt.Sprintf("%v %v %x", got.Action, got.Drop, v.Bytes())
+}
+
+func TestAFlowIsAdoptedOnlyWhereItCouldBe(t *testing.T) {
+	config := natengine.Config{MaxFlows: 10}
+	engine := func(peers ...natengine.Peer) *natengine.Engine {
+		e := natengine.New(config)
+		if err := e.SetPeers(peers); err != nil {
+			t.Fatal(err)
+		}
+		return e
+	}
+	peer := natengine.Peer{ID: "b", RemotePods: []netip.Prefix{netip.MustParsePrefix("10.71.0.0/16")},
+		Pods: []natengine.Remap{remapOf("10.244.0.0/16", "10.246.0.0/16")}}
+	e := engine(peer)
+	var flow natengine.Flow
+	defer e.Follow(func(_ string, f natengine.Flow, _ bool) { flow = f })()
+	open := func(e *natengine.Engine, host, remote string) {
+		var v packet.View
+		b := packettest.Build(packettest.IP{Src: netip.MustParseAddr(host), Dst: netip.MustParseAddr(remote)}, packettest.UDP{SrcPort: 5000, DstPort: 53})
+		if err := v.Parse(b, packet.ChecksumComplete); err != nil {
+			t.Fatal(err)
+		}
+		if verdict := e.Outbound(&v, 0); verdict.Action != natengine.Forward {
+			t.Fatal(verdict.Drop)
+		}
+	}
+	open(e, "192.168.1.1", "10.71.0.5")
+	there, full, taken, elsewhere := engine(peer), engine(peer), engine(peer), peer
+	open(there, "192.168.1.1", "10.71.0.5")
+	for i := range 10 {
+		open(full, fmt.Sprintf("192.168.2.%d", i), "10.71.0.5")
+	}
+	open(taken, "192.168.2.1", "10.71.0.6")
+	elsewhere.Pods = []natengine.Remap{remapOf("10.244.0.0/16", "10.248.0.0/16")}
+	config.MaxFlowsPerHost = 1
+	quota := engine(peer)
+	open(quota, "192.168.1.1", "10.71.0.6")
+	broken := flow.Append(nil)
+	broken[16+15] ^= 1 // the mapped address
+	for _, c := range []struct {
+		what string
+		e    *natengine.Engine
+		peer string
+		flow natengine.Flow
+		want natengine.Drop
+	}{
+		{"no such peer", engine(peer), "c", flow, natengine.DropNoPeer},
+		{"another network", engine(elsewhere), "b", flow, natengine.DropNoFlow},
+		{"another address", engine(peer), "b", natengine.FlowFrom(broken), natengine.DropNoFlow},
+		{"no room", full, "b", flow, natengine.DropFlowTableFull},
+		{"the port is another host's", taken, "b", flow, natengine.DropPortsExhausted},
+		{"the host has as many as it may", quota, "b", flow, natengine.DropHostQuota},
+		{"there already", there, "b", flow, natengine.DropFlowClash},
+		{"everything in order", engine(peer), "b", flow, natengine.DropNone},
+	} {
+		before := c.e.Stats().Flows
+		if got := c.e.Adopt(c.peer, c.flow, 0); got != c.want {
+			t.Errorf("%s: %v, want %v", c.what, got, c.want)
+		}
+		if n := c.e.Stats().Flows - before; n != 0 && c.want != natengine.DropNone {
+			t.Errorf("%s: %d flows more", c.what, n)
+		}
+		c.e.CheckTables(t)
+	}
+}
+
+// Whatever octets come as a flow, the tables stay in order, and what is adopted is told again as it came.
+func FuzzAdopt(f *testing.F) {
+	rules := modelPeers(command{cmdRules, 16})
+	e := natengine.New(natengine.Config{})
+	if err := e.SetPeers(rules); err != nil {
+		f.Fatal(err)
+	}
+	m := newModel(0)
+	for _, c := range randomCommands(rand.New(rand.NewPCG(1, 1)), 300) {
+		if c[0] >= cmdSend {
+			hurl(e, m, c, 0)
+		}
+	}
+	e.EachFlow(func(peer string, flow natengine.Flow) {
+		f.Add(slices.IndexFunc(rules, func(p natengine.Peer) bool { return p.ID == peer }), flow.Append(nil))
+	}, func() bool { return true })
+	f.Fuzz(func(t *testing.T, peer int, b []byte) {
+		if peer < 0 || peer >= len(rules) {
+			return
+		}
+		e := natengine.New(natengine.Config{})
+		if err := e.SetPeers(rules); err != nil {
+			t.Fatal(err)
+		}
+		var told []byte
+		defer e.Follow(func(_ string, flow natengine.Flow, _ bool) { told = flow.Append(told) })()
+		var want []byte
+		for ; len(b) >= natengine.FlowSize; b = b[natengine.FlowSize:] {
+			if flow := natengine.FlowFrom(b); e.Adopt(rules[peer].ID, flow, 0) == natengine.DropNone {
+				want = append(want, b[:natengine.FlowSize]...)
+			}
+		}
+		if !bytes.Equal(told, want) {
+			t.Errorf("told %x, want %x", told, want)
+		}
+		e.CheckTables(t)
+		e.Sweep(3 * time.Hour)
+		if n := e.Stats().Flows; n != 0 {
+			t.Errorf("%d flows are left", n)
+		}
+	})
+}
