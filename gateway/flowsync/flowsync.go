@@ -1,0 +1,235 @@
+// Package flowsync copies the NAT flows of the active gateway to the others, so that connections survive when another
+// one becomes active.
+//
+//	active ── TLS over TCP ──► standby      all flows, then each change
+//	standby ─────────────────► a gateway that has just started and knows none: its copy
+//
+// All gateways of an installation share the WireGuard private key. A key derived from it is what each end of a
+// connection proves to have. Where the private key is replaced, connections end and are made again with the next one;
+// copies stay.
+package flowsync
+
+import (
+	"sync"
+	"time"
+
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+// Bounds of a copy.
+const (
+	// MaxFlows is how many flows a copy has at most; what comes on top is left out and counted.
+	MaxFlows = 1 << 20
+	// keepFor is how long a copy counts that nobody keeps up to date: as long as most flows live without a packet.
+	keepFor = 5 * time.Minute
+)
+
+// Flows are those of a gateway that runs. A natengine.Engine is most of it.
+type Flows interface {
+	EachFlow(f func(peer string, flow natengine.Flow), between func() bool)
+	Follow(f func(peer string, flow natengine.Flow, ended bool)) (stop func())
+	Adopt(peer string, flow natengine.Flow) natengine.Drop
+}
+
+// A table has flows by peer and identity.
+type table struct {
+	flows map[string]map[natengine.Flow]natengine.Flow
+	n     int
+}
+
+func (t *table) put(peer string, f natengine.Flow) (ok bool) {
+	id := f.Identity()
+	of := t.flows[peer]
+	if _, known := of[id]; !known {
+		if t.n >= MaxFlows {
+			return false
+		}
+		if of == nil {
+			if t.flows == nil {
+				t.flows = make(map[string]map[natengine.Flow]natengine.Flow)
+			}
+			of = make(map[natengine.Flow]natengine.Flow)
+			t.flows[peer] = of
+		}
+		t.n++
+	}
+	of[id] = f
+	return true
+}
+
+func (t *table) remove(peer string, f natengine.Flow) {
+	of := t.flows[peer]
+	if _, known := of[f.Identity()]; !known {
+		return
+	}
+	delete(of, f.Identity())
+	t.n--
+	if len(of) == 0 {
+		delete(t.flows, peer)
+	}
+}
+
+// A Keeper has the flows of one gateway: a copy of the active one's while it is a standby, its own while it is active.
+// Its methods may be called concurrently.
+type Keeper struct {
+	mu      sync.Mutex
+	running Flows // nil: this gateway is not the active one
+	copy    table
+	fresh   *table    // of a connection that has not yet told of all flows; nil: none
+	heard   time.Time // when copy was last known to be complete
+	counts  Counts
+}
+
+// Counts are what has become of flows.
+type Counts struct {
+	Adopted uint64                    // by this gateway when it became active, or since
+	Refused map[natengine.Drop]uint64 // not adopted, by reason
+	Omitted uint64                    // not copied, because of MaxFlows
+}
+
+// Activate makes flows those of this gateway, which is the active one from now on, and has them adopt the copy. It
+// returns how many were adopted. What connections that are open still tell is adopted, too.
+func (k *Keeper) Activate(flows Flows) (adopted int) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	before := k.counts.Adopted
+	k.running = flows
+	k.expire(time.Now())
+	for _, t := range []*table{&k.copy, k.fresh} {
+		if t == nil {
+			continue
+		}
+		for peer, of := range t.flows {
+			for _, f := range of {
+				k.adopt(peer, f)
+			}
+		}
+	}
+	k.copy, k.fresh = table{}, nil
+	return int(k.counts.Adopted - before)
+}
+
+// Deactivate says that this gateway is not the active one any more.
+func (k *Keeper) Deactivate() {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.running = nil
+}
+
+// adopt has the running gateway adopt a flow. With mu.
+func (k *Keeper) adopt(peer string, f natengine.Flow) {
+	switch drop := k.running.Adopt(peer, f); drop {
+	case natengine.DropNone:
+		k.counts.Adopted++
+	case natengine.DropFlowClash: // a packet has opened it, or it was told twice
+	default:
+		if k.counts.Refused == nil {
+			k.counts.Refused = make(map[natengine.Drop]uint64)
+		}
+		k.counts.Refused[drop]++
+	}
+}
+
+// expire forgets a copy that is too old. With mu.
+func (k *Keeper) expire(now time.Time) {
+	if k.copy.n > 0 && now.Sub(k.heard) > keepFor {
+		k.copy = table{}
+	}
+}
+
+// A State is what a Keeper has, for people and metrics.
+type State struct {
+	Active bool
+	Copied int           // flows in the copy; 0 of the active gateway
+	Age    time.Duration // since the copy was last known to be complete; meaningless without one
+	Counts Counts
+}
+
+// State describes what there is.
+func (k *Keeper) State() State {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	s := State{Active: k.running != nil, Copied: k.copy.n, Age: time.Since(k.heard), Counts: k.counts}
+	s.Counts.Refused = make(map[natengine.Drop]uint64, len(k.counts.Refused))
+	for drop, n := range k.counts.Refused {
+		s.Counts.Refused[drop] = n
+	}
+	return s
+}
+
+// A receiver takes what one connection tells.
+type receiver struct {
+	k      *Keeper
+	active bool // the other end is the active gateway
+	table  table
+	age    time.Duration
+	all    bool // all flows have been told
+}
+
+// begin takes the first frame of a list of all flows.
+func (r *receiver) begin(active bool, age time.Duration) {
+	r.k.mu.Lock()
+	defer r.k.mu.Unlock()
+	r.active, r.age, r.all, r.table = active, age, false, table{}
+	if r.k.running == nil && active {
+		r.k.fresh = &r.table
+	}
+}
+
+// flow takes a flow that is there, or was until now.
+func (r *receiver) flow(peer string, f natengine.Flow, ended bool) {
+	r.k.mu.Lock()
+	defer r.k.mu.Unlock()
+	switch {
+	case r.k.running != nil:
+		if !ended { // else it ends here by itself
+			r.k.adopt(peer, f)
+		}
+	case ended:
+		r.into().remove(peer, f)
+	case !r.into().put(peer, f):
+		r.k.counts.Omitted++
+	}
+}
+
+// into is the table that the connection fills. With mu.
+func (r *receiver) into() *table {
+	if r.all {
+		return &r.k.copy
+	}
+	return &r.table
+}
+
+// end takes the last frame of a list: it replaces the copy, unless it is a copy itself and there is one already.
+func (r *receiver) end() {
+	r.k.mu.Lock()
+	defer r.k.mu.Unlock()
+	now := time.Now()
+	r.k.expire(now)
+	if r.k.running == nil && (r.active || r.k.copy.n == 0) {
+		r.k.copy, r.k.heard = r.table, now.Add(-r.age)
+	}
+	r.all = true
+	if r.k.fresh == &r.table {
+		r.k.fresh = nil
+	}
+	r.table = table{}
+}
+
+// beat says that the other end has told all that there is.
+func (r *receiver) beat() {
+	r.k.mu.Lock()
+	defer r.k.mu.Unlock()
+	if r.all && r.active && r.k.running == nil {
+		r.k.heard = time.Now()
+	}
+}
+
+// close ends the connection.
+func (r *receiver) close() {
+	r.k.mu.Lock()
+	defer r.k.mu.Unlock()
+	if r.k.fresh == &r.table {
+		r.k.fresh = nil
+	}
+}

@@ -1,0 +1,468 @@
+package flowsync
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"math/rand/v2"
+	"net"
+	"net/netip"
+	"reflect"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/isthmus-net/isthmus/natengine"
+	"github.com/isthmus-net/isthmus/packet"
+	"github.com/isthmus-net/isthmus/packet/packettest"
+)
+
+// A running is an engine as a gateway that runs has it.
+type running struct{ *natengine.Engine }
+
+func (r running) Adopt(peer string, f natengine.Flow) natengine.Drop {
+	return r.Engine.Adopt(peer, f, 0)
+}
+
+func newRunning(t testing.TB, pods string) running {
+	e := natengine.New(natengine.Config{})
+	err := e.SetPeers([]natengine.Peer{{ID: "b", RemotePods: []netip.Prefix{netip.MustParsePrefix("10.71.0.0/16")},
+		Pods: []natengine.Remap{{From: netip.MustParsePrefix("10.244.0.0/16"), To: netip.MustParsePrefix(pods)}}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return running{e}
+}
+
+// open opens the nth flow of a node, whose port has to change.
+func (r running) open(t testing.TB, n int) {
+	t.Helper()
+	for _, node := range []string{"192.168.1.1", "192.168.1.2"} {
+		var v packet.View
+		b := packettest.Build(packettest.IP{Src: netip.MustParseAddr(node), Dst: netip.MustParseAddr("10.71.0.5")},
+			packettest.UDP{SrcPort: uint16(10000 + n), DstPort: 53})
+		if err := v.Parse(b, packet.ChecksumComplete); err != nil {
+			t.Fatal(err)
+		}
+		if verdict := r.Outbound(&v, 0); verdict.Action != natengine.Forward {
+			t.Fatal(verdict.Drop)
+		}
+	}
+}
+
+func (r running) flows() []string {
+	var all []string
+	for _, f := range r.Flows(1 << 20) {
+		all = append(all, fmt.Sprint(f.Local, f.Mapped, f.Remote))
+	}
+	slices.Sort(all)
+	return all
+}
+
+// A place is where gateways reach each other in a test.
+type place struct {
+	mu    sync.Mutex
+	at    map[netip.Addr]net.Listener
+	role  map[netip.Addr]bool // is the active one, by what the API server says
+	key   map[netip.Addr][32]byte
+	stops sync.WaitGroup
+}
+
+func newPlace() *place {
+	return &place{at: map[netip.Addr]net.Listener{}, role: map[netip.Addr]bool{}, key: map[netip.Addr][32]byte{}}
+}
+
+func (p *place) set(addr netip.Addr, active bool, key byte) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.role[addr], p.key[addr] = active, [32]byte{key}
+}
+
+// start starts the link of a gateway; stop is its death.
+func (p *place) start(t *testing.T, k *Keeper, own netip.Addr) (l *Link, stop func()) {
+	ctx, cancel := context.WithCancel(t.Context())
+	l = NewLink(k, Options{
+		Listen: func() (net.Listener, error) {
+			listener, err := net.Listen("tcp4", "127.0.0.1:0")
+			p.mu.Lock()
+			p.at[own] = listener
+			p.mu.Unlock()
+			return listener, err
+		},
+		Dial: func(ctx context.Context, to netip.Addr) (net.Conn, error) {
+			p.mu.Lock()
+			listener := p.at[to]
+			p.mu.Unlock()
+			if listener == nil {
+				return nil, errors.New("not there")
+			}
+			return new(net.Dialer).DialContext(ctx, "tcp4", listener.Addr().String())
+		},
+		Key: func() [32]byte {
+			p.mu.Lock()
+			defer p.mu.Unlock()
+			return p.key[own]
+		},
+		Others: func() (others []Other) {
+			p.mu.Lock()
+			defer p.mu.Unlock()
+			for addr, active := range p.role {
+				if addr != own {
+					others = append(others, Other{addr, active})
+				}
+			}
+			return others
+		},
+		Log: slog.New(slog.NewTextHandler(t.Output(), nil)),
+	})
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		l.Run(ctx)
+	}()
+	return l, func() {
+		cancel()
+		<-done
+	}
+}
+
+var one, two = netip.MustParseAddr("10.0.0.1"), netip.MustParseAddr("10.0.0.2")
+
+func eventually(t *testing.T, what string, is func() bool) {
+	t.Helper()
+	for deadline := time.Now().Add(30 * time.Second); !is(); time.Sleep(10 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatalf("%s: not within 30 s", what)
+		}
+	}
+}
+
+func TestFlowsSurviveFailoversAndRestarts(t *testing.T) {
+	p := newPlace()
+	p.set(one, true, 1)
+	p.set(two, false, 1)
+	first, a, b := newRunning(t, "10.246.0.0/16"), new(Keeper), new(Keeper)
+	first.open(t, 0)
+	a.Activate(first)
+	_, die := p.start(t, a, one)
+	_, end := p.start(t, b, two)
+	defer end()
+	copied := func(n int) { eventually(t, fmt.Sprint(n, " flows"), func() bool { return b.State().Copied == n }) }
+	copied(2)
+	for n := range 50 {
+		first.open(t, n)
+	}
+	copied(100)
+	first.Sweep(time.Hour)
+	copied(0)
+	for n := range 50 {
+		first.open(t, n)
+	}
+	copied(100)
+	want := first.flows()
+
+	// The gateway restarts and stays active: the other one has its flows.
+	die()
+	second, a := newRunning(t, "10.246.0.0/16"), new(Keeper)
+	link, die := p.start(t, a, one)
+	link.Await(t.Context())
+	if n := a.Activate(second); n != 100 || !reflect.DeepEqual(second.flows(), want) {
+		t.Errorf("%d flows were adopted after a restart, which are\n%v\nwant\n%v", n, second.flows(), want)
+	}
+	second.open(t, 77)
+	copied(102)
+	want = second.flows()
+
+	// It dies, and the other one takes over.
+	die()
+	p.set(one, false, 1)
+	p.set(two, true, 1)
+	third := newRunning(t, "10.246.0.0/16")
+	if n := b.Activate(third); n != 102 || !reflect.DeepEqual(third.flows(), want) {
+		t.Errorf("%d flows were adopted after a takeover, which are\n%v\nwant\n%v", n, third.flows(), want)
+	}
+	if s := b.State(); s.Copied != 0 || !s.Active || s.Counts.Adopted != 102 {
+		t.Errorf("state %+v", s)
+	}
+	// The next standby copies, under another key, too.
+	a = new(Keeper)
+	_, die = p.start(t, a, one)
+	defer die()
+	eventually(t, "the next standby's copy", func() bool { return a.State().Copied == 102 })
+	p.set(one, false, 2)
+	p.set(two, true, 2)
+	third.open(t, 88)
+	eventually(t, "copy with another key", func() bool { return a.State().Copied == 104 })
+	third.Sweep(2 * time.Hour)
+	eventually(t, "copy with another key is followed", func() bool { return a.State().Copied == 0 })
+}
+
+// A planned move: what the gateway before opens while the next one is active already is adopted, too.
+func TestWhatTheGatewayBeforeStillTellsIsAdopted(t *testing.T) {
+	p := newPlace()
+	p.set(one, true, 1)
+	p.set(two, false, 1)
+	before, after, a, b := newRunning(t, "10.246.0.0/16"), newRunning(t, "10.246.0.0/16"), new(Keeper), new(Keeper)
+	a.Activate(before)
+	_, die := p.start(t, a, one)
+	defer die()
+	_, end := p.start(t, b, two)
+	defer end()
+	before.open(t, 0)
+	eventually(t, "copy", func() bool { return b.State().Copied == 2 })
+	b.Activate(after)
+	before.open(t, 1)
+	eventually(t, "late flows", func() bool { return reflect.DeepEqual(after.flows(), before.flows()) })
+	// The peer may have other networks by then.
+	c := new(Keeper)
+	r := receiver{k: c}
+	r.begin(true, 0)
+	before.EachFlow(func(peer string, f natengine.Flow) { r.flow(peer, f, false) }, func() bool { return true })
+	r.end()
+	if n := c.Activate(newRunning(t, "10.250.0.0/16")); n != 0 || c.State().Counts.Refused[natengine.DropNoFlow] != 4 {
+		t.Errorf("%d flows were adopted that no rule permits: %+v", n, c.State())
+	}
+}
+
+func TestOnlyWhoHasTheKeyIsTold(t *testing.T) {
+	p := newPlace()
+	p.set(one, true, 1)
+	p.set(two, false, 2)
+	a, b, e := new(Keeper), new(Keeper), newRunning(t, "10.246.0.0/16")
+	e.open(t, 0)
+	a.Activate(e)
+	_, die := p.start(t, a, one)
+	defer die()
+	_, end := p.start(t, b, two)
+	defer end()
+	eventually(t, "the listener", func() bool {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		return p.at[one] != nil
+	})
+	// Strangers who say nothing, or anything, take no place of a gateway. They all come from one address here.
+	var open []net.Conn
+	for i := range 2 * addressMost {
+		conn, err := net.Dial("tcp4", p.at[one].Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+		open = append(open, conn)
+		fmt.Fprintf(conn, "GET /%d HTTP/1.0\r\n\r\n", i)
+	}
+	for _, conn := range open {
+		if b, err := io.ReadAll(conn); err == nil && len(b) > 7 { // an alert of TLS
+			t.Errorf("a stranger is told %q", b)
+		}
+	}
+	time.Sleep(2 * look)
+	if n := b.State().Copied; n != 0 {
+		t.Errorf("a gateway with another key has %d flows", n)
+	}
+	p.set(two, false, 1)
+	eventually(t, "copy", func() bool { return b.State().Copied == 2 })
+}
+
+func TestPlacesForConnections(t *testing.T) {
+	l := NewLink(new(Keeper), Options{Others: func() []Other { return []Other{{Addr: one}} }})
+	for i := range strangersMost {
+		if !l.enter(netip.AddrFrom4([4]byte{192, 0, 2, byte(i)})) {
+			t.Fatalf("stranger %d is refused", i)
+		}
+	}
+	if l.enter(two) {
+		t.Error("one stranger too many")
+	}
+	for i := range addressMost {
+		if !l.enter(one) {
+			t.Errorf("connection %d of a gateway is refused", i)
+		}
+	}
+	if l.enter(one) {
+		t.Error("one connection of an address too many")
+	}
+	l.leave(netip.AddrFrom4([4]byte{192, 0, 2, 0}))
+	if !l.enter(two) {
+		t.Error("a place that is free is not given")
+	}
+}
+
+// slow is a connection whose other end reads only while it may.
+type slow struct {
+	net.Conn
+	may sync.Mutex
+}
+
+func (s *slow) Write(b []byte) (int, error) {
+	s.may.Lock()
+	defer s.may.Unlock()
+	return s.Conn.Write(b)
+}
+
+func TestAStandbyThatIsTooSlowGetsEverythingAgain(t *testing.T) {
+	near, far := net.Pipe()
+	defer near.Close()
+	conn := &slow{Conn: far}
+	e, a, b := newRunning(t, "10.246.0.0/16"), new(Keeper), new(Keeper)
+	a.Activate(e)
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- a.send(ctx, conn) }()
+	lists := 0
+	go func() {
+		r := receiver{k: b}
+		_ = r.receive(near, func() {
+			b.mu.Lock()
+			defer b.mu.Unlock()
+			if r.active && !r.all && r.table.n == 0 && r.k.fresh == &r.table {
+				lists++
+			}
+		})
+	}()
+	e.open(t, 0)
+	eventually(t, "the first flows", func() bool { return b.State().Copied == 2 })
+	conn.may.Lock()
+	for n := 0; n < queueMost+1000; n += 100 {
+		e.Sweep(time.Duration(n) * time.Hour)
+		for i := range 50 {
+			e.open(t, 1+i)
+		}
+	}
+	conn.may.Unlock()
+	eventually(t, "the same flows", func() bool { return b.State().Copied == e.Stats().Flows })
+	if lists < 2 {
+		t.Errorf("%d lists of all flows were sent, want another one", lists)
+	}
+	cancel()
+	far.Close()
+	<-done
+}
+
+// randomFlows are flows of an engine.
+func randomFlows(t testing.TB) (flows []natengine.Flow) {
+	e := newRunning(t, "10.246.0.0/16")
+	for n := range 200 {
+		e.open(t, n)
+	}
+	e.EachFlow(func(_ string, f natengine.Flow) { flows = append(flows, f) }, func() bool { return true })
+	return flows
+}
+
+// What a stream says arrives, in whatever order flows come and go.
+func TestAStreamArrives(t *testing.T) {
+	flows := randomFlows(t)
+	for seed := range uint64(50) {
+		rng := rand.New(rand.NewPCG(seed, 1))
+		var b bytes.Buffer
+		w := writer{bufio.NewWriter(&b)}
+		want := map[string]map[natengine.Flow]bool{}
+		n := 0
+		w.begin(true, 0)
+		at := rng.IntN(20)
+		for i := range 20 {
+			var all []record
+			for range rng.IntN(2000) {
+				r := record{fmt.Sprint("peer", rng.IntN(3)), flows[rng.IntN(len(flows))], rng.IntN(2) == 0}
+				all = append(all, r)
+				if want[r.peer] == nil {
+					want[r.peer] = map[natengine.Flow]bool{}
+				}
+				want[r.peer][r.flow] = !r.ended
+			}
+			w.records(all)
+			if i == at {
+				w.frame(frameEnd)
+			}
+			w.frame(frameBeat)
+		}
+		w.w.Flush()
+		k := new(Keeper)
+		r := receiver{k: k}
+		if err := r.receive(&b, func() {}); err != io.EOF {
+			t.Fatal(err)
+		}
+		for peer, of := range want {
+			for f, there := range of {
+				if _, has := k.copy.flows[peer][f.Identity()]; has != there {
+					t.Fatalf("seed %d: a flow of %s: %v, want %v", seed, peer, has, there)
+				}
+				if there {
+					n++
+				}
+			}
+		}
+		if k.State().Copied != n {
+			t.Errorf("seed %d: %d flows, want %d", seed, k.State().Copied, n)
+		}
+	}
+}
+
+func TestACopyOfACopyReplacesNone(t *testing.T) {
+	flows := randomFlows(t)
+	k := new(Keeper)
+	tell := func(active bool, age time.Duration, n int) int {
+		r := receiver{k: k}
+		r.begin(active, age)
+		for _, f := range flows[:n] {
+			r.flow("b", f, false)
+		}
+		r.end()
+		return k.State().Copied
+	}
+	if n := tell(false, time.Minute, 3); n != 3 {
+		t.Errorf("%d flows of a standby, want 3: there was no copy", n)
+	}
+	if age := k.State().Age; age < time.Minute {
+		t.Errorf("the copy is %v old, want the age that it had", age)
+	}
+	if n := tell(false, 0, 5); n != 3 {
+		t.Errorf("%d flows of a standby, want the 3 that are there", n)
+	}
+	if n := tell(true, 0, 5); n != 5 {
+		t.Errorf("%d flows of the active gateway, want 5", n)
+	}
+	k.heard = time.Now().Add(-keepFor - time.Second)
+	if n := k.Activate(newRunning(t, "10.246.0.0/16")); n != 0 {
+		t.Errorf("%d flows of a copy that is too old", n)
+	}
+}
+
+// Whatever an end with the key sends: an error, and a copy that is in order.
+func FuzzReceive(f *testing.F) {
+	flows := randomFlows(f)
+	var b bytes.Buffer
+	w := writer{bufio.NewWriter(&b)}
+	w.begin(true, time.Second)
+	w.records([]record{{"b", flows[0], false}, {"b", flows[1], false}, {"c", flows[0], false}, {"b", flows[0], true}})
+	w.frame(frameEnd)
+	w.frame(frameBeat)
+	w.begin(false, 0)
+	w.frame(frameEnd)
+	w.w.Flush()
+	f.Add(b.Bytes())
+	f.Add([]byte{0, 1, frameBeat})
+	f.Fuzz(func(t *testing.T, b []byte) {
+		k := new(Keeper)
+		r := receiver{k: k}
+		if err := r.receive(bytes.NewReader(b), func() {}); err == nil {
+			t.Error("the stream has ended without an error")
+		}
+		r.close()
+		n := 0
+		for peer, of := range k.copy.flows {
+			if len(of) == 0 {
+				t.Errorf("peer %q has no flow", peer)
+			}
+			n += len(of)
+		}
+		if n != k.State().Copied || k.fresh != nil {
+			t.Errorf("%d flows, counted %d; a list is under way: %v", n, k.State().Copied, k.fresh != nil)
+		}
+	})
+}

@@ -1,0 +1,318 @@
+package flowsync
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"io"
+	"log/slog"
+	"net"
+	"net/netip"
+	"sync"
+	"time"
+)
+
+// Port is the TCP port at which gateways tell each other their flows.
+const Port = 5870
+
+// Timing of connections.
+const (
+	look             = 250 * time.Millisecond // at what others there are
+	again            = time.Second            // after a connection has ended or failed
+	listenAgain      = 5 * time.Second
+	handshakeTimeout = 3 * time.Second
+	readTimeout      = 5 * beatInterval
+	awaitMost        = 500 * time.Millisecond
+)
+
+// Bounds of incoming connections. Whoever has not proved to have the key takes none of the places of gateways that the
+// API server names.
+const (
+	strangersMost = 8 // from addresses of no gateway
+	addressMost   = 2 // from one address
+)
+
+// Options of Keeper.Run. All are required. The functions may be called concurrently.
+type Options struct {
+	Listen func() (net.Listener, error)
+	Dial   func(ctx context.Context, to netip.Addr) (net.Conn, error)
+	Key    func() [32]byte // the WireGuard private key; zero: not known yet
+	Others func() []Other  // gateways
+	Log    *slog.Logger
+}
+
+// Other is another gateway of the installation.
+type Other struct {
+	Addr   netip.Addr
+	Active bool
+}
+
+// A Link connects the Keeper of a gateway with those of the others.
+type Link struct {
+	k *Keeper
+	o Options
+
+	settled chan struct{} // closed when those that were known first have been asked
+
+	mu       sync.Mutex
+	config   *tls.Config // nil: the key is not known yet
+	expired  context.Context
+	expire   context.CancelFunc // ends what uses config
+	incoming map[netip.Addr]int // connections by address
+	said     string             // the last that was logged
+}
+
+// NewLink makes a link that Run starts.
+func NewLink(k *Keeper, o Options) *Link {
+	return &Link{k: k, o: o, settled: make(chan struct{}), incoming: make(map[netip.Addr]int)}
+}
+
+// Await waits until gateways that were known at the start have been asked for their copies, for at most half a second. A
+// gateway that restarts and stays active has lost its flows, but another one has them.
+func (l *Link) Await(ctx context.Context) {
+	select {
+	case <-l.settled:
+	case <-time.After(awaitMost):
+	case <-ctx.Done():
+	}
+}
+
+// Run tells and asks others until ctx ends.
+func (l *Link) Run(ctx context.Context) {
+	var group sync.WaitGroup
+	defer group.Wait()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	group.Go(func() { l.listen(ctx, &group) })
+
+	var private [32]byte
+	first := true
+	asked := make(map[netip.Addr]bool)
+	var following netip.Addr // whose changes come
+	var unfollow context.CancelFunc = func() {}
+	ended := make(chan netip.Addr)
+	next := make(map[netip.Addr]time.Time)
+	tick := time.NewTicker(look)
+	defer tick.Stop()
+	for {
+		if p := l.o.Key(); p != private && p != ([32]byte{}) {
+			private = p
+			l.change(ctx, p)
+		}
+		if private != ([32]byte{}) {
+			var asking sync.WaitGroup
+			for _, other := range l.o.Others() {
+				addr := other.Addr
+				switch {
+				case other.Active && !l.k.State().Active && following != addr && !time.Now().Before(next[addr]):
+					unfollow()
+					var follow context.Context
+					follow, unfollow = context.WithCancel(ctx)
+					following, asked[addr] = addr, true
+					group.Go(func() {
+						l.ask(follow, addr)
+						select {
+						case ended <- addr:
+						case <-ctx.Done():
+						}
+					})
+				case !asked[addr]:
+					asked[addr] = true
+					asking.Add(1)
+					group.Go(func() {
+						defer asking.Done()
+						l.ask(ctx, addr)
+					})
+				}
+			}
+			if first {
+				first = false
+				group.Go(func() {
+					asking.Wait()
+					close(l.settled)
+				})
+			}
+		}
+		select {
+		case <-ctx.Done():
+			unfollow()
+			return
+		case addr := <-ended:
+			if next[addr] = time.Now().Add(again); addr == following {
+				following = netip.Addr{}
+			}
+		case <-tick.C:
+		}
+	}
+}
+
+// change ends connections under the key before and makes the next ones with this one.
+func (l *Link) change(ctx context.Context, private [32]byte) {
+	c, err := config(private)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.expire != nil {
+		l.expire()
+	}
+	if err != nil {
+		l.o.Log.Error("flows are not copied between gateways", "error", err)
+		return
+	}
+	l.config = c
+	l.expired, l.expire = context.WithCancel(ctx)
+}
+
+// keyed is what connections are made with now, and what ends them.
+func (l *Link) keyed() (*tls.Config, context.Context) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.config, l.expired
+}
+
+// ask takes what another gateway tells until it ends.
+func (l *Link) ask(ctx context.Context, addr netip.Addr) {
+	config, expired := l.keyed()
+	dialing, cancel := context.WithTimeout(ctx, handshakeTimeout)
+	defer cancel()
+	conn, err := l.o.Dial(dialing, addr)
+	if err == nil {
+		defer conn.Close()
+		defer context.AfterFunc(ctx, func() { conn.Close() })()
+		defer context.AfterFunc(expired, func() { conn.Close() })()
+		secure := tls.Client(conn, config)
+		if err = secure.HandshakeContext(dialing); err == nil {
+			r := receiver{k: l.k}
+			extend := func() { _ = conn.SetReadDeadline(time.Now().Add(readTimeout)) }
+			extend()
+			err = r.receive(secure, extend)
+			r.close()
+		}
+	}
+	if errors.Is(err, io.EOF) {
+		err = nil
+	}
+	l.say(ctx, addr, err)
+}
+
+// say logs why flows of another gateway are not copied, when it is something else.
+func (l *Link) say(ctx context.Context, addr netip.Addr, err error) {
+	if ctx.Err() != nil {
+		return
+	}
+	text := ""
+	if err != nil {
+		text = err.Error()
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if text != l.said && err != nil {
+		l.o.Log.Info("flows of the other gateway are not copied, trying again", "gateway", addr, "error", err)
+	}
+	l.said = text
+}
+
+// listen answers until ctx ends.
+func (l *Link) listen(ctx context.Context, group *sync.WaitGroup) {
+	said := false
+	for ctx.Err() == nil {
+		listener, err := l.o.Listen()
+		if err == nil {
+			said = false
+			stop := context.AfterFunc(ctx, func() { listener.Close() })
+			err = l.accept(ctx, listener, group)
+			stop()
+			listener.Close()
+		}
+		if !said && ctx.Err() == nil {
+			said = true
+			l.o.Log.Warn("other gateways cannot copy the flows of this one: connections may break when another one becomes active", "error", err)
+		}
+		select {
+		case <-ctx.Done():
+		case <-time.After(listenAgain):
+		}
+	}
+}
+
+// accept serves connections until the listener fails.
+func (l *Link) accept(ctx context.Context, listener net.Listener, group *sync.WaitGroup) error {
+	for failures := 0; ; {
+		conn, err := listener.Accept()
+		if err != nil {
+			if failures++; failures > 100 || errors.Is(err, net.ErrClosed) {
+				return err
+			}
+			time.Sleep(look) // no file descriptor is left, or the like
+			continue
+		}
+		failures = 0
+		addr := netip.Addr{}
+		if at, ok := conn.RemoteAddr().(*net.TCPAddr); ok {
+			addr = at.AddrPort().Addr().Unmap()
+		}
+		if !l.enter(addr) {
+			conn.Close()
+			continue
+		}
+		group.Go(func() {
+			defer l.leave(addr)
+			defer conn.Close()
+			l.serve(ctx, conn)
+		})
+	}
+}
+
+// enter counts a connection that has come, unless there are too many.
+func (l *Link) enter(addr netip.Addr) bool {
+	known := make(map[netip.Addr]bool)
+	for _, o := range l.o.Others() {
+		known[o.Addr] = true
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	strangers := 0
+	for other, n := range l.incoming {
+		if !known[other] {
+			strangers += n
+		}
+	}
+	if l.incoming[addr] >= addressMost || !known[addr] && strangers >= strangersMost {
+		return false
+	}
+	l.incoming[addr]++
+	return true
+}
+
+func (l *Link) leave(addr netip.Addr) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.incoming[addr]--; l.incoming[addr] == 0 {
+		delete(l.incoming, addr)
+	}
+}
+
+// serve tells another gateway, if it has the key.
+func (l *Link) serve(ctx context.Context, conn net.Conn) {
+	config, expired := l.keyed()
+	if config == nil {
+		return
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(expired, cancel)()
+	defer context.AfterFunc(ctx, func() { conn.Close() })()
+	secure := tls.Server(conn, config)
+	shaking, done := context.WithTimeout(ctx, handshakeTimeout)
+	defer done()
+	if err := secure.HandshakeContext(shaking); err != nil {
+		l.o.Log.Debug("a connection of no gateway", "from", conn.RemoteAddr(), "error", err)
+		return
+	}
+	go func() { // ends with the connection
+		_, _ = secure.Read(make([]byte, 1)) // the other end says nothing
+		cancel()
+	}()
+	if err := l.k.send(ctx, secure); err != nil && ctx.Err() == nil {
+		l.o.Log.Info("flows are not copied to the other gateway any more", "to", conn.RemoteAddr(), "error", err)
+	}
+}

@@ -1,0 +1,157 @@
+package flowsync
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"net"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+const (
+	// queueMost is how many changes wait for one connection at most. One that is slower begins again with all flows.
+	queueMost = 1 << 16
+	// gather is how long changes are gathered before they are sent.
+	gather = 5 * time.Millisecond
+	// writeTimeout bounds one write.
+	writeTimeout = 5 * time.Second
+)
+
+// A queue has what is to be sent on one connection. The engine never waits for it.
+type queue struct {
+	mu   sync.Mutex
+	all  []record
+	lost bool
+	wake chan struct{}
+}
+
+func (q *queue) add(peer string, f natengine.Flow, ended bool) {
+	q.mu.Lock()
+	if len(q.all) < queueMost {
+		q.all = append(q.all, record{peer, f, ended})
+	} else {
+		q.lost = true
+	}
+	q.mu.Unlock()
+	select {
+	case q.wake <- struct{}{}:
+	default:
+	}
+}
+
+// take returns what waits, to be overwritten by a later add when spare is given back by the next take.
+func (q *queue) take(spare []record) (all []record, lost bool) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	all, q.all = q.all, spare[:0]
+	return all, q.lost
+}
+
+// errLost says that changes were lost, and everything has to be sent again.
+var errLost = errors.New("changes were lost")
+
+// send tells the other end of conn of all flows and, while this gateway is the active one, of each change, until ctx or
+// the connection ends.
+func (k *Keeper) send(ctx context.Context, conn net.Conn) error {
+	w := writer{bufio.NewWriterSize(conn, 64<<10)}
+	for {
+		k.mu.Lock()
+		running := k.running
+		k.mu.Unlock()
+		if running == nil {
+			return k.sendCopy(conn, w)
+		}
+		if err := k.sendRunning(ctx, conn, w, running); !errors.Is(err, errLost) {
+			return err
+		}
+	}
+}
+
+// sendCopy sends the copy, once.
+func (k *Keeper) sendCopy(conn net.Conn, w writer) error {
+	k.mu.Lock()
+	k.expire(time.Now())
+	age := time.Since(k.heard)
+	all := make([]record, 0, k.copy.n)
+	for peer, of := range k.copy.flows {
+		for _, f := range of {
+			all = append(all, record{peer: peer, flow: f})
+		}
+	}
+	k.mu.Unlock()
+	w.begin(false, age)
+	for chunk := range slices.Chunk(all, 1024) {
+		w.records(chunk)
+		if err := flush(conn, w); err != nil {
+			return err
+		}
+	}
+	w.frame(frameEnd)
+	return flush(conn, w)
+}
+
+func flush(conn net.Conn, w writer) error {
+	if err := conn.SetWriteDeadline(time.Now().Add(writeTimeout)); err != nil {
+		return err
+	}
+	return w.w.Flush()
+}
+
+// sendRunning sends the flows of the running gateway and all changes. errLost: everything has to be sent again.
+func (k *Keeper) sendRunning(ctx context.Context, conn net.Conn, w writer, running Flows) error {
+	q := &queue{wake: make(chan struct{}, 1)}
+	defer running.Follow(q.add)()
+	var spare []record
+	pass := func() error {
+		all, lost := q.take(spare)
+		if lost {
+			return errLost
+		}
+		w.records(all)
+		spare = all
+		return nil
+	}
+	w.begin(true, 0)
+	var err error
+	running.EachFlow(func(peer string, f natengine.Flow) { q.add(peer, f, false) }, func() bool {
+		if err = pass(); err == nil {
+			err = errors.Join(flush(conn, w), ctx.Err())
+		}
+		return err == nil
+	})
+	if err != nil {
+		return err
+	}
+	if err := pass(); err != nil {
+		return err
+	}
+	w.frame(frameEnd)
+	beat := time.NewTicker(beatInterval)
+	defer beat.Stop()
+	for {
+		if err := flush(conn, w); err != nil {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-q.wake:
+			time.Sleep(gather)
+			if err := pass(); err != nil {
+				return err
+			}
+		case <-beat.C:
+			k.mu.Lock()
+			still := k.running == running
+			k.mu.Unlock()
+			if !still {
+				return nil
+			}
+			w.frame(frameBeat)
+		}
+	}
+}

@@ -1,0 +1,128 @@
+package flowsync
+
+import (
+	"bufio"
+	"encoding/binary"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+// A stream is a list of frames: the length of what follows (2 octets, big endian), the kind (1 octet), and
+//
+//	frameBegin         1 octet: 1 of the active gateway, else 0; 4 octets: milliseconds since the copy was complete
+//	frameFlow, ended   1 octet: length of the peer's ID; the ID; flows of natengine.FlowSize octets
+//	frameEnd, beat     nothing
+//
+// frameBegin starts a list of all flows, which frameEnd ends; frames of flows that end may be among it. Afterwards come
+// the changes, and frameBeat at least once in beatInterval. A stream may begin again.
+const (
+	frameBegin = iota
+	frameFlow
+	frameEnded
+	frameEnd
+	frameBeat
+)
+
+const (
+	beatInterval = time.Second
+	maxFrame     = 32 << 10
+)
+
+// writer makes a stream.
+type writer struct {
+	w *bufio.Writer
+}
+
+func (w writer) frame(kind byte, parts ...[]byte) {
+	n := 1
+	for _, p := range parts {
+		n += len(p)
+	}
+	var head [3]byte
+	binary.BigEndian.PutUint16(head[:], uint16(n))
+	head[2] = kind
+	w.w.Write(head[:]) // Flush tells of errors
+	for _, p := range parts {
+		w.w.Write(p)
+	}
+}
+
+func (w writer) begin(active bool, age time.Duration) {
+	var b [5]byte
+	if active {
+		b[0] = 1
+	}
+	binary.BigEndian.PutUint32(b[1:], uint32(min(age, keepFor)/time.Millisecond))
+	w.frame(frameBegin, b[:])
+}
+
+// record is a flow that is there, or was until now.
+type record struct {
+	peer  string
+	flow  natengine.Flow
+	ended bool
+}
+
+// records writes them in order, those of one peer and kind that follow each other in one frame.
+func (w writer) records(all []record) {
+	var body []byte
+	for len(all) > 0 {
+		first := all[0]
+		body = append(body[:0], byte(len(first.peer)))
+		body = append(body, first.peer...)
+		n := 0
+		for ; n < len(all) && all[n].peer == first.peer && all[n].ended == first.ended && len(body)+natengine.FlowSize < maxFrame; n++ {
+			body = all[n].flow.Append(body)
+		}
+		kind := byte(frameFlow)
+		if first.ended {
+			kind = frameEnded
+		}
+		w.frame(kind, body)
+		all = all[n:]
+	}
+}
+
+// receive gives r a stream until it ends, and returns why. beat is called after each frame.
+func (r *receiver) receive(from io.Reader, beat func()) error {
+	buffered := bufio.NewReaderSize(from, 64<<10)
+	body := make([]byte, maxFrame)
+	begun := false
+	for {
+		var head [2]byte
+		if _, err := io.ReadFull(buffered, head[:]); err != nil {
+			return err
+		}
+		n := int(binary.BigEndian.Uint16(head[:]))
+		if n == 0 || n > maxFrame {
+			return fmt.Errorf("a frame of %d octets; want 1 to %d", n, maxFrame)
+		}
+		if _, err := io.ReadFull(buffered, body[:n]); err != nil {
+			return err
+		}
+		kind, rest := body[0], body[1:n]
+		if !begun && kind != frameBegin {
+			return fmt.Errorf("a frame of kind %d before the first list", kind)
+		}
+		switch {
+		case kind == frameBegin && len(rest) == 5 && rest[0] <= 1:
+			begun = true
+			r.begin(rest[0] == 1, time.Duration(binary.BigEndian.Uint32(rest[1:]))*time.Millisecond)
+		case (kind == frameFlow || kind == frameEnded) && len(rest) > 0 && len(rest) > int(rest[0]) && (len(rest)-1-int(rest[0]))%natengine.FlowSize == 0:
+			peer := string(rest[1 : 1+rest[0]])
+			for flows := rest[1+rest[0]:]; len(flows) > 0; flows = flows[natengine.FlowSize:] {
+				r.flow(peer, natengine.FlowFrom(flows), kind == frameEnded)
+			}
+		case kind == frameEnd && len(rest) == 0:
+			r.end()
+		case kind == frameBeat && len(rest) == 0:
+			r.beat()
+		default:
+			return fmt.Errorf("a frame of kind %d with %d octets", kind, len(rest))
+		}
+		beat()
+	}
+}
