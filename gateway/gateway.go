@@ -38,6 +38,7 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/gateway/capture"
 	"github.com/isthmus-net/isthmus/gateway/datapath"
+	"github.com/isthmus-net/isthmus/gateway/flowsync"
 	"github.com/isthmus-net/isthmus/internal/httpserve"
 	"github.com/isthmus-net/isthmus/internal/kernel"
 	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
@@ -103,6 +104,10 @@ type Options struct {
 	// a peer sends from the gateway before to this one, so that it is of use when the nodes have moved.
 	// What they send until then is called for at once, and peers that call are answered.
 	Calls <-chan struct{}
+
+	// Flows, if not nil, has flows that another gateway had before, which this one adopts before it handles
+	// the first packet. It is told the flows of this one.
+	Flows *flowsync.Keeper
 
 	// Beside, if any, runs as long as the gateway does: from when the first Config is in force
 	// until its context ends, which is before anything is taken down.
@@ -237,6 +242,7 @@ type gateway struct {
 	servers    *httpserve.Servers
 	capturing  atomic.Pointer[capture.Capture] // nil: none
 	flows      *flowLog                        // nil: none
+	keeper     *flowsync.Keeper                // nil: none
 
 	wake chan struct{} // something may differ now: compare
 	ways atomic.Bool   // and ask the kernel for the way to every peer
@@ -266,7 +272,7 @@ type current struct {
 // open makes everything that can fail before the first packet. Nothing outside the process and its
 // unnamed namespace has changed when it returns.
 func open(o Options, c Config) (_ *gateway, err error) {
-	g := &gateway{log: o.Log, version: o.Version, started: time.Now(), ready: o.Ready, podNetwork: o.PodNetwork,
+	g := &gateway{log: o.Log, version: o.Version, started: time.Now(), ready: o.Ready, keeper: o.Flows, podNetwork: o.PodNetwork,
 		wake: make(chan struct{}, 1), done: make(chan struct{})}
 	var undo []func()
 	defer func() {
@@ -333,6 +339,9 @@ func lookupHost(ctx context.Context, host string) ([]netip.Addr, error) {
 // have handled them. What refuses packets stays.
 func (g *gateway) close() error {
 	close(g.done)
+	if g.keeper != nil {
+		g.keeper.Deactivate()
+	}
 	g.endCapture()
 	g.servers.Close()
 	var err error
@@ -564,6 +573,11 @@ func (g *gateway) accept(c Config) error {
 	g.mu.Unlock()
 	if g.flows != nil {
 		g.flows.name(gw.Peers)
+	}
+	if g.keeper != nil && g.now.generation == 0 { // the rules are there, and nothing leads packets here yet
+		if n := g.keeper.Activate(running{g.engine, g.ends[0].Now}); n > 0 {
+			g.log.Info("flows of the gateway before adopted", "flows", n)
+		}
 	}
 	g.put(&survey)
 	g.mu.Lock()

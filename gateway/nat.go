@@ -15,6 +15,17 @@ func engineConfig(c Config) natengine.Config {
 	return e
 }
 
+// running are the flows of a gateway that runs.
+type running struct {
+	*natengine.Engine
+	now func() time.Duration
+}
+
+// Adopt implements flowsync.Flows.
+func (r running) Adopt(peer string, f natengine.Flow) natengine.Drop {
+	return r.Engine.Adopt(peer, f, r.now())
+}
+
 // Bounds of the NAT engine and how much of them is used. Each bound has a series, so that an alert
 // can compare the two.
 var (

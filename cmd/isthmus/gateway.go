@@ -43,7 +43,7 @@ packets for its peers, since they have no other way than in the clear. --cleanup
 removes that as well, and what is in --state-directory.
 
 In a cluster it is an ordinary Pod, in whose network the overlay of the nodes ends: it
-needs CAP_NET_ADMIN and /dev/net/tun, UDP port 4800 from all nodes and 5870 from the
+needs CAP_NET_ADMIN and /dev/net/tun, UDP port 4800 from all nodes, UDP and TCP 5870 from the
 other gateways, POD_NAME, POD_IP, NODE_NAME and POD_NAMESPACE by the downward API, and
 probes need "--metrics-address :5872". With --host-network, and with --config, it needs
 CAP_SYS_ADMIN besides and the network of its node; probes have "host: 127.0.0.1".`,

@@ -26,6 +26,7 @@ import (
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/gateway"
+	"github.com/isthmus-net/isthmus/gateway/flowsync"
 	"github.com/isthmus-net/isthmus/internal/cli"
 	"github.com/isthmus-net/isthmus/internal/httpserve"
 	"github.com/isthmus-net/isthmus/internal/metric"
@@ -175,7 +176,8 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 		return err
 	}
 	front := &front{replica: replica, own: prometheus.NewRegistry(), idle: prometheus.NewRegistry()}
-	front.own.MustRegister(replica.Collector())
+	options.Flows = flowsync.NewKeeper()
+	front.own.MustRegister(replica.Collector(), options.Flows)
 	front.idle.MustRegister(metric.Build(cli.Version()), collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	secure, err := k.secure.secure(k.kubeconfig, log)
 	if err != nil {
@@ -193,6 +195,12 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 		return err
 	}
 	options.PodNetwork = !k.hostNetwork
+	link := flowsync.NewLink(options.Flows, k.links(replica))
+	linked, unlink := context.WithCancel(context.WithoutCancel(ctx))
+	var linking sync.WaitGroup
+	linking.Go(func() { link.Run(linked) })
+	defer linking.Wait()
+	defer unlink()
 	active := func(ctx context.Context) error {
 		options.Source = func(ctx context.Context, deliver func(gateway.Config, error)) {
 			replica.Snapshots(ctx, func(s kube.Snapshot, err error) {
@@ -216,6 +224,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 			})
 			<-ctx.Done() // it carries until the nodes have followed another one
 		}
+		link.Await(ctx)
 		return gateway.Run(ctx, options)
 	}
 	err = replica.Run(ctx, active, func() error { return gateway.Clear(options.PodNetwork, log) })
@@ -225,6 +234,19 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 		}
 	}
 	return err
+}
+
+// links says how the gateways of the installation reach each other to copy flows.
+func (k *kubeGateway) links(replica *kube.Gateway) flowsync.Options {
+	return flowsync.Options{
+		Listen: func() (net.Listener, error) {
+			return net.ListenTCP("tcp", net.TCPAddrFromAddrPort(netip.AddrPortFrom(k.source.PodIP, flowsync.Port)))
+		},
+		Dial: func(ctx context.Context, to netip.Addr) (net.Conn, error) {
+			return new(net.Dialer).DialContext(ctx, "tcp", netip.AddrPortFrom(to, flowsync.Port).String())
+		},
+		Key: replica.PrivateKey, Others: replica.Others, Log: k.source.Log,
+	}
 }
 
 // tellPod tells of what is wrong with this gateway itself; TunnelEndpoints tell of peers.

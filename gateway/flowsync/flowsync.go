@@ -74,11 +74,15 @@ func (t *table) remove(peer string, f natengine.Flow) {
 type Keeper struct {
 	mu      sync.Mutex
 	running Flows // nil: this gateway is not the active one
+	changes int   // of running
 	copy    table
 	fresh   *table    // of a connection that has not yet told of all flows; nil: none
-	heard   time.Time // when copy was last known to be complete
+	heard   time.Time // when copy was last known to be complete; at first, when the Keeper was made
 	counts  Counts
 }
+
+// NewKeeper has no flows.
+func NewKeeper() *Keeper { return &Keeper{heard: time.Now()} }
 
 // Counts are what has become of flows.
 type Counts struct {
@@ -94,6 +98,7 @@ func (k *Keeper) Activate(flows Flows) (adopted int) {
 	defer k.mu.Unlock()
 	before := k.counts.Adopted
 	k.running = flows
+	k.changes++
 	k.expire(time.Now())
 	for _, t := range []*table{&k.copy, k.fresh} {
 		if t == nil {
@@ -114,6 +119,8 @@ func (k *Keeper) Deactivate() {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.running = nil
+	k.changes++
+	k.heard = time.Now()
 }
 
 // adopt has the running gateway adopt a flow. With mu.
@@ -132,7 +139,7 @@ func (k *Keeper) adopt(peer string, f natengine.Flow) {
 
 // expire forgets a copy that is too old. With mu.
 func (k *Keeper) expire(now time.Time) {
-	if k.copy.n > 0 && now.Sub(k.heard) > keepFor {
+	if now.Sub(k.heard) > keepFor {
 		k.copy = table{}
 	}
 }
@@ -140,8 +147,8 @@ func (k *Keeper) expire(now time.Time) {
 // A State is what a Keeper has, for people and metrics.
 type State struct {
 	Active bool
-	Copied int           // flows in the copy; 0 of the active gateway
-	Age    time.Duration // since the copy was last known to be complete; meaningless without one
+	Copied int           // flows in the copy
+	Age    time.Duration // since the copy was last known to be complete, or since the start; 0 of the active gateway
 	Counts Counts
 }
 
@@ -149,7 +156,10 @@ type State struct {
 func (k *Keeper) State() State {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	s := State{Active: k.running != nil, Copied: k.copy.n, Age: time.Since(k.heard), Counts: k.counts}
+	s := State{Active: k.running != nil, Copied: k.copy.n, Counts: k.counts}
+	if !s.Active {
+		s.Age = time.Since(k.heard)
+	}
 	s.Counts.Refused = make(map[natengine.Drop]uint64, len(k.counts.Refused))
 	for drop, n := range k.counts.Refused {
 		s.Counts.Refused[drop] = n
@@ -206,7 +216,7 @@ func (r *receiver) end() {
 	defer r.k.mu.Unlock()
 	now := time.Now()
 	r.k.expire(now)
-	if r.k.running == nil && (r.active || r.k.copy.n == 0) {
+	if r.k.running == nil && (r.active || r.k.copy.n == 0 && r.table.n > 0) {
 		r.k.copy, r.k.heard = r.table, now.Add(-r.age)
 	}
 	r.all = true

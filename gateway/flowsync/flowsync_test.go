@@ -4,10 +4,12 @@ import (
 	"bufio"
 	"bytes"
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"math/rand/v2"
 	"net"
 	"net/netip"
@@ -17,16 +19,21 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/isthmus-net/isthmus/natengine"
 	"github.com/isthmus-net/isthmus/packet"
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
 // A running is an engine as a gateway that runs has it.
-type running struct{ *natengine.Engine }
+type running struct {
+	*natengine.Engine
+	now func() time.Duration
+}
 
 func (r running) Adopt(peer string, f natengine.Flow) natengine.Drop {
-	return r.Engine.Adopt(peer, f, 0)
+	return r.Engine.Adopt(peer, f, r.now())
 }
 
 func newRunning(t testing.TB, pods string) running {
@@ -36,7 +43,7 @@ func newRunning(t testing.TB, pods string) running {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return running{e}
+	return running{e, func() time.Duration { return 0 }}
 }
 
 // open opens the nth flow of a node, whose port has to change.
@@ -66,11 +73,10 @@ func (r running) flows() []string {
 
 // A place is where gateways reach each other in a test.
 type place struct {
-	mu    sync.Mutex
-	at    map[netip.Addr]net.Listener
-	role  map[netip.Addr]bool // is the active one, by what the API server says
-	key   map[netip.Addr][32]byte
-	stops sync.WaitGroup
+	mu   sync.Mutex
+	at   map[netip.Addr]net.Listener
+	role map[netip.Addr]bool // is the active one, by what the API server says
+	key  map[netip.Addr][32]byte
 }
 
 func newPlace() *place {
@@ -108,14 +114,11 @@ func (p *place) start(t *testing.T, k *Keeper, own netip.Addr) (l *Link, stop fu
 			defer p.mu.Unlock()
 			return p.key[own]
 		},
-		Others: func() (others []Other) {
+		Others: func() map[netip.Addr]bool {
 			p.mu.Lock()
 			defer p.mu.Unlock()
-			for addr, active := range p.role {
-				if addr != own {
-					others = append(others, Other{addr, active})
-				}
-			}
+			others := maps.Clone(p.role)
+			delete(others, own)
 			return others
 		},
 		Log: slog.New(slog.NewTextHandler(t.Output(), nil)),
@@ -146,7 +149,7 @@ func TestFlowsSurviveFailoversAndRestarts(t *testing.T) {
 	p := newPlace()
 	p.set(one, true, 1)
 	p.set(two, false, 1)
-	first, a, b := newRunning(t, "10.246.0.0/16"), new(Keeper), new(Keeper)
+	first, a, b := newRunning(t, "10.246.0.0/16"), NewKeeper(), NewKeeper()
 	first.open(t, 0)
 	a.Activate(first)
 	_, die := p.start(t, a, one)
@@ -168,7 +171,7 @@ func TestFlowsSurviveFailoversAndRestarts(t *testing.T) {
 
 	// The gateway restarts and stays active: the other one has its flows.
 	die()
-	second, a := newRunning(t, "10.246.0.0/16"), new(Keeper)
+	second, a := newRunning(t, "10.246.0.0/16"), NewKeeper()
 	link, die := p.start(t, a, one)
 	link.Await(t.Context())
 	if n := a.Activate(second); n != 100 || !reflect.DeepEqual(second.flows(), want) {
@@ -190,7 +193,7 @@ func TestFlowsSurviveFailoversAndRestarts(t *testing.T) {
 		t.Errorf("state %+v", s)
 	}
 	// The next standby copies, under another key, too.
-	a = new(Keeper)
+	a = NewKeeper()
 	_, die = p.start(t, a, one)
 	defer die()
 	eventually(t, "the next standby's copy", func() bool { return a.State().Copied == 102 })
@@ -207,7 +210,7 @@ func TestWhatTheGatewayBeforeStillTellsIsAdopted(t *testing.T) {
 	p := newPlace()
 	p.set(one, true, 1)
 	p.set(two, false, 1)
-	before, after, a, b := newRunning(t, "10.246.0.0/16"), newRunning(t, "10.246.0.0/16"), new(Keeper), new(Keeper)
+	before, after, a, b := newRunning(t, "10.246.0.0/16"), newRunning(t, "10.246.0.0/16"), NewKeeper(), NewKeeper()
 	a.Activate(before)
 	_, die := p.start(t, a, one)
 	defer die()
@@ -219,7 +222,7 @@ func TestWhatTheGatewayBeforeStillTellsIsAdopted(t *testing.T) {
 	before.open(t, 1)
 	eventually(t, "late flows", func() bool { return reflect.DeepEqual(after.flows(), before.flows()) })
 	// The peer may have other networks by then.
-	c := new(Keeper)
+	c := NewKeeper()
 	r := receiver{k: c}
 	r.begin(true, 0)
 	before.EachFlow(func(peer string, f natengine.Flow) { r.flow(peer, f, false) }, func() bool { return true })
@@ -233,7 +236,7 @@ func TestOnlyWhoHasTheKeyIsTold(t *testing.T) {
 	p := newPlace()
 	p.set(one, true, 1)
 	p.set(two, false, 2)
-	a, b, e := new(Keeper), new(Keeper), newRunning(t, "10.246.0.0/16")
+	a, b, e := NewKeeper(), NewKeeper(), newRunning(t, "10.246.0.0/16")
 	e.open(t, 0)
 	a.Activate(e)
 	_, die := p.start(t, a, one)
@@ -270,7 +273,7 @@ func TestOnlyWhoHasTheKeyIsTold(t *testing.T) {
 }
 
 func TestPlacesForConnections(t *testing.T) {
-	l := NewLink(new(Keeper), Options{Others: func() []Other { return []Other{{Addr: one}} }})
+	l := NewLink(NewKeeper(), Options{Others: func() map[netip.Addr]bool { return map[netip.Addr]bool{one: false} }})
 	for i := range strangersMost {
 		if !l.enter(netip.AddrFrom4([4]byte{192, 0, 2, byte(i)})) {
 			t.Fatalf("stranger %d is refused", i)
@@ -309,7 +312,7 @@ func TestAStandbyThatIsTooSlowGetsEverythingAgain(t *testing.T) {
 	near, far := net.Pipe()
 	defer near.Close()
 	conn := &slow{Conn: far}
-	e, a, b := newRunning(t, "10.246.0.0/16"), new(Keeper), new(Keeper)
+	e, a, b := newRunning(t, "10.246.0.0/16"), NewKeeper(), NewKeeper()
 	a.Activate(e)
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
@@ -382,9 +385,9 @@ func TestAStreamArrives(t *testing.T) {
 			w.frame(frameBeat)
 		}
 		w.w.Flush()
-		k := new(Keeper)
+		k := NewKeeper()
 		r := receiver{k: k}
-		if err := r.receive(&b, func() {}); err != io.EOF {
+		if err := r.receive(&b, func() {}); !errors.Is(err, io.EOF) {
 			t.Fatal(err)
 		}
 		for peer, of := range want {
@@ -405,7 +408,7 @@ func TestAStreamArrives(t *testing.T) {
 
 func TestACopyOfACopyReplacesNone(t *testing.T) {
 	flows := randomFlows(t)
-	k := new(Keeper)
+	k := NewKeeper()
 	tell := func(active bool, age time.Duration, n int) int {
 		r := receiver{k: k}
 		r.begin(active, age)
@@ -448,7 +451,7 @@ func FuzzReceive(f *testing.F) {
 	f.Add(b.Bytes())
 	f.Add([]byte{0, 1, frameBeat})
 	f.Fuzz(func(t *testing.T, b []byte) {
-		k := new(Keeper)
+		k := NewKeeper()
 		r := receiver{k: k}
 		if err := r.receive(bytes.NewReader(b), func() {}); err == nil {
 			t.Error("the stream has ended without an error")
@@ -465,4 +468,62 @@ func FuzzReceive(f *testing.F) {
 			t.Errorf("%d flows, counted %d; a list is under way: %v", n, k.State().Copied, k.fresh != nil)
 		}
 	})
+}
+
+// What a flow costs the process that opens and ends it, and with a standby in the same process, both ends of the copy.
+func BenchmarkFlows(b *testing.B) {
+	for _, copied := range []bool{false, true} {
+		b.Run(map[bool]string{false: "nobody copies", true: "a standby copies"}[copied], func(b *testing.B) {
+			e, k, standby := newRunning(b, "10.246.0.0/16"), NewKeeper(), NewKeeper()
+			k.Activate(e)
+			if copied {
+				c, err := config([32]byte{1})
+				if err != nil {
+					b.Fatal(err)
+				}
+				l, err := tls.Listen("tcp", "127.0.0.1:0", c)
+				if err != nil {
+					b.Fatal(err)
+				}
+				defer l.Close()
+				go func() {
+					if conn, err := l.Accept(); err == nil {
+						_ = k.send(b.Context(), conn)
+					}
+				}()
+				conn, err := tls.Dial("tcp", l.Addr().String(), c)
+				if err != nil {
+					b.Fatal(err)
+				}
+				defer conn.Close()
+				r := receiver{k: standby}
+				go func() { _ = r.receive(conn, func() {}) }()
+			}
+			packets := make([][]byte, 2000)
+			for i := range packets {
+				packets[i] = packettest.Build(packettest.IP{Src: netip.MustParseAddr("192.168.1.1"), Dst: netip.MustParseAddr("10.71.0.5")},
+					packettest.UDP{SrcPort: uint16(10000 + i), DstPort: 53})
+			}
+			var before, after unix.Rusage
+			_ = unix.Getrusage(unix.RUSAGE_SELF, &before)
+			b.ResetTimer()
+			var v packet.View
+			buf := make([]byte, 100)
+			for n := range b.N {
+				if n%len(packets) == 0 { // 10,000 flows a second
+					e.Sweep(time.Duration(n) * time.Hour)
+					time.Sleep(time.Duration(len(packets)) * 100 * time.Microsecond)
+				}
+				p := buf[:copy(buf, packets[n%len(packets)])]
+				if err := v.Parse(p, packet.ChecksumComplete); err != nil {
+					b.Fatal(err)
+				}
+				e.Outbound(&v, time.Duration(n/len(packets)*len(packets))*time.Hour)
+			}
+			b.StopTimer()
+			_ = unix.Getrusage(unix.RUSAGE_SELF, &after)
+			cpu := after.Utime.Nano() + after.Stime.Nano() - before.Utime.Nano() - before.Stime.Nano()
+			b.ReportMetric(float64(cpu)/float64(b.N), "cpu-ns/flow")
+		})
+	}
 }

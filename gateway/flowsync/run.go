@@ -37,14 +37,9 @@ type Options struct {
 	Listen func() (net.Listener, error)
 	Dial   func(ctx context.Context, to netip.Addr) (net.Conn, error)
 	Key    func() [32]byte // the WireGuard private key; zero: not known yet
-	Others func() []Other  // gateways
+	// Others are the addresses of the other gateways of the installation; true: of the active one.
+	Others func() map[netip.Addr]bool
 	Log    *slog.Logger
-}
-
-// Other is another gateway of the installation.
-type Other struct {
-	Addr   netip.Addr
-	Active bool
 }
 
 // A Link connects the Keeper of a gateway with those of the others.
@@ -101,10 +96,9 @@ func (l *Link) Run(ctx context.Context) {
 		}
 		if private != ([32]byte{}) {
 			var asking sync.WaitGroup
-			for _, other := range l.o.Others() {
-				addr := other.Addr
+			for addr, active := range l.o.Others() {
 				switch {
-				case other.Active && !l.k.State().Active && following != addr && !time.Now().Before(next[addr]):
+				case active && !l.k.State().Active && following != addr && !time.Now().Before(next[addr]):
 					unfollow()
 					var follow context.Context
 					follow, unfollow = context.WithCancel(ctx)
@@ -264,19 +258,17 @@ func (l *Link) accept(ctx context.Context, listener net.Listener, group *sync.Wa
 
 // enter counts a connection that has come, unless there are too many.
 func (l *Link) enter(addr netip.Addr) bool {
-	known := make(map[netip.Addr]bool)
-	for _, o := range l.o.Others() {
-		known[o.Addr] = true
-	}
+	gateways := l.o.Others()
+	_, known := gateways[addr]
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	strangers := 0
 	for other, n := range l.incoming {
-		if !known[other] {
+		if _, is := gateways[other]; !is {
 			strangers += n
 		}
 	}
-	if l.incoming[addr] >= addressMost || !known[addr] && strangers >= strangersMost {
+	if l.incoming[addr] >= addressMost || !known && strangers >= strangersMost {
 		return false
 	}
 	l.incoming[addr]++

@@ -60,12 +60,12 @@ func (k *Keeper) send(ctx context.Context, conn net.Conn) error {
 	w := writer{bufio.NewWriterSize(conn, 64<<10)}
 	for {
 		k.mu.Lock()
-		running := k.running
+		running, changes := k.running, k.changes
 		k.mu.Unlock()
 		if running == nil {
 			return k.sendCopy(conn, w)
 		}
-		if err := k.sendRunning(ctx, conn, w, running); !errors.Is(err, errLost) {
+		if err := k.sendRunning(ctx, conn, w, running, changes); !errors.Is(err, errLost) {
 			return err
 		}
 	}
@@ -101,8 +101,8 @@ func flush(conn net.Conn, w writer) error {
 	return w.w.Flush()
 }
 
-// sendRunning sends the flows of the running gateway and all changes. errLost: everything has to be sent again.
-func (k *Keeper) sendRunning(ctx context.Context, conn net.Conn, w writer, running Flows) error {
+// sendRunning sends the flows of the running gateway and all changes, until another one or none is running. errLost: everything has to be sent again.
+func (k *Keeper) sendRunning(ctx context.Context, conn net.Conn, w writer, running Flows, changes int) error {
 	q := &queue{wake: make(chan struct{}, 1)}
 	defer running.Follow(q.add)()
 	var spare []record
@@ -146,9 +146,9 @@ func (k *Keeper) sendRunning(ctx context.Context, conn net.Conn, w writer, runni
 			}
 		case <-beat.C:
 			k.mu.Lock()
-			still := k.running == running
+			over := k.changes != changes
 			k.mu.Unlock()
-			if !still {
+			if over {
 				return nil
 			}
 			w.frame(frameBeat)

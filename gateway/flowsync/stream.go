@@ -44,9 +44,9 @@ func (w writer) frame(kind byte, parts ...[]byte) {
 	var head [3]byte
 	binary.BigEndian.PutUint16(head[:], uint16(n))
 	head[2] = kind
-	w.w.Write(head[:]) // Flush tells of errors
+	_, _ = w.w.Write(head[:]) // Flush tells of errors
 	for _, p := range parts {
-		w.w.Write(p)
+		_, _ = w.w.Write(p)
 	}
 }
 

@@ -2,9 +2,11 @@ package main
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/isthmus-net/isthmus/gateway"
+	"github.com/isthmus-net/isthmus/gateway/flowsync"
 	"github.com/isthmus-net/isthmus/internal/kernel"
 	"github.com/isthmus-net/isthmus/internal/metric"
 	"github.com/isthmus-net/isthmus/internal/source/kube"
@@ -35,7 +37,7 @@ dashboard divides by packets.
 	}{
 		{"All components", "Besides, those of the Go runtime (`go_*`) and of the process (`process_*`).", metric.Common.Families()},
 		{"Gateway", "Of the active gateway, and of one that is configured by files.", gateway.Families()},
-		{"Gateway in a cluster", "Of active and standby gateways.", kube.Families()},
+		{"Gateway in a cluster", "Of active and standby gateways.", slices.Concat(kube.Families(), flowsync.Families())},
 		{"Route agent", "", routeagent.Families()},
 		{"Manager", "Besides, those of controller-runtime (`controller_runtime_*`, `workqueue_*`, `rest_client_*`, `leader_election_*`).", manager.Families()},
 	} {

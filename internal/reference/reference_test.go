@@ -12,6 +12,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/gateway"
+	"github.com/isthmus-net/isthmus/gateway/flowsync"
 	"github.com/isthmus-net/isthmus/internal/metric"
 	"github.com/isthmus-net/isthmus/internal/source/kube"
 	"github.com/isthmus-net/isthmus/manager"
@@ -20,7 +21,7 @@ import (
 
 func declared() map[string]*metric.Family {
 	all := make(map[string]*metric.Family)
-	for _, f := range slices.Concat(metric.Common.Families(), gateway.Families(), kube.Families(), routeagent.Families(), manager.Families()) {
+	for _, f := range slices.Concat(metric.Common.Families(), gateway.Families(), kube.Families(), flowsync.Families(), routeagent.Families(), manager.Families()) {
 		all[f.Name] = f
 	}
 	return all

@@ -66,6 +66,7 @@ var well = map[string]string{
 	`isthmus_gateway_source_ok{instance="gw",job="g",namespace="n"}`:                                               "1x400",
 	`isthmus_gateway_from_snapshot{instance="gw",job="g",namespace="n"}`:                                           "0x400",
 	`isthmus_gateway_left_out_objects{instance="gw",job="g",namespace="n",kind="NatMapping"}`:                      "0x400",
+	`isthmus_gateway_copied_flows_age_seconds{instance="standby",job="g",namespace="n",pod="standby"}`:             "1x400",
 	`isthmus_gateway_takeovers_total{instance="gw",job="g",namespace="n"}`:                                         "1x400",
 	`isthmus_route_agent_ready{instance="node",job="a",namespace="n"}`:                                             "1x400",
 	`isthmus_route_agent_overlay_up{instance="node",job="a",namespace="n",gateway="192.0.2.1"}`:                    "1x400",
@@ -108,6 +109,7 @@ var faults = []struct {
 	{alert: "IsthmusNoStandby", after: 10, series: map[string]string{`isthmus_gateway_standbys`: "0"}, summary: "No standby"},
 	{alert: "IsthmusNoActiveGateway", after: 5, series: map[string]string{`isthmus_gateway_active`: "_"}, summary: "No gateway"}, // the same
 	{alert: "IsthmusSeveralActiveGateways", after: 1, series: map[string]string{`isthmus_gateway_active{instance="standby"`: "1"}, summary: "2 gateways"},
+	{alert: "IsthmusFlowsNotCopied", after: 5, series: map[string]string{`isthmus_gateway_copied_flows_age_seconds`: "90"}, summary: "NAT flows"},
 	{alert: "IsthmusGatewayFlaps", after: 2, series: map[string]string{`isthmus_gateway_takeovers_total`: "+2"}, summary: "times within an hour"},
 	{alert: "IsthmusConfigurationRefused", after: 5, series: map[string]string{`isthmus_config_last_reload_successful`: "0"}, summary: "newest configuration"},
 	{alert: "IsthmusConfigurationRefused", after: 5, series: map[string]string{`isthmus_gateway_source_ok`: "0"}, summary: "newest configuration"},

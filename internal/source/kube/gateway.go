@@ -76,7 +76,9 @@ type Gateway struct {
 	places   places
 
 	mu       sync.Mutex
-	election *election // nil until the first Snapshot
+	private  [32]byte  // the key by which gateways of the installation know each other; zero: not known yet
+	started  *election // nil until Run
+	election *election // the same, nil until the first Snapshot
 	wait     error     // why there is no Snapshot of the API server's yet
 	wish     wish
 	wished   chan struct{} // closed when wish is replaced
@@ -153,6 +155,12 @@ func (g *Gateway) Run(ctx context.Context, serve func(context.Context) error, st
 	defer e.close()
 	e.met = g.keeper.changed.set
 	known := g.remember()
+	g.mu.Lock()
+	g.started = e
+	if known != nil {
+		g.private = known.snapshot.PrivateKey
+	}
+	g.mu.Unlock()
 	asking, silence := context.WithCancel(ctx)
 	var questioners sync.WaitGroup
 	q, others := g.questioner(e)
@@ -811,6 +819,9 @@ func (g *Gateway) publish(s Snapshot) {
 // wishLocked replaces the wish; g.mu is held.
 func (g *Gateway) wishLocked(next wish) {
 	g.wish = next
+	if next.valid {
+		g.private = next.snapshot.PrivateKey
+	}
 	close(g.wished)
 	g.wished = make(chan struct{})
 }
@@ -866,6 +877,25 @@ func (g *Gateway) Ready() error {
 		}
 	}
 	return errors.New(strings.Join(why, "; "))
+}
+
+// PrivateKey is the WireGuard private key that the gateways of the installation share; zero: it is not known yet. A
+// replica that restarts knows it by its state directory, before the API server answers.
+func (g *Gateway) PrivateKey() [32]byte {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.private
+}
+
+// Others are the addresses of the other gateways of the installation; true: of the active one.
+func (g *Gateway) Others() map[netip.Addr]bool {
+	g.mu.Lock()
+	e := g.started
+	g.mu.Unlock()
+	if e == nil {
+		return nil
+	}
+	return e.neighbours()
 }
 
 // Active returns the name of the active replica's Pod, empty while it is not known, and whether

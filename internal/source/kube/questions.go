@@ -433,6 +433,19 @@ func (e *election) otherLocked(pod string) *other {
 	return o
 }
 
+// neighbours are the addresses of the other gateways, where they are known; true: of the active one.
+func (e *election) neighbours() map[netip.Addr]bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	all := make(map[netip.Addr]bool)
+	for _, o := range e.others {
+		if o.addr.IsValid() && !o.stranger() {
+			all[o.addr] = o.pod == e.name
+		}
+	}
+	return all
+}
+
 // standbys is how many other gateways answer and could take over; ok is false where there is no other
 // one.
 func (e *election) standbys(now time.Time) (n int, ok bool) {

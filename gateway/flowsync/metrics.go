@@ -1,0 +1,37 @@
+package flowsync
+
+import (
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/isthmus-net/isthmus/internal/metric"
+)
+
+var families metric.Catalogue
+
+// Families are the metrics of a Keeper, by name.
+func Families() []*metric.Family { return families.Families() }
+
+var (
+	familyCopied  = families.Gauge("gateway_copied_flows", "NAT flows of the active gateway that this standby has a copy of; 0 of the active one.")
+	familyAge     = families.Gauge("gateway_copied_flows_age_seconds", "For how long the copy of a standby may have been incomplete; up to a second while the active gateway tells it every change. The active one has no series.")
+	familyAdopted = families.Counter("gateway_adopted_flows_total", "NAT flows of a gateway before this one that this one goes on with.")
+	familyRefused = families.Counter("gateway_unadopted_flows_total", "NAT flows of a gateway before this one that this one does not go on with, by reason: their connections may break.", "reason")
+	familyOmitted = families.Counter("gateway_uncopied_flows_total", "NAT flows of the active gateway that a standby has left out of its copy, because that was full.")
+)
+
+// Describe implements prometheus.Collector.
+func (k *Keeper) Describe(out chan<- *prometheus.Desc) { families.Describe(out) }
+
+// Collect implements prometheus.Collector.
+func (k *Keeper) Collect(out chan<- prometheus.Metric) {
+	s := k.State()
+	out <- familyCopied.Sample(float64(s.Copied))
+	if !s.Active {
+		out <- familyAge.Sample(s.Age.Seconds())
+	}
+	out <- familyAdopted.Sample(float64(s.Counts.Adopted))
+	for reason, n := range s.Counts.Refused {
+		out <- familyRefused.Sample(float64(n), reason.String())
+	}
+	out <- familyOmitted.Sample(float64(s.Counts.Omitted))
+}
