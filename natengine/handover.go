@@ -19,11 +19,21 @@ const FlowSize = 56
 // stateOfFlow are the bits of a flow's state that a Flow has.
 const stateOfFlow = stateEndpoint | stateTCP
 
-// Identity is the flow without its state: two Flows with one identity are one flow at two times.
-func (f Flow) Identity() Flow {
-	f.word &^= stateTCP
+// Identity is the flow without its state, and that state: two Flows with one identity are one flow at two times.
+func (f Flow) Identity() (id Flow, state uint8) {
+	id, state = f, uint8(f.word&stateTCP)
+	id.word &^= stateTCP
+	return id, state
+}
+
+// In is the flow of an identity in a state.
+func (f Flow) In(state uint8) Flow {
+	f.word |= uint64(state) & stateTCP
 	return f
 }
+
+// Established reports whether packets were seen both ways, and the flow has not closed since.
+func (f Flow) Established() bool { return !halfOpen(f.word) }
 
 // Append appends the flow to b.
 func (f Flow) Append(b []byte) []byte {

@@ -23,10 +23,10 @@ func (c flowCopy) tell(peer string, f natengine.Flow, ended bool) {
 	if c[peer] == nil {
 		c[peer] = map[natengine.Flow]natengine.Flow{}
 	}
-	if ended {
-		delete(c[peer], f.Identity())
+	if id, state := f.Identity(); ended {
+		delete(c[peer], id)
 	} else {
-		c[peer][f.Identity()] = f
+		c[peer][id] = id.In(state)
 	}
 }
 

@@ -22,6 +22,8 @@ const (
 	MaxFlows = 1 << 20
 	// keepFor is how long a copy counts that nobody keeps up to date: as long as most flows live without a packet.
 	keepFor = 5 * time.Minute
+	// adoptMost is how long a gateway that becomes active waits for its copy: a million flows take seconds.
+	adoptMost = 250 * time.Millisecond
 )
 
 // Flows are those of a gateway that runs. A natengine.Engine is most of it.
@@ -31,14 +33,14 @@ type Flows interface {
 	Adopt(peer string, flow natengine.Flow) natengine.Drop
 }
 
-// A table has flows by peer and identity.
+// A table has the states of flows, by peer and identity.
 type table struct {
-	flows map[string]map[natengine.Flow]natengine.Flow
+	flows map[string]map[natengine.Flow]uint8
 	n     int
 }
 
 func (t *table) put(peer string, f natengine.Flow) (ok bool) {
-	id := f.Identity()
+	id, state := f.Identity()
 	of := t.flows[peer]
 	if _, known := of[id]; !known {
 		if t.n >= MaxFlows {
@@ -46,23 +48,24 @@ func (t *table) put(peer string, f natengine.Flow) (ok bool) {
 		}
 		if of == nil {
 			if t.flows == nil {
-				t.flows = make(map[string]map[natengine.Flow]natengine.Flow)
+				t.flows = make(map[string]map[natengine.Flow]uint8)
 			}
-			of = make(map[natengine.Flow]natengine.Flow)
+			of = make(map[natengine.Flow]uint8)
 			t.flows[peer] = of
 		}
 		t.n++
 	}
-	of[id] = f
+	of[id] = state
 	return true
 }
 
 func (t *table) remove(peer string, f natengine.Flow) {
+	id, _ := f.Identity()
 	of := t.flows[peer]
-	if _, known := of[f.Identity()]; !known {
+	if _, known := of[id]; !known {
 		return
 	}
-	delete(of, f.Identity())
+	delete(of, id)
 	t.n--
 	if len(of) == 0 {
 		delete(t.flows, peer)
@@ -91,27 +94,64 @@ type Counts struct {
 	Omitted uint64                    // not copied, because of MaxFlows
 }
 
-// Activate makes flows those of this gateway, which is the active one from now on, and has them adopt the copy. It
-// returns how many were adopted. What connections that are open still tell is adopted, too.
+// Activate makes flows those of this gateway, which is the active one from now on, and has them adopt the copy,
+// established ones first. It returns how many were adopted when all are, or after adoptMost; the rest follows. What
+// connections that are open still tell is adopted, too.
 func (k *Keeper) Activate(flows Flows) (adopted int) {
 	k.mu.Lock()
-	defer k.mu.Unlock()
 	before := k.counts.Adopted
 	k.running = flows
 	k.changes++
+	changes := k.changes
 	k.expire(time.Now())
-	for _, t := range []*table{&k.copy, k.fresh} {
-		if t == nil {
-			continue
+	all := []table{k.copy}
+	if k.fresh != nil {
+		all = append(all, *k.fresh)
+		*k.fresh = table{}
+	}
+	k.copy, k.fresh = table{}, nil
+	k.mu.Unlock()
+	done := make(chan struct{})
+	go func() { // ends when the copy does, or with Deactivate
+		defer close(done)
+		for _, established := range []bool{true, false} {
+			for _, t := range all {
+				if !k.adoptAll(t, established, changes) {
+					return
+				}
+			}
 		}
-		for peer, of := range t.flows {
-			for _, f := range of {
+	}()
+	select {
+	case <-done:
+	case <-time.After(adoptMost):
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return int(k.counts.Adopted - before)
+}
+
+// adoptAll adopts those flows of a table that are established, or those that are not. It reports false when another
+// gateway is active meanwhile.
+func (k *Keeper) adoptAll(t table, established bool, changes int) bool {
+	for peer, of := range t.flows {
+		for id, state := range of {
+			f := id.In(state)
+			if f.Established() != established {
+				continue
+			}
+			k.mu.Lock()
+			over := k.changes != changes
+			if !over {
 				k.adopt(peer, f)
+			}
+			k.mu.Unlock()
+			if over {
+				return false
 			}
 		}
 	}
-	k.copy, k.fresh = table{}, nil
-	return int(k.counts.Adopted - before)
+	return true
 }
 
 // Deactivate says that this gateway is not the active one any more.

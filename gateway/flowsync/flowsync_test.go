@@ -392,7 +392,8 @@ func TestAStreamArrives(t *testing.T) {
 		}
 		for peer, of := range want {
 			for f, there := range of {
-				if _, has := k.copy.flows[peer][f.Identity()]; has != there {
+				id, _ := f.Identity()
+				if _, has := k.copy.flows[peer][id]; has != there {
 					t.Fatalf("seed %d: a flow of %s: %v, want %v", seed, peer, has, there)
 				}
 				if there {

@@ -78,8 +78,8 @@ func (k *Keeper) sendCopy(conn net.Conn, w writer) error {
 	age := time.Since(k.heard)
 	all := make([]record, 0, k.copy.n)
 	for peer, of := range k.copy.flows {
-		for _, f := range of {
-			all = append(all, record{peer: peer, flow: f})
+		for id, state := range of {
+			all = append(all, record{peer: peer, flow: id.In(state)})
 		}
 	}
 	k.mu.Unlock()
