@@ -99,8 +99,13 @@ func (l *liqo) set(silent bool) { l.mu.Lock(); l.silent = silent; l.mu.Unlock() 
 
 // bubble runs a test with a checker, a peer and a clock of its own.
 func bubble(t *testing.T, test func(c *checker, l *liqo, result func() CheckResult)) {
+	bubbleWith(t, false, test)
+}
+
+// bubbleWith is bubble with a peer that answers the first PING, or is silent.
+func bubbleWith(t *testing.T, silent bool, test func(c *checker, l *liqo, result func() CheckResult)) {
 	synctest.Test(t, func(t *testing.T) {
-		l := &liqo{delay: 7 * time.Millisecond}
+		l := &liqo{delay: 7 * time.Millisecond, silent: silent}
 		l.socket = newSocket(l.receive)
 		c := newChecker(l.socket, quiet, func(string, time.Duration) {}, pathProber{})
 		defer c.close()
@@ -163,8 +168,7 @@ func TestCheckStateFollowsTheAnswers(t *testing.T) {
 }
 
 func TestCheckGivesUpConnectingAfterTenSeconds(t *testing.T) {
-	bubble(t, func(c *checker, l *liqo, result func() CheckResult) {
-		l.set(true)
+	bubbleWith(t, true, func(c *checker, l *liqo, result func() CheckResult) {
 		time.Sleep(10 * time.Second)
 		if r := result(); r.State != Connecting {
 			t.Errorf("after 10 s: %+v", r)
@@ -177,8 +181,7 @@ func TestCheckGivesUpConnectingAfterTenSeconds(t *testing.T) {
 }
 
 func TestCheckMeasuresLossOverOneMinute(t *testing.T) {
-	bubble(t, func(c *checker, l *liqo, result func() CheckResult) {
-		l.set(true)
+	bubbleWith(t, true, func(c *checker, l *liqo, result func() CheckResult) {
 		time.Sleep(4*time.Second + time.Millisecond) // three unanswered, the last too young
 		if r := result(); r.Loss != 1 || r.Sent != 2 {
 			t.Errorf("%+v", r)

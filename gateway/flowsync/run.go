@@ -22,7 +22,7 @@ const (
 	listenAgain      = 5 * time.Second
 	handshakeTimeout = 3 * time.Second
 	readTimeout      = 5 * beatInterval
-	awaitMost        = 500 * time.Millisecond
+	awaitMost        = time.Second
 )
 
 // Bounds of incoming connections. Whoever has not proved to have the key takes none of the places of gateways that the
@@ -62,7 +62,7 @@ func NewLink(k *Keeper, o Options) *Link {
 	return &Link{k: k, o: o, settled: make(chan struct{}), incoming: make(map[netip.Addr]int)}
 }
 
-// Await waits until gateways that were known at the start have been asked for their copies, for at most half a second. A
+// Await waits until gateways that were known at the start have been asked for their copies, for a second at most. A
 // gateway that restarts and stays active has lost its flows, but another one has them.
 func (l *Link) Await(ctx context.Context) {
 	select {
