@@ -87,7 +87,7 @@ type Keeper struct {
 // NewKeeper has no flows.
 func NewKeeper() *Keeper { return &Keeper{heard: time.Now()} }
 
-// Counts are what has become of flows.
+// Counts are of flows that were told.
 type Counts struct {
 	Adopted uint64                    // by this gateway when it became active, or since
 	Refused map[natengine.Drop]uint64 // not adopted, by reason
@@ -209,18 +209,19 @@ func (k *Keeper) State() State {
 
 // A receiver takes what one connection tells.
 type receiver struct {
-	k      *Keeper
-	active bool // the other end is the active gateway
-	table  table
-	age    time.Duration
-	all    bool // all flows have been told
+	k       *Keeper
+	changes int  // Keeper.changes when the list began
+	active  bool // the other end is the active gateway
+	table   table
+	age     time.Duration
+	all     bool // all flows have been told
 }
 
 // begin takes the first frame of a list of all flows.
 func (r *receiver) begin(active bool, age time.Duration) {
 	r.k.mu.Lock()
 	defer r.k.mu.Unlock()
-	r.active, r.age, r.all, r.table = active, age, false, table{}
+	r.changes, r.active, r.age, r.all, r.table = r.k.changes, active, age, false, table{}
 	if r.k.running == nil && active {
 		r.k.fresh = &r.table
 	}
@@ -273,6 +274,14 @@ func (r *receiver) beat() {
 	if r.all && r.active && r.k.running == nil {
 		r.k.heard = time.Now()
 	}
+}
+
+// over reports whether this gateway was the active one meanwhile and is a standby again: the flows that were told in that
+// time are in no copy, so that it needs a new list.
+func (r *receiver) over() bool {
+	r.k.mu.Lock()
+	defer r.k.mu.Unlock()
+	return r.k.running == nil && r.k.changes != r.changes
 }
 
 // close ends the connection.

@@ -298,6 +298,59 @@ func TestPlacesForConnections(t *testing.T) {
 	}
 }
 
+func TestHandshakesOfStrangersAreBounded(t *testing.T) {
+	l := NewLink(NewKeeper(), Options{Others: func() map[netip.Addr]bool { return map[netip.Addr]bool{one: false} }})
+	begin, n := time.Now(), 0
+	for range 10_000 {
+		if l.enter(two) {
+			l.leave(two)
+			n++
+		}
+	}
+	if most := strangersOnce + int(time.Since(begin).Seconds()+1)*strangersRate; n < strangersOnce || n > most {
+		t.Errorf("%d connections of a stranger, want %d to %d", n, strangersOnce, most)
+	}
+	if !l.enter(one) {
+		t.Error("a gateway pays for strangers")
+	}
+}
+
+// What is told while this gateway is active is in no copy: a list from before must not go on as one.
+func TestAStandbyThatWasActiveMeanwhileNeedsANewList(t *testing.T) {
+	k, flows := NewKeeper(), randomFlows(t)
+	near, far := net.Pipe()
+	defer near.Close()
+	ended, frames := make(chan error, 1), make(chan struct{}, 10)
+	go func() {
+		r := receiver{k: k}
+		ended <- r.receive(near, func() { frames <- struct{}{} })
+		r.close()
+	}()
+	w := writer{bufio.NewWriter(far)}
+	tell := func(n int) {
+		if err := w.w.Flush(); err != nil {
+			t.Fatal(err)
+		}
+		for range n {
+			<-frames
+		}
+	}
+	w.begin(true, 0)
+	w.records([]record{{"b", flows[0], false}})
+	w.frame(frameEnd)
+	tell(3)
+	k.Activate(newRunning(t, "10.246.0.0/16"))
+	w.records([]record{{"b", flows[1], false}})
+	tell(1)
+	k.Deactivate()
+	w.records([]record{{"b", flows[2], false}})
+	tell(0)
+	far.Close()
+	if err := <-ended; err == nil || k.State().Copied != 0 {
+		t.Errorf("the stream ended with %v, and %d flows are taken for a copy", err, k.State().Copied)
+	}
+}
+
 // slow is a connection whose other end reads only while it may.
 type slow struct {
 	net.Conn

@@ -10,6 +10,8 @@ import (
 	"net/netip"
 	"sync"
 	"time"
+
+	"golang.org/x/time/rate"
 )
 
 // Port is the TCP port at which gateways tell each other their flows.
@@ -28,8 +30,10 @@ const (
 // Bounds of incoming connections. Whoever has not proved to have the key takes none of the places of gateways that the
 // API server names.
 const (
-	strangersMost = 8 // from addresses of no gateway
-	addressMost   = 2 // from one address
+	strangersMost = 8  // from addresses of no gateway
+	strangersRate = 10 // of these in a second: a handshake takes CPU that packets need
+	strangersOnce = 16 // at once
+	addressMost   = 2  // from one address
 )
 
 // Options of Keeper.Run. All are required. The functions may be called concurrently.
@@ -54,12 +58,13 @@ type Link struct {
 	expired  context.Context
 	expire   context.CancelFunc // ends what uses config
 	incoming map[netip.Addr]int // connections by address
+	strange  *rate.Limiter      // of connections of strangers
 	said     string             // the last that was logged
 }
 
 // NewLink makes a link that Run starts.
 func NewLink(k *Keeper, o Options) *Link {
-	return &Link{k: k, o: o, settled: make(chan struct{}), incoming: make(map[netip.Addr]int)}
+	return &Link{k: k, o: o, settled: make(chan struct{}), incoming: make(map[netip.Addr]int), strange: rate.NewLimiter(strangersRate, strangersOnce)}
 }
 
 // Await waits until gateways that were known at the start have been asked for their copies, for a second at most. A
@@ -268,7 +273,7 @@ func (l *Link) enter(addr netip.Addr) bool {
 			strangers += n
 		}
 	}
-	if l.incoming[addr] >= addressMost || !known && strangers >= strangersMost {
+	if l.incoming[addr] >= addressMost || !known && (strangers >= strangersMost || !l.strange.Allow()) {
 		return false
 	}
 	l.incoming[addr]++

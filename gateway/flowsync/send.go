@@ -68,6 +68,11 @@ func (k *Keeper) send(ctx context.Context, conn net.Conn) error {
 		if err := k.sendRunning(ctx, conn, w, running, changes); !errors.Is(err, errLost) {
 			return err
 		}
+		select { // a flood of flows must not make this a loop of lists
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(again):
+		}
 	}
 }
 

@@ -3,6 +3,7 @@ package flowsync
 import (
 	"bufio"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"io"
 	"time"
@@ -104,6 +105,9 @@ func (r *receiver) receive(from io.Reader, beat func()) error {
 			return err
 		}
 		kind, rest := body[0], body[1:n]
+		if begun && r.over() {
+			return errors.New("this gateway was the active one meanwhile")
+		}
 		if !begun && kind != frameBegin {
 			return fmt.Errorf("a frame of kind %d before the first list", kind)
 		}
