@@ -245,15 +245,17 @@ func TestOnlyWhoHasTheKeyIsTold(t *testing.T) {
 	defer die()
 	_, end := p.start(t, b, two)
 	defer end()
+	var listener net.Listener
 	eventually(t, "the listener", func() bool {
 		p.mu.Lock()
 		defer p.mu.Unlock()
-		return p.at[one] != nil
+		listener = p.at[one]
+		return listener != nil
 	})
 	// Strangers who say nothing, or anything, take no place of a gateway. They all come from one address here.
 	var open []net.Conn
 	for i := range 2 * addressMost {
-		conn, err := net.Dial("tcp4", p.at[one].Addr().String())
+		conn, err := net.Dial("tcp4", listener.Addr().String())
 		if err != nil {
 			t.Fatal(err)
 		}
