@@ -1,0 +1,440 @@
+// Package corefile adds the zone of multi-cluster services to the Corefile of a cluster's CoreDNS, and
+// removes it again:
+//
+//	kubernetes cluster.local in-addr.arpa ip6.arpa clusterset.local {
+//	    multicluster clusterset.local # added by isthmus install, with the zone
+//	    pods insecure
+//
+// It edits the text in place, so comments and layout stay. The comment marks what Add wrote: Remove undoes
+// that and nothing else, byte for byte. A Corefile that the package does not understand is an error, never
+// a guess, because a Corefile that CoreDNS refuses takes all names of a cluster away at its next start.
+package corefile
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+)
+
+// Zone is the zone that the Multi-Cluster Services API gives to imported services.
+const Zone = "clusterset.local"
+
+// option is the option of the plugin kubernetes, from CoreDNS 1.12.2 on.
+const option = "multicluster"
+
+// A mark ends a line that Add wrote, and says what else Add wrote.
+const (
+	mark      = "# added by isthmus install"
+	markZone  = mark + ", with the zone"
+	markBlock = markZone + " and this block"
+)
+
+// Lines are what a person has to add by hand.
+const Lines = "kubernetes cluster.local in-addr.arpa ip6.arpa " + Zone + " { # the zone, after those that are there\n    " + option + " " + Zone
+
+// Add returns the Corefile with the zone. It returns one that serves the zone already as it is.
+func Add(text string) (string, error) {
+	k, err := find(text)
+	if err != nil {
+		return "", err
+	}
+	if k.serves {
+		return text, nil
+	}
+	if k.option != nil {
+		return "", fmt.Errorf("line %d: kubernetes has %s already: add %s to it, and to the zones of kubernetes", k.option[0].line, option, Zone)
+	}
+	ending := "\n"
+	if strings.Contains(text, "\r\n") {
+		ending = "\r\n"
+	}
+	zone, note := "", mark
+	if !slices.ContainsFunc(k.zones, isZone) {
+		zone, note = " "+Zone, markZone
+	}
+	last := k.zones[len(k.zones)-1].end
+	indent := indentOf(text, k.name.start)
+	if k.open == nil {
+		if zone == "" {
+			return "", fmt.Errorf("line %d: kubernetes has %s and no block: add a block with %q", k.name.line, Zone, option+" "+Zone)
+		}
+		return text[:last] + block(ending, indent) + text[last:], nil
+	}
+	if k.next.line == k.open.line || k.open.start == last {
+		return "", fmt.Errorf("line %d: want the brace that opens the block of kubernetes by itself at the end of its line", k.open.line)
+	}
+	begin := k.open.end + strings.IndexByte(text[k.open.end:], '\n') + 1
+	inner := indent + "    "
+	if k.next.text != "}" {
+		inner = indentOf(text, k.next.start)
+	}
+	line := inner + option + " " + Zone + " " + note + ending
+	return text[:last] + zone + text[last:begin] + line + text[begin:], nil
+}
+
+// block is what Add writes after the zones of kubernetes where it has no block.
+func block(ending, indent string) string {
+	return " " + Zone + " {" + ending + indent + "    " + option + " " + Zone + " " + markBlock + ending + indent + "}"
+}
+
+// Remove returns the Corefile without what Add wrote. It returns one in which Add wrote nothing as it is.
+func Remove(text string) (string, error) {
+	if !Marked(text) {
+		return text, nil
+	}
+	k, err := find(text)
+	if err != nil {
+		return "", err
+	}
+	if k.option == nil || !strings.Contains(lineOf(text, k.option[0].start), mark) {
+		return "", fmt.Errorf("the comment %q is not at the %s of the plugin kubernetes for %s", mark, option, Zone)
+	}
+	first, last := k.option[0], k.option[len(k.option)-1]
+	if len(k.option) != 2 || !isZone(last) {
+		return "", fmt.Errorf("line %d: %s has other zones since: remove %s by hand", first.line, option, Zone)
+	}
+	begin := strings.LastIndexByte(text[:first.start], '\n') + 1
+	if strings.TrimSpace(text[begin:first.start]) != "" || k.after.line == last.line {
+		return "", fmt.Errorf("line %d: want nothing else on the line of %s", first.line, option)
+	}
+	end := last.end + strings.IndexByte(text[last.end:], '\n') + 1
+	note := strings.TrimSpace(text[last.end:end])
+	if note == mark {
+		return text[:begin] + text[end:], nil
+	}
+	if note != markZone && note != markBlock {
+		return "", fmt.Errorf("line %d: the comment is not as we wrote it: remove %s by hand", first.line, Zone)
+	}
+	i := slices.IndexFunc(k.zones, isZone)
+	if i < 1 {
+		return "", fmt.Errorf("line %d: want %s among the zones of kubernetes, and not as the first", k.name.line, Zone)
+	}
+	before, zone := k.zones[i-1], k.zones[i]
+	if note == markBlock && i == len(k.zones)-1 {
+		for _, ending := range []string{"\n", "\r\n"} {
+			if rest, ok := strings.CutPrefix(text[before.end:], block(ending, indentOf(text, k.name.start))); ok {
+				return text[:before.end] + rest, nil
+			}
+		}
+	}
+	return text[:before.end] + text[zone.end:begin] + text[end:], nil
+}
+
+// Marked reports whether Add has written something that is still there.
+func Marked(text string) bool { return strings.Contains(text, mark) }
+
+// Serves reports whether CoreDNS answers for the zone.
+func Serves(text string) (bool, error) {
+	k, err := find(text)
+	return err == nil && k.serves, err
+}
+
+// Multicluster reports whether CoreDNS needs ServiceImports, whatever the zone. Comments apart, it takes
+// whatever may be the option for the option.
+func Multicluster(text string) bool {
+	tokens, err := lex(text)
+	return err != nil && strings.Contains(text, option) || slices.ContainsFunc(tokens, func(t token) bool { return t.text == option })
+}
+
+// A plugin is where the plugin kubernetes answers for the zone, or could.
+type plugin struct {
+	name   token
+	zones  []token
+	open   *token // brace; nil: no block
+	next   token  // after open
+	option []token
+	after  token // after option
+	serves bool
+}
+
+// find finds the plugin kubernetes of the server that gets the questions for the zone.
+func find(text string) (plugin, error) {
+	servers, err := parse(text)
+	if err != nil {
+		return plugin{}, err
+	}
+	s, err := serverFor(servers)
+	if err != nil {
+		return plugin{}, err
+	}
+	var found []plugin
+	for _, d := range s.directives {
+		if d[0].text == "import" && slices.ContainsFunc(servers, func(other server) bool { return other.snippet(d) && other.has("kubernetes") }) {
+			return plugin{}, fmt.Errorf("line %d: the plugin kubernetes is in a snippet", d[0].line)
+		}
+		if d[0].text == "kubernetes" {
+			k, err := readPlugin(d)
+			if err != nil {
+				return plugin{}, err
+			}
+			found = append(found, k)
+		}
+	}
+	if len(found) != 1 {
+		return plugin{}, fmt.Errorf("line %d: want the plugin kubernetes once in the server that gets the questions for %s, not %d times", s.line, Zone, len(found))
+	}
+	return found[0], nil
+}
+
+func readPlugin(d []token) (plugin, error) {
+	k := plugin{name: d[0]}
+	rest := d[1:]
+	for len(rest) > 0 && rest[0].text != "{" {
+		k.zones, rest = append(k.zones, rest[0]), rest[1:]
+	}
+	if len(k.zones) == 0 {
+		return k, fmt.Errorf("line %d: kubernetes names no zones, so it has those of its server: name them", k.name.line)
+	}
+	if len(rest) == 0 {
+		return k, nil
+	}
+	k.open, k.next = &rest[0], rest[1]
+	for rest = rest[1:]; len(rest) > 1; {
+		n := 1
+		for n < len(rest)-1 && rest[n].line == rest[0].line {
+			n++
+		}
+		if rest[0].text == option {
+			if k.option != nil {
+				return k, fmt.Errorf("line %d: %s is there twice", rest[0].line, option)
+			}
+			k.option, k.after = rest[:n], rest[n]
+		}
+		rest = rest[n:]
+	}
+	k.serves = slices.ContainsFunc(k.zones, isZone) && slices.ContainsFunc(k.option, isZone)
+	return k, nil
+}
+
+// isZone compares as CoreDNS does.
+func isZone(t token) bool { return strings.TrimSuffix(strings.ToLower(t.text), ".") == Zone }
+
+// serverFor returns the server that CoreDNS asks about the zone: that of the longest suffix.
+func serverFor(servers []server) (server, error) {
+	port, err := portOf(servers)
+	if err != nil {
+		return server{}, err
+	}
+	var best []server
+	length := 0
+	for _, s := range servers {
+		n := -1
+		for _, key := range s.keys {
+			if host, at := address(key); at == port && covers(host) {
+				n = max(n, len(host))
+			}
+		}
+		if n > length {
+			best, length = nil, n
+		}
+		if n == length {
+			best = append(best, s)
+		}
+	}
+	switch len(best) {
+	case 0:
+		return server{}, fmt.Errorf("no server gets the questions for %s: want one for the zone `.`", Zone)
+	case 1:
+		return best[0], nil
+	}
+	return server{}, fmt.Errorf("line %d, line %d: two servers get the questions for %s", best[0].line, best[1].line, Zone)
+}
+
+// portOf returns the port that pods ask: 53, or another one where it is the only one.
+func portOf(servers []server) (string, error) {
+	var ports []string
+	for _, s := range servers {
+		for _, key := range s.keys {
+			if _, port := address(key); port != "" && !slices.Contains(ports, port) {
+				ports = append(ports, port)
+			}
+		}
+	}
+	switch {
+	case len(ports) == 1:
+		return ports[0], nil
+	case len(ports) == 0 || slices.Contains(ports, "53"):
+		return "53", nil
+	}
+	return "", fmt.Errorf("servers are on the ports %s: which of them pods ask is not known", strings.Join(ports, ", "))
+}
+
+// address is the zone and the port of a server's key; without a port it is not plain DNS.
+func address(key string) (host, port string) {
+	scheme, rest, found := strings.Cut(key, "://")
+	if strings.HasPrefix(key, "(") {
+		return "", "" // a snippet
+	}
+	if !found {
+		rest = key
+	} else if scheme != "dns" {
+		return "", ""
+	}
+	host, port, _ = strings.Cut(rest, ":")
+	if port == "" {
+		port = "53"
+	}
+	return strings.Trim(strings.ToLower(host), "."), port
+}
+
+// covers reports whether a server for a zone may get the questions for ours.
+func covers(host string) bool { return host == "" || strings.HasSuffix("."+Zone, "."+host) }
+
+// A server is one block of a Corefile.
+type server struct {
+	keys       []string
+	line       int
+	directives [][]token // each with its block
+}
+
+// parse reads servers as github.com/coredns/caddy does (v1.1.4, caddyfile/parse.go). What an import adds
+// is not known here: it is a directive like another.
+func parse(text string) ([]server, error) {
+	tokens, err := lex(text)
+	if err != nil {
+		return nil, err
+	}
+	var all []server
+	for len(tokens) > 0 {
+		if tokens[0].text == "import" {
+			if len(tokens) < 2 || tokens[1].line != tokens[0].line {
+				return nil, fmt.Errorf("line %d: import of nothing", tokens[0].line)
+			}
+			tokens = tokens[2:]
+			continue
+		}
+		s := server{line: tokens[0].line}
+		for another := true; another; tokens = tokens[1:] {
+			if len(tokens) == 0 {
+				return nil, fmt.Errorf("line %d: want servers with names and braces", s.line)
+			}
+			t := tokens[0]
+			if t.text == "{" {
+				break
+			}
+			if t.text == "" || strings.ContainsAny(t.text, "{}") {
+				return nil, fmt.Errorf("line %d: %q is not the name of a server, or only CoreDNS knows which", t.line, t.text)
+			}
+			another = strings.HasSuffix(t.text, ",") || len(tokens) > 1 && tokens[1].line == t.line
+			s.keys = append(s.keys, strings.TrimSuffix(t.text, ","))
+		}
+		if len(s.keys) == 0 || len(tokens) == 0 || tokens[0].text != "{" {
+			return nil, fmt.Errorf("line %d: want servers with names and braces", s.line)
+		}
+		if tokens, err = s.read(tokens[1:]); err != nil {
+			return nil, err
+		}
+		all = append(all, s)
+	}
+	return all, nil
+}
+
+// snippet reports whether a server is none, but the text that a directive imports.
+func (s *server) snippet(imports []token) bool {
+	return len(imports) > 1 && s.keys[0] == "("+imports[1].text+")"
+}
+
+// has reports whether a server has a directive, or imports what may have it.
+func (s *server) has(directive string) bool {
+	return slices.ContainsFunc(s.directives, func(d []token) bool { return d[0].text == directive || d[0].text == "import" })
+}
+
+// read reads the directives of a server, and returns what follows its closing brace.
+func (s *server) read(tokens []token) ([]token, error) {
+	for len(tokens) > 0 {
+		if tokens[0].text == "}" {
+			return tokens[1:], nil
+		}
+		n, nesting := 1, 0
+		for ; n < len(tokens); n++ {
+			t := tokens[n]
+			if t.text == "{" {
+				if nesting == 0 && t.line != tokens[0].line {
+					return nil, fmt.Errorf("line %d: want the brace on the line of what it belongs to", t.line)
+				}
+				nesting++
+				continue
+			}
+			if nesting == 0 && t.line != tokens[n-1].line {
+				break
+			}
+			if t.text == "}" {
+				if nesting--; nesting < 0 {
+					return nil, fmt.Errorf("line %d: a brace closes what is not open", t.line)
+				}
+			}
+		}
+		if nesting > 0 {
+			break
+		}
+		if end := tokens[n-1]; tokens[0].text == "{" || end.text != "}" && slices.ContainsFunc(tokens[:n], func(t token) bool { return t.text == "{" }) {
+			return nil, fmt.Errorf("line %d: text after the closing brace", end.line)
+		}
+		s.directives, tokens = append(s.directives, tokens[:n]), tokens[n:]
+	}
+	return nil, fmt.Errorf("line %d: no brace closes the server", s.line)
+}
+
+// A token is a word; start and end are where it is in the text, quotes included.
+type token struct {
+	text             string
+	line, start, end int
+}
+
+// lex splits as github.com/coredns/caddy does (v1.1.4, caddyfile/lexer.go): a # begins a comment wherever
+// it is. Words over several lines are an error here.
+func lex(text string) (tokens []token, err error) {
+	line := 1
+	for i := 0; i < len(text); i++ {
+		switch c := text[i]; {
+		case c == '\n':
+			line++
+		case c == ' ' || c == '\t' || c == '\r' && strings.HasPrefix(text[i:], "\r\n"):
+		case c == '#':
+			for i+1 < len(text) && text[i+1] != '\n' {
+				i++
+			}
+		case c == '"':
+			end := i + 1
+			for end < len(text) && text[end] != '"' {
+				if text[end] == '\\' {
+					end++
+				}
+				end++
+			}
+			if end >= len(text) || strings.Contains(text[i:end], "\n") {
+				return nil, fmt.Errorf("line %d: a quoted word does not end on its line", line)
+			}
+			tokens = append(tokens, token{strings.ReplaceAll(text[i+1:end], `\"`, `"`), line, i, end + 1})
+			i = end
+		case c < ' ' || c >= 0x7f:
+			return nil, fmt.Errorf("line %d: want printable ASCII", line)
+		default:
+			end := i
+			for end < len(text) && text[end] > ' ' && text[end] != '#' && text[end] < 0x7f {
+				end++
+			}
+			tokens = append(tokens, token{text[i:end], line, i, end})
+			i = end - 1
+		}
+	}
+	if len(tokens) == 0 {
+		return nil, errors.New("it is empty")
+	}
+	return tokens, nil
+}
+
+// indentOf is the white space before the first word of a line; empty where it is not the first.
+func indentOf(text string, start int) string {
+	before := text[strings.LastIndexByte(text[:start], '\n')+1 : start]
+	if strings.TrimSpace(before) != "" {
+		return ""
+	}
+	return before
+}
+
+func lineOf(text string, at int) string {
+	line, _, _ := strings.Cut(text[strings.LastIndexByte(text[:at], '\n')+1:], "\n")
+	return line
+}

@@ -1,0 +1,184 @@
+package corefile
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// The Corefiles that installers make, and one with each thing that Add has to heed. testdata/NAME.want is
+// NAME with the zone.
+func TestAddIsUndoneByRemove(t *testing.T) {
+	files, err := filepath.Glob("testdata/*.in")
+	if err != nil || len(files) < 5 {
+		t.Fatalf("%v, %v", files, err)
+	}
+	for _, file := range files {
+		in, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		want, err := os.ReadFile(strings.TrimSuffix(file, ".in") + ".want")
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, err := Add(string(in))
+		if err != nil || got != string(want) {
+			t.Errorf("%s: %v\n%s", file, err, got)
+		}
+		if back, err := Remove(got); err != nil || back != string(in) {
+			t.Errorf("%s: not as it was: %v\n%s", file, err, back)
+		}
+		check(t, string(in))
+		check(t, strings.ReplaceAll(string(in), "\n", "\r\n"))
+	}
+}
+
+// check checks what holds for every text.
+func check(t *testing.T, in string) {
+	t.Helper()
+	out, err := Add(in)
+	if err != nil {
+		if out != "" {
+			t.Errorf("with an error: %q", out)
+		}
+		return
+	}
+	if is, err := Serves(out); !is || err != nil {
+		t.Errorf("%q: does not serve the zone: %v", out, err)
+	}
+	if again, err := Add(out); again != out || err != nil {
+		t.Errorf("%q: the second time: %q, %v", out, again, err)
+	}
+	if !Multicluster(out) {
+		t.Errorf("%q has no multicluster", out)
+	}
+	if Marked(in) {
+		return
+	}
+	if back, err := Remove(out); back != in || err != nil {
+		t.Errorf("%q became %q, then %q: %v", in, out, back, err)
+	}
+	// To CoreDNS it is the same but for these words, in this order.
+	before, err := lex(in)
+	if err != nil {
+		t.Fatal(err)
+	}
+	after, err := lex(out)
+	if err != nil {
+		t.Fatal(err)
+	}
+	added := []string{Zone, "{", option, Zone, "}"}
+	for i := range after {
+		switch {
+		case len(before) > 0 && after[i].text == before[0].text:
+			before = before[1:]
+		default:
+			for len(added) > 0 && added[0] != after[i].text {
+				added = added[1:]
+			}
+			if len(added) == 0 {
+				t.Fatalf("%q: %q has %q", in, out, after[i].text)
+			}
+			added = added[1:]
+		}
+	}
+	if len(before) > 0 {
+		t.Errorf("%q: %q lacks %q", in, out, before[0].text)
+	}
+}
+
+func FuzzAdd(f *testing.F) {
+	files, err := filepath.Glob("testdata/*.*")
+	if err != nil {
+		f.Fatal(err)
+	}
+	for _, file := range files {
+		if text, err := os.ReadFile(file); err == nil {
+			f.Add(string(text))
+		}
+	}
+	f.Add("a {\nkubernetes \"x\"{\n}\n}")
+	f.Fuzz(check)
+}
+
+func TestWhatIsNotUnderstoodStays(t *testing.T) {
+	for in, want := range map[string]string{
+		"":                              "empty",
+		"# nothing":                     "empty",
+		".:53 {\n forward . 9.9.9.9\n}": "not 0 times",
+		".:53 {\n kubernetes {\n pods insecure\n }\n}":                        "names no zones",
+		".:53 {\n kubernetes a {\n }\n kubernetes b {\n }\n}":                 "not 2 times",
+		".:53 {\n kubernetes a {\n multicluster other.zone\n }\n}":            "has multicluster already",
+		".:53 {\n kubernetes a {\n multicluster\n }\n}":                       "has multicluster already",
+		".:53 {\n kubernetes a {\n multicluster clusterset.local\n }\n}":      "has multicluster already",
+		".:53 {\n kubernetes a {\n multicluster b\n multicluster c\n }\n}":    "is there twice",
+		".:53 {\n kubernetes a { pods insecure\n }\n}":                        "at the end of its line",
+		".:53 {\n kubernetes \"a\"{\n }\n}":                                   "at the end of its line",
+		".:53 {\n kubernetes clusterset.local\n}":                             "add a block",
+		".:53 {\n kubernetes a\n {\n }\n}":                                    "want the brace on the line",
+		"cluster.local:53 {\n kubernetes a\n}":                                "no server gets",
+		"tls://.:853 {\n kubernetes a\n}":                                     "no server gets",
+		".:1053 .:2053 {\n kubernetes a\n}":                                   "1053, 2053",
+		".:53 {\n kubernetes a\n}\n. {\n kubernetes a\n}":                     "two servers",
+		".:53 {\n kubernetes a\n}\nclusterset.local {\n forward . 1.1.1.1\n}": "not 0 times",
+		"(s) {\n kubernetes a {\n }\n}\n.:53 {\n import s\n}":                 "in a snippet",
+		"{$ZONE}:53 {\n kubernetes a\n}":                                      "only CoreDNS knows",
+		".:53\nkubernetes a\n":                                                "braces",
+		".:53 {\n kubernetes a {\n }\n":                                       "no brace closes",
+		".:53 {\n kubernetes a {\n } b\n}":                                    "after the closing brace",
+		".:53 {\n kubernetes a\n}}":                                           "no brace closes",
+		".:53 {\n kubernetes \"a\nb\" {\n }\n}":                               "quoted word",
+		".:53 {\n kubernetes a\u00a0b {\n }\n}":                               "ASCII",
+		".:53 {\n kubernetes a\rb {\n }\n}":                                   "ASCII",
+		"import":                                                              "import of nothing",
+		".:53 {\n kubernetes a clusterset.local {\n multicluster b clusterset.local " + markZone + "\n }\n}": "other zones since",
+		".:53 {\n kubernetes a {\n multicluster clusterset.local " + markZone + "\n }\n}":                    "among the zones",
+		".:53 {\n kubernetes a clusterset.local {\n multicluster clusterset.local " + mark + "?\n }\n}":      "not as we wrote it",
+		".:53 {\n kubernetes a {\n pods insecure " + mark + "\n }\n}":                                        "is not at the multicluster",
+	} {
+		do := Add
+		if Marked(in) {
+			do = Remove
+		}
+		if out, err := do(in); out != "" || err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%q: %q, %v; want %q", in, out, err, want)
+		}
+	}
+}
+
+// What a person has added is not ours to remove, and what others have changed beside ours stays.
+func TestRemoveUndoesNothingElse(t *testing.T) {
+	const ours, block = " # added by isthmus install, with the zone", " and this block"
+	for in, want := range map[string]string{
+		".:53 {\n kubernetes a clusterset.local {\n multicluster clusterset.local\n }\n}":                                "",
+		".:53 {\n kubernetes a clusterset.local b {\n ttl 5\n multicluster clusterset.local" + ours + "\n pods x\n }\n}": ".:53 {\n kubernetes a b {\n ttl 5\n pods x\n }\n}",
+		".:53 {\n kubernetes a clusterset.local {\n multicluster clusterset.local" + ours + block + "\n pods x\n }\n}":   ".:53 {\n kubernetes a {\n pods x\n }\n}",
+		".:53 {\n kubernetes a clusterset.local {\n multicluster clusterset.local " + mark + "\n }\n}":                   ".:53 {\n kubernetes a clusterset.local {\n }\n}",
+	} {
+		if want == "" {
+			want = in
+		}
+		if got, err := Remove(in); got != want || err != nil {
+			t.Errorf("%q: %q, %v; want %q", in, got, err, want)
+		}
+	}
+}
+
+func TestServesAsCoreDNSReads(t *testing.T) {
+	for in, want := range map[string]bool{
+		".:53 {\n kubernetes cluster.local ClusterSet.local. {\n multicluster clusterset.local.\n }\n}":                                true,
+		".:53 {\n kubernetes a {\n }\n}\nclusterset.local:53 {\n kubernetes clusterset.local {\n multicluster clusterset.local\n }\n}": true,
+		".:53 {\n kubernetes a clusterset.local {\n multicluster clusterset.local\n }\n}\nlocal:53 {\n kubernetes a\n}":                false,
+		".:53 {\n kubernetes a clusterset.local {\n # multicluster clusterset.local\n }\n}":                                            false,
+		"dns://.:1053 {\n kubernetes a clusterset.local {\n multicluster clusterset.local\n }\n}\nimport custom/*.server":              true,
+	} {
+		if got, err := Serves(in); got != want || err != nil {
+			t.Errorf("%q: %v, %v", in, got, err)
+		}
+		if got, commented := Multicluster(in), strings.Contains(in, "#"); got == commented {
+			t.Errorf("%q: has multicluster: %v", in, got)
+		}
+	}
+}
