@@ -107,6 +107,10 @@ test-prometheus: ## Have Prometheus judge the alerts and the queries of the dash
 test-otel: ## Have an OpenTelemetry collector's filelog receiver read the flow log (builds it, a minute once)
 	go test -C test/otel ./...
 
+.PHONY: test-coredns
+test-coredns: ## Have CoreDNS read the Corefiles that isthmus install writes (builds it, three minutes once)
+	go test -C test/coredns ./...
+
 .PHONY: record
 record: ## Record the metrics of three clusters with traffic and faults, for test-prometheus (root, seven minutes)
 	cd test && go test ./fleet -count=1 -run '^TestRecord$$' -v -record $(CURDIR)/test/prometheus/testdata/fleet.gz

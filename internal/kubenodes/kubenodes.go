@@ -77,6 +77,7 @@ type Options struct {
 	Nodes    map[string]NodeOptions // by cluster
 	Kube     string                 // the folder that kubetest.BuildNodes returned
 	Images   []string               // archives that every node gets besides those of this package
+	DNS      string                 // the archive that CoreDNS returned; empty: pods resolve no names
 	Progress io.Writer              // a line for each step; nil: none
 }
 
@@ -215,6 +216,9 @@ func (s *Set) up(ctx context.Context) error {
 		return err
 	}
 	s.options.Images = append([]string{image}, s.options.Images...)
+	if s.options.DNS != "" {
+		s.options.Images = append(s.options.Images, s.options.DNS)
+	}
 	for _, c := range s.Lab.Clusters {
 		cluster := &Cluster{Cluster: c, set: s, options: s.options.Nodes[c.Name]}
 		cluster.options.Proxy = cmp.Or(cluster.options.Proxy, IPTables)
@@ -229,7 +233,10 @@ func (s *Set) up(ctx context.Context) error {
 			return err
 		}
 		fmt.Fprintf(s.options.Progress, "cluster %s: API server is ready\n", c.Name)
-		return c.startNodes(ctx)
+		if err := c.startNodes(ctx); err != nil || s.options.DNS == "" {
+			return err
+		}
+		return c.startDNS(ctx)
 	})
 	if err != nil {
 		return err

@@ -1,14 +1,27 @@
 package kubenodes
 
 import (
+	"context"
+	"fmt"
+	"io"
+	"net/http"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/internal/expect"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
+
+var must = expect.NoError
 
 // programs returns the folder of what nodes run, where it is built.
 func programs(t *testing.T) string {
@@ -43,6 +56,54 @@ func TestNodesAreReadyAndNothingIsLeftOfThem(t *testing.T) {
 		t.Error(err)
 	}
 	assertGone(t, s)
+}
+
+func TestPodsResolveNames(t *testing.T) {
+	kube := programs(t)
+	dns, err := CoreDNS(t.Context(), t.TempDir())
+	must(t, err)
+	s, err := Up(t.Context(), Options{
+		Spec: lab.Spec{Name: lab.UniqueName("kubenodes"), RPFilter: lab.RPFilterStrict, Clusters: []lab.ClusterSpec{{Name: "a", PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), Nodes: 1}}},
+		Kube: kube, Progress: t.Output(), DNS: dns,
+	})
+	must(t, err)
+	defer func() { must(t, s.Down()) }()
+	c := s.Clusters[0]
+	must(t, c.Apply(t.Context(), fmt.Sprintf(`
+apiVersion: v1
+kind: Pod
+metadata: {name: server, namespace: default, labels: {app: server}}
+spec: {containers: [{name: server, image: %[1]s, args: [serve, "7000"], readinessProbe: {httpGet: {path: /, port: 7000}, periodSeconds: 1}}]}
+---
+apiVersion: v1
+kind: Service
+metadata: {name: named, namespace: default}
+spec: {selector: {app: server}, ports: [{port: 7000}]}
+`, TestImage)))
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	var last error
+	if wait.PollUntilContextCancel(ctx, time.Second, true, func(ctx context.Context) (bool, error) {
+		var p corev1.Pod
+		if last = c.Client.Get(ctx, client.ObjectKey{Namespace: "default", Name: "server"}, &p); last != nil || p.Status.PodIP == "" {
+			return false, nil
+		}
+		transport := &http.Transport{DisableKeepAlives: true, DialContext: c.Nodes[0].Dial}
+		for _, name := range []string{"named", "named.default.svc.cluster.local"} {
+			var resp *http.Response
+			if resp, last = (&http.Client{Transport: transport}).Get("http://" + p.Status.PodIP + ":7000/fetch?url=http://" + name + ":7000/octets?n=10"); last != nil {
+				return false, nil
+			}
+			text, _ := io.ReadAll(resp.Body)
+			resp.Body.Close()
+			if last = fmt.Errorf("%s: %s", resp.Status, text); resp.StatusCode != http.StatusOK || !strings.Contains(string(text), `"octets":10`) {
+				return false, nil
+			}
+		}
+		return true, nil
+	}) != nil {
+		t.Errorf("%v\n%s", last, c.Explain())
+	}
 }
 
 func assertGone(t *testing.T, s *Set) {

@@ -241,6 +241,10 @@ func (n *Node) configure() error {
 	if err != nil {
 		return err
 	}
+	dns := ""
+	if c.set.options.DNS != "" {
+		dns = fmt.Sprintf("clusterDNS: [%v]\nclusterDomain: cluster.local\n", dnsAddress)
+	}
 	for name, content := range map[string]string{
 		"node.sh": string(nodeScript),
 		"ca.crt":  string(c.Server.CA()),
@@ -273,7 +277,7 @@ resolvConf: ""
 maxOpenFiles: %d
 imageGCHighThresholdPercent: 100
 evictionHard: {memory.available: "0%%", nodefs.available: "0%%", nodefs.inodesFree: "0%%", imagefs.available: "0%%"}
-`, filepath.Join(n.dir, "ca.crt"), limit.Max),
+`, filepath.Join(n.dir, "ca.crt"), limit.Max) + dns,
 		"kubelet.kubeconfig": kubelet,
 		"kube-proxy.yaml": fmt.Sprintf(`apiVersion: kubeproxy.config.k8s.io/v1alpha1
 kind: KubeProxyConfiguration

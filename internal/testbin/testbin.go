@@ -29,11 +29,11 @@ func Build(dir string, programs ...string) error {
 
 // BuildPackage is Build for programs anywhere in the main module.
 func BuildPackage(dir string, packages ...string) error {
-	root, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}", module).Output()
+	root, err := Root()
 	if err != nil {
-		return fmt.Errorf("folder of module %s: %w", module, err)
+		return err
 	}
-	args := []string{"build", "-C", strings.TrimSpace(string(root)), "-trimpath", "-ldflags=-s -w", "-o", dir + string(filepath.Separator)}
+	args := []string{"build", "-C", root, "-trimpath", "-ldflags=-s -w", "-o", dir + string(filepath.Separator)}
 	for _, p := range packages {
 		args = append(args, "./"+p)
 	}
@@ -43,4 +43,13 @@ func BuildPackage(dir string, packages ...string) error {
 		return fmt.Errorf("%s: %w\n%s", strings.Join(cmd.Args, " "), err, out)
 	}
 	return nil
+}
+
+// Root is the main module's folder, also from a module nested in it.
+func Root() (string, error) {
+	root, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}", module).Output()
+	if err != nil {
+		return "", fmt.Errorf("folder of module %s: %w", module, err)
+	}
+	return strings.TrimSpace(string(root)), nil
 }
