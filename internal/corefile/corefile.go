@@ -279,7 +279,7 @@ func address(key string) (host, port string) {
 }
 
 // covers reports whether a server for a zone may get the questions for ours.
-func covers(host string) bool { return host == "" || strings.HasSuffix("."+Zone, "."+host) }
+func covers(host string) bool { return host == "" || host == Zone || strings.HasSuffix(Zone, "."+host) }
 
 // A server is one block of a Corefile.
 type server struct {

@@ -86,13 +86,13 @@ spec: {selector: {app: server}, ports: [{port: 7000}]}
 	if wait.PollUntilContextCancel(ctx, time.Second, true, func(ctx context.Context) (bool, error) {
 		var p corev1.Pod
 		if last = c.Client.Get(ctx, client.ObjectKey{Namespace: "default", Name: "server"}, &p); last != nil || p.Status.PodIP == "" {
-			return false, nil
+			return false, nil //nolint:nilerr // the wait goes on, and its error says this one
 		}
 		transport := &http.Transport{DisableKeepAlives: true, DialContext: c.Nodes[0].Dial}
 		for _, name := range []string{"named", "named.default.svc.cluster.local"} {
 			var resp *http.Response
 			if resp, last = (&http.Client{Transport: transport}).Get("http://" + p.Status.PodIP + ":7000/fetch?url=http://" + name + ":7000/octets?n=10"); last != nil {
-				return false, nil
+				return false, nil //nolint:nilerr // see above
 			}
 			text, _ := io.ReadAll(resp.Body)
 			resp.Body.Close()
