@@ -26,7 +26,7 @@ func newInstallCommand() *cobra.Command {
 	var access peering.Access
 	var o peering.InstallOptions
 	var f installFlags
-	var show, showValues bool
+	var show, showValues, configureDNS bool
 	cmd := &cobra.Command{
 		Use:   "install --cluster-name NAME",
 		Short: "Install Isthmus in a cluster, or bring an installation up to date",
@@ -53,6 +53,9 @@ are. --print shows the manifests and needs no cluster.`,
 				return err
 			}
 			o.Values, o.Version = values, cli.ImageTag()
+			if cmd.Flags().Changed("configure-dns") {
+				o.ConfigureDNS = &configureDNS
+			}
 			if show {
 				text, err := o.Manifests(access.Namespace)
 				fmt.Fprint(cmd.OutOrStdout(), text)
@@ -80,6 +83,7 @@ are. --print shows the manifests and needs no cluster.`,
 	f.add(cmd)
 	cmd.Flags().BoolVar(&o.Force, "force", false, "accept a --pod-cidr that contains neither a Pod nor a node's podCIDR")
 	cmd.Flags().BoolVar(&o.Forget, "reset-values", false, "forget the values of earlier installations")
+	cmd.Flags().BoolVar(&configureDNS, "configure-dns", false, "add the zone clusterset.local to the Corefile of CoreDNS, for --services; =false takes it back")
 	cmd.Flags().DurationVar(&o.Wait, "timeout", 5*time.Minute, "how long to wait until the components run; 0: not at all")
 	cmd.Flags().BoolVar(&show, "print", false, "print the manifests and apply nothing")
 	cmd.Flags().BoolVar(&showValues, "print-values", false, "print the values of the chart, with what each means")
@@ -94,7 +98,7 @@ type installFlags struct {
 	port                       int32
 	tunnels                    int
 	metricsAuth, onHostNetwork bool
-	withoutWorkloads           bool
+	withoutWorkloads, services bool
 }
 
 func (f *installFlags) add(cmd *cobra.Command) {
@@ -108,6 +112,7 @@ func (f *installFlags) add(cmd *cobra.Command) {
 	flags.StringVar(&f.podCIDR, "pod-cidr", "", "network of all pods (default: what the cluster says)")
 	flags.BoolVar(&f.onHostNetwork, "host-network", false, "run the gateways in the network of their nodes")
 	flags.BoolVar(&f.withoutWorkloads, "without-workloads", false, "leave out the components, for those that run elsewhere, and the gateway's Service unless --gateway-service asks for it")
+	flags.BoolVar(&f.services, "services", false, "export and import Services by the Multi-Cluster Services API: names in clusterset.local (docs/services.md)")
 	flags.BoolVar(&f.metricsAuth, "metrics-auth", false, "serve metrics to bearers of a token with the ClusterRole isthmus-metrics-reader, and give the components the rights that this needs")
 }
 
@@ -159,6 +164,7 @@ func (f *installFlags) values(cmd *cobra.Command) (chart.Values, error) {
 		{"pod-cidr", f.podCIDR, []string{"networks", "podCIDR"}},
 		{"host-network", f.onHostNetwork, []string{"gateway", "hostNetwork"}},
 		{"metrics-auth", f.metricsAuth, []string{"metrics", "enabled"}},
+		{"services", f.services, []string{"services", "enabled"}},
 		{"without-workloads", !f.withoutWorkloads, []string{"workloads"}},
 	} {
 		if changed(short.flag) {

@@ -39,6 +39,8 @@ type InstallOptions struct {
 	Force bool
 	// Version is the tag of the image where Values say nothing of it.
 	Version string
+	// ConfigureDNS adds the zone of services to the Corefile of CoreDNS, or takes it back; nil leaves it as it is.
+	ConfigureDNS *bool
 	// Wait is how long to wait until the components run; 0: not at all.
 	Wait time.Duration
 	// Report gets a line for each object, each thing that was found out and each step of the wait.
@@ -108,6 +110,13 @@ func (c *Cluster) Install(ctx context.Context, o InstallOptions) error {
 	if err := c.inTheWay(ctx, objects); err != nil {
 		return err
 	}
+	services, err := c.planServices(ctx, chosen, o)
+	if err != nil {
+		return err
+	}
+	if err := c.define(ctx, services, o.Report); err != nil {
+		return err
+	}
 	for _, object := range objects {
 		// New values are remembered once they are applied, because the API server may refuse them. But a
 		// first installation that is interrupted must not look like one without workloads.
@@ -142,8 +151,16 @@ func (c *Cluster) Install(ctx context.Context, o InstallOptions) error {
 	if err := c.established(ctx, objects); err != nil {
 		return err
 	}
+	if err := c.name(ctx, services, o.Report); err != nil {
+		return err
+	}
 	if o.Wait > 0 {
 		if err := c.rolledOut(ctx, objects, o, "all is applied"); err != nil {
+			return err
+		}
+	}
+	if services == nil {
+		if err := c.unname(ctx, false, o.Report); err != nil {
 			return err
 		}
 	}
@@ -196,7 +213,7 @@ func (c *Cluster) withEveryPart(options func(on chart.Values) chart.Options) (al
 	enabled := chart.Values{"enabled": true}
 	for _, port := range []float64{0, 6000} {
 		some, err := chart.Objects(options(chart.Values{
-			"ipam": chart.Values{"port": port}, "networkPolicy": enabled,
+			"ipam": chart.Values{"port": port}, "networkPolicy": enabled, "services": enabled,
 			"metrics": chart.Values{"enabled": true, "podMonitor": enabled, "prometheusRule": enabled, "dashboard": enabled},
 		}))
 		if err != nil {
@@ -213,7 +230,12 @@ func (c *Cluster) withEveryPart(options func(on chart.Values) chart.Options) (al
 
 // Manifests returns as text what Install would apply in a cluster of which nothing is known.
 func (o InstallOptions) Manifests(namespace string) (string, error) {
-	return chart.Manifests(o.chart(namespace, o.Identity, true, o.Values, nil))
+	text, err := chart.Manifests(o.chart(namespace, o.Identity, true, o.Values, nil))
+	if err != nil || !withServices(o.Values) {
+		return text, err
+	}
+	more, err := servicesManifests()
+	return more + text, err
 }
 
 // chart says what to render: what was chosen goes before what was found, and that before what is

@@ -571,6 +571,9 @@ func (c *Cluster) removeObjects(ctx context.Context, o UninstallOptions, objects
 	}); err != nil {
 		return err
 	}
+	if err := c.unname(ctx, o.KeepDefinitions, o.Report); err != nil {
+		return err
+	}
 	if err := c.removeInstalled(ctx, o); err != nil {
 		return err
 	}

@@ -1,0 +1,153 @@
+package peering
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/util/version"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/yaml"
+
+	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/corefile"
+)
+
+// oldestDNS is the first CoreDNS whose plugin kubernetes has the option multicluster. An older one refuses a
+// Corefile with it.
+const oldestDNS = "1.12.2"
+
+// keyCorefile is where a ConfigMap has the Corefile.
+const keyCorefile = "Corefile"
+
+// errNoDNS says that nothing is known of what resolves names in a cluster.
+var errNoDNS = errors.New("no Deployment in kube-system has the label k8s-app=kube-dns and a ConfigMap with a Corefile")
+
+// A coreDNS is what resolves names in a cluster.
+type coreDNS struct {
+	deployment string // in kube-system
+	image      string
+	account    string           // its ServiceAccount
+	config     corev1.ConfigMap // with the Corefile
+}
+
+// findDNS finds CoreDNS where kubeadm and most others put it. The error is errNoDNS where there is none.
+func (c *Cluster) findDNS(ctx context.Context) (*coreDNS, error) {
+	var list appsv1.DeploymentList
+	if err := c.client.List(ctx, &list, client.InNamespace(metav1.NamespaceSystem), client.MatchingLabels{"k8s-app": "kube-dns"}); err != nil {
+		return nil, c.explain("Deployments in kube-system", err)
+	}
+	for i := range list.Items {
+		pod := &list.Items[i].Spec.Template.Spec
+		for _, v := range pod.Volumes {
+			if v.ConfigMap == nil {
+				continue
+			}
+			d := &coreDNS{deployment: list.Items[i].Name, account: pod.ServiceAccountName, image: pod.Containers[0].Image}
+			key := client.ObjectKey{Namespace: metav1.NamespaceSystem, Name: v.ConfigMap.Name}
+			if err := c.client.Get(ctx, key, &d.config); client.IgnoreNotFound(err) != nil {
+				return nil, c.explain("ConfigMap "+key.String(), err)
+			}
+			if d.config.Data[keyCorefile] != "" {
+				return d, nil
+			}
+		}
+	}
+	return nil, fmt.Errorf("%s: %w", c, errNoDNS)
+}
+
+func (d *coreDNS) corefile() string { return d.config.Data[keyCorefile] }
+
+// where names the Corefile.
+func (d *coreDNS) where() string {
+	return "Corefile in ConfigMap " + metav1.NamespaceSystem + "/" + Printable(d.config.Name)
+}
+
+// tooOld says why CoreDNS may refuse the option; empty: it knows it. Images are tagged by its version, with
+// more behind it in some distributions.
+func (d *coreDNS) tooOld() string {
+	_, tag, _ := strings.Cut(d.image[strings.LastIndexByte(d.image, '/')+1:], ":")
+	tag, _, _ = strings.Cut(tag, "@")
+	v, err := version.ParseGeneric(tag)
+	switch {
+	case err != nil:
+		return fmt.Sprintf("the version of CoreDNS is not known from its image %s: want %s or later", Printable(d.image), oldestDNS)
+	case v.LessThan(version.MustParseGeneric(oldestDNS)):
+		return fmt.Sprintf("CoreDNS %s is too old for %s: want %s or later", v, corefile.Zone, oldestDNS)
+	}
+	return ""
+}
+
+// withZone returns the Corefile with the zone.
+func (d *coreDNS) withZone() (string, error) {
+	if served, err := corefile.Serves(d.corefile()); served && err == nil {
+		return d.corefile(), nil
+	}
+	if old := d.tooOld(); old != "" {
+		return "", errors.New(old)
+	}
+	text, err := corefile.Add(d.corefile())
+	if err != nil {
+		return "", fmt.Errorf("%s: %w", d.where(), err)
+	}
+	return text, nil
+}
+
+// writeCorefile writes another Corefile, unless somebody has changed the ConfigMap since it was read.
+func (c *Cluster) writeCorefile(ctx context.Context, d *coreDNS, text string, report func(string)) error {
+	if text == d.corefile() {
+		return nil
+	}
+	before := d.config.DeepCopy()
+	d.config.Data[keyCorefile] = text
+	err := c.client.Patch(ctx, &d.config, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), client.FieldOwner(fieldManager))
+	if err != nil {
+		return c.explain(d.where(), err)
+	}
+	what := "added to"
+	if !corefile.Marked(text) {
+		what = "removed from"
+	}
+	restart := "CoreDNS reads it within two minutes"
+	if !reloads(text) {
+		restart = "CoreDNS reads it at its next start: kubectl -n kube-system rollout restart deployment " + Printable(d.deployment)
+	}
+	report(fmt.Sprintf("%s: %s %s %s; %s", c, corefile.Zone, what, d.where(), restart))
+	return nil
+}
+
+// reloads reports whether a Corefile has CoreDNS follow its changes.
+func reloads(text string) bool {
+	return slices.ContainsFunc(strings.Split(text, "\n"), func(line string) bool {
+		words := strings.Fields(line)
+		return len(words) > 0 && words[0] == "reload"
+	})
+}
+
+// dnsRights let a ServiceAccount of CoreDNS watch ServiceImports.
+func dnsRights(account string) (all []*unstructured.Unstructured, err error) {
+	text, err := deploy.Optional.ReadFile("optional/coredns.yaml")
+	if err != nil {
+		return nil, err
+	}
+	for one := range strings.SplitSeq(string(text), "\n---\n") {
+		u := &unstructured.Unstructured{}
+		if err := yaml.Unmarshal([]byte(one), &u.Object); err != nil {
+			return nil, fmt.Errorf("optional/coredns.yaml: %w", err)
+		}
+		if u.GetKind() == "ClusterRoleBinding" {
+			subject := map[string]any{"kind": "ServiceAccount", "name": account, "namespace": metav1.NamespaceSystem}
+			if err := unstructured.SetNestedSlice(u.Object, []any{subject}, "subjects"); err != nil {
+				return nil, err
+			}
+		}
+		all = append(all, u)
+	}
+	return all, nil
+}

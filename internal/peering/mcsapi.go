@@ -1,0 +1,284 @@
+package peering
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/util/version"
+	mcscrd "sigs.k8s.io/mcs-api/config/crd"
+	"sigs.k8s.io/yaml"
+
+	"github.com/isthmus-net/isthmus/internal/chart"
+	"github.com/isthmus-net/isthmus/internal/corefile"
+)
+
+// mcsVersions are those that a definition of the Multi-Cluster Services API has to serve: v1alpha1 is what
+// CoreDNS watches (1.15.0, checked 2026-11).
+var mcsVersions = []string{"v1alpha1", "v1beta1"}
+
+// mcsDefinitions are the custom resource definitions of the Multi-Cluster Services API, marked as ours.
+func mcsDefinitions() (all []*unstructured.Unstructured, err error) {
+	for _, text := range [][]byte{mcscrd.ServiceExportCRD, mcscrd.ServiceImportCRD} {
+		u := &unstructured.Unstructured{}
+		if err := yaml.Unmarshal(text, &u.Object); err != nil {
+			return nil, fmt.Errorf("definition of mcs-api: %w", err)
+		}
+		labels := u.GetLabels()
+		labels[labelManagedBy] = managedBy
+		u.SetLabels(labels)
+		all = append(all, u)
+	}
+	return all, nil
+}
+
+func withServices(chosen chart.Values) bool { return chart.Get(chosen, "services", "enabled") == true }
+
+// A servicesPlan is what services by name need besides the chart.
+type servicesPlan struct {
+	definitions []*unstructured.Unstructured // all
+	apply       []*unstructured.Unstructured // those to be applied
+	dns         *coreDNS                     // nil: not found
+	corefile    string                       // to be written
+	advice      string                       // what a person has to do; empty: nothing
+}
+
+// planServices finds out what there is to do where services are on; nil: they are off. It writes nothing, so
+// what cannot be is known before anything is changed.
+func (c *Cluster) planServices(ctx context.Context, chosen chart.Values, o InstallOptions) (*servicesPlan, error) {
+	configure := o.ConfigureDNS != nil && *o.ConfigureDNS
+	if !withServices(chosen) {
+		if configure {
+			return nil, fmt.Errorf("%s: --configure-dns is for services by name, which are off: want --services as well", c)
+		}
+		return nil, nil
+	}
+	p := &servicesPlan{}
+	var err error
+	if p.definitions, err = mcsDefinitions(); err != nil {
+		return nil, err
+	}
+	for _, want := range p.definitions {
+		have, err := c.get(ctx, crdKind, "", want.GetName())
+		if err != nil {
+			return nil, err
+		}
+		switch lacks := lacksVersion(have); {
+		case have == nil, have.GetLabels()[labelManagedBy] == managedBy && !newer(have, want):
+			p.apply = append(p.apply, want)
+		case lacks != "":
+			return nil, fmt.Errorf("%s: %s is there already and does not serve %s: bring what installed it up to date (mcs-api %s)",
+				c, describe(want), lacks, want.GetLabels()[mcscrd.ReleaseVersionLabel])
+		}
+	}
+	switch p.dns, err = c.findDNS(ctx); {
+	case err != nil && configure:
+		return nil, err
+	case err != nil:
+		p.advice = fmt.Sprintf("names in %s need CoreDNS %s or later: %v", corefile.Zone, oldestDNS, err)
+		return p, nil
+	case o.ConfigureDNS != nil && !configure:
+		if p.corefile, err = corefile.Remove(p.dns.corefile()); err != nil {
+			return nil, fmt.Errorf("%s: %s: %w: nothing was changed", c, p.dns.where(), err)
+		}
+		return p, nil
+	}
+	text, err := p.dns.withZone()
+	switch {
+	case err != nil && configure:
+		return nil, fmt.Errorf("%s: %w: nothing was changed", c, err)
+	case err != nil:
+		p.advice = fmt.Sprintf("CoreDNS does not answer for %s: %v", corefile.Zone, err)
+	case configure:
+		p.corefile = text
+	case text != p.dns.corefile():
+		p.advice = fmt.Sprintf("CoreDNS does not answer for %s: run `isthmus install --configure-dns`, or add to the %s:\n%s", corefile.Zone, p.dns.where(), corefile.Lines)
+	}
+	return p, nil
+}
+
+// lacksVersion returns a version that a definition does not serve.
+func lacksVersion(crd *unstructured.Unstructured) string {
+	if crd == nil {
+		return ""
+	}
+	versions, _, _ := unstructured.NestedSlice(crd.Object, "spec", "versions")
+	for _, want := range mcsVersions {
+		if !slices.ContainsFunc(versions, func(v any) bool {
+			m, _ := v.(map[string]any)
+			return m["name"] == want && m["served"] == true
+		}) {
+			return want
+		}
+	}
+	return ""
+}
+
+// newer reports whether a definition is of a newer release of mcs-api.
+func newer(have, want *unstructured.Unstructured) bool {
+	h, err := version.ParseGeneric(have.GetLabels()[mcscrd.ReleaseVersionLabel])
+	w, wrong := version.ParseGeneric(want.GetLabels()[mcscrd.ReleaseVersionLabel])
+	return err == nil && wrong == nil && w.LessThan(h)
+}
+
+// define applies the definitions, before the manager starts that watches their objects.
+func (c *Cluster) define(ctx context.Context, p *servicesPlan, report func(string)) error {
+	if p == nil {
+		return nil
+	}
+	for _, u := range p.definitions {
+		outcome := Outcome("is there already and stays")
+		if slices.Contains(p.apply, u) {
+			var err error
+			if outcome, err = c.apply(ctx, u); err != nil {
+				return err
+			}
+		}
+		report(fmt.Sprintf("%s: %s %s", c, describe(u), outcome))
+	}
+	return c.established(ctx, p.definitions)
+}
+
+// name lets CoreDNS answer for imported services. The definitions and the rights come first: without them a
+// CoreDNS with the option has no answer for any Service.
+func (c *Cluster) name(ctx context.Context, p *servicesPlan, report func(string)) error {
+	if p == nil {
+		return nil
+	}
+	if p.dns != nil {
+		rights, err := dnsRights(p.dns.account)
+		if err != nil {
+			return err
+		}
+		for _, u := range rights {
+			outcome, err := c.apply(ctx, u)
+			if err != nil {
+				return err
+			}
+			report(fmt.Sprintf("%s: %s %s", c, describe(u), outcome))
+		}
+		if p.corefile != "" {
+			if err := c.writeCorefile(ctx, p.dns, p.corefile, report); err != nil {
+				return err
+			}
+		}
+	}
+	if p.advice != "" {
+		report(fmt.Sprintf("%s: %s", c, p.advice))
+	}
+	return nil
+}
+
+// unname takes back what define and name did: the Corefile first, then the rights, then the definitions. What
+// CoreDNS or somebody else still needs stays, and is reported.
+func (c *Cluster) unname(ctx context.Context, keepDefinitions bool, report func(string)) error {
+	definitions, err := mcsDefinitions()
+	if err != nil {
+		return err
+	}
+	rights, err := dnsRights("")
+	if err != nil {
+		return err
+	}
+	var ours []*unstructured.Unstructured
+	for _, u := range append(rights, definitions...) {
+		have, err := c.get(ctx, u.GroupVersionKind(), "", u.GetName())
+		switch {
+		case forbidden(err): // one who may not read it has not made it
+		case err != nil:
+			return err
+		case have != nil && have.GetDeletionTimestamp() == nil && appliedByUs(have):
+			ours = append(ours, have)
+		}
+	}
+	dns, err := c.findDNS(ctx)
+	needs := "" // why CoreDNS needs ServiceImports
+	switch {
+	case errors.Is(err, errNoDNS):
+	case err != nil && len(ours) == 0:
+		return nil
+	case err != nil:
+		needs = "whether CoreDNS needs it is not known: " + Printable(err.Error())
+	default:
+		if text, err := corefile.Remove(dns.corefile()); err != nil {
+			report(fmt.Sprintf("%s: %s stays as it is: %v", c, dns.where(), err))
+		} else if err := c.writeCorefile(ctx, dns, text, report); err != nil {
+			return err
+		}
+		if corefile.Multicluster(dns.corefile()) {
+			needs = "the " + dns.where() + " has the option multicluster, and without this CoreDNS answers for no Service"
+		}
+	}
+	for _, u := range ours {
+		stays := ""
+		if u.GetKind() == crdKind.Kind {
+			if keepDefinitions {
+				continue
+			}
+			if stays, err = c.othersNeed(ctx, u); err != nil {
+				return err
+			}
+		}
+		if plural, _, _ := unstructured.NestedString(u.Object, "spec", "names", "plural"); stays == "" && plural != "serviceexports" {
+			stays = needs
+		}
+		if stays != "" {
+			report(fmt.Sprintf("%s: %s stays: %s", c, describe(u), stays))
+			continue
+		}
+		if err := c.deleteObject(ctx, u, report); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// othersNeed says why a definition that we applied stays; empty: nobody else has to do with it.
+func (c *Cluster) othersNeed(ctx context.Context, crd *unstructured.Unstructured) (string, error) {
+	for _, f := range crd.GetManagedFields() {
+		if f.Manager != fieldManager && f.Subresource == "" {
+			return fmt.Sprintf("%s has written it as well", Printable(f.Manager)), nil
+		}
+	}
+	kind, _, _ := unstructured.NestedString(crd.Object, "spec", "names", "kind")
+	var list metav1.PartialObjectMetadataList
+	list.SetGroupVersionKind(schema.GroupVersionKind{Group: "multicluster.x-k8s.io", Version: mcsVersions[1], Kind: kind + "List"})
+	if err := c.client.List(ctx, &list); err != nil {
+		return "", c.explain(kind+"s", err)
+	}
+	var foreign []string
+	for i := range list.Items {
+		if m := &list.Items[i]; m.Labels[labelManagedBy] != managedBy {
+			foreign = append(foreign, Printable(m.Namespace+"/"+m.Name))
+		}
+	}
+	if len(foreign) == 0 {
+		return "", nil
+	}
+	return fmt.Sprintf("there are %ss that are not ours: %s; delete it when nobody needs them: kubectl delete crd %s", kind, firstFew(foreign, ", "), crd.GetName()), nil
+}
+
+// servicesManifests is what a person applies who installs by `isthmus install --print`.
+func servicesManifests() (string, error) {
+	definitions, err := mcsDefinitions()
+	if err != nil {
+		return "", err
+	}
+	rights, err := dnsRights("coredns")
+	if err != nil {
+		return "", err
+	}
+	text := ""
+	for _, u := range append(definitions, rights...) {
+		one, err := yaml.Marshal(u.Object)
+		if err != nil {
+			return "", err
+		}
+		text += "---\n" + string(one)
+	}
+	return text, nil
+}
