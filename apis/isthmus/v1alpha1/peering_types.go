@@ -34,7 +34,32 @@ type PeeringSpec struct {
 	// Claims say which of the networks that the peer claims it may have here.
 	// +optional
 	Claims Claims `json:"claims,omitzero"`
+	// Services say which services the clusters share. A manager without --services ignores them.
+	// +optional
+	Services Services `json:"services,omitzero"`
 }
+
+// Services name namespaces whose services are shared with a peer. Both clusters have to agree: one
+// exports what the other one imports. Without names nothing is shared. `isthmus peer --services`
+// writes them.
+type Services struct {
+	// Export are the namespaces whose exported services the peer gets; * stands for all.
+	// +kubebuilder:validation:MaxItems=256
+	// +listType=set
+	// +optional
+	Export []ServiceNamespace `json:"export,omitempty"`
+	// Import are the namespaces into which the peer's services are imported; * stands for all.
+	// +kubebuilder:validation:MaxItems=256
+	// +listType=set
+	// +optional
+	Import []ServiceNamespace `json:"import,omitempty"`
+}
+
+// ServiceNamespace is the name of a namespace, or * for all.
+// +kubebuilder:validation:MinLength=1
+// +kubebuilder:validation:MaxLength=63
+// +kubebuilder:validation:Pattern=`^([a-z0-9]([a-z0-9-]*[a-z0-9])?|\*)$`
+type ServiceNamespace = string
 
 // Claims bound what a peer gets for what it claims. Without them a network in private space (RFC
 // 1918, 6598 and 4193) that overlaps nothing of this cluster is used as it is, and any other one is

@@ -1,0 +1,219 @@
+package v1alpha1
+
+import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+// Bounds of the services that one cluster exports to another.
+const (
+	// PeerServicesShards is the number of PeerServices in a tenant namespace. A service belongs into
+	// the one that a hash of its namespace and name says.
+	PeerServicesShards = 16
+	// MaxExportedServices is how many services one PeerServices holds.
+	MaxExportedServices = 128
+	// MaxExportedEndpoints is how many endpoints one PeerServices holds.
+	MaxExportedEndpoints = 2500
+	// MaxSubsets is how many subsets a service has.
+	MaxSubsets = 8
+)
+
+// DNSLabel is a name that DNS can carry as one label.
+// +kubebuilder:validation:MinLength=1
+// +kubebuilder:validation:MaxLength=63
+// +kubebuilder:validation:Pattern=`^[a-z0-9]([a-z0-9-]*[a-z0-9])?$`
+type DNSLabel = string
+
+// EndpointAddress is the IP address of one endpoint. A pattern checks it, because there may be too
+// many for a CEL rule; the importer parses it.
+// +kubebuilder:validation:MaxLength=39
+// +kubebuilder:validation:Pattern=`^([0-9]{1,3}([.][0-9]{1,3}){3}|[0-9a-f]*:[0-9a-f:]*)$`
+type EndpointAddress = string
+
+// MetadataValue is the value of an exported label or annotation.
+// +kubebuilder:validation:MaxLength=512
+type MetadataValue string
+
+// PeerServicesSpec has exported services. The exporter's manager writes it.
+type PeerServicesSpec struct {
+	// Services are the exported services of this shard.
+	// +kubebuilder:validation:MaxItems=128
+	// +listType=map
+	// +listMapKey=namespace
+	// +listMapKey=name
+	// +optional
+	Services []ExportedService `json:"services,omitempty"`
+}
+
+// ExportedService is a Service with a ServiceExport, as its cluster has it.
+type ExportedService struct {
+	// Namespace of the Service.
+	Namespace DNSLabel `json:"namespace"`
+	// Name of the Service.
+	Name DNSLabel `json:"name"`
+	// Since is when its ServiceExport was created. The older export wins a conflict.
+	Since metav1.Time `json:"since"`
+	// Type is ClusterSetIP or Headless.
+	// +kubebuilder:validation:Enum=ClusterSetIP;Headless
+	Type string `json:"type"`
+	// Ports are those of the Service.
+	// +kubebuilder:validation:MaxItems=64
+	// +listType=atomic
+	// +optional
+	Ports []ExportedPort `json:"ports,omitempty"`
+	// SessionAffinity is that of the Service.
+	// +kubebuilder:validation:Enum=None;ClientIP
+	// +optional
+	SessionAffinity string `json:"sessionAffinity,omitempty"`
+	// SessionAffinitySeconds is how long a client keeps its endpoint; zero: the default of Kubernetes.
+	// +kubebuilder:validation:Minimum=1
+	// +kubebuilder:validation:Maximum=86400
+	// +optional
+	SessionAffinitySeconds int32 `json:"sessionAffinitySeconds,omitempty"`
+	// InternalTrafficPolicy is that of the Service.
+	// +kubebuilder:validation:Enum=Cluster;Local
+	// +optional
+	InternalTrafficPolicy string `json:"internalTrafficPolicy,omitempty"`
+	// TrafficDistribution is that of the Service.
+	// +kubebuilder:validation:Enum=PreferClose;PreferSameZone;PreferSameNode
+	// +optional
+	TrafficDistribution string `json:"trafficDistribution,omitempty"`
+	// Labels are exportedLabels of the ServiceExport.
+	// +kubebuilder:validation:MaxProperties=16
+	// +kubebuilder:validation:XValidation:rule="self.all(k, k.size() <= 317)",message="keys have at most 317 characters",reason=FieldValueInvalid
+	// +optional
+	Labels map[string]MetadataValue `json:"labels,omitempty"`
+	// Annotations are exportedAnnotations of the ServiceExport.
+	// +kubebuilder:validation:MaxProperties=16
+	// +kubebuilder:validation:XValidation:rule="self.all(k, k.size() <= 317)",message="keys have at most 317 characters",reason=FieldValueInvalid
+	// +optional
+	Annotations map[string]MetadataValue `json:"annotations,omitempty"`
+	// Subsets are the endpoints, grouped by the ports where they listen.
+	// +kubebuilder:validation:MaxItems=8
+	// +listType=atomic
+	// +optional
+	Subsets []EndpointSubset `json:"subsets,omitempty"`
+}
+
+// ExportedPort is a port of a Service.
+type ExportedPort struct {
+	// Name of the port. A Service with one port may leave it out.
+	// +kubebuilder:validation:MaxLength=63
+	// +kubebuilder:validation:Pattern=`^([a-z0-9]([a-z0-9-]*[a-z0-9])?)?$`
+	// +optional
+	Name string `json:"name,omitempty"`
+	// Protocol is TCP, UDP or SCTP.
+	// +kubebuilder:validation:Enum=TCP;UDP;SCTP
+	Protocol string `json:"protocol"`
+	// Port is where clients of the Service connect to.
+	// +kubebuilder:validation:Minimum=1
+	// +kubebuilder:validation:Maximum=65535
+	Port int32 `json:"port"`
+	// AppProtocol is the application protocol.
+	// +kubebuilder:validation:MaxLength=317
+	// +optional
+	AppProtocol string `json:"appProtocol,omitempty"`
+}
+
+// EndpointSubset has endpoints that listen on the same ports.
+type EndpointSubset struct {
+	// Targets are the ports of the endpoints, by the names of the Service's ports.
+	// +kubebuilder:validation:MaxItems=64
+	// +listType=atomic
+	// +optional
+	Targets []TargetPort `json:"targets,omitempty"`
+	// Endpoints are sorted by address.
+	// +kubebuilder:validation:MaxItems=2500
+	// +listType=atomic
+	// +optional
+	Endpoints []ExportedEndpoint `json:"endpoints,omitempty"`
+}
+
+// TargetPort is where endpoints listen for a port of their Service.
+type TargetPort struct {
+	// Name is that of the Service's port.
+	// +kubebuilder:validation:MaxLength=63
+	// +kubebuilder:validation:Pattern=`^([a-z0-9]([a-z0-9-]*[a-z0-9])?)?$`
+	// +optional
+	Name string `json:"name,omitempty"`
+	// Port is where the endpoints listen.
+	// +kubebuilder:validation:Minimum=1
+	// +kubebuilder:validation:Maximum=65535
+	Port int32 `json:"port"`
+}
+
+// ExportedEndpoint is a pod behind an exported Service.
+type ExportedEndpoint struct {
+	// Address is the pod's address in its own cluster. It lies in the PodCIDR that the exporter
+	// advertised. The importer translates it.
+	Address EndpointAddress `json:"address"`
+	// Hostname is that of the endpoint.
+	// +kubebuilder:validation:MaxLength=63
+	// +kubebuilder:validation:Pattern=`^([a-z0-9]([a-z0-9-]*[a-z0-9])?)?$`
+	// +optional
+	Hostname string `json:"hostname,omitempty"`
+	// Zone is that of the pod's node.
+	// +kubebuilder:validation:MaxLength=63
+	// +optional
+	Zone string `json:"zone,omitempty"`
+	// Ready, Serving and Terminating are those of the EndpointSlice.
+	Ready       bool `json:"ready"`
+	Serving     bool `json:"serving"`
+	Terminating bool `json:"terminating,omitempty"`
+}
+
+// PeerServicesStatus is the importer's answer. Its manager writes it.
+type PeerServicesStatus struct {
+	// ObservedGeneration is the metadata.generation that the rest is about.
+	// +optional
+	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
+	// Refused are services that the importer does not serve as they were exported.
+	// +kubebuilder:validation:MaxItems=128
+	// +listType=map
+	// +listMapKey=namespace
+	// +listMapKey=name
+	// +optional
+	Refused []RefusedService `json:"refused,omitempty"`
+}
+
+// RefusedService says what an importer did not take of a service.
+type RefusedService struct {
+	// Namespace of the Service.
+	// +kubebuilder:validation:MaxLength=63
+	Namespace string `json:"namespace"`
+	// Name of the Service.
+	// +kubebuilder:validation:MaxLength=63
+	Name string `json:"name"`
+	// Reason is one word. Several have commas between them.
+	// +kubebuilder:validation:MaxLength=256
+	Reason string `json:"reason"`
+	// Message is for people.
+	// +kubebuilder:validation:MaxLength=512
+	// +optional
+	Message string `json:"message,omitempty"`
+}
+
+// PeerServices has services that the peer of a tenant namespace exports to this cluster. The peer's
+// manager writes it here. There are at most 16, services-0 to services-15.
+//
+// +kubebuilder:object:root=true
+// +kubebuilder:subresource:status
+// +kubebuilder:resource:path=peerservices,singular=peerservices,scope=Namespaced,categories=isthmus
+// +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
+// +kubebuilder:validation:XValidation:rule="!has(self.spec.services) || self.spec.services.map(s, has(s.subsets) ? s.subsets.map(e, has(e.endpoints) ? e.endpoints.size() : 0).sum() : 0).sum() <= 2500",message="all services together have at most 2500 endpoints",reason=FieldValueInvalid
+type PeerServices struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata,omitempty"`
+
+	// Spec is written by the exporter's manager.
+	Spec PeerServicesSpec `json:"spec"`
+	// Status is written by the importer's manager.
+	// +optional
+	Status PeerServicesStatus `json:"status,omitzero"`
+}
+
+// PeerServicesList is a list of PeerServices.
+//
+// +kubebuilder:object:root=true
+type PeerServicesList struct {
+	metav1.TypeMeta `json:",inline"`
+	metav1.ListMeta `json:"metadata,omitempty"`
+	Items           []PeerServices `json:"items"`
+}
