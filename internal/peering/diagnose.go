@@ -1,6 +1,7 @@
 package peering
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -133,6 +134,20 @@ func (c *Cluster) examine(ctx context.Context, meant func(*isthmus.Peering) bool
 	if !slices.ContainsFunc(e.own, func(h Hop) bool { return h.Name == hopRights }) {
 		e.notAsked = append(e.notAsked, fmt.Sprintf("%s: whether the components have their rights: you may not create SubjectAccessReviews", c))
 	}
+	services := c.servicesOn(ctx)
+	var counts map[string]*ServiceCounts
+	if services {
+		names, notAsked, err := c.namesHop(ctx)
+		if err != nil {
+			return nil, err
+		}
+		if e.own = append(e.own, names); notAsked != "" {
+			e.notAsked = append(e.notAsked, notAsked)
+		}
+		if counts, err = c.importedServices(ctx); err != nil {
+			return nil, err
+		}
+	}
 	for i := range list.Items {
 		p := &list.Items[i]
 		if !meant(p) {
@@ -141,6 +156,9 @@ func (c *Cluster) examine(ctx context.Context, meant func(*isthmus.Peering) bool
 		hops := peeringHops(c, p, e.own)
 		if at, ok := c.identityExpiry(ctx, p); ok && hops[0].State == Works {
 			hops[0].Text += "; its token is good until " + at.Format(time.RFC3339)
+		}
+		if services {
+			hops = append(hops, c.servicesHop(p, counts))
 		}
 		e.peerings, e.found = append(e.peerings, hops), append(e.found, p)
 	}
@@ -173,12 +191,14 @@ func between(a, b *examination) []Hop {
 	broken := func(e *examination, names ...string) bool {
 		return slices.ContainsFunc(e.own, func(h Hop) bool { return h.State == Broken && slices.Contains(names, h.Name) })
 	}
-	for _, step := range append(slices.Clone(steps), isthmus.ConditionReady) {
+	order := append(slices.Clone(steps), isthmus.ConditionReady, hopServices)
+	for _, step := range order {
+		name := cmp.Or(stepNames[step], step)
 		for i, e := range sides {
 			other := sides[1-i]
 			for _, peering := range e.peerings {
 				for _, h := range peering {
-					if h.Name != stepNames[step] {
+					if h.Name != name {
 						continue
 					}
 					stuck := (broken(other, hopManager) || len(other.peerings) == 0) && slices.Contains(isthmus.WaitReasons, h.Reason) || broken(other, hopGateway) && step == isthmus.ConditionConnected
@@ -208,7 +228,7 @@ func stands(hops []Hop, at *Cluster, step string) bool {
 // told reports whether something is broken already that a Peering's Ready would repeat.
 func told(hops []Hop) bool {
 	first := FirstBroken(hops)
-	return first != nil && !ofNodes(first)
+	return first != nil && !comesLast(first)
 }
 
 // blameOne leaves one of the two sides of a tunnel broken, that which FirstBroken names: the other

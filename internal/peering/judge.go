@@ -592,7 +592,7 @@ func peeringHops(c *Cluster, p *isthmus.Peering, before []Hop) (hops []Hop) {
 
 // FirstBroken is the first hop that is broken, nil for none: the one to act on. Where several say
 // something of the tunnels between two clusters, it is the one that knows most. What is broken on
-// some nodes only comes last: it breaks nothing else.
+// some nodes only comes last, and so do names: they break nothing else.
 func FirstBroken(hops []Hop) *Hop {
 	var first *Hop
 	for i := range hops {
@@ -600,7 +600,7 @@ func FirstBroken(hops []Hop) *Hop {
 		if h.State != Broken {
 			continue
 		}
-		if first == nil || ofNodes(first) && !ofNodes(h) ||
+		if first == nil || comesLast(first) && !comesLast(h) ||
 			first.Name == h.Name && h.Name == stepNames[isthmus.ConditionConnected] && telling(h.Reason) > telling(first.Reason) {
 			first = h
 		}
@@ -610,6 +610,8 @@ func FirstBroken(hops []Hop) *Hop {
 
 // ofNodes reports whether a hop is about nodes one by one.
 func ofNodes(h *Hop) bool { return h.Name == hopNodes || h.Name == hopAgents || h.Name == hopKernels }
+
+func comesLast(h *Hop) bool { return ofNodes(h) || h.Name == hopNames }
 
 // telling is how much a reason of the tunnel says about what to mend: whoever hears nothing knows
 // least.

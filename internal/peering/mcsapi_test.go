@@ -121,6 +121,9 @@ func TestServicesHaveNamesUntilTheyAreSwitchedOff(t *testing.T) {
 	// A person edits the Corefile, or has it done.
 	must(t, n.install(InstallOptions{Values: servicesOn}))
 	n.wants("without --configure-dns", n.corefile, true, true, true)
+	if h, _, err := n.namesHop(t.Context()); err != nil || h.State != Broken || h.Reason != reasonNoZone || !strings.Contains(h.Text, "--configure-dns") {
+		t.Errorf("%+v, %v", h, err)
+	}
 	if !n.said.has(corefile.Lines) {
 		t.Errorf("it does not say what to add: %v", n.said)
 	}
@@ -133,6 +136,10 @@ func TestServicesHaveNamesUntilTheyAreSwitchedOff(t *testing.T) {
 	n.wants("with --configure-dns", with, true, true, true)
 	if !n.said.has("added to Corefile in ConfigMap kube-system/coredns; CoreDNS reads it within two minutes") {
 		t.Errorf("it says %v", n.said)
+	}
+
+	if h, notAsked, err := n.namesHop(t.Context()); err != nil || h.State != Works || !strings.Contains(notAsked, "none of its Pods is ready") {
+		t.Errorf("%+v, %q, %v", h, notAsked, err)
 	}
 
 	// Later, what was chosen stays.
@@ -253,6 +260,9 @@ func TestConfigureDNSRefusesWhatItMayBreak(t *testing.T) {
 			t.Errorf("%d: %v; want %q", i, err, why.want)
 		}
 		n.wants(fmt.Sprint(i), why.text, false, false, false)
+		if h, _, err := n.namesHop(t.Context()); err != nil || (h.Reason == reasonDNSTooOld) != (why.text == n.corefile) || h.State == Works || n.servicesOn(t.Context()) {
+			t.Errorf("%d: %+v, %v", i, h, err)
+		}
 	}
 	must(t, n.install(InstallOptions{Values: servicesOn}))
 	if !n.said.has("CoreDNS does not answer for clusterset.local: Corefile in ConfigMap kube-system/coredns: line 7: kubernetes names no zones") {
@@ -264,6 +274,9 @@ func TestConfigureDNSRefusesWhatItMayBreak(t *testing.T) {
 	must(t, n.client.Delete(t.Context(), d))
 	if err := n.install(InstallOptions{ConfigureDNS: new(true)}); err == nil || !strings.Contains(err.Error(), "k8s-app=kube-dns") {
 		t.Errorf("without CoreDNS: %v", err)
+	}
+	if h, _, err := n.namesHop(t.Context()); err != nil || h.State != Unknown || !n.servicesOn(t.Context()) {
+		t.Errorf("%+v, %v", h, err)
 	}
 	must(t, n.install(InstallOptions{}))
 	if !n.said.has("names in clusterset.local need CoreDNS 1.12.2 or later") {

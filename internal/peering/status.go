@@ -54,6 +54,8 @@ type Row struct {
 	Remote    isthmus.Networks         `json:"remote"`    // its networks, and as we see them
 	Endpoint  string                   `json:"endpoint,omitempty"`
 	Latency   string                   `json:"latency,omitempty"`
+	// Services are those that the peer exports to this cluster; nil where it exports none, or they may not be read.
+	Services *ServiceCounts `json:"services,omitempty"`
 	// IdentityUntil is when our token at the peer ends; nil where there is none, or it may not be read.
 	IdentityUntil *metav1.Time       `json:"identityUntil,omitempty"`
 	Since         *metav1.Time       `json:"since,omitempty"` // of Status, by the API server's clock; nil where nobody knows
@@ -73,9 +75,17 @@ func StatusOf(ctx context.Context, c *Cluster) (s Status, err error) {
 	}
 	s.At, _ = c.now()
 	dateByServer(list.Items, s.Manager, s.At)
+	services, err := c.importedServices(ctx)
+	if err != nil {
+		return s, err
+	}
 	for i := range list.Items {
 		row := rowOf(&list.Items[i])
 		row.IdentityUntil = until[i]
+		if row.Services = services[row.Namespace]; row.Services != nil {
+			row.Problems = append(row.Problems, row.Services.problems()...)
+			row.Problem = strings.Join(row.Problems[:min(1, len(row.Problems))], "")
+		}
 		s.Peerings = append(s.Peerings, row)
 		heed(s.Hops, &list.Items[i])
 	}
@@ -184,7 +194,12 @@ func (s Status) Print(w io.Writer, wide bool) error {
 		return err
 	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(t, "PEERING\tCLUSTER\tREADY\tSINCE\tTHEIR PODS HERE\tOUR PODS THERE\tENDPOINT\tLATENCY\tREASON")
+	header := []string{"PEERING", "CLUSTER", "READY", "SINCE", "THEIR PODS HERE", "OUR PODS THERE", "ENDPOINT", "LATENCY", "REASON"}
+	services := slices.ContainsFunc(s.Peerings, func(p Row) bool { return p.Services != nil })
+	if services {
+		header = append(header, "THEIR SERVICES HERE")
+	}
+	fmt.Fprintln(t, strings.Join(header, "\t"))
 	for _, p := range s.Peerings {
 		ready := "no"
 		switch p.Status {
@@ -193,7 +208,11 @@ func (s Status) Print(w io.Writer, wide bool) error {
 		case metav1.ConditionUnknown:
 			ready = "unknown"
 		}
-		printRow(t, p.Name, p.Cluster.ClusterName, ready, ago(p.Since, s.At), p.Remote.PodCIDRSeen, p.Local.PodCIDRSeen, p.Endpoint, p.Latency, p.Reason)
+		cells := []string{p.Name, p.Cluster.ClusterName, ready, ago(p.Since, s.At), p.Remote.PodCIDRSeen, p.Local.PodCIDRSeen, p.Endpoint, p.Latency, p.Reason}
+		if services {
+			cells = append(cells, p.Services.String())
+		}
+		printRow(t, cells...)
 	}
 	if wide { // in a table of its own, that both fit a screen
 		fmt.Fprintln(t, "\nPEERING\tCLUSTER ID\tNAMESPACE\tTHEIR EXTERNAL HERE\tOUR EXTERNAL THERE\tIDENTITY UNTIL")

@@ -1,4 +1,4 @@
-// Package podport speaks HTTP to ports that a Pod has at its loopback address, by way of the API
+// Package podport leads to ports that a Pod has at its loopback address, by way of the API
 // server and the kubelet, as kubectl port-forward does. Nothing listens on this machine meanwhile.
 package podport
 
@@ -25,6 +25,29 @@ const protocol = "portforward.k8s.io"
 // Client returns a client all of whose connections lead to that port of the Pod, whatever the URL
 // says. Whoever uses it needs the right to create pods/portforward.
 func Client(config *rest.Config, namespace, pod string, port uint16) (*http.Client, error) {
+	dialer, err := dialerTo(config, namespace, pod)
+	if err != nil {
+		return nil, err
+	}
+	return &http.Client{
+		Transport: &http.Transport{
+			DisableKeepAlives: true, // a connection is a few streams of one to the API server, which ends with it
+			DialContext:       func(ctx context.Context, _, _ string) (net.Conn, error) { return dial(ctx, dialer, port) },
+		},
+		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
+	}, nil
+}
+
+// Dial connects to that port of the Pod by TCP. It needs the same right.
+func Dial(ctx context.Context, config *rest.Config, namespace, pod string, port uint16) (net.Conn, error) {
+	dialer, err := dialerTo(config, namespace, pod)
+	if err != nil {
+		return nil, err
+	}
+	return dial(ctx, dialer, port)
+}
+
+func dialerTo(config *rest.Config, namespace, pod string) (httpstream.Dialer, error) {
 	roundTripper, upgrader, err := spdy.RoundTripperFor(config)
 	if err != nil {
 		return nil, err
@@ -34,14 +57,7 @@ func Client(config *rest.Config, namespace, pod string, port uint16) (*http.Clie
 		return nil, err
 	}
 	to := base.JoinPath("api/v1/namespaces", url.PathEscape(namespace), "pods", url.PathEscape(pod), "portforward")
-	dialer := spdy.NewDialerForStreaming(upgrader, &http.Client{Transport: roundTripper}, http.MethodPost, to)
-	return &http.Client{
-		Transport: &http.Transport{
-			DisableKeepAlives: true, // a connection is a few streams of one to the API server, which ends with it
-			DialContext:       func(ctx context.Context, _, _ string) (net.Conn, error) { return dial(ctx, dialer, port) },
-		},
-		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
-	}, nil
+	return spdy.NewDialerForStreaming(upgrader, &http.Client{Transport: roundTripper}, http.MethodPost, to), nil
 }
 
 // dial does not outlive ctx.
