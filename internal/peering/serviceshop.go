@@ -92,13 +92,13 @@ func (c *Cluster) namesHop(ctx context.Context) (hop Hop, notAsked string, err e
 		return hop, fmt.Sprintf("%s: whether CoreDNS answers for %s: %s", c, corefile.Zone, Printable(err.Error())), nil
 	case code == dnsmessage.RCodeSuccess:
 		hop.Text = "CoreDNS answers for " + corefile.Zone
-	case code == dnsmessage.RCodeServerFailure:
-		hop.State, hop.Reason = Broken, reasonNoAnswer
-		hop.Text = fmt.Sprintf("CoreDNS fails for %s, as it does for all Services while it may not watch ServiceImports: run `isthmus install --context %s`, and see its log", corefile.Zone, c.context)
 	default:
 		hop.State, hop.Reason = Broken, reasonNoAnswer
-		hop.Text = fmt.Sprintf("CoreDNS answers for %s with %s: it has not read its Corefile again: kubectl -n kube-system rollout restart deployment %s",
+		hop.Text = fmt.Sprintf("CoreDNS answers for %s with %s: it has not read its Corefile yet (kubectl -n kube-system rollout restart deployment %s)",
 			corefile.Zone, strings.TrimPrefix(code.String(), "RCode"), Printable(d.deployment))
+		if code == dnsmessage.RCodeServerFailure {
+			hop.Text += fmt.Sprintf(", or may not watch ServiceImports and fails for all Services (`isthmus install --context %s`); its log says which", c.context)
+		}
 	}
 	return hop, "", nil
 }

@@ -99,6 +99,7 @@ type plan struct {
 	clusters [2]string // names; default a and b
 	pods     [2]string // PodCIDRs
 	nodes    [2]kubenodes.NodeOptions
+	dns      string // archive of CoreDNS's image; empty: pods resolve no names
 }
 
 var samePlan = plan{
@@ -155,7 +156,7 @@ func makeClusters(ctx context.Context, p plan, images ...string) (w *world, err 
 		spec.Clusters = append(spec.Clusters, lab.ClusterSpec{Name: name, PodCIDR: netip.MustParsePrefix(p.pods[i])})
 		options[name] = p.nodes[i]
 	}
-	set, err := kubenodes.Up(ctx, kubenodes.Options{Spec: spec, Kube: fixture.kube, Images: images, Nodes: options})
+	set, err := kubenodes.Up(ctx, kubenodes.Options{Spec: spec, Kube: fixture.kube, Images: images, DNS: p.dns, Nodes: options})
 	if err != nil {
 		return nil, err
 	}

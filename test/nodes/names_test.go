@@ -1,0 +1,167 @@
+package nodes
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"net/netip"
+	"net/url"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/internal/kubenodes"
+	"github.com/isthmus-net/isthmus/internal/kubenodes/probe"
+)
+
+// namesWorld is two clusters with CoreDNS and the same networks, without Isthmus.
+func namesWorld(t *testing.T) *world {
+	t.Helper()
+	if fixture.skip != "" {
+		t.Skip(fixture.skip)
+	}
+	if !*all {
+		t.Skip("CoreDNS takes minutes to build: -all (make test-nodes) runs it")
+	}
+	p := samePlan
+	var err error
+	p.dns, err = kubenodes.CoreDNS(t.Context(), t.TempDir())
+	must(t, err)
+	w, err := makeClusters(t.Context(), p, fixture.image)
+	must(t, err)
+	t.Cleanup(func() {
+		if t.Failed() {
+			for _, c := range w.set.Clusters {
+				t.Log(c.Explain())
+			}
+			if *keep {
+				t.Logf("kept: KUBECONFIG=%s", w.set.Kubeconfig)
+				select {}
+			}
+		}
+		if err := w.down(); err != nil {
+			t.Error(err)
+		}
+	})
+	for _, c := range w.set.Clusters {
+		must(t, startPods(t.Context(), c))
+	}
+	return w
+}
+
+// corefileOf is the Corefile of a cluster's CoreDNS.
+func corefileOf(t *testing.T, c *kubenodes.Cluster) string {
+	t.Helper()
+	var m corev1.ConfigMap
+	must(t, c.Client.Get(t.Context(), client.ObjectKey{Namespace: "kube-system", Name: "coredns"}, &m))
+	return m.Data["Corefile"]
+}
+
+// fetchByName has a pod fetch octets from a name, until it gets them: CoreDNS learns late of names.
+func fetchByName(t *testing.T, from *kubenodes.Cluster, n *kubenodes.Node, name string) error {
+	t.Helper()
+	own, err := address(t.Context(), from, podName(pod, n))
+	must(t, err)
+	const size = 100_000
+	want, err := probe.SHA256(size)
+	must(t, err)
+	query := url.Values{"url": {fmt.Sprintf("http://%s:%d/octets?n=%d", name, port, size)}}
+	for deadline := time.Now().Add(patience); ; time.Sleep(500 * time.Millisecond) {
+		var got probe.Transfer
+		err := ask(t.Context(), n, own, http.MethodGet, "/fetch", query, &got)
+		if err == nil && got.SHA256 != want {
+			err = errors.New("other octets than were sent")
+		}
+		if err == nil || time.Now().After(deadline) {
+			return err
+		}
+	}
+}
+
+// Pods resolve names of imported services by the cluster's own CoreDNS as soon as the Corefile says so, and
+// all is as before when Isthmus is gone.
+func TestNamesOfImportedServicesAreResolvedUntilUninstall(t *testing.T) {
+	w := namesWorld(t)
+	before := map[*kubenodes.Cluster]state{w.a: stateOf(t, w.a), w.b: stateOf(t, w.b)}
+	corefile := corefileOf(t, w.a)
+
+	must(t, w.set.Install(t.Context(), fixture.program, "--services"))
+	if out, code := w.isthmus(t, "diagnose", "--context", "a"); code != 1 || !strings.Contains(out, "broken: a: names: ZoneMissing") {
+		t.Error("diagnose does not say that the zone is missing")
+	}
+	if got := corefileOf(t, w.a); got != corefile {
+		t.Errorf("the Corefile is\n%s", got)
+	}
+	must(t, w.set.Install(t.Context(), fixture.program, "--configure-dns"))
+	for deadline := time.Now().Add(patience); ; time.Sleep(2 * time.Second) { // until CoreDNS has read it
+		if out, code := w.isthmus(t, "diagnose", "--context", "a"); code == 0 && strings.Contains(out, "CoreDNS answers for clusterset.local") {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatal("CoreDNS does not answer")
+		}
+	}
+
+	own, err := address(t.Context(), w.a, podName(pod, w.a.Nodes[1]))
+	must(t, err)
+	must(t, importByHand(t.Context(), w.a, own))
+	must(t, fetchByName(t, w.a, w.a.Nodes[0], "shop.default.svc.clusterset.local"))
+	must(t, w.a.Apply(t.Context(), `{apiVersion: multicluster.x-k8s.io/v1beta1, kind: ServiceExport, metadata: {namespace: default, name: shop}}`))
+
+	for _, c := range w.set.Clusters {
+		if _, code := w.isthmus(t, "uninstall", "--context", c.Name); code != 0 {
+			t.Fatalf("cluster %s: exit code %d", c.Name, code)
+		}
+		if got := corefileOf(t, c); got != corefile {
+			t.Errorf("cluster %s: the Corefile is\n%s", c.Name, got)
+		}
+	}
+	before[w.b].same(t, w.b)
+	// What a person has stored stays, and its definition with it.
+	var left []string
+	for line := range stateOf(t, w.a) {
+		if !before[w.a][line] && strings.HasPrefix(line, "object: CustomResourceDefinition") {
+			left = append(left, line)
+		}
+	}
+	slices.Sort(left)
+	if want := []string{"object: CustomResourceDefinition /serviceexports.multicluster.x-k8s.io", "object: CustomResourceDefinition /serviceimports.multicluster.x-k8s.io"}; !slices.Equal(left, want) {
+		t.Errorf("left is %v; want %v", left, want)
+	}
+	must(t, fetchByName(t, w.a, w.a.Nodes[0], "hand.default.svc.cluster.local"))
+}
+
+// importByHand makes what a controller of another implementation makes, for one pod.
+func importByHand(ctx context.Context, c *kubenodes.Cluster, endpoint netip.Addr) error {
+	err := c.Apply(ctx, fmt.Sprintf(`
+apiVersion: v1
+kind: Service
+metadata: {name: hand, namespace: default}
+spec: {ports: [{port: %[1]d}]}
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: hand, namespace: default, labels: {kubernetes.io/service-name: hand}}
+addressType: IPv4
+ports: [{port: %[1]d}]
+endpoints: [{addresses: [%[2]q], conditions: {ready: true}}]
+`, port, endpoint))
+	if err != nil {
+		return err
+	}
+	var s corev1.Service
+	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: "default", Name: "hand"}, &s); err != nil {
+		return err
+	}
+	return c.Apply(ctx, fmt.Sprintf(`
+apiVersion: multicluster.x-k8s.io/v1beta1
+kind: ServiceImport
+metadata: {name: shop, namespace: default}
+spec: {type: ClusterSetIP, ips: [%[1]s], ports: [{port: %[2]d, protocol: TCP}]}
+`, s.Spec.ClusterIP, port))
+}
