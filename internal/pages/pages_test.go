@@ -37,6 +37,7 @@ var reasons = []reason{
 	{"docs/install.md", "skopeo ", "a registry is needed", ""},
 	{"docs/liqo.md", "", "a Liqo is needed; its objects are made from the page and exchanged with a manager", "test/control/liqodoc_test.go: docs/liqo.md"},
 	{"docs/peering.md", "", "output of an example, in which a peer has changed its claim", "internal/peering/claims_test.go: Consent"},
+	{"docs/services.md", "isthmus install ", "containers and CoreDNS are needed", "test/nodes/names_test.go: \"--configure-dns\""},
 	{"docs/performance.md", "", "a profile is for people to look at", ""},
 }
 
