@@ -3,6 +3,7 @@ package replication
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -32,14 +33,15 @@ const maxAnswer = 4 << 20
 
 var errAnswerTooLong = fmt.Errorf("sent more than %d MiB at once", maxAnswer>>20)
 
-// A link is a client of a peer's API server that knows NetworkConfigs in one namespace, and can ask
-// for a token and for the certificate authority.
+// A link is a client of a peer's API server that knows NetworkConfigs and PeerServices in one namespace,
+// and can ask for a token and for the certificate authority.
 type link struct {
 	identity
-	namespace string
-	configs   rest.Interface // of net.liqo.io/v1alpha1
-	core      rest.Interface // of v1
-	pool      *pool
+	namespace    string
+	configs      rest.Interface // of net.liqo.io/v1alpha1
+	peerServices rest.Interface // of isthmus.net/v1alpha1; a Liqo has none
+	core         rest.Interface // of v1
+	pool         *pool
 }
 
 // newLink returns a link, which sends nothing before its first use. The caller closes it.
@@ -50,15 +52,18 @@ func newLink(p *pool, id identity, namespace string) (*link, error) {
 	}
 	l := &link{identity: id, namespace: namespace, pool: p}
 	client := &http.Client{
-		Transport: guarded{next: transport, token: id.token},
+		Transport: guarded{next: transport, token: id.token, limit: maxAnswer},
 		// Following a redirect would send our token, or requests from inside our network, wherever
 		// the peer likes.
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 	}
-	if l.configs, err = restClient(id.server, v1alpha1.GroupVersion, client); err == nil {
-		l.core, err = restClient(id.server, schema.GroupVersion{Version: "v1"}, client)
-	}
-	if err != nil {
+	large := *client
+	large.Transport = guarded{next: transport, token: id.token, limit: maxServicesAnswer}
+	var errs [3]error
+	l.configs, errs[0] = restClient(id.server, v1alpha1.GroupVersion, client)
+	l.core, errs[1] = restClient(id.server, schema.GroupVersion{Version: "v1"}, client)
+	l.peerServices, errs[2] = restClient(id.server, isthmus.GroupVersion, &large)
+	if err := errors.Join(errs[:]...); err != nil {
 		l.close()
 		return nil, err
 	}
@@ -70,7 +75,7 @@ func (l *link) close() { l.pool.put(l.endpoint) }
 // codecs and parameters are for all kinds that travel over a link.
 var codecs, parameters = func() (serializer.CodecFactory, runtime.ParameterCodec) {
 	s := runtime.NewScheme()
-	for _, add := range []func(*runtime.Scheme) error{v1alpha1.AddToScheme, authv1.AddToScheme} {
+	for _, add := range []func(*runtime.Scheme) error{v1alpha1.AddToScheme, isthmus.AddToScheme, authv1.AddToScheme} {
 		if err := add(s); err != nil {
 			panic(err) // of two kinds of the same name
 		}
@@ -176,6 +181,7 @@ func (l *link) newToken(ctx context.Context, old serviceToken) (string, error) {
 type guarded struct {
 	next  http.RoundTripper
 	token string
+	limit int
 }
 
 func (g guarded) RoundTrip(req *http.Request) (*http.Response, error) {
@@ -187,7 +193,7 @@ func (g guarded) RoundTrip(req *http.Request) (*http.Response, error) {
 	if err != nil {
 		return nil, err
 	}
-	resp.Body = &bounded{ReadCloser: resp.Body, left: maxAnswer}
+	resp.Body = &bounded{ReadCloser: resp.Body, left: g.limit}
 	return resp, nil
 }
 

@@ -32,6 +32,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/event"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
@@ -87,6 +88,8 @@ type Options struct {
 	// by one and by name, and patch them when they renew a token.
 	Config *rest.Config
 	Log    *slog.Logger
+	// Services makes workers export services, see Share.
+	Services bool
 	// Now is the clock for the age of tokens. Default: time.Now.
 	Now func() time.Time
 }
@@ -100,16 +103,18 @@ type Replicator struct {
 	pool    pool
 	changed chan event.GenericEvent
 
-	mu      sync.Mutex
-	peers   map[string]Target // as Set said
-	workers map[string]*worker
-	ending  map[string]*worker // the last one of each ID that was let go, until it has ended
-	byHome  map[string]*worker // by LocalNamespace
-	ctx     context.Context    // of Start; nil before and after
-	running sync.WaitGroup
-	states  map[string]State
-	news    map[string]struct{} // IDs whose State changed and that Changed has not told yet
-	bell    chan struct{}
+	mu       sync.Mutex
+	peers    map[string]Target // as Set said
+	workers  map[string]*worker
+	ending   map[string]*worker // the last one of each ID that was let go, until it has ended
+	byHome   map[string]*worker // by LocalNamespace
+	ctx      context.Context    // of Start; nil before and after
+	running  sync.WaitGroup
+	states   map[string]State
+	shares   map[string]map[string]isthmus.PeerServicesSpec // as Share said, by ID
+	sharings map[string]Sharing
+	news     map[string]struct{} // IDs whose State changed and that Changed has not told yet
+	bell     chan struct{}
 }
 
 // New returns a Replicator without peers. Nothing happens before Start.
@@ -124,7 +129,7 @@ func New(o Options) *Replicator {
 		opts: o, pace: usual, own: usual.own(),
 		changed: make(chan event.GenericEvent),
 		peers:   map[string]Target{}, workers: map[string]*worker{}, ending: map[string]*worker{}, byHome: map[string]*worker{},
-		states: map[string]State{}, news: map[string]struct{}{}, bell: make(chan struct{}, 1),
+		states: map[string]State{}, shares: map[string]map[string]isthmus.PeerServicesSpec{}, sharings: map[string]Sharing{}, news: map[string]struct{}{}, bell: make(chan struct{}, 1),
 	}
 }
 
@@ -235,6 +240,7 @@ func (r *Replicator) employ(p Target) {
 // dismiss lets the worker of a peer end. r.mu is held.
 func (r *Replicator) dismiss(id string) {
 	delete(r.states, id)
+	delete(r.sharings, id)
 	w := r.workers[id]
 	if w == nil {
 		return

@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"maps"
 	"slices"
+	"sync"
 	"time"
 
 	"golang.org/x/time/rate"
@@ -33,6 +34,7 @@ type worker struct {
 	log    *slog.Logger
 	cancel context.CancelFunc
 	wake   chan struct{} // the original changed
+	share  chan struct{} // what to export changed
 	done   chan struct{}
 
 	secret *corev1.Secret // nil: none, or not seen yet
@@ -61,7 +63,7 @@ type worker struct {
 func newWorker(r *Replicator, p Target, cancel context.CancelFunc) *worker {
 	return &worker{
 		r: r, peer: p, name: p.Cluster.UniqueName(), log: r.opts.Log.With("peer", p.ID), cancel: cancel,
-		wake: make(chan struct{}, 1), done: make(chan struct{}),
+		wake: make(chan struct{}, 1), share: make(chan struct{}, 1), done: make(chan struct{}),
 	}
 }
 
@@ -221,10 +223,21 @@ func (w *worker) connect(ctx context.Context, id identity, delay time.Duration, 
 		case <-ctx.Done():
 		}
 	}()
+	var sharing sync.WaitGroup
+	if w.r.opts.Services {
+		sharing.Go(func() {
+			select {
+			case <-time.After(delay):
+				(&sharer{w: w, link: next}).run(ctx)
+			case <-ctx.Done():
+			}
+		})
+	}
 	w.link, w.remote, w.pause = next, changes, pause
 	w.unlink = func() {
 		cancel()
 		<-finished
+		sharing.Wait()
 		next.close()
 	}
 	return nil

@@ -66,6 +66,13 @@ const AnnotationEdition = "isthmus.net/edition"
 // by commas. The peer renews its token for no others.
 const AnnotationTokenAudiences = "isthmus.net/token-audiences"
 
+// LabelService marks the ServiceImports, Services and EndpointSlices that the manager makes for shared
+// services. Its value is the name of the service.
+const LabelService = "isthmus.net/service"
+
+// PeerServicesPrefix is the beginning of the names of PeerServices: services-0 to services-15.
+const PeerServicesPrefix = "services-"
+
 // EventApplied is the reason of the Event by which a gateway or a route agent says of its own Pod that
 // what it warned of is over.
 const EventApplied = "Applied"
@@ -95,6 +102,10 @@ const (
 	ConditionTunnelEndpoint = "TunnelEndpointReady"
 	// ConditionConnected: the gateway hears the peer.
 	ConditionConnected = "Connected"
+	// ConditionServicesShared: services are shared with the peer as spec.services says. It is there
+	// only where the manager runs with --services and spec.services names namespaces, and Ready does
+	// not depend on it.
+	ConditionServicesShared = "ServicesShared"
 )
 
 // Reasons of the conditions of a Peering. Those of a refused NetworkConfig (ConditionPeerConfig,
@@ -144,6 +155,12 @@ const (
 	// ReasonGatewaySilent: no gateway is at work, so that nobody knows; Ready has it too.
 	ReasonGatewaySilent = "GatewaySilent"
 	ReasonLost          = "ConnectionLost" // a gateway that says no reason, such as a Liqo's
+
+	// ServicesShared; and Forbidden, RefusedByPeer, NamespaceGone, as for Published
+	ReasonShared        = "Shared"        // both sides have what they shall have
+	ReasonPartlyRefused = "PartlyRefused" // True: but some services are not served as they were exported
+	ReasonSharing       = "Sharing"       // not done yet
+	ReasonNotSupported  = "NotSupported"  // the peer takes no services
 
 	// ReasonUnknown: not looked at yet.
 	ReasonUnknown = "Unknown"

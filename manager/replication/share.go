@@ -1,0 +1,303 @@
+package replication
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"net/http"
+	"slices"
+	"time"
+
+	"k8s.io/apimachinery/pkg/api/equality"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+)
+
+// maxServicesAnswer is maxAnswer for PeerServices: a list has up to 16 of them, with at most 2,500
+// endpoints each.
+const maxServicesAnswer = 16 << 20
+
+// coalesce is how long a sharer waits for further changes before it writes.
+const coalesce = 200 * time.Millisecond
+
+// Sharing says how the export of services to a peer goes.
+type Sharing struct {
+	// Condition is empty while nothing is exported, and nothing of ours lies at the peer.
+	Condition Condition
+	// Withdrawn: the peer has no PeerServices of ours, or cannot have any.
+	Withdrawn bool
+	// Refused are services that the peer does not serve as we export them.
+	Refused []isthmus.RefusedService
+	// Synced is when the peer's PeerServices were last what they should be.
+	Synced time.Time
+}
+
+func (s Sharing) equal(o Sharing) bool {
+	return s.Condition == o.Condition && s.Withdrawn == o.Withdrawn && slices.Equal(s.Refused, o.Refused)
+}
+
+// Share says which PeerServices a peer shall have, by name. The Replicator keeps want, which the caller
+// does not change any more. With nil, and before the first call, it leaves alone what the peer has.
+func (r *Replicator) Share(id string, want map[string]isthmus.PeerServicesSpec) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if want == nil {
+		delete(r.shares, id)
+		return
+	}
+	r.shares[id] = want
+	if w := r.workers[id]; w != nil {
+		ring(w.share)
+	}
+}
+
+// Sharing returns how the export to a peer goes. It returns false before the peer was looked at.
+func (r *Replicator) Sharing(id string) (Sharing, bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	s, ok := r.sharings[id]
+	return s, ok
+}
+
+// A sharer keeps the PeerServices at one peer what Share said, over one link. Its worker goes on meanwhile:
+// services that change all the time hold up no NetworkConfig.
+type sharer struct {
+	w    *worker
+	link *link
+
+	have   map[string]*isthmus.PeerServices
+	listed bool
+	tries  backoff
+	retry  <-chan time.Time
+}
+
+func (s *sharer) run(ctx context.Context) {
+	changes, finished := make(chan change), make(chan struct{})
+	go func() {
+		defer close(finished)
+		p := s.w.r.pace
+		p.max = 2 * p.max // a peer without the kind is asked all the time
+		p.follow(ctx, s.link.servicesFeed(), &backoff{}, deliver(ctx, changes))
+	}()
+	defer func() { <-finished }()
+	var soon <-chan time.Time
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case c := <-changes:
+			s.take(c)
+		case <-s.w.share:
+		case <-s.retry:
+			s.retry = nil
+		case <-soon:
+			soon = nil
+			s.sync(ctx)
+			continue
+		}
+		if soon == nil {
+			soon = time.After(coalesce)
+		}
+	}
+}
+
+// take notes what the peer's API server said.
+func (s *sharer) take(c change) {
+	keep := func(o client.Object) {
+		if p, ok := o.(*isthmus.PeerServices); ok && len(s.have) < maxListed {
+			p.ManagedFields = nil
+			s.have[p.Name] = p
+		}
+	}
+	switch {
+	case c.err != nil:
+		s.fail(c.err, true)
+	case c.full:
+		s.have, s.listed = make(map[string]*isthmus.PeerServices, len(c.all)), true
+		for _, o := range c.all {
+			keep(o)
+		}
+	case c.gone:
+		delete(s.have, c.object.GetName())
+	default:
+		keep(c.object)
+	}
+}
+
+// fail reports why a request failed. What breaks the link is the worker's concern.
+func (s *sharer) fail(err error, reading bool) {
+	reason, text := diagnose(err)
+	switch {
+	case breaks(reason):
+		return
+	case reading && (apierrors.IsNotFound(err) || apierrors.IsForbidden(err)):
+		s.listed = false
+		var sharing Sharing
+		if sharing.Withdrawn = true; len(s.wanted()) > 0 {
+			sharing.Condition = Condition{metav1.ConditionFalse, isthmus.ReasonNotSupported, fmt.Sprintf(
+				"%s %s; the peer takes no services: it is no Isthmus, an older one, or one without them; want `isthmus install --services` and `isthmus peer --services` there", s.link.server, text)}
+		}
+		s.report(sharing)
+	default:
+		sharing := s.seen()
+		sharing.Condition = failure(s.link.server, err)
+		s.report(sharing)
+	}
+}
+
+func (s *sharer) wanted() map[string]isthmus.PeerServicesSpec {
+	s.w.r.mu.Lock()
+	defer s.w.r.mu.Unlock()
+	return s.w.r.shares[s.w.peer.ID]
+}
+
+// sync writes what differs.
+func (s *sharer) sync(ctx context.Context) {
+	s.w.r.mu.Lock()
+	want, said := s.w.r.shares[s.w.peer.ID]
+	s.w.r.mu.Unlock()
+	if !s.listed || !said {
+		return
+	}
+	var failed error
+	for _, name := range slices.Sorted(maps.Keys(s.have)) {
+		if _, wanted := want[name]; !wanted && s.have[name].DeletionTimestamp.IsZero() {
+			if err := s.remove(ctx, s.have[name]); err != nil {
+				failed = err
+			}
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(want)) {
+		if err := s.write(ctx, name, want[name]); err != nil {
+			failed = err
+		}
+	}
+	switch {
+	case ctx.Err() != nil:
+		return
+	case failed == nil:
+		s.tries.reset()
+		sharing := s.seen()
+		sharing.Synced = s.w.r.opts.Now()
+		if n := services(want); len(want) > 0 {
+			sharing.Condition = Condition{metav1.ConditionTrue, isthmus.ReasonShared, fmt.Sprintf("the peer has our %s", n)}
+		}
+		s.report(sharing)
+		return
+	case !apierrors.IsConflict(failed) && !apierrors.IsAlreadyExists(failed): // the watch is going to tell
+		s.fail(failed, false)
+	}
+	s.retry = time.After(s.tries.next(s.w.r.pace))
+}
+
+func services(want map[string]isthmus.PeerServicesSpec) string {
+	n := 0
+	for _, spec := range want {
+		n += len(spec.Services)
+	}
+	if n == 1 {
+		return "1 exported service"
+	}
+	return fmt.Sprintf("%d exported services", n)
+}
+
+func (s *sharer) write(ctx context.Context, name string, spec isthmus.PeerServicesSpec) error {
+	ctx, cancel := context.WithTimeout(ctx, s.w.r.pace.request)
+	defer cancel()
+	is := s.have[name]
+	var made isthmus.PeerServices
+	switch {
+	case is == nil:
+		is = &isthmus.PeerServices{ObjectMeta: metav1.ObjectMeta{Namespace: s.link.namespace, Name: name}, Spec: spec}
+		if err := s.link.services(http.MethodPost).Body(is).Do(ctx).Into(&made); err != nil {
+			return err
+		}
+	case !is.DeletionTimestamp.IsZero(): // a new one when it is gone
+		return nil
+	case equality.Semantic.DeepEqual(is.Spec, spec):
+		return nil
+	default:
+		is = is.DeepCopy()
+		is.Spec = spec
+		if err := s.link.services(http.MethodPut).Name(name).Body(is).Do(ctx).Into(&made); err != nil {
+			return err
+		}
+	}
+	made.ManagedFields = nil
+	s.have[name] = &made
+	return nil
+}
+
+func (s *sharer) remove(ctx context.Context, o *isthmus.PeerServices) error {
+	ctx, cancel := context.WithTimeout(ctx, s.w.r.pace.request)
+	defer cancel()
+	err := s.link.services(http.MethodDelete).Name(o.Name).Body(metav1.NewPreconditionDeleteOptions(string(o.UID))).Do(ctx).Error()
+	if err == nil || apierrors.IsNotFound(err) {
+		delete(s.have, o.Name)
+		return nil
+	}
+	return err
+}
+
+// seen is what the peer has now. A refusal counts if it is about the present content.
+func (s *sharer) seen() (sharing Sharing) {
+	sharing.Withdrawn = s.listed && len(s.have) == 0
+	for _, name := range slices.Sorted(maps.Keys(s.have)) {
+		if o := s.have[name]; o.Status.ObservedGeneration == o.Generation {
+			for _, refused := range o.Status.Refused[:min(len(o.Status.Refused), isthmus.MaxExportedServices)] {
+				refused.Reason, refused.Message = quote(refused.Reason), quote(refused.Message)
+				sharing.Refused = append(sharing.Refused, refused)
+			}
+		}
+	}
+	return sharing
+}
+
+// report keeps what a sharer found, and tells the rest of the manager when it differs from before.
+func (s *sharer) report(sharing Sharing) {
+	r, id := s.w.r, s.w.peer.ID
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.workers[id] != s.w { // dismissed meanwhile
+		return
+	}
+	before, known := r.sharings[id]
+	if sharing.Synced.IsZero() {
+		sharing.Synced = before.Synced
+	}
+	r.sharings[id] = sharing
+	if known && before.equal(sharing) {
+		return
+	}
+	r.news[id] = struct{}{}
+	ring(r.bell)
+}
+
+// services prepares a request for the PeerServices at the peer.
+func (l *link) services(verb string) *rest.Request {
+	return l.peerServices.Verb(verb).Namespace(l.namespace).Resource("peerservices").MaxRetries(0)
+}
+
+// servicesFeed has the PeerServices in the tenant namespace at the peer. We alone write them there.
+func (l *link) servicesFeed() feed {
+	return feed{
+		list: func(ctx context.Context, o metav1.ListOptions) ([]client.Object, metav1.ListInterface, error) {
+			var list isthmus.PeerServicesList
+			err := l.services(http.MethodGet).VersionedParams(&o, parameters).Do(ctx).Into(&list)
+			all := make([]client.Object, 0, min(len(list.Items), maxListed))
+			for i := range list.Items[:min(len(list.Items), maxListed)] { // the server may ignore the limit
+				all = append(all, &list.Items[i])
+			}
+			return all, &list, err
+		},
+		watch: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
+			o.Watch = true
+			return l.services(http.MethodGet).VersionedParams(&o, parameters).Watch(ctx)
+		},
+	}
+}
