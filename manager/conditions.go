@@ -52,6 +52,8 @@ type peeringState struct {
 	silent              string                   // since when no gateway is at work; empty while one is
 	waiting             string                   // what a Peering that is being deleted waits for
 
+	services servicesState
+
 	granted  ipam.Grant        // what the books have for the peer; zero: nothing
 	standing [2]ipam.Standing  // what its claim has here, or would have with consent; zero: it is refused
 	unstored *metav1.Condition // Accepted of the peer's NetworkConfig where the API server stores no conditions; nil: stored, or not answered
@@ -76,6 +78,13 @@ func statusFor(s peeringState) isthmus.PeeringStatus {
 		v := verdicts[step]
 		meta.SetStatusCondition(&status.Conditions, metav1.Condition{
 			Type: step, Status: v.status, Reason: v.reason, Message: fit(v.message, maxMessage), ObservedGeneration: s.peering.Generation,
+		})
+	}
+	if v := servicesVerdict(s); v == nil {
+		meta.RemoveStatusCondition(&status.Conditions, isthmus.ConditionServicesShared)
+	} else {
+		meta.SetStatusCondition(&status.Conditions, metav1.Condition{
+			Type: isthmus.ConditionServicesShared, Status: v.status, Reason: v.reason, Message: fit(v.message, maxMessage), ObservedGeneration: s.peering.Generation,
 		})
 	}
 	if s.conflict != "" {

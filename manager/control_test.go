@@ -151,7 +151,7 @@ func newWorld(t *testing.T, foreignClusters bool) *world {
 		Controller: config.Controller{SkipNameValidation: ptr.To(true)},
 	})
 	w.ok(err)
-	w.ok(prepare(w.ctx, mgr, present{foreignClusters, true, true}))
+	w.ok(prepare(w.ctx, mgr, present{foreignClusters: foreignClusters, grantedNetworks: true, serviceCIDRs: true}))
 	w.ok(addExchangeIndexes(mgr.GetFieldIndexer()))
 	peers := Peers{Reader: mgr.GetCache(), Self: w.self.ClusterID, ForeignClusters: foreignClusters}
 	own := &FactsKeeper{

@@ -82,6 +82,9 @@ type Options struct {
 	// IPAM of the manager that works, at PodIP. Empty: somebody else sees to it.
 	IPAMService string
 	PodIP       netip.Addr
+	// Services shares Services with peers that agree to it. It needs the kinds of the Multi-Cluster
+	// Services API and further rights.
+	Services bool
 	// MetricsAddress and HealthAddress are TCP addresses to listen on, such as ":5876"; empty means
 	// not to.
 	// The registry of metrics is that of the process: of several managers in one process only one
@@ -93,7 +96,7 @@ type Options struct {
 }
 
 // errAgain ends a run whose cluster has got another set of kinds since.
-var errAgain = errors.New("ForeignClusters, GrantedNetworks or ServiceCIDRs have come or gone")
+var errAgain = errors.New("ForeignClusters, GrantedNetworks, ServiceCIDRs or the kinds of shared services have come or gone")
 
 // lostLease is the text of controller-runtime's error, which has no name.
 const lostLease = "leader election lost"
@@ -177,7 +180,7 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 	if err != nil {
 		return err
 	}
-	look := func(ctx context.Context) (present, error) { return whatIsThere(ctx, kinds, direct) }
+	look := func(ctx context.Context) (present, error) { return whatIsThere(ctx, kinds, direct, o.Services) }
 	var has present
 	absent := 0
 	if err := untilAnswered(ctx, o.Log, func() (err error) {
@@ -195,6 +198,9 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 	o.Log.Info("manager starts", "clusterID", o.Cluster.ClusterID, "clusterName", o.Cluster.ClusterName, "foreignClusters", has.foreignClusters)
 	if !has.grantedNetworks {
 		o.Log.Error("GrantedNetworks are not known here, or this manager may not read them: route agents read the IPAM's books in their place, which costs the API server more with each grant; want the CRDs and the rights of this version (isthmus install, helm upgrade)")
+	}
+	if o.Services && !has.sharedServices {
+		o.Log.Error("services are not shared: " + servicesLacking)
 	}
 
 	var lock resourcelock.Interface
@@ -240,6 +246,7 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 	}
 	l.store = ipamstore.New(l.client, mgr.GetAPIReader(), o.Log)
 	l.services = has.serviceCIDRs
+	l.shared = has.sharedServices
 	if l.copies = has.grantedNetworks; !l.copies {
 		l.store.WithoutCopies()
 	}
@@ -293,6 +300,7 @@ type leader struct {
 	waits            *atomic.Pointer[string] // why this leader has not begun its work; nil inside: it has, or does not lead
 	config           *rest.Config
 	copies, services bool // present.grantedNetworks, present.serviceCIDRs
+	shared           bool // present.sharedServices
 }
 
 // lead works until ctx ends. Controllers start after the books of the IPAM have been read and our
@@ -318,8 +326,8 @@ func (l *leader) lead(ctx context.Context) error {
 	l.waits.Store(nil)
 	replicator := replication.New(replication.Options{
 		ClusterID: l.Cluster.ClusterID, Client: l.client, Cache: l.mgr.GetCache(), Config: l.config, Log: l.Log,
+		Services: l.shared,
 	})
-	l.leads.Store(&leading{warden, replicator})
 	pulse := NewPulse(l.mgr.GetAPIReader(), l.Namespace, l.Log)
 	if err := errors.Join(l.mgr.Add(replicator), l.mgr.Add(pulse)); err != nil {
 		return err
@@ -339,6 +347,16 @@ func (l *leader) lead(ctx context.Context) error {
 			return err
 		}
 	}
+	peering := &PeeringReconciler{
+		Client: l.client, Peers: l.peers, Facts: own, Store: l.store, Replicator: replicator, Pulse: pulse,
+		FactsChanged: own.Subscribe(), PeerChanged: replicator.Changed(),
+		Events: l.mgr.GetEventRecorder(component), Log: l.Log,
+	}
+	shared, err := l.shareServices(own, replicator, peering)
+	if err != nil {
+		return fmt.Errorf("services: %w", err)
+	}
+	l.leads.Store(&leading{warden, replicator, shared})
 	releases := &releases{Cache: l.mgr.GetCache(), Peers: l.peers, Store: l.store, Events: l.mgr.GetEventRecorder(component), Log: l.Log}
 	for _, run := range []runtimemanager.RunnableFunc{l.expiry.run, releases.run} {
 		if err := l.mgr.Add(run); err != nil {
@@ -352,11 +370,7 @@ func (l *leader) lead(ctx context.Context) error {
 		&feeder{Peers: l.peers, Replicator: replicator},
 		&Answers{Client: l.client, Peers: l.peers, Facts: own, Store: l.store, Warden: warden, FactsChanged: own.Subscribe(), Log: l.Log},
 		&NetworkConfigReconciler{Client: l.client, Peers: l.peers, Facts: own, FactsChanged: own.Subscribe(), Log: l.Log},
-		&PeeringReconciler{
-			Client: l.client, Peers: l.peers, Facts: own, Store: l.store, Replicator: replicator, Pulse: pulse,
-			FactsChanged: own.Subscribe(), PeerChanged: replicator.Changed(),
-			Events: l.mgr.GetEventRecorder(component), Log: l.Log,
-		},
+		peering,
 	} {
 		if err := r.SetupWithManager(l.mgr); err != nil {
 			return fmt.Errorf("%T: %w", r, err)
@@ -443,16 +457,20 @@ type present struct {
 	// manager does not end for that, since agents can read the books.
 	grantedNetworks bool
 	serviceCIDRs    bool // they are there, since Kubernetes 1.33, and we may list them
+	sharedServices  bool // the kinds that Options.Services needs are there, and we may list them; false without it
 }
 
-func whatIsThere(ctx context.Context, kinds *discovery.DiscoveryClient, direct client.Reader) (p present, err error) {
+func whatIsThere(ctx context.Context, kinds *discovery.DiscoveryClient, direct client.Reader, services bool) (p present, err error) {
 	if p.foreignClusters, err = hasForeignClusters(kinds); err != nil {
 		return p, err
 	}
 	if p.grantedNetworks, err = canList(ctx, direct, &isthmus.GrantedNetworksList{}); err != nil {
 		return p, err
 	}
-	p.serviceCIDRs, err = canList(ctx, direct, &networkingv1.ServiceCIDRList{})
+	if p.serviceCIDRs, err = canList(ctx, direct, &networkingv1.ServiceCIDRList{}); err != nil || !services {
+		return p, err
+	}
+	p.sharedServices, err = canShare(ctx, direct)
 	return p, err
 }
 
@@ -516,5 +534,5 @@ func watchKinds(ctx context.Context, look func(context.Context) (present, error)
 
 // lost reports whether a kind of p is missing in now.
 func (p present) lost(now present) bool {
-	return p.foreignClusters && !now.foreignClusters || p.grantedNetworks && !now.grantedNetworks || p.serviceCIDRs && !now.serviceCIDRs
+	return p.foreignClusters && !now.foreignClusters || p.grantedNetworks && !now.grantedNetworks || p.serviceCIDRs && !now.serviceCIDRs || p.sharedServices && !now.sharedServices
 }

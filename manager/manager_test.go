@@ -98,6 +98,7 @@ type side struct {
 	peer            *remote // the other side, as this one has it
 	stop            func()
 	health, metrics string
+	services        bool  // they are shared
 	log             lines // of its managers, warnings and errors
 }
 
@@ -109,8 +110,8 @@ func twoSides(t *testing.T) (a, b *side) {
 }
 
 // twoSidesWith is twoSides with a function that returns the ways to the server of the second side, after
-// the CRDs are there.
-func twoSidesWith(t *testing.T, connect func(context.Context, *kubetest.Server) (*rest.Config, client.Client, error)) (a, b *side) {
+// the CRDs are there, and with edits of both before their managers start.
+func twoSidesWith(t *testing.T, connect func(context.Context, *kubetest.Server) (*rest.Config, client.Client, error), edits ...func(*side)) (a, b *side) {
 	t.Helper()
 	w := bare(t)
 	a = &side{world: w, server: testServer, pods: "10.200.0.0/17"}
@@ -128,6 +129,9 @@ func twoSidesWith(t *testing.T, connect func(context.Context, *kubetest.Server) 
 			ObjectMeta: metav1.ObjectMeta{Namespace: s.system, Name: "isthmus-cluster", Labels: map[string]string{"app.kubernetes.io/name": "clusterid-configmap"}},
 			Data:       map[string]string{"CLUSTER_ID": s.self.ClusterID, "CLUSTER_NAME": s.self.ClusterName},
 		})
+		for _, edit := range edits {
+			edit(s)
+		}
 		s.manage()
 	}
 	a.gatewayWith("192.0.2.1", someKey)
@@ -162,6 +166,11 @@ func (s *side) permit() (kubeconfig string) {
 	s.t.Helper()
 	text, err := os.ReadFile("../deploy/rbac/manager.yaml")
 	s.ok(err)
+	if s.services {
+		more, err := os.ReadFile("../deploy/optional/services.yaml")
+		s.ok(err)
+		text = append(append(text, "\n---\n"...), more...)
+	}
 	for _, document := range strings.Split(string(text), "\n---\n") {
 		var o unstructured.Unstructured
 		s.ok(yaml.Unmarshal([]byte(strings.ReplaceAll(document, "isthmus-system", s.system)), &o.Object))
@@ -188,7 +197,7 @@ func (s *side) manage() {
 		s.metrics = kubetest.Address(9443)
 	}
 	s.stop = s.runManager(Options{
-		Kubeconfig: kubeconfig, Namespace: s.system, LeaderElect: true,
+		Kubeconfig: kubeconfig, Namespace: s.system, LeaderElect: true, Services: s.services,
 		Log:           slog.New(slog.NewTextHandler(&s.log, &slog.HandlerOptions{Level: slog.LevelWarn})),
 		Plan:          AddressPlan{PodCIDR: netip.MustParsePrefix(s.pods)}, // the ServiceCIDR is found out
 		HealthAddress: s.health, MetricsAddress: s.metrics, IPAM: ipamrpc.Options{Address: kubetest.Address(9443), Plain: true},
@@ -479,7 +488,7 @@ func TestInstallationOfLiqoIsNoticed(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	look := func(ctx context.Context) (present, error) { return whatIsThere(ctx, kinds, direct) }
+	look := func(ctx context.Context) (present, error) { return whatIsThere(ctx, kinds, direct, false) }
 	go watchKinds(t.Context(), look, present{grantedNetworks: true, serviceCIDRs: true}, 50*time.Millisecond, func() { close(changed) })
 	select {
 	case <-changed:

@@ -14,6 +14,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/metric"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/replication"
+	"github.com/isthmus-net/isthmus/manager/services"
 )
 
 var families metric.Catalogue
@@ -29,6 +30,11 @@ var (
 	familyAddresses  = families.Gauge("ipam_addresses", "Addresses of a pool from which networks are given to peers, used and free; what is ours counts as used.", "pool", "state")
 	familyLeft       = families.Gauge("ipam_peers_left", "Peers with networks as long as ours that still get networks out of the pools; 0 while ours are not known.")
 	familyExpired    = families.Counter("ipam_mappings_expired_total", "Mappings that ended because the Pod, node, Service or peer behind them was gone.")
+	familyShared     = families.Gauge("services_exported", "Services of this cluster with a valid ServiceExport. Of the manager that leads with --services.")
+	familyImported   = families.Gauge("services_imported", "Services of a peer that this cluster serves.", "peer")
+	familyEndpoints  = families.Gauge("services_imported_endpoints", "Endpoints of the imported services of a peer.", "peer")
+	familyRefused    = families.Gauge("services_refused", "Services that are not served as they were exported; by is who refuses, this cluster or the peer.", "peer", "by")
+	familySynced     = families.Gauge("services_synced_timestamp_seconds", "When the peer was last seen to have our exported services as they are. No series before the first time.", "peer")
 	familyLate       = families.Gauge("manager_nodes_not_refusing", "Nodes that did not say in time that they refuse what was granted to peers, and have said nothing new since. Of the manager that leads.")
 )
 
@@ -59,6 +65,7 @@ type collector struct {
 type leading struct {
 	warden     *Warden
 	replicator *replication.Replicator
+	services   *services.Controller // nil: services are not shared
 }
 
 // Describe says which series there may be.
@@ -89,6 +96,21 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 			out <- familyExpiry.Sample(float64(life.Expires.Unix()), peer)
 			if !life.Renewal.IsZero() {
 				out <- familyRenewal.Sample(float64(life.Renewal.Unix()), peer)
+			}
+		}
+	}
+	if l := c.leads.Load(); l != nil && l.services != nil {
+		out <- familyShared.Sample(float64(l.services.Exports()))
+		for i := range list.Items {
+			id := list.Items[i].Spec.Cluster.ClusterID
+			imports := l.services.Imports(id)
+			sharing, _ := l.replicator.Sharing(id)
+			out <- familyImported.Sample(float64(imports.Served), id)
+			out <- familyEndpoints.Sample(float64(imports.Endpoints), id)
+			out <- familyRefused.Sample(float64(imports.Refused), id, "us")
+			out <- familyRefused.Sample(float64(len(sharing.Refused)), id, "peer")
+			if !sharing.Synced.IsZero() {
+				out <- familySynced.Sample(float64(sharing.Synced.Unix()), id)
 			}
 		}
 	}

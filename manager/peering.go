@@ -28,6 +28,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/replication"
+	"github.com/isthmus-net/isthmus/manager/services"
 )
 
 const (
@@ -59,6 +60,9 @@ type PeeringReconciler struct {
 	FactsChanged, PeerChanged <-chan event.GenericEvent
 	Events                    events.EventRecorder
 	Log                       *slog.Logger
+	// Services shares Services; nil: it is off, or, with ServicesLacking, cannot.
+	Services        *services.Controller
+	ServicesLacking string
 }
 
 // SetupWithManager makes mgr call Reconcile for each Peering that something happened to.
@@ -69,7 +73,11 @@ func (r *PeeringReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	everyPeering := handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, _ client.Object) []reconcile.Request {
 		return r.peerings(ctx)
 	})
-	return ctrl.NewControllerManagedBy(mgr).Named("peering").
+	b := ctrl.NewControllerManagedBy(mgr).Named("peering")
+	if r.Services != nil {
+		b = b.WatchesRawSource(r.Services.Imported().Source())
+	}
+	return b.
 		WithOptions(controller.Options{MaxConcurrentReconciles: workers}).
 		Watches(&isthmus.Peering{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) (all []reconcile.Request) {
 			for _, peering := range r.Peers.neighbours(ctx, o.(*isthmus.Peering)) {
@@ -195,6 +203,7 @@ func (r *PeeringReconciler) gather(ctx context.Context, peering *isthmus.Peering
 	if err := r.weigh(ctx, &s, peer); err != nil {
 		return s, err
 	}
+	r.gatherServices(&s)
 	state, looked := r.Replicator.State(peer.Cluster.ClusterID)
 	if !looked { // what the manager before us saw holds until we have looked: a restart is no news
 		s.identity, s.published = told(peering, isthmus.ConditionIdentity), told(peering, isthmus.ConditionPublished)
@@ -314,6 +323,9 @@ func waitingFor(s peeringState) string {
 			s.peering.Spec.TenantNamespace.Remote, nc.Name, s.peerSays(), isthmus.AnnotationForce))
 	default:
 		all = append(all, fmt.Sprintf("NetworkConfig %s/%s to be gone", nc.Namespace, nc.Name))
+	}
+	if s.services.left && !peerFrom(s.peering).Forced && !s.ending {
+		all = append(all, fmt.Sprintf("the peer's API server to delete our PeerServices in namespace %s there", s.peering.Spec.TenantNamespace.Remote))
 	}
 	return strings.Join(all, "; ")
 }

@@ -74,6 +74,7 @@ the Lease, and with $POD_UID (metadata.uid) a container that was killed goes on 
 	flags.StringVar(&f.externalCIDR, "external-cidr", "", "network for endpoints that are no pods (default: a free /20, or of the length of a smaller PodCIDR)")
 	flags.StringSliceVar(&f.pools, "pools", nil, "networks from which those of peers are taken when they overlap (default: 10.0.0.0/8,192.168.0.0/16,172.16.0.0/12,100.64.0.0/10)")
 	flags.StringSliceVar(&f.reserved, "reserved", nil, "further networks that are never used for peers, besides this cluster's own and what its nodes reach")
+	flags.BoolVar(&o.Services, "services", false, "share Services with peers whose Peerings agree to it; needs the CRDs of the Multi-Cluster Services API, and rights")
 	flags.BoolVar(&o.LeaderElect, "leader-elect", true, "let several run, of which one works")
 	flags.StringVar(&o.IPAM.Address, "ipam-address", "", "TCP address of Liqo's gRPC service ipam, such as :6000, which Liqo's virtual kubelets need (default: none)")
 	flags.StringVar(&f.ipamCert, "ipam-tls-cert", "", "file with the certificate of that service, in PEM")

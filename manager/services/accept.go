@@ -1,0 +1,203 @@
+package services
+
+import (
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"strings"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/validation"
+	mcs "sigs.k8s.io/mcs-api/pkg/apis/v1beta1"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+)
+
+// A Peer is an exporting cluster, as this one knows it.
+type Peer struct {
+	ID      string   // clusterID
+	Cluster string   // its name in DNS, see ClusterNames
+	Import  []string // namespaces into which its services are imported
+	Pods    Remap    // zero: both sides have not agreed on networks
+	Down    bool     // its tunnel carries nothing
+}
+
+// An Export is what one cluster contributes to a service.
+type Export struct {
+	ID      string
+	Cluster string
+	// Since decides conflicts.
+	Since   metav1.Time
+	Service isthmus.ExportedService
+	// Addresses has the address here of each endpoint that may be used, by the address in Service. Of
+	// this cluster's own exports they are the same.
+	Addresses map[string]netip.Addr
+	// Nodes is that of Own.
+	Nodes map[string]string
+	Down  bool
+}
+
+// OwnExport is the contribution of this cluster.
+func OwnExport(id, cluster string, own Own) Export {
+	x := Export{ID: id, Cluster: cluster, Since: own.Service.Since, Service: own.Service, Nodes: own.Nodes, Addresses: make(map[string]netip.Addr)}
+	for _, subset := range own.Service.Subsets {
+		for _, e := range subset.Endpoints {
+			if addr, err := netip.ParseAddr(e.Address); err == nil {
+				x.Addresses[e.Address] = addr
+			}
+		}
+	}
+	return x
+}
+
+// Refusals, as the status of PeerServices lists them. The conflicts of ServiceExports are further ones.
+const (
+	RefusedShard     = "WrongShard"        // the service is not in the object where it belongs
+	RefusedInvalid   = "Invalid"           // a name, port or type is none
+	RefusedReserved  = "NamespaceReserved" // nothing is imported there
+	RefusedConsent   = "NotImported"       // the Peering here does not import into the namespace
+	RefusedNamespace = "NamespaceMissing"  // there is no such namespace here
+	RefusedAddress   = "ForeignAddress"    // endpoints outside the PodCIDR of the peer; the others are served
+	RefusedMetadata  = "InvalidMetadata"   // labels or annotations that this cluster does not take; the service is served
+	RefusedForeign   = "ForeignObject"     // an object of somebody else is in the place of ours
+)
+
+// A Refusal is one line of the status of PeerServices.
+type Refusal struct{ Reason, Message string }
+
+// Namespaces knows those of this cluster.
+type Namespaces interface {
+	// Reserved reports whether services are never imported into a namespace.
+	Reserved(name string) bool
+	// Exists reports whether there is such a namespace.
+	Exists(name string) bool
+}
+
+// Accept takes one service out of the PeerServices of a name. It returns false when nothing of the service
+// is served here. Refusals say why, or which part is not served.
+func (p Peer) Accept(shard string, s isthmus.ExportedService, where Namespaces, now time.Time) (x Export, refusals []Refusal, ok bool) {
+	refuse := func(reason, format string, args ...any) {
+		refusals = append(refusals, Refusal{reason, fmt.Sprintf(format, args...)})
+	}
+	switch problem := invalid(s); {
+	case problem != "":
+		refuse(RefusedInvalid, "%s", problem)
+	case ShardOf(Key{Namespace: s.Namespace, Name: s.Name}) != shard:
+		refuse(RefusedShard, "the service belongs into PeerServices %s", ShardOf(Key{Namespace: s.Namespace, Name: s.Name}))
+	case where.Reserved(s.Namespace):
+		refuse(RefusedReserved, "services are never imported into this namespace")
+	case !Permits(p.Import, s.Namespace):
+		refuse(RefusedConsent, "the Peering does not import services into this namespace")
+	case !where.Exists(s.Namespace):
+		refuse(RefusedNamespace, "the importing cluster has no such namespace")
+	}
+	if len(refusals) > 0 || !p.Pods.From.IsValid() {
+		return Export{}, refusals, false
+	}
+	x = Export{ID: p.ID, Cluster: p.Cluster, Since: s.Since, Service: s, Down: p.Down, Addresses: make(map[string]netip.Addr)}
+	if x.Since.After(now) {
+		x.Since = metav1.NewTime(now)
+	}
+	foreign := 0
+	for _, subset := range s.Subsets {
+		for _, e := range subset.Endpoints {
+			if addr, err := netip.ParseAddr(e.Address); err != nil {
+				foreign++
+			} else if moved, inside := p.Pods.Map(addr); !inside {
+				foreign++
+			} else {
+				x.Addresses[e.Address] = moved
+			}
+		}
+	}
+	if foreign > 0 {
+		refuse(RefusedAddress, "%d endpoints are outside the PodCIDR of the exporting cluster", foreign)
+	}
+	dropped := 0
+	x.Service.Labels, x.Service.Annotations = maps.Clone(s.Labels), maps.Clone(s.Annotations)
+	maps.DeleteFunc(x.Service.Labels, func(k string, v isthmus.MetadataValue) bool {
+		bad := guarded(k) || len(validation.IsValidLabelValue(string(v))) > 0
+		if bad {
+			dropped++
+		}
+		return bad
+	})
+	maps.DeleteFunc(x.Service.Annotations, func(k string, _ isthmus.MetadataValue) bool {
+		bad := guarded(k)
+		if bad {
+			dropped++
+		}
+		return bad
+	})
+	if dropped > 0 {
+		refuse(RefusedMetadata, "%d labels and annotations are not taken", dropped)
+	}
+	return x, refusals, true
+}
+
+// guarded reports whether a key is none of a label, or has a meaning to us or to the Multi-Cluster Services
+// API: a peer must not set it.
+func guarded(key string) bool {
+	if len(validation.IsQualifiedName(key)) > 0 || key == "app.kubernetes.io/managed-by" {
+		return true
+	}
+	domain, _, found := strings.Cut(key, "/")
+	return found && slices.ContainsFunc([]string{"isthmus.net", "liqo.io", "multicluster.kubernetes.io", "multicluster.x-k8s.io"}, func(d string) bool {
+		return domain == d || strings.HasSuffix(domain, "."+d)
+	})
+}
+
+func dnsLabel(name string) bool { return len(validation.IsDNS1123Label(name)) == 0 }
+
+// invalid says what is wrong with a service, or "". The API server checks the same; this is for one whose
+// definition is older or was edited.
+func invalid(s isthmus.ExportedService) string {
+	if !dnsLabel(s.Namespace) || !dnsLabel(s.Name) {
+		return "namespace and name have to be DNS labels"
+	}
+	if s.Type != string(mcs.ClusterSetIP) && s.Type != string(mcs.Headless) {
+		return "type has to be ClusterSetIP or Headless"
+	}
+	if s.Type == string(mcs.ClusterSetIP) && len(s.Ports) == 0 {
+		return "a service of type ClusterSetIP has at least one port"
+	}
+	if len(s.Ports) > maxPorts || len(s.Subsets) > isthmus.MaxSubsets || count(s) > isthmus.MaxExportedEndpoints {
+		return "more ports, subsets or endpoints than the definition allows"
+	}
+	if s.SessionAffinity != "" && s.SessionAffinity != "None" && s.SessionAffinity != "ClientIP" || s.SessionAffinitySeconds < 0 || s.SessionAffinitySeconds > 86400 {
+		return "sessionAffinity has to be None or ClientIP, for at most 86400 seconds"
+	}
+	if s.InternalTrafficPolicy != "" && s.InternalTrafficPolicy != "Cluster" && s.InternalTrafficPolicy != "Local" {
+		return "internalTrafficPolicy has to be Cluster or Local"
+	}
+	for i, p := range s.Ports {
+		switch {
+		case p.Port < 1 || p.Port > 65535 || p.Name != "" && !dnsLabel(p.Name) || p.Name == "" && len(s.Ports) > 1:
+			return "a port has no valid number or name"
+		case p.Protocol != "TCP" && p.Protocol != "UDP" && p.Protocol != "SCTP":
+			return "a protocol has to be TCP, UDP or SCTP"
+		case p.AppProtocol != "" && len(validation.IsQualifiedName(p.AppProtocol)) > 0:
+			return "an appProtocol has to be a qualified name"
+		case slices.ContainsFunc(s.Ports[:i], func(q isthmus.ExportedPort) bool {
+			return q.Name == p.Name || q.Protocol == p.Protocol && q.Port == p.Port
+		}):
+			return "two ports have the same name or number"
+		}
+	}
+	for _, subset := range s.Subsets {
+		for i, t := range subset.Targets {
+			if t.Port < 1 || t.Port > 65535 || t.Name != "" && !dnsLabel(t.Name) ||
+				slices.ContainsFunc(subset.Targets[:i], func(u isthmus.TargetPort) bool { return u.Name == t.Name }) {
+				return "a target port has no valid number or name"
+			}
+		}
+		for _, e := range subset.Endpoints {
+			if e.Hostname != "" && !dnsLabel(e.Hostname) || len(validation.IsValidLabelValue(e.Zone)) > 0 {
+				return "a hostname has to be a DNS label, and a zone a label value"
+			}
+		}
+	}
+	return ""
+}

@@ -1,0 +1,150 @@
+package services
+
+import (
+	"cmp"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+)
+
+// A board has what the reconciles of single services found, for those that look at all of them.
+type board struct {
+	mu       sync.Mutex
+	own      map[Key]*isthmus.ExportedService // exports of this cluster; nil: looked at, and invalid
+	outcomes map[Key]map[string]outcome       // by cluster ID of the exporter
+}
+
+// An outcome is what became of the export of one peer.
+type outcome struct {
+	served    bool
+	endpoints int
+	refusals  []Refusal
+}
+
+func (o outcome) equal(p outcome) bool {
+	return o.served == p.served && o.endpoints == p.endpoints && slices.Equal(o.refusals, p.refusals)
+}
+
+func newBoard() *board {
+	return &board{own: make(map[Key]*isthmus.ExportedService), outcomes: make(map[Key]map[string]outcome)}
+}
+
+// setOwn notes an export of this cluster.
+func (b *board) setOwn(key Key, s *isthmus.ExportedService) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.own[key] = s
+}
+
+// dropOwn notes that there is no export. It reports whether there was one.
+func (b *board) dropOwn(key Key) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	_, was := b.own[key]
+	delete(b.own, key)
+	return was
+}
+
+// looked reports whether the export was looked at.
+func (b *board) looked(key Key) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	_, ok := b.own[key]
+	return ok
+}
+
+// exports returns the valid exports of this cluster, sorted. They are not to be changed.
+func (b *board) exports() (all []isthmus.ExportedService) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for _, s := range b.own {
+		if s != nil {
+			all = append(all, *s)
+		}
+	}
+	slices.SortFunc(all, func(a, b isthmus.ExportedService) int {
+		return cmp.Or(strings.Compare(a.Namespace, b.Namespace), strings.Compare(a.Name, b.Name))
+	})
+	return all
+}
+
+// setOutcomes notes what became of a service of the peers, by cluster ID, and returns the peers for which
+// that is news.
+func (b *board) setOutcomes(key Key, now map[string]outcome) (changed []string) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	before := b.outcomes[key]
+	for id, o := range now {
+		if was, ok := before[id]; !ok || !was.equal(o) {
+			changed = append(changed, id)
+		}
+	}
+	for id := range before {
+		if _, ok := now[id]; !ok {
+			changed = append(changed, id)
+		}
+	}
+	if len(now) == 0 {
+		delete(b.outcomes, key)
+	} else {
+		b.outcomes[key] = maps.Clone(now)
+	}
+	return changed
+}
+
+// outcome returns what became of a service of a peer; false: it was not looked at.
+func (b *board) outcome(key Key, id string) (outcome, bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	o, ok := b.outcomes[key][id]
+	return o, ok
+}
+
+// Imports sums up what became of the exports of a peer.
+type Imports struct {
+	Served, Endpoints int
+	// Refused has services that are not served, or not as they were exported.
+	Refused int
+	// Foreign has those in whose place is an object of another implementation, sorted.
+	Foreign []string
+}
+
+func (b *board) imports(id string) (sum Imports) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for key, by := range b.outcomes {
+		o, ok := by[id]
+		if !ok {
+			continue
+		}
+		if o.served {
+			sum.Served++
+			sum.Endpoints += o.endpoints
+		}
+		if len(o.refusals) > 0 {
+			sum.Refused++
+		}
+		if slices.ContainsFunc(o.refusals, func(r Refusal) bool { return r.Reason == RefusedForeign }) {
+			sum.Foreign = append(sum.Foreign, key.String())
+		}
+	}
+	slices.Sort(sum.Foreign)
+	return sum
+}
+
+// keys are all services that the board knows.
+func (b *board) keys() []Key {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	all := make(map[Key]bool)
+	for k := range b.own {
+		all[k] = true
+	}
+	for k := range b.outcomes {
+		all[k] = true
+	}
+	return slices.Collect(maps.Keys(all))
+}

@@ -1,0 +1,707 @@
+package services
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/selection"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/util/workqueue"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	runtimemanager "sigs.k8s.io/controller-runtime/pkg/manager"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	"sigs.k8s.io/controller-runtime/pkg/source"
+	mcs "sigs.k8s.io/mcs-api/pkg/apis/v1beta1"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	net "github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/replication"
+)
+
+// Patience is how long a tunnel is not connected before the endpoints behind it leave rotation.
+const Patience = 10 * time.Second
+
+// A Replicator carries PeerServices to the peers; see replication.Replicator.
+type Replicator interface {
+	Share(id string, want map[string]isthmus.PeerServicesSpec)
+	Sharing(id string) (replication.Sharing, bool)
+}
+
+// Options of a Controller. All are required.
+type Options struct {
+	Config    *rest.Config // of our own API server
+	Client    client.Client
+	Cache     cache.Cache // the manager's: Peerings, TunnelEndpoints, and Namespaces as metadata
+	Self      net.ClusterIdentity
+	Namespace string // of the installation
+	// Peerings returns those that count, without those that conflict with an older one.
+	Peerings func(context.Context) ([]*isthmus.Peering, error)
+	// Pods returns the PodCIDR of this cluster; invalid: not known yet.
+	Pods func(context.Context) (netip.Prefix, error)
+	Replicator
+	// PeerChanged gets a value named by the cluster ID after every change of a Sharing.
+	PeerChanged <-chan event.GenericEvent
+	Log         *slog.Logger
+}
+
+// A Controller shares Services with peers. Its reconciles of single services make what Merge says and
+// write the conditions of ServiceExports; see also exporter and answerer.
+type Controller struct {
+	Options
+	objects cache.Cache // Services, ServiceExports, ServiceImports, PeerServices, and our EndpointSlices
+	sources *sources
+	board   *board
+
+	again    Queue // services to look at again
+	exported Queue // of the exporter
+	answers  Queue // PeerServices whose status may have changed
+	imported Queue // peers whose Imports changed
+
+	mu   sync.Mutex
+	down map[string]time.Time // since when tunnels are not connected, by cluster ID
+}
+
+// New returns a Controller. Nothing happens before SetupWithManager.
+func New(o Options) (*Controller, error) {
+	c := &Controller{
+		Options: o, board: newBoard(), down: make(map[string]time.Time),
+	}
+	ours, err := labels.NewRequirement(LabelService, selection.Exists, nil)
+	if err != nil {
+		return nil, err
+	}
+	c.objects, err = cache.New(o.Config, cache.Options{
+		Scheme: o.Client.Scheme(), Mapper: o.Client.RESTMapper(), DefaultTransform: cache.TransformStripManagedFields(),
+		ByObject: map[client.Object]cache.ByObject{
+			&discoveryv1.EndpointSlice{}: {Label: labels.NewSelector().Add(*ours)},
+			&corev1.Service{}: {Field: fields.Everything(), Transform: func(o any) (any, error) {
+				if s, ok := o.(*corev1.Service); ok {
+					s.ManagedFields, s.Annotations = nil, nil
+				}
+				return o, nil
+			}},
+		},
+	})
+	if err != nil {
+		return nil, fmt.Errorf("cache of Services: %w", err)
+	}
+	c.sources, err = newSources(o.Config, func(k Key) { c.again.add(k.Namespace, k.Name) })
+	return c, err
+}
+
+// Imported has the name of a Peering after each change of its Imports.
+func (c *Controller) Imported() *Queue { return &c.imported }
+
+// Imports sums up what is imported from a peer.
+func (c *Controller) Imports(id string) Imports { return c.board.imports(id) }
+
+// Exports is the number of valid exports of this cluster.
+func (c *Controller) Exports() int { return len(c.board.exports()) }
+
+// SetupWithManager makes mgr run the Controller.
+func (c *Controller) SetupWithManager(mgr ctrl.Manager) error {
+	if err := errors.Join(
+		mgr.Add(runtimemanager.RunnableFunc(c.objects.Start)),
+		mgr.Add(runtimemanager.RunnableFunc(func(ctx context.Context) error {
+			c.sources.run(ctx)
+			return nil
+		})),
+	); err != nil {
+		return err
+	}
+	same := handler.TypedEnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
+		return []reconcile.Request{{NamespacedName: client.ObjectKeyFromObject(o)}}
+	})
+	byLabel := func(_ context.Context, o client.Object) []reconcile.Request {
+		if name := o.GetLabels()[LabelService]; name != "" {
+			return []reconcile.Request{{NamespacedName: Key{Namespace: o.GetNamespace(), Name: name}}}
+		}
+		return nil
+	}
+	err := ctrl.NewControllerManagedBy(mgr).Named("services").
+		WithOptions(controller.Options{MaxConcurrentReconciles: 8}).
+		WatchesRawSource(source.Kind[client.Object](c.objects, &mcs.ServiceExport{}, same)).
+		WatchesRawSource(source.Kind[client.Object](c.objects, &mcs.ServiceImport{}, same)).
+		WatchesRawSource(source.Kind[client.Object](c.objects, &corev1.Service{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
+			if requests := byLabel(ctx, o); len(requests) > 0 {
+				return requests
+			}
+			if k := client.ObjectKeyFromObject(o); c.exports(ctx, k) || strings.HasPrefix(k.Name, "derived-") {
+				return []reconcile.Request{{NamespacedName: k}}
+			}
+			return nil
+		}))).
+		WatchesRawSource(source.Kind[client.Object](c.objects, &discoveryv1.EndpointSlice{}, handler.EnqueueRequestsFromMapFunc(byLabel))).
+		WatchesRawSource(source.Kind(c.objects, &isthmus.PeerServices{}, differing)).
+		WatchesRawSource(source.Kind[client.Object](c.Cache, &net.TunnelEndpoint{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
+			return c.offered(ctx, o.GetNamespace())
+		}))).
+		WatchesRawSource(source.Kind[client.Object](c.Cache, &isthmus.Peering{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
+			return append(c.known(), c.offered(ctx, o.(*isthmus.Peering).Spec.TenantNamespace.Local)...)
+		}), peeringChanged)).
+		WatchesMetadata(&corev1.Namespace{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) (all []reconcile.Request) {
+			for _, r := range c.offered(ctx, "") {
+				if r.Namespace == o.GetName() {
+					all = append(all, r)
+				}
+			}
+			return all
+		})).
+		WatchesRawSource(c.again.Source()).
+		WatchesRawSource(source.Channel(c.PeerChanged, handler.EnqueueRequestsFromMapFunc(func(context.Context, client.Object) []reconcile.Request { return c.known() }))).
+		Complete(c)
+	if err != nil {
+		return err
+	}
+	return errors.Join((&exporter{c}).setup(mgr), (&answerer{c}).setup(mgr))
+}
+
+// peeringChanged leaves out what is no concern of services, such as the latency.
+var peeringChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
+	a, b := e.ObjectOld.(*isthmus.Peering), e.ObjectNew.(*isthmus.Peering)
+	was, is := meta.FindStatusCondition(a.Status.Conditions, isthmus.ConditionConnected), meta.FindStatusCondition(b.Status.Conditions, isthmus.ConditionConnected)
+	return a.Generation != b.Generation || a.UID != b.UID || a.DeletionTimestamp.IsZero() != b.DeletionTimestamp.IsZero() ||
+		(was == nil) != (is == nil) || was != nil && (was.Status != is.Status || was.Reason != is.Reason)
+}}
+
+// exports reports whether there is a ServiceExport of a name.
+func (c *Controller) exports(ctx context.Context, k Key) bool {
+	return c.objects.Get(ctx, k, &mcs.ServiceExport{}) == nil
+}
+
+// known are the services that were looked at before.
+func (c *Controller) known() (all []reconcile.Request) {
+	for _, k := range c.board.keys() {
+		all = append(all, reconcile.Request{NamespacedName: k})
+	}
+	return all
+}
+
+// offered are the services that the peer of a tenant namespace exports to us; of all peers, without one.
+func (c *Controller) offered(ctx context.Context, tenant string) (all []reconcile.Request) {
+	var list isthmus.PeerServicesList
+	if err := c.objects.List(ctx, &list, client.InNamespace(tenant), client.UnsafeDisableDeepCopy); err != nil {
+		c.Log.Error("a change reaches no imported service", "error", err)
+	}
+	for i := range list.Items {
+		for _, s := range list.Items[i].Spec.Services {
+			all = append(all, requestFor(s))
+		}
+	}
+	return all
+}
+
+func requestFor(s isthmus.ExportedService) reconcile.Request {
+	return reconcile.Request{NamespacedName: Key{Namespace: s.Namespace, Name: s.Name}}
+}
+
+// differing enqueues the services that differ between two versions of PeerServices.
+var differing = handler.TypedFuncs[*isthmus.PeerServices, reconcile.Request]{
+	CreateFunc: func(_ context.Context, e event.TypedCreateEvent[*isthmus.PeerServices], q workqueue.TypedRateLimitingInterface[reconcile.Request]) {
+		for _, s := range e.Object.Spec.Services {
+			q.Add(requestFor(s))
+		}
+	},
+	UpdateFunc: func(_ context.Context, e event.TypedUpdateEvent[*isthmus.PeerServices], q workqueue.TypedRateLimitingInterface[reconcile.Request]) {
+		before := make(map[Key]*isthmus.ExportedService)
+		for i := range e.ObjectOld.Spec.Services {
+			s := &e.ObjectOld.Spec.Services[i]
+			before[Key{Namespace: s.Namespace, Name: s.Name}] = s
+		}
+		for _, s := range e.ObjectNew.Spec.Services {
+			k := Key{Namespace: s.Namespace, Name: s.Name}
+			if was := before[k]; was == nil || !equality.Semantic.DeepEqual(*was, s) {
+				q.Add(reconcile.Request{NamespacedName: k})
+			}
+			delete(before, k)
+		}
+		for k := range before {
+			q.Add(reconcile.Request{NamespacedName: k})
+		}
+	},
+	DeleteFunc: func(_ context.Context, e event.TypedDeleteEvent[*isthmus.PeerServices], q workqueue.TypedRateLimitingInterface[reconcile.Request]) {
+		for _, s := range e.Object.Spec.Services {
+			q.Add(requestFor(s))
+		}
+	},
+}
+
+// Reconcile makes one service what its exports say.
+func (c *Controller) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
+	after, err := c.reconcile(ctx, req.NamespacedName)
+	switch {
+	case apierrors.IsConflict(err), apierrors.IsAlreadyExists(err):
+		return ctrl.Result{RequeueAfter: 100 * time.Millisecond}, nil // the cache is behind
+	case err != nil:
+		return ctrl.Result{}, fmt.Errorf("service %s: %w", req.NamespacedName, err)
+	}
+	return ctrl.Result{RequeueAfter: after}, nil
+}
+
+// A gathered is everything that a service is made from.
+type gathered struct {
+	key       Key
+	export    *mcs.ServiceExport // nil: this cluster does not export it
+	invalid   *Invalid           // why export exports nothing
+	ownExport *Export
+	outcomes  map[string]outcome // of the peers' exports, by cluster ID
+	exports   []Export           // that count, that of this cluster included
+	wait      bool               // the endpoints of our Service are not known yet
+	after     time.Duration      // look again then; zero: no need
+	peerings  []*isthmus.Peering
+}
+
+func (c *Controller) reconcile(ctx context.Context, key Key) (time.Duration, error) {
+	g, err := c.gather(ctx, key)
+	if err != nil || g.wait {
+		return 0, err
+	}
+	have, err := c.read(ctx, key)
+	if err != nil {
+		return 0, err
+	}
+	foreign := have.foreign()
+	var merged Merged
+	switch {
+	case foreign != "":
+		for id, o := range g.outcomes {
+			o.served, o.endpoints = false, 0
+			o.refusals = append(o.refusals, Refusal{RefusedForeign, foreign})
+			g.outcomes[id] = o
+		}
+	case len(g.exports) == 0:
+		err = c.remove(ctx, have)
+	default:
+		merged = Merge(key, g.exports)
+		for _, x := range g.exports {
+			if o, ok := g.outcomes[x.ID]; ok {
+				for _, conflict := range merged.Conflicts {
+					o.refusals = append(o.refusals, Refusal{string(conflict.Reason), "another cluster exports the service with other properties"})
+				}
+				g.outcomes[x.ID] = o
+			}
+		}
+		err = c.apply(ctx, have, merged)
+	}
+	for _, id := range c.board.setOutcomes(key, g.outcomes) {
+		for _, p := range g.peerings {
+			if p.Spec.Cluster.ClusterID == id {
+				c.answers.add(p.Spec.TenantNamespace.Local, ShardOf(key))
+				c.imported.add("", p.Name)
+			}
+		}
+	}
+	if err != nil {
+		return 0, err
+	}
+	if g.export != nil && foreign == "" { // else the conditions are those of another implementation
+		err = c.condition(ctx, g, merged)
+	}
+	return g.after, err
+}
+
+// gather reads what there is about a service.
+func (c *Controller) gather(ctx context.Context, key Key) (g gathered, err error) {
+	g = gathered{key: key, outcomes: make(map[string]outcome)}
+	if g.peerings, err = c.Peerings(ctx); err != nil {
+		return g, err
+	}
+	slices.SortFunc(g.peerings, func(a, b *isthmus.Peering) int { // the names of clusters go by age
+		return a.CreationTimestamp.Compare(b.CreationTimestamp.Time)
+	})
+	clusters := []net.ClusterIdentity{c.Self}
+	for _, p := range g.peerings {
+		clusters = append(clusters, p.Spec.Cluster)
+	}
+	names := ClusterNames(clusters)
+	where := namespaces{c, ctx, g.peerings}
+	if err := c.gatherOwn(ctx, &g, names[c.Self.ClusterID], where); err != nil || g.wait {
+		return g, err
+	}
+	now := time.Now()
+	shard := ShardOf(key)
+	for _, p := range g.peerings {
+		var object isthmus.PeerServices
+		err := c.objects.Get(ctx, Key{Namespace: p.Spec.TenantNamespace.Local, Name: shard}, &object, client.UnsafeDisableDeepCopy)
+		if apierrors.IsNotFound(err) || !p.DeletionTimestamp.IsZero() {
+			continue
+		} else if err != nil {
+			return g, fmt.Errorf("PeerServices %s/%s: %w", p.Spec.TenantNamespace.Local, shard, err)
+		}
+		at := slices.IndexFunc(object.Spec.Services, func(s isthmus.ExportedService) bool { return s.Namespace == key.Namespace && s.Name == key.Name })
+		if at < 0 {
+			continue
+		}
+		peer, left, err := c.peer(ctx, p, names[p.Spec.Cluster.ClusterID], now)
+		if err != nil {
+			return g, err
+		}
+		if left > 0 && (g.after == 0 || left < g.after) {
+			g.after = left
+		}
+		x, refusals, ok := peer.Accept(shard, object.Spec.Services[at], where, now)
+		g.outcomes[peer.ID] = outcome{ok, len(x.Addresses), refusals}
+		if ok {
+			g.exports = append(g.exports, x)
+		}
+	}
+	return g, nil
+}
+
+// gatherOwn reads the export of this cluster.
+func (c *Controller) gatherOwn(ctx context.Context, g *gathered, name string, where namespaces) error {
+	var export mcs.ServiceExport
+	err := c.objects.Get(ctx, g.key, &export)
+	if apierrors.IsNotFound(err) || err == nil && !export.DeletionTimestamp.IsZero() {
+		c.sources.forget(g.key)
+		if c.board.dropOwn(g.key) {
+			c.exported.add("", allExports)
+		}
+		return nil
+	} else if err != nil {
+		return fmt.Errorf("ServiceExport %s: %w", g.key, err)
+	}
+	g.export = &export
+	var svc *corev1.Service
+	var found corev1.Service
+	if err := c.objects.Get(ctx, g.key, &found); err == nil {
+		svc = &found
+	} else if !apierrors.IsNotFound(err) {
+		return fmt.Errorf("Service %s: %w", g.key, err)
+	}
+	endpoints, known := c.sources.slices(g.key)
+	if g.wait = !known; g.wait {
+		return nil
+	}
+	own, invalid := ExportOf(&export, svc, endpoints)
+	if invalid == nil && where.Reserved(g.key.Namespace) {
+		invalid = &Invalid{mcs.ServiceExportReasonInvalidServiceType, "services of this namespace are never shared"}
+	}
+	if g.invalid = invalid; invalid != nil {
+		c.board.setOwn(g.key, nil)
+	} else {
+		c.board.setOwn(g.key, &own.Service)
+		x := OwnExport(c.Self.ClusterID, name, own)
+		g.ownExport = &x
+		g.exports = append(g.exports, x)
+	}
+	c.exported.add("", allExports)
+	return nil
+}
+
+// peer describes an exporter. left is when its tunnel counts as down, if it is not connected and does not
+// yet.
+func (c *Controller) peer(ctx context.Context, p *isthmus.Peering, name string, now time.Time) (peer Peer, left time.Duration, err error) {
+	id := p.Spec.Cluster.ClusterID
+	peer = Peer{ID: id, Cluster: name, Import: p.Spec.Services.Import}
+	var te net.TunnelEndpoint
+	err = c.Cache.Get(ctx, Key{Namespace: p.Spec.TenantNamespace.Local, Name: p.Spec.Cluster.UniqueName()}, &te)
+	switch {
+	case apierrors.IsNotFound(err), err == nil && !te.DeletionTimestamp.IsZero():
+		return peer, 0, nil
+	case err != nil:
+		return peer, 0, fmt.Errorf("TunnelEndpoint of %s: %w", id, err)
+	}
+	if sound, problems := fabric.PeerFrom(&te, fabric.Origin{}); len(problems) == 0 {
+		peer.Pods = Remap{From: sound.Remote.Pod, To: sound.Remote.PodSeen}
+		if !peer.Pods.To.IsValid() {
+			peer.Pods.To = peer.Pods.From
+		}
+	}
+
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	connected := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionConnected)
+	if connected == nil || connected.Status == metav1.ConditionTrue {
+		delete(c.down, id)
+		return peer, 0, nil
+	}
+	since, known := c.down[id]
+	if !known {
+		since = connected.LastTransitionTime.Time // a manager that starts knows since when
+		c.down[id] = since
+	}
+	// It took longer than our patience until a gateway counted as silent.
+	if left = since.Add(Patience).Sub(now); left <= 0 || connected.Reason == isthmus.ReasonGatewaySilent {
+		peer.Down, left = true, 0
+	}
+	return peer, left, nil
+}
+
+// namespaces implements Namespaces.
+type namespaces struct {
+	c        *Controller
+	ctx      context.Context //nolint:containedctx // of one reconcile
+	peerings []*isthmus.Peering
+}
+
+func (n namespaces) Reserved(name string) bool {
+	return slices.Contains(system, name) || name == n.c.Namespace || slices.ContainsFunc(n.peerings, func(p *isthmus.Peering) bool {
+		return p.Spec.TenantNamespace.Local == name
+	})
+}
+
+func (n namespaces) Exists(name string) bool {
+	var ns metav1.PartialObjectMetadata
+	ns.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("Namespace"))
+	return n.c.Cache.Get(n.ctx, client.ObjectKey{Name: name}, &ns) == nil && ns.DeletionTimestamp.IsZero()
+}
+
+// condition writes the conditions of our ServiceExport.
+func (c *Controller) condition(ctx context.Context, g gathered, merged Merged) error {
+	want := g.export.DeepCopy()
+	for _, condition := range c.conditions(g, merged) {
+		condition.ObservedGeneration = want.Generation
+		meta.SetStatusCondition(&want.Status.Conditions, condition)
+	}
+	if equality.Semantic.DeepEqual(want.Status, g.export.Status) {
+		return nil
+	}
+	err := c.Client.Status().Patch(ctx, want, client.MergeFromWithOptions(g.export, client.MergeFromWithOptimisticLock{}))
+	return client.IgnoreNotFound(err)
+}
+
+func (c *Controller) conditions(g gathered, merged Merged) []metav1.Condition {
+	if g.invalid != nil {
+		return []metav1.Condition{
+			conditionOf(mcs.ServiceExportConditionValid, metav1.ConditionFalse, g.invalid.Reason, g.invalid.Message),
+			conditionOf(mcs.ServiceExportConditionReady, metav1.ConditionFalse, mcs.ServiceExportReasonFailed, "nothing is exported"),
+			conditionOf(mcs.ServiceExportConditionConflict, metav1.ConditionFalse, mcs.ServiceExportReasonNoConflicts, ""),
+		}
+	}
+	reasons, texts := make(map[string]bool), []string(nil)
+	for _, conflict := range merged.Conflicts {
+		reasons[string(conflict.Reason)] = true
+		texts = append(texts, conflict.Message)
+	}
+	ready := c.readiness(g, reasons, &texts)
+	conflict := conditionOf(mcs.ServiceExportConditionConflict, metav1.ConditionFalse, mcs.ServiceExportReasonNoConflicts, "")
+	if len(reasons) > 0 {
+		conflict = conditionOf(mcs.ServiceExportConditionConflict, metav1.ConditionTrue, mcs.ServiceExportConditionReason(joined(reasons)), strings.Join(texts, "; "))
+	}
+	return []metav1.Condition{
+		conditionOf(mcs.ServiceExportConditionValid, metav1.ConditionTrue, mcs.ServiceExportReasonValid, ""),
+		ready, conflict,
+	}
+}
+
+func joined(set map[string]bool) string {
+	var all []string
+	for s := range set {
+		all = append(all, s)
+	}
+	slices.Sort(all)
+	return strings.Join(all, ",")
+}
+
+// readiness decides the condition Ready by what the peers have. Conflicts that they report are added.
+func (c *Controller) readiness(g gathered, conflicts map[string]bool, texts *[]string) metav1.Condition {
+	var have, pending, failed []string
+	for _, p := range g.peerings {
+		if !p.DeletionTimestamp.IsZero() || !Permits(p.Spec.Services.Export, g.key.Namespace) {
+			continue
+		}
+		name, id := p.Spec.Cluster.ClusterName, p.Spec.Cluster.ClusterID
+		sharing, looked := c.Sharing(id)
+		refused := slices.IndexFunc(sharing.Refused, func(r isthmus.RefusedService) bool { return r.Namespace == g.key.Namespace && r.Name == g.key.Name })
+		if refused >= 0 {
+			r := sharing.Refused[refused]
+			for reason := range strings.SplitSeq(r.Reason, ",") {
+				if strings.HasSuffix(reason, "Conflict") {
+					if !conflicts[reason] {
+						*texts = append(*texts, fmt.Sprintf("cluster %s: %s", name, reason))
+					}
+					conflicts[reason] = true
+				} else {
+					failed = append(failed, fmt.Sprintf("cluster %s: %s: %s", name, reason, r.Message))
+				}
+			}
+			if !strings.HasSuffix(r.Reason, "Conflict") {
+				continue
+			}
+		}
+		switch {
+		case !looked, sharing.Condition.Status == "", sharing.Condition.Reason == isthmus.ReasonSharing:
+			pending = append(pending, name)
+		case sharing.Condition.Status != metav1.ConditionTrue:
+			failed = append(failed, fmt.Sprintf("cluster %s: %s", name, sharing.Condition.Message))
+		default:
+			have = append(have, name)
+		}
+	}
+	left := ""
+	if pods, err := c.Pods(context.Background()); err == nil && pods.IsValid() {
+		_, out := ForPeers(g.ownExport.Service, pods)
+		if out.NoPod > 0 {
+			left += fmt.Sprintf("; %d endpoints are no pods and stay in this cluster", out.NoPod)
+		}
+		if out.TooMany > 0 {
+			left += fmt.Sprintf("; %d endpoints are beyond the %d that a service exports", out.TooMany, isthmus.MaxExportedEndpoints)
+		}
+	}
+	switch {
+	case len(failed) > 0:
+		return conditionOf(mcs.ServiceExportConditionReady, metav1.ConditionFalse, mcs.ServiceExportReasonFailed, fit(strings.Join(failed, "; ")+left))
+	case len(pending) > 0:
+		return conditionOf(mcs.ServiceExportConditionReady, metav1.ConditionFalse, mcs.ServiceExportReasonPending, fit("not yet exported to "+strings.Join(pending, ", ")+left))
+	case len(have) == 0:
+		return conditionOf(mcs.ServiceExportConditionReady, metav1.ConditionTrue, mcs.ServiceExportReasonReady, "no Peering exports this namespace; see `isthmus peer --services`"+left)
+	}
+	return conditionOf(mcs.ServiceExportConditionReady, metav1.ConditionTrue, mcs.ServiceExportReasonExported, fit("exported to "+strings.Join(have, ", ")+left))
+}
+
+// fit bounds a message to what a condition takes.
+func fit(s string) string {
+	const most = 4096
+	if len(s) > most {
+		s = strings.ToValidUTF8(s[:most], "")
+	}
+	return s
+}
+
+// An exporter hands the exports of this cluster to the Replicator, all of one peer together.
+type exporter struct{ *Controller }
+
+// pause of the exporter and the answerer: of many changes at once the first one counts now and the others
+// together.
+const pause = 50 * time.Millisecond
+
+// allExports is the name of the one request of the exporter.
+const allExports = "exports"
+
+func (e *exporter) setup(mgr ctrl.Manager) error {
+	all := []reconcile.Request{{NamespacedName: Key{Name: allExports}}}
+	everything := handler.EnqueueRequestsFromMapFunc(func(context.Context, client.Object) []reconcile.Request { return all })
+	return ctrl.NewControllerManagedBy(mgr).Named("exports").
+		WatchesRawSource(source.Kind[client.Object](e.Cache, &isthmus.Peering{}, everything)).
+		WatchesRawSource(e.exported.Source()).
+		Complete(e)
+}
+
+// Reconcile hands over the exports.
+func (e *exporter) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, error) {
+	peerings, err := e.Peerings(ctx)
+	if err != nil {
+		return ctrl.Result{}, err
+	}
+	pods, err := e.Pods(ctx)
+	if err != nil || !pods.IsValid() {
+		return ctrl.Result{RequeueAfter: time.Second}, err
+	}
+	var list mcs.ServiceExportList
+	if !e.objects.WaitForCacheSync(ctx) {
+		return ctrl.Result{}, nil
+	}
+	if err := e.objects.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
+		return ctrl.Result{}, fmt.Errorf("ServiceExports: %w", err)
+	}
+	for i := range list.Items { // after a start, services that were not looked at yet would be withdrawn
+		if s := &list.Items[i]; s.DeletionTimestamp.IsZero() && !e.board.looked(client.ObjectKeyFromObject(s)) {
+			return ctrl.Result{RequeueAfter: 2 * pause}, nil
+		}
+	}
+	exports := e.board.exports()
+	for _, p := range peerings {
+		var theirs []isthmus.ExportedService
+		for _, s := range exports {
+			if p.DeletionTimestamp.IsZero() && Permits(p.Spec.Services.Export, s.Namespace) {
+				s, _ := ForPeers(s, pods)
+				theirs = append(theirs, s)
+			}
+		}
+		shards, omitted := Shards(theirs)
+		if len(omitted) > 0 {
+			e.Log.Warn("services are not exported, because a peer takes no more", "peer", p.Spec.Cluster.ClusterID, "services", omitted)
+		}
+		e.Share(p.Spec.Cluster.ClusterID, shards)
+	}
+	select {
+	case <-time.After(pause):
+	case <-ctx.Done():
+	}
+	return ctrl.Result{}, nil
+}
+
+// An answerer writes into the status of PeerServices which of their services are not served.
+type answerer struct{ *Controller }
+
+func (a *answerer) setup(mgr ctrl.Manager) error {
+	same := handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
+		return []reconcile.Request{{NamespacedName: client.ObjectKeyFromObject(o)}}
+	})
+	return ctrl.NewControllerManagedBy(mgr).Named("peerservices").
+		WatchesRawSource(source.Kind[client.Object](a.objects, &isthmus.PeerServices{}, same)).
+		WatchesRawSource(a.answers.Source()).
+		Complete(a)
+}
+
+// Reconcile writes one status.
+func (a *answerer) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
+	select { // most services of an object change together
+	case <-time.After(pause):
+	case <-ctx.Done():
+		return ctrl.Result{}, nil
+	}
+	var object isthmus.PeerServices
+	if err := a.objects.Get(ctx, req.NamespacedName, &object); err != nil {
+		return ctrl.Result{}, client.IgnoreNotFound(err)
+	}
+	peerings, err := a.Peerings(ctx)
+	if err != nil {
+		return ctrl.Result{}, err
+	}
+	at := slices.IndexFunc(peerings, func(p *isthmus.Peering) bool { return p.Spec.TenantNamespace.Local == req.Namespace })
+	if at < 0 {
+		return ctrl.Result{}, nil
+	}
+	status := isthmus.PeerServicesStatus{ObservedGeneration: object.Generation}
+	for _, s := range object.Spec.Services {
+		key := Key{Namespace: s.Namespace, Name: s.Name}
+		o, looked := a.board.outcome(key, peerings[at].Spec.Cluster.ClusterID)
+		if !looked {
+			continue // its reconcile sends an event
+		}
+		if len(o.refusals) == 0 {
+			continue
+		}
+		refused := isthmus.RefusedService{Namespace: s.Namespace, Name: s.Name, Message: o.refusals[0].Message}
+		var reasons []string
+		for _, r := range o.refusals {
+			reasons = append(reasons, r.Reason)
+		}
+		refused.Reason = strings.Join(reasons, ",")
+		status.Refused = append(status.Refused, refused)
+	}
+	if equality.Semantic.DeepEqual(status, object.Status) {
+		return ctrl.Result{}, nil
+	}
+	want := object.DeepCopy()
+	want.Status = status
+	err = a.Client.Status().Patch(ctx, want, client.MergeFromWithOptions(&object, client.MergeFromWithOptimisticLock{}))
+	if apierrors.IsConflict(err) {
+		return ctrl.Result{RequeueAfter: 2 * pause}, nil
+	}
+	return ctrl.Result{}, client.IgnoreNotFound(err)
+}

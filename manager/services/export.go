@@ -1,0 +1,249 @@
+package services
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
+	mcs "sigs.k8s.io/mcs-api/pkg/apis/v1beta1"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+)
+
+// Own is an export of this cluster.
+type Own struct {
+	Service isthmus.ExportedService
+	// Nodes has the node of each endpoint, by address. It stays in this cluster.
+	Nodes map[string]string
+}
+
+// Invalid says why a ServiceExport exports nothing. Its reason is one of the condition Valid.
+type Invalid struct {
+	Reason  mcs.ServiceExportConditionReason
+	Message string
+}
+
+// ExportOf makes what a ServiceExport exports of its Service (nil: there is none) and the Service's
+// EndpointSlices.
+func ExportOf(export *mcs.ServiceExport, svc *corev1.Service, endpoints []*discoveryv1.EndpointSlice) (Own, *Invalid) {
+	switch {
+	case svc == nil:
+		return Own{}, &Invalid{mcs.ServiceExportReasonNoService, "there is no Service of this name"}
+	case svc.Spec.Type == corev1.ServiceTypeExternalName:
+		return Own{}, &Invalid{mcs.ServiceExportReasonInvalidServiceType, "a Service of type ExternalName has no endpoints to share"}
+	case svc.Labels[LabelService] != "":
+		return Own{}, &Invalid{mcs.ServiceExportReasonInvalidServiceType, "the Service stands for an imported one itself"}
+	}
+	s := isthmus.ExportedService{
+		Namespace: export.Namespace, Name: export.Name, Since: export.CreationTimestamp,
+		Type:                  string(mcs.ClusterSetIP),
+		InternalTrafficPolicy: string(ptr.Deref(svc.Spec.InternalTrafficPolicy, "")),
+		TrafficDistribution:   ptr.Deref(svc.Spec.TrafficDistribution, ""),
+		Labels:                exported(export.Spec.ExportedLabels),
+		Annotations:           exported(export.Spec.ExportedAnnotations),
+	}
+	if svc.Spec.ClusterIP == corev1.ClusterIPNone {
+		s.Type = string(mcs.Headless)
+	} else if s.SessionAffinity = string(svc.Spec.SessionAffinity); svc.Spec.SessionAffinity == corev1.ServiceAffinityClientIP {
+		if c := svc.Spec.SessionAffinityConfig; c != nil && c.ClientIP != nil {
+			s.SessionAffinitySeconds = ptr.Deref(c.ClientIP.TimeoutSeconds, 0)
+		}
+	}
+	for _, p := range svc.Spec.Ports {
+		s.Ports = append(s.Ports, isthmus.ExportedPort{
+			Name: p.Name, Protocol: string(cmp.Or(p.Protocol, corev1.ProtocolTCP)), Port: p.Port, AppProtocol: ptr.Deref(p.AppProtocol, ""),
+		})
+	}
+	own := Own{Nodes: make(map[string]string)}
+	s.Subsets = subsetsOf(endpoints, own.Nodes)
+	own.Service = s
+	return own, nil
+}
+
+func exported(m map[string]string) map[string]isthmus.MetadataValue {
+	if len(m) == 0 {
+		return nil
+	}
+	all := make(map[string]isthmus.MetadataValue, len(m))
+	for k, v := range m {
+		all[k] = isthmus.MetadataValue(v)
+	}
+	return all
+}
+
+// subsetsOf groups endpoints by the ports where they listen. The result is sorted, so that the same
+// endpoints are always the same text. An address that several slices have counts once, ready if it is
+// ready in one of them.
+func subsetsOf(endpoints []*discoveryv1.EndpointSlice, nodes map[string]string) []isthmus.EndpointSubset {
+	groups := make(map[string]*isthmus.EndpointSubset)
+	index := make(map[string]map[string]int) // group, address: where it is in the group
+	for _, slice := range endpoints {
+		if slice.AddressType == discoveryv1.AddressTypeFQDN {
+			continue
+		}
+		targets := targetsOf(slice.Ports)
+		id := fmt.Sprint(targets)
+		g := groups[id]
+		if g == nil {
+			g = &isthmus.EndpointSubset{Targets: targets}
+			groups[id], index[id] = g, make(map[string]int)
+		}
+		for i := range slice.Endpoints {
+			e := &slice.Endpoints[i]
+			if len(e.Addresses) == 0 { // consumers take the first one
+				continue
+			}
+			made := isthmus.ExportedEndpoint{
+				Address: e.Addresses[0], Hostname: ptr.Deref(e.Hostname, ""), Zone: ptr.Deref(e.Zone, ""),
+				Ready: ptr.Deref(e.Conditions.Ready, true), Terminating: ptr.Deref(e.Conditions.Terminating, false),
+			}
+			made.Serving = ptr.Deref(e.Conditions.Serving, made.Ready)
+			if e.NodeName != nil {
+				nodes[made.Address] = *e.NodeName
+			}
+			if at, twice := index[id][made.Address]; !twice {
+				index[id][made.Address] = len(g.Endpoints)
+				g.Endpoints = append(g.Endpoints, made)
+			} else if made.Ready && !g.Endpoints[at].Ready {
+				g.Endpoints[at] = made
+			}
+		}
+	}
+	var all []isthmus.EndpointSubset
+	for _, id := range slices.Sorted(maps.Keys(groups)) {
+		g := groups[id]
+		slices.SortFunc(g.Endpoints, func(a, b isthmus.ExportedEndpoint) int { return strings.Compare(a.Address, b.Address) })
+		if len(g.Endpoints) > 0 {
+			all = append(all, *g)
+		}
+	}
+	return all
+}
+
+func targetsOf(ports []discoveryv1.EndpointPort) (all []isthmus.TargetPort) {
+	for _, p := range ports {
+		if p.Port != nil {
+			all = append(all, isthmus.TargetPort{Name: ptr.Deref(p.Name, ""), Port: *p.Port})
+		}
+	}
+	slices.SortFunc(all, func(a, b isthmus.TargetPort) int {
+		return cmp.Or(strings.Compare(a.Name, b.Name), cmp.Compare(a.Port, b.Port))
+	})
+	return all
+}
+
+// LeftOut counts the endpoints that a peer does not get.
+type LeftOut struct {
+	NoPod   int // their address is none of a pod, such as those of Pods on the network of their node
+	TooMany int // beyond the bounds of PeerServices
+}
+
+// bounded drops what the definition of PeerServices has no room for: a peer's API server would refuse
+// the other services of the shard as well.
+func bounded(s isthmus.ExportedService) isthmus.ExportedService {
+	s.Ports = s.Ports[:min(len(s.Ports), maxPorts)]
+	s.Labels, s.Annotations = boundedMetadata(s.Labels), boundedMetadata(s.Annotations)
+	switch s.TrafficDistribution {
+	case "", corev1.ServiceTrafficDistributionPreferClose, corev1.ServiceTrafficDistributionPreferSameZone, corev1.ServiceTrafficDistributionPreferSameNode:
+	default:
+		s.TrafficDistribution = ""
+	}
+	return s
+}
+
+const (
+	maxPorts    = 64
+	maxMetadata = 16
+	maxValue    = 512
+)
+
+func boundedMetadata(m map[string]isthmus.MetadataValue) map[string]isthmus.MetadataValue {
+	var kept map[string]isthmus.MetadataValue
+	for _, k := range slices.Sorted(maps.Keys(m)) {
+		if len(m[k]) > maxValue || len(kept) == maxMetadata {
+			continue
+		}
+		if kept == nil {
+			kept = make(map[string]isthmus.MetadataValue)
+		}
+		kept[k] = m[k]
+	}
+	return kept
+}
+
+// ForPeers returns the export with the endpoints that peers can reach, which are those in our PodCIDR,
+// and what it leaves out.
+func ForPeers(s isthmus.ExportedService, pods netip.Prefix) (isthmus.ExportedService, LeftOut) {
+	s = bounded(s)
+	var left LeftOut
+	room := isthmus.MaxExportedEndpoints
+	var subsets []isthmus.EndpointSubset
+	for _, subset := range s.Subsets {
+		kept := isthmus.EndpointSubset{Targets: subset.Targets[:min(len(subset.Targets), maxPorts)]}
+		for _, e := range subset.Endpoints {
+			switch addr, err := netip.ParseAddr(e.Address); {
+			case err != nil || !pods.Contains(addr):
+				left.NoPod++
+			case room == 0 || len(subsets) == isthmus.MaxSubsets:
+				left.TooMany++
+			default:
+				room--
+				kept.Endpoints = append(kept.Endpoints, e)
+			}
+		}
+		if len(kept.Endpoints) > 0 {
+			subsets = append(subsets, kept)
+		}
+	}
+	s.Subsets = subsets
+	return s, left
+}
+
+// count returns the number of endpoints of a service.
+func count(s isthmus.ExportedService) (n int) {
+	for _, subset := range s.Subsets {
+		n += len(subset.Endpoints)
+	}
+	return n
+}
+
+// Shards distributes exports over PeerServices, by name. Each shard has room for so many services and
+// endpoints; the older exports come first. omitted has no room.
+func Shards(exports []isthmus.ExportedService) (shards map[string]isthmus.PeerServicesSpec, omitted []Key) {
+	byAge := slices.Clone(exports)
+	slices.SortFunc(byAge, func(a, b isthmus.ExportedService) int {
+		return cmp.Or(a.Since.Compare(b.Since.Time), strings.Compare(a.Namespace, b.Namespace), strings.Compare(a.Name, b.Name))
+	})
+	shards = make(map[string]isthmus.PeerServicesSpec)
+	endpoints := make(map[string]int)
+	for _, s := range byAge {
+		key := Key{Namespace: s.Namespace, Name: s.Name}
+		name := ShardOf(key)
+		spec := shards[name]
+		if len(spec.Services) == isthmus.MaxExportedServices || endpoints[name]+count(s) > isthmus.MaxExportedEndpoints {
+			omitted = append(omitted, key)
+			continue
+		}
+		endpoints[name] += count(s)
+		spec.Services = append(spec.Services, s)
+		shards[name] = spec
+	}
+	for _, spec := range shards {
+		slices.SortFunc(spec.Services, func(a, b isthmus.ExportedService) int {
+			return cmp.Or(strings.Compare(a.Namespace, b.Namespace), strings.Compare(a.Name, b.Name))
+		})
+	}
+	return shards, omitted
+}
+
+// A conditionOf is a condition of a ServiceExport without its time.
+func conditionOf(t mcs.ServiceExportConditionType, status metav1.ConditionStatus, reason mcs.ServiceExportConditionReason, message string) metav1.Condition {
+	return metav1.Condition{Type: string(t), Status: status, Reason: string(reason), Message: message}
+}

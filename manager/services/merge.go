@@ -1,0 +1,345 @@
+package services
+
+import (
+	"cmp"
+	"fmt"
+	"hash/fnv"
+	"maps"
+	"net/netip"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/intstr"
+	"k8s.io/utils/ptr"
+	mcs "sigs.k8s.io/mcs-api/pkg/apis/v1beta1"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	net "github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+// Merged is what a cluster has to have for one service of several clusters. Owners are not set.
+type Merged struct {
+	Import  *mcs.ServiceImport          // without spec.ips
+	Service *corev1.Service             // nil: the service is headless
+	Slices  []discoveryv1.EndpointSlice // sorted by name
+	// Conflicts are the properties in which the exports differ, sorted by reason.
+	Conflicts []Conflict
+}
+
+// A Conflict is a property that exports of the same service do not have in common. The oldest export
+// decides; of the same age, that of the smaller cluster ID.
+type Conflict struct {
+	Reason  mcs.ServiceExportConditionReason
+	Message string // names clusters
+}
+
+// Merge joins the exports of one service, at least one, of a cluster each. Their order does not matter.
+func Merge(key Key, exports []Export) Merged {
+	byAge := slices.Clone(exports)
+	slices.SortFunc(byAge, func(a, b Export) int { return cmp.Or(a.Since.Compare(b.Since.Time), strings.Compare(a.ID, b.ID)) })
+	first := byAge[0].Service
+	var m Merged
+	differ := func(reason mcs.ServiceExportConditionReason, what string, same func(isthmus.ExportedService) bool) {
+		var clusters []string
+		for _, x := range byAge[1:] {
+			if !same(x.Service) {
+				clusters = append(clusters, x.Cluster)
+			}
+		}
+		if len(clusters) > 0 {
+			m.Conflicts = append(m.Conflicts, Conflict{reason, fmt.Sprintf("%s of cluster %s is used; it differs in %s", what, byAge[0].Cluster, strings.Join(clusters, ", "))})
+		}
+	}
+	kind := importType(first)
+	differ(mcs.ServiceExportReasonTypeConflict, "type", func(s isthmus.ExportedService) bool { return importType(s) == kind })
+	ports, mismatch := mergePorts(byAge)
+	if mismatch {
+		m.Conflicts = append(m.Conflicts, Conflict{mcs.ServiceExportReasonPortConflict, "ports are those of all clusters; where two differ, the one of the oldest export is used"})
+	}
+	affinity := func(s isthmus.ExportedService) string {
+		return cmp.Or(s.SessionAffinity, string(corev1.ServiceAffinityNone))
+	}
+	if kind == mcs.ClusterSetIP {
+		differ(mcs.ServiceExportReasonSessionAffinityConflict, "session affinity", func(s isthmus.ExportedService) bool { return affinity(s) == affinity(first) })
+		differ(mcs.ServiceExportReasonSessionAffinityConfigConflict, "timeout of the session affinity", func(s isthmus.ExportedService) bool {
+			return s.SessionAffinitySeconds == first.SessionAffinitySeconds
+		})
+		policy := func(s isthmus.ExportedService) string {
+			return cmp.Or(s.InternalTrafficPolicy, string(corev1.ServiceInternalTrafficPolicyCluster))
+		}
+		differ(mcs.ServiceExportReasonInternalTrafficPolicyConflict, "internalTrafficPolicy", func(s isthmus.ExportedService) bool { return policy(s) == policy(first) })
+		differ(mcs.ServiceExportReasonTrafficDistributionConflict, "trafficDistribution", func(s isthmus.ExportedService) bool { return s.TrafficDistribution == first.TrafficDistribution })
+	}
+	differ(mcs.ServiceExportReasonLabelsConflict, "exportedLabels", func(s isthmus.ExportedService) bool { return maps.Equal(s.Labels, first.Labels) })
+	differ(mcs.ServiceExportReasonAnnotationsConflict, "exportedAnnotations", func(s isthmus.ExportedService) bool { return maps.Equal(s.Annotations, first.Annotations) })
+	slices.SortFunc(m.Conflicts, func(a, b Conflict) int { return strings.Compare(string(a.Reason), string(b.Reason)) })
+
+	m.Import = importFor(key, byAge, ports)
+	if kind == mcs.ClusterSetIP {
+		m.Service = derivedService(key, m.Import)
+	}
+	for _, x := range byAge {
+		m.Slices = append(m.Slices, slicesOf(key, x, ports, x.Down && replaced(x, byAge, ports))...)
+	}
+	slices.SortFunc(m.Slices, func(a, b discoveryv1.EndpointSlice) int { return strings.Compare(a.Name, b.Name) })
+	return m
+}
+
+// mergePorts returns the union of the ports of all exports. A port that contradicts one of an older export,
+// by its name or by its number, is left out. mismatch: not all exports have the same ports.
+func mergePorts(byAge []Export) (ports []isthmus.ExportedPort, mismatch bool) {
+	for _, x := range byAge {
+		for _, p := range x.Service.Ports {
+			if !slices.ContainsFunc(ports, func(q isthmus.ExportedPort) bool {
+				// Of several ports each has a name.
+				return q.Name == p.Name || q.Protocol == p.Protocol && q.Port == p.Port || q.Name == "" || p.Name == ""
+			}) && len(ports) < maxPorts {
+				ports = append(ports, p)
+			}
+		}
+	}
+	set := func(s isthmus.ExportedService) map[isthmus.ExportedPort]bool {
+		all := make(map[isthmus.ExportedPort]bool, len(s.Ports))
+		for _, p := range s.Ports {
+			all[p] = true
+		}
+		return all
+	}
+	return ports, slices.ContainsFunc(byAge[1:], func(x Export) bool { return !maps.Equal(set(x.Service), set(byAge[0].Service)) })
+}
+
+func importFor(key Key, byAge []Export, ports []isthmus.ExportedPort) *mcs.ServiceImport {
+	first := byAge[0].Service
+	i := &mcs.ServiceImport{
+		ObjectMeta: metav1.ObjectMeta{Namespace: key.Namespace, Name: key.Name, Labels: plainMetadata(first.Labels), Annotations: plainMetadata(first.Annotations)},
+		Spec:       mcs.ServiceImportSpec{Type: importType(first), Ports: []mcs.ServicePort{}},
+		Status:     mcs.ServiceImportStatus{EndpointSliceObjects: mcs.EndpointSliceObjectsPresent},
+	}
+	i.Labels[LabelService] = key.Name
+	for _, p := range ports {
+		port := mcs.ServicePort{Name: p.Name, Protocol: corev1.Protocol(p.Protocol), Port: p.Port}
+		if p.AppProtocol != "" {
+			port.AppProtocol = ptr.To(p.AppProtocol)
+		}
+		i.Spec.Ports = append(i.Spec.Ports, port)
+	}
+	if i.Spec.Type == mcs.ClusterSetIP {
+		i.Annotations[AnnotationDerived] = DerivedName(key)
+		i.Spec.SessionAffinity = corev1.ServiceAffinity(cmp.Or(first.SessionAffinity, string(corev1.ServiceAffinityNone)))
+		if seconds := first.SessionAffinitySeconds; i.Spec.SessionAffinity == corev1.ServiceAffinityClientIP && seconds > 0 {
+			i.Spec.SessionAffinityConfig = &corev1.SessionAffinityConfig{ClientIP: &corev1.ClientIPConfig{TimeoutSeconds: ptr.To(seconds)}}
+		}
+		if policy := corev1.ServiceInternalTrafficPolicy(first.InternalTrafficPolicy); policy != "" {
+			i.Spec.InternalTrafficPolicy = &policy
+		}
+		if first.TrafficDistribution != "" {
+			i.Spec.TrafficDistribution = ptr.To(first.TrafficDistribution)
+		}
+	}
+	for _, x := range byAge {
+		i.Status.Clusters = append(i.Status.Clusters, mcs.ClusterStatus{Cluster: x.Cluster})
+	}
+	slices.SortFunc(i.Status.Clusters, func(a, b mcs.ClusterStatus) int { return strings.Compare(a.Cluster, b.Cluster) })
+	return i
+}
+
+func plainMetadata(m map[string]isthmus.MetadataValue) map[string]string {
+	all := make(map[string]string, len(m)+1)
+	for k, v := range m {
+		all[k] = string(v)
+	}
+	return all
+}
+
+// derivedService stands for the service in this cluster. It selects nothing: its endpoints are our slices.
+func derivedService(key Key, i *mcs.ServiceImport) *corev1.Service {
+	s := &corev1.Service{
+		ObjectMeta: metav1.ObjectMeta{Namespace: key.Namespace, Name: DerivedName(key), Labels: map[string]string{LabelService: key.Name}},
+		Spec: corev1.ServiceSpec{
+			Type: corev1.ServiceTypeClusterIP, SessionAffinity: i.Spec.SessionAffinity, SessionAffinityConfig: i.Spec.SessionAffinityConfig,
+			InternalTrafficPolicy: i.Spec.InternalTrafficPolicy,
+		},
+	}
+	// PreferSameZone is another name of PreferClose that older API servers do not know. No slice of ours has
+	// hints, without which PreferSameNode means nothing.
+	switch ptr.Deref(i.Spec.TrafficDistribution, "") {
+	case corev1.ServiceTrafficDistributionPreferClose, corev1.ServiceTrafficDistributionPreferSameZone:
+		s.Spec.TrafficDistribution = ptr.To(corev1.ServiceTrafficDistributionPreferClose)
+	}
+	for _, p := range i.Spec.Ports {
+		s.Spec.Ports = append(s.Spec.Ports, corev1.ServicePort{
+			Name: p.Name, Protocol: p.Protocol, Port: p.Port, AppProtocol: p.AppProtocol, TargetPort: intstr.FromInt32(p.Port),
+		})
+	}
+	return s
+}
+
+// served returns the ports of a subset that the service has as the export has them. kube-proxy finds a port
+// in a slice by its name alone, so that one with another number must not be there.
+func served(x Export, subset isthmus.EndpointSubset, merged []isthmus.ExportedPort) (all []discoveryv1.EndpointPort) {
+	for _, p := range x.Service.Ports {
+		if !slices.ContainsFunc(merged, func(q isthmus.ExportedPort) bool {
+			return q.Name == p.Name && q.Protocol == p.Protocol && q.Port == p.Port
+		}) {
+			continue
+		}
+		for _, t := range subset.Targets {
+			if t.Name != p.Name {
+				continue
+			}
+			port := discoveryv1.EndpointPort{Name: ptr.To(p.Name), Protocol: ptr.To(corev1.Protocol(p.Protocol)), Port: ptr.To(t.Port)}
+			if p.AppProtocol != "" {
+				port.AppProtocol = ptr.To(p.AppProtocol)
+			}
+			all = append(all, port)
+		}
+	}
+	return all
+}
+
+// replaced reports whether other clusters, whose tunnels work, serve each port of an export that is down.
+// Otherwise its endpoints stay as they are: a guess is better than nothing.
+func replaced(x Export, all []Export, merged []isthmus.ExportedPort) bool {
+	names := func(x Export, readyOnly bool) map[string]bool {
+		have := make(map[string]bool)
+		for _, subset := range x.Service.Subsets {
+			if readyOnly && !slices.ContainsFunc(subset.Endpoints, func(e isthmus.ExportedEndpoint) bool {
+				_, usable := x.Addresses[e.Address]
+				return usable && e.Ready
+			}) {
+				continue
+			}
+			if len(merged) == 0 {
+				have[""] = true
+			}
+			for _, p := range served(x, subset, merged) {
+				have[*p.Name] = true
+			}
+		}
+		return have
+	}
+	others := make(map[string]bool)
+	for _, o := range all {
+		if !o.Down {
+			maps.Copy(others, names(o, true))
+		}
+	}
+	for name := range names(x, false) {
+		if !others[name] {
+			return false
+		}
+	}
+	return true
+}
+
+// maxSlice is how many endpoints an API server takes in an EndpointSlice.
+const maxSlice = 1000
+
+// sliceSize is how many endpoints an EndpointSlice has on average, as Kubernetes fills its own.
+const sliceSize = 100
+
+// slicesOf returns the EndpointSlices for one export. Endpoints find their slice by a hash of their
+// address, so that one that comes or goes changes one slice.
+func slicesOf(key Key, x Export, ports []isthmus.ExportedPort, withdrawn bool) (all []discoveryv1.EndpointSlice) {
+	made := make(map[string]*discoveryv1.EndpointSlice)
+	seen := make(map[string]bool) // by address: an endpoint is in one slice
+	for _, subset := range x.Service.Subsets {
+		listen := served(x, subset, ports)
+		if len(listen) == 0 && len(ports) > 0 {
+			continue // no ports in a slice mean all ports
+		}
+		slots := uint32(1)
+		for int(slots)*sliceSize < len(subset.Endpoints) {
+			slots *= 2
+		}
+		for _, e := range subset.Endpoints {
+			addr, usable := x.Addresses[e.Address]
+			if !usable || seen[e.Address+portsText(listen)] {
+				continue
+			}
+			seen[e.Address+portsText(listen)] = true
+			family := discoveryv1.AddressTypeIPv4
+			if addr.Is6() {
+				family = discoveryv1.AddressTypeIPv6
+			}
+			h := fnv.New32a()
+			_, _ = h.Write([]byte(e.Address))
+			var name string
+			var slice *discoveryv1.EndpointSlice
+			for full := 0; ; full++ { // an exporter may choose addresses that all have one hash
+				name = DerivedName(key) + "-" + digest(10, x.ID, portsText(listen), string(family), fmt.Sprint(h.Sum32()%slots, slots, full))
+				if slice = made[name]; slice == nil || len(slice.Endpoints) < maxSlice {
+					break
+				}
+			}
+			if slice == nil {
+				slice = &discoveryv1.EndpointSlice{
+					ObjectMeta: metav1.ObjectMeta{Namespace: key.Namespace, Name: name, Labels: map[string]string{
+						LabelService:                 key.Name,
+						discoveryv1.LabelServiceName: DerivedName(key),
+						discoveryv1.LabelManagedBy:   ManagedBy,
+						mcs.LabelServiceName:         key.Name,
+						mcs.LabelSourceCluster:       x.Cluster,
+					}},
+					AddressType: family, Ports: listen,
+				}
+				made[name] = slice
+			}
+			slice.Endpoints = append(slice.Endpoints, endpointFor(e, addr, x.Nodes[e.Address], withdrawn))
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(made)) {
+		all = append(all, *made[name])
+	}
+	return all
+}
+
+func endpointFor(e isthmus.ExportedEndpoint, here netip.Addr, node string, withdrawn bool) discoveryv1.Endpoint {
+	made := discoveryv1.Endpoint{
+		Addresses: []string{here.String()},
+		Conditions: discoveryv1.EndpointConditions{
+			Ready: ptr.To(e.Ready && !withdrawn), Serving: ptr.To(e.Serving && !withdrawn), Terminating: ptr.To(e.Terminating),
+		},
+		Hostname: ptr.To(e.Hostname),
+	}
+	if e.Hostname == "" {
+		if there, err := netip.ParseAddr(e.Address); err == nil {
+			made.Hostname = ptr.To(hostnameOf(there))
+		}
+	}
+	if e.Zone != "" {
+		made.Zone = ptr.To(e.Zone)
+	}
+	if node != "" {
+		made.NodeName = ptr.To(node)
+	}
+	return made
+}
+
+func portsText(ports []discoveryv1.EndpointPort) string {
+	var b strings.Builder
+	for _, p := range ports {
+		fmt.Fprintf(&b, "%s/%s/%d ", *p.Name, *p.Protocol, *p.Port)
+	}
+	return b.String()
+}
+
+// ClusterNames returns the name of each cluster in DNS and in labels: its clusterName where that is a DNS
+// label and no cluster before it in the list has it, else its clusterID or a digest of that.
+func ClusterNames(clusters []net.ClusterIdentity) map[string]string {
+	names, taken := make(map[string]string, len(clusters)), make(map[string]bool, len(clusters))
+	for _, c := range clusters {
+		name := c.ClusterName
+		if !dnsLabel(name) || taken[name] {
+			name = c.ClusterID
+		}
+		if !dnsLabel(name) || taken[name] {
+			name = "cluster-" + digest(10, c.ClusterID)
+		}
+		names[c.ClusterID], taken[name] = name, true
+	}
+	return names
+}

@@ -1,0 +1,214 @@
+package services
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	mcs "sigs.k8s.io/mcs-api/pkg/apis/v1beta1"
+)
+
+// An existing is what the cluster has for a service.
+type existing struct {
+	key     Key
+	imports *mcs.ServiceImport // nil: none
+	service *corev1.Service    // of the derived name
+	slices  map[string]*discoveryv1.EndpointSlice
+}
+
+// read returns what the cache has. The objects are not to be changed.
+func (c *Controller) read(ctx context.Context, key Key) (have existing, err error) {
+	have = existing{key: key, slices: make(map[string]*discoveryv1.EndpointSlice)}
+	var i mcs.ServiceImport
+	if err := c.objects.Get(ctx, key, &i); err == nil {
+		have.imports = &i
+	} else if !apierrors.IsNotFound(err) {
+		return have, fmt.Errorf("ServiceImport: %w", err)
+	}
+	var s corev1.Service
+	if err := c.objects.Get(ctx, Key{Namespace: key.Namespace, Name: DerivedName(key)}, &s); err == nil {
+		have.service = &s
+	} else if !apierrors.IsNotFound(err) {
+		return have, fmt.Errorf("derived Service: %w", err)
+	}
+	var list discoveryv1.EndpointSliceList
+	if err := c.objects.List(ctx, &list, client.InNamespace(key.Namespace), client.MatchingLabels{LabelService: key.Name}); err != nil {
+		return have, fmt.Errorf("EndpointSlices: %w", err)
+	}
+	for j := range list.Items {
+		if list.Items[j].Labels[discoveryv1.LabelManagedBy] == ManagedBy {
+			have.slices[list.Items[j].Name] = &list.Items[j]
+		}
+	}
+	return have, nil
+}
+
+// foreign names an object of somebody else in the place of ours, or is empty.
+func (e existing) foreign() string {
+	if e.imports != nil && e.imports.Labels[LabelService] == "" {
+		return "the ServiceImport of this name belongs to another implementation of the Multi-Cluster Services API"
+	}
+	if e.service != nil && e.service.Labels[LabelService] == "" {
+		return "Service " + e.service.Name + " is not ours"
+	}
+	return ""
+}
+
+// remove deletes what is ours.
+func (c *Controller) remove(ctx context.Context, have existing) error {
+	for _, name := range slices.Sorted(maps.Keys(have.slices)) {
+		if err := c.delete(ctx, have.slices[name]); err != nil {
+			return err
+		}
+	}
+	if have.service != nil {
+		if err := c.delete(ctx, have.service); err != nil {
+			return err
+		}
+	}
+	if have.imports != nil {
+		return c.delete(ctx, have.imports)
+	}
+	return nil
+}
+
+func (c *Controller) delete(ctx context.Context, o client.Object) error {
+	if !o.GetDeletionTimestamp().IsZero() {
+		return nil
+	}
+	if err := c.Client.Delete(ctx, o, client.Preconditions{UID: ptr.To(o.GetUID())}); client.IgnoreNotFound(err) != nil {
+		return fmt.Errorf("delete %T %s: %w", o, o.GetName(), err)
+	}
+	return nil
+}
+
+// apply writes what differs: first the import, which owns the others, then the Service, whose addresses the
+// import gets, and the slices. New slices come before old ones go.
+func (c *Controller) apply(ctx context.Context, have existing, want Merged) error {
+	i, err := c.applyImport(ctx, have.imports, want.Import)
+	if err != nil || i == nil {
+		return err
+	}
+	owners := []metav1.OwnerReference{{APIVersion: mcs.GroupVersion.String(), Kind: mcs.ServiceImportKindName, Name: i.Name, UID: i.UID}}
+	var ips []string
+	if want.Service != nil {
+		want.Service.OwnerReferences = owners
+		s, err := c.applyService(ctx, have.service, want.Service)
+		if err != nil {
+			return err
+		}
+		ips = s.Spec.ClusterIPs
+	}
+	for n := range want.Slices {
+		slice := &want.Slices[n]
+		slice.OwnerReferences = owners
+		if err := c.applySlice(ctx, have.slices[slice.Name], slice); err != nil {
+			return err
+		}
+		delete(have.slices, slice.Name)
+	}
+	for _, name := range slices.Sorted(maps.Keys(have.slices)) {
+		if err := c.delete(ctx, have.slices[name]); err != nil {
+			return err
+		}
+	}
+	if want.Service == nil && have.service != nil {
+		if err := c.delete(ctx, have.service); err != nil {
+			return err
+		}
+	}
+	return c.completeImport(ctx, i, ips, want.Import.Status)
+}
+
+// applyImport returns the import, or nil while an older one of the name is being deleted.
+func (c *Controller) applyImport(ctx context.Context, have, want *mcs.ServiceImport) (*mcs.ServiceImport, error) {
+	if have == nil {
+		made := want.DeepCopy()
+		made.Status = mcs.ServiceImportStatus{}
+		return made, wrap("create ServiceImport", c.Client.Create(ctx, made))
+	}
+	if !have.DeletionTimestamp.IsZero() {
+		return nil, nil //nolint:nilnil // its deletion is an event
+	}
+	changed := have.DeepCopy()
+	changed.Labels, changed.Annotations = maps.Clone(want.Labels), maps.Clone(want.Annotations)
+	changed.Spec = *want.Spec.DeepCopy()
+	changed.Spec.IPs, changed.Spec.IPFamilies = have.Spec.IPs, have.Spec.IPFamilies
+	if equality.Semantic.DeepEqual(have.Spec, changed.Spec) && maps.Equal(have.Labels, changed.Labels) && maps.Equal(have.Annotations, changed.Annotations) {
+		return changed, nil
+	}
+	return changed, wrap("ServiceImport", c.Client.Patch(ctx, changed, client.MergeFrom(have)))
+}
+
+// completeImport writes what is known once the other objects are there.
+func (c *Controller) completeImport(ctx context.Context, i *mcs.ServiceImport, ips []string, status mcs.ServiceImportStatus) error {
+	var families []corev1.IPFamily
+	for _, ip := range ips {
+		families = append(families, map[bool]corev1.IPFamily{false: corev1.IPv4Protocol, true: corev1.IPv6Protocol}[strings.Contains(ip, ":")])
+	}
+	if !slices.Equal(i.Spec.IPs, ips) || !slices.Equal(i.Spec.IPFamilies, families) {
+		before := i.DeepCopy()
+		i.Spec.IPs, i.Spec.IPFamilies = ips, families
+		if err := c.Client.Patch(ctx, i, client.MergeFrom(before)); err != nil {
+			return fmt.Errorf("addresses of the ServiceImport: %w", err)
+		}
+	}
+	want := i.DeepCopy()
+	want.Status.EndpointSliceObjects, want.Status.Clusters = status.EndpointSliceObjects, status.Clusters
+	meta.SetStatusCondition(&want.Status.Conditions, metav1.Condition{
+		Type: string(mcs.ServiceImportConditionReady), Status: metav1.ConditionTrue, Reason: string(mcs.ServiceImportReasonReady), ObservedGeneration: i.Generation,
+	})
+	if equality.Semantic.DeepEqual(want.Status, i.Status) {
+		return nil
+	}
+	return wrap("status of the ServiceImport", c.Client.Status().Patch(ctx, want, client.MergeFrom(i)))
+}
+
+func (c *Controller) applyService(ctx context.Context, have, want *corev1.Service) (*corev1.Service, error) {
+	if have == nil {
+		made := want.DeepCopy()
+		return made, wrap("create derived Service", c.Client.Create(ctx, made))
+	}
+	changed := have.DeepCopy()
+	changed.Labels, changed.OwnerReferences = maps.Clone(want.Labels), want.OwnerReferences
+	w, s := want.Spec.DeepCopy(), &changed.Spec
+	s.Type, s.Ports, s.Selector, s.ExternalIPs, s.TrafficDistribution = w.Type, w.Ports, nil, nil, w.TrafficDistribution
+	s.InternalTrafficPolicy = ptr.To(ptr.Deref(w.InternalTrafficPolicy, corev1.ServiceInternalTrafficPolicyCluster))
+	if s.SessionAffinity = w.SessionAffinity; w.SessionAffinityConfig != nil || w.SessionAffinity == corev1.ServiceAffinityNone {
+		s.SessionAffinityConfig = w.SessionAffinityConfig // else what the API server has filled in
+	}
+	if equality.Semantic.DeepEqual(have.Spec, changed.Spec) && maps.Equal(have.Labels, changed.Labels) && equality.Semantic.DeepEqual(have.OwnerReferences, changed.OwnerReferences) {
+		return have, nil
+	}
+	return changed, wrap("derived Service", c.Client.Patch(ctx, changed, client.MergeFrom(have)))
+}
+
+func (c *Controller) applySlice(ctx context.Context, have, want *discoveryv1.EndpointSlice) error {
+	if have == nil {
+		return wrap("create EndpointSlice", c.Client.Create(ctx, want.DeepCopy()))
+	}
+	changed := have.DeepCopy()
+	changed.Labels, changed.OwnerReferences, changed.Ports, changed.Endpoints = maps.Clone(want.Labels), want.OwnerReferences, want.Ports, want.Endpoints
+	if equality.Semantic.DeepEqual(have.ObjectMeta, changed.ObjectMeta) && equality.Semantic.DeepEqual(have.Ports, changed.Ports) &&
+		equality.Semantic.DeepEqual(have.Endpoints, changed.Endpoints) {
+		return nil
+	}
+	return wrap("EndpointSlice "+want.Name, c.Client.Patch(ctx, changed, client.MergeFrom(have)))
+}
+
+func wrap(step string, err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("%s: %w", step, err)
+}

@@ -1,0 +1,110 @@
+// Package services shares Services with peers by the standard objects of the Kubernetes Multi-Cluster
+// Services API:
+//
+//	exporter                                            importer
+//	ServiceExport + Service + EndpointSlices            ServiceImport, derived Service, EndpointSlices
+//	        │ ExportOf                                          ▲ Merge, of all clusters' exports
+//	        ▼                                                   │
+//	ExportedService ── Shards, package replication ──► PeerServices ── Peer.Accept
+//
+// Functions decide and have no client and no clock. Importer and Exporter read and write around them.
+//
+// A peer is hostile until proven otherwise: it names addresses of its own pods as it knows them, and the
+// importer moves them into the network that it uses for that peer. No other address gets into a slice.
+package services
+
+import (
+	"crypto/sha256"
+	"encoding/base32"
+	"fmt"
+	"hash/fnv"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"k8s.io/apimachinery/pkg/types"
+	mcs "sigs.k8s.io/mcs-api/pkg/apis/v1beta1"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+)
+
+// Labels and annotations of what the importer writes.
+const (
+	// LabelService marks our ServiceImports, Services and EndpointSlices. Its value is the name of
+	// the multi-cluster service. Objects without it are never changed.
+	LabelService = isthmus.LabelService
+	// ManagedBy is the value of endpointslice.kubernetes.io/managed-by on our slices.
+	ManagedBy = "isthmus.net"
+	// AnnotationDerived on a ServiceImport names the Service that stands for it here.
+	AnnotationDerived = "multicluster.kubernetes.io/derived-service"
+)
+
+// A Key names a service.
+type Key = types.NamespacedName
+
+// ShardOf returns the name of the PeerServices that a service belongs into. Both sides compute it.
+func ShardOf(k Key) string {
+	h := fnv.New32a()
+	_, _ = h.Write([]byte(k.Namespace + "/" + k.Name))
+	return shardName(int(h.Sum32() % isthmus.PeerServicesShards))
+}
+
+func shardName(n int) string { return fmt.Sprintf("%s%d", isthmus.PeerServicesPrefix, n) }
+
+// DerivedName is the name of the Service that stands for a service of several clusters.
+func DerivedName(k Key) string { return "derived-" + digest(10, k.Namespace, k.Name) }
+
+// digest returns n characters that differ where parts differ, and that may be part of any name.
+func digest(n int, parts ...string) string {
+	h := sha256.New()
+	for _, p := range parts {
+		fmt.Fprintf(h, "%d:%s", len(p), p)
+	}
+	return strings.ToLower(base32.HexEncoding.WithPadding(base32.NoPadding).EncodeToString(h.Sum(nil)))[:n]
+}
+
+// Permits reports whether a list of namespaces in a Peering has the given one.
+func Permits(list []string, namespace string) bool {
+	return slices.Contains(list, "*") || slices.Contains(list, namespace)
+}
+
+// system are namespaces that no service is shared from or into.
+var system = []string{"kube-system", "kube-public", "kube-node-lease"}
+
+// A Remap moves the addresses of a peer's pods into the network that we use for them, as NETMAP does: the
+// network bits change, the host bits stay. Both networks have the same length.
+type Remap struct{ From, To netip.Prefix }
+
+// Map returns the address here of a pod of the peer. It returns false for any address outside From.
+func (r Remap) Map(addr netip.Addr) (netip.Addr, bool) {
+	if !r.From.IsValid() || !r.To.IsValid() || r.From.Bits() != r.To.Bits() || r.From.Addr().BitLen() != r.To.Addr().BitLen() || !r.From.Contains(addr) {
+		return netip.Addr{}, false
+	}
+	host, network := addr.AsSlice(), r.To.Masked().Addr().AsSlice()
+	for i := range network {
+		mask := byte(0xff) // of the host bits
+		switch left := r.To.Bits() - 8*i; {
+		case left >= 8:
+			mask = 0
+		case left > 0:
+			mask >>= left
+		}
+		network[i] |= host[i] & mask
+	}
+	moved, ok := netip.AddrFromSlice(network)
+	return moved, ok
+}
+
+// hostnameOf is the hostname of an endpoint without one: its address in its own cluster, which stays the
+// same when this cluster uses another network for the peer.
+func hostnameOf(addr netip.Addr) string {
+	return strings.NewReplacer(".", "-", ":", "-").Replace(addr.StringExpanded())
+}
+
+// importType is the type of a ServiceImport, as ExportedServices name it.
+func importType(s isthmus.ExportedService) mcs.ServiceImportType {
+	if s.Type == string(mcs.Headless) {
+		return mcs.Headless
+	}
+	return mcs.ClusterSetIP
+}

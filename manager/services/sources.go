@@ -1,0 +1,125 @@
+package services
+
+import (
+	"context"
+	"fmt"
+	"sync"
+
+	discoveryv1 "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/watch"
+	discoveryclient "k8s.io/client-go/kubernetes/typed/discovery/v1"
+	"k8s.io/client-go/rest"
+	toolscache "k8s.io/client-go/tools/cache"
+)
+
+// sources watch the EndpointSlices of exported Services, of each by its label: most endpoints of a cluster
+// belong to Services that nobody exports.
+type sources struct {
+	client  discoveryclient.EndpointSlicesGetter
+	changed func(Key)
+
+	mu      sync.Mutex
+	ctx     context.Context // of run; nil before and after
+	running sync.WaitGroup
+	of      map[Key]*origin
+}
+
+// An origin is the watch for one Service.
+type origin struct {
+	store  toolscache.Store
+	synced func() bool
+	cancel context.CancelFunc
+}
+
+func newSources(config *rest.Config, changed func(Key)) (*sources, error) {
+	config = rest.CopyConfig(config)
+	config.ContentType = runtime.ContentTypeProtobuf
+	client, err := discoveryclient.NewForConfig(config)
+	if err != nil {
+		return nil, fmt.Errorf("client for EndpointSlices: %w", err)
+	}
+	return &sources{client: client, changed: changed, of: make(map[Key]*origin)}, nil
+}
+
+// run lets sources work until ctx is done, and returns when all watches have ended.
+func (s *sources) run(ctx context.Context) {
+	s.mu.Lock()
+	s.ctx = ctx
+	s.mu.Unlock()
+	<-ctx.Done()
+	s.mu.Lock()
+	s.ctx = nil
+	s.mu.Unlock()
+	s.running.Wait()
+}
+
+// slices returns the EndpointSlices of a Service, which are not to be changed. It returns false until they
+// are known; then changed is called.
+func (s *sources) slices(key Key) (all []*discoveryv1.EndpointSlice, known bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	src := s.of[key]
+	if src == nil {
+		if s.ctx == nil {
+			return nil, false
+		}
+		src = s.start(key)
+	}
+	if !src.synced() {
+		return nil, false
+	}
+	for _, o := range src.store.List() {
+		all = append(all, o.(*discoveryv1.EndpointSlice))
+	}
+	return all, true
+}
+
+// forget ends the watch for a Service.
+func (s *sources) forget(key Key) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if src := s.of[key]; src != nil {
+		src.cancel()
+		delete(s.of, key)
+	}
+}
+
+// start begins to watch. s.mu is held.
+func (s *sources) start(key Key) *origin {
+	ctx, cancel := context.WithCancel(s.ctx)
+	api, label := s.client.EndpointSlices(key.Namespace), discoveryv1.LabelServiceName+"="+key.Name
+	tell := func() { s.changed(key) }
+	store, controller := toolscache.NewInformerWithOptions(toolscache.InformerOptions{
+		ListerWatcher: &toolscache.ListWatch{
+			ListWithContextFunc: func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
+				o.LabelSelector = label
+				return api.List(ctx, o)
+			},
+			WatchFuncWithContext: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
+				o.LabelSelector = label
+				return api.Watch(ctx, o)
+			},
+		},
+		ObjectType: &discoveryv1.EndpointSlice{},
+		Handler: toolscache.ResourceEventHandlerFuncs{
+			AddFunc: func(any) { tell() }, UpdateFunc: func(any, any) { tell() }, DeleteFunc: func(any) { tell() },
+		},
+		Transform: toolscache.TransformFunc(func(o any) (any, error) {
+			if slice, ok := o.(*discoveryv1.EndpointSlice); ok {
+				slice.ManagedFields = nil
+			}
+			return o, nil
+		}),
+	})
+	src := &origin{store: store, synced: controller.HasSynced, cancel: cancel}
+	s.of[key] = src
+	s.running.Go(func() { controller.RunWithContext(ctx) })
+	s.running.Go(func() {
+		if toolscache.WaitForCacheSync(ctx.Done(), controller.HasSynced) {
+			tell() // a Service without endpoints has no event
+		}
+	})
+	return src
+}

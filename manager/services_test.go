@@ -1,0 +1,271 @@
+package manager
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	apiextensions "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	mcscrd "sigs.k8s.io/mcs-api/config/crd"
+	mcs "sigs.k8s.io/mcs-api/pkg/apis/v1beta1"
+	"sigs.k8s.io/yaml"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/manager/services"
+)
+
+// sharing makes a side share services, with the same PodCIDR as the other one.
+func sharing(s *side) {
+	s.t.Helper()
+	for _, text := range [][]byte{mcscrd.ServiceExportCRD, mcscrd.ServiceImportCRD} {
+		var crd apiextensions.CustomResourceDefinition
+		s.ok(yaml.Unmarshal(text, &crd))
+		s.ok(client.IgnoreAlreadyExists(s.api().Create(s.ctx, &crd)))
+	}
+	s.until("the kinds are served", func() bool {
+		ok, err := canShare(s.ctx, s.api())
+		return ok && err == nil
+	})
+	s.pods, s.services = "10.200.0.0/17", true
+	s.create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: s.prod()}})
+}
+
+func (s *side) prod() string { return s.prefix + "-prod" }
+
+// joined waits until the tunnel works, and says what services are shared.
+func (s *side) joined(export, imports []string) {
+	s.t.Helper()
+	s.connected()
+	s.consent(export, imports)
+	s.peer.untilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
+}
+
+func (s *side) consent(export, imports []string) {
+	s.t.Helper()
+	s.until("the Peering is edited", func() bool {
+		var p isthmus.Peering
+		s.ok(s.api().Get(s.ctx, client.ObjectKeyFromObject(s.peer.peering), &p))
+		p.Spec.Services = isthmus.Services{Export: export, Import: imports}
+		err := s.api().Update(s.ctx, &p)
+		if !apierrors.IsConflict(err) {
+			s.ok(err)
+		}
+		return err == nil
+	})
+}
+
+// serve makes a Service with one port, an EndpointSlice with the given addresses, and its export.
+func (s *side) serve(name string, addresses ...string) *discoveryv1.EndpointSlice {
+	s.t.Helper()
+	s.create(&corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: s.prod(), Name: name}, Spec: corev1.ServiceSpec{
+		Ports: []corev1.ServicePort{{Name: "http", Port: 80}},
+	}})
+	slice := &discoveryv1.EndpointSlice{
+		ObjectMeta:  metav1.ObjectMeta{Namespace: s.prod(), Name: name + "-1", Labels: map[string]string{discoveryv1.LabelServiceName: name}},
+		AddressType: discoveryv1.AddressTypeIPv4, Ports: []discoveryv1.EndpointPort{{Name: ptr.To("http"), Port: ptr.To[int32](8080)}},
+	}
+	for _, a := range addresses {
+		slice.Endpoints = append(slice.Endpoints, discoveryv1.Endpoint{Addresses: []string{a}, Conditions: discoveryv1.EndpointConditions{Ready: ptr.To(true)}})
+	}
+	s.create(slice)
+	s.create(&mcs.ServiceExport{ObjectMeta: metav1.ObjectMeta{Namespace: s.prod(), Name: name}})
+	return slice
+}
+
+// shared is what there is for a service: import, Service and endpoints, each with its cluster.
+func (s *side) shared(name string) string {
+	s.t.Helper()
+	var found []string
+	key := services.Key{Namespace: s.prod(), Name: name}
+	var i mcs.ServiceImport
+	err := s.api().Get(s.ctx, key, &i)
+	s.ok(client.IgnoreNotFound(err))
+	if err == nil {
+		found = append(found, fmt.Sprintf("import %s", i.Spec.Type))
+	}
+	var svc corev1.Service
+	err = s.api().Get(s.ctx, services.Key{Namespace: key.Namespace, Name: services.DerivedName(key)}, &svc)
+	s.ok(client.IgnoreNotFound(err))
+	if err == nil {
+		if !slices.Equal(i.Spec.IPs, svc.Spec.ClusterIPs) || i.Annotations[services.AnnotationDerived] != svc.Name {
+			found = append(found, "addresses differ")
+		}
+		found = append(found, "service")
+	}
+	var list discoveryv1.EndpointSliceList
+	s.ok(s.api().List(s.ctx, &list, client.InNamespace(key.Namespace), client.MatchingLabels{mcs.LabelServiceName: name}))
+	var ends []string
+	for _, slice := range list.Items {
+		for _, e := range slice.Endpoints {
+			text := fmt.Sprintf("%s %s:%d", strings.TrimPrefix(slice.Labels[mcs.LabelSourceCluster], s.prefix+"-"), e.Addresses[0], *slice.Ports[0].Port)
+			if !*e.Conditions.Ready {
+				text += "!"
+			}
+			ends = append(ends, text)
+		}
+	}
+	slices.Sort(ends)
+	return strings.Join(append(found, ends...), ", ")
+}
+
+func (s *side) untilShared(name, want string) {
+	s.t.Helper()
+	got := ""
+	defer func() {
+		if s.t.Failed() {
+			s.t.Logf("%s has %q, want %q\n%s", s.self.ClusterName, got, want, s.log.String())
+		}
+	}()
+	s.until(want, func() bool {
+		got = s.shared(name)
+		return got == want
+	})
+}
+
+// untilExport waits until a condition of a ServiceExport has a reason.
+func (s *side) untilExport(name string, condition mcs.ServiceExportConditionType, reason mcs.ServiceExportConditionReason) {
+	s.t.Helper()
+	var e mcs.ServiceExport
+	defer func() {
+		if s.t.Failed() {
+			s.t.Logf("%+v", e.Status)
+		}
+	}()
+	s.until(fmt.Sprintf("%s is %s", condition, reason), func() bool {
+		s.ok(s.api().Get(s.ctx, services.Key{Namespace: s.prod(), Name: name}, &e))
+		c := meta.FindStatusCondition(e.Status.Conditions, string(condition))
+		return c != nil && c.Reason == string(reason)
+	})
+}
+
+// tunnel says, for the gateway, how the tunnel is.
+func (s *side) tunnel(status v1alpha1.ConnectionStatus) {
+	s.t.Helper()
+	te := s.peer.endpoint()
+	te.Status.Connection.Status = status
+	s.ok(s.api().Status().Update(s.ctx, te))
+}
+
+func (s *side) unpeer() {
+	s.t.Helper()
+	s.peer.delete()
+	s.until("the Peering is gone", s.peer.gone)
+}
+
+func TestServicesAreSharedBetweenClustersWithTheSamePodCIDR(t *testing.T) {
+	a, b := twoSidesWith(t, connect, sharing)
+	b.joined([]string{b.prod()}, nil)
+	a.joined(nil, []string{"*"})
+	seen := netip.MustParsePrefix(a.peer.status().Remote.PodCIDRSeen)
+	if seen.String() == b.pods {
+		t.Fatal("the pods of b have to be seen elsewhere")
+	}
+	at := func(host string) string { // of a pod of b, in a
+		moved, ok := services.Remap{From: netip.MustParsePrefix(b.pods), To: seen}.Map(netip.MustParseAddr(host))
+		if !ok {
+			t.Fatal(host)
+		}
+		return "that " + moved.String() + ":8080"
+	}
+
+	// The endpoint that is no pod stays at home.
+	slice := b.serve("shop", "10.200.0.5", "10.200.1.6", "192.0.2.77")
+	a.untilShared("shop", "import ClusterSetIP, service, "+at("10.200.0.5")+", "+at("10.200.1.6"))
+	b.untilShared("shop", "import ClusterSetIP, service, that 10.200.0.5:8080, that 10.200.1.6:8080, that 192.0.2.77:8080")
+	b.untilExport("shop", mcs.ServiceExportConditionValid, mcs.ServiceExportReasonValid)
+	b.untilExport("shop", mcs.ServiceExportConditionReady, mcs.ServiceExportReasonExported)
+	b.untilExport("shop", mcs.ServiceExportConditionConflict, mcs.ServiceExportReasonNoConflicts)
+	a.peer.untilIs(isthmus.ConditionServicesShared, isthmus.ReasonShared)
+	b.peer.untilIs(isthmus.ConditionServicesShared, isthmus.ReasonShared)
+
+	slice.Endpoints[1].Conditions.Ready = ptr.To(false)
+	b.ok(b.api().Update(b.ctx, slice))
+	a.untilShared("shop", "import ClusterSetIP, service, "+at("10.200.0.5")+", "+at("10.200.1.6")+"!")
+
+	// A cluster whose tunnel is down leaves, as soon as another one has the service, too.
+	a.tunnel(v1alpha1.ConnectionError)
+	a.serve("shop", "10.200.0.9")
+	a.untilShared("shop", "import ClusterSetIP, service, self 10.200.0.9:8080, "+at("10.200.0.5")+"!, "+at("10.200.1.6")+"!")
+	a.tunnel(v1alpha1.Connected)
+	a.untilShared("shop", "import ClusterSetIP, service, self 10.200.0.9:8080, "+at("10.200.0.5")+", "+at("10.200.1.6")+"!")
+
+	// Whoever takes back the consent has nothing of the peer, and the peer is told.
+	a.consent(nil, nil)
+	a.untilShared("shop", "import ClusterSetIP, service, self 10.200.0.9:8080")
+	b.untilExport("shop", mcs.ServiceExportConditionReady, mcs.ServiceExportReasonFailed)
+	a.ok(a.api().Delete(a.ctx, &mcs.ServiceExport{ObjectMeta: metav1.ObjectMeta{Namespace: a.prod(), Name: "shop"}}))
+	a.untilShared("shop", "")
+	a.consent(nil, []string{a.prod()})
+	a.untilShared("shop", "import ClusterSetIP, service, "+at("10.200.0.5")+", "+at("10.200.1.6")+"!")
+	b.untilExport("shop", mcs.ServiceExportConditionReady, mcs.ServiceExportReasonExported)
+	b.consent(nil, nil)
+	a.untilShared("shop", "")
+	b.until("the peer has nothing of ours", func() bool { return a.offers() == 0 })
+	b.consent([]string{"*"}, nil)
+	a.untilShared("shop", "import ClusterSetIP, service, "+at("10.200.0.5")+", "+at("10.200.1.6")+"!")
+
+	// A manager that starts again withdraws nothing, and writes nothing.
+	before := a.sharedVersions() + b.sharedVersions()
+	for _, s := range []*side{a, b} {
+		s.stop()
+		s.manage()
+	}
+	b.ok(b.api().Get(b.ctx, client.ObjectKeyFromObject(slice), slice))
+	slice.Labels["after"] = "restart" // once this is there, the start is over
+	b.ok(b.api().Update(b.ctx, slice))
+	b.serve("late", "10.200.2.2")
+	a.untilShared("late", "import ClusterSetIP, service, "+at("10.200.2.2"))
+	if after := a.sharedVersions() + b.sharedVersions(); after != before {
+		t.Errorf("resource versions were\n%s and are\n%s", before, after)
+	}
+
+	b.unpeer()
+	a.untilShared("shop", "")
+	if n := a.offers(); n != 0 {
+		t.Errorf("%d PeerServices have stayed", n)
+	}
+	a.unpeer()
+	for _, s := range []*side{a, b} {
+		s.stop()
+		for line := range strings.Lines(s.log.String()) {
+			if strings.Contains(line, "forbidden") || strings.Contains(line, "Reconciler error") && !strings.Contains(line, "context canceled") {
+				t.Errorf("the manager of %s had trouble: %s", s.self.ClusterName, line)
+			}
+		}
+	}
+}
+
+// offers are the PeerServices of the peer.
+func (s *side) offers() int {
+	s.t.Helper()
+	var list isthmus.PeerServicesList
+	s.ok(s.api().List(s.ctx, &list, client.InNamespace(s.peer.ns)))
+	return len(list.Items)
+}
+
+// sharedVersions are the resource versions of what is made for the service shop.
+func (s *side) sharedVersions() string {
+	s.t.Helper()
+	var i mcs.ServiceImport
+	key := services.Key{Namespace: s.prod(), Name: "shop"}
+	s.ok(s.api().Get(s.ctx, key, &i))
+	var svc corev1.Service
+	s.ok(s.api().Get(s.ctx, services.Key{Namespace: key.Namespace, Name: services.DerivedName(key)}, &svc))
+	text := fmt.Sprintln(i.Name, i.ResourceVersion, svc.Name, svc.ResourceVersion)
+	var list discoveryv1.EndpointSliceList
+	s.ok(s.api().List(s.ctx, &list, client.InNamespace(key.Namespace), client.MatchingLabels{mcs.LabelServiceName: "shop"}))
+	for _, slice := range list.Items {
+		text += fmt.Sprintln(slice.Name, slice.ResourceVersion)
+	}
+	return text
+}
