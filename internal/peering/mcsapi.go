@@ -6,16 +6,24 @@ import (
 	"fmt"
 	"slices"
 
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/util/version"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 	mcscrd "sigs.k8s.io/mcs-api/config/crd"
 	"sigs.k8s.io/yaml"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/chart"
 	"github.com/isthmus-net/isthmus/internal/corefile"
 )
+
+const mcsGroup = "multicluster.x-k8s.io"
 
 // mcsVersions are those that a definition of the Multi-Cluster Services API has to serve: v1alpha1 is what
 // CoreDNS watches (1.15.0, checked 2026-11).
@@ -213,6 +221,11 @@ func (c *Cluster) unname(ctx context.Context, keepDefinitions bool, report func(
 			needs = "the " + dns.where() + " has the option multicluster, and without this CoreDNS answers for no Service"
 		}
 	}
+	if len(ours) > 0 && !keepDefinitions { // else services were never on
+		if err := c.removeImports(ctx, report); err != nil {
+			return err
+		}
+	}
 	for _, u := range ours {
 		stays := ""
 		if u.GetKind() == crdKind.Kind {
@@ -237,6 +250,34 @@ func (c *Cluster) unname(ctx context.Context, keepDefinitions bool, report func(
 	return nil
 }
 
+// removeImports deletes what the manager made for imported services. Their owner is the ServiceImport, but the garbage
+// collector does not find owners whose definition is gone.
+func (c *Cluster) removeImports(ctx context.Context, report func(string)) error {
+	for _, kind := range []schema.GroupVersionKind{
+		{Group: mcsGroup, Version: mcsVersions[1], Kind: "ServiceImport"},
+		corev1.SchemeGroupVersion.WithKind("Service"), discoveryv1.SchemeGroupVersion.WithKind("EndpointSlice"),
+	} {
+		var list metav1.PartialObjectMetadataList
+		list.SetGroupVersionKind(kind.GroupVersion().WithKind(kind.Kind + "List"))
+		err := c.client.List(ctx, &list, client.HasLabels{isthmus.LabelService})
+		if meta.IsNoMatchError(err) || apierrors.IsNotFound(err) {
+			continue
+		}
+		if err != nil {
+			return c.explain(kind.Kind+"s of imported services", err)
+		}
+		for i := range list.Items {
+			if err := c.client.Delete(ctx, &list.Items[i]); client.IgnoreNotFound(err) != nil {
+				return c.explain("delete "+kind.Kind+" "+list.Items[i].Namespace+"/"+list.Items[i].Name, err)
+			}
+		}
+		if n := len(list.Items); n > 0 {
+			report(fmt.Sprintf("%s: %ss of imported services deleted: %d", c, kind.Kind, n))
+		}
+	}
+	return nil
+}
+
 // othersNeed says why a definition that we applied stays; empty: nobody else has to do with it.
 func (c *Cluster) othersNeed(ctx context.Context, crd *unstructured.Unstructured) (string, error) {
 	for _, f := range crd.GetManagedFields() {
@@ -246,13 +287,13 @@ func (c *Cluster) othersNeed(ctx context.Context, crd *unstructured.Unstructured
 	}
 	kind, _, _ := unstructured.NestedString(crd.Object, "spec", "names", "kind")
 	var list metav1.PartialObjectMetadataList
-	list.SetGroupVersionKind(schema.GroupVersionKind{Group: "multicluster.x-k8s.io", Version: mcsVersions[1], Kind: kind + "List"})
+	list.SetGroupVersionKind(schema.GroupVersionKind{Group: mcsGroup, Version: mcsVersions[1], Kind: kind + "List"})
 	if err := c.client.List(ctx, &list); err != nil {
 		return "", c.explain(kind+"s", err)
 	}
 	var foreign []string
 	for i := range list.Items {
-		if m := &list.Items[i]; m.Labels[labelManagedBy] != managedBy {
+		if m := &list.Items[i]; m.Labels[isthmus.LabelService] == "" {
 			foreign = append(foreign, Printable(m.Namespace+"/"+m.Name))
 		}
 	}

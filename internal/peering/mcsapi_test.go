@@ -15,6 +15,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/chart"
 	"github.com/isthmus-net/isthmus/internal/corefile"
@@ -181,6 +182,32 @@ func TestUninstallLeavesWhatOthersNeed(t *testing.T) {
 		t.Errorf("it says %v", n.said)
 	}
 	must(t, n.client.Delete(t.Context(), export))
+
+	// What the manager made goes, and another implementation's import stays.
+	must(t, n.install(InstallOptions{Values: servicesOn}))
+	mine := map[string]string{isthmus.LabelService: "shop"}
+	imports := func(name string, labels map[string]string) *unstructured.Unstructured {
+		u := &unstructured.Unstructured{Object: map[string]any{"apiVersion": "multicluster.x-k8s.io/v1beta1", "kind": "ServiceImport",
+			"spec": map[string]any{"type": "ClusterSetIP", "ports": []any{}}}}
+		u.SetNamespace("default")
+		u.SetName(name)
+		u.SetLabels(labels)
+		return u
+	}
+	derived := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "derived-x", Labels: mine}, Spec: corev1.ServiceSpec{Ports: []corev1.ServicePort{{Port: 80}}}}
+	theirs := imports("theirs", nil)
+	for _, o := range []client.Object{imports("shop", mine), derived, theirs} {
+		must(t, n.client.Create(t.Context(), o))
+	}
+	n.uninstall()
+	n.wants("with two imports", n.corefile, false, true, false)
+	if !n.said.has("stays: there are ServiceImports that are not ours: default/theirs;") {
+		t.Errorf("it says %v", n.said)
+	}
+	if err := n.client.Get(t.Context(), client.ObjectKeyFromObject(derived), derived); client.IgnoreNotFound(err) != nil || err == nil {
+		t.Errorf("the derived Service stays: %v", err)
+	}
+	must(t, n.client.Delete(t.Context(), theirs))
 
 	// By hand it is not ours to remove, and CoreDNS goes on to need its right and the definition.
 	byHand, err := corefile.Add(n.corefile)
