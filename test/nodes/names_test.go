@@ -1,9 +1,11 @@
 package nodes
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net/http"
 	"net/netip"
 	"net/url"
@@ -13,6 +15,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/isthmus-net/isthmus/internal/kubenodes"
@@ -164,4 +167,87 @@ kind: ServiceImport
 metadata: {name: shop, namespace: default}
 spec: {type: ClusterSetIP, ips: [%[1]s], ports: [{port: %[2]d, protocol: TCP}]}
 `, s.Spec.ClusterIP, port))
+}
+
+// A Service is exported in one cluster, and pods of the other one, which have the same addresses, reach it by its
+// name of the Multi-Cluster Services API.
+func TestAnExportedServiceIsReachedByItsClustersetName(t *testing.T) {
+	w := namesWorld(t)
+	must(t, w.set.Install(t.Context(), fixture.program, "--services", "--configure-dns"))
+	must(t, w.set.Peer(t.Context(), fixture.program, w.a, w.b))
+	must(t, w.a.Watch(t.Context(), w.sniffer, w.b))
+	must(t, w.b.Watch(t.Context(), w.sniffer, w.a))
+	for c, services := range map[*kubenodes.Cluster]string{w.a: `{"import":["default"]}`, w.b: `{"export":["default"]}`} {
+		other := w.a
+		if c == w.a {
+			other = w.b
+		}
+		p, err := c.Peering(t.Context(), other)
+		must(t, err)
+		must(t, c.Client.Patch(t.Context(), p, client.RawPatch(types.MergePatchType, []byte(`{"spec":{"services":`+services+`}}`))))
+	}
+	must(t, w.b.Apply(t.Context(), fmt.Sprintf(`
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: shop, namespace: default}
+spec:
+  replicas: 2
+  selector: {matchLabels: {app: shop}}
+  template:
+    metadata: {labels: {app: shop}}
+    spec:
+      terminationGracePeriodSeconds: 0
+      containers:
+      - name: server
+        image: %[1]s
+        args: [serve, "%[2]d"]
+        env: [{name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}]
+        readinessProbe: {httpGet: {path: /, port: %[2]d}, periodSeconds: 1}
+---
+apiVersion: v1
+kind: Service
+metadata: {name: shop, namespace: default}
+spec: {selector: {app: shop}, ports: [{port: 80, targetPort: %[2]d}]}
+---
+apiVersion: multicluster.x-k8s.io/v1beta1
+kind: ServiceExport
+metadata: {name: shop, namespace: default}
+`, kubenodes.TestImage, port)))
+	for _, c := range w.set.Clusters { // the exporter has the name as well
+		for _, n := range c.Nodes {
+			if got, err := getByName(t, c, n, "http://shop.default.svc.clusterset.local", "hello from shop-"); err != nil {
+				t.Errorf("%s: %v, last %q", n.Name, err, got)
+			}
+		}
+	}
+	if out, _ := w.isthmus(t, "status", "--context", "a"); !strings.Contains(out, "THEIR SERVICES HERE") {
+		t.Error("status shows no services")
+	}
+	if out, code := w.isthmus(t, "diagnose", "--context", "a", "--remote-context", "b"); code != 0 || !strings.Contains(out, "1 imported") {
+		t.Error("diagnose does not show the service")
+	}
+	w.noPlaintext(t)
+}
+
+// getByName has a pod get a page by HTTP until it begins as it should.
+func getByName(t *testing.T, from *kubenodes.Cluster, n *kubenodes.Node, page, want string) (got string, err error) {
+	t.Helper()
+	own, err := address(t.Context(), from, podName(pod, n))
+	must(t, err)
+	u := fmt.Sprintf("http://%v/get?url=%s", netip.AddrPortFrom(own, port), url.QueryEscape(page))
+	c := &http.Client{Timeout: 10 * time.Second, Transport: &http.Transport{DisableKeepAlives: true, DialContext: n.Dial}}
+	for deadline := time.Now().Add(patience); ; time.Sleep(500 * time.Millisecond) {
+		var resp *http.Response
+		if resp, err = c.Get(u); err == nil { //nolint:noctx // the client has a timeout
+			var text []byte
+			text, err = io.ReadAll(resp.Body)
+			resp.Body.Close()
+			if got = string(text); strings.HasPrefix(got, want) {
+				return got, err
+			}
+		}
+		if time.Now().After(deadline) {
+			return got, cmp.Or(err, errors.New("it never came"))
+		}
+	}
 }
