@@ -46,7 +46,9 @@ const Namespace = "isthmus-system"
 const (
 	PeerObjectsPolicy = "isthmus-peer-objects"
 	PeerTokensPolicy  = "isthmus-peer-tokens"
-	PeerPriority      = "isthmus-peers"
+	// PeerServicesPolicy is there only where services are shared.
+	PeerServicesPolicy = "isthmus-peer-services"
+	PeerPriority       = "isthmus-peers"
 )
 
 // The ServiceAccounts of the components.

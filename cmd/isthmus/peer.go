@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/isthmus-net/isthmus/internal/cli"
 	"github.com/isthmus-net/isthmus/internal/peering"
@@ -51,6 +52,14 @@ consent; what is missing on which side is said.`,
 			case o.Timeout < 0:
 				return cli.Usage("--timeout %v: want a duration, or 0 to wait for nothing", o.Timeout)
 			}
+			if !cmd.Flags().Changed("services") {
+				o.Services = nil
+			}
+			for _, name := range o.Services {
+				if name != "*" && len(validation.IsDNS1123Label(name)) > 0 {
+					return cli.Usage("--services %q: want names of namespaces, or *", name)
+				}
+			}
 			var err error
 			if !both {
 				err = aboutOne(cmd, args[0])
@@ -89,6 +98,7 @@ consent; what is missing on which side is said.`,
 	cmd.Flags().StringVar(&o.RemoteName, "remote-name", "", "name of the Peering there")
 	cmd.Flags().BoolVar(&o.Replace, "replace", false, "the other cluster was made anew, or its authority changed: revoke the old one's rights and join this one")
 	chosen.add(cmd)
+	cmd.Flags().StringSliceVar(&o.Services, "services", nil, "namespaces whose exported services both clusters share with each other (spec.services); '*' is all, '' none")
 	cmd.Flags().DurationVar(&o.Timeout, "timeout", time.Minute, "how long to wait; 0: not at all")
 	cli.AddOutputFlag(cmd, &output, "print both Peerings at the end, and the progress on standard error")
 	return cmd
@@ -109,7 +119,7 @@ func join(cmd *cobra.Command, a *peering.Cluster, remote peering.Access, o peeri
 
 // aboutOne refuses flags that mean nothing where one cluster is looked at.
 func aboutOne(cmd *cobra.Command, name string) error {
-	for _, flag := range []string{"name", "remote-name", "replace", "server", "remote-server", "remote-namespace"} {
+	for _, flag := range []string{"name", "remote-name", "replace", "services", "server", "remote-server", "remote-namespace"} {
 		if cmd.Flags().Changed(flag) {
 			return cli.Usage("--%s is for joining two clusters, and not for looking at the Peering %s; want --remote-context with it", flag, name)
 		}

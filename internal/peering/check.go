@@ -299,6 +299,9 @@ func (s *side) checkRights(ctx context.Context) error {
 	want(s.namespace, rbacv1.GroupName, "roles", "create", "patch")
 	want(s.namespace, rbacv1.GroupName, "rolebindings", "create", "patch")
 	want(s.namespace, v1alpha1.GroupVersion.Group, "networkconfigs", "get", "list", "watch", "create", "update", "delete")
+	if s.shares {
+		want(s.namespace, isthmus.GroupVersion.Group, "peerservices", "get", "list", "watch", "create", "update", "delete")
+	}
 
 	denied := make([]string, len(wanted))
 	errs := make([]error, len(wanted))

@@ -35,6 +35,8 @@ type PeerOptions struct {
 	Replace bool
 	// Claims are the choices about what the second cluster claims in the first.
 	Claims Claims
+	// Services are namespaces whose services both clusters share, each with the other one; * is all. Nil: as it is.
+	Services []string
 	// Timeout bounds the wait; zero: no wait.
 	Timeout time.Duration
 	// Report gets a line for each thing done or come true.
@@ -47,7 +49,7 @@ type PeerOptions struct {
 // the Peerings as they are at the end.
 func Peer(ctx context.Context, local, remote *Cluster, o PeerOptions) (peerings [2]*isthmus.Peering, err error) {
 	started := time.Now()
-	a, b := &side{Cluster: local, claims: o.Claims}, &side{Cluster: remote}
+	a, b := &side{Cluster: local, claims: o.Claims, services: o.Services}, &side{Cluster: remote, services: o.Services}
 	a.peer, b.peer = b, a
 	if o.Report != nil {
 		var mu sync.Mutex // both sides report
@@ -129,6 +131,9 @@ func check(ctx context.Context, a, b *side, o PeerOptions) error {
 		if err := s.checkNamespace(ctx); err != nil {
 			return err
 		}
+		if err := s.checkServices(ctx); err != nil {
+			return err
+		}
 		if err := s.checkRights(ctx); err != nil {
 			return err
 		}
@@ -149,6 +154,7 @@ func setUp(ctx context.Context, a, b *side, o PeerOptions) (changed bool, err er
 		func(s *side) (string, error) { return s.giveIdentity(ctx) },
 		func(s *side) (string, error) { return s.setPeering(ctx) },
 		func(s *side) (string, error) { return s.setClaims(ctx) },
+		func(s *side) (string, error) { return s.setServices(ctx) },
 	} {
 		did, err := onBoth(a, b, o, step)
 		changed = changed || did
@@ -219,6 +225,9 @@ func (s *side) setPeering(ctx context.Context) (string, error) {
 		return s.setPin(ctx)
 	}
 	s.peering.Spec.Claims, _ = s.claims.applyTo(isthmus.Claims{})
+	if s.services != nil {
+		s.peering.Spec.Services = s.shared()
+	}
 	if _, err := s.apply(ctx, s.peering); err != nil {
 		return "", err
 	}

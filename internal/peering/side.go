@@ -1,6 +1,8 @@
 package peering
 
 import (
+	"strconv"
+
 	corev1 "k8s.io/api/core/v1"
 	flowcontrolv1 "k8s.io/api/flowcontrol/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
@@ -37,6 +39,8 @@ type side struct {
 	pinned    map[string]string // annotations that say which cluster the peer is
 	another   bool              // than the one that the Peering was made with
 	claims    Claims            // what a person chose about those of the peer
+	shares    bool              // services may be shared with peers here: `isthmus install --services`
+	services  []string          // namespaces whose services a person chose to share with the peer; nil: as it is
 }
 
 // newPeering is the Peering that a cluster gets where it has none.
@@ -68,9 +72,13 @@ func (s *side) rights() []client.Object { return append(s.peerRights(), s.manage
 // peerRights are the peer's. RBAC knows the name of what is to be written: the peer's copy, which
 // has our unique name. Our original beside it is out of reach.
 func (s *side) peerRights() []client.Object {
+	services := s.serviceRules("get", "update", "delete")
+	if s.shares {
+		services = append(services, rbacv1.PolicyRule{APIGroups: []string{isthmus.GroupVersion.Group}, Resources: []string{"peerservices"}, Verbs: []string{"create"}})
+	}
 	return []client.Object{
 		&corev1.ServiceAccount{ObjectMeta: s.inTenant(peerAccount), AutomountServiceAccountToken: new(bool)},
-		s.peerRole(append(s.copyRules("get", "update", "delete"), rbacv1.PolicyRule{
+		s.peerRole(append(append(s.copyRules("get", "update", "delete"), services...), rbacv1.PolicyRule{
 			// A name cannot be demanded of what is not there yet.
 			APIGroups: []string{v1alpha1.GroupVersion.Group}, Resources: []string{"networkconfigs"}, Verbs: []string{"create"},
 		}, rbacv1.PolicyRule{
@@ -107,7 +115,9 @@ func (s *side) flowSchema() *flowcontrolv1.FlowSchema {
 
 // partingRole is what the peer may still do while both sides part: see its copy, and delete it. It
 // can write nothing, so it can hold up nothing either.
-func (s *side) partingRole() *rbacv1.Role { return s.peerRole(s.copyRules("get", "delete")) }
+func (s *side) partingRole() *rbacv1.Role {
+	return s.peerRole(append(s.copyRules("get", "delete"), s.serviceRules("get", "delete")...))
+}
 
 func (s *side) peerRole(rules []rbacv1.PolicyRule) *rbacv1.Role {
 	return &rbacv1.Role{ObjectMeta: s.inTenant(peerAccount), Rules: rules}
@@ -120,6 +130,22 @@ func (s *side) copyRules(verbs ...string) []rbacv1.PolicyRule {
 	return []rbacv1.PolicyRule{
 		{APIGroups: group, Resources: resource, Verbs: []string{"list", "watch"}},
 		{APIGroups: group, Resources: resource, ResourceNames: []string{s.Identity.UniqueName()}, Verbs: verbs},
+	}
+}
+
+// serviceRules allow the given verbs for the services that the peer exports to us, where we share services.
+func (s *side) serviceRules(verbs ...string) []rbacv1.PolicyRule {
+	if !s.shares {
+		return nil
+	}
+	group, resource := []string{isthmus.GroupVersion.Group}, []string{"peerservices"}
+	names := make([]string, isthmus.PeerServicesShards)
+	for i := range names {
+		names[i] = isthmus.PeerServicesPrefix + strconv.Itoa(i)
+	}
+	return []rbacv1.PolicyRule{
+		{APIGroups: group, Resources: resource, Verbs: []string{"list", "watch"}},
+		{APIGroups: group, Resources: resource, ResourceNames: names, Verbs: verbs},
 	}
 }
 

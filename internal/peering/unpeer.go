@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -240,6 +241,7 @@ func (f *farewell) disarm(ctx context.Context, o UnpeerOptions, all bool) error 
 			return nil
 		}
 		if err == nil {
+			s.shares = slices.ContainsFunc(role.Rules, func(r rbacv1.PolicyRule) bool { return slices.Contains(r.Resources, "peerservices") })
 			_, err = s.apply(ctx, s.partingRole())
 		}
 		return f.explain("Role "+f.namespace+"/"+peerAccount, err)

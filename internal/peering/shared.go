@@ -1,0 +1,68 @@
+package peering
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strings"
+
+	admissionv1 "k8s.io/api/admissionregistration/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/deploy"
+)
+
+// checkServices finds out whether services are shared here at all: then the policy is there that bounds what a peer
+// writes about its own.
+func (s *side) checkServices(ctx context.Context) error {
+	policy := &admissionv1.ValidatingAdmissionPolicy{}
+	policy.Name = deploy.PeerServicesPolicy
+	err := s.client.Get(ctx, client.ObjectKeyFromObject(policy), policy)
+	switch {
+	case err == nil:
+		s.shares = true
+	case !apierrors.IsNotFound(err):
+		return s.explain("ValidatingAdmissionPolicy "+policy.Name, err)
+	case len(s.services) > 0:
+		return fmt.Errorf("%s: --services: no services are shared here; run `isthmus install --context %s --services` first", s.Cluster, s.context)
+	}
+	return nil
+}
+
+// shared is the choice as a Peering has it: exported and imported.
+func (s *side) shared() isthmus.Services {
+	all := make([]isthmus.ServiceNamespace, len(s.services))
+	for i, name := range s.services {
+		all[i] = isthmus.ServiceNamespace(name)
+	}
+	return isthmus.Services{Export: all, Import: all}
+}
+
+// setServices writes the choice into a Peering that is there, if it is not in it yet.
+func (s *side) setServices(ctx context.Context) (string, error) {
+	if !s.exists || s.services == nil {
+		return "", nil
+	}
+	if err := s.client.Get(ctx, client.ObjectKeyFromObject(s.peering), s.peering); err != nil {
+		return "", s.explain("Peering "+s.peering.Name, err)
+	}
+	want := s.shared()
+	if slices.Equal(s.peering.Spec.Services.Export, want.Export) && slices.Equal(s.peering.Spec.Services.Import, want.Import) {
+		return "", nil
+	}
+	patch, err := json.Marshal(map[string]any{"spec": map[string]any{"services": map[string]any{"export": want.Export, "import": want.Import}}})
+	if err != nil {
+		return "", err
+	}
+	if err := s.client.Patch(ctx, s.peering, client.RawPatch(types.MergePatchType, patch), client.FieldOwner(fieldManager)); err != nil {
+		return "", s.explain("spec.services of Peering "+s.peering.Name, err)
+	}
+	if len(s.services) == 0 {
+		return fmt.Sprintf("%s: shares no services with %s any more", s.Cluster, s.peer.Cluster), nil
+	}
+	return fmt.Sprintf("%s: shares services of namespaces %s with %s", s.Cluster, strings.Join(s.services, ", "), s.peer.Cluster), nil
+}
