@@ -296,6 +296,7 @@ func (s *side) checkRights(ctx context.Context) error {
 	want(s.namespace, "", "secrets", "get", "list", "watch", "create", "patch")
 	want(s.namespace, "", "configmaps", "get")
 	want("", flowcontrolv1.GroupName, "flowschemas", "create", "patch")
+	want("", admissionv1.GroupName, "validatingadmissionpolicies", "get")
 	want(s.namespace, rbacv1.GroupName, "roles", "create", "patch")
 	want(s.namespace, rbacv1.GroupName, "rolebindings", "create", "patch")
 	want(s.namespace, v1alpha1.GroupVersion.Group, "networkconfigs", "get", "list", "watch", "create", "update", "delete")

@@ -25,6 +25,8 @@ func (s *side) checkServices(ctx context.Context) error {
 	switch {
 	case err == nil:
 		s.shares = true
+	case apierrors.IsForbidden(err): // checkRights says so, with what else is missing
+		return nil
 	case !apierrors.IsNotFound(err):
 		return s.explain("ValidatingAdmissionPolicy "+policy.Name, err)
 	case len(s.services) > 0:
