@@ -34,7 +34,7 @@ var (
 	familyImported   = families.Gauge("services_imported", "Services of a peer that this cluster serves.", "peer")
 	familyEndpoints  = families.Gauge("services_imported_endpoints", "Endpoints of the imported services of a peer.", "peer")
 	familyRefused    = families.Gauge("services_refused", "Services that are not served as they were exported; by is who refuses, this cluster or the peer.", "peer", "by")
-	familySynced     = families.Gauge("services_synced_timestamp_seconds", "When the peer was last seen to have our exported services as they are. No series before the first time.", "peer")
+	familyBehind     = families.Gauge("services_behind_seconds", "For how long the peer has lacked exported services as they are now; 0: it has them.", "peer")
 	familyLate       = families.Gauge("manager_nodes_not_refusing", "Nodes that did not say in time that they refuse what was granted to peers, and have said nothing new since. Of the manager that leads.")
 )
 
@@ -109,9 +109,11 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 			out <- familyEndpoints.Sample(float64(imports.Endpoints), id)
 			out <- familyRefused.Sample(float64(imports.Refused), id, "us")
 			out <- familyRefused.Sample(float64(len(sharing.Refused)), id, "peer")
-			if !sharing.Synced.IsZero() {
-				out <- familySynced.Sample(float64(sharing.Synced.Unix()), id)
+			behind := 0.0
+			if !sharing.Behind.IsZero() {
+				behind = time.Since(sharing.Behind).Seconds()
 			}
+			out <- familyBehind.Sample(behind, id)
 		}
 	}
 	reconciled.Collect(out)

@@ -112,8 +112,9 @@ type Replicator struct {
 	running  sync.WaitGroup
 	states   map[string]State
 	shares   map[string]map[string]isthmus.PeerServicesSpec // as Share said, by ID
-	sharings map[string]Sharing
-	news     map[string]struct{} // IDs whose State changed and that Changed has not told yet
+	sharings map[string]Sharing                             // without Behind
+	behind   map[string]time.Time                           // Sharing.Behind
+	news     map[string]struct{}                            // IDs whose State changed and that Changed has not told yet
 	bell     chan struct{}
 }
 
@@ -129,7 +130,8 @@ func New(o Options) *Replicator {
 		opts: o, pace: usual, own: usual.own(),
 		changed: make(chan event.GenericEvent),
 		peers:   map[string]Target{}, workers: map[string]*worker{}, ending: map[string]*worker{}, byHome: map[string]*worker{},
-		states: map[string]State{}, shares: map[string]map[string]isthmus.PeerServicesSpec{}, sharings: map[string]Sharing{}, news: map[string]struct{}{}, bell: make(chan struct{}, 1),
+		states: map[string]State{}, shares: map[string]map[string]isthmus.PeerServicesSpec{}, sharings: map[string]Sharing{}, behind: map[string]time.Time{},
+		news: map[string]struct{}{}, bell: make(chan struct{}, 1),
 	}
 }
 

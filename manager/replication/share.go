@@ -33,8 +33,8 @@ type Sharing struct {
 	Withdrawn bool
 	// Refused are services that the peer does not serve as we export them.
 	Refused []isthmus.RefusedService
-	// Synced is when the peer's PeerServices were last what they should be.
-	Synced time.Time
+	// Behind is since when the peer lacks what it shall have. Zero: it has all.
+	Behind time.Time
 }
 
 func (s Sharing) equal(o Sharing) bool {
@@ -48,7 +48,11 @@ func (r *Replicator) Share(id string, want map[string]isthmus.PeerServicesSpec) 
 	defer r.mu.Unlock()
 	if want == nil {
 		delete(r.shares, id)
+		r.lacks(id, false)
 		return
+	}
+	if !equality.Semantic.DeepEqual(r.shares[id], want) {
+		r.lacks(id, true)
 	}
 	r.shares[id] = want
 	if w := r.workers[id]; w != nil {
@@ -61,7 +65,18 @@ func (r *Replicator) Sharing(id string) (Sharing, bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	s, ok := r.sharings[id]
+	s.Behind = r.behind[id]
 	return s, ok
+}
+
+// lacks notes whether a peer lacks something that it shall have. r.mu is held.
+func (r *Replicator) lacks(id string, something bool) {
+	switch {
+	case !something:
+		delete(r.behind, id)
+	case r.behind[id].IsZero():
+		r.behind[id] = r.opts.Now()
+	}
 }
 
 // A sharer keeps the PeerServices at one peer what Share said, over one link. Its worker goes on meanwhile:
@@ -137,16 +152,16 @@ func (s *sharer) fail(err error, reading bool) {
 		return
 	case reading && (apierrors.IsNotFound(err) || apierrors.IsForbidden(err)):
 		s.listed = false
-		var sharing Sharing
-		if sharing.Withdrawn = true; len(s.wanted()) > 0 {
+		sharing, lacks := Sharing{Withdrawn: true}, len(s.wanted()) > 0
+		if lacks {
 			sharing.Condition = Condition{metav1.ConditionFalse, isthmus.ReasonNotSupported, fmt.Sprintf(
 				"%s %s; the peer takes no services: it is no Isthmus, an older one, or one without them; want `isthmus install --services` and `isthmus peer --services` there", s.link.server, text)}
 		}
-		s.report(sharing)
+		s.report(sharing, lacks)
 	default:
 		sharing := s.seen()
 		sharing.Condition = failure(s.link.server, err)
-		s.report(sharing)
+		s.report(sharing, true)
 	}
 }
 
@@ -183,11 +198,10 @@ func (s *sharer) sync(ctx context.Context) {
 	case failed == nil:
 		s.tries.reset()
 		sharing := s.seen()
-		sharing.Synced = s.w.r.opts.Now()
 		if n := services(want); len(want) > 0 {
 			sharing.Condition = Condition{metav1.ConditionTrue, isthmus.ReasonShared, fmt.Sprintf("the peer has our %s", n)}
 		}
-		s.report(sharing)
+		s.report(sharing, false)
 		return
 	case !apierrors.IsConflict(failed) && !apierrors.IsAlreadyExists(failed): // the watch is going to tell
 		s.fail(failed, false)
@@ -259,17 +273,15 @@ func (s *sharer) seen() (sharing Sharing) {
 }
 
 // report keeps what a sharer found, and tells the rest of the manager when it differs from before.
-func (s *sharer) report(sharing Sharing) {
+func (s *sharer) report(sharing Sharing, lacks bool) {
 	r, id := s.w.r, s.w.peer.ID
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.workers[id] != s.w { // dismissed meanwhile
 		return
 	}
+	r.lacks(id, lacks)
 	before, known := r.sharings[id]
-	if sharing.Synced.IsZero() {
-		sharing.Synced = before.Synced
-	}
 	r.sharings[id] = sharing
 	if known && before.equal(sharing) {
 		return

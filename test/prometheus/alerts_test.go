@@ -75,6 +75,7 @@ var well = map[string]string{
 	`isthmus_manager_peering_ready{instance="m",job="m",namespace="n",peering="oslo",peer="p",reason="Connected"}`: "1x400",
 	`isthmus_manager_identity_expiry_timestamp_seconds{instance="m",job="m",namespace="n",peer="p"}`:               "864000x400",
 	`isthmus_manager_identity_renewal_timestamp_seconds{instance="m",job="m",namespace="n",peer="p"}`:              "432000x400",
+	`isthmus_services_behind_seconds{instance="m",job="m",namespace="n",peer="p"}`:                                 "0x400",
 	`isthmus_ipam_peers_left{instance="m",job="m",namespace="n"}`:                                                  "200x400",
 	`leader_election_master_status{instance="m",job="m",namespace="n",name="isthmus-manager"}`:                     "1x400",
 	`leader_election_master_status{instance="m2",job="m",namespace="n",name="isthmus-manager"}`:                    "0x400",
@@ -126,6 +127,7 @@ var faults = []struct {
 	{alert: "IsthmusNodesNotRefusing", after: 10, series: map[string]string{`isthmus_manager_nodes_not_refusing`: "2"}, summary: "2 nodes"},
 	{alert: "IsthmusNoManager", after: 5, series: map[string]string{`leader_election_master_status{instance="m",`: "0"}, summary: "No manager"},
 	{alert: "IsthmusReconcileErrors", after: 17, series: map[string]string{`controller_runtime_reconcile_errors_total`: "+6"}, summary: "Controller peering"},
+	{alert: "IsthmusServicesNotShared", after: 7, series: map[string]string{`isthmus_services_behind_seconds`: "+60"}, summary: "Peer p does not have"},
 	{alert: "IsthmusPoolsNearlyEmpty", after: 30, series: map[string]string{`isthmus_ipam_peers_left`: "3"}, summary: "3 more peers"},
 	{alert: "IsthmusVersionsDiffer", after: 60, series: map[string]string{
 		`isthmus_build_info{instance="gw"`: "_", `isthmus_build_info{instance="gw",job="g",namespace="n",version="v2"}`: "1"}, summary: "2 versions"},
