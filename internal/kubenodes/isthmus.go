@@ -116,8 +116,9 @@ func (c *Cluster) rolledOut(ctx context.Context) error {
 }
 
 // Peer peers two clusters by the command line and waits until both say that they are ready.
-func (s *Set) Peer(ctx context.Context, program string, a, b *Cluster) error {
-	if out, err := s.Command(ctx, program, "peer", "--context", a.Name, "--remote-context", b.Name).CombinedOutput(); err != nil {
+func (s *Set) Peer(ctx context.Context, program string, a, b *Cluster, more ...string) error {
+	args := append([]string{"peer", "--context", a.Name, "--remote-context", b.Name}, more...)
+	if out, err := s.Command(ctx, program, args...).CombinedOutput(); err != nil {
 		return fmt.Errorf("isthmus peer: %w\n%s\n%s\n%s", err, out, a.Explain(), b.Explain())
 	}
 	return errors.Join(a.WaitReady(ctx, b), b.WaitReady(ctx, a))

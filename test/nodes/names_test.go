@@ -15,7 +15,6 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/isthmus-net/isthmus/internal/kubenodes"
@@ -174,18 +173,9 @@ spec: {type: ClusterSetIP, ips: [%[1]s], ports: [{port: %[2]d, protocol: TCP}]}
 func TestAnExportedServiceIsReachedByItsClustersetName(t *testing.T) {
 	w := namesWorld(t)
 	must(t, w.set.Install(t.Context(), fixture.program, "--services", "--configure-dns"))
-	must(t, w.set.Peer(t.Context(), fixture.program, w.a, w.b))
+	must(t, w.set.Peer(t.Context(), fixture.program, w.a, w.b, "--services", "default"))
 	must(t, w.a.Watch(t.Context(), w.sniffer, w.b))
 	must(t, w.b.Watch(t.Context(), w.sniffer, w.a))
-	for c, services := range map[*kubenodes.Cluster]string{w.a: `{"import":["default"]}`, w.b: `{"export":["default"]}`} {
-		other := w.a
-		if c == w.a {
-			other = w.b
-		}
-		p, err := c.Peering(t.Context(), other)
-		must(t, err)
-		must(t, c.Client.Patch(t.Context(), p, client.RawPatch(types.MergePatchType, []byte(`{"spec":{"services":`+services+`}}`))))
-	}
 	must(t, w.b.Apply(t.Context(), fmt.Sprintf(`
 apiVersion: apps/v1
 kind: Deployment
@@ -223,8 +213,13 @@ metadata: {name: shop, namespace: default}
 	if out, _ := w.isthmus(t, "status", "--context", "a"); !strings.Contains(out, "THEIR SERVICES HERE") {
 		t.Error("status shows no services")
 	}
-	if out, code := w.isthmus(t, "diagnose", "--context", "a", "--remote-context", "b"); code != 0 || !strings.Contains(out, "1 imported") {
-		t.Error("diagnose does not show the service")
+	for deadline := time.Now().Add(patience); ; time.Sleep(2 * time.Second) { // until each CoreDNS has read its Corefile
+		if out, code := w.isthmus(t, "diagnose", "--context", "a", "--remote-context", "b"); code == 0 && strings.Contains(out, "1 imported") {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatal("diagnose does not show the service")
+		}
 	}
 	w.noPlaintext(t)
 }
