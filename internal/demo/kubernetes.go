@@ -11,6 +11,7 @@ import (
 	"net/url"
 	"os"
 	"path/filepath"
+	"strings"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -22,7 +23,8 @@ import (
 )
 
 // RunKubernetes shows the way from nothing to the first HTTP answer of another cluster on two
-// clusters with real nodes, with the time of each step. It removes the clusters, whatever happens.
+// clusters with real nodes, from there to a Service by its name in all clusters, and what becomes of that when a
+// cluster is gone, with the time of each step. It removes the clusters, whatever happens.
 func RunKubernetes(ctx context.Context, o Options) (err error) {
 	if o.Name == "" {
 		o.Name = "demo"
@@ -46,11 +48,13 @@ func RunKubernetes(ctx context.Context, o Options) (err error) {
 		title string
 		do    func() error
 	}{
-		{"Two clusters of two nodes, with kubelet, containerd, kube-proxy, and the same PodCIDR", k.clusters},
-		{"isthmus install --cluster-name NAME, in both", k.install},
-		{"isthmus peer --context a --remote-context b", k.peer},
+		{"Two clusters of two nodes, with kubelet, containerd, kube-proxy, CoreDNS, and the same PodCIDR and Service CIDR", k.clusters},
+		{"isthmus install --cluster-name NAME --services --configure-dns, in both", k.install},
+		{"isthmus peer --context a --remote-context b --services default", k.peer},
 		{"A web server in b, a pod in a", k.pods},
 		{"The first HTTP answer, from the pod in a", k.answer},
+		{"kubectl apply, in b: the Service web and its ServiceExport", k.export},
+		{"The same in a, which has a web server too; then all nodes of b lose power", k.fail},
 	} {
 		start := time.Now()
 		fmt.Fprintf(o.Out, "\n%s\n", step.title)
@@ -95,9 +99,13 @@ func (k *kubernetes) clusters() (err error) {
 	if err != nil {
 		return err
 	}
+	dns, err := kubenodes.CoreDNS(k.ctx, k.images)
+	if err != nil {
+		return err
+	}
 	k.set, err = kubenodes.Up(k.ctx, kubenodes.Options{
 		Spec: lab.Spec{Name: k.Name, Clusters: lab.Clusters(2), RPFilter: lab.RPFilterStrict}, Kube: kube,
-		Images: []string{image}, Progress: indent(k.Out),
+		Images: []string{image}, DNS: dns, Progress: indent(k.Out),
 	})
 	if err != nil {
 		return err
@@ -106,17 +114,21 @@ func (k *kubernetes) clusters() (err error) {
 	return err
 }
 
-func (k *kubernetes) install() error { return k.set.Install(k.ctx, k.Binary) }
+func (k *kubernetes) install() error { return k.set.Install(k.ctx, k.Binary, "--services", "--configure-dns") }
 
 func (k *kubernetes) peer() error {
 	a, b := k.set.Clusters[0], k.set.Clusters[1]
-	if err := k.set.Peer(k.ctx, k.Binary, a, b); err != nil {
+	if err := k.set.Peer(k.ctx, k.Binary, a, b, "--services", demoNamespace); err != nil {
 		return err
 	}
 	return errors.Join(a.Watch(k.ctx, k.sniffer, b), b.Watch(k.ctx, k.sniffer, a))
 }
 
-const demoPort = 8080
+const (
+	demoPort      = 8080
+	demoNamespace = "default"
+	demoPage      = "http://web.default.svc.clusterset.local:8080/"
+)
 
 // pods starts the server and the client on nodes without the active gateway, the longest way.
 func (k *kubernetes) pods() error {
@@ -141,7 +153,7 @@ func (k *kubernetes) start(c *kubenodes.Cluster, name string) (addr netip.Addr, 
 	if at = c.Nodes[0]; at.Name == gateway.Spec.NodeName {
 		at = c.Nodes[1]
 	}
-	err = c.Apply(k.ctx, fmt.Sprintf(`{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": %[1]q, "namespace": "default"}, "spec": {
+	err = c.Apply(k.ctx, fmt.Sprintf(`{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": %[1]q, "namespace": "default", "labels": {"app": %[1]q}}, "spec": {
 "nodeName": %[2]q, "terminationGracePeriodSeconds": 0, "containers": [{"name": %[1]q, "image": %[3]q, "args": ["serve", "%[4]d"],
 "env": [{"name": "POD_NAME", "value": "%[1]s of cluster %[5]s"}],
 "readinessProbe": {"httpGet": {"path": "/", "port": %[4]d}, "periodSeconds": 1}}]}}`, name, at.Name, kubenodes.TestImage, demoPort, c.Name))
@@ -150,7 +162,7 @@ func (k *kubernetes) start(c *kubenodes.Cluster, name string) (addr netip.Addr, 
 	}
 	err = wait.PollUntilContextTimeout(k.ctx, 50*time.Millisecond, readyTimeout, true, func(ctx context.Context) (bool, error) {
 		var p corev1.Pod
-		if err := c.Client.Get(ctx, client.ObjectKey{Namespace: "default", Name: name}, &p); err != nil {
+		if err := c.Client.Get(ctx, client.ObjectKey{Namespace: demoNamespace, Name: name}, &p); err != nil {
 			return false, err
 		}
 		for _, condition := range p.Status.Conditions {
@@ -169,30 +181,111 @@ func (k *kubernetes) start(c *kubenodes.Cluster, name string) (addr netip.Addr, 
 }
 
 func (k *kubernetes) answer() error {
-	from := fmt.Sprintf("http://%v/", netip.AddrPortFrom(k.server, demoPort))
-	ctx, cancel := context.WithTimeout(k.ctx, readyTimeout)
-	defer cancel()
-	// The client asks, by order of the node that it is on.
-	u := url.URL{Scheme: "http", Host: netip.AddrPortFrom(k.client, demoPort).String(), Path: "/get", RawQuery: url.Values{"url": {from}}.Encode()}
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, u.String(), http.NoBody)
+	page := fmt.Sprintf("http://%v/", netip.AddrPortFrom(k.server, demoPort))
+	body, err := k.get(page, readyTimeout)
 	if err != nil {
 		return err
+	}
+	fmt.Fprintf(k.Out, "  GET %s\n  %s", page, body)
+	return nil
+}
+
+// get has the client get a page, by order of the node that it is on.
+func (k *kubernetes) get(page string, timeout time.Duration) (string, error) {
+	ctx, cancel := context.WithTimeout(k.ctx, timeout)
+	defer cancel()
+	u := url.URL{Scheme: "http", Host: netip.AddrPortFrom(k.client, demoPort).String(), Path: "/get", RawQuery: url.Values{"url": {page}}.Encode()}
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, u.String(), http.NoBody)
+	if err != nil {
+		return "", err
 	}
 	transport := &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, network, address string) (net.Conn, error) {
 		return k.at.Dial(ctx, network, address)
 	}}
 	resp, err := (&http.Client{Transport: transport}).Do(req)
 	if err != nil {
-		return err
+		return "", err
 	}
 	defer resp.Body.Close()
 	body, err := io.ReadAll(resp.Body)
+	if err == nil && resp.StatusCode != http.StatusOK {
+		err = fmt.Errorf("%s: %s: %s", page, resp.Status, body)
+	}
+	return string(body), err
+}
+
+// export exports the web server of b by name, and waits until the pod in a gets its page.
+func (k *kubernetes) export() error {
+	if err := k.share(k.set.Clusters[1]); err != nil {
+		return err
+	}
+	body, err := k.untilAnswered("web of cluster b")
 	if err != nil {
 		return err
 	}
-	if resp.StatusCode != http.StatusOK {
-		return fmt.Errorf("%s: %s: %s", from, resp.Status, body)
+	fmt.Fprintf(k.Out, "  GET %s\n  %s", demoPage, body)
+	return nil
+}
+
+// share applies a Service for the pod web, and its export.
+func (k *kubernetes) share(c *kubenodes.Cluster) error {
+	return c.Apply(k.ctx, fmt.Sprintf(`
+apiVersion: v1
+kind: Service
+metadata: {name: web, namespace: %[1]s}
+spec: {selector: {app: web}, ports: [{port: %[2]d}]}
+---
+apiVersion: multicluster.x-k8s.io/v1beta1
+kind: ServiceExport
+metadata: {name: web, namespace: %[1]s}
+`, demoNamespace, demoPort))
+}
+
+// untilAnswered has the client get the page until it is that of a server.
+func (k *kubernetes) untilAnswered(server string) (body string, err error) {
+	var last error
+	err = wait.PollUntilContextTimeout(k.ctx, 100*time.Millisecond, readyTimeout, true, func(context.Context) (bool, error) {
+		body, last = k.get(demoPage, 2*time.Second)
+		return last == nil && strings.Contains(body, server), nil
+	})
+	if err != nil {
+		return "", fmt.Errorf("%s: no answer of %s: %w; the last is %q, %w\n%s", demoPage, server, err, body, last, k.set.Clusters[0].Explain())
 	}
-	fmt.Fprintf(k.Out, "  GET %s\n  %s", from, body)
+	return body, nil
+}
+
+// fail takes the power from one of two exporters while the client goes on.
+func (k *kubernetes) fail() error {
+	a, b := k.set.Clusters[0], k.set.Clusters[1]
+	if _, _, err := k.start(a, "web"); err != nil {
+		return err
+	}
+	if err := k.share(a); err != nil {
+		return err
+	}
+	if _, err := k.untilAnswered("web of cluster a"); err != nil {
+		return err
+	}
+	if err := lab.Each(b.Nodes, (*kubenodes.Node).Crash); err != nil {
+		return err
+	}
+	const quiet, most = 5 * time.Second, time.Minute // so long all is answered, or it is an error
+	asked, unanswered := 0, 0
+	crash, last := time.Now(), time.Duration(0)
+	for since := time.Since(crash); since < last+quiet; since = time.Since(crash) {
+		if since > most {
+			return fmt.Errorf("%d of %d requests were not answered within %v after the crash", unanswered, asked, most)
+		}
+		asked++
+		if _, err := k.get(demoPage, time.Second); err != nil {
+			if k.ctx.Err() != nil {
+				return err
+			}
+			unanswered, last = unanswered+1, time.Since(crash)
+		}
+		time.Sleep(50 * time.Millisecond)
+	}
+	fmt.Fprintf(k.Out, "  %d requests, one after the other, each for a second at most\n", asked)
+	fmt.Fprintf(k.Out, "  %d of them got no answer, the last %.1f s after the crash: then the endpoints in b left rotation\n", unanswered, last.Seconds())
 	return nil
 }
