@@ -38,6 +38,12 @@ var reasons = []reason{
 	{"docs/liqo.md", "", "a Liqo is needed; its objects are made from the page and exchanged with a manager", "test/control/liqodoc_test.go: docs/liqo.md"},
 	{"docs/peering.md", "", "output of an example, in which a peer has changed its claim", "internal/peering/claims_test.go: Consent"},
 	{"docs/services.md", "isthmus install ", "containers and CoreDNS are needed", "test/nodes/names_test.go: \"--configure-dns\""},
+	{"docs/services.md", "isthmus peer ", "containers and CoreDNS are needed; the test writes the field that the flag sets", "test/nodes/names_test.go: \"services\""},
+	{"docs/services.md", "kubectl --context oslo apply ", "containers and CoreDNS are needed", "test/nodes/names_test.go: kind: ServiceExport"},
+	{"docs/services.md", "curl ", "containers and CoreDNS are needed", "test/nodes/names_test.go: getByName"},
+	{"docs/services.md", "kubectl ", "they show objects", ""},
+	{"docs/services.md", "isthmus diagnose ", "containers and CoreDNS are needed", "test/nodes/names_test.go: \"diagnose\""},
+	{"docs/services.md", "isthmus status ", "containers and CoreDNS are needed", "test/nodes/names_test.go: THEIR SERVICES HERE"},
 	{"docs/performance.md", "", "a profile is for people to look at", ""},
 }
 
