@@ -42,7 +42,9 @@ type PeerServicesSpec struct {
 	Services []ExportedService `json:"services,omitempty"`
 }
 
-// ExportedService is a Service with a ServiceExport, as its cluster has it.
+// ExportedService is a Service with a ServiceExport, as its cluster has it. It is atomic, because its writer
+// always writes all of it: metadata.managedFields of a full object would be larger than a peer may write.
+// +structType=atomic
 type ExportedService struct {
 	// Namespace of the Service.
 	Namespace DNSLabel `json:"namespace"`
@@ -173,7 +175,9 @@ type PeerServicesStatus struct {
 	Refused []RefusedService `json:"refused,omitempty"`
 }
 
-// RefusedService says what an importer did not take of a service.
+// RefusedService says what an importer did not take of a service. It is atomic for the reason that
+// ExportedService is.
+// +structType=atomic
 type RefusedService struct {
 	// Namespace of the Service.
 	// +kubebuilder:validation:MaxLength=63
