@@ -1,8 +1,11 @@
 package manager
 
 import (
+	"context"
 	"fmt"
 	"net/netip"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -13,6 +16,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
 	"k8s.io/utils/ptr"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	mcscrd "sigs.k8s.io/mcs-api/config/crd"
@@ -21,6 +25,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/kubetest"
 	"github.com/isthmus-net/isthmus/manager/services"
 )
 
@@ -268,4 +273,106 @@ func (s *side) sharedVersions() string {
 		text += fmt.Sprintln(slice.Name, slice.ResourceVersion)
 	}
 	return text
+}
+
+// A foreign ServiceImport or Service in the place of ours is not changed, nor are the conditions of our
+// ServiceExport. The importer's Peering names the service. All other services are shared.
+func TestObjectsOfAnotherImplementationAreLeftAlone(t *testing.T) {
+	a, b := twoSidesWith(t, connect, sharing)
+	theirs := &mcs.ServiceImport{
+		ObjectMeta: metav1.ObjectMeta{Namespace: a.prod(), Name: "shop", Labels: map[string]string{"example.com/of": "another"}, Annotations: map[string]string{services.AnnotationDerived: "another-shop"}},
+		Spec:       mcs.ServiceImportSpec{Type: mcs.ClusterSetIP, IPs: []string{"192.0.2.99"}, Ports: []mcs.ServicePort{{Port: 443}}},
+	}
+	a.create(theirs)
+	key := services.Key{Namespace: a.prod(), Name: "cart"}
+	service := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: a.prod(), Name: services.DerivedName(key)}, Spec: corev1.ServiceSpec{Ports: []corev1.ServicePort{{Port: 443}}}}
+	a.create(service)
+	b.joined([]string{b.prod()}, nil)
+	a.joined(nil, []string{"*"})
+	for i, name := range []string{"shop", "cart", "till"} {
+		b.serve(name, fmt.Sprintf("10.200.0.%d", 5+i))
+	}
+	a.until("another service is shared", func() bool { return strings.Contains(a.shared("till"), "service, that ") })
+	untouched := func() bool {
+		t.Helper()
+		var i mcs.ServiceImport
+		a.ok(a.api().Get(a.ctx, client.ObjectKeyFromObject(theirs), &i))
+		var s corev1.Service
+		a.ok(a.api().Get(a.ctx, client.ObjectKeyFromObject(service), &s))
+		var list discoveryv1.EndpointSliceList
+		a.ok(a.api().List(a.ctx, &list, client.InNamespace(a.prod()), client.MatchingLabels{mcs.LabelServiceName: "shop"}))
+		var carts discoveryv1.EndpointSliceList
+		a.ok(a.api().List(a.ctx, &carts, client.InNamespace(a.prod()), client.MatchingLabels{mcs.LabelServiceName: "cart"}))
+		derived := services.Key{Namespace: a.prod(), Name: services.DerivedName(services.Key{Namespace: a.prod(), Name: "shop"})}
+		return i.ResourceVersion == theirs.ResourceVersion && s.ResourceVersion == service.ResourceVersion && len(list.Items)+len(carts.Items) == 0 &&
+			apierrors.IsNotFound(a.api().Get(a.ctx, derived, &corev1.Service{})) && apierrors.IsNotFound(a.api().Get(a.ctx, key, &mcs.ServiceImport{}))
+	}
+	a.always("the objects of others are untouched", untouched)
+	names := "another implementation has " + a.prod() + "/cart, " + a.prod() + "/shop"
+	a.until("the Peering says "+names, func() bool { return strings.Contains(a.peer.message(isthmus.ConditionServicesShared), names) })
+	for _, s := range []*side{a, b} {
+		s.peer.untilIs(isthmus.ConditionServicesShared, isthmus.ReasonPartlyRefused)
+		s.peer.untilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
+	}
+	b.untilExport("shop", mcs.ServiceExportConditionReady, mcs.ServiceExportReasonFailed)
+	b.untilExport("till", mcs.ServiceExportConditionReady, mcs.ServiceExportReasonExported)
+
+	a.serve("shop", "10.200.0.9")
+	a.always("our export and the objects of others are untouched", func() bool {
+		var e mcs.ServiceExport
+		a.ok(a.api().Get(a.ctx, client.ObjectKeyFromObject(theirs), &e))
+		return len(e.Status.Conditions) == 0 && untouched()
+	})
+
+	// Once the foreign objects are gone, ours take their place.
+	a.ok(a.api().Delete(a.ctx, theirs))
+	a.until("the service is shared", func() bool {
+		return strings.HasPrefix(a.shared("shop"), "import ClusterSetIP, service, self 10.200.0.9:8080, that ")
+	})
+	a.ok(a.api().Delete(a.ctx, service))
+	a.until("the other one, too", func() bool { return strings.HasPrefix(a.shared("cart"), "import ClusterSetIP, service, that ") })
+	for _, s := range []*side{a, b} {
+		s.peer.untilIs(isthmus.ConditionServicesShared, isthmus.ReasonShared)
+	}
+}
+
+// A peer without the kind PeerServices, such as a Liqo v0.9 or an older Isthmus, is a peer like any other. It
+// gets no services, and the Peering says why.
+func TestPeerWithoutTheKindIsReadyAllTheSame(t *testing.T) {
+	dir := t.TempDir()
+	files, err := filepath.Glob("../deploy/crds/*.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	a, b := twoSidesWith(t, func(ctx context.Context, server *kubetest.Server) (*rest.Config, client.Client, error) {
+		for _, file := range files {
+			if filepath.Base(file) == "isthmus.net_peerservices.yaml" {
+				continue
+			}
+			text, err := os.ReadFile(file)
+			if err == nil {
+				err = os.WriteFile(filepath.Join(dir, filepath.Base(file)), text, 0o644)
+			}
+			if err != nil {
+				return nil, nil, err
+			}
+		}
+		return connectWith(ctx, server, dir)
+	}, func(s *side) {
+		if s.server == testServer {
+			sharing(s)
+		}
+	})
+	a.joined([]string{a.prod()}, []string{a.prod()})
+	b.connected()
+	b.peer.untilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
+	a.serve("shop", "10.200.0.5")
+	a.peer.untilIs(isthmus.ConditionServicesShared, isthmus.ReasonNotSupported)
+	a.untilExport("shop", mcs.ServiceExportConditionReady, mcs.ServiceExportReasonFailed)
+	a.untilShared("shop", "import ClusterSetIP, service, self 10.200.0.5:8080") // here it is served
+	a.always("the Peering is Ready", func() bool { return a.peer.is(isthmus.ConditionReady, isthmus.ReasonConnected) })
+
+	// Un-peering waits for nothing that cannot be there.
+	a.unpeer()
+	b.unpeer()
 }

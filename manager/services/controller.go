@@ -148,10 +148,12 @@ func (c *Controller) SetupWithManager(mgr ctrl.Manager) error {
 			if requests := byLabel(ctx, o); len(requests) > 0 {
 				return requests
 			}
-			if k := client.ObjectKeyFromObject(o); c.exports(ctx, k) || strings.HasPrefix(k.Name, "derived-") {
-				return []reconcile.Request{{NamespacedName: k}}
+			k := client.ObjectKeyFromObject(o)
+			all := c.displaced(k)
+			if c.exports(ctx, k) {
+				all = append(all, reconcile.Request{NamespacedName: k})
 			}
-			return nil
+			return all
 		}))).
 		WatchesRawSource(source.Kind[client.Object](c.objects, &discoveryv1.EndpointSlice{}, handler.EnqueueRequestsFromMapFunc(byLabel))).
 		WatchesRawSource(source.Kind(c.objects, &isthmus.PeerServices{}, differing)).
@@ -208,6 +210,20 @@ func (c *Controller) offered(ctx context.Context, tenant string) (all []reconcil
 	for i := range list.Items {
 		for _, s := range list.Items[i].Spec.Services {
 			all = append(all, requestFor(s))
+		}
+	}
+	return all
+}
+
+// displaced returns the service whose derived Service has the given name. A foreign Service of that name has
+// no label that says so.
+func (c *Controller) displaced(k Key) (all []reconcile.Request) {
+	if !strings.HasPrefix(k.Name, derivedPrefix) {
+		return nil
+	}
+	for _, service := range c.board.keys() {
+		if service.Namespace == k.Namespace && DerivedName(service) == k.Name {
+			all = append(all, reconcile.Request{NamespacedName: service})
 		}
 	}
 	return all

@@ -51,8 +51,11 @@ func ShardOf(k Key) string {
 
 func shardName(n int) string { return fmt.Sprintf("%s%d", isthmus.PeerServicesPrefix, n) }
 
+// derivedPrefix begins the names of our Services and EndpointSlices, and of no others that we may write.
+const derivedPrefix = "derived-"
+
 // DerivedName is the name of the Service that stands for a service of several clusters.
-func DerivedName(k Key) string { return "derived-" + digest(10, k.Namespace, k.Name) }
+func DerivedName(k Key) string { return derivedPrefix + digest(10, k.Namespace, k.Name) }
 
 // digest returns n characters that differ where parts differ, and that may be part of any name.
 func digest(n int, parts ...string) string {
