@@ -41,6 +41,8 @@ type Options struct {
 	// IPAMAllow is the networks of nodes of which virtual kubelets may map endpoints, for the flag
 	// --ipam-allow of managers; empty: none.
 	IPAMAllow string
+	// Services installs and runs what shares Services with peers.
+	Services bool
 	// Dress is called for the lab before anything runs in it: it makes the pods' networks of clusters
 	// that are Bare, and may give Nodes and Pods other networks and addresses than the lab did.
 	Dress func(context.Context, *lab.Lab) error
@@ -71,6 +73,7 @@ type Cluster struct {
 	dir       string
 	binary    string
 	ipamAllow string
+	services  bool
 	mu        sync.Mutex
 	processes map[string]*process
 }
@@ -126,7 +129,11 @@ func (f *Fleet) up(ctx context.Context, o Options) error {
 		return err
 	}
 	return f.each(func(c *Cluster) error {
-		out, err := f.Isthmus(ctx, "install", "--without-workloads", "--request-timeout", "1m", "--context", c.Name, "--cluster-name", c.Name, "--cluster-id", c.ID)
+		args := []string{"install", "--without-workloads", "--request-timeout", "1m", "--context", c.Name, "--cluster-name", c.Name, "--cluster-id", c.ID}
+		if c.services = o.Services; c.services {
+			args = append(args, "--services")
+		}
+		out, err := f.Isthmus(ctx, args...)
 		if err != nil {
 			return fmt.Errorf("isthmus install: %w\n%s", err, out)
 		}

@@ -105,7 +105,7 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 		args: []string{"manager", "--kubeconfig", manager, "--namespace", Namespace,
 			"--pod-cidr", c.PodCIDR.String(),
 			"--ipam-address", fmt.Sprintf("127.0.0.1:%d", ipamPort), "--ipam-plain",
-			"--ipam-allow", c.ipamAllow},
+			"--ipam-allow", c.ipamAllow, "--services=" + strconv.FormatBool(c.services)},
 		env:   []string{"POD_NAME=manager-1", "POD_UID=manager-1"},
 		ready: url(managerHealthPort, "readyz"), metrics: url(managerPort, "metrics"),
 	})

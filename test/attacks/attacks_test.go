@@ -49,8 +49,8 @@ type chapter struct {
 
 // chapters are in an order in which none spoils the next. The last one closes.
 func chapters() []chapter {
-	return []chapter{overlayChapter(), podChapter(), tunnelChapter(), claimChapter(), rightsChapter(), serverChapter(), insideChapter(), partingChapter(),
-		closingChapter()}
+	return []chapter{overlayChapter(), podChapter(), tunnelChapter(), claimChapter(), servicesChapter(), rightsChapter(), serverChapter(), insideChapter(),
+		partingChapter(), closingChapter()}
 }
 
 // isthmus is the isthmus program, and kube the folder of etcd and kube-apiserver; TestMain makes

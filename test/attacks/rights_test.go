@@ -393,6 +393,8 @@ func insideChapter() chapter {
 				post("{}", "/api/v1/namespaces/"+fleet.Namespace+"/serviceaccounts/isthmus-manager/token", "/api/v1/nodes", liqo+"/ipamstorages")...),
 				patch("{}", "/api/v1/nodes/a-node1", "/api/v1/nodes/a-node1/status", liqo+"/namespaces/"+tenant(s.c)+"/tunnelendpoints/"+identity(s.c).UniqueName()+"/status")...)...)
 		}},
+		{attacker: "who has the manager's token", attempt: "with its right to share services: Services with selectors, external IPs, of other types, in kube-system, of somebody else; " +
+			"EndpointSlices of other Services", now: "refused by the admission policy: its own Services, which select nothing, and their EndpointSlices", run: managerWritesServices},
 		{attacker: "a mistake in a manifest", attempt: "two managers of one POD_NAME", before: "both led", now: "one leads: POD_UID is a part of the holder's name", run: twoManagers},
 		{attacker: "an unprivileged process of a node", attempt: "takes the agent's lock while the agent restarts", before: "the agent did not start any more",
 			now: unprivilegedLock, run: lockOfTheAgent},

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -66,7 +67,7 @@ func newSite(t *testing.T, inPods bool) *site {
 	if inPods {
 		clusters[0].GatewayPods = 2
 	}
-	f, err := fleet.Up(t.Context(), fleet.Options{Binary: isthmus, Kube: kube, Spec: lab.Spec{Name: lab.UniqueName("attacks"), Clusters: clusters}})
+	f, err := fleet.Up(t.Context(), fleet.Options{Binary: isthmus, Kube: kube, Services: true, Spec: lab.Spec{Name: lab.UniqueName("attacks"), Clusters: clusters}})
 	must(t, err)
 	t.Cleanup(func() {
 		for _, l := range f.Sniffer.Excuse(madeUpByC(f.Clusters[2])) {
@@ -85,8 +86,13 @@ func newSite(t *testing.T, inPods bool) *site {
 	})
 	must(t, f.Lab.ServeHosts())
 	s := &site{Fleet: f, a: f.Clusters[0], b: f.Clusters[1], c: f.Clusters[2]}
+	for _, c := range f.Clusters {
+		for _, name := range []string{shared, closed} {
+			must(t, c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name}}))
+		}
+	}
 	for _, pair := range [][2]*fleet.Cluster{{s.a, s.b}, {s.a, s.c}, {s.b, s.c}} {
-		s.isthmus(t, "peer", "--context", pair[0].Name, "--remote-context", pair[1].Name)
+		s.isthmus(t, "peer", "--context", pair[0].Name, "--remote-context", pair[1].Name, "--services", shared+",kube-system,"+fleet.Namespace)
 	}
 	s.gateway, err = s.a.ActiveGateway(t.Context())
 	must(t, err)
