@@ -46,8 +46,8 @@ const Namespace = "isthmus-system"
 const (
 	PeerObjectsPolicy = "isthmus-peer-objects"
 	PeerTokensPolicy  = "isthmus-peer-tokens"
-	// PeerServicesPolicy is there only where services are shared.
-	PeerServicesPolicy = "isthmus-peer-services"
+	// ManagerServicesPolicy is there only where services are shared.
+	ManagerServicesPolicy = "isthmus-manager-services"
 	PeerPriority       = "isthmus-peers"
 )
 

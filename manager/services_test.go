@@ -193,6 +193,18 @@ func TestServicesAreSharedBetweenClustersWithTheSamePodCIDR(t *testing.T) {
 	a.peer.untilIs(isthmus.ConditionServicesShared, isthmus.ReasonShared)
 	b.peer.untilIs(isthmus.ConditionServicesShared, isthmus.ReasonShared)
 
+	// What nobody has checked in a ServiceExport and in a slice that a user wrote harms no other service of the shard.
+	odd := sameShard(b.prod(), "shop")
+	zone := b.serve(odd, "10.200.3.3")
+	zone.Endpoints[0].Zone = ptr.To(strings.Repeat("z", 300))
+	b.ok(b.api().Update(b.ctx, zone))
+	var export mcs.ServiceExport
+	b.ok(b.api().Get(b.ctx, services.Key{Namespace: b.prod(), Name: odd}, &export))
+	export.Spec.ExportedLabels = map[string]string{strings.Repeat("k", 400): "v", "team": strings.Repeat("v", 600)}
+	b.ok(b.api().Update(b.ctx, &export))
+	b.untilExport(odd, mcs.ServiceExportConditionReady, mcs.ServiceExportReasonExported)
+	a.untilShared(odd, "import ClusterSetIP, service, "+at("10.200.3.3"))
+
 	slice.Endpoints[1].Conditions.Ready = ptr.To(false)
 	b.ok(b.api().Update(b.ctx, slice))
 	a.untilShared("shop", "import ClusterSetIP, service, "+at("10.200.0.5")+", "+at("10.200.1.6")+"!")
@@ -246,6 +258,16 @@ func TestServicesAreSharedBetweenClustersWithTheSamePodCIDR(t *testing.T) {
 			if strings.Contains(line, "forbidden") || strings.Contains(line, "Reconciler error") && !strings.Contains(line, "context canceled") {
 				t.Errorf("the manager of %s had trouble: %s", s.self.ClusterName, line)
 			}
+		}
+	}
+}
+
+// sameShard is the name of another service in the shard of one.
+func sameShard(namespace, name string) string {
+	for i := 0; ; i++ {
+		other := fmt.Sprintf("odd-%d", i)
+		if services.ShardOf(services.Key{Namespace: namespace, Name: other}) == services.ShardOf(services.Key{Namespace: namespace, Name: name}) {
+			return other
 		}
 	}
 }

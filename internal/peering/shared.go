@@ -16,11 +16,11 @@ import (
 	"github.com/isthmus-net/isthmus/deploy"
 )
 
-// checkServices finds out whether services are shared here at all: then the policy is there that bounds what a peer
-// writes about its own.
+// checkServices finds out whether services are shared here at all: then the policy is there that bounds what the
+// manager makes of them.
 func (s *side) checkServices(ctx context.Context) error {
 	policy := &admissionv1.ValidatingAdmissionPolicy{}
-	policy.Name = deploy.PeerServicesPolicy
+	policy.Name = deploy.ManagerServicesPolicy
 	err := s.client.Get(ctx, client.ObjectKeyFromObject(policy), policy)
 	switch {
 	case err == nil:

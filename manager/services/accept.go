@@ -59,6 +59,7 @@ const (
 	RefusedReserved  = "NamespaceReserved" // nothing is imported there
 	RefusedConsent   = "NotImported"       // the Peering here does not import into the namespace
 	RefusedNamespace = "NamespaceMissing"  // there is no such namespace here
+	RefusedNetworks  = "NetworksPending"   // both clusters have not agreed on networks yet
 	RefusedAddress   = "ForeignAddress"    // endpoints outside the PodCIDR of the peer; the others are served
 	RefusedMetadata  = "InvalidMetadata"   // labels or annotations that this cluster does not take; the service is served
 	RefusedForeign   = "ForeignObject"     // an object of somebody else is in the place of ours
@@ -92,8 +93,10 @@ func (p Peer) Accept(shard string, s isthmus.ExportedService, where Namespaces, 
 		refuse(RefusedConsent, "the Peering does not import services into this namespace")
 	case !where.Exists(s.Namespace):
 		refuse(RefusedNamespace, "the importing cluster has no such namespace")
+	case !p.Pods.From.IsValid():
+		refuse(RefusedNetworks, "the clusters have not agreed on networks yet")
 	}
-	if len(refusals) > 0 || !p.Pods.From.IsValid() {
+	if len(refusals) > 0 {
 		return Export{}, refusals, false
 	}
 	x = Export{ID: p.ID, Cluster: p.Cluster, Since: s.Since, Service: s, Down: p.Down, Addresses: make(map[string]netip.Addr)}

@@ -15,6 +15,7 @@ type board struct {
 	mu       sync.Mutex
 	own      map[Key]*isthmus.ExportedService // exports of this cluster; nil: looked at, and invalid
 	outcomes map[Key]map[string]outcome       // by cluster ID of the exporter
+	omitted  map[string]map[Key]bool          // exports for which a peer has no room, by its cluster ID
 }
 
 // An outcome is what became of the export of one peer.
@@ -29,7 +30,7 @@ func (o outcome) equal(p outcome) bool {
 }
 
 func newBoard() *board {
-	return &board{own: make(map[Key]*isthmus.ExportedService), outcomes: make(map[Key]map[string]outcome)}
+	return &board{own: make(map[Key]*isthmus.ExportedService), outcomes: make(map[Key]map[string]outcome), omitted: make(map[string]map[Key]bool)}
 }
 
 // setOwn notes an export of this cluster.
@@ -69,6 +70,33 @@ func (b *board) exports() (all []isthmus.ExportedService) {
 		return cmp.Or(strings.Compare(a.Namespace, b.Namespace), strings.Compare(a.Name, b.Name))
 	})
 	return all
+}
+
+// setOmitted notes the exports for which a peer has no room, and returns those for which that is news.
+func (b *board) setOmitted(id string, keys []Key) (changed []Key) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	before := b.omitted[id]
+	now := make(map[Key]bool, len(keys))
+	for _, key := range keys {
+		if now[key] = true; !before[key] {
+			changed = append(changed, key)
+		}
+	}
+	for key := range before {
+		if !now[key] {
+			changed = append(changed, key)
+		}
+	}
+	b.omitted[id] = now
+	return changed
+}
+
+// omits reports whether a peer has no room for an export.
+func (b *board) omits(id string, key Key) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.omitted[id][key]
 }
 
 // setOutcomes notes what became of a service of the peers, by cluster ID, and returns the peers for which

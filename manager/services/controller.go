@@ -559,6 +559,8 @@ func (c *Controller) readiness(g gathered, conflicts map[string]bool, texts *[]s
 			}
 		}
 		switch {
+		case c.board.omits(id, g.key):
+			failed = append(failed, fmt.Sprintf("cluster %s: there is no room in PeerServices %s, which has older exports", name, ShardOf(g.key)))
 		case !looked, sharing.Condition.Status == "", sharing.Condition.Reason == isthmus.ReasonSharing:
 			pending = append(pending, name)
 		case sharing.Condition.Status != metav1.ConditionTrue:
@@ -648,8 +650,8 @@ func (e *exporter) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, 
 			}
 		}
 		shards, omitted := Shards(theirs)
-		if len(omitted) > 0 {
-			e.Log.Warn("services are not exported, because a peer takes no more", "peer", p.Spec.Cluster.ClusterID, "services", omitted)
+		for _, key := range e.board.setOmitted(p.Spec.Cluster.ClusterID, omitted) {
+			e.again.add(key.Namespace, key.Name)
 		}
 		e.Share(p.Spec.Cluster.ClusterID, shards)
 	}
@@ -697,7 +699,7 @@ func (a *answerer) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result
 		key := Key{Namespace: s.Namespace, Name: s.Name}
 		o, looked := a.board.outcome(key, peerings[at].Spec.Cluster.ClusterID)
 		if !looked {
-			continue // its reconcile sends an event
+			return ctrl.Result{}, nil // its reconcile sends an event
 		}
 		if len(o.refusals) == 0 {
 			continue

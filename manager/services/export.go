@@ -145,8 +145,9 @@ type LeftOut struct {
 	TooMany int // beyond the bounds of PeerServices
 }
 
-// bounded drops what the definition of PeerServices has no room for: a peer's API server would refuse
-// the other services of the shard as well.
+// bounded drops what the definition of PeerServices does not take: a peer's API server would refuse
+// the other services of the shard as well. Nobody has checked what a ServiceExport and EndpointSlices that a
+// user wrote have in these fields.
 func bounded(s isthmus.ExportedService) isthmus.ExportedService {
 	s.Ports = s.Ports[:min(len(s.Ports), maxPorts)]
 	s.Labels, s.Annotations = boundedMetadata(s.Labels), boundedMetadata(s.Annotations)
@@ -161,13 +162,15 @@ func bounded(s isthmus.ExportedService) isthmus.ExportedService {
 const (
 	maxPorts    = 64
 	maxMetadata = 16
+	maxKey      = 317 // characters of a qualified name
 	maxValue    = 512
+	maxZone     = 63
 )
 
 func boundedMetadata(m map[string]isthmus.MetadataValue) map[string]isthmus.MetadataValue {
 	var kept map[string]isthmus.MetadataValue
 	for _, k := range slices.Sorted(maps.Keys(m)) {
-		if len(m[k]) > maxValue || len(kept) == maxMetadata {
+		if len(k) > maxKey || len(m[k]) > maxValue || len(kept) == maxMetadata {
 			continue
 		}
 		if kept == nil {
@@ -178,6 +181,11 @@ func boundedMetadata(m map[string]isthmus.MetadataValue) map[string]isthmus.Meta
 	return kept
 }
 
+func boundedTargets(targets []isthmus.TargetPort) []isthmus.TargetPort {
+	kept := slices.DeleteFunc(slices.Clone(targets), func(t isthmus.TargetPort) bool { return t.Port < 1 || t.Port > 65535 })
+	return kept[:min(len(kept), maxPorts)]
+}
+
 // ForPeers returns the export with the endpoints that peers can reach, which are those in our PodCIDR,
 // and what it leaves out.
 func ForPeers(s isthmus.ExportedService, pods netip.Prefix) (isthmus.ExportedService, LeftOut) {
@@ -186,7 +194,7 @@ func ForPeers(s isthmus.ExportedService, pods netip.Prefix) (isthmus.ExportedSer
 	room := isthmus.MaxExportedEndpoints
 	var subsets []isthmus.EndpointSubset
 	for _, subset := range s.Subsets {
-		kept := isthmus.EndpointSubset{Targets: subset.Targets[:min(len(subset.Targets), maxPorts)]}
+		kept := isthmus.EndpointSubset{Targets: boundedTargets(subset.Targets)}
 		for _, e := range subset.Endpoints {
 			switch addr, err := netip.ParseAddr(e.Address); {
 			case err != nil || !pods.Contains(addr):
@@ -195,6 +203,9 @@ func ForPeers(s isthmus.ExportedService, pods netip.Prefix) (isthmus.ExportedSer
 				left.TooMany++
 			default:
 				room--
+				if len(e.Zone) > maxZone {
+					e.Zone = ""
+				}
 				kept.Endpoints = append(kept.Endpoints, e)
 			}
 		}
@@ -214,24 +225,51 @@ func count(s isthmus.ExportedService) (n int) {
 	return n
 }
 
-// Shards distributes exports over PeerServices, by name. Each shard has room for so many services and
-// endpoints; the older exports come first. omitted has no room.
+// maxOctets bounds a shard, as JSON: etcd takes 1.5 MiB at once.
+const maxOctets = 1 << 20
+
+// octets is more than s has as JSON. Characters of labels and annotations may take six there.
+func octets(s isthmus.ExportedService) int {
+	n := 600
+	for _, m := range []map[string]isthmus.MetadataValue{s.Labels, s.Annotations} {
+		for k, v := range m {
+			n += 8 + 6*(len(k)+len(v))
+		}
+	}
+	for _, p := range s.Ports {
+		n += 70 + len(p.Name) + 6*len(p.AppProtocol)
+	}
+	for _, subset := range s.Subsets {
+		n += 32
+		for _, t := range subset.Targets {
+			n += 32 + len(t.Name)
+		}
+		for _, e := range subset.Endpoints {
+			n += 90 + len(e.Address) + len(e.Hostname) + 6*len(e.Zone)
+		}
+	}
+	return n
+}
+
+// Shards distributes exports over PeerServices, by name. Each shard has room for so many services,
+// endpoints and octets; the older exports come first. omitted has no room.
 func Shards(exports []isthmus.ExportedService) (shards map[string]isthmus.PeerServicesSpec, omitted []Key) {
 	byAge := slices.Clone(exports)
 	slices.SortFunc(byAge, func(a, b isthmus.ExportedService) int {
 		return cmp.Or(a.Since.Compare(b.Since.Time), strings.Compare(a.Namespace, b.Namespace), strings.Compare(a.Name, b.Name))
 	})
 	shards = make(map[string]isthmus.PeerServicesSpec)
-	endpoints := make(map[string]int)
+	endpoints, size := make(map[string]int), make(map[string]int)
 	for _, s := range byAge {
 		key := Key{Namespace: s.Namespace, Name: s.Name}
 		name := ShardOf(key)
-		spec := shards[name]
-		if len(spec.Services) == isthmus.MaxExportedServices || endpoints[name]+count(s) > isthmus.MaxExportedEndpoints {
+		spec, n := shards[name], octets(s)
+		if len(spec.Services) == isthmus.MaxExportedServices || endpoints[name]+count(s) > isthmus.MaxExportedEndpoints || size[name]+n > maxOctets {
 			omitted = append(omitted, key)
 			continue
 		}
 		endpoints[name] += count(s)
+		size[name] += n
 		spec.Services = append(spec.Services, s)
 		shards[name] = spec
 	}

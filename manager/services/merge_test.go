@@ -2,6 +2,7 @@ package services
 
 import (
 	"cmp"
+	"encoding/json"
 	"fmt"
 	"maps"
 	"math/rand/v2"
@@ -196,7 +197,7 @@ func TestAcceptRefuses(t *testing.T) {
 		t.Errorf("wrong shard: %v", refusals)
 	}
 	peer.Pods = Remap{}
-	if _, refusals, ok := peer.Accept(ShardOf(shop), service(0), open{}, epoch); ok || len(refusals) > 0 {
+	if _, refusals, ok := peer.Accept(ShardOf(shop), service(0), open{}, epoch); ok || len(refusals) != 1 || refusals[0].Reason != RefusedNetworks {
 		t.Errorf("without a network: %v %v", ok, refusals)
 	}
 }
@@ -365,6 +366,37 @@ func TestShardsAreBoundedAndComplete(t *testing.T) {
 	}
 	if n+len(omitted) != len(exports) || len(shards) != isthmus.PeerServicesShards || n < 16*isthmus.MaxExportedServices {
 		t.Errorf("%d in %d shards, %d omitted", n, len(shards), len(omitted))
+	}
+}
+
+// etcd takes 1.5 MiB at once: labels and endpoints as large as the definition allows have to leave room.
+func TestShardsFitIntoEtcd(t *testing.T) {
+	var exports []isthmus.ExportedService
+	for i := range 5000 {
+		s := service(time.Duration(i) * time.Second)
+		s.Name, s.Labels = fmt.Sprint("s", i), map[string]isthmus.MetadataValue{}
+		for j := range 16 {
+			s.Labels[fmt.Sprint(strings.Repeat("\x01", 300), j)] = isthmus.MetadataValue(strings.Repeat("<", 512))
+		}
+		if i%100 == 0 {
+			s.Labels = nil
+			var list []isthmus.ExportedEndpoint
+			for range 1200 {
+				list = append(list, isthmus.ExportedEndpoint{Address: "2001:db8:1111:2222:3333:4444:5555:6666", Hostname: strings.Repeat("h", 63), Zone: strings.Repeat("\x01", 63), Terminating: true})
+			}
+			s.Subsets = []isthmus.EndpointSubset{{Endpoints: list}}
+		}
+		exports = append(exports, s)
+	}
+	shards, omitted := Shards(exports)
+	if len(omitted) == 0 {
+		t.Error("all fit")
+	}
+	for name, spec := range shards {
+		text, err := json.Marshal(spec)
+		if err != nil || len(text) > 1<<20 || len(text) < 1<<18 {
+			t.Errorf("%s has %d octets, %v", name, len(text), err)
+		}
 	}
 }
 

@@ -7,7 +7,7 @@
 //	        ▼                                                   │
 //	ExportedService ── Shards, package replication ──► PeerServices ── Peer.Accept
 //
-// Functions decide and have no client and no clock. Importer and Exporter read and write around them.
+// Functions decide and have no client and no clock. A Controller reads and writes around them.
 //
 // A peer is hostile until proven otherwise: it names addresses of its own pods as it knows them, and the
 // importer moves them into the network that it uses for that peer. No other address gets into a slice.
