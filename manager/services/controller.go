@@ -698,7 +698,9 @@ func (a *answerer) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result
 	for _, s := range object.Spec.Services {
 		key := Key{Namespace: s.Namespace, Name: s.Name}
 		o, looked := a.board.outcome(key, peerings[at].Spec.Cluster.ClusterID)
-		if !looked {
+		if shard := ShardOf(key); shard != object.Name { // no reconcile looks here for it
+			o = outcome{refusals: []Refusal{{RefusedShard, "the service belongs into PeerServices " + shard}}}
+		} else if !looked {
 			return ctrl.Result{}, nil // its reconcile sends an event
 		}
 		if len(o.refusals) == 0 {
