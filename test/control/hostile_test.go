@@ -292,7 +292,11 @@ func (f *foe) settled() {
 
 // row is a line of the golden table.
 func (f *foe) row(input, outcome, reason, message string) string {
-	message = strings.Join(strings.Fields(strings.ReplaceAll(message, f.good.BackendConfig["publicKey"], "KEY-OF-B")), " ")
+	return tableRow(input, outcome, reason, strings.ReplaceAll(message, f.good.BackendConfig["publicKey"], "KEY-OF-B"))
+}
+
+func tableRow(input, outcome, reason, message string) string {
+	message = strings.Join(strings.Fields(message), " ")
 	if len(message) > 400 {
 		message = message[:400] + "..."
 	}

@@ -36,6 +36,7 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
+	mcs "sigs.k8s.io/mcs-api/pkg/apis/v1beta1"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
@@ -69,6 +70,7 @@ type site struct {
 	dir        string
 	args       []string // of the manager, beyond the usual
 	apiArgs    []string // of the API server, beyond the usual
+	services   bool     // Isthmus is installed with what shares services
 
 	health, metrics, ipam string // addresses of the manager
 
@@ -80,12 +82,19 @@ type site struct {
 // their gateways.
 func newSites(t *testing.T, podCIDRs ...string) []*site {
 	t.Helper()
+	sites := planSites(t, podCIDRs...)
+	startSites(t, sites)
+	return sites
+}
+
+// planSites describes the clusters that newSites starts.
+func planSites(t *testing.T, podCIDRs ...string) []*site {
+	t.Helper()
 	sites := make([]*site, len(podCIDRs))
 	for i, cidr := range podCIDRs {
 		name := string(rune('a' + i))
 		sites[i] = &site{t: t, name: name, id: fmt.Sprintf("%s%s%s%s0000-1111-4222-8333-%012d", name, name, name, name, i), podCIDR: cidr, dir: t.TempDir()}
 	}
-	startSites(t, sites)
 	return sites
 }
 
@@ -122,7 +131,11 @@ func (s *site) start() (err error) {
 	if s.client, err = client.NewWithWatch(s.config, client.Options{Scheme: scheme()}); err != nil {
 		return err
 	}
-	if out, err := s.isthmus("install", "--without-workloads", "--kubeconfig", s.kubeconfig, "--cluster-name", s.name, "--cluster-id", s.id); err != nil {
+	args := []string{"install", "--without-workloads", "--kubeconfig", s.kubeconfig, "--cluster-name", s.name, "--cluster-id", s.id}
+	if s.services {
+		args = append(args, "--services")
+	}
+	if out, err := s.isthmus(args...); err != nil {
 		return fmt.Errorf("isthmus install: %w\n%s", err, out)
 	}
 	return s.playGateway(ctx)
@@ -130,7 +143,7 @@ func (s *site) start() (err error) {
 
 func scheme() *runtime.Scheme {
 	scheme := runtime.NewScheme()
-	for _, add := range []func(*runtime.Scheme) error{clientgoscheme.AddToScheme, v1alpha1.AddToScheme, isthmus.AddToScheme} {
+	for _, add := range []func(*runtime.Scheme) error{clientgoscheme.AddToScheme, v1alpha1.AddToScheme, isthmus.AddToScheme, mcs.Install} {
 		if err := add(scheme); err != nil {
 			panic(err) // two kinds of one name: a mistake in the code, not in the run
 		}
@@ -377,9 +390,9 @@ func (s *site) isthmus(args ...string) (string, error) {
 }
 
 // peer peers two clusters by the command line and waits until both say Ready.
-func peer(t *testing.T, a, b *site) {
+func peer(t *testing.T, a, b *site, flags ...string) {
 	t.Helper()
-	if out, err := a.isthmus("peer", "--kubeconfig", a.kubeconfig, "--remote-kubeconfig", b.kubeconfig); err != nil {
+	if out, err := a.isthmus(append([]string{"peer", "--kubeconfig", a.kubeconfig, "--remote-kubeconfig", b.kubeconfig}, flags...)...); err != nil {
 		t.Fatalf("isthmus peer %s %s: %v\n%s", a.name, b.name, err, out)
 	}
 	a.ready(b)
