@@ -22,7 +22,7 @@ import (
 
 // Merged is what a cluster has to have for one service of several clusters. Owners are not set.
 type Merged struct {
-	Import  *mcs.ServiceImport          // without spec.ips
+	Import  *mcs.ServiceImport          // without spec.ips, and without their families unless headless
 	Service *corev1.Service             // nil: the service is headless
 	Slices  []discoveryv1.EndpointSlice // sorted by name
 	// Conflicts are the properties in which the exports differ, sorted by reason.
@@ -85,7 +85,21 @@ func Merge(key Key, exports []Export) Merged {
 		m.Slices = append(m.Slices, slicesOf(key, x, ports, x.Down && replaced(x, byAge, ports))...)
 	}
 	slices.SortFunc(m.Slices, func(a, b discoveryv1.EndpointSlice) int { return strings.Compare(a.Name, b.Name) })
+	if kind == mcs.Headless { // else the addresses of the derived Service decide
+		m.Import.Spec.IPFamilies = familiesOf(m.Slices)
+	}
 	return m
+}
+
+// familiesOf returns the families of the endpoints' addresses, IPv4 first.
+func familiesOf(all []discoveryv1.EndpointSlice) (families []corev1.IPFamily) {
+	for _, s := range all {
+		if f := corev1.IPFamily(s.AddressType); !slices.Contains(families, f) {
+			families = append(families, f)
+		}
+	}
+	slices.Sort(families)
+	return families
 }
 
 // mergePorts returns the union of the ports of all exports. A port that contradicts one of an older export,

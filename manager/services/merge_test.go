@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	mcs "sigs.k8s.io/mcs-api/pkg/apis/v1beta1"
@@ -113,6 +114,7 @@ func TestHostnameIsThatOfTheExportersOwnAddress(t *testing.T) {
 	for _, e := range m.Slices[0].Endpoints {
 		names[e.Addresses[0]] = *e.Hostname
 	}
+	same(t, "families", m.Import.Spec.IPFamilies, []corev1.IPFamily{corev1.IPv4Protocol})
 	same(t, "hostnames", names, map[string]string{"10.246.0.5": "10-244-0-5", "10.246.0.6": "web-0"})
 }
 

@@ -127,7 +127,7 @@ func (c *Controller) apply(ctx context.Context, have existing, want Merged) erro
 			return err
 		}
 	}
-	return c.completeImport(ctx, i, ips, want.Import.Status)
+	return c.completeImport(ctx, i, ips, want.Import)
 }
 
 // applyImport returns the import, or nil while an older one of the name is being deleted.
@@ -151,8 +151,11 @@ func (c *Controller) applyImport(ctx context.Context, have, want *mcs.ServiceImp
 }
 
 // completeImport writes what is known once the other objects are there.
-func (c *Controller) completeImport(ctx context.Context, i *mcs.ServiceImport, ips []string, status mcs.ServiceImportStatus) error {
-	var families []corev1.IPFamily
+func (c *Controller) completeImport(ctx context.Context, i *mcs.ServiceImport, ips []string, merged *mcs.ServiceImport) error {
+	families := merged.Spec.IPFamilies
+	if merged.Spec.Type == mcs.Headless && len(families) == 0 {
+		families = i.Spec.IPFamilies // its endpoints are gone for a moment
+	}
 	for _, ip := range ips {
 		families = append(families, map[bool]corev1.IPFamily{false: corev1.IPv4Protocol, true: corev1.IPv6Protocol}[strings.Contains(ip, ":")])
 	}
@@ -164,7 +167,7 @@ func (c *Controller) completeImport(ctx context.Context, i *mcs.ServiceImport, i
 		}
 	}
 	want := i.DeepCopy()
-	want.Status.EndpointSliceObjects, want.Status.Clusters = status.EndpointSliceObjects, status.Clusters
+	want.Status.EndpointSliceObjects, want.Status.Clusters = merged.Status.EndpointSliceObjects, merged.Status.Clusters
 	meta.SetStatusCondition(&want.Status.Conditions, metav1.Condition{
 		Type: string(mcs.ServiceImportConditionReady), Status: metav1.ConditionTrue, Reason: string(mcs.ServiceImportReasonReady), ObservedGeneration: i.Generation,
 	})
