@@ -95,6 +95,26 @@ demo-kubernetes: deps-nodes build ## Two clusters with real kubelets: install, p
 test-nodes: deps-nodes ## All tests on clusters with real kubelets: the matrix, Services, transfers, faults, upgrade and uninstall (root, three quarters of an hour)
 	go test -C test -count=1 -timeout=90m -v ./nodes -all
 
+# What the suite's pods run, from Debian: there is no registry to get the suite's images from.
+MCS := socat:socat nc.openbsd:netcat-openbsd nslookup:bind9-dnsutils
+
+.PHONY: deps-mcs
+deps-mcs: deps-nodes ## Install socat, nc and nslookup, which the pods of the Multi-Cluster Services suite run
+	@missing=; for c in $(MCS); do command -v "$${c%%:*}" >/dev/null || missing="$$missing $${c##*:}"; done; \
+	if [ -n "$$missing" ]; then \
+		if [ "$$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then echo "not installed:$$missing"; exit 1; fi; \
+		echo "installing for the suite: apt-get install$$missing"; apt-get update -qq; \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; fi
+
+# The suite's module is not published: SUITE is a checkout of https://github.com/kubernetes-sigs/mcs-api. RUN picks runs.
+SUITE ?=
+RUN   ?=
+
+.PHONY: test-mcs
+test-mcs: deps-mcs ## The conformance suite of the Multi-Cluster Services API from SUITE, a checkout of kubernetes-sigs/mcs-api (root, an hour)
+	@[ -d "$(SUITE)/conformance" ] || { echo "SUITE=$(SUITE): want a checkout of https://github.com/kubernetes-sigs/mcs-api"; exit 1; }
+	go test -C test -count=1 -timeout=120m -v ./nodes -all -run 'TestConformanceOfMultiClusterServices/$(RUN)' -suite "$(abspath $(SUITE))"
+
 .PHONY: test-helm
 test-helm: ## Compare the chart as Helm renders it with what isthmus install applies (builds Helm's engine, 2 minutes once)
 	go test -C test/helm ./...

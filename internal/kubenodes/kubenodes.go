@@ -69,6 +69,10 @@ type NodeOptions struct {
 
 	// HostNetwork runs the gateways of Isthmus in the network of their nodes.
 	HostNetwork bool
+
+	// UpperHalf gives pods addresses of the upper half of their node's part of the PodCIDR. A cluster with the same
+	// PodCIDR whose nodes start fewer than 126 pods each has then no pod of the same address.
+	UpperHalf bool
 }
 
 // Options of Up.

@@ -241,6 +241,10 @@ func (n *Node) configure() error {
 	if err != nil {
 		return err
 	}
+	pods := fmt.Sprintf(`"subnet": %q`, n.PodCIDR)
+	if c.options.UpperHalf {
+		pods += fmt.Sprintf(`, "rangeStart": %q`, middle(n.PodCIDR))
+	}
 	dns := ""
 	if c.set.options.DNS != "" {
 		dns = fmt.Sprintf("clusterDNS: [%v]\nclusterDomain: cluster.local\n", dnsAddress)
@@ -262,9 +266,9 @@ disabled_plugins = ["io.containerd.snapshotter.v1.aufs", "io.containerd.snapshot
 `, TestImage, pluginsDir),
 		"10-bridge.conflist": fmt.Sprintf(`{"cniVersion": "0.4.0", "name": "bridge", "plugins": [
 {"type": "bridge", "bridge": "cni0", "isGateway": true, "hairpinMode": true, "ipam": {"type": "host-local", "dataDir": "/run/cni",
- "ranges": [[{"subnet": %q}]], "routes": [{"dst": "0.0.0.0/0"}]}},
+ "ranges": [[{%s}]], "routes": [{"dst": "0.0.0.0/0"}]}},
 {"type": "portmap", "capabilities": {"portMappings": true}}]}
-`, n.PodCIDR),
+`, pods),
 		"kubelet.yaml": fmt.Sprintf(`apiVersion: kubelet.config.k8s.io/v1beta1
 kind: KubeletConfiguration
 authentication: {anonymous: {enabled: false}, webhook: {enabled: true}, x509: {clientCAFile: %s}}
@@ -295,6 +299,13 @@ conntrack: {maxPerCore: 0, min: 0, tcpEstablishedTimeout: 0s, tcpCloseWaitTimeou
 		}
 	}
 	return nil
+}
+
+// middle is the first address of the upper half of an IPv4 network.
+func middle(p netip.Prefix) netip.Addr {
+	a := p.Masked().Addr().As4()
+	a[p.Bits()/8] |= 0x80 >> (p.Bits() % 8)
+	return netip.AddrFrom4(a)
 }
 
 func (n *Node) kubeconfig(user string, groups ...string) (string, error) {

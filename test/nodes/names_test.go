@@ -21,8 +21,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubenodes/probe"
 )
 
-// namesWorld is two clusters with CoreDNS and the same networks, without Isthmus.
-func namesWorld(t *testing.T) *world {
+// namesWorld is two clusters with CoreDNS and images, without Isthmus.
+func namesWorld(t *testing.T, p plan, images ...string) *world {
 	t.Helper()
 	if fixture.skip != "" {
 		t.Skip(fixture.skip)
@@ -30,11 +30,10 @@ func namesWorld(t *testing.T) *world {
 	if !*all {
 		t.Skip("CoreDNS takes minutes to build: -all (make test-nodes) runs it")
 	}
-	p := samePlan
 	var err error
 	p.dns, err = kubenodes.CoreDNS(t.Context(), t.TempDir())
 	must(t, err)
-	w, err := makeClusters(t.Context(), p, fixture.image)
+	w, err := makeClusters(t.Context(), p, append(images, fixture.image)...)
 	must(t, err)
 	t.Cleanup(func() {
 		if t.Failed() {
@@ -88,7 +87,7 @@ func fetchByName(t *testing.T, from *kubenodes.Cluster, n *kubenodes.Node, name 
 // Pods resolve names of imported services by the cluster's own CoreDNS as soon as the Corefile says so, and
 // all is as before when Isthmus is gone.
 func TestNamesOfImportedServicesAreResolvedUntilUninstall(t *testing.T) {
-	w := namesWorld(t)
+	w := namesWorld(t, samePlan)
 	before := map[*kubenodes.Cluster]state{w.a: stateOf(t, w.a), w.b: stateOf(t, w.b)}
 	corefile := corefileOf(t, w.a)
 
@@ -171,7 +170,7 @@ spec: {type: ClusterSetIP, ips: [%[1]s], ports: [{port: %[2]d, protocol: TCP}]}
 // A Service is exported in one cluster, and pods of the other one, which have the same addresses, reach it by its
 // name of the Multi-Cluster Services API.
 func TestAnExportedServiceIsReachedByItsClustersetName(t *testing.T) {
-	w := namesWorld(t)
+	w := namesWorld(t, samePlan)
 	must(t, w.set.Install(t.Context(), fixture.program, "--services", "--configure-dns"))
 	must(t, w.set.Peer(t.Context(), fixture.program, w.a, w.b, "--services", "default"))
 	must(t, w.a.Watch(t.Context(), w.sniffer, w.b))
