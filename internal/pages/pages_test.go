@@ -39,7 +39,7 @@ var reasons = []reason{
 	{"docs/peering.md", "", "output of an example, in which a peer has changed its claim", "internal/peering/claims_test.go: Consent"},
 	{"docs/mcs-conformance.md", "", "a checkout of the suite is needed", "test/nodes/mcs_test.go: *suite"},
 	{"docs/services.md", "isthmus install ", "containers and CoreDNS are needed", "test/nodes/names_test.go: \"--configure-dns\""},
-	{"docs/services.md", "isthmus peer ", "containers and CoreDNS are needed; the test writes the field that the flag sets", "test/nodes/names_test.go: \"services\""},
+	{"docs/services.md", "isthmus peer ", "containers and CoreDNS are needed", "test/nodes/names_test.go: \"--services\", \"default\""},
 	{"docs/services.md", "kubectl --context oslo apply ", "containers and CoreDNS are needed", "test/nodes/names_test.go: kind: ServiceExport"},
 	{"docs/services.md", "curl ", "containers and CoreDNS are needed", "test/nodes/names_test.go: getByName"},
 	{"docs/services.md", "kubectl ", "they show objects", ""},

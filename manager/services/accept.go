@@ -118,26 +118,24 @@ func (p Peer) Accept(shard string, s isthmus.ExportedService, where Namespaces, 
 	if foreign > 0 {
 		refuse(RefusedAddress, "%d endpoints are outside the PodCIDR of the exporting cluster", foreign)
 	}
-	dropped := 0
-	x.Service.Labels, x.Service.Annotations = maps.Clone(s.Labels), maps.Clone(s.Annotations)
-	maps.DeleteFunc(x.Service.Labels, func(k string, v isthmus.MetadataValue) bool {
-		bad := guarded(k) || len(validation.IsValidLabelValue(string(v))) > 0
-		if bad {
-			dropped++
-		}
-		return bad
-	})
-	maps.DeleteFunc(x.Service.Annotations, func(k string, _ isthmus.MetadataValue) bool {
-		bad := guarded(k)
-		if bad {
-			dropped++
-		}
-		return bad
-	})
+	x.Service.Labels, x.Service.Annotations = taken(s.Labels, true), taken(s.Annotations, false)
+	dropped := len(s.Labels) + len(s.Annotations) - len(x.Service.Labels) - len(x.Service.Annotations)
 	if dropped > 0 {
 		refuse(RefusedMetadata, "%d labels and annotations are not taken", dropped)
 	}
 	return x, refusals, true
+}
+
+// taken returns what an object of ours may have of exported labels or annotations; nil: nothing.
+func taken(m map[string]isthmus.MetadataValue, labels bool) map[string]isthmus.MetadataValue {
+	kept := maps.Clone(m)
+	maps.DeleteFunc(kept, func(k string, v isthmus.MetadataValue) bool {
+		return guarded(k) || labels && len(validation.IsValidLabelValue(string(v))) > 0
+	})
+	if len(kept) == 0 {
+		return nil
+	}
+	return kept
 }
 
 // guarded reports whether a key is none of a label, or has a meaning to us or to the Multi-Cluster Services

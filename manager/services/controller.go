@@ -571,7 +571,10 @@ func (c *Controller) readiness(g gathered, conflicts map[string]bool, texts *[]s
 	}
 	left := ""
 	if pods, err := c.Pods(context.Background()); err == nil && pods.IsValid() {
-		_, out := ForPeers(g.ownExport.Service, pods)
+		theirs, out := ForPeers(g.ownExport.Service, pods)
+		if n := len(g.export.Spec.ExportedLabels) + len(g.export.Spec.ExportedAnnotations) - len(theirs.Labels) - len(theirs.Annotations); n > 0 {
+			left += fmt.Sprintf("; %d labels and annotations are left out: too many, too long, reserved or invalid", n)
+		}
 		if out.NoPod > 0 {
 			left += fmt.Sprintf("; %d endpoints are no pods and stay in this cluster", out.NoPod)
 		}

@@ -46,8 +46,8 @@ func ExportOf(export *mcs.ServiceExport, svc *corev1.Service, endpoints []*disco
 		Type:                  string(mcs.ClusterSetIP),
 		InternalTrafficPolicy: string(ptr.Deref(svc.Spec.InternalTrafficPolicy, "")),
 		TrafficDistribution:   ptr.Deref(svc.Spec.TrafficDistribution, ""),
-		Labels:                exported(export.Spec.ExportedLabels),
-		Annotations:           exported(export.Spec.ExportedAnnotations),
+		Labels:                taken(exported(export.Spec.ExportedLabels), true),
+		Annotations:           taken(exported(export.Spec.ExportedAnnotations), false),
 	}
 	if svc.Spec.ClusterIP == corev1.ClusterIPNone {
 		s.Type = string(mcs.Headless)
@@ -162,7 +162,6 @@ func bounded(s isthmus.ExportedService) isthmus.ExportedService {
 const (
 	maxPorts    = 64
 	maxMetadata = 16
-	maxKey      = 317 // characters of a qualified name
 	maxValue    = 512
 	maxZone     = 63
 )
@@ -170,7 +169,7 @@ const (
 func boundedMetadata(m map[string]isthmus.MetadataValue) map[string]isthmus.MetadataValue {
 	var kept map[string]isthmus.MetadataValue
 	for _, k := range slices.Sorted(maps.Keys(m)) {
-		if len(k) > maxKey || len(m[k]) > maxValue || len(kept) == maxMetadata {
+		if len(m[k]) > maxValue || len(kept) == maxMetadata {
 			continue
 		}
 		if kept == nil {
