@@ -48,7 +48,7 @@ const (
 	PeerTokensPolicy  = "isthmus-peer-tokens"
 	// ManagerServicesPolicy is there only where services are shared.
 	ManagerServicesPolicy = "isthmus-manager-services"
-	PeerPriority       = "isthmus-peers"
+	PeerPriority          = "isthmus-peers"
 )
 
 // The ServiceAccounts of the components.

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -114,7 +115,9 @@ func (k *kubernetes) clusters() (err error) {
 	return err
 }
 
-func (k *kubernetes) install() error { return k.set.Install(k.ctx, k.Binary, "--services", "--configure-dns") }
+func (k *kubernetes) install() error {
+	return k.set.Install(k.ctx, k.Binary, "--services", "--configure-dns")
+}
 
 func (k *kubernetes) peer() error {
 	a, b := k.set.Clusters[0], k.set.Clusters[1]
@@ -218,6 +221,16 @@ func (k *kubernetes) get(page string, timeout time.Duration) (string, error) {
 func (k *kubernetes) export() error {
 	if err := k.share(k.set.Clusters[1]); err != nil {
 		return err
+	}
+	// CoreDNS remembers for 30 seconds that there is no such name.
+	imported := &unstructured.Unstructured{Object: map[string]any{"apiVersion": "multicluster.x-k8s.io/v1beta1", "kind": "ServiceImport"}}
+	err := wait.PollUntilContextTimeout(k.ctx, 50*time.Millisecond, readyTimeout, true, func(ctx context.Context) (bool, error) {
+		err := k.set.Clusters[0].Client.Get(ctx, client.ObjectKey{Namespace: demoNamespace, Name: "web"}, imported)
+		ips, _, _ := unstructured.NestedStringSlice(imported.Object, "spec", "ips")
+		return len(ips) > 0, client.IgnoreNotFound(err)
+	})
+	if err != nil {
+		return fmt.Errorf("ServiceImport web in cluster a: %w\n%s", err, k.set.Clusters[0].Explain())
 	}
 	body, err := k.untilAnswered("web of cluster b")
 	if err != nil {

@@ -39,7 +39,7 @@ func (s *side) checkServices(ctx context.Context) error {
 func (s *side) shared() isthmus.Services {
 	all := make([]isthmus.ServiceNamespace, len(s.services))
 	for i, name := range s.services {
-		all[i] = isthmus.ServiceNamespace(name)
+		all[i] = name
 	}
 	return isthmus.Services{Export: all, Import: all}
 }

@@ -40,8 +40,9 @@ import (
 	"github.com/isthmus-net/isthmus/manager/replication"
 )
 
-// Patience is how long a tunnel is not connected before the endpoints behind it leave rotation.
-const Patience = 10 * time.Second
+// Patience is how long a tunnel is not connected before the endpoints behind it leave rotation. A gateway has
+// heard nothing for ten seconds when it says that it is not. This is for one that has just started.
+const Patience = 3 * time.Second
 
 // A Replicator carries PeerServices to the peers; see replication.Replicator.
 type Replicator interface {
@@ -397,7 +398,7 @@ func (c *Controller) gatherOwn(ctx context.Context, g *gathered, name string, wh
 		}
 		return nil
 	} else if err != nil {
-		return fmt.Errorf("ServiceExport %s: %w", g.key, err)
+		return fmt.Errorf("read ServiceExport %s: %w", g.key, err)
 	}
 	g.export = &export
 	var svc *corev1.Service
@@ -405,7 +406,7 @@ func (c *Controller) gatherOwn(ctx context.Context, g *gathered, name string, wh
 	if err := c.objects.Get(ctx, g.key, &found); err == nil {
 		svc = &found
 	} else if !apierrors.IsNotFound(err) {
-		return fmt.Errorf("Service %s: %w", g.key, err)
+		return fmt.Errorf("read Service %s: %w", g.key, err)
 	}
 	endpoints, known := c.sources.slices(g.key)
 	if g.wait = !known; g.wait {

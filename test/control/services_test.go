@@ -571,12 +571,12 @@ func (f *seller) testExports(t *testing.T) {
 			case metadata:
 				f.untilServed(s.Name, test.name, f.here("10.244.0.9"))
 				var i mcs.ServiceImport
-				f.a.get(types.NamespacedName(key), &i)
+				f.a.get(key, &i)
 				if len(i.Labels) != 1 || i.Labels[isthmus.LabelService] != s.Name || len(i.Annotations) != 1 || i.Annotations[services.AnnotationDerived] != services.DerivedName(key) {
 					t.Errorf("%s: labels %v, annotations %v", test.name, i.Labels, i.Annotations)
 				}
 			default:
-				if f.a.get(types.NamespacedName(key), &mcs.ServiceImport{}) {
+				if f.a.get(key, &mcs.ServiceImport{}) {
 					t.Errorf("%s: there is a ServiceImport", test.name)
 				}
 			}
@@ -819,7 +819,7 @@ func (f *seller) testComings(t *testing.T) {
 	f.a.eventually("its addresses", func() (string, bool) {
 		var i mcs.ServiceImport
 		var derived corev1.Service
-		f.a.get(types.NamespacedName(keyFor(s)), &i)
+		f.a.get(keyFor(s), &i)
 		f.a.get(types.NamespacedName{Namespace: "prod", Name: services.DerivedName(keyFor(s))}, &derived)
 		return fmt.Sprintf("%+v, %+v", i.Spec, derived.Spec), i.Spec.Type == mcs.ClusterSetIP && len(i.Spec.IPs) > 0 && slices.Equal(i.Spec.IPs, derived.Spec.ClusterIPs)
 	})
