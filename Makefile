@@ -88,7 +88,7 @@ deps-nodes: ## Install containerd and CNI plugins, and build kubelet and its lik
 	@go run ./cmd/isthmus-lab kube --nodes
 
 .PHONY: demo-kubernetes
-demo-kubernetes: deps-nodes build ## Two clusters with real kubelets: install, peer, the first HTTP answer of the other one, with times (root)
+demo-kubernetes: deps-nodes build ## Two clusters with real kubelets: install, peer, a Service of the other one by its name, with times (root)
 	@$(BIN)/isthmus-lab demo --kubernetes
 
 .PHONY: test-nodes

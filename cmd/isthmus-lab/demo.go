@@ -37,7 +37,9 @@ checkout of the source.
 
 With --kubernetes there are two clusters with real nodes instead: kubelet, containerd,
 the bridge CNI plugin and kube-proxy. Isthmus is installed as everywhere, and the time
-of each step is shown, until a pod of one cluster has an HTTP answer of the other.`,
+of each step is shown, until a pod of one cluster has an HTTP answer of the other by
+the name of a Service, and goes on having answers when one of two clusters with that
+Service is gone.`,
 		Args: cobra.NoArgs,
 		RunE: needsRoot(func(cmd *cobra.Command, _ []string) (err error) {
 			if err := lab.Available(); err != nil {
@@ -64,7 +66,7 @@ of each step is shown, until a pod of one cluster has an HTTP answer of the othe
 		}),
 	}
 	addProgramFlag(cmd.Flags(), &o.Binary)
-	cmd.Flags().BoolVar(&kubernetes, "kubernetes", false, "two clusters with real kubelets, from nothing to the first HTTP answer")
+	cmd.Flags().BoolVar(&kubernetes, "kubernetes", false, "two clusters with real kubelets, from nothing to a Service by its name")
 	cmd.Flags().BoolVar(&o.Keep, "keep", false, "let the clusters stand at the end, until Ctrl-C")
 	cmd.Flags().StringVar(&o.Name, "name", "demo", "name of the lab")
 	return cmd

@@ -54,6 +54,7 @@ func RunKubernetes(ctx context.Context, o Options) (err error) {
 		{"isthmus peer --context a --remote-context b --services default", k.peer},
 		{"A web server in b, a pod in a", k.pods},
 		{"The first HTTP answer, from the pod in a", k.answer},
+		{"CoreDNS reads its new Corefile, which kubelets give it within two minutes", k.names},
 		{"kubectl apply, in b: the Service web and its ServiceExport", k.export},
 		{"The same in a, which has a web server too; then all nodes of b lose power", k.fail},
 	} {
@@ -215,6 +216,24 @@ func (k *kubernetes) get(page string, timeout time.Duration) (string, error) {
 		err = fmt.Errorf("%s: %s: %s", page, resp.Status, body)
 	}
 	return string(body), err
+}
+
+// names waits until CoreDNS in a answers for the zone of services: that there is no such name.
+func (k *kubernetes) names() error {
+	const enough, patience = 10, 3 * time.Minute // one after the other: it has two Pods
+	answers := 0
+	var last error
+	err := wait.PollUntilContextTimeout(k.ctx, 200*time.Millisecond, patience, true, func(context.Context) (bool, error) {
+		_, last = k.get("http://missing.default.svc.clusterset.local/", 2*time.Second)
+		if answers++; last == nil || !strings.Contains(last.Error(), "no such host") {
+			answers = 0
+		}
+		return answers == enough, nil
+	})
+	if err != nil {
+		return fmt.Errorf("CoreDNS does not answer for clusterset.local: %w; the last is %w\n%s", err, last, k.set.Clusters[0].Explain())
+	}
+	return nil
 }
 
 // export exports the web server of b by name, and waits until the pod in a gets its page.
