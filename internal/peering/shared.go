@@ -37,10 +37,7 @@ func (s *side) checkServices(ctx context.Context) error {
 
 // shared is the choice as a Peering has it: exported and imported.
 func (s *side) shared() isthmus.Services {
-	all := make([]isthmus.ServiceNamespace, len(s.services))
-	for i, name := range s.services {
-		all[i] = name
-	}
+	all := slices.Clone(s.services)
 	return isthmus.Services{Export: all, Import: all}
 }
 
