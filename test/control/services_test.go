@@ -354,6 +354,19 @@ func (f *seller) testManagersRights(t *testing.T) {
 	f.untilServed("own", "our own alone", "10.244.3.3")
 }
 
+// edit has the peer change an object that is there.
+func (f *seller) edit(o *isthmus.PeerServices, change func(*isthmus.PeerServices)) error {
+	for {
+		if err := f.peer.Get(f.a.t.Context(), client.ObjectKeyFromObject(o), o); err != nil {
+			return err
+		}
+		change(o)
+		if err := f.peer.Update(f.a.t.Context(), o); !apierrors.IsConflict(err) { // a's answers come in between
+			return err
+		}
+	}
+}
+
 // testNamesAndMetadata goes beyond what the policy isthmus-peer-services allows.
 func (f *seller) testNamesAndMetadata(t *testing.T) {
 	ctx := t.Context()
@@ -390,14 +403,10 @@ func (f *seller) testNamesAndMetadata(t *testing.T) {
 			o.OwnerReferences = []metav1.OwnerReference{{APIVersion: "v1", Kind: "ConfigMap", Name: "x", UID: "x"}}
 		},
 	} {
-		fresh, there := object("services-15"), object("services-14")
+		fresh := object("services-15")
 		change(fresh)
 		forbidden(t, what+" on a new one", f.peer.Create(ctx, fresh))
-		if err := f.peer.Get(ctx, client.ObjectKeyFromObject(there), there); err != nil {
-			t.Fatal(err)
-		}
-		change(there)
-		forbidden(t, what+" on one that is there", f.peer.Update(ctx, there))
+		forbidden(t, what+" on one that is there", f.edit(object("services-14"), change))
 	}
 
 	// Metadata that a's own tools added stays, and does not block the peer.
@@ -412,9 +421,7 @@ func (f *seller) testNamesAndMetadata(t *testing.T) {
 		"removes a finalizer":   func(o *isthmus.PeerServices) { o.Finalizers = nil },
 		"removes an owner":      func(o *isthmus.PeerServices) { o.OwnerReferences = nil },
 	} {
-		o := there.DeepCopy()
-		change(o)
-		forbidden(t, what, f.peer.Update(ctx, o))
+		forbidden(t, what, f.edit(object("services-14"), change))
 	}
 	if err := f.put("services-14", isthmus.ExportedService{Namespace: "secret", Name: "x", Since: metav1.Now(), Type: "Headless"}); err != nil {
 		t.Errorf("an honest write beside a's own labels: %v", err)
