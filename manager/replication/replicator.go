@@ -243,6 +243,7 @@ func (r *Replicator) employ(p Target) {
 func (r *Replicator) dismiss(id string) {
 	delete(r.states, id)
 	delete(r.sharings, id)
+	delete(r.behind, id)
 	w := r.workers[id]
 	if w == nil {
 		return

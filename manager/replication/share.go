@@ -8,7 +8,6 @@ import (
 	"slices"
 	"time"
 
-	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/watch"
@@ -42,16 +41,15 @@ func (s Sharing) equal(o Sharing) bool {
 }
 
 // Share says which PeerServices a peer shall have, by name. The Replicator keeps want, which the caller
-// does not change any more. With nil, and before the first call, it leaves alone what the peer has.
+// does not change any more. Before the first call it leaves alone what the peer has. One goroutine calls it.
 func (r *Replicator) Share(id string, want map[string]isthmus.PeerServicesSpec) {
 	r.mu.Lock()
+	before := r.shares[id]
+	r.mu.Unlock()
+	same := maps.EqualFunc(before, want, isthmus.PeerServicesSpec.Equal) // not while others wait for r.mu
+	r.mu.Lock()
 	defer r.mu.Unlock()
-	if want == nil {
-		delete(r.shares, id)
-		r.lacks(id, false)
-		return
-	}
-	if !equality.Semantic.DeepEqual(r.shares[id], want) {
+	if !same {
 		r.lacks(id, true)
 	}
 	r.shares[id] = want
@@ -233,7 +231,7 @@ func (s *sharer) write(ctx context.Context, name string, spec isthmus.PeerServic
 		}
 	case !is.DeletionTimestamp.IsZero(): // a new one when it is gone
 		return nil
-	case equality.Semantic.DeepEqual(is.Spec, spec):
+	case is.Spec.Equal(spec):
 		return nil
 	default:
 		is = is.DeepCopy()

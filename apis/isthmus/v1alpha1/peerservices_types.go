@@ -1,6 +1,11 @@
 package v1alpha1
 
-import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+import (
+	"maps"
+	"slices"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
 
 // Bounds of the services that one cluster exports to another.
 const (
@@ -92,6 +97,23 @@ type ExportedService struct {
 	// +listType=atomic
 	// +optional
 	Subsets []EndpointSubset `json:"subsets,omitempty"`
+}
+
+// Equal reports whether all fields of both are the same. Reflection takes twenty milliseconds where there are
+// twenty thousand endpoints.
+func (s *ExportedService) Equal(o *ExportedService) bool {
+	return s.Namespace == o.Namespace && s.Name == o.Name && s.Since.Equal(&o.Since) && s.Type == o.Type &&
+		s.SessionAffinity == o.SessionAffinity && s.SessionAffinitySeconds == o.SessionAffinitySeconds &&
+		s.InternalTrafficPolicy == o.InternalTrafficPolicy && s.TrafficDistribution == o.TrafficDistribution &&
+		slices.Equal(s.Ports, o.Ports) && maps.Equal(s.Labels, o.Labels) && maps.Equal(s.Annotations, o.Annotations) &&
+		slices.EqualFunc(s.Subsets, o.Subsets, func(a, b EndpointSubset) bool {
+			return slices.Equal(a.Targets, b.Targets) && slices.Equal(a.Endpoints, b.Endpoints)
+		})
+}
+
+// Equal reports whether both have the same services in the same order.
+func (s PeerServicesSpec) Equal(o PeerServicesSpec) bool {
+	return slices.EqualFunc(s.Services, o.Services, func(a, b ExportedService) bool { return a.Equal(&b) })
 }
 
 // ExportedPort is a port of a Service.
