@@ -26,6 +26,7 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
+	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
 // AnswerReconciler answers the NetworkConfigs of the peers: it finds out whether what they claim
@@ -45,7 +46,7 @@ type AnswerReconciler struct {
 	FactsChanged <-chan event.GenericEvent
 	Log          *slog.Logger
 
-	queue     wardedQueue
+	queue     queue.Queue
 	waiting   requests // for a network or an address to become free
 	claimants requests // of keys, to tell them when one changes hands
 
@@ -68,7 +69,7 @@ func (r *AnswerReconciler) SetupWithManager(mgr ctrl.Manager) error {
 		Watches(&v1alpha1.TunnelEndpoint{}, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
 			return append(r.claimantsOf(o.(*v1alpha1.TunnelEndpoint).Spec.BackendConfig), r.waiting.with(forRoom)...)
 		}), builder.WithPredicates(notStatusAlone)).
-		WatchesRawSource(r.queue.source()).
+		WatchesRawSource(r.queue.Source()).
 		WatchesRawSource(source.Channel(r.FactsChanged, handler.EnqueueRequestsFromMapFunc(everyExchange(r.Peers, r.Log)))).
 		WatchesRawSource(source.Channel(r.Store.Subscribe(), handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
 			if o.GetName() == "" {

@@ -26,6 +26,7 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
+	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
 // TunnelEndpointReconciler joins the two NetworkConfigs of each peering to the one TunnelEndpoint
@@ -42,7 +43,7 @@ type TunnelEndpointReconciler struct {
 	Warden *Warden
 	Log    *slog.Logger
 
-	queue wardedQueue
+	queue queue.Queue
 }
 
 // SetupWithManager makes mgr call Reconcile for each peer that something happened to. The indexes
@@ -60,7 +61,7 @@ func (r *TunnelEndpointReconciler) SetupWithManager(mgr ctrl.Manager) error {
 		Watches(&v1alpha1.NatMapping{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
 			return r.exchangesWith(ctx, o.(*v1alpha1.NatMapping).Spec.ClusterID)
 		})).
-		WatchesRawSource(r.queue.source()).
+		WatchesRawSource(r.queue.Source()).
 		WatchesRawSource(source.Channel(r.Store.Subscribe(), handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
 			if o.GetName() == "" {
 				return everyExchange(r.Peers, r.Log)(ctx, o)

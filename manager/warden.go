@@ -19,12 +19,12 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/handler"
 	"sigs.k8s.io/controller-runtime/pkg/predicate"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
-	"sigs.k8s.io/controller-runtime/pkg/source"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
+	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
 const (
@@ -80,7 +80,7 @@ type granted struct {
 
 type await struct {
 	id    string // of the peer
-	queue *wardedQueue
+	queue *queue.Queue
 }
 
 // Observe learns of each version of the books.
@@ -123,7 +123,7 @@ func (w *Warden) Observe(book ipam.Book) {
 
 // Refused reports whether what a peer has in the books may be told. If not, it adds the request to
 // the queue when it may be.
-func (w *Warden) Refused(id string, queue *wardedQueue, request reconcile.Request) bool {
+func (w *Warden) Refused(id string, q *queue.Queue, request reconcile.Request) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	g, ok := w.granted[id]
@@ -132,8 +132,8 @@ func (w *Warden) Refused(id string, queue *wardedQueue, request reconcile.Reques
 		return true
 	}
 	if rest := w.Patience - time.Since(g.at); rest > 0 {
-		w.waiting[request] = await{id, queue}
-		queue.add(request, rest)
+		w.waiting[request] = await{id, q}
+		q.Add(request, rest)
 		return false
 	}
 	for _, node := range w.behind(g) {
@@ -210,43 +210,10 @@ func (w *Warden) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, er
 	for request, a := range w.waiting {
 		if w.granted[a.id].number <= least {
 			delete(w.waiting, request)
-			a.queue.add(request, 0)
+			a.queue.Add(request, 0)
 		}
 	}
 	return ctrl.Result{}, nil
-}
-
-// A wardedQueue is the queue of one controller, for the Warden. The controller may reconcile before it hands
-// it over; what is to be added by then is added later.
-type wardedQueue struct {
-	mu    sync.Mutex
-	queue requestQueue // nil: not handed over yet
-	early []reconcile.Request
-}
-
-// source hands over the queue.
-func (q *wardedQueue) source() source.Source {
-	return source.Func(func(_ context.Context, queue requestQueue) error {
-		q.mu.Lock()
-		defer q.mu.Unlock()
-		q.queue = queue
-		for _, r := range q.early {
-			queue.Add(r)
-		}
-		q.early = nil
-		return nil
-	})
-}
-
-// add adds a request after a while.
-func (q *wardedQueue) add(r reconcile.Request, after time.Duration) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	if q.queue == nil {
-		q.early = append(q.early, r)
-		return
-	}
-	q.queue.AddAfter(r, after)
 }
 
 // watchBooks has the Warden learn of all that a Store writes.

@@ -37,6 +37,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	net "github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/queue"
 	"github.com/isthmus-net/isthmus/manager/replication"
 )
 
@@ -75,10 +76,10 @@ type Controller struct {
 	sources *sources
 	board   *board
 
-	again    Queue // services to look at again
-	exported Queue // of the exporter
-	answers  Queue // PeerServices whose status may have changed
-	imported Queue // peers whose Imports changed
+	again    queue.Queue // services to look at again
+	exported queue.Queue // of the exporter
+	answers  queue.Queue // PeerServices whose status may have changed
+	imported queue.Queue // peers whose Imports changed
 
 	mu   sync.Mutex
 	down map[string]time.Time // since when tunnels are not connected, by cluster ID
@@ -108,12 +109,12 @@ func New(o Options) (*Controller, error) {
 	if err != nil {
 		return nil, fmt.Errorf("cache of Services: %w", err)
 	}
-	c.sources, err = newSources(o.Config, func(k Key) { c.again.add(k.Namespace, k.Name) })
+	c.sources, err = newSources(o.Config, func(k Key) { c.again.Add(request(k.Namespace, k.Name), 0) })
 	return c, err
 }
 
 // Imported has the name of a Peering after each change of its Imports.
-func (c *Controller) Imported() *Queue { return &c.imported }
+func (c *Controller) Imported() *queue.Queue { return &c.imported }
 
 // Imports sums up what is imported from a peer.
 func (c *Controller) Imports(id string) Imports { return c.board.imports(id) }
@@ -230,8 +231,10 @@ func (c *Controller) displaced(k Key) (all []reconcile.Request) {
 	return all
 }
 
-func requestFor(s isthmus.ExportedService) reconcile.Request {
-	return reconcile.Request{NamespacedName: Key{Namespace: s.Namespace, Name: s.Name}}
+func requestFor(s isthmus.ExportedService) reconcile.Request { return request(s.Namespace, s.Name) }
+
+func request(namespace, name string) reconcile.Request {
+	return reconcile.Request{NamespacedName: Key{Namespace: namespace, Name: name}}
 }
 
 // differing enqueues the services that differ between two versions of PeerServices.
@@ -325,8 +328,8 @@ func (c *Controller) reconcile(ctx context.Context, key Key) (time.Duration, err
 	for _, id := range c.board.setOutcomes(key, g.outcomes) {
 		for _, p := range g.peerings {
 			if p.Spec.Cluster.ClusterID == id {
-				c.answers.add(p.Spec.TenantNamespace.Local, ShardOf(key))
-				c.imported.add("", p.Name)
+				c.answers.Add(request(p.Spec.TenantNamespace.Local, ShardOf(key)), 0)
+				c.imported.Add(request("", p.Name), 0)
 			}
 		}
 	}
@@ -394,7 +397,7 @@ func (c *Controller) gatherOwn(ctx context.Context, g *gathered, name string, wh
 	if apierrors.IsNotFound(err) || err == nil && !export.DeletionTimestamp.IsZero() {
 		c.sources.forget(g.key)
 		if c.board.dropOwn(g.key) {
-			c.exported.add("", allExports)
+			c.exported.Add(request("", allExports), 0)
 		}
 		return nil
 	} else if err != nil {
@@ -424,7 +427,7 @@ func (c *Controller) gatherOwn(ctx context.Context, g *gathered, name string, wh
 		g.ownExport = &x
 		g.exports = append(g.exports, x)
 	}
-	c.exported.add("", allExports)
+	c.exported.Add(request("", allExports), 0)
 	return nil
 }
 
@@ -655,7 +658,7 @@ func (e *exporter) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, 
 		}
 		shards, omitted := Shards(theirs)
 		for _, key := range e.board.setOmitted(p.Spec.Cluster.ClusterID, omitted) {
-			e.again.add(key.Namespace, key.Name)
+			e.again.Add(request(key.Namespace, key.Name), 0)
 		}
 		e.Share(p.Spec.Cluster.ClusterID, shards)
 	}
