@@ -36,6 +36,14 @@ type Conflict struct {
 	Message string // names clusters
 }
 
+// conflictReasons are those that a Conflict may have.
+var conflictReasons = []string{
+	string(mcs.ServiceExportReasonTypeConflict), string(mcs.ServiceExportReasonPortConflict),
+	string(mcs.ServiceExportReasonSessionAffinityConflict), string(mcs.ServiceExportReasonSessionAffinityConfigConflict),
+	string(mcs.ServiceExportReasonInternalTrafficPolicyConflict), string(mcs.ServiceExportReasonTrafficDistributionConflict),
+	string(mcs.ServiceExportReasonLabelsConflict), string(mcs.ServiceExportReasonAnnotationsConflict),
+}
+
 // Merge joins the exports of one service, at least one, of a cluster each. Their order does not matter.
 func Merge(key Key, exports []Export) Merged {
 	byAge := slices.Clone(exports)
@@ -258,8 +266,12 @@ const sliceSize = 100
 // slicesOf returns the EndpointSlices for one export. Endpoints find their slice by a hash of their
 // address, so that one that comes or goes changes one slice.
 func slicesOf(key Key, x Export, ports []isthmus.ExportedPort, withdrawn bool) (all []discoveryv1.EndpointSlice) {
+	derived := DerivedName(key)
 	made := make(map[string]*discoveryv1.EndpointSlice)
-	seen := make(map[string]bool) // by address: an endpoint is in one slice
+	type place struct {
+		address, ports string
+	}
+	seen := make(map[place]bool) // an endpoint is in one slice
 	for _, subset := range x.Service.Subsets {
 		listen := served(x, subset, ports)
 		if len(listen) == 0 && len(ports) > 0 {
@@ -269,12 +281,19 @@ func slicesOf(key Key, x Export, ports []isthmus.ExportedPort, withdrawn bool) (
 		for int(slots)*sliceSize < len(subset.Endpoints) {
 			slots *= 2
 		}
+		text := portsText(listen)
+		type slot struct {
+			family discoveryv1.AddressType
+			number uint32
+			full   int
+		}
+		names := make(map[slot]string)
 		for _, e := range subset.Endpoints {
 			addr, usable := x.Addresses[e.Address]
-			if !usable || seen[e.Address+portsText(listen)] {
+			if !usable || seen[place{e.Address, text}] {
 				continue
 			}
-			seen[e.Address+portsText(listen)] = true
+			seen[place{e.Address, text}] = true
 			family := discoveryv1.AddressTypeIPv4
 			if addr.Is6() {
 				family = discoveryv1.AddressTypeIPv6
@@ -284,7 +303,11 @@ func slicesOf(key Key, x Export, ports []isthmus.ExportedPort, withdrawn bool) (
 			var name string
 			var slice *discoveryv1.EndpointSlice
 			for full := 0; ; full++ { // an exporter may choose addresses that all have one hash
-				name = DerivedName(key) + "-" + digest(10, x.ID, portsText(listen), string(family), fmt.Sprint(h.Sum32()%slots, slots, full))
+				at := slot{family, h.Sum32() % slots, full}
+				if name = names[at]; name == "" {
+					name = derived + "-" + digest(10, x.ID, text, string(family), fmt.Sprint(at.number, slots, full))
+					names[at] = name
+				}
 				if slice = made[name]; slice == nil || len(slice.Endpoints) < maxSlice {
 					break
 				}
@@ -293,7 +316,7 @@ func slicesOf(key Key, x Export, ports []isthmus.ExportedPort, withdrawn bool) (
 				slice = &discoveryv1.EndpointSlice{
 					ObjectMeta: metav1.ObjectMeta{Namespace: key.Namespace, Name: name, Labels: map[string]string{
 						LabelService:                 key.Name,
-						discoveryv1.LabelServiceName: DerivedName(key),
+						discoveryv1.LabelServiceName: derived,
 						discoveryv1.LabelManagedBy:   ManagedBy,
 						mcs.LabelServiceName:         key.Name,
 						mcs.LabelSourceCluster:       x.Cluster,
