@@ -174,13 +174,23 @@ func (c *Controller) SetupWithManager(mgr ctrl.Manager) error {
 			return all
 		})).
 		WatchesRawSource(c.again.Source()).
-		WatchesRawSource(source.Channel(c.PeerChanged, handler.EnqueueRequestsFromMapFunc(func(context.Context, client.Object) []reconcile.Request { return c.known() }))).
+		WatchesRawSource(source.Channel(c.PeerChanged, handler.Funcs{
+			GenericFunc: func(_ context.Context, _ event.GenericEvent, q workqueue.TypedRateLimitingInterface[reconcile.Request]) {
+				for _, r := range c.known() {
+					q.AddAfter(r, peersPause)
+				}
+			},
+		})).
 		Complete(c)
 	if err != nil {
 		return err
 	}
 	return errors.Join((&exporter{c}).setup(mgr), (&answerer{c}).setup(mgr))
 }
+
+// peersPause is how long conditions wait for what peers answer: a peer may change its answers all the time, and
+// nobody's services are looked at more often for that.
+const peersPause = time.Second
 
 // peeringChanged leaves out what is no concern of services, such as the latency.
 var peeringChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
@@ -252,7 +262,7 @@ var differing = handler.TypedFuncs[*isthmus.PeerServices, reconcile.Request]{
 		}
 		for _, s := range e.ObjectNew.Spec.Services {
 			k := Key{Namespace: s.Namespace, Name: s.Name}
-			if was := before[k]; was == nil || !equality.Semantic.DeepEqual(*was, s) {
+			if was := before[k]; was == nil || !was.Equal(&s) {
 				q.Add(reconcile.Request{NamespacedName: k})
 			}
 			delete(before, k)
@@ -492,7 +502,7 @@ func (n namespaces) Exists(name string) bool {
 // condition writes the conditions of our ServiceExport.
 func (c *Controller) condition(ctx context.Context, g gathered, merged Merged) error {
 	want := g.export.DeepCopy()
-	for _, condition := range c.conditions(g, merged) {
+	for _, condition := range c.conditions(ctx, g, merged) {
 		condition.ObservedGeneration = want.Generation
 		meta.SetStatusCondition(&want.Status.Conditions, condition)
 	}
@@ -503,7 +513,7 @@ func (c *Controller) condition(ctx context.Context, g gathered, merged Merged) e
 	return client.IgnoreNotFound(err)
 }
 
-func (c *Controller) conditions(g gathered, merged Merged) []metav1.Condition {
+func (c *Controller) conditions(ctx context.Context, g gathered, merged Merged) []metav1.Condition {
 	if g.invalid != nil {
 		return []metav1.Condition{
 			conditionOf(mcs.ServiceExportConditionValid, metav1.ConditionFalse, g.invalid.Reason, g.invalid.Message),
@@ -516,7 +526,7 @@ func (c *Controller) conditions(g gathered, merged Merged) []metav1.Condition {
 		reasons[string(conflict.Reason)] = true
 		texts = append(texts, conflict.Message)
 	}
-	ready := c.readiness(g, reasons, &texts)
+	ready := c.readiness(ctx, g, reasons, &texts)
 	conflict := conditionOf(mcs.ServiceExportConditionConflict, metav1.ConditionFalse, mcs.ServiceExportReasonNoConflicts, "")
 	if len(reasons) > 0 {
 		conflict = conditionOf(mcs.ServiceExportConditionConflict, metav1.ConditionTrue, mcs.ServiceExportConditionReason(joined(reasons)), strings.Join(texts, "; "))
@@ -537,7 +547,7 @@ func joined(set map[string]bool) string {
 }
 
 // readiness decides the condition Ready by what the peers have. Conflicts that they report are added.
-func (c *Controller) readiness(g gathered, conflicts map[string]bool, texts *[]string) metav1.Condition {
+func (c *Controller) readiness(ctx context.Context, g gathered, conflicts map[string]bool, texts *[]string) metav1.Condition {
 	var have, pending, failed []string
 	for _, p := range g.peerings {
 		if !p.DeletionTimestamp.IsZero() || !Permits(p.Spec.Services.Export, g.key.Namespace) {
@@ -548,17 +558,18 @@ func (c *Controller) readiness(g gathered, conflicts map[string]bool, texts *[]s
 		refused := slices.IndexFunc(sharing.Refused, func(r isthmus.RefusedService) bool { return r.Namespace == g.key.Namespace && r.Name == g.key.Name })
 		if refused >= 0 {
 			r := sharing.Refused[refused]
+			before := len(failed)
 			for reason := range strings.SplitSeq(r.Reason, ",") {
-				if strings.HasSuffix(reason, "Conflict") {
-					if !conflicts[reason] {
-						*texts = append(*texts, fmt.Sprintf("cluster %s: %s", name, reason))
-					}
-					conflicts[reason] = true
-				} else {
+				if !slices.Contains(conflictReasons, reason) { // the peer may write anything
 					failed = append(failed, fmt.Sprintf("cluster %s: %s: %s", name, reason, r.Message))
+					continue
 				}
+				if !conflicts[reason] {
+					*texts = append(*texts, fmt.Sprintf("cluster %s: %s", name, reason))
+				}
+				conflicts[reason] = true
 			}
-			if !strings.HasSuffix(r.Reason, "Conflict") {
+			if len(failed) > before {
 				continue
 			}
 		}
@@ -574,7 +585,7 @@ func (c *Controller) readiness(g gathered, conflicts map[string]bool, texts *[]s
 		}
 	}
 	left := ""
-	if pods, err := c.Pods(context.Background()); err == nil && pods.IsValid() {
+	if pods, err := c.Pods(ctx); err == nil && pods.IsValid() {
 		theirs, out := ForPeers(g.ownExport.Service, pods)
 		if n := len(g.export.Spec.ExportedLabels) + len(g.export.Spec.ExportedAnnotations) - len(theirs.Labels) - len(theirs.Annotations); n > 0 {
 			left += fmt.Sprintf("; %d labels and annotations are left out: too many, too long, reserved or invalid", n)
