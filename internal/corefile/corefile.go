@@ -33,7 +33,7 @@ const (
 // Lines are what a person has to add by hand.
 const Lines = "kubernetes cluster.local in-addr.arpa ip6.arpa " + Zone + " { # the zone, after those that are there\n    " + option + " " + Zone
 
-// Add returns the Corefile with the zone. It returns one that serves the zone already as it is.
+// Add returns the Corefile with the zone, unchanged if it serves the zone already.
 func Add(text string) (string, error) {
 	k, err := find(text)
 	if err != nil {
@@ -78,7 +78,7 @@ func block(ending, indent string) string {
 	return " " + Zone + " {" + ending + indent + "    " + option + " " + Zone + " " + markBlock + ending + indent + "}"
 }
 
-// Remove returns the Corefile without what Add wrote. It returns one in which Add wrote nothing as it is.
+// Remove returns the Corefile without what Add wrote, unchanged if that is nothing.
 func Remove(text string) (string, error) {
 	if !Marked(text) {
 		return text, nil

@@ -24,8 +24,8 @@ import (
 )
 
 // RunKubernetes shows the way from nothing to the first HTTP answer of another cluster on two
-// clusters with real nodes, from there to a Service by its name in all clusters, and what becomes of that when a
-// cluster is gone, with the time of each step. It removes the clusters, whatever happens.
+// clusters with real nodes, and from there to a Service that answers by its name, also when one of its two
+// clusters is gone, with the time of each step. It removes the clusters, whatever happens.
 func RunKubernetes(ctx context.Context, o Options) (err error) {
 	if o.Name == "" {
 		o.Name = "demo"

@@ -39,7 +39,7 @@ type InstallOptions struct {
 	Force bool
 	// Version is the tag of the image where Values say nothing of it.
 	Version string
-	// ConfigureDNS adds the zone of services to the Corefile of CoreDNS, or takes it back; nil leaves it as it is.
+	// ConfigureDNS adds the zone of services to the Corefile of CoreDNS, or takes it back; nil changes nothing.
 	ConfigureDNS *bool
 	// Wait is how long to wait until the components run; 0: not at all.
 	Wait time.Duration

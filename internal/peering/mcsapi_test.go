@@ -269,7 +269,7 @@ func TestDefinitionsOfOthersStay(t *testing.T) {
 	n.wants("too old", n.corefile, false, true, false)
 }
 
-// A CoreDNS that would refuse the Corefile keeps it as it is.
+// The Corefile of a CoreDNS that would refuse the zone is not changed.
 func TestConfigureDNSRefusesWhatItMayBreak(t *testing.T) {
 	t.Parallel()
 	n := newNameServer(t)

@@ -35,7 +35,7 @@ type PeerOptions struct {
 	Replace bool
 	// Claims are the choices about what the second cluster claims in the first.
 	Claims Claims
-	// Services are namespaces whose services both clusters share, each with the other one; * is all. Nil: as it is.
+	// Services are namespaces whose services both clusters share, each with the other one; * is all. Nil: no change.
 	Services []string
 	// Timeout bounds the wait; zero: no wait.
 	Timeout time.Duration

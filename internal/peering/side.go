@@ -40,7 +40,7 @@ type side struct {
 	another   bool              // than the one that the Peering was made with
 	claims    Claims            // what a person chose about those of the peer
 	shares    bool              // services may be shared with peers here: `isthmus install --services`
-	services  []string          // namespaces whose services a person chose to share with the peer; nil: as it is
+	services  []string          // namespaces whose services a person chose to share with the peer; nil: no change
 }
 
 // newPeering is the Peering that a cluster gets where it has none.
