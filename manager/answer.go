@@ -178,7 +178,7 @@ func sender(ctx context.Context, peers Peers, namespace, origin string) (Peer, *
 		return Peer{}, nil, err
 	case peer.Cluster.ClusterID != origin:
 		return Peer{}, refusal(v1alpha1.ReasonWrongOrigin, "is %q, but namespace %s is for cluster %s", origin, namespace, peer.Cluster.ClusterID), nil
-	case peer.Leaving:
+	case peer.Leaving && !peer.Draining:
 		return Peer{}, refusal(v1alpha1.ReasonNotPeered, "the peering with cluster %s is being taken down here", origin), nil
 	}
 	return peer, nil, nil

@@ -102,7 +102,7 @@ func (r *NetworkConfigReconciler) Reconcile(ctx context.Context, req ctrl.Reques
 	err = errors.Join(err, r.free(ctx, peer, current))
 	switch {
 	case err != nil:
-	case peer.Leaving && current != nil:
+	case peer.Leaving && !peer.Draining && current != nil:
 		err = r.remove(ctx, current)
 	case peer.begun():
 		err = r.publish(ctx, peer, current)

@@ -38,6 +38,9 @@ type Peer struct {
 	// Leaving says that the peering is being taken down. Nothing new is made for it. Forced says
 	// that nobody waits for the peer any more.
 	Leaving, Forced bool
+	// Draining says of a peer that is leaving that everything stays for some seconds more: clients
+	// still use its services, or its clients use ours. See drain.
+	Draining bool
 	// Owner is the Peering or the ForeignCluster.
 	Owner client.Object
 }
@@ -251,6 +254,7 @@ func peerFrom(p *isthmus.Peering) Peer {
 		IdentitySecret:  cmp.Or(p.Spec.IdentitySecretName, isthmus.DefaultIdentitySecret),
 		Leaving:         !p.DeletionTimestamp.IsZero(),
 		Forced:          p.Annotations[isthmus.AnnotationForce] == "true",
+		Draining:        draining(p),
 		Owner:           p,
 	}
 }

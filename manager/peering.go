@@ -46,8 +46,8 @@ type replicator interface {
 }
 
 // PeeringReconciler tells the story of each Peering in its status, and takes a Peering that is
-// deleted down in the right order: TunnelEndpoint, NetworkConfig and its copy at the peer, networks
-// of the IPAM, finalizer.
+// deleted down in the right order: shared services, TunnelEndpoint, NetworkConfig and its copy at the
+// peer, networks of the IPAM, finalizer.
 type PeeringReconciler struct {
 	Client     client.Client
 	Peers      Peers
@@ -63,6 +63,8 @@ type PeeringReconciler struct {
 	// Services shares Services; nil: it is off, or, with ServicesLacking, cannot.
 	Services        *services.Controller
 	ServicesLacking string
+
+	drains drains
 }
 
 // SetupWithManager makes mgr call Reconcile for each Peering that something happened to.
@@ -112,45 +114,51 @@ func (r *PeeringReconciler) peerings(ctx context.Context, which ...client.ListOp
 // Reconcile brings the status of one Peering up to date and goes on with its removal if that is
 // wanted.
 func (r *PeeringReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
-	err := r.reconcile(ctx, req.Name)
+	after, err := r.reconcile(ctx, req.Name)
 	if apierrors.IsConflict(err) {
 		return ctrl.Result{RequeueAfter: soon}, nil // the cache is behind
 	}
 	if err != nil {
 		return ctrl.Result{}, fmt.Errorf("peering %s: %w", req.Name, err)
 	}
-	return ctrl.Result{}, nil
+	return ctrl.Result{RequeueAfter: after}, nil
 }
 
-func (r *PeeringReconciler) reconcile(ctx context.Context, name string) error {
+// reconcile returns after which time it has to be called again; zero: an event calls it.
+func (r *PeeringReconciler) reconcile(ctx context.Context, name string) (after time.Duration, err error) {
 	var peering isthmus.Peering
 	if err := r.Client.Get(ctx, types.NamespacedName{Name: name}, &peering); err != nil {
-		return client.IgnoreNotFound(err)
+		return 0, client.IgnoreNotFound(err)
 	}
 	leaving := !peering.DeletionTimestamp.IsZero()
 	switch has := controllerutil.ContainsFinalizer(&peering, isthmus.FinalizerPeering); {
 	case leaving && !has:
-		return nil // others' finalizers
+		return 0, nil // others' finalizers
 	case !leaving && !has:
 		before := peering.DeepCopy()
 		controllerutil.AddFinalizer(&peering, isthmus.FinalizerPeering)
 		if err := r.Client.Patch(ctx, &peering, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{})); err != nil {
-			return err
+			return 0, err
 		}
 	}
 	state, err := r.gather(ctx, &peering)
 	if err != nil {
-		return err
+		return 0, err
 	}
 	if leaving {
-		done, err := r.leave(ctx, &state)
-		if done || err != nil {
-			return err
+		if after, err = r.drain(ctx, &state); err != nil {
+			return 0, err
+		}
+		if after == 0 {
+			done, err := r.leave(ctx, &state)
+			if done || err != nil {
+				return 0, err
+			}
 		}
 	} else if err := r.force(ctx, &state); err != nil {
-		return err
+		return 0, err
 	}
-	return r.write(ctx, state)
+	return after, r.write(ctx, state)
 }
 
 func (r *PeeringReconciler) gather(ctx context.Context, peering *isthmus.Peering) (s peeringState, err error) {

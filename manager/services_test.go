@@ -161,6 +161,13 @@ func (s *side) tunnel(status v1alpha1.ConnectionStatus) {
 	s.ok(s.api().Status().Update(s.ctx, te))
 }
 
+// tunnelStays reports whether there is a TunnelEndpoint that nobody has deleted.
+func (s *side) tunnelStays() bool {
+	s.t.Helper()
+	te := s.peer.endpoint()
+	return te != nil && te.DeletionTimestamp.IsZero()
+}
+
 func (s *side) unpeer() {
 	s.t.Helper()
 	s.peer.delete()
@@ -246,8 +253,15 @@ func TestServicesAreSharedBetweenClustersWithTheSamePodCIDR(t *testing.T) {
 		t.Errorf("resource versions were\n%s and are\n%s", before, after)
 	}
 
-	b.unpeer()
-	a.untilShared("shop", "")
+	// The tunnel stays until the endpoints have left.
+	b.peer.delete()
+	b.until("the Peering is gone, and the endpoints before the tunnel", func() bool {
+		apart := !a.tunnelStays() || !b.tunnelStays()
+		if shop := a.shared("shop"); apart && shop != "" {
+			t.Errorf("a has %s without a tunnel", shop)
+		}
+		return apart && b.peer.gone()
+	})
 	if n := a.offers(); n != 0 {
 		t.Errorf("%d PeerServices have stayed", n)
 	}

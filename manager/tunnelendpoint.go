@@ -105,7 +105,7 @@ func (r *TunnelEndpointReconciler) Reconcile(ctx context.Context, req ctrl.Reque
 type exchange struct {
 	id        string
 	peer      Peer                      // zero unless wanted or leaving
-	wanted    bool                      // the namespace is that of a peer which does not leave
+	wanted    bool                      // the namespace is that of a peer which does not leave, or has not been drained yet
 	elsewhere bool                      // the cluster is a peer, but not in this namespace
 	originals []v1alpha1.NetworkConfig  // that call themselves ours; the right one first
 	copies    []v1alpha1.NetworkConfig  // of the peer, the oldest first
@@ -122,7 +122,7 @@ func (r *TunnelEndpointReconciler) gather(ctx context.Context, req ctrl.Request)
 	case peer.LocalNamespace != req.Namespace:
 		x.elsewhere = true
 	default:
-		x.peer, x.wanted = peer, !peer.Leaving
+		x.peer, x.wanted = peer, !peer.Leaving || peer.Draining
 	}
 	var list v1alpha1.NetworkConfigList
 	if err := r.Client.List(ctx, &list, client.InNamespace(req.Namespace), client.MatchingFields{indexReceiver: x.id}); err != nil {

@@ -14,6 +14,10 @@ const FinalizerPeering = "isthmus.net/peering"
 // lies there stays there, and an Event says what that is.
 const AnnotationForce = "isthmus.net/force-unpeer"
 
+// AnnotationDrained is "true" on a Peering that is being deleted, once clients have had time to leave the
+// services that it shared. Until then the tunnel stays.
+const AnnotationDrained = "isthmus.net/drained"
+
 // AnnotationUnanswered is "true" on our NetworkConfig from a change of its networks until its status no
 // longer has the answer to the older ones. It is set together with the networks, so that no reader takes
 // that answer for an answer to the new networks.

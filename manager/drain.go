@@ -1,0 +1,93 @@
+package manager
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"time"
+
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+)
+
+const (
+	// drainTime is how long the tunnel stays after the services have left both clusters' slices. kube-proxy
+	// waits up to a second before it follows a slice, and needs more in a large cluster.
+	drainTime = 5 * time.Second
+	// drainPatience is how long the tunnel stays at most. A peer whose API server does not answer keeps our
+	// services for ever.
+	drainPatience = 15 * time.Second
+)
+
+// draining reports whether a Peering that is deleted keeps its tunnel for the clients of shared services.
+func draining(p *isthmus.Peering) bool {
+	shares := len(p.Spec.Services.Export)+len(p.Spec.Services.Import) > 0
+	return !p.DeletionTimestamp.IsZero() && shares && p.Annotations[isthmus.AnnotationDrained] != "true" &&
+		p.Annotations[isthmus.AnnotationForce] != "true"
+}
+
+// A drain is that of one Peering. Its zero value has not begun.
+type drain struct {
+	begun     time.Time
+	withdrawn time.Time // since when no cluster has services of the other one; zero: one has
+}
+
+// next returns d at a later time, where shared says whether a cluster still has services of the other one, and how
+// long the tunnel has to stay from then on.
+func (d drain) next(now time.Time, shared bool) (drain, time.Duration) {
+	if d.begun.IsZero() {
+		d.begun = now
+	}
+	left := d.begun.Add(drainPatience).Sub(now)
+	if shared {
+		d.withdrawn = time.Time{}
+	} else {
+		if d.withdrawn.IsZero() {
+			d.withdrawn = now
+		}
+		left = min(left, d.withdrawn.Add(drainTime).Sub(now))
+	}
+	return d, max(left, 0)
+}
+
+// drains are those of all Peerings that are being deleted.
+type drains struct {
+	mu sync.Mutex
+	of map[types.UID]drain
+}
+
+func (d *drains) next(id types.UID, now time.Time, shared bool) (left time.Duration) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.of == nil {
+		d.of = make(map[types.UID]drain)
+	}
+	d.of[id], left = d.of[id].next(now, shared)
+	if left == 0 {
+		delete(d.of, id)
+	}
+	return left
+}
+
+// drain keeps the tunnel of a Peering that is deleted until clients have left its services. Package services
+// has begun to withdraw them. It returns how long that takes at most; zero: it is done.
+func (r *PeeringReconciler) drain(ctx context.Context, s *peeringState) (time.Duration, error) {
+	if s.conflict != "" || !draining(s.peering) {
+		return 0, nil
+	}
+	if r.Services != nil && !s.ending {
+		shared := s.services.imports.Served > 0 || s.services.left
+		if left := r.drains.next(s.peering.UID, time.Now(), shared); left > 0 {
+			s.waiting = "clients to leave the services that the clusters shared"
+			return left, nil
+		}
+	}
+	// The annotation lets the other reconcilers go on.
+	patch := client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"metadata":{"annotations":{%q:"true"}}}`, isthmus.AnnotationDrained))
+	if err := r.Client.Patch(ctx, s.peering, patch); client.IgnoreNotFound(err) != nil {
+		return 0, fmt.Errorf("note that the services are drained: %w", err)
+	}
+	return 0, nil
+}
