@@ -188,7 +188,11 @@ type Server struct {
 	mu    sync.Mutex
 	pings map[string]string // sources by token
 	flow  *Flow
+	load  *Load
 }
+
+// greeting begins the answer to GET /. The server's name follows.
+const greeting = "hello from "
 
 // Serve answers until ctx ends.
 func (s *Server) Serve(ctx context.Context, port uint16) error {
@@ -284,7 +288,7 @@ func relay(w http.ResponseWriter, r *http.Request) {
 
 func (s *Server) handler() http.Handler {
 	mux := http.NewServeMux()
-	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintf(w, "hello from %s\n", s.Name) })
+	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintf(w, "%s%s\n", greeting, s.Name) })
 	mux.HandleFunc("POST /echo", func(w http.ResponseWriter, r *http.Request) {
 		n, err := io.Copy(io.Discard, r.Body)
 		from, parse := netip.ParseAddrPort(r.RemoteAddr)
@@ -355,6 +359,33 @@ func (s *Server) handler() http.Handler {
 			return
 		}
 		reply(w, s.flow.Report(), nil)
+	})
+	mux.HandleFunc("POST /load", func(w http.ResponseWriter, r *http.Request) {
+		port, err := strconv.ParseUint(r.FormValue("port"), 10, 16)
+		if err != nil {
+			http.Error(w, err.Error(), http.StatusBadRequest)
+			return
+		}
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if s.load != nil {
+			s.load.Stop()
+		}
+		s.load = NewLoad(r.FormValue("name"), uint16(port), r.FormValue("ports") == "kernel")
+	})
+	mux.HandleFunc("GET /load", func(w http.ResponseWriter, r *http.Request) {
+		since, err := time.Parse(time.RFC3339Nano, r.FormValue("since"))
+		if err != nil {
+			http.Error(w, err.Error(), http.StatusBadRequest)
+			return
+		}
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if s.load == nil {
+			http.Error(w, "no load", http.StatusNotFound)
+			return
+		}
+		reply(w, s.load.Since(since), nil)
 	})
 	mux.HandleFunc("GET /stream", stream)
 	return mux

@@ -1,0 +1,179 @@
+package probe
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+)
+
+const (
+	loadInterval = 5 * time.Millisecond // between two requests of a Load
+	loadPatience = time.Second          // for the name, the connection and the answer together
+)
+
+// The source ports of a Load. 200 requests a second use each of them once in four minutes. Connection tracking
+// remembers for two minutes which endpoint an unanswered connection was for, and sends a new connection from the
+// same port there again.
+const (
+	firstPort = 10_000
+	lastPort  = 60_999
+)
+
+// A Load is a client of a Service: 200 times a second it resolves the name, connects, and asks which server
+// it has.
+type Load struct {
+	end  context.CancelFunc
+	done sync.WaitGroup
+
+	name string // of the host
+	port uint16
+	next uint16 // source port; 0: the kernel chooses
+
+	mu      sync.Mutex
+	seconds []LoadSecond // in order
+}
+
+// A LoadSecond sums up the requests that a Load began within one second and that have ended.
+type LoadSecond struct {
+	Begin    time.Time      `json:"begin"`
+	Answered map[string]int `json:"answered,omitempty"` // by server
+	Failed   []LoadFailure  `json:"failed,omitempty"`
+}
+
+// A LoadFailure is one request without an answer.
+type LoadFailure struct {
+	Begin time.Time     `json:"begin"`
+	Took  time.Duration `json:"took"`
+	Error string        `json:"error"`
+}
+
+// NewLoad begins to ask the Servers of a Service. With kernelPorts the kernel chooses source ports, as for most
+// clients: it uses one again after a minute.
+func NewLoad(name string, port uint16, kernelPorts bool) *Load {
+	ctx, end := context.WithCancel(context.Background())
+	l := &Load{end: end, name: name, port: port, next: firstPort}
+	if kernelPorts {
+		l.next = 0
+	}
+	l.done.Go(func() { l.run(ctx) })
+	return l
+}
+
+// Stop ends it.
+func (l *Load) Stop() {
+	l.end()
+	l.done.Wait()
+}
+
+// Since returns the seconds that began at a time or later.
+func (l *Load) Since(at time.Time) (all []LoadSecond) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, s := range l.seconds {
+		if s.Begin.Before(at.Truncate(time.Second)) {
+			continue
+		}
+		answered := make(map[string]int, len(s.Answered))
+		for server, n := range s.Answered {
+			answered[server] = n
+		}
+		all = append(all, LoadSecond{s.Begin, answered, s.Failed[:len(s.Failed):len(s.Failed)]})
+	}
+	return all
+}
+
+func (l *Load) run(ctx context.Context) {
+	tick := time.NewTicker(loadInterval)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+			port := l.next
+			if port != 0 {
+				if l.next++; l.next > lastPort {
+					l.next = firstPort
+				}
+			}
+			l.done.Go(func() { l.ask(ctx, port) })
+		}
+	}
+}
+
+// ask sends one request and notes what became of it.
+func (l *Load) ask(ctx context.Context, from uint16) {
+	begin := time.Now()
+	ctx, cancel := context.WithTimeout(ctx, loadPatience)
+	defer cancel()
+	server, err := l.request(ctx, from)
+	if errors.Is(err, syscall.EADDRINUSE) || errors.Is(ctx.Err(), context.Canceled) {
+		return // nothing was sent, or nobody waits for it
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	second := begin.Truncate(time.Second)
+	at, there := slices.BinarySearchFunc(l.seconds, second, func(s LoadSecond, t time.Time) int { return s.Begin.Compare(t) })
+	if !there { // a request of the next second may have ended before this one
+		l.seconds = slices.Insert(l.seconds, at, LoadSecond{Begin: second, Answered: make(map[string]int)})
+	}
+	if err != nil {
+		l.seconds[at].Failed = append(l.seconds[at].Failed, LoadFailure{begin, time.Since(begin), err.Error()})
+		return
+	}
+	l.seconds[at].Answered[server]++
+}
+
+func (l *Load) request(ctx context.Context, from uint16) (server string, err error) {
+	addrs, err := net.DefaultResolver.LookupNetIP(ctx, "ip4", l.name)
+	if err != nil {
+		return "", fmt.Errorf("name: %w", plain(err))
+	}
+	d := net.Dialer{LocalAddr: &net.TCPAddr{Port: int(from)}}
+	c, err := d.DialContext(ctx, "tcp4", netip.AddrPortFrom(addrs[0].Unmap(), l.port).String())
+	if err != nil {
+		return "", fmt.Errorf("connection: %w", plain(err))
+	}
+	defer c.Close()
+	if end, ok := ctx.Deadline(); ok {
+		if err := c.SetDeadline(end); err != nil {
+			return "", err
+		}
+	}
+	// The server closes the connection of an HTTP/1.0 client, and so has the TIME_WAIT.
+	if _, err := io.WriteString(c, "GET / HTTP/1.0\r\n\r\n"); err != nil {
+		return "", fmt.Errorf("request: %w", plain(err))
+	}
+	resp, err := http.ReadResponse(bufio.NewReader(c), nil)
+	if err != nil {
+		return "", fmt.Errorf("answer: %w", plain(err))
+	}
+	defer resp.Body.Close()
+	text, err := io.ReadAll(resp.Body)
+	if err != nil {
+		return "", fmt.Errorf("answer: %w", plain(err))
+	}
+	server, ok := strings.CutPrefix(strings.TrimSpace(string(text)), greeting)
+	if !ok {
+		return "", fmt.Errorf("answer: %s: %q", resp.Status, text)
+	}
+	return server, nil
+}
+
+// plain removes the addresses from an error of the network, so that errors can be counted.
+func plain(err error) error {
+	if op := new(net.OpError); errors.As(err, &op) {
+		return op.Err
+	}
+	return err
+}
