@@ -92,7 +92,7 @@ demo-kubernetes: deps-nodes build ## Two clusters with real kubelets: install, p
 	@$(BIN)/isthmus-lab demo --kubernetes
 
 .PHONY: test-nodes
-test-nodes: deps-nodes ## All tests on clusters with real kubelets: the matrix, Services, transfers, faults, upgrade and uninstall (root, three quarters of an hour)
+test-nodes: deps-nodes ## All tests on clusters with real kubelets: the matrix, Services, transfers, faults, upgrade and uninstall (root, an hour)
 	go test -C test -count=1 -timeout=90m -v ./nodes -all
 
 # What the suite's pods run, from Debian: there is no registry to get the suite's images from.
