@@ -34,6 +34,7 @@ answer every 10 ms and one TCP connection that carries as often, while one thing
 a has kube-proxy with iptables, b with nftables. Lost are
 UDP packets without an answer, so that a hundred are a second without traffic in all; a pause is the longest time between two
 answers, or two octets of TCP, and has packets in it that were only late.
+[faults-services.md](faults-services.md) has the same for clients of a shared service.
 
 `
 
