@@ -16,11 +16,12 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/corefile"
 	"github.com/isthmus-net/isthmus/internal/peering"
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// maxFound is how many mapped addresses are asked, and how many ports of Services, each way.
+// maxFound is how many targets of each sort are asked, each way.
 const maxFound = 16
 
 // tunnelEndpoint is the endpoint that every peer has: the gateway's own.
@@ -72,7 +73,8 @@ type Target struct {
 
 // discover finds what one cluster reaches of another besides the Pods of this run: mapped addresses,
 // which are pinged, and Services with endpoints in the other cluster, to whose TCP ports there is a
-// connection, by address and by name. What an API server does not show is told, and left out.
+// connection, by address and by name. Imported Services are among them. What an API server does not show
+// is told, and left out.
 func discover(ctx context.Context, at, of *peering.Cluster, a agreed, tell func(string)) (all []Target) {
 	some := func(what string, targets []Target, err error) {
 		if err != nil {
@@ -98,12 +100,16 @@ func discover(ctx context.Context, at, of *peering.Cluster, a agreed, tell func(
 	if err = at.Client().List(ctx, &endpoints); err == nil {
 		err = at.Client().List(ctx, &services)
 	}
-	some("endpoints of Services", servicesIn(endpoints.Items, services.Items, func(addr netip.Addr) (own netip.Addr, is bool) {
+	remote := func(addr netip.Addr) (own netip.Addr, is bool) {
 		if own, is = a.pods.Reverse().Map(addr); !is {
 			own, is = mapped[addr]
 		}
 		return own, is
-	}), err)
+	}
+	some("endpoints of Services", servicesIn(endpoints.Items, services.Items, remote), err)
+	names, ends := importsIn(endpoints.Items, services.Items, remote)
+	some("names of imported Services", names, nil)
+	some("endpoints of imported Services", ends, nil)
 	return all
 }
 
@@ -131,6 +137,9 @@ func mappedIn(all []v1alpha1.NatMapping, peer v1alpha1.ClusterID, external netip
 func servicesIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service, remote func(netip.Addr) (own netip.Addr, is bool)) (all []Target) {
 	for i := range endpoints {
 		s := &endpoints[i]
+		if s.Labels[isthmus.LabelService] != "" { // see importsIn
+			continue
+		}
 		at := slices.IndexFunc(services, func(of corev1.Service) bool {
 			return of.Namespace == s.Namespace && of.Name == s.Labels[discoveryv1.LabelServiceName]
 		})
@@ -169,6 +178,51 @@ func servicesIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service
 	}
 	slices.SortFunc(all, func(a, b Target) int { return cmp.Or(strings.Compare(a.What, b.What), strings.Compare(a.Host, b.Host)) })
 	return slices.Compact(all)
+}
+
+// importsIn are the Services that a cluster imports from another one and that are ready there, each by its
+// first TCP port: its name, which may lead to any exporter, and an endpoint of this one.
+func importsIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service, remote func(netip.Addr) (own netip.Addr, is bool)) (names, ends []Target) {
+	type pair struct{ name, end Target }
+	found := map[string]pair{} // by the Service
+	for i := range endpoints {
+		s := &endpoints[i]
+		name := s.Labels[isthmus.LabelService]
+		at := slices.IndexFunc(s.Ports, func(p discoveryv1.EndpointPort) bool {
+			return p.Port != nil && p.Name != nil && (p.Protocol == nil || *p.Protocol == corev1.ProtocolTCP)
+		})
+		if name == "" || at < 0 {
+			continue
+		}
+		behind := uint16(*s.Ports[at].Port) //nolint:gosec // the API server takes no other
+		port := behind
+		for _, of := range services { // none of a headless one
+			for _, p := range of.Spec.Ports {
+				if of.Namespace == s.Namespace && of.Name == s.Labels[discoveryv1.LabelServiceName] && p.Name == *s.Ports[at].Name {
+					port = uint16(p.Port) //nolint:gosec // the API server takes no other
+				}
+			}
+		}
+		what := "imported Service " + s.Namespace + "/" + name
+		host := net.JoinHostPort(name+"."+s.Namespace+".svc."+corefile.Zone, strconv.Itoa(int(port)))
+		for _, e := range s.Endpoints {
+			for _, text := range e.Addresses {
+				addr, err := netip.ParseAddr(text)
+				if err != nil || e.Conditions.Ready != nil && !*e.Conditions.Ready {
+					continue
+				}
+				own, is := remote(addr)
+				home, here := netip.AddrPortFrom(own, behind).String(), netip.AddrPortFrom(addr, behind).String()
+				if was, known := found[what]; is && (!known || here < was.end.Host) {
+					found[what] = pair{Target{Host: host, What: what, Own: home}, Target{Host: here, What: "endpoint of " + what, Own: home}}
+				}
+			}
+		}
+	}
+	for _, what := range slices.Sorted(maps.Keys(found)) {
+		names, ends = append(names, found[what].name), append(ends, found[what].end)
+	}
+	return names, ends
 }
 
 // control asks what was found and did not answer from its own cluster, too: what does not answer

@@ -14,6 +14,7 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/natengine"
 )
@@ -69,6 +70,47 @@ func TestServicesWithEndpointsInTheOtherClusterAreFound(t *testing.T) {
 	}
 	if checks := Targets(ends("a", 2), only, append(got, Target{Host: "10.9.0.1"})); len(checks) != 2 || checks[0].Target != "10.9.0.1" {
 		t.Errorf("%+v", checks)
+	}
+}
+
+func TestImportedServicesAreAskedByNameAndAtAnEndpointOfThePeer(t *testing.T) {
+	slice := func(service, derived string, ready bool, addresses ...string) discoveryv1.EndpointSlice {
+		return discoveryv1.EndpointSlice{
+			ObjectMeta: metav1.ObjectMeta{Namespace: "prod", Labels: map[string]string{isthmus.LabelService: service, discoveryv1.LabelServiceName: derived}},
+			Ports: []discoveryv1.EndpointPort{
+				{Name: new("dns"), Port: new(int32(53)), Protocol: new(corev1.ProtocolUDP)},
+				{Name: new("http"), Port: new(int32(8080)), Protocol: new(corev1.ProtocolTCP)}, {Name: new("admin"), Port: new(int32(9090)), Protocol: new(corev1.ProtocolTCP)},
+			},
+			Endpoints: []discoveryv1.Endpoint{{Addresses: addresses, Conditions: discoveryv1.EndpointConditions{Ready: &ready}}},
+		}
+	}
+	derived := func(name string) corev1.Service {
+		return corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "prod", Name: name}, Spec: corev1.ServiceSpec{
+			ClusterIP: "10.96.0.9", Ports: []corev1.ServicePort{{Name: "dns", Port: 53, Protocol: corev1.ProtocolUDP}, {Name: "http", Port: 80, Protocol: corev1.ProtocolTCP}},
+		}}
+	}
+	pods := natengine.Remap{From: netip.MustParsePrefix("10.248.0.0/16"), To: netip.MustParsePrefix("10.244.0.0/16")}
+	all := []discoveryv1.EndpointSlice{
+		slice("shop", "derived-1", true, "10.248.1.9"), slice("shop", "derived-1", true, "10.248.1.8"), slice("shop", "derived-1", true, "10.250.1.1"), // of another exporter
+		slice("db", "derived-2", true, "10.248.1.7"), // headless
+		slice("sick", "derived-3", false, "10.248.1.6"), slice("theirs", "derived-4", true, "10.250.1.2"),
+	}
+	services := []corev1.Service{derived("derived-1"), derived("derived-3"), derived("derived-4")}
+	names, ends := importsIn(all, services, pods.Map)
+	if want := []Target{
+		{"db.prod.svc.clusterset.local:8080", "imported Service prod/db", "10.244.1.7:8080"},
+		{"shop.prod.svc.clusterset.local:80", "imported Service prod/shop", "10.244.1.8:8080"},
+	}; !reflect.DeepEqual(names, want) {
+		t.Errorf("names: got  %+v\nwant %+v", names, want)
+	}
+	if want := []Target{
+		{"10.248.1.7:8080", "endpoint of imported Service prod/db", "10.244.1.7:8080"},
+		{"10.248.1.8:8080", "endpoint of imported Service prod/shop", "10.244.1.8:8080"},
+	}; !reflect.DeepEqual(ends, want) {
+		t.Errorf("endpoints: got  %+v\nwant %+v", ends, want)
+	}
+	if more := servicesIn(all, services, pods.Map); len(more) != 0 {
+		t.Errorf("by the names of derived Services: %+v", more)
 	}
 }
 

@@ -220,6 +220,14 @@ metadata: {name: shop, namespace: default}
 			t.Fatal("diagnose does not show the service")
 		}
 	}
+	v, code := w.verify(t, "--only", "pod,out,tcp", "--sizes", "100")
+	asked := map[string]int{}
+	for _, r := range v.Results {
+		asked[r.What]++
+	}
+	if of := "imported Service default/shop"; code != 0 || asked[of] != 2 || asked["endpoint of "+of] != 2 {
+		t.Errorf("verify: exit code %d, asked %v", code, asked)
+	}
 	w.noPlaintext(t)
 }
 
