@@ -119,8 +119,15 @@ func (t *clusterTrace) end(c *peering.Cluster, name string) (peering.Place, erro
 }
 
 // destination is the other end, at the address that this cluster knows it by. A name is one of the other
-// cluster where that is asked.
+// cluster where that is asked, but for the name of a Service that this cluster imports.
 func (t *clusterTrace) destination(name string) (peering.Place, error) {
+	if peering.IsImportedName(name) {
+		peer := ""
+		if t.remote != nil {
+			peer = t.remote.Identity.ClusterID
+		}
+		return t.local.Imported(t.ctx, name, peer)
+	}
 	if !strings.Contains(name, "/") || t.remote == nil {
 		return t.end(t.local, name)
 	}

@@ -29,7 +29,10 @@ Where there is a kubeconfig, follow it through the cluster, as its objects say: 
 node of the pod, the gateway, the tunnel, and with --remote-context the other side;
 and then the answer back. SRC and DST are addresses, NAMESPACE/POD, svc/NAME or
 svc/NAMESPACE/NAME, which is the first endpoint that is ready. SRC is on this side. A
-name as DST is one of the other cluster where that is given.
+name as DST is one of the other cluster where that is given. DST may also be the name
+in clusterset.local of a Service that this cluster imports. Then the first line says
+which endpoint is taken, and how many each cluster has; one of the other cluster is
+preferred, then one of any peer.
 
 With --gateway or --address ask the NAT engine of the gateway that runs on this
 machine, which knows its flows; with --config an engine with the configuration of a
@@ -42,6 +45,7 @@ It ends with "the peer is down", and why, when it is. The exit code is 1 when th
 packet would not arrive, and 0 also when it leaves for a peer that is not asked.`,
 		Example: `  isthmus trace --context paris shop/web-0 10.246.1.20:80
   isthmus trace --context paris --remote-context oslo shop/web-0 db/postgres-0:5432
+  isthmus trace --context paris shop/web-0 shop.prod.svc.clusterset.local:80
   isthmus trace --gateway 10.244.1.10 10.246.1.20:80
   isthmus trace --gateway 10.246.1.20 10.247.0.5:53 udp --direction in
   isthmus trace --config ./bug-report 10.244.1.10 10.246.1.20 icmp`,

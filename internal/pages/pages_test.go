@@ -45,6 +45,7 @@ var reasons = []reason{
 	{"docs/services.md", "kubectl ", "they show objects", ""},
 	{"docs/services.md", "isthmus diagnose ", "containers and CoreDNS are needed", "test/nodes/names_test.go: \"diagnose\""},
 	{"docs/services.md", "isthmus status ", "containers and CoreDNS are needed", "test/nodes/names_test.go: THEIR SERVICES HERE"},
+	{"docs/services.md", "isthmus trace ", "containers and CoreDNS are needed", "test/nodes/names_test.go: \"trace\""},
 	{"docs/services.md", "isthmus verify ", "containers and CoreDNS are needed", "test/nodes/names_test.go: imported Service default/shop"},
 	{"docs/performance.md", "", "a profile is for people to look at", ""},
 }

@@ -12,7 +12,9 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
+	"k8s.io/utils/ptr"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	mcs "sigs.k8s.io/mcs-api/pkg/apis/v1beta1"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/natengine"
@@ -32,6 +34,7 @@ type Place struct {
 	Addr netip.AddrPort // the port may be 0
 	Pod  string         // NAMESPACE/NAME of the Pod that has the address; empty: none of this cluster has
 	Node string         // of the Pod
+	By   string         // the name that led here, and to what else it leads; empty: no name of an imported Service
 }
 
 // String is how a person is told of a place.
@@ -42,6 +45,9 @@ func (p Place) String() string {
 	}
 	if p.Pod != "" {
 		text += " (Pod " + Printable(p.Pod) + ")"
+	}
+	if p.By != "" {
+		text += " (" + p.By + ")"
 	}
 	return text
 }
@@ -141,31 +147,44 @@ func (c *Cluster) endpointOf(ctx context.Context, namespace, name string, port u
 	if err := c.client.List(ctx, &list, client.InNamespace(namespace), client.MatchingLabels{discoveryv1.LabelServiceName: name}); err != nil {
 		return Place{}, c.explain("EndpointSlices of "+what, err)
 	}
-	var found []Place
-	for i := range list.Items {
-		slice := &list.Items[i]
+	var named *string
+	if wanted >= 0 {
+		named = &service.Spec.Ports[wanted].Name
+	}
+	found := slices.DeleteFunc(endpointsIn(list.Items, named, port), func(e endpoint) bool { return !e.ready })
+	if len(found) == 0 {
+		return Place{}, fmt.Errorf("%s: %s has no endpoint that is ready", c, what)
+	}
+	first := slices.MinFunc(found, func(a, b endpoint) int { return a.at.Compare(b.at) })
+	return c.PlaceAt(ctx, first.at)
+}
+
+// An endpoint is one of a Service.
+type endpoint struct {
+	at            netip.AddrPort
+	ready         bool
+	host, cluster string // of an imported Service
+}
+
+// endpointsIn are those of slices, each at the port behind the named one; where none is named or there, at port.
+func endpointsIn(list []discoveryv1.EndpointSlice, named *string, port uint16) (all []endpoint) {
+	for i := range list {
+		slice := &list[i]
 		behind := port
 		for _, p := range slice.Ports {
-			if wanted >= 0 && p.Port != nil && (p.Name == nil || *p.Name == service.Spec.Ports[wanted].Name) {
+			if named != nil && p.Port != nil && (p.Name == nil || *p.Name == *named) {
 				behind = uint16(*p.Port)
 			}
 		}
 		for _, e := range slice.Endpoints {
-			if e.Conditions.Ready != nil && !*e.Conditions.Ready {
-				continue
-			}
 			for _, text := range e.Addresses {
 				if addr, err := netip.ParseAddr(text); err == nil {
-					found = append(found, Place{Addr: netip.AddrPortFrom(addr, behind)})
+					all = append(all, endpoint{netip.AddrPortFrom(addr, behind), ptr.Deref(e.Conditions.Ready, true), ptr.Deref(e.Hostname, ""), slice.Labels[mcs.LabelSourceCluster]})
 				}
 			}
 		}
 	}
-	if len(found) == 0 {
-		return Place{}, fmt.Errorf("%s: %s has no endpoint that is ready", c, what)
-	}
-	first := slices.MinFunc(found, func(a, b Place) int { return a.Addr.Compare(b.Addr) })
-	return c.PlaceAt(ctx, first.Addr)
+	return all
 }
 
 // NodeHop is what a packet crosses between a Pod's node and the gateway: the rules and the overlay of

@@ -220,6 +220,12 @@ metadata: {name: shop, namespace: default}
 			t.Fatal("diagnose does not show the service")
 		}
 	}
+	for _, more := range [][]string{nil, {"--remote-context", "b"}} {
+		out, code := w.isthmus(t, append([]string{"trace", "--context", "a", "default/" + podName(pod, w.a.Nodes[0]), "shop.default.svc.clusterset.local:80"}, more...)...)
+		if code != 0 || !strings.Contains(out, "endpoint of b; ready are: b 2 of 2)") || len(more) > 0 && !strings.Contains(out, "the answer arrives") {
+			t.Errorf("trace: exit code %d", code)
+		}
+	}
 	v, code := w.verify(t, "--only", "pod,out,tcp", "--sizes", "100")
 	asked := map[string]int{}
 	for _, r := range v.Results {
