@@ -83,7 +83,7 @@ are. --print shows the manifests and needs no cluster.`,
 	f.add(cmd)
 	cmd.Flags().BoolVar(&o.Force, "force", false, "accept a --pod-cidr that contains neither a Pod nor a node's podCIDR")
 	cmd.Flags().BoolVar(&o.Forget, "reset-values", false, "forget the values of earlier installations")
-	cmd.Flags().BoolVar(&configureDNS, "configure-dns", false, "add the zone clusterset.local to the Corefile of CoreDNS, for --services; =false takes it back")
+	cmd.Flags().BoolVar(&configureDNS, "configure-dns", false, "add the zone clusterset.local to the Corefile of CoreDNS, and except it from the caching of names that do not exist, for --services; =false takes both back")
 	cmd.Flags().DurationVar(&o.Wait, "timeout", 5*time.Minute, "how long to wait until the components run; 0: not at all")
 	cmd.Flags().BoolVar(&show, "print", false, "print the manifests and apply nothing")
 	cmd.Flags().BoolVar(&showValues, "print-values", false, "print the values of the chart, with what each means")

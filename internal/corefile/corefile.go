@@ -5,6 +5,8 @@
 //	    multicluster clusterset.local # added by isthmus install, with the zone
 //	    pods insecure
 //
+// It also has the plugin cache forget which names of the zone do not exist; see addDenial.
+//
 // It edits the text in place, so comments and layout stay. The comment marks what Add wrote: Remove undoes
 // that and nothing else, byte for byte. A Corefile that the package does not understand is an error, never
 // a guess, because a Corefile that CoreDNS refuses takes all names of a cluster away at its next start.
@@ -28,13 +30,25 @@ const (
 	mark      = "# added by isthmus install"
 	markZone  = mark + ", with the zone"
 	markBlock = markZone + " and this block"
+	// markOwnBlock is in a block that has nothing else.
+	markOwnBlock = mark + ", with this block"
 )
 
 // Lines are what a person has to add by hand.
-const Lines = "kubernetes cluster.local in-addr.arpa ip6.arpa " + Zone + " { # the zone, after those that are there\n    " + option + " " + Zone
+const Lines = "kubernetes cluster.local in-addr.arpa ip6.arpa " + Zone + " { # the zone, after those that are there\n    " + option + " " + Zone + "\n" +
+	"cache 30 { # as it is there, and not if it is not\n    disable denial cluster.local " + Zone + " # after the zones that are there"
 
-// Add returns the Corefile with the zone, unchanged if it serves the zone already.
+// Add returns the Corefile with the zone, unchanged if it has all already.
 func Add(text string) (string, error) {
+	text, err := addZone(text)
+	if err != nil {
+		return "", err
+	}
+	return addDenial(text), nil
+}
+
+// addZone returns the Corefile with the zone, unchanged if it serves the zone already.
+func addZone(text string) (string, error) {
 	k, err := find(text)
 	if err != nil {
 		return "", err
@@ -45,10 +59,7 @@ func Add(text string) (string, error) {
 	if k.option != nil {
 		return "", fmt.Errorf("line %d: kubernetes has %s already: add %s to it, and to the zones of kubernetes", k.option[0].line, option, Zone)
 	}
-	ending := "\n"
-	if strings.Contains(text, "\r\n") {
-		ending = "\r\n"
-	}
+	ending := endingOf(text)
 	zone, note := "", mark
 	if !slices.ContainsFunc(k.zones, isZone) {
 		zone, note = " "+Zone, markZone
@@ -80,6 +91,10 @@ func block(ending, indent string) string {
 
 // Remove returns the Corefile without what Add wrote, unchanged if that is nothing.
 func Remove(text string) (string, error) {
+	text, err := removeDenial(text)
+	if err != nil {
+		return "", err
+	}
 	if !Marked(text) {
 		return text, nil
 	}
@@ -190,21 +205,29 @@ func readPlugin(d []token) (plugin, error) {
 		return k, nil
 	}
 	k.open, k.next = &rest[0], rest[1]
-	for rest = rest[1:]; len(rest) > 1; {
+	rest = rest[1:]
+	for _, line := range linesOf(rest) {
+		if rest = rest[len(line):]; line[0].text == option {
+			if k.option != nil {
+				return k, fmt.Errorf("line %d: %s is there twice", line[0].line, option)
+			}
+			k.option, k.after = line, rest[0]
+		}
+	}
+	k.serves = slices.ContainsFunc(k.zones, isZone) && slices.ContainsFunc(k.option, isZone)
+	return k, nil
+}
+
+// linesOf splits what follows the opening brace of a block, without the closing one.
+func linesOf(rest []token) (all [][]token) {
+	for len(rest) > 1 {
 		n := 1
 		for n < len(rest)-1 && rest[n].line == rest[0].line {
 			n++
 		}
-		if rest[0].text == option {
-			if k.option != nil {
-				return k, fmt.Errorf("line %d: %s is there twice", rest[0].line, option)
-			}
-			k.option, k.after = rest[:n], rest[n]
-		}
-		rest = rest[n:]
+		all, rest = append(all, rest[:n]), rest[n:]
 	}
-	k.serves = slices.ContainsFunc(k.zones, isZone) && slices.ContainsFunc(k.option, isZone)
-	return k, nil
+	return all
 }
 
 // isZone compares as CoreDNS does.
@@ -423,6 +446,13 @@ func lex(text string) (tokens []token, err error) {
 		return nil, errors.New("it is empty")
 	}
 	return tokens, nil
+}
+
+func endingOf(text string) string {
+	if strings.Contains(text, "\r\n") {
+		return "\r\n"
+	}
+	return "\n"
 }
 
 // indentOf is the white space before the first word of a line; empty where it is not the first.

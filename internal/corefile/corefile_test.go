@@ -3,6 +3,7 @@ package corefile
 import (
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 )
@@ -60,7 +61,7 @@ func check(t *testing.T, in string) {
 	if back, err := Remove(out); back != in || err != nil {
 		t.Errorf("%q became %q, then %q: %v", in, out, back, err)
 	}
-	// To CoreDNS it is the same but for these words, in this order.
+	// To CoreDNS it is the same but for these words.
 	before, err := lex(in)
 	if err != nil {
 		t.Fatal(err)
@@ -69,20 +70,25 @@ func check(t *testing.T, in string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	added := []string{Zone, "{", option, Zone, "}"}
-	for i := range after {
-		switch {
-		case len(before) > 0 && after[i].text == before[0].text:
+	var added []string
+	for _, word := range after {
+		if len(before) > 0 && word.text == before[0].text {
 			before = before[1:]
-		default:
-			for len(added) > 0 && added[0] != after[i].text {
-				added = added[1:]
-			}
-			if len(added) == 0 {
-				t.Fatalf("%q: %q has %q", in, out, after[i].text)
-			}
-			added = added[1:]
+		} else {
+			added = append(added, word.text)
 		}
+	}
+	slices.Sort(added)
+	expected := false
+	for _, zone := range []string{"", option + " " + Zone, Zone + " " + option + " " + Zone, Zone + " { " + option + " " + Zone + " }"} {
+		for _, cache := range []string{"", Zone, "disable denial " + Zone, "{ disable denial " + Zone + " }"} {
+			words := strings.Fields(zone + " " + cache)
+			slices.Sort(words)
+			expected = expected || slices.Equal(added, words)
+		}
+	}
+	if !expected {
+		t.Errorf("%q: %q has more: %q", in, out, added)
 	}
 	if len(before) > 0 {
 		t.Errorf("%q: %q lacks %q", in, out, before[0].text)
@@ -162,6 +168,53 @@ func TestRemoveUndoesNothingElse(t *testing.T) {
 		}
 		if got, err := Remove(in); got != want || err != nil {
 			t.Errorf("%q: %q, %v; want %q", in, got, err, want)
+		}
+	}
+}
+
+func TestTheCacheDoesNotRememberThatNamesOfTheZoneDoNotExist(t *testing.T) {
+	const server, end, ours = ".:53 {\n kubernetes clusterset.local {\n multicluster clusterset.local\n }\n", "}\n", " # added by isthmus install"
+	for in, want := range map[string]string{
+		" cache\n":                              " cache {\n     disable denial clusterset.local" + ours + ", with this block\n }\n",
+		" cache 30 # why\n":                     " cache 30 {\n     disable denial clusterset.local" + ours + ", with this block\n } # why\n",
+		" cache {\n }\n":                        " cache {\n     disable denial clusterset.local" + ours + "\n }\n",
+		" cache 30 local {\n  prefetch 1\n }\n": " cache 30 local {\n  disable denial clusterset.local" + ours + "\n  prefetch 1\n }\n",
+		" cache {\n  disable denial a\n  disable denial b # why\n }\n": " cache {\n  disable denial a\n  disable denial b clusterset.local # why" + ours + ", with the zone\n }\n",
+		// It does not anyway, or CoreDNS alone knows.
+		" cache {\n  disable denial\n }\n":              "",
+		" cache {\n  disable denial a Local.\n }\n":     "",
+		" cache 30 cluster.local\n":                     "",
+		" cache 30\n cache 60\n":                        "",
+		" cache 30 { prefetch 1\n }\n":                  "",
+		" forward . 9.9.9.9\n":                          "",
+		" cache {\n  disable denial a\n }\n import b\n": " cache {\n  disable denial a clusterset.local" + ours + ", with the zone\n }\n import b\n",
+	} {
+		if want == "" {
+			want = in
+		}
+		out, err := Add(server + in + end)
+		if err != nil || out != server+want+end {
+			t.Errorf("%q: %q, %v; want %q", in, out, err, server+want+end)
+		}
+		if back, err := Remove(out); err != nil || back != server+in+end {
+			t.Errorf("%q: not as it was: %q, %v", in, back, err)
+		}
+	}
+	// What others have changed beside ours stays.
+	for in, want := range map[string]string{
+		" cache {\n disable denial clusterset.local" + ours + ", with this block\n prefetch 1\n }\n": " cache {\n prefetch 1\n }\n",
+		" cache {\n disable denial a clusterset.local b" + ours + ", with the zone\n }\n":            " cache {\n disable denial a b\n }\n",
+	} {
+		if got, err := Remove(server + in + end); err != nil || got != server+want+end {
+			t.Errorf("%q: %q, %v; want %q", in, got, err, want)
+		}
+	}
+	for _, in := range []string{
+		" cache {\n disable denial clusterset.local" + ours + ", with the zone\n }\n",
+		" cache {\n disable denial a clusterset.local" + ours + ", with the zone?\n }\n",
+	} {
+		if out, err := Remove(server + in + end); out != "" || err == nil || !strings.Contains(err.Error(), "not as we wrote it") {
+			t.Errorf("%q: %q, %v", in, out, err)
 		}
 	}
 }

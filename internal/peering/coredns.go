@@ -84,12 +84,15 @@ func (d *coreDNS) tooOld() string {
 	return ""
 }
 
+// serves reports whether CoreDNS answers for the zone, as far as its Corefile is understood.
+func (d *coreDNS) serves() bool {
+	served, err := corefile.Serves(d.corefile())
+	return served && err == nil
+}
+
 // withZone returns the Corefile with the zone.
 func (d *coreDNS) withZone() (string, error) {
-	if served, err := corefile.Serves(d.corefile()); served && err == nil {
-		return d.corefile(), nil
-	}
-	if old := d.tooOld(); old != "" {
+	if old := d.tooOld(); old != "" && !d.serves() {
 		return "", errors.New(old)
 	}
 	text, err := corefile.Add(d.corefile())

@@ -103,7 +103,7 @@ func (c *Cluster) planServices(ctx context.Context, chosen chart.Values, o Insta
 		p.advice = fmt.Sprintf("CoreDNS does not answer for %s: %v", corefile.Zone, err)
 	case configure:
 		p.corefile = text
-	case text != p.dns.corefile():
+	case !p.dns.serves():
 		p.advice = fmt.Sprintf("CoreDNS does not answer for %s: run `isthmus install --configure-dns`, or add to the %s:\n%s", corefile.Zone, p.dns.where(), corefile.Lines)
 	}
 	return p, nil

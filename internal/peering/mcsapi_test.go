@@ -125,7 +125,7 @@ func TestServicesHaveNamesUntilTheyAreSwitchedOff(t *testing.T) {
 	if h, _, err := n.namesHop(t.Context()); err != nil || h.State != Broken || h.Reason != reasonNoZone || !strings.Contains(h.Text, "--configure-dns") {
 		t.Errorf("%+v, %v", h, err)
 	}
-	if !n.said.has(corefile.Lines) {
+	if !n.said.has(corefile.Lines) || !strings.Contains(corefile.Lines, "disable denial") {
 		t.Errorf("it does not say what to add: %v", n.said)
 	}
 	var binding rbacv1.ClusterRoleBinding
@@ -166,6 +166,18 @@ func TestServicesHaveNamesUntilTheyAreSwitchedOff(t *testing.T) {
 	n.wants("again", with, true, true, true)
 	n.uninstall()
 	n.wants("uninstalled", n.corefile, false, false, false)
+
+	// One who has added the zone by hand may still have the cache configured.
+	zone := strings.Replace(strings.ReplaceAll(with, " # added by isthmus install, with the zone", ""), "denial cluster.local clusterset.local", "denial cluster.local", 1)
+	n.setCorefile(zone)
+	must(t, n.install(InstallOptions{Values: servicesOn}))
+	if n.wants("by hand", zone, true, true, true); n.said.has("CoreDNS does not answer") {
+		t.Errorf("it says %v", n.said)
+	}
+	must(t, n.install(InstallOptions{ConfigureDNS: new(true)}))
+	n.wants("cache", strings.Replace(zone, "denial cluster.local", "denial cluster.local clusterset.local # added by isthmus install, with the zone", 1), true, true, true)
+	n.uninstall()
+	n.wants("cache, uninstalled", zone, false, true, true)
 }
 
 // What others have stored, written or need is not taken from them.

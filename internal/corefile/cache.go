@@ -1,0 +1,145 @@
+package corefile
+
+import (
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// denialLine excepts the zone from what the plugin cache remembers: for half a minute it knows that a name does
+// not exist, also one that is imported a second later. Of several such lines CoreDNS reads the last one, so
+// that the zone joins the others of that line:
+//
+//	cache 30 {
+//	    disable success cluster.local
+//	    disable denial cluster.local clusterset.local # added by isthmus install, with the zone
+//	}
+const denialLine = "disable denial " + Zone + " "
+
+// A cache is the plugin of the server that gets the questions for the zone.
+type cache struct {
+	name   token
+	args   []token
+	open   *token // brace; nil: no block
+	next   token  // after open
+	denial []token
+}
+
+// last is where the arguments end.
+func (c *cache) last() int {
+	if len(c.args) == 0 {
+		return c.name.end
+	}
+	return c.args[len(c.args)-1].end
+}
+
+// findCache returns false where nothing is to be edited, or the Corefile is not understood. The zone works
+// without.
+func findCache(text string) (c cache, ok bool) {
+	servers, err := parse(text)
+	if err != nil {
+		return c, false
+	}
+	s, err := serverFor(servers)
+	if err != nil {
+		return c, false
+	}
+	found := 0
+	for _, d := range s.directives {
+		if d[0].text != "cache" {
+			continue
+		}
+		found++
+		end := slices.IndexFunc(d, func(t token) bool { return t.text == "{" })
+		if end < 0 {
+			c = cache{name: d[0], args: d[1:]}
+			continue
+		}
+		c = cache{name: d[0], args: d[1:end], open: &d[end], next: d[end+1]}
+		for _, line := range linesOf(d[end+1:]) {
+			if len(line) > 1 && line[0].text == "disable" && line[1].text == "denial" {
+				c.denial = line
+			}
+		}
+	}
+	return c, found == 1
+}
+
+// addDenial returns the Corefile whose cache does not remember that names of the zone do not exist. It is
+// unchanged where the cache does not anyway, or is not understood.
+func addDenial(text string) string {
+	c, ok := findCache(text)
+	if !ok {
+		return text
+	}
+	zones := c.args
+	if len(zones) > 0 {
+		if _, err := strconv.Atoi(zones[0].text); err == nil {
+			zones = zones[1:]
+		}
+	}
+	if len(zones) > 0 && !slices.ContainsFunc(zones, isSuffix) {
+		return text
+	}
+	ending := endingOf(text)
+	switch {
+	case c.open == nil:
+		last := c.last()
+		return text[:last] + cacheBlock(ending, indentOf(text, c.name.start)) + text[last:]
+	case c.next.line == c.open.line || strings.TrimLeft(text[c.open.start-1:c.open.start], " \t") != "":
+		return text
+	case len(c.denial) == 0:
+		begin := c.open.end + strings.IndexByte(text[c.open.end:], '\n') + 1
+		inner := indentOf(text, c.name.start) + "    "
+		if c.next.text != "}" {
+			inner = indentOf(text, c.next.start)
+		}
+		return text[:begin] + inner + denialLine + mark + ending + text[begin:]
+	case len(c.denial) == 2 || slices.ContainsFunc(c.denial[2:], isSuffix):
+		return text
+	}
+	last := c.denial[len(c.denial)-1].end
+	end := last + len(lineEnd(text[last:]))
+	return text[:last] + " " + Zone + text[last:end] + " " + markZone + text[end:]
+}
+
+// cacheBlock is what addDenial writes after the arguments of cache where it has no block.
+func cacheBlock(ending, indent string) string {
+	return " {" + ending + indent + "    " + denialLine + markOwnBlock + ending + indent + "}"
+}
+
+// removeDenial undoes addDenial.
+func removeDenial(text string) (string, error) {
+	c, ok := findCache(text)
+	if !ok || len(c.denial) == 0 || !strings.Contains(lineOf(text, c.denial[0].start), mark) {
+		return text, nil
+	}
+	first := c.denial[0]
+	line := lineEnd(text[first.start:])
+	begin, end := strings.LastIndexByte(text[:first.start], '\n')+1, first.start+len(line)
+	if line == denialLine+markOwnBlock {
+		last := c.last()
+		if rest, ok := strings.CutPrefix(text[last:], cacheBlock(endingOf(text), indentOf(text, c.name.start))); ok {
+			return text[:last] + rest, nil
+		}
+	}
+	if line == denialLine+mark || line == denialLine+markOwnBlock { // others have added to our block
+		return text[:begin] + text[end+1+strings.IndexByte(text[end:], '\n'):], nil
+	}
+	i := slices.IndexFunc(c.denial, isZone)
+	if rest, ok := strings.CutSuffix(line, " "+markZone); ok && i > 2 {
+		before, zone := c.denial[i-1].end, c.denial[i].end
+		return text[:before] + text[zone:first.start+len(rest)] + text[end:], nil
+	}
+	return "", fmt.Errorf("line %d: the comment is not as we wrote it: remove %s by hand", first.line, Zone)
+}
+
+// lineEnd is the text up to the end of its line.
+func lineEnd(text string) string {
+	line, _, _ := strings.Cut(text, "\n")
+	return strings.TrimSuffix(line, "\r")
+}
+
+// isSuffix reports whether a zone is ours or has it.
+func isSuffix(t token) bool { return covers(strings.Trim(strings.ToLower(t.text), ".")) }
