@@ -328,7 +328,7 @@ func (c *Controller) reconcile(ctx context.Context, key Key) (time.Duration, err
 		for _, x := range g.exports {
 			if o, ok := g.outcomes[x.ID]; ok {
 				for _, conflict := range merged.Conflicts {
-					o.refusals = append(o.refusals, Refusal{string(conflict.Reason), "another cluster exports the service with other properties"})
+					o.refusals = append(o.refusals, Refusal{string(conflict.Reason), conflict.What + ": not all clusters export the same"})
 				}
 				g.outcomes[x.ID] = o
 			}
@@ -529,7 +529,7 @@ func (c *Controller) conditions(ctx context.Context, g gathered, merged Merged) 
 	ready := c.readiness(ctx, g, reasons, &texts)
 	conflict := conditionOf(mcs.ServiceExportConditionConflict, metav1.ConditionFalse, mcs.ServiceExportReasonNoConflicts, "")
 	if len(reasons) > 0 {
-		conflict = conditionOf(mcs.ServiceExportConditionConflict, metav1.ConditionTrue, mcs.ServiceExportConditionReason(joined(reasons)), strings.Join(texts, "; "))
+		conflict = conditionOf(mcs.ServiceExportConditionConflict, metav1.ConditionTrue, mcs.ServiceExportConditionReason(joined(reasons)), fit(strings.Join(texts, "; "), maxMessage))
 	}
 	return []metav1.Condition{
 		conditionOf(mcs.ServiceExportConditionValid, metav1.ConditionTrue, mcs.ServiceExportReasonValid, ""),
@@ -558,18 +558,20 @@ func (c *Controller) readiness(ctx context.Context, g gathered, conflicts map[st
 		refused := slices.IndexFunc(sharing.Refused, func(r isthmus.RefusedService) bool { return r.Namespace == g.key.Namespace && r.Name == g.key.Name })
 		if refused >= 0 {
 			r := sharing.Refused[refused]
-			before := len(failed)
+			var differs, others []string
 			for reason := range strings.SplitSeq(r.Reason, ",") {
-				if !slices.Contains(conflictReasons, reason) { // the peer may write anything
-					failed = append(failed, fmt.Sprintf("cluster %s: %s: %s", name, reason, r.Message))
-					continue
+				switch {
+				case !slices.Contains(conflictReasons, reason): // the peer may write anything
+					others = append(others, reason)
+				case !conflicts[reason]:
+					differs, conflicts[reason] = append(differs, reason), true
 				}
-				if !conflicts[reason] {
-					*texts = append(*texts, fmt.Sprintf("cluster %s: %s", name, reason))
-				}
-				conflicts[reason] = true
 			}
-			if len(failed) > before {
+			if len(differs) > 0 {
+				*texts = append(*texts, fmt.Sprintf("cluster %s: %s: %s", name, strings.Join(differs, ","), r.Message))
+			}
+			if len(others) > 0 {
+				failed = append(failed, fmt.Sprintf("cluster %s: %s: %s", name, strings.Join(others, ","), r.Message))
 				continue
 			}
 		}
@@ -599,18 +601,20 @@ func (c *Controller) readiness(ctx context.Context, g gathered, conflicts map[st
 	}
 	switch {
 	case len(failed) > 0:
-		return conditionOf(mcs.ServiceExportConditionReady, metav1.ConditionFalse, mcs.ServiceExportReasonFailed, fit(strings.Join(failed, "; ")+left))
+		return conditionOf(mcs.ServiceExportConditionReady, metav1.ConditionFalse, mcs.ServiceExportReasonFailed, fit(strings.Join(failed, "; ")+left, maxMessage))
 	case len(pending) > 0:
-		return conditionOf(mcs.ServiceExportConditionReady, metav1.ConditionFalse, mcs.ServiceExportReasonPending, fit("not yet exported to "+strings.Join(pending, ", ")+left))
+		return conditionOf(mcs.ServiceExportConditionReady, metav1.ConditionFalse, mcs.ServiceExportReasonPending, fit("not yet exported to "+strings.Join(pending, ", ")+left, maxMessage))
 	case len(have) == 0:
 		return conditionOf(mcs.ServiceExportConditionReady, metav1.ConditionTrue, mcs.ServiceExportReasonReady, "no Peering exports this namespace; see `isthmus peer --services`"+left)
 	}
-	return conditionOf(mcs.ServiceExportConditionReady, metav1.ConditionTrue, mcs.ServiceExportReasonExported, fit("exported to "+strings.Join(have, ", ")+left))
+	return conditionOf(mcs.ServiceExportConditionReady, metav1.ConditionTrue, mcs.ServiceExportReasonExported, fit("exported to "+strings.Join(have, ", ")+left, maxMessage))
 }
 
-// fit bounds a message to what a condition takes.
-func fit(s string) string {
-	const most = 4096
+// maxMessage bounds the message of a condition, and maxRefusal that of a refused service.
+const maxMessage, maxRefusal = 4096, 512
+
+// fit bounds a message.
+func fit(s string, most int) string {
 	if len(s) > most {
 		s = strings.ToValidUTF8(s[:most], "")
 	}
@@ -724,12 +728,12 @@ func (a *answerer) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result
 		if len(o.refusals) == 0 {
 			continue
 		}
-		refused := isthmus.RefusedService{Namespace: s.Namespace, Name: s.Name, Message: o.refusals[0].Message}
-		var reasons []string
+		refused := isthmus.RefusedService{Namespace: s.Namespace, Name: s.Name}
+		var reasons, messages []string
 		for _, r := range o.refusals {
-			reasons = append(reasons, r.Reason)
+			reasons, messages = append(reasons, r.Reason), append(messages, r.Message)
 		}
-		refused.Reason = strings.Join(reasons, ",")
+		refused.Reason, refused.Message = strings.Join(reasons, ","), fit(strings.Join(messages, "; "), maxRefusal)
 		status.Refused = append(status.Refused, refused)
 	}
 	if equality.Semantic.DeepEqual(status, object.Status) {

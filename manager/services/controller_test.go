@@ -42,7 +42,7 @@ func TestWhateverAPeerAnswersAnExportHasConditions(t *testing.T) {
 			Pods: func(context.Context) (netip.Prefix, error) { return moved.From, nil },
 			Replicator: answered{
 				Condition: replication.Condition{Status: metav1.ConditionTrue, Reason: isthmus.ReasonShared},
-				Refused:   []isthmus.RefusedService{{Namespace: shop.Namespace, Name: shop.Name, Reason: answer}},
+				Refused:   []isthmus.RefusedService{{Namespace: shop.Namespace, Name: shop.Name, Reason: answer, Message: "port http TCP/80"}},
 			},
 		}}
 		p := &isthmus.Peering{}
@@ -53,6 +53,10 @@ func TestWhateverAPeerAnswersAnExportHasConditions(t *testing.T) {
 		if !slices.ContainsFunc(all, func(c metav1.Condition) bool { return c.Reason == want.ready }) ||
 			meta.FindStatusCondition(all, string(mcs.ServiceExportConditionConflict)).Reason != want.conflict {
 			t.Errorf("%q: %+v", answer, all)
+		}
+		conflict := meta.FindStatusCondition(all, string(mcs.ServiceExportConditionConflict))
+		if said := "cluster b: " + want.conflict + ": port http TCP/80"; (conflict.Message == said) != (conflict.Status == metav1.ConditionTrue) {
+			t.Errorf("%q: %q; want %q", answer, conflict.Message, said)
 		}
 		for _, c := range all {
 			if !formOfReason.MatchString(c.Reason) || len(c.Reason) > 1024 || len(c.Message) > 32768 {

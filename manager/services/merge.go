@@ -33,6 +33,7 @@ type Merged struct {
 // decides; of the same age, that of the smaller cluster ID.
 type Conflict struct {
 	Reason  mcs.ServiceExportConditionReason
+	What    string // the property, or the ports
 	Message string // names clusters
 }
 
@@ -58,14 +59,14 @@ func Merge(key Key, exports []Export) Merged {
 			}
 		}
 		if len(clusters) > 0 {
-			m.Conflicts = append(m.Conflicts, Conflict{reason, fmt.Sprintf("%s of cluster %s is used; it differs in %s", what, byAge[0].Cluster, strings.Join(clusters, ", "))})
+			m.Conflicts = append(m.Conflicts, Conflict{reason, what, fmt.Sprintf("%s of cluster %s is used; it differs in %s", what, byAge[0].Cluster, strings.Join(clusters, ", "))})
 		}
 	}
 	kind := importType(first)
 	differ(mcs.ServiceExportReasonTypeConflict, "type", func(s isthmus.ExportedService) bool { return importType(s) == kind })
-	ports, mismatch := mergePorts(byAge)
-	if mismatch {
-		m.Conflicts = append(m.Conflicts, Conflict{mcs.ServiceExportReasonPortConflict, "ports are those of all clusters; where two differ, the one of the oldest export is used"})
+	ports, conflict := mergePorts(byAge)
+	if conflict != nil {
+		m.Conflicts = append(m.Conflicts, *conflict)
 	}
 	affinity := func(s isthmus.ExportedService) string {
 		return cmp.Or(s.SessionAffinity, string(corev1.ServiceAffinityNone))
@@ -111,26 +112,57 @@ func familiesOf(all []discoveryv1.EndpointSlice) (families []corev1.IPFamily) {
 }
 
 // mergePorts returns the union of the ports of all exports. A port that contradicts one of an older export,
-// by its name or by its number, is left out. mismatch: not all exports have the same ports.
-func mergePorts(byAge []Export) (ports []isthmus.ExportedPort, mismatch bool) {
+// by its name or by its number, is left out. The conflict is nil if all exports have the same ports.
+func mergePorts(byAge []Export) (ports []isthmus.ExportedPort, conflict *Conflict) {
+	contradicts := func(p, q isthmus.ExportedPort) bool {
+		// Of several ports each has a name.
+		return q.Name == p.Name || q.Protocol == p.Protocol && q.Port == p.Port || q.Name == "" || p.Name == ""
+	}
+	var owners, names, texts []string
 	for _, x := range byAge {
 		for _, p := range x.Service.Ports {
-			if !slices.ContainsFunc(ports, func(q isthmus.ExportedPort) bool {
-				// Of several ports each has a name.
-				return q.Name == p.Name || q.Protocol == p.Protocol && q.Port == p.Port || q.Name == "" || p.Name == ""
-			}) && len(ports) < maxPorts {
-				ports = append(ports, p)
+			switch {
+			case slices.ContainsFunc(ports, func(q isthmus.ExportedPort) bool { return contradicts(p, q) }):
+			case len(ports) < maxPorts:
+				ports, owners = append(ports, p), append(owners, x.Cluster)
+			default:
+				names = append(names, portText(p))
+				texts = append(texts, fmt.Sprintf("port %s of cluster %s is left out: there are %d already", portText(p), x.Cluster, maxPorts))
 			}
 		}
 	}
-	set := func(s isthmus.ExportedService) map[isthmus.ExportedPort]bool {
-		all := make(map[isthmus.ExportedPort]bool, len(s.Ports))
-		for _, p := range s.Ports {
-			all[p] = true
+	for i, q := range ports {
+		var differs, lacks []string
+		for _, x := range byAge {
+			switch {
+			case slices.Contains(x.Service.Ports, q):
+			case slices.ContainsFunc(x.Service.Ports, func(p isthmus.ExportedPort) bool { return contradicts(p, q) }):
+				differs = append(differs, x.Cluster)
+			default:
+				lacks = append(lacks, x.Cluster)
+			}
 		}
-		return all
+		if len(differs)+len(lacks) == 0 {
+			continue
+		}
+		text := fmt.Sprintf("port %s of cluster %s is used", portText(q), owners[i])
+		if len(differs) > 0 {
+			text += "; it differs in " + strings.Join(differs, ", ")
+		}
+		if len(lacks) > 0 {
+			text += "; it is missing in " + strings.Join(lacks, ", ")
+		}
+		names, texts = append(names, portText(q)), append(texts, text)
 	}
-	return ports, slices.ContainsFunc(byAge[1:], func(x Export) bool { return !maps.Equal(set(x.Service), set(byAge[0].Service)) })
+	if len(texts) > 0 {
+		conflict = &Conflict{mcs.ServiceExportReasonPortConflict, "port " + strings.Join(names, ", "), strings.Join(texts, "; ")}
+	}
+	return ports, conflict
+}
+
+// portText is a port as people read it.
+func portText(p isthmus.ExportedPort) string {
+	return strings.TrimSpace(fmt.Sprintf("%s %s/%d", p.Name, p.Protocol, p.Port))
 }
 
 func importFor(key Key, byAge []Export, ports []isthmus.ExportedPort) *mcs.ServiceImport {

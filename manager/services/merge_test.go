@@ -127,7 +127,21 @@ func TestConflictingPortIsServedByTheOldestClusterAlone(t *testing.T) {
 	same(t, "ports", len(m.Import.Spec.Ports), 2)
 	same(t, "endpoints of b", endpoints(m, "b"), []string{"10.246.0.7:5353"})
 	same(t, "endpoints of c", endpoints(m, "c"), []string{"10.246.0.8:8080"})
-	same(t, "conflicts", m.Conflicts[0].Reason, mcs.ServiceExportReasonPortConflict)
+	same(t, "conflicts", m.Conflicts, []Conflict{{mcs.ServiceExportReasonPortConflict, "port http TCP/80, dns UDP/53",
+		"port http TCP/80 of cluster c is used; it differs in b; port dns UDP/53 of cluster b is used; it is missing in c"}})
+}
+
+func TestPortsBeyondTheLimitAreAConflict(t *testing.T) {
+	older, younger := service(2*time.Hour), service(time.Hour)
+	for i := range int32(maxPorts) {
+		older.Ports = append(older.Ports[:i:i], isthmus.ExportedPort{Name: fmt.Sprint("p", i), Protocol: "TCP", Port: 1000 + i})
+	}
+	younger.Ports = []isthmus.ExportedPort{older.Ports[0], {Name: "more", Protocol: "TCP", Port: 80}}
+	m := Merge(shop, []Export{from(t, "b", younger), from(t, "c", older)})
+	same(t, "ports", len(m.Import.Spec.Ports), maxPorts)
+	if c := m.Conflicts[0]; !strings.HasPrefix(c.Message, "port more TCP/80 of cluster b is left out: there are 64 already; port p1 TCP/1001 of cluster c is used; it is missing in b; ") {
+		t.Errorf("%+v", c)
+	}
 }
 
 func TestOldestExportDecidesAndOfTheSameAgeTheSmallerID(t *testing.T) {
@@ -138,11 +152,11 @@ func TestOldestExportDecidesAndOfTheSameAgeTheSmallerID(t *testing.T) {
 		if m.Import.Spec.Type != mcs.ClusterSetIP || m.Import.Spec.SessionAffinity != "ClientIP" || *m.Service.Spec.SessionAffinityConfig.ClientIP.TimeoutSeconds != 60 {
 			t.Errorf("spec: %+v", m.Import.Spec)
 		}
-		var reasons []string
-		for _, c := range m.Conflicts {
-			reasons = append(reasons, string(c.Reason))
-		}
-		same(t, "conflicts", reasons, []string{"SessionAffinityConfigConflict", "SessionAffinityConflict", "TypeConflict"})
+		same(t, "conflicts", m.Conflicts, []Conflict{
+			{"SessionAffinityConfigConflict", "timeout of the session affinity", "timeout of the session affinity of cluster b is used; it differs in c"},
+			{"SessionAffinityConflict", "session affinity", "session affinity of cluster b is used; it differs in c"},
+			{"TypeConflict", "type", "type of cluster b is used; it differs in c"},
+		})
 	}
 	future := service(-time.Hour) // younger than whatever is there now
 	future.SessionAffinity = "ClientIP"
