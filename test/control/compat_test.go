@@ -45,7 +45,10 @@ const liqoKey = "AQIDBAUGBwgJCgsMDQ4PEBESExQVFhcYGRobHB0eHyA="
 // Liqo's form; then it takes the place of the network-manager under Liqo's control plane: there are
 // ForeignClusters, and Liqo's crd-replicator works for it.
 func TestLiqo(t *testing.T) {
-	a := newSites(t, "10.244.0.0/16")[0]
+	sites := planSites(t, "10.244.0.0/16")
+	a := sites[0]
+	a.services = true
+	startSites(t, sites)
 	b := newLiqoSite(t)
 	refusedByCommands(t, a, b)
 	introduce(t, a, b)
@@ -57,7 +60,7 @@ func TestLiqo(t *testing.T) {
 	manager.remap(map[string]string{"10.244.0.0/16": "10.64.0.0/16", "10.245.0.0/16": "10.65.0.0/16"})
 	theirs := &liqo{id: b.id, client: b.client, manager: manager}
 	play(t, theirs)
-	a.startManager("--external-cidr", "10.245.0.0/16") // as long as the PodCIDR, as Liqo chooses it
+	a.startManager("--services", "--external-cidr", "10.245.0.0/16") // as long as the PodCIDR, as Liqo chooses it
 
 	steps := func(t *testing.T, golden string, join, part func(), under func(t *testing.T)) {
 		foreign(t, b, a, "Established")
@@ -95,7 +98,11 @@ func TestLiqo(t *testing.T) {
 		steps(t, "liqo-peering.yaml", func() {
 			a.join(b, isthmus.Overrides{})
 			a.ready(b)
-		}, func() { a.part(b) }, func(t *testing.T) { testIPAM(t, a, b); testLiqoRemembers(a, b, manager) })
+		}, func() { a.part(b) }, func(t *testing.T) {
+			testLiqoTakesNoServices(a, b)
+			testIPAM(t, a, b)
+			testLiqoRemembers(a, b, manager)
+		})
 	})
 	t.Run("Isthmus under Liqo", func(t *testing.T) {
 		in(t, a, b)
@@ -112,6 +119,29 @@ func TestLiqo(t *testing.T) {
 			t.Errorf("our Liqo complains:\n%s", strings.Join(all, "\n"))
 		}
 	})
+}
+
+// testLiqoTakesNoServices shares services with a Liqo, which has neither the kind nor a right to it. The peering
+// says so, and goes on.
+func testLiqoTakesNoServices(a, b *site) {
+	a.t.Helper()
+	if err := a.client.Create(a.t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "prod"}}); err != nil {
+		a.t.Fatal(err)
+	}
+	serve(a, "shop", "10.244.1.5")
+	share := func(namespaces string) {
+		patch := client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"spec":{"services":{"export":%[1]s,"import":%[1]s}}}`, namespaces))
+		if err := a.client.Patch(a.t.Context(), a.peering(b), patch); err != nil {
+			a.t.Fatal(err)
+		}
+	}
+	share(`["prod"]`)
+	c := a.condition(b, isthmus.ConditionServicesShared, metav1.ConditionFalse, isthmus.ReasonNotSupported)
+	if !strings.Contains(c.Message, "it is no Isthmus") {
+		a.t.Errorf("the reason is not told: %s", c.Message)
+	}
+	a.ready(b)
+	share("[]")
 }
 
 // newLiqoSite starts a cluster without Isthmus, with Liqo's CRDs.
