@@ -326,7 +326,7 @@ func (l *leader) lead(ctx context.Context) error {
 	l.waits.Store(nil)
 	replicator := replication.New(replication.Options{
 		ClusterID: l.Cluster.ClusterID, Client: l.client, Cache: l.mgr.GetCache(), Config: l.config, Log: l.Log,
-		Services: l.shared,
+		Services: l.shared, Withdraw: !l.Options.Services,
 	})
 	pulse := NewPulse(l.mgr.GetAPIReader(), l.Namespace, l.Log)
 	if err := errors.Join(l.mgr.Add(replicator), l.mgr.Add(pulse)); err != nil {

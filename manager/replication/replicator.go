@@ -90,6 +90,8 @@ type Options struct {
 	Log    *slog.Logger
 	// Services makes workers export services, see Share.
 	Services bool
+	// Withdraw makes workers delete what was exported while Services was set, which it is not now.
+	Withdraw bool
 	// Now is the clock for the age of tokens. Default: time.Now.
 	Now func() time.Time
 }

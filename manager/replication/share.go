@@ -78,18 +78,20 @@ func (r *Replicator) lacks(id string, something bool) {
 }
 
 // A sharer keeps the PeerServices at one peer what Share said, over one link. Its worker goes on meanwhile:
-// services that change all the time hold up no NetworkConfig.
+// services that change all the time hold up no NetworkConfig. With Withdraw it ends as soon as the peer has none.
 type sharer struct {
 	w    *worker
 	link *link
 
 	have   map[string]*isthmus.PeerServices
 	listed bool
+	over   bool // with Withdraw: the peer has none
 	tries  backoff
 	retry  <-chan time.Time
 }
 
 func (s *sharer) run(ctx context.Context) {
+	ctx, cancel := context.WithCancel(ctx)
 	changes, finished := make(chan change), make(chan struct{})
 	go func() {
 		defer close(finished)
@@ -97,9 +99,12 @@ func (s *sharer) run(ctx context.Context) {
 		p.max = 2 * p.max // a peer without the kind is asked all the time
 		p.follow(ctx, s.link.servicesFeed(), &backoff{}, deliver(ctx, changes))
 	}()
-	defer func() { <-finished }()
+	defer func() {
+		cancel()
+		<-finished
+	}()
 	var soon <-chan time.Time
-	for {
+	for !s.over {
 		select {
 		case <-ctx.Done():
 			return
@@ -174,7 +179,7 @@ func (s *sharer) sync(ctx context.Context) {
 	s.w.r.mu.Lock()
 	want, said := s.w.r.shares[s.w.peer.ID]
 	s.w.r.mu.Unlock()
-	if !s.listed || !said {
+	if !s.listed || !said && !s.w.r.opts.Withdraw {
 		return
 	}
 	var failed error
@@ -273,6 +278,10 @@ func (s *sharer) seen() (sharing Sharing) {
 // report keeps what a sharer found, and tells the rest of the manager when it differs from before.
 func (s *sharer) report(sharing Sharing, lacks bool) {
 	r, id := s.w.r, s.w.peer.ID
+	if r.opts.Withdraw { // nobody asks
+		s.over = sharing.Withdrawn
+		return
+	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.workers[id] != s.w { // dismissed meanwhile

@@ -224,7 +224,7 @@ func (w *worker) connect(ctx context.Context, id identity, delay time.Duration, 
 		}
 	}()
 	var sharing sync.WaitGroup
-	if w.r.opts.Services {
+	if w.r.opts.Services || w.r.opts.Withdraw {
 		sharing.Go(func() {
 			select {
 			case <-time.After(delay):

@@ -890,4 +890,19 @@ func TestPeerWithoutServicesIsReadyAllTheSame(t *testing.T) {
 	f := &seller{foe: &foe{a: b, b: a}}
 	f.untilServed("shop", "that of a", "10.244.1.5")
 	a.condition(b, isthmus.ConditionServicesShared, metav1.ConditionTrue, isthmus.ReasonShared)
+
+	// Without services, a withdraws what it exported.
+	if out, err := a.isthmus("install", "--without-workloads", "--services=false", "--kubeconfig", a.kubeconfig, "--cluster-name", a.name, "--cluster-id", a.id); err != nil {
+		t.Fatalf("isthmus install --services=false: %v\n%s", err, out)
+	}
+	a.stopManager()
+	a.startManager()
+	b.eventually("nothing of a", func() (string, bool) {
+		var offered isthmus.PeerServicesList
+		var imports mcs.ServiceImportList
+		b.list(&offered)
+		b.list(&imports)
+		return fmt.Sprintf("%+v, %+v", offered.Items, imports.Items), len(offered.Items)+len(imports.Items) == 0
+	})
+	b.ready(a)
 }
