@@ -71,14 +71,14 @@ func TestManyPeerings(t *testing.T) {
 	w.play(peers)
 	home.startManager("--pprof-address", home.address()+":6060")
 	w.settle()
-	p := w.load()
+	p := w.home.load()
 	t.Logf("no peerings: %v", p)
 
 	one, _ := w.peer("the first peer", first, 0)
 	profiled := w.profile("come")
 	w.peer("the many", most, 0)
 	profiled()
-	before, so := w.load(), number-later
+	before, so := w.home.load(), number-later
 	t.Logf("%d peerings: %v; %.1f goroutines for each", so, before, float64(before.goroutines-p.goroutines)/float64(so))
 	w.ranges(number - later)
 
@@ -212,6 +212,7 @@ func (w *world) prepare(r *remote) error {
 		{w.away, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: r.namespace}}},
 		{w.away, &rbacv1.Role{ObjectMeta: named(r.namespace, "isthmus"), Rules: []rbacv1.PolicyRule{
 			{APIGroups: []string{v1alpha1.GroupVersion.Group}, Resources: []string{"networkconfigs"}, Verbs: []string{"get", "list", "watch", "create", "update", "patch", "delete"}},
+			{APIGroups: []string{isthmus.GroupVersion.Group}, Resources: []string{"peerservices"}, Verbs: []string{"get", "list", "watch", "create", "update", "delete"}},
 		}}},
 		{w.away, &rbacv1.RoleBinding{ObjectMeta: named(r.namespace, "isthmus"), RoleRef: role,
 			Subjects: []rbacv1.Subject{{APIGroup: rbacv1.GroupName, Kind: rbacv1.UserKind, Name: r.user}}}},
@@ -299,7 +300,7 @@ func each(ctx context.Context, c client.WithWatch, list client.ObjectList, f fun
 func (w *world) peer(what string, peers []*remote, idle float64) (tally, time.Duration) {
 	w.t.Helper()
 	w.audits.next()
-	before, began := w.cpu(), time.Now()
+	before, began := w.home.cpu(), time.Now()
 	inParallel(w.t, peers, func(r *remote) error {
 		return w.home.client.Create(w.t.Context(), &isthmus.Peering{
 			ObjectMeta: metav1.ObjectMeta{Name: r.UniqueName()},
@@ -326,10 +327,10 @@ func (w *world) peer(what string, peers []*remote, idle float64) (tally, time.Du
 	}
 	slices.Sort(took)
 	w.settle()
-	spent, rested := w.cpu()-before, time.Duration(idle*float64(time.Since(began)))
+	spent, rested := w.home.cpu()-before, time.Duration(idle*float64(time.Since(began)))
 	asked := w.audits.next()
 	w.t.Logf("%s, %d: Peerings made in %.2f s, half of them Ready after %.2f s, all after %.2f s; manager %.2f CPU s, %v",
-		what, len(peers), made.Seconds(), took[len(took)/2].Seconds(), took[len(took)-1].Seconds(), spent.Seconds(), w.load())
+		what, len(peers), made.Seconds(), took[len(took)/2].Seconds(), took[len(took)-1].Seconds(), spent.Seconds(), w.home.load())
 	if len(peers) > 1 {
 		w.figure(what+": CPU, s", "%.2f", spent.Seconds())
 		w.figure(what+": all Ready after, s", "%.1f", took[len(took)-1].Seconds())
@@ -407,10 +408,10 @@ func (w *world) settle() {
 func (w *world) atRest(what string, d time.Duration) float64 {
 	w.t.Helper()
 	w.audits.next()
-	before := w.cpu()
+	before := w.home.cpu()
 	time.Sleep(d)
-	share, asked := (w.cpu()-before).Seconds()/d.Seconds(), w.audits.next()
-	after := w.load()
+	share, asked := (w.home.cpu()-before).Seconds()/d.Seconds(), w.audits.next()
+	after := w.home.load()
 	watches, requests := asked.began()
 	w.t.Logf("%s, in %v: manager %.2f %% of a core, %v; %.2f watches and %.2f other requests a second: %s", what, d, 100*share, after,
 		float64(watches)/d.Seconds(), float64(requests)/d.Seconds(), asked.per(1))
@@ -436,7 +437,7 @@ const changes = 40
 func (w *world) change(peers []*remote, idle float64) {
 	w.t.Helper()
 	w.audits.next()
-	before, began := w.cpu(), time.Now()
+	before, began := w.home.cpu(), time.Now()
 	for i, r := range peers {
 		nc := r.networkConfig()
 		if err := w.home.client.Get(w.t.Context(), client.ObjectKeyFromObject(nc), nc); err != nil {
@@ -456,7 +457,7 @@ func (w *world) change(peers []*remote, idle float64) {
 	}
 	took := time.Since(began)
 	w.settle()
-	cost, asked := (w.cpu()-before).Seconds()-idle*time.Since(began).Seconds(), w.audits.next()
+	cost, asked := (w.home.cpu()-before).Seconds()-idle*time.Since(began).Seconds(), w.audits.next()
 	w.figure("a peer's endpoint changes: CPU, ms", "%.1f", 1000*cost/float64(len(peers)))
 	w.figure("a peer's endpoint changes: writes", "%.1f", float64(asked.writes())/float64(len(peers)))
 	w.t.Logf("one peer changes: manager %.1f ms of CPU, in the TunnelEndpoint after %.2f s; %.2f writes: %s",
@@ -513,7 +514,7 @@ func (w *world) restarted(began time.Time, number int) {
 	})
 	looked := time.Since(began)
 	w.settle()
-	u, asked := w.load(), w.audits.next()
+	u, asked := w.home.load(), w.audits.next()
 	w.t.Logf("restart: leader after %.2f s, at all %d peers after %.2f s, %v", leads.Seconds(), number, looked.Seconds(), u)
 	w.figure("it starts again: CPU, s", "%.2f", u.cpu.Seconds())
 	w.figure("it starts again: all looked at after, s", "%.1f", looked.Seconds())
@@ -541,18 +542,18 @@ func (u load) String() string {
 }
 
 // cpu is what the manager's threads have used so far; unlike load it makes the manager do nothing.
-func (w *world) cpu() (sum time.Duration) {
-	w.t.Helper()
-	files, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/schedstat", w.home.manager.Process.Pid))
+func (s *site) cpu() (sum time.Duration) {
+	s.t.Helper()
+	files, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/schedstat", s.manager.Process.Pid))
 	if err != nil {
-		w.t.Fatal(err)
+		s.t.Fatal(err)
 	}
 	for _, name := range files {
 		b, _ := os.ReadFile(name) // a thread may have ended, as hardly any of a Go program does
 		if fields := strings.Fields(string(b)); len(fields) == 3 {
 			n, err := strconv.ParseInt(fields[0], 10, 64)
 			if err != nil {
-				w.t.Fatal(err)
+				s.t.Fatal(err)
 			}
 			sum += time.Duration(n)
 		}
@@ -560,25 +561,31 @@ func (w *world) cpu() (sum time.Duration) {
 	return sum
 }
 
-func (w *world) load() (u load) {
-	w.t.Helper()
-	u.cpu = w.cpu()
-	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", w.home.manager.Process.Pid))
+func (s *site) load() (u load) {
+	s.t.Helper()
+	u.cpu = s.cpu()
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", s.manager.Process.Pid))
 	if err != nil {
-		w.t.Fatal(err)
+		s.t.Fatal(err)
 	}
 	u.memory, u.peak = value(string(status), "VmRSS:")<<10, value(string(status), "VmHWM:")<<10
-	response, err := http.Get("http://" + w.home.metrics + "/metrics")
+	u.goroutines = value(s.scrape(), "go_goroutines")
+	return u
+}
+
+// scrape returns the manager's metrics.
+func (s *site) scrape() string {
+	s.t.Helper()
+	response, err := http.Get("http://" + s.metrics + "/metrics")
 	if err != nil {
-		w.t.Fatal(err)
+		s.t.Fatal(err)
 	}
 	defer response.Body.Close()
 	body, err := io.ReadAll(response.Body)
 	if err != nil {
-		w.t.Fatal(err)
+		s.t.Fatal(err)
 	}
-	u.goroutines = value(string(body), "go_goroutines")
-	return u
+	return string(body)
 }
 
 // value returns the number after a name at the beginning of a line; 0 when there is none.
@@ -676,15 +683,15 @@ rules:
 - level: Metadata
   users: ["system:serviceaccount:isthmus-system:isthmus-manager"]
 - level: Metadata
-  userGroups: [` + manyUsers + `]
+  userGroups: [%s]
 - level: None
 `
 
-// newAuditLog makes a site that is to be started keep an audit log of what the manager asks.
-func newAuditLog(t *testing.T, s *site) *auditLog {
+// newAuditLog makes a site that is to be started keep an audit log of what the manager and the users of groups ask.
+func newAuditLog(t *testing.T, s *site, groups ...string) *auditLog {
 	t.Helper()
 	policy, path := filepath.Join(s.dir, "policy.yaml"), filepath.Join(s.dir, "audit.log")
-	if err := os.WriteFile(policy, []byte(auditPolicy), 0o644); err != nil {
+	if err := os.WriteFile(policy, fmt.Appendf(nil, auditPolicy, strings.Join(append(groups, manyUsers), ", ")), 0o644); err != nil {
 		t.Fatal(err)
 	}
 	s.apiArgs = []string{"--audit-policy-file=" + policy, "--audit-log-path=" + path, "--audit-log-maxsize=10000"}
@@ -732,6 +739,7 @@ func (l *auditLog) read(where string, to tally) error {
 		l.offset += int64(len(line))
 		var event struct {
 			Verb           string
+			User           struct{ Username string }
 			ObjectRef      struct{ Resource, Subresource string }
 			RequestObject  json.RawMessage
 			ResponseStatus struct{ Code int }
@@ -746,7 +754,11 @@ func (l *auditLog) read(where string, to tally) error {
 		if code := event.ResponseStatus.Code; code >= 400 {
 			resource += fmt.Sprintf("=%d", code)
 		}
-		to[where+" "+event.Verb+" "+resource]++
+		from := where
+		if strings.HasSuffix(event.User.Username, ":isthmus-peer") {
+			from += "-by-peer"
+		}
+		to[from+" "+event.Verb+" "+resource]++
 		if event.Verb == "patch" && resource == "ipamstorages" {
 			to[patched] += len(event.RequestObject)
 		}

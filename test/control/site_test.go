@@ -71,6 +71,7 @@ type site struct {
 	args       []string // of the manager, beyond the usual
 	apiArgs    []string // of the API server, beyond the usual
 	services   bool     // Isthmus is installed with what shares services
+	via        string   // address where the manager finds the API server; empty: the server's own
 
 	health, metrics, ipam string // addresses of the manager
 
@@ -360,6 +361,11 @@ func (s *site) identity(account string) string {
 	}
 	for _, user := range config.AuthInfos {
 		user.ClientCertificateData, user.ClientKeyData, user.Token = nil, nil, token.Status.Token
+	}
+	if s.via != "" {
+		for _, cluster := range config.Clusters {
+			cluster.Server = "https://" + s.via
+		}
 	}
 	path := filepath.Join(s.dir, account+".kubeconfig")
 	if err := clientcmd.WriteToFile(*config, path+".next"); err != nil {
