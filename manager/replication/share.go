@@ -1,11 +1,13 @@
 package replication
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"maps"
 	"net/http"
 	"slices"
+	"sync"
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -23,6 +25,10 @@ const maxServicesAnswer = 16 << 20
 
 // coalesce is how long a sharer waits for further changes before it writes.
 const coalesce = 200 * time.Millisecond
+
+// atATime is how many objects a sharer writes at the same time. All peers of an importer together have some ten
+// requests there.
+const atATime = 4
 
 // Sharing says how the export of services to a peer goes.
 type Sharing struct {
@@ -190,10 +196,8 @@ func (s *sharer) sync(ctx context.Context) {
 			}
 		}
 	}
-	for _, name := range slices.Sorted(maps.Keys(want)) {
-		if err := s.write(ctx, name, want[name]); err != nil {
-			failed = err
-		}
+	if err := s.writeAll(ctx, want); err != nil {
+		failed = err
 	}
 	switch {
 	case ctx.Err() != nil:
@@ -223,31 +227,61 @@ func services(want map[string]isthmus.PeerServicesSpec) string {
 	return fmt.Sprintf("%d exported services", n)
 }
 
-func (s *sharer) write(ctx context.Context, name string, spec isthmus.PeerServicesSpec) error {
-	ctx, cancel := context.WithTimeout(ctx, s.w.r.pace.request)
-	defer cancel()
-	is := s.have[name]
-	var made isthmus.PeerServices
-	switch {
-	case is == nil:
-		is = &isthmus.PeerServices{ObjectMeta: metav1.ObjectMeta{Namespace: s.link.namespace, Name: name}, Spec: spec}
-		if err := s.link.services(http.MethodPost).Body(is).Do(ctx).Into(&made); err != nil {
-			return err
-		}
-	case !is.DeletionTimestamp.IsZero(): // a new one when it is gone
-		return nil
-	case is.Spec.Equal(spec):
-		return nil
-	default:
-		is = is.DeepCopy()
-		is.Spec = spec
-		if err := s.link.services(http.MethodPut).Name(name).Body(is).Do(ctx).Into(&made); err != nil {
-			return err
+// writeAll writes what differs, several objects at a time: the peer may be far away.
+func (s *sharer) writeAll(ctx context.Context, want map[string]isthmus.PeerServicesSpec) (failed error) {
+	type result struct {
+		made *isthmus.PeerServices
+		err  error
+	}
+	var differ []string
+	for name, spec := range want {
+		if is := s.have[name]; is == nil || is.DeletionTimestamp.IsZero() && !is.Spec.Equal(spec) { // a deleted one is made again when it is gone
+			differ = append(differ, name)
 		}
 	}
-	made.ManagedFields = nil
-	s.have[name] = &made
-	return nil
+	slices.Sort(differ)
+	results, turns := make([]result, len(differ)), make(chan struct{}, atATime)
+	var group sync.WaitGroup
+	for i, name := range differ {
+		turns <- struct{}{}
+		group.Go(func() {
+			defer func() { <-turns }()
+			results[i].made, results[i].err = s.write(ctx, s.have[name], name, want[name])
+		})
+	}
+	group.Wait()
+	for i, name := range differ {
+		if failed = cmp.Or(results[i].err, failed); results[i].err == nil {
+			results[i].made.ManagedFields = nil
+			s.have[name] = results[i].made
+		}
+	}
+	return failed
+}
+
+// write creates an object, or changes what the peer has.
+func (s *sharer) write(ctx context.Context, is *isthmus.PeerServices, name string, spec isthmus.PeerServicesSpec) (*isthmus.PeerServices, error) {
+	ctx, cancel := context.WithTimeout(ctx, s.w.r.pace.request)
+	defer cancel()
+	var made isthmus.PeerServices
+	if is == nil {
+		is = &isthmus.PeerServices{ObjectMeta: metav1.ObjectMeta{Namespace: s.link.namespace, Name: name}, Spec: spec}
+		return &made, s.link.services(http.MethodPost).Body(is).Do(ctx).Into(&made)
+	}
+	put := func() error {
+		is = is.DeepCopy()
+		is.Spec = spec
+		return s.link.services(http.MethodPut).Name(name).Body(is).Do(ctx).Into(&made)
+	}
+	err := put()
+	if apierrors.IsConflict(err) { // the peer has answered what was there before
+		is = new(isthmus.PeerServices)
+		if err := s.link.services(http.MethodGet).Name(name).Do(ctx).Into(is); err != nil || !is.DeletionTimestamp.IsZero() {
+			return is, err
+		}
+		err = put()
+	}
+	return &made, err
 }
 
 func (s *sharer) remove(ctx context.Context, o *isthmus.PeerServices) error {
