@@ -125,6 +125,7 @@ func (c *Controller) Exports() int { return len(c.board.exports()) }
 // SetupWithManager makes mgr run the Controller.
 func (c *Controller) SetupWithManager(mgr ctrl.Manager) error {
 	if err := errors.Join(
+		c.objects.IndexField(context.Background(), &discoveryv1.EndpointSlice{}, indexService, func(o client.Object) []string { return []string{o.GetLabels()[LabelService]} }),
 		mgr.Add(runtimemanager.RunnableFunc(c.objects.Start)),
 		mgr.Add(runtimemanager.RunnableFunc(func(ctx context.Context) error {
 			c.sources.run(ctx)

@@ -26,6 +26,9 @@ type existing struct {
 	slices  map[string]*discoveryv1.EndpointSlice
 }
 
+// indexService is an index of the cache: EndpointSlices by LabelService. A namespace may have thousands.
+const indexService = "service"
+
 // read returns what the cache has. The objects are not to be changed.
 func (c *Controller) read(ctx context.Context, key Key) (have existing, err error) {
 	have = existing{key: key, slices: make(map[string]*discoveryv1.EndpointSlice)}
@@ -42,7 +45,7 @@ func (c *Controller) read(ctx context.Context, key Key) (have existing, err erro
 		return have, fmt.Errorf("derived Service: %w", err)
 	}
 	var list discoveryv1.EndpointSliceList
-	if err := c.objects.List(ctx, &list, client.InNamespace(key.Namespace), client.MatchingLabels{LabelService: key.Name}); err != nil {
+	if err := c.objects.List(ctx, &list, client.InNamespace(key.Namespace), client.MatchingFields{indexService: key.Name}); err != nil {
 		return have, fmt.Errorf("EndpointSlices: %w", err)
 	}
 	for j := range list.Items {
