@@ -636,7 +636,7 @@ func (e *exporter) setup(mgr ctrl.Manager) error {
 	all := []reconcile.Request{{NamespacedName: Key{Name: allExports}}}
 	everything := handler.EnqueueRequestsFromMapFunc(func(context.Context, client.Object) []reconcile.Request { return all })
 	return ctrl.NewControllerManagedBy(mgr).Named("exports").
-		WatchesRawSource(source.Kind[client.Object](e.Cache, &isthmus.Peering{}, everything)).
+		WatchesRawSource(source.Kind[client.Object](e.Cache, &isthmus.Peering{}, everything, peeringChanged)).
 		WatchesRawSource(e.exported.Source()).
 		Complete(e)
 }
@@ -664,11 +664,13 @@ func (e *exporter) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, 
 		}
 	}
 	exports := e.board.exports()
+	for i := range exports {
+		exports[i], _ = ForPeers(exports[i], pods)
+	}
 	for _, p := range peerings {
 		var theirs []isthmus.ExportedService
 		for _, s := range exports {
 			if p.DeletionTimestamp.IsZero() && Permits(p.Spec.Services.Export, s.Namespace) {
-				s, _ := ForPeers(s, pods)
 				theirs = append(theirs, s)
 			}
 		}
