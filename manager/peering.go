@@ -211,7 +211,7 @@ func (r *PeeringReconciler) gather(ctx context.Context, peering *isthmus.Peering
 	if err := r.weigh(ctx, &s, peer); err != nil {
 		return s, err
 	}
-	r.gatherServices(&s)
+	r.gatherServices(ctx, &s)
 	state, looked := r.Replicator.State(peer.Cluster.ClusterID)
 	if !looked { // what the manager before us saw holds until we have looked: a restart is no news
 		s.identity, s.published = told(peering, isthmus.ConditionIdentity), told(peering, isthmus.ConditionPublished)

@@ -98,19 +98,20 @@ type servicesState struct {
 	on      bool
 	lacking string // why no services are shared
 	looked  bool   // at the peer's API server
+	counted bool   // each of the peer's services was looked at
 	sharing replication.Sharing
 	imports services.Imports
 	left    bool // of a Peering that is deleted: PeerServices of ours are at the peer
 }
 
-func (r *PeeringReconciler) gatherServices(s *peeringState) {
+func (r *PeeringReconciler) gatherServices(ctx context.Context, s *peeringState) {
 	s.services = servicesState{on: r.Services != nil || r.ServicesLacking != "", lacking: r.ServicesLacking}
 	if r.Services == nil {
 		return
 	}
 	id := s.peering.Spec.Cluster.ClusterID
 	s.services.sharing, s.services.looked = r.Services.Sharing(id)
-	s.services.imports = r.Services.Imports(id)
+	s.services.imports, s.services.counted = r.Services.Imports(id), r.Services.Looked(ctx, id, s.peering.Spec.TenantNamespace.Local)
 	// A peer that does not answer is waited for only where something of ours was seen; the NetworkConfig is
 	// waited for anyway.
 	s.services.left = s.services.looked && !s.services.sharing.Withdrawn
@@ -127,11 +128,11 @@ func servicesVerdict(s peeringState) *verdict {
 	switch {
 	case is.lacking != "":
 		return v(no(isthmus.ReasonLocalSetup, "%s", is.lacking))
-	case len(spec.Export) > 0 && !is.looked:
+	case len(spec.Export) > 0 && !is.looked, !is.counted:
 		if before := told(s.peering, isthmus.ConditionServicesShared); before != unknown {
 			return &before
 		}
-		return v(no(isthmus.ReasonSharing, "the peer was not looked at yet"))
+		return v(no(isthmus.ReasonSharing, "the peer and its services were not looked at yet"))
 	case len(spec.Export) > 0 && c.Status == metav1.ConditionFalse:
 		return v(no(c.Reason, "%s", c.Message))
 	}

@@ -119,6 +119,24 @@ func (c *Controller) Imported() *queue.Queue { return &c.imported }
 // Imports sums up what is imported from a peer.
 func (c *Controller) Imports(id string) Imports { return c.board.imports(id) }
 
+// Looked reports whether each service that the peer of a tenant namespace exports to us was looked at: a manager that
+// starts does not know at once what it serves.
+func (c *Controller) Looked(ctx context.Context, id, tenant string) bool {
+	var list isthmus.PeerServicesList
+	if err := c.objects.List(ctx, &list, client.InNamespace(tenant), client.UnsafeDisableDeepCopy); err != nil {
+		return false // the cache has not started
+	}
+	for i := range list.Items {
+		for _, s := range list.Items[i].Spec.Services {
+			key := Key{Namespace: s.Namespace, Name: s.Name}
+			if _, looked := c.board.outcome(key, id); !looked && ShardOf(key) == list.Items[i].Name { // no reconcile looks for one elsewhere
+				return false
+			}
+		}
+	}
+	return true
+}
+
 // Exports is the number of valid exports of this cluster.
 func (c *Controller) Exports() int { return len(c.board.exports()) }
 
@@ -189,8 +207,8 @@ func (c *Controller) SetupWithManager(mgr ctrl.Manager) error {
 	return errors.Join((&exporter{c}).setup(mgr), (&answerer{c}).setup(mgr))
 }
 
-// peersPause is how long conditions wait for what peers answer: a peer may change its answers all the time, and
-// nobody's services are looked at more often for that.
+// peersPause is how long conditions wait for what peers answer or export: a peer may change that all the time, and
+// nobody's services and Peerings are looked at more often for that.
 const peersPause = time.Second
 
 // peeringChanged leaves out what is no concern of services, such as the latency.
@@ -340,7 +358,7 @@ func (c *Controller) reconcile(ctx context.Context, key Key) (time.Duration, err
 		for _, p := range g.peerings {
 			if p.Spec.Cluster.ClusterID == id {
 				c.answers.Add(request(p.Spec.TenantNamespace.Local, ShardOf(key)), 0)
-				c.imported.Add(request("", p.Name), 0)
+				c.imported.Add(request("", p.Name), peersPause)
 			}
 		}
 	}
