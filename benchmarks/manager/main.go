@@ -2,17 +2,17 @@
 // rest, and when it starts again among them and reconnects to all.
 //
 //	go run ./benchmarks/manager -peers 500,1000
+//	go run ./benchmarks/manager -services # 1,000 services of ten peers, whose pods are replaced
 //
 // It runs TestManyPeerings of test/control, which has the real manager, two real API servers (one
 // stands for those of all peers, and knows each by a certificate of its own) and peers that answer, and
-// makes a table of its figures. What else it logs goes to standard error. It needs the programs that
+// makes a table of its figures. With -services it is TestManyServices, with two managers. What else it logs goes to standard error. It needs the programs that
 // internal/kubetest builds. With 500 peers it takes some five minutes on two processors.
 package main
 
 import (
 	"bufio"
 	"context"
-	"errors"
 	"flag"
 	"fmt"
 	"log"
@@ -30,39 +30,57 @@ import (
 func main() {
 	log.SetFlags(0)
 	text := flag.String("peers", "500,1000", "numbers of peers, separated by commas")
+	shared := flag.Bool("services", false, "measure imported services instead of numbers of peers")
 	profiles := flag.String("profiles", "", "existing directory for profiles of the manager; empty: none, since taking them costs something")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	var head string
-	var rows []string // of the table, in order
+	var heads, remarks, rows []string // rows of the table, in order
 	cells := make(map[string][]string)
-	for s := range strings.SplitSeq(*text, ",") {
+	take := func(kind, text string) {
+		row, cell, _ := strings.Cut(text, " = ")
+		switch {
+		case kind == "column":
+			heads = append(heads, text)
+		case kind == "remark":
+			remarks = append(remarks, "- "+text)
+		case !slices.Contains(rows, row):
+			rows = append(rows, row)
+			fallthrough
+		default:
+			cells[row] = append(cells[row], cell)
+		}
+	}
+	if *shared {
+		if err := run(ctx, take, "TestManyServices", "-profiles="+*profiles); err != nil {
+			log.Fatal(err)
+		}
+		*text = ""
+	}
+	for _, s := range strings.FieldsFunc(*text, func(r rune) bool { return r == ',' }) {
 		n, err := strconv.Atoi(s)
 		if err != nil || n < 3 || n > 4096 {
 			log.Fatalf("-peers %q: want numbers from 3 to 4096", *text)
 		}
-		head += fmt.Sprintf(" %d peers |", n)
+		heads = append(heads, fmt.Sprintf("%d peers", n))
 		log.Printf("%d peers:", n)
-		err = run(ctx, n, *profiles, func(row, cell string) {
-			if !slices.Contains(rows, row) {
-				rows = append(rows, row)
-			}
-			cells[row] = append(cells[row], cell)
-		})
-		if err != nil {
+		if err := run(ctx, take, "TestManyPeerings", fmt.Sprintf("-peers=%d", n), "-profiles="+*profiles); err != nil {
 			log.Fatal(err)
 		}
 	}
-	fmt.Printf("%s.\n\n| |%s\n|---|%s\n", measure.Where(), head, strings.Repeat("---|", strings.Count(*text, ",")+1))
+	fmt.Printf("%s.\n\n| | %s |\n|---|%s\n", measure.Where(), strings.Join(heads, " | "), strings.Repeat("---|", len(heads)))
 	for _, row := range rows {
 		fmt.Printf("| %s | %s |\n", row, strings.Join(cells[row], " | "))
 	}
+	if len(remarks) > 0 {
+		fmt.Printf("\n%s\n", strings.Join(remarks, "\n"))
+	}
 }
 
-// run takes the figures of one test, and logs its other lines.
-func run(ctx context.Context, peers int, profiles string, figure func(row, cell string)) error {
-	cmd := exec.CommandContext(ctx, "go", "test", "./control", "-run", "^TestManyPeerings$", "-count=1", "-v", "-timeout=60m", "-long", fmt.Sprintf("-peers=%d", peers), "-profiles="+profiles)
+// run takes the lines of one test that begin with one of three words, and logs its others.
+func run(ctx context.Context, take func(kind, text string), test string, flags ...string) error {
+	args := []string{"test", "./control", "-run", "^" + test + "$", "-count=1", "-v", "-timeout=60m", "-long"}
+	cmd := exec.CommandContext(ctx, "go", append(args, flags...)...)
 	cmd.Dir, cmd.Stderr = "test", os.Stderr
 	out, err := cmd.StdoutPipe()
 	if err != nil {
@@ -72,18 +90,19 @@ func run(ctx context.Context, peers int, profiles string, figure func(row, cell 
 		return err
 	}
 	for lines := bufio.NewScanner(out); lines.Scan(); {
-		if _, text, is := strings.Cut(lines.Text(), "scale_test.go:"); is {
-			_, text, _ = strings.Cut(text, ": ")
-			if f, is := strings.CutPrefix(text, "figure "); is {
-				row, cell, _ := strings.Cut(f, " = ")
-				figure(row, cell)
-				continue
-			}
+		_, text, is := strings.Cut(lines.Text(), "_test.go:")
+		if !is {
+			continue
+		}
+		_, text, _ = strings.Cut(text, ": ")
+		if kind, rest, _ := strings.Cut(text, " "); slices.Contains([]string{"figure", "column", "remark"}, kind) {
+			take(kind, rest)
+		} else {
 			log.Print("- " + text)
 		}
 	}
 	if err := cmd.Wait(); err != nil {
-		return errors.New("TestManyPeerings failed; see above, or run it by itself")
+		return fmt.Errorf("%s failed; see above, or run it by itself", test)
 	}
 	return nil
 }

@@ -8,6 +8,7 @@ import (
 	"maps"
 	"net"
 	"net/netip"
+	"os"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -505,7 +506,7 @@ func (m *market) phase(name string, f func()) {
 	m.mu.Unlock()
 	m.audits.next()
 	profiled := m.profile(strings.ReplaceAll(name, " ", "-"))
-	cpu, theirs := m.home.cpu(), m.b.cpu()
+	cpu, theirs, server := m.home.cpu(), m.b.cpu(), m.apiServer()
 	read, sent := m.toHome.read.Load(), m.fromB.sent.Load()
 	events, octets := m.slices.sent()
 	began := time.Now()
@@ -514,7 +515,8 @@ func (m *market) phase(name string, f func()) {
 	m.come()
 	m.settle()
 	profiled()
-	cpu, theirs, asked := m.home.cpu()-cpu, m.b.cpu()-theirs, m.audits.next()
+	cpu, theirs, server = m.home.cpu()-cpu, m.b.cpu()-theirs, m.apiServer()-server
+	asked := m.audits.next()
 	eventsNow, octetsNow := m.slices.sent()
 	all := m.slices.took(m.written)
 	written := m.shards.took(m.written)
@@ -523,6 +525,7 @@ func (m *market) phase(name string, f func()) {
 	m.figure("until its slice is right, s: median, 99 %, last", "%s", quantiles(all))
 	m.figure("of this, from the exporter's slice to its PeerServices, s", "%s", quantiles(written))
 	m.figure("importing manager: CPU, s", "%.1f", cpu.Seconds())
+	m.figure("its API server: CPU, s", "%.1f", server.Seconds())
 	m.figure("importing manager: writes", "%s", asked.of("home"))
 	m.figure("importing manager: read of its API server, MiB", "%.1f", float64(m.toHome.read.Load()-read)/(1<<20))
 	m.figure("an exporting manager: CPU, s", "%.1f", theirs.Seconds())
@@ -531,6 +534,25 @@ func (m *market) phase(name string, f func()) {
 	m.figure("an exporting manager: writes in its cluster", "%s", asked.of("b"))
 	m.figure("each kube-proxy: events; MiB", "%s", fmt.Sprintf("%d; %.1f", eventsNow-events, float64(octetsNow-octets)/(1<<20)))
 	m.t.Logf("%s: %s", name, asked.per(1))
+}
+
+// apiServer is the CPU time of the importer's API server so far.
+func (m *market) apiServer() time.Duration {
+	m.t.Helper()
+	all, err := filepath.Glob("/proc/[0-9]*/cmdline")
+	if err != nil {
+		m.t.Fatal(err)
+	}
+	_, port, _ := strings.Cut(strings.TrimPrefix(m.home.server.URL(), "https://"), ":")
+	for _, name := range all {
+		b, _ := os.ReadFile(name) // it may have ended
+		if words := strings.Split(string(b), "\x00"); filepath.Base(words[0]) == "kube-apiserver" && slices.Contains(words, "--secure-port="+port) {
+			pid, _ := strconv.Atoi(strings.Split(name, "/")[2])
+			return m.home.cpuOf(pid)
+		}
+	}
+	m.t.Fatal("no API server of the importer")
+	return 0
 }
 
 // of are the writes of one origin, by kind.

@@ -542,9 +542,15 @@ func (u load) String() string {
 }
 
 // cpu is what the manager's threads have used so far; unlike load it makes the manager do nothing.
-func (s *site) cpu() (sum time.Duration) {
+func (s *site) cpu() time.Duration {
 	s.t.Helper()
-	files, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/schedstat", s.manager.Process.Pid))
+	return s.cpuOf(s.manager.Process.Pid)
+}
+
+// cpuOf is what the threads of a process have used so far.
+func (s *site) cpuOf(pid int) (sum time.Duration) {
+	s.t.Helper()
+	files, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/schedstat", pid))
 	if err != nil {
 		s.t.Fatal(err)
 	}
