@@ -656,9 +656,11 @@ func (s *sight) see(object string, octets int, endpoints map[netip.Addr]bool) {
 	if s.of == nil {
 		s.of, s.at = make(map[string]map[netip.Addr]bool), make(map[change]time.Time)
 	}
-	s.events++
-	s.octets += octets
 	before, now := s.of[object], time.Now()
+	if !maps.Equal(before, endpoints) { // else a watch began again
+		s.events++
+		s.octets += octets
+	}
 	for addr, ready := range endpoints {
 		if ready && !before[addr] {
 			s.at[change{addr, true}] = now
