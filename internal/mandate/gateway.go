@@ -24,6 +24,8 @@ func (l List) follows(before List) bool {
 	return differ <= 1
 }
 
+func (l List) equal(m List) bool { return l.Version == m.Version && slices.Equal(l.Voters, m.Voters) }
+
 // majority is how many voters decide.
 func (l List) majority() int { return len(l.Voters)/2 + 1 }
 
@@ -34,7 +36,7 @@ type vote struct {
 	incarnation uint64 // of the voter then; 0: it never answered
 	until       Time   // the vote counts before; 0: it does not
 	free        Time   // another gateway could get the vote from then on, by our clock
-	list        uint64 // version that it has stored
+	promise     Promise
 }
 
 // A Gateway is one candidate. One goroutine uses it.
@@ -45,7 +47,7 @@ type Gateway struct {
 	list   List   // by which it counts
 	next   *List  // that it proposes; nil: none
 	epoch  uint64 // that it claims; 0: it claims nothing
-	seen   uint64 // the highest epoch that it has heard of
+	seen   uint64 // the highest epoch that it has claimed, or was told of by See
 	since  Time   // when it began to claim
 	rest   Time   // it does not claim before
 	pauses uint64 // of pause
@@ -77,13 +79,15 @@ func (g *Gateway) arrange() {
 	}
 }
 
-// Learn tells the gateway the list of the Lease. Older ones change nothing, and a holder knows better.
+// Learn tells the gateway the list of the Lease. One that it neither counts by nor proposes ends its mandate: somebody
+// else has written it.
 func (g *Gateway) Learn(list List, now Time) {
-	if list.Version > g.list.Version && !g.Holds(now) {
-		g.list, g.next = list, nil
-		g.stand(now)
-		g.arrange()
+	if list.equal(g.list) || g.next != nil && list.equal(*g.next) {
+		return
 	}
+	g.list, g.next = list, nil
+	g.stand(now)
+	g.arrange()
 }
 
 // Propose begins a change of the list, which the caller has written into the Lease. It reports false, and does
@@ -123,13 +127,59 @@ func (g *Gateway) Holds(now Time) bool { return now < g.Until() }
 // Epoch is the epoch of the mandate, or of the claim; 0: the gateway claims nothing.
 func (g *Gateway) Epoch() uint64 { return g.epoch }
 
+// Heard is which voters have answered within Timing.Bound, sorted, and the version below which a list gets no majority.
+func (g *Gateway) Heard(now Time) (voters []ID, newest uint64) {
+	for _, v := range g.votes {
+		if v.incarnation != 0 && now < v.heard+g.timing.Bound {
+			voters = append(voters, v.voter)
+		}
+	}
+	return voters, g.majorityth(func(v *vote) uint64 { return v.promise.List })
+}
+
+// Elected is the gateway to which a majority has promised the same epoch, as far as is known; empty: none.
+func (g *Gateway) Elected() (holder ID, epoch uint64) {
+	for _, v := range g.votes {
+		n := 0
+		for _, w := range g.votes {
+			if w.promise.Holder == v.promise.Holder && w.promise.Epoch == v.promise.Epoch && slices.Contains(g.list.Voters, w.voter) {
+				n++
+			}
+		}
+		if v.promise.Epoch > epoch && n >= g.list.majority() {
+			holder, epoch = v.promise.Holder, v.promise.Epoch
+		}
+	}
+	return holder, epoch
+}
+
 // List is the list by which the gateway counts.
 func (g *Gateway) List() List { return g.list }
 
 // Claim begins to ask for votes.
 func (g *Gateway) Claim(now Time) {
-	g.epoch, g.since = g.seen+1, now
+	g.epoch, g.since = min(max(g.seen, g.promised())+1, Most), now
 	g.seen = g.epoch // an epoch that was released is not used again
+}
+
+// majorityth is the value that a majority of the list's voters does not exceed: one of them alone cannot raise it.
+func (g *Gateway) majorityth(of func(*vote) uint64) uint64 {
+	var all []uint64
+	for i := range g.votes {
+		if slices.Contains(g.list.Voters, g.votes[i].voter) {
+			all = append(all, of(&g.votes[i]))
+		}
+	}
+	if len(all) == 0 {
+		return 0
+	}
+	slices.Sort(all)
+	return all[g.list.majority()-1]
+}
+
+// promised is the epoch that has to be exceeded for a majority of votes.
+func (g *Gateway) promised() uint64 {
+	return g.majorityth(func(v *vote) uint64 { return v.promise.Epoch })
 }
 
 // stand ends the claim and the mandate.
@@ -140,32 +190,39 @@ func (g *Gateway) stand(rest Time) {
 	}
 }
 
-// Tick is called once a beat. It returns the same ask for each voter, but for Ask.Heard.
-func (g *Gateway) Tick(now Time) map[ID]Ask {
+// See notes that an epoch was in use.
+func (g *Gateway) See(epoch uint64) { g.seen = max(g.seen, epoch) }
+
+// Tick is called once a beat. It returns the same ask for each voter, but for Ask.Heard. Where the gateway may claim, it
+// does so when it could get a majority. holds says that it has a mandate from elsewhere, by the Lease.
+func (g *Gateway) Tick(now Time, may, holds bool) map[ID]Ask {
 	switch {
-	case g.epoch == 0 && now >= g.rest && g.majorityFree(now):
+	case may && g.Could(now):
 		g.Claim(now)
-	case g.epoch != 0 && !g.Holds(now) && (g.epoch < g.seen || now >= g.since+2*g.timing.Bound):
+	case g.epoch != 0 && !may:
+		g.stand(now)
+	case g.epoch != 0 && !g.Holds(now) && (g.epoch < g.promised() || now >= g.since+2*g.timing.Bound):
 		g.stand(now + g.pause())
-	case g.epoch != 0 && g.epoch < g.seen: // another candidate has got some votes
-		g.seen++
+	case g.epoch != 0 && g.epoch < max(g.seen, g.promised()): // another candidate has got some votes
+		g.seen = min(max(g.seen, g.promised())+1, Most)
 		g.epoch = g.seen
 	}
 	kind := Probe
 	if g.epoch != 0 {
 		kind = Claim
 	}
-	return g.asks(kind, now)
+	return g.asks(kind, now, holds)
 }
 
-func (g *Gateway) asks(kind Kind, now Time) map[ID]Ask {
+func (g *Gateway) asks(kind Kind, now Time, holds bool) map[ID]Ask {
 	all := make(map[ID]Ask, len(g.votes))
 	list := g.list.Version
 	if g.next != nil {
 		list = g.next.Version
 	}
 	for _, v := range g.votes {
-		all[v.voter] = Ask{Kind: kind, From: g.id, Epoch: g.epoch, List: list, Sent: now, Nonce: g.nonce, Heard: v.incarnation}
+		all[v.voter] = Ask{Kind: kind, From: g.id, Epoch: g.epoch, List: list, Sent: now, Nonce: g.nonce, Heard: v.incarnation,
+			Holds: holds || g.Holds(now)}
 	}
 	return all
 }
@@ -177,7 +234,11 @@ func (g *Gateway) pause() Time {
 	return g.timing.Beat * Time(1+h>>61)
 }
 
-func (g *Gateway) majorityFree(now Time) bool {
+// Could reports whether the gateway claims nothing, and could get a majority now.
+func (g *Gateway) Could(now Time) bool {
+	if g.epoch != 0 || now < g.rest {
+		return false
+	}
 	free := 0
 	for _, v := range g.votes {
 		if v.incarnation != 0 && now >= v.free && now < v.heard+g.timing.Bound && slices.Contains(g.list.Voters, v.voter) {
@@ -189,7 +250,7 @@ func (g *Gateway) majorityFree(now Time) bool {
 
 // Release ends the mandate and returns what tells the voters. The gateway rests, so that another one can follow.
 func (g *Gateway) Release(now Time) map[ID]Ask {
-	all := g.asks(Release, now)
+	all := g.asks(Release, now, false)
 	g.stand(now + 2*g.timing.Bound)
 	return all
 }
@@ -197,16 +258,18 @@ func (g *Gateway) Release(now Time) map[ID]Ask {
 // Receive takes an answer.
 func (g *Gateway) Receive(a Answer, now Time) {
 	i := slices.IndexFunc(g.votes, func(v vote) bool { return v.voter == a.From })
-	if i < 0 || a.Nonce != g.nonce || a.Sent > now {
+	if i < 0 || a.Nonce != g.nonce || a.Sent > now || a.Promise.Epoch > Most || a.Promise.List > Most {
 		return
 	}
 	v := &g.votes[i]
-	g.seen = max(g.seen, a.Promise.Epoch)
 	if v.incarnation != 0 && (a.Sent < v.heard || a.Sent == v.heard && !a.Farewell) {
 		return // overtaken by a later one
 	}
-	v.heard, v.incarnation, v.list, v.free, v.until = a.Sent, a.Incarnation, a.Promise.List, now+a.Free, 0
-	if a.Granted && g.epoch != 0 && a.Sent >= g.since {
+	if a.Incarnation != v.incarnation { // the next voter on that node: from now on a farewell counts like any vote
+		v.until = min(v.until, a.Sent+g.timing.Mandate)
+	}
+	v.heard, v.incarnation, v.promise, v.free = a.Sent, a.Incarnation, a.Promise, now+a.Free
+	if a.Granted && a.Promise.Epoch == g.epoch {
 		if v.until = a.Sent + g.timing.Mandate; a.Farewell {
 			v.until = a.Sent + g.timing.FarewellMandate
 		}
@@ -221,7 +284,7 @@ func (g *Gateway) advance() {
 	}
 	stored := 0
 	for _, v := range g.votes {
-		if slices.Contains(g.list.Voters, v.voter) && v.list >= g.next.Version && v.until > 0 {
+		if slices.Contains(g.list.Voters, v.voter) && v.promise.List >= g.next.Version && v.until > 0 {
 			stored++
 		}
 	}

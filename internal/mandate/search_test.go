@@ -39,7 +39,7 @@ type world struct {
 	by     ID     // whose that was
 	bug    *bug   // nil: none
 
-	amnesia bool // a node may reboot
+	amnesia bool // a node may lose its promise
 }
 
 // A bug breaks one rule. Each of its functions may be nil.
@@ -75,11 +75,14 @@ func newWorld(gateways, voters int, left limits, lists []List, b *bug) *world {
 		w.oldest = timing.Farewell + 1
 	}
 	for i := range voters {
-		w.voters = append(w.voters, *NewVoter(voterID(i), timing, 1, &Promise{}, 0, 0))
+		w.voters = append(w.voters, *NewVoter(voterID(i), timing, 1, &Promise{}, 0))
 	}
 	for i := range gateways {
 		w.gateways = append(w.gateways, *NewGateway(ID(rune('a'+i)), timing, uint64(i+1), lists[0]))
 		w.gateways[i].seen = uint64(i) // so that the second one may be first
+		for j := range w.gateways[i].votes {
+			w.gateways[i].votes[j].incarnation = 1 // it has asked before
+		}
 		w.slots, w.released = append(w.slots, make([]slot, voters)), append(w.released, make([]slot, voters))
 	}
 	w.beaten = make([]bool, gateways)
@@ -143,7 +146,7 @@ func (w *world) key(b []byte) []byte {
 					number(v.incarnation)
 					ahead(v.until)
 					flag(v.until > 0)
-					number(v.list)
+					number(v.promise.List)
 				}
 			}
 			r, s := &w.released[i][j], &w.slots[i][j]
@@ -160,6 +163,7 @@ func (w *world) key(b []byte) []byte {
 				back(s.ask.Sent)
 				number(s.ask.Nonce)
 				number(s.ask.Heard)
+				flag(s.ask.Holds)
 			case 2:
 				flag(s.answer.Granted)
 				flag(s.answer.Farewell)
@@ -172,10 +176,10 @@ func (w *world) key(b []byte) []byte {
 		v := &w.voters[j]
 		number(v.incarnation)
 		promise(v.promise)
-		ahead(v.silent)
 		ahead(v.bound)
 		ahead(v.farewell)
 		flag(v.released)
+		flag(v.empty)
 		number(v.last.Nonce)
 		back(v.last.Sent)
 		columns[j] = string(b[begin:])
@@ -239,7 +243,7 @@ func (w *world) gatewayActs(i int, yield func(*world)) {
 	if g.epoch != 0 && !w.beaten[i] {
 		c := w.clone("%[1]s asks", i, 0)
 		c.beaten[i] = true
-		send(c, c.gateways[i].Tick(c.now))
+		send(c, c.gateways[i].Tick(c.now, true, false))
 	}
 	if g.epoch != 0 && w.left.releases > 0 {
 		c := w.clone("%[1]s releases", i, 0)
@@ -259,6 +263,9 @@ func (w *world) gatewayActs(i int, yield func(*world)) {
 		c := w.clone("%[1]s restarts", i, 0)
 		c.left.restarts--
 		c.gateways[i] = *NewGateway(g.id, g.timing, g.nonce+10, g.list)
+		for j := range c.gateways[i].votes {
+			c.gateways[i].votes[j].incarnation = g.votes[j].incarnation // it learns it by asking
+		}
 		yield(c)
 	}
 	if w.left.proposals > 0 && g.Holds(w.now) && g.next == nil && g.list.Version+1 < uint64(len(w.lists)) {
@@ -306,12 +313,11 @@ func (w *world) delivers(i, j int, yield func(*world)) {
 		if w.bug != nil && w.bug.asked != nil {
 			w.bug.asked(&c.voters[j], &ask, c.now)
 		}
-		if answer, _, ok := c.voters[j].Receive(ask, c.now); ok {
-			again := c.clone("the answer of %[2]s to %[1]s is lost", i, j)
-			yield(again)
-			c.slots[i][j] = slot{what: 2, answer: answer}
-			yield(c)
-		}
+		answer := c.voters[j].Receive(ask, c.now)
+		again := c.clone("the answer of %[2]s to %[1]s is lost", i, j)
+		yield(again)
+		c.slots[i][j] = slot{what: 2, answer: answer}
+		yield(c)
 	case 2:
 		c := w.clone("%[1]s gets the answer of %[2]s", i, j)
 		g := &c.gateways[i]
@@ -336,11 +342,7 @@ func (w *world) delivers(i, j int, yield func(*world)) {
 func (w *world) voterActs(j int, yield func(*world)) {
 	v := &w.voters[j]
 	again := func(c *world, stored *Promise) {
-		version := uint64(0)
-		for w.proposed(version + 1) {
-			version++
-		}
-		c.voters[j] = *NewVoter(v.id, v.timing, v.incarnation+1, stored, version, c.now)
+		c.voters[j] = *NewVoter(v.id, v.timing, v.incarnation+1, stored, c.now)
 		if w.bug != nil && w.bug.started != nil {
 			w.bug.started(&c.voters[j], stored)
 		}
@@ -353,7 +355,7 @@ func (w *world) voterActs(j int, yield func(*world)) {
 		again(c, &stored)
 	}
 	if w.left.reboots > 0 {
-		c := w.clone("the node of %[2]s reboots", 0, j)
+		c := w.clone("the node of %[2]s loses its disk", 0, j)
 		c.left.reboots--
 		again(c, nil)
 	}

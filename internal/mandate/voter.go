@@ -23,13 +23,16 @@ type Timing struct {
 var Usual = Timing{Beat: 150 * time.Millisecond, Bound: 900 * time.Millisecond, Mandate: 700 * time.Millisecond,
 	Farewell: 30 * time.Second, FarewellMandate: 23 * time.Second}
 
+// Most is the highest epoch and the highest version of a list. One that is higher is not believed.
+const Most = 1<<31 - 2
+
 // A Promise is what a voter stores. The zero Promise is to nobody.
 type Promise struct {
 	Epoch  uint64 `json:"epoch"`
 	Holder ID     `json:"holder"`
 	List   uint64 `json:"list"` // version
-	// Until is the end of a farewell, by the voter's clock; 0: the voter did not end in order.
-	Until Time `json:"until,omitempty"`
+	// Farewell says that the voter ended in order: the next one stays bound for Timing.Farewell.
+	Farewell bool `json:"farewell,omitempty"`
 }
 
 // A Kind is what a gateway wants of a voter.
@@ -53,6 +56,8 @@ type Ask struct {
 	Nonce uint64
 	// Heard is the incarnation of the voter that the gateway last got an answer of; 0: none.
 	Heard uint64
+	// Holds says that the gateway has a mandate, or the Lease while that decides.
+	Holds bool
 }
 
 // An Answer is a message of a voter to a gateway.
@@ -61,7 +66,7 @@ type Answer struct {
 	Granted     bool // the voter is bound to the gateway
 	Farewell    bool // and stays so for Timing.Farewell, without further answers
 	Promise     Promise
-	Free        time.Duration // until another gateway can get the vote; 0: now
+	Free        time.Duration // until the gateway that asked can get the vote; 0: now
 	Sent        Time          // of the Ask
 	Nonce       uint64        // of the Ask
 	Incarnation uint64        // of the voter
@@ -73,61 +78,67 @@ type Voter struct {
 	timing      Timing
 	incarnation uint64
 	promise     Promise
-	silent      Time // answers nobody before
+	empty       bool // it has no promise; until farewell it votes only for who holds a mandate already
 	bound       Time // no other gateway gets the vote before
 	farewell    Time // nor before this, until the holder has heard of this incarnation; 0: that is over
 	released    bool // the epoch of the promise is over
 	last        Ask  // that the holder got the vote by; its zero value: none in this life
 }
 
-// NewVoter starts a voter with what is stored on its node; nil: nothing, as after a reboot. Then list is the
-// version of the list as just read from the Lease. The incarnation differs from those of all earlier voters of the
-// node, and is not 0.
-func NewVoter(id ID, timing Timing, incarnation uint64, stored *Promise, list uint64, now Time) *Voter {
+// NewVoter starts a voter with what is stored on its node; nil: nothing. The incarnation is random: who names it has
+// had an answer of this voter. It differs from those of all earlier voters of the node, and is not 0.
+func NewVoter(id ID, timing Timing, incarnation uint64, stored *Promise, now Time) *Voter {
 	v := &Voter{id: id, timing: timing, incarnation: incarnation}
-	if stored == nil {
-		v.silent, v.promise.List = now+timing.Farewell, list
+	if v.empty = stored == nil; v.empty {
+		v.farewell = now + timing.Farewell // the longest that anybody counts on what was promised before
 		return v
 	}
-	v.promise, v.bound, v.farewell = *stored, now+timing.Bound, stored.Until
-	v.promise.Until = 0
+	v.promise, v.bound = *stored, now+timing.Bound
+	v.promise.Farewell = false
+	if stored.Farewell {
+		v.farewell = now + timing.Farewell
+	}
 	return v
 }
+
+// Knows reports whether an ask names this voter's incarnation.
+func (v *Voter) Knows(a Ask) bool { return a.Heard == v.incarnation }
 
 // Stored is what the caller stores.
 func (v *Voter) Stored() Promise {
 	p := v.promise
-	p.Until = v.farewell
+	p.Farewell = v.farewell != 0
 	return p
 }
 
-// Receive answers an ask; ok is false where there is no answer. If store says so, the caller stores Stored before it
-// sends the answer.
-func (v *Voter) Receive(a Ask, now Time) (answer Answer, store, ok bool) {
-	if now < v.silent {
-		return Answer{}, false, false
-	}
+// Receive answers an ask. The caller stores Stored, where that has changed, before it sends an answer that grants.
+func (v *Voter) Receive(a Ask, now Time) (answer Answer) {
 	own := a.From == v.promise.Holder
 	switch {
 	case a.Kind == Release && own && a.Epoch == v.promise.Epoch && a.Nonce == v.last.Nonce:
 		v.released, v.bound, v.farewell = true, now, 0
-	case a.Kind == Claim && a.List >= v.promise.List && v.grants(a, own, now):
+	case a.Epoch > Most || a.List > Most:
+	case a.Kind == Claim && a.Heard == v.incarnation && v.newer(a) && a.List >= v.promise.List && v.grants(a, own, now):
 		answer.Granted = true
-		promise := Promise{Epoch: a.Epoch, Holder: a.From, List: a.List}
-		store = promise != v.promise
-		v.promise, v.released, v.bound, v.last = promise, false, now+v.timing.Bound, a
-		if a.Heard == v.incarnation {
-			v.farewell = 0
-		}
+		v.promise = Promise{Epoch: a.Epoch, Holder: a.From, List: a.List}
+		v.empty, v.released, v.bound, v.farewell, v.last = false, false, now+v.timing.Bound, 0, a
 	}
 	answer.From, answer.Promise, answer.Sent, answer.Nonce, answer.Incarnation = v.id, v.promise, a.Sent, a.Nonce, v.incarnation
-	answer.Free = max(0, max(v.bound, v.farewell)-now)
-	return answer, store, true
+	if a.From != v.promise.Holder && !(v.empty && a.Holds) {
+		answer.Free = max(0, max(v.bound, v.farewell)-now)
+	}
+	return answer
 }
+
+// newer reports whether an ask is not one that was answered before, or older.
+func (v *Voter) newer(a Ask) bool { return a.Nonce != v.last.Nonce || a.Sent > v.last.Sent }
 
 // grants reports whether a claim gets the vote, as far as epochs and time are concerned.
 func (v *Voter) grants(a Ask, own bool, now Time) bool {
-	if a.Epoch == v.promise.Epoch {
+	switch {
+	case v.empty:
+		return a.Holds || now >= v.farewell
+	case a.Epoch == v.promise.Epoch:
 		return own && !v.released
 	}
 	return a.Epoch > v.promise.Epoch && (own || now >= max(v.bound, v.farewell))
@@ -140,7 +151,7 @@ func (v *Voter) End(now Time) (promise Promise, answer Answer, ok bool) {
 		return Promise{}, Answer{}, false
 	}
 	promise = v.promise
-	promise.Until = max(v.farewell, now+v.timing.Farewell)
-	return promise, Answer{From: v.id, Granted: true, Farewell: true, Promise: v.promise, Free: promise.Until - now,
+	promise.Farewell = true
+	return promise, Answer{From: v.id, Granted: true, Farewell: true, Promise: v.promise,
 		Sent: v.last.Sent, Nonce: v.last.Nonce, Incarnation: v.incarnation}, true
 }
