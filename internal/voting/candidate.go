@@ -1,0 +1,430 @@
+package voting
+
+import (
+	"context"
+	"crypto/ed25519"
+	"crypto/rand"
+	"errors"
+	"log/slog"
+	"maps"
+	"math"
+	"net"
+	"net/netip"
+	"reflect"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/isthmus-net/isthmus/internal/mandate"
+)
+
+// A Gate is open while a gateway may send to peers. Who sends asks it right before the system call. The zero Gate is shut.
+type Gate struct{ until atomic.Int64 } // since began
+
+// began is what the clock of gateways counts from.
+var began = time.Now()
+
+func clock() mandate.Time { return time.Since(began) }
+
+// Open reports whether the gateway may send now.
+func (g *Gate) Open() bool { return int64(clock()) < g.until.Load() }
+
+// A List is the nodes that vote, by their names, with their addresses.
+type List struct {
+	Version uint64                `json:"version"`
+	Voters  map[string]netip.Addr `json:"voters,omitempty"`
+}
+
+func (l List) list() mandate.List {
+	m := mandate.List{Version: l.Version}
+	for name := range l.Voters {
+		m.Voters = append(m.Voters, mandate.ID(name))
+	}
+	slices.Sort(m.Voters)
+	return m
+}
+
+// A View is what a candidate knows.
+type View struct {
+	Epoch  uint64   // of its mandate or claim; 0: it claims nothing
+	Holds  bool     // it has a mandate
+	Holder string   // the gateway that a majority has voted for; empty: not known
+	Since  uint64   // the epoch of that
+	Heard  []string // the nodes that have answered lately, of those that were asked; sorted
+	Newest uint64   // version below which a list gets no majority
+	List   uint64   // version of the list by which it counts
+}
+
+// A Candidate asks nodes for their votes, in the name of one gateway. Run may be called once; the other methods may be
+// called concurrently with it.
+type Candidate struct {
+	Pod    string
+	Addr   netip.Addr                     // of the Pod
+	Key    func() [32]byte                // the WireGuard private key; zero: not known yet
+	Gate   *Gate                          // see Allow
+	Change func()                         // called when View says something else; it must not call the candidate
+	Listen func() (net.PacketConn, error) // nil: any UDP port at Addr
+	Log    *slog.Logger
+
+	free chan struct{} // a majority of votes is to be had
+
+	mu      sync.Mutex
+	machine *mandate.Gateway
+	voters  map[mandate.ID]*target // of the list and the one before
+	nodes   map[string]netip.Addr
+	told    map[string]*telling // nodes
+	may     bool
+	lease   bool // the Lease gives the gateway a mandate
+	gated   bool
+	last    View
+}
+
+// A target is a node that is asked.
+type target struct {
+	addr   netip.Addr
+	cookie cookie
+}
+
+// telling is what a node without a vote was told of the holder.
+type telling struct {
+	heard mandate.Time // when it last answered; 0: never
+	tries int          // for the present epoch
+	again mandate.Time
+}
+
+const (
+	tellMost  = 20               // beats in which a node is told of a mandate
+	tellAgain = 10 * time.Second // then so often, as one may have been away
+)
+
+// NewCandidate returns a candidate that asks nobody yet. Its fields may be changed until Run.
+func NewCandidate(pod string, addr netip.Addr, key func() [32]byte, log *slog.Logger) *Candidate {
+	return &Candidate{Pod: pod, Addr: addr, Key: key, Log: log, Gate: new(Gate), Change: func() {}, free: make(chan struct{}, 1),
+		machine: mandate.NewGateway(mandate.ID(pod), mandate.Usual, random(), mandate.List{}),
+		voters:  make(map[mandate.ID]*target), told: make(map[string]*telling)}
+}
+
+// Learn tells the candidate the list of the Lease, or one to try. Another one than it counts by ends its mandate, but
+// where it is the next one of the holder, which own says.
+func (c *Candidate) Learn(l List, own bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	now := clock()
+	if own && l.Version < c.machine.List().Version { // it has fenced
+		return
+	}
+	if !own || !c.machine.Propose(l.list(), now) {
+		c.machine.Learn(l.list(), now)
+	}
+	before := c.voters
+	c.voters = make(map[mandate.ID]*target)
+	for name, addr := range l.Voters {
+		c.target(before, mandate.ID(name), addr)
+	}
+	for _, id := range c.machine.List().Voters { // until the next one counts
+		if old := before[id]; c.voters[id] == nil && old != nil {
+			c.target(before, id, old.addr)
+		}
+	}
+	c.judge(now)
+}
+
+func (c *Candidate) target(before map[mandate.ID]*target, id mandate.ID, addr netip.Addr) {
+	t := before[id]
+	if t == nil {
+		t = new(target)
+		rand.Read(t.cookie[:]) // it ends the program rather than fail
+	}
+	t.addr = addr
+	c.voters[id] = t
+}
+
+// Fence has the voters store a version that is newer than any list with voters, so that nobody gets a vote any more. It takes a
+// mandate, and has happened when View says that the candidate counts by that version.
+func (c *Candidate) Fence() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	l := c.machine.List()
+	l.Version++
+	c.machine.Propose(l, clock())
+}
+
+// SetNodes says which nodes there are, which follow the holder.
+func (c *Candidate) SetNodes(nodes map[string]netip.Addr) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.nodes = nodes
+	maps.DeleteFunc(c.told, func(name string, _ *telling) bool { return !nodes[name].IsValid() })
+}
+
+// Nodes are those of SetNodes, not to be changed.
+func (c *Candidate) Nodes() map[string]netip.Addr {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.nodes
+}
+
+// Answering is which nodes have answered lately to this candidate, which holds a mandate by votes: voters within a second,
+// others within three times tellAgain.
+func (c *Candidate) Answering() map[string]netip.Addr {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	now := clock()
+	all := make(map[string]netip.Addr)
+	heard, _ := c.machine.Heard(now)
+	for _, id := range heard {
+		if addr, ok := c.nodes[string(id)]; ok {
+			all[string(id)] = addr
+		}
+	}
+	for name, t := range c.told {
+		if t.heard != 0 && now-t.heard < 3*tellAgain {
+			all[name] = c.nodes[name]
+		}
+	}
+	return all
+}
+
+// Allow says whether the candidate may claim, whether the Lease gives its gateway a mandate, and whether the Gate is open
+// during a mandate by votes only, or always.
+func (c *Candidate) Allow(may, lease, gated bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.may, c.lease, c.gated = may, lease, gated
+	c.judge(clock())
+}
+
+// See notes an epoch of the Lease.
+func (c *Candidate) See(epoch uint64) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.machine.See(epoch)
+}
+
+// View is what the candidate knows now.
+func (c *Candidate) View() View {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.view(clock())
+}
+
+func (c *Candidate) view(now mandate.Time) View {
+	heard, newest := c.machine.Heard(now)
+	holder, since := c.machine.Elected()
+	v := View{Epoch: c.machine.Epoch(), Holds: c.machine.Holds(now), Holder: string(holder), Since: since, Newest: newest, List: c.machine.List().Version}
+	for _, id := range heard {
+		v.Heard = append(v.Heard, string(id))
+	}
+	return v
+}
+
+// judge sets the gate, and tells of changes; c.mu is held.
+func (c *Candidate) judge(now mandate.Time) {
+	if c.gated {
+		c.Gate.until.Store(int64(c.machine.Until()))
+	} else {
+		c.Gate.until.Store(math.MaxInt64)
+	}
+	v := c.view(now)
+	if reflect.DeepEqual(v, c.last) {
+		return
+	}
+	switch {
+	case v.Holds && !c.last.Holds:
+		c.Log.Info("nodes have voted for this gateway", "epoch", v.Epoch)
+	case c.last.Holds && !v.Holds:
+		c.Log.Warn("this gateway has no majority of votes any more", "epoch", c.last.Epoch, "answered", v.Heard, "list", v.List)
+	}
+	if v.Epoch != c.last.Epoch {
+		for _, t := range c.told {
+			t.tries, t.again = 0, 0
+		}
+	}
+	c.last = v
+	c.Change()
+}
+
+// Run asks until ctx ends, and opens the port again when that fails.
+func (c *Candidate) Run(ctx context.Context) {
+	listen := c.Listen
+	if listen == nil {
+		listen = func() (net.PacketConn, error) {
+			return net.ListenUDP("udp", net.UDPAddrFromAddrPort(netip.AddrPortFrom(c.Addr, 0)))
+		}
+	}
+	for {
+		conn, err := listen()
+		if err == nil {
+			err = c.ask(ctx, conn)
+		}
+		if ctx.Err() != nil {
+			return
+		}
+		c.Log.Warn("cannot ask nodes for votes", "error", err)
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(listenAgain):
+		}
+	}
+}
+
+func (c *Candidate) ask(ctx context.Context, conn net.PacketConn) error {
+	ended := make(chan struct{})
+	var failed error // of reading
+	go func() {
+		defer close(ended)
+		failed = c.read(conn)
+	}()
+	tick := time.NewTicker(mandate.Usual.Beat)
+	defer tick.Stop()
+	var private [32]byte
+	var key ed25519.PrivateKey
+	for {
+		if p := c.Key(); p != private {
+			private, key = p, KeyOf(p)
+		}
+		if key != nil {
+			c.beat(conn, key)
+		}
+		select {
+		case <-ctx.Done():
+			err := conn.Close()
+			<-ended
+			return err
+		case <-ended:
+			return errors.Join(failed, conn.Close())
+		case <-tick.C:
+		case <-c.free:
+		}
+	}
+}
+
+// beat sends what is to be sent once a beat.
+func (c *Candidate) beat(conn net.PacketConn, key ed25519.PrivateKey) {
+	for _, m := range c.messages(clock(), key) {
+		_, _ = conn.WriteTo(m.text, net.UDPAddrFromAddrPort(netip.AddrPortFrom(m.to, Port))) // one that is not sent is not answered
+	}
+}
+
+type message struct {
+	to   netip.Addr
+	text []byte
+}
+
+func (c *Candidate) messages(now mandate.Time, key ed25519.PrivateKey) (all []message) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	asks := c.machine.Tick(now, c.may, c.lease)
+	for id, a := range asks {
+		if t := c.voters[id]; t != nil && t.addr.IsValid() {
+			all = append(all, message{t.addr, ask{a, t.cookie, c.Addr}.seal(key)})
+		}
+	}
+	c.judge(now)
+	if !c.machine.Holds(now) || !c.gated {
+		return all
+	}
+	var text []byte // the same for all nodes that have no vote
+	for name, addr := range c.nodes {
+		t := c.told[name]
+		if t == nil {
+			t = new(telling)
+			c.told[name] = t
+		}
+		if _, votes := asks[mandate.ID(name)]; votes || now < t.again {
+			continue
+		}
+		if text == nil {
+			text = ask{mandate.Ask{Kind: mandate.Probe, From: mandate.ID(c.Pod), Epoch: c.machine.Epoch(), Holds: true, Sent: now}, cookie{}, c.Addr}.seal(key)
+		}
+		all = append(all, message{addr, text})
+		if t.tries++; t.tries >= tellMost {
+			t.tries, t.again = 0, now+tellAgain
+		}
+	}
+	return all
+}
+
+// read takes answers until the socket fails.
+func (c *Candidate) read(conn net.PacketConn) error {
+	buf := make([]byte, answerLimit+1)
+	for failures := 0; ; {
+		n, from, err := conn.ReadFrom(buf)
+		if err != nil {
+			// An ICMP error for an ask is reported here, too, and concerns no other message.
+			if failures++; failures > 100 || errors.Is(err, net.ErrClosed) {
+				return err
+			}
+			continue
+		}
+		failures = 0
+		if a, ok := openAnswer(buf[:n]); ok {
+			c.receive(a, from)
+		}
+	}
+}
+
+func (c *Candidate) receive(a answer, from net.Addr) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	now := clock()
+	t := c.voters[a.From]
+	if t == nil || t.cookie != a.cookie {
+		if told := c.told[string(a.From)]; told != nil && a.cookie == (cookie{}) && c.from(string(a.From), from) {
+			told.tries, told.again, told.heard = 0, now+tellAgain, now
+		}
+		return
+	}
+	c.machine.Receive(a.Answer, now)
+	if c.may && c.machine.Could(now) {
+		select {
+		case c.free <- struct{}{}: // there is no beat to wait for
+		default:
+		}
+	}
+	c.judge(now)
+}
+
+// from reports whether a datagram came from a node. Whoever forges that keeps the node from being told for tellAgain, by us.
+func (c *Candidate) from(name string, from net.Addr) bool {
+	u, ok := from.(*net.UDPAddr)
+	return ok && u.AddrPort().Addr().Unmap() == c.nodes[name]
+}
+
+// Release ends the mandate, and tells the nodes.
+func (c *Candidate) Release() {
+	private := c.Key()
+	c.mu.Lock()
+	asks := c.machine.Release(clock())
+	targets := make(map[mandate.ID]target)
+	for id, t := range c.voters {
+		targets[id] = *t
+	}
+	c.may = false
+	c.judge(clock())
+	c.mu.Unlock()
+	listen := c.Listen
+	if listen == nil {
+		listen = func() (net.PacketConn, error) {
+			return net.ListenUDP("udp", net.UDPAddrFromAddrPort(netip.AddrPortFrom(c.Addr, 0)))
+		}
+	}
+	conn, err := listen()
+	if err != nil {
+		return // they are free when the last ask binds no more
+	}
+	defer conn.Close()
+	key := KeyOf(private)
+	for i := range 3 { // one may be lost
+		if i > 0 {
+			time.Sleep(20 * time.Millisecond)
+		}
+		for id, a := range asks {
+			if t, ok := targets[id]; ok && t.addr.IsValid() {
+				_, _ = conn.WriteTo(ask{a, t.cookie, c.Addr}.seal(key), net.UDPAddrFromAddrPort(netip.AddrPortFrom(t.addr, Port)))
+			}
+		}
+	}
+}

@@ -1,0 +1,327 @@
+package voting
+
+import (
+	"context"
+	"crypto/ed25519"
+	"crypto/rand"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"net"
+	"net/netip"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"golang.org/x/time/rate"
+
+	"github.com/isthmus-net/isthmus/internal/mandate"
+	"github.com/isthmus-net/isthmus/internal/statefile"
+)
+
+const (
+	promiseName  = "vote.json"
+	promiseLimit = 1 << 10 // octets
+
+	listenAgain = time.Second // after the port could not be opened
+
+	// knownRate is how many signatures a second a voter checks of asks that name its incarnation, which only who got an
+	// answer knows, and as many of others from where gateways are; strangeRate is that of all others. A gateway sends seven
+	// asks a second.
+	knownRate   = 500
+	strangeRate = 50
+)
+
+// A Holder is a gateway that said it has a mandate.
+type Holder struct {
+	Epoch uint64
+	Pod   string
+	Addr  netip.Addr // of its Pod
+}
+
+// A Voter has the vote of one node. Run may be called once; the other methods may be called concurrently with it.
+type Voter struct {
+	Node      string
+	Directory string                                   // where its promise is kept
+	Listen    func(netip.Addr) (net.PacketConn, error) // nil: UDP at Port
+	Log       *slog.Logger
+
+	mu      sync.Mutex
+	place   place
+	changed chan struct{} // closed when the address is another one; nil: nobody waits
+	holder  Holder
+	follow  func()              // see OnHolder
+	others  map[netip.Addr]bool // see Expect
+	err     error
+
+	// Of Run alone, as what follows.
+	machine                  *mandate.Voter
+	stored                   record
+	last                     netip.AddrPort // of the holder
+	lastAsk                  cookie
+	known, expected, strange *rate.Limiter
+}
+
+// A place is what a voter has to be told before it can vote.
+type place struct {
+	Addr netip.Addr        `json:"addr"` // of the node; zero: not known yet
+	Key  ed25519.PublicKey `json:"key"`  // of the gateways; nil: nodes do not vote, or it is not known yet
+}
+
+// A record is what is stored: a voter that starts while the API server is away needs all of it.
+type record struct {
+	Place   place           `json:"place"`
+	Promise mandate.Promise `json:"promise"`
+}
+
+// OnHolder has f called when Holder is another one. It must not call the voter.
+func (v *Voter) OnHolder(f func()) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.follow = f
+}
+
+// Expect says at which addresses gateways are: a flood from elsewhere does not keep them from being heard.
+func (v *Voter) Expect(gateways map[netip.Addr]bool) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.others = gateways
+}
+
+// Set says whose asks the voter believes; nil: nobody's.
+func (v *Voter) Set(key ed25519.PublicKey) { v.put(func(p *place) { p.Key = key }) }
+
+// At says at which address the voter listens.
+func (v *Voter) At(addr netip.Addr) { v.put(func(p *place) { p.Addr = addr }) }
+
+func (v *Voter) put(set func(*place)) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	before := v.place
+	if set(&v.place); v.place.Addr == before.Addr && (v.place.Key == nil) == (before.Key == nil) || v.changed == nil {
+		return
+	}
+	close(v.changed)
+	v.changed = nil
+}
+
+// Holder is the gateway with the highest epoch that said it has a mandate; zero: none did.
+func (v *Voter) Holder() Holder {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.holder
+}
+
+// Err says why the node does not vote, or nil.
+func (v *Voter) Err() error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.err
+}
+
+func (v *Voter) fail(err error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if err != nil && (v.err == nil || v.err.Error() != err.Error()) {
+		v.Log.Warn("this node does not vote on which gateway is active", "error", err)
+	}
+	v.err = err
+}
+
+// Run votes until ctx ends. Whoever starts after it on the same node keeps its promise.
+func (v *Voter) Run(ctx context.Context) {
+	for {
+		v.mu.Lock()
+		at, changed := v.place, make(chan struct{})
+		v.changed = changed
+		v.mu.Unlock()
+		var again <-chan time.Time
+		err := v.start()
+		if err == nil && at.Addr.IsValid() && at.Key != nil {
+			err = v.vote(ctx, at.Addr, changed)
+		}
+		if err != nil {
+			v.fail(err)
+			again = time.After(listenAgain)
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-again:
+		case <-changed:
+		}
+	}
+}
+
+// vote answers at an address until that is another one or ctx ends.
+func (v *Voter) vote(ctx context.Context, addr netip.Addr, changed <-chan struct{}) error {
+	listen := v.Listen
+	if listen == nil {
+		listen = func(addr netip.Addr) (net.PacketConn, error) {
+			return net.ListenUDP("udp", net.UDPAddrFromAddrPort(netip.AddrPortFrom(addr, Port)))
+		}
+	}
+	conn, err := listen(addr)
+	if err != nil {
+		return err
+	}
+	ended := make(chan struct{})
+	var failed error // of reading
+	go func() {
+		defer close(ended)
+		failed = v.read(conn)
+	}()
+	select {
+	case <-ctx.Done():
+		err := conn.SetReadDeadline(time.Unix(1, 0)) // it can still send
+		<-ended
+		v.farewell(conn)
+		return errors.Join(err, conn.Close())
+	case <-changed:
+		err := conn.Close()
+		<-ended
+		return err
+	case <-ended:
+		return errors.Join(failed, conn.Close())
+	}
+}
+
+// start reads what the voter before has stored.
+func (v *Voter) start() error {
+	if v.machine != nil {
+		return nil
+	}
+	var stored *mandate.Promise
+	switch err := statefile.Read(v.Directory, promiseName, promiseLimit, &v.stored); {
+	case err == nil:
+		stored = &v.stored.Promise
+	case !errors.Is(err, fs.ErrNotExist):
+		return fmt.Errorf("promise: %w", err)
+	}
+	v.known, v.expected, v.strange = rate.NewLimiter(knownRate, knownRate), rate.NewLimiter(knownRate, knownRate), rate.NewLimiter(strangeRate, strangeRate)
+	v.machine = mandate.NewVoter(mandate.ID(v.Node), mandate.Usual, random(), stored, now())
+	v.put(func(p *place) {
+		if !p.Addr.IsValid() {
+			p.Addr = v.stored.Place.Addr
+		}
+		if p.Key == nil {
+			p.Key = v.stored.Place.Key
+		}
+	})
+	return nil
+}
+
+// store stores a promise.
+func (v *Voter) store(p mandate.Promise) error {
+	v.mu.Lock()
+	r := record{v.place, p}
+	v.mu.Unlock()
+	if r.Promise == v.stored.Promise && r.Place.Addr == v.stored.Place.Addr && r.Place.Key.Equal(v.stored.Place.Key) {
+		return nil
+	}
+	if err := statefile.Write(v.Directory, promiseName, promiseLimit, r); err != nil {
+		return fmt.Errorf("promise: %w", err)
+	}
+	v.stored = r
+	return nil
+}
+
+// read answers what comes until the socket fails.
+func (v *Voter) read(conn net.PacketConn) error {
+	buf := make([]byte, askLimit+1) // a longer datagram is cut to a length that is refused
+	for failures := 0; ; {
+		n, from, err := conn.ReadFrom(buf)
+		if err != nil {
+			// An ICMP error for an answer is reported here, too, and concerns no other message.
+			if failures++; failures > 100 || errors.Is(err, net.ErrClosed) || errors.Is(err, context.DeadlineExceeded) || isTimeout(err) {
+				return err
+			}
+			continue
+		}
+		failures = 0
+		if b := v.receive(buf[:n], from); b != nil {
+			_, _ = conn.WriteTo(b, from) // one that is not sent is lost
+		}
+	}
+}
+
+func isTimeout(err error) bool {
+	var e net.Error
+	return errors.As(err, &e) && e.Timeout()
+}
+
+// receive returns the answer to a datagram; nil: none.
+func (v *Voter) receive(b []byte, from net.Addr) []byte {
+	a, ok := openAsk(b)
+	if !ok {
+		return nil
+	}
+	u, _ := from.(*net.UDPAddr)
+	v.mu.Lock()
+	key, follow := v.place.Key, v.follow
+	budget := v.strange
+	if u != nil && v.others[u.AddrPort().Addr().Unmap()] {
+		budget = v.expected
+	}
+	v.mu.Unlock()
+	if v.machine.Knows(a.Ask) {
+		budget = v.known
+	}
+	if !budget.Allow() || !signed(b, key) {
+		return nil
+	}
+	reply := v.machine.Receive(a.Ask, now())
+	if reply.Granted {
+		if err := v.store(v.machine.Stored()); err != nil {
+			v.fail(err)
+			return nil
+		}
+		if u != nil {
+			v.last, v.lastAsk = u.AddrPort(), a.cookie
+		}
+	}
+	v.fail(nil)
+	v.mu.Lock()
+	newer := a.Holds && a.Epoch > v.holder.Epoch
+	if newer {
+		v.holder = Holder{a.Epoch, string(a.From), a.addr}
+	}
+	v.mu.Unlock()
+	if newer && follow != nil {
+		follow()
+	}
+	return answer{reply, a.cookie}.datagram()
+}
+
+// farewell stores for the voter after this one that its holder counts on the node, and tells the holder.
+func (v *Voter) farewell(conn net.PacketConn) {
+	promise, last, ok := v.machine.End(now())
+	if !ok || !v.last.IsValid() {
+		return
+	}
+	if err := v.store(promise); err != nil {
+		v.fail(err)
+		return
+	}
+	_, _ = conn.WriteTo(answer{last, v.lastAsk}.datagram(), net.UDPAddrFromAddrPort(v.last))
+}
+
+// now is the clock of a voter, which also runs while the machine sleeps.
+func now() mandate.Time {
+	var t unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_BOOTTIME, &t); err != nil {
+		panic(err) // Linux 2.6.39
+	}
+	return time.Duration(t.Nano())
+}
+
+func random() uint64 {
+	var b [8]byte
+	rand.Read(b[:]) // it ends the program rather than fail
+	return max(1, binary.BigEndian.Uint64(b[:]))
+}
+
+// RemovePromise removes what voters keep in a directory.
+func RemovePromise(directory string) error { return statefile.Remove(directory, promiseName) }

@@ -1,0 +1,158 @@
+package voting
+
+import (
+	"context"
+	"crypto/ed25519"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/netip"
+	"sync"
+	"testing"
+	"time"
+)
+
+// An electorate is nodes with voters, at addresses of the loopback network that no other test uses.
+type electorate struct {
+	t     *testing.T
+	list  List
+	votes map[string]*Voter
+	stop  map[string]func()
+}
+
+var private = [32]byte{1}
+
+func newElectorate(t *testing.T, third byte, n int) *electorate {
+	t.Helper()
+	e := &electorate{t, List{Version: 1, Voters: make(map[string]netip.Addr)}, make(map[string]*Voter), make(map[string]func())}
+	for i := range n {
+		name := fmt.Sprintf("n%d", i+1)
+		e.list.Voters[name] = netip.AddrFrom4([4]byte{127, 48, third, byte(i + 1)})
+		e.start(name, t.TempDir())
+	}
+	return e
+}
+
+func (e *electorate) start(name, directory string) {
+	e.t.Helper()
+	v := &Voter{Node: name, Directory: directory, Log: slog.New(slog.NewTextHandler(e.t.Output(), nil))}
+	v.Set(KeyOf(private).Public().(ed25519.PublicKey))
+	v.At(e.list.Voters[name])
+	ctx, cancel := context.WithCancel(context.Background())
+	var group sync.WaitGroup
+	group.Go(func() { v.Run(ctx) })
+	stop := sync.OnceFunc(func() { cancel(); group.Wait() })
+	e.votes[name], e.stop[name] = v, stop
+	e.t.Cleanup(stop)
+}
+
+// candidate starts one at an address of its own. Nobody holds a mandate yet, so that a Lease has to give it.
+func (e *electorate) candidate(pod string, last byte, lease bool) (c *Candidate, kill func()) {
+	e.t.Helper()
+	return e.stranger(pod, last, lease, private)
+}
+
+func (e *electorate) stranger(pod string, last byte, lease bool, private [32]byte) (c *Candidate, kill func()) {
+	e.t.Helper()
+	addr := e.list.Voters["n1"].As4()
+	addr[3] = last
+	c = NewCandidate(pod, netip.AddrFrom4(addr), func() [32]byte { return private }, slog.New(slog.NewTextHandler(e.t.Output(), nil)))
+	c.Learn(e.list, false)
+	c.SetNodes(e.list.Voters)
+	c.Allow(true, lease, true)
+	ctx, cancel := context.WithCancel(context.Background())
+	var group sync.WaitGroup
+	group.Go(func() { c.Run(ctx) })
+	kill = sync.OnceFunc(func() { cancel(); group.Wait() })
+	e.t.Cleanup(kill)
+	return c, kill
+}
+
+// within waits for something that a busy machine may delay.
+func within(t *testing.T, what string, is func() bool) time.Duration {
+	t.Helper()
+	begin := time.Now()
+	for !is() {
+		if time.Since(begin) > 30*time.Second {
+			t.Fatalf("%s: not within 30 s", what)
+		}
+		time.Sleep(5 * time.Millisecond)
+	}
+	return time.Since(begin)
+}
+
+func TestNodesVoteForOneGatewayAtATime(t *testing.T) {
+	e := newElectorate(t, 1, 3)
+	first, kill := e.candidate("gateway-1", 101, true)
+	within(t, "the first mandate", first.Gate.Open)
+	first.Allow(true, false, true)
+	second, _ := e.candidate("gateway-2", 102, false)
+	within(t, "the second to hear of the first", func() bool { return second.View().Holder == "gateway-1" })
+	for range 100 {
+		if first.Gate.Open() && second.Gate.Open() {
+			t.Fatal("two gates are open")
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
+	kill()
+	t.Logf("the second has the mandate after %v", within(t, "the second mandate", second.Gate.Open))
+	if first.Gate.Open() {
+		t.Error("two gates are open")
+	}
+	within(t, "the nodes to follow", func() bool {
+		for _, v := range e.votes {
+			if v.Holder().Pod != "gateway-2" {
+				return false
+			}
+		}
+		return true
+	})
+	third, _ := e.candidate("gateway-3", 103, false)
+	second.Release()
+	t.Logf("the third has the mandate after %v", within(t, "the third mandate", third.Gate.Open))
+}
+
+func TestAVoterThatEndsKeepsItsHolder(t *testing.T) {
+	e := newElectorate(t, 2, 3)
+	c, _ := e.candidate("gateway-1", 101, true)
+	within(t, "a mandate", c.Gate.Open)
+	for name, v := range e.votes {
+		e.stop[name]()
+		if !c.Gate.Open() {
+			t.Fatal("an agent that ends silences the gateway")
+		}
+		e.start(name, v.Directory)
+	}
+	end := time.Now().Add(2 * time.Second)
+	for time.Now().Before(end) {
+		if !c.Gate.Open() {
+			t.Fatal("agents that were replaced silence the gateway")
+		}
+		time.Sleep(5 * time.Millisecond)
+	}
+}
+
+func TestOnlyGatewaysGetVotes(t *testing.T) {
+	e := newElectorate(t, 3, 1)
+	v := e.votes["n1"]
+	within(t, "the voter", func() bool {
+		v.mu.Lock()
+		defer v.mu.Unlock()
+		return v.changed != nil
+	})
+	stranger, _ := e.stranger("stranger", 101, true, [32]byte{2})
+	conn, err := net.Dial("udp", netip.AddrPortFrom(e.list.Voters["n1"], Port).String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	for range 1000 {
+		_, _ = conn.Write([]byte("IVQ\x01 and more"))
+	}
+	time.Sleep(time.Second)
+	if stranger.Gate.Open() || v.Holder() != (Holder{}) {
+		t.Errorf("a stranger has a mandate; the node follows %v", v.Holder())
+	}
+	c, _ := e.candidate("gateway-1", 102, true)
+	within(t, "a mandate", c.Gate.Open)
+}
