@@ -105,6 +105,10 @@ type Options struct {
 	// What they send until then is called for at once, and peers that call are answered.
 	Calls <-chan struct{}
 
+	// Gate, if any, is asked right before each system call that sends to a peer; while it returns false, nothing is sent. It
+	// is called concurrently.
+	Gate func() bool
+
 	// Flows, if not nil, has flows that another gateway had before, which this one adopts before it handles
 	// the first packet. It is told the flows of this one.
 	Flows *flowsync.Keeper

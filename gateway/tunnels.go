@@ -74,6 +74,7 @@ func (g *gateway) openEnd(o Options, i, mtu int) (_ *tunnelEnd, err error) {
 		return nil, err
 	}
 	wire := bind.New()
+	wire.Gate = o.Gate
 	if i == 0 {
 		g.udpOffload = link.Offloads().USO4
 		send := func(text []byte, to netip.AddrPort, size int) {

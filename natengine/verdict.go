@@ -100,6 +100,7 @@ const (
 	DropLocalPort     // inbound: nobody listens on that UDP port of the in-process endpoint
 	DropLocalProtocol // inbound: the in-process endpoint neither speaks the protocol nor answers such a message
 	DropTunnelSend    // outbound: the sealed message could not be sent
+	DropNoMandate     // outbound: another gateway may be active
 	DropTunnelForged  // inbound: the message does not authenticate under the key of its session
 	DropTunnelReplay  // inbound: the message was received before, or is too old to tell
 	DropTunnelSession // inbound: the message belongs to no session, or to one that has ended; the peer is not known
@@ -147,6 +148,7 @@ var drops = [numDrops]struct{ label, text string }{
 	DropLocalPort:         {"local_port", "nobody listens on this UDP port of the in-process endpoint"},
 	DropLocalProtocol:     {"local_protocol", "the in-process endpoint does not speak this protocol or does not answer this kind of message"},
 	DropTunnelSend:        {"tunnel_send", "the sealed message could not be sent"},
+	DropNoMandate:         {"no_mandate", "this gateway has no mandate to send: another one may be active"},
 	DropTunnelForged:      {"tunnel_forged", "the message does not authenticate under the key of its session"},
 	DropTunnelReplay:      {"tunnel_replay", "the message was received before, or is too old to tell"},
 	DropTunnelSession:     {"tunnel_session", "the message belongs to no session, or to one that has ended"},

@@ -44,12 +44,19 @@ const (
 // Bind is a pair of UDP sockets, IPv4 and IPv6, on one port. All methods may be used concurrently.
 // The zero value is ready.
 type Bind struct {
+	// Gate, if any, is asked right before each system call that sends; while it returns false, Send fails with ErrShut. It is
+	// set before the first Listen, and called concurrently.
+	Gate func() bool
+
 	mu     sync.RWMutex // guards the two; held to read by senders
 	v4, v6 *socket
 	ignore bool // see IgnorePath
 
 	refused atomic.Uint64 // see SegmentationRefused
 }
+
+// ErrShut says that the Gate was shut.
+var ErrShut = errors.New("this gateway has no mandate to send")
 
 // New returns a closed Bind.
 func New() *Bind { return new(Bind) }
@@ -87,14 +94,14 @@ func (b *Bind) Listen(port uint16) ([]func(b *Batch, wait bool) error, uint16, e
 }
 
 func (b *Bind) openBoth(port uint16) (v4, v6 *socket, actual uint16, err error) {
-	v4, err = open("udp4", port, &b.refused)
+	v4, err = b.open("udp4", port)
 	if err != nil && !errors.Is(err, unix.EAFNOSUPPORT) {
 		return nil, nil, 0, err
 	}
 	if v4 != nil {
 		port = v4.port()
 	}
-	v6, err = open("udp6", port, &b.refused)
+	v6, err = b.open("udp6", port)
 	switch {
 	case err == nil:
 		port = v6.port()
@@ -166,17 +173,17 @@ type socket struct {
 	in      receiver
 }
 
-func open(network string, port uint16, refused *atomic.Uint64) (*socket, error) {
+func (b *Bind) open(network string, port uint16) (*socket, error) {
 	lc := net.ListenConfig{Control: prepare}
 	c, err := lc.ListenPacket(context.Background(), network, ":"+strconv.Itoa(int(port)))
 	if err != nil {
 		return nil, err
 	}
-	s := &socket{conn: c.(*net.UDPConn), refused: refused}
+	s := &socket{conn: c.(*net.UDPConn), refused: &b.refused}
 	if s.raw, err = s.conn.SyscallConn(); err != nil {
 		return nil, errors.Join(err, c.Close())
 	}
-	s.senders.New = func() any { return newSender() }
+	s.senders.New = func() any { return newSender(b.Gate) }
 	s.in.init()
 	return s, nil
 }

@@ -408,7 +408,7 @@ func TestARefusedSegmentationConcernsOneEndpointForAWhile(t *testing.T) {
 	poor, rich := b.at(t, "127.0.0.1").(*endpoint), b.at(t, "127.0.0.2").(*endpoint)
 	var segmented, refused int
 	a.v4.senders.New = func() any {
-		m := newSender()
+		m := newSender(nil)
 		try := m.try
 		m.try = func(fd uintptr) {
 			if m.header.Iovlen > 1 {

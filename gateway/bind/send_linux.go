@@ -17,12 +17,14 @@ type sender struct {
 	iovecs  [maxSegments]unix.Iovec
 	control [pktinfoSpace + gsoSpace]byte
 	errno   unix.Errno
+	gate    func() bool // may be nil
+	shut    bool        // the gate, at the last call
 	try     func(fd uintptr)
 	wait    func(fd uintptr) bool
 }
 
-func newSender() *sender {
-	m := new(sender)
+func newSender(gate func() bool) *sender {
+	m := &sender{gate: gate}
 	m.header.Iov = &m.iovecs[0]
 	m.try = func(fd uintptr) { m.sendmsg(fd) }
 	m.wait = func(fd uintptr) bool {
@@ -35,6 +37,10 @@ func newSender() *sender {
 // sendmsg is raw because the socket does not block.
 func (m *sender) sendmsg(fd uintptr) {
 	for {
+		if m.shut = m.gate != nil && !m.gate(); m.shut {
+			m.errno = 0
+			return
+		}
 		_, _, m.errno = unix.RawSyscall(unix.SYS_SENDMSG, fd, uintptr(unsafe.Pointer(&m.header)), unix.MSG_NOSIGNAL)
 		if m.errno != unix.EINTR {
 			return
@@ -171,6 +177,9 @@ func (s *socket) sendFrom(m *sender, bufs [][]byte, e *endpoint, source bool) er
 	err := s.raw.Control(m.try)
 	if err == nil && m.errno == unix.EAGAIN {
 		err = s.raw.Write(m.wait)
+	}
+	if m.shut {
+		return ErrShut
 	}
 	if err == nil && m.errno != 0 {
 		return m.errno

@@ -2,6 +2,7 @@ package datapath
 
 import (
 	"encoding/binary"
+	"errors"
 	"slices"
 	"time"
 
@@ -161,7 +162,11 @@ func (s *sealer) flush() {
 	// once.
 	s.peer.sent(s.keypair, s.now)
 	if err := s.peer.dev.SendBuffers(s.sealed); err != nil {
-		s.count(s.state, bind.Unsent(err, len(s.sealed)), natengine.DropTunnelSend)
+		reason := natengine.DropTunnelSend
+		if errors.Is(err, bind.ErrShut) {
+			reason = natengine.DropNoMandate
+		}
+		s.count(s.state, bind.Unsent(err, len(s.sealed)), reason)
 		s.peer.fail(err, s.now)
 	}
 	clear(s.sealed)
