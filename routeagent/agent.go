@@ -68,6 +68,8 @@ type Options struct {
 	// TellReady writes down why the node is not as it should be, for people; "" means that it is. It is
 	// called once a second, and never twice at a time; nil: nobody is told.
 	TellReady func(ctx context.Context, problem string) error
+	// Vote gives the node's vote on which gateway is active, until its context ends; nil: the node does not vote.
+	Vote      func(context.Context)
 	Resolvers string // path of the node's resolv.conf(5)
 	// MetricsSecure guards /metrics, and all of MetricsAddress is TLS then; nil: anybody may read.
 	MetricsSecure *httpserve.Secure
@@ -148,6 +150,9 @@ func Run(ctx context.Context, o Options) error {
 		source.Go(func() { a.tellReady(ctx) })
 	}
 	source.Go(func() { a.probeOverlay(ctx) })
+	if o.Vote != nil {
+		source.Go(func() { o.Vote(ctx) })
+	}
 	if !follows {
 		watch()
 	}

@@ -84,7 +84,7 @@ func child(node, path string) int {
 			return 1
 		}
 		source = func(ctx context.Context, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
-			return kube.WatchNode(ctx, config, "isthmus-system", node, log, deliver)
+			return kube.WatchNode(ctx, config, "isthmus-system", node, nil, log, deliver)
 		}
 	}
 	err := Run(ctx, Options{Node: node, Source: source, Log: log, Version: "test", MetricsAddress: metricsAt, StatusAddress: statusAt,

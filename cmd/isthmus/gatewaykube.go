@@ -46,7 +46,7 @@ type kubeGateway struct {
 	metricsAddr, statusAddr string
 	flowLog                 gateway.FlowLog
 	stateDirectory          string
-	hostNetwork             bool
+	hostNetwork, votes      bool
 	secure                  metricsFlags
 
 	// What follows is set by complete.
@@ -56,7 +56,7 @@ type kubeGateway struct {
 
 // kubeGatewayFlags are the flags that addFlags adds.
 func kubeGatewayFlags() []string {
-	names := []string{"kubeconfig", "namespace", "cluster-id", "cluster-name", "port", "tunnels", "mtu", "metrics-address", "metrics-secure", "metrics-cert-dir", "status-address", "flow-log", "flow-log-sample", "flow-log-per-second", "state-directory", "host-network"}
+	names := []string{"kubeconfig", "namespace", "cluster-id", "cluster-name", "port", "tunnels", "mtu", "metrics-address", "metrics-secure", "metrics-cert-dir", "status-address", "flow-log", "flow-log-sample", "flow-log-per-second", "state-directory", "host-network", "votes"}
 	for _, f := range new(file.NAT).Fields() {
 		names = append(names, f.Flag)
 	}
@@ -83,6 +83,7 @@ func (k *kubeGateway) addFlags(f *pflag.FlagSet) {
 	f.IntVar(&k.flowLog.Sample, "flow-log-sample", 1, "log one flow in so many")
 	f.IntVar(&k.flowLog.PerSecond, "flow-log-per-second", gateway.DefaultFlowLogRate, "log at most so many lines")
 	f.BoolVar(&k.hostNetwork, "host-network", false, "this Pod has its node's network (hostNetwork: true); the gateway makes a network namespace of its own there")
+	f.BoolVar(&k.votes, "votes", false, "let the nodes decide by votes which gateway is active, where there are three or more")
 	f.StringVar(&k.stateDirectory, "state-directory", "", "where to keep, with the private key, what to carry on with after a restart until the API server answers; empty: nowhere")
 }
 
@@ -151,6 +152,8 @@ func (k *kubeGateway) complete() error {
 	}
 	node := os.Getenv("NODE_NAME")
 	switch {
+	case k.hostNetwork && k.votes:
+		return cli.Usage("--votes with --host-network: nodes vote only on gateways that have a network of their own")
 	case k.hostNetwork:
 		node = "" // it delivers by its host
 	case node == "":
@@ -159,7 +162,7 @@ func (k *kubeGateway) complete() error {
 		return cli.Usage("POD_IP is %s; want an IPv4 address, since the overlay that ends in this Pod runs over IPv4, or --host-network", ip)
 	}
 	config.UserAgent = "isthmus-gateway/" + cli.Version()
-	k.source = kube.GatewayOptions{Config: config, Namespace: k.namespace, Pod: pod, PodIP: ip.Unmap(), Node: node, Cluster: k.cluster, Tunnels: k.tunnels, StateDirectory: k.stateDirectory}
+	k.source = kube.GatewayOptions{Config: config, Namespace: k.namespace, Pod: pod, PodIP: ip.Unmap(), Node: node, Cluster: k.cluster, Tunnels: k.tunnels, Votes: k.votes, StateDirectory: k.stateDirectory}
 	return nil
 }
 
@@ -194,7 +197,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 	if err != nil {
 		return err
 	}
-	options.PodNetwork = !k.hostNetwork
+	options.PodNetwork, options.Gate = !k.hostNetwork, replica.MaySend
 	link := flowsync.NewLink(options.Flows, k.links(replica))
 	linked, unlink := context.WithCancel(context.WithoutCancel(ctx))
 	var linking sync.WaitGroup

@@ -15,6 +15,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 	"github.com/isthmus-net/isthmus/internal/owncluster"
 	"github.com/isthmus-net/isthmus/internal/source/kube"
+	"github.com/isthmus-net/isthmus/internal/voting"
 	"github.com/isthmus-net/isthmus/routeagent"
 )
 
@@ -52,7 +53,11 @@ the node's own DNS servers; probes have "host: 127.0.0.1".`, kernel.OverlayDevic
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cleanup {
-				return routeagent.Cleanup(logger(cmd, level), o.StateDirectory)
+				err := routeagent.Cleanup(logger(cmd, level), o.StateDirectory)
+				if err == nil && o.StateDirectory != "" {
+					err = voting.RemovePromise(o.StateDirectory)
+				}
+				return err
 			}
 			if started {
 				return routeagent.Started(cmd.Context(), o.Pod)
@@ -73,8 +78,13 @@ the node's own DNS servers; probes have "host: 127.0.0.1".`, kernel.OverlayDevic
 			}
 			kube.UseLogger(o.Log)
 			installed := cmp.Or(namespace, os.Getenv("POD_NAMESPACE"), deploy.Namespace)
+			var voter *voting.Voter
+			if o.StateDirectory != "" { // a promise that is forgotten is worth nothing
+				voter = &voting.Voter{Node: o.Node, Directory: o.StateDirectory, Log: o.Log}
+				o.Vote = voter.Run
+			}
 			o.Source = func(ctx context.Context, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
-				return kube.WatchNode(ctx, config, installed, o.Node, o.Log, deliver)
+				return kube.WatchNode(ctx, config, installed, o.Node, voter, o.Log, deliver)
 			}
 			reporter, err := kube.NewNodeReporter(config, installed, o.Node)
 			if err != nil {

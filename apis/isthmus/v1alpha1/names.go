@@ -39,6 +39,14 @@ const (
 	AnnotationPeerAuthority = "isthmus.net/peer-authority"
 )
 
+// AnnotationVoters on the Lease of the gateways says which nodes vote on which one is active, as JSON: version, a number that
+// grows with each change, and voters, addresses by the names of the Nodes. Without voters, the Lease decides.
+const AnnotationVoters = "isthmus.net/voters"
+
+// AnnotationVotes on the Service of the gateway is what a node has to know to vote, as JSON: epoch, that of the active
+// gateway, and key, the Ed25519 public key by which gateways sign, in base64.
+const AnnotationVotes = "isthmus.net/votes"
+
 // AnnotationGateways on the Service of the gateway has the addresses of the Pods of the active
 // gateways, separated by commas: today that is one. It is what route agents go by, instead of the
 // status of each TunnelEndpoint, as long as it names a Pod of the gateway with a network of its own.

@@ -239,6 +239,9 @@ func (w *writer) lead(ctx context.Context, have *corev1.Service, node netip.Addr
 	if w.o.Node != "" { // else agents ask which node it is on, and there with which device
 		marks[isthmus.AnnotationGateways] = w.o.PodIP.String()
 	}
+	if v := w.votes(); v.wanted || have.Annotations[isthmus.AnnotationVotes] != "" {
+		marks[isthmus.AnnotationVotes] = v.String()
+	}
 	want := have.DeepCopy()
 	if want.Annotations == nil {
 		want.Annotations = make(map[string]string)

@@ -6,8 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net/http"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -19,6 +21,7 @@ import (
 	"k8s.io/client-go/rest"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/voting"
 )
 
 // Timing of the election, Liqo's but for the renew deadline, which there is none of.
@@ -59,24 +62,32 @@ type election struct {
 	changed  signal        // what holder or active returns
 	met      func()        // another gateway has answered for the first time; may be nil
 	look     signal        // something happened to the Lease
+	voted    signal        // something happened to the votes
+	votes    *ballot       // nil: the Lease alone decides
 	cached   func() string // its holder by the watch, which may be late
 
 	// Of run alone.
 	lease   *coordinationv1.Lease // as last read or written; nil: unknown, or there is none
 	version string                // that was seen first at seen
 	vouched time.Time             // when the Lease was last renewed in its holder's name
+	written time.Time             // when this replica last wrote the Lease
 
-	mu         sync.Mutex
-	name       string    // in the Lease when it was last seen; not emptied when it is freed
-	transition int32     // of that Lease
-	renewed    time.Time // when the last renewal of this replica was sent that succeeded
-	seen       time.Time // since when the Lease is as it is, in contact with the API server
-	last       time.Time // contact with the API server
-	away       bool
-	taking     bool   // a request is under way, or was lost, that makes this replica the holder
-	speaking   bool   // the holder may speak
-	unheard    string // the Pod for which the holder may not; empty: it may
-	others     map[gatewayID]*other
+	mu           sync.Mutex
+	name         string      // in the Lease when it was last seen, or who has the votes; not emptied when it is freed
+	transition   int32       // of that Lease, or the epoch of the votes
+	list         voting.List // of that Lease
+	switching    bool        // it is not known whether the Lease or votes decide: a request is under way, or was lost
+	switchedFrom string      // version of the Lease before that request
+	lacking      bool        // the holder has no majority of votes
+	may          bool        // this replica can become active
+	renewed      time.Time   // when the last renewal of this replica was sent that succeeded
+	seen         time.Time   // since when the Lease is as it is, in contact with the API server
+	last         time.Time   // contact with the API server
+	away         bool
+	taking       bool   // a request is under way, or was lost, that makes this replica the holder
+	speaking     bool   // the holder may speak
+	unheard      string // the Pod for which the holder may not; empty: it may
+	others       map[gatewayID]*other
 }
 
 func newElection(config *rest.Config, namespace, identity string, cached func() string, log *slog.Logger) (*election, error) {
@@ -101,11 +112,27 @@ func newElection(config *rest.Config, namespace, identity string, cached func() 
 }
 
 func electionWith(leases coordination.LeaseInterface, identity string, cached func() string, log *slog.Logger) *election {
-	return &election{leases: leases, identity: identity, id: idOf(identity), cached: cached, log: log, changed: newSignal(), look: newSignal(), others: make(map[gatewayID]*other)}
+	return &election{leases: leases, identity: identity, id: idOf(identity), cached: cached, log: log, changed: newSignal(), look: newSignal(), voted: newSignal(), others: make(map[gatewayID]*other)}
 }
 
 // run takes part until ctx ends.
 func (e *election) run(ctx context.Context) {
+	counted := newSignal()
+	if e.votes != nil { // a request to the API server must not hold up a mandate
+		var group sync.WaitGroup
+		defer group.Wait()
+		group.Go(func() {
+			for {
+				select {
+				case <-ctx.Done():
+					return
+				case <-e.voted:
+					e.judge(time.Now())
+					counted.set()
+				}
+			}
+		})
+	}
 	for {
 		next := time.After(e.step(ctx))
 		for waiting := true; waiting; {
@@ -114,8 +141,10 @@ func (e *election) run(ctx context.Context) {
 				return
 			case <-next:
 				waiting = false
+			case <-counted:
+				waiting = !e.counted(time.Now())
 			case <-e.look:
-				if e.holds() && e.cached() == e.identity {
+				if e.holds() && e.cached() == e.identity && !e.mute() {
 					continue // its own doing
 				}
 				e.lease, waiting = nil, false // read it
@@ -127,7 +156,7 @@ func (e *election) run(ctx context.Context) {
 // step reads the Lease, writes it if this replica is to be or to stay its holder, and says when to
 // do so again at the latest.
 func (e *election) step(ctx context.Context) time.Duration {
-	if e.lease == nil || !e.holds() {
+	if e.lease == nil || !e.holds() || e.mute() {
 		lease, err := e.leases.Get(ctx, isthmus.LeaseGateway, metav1.GetOptions{})
 		if !e.reached(err) {
 			return retryPeriod
@@ -138,6 +167,13 @@ func (e *election) step(ctx context.Context) time.Duration {
 		e.observe(lease, time.Now())
 	}
 	now := time.Now()
+	if e.byVotes() {
+		want := e.stepVotes(now)
+		if want == nil {
+			return retryPeriod
+		}
+		return e.put(ctx, want, now)
+	}
 	wait, vouch := e.begin(now)
 	if wait > 0 {
 		if vouch && now.Sub(e.vouched) >= retryPeriod {
@@ -146,8 +182,26 @@ func (e *election) step(ctx context.Context) time.Duration {
 		return min(wait, retryPeriod)
 	}
 	want := take(e.lease, e.identity, now)
+	if l := listOf(want); len(l.Voters) > 0 { // this replica does not ask for votes
+		withList(want, voting.List{Version: l.Version + 1})
+	}
 	if e.lease == nil {
 		*want.Spec.LeaseTransitions += e.lastTransition() // of one that was deleted: numbers only grow
+	}
+	if e.votes != nil && holderOf(e.lease) == e.identity && e.confirmed(now) {
+		withList(want, e.votes.try(e.newestList(), now))
+	}
+	return e.put(ctx, want, now)
+}
+
+// put writes the Lease, and says when to do the next step.
+func (e *election) put(ctx context.Context, want *coordinationv1.Lease, now time.Time) time.Duration {
+	if len(listOf(want).Voters) > 0 != e.byVotes() {
+		e.log.Info("who decides which gateway is active changes", "voters", slices.Sorted(maps.Keys(listOf(want).Voters)))
+		e.mu.Lock()
+		e.switching, e.switchedFrom = true, e.version
+		e.judgeLocked(now)
+		e.mu.Unlock()
 	}
 	lease, err := e.write(ctx, want)
 	if !e.reached(err) || err != nil { // in case of a conflict another replica was faster
@@ -157,8 +211,24 @@ func (e *election) step(ctx context.Context) time.Duration {
 	e.mu.Lock()
 	e.renewed = now
 	e.mu.Unlock()
+	e.written = now
 	e.observe(lease, now)
 	return retryPeriod
+}
+
+// counted reports whether votes that have changed ask for a step.
+func (e *election) counted(now time.Time) bool {
+	v := e.votes.View()
+	if e.byVotes() {
+		return v.Holds && e.cached() != e.identity && now.Sub(e.written) >= retryPeriod/10
+	}
+	return v.Holds && len(v.Heard) == len(e.votes.trial.Voters) && now.Sub(e.written) >= retryPeriod/10
+}
+
+func (e *election) confirmed(now time.Time) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.viewLocked(now).confirmed
 }
 
 // begin says how long to leave the Lease alone. When that is 0 and this replica is not the holder, it promises
@@ -200,6 +270,9 @@ func standDown(lease *coordinationv1.Lease, identity string, seen, now time.Time
 		return 0
 	}
 	duration := leaseDuration
+	if len(listOf(lease).Voters) > 0 { // nodes vote, and its holder may be one that they voted for
+		return max(0, seen.Add(goneMost).Sub(now))
+	}
 	if s := lease.Spec.LeaseDurationSeconds; s != nil && *s > 0 {
 		duration = time.Duration(*s) * time.Second
 	}
@@ -246,8 +319,29 @@ func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
 		e.version, e.seen = version, now
 	}
 	e.taking = false
+	e.switching = e.switching && version == e.switchedFrom // the request may still arrive
+	// One that was deleted gives nobody the right to go by the Lease, and versions only grow.
+	if l := listOf(lease); lease != nil && (l.Version >= e.list.Version || len(l.Voters) > 0 || len(e.list.Voters) > 0) {
+		e.list = l
+	}
+	if e.votes != nil {
+		if e.byVotesLocked() {
+			e.votes.Learn(e.list, holderOf(lease) == e.identity)
+		}
+		if e.met != nil {
+			e.met()
+		}
+	}
+	transition := int32(0)
 	if lease != nil && lease.Spec.LeaseTransitions != nil {
-		e.transition = *lease.Spec.LeaseTransitions
+		transition = *lease.Spec.LeaseTransitions
+	}
+	if e.byVotesLocked() && transition <= e.transition { // votes may be newer
+		e.judgeLocked(now)
+		return
+	}
+	if transition > 0 {
+		e.transition = transition
 	}
 	if holder := holderOf(lease); holder != "" && holder != e.name {
 		e.log.Info("active gateway", "pod", holder, "before", e.name)
@@ -282,6 +376,15 @@ func (e *election) judge(now time.Time) {
 
 func (e *election) judgeLocked(now time.Time) {
 	v := e.viewLocked(now)
+	if e.votes != nil {
+		e.votes.See(uint64(e.transition))
+		votes := e.byVotesLocked()
+		e.votes.Allow(e.may && (votes || e.switching || v.confirmed && e.votes.wanted), v.confirmed && !votes, votes || e.switching)
+		if votes && !e.switching {
+			e.judgeVotesLocked()
+			return
+		}
+	}
 	r := decide(v)
 	if r.lost {
 		e.log.Warn("another gateway has taken over, and says so", "pod", r.successor)
@@ -347,7 +450,12 @@ func (e *election) holds() bool { return e.holder() == e.identity }
 func (e *election) silence() string {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if e.name != e.identity || e.unheard == "" {
+	switch {
+	case e.name != e.identity:
+		return ""
+	case e.lacking:
+		return fmt.Sprintf("silent: this gateway has no majority of the %d nodes that vote, %s; they have to answer at UDP port %d", len(e.list.Voters), strings.Join(slices.Sorted(maps.Keys(e.list.Voters)), ", "), voting.Port)
+	case e.unheard == "":
 		return ""
 	}
 	return fmt.Sprintf("silent: this gateway cannot renew the Lease %s, and Pod %s, which may have taken over, does not answer at UDP port %d", isthmus.LeaseGateway, e.unheard, QuestionPort)
@@ -409,6 +517,9 @@ func (e *election) recall(known acquaintance) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.transition = max(e.transition, known.Transition)
+	if e.list = known.List; e.byVotesLocked() {
+		e.votes.Learn(e.list, false)
+	}
 	for pod, addr := range known.Others {
 		o := e.otherLocked(pod)
 		o.answered = true
@@ -418,12 +529,24 @@ func (e *election) recall(known acquaintance) {
 	}
 }
 
+// stand says whether this replica can become active.
+func (e *election) stand(may bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.may = may
+	e.judgeLocked(time.Now())
+}
+
 // close is the last use of the election.
 func (e *election) close() { utilnet.CloseIdleConnectionsFor(e.web.Transport) }
 
 // release frees the Lease if this replica holds it, so that a standby need not wait. To be called
 // when run has returned.
 func (e *election) release() error {
+	if e.byVotes() {
+		e.votes.Release()
+	}
+	e.stand(false)
 	ctx, cancel := context.WithTimeout(context.Background(), leaseTimeout)
 	defer cancel()
 	lease, err := e.leases.Get(ctx, isthmus.LeaseGateway, metav1.GetOptions{})

@@ -32,6 +32,7 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/kubeerr"
 	"github.com/isthmus-net/isthmus/internal/owncluster"
+	"github.com/isthmus-net/isthmus/internal/voting"
 )
 
 // writeTimeout bounds one request that writes.
@@ -52,6 +53,9 @@ type GatewayOptions struct {
 	Cluster v1alpha1.ClusterIdentity
 	Tunnels int          // that this replica has; 0 means 1
 	Log     *slog.Logger // nil: slog.Default()
+	// Votes says that nodes are to decide which replica is active. It takes route agents on three nodes, and gateways with a
+	// network of their own.
+	Votes bool
 	// StateDirectory has what this replica carries on with when it was the active one, starts again
 	// and the API server does not answer. The private key is among it. Empty: it waits.
 	StateDirectory string
@@ -94,6 +98,8 @@ type Gateway struct {
 	tellErr   error     // of the last attempt
 
 	listen func() (net.PacketConn, error) // for questions of other gateways
+
+	candidate *voting.Candidate // nil: this replica has its node's network, and the Lease alone decides
 }
 
 // A Snapshot is what the objects ask of the gateway, complete.
@@ -122,6 +128,9 @@ func NewGateway(o GatewayOptions) (*Gateway, error) {
 	g.keeper = newKeeper(o, g.look.set)
 	g.listen = func() (net.PacketConn, error) { return listenAt(o.PodIP) }
 	g.places.known.Self = o.Node
+	if o.Node != "" {
+		g.candidate = voting.NewCandidate(o.Pod, o.PodIP, g.PrivateKey, o.Log)
+	}
 	g.metrics = newGatewayMetrics(g)
 	config := rest.CopyConfig(o.Config)
 	config.QPS, config.Burst = 100, 100 // of writes: 500 peers change within seconds, and the API server is not flooded
@@ -154,6 +163,11 @@ func (g *Gateway) Run(ctx context.Context, serve func(context.Context) error, st
 	}
 	defer e.close()
 	e.met = g.keeper.changed.set
+	if g.candidate != nil {
+		e.votes = &ballot{Candidate: g.candidate, wanted: g.o.Votes, key: func() { g.tellKey(ctx) }}
+		g.candidate.Change = e.voted.set
+		group.Go(func() { g.candidate.Run(ctx) })
+	}
 	known := g.remember()
 	g.mu.Lock()
 	g.started = e
@@ -178,6 +192,7 @@ func (g *Gateway) Run(ctx context.Context, serve func(context.Context) error, st
 	g.mu.Lock()
 	g.election = e
 	g.mu.Unlock()
+	e.stand(true)
 
 	electing, leave := context.WithCancel(ctx)
 	var elector sync.WaitGroup
@@ -333,6 +348,9 @@ func (g *Gateway) meet(e *election) toolscache.ResourceEventHandler {
 		},
 	}
 }
+
+// MaySend reports whether this replica may send to peers now. It is asked right before it does.
+func (g *Gateway) MaySend() bool { return g.candidate == nil || g.candidate.Gate.Open() }
 
 // remember returns what the state directory says to carry on with, if it says anything.
 func (g *Gateway) remember() *remembered {
@@ -679,6 +697,15 @@ func (g *Gateway) refresh(ctx context.Context, cluster v1alpha1.ClusterIdentity)
 		saved := g.asked.saved
 		saved.places.Site, saved.places.PodNetwork = site, network
 		g.keeper.put(saved, private)
+	}
+	if g.candidate != nil {
+		nodes := make(map[string]netip.Addr)
+		for _, n := range network.Nodes {
+			if addr := n.Underlay(); addr.IsValid() {
+				nodes[n.Name] = addr
+			}
+		}
+		g.candidate.SetNodes(nodes)
 	}
 	g.publish(Snapshot{Gateway: g.asked.at(site), Problems: problems, PrivateKey: private, PodNetwork: network})
 }

@@ -103,7 +103,7 @@ func TestAnAgentGoesByGrantedNetworksAsLongAsTheyAreWhatTheBooksSay(t *testing.T
 	s.must(err)
 	config := &rest.Config{Host: server.URL(), TLSClientConfig: rest.TLSClientConfig{CAData: server.CA(), CertData: cert, KeyData: key}}
 	go func() {
-		s.done <- kube.WatchNode(ctx, config, deploy.Namespace, "n1", slog.New(slog.NewTextHandler(t.Output(), nil)), func(in fabric.NodeIntent, problems []fabric.Problem) {
+		s.done <- kube.WatchNode(ctx, config, deploy.Namespace, "n1", nil, slog.New(slog.NewTextHandler(t.Output(), nil)), func(in fabric.NodeIntent, problems []fabric.Problem) {
 			s.got <- delivery{in, problems}
 		})
 	}()

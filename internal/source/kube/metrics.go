@@ -30,6 +30,8 @@ var (
 	familyTakeovers = families.Counter("gateway_takeovers_total", "How often this replica became the active one.")
 	familyWrites    = families.Counter("gateway_api_writes_total", "Writes to the API server, by kind of object and by result.", "kind", "result")
 	familyStandbys  = families.Gauge("gateway_standbys", "Other gateways that answer the active one and can take over. A standby, and a gateway without another Pod, has no series.")
+	familyVoters    = families.Gauge("gateway_voters", "Nodes that vote on which gateway is active; 0: the Lease decides.")
+	familyVotes     = families.Gauge("gateway_voters_heard", "Nodes that vote and have answered this gateway within 0.9 s.")
 	familyRefused   = families.Counter("gateway_questions_refused_total", "Datagrams between gateways (UDP 5870) that were refused, by reason.", "reason")
 )
 
@@ -63,6 +65,11 @@ func (m *gatewayMetrics) Collect(out chan<- prometheus.Metric) {
 		if at := e.lastContact(); !at.IsZero() {
 			out <- familyContact.Sample(float64(at.UnixMilli()) / 1000)
 		}
+	}
+	if e != nil && e.votes != nil {
+		voters, heard := e.voters()
+		out <- familyVoters.Sample(float64(voters))
+		out <- familyVotes.Sample(float64(heard))
 	}
 	out <- familySourceOK.Sample(truth[w.valid && w.err == nil])
 	out <- familyMemory.Sample(truth[w.remembered != nil])

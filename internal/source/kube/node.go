@@ -2,6 +2,7 @@ package kube
 
 import (
 	"context"
+	"crypto/ed25519"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -26,6 +27,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/diff"
+	"github.com/isthmus-net/isthmus/internal/voting"
 )
 
 // WatchNode watches what the route agent of the node called self has to know: its Node and the Pods
@@ -46,11 +48,18 @@ import (
 //
 // It only reads, and returns when ctx ends. While the API server is away it delivers nothing, so
 // that what is known stays in force.
-func WatchNode(ctx context.Context, config *rest.Config, namespace, self string, log *slog.Logger, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
+//
+// The voter, if not nil, gets told what it has to know, and says which gateway the nodes have voted for, also while the API
+// server is away.
+func WatchNode(ctx context.Context, config *rest.Config, namespace, self string, voter *voting.Voter, log *slog.Logger, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
 	config = rest.CopyConfig(config)
 	config.QPS = -1 // few and long requests
 	look, urgent, said := newSignal(), newSignal(), ""
 	w := &nodeWatch{config: config, namespace: namespace, self: self, log: log, look: look, urgent: urgent}
+	if voter != nil {
+		w.voter = voter
+		voter.OnHolder(urgent.set)
+	}
 	waiting := func(err error) {
 		w.mu.Lock()
 		defer w.mu.Unlock()
@@ -116,6 +125,7 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 type nodeWatch struct {
 	config          *rest.Config
 	namespace, self string
+	voter           voter // nil: the node does not vote
 	log             *slog.Logger
 	look, urgent    signal
 	waiting         func(error)
@@ -138,6 +148,14 @@ type nodeWatch struct {
 	doubt time.Time           // since when GrantedNetworks are not what the books say; zero: they are
 
 	mu sync.Mutex
+}
+
+// voter is a voting.Voter.
+type voter interface {
+	Set(ed25519.PublicKey)
+	At(netip.Addr)
+	Expect(map[netip.Addr]bool)
+	Holder() voting.Holder
 }
 
 // doubtMost is how long GrantedNetworks may be other than the books say, before the books themselves are
@@ -248,7 +266,7 @@ func (w *nodeWatch) see(ctx context.Context) (now *nodeSnapshot, whole bool, err
 		if err := place.List(ctx, &services, client.UnsafeDisableDeepCopy); err != nil {
 			return nil, false, err
 		}
-		in.Gateway = activeGateway(services.Items, in.Gateways)
+		in.Gateway = w.active(services.Items, in.Gateways)
 	}
 	undecided := place == nil && !refused // whether TunnelEndpoints are needed; a moment at the start
 	w.all.want(ctx, !w.only)
@@ -377,6 +395,28 @@ func booksMetadata() client.Object {
 	return o
 }
 
+// active is the gateway that the nodes have voted for, or that the Service names, whichever is newer.
+func (w *nodeWatch) active(services []corev1.Service, gateways []fabric.GatewayPod) netip.Addr {
+	named := activeGateway(services, gateways)
+	if w.voter == nil || len(services) != 1 {
+		return named
+	}
+	votes := votesOf(services[0].Annotations[isthmus.AnnotationVotes])
+	if votes.Key != nil { // a Service that was made anew takes no vote away
+		w.voter.Set(votes.Key)
+	}
+	addrs := make(map[netip.Addr]bool)
+	for _, g := range gateways {
+		addrs[g.Addr] = true
+	}
+	w.voter.Expect(addrs)
+	h := w.voter.Holder()
+	if !votes.Voting || h.Epoch <= uint64(votes.Epoch) || !slices.ContainsFunc(gateways, func(g fabric.GatewayPod) bool { return g.Addr == h.Addr && !g.HostNetwork }) {
+		return named
+	}
+	return h.Addr
+}
+
 // activeGateway is the one that the Service of the gateway names, if it is one of the Pods and on the
 // node that the Service names: an older gateway that takes over writes the node alone. Zero: it
 // names none, or there is more than one Service.
@@ -435,8 +475,15 @@ func (w *nodeWatch) snapshot(ctx context.Context, s *nodeSnapshot, all, tunnels 
 			return fmt.Errorf("list %T: %w", list, err)
 		}
 	}
+	if w.voter != nil && !slices.ContainsFunc(nodes.Items, func(n corev1.Node) bool { return n.Name == w.self }) {
+		w.voter.At(netip.Addr{}) // a node that was deleted has no vote
+	}
 	for i := range nodes.Items {
-		s.intent.Nodes = append(s.intent.Nodes, nodeFrom(&nodes.Items[i]))
+		n := nodeFrom(&nodes.Items[i])
+		s.intent.Nodes = append(s.intent.Nodes, n)
+		if n.Name == w.self && w.voter != nil {
+			w.voter.At(n.Underlay())
+		}
 	}
 	for i := range pods.Items {
 		s.intent.Pods = append(s.intent.Pods, podsFrom(&pods.Items[i])...)
@@ -541,7 +588,7 @@ func slimService(o any) (any, error) {
 	if s, ok := o.(*corev1.Service); ok {
 		slim := &corev1.Service{ObjectMeta: slimMeta(s.ObjectMeta)}
 		slim.Annotations = make(map[string]string)
-		for _, k := range []string{isthmus.AnnotationGateways, v1alpha1.AnnotationGatewayNodeIP} {
+		for _, k := range []string{isthmus.AnnotationGateways, isthmus.AnnotationVotes, v1alpha1.AnnotationGatewayNodeIP} {
 			slim.Annotations[k] = s.Annotations[k]
 		}
 		return slim, nil

@@ -15,6 +15,8 @@ import (
 	"strings"
 	"sync/atomic"
 	"time"
+
+	"github.com/isthmus-net/isthmus/internal/voting"
 )
 
 // QuestionPort is the UDP port at which gateways ask each other whether they are active.
@@ -339,7 +341,7 @@ func (e *election) answer(m message, now time.Time) message {
 		return a
 	}
 	a.claim.silent = v.holds && !e.speaking
-	if to := o.account(now); !e.taking && v.defersTo(to) {
+	if to := o.account(now); !e.taking && !e.byVotesLocked() && v.defersTo(to) {
 		a.defers, o.promised = deferFor-to.age, o.asked.Add(deferFor)
 	}
 	return a
@@ -467,12 +469,13 @@ func (e *election) standbys(now time.Time) (n int, ok bool) {
 type acquaintance struct {
 	Transition int32                 `json:"transition,omitempty"` // of the Lease
 	Others     map[string]netip.Addr `json:"others,omitempty"`     // that have answered, by Pod
+	List       voting.List           `json:"list,omitzero"`        // of the nodes that vote
 }
 
 func (e *election) acquaintance() acquaintance {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	a := acquaintance{Transition: e.transition}
+	a := acquaintance{Transition: e.transition, List: e.list}
 	for _, o := range e.others {
 		if o.answered && !o.leaving && o.addr.IsValid() {
 			if a.Others == nil {

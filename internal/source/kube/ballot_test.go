@@ -1,0 +1,160 @@
+package kube
+
+import (
+	"crypto/ed25519"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"net/netip"
+	"strings"
+	"testing"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/voting"
+)
+
+// From any list to any other, each step changes one voter.
+func TestTheListChangesByOneVoterAtATime(t *testing.T) {
+	random := rand.New(rand.NewPCG(26, 11))
+	some := func(version byte) map[string]netip.Addr {
+		all := make(map[string]netip.Addr)
+		for i := range 12 {
+			if random.IntN(2) == 0 {
+				all[fmt.Sprint("n", i)] = netip.AddrFrom4([4]byte{10, version, 0, byte(i)})
+			}
+		}
+		return all
+	}
+	for range 1000 {
+		have := voting.List{Version: uint64(random.IntN(100)), Voters: some(byte(random.IntN(2)))}
+		want := voters(some(0), have.Voters, nil)
+		if want == nil {
+			continue
+		}
+		if n := len(want); n%2 == 0 || n < votersLeast || n > votersMost {
+			t.Fatalf("%d voters", n)
+		}
+		for steps := 0; ; steps++ {
+			next := step(have, want)
+			if next.Version == have.Version {
+				break
+			}
+			differ := 0
+			for name := range next.Voters {
+				if _, ok := have.Voters[name]; !ok {
+					differ++
+				}
+			}
+			for name := range have.Voters {
+				if _, ok := next.Voters[name]; !ok {
+					differ++
+				}
+			}
+			if differ > 1 || next.Version != have.Version+1 || steps > 40 {
+				t.Fatalf("step %d from %v to %v, want %v", steps, have, next, want)
+			}
+			have = next
+		}
+		if !maps.Equal(have.Voters, want) {
+			t.Fatalf("the steps end with %v; want %v", have.Voters, want)
+		}
+	}
+}
+
+func TestVotersStayAsLongAsTheirNodes(t *testing.T) {
+	nodes := make(map[string]netip.Addr)
+	for i := range 20 {
+		nodes[fmt.Sprint("n", i)] = netip.AddrFrom4([4]byte{10, 0, 0, byte(i)})
+	}
+	before := voters(nodes, nil, nil)
+	if len(before) != votersMost {
+		t.Fatalf("%d voters", len(before))
+	}
+	var gone string
+	for gone = range before {
+		break
+	}
+	delete(nodes, gone)
+	for i := range 100 {
+		nodes[fmt.Sprint("later", i)] = netip.AddrFrom4([4]byte{10, 1, 0, byte(i)})
+	}
+	after := voters(nodes, before, nil)
+	for name := range before {
+		if _, ok := after[name]; ok != (name != gone) {
+			t.Errorf("%s votes: %v", name, ok)
+		}
+	}
+	for n, want := range []int{0, 0, 0, 3, 3, 5, 5, 7, 7, 9, 9} {
+		some := make(map[string]netip.Addr)
+		for i := range n {
+			some[fmt.Sprint("n", i)] = netip.AddrFrom4([4]byte{10, 0, 0, byte(i)})
+		}
+		if got := len(voters(some, nil, nil)); got != want {
+			t.Errorf("%d of %d nodes vote; want %d", got, n, want)
+		}
+	}
+}
+
+func TestAListThatNobodyCanReadIsNoList(t *testing.T) {
+	for _, text := range []string{"", "{", "[]", `{"version":-1}`, `{"version":1,"voters":{"n1":"here"}}`} {
+		lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{isthmus.AnnotationVoters: text}}}
+		if l := listOf(lease); l.Version != 0 || len(l.Voters) > 0 {
+			t.Errorf("%s: %v", text, l)
+		}
+	}
+	l := voting.List{Version: 7, Voters: map[string]netip.Addr{"n1": netip.MustParseAddr("10.0.0.1")}}
+	var lease coordinationv1.Lease
+	if withList(&lease, l); listOf(&lease).Version != 7 || !maps.Equal(listOf(&lease).Voters, l.Voters) {
+		t.Errorf("%v comes back as %v", l, listOf(&lease))
+	}
+}
+
+// heard is a voter that has heard of a holder.
+type heard struct{ holder voting.Holder }
+
+func (heard) Set(ed25519.PublicKey)      {}
+func (heard) At(netip.Addr)              {}
+func (heard) Expect(map[netip.Addr]bool) {}
+func (h heard) Holder() voting.Holder    { return h.holder }
+
+// A node follows whoever is newer: the gateway that the Service names, or the one that said it has the votes.
+func TestANodeFollowsTheNewerGateway(t *testing.T) {
+	key := voting.KeyOf([32]byte{1}).Public().(ed25519.PublicKey)
+	gateways := []fabric.GatewayPod{
+		{Addr: netip.MustParseAddr("10.244.0.9"), Host: netip.MustParseAddr("172.30.1.11")},
+		{Addr: netip.MustParseAddr("10.244.1.9"), Host: netip.MustParseAddr("172.30.1.12")},
+	}
+	service := func(mark string) []corev1.Service {
+		return []corev1.Service{{ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{
+			isthmus.AnnotationGateways: "10.244.0.9", v1alpha1.AnnotationGatewayNodeIP: "172.30.1.11", isthmus.AnnotationVotes: mark}}}}
+	}
+	for _, tc := range []struct {
+		name   string
+		mark   string
+		holder voting.Holder
+		want   string
+	}{
+		{"no votes", "", voting.Holder{Epoch: 9, Addr: gateways[1].Addr}, "10.244.0.9"},
+		{"nobody said anything", votesMark{Epoch: 5, Key: key, Voting: true}.String(), voting.Holder{}, "10.244.0.9"},
+		{"a newer holder", votesMark{Epoch: 5, Key: key, Voting: true}.String(), voting.Holder{Epoch: 6, Addr: gateways[1].Addr}, "10.244.1.9"},
+		{"the Lease decides", votesMark{Epoch: 5, Key: key}.String(), voting.Holder{Epoch: 6, Addr: gateways[1].Addr}, "10.244.0.9"},
+		{"the same epoch", votesMark{Epoch: 5, Key: key, Voting: true}.String(), voting.Holder{Epoch: 5, Addr: gateways[1].Addr}, "10.244.0.9"},
+		{"an older holder", votesMark{Epoch: 5, Key: key, Voting: true}.String(), voting.Holder{Epoch: 4, Addr: gateways[1].Addr}, "10.244.0.9"},
+		{"no Pod of ours", votesMark{Epoch: 5, Key: key, Voting: true}.String(), voting.Holder{Epoch: 6, Addr: netip.MustParseAddr("10.244.2.9")}, "10.244.0.9"},
+		{"a mark that nobody can read", `{"epoch":5,"key":"AAAA"}`, voting.Holder{Epoch: 6, Addr: gateways[1].Addr}, "10.244.0.9"},
+	} {
+		w := &nodeWatch{voter: heard{tc.holder}}
+		if got := w.active(service(tc.mark), gateways); got.String() != tc.want {
+			t.Errorf("%s: it follows %v; want %s", tc.name, got, tc.want)
+		}
+	}
+	if mark := (votesMark{Epoch: 1<<31 - 1, Key: key, Voting: true}).String(); len(mark) > 256 || !strings.Contains(mark, `"epoch"`) {
+		t.Errorf("%d octets, more than the policy allows: %s", len(mark), mark)
+	}
+}
