@@ -43,6 +43,8 @@ type Options struct {
 	IPAMAllow string
 	// Services installs and runs what shares Services with peers.
 	Services bool
+	// Votes lets the nodes of a cluster decide which of its gateways is active, where these have networks of their own.
+	Votes bool
 	// Dress is called for the lab before anything runs in it: it makes the pods' networks of clusters
 	// that are Bare, and may give Nodes and Pods other networks and addresses than the lab did.
 	Dress func(context.Context, *lab.Lab) error
@@ -74,6 +76,7 @@ type Cluster struct {
 	binary    string
 	ipamAllow string
 	services  bool
+	votes     bool
 	mu        sync.Mutex
 	processes map[string]*process
 }
@@ -111,7 +114,7 @@ func newFleet(l *lab.Lab, o Options) *Fleet {
 	f := &Fleet{Lab: l, binary: o.Binary, Kubeconfig: filepath.Join(l.Dir, "kubeconfig")}
 	for _, c := range l.Clusters {
 		f.Clusters = append(f.Clusters, &Cluster{
-			Cluster: c, binary: o.Binary, ipamAllow: o.IPAMAllow, dir: filepath.Join(l.Dir, "kube-"+c.Name), processes: map[string]*process{},
+			Cluster: c, binary: o.Binary, ipamAllow: o.IPAMAllow, votes: o.Votes, dir: filepath.Join(l.Dir, "kube-"+c.Name), processes: map[string]*process{},
 		})
 	}
 	return f

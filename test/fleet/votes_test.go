@@ -1,0 +1,156 @@
+package fleet
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"strings"
+	"testing"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	peerings "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/fleet"
+	"github.com/isthmus-net/isthmus/internal/lab"
+	"github.com/isthmus-net/isthmus/test/internal/hosts"
+)
+
+// With votes a standby takes over without an API server, and a gateway that most nodes do not hear is silent although it
+// reads and writes the Lease.
+func TestNodesVote(t *testing.T) {
+	f := upWith(t, fleet.Options{Votes: true, Spec: lab.Spec{RPFilter: lab.RPFilterStrict, Clusters: []lab.ClusterSpec{
+		inPods(clusterSpec("10.244.0.0/16", 3)), clusterSpec("10.240.0.0/12", 2),
+	}}})
+	a, b := f.Clusters[0], f.Clusters[1]
+	peer(t, f, a, b)
+	eventually(t, "votes", func() error { return voting(t, a, 3) })
+	time.Sleep(2 * time.Second) // for agents to read the Service
+	other := func(t *testing.T, was int) {
+		t.Helper()
+		eventually(t, "another active gateway", func() error {
+			if now := active(t, a); now == was {
+				return fmt.Errorf("active: %s", a.Nodes[now])
+			}
+			return nil
+		})
+	}
+
+	t.Run("ActiveKilledWhileAPIServerIsAway", func(t *testing.T) {
+		was := active(t, a)
+		from, to := podOn(t, a, 2), podOn(t, b, 1)
+		addr := seen(t, a, b, to.Addr)
+		must(t, a.Server.Freeze())
+		begin := time.Now()
+		must(t, a.Kill(fleet.Gateway(was)))
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		defer cancel()
+		_, err := firstPing(ctx, from.Host, func() (netip.Addr, error) { return addr, nil })
+		must(t, a.Server.Thaw())
+		must(t, err)
+		t.Logf("%s -> %s answers %.2f s after the end of the gateway on %s", from, to, time.Since(begin).Seconds(), a.Nodes[was])
+		other(t, was)
+		must(t, a.Start(t.Context(), fleet.Gateway(was)))
+		eventually(t, "votes", func() error { return voting(t, a, 3) })
+		podsToPods(t, a, b)
+	})
+
+	t.Run("MostNodesDoNotHearTheActive", func(t *testing.T) {
+		hosts.Need(t, "nft")
+		was := active(t, a)
+		during := startTraffic(t, a, b)
+		filter(t, a.GatewayHost(was), "add chain ip fault on { type filter hook output priority 0; }; add rule ip fault on udp dport 4801 drop")
+		other(t, was)
+		says(t, a, was, 5872, "/readyz", "ok, standby")
+		time.Sleep(time.Second)
+		for _, o := range during.end(t) {
+			if o.outage > takeover {
+				t.Errorf("pings were lost over %v; want at most %v", o.outage, takeover)
+			}
+		}
+		filter(t, a.GatewayHost(was), "")
+		podsToPods(t, a, b)
+	})
+
+	t.Run("NoMajority", func(t *testing.T) {
+		was := active(t, a)
+		for i := range 2 {
+			must(t, a.Kill(fleet.Agent(i)))
+		}
+		says(t, a, was, 5872, "/readyz", "503", "silent: this gateway has no majority of the 3 nodes that vote")
+		for i := range 2 {
+			must(t, a.Start(t.Context(), fleet.Agent(i)))
+		}
+		ready(t, a, b)
+		podsToPods(t, a, b)
+	})
+
+	t.Run("AgentsReplaced", func(t *testing.T) {
+		during := startTraffic(t, a, b)
+		for i := range a.Nodes {
+			must(t, a.Stop(fleet.Agent(i)))
+			must(t, a.Start(t.Context(), fleet.Agent(i)))
+		}
+		time.Sleep(time.Second)
+		for _, o := range during.end(t) {
+			if o.outage > takeover {
+				t.Errorf("pings were lost over %v; want at most %v", o.outage, takeover)
+			}
+		}
+	})
+
+	t.Run("ActiveStops", func(t *testing.T) {
+		was := active(t, a)
+		during := startTraffic(t, a, b)
+		must(t, a.Stop(fleet.Gateway(was)))
+		other(t, was)
+		time.Sleep(time.Second)
+		for _, o := range during.end(t) {
+			if o.outage > takeover {
+				t.Errorf("pings were lost over %v; want at most %v", o.outage, takeover)
+			}
+		}
+		must(t, a.Start(t.Context(), fleet.Gateway(was)))
+		podsToPods(t, a, b)
+	})
+}
+
+// voting wants so many nodes of a cluster to vote, and everybody to know it.
+func voting(t *testing.T, c *fleet.Cluster, want int) error {
+	var l coordinationv1.Lease
+	if err := c.Client.Get(t.Context(), client.ObjectKey{Namespace: fleet.Namespace, Name: peerings.LeaseGateway}, &l); err != nil {
+		return err
+	}
+	var list struct{ Voters map[string]netip.Addr }
+	if err := json.Unmarshal([]byte(l.Annotations[peerings.AnnotationVoters]), &list); err != nil {
+		return err
+	}
+	if len(list.Voters) != want {
+		return fmt.Errorf("voters: %v", list.Voters)
+	}
+	var services corev1.ServiceList
+	if err := c.Client.List(t.Context(), &services, client.InNamespace(fleet.Namespace), client.HasLabels{v1alpha1.LabelGateway}); err != nil {
+		return err
+	}
+	for _, s := range services.Items {
+		if mark := s.Annotations[peerings.AnnotationVotes]; !strings.Contains(mark, `"voting":true`) {
+			return fmt.Errorf("Service %s: %q", s.Name, mark)
+		}
+	}
+	for i := range 2 {
+		text, err := c.GatewayHost(i).Get(t.Context(), "http://127.0.0.1:5873/metrics")
+		if err != nil {
+			return err
+		}
+		for _, name := range []string{"isthmus_gateway_voters", "isthmus_gateway_voters_heard"} {
+			if line := fmt.Sprintf("%s %d\n", name, want); !strings.Contains(text, line) {
+				return fmt.Errorf("%s: no %q", c.Nodes[i], line)
+			}
+		}
+	}
+	return nil
+}
