@@ -26,7 +26,7 @@ func newDemoCommand() *cobra.Command {
 		Use:   "demo",
 		Short: "Join clusters with the same PodCIDR on this machine and show what works (root)",
 		Long: `Join two clusters made of network namespaces of this machine by files, and break
-one of these on purpose; then make three clusters of two nodes, each with an API
+one of these on purpose; then make three clusters of three nodes, each with an API
 server of its own, all with the same PodCIDR; peer each pair by the command line and
 show with real traffic what works and what is refused. Each step is checked; the exit
 code is 0 when all went well. Nothing is left behind, also after Ctrl-C.

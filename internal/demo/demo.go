@@ -105,11 +105,15 @@ func runFleet(n *narrator, kube string, before time.Duration) (err error) {
 // build makes the clusters.
 func (s *show) build(kube string) error {
 	begin := time.Now()
-	s.say(`Each has two nodes, an etcd, a kube-apiserver and a kube-controller-manager of its own; manager, gateways and
+	s.say(`Each has three nodes, an etcd, a kube-apiserver and a kube-controller-manager of its own; manager, gateways and
 route agents run as processes, each with the rights of its ServiceAccount and no others.
 `)
+	clusters := lab.Clusters(3)
+	for i := range clusters {
+		clusters[i].Nodes, clusters[i].GatewayPods = 3, 2
+	}
 	f, err := fleet.Up(s.ctx, fleet.Options{
-		Spec: lab.Spec{Name: s.Name, Clusters: lab.Clusters(3)}, Binary: s.Binary, Kube: kube, Progress: indent(s.Out),
+		Votes: true, Spec: lab.Spec{Name: s.Name, Clusters: clusters}, Binary: s.Binary, Kube: kube, Progress: indent(s.Out),
 	})
 	if err != nil {
 		return err
@@ -416,7 +420,7 @@ func (s *show) atGateway(c *fleet.Cluster, args ...string) error {
 		return err
 	}
 	s.say("  %s$ isthmus %s", c.Nodes[active], strings.Join(args, " "))
-	out, err := c.Nodes[active].Command(s.ctx, s.Binary, args...).Output()
+	out, err := c.GatewayHost(active).Command(s.ctx, s.Binary, args...).Output()
 	fmt.Fprint(indent(s.Out), string(out))
 	return err
 }
