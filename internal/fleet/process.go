@@ -123,8 +123,8 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 			add(Gateway(i), &process{
 				host: c.GatewayHost(i),
 				args: []string{"gateway", "--kubeconfig", gateway, "--namespace", Namespace, "--host-network=" + strconv.FormatBool(!own),
-					"--state-directory", c.StateDirectory(Gateway(i)), "--tunnels", strconv.Itoa(c.Tunnels),
-					"--votes=" + strconv.FormatBool(c.votes && own)},
+					"--state-directory", c.StateDirectory(Gateway(i)), "--votes=" + strconv.FormatBool(c.votes && own),
+					"--tunnels", strconv.Itoa(c.Tunnels)},
 				env:   append(env[1:len(env):len(env)], "POD_IP="+c.GatewayAddr(i).String(), "POD_NAME="+gatewayPod(i)),
 				caps:  caps,
 				ready: url(gatewayPort, "readyz"), metrics: url(gatewayPort, "metrics"),
