@@ -151,12 +151,12 @@ func newWorld(t *testing.T, foreignClusters bool) *world {
 		Controller: config.Controller{SkipNameValidation: ptr.To(true)},
 	})
 	w.ok(err)
-	w.ok(prepare(w.ctx, mgr, present{foreignClusters: foreignClusters, grantedNetworks: true, serviceCIDRs: true}))
+	w.ok(prepare(w.ctx, mgr, present{foreignClusters: foreignClusters, grantedNetworks: true, serviceCIDRs: servesServiceCIDRs}))
 	w.ok(addExchangeIndexes(mgr.GetFieldIndexer()))
 	peers := Peers{Reader: mgr.GetCache(), Self: w.self.ClusterID, ForeignClusters: foreignClusters}
 	own := &FactsKeeper{
 		Cache: mgr.GetCache(), Direct: mgr.GetAPIReader(), Store: w.books, Cluster: w.self, Namespace: w.system, Log: log,
-		BooksChanged: make(chan event.GenericEvent), Events: w.events, ServiceCIDRs: true,
+		BooksChanged: make(chan event.GenericEvent), Events: w.events, ServiceCIDRs: servesServiceCIDRs,
 		Plan: AddressPlan{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"),
 			ExternalCIDR: netip.MustParsePrefix("10.245.0.0/16")},
 	}

@@ -99,6 +99,7 @@ type side struct {
 	stop            func()
 	health, metrics string
 	services        bool  // they are shared
+	old             bool  // its API server has no ServiceCIDRs
 	log             lines // of its managers, warnings and errors
 }
 
@@ -192,14 +193,17 @@ func (s *side) permit() (kubeconfig string) {
 // manage runs the manager of a side, with the rights that it has in a cluster.
 func (s *side) manage() {
 	s.t.Helper()
-	kubeconfig := s.permit()
+	kubeconfig, plan := s.permit(), AddressPlan{PodCIDR: netip.MustParsePrefix(s.pods), ServiceCIDR: servicesWherePlanned()}
+	if s.old {
+		kubeconfig, plan.ServiceCIDR = startOldServer(s.t).kubeconfig(s.t), netip.MustParsePrefix("10.96.0.0/12")
+	}
 	if s.health = kubetest.Address(9443); s.server == testServer {
 		s.metrics = kubetest.Address(9443)
 	}
 	s.stop = s.runManager(Options{
 		Kubeconfig: kubeconfig, Namespace: s.system, LeaderElect: true, Services: s.services,
 		Log:           slog.New(slog.NewTextHandler(&s.log, &slog.HandlerOptions{Level: slog.LevelWarn})),
-		Plan:          AddressPlan{PodCIDR: netip.MustParsePrefix(s.pods)}, // the ServiceCIDR is found out
+		Plan:          plan,
 		HealthAddress: s.health, MetricsAddress: s.metrics, IPAM: ipamrpc.Options{Address: kubetest.Address(9443), Plain: true},
 	})
 	s.t.Cleanup(s.stop)
@@ -460,7 +464,7 @@ func TestNetworksOfTheClusterAreFoundOut(t *testing.T) {
 	t.Cleanup(func() { w.ok(w.api().Delete(context.Background(), kubeadm)) })
 	f, err = own.gather(w.ctx)
 	w.ok(err)
-	if f.PodCIDR.String() != "10.32.0.0/19" || f.ServiceCIDR.String() != "10.96.0.0/12" || !f.ExternalCIDR.IsValid() {
+	if f.PodCIDR.String() != "10.32.0.0/19" || servesServiceCIDRs && f.ServiceCIDR.String() != "10.96.0.0/12" || !f.ExternalCIDR.IsValid() {
 		t.Errorf("with kubeadm: %+v", f)
 	}
 	own.Plan.ServiceCIDR = netip.MustParsePrefix("10.32.16.0/24")
@@ -489,7 +493,7 @@ func TestInstallationOfLiqoIsNoticed(t *testing.T) {
 		t.Fatal(err)
 	}
 	look := func(ctx context.Context) (present, error) { return whatIsThere(ctx, kinds, direct, false) }
-	go watchKinds(t.Context(), look, present{grantedNetworks: true, serviceCIDRs: true}, 50*time.Millisecond, func() { close(changed) })
+	go watchKinds(t.Context(), look, present{grantedNetworks: true, serviceCIDRs: servesServiceCIDRs}, 50*time.Millisecond, func() { close(changed) })
 	select {
 	case <-changed:
 		t.Fatal("noticed before it happened")

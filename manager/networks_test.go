@@ -45,6 +45,9 @@ func TestNetworksOutsideOfOneHaveEveryAddressOutsideOnce(t *testing.T) {
 
 func TestServicesOfALaterServiceCIDRAreReserved(t *testing.T) {
 	w := newWorld(t, false)
+	if !servesServiceCIDRs {
+		t.Skip("this API server has no ServiceCIDRs")
+	}
 	serviceCIDR := func(name, cidr string) *networkingv1.ServiceCIDR {
 		return &networkingv1.ServiceCIDR{ObjectMeta: metav1.ObjectMeta{Name: w.prefix + name}, Spec: networkingv1.ServiceCIDRSpec{CIDRs: []string{cidr}}}
 	}

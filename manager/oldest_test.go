@@ -25,6 +25,7 @@ import (
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
@@ -32,8 +33,13 @@ import (
 // kind ServiceCIDR.
 type oldServer struct {
 	url string
-	// fail is the path of requests that get no answer; nil inside: none.
-	fail atomic.Pointer[string]
+	fail atomic.Pointer[failure] // nil inside: nothing fails
+}
+
+// A failure answers the requests for a path with a status; 0 closes the connection.
+type failure struct {
+	path   string
+	status int
 }
 
 func startOldServer(t *testing.T) *oldServer {
@@ -77,8 +83,10 @@ func startOldServer(t *testing.T) *oldServer {
 		switch fail := s.fail.Load(); {
 		case strings.HasPrefix(r.URL.Path, group+"/servicecidrs"):
 			http.NotFound(w, r)
-		case fail != nil && r.URL.Path == *fail:
+		case fail != nil && r.URL.Path == fail.path && fail.status == 0:
 			panic(http.ErrAbortHandler)
+		case fail != nil && r.URL.Path == fail.path:
+			http.Error(w, "the disk of etcd is full", fail.status)
 		default:
 			proxy.ServeHTTP(w, r)
 		}
@@ -152,13 +160,31 @@ func TestServiceCIDRWithoutItsKindIsFoundElsewhere(t *testing.T) {
 	}
 }
 
+// A manager of Kubernetes 1.31 or 1.32 peers like any other once it is told the ServiceCIDR.
+func TestManagerWithoutServiceCIDRsPeers(t *testing.T) {
+	a, b := twoSidesWith(t, connect, func(s *side) { s.old = s.server == testServer })
+	for _, s := range []*side{a, b} {
+		s.connected()
+		s.peer.untilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
+	}
+	if ready := get(t, "http://"+a.health+"/readyz"); ready != "ok\n" {
+		t.Errorf("readyz: %q", ready)
+	}
+	for _, s := range []*side{a, b} {
+		s.peer.delete()
+	}
+	for _, s := range []*side{a, b} {
+		s.until("the Peering is gone", s.peer.gone)
+	}
+}
+
 // If two managers cannot read the cluster's configuration, the leader is not ready and reports why. The
 // other one has nothing to do and is ready.
 func TestManagerThatCannotBeginIsNotReady(t *testing.T) {
 	w := bare(t)
 	old := startOldServer(t)
-	configuration := "/api/v1/namespaces/kube-system/configmaps/kubeadm-config"
-	old.fail.Store(&configuration)
+	const configuration = "/api/v1/namespaces/kube-system/configmaps/kubeadm-config"
+	old.fail.Store(&failure{path: configuration})
 	var health [2]string
 	for i := range health {
 		health[i] = kubetest.Address(9443)
@@ -178,6 +204,14 @@ func TestManagerThatCannotBeginIsNotReady(t *testing.T) {
 	if !strings.HasPrefix(ready[1], "this manager leads and cannot begin: ") {
 		t.Errorf("the one that leads: %q", ready[1])
 	}
+	old.fail.Store(&failure{configuration, http.StatusInternalServerError})
+	w.until("the one that waits says what the API server answers", func() bool {
+		for i := range health {
+			ready[i] = get(t, "http://"+health[i]+"/readyz")
+		}
+		slices.Sort(ready[:])
+		return ready[0] == "ok\n" && strings.Contains(ready[1], "configuration of kubeadm: ") && strings.Contains(ready[1], "the disk of etcd is full")
+	})
 	old.fail.Store(nil)
 	w.until("both are ready", func() bool {
 		return get(t, "http://"+health[0]+"/readyz") == "ok\n" && get(t, "http://"+health[1]+"/readyz") == "ok\n"
