@@ -7,6 +7,7 @@ import (
 	"cmp"
 	"crypto/ecdh"
 	"encoding/binary"
+	"encoding/json"
 	"fmt"
 	"net"
 	"net/netip"
@@ -511,12 +512,16 @@ func same(m []byte) func(n int) [][]byte {
 	return func(n int) [][]byte { return batch[:n] }
 }
 
-// podsFlood sends small packets of a pod of the hostile peer. They are sealed in advance, so sending is
-// the only cost.
+// podsFlood sends small packets of a pod of the hostile peer.
 func (f *fairness) podsFlood() func(n int) int {
-	b := fairPacket(hostileID, victimPod, fairPort, 0, 36)
+	return f.flood(fairPacket(hostileID, victimPod, fairPort, 0, 36), podsRate)
+}
+
+// flood sends one packet of the hostile peer again and again. Enough of them for this rate are sealed in advance, so sending is
+// the only cost.
+func (f *fairness) flood(b []byte, rate int) func(n int) int {
 	var all [][]byte
-	for f.hostile.wire.record(true); len(all) < podsRate*int(f.time/time.Second); {
+	for f.hostile.wire.record(true); len(all) < rate*int(f.time/time.Second); {
 		for range 400 {
 			inject(f.hostile, b)
 		}
@@ -568,6 +573,9 @@ func (f *fairness) nobodys(reason natengine.Drop) uint64 {
 // podsRate is packets a second: more than the victim can write.
 const podsRate = 100_000
 
+// pingsRate is four times as many PINGs a second as it took to fail the checks of 4,000 peers, when one queue served all.
+const pingsRate = 20_000
+
 func (f *fairness) ofPods() uint64 {
 	return f.charged(hostileID, true, natengine.DropReceiveQueue, natengine.DropTunnelForged)
 }
@@ -588,6 +596,16 @@ var attacks = []attack{
 		return func(n int) int { return pods(n/2) + host(n/2) }
 	}, func(f *fairness) uint64 {
 		return f.ofPods() + f.nobodys(natengine.DropReceiveQueue) + f.charged(honestID, false, natengine.DropTunnelForged)
+	}},
+	{"a pod of the hostile peer sends 20,000 PINGs a second to the gateway's own address", pingsRate, func(f *fairness) func(n int) int {
+		text, err := json.Marshal(checkMessage{"asker", "PING", time.Now().UTC().Format(time.RFC3339Nano)})
+		if err != nil {
+			f.t.Fatal(err)
+		}
+		return f.flood(packettest.Build(packettest.IP{Src: nthPods(hostileID).Addr().Next().Next(), Dst: fabric.FirstHost(victimExternal)},
+			packettest.UDP{SrcPort: fabric.ProbePort, DstPort: fabric.ProbePort, NoChecksum: true, Data: text}), pingsRate)
+	}, func(f *fairness) uint64 {
+		return f.charged(hostileID, false, natengine.DropReceiveQueue, natengine.DropTunnelForged, natengine.DropLocalSource)
 	}},
 	{"a host on the underlay sends 10,000 initiations a second", 10_000, func(f *fairness) func(n int) int {
 		return f.stranger(f.initiations())
