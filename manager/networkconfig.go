@@ -180,21 +180,22 @@ func (r *NetworkConfigReconciler) originals(ctx context.Context, peer Peer) (cur
 
 // publish writes what the peer is to know, if it is known and not there yet.
 func (r *NetworkConfigReconciler) publish(ctx context.Context, peer Peer, current *v1alpha1.NetworkConfig) error {
+	switch {
+	case current == nil:
+	case !current.DeletionTimestamp.IsZero(), notOurs(current, peer) != "":
+		return nil // a deleted one is made anew when it is gone
+	case current.Annotations[isthmus.AnnotationUnanswered] != "":
+		return r.withdraw(ctx, current) // whatever this cluster knows of itself now
+	}
 	facts, err := r.Facts.Facts(ctx)
 	if err != nil {
 		return err
 	}
 	spec, problems := networkConfigFor(facts, peer)
-	if len(problems) > 0 || current != nil && !current.DeletionTimestamp.IsZero() {
-		return nil // the Peering says so; a deleted one is made anew when it is gone
+	if len(problems) > 0 {
+		return nil // the Peering says so
 	}
 	if current != nil {
-		if notOurs(current, peer) != "" {
-			return nil
-		}
-		if current.Annotations[isthmus.AnnotationUnanswered] != "" {
-			return r.withdraw(ctx, current)
-		}
 		want := current.DeepCopy()
 		if err := shape(want, peer, spec, r.Client.Scheme()); err != nil {
 			return err

@@ -167,6 +167,14 @@ func TestWithOtherNetworksTheAnswerIsWithdrawn(t *testing.T) {
 	p.untilIs(isthmus.ConditionAnswered, isthmus.ReasonWaitingAnswer)
 	p.untilIs(isthmus.ConditionTunnelEndpoint, isthmus.ReasonWaiting)
 
+	// So they are where nobody knows any more what to publish.
+	w.ok(w.api().Delete(w.ctx, &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: w.system, Name: "isthmus-gateway"}}))
+	p.untilIs(isthmus.ConditionReady, isthmus.ReasonLocalSetup)
+	nc = p.original()
+	nc.Annotations = map[string]string{isthmus.AnnotationUnanswered: "true"}
+	w.ok(w.api().Update(w.ctx, nc))
+	w.until("the mark is gone again", func() bool { return p.original().Annotations[isthmus.AnnotationUnanswered] == "" })
+
 	// Readers in between see no agreement either.
 	nc = p.original()
 	nc.Status = v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: v1alpha1.None, ExternalCIDRNAT: v1alpha1.None}
