@@ -125,7 +125,7 @@ func TestUninstallLeavesNothing(t *testing.T) {
 	install := func(values chart.Values) {
 		t.Helper()
 		values = chart.Merge(chart.Values{"networks": chart.Values{"podCIDR": "10.9.0.0/16"}}, values)
-		must(t, c.Install(t.Context(), InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "u"}, Version: "v1", Values: values, Report: func(string) {}}))
+		must(t, c.Install(t.Context(), InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "u"}, Version: "v1", Values: withServiceNetwork(t, c, values), Report: func(string) {}}))
 		must(t, client.IgnoreAlreadyExists(c.client.Create(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{ // a gateway's
 			Namespace: c.Namespace, Name: keysSecret, Labels: map[string]string{"app.kubernetes.io/managed-by": "isthmus"}}})))
 	}
