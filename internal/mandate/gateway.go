@@ -262,8 +262,8 @@ func (g *Gateway) Receive(a Answer, now Time) {
 		return
 	}
 	v := &g.votes[i]
-	if v.incarnation != 0 && (a.Sent < v.heard || a.Sent == v.heard && !a.Farewell) {
-		return // overtaken by a later one
+	if v.incarnation != 0 && (a.Sent < v.heard || a.Sent == v.heard && !a.Farewell && (a.Granted || a.Incarnation != v.incarnation)) {
+		return // overtaken by a later one, or the same again; of the same voter that is news when it grants nothing
 	}
 	if a.Incarnation != v.incarnation { // the next voter on that node: from now on a farewell counts like any vote
 		v.until = min(v.until, a.Sent+g.timing.Mandate)

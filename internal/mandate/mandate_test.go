@@ -279,3 +279,35 @@ func TestThereIsOneMandateInTheEnd(t *testing.T) {
 		}
 	}
 }
+
+func TestASecondAnswerToOneAskCountsWhereItGrantsNothing(t *testing.T) {
+	p := newPair(t)
+	holder := Ask{Kind: Claim, From: "b", Epoch: 100, Sent: 1, Nonce: 9, Heard: p.v.incarnation}
+	if !p.v.Receive(holder, time.Second).Granted {
+		t.Fatal("the other gateway has no vote")
+	}
+	probe := p.g.Tick(time.Second, false, false)["1"]
+	p.g.Receive(p.v.Receive(probe, time.Second), time.Second)
+	if p.g.Could(1100 * time.Millisecond) {
+		t.Error("the vote is free although its holder has it")
+	}
+	holder.Kind = Release
+	p.v.Receive(holder, 1050*time.Millisecond)
+	if p.g.Receive(p.v.Receive(probe, 1050*time.Millisecond), 1060*time.Millisecond); !p.g.Could(1100 * time.Millisecond) {
+		t.Error("the gateway does not know that the vote is free")
+	}
+}
+
+// Otherwise a farewell of the voter before that is late would count once more, when it binds nobody.
+func TestASecondAnswerToOneAskOfTheNextVoterCountsForNothing(t *testing.T) {
+	p := newPair(t)
+	p.g.Claim(1 * time.Second)
+	claim := p.g.asks(Claim, 1*time.Second, false)["1"]
+	p.g.Receive(p.v.Receive(claim, 1*time.Second), 1*time.Second)
+	promise, _, _ := p.v.End(1100 * time.Millisecond)
+	p.v = NewVoter("1", Usual, 2, &promise, 1200*time.Millisecond)
+	p.g.Receive(p.v.Receive(claim, 1300*time.Millisecond), 1300*time.Millisecond)
+	if heard := p.g.asks(Claim, 1400*time.Millisecond, false)["1"].Heard; heard != 1 {
+		t.Errorf("the gateway has heard of incarnation %d", heard)
+	}
+}

@@ -61,6 +61,7 @@ type Voter struct {
 	stored                   record
 	last                     netip.AddrPort // of the holder
 	lastAsk                  cookie
+	waits                    waiting
 	known, expected, strange *rate.Limiter
 }
 
@@ -68,6 +69,12 @@ type Voter struct {
 type place struct {
 	Addr netip.Addr        `json:"addr"` // of the node; zero: not known yet
 	Key  ed25519.PublicKey `json:"key"`  // of the gateways; nil: nodes do not vote, or it is not known yet
+}
+
+// waiting is a gateway that would take the vote.
+type waiting struct {
+	ask ask
+	at  net.Addr
 }
 
 // A record is what is stored: a voter that starts while the API server is away needs all of it.
@@ -241,9 +248,7 @@ func (v *Voter) read(conn net.PacketConn) error {
 			continue
 		}
 		failures = 0
-		if b := v.receive(buf[:n], from); b != nil {
-			_, _ = conn.WriteTo(b, from) // one that is not sent is lost
-		}
+		v.receive(buf[:n], from, func(b []byte, to net.Addr) { _, _ = conn.WriteTo(b, to) }) // one that is not sent is lost
 	}
 }
 
@@ -252,11 +257,11 @@ func isTimeout(err error) bool {
 	return errors.As(err, &e) && e.Timeout()
 }
 
-// receive returns the answer to a datagram; nil: none.
-func (v *Voter) receive(b []byte, from net.Addr) []byte {
+// receive answers a datagram. When the holder of the vote releases it, the gateway that waits is told at once, too.
+func (v *Voter) receive(b []byte, from net.Addr, send func([]byte, net.Addr)) {
 	a, ok := openAsk(b)
 	if !ok {
-		return nil
+		return
 	}
 	u, _ := from.(*net.UDPAddr)
 	v.mu.Lock()
@@ -266,17 +271,18 @@ func (v *Voter) receive(b []byte, from net.Addr) []byte {
 		budget = v.expected
 	}
 	v.mu.Unlock()
-	if v.machine.Knows(a.Ask) {
+	knows := v.machine.Knows(a.Ask)
+	if knows {
 		budget = v.known
 	}
 	if !budget.Allow() || !signed(b, key) {
-		return nil
+		return
 	}
 	reply := v.machine.Receive(a.Ask, now())
 	if reply.Granted {
 		if err := v.store(v.machine.Stored()); err != nil {
 			v.fail(err)
-			return nil
+			return
 		}
 		if u != nil {
 			v.last, v.lastAsk = u.AddrPort(), a.cookie
@@ -292,7 +298,14 @@ func (v *Voter) receive(b []byte, from net.Addr) []byte {
 	if newer && follow != nil {
 		follow()
 	}
-	return answer{reply, a.cookie}.datagram()
+	send(answer{reply, a.cookie}.datagram(), from)
+	switch {
+	case a.Kind == mandate.Probe && knows && !a.Holds:
+		v.waits = waiting{a, from}
+	case a.Kind == mandate.Release && v.waits.at != nil && v.waits.ask.From != a.From:
+		send(answer{v.machine.Receive(v.waits.ask.Ask, now()), v.waits.ask.cookie}.datagram(), v.waits.at)
+		v.waits = waiting{}
+	}
 }
 
 // farewell stores for the voter after this one that its holder counts on the node, and tells the holder.

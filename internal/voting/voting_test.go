@@ -10,6 +10,8 @@ import (
 	"sync"
 	"testing"
 	"time"
+
+	"github.com/isthmus-net/isthmus/internal/mandate"
 )
 
 // An electorate is nodes with voters, at addresses of the loopback network that no other test uses.
@@ -155,4 +157,43 @@ func TestOnlyGatewaysGetVotes(t *testing.T) {
 	}
 	c, _ := e.candidate("gateway-1", 102, true)
 	within(t, "a mandate", c.Gate.Open)
+}
+
+// A gateway that waits for the vote hears of its release at once, and not with its next ask.
+func TestAWaitingGatewayIsToldOfARelease(t *testing.T) {
+	key := KeyOf(private)
+	v := &Voter{Node: "n1", Directory: t.TempDir(), Log: slog.New(slog.DiscardHandler)}
+	v.Set(key.Public().(ed25519.PublicKey))
+	if err := v.start(); err != nil {
+		t.Fatal(err)
+	}
+	gateway := func(pod string) *net.UDPAddr { return &net.UDPAddr{IP: net.IPv4(127, 0, 0, pod[0]), Port: 1} }
+	incarnation := uint64(0)
+	say := func(kind mandate.Kind, pod string, sent mandate.Time, holds bool) (answers map[string]answer) {
+		answers = make(map[string]answer)
+		a := mandate.Ask{Kind: kind, From: mandate.ID(pod), Epoch: 1, Sent: sent, Nonce: uint64(pod[0]), Heard: incarnation, Holds: holds}
+		v.receive(ask{a, cookie{pod[0]}, netip.AddrFrom4([4]byte{127, 0, 0, pod[0]})}.seal(key), gateway(pod), func(b []byte, to net.Addr) {
+			got, ok := openAnswer(b)
+			if !ok {
+				t.Fatalf("%x is no answer", b)
+			}
+			answers[to.String()] = got
+			incarnation = got.Incarnation
+		})
+		return answers
+	}
+	a, b := gateway("a").String(), gateway("b").String()
+	say(mandate.Probe, "a", 1, true)
+	if got := say(mandate.Claim, "a", 2, true); !got[a].Granted {
+		t.Fatalf("the claim is not granted: %v", got)
+	}
+	if got := say(mandate.Probe, "b", 3, false); len(got) != 1 || got[b].Free == 0 {
+		t.Fatalf("a waiting gateway is answered %v", got)
+	}
+	if got := say(mandate.Release, "a", 4, false); len(got) != 2 || got[b].Free != 0 || got[b].Sent != 3 || got[b].cookie != (cookie{'b'}) {
+		t.Errorf("a release is answered %v", got)
+	}
+	if got := say(mandate.Release, "a", 5, false); len(got) != 1 {
+		t.Errorf("the second release is answered %v", got)
+	}
 }
