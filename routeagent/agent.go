@@ -68,12 +68,17 @@ type Options struct {
 	// TellReady writes down why the node is not as it should be, for people; "" means that it is. It is
 	// called once a second, and never twice at a time; nil: nobody is told.
 	TellReady func(ctx context.Context, problem string) error
-	// Vote gives the node's vote on which gateway is active, until its context ends; nil: the node does not vote.
-	Vote      func(context.Context)
+	Voter     Voter  // nil: the node does not vote on which gateway is active
 	Resolvers string // path of the node's resolv.conf(5)
 	// MetricsSecure guards /metrics, and all of MetricsAddress is TLS then; nil: anybody may read.
 	MetricsSecure *httpserve.Secure
 	Pod           string // UID of the agent's Pod, by which Started finds it; empty: none
+}
+
+// A Voter gives the node's vote on which gateway is active.
+type Voter interface {
+	Run(ctx context.Context)
+	Err() error // why the node does not vote although it should; nil: it does. It may be called while Run runs.
 }
 
 // Run makes the network namespace of the process what the source says, until ctx ends, and returns
@@ -150,8 +155,8 @@ func Run(ctx context.Context, o Options) error {
 		source.Go(func() { a.tellReady(ctx) })
 	}
 	source.Go(func() { a.probeOverlay(ctx) })
-	if o.Vote != nil {
-		source.Go(func() { o.Vote(ctx) })
+	if o.Voter != nil {
+		source.Go(func() { o.Voter.Run(ctx) })
 	}
 	if !follows {
 		watch()
@@ -404,7 +409,7 @@ func (a *agent) compare() bool {
 		now.limits = a.limits(now.node, in, look || accepted)
 	}
 	unsaved := a.save(a.decided.refused)
-	now.limits = withSnapshot(now.limits, unsaved)
+	now.limits = a.withFiles(now.limits, unsaved)
 	now.problems = fabric.SortProblems(append(append(now.problems, broken...), a.decided.held...))
 	if now.err == nil {
 		now.applied = time.Now()
@@ -618,13 +623,22 @@ func (a *agent) limits(node kernel.State, in fabric.NodeIntent, look bool) []ker
 	return append(a.kernel.Limits(node.SourceNAT[0], look), a.reach.limits...)
 }
 
-// withSnapshot adds the Limit that the snapshot could not be kept, or takes it away. All traffic passes without one:
-// it is for a boot at which the API server does not answer.
-func withSnapshot(limits []kernel.Limit, err error) []kernel.Limit {
-	limits = slices.DeleteFunc(slices.Clone(limits), func(l kernel.Limit) bool { return l.Reason == kernel.LimitSnapshot })
-	if err != nil {
+// withFiles replaces the Limits of what the node keeps in files. All traffic passes without these: the snapshot is for a boot at
+// which the API server does not answer, and a gateway needs the votes of most nodes, not of all.
+func (a *agent) withFiles(limits []kernel.Limit, unsaved error) []kernel.Limit {
+	limits = slices.DeleteFunc(slices.Clone(limits), func(l kernel.Limit) bool {
+		return l.Reason == kernel.LimitSnapshot || l.Reason == kernel.LimitVote
+	})
+	if unsaved != nil {
 		limits = append(limits, kernel.Limit{Reason: kernel.LimitSnapshot, Message: fmt.Sprintf(
-			"%v; until that is mended, this node refuses the networks of peers after a reboot only from the moment the API server answers", err)})
+			"%v; until that is mended, this node refuses the networks of peers after a reboot only from the moment the API server answers", unsaved)})
+	}
+	if a.opts.Voter == nil {
+		return limits
+	}
+	if err := a.opts.Voter.Err(); err != nil {
+		limits = append(limits, kernel.Limit{Reason: kernel.LimitVote, Message: fmt.Sprintf(
+			"%v; until that is mended, a gateway needs a majority of the other nodes' votes", err)})
 	}
 	return limits
 }

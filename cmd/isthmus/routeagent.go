@@ -81,7 +81,7 @@ the node's own DNS servers; probes have "host: 127.0.0.1".`, kernel.OverlayDevic
 			var voter *voting.Voter
 			if o.StateDirectory != "" { // a promise that is forgotten is worth nothing
 				voter = &voting.Voter{Node: o.Node, Directory: o.StateDirectory, Log: o.Log}
-				o.Vote = voter.Run
+				o.Voter = voter
 			}
 			o.Source = func(ctx context.Context, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
 				return kube.WatchNode(ctx, config, installed, o.Node, voter, o.Log, deliver)

@@ -126,4 +126,5 @@ const (
 	LimitUncertain   = "ForwardingUncertain" // some may be
 	LimitRefused     = "Refused"             // something of an object is not believed
 	LimitSnapshot    = "SnapshotNotKept"     // a reboot forgets what the node refuses
+	LimitVote        = "NodeDoesNotVote"     // on which gateway is active
 )

@@ -121,10 +121,13 @@ func (v *Voter) Holder() Holder {
 	return v.holder
 }
 
-// Err says why the node does not vote, or nil.
+// Err says why the node does not vote, or nil. Where nodes are not known to vote, it is nil.
 func (v *Voter) Err() error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
+	if v.place.Key == nil {
+		return nil
+	}
 	return v.err
 }
 

@@ -7,6 +7,8 @@ import (
 	"log/slog"
 	"net"
 	"net/netip"
+	"os"
+	"path/filepath"
 	"sync"
 	"testing"
 	"time"
@@ -195,5 +197,26 @@ func TestAWaitingGatewayIsToldOfARelease(t *testing.T) {
 	}
 	if got := say(mandate.Release, "a", 5, false); len(got) != 1 {
 		t.Errorf("the second release is answered %v", got)
+	}
+}
+
+func TestANodeThatCannotVoteSaysWhy(t *testing.T) {
+	e := newElectorate(t, 4, 1)
+	v := e.votes["n1"]
+	c, _ := e.candidate("gateway-1", 101, true)
+	within(t, "a mandate", c.Gate.Open)
+	if err := v.Err(); err != nil {
+		t.Errorf("a node that votes says %v", err)
+	}
+	e.stop["n1"]()
+	if err := os.WriteFile(filepath.Join(v.Directory, promiseName), []byte("no promise"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	e.start("n1", v.Directory)
+	v = e.votes["n1"]
+	within(t, "a reason", func() bool { return v.Err() != nil })
+	v.Set(nil)
+	if err := v.Err(); err != nil {
+		t.Errorf("where nodes do not vote it says %v", err)
 	}
 }

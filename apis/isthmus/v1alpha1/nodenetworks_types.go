@@ -64,8 +64,8 @@ type BrokenOverlay struct {
 
 // NodeProblem is something that does not work on a node, or less well than elsewhere.
 type NodeProblem struct {
-	// Reason is PodsMasqueraded, ForwardingRefused, ForwardingUncertain, GatewayOutOfReach, GatewayUnguarded, SnapshotNotKept or, of
-	// something that an object says, Refused.
+	// Reason is PodsMasqueraded, ForwardingRefused, ForwardingUncertain, GatewayOutOfReach, GatewayUnguarded, SnapshotNotKept,
+	// NodeDoesNotVote or, of something that an object says, Refused.
 	// +kubebuilder:validation:MaxLength=64
 	// +kubebuilder:validation:Pattern=`^[A-Za-z]+$`
 	Reason string `json:"reason"`
