@@ -32,7 +32,7 @@ import (
 // An oldServer makes the API server of all tests look like Kubernetes 1.31 and 1.32: it does not serve the
 // kind ServiceCIDR.
 type oldServer struct {
-	url string
+	url  string
 	fail atomic.Pointer[failure] // nil inside: nothing fails
 }
 

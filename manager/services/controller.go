@@ -177,7 +177,7 @@ func (c *Controller) SetupWithManager(mgr ctrl.Manager) error {
 			return all
 		}))).
 		WatchesRawSource(source.Kind[client.Object](c.objects, &discoveryv1.EndpointSlice{}, handler.EnqueueRequestsFromMapFunc(byLabel))).
-		WatchesRawSource(source.Kind(c.objects, &isthmus.PeerServices{}, differing)).
+		WatchesRawSource(source.Kind(c.objects, &isthmus.PeerServices{}, differing(budgets{}))).
 		WatchesRawSource(source.Kind[client.Object](c.Cache, &net.TunnelEndpoint{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
 			return c.offered(ctx, o.GetNamespace())
 		}))).
@@ -264,37 +264,6 @@ func requestFor(s isthmus.ExportedService) reconcile.Request { return request(s.
 
 func request(namespace, name string) reconcile.Request {
 	return reconcile.Request{NamespacedName: Key{Namespace: namespace, Name: name}}
-}
-
-// differing enqueues the services that differ between two versions of PeerServices.
-var differing = handler.TypedFuncs[*isthmus.PeerServices, reconcile.Request]{
-	CreateFunc: func(_ context.Context, e event.TypedCreateEvent[*isthmus.PeerServices], q workqueue.TypedRateLimitingInterface[reconcile.Request]) {
-		for _, s := range e.Object.Spec.Services {
-			q.Add(requestFor(s))
-		}
-	},
-	UpdateFunc: func(_ context.Context, e event.TypedUpdateEvent[*isthmus.PeerServices], q workqueue.TypedRateLimitingInterface[reconcile.Request]) {
-		before := make(map[Key]*isthmus.ExportedService)
-		for i := range e.ObjectOld.Spec.Services {
-			s := &e.ObjectOld.Spec.Services[i]
-			before[Key{Namespace: s.Namespace, Name: s.Name}] = s
-		}
-		for _, s := range e.ObjectNew.Spec.Services {
-			k := Key{Namespace: s.Namespace, Name: s.Name}
-			if was := before[k]; was == nil || !was.Equal(&s) {
-				q.Add(reconcile.Request{NamespacedName: k})
-			}
-			delete(before, k)
-		}
-		for k := range before {
-			q.Add(reconcile.Request{NamespacedName: k})
-		}
-	},
-	DeleteFunc: func(_ context.Context, e event.TypedDeleteEvent[*isthmus.PeerServices], q workqueue.TypedRateLimitingInterface[reconcile.Request]) {
-		for _, s := range e.Object.Spec.Services {
-			q.Add(requestFor(s))
-		}
-	},
 }
 
 // Reconcile makes one service what its exports say.

@@ -1,0 +1,86 @@
+package services
+
+import (
+	"context"
+	"time"
+
+	"golang.org/x/time/rate"
+	"k8s.io/client-go/util/workqueue"
+	"k8s.io/utils/ptr"
+	"sigs.k8s.io/controller-runtime/pkg/controller/priorityqueue"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+)
+
+// The budget of one peer, in looks at a service. A service costs one, and one more for each hundred of its endpoints, which is
+// an EndpointSlice that may have to be written.
+const (
+	looksPerSecond = 100
+	looksAtOnce    = isthmus.PeerServicesShards * isthmus.MaxExportedServices // all services of a peer
+	looksInTurn    = 500                                                      // then all other peers go first
+
+	behindOthers = -1                                         // the priority of what does not go in turn
+	looksPause   = looksAtOnce / looksPerSecond * time.Second // a service waits so long where the budget is used up
+)
+
+// budgets bounds how much work peers cause by changes of their PeerServices, by tenant namespace. One goroutine uses it.
+type budgets map[string]*rate.Limiter
+
+// charge returns how a service that has changed is enqueued.
+func (b budgets) charge(tenant string, s *isthmus.ExportedService, now time.Time) (o priorityqueue.AddOpts) {
+	left := b[tenant]
+	if left == nil {
+		left = rate.NewLimiter(looksPerSecond, looksAtOnce)
+		b[tenant] = left
+	}
+	if left.TokensAt(now) < looksAtOnce-looksInTurn {
+		o.Priority = ptr.To(behindOthers)
+	}
+	if !left.AllowN(now, 1+count(*s)/100) {
+		o.After = looksPause
+	}
+	return o
+}
+
+// differing enqueues the services that differ between two versions of PeerServices, at the expense of the peer.
+func differing(b budgets) handler.TypedFuncs[*isthmus.PeerServices, reconcile.Request] {
+	type workQueue = workqueue.TypedRateLimitingInterface[reconcile.Request]
+	add := func(q workQueue, tenant string, all ...*isthmus.ExportedService) {
+		for _, s := range all {
+			q.(priorityqueue.PriorityQueue[reconcile.Request]).AddWithOpts(b.charge(tenant, s, time.Now()), requestFor(*s))
+		}
+	}
+	each := func(p *isthmus.PeerServices) (all []*isthmus.ExportedService) {
+		for i := range p.Spec.Services {
+			all = append(all, &p.Spec.Services[i])
+		}
+		return all
+	}
+	return handler.TypedFuncs[*isthmus.PeerServices, reconcile.Request]{
+		CreateFunc: func(_ context.Context, e event.TypedCreateEvent[*isthmus.PeerServices], q workQueue) {
+			add(q, e.Object.Namespace, each(e.Object)...)
+		},
+		UpdateFunc: func(_ context.Context, e event.TypedUpdateEvent[*isthmus.PeerServices], q workQueue) {
+			before := make(map[Key]*isthmus.ExportedService)
+			for _, s := range each(e.ObjectOld) {
+				before[Key{Namespace: s.Namespace, Name: s.Name}] = s
+			}
+			for _, s := range each(e.ObjectNew) {
+				k := Key{Namespace: s.Namespace, Name: s.Name}
+				if was := before[k]; was == nil || !was.Equal(s) {
+					add(q, e.ObjectNew.Namespace, s)
+				}
+				delete(before, k)
+			}
+			for _, gone := range before {
+				add(q, e.ObjectNew.Namespace, gone)
+			}
+		},
+		DeleteFunc: func(_ context.Context, e event.TypedDeleteEvent[*isthmus.PeerServices], q workQueue) {
+			add(q, e.Object.Namespace, each(e.Object)...)
+		},
+	}
+}
