@@ -2,6 +2,7 @@ package datapath
 
 import (
 	"encoding/binary"
+	"log/slog"
 	"sync"
 	"time"
 
@@ -28,6 +29,17 @@ type PresharedKeys struct {
 	Former   [32]byte
 	Changing bool
 }
+
+// String hides the keys.
+func (PresharedKeys) String() string { return hidden }
+
+// GoString hides the keys from %#v.
+func (PresharedKeys) GoString() string { return hidden }
+
+// LogValue hides the keys from loggers that print JSON.
+func (PresharedKeys) LogValue() slog.Value { return slog.StringValue(hidden) }
+
+const hidden = "(preshared keys)"
 
 // presharedGrace is for a handshake that was under way when a key changed: how long it may take from the
 // moment when the device reads the key to that when there is a session.

@@ -1,9 +1,12 @@
 package datapath_test
 
 import (
+	"bytes"
 	"crypto/ecdh"
 	"fmt"
+	"log/slog"
 	"net/netip"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -207,4 +210,15 @@ func upTo(n uint32) (all []uint32) {
 		all = append(all, i)
 	}
 	return all
+}
+
+func TestPresharedKeysAreNotPrinted(t *testing.T) {
+	keys := datapath.PresharedKeys{Key: [32]byte{211, 212}, Former: [32]byte{213}, Changing: true}
+	var out bytes.Buffer
+	fmt.Fprintf(&out, "%v %+v %#v %v %+v", keys, keys, keys, []datapath.PresharedKeys{keys}, datapath.Peer{Preshared: keys})
+	slog.New(slog.NewJSONHandler(&out, nil)).Info("peer", "preshared", keys)
+	slog.New(slog.NewTextHandler(&out, nil)).Info("peer", "preshared", keys)
+	if s := out.String(); strings.Contains(s, "211") || strings.Contains(s, "0xd3") || strings.Count(s, "(preshared keys)") != 7 {
+		t.Errorf("preshared keys are printed: %s", s)
+	}
 }

@@ -65,13 +65,25 @@ type Key struct {
 	Secret [32]byte `json:"secret"`
 }
 
-// String and what follows keep a State and its keys out of logs.
-func (State) String() string       { return "[secret]" }
-func (State) GoString() string     { return "[secret]" }
-func (State) LogValue() slog.Value { return slog.StringValue("[secret]") }
-func (Key) String() string         { return "[secret]" }
-func (Key) GoString() string       { return "[secret]" }
-func (Key) LogValue() slog.Value   { return slog.StringValue("[secret]") }
+// String hides a State.
+func (State) String() string { return hidden }
+
+// GoString hides a State from %#v.
+func (State) GoString() string { return hidden }
+
+// LogValue hides a State from loggers that print JSON.
+func (State) LogValue() slog.Value { return slog.StringValue(hidden) }
+
+// String hides a Key.
+func (Key) String() string { return hidden }
+
+// GoString hides a Key from %#v.
+func (Key) GoString() string { return hidden }
+
+// LogValue hides a Key from loggers that print JSON.
+func (Key) LogValue() slog.Value { return slog.StringValue(hidden) }
+
+const hidden = "(secret)"
 
 // A Progress says where an exchange stands.
 type Progress string
@@ -180,7 +192,7 @@ func (s State) readAnswer(said Words) (State, Progress, error) {
 	}
 	shared, err := key.Decapsulate(answer)
 	if err != nil {
-		return s, Malformed, nil
+		return s, "", fmt.Errorf("ML-KEM answer: %w", err) // only for another length
 	}
 	d := derive(shared, s.Message, answer, s.Context)
 	theirs := d.tag("answer", use)
@@ -204,7 +216,7 @@ func (s State) readKey(said Words) (State, Progress, error) {
 	if id := idOf(s.Context, public); id != s.ID {
 		key, err := mlkem.NewEncapsulationKey768(public)
 		if err != nil {
-			return s, Malformed, nil
+			return s, Malformed, nil //nolint:nilerr // the peer's mistake, not ours
 		}
 		shared, answer := key.Encapsulate()
 		d := derive(shared, public, answer, s.Context)

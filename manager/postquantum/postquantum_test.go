@@ -257,7 +257,7 @@ func TestAStateIsStoredAndNotPrinted(t *testing.T) {
 	slog.New(slog.NewJSONHandler(&out, nil)).Info("state", "state", a.stored, "key", a.stored.Use)
 	slog.New(slog.NewTextHandler(&out, nil)).Info("state", "state", a.stored, "key", a.stored.Use)
 	secret := a.stored.Use.Secret
-	if s := out.String(); strings.Contains(s, fmt.Sprint(secret[0])+" ") && strings.Contains(s, fmt.Sprint(secret[1])) || strings.Count(s, "[secret]") != 10 {
+	if s := out.String(); strings.Contains(s, fmt.Sprint(secret[0])+" ") && strings.Contains(s, fmt.Sprint(secret[1])) || strings.Count(s, "(secret)") != 10 {
 		t.Errorf("a state is printed: %s", s)
 	}
 }
