@@ -51,7 +51,7 @@ type preshared struct {
 	dev     *device.Peer
 	keys    PresharedKeys
 	settled bool            // only keys.Key is used
-	since   time.Time       // sessions made later were made with it
+	since   time.Time       // sessions made from then on were made with it
 	certain *device.Keypair // one that was, too; may be nil
 	next    [32]byte        // what the device has
 	sent    [32]byte        // what it made the last response with
@@ -134,7 +134,7 @@ func (s *preshared) choose(private *device.NoisePrivateKey, m []byte) {
 func (s *preshared) protects(k *device.Keypair) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return k != nil && s.keys.Key != [32]byte{} && (k == s.certain || s.settled && keypairCreated.of(k).After(s.since))
+	return k != nil && s.keys.Key != [32]byte{} && (k == s.certain || s.settled && !keypairCreated.of(k).Before(s.since))
 }
 
 // choose has the peer of a response choose the key for it, before the device reads the response.

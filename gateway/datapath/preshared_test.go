@@ -5,6 +5,7 @@ import (
 	"crypto/ecdh"
 	"fmt"
 	"log/slog"
+	"math/rand/v2"
 	"net/netip"
 	"strings"
 	"testing"
@@ -13,6 +14,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/internal/noise"
+	"github.com/isthmus-net/isthmus/manager/postquantum"
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
@@ -87,6 +89,74 @@ func changes(t *testing.T, a, b *end, keys datapath.PresharedKeys, at, later tim
 	time.Sleep(4 * time.Second)
 	if synctest.Wait(); a.session() != before {
 		t.Error("a handshake with the former key made a session")
+	}
+}
+
+// Two managers make exchange after exchange, late, at random times and with crashes between store and
+// publication, while packets go both ways: none is lost, and in the end the session has the last key.
+func TestExchangesLoseNoPacket(t *testing.T) {
+	for seed := range uint64(20) {
+		t.Run(fmt.Sprint(seed), func(t *testing.T) {
+			inPair(t, func(t *testing.T, _ *pair, a, b *end) { exchanges(t, a, b, rand.New(rand.NewPCG(28, seed))) })
+		})
+	}
+}
+
+// exchanging is the manager of an end, with what it stores, publishes and has read.
+type exchanging struct {
+	*end
+	id              postquantum.Identity
+	state           postquantum.State
+	published, read postquantum.Words
+}
+
+// step is one of the manager's, of which the gateway hears even if nothing is published.
+func (x *exchanging) step(t *testing.T, other *exchanging, publish bool) postquantum.Progress {
+	next, progress, err := x.state.Step(x.id, other.id, x.read)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if x.state = next; publish {
+		x.published = next.Words()
+	}
+	x.preshare(t, datapath.PresharedKeys{Key: next.Use.Secret, Former: next.Former.Secret, Changing: true})
+	return progress
+}
+
+func exchanges(t *testing.T, a, b *end, rng *rand.Rand) {
+	const step, long, last = 100 * time.Millisecond, 25 * time.Minute, 10 * time.Minute
+	sides := []*exchanging{{end: a, id: postquantum.Identity{ClusterID: "a"}}, {end: b, id: postquantum.Identity{ClusterID: "b"}}}
+	var want []uint32
+	var made int
+	var changed time.Duration
+	for now := time.Duration(0); now < long; now += step {
+		x, other := sides[0], sides[1]
+		if rng.IntN(2) == 0 {
+			x, other = other, x
+		}
+		crashing := now < long-last
+		switch n := rng.IntN(300); {
+		case n < 4:
+			x.read = other.published
+		case n < 8:
+			was := x.state.Use
+			if x.step(t, other, n > 5 || !crashing); x.state.Use != was {
+				made, changed = made+1, now
+			}
+		case n == 8 && crashing && rng.IntN(3) == 0:
+			x.id.Keys = [][32]byte{{byte(rng.IntN(256))}} // as a new WireGuard key does
+		}
+		number := uint32(now / step)
+		want = append(want, number)
+		a.send(t, number)
+		b.send(t, number)
+		time.Sleep(step)
+	}
+	time.Sleep(time.Second)
+	a.wants(t, want...)
+	b.wants(t, want...)
+	if sides[0].state.Use != sides[1].state.Use || made < 2 || !a.preshared() || !b.preshared() {
+		t.Errorf("%d changes of keys, the last one %v before the end; same key %v, sessions with it %v and %v", made, long-changed, sides[0].state.Use == sides[1].state.Use, a.preshared(), b.preshared())
 	}
 }
 
