@@ -32,13 +32,14 @@ func (e *end) preshared() bool { return e.Stats()[e.other.key.public].Preshared 
 // Two gateways change their preshared key up to a minute apart, under traffic of both directions, and
 // no packet is lost, and at most one handshake. In the end the session has the new key, and a handshake with the former one fails.
 func TestAPresharedKeyChangesWithoutLoss(t *testing.T) {
-	first, second := [32]byte{1}, [32]byte{2}
-	for _, former := range [][32]byte{{}, first} {
+	none, first, second := [32]byte{}, [32]byte{1}, [32]byte{2}
+	for _, change := range [][2][32]byte{{none, first}, {first, second}, {first, none}} {
+		former, key := change[0], change[1]
 		for _, later := range []time.Duration{-45 * time.Second, -4 * time.Second, 0, 4 * time.Second, 45 * time.Second} {
 			for _, at := range []time.Duration{time.Second, 100 * time.Second, 119 * time.Second, 121 * time.Second} {
-				t.Run(fmt.Sprintf("from %x, second end %v later, at %v", former[:1], later, at), func(t *testing.T) {
+				t.Run(fmt.Sprintf("from %x to %x, second end %v later, at %v", former[:1], key[:1], later, at), func(t *testing.T) {
 					inPair(t, func(t *testing.T, _ *pair, a, b *end) {
-						if former != ([32]byte{}) {
+						if former != none {
 							for _, e := range []*end{a, b} {
 								e.preshare(t, datapath.PresharedKeys{Key: former})
 							}
@@ -46,7 +47,7 @@ func TestAPresharedKeyChangesWithoutLoss(t *testing.T) {
 							a.Handshake(b.key.public)
 							time.Sleep(time.Second)
 						}
-						changes(t, a, b, datapath.PresharedKeys{Key: second, Former: former, Changing: true}, at, later)
+						changes(t, a, b, datapath.PresharedKeys{Key: key, Former: former, Changing: true}, at, later)
 					})
 				})
 			}
@@ -75,8 +76,8 @@ func changes(t *testing.T, a, b *end, keys datapath.PresharedKeys, at, later tim
 	a.wants(t, want...)
 	b.wants(t, want...)
 	for i, e := range []*end{a, b} {
-		if !e.preshared() {
-			t.Errorf("the session of end %d has no preshared key", i)
+		if got, want := e.preshared(), keys.Key != [32]byte{}; got != want {
+			t.Errorf("the session of end %d is said to have the preshared key: %v, want %v", i, got, want)
 		}
 		refused := e.drops(natengine.Inbound, natengine.DropHandshakeRefused)
 		if n, what := e.allDrops(); n > refused || refused > 1 {
