@@ -54,6 +54,8 @@ type Config struct {
 	MTU        int    // of the tunnel in octets; 0: derived from the ways to the peers
 	// PodNetwork is where a gateway delivers that has its Pod's network (Options.PodNetwork).
 	PodNetwork fabric.PodNetwork
+	// Preshared are the preshared keys of peers by cluster ID, for all tunnels to each. Never modified.
+	Preshared map[string]datapath.PresharedKeys
 
 	// The rest is read once, when the gateway starts.
 	Tunnels        int    // at most this many to one peer, on ports from ListenPort upwards; 0 means 1

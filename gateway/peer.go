@@ -26,6 +26,7 @@ type peer struct {
 	mtu                 int              // largest packet towards it: less where the path drops such packets
 	inUse               fabric.TunnelSet // tunnels that carry flows; empty: the first one
 	forgotten           bool             // the tunnels have to be told where it is again
+	preshared           datapath.PresharedKeys
 	state               *natengine.PeerState
 }
 
@@ -150,6 +151,7 @@ func (g *gateway) survey(c Config, want []*fabric.GatewayPeer, ways bool) survey
 			p.session = session{since: now}
 		}
 		p.GatewayPeer, p.inUse, p.forgotten = w, inUse[w.ID], false
+		p.preshared = c.Preshared[w.ID]
 	}
 	s.gone = append(s.gone, old[j:]...)
 	g.resolver.locate(s.peers)
@@ -164,7 +166,7 @@ func (g *gateway) survey(c Config, want []*fabric.GatewayPeer, ways bool) survey
 		if p.mtu != was.mtu || !is && (was.GatewayPeer == nil || !reflect.DeepEqual(p.Rules, was.Rules)) {
 			s.ruled = append(s.ruled, i)
 		}
-		if all || !is || p.at != was.at || p.refused != was.refused || p.way != was.way || was.forgotten {
+		if all || !is || p.at != was.at || p.refused != was.refused || p.way != was.way || p.preshared != was.preshared || was.forgotten {
 			s.other = append(s.other, i)
 		}
 		s.routed = s.routed || p.inUse != was.inUse || !is && (was.GatewayPeer == nil || p.AllowedIPs != was.AllowedIPs || p.Local != was.Local || p.Origin != was.Origin)

@@ -177,7 +177,8 @@ func tunnelPeers(i int, peers []peer, of []int) (list []datapath.Peer) {
 		if at.IsValid() {
 			at = netip.AddrPortFrom(at.Addr(), theirs.Port)
 		}
-		list = append(list, datapath.Peer{State: p.state, Key: theirs.PublicKey, Endpoint: at, Refused: p.refused, Gateway: gatewayOf(p.GatewayPeer)})
+		list = append(list, datapath.Peer{State: p.state, Key: theirs.PublicKey, Endpoint: at, Refused: p.refused,
+			Gateway: gatewayOf(p.GatewayPeer), Preshared: p.preshared})
 	}
 	return list
 }

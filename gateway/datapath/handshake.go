@@ -200,6 +200,7 @@ func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int,
 		if h.forgot(m.b[:m.n]) {
 			continue
 		}
+		h.choose(m.b[:m.n])
 		sizes[n], eps[n] = copy(bufs[n], m.b[:m.n]), m.from
 		if n++; n == len(bufs) {
 			return n, nil
@@ -443,6 +444,9 @@ func (h *handshakes) observe(messageType uint32, m []byte, to conn.Endpoint) {
 		p := h.peerOf(m)
 		if p == nil {
 			return
+		}
+		if messageType == device.MessageResponseType {
+			p.preshared.responded()
 		}
 		index := binary.LittleEndian.Uint32(m[4:])
 		p.sentAny()

@@ -9,13 +9,14 @@ import (
 	"time"
 	"unsafe"
 
+	"golang.org/x/crypto/blake2s"
 	"golang.zx2c4.com/wireguard/conn"
 	"golang.zx2c4.com/wireguard/device"
 	"golang.zx2c4.com/wireguard/replay"
 )
 
 // This file is all that the package knows of wireguard-go beyond what that exports: the keys of a
-// session, and what the device remembers of a peer. TestTheReviewedVersionIsTheOneOfTheModule fails
+// session, and what the device remembers of a peer and of a handshake with it. TestTheReviewedVersionIsTheOneOfTheModule fails
 // when go.mod names another version, and a process whose wireguard-go lacks a field, or has it with
 // another type, ends before main.
 
@@ -66,6 +67,12 @@ var (
 	peerEndpoint   = fieldOf[device.Peer, conn.Endpoint]("endpoint", "val")
 	peerRetransmit = fieldOf[device.Peer, *device.Timer]("timers", "retransmitHandshake")
 	peerAttempts   = fieldOf[device.Peer, atomic.Uint32]("timers", "handshakeAttempts")
+
+	peerHandshakeMu = fieldOf[device.Peer, sync.RWMutex]("handshake", "mutex")
+	peerHash        = fieldOf[device.Peer, [blake2s.Size]byte]("handshake", "hash")
+	peerChain       = fieldOf[device.Peer, [blake2s.Size]byte]("handshake", "chainKey")
+	peerPreshared   = fieldOf[device.Peer, device.NoisePresharedKey]("handshake", "presharedKey")
+	peerEphemeral   = fieldOf[device.Peer, device.NoisePrivateKey]("handshake", "localEphemeral")
 
 	keypairsNext = fieldOf[device.Keypairs, atomic.Pointer[device.Keypair]]("next")
 

@@ -55,6 +55,8 @@ type peer struct {
 	// IPv6 at once. A peer shares it with its predecessor for the same dev, which an inbound goroutine may
 	// still use.
 	windows *sync.Mutex
+	// preshared, too: its keys are those of dev.
+	preshared *preshared
 
 	unanswered     atomic.Int64 // first data sent since anything was received
 	unacknowledged atomic.Int64 // first data received since anything was sent
@@ -78,9 +80,9 @@ type peer struct {
 
 // newPeer makes a peer that replaces old, which had the same dev; nil: there was none.
 func newPeer(t *Tunnel, state *natengine.PeerState, key device.NoisePublicKey, dev *device.Peer, old *peer) *peer {
-	p := &peer{t: t, state: state, key: key, dev: dev, windows: new(sync.Mutex)}
+	p := &peer{t: t, state: state, key: key, dev: dev, windows: new(sync.Mutex), preshared: &preshared{dev: dev}}
 	if old != nil {
-		p.windows = old.windows
+		p.windows, p.preshared = old.windows, old.preshared
 	}
 	p.keepalive.timer = time.AfterFunc(time.Hour, func() { p.act(&p.keepalive, p.acknowledge) })
 	p.silence.timer = time.AfterFunc(time.Hour, func() { p.act(&p.silence, p.breakSilence) })
@@ -190,6 +192,7 @@ func (p *peer) received(k *device.Keypair, now time.Time, data bool) {
 	}
 	if p.dev.ReceivedWithKeypair(k) { // the first message under the keypair that we made as responder
 		p.confirmed()
+		p.preshared.confirmed(k)
 	}
 	created := *keypairCreated.of(k)
 	if *keypairInitiator.of(k) && now.Sub(created) > lastMinute &&

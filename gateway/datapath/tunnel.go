@@ -61,6 +61,7 @@ type Tunnel struct {
 	peers atomic.Pointer[peerTable]
 
 	public  atomic.Pointer[device.NoisePublicKey]
+	private atomic.Pointer[device.NoisePrivateKey]
 	checker atomic.Pointer[device.CookieChecker] // knows messages that were made for our public key
 
 	mayCome atomic.Pointer[func(netip.Addr) bool] // nil: from everywhere
@@ -75,11 +76,10 @@ type Tunnel struct {
 	running sync.WaitGroup
 	ended   chan struct{} // the link is gone, or Close was called
 
-	mu      sync.Mutex // guards what follows: configuration
-	private device.NoisePrivateKey
-	places  map[device.NoisePublicKey]netip.AddrPort // as they were last set
-	up      bool
-	closed  bool
+	mu     sync.Mutex                               // guards what follows: configuration
+	places map[device.NoisePublicKey]netip.AddrPort // as they were last set
+	up     bool
+	closed bool
 }
 
 // peerTable is never modified after it was published.
@@ -124,6 +124,7 @@ func newTunnel(link Link, wire Wire, engine *natengine.Engine, local *Local, sta
 	t.mtu.Store(int64(link.MTU()))
 	t.coalesceUDP.Store(o.CoalesceUDP)
 	t.peers.Store(newPeerTable(0))
+	t.private.Store(new(device.NoisePrivateKey))
 	t.setPublic(device.NoisePublicKey{})
 	t.out = newOutbound(t)
 	t.bind = newHandshakes(t)
@@ -198,7 +199,7 @@ func (t *Tunnel) SetPrivateKey(private [32]byte) error {
 }
 
 func (t *Tunnel) setPrivateKey(private [32]byte) error {
-	if t.private == private {
+	if *t.private.Load() == private {
 		return nil
 	}
 	public, err := curve25519.X25519(private[:], curve25519.Basepoint)
@@ -217,7 +218,8 @@ func (t *Tunnel) setPrivateKey(private [32]byte) error {
 	if err := t.dev.SetPrivateKey(private); err != nil {
 		return fmt.Errorf("private key: %w", err)
 	}
-	t.private = private
+	own := device.NoisePrivateKey(private)
+	t.private.Store(&own)
 	t.setPublic(device.NoisePublicKey(public))
 	return nil
 }
@@ -251,7 +253,8 @@ type Peer struct {
 	Refused  bool
 	// Gateway holds the two addresses of the peer's gateway inside the tunnel: the source of its messages,
 	// and the address at which it answers. The Port accepts messages only from these.
-	Gateway [2]netip.Addr
+	Gateway   [2]netip.Addr
+	Preshared PresharedKeys
 }
 
 // SetPeers replaces the peers. Call it after each change of the engine's: what a peer may send is
@@ -348,6 +351,7 @@ func (t *Tunnel) set(table *peerTable, peers []Peer) error {
 func (t *Tunnel) place(p *peer, want Peer) {
 	dev := p.dev
 	p.gateway.Store(&want.Gateway)
+	p.preshared.set(want.Preshared)
 	was, placed := t.places[want.Key]
 	switch {
 	case want.Endpoint.IsValid() && was != want.Endpoint:
@@ -405,6 +409,7 @@ type Stats struct {
 	Handshake time.Time      // when the present session was made, with a monotonic clock reading; zero: never
 	Received  uint64         // octets of WireGuard messages
 	Sent      uint64
+	Preshared bool // the present session was made with the peer's PresharedKeys.Key
 }
 
 // Stats is what is known of the peers, by public key.
@@ -412,7 +417,8 @@ func (t *Tunnel) Stats() map[[32]byte]Stats {
 	table, now := t.peers.Load(), time.Now()
 	all := make(map[[32]byte]Stats, len(table.byDevice))
 	for dev, p := range table.byDevice {
-		s := Stats{Handshake: p.session(now), Received: peerReceived.of(dev).Load(), Sent: peerSent.of(dev).Load()}
+		s := Stats{Handshake: p.session(now), Received: peerReceived.of(dev).Load(), Sent: peerSent.of(dev).Load(),
+			Preshared: p.preshared.protects(peerKeypairs.of(dev).Current())}
 		if e := endpointOf(dev); e != nil {
 			if at, ok := e.(interface{ AddrPort() netip.AddrPort }); ok {
 				s.Endpoint = at.AddrPort()

@@ -34,7 +34,7 @@ const answerTime = 6 * time.Second
 type Session struct {
 	index   uint32
 	send    cipher.AEAD
-	receive cipher.AEAD // of a responder; nil
+	receive cipher.AEAD
 	counter uint64
 }
 
@@ -63,9 +63,14 @@ func DataHeader(index uint32, counter uint64) []byte {
 
 // A Handshake is one that was begun.
 type Handshake struct {
+	// Preshared is the preshared key; zero: none. It may be set until the response is read.
+	Preshared      [32]byte
 	own, ephemeral *ecdh.PrivateKey
 	chain, hash    []byte
 }
+
+// Ephemeral is the private key that was made for this handshake.
+func (h *Handshake) Ephemeral() *ecdh.PrivateKey { return h.ephemeral }
 
 // Initiate makes an initiation.
 func Initiate(own *ecdh.PrivateKey, peer *ecdh.PublicKey, at time.Time) ([]byte, *Handshake) {
@@ -87,8 +92,8 @@ func Initiate(own *ecdh.PrivateKey, peer *ecdh.PublicKey, at time.Time) ([]byte,
 	return append(m, macs(peer, m)...), h
 }
 
-// finish reads the response.
-func (h *Handshake) finish(m []byte) (*Session, error) {
+// Finish reads the response.
+func (h *Handshake) Finish(m []byte) (*Session, error) {
 	if len(m) != ResponseLen || m[0] != ResponseType {
 		return nil, fmt.Errorf("message of type %d with %d octets, want a response", m[0], len(m))
 	}
@@ -100,12 +105,13 @@ func (h *Handshake) finish(m []byte) (*Session, error) {
 	h.mix(m[12:44])
 	h.chain = expand(h.chain, shared(h.ephemeral, ephemeral), 1)
 	h.chain = expand(h.chain, shared(h.own, ephemeral), 1)
-	keys := expand(h.chain, make([]byte, 32), 3) // of the preshared key, which is none
+	keys := expand(h.chain, h.Preshared[:], 3)
 	h.mix(keys[32:64])
 	if _, err := aead(keys[64:]).Open(nil, make([]byte, 12), m[44:60], h.hash); err != nil {
 		return nil, errors.New("a response that does not authenticate")
 	}
-	return &Session{index: binary.LittleEndian.Uint32(m[4:]), send: aead(expand(keys[:32], nil, 2)[:32])}, nil
+	keys = expand(keys[:32], nil, 2)
+	return &Session{index: binary.LittleEndian.Uint32(m[4:]), send: aead(keys[:32]), receive: aead(keys[32:])}, nil
 }
 
 // Connect makes a session over a socket that is connected to the gateway.
@@ -128,7 +134,7 @@ func Connect(c net.Conn, own *ecdh.PrivateKey, peer *ecdh.PublicKey) (*Session, 
 			if buf[0] != ResponseType { // the gateway begins handshakes too
 				continue
 			}
-			if s, err := h.finish(buf[:n]); err == nil {
+			if s, err := h.Finish(buf[:n]); err == nil {
 				return s, nil
 			}
 		}

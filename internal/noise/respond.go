@@ -78,7 +78,7 @@ func Respond(own *ecdh.PrivateKey, m []byte, index uint32) (response []byte, s *
 	return response, &Session{index: binary.LittleEndian.Uint32(m[4:]), receive: aead(keys[:32]), send: aead(keys[32:])}, nil
 }
 
-// Open returns the packet of a data message, with its padding. Only the session of a responder has the key.
+// Open returns the packet of a data message, with its padding.
 func (s *Session) Open(m []byte) ([]byte, error) {
 	var nonce [12]byte
 	copy(nonce[4:], m[8:HeaderLen])

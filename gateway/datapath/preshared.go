@@ -1,0 +1,193 @@
+package datapath
+
+import (
+	"encoding/binary"
+	"log/slog"
+	"sync"
+	"time"
+
+	"golang.org/x/crypto/blake2s"
+	"golang.org/x/crypto/chacha20poly1305"
+	"golang.org/x/crypto/curve25519"
+	"golang.zx2c4.com/wireguard/device"
+)
+
+// A preshared key enters a handshake with the response (Noise's psk2), and the two sides never change it at
+// the same moment. While it changes, each side has two keys:
+//
+//	response made   with the new key and the former one in turn, since the peer may have only one of them
+//	response read   with the one that it was made with: its tag says which
+//
+// So a handshake fails at most once, when the peer has only the former key, and is repeated after
+// RekeyTimeout. The session before it is good for a minute more. The first session with the new key ends
+// the change: both sides have it then.
+
+// PresharedKeys are the keys that handshakes with a peer may use. A zero key is none, as in WireGuard.
+type PresharedKeys struct {
+	Key [32]byte
+	// Former counts while Changing: until there is a session with Key.
+	Former   [32]byte
+	Changing bool
+}
+
+// String hides the keys.
+func (PresharedKeys) String() string { return hidden }
+
+// GoString hides the keys from %#v.
+func (PresharedKeys) GoString() string { return hidden }
+
+// LogValue hides the keys from loggers that print JSON.
+func (PresharedKeys) LogValue() slog.Value { return slog.StringValue(hidden) }
+
+const hidden = "(preshared keys)"
+
+// presharedGrace is for a handshake that was under way when a key changed: how long it may take from the
+// moment when the device reads the key to that when there is a session.
+const presharedGrace = time.Second
+
+// preshared are the keys of one peer of a device. Methods may be called concurrently.
+type preshared struct {
+	mu      sync.Mutex
+	dev     *device.Peer
+	keys    PresharedKeys
+	settled bool            // only keys.Key is used
+	since   time.Time       // sessions made from then on were made with it
+	certain *device.Keypair // one that was, too; may be nil
+	next    [32]byte        // what the device has
+	sent    [32]byte        // what it made the last response with
+}
+
+// set changes the keys. The running session stays.
+func (s *preshared) set(keys PresharedKeys) {
+	if !keys.Changing {
+		keys.Former = [32]byte{}
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.keys == keys {
+		return
+	}
+	if s.settled && s.keys.Key == keys.Key {
+		s.keys = keys // a session has shown already that the peer has the key
+		return
+	}
+	s.keys, s.settled, s.certain = keys, false, nil
+	if s.use(keys.Key); !keys.Changing {
+		s.settle(presharedGrace)
+	}
+}
+
+// use gives the device a key. With s.mu.
+func (s *preshared) use(key [32]byte) {
+	mu := peerHandshakeMu.of(s.dev)
+	mu.Lock()
+	defer mu.Unlock()
+	s.next, *peerPreshared.of(s.dev) = key, key
+}
+
+// settle ends a change. With s.mu.
+func (s *preshared) settle(grace time.Duration) {
+	s.use(s.keys.Key)
+	s.settled, s.since = true, time.Now().Add(grace)
+}
+
+// responded notes that the device has sent a response.
+func (s *preshared) responded() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch s.sent = s.next; {
+	case s.settled || !s.keys.Changing:
+	case s.next == s.keys.Key:
+		s.use(s.keys.Former)
+	default:
+		s.use(s.keys.Key)
+	}
+}
+
+// confirmed notes that the peer has used the session of the last response.
+func (s *preshared) confirmed(k *device.Keypair) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.keys.Changing && !s.settled && s.sent == s.keys.Key {
+		s.certain = k
+		s.settle(presharedGrace)
+	}
+}
+
+// choose gives the device the key that a response was made with.
+func (s *preshared) choose(private *device.NoisePrivateKey, m []byte) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.settled || !s.keys.Changing {
+		return
+	}
+	r, ok := readResponse(s.dev, private, m)
+	switch {
+	case ok && r.madeWith(s.keys.Key):
+		s.settle(0)
+	case ok && r.madeWith(s.keys.Former):
+		s.use(s.keys.Former)
+	}
+}
+
+// protects reports whether a session was made with a preshared key, and with the present one.
+func (s *preshared) protects(k *device.Keypair) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return k != nil && s.keys.Key != [32]byte{} && (k == s.certain || s.settled && !keypairCreated.of(k).Before(s.since))
+}
+
+// choose has the peer of a response choose the key for it, before the device reads the response.
+func (h *handshakes) choose(m []byte) {
+	if m[0] != device.MessageResponseType {
+		return
+	}
+	dev, _ := lookup(h.t.dev, binary.LittleEndian.Uint32(m[8:]))
+	if p := h.t.peers.Load().byDevice[dev]; p != nil {
+		p.preshared.choose(h.t.private.Load(), m)
+	}
+}
+
+// A response is what the initiator has when the next thing in it is the preshared key.
+type response struct {
+	chain, hash [blake2s.Size]byte
+	tag         []byte // of the empty field
+}
+
+// readResponse does what the device will do with a response, up to the preshared key.
+func readResponse(dev *device.Peer, private *device.NoisePrivateKey, m []byte) (r response, ok bool) {
+	mu := peerHandshakeMu.of(dev)
+	mu.RLock()
+	r.chain, r.hash = *peerChain.of(dev), *peerHash.of(dev)
+	ephemeral := *peerEphemeral.of(dev)
+	mu.RUnlock()
+	theirs := m[12:44]
+	r.mix(theirs)
+	device.KDF1(&r.chain, r.chain[:], theirs)
+	for _, own := range []*device.NoisePrivateKey{&ephemeral, private} {
+		secret, err := curve25519.X25519(own[:], theirs)
+		if err != nil {
+			return r, false
+		}
+		device.KDF1(&r.chain, r.chain[:], secret)
+	}
+	r.tag = m[44:60]
+	return r, true
+}
+
+func (r *response) mix(b []byte) {
+	r.hash = blake2s.Sum256(append(r.hash[:], b...))
+}
+
+// madeWith reports whether a preshared key is the one of the response.
+func (r response) madeWith(preshared [32]byte) bool {
+	var tau, key [blake2s.Size]byte
+	device.KDF3(&r.chain, &tau, &key, r.chain[:], preshared[:])
+	r.mix(tau[:])
+	aead, err := chacha20poly1305.New(key[:])
+	if err != nil {
+		return false
+	}
+	_, err = aead.Open(nil, device.ZeroNonce[:], r.tag, r.hash[:])
+	return err == nil
+}

@@ -1,0 +1,107 @@
+package datapath
+
+import (
+	"crypto/ecdh"
+	"encoding/binary"
+	"fmt"
+	"net/netip"
+	"testing"
+	"time"
+
+	"golang.zx2c4.com/wireguard/device"
+
+	"github.com/isthmus-net/isthmus/gateway/bind"
+	"github.com/isthmus-net/isthmus/internal/noise"
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+// benchPeers is how many peers a benchmark has: a device takes one handshake of each in 20 ms. Run it with
+// -benchtime=500x.
+const benchPeers = 500
+
+// BenchmarkPresharedKey measures what a handshake takes on each side: one without a preshared key, one with it,
+// and one while it changes.
+func BenchmarkPresharedKey(b *testing.B) {
+	for _, c := range []struct {
+		name string
+		keys PresharedKeys
+	}{{"none", PresharedKeys{}}, {"one", PresharedKeys{Key: [32]byte{1}}}, {"changing", PresharedKeys{Key: [32]byte{1}, Changing: true}}} {
+		name, keys := c.name, c.keys
+		b.Run("answer/"+name, func(b *testing.B) {
+			tunnel, own, far := benchTunnel(b, keys)
+			initiations := make([]device.MessageInitiation, benchPeers)
+			for i, key := range far {
+				m, _ := noise.Initiate(key, own.PublicKey(), time.Now())
+				if _, err := binary.Decode(m, binary.LittleEndian, &initiations[i]); err != nil {
+					b.Fatal(err)
+				}
+			}
+			b.ResetTimer()
+			for i := range b.N {
+				dev := tunnel.dev.ConsumeMessageInitiation(&initiations[i%benchPeers])
+				if dev == nil {
+					b.Fatal("an initiation was refused")
+				}
+				if _, err := tunnel.dev.CreateMessageResponse(dev); err != nil {
+					b.Fatal(err)
+				}
+				tunnel.peers.Load().byDevice[dev].preshared.responded()
+			}
+		})
+		if name == "one" {
+			continue // package noise answers without
+		}
+		b.Run("finish/"+name, func(b *testing.B) {
+			tunnel, _, far := benchTunnel(b, keys)
+			responses := make([][]byte, benchPeers)
+			for i, key := range far {
+				initiation := tunnel.Initiation([32]byte(key.PublicKey().Bytes()))
+				var err error
+				if responses[i], _, err = noise.Respond(key, initiation, uint32(i)); err != nil {
+					b.Fatal(err)
+				}
+			}
+			b.ResetTimer()
+			for i := range b.N {
+				m := responses[i%benchPeers]
+				tunnel.bind.choose(m)
+				var msg device.MessageResponse
+				if _, err := binary.Decode(m, binary.LittleEndian, &msg); err != nil {
+					b.Fatal(err)
+				}
+				if tunnel.dev.ConsumeMessageResponse(&msg) == nil {
+					b.Fatal("a response was refused")
+				}
+			}
+		})
+	}
+}
+
+func benchTunnel(b *testing.B, keys PresharedKeys) (*Tunnel, *ecdh.PrivateKey, []*ecdh.PrivateKey) {
+	engine := natengine.New(natengine.Config{})
+	rules := make([]natengine.Peer, benchPeers)
+	for i := range rules {
+		pods := netip.PrefixFrom(netip.AddrFrom4([4]byte{11, byte(i >> 8), byte(i), 0}), 24)
+		rules[i] = natengine.Peer{ID: fmt.Sprintf("%04d", i), RemotePods: []netip.Prefix{pods}}
+	}
+	if err := engine.SetPeers(rules); err != nil {
+		b.Fatal(err)
+	}
+	tunnel, own := New(silent{}, bind.New(), engine, nil, Options{}), noise.NewKey()
+	b.Cleanup(func() { _ = tunnel.Close() })
+	if err := tunnel.SetPrivateKey([32]byte(own.Bytes())); err != nil {
+		b.Fatal(err)
+	}
+	far, peers := make([]*ecdh.PrivateKey, benchPeers), make([]Peer, benchPeers)
+	for i, state := range engine.Peers() {
+		far[i] = noise.NewKey()
+		peers[i] = Peer{State: state, Key: [32]byte(far[i].PublicKey().Bytes()), Preshared: keys}
+	}
+	if err := tunnel.SetPeers(peers); err != nil {
+		b.Fatal(err)
+	}
+	for dev := range tunnel.peers.Load().byDevice {
+		dev.Start()
+	}
+	return tunnel, own, far
+}

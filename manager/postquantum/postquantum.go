@@ -1,0 +1,303 @@
+// Package postquantum agrees with a peer on a preshared key that a recorder with a quantum computer does not
+// find: an exchange by ML-KEM-768 (FIPS 203) in what each side publishes for the other.
+//
+//	lower cluster ID  ── key ────────────►  higher cluster ID
+//	                  ◄─ answer, its tag ──
+//	                  ── tag ────────────►
+//
+// Each side is a State, which Step moves on by what the peer publishes. What a side publishes is a function
+// of its State. So whoever stores the State first and then publishes may stop between any two of these, and
+// goes on from there. Each tag shows that its sender has the preshared key; before that nobody uses it.
+//
+// Nothing here says who the peer is: that is up to those who may write its objects.
+package postquantum
+
+import (
+	"bytes"
+	"crypto/hkdf"
+	"crypto/hmac"
+	"crypto/mlkem"
+	"crypto/sha256"
+	"encoding/base64"
+	"encoding/binary"
+	"fmt"
+	"log/slog"
+)
+
+// Names of Words. A value of backend_config ends at 1,024 characters in every deployed CRD, so the long ones are
+// in two halves.
+const (
+	wordFirst  = "kem0"   // key or answer in base64
+	wordSecond = "kem1"   // the rest of it
+	wordFor    = "kemFor" // of the answer: the exchange, as a hash of the key and both identities
+	wordUse    = "kemUse" // of the answer: the exchange of the key in use; absent: none
+	wordTag    = "kemTag" // shows that the sender has the preshared key
+)
+
+// label is what every hash and key of the exchange is for.
+const label = "isthmus-psk-v1"
+
+// Words are what a side publishes for the other, as values of backend_config.
+type Words map[string]string
+
+// An Identity is one side: its cluster ID, and the WireGuard public keys of its tunnels.
+type Identity struct {
+	ClusterID string
+	Keys      [][32]byte
+}
+
+// A State is what one side stores of an exchange with a peer. It is secret.
+type State struct {
+	Context []byte `json:"context,omitempty"` // both identities, for which the exchange is
+	Seed    []byte `json:"seed,omitempty"`    // of the key to decapsulate; erased when there is an answer
+	Message []byte `json:"message,omitempty"` // our key, or our answer
+	ID      string `json:"id,omitempty"`      // of the exchange
+	Tag     []byte `json:"tag,omitempty"`     // ours
+	Theirs  []byte `json:"theirs,omitempty"`  // the tag that the peer has to show, or has shown
+	Pending *Key   `json:"pending,omitempty"` // agreed upon, until the peer has shown that it has it, too
+	Use     Key    `json:"use"`               // for handshakes; zero: none
+	Former  Key    `json:"former"`            // the one before, which the peer may still have; zero: none
+}
+
+// A Key is a preshared key and the exchange that made it. The zero value is no preshared key.
+type Key struct {
+	ID     string   `json:"id,omitempty"`
+	Secret [32]byte `json:"secret"`
+}
+
+// String hides a State.
+func (State) String() string { return hidden }
+
+// GoString hides a State from %#v.
+func (State) GoString() string { return hidden }
+
+// LogValue hides a State from loggers that print JSON.
+func (State) LogValue() slog.Value { return slog.StringValue(hidden) }
+
+// String hides a Key.
+func (Key) String() string { return hidden }
+
+// GoString hides a Key from %#v.
+func (Key) GoString() string { return hidden }
+
+// LogValue hides a Key from loggers that print JSON.
+func (Key) LogValue() slog.Value { return slog.StringValue(hidden) }
+
+const hidden = "(secret)"
+
+// A Progress says where an exchange stands.
+type Progress string
+
+// What Progress can be. All but Agreed and Waiting say why there is no new preshared key.
+const (
+	Agreed    Progress = "Agreed"    // and both sides have the key in use
+	Waiting   Progress = "Waiting"   // for the peer
+	NotOffers Progress = "NotOffers" // the peer takes part in no exchange
+	Malformed Progress = "Malformed" // what the peer publishes is no key or no answer
+	Other     Progress = "Other"     // the answer is to another key than ours, or for another cluster
+	Altered   Progress = "Altered"   // the tag is wrong: what the peer publishes is not what it made
+	Changed   Progress = "Changed"   // the peer has another answer than the one that was taken; the exchange begins anew
+)
+
+// Step moves a State on by what the peer publishes. Store the result before its Words are published. The
+// keys in use change only for a tag that the peer alone can make, or when it takes part no longer.
+func (s State) Step(ours, theirs Identity, said Words) (State, Progress, error) {
+	offers := ours.ClusterID < theirs.ClusterID
+	context := contextOf(ours, theirs)
+	if !offers {
+		context = contextOf(theirs, ours)
+	}
+	if !bytes.Equal(s.Context, context) {
+		s = State{Context: context, Use: s.Use, Former: s.Former}
+	}
+	if offers && s.Message == nil {
+		if err := s.begin(); err != nil {
+			return s, "", err
+		}
+	}
+	if said[wordFirst] == "" && said[wordSecond] == "" {
+		return s.alone(offers)
+	}
+	if offers {
+		return s.readAnswer(said)
+	}
+	return s.readKey(said)
+}
+
+// Words are what the peer is to be told.
+func (s State) Words() Words {
+	if s.Message == nil {
+		return nil
+	}
+	text := base64.StdEncoding.EncodeToString(s.Message)
+	w := Words{wordFirst: text[:len(text)/2], wordSecond: text[len(text)/2:]}
+	set := func(name, value string) {
+		if value != "" {
+			w[name] = value
+		}
+	}
+	set(wordTag, base64.StdEncoding.EncodeToString(s.Tag))
+	if len(s.Message) == mlkem.CiphertextSize768 {
+		set(wordFor, s.ID)
+		set(wordUse, s.Use.ID)
+	}
+	return w
+}
+
+// alone is for a peer that takes part no longer, or not yet.
+func (s State) alone(offers bool) (State, Progress, error) {
+	if s.Use != (Key{}) {
+		s.Use, s.Former = Key{}, s.Use
+	}
+	if !offers {
+		return State{Context: s.Context, Use: s.Use, Former: s.Former}, NotOffers, nil
+	}
+	if s.Seed == nil {
+		if err := s.begin(); err != nil {
+			return s, "", err
+		}
+	}
+	return s, NotOffers, nil
+}
+
+// begin makes a new key.
+func (s *State) begin() error {
+	key, err := mlkem.GenerateKey768()
+	if err != nil {
+		return fmt.Errorf("ML-KEM key: %w", err)
+	}
+	public := key.EncapsulationKey().Bytes()
+	*s = State{Context: s.Context, Seed: key.Bytes(), Message: public, ID: idOf(s.Context, public), Use: s.Use, Former: s.Former}
+	return nil
+}
+
+// readAnswer is for the side with the lower ID.
+func (s State) readAnswer(said Words) (State, Progress, error) {
+	answer, tag := message(said, mlkem.CiphertextSize768), decoded(said[wordTag], sha256.Size)
+	use := said[wordUse]
+	switch {
+	case answer == nil || tag == nil || len(said[wordFor]) > 2*sha256.Size || len(use) > 2*sha256.Size:
+		return s, Malformed, nil
+	case said[wordFor] != s.ID:
+		return s, Other, nil
+	case s.Seed == nil && hmac.Equal(tag, s.Theirs):
+		return s, Agreed, nil
+	case s.Seed == nil:
+		err := s.begin()
+		return s, Changed, err
+	}
+	key, err := mlkem.NewDecapsulationKey768(s.Seed)
+	if err != nil {
+		return s, "", fmt.Errorf("stored ML-KEM key: %w", err)
+	}
+	shared, err := key.Decapsulate(answer)
+	if err != nil {
+		return s, "", fmt.Errorf("ML-KEM answer: %w", err) // only for another length
+	}
+	d := derive(shared, s.Message, answer, s.Context)
+	theirs := d.tag("answer", use)
+	if !hmac.Equal(tag, theirs) {
+		return s, Altered, nil
+	}
+	// The peer may have never seen that an earlier key is in use here. The one that it has is kept.
+	if use != s.Former.ID || use == s.Use.ID {
+		s.Former = s.Use
+	}
+	s.Use, s.Seed, s.Theirs, s.Tag = Key{s.ID, d.secret}, nil, theirs, d.tag("key", "")
+	return s, Agreed, nil
+}
+
+// readKey is for the side with the higher ID.
+func (s State) readKey(said Words) (State, Progress, error) {
+	public := message(said, mlkem.EncapsulationKeySize768)
+	if public == nil {
+		return s, Malformed, nil
+	}
+	if id := idOf(s.Context, public); id != s.ID {
+		key, err := mlkem.NewEncapsulationKey768(public)
+		if err != nil {
+			return s, Malformed, nil //nolint:nilerr // the peer's mistake, not ours
+		}
+		shared, answer := key.Encapsulate()
+		d := derive(shared, public, answer, s.Context)
+		s = State{Context: s.Context, Use: s.Use, Former: s.Former, Message: answer, ID: id, Pending: &Key{id, d.secret}}
+		s.Tag, s.Theirs = d.tag("answer", s.Use.ID), d.tag("key", "")
+	}
+	text := said[wordTag]
+	switch tag := decoded(text, sha256.Size); {
+	case text == "":
+		return s, Waiting, nil
+	case tag == nil:
+		return s, Malformed, nil
+	case !hmac.Equal(tag, s.Theirs):
+		return s, Altered, nil
+	}
+	if s.Pending != nil {
+		s.Use, s.Former, s.Pending = *s.Pending, s.Use, nil
+	}
+	return s, Agreed, nil
+}
+
+// Settled erases the former key. It is for a session that has been made with the one in use.
+func (s State) Settled() State {
+	s.Former = Key{}
+	return s
+}
+
+// message joins the halves of a key or an answer; nil: it is none.
+func message(said Words, want int) []byte { return decoded(said[wordFirst]+said[wordSecond], want) }
+
+func decoded(text string, want int) []byte {
+	if len(text) != base64.StdEncoding.EncodedLen(want) {
+		return nil
+	}
+	b, err := base64.StdEncoding.Strict().DecodeString(text)
+	if err != nil || len(b) != want {
+		return nil
+	}
+	return b
+}
+
+// contextOf is a hash of both identities, with the length of whatever has one.
+func contextOf(lower, higher Identity) []byte {
+	b := []byte(label)
+	for _, side := range []Identity{lower, higher} {
+		b = binary.BigEndian.AppendUint32(b, uint32(len(side.ClusterID)))
+		b = append(b, side.ClusterID...)
+		b = binary.BigEndian.AppendUint32(b, uint32(len(side.Keys)))
+		for _, key := range side.Keys {
+			b = append(b, key[:]...)
+		}
+	}
+	sum := sha256.Sum256(b)
+	return sum[:]
+}
+
+// idOf names an exchange.
+func idOf(context, public []byte) string {
+	sum := sha256.Sum256(bytes.Join([][]byte{[]byte(label), context, public}, nil))
+	return base64.StdEncoding.EncodeToString(sum[:])
+}
+
+// derived is what both sides make of a shared secret.
+type derived struct {
+	secret  [32]byte
+	confirm []byte // key of the tags
+}
+
+func derive(shared, public, answer, context []byte) (d derived) {
+	salt := sha256.Sum256(append(bytes.Clone(public), answer...))
+	b, err := hkdf.Key(sha256.New, shared, salt[:], label+string(context), 64)
+	if err != nil {
+		panic(err) // for more than 8,160 octets
+	}
+	d.secret, d.confirm = [32]byte(b[:32]), b[32:]
+	return d
+}
+
+// tag is what one side shows. A side does not accept its own as the other's.
+func (d derived) tag(side, use string) []byte {
+	mac := hmac.New(sha256.New, d.confirm)
+	mac.Write([]byte(side + "\n" + use))
+	return mac.Sum(nil)
+}

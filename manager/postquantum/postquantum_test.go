@@ -1,0 +1,263 @@
+package postquantum_test
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"maps"
+	"math/rand/v2"
+	"strings"
+	"testing"
+
+	"github.com/isthmus-net/isthmus/manager/postquantum"
+)
+
+// side is one side of an exchange as its manager keeps it: what is stored, and what is published.
+type side struct {
+	id        postquantum.Identity
+	stored    postquantum.State
+	published postquantum.Words
+}
+
+func newSide(id string, key byte) *side {
+	return &side{id: postquantum.Identity{ClusterID: id, Keys: [][32]byte{{key}}}}
+}
+
+// step does what a manager does, up to the store or with what is published.
+func (s *side) step(t *testing.T, peer *side, said postquantum.Words, publish bool) postquantum.Progress {
+	t.Helper()
+	next, progress, err := s.stored.Step(s.id, peer.id, said)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.stored = next
+	if publish {
+		s.published = next.Words()
+	}
+	return progress
+}
+
+// agree has both sides step until they have agreed.
+func agree(t *testing.T, a, b *side) {
+	t.Helper()
+	for range 8 {
+		pa := a.step(t, b, b.published, true)
+		pb := b.step(t, a, a.published, true)
+		if pa == postquantum.Agreed && pb == postquantum.Agreed && a.stored.Use == b.stored.Use && a.stored.Use.ID != "" {
+			return
+		}
+	}
+	t.Fatal("the two sides do not agree")
+}
+
+// meet reports whether the gateways of two sides have a preshared key, or none, in common.
+func meet(a, b *side) bool {
+	for _, k := range []postquantum.Key{a.stored.Use, a.stored.Former} {
+		if k == b.stored.Use || k == b.stored.Former {
+			return true
+		}
+	}
+	return false
+}
+
+func TestTwoSidesAgreeInThreeMessages(t *testing.T) {
+	a, b := newSide("a", 1), newSide("b", 2)
+	want := []postquantum.Progress{postquantum.NotOffers, postquantum.Waiting, postquantum.Agreed, postquantum.Agreed}
+	for i, s := range []*side{a, b, a, b} {
+		other := map[*side]*side{a: b, b: a}[s]
+		if got := s.step(t, other, other.published, true); got != want[i] {
+			t.Errorf("step %d: %s, want %s", i, got, want[i])
+		}
+		octets := 0
+		for name, value := range s.published {
+			if octets += len(name) + len(value); len(value) > 1024 {
+				t.Errorf("%s has %d characters: a CRD takes 1,024", name, len(value))
+			}
+		}
+		if len(s.published) > 5 {
+			t.Errorf("%d words: want five, for a CRD takes 16 keys", len(s.published))
+		}
+		t.Logf("step %d publishes %d characters", i, octets)
+	}
+	if a.stored.Use != b.stored.Use || a.stored.Use == (postquantum.Key{}) {
+		t.Error("the keys differ")
+	}
+	if a.stored.Seed != nil || b.stored.Seed != nil || b.stored.Pending != nil {
+		t.Error("what made the key is still there")
+	}
+}
+
+func TestAKeyIsNotUsedBeforeThePeerHasShownThatItHasIt(t *testing.T) {
+	a, b := newSide("a", 1), newSide("b", 2)
+	a.step(t, b, nil, true)
+	b.step(t, a, a.published, true)
+	if b.stored.Use != (postquantum.Key{}) {
+		t.Error("the answering side uses a key that nobody has confirmed")
+	}
+}
+
+// Whatever is done to what one side publishes, no key comes of it, the reason says what it was, and the key of
+// before stays. What is published again as it was leads to a new key.
+func TestWhatIsAlteredMakesNoKey(t *testing.T) {
+	flip := func(name string) func(w, _, _ postquantum.Words) {
+		return func(w, _, _ postquantum.Words) {
+			at := 100
+			if at >= len(w[name]) {
+				at = 3
+			}
+			b := []byte(w[name])
+			if b[at] = 'A'; w[name][at] == 'A' {
+				b[at] = 'B'
+			}
+			w[name] = string(b)
+		}
+	}
+	cases := []struct {
+		name string
+		to   string // who reads it
+		do   func(w, old, third postquantum.Words)
+		want postquantum.Progress
+	}{
+		{"answer altered", "a", flip("kem0"), postquantum.Altered},
+		{"second half of the answer altered", "a", flip("kem1"), postquantum.Altered},
+		{"tag of the answer altered", "a", flip("kemTag"), postquantum.Altered},
+		{"key in use altered", "a", flip("kemUse"), postquantum.Altered},
+		{"answer to another key", "a", flip("kemFor"), postquantum.Other},
+		{"answer too short", "a", func(w, _, _ postquantum.Words) { w["kem0"] = w["kem0"][4:] }, postquantum.Malformed},
+		{"answer too long", "a", func(w, _, _ postquantum.Words) { w["kem0"] += "AAAA" }, postquantum.Malformed},
+		{"no base64", "a", func(w, _, _ postquantum.Words) { w["kem1"] = "?" + w["kem1"][1:] }, postquantum.Malformed},
+		{"no tag", "a", func(w, _, _ postquantum.Words) { delete(w, "kemTag") }, postquantum.Malformed},
+		{"answer replayed", "a", func(w, old, _ postquantum.Words) { clear(w); maps.Copy(w, old) }, postquantum.Other},
+		{"answer of a third peer", "a", func(w, _, third postquantum.Words) { clear(w); maps.Copy(w, third) }, postquantum.Other},
+		{"answer of a third peer for this key", "a", func(w, _, third postquantum.Words) { w["kem0"], w["kem1"] = third["kem0"], third["kem1"] }, postquantum.Altered},
+		{"our own key", "a", func(w, _, _ postquantum.Words) { w["kem0"] = strings.Repeat("A", 790); w["kem1"] = w["kem0"] }, postquantum.Malformed},
+		{"tag of the key altered", "b", flip("kemTag"), postquantum.Altered},
+		{"tag of the answer as that of the key", "b", func(w, _, third postquantum.Words) { w["kemTag"] = third["kemTag"] }, postquantum.Altered},
+		{"key altered", "b", flip("kem1"), postquantum.Altered},
+		{"key with a coefficient that is none", "b", func(w, _, _ postquantum.Words) { w["kem0"] = strings.Repeat("/", len(w["kem0"])) }, postquantum.Malformed},
+		{"key too short", "b", func(w, _, _ postquantum.Words) { w["kem1"] = w["kem1"][:len(w["kem1"])-4] }, postquantum.Malformed},
+		{"key replayed", "b", func(w, old, _ postquantum.Words) { clear(w); maps.Copy(w, old) }, postquantum.Altered},
+		{"key of a third peer", "b", func(w, _, third postquantum.Words) { clear(w); maps.Copy(w, third) }, postquantum.Altered},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			a, b := newSide("a", 1), newSide("b", 2)
+			agree(t, a, b)
+			old := map[string]postquantum.Words{"a": b.published, "b": a.published}[c.to]
+			third, fourth := newSide("a", 7), newSide("b", 8)
+			agree(t, third, fourth)
+			strange := map[string]postquantum.Words{"a": fourth.published, "b": third.published}[c.to]
+			before := a.stored.Use
+
+			a.id.Keys = [][32]byte{{9}} // a new key, a new exchange
+			a.step(t, b, b.published, true)
+			b.step(t, a, a.published, true)
+			reader, writer := a, b
+			if c.to == "b" {
+				a.step(t, b, b.published, true)
+				reader, writer = b, a
+			}
+			bad := maps.Clone(writer.published)
+			c.do(bad, old, strange)
+			if got := reader.step(t, writer, bad, true); got != c.want {
+				t.Errorf("%s, want %s", got, c.want)
+			}
+			if reader.stored.Use != before || !meet(a, b) {
+				t.Error("the key of before is not in use any more")
+			}
+			agree(t, a, b)
+			if a.stored.Use == before {
+				t.Error("there is no new key")
+			}
+		})
+	}
+}
+
+// Managers stop before or after they publish what they have stored, read what is late, and the WireGuard keys
+// change meanwhile. At each moment the two gateways have a key in common, and in the end it is the same new one.
+func TestACrashAtAnyStepConverges(t *testing.T) {
+	for seed := range uint64(3000) {
+		rng := rand.New(rand.NewPCG(28, seed))
+		sides := [2]*side{newSide("a", 1), newSide("b", 2)}
+		var seen [2]postquantum.Words // what each has of the other's
+		ops := ""
+		for range 40 {
+			i := rng.IntN(2)
+			s, other := sides[i], sides[1-i]
+			switch op := rng.IntN(8); op {
+			case 0, 1:
+				s.step(t, other, seen[i], true)
+				ops += fmt.Sprintf(" %d:step", i)
+			case 2:
+				s.step(t, other, seen[i], false) // it stops before it publishes
+				ops += fmt.Sprintf(" %d:crash", i)
+			case 3, 4, 5:
+				seen[i] = other.published
+				ops += fmt.Sprintf(" %d:see", i)
+			case 6:
+				s.published = s.stored.Words() // it starts again
+				ops += fmt.Sprintf(" %d:start", i)
+			case 7:
+				if rng.IntN(3) == 0 {
+					s.id.Keys = [][32]byte{{byte(rng.IntN(256))}}
+					ops += fmt.Sprintf(" %d:key", i)
+				}
+			}
+			if !meet(sides[0], sides[1]) {
+				t.Fatalf("seed %d: no key in common after%s", seed, ops)
+			}
+		}
+		agree(t, sides[0], sides[1])
+	}
+}
+
+// A side that has lost its Secret gets another key.
+func TestALostSecretIsReplaced(t *testing.T) {
+	for i := range 2 {
+		sides := [2]*side{newSide("a", 1), newSide("b", 2)}
+		agree(t, sides[0], sides[1])
+		before := sides[0].stored.Use
+		sides[i].stored = postquantum.State{}
+		agree(t, sides[0], sides[1])
+		if sides[0].stored.Use == before {
+			t.Errorf("side %d: the lost key is in use again", i)
+		}
+	}
+}
+
+// A peer that takes part no longer, such as an older Isthmus, is met without a preshared key.
+func TestAPeerThatLeavesTheExchangeIsMetWithout(t *testing.T) {
+	for i := range 2 {
+		sides := [2]*side{newSide("a", 1), newSide("b", 2)}
+		agree(t, sides[0], sides[1])
+		if got := sides[i].step(t, sides[1-i], nil, true); got != postquantum.NotOffers {
+			t.Errorf("side %d: %s, want %s", i, got, postquantum.NotOffers)
+		}
+		if sides[i].stored.Use != (postquantum.Key{}) {
+			t.Errorf("side %d still uses the key", i)
+		}
+		agree(t, sides[0], sides[1])
+	}
+}
+
+func TestAStateIsStoredAndNotPrinted(t *testing.T) {
+	a, b := newSide("a", 1), newSide("b", 2)
+	agree(t, a, b)
+	stored, err := json.Marshal(a.stored)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var again postquantum.State
+	if err := json.Unmarshal(stored, &again); err != nil || again.Use != a.stored.Use || again.Words()["kem0"] != a.published["kem0"] {
+		t.Errorf("what was stored is not what is read: %v", err)
+	}
+	var out bytes.Buffer
+	fmt.Fprintf(&out, "%v %+v %#v %s %v %#v", a.stored, a.stored, a.stored, a.stored, a.stored.Use, a.stored.Use)
+	slog.New(slog.NewJSONHandler(&out, nil)).Info("state", "state", a.stored, "key", a.stored.Use)
+	slog.New(slog.NewTextHandler(&out, nil)).Info("state", "state", a.stored, "key", a.stored.Use)
+	secret := a.stored.Use.Secret
+	if s := out.String(); strings.Contains(s, fmt.Sprint(secret[0])+" ") && strings.Contains(s, fmt.Sprint(secret[1])) || strings.Count(s, "(secret)") != 10 {
+		t.Errorf("a state is printed: %s", s)
+	}
+}
