@@ -214,7 +214,8 @@ type receiver struct {
 	active  bool // the other end is the active gateway
 	table   table
 	age     time.Duration
-	all     bool // all flows have been told
+	all     bool   // all flows have been told
+	listed  func() // called after each list of all flows; nil: nobody waits
 }
 
 // begin takes the first frame of a list of all flows.

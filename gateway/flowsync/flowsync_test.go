@@ -276,6 +276,36 @@ func TestOnlyWhoHasTheKeyIsTold(t *testing.T) {
 	eventually(t, "copy", func() bool { return b.State().Copied == 2 })
 }
 
+// A standby that starts does not know yet which gateway is active. It waits for what that one has, and not for its end.
+func TestAwaitEndsWhileTheActiveGatewayGoesOn(t *testing.T) {
+	p := newPlace()
+	p.set(one, false, 1)
+	p.set(two, false, 1)
+	running, a, b := newRunning(t, "10.246.0.0/16"), NewKeeper(), NewKeeper()
+	running.open(t, 0)
+	a.Activate(running)
+	_, stop := p.start(t, a, one)
+	defer stop()
+	eventually(t, "a listener", func() bool {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		return p.at[one] != nil
+	})
+	link, end := p.start(t, b, two)
+	defer end()
+	eventually(t, "all that there is to wait for", func() bool {
+		select {
+		case <-link.settled:
+			return true
+		default:
+			return false
+		}
+	})
+	if n := b.State().Copied; n != 2 {
+		t.Errorf("it has %d flows then; want 2", n)
+	}
+}
+
 func TestPlacesForConnections(t *testing.T) {
 	l := NewLink(NewKeeper(), Options{Others: func() map[netip.Addr]bool { return map[netip.Addr]bool{one: false} }})
 	for i := range strangersMost {

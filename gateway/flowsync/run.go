@@ -51,7 +51,7 @@ type Link struct {
 	k *Keeper
 	o Options
 
-	settled chan struct{} // closed when those that were known first have been asked
+	settled chan struct{} // closed when those that were known first have told what they have, or cannot
 
 	mu       sync.Mutex
 	config   *tls.Config // nil: the key is not known yet
@@ -67,7 +67,7 @@ func NewLink(k *Keeper, o Options) *Link {
 	return &Link{k: k, o: o, settled: make(chan struct{}), incoming: make(map[netip.Addr]int), strange: rate.NewLimiter(strangersRate, strangersOnce)}
 }
 
-// Await waits until gateways that were known at the start have been asked for their copies, for a second at most. A
+// Await waits until gateways that were known at the start have told what they have, for a second at most. A
 // gateway that restarts and stays active has lost its flows, but another one has them.
 func (l *Link) Await(ctx context.Context) {
 	select {
@@ -109,7 +109,7 @@ func (l *Link) Run(ctx context.Context) {
 					follow, unfollow = context.WithCancel(ctx)
 					following, asked[addr] = addr, true
 					group.Go(func() {
-						l.ask(follow, addr)
+						l.ask(follow, addr, func() {})
 						select {
 						case ended <- addr:
 						case <-ctx.Done():
@@ -118,9 +118,10 @@ func (l *Link) Run(ctx context.Context) {
 				case !asked[addr]:
 					asked[addr] = true
 					asking.Add(1)
+					told := sync.OnceFunc(asking.Done)
 					group.Go(func() {
-						defer asking.Done()
-						l.ask(ctx, addr)
+						defer told()
+						l.ask(ctx, addr, told)
 					})
 				}
 			}
@@ -168,8 +169,9 @@ func (l *Link) keyed() (*tls.Config, context.Context) {
 	return l.config, l.expired
 }
 
-// ask takes what another gateway tells until it ends.
-func (l *Link) ask(ctx context.Context, addr netip.Addr) {
+// ask takes what another gateway tells until it ends, which the active one does not. listed is called after each list of all that
+// it has.
+func (l *Link) ask(ctx context.Context, addr netip.Addr, listed func()) {
 	config, expired := l.keyed()
 	dialing, cancel := context.WithTimeout(ctx, handshakeTimeout)
 	defer cancel()
@@ -180,7 +182,7 @@ func (l *Link) ask(ctx context.Context, addr netip.Addr) {
 		defer context.AfterFunc(expired, func() { conn.Close() })()
 		secure := tls.Client(conn, config)
 		if err = secure.HandshakeContext(dialing); err == nil {
-			r := receiver{k: l.k}
+			r := receiver{k: l.k, listed: listed}
 			extend := func() { _ = conn.SetReadDeadline(time.Now().Add(readTimeout)) }
 			extend()
 			err = r.receive(secure, extend)

@@ -121,7 +121,9 @@ func (r *receiver) receive(from io.Reader, beat func()) error {
 				r.flow(peer, natengine.FlowFrom(flows), kind == frameEnded)
 			}
 		case kind == frameEnd && len(rest) == 0:
-			r.end()
+			if r.end(); r.listed != nil {
+				r.listed()
+			}
 		case kind == frameBeat && len(rest) == 0:
 			r.beat()
 		default:
