@@ -19,8 +19,9 @@ import (
 // an EndpointSlice that may have to be written.
 const (
 	looksPerSecond = 100
-	looksAtOnce    = isthmus.PeerServicesShards * isthmus.MaxExportedServices // all services of a peer
-	looksInTurn    = 500                                                      // then all other peers go first
+	looksInTurn    = 500 // then all other peers go first
+	// looksAtOnce is enough for all services that a peer can have.
+	looksAtOnce = isthmus.PeerServicesShards * (isthmus.MaxExportedServices + isthmus.MaxExportedEndpoints/100)
 
 	behindOthers = -1                                         // the priority of what does not go in turn
 	looksPause   = looksAtOnce / looksPerSecond * time.Second // a service waits so long where the budget is used up
