@@ -67,7 +67,7 @@ type Candidate struct {
 	Listen func() (net.PacketConn, error) // nil: any UDP port at Addr
 	Log    *slog.Logger
 
-	free chan struct{} // a majority of votes is to be had
+	soon chan struct{} // there is something to say before the next beat
 
 	mu      sync.Mutex
 	machine *mandate.Gateway
@@ -100,7 +100,7 @@ const (
 
 // NewCandidate returns a candidate that asks nobody yet. Its fields may be changed until Run.
 func NewCandidate(pod string, addr netip.Addr, key func() [32]byte, log *slog.Logger) *Candidate {
-	return &Candidate{Pod: pod, Addr: addr, Key: key, Log: log, Gate: new(Gate), Change: func() {}, free: make(chan struct{}, 1),
+	return &Candidate{Pod: pod, Addr: addr, Key: key, Log: log, Gate: new(Gate), Change: func() {}, soon: make(chan struct{}, 1),
 		machine: mandate.NewGateway(mandate.ID(pod), mandate.Usual, random(), mandate.List{}),
 		voters:  make(map[mandate.ID]*target), told: make(map[string]*telling)}
 }
@@ -233,6 +233,7 @@ func (c *Candidate) judge(now mandate.Time) {
 	switch {
 	case v.Holds && !c.last.Holds:
 		c.Log.Info("nodes have voted for this gateway", "epoch", v.Epoch)
+		c.beatSoon() // nodes follow who says so
 	case c.last.Holds && !v.Holds:
 		c.Log.Warn("this gateway has no majority of votes any more", "epoch", c.last.Epoch, "answered", v.Heard, "list", v.List)
 	}
@@ -296,7 +297,7 @@ func (c *Candidate) ask(ctx context.Context, conn net.PacketConn) error {
 		case <-ended:
 			return errors.Join(failed, conn.Close())
 		case <-tick.C:
-		case <-c.free:
+		case <-c.soon:
 		}
 	}
 }
@@ -379,12 +380,17 @@ func (c *Candidate) receive(a answer, from net.Addr) {
 	}
 	c.machine.Receive(a.Answer, now)
 	if c.may && c.machine.Could(now) {
-		select {
-		case c.free <- struct{}{}: // there is no beat to wait for
-		default:
-		}
+		c.beatSoon()
 	}
 	c.judge(now)
+}
+
+// beatSoon has the next beat sent now.
+func (c *Candidate) beatSoon() {
+	select {
+	case c.soon <- struct{}{}:
+	default:
+	}
 }
 
 // from reports whether a datagram came from a node. Whoever forges that keeps the node from being told for tellAgain, by us.
