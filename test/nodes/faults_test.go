@@ -34,7 +34,8 @@ answer every 10 ms and one TCP connection that carries as often, while one thing
 a has kube-proxy with iptables, b with nftables. Lost are
 UDP packets without an answer, so that a hundred are a second without traffic in all; a pause is the longest time between two
 answers, or two octets of TCP, and has packets in it that were only late.
-[faults-services.md](faults-services.md) has the same for clients of a shared service.
+[faults-services.md](faults-services.md) has the same for clients of a shared service, and [faults-votes.md](faults-votes.md)
+where nodes vote on the active gateway.
 
 `
 
@@ -307,12 +308,15 @@ func roll(kind, name string) func(context.Context, *kubenodes.Cluster) error {
 }
 
 // kill kills the processes of a Pod that have a word in their command line, without their knowing.
-func kill(p *corev1.Pod, word string) error {
+func kill(p *corev1.Pod, word string) error { return signal(p, word, syscall.SIGKILL) }
+
+// signal sends a signal to the processes of a Pod that have a word in their command line.
+func signal(p *corev1.Pod, word string, s syscall.Signal) error {
 	groups, err := filepath.Glob("/proc/[0-9]*/cgroup")
 	if err != nil {
 		return err
 	}
-	killed := 0
+	told := 0
 	for _, g := range groups {
 		text, err := os.ReadFile(g)
 		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ESRCH) {
@@ -329,12 +333,12 @@ func kill(p *corev1.Pod, word string) error {
 		if err != nil {
 			return err
 		}
-		if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
+		if err := syscall.Kill(pid, s); err != nil {
 			return err
 		}
-		killed++
+		told++
 	}
-	if killed == 0 {
+	if told == 0 {
 		return fmt.Errorf("no process of Pod %s", p.Name)
 	}
 	return nil

@@ -98,8 +98,10 @@ type plan struct {
 	name     string
 	clusters [2]string // names; default a and b
 	pods     [2]string // PodCIDRs
+	number   [2]int    // of nodes; default 2
 	nodes    [2]kubenodes.NodeOptions
-	dns      string // archive of CoreDNS's image; empty: pods resolve no names
+	dns      string   // archive of CoreDNS's image; empty: pods resolve no names
+	install  []string // further arguments of isthmus install
 }
 
 var samePlan = plan{
@@ -153,7 +155,7 @@ func makeClusters(ctx context.Context, p plan, images ...string) (w *world, err 
 	spec := lab.Spec{Name: lab.UniqueName("nodes"), RPFilter: lab.RPFilterStrict}
 	options := map[string]kubenodes.NodeOptions{}
 	for i, name := range []string{cmp.Or(p.clusters[0], "a"), cmp.Or(p.clusters[1], "b")} {
-		spec.Clusters = append(spec.Clusters, lab.ClusterSpec{Name: name, PodCIDR: netip.MustParsePrefix(p.pods[i])})
+		spec.Clusters = append(spec.Clusters, lab.ClusterSpec{Name: name, PodCIDR: netip.MustParsePrefix(p.pods[i]), Nodes: p.number[i]})
 		options[name] = p.nodes[i]
 	}
 	set, err := kubenodes.Up(ctx, kubenodes.Options{Spec: spec, Kube: fixture.kube, Images: images, DNS: p.dns, Nodes: options})
@@ -174,7 +176,7 @@ func makeWorld(ctx context.Context, p plan) (w *world, err error) {
 		return nil, err
 	}
 	set, made := w.set, w // the result is nil on an error
-	step("four nodes are ready")
+	step("the nodes are ready")
 	defer func() {
 		if err != nil {
 			if *keep {
@@ -184,7 +186,7 @@ func makeWorld(ctx context.Context, p plan) (w *world, err error) {
 			err = errors.Join(err, made.down())
 		}
 	}()
-	if err = set.Install(ctx, fixture.program, "--set", fmt.Sprintf("ipam.port=%d", ipamPort)); err != nil {
+	if err = set.Install(ctx, fixture.program, append([]string{"--set", fmt.Sprintf("ipam.port=%d", ipamPort)}, p.install...)...); err != nil {
 		return nil, err
 	}
 	step("Isthmus is installed")
