@@ -47,11 +47,9 @@ func TestTrafficComesBackAfterEachFault(t *testing.T) {
 	}
 	var page strings.Builder
 	page.WriteString(faultsHead)
-	load, err := os.ReadFile("/proc/loadavg")
-	must(t, err)
 	fmt.Fprintf(&page, "The load of the machine before it was %s.\n\n| what happens | to a cluster with | lost | pause, UDP | pause, TCP | connections broken | packets in the clear |\n|---|---|---|---|---|---|---|\n",
-		strings.Join(strings.Fields(string(load))[:2], " and, over five minutes, "))
-	row := func(t *testing.T, name string, c *kubenodes.Cluster, do func(context.Context, *kubenodes.Cluster) error) {
+		loadNow(t))
+	row := func(t *testing.T, name string, c *kubenodes.Cluster, do fault) {
 		told := c.Tell(t.Context())
 		report := during(t, w, func() { must(t, do(t.Context(), c)) })
 		leaks := w.sniffer.Take()
@@ -70,26 +68,13 @@ func TestTrafficComesBackAfterEachFault(t *testing.T) {
 			t.Errorf("%d connections broken by what is planned", report.Broken)
 		}
 	}
-	type fault struct {
+	for _, fault := range []struct {
 		name string
-		do   func(context.Context, *kubenodes.Cluster) error
-	}
-	for _, fault := range []fault{
+		do   fault
+	}{
 		{"nothing, for comparison", func(context.Context, *kubenodes.Cluster) error { return nil }},
-		{"active gateway Pod deleted", func(ctx context.Context, c *kubenodes.Cluster) error {
-			p, err := c.ActiveGateway(ctx)
-			if err != nil {
-				return err
-			}
-			return c.Client.Delete(ctx, p)
-		}},
-		{"active gateway killed by SIGKILL", func(ctx context.Context, c *kubenodes.Cluster) error {
-			p, err := c.ActiveGateway(ctx)
-			if err != nil {
-				return err
-			}
-			return kill(p, "gateway")
-		}},
+		{"active gateway Pod deleted", deleteActive},
+		{"active gateway killed by SIGKILL", killActive},
 		{"of two managers the one that leads killed by SIGKILL", func(ctx context.Context, c *kubenodes.Cluster) error {
 			var lease coordinationv1.Lease
 			if err := c.Client.Get(ctx, client.ObjectKey{Namespace: kubenodes.Namespace, Name: "isthmus-manager"}, &lease); err != nil {
@@ -152,20 +137,7 @@ func TestTrafficComesBackAfterEachFault(t *testing.T) {
 			return whileSlow(c, 10*time.Second, func() error { return c.Client.Delete(ctx, p) })
 		}},
 		{"API server killed and started", func(ctx context.Context, c *kubenodes.Cluster) error { return c.Server.RestartAPIServer(ctx) }},
-		{"node of the active gateway crashes, and boots", func(ctx context.Context, c *kubenodes.Cluster) error {
-			p, err := c.ActiveGateway(ctx)
-			if err != nil {
-				return err
-			}
-			n, err := c.NodeOf(p.Spec.NodeName)
-			if err != nil {
-				return err
-			}
-			if err := n.Crash(); err != nil {
-				return err
-			}
-			return n.Start(ctx)
-		}},
+		{"node of the active gateway crashes, and boots", crashActive},
 	} {
 		for _, c := range w.set.Clusters {
 			t.Run(fault.name+", "+c.Name, func(t *testing.T) { row(t, fault.name, c, fault.do) })
@@ -213,25 +185,78 @@ func during(t *testing.T, w *world, do func()) (r probe.FlowReport) {
 	return r
 }
 
-// whileBlocked has all nodes of a cluster forward with a chain of nft(8) for three seconds.
-func whileBlocked(chain string) func(context.Context, *kubenodes.Cluster) error {
+// A fault is something that happens to a cluster.
+type fault = func(context.Context, *kubenodes.Cluster) error
+
+// toActive does something to the active gateway and its node.
+func toActive(do func(context.Context, *kubenodes.Cluster, *corev1.Pod, *kubenodes.Node) error) fault {
 	return func(ctx context.Context, c *kubenodes.Cluster) error {
-		nft := func(rules string) (err error) {
-			for _, n := range c.Nodes {
-				if out, failed := n.Command(ctx, "nft", rules).CombinedOutput(); failed != nil {
-					err = errors.Join(err, fmt.Errorf("%s: %w: %s", n.Name, failed, out))
-				}
-			}
+		p, err := c.ActiveGateway(ctx)
+		if err != nil {
 			return err
 		}
-		err := nft("table ip fault { chain forward { type filter hook forward priority 0; " + chain + " }; }")
-		time.Sleep(3 * time.Second)
-		return errors.Join(err, nft("delete table ip fault"))
+		n, err := c.NodeOf(p.Spec.NodeName)
+		if err != nil {
+			return err
+		}
+		return do(ctx, c, p, n)
+	}
+}
+
+var (
+	deleteActive = toActive(func(ctx context.Context, c *kubenodes.Cluster, p *corev1.Pod, _ *kubenodes.Node) error {
+		return c.Client.Delete(ctx, p)
+	})
+	killActive = toActive(func(_ context.Context, _ *kubenodes.Cluster, p *corev1.Pod, _ *kubenodes.Node) error {
+		return kill(p, "gateway")
+	})
+	crashActive = toActive(func(ctx context.Context, _ *kubenodes.Cluster, _ *corev1.Pod, n *kubenodes.Node) error {
+		if err := n.Crash(); err != nil {
+			return err
+		}
+		return n.Start(ctx)
+	})
+)
+
+// loadNow is the load of the machine, as pages say it.
+func loadNow(t *testing.T) string {
+	t.Helper()
+	load, err := os.ReadFile("/proc/loadavg")
+	must(t, err)
+	return strings.Join(strings.Fields(string(load))[:2], " and, over five minutes, ")
+}
+
+// nft has a node run rules of nft(8).
+func nft(ctx context.Context, n *kubenodes.Node, rules string) error {
+	out, err := n.Command(ctx, "nft", rules).CombinedOutput()
+	if err != nil {
+		err = fmt.Errorf("%s: %w: %s", n.Name, err, out)
+	}
+	return err
+}
+
+// whileFiltered has nodes of a cluster filter packets with a chain of nft(8) for a while.
+func whileFiltered(ctx context.Context, d time.Duration, nodes []*kubenodes.Node, chain string) (err error) {
+	all := func(rules string) {
+		for _, n := range nodes {
+			err = errors.Join(err, nft(ctx, n, rules))
+		}
+	}
+	all("table ip fault { chain fault { " + chain + " }; }")
+	time.Sleep(d)
+	all("delete table ip fault")
+	return err
+}
+
+// whileBlocked has all nodes of a cluster forward with a chain of nft(8) for three seconds.
+func whileBlocked(rules string) fault {
+	return func(ctx context.Context, c *kubenodes.Cluster) error {
+		return whileFiltered(ctx, 3*time.Second, c.Nodes, "type filter hook forward priority 0; "+rules)
 	}
 }
 
 // onNodes has all nodes of a cluster run one command, and another one five seconds later; meanwhile is run in between.
-func onNodes(begin, end string, meanwhile func() error) func(context.Context, *kubenodes.Cluster) error {
+func onNodes(begin, end string, meanwhile func() error) fault {
 	return func(ctx context.Context, c *kubenodes.Cluster) (err error) {
 		run := func(line string) {
 			for _, n := range c.Nodes {
@@ -293,14 +318,14 @@ func whileSlow(c *kubenodes.Cluster, d time.Duration, do func() error) error {
 }
 
 // deletePods deletes all Pods of a component.
-func deletePods(component string) func(context.Context, *kubenodes.Cluster) error {
+func deletePods(component string) fault {
 	return func(ctx context.Context, c *kubenodes.Cluster) error {
 		return c.Client.DeleteAllOf(ctx, &corev1.Pod{}, client.InNamespace(kubenodes.Namespace), client.MatchingLabels{"app.kubernetes.io/name": component})
 	}
 }
 
 // roll replaces all Pods of a workload as `kubectl rollout restart` does.
-func roll(kind, name string) func(context.Context, *kubenodes.Cluster) error {
+func roll(kind, name string) fault {
 	return func(ctx context.Context, c *kubenodes.Cluster) error {
 		return c.Apply(ctx, fmt.Sprintf(`{"apiVersion": "apps/v1", "kind": %q, "metadata": {"name": %q, "namespace": %q}, "spec": {"template": {"metadata": {"annotations": {"kubectl.kubernetes.io/restartedAt": %q}}}}}`,
 			kind, name, kubenodes.Namespace, time.Now().Format(time.RFC3339Nano)))

@@ -102,10 +102,8 @@ func TestServicesByNameSurviveFaults(t *testing.T) {
 
 	var page strings.Builder
 	page.WriteString(serviceFaultsHead)
-	load, err := os.ReadFile("/proc/loadavg")
-	must(t, err)
 	fmt.Fprintf(&page, "The load of the machine before it was %s.\n\n| what happens | requests | failed | seconds | last failure | b leaves | b is back | left behind | packets in the clear |\n|---|---|---|---|---|---|---|---|---|\n",
-		strings.Join(strings.Fields(string(load))[:2], " and, over five minutes, "))
+		loadNow(t))
 	for _, fault := range []struct {
 		name  string
 		do    func(context.Context) error
@@ -354,11 +352,7 @@ func away(c *kubenodes.Cluster, name string, d time.Duration) func(context.Conte
 
 // whileCut drops all UDP between the nodes of both clusters for a while.
 func (w *world) whileCut(ctx context.Context, d time.Duration) (err error) {
-	run := func(n *kubenodes.Node, rules string) {
-		if out, failed := n.Command(ctx, "nft", rules).CombinedOutput(); failed != nil {
-			err = errors.Join(err, fmt.Errorf("%s: %w: %s", n.Name, failed, out))
-		}
-	}
+	run := func(n *kubenodes.Node, rules string) { err = errors.Join(err, nft(ctx, n, rules)) }
 	for _, pair := range [][2]*kubenodes.Cluster{{w.a, w.b}, {w.b, w.a}} {
 		var theirs []string
 		for _, n := range pair[1].Nodes {
