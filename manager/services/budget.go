@@ -23,7 +23,7 @@ const (
 	// looksAtOnce is enough for all services that a peer can have.
 	looksAtOnce = isthmus.PeerServicesShards * (isthmus.MaxExportedServices + isthmus.MaxExportedEndpoints/100)
 
-	behindOthers = -1                                         // the priority of what does not go in turn
+	behindOthers = handler.LowPriority - 1                    // of what does not go in turn, also when a manager starts
 	looksPause   = looksAtOnce / looksPerSecond * time.Second // a service waits so long where the budget is used up
 )
 
