@@ -220,3 +220,42 @@ func TestANodeThatCannotVoteSaysWhy(t *testing.T) {
 		t.Errorf("where nodes do not vote it says %v", err)
 	}
 }
+
+// A gateway that has won the votes says so at once, and not with its next beat: nodes follow it only then.
+func TestAGatewayThatHasTheVotesDoesNotWaitForItsNextBeat(t *testing.T) {
+	v := &Voter{Node: "n1", Directory: t.TempDir(), Log: slog.New(slog.DiscardHandler)}
+	key, at := KeyOf(private), &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1), Port: Port}
+	v.Set(key.Public().(ed25519.PublicKey))
+	if err := v.start(); err != nil {
+		t.Fatal(err)
+	}
+	before := mandate.Ask{Kind: mandate.Claim, From: "gateway-0", Epoch: 1, Nonce: 1, Holds: true}
+	before.Heard, before.Sent = v.machine.Receive(mandate.Ask{From: "gateway-0"}, now()).Incarnation, 1
+	if !v.machine.Receive(before, now()).Granted {
+		t.Fatal("the gateway before has no vote")
+	}
+	before.Kind = mandate.Release
+	v.machine.Receive(before, now())
+	c := NewCandidate("gateway-1", netip.MustParseAddr("127.0.0.2"), func() [32]byte { return private }, slog.New(slog.DiscardHandler))
+	c.Learn(List{Version: 1, Voters: map[string]netip.Addr{"n1": netip.MustParseAddr("127.0.0.1")}}, false)
+	c.Allow(true, false, true)
+	beats := 0
+	for len(c.soon) > 0 || beats == 0 { // what Run does
+		if beats > 0 {
+			<-c.soon
+		}
+		if beats++; beats > 10 {
+			t.Fatal("it does not stop to speak")
+		}
+		for _, m := range c.messages(clock(), key) {
+			v.receive(m.text, at, func(b []byte, _ net.Addr) {
+				if a, ok := openAnswer(b); ok {
+					c.receive(a, at)
+				}
+			})
+		}
+	}
+	if h := v.Holder(); !c.Gate.Open() || h.Pod != "gateway-1" || h.Epoch != c.View().Epoch {
+		t.Errorf("after %d beats without a pause the node follows %+v; gate open: %v, %+v", beats, h, c.Gate.Open(), c.View())
+	}
+}
