@@ -185,7 +185,7 @@ func TestASessionWithAPresharedKeySaysSo(t *testing.T) {
 			e.preshare(t, datapath.PresharedKeys{Key: [32]byte{1}})
 		}
 		if a.preshared() || b.preshared() {
-			t.Fatal("the session of before is said to have the preshared key")
+			t.Fatal("the earlier session is said to have the preshared key")
 		}
 		time.Sleep(10 * time.Second)
 		a.Handshake(b.key.public)

@@ -109,7 +109,7 @@ func (l *Link) Run(ctx context.Context) {
 					follow, unfollow = context.WithCancel(ctx)
 					following, asked[addr] = addr, true
 					group.Go(func() {
-						l.ask(follow, addr, func() {})
+						l.ask(follow, addr, nil)
 						select {
 						case ended <- addr:
 						case <-ctx.Done():
@@ -170,7 +170,7 @@ func (l *Link) keyed() (*tls.Config, context.Context) {
 }
 
 // ask takes what another gateway tells until it ends, which the active one does not. listed is called after each list of all that
-// it has.
+// it has; nil: nobody waits.
 func (l *Link) ask(ctx context.Context, addr netip.Addr, listed func()) {
 	config, expired := l.keyed()
 	dialing, cancel := context.WithTimeout(ctx, handshakeTimeout)

@@ -298,7 +298,7 @@ func TestASecondAnswerToOneAskCountsWhereItGrantsNothing(t *testing.T) {
 	}
 }
 
-// Otherwise a farewell of the voter before that is late would count once more, when it binds nobody.
+// Otherwise a late farewell of the earlier voter would count once more, when it binds nobody.
 func TestASecondAnswerToOneAskOfTheNextVoterCountsForNothing(t *testing.T) {
 	p := newPair(t)
 	p.g.Claim(1 * time.Second)

@@ -6,7 +6,7 @@
 //	                  ── tag ────────────►
 //
 // Each side is a State, which Step moves on by what the peer publishes. What a side publishes is a function
-// of its State. So whoever stores the State first and then publishes may stop between any two of these, and
+// of its State. So a manager that stores the State first and then publishes may stop between any two of these, and
 // goes on from there. Each tag shows that its sender has the preshared key; before that nobody uses it.
 //
 // Nothing here says who the peer is: that is up to those who may write its objects.

@@ -164,7 +164,7 @@ func TestWhatIsAlteredMakesNoKey(t *testing.T) {
 				t.Errorf("%s, want %s", got, c.want)
 			}
 			if reader.stored.Use != before || !meet(a, b) {
-				t.Error("the key of before is not in use any more")
+				t.Error("the earlier key is not in use any more")
 			}
 			agree(t, a, b)
 			if a.stored.Use == before {
