@@ -83,7 +83,7 @@ are. --print shows the manifests and needs no cluster.`,
 	f.add(cmd)
 	cmd.Flags().BoolVar(&o.Force, "force", false, "accept a --pod-cidr that contains neither a Pod nor a node's podCIDR")
 	cmd.Flags().BoolVar(&o.Forget, "reset-values", false, "forget the values of earlier installations")
-	cmd.Flags().BoolVar(&configureDNS, "configure-dns", false, "add the zone clusterset.local to the Corefile of CoreDNS, and except it from the caching of names that do not exist, for --services; =false takes both back")
+	cmd.Flags().BoolVar(&configureDNS, "configure-dns", false, "for --services: add the zone clusterset.local to the Corefile of CoreDNS, and exempt it from the caching of names that do not exist; =false undoes both")
 	cmd.Flags().DurationVar(&o.Wait, "timeout", 5*time.Minute, "how long to wait until the components run; 0: not at all")
 	cmd.Flags().BoolVar(&show, "print", false, "print the manifests and apply nothing")
 	cmd.Flags().BoolVar(&showValues, "print-values", false, "print the values of the chart, with what each means")
@@ -112,7 +112,7 @@ func (f *installFlags) add(cmd *cobra.Command) {
 	flags.StringVar(&f.podCIDR, "pod-cidr", "", "network of all pods (default: what the cluster says)")
 	flags.BoolVar(&f.onHostNetwork, "host-network", false, "run the gateways in the network of their nodes")
 	flags.BoolVar(&f.withoutWorkloads, "without-workloads", false, "leave out the components, for those that run elsewhere, and the gateway's Service unless --gateway-service asks for it")
-	flags.BoolVar(&f.services, "services", false, "export and import Services by the Multi-Cluster Services API: names in clusterset.local (docs/services.md)")
+	flags.BoolVar(&f.services, "services", false, "export and import Services through the Multi-Cluster Services API, with names in clusterset.local (docs/services.md)")
 	flags.BoolVar(&f.metricsAuth, "metrics-auth", false, "serve metrics to bearers of a token with the ClusterRole isthmus-metrics-reader, and give the components the rights that this needs")
 }
 

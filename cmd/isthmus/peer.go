@@ -98,7 +98,7 @@ consent; what is missing on which side is said.`,
 	cmd.Flags().StringVar(&o.RemoteName, "remote-name", "", "name of the Peering there")
 	cmd.Flags().BoolVar(&o.Replace, "replace", false, "the other cluster was made anew, or its authority changed: revoke the old one's rights and join this one")
 	chosen.add(cmd)
-	cmd.Flags().StringSliceVar(&o.Services, "services", nil, "namespaces whose exported services both clusters share with each other (spec.services); '*' is all, '' none")
+	cmd.Flags().StringSliceVar(&o.Services, "services", nil, "namespaces whose exported services both clusters share with each other (spec.services); '*' means all, '' none")
 	cmd.Flags().DurationVar(&o.Timeout, "timeout", time.Minute, "how long to wait; 0: not at all")
 	cli.AddOutputFlag(cmd, &output, "print both Peerings at the end, and the progress on standard error")
 	return cmd

@@ -28,11 +28,11 @@ rewrite, or why it would be dropped. Nothing is sent.
 Where there is a kubeconfig, follow it through the cluster, as its objects say: the
 node of the pod, the gateway, the tunnel, and with --remote-context the other side;
 and then the answer back. SRC and DST are addresses, NAMESPACE/POD, svc/NAME or
-svc/NAMESPACE/NAME, which is the first endpoint that is ready. SRC is on this side. A
-name as DST is one of the other cluster where that is given. DST may also be the name
-in clusterset.local of a Service that this cluster imports. Then the first line says
-which endpoint is taken, and how many each cluster has; one of the other cluster is
-preferred, then one of any peer.
+svc/NAMESPACE/NAME; svc means the first ready endpoint of that Service. SRC is in this
+cluster. If the other cluster is given, a name as DST is one of that cluster. DST may
+also be the name in clusterset.local of a Service that this cluster imports. Then the
+first line shows the endpoint that the packet goes to, and the number of endpoints in
+each cluster. An endpoint of the other cluster is preferred, then one of any peer.
 
 With --gateway or --address ask the NAT engine of the gateway that runs on this
 machine, which knows its flows; with --config an engine with the configuration of a

@@ -29,12 +29,12 @@ active gateway and on another one, in the pod network and in the host network. H
 each send to every pod of the other cluster, both ways: ICMP, UDP and TCP, from
 little to more than the MTU. Besides, ping the mapped addresses of the other cluster,
 and connect to the TCP ports of Services that have endpoints there, by address and by
-name, up to 16 of each. Services imported from the other cluster are asked at their
-first TCP port: by the name in clusterset.local, which any exporter may answer, and at
-one endpoint of that cluster, up to 16 Services each way. Whatever does not answer in
-its own cluster either has not failed. Say what was answered, how fast, and from which
-address the receiver saw it come. The Pods run the image of the gateway and are deleted
-at the end, also of an interrupted run.
+name, up to 16 of each. Connect to the first TCP port of Services imported from the
+other cluster, up to 16 each way: by the name in clusterset.local, which any exporter
+may answer, and at one endpoint of the other cluster. A target that does not answer in
+its own cluster either does not count as failed. Say what was answered, how fast, and
+from which address the receiver saw it come. The Pods run the image of the gateway and
+are deleted at the end, also of an interrupted run.
 
 --pod and --remote-pod take Pods that are there instead, in whatever namespace, so that
 the policies for these count. Each gets an ephemeral container that asks for no rights,

@@ -1,4 +1,4 @@
-// Package services shares Services with peers by the standard objects of the Kubernetes Multi-Cluster
+// Package services shares Services with peers through the standard objects of the Kubernetes Multi-Cluster
 // Services API:
 //
 //	exporter                                            importer
@@ -7,10 +7,11 @@
 //	        ▼                                                   │
 //	ExportedService ── Shards, package replication ──► PeerServices ── Peer.Accept
 //
-// Functions decide and have no client and no clock. A Controller reads and writes around them.
+// Pure functions decide, without a client and without a clock. A Controller reads their inputs and writes
+// their results.
 //
-// A peer is hostile until proven otherwise: it names addresses of its own pods as it knows them, and the
-// importer moves them into the network that it uses for that peer. No other address gets into a slice.
+// A peer is hostile until proven otherwise. It sends its pods' own addresses, and the importer translates
+// them into the network that it uses for that peer. No other address of a peer gets into a slice.
 package services
 
 import (

@@ -114,9 +114,9 @@ const (
 	ConditionTunnelEndpoint = "TunnelEndpointReady"
 	// ConditionConnected: the gateway hears the peer.
 	ConditionConnected = "Connected"
-	// ConditionServicesShared: services are shared with the peer as spec.services says. It is there
-	// only where the manager runs with --services and spec.services names namespaces, and Ready does
-	// not depend on it.
+	// ConditionServicesShared: services are shared with the peer as spec.services says. The Peering has
+	// this condition only if the manager runs with --services and spec.services names namespaces. Ready
+	// does not depend on it.
 	ConditionServicesShared = "ServicesShared"
 )
 
@@ -168,11 +168,11 @@ const (
 	ReasonGatewaySilent = "GatewaySilent"
 	ReasonLost          = "ConnectionLost" // a gateway that says no reason, such as a Liqo's
 
-	// ServicesShared; and Forbidden, RefusedByPeer, NamespaceGone, as for Published
-	ReasonShared        = "Shared"        // both sides have what they shall have
-	ReasonPartlyRefused = "PartlyRefused" // True: but some services are not served as they were exported
-	ReasonSharing       = "Sharing"       // not done yet
-	ReasonNotSupported  = "NotSupported"  // the peer takes no services
+	// ServicesShared: Forbidden, RefusedByPeer and NamespaceGone, as for Published, or one of these
+	ReasonShared        = "Shared"        // each side has the services that it should have
+	ReasonPartlyRefused = "PartlyRefused" // True: some services are not served as they were exported
+	ReasonSharing       = "Sharing"       // sharing is not complete yet
+	ReasonNotSupported  = "NotSupported"  // the peer does not accept services
 
 	// ReasonUnknown: not looked at yet.
 	ReasonUnknown = "Unknown"
