@@ -131,8 +131,7 @@ func (n NodeNetworks) Spec() (spec isthmus.NodeNetworksSpec) {
 	}
 	spec.Refused = n.Refused
 	if o := n.BrokenOverlay; o.Gateway.IsValid() {
-		spec.BrokenOverlay = &isthmus.BrokenOverlay{Gateway: o.Gateway.String(), Back: o.Back}
-		spec.BrokenOverlay.Since.Time = o.Since
+		spec.BrokenOverlay = &isthmus.BrokenOverlay{Gateway: o.Gateway.String(), Since: isthmus.UTCTimeOf(o.Since), Back: o.Back}
 	}
 	for _, addr := range n.Sources {
 		spec.OverlaySources = append(spec.OverlaySources, addr.String())

@@ -107,7 +107,7 @@ func TestAServiceThatIsNotImportedSaysWhy(t *testing.T) {
 	wants("shop", "10.246.1.9:8080 (shop.prod.svc.clusterset.local, endpoint of oslo; ready are: oslo 1 of 1)")
 	wants("cart", "Service prod/cart is not imported: no peer exports it to this cluster")
 	p := &isthmus.PeerServices{ObjectMeta: metav1.ObjectMeta{Namespace: "oslo", Name: "services-0"}, Spec: isthmus.PeerServicesSpec{
-		Services: []isthmus.ExportedService{{Namespace: "prod", Name: "cart", Since: metav1.Now(), Type: "Headless"}}}}
+		Services: []isthmus.ExportedService{{Namespace: "prod", Name: "cart", Since: "2026-11-22T12:00:00Z", Type: "Headless"}}}}
 	must(t, c.client.Create(t.Context(), p))
 	wants("cart", "peer oslo exports it: the manager has not looked at it yet")
 	p.Status = isthmus.PeerServicesStatus{ObservedGeneration: p.Generation, Refused: []isthmus.RefusedService{{Namespace: "prod", Name: "cart", Reason: "NotImported", Message: "the Peering does not import"}}}

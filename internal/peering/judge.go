@@ -399,7 +399,7 @@ func agentsOf(nodes []corev1.Node, found components, sets []appsv1.DaemonSet) (a
 				if o.Back {
 					says = "says that nothing comes from the gateway at %s through the overlay since %s, though pods send, and packets to it arrive: let UDP 4800 pass between nodes, in both directions"
 				}
-				problem = strings.TrimPrefix(problem+", and ", ", and ") + fmt.Sprintf(says, Printable(o.Gateway), o.Since.UTC().Format("15:04:05 UTC"))
+				problem = strings.TrimPrefix(problem+", and ", ", and ") + fmt.Sprintf(says, Printable(o.Gateway), Printable(o.Since))
 			}
 			if problem != "" {
 				a.missing = append(a.missing, fmt.Sprintf("Node %s: Pod %s %s", name, Printable(p.Name), problem))

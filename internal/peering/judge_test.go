@@ -68,7 +68,7 @@ func TestAnAgentIsMissedOnEveryNodeThatHasNoneAtWork(t *testing.T) {
 	without := []corev1.Node{node("n1"), node("n7", labelled(corev1.LabelOSStable, "linux")), node("n8")}
 	const none = " has no Pod of ServiceAccount isthmus-route-agent: see the DaemonSet, and the node's taints"
 	reports := []isthmus.NodeNetworks{{ObjectMeta: metav1.ObjectMeta{Name: "n2"}, Spec: isthmus.NodeNetworksSpec{
-		BrokenOverlay: &isthmus.BrokenOverlay{Gateway: "10.0.0.9", Since: metav1.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)}}}, {ObjectMeta: metav1.ObjectMeta{Name: "n5"}}}
+		BrokenOverlay: &isthmus.BrokenOverlay{Gateway: "10.0.0.9", Since: "2026-11-22T12:00:00Z"}}}, {ObjectMeta: metav1.ObjectMeta{Name: "n5"}}}
 	reports = append(reports, *reports[0].DeepCopy())
 	reports[2].Name = "n3"
 	broken := []string{"Node n2: Pod a2 is not ready: no netlink, and says that the gateway at 10.0.0.9 is not reached through the overlay since 12:00:00 UTC, " +

@@ -8,7 +8,6 @@ import (
 	"strings"
 	"time"
 
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/validation"
 	mcs "sigs.k8s.io/mcs-api/pkg/apis/v1beta1"
 
@@ -29,7 +28,7 @@ type Export struct {
 	ID      string
 	Cluster string
 	// Since decides conflicts.
-	Since   metav1.Time
+	Since   isthmus.UTCTime
 	Service isthmus.ExportedService
 	// Addresses has the address here of each endpoint that may be used, by the address in Service. Of
 	// this cluster's own exports they are the same.
@@ -100,9 +99,7 @@ func (p Peer) Accept(shard string, s isthmus.ExportedService, where Namespaces, 
 		return Export{}, refusals, false
 	}
 	x = Export{ID: p.ID, Cluster: p.Cluster, Since: s.Since, Service: s, Down: p.Down, Addresses: make(map[string]netip.Addr)}
-	if x.Since.After(now) {
-		x.Since = metav1.NewTime(now)
-	}
+	x.Since = min(x.Since, isthmus.UTCTimeOf(now))
 	foreign := 0
 	for _, subset := range s.Subsets {
 		for _, e := range subset.Endpoints {

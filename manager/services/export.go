@@ -42,7 +42,7 @@ func ExportOf(export *mcs.ServiceExport, svc *corev1.Service, endpoints []*disco
 		return Own{}, &Invalid{mcs.ServiceExportReasonInvalidServiceType, "the Service stands for an imported one itself"}
 	}
 	s := isthmus.ExportedService{
-		Namespace: export.Namespace, Name: export.Name, Since: export.CreationTimestamp,
+		Namespace: export.Namespace, Name: export.Name, Since: isthmus.UTCTimeOf(export.CreationTimestamp.Time),
 		Type:                  string(mcs.ClusterSetIP),
 		InternalTrafficPolicy: string(ptr.Deref(svc.Spec.InternalTrafficPolicy, "")),
 		TrafficDistribution:   ptr.Deref(svc.Spec.TrafficDistribution, ""),
@@ -255,7 +255,7 @@ func octets(s isthmus.ExportedService) int {
 func Shards(exports []isthmus.ExportedService) (shards map[string]isthmus.PeerServicesSpec, omitted []Key) {
 	byAge := slices.Clone(exports)
 	slices.SortFunc(byAge, func(a, b isthmus.ExportedService) int {
-		return cmp.Or(a.Since.Compare(b.Since.Time), strings.Compare(a.Namespace, b.Namespace), strings.Compare(a.Name, b.Name))
+		return cmp.Or(strings.Compare(a.Since, b.Since), strings.Compare(a.Namespace, b.Namespace), strings.Compare(a.Name, b.Name))
 	})
 	shards = make(map[string]isthmus.PeerServicesSpec)
 	endpoints, size := make(map[string]int), make(map[string]int)

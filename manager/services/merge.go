@@ -48,7 +48,7 @@ var conflictReasons = []string{
 // Merge joins the exports of one service, at least one, of a cluster each. Their order does not matter.
 func Merge(key Key, exports []Export) Merged {
 	byAge := slices.Clone(exports)
-	slices.SortFunc(byAge, func(a, b Export) int { return cmp.Or(a.Since.Compare(b.Since.Time), strings.Compare(a.ID, b.ID)) })
+	slices.SortFunc(byAge, func(a, b Export) int { return cmp.Or(strings.Compare(a.Since, b.Since), strings.Compare(a.ID, b.ID)) })
 	first := byAge[0].Service
 	var m Merged
 	differ := func(reason mcs.ServiceExportConditionReason, what string, same func(isthmus.ExportedService) bool) {

@@ -15,7 +15,6 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	mcs "sigs.k8s.io/mcs-api/pkg/apis/v1beta1"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
@@ -37,7 +36,7 @@ func (open) Exists(name string) bool   { return name != "missing" }
 // service is an export of shop with one port and the given endpoints.
 func service(age time.Duration, addresses ...string) isthmus.ExportedService {
 	s := isthmus.ExportedService{
-		Namespace: shop.Namespace, Name: shop.Name, Since: metav1.NewTime(epoch.Add(-age)), Type: "ClusterSetIP",
+		Namespace: shop.Namespace, Name: shop.Name, Since: isthmus.UTCTimeOf(epoch.Add(-age)), Type: "ClusterSetIP",
 		Ports: []isthmus.ExportedPort{{Name: "http", Protocol: "TCP", Port: 80}},
 	}
 	subset := isthmus.EndpointSubset{Targets: []isthmus.TargetPort{{Name: "http", Port: 8080}}}
@@ -224,7 +223,7 @@ func reference(exports []Export) (ports map[string]bool, ends map[string]bool) {
 	rank := slices.Clone(exports)
 	for i := range rank { // the oldest first
 		for j := i + 1; j < len(rank); j++ {
-			if rank[j].Since.Time.Before(rank[i].Since.Time) || rank[j].Since.Time.Equal(rank[i].Since.Time) && rank[j].ID < rank[i].ID {
+			if rank[j].Since < rank[i].Since || rank[j].Since == rank[i].Since && rank[j].ID < rank[i].ID {
 				rank[i], rank[j] = rank[j], rank[i]
 			}
 		}
@@ -433,12 +432,12 @@ func TestClusterNamesAreDNSLabelsAndDiffer(t *testing.T) {
 
 // FuzzAccept reads hostile bytes as a service, and checks that whatever is served names nothing but the peer's pods.
 func FuzzAccept(f *testing.F) {
-	f.Add("prod", "shop", "ClusterSetIP", "http", "TCP", int32(80), int32(8080), "10.244.0.5", "web-0", "z", "team", "blue", int64(0), true)
-	f.Add("kube-system", "a.b", "Headless", "", "SCTP", int32(-1), int32(0), "::ffff:10.244.0.5", "-", "/", "isthmus.net/service", "\x00", int64(1<<40), false)
-	f.Add("prod", "shop", "Headless", "", "UDP", int32(53), int32(53), "10.246.0.0", "", "", "multicluster.kubernetes.io/derived-service", "kubernetes", int64(-1<<40), true)
-	f.Fuzz(func(t *testing.T, namespace, name, kind, port, protocol string, number, target int32, address, hostname, zone, key, value string, since int64, ready bool) {
+	f.Add("prod", "shop", "ClusterSetIP", "http", "TCP", int32(80), int32(8080), "10.244.0.5", "web-0", "z", "team", "blue", "1970-01-01T00:00:00Z", true)
+	f.Add("kube-system", "a.b", "Headless", "", "SCTP", int32(-1), int32(0), "::ffff:10.244.0.5", "-", "/", "isthmus.net/service", "\x00", "9999-12-31T23:59:59Z", false)
+	f.Add("prod", "shop", "Headless", "", "UDP", int32(53), int32(53), "10.246.0.0", "", "", "multicluster.kubernetes.io/derived-service", "kubernetes", "2026-01-01t00:00:00z", true)
+	f.Fuzz(func(t *testing.T, namespace, name, kind, port, protocol string, number, target int32, address, hostname, zone, key, value, since string, ready bool) {
 		s := isthmus.ExportedService{
-			Namespace: namespace, Name: name, Type: kind, Since: metav1.Unix(since, 0),
+			Namespace: namespace, Name: name, Type: kind, Since: since,
 			Ports:       []isthmus.ExportedPort{{Name: port, Protocol: protocol, Port: number}},
 			Labels:      map[string]isthmus.MetadataValue{key: isthmus.MetadataValue(value)},
 			Annotations: map[string]isthmus.MetadataValue{key: isthmus.MetadataValue(value)},
@@ -455,7 +454,7 @@ func FuzzAccept(f *testing.F) {
 			}
 			return
 		}
-		if x.Since.After(epoch) || namespace == "kube-system" {
+		if x.Since > isthmus.UTCTimeOf(epoch) || namespace == "kube-system" {
 			t.Fatalf("accepted: %+v", x)
 		}
 		m := Merge(k, []Export{x, OwnExport("a", "a", Own{Service: service(0, "192.0.2.1")})})

@@ -63,7 +63,7 @@ func (f *seller) here(t *testing.T, addr string) string {
 // service is one with a port and the given endpoints.
 func service(name string, addresses ...string) api.ExportedService {
 	s := api.ExportedService{
-		Namespace: shared, Name: name, Since: metav1.Now(), Type: string(mcs.ClusterSetIP),
+		Namespace: shared, Name: name, Since: api.UTCTimeOf(time.Now()), Type: string(mcs.ClusterSetIP),
 		Ports:   []api.ExportedPort{{Name: "http", Protocol: "TCP", Port: 80}},
 		Subsets: []api.EndpointSubset{{Targets: []api.TargetPort{{Name: "http", Port: 8080}}}},
 	}
@@ -273,7 +273,7 @@ func servicesChapter() chapter {
 		}),
 		row("shop, which b exports, too, with a `since` in the future and another session affinity", "the future counts as now, so b's export is older and decides; the conflict is in the status of c's object", func(t *testing.T) {
 			s := f.rival()
-			s.Since = metav1.NewTime(time.Date(2100, 1, 1, 0, 0, 0, 0, time.UTC))
+			s.Since = "2100-01-01T00:00:00Z"
 			f.export(t, s)
 			f.serves(t, "shop", f.pod, f.here(t, f.podOfC().Addr.String()))
 			f.refuses(t, s, string(mcs.ServiceExportReasonSessionAffinityConflict))
@@ -283,7 +283,7 @@ func servicesChapter() chapter {
 		row("the same with a `since` of 1970", "taken, in a namespace that a opened to c: the older export decides about ports and affinity, and nothing else; the status of both exports reports the conflict",
 			func(t *testing.T) {
 				s := f.rival()
-				s.Since = metav1.NewTime(time.Date(1970, 1, 1, 0, 0, 0, 0, time.UTC))
+				s.Since = "1970-01-01T00:00:00Z"
 				f.export(t, s)
 				f.affinity(t, corev1.ServiceAffinityClientIP)
 				f.serves(t, "shop", f.pod, f.here(t, f.podOfC().Addr.String()))

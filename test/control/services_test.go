@@ -130,7 +130,7 @@ func (f *seller) network() netip.Prefix {
 // exported is a service with one port and the given endpoints.
 func exported(name string, addresses ...string) isthmus.ExportedService {
 	s := isthmus.ExportedService{
-		Namespace: "prod", Name: name, Since: metav1.Now(), Type: string(mcs.ClusterSetIP),
+		Namespace: "prod", Name: name, Since: isthmus.UTCTimeOf(time.Now()), Type: string(mcs.ClusterSetIP),
 		Ports:   []isthmus.ExportedPort{{Name: "http", Protocol: "TCP", Port: 80}},
 		Subsets: []isthmus.EndpointSubset{{Targets: []isthmus.TargetPort{{Name: "http", Port: 8080}}}},
 	}
@@ -423,7 +423,7 @@ func (f *seller) testNamesAndMetadata(t *testing.T) {
 	} {
 		forbidden(t, what, f.edit(object("services-14"), change))
 	}
-	if err := f.put("services-14", isthmus.ExportedService{Namespace: "secret", Name: "x", Since: metav1.Now(), Type: "Headless"}); err != nil {
+	if err := f.put("services-14", isthmus.ExportedService{Namespace: "secret", Name: "x", Since: isthmus.UTCTimeOf(time.Now()), Type: "Headless"}); err != nil {
 		t.Errorf("an honest write beside a's own labels: %v", err)
 	}
 	forbidden(t, "its status", f.peer.Status().Update(ctx, there.DeepCopy()))
@@ -731,7 +731,7 @@ func (f *seller) testAge(t *testing.T) {
 	both := []string{"10.244.3.4", f.here("10.244.0.9")}
 
 	// The future is now: the service is younger than ours, which decides.
-	s.Since = metav1.NewTime(time.Date(2100, 1, 1, 0, 0, 0, 0, time.UTC))
+	s.Since = "2100-01-01T00:00:00Z"
 	if err := f.offer(s); err != nil {
 		t.Fatal(err)
 	}
@@ -743,7 +743,7 @@ func (f *seller) testAge(t *testing.T) {
 	conflict(metav1.ConditionTrue, "it differs in "+f.b.name)
 
 	// The older export decides about ports and affinity, whoever says so, and our export names the cluster.
-	s.Since = metav1.NewTime(time.Date(1970, 1, 1, 0, 0, 0, 0, time.UTC))
+	s.Since = "1970-01-01T00:00:00Z"
 	s.Ports[0].Port = 81
 	if err := f.offer(s); err != nil {
 		t.Fatal(err)

@@ -56,6 +56,7 @@ func TestHostileServicesAreRefused(t *testing.T) {
 	add("type", "Unsupported value", "", "ExternalName", "LoadBalancer", "clustersetip")
 	add("type", "Required value", absent)
 	add("since", "must be of type date-time", "", "yesterday", "2026-11-21")
+	add("since", "should match", "2026-01-01t00:00:00z", "2026-01-01T00:00:00+99:99", "2026-01-01T00:00:00x5Z", "2026-01-01T00:00:00ZTgarbage", "2026-01-01T00:00:00+01:00")
 	add("since", "Required value", absent)
 	add("sessionAffinity", "Unsupported value", "clientip", "x")
 	add("sessionAffinitySeconds", "greater than or equal to 1", int64(0), int64(-1))

@@ -56,7 +56,7 @@ type BrokenOverlay struct {
 	// Gateway is the address of the gateway at the other end.
 	Gateway net.IPAddress `json:"gateway"`
 	// Since is when the first of the probes was sent that say so.
-	Since metav1.Time `json:"since"`
+	Since UTCTime `json:"since"`
 	// Back is true where packets of the node reach the gateway, and those from there do not arrive.
 	// +optional
 	Back bool `json:"back,omitempty"`

@@ -3,6 +3,7 @@ package v1alpha1
 import (
 	"maps"
 	"slices"
+	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
@@ -25,6 +26,16 @@ const (
 // +kubebuilder:validation:MaxLength=63
 // +kubebuilder:validation:Pattern=`^[a-z0-9]([a-z0-9-]*[a-z0-9])?$`
 type DNSLabel = string
+
+// UTCTime is a time in UTC, such as 2026-11-27T12:00:00Z. The older of two is the smaller string. It is no
+// metav1.Time: an API server takes values of the format date-time that Go does not parse, and one such value
+// would break the list of all objects of its kind.
+// +kubebuilder:validation:Format=date-time
+// +kubebuilder:validation:Pattern=`^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$`
+type UTCTime = string
+
+// UTCTimeOf drops fractions of seconds.
+func UTCTimeOf(t time.Time) UTCTime { return t.UTC().Format(time.RFC3339) }
 
 // EndpointAddress is the IP address of one endpoint. A pattern checks it, because there may be too
 // many for a CEL rule; the importer parses it.
@@ -56,7 +67,7 @@ type ExportedService struct {
 	// Name of the Service.
 	Name DNSLabel `json:"name"`
 	// Since is when its ServiceExport was created. The older export wins a conflict.
-	Since metav1.Time `json:"since"`
+	Since UTCTime `json:"since"`
 	// Type is ClusterSetIP or Headless.
 	// +kubebuilder:validation:Enum=ClusterSetIP;Headless
 	Type string `json:"type"`
@@ -102,7 +113,7 @@ type ExportedService struct {
 // Equal reports whether all fields of both are the same. Reflection takes twenty milliseconds where there are
 // twenty thousand endpoints.
 func (s *ExportedService) Equal(o *ExportedService) bool {
-	return s.Namespace == o.Namespace && s.Name == o.Name && s.Since.Equal(&o.Since) && s.Type == o.Type &&
+	return s.Namespace == o.Namespace && s.Name == o.Name && s.Since == o.Since && s.Type == o.Type &&
 		s.SessionAffinity == o.SessionAffinity && s.SessionAffinitySeconds == o.SessionAffinitySeconds &&
 		s.InternalTrafficPolicy == o.InternalTrafficPolicy && s.TrafficDistribution == o.TrafficDistribution &&
 		slices.Equal(s.Ports, o.Ports) && maps.Equal(s.Labels, o.Labels) && maps.Equal(s.Annotations, o.Annotations) &&
