@@ -204,7 +204,7 @@ func (c *Controller) SetupWithManager(mgr ctrl.Manager) error {
 	if err != nil {
 		return err
 	}
-	return errors.Join((&exporter{c}).setup(mgr), (&answerer{c}).setup(mgr))
+	return errors.Join((&exporter{Controller: c}).setup(mgr), (&answerer{c}).setup(mgr))
 }
 
 // peersPause is how long conditions wait for what peers answer or export: a peer may change that all the time, and
@@ -409,8 +409,10 @@ func (c *Controller) gatherOwn(ctx context.Context, g *gathered, name string, wh
 	} else if !apierrors.IsNotFound(err) {
 		return fmt.Errorf("read Service %s: %w", g.key, err)
 	}
-	endpoints, known := c.sources.slices(g.key)
-	if g.wait = !known; g.wait {
+	var endpoints []*discoveryv1.EndpointSlice
+	if svc == nil { // the name may be none of a label, by which no API server lets anybody watch
+		c.sources.forget(g.key)
+	} else if endpoints, g.wait = c.sources.slices(g.key); g.wait {
 		return nil
 	}
 	own, invalid := ExportOf(&export, svc, endpoints)
@@ -610,7 +612,10 @@ func fit(s string, most int) string {
 }
 
 // An exporter hands the exports of this cluster to the Replicator, all of one peer together.
-type exporter struct{ *Controller }
+type exporter struct {
+	*Controller
+	complete bool // each export was looked at once; one goroutine alone has this
+}
 
 // pause of the exporter and the answerer: of many changes at once the first one counts now and the others
 // together.
@@ -646,10 +651,11 @@ func (e *exporter) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, 
 		return ctrl.Result{}, fmt.Errorf("ServiceExports: %w", err)
 	}
 	for i := range list.Items { // after a start, services that were not looked at yet would be withdrawn
-		if s := &list.Items[i]; s.DeletionTimestamp.IsZero() && !e.board.looked(client.ObjectKeyFromObject(s)) {
+		if s := &list.Items[i]; !e.complete && s.DeletionTimestamp.IsZero() && !e.board.looked(client.ObjectKeyFromObject(s)) {
 			return ctrl.Result{RequeueAfter: 2 * pause}, nil
 		}
 	}
+	e.complete = true
 	exports := e.board.exports()
 	for i := range exports {
 		exports[i], _ = ForPeers(exports[i], pods)

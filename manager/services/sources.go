@@ -55,25 +55,25 @@ func (s *sources) run(ctx context.Context) {
 	s.running.Wait()
 }
 
-// slices returns the EndpointSlices of a Service, which are not to be changed. It returns false until they
-// are known; then changed is called.
-func (s *sources) slices(key Key) (all []*discoveryv1.EndpointSlice, known bool) {
+// slices returns the EndpointSlices of a Service, which are not to be changed. wait is true until they are
+// known; then changed is called.
+func (s *sources) slices(key Key) (all []*discoveryv1.EndpointSlice, wait bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	src := s.of[key]
 	if src == nil {
 		if s.ctx == nil {
-			return nil, false
+			return nil, true
 		}
 		src = s.start(key)
 	}
 	if !src.synced() {
-		return nil, false
+		return nil, true
 	}
 	for _, o := range src.store.List() {
 		all = append(all, o.(*discoveryv1.EndpointSlice))
 	}
-	return all, true
+	return all, false
 }
 
 // forget ends the watch for a Service.
