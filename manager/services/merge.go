@@ -91,7 +91,11 @@ func Merge(key Key, exports []Export) Merged {
 		m.Service = derivedService(key, m.Import)
 	}
 	for _, x := range byAge {
-		m.Slices = append(m.Slices, slicesOf(key, x, ports, x.Down && replaced(x, byAge, ports))...)
+		withdrawn, ports := x.Down && replaced(x, byAge, ports), ports
+		if kind == mcs.Headless && portless(x) {
+			ports = nil // else an export with ports would take those without out of DNS
+		}
+		m.Slices = append(m.Slices, slicesOf(key, x, ports, withdrawn)...)
 	}
 	slices.SortFunc(m.Slices, func(a, b discoveryv1.EndpointSlice) int { return strings.Compare(a.Name, b.Name) })
 	if kind == mcs.Headless { // else the addresses of the derived Service decide
@@ -231,6 +235,11 @@ func derivedService(key Key, i *mcs.ServiceImport) *corev1.Service {
 	return s
 }
 
+// portless reports whether an export has addresses alone, which a headless one may.
+func portless(x Export) bool {
+	return importType(x.Service) == mcs.Headless && len(x.Service.Ports) == 0
+}
+
 // served returns the ports of a subset that the service has as the export has them. kube-proxy finds a port
 // in a slice by its name alone, so that one with another number must not be there.
 func served(x Export, subset isthmus.EndpointSubset, merged []isthmus.ExportedPort) (all []discoveryv1.EndpointPort) {
@@ -257,6 +266,7 @@ func served(x Export, subset isthmus.EndpointSubset, merged []isthmus.ExportedPo
 // replaced reports whether other clusters, whose tunnels work, serve each port of an export that is down.
 // Otherwise its endpoints stay as they are: a guess is better than nothing.
 func replaced(x Export, all []Export, merged []isthmus.ExportedPort) bool {
+	const anyPort = " " // is no name
 	names := func(x Export, readyOnly bool) map[string]bool {
 		have := make(map[string]bool)
 		for _, subset := range x.Service.Subsets {
@@ -266,11 +276,12 @@ func replaced(x Export, all []Export, merged []isthmus.ExportedPort) bool {
 			}) {
 				continue
 			}
-			if len(merged) == 0 {
-				have[""] = true
-			}
-			for _, p := range served(x, subset, merged) {
+			ports := served(x, subset, merged)
+			for _, p := range ports {
 				have[*p.Name] = true
+			}
+			if len(ports) > 0 || portless(x) {
+				have[anyPort] = true
 			}
 		}
 		return have
@@ -337,7 +348,7 @@ func slicesOf(key Key, x Export, ports []isthmus.ExportedPort, withdrawn bool) (
 			for full := 0; ; full++ { // an exporter may choose addresses that all have one hash
 				at := slot{family, h.Sum32() % slots, full}
 				if name = names[at]; name == "" {
-					name = derived + "-" + digest(10, x.ID, text, string(family), fmt.Sprint(at.number, slots, full))
+					name = derived + "-" + digest(16, x.ID, text, string(family), fmt.Sprint(at.number, slots, full))
 					names[at] = name
 				}
 				if slice = made[name]; slice == nil || len(slice.Endpoints) < maxSlice {

@@ -174,6 +174,33 @@ func TestDeadClusterLeavesOnlyWhereAnotherServes(t *testing.T) {
 	same(t, "the other is not ready", endpoints(Merge(shop, []Export{b, c}), "b"), []string{"10.246.0.7:8080"})
 }
 
+func TestHeadlessExportWithoutPortsStaysBesideOneWithPorts(t *testing.T) {
+	older, younger := service(time.Hour, "10.244.1.5"), service(time.Minute, "10.244.2.5")
+	older.Type, younger.Type = "Headless", "Headless"
+	older.Ports, older.Subsets[0].Targets = nil, nil
+	ours, theirs := OwnExport("a", "a", Own{Service: older}), from(t, "b", younger)
+	addresses := func(m Merged) (all []string) {
+		for _, s := range m.Slices {
+			for _, e := range s.Endpoints {
+				all = append(all, fmt.Sprintf("%s %d ports, ready %v", e.Addresses[0], len(s.Ports), *e.Conditions.Ready))
+			}
+		}
+		slices.Sort(all)
+		return all
+	}
+	same(t, "both", addresses(Merge(shop, []Export{ours, theirs})), []string{"10.244.1.5 0 ports, ready true", "10.246.2.5 1 ports, ready true"})
+	theirs.Down = true // nobody else has its port
+	same(t, "the one with a port is down", addresses(Merge(shop, []Export{ours, theirs})), []string{"10.244.1.5 0 ports, ready true", "10.246.2.5 1 ports, ready true"})
+	ours, theirs = OwnExport("a", "a", Own{Service: younger}), from(t, "b", older)
+	theirs.Down = true // the name has other addresses
+	same(t, "the one without is down", addresses(Merge(shop, []Export{ours, theirs})), []string{"10.244.2.5 1 ports, ready true", "10.246.1.5 0 ports, ready false"})
+	younger.Type = "ClusterSetIP" // and younger: a slice without ports would have all ports
+	m := Merge(shop, []Export{OwnExport("a", "a", Own{Service: older}), from(t, "b", younger)})
+	same(t, "type of the older", m.Import.Spec.Type, mcs.Headless)
+	older.Since, younger.Since = younger.Since, older.Since
+	same(t, "as ClusterSetIP", addresses(Merge(shop, []Export{OwnExport("a", "a", Own{Service: older}), from(t, "b", younger)})), []string{"10.246.2.5 1 ports, ready true"})
+}
+
 func TestAcceptRefuses(t *testing.T) {
 	peer := Peer{ID: "b", Cluster: "b", Import: []string{"prod", "kube-system", "missing"}, Pods: moved}
 	for name, tc := range map[string]struct {

@@ -55,8 +55,9 @@ func shardName(n int) string { return fmt.Sprintf("%s%d", isthmus.PeerServicesPr
 // derivedPrefix begins the names of our Services and EndpointSlices, and of no others that we may write.
 const derivedPrefix = "derived-"
 
-// DerivedName is the name of the Service that stands for a service of several clusters.
-func DerivedName(k Key) string { return derivedPrefix + digest(10, k.Namespace, k.Name) }
+// DerivedName is the name of the Service that stands for a service of several clusters. Nobody finds another
+// service that has the same in a lifetime.
+func DerivedName(k Key) string { return derivedPrefix + digest(16, k.Namespace, k.Name) }
 
 // digest returns n characters that differ where parts differ, and that may be part of any name.
 func digest(n int, parts ...string) string {
