@@ -13,7 +13,6 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
-	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -180,7 +179,7 @@ func (c *Controller) SetupWithManager(mgr ctrl.Manager) error {
 		WatchesRawSource(source.Kind(c.objects, &isthmus.PeerServices{}, differing(budgets{}))).
 		WatchesRawSource(source.Kind[client.Object](c.Cache, &net.TunnelEndpoint{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
 			return c.offered(ctx, o.GetNamespace())
-		}))).
+		}), predicate.GenerationChangedPredicate{})). // not for each latency
 		WatchesRawSource(source.Kind[client.Object](c.Cache, &isthmus.Peering{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
 			return append(c.known(), c.offered(ctx, o.(*isthmus.Peering).Spec.TenantNamespace.Local)...)
 		}), peeringChanged)).
@@ -291,6 +290,18 @@ type gathered struct {
 	peerings  []*isthmus.Peering
 }
 
+// lookAgain is how long a service waits where an EndpointSlice of somebody else is in the way.
+const lookAgain = time.Minute
+
+// displaced notes that an object of somebody else is in the way.
+func (g *gathered) displaced(by string) {
+	for id, o := range g.outcomes {
+		o.served, o.endpoints = false, 0
+		o.refusals = append(o.refusals, Refusal{RefusedForeign, by})
+		g.outcomes[id] = o
+	}
+}
+
 func (c *Controller) reconcile(ctx context.Context, key Key) (time.Duration, error) {
 	g, err := c.gather(ctx, key)
 	if err != nil || g.wait {
@@ -304,11 +315,7 @@ func (c *Controller) reconcile(ctx context.Context, key Key) (time.Duration, err
 	var merged Merged
 	switch {
 	case foreign != "":
-		for id, o := range g.outcomes {
-			o.served, o.endpoints = false, 0
-			o.refusals = append(o.refusals, Refusal{RefusedForeign, foreign})
-			g.outcomes[id] = o
-		}
+		g.displaced(foreign)
 	case len(g.exports) == 0:
 		err = c.remove(ctx, have)
 	default:
@@ -322,6 +329,10 @@ func (c *Controller) reconcile(ctx context.Context, key Key) (time.Duration, err
 			}
 		}
 		err = c.apply(ctx, have, merged)
+		if other := errForeign(""); errors.As(err, &other) {
+			g.displaced(other.Error())
+			g.after, err = lookAgain, nil // nobody tells when it is gone
+		}
 	}
 	for _, id := range c.board.setOutcomes(key, g.outcomes) {
 		for _, p := range g.peerings {
@@ -478,268 +489,18 @@ type namespaces struct {
 }
 
 func (n namespaces) Reserved(name string) bool {
-	return slices.Contains(system, name) || name == n.c.Namespace || slices.ContainsFunc(n.peerings, func(p *isthmus.Peering) bool {
-		return p.Spec.TenantNamespace.Local == name
-	})
+	ns, _ := n.get(name)
+	return slices.Contains(system, name) || name == n.c.Namespace || ns.Labels[net.LabelTenantClusterID] != "" ||
+		slices.ContainsFunc(n.peerings, func(p *isthmus.Peering) bool { return p.Spec.TenantNamespace.Local == name })
 }
 
 func (n namespaces) Exists(name string) bool {
-	var ns metav1.PartialObjectMetadata
+	ns, ok := n.get(name)
+	return ok && ns.DeletionTimestamp.IsZero()
+}
+
+func (n namespaces) get(name string) (ns metav1.PartialObjectMetadata, ok bool) {
 	ns.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("Namespace"))
-	return n.c.Cache.Get(n.ctx, client.ObjectKey{Name: name}, &ns) == nil && ns.DeletionTimestamp.IsZero()
-}
-
-// condition writes the conditions of our ServiceExport.
-func (c *Controller) condition(ctx context.Context, g gathered, merged Merged) error {
-	want := g.export.DeepCopy()
-	for _, condition := range c.conditions(ctx, g, merged) {
-		condition.ObservedGeneration = want.Generation
-		meta.SetStatusCondition(&want.Status.Conditions, condition)
-	}
-	if equality.Semantic.DeepEqual(want.Status, g.export.Status) {
-		return nil
-	}
-	err := c.Client.Status().Patch(ctx, want, client.MergeFromWithOptions(g.export, client.MergeFromWithOptimisticLock{}))
-	return client.IgnoreNotFound(err)
-}
-
-func (c *Controller) conditions(ctx context.Context, g gathered, merged Merged) []metav1.Condition {
-	if g.invalid != nil {
-		return []metav1.Condition{
-			conditionOf(mcs.ServiceExportConditionValid, metav1.ConditionFalse, g.invalid.Reason, g.invalid.Message),
-			conditionOf(mcs.ServiceExportConditionReady, metav1.ConditionFalse, mcs.ServiceExportReasonFailed, "nothing is exported"),
-			conditionOf(mcs.ServiceExportConditionConflict, metav1.ConditionFalse, mcs.ServiceExportReasonNoConflicts, ""),
-		}
-	}
-	reasons, texts := make(map[string]bool), []string(nil)
-	for _, conflict := range merged.Conflicts {
-		reasons[string(conflict.Reason)] = true
-		texts = append(texts, conflict.Message)
-	}
-	ready := c.readiness(ctx, g, reasons, &texts)
-	conflict := conditionOf(mcs.ServiceExportConditionConflict, metav1.ConditionFalse, mcs.ServiceExportReasonNoConflicts, "")
-	if len(reasons) > 0 {
-		conflict = conditionOf(mcs.ServiceExportConditionConflict, metav1.ConditionTrue, mcs.ServiceExportConditionReason(joined(reasons)), fit(strings.Join(texts, "; "), maxMessage))
-	}
-	return []metav1.Condition{
-		conditionOf(mcs.ServiceExportConditionValid, metav1.ConditionTrue, mcs.ServiceExportReasonValid, ""),
-		ready, conflict,
-	}
-}
-
-func joined(set map[string]bool) string {
-	var all []string
-	for s := range set {
-		all = append(all, s)
-	}
-	slices.Sort(all)
-	return strings.Join(all, ",")
-}
-
-// readiness decides the condition Ready by what the peers have. Conflicts that they report are added.
-func (c *Controller) readiness(ctx context.Context, g gathered, conflicts map[string]bool, texts *[]string) metav1.Condition {
-	var have, pending, failed []string
-	for _, p := range g.peerings {
-		if !p.DeletionTimestamp.IsZero() || !Permits(p.Spec.Services.Export, g.key.Namespace) {
-			continue
-		}
-		name, id := p.Spec.Cluster.ClusterName, p.Spec.Cluster.ClusterID
-		sharing, looked := c.Sharing(id)
-		refused := slices.IndexFunc(sharing.Refused, func(r isthmus.RefusedService) bool { return r.Namespace == g.key.Namespace && r.Name == g.key.Name })
-		if refused >= 0 {
-			r := sharing.Refused[refused]
-			var differs, others []string
-			for reason := range strings.SplitSeq(r.Reason, ",") {
-				switch {
-				case !slices.Contains(conflictReasons, reason): // the peer may write anything
-					others = append(others, reason)
-				case !conflicts[reason]:
-					differs, conflicts[reason] = append(differs, reason), true
-				}
-			}
-			if len(differs) > 0 {
-				*texts = append(*texts, fmt.Sprintf("cluster %s: %s: %s", name, strings.Join(differs, ","), r.Message))
-			}
-			if len(others) > 0 {
-				failed = append(failed, fmt.Sprintf("cluster %s: %s: %s", name, strings.Join(others, ","), r.Message))
-				continue
-			}
-		}
-		switch {
-		case c.board.omits(id, g.key):
-			failed = append(failed, fmt.Sprintf("cluster %s: there is no room in PeerServices %s, which has older exports", name, ShardOf(g.key)))
-		case !looked, sharing.Condition.Status == "", sharing.Condition.Reason == isthmus.ReasonSharing:
-			pending = append(pending, name)
-		case sharing.Condition.Status != metav1.ConditionTrue:
-			failed = append(failed, fmt.Sprintf("cluster %s: %s", name, sharing.Condition.Message))
-		default:
-			have = append(have, name)
-		}
-	}
-	left := ""
-	if pods, err := c.Pods(ctx); err == nil && pods.IsValid() {
-		theirs, out := ForPeers(g.ownExport.Service, pods)
-		if n := len(g.export.Spec.ExportedLabels) + len(g.export.Spec.ExportedAnnotations) - len(theirs.Labels) - len(theirs.Annotations); n > 0 {
-			left += fmt.Sprintf("; %d labels and annotations are left out: too many, too long, reserved or invalid", n)
-		}
-		if out.NoPod > 0 {
-			left += fmt.Sprintf("; %d endpoints are no pods and stay in this cluster", out.NoPod)
-		}
-		if out.TooMany > 0 {
-			left += fmt.Sprintf("; %d endpoints are beyond the %d that a service exports", out.TooMany, isthmus.MaxExportedEndpoints)
-		}
-	}
-	switch {
-	case len(failed) > 0:
-		return conditionOf(mcs.ServiceExportConditionReady, metav1.ConditionFalse, mcs.ServiceExportReasonFailed, fit(strings.Join(failed, "; ")+left, maxMessage))
-	case len(pending) > 0:
-		return conditionOf(mcs.ServiceExportConditionReady, metav1.ConditionFalse, mcs.ServiceExportReasonPending, fit("not yet exported to "+strings.Join(pending, ", ")+left, maxMessage))
-	case len(have) == 0:
-		return conditionOf(mcs.ServiceExportConditionReady, metav1.ConditionTrue, mcs.ServiceExportReasonReady, "no Peering exports this namespace; see `isthmus peer --services`"+left)
-	}
-	return conditionOf(mcs.ServiceExportConditionReady, metav1.ConditionTrue, mcs.ServiceExportReasonExported, fit("exported to "+strings.Join(have, ", ")+left, maxMessage))
-}
-
-// maxMessage bounds the message of a condition, and maxRefusal that of a refused service.
-const maxMessage, maxRefusal = 4096, 512
-
-// fit bounds a message.
-func fit(s string, most int) string {
-	if len(s) > most {
-		s = strings.ToValidUTF8(s[:most], "")
-	}
-	return s
-}
-
-// An exporter hands the exports of this cluster to the Replicator, all of one peer together.
-type exporter struct {
-	*Controller
-	complete bool // each export was looked at once; one goroutine alone has this
-}
-
-// pause of the exporter and the answerer: of many changes at once the first one counts now and the others
-// together.
-const pause = 50 * time.Millisecond
-
-// allExports is the name of the one request of the exporter.
-const allExports = "exports"
-
-func (e *exporter) setup(mgr ctrl.Manager) error {
-	all := []reconcile.Request{{NamespacedName: Key{Name: allExports}}}
-	everything := handler.EnqueueRequestsFromMapFunc(func(context.Context, client.Object) []reconcile.Request { return all })
-	return ctrl.NewControllerManagedBy(mgr).Named("exports").
-		WatchesRawSource(source.Kind[client.Object](e.Cache, &isthmus.Peering{}, everything, peeringChanged)).
-		WatchesRawSource(e.exported.Source()).
-		Complete(e)
-}
-
-// Reconcile hands over the exports.
-func (e *exporter) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, error) {
-	peerings, err := e.Peerings(ctx)
-	if err != nil {
-		return ctrl.Result{}, err
-	}
-	pods, err := e.Pods(ctx)
-	if err != nil || !pods.IsValid() {
-		return ctrl.Result{RequeueAfter: time.Second}, err
-	}
-	var list mcs.ServiceExportList
-	if !e.objects.WaitForCacheSync(ctx) {
-		return ctrl.Result{}, nil
-	}
-	if err := e.objects.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
-		return ctrl.Result{}, fmt.Errorf("ServiceExports: %w", err)
-	}
-	for i := range list.Items { // after a start, services that were not looked at yet would be withdrawn
-		if s := &list.Items[i]; !e.complete && s.DeletionTimestamp.IsZero() && !e.board.looked(client.ObjectKeyFromObject(s)) {
-			return ctrl.Result{RequeueAfter: 2 * pause}, nil
-		}
-	}
-	e.complete = true
-	exports := e.board.exports()
-	for i := range exports {
-		exports[i], _ = ForPeers(exports[i], pods)
-	}
-	for _, p := range peerings {
-		var theirs []isthmus.ExportedService
-		for _, s := range exports {
-			if p.DeletionTimestamp.IsZero() && Permits(p.Spec.Services.Export, s.Namespace) {
-				theirs = append(theirs, s)
-			}
-		}
-		shards, omitted := Shards(theirs)
-		for _, key := range e.board.setOmitted(p.Spec.Cluster.ClusterID, omitted) {
-			e.again.Add(request(key.Namespace, key.Name), 0)
-		}
-		e.Share(p.Spec.Cluster.ClusterID, shards)
-	}
-	select {
-	case <-time.After(pause):
-	case <-ctx.Done():
-	}
-	return ctrl.Result{}, nil
-}
-
-// An answerer writes into the status of PeerServices which of their services are not served.
-type answerer struct{ *Controller }
-
-func (a *answerer) setup(mgr ctrl.Manager) error {
-	same := handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
-		return []reconcile.Request{{NamespacedName: client.ObjectKeyFromObject(o)}}
-	})
-	return ctrl.NewControllerManagedBy(mgr).Named("peerservices").
-		WatchesRawSource(source.Kind[client.Object](a.objects, &isthmus.PeerServices{}, same)).
-		WatchesRawSource(a.answers.Source()).
-		Complete(a)
-}
-
-// Reconcile writes one status.
-func (a *answerer) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
-	select { // most services of an object change together
-	case <-time.After(pause):
-	case <-ctx.Done():
-		return ctrl.Result{}, nil
-	}
-	var object isthmus.PeerServices
-	if err := a.objects.Get(ctx, req.NamespacedName, &object); err != nil {
-		return ctrl.Result{}, client.IgnoreNotFound(err)
-	}
-	peerings, err := a.Peerings(ctx)
-	if err != nil {
-		return ctrl.Result{}, err
-	}
-	at := slices.IndexFunc(peerings, func(p *isthmus.Peering) bool { return p.Spec.TenantNamespace.Local == req.Namespace })
-	if at < 0 {
-		return ctrl.Result{}, nil
-	}
-	status := isthmus.PeerServicesStatus{ObservedGeneration: object.Generation}
-	for _, s := range object.Spec.Services {
-		key := Key{Namespace: s.Namespace, Name: s.Name}
-		o, looked := a.board.outcome(key, peerings[at].Spec.Cluster.ClusterID)
-		if shard := ShardOf(key); shard != object.Name { // no reconcile looks here for it
-			o = outcome{refusals: []Refusal{{RefusedShard, "the service belongs into PeerServices " + shard}}}
-		} else if !looked {
-			return ctrl.Result{}, nil // its reconcile sends an event
-		}
-		if len(o.refusals) == 0 {
-			continue
-		}
-		refused := isthmus.RefusedService{Namespace: s.Namespace, Name: s.Name}
-		var reasons, messages []string
-		for _, r := range o.refusals {
-			reasons, messages = append(reasons, r.Reason), append(messages, r.Message)
-		}
-		refused.Reason, refused.Message = strings.Join(reasons, ","), fit(strings.Join(messages, "; "), maxRefusal)
-		status.Refused = append(status.Refused, refused)
-	}
-	if equality.Semantic.DeepEqual(status, object.Status) {
-		return ctrl.Result{}, nil
-	}
-	want := object.DeepCopy()
-	want.Status = status
-	err = a.Client.Status().Patch(ctx, want, client.MergeFromWithOptions(&object, client.MergeFromWithOptimisticLock{}))
-	if apierrors.IsConflict(err) {
-		return ctrl.Result{RequeueAfter: 2 * pause}, nil
-	}
-	return ctrl.Result{}, client.IgnoreNotFound(err)
+	err := n.c.Cache.Get(n.ctx, client.ObjectKey{Name: name}, &ns)
+	return ns, err == nil
 }

@@ -2,6 +2,7 @@ package services
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -49,8 +50,8 @@ func (c *Controller) read(ctx context.Context, key Key) (have existing, err erro
 		return have, fmt.Errorf("EndpointSlices: %w", err)
 	}
 	for j := range list.Items {
-		if list.Items[j].Labels[discoveryv1.LabelManagedBy] == ManagedBy {
-			have.slices[list.Items[j].Name] = &list.Items[j]
+		if s := &list.Items[j]; s.Labels[discoveryv1.LabelManagedBy] == ManagedBy && strings.HasPrefix(s.Name, DerivedName(key)+"-") {
+			have.slices[s.Name] = s
 		}
 	}
 	return have, nil
@@ -58,31 +59,32 @@ func (c *Controller) read(ctx context.Context, key Key) (have existing, err erro
 
 // foreign names an object of somebody else in the place of ours, or is empty.
 func (e existing) foreign() string {
-	if e.imports != nil && e.imports.Labels[LabelService] == "" {
+	if e.imports != nil && e.imports.Labels[LabelService] != e.key.Name {
 		return "the ServiceImport of this name belongs to another implementation of the Multi-Cluster Services API"
 	}
-	if e.service != nil && e.service.Labels[LabelService] == "" {
+	if e.service != nil && e.service.Labels[LabelService] != e.key.Name {
 		return "Service " + e.service.Name + " is not ours"
 	}
 	return ""
 }
 
+// errForeign says that an object of somebody else has the name of an EndpointSlice of ours.
+type errForeign string
+
+func (e errForeign) Error() string { return "EndpointSlice " + string(e) + " is not ours" }
+
 // remove deletes what is ours.
-func (c *Controller) remove(ctx context.Context, have existing) error {
+func (c *Controller) remove(ctx context.Context, have existing) (err error) {
 	for _, name := range slices.Sorted(maps.Keys(have.slices)) {
-		if err := c.delete(ctx, have.slices[name]); err != nil {
-			return err
-		}
+		err = errors.Join(err, c.delete(ctx, have.slices[name]))
 	}
 	if have.service != nil {
-		if err := c.delete(ctx, have.service); err != nil {
-			return err
-		}
+		err = errors.Join(err, c.delete(ctx, have.service))
 	}
 	if have.imports != nil {
-		return c.delete(ctx, have.imports)
+		err = errors.Join(err, c.delete(ctx, have.imports))
 	}
-	return nil
+	return err
 }
 
 func (c *Controller) delete(ctx context.Context, o client.Object) error {
@@ -112,10 +114,13 @@ func (c *Controller) apply(ctx context.Context, have existing, want Merged) erro
 		}
 		ips = s.Spec.ClusterIPs
 	}
+	var foreign error
 	for n := range want.Slices {
 		slice := &want.Slices[n]
 		slice.OwnerReferences = owners
-		if err := c.applySlice(ctx, have.slices[slice.Name], slice); err != nil {
+		if err := c.applySlice(ctx, have.slices[slice.Name], slice); errors.As(err, new(errForeign)) {
+			foreign = err // the others are served
+		} else if err != nil {
 			return err
 		}
 		delete(have.slices, slice.Name)
@@ -130,7 +135,7 @@ func (c *Controller) apply(ctx context.Context, have existing, want Merged) erro
 			return err
 		}
 	}
-	return c.completeImport(ctx, i, ips, want.Import)
+	return errors.Join(foreign, c.completeImport(ctx, i, ips, want.Import))
 }
 
 // applyImport returns the import, or nil while an older one of the name is being deleted.
@@ -201,7 +206,11 @@ func (c *Controller) applyService(ctx context.Context, have, want *corev1.Servic
 
 func (c *Controller) applySlice(ctx context.Context, have, want *discoveryv1.EndpointSlice) error {
 	if have == nil {
-		return wrap("create EndpointSlice", c.Client.Create(ctx, want.DeepCopy()))
+		err := c.Client.Create(ctx, want.DeepCopy())
+		if apierrors.IsAlreadyExists(err) && !c.sources.exists(ctx, want) { // the cache has those with our label alone
+			return errForeign(want.Name)
+		}
+		return wrap("create EndpointSlice", err)
 	}
 	changed := have.DeepCopy()
 	changed.Labels, changed.OwnerReferences, changed.Ports, changed.Endpoints = maps.Clone(want.Labels), want.OwnerReferences, want.Ports, want.Endpoints

@@ -76,6 +76,14 @@ func (s *sources) slices(key Key) (all []*discoveryv1.EndpointSlice, wait bool) 
 	return all, false
 }
 
+// exists asks the API server whether there is an EndpointSlice of this name, service and manager. It is true while
+// nobody knows.
+func (s *sources) exists(ctx context.Context, want *discoveryv1.EndpointSlice) bool {
+	list, err := s.client.EndpointSlices(want.Namespace).List(ctx, metav1.ListOptions{FieldSelector: "metadata.name=" + want.Name})
+	return err != nil || len(list.Items) == 0 || list.Items[0].Labels[LabelService] == want.Labels[LabelService] &&
+		list.Items[0].Labels[discoveryv1.LabelManagedBy] == ManagedBy
+}
+
 // forget ends the watch for a Service.
 func (s *sources) forget(key Key) {
 	s.mu.Lock()

@@ -55,6 +55,7 @@ func TestHostileServices(t *testing.T) {
 	f.untilServed("shop", "that is 10.244.1.5", f.here("10.244.1.5"))
 	a.condition(b, isthmus.ConditionServicesShared, metav1.ConditionTrue, isthmus.ReasonShared)
 	b.condition(a, isthmus.ConditionServicesShared, metav1.ConditionTrue, isthmus.ReasonShared)
+	f.testExportWithoutService(t)
 	b.killManager()
 
 	for _, part := range []struct {
@@ -68,6 +69,7 @@ func TestHostileServices(t *testing.T) {
 		{"its age", f.testAge},
 		{"flapping", f.testFlapping},
 		{"coming and going", f.testComings},
+		{"objects of others", f.testObjectsOfOthers},
 	} {
 		t.Run(part.name, func(t *testing.T) {
 			in(t, a, b)
@@ -756,6 +758,81 @@ func (f *seller) testAge(t *testing.T) {
 	f.untilServed("till", "our own alone again", "10.244.3.4")
 	affinity(corev1.ServiceAffinityNone)
 	conflict(metav1.ConditionFalse, "")
+}
+
+// testExportWithoutService has an export at b whose name is none of a Service, nor of a label.
+func (f *seller) testExportWithoutService(t *testing.T) {
+	long := &mcs.ServiceExport{ObjectMeta: metav1.ObjectMeta{Namespace: "secret", Name: strings.Repeat("x", 64)}}
+	if err := f.b.client.Create(t.Context(), long); err != nil {
+		t.Fatal(err)
+	}
+	f.b.eventually("an answer to an export without a Service", func() (string, bool) {
+		f.b.get(client.ObjectKeyFromObject(long), long)
+		c := meta.FindStatusCondition(long.Status.Conditions, string(mcs.ServiceExportConditionValid))
+		return fmt.Sprintf("%+v", c), c != nil && c.Reason == string(mcs.ServiceExportReasonNoService)
+	})
+	serve(f.b, "second", "10.244.1.6")
+	f.untilServed("second", "beside an export without a Service", f.here("10.244.1.6"))
+}
+
+// testObjectsOfOthers has objects in the place of a's own, and some that only look like them.
+func (f *seller) testObjectsOfOthers(t *testing.T) {
+	ours := map[string]string{isthmus.LabelService: "cart", discoveryv1.LabelManagedBy: services.ManagedBy}
+	alike := &discoveryv1.EndpointSlice{ObjectMeta: metav1.ObjectMeta{Namespace: "prod", Name: "mine", Labels: ours}, AddressType: discoveryv1.AddressTypeIPv4}
+	if err := f.a.client.Create(t.Context(), alike); err != nil {
+		t.Fatal(err)
+	}
+	s := exported("cart", "10.244.0.9")
+	offer := func() {
+		t.Helper()
+		if err := f.offer(s); err != nil {
+			t.Fatal(err)
+		}
+	}
+	offer()
+	f.untilServed("cart", "beside a slice with our labels", f.here("10.244.0.9"))
+
+	label := func(o client.Object, value string) {
+		t.Helper()
+		patch := fmt.Sprintf(`{"metadata":{"labels":{%q:%s}}}`, isthmus.LabelService, value)
+		if err := f.a.client.Patch(t.Context(), o, client.RawPatch(types.MergePatchType, []byte(patch))); err != nil {
+			t.Fatal(err)
+		}
+	}
+	derived := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "prod", Name: services.DerivedName(keyFor(s))}}
+	label(derived, `"other"`)
+	if r := f.refusal(services.ShardOf(keyFor(s)), keyFor(s)); r.Reason != services.RefusedForeign || !strings.Contains(r.Message, derived.Name) {
+		t.Errorf("a Service of another name: %+v", r)
+	}
+	label(derived, `"cart"`)
+	s.Subsets[0].Endpoints[0].Address = "10.244.0.10"
+	offer()
+	f.untilServed("cart", "once its Service is ours again", f.here("10.244.0.10"))
+
+	var list discoveryv1.EndpointSliceList
+	f.a.list(&list, client.InNamespace("prod"), client.MatchingLabels{mcs.LabelServiceName: "cart"})
+	label(&list.Items[0], "null")
+	if r := f.refusal(services.ShardOf(keyFor(s)), keyFor(s)); r.Reason != services.RefusedForeign || !strings.Contains(r.Message, list.Items[0].Name) {
+		t.Errorf("a slice without our label: %+v", r)
+	}
+	before, began := f.writes(), time.Now()
+	time.Sleep(2 * time.Second)
+	if n := f.writes() - before; n > 2+leases(began) {
+		t.Errorf("%d writes in 2 s while a slice is in the way", n)
+	}
+	if err := f.a.client.Delete(t.Context(), &list.Items[0]); err != nil {
+		t.Fatal(err)
+	}
+	s.Subsets[0].Endpoints[0].Zone = "z" // nobody tells a's manager that the slice is gone
+	offer()
+	f.untilServed("cart", "once the slice is gone", f.here("10.244.0.10"))
+	if err := f.put(services.ShardOf(keyFor(s))); err != nil {
+		t.Fatal(err)
+	}
+	f.gone("cart")
+	if err := f.a.client.Delete(t.Context(), alike); err != nil {
+		t.Fatal(err)
+	}
 }
 
 // testFlapping lets an endpoint come and go as often as the API server takes it.
