@@ -207,6 +207,13 @@ func servicesChapter() chapter {
 				f.invalid(t, address, service("stall", address))
 			}
 		}),
+		row("a `since` that the format date-time allows and Go does not parse, which would break a's list of all PeerServices", "the API server refuses it", func(t *testing.T) {
+			for _, since := range []string{"2026-01-01t00:00:00z", "2026-01-01T00:00:00+99:99", "2026-01-01T00:00:00x5Z", "2026-01-01T00:00:00ZTx"} {
+				s := service("stall")
+				s.Since = since
+				f.invalid(t, since, s)
+			}
+		}),
 		row("names that are no DNS labels: dots, capitals, wildcards, paths, 64 characters; also of namespaces, ports and hostnames", "the API server refuses them", func(t *testing.T) {
 			for _, name := range []string{"a.b", "Shop", "*", "../shop", "-a", "a-", "a\n", strings.Repeat("a", 64), ""} {
 				s := service(name)
