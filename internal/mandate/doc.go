@@ -15,7 +15,8 @@
 //     voter's incarnation, or that is not newer than the last one of the same gateway.
 //  4. An answered ask counts for the gateway until Timing.Mandate after it was sent. That is shorter than
 //     Timing.Bound, by more than two clocks can differ in that time.
-//  5. A release by the holder frees the voter at once. The holder never uses that epoch again.
+//  5. A release by the holder frees the voter at once. The holder never uses that epoch again. It sends one when it stops,
+//     and when its mandate has ended for want of answers.
 //  6. A voter that ends in order (SIGTERM) stores that it stays bound, and tells its holder, which counts the vote for
 //     Timing.FarewellMandate. The next voter on that node keeps to it for Timing.Farewell after its start, or until
 //     it answers an ask that names it. By then its holder knows it, and counts the vote like any other.

@@ -194,7 +194,8 @@ func (g *Gateway) stand(rest Time) {
 func (g *Gateway) See(epoch uint64) { g.seen = max(g.seen, epoch) }
 
 // Tick is called once a beat. It returns the same ask for each voter, but for Ask.Heard. Where the gateway may claim, it
-// does so when it could get a majority. holds says that it has a mandate from elsewhere, by the Lease.
+// does so when it could get a majority, and it releases a mandate that has ended: voters that it does not hear may hear
+// it, and its asks have bound them until now. holds says that it has a mandate from elsewhere, by the Lease.
 func (g *Gateway) Tick(now Time, may, holds bool) map[ID]Ask {
 	switch {
 	case may && g.Could(now):
@@ -202,7 +203,9 @@ func (g *Gateway) Tick(now Time, may, holds bool) map[ID]Ask {
 	case g.epoch != 0 && !may:
 		g.stand(now)
 	case g.epoch != 0 && !g.Holds(now) && (g.epoch < g.promised() || now >= g.since+2*g.timing.Bound):
+		all := g.asks(Release, now, holds)
 		g.stand(now + g.pause())
+		return all
 	case g.epoch != 0 && g.epoch < max(g.seen, g.promised()): // another candidate has got some votes
 		g.seen = min(max(g.seen, g.promised())+1, Most)
 		g.epoch = g.seen

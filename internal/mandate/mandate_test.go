@@ -311,3 +311,28 @@ func TestASecondAnswerToOneAskOfTheNextVoterCountsForNothing(t *testing.T) {
 		t.Errorf("the gateway has heard of incarnation %d", heard)
 	}
 }
+
+func TestAMandateThatEndsFreesVotersThatStillHearTheGateway(t *testing.T) {
+	voters, l := make(map[ID]*Voter), list(0, 0, 1, 2)
+	for _, id := range l.Voters {
+		voters[id] = NewVoter(id, Usual, 1, &Promise{}, 0)
+	}
+	g, now, deaf := NewGateway("a", Usual, 1, l), Time(0), false
+	for ; now < 10*time.Second; now += Usual.Beat {
+		for id, a := range g.Tick(now, true, false) {
+			if answer := voters[id].Receive(a, now); !deaf || id == l.Voters[0] {
+				g.Receive(answer, now)
+			}
+		}
+		if deaf && !g.Holds(now) {
+			break
+		}
+		deaf = now > 5*time.Second
+	}
+	for _, id := range l.Voters {
+		v := *voters[id]
+		if !v.Receive(Ask{Kind: Claim, From: "b", Epoch: 100, Sent: now, Nonce: 9, Heard: 1}, now).Granted {
+			t.Errorf("voter %s is bound %v after the gateway went deaf", id, now-5*time.Second)
+		}
+	}
+}

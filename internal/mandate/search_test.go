@@ -228,7 +228,9 @@ func (w *world) gatewayActs(i int, yield func(*world)) {
 	g := &w.gateways[i]
 	send := func(c *world, all map[ID]Ask) {
 		for j := range c.voters {
-			if a, ok := all[voterID(j)]; ok {
+			if a, ok := all[voterID(j)]; ok && a.Kind == Release {
+				c.released[i][j] = slot{what: 1, ask: a}
+			} else if ok {
 				c.slots[i][j] = slot{what: 1, ask: a}
 			}
 		}
@@ -254,10 +256,7 @@ func (w *world) gatewayActs(i int, yield func(*world)) {
 		if w.bug != nil && w.bug.freed != nil {
 			w.bug.freed(&c.gateways[i], was)
 		}
-		for j := range c.voters {
-			c.released[i][j] = slot{what: 1, ask: all[voterID(j)]}
-		}
-		yield(c)
+		send(c, all)
 	}
 	if w.left.restarts > 0 {
 		c := w.clone("%[1]s restarts", i, 0)
