@@ -111,11 +111,15 @@ type Options struct {
 	// is called concurrently.
 	Gate func() bool
 
+	// Begin, if not nil, is closed when this gateway is to act. Until then it prepares what takes time: the TUNs, the
+	// rules and the kernel's objects. It has no UDP port, knows no key of a peer, and leaves Flows and Beside alone.
+	Begin <-chan struct{}
+
 	// Flows, if not nil, has flows that another gateway had before, which this one adopts before it handles
 	// the first packet. It is told the flows of this one.
 	Flows *flowsync.Keeper
 
-	// Beside, if any, runs as long as the gateway does: from when the first Config is in force
+	// Beside, if any, runs as long as the gateway acts: from when the first Config is in force
 	// until its context ends, which is before anything is taken down.
 	Beside func(ctx context.Context, r Running)
 }
@@ -192,7 +196,7 @@ func Run(ctx context.Context, o Options) error {
 		if err != nil {
 			return err
 		}
-		err = g.run(ctx, w.config, wishes, o.Beside)
+		err = g.run(ctx, w.config, wishes, o)
 		return errors.Join(err, g.close())
 	}
 }
@@ -249,6 +253,7 @@ type gateway struct {
 	capturing  atomic.Pointer[capture.Capture] // nil: none
 	flows      *flowLog                        // nil: none
 	keeper     *flowsync.Keeper                // nil: none
+	acting     bool                            // run's goroutine's: Options.Begin is closed
 
 	wake chan struct{} // something may differ now: compare
 	ways atomic.Bool   // and ask the kernel for the way to every peer
@@ -312,9 +317,6 @@ func open(o Options, c Config) (_ *gateway, err error) {
 	}
 	undo = append(undo, g.closeEnds)
 	if err := g.openEnds(o, max(c.Tunnels, 1), mtu); err != nil {
-		return nil, err
-	}
-	if err := g.startEnds(c); err != nil {
 		return nil, err
 	}
 	if o.Calls != nil {
@@ -394,30 +396,58 @@ func (g *gateway) sweep() {
 	}
 }
 
-// run applies the first configuration and then whatever comes.
-func (g *gateway) run(ctx context.Context, c Config, wishes <-chan wish, beside func(context.Context, Running)) error {
+// first takes the first configuration.
+func (g *gateway) first(c Config) error {
 	if err := g.accept(c); err != nil {
 		return fmt.Errorf("configuration: %w", err)
 	}
-	if err := g.now.applyErr; err != nil {
-		return err // at the start this is a missing privilege or the like
+	return g.now.applyErr // at the start this is a missing privilege or the like
+}
+
+// begin opens the sockets and takes the configuration as if it were the first.
+func (g *gateway) begin(c Config) error {
+	if err := g.startEnds(c); err != nil {
+		return err
 	}
-	events, stop := context.WithCancel(ctx)
-	defer stop()
-	err := g.host.Events(events, func() { g.ways.Store(true); g.compareSoon() })
-	if err != nil {
+	g.acting = true
+	g.mu.Lock()
+	g.now.peers, g.now.generation = nil, 0
+	g.mu.Unlock()
+	if err := g.first(c); err != nil {
 		return err
 	}
 	g.mu.Lock()
 	g.now.ready = true
 	g.mu.Unlock()
-	g.log.Info("gateway ready", "peers", len(g.now.peers), "mtu", g.now.mtu,
-		"listenPort", c.ListenPort, "namespace", g.host.Path())
-	if beside != nil {
-		var group sync.WaitGroup
-		defer group.Wait()
-		defer stop()
-		group.Go(func() { beside(events, Running{g}) })
+	g.log.Info("gateway ready", "peers", len(g.now.peers), "mtu", g.now.mtu, "listenPort", c.ListenPort, "namespace", g.host.Path())
+	return nil
+}
+
+// run applies the first configuration and then whatever comes.
+func (g *gateway) run(ctx context.Context, c Config, wishes <-chan wish, o Options) error {
+	start := g.begin
+	if o.Begin != nil {
+		start = g.first
+	}
+	if err := start(c); err != nil {
+		return err
+	}
+	events, stop := context.WithCancel(ctx)
+	var group sync.WaitGroup
+	defer group.Wait()
+	defer stop()
+	err := g.host.Events(events, func() { g.ways.Store(true); g.compareSoon() })
+	if err != nil {
+		return err
+	}
+	beside := func() {
+		if o.Beside != nil {
+			group.Go(func() { o.Beside(events, Running{g}) })
+		}
+	}
+	begin := o.Begin
+	if g.acting {
+		beside()
 	}
 
 	gone := g.watchEnds()
@@ -430,7 +460,7 @@ func (g *gateway) run(ctx context.Context, c Config, wishes <-chan wish, beside 
 	for {
 		select {
 		case <-ctx.Done():
-			if g.podNetwork {
+			if g.podNetwork && g.acting {
 				g.drain()
 			}
 			g.log.Info("gateway stopping")
@@ -446,8 +476,16 @@ func (g *gateway) run(ctx context.Context, c Config, wishes <-chan wish, beside 
 		case <-compare:
 			compare = nil
 			g.reapply(g.ways.Swap(false))
+		case <-begin:
+			begin = nil
+			if err := g.begin(g.now.config); err != nil {
+				return err
+			}
+			beside()
 		case now := <-second.C:
-			g.tick(now)
+			if g.acting {
+				g.tick(now)
+			}
 			if now.Sub(compared) > compareInterval || g.now.applyErr != nil {
 				compared = now
 				g.reapply(true)
@@ -580,7 +618,7 @@ func (g *gateway) accept(c Config) error {
 	if g.flows != nil {
 		g.flows.name(gw.Peers)
 	}
-	if g.keeper != nil && g.now.generation == 0 { // the rules are there, and nothing leads packets here yet
+	if g.keeper != nil && g.acting && g.now.generation == 0 { // the rules are there, and nothing leads packets here yet
 		if n := g.keeper.Activate(running{g.engine, g.ends[0].Now}); n > 0 {
 			g.log.Info("flows of the gateway before adopted", "flows", n)
 		}
@@ -652,7 +690,10 @@ func (g *gateway) put(s *survey) {
 			e.SetMTU(s.tunnel)
 		}
 	}
-	errs := append(g.moveEnds(g.now.config.ListenPort), g.applyEnds(g.now.config, s)...)
+	var errs []error
+	if g.acting {
+		errs = append(g.moveEnds(g.now.config.ListenPort), g.applyEnds(g.now.config, s)...)
+	}
 	objects, undelivered, err := g.objectsFor(s)
 	if err != nil {
 		errs = append(errs, err)

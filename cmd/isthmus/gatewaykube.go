@@ -204,7 +204,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 	linking.Go(func() { link.Run(linked) })
 	defer linking.Wait()
 	defer unlink()
-	active := func(ctx context.Context) error {
+	serve := func(ctx context.Context, begin <-chan struct{}) error {
 		options.Source = func(ctx context.Context, deliver func(gateway.Config, error)) {
 			replica.Snapshots(ctx, func(s kube.Snapshot, err error) {
 				deliver(gateway.Config{Gateway: s.Gateway, Refused: s.Problems, PrivateKey: gateway.Key(s.PrivateKey),
@@ -227,10 +227,19 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 			})
 			<-ctx.Done() // it carries until the nodes have followed another one
 		}
-		link.Await(ctx)
+		known := make(chan struct{})
+		options.Begin = known
+		go func() { // ends with ctx
+			select {
+			case <-begin:
+				link.Await(ctx)
+				close(known)
+			case <-ctx.Done():
+			}
+		}()
 		return gateway.Run(ctx, options)
 	}
-	err = replica.Run(ctx, active, func() error { return gateway.Clear(options.PodNetwork, log) })
+	err = replica.Run(ctx, serve, func() error { return gateway.Clear(options.PodNetwork, log) })
 	if err != nil && ctx.Err() == nil { // the last that this process can say
 		if untold := events.Warn(ctx, "Failed", "the gateway ended: "+err.Error()); untold != nil {
 			log.Warn("nobody is told why", "error", untold)

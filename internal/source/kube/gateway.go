@@ -141,9 +141,10 @@ func NewGateway(o GatewayOptions) (*Gateway, error) {
 	return g, nil
 }
 
-// Run watches, takes part in the election, and calls serve whenever this replica becomes the active
-// one; the context of serve ends when it is not any more. Before anything else another replica is
-// seen to be active, standby is called once, to clear what an earlier life of this one may have
+// Run watches, takes part in the election, and calls serve, which prepares, and acts when begin is closed: then this
+// replica is the active one. The context of serve ends when it is not any more, and serve is called again. A replica
+// that has its node's network prepares nothing: serve is called when it becomes the active one. Before that, when another
+// replica is seen to be active, standby is called once, to clear what an earlier life of this one may have
 // left. Run returns when ctx ends, or when serve or standby fails, the Lease released. When ctx ends
 // and another replica is ready, serve goes on until that one has taken over, for no longer than
 // handOverMost.
@@ -151,7 +152,7 @@ func NewGateway(o GatewayOptions) (*Gateway, error) {
 // While the API server cannot be reached for the first Snapshot, Run waits: Ready and the log say
 // for what. A replica that was the active one shortly before, by its state directory, carries on
 // with what it knew.
-func (g *Gateway) Run(ctx context.Context, serve func(context.Context) error, standby func() error) error {
+func (g *Gateway) Run(ctx context.Context, serve func(ctx context.Context, begin <-chan struct{}) error, standby func() error) error {
 	wanted := ctx
 	ctx, cancel := context.WithCancel(context.WithoutCancel(wanted))
 	var group sync.WaitGroup
@@ -423,50 +424,67 @@ func (g *Gateway) carryOn(e *election, known *remembered, others acquaintance) {
 	}
 }
 
-// follow serves while this replica is active.
-func (g *Gateway) follow(ctx context.Context, e *election, serve func(context.Context) error, standby func() error) error {
-	cleared := false
-	for {
-		select {
-		case <-ctx.Done():
-			return nil
-		case <-e.changed:
-		}
-		if !e.active() {
+// follow serves until ctx ends.
+func (g *Gateway) follow(ctx context.Context, e *election, serve func(context.Context, <-chan struct{}) error, standby func() error) error {
+	cleared := g.o.Node != "" // what there was has been adopted, and serve removes it
+	for ctx.Err() == nil {
+		if g.o.Node == "" && !e.active() {
 			g.keeper.changed.set()
-			if !cleared && !e.holds() {
+			if !cleared && !e.holds() && e.holder() != "" {
 				if err := standby(); err != nil {
 					return err
 				}
 				cleared = true
 			}
-			continue
-		}
-		cleared = true // what there was has been adopted, and serve removes it
-		g.metrics.takeovers.Inc()
-		g.keeper.changed.set()
-		serving, stop := context.WithCancel(ctx)
-		done := make(chan error, 1)
-		go func() { done <- serve(serving) }()
-		for e.active() {
 			select {
-			case err := <-done:
-				stop()
-				if err == nil && ctx.Err() == nil {
-					err = errors.New("the gateway ended by itself")
-				}
-				return err
+			case <-ctx.Done():
 			case <-e.changed:
 			}
+			continue
 		}
-		if !e.holds() {
-			g.log.Warn("another replica is active: this one is a standby again")
-		}
-		stop()
-		if err := <-done; err != nil {
+		cleared = true
+		if err := g.serve(ctx, e, serve); err != nil {
 			return err
 		}
-		e.changed.set() // it may have changed back meanwhile
+		select {
+		case <-g.leaving: // there is nothing to prepare for
+			<-ctx.Done()
+		default:
+		}
+	}
+	return nil
+}
+
+// serve has the gateway prepare, act while this replica is active, and end.
+func (g *Gateway) serve(ctx context.Context, e *election, serve func(context.Context, <-chan struct{}) error) error {
+	serving, stop := context.WithCancel(ctx)
+	defer stop()
+	begin, done := make(chan struct{}), make(chan error, 1)
+	go func() { done <- serve(serving, begin) }()
+	for acts := false; ; {
+		switch active := e.active(); {
+		case active && !acts:
+			acts = true
+			close(begin)
+			g.metrics.takeovers.Inc()
+			g.keeper.changed.set()
+		case acts && !active:
+			if !e.holds() {
+				g.log.Warn("another replica is active: this one is a standby again")
+			}
+			stop()
+			return <-done
+		case !active:
+			g.keeper.changed.set()
+		}
+		select {
+		case err := <-done:
+			if err == nil && ctx.Err() == nil {
+				err = errors.New("the gateway ended by itself")
+			}
+			return err
+		case <-e.changed:
+		}
 	}
 }
 

@@ -186,7 +186,12 @@ func start(t *testing.T, o GatewayOptions, with ...func(*Gateway)) *testReplica 
 	r := &testReplica{Gateway: g, serving: make(chan bool, 10)}
 	done := make(chan error, 1)
 	go func() {
-		done <- g.Run(ctx, func(ctx context.Context) error {
+		done <- g.Run(ctx, func(ctx context.Context, begin <-chan struct{}) error {
+			select {
+			case <-ctx.Done():
+				return nil
+			case <-begin:
+			}
 			r.serving <- true
 			<-ctx.Done()
 			r.serving <- false

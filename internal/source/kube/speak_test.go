@@ -827,7 +827,7 @@ func TestASilentGatewayThatHasLostIsAStandby(t *testing.T) {
 		e.recall(known)
 		e.carryOn(known)
 		ctx, cancel := context.WithCancel(t.Context())
-		serve := func(context.Context) error { return errors.New("it serves") }
+		serve := func(context.Context, <-chan struct{}) error { return errors.New("it serves") }
 		cleared := false
 		ended := make(chan error)
 		go func() {
