@@ -42,6 +42,9 @@ import (
 // process: this binary, called again with childConfig set.
 const childConfig = "ISTHMUS_TEST_GATEWAY_CONFIG"
 
+// childBegins, if it is set, has the gateway prepare until SIGUSR1.
+const childBegins = "ISTHMUS_TEST_GATEWAY_BEGINS"
+
 // patience is how long tests wait for what has to happen, however slow the machine is.
 const patience = time.Minute
 
@@ -55,11 +58,21 @@ func TestMain(m *testing.M) {
 // child is a gateway that also looks whether it left anything in its process.
 func child(dir string) int {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
-	err := Run(ctx, Options{
+	o := Options{
 		Source:  testSource(dir),
 		Log:     slog.New(slog.NewJSONHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelDebug})),
 		Version: "test",
-	})
+	}
+	if os.Getenv(childBegins) != "" {
+		asked, begin := make(chan os.Signal, 1), make(chan struct{})
+		signal.Notify(asked, syscall.SIGUSR1)
+		go func() {
+			<-asked
+			close(begin)
+		}()
+		o.Begin = begin
+	}
+	err := Run(ctx, o)
 	stop()
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "error:", err)
@@ -204,6 +217,7 @@ type site struct {
 	private [32]byte
 	gateway *process
 	dropped uintptr // a capability that gateways are to lack
+	begins  string  // childBegins
 }
 
 const podAddr = "10.244.1.10"
@@ -313,7 +327,7 @@ func (s *site) launch() *process {
 	s.t.Helper()
 	p := &process{done: make(chan error, 1)}
 	p.cmd = exec.Command("/proc/self/exe")
-	p.cmd.Env = append(os.Environ(), childConfig+"="+s.dir)
+	p.cmd.Env = append(os.Environ(), childConfig+"="+s.dir, childBegins+"="+s.begins)
 	p.cmd.Stderr, p.cmd.Stdout = p, p
 	s.do(func() error { // a child starts in the namespace, and with the bounding set, of the thread that starts it
 		if s.dropped != 0 {
@@ -881,6 +895,49 @@ func TestGatewaysJoinClustersOverIPv6(t *testing.T) {
 		s.onlyRefuses("fd00:246::10", s == a)
 		s.clear()
 	}
+}
+
+func TestAPreparedGatewayIsSilentUntilItBegins(t *testing.T) {
+	needRoot(t)
+	wire := newWire(t)
+	a, b := newSite(t, "a", 1, wire, 1500), newSite(t, "b", 2, wire, 1500)
+	a.write("b.yaml", a.peering(b, 246, 250, b.addr))
+	b.write("a.yaml", b.peering(a, 250, 246, a.addr))
+	b.start()
+	a.begins = "later"
+	p := a.launch()
+	prepared := func() error {
+		if !strings.Contains(p.text(), "configuration in force") {
+			return errors.New(p.text())
+		}
+		return nil
+	}
+	a.eventually("not prepared", prepared)
+	if len(a.ours()) == 0 {
+		t.Error("it has prepared nothing in the kernel")
+	}
+	a.do(func() error { // nobody listens
+		c, err := net.ListenPacket("udp", ":5871")
+		if err == nil {
+			c.Close()
+		}
+		return err
+	})
+	stop := a.pod.flood("10.246.1.10", 10*time.Millisecond) // what it gets does not make it speak
+	time.Sleep(300 * time.Millisecond)
+	if _, got := stop(); got > 0 {
+		t.Errorf("%d pings were answered", got)
+	}
+	if st := b.status(); st.Peers[0].LastHandshake != nil {
+		t.Errorf("b has heard of it: %+v", st.Peers[0])
+	}
+	a.must(p.cmd.Process.Signal(syscall.SIGUSR1))
+	a.pod.ping("10.246.1.10")
+	b.pod.ping("10.250.1.10")
+	a.gateway = p
+	a.stop()
+	a.begins = ""
+	b.stop()
 }
 
 func inNamespace(path string, fn func() error) error {
