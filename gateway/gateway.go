@@ -410,6 +410,7 @@ func (g *gateway) begin(c Config) error {
 		return err
 	}
 	g.acting = true
+	newer := g.now.configErr // why c is not the newest one
 	g.mu.Lock()
 	g.now.peers, g.now.generation = nil, 0
 	g.mu.Unlock()
@@ -417,7 +418,7 @@ func (g *gateway) begin(c Config) error {
 		return err
 	}
 	g.mu.Lock()
-	g.now.ready = true
+	g.now.ready, g.now.configErr = true, newer
 	g.mu.Unlock()
 	g.log.Info("gateway ready", "peers", len(g.now.peers), "mtu", g.now.mtu, "listenPort", c.ListenPort, "namespace", g.host.Path())
 	return nil
