@@ -42,6 +42,7 @@ type NetworkConfigStatus struct {
 	// +patchStrategy=merge
 	// +patchMergeKey=type
 	// +kubebuilder:validation:MaxItems=16
+	// +kubebuilder:validation:XValidation:rule="self.all(c, c.lastTransitionTime.getFullYear() > 0)",message="lastTransitionTime must be a time that Go parses, such as 2026-11-27T12:00:00Z",reason=FieldValueInvalid
 	Conditions []metav1.Condition `json:"conditions,omitempty" patchStrategy:"merge" patchMergeKey:"type"`
 }
 
