@@ -62,6 +62,7 @@ const (
 	RefusedAddress   = "ForeignAddress"    // endpoints outside the PodCIDR of the peer; the others are served
 	RefusedMetadata  = "InvalidMetadata"   // labels or annotations that this cluster does not take; the service is served
 	RefusedForeign   = "ForeignObject"     // an object of somebody else is in the place of ours
+	RefusedFailed    = "NotWritten"        // the API server of the importing cluster refuses an object of ours
 )
 
 // A Refusal is one line of the status of PeerServices.

@@ -57,6 +57,13 @@ func (b *board) looked(key Key) bool {
 	return ok
 }
 
+// ownKeys are the exports of this cluster, also those that are invalid.
+func (b *board) ownKeys() []Key {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return slices.Collect(maps.Keys(b.own))
+}
+
 // exports returns the valid exports of this cluster, sorted. They are not to be changed.
 func (b *board) exports() (all []isthmus.ExportedService) {
 	b.mu.Lock()

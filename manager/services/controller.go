@@ -21,10 +21,12 @@ import (
 	"k8s.io/apimachinery/pkg/selection"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/util/workqueue"
+	"k8s.io/utils/ptr"
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/controller/priorityqueue"
 	"sigs.k8s.io/controller-runtime/pkg/event"
 	"sigs.k8s.io/controller-runtime/pkg/handler"
 	runtimemanager "sigs.k8s.io/controller-runtime/pkg/manager"
@@ -194,8 +196,8 @@ func (c *Controller) SetupWithManager(mgr ctrl.Manager) error {
 		WatchesRawSource(c.again.Source()).
 		WatchesRawSource(source.Channel(c.PeerChanged, handler.Funcs{
 			GenericFunc: func(_ context.Context, _ event.GenericEvent, q workqueue.TypedRateLimitingInterface[reconcile.Request]) {
-				for _, r := range c.known() {
-					q.AddAfter(r, peersPause)
+				for _, k := range c.board.ownKeys() { // their conditions say what peers answer
+					q.(priorityqueue.PriorityQueue[reconcile.Request]).AddWithOpts(priorityqueue.AddOpts{After: peersPause, Priority: ptr.To(behindOthers)}, request(k.Namespace, k.Name))
 				}
 			},
 		})).
@@ -269,7 +271,7 @@ func request(namespace, name string) reconcile.Request {
 func (c *Controller) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
 	after, err := c.reconcile(ctx, req.NamespacedName)
 	switch {
-	case apierrors.IsConflict(err), apierrors.IsAlreadyExists(err):
+	case again(err):
 		return ctrl.Result{RequeueAfter: 100 * time.Millisecond}, nil // the cache is behind
 	case err != nil:
 		return ctrl.Result{}, fmt.Errorf("service %s: %w", req.NamespacedName, err)
@@ -293,11 +295,14 @@ type gathered struct {
 // lookAgain is how long a service waits where an EndpointSlice of somebody else is in the way.
 const lookAgain = time.Minute
 
-// displaced notes that an object of somebody else is in the way.
-func (g *gathered) displaced(by string) {
+// again reports whether the cache was behind.
+func again(err error) bool { return apierrors.IsConflict(err) || apierrors.IsAlreadyExists(err) }
+
+// refused notes that no peer's export is served.
+func (g *gathered) refused(why Refusal) {
 	for id, o := range g.outcomes {
 		o.served, o.endpoints = false, 0
-		o.refusals = append(o.refusals, Refusal{RefusedForeign, by})
+		o.refusals = append(o.refusals, why)
 		g.outcomes[id] = o
 	}
 }
@@ -315,7 +320,8 @@ func (c *Controller) reconcile(ctx context.Context, key Key) (time.Duration, err
 	var merged Merged
 	switch {
 	case foreign != "":
-		g.displaced(foreign)
+		g.refused(Refusal{RefusedForeign, foreign})
+		err = c.remove(ctx, have.ours()) // nobody would change or remove them later
 	case len(g.exports) == 0:
 		err = c.remove(ctx, have)
 	default:
@@ -323,15 +329,17 @@ func (c *Controller) reconcile(ctx context.Context, key Key) (time.Duration, err
 		for _, x := range g.exports {
 			if o, ok := g.outcomes[x.ID]; ok {
 				for _, conflict := range merged.Conflicts {
-					o.refusals = append(o.refusals, Refusal{string(conflict.Reason), conflict.What + ": not all clusters export the same"})
+					o.refusals = append(o.refusals, Refusal{string(conflict.Reason), fit(conflict.What, maxRefusal/2) + ": not all clusters export the same"})
 				}
 				g.outcomes[x.ID] = o
 			}
 		}
 		err = c.apply(ctx, have, merged)
 		if other := errForeign(""); errors.As(err, &other) {
-			g.displaced(other.Error())
+			g.refused(Refusal{RefusedForeign, other.Error()})
 			g.after, err = lookAgain, nil // nobody tells when it is gone
+		} else if err != nil && !again(err) {
+			g.refused(Refusal{RefusedFailed, "the importing cluster cannot write the service; the log of its manager says why"})
 		}
 	}
 	for _, id := range c.board.setOutcomes(key, g.outcomes) {
@@ -421,12 +429,20 @@ func (c *Controller) gatherOwn(ctx context.Context, g *gathered, name string, wh
 		return fmt.Errorf("read Service %s: %w", g.key, err)
 	}
 	var endpoints []*discoveryv1.EndpointSlice
+	var many *Invalid
+	if svc != nil && !c.sources.room(g.key) {
+		many = &Invalid{reasonTooMany, fmt.Sprintf("%d ServiceExports of this namespace are exported, and no more are", exportsMost)}
+		svc, g.after = nil, lookAgain
+	}
 	if svc == nil { // the name may be none of a label, by which no API server lets anybody watch
 		c.sources.forget(g.key)
 	} else if endpoints, g.wait = c.sources.slices(g.key); g.wait {
 		return nil
 	}
 	own, invalid := ExportOf(&export, svc, endpoints)
+	if many != nil {
+		invalid = many
+	}
 	if invalid == nil && where.Reserved(g.key.Namespace) {
 		invalid = &Invalid{mcs.ServiceExportReasonInvalidServiceType, "services of this namespace are never shared"}
 	}

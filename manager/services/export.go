@@ -30,6 +30,9 @@ type Invalid struct {
 	Message string
 }
 
+// reasonTooMany is that of an export beyond exportsMost. The Multi-Cluster Services API has no word for it.
+const reasonTooMany mcs.ServiceExportConditionReason = "TooManyExports"
+
 // ExportOf makes what a ServiceExport exports of its Service (nil: there is none) and the Service's
 // EndpointSlices.
 func ExportOf(export *mcs.ServiceExport, svc *corev1.Service, endpoints []*discoveryv1.EndpointSlice) (Own, *Invalid) {

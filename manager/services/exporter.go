@@ -51,6 +51,11 @@ func (e *exporter) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, 
 	if err != nil || !pods.IsValid() {
 		return ctrl.Result{RequeueAfter: time.Second}, err
 	}
+	for _, p := range peerings { // whatever is not known yet of the others
+		if !p.DeletionTimestamp.IsZero() {
+			e.Share(p.Spec.Cluster.ClusterID, nil)
+		}
+	}
 	var list mcs.ServiceExportList
 	if !e.objects.WaitForCacheSync(ctx) {
 		return ctrl.Result{}, nil

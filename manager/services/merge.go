@@ -219,6 +219,8 @@ func derivedService(key Key, i *mcs.ServiceImport) *corev1.Service {
 		Spec: corev1.ServiceSpec{
 			Type: corev1.ServiceTypeClusterIP, SessionAffinity: i.Spec.SessionAffinity, SessionAffinityConfig: i.Spec.SessionAffinityConfig,
 			InternalTrafficPolicy: i.Spec.InternalTrafficPolicy,
+			// Endpoints are IPv4, also where the cluster prefers IPv6 for Services.
+			IPFamilies: []corev1.IPFamily{corev1.IPv4Protocol}, IPFamilyPolicy: ptr.To(corev1.IPFamilyPolicySingleStack),
 		},
 	}
 	// PreferSameZone is another name of PreferClose that older API servers do not know. No slice of ours has

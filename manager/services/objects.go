@@ -68,6 +68,15 @@ func (e existing) foreign() string {
 	return ""
 }
 
+// ours are those objects that depend on a ServiceImport.
+func (e existing) ours() existing {
+	e.imports = nil
+	if e.service != nil && e.service.Labels[LabelService] != e.key.Name {
+		e.service = nil
+	}
+	return e
+}
+
 // errForeign says that an object of somebody else has the name of an EndpointSlice of ours.
 type errForeign string
 
@@ -191,7 +200,8 @@ func (c *Controller) applyService(ctx context.Context, have, want *corev1.Servic
 		return made, wrap("create derived Service", c.Client.Create(ctx, made))
 	}
 	changed := have.DeepCopy()
-	changed.Labels, changed.OwnerReferences = maps.Clone(want.Labels), want.OwnerReferences
+	maps.Copy(changed.Labels, want.Labels) // other controllers add theirs
+	changed.OwnerReferences = want.OwnerReferences
 	w, s := want.Spec.DeepCopy(), &changed.Spec
 	s.Type, s.Ports, s.Selector, s.ExternalIPs, s.TrafficDistribution = w.Type, w.Ports, nil, nil, w.TrafficDistribution
 	s.InternalTrafficPolicy = ptr.To(ptr.Deref(w.InternalTrafficPolicy, corev1.ServiceInternalTrafficPolicyCluster))
@@ -213,7 +223,8 @@ func (c *Controller) applySlice(ctx context.Context, have, want *discoveryv1.End
 		return wrap("create EndpointSlice", err)
 	}
 	changed := have.DeepCopy()
-	changed.Labels, changed.OwnerReferences, changed.Ports, changed.Endpoints = maps.Clone(want.Labels), want.OwnerReferences, want.Ports, want.Endpoints
+	maps.Copy(changed.Labels, want.Labels)
+	changed.OwnerReferences, changed.Ports, changed.Endpoints = want.OwnerReferences, want.Ports, want.Endpoints
 	if equality.Semantic.DeepEqual(have.ObjectMeta, changed.ObjectMeta) && equality.Semantic.DeepEqual(have.Ports, changed.Ports) &&
 		equality.Semantic.DeepEqual(have.Endpoints, changed.Endpoints) {
 		return nil

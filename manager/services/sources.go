@@ -55,6 +55,25 @@ func (s *sources) run(ctx context.Context) {
 	s.running.Wait()
 }
 
+// exportsMost is how many Services of one namespace are watched. Each watch takes some 80 KB.
+const exportsMost = 512
+
+// room reports whether a Service is watched, or could be.
+func (s *sources) room(key Key) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.of[key] != nil {
+		return true
+	}
+	n := 0
+	for k := range s.of {
+		if k.Namespace == key.Namespace {
+			n++
+		}
+	}
+	return n < exportsMost
+}
+
 // slices returns the EndpointSlices of a Service, which are not to be changed. wait is true until they are
 // known; then changed is called.
 func (s *sources) slices(key Key) (all []*discoveryv1.EndpointSlice, wait bool) {

@@ -12,6 +12,7 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/clientcmd"
@@ -826,11 +827,74 @@ func (f *seller) testObjectsOfOthers(t *testing.T) {
 	s.Subsets[0].Endpoints[0].Zone = "z" // nobody tells a's manager that the slice is gone
 	offer()
 	f.untilServed("cart", "once the slice is gone", f.here("10.244.0.10"))
+	for range 2 { // labels of others stay, and cause no writes
+		if err := f.a.client.Patch(t.Context(), derived, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"labels":{"team":"blue"}}}`))); err != nil {
+			t.Fatal(err)
+		}
+		s.Subsets[0].Endpoints[0].Zone += "z"
+		offer()
+	}
+	f.a.eventually("the last zone", func() (string, bool) {
+		f.a.list(&list, client.InNamespace("prod"), client.MatchingLabels{mcs.LabelServiceName: "cart"})
+		return fmt.Sprint(list.Items), len(list.Items) == 1 && *list.Items[0].Endpoints[0].Zone == "zzz"
+	})
+	if f.a.get(client.ObjectKeyFromObject(derived), derived); derived.Labels["team"] != "blue" {
+		t.Errorf("labels of the derived Service: %v", derived.Labels)
+	}
+	imported := &mcs.ServiceImport{ObjectMeta: metav1.ObjectMeta{Namespace: "prod", Name: "cart"}}
+	label(imported, "null") // somebody else has taken it over: nothing of ours outlives it
+	f.a.eventually("an end of what depends on the ServiceImport", func() (string, bool) {
+		have, _ := f.served("cart")
+		service := f.a.get(client.ObjectKeyFromObject(derived), &corev1.Service{})
+		return fmt.Sprintf("%v, Service %v", have, service), len(have) == 0 && !service
+	})
+	if err := f.a.client.Delete(t.Context(), imported); err != nil {
+		t.Fatal(err)
+	}
+	f.untilServed("cart", "once its name is free", f.here("10.244.0.10"))
 	if err := f.put(services.ShardOf(keyFor(s))); err != nil {
 		t.Fatal(err)
 	}
 	f.gone("cart")
 	if err := f.a.client.Delete(t.Context(), alike); err != nil {
+		t.Fatal(err)
+	}
+
+	quota := &corev1.ResourceQuota{ObjectMeta: metav1.ObjectMeta{Namespace: "prod", Name: "none"},
+		Spec: corev1.ResourceQuotaSpec{Hard: corev1.ResourceList{"count/services": resource.MustParse("0")}}}
+	if err := f.a.client.Create(t.Context(), quota); err != nil {
+		t.Fatal(err)
+	}
+	s = exported("sold-out", "10.244.0.9")
+	offer()
+	if r := f.refusal(services.ShardOf(keyFor(s)), keyFor(s)); r.Reason != services.RefusedFailed {
+		t.Errorf("a service beyond the quota: %+v", r)
+	}
+	if err := f.a.client.Delete(t.Context(), quota); err != nil {
+		t.Fatal(err)
+	}
+	f.untilServed("sold-out", "without the quota", f.here("10.244.0.9"))
+	if err := f.put(services.ShardOf(keyFor(s))); err != nil {
+		t.Fatal(err)
+	}
+	f.gone("sold-out")
+	f.testTimes(t)
+}
+
+// testTimes writes times that would break the lists of all managers.
+func (f *seller) testTimes(t *testing.T) {
+	export := &mcs.ServiceExport{ObjectMeta: metav1.ObjectMeta{Namespace: "secret", Name: "clock"}}
+	if err := f.a.client.Create(t.Context(), export); err != nil {
+		t.Fatal(err)
+	}
+	for _, at := range []string{"2026-01-01t00:00:00z", "2026-01-01T00:00:00+99:99", "2026-01-01T00:00:00Z"} {
+		patch := fmt.Sprintf(`{"status":{"conditions":[{"type":"X","status":"True","reason":"R","message":"","lastTransitionTime":%q}]}}`, at)
+		err := f.a.client.Status().Patch(t.Context(), export.DeepCopy(), client.RawPatch(types.MergePatchType, []byte(patch)))
+		if fine := at == "2026-01-01T00:00:00Z"; fine && err != nil || !fine && !apierrors.IsInvalid(err) {
+			t.Errorf("%s: %v", at, err)
+		}
+	}
+	if err := f.a.client.Delete(t.Context(), export); err != nil {
 		t.Fatal(err)
 	}
 }
