@@ -247,7 +247,7 @@ func (b *Budgets) Len() int { return len(b.b.spent) }
 const MaxBudgets = maxBudgets
 
 // Knows reports whether a peer is at an address.
-func (t *Tunnel) Knows(addr netip.Addr) bool { return t.knows(addr) }
+func (t *Tunnel) Knows(addr netip.Addr) bool { return t.peersAt(addr) > 0 }
 
 // Turns exports turns.
 type Turns struct{ t turns }
@@ -310,3 +310,8 @@ func (r Replay) First(counter uint64) bool {
 
 // SameLock reports whether two peers share one lock.
 func SameLock(a, b Replay) bool { return a.p != b.p && a.p.windows == b.p.windows }
+
+// AskForCookies makes the secret that cookies are checked with.
+func (t *Tunnel) AskForCookies() {
+	_, _ = t.checker.Load().CreateReply(make([]byte, device.MessageInitiationSize), 0, nil)
+}

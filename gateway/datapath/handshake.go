@@ -1,6 +1,7 @@
 package datapath
 
 import (
+	"bytes"
 	"encoding/binary"
 	"maps"
 	"net"
@@ -21,20 +22,23 @@ import (
 // tun.Device carries no packets.
 //
 //	socket ─ inbound ─┬─ data ─► open, NAT, write
-//	                  └─ handshakes ─┬─ of known sources ─┬─► admit ─► device ─ handshakes, keepalives ─► socket
-//	                                 └─ of others ────────┘     └─ cookies ─► socket
+//	                  └─ handshakes ─ admit ─┬─ of known sources ─┬─► device ─ handshakes, keepalives ─► socket
+//	                                         └─ of others ────────┴─► cookies ─► socket
 //
 // To answer a handshake, the device needs as much time as for a hundred packets. Anybody who knows our
 // public key can make it process an initiation, with a forged source. So addresses of peers go first, and
 // each has a budget. All other sources share one budget. Beyond its budget a message must carry a cookie
-// (section 5.4.7 of the WireGuard paper), which proves that its source is not forged. The device's own
-// queue stays so short that the device never asks for cookies itself.
+// (section 5.4.7 of the WireGuard paper), which proves that its source is not forged. All of that is checked
+// before a message takes a place, so that forged ones fill no queue. The device's own queue stays so short
+// that the device never asks for cookies itself.
 
 const (
 	// knownHandshakes and otherHandshakes bound the two queues. The first holds one handshake each of a
 	// thousand peers, which may all start at once when this gateway returns.
 	knownHandshakes = 1024
 	otherHandshakes = 512
+	// cookieShare is which part of a queue may be messages that get a cookie only.
+	cookieShare = 4
 	// handshakeBatch is how many the device takes at once. It has a buffer of 64 KiB for each.
 	handshakeBatch = 16
 	// deviceHandshakes bounds the messages that wait in the device when it gets more. The device answers
@@ -74,9 +78,10 @@ type Wire interface {
 
 // handshake is a handshake message and where it came from.
 type handshake struct {
-	from conn.Endpoint
-	n    int
-	b    [device.MessageHandshakeSize]byte
+	from     conn.Endpoint
+	unproven bool // it was refused, but its sender gets a cookie
+	n        int
+	b        [device.MessageHandshakeSize]byte
 }
 
 // handshakeLen is the length of handshake messages by their type (section 5.4), 0 for anything
@@ -97,7 +102,9 @@ func handshakeLen(messageType uint32) int {
 type handshakes struct {
 	t             *Tunnel
 	known, others chan handshake
-	budgets       budgets // of the device's receiving goroutine
+
+	admission sync.Mutex // guards budgets
+	budgets   budgets
 
 	mu      sync.Mutex
 	closed  chan struct{} // nil while not open
@@ -123,33 +130,48 @@ func newHandshakes(t *Tunnel) *handshakes {
 	}
 }
 
-// offer gives the device a handshake message, of which it keeps a copy. It never waits. A cookie reply
-// carries no MAC, so it has to name a handshake of ours before it takes a place.
-func (h *handshakes) offer(m []byte, from conn.Endpoint) {
-	msg := handshake{from: from, n: len(m)}
-	copy(msg.b[:], m)
-	if m[0] == device.MessageCookieReplyType {
-		if dev, _ := lookup(h.t.dev, binary.LittleEndian.Uint32(m[4:])); dev == nil {
-			h.refuse(&msg, natengine.DropHandshakeRefused)
-			return
+// offer gives the device a handshake message that came at now, and keeps a copy. It never waits.
+func (h *handshakes) offer(m []byte, from conn.Endpoint, now time.Time) {
+	peers := h.t.peersAt(from.DstIP())
+	why, unproven := h.admit(m, from, peers, now)
+	if why == natengine.DropNone || unproven {
+		msg := handshake{from: from, unproven: unproven, n: len(m)}
+		copy(msg.b[:], m)
+		queue := h.others
+		if peers > 0 {
+			queue = h.known
+		}
+		places := cap(queue)
+		if unproven {
+			places /= cookieShare
+		}
+		if !put(queue, msg, places) {
+			why = natengine.DropHandshakeQueue
 		}
 	}
-	queue := h.others
-	if h.t.knows(from.DstIP()) {
-		queue = h.known
+	if why != natengine.DropNone {
+		h.refuse(m, from, why)
+	}
+}
+
+// put adds a message to a queue, unless it holds as many as there are places.
+func put(queue chan<- handshake, m handshake, places int) bool {
+	if len(queue) >= places {
+		return false
 	}
 	select {
-	case queue <- msg:
+	case queue <- m:
+		return true
 	default:
-		h.refuse(&msg, natengine.DropHandshakeQueue)
+		return false
 	}
 }
 
 // refuse counts a handshake message.
-func (h *handshakes) refuse(m *handshake, why natengine.Drop) {
+func (h *handshakes) refuse(m []byte, from conn.Endpoint, why natengine.Drop) {
 	h.t.engine.Count(nil, natengine.Inbound, why)
 	if c := h.t.capture.Load(); c != nil {
-		c.handshake(h.t, natengine.Inbound, m.b[:m.n], m.from, why)
+		c.handshake(h.t, natengine.Inbound, m, from, why)
 	}
 }
 
@@ -178,7 +200,8 @@ func (h *handshakes) next(closed <-chan struct{}, wait bool) (m handshake, ok bo
 	return m, true
 }
 
-// receive fills bufs with admitted messages and waits for the first of them.
+// receive fills bufs with messages for the device and waits for the first of them. The others that it takes
+// get a cookie.
 func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int, eps []conn.Endpoint) (int, error) {
 	for handshakesWaiting(h.t.dev) > deviceHandshakes {
 		select {
@@ -194,7 +217,8 @@ func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int,
 		} else if !ok {
 			return n, nil
 		}
-		if !h.admit(&m, time.Now()) {
+		if m.unproven {
+			h.sendCookie(&m)
 			continue
 		}
 		if h.forgot(m.b[:m.n]) {
@@ -208,48 +232,62 @@ func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int,
 	}
 }
 
-// admit reports whether the device may process a message. If the message exceeds its budget, admit answers
-// with a cookie.
-func (h *handshakes) admit(msg *handshake, now time.Time) bool {
-	m := msg.b[:msg.n]
+// admit says why the device may not process a message from an address of that many peers. One that exceeds
+// its budget is unproven: its sender gets a cookie. A cookie reply carries no MAC, so it has to name a handshake
+// of ours.
+func (h *handshakes) admit(m []byte, from conn.Endpoint, peers int, now time.Time) (why natengine.Drop, unproven bool) {
 	if m[0] == device.MessageCookieReplyType { // as cheap for the device as this check
-		return true
+		if dev, _ := lookup(h.t.dev, binary.LittleEndian.Uint32(m[4:])); dev == nil {
+			return natengine.DropHandshakeRefused, false
+		}
+		return natengine.DropNone, false
 	}
 	checker := h.t.checker.Load()
 	ours := checker.CheckMAC1(m)
-	h.t.came(m, msg.from, ours)
+	h.t.came(m, from, ours)
 	if !ours {
-		h.refuse(msg, natengine.DropHandshakeKey)
-		return false
+		return natengine.DropHandshakeKey, false
 	}
-	addr := msg.from.DstIP()
-	peers := h.t.peersAt(addr)
+	h.admission.Lock()
+	defer h.admission.Unlock()
+	addr := from.DstIP()
 	if peers > 0 {
 		if h.budgets.spend(budget{addr: addr}, now, knownEvery/time.Duration(peers), knownBurst*peers) {
-			return true
+			return natengine.DropNone, false
 		}
 	} else if h.budgets.spend(budget{}, now, strangerEvery, strangerBurst) {
-		return true
+		return natengine.DropNone, false
 	}
-	source := msg.from.DstToBytes()
-	if checker.CheckMAC2(m, source) {
-		proven := budget{addr: addr, proven: true}
-		switch {
-		case peers > 1 || h.t.relay(addr): // many peers, one address
-			proven.source = string(source)
-		case addr.Is6(): // a host has many of these
-			proven.addr = netip.PrefixFrom(addr, 64).Masked().Addr()
-		}
-		if h.budgets.spend(proven, now, provenEvery, provenBurst) &&
-			(peers > 0 || h.budgets.spend(budget{proven: true}, now, guestEvery, guestBurst)) {
-			return true
-		}
-	} else if reply, err := checker.CreateReply(m, binary.LittleEndian.Uint32(m[4:]), source); err == nil {
-		b, _ := binary.Append(nil, binary.LittleEndian, reply) // never fails
-		_ = h.Send([][]byte{b}, msg.from)                      // lost: the peer tries again
+	source := from.DstToBytes()
+	if bytes.Equal(m[len(m)-len(noMAC2):], noMAC2[:]) || !checker.CheckMAC2(m, source) {
+		return natengine.DropHandshakeQueue, true
 	}
-	h.refuse(msg, natengine.DropHandshakeQueue)
-	return false
+	proven := budget{addr: addr, proven: true}
+	switch {
+	case peers > 1 || h.t.relay(addr): // many peers, one address
+		proven.source = string(source)
+	case addr.Is6(): // a host has many of these
+		proven.addr = netip.PrefixFrom(addr, 64).Masked().Addr()
+	}
+	if h.budgets.spend(proven, now, provenEvery, provenBurst) &&
+		(peers > 0 || h.budgets.spend(budget{proven: true}, now, guestEvery, guestBurst)) {
+		return natengine.DropNone, false
+	}
+	return natengine.DropHandshakeQueue, false
+}
+
+// noMAC2 is the second MAC of a message without a cookie, which is most of a flood.
+var noMAC2 [16]byte
+
+// sendCookie answers a message with a cookie. One that is lost is asked for again.
+func (h *handshakes) sendCookie(msg *handshake) {
+	m := msg.b[:msg.n]
+	reply, err := h.t.checker.Load().CreateReply(m, binary.LittleEndian.Uint32(m[4:]), msg.from.DstToBytes())
+	if err != nil {
+		return
+	}
+	b, _ := binary.Append(nil, binary.LittleEndian, reply) // never fails
+	_ = h.Send([][]byte{b}, msg.from)
 }
 
 // budget identifies the budget of a handshake: the address of a peer, a source that returned a cookie or,
@@ -290,9 +328,6 @@ func (b *budgets) spend(k budget, now time.Time, every time.Duration, burst int)
 	b.spent[k] = at.Add(every)
 	return true
 }
-
-// knows reports whether a peer is at an address.
-func (t *Tunnel) knows(addr netip.Addr) bool { return t.peersAt(addr) > 0 }
 
 // peersAt is how many peers are at an address: as many as were heard from there last, or one that is
 // configured there. Addresses of relays are nobody's.

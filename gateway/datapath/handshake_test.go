@@ -423,16 +423,82 @@ func TestABudgetIsSpentAndGrows(t *testing.T) {
 	}
 }
 
-func TestTheQueuesOfHandshakesAreBoundedAndCounted(t *testing.T) {
-	e := newEngine(t)
-	d := newDevice(t, newScript(), e, datapath.Options{}) // is not up, so nobody takes from the queue
-	r := datapath.NewReceiver(d)
-	var flood [][]byte
-	for n := range uint32(600) {
-		flood = append(flood, initiationFor([32]byte{}, n))
+// crowd is a tunnel with n peers, at crowdAt(0) and so on. It is not up, so nobody takes from its queues.
+func crowd(t *testing.T, n int) (*datapath.Tunnel, *natengine.Engine) {
+	t.Helper()
+	var all []natengine.Peer
+	for i := range n {
+		p := rules(fmt.Sprint(i))
+		p.RemotePods = []netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(100 + i), 0, 0}), 16)}
+		p.RemoteExternal = nil
+		all = append(all, p)
 	}
-	r.Receive(flood, (&memlink.Bind{}).Endpoint(netip.MustParseAddrPort("192.0.2.66:1")))
-	if n := drops(e, natengine.Inbound, natengine.DropHandshakeQueue); n != 600-512 {
-		t.Errorf("%d counted as without a place: want %d", n, 600-512)
+	e := newEngine(t, all...)
+	d := newDevice(t, newScript(), e, datapath.Options{})
+	var peers []datapath.Peer
+	for i, state := range e.Peers() {
+		peers = append(peers, datapath.Peer{State: state, Key: newKey(byte(i + 1)).public, Endpoint: crowdAt(i)})
+	}
+	if err := d.SetPeers(peers); err != nil {
+		t.Fatal(err)
+	}
+	return d, e
+}
+
+func crowdAt(i int) netip.AddrPort {
+	return netip.AddrPortFrom(netip.AddrFrom4([4]byte{192, 0, 2, byte(i + 1)}), 1)
+}
+
+func TestTheQueueOfKnownHandshakesIsBoundedAndCounted(t *testing.T) {
+	const peers, each = 60, 20 // as many as an address may send at once
+	d, e := crowd(t, peers)
+	r, wire := datapath.NewReceiver(d), &memlink.Bind{}
+	for i := range peers {
+		var batch [][]byte
+		for n := range uint32(each) {
+			batch = append(batch, initiationFor([32]byte{}, n))
+		}
+		r.Receive(batch, wire.Endpoint(crowdAt(i)))
+	}
+	if n := drops(e, natengine.Inbound, natengine.DropHandshakeQueue); n != peers*each-1024 {
+		t.Errorf("%d counted as without a place: want %d", n, peers*each-1024)
+	}
+}
+
+// Messages that were made for another key, or that exceed the budget of their source, take no place from a
+// peer at another address.
+func TestForgedHandshakesTakeNoPlaceFromAPeer(t *testing.T) {
+	victim, honest, elsewhere := crowdAt(0), crowdAt(1), netip.MustParseAddrPort("192.0.2.66:1")
+	key, ours := [32]byte{1}, [32]byte{}
+	for _, tc := range []struct {
+		name   string
+		public [32]byte
+		from   netip.AddrPort
+		reason natengine.Drop
+		passed uint64
+	}{
+		{"for another key, from a peer's address", key, victim, natengine.DropHandshakeKey, 0},
+		{"for another key, from elsewhere", key, elsewhere, natengine.DropHandshakeKey, 0},
+		{"beyond the budget, from a peer's address", ours, victim, natengine.DropHandshakeQueue, 20},
+		{"beyond the budget, from elsewhere", ours, elsewhere, natengine.DropHandshakeQueue, 100},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			d, e := crowd(t, 2)
+			r, wire := datapath.NewReceiver(d), &memlink.Bind{}
+			const n = 5000
+			flood := make([][]byte, n)
+			for i := range flood {
+				flood[i] = initiationFor(tc.public, uint32(i))
+			}
+			r.Receive(flood, wire.Endpoint(tc.from))
+			if got := drops(e, natengine.Inbound, tc.reason); got != n-tc.passed {
+				t.Errorf("%d of %d counted as %s, want %d", got, n, tc.reason, n-tc.passed)
+			}
+			before := drops(e, natengine.Inbound, natengine.DropHandshakeQueue)
+			r.Receive([][]byte{initiationFor(ours, n)}, wire.Endpoint(honest))
+			if got := drops(e, natengine.Inbound, natengine.DropHandshakeQueue); got != before {
+				t.Error("the peer at the other address found no place")
+			}
+		})
 	}
 }

@@ -261,7 +261,7 @@ func (in *inbound) sort(m []byte, from conn.Endpoint) bool {
 		if in.tap.on() {
 			in.tap.to.handshake(in.t, natengine.Inbound, m, from, natengine.DropNone)
 		}
-		in.t.bind.offer(m, from)
+		in.t.bind.offer(m, from, in.now)
 	default:
 		in.refuse(nil, m, from, natengine.DropTunnelType)
 	}

@@ -1,0 +1,39 @@
+package datapath_test
+
+import (
+	"net/netip"
+	"testing"
+
+	"github.com/isthmus-net/isthmus/gateway/datapath"
+	"github.com/isthmus-net/isthmus/gateway/datapath/memlink"
+)
+
+// BenchmarkHandshakeRefused is what the inbound goroutine pays for an initiation of a flood that was made for
+// another key, that is beyond the budget of its source, or that shows a wrong cookie there.
+func BenchmarkHandshakeRefused(b *testing.B) {
+	d := newDevice(b, newScript(), newEngine(b), datapath.Options{}) // is not up, so nobody takes from the queue
+	r := datapath.NewReceiver(d)
+	from := (&memlink.Bind{}).Endpoint(netip.MustParseAddrPort("192.0.2.66:1"))
+	for _, name := range []string{"key", "budget", "cookie"} {
+		var public [32]byte
+		if name == "key" {
+			public[0] = 1
+		}
+		flood := make([][]byte, 64)
+		for i := range flood {
+			if flood[i] = initiationFor(public, uint32(i)); name == "cookie" {
+				flood[i][147] = 1
+			}
+		}
+		if name == "cookie" {
+			d.AskForCookies()
+		}
+		b.Run(name, func(b *testing.B) {
+			b.ReportAllocs()
+			for b.Loop() {
+				r.Receive(flood, from)
+			}
+			b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N*len(flood)), "ns/message")
+		})
+	}
+}
