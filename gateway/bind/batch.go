@@ -22,15 +22,17 @@ type Batch struct {
 
 	slab     []byte // nil until it is needed
 	used     int    // octets of slab
+	kept     int    // octets of slab up to the end of the last message that was kept
+	taken    int    // where the last message that was taken begins
 	received []received
 	at       int // the first that is not yet taken as a whole
 }
 
 // received is what one recvmsg(2) gave.
 type received struct {
-	rest    []byte
-	segment int // length of each message but the last; 0: there is one only
 	from    conn.Endpoint
+	at, end int // the rest of it in the slab
+	segment int // length of each message but the last; 0: there is one only
 }
 
 // Space returns the memory for the next datagram: MaxDatagram octets, or nil when the batch is full.
@@ -49,9 +51,14 @@ func (b *Batch) Space() []byte {
 // a batch of them is bounded.
 func (b *Batch) Received(n, segment int, from conn.Endpoint) {
 	end := b.used + n
-	b.received = append(b.received, received{b.slab[b.used:end:end], segment, from})
-	b.used = (end + slabAlign) &^ (slabAlign - 1)
+	b.received = append(b.received, received{from, b.used, end, segment})
+	b.used = aligned(end)
+	if n == 0 {
+		b.used += slabAlign
+	}
 }
+
+func aligned(n int) int { return (n + slabAlign - 1) &^ (slabAlign - 1) }
 
 // Empty reports whether all of it was taken.
 func (b *Batch) Empty() bool { return b.at == len(b.received) }
@@ -62,19 +69,37 @@ func (b *Batch) Next() ([]byte, conn.Endpoint) {
 		return nil, nil
 	}
 	r := &b.received[b.at]
-	size := len(r.rest)
+	end := r.end
 	if r.segment > 0 {
-		size = min(size, r.segment)
+		end = min(end, r.at+r.segment)
 	}
-	m, from := r.rest[:size:size], r.from
-	if r.rest = r.rest[size:]; len(r.rest) == 0 {
+	m, from := b.slab[r.at:end:end], r.from
+	b.taken = r.at
+	if r.at = end; end == r.end {
 		b.at++
 	}
 	return m, from
 }
 
+// Keep keeps the message that Next has just taken, until Reset. It moves the message to where messages before
+// it were not kept, and returns it.
+func (b *Batch) Keep(m []byte) []byte {
+	at := b.taken
+	if to := aligned(b.kept); to+slabAlign <= at {
+		copy(b.slab[to:], m)
+		m, at = b.slab[to:to+len(m):to+len(m)], to
+	}
+	b.kept = at + len(m)
+	return m
+}
+
+// Pack reclaims the memory of messages that were taken and not kept. All must have been taken.
+func (b *Batch) Pack() {
+	b.received, b.used, b.at = b.received[:0], aligned(b.kept), 0
+}
+
 // Reset empties the batch and reclaims its memory.
 func (b *Batch) Reset() {
 	b.More, b.Lost = false, 0
-	b.received, b.used, b.at = b.received[:0], 0, 0
+	b.received, b.used, b.kept, b.at = b.received[:0], 0, 0, 0
 }

@@ -1,6 +1,8 @@
 package bind
 
 import (
+	"bytes"
+	"math/rand/v2"
 	"testing"
 
 	"golang.zx2c4.com/wireguard/conn"
@@ -58,5 +60,52 @@ func TestMessagesStayUntilReset(t *testing.T) {
 	}
 	if n > slabLen/slabAlign {
 		t.Errorf("%d empty datagrams in one batch", n)
+	}
+}
+
+// Messages that are not kept leave their memory to the next ones; those that are kept do not change.
+func TestOnlyKeptMessagesUseMemory(t *testing.T) {
+	rng := rand.New(rand.NewPCG(1, 2))
+	var b Batch
+	var kept [][]byte
+	octets, n := 0, byte(0)
+	for round := range 1000 {
+		for range 1 + rng.IntN(10) {
+			space := b.Space()
+			if space == nil {
+				t.Fatalf("round %d: no room, though %d octets are kept", round, octets)
+			}
+			size, segment := rng.IntN(3000), 0
+			if rng.IntN(2) == 0 {
+				segment = 1 + rng.IntN(1500)
+			}
+			for i := range size {
+				if segment == 0 && i == 0 || segment > 0 && i%segment == 0 {
+					n++
+				}
+				space[i] = n
+			}
+			b.Received(size, segment, nil)
+		}
+		for !b.Empty() {
+			m, _ := b.Next()
+			if len(m) > 0 && rng.IntN(50) == 0 {
+				m = b.Keep(m)
+				kept, octets = append(kept, m), octets+len(m)
+			}
+		}
+		b.Pack()
+		for i, m := range kept {
+			if bytes.Count(m, m[:1]) != len(m) || cap(m) != len(m) {
+				t.Fatalf("round %d: message %d has changed", round, i)
+			}
+		}
+		if b.used > octets+2*slabAlign*len(kept) {
+			t.Fatalf("round %d: %d octets are used by %d messages of %d octets", round, b.used, len(kept), octets)
+		}
+		if octets > slabLen/4 {
+			b.Reset()
+			kept, octets = nil, 0
+		}
 	}
 }

@@ -29,8 +29,8 @@ const (
 	nobodyLimit  = 256 << 10
 
 	// maxSlabs bounds the memory of waiting messages to 14 MiB. While all of it is in use, further
-	// messages stay in the socket. keptSlabs, enough for a burst of one connection, are kept for the next
-	// one.
+	// messages stay in the socket. Refused messages use none of it, so what one peer uses is bounded by its
+	// queue. keptSlabs, enough for a burst of one connection, are kept for the next one.
 	maxSlabs  = 24
 	keptSlabs = 4
 
@@ -79,7 +79,8 @@ type backlog struct {
 
 func (b *backlog) empty() bool { return b.first == nil }
 
-// push queues a message of a peer, or of no peer (nil). It reports false when there is no room.
+// push queues a message of a peer, or of no peer (nil), which was just taken from its slab. It reports false
+// when there is no room.
 func (b *backlog) push(p *peer, w waiting) bool {
 	q := b.queues[p]
 	if q == nil {
@@ -87,6 +88,7 @@ func (b *backlog) push(p *peer, w waiting) bool {
 	} else if q.cost+w.cost() > b.limit(p) {
 		return false
 	}
+	w.b = w.in.Keep(w.b)
 	q.messages = append(q.messages, w)
 	q.cost += w.cost()
 	w.in.waiting++

@@ -163,7 +163,7 @@ func flooded(t *testing.T, b, a *end, batches int, flood func() arrival) (before
 			others++
 		}
 	}
-	datapath.ReceiveAll(b.Tunnel, socket(all))
+	datapath.NewReceiver(b.Tunnel).ReceiveAll(socket(all))
 	b.on = nil
 	return before
 }
@@ -222,12 +222,45 @@ func TestJunkWithTheIndexOfAPeerHurtsNobody(t *testing.T) {
 	})
 }
 
+// Refused messages use no memory, also if a flooding peer mixes them with messages that wait. Otherwise they would
+// use up the slabs, and messages of others would wait in the socket.
+func TestRefusedMessagesUseNoMemory(t *testing.T) {
+	inPair(t, func(t *testing.T, p *pair, a, b *end) {
+		c := p.third(t)
+		flooder, host := b.wire.Endpoint(c.place), b.wire.Endpoint(netip.MustParseAddrPort("192.0.2.66:9999"))
+		junk := make([]byte, 1452) // of no session
+		junk[0], junk[4] = 4, 1
+		const calls, each = 30, 340 // about a slab per call
+		all, sent := make([][]arrival, calls), uint32(0)
+		for i := range all {
+			for range each / 20 {
+				sent++
+				all[i] = append(all[i], arrival{c.Seal(b.key.public, numbered(podOf(2), podOf(1), sent, 1400)), flooder})
+				all[i] = append(all[i], slices.Repeat([]arrival{{junk, host}}, 19)...)
+			}
+		}
+		var numbers []uint32
+		b.on = func(number uint32) { numbers = append(numbers, number) }
+		r, next, most := datapath.NewReceiver(b.Tunnel), socket(all), 0
+		r.ReceiveAll(func(b *bind.Batch, wait bool) error {
+			most = max(most, r.Slabs())
+			return next(b, wait)
+		})
+		if len(numbers) != int(sent) || !slices.IsSorted(numbers) {
+			t.Errorf("%d of %d packets arrived, in order: %v", len(numbers), sent, slices.IsSorted(numbers))
+		}
+		if most > 3 {
+			t.Errorf("%d slabs were used for %d messages that waited", most, sent)
+		}
+	})
+}
+
 // Drops of the kernel are counted like all others.
 func TestDropsOfTheSocketAreCounted(t *testing.T) {
 	e := newEngine(t)
 	d := newDevice(t, newScript(), e, datapath.Options{})
 	calls := 0
-	datapath.ReceiveAll(d, func(b *bind.Batch, _ bool) error {
+	datapath.NewReceiver(d).ReceiveAll(func(b *bind.Batch, _ bool) error {
 		if calls++; calls > 3 {
 			return net.ErrClosed
 		}

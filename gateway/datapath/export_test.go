@@ -158,6 +158,12 @@ func (r Receiver) Receive(datagrams [][]byte, from conn.Endpoint) {
 	r.in.open()
 }
 
+// ReceiveAll does the work of an inbound goroutine for the datagrams of next, until it is closed.
+func (r Receiver) ReceiveAll(next func(b *bind.Batch, wait bool) error) { r.in.receiveAll(next) }
+
+// Slabs is how many slabs there are.
+func (r Receiver) Slabs() int { return r.in.slabs }
+
 // FieldOf is fieldOf.
 func FieldOf[S, F any](names ...string) (offset uintptr) { return fieldOf[S, F](names...).offset }
 
@@ -200,9 +206,6 @@ func (t *Tunnel) Asked(key [32]byte) int {
 	}
 	return 0
 }
-
-// ReceiveAll does the work of an inbound goroutine for the datagrams of next, until it is closed.
-func ReceiveAll(t *Tunnel, next func(b *bind.Batch, wait bool) error) { newInbound(t).receiveAll(next) }
 
 // Backlog is a backlog of messages of numbered peers; 0: without a peer.
 type Backlog struct {

@@ -119,6 +119,7 @@ func (in *inbound) drain(next func(b *bind.Batch, wait bool) error) error {
 				in.wait(m, from, s)
 			}
 		}
+		s.Pack()
 		if !s.More {
 			return nil
 		}
