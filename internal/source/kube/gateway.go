@@ -304,7 +304,7 @@ func (g *Gateway) holder(ctx context.Context) string {
 // questioner returns the questioner of e, and the stored state of the other gateways.
 func (g *Gateway) questioner(e *election) (*questioner, acquaintance) {
 	q := &questioner{election: e, listen: g.listen, log: g.log,
-		refused: func(why string) { g.metrics.refused.WithLabelValues(why).Inc() },
+		refused: func(why string, n uint32) { g.metrics.refused.WithLabelValues(why).Add(float64(n)) },
 		private: func() [32]byte {
 			g.mu.Lock()
 			defer g.mu.Unlock()

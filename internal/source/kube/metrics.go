@@ -32,7 +32,7 @@ var (
 	familyStandbys  = families.Gauge("gateway_standbys", "Other gateways that answer the active one and can take over. A standby, and a gateway without another Pod, has no series.")
 	familyVoters    = families.Gauge("gateway_voters", "Nodes that vote on which gateway is active; 0: the Lease decides.")
 	familyVotes     = families.Gauge("gateway_voters_heard", "Nodes that vote and have answered this gateway within 0.9 s.")
-	familyRefused   = families.Counter("gateway_questions_refused_total", "Datagrams between gateways (UDP 5870) that were refused, by reason.", "reason")
+	familyRefused   = families.Counter("gateway_questions_refused_total", "Datagrams between gateways (UDP 5870) that were refused, by reason; unread: the kernel dropped them because too many came.", "reason")
 )
 
 func newGatewayMetrics(g *Gateway) *gatewayMetrics {

@@ -143,6 +143,7 @@ const (
 	refusedTag      = "unauthenticated" // made without our key
 	refusedReceiver = "misdirected"     // for another gateway, or our own
 	refusedNonce    = "unasked"         // an answer to no question of ours, or a second one
+	refusedUnread   = "unread"          // the kernel dropped it: too many came
 )
 
 // questioner asks the other gateways, and answers them. It starts with run.
@@ -151,7 +152,7 @@ type questioner struct {
 	private  func() [32]byte // the WireGuard private key; zero: not known yet
 	before   []byte          // the key of an earlier life, until private is known; nil: none
 	listen   func() (net.PacketConn, error)
-	refused  func(why string) // counts
+	refused  func(why string, n uint32) // counts
 	log      *slog.Logger
 
 	key atomic.Pointer[[]byte] // of the last private; nil: not known yet
@@ -171,6 +172,7 @@ func (q *questioner) run(ctx context.Context) {
 	tick := time.NewTicker(questionInterval)
 	defer tick.Stop()
 	var conn net.PacketConn
+	crowd := new(crowd)     // of conn
 	var ended chan struct{} // closed when nobody reads conn any more
 	defer func() {
 		if conn != nil {
@@ -198,15 +200,18 @@ func (q *questioner) run(ctx context.Context) {
 		}
 		if now := time.Now(); conn == nil && !now.Before(again) {
 			if c, err := q.listen(); err == nil {
-				conn, ended, logged = c, make(chan struct{}), false
+				conn, ended, logged, crowd = c, make(chan struct{}), false, newCrowd(c)
 				go func(ended chan struct{}) {
 					defer close(ended)
-					q.read(c)
+					q.read(c, crowd)
 				}(ended)
 			} else if again = now.Add(listenAgain); !logged {
 				logged = true
 				q.log.Warn("cannot ask the other gateways whether they are active; while the API server does not answer, two could be", "error", err)
 			}
+		}
+		if n := crowd.open(); n > 0 {
+			q.refused(refusedUnread, n)
 		}
 		if key := q.key.Load(); conn != nil && key != nil {
 			for _, o := range q.election.questions(time.Now()) {
@@ -225,7 +230,7 @@ func (q *questioner) run(ctx context.Context) {
 }
 
 // read takes what comes until the socket is closed.
-func (q *questioner) read(conn net.PacketConn) {
+func (q *questioner) read(conn net.PacketConn, crowd *crowd) {
 	buf := make([]byte, questionLength+1) // longer ones are cut to a length that is refused
 	for failures := 0; ; {
 		n, from, err := conn.ReadFrom(buf)
@@ -237,12 +242,11 @@ func (q *questioner) read(conn net.PacketConn) {
 			continue
 		}
 		failures = 0
+		m, refused := message{}, refusedTag
 		key := q.key.Load()
-		if key == nil {
-			q.refused(refusedTag)
-			continue
+		if key != nil {
+			m, refused = openMessage(buf[:n], *key)
 		}
-		m, refused := openMessage(buf[:n], *key)
 		if refused == "" && (m.to != q.election.id || m.from == q.election.id) {
 			refused = refusedReceiver
 		}
@@ -262,8 +266,12 @@ func (q *questioner) read(conn net.PacketConn) {
 				refused = refusedForm
 			}
 		}
-		if refused != "" {
-			q.refused(refused)
+		if refused == "" {
+			continue
+		}
+		q.refused(refused, 1)
+		if err := crowd.refuse(q.election.neighbours); err != nil {
+			q.log.Warn("cannot have the kernel drop datagrams of strangers", "error", err)
 		}
 	}
 }

@@ -240,7 +240,7 @@ func (g *simGateway) start() {
 		e.onlySeen()
 	}
 	conn := &simConn{g: g, addr: net.UDPAddrFromAddrPort(g.addr()), inbox: g.inbox, closed: make(chan struct{})}
-	q := &questioner{election: e, private: func() [32]byte { return g.w.key }, refused: func(string) {}, log: quiet,
+	q := &questioner{election: e, private: func() [32]byte { return g.w.key }, refused: func(string, uint32) {}, log: quiet,
 		listen: func() (net.PacketConn, error) { return conn, nil }}
 	ctx, cancel := context.WithCancel(g.w.t.Context())
 	var running sync.WaitGroup
