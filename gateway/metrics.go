@@ -43,6 +43,7 @@ var (
 	familyNATBytes   = gauge("nat_memory_bytes", "Memory of NAT flows and held fragments.")
 	familyRejected   = counter("probe_rejected_total", "Messages of the connection check that were ignored.", "reason")
 	familyFiltered   = counter("filter_drops_total", "Packets that the packet filter of the gateway's Pod dropped, by reason, since its table was made.", "reason")
+	familyKernel     = counter("kernel_ip_drops_total", "Packets that the kernel dropped in the network namespace of the TUN, by reason. In a Pod these are those of the tunnel's messages and of the overlay, too.", "reason")
 	familySegments   = counter("udp_segmentation_refused_total", "Sends that the kernel refused to segment (UDP_SEGMENT, EIO): the route has no checksum offload, or uses IPsec. Messages left one by one.")
 	familyDrops      = counter("drops_total", "Packets dropped, by reason; peer is empty when no peer has the address.", "direction", "peer", "reason")
 
@@ -141,6 +142,13 @@ func (m *metrics) ofGateway(s *scrape, now current, stats natengine.Stats) {
 			}
 		}
 	}
+	_ = g.host.Inside(func() error { // an error is a series less
+		dropped, err := rtnl.DroppedByIP()
+		for reason, n := range dropped {
+			s.count(familyKernel, n, nil, "reason", reason)
+		}
+		return err
+	})
 	for r, reason := range rejections {
 		s.count(familyRejected, g.ends[0].checker.rejected[r].Load(), nil, "reason", reason)
 	}

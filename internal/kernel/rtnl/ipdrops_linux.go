@@ -1,0 +1,62 @@
+package rtnl
+
+import (
+	"os"
+	"strconv"
+	"strings"
+
+	"github.com/isthmus-net/isthmus/internal/kernel"
+)
+
+// DroppedByIP counts the packets that IP, both versions, has dropped in the network namespace of the calling thread, by
+// the reasons of kernel.IPDrops.
+func DroppedByIP() (map[string]uint64, error) {
+	counters := make(map[string]uint64)
+	v4, err := os.ReadFile("/proc/thread-self/net/snmp")
+	if err != nil {
+		return nil, err
+	}
+	addSNMP(counters, string(v4))
+	if v6, err := os.ReadFile("/proc/thread-self/net/snmp6"); err == nil { // not there without IPv6
+		addSNMP6(counters, string(v6))
+	}
+	dropped := make(map[string]uint64, len(kernel.IPDrops))
+	for _, d := range kernel.IPDrops {
+		for _, name := range d.Counters {
+			dropped[d.Reason] += counters[name]
+		}
+	}
+	return dropped, nil
+}
+
+// addSNMP adds the counters of IPv4: a line of names, and one of their values.
+func addSNMP(to map[string]uint64, text string) {
+	var names []string
+	for line := range strings.Lines(text) {
+		values, is := strings.CutPrefix(line, "Ip: ")
+		if !is {
+			continue
+		}
+		if names == nil {
+			names = strings.Fields(values)
+			continue
+		}
+		for i, value := range strings.Fields(values) {
+			if n, err := strconv.ParseUint(value, 10, 64); err == nil && i < len(names) {
+				to[names[i]] += n
+			}
+		}
+	}
+}
+
+// addSNMP6 adds those of IPv6: a line of name and value for each.
+func addSNMP6(to map[string]uint64, text string) {
+	for line := range strings.Lines(text) {
+		if f := strings.Fields(line); len(f) == 2 {
+			if name, is := strings.CutPrefix(f[0], "Ip6"); is {
+				n, _ := strconv.ParseUint(f[1], 10, 64)
+				to[name] += n
+			}
+		}
+	}
+}
