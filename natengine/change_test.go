@@ -200,14 +200,14 @@ func TestRuleChangeEndsFlowsInSteps(t *testing.T) {
 			t.Fatal("the lock is held between two steps")
 		}
 		b.flows.mu.Unlock()
-		if live := b.flows.live.Load(); last-live > chunkSize {
+		if live := b.flows.live.Load(); last-live > purgeStep {
 			t.Errorf("%d flows ended in one step", last-live)
 		}
 		out(t, e, udp(fmt.Sprintf("192.168.1.2:%d", 5000+steps), "10.71.0.5:53"), 0)
 		out(t, e, udp(fmt.Sprintf("192.168.1.2:%d", 5000+steps), "10.73.0.5:53"), 0)
 		last = b.flows.live.Load()
 	})
-	if s := e.Stats().Peers; steps < flows/chunkSize || s[0].Flows != 1+steps || s[1].Flows != steps || s[0].Purged != flows {
+	if s := e.Stats().Peers; steps < flows/purgeStep || s[0].Flows != 1+steps || s[1].Flows != steps || s[0].Purged != flows {
 		t.Errorf("%d steps: %+v", steps, s)
 	}
 	e.checkTables(t)
