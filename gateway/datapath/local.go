@@ -3,6 +3,7 @@ package datapath
 import (
 	"fmt"
 	"net/netip"
+	"sync"
 	"sync/atomic"
 
 	"golang.org/x/time/rate"
@@ -38,6 +39,8 @@ type Local struct {
 	port   atomic.Pointer[Port]
 	out    turns // whole packets of the port, by destination
 	closed atomic.Bool
+
+	delivering sync.Mutex // held by deliver, so that what the stack refuses meanwhile is its packet
 }
 
 // NewLocal makes an endpoint with an IPv4 address (Liqo's 169.254.0.1), an IPv6 address, or both;
@@ -167,16 +170,26 @@ func (l *Local) next(p []byte) (n, size int) {
 // hasPadded says whether the next packet is to be padded.
 func (l *Local) hasPadded() bool { return l.out.peek().size > 0 }
 
-// deliver passes one whole packet to the stack, which copies it. Answers (ICMP echo) may be queued before
-// it returns.
-func (l *Local) deliver(b []byte) {
+// deliver passes one whole packet to the stack, which copies it, and reports whether the stack took it. Answers
+// (ICMP echo) may be queued before it returns.
+func (l *Local) deliver(b []byte) bool {
 	protocol := ipv4.ProtocolNumber
 	if b[0]>>4 == 6 {
 		protocol = ipv6.ProtocolNumber
 	}
 	pkt := stack.NewPacketBuffer(stack.PacketBufferOptions{Payload: buffer.MakeWithData(b)})
+	l.delivering.Lock()
+	defer l.delivering.Unlock()
+	before := l.refused()
 	l.link.InjectInbound(protocol, pkt)
 	pkt.DecRef()
+	return l.refused() == before
+}
+
+// refused is how many packets the stack has refused: malformed IP options, ICMP messages that are too short.
+func (l *Local) refused() uint64 {
+	s := l.stack.Stats()
+	return s.IP.MalformedPacketsReceived.Value() + s.ICMP.V4.PacketsReceived.Invalid.Value() + s.ICMP.V6.PacketsReceived.Invalid.Value()
 }
 
 // localLink is the stack's side of the queue.

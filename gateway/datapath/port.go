@@ -242,8 +242,8 @@ func (t *Tunnel) toLocal(p *peer, v *packet.View, now time.Duration) natengine.D
 		return natengine.DropBadChecksum
 	}
 	stack, why := useOf(v)
-	if stack {
-		t.local.deliver(v.Bytes())
+	if stack && !t.local.deliver(v.Bytes()) && why == natengine.DropNone {
+		why = natengine.DropMalformed
 	}
 	return why
 }

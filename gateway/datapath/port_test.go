@@ -241,6 +241,8 @@ func TestEndpointCountsWhatItDoesNotAnswer(t *testing.T) {
 		told bool
 	}{
 		{"echo", echo4(podB, endpointSeen, 1, 1), natengine.DropNone, true},
+		{"echo with a bad timestamp option", packettest.Build(packettest.IP{Src: podB, Dst: endpointSeen, Options: []byte{68, 5, 5, 0, 0}},
+			packettest.Echo{ID: 1, Data: []byte("x")}), natengine.DropMalformed, true},
 		{"UDP port", udp4(at(podB, 9), at(endpointSeen, 53), []byte("x")), natengine.DropLocalPort, true},
 		{"first fragment alone", fragments(udp4(at(podB, 9), at(endpointSeen, 53), make([]byte, 100)), 48)[0], natengine.DropNone, false}, // held until it is whole
 		{"TCP", tcp4(at(podB, 9), at(endpointSeen, 22), 1, 2, nil), natengine.DropLocalProtocol, true},
