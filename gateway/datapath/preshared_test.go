@@ -14,7 +14,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/internal/noise"
-	"github.com/isthmus-net/isthmus/manager/postquantum"
+	"github.com/isthmus-net/isthmus/internal/postquantum"
 	"github.com/isthmus-net/isthmus/natengine"
 )
 

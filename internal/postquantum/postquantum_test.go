@@ -2,15 +2,18 @@ package postquantum_test
 
 import (
 	"bytes"
+	"encoding/base64"
 	"encoding/json"
 	"fmt"
 	"log/slog"
 	"maps"
 	"math/rand/v2"
+	"reflect"
 	"strings"
 	"testing"
 
-	"github.com/isthmus-net/isthmus/manager/postquantum"
+	"github.com/isthmus-net/isthmus/internal/postquantum"
+	"github.com/isthmus-net/isthmus/internal/redact"
 )
 
 // side is one side of an exchange as its manager keeps it: what is stored, and what is published.
@@ -259,5 +262,45 @@ func TestAStateIsStoredAndNotPrinted(t *testing.T) {
 	secret := a.stored.Use.Secret
 	if s := out.String(); strings.Contains(s, fmt.Sprint(secret[0])+" ") && strings.Contains(s, fmt.Sprint(secret[1])) || strings.Count(s, "(secret)") != 10 {
 		t.Errorf("a state is printed: %s", s)
+	}
+}
+
+// A State is read as it was written, and redact knows the fields that hold secrets.
+func TestAStateIsStored(t *testing.T) {
+	a, b := newSide("a", 1), newSide("b", 2)
+	check := func() {
+		t.Helper()
+		for _, s := range []*side{a, b} {
+			text, err := json.Marshal(s.stored)
+			if err != nil {
+				t.Fatal(err)
+			}
+			var read postquantum.State
+			if err := json.Unmarshal(text, &read); err != nil || !reflect.DeepEqual(read, s.stored) {
+				t.Errorf("%s is not read as it was written: %v", s.id.ClusterID, err)
+			}
+			secrets, out := s.stored.Secrets(), string(new(redact.Redactor).Text(text))
+			if len(secrets) == 0 {
+				t.Errorf("%s has no secrets", s.id.ClusterID)
+			}
+			for _, secret := range secrets {
+				if in := base64.StdEncoding.EncodeToString(secret); !strings.Contains(string(text), in) || strings.Contains(out, in) {
+					t.Errorf("%s: a secret is not stored, or stays in what was redacted", s.id.ClusterID)
+				}
+			}
+		}
+	}
+	for range 2 { // the second exchange has former keys
+		a.step(t, b, b.published, true) // a seed
+		b.step(t, a, a.published, true) // a pending key
+		check()
+		agree(t, a, b)
+		check()
+		for _, s := range []*side{a, b} {
+			if !s.stored.Changing() || s.stored.Settled().Changing() {
+				t.Errorf("%s: want a change until there is a session", s.id.ClusterID)
+			}
+		}
+		a.id.Keys[0][0]++
 	}
 }

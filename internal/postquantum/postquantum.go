@@ -20,9 +20,15 @@ import (
 	"crypto/sha256"
 	"encoding/base64"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 )
+
+// SecretName is that of the Secret with the State for each peer, by cluster ID, as JSON. The manager writes it,
+// and gateways read it.
+const SecretName = "isthmus-psk"
 
 // Names of Words. A value of backend_config ends at 1,024 characters in every deployed CRD, so the long ones are
 // in two halves.
@@ -48,22 +54,47 @@ type Identity struct {
 
 // A State is what one side stores of an exchange with a peer. It is secret.
 type State struct {
-	Context []byte `json:"context,omitempty"` // both identities, for which the exchange is
-	Seed    []byte `json:"seed,omitempty"`    // of the key to decapsulate; erased when there is an answer
-	Message []byte `json:"message,omitempty"` // our key, or our answer
-	ID      string `json:"id,omitempty"`      // of the exchange
-	Tag     []byte `json:"tag,omitempty"`     // ours
-	Theirs  []byte `json:"theirs,omitempty"`  // the tag that the peer has to show, or has shown
-	Pending *Key   `json:"pending,omitempty"` // agreed upon, until the peer has shown that it has it, too
-	Use     Key    `json:"use"`               // for handshakes; zero: none
-	Former  Key    `json:"former"`            // the one before, which the peer may still have; zero: none
+	Context []byte `json:"context,omitempty"`    // both identities, for which the exchange is
+	Seed    []byte `json:"privateKey,omitempty"` // of the key to decapsulate; erased when there is an answer
+	Message []byte `json:"message,omitempty"`    // our key, or our answer
+	ID      string `json:"id,omitempty"`         // of the exchange
+	Tag     []byte `json:"tag,omitempty"`        // ours
+	Theirs  []byte `json:"theirs,omitempty"`     // the tag that the peer has to show, or has shown
+	Pending *Key   `json:"pending,omitempty"`    // agreed upon, until the peer has shown that it has it, too
+	Use     Key    `json:"use"`                  // for handshakes; zero: none
+	Former  Key    `json:"former"`               // the one before, which the peer may still have; zero: none
+	Sure    string `json:"sure,omitempty"`       // the exchange whose key a session has shown the peer to have
 }
 
 // A Key is a preshared key and the exchange that made it. The zero value is no preshared key.
 type Key struct {
-	ID     string   `json:"id,omitempty"`
-	Secret [32]byte `json:"secret"`
+	ID     string `json:"id,omitempty"`
+	Secret Secret `json:"presharedKey,omitzero"` // package redact knows fields of this name
 }
+
+// A Secret is 32 octets, in base64 as wg(8) prints keys.
+type Secret [32]byte
+
+// MarshalText implements encoding.TextMarshaler.
+func (s Secret) MarshalText() ([]byte, error) {
+	return base64.StdEncoding.AppendEncode(nil, s[:]), nil
+}
+
+// UnmarshalText implements encoding.TextUnmarshaler.
+func (s *Secret) UnmarshalText(text []byte) error {
+	b := decoded(string(text), len(s))
+	if b == nil {
+		return errors.New("want 32 octets in base64")
+	}
+	*s = Secret(b)
+	return nil
+}
+
+// String hides a Secret.
+func (Secret) String() string { return hidden }
+
+// GoString hides a Secret from %#v.
+func (Secret) GoString() string { return hidden }
 
 // String hides a State.
 func (State) String() string { return hidden }
@@ -108,7 +139,7 @@ func (s State) Step(ours, theirs Identity, said Words) (State, Progress, error) 
 		context = contextOf(theirs, ours)
 	}
 	if !bytes.Equal(s.Context, context) {
-		s = State{Context: context, Use: s.Use, Former: s.Former}
+		s = State{Context: context}.keeping(s)
 	}
 	if offers && s.Message == nil {
 		if err := s.begin(); err != nil {
@@ -150,7 +181,7 @@ func (s State) alone(offers bool) (State, Progress, error) {
 		s.Use, s.Former = Key{}, s.Use
 	}
 	if !offers {
-		return State{Context: s.Context, Use: s.Use, Former: s.Former}, NotOffers, nil
+		return State{Context: s.Context}.keeping(s), NotOffers, nil
 	}
 	if s.Seed == nil {
 		if err := s.begin(); err != nil {
@@ -167,7 +198,7 @@ func (s *State) begin() error {
 		return fmt.Errorf("ML-KEM key: %w", err)
 	}
 	public := key.EncapsulationKey().Bytes()
-	*s = State{Context: s.Context, Seed: key.Bytes(), Message: public, ID: idOf(s.Context, public), Use: s.Use, Former: s.Former}
+	*s = State{Context: s.Context, Seed: key.Bytes(), Message: public, ID: idOf(s.Context, public)}.keeping(*s)
 	return nil
 }
 
@@ -220,7 +251,7 @@ func (s State) readKey(said Words) (State, Progress, error) {
 		}
 		shared, answer := key.Encapsulate()
 		d := derive(shared, public, answer, s.Context)
-		s = State{Context: s.Context, Use: s.Use, Former: s.Former, Message: answer, ID: id, Pending: &Key{id, d.secret}}
+		s = State{Context: s.Context, Message: answer, ID: id, Pending: &Key{id, d.secret}}.keeping(s)
 		s.Tag, s.Theirs = d.tag("answer", s.Use.ID), d.tag("key", "")
 	}
 	text := said[wordTag]
@@ -238,10 +269,28 @@ func (s State) readKey(said Words) (State, Progress, error) {
 	return s, Agreed, nil
 }
 
+// keeping is a new exchange that leaves alone what sessions use.
+func (s State) keeping(old State) State {
+	s.Use, s.Former, s.Sure = old.Use, old.Former, old.Sure
+	return s
+}
+
 // Settled erases the former key. It is for a session that has been made with the one in use.
 func (s State) Settled() State {
-	s.Former = Key{}
+	s.Former, s.Sure = Key{}, s.Use.ID
 	return s
+}
+
+// Changing reports whether the peer may still have the former key alone.
+func (s State) Changing() bool { return s.Sure != s.Use.ID || s.Former != (Key{}) }
+
+// Secrets are all that nobody else may see.
+func (s State) Secrets() [][]byte {
+	all := [][]byte{s.Use.Secret[:], s.Former.Secret[:], s.Seed}
+	if s.Pending != nil {
+		all = append(all, s.Pending.Secret[:])
+	}
+	return slices.DeleteFunc(all, func(b []byte) bool { return len(bytes.Trim(b, "\x00")) == 0 })
 }
 
 // message joins the halves of a key or an answer; nil: it is none.
@@ -281,7 +330,7 @@ func idOf(context, public []byte) string {
 
 // derived is what both sides make of a shared secret.
 type derived struct {
-	secret  [32]byte
+	secret  Secret
 	confirm []byte // key of the tags
 }
 
@@ -291,7 +340,7 @@ func derive(shared, public, answer, context []byte) (d derived) {
 	if err != nil {
 		panic(err) // for more than 8,160 octets
 	}
-	d.secret, d.confirm = [32]byte(b[:32]), b[32:]
+	d.secret, d.confirm = Secret(b[:32]), b[32:]
 	return d
 }
 
