@@ -104,6 +104,31 @@ func (g *gateway) reach(stats []map[[32]byte]datapath.Stats, now time.Time) {
 	}
 }
 
+// rekeyTime is how long a new preshared key is tried. Its peer has it within seconds.
+const rekeyTime = 30 * time.Second
+
+// rekey begins handshakes with peers whose sessions were made before they got a preshared key. Without it
+// these sessions would carry packets for two minutes more.
+func (g *gateway) rekey(peers []peer, now time.Time) {
+	try := make([][][32]byte, len(g.ends))
+	for i := range peers {
+		p := &peers[i]
+		if p.preshared.Key == [32]byte{} || now.Sub(p.keyed) > rekeyTime {
+			continue
+		}
+		for tunnel, s := range p.sessions {
+			if theirs, ok := theirEnd(p.GatewayPeer, tunnel); ok && tunnel < len(try) && !s.stats.Preshared && !s.stats.Handshake.IsZero() {
+				try[tunnel] = append(try[tunnel], theirs.PublicKey)
+			}
+		}
+	}
+	for i, e := range g.ends {
+		if keys := try[i]; len(keys) > 0 {
+			g.wg.Go(func() { e.reach(keys, nil, g.done) })
+		}
+	}
+}
+
 // reach begins handshakes with some peers and ends the attempts with others. It takes its time,
 // most of a second, so that packets do not wait for so many handshakes.
 func (e *tunnelEnd) reach(try, rest [][32]byte, done <-chan struct{}) {

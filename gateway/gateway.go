@@ -815,4 +815,5 @@ func (g *gateway) tick(now time.Time) {
 	g.drops.look(g.engine, now)
 	g.resolver.tick(now)
 	g.reach(stats, now)
+	g.rekey(peers, now)
 }

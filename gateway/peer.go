@@ -27,6 +27,7 @@ type peer struct {
 	inUse               fabric.TunnelSet // tunnels that carry flows; empty: the first one
 	forgotten           bool             // the tunnels have to be told where it is again
 	preshared           datapath.PresharedKeys
+	keyed               time.Time // when it got another one; zero: it has had this one from the start
 	state               *natengine.PeerState
 }
 
@@ -166,6 +167,9 @@ func (g *gateway) survey(c Config, want []*fabric.GatewayPeer, ways bool) survey
 		if p.mtu != was.mtu || !is && (was.GatewayPeer == nil || !reflect.DeepEqual(p.Rules, was.Rules)) {
 			s.ruled = append(s.ruled, i)
 		}
+		if p.preshared.Key != was.preshared.Key && was.state != nil {
+			p.keyed = now
+		}
 		if all || !is || p.at != was.at || p.refused != was.refused || p.way != was.way || p.preshared != was.preshared || was.forgotten {
 			s.other = append(s.other, i)
 		}
@@ -235,6 +239,16 @@ func (v *view) leading() *tunnelView {
 		}
 	}
 	return &v.tunnels[0]
+}
+
+// presharedID is the ID of the preshared key that protects the sessions in all tunnels; empty: one has none.
+func (v *view) presharedID() string {
+	for _, e := range v.tunnels {
+		if e.stats.PresharedID == "" || e.stats.PresharedID != v.tunnels[0].stats.PresharedID {
+			return ""
+		}
+	}
+	return v.tunnels[0].stats.PresharedID
 }
 
 // octets are those of WireGuard messages in all tunnels.

@@ -92,6 +92,7 @@ type PeerStatus struct {
 	Configured string         `json:"configuredEndpoint"`
 	Resolved   netip.AddrPort `json:"resolvedEndpoint,omitzero"` // address of the configured one
 	PublicKey  string         `json:"publicKey"`
+	Preshared  string         `json:"presharedExchange,omitempty"` // which made the preshared key of the sessions in all tunnels
 
 	LastHeard     *time.Time `json:"lastHeard,omitempty"` // when something authentic came last
 	LastHandshake *time.Time `json:"lastHandshake,omitempty"`
@@ -289,6 +290,7 @@ func (g *gateway) status(flows int) Status {
 			ps.LastHandshake, ps.HandshakeAge = &h, at.Sub(h).Seconds()
 		}
 		ps.WireGuard.Receive, ps.WireGuard.Transmit = p.octets()
+		ps.Preshared = p.presharedID()
 		if len(p.tunnels) > 1 {
 			for i, e := range p.tunnels {
 				ps.Tunnels = append(ps.Tunnels, e.status(i, at))

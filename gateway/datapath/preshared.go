@@ -24,6 +24,7 @@ import (
 
 // PresharedKeys are the keys that handshakes with a peer may use. A zero key is none, as in WireGuard.
 type PresharedKeys struct {
+	ID  string // of Key, for Stats
 	Key [32]byte
 	// Former counts while Changing: until there is a session with Key.
 	Former   [32]byte
@@ -130,11 +131,16 @@ func (s *preshared) choose(private *device.NoisePrivateKey, m []byte) {
 	}
 }
 
-// protects reports whether a session was made with a preshared key, and with the present one.
-func (s *preshared) protects(k *device.Keypair) bool {
+// protects reports whether a session was made with a preshared key, and with the present one, and the ID of
+// that.
+func (s *preshared) protects(k *device.Keypair) (id string, ok bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return k != nil && s.keys.Key != [32]byte{} && (k == s.certain || s.settled && !keypairCreated.of(k).Before(s.since))
+	ok = k != nil && s.keys.Key != [32]byte{} && (k == s.certain || s.settled && !keypairCreated.of(k).Before(s.since))
+	if ok {
+		id = s.keys.ID
+	}
+	return id, ok
 }
 
 // choose has the peer of a response choose the key for it, before the device reads the response.

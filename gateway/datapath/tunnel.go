@@ -409,7 +409,10 @@ type Stats struct {
 	Handshake time.Time      // when the present session was made, with a monotonic clock reading; zero: never
 	Received  uint64         // octets of WireGuard messages
 	Sent      uint64
-	Preshared bool // the present session was made with the peer's PresharedKeys.Key
+	// Preshared says that the present session was made with the peer's PresharedKeys.Key, whose ID is
+	// PresharedID.
+	Preshared   bool
+	PresharedID string
 }
 
 // Stats is what is known of the peers, by public key.
@@ -417,8 +420,8 @@ func (t *Tunnel) Stats() map[[32]byte]Stats {
 	table, now := t.peers.Load(), time.Now()
 	all := make(map[[32]byte]Stats, len(table.byDevice))
 	for dev, p := range table.byDevice {
-		s := Stats{Handshake: p.session(now), Received: peerReceived.of(dev).Load(), Sent: peerSent.of(dev).Load(),
-			Preshared: p.preshared.protects(peerKeypairs.of(dev).Current())}
+		s := Stats{Handshake: p.session(now), Received: peerReceived.of(dev).Load(), Sent: peerSent.of(dev).Load()}
+		s.PresharedID, s.Preshared = p.preshared.protects(peerKeypairs.of(dev).Current())
 		if e := endpointOf(dev); e != nil {
 			if at, ok := e.(interface{ AddrPort() netip.AddrPort }); ok {
 				s.Endpoint = at.AddrPort()
