@@ -26,6 +26,7 @@ import (
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/gateway"
+	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/gateway/flowsync"
 	"github.com/isthmus-net/isthmus/internal/cli"
 	"github.com/isthmus-net/isthmus/internal/httpserve"
@@ -208,7 +209,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 		options.Source = func(ctx context.Context, deliver func(gateway.Config, error)) {
 			replica.Snapshots(ctx, func(s kube.Snapshot, err error) {
 				deliver(gateway.Config{Gateway: s.Gateway, Refused: s.Problems, PrivateKey: gateway.Key(s.PrivateKey),
-					ListenPort: k.port, Tunnels: k.tunnels, MTU: k.tunnel, NAT: k.nat.Config(), FlowLog: k.flowLog, PodNetwork: s.PodNetwork}, err)
+					ListenPort: k.port, Tunnels: k.tunnels, MTU: k.tunnel, NAT: k.nat.Config(), FlowLog: k.flowLog, PodNetwork: s.PodNetwork, Preshared: presharedOf(s.Preshared)}, err)
 			})
 		}
 		options.Ready, options.Owner = replica.Ready, replica.Owner
@@ -248,6 +249,15 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 	return err
 }
 
+// presharedOf are the preshared keys as the gateway takes them.
+func presharedOf(keys map[string]kube.PresharedKey) map[string]datapath.PresharedKeys {
+	all := make(map[string]datapath.PresharedKeys, len(keys))
+	for id, k := range keys {
+		all[id] = datapath.PresharedKeys{ID: k.ID, Key: k.Key, Former: k.Former, Changing: k.Changing}
+	}
+	return all
+}
+
 // links says how the gateways of the installation reach each other to copy flows.
 func (k *kubeGateway) links(replica *kube.Gateway) flowsync.Options {
 	return flowsync.Options{
@@ -282,6 +292,7 @@ func reportOf(s gateway.Status) kube.Report {
 			ID: p.ID, Status: v1alpha1.ConnectionStatus(p.State), Reason: p.Reason, Message: p.Message, Endpoint: p.Resolved, PublicKey: p.PublicKey,
 			RTT:        time.Duration(p.RTT * float64(time.Second)),
 			AllowedIPs: [2]netip.Prefix{p.Rules.RemotePodsHere, p.Rules.RemoteExternal},
+			Preshared:  p.Preshared,
 		}
 		r.Peers = append(r.Peers, peer)
 	}

@@ -46,6 +46,17 @@ const label = "isthmus-psk-v1"
 // Words are what a side publishes for the other, as values of backend_config.
 type Words map[string]string
 
+// WordsIn returns the Words among other values.
+func WordsIn(values map[string]string) Words {
+	w := make(Words)
+	for _, name := range []string{wordFirst, wordSecond, wordFor, wordUse, wordTag} {
+		if value := values[name]; value != "" {
+			w[name] = value
+		}
+	}
+	return w
+}
+
 // An Identity is one side: its cluster ID, and the WireGuard public keys of its tunnels.
 type Identity struct {
 	ClusterID string

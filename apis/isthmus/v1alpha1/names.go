@@ -23,6 +23,10 @@ const AnnotationDrained = "isthmus.net/drained"
 // that answer for an answer to the new networks.
 const AnnotationUnanswered = "isthmus.net/unanswered"
 
+// AnnotationPostQuantum is "Required" on a TunnelEndpoint whose Peering demands a preshared key
+// (spec.postQuantum). A gateway that has none carries nothing for that peer.
+const AnnotationPostQuantum = "isthmus.net/post-quantum"
+
 // LeaseGateway is the name of the Lease whose holder is the active gateway. It lasts 7 s and is
 // renewed every 2.
 const LeaseGateway = "isthmus-gateway"

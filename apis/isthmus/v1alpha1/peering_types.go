@@ -37,7 +37,24 @@ type PeeringSpec struct {
 	// Services say which services the clusters share. A manager without --services ignores them.
 	// +optional
 	Services Services `json:"services,omitzero"`
+	// PostQuantum says what to do without a preshared key by ML-KEM-768, which protects what is sent
+	// today against a quantum computer of tomorrow. Two clusters with Isthmus agree on one by
+	// themselves.
+	// +kubebuilder:default=Preferred
+	// +optional
+	PostQuantum PostQuantum `json:"postQuantum,omitempty"`
 }
+
+// PostQuantum is Preferred, to use a preshared key where the peer knows how to agree on one, or
+// Required, to keep the tunnel down without one.
+// +kubebuilder:validation:Enum=Preferred;Required
+type PostQuantum string
+
+// What PostQuantum can be.
+const (
+	PostQuantumPreferred PostQuantum = "Preferred"
+	PostQuantumRequired  PostQuantum = "Required"
+)
 
 // Services name namespaces whose services are shared with a peer. Both clusters have to agree: one
 // exports what the other one imports. Without names nothing is shared. `isthmus peer --services`

@@ -97,6 +97,9 @@ const (
 	// ConfigAllowedIPs holds PodCIDR and ExternalCIDR of the peer as seen here, separated by a
 	// comma and a blank (peerConfiguration only).
 	ConfigAllowedIPs = "allowedIPs"
+	// ConfigPreshared names the exchange whose preshared key protects the present sessions with the
+	// peer. It is absent where one has none. Liqo has no such key (peerConfiguration only).
+	ConfigPreshared = "preshared"
 )
 
 // TunnelPortName is the name of the port for tunnel i in the Service of the gateway: wireguard as

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net"
 	"net/http"
 	"net/netip"
@@ -89,8 +90,9 @@ type Gateway struct {
 	keyTries time.Time     // when the Secret may be made again
 	logged   string        // problems that were logged
 
-	asked   asked // refresh's alone, as the next
-	decider fabric.GatewayDecider
+	asked     asked // refresh's alone, as the next two
+	preshared presharedKeys
+	decider   fabric.GatewayDecider
 
 	// What refresh alone uses, about data.tunnels of the Secret; see tellTunnels.
 	told      [32]byte  // the private key for which it is or was what we want
@@ -107,7 +109,8 @@ type Snapshot struct {
 	Gateway    fabric.Gateway
 	Problems   []fabric.Problem // of the objects that were left out: one that is broken concerns no other
 	PrivateKey [32]byte
-	PodNetwork fabric.PodNetwork // where a replica delivers that has a network of its own
+	PodNetwork fabric.PodNetwork       // where a replica delivers that has a network of its own
+	Preshared  map[string]PresharedKey // by cluster ID; never modified
 }
 
 // wish is the last Snapshot, and whether it is what is wanted now.
@@ -522,6 +525,9 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup, e *electio
 	if err := g.objects.watchBy(ctx, g.meet(e), waiting, &corev1.Pod{}); err != nil {
 		return err
 	}
+	if err := g.watchPreshared(ctx, group, waiting); err != nil {
+		return err
+	}
 	e.onlySeen()
 	if g.o.Node != "" {
 		g.watchReports(ctx, group)
@@ -596,9 +602,6 @@ func (p *patient) RoundTrip(r *http.Request) (*http.Response, error) {
 // kinds are what is watched.
 func (g *Gateway) kinds() map[client.Object]cache.ByObject {
 	here := map[string]cache.Config{g.o.Namespace: {}}
-	named := func(name string) map[string]cache.Config {
-		return map[string]cache.Config{g.o.Namespace: {FieldSelector: fields.OneTermEqualSelector("metadata.name", name)}}
-	}
 	kinds := map[client.Object]cache.ByObject{
 		&v1alpha1.TunnelEndpoint{}: {},
 		&v1alpha1.NatMapping{}:     {},
@@ -606,8 +609,8 @@ func (g *Gateway) kinds() map[client.Object]cache.ByObject {
 		&corev1.Node{}:             {Transform: slimNode},
 		&discoveryv1.EndpointSlice{}: {Namespaces: map[string]cache.Config{
 			metav1.NamespaceDefault: {FieldSelector: fields.OneTermEqualSelector("metadata.name", "kubernetes")}}},
-		&corev1.Secret{}:        {Namespaces: named(KeySecret)}, // no other Secret may be read
-		&coordinationv1.Lease{}: {Namespaces: named(isthmus.LeaseGateway)},
+		&corev1.Secret{}:        {Namespaces: named(g.o.Namespace, KeySecret)}, // see presharedKeys for the only other one
+		&coordinationv1.Lease{}: {Namespaces: named(g.o.Namespace, isthmus.LeaseGateway)},
 		&corev1.Pod{}:           g.pods(here),
 		&corev1.Service{}:       {Namespaces: here, Label: labels.SelectorFromSet(serviceLabels)},
 	}
@@ -615,6 +618,11 @@ func (g *Gateway) kinds() map[client.Object]cache.ByObject {
 		kinds[&isthmus.NodeNetworks{}] = cache.ByObject{Namespaces: here, Transform: slimReport}
 	}
 	return kinds
+}
+
+// named is one object.
+func named(namespace, name string) map[string]cache.Config {
+	return map[string]cache.Config{namespace: {FieldSelector: fields.OneTermEqualSelector("metadata.name", name)}}
 }
 
 // pods are those of the gateway; a replica that delivers by itself has to know where all are.
@@ -725,12 +733,13 @@ func (g *Gateway) refresh(ctx context.Context, cluster v1alpha1.ClusterIdentity)
 		}
 		g.candidate.SetNodes(nodes)
 	}
-	g.publish(Snapshot{Gateway: g.asked.at(site), Problems: problems, PrivateKey: private, PodNetwork: network})
+	g.publish(Snapshot{Gateway: g.asked.at(site), Problems: problems, PrivateKey: private, PodNetwork: network, Preshared: g.asked.preshared})
 }
 
 // ask reads what peers ask for, if that may be something else than before.
 func (g *Gateway) ask(ctx context.Context, cluster v1alpha1.ClusterIdentity, private [32]byte) error {
-	if !g.asking.Swap(false) && private == g.asked.private {
+	keys := g.preshared.read(ctx, g.o.Namespace)
+	if !g.asking.Swap(false) && private == g.asked.private && maps.Equal(keys, g.asked.secret) {
 		return nil
 	}
 	var endpoints v1alpha1.TunnelEndpointList
@@ -740,9 +749,12 @@ func (g *Gateway) ask(ctx context.Context, cluster v1alpha1.ClusterIdentity, pri
 		g.asking.Store(true)
 		return err
 	}
-	g.asked = askedFor(&g.decider, cluster, private, endpoints.Items, mappings.Items)
+	usable, preshared, lacking := demand(endpoints.Items, keys)
+	g.asked = askedFor(&g.decider, cluster, private, usable, mappings.Items)
+	g.asked.secret, g.asked.preshared, g.asked.problems = keys, preshared, fabric.SortProblems(append(g.asked.problems, lacking...))
 	if g.o.StateDirectory != "" {
 		g.asked.saved = savedFrom(cluster, private, endpoints.Items, mappings.Items)
+		g.asked.saved.preshared = keys
 	}
 	return nil
 }
@@ -782,6 +794,8 @@ type asked struct {
 	gateway  fabric.Gateway // for a cluster that is nowhere
 	problems []fabric.Problem
 	saved    savedObjects // without places
+
+	secret, preshared map[string]PresharedKey // as the Secret has them, and as handshakes may use them
 
 	ours, networks []fabric.SiteNetwork // of the last site, and with those of peers
 }

@@ -15,6 +15,7 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/statefile"
@@ -52,6 +53,8 @@ const (
 type savedKey struct {
 	Version    int    `json:"version"`
 	PrivateKey string `json:"privateKey"`
+	// Preshared are those of peers, by cluster ID.
+	Preshared map[string]PresharedKey `json:"preshared,omitempty"`
 }
 
 // savedObjects are what the API server said last, as it said it: a new version of the program
@@ -64,7 +67,8 @@ type savedObjects struct {
 	TunnelEndpoints []v1alpha1.TunnelEndpoint `json:"tunnelEndpoints"`
 	NatMappings     []v1alpha1.NatMapping     `json:"natMappings"`
 
-	places savedPlaces // of a file of its own
+	places    savedPlaces             // of a file of its own
+	preshared map[string]PresharedKey // of the file with the private key
 }
 
 // savedPlaces are where our own cluster is, as Nodes and Pods say.
@@ -95,7 +99,11 @@ type savedOthers struct {
 func savedFrom(cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) savedObjects {
 	s := savedObjects{Version: snapshotVersion, Cluster: cluster, PublicKey: base64.StdEncoding.EncodeToString(publicKey(private)), places: savedPlaces{Version: snapshotVersion}}
 	meta := func(m *metav1.ObjectMeta) metav1.ObjectMeta {
-		return metav1.ObjectMeta{Namespace: m.Namespace, Name: m.Name, CreationTimestamp: m.CreationTimestamp}
+		kept := metav1.ObjectMeta{Namespace: m.Namespace, Name: m.Name, CreationTimestamp: m.CreationTimestamp}
+		if demanded := m.Annotations[isthmus.AnnotationPostQuantum]; demanded != "" {
+			kept.Annotations = map[string]string{isthmus.AnnotationPostQuantum: demanded}
+		}
+		return kept
 	}
 	for i := range endpoints {
 		if te := &endpoints[i]; te.DeletionTimestamp.IsZero() {
@@ -145,7 +153,7 @@ func remember(o GatewayOptions, now time.Time) (*remembered, error) {
 	}
 	var key savedKey
 	var objects savedObjects
-	if err := statefile.Read(o.StateDirectory, keyFile, smallLimit, &key); err != nil {
+	if err := statefile.Read(o.StateDirectory, keyFile, objectsLimit, &key); err != nil {
 		return nil, err
 	}
 	if err := statefile.Read(o.StateDirectory, objectsFile, objectsLimit, &objects); err != nil {
@@ -173,8 +181,10 @@ func remember(o GatewayOptions, now time.Time) (*remembered, error) {
 	if id := o.Cluster.ClusterID; id != "" && id != objects.Cluster.ClusterID {
 		return nil, fmt.Errorf("%s: cluster.clusterID is %q; want our %q", objectsFile, objects.Cluster.ClusterID, id)
 	}
-	gw, problems := gatewayFor(objects.Cluster, private, objects.places.Site, objects.TunnelEndpoints, objects.NatMappings)
-	snapshot := Snapshot{Gateway: gw, Problems: problems, PrivateKey: private}
+	objects.preshared = key.Preshared
+	usable, preshared, lacking := demand(objects.TunnelEndpoints, key.Preshared)
+	gw, problems := gatewayFor(objects.Cluster, private, objects.places.Site, usable, objects.NatMappings)
+	snapshot := Snapshot{Gateway: gw, Problems: fabric.SortProblems(append(problems, lacking...)), PrivateKey: private, Preshared: preshared}
 	if o.Node != "" { // the Pod of that name may have got another address with another sandbox
 		snapshot.PodNetwork = objects.places.PodNetwork
 		snapshot.PodNetwork.Pod, snapshot.PodNetwork.Node = o.PodIP, o.Node
@@ -364,8 +374,8 @@ func (k *keeper) round(holder string, renewed, now time.Time) bool {
 	}
 	if !same && err == nil {
 		want.Read = now
-		key := savedKey{snapshotVersion, base64.StdEncoding.EncodeToString(private[:])}
-		if err = statefile.Write(k.o.StateDirectory, keyFile, smallLimit, key); err == nil {
+		key := savedKey{snapshotVersion, base64.StdEncoding.EncodeToString(private[:]), want.preshared}
+		if err = statefile.Write(k.o.StateDirectory, keyFile, objectsLimit, key); err == nil {
 			err = statefile.Write(k.o.StateDirectory, objectsFile, objectsLimit, want)
 		}
 	}

@@ -36,6 +36,7 @@ type PeerReport struct {
 	Endpoint   netip.AddrPort // where the configured endpoint was found to be; zero: nowhere yet
 	PublicKey  string
 	AllowedIPs [2]netip.Prefix
+	Preshared  string // the exchange whose preshared key protects the sessions; empty: not all have one
 }
 
 // Reasons of the condition Accepted on a TunnelEndpoint.
@@ -198,6 +199,9 @@ func statusFor(te *v1alpha1.TunnelEndpoint, node netip.Addr, r Report, p PeerRep
 	if p.Endpoint.IsValid() {
 		want.Connection.PeerConfiguration[v1alpha1.ConfigEndpointIP] = p.Endpoint.Addr().String()
 		want.Connection.PeerConfiguration[v1alpha1.ConfigPort] = strconv.Itoa(int(p.Endpoint.Port()))
+	}
+	if p.Preshared != "" {
+		want.Connection.PeerConfiguration[v1alpha1.ConfigPreshared] = p.Preshared
 	}
 	switch {
 	case p.Status != v1alpha1.Connected:
