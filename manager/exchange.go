@@ -108,5 +108,5 @@ var notStatusAlone = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool 
 	return a.GetGeneration() != b.GetGeneration() || a.GetUID() != b.GetUID() ||
 		a.GetDeletionTimestamp().IsZero() != b.GetDeletionTimestamp().IsZero() ||
 		!maps.Equal(a.GetLabels(), b.GetLabels()) || !slices.Equal(a.GetFinalizers(), b.GetFinalizers()) ||
-		!equality.Semantic.DeepEqual(a.GetOwnerReferences(), b.GetOwnerReferences())
+		!equality.Semantic.DeepEqual(a.GetOwnerReferences(), b.GetOwnerReferences()) || !maps.Equal(a.GetAnnotations(), b.GetAnnotations())
 }}

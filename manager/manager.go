@@ -329,7 +329,8 @@ func (l *leader) lead(ctx context.Context) error {
 		Services: l.shared, Withdraw: !l.Options.Services,
 	})
 	pulse := NewPulse(l.mgr.GetAPIReader(), l.Namespace, l.Log)
-	if err := errors.Join(l.mgr.Add(replicator), l.mgr.Add(pulse)); err != nil {
+	keys := &KeyStore{Client: l.client, Direct: l.mgr.GetAPIReader(), Namespace: l.Namespace, Peers: l.peers, Log: l.Log}
+	if err := errors.Join(l.mgr.Add(replicator), l.mgr.Add(pulse), l.mgr.Add(keys)); err != nil {
 		return err
 	}
 	if l.IPAM.Address != "" {
@@ -369,7 +370,7 @@ func (l *leader) lead(ctx context.Context) error {
 		&books{l.store, l.copies},
 		&feeder{Peers: l.peers, Replicator: replicator},
 		&Answers{Client: l.client, Peers: l.peers, Facts: own, Store: l.store, Warden: warden, FactsChanged: own.Subscribe(), Log: l.Log},
-		&NetworkConfigReconciler{Client: l.client, Peers: l.peers, Facts: own, FactsChanged: own.Subscribe(), Log: l.Log},
+		&NetworkConfigReconciler{Client: l.client, Peers: l.peers, Facts: own, FactsChanged: own.Subscribe(), Keys: keys, Log: l.Log},
 		peering,
 	} {
 		if err := r.SetupWithManager(l.mgr); err != nil {

@@ -16,11 +16,13 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller"
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 	"sigs.k8s.io/controller-runtime/pkg/event"
 	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 	"sigs.k8s.io/controller-runtime/pkg/source"
 
@@ -37,7 +39,9 @@ type NetworkConfigReconciler struct {
 	Facts  FactsReader
 	// FactsChanged gets a value after every change of the Facts.
 	FactsChanged <-chan event.GenericEvent
-	Log          *slog.Logger
+	// Keys are preshared keys; nil: peers are offered none.
+	Keys *KeyStore
+	Log  *slog.Logger
 }
 
 // SetupWithManager makes mgr call Reconcile for each peer that something happened to, and for all
@@ -46,6 +50,7 @@ func (r *NetworkConfigReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	b := ctrl.NewControllerManagedBy(mgr).Named("networkconfig").
 		WithOptions(controller.Options{MaxConcurrentReconciles: workers}).
 		Watches(&v1alpha1.NetworkConfig{}, handler.EnqueueRequestsFromMapFunc(r.peerOf)).
+		Watches(&v1alpha1.TunnelEndpoint{}, handler.EnqueueRequestsFromMapFunc(r.peerOf), builder.WithPredicates(presharedChanged)).
 		WatchesMetadata(&corev1.Namespace{}, handler.EnqueueRequestsFromMapFunc(r.peerIn)).
 		WatchesRawSource(source.Channel(r.FactsChanged, handler.EnqueueRequestsFromMapFunc(r.everyPeer)))
 	return r.Peers.watch(b, func(p Peer) []reconcile.Request {
@@ -58,6 +63,11 @@ func (r *NetworkConfigReconciler) SetupWithManager(mgr ctrl.Manager) error {
 func (r *NetworkConfigReconciler) peerOf(ctx context.Context, o client.Object) []reconcile.Request {
 	return r.peerAt(ctx, o.GetNamespace())
 }
+
+// presharedChanged leaves out all of a TunnelEndpoint but the key of its sessions.
+var presharedChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
+	return presharedIn(e.ObjectOld.(*v1alpha1.TunnelEndpoint)) != presharedIn(e.ObjectNew.(*v1alpha1.TunnelEndpoint))
+}}
 
 func (r *NetworkConfigReconciler) peerIn(ctx context.Context, namespace client.Object) []reconcile.Request {
 	return r.peerAt(ctx, namespace.GetName())
@@ -86,7 +96,7 @@ func (r *NetworkConfigReconciler) everyPeer(ctx context.Context, _ client.Object
 func (r *NetworkConfigReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
 	peer, err := r.Peers.ByID(ctx, req.Name)
 	if errors.Is(err, ErrNoPeer) {
-		return ctrl.Result{}, nil // what was made for it had an owner or a finalizer
+		return ctrl.Result{}, r.Keys.Forget(ctx, req.Name) // all else that was made for it had an owner or a finalizer
 	}
 	if err != nil {
 		return ctrl.Result{}, fmt.Errorf("peer %s: %w", req.Name, err)
@@ -195,6 +205,12 @@ func (r *NetworkConfigReconciler) publish(ctx context.Context, peer Peer, curren
 	if len(problems) > 0 {
 		return nil // the Peering says so
 	}
+	keys := r.agree(ctx, peer, current, &spec)
+	return errors.Join(r.publishSpec(ctx, peer, current, spec), keys)
+}
+
+// publishSpec makes the original be what the peer is to know.
+func (r *NetworkConfigReconciler) publishSpec(ctx context.Context, peer Peer, current *v1alpha1.NetworkConfig, spec v1alpha1.NetworkConfigSpec) error {
 	if current != nil {
 		want := current.DeepCopy()
 		if err := shape(want, peer, spec, r.Client.Scheme()); err != nil {
@@ -212,7 +228,8 @@ func (r *NetworkConfigReconciler) publish(ctx context.Context, peer Peer, curren
 			}
 			metav1.SetMetaDataAnnotation(&want.ObjectMeta, isthmus.AnnotationUnanswered, "true")
 		}
-		if err = r.Client.Patch(ctx, want, client.MergeFrom(current)); err == nil {
+		err := r.Client.Patch(ctx, want, client.MergeFrom(current))
+		if err == nil {
 			r.Log.Info("NetworkConfig corrected", "peer", peer.Cluster.ClusterID, "namespace", want.Namespace, "name", want.Name)
 		}
 		return err
@@ -224,7 +241,8 @@ func (r *NetworkConfigReconciler) publish(ctx context.Context, peer Peer, curren
 	if err := shape(want, peer, spec, r.Client.Scheme()); err != nil {
 		return err
 	}
-	if err = r.Client.Create(ctx, want); err == nil {
+	err := r.Client.Create(ctx, want)
+	if err == nil {
 		r.Log.Info("NetworkConfig created", "peer", peer.Cluster.ClusterID, "namespace", want.Namespace, "name", want.Name)
 	}
 	return err

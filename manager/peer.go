@@ -32,6 +32,8 @@ type Peer struct {
 	// Overrides and Claims are those of the Peering.
 	Overrides isthmus.Overrides
 	Claims    isthmus.Claims
+	// KeyRequired says that without a preshared key the tunnel is to stay down.
+	KeyRequired bool
 	// IdentitySecret is the name of the Secret in LocalNamespace with which to speak to the peer;
 	// empty when Liqo's crd-replicator does that.
 	IdentitySecret string
@@ -251,6 +253,7 @@ func peerFrom(p *isthmus.Peering) Peer {
 		RemoteNamespace: p.Spec.TenantNamespace.Remote,
 		Overrides:       p.Spec.Overrides,
 		Claims:          p.Spec.Claims,
+		KeyRequired:     p.Spec.PostQuantum == isthmus.PostQuantumRequired,
 		IdentitySecret:  cmp.Or(p.Spec.IdentitySecretName, isthmus.DefaultIdentitySecret),
 		Leaving:         !p.DeletionTimestamp.IsZero(),
 		Forced:          p.Annotations[isthmus.AnnotationForce] == "true",

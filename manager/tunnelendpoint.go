@@ -22,6 +22,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 	"sigs.k8s.io/controller-runtime/pkg/source"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/manager/ipam"
@@ -375,6 +376,9 @@ func (r *TunnelEndpointReconciler) write(ctx context.Context, peer Peer, origina
 		want.Labels = make(map[string]string)
 	}
 	want.Labels[v1alpha1.LabelClusterID] = peer.Cluster.ClusterID
+	if delete(want.Annotations, isthmus.AnnotationPostQuantum); peer.KeyRequired {
+		metav1.SetMetaDataAnnotation(&want.ObjectMeta, isthmus.AnnotationPostQuantum, string(isthmus.PostQuantumRequired))
+	}
 	want.OwnerReferences = []metav1.OwnerReference{ // as Liqo has them
 		{APIVersion: v1alpha1.GroupVersion.String(), Kind: "NetworkConfig", Name: original.Name, UID: original.UID},
 		*metav1.NewControllerRef(peer.Owner, gvk),

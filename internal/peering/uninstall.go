@@ -26,6 +26,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/chart"
+	"github.com/isthmus-net/isthmus/internal/postquantum"
 )
 
 // UninstallOptions are the choices of Uninstall.
@@ -193,11 +194,16 @@ func (c *Cluster) installed(ctx context.Context) (all []*unstructured.Unstructur
 		u.SetName(o.name)
 		all = append(all, u)
 	}
-	secret, err := c.get(ctx, corev1.SchemeGroupVersion.WithKind("Secret"), c.Namespace, keysSecret)
-	if err == nil && secret != nil && secret.GetLabels()[labelManagedBy] == managedBy {
-		all = append(all, secret)
+	for _, name := range []string{keysSecret, postquantum.SecretName} {
+		secret, err := c.get(ctx, corev1.SchemeGroupVersion.WithKind("Secret"), c.Namespace, name)
+		if err != nil {
+			return all, err
+		}
+		if secret != nil && secret.GetLabels()[labelManagedBy] == managedBy {
+			all = append(all, secret)
+		}
 	}
-	return all, err
+	return all, nil
 }
 
 func (c *Cluster) removeInstalled(ctx context.Context, o UninstallOptions) error {

@@ -1,0 +1,331 @@
+package manager
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"slices"
+	"sync"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/postquantum"
+)
+
+const (
+	// maxPreshared is what a Secret holds, in octets: a few less than the API server takes. A peer
+	// needs about 2,000.
+	maxPreshared = corev1.MaxSecretSize - 16<<10
+
+	// presharedCheck is how often the Secret is read again, since somebody may have deleted it.
+	presharedCheck = time.Minute
+)
+
+// errPresharedFull says that there are too many peers.
+var errPresharedFull = errors.New("is full: it holds the keys of about 500 peers")
+
+// A KeyStore keeps the State of the exchange of preshared keys with each peer in one Secret, which the
+// manager that leads writes and gateways read. Its methods may be called concurrently, but for one peer by
+// one goroutine at a time.
+type KeyStore struct {
+	Client    client.Client
+	Direct    client.Reader // not cached
+	Namespace string
+	Peers     Peers
+	Log       *slog.Logger
+
+	writing sync.Mutex // held while the Secret is read or written
+
+	mu      sync.Mutex
+	next    *keyBatch         // states of the next write
+	states  map[string][]byte // as they are stored; nil: not read yet
+	version string            // of the Secret
+	err     error             // of the last write or read
+}
+
+// A keyBatch is one write for all peers that waited for the one before it: thousands of peers may come at
+// the same time, and each write replaces the whole Secret in etcd.
+type keyBatch struct {
+	states map[string][]byte // nil inside: of a peer that is gone
+	done   bool
+	err    error
+}
+
+// Start implements manager.Runnable. It makes the Secret anew when somebody has deleted it, and erases the
+// states of peers that are gone.
+func (k *KeyStore) Start(ctx context.Context) error {
+	tick := time.NewTicker(presharedCheck)
+	defer tick.Stop()
+	for {
+		k.check(ctx)
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-tick.C:
+		}
+	}
+}
+
+func (k *KeyStore) check(ctx context.Context) {
+	k.writing.Lock()
+	err := k.read(ctx)
+	k.writing.Unlock()
+	if err != nil {
+		k.Log.Warn("preshared keys are not read", "error", err)
+		return
+	}
+	k.mu.Lock()
+	ids := slices.Collect(maps.Keys(k.states))
+	k.mu.Unlock()
+	for _, id := range ids {
+		if _, err := k.Peers.ByID(ctx, id); errors.Is(err, ErrNoPeer) {
+			err = k.put(ctx, id, nil)
+			if err != nil {
+				k.Log.Warn("the preshared key of a former peer is not erased", "peer", id, "error", err)
+			}
+		}
+	}
+}
+
+// State returns what is stored for a peer; zero: nothing.
+func (k *KeyStore) State(ctx context.Context, id string) (state postquantum.State, err error) {
+	data, err := k.stored(ctx, id)
+	if err != nil || len(data) == 0 {
+		return state, err
+	}
+	if err := json.Unmarshal(data, &state); err != nil {
+		return postquantum.State{}, nil //nolint:nilerr // somebody has edited it; the exchange begins anew
+	}
+	return state, nil
+}
+
+func (k *KeyStore) stored(ctx context.Context, id string) ([]byte, error) {
+	k.mu.Lock()
+	states := k.states
+	k.mu.Unlock()
+	if states == nil {
+		k.writing.Lock()
+		err := k.read(ctx)
+		k.writing.Unlock()
+		if err != nil {
+			return nil, err
+		}
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.states[id], nil
+}
+
+// Put stores the state of a peer if it differs.
+func (k *KeyStore) Put(ctx context.Context, id string, state postquantum.State) error {
+	data, err := json.Marshal(state)
+	if err != nil {
+		return err
+	}
+	have, err := k.stored(ctx, id)
+	if err != nil || bytes.Equal(have, data) {
+		return err
+	}
+	return k.put(ctx, id, data)
+}
+
+// Forget erases the state of a peer that is gone. k may be nil.
+func (k *KeyStore) Forget(ctx context.Context, id string) error {
+	if k == nil {
+		return nil
+	}
+	if have, err := k.stored(ctx, id); err != nil || have == nil {
+		return err
+	}
+	return k.put(ctx, id, nil)
+}
+
+// Problem is why states are not stored; nil: they are.
+func (k *KeyStore) Problem() error {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.err
+}
+
+func (k *KeyStore) put(ctx context.Context, id string, data []byte) error {
+	k.mu.Lock()
+	if k.next == nil {
+		k.next = &keyBatch{states: make(map[string][]byte)}
+	}
+	batch := k.next
+	batch.states[id] = data
+	k.mu.Unlock()
+	k.writing.Lock()
+	defer k.writing.Unlock()
+	if !batch.done { // then it is still the next one
+		k.mu.Lock()
+		k.next = nil
+		k.mu.Unlock()
+		batch.done, batch.err = true, k.note(k.write(ctx, batch.states))
+	}
+	return batch.err
+}
+
+// note names the Secret in an error, and remembers it.
+func (k *KeyStore) note(err error) error {
+	if err != nil {
+		err = fmt.Errorf("the Secret %s/%s: %w", k.Namespace, postquantum.SecretName, err)
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.err = err
+	return err
+}
+
+// read reads the Secret, and makes it if it is not there. With k.writing.
+func (k *KeyStore) read(ctx context.Context) error {
+	var secret corev1.Secret
+	err := k.Direct.Get(ctx, types.NamespacedName{Namespace: k.Namespace, Name: postquantum.SecretName}, &secret)
+	if apierrors.IsNotFound(err) {
+		return k.note(k.create(ctx))
+	}
+	if k.note(err) == nil {
+		k.take(&secret)
+	}
+	return k.Problem()
+}
+
+// create makes the Secret, with what was stored before somebody deleted it. It is applied and not created,
+// because RBAC can demand the name of an object that is applied.
+func (k *KeyStore) create(ctx context.Context) error {
+	k.mu.Lock()
+	states := k.states
+	k.mu.Unlock()
+	secret := &corev1.Secret{
+		TypeMeta:   metav1.TypeMeta{APIVersion: "v1", Kind: "Secret"},
+		ObjectMeta: metav1.ObjectMeta{Namespace: k.Namespace, Name: postquantum.SecretName, Labels: map[string]string{"app.kubernetes.io/managed-by": "isthmus"}},
+		Type:       corev1.SecretTypeOpaque,
+		Data:       states,
+	}
+	data, err := json.Marshal(secret)
+	if err != nil {
+		return err
+	}
+	err = k.Client.Patch(ctx, secret, client.RawPatch(types.ApplyPatchType, data), client.FieldOwner(component))
+	if err == nil {
+		k.take(secret)
+		k.Log.Info("Secret for preshared keys made", "secret", postquantum.SecretName, "peers", len(states))
+	}
+	return err
+}
+
+// take takes the Secret as it is stored.
+func (k *KeyStore) take(secret *corev1.Secret) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.states, k.version = secret.Data, secret.ResourceVersion; k.states == nil {
+		k.states = make(map[string][]byte)
+	}
+}
+
+// write stores states. With k.writing. A conflict means that another manager leads or that somebody edits the
+// Secret: the states that were to be stored may come from old ones.
+func (k *KeyStore) write(ctx context.Context, states map[string][]byte) error {
+	k.mu.Lock()
+	after, version := maps.Clone(k.states), k.version
+	k.mu.Unlock()
+	maps.Copy(after, states)
+	size := 0
+	for _, data := range after {
+		size += len(data)
+	}
+	if size > maxPreshared {
+		return errPresharedFull
+	}
+	patch, err := json.Marshal(map[string]any{"metadata": map[string]any{"resourceVersion": version}, "data": states})
+	if err != nil {
+		return err
+	}
+	secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: k.Namespace, Name: postquantum.SecretName}}
+	err = k.Client.Patch(ctx, secret, client.RawPatch(types.MergePatchType, patch))
+	if err == nil {
+		k.take(secret)
+		return nil
+	}
+	if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
+		err = errors.Join(err, k.read(ctx))
+	}
+	return err
+}
+
+// agree moves the exchange with a peer on, stores where it stands, and puts into spec what the peer has to
+// know of it. With an error it leaves in spec what is published already: a Secret that cannot be written
+// keeps nothing else from the peer.
+func (r *NetworkConfigReconciler) agree(ctx context.Context, peer Peer, current *v1alpha1.NetworkConfig, spec *v1alpha1.NetworkConfigSpec) error {
+	if r.Keys == nil || !peer.Replicated() {
+		return nil
+	}
+	words, err := r.step(ctx, peer, spec)
+	if err != nil && current != nil {
+		words = postquantum.WordsIn(current.Spec.BackendConfig)
+	}
+	maps.Copy(spec.BackendConfig, words)
+	return err
+}
+
+func (r *NetworkConfigReconciler) step(ctx context.Context, peer Peer, spec *v1alpha1.NetworkConfigSpec) (postquantum.Words, error) {
+	id := peer.Cluster.ClusterID
+	state, err := r.Keys.State(ctx, id)
+	if err != nil {
+		return nil, err
+	}
+	copies, err := copiesOf(ctx, r.Client, peer.LocalNamespace, id)
+	if err != nil {
+		return nil, err
+	}
+	if len(copies) != 1 || !alive(copies[0]) {
+		return state.Words(), nil
+	}
+	state, _, err = stepOf(state, r.Peers.Self, spec.BackendConfig, id, copies[0].Spec.BackendConfig)
+	if err != nil {
+		return nil, err
+	}
+	te, err := found(ctx, r.Client, types.NamespacedName{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}, new(v1alpha1.TunnelEndpoint))
+	if err != nil {
+		return nil, err
+	}
+	if use := state.Use.ID; use != "" && presharedIn(te) == use {
+		state = state.Settled()
+	}
+	return state.Words(), r.Keys.Put(ctx, id, state)
+}
+
+// stepOf is a step of the exchange by what both sides publish.
+func stepOf(state postquantum.State, self string, ours v1alpha1.BackendConfig, id string, theirs v1alpha1.BackendConfig) (postquantum.State, postquantum.Progress, error) {
+	return state.Step(identityOf(self, ours), identityOf(id, theirs), postquantum.WordsIn(theirs))
+}
+
+// identityOf is what an exchange is bound to: a side that changes a key begins a new exchange.
+func identityOf(id string, config v1alpha1.BackendConfig) postquantum.Identity {
+	identity := postquantum.Identity{ClusterID: id}
+	for _, text := range publicKeysOf(config) {
+		key, _ := fabric.ParseKey(text) // the zero key stands for one that no gateway takes
+		identity.Keys = append(identity.Keys, key)
+	}
+	return identity
+}
+
+// presharedIn is the exchange that made the key of the present sessions, as the gateway says; empty: they
+// have none, or not all of them.
+func presharedIn(te *v1alpha1.TunnelEndpoint) string {
+	if te == nil {
+		return ""
+	}
+	return te.Status.Connection.PeerConfiguration[v1alpha1.ConfigPreshared]
+}
