@@ -7,6 +7,7 @@ import (
 	"maps"
 	"slices"
 	"sync"
+	"sync/atomic"
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -42,6 +43,7 @@ func (PresharedKey) LogValue() slog.Value { return slog.StringValue(hiddenKey) }
 // cache watches one Secret by name.
 type presharedKeys struct {
 	objects *objects
+	synced  atomic.Bool             // the Secret was read once; until then a look at the cache would wait
 	version string                  // of the Secret that keys are of
 	keys    map[string]PresharedKey // by cluster ID; never modified
 }
@@ -63,13 +65,15 @@ func (g *Gateway) watchPreshared(ctx context.Context, group *sync.WaitGroup, wai
 	settle := sync.OnceFunc(func() { close(settled) })
 	group.Go(func() {
 		defer settle()
-		_ = g.preshared.objects.watch(ctx, g.look.set, func(err error) { // it only gives up with ctx
+		err := g.preshared.objects.watch(ctx, g.look.set, func(err error) { // it only gives up with ctx
 			if apierrors.IsForbidden(err) {
 				settle()
 			} else {
 				waiting(err)
 			}
 		}, &corev1.Secret{})
+		g.preshared.synced.Store(err == nil)
+		g.look.set()
 	})
 	<-settled
 	return ctx.Err()
@@ -79,6 +83,9 @@ func (g *Gateway) watchPreshared(ctx context.Context, group *sync.WaitGroup, wai
 // it anew.
 func (p *presharedKeys) read(ctx context.Context, namespace string) map[string]PresharedKey {
 	var secret corev1.Secret
+	if !p.synced.Load() {
+		return p.keys
+	}
 	if err := p.objects.Get(ctx, client.ObjectKey{Namespace: namespace, Name: postquantum.SecretName}, &secret); err != nil || secret.ResourceVersion == p.version {
 		return p.keys
 	}
