@@ -12,6 +12,8 @@ import (
 	"cmp"
 	"compress/gzip"
 	"context"
+	"encoding/base64"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -36,6 +38,7 @@ import (
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/peering"
 	"github.com/isthmus-net/isthmus/internal/podport"
+	"github.com/isthmus-net/isthmus/internal/postquantum"
 	"github.com/isthmus-net/isthmus/internal/redact"
 )
 
@@ -169,6 +172,12 @@ func (g *gathering) learn(name string, value []byte) {
 		return
 	}
 	g.redact.Secret(value)
+	var exchange postquantum.State
+	if json.Unmarshal(value, &exchange) == nil {
+		for _, secret := range exchange.Secrets() {
+			g.redact.Secret([]byte(base64.StdEncoding.EncodeToString(secret))) // and what it encodes
+		}
+	}
 	config, err := clientcmd.Load(value)
 	if err != nil {
 		return

@@ -8,6 +8,7 @@ import (
 	"crypto/rand"
 	"encoding/base64"
 	"encoding/hex"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -30,6 +31,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/expect"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 	"github.com/isthmus-net/isthmus/internal/peering"
+	"github.com/isthmus-net/isthmus/internal/postquantum"
 )
 
 var must = expect.NoError
@@ -83,6 +85,12 @@ func plant(t *testing.T, c client.Client) (p planted, all map[string][]byte) {
 	})
 	must(t, err)
 	here := func(name string) metav1.ObjectMeta { return metav1.ObjectMeta{Namespace: deploy.Namespace, Name: name} }
+	exchange := postquantum.State{Use: postquantum.Key{ID: "of today"}}
+	_, _ = rand.Read(exchange.Use.Secret[:])
+	exchange.Use.Secret[0] |= 1 // it has not the form of a WireGuard key
+	stored, err := json.Marshal(exchange)
+	must(t, err)
+	preshared := exchange.Use.Secret[:]
 	last := here("last")
 	last.Annotations = map[string]string{corev1.LastAppliedConfigAnnotation: `{"data":{"password":"` + p.password + `"}}`, "note": "it is " + p.password}
 	for _, o := range []client.Object{
@@ -91,6 +99,9 @@ func plant(t *testing.T, c client.Client) (p planted, all map[string][]byte) {
 		&corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: "liqo-tenant-oslo", Name: "isthmus-identity"}, Data: map[string][]byte{"kubeconfig": kubeconfig}},
 		&corev1.ConfigMap{ObjectMeta: here("kubeconfig"), Data: map[string]string{"config": string(kubeconfig), "packed": base64.StdEncoding.EncodeToString(kubeconfig)}},
 		&corev1.ConfigMap{ObjectMeta: here("keys"), Data: map[string]string{"a": "key " + p.private, "b": hex.EncodeToString(key.Bytes()), "c": p.client}},
+		&corev1.Secret{ObjectMeta: here(postquantum.SecretName), Data: map[string][]byte{"oslo": stored}},
+		&corev1.ConfigMap{ObjectMeta: here("preshared"), Data: map[string]string{
+			"a": "psk " + base64.StdEncoding.EncodeToString(preshared), "b": hex.EncodeToString(preshared), "c": string(stored)}},
 		&corev1.ConfigMap{ObjectMeta: last},
 		&corev1.Event{ObjectMeta: here("said"), InvolvedObject: corev1.ObjectReference{Namespace: deploy.Namespace, Kind: "Pod", Name: "x"}, Message: "Bearer " + p.token},
 		&corev1.Pod{ObjectMeta: here("gateway"), Spec: corev1.PodSpec{ServiceAccountName: deploy.GatewayServiceAccount, Containers: []corev1.Container{
@@ -112,7 +123,7 @@ func plant(t *testing.T, c client.Client) (p planted, all map[string][]byte) {
 		}
 	}
 	return p, map[string][]byte{"the WireGuard key": []byte(p.private), "its octets": key.Bytes(), "the token": []byte(p.token), "the client's key": []byte(p.client),
-		"the password": []byte(p.password), "the kubeconfig": kubeconfig}
+		"the password": []byte(p.password), "the kubeconfig": kubeconfig, "the preshared key": preshared, "its text": []byte(base64.StdEncoding.EncodeToString(preshared))}
 }
 
 // An archive has what a bug report needs, of what can be read, and no secret in any form.
@@ -196,6 +207,8 @@ func TestAnArchiveHasWhatIsNeededAndNoSecret(t *testing.T) {
 		must(t, err)
 		// The password stands in an annotation of a ConfigMap, where only whoever reads the Secret can know it.
 		delete(secrets, "the password")
+		delete(secrets, "the preshared key")
+		delete(secrets, "its text") // the same
 		files := gathered(t, c)
 		for _, want := range []string{"Secrets in isthmus-system", "cannot list resource", "Pods in isthmus-system"} {
 			if !strings.Contains(files["summary.md"], want) {
