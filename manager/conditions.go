@@ -53,6 +53,7 @@ type peeringState struct {
 	waiting             string                   // what a Peering that is being deleted waits for
 
 	services servicesState
+	key      keyState
 
 	granted  ipam.Grant        // what the books have for the peer; zero: nothing
 	standing [2]ipam.Standing  // what its claim has here, or would have with consent; zero: it is refused
@@ -97,6 +98,7 @@ func statusFor(s peeringState) isthmus.PeeringStatus {
 		status.Remote = remoteNetworks(s)
 		status.Endpoint = endpointText(s.copies[0].Spec.EndpointIP, s.copies[0].Spec.BackendConfig)
 	}
+	status.PostQuantum = s.postQuantum()
 	if s.endpoint != nil {
 		status.Endpoint = endpointText(s.endpoint.Spec.EndpointIP, s.endpoint.Spec.BackendConfig)
 		if s.silent == "" {
@@ -304,6 +306,9 @@ func connectedVerdict(s peeringState) verdict {
 	}
 	if s.silent != "" { // whatever the TunnelEndpoint says, it is from before
 		return verdict{metav1.ConditionUnknown, isthmus.ReasonGatewaySilent, s.silent}
+	}
+	if s.key.required && s.key.use == "" {
+		return no(isthmus.ReasonNoKey, "spec.postQuantum is Required, and there is no preshared key: %s; the tunnel stays down until there is one", s.key.why())
 	}
 	at := endpointText(te.Spec.EndpointIP, te.Spec.BackendConfig)
 	accepted := meta.FindStatusCondition(te.Status.Conditions, v1alpha1.ConditionAccepted)

@@ -350,7 +350,7 @@ func (l *leader) lead(ctx context.Context) error {
 	}
 	peering := &PeeringReconciler{
 		Client: l.client, Peers: l.peers, Facts: own, Store: l.store, Replicator: replicator, Pulse: pulse,
-		FactsChanged: own.Subscribe(), PeerChanged: replicator.Changed(),
+		FactsChanged: own.Subscribe(), PeerChanged: replicator.Changed(), Keys: keys,
 		Events: l.mgr.GetEventRecorder(component), Log: l.Log,
 	}
 	shared, err := l.shareServices(own, replicator, peering)

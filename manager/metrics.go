@@ -2,6 +2,7 @@ package manager
 
 import (
 	"context"
+	"strconv"
 	"sync/atomic"
 	"time"
 
@@ -24,6 +25,7 @@ func Families() []*metric.Family { return families.Families() }
 
 var (
 	familyPeering    = families.Gauge("manager_peering_ready", "1 if the Peering is Ready, else 0; reason is that of the condition.", "peering", "peer", "reason")
+	familyQuantum    = families.Gauge("manager_peering_post_quantum", "1 if all sessions with the peer have a preshared key by ML-KEM-768, else 0; required is true where spec.postQuantum is Required. No series while nobody knows.", "peering", "peer", "required")
 	familyExpiry     = families.Gauge("manager_identity_expiry_timestamp_seconds", "When the identity at the peer ends. Of the manager that leads; no series for one that does not end.", "peer")
 	familyRenewal    = families.Gauge("manager_identity_renewal_timestamp_seconds", "From when on the token of the identity at the peer is renewed: when a tenth of its life is over. No series for a certificate.", "peer")
 	familyReconciled = families.Gauge("manager_reconcile_success_timestamp_seconds", "When a controller last did all that one request wanted; no series before the first time.", "controller")
@@ -88,6 +90,13 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 			}
 		}
 		out <- familyPeering.Sample(ready, p.Name, p.Spec.Cluster.ClusterID, reason)
+		required := strconv.FormatBool(p.Spec.PostQuantum == isthmus.PostQuantumRequired)
+		switch p.Status.PostQuantum.Key {
+		case isthmus.KeyMLKEM:
+			out <- familyQuantum.Sample(1, p.Name, p.Spec.Cluster.ClusterID, required)
+		case isthmus.KeyNone:
+			out <- familyQuantum.Sample(0, p.Name, p.Spec.Cluster.ClusterID, required)
+		}
 	}
 	out <- familyExpired.Sample(float64(c.expired.Load()))
 	if l := c.leads.Load(); l != nil {

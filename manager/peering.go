@@ -63,6 +63,8 @@ type PeeringReconciler struct {
 	// Services shares Services; nil: it is off, or, with ServicesLacking, cannot.
 	Services        *services.Controller
 	ServicesLacking string
+	// Keys are preshared keys; nil: peers are offered none.
+	Keys *KeyStore
 
 	drains drains
 }
@@ -212,6 +214,7 @@ func (r *PeeringReconciler) gather(ctx context.Context, peering *isthmus.Peering
 		return s, err
 	}
 	r.gatherServices(ctx, &s)
+	r.gatherKey(ctx, &s, peer)
 	state, looked := r.Replicator.State(peer.Cluster.ClusterID)
 	if !looked { // what the manager before us saw holds until we have looked: a restart is no news
 		s.identity, s.published = told(peering, isthmus.ConditionIdentity), told(peering, isthmus.ConditionPublished)

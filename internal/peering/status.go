@@ -54,6 +54,8 @@ type Row struct {
 	Remote    isthmus.Networks         `json:"remote"`    // its networks, and as we see them
 	Endpoint  string                   `json:"endpoint,omitempty"`
 	Latency   string                   `json:"latency,omitempty"`
+	// PostQuantum is the kind of the tunnel's preshared key; zero where nobody knows.
+	PostQuantum isthmus.PostQuantumStatus `json:"postQuantum,omitzero"`
 	// Services are those that the peer exports to this cluster; nil where it exports none, or they may not be read.
 	Services *ServiceCounts `json:"services,omitempty"`
 	// IdentityUntil is when our token at the peer ends; nil where there is none, or it may not be read.
@@ -129,7 +131,7 @@ func (s *Status) doubt() {
 	for i := range s.Peerings {
 		if p := &s.Peerings[i]; p.Ready {
 			p.Ready, p.Status, p.Reason, p.Latency, p.Since = false, metav1.ConditionUnknown, reason, "", nil
-			p.Problem, p.Problems = why, []string{why}
+			p.Problem, p.Problems, p.PostQuantum = why, []string{why}, isthmus.PostQuantumStatus{}
 		}
 	}
 }
@@ -138,7 +140,7 @@ func rowOf(p *isthmus.Peering) Row {
 	s := Row{
 		Name: p.Name, Cluster: p.Spec.Cluster, Ready: isTrue(p, isthmus.ConditionReady), Status: metav1.ConditionUnknown, Reason: isthmus.ReasonUnknown,
 		Deleting: !p.DeletionTimestamp.IsZero(), Namespace: p.Spec.TenantNamespace.Local, Local: p.Status.Local, Remote: p.Status.Remote,
-		Endpoint: p.Status.Endpoint, Latency: p.Status.Latency, Conditions: p.Status.Conditions,
+		Endpoint: p.Status.Endpoint, Latency: p.Status.Latency, PostQuantum: p.Status.PostQuantum, Conditions: p.Status.Conditions,
 	}
 	for _, c := range p.Status.Conditions {
 		if c.Type == isthmus.ConditionReady {
@@ -215,13 +217,13 @@ func (s Status) Print(w io.Writer, wide bool) error {
 		printRow(t, cells...)
 	}
 	if wide { // in a table of its own, that both fit a screen
-		fmt.Fprintln(t, "\nPEERING\tCLUSTER ID\tNAMESPACE\tTHEIR EXTERNAL HERE\tOUR EXTERNAL THERE\tIDENTITY UNTIL")
+		fmt.Fprintln(t, "\nPEERING\tCLUSTER ID\tNAMESPACE\tTHEIR EXTERNAL HERE\tOUR EXTERNAL THERE\tIDENTITY UNTIL\tPOST-QUANTUM")
 		for _, p := range s.Peerings {
 			until := ""
 			if p.IdentityUntil != nil {
 				until = p.IdentityUntil.UTC().Format(time.RFC3339)
 			}
-			printRow(t, p.Name, p.Cluster.ClusterID, p.Namespace, p.Remote.ExternalCIDRSeen, p.Local.ExternalCIDRSeen, until)
+			printRow(t, p.Name, p.Cluster.ClusterID, p.Namespace, p.Remote.ExternalCIDRSeen, p.Local.ExternalCIDRSeen, until, strings.TrimSuffix(p.PostQuantum.Key+": "+p.PostQuantum.Why, ": "))
 		}
 	}
 	if err := t.Flush(); err != nil {

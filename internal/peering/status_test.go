@@ -81,7 +81,8 @@ func TestStatusIsATableWithoutSurprises(t *testing.T) {
 		{ObjectMeta: metav1.ObjectMeta{Name: "b-1a2b3c", Generation: 1}, Spec: isthmus.PeeringSpec{Cluster: v1alpha1.ClusterIdentity{ClusterID: "B", ClusterName: "b"},
 			TenantNamespace: isthmus.TenantNamespace{Local: "liqo-tenant-b-1a2b3c"}},
 			Status: isthmus.PeeringStatus{Conditions: conditions("True"), Local: isthmus.Networks{PodCIDRSeen: "10.246.0.0/16", ExternalCIDRSeen: "10.247.0.0/16"},
-				Remote: isthmus.Networks{PodCIDRSeen: "10.60.0.0/20", ExternalCIDRSeen: "10.61.0.0/20"}, Endpoint: "192.0.2.2:5871", Latency: "700µs"}},
+				Remote: isthmus.Networks{PodCIDRSeen: "10.60.0.0/20", ExternalCIDRSeen: "10.61.0.0/20"}, Endpoint: "192.0.2.2:5871", Latency: "700µs",
+				PostQuantum: isthmus.PostQuantumStatus{Key: "none", Why: "waiting for the peer"}}},
 		{ObjectMeta: metav1.ObjectMeta{Name: "c-4d5e6f", Generation: 1}, Spec: isthmus.PeeringSpec{Cluster: v1alpha1.ClusterIdentity{ClusterID: "C", ClusterName: "c"}},
 			Status: isthmus.PeeringStatus{Conditions: conditions("False(NotReady) see there", "Answered=False(Invalid) \x1b]0;title\a\n\u202edesrever",
 				"PeerConfigAccepted=False(KeyConflict) c (C) asks by NetworkConfig x/y: spec.backend_config.publicKey: no",
@@ -115,7 +116,7 @@ c-4d5e6f, cluster c (C):
 	}
 	b.Reset()
 	must(t, s.Print(&b, true))
-	contains(t, b.String(), "IDENTITY UNTIL\n", "liqo-tenant-b-1a2b3c  10.61.0.0/20         10.247.0.0/16       -\n")
+	contains(t, b.String(), "IDENTITY UNTIL  POST-QUANTUM\n", "liqo-tenant-b-1a2b3c  10.61.0.0/20         10.247.0.0/16       -               none: waiting for the peer\n")
 	if s.Ready() {
 		t.Error("c is not ready")
 	}

@@ -171,6 +171,7 @@ const (
 	// ReasonGatewaySilent: no gateway is at work, so that nobody knows; Ready has it too.
 	ReasonGatewaySilent = "GatewaySilent"
 	ReasonLost          = "ConnectionLost" // a gateway that says no reason, such as a Liqo's
+	ReasonNoKey         = "NoPresharedKey" // spec.postQuantum is Required, and there is no preshared key: the tunnel is down
 
 	// ServicesShared: Forbidden, RefusedByPeer and NamespaceGone, as for Published, or one of these
 	ReasonShared        = "Shared"        // each side has the services that it should have

@@ -166,7 +166,28 @@ type PeeringStatus struct {
 	// +kubebuilder:validation:MaxLength=32
 	// +optional
 	Latency string `json:"latency,omitempty"`
+	// PostQuantum is what protects the tunnel against a quantum computer of tomorrow.
+	// +optional
+	PostQuantum PostQuantumStatus `json:"postQuantum,omitzero"`
 }
+
+// PostQuantumStatus names the preshared key of the tunnel.
+type PostQuantumStatus struct {
+	// Key is ML-KEM-768 when all sessions with the peer were made with a preshared key, else none.
+	// +kubebuilder:validation:MaxLength=32
+	// +optional
+	Key string `json:"key,omitempty"`
+	// Why says why there is none.
+	// +kubebuilder:validation:MaxLength=1024
+	// +optional
+	Why string `json:"why,omitempty"`
+}
+
+// What PostQuantumStatus.Key can be.
+const (
+	KeyMLKEM = "ML-KEM-768"
+	KeyNone  = "none"
+)
 
 // Networks are the two networks of one cluster. A field is empty until both sides have agreed on
 // it.
@@ -213,6 +234,7 @@ type Networks struct {
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
 // +kubebuilder:printcolumn:name="Endpoint",type=string,priority=1,JSONPath=`.status.endpoint`
 // +kubebuilder:printcolumn:name="Cluster ID",type=string,priority=1,JSONPath=`.spec.cluster.clusterID`
+// +kubebuilder:printcolumn:name="Post-quantum",type=string,priority=1,JSONPath=`.status.postQuantum.key`
 // +kubebuilder:printcolumn:name="Message",type=string,priority=1,JSONPath=`.status.conditions[?(@.type=="Ready")].message`
 type Peering struct {
 	metav1.TypeMeta   `json:",inline"`
