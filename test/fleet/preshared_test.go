@@ -1,25 +1,194 @@
 package fleet
 
 import (
+	"encoding/base64"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
 	"fmt"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
 	"testing"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
+	eventsv1 "k8s.io/api/events/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
-	corev1 "k8s.io/api/core/v1"
-
+	peerings "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/fleet"
 	"github.com/isthmus-net/isthmus/internal/lab"
+	"github.com/isthmus-net/isthmus/internal/postquantum"
 )
+
+// TestPresharedKeys takes two clusters with two tunnels through the life of a preshared key. Cluster b knows none at
+// first: its components may not use the Secret, as in a version without.
+func TestPresharedKeys(t *testing.T) {
+	tunnels := func(spec lab.ClusterSpec) lab.ClusterSpec {
+		spec.Tunnels = 2
+		return spec
+	}
+	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{tunnels(inPods(clusterSpec("10.244.0.0/16", 2))), tunnels(clusterSpec("10.244.128.0/18", 2))}})
+	a, b := f.Clusters[0], f.Clusters[1]
+	restore := withoutPresharedKeys(t, b)
+	peer(t, f, a, b)
+	from, to := remotePod(t, a), remotePod(t, b)
+	at := seen(t, a, b, to.Addr)
+	var exchange string
+
+	t.Run("APeerThatKnowsNoneIsMetWithout", func(t *testing.T) {
+		statusSays(t, f, a, "none: the peer takes part in no exchange of keys")
+		statusSays(t, f, b, "none: the Secret isthmus-system/isthmus-psk")
+		_, err := from.PingWith(t.Context(), at, lab.PingOptions{Wait: patience})
+		must(t, err)
+	})
+	t.Run("RequiredKeepsTheTunnelDownWithout", func(t *testing.T) {
+		demand(t, a, b, peerings.PostQuantumRequired)
+		eventually(t, "a reason that says so", func() error {
+			p, err := a.Peering(t.Context(), b)
+			if err != nil {
+				return err
+			}
+			for _, condition := range []string{peerings.ConditionConnected, peerings.ConditionReady} {
+				if c := meta.FindStatusCondition(p.Status.Conditions, condition); c == nil || c.Reason != peerings.ReasonNoKey || c.Status != "False" {
+					return fmt.Errorf("%s is %+v", condition, c)
+				}
+			}
+			text, err := a.Scrape(t.Context(), fleet.Manager)
+			if err == nil && !strings.Contains(text, `required="true"} 0`) {
+				err = errors.New("no metric says so")
+			}
+			return err
+		})
+		eventually(t, "no answer through the tunnel", func() error {
+			if _, err := from.PingWith(t.Context(), at, lab.PingOptions{Wait: time.Second}); err == nil {
+				return errors.New("a ping was answered")
+			}
+			return nil
+		})
+		demand(t, a, b, peerings.PostQuantumPreferred)
+		ready(t, a, b)
+		time.Sleep(10 * time.Second) // b finds out that a has forgotten the sessions in the second tunnel
+	})
+	t.Run("AKeyAppearsWithoutALostPacket", func(t *testing.T) {
+		traffic := talk(t, from, to, at)
+		restore()
+		begin := time.Now()
+		must(t, b.Kill(fleet.Manager)) // it would try again ever more rarely
+		must(t, b.Start(t.Context(), fleet.Manager))
+		exchange = preshared(t, a, b, "")
+		t.Logf("a preshared key after %.1f s", time.Since(begin).Seconds())
+		statusSays(t, f, a, "ML-KEM-768")
+		statusSays(t, f, b, "ML-KEM-768")
+		traffic.endWithoutLoss(t)
+	})
+	t.Run("RequiredIsFeltByNobodyWithAKey", func(t *testing.T) {
+		eventually(t, "no former key that is none", func() error {
+			for c, of := range map[*fleet.Cluster]*fleet.Cluster{a: b, b: a} {
+				if s := states(t, c)[of.ID]; s.Changing() {
+					return fmt.Errorf("%s does not know that %s has the key", c, of)
+				}
+			}
+			return nil
+		})
+		traffic := talk(t, from, to, at)
+		demand(t, a, b, peerings.PostQuantumRequired)
+		demand(t, b, a, peerings.PostQuantumRequired)
+		time.Sleep(3 * time.Second)
+		traffic.endWithoutLoss(t)
+		ready(t, a, b)
+	})
+	t.Run("AManagerThatHasLostItsSecretConverges", func(t *testing.T) {
+		demand(t, a, b, peerings.PostQuantumPreferred)
+		demand(t, b, a, peerings.PostQuantumPreferred)
+		traffic := talk(t, from, to, at)
+		must(t, a.Kill(fleet.Manager))
+		must(t, a.Client.Delete(t.Context(), pskSecret()))
+		must(t, a.Start(t.Context(), fleet.Manager))
+		exchange = preshared(t, a, b, exchange)
+		traffic.endWithoutLoss(t)
+	})
+	t.Run("AnotherGatewayTakesOverWithTheKey", func(t *testing.T) {
+		was := active(t, a)
+		must(t, a.Kill(fleet.Gateway(was)))
+		eventually(t, "the other gateway", func() error {
+			if i, err := a.ActiveGateway(t.Context()); err != nil || i == was {
+				return fmt.Errorf("gateway %d: %w", i, err)
+			}
+			return nil
+		})
+		preshared(t, a, b, "")
+		_, err := firstPing(t.Context(), from.Host, func() (netip.Addr, error) { return at, nil })
+		must(t, err)
+		must(t, a.Start(t.Context(), fleet.Gateway(was)))
+	})
+	t.Run("NobodyPrintsAKey", func(t *testing.T) { noKeyIsShown(t, f) })
+}
+
+func pskSecret() *corev1.Secret {
+	return &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: fleet.Namespace, Name: postquantum.SecretName}}
+}
+
+// withoutPresharedKeys takes from the components of a cluster the rights to the Secret of the keys, which restore gives
+// back.
+func withoutPresharedKeys(t *testing.T, c *fleet.Cluster) (restore func()) {
+	t.Helper()
+	before := map[string][]rbacv1.PolicyRule{}
+	set := func(name string, rules []rbacv1.PolicyRule) (old []rbacv1.PolicyRule) {
+		var role rbacv1.Role
+		must(t, c.Client.Get(t.Context(), client.ObjectKey{Namespace: fleet.Namespace, Name: name}, &role))
+		old = slices.Clone(role.Rules)
+		if role.Rules = rules; rules == nil {
+			role.Rules = slices.DeleteFunc(slices.Clone(old), func(r rbacv1.PolicyRule) bool { return slices.Contains(r.ResourceNames, postquantum.SecretName) })
+		}
+		must(t, c.Client.Update(t.Context(), &role))
+		return old
+	}
+	for _, name := range []string{"isthmus-manager", "isthmus-gateway"} {
+		before[name] = set(name, nil)
+	}
+	must(t, client.IgnoreNotFound(c.Client.Delete(t.Context(), pskSecret())))
+	for _, name := range c.Components() { // they know nothing of before
+		if name == fleet.Manager || strings.HasPrefix(name, "gateway") {
+			must(t, c.Kill(name))
+			must(t, c.Start(t.Context(), name))
+		}
+	}
+	return func() {
+		for name, rules := range before {
+			set(name, rules)
+		}
+	}
+}
+
+// demand sets spec.postQuantum of the Peering of a cluster with another one.
+func demand(t *testing.T, at, with *fleet.Cluster, what peerings.PostQuantum) {
+	t.Helper()
+	p, err := at.Peering(t.Context(), with)
+	must(t, err)
+	must(t, at.Client.Patch(t.Context(), p, client.RawPatch(types.MergePatchType, []byte(`{"spec":{"postQuantum":"`+string(what)+`"}}`))))
+	eventually(t, "the gateway told", func() error {
+		if got := endpointOf(t, at, with).Annotations[peerings.AnnotationPostQuantum]; (got != "") != (what == peerings.PostQuantumRequired) {
+			return fmt.Errorf("the TunnelEndpoint says %q", got)
+		}
+		return nil
+	})
+}
 
 // preshared waits until the gateways of two clusters say that all their sessions with each other have the preshared
 // key of the same exchange, another one than before.
 func preshared(t *testing.T, a, b *fleet.Cluster, before string) (exchange string) {
 	t.Helper()
 	eventually(t, "a preshared key", func() error {
-		one, other := endpointOf(t, a, b).Status.Connection.PeerConfiguration[v1alpha1.ConfigPreshared], endpointOf(t, b, a).Status.Connection.PeerConfiguration[v1alpha1.ConfigPreshared]
+		one := endpointOf(t, a, b).Status.Connection.PeerConfiguration[v1alpha1.ConfigPreshared]
+		other := endpointOf(t, b, a).Status.Connection.PeerConfiguration[v1alpha1.ConfigPreshared]
 		if one == "" || one != other || one == before {
 			return fmt.Errorf("%s has %q and %s has %q; before it was %q", a, one, b, other, before)
 		}
@@ -29,31 +198,64 @@ func preshared(t *testing.T, a, b *fleet.Cluster, before string) (exchange strin
 	return exchange
 }
 
-// TestPresharedKeys has two clusters with several tunnels agree on a preshared key.
-func TestPresharedKeys(t *testing.T) {
-	tunnels := func(n int, spec lab.ClusterSpec) lab.ClusterSpec {
-		spec.Tunnels = n
-		return spec
-	}
-	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{tunnels(2, inPods(clusterSpec("10.244.0.0/16", 2))), tunnels(2, clusterSpec("10.244.128.0/18", 2))}})
-	a, b := f.Clusters[0], f.Clusters[1]
-	begin := time.Now()
-	peer(t, f, a, b)
-	first := preshared(t, a, b, "")
-	t.Logf("a preshared key after %.1f s", time.Since(begin).Seconds())
-	from, to := remotePod(t, a), remotePod(t, b)
-	at := seen(t, a, b, to.Addr)
-
-	t.Run("a new exchange costs no packet", func(t *testing.T) {
-		traffic := talk(t, from, to, at)
-		var secret corev1.Secret
-		must(t, a.Client.Get(t.Context(), client.ObjectKey{Namespace: fleet.Namespace, Name: "isthmus-psk"}, &secret))
-		secret.Data = nil
-		must(t, a.Client.Update(t.Context(), &secret))
-		must(t, a.Kill(fleet.Manager))
-		must(t, a.Start(t.Context(), fleet.Manager))
-		next := preshared(t, a, b, first)
-		traffic.endWithoutLoss(t)
-		first = next
+// statusSays waits until `isthmus status -o wide` says something of the preshared key.
+func statusSays(t *testing.T, f *fleet.Fleet, at *fleet.Cluster, what string) {
+	t.Helper()
+	eventually(t, what+" in the status of "+at.Name, func() error {
+		out, err := f.Isthmus(t.Context(), "status", "-o", "wide", "--context", at.Name) // it fails when something is not ready
+		if !strings.Contains(out, what) {
+			return fmt.Errorf("%w:\n%s", err, out)
+		}
+		return nil
 	})
+}
+
+// states are what a cluster stores, by the ID of the peer.
+func states(t *testing.T, c *fleet.Cluster) map[string]postquantum.State {
+	t.Helper()
+	secret, all := pskSecret(), map[string]postquantum.State{}
+	must(t, c.Client.Get(t.Context(), client.ObjectKeyFromObject(secret), secret))
+	for id, data := range secret.Data {
+		var s postquantum.State
+		must(t, json.Unmarshal(data, &s))
+		all[id] = s
+	}
+	return all
+}
+
+// noKeyIsShown searches logs, objects and the archive of a bug report for what is secret.
+func noKeyIsShown(t *testing.T, f *fleet.Fleet) {
+	for _, c := range f.Clusters {
+		texts := map[string]string{}
+		for _, name := range c.Components() {
+			text, err := os.ReadFile(c.Log(name))
+			must(t, err)
+			texts["log of "+name] = string(text)
+		}
+		for _, list := range []client.ObjectList{&peerings.PeeringList{}, &v1alpha1.NetworkConfigList{}, &v1alpha1.TunnelEndpointList{}, &eventsv1.EventList{}, &corev1.ConfigMapList{}} {
+			must(t, c.Client.List(t.Context(), list))
+			text, err := json.Marshal(list)
+			must(t, err)
+			texts[fmt.Sprintf("%T", list)] = string(text)
+		}
+		for _, args := range [][]string{{"status", "-o", "json"}, {"diagnose"}} {
+			texts[strings.Join(args, " ")], _ = f.Isthmus(t.Context(), append(args, "--context", c.Name)...)
+		}
+		secrets := 0
+		for _, s := range states(t, c) {
+			for _, secret := range s.Secrets() {
+				secrets++
+				for _, form := range []string{string(secret), base64.StdEncoding.EncodeToString(secret), hex.EncodeToString(secret), fmt.Sprint(secret)} {
+					for where, text := range texts {
+						if strings.Contains(text, form) {
+							t.Errorf("cluster %s: %s has a preshared key", c, where)
+						}
+					}
+				}
+			}
+		}
+		if secrets == 0 {
+			t.Errorf("cluster %s has no preshared key", c)
+		}
+	}
 }
