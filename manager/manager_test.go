@@ -2,6 +2,7 @@ package manager
 
 import (
 	"context"
+	"encoding/json"
 	"encoding/pem"
 	"errors"
 	"fmt"
@@ -41,6 +42,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 	"github.com/isthmus-net/isthmus/internal/leaktest"
 	"github.com/isthmus-net/isthmus/internal/owncluster"
+	"github.com/isthmus-net/isthmus/internal/postquantum"
 	"github.com/isthmus-net/isthmus/manager/ipamrpc"
 )
 
@@ -238,6 +240,27 @@ func (s *side) connected() {
 	s.ok(s.api().Status().Update(s.ctx, te))
 }
 
+// preshared is what a side stores of the exchange of a preshared key with another one.
+func (s *side) preshared(with *side) (state postquantum.State) {
+	s.t.Helper()
+	var secret corev1.Secret
+	s.ok(s.api().Get(s.ctx, types.NamespacedName{Namespace: s.system, Name: postquantum.SecretName}, &secret))
+	s.ok(json.Unmarshal(secret.Data[with.self.ClusterID], &state))
+	return state
+}
+
+// atRest returns the versions of all objects when the two sides have exchanged a preshared key, which they do last.
+func atRest(a, b *side) (versions string) {
+	a.t.Helper()
+	a.until("both sides have a preshared key, and nothing is written", func() bool {
+		versions = a.versions() + b.versions()
+		time.Sleep(time.Second)
+		ours := a.preshared(b).Use
+		return ours.ID != "" && ours == b.preshared(a).Use && versions == a.versions()+b.versions()
+	})
+	return versions
+}
+
 func TestTwoManagersNegotiateAndPart(t *testing.T) {
 	leaks := goleak.IgnoreCurrent()
 	a, b := twoSides(t)
@@ -272,7 +295,10 @@ func TestTwoManagersNegotiateAndPart(t *testing.T) {
 	}
 
 	// A manager that starts again finds everything as it is and writes nothing.
-	before := a.versions() + b.versions()
+	before := atRest(a, b)
+	if ours, theirs := a.preshared(b), b.preshared(a); ours.Use != theirs.Use || ours.Use.ID == "" || !ours.Changing() {
+		t.Error("the two sides have no preshared key in common, or trust it before there was a session")
+	}
 	a.stop()
 	var lease coordinationv1.Lease
 	a.ok(a.api().Get(a.ctx, types.NamespacedName{Namespace: a.system, Name: component}, &lease))

@@ -96,7 +96,7 @@ func TestAnAnswerCountsForTheNetworksThatItAnswers(t *testing.T) {
 func TestBesideLiqosDefinitionsAPeeringBecomesReady(t *testing.T) {
 	a, b := twoSidesWith(t, connectToLiqo(t))
 	ready(a, b)
-	before := a.versions() + b.versions()
+	before := atRest(a, b)
 	a.always("nothing is written at rest", func() bool { return a.versions()+b.versions() == before })
 	a.renumber("10.210.0.0/17")
 	agreed(a, b)
