@@ -46,7 +46,7 @@ func TestPresharedKeys(t *testing.T) {
 	t.Run("APeerThatKnowsNoneIsMetWithout", func(t *testing.T) {
 		statusSays(t, f, a, "none: the peer takes part in no exchange of keys")
 		statusSays(t, f, b, "none: the Secret isthmus-system/isthmus-psk")
-		_, err := from.PingWith(t.Context(), at, lab.PingOptions{Wait: patience})
+		_, err := firstPing(t.Context(), from.Host, func() (netip.Addr, error) { return at, nil })
 		must(t, err)
 	})
 	t.Run("RequiredKeepsTheTunnelDownWithout", func(t *testing.T) {
