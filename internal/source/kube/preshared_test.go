@@ -1,0 +1,81 @@
+package kube
+
+import (
+	"fmt"
+	"log/slog"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/postquantum"
+)
+
+// A peer that must have a preshared key is no peer without one, and no handshake with it goes without.
+func TestAPeerThatNeedsAKeyIsLeftOutWithoutOne(t *testing.T) {
+	one, former := postquantum.Secret{1}, postquantum.Secret{2}
+	for _, tc := range []struct {
+		name     string
+		required bool
+		have     PresharedKey
+		usable   bool
+		want     PresharedKey
+	}{
+		{"none, and none needed", false, PresharedKey{}, true, PresharedKey{}},
+		{"none, and one needed", true, PresharedKey{}, false, PresharedKey{}},
+		{"the peer has just stopped to take part", true, PresharedKey{Former: former, Changing: true}, false, PresharedKey{Former: former, Changing: true}},
+		{"the first one", false, PresharedKey{ID: "1", Key: one, Changing: true}, true, PresharedKey{ID: "1", Key: one, Changing: true}},
+		{"the first one, and one needed", true, PresharedKey{ID: "1", Key: one, Changing: true}, true, PresharedKey{ID: "1", Key: one}},
+		{"a second one", true, PresharedKey{ID: "2", Key: one, Former: former, Changing: true}, true, PresharedKey{ID: "2", Key: one, Former: former, Changing: true}},
+	} {
+		te := endpoint(1)
+		if tc.required {
+			te.Annotations = map[string]string{isthmus.AnnotationPostQuantum: string(isthmus.PostQuantumRequired)}
+		}
+		id := te.Spec.ClusterIdentity.ClusterID
+		keys := map[string]PresharedKey{id: tc.have}
+		usable, used, problems := demand([]v1alpha1.TunnelEndpoint{te}, keys)
+		if (len(usable) == 1) != tc.usable || (len(problems) == 0) != tc.usable || used[id] != tc.want || keys[id] != tc.have {
+			t.Errorf("%s: %d usable, problems %v, or other keys", tc.name, len(usable), problems)
+		}
+	}
+}
+
+// A gateway that carries on after a restart without an API server has its preshared keys, and what needs one.
+func TestPresharedKeysAreCarriedOnWith(t *testing.T) {
+	o := GatewayOptions{Namespace: "home", Pod: "pod-1", StateDirectory: filepath.Join(t.TempDir(), "state"), Log: quiet}
+	with, without := endpoint(1), endpoint(2)
+	for _, te := range []*v1alpha1.TunnelEndpoint{&with, &without} {
+		te.Annotations = map[string]string{isthmus.AnnotationPostQuantum: string(isthmus.PostQuantumRequired), "else": "x"}
+	}
+	private, id := newKey(), with.Spec.ClusterIdentity.ClusterID
+	keys := map[string]PresharedKey{id: {ID: "of today", Key: postquantum.Secret{1, 2, 3}}}
+	k := newKeeper(o, func() {})
+	keep := func() {
+		t.Helper()
+		want := savedFrom(self, private, []v1alpha1.TunnelEndpoint{with, without}, nil)
+		want.places.Site, want.preshared = site, keys
+		k.put(want, private)
+		k.round("pod-1", noon, noon)
+		known, err := remember(o, noon)
+		if err != nil || known == nil || !reflect.DeepEqual(known.snapshot.Preshared, keys) || len(known.snapshot.Gateway.Peers) != 1 || len(known.snapshot.Problems) != 1 {
+			t.Fatalf("%+v, %v; want one peer with its key, and a problem", known, err)
+		}
+	}
+	keep()
+	keys = map[string]PresharedKey{id: {ID: "of tomorrow", Key: postquantum.Secret{4}, Former: postquantum.Secret{1, 2, 3}, Changing: true}}
+	keep() // though nothing but the key has changed
+}
+
+func TestAPresharedKeyIsNotPrinted(t *testing.T) {
+	key := PresharedKey{ID: "1", Key: postquantum.Secret{201, 202}, Former: postquantum.Secret{203}, Changing: true}
+	s := Snapshot{Preshared: map[string]PresharedKey{"a": key}}
+	var b strings.Builder
+	slog.New(slog.NewJSONHandler(&b, nil)).Info("x", "key", key)
+	fmt.Fprintf(&b, "%v %+v %#v %v %+v", key, key, key, s, s)
+	if strings.Contains(b.String(), "201") || strings.Contains(b.String(), "yco") || strings.Contains(b.String(), "c9ca") {
+		t.Error(b.String())
+	}
+}
