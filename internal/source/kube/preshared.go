@@ -28,16 +28,8 @@ type PresharedKey struct {
 	Changing bool               `json:"changing,omitempty"`
 }
 
-const hiddenKey = "(preshared key)"
-
-// String hides the keys.
-func (PresharedKey) String() string { return hiddenKey }
-
-// GoString hides the keys from %#v.
-func (PresharedKey) GoString() string { return hiddenKey }
-
 // LogValue hides the keys from loggers that print JSON.
-func (PresharedKey) LogValue() slog.Value { return slog.StringValue(hiddenKey) }
+func (PresharedKey) LogValue() slog.Value { return slog.StringValue("(preshared key)") }
 
 // presharedKeys follow the Secret with the preshared keys. It is not among the other objects because a
 // cache watches one Secret by name.
