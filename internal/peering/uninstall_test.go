@@ -12,6 +12,7 @@ import (
 
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
@@ -25,6 +26,7 @@ import (
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/chart"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
+	"github.com/isthmus-net/isthmus/internal/postquantum"
 )
 
 // inventory names every object of a cluster but for what the API server and its controllers keep
@@ -210,6 +212,8 @@ func TestUninstallLeavesNothing(t *testing.T) {
 			must(t, c.client.Create(t.Context(), key))
 		}
 		install(nil)
+		preshared := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: postquantum.SecretName, Labels: map[string]string{labelManagedBy: managedBy}}}
+		must(t, c.client.Create(t.Context(), preshared))
 		var theirs corev1.Namespace
 		must(t, c.client.Get(t.Context(), client.ObjectKey{Name: c.Namespace}, &theirs))
 		if theirs.Labels[labelName] != marks[labelName] {
@@ -226,6 +230,9 @@ func TestUninstallLeavesNothing(t *testing.T) {
 		must(t, client.IgnoreNotFound(err))
 		if kept := err == nil; marks == nil && !kept || marks == nil != said.has("Secret "+c.Namespace+"/"+keysSecret+" stays") {
 			t.Errorf("%s: the Secret with the key stays: %v; %v", name, kept, said)
+		}
+		if err := c.client.Get(t.Context(), client.ObjectKeyFromObject(preshared), preshared); !apierrors.IsNotFound(err) {
+			t.Errorf("%s: the preshared keys stay: %v", name, err)
 		}
 		must(t, c.client.Get(t.Context(), client.ObjectKey{Name: c.Namespace}, &theirs))
 		if theirs.DeletionTimestamp != nil {
