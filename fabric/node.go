@@ -69,23 +69,23 @@ func NodeFor(in NodeIntent) (kernel.State, []Problem) { return new(Decider).Node
 // thousands, it keeps until these are others. The zero value is ready. One goroutine uses it, and what it
 // returns is not to be changed.
 type Decider struct {
-	refused, doubtful []netip.Prefix
-	src               netip.Addr // of routes to the gateway; zero: there are none
-	made              bool
-	routes            []kernel.Route // in the order of Route.Compare
-	remote            kernel.Remote  // of the networks
+	refused []netip.Prefix
+	src     netip.Addr // of routes to the gateway; zero: there are none
+	made    bool
+	routes  []kernel.Route // in the order of Route.Compare
+	remote  kernel.Remote  // of the networks
 }
 
 // NodeFor is the function of that name.
 func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	nodes := slices.SortedFunc(slices.Values(in.Nodes), olderNode)
 	at := slices.IndexFunc(nodes, func(n ClusterNode) bool { return n.Name == in.Self })
-	d := nodeDecision{nodes: nodes, slim: in.OnlyPods, one: in.OnlyPods && in.Gateway.IsValid(), refused: in.Refused(), doubtful: in.RefusedInDoubt()}
+	d := nodeDecision{nodes: nodes, slim: in.OnlyPods, one: in.OnlyPods && in.Gateway.IsValid(), refused: in.Refused()}
 	if at < 0 {
 		d.problem(Origin{Kind: "Node", Name: in.Self}, "", "is not there; want the name of the Node on which the agent runs")
-		return refusingState(d.refused, d.doubtful), d.problems
+		return RefusingState(d.refused), d.problems
 	}
-	d.node.Rules = refusingRules(d.refused, d.doubtful)
+	d.node.Rules = refusingRules(d.refused)
 	m.take(d.refused)
 	d.remote = m.remote
 	d.disbelieve()
@@ -113,7 +113,7 @@ func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 		d.addPods(in.Pods, own)
 	}
 	d.guard(here)
-	if routes := m.peers(d.refused, d.doubtful, d.src); len(d.node.Routes) == 0 {
+	if routes := m.peers(d.refused, d.src); len(d.node.Routes) == 0 {
 		d.sort()
 		d.node.Routes = routes // in order as they were made
 	} else {
@@ -131,18 +131,18 @@ func (m *Decider) take(refused []netip.Prefix) {
 }
 
 // peers are the routes of the networks: to the gateway with a source, and those that refuse.
-func (m *Decider) peers(refused, doubtful []netip.Prefix, src netip.Addr) []kernel.Route {
-	if m.made && src == m.src && slices.Equal(doubtful, m.doubtful) {
+func (m *Decider) peers(refused []netip.Prefix, src netip.Addr) []kernel.Route {
+	if m.made && src == m.src {
 		return m.routes
 	}
-	m.made, m.doubtful, m.src = true, doubtful, src
-	m.routes = make([]kernel.Route, 0, 2*len(refused)+len(doubtful)+2)
+	m.made, m.src = true, src
+	m.routes = make([]kernel.Route, 0, 2*len(refused)+2)
 	for _, p := range refused {
 		if src.IsValid() && p.Addr().Is4() {
 			m.routes = append(m.routes, kernel.Route{Prefix: p, Via: gatewayHop, Src: src, Dev: kernel.OverlayDevice, Table: kernel.NodeTable, Protocol: kernel.NodeProtocol})
 		}
 	}
-	m.routes = appendRefusing(m.routes, refused, doubtful)
+	m.routes = appendRefusing(m.routes, refused)
 	for _, everything := range everythingOf(refused) {
 		m.routes = append(m.routes, kernel.Route{Prefix: everything, Type: kernel.Unreachable, Table: kernel.GuardTable, Metric: kernel.UnreachableMetric, Protocol: kernel.NodeProtocol})
 	}
@@ -150,10 +150,10 @@ func (m *Decider) peers(refused, doubtful []netip.Prefix, src netip.Addr) []kern
 }
 
 // everythingOf has all addresses of each family that is among the networks, IPv4 first.
-func everythingOf(lists ...[]netip.Prefix) (all []netip.Prefix) {
+func everythingOf(networks []netip.Prefix) (all []netip.Prefix) {
 	for _, none := range []netip.Addr{netip.IPv4Unspecified(), netip.IPv6Unspecified()} {
 		of := func(p netip.Prefix) bool { return p.Addr().BitLen() == none.BitLen() }
-		if slices.ContainsFunc(lists, func(networks []netip.Prefix) bool { return slices.ContainsFunc(networks, of) }) {
+		if slices.ContainsFunc(networks, of) {
 			all = append(all, netip.PrefixFrom(none, 0))
 		}
 	}
@@ -167,7 +167,6 @@ type nodeDecision struct {
 	gateways map[netip.Addr]GatewayPod // those with a network of their own that a tunnel names
 	nodes    []ClusterNode             // the oldest first
 	refused  []netip.Prefix            // networks of peers
-	doubtful []netip.Prefix            // that may be such
 	remote   kernel.Remote             // of the refused
 	src      netip.Addr                // of routes to the one gateway; zero: there are none
 	trusted  bool                      // pods are where the podCIDRs of nodes say
@@ -182,28 +181,21 @@ func (d *nodeDecision) problem(o Origin, field, format string, args ...any) {
 }
 
 // RefusingState is the part of every node's State that refuses the networks, which are sorted.
-func RefusingState(networks []netip.Prefix) kernel.State { return refusingState(networks, nil) }
-
-func refusingState(networks, doubtful []netip.Prefix) kernel.State {
-	return kernel.State{Routes: appendRefusing(nil, networks, doubtful), Rules: refusingRules(networks, doubtful)}
+func RefusingState(networks []netip.Prefix) kernel.State {
+	return kernel.State{Routes: appendRefusing(nil, networks), Rules: refusingRules(networks)}
 }
 
-// appendRefusing adds the routes that are asked when no other of ours leads anywhere. Both lists are
-// sorted, and so are they.
-func appendRefusing(all []kernel.Route, networks, doubtful []netip.Prefix) []kernel.Route {
-	for len(networks)+len(doubtful) > 0 {
-		from, metric := &networks, kernel.UnreachableMetric
-		if len(networks) == 0 || len(doubtful) > 0 && doubtful[0].Compare(networks[0]) < 0 {
-			from, metric = &doubtful, kernel.DoubtfulMetric
-		}
-		all = append(all, kernel.Route{Prefix: (*from)[0], Type: kernel.Unreachable, Table: kernel.RefuseTable, Metric: metric, Protocol: kernel.NodeProtocol})
-		*from = (*from)[1:]
+// appendRefusing adds the routes that are asked when no other of ours leads anywhere, in the order of the
+// networks.
+func appendRefusing(all []kernel.Route, networks []netip.Prefix) []kernel.Route {
+	for _, p := range networks {
+		all = append(all, kernel.Route{Prefix: p, Type: kernel.Unreachable, Table: kernel.RefuseTable, Metric: kernel.UnreachableMetric, Protocol: kernel.NodeProtocol})
 	}
 	return all
 }
 
-func refusingRules(networks, doubtful []netip.Prefix) (all []kernel.Rule) {
-	for _, everything := range everythingOf(networks, doubtful) {
+func refusingRules(networks []netip.Prefix) (all []kernel.Rule) {
+	for _, everything := range everythingOf(networks) {
 		all = append(all, kernel.Rule{V6: everything.Addr().Is6(), Priority: kernel.RefuseRulePriority, Table: kernel.RefuseTable, Protocol: kernel.NodeProtocol})
 	}
 	return all
@@ -445,11 +437,11 @@ func (d *nodeDecision) toGateway(gateway netip.Addr) {
 	}
 	for _, p := range d.refused {
 		if p.Addr().Is6() {
-			d.problem(Origin{Kind: "IpamStorage"}, "spec.clusterSubnets", "%v is IPv6, which the overlay does not carry to a gateway that is a Pod; want IPv4, or a gateway with --host-network", p)
+			d.problem(Origin{Kind: "NetworkAllocation"}, "spec.networks", "%v is IPv6, which the overlay does not carry to a gateway that is a Pod; want IPv4, or a gateway with --host-network", p)
 		}
 	}
 	d.src = d.self.Underlay()
-	if len(d.refused)+len(d.doubtful) > 0 {
+	if len(d.refused) > 0 {
 		d.rule(kernel.Rule{Priority: kernel.NodeRulePriority, Table: kernel.NodeTable})
 	}
 }

@@ -9,7 +9,6 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
@@ -278,36 +277,6 @@ func TestNodeNeverLetsAGrantedNetworkLeaveInTheClear(t *testing.T) {
 	}
 }
 
-// What only a copy of the books names is refused, as far as it may be a new peer's: nobody cuts a node
-// off with it. It is not carried, and not taken for granted.
-func TestNodeRefusesInDoubtWhatMayBeAPeers(t *testing.T) {
-	in := nodeIntent(t, "n2")
-	in.Granted = []netip.Prefix{pfx("10.246.0.0/16")}
-	in.Own, in.OwnPods = []netip.Prefix{pfx("10.96.0.0/12"), pfx("10.244.0.0/16")}, []netip.Prefix{pfx("10.244.0.0/16")}
-	in.Gateways = append(in.Gateways, GatewayPod{Addr: ip("10.9.0.8"), Host: ip("10.8.0.8")})
-	before, _ := NodeFor(in)
-	in.Doubtful = []netip.Prefix{pfx("0.0.0.0/1"), pfx("128.0.0.0/1"), pfx("8.0.0.0/7"), pfx("10.96.1.0/24"), pfx("10.244.0.0/15"), pfx("172.30.1.0/24"),
-		pfx("10.8.0.0/24"), pfx("10.9.0.0/24"), pfx("127.0.0.0/8"), pfx("169.254.169.0/24"), pfx("::/1"), pfx("192.0.2.1/32")}
-	if after, _ := NodeFor(in); !reflect.DeepEqual(after, before) {
-		t.Errorf("refuses what is no peer's:\n%s\nwant\n%s", after, before)
-	}
-	in.Doubtful = append(in.Doubtful, pfx("10.246.0.0/16"), pfx("10.99.0.0/16"), pfx("10.112.0.0/16"), pfx("fd00:112::/48"))
-	n, _ := NodeFor(in)
-	for to, want := range map[string]bool{"10.246.0.9": true, "10.112.0.9": true, "fd00:112::9": true, "10.99.0.9": false, "172.30.1.11": false, "192.0.2.1": false} {
-		if refuses(n, ip(to)) != want {
-			t.Errorf("%s: refused %v; want %v\n%s", to, !want, want, n)
-		}
-	}
-	for _, r := range n.Routes {
-		if r.Prefix == pfx("10.112.0.0/16") && (r.Table != kernel.RefuseTable || r.Metric != kernel.DoubtfulMetric) {
-			t.Errorf("%v: an agent that follows takes it for granted", r)
-		}
-	}
-	if slices.Contains(in.Refused(), pfx("10.112.0.0/16")) {
-		t.Error("the snapshot would have it")
-	}
-}
-
 // Whatever is missing on the way to a gateway, traffic for the peer does not leave in the clear.
 func TestNodeRefusesTrafficWhenItKnowsNoWayToTheGateway(t *testing.T) {
 	for name, tc := range map[string]struct {
@@ -555,27 +524,6 @@ func TestNodeWithTheGatewayRefusesWhatNobodyOfTheClusterHas(t *testing.T) {
 		if best.Type != want.Type || best.Via != want.Via {
 			t.Errorf("%v: %+v; want %+v", addr, best, want)
 		}
-	}
-}
-
-func TestGrantedAreTheNetworksOfEveryPeerInTheBooks(t *testing.T) {
-	books := &v1alpha1.IpamStorage{}
-	books.Name = "ipamstorage-x"
-	got, problems := GrantedIn(books)
-	wantTexts(t, problems)
-	if len(got) > 0 {
-		t.Errorf("empty books: %v", got)
-	}
-	books.Spec.ClusterSubnets = map[string]v1alpha1.Subnets{
-		idB: {RemotePodCIDR: "10.246.0.0/16", RemoteExternalCIDR: "10.247.0.0/20", LocalNATPodCIDR: "10.1.0.0/16"},
-		idC: {RemotePodCIDR: "fd00::1/48", RemoteExternalCIDR: ""},
-		"x": {RemotePodCIDR: "None", RemoteExternalCIDR: "0.0.0.0/0"},
-	}
-	got, problems = GrantedIn(books)
-	wantTexts(t, problems, `IpamStorage ipamstorage-x: spec.clusterSubnets.x.remotePodCIDR: "None" is no network; want CIDR notation`,
-		`IpamStorage ipamstorage-x: spec.clusterSubnets.x.remoteExternalCIDR: "0.0.0.0/0" is no network; want CIDR notation`)
-	if want := []netip.Prefix{pfx("10.246.0.0/16"), pfx("10.247.0.0/20"), pfx("fd00::/48")}; !slices.Equal(got, want) {
-		t.Errorf("%v, want %v", got, want)
 	}
 }
 

@@ -36,18 +36,11 @@ type NodeIntent struct {
 	// be known then, else those of our node. See Trust.
 	Trusted bool
 	Tunnels []Tunnel
-	// Granted are the networks that peers have here by the books of the IPAM, from the grant to the
-	// end of un-peering; nil: there are no books.
+	// Allocations are what the NetworkAllocations say.
+	Allocations
+	// Granted are the networks of peers that a node refuses: those that are named, and those that were
+	// and that nobody has freed. The agent, which remembers them, fills them in.
 	Granted []netip.Prefix
-	// Doubtful are networks that a copy of the books names and the books may not, see RefusedInDoubt.
-	Doubtful []netip.Prefix
-	// Edition is that of these books: a network that was granted is taken back by books of a higher
-	// one that lack it, and by nothing else. 0: they have none.
-	Edition int64
-	// Own are the networks of our own pods and Services by the same books, as far as they are
-	// known; OwnPods is that of the pods alone.
-	Own     []netip.Prefix
-	OwnPods []netip.Prefix
 }
 
 // Trust finds out whether the pods of a node are where its podCIDRs say, and leaves out the Pods that
@@ -67,7 +60,7 @@ func (in *NodeIntent) Sort() {
 	})
 	slices.SortFunc(in.Gateways, func(a, b GatewayPod) int { return cmp.Or(a.Addr.Compare(b.Addr), a.Host.Compare(b.Host)) })
 	slices.SortFunc(in.Tunnels, func(a, b Tunnel) int { return a.Peer.Origin.compare(b.Peer.Origin) })
-	for _, networks := range [][]netip.Prefix{in.Granted, in.Doubtful, in.Own, in.OwnPods} {
+	for _, networks := range [][]netip.Prefix{in.Granted, in.Own, in.OwnPods} {
 		if !slices.IsSortedFunc(networks, netip.Prefix.Compare) { // one that is may be somebody else's, too
 			slices.SortFunc(networks, netip.Prefix.Compare)
 		}
@@ -196,7 +189,7 @@ func (in *NodeIntent) Elsewhere() netip.Addr {
 	return netip.Addr{}
 }
 
-// PodNetworks are the networks of our pods, by the books and by what tunnels name.
+// PodNetworks are the networks of our pods, by the NetworkAllocations and by what tunnels name.
 func (in *NodeIntent) PodNetworks() []netip.Prefix {
 	all := slices.Clone(in.OwnPods)
 	for _, t := range in.Tunnels {
@@ -241,38 +234,6 @@ func (in *NodeIntent) Refused() []netip.Prefix {
 	for i := range all {
 		all[i] = all[i].Masked()
 	}
-	slices.SortFunc(all, netip.Prefix.Compare)
-	return slices.Compact(all)
-}
-
-// RefusedInDoubt are those of the Doubtful that may be a new peer's, as far as our node knows: they are
-// refused while they are among them, and nothing remembers them. Whoever may write the copy must not
-// cut nodes off with it.
-func (in *NodeIntent) RefusedInDoubt() []netip.Prefix {
-	if len(in.Doubtful) == 0 {
-		return nil
-	}
-	taken := slices.Concat(in.Own, in.OwnPods)
-	host := func(a netip.Addr) {
-		if a.IsValid() {
-			taken = append(taken, hostPrefix(a))
-		}
-	}
-	for _, n := range in.Nodes {
-		taken = append(taken, n.PodCIDRs...)
-		for _, a := range n.Addrs {
-			host(a)
-		}
-	}
-	for _, g := range in.Gateways {
-		host(g.Addr)
-		host(g.Host)
-	}
-	granted := in.Refused()
-	all := slices.DeleteFunc(slices.Clone(in.Doubtful), func(p netip.Prefix) bool {
-		_, known := slices.BinarySearchFunc(granted, p, netip.Prefix.Compare)
-		return known || CheckNetwork(p) != "" || p.Overlaps(overlayNetwork) || slices.ContainsFunc(taken, p.Overlaps)
-	})
 	slices.SortFunc(all, netip.Prefix.Compare)
 	return slices.Compact(all)
 }

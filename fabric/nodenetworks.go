@@ -1,8 +1,6 @@
 package fabric
 
 import (
-	"crypto/sha256"
-	"encoding/hex"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -32,7 +30,7 @@ const (
 type NodeNetworks struct {
 	Networks  []netip.Prefix // apart from each other, sorted
 	Resolvers []netip.Addr   // DNS servers, sorted
-	Refused   string         // GrantsID of the networks of peers that the node refuses; empty: not known
+	Revision  int64          // of the NetworkAllocations that the node refuses; 0: not known
 	Sources   []netip.Addr   // of its packets to a gateway that is a Pod, beside its InternalIPs; sorted
 	Problems  []kernel.Limit // what pods of the node lack towards peers
 
@@ -44,21 +42,6 @@ type BrokenOverlay struct {
 	Gateway netip.Addr
 	Since   time.Time // to a second, as it is stored
 	Back    bool      // packets reach the gateway, and those from there do not arrive
-}
-
-// GrantsID stands for a set of networks, in any order: two sets have the same only if they are
-// equal. Thousands of nodes say by it which networks of peers they refuse.
-func GrantsID(networks []netip.Prefix) string {
-	if !InOrder(networks) {
-		networks = slices.Compact(slices.SortedFunc(slices.Values(networks), netip.Prefix.Compare))
-	}
-	text := make([]byte, 0, len("255.255.255.255/32\n")*len(networks))
-	for _, p := range networks {
-		text, _ = p.AppendText(text) // never fails
-		text = append(text, '\n')
-	}
-	sum := sha256.Sum256(text)
-	return hex.EncodeToString(sum[:16])
 }
 
 // NodeNetworksOf makes the report of a node from the networks and resolvers that it has. own are
@@ -129,7 +112,7 @@ func (n NodeNetworks) Spec() (spec isthmus.NodeNetworksSpec) {
 	for _, addr := range n.Resolvers {
 		spec.Resolvers = append(spec.Resolvers, addr.String())
 	}
-	spec.Refused = n.Refused
+	spec.RefusedRevision = n.Revision
 	if o := n.BrokenOverlay; o.Gateway.IsValid() {
 		spec.BrokenOverlay = &isthmus.BrokenOverlay{Gateway: o.Gateway.String(), Since: isthmus.UTCTimeOf(o.Since), Back: o.Back}
 	}

@@ -2,9 +2,6 @@ package fabric
 
 import (
 	"encoding/json"
-	"maps"
-	"net/netip"
-	"slices"
 	"time"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
@@ -42,19 +39,4 @@ func (r Released) Text() string {
 		panic(err) // maps of texts
 	}
 	return string(text)
-}
-
-// replacedIn returns the networks of Replaced. It skips invalid entries, because the manager writes the
-// annotation anew.
-func (r Released) replacedIn() (all []netip.Prefix) {
-	for _, at := range slices.Sorted(maps.Keys(r.Replaced)) {
-		for _, id := range slices.Sorted(maps.Keys(r.Replaced[at])) {
-			for _, text := range r.Replaced[at][id] {
-				if p, err := netip.ParsePrefix(text); err == nil && p.Bits() > 0 {
-					all = append(all, p.Masked())
-				}
-			}
-		}
-	}
-	return all
 }

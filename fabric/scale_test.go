@@ -12,7 +12,7 @@ import (
 
 // manyPeers is what an agent knows of a cluster with so many peers, whose gateways are Pods.
 func manyPeers(n int) NodeIntent {
-	in := NodeIntent{Self: "n1", OnlyPods: true, Trusted: true, OwnPods: []netip.Prefix{pfx("10.244.0.0/16")}, Gateway: ip("10.244.2.254"),
+	in := NodeIntent{Self: "n1", OnlyPods: true, Trusted: true, Allocations: Allocations{OwnPods: []netip.Prefix{pfx("10.244.0.0/16")}}, Gateway: ip("10.244.2.254"),
 		Nodes:    []ClusterNode{{Name: "n1", Addrs: []netip.Addr{ip("172.30.1.11")}, PodCIDRs: []netip.Prefix{pfx("10.244.1.0/24")}}},
 		Gateways: []GatewayPod{{Addr: ip("10.244.2.254"), Host: ip("172.30.1.12")}, {Addr: ip("10.244.3.254"), Host: ip("172.30.1.13")}}}
 	for i := range n {

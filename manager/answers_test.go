@@ -94,7 +94,7 @@ func (a *answering) start() {
 		Controller: config.Controller{SkipNameValidation: ptr.To(true)},
 	})
 	a.ok(err)
-	a.ok(prepare(ctx, a.mgr, present{grantedNetworks: true}))
+	a.ok(prepare(ctx, a.mgr, present{}))
 	ended := make(chan error, 1)
 	go func() { ended <- a.mgr.Start(ctx) }()
 	a.stop = sync.OnceFunc(func() {

@@ -20,11 +20,10 @@ import (
 // events are of our own writes; a second is given to them, so that a hundred peers coming at once
 // are not a hundred looks.
 type books struct {
-	store  *ipamstore.Store
-	copies bool // there are GrantedNetworks
+	store *ipamstore.Store
 }
 
-// SetupWithManager makes mgr call Reconcile a second after the IpamStorage or GrantedNetworks changed.
+// SetupWithManager makes mgr call Reconcile a second after the IpamStorage or a NetworkAllocation changed.
 func (b *books) SetupWithManager(mgr ctrl.Manager) error {
 	type queue = workqueue.TypedRateLimitingInterface[reconcile.Request]
 	later := func(q queue) { q.AddAfter(requestFor("books"), time.Second) }
@@ -32,13 +31,10 @@ func (b *books) SetupWithManager(mgr ctrl.Manager) error {
 		UpdateFunc: func(_ context.Context, _ event.UpdateEvent, q queue) { later(q) },
 		DeleteFunc: func(_ context.Context, _ event.TypedDeleteEvent[client.Object], q queue) { later(q) },
 	}
-	copies := look // nobody else makes one that is needed, but somebody may
-	copies.CreateFunc = func(_ context.Context, _ event.CreateEvent, q queue) { later(q) }
-	watching := ctrl.NewControllerManagedBy(mgr).Named("books").WatchesMetadata(&v1alpha1.IpamStorage{}, look)
-	if b.copies {
-		watching.Watches(&isthmus.GrantedNetworks{}, copies)
-	}
-	return watching.Complete(noted("books", b))
+	allocations := look // nobody else makes one that is needed, but somebody may
+	allocations.CreateFunc = func(_ context.Context, _ event.CreateEvent, q queue) { later(q) }
+	return ctrl.NewControllerManagedBy(mgr).Named("books").WatchesMetadata(&v1alpha1.IpamStorage{}, look).
+		Watches(&isthmus.NetworkAllocation{}, allocations).Complete(noted("books", b))
 }
 
 // Reconcile has the Store look.

@@ -25,10 +25,7 @@ func prepare(ctx context.Context, mgr ctrl.Manager, has present) error {
 	}
 	kinds := []client.Object{
 		&v1alpha1.NetworkConfig{}, &v1alpha1.TunnelEndpoint{}, &v1alpha1.NatMapping{}, booksMetadata(),
-		&corev1.Service{}, &corev1.Secret{}, &corev1.Node{}, &isthmus.NodeNetworks{},
-	}
-	if has.grantedNetworks {
-		kinds = append(kinds, &isthmus.GrantedNetworks{})
+		&corev1.Service{}, &corev1.Secret{}, &corev1.Node{}, &isthmus.NodeNetworks{}, &isthmus.NetworkAllocation{},
 	}
 	if has.serviceCIDRs {
 		kinds = append(kinds, &networkingv1.ServiceCIDR{})

@@ -151,7 +151,7 @@ func newWorld(t *testing.T, foreignClusters bool) *world {
 		Controller: config.Controller{SkipNameValidation: ptr.To(true)},
 	})
 	w.ok(err)
-	w.ok(prepare(w.ctx, mgr, present{foreignClusters: foreignClusters, grantedNetworks: true, serviceCIDRs: servesServiceCIDRs}))
+	w.ok(prepare(w.ctx, mgr, present{foreignClusters: foreignClusters, serviceCIDRs: servesServiceCIDRs}))
 	w.ok(addExchangeIndexes(mgr.GetFieldIndexer()))
 	peers := Peers{Reader: mgr.GetCache(), Self: w.self.ClusterID, ForeignClusters: foreignClusters}
 	own := &FactsKeeper{
@@ -221,10 +221,10 @@ func (w *world) cleanUp() {
 	}
 }
 
-// dropBooks deletes the IPAM state and its copy: networks that a test released would be held in the next one.
+// dropBooks deletes the IPAM state and what nodes refuse: networks that a test released would be held in the next one.
 func (w *world) dropBooks() {
 	w.t.Helper()
-	for _, kind := range []client.Object{&v1alpha1.IpamStorage{}, &isthmus.GrantedNetworks{}} {
+	for _, kind := range []client.Object{&v1alpha1.IpamStorage{}, &isthmus.NetworkAllocation{}} {
 		w.ok(testClient.DeleteAllOf(context.Background(), kind))
 	}
 }

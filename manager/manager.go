@@ -35,7 +35,6 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/metrics"
 	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 
-	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/httpserve"
 	"github.com/isthmus-net/isthmus/internal/kubeerr"
@@ -96,7 +95,7 @@ type Options struct {
 }
 
 // errAgain ends a run whose cluster has got another set of kinds since.
-var errAgain = errors.New("ForeignClusters, GrantedNetworks, ServiceCIDRs or the kinds of shared services have come or gone")
+var errAgain = errors.New("ForeignClusters, ServiceCIDRs or the kinds of shared services have come or gone")
 
 // lostLease is the text of controller-runtime's error, which has no name.
 const lostLease = "leader election lost"
@@ -196,9 +195,6 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 		return err
 	}
 	o.Log.Info("manager starts", "clusterID", o.Cluster.ClusterID, "clusterName", o.Cluster.ClusterName, "foreignClusters", has.foreignClusters)
-	if !has.grantedNetworks {
-		o.Log.Error("GrantedNetworks are not known here, or this manager may not read them: route agents read the IPAM's books in their place, which costs the API server more with each grant; want the CRDs and the rights of this version (isthmus install, helm upgrade)")
-	}
 	if o.Services && !has.sharedServices {
 		o.Log.Error("services are not shared: " + servicesLacking)
 	}
@@ -247,9 +243,7 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 	l.store = ipamstore.New(l.client, mgr.GetAPIReader(), o.Log)
 	l.services = has.serviceCIDRs
 	l.shared = has.sharedServices
-	if l.copies = has.grantedNetworks; !l.copies {
-		l.store.WithoutCopies()
-	}
+	l.store.WithCluster(o.Cluster.ClusterID)
 	clock, err := serverClock(cfg)
 	if err != nil {
 		return err
@@ -291,16 +285,16 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 // A leader is the part of a manager that only one at a time has.
 type leader struct {
 	Options
-	mgr              ctrl.Manager
-	client           client.Client
-	peers            Peers
-	store            *ipamstore.Store
-	expiry           *expiry
-	leads            *atomic.Pointer[leading]
-	waits            *atomic.Pointer[string] // why this leader has not begun its work; nil inside: it has, or does not lead
-	config           *rest.Config
-	copies, services bool // present.grantedNetworks, present.serviceCIDRs
-	shared           bool // present.sharedServices
+	mgr      ctrl.Manager
+	client   client.Client
+	peers    Peers
+	store    *ipamstore.Store
+	expiry   *expiry
+	leads    *atomic.Pointer[leading]
+	waits    *atomic.Pointer[string] // why this leader has not begun its work; nil inside: it has, or does not lead
+	config   *rest.Config
+	services bool // present.serviceCIDRs
+	shared   bool // present.sharedServices
 }
 
 // lead works until ctx ends. Controllers start after the books of the IPAM have been read and our
@@ -367,7 +361,7 @@ func (l *leader) lead(ctx context.Context) error {
 	for _, r := range []interface{ SetupWithManager(ctrl.Manager) error }{
 		own,
 		warden,
-		&books{l.store, l.copies},
+		&books{l.store},
 		&feeder{Peers: l.peers, Replicator: replicator},
 		&Answers{Client: l.client, Peers: l.peers, Facts: own, Store: l.store, Warden: warden, FactsChanged: own.Subscribe(), Log: l.Log},
 		&NetworkConfigReconciler{Client: l.client, Peers: l.peers, Facts: own, FactsChanged: own.Subscribe(), Keys: keys, Log: l.Log},
@@ -454,18 +448,12 @@ func hasForeignClusters(kinds *discovery.DiscoveryClient) (bool, error) {
 // present are kinds that a cluster need not have.
 type present struct {
 	foreignClusters bool // of Liqo's control plane
-	// grantedNetworks: they are there, and we may read them. An older installation has neither; the
-	// manager does not end for that, since agents can read the books.
-	grantedNetworks bool
 	serviceCIDRs    bool // they are there, since Kubernetes 1.33, and we may list them
 	sharedServices  bool // the kinds that Options.Services needs are there, and we may list them; false without it
 }
 
 func whatIsThere(ctx context.Context, kinds *discovery.DiscoveryClient, direct client.Reader, services bool) (p present, err error) {
 	if p.foreignClusters, err = hasForeignClusters(kinds); err != nil {
-		return p, err
-	}
-	if p.grantedNetworks, err = canList(ctx, direct, &isthmus.GrantedNetworksList{}); err != nil {
 		return p, err
 	}
 	if p.serviceCIDRs, err = canList(ctx, direct, &networkingv1.ServiceCIDRList{}); err != nil || !services {
@@ -535,5 +523,5 @@ func watchKinds(ctx context.Context, look func(context.Context) (present, error)
 
 // lost reports whether a kind of p is missing in now.
 func (p present) lost(now present) bool {
-	return p.foreignClusters && !now.foreignClusters || p.grantedNetworks && !now.grantedNetworks || p.serviceCIDRs && !now.serviceCIDRs || p.sharedServices && !now.sharedServices
+	return p.foreignClusters && !now.foreignClusters || p.serviceCIDRs && !now.serviceCIDRs || p.sharedServices && !now.sharedServices
 }

@@ -520,7 +520,7 @@ func TestInstallationOfLiqoIsNoticed(t *testing.T) {
 		t.Fatal(err)
 	}
 	look := func(ctx context.Context) (present, error) { return whatIsThere(ctx, kinds, direct, false) }
-	go watchKinds(t.Context(), look, present{grantedNetworks: true, serviceCIDRs: servesServiceCIDRs}, 50*time.Millisecond, func() { close(changed) })
+	go watchKinds(t.Context(), look, present{serviceCIDRs: servesServiceCIDRs}, 50*time.Millisecond, func() { close(changed) })
 	select {
 	case <-changed:
 		t.Fatal("noticed before it happened")

@@ -132,7 +132,7 @@ func TestPodCIDRInWhichNothingIsCountsAsMissing(t *testing.T) {
 }
 
 func TestAKindIsGoneWhenSeveralLooksInARowMissIt(t *testing.T) {
-	with, without := present{foreignClusters: true, grantedNetworks: true}, present{grantedNetworks: true}
+	with, without := present{foreignClusters: true, serviceCIDRs: true}, present{serviceCIDRs: true}
 	for name, tc := range map[string]struct {
 		had   present
 		looks []present // the last one again and again

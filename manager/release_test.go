@@ -22,7 +22,7 @@ func (a *answering) endHolds() {
 	a.t.Helper()
 	_, err := a.store.Update(a.ctx, func(b ipam.Book) (ipam.Book, error) {
 		next, _ := b.Age(time.Now().Add(fabric.ReleaseHold+time.Second), func(string) bool { return true })
-		if !next.TakesBack(b) {
+		if len(next.Changed(b)) == 0 {
 			return b, errors.New("nothing is held")
 		}
 		return next, nil

@@ -16,6 +16,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
 )
 
 func holds(nc *v1alpha1.NetworkConfig) bool {
@@ -213,14 +214,10 @@ func TestUnpeeringTakesDownInOrder(t *testing.T) {
 // held checks that nodes still refuse the networks of a partner that has left.
 func (p *partner) held(networks ...string) {
 	p.a.t.Helper()
-	var list isthmus.GrantedNetworksList
-	p.a.ok(testClient.List(p.a.ctx, &list))
-	var shared []string
-	for _, share := range list.Items {
-		shared = append(shared, share.Spec.Peers[p.cluster.ClusterID]...)
-	}
-	if at := p.a.store.Book().ReleasedAt(p.cluster.ClusterID); at.IsZero() || !slices.Equal(shared, networks) {
-		p.a.t.Errorf("released at %v, nodes refuse %v; want %v", at, shared, networks)
+	var allocation isthmus.NetworkAllocation
+	p.a.ok(testClient.Get(p.a.ctx, client.ObjectKey{Name: fabric.AllocationName(p.cluster.ClusterID)}, &allocation))
+	if at := p.a.store.Book().ReleasedAt(p.cluster.ClusterID); at.IsZero() || !slices.Equal(allocation.Spec.Networks, networks) || allocation.Spec.Phase != isthmus.AllocationReleased {
+		p.a.t.Errorf("released at %v, nodes refuse %+v; want %v", at, allocation.Spec, networks)
 	}
 }
 

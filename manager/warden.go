@@ -4,7 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
-	"net/netip"
+	"math"
 	"slices"
 	"strings"
 	"sync"
@@ -21,7 +21,6 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
-	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 	"github.com/isthmus-net/isthmus/manager/queue"
@@ -33,9 +32,6 @@ const (
 	refusalPatience = 5 * time.Second
 	// refusalGap is how long reports are gathered before they are read together.
 	refusalGap = 20 * time.Millisecond
-	// maxKnownSets is how many sets of granted networks are remembered: so many changes of the
-	// books an agent may be behind without being taken for one that refuses nothing.
-	maxKnownSets = 4096
 )
 
 // reasonNotRefused is that of the Event about a node that does not refuse what was granted.
@@ -44,12 +40,11 @@ const reasonNotRefused = "NotRefused"
 // A Warden knows which of the networks in the books all nodes refuse, so that nobody is told of one
 // that a node would still send out in the clear:
 //
-//	books ─► IpamStorage ─► route agent refuses it ─► NodeNetworks.spec.refused ─► Warden ─► answer, TunnelEndpoint
+//	books ─► NetworkAllocation ─► route agent refuses it ─► NodeNetworks.spec.refusedRevision ─► Warden ─► answer, TunnelEndpoint
 //
-// A set of networks is known by its fabric.GrantsID. An agent that names a set refuses all that was
-// granted up to then. Nodes that have never named one have no agent, or an older one, and are not
-// waited for. One for which somebody has waited in vain is not waited for again until it says
-// something new.
+// An agent that reports a revision refuses what the objects up to that one name. Nodes that have never
+// reported one have no agent, and are not waited for. One for which somebody has waited in vain is not
+// waited for again until it reports another.
 //
 // Its methods may be called concurrently.
 type Warden struct {
@@ -62,20 +57,17 @@ type Warden struct {
 	Patience time.Duration
 
 	mu      sync.Mutex
-	number  uint64            // of the set in the books: the later, the higher
-	numbers map[string]uint64 // of the sets known
-	order   []string          // of sets, as they became known
 	granted map[string]granted
-	said    map[string]string           // by node: the set that it refuses
-	late    map[string]string           // by node that is not waited for: the same
+	said    map[string]int64            // by node: the revision up to which it refuses
+	late    map[string]int64            // by node that is not waited for: the same
 	waiting map[reconcile.Request]await // for nodes
 }
 
 // granted is what a peer has.
 type granted struct {
-	grant  ipam.Grant
-	number uint64    // of the first set with it
-	at     time.Time // when it came into the books
+	grant    ipam.Grant
+	revision int64     // of the NetworkAllocation with it
+	at       time.Time // when it came into the books
 }
 
 type await struct {
@@ -84,39 +76,23 @@ type await struct {
 }
 
 // Observe learns of each version of the books.
-func (w *Warden) Observe(book ipam.Book) {
+func (w *Warden) Observe(book ipam.Book, revision func(id string) int64) {
 	now := make(map[string]granted)
-	var networks []netip.Prefix
-	for _, id := range book.Peers() {
-		networks = append(networks, book.NetworksOf(id)...)
-		if g, ok := book.GrantOf(id); ok {
-			now[id] = granted{grant: g}
-		}
-	}
-	set := fabric.GrantsID(networks)
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if w.numbers == nil {
-		w.numbers, w.said, w.late, w.waiting = make(map[string]uint64), make(map[string]string), make(map[string]string), make(map[reconcile.Request]await)
+	if w.waiting == nil {
+		w.said, w.late, w.waiting = make(map[string]int64), make(map[string]int64), make(map[reconcile.Request]await)
 	}
-	if current, known := w.numbers[set]; !known || current != w.number {
-		w.number++
-		w.numbers[set] = w.number // of one that there was before, too: what it names is what there is
-		if !known {
-			w.order = append(w.order, set)
+	for _, id := range book.Peers() {
+		g, ok := book.GrantOf(id)
+		if !ok {
+			continue
 		}
-		if len(w.order) > maxKnownSets {
-			delete(w.numbers, w.order[0])
-			w.order = w.order[1:]
-		}
-	}
-	for id, g := range now {
-		if had, ok := w.granted[id]; ok && had.grant == g.grant {
+		if had, ok := w.granted[id]; ok && had.grant == g {
 			now[id] = had
 			continue
 		}
-		g.number, g.at = w.number, time.Now()
-		now[id] = g
+		now[id] = granted{g, revision(id), time.Now()}
 	}
 	w.granted = now
 }
@@ -150,8 +126,8 @@ func (w *Warden) Refused(id string, q *queue.Queue, request reconcile.Request) b
 
 // behind are the nodes that are waited for with a grant. The caller holds w.mu.
 func (w *Warden) behind(g granted) (nodes []string) {
-	for node, set := range w.said {
-		if _, late := w.late[node]; !late && w.numbers[set] < g.number {
+	for node, revision := range w.said {
+		if _, late := w.late[node]; !late && revision < g.revision {
 			nodes = append(nodes, node)
 		}
 	}
@@ -175,7 +151,7 @@ func (w *Warden) SetupWithManager(mgr ctrl.Manager) error {
 			UpdateFunc: func(_ context.Context, _ event.UpdateEvent, q requestQueue) { soon(q) },
 			DeleteFunc: func(_ context.Context, _ event.DeleteEvent, q requestQueue) { soon(q) },
 		}, builder.WithPredicates(predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
-			return e.ObjectOld.(*isthmus.NodeNetworks).Spec.Refused != e.ObjectNew.(*isthmus.NodeNetworks).Spec.Refused
+			return e.ObjectOld.(*isthmus.NodeNetworks).Spec.RefusedRevision != e.ObjectNew.(*isthmus.NodeNetworks).Spec.RefusedRevision
 		}})).
 		Complete(noted("warden", w))
 }
@@ -188,27 +164,27 @@ func (w *Warden) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, er
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.said = make(map[string]string, len(reports.Items))
-	least := w.number
+	w.said = make(map[string]int64, len(reports.Items))
+	least := int64(math.MaxInt64)
 	for i := range reports.Items {
 		r := &reports.Items[i]
-		if r.Spec.Refused == "" {
+		if r.Spec.RefusedRevision == 0 {
 			continue
 		}
 		node := strings.Clone(r.Name)
-		w.said[node] = r.Spec.Refused
-		if set, late := w.late[node]; late && set == r.Spec.Refused {
+		w.said[node] = r.Spec.RefusedRevision
+		if revision, late := w.late[node]; late && revision == r.Spec.RefusedRevision {
 			continue
 		}
-		least = min(least, w.numbers[r.Spec.Refused])
+		least = min(least, r.Spec.RefusedRevision)
 	}
-	for node, set := range w.late {
-		if w.said[node] != set {
+	for node, revision := range w.late {
+		if w.said[node] != revision {
 			delete(w.late, node)
 		}
 	}
 	for request, a := range w.waiting {
-		if w.granted[a.id].number <= least {
+		if w.granted[a.id].revision <= least {
 			delete(w.waiting, request)
 			a.queue.Add(request, 0)
 		}

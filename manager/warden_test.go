@@ -1,6 +1,7 @@
 package manager
 
 import (
+	"fmt"
 	"strings"
 	"testing"
 	"time"
@@ -12,26 +13,26 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
-	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// refuses makes the report of a node say that it refuses all that is in the books, or nothing yet.
+// refuses makes the report of a node say that it refuses all that is allocated, or nothing yet.
 func (a *answering) refuses(node string, all bool) {
 	a.t.Helper()
-	set := fabric.GrantsID(nil)
+	revision := int64(1)
 	if all {
-		spec := a.store.Book().Spec()
-		networks, problems := fabric.GrantedIn(&v1alpha1.IpamStorage{Spec: spec})
+		var list isthmus.NetworkAllocationList
+		a.ok(a.api().List(a.ctx, &list))
+		now, problems := fabric.AllocationsFrom(list.Items, time.Now())
 		if len(problems) > 0 {
 			a.t.Fatal(problems)
 		}
-		set = fabric.GrantsID(networks)
+		revision = max(revision, now.Revision)
 	}
-	r := &isthmus.NodeNetworks{ObjectMeta: metav1.ObjectMeta{Namespace: a.system, Name: node}, Spec: isthmus.NodeNetworksSpec{Refused: set}}
+	r := &isthmus.NodeNetworks{ObjectMeta: metav1.ObjectMeta{Namespace: a.system, Name: node}, Spec: isthmus.NodeNetworksSpec{RefusedRevision: revision}}
 	err := a.api().Create(a.ctx, r)
 	if apierrors.IsAlreadyExists(err) {
-		err = a.api().Patch(a.ctx, r, client.RawPatch(types.MergePatchType, []byte(`{"spec":{"refused":"`+set+`"}}`)))
+		err = a.api().Patch(a.ctx, r, client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"spec":{"refusedRevision":%d}}`, revision)))
 	}
 	a.ok(err)
 }

@@ -62,9 +62,9 @@ type Options struct {
 	// Tell writes down for the manager what the node reaches without us; nil: nobody is told. It is
 	// not called twice at a time.
 	Tell func(context.Context, fabric.NodeNetworks) error
-	// TellRefused writes down which networks of peers the node refuses, by their fabric.GrantsID,
+	// TellRefused writes down up to which revision of the NetworkAllocations the node refuses,
 	// beside what Tell wrote; nil: nobody is told. It is not called twice at a time.
-	TellRefused func(context.Context, string) error
+	TellRefused func(context.Context, int64) error
 	// TellReady writes down why the node is not as it should be, for people; "" means that it is. It is
 	// called once a second, and never twice at a time; nil: nobody is told.
 	TellReady func(ctx context.Context, problem string) error
@@ -231,7 +231,7 @@ type agent struct {
 type state struct {
 	revision int // of the intent compared with; 0: none yet
 	node     kernel.State
-	refused  string // GrantsID of what was granted and is refused; empty: not known
+	refused  int64 // up to this revision of the NetworkAllocations; 0: not known
 	problems []fabric.Problem
 	limits   []kernel.Limit
 	err      error
@@ -241,7 +241,7 @@ type state struct {
 func (a *agent) deliver(in fabric.NodeIntent, broken []fabric.Problem) {
 	a.mu.Lock()
 	before := a.intent
-	urgent := before == nil || !slices.Equal(before.Granted, in.Granted) || !slices.Equal(before.Doubtful, in.Doubtful) || before.Gateway != in.Gateway ||
+	urgent := before == nil || !slices.Equal(before.Named, in.Named) || !slices.Equal(before.Freed, in.Freed) || before.Gateway != in.Gateway ||
 		!reflect.DeepEqual(before.Tunnels, in.Tunnels) || !slices.Equal(before.Gateways, in.Gateways)
 	moved := before == nil || !slices.Equal(before.Own, in.Own) || madeAt(before, a.opts.Node) != madeAt(&in, a.opts.Node) ||
 		!slices.Equal(before.PodNetworks(), in.PodNetworks())
@@ -313,7 +313,6 @@ type decided struct {
 	revision int
 	intent   fabric.NodeIntent // without what only the node itself can say
 	refused  []netip.Prefix    // all networks of peers
-	id       string            // GrantsID of those that the books name
 	held     []fabric.Problem  // of reading them
 
 	from     *fabric.NodeIntent // with that, as it was decided; nil: it was not yet
@@ -327,15 +326,12 @@ func (a *agent) read(in fabric.NodeIntent, revision int) {
 		return
 	}
 	in.Self = a.opts.Node
-	was, named := a.decided, a.grants.named
-	held := a.grants.read(in.Granted, in.Edition)
+	was := a.decided
+	held := a.grants.read(in.Allocations)
 	in.Granted = a.grants.networks
-	a.decided = decided{revision: revision, intent: in, refused: was.refused, id: was.id, held: held}
+	a.decided = decided{revision: revision, intent: in, refused: was.refused, held: held}
 	if was.revision == 0 || len(in.Tunnels)+len(was.intent.Tunnels) > 0 || !slices.Equal(in.Granted, was.intent.Granted) {
 		a.decided.refused = in.Refused()
-	}
-	if was.revision == 0 || !slices.Equal(a.grants.named, named) {
-		a.decided.id = fabric.GrantsID(a.grants.named)
 	}
 }
 
@@ -390,7 +386,7 @@ func (a *agent) compare() bool {
 		now.node, now.problems = a.decided.node, slices.Clone(a.decided.problems)
 		news, first, failed := a.refuseNew(a.decided.refused)
 		if failed == nil {
-			now.refused = a.decided.id
+			now.refused = in.Revision
 			a.say(now.refused) // before the rest, for which nobody has to wait
 		}
 		changes, err = a.kernel.Apply(now.node)
@@ -450,7 +446,7 @@ func (a *agent) tellReady(ctx context.Context) {
 }
 
 // say has the manager told what the node refuses, if that is news.
-func (a *agent) say(refused string) {
+func (a *agent) say(refused int64) {
 	a.mu.Lock()
 	news := a.state.refused != refused
 	a.state.refused = refused

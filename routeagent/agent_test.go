@@ -190,9 +190,26 @@ func newCluster(t testing.TB, nodes int) *cluster {
 		Remote: fabric.Networks{Pod: netip.MustParsePrefix("10.64.0.0/16"), PodSeen: remotePods, External: remoteExternal, ExternalSeen: remoteExternal},
 		Origin: fabric.Origin{Kind: "TunnelEndpoint", Name: "b"},
 	}}}
-	c.in.Granted = []netip.Prefix{remotePods, remoteExternal}
+	allocate(&c.in, remotePods, remoteExternal)
 	c.want()
 	return c
+}
+
+// allocate has the NetworkAllocations of an intent name these networks, and free the others that they named.
+func allocate(in *fabric.NodeIntent, networks ...netip.Prefix) {
+	was := in.Named
+	in.Revision++
+	in.Named, in.Freed = nil, slices.Clone(in.Freed)
+	for _, p := range networks {
+		in.Named = append(in.Named, fabric.Allocation{Network: p, Revision: in.Revision})
+	}
+	in.Named = fabric.Latest(in.Named)
+	for _, a := range was {
+		if !slices.Contains(networks, a.Network) {
+			in.Freed = append(in.Freed, fabric.Allocation{Network: a.Network, Revision: in.Revision})
+		}
+	}
+	in.Freed = fabric.Latest(in.Freed)
 }
 
 // hopStandIn is the node's own address on the device to the stand-in.
@@ -630,7 +647,8 @@ func TestAnAgentAfterAKilledOneTouchesNothingThatIsRight(t *testing.T) {
 	// What became wrong while no agent ran goes.
 	n := c.Nodes[1]
 	_ = c.agents[n].end(unix.SIGKILL)
-	c.in.Tunnels, c.in.Granted = nil, []netip.Prefix{}
+	c.in.Tunnels = nil
+	allocate(&c.in)
 	c.want()
 	c.start(n)
 	if s := c.snapshot(n); strings.Contains(s, remotePods.String()) {
@@ -710,7 +728,7 @@ func TestWhenTheGatewayMovesEveryNodeFollows(t *testing.T) {
 			return nil
 		})
 	}
-	c.in.Granted = []netip.Prefix{}
+	allocate(&c.in)
 	c.want()
 	for _, n := range c.Nodes {
 		c.eventually(n, func() error {
@@ -752,7 +770,7 @@ func TestAnAgentFollowsTheOneThatRuns(t *testing.T) {
 		}
 		return nil
 	})
-	c.in.Granted = []netip.Prefix{}
+	allocate(&c.in)
 	c.in.Tunnels = nil
 	c.want()
 	nodes := c.in.Nodes
@@ -877,7 +895,7 @@ func TestOnlyWhatIsNewOfPeersIsUrgent(t *testing.T) {
 		{"the same", func() {}, false},
 		{"a pod", func() { in.Pods = []fabric.NodePod{{Node: "n1"}} }, false},
 		{"a node", func() { in.Nodes = []fabric.ClusterNode{{Name: "n1"}} }, false},
-		{"a network is granted", func() { in.Granted = []netip.Prefix{remotePods} }, true},
+		{"a network is granted", func() { allocate(&in, remotePods) }, true},
 		{"a tunnel", func() { in.Tunnels = []fabric.Tunnel{tunnel} }, true},
 		{"a gateway", func() { tunnel.Gateway = netip.MustParseAddr("172.30.1.11"); in.Tunnels = []fabric.Tunnel{tunnel} }, true},
 		{"another pod", func() { in.Pods = nil }, false},

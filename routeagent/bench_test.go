@@ -47,18 +47,18 @@ func BenchmarkChange(b *testing.B) {
 			b.Fatal(err)
 		}
 		in := fabric.NodeIntent{Nodes: []fabric.ClusterNode{{Name: "n0", Addrs: []netip.Addr{netip.MustParseAddr("172.30.0.1")}, PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.128.0.0/24")}}},
-			OnlyPods: true, Trusted: true, OwnPods: []netip.Prefix{netip.MustParsePrefix("10.128.0.0/11")}, Edition: 1}
+			OnlyPods: true, Trusted: true, Allocations: fabric.Allocations{OwnPods: []netip.Prefix{netip.MustParsePrefix("10.128.0.0/11")}}}
 		for i := range byte(2) {
 			in.Gateways = append(in.Gateways, fabric.GatewayPod{Addr: netip.AddrFrom4([4]byte{10, 128, i + 1, 252}), Host: netip.AddrFrom4([4]byte{172, 30, 0, 2 + i})})
 		}
 		in.Gateway = in.Gateways[0].Addr
+		var few []netip.Prefix
 		for _, first := range []byte{11, 100} {
 			for i := range peers {
-				in.Granted = append(in.Granted, netip.PrefixFrom(netip.AddrFrom4([4]byte{first, byte(64 + i>>4), byte(i & 15 << 4), 0}), 20))
+				few = append(few, netip.PrefixFrom(netip.AddrFrom4([4]byte{first, byte(64 + i>>4), byte(i & 15 << 4), 0}), 20))
 			}
 		}
 		more := []netip.Prefix{netip.MustParsePrefix("11.127.240.0/20"), netip.MustParsePrefix("100.127.240.0/20")}
-		var granted []netip.Prefix
 		compare := func(change func()) {
 			change()
 			a.deliver(in, nil)
@@ -66,24 +66,17 @@ func BenchmarkChange(b *testing.B) {
 				b.Fatal(a.state.err)
 			}
 		}
-		few := in.Granted
 		nothing := func() {}
-		doubt := func() { in.Doubtful = more }
-		grant := func() {
-			granted = slices.Concat(few, more)
-			slices.SortFunc(granted, netip.Prefix.Compare)
-			in.Granted, in.Doubtful = granted, nil
-			in.Edition++
-		}
-		release := func() { in.Granted = slices.Clone(few); in.Edition++ }
+		grant := func() { allocate(&in, slices.Concat(few, more)...) }
+		release := func() { allocate(&in, few...) }
 		move := func() {
 			in.Gateway = in.Gateways[slices.IndexFunc(in.Gateways, func(g fabric.GatewayPod) bool { return g.Addr != in.Gateway })].Addr
 		}
-		compare(nothing)
+		compare(release)
 		for _, c := range []struct {
 			what           string
 			before, change []func()
-		}{{"granted", []func(){release}, []func(){doubt, grant}}, {"goes", []func(){grant}, []func(){release}}, {"moves", nil, []func(){move}}, {"nothing", nil, []func(){nothing}}} {
+		}{{"granted", []func(){release}, []func(){grant}}, {"goes", []func(){grant}, []func(){release}}, {"moves", nil, []func(){move}}, {"nothing", nil, []func(){nothing}}} {
 			b.Run(fmt.Sprintf("%s/%d", c.what, peers), func(b *testing.B) {
 				spent := 0.0
 				for b.Loop() {

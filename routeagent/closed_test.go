@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/kernel"
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
@@ -64,7 +65,8 @@ func TestNothingLeavesInTheClearWhateverEnds(t *testing.T) {
 	c := newCluster(t, 3)
 	n1, n2 := c.Nodes[0], c.Nodes[1]
 	tunnels := c.in.Tunnels
-	c.in.Tunnels, c.in.Edition = nil, 2 // granted, but not there yet
+	c.in.Tunnels = nil // granted, but not there yet
+	allocate(&c.in, remotePods, remoteExternal)
 	c.want()
 	c.start(c.Nodes...)
 	captures := []*capture{newCapture(t, n1), newCapture(t, n2)}
@@ -104,7 +106,7 @@ func TestNothingLeavesInTheClearWhateverEnds(t *testing.T) {
 		before := c.in
 		_ = c.agents[n2].end(unix.SIGKILL)
 		state()
-		c.in.Tunnels, c.in.Granted = nil, []netip.Prefix{}
+		c.in.Tunnels, c.in.Named = nil, nil
 		c.want()
 		c.start(n2)
 		quiet("the books emptied while no agent ran" + name)
@@ -117,10 +119,13 @@ func TestNothingLeavesInTheClearWhateverEnds(t *testing.T) {
 		"no gateway":               func() { c.in.Tunnels[0].Gateway = netip.Addr{} },
 		"a gateway nobody knows":   func() { c.in.Tunnels[0].Gateway = netip.MustParseAddr("192.0.2.1") },
 		"the TunnelEndpoint gone":  func() { c.in.Tunnels = nil },
-		"the books gone as well":   func() { c.in.Tunnels, c.in.Granted = nil, nil },
-		"an entry edited out":      func() { c.in.Tunnels, c.in.Granted = nil, c.in.Granted[1:] },
-		"the books emptied":        func() { c.in.Tunnels, c.in.Granted = nil, []netip.Prefix{} },
-		"older books":              func() { c.in.Tunnels, c.in.Granted, c.in.Edition = nil, []netip.Prefix{}, 1 },
+		"all objects gone as well": func() { c.in.Tunnels, c.in.Allocations = nil, fabric.Allocations{} },
+		"an entry edited out":      func() { c.in.Tunnels, c.in.Named = nil, c.in.Named[1:] },
+		"an object emptied":        func() { c.in.Tunnels, c.in.Named = nil, nil },
+		"older objects": func() {
+			c.in.Tunnels = nil
+			c.in.Allocations = fabric.Allocations{Freed: []fabric.Allocation{{Network: remotePods, Revision: 1}, {Network: remoteExternal, Revision: 1}}, Revision: 1}
+		},
 		"a node that claims it":    func() { c.in.Nodes[2].Addrs = []netip.Addr{c.Nodes[2].Addr, remotePod} },
 		"a node that is in it":     func() { c.in.Nodes[2].Addrs = []netip.Addr{remotePod} },
 		"the other Nodes gone":     func() { c.in.Nodes = c.in.Nodes[1:2] },
@@ -212,12 +217,12 @@ func TestASnapshotThatCannotBeReadIsToldAndChangesNothing(t *testing.T) {
 	}
 	for bad, want := range map[string]string{
 		"":              "unexpected end of JSON input",
-		"{}":            "version 0; want 1",
-		`{"version":2}`: "version 2; want 1",
-		`{"version":1,"refused":[` + strings.Repeat(" ", snapshotLimit): "larger than",
-		`{"version":1,"refused":["0.0.0.0/0"]}`:                         "refused[0] is 0.0.0.0/0; want a network",
-		`{"version":1,"refused":["10.1.2.3/8"]}`:                        "refused[0] is 10.1.2.3/8; want a network",
-		`{"version":1,"refused":["10.0.0.0/8",7]}`:                      "cannot unmarshal",
+		"{}":            "version 0; want 2",
+		`{"version":1}`: "version 1; want 2",
+		`{"version":2,"refused":{` + strings.Repeat(" ", snapshotLimit): "larger than",
+		`{"version":2,"refused":{"0.0.0.0/0":7}}`:                       "refused has 0.0.0.0/0; want a network",
+		`{"version":2,"refused":{"10.1.2.3/8":7}}`:                      "refused has 10.1.2.3/8; want a network",
+		`{"version":2,"refused":["10.0.0.0/8",7]}`:                      "cannot unmarshal",
 	} {
 		_ = c.agents[n].end(unix.SIGTERM)
 		if err := errors.Join(os.WriteFile(path, []byte(bad), 0o600), os.Remove(c.intent)); err != nil {

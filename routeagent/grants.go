@@ -6,73 +6,64 @@ import (
 	"slices"
 	"strings"
 
-	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
-	"github.com/isthmus-net/isthmus/internal/diff"
 )
 
-// grants are the networks of peers as an agent knows them. A network goes when the manager takes it
-// back, which books of a higher edition say that lack it. Books that lack it otherwise were edited,
-// emptied, deleted or restored by somebody, and no peering has ended with that.
+// grants are the networks of peers as an agent knows them. A network goes when no NetworkAllocation names
+// it and one frees it with a higher revision than the last that named it. An object that is missing, edited
+// or restored from a backup does not do that, and no peering has ended with it.
 type grants struct {
-	networks []netip.Prefix // sorted; named and those that nobody has taken back
-	named    []netip.Prefix // by the books that were read last
-	edition  int64          // the highest that was read; 0: those who write books have none
+	known    []fabric.Allocation // sorted: those named, and those that nobody has freed; the revision is the highest that named it
+	networks []netip.Prefix      // of known
 }
 
-// unknownEdition is that of networks which an agent before us refused: the first books that we read
-// may be of any age.
-const unknownEdition = -1
+// unknownRevision is that of networks which an agent before us refused, and nobody knows since when: what
+// frees one has to be newer than all that is there when we read for the first time.
+const unknownRevision = 0
 
-// hold adds networks that an agent before us refused. With unknownEdition the books have to be of a
-// higher edition than the first that are read.
-func (g *grants) hold(networks []netip.Prefix, edition int64) {
-	g.networks, g.edition = join(g.networks, networks), edition
-	if g.named == nil {
-		g.named = g.networks
-	}
+// hold adds networks that an agent before us refused.
+func (g *grants) hold(networks []fabric.Allocation) {
+	g.take(slices.Concat(g.known, networks))
 }
 
-// read takes what the books name, nil when there are none, and returns a problem when they lack
-// networks that were not taken back.
-func (g *grants) read(named []netip.Prefix, edition int64) []fabric.Problem {
-	if named == nil {
-		return nil // the books are away, and with them no peering has ended
+func (g *grants) take(known []fabric.Allocation) {
+	known = fabric.Latest(known)
+	if slices.EqualFunc(known, g.networks, func(a fabric.Allocation, p netip.Prefix) bool { return a.Network == p }) {
+		g.known = known
+		return // the list stays the same one
 	}
-	before, now := g.networks, g.named
-	if now == nil || !slices.Equal(named, now) {
-		now = join(named)
-	}
-	lacks, _, _ := diff.Of(now, before, func(p netip.Prefix) netip.Prefix { return p })
-	g.named, g.networks = now, now
-	older := edition == 0 && g.edition <= 0 // the books of an older manager, or Liqo's, count as they are
-	kept := !older && (g.edition == unknownEdition || edition <= g.edition)
-	g.edition = max(g.edition, edition)
-	if !kept || len(lacks) == 0 {
-		return nil
-	}
-	g.networks = join(now, lacks)
+	g.known, g.networks = known, networksOf(known)
+}
+
+// read takes what the objects say, and returns a problem when they lack networks that were not freed.
+func (g *grants) read(now fabric.Allocations) []fabric.Problem {
+	all := slices.Clone(now.Named)
 	var lacking []string
-	for _, p := range lacks {
-		lacking = append(lacking, p.String())
+	for _, had := range g.known {
+		if had.Revision == unknownRevision {
+			had.Revision = now.Revision
+		}
+		if _, named := find(now.Named, had.Network); !named {
+			if at, freed := find(now.Freed, had.Network); freed && now.Freed[at].Revision > had.Revision {
+				continue
+			}
+			lacking = append(lacking, had.Network.String())
+		}
+		all = append(all, had)
+	}
+	g.take(all)
+	if len(lacking) == 0 {
+		return nil
 	}
 	some := strings.Join(lacking[:min(len(lacking), 4)], ", ")
 	if more := len(lacking) - 4; more > 0 {
 		some += fmt.Sprintf(" and %d more", more)
 	}
-	return []fabric.Problem{{Origin: fabric.Origin{Kind: "IpamStorage"}, Field: "spec.clusterSubnets", Message: fmt.Sprintf(
-		"lacks %s, which the manager has not taken back: they stay as they are, and refused where there is no tunnel; want them there, or an annotation %s higher than %d", some, isthmus.AnnotationEdition, g.edition)}}
+	return []fabric.Problem{{Origin: fabric.Origin{Kind: "NetworkAllocation"}, Field: "spec.networks", Message: fmt.Sprintf(
+		"no object names %s, and none has freed them: they stay as they are, and refused where there is no tunnel; want them named again, or in spec.freed with a revision of now in milliseconds", some)}}
 }
 
-// join returns all networks, sorted. What it returns may be what it got, and is not to be changed.
-func join(lists ...[]netip.Prefix) []netip.Prefix {
-	if len(lists) == 1 && fabric.InOrder(lists[0]) {
-		return lists[0]
-	}
-	all := slices.Concat(lists...)
-	for i := range all {
-		all[i] = all[i].Masked()
-	}
-	slices.SortFunc(all, netip.Prefix.Compare)
-	return slices.Compact(all)
+// find looks for a network in a sorted list.
+func find(list []fabric.Allocation, p netip.Prefix) (at int, found bool) {
+	return slices.BinarySearchFunc(list, p, func(a fabric.Allocation, p netip.Prefix) int { return a.Network.Compare(p) })
 }

@@ -5,54 +5,63 @@ import (
 	"net/netip"
 	"slices"
 	"testing"
-	"time"
+
+	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// A network of a peer goes with books of a higher edition that lack it, and with nothing else.
-func TestANetworkGoesWhenTheManagerTakesItBackAndNotBefore(t *testing.T) {
+// A network of a peer goes when nobody names it and somebody frees it with a higher revision than the last
+// that named it, and with nothing else.
+func TestANetworkGoesWhenItIsFreedAndNotBefore(t *testing.T) {
 	a, b := netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.250.16.0/20")
-	type books struct {
-		named   []netip.Prefix
-		edition int64
+	type list = []fabric.Allocation
+	of := func(revision int64, all ...netip.Prefix) (l list) {
+		for _, p := range all {
+			l = append(l, fabric.Allocation{Network: p, Revision: revision})
+		}
+		return l
 	}
-	both, none := []netip.Prefix{a, b}, []netip.Prefix{}
+	says := func(named, freed list) (now fabric.Allocations) {
+		for _, n := range slices.Concat(named, freed) {
+			now.Revision = max(now.Revision, n.Revision)
+		}
+		now.Named, now.Freed = named, freed
+		return now
+	}
+	both := []netip.Prefix{a, b}
 	for name, tc := range map[string]struct {
-		left    []netip.Prefix // by an agent before, of that edition
-		edition int64
-		read    []books
-		want    []netip.Prefix
-		told    bool // that books lack something
+		left list // by an agent before
+		read []fabric.Allocations
+		want []netip.Prefix
+		told bool // that something is not named and not freed
 	}{
-		"taken back":                                      {read: []books{{both, 7}, {both[:1], 8}}, want: both[:1]},
-		"edited out":                                      {read: []books{{both, 7}, {both[:1], 7}}, want: both, told: true},
-		"emptied":                                         {read: []books{{both, 7}, {none, 7}}, want: both, told: true},
-		"emptied with the edition":                        {read: []books{{both, 7}, {none, 0}}, want: both, told: true},
-		"deleted":                                         {read: []books{{both, 7}, {nil, 0}}, want: both},
-		"deleted and made anew by hand":                   {read: []books{{both, 7}, {nil, 0}, {none, 0}}, want: both, told: true},
-		"an older backup":                                 {read: []books{{both, 7}, {none, 3}}, want: both, told: true},
-		"an older backup, then back":                      {read: []books{{both, 7}, {none, 3}, {both, 7}}, want: both},
-		"edited out, then all are taken back":             {read: []books{{both, 7}, {both[:1], 7}, {none, 8}}},
-		"taken back and given again":                      {read: []books{{both, 7}, {none, 8}, {both, 8}, {none, 8}}, want: both, told: true},
-		"granted":                                         {read: []books{{none, 7}, {both, 7}}, want: both},
-		"left, and taken back since":                      {left: both, edition: 7, read: []books{{none, 8}}},
-		"left, and edited out since":                      {left: both, edition: 7, read: []books{{both[1:], 7}}, want: both, told: true},
-		"left, nobody knows when":                         {left: both, edition: unknownEdition, read: []books{{both[1:], 7}}, want: both, told: true},
-		"left, nobody knows when, and taken back":         {left: both, edition: unknownEdition, read: []books{{both[1:], 7}, {both[1:], 8}}, want: both[1:]},
-		"left, nobody knows when, and there are no books": {left: both, edition: unknownEdition, read: []books{{nil, 0}}, want: both},
-		"a manager without editions":                      {read: []books{{both, 0}, {both[:1], 0}}, want: both[:1]},
-		"left, and a manager without editions":            {left: both, edition: unknownEdition, read: []books{{both[1:], 0}}, want: both[1:]},
-		"an older manager than before":                    {read: []books{{both, 7}, {both, 0}, {both[:1], 0}}, want: both, told: true},
-		"no books ever":                                   {read: []books{{nil, 0}}},
+		"freed":                                {read: []fabric.Allocations{says(of(7, both...), nil), says(of(7, a), of(8, b))}, want: both[:1]},
+		"freed, and named by another":          {read: []fabric.Allocations{says(of(7, both...), nil), says(of(9, both...), of(8, b))}, want: both},
+		"freed before another had it":          {read: []fabric.Allocations{says(of(9, both...), of(8, b)), says(of(9, a), of(8, b))}, want: both, told: true},
+		"edited out":                           {read: []fabric.Allocations{says(of(7, both...), nil), says(of(7, a), nil)}, want: both, told: true},
+		"edited out with a higher revision":    {read: []fabric.Allocations{says(of(7, both...), nil), says(of(9, a), nil)}, want: both, told: true},
+		"all deleted":                          {read: []fabric.Allocations{says(of(7, both...), nil), says(nil, nil)}, want: both, told: true},
+		"an older backup":                      {read: []fabric.Allocations{says(of(7, both...), nil), says(nil, of(3, both...))}, want: both, told: true},
+		"an older backup that names it":        {read: []fabric.Allocations{says(of(7, both...), nil), says(of(3, both...), nil), says(nil, of(5, both...))}, want: both, told: true},
+		"an older backup, then back":           {read: []fabric.Allocations{says(of(7, both...), nil), says(nil, of(3, both...)), says(of(7, both...), nil)}, want: both},
+		"edited out, then freed":               {read: []fabric.Allocations{says(of(7, both...), nil), says(of(7, a), nil), says(nil, of(8, both...))}},
+		"freed and allocated again":            {read: []fabric.Allocations{says(of(7, both...), nil), says(nil, of(8, both...)), says(of(9, both...), nil), says(nil, of(8, both...))}, want: both, told: true},
+		"freed with the revision that named":   {read: []fabric.Allocations{says(of(7, both...), nil), says(of(7, a), of(7, b))}, want: both, told: true},
+		"allocated":                            {read: []fabric.Allocations{says(nil, nil), says(of(7, both...), nil)}, want: both},
+		"left, and freed since":                {left: of(7, both...), read: []fabric.Allocations{says(nil, of(8, both...))}},
+		"left, and edited out since":           {left: of(7, both...), read: []fabric.Allocations{says(of(7, b), nil)}, want: both, told: true},
+		"left, and freed before":               {left: of(7, both...), read: []fabric.Allocations{says(nil, of(6, both...))}, want: both, told: true},
+		"left, nobody knows since when":        {left: of(unknownRevision, both...), read: []fabric.Allocations{says(of(9, b), of(8, a))}, want: both, told: true},
+		"left, nobody knows since when, freed": {left: of(unknownRevision, both...), read: []fabric.Allocations{says(of(7, b), of(6, a)), says(of(7, b), of(8, a))}, want: both[1:]},
+		"left, and there are no objects":       {left: of(unknownRevision, both...), read: []fabric.Allocations{says(nil, nil)}, want: both, told: true},
+		"nothing ever":                         {read: []fabric.Allocations{says(nil, nil)}},
 	} {
 		var g grants
-		if tc.left != nil {
-			g.hold(tc.left, tc.edition)
-		}
+		g.hold(tc.left)
 		told := false
 		for range 2 { // reading the same again changes nothing
 			for i, r := range tc.read {
-				told = len(g.read(r.named, r.edition)) > 0
-				if again := len(g.read(r.named, r.edition)) > 0; again != told {
+				told = len(g.read(r)) > 0
+				if again := len(g.read(r)) > 0; again != told {
 					t.Errorf("%s: reading %d again says another thing", name, i)
 				}
 			}
@@ -64,36 +73,27 @@ func TestANetworkGoesWhenTheManagerTakesItBackAndNotBefore(t *testing.T) {
 	}
 }
 
-// What the kernel refuses and the snapshot does not explain is of any age.
-func TestTheEditionOfASnapshotIsThatOfWhatItExplains(t *testing.T) {
+// What the kernel refuses and the snapshot explains is as old as that says.
+func TestASnapshotExplainsWhatTheKernelRefuses(t *testing.T) {
 	a, b := netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.250.16.0/20")
-	for name, tc := range map[string]struct {
-		saved snapshot
-		left  []netip.Prefix
-		want  int64
-	}{
-		"a reboot":                    {snapshot{Refused: []netip.Prefix{a, b}, Edition: 7}, nil, 7},
-		"a restart":                   {snapshot{Refused: []netip.Prefix{a, b}, Edition: 7}, []netip.Prefix{b, a}, 7},
-		"the kernel has more":         {snapshot{Refused: []netip.Prefix{a}, Edition: 7}, []netip.Prefix{a, b}, unknownEdition},
-		"the snapshot is empty":       {snapshot{Edition: 7}, []netip.Prefix{b}, unknownEdition},
-		"an older agent's":            {snapshot{Refused: []netip.Prefix{a}}, nil, unknownEdition},
-		"an older agent's, and empty": {snapshot{}, nil, 0},
-		"far ahead of the clock":      {snapshot{Refused: []netip.Prefix{a}, Edition: 1<<62 - 1}, []netip.Prefix{a}, unknownEdition},
-	} {
-		if got := tc.saved.edition(tc.left, time.Now()); got != tc.want {
-			t.Errorf("%s: %d, want %d", name, got, tc.want)
-		}
+	var g grants
+	g.hold(unexplained([]netip.Prefix{b, a}))
+	g.hold([]fabric.Allocation{{Network: a, Revision: 7}})
+	if want := []fabric.Allocation{{Network: a, Revision: 7}, {Network: b, Revision: unknownRevision}}; !slices.Equal(g.known, want) {
+		t.Errorf("%v; want %v", g.known, want)
 	}
 }
 
-func TestASnapshotIsTheJSONOfItsNetworks(t *testing.T) {
-	for _, list := range [][]netip.Prefix{nil, {netip.MustParsePrefix("10.0.0.0/8")}, {netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("fd00::/48")}} {
-		want, err := json.Marshal(append([]netip.Prefix{}, list...))
+func TestASnapshotIsReadAsItWasWritten(t *testing.T) {
+	for _, list := range []networks{nil, {{Network: netip.MustParsePrefix("10.0.0.0/8"), Revision: 7}},
+		{{Network: netip.MustParsePrefix("10.0.0.0/8"), Revision: 1764288000000}, {Network: netip.MustParsePrefix("fd00::/48")}}} {
+		text, err := json.Marshal(snapshot{snapshotVersion, list})
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got, err := json.Marshal(networks(list)); err != nil || string(got) != string(want) {
-			t.Errorf("%s, %v; want %s", got, err, want)
+		var got snapshot
+		if err := json.Unmarshal(text, &got); err != nil || !slices.Equal(got.Refused, list) {
+			t.Errorf("%s: %v, %v; want %v", text, got, err, list)
 		}
 	}
 }

@@ -43,7 +43,7 @@ type Status struct {
 // ready is nil when all that is wanted is there.
 func (s state) ready() error {
 	if s.err == nil && s.revision == 0 {
-		return errors.New("waiting for Nodes, Pods and the books of the IPAM")
+		return errors.New("waiting for Nodes, Pods and NetworkAllocations")
 	}
 	return s.err
 }

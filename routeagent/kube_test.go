@@ -60,7 +60,7 @@ func TestNodesFollowTheAPIServerAndStayAsTheyAreWithoutIt(t *testing.T) {
 		whole.SetResourceVersion(o.GetResourceVersion())
 		must(api.Status().Update(c.ctx, whole))
 	}
-	for _, name := range []string{"net.liqo.io_tunnelendpoints", "net.liqo.io_ipamstorages", "isthmus.net_nodenetworks"} {
+	for _, name := range []string{"net.liqo.io_tunnelendpoints", "isthmus.net_networkallocations", "isthmus.net_nodenetworks"} {
 		crd := &unstructured.Unstructured{}
 		b, err := deploy.Files.ReadFile("crds/" + name + ".yaml")
 		must(err)
@@ -68,7 +68,7 @@ func TestNodesFollowTheAPIServerAndStayAsTheyAreWithoutIt(t *testing.T) {
 		must(api.Create(c.ctx, crd))
 	}
 	c.eventually(c.Control, func() error { // none is there at once
-		return errors.Join(api.List(c.ctx, &v1alpha1.TunnelEndpointList{}), api.List(c.ctx, &v1alpha1.IpamStorageList{}), api.List(c.ctx, &isthmus.NodeNetworksList{}),
+		return errors.Join(api.List(c.ctx, &v1alpha1.TunnelEndpointList{}), api.List(c.ctx, &isthmus.NetworkAllocationList{}), api.List(c.ctx, &isthmus.NodeNetworksList{}),
 			api.Get(c.ctx, client.ObjectKey{Name: "default"}, &corev1.Namespace{}))
 	})
 
@@ -96,11 +96,12 @@ func TestNodesFollowTheAPIServerAndStayAsTheyAreWithoutIt(t *testing.T) {
 			BackendConfig: v1alpha1.BackendConfig{"port": "5871", "publicKey": base64.StdEncoding.EncodeToString([]byte(strings.Repeat("k", 32)))},
 		},
 	}
-	books := &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: "books"}, Spec: v1alpha1.IpamStorageSpec{
-		Prefixes: map[string][]byte{}, Pools: []string{}, ReservedSubnets: []string{}, EndpointMappings: map[string]v1alpha1.EndpointMapping{},
-		NatMappingsConfigured: map[string]v1alpha1.ConfiguredCluster{}, PodCIDR: localPods.String(), ServiceCIDR: "10.96.0.0/12",
-		ClusterSubnets: map[string]v1alpha1.Subnets{"b": {RemotePodCIDR: remotePods.String(), RemoteExternalCIDR: remoteExternal.String()}}}}
-	must(api.Create(c.ctx, books))
+	own := &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: "us"}, Spec: isthmus.NetworkAllocationSpec{ClusterID: "us", Revision: 1,
+		Own: &isthmus.OwnNetworks{PodCIDR: localPods.String(), ServiceCIDR: "10.96.0.0/12"}}}
+	allocation := &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: "b"}, Spec: isthmus.NetworkAllocationSpec{ClusterID: "b", Revision: 2,
+		Phase: isthmus.AllocationAllocated, Networks: []string{remotePods.String(), remoteExternal.String()}}}
+	must(api.Create(c.ctx, own))
+	must(api.Create(c.ctx, allocation))
 	c.start(c.Nodes...)
 	if s := c.snapshot(c.Nodes[1]); !strings.Contains(s, fmt.Sprintf("unreachable %v table 4202", remotePods)) || strings.Contains(s, "lookup 4201") {
 		t.Errorf("granted, without a gateway node 2 has\n%s", s)
@@ -153,8 +154,9 @@ func TestNodesFollowTheAPIServerAndStayAsTheyAreWithoutIt(t *testing.T) {
 		})
 	}
 	gatewaysInPods(c, create, api)
-	books.Spec.ClusterSubnets = map[string]v1alpha1.Subnets{}
-	must(api.Update(c.ctx, books))
+	allocation.Spec.Networks, allocation.Spec.Revision = nil, 3
+	allocation.Spec.Freed = []isthmus.FreedNetwork{{Network: remotePods.String(), Revision: 3}, {Network: remoteExternal.String(), Revision: 3}}
+	must(api.Update(c.ctx, allocation))
 	for _, n := range c.Nodes {
 		c.eventually(n, func() error {
 			if s := c.snapshot(n); strings.Contains(s, remotePods.String()+" table 4202") {
@@ -258,15 +260,10 @@ func reported(c *cluster, api client.Client) {
 			c.t.Errorf("a report has %v", p)
 		}
 	}
-	var books v1alpha1.IpamStorageList
-	if err := api.List(c.ctx, &books); err != nil || len(books.Items) != 1 {
-		c.t.Fatalf("%d books, %v", len(books.Items), err)
-	}
-	granted, _ := fabric.GrantedIn(&books.Items[0])
 	c.eventually(n, func() error { // beside the networks
 		err := api.Get(c.ctx, client.ObjectKey{Namespace: "default", Name: n.Name}, &report)
-		if want := fabric.GrantsID(granted); err == nil && report.Spec.Refused != want {
-			err = fmt.Errorf("refused is %q; want %s, of %v", report.Spec.Refused, want, granted)
+		if err == nil && report.Spec.RefusedRevision != 2 {
+			err = fmt.Errorf("refused up to %d; want 2", report.Spec.RefusedRevision)
 		}
 		return err
 	})

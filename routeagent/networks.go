@@ -108,7 +108,7 @@ func (t *teller) once(ctx context.Context) (wait time.Duration, problems []fabri
 	}
 	ctx, cancel := context.WithTimeout(ctx, tellTimeout)
 	defer cancel()
-	now.Refused = t.current().refused
+	now.Revision = t.current().refused
 	if err := t.opts.Tell(ctx, now); err != nil {
 		return wait, problems, err
 	}
@@ -165,7 +165,7 @@ func (a *agent) hasReported() bool {
 	return a.reported
 }
 
-// ourselves returns what the books say of our own networks, how many nodes there are, and when ours
+// ourselves returns our own networks, how many nodes there are, and when ours
 // was made.
 func (a *agent) ourselves() (own []netip.Prefix, nodes int, created int64) {
 	a.mu.Lock()

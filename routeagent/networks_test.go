@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -37,17 +38,19 @@ func tellFile(path string) func(context.Context, fabric.NodeNetworks) error {
 }
 
 // tellRefusedFile keeps in a file what was told last.
-func tellRefusedFile(path string) func(context.Context, string) error {
-	return func(_ context.Context, id string) error { return os.WriteFile(path, []byte(id), 0o600) }
+func tellRefusedFile(path string) func(context.Context, int64) error {
+	return func(_ context.Context, revision int64) error {
+		return os.WriteFile(path, strconv.AppendInt(nil, revision, 10), 0o600)
+	}
 }
 
-// untilTellsThatItRefuses waits until the agent of a node has told that it refuses the networks.
-func (c *cluster) untilTellsThatItRefuses(n *lab.Node, networks ...netip.Prefix) {
+// untilTellsThatItRefuses waits until the agent of a node has told that it refuses what is allocated.
+func (c *cluster) untilTellsThatItRefuses(n *lab.Node) {
 	c.t.Helper()
 	c.eventually(n, func() error {
 		b, err := os.ReadFile(c.toldPath(n) + ".refused")
-		if err == nil && string(b) != fabric.GrantsID(networks) {
-			err = fmt.Errorf("tells that it refuses %s; want %s, of %v", b, fabric.GrantsID(networks), networks)
+		if err == nil && string(b) != strconv.FormatInt(c.in.Revision, 10) {
+			err = fmt.Errorf("tells that it refuses up to %s; want %d", b, c.in.Revision)
 		}
 		return err
 	})
@@ -91,15 +94,14 @@ func TestANodeTellsWhatItReachesWithoutUs(t *testing.T) {
 		return !slices.ContainsFunc(texts, func(text string) bool { return !slices.Contains(n.Networks, netip.MustParsePrefix(text)) })
 	}
 	for _, n := range []*lab.Node{n1, n2} {
-		c.untilTellsThatItRefuses(n, c.in.Granted...)
+		c.untilTellsThatItRefuses(n)
 	}
-	granted := c.in.Granted
-	c.in.Granted = append(c.in.Granted[:1:1], netip.MustParsePrefix("10.99.0.0/16"))
+	allocate(&c.in, remotePods, netip.MustParsePrefix("10.99.0.0/16"))
 	c.want()
-	c.untilTellsThatItRefuses(n2, c.in.Granted...)
-	c.in.Granted = granted
+	c.untilTellsThatItRefuses(n2)
+	allocate(&c.in, remotePods, remoteExternal)
 	c.want()
-	c.untilTellsThatItRefuses(n2, granted...)
+	c.untilTellsThatItRefuses(n2)
 	link := netip.PrefixFrom(n1.Addr, 24).Masked().String()
 	for _, n := range []*lab.Node{n1, n2} {
 		c.untilTold(n, "its link and what is on-prem", func(r fabric.NodeNetworks) bool { return has(r, link, "192.168.77.0/24") })

@@ -57,9 +57,9 @@ func (s OverlayStatus) problem() string {
 func probeTarget(in *fabric.NodeIntent, nth int) (gateway, remote netip.Addr, ok bool) {
 	var remotes []netip.Addr
 	if gateway = in.Gateway; gateway.Is4() {
-		for _, p := range in.Granted {
-			if p.Addr().Is4() {
-				remotes = append(remotes, p.Addr().Next())
+		for _, n := range in.Named {
+			if n.Network.Addr().Is4() {
+				remotes = append(remotes, n.Network.Addr().Next())
 			}
 		}
 	} else {

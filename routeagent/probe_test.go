@@ -23,7 +23,8 @@ func TestTheProbeGoesToANetworkOfThatGateway(t *testing.T) {
 	if gateway, remote, ok := probeTarget(&in, 0); !ok || gateway.String() != "10.0.0.9" || remote.String() != "10.2.0.1" {
 		t.Error(gateway, remote, ok)
 	}
-	in.Gateway, in.Granted = netip.MustParseAddr("10.0.0.8"), []netip.Prefix{netip.MustParsePrefix("fd00::/64"), netip.MustParsePrefix("10.3.0.0/16")}
+	in.Gateway = netip.MustParseAddr("10.0.0.8")
+	allocate(&in, netip.MustParsePrefix("fd00::/64"), netip.MustParsePrefix("10.3.0.0/16"))
 	if gateway, remote, ok := probeTarget(&in, 0); !ok || gateway.String() != "10.0.0.8" || remote.String() != "10.3.0.1" {
 		t.Error("the one gateway:", gateway, remote, ok)
 	}

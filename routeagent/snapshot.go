@@ -1,6 +1,7 @@
 package routeagent
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -8,6 +9,7 @@ import (
 	"net/netip"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"time"
 
 	"github.com/isthmus-net/isthmus/fabric"
@@ -20,29 +22,43 @@ import (
 // nothing of ours, and a packet for a remote network would leave by the default route.
 type snapshot struct {
 	Version int      `json:"version"`
-	Refused networks `json:"refused"`           // of peers
-	Edition int64    `json:"edition,omitempty"` // of the books that were read last; 0, or one that does not count: an older agent's
+	Refused networks `json:"refused"`
 }
 
-// networks are in JSON as without it, but made at one go: with each grant there are thousands.
-type networks []netip.Prefix
+// networks are those of peers with the revisions that named them last, in JSON an object.
+type networks []fabric.Allocation
 
-// MarshalJSON implements json.Marshaler.
+// MarshalJSON implements json.Marshaler, at one go: with each allocation there are thousands.
 func (n networks) MarshalJSON() ([]byte, error) {
-	b := append(make([]byte, 0, len(`"255.255.255.255/32",`)*len(n)+2), '[')
-	for i, p := range n {
+	b := append(make([]byte, 0, len(`"255.255.255.255/32":1764288000000,`)*len(n)+2), '{')
+	for i, a := range n {
 		if i > 0 {
 			b = append(b, ',')
 		}
-		b = append(p.AppendTo(append(b, '"')), '"')
+		b = append(a.Network.AppendTo(append(b, '"')), `":`...)
+		b = strconv.AppendInt(b, a.Revision, 10)
 	}
-	return append(b, ']'), nil
+	return append(b, '}'), nil
+}
+
+// UnmarshalJSON implements json.Unmarshaler.
+func (n *networks) UnmarshalJSON(text []byte) error {
+	var all map[netip.Prefix]int64
+	if err := json.Unmarshal(text, &all); err != nil {
+		return err
+	}
+	*n = nil
+	for p, revision := range all {
+		*n = append(*n, fabric.Allocation{Network: p, Revision: revision})
+	}
+	*n = fabric.Latest(*n)
+	return nil
 }
 
 const (
-	snapshotVersion = 1
+	snapshotVersion = 2
 	snapshotName    = "route-agent.json"
-	snapshotLimit   = 1 << 20 // octets; a thousand peers need 50 KiB
+	snapshotLimit   = 1 << 20 // octets; a thousand peers need 80 KiB
 )
 
 // readSnapshot returns the snapshot of a directory, nil if there is none.
@@ -59,9 +75,9 @@ func readSnapshot(directory string) (*snapshot, error) {
 	if s.Version != snapshotVersion {
 		return nil, fmt.Errorf("snapshot %s: version %d; want %d", path, s.Version, snapshotVersion)
 	}
-	for i, p := range s.Refused {
-		if !p.IsValid() || p != p.Masked() || p.Bits() == 0 {
-			return nil, fmt.Errorf("snapshot %s: refused[%d] is %v; want a network", path, i, p)
+	for _, a := range s.Refused {
+		if p := a.Network; !p.IsValid() || p != p.Masked() || p.Bits() == 0 {
+			return nil, fmt.Errorf("snapshot %s: refused has %v; want a network", path, p)
 		}
 	}
 	return &s, nil
@@ -75,9 +91,7 @@ func (a *agent) restore() {
 	if err != nil {
 		a.log.Error("what an agent before refused", "error", err)
 	}
-	if len(left) > 0 {
-		a.grants.hold(left, unknownEdition)
-	}
+	a.grants.hold(unexplained(left))
 	if a.opts.StateDirectory == "" {
 		return
 	}
@@ -91,8 +105,8 @@ func (a *agent) restore() {
 		return
 	}
 	a.saved = saved
-	a.grants.hold(saved.Refused, saved.edition(left, time.Now()))
-	changes, err := a.kernel.Add(fabric.RefusingState(saved.Refused))
+	a.grants.hold(saved.Refused)
+	changes, err := a.kernel.Add(fabric.RefusingState(networksOf(saved.Refused)))
 	if len(changes) > 0 {
 		a.log.Info("refusing what the snapshot says", "networks", len(saved.Refused), "changes", len(changes))
 	}
@@ -102,21 +116,36 @@ func (a *agent) restore() {
 	a.state.err = err
 }
 
-// edition is that of the networks of a snapshot and those that the kernel refuses. It is unknown when
-// the kernel's are more: they were granted after the last snapshot that could be written.
-func (s *snapshot) edition(left []netip.Prefix, now time.Time) int64 {
-	edition := fabric.Edition(s.Edition, now)
-	unexplained := slices.ContainsFunc(left, func(p netip.Prefix) bool { return !slices.Contains(s.Refused, p) })
-	if unexplained || edition == 0 && len(s.Refused)+len(left) > 0 {
-		return unknownEdition
+// networksOf are those of a list.
+func networksOf(list []fabric.Allocation) []netip.Prefix {
+	networks := make([]netip.Prefix, len(list))
+	for i, a := range list {
+		networks[i] = a.Network
 	}
-	return edition
+	return networks
 }
 
-// save keeps what is refused for an agent that starts when nobody can be asked.
+// unexplained are networks of which nobody knows which revision named them.
+func unexplained(all []netip.Prefix) (known []fabric.Allocation) {
+	for _, p := range all {
+		known = append(known, fabric.Allocation{Network: p, Revision: unknownRevision})
+	}
+	return known
+}
+
+// save keeps what is refused for an agent that starts when nobody can be asked. Networks that only tunnels
+// name are in it too.
 func (a *agent) save(refused []netip.Prefix) error {
-	now := &snapshot{snapshotVersion, refused, max(a.grants.edition, 0)}
-	if a.opts.StateDirectory == "" || a.saved != nil && slices.Equal(now.Refused, a.saved.Refused) && now.Edition == a.saved.Edition {
+	now := &snapshot{snapshotVersion, a.grants.known}
+	if !slices.Equal(refused, a.grants.networks) {
+		now.Refused = unexplained(refused)
+		for i, n := range now.Refused {
+			if at, known := find(a.grants.known, n.Network); known {
+				now.Refused[i] = a.grants.known[at]
+			}
+		}
+	}
+	if a.opts.StateDirectory == "" || a.saved != nil && slices.Equal(now.Refused, a.saved.Refused) {
 		return nil
 	}
 	if err := statefile.Write(a.opts.StateDirectory, snapshotName, snapshotLimit, now); err != nil {

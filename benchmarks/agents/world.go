@@ -152,7 +152,7 @@ func (w *world) fill(ctx context.Context) error {
 		return err
 	}
 	for {
-		err := errors.Join(w.api.List(ctx, &v1alpha1.TunnelEndpointList{}), w.api.List(ctx, &v1alpha1.IpamStorageList{}), w.api.List(ctx, &isthmus.GrantedNetworksList{}),
+		err := errors.Join(w.api.List(ctx, &v1alpha1.TunnelEndpointList{}), w.api.List(ctx, &v1alpha1.IpamStorageList{}), w.api.List(ctx, &isthmus.NetworkAllocationList{}),
 			w.api.Get(ctx, client.ObjectKey{Name: "default"}, &corev1.Namespace{}))
 		if err == nil {
 			break
@@ -183,6 +183,7 @@ func (w *world) fill(ctx context.Context) error {
 		return err
 	}
 	w.ipam = ipamstore.New(w.api, w.api, slog.New(slog.DiscardHandler)) // as the manager writes them
+	w.ipam.WithCluster("benchmark")
 	return w.ipam.Load(ctx)
 }
 

@@ -195,7 +195,7 @@ func (r *row) gateway() *lab.Pod { return r.Pods[len(r.Pods)-1] }
 func (r *row) become(peers int) (k *rtnl.Kernel, err error) {
 	self := r.Nodes[0]
 	in := fabric.NodeIntent{
-		Self: self.Name, OnlyPods: true, Trusted: true, Granted: []netip.Prefix{}, OwnPods: []netip.Prefix{localPods}, UnderlayDevices: []string{"eth0"},
+		Self: self.Name, OnlyPods: true, Trusted: true, Allocations: fabric.Allocations{OwnPods: []netip.Prefix{localPods}}, UnderlayDevices: []string{"eth0"},
 		Nodes:    []fabric.ClusterNode{{Name: self.Name, Addrs: []netip.Addr{self.Addr}, PodCIDRs: []netip.Prefix{self.PodCIDR}}},
 		Gateways: []fabric.GatewayPod{{Addr: r.gateway().Addr, Host: r.Nodes[1].Addr}},
 		Gateway:  r.gateway().Addr,

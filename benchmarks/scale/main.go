@@ -10,7 +10,7 @@
 //	go run ./benchmarks/scale -growth
 //
 // it says what one more grant costs among so many peers, all with the same PodCIDR: the decision, and the
-// books that are compared, written and digested for it. It needs no root.
+// books that are compared and written for it. It needs no root.
 package main
 
 import (
@@ -25,7 +25,6 @@ import (
 	"time"
 
 	"github.com/isthmus-net/isthmus/benchmarks/internal/measure"
-	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
@@ -126,7 +125,7 @@ const more = 5
 
 // grow prints what a grant costs as the books grow.
 func grow() error {
-	rows := [][]string{{""}, {"PodCIDR of all"}, {"a grant is decided: CPU, ms"}, {"what a grant changed is found in the books: CPU, ms"}, {"all books as text: CPU, ms"}, {"all books read: CPU, ms"}, {"octets of the books"}, {"octets of a share of their copy"}}
+	rows := [][]string{{""}, {"PodCIDR of all"}, {"a grant is decided: CPU, ms"}, {"what a grant changed is found in the books: CPU, ms"}, {"all books as text: CPU, ms"}, {"all books read: CPU, ms"}, {"octets of the books"}}
 	for _, g := range grown {
 		pod := netip.MustParsePrefix(g.pod)
 		var pools []netip.Prefix
@@ -160,7 +159,6 @@ func grow() error {
 		decided := cpu()
 		for range more {
 			ipam.Delta(was, b)
-			b.TakesBack(was)
 		}
 		compared := cpu()
 		spec := b.Spec()
@@ -173,23 +171,10 @@ func grow() error {
 			return err
 		}
 		read := cpu()
-		shares := make(map[string]map[string][]string)
-		for _, id := range b.Peers() {
-			got, _ := b.GrantOf(id)
-			share := fabric.ShareOf(id)
-			if shares[share] == nil {
-				shares[share] = make(map[string][]string)
-			}
-			shares[share][id] = []string{got.Pod.String(), got.External.String()}
-		}
-		copied, err := json.Marshal(shares)
-		if err != nil {
-			return err
-		}
 		ms := func(d time.Duration, of int) string {
 			return strconv.FormatFloat(d.Seconds()*1000/float64(of), 'f', 2, 64)
 		}
-		for i, cell := range []string{fmt.Sprintf("%d peers", g.peers), "/" + strconv.Itoa(pod.Bits()), ms(decided-begin, more), ms(compared-decided, more), ms(written-compared, 1), ms(read-written, 1), strconv.Itoa(len(text)), strconv.Itoa(len(copied) / len(shares))} {
+		for i, cell := range []string{fmt.Sprintf("%d peers", g.peers), "/" + strconv.Itoa(pod.Bits()), ms(decided-begin, more), ms(compared-decided, more), ms(written-compared, 1), ms(read-written, 1), strconv.Itoa(len(text))} {
 			rows[i] = append(rows[i], cell)
 		}
 	}

@@ -36,8 +36,8 @@ func newRouteAgentCommand() *cobra.Command {
 		Long: fmt.Sprintf(`Run the route agent of a node: it connects the nodes of the cluster by VXLAN (device
 %s, UDP port %d) and leads packets for remote clusters to the Pod of the active
 gateway, or to its node where the gateway has --host-network, and packets from them to
-pods. It reads its Node, the pods on it, the gateway's Pods and Service and the books
-of the IPAM, and TunnelEndpoints where these do not say enough; where a gateway has
+pods. It reads its Node, the pods on it, the gateway's Pods and Service and the
+NetworkAllocations, and TunnelEndpoints where these do not say enough; where a gateway has
 --host-network, all Nodes and Pods too. While the API server is away, everything stays
 as it is. It writes
 one object, the NodeNetworks of its node: the networks that the node reaches by itself

@@ -209,7 +209,7 @@ const (
 var kinds = []wanted{
 	{"isthmus.net/v1alpha1", "Peering", everywhere, ""},
 	{"isthmus.net/v1alpha1", "NodeNetworks", everywhere, ""},
-	{"isthmus.net/v1alpha1", "GrantedNetworks", everywhere, ""},
+	{"isthmus.net/v1alpha1", "NetworkAllocation", everywhere, ""},
 	{"net.liqo.io/v1alpha1", "NetworkConfig", everywhere, ""},
 	{"net.liqo.io/v1alpha1", "TunnelEndpoint", everywhere, ""},
 	{"net.liqo.io/v1alpha1", "NatMapping", everywhere, ""},

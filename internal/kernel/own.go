@@ -45,9 +45,6 @@ const (
 	// the device: traffic for a peer is then refused instead of leaving by the default route in the
 	// clear.
 	UnreachableMetric = 420000
-	// DoubtfulMetric is that of what is refused until the books have been read, and is not remembered by
-	// an agent that follows.
-	DoubtfulMetric = 420001
 )
 
 // An Owner is one of the two programs that have objects in a kernel.

@@ -228,15 +228,6 @@ func (b Book) Changed(since Book) []string {
 	return slices.Compact(changed)
 }
 
-// TakesBack reports whether nodes may stop refusing a network of a peer that they had to refuse by the
-// older Book.
-func (b Book) TakesBack(since Book) bool {
-	return slices.ContainsFunc(b.Changed(since), func(id string) bool {
-		is := b.NetworksOf(id)
-		return slices.ContainsFunc(since.NetworksOf(id), func(was netip.Prefix) bool { return !slices.Contains(is, was) })
-	})
-}
-
 // PoolUsage says how full a pool is, in addresses.
 type PoolUsage struct {
 	Pool       netip.Prefix

@@ -17,7 +17,7 @@ const (
 	// released.
 	UnusedGrace = 24 * time.Hour
 	// maxReplaced bounds the networks that are held though their peers have others, of all peers and of
-	// one. GrantedNetworks have 16 of a peer at most. The annotation has 143 octets for one of all.
+	// one. A NetworkAllocation names 32 at most. The annotation has 143 octets for one of all.
 	maxReplaced, maxReplacedOfOne = 512, 8
 	// maxAnnotations is how long the annotations of the IpamStorage may be together, in octets. The API
 	// server takes 256 KiB; the rest is for those of a fixed length.
@@ -57,10 +57,15 @@ func (b Book) Part(id string, now time.Time) Book {
 // What nodes reach does not count: those are networks of others, such as one that leads to a former peer.
 // The other network of a peer that has left stays held. Where there is no room for it, both do.
 func (b Book) Yield() (next Book, ended []netip.Prefix) {
+	return b.EndHolds(func(_ string, p netip.Prefix) bool { return b.inOurWay(p) })
+}
+
+// EndHolds ends the hold of those networks of peers of which over says so, as Yield does, and returns them.
+func (b Book) EndHolds(over func(id string, p netip.Prefix) bool) (next Book, ended []netip.Prefix) {
 	next = b
 	next.replaced = nil
 	for _, r := range b.replaced {
-		if b.inOurWay(r.network) {
+		if over(r.id, r.network) {
 			ended = append(ended, r.network)
 		} else {
 			next.replaced = append(next.replaced, r)
@@ -74,7 +79,7 @@ func (b Book) Yield() (next Book, ended []netip.Prefix) {
 		if p.released.IsZero() {
 			continue
 		}
-		pod, external := b.inOurWay(p.Pod), b.inOurWay(p.External)
+		pod, external := over(id, p.Pod), over(id, p.External)
 		rest := Grant{} // what stays held
 		switch {
 		case !pod && !external, pod != external && len(next.replaced) >= maxReplaced:
@@ -125,6 +130,41 @@ func (b *Book) hold(id string, now, had Grant, at time.Time) {
 	if !slices.Equal(kept, b.replaced) {
 		b.replaced = slices.Compact(kept)
 	}
+}
+
+// Regain holds networks for a peer that nodes refuse and of which the Book knows nothing, as if it had
+// released them now. Of a peer that is not known the first two are those that it had, which it has again
+// when it comes back. left are networks that something else lies in, or for which there is no room.
+func (b Book) Regain(id string, networks []netip.Prefix, now time.Time) (next Book, left []netip.Prefix) {
+	next = b
+	if b.peers[id] == nil && len(networks) > 1 {
+		pod, external := networks[0], networks[1]
+		if with, _, err := b.Grant(Request{ID: id, Pod: pod, External: external, WantPod: pod, WantExternal: external}); err == nil {
+			next, networks = with.Part(id, now), networks[2:]
+		}
+	}
+	for _, p := range networks {
+		if fabric.CheckClusterID(id) != "" || fabric.CheckNetwork(p) != "" || len(next.replaced) >= maxReplaced || next.inOurWay(p) || next.overlapsAnother(id, p) {
+			left = append(left, p)
+			continue
+		}
+		g := Grant{}
+		if had := next.peers[id]; had != nil {
+			g = had.Grant
+		}
+		next.hold(id, g, Grant{Pod: p}, now)
+	}
+	return next, left
+}
+
+// overlapsAnother reports whether p overlaps a network of another peer than id, also a held one.
+func (b *Book) overlapsAnother(id string, p netip.Prefix) bool {
+	for other, a := range b.peers {
+		if other != id && (a.Pod.Overlaps(p) || a.External.Overlaps(p)) {
+			return true
+		}
+	}
+	return slices.ContainsFunc(b.replaced, func(r replaced) bool { return r.id != id && r.network.Overlaps(p) })
 }
 
 // tooManyHeld refuses a change by which more is held for a peer than was before, beyond the bounds.

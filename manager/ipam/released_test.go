@@ -38,8 +38,8 @@ func TestReleasedNetworksAreHeldForADay(t *testing.T) {
 		t.Fatal(err)
 	}
 	left := b.Part("b", noon)
-	if _, has := left.GrantOf("b"); has || left.ReleasedAt("b") != noon || left.TakesBack(b) {
-		t.Errorf("has %v, released at %v, taken back %v", has, left.ReleasedAt("b"), left.TakesBack(b))
+	if _, has := left.GrantOf("b"); has || left.ReleasedAt("b") != noon || takesBack(left, b) {
+		t.Errorf("has %v, released at %v, taken back %v", has, left.ReleasedAt("b"), takesBack(left, b))
 	}
 	if _, mapped := left.NatMapping("b"); mapped || left.Mapped("b", addr("198.51.100.7")) || left.inUse() {
 		t.Error("something of the peer is left beside its networks")
@@ -62,16 +62,16 @@ func TestReleasedNetworksAreHeldForADay(t *testing.T) {
 		t.Errorf("an override: %v", err)
 	}
 	back, again := grant(t, left, claim("b", "10.244.0.0/16", "10.50.0.0/16"))
-	if again != had || !back.ReleasedAt("b").IsZero() || back.TakesBack(left) || back.Releases(0) != "" {
+	if again != had || !back.ReleasedAt("b").IsZero() || takesBack(back, left) || back.Releases(0) != "" {
 		t.Errorf("b has %v again, had %v; noted %s", again, had, back.Releases(0))
 	}
 
 	early, _ := left.Age(noon.Add(fabric.ReleaseHold-time.Second), nobody)
-	if early.TakesBack(left) {
+	if takesBack(early, left) {
 		t.Error("a hold ends early")
 	}
 	over, _ := left.Age(noon.Add(fabric.ReleaseHold), nobody)
-	if !over.TakesBack(left) || len(over.NetworksOf("b")) > 0 || over.Releases(0) != "" {
+	if !takesBack(over, left) || len(over.NetworksOf("b")) > 0 || over.Releases(0) != "" {
 		t.Errorf("after a day: %v, %s", over.NetworksOf("b"), over.Releases(0))
 	}
 	if _, g := grant(t, over, claim("c", "10.50.0.0/16", "10.51.0.0/16")); g.External != pfx("10.51.0.0/16") || g.Pod != pfx("10.50.0.0/16") {
@@ -111,7 +111,7 @@ func TestNetworksThatAPeerReplacesAreHeld(t *testing.T) {
 		t.Errorf("held: %v", got)
 	}
 	over, _ := back.Age(noon.Add(25*time.Hour), func(string) bool { return true })
-	if len(over.NetworksOf("b")) != 2 || !over.TakesBack(back) {
+	if len(over.NetworksOf("b")) != 2 || !takesBack(over, back) {
 		t.Errorf("after a day nodes refuse %v", over.NetworksOf("b"))
 	}
 
@@ -152,7 +152,7 @@ func TestNetworksInWhichSomethingOfOursLiesAreNotHeld(t *testing.T) {
 			t.Errorf("%s: a peer that is there yields %v", name, ended)
 		}
 		left := conflict.Part("b", noon)
-		if got := left.NetworksOf("b"); !slices.Equal(got, external) || !left.TakesBack(conflict) {
+		if got := left.NetworksOf("b"); !slices.Equal(got, external) || !takesBack(left, conflict) {
 			t.Errorf("%s: nodes refuse %v after un-peering; want %v", name, got, external)
 		}
 		left, _ = reopened(t, left).Configure(c)
@@ -173,7 +173,7 @@ func TestNetworksInWhichSomethingOfOursLiesAreNotHeld(t *testing.T) {
 				func() Book { b, _ := changed.Yield(); return b },
 				func() Book { b, _ := changed.Age(noon, func(string) bool { return true }); return b },
 			} {
-				if b := next(); slices.Contains(b.NetworksOf("b"), had.Pod) || !b.TakesBack(changed) {
+				if b := next(); slices.Contains(b.NetworksOf("b"), had.Pod) || !takesBack(b, changed) {
 					t.Errorf("%s, %s: nodes refuse %v", name, when, b.NetworksOf("b"))
 				}
 			}
@@ -261,7 +261,7 @@ func TestReleasesFitTheObject(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		if again.TakesBack(read) || again.ReleasedAt(fmt.Sprintf("%063d", 0)) != noon {
+		if takesBack(again, read) || again.ReleasedAt(fmt.Sprintf("%063d", 0)) != noon {
 			t.Error("a restart loses holds")
 		}
 	}
@@ -390,4 +390,36 @@ func TestNoAddressIsAllocatedToAnotherClusterWithinADay(t *testing.T) {
 			}
 		}
 	}
+}
+
+// What nodes refuse for a peer and the Book has lost is held for it, also beside a part of it that the peer has.
+// What is another's, or ours, is not.
+func TestLostNetworksAreHeldForTheirPeer(t *testing.T) {
+	b, _ := grant(t, configured(t, ours()), claim("b", "10.66.0.0/17", "10.67.0.0/20"))
+	b, _ = grant(t, b, claim("c", "10.68.0.0/16", "10.69.0.0/20"))
+	b, left := b.Regain("b", []netip.Prefix{pfx("10.66.0.0/16"), pfx("10.68.128.0/20"), pfx("10.96.0.0/16"), {}}, noon)
+	if want := []netip.Prefix{pfx("10.68.128.0/20"), pfx("10.96.0.0/16"), {}}; !slices.Equal(left, want) {
+		t.Errorf("not held: %v; want %v", left, want)
+	}
+	if has := b.NetworksOf("b"); !slices.Contains(has, pfx("10.66.0.0/16")) || len(has) != 3 {
+		t.Errorf("b has %v", has)
+	}
+	if _, left = b.Regain("c", []netip.Prefix{pfx("10.66.0.0/15")}, noon); len(left) != 1 {
+		t.Error("c gets what is held for b")
+	}
+	b, left = b.Regain("gone", []netip.Prefix{pfx("10.70.0.0/16"), pfx("10.71.0.0/20"), pfx("10.72.0.0/16")}, noon)
+	if len(left) > 0 || b.ReleasedAt("gone") != noon || len(b.NetworksOf("gone")) != 3 {
+		t.Errorf("of a peer that is not known: %v, left %v", b.NetworksOf("gone"), left)
+	}
+	if back, g := grant(t, b, claim("gone", "10.244.0.0/16", "10.245.0.0/20")); g.Pod != pfx("10.70.0.0/16") || len(back.NetworksOf("gone")) != 3 {
+		t.Errorf("it comes back and gets %v", g)
+	}
+}
+
+// takesBack reports whether nodes may stop refusing a network of a peer that they had to refuse before.
+func takesBack(is, since Book) bool {
+	return slices.ContainsFunc(is.Changed(since), func(id string) bool {
+		now := is.NetworksOf(id)
+		return slices.ContainsFunc(since.NetworksOf(id), func(was netip.Prefix) bool { return !slices.Contains(now, was) })
+	})
 }

@@ -90,7 +90,7 @@ func newStore(ctx context.Context, kubeconfig []byte) (*ipamstore.Store, error) 
 		return nil, err
 	}
 	testClient = c
-	for _, kind := range []string{"net.liqo.io_ipamstorages", "net.liqo.io_tunnelendpoints", "net.liqo.io_networkconfigs", "net.liqo.io_natmappings", "isthmus.net_grantednetworks"} {
+	for _, kind := range []string{"net.liqo.io_ipamstorages", "net.liqo.io_tunnelendpoints", "net.liqo.io_networkconfigs", "net.liqo.io_natmappings", "isthmus.net_networkallocations"} {
 		text, err := os.ReadFile("../../deploy/crds/" + kind + ".yaml")
 		if err != nil {
 			return nil, err

@@ -90,7 +90,7 @@ func applyCRDs(ctx context.Context) error {
 			return err
 		}
 	}
-	for _, list := range []client.ObjectList{&v1alpha1.IpamStorageList{}, &v1alpha1.TunnelEndpointList{}, &v1alpha1.NetworkConfigList{}, &v1alpha1.NatMappingList{}, &isthmus.GrantedNetworksList{}} {
+	for _, list := range []client.ObjectList{&v1alpha1.IpamStorageList{}, &v1alpha1.TunnelEndpointList{}, &v1alpha1.NetworkConfigList{}, &v1alpha1.NatMappingList{}, &isthmus.NetworkAllocationList{}} {
 		for testClient.List(ctx, list) != nil {
 			if ctx.Err() != nil {
 				return ctx.Err()

@@ -108,27 +108,29 @@ func (s *Store) withTunnels(ctx context.Context, book ipam.Book) (ipam.Book, err
 	return book, nil
 }
 
-// withCopies holds the networks that only GrantedNetworks name after the Book was lost: nodes refuse them,
-// and the time of their release is unknown.
-func (s *Store) withCopies(ctx context.Context, book ipam.Book) (ipam.Book, error) {
+// withAllocations holds the networks that only NetworkAllocations name: nodes refuse them, and the time of
+// their release is unknown. The Book has lost them, or a manager was stopped before it freed them.
+func (s *Store) withAllocations(ctx context.Context, book ipam.Book) (ipam.Book, error) {
 	now, err := s.Now(ctx)
 	if err != nil {
 		return book, err
 	}
-	for _, name := range slices.Sorted(maps.Keys(s.shares)) {
-		for _, id := range slices.Sorted(maps.Keys(s.shares[name].peers)) {
-			networks := s.shares[name].peers[id]
-			if fabric.ShareOf(id) != name || len(networks) < 2 || len(book.NetworksOf(id)) > 0 {
-				continue
+	for _, name := range slices.Sorted(maps.Keys(s.allocations)) {
+		spec := s.allocations[name].spec
+		var lost []netip.Prefix
+		for _, text := range spec.Networks {
+			if p := parse(text); !slices.Contains(book.NetworksOf(spec.ClusterID), p) {
+				lost = append(lost, p)
 			}
-			pod, external := parse(networks[0]), parse(networks[1])
-			next, _, err := book.Grant(ipam.Request{ID: id, Pod: pod, External: external, WantPod: pod, WantExternal: external})
-			if err != nil {
-				s.log.Warn("rebuilding the IPAM's books: what nodes refuse cannot be held", "object", "GrantedNetworks "+name, "clusterID", id, "err", err)
-				continue
-			}
-			book = next.Part(id, now)
 		}
+		if len(lost) == 0 || spec.ClusterID == s.self || fabric.AllocationName(spec.ClusterID) != name {
+			continue
+		}
+		next, left := book.Regain(spec.ClusterID, lost, now)
+		if len(left) > 0 {
+			s.log.Warn("nodes refused networks for a peer that cannot be held for it, and need not any more", "object", "NetworkAllocation "+name, "clusterID", spec.ClusterID, "networks", left)
+		}
+		book = next
 	}
 	return book, nil
 }

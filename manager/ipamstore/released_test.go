@@ -15,8 +15,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// Agents read the copies, or the IPAM state where the copies disagree with it. Both name held networks
-// until the manager ends the hold with a higher edition.
+// NetworkAllocations name held networks until the manager ends the hold and frees them.
 func TestAgentsReadHeldNetworksUntilTheManagerEndsTheHold(t *testing.T) {
 	noon := time.Date(2026, 11, 25, 12, 0, 0, 0, time.UTC)
 	h := fresh(t)
@@ -26,7 +25,7 @@ func TestAgentsReadHeldNetworksUntilTheManagerEndsTheHold(t *testing.T) {
 	h.grant(shorter)
 	shorter.Pod, shorter.Now = pfx("10.66.0.0/17"), noon
 	h.grant(shorter)
-	edition := h.agree().Annotations[isthmus.AnnotationEdition]
+	revision := allocations(t).Revision
 	h.sent()
 	h.update(func(b ipam.Book) ipam.Book { return b.Part("b", noon) })
 	if methods, _, _ := h.sent(); !slices.Equal(methods, []string{"PATCH"}) {
@@ -34,18 +33,13 @@ func TestAgentsReadHeldNetworksUntilTheManagerEndsTheHold(t *testing.T) {
 	}
 	const noted = `{"released":{"2026-11-25T12:00:00Z":["b"]},"replaced":{"2026-11-25T12:00:00Z":{"c":["10.66.0.0/16"]}}}`
 	o := h.agree()
-	if got := o.Annotations[isthmus.AnnotationReleased]; got != noted || o.Annotations[isthmus.AnnotationEdition] != edition {
-		t.Errorf("the annotation is %s; want %s; edition %s was %s", got, noted, o.Annotations[isthmus.AnnotationEdition], edition)
+	if got, now := o.Annotations[isthmus.AnnotationReleased], allocations(t).Revision; got != noted || now != revision {
+		t.Errorf("the annotation is %s; want %s; revision %d was %d", got, noted, now, revision)
 	}
 	all := []string{"10.64.0.0/16", "10.65.0.0/20", "10.66.0.0/17", "10.67.0.0/20", "10.66.0.0/16"}
 	agents := func(when string) {
 		t.Helper()
 		want(t, when, slices.Clone(all)...)
-		granted, problems := fabric.GrantedIn(object(t))
-		shares, _, _ := copies(t)
-		if fabric.GrantsID(granted) != fabric.GrantsID(shares) || len(problems) > 0 {
-			t.Errorf("%s: agents read %v in the IPAM state and %v in the copies; %v", when, granted, shares, problems)
-		}
 	}
 	agents("released")
 	again := loaded(t) // and the manager is started again
@@ -59,8 +53,8 @@ func TestAgentsReadHeldNetworksUntilTheManagerEndsTheHold(t *testing.T) {
 	}
 	age(noon.Add(fabric.ReleaseHold - time.Second))
 	agents("before the end")
-	if got := again.agree().Annotations[isthmus.AnnotationEdition]; got != edition {
-		t.Errorf("edition %s was %s, and nothing was taken back", got, edition)
+	if now := allocations(t).Revision; now != revision {
+		t.Errorf("revision %d was %d, and nothing was freed", now, revision)
 	}
 
 	// Somebody takes the note out: the networks stay.
@@ -69,7 +63,7 @@ func TestAgentsReadHeldNetworksUntilTheManagerEndsTheHold(t *testing.T) {
 	if got := another.Book().NetworksOf("b"); !slices.Equal(got, []netip.Prefix{had.Pod, had.External}) {
 		t.Errorf("without the note: %v", got)
 	}
-	edit(t, func(o *v1alpha1.IpamStorage) { o.Annotations[isthmus.AnnotationReleased] = noted })
+	edit(t, func(o *v1alpha1.IpamStorage) { o.Annotations = map[string]string{isthmus.AnnotationReleased: noted} })
 	if err := again.Refresh(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -78,35 +72,72 @@ func TestAgentsReadHeldNetworksUntilTheManagerEndsTheHold(t *testing.T) {
 	all = []string{"10.66.0.0/17", "10.67.0.0/20"}
 	agents("after a day")
 	o = again.agree()
-	if _, there := o.Annotations[isthmus.AnnotationReleased]; there || o.Annotations[isthmus.AnnotationEdition] <= edition {
-		t.Errorf("after a day the annotations are %v; edition was %s", o.Annotations, edition)
+	if _, there := o.Annotations[isthmus.AnnotationReleased]; there {
+		t.Errorf("after a day the annotations are %v", o.Annotations)
+	}
+	for _, f := range allocations(t).Freed {
+		if f.Revision <= revision {
+			t.Errorf("%v is freed with a revision that is not above %d", f, revision)
+		}
+	}
+	if freed := texts(allocations(t).Freed); !slices.Equal(freed, []string{"10.64.0.0/16", "10.65.0.0/20", "10.66.0.0/16"}) {
+		t.Errorf("freed are %v", freed)
 	}
 }
 
 // All definitions and objects are deleted, and a manager starts without any state. Agents keep refusing
-// what they know, because no IPAM state of a higher edition lacks it.
-func TestAnIPAMStateMadeAnewTakesNothingBack(t *testing.T) {
+// what they know, because no object frees it.
+func TestAnIPAMStateMadeAnewFreesNothing(t *testing.T) {
 	h := fresh(t)
 	h.grant(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
-	h.update(func(b ipam.Book) ipam.Book { return b.Release("b") })
-	before := fabric.EditionOf(h.agree().Annotations, time.Now())
-	for _, kind := range []client.Object{&v1alpha1.IpamStorage{}, &isthmus.GrantedNetworks{}} {
+	before := allocations(t).Revision
+	for _, kind := range []client.Object{&v1alpha1.IpamStorage{}, &isthmus.NetworkAllocation{}} {
 		if err := testClient.DeleteAllOf(t.Context(), kind); err != nil {
 			t.Fatal(err)
 		}
 	}
 	again := loaded(t)
-	if now := fabric.EditionOf(again.agree().Annotations, time.Now()); now == 0 || now > before {
-		t.Errorf("edition %d after %d; want one that is not higher", now, before)
+	if now := allocations(t); len(now.Freed) > 0 || len(now.Named) > 0 {
+		t.Errorf("%+v", now)
 	}
 	again.grant(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
 	again.update(func(b ipam.Book) ipam.Book { return b.Release("b") })
-	if now := fabric.EditionOf(again.agree().Annotations, time.Now()); now <= before {
-		t.Errorf("edition %d after %d, and a network was taken back", now, before)
+	if now := allocations(t); len(now.Freed) != 2 || now.Freed[0].Revision <= before {
+		t.Errorf("revision %d, and freed are %v", before, now.Freed)
 	}
 }
 
-// Without the IPAM state the copies still name the networks that nodes refuse.
+// A person ends a hold in the NetworkAllocation. A network that a peer has stays, and so does one that an older
+// object frees.
+func TestAHoldEndsWhenSomebodyFreesTheNetwork(t *testing.T) {
+	h := fresh(t)
+	h.grant(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
+	h.grant(claim("c", "10.66.0.0/16", "10.67.0.0/20"))
+	h.update(func(b ipam.Book) ipam.Book { return b.Part("b", time.Now()) })
+	free := func(id string, revision int64) {
+		t.Helper()
+		o := allocationOf(t, id)
+		for _, n := range o.Spec.Networks {
+			o.Spec.Freed = append(o.Spec.Freed, isthmus.FreedNetwork{Network: n, Revision: revision})
+		}
+		o.Spec.Networks, o.Spec.Revision = nil, revision
+		if err := testClient.Update(t.Context(), &o); err != nil {
+			t.Fatal(err)
+		}
+		refresh(t, h)
+	}
+	free("b", 7)
+	want(t, "an older object", "10.64.0.0/16", "10.65.0.0/20", "10.66.0.0/16", "10.67.0.0/20")
+	free("c", time.Now().UnixMilli()+1)
+	want(t, "a peer that has it", "10.64.0.0/16", "10.65.0.0/20", "10.66.0.0/16", "10.67.0.0/20")
+	free("b", time.Now().UnixMilli()+1)
+	want(t, "freed", "10.66.0.0/16", "10.67.0.0/20")
+	if left := h.Book().NetworksOf("b"); len(left) > 0 || len(h.agree().Spec.ClusterSubnets) != 1 {
+		t.Errorf("b has %v", left)
+	}
+}
+
+// Without the IpamStorage the NetworkAllocations still name the networks that nodes refuse.
 func TestHeldNetworksOutliveTheIPAMState(t *testing.T) {
 	h := fresh(t)
 	had := h.grant(claim("b", "10.64.0.0/16", "10.65.0.0/20"))

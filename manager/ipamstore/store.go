@@ -5,13 +5,12 @@
 //	          ▲                        │ conflict: somebody else wrote
 //	          └──────── read again ◄───┘
 //
-// Beside it the Store keeps GrantedNetworks, the copy of what is granted that route agents read: what
-// is added is there before it is in the IpamStorage, what is taken away goes after it.
+// What nodes refuse the Store writes into one NetworkAllocation for each cluster, which route agents read:
+// what is added is there before it is in the IpamStorage, what is freed goes after it.
 //
 // The object has the last word, because another manager may have written it. An object that cannot
-// be read has no say: the Book stays and replaces it. So it is with one that lacks networks of
-// peers without a higher edition (isthmus.AnnotationEdition): whoever takes a network back raises it
-// in the same write, and an edit, a deletion or an older backup does not.
+// be read has no say: the Book stays and replaces it. So it is with one that lacks networks of peers which
+// no NetworkAllocation has freed: an edit, a deletion or an older backup frees nothing.
 package ipamstore
 
 import (
@@ -22,7 +21,6 @@ import (
 	"log/slog"
 	"maps"
 	"slices"
-	"strconv"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -41,8 +39,8 @@ import (
 // ErrNotLoaded says that Load has to succeed first.
 var ErrNotLoaded = errors.New("the IPAM's books are not loaded yet")
 
-// errNotCopied says that Refresh has to be called again.
-var errNotCopied = errors.New("GrantedNetworks are not yet what the IPAM's books say")
+// errNotAllocated says that Refresh has to be called again.
+var errNotAllocated = errors.New("NetworkAllocations are not yet what the IPAM's books say")
 
 // A Store keeps one Book. Its methods may be called concurrently.
 type Store struct {
@@ -58,12 +56,12 @@ type Store struct {
 	loaded      bool
 	object      *v1alpha1.IpamStorage // as read last; nil when there is none
 	synced      bool                  // object has what Book says, and its version is current, though its spec may not be
-	edition     int64                 // the highest that was read or written
-	shares      map[string]share      // GrantedNetworks by name, as read or written last
-	copied      bool                  // shares have what Book says
-	alone       bool                  // there are no shares
+	self        string                // our own cluster ID; empty: not known, and agents are not told our own networks
+	allocations map[string]allocation // NetworkAllocations by name, as read or written last
+	allocated   bool                  // these have what Book says
+	revision    int64                 // the highest that was read or written
 	subscribers []chan event.GenericEvent
-	observers   []func(ipam.Book)
+	observers   []Observer
 
 	queueMu sync.Mutex
 	queue   []*update // that wait for mu, or for the goroutine that has it
@@ -84,10 +82,9 @@ func New(c client.Client, reader client.Reader, log *slog.Logger) *Store {
 	return s
 }
 
-// WithoutCopies has the Store write no GrantedNetworks, and read none: the API server does not know them,
-// or does not let us. What the books say of them stays true, so that agents see that they are not there
-// and read the books. It is called before Load.
-func (s *Store) WithoutCopies() { s.alone = true }
+// WithCluster has the Store say in the NetworkAllocation of our own cluster which networks are ours. It is
+// called before Load.
+func (s *Store) WithCluster(clusterID string) { s.self = clusterID }
 
 // WithClock sets the clock of the Store, such as the API server's. It is called before Load. The default
 // is this machine's clock.
@@ -131,7 +128,7 @@ func (s *Store) Load(ctx context.Context) error {
 	}
 }
 
-// readAll reads the object and the shares, and makes the Book with which to begin.
+// readAll reads the object and the NetworkAllocations, and makes the Book with which to begin.
 func (s *Store) readAll(ctx context.Context) (book ipam.Book, err error) {
 	object, err := s.find(ctx)
 	if err != nil {
@@ -144,16 +141,6 @@ func (s *Store) readAll(ctx context.Context) (book ipam.Book, err error) {
 			lost = true
 		}
 	}
-	if object != nil {
-		s.edition = max(s.edition, fabric.EditionOf(object.Annotations, time.Now()))
-	}
-	switch {
-	case s.edition > 0:
-	case lost: // nobody knows any more what was taken back, so nothing is
-		s.edition = 1
-	default: // what an older manager took back is taken back by this one
-		s.edition = nextEdition(0)
-	}
 	if lost {
 		if book, err = s.rebuild(ctx); err != nil {
 			return book, fmt.Errorf("rebuild the IPAM's books: %w", err)
@@ -165,10 +152,10 @@ func (s *Store) readAll(ctx context.Context) (book ipam.Book, err error) {
 		return book, fmt.Errorf("compare the IPAM's books with the TunnelEndpoints: %w", err)
 	}
 	s.object, s.synced = object, false
-	if err := s.readShares(ctx); err != nil || !lost {
+	if err := s.readAllocations(ctx); err != nil {
 		return book, err
 	}
-	return s.withCopies(ctx, book)
+	return s.withAllocations(ctx, book)
 }
 
 // Update changes the Book by f, writes what differs and returns the new Book, or the old one and an
@@ -218,7 +205,7 @@ func (s *Store) Update(ctx context.Context, f func(ipam.Book) (ipam.Book, error)
 	return u.book, u.err
 }
 
-// Refresh looks whether somebody else has changed or deleted the object or a copy, which otherwise
+// Refresh looks whether somebody else has changed or deleted the object or a NetworkAllocation, which otherwise
 // shows with the next Update. What they wrote counts if it can be read. Otherwise, or if the object is gone,
 // Refresh writes it again.
 func (s *Store) Refresh(ctx context.Context) error {
@@ -227,7 +214,8 @@ func (s *Store) Refresh(ctx context.Context) error {
 	if !s.loaded {
 		return ErrNotLoaded
 	}
-	copies, err := s.sharesSame(ctx)
+	before := s.allocations
+	unchanged, err := s.sameAllocations(ctx)
 	if err != nil {
 		return err
 	}
@@ -239,10 +227,10 @@ func (s *Store) Refresh(ctx context.Context) error {
 		}
 		same := err == nil && seen.ResourceVersion == s.object.ResourceVersion
 		switch {
-		case same && copies && s.copied:
+		case same && unchanged && s.allocated:
 			return nil
 		case same:
-			err = s.readShares(ctx)
+			err = s.readAllocations(ctx)
 		default:
 			err = s.reread(ctx)
 		}
@@ -250,9 +238,9 @@ func (s *Store) Refresh(ctx context.Context) error {
 			return err
 		}
 	}
-	_, err = s.write(ctx, func(b ipam.Book) (ipam.Book, error) { return b, nil })
-	if err == nil && !s.copied {
-		return errNotCopied // nothing else would bring us back
+	_, err = s.write(ctx, func(b ipam.Book) (ipam.Book, error) { return s.freedByHand(b, before), nil })
+	if err == nil && !s.allocated {
+		return errNotAllocated // nothing else would bring us back
 	}
 	return err
 }
@@ -269,13 +257,16 @@ func (s *Store) Subscribe() <-chan event.GenericEvent {
 	return ch
 }
 
+// An Observer gets a Book, and with it the revisions of the peers' NetworkAllocations.
+type Observer func(book ipam.Book, revision func(id string) int64)
+
 // Observe calls f with the Book as it is, and then with each that follows, one after the other and
 // without leaving one out: each is what others may have read. f must not take long, or call the
 // Store.
-func (s *Store) Observe(f func(ipam.Book)) {
+func (s *Store) Observe(f Observer) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	f(s.Book())
+	f(s.Book(), s.revisionOf)
 	s.observers = append(s.observers, f)
 }
 
@@ -301,52 +292,44 @@ func (s *Store) write(ctx context.Context, f func(ipam.Book) (ipam.Book, error))
 	}
 }
 
-// put makes the shares and the object say what the Book says. The API server answers Conflict,
+// put makes the NetworkAllocations and the object say what the Book says. The API server answers Conflict,
 // NotFound or AlreadyExists when one is no longer what was read last.
 func (s *Store) put(ctx context.Context, book ipam.Book) error {
-	ids := s.sharedPeers(book)
-	copied := s.copied
-	if err := s.share(ctx, book, ids, true); err != nil {
-		s.copied = false
+	clusters := s.unallocated(book)
+	s.allocated = false // until all of it is done
+	if err := s.allocate(ctx, book, clusters, true); err != nil {
 		return err
 	}
-	s.copied = false // until the rest is done, too
 	if err := s.putBooks(ctx, book); err != nil {
 		return err
 	}
-	s.copied = copied
-	if err := s.share(ctx, book, ids, false); err != nil {
-		s.copied = false
+	switch err := s.allocate(ctx, book, clusters, false); {
+	case err == nil:
+		s.allocated = true
+	case stale(err): // somebody may have freed what we name
+		return err
+	default:
 		s.log.Warn("nodes refuse networks that no peer has any more, until this can be written", "err", err)
-		return nil // the books are written, and Refresh follows
+		// The books are written, and Refresh follows.
 	}
-	s.copied = true
 	return nil
 }
 
 // putBooks makes the object say what the Book says.
 func (s *Store) putBooks(ctx context.Context, book ipam.Book) error {
-	edition := s.edition
-	if s.loaded && book.TakesBack(s.Book()) { // before that a Book of ours says nothing of what was granted
-		edition = nextEdition(edition)
-	}
-	kept := map[string]string{isthmus.AnnotationMappings: book.Notes(), isthmus.AnnotationFormer: book.Formers(),
-		isthmus.AnnotationEdition: strconv.FormatInt(edition, 10)}
+	kept := map[string]string{isthmus.AnnotationMappings: book.Notes(), isthmus.AnnotationFormer: book.Formers()}
 	kept[isthmus.AnnotationReleased] = book.Releases(len(kept[isthmus.AnnotationMappings]) + len(kept[isthmus.AnnotationFormer]))
-	digest := digestOf(book)
 	if s.object == nil {
 		object := &v1alpha1.IpamStorage{
 			ObjectMeta: metav1.ObjectMeta{GenerateName: "ipamstorage-", Labels: map[string]string{v1alpha1.LabelIpamStorage: "true"}},
 			Spec:       book.Spec(),
 		}
-		digest.Generation = 1 // of an object that is made
-		kept[isthmus.AnnotationGranted] = digest.Annotation()
 		maps.DeleteFunc(kept, func(_, text string) bool { return text == "" })
 		object.Annotations = kept
 		if err := s.client.Create(ctx, object); err != nil {
 			return fmt.Errorf("create IpamStorage: %w", err)
 		}
-		s.object, s.synced, s.edition = object, true, edition
+		s.object, s.synced = object, true
 		return nil
 	}
 	var have, want v1alpha1.IpamStorageSpec
@@ -355,11 +338,6 @@ func (s *Store) putBooks(ctx context.Context, book ipam.Book) error {
 	} else {
 		have, want = s.object.Spec, book.Spec()
 	}
-	spec := diff(&have, &want)
-	if digest.Generation = s.object.Generation; len(spec) > 0 {
-		digest.Generation++ // the API server's rule, for exactly the version that the patch names
-	}
-	kept[isthmus.AnnotationGranted] = digest.Annotation()
 	annotations := make(map[string]any)
 	for name, want := range kept {
 		switch have := s.object.Annotations[name]; {
@@ -370,7 +348,7 @@ func (s *Store) putBooks(ctx context.Context, book ipam.Book) error {
 			annotations[name] = want
 		}
 	}
-	if patch := patchOf(s.object.ResourceVersion, spec, annotations); patch != nil {
+	if patch := patchOf(s.object.ResourceVersion, diff(&have, &want), annotations); patch != nil {
 		// The answer comes without the spec, which would be as long as all peers together.
 		answer := metadata()
 		answer.Name = s.object.Name
@@ -379,7 +357,7 @@ func (s *Store) putBooks(ctx context.Context, book ipam.Book) error {
 		}
 		s.object.ObjectMeta = answer.ObjectMeta
 	}
-	s.synced, s.edition = true, edition
+	s.synced = true
 	return nil
 }
 
@@ -390,16 +368,14 @@ func metadata() *metav1.PartialObjectMetadata {
 	return m
 }
 
-// nextEdition is higher than those before, also than those that a restored backup has forgotten.
-func nextEdition(last int64) int64 { return max(last+1, time.Now().UnixMilli()) }
-
 // reread adopts what somebody else has written.
 func (s *Store) reread(ctx context.Context) error {
 	object, err := s.find(ctx)
 	if err != nil {
 		return err
 	}
-	if err := s.readShares(ctx); err != nil {
+	allocations := s.allocations
+	if err := s.readAllocations(ctx); err != nil {
 		return err
 	}
 	before := s.Book()
@@ -418,11 +394,8 @@ func (s *Store) reread(ctx context.Context) error {
 		s.log.Error("IpamStorage was changed by someone else, makes no sense now and is written again as it was", "name", object.Name, "err", err)
 		return nil
 	}
-	if edition := fabric.EditionOf(object.Annotations, time.Now()); edition > s.edition {
-		s.edition = edition
-	} else if s.loaded && book.TakesBack(before) {
-		s.log.Error("IpamStorage was changed by someone else, lacks networks that peers have and is written again as it was; peers go by isthmus unpeer, and an edit of their networks counts with a higher annotation "+isthmus.AnnotationEdition,
-			"name", object.Name, "edition", s.edition)
+	if s.loaded && !s.takenBack(before, book, allocations) {
+		s.log.Error("IpamStorage was changed by someone else, lacks networks that peers have and is written again as it was; want isthmus unpeer instead of an edit", "name", object.Name)
 		return nil
 	}
 	if was := before.Own(); len(was.Nodes)+len(was.Reached) > 0 { // the object does not keep them
@@ -493,6 +466,10 @@ func blank(spec *v1alpha1.IpamStorageSpec) bool {
 	return len(spec.ClusterSubnets) == 0 && len(spec.EndpointMappings) == 0 && spec.PodCIDR == "" && spec.ServiceCIDR == "" && spec.ExternalCIDR == ""
 }
 
+func (s *Store) revisionOf(id string) int64 {
+	return s.allocations[fabric.AllocationName(id)].spec.Revision
+}
+
 // publish makes next the Book and tells the subscribers which peers changed.
 func (s *Store) publish(next ipam.Book) {
 	was := s.book.Swap(&next)
@@ -504,7 +481,7 @@ func (s *Store) publish(next ipam.Book) {
 		return
 	}
 	for _, f := range s.observers {
-		f(next)
+		f(next, s.revisionOf)
 	}
 	for _, ch := range s.subscribers {
 		send(ch, names)

@@ -13,7 +13,6 @@ import (
 	"net/netip"
 	"reflect"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -29,7 +28,6 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
-	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
@@ -119,6 +117,7 @@ func newStore(t *testing.T) *harness {
 		t.Fatal(err)
 	}
 	h.Store = New(c, c, slog.New(slog.NewTextHandler(h, nil)))
+	h.WithCluster("us")
 	return h
 }
 
@@ -136,7 +135,7 @@ func fresh(t *testing.T) *harness {
 	t.Helper()
 	h := newStore(t)
 	clean := func(ctx context.Context) {
-		for _, kind := range []client.Object{&v1alpha1.IpamStorage{}, &v1alpha1.NatMapping{}, &isthmus.GrantedNetworks{}} {
+		for _, kind := range []client.Object{&v1alpha1.IpamStorage{}, &v1alpha1.NatMapping{}, &isthmus.NetworkAllocation{}} {
 			if err := testClient.DeleteAllOf(ctx, kind); err != nil {
 				t.Error(err)
 			}
@@ -515,13 +514,6 @@ func TestEditsByHand(t *testing.T) {
 		{"another network is not believed", func(s *v1alpha1.IpamStorageSpec) {
 			subnets(s, func(v *v1alpha1.Subnets) { v.RemotePodCIDR = "10.66.0.0/16" })
 		}, `lacks networks that peers have`, "10.246.0.0/16", true},
-		{"a higher edition: a deleted entry is believed", func(s *v1alpha1.IpamStorageSpec) {
-			delete(s.ClusterSubnets, "b")
-			delete(s.EndpointMappings, "198.51.100.7")
-		}, `changed by someone else`, "", false},
-		{"a higher edition: another network is believed", func(s *v1alpha1.IpamStorageSpec) {
-			subnets(s, func(v *v1alpha1.Subnets) { v.RemotePodCIDR = "10.66.0.0/16" })
-		}, `10.66.0.0/16`, "10.66.0.0/16", true},
 		{"an overlap is not", func(s *v1alpha1.IpamStorageSpec) {
 			subnets(s, func(v *v1alpha1.Subnets) { v.RemotePodCIDR = "10.247.4.0/24" })
 		}, `spec.clusterSubnets[`, "10.246.0.0/16", true},
@@ -541,17 +533,8 @@ func TestEditsByHand(t *testing.T) {
 			h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 			h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
 			h.mapEndpoint("b", "198.51.100.7")
-			edition := fabric.EditionOf(object(t).Annotations, time.Now())
-			edit(t, func(o *v1alpha1.IpamStorage) {
-				if tc.edit(&o.Spec); strings.HasPrefix(tc.name, "a higher edition") {
-					edition++
-					o.Annotations[isthmus.AnnotationEdition] = strconv.FormatInt(edition, 10)
-				}
-			})
+			edit(t, func(o *v1alpha1.IpamStorage) { tc.edit(&o.Spec) })
 			h.grant(claim("c", "10.50.0.0/16", "10.51.0.0/16")) // meets the edit as a conflict
-			if now := fabric.EditionOf(object(t).Annotations, time.Now()); now != edition {
-				t.Errorf("edition %d, want %d: nothing was taken back by the manager", now, edition)
-			}
 			g, _ := h.Book().GrantOf("b")
 			if got := g.Pod; tc.pod == "" && got.IsValid() || tc.pod != "" && got != pfx(tc.pod) {
 				t.Errorf("b has %v, want %q", got, tc.pod)
@@ -567,18 +550,13 @@ func TestEditsByHand(t *testing.T) {
 	}
 }
 
-// Agents go by it: it is higher with each network that is taken back, in the same write, also after
-// an older backup was restored.
 // What a leader before grants while another one starts stays granted: its networks are not taken back.
 func TestAGrantWhileAnotherStarts(t *testing.T) {
 	before := fresh(t)
 	before.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
-	edition := fabric.EditionOf(before.agree().Annotations, time.Now())
-	o := object(t)
-	delete(o.Annotations, isthmus.AnnotationGranted) // so that the one that starts has something to write
-	if err := testClient.Update(t.Context(), o); err != nil {
-		t.Fatal(err)
-	}
+	edit(t, func(o *v1alpha1.IpamStorage) { // so that the one that starts has something to write
+		o.Annotations = map[string]string{isthmus.AnnotationMappings: "{"}
+	})
 	late := sync.OnceFunc(func() {
 		if err := before.Refresh(t.Context()); err != nil {
 			t.Error(err)
@@ -599,82 +577,12 @@ func TestAGrantWhileAnotherStarts(t *testing.T) {
 	if _, granted := s.Book().GrantOf("c"); !granted || len(object(t).Spec.ClusterSubnets) != 2 {
 		t.Error("what was granted meanwhile is gone")
 	}
-	if now := fabric.EditionOf(object(t).Annotations, time.Now()); now != edition {
-		t.Errorf("edition %d after %d although nothing was taken back", now, edition)
+	if named := allocations(t).Named; len(named) != 4 {
+		t.Errorf("named: %v", named)
 	}
-}
-
-func TestTheEditionRisesWithEachNetworkThatIsTakenBackAndOnlyThen(t *testing.T) {
-	h := fresh(t)
-	last := fabric.EditionOf(h.agree().Annotations, time.Now())
-	if last == 0 {
-		t.Error("the first books have no edition")
+	if freed := allocations(t).Freed; len(freed) > 0 {
+		t.Errorf("freed: %v", freed)
 	}
-	step := func(what string, higher bool, do func()) {
-		t.Helper()
-		do()
-		now := fabric.EditionOf(h.agree().Annotations, time.Now())
-		if higher && now <= last || !higher && now != last {
-			t.Errorf("%s: edition %d after %d; want higher: %v", what, now, last, higher)
-		}
-		last = now
-	}
-	release := func(id string) {
-		h.update(func(b ipam.Book) ipam.Book { return b.Release(id) })
-	}
-	step("a grant", false, func() { h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16")) })
-	step("an answer", false, func() { h.answered("b", "10.246.0.0/16", "10.247.0.0/16") })
-	step("a mapping", false, func() { h.mapEndpoint("b", "198.51.100.7") })
-	old := h.agree()
-	step("a release", true, func() { release("b") })
-	step("nothing to release", false, func() { release("b") })
-	step("a grant again", false, func() { h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16")) })
-	step("another network", true, func() {
-		h.update(func(b ipam.Book) ipam.Book {
-			r := claim("b", "10.244.0.0/16", "10.245.0.0/16")
-			r.WantPod = pfx("10.66.0.0/16")
-			b, _, err := b.Grant(r)
-			if err != nil {
-				t.Error(err)
-			}
-			return b
-		})
-	})
-	step("older books, restored", false, func() {
-		edit(t, func(o *v1alpha1.IpamStorage) { o.Spec, o.Annotations = old.Spec, old.Annotations })
-		if err := h.Refresh(t.Context()); err != nil {
-			t.Error(err)
-		}
-	})
-	if g, _ := h.Book().GrantOf("b"); g.Pod != pfx("10.66.0.0/16") {
-		t.Errorf("b has %v of older books", g)
-	}
-	step("an edition of no clock", false, func() {
-		edit(t, func(o *v1alpha1.IpamStorage) { o.Annotations[isthmus.AnnotationEdition] = "4611686018427387903" })
-		if err := h.Refresh(t.Context()); err != nil {
-			t.Error(err)
-		}
-	})
-	step("a deleted object", false, func() {
-		if err := testClient.Delete(t.Context(), object(t)); err != nil {
-			t.Fatal(err)
-		}
-		if err := h.Refresh(t.Context()); err != nil {
-			t.Error(err)
-		}
-	})
-	step("another manager", false, func() { h = loaded(t) })
-	h.grant(claim("c", "10.244.0.0/16", "10.245.0.0/16"))
-	step("a release after somebody wrote an edition that is never passed", true, func() {
-		edit(t, func(o *v1alpha1.IpamStorage) { o.Annotations[isthmus.AnnotationEdition] = "4611686018427387903" })
-		release("c")
-	})
-	step("a release by another manager", true, func() { release("b") })
-	step("older books, and a manager that knows no others", true, func() {
-		edit(t, func(o *v1alpha1.IpamStorage) { o.Spec, o.Annotations = old.Spec, old.Annotations })
-		h = loaded(t)
-		release("b")
-	})
 }
 
 // A manager that starts finds books that somebody has edited meanwhile.
@@ -696,8 +604,8 @@ func TestBooksThatLackWhatATunnelNamesHaveItAgain(t *testing.T) {
 	} {
 		edit(t, func(o *v1alpha1.IpamStorage) { change(o.Spec.ClusterSubnets) })
 		again := loaded(t)
-		if got := again.agree(); !reflect.DeepEqual(got.Spec.ClusterSubnets, want.Spec.ClusterSubnets) || fabric.EditionOf(got.Annotations, time.Now()) != fabric.EditionOf(want.Annotations, time.Now()) {
-			t.Errorf("%s: have %v, edition %d; want %v, edition %d", name, got.Spec.ClusterSubnets, fabric.EditionOf(got.Annotations, time.Now()), want.Spec.ClusterSubnets, fabric.EditionOf(want.Annotations, time.Now()))
+		if got := again.agree(); !reflect.DeepEqual(got.Spec.ClusterSubnets, want.Spec.ClusterSubnets) {
+			t.Errorf("%s: have %v; want %v", name, got.Spec.ClusterSubnets, want.Spec.ClusterSubnets)
 		}
 		if !strings.Contains(again.said(), "b-0001") {
 			t.Errorf("%s: log: %s", name, again.said())

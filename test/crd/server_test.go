@@ -57,7 +57,7 @@ func servers(t *testing.T) map[string]*server {
 // ours are those of the kinds that Liqo does not have.
 func ours(t *testing.T) (all []*server) {
 	t.Helper()
-	for _, name := range []string{"peerings", "nodenetworks", "grantednetworks", "peerservices"} {
+	for _, name := range []string{"peerings", "nodenetworks", "networkallocations", "peerservices"} {
 		all = append(all, newServer(t, "testdata/crds/isthmus.net_"+name+".yaml"))
 	}
 	return all

@@ -4,19 +4,22 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
+	"slices"
 	"testing"
 	"time"
 
 	"github.com/vishvananda/netlink"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	ours "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/fleet"
 	own "github.com/isthmus-net/isthmus/internal/kernel"
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// Whatever somebody does to the books, nothing leaves in the clear (the sniffer looks), also while
+// Whatever somebody does to the IpamStorage and the NetworkAllocation, nothing leaves in the clear (the sniffer looks), also while
 // no manager runs and agents are killed meanwhile: nodes go on, and the manager puts the books right.
 // A peering that ends in order is forgotten.
 func TestWhateverSomebodyDoesToTheBooksNothingLeavesInTheClear(t *testing.T) {
@@ -46,6 +49,19 @@ func TestWhateverSomebodyDoesToTheBooksNothingLeavesInTheClear(t *testing.T) {
 	id := ""
 	for id = range granted.Spec.ClusterSubnets {
 	}
+	allocation := func() *ours.NetworkAllocation {
+		t.Helper()
+		o := &ours.NetworkAllocation{}
+		must(t, a.Client.Get(t.Context(), client.ObjectKey{Name: id}, o))
+		return o
+	}
+	allocated := allocation()
+	change := func(change func(*ours.NetworkAllocationSpec)) func() {
+		return func() {
+			t.Helper()
+			eventually(t, "an edit", func() error { o := allocation(); change(&o.Spec); return a.Client.Update(t.Context(), o) })
+		}
+	}
 	edit := func(change func(*v1alpha1.IpamStorage)) func() {
 		return func() {
 			t.Helper()
@@ -73,6 +89,18 @@ func TestWhateverSomebodyDoesToTheBooksNothingLeavesInTheClear(t *testing.T) {
 			o.ObjectMeta = metav1.ObjectMeta{Name: o.Name, Labels: o.Labels, Annotations: o.Annotations}
 			must(t, a.Client.Create(t.Context(), o))
 		}},
+		{"a NetworkAllocation without networks", change(func(s *ours.NetworkAllocationSpec) { s.Networks = nil })},
+		{"an older NetworkAllocation that frees", change(func(s *ours.NetworkAllocationSpec) {
+			s.Networks, s.Revision = nil, 1
+			for _, n := range allocated.Spec.Networks {
+				s.Freed = append(s.Freed, ours.FreedNetwork{Network: n, Revision: 1})
+			}
+		})},
+		{"a NetworkAllocation deleted", func() { must(t, a.Client.Delete(t.Context(), allocation())) }},
+		{"all deleted", func() {
+			must(t, a.Client.DeleteAllOf(t.Context(), &ours.NetworkAllocation{}))
+			must(t, a.Client.Delete(t.Context(), books()))
+		}},
 	} {
 		for _, running := range []bool{true, false} {
 			t.Run(fmt.Sprintf("%s, the manager runs: %v", e.name, running), func(t *testing.T) {
@@ -95,6 +123,10 @@ func TestWhateverSomebodyDoesToTheBooksNothingLeavesInTheClear(t *testing.T) {
 					if len(list.Items) != 1 || list.Items[0].Spec.ClusterSubnets[id] != granted.Spec.ClusterSubnets[id] {
 						return fmt.Errorf("%+v", list.Items)
 					}
+					o := &ours.NetworkAllocation{}
+					if err := a.Client.Get(t.Context(), client.ObjectKey{Name: id}, o); err != nil || !slices.Equal(o.Spec.Networks, allocated.Spec.Networks) {
+						return fmt.Errorf("%+v (%w)", o.Spec, err)
+					}
 					return nil
 				})
 				ready(t, a, b)
@@ -108,10 +140,11 @@ func TestWhateverSomebodyDoesToTheBooksNothingLeavesInTheClear(t *testing.T) {
 
 	// Pods that still talk to the former peer send nothing in the clear, and nodes go on to refuse its
 	// networks until the manager says that they need not.
+	allocated = allocation()
 	isthmus(t, f, "unpeer", "--context", a.Name, "--remote-context", b.Name)
-	if held := books(); held.Spec.ClusterSubnets[id].RemotePodCIDR != granted.Spec.ClusterSubnets[id].RemotePodCIDR ||
-		held.Annotations["isthmus.net/edition"] != granted.Annotations["isthmus.net/edition"] {
-		t.Errorf("after un-peering: %+v, annotations %v", held.Spec.ClusterSubnets, held.Annotations)
+	if held, o := books(), allocation(); held.Spec.ClusterSubnets[id].RemotePodCIDR != granted.Spec.ClusterSubnets[id].RemotePodCIDR ||
+		o.Spec.Revision != allocated.Spec.Revision || !slices.Equal(o.Spec.Networks, allocated.Spec.Networks) {
+		t.Errorf("after un-peering: %+v, %+v", held.Spec.ClusterSubnets, o.Spec)
 	}
 	refusing := func(do func(func() error) error) (left []netlink.Route, err error) {
 		err = do(func() (err error) {
@@ -143,7 +176,13 @@ func TestWhateverSomebodyDoesToTheBooksNothingLeavesInTheClear(t *testing.T) {
 			return err
 		})
 	}
-	if o := books(); len(o.Spec.ClusterSubnets) > 0 || o.Annotations["isthmus.net/edition"] <= granted.Annotations["isthmus.net/edition"] {
-		t.Errorf("released: %+v, annotations %v", o.Spec.ClusterSubnets, o.Annotations)
+	eventually(t, "the books without it", func() error { // nodes go by the NetworkAllocation
+		if o := books(); len(o.Spec.ClusterSubnets) > 0 {
+			return fmt.Errorf("%+v", o.Spec.ClusterSubnets)
+		}
+		return nil
+	})
+	if o := allocation(); len(o.Spec.Networks) > 0 || o.Spec.Revision <= allocated.Spec.Revision {
+		t.Errorf("released: %+v", o.Spec)
 	}
 }

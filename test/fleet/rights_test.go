@@ -33,7 +33,7 @@ var unused = map[string]string{
 	"isthmus-manager: get namespaces":                                      "where no ConfigMap says who the cluster is: TestIdentityOfTheCluster in package manager",
 	"isthmus-manager: get configmaps":                                      "without --pod-cidr: TestNetworksOfTheClusterAreFoundOut in package manager",
 	"isthmus-manager: create secrets":                                      "asked for where the Secret of the preshared keys is applied and not there, which is a patch",
-	"isthmus-manager: patch grantednetworks.isthmus.net":                   "when networks are replaced, or a day after their release: TestReleasedNetworksAreHeldForADay in package manager",
+	"isthmus-manager: patch networkallocations.isthmus.net":                "when networks are replaced, or a day after their release: TestReleasedNetworksAreHeldForADay in package manager",
 	"isthmus-manager: patch events.events.k8s.io":                          "when an Event is told again after minutes",
 	"isthmus-gateway: create events.events.k8s.io":                         "when something keeps it from working: TestDiagnoseNamesWhatIsBroken",
 	"isthmus-gateway: patch events.events.k8s.io":                          "the same, told again",

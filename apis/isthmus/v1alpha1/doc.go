@@ -1,5 +1,5 @@
 // Package v1alpha1 holds the kinds of the API group isthmus.net/v1alpha1, which are ours alone:
-// Peering, NodeNetworks, GrantedNetworks and PeerServices. Of what travels between clusters only
+// Peering, NodeNetworks, NetworkAllocation and PeerServices. Of what travels between clusters only
 // PeerServices are here, the rest is in net.liqo.io.
 //
 // +kubebuilder:object:generate=true

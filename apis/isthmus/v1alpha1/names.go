@@ -56,10 +56,6 @@ const AnnotationVotes = "isthmus.net/votes"
 // status of each TunnelEndpoint, as long as it names a Pod of the gateway with a network of its own.
 const AnnotationGateways = "isthmus.net/gateways"
 
-// AnnotationGranted on the IpamStorage says of which generation of it GrantedNetworks are the copy, and
-// what they have to be together (fabric.BooksDigest).
-const AnnotationGranted = "isthmus.net/granted"
-
 // AnnotationMappings on the IpamStorage has what Liqo's books have no place for: who asked for which
 // mapped endpoint, and what the endpoints were then.
 const AnnotationMappings = "isthmus.net/mappings"
@@ -71,12 +67,6 @@ const AnnotationFormer = "isthmus.net/former-networks"
 // AnnotationReleased on the IpamStorage records which networks were released and when. For 24 hours every
 // node refuses them and no other cluster gets them (fabric.Released).
 const AnnotationReleased = "isthmus.net/released-networks"
-
-// AnnotationEdition on the IpamStorage is a decimal number that the manager raises in the same write
-// in which it takes a network of a peer back. What the books lack without a higher one was not taken
-// back: somebody edited, emptied, deleted or restored them. One more than a day ahead of the time in
-// milliseconds counts as none.
-const AnnotationEdition = "isthmus.net/edition"
 
 // AnnotationTokenAudiences on a tenant namespace has the audiences of the peer's tokens, separated
 // by commas. The peer renews its token for no others.

@@ -26,13 +26,12 @@ type NodeNetworksSpec struct {
 	// +listType=atomic
 	// +optional
 	Resolvers []net.IPAddress `json:"resolvers,omitempty"`
-	// Refused stands for the set of networks of peers for which the node refuses packets that have
-	// no way through the tunnel. The manager tells nobody of a network before all nodes that say
-	// this refuse it.
-	// +kubebuilder:validation:MaxLength=32
-	// +kubebuilder:validation:Pattern=`^[0-9a-f]{32}$`
+	// RefusedRevision is the highest revision of the NetworkAllocations that the node has read. It refuses
+	// what these name. The manager tells nobody of a network before all nodes that report a revision
+	// refuse it.
+	// +kubebuilder:validation:Minimum=1
 	// +optional
-	Refused string `json:"refused,omitempty"`
+	RefusedRevision int64 `json:"refusedRevision,omitempty"`
 	// BrokenOverlay is there while packets of the node do not reach the gateway through the overlay,
 	// or do not come back, though others do by the underlay.
 	// +optional

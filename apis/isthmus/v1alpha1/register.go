@@ -16,7 +16,7 @@ var SchemeBuilder = runtime.NewSchemeBuilder(addKnownTypes)
 var AddToScheme = SchemeBuilder.AddToScheme
 
 func addKnownTypes(scheme *runtime.Scheme) error {
-	scheme.AddKnownTypes(GroupVersion, &Peering{}, &PeeringList{}, &NodeNetworks{}, &NodeNetworksList{}, &GrantedNetworks{}, &GrantedNetworksList{},
+	scheme.AddKnownTypes(GroupVersion, &Peering{}, &PeeringList{}, &NodeNetworks{}, &NodeNetworksList{}, &NetworkAllocation{}, &NetworkAllocationList{},
 		&PeerServices{}, &PeerServicesList{})
 	metav1.AddToGroupVersion(scheme, GroupVersion)
 	return nil

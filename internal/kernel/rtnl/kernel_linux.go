@@ -207,7 +207,7 @@ func (k *Kernel) Add(want kernel.State) (kernel.Plan, error) {
 }
 
 // Refused are the networks that an owner of the same kind refuses in the host's namespace by
-// kernel.RefuseTable, but for those that it only refused in doubt.
+// kernel.RefuseTable.
 func (k *Kernel) Refused() (all []netip.Prefix, err error) {
 	var s kernel.State
 	for range 5 { // as in apply
@@ -217,7 +217,7 @@ func (k *Kernel) Refused() (all []netip.Prefix, err error) {
 		}
 	}
 	for _, r := range s.Routes {
-		if r.Table == kernel.RefuseTable && r.Type == kernel.Unreachable && r.Metric != kernel.DoubtfulMetric && r.Prefix.Bits() > 0 {
+		if r.Table == kernel.RefuseTable && r.Type == kernel.Unreachable && r.Prefix.Bits() > 0 {
 			all = append(all, r.Prefix)
 		}
 	}

@@ -2,11 +2,8 @@ package kube_test
 
 import (
 	"context"
-	"fmt"
 	"log/slog"
-	"maps"
 	"net/netip"
-	"slices"
 	"testing"
 	"time"
 
@@ -25,10 +22,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/source/kube"
 )
 
-// An agent goes by GrantedNetworks while the books say that these are a copy of them, and by the books
-// where an older manager has written them. Whatever changes, in whichever order it comes, no network
-// that stays granted is missing at any moment.
-func TestAnAgentGoesByGrantedNetworksAsLongAsTheyAreWhatTheBooksSay(t *testing.T) {
+// An agent reads the NetworkAllocations with no more rights than it has, in one list, and what somebody
+// deletes says nothing.
+func TestAnAgentReadsTheNetworkAllocations(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	server, err := kubetest.Start(ctx, kubetest.Options{Name: "grants"})
@@ -42,62 +38,16 @@ func TestAnAgentGoesByGrantedNetworksAsLongAsTheyAreWhatTheBooksSay(t *testing.T
 	s.admin, err = client.New(admin, client.Options{Scheme: agentScheme(t)})
 	s.must(err)
 	s.must(s.admin.Create(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: deploy.Namespace}}))
-	for _, file := range []string{"rbac/route-agent.yaml", "crds/net.liqo.io_tunnelendpoints.yaml", "crds/net.liqo.io_ipamstorages.yaml", "crds/isthmus.net_grantednetworks.yaml"} {
+	for _, file := range []string{"rbac/route-agent.yaml", "crds/net.liqo.io_tunnelendpoints.yaml", "crds/isthmus.net_networkallocations.yaml"} {
 		s.install(file)
 	}
-	for _, list := range []client.ObjectList{&v1alpha1.IpamStorageList{}, &isthmus.GrantedNetworksList{}, &v1alpha1.TunnelEndpointList{}} {
+	for _, list := range []client.ObjectList{&isthmus.NetworkAllocationList{}, &v1alpha1.TunnelEndpointList{}} {
 		for deadline := time.Now().Add(time.Minute); s.admin.List(ctx, list) != nil; time.Sleep(20 * time.Millisecond) {
 			if time.Now().After(deadline) {
 				t.Fatalf("%T is not served", list)
 			}
 		}
 	}
-
-	networks := map[string][2]string{}
-	all := func() (out []netip.Prefix) {
-		for _, n := range networks {
-			out = append(out, netip.MustParsePrefix(n[0]), netip.MustParsePrefix(n[1]))
-		}
-		slices.SortFunc(out, netip.Prefix.Compare)
-		return out
-	}
-	books := &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: "books"}, Spec: v1alpha1.IpamStorageSpec{
-		Prefixes: map[string][]byte{}, Pools: []string{}, ReservedSubnets: []string{}, ClusterSubnets: map[string]v1alpha1.Subnets{}, PodCIDR: "10.64.0.0/14",
-		EndpointMappings: map[string]v1alpha1.EndpointMapping{}, NatMappingsConfigured: map[string]v1alpha1.ConfiguredCluster{}}}
-	s.must(s.admin.Create(ctx, books))
-	writeBooks := func(attested bool) { // as one manager does, or one of before
-		t.Helper()
-		was, generation := books.Spec.ClusterSubnets, books.Generation
-		books.Spec.ClusterSubnets = map[string]v1alpha1.Subnets{}
-		for id, n := range networks {
-			books.Spec.ClusterSubnets[id] = v1alpha1.Subnets{RemotePodCIDR: n[0], RemoteExternalCIDR: n[1]}
-		}
-		if !maps.Equal(was, books.Spec.ClusterSubnets) {
-			generation++
-		}
-		if attested {
-			books.Annotations = map[string]string{isthmus.AnnotationGranted: fabric.BooksDigest{
-				Generation: generation, Granted: fabric.GrantsID(all()), PodCIDR: books.Spec.PodCIDR, ServiceCIDR: "10.96.0.0/12"}.Annotation()} // which the books lack: they are told apart by it
-		}
-		s.must(s.admin.Update(ctx, books))
-	}
-	writeShare := func(id string) {
-		t.Helper()
-		share := &isthmus.GrantedNetworks{ObjectMeta: metav1.ObjectMeta{Name: fabric.ShareOf(id)}}
-		err := s.admin.Get(ctx, client.ObjectKeyFromObject(share), share)
-		share.Spec.Peers = map[string]isthmus.PeerNetworks{}
-		for other, n := range networks {
-			if fabric.ShareOf(other) == share.Name {
-				share.Spec.Peers[other] = n[:]
-			}
-		}
-		if err != nil {
-			s.must(s.admin.Create(ctx, share))
-			return
-		}
-		s.must(s.admin.Update(ctx, share))
-	}
-
 	account := "system:serviceaccount:" + deploy.Namespace + ":" + deploy.RouteAgentServiceAccount
 	cert, key, err := server.ClientCert(account, "system:serviceaccounts")
 	s.must(err)
@@ -107,95 +57,42 @@ func TestAnAgentGoesByGrantedNetworksAsLongAsTheyAreWhatTheBooksSay(t *testing.T
 			s.got <- delivery{in, problems}
 		})
 	}()
-	var kept []netip.Prefix // granted before and after what is going on
-	follow := func(what string, want []netip.Prefix) {
-		t.Helper()
-		d := s.until(func(d delivery) bool {
-			for _, p := range kept {
-				if !slices.Contains(d.intent.Granted, p) {
-					t.Fatalf("%s: %v is granted all the time, and for a moment an agent has %v", what, p, d.intent.Granted)
-				}
-			}
-			return slices.Equal(d.intent.Granted, want) && len(d.intent.Doubtful) == 0
-		})
-		if len(d.intent.OwnPods) != 1 || len(d.problems) > 0 {
-			t.Errorf("%s: %+v", what, d)
-		}
-		kept = want
+	s.until(func(d delivery) bool { return d.intent.Revision == 0 })
+
+	allocation := func(id string, revision int64, networks ...string) *isthmus.NetworkAllocation {
+		return &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: id}, Spec: isthmus.NetworkAllocationSpec{ClusterID: id, Revision: revision, Networks: networks}}
 	}
-
-	// The books of a manager of before, and then the first copy.
-	networks["a"] = [2]string{"10.10.0.0/16", "10.110.0.0/20"}
-	writeBooks(false)
-	follow("an older manager", all())
-	writeShare("a")
-	writeBooks(true)
-	byShares := func(d delivery) bool { return len(d.intent.Own) == 2 && len(d.intent.Doubtful) == 0 }
-	s.until(byShares) // and the books are not watched any more
-
-	// A grant, in the order of the manager and in the other one.
-	networks["b"] = [2]string{"10.11.0.0/16", "10.111.0.0/20"}
-	writeShare("b")
-	doubtful := func(what string, want ...string) {
+	named := func(what string, revision int64, networks ...string) {
 		t.Helper()
-		d := s.until(func(d delivery) bool { return len(d.intent.Doubtful) == len(want) })
-		for _, p := range want {
-			if !slices.Contains(d.intent.Doubtful, netip.MustParsePrefix(p)) {
-				t.Errorf("%s: %v; want %v", what, d.intent.Doubtful, want)
+		d := s.until(func(d delivery) bool { return d.intent.Revision == revision && len(d.intent.Named) == len(networks) })
+		for i, n := range d.intent.Named {
+			if n.Network != netip.MustParsePrefix(networks[i]) || len(d.problems) > 0 {
+				t.Errorf("%s: %v; want %v (%v)", what, d.intent.Named, networks, d.problems)
 			}
 		}
-		if !slices.Equal(d.intent.Granted, kept) {
-			t.Errorf("%s: granted %v; want %v", what, d.intent.Granted, kept)
-		}
 	}
-	doubtful("a share came before the books", "10.11.0.0/16", "10.111.0.0/20")
-	peer := networks["b"]
-	delete(networks, "b") // the books never had it
-	writeShare("b")
-	doubtful("the share is as it was")
-	networks["b"] = peer
-	writeShare("b")
-	doubtful("it came again", "10.11.0.0/16", "10.111.0.0/20")
-	writeBooks(true)
-	kept = all()
-	s.until(func(d delivery) bool { return byShares(d) && slices.Equal(d.intent.Granted, kept) })
-	networks["c"] = [2]string{"10.12.0.0/16", "10.112.0.0/20"}
-	writeBooks(true)
-	s.silence("the books came before the share, and are not read yet", 200*time.Millisecond)
-	writeShare("c")
-	follow("the share came, too", all())
-
-	// An older manager takes over, with a copy that is not its: what it grants is known by the books,
-	// and stays so until the copy has it. Then somebody withdraws.
-	networks["d"] = [2]string{"10.13.0.0/16", "10.113.0.0/20"}
-	writeBooks(false)
-	follow("an older manager after a new one", all())
-	networks["e"] = [2]string{"10.14.0.0/16", "10.114.0.0/20"}
-	writeBooks(true) // a new manager, whose books are seen before its shares
-	writeShare("d")
-	writeShare("e")
-	follow("a new manager after an older one", all())
-	delete(networks, "b")
-	kept = all()
-	writeBooks(true)
-	writeShare("b")
-	follow("a peer has left", all())
-
-	// Somebody deletes a share: what was granted stays, from the books.
-	s.must(s.admin.Delete(ctx, &isthmus.GrantedNetworks{ObjectMeta: metav1.ObjectMeta{Name: fabric.ShareOf("a")}}))
-	s.silence("a share was deleted", 3*time.Second)
-	networks["f"] = [2]string{"10.15.0.0/16", "10.115.0.0/20"}
-	writeBooks(false)
-	follow("a share was deleted, and the books count", all())
-	for id := range maps.Keys(networks) {
-		writeShare(id)
+	us := allocation("us", 1)
+	us.Spec.Own = &isthmus.OwnNetworks{PodCIDR: "10.64.0.0/14", ServiceCIDR: "10.96.0.0/12"}
+	s.must(s.admin.Create(ctx, us))
+	s.until(func(d delivery) bool {
+		return len(d.intent.OwnPods) == 1 && len(d.intent.Own) == 2 && d.intent.Revision == 1
+	})
+	a, b := allocation("a", 2, "10.10.0.0/16", "10.110.0.0/20"), allocation("b", 3, "10.11.0.0/16", "10.111.0.0/20")
+	s.must(s.admin.Create(ctx, a))
+	named("the first peer", 2, "10.10.0.0/16", "10.110.0.0/20")
+	s.must(s.admin.Create(ctx, b))
+	named("another", 3, "10.10.0.0/16", "10.11.0.0/16", "10.110.0.0/20", "10.111.0.0/20")
+	b.Spec.Phase = isthmus.AllocationReleased
+	s.must(s.admin.Update(ctx, b))
+	s.silence("a peer has left, and its networks are held", 300*time.Millisecond)
+	b.Spec.Revision, b.Spec.Networks, b.Spec.Freed = 4, nil, []isthmus.FreedNetwork{{Network: "10.11.0.0/16", Revision: 4}, {Network: "10.111.0.0/20", Revision: 4}}
+	s.must(s.admin.Update(ctx, b))
+	if d := s.until(func(d delivery) bool { return d.intent.Revision == 4 && len(d.intent.Named) == 2 }); len(d.intent.Freed) != 2 || d.intent.Freed[0].Revision != 4 {
+		t.Errorf("they are freed: %+v", d.intent.Freed)
 	}
-	writeBooks(true)
-
-	// The books are gone, and what was granted before is the agent's to keep.
-	s.must(s.admin.Delete(ctx, books))
-	if d := s.until(func(d delivery) bool { return d.intent.Granted == nil }); len(d.problems) > 0 {
-		t.Error(fmt.Sprint(d.problems))
+	s.must(s.admin.Delete(ctx, a))
+	if d := s.until(func(d delivery) bool { return len(d.intent.Named) == 0 }); len(d.intent.Freed) != 2 {
+		t.Errorf("an object was deleted, and freed are %v", d.intent.Freed)
 	}
 	cancel()
 	if err := <-s.done; err != nil {

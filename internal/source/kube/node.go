@@ -3,7 +3,6 @@ package kube
 import (
 	"context"
 	"crypto/ed25519"
-	"errors"
 	"fmt"
 	"log/slog"
 	"maps"
@@ -26,17 +25,15 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
-	"github.com/isthmus-net/isthmus/internal/diff"
 	"github.com/isthmus-net/isthmus/internal/voting"
 )
 
 // WatchNode watches what the route agent of the node called self has to know: its Node and the Pods
-// on it, the Pods of the gateway, the GrantedNetworks with the metadata of the IPAM's books, and the
-// Service of the gateway, which says who the active one is. Where that is not enough it watches more,
-// as long as it is not:
+// on it, the Pods of the gateway, the NetworkAllocations, and the Service of the gateway, which says who
+// the active one is. Where that is not enough it watches more, as long as it is not:
 //
-//   - the books themselves, where GrantedNetworks are not what these say of them (see grants);
-//   - TunnelEndpoints, where there are no books, or the Service does not name a Pod of the gateway;
+//   - TunnelEndpoints, where the NetworkAllocations do not say which networks are our own, or the Service
+//     does not name a Pod of the gateway;
 //   - all Nodes, Pods and TunnelEndpoints, where a gateway has its node's network, or none was seen
 //     yet.
 //
@@ -75,8 +72,7 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 	here := map[string]cache.Config{namespace: {}}
 	w.place = w.further(map[client.Object]cache.ByObject{
 		&corev1.Service{}: {Transform: slimService, Label: labels.SelectorFromSet(serviceLabels), Namespaces: here}}, urgent)
-	w.shares = w.further(map[client.Object]cache.ByObject{&isthmus.GrantedNetworks{}: {Transform: slimShare}, booksMetadata(): {Transform: slimDigest}}, urgent)
-	w.books = w.further(map[client.Object]cache.ByObject{&v1alpha1.IpamStorage{}: {Transform: slimBooks}}, urgent)
+	w.allocations = w.further(map[client.Object]cache.ByObject{&isthmus.NetworkAllocation{}: {Transform: slimAllocation}}, urgent)
 	w.tunnels = w.further(map[client.Object]cache.ByObject{&v1alpha1.TunnelEndpoint{}: {Transform: slimEndpoint}}, urgent)
 	w.all = w.further(map[client.Object]cache.ByObject{&corev1.Node{}: {Transform: slimNode}, &corev1.Pod{}: reachablePods()}, look)
 	var err error
@@ -88,7 +84,7 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 		return nil // ctx has ended
 	}
 	w.place.want(ctx, true)
-	w.shares.want(ctx, true)
+	w.allocations.want(ctx, true)
 	if err := w.few.watch(ctx, look.set, waiting, &corev1.Node{}, &corev1.Pod{}); err != nil {
 		return nil // ctx has ended
 	}
@@ -136,16 +132,12 @@ type nodeWatch struct {
 	only bool     // what see saw last; its own, as is last
 	last *nodeSnapshot
 
-	place   *further // the Service of the gateway
-	shares  *further // GrantedNetworks, and the metadata of the books
-	books   *further // the books themselves
-	tunnels *further // TunnelEndpoints
-	all     *further // all Nodes and Pods
+	place       *further // the Service of the gateway
+	allocations *further // NetworkAllocations
+	tunnels     *further // TunnelEndpoints
+	all         *further // all Nodes and Pods
 
-	copied fabric.Shares // what is in the shares; see's own
-
-	seen  map[types.UID]int64 // the highest generation of the books that was used; see's own, as is doubt
-	doubt time.Time           // since when GrantedNetworks are not what the books say; zero: they are
+	read readAllocations // see's own
 
 	mu sync.Mutex
 }
@@ -158,14 +150,26 @@ type voter interface {
 	Holder() voting.Holder
 }
 
-// doubtMost is how long GrantedNetworks may be other than the books say, before the books themselves are
-// read: with each grant they are for a moment, and for longer while the API server is busy. The manager
-// waits five seconds for nodes to refuse what it has granted.
-const doubtMost = 4 * time.Second
+// readAllocations are NetworkAllocations as they were read last. With a thousand peers reading them takes a
+// millisecond, which a pod that comes must not cost.
+type readAllocations struct {
+	versions map[types.UID]string
+	said     fabric.Allocations
+	problems []fabric.Problem
+}
 
-// doubtHeld is how long networks are refused that GrantedNetworks alone name, while the books cannot be
-// read: it may be these networks that keep us from the API server.
-const doubtHeld = 30 * time.Second
+// from returns what the objects say. The lists stay the same ones as long as the objects do.
+func (r *readAllocations) from(all []isthmus.NetworkAllocation) (fabric.Allocations, []fabric.Problem) {
+	changed := func(o isthmus.NetworkAllocation) bool { return r.versions[o.UID] != o.ResourceVersion }
+	if len(all) != len(r.versions) || slices.ContainsFunc(all, changed) {
+		r.versions = make(map[types.UID]string, len(all))
+		for i := range all {
+			r.versions[all[i].UID] = all[i].ResourceVersion
+		}
+		r.said, r.problems = fabric.AllocationsFrom(all, time.Now())
+	}
+	return r.said, slices.Clone(r.problems)
+}
 
 // further is objects that are watched as long as they are wanted.
 type further struct {
@@ -256,9 +260,13 @@ func (w *nodeWatch) see(ctx context.Context) (now *nodeSnapshot, whole bool, err
 	for i := range pods.Items {
 		in.Gateways = append(in.Gateways, gatewayFrom(&pods.Items[i])...)
 	}
-	granted, err := w.grants(ctx, now)
-	if err != nil {
-		return nil, false, err
+	allocations, _ := w.allocations.known()
+	if allocations != nil {
+		var list isthmus.NetworkAllocationList
+		if err := allocations.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
+			return nil, false, err
+		}
+		in.Allocations, now.problems = w.read.from(list.Items)
 	}
 	place, refused := w.place.known()
 	if place != nil && w.only && len(in.OwnPods) > 0 {
@@ -268,131 +276,17 @@ func (w *nodeWatch) see(ctx context.Context) (now *nodeSnapshot, whole bool, err
 		}
 		in.Gateway = w.active(services.Items, in.Gateways)
 	}
-	undecided := place == nil && !refused // whether TunnelEndpoints are needed; a moment at the start
+	undecided := place == nil && !refused || allocations == nil // whether TunnelEndpoints are needed; a moment at the start
 	w.all.want(ctx, !w.only)
 	w.tunnels.want(ctx, !in.Gateway.IsValid() && !undecided)
 	all, _ := w.all.known()
 	tunnels, _ := w.tunnels.known()
-	whole = granted && (w.only || all != nil) && (in.Gateway.IsValid() || tunnels != nil)
+	whole = allocations != nil && (w.only || all != nil) && (in.Gateway.IsValid() || tunnels != nil)
 	err = w.snapshot(ctx, now, all, tunnels)
 	if w.last != nil && !in.Gateway.IsValid() && tunnels == nil { // where gateways were stays in force meanwhile
 		in.Gateway, in.Tunnels = w.last.intent.Gateway, w.last.intent.Tunnels
 	}
 	return now, whole, err
-}
-
-// grants fills in what the books give to peers, and our own networks, and reports whether that is
-// known. It reads GrantedNetworks, as long as the books say by their metadata that these are what is in
-// them now. Where they do not, an older manager or a person has written the books, or not all of it has
-// come yet: the books count then, once they have been read, and meanwhile what was granted before stays
-// granted. What GrantedNetworks say beside that is doubtful.
-func (w *nodeWatch) grants(ctx context.Context, s *nodeSnapshot) (known bool, err error) {
-	shares, refused := w.shares.known()
-	if shares == nil && !refused {
-		return false, nil // a moment at the start
-	}
-	var heads metav1.PartialObjectMetadataList
-	heads.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind("IpamStorageList"))
-	var copies isthmus.GrantedNetworksList
-	if shares != nil {
-		if err := errors.Join(shares.List(ctx, &heads, client.UnsafeDisableDeepCopy), shares.List(ctx, &copies, client.UnsafeDisableDeepCopy)); err != nil {
-			return false, err
-		}
-		if len(heads.Items) == 0 {
-			w.books.want(ctx, false)
-			w.doubt = time.Time{}
-			return true, nil // there are no books
-		}
-	}
-	in := &s.intent
-	copied, id, problems := w.copied.Read(copies.Items)
-	digest, current := w.digest(heads.Items)
-	if current && id == digest.Granted {
-		w.books.want(ctx, false)
-		w.use(heads.Items[0].UID, digest.Generation)
-		w.doubt = time.Time{}
-		in.Granted, s.problems = copied, problems
-		in.Edition = fabric.EditionOf(heads.Items[0].Annotations, time.Now())
-		in.Own, in.OwnPods = digest.Own()
-		return true, nil
-	}
-	if w.doubt.IsZero() {
-		w.doubt = time.Now()
-		time.AfterFunc(doubtMost, w.look.set)
-		time.AfterFunc(doubtHeld, w.look.set)
-	}
-	w.books.want(ctx, w.books.stop != nil || w.last == nil || !current || time.Since(w.doubt) >= doubtMost)
-	if books, _ := w.books.known(); books != nil {
-		var list v1alpha1.IpamStorageList
-		if err := books.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
-			return false, err
-		}
-		if w.fresh(list.Items, heads.Items) {
-			w.fromBooks(s, list.Items)
-			return true, nil
-		}
-	}
-	if w.last == nil {
-		return false, nil
-	}
-	last := &w.last.intent
-	in.Granted, in.Edition, s.problems = last.Granted, last.Edition, problems
-	if time.Since(w.doubt) < doubtHeld {
-		in.Doubtful, _, _ = diff.Of(last.Granted, copied, func(p netip.Prefix) netip.Prefix { return p })
-	}
-	in.Own, in.OwnPods = slices.Clone(last.Own), slices.Clone(last.OwnPods)
-	return true, nil
-}
-
-// digest is what the books say of GrantedNetworks; current is false where that does not count: because
-// somebody who does not know of them has written the books, or because it is older than what was used.
-func (w *nodeWatch) digest(heads []metav1.PartialObjectMetadata) (d fabric.BooksDigest, current bool) {
-	if len(heads) != 1 {
-		return d, false
-	}
-	d, ok := fabric.BooksDigestFrom(heads[0].Annotations[isthmus.AnnotationGranted])
-	return d, ok && d.Generation == heads[0].Generation && d.Generation >= w.seen[heads[0].UID]
-}
-
-// fresh reports whether books are at least those whose metadata is known, and no older than what was used.
-func (w *nodeWatch) fresh(books []v1alpha1.IpamStorage, heads []metav1.PartialObjectMetadata) bool {
-	for i := range heads {
-		if !slices.ContainsFunc(books, func(b v1alpha1.IpamStorage) bool { return b.UID == heads[i].UID && b.Generation >= heads[i].Generation }) {
-			return false
-		}
-	}
-	return !slices.ContainsFunc(books, func(b v1alpha1.IpamStorage) bool { return b.Generation < w.seen[b.UID] })
-}
-
-// use notes a generation of the books.
-func (w *nodeWatch) use(uid types.UID, generation int64) {
-	if w.seen[uid] == 0 { // another object, or the first
-		w.seen = make(map[types.UID]int64)
-	}
-	w.seen[uid] = generation
-}
-
-// fromBooks fills in what is in the books themselves.
-func (w *nodeWatch) fromBooks(s *nodeSnapshot, books []v1alpha1.IpamStorage) {
-	if len(books) > 0 {
-		s.intent.Granted = []netip.Prefix{} // there are books
-	}
-	for i := range books {
-		granted, problems := fabric.GrantedIn(&books[i])
-		s.intent.Granted = append(s.intent.Granted, granted...)
-		s.problems = append(s.problems, problems...)
-		s.intent.Edition = max(s.intent.Edition, fabric.EditionOf(books[i].Annotations, time.Now()))
-		own, pods := fabric.OwnIn(&books[i])
-		s.intent.Own, s.intent.OwnPods = append(s.intent.Own, own...), append(s.intent.OwnPods, pods...)
-		w.use(books[i].UID, books[i].Generation)
-	}
-}
-
-// booksMetadata stands for the IPAM's books without their spec.
-func booksMetadata() client.Object {
-	o := &metav1.PartialObjectMetadata{}
-	o.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind("IpamStorage"))
-	return o
 }
 
 // active is the gateway that the nodes have voted for, or that the Service names, whichever is newer.
@@ -545,34 +439,11 @@ func gatewayFrom(p *corev1.Pod) (all []fabric.GatewayPod) {
 	return all
 }
 
-// slimNode, slimPod, slimBooks, slimShare, slimDigest, slimEndpoint and slimService keep what is read of an object: on a large cluster every agent
+// slimNode, slimPod, slimAllocation, slimEndpoint and slimService keep what is read of an object: on a large cluster every agent
 // has every Pod in memory.
-func slimBooks(o any) (any, error) {
-	if b, ok := o.(*v1alpha1.IpamStorage); ok {
-		slim := &v1alpha1.IpamStorage{ObjectMeta: slimMeta(b.ObjectMeta), Spec: v1alpha1.IpamStorageSpec{
-			ClusterSubnets: b.Spec.ClusterSubnets, PodCIDR: b.Spec.PodCIDR, ServiceCIDR: b.Spec.ServiceCIDR}}
-		slim.Generation = b.Generation
-		slim.Annotations = map[string]string{isthmus.AnnotationEdition: b.Annotations[isthmus.AnnotationEdition],
-			isthmus.AnnotationReleased: b.Annotations[isthmus.AnnotationReleased]}
-		return slim, nil
-	}
-	return o, nil
-}
-
-func slimShare(o any) (any, error) {
-	if g, ok := o.(*isthmus.GrantedNetworks); ok {
-		return &isthmus.GrantedNetworks{ObjectMeta: slimMeta(g.ObjectMeta), Spec: g.Spec}, nil
-	}
-	return o, nil
-}
-
-func slimDigest(o any) (any, error) {
-	if m, ok := o.(*metav1.PartialObjectMetadata); ok {
-		slim := &metav1.PartialObjectMetadata{TypeMeta: m.TypeMeta, ObjectMeta: slimMeta(m.ObjectMeta)}
-		slim.Generation = m.Generation
-		slim.Annotations = map[string]string{isthmus.AnnotationGranted: m.Annotations[isthmus.AnnotationGranted],
-			isthmus.AnnotationEdition: m.Annotations[isthmus.AnnotationEdition]}
-		return slim, nil
+func slimAllocation(o any) (any, error) {
+	if n, ok := o.(*isthmus.NetworkAllocation); ok {
+		return &isthmus.NetworkAllocation{ObjectMeta: slimMeta(n.ObjectMeta), Spec: n.Spec}, nil
 	}
 	return o, nil
 }

@@ -167,6 +167,7 @@ func TestWatchNodeDeliversWhatARouteAgentHasToKnowAndNothingTwice(t *testing.T) 
 	scheme := runtime.NewScheme()
 	s.must(corev1.AddToScheme(scheme))
 	s.must(v1alpha1.AddToScheme(scheme))
+	s.must(isthmus.AddToScheme(scheme))
 	admin, err := clientcmd.RESTConfigFromKubeConfig(server.Kubeconfig())
 	s.must(err)
 	s.admin, err = client.New(admin, client.Options{Scheme: scheme})
@@ -186,18 +187,16 @@ func TestWatchNodeDeliversWhatARouteAgentHasToKnowAndNothingTwice(t *testing.T) 
 
 	s.silence("without the CRDs", 1500*time.Millisecond)
 	s.install("crds/net.liqo.io_tunnelendpoints.yaml")
-	s.install("crds/net.liqo.io_ipamstorages.yaml")
-	if d := s.next(); len(d.intent.Nodes)+len(d.intent.Pods)+len(d.intent.Tunnels)+len(d.problems) != 0 || d.intent.Granted != nil {
+	s.install("crds/isthmus.net_networkallocations.yaml")
+	if d := s.next(); len(d.intent.Nodes)+len(d.intent.Pods)+len(d.intent.Tunnels)+len(d.problems) != 0 || d.intent.Revision != 0 {
 		t.Errorf("of an empty cluster: %+v", d)
 	}
-	books := &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: "books"}, Spec: v1alpha1.IpamStorageSpec{
-		Prefixes: map[string][]byte{}, Pools: []string{}, ReservedSubnets: []string{}, ClusterSubnets: map[string]v1alpha1.Subnets{},
-		EndpointMappings: map[string]v1alpha1.EndpointMapping{}, NatMappingsConfigured: map[string]v1alpha1.ConfiguredCluster{}}}
-	s.must(s.admin.Create(ctx, books))
-	s.until(func(d delivery) bool { return d.intent.Granted != nil && len(d.intent.Granted) == 0 })
-	books.Spec.ClusterSubnets["b"] = v1alpha1.Subnets{RemotePodCIDR: "10.246.0.0/16", RemoteExternalCIDR: "10.250.16.0/20"}
-	s.must(s.admin.Update(ctx, books))
-	s.until(func(d delivery) bool { return len(d.intent.Granted) == 2 })
+	us := &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: "us"}, Spec: isthmus.NetworkAllocationSpec{ClusterID: "us", Revision: 1}}
+	s.must(s.admin.Create(ctx, us))
+	s.until(func(d delivery) bool { return d.intent.Revision == 1 && len(d.intent.Named) == 0 })
+	s.must(s.admin.Create(ctx, &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: "b"}, Spec: isthmus.NetworkAllocationSpec{ClusterID: "b", Revision: 2,
+		Phase: isthmus.AllocationAllocated, Networks: []string{"10.246.0.0/16", "10.250.16.0/20"}}}))
+	s.until(func(d delivery) bool { return len(d.intent.Named) == 2 })
 
 	s.create(node("n1", "172.30.1.11", "10.64.0.0/24"))
 	s.create(node("n2", "172.30.1.12", "10.64.1.0/24"))
@@ -279,17 +278,16 @@ func TestWatchNodeDeliversWhatARouteAgentHasToKnowAndNothingTwice(t *testing.T) 
 	s.create(node("n3", "172.30.1.13", "10.64.2.0/24"))
 	s.silence("a pod and a node, none of which matter", 500*time.Millisecond)
 
-	// With books, and a gateway that says on its Service that it is active, TunnelEndpoints do not
+	// With our own networks known, and a gateway that says on its Service that it is active, TunnelEndpoints do not
 	// matter, whatever happens to them; one that is no Pod of the gateway is not believed.
 	service := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: deploy.Namespace, Name: "gateway", Labels: map[string]string{v1alpha1.LabelGateway: "true"},
 		Annotations: map[string]string{isthmus.AnnotationGateways: "10.64.1.254", v1alpha1.AnnotationGatewayNodeIP: "172.30.1.12"}}, Spec: corev1.ServiceSpec{Ports: []corev1.ServicePort{{Port: 5871}}}}
 	s.must(s.admin.Create(ctx, service))
-	s.silence("books that do not say where our pods are", 500*time.Millisecond)
-	s.must(s.admin.Get(ctx, client.ObjectKeyFromObject(books), books))
-	books.Spec.PodCIDR = "10.64.0.0/14"
-	s.must(s.admin.Update(ctx, books))
+	s.silence("no object says where our pods are", 500*time.Millisecond)
+	us.Spec.Own, us.Spec.Revision = &isthmus.OwnNetworks{PodCIDR: "10.64.0.0/14"}, 3
+	s.must(s.admin.Update(ctx, us))
 	s.until(func(d delivery) bool {
-		return d.intent.Gateway == own.Addr && len(d.intent.Tunnels) == 0 && len(d.intent.OwnPods) == 1 && len(d.intent.Granted) == 2
+		return d.intent.Gateway == own.Addr && len(d.intent.Tunnels) == 0 && len(d.intent.OwnPods) == 1 && len(d.intent.Named) == 2
 	})
 	te := endpoint("x", 'x', nil)
 	s.create(te)

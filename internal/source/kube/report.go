@@ -47,14 +47,19 @@ func (r *NodeReporter) Tell(ctx context.Context, n fabric.NodeNetworks) error {
 	return r.named(writeReport(ctx, r.api, r.namespace, r.node, n))
 }
 
-// TellRefused writes which networks of peers the node refuses, see fabric.GrantsID, into the report
-// that is there.
-func (r *NodeReporter) TellRefused(ctx context.Context, id string) error {
-	patch, err := json.Marshal(map[string]any{"spec": map[string]any{"refused": id}})
+// TellRefused writes up to which revision of the NetworkAllocations the node refuses into the report that
+// is there. 0 takes it back.
+func (r *NodeReporter) TellRefused(ctx context.Context, revision int64) error {
+	spec := map[string]any{"refusedRevision": revision}
+	if revision == 0 {
+		spec["refusedRevision"] = nil
+	}
+	patch, err := json.Marshal(map[string]any{"metadata": map[string]any{"managedFields": []any{map[string]any{}}}, "spec": spec}) // which takes them away
 	if err != nil {
 		return err
 	}
-	report := &isthmus.NodeNetworks{ObjectMeta: metav1.ObjectMeta{Namespace: r.namespace, Name: r.node}}
+	report := &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Namespace: r.namespace, Name: r.node}} // a short answer: thousands of nodes get one for each allocation
+	report.SetGroupVersionKind(isthmus.GroupVersion.WithKind("NodeNetworks"))
 	return r.named(r.api.Patch(ctx, report, client.RawPatch(types.MergePatchType, patch)))
 }
 

@@ -3,7 +3,7 @@ package released
 
 import (
 	"context"
-	"strconv"
+	"slices"
 	"time"
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -13,29 +13,47 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// EndHolds edits the IPAM state of a cluster as a person would: nothing in it is held afterwards, and nodes
-// let go of the networks of peers that have left. Call it again after an error, which may be a conflict.
+// EndHolds edits the NetworkAllocations of a cluster as a person would: what is held in them is freed, and
+// nodes let go of it. Call it again after an error, which may be a conflict.
 func EndHolds(ctx context.Context, c client.Client) error {
-	var list v1alpha1.IpamStorageList
-	if err := c.List(ctx, &list); err != nil {
-		return err
+	var books v1alpha1.IpamStorageList
+	var allocations isthmus.NetworkAllocationList
+	for _, list := range []client.ObjectList{&books, &allocations} {
+		if err := c.List(ctx, list); err != nil {
+			return err
+		}
 	}
-	for i := range list.Items {
-		o := &list.Items[i]
-		held, err := fabric.ReleasedFrom(o.Annotations)
+	held := func(id, network string) bool { return false }
+	for i := range books.Items {
+		r, err := fabric.ReleasedFrom(books.Items[i].Annotations)
 		if err != nil {
 			return err
 		}
-		if held.Text() == "" {
+		others := held
+		held = func(id, network string) bool {
+			for _, peers := range r.Replaced {
+				if slices.Contains(peers[id], network) {
+					return true
+				}
+			}
+			return others(id, network)
+		}
+	}
+	for i := range allocations.Items {
+		o := &allocations.Items[i]
+		spec, revision := &o.Spec, time.Now().UnixMilli()
+		kept := slices.DeleteFunc(slices.Clone(spec.Networks), func(n string) bool {
+			return spec.Phase == isthmus.AllocationReleased || held(spec.ClusterID, n)
+		})
+		if len(kept) == len(spec.Networks) {
 			continue
 		}
-		for _, ids := range held.Peers {
-			for _, id := range ids {
-				delete(o.Spec.ClusterSubnets, id)
+		for _, n := range spec.Networks {
+			if !slices.Contains(kept, n) {
+				spec.Freed = append(spec.Freed, isthmus.FreedNetwork{Network: n, Revision: revision})
 			}
 		}
-		delete(o.Annotations, isthmus.AnnotationReleased)
-		o.Annotations[isthmus.AnnotationEdition] = strconv.FormatInt(time.Now().UnixMilli(), 10)
+		spec.Networks, spec.Revision = kept, revision
 		if err := c.Update(ctx, o); err != nil {
 			return err
 		}

@@ -1,0 +1,110 @@
+package fabric
+
+import (
+	"cmp"
+	"crypto/sha256"
+	"encoding/hex"
+	"net/netip"
+	"slices"
+	"strings"
+	"time"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+)
+
+// AllocationName is the name of the NetworkAllocation of a cluster: its ID, or a hash of it where the ID is
+// no name of an object. The hash is longer than any ID, so that it is no other cluster's ID.
+func AllocationName(clusterID string) string {
+	if isObjectName(clusterID) {
+		return clusterID
+	}
+	sum := sha256.Sum256([]byte(clusterID))
+	return hex.EncodeToString(sum[:])
+}
+
+// isObjectName reports whether a cluster ID is a subdomain (RFC 1123), as names of objects have to be.
+func isObjectName(clusterID string) bool {
+	return !slices.ContainsFunc(strings.Split(clusterID, "."), func(label string) bool {
+		other := func(c rune) bool { return (c < 'a' || c > 'z') && (c < '0' || c > '9') && c != '-' }
+		return label == "" || strings.HasPrefix(label, "-") || strings.HasSuffix(label, "-") || strings.ContainsFunc(label, other)
+	})
+}
+
+// An Allocation is a network that a NetworkAllocation names or frees, with the revision in which it does.
+type Allocation struct {
+	Network  netip.Prefix
+	Revision int64
+}
+
+// Allocations are what the NetworkAllocations of a cluster say together. Lists are sorted by network, each
+// of which is there once, with the highest revision.
+type Allocations struct {
+	Named, Freed []Allocation
+	// Revision is the highest one; 0: there are no objects.
+	Revision int64
+	// Own are the networks of our own pods and Services as far as they are known, OwnPods that of the pods.
+	Own, OwnPods []netip.Prefix
+}
+
+// revisionAhead is how far ahead of the clock a revision may be, for clocks that differ.
+const revisionAhead = 24 * time.Hour
+
+// Revision returns a revision that was read, or 0 when it does not count. The manager's are times in
+// milliseconds, or little above. No later one would be above one that is far ahead of the clock.
+func Revision(n int64, now time.Time) int64 {
+	if n < 0 || n > now.Add(revisionAhead).UnixMilli() {
+		return 0
+	}
+	return n
+}
+
+// AllocationsFrom reads all NetworkAllocations, in any order. It skips what is no network and reports it.
+func AllocationsFrom(all []isthmus.NetworkAllocation, now time.Time) (a Allocations, problems []Problem) {
+	own := int64(-1)
+	for i := range all {
+		spec := &all[i].Spec
+		r := report{origin: Origin{Kind: "NetworkAllocation", Name: all[i].Name}}
+		revision := Revision(spec.Revision, now)
+		a.Revision = max(a.Revision, revision)
+		for _, text := range spec.Networks {
+			if p := r.allocated("spec.networks", text); p.IsValid() {
+				a.Named = append(a.Named, Allocation{p, revision})
+			}
+		}
+		for _, f := range spec.Freed {
+			if p := r.allocated("spec.freed", f.Network); p.IsValid() {
+				a.Freed = append(a.Freed, Allocation{p, Revision(f.Revision, now)})
+			}
+		}
+		if o := spec.Own; o != nil && revision > own {
+			own, a.Own, a.OwnPods = revision, nil, nil
+			if p, err := netip.ParsePrefix(o.PodCIDR); err == nil {
+				a.Own, a.OwnPods = append(a.Own, p.Masked()), append(a.OwnPods, p.Masked())
+			}
+			if p, err := netip.ParsePrefix(o.ServiceCIDR); err == nil {
+				a.Own = append(a.Own, p.Masked())
+			}
+		}
+		problems = append(problems, r.problems...)
+	}
+	a.Named, a.Freed = Latest(a.Named), Latest(a.Freed)
+	return a, problems
+}
+
+// allocated reads one; zero: it is none.
+func (r *report) allocated(field, text string) netip.Prefix {
+	p, err := netip.ParsePrefix(text)
+	if err != nil || p.Bits() == 0 {
+		r.add(field, "%s is no network; want CIDR notation", quote(text))
+		return netip.Prefix{}
+	}
+	return p.Masked()
+}
+
+// Latest sorts a list by network and keeps the highest revision of each. It works in place.
+func Latest(list []Allocation) []Allocation {
+	slices.SortFunc(list, func(a, b Allocation) int {
+		return cmp.Or(a.Network.Compare(b.Network), cmp.Compare(b.Revision, a.Revision))
+	})
+	return slices.CompactFunc(list, func(a, b Allocation) bool { return a.Network == b.Network })
+}

@@ -1,0 +1,336 @@
+package ipamstore
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"net/http"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/ipam"
+)
+
+// allocations returns what agents read.
+func allocations(t *testing.T) fabric.Allocations {
+	t.Helper()
+	var list isthmus.NetworkAllocationList
+	if err := testClient.List(t.Context(), &list); err != nil {
+		t.Fatal(err)
+	}
+	all, problems := fabric.AllocationsFrom(list.Items, time.Now())
+	if len(problems) > 0 {
+		t.Fatal(problems)
+	}
+	return all
+}
+
+// allocationOf returns the object of a cluster.
+func allocationOf(t *testing.T, id string) isthmus.NetworkAllocation {
+	t.Helper()
+	var o isthmus.NetworkAllocation
+	if err := testClient.Get(t.Context(), client.ObjectKey{Name: fabric.AllocationName(id)}, &o); err != nil {
+		t.Fatal(err)
+	}
+	return o
+}
+
+// texts are the networks of a list, and revisions their revisions.
+func texts(list []fabric.Allocation) (networks []string) {
+	for _, a := range list {
+		networks = append(networks, a.Network.String())
+	}
+	slices.Sort(networks)
+	return networks
+}
+
+func want(t *testing.T, when string, networks ...string) {
+	t.Helper()
+	slices.Sort(networks)
+	if got := texts(allocations(t).Named); !slices.Equal(got, networks) {
+		t.Errorf("%s: agents read %v; want %v", when, got, networks)
+	}
+}
+
+func grant(t *testing.T, s *Store, id, pod, external string) {
+	t.Helper()
+	if _, err := s.Update(t.Context(), func(b ipam.Book) (ipam.Book, error) {
+		b, _, err := b.Grant(claim(id, pod, external))
+		return b, err
+	}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func refresh(t *testing.T, h *harness) {
+	t.Helper()
+	if err := h.Refresh(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func patched(t *testing.T, id, patch string) {
+	t.Helper()
+	o := &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: id}}
+	if err := testClient.Patch(t.Context(), o, client.RawPatch("application/merge-patch+json", []byte(patch))); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestNetworkAllocationsSayWhatTheBookDoes(t *testing.T) {
+	h := fresh(t)
+	want(t, "no peers")
+	if all := allocations(t); len(all.OwnPods) != 1 || all.OwnPods[0] != ours.PodCIDR || len(all.Own) != 2 || all.Own[1] != ours.ServiceCIDR || all.Revision == 0 {
+		t.Errorf("of our own networks agents read %+v", all)
+	}
+	grant(t, h.Store, "b", "10.64.0.0/16", "10.65.0.0/20")
+	want(t, "one peer", "10.64.0.0/16", "10.65.0.0/20")
+	grant(t, h.Store, "Cluster_C", "10.66.0.0/16", "10.67.0.0/20") // an ID that is no object's name
+	want(t, "two", "10.64.0.0/16", "10.65.0.0/20", "10.66.0.0/16", "10.67.0.0/20")
+	if o := allocationOf(t, "Cluster_C"); o.Spec.ClusterID != "Cluster_C" || o.Spec.Phase != isthmus.AllocationAllocated || len(o.Spec.Freed) > 0 {
+		t.Errorf("%+v", o.Spec)
+	}
+	h.update(func(b ipam.Book) ipam.Book { return b.Part("b", time.Now()) })
+	was := allocationOf(t, "b").Spec
+	if was.Phase != isthmus.AllocationReleased || len(was.Networks) != 2 {
+		t.Errorf("a peer has left: %+v", was)
+	}
+	h.update(func(b ipam.Book) ipam.Book { return b.Release("b") })
+	want(t, "its networks are free", "10.66.0.0/16", "10.67.0.0/20")
+	is := allocationOf(t, "b").Spec
+	if is.Phase != isthmus.AllocationFreed || len(is.Freed) != 2 || is.Freed[0].Network != "10.64.0.0/16" || is.Freed[0].Revision != is.Revision || is.Revision <= was.Revision {
+		t.Errorf("freed: %+v after %+v", is, was)
+	}
+
+	// Whoever deletes or edits an object, or makes another one: it is written again, and what it should not
+	// have named is freed.
+	name := fabric.AllocationName("Cluster_C")
+	if err := testClient.Delete(t.Context(), &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: name}}); err != nil {
+		t.Fatal(err)
+	}
+	refresh(t, h)
+	want(t, "an object was deleted", "10.66.0.0/16", "10.67.0.0/20")
+	for _, patch := range []string{`{"spec":{"networks":null,"freed":[{"network":"10.66.0.0/16","revision":9000000000000}]}}`,
+		`{"spec":{"networks":["10.66.0.0/16","10.99.0.0/16"],"clusterID":"x","own":{"podCIDR":"10.0.0.0/8"}}}`, `{"spec":{"revision":9000000000000000,"phase":"Freed"}}`} {
+		patched(t, name, patch)
+		refresh(t, h)
+		want(t, patch, "10.66.0.0/16", "10.67.0.0/20")
+		o := allocationOf(t, "Cluster_C").Spec
+		if o.ClusterID != "Cluster_C" || o.Own != nil || o.Phase != isthmus.AllocationAllocated || fabric.Revision(o.Revision, time.Now()) == 0 {
+			t.Errorf("%s: %+v", patch, o)
+		}
+	}
+	stray := &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: "stray"}, Spec: isthmus.NetworkAllocationSpec{ClusterID: "Cluster_C", Revision: 1, Networks: []string{"10.98.0.0/16"}}}
+	if err := testClient.Create(t.Context(), stray); err != nil {
+		t.Fatal(err)
+	}
+	refresh(t, h)
+	want(t, "another object", "10.66.0.0/16", "10.67.0.0/20")
+	if freed := texts(allocations(t).Freed); !slices.Contains(freed, "10.98.0.0/16") || !slices.Contains(freed, "10.99.0.0/16") {
+		t.Errorf("freed are %v", freed)
+	}
+	restored := &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: "restored"}, Spec: isthmus.NetworkAllocationSpec{ClusterID: "restored", Revision: 7,
+		Freed: []isthmus.FreedNetwork{{Network: "10.97.0.0/16", Revision: 7}}}} // as docs/lifecycle.md has it
+	if err := testClient.Create(t.Context(), restored); err != nil {
+		t.Fatal(err)
+	}
+	refresh(t, h)
+	if o := allocationOf(t, "restored").Spec; len(o.Freed) != 1 || o.Freed[0].Revision != 7 {
+		t.Errorf("a person frees what no object names: %+v", o)
+	}
+	h.sent()
+	refresh(t, h)
+	if methods, _, _ := h.sent(); slices.Contains(methods, http.MethodPatch) {
+		t.Errorf("nothing has changed, and it sends %v", methods)
+	}
+
+	// The first manager still believes to lead: what it writes is about what there is now.
+	another := loaded(t)
+	another.grant(claim("d", "10.68.0.0/16", "10.69.0.0/20"))
+	another.update(func(b ipam.Book) ipam.Book { return b.Release("Cluster_C") })
+	grant(t, h.Store, "e", "10.70.0.0/16", "10.71.0.0/20")
+	want(t, "after another manager", "10.68.0.0/16", "10.69.0.0/20", "10.70.0.0/16", "10.71.0.0/20")
+	if _, has := h.Book().GrantOf("Cluster_C"); has {
+		t.Error("what another manager has released is back")
+	}
+}
+
+// An agent lets a network go by a revision: it is higher with each change of the networks of a cluster, also
+// after older objects were restored.
+func TestTheRevisionRisesWithEachChangeOfNetworksAndOnlyThen(t *testing.T) {
+	h := fresh(t)
+	h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	last := allocationOf(t, "b").Spec.Revision
+	step := func(what string, higher bool, do func()) {
+		t.Helper()
+		do()
+		now := allocationOf(t, "b").Spec.Revision
+		if higher && now <= last || !higher && now != last {
+			t.Errorf("%s: revision %d after %d; want higher: %v", what, now, last, higher)
+		}
+		last = now
+	}
+	release := func(id string) { h.update(func(b ipam.Book) ipam.Book { return b.Release(id) }) }
+	step("an answer", false, func() { h.answered("b", "10.246.0.0/16", "10.247.0.0/16") })
+	step("a mapping", false, func() { h.mapEndpoint("b", "198.51.100.7") })
+	step("another peer", false, func() { h.grant(claim("c", "10.244.0.0/16", "10.245.0.0/16")) })
+	old, before := h.agree(), allocationOf(t, "b")
+	step("it leaves", false, func() { h.update(func(b ipam.Book) ipam.Book { return b.Part("b", time.Now()) }) })
+	step("its networks are free", true, func() { release("b") })
+	step("nothing to release", false, func() { release("b") })
+	step("a grant again", true, func() { h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16")) })
+	step("another network", true, func() {
+		h.update(func(b ipam.Book) ipam.Book {
+			r := claim("b", "10.244.0.0/16", "10.245.0.0/16")
+			r.WantPod = pfx("10.66.0.0/16")
+			b, _, err := b.Grant(r)
+			if err != nil {
+				t.Error(err)
+			}
+			return b
+		})
+	})
+	restore := func() {
+		edit(t, func(o *v1alpha1.IpamStorage) { o.Spec, o.Annotations = old.Spec, old.Annotations })
+		o := allocationOf(t, "b")
+		o.Spec = before.Spec
+		if err := testClient.Update(t.Context(), &o); err != nil {
+			t.Fatal(err)
+		}
+	}
+	step("older objects, restored", true, func() { restore(); refresh(t, h) })
+	if g, _ := h.Book().GrantOf("b"); g.Pod != pfx("10.66.0.0/16") {
+		t.Errorf("b has %v of older objects", g)
+	}
+	step("all are deleted", true, func() {
+		for _, kind := range []client.Object{&v1alpha1.IpamStorage{}, &isthmus.NetworkAllocation{}} {
+			if err := testClient.DeleteAllOf(t.Context(), kind); err != nil {
+				t.Fatal(err)
+			}
+		}
+		refresh(t, h)
+	})
+	step("another manager", false, func() { h = loaded(t) })
+	step("older objects, and a manager that knows no others", true, func() {
+		restore()
+		h = loaded(t)
+		release("b")
+	})
+}
+
+// stopping is a client whose writes of one kind fail, which is what a manager that is killed leaves.
+type stopping struct {
+	client.Client
+	at string // part of the Go type
+}
+
+func (s *stopping) fails(o client.Object) error {
+	if s.at != "" && strings.Contains(fmt.Sprintf("%T", o), s.at) {
+		return fmt.Errorf("stopped")
+	}
+	return nil
+}
+
+func (s *stopping) Create(ctx context.Context, o client.Object, opts ...client.CreateOption) error {
+	if err := s.fails(o); err != nil {
+		return err
+	}
+	return s.Client.Create(ctx, o, opts...)
+}
+
+func (s *stopping) Patch(ctx context.Context, o client.Object, p client.Patch, opts ...client.PatchOption) error {
+	if err := s.fails(o); err != nil {
+		return err
+	}
+	return s.Client.Patch(ctx, o, p, opts...)
+}
+
+// What is granted is in a NetworkAllocation before it is in the IpamStorage, and what is freed leaves the
+// IpamStorage first: wherever a manager is stopped, nodes refuse all that the IpamStorage has.
+func TestNodesRefuseAllThatTheIpamStorageHasAtAnyMoment(t *testing.T) {
+	h := fresh(t)
+	s := &stopping{Client: h.client}
+	h.client = s
+	if _, err := h.Update(t.Context(), func(b ipam.Book) (ipam.Book, error) { b, _ = b.Configure(ours); return b, nil }); err != nil {
+		t.Fatal(err)
+	}
+	whole := func(when string) {
+		t.Helper()
+		named := texts(allocations(t).Named)
+		var books v1alpha1.IpamStorageList
+		if err := testClient.List(t.Context(), &books); err != nil {
+			t.Fatal(err)
+		}
+		for _, id := range slices.Sorted(maps.Keys(books.Items[0].Spec.ClusterSubnets)) {
+			if p := books.Items[0].Spec.ClusterSubnets[id].RemotePodCIDR; !slices.Contains(named, p) {
+				t.Errorf("%s: %s has %v, and nodes refuse %v", when, id, p, named)
+			}
+		}
+	}
+	change := func(f func(ipam.Book) (ipam.Book, error)) {
+		t.Helper()
+		for _, at := range []string{"NetworkAllocation", "PartialObjectMetadata"} {
+			s.at = at
+			if _, err := h.Update(t.Context(), f); err == nil && at == "PartialObjectMetadata" {
+				t.Error("written all the same")
+			}
+			whole("stopped at " + at)
+		}
+		s.at = ""
+		if _, err := h.Update(t.Context(), f); err != nil {
+			t.Fatal(err)
+		}
+		whole("done")
+	}
+	change(func(b ipam.Book) (ipam.Book, error) {
+		b, _, err := b.Grant(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
+		return b, err
+	})
+	want(t, "granted", "10.64.0.0/16", "10.65.0.0/20")
+	change(func(b ipam.Book) (ipam.Book, error) { // another network in the place of the first
+		b, _, err := b.Release("b").Grant(ipam.Request{ID: "b", Pod: pfx("10.80.0.0/16"), External: pfx("10.81.0.0/20"), WantPod: pfx("10.80.0.0/16"), WantExternal: pfx("10.81.0.0/20")})
+		return b, err
+	})
+	want(t, "another network", "10.80.0.0/16", "10.81.0.0/20")
+	s.at = "NetworkAllocation" // freed, and nodes do not know it yet
+	if _, err := h.Update(t.Context(), func(b ipam.Book) (ipam.Book, error) { return b.Release("b"), nil }); err != nil {
+		t.Fatal(err)
+	}
+	want(t, "not freed yet", "10.80.0.0/16", "10.81.0.0/20")
+	if err := h.Refresh(t.Context()); err == nil {
+		t.Error("a refresh that cannot write it is content, and nobody tries again")
+	}
+	s.at = ""
+	if err := h.Refresh(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	want(t, "after a refresh")
+}
+
+// Somebody fills the object of a peer: what is granted has a place, and the rest is freed.
+func TestAFullObjectKeepsNobodyOut(t *testing.T) {
+	h := fresh(t)
+	full := &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: "b"}, Spec: isthmus.NetworkAllocationSpec{ClusterID: "b", Revision: 1}}
+	for i := range maxNetworks {
+		full.Spec.Networks = append(full.Spec.Networks, fmt.Sprintf("10.99.%d.0/24", i))
+	}
+	if err := testClient.Create(t.Context(), full); err != nil {
+		t.Fatal(err)
+	}
+	grant(t, h.Store, "b", "10.64.0.0/16", "10.65.0.0/16")
+	want(t, "granted", "10.64.0.0/16", "10.65.0.0/16")
+	patched(t, "b", fmt.Sprintf(`{"spec":{"networks":["%s"]}}`, strings.Join(full.Spec.Networks, `","`)))
+	refresh(t, h)
+	want(t, "a look", "10.64.0.0/16", "10.65.0.0/16")
+	if freed := len(allocationOf(t, "b").Spec.Freed); freed != maxNetworks {
+		t.Errorf("%d are freed", freed)
+	}
+}
