@@ -60,7 +60,6 @@ func Revision(n int64, now time.Time) int64 {
 
 // AllocationsFrom reads all NetworkAllocations, in any order. It skips what is no network and reports it.
 func AllocationsFrom(all []isthmus.NetworkAllocation, now time.Time) (a Allocations, problems []Problem) {
-	own := int64(-1)
 	for i := range all {
 		spec := &all[i].Spec
 		r := report{origin: Origin{Kind: "NetworkAllocation", Name: all[i].Name}}
@@ -76,19 +75,29 @@ func AllocationsFrom(all []isthmus.NetworkAllocation, now time.Time) (a Allocati
 				a.Freed = append(a.Freed, Allocation{p, Revision(f.Revision, now)})
 			}
 		}
-		if o := spec.Own; o != nil && revision > own {
-			own, a.Own, a.OwnPods = revision, nil, nil
-			if p, err := netip.ParsePrefix(o.PodCIDR); err == nil {
-				a.Own, a.OwnPods = append(a.Own, p.Masked()), append(a.OwnPods, p.Masked())
-			}
-			if p, err := netip.ParsePrefix(o.ServiceCIDR); err == nil {
-				a.Own = append(a.Own, p.Masked())
-			}
-		}
 		problems = append(problems, r.problems...)
+	}
+	own := OwnIn(all, now)
+	if p, err := netip.ParsePrefix(own.PodCIDR); err == nil {
+		a.Own, a.OwnPods = append(a.Own, p.Masked()), append(a.OwnPods, p.Masked())
+	}
+	if p, err := netip.ParsePrefix(own.ServiceCIDR); err == nil {
+		a.Own = append(a.Own, p.Masked())
 	}
 	a.Named, a.Freed = Latest(a.Named), Latest(a.Freed)
 	return a, problems
+}
+
+// OwnIn returns the networks of our own cluster. Of several objects that have some, after a change of our
+// cluster ID, the one with the highest revision counts.
+func OwnIn(all []isthmus.NetworkAllocation, now time.Time) (own isthmus.OwnNetworks) {
+	latest := int64(-1)
+	for i := range all {
+		if spec := &all[i].Spec; spec.Own != nil && Revision(spec.Revision, now) > latest {
+			own, latest = *spec.Own, Revision(spec.Revision, now)
+		}
+	}
+	return own
 }
 
 // allocated reads one; zero: it is none.

@@ -20,7 +20,7 @@ func TestAllocationsAreWhatAllObjectsSayTogether(t *testing.T) {
 	b, c := object("b", 7, "10.246.0.0/16", "10.247.0.0/20"), object("c", 9, "fd00::1/48", "10.246.0.0/16", "None", "0.0.0.0/0")
 	b.Spec.Freed = []isthmus.FreedNetwork{{Network: "10.9.0.0/16", Revision: 3}, {Network: "10.9.0.0/16", Revision: 5}, {Network: "x", Revision: 6}}
 	own, older := object("us", 4), object("who we were", 2)
-	own.Spec.Own = &isthmus.OwnNetworks{PodCIDR: "10.244.0.0/16", ServiceCIDR: "10.96.0.0/12"}
+	own.Spec.Own = &isthmus.OwnNetworks{PodCIDR: "10.244.0.0/16", ServiceCIDR: "10.96.0.0/12", ExternalCIDR: "10.245.0.0/16"}
 	older.Spec.Own = &isthmus.OwnNetworks{PodCIDR: "10.1.0.0/16"}
 	ahead := object("ahead", now.Add(48*time.Hour).UnixMilli(), "10.8.0.0/16")
 	got, problems := AllocationsFrom([]isthmus.NetworkAllocation{c, own, ahead, older, b}, now)

@@ -317,7 +317,8 @@ func TestComponentsHaveTheRightsTheyNeedAndNoOthers(t *testing.T) {
 			{"get", "coordination.k8s.io", "leases", home, "isthmus-gateway"},
 		}},
 		{deploy.GatewayServiceAccount, []right{
-			{"list watch", "net.liqo.io", "tunnelendpoints natmappings ipamstorages", "", ""},
+			{"list watch", "net.liqo.io", "tunnelendpoints natmappings", "", ""},
+			{"list watch", "isthmus.net", "networkallocations", "", ""},
 			{"patch", "net.liqo.io", "tunnelendpoints/status", "", ""},
 			{"list watch", "", "nodes", "", ""},
 			{"list watch", "discovery.k8s.io", "endpointslices", "", "kubernetes"},

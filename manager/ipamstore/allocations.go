@@ -120,7 +120,7 @@ func (s *Store) allocationOf(book ipam.Book, id string) isthmus.NetworkAllocatio
 	want := isthmus.NetworkAllocationSpec{ClusterID: id}
 	if id != "" && id == s.self {
 		own := book.Own()
-		want.Own = &isthmus.OwnNetworks{PodCIDR: text(own.PodCIDR), ServiceCIDR: text(own.ServiceCIDR)}
+		want.Own = &isthmus.OwnNetworks{PodCIDR: text(own.PodCIDR), ServiceCIDR: text(own.ServiceCIDR), ExternalCIDR: text(own.ExternalCIDR)}
 		return want
 	}
 	for _, p := range book.NetworksOf(id) {
@@ -175,8 +175,8 @@ func (s *Store) writeAllocation(ctx context.Context, name string, want isthmus.N
 		spec := map[string]any{"clusterID": want.ClusterID, "revision": want.Revision, "phase": want.Phase,
 			"networks": append([]string{}, want.Networks...), "freed": append([]isthmus.FreedNetwork{}, want.Freed...), "own": nil}
 		if want.Own != nil {
-			own := map[string]any{"podCIDR": nil, "serviceCIDR": nil}
-			for field, text := range map[string]string{"podCIDR": want.Own.PodCIDR, "serviceCIDR": want.Own.ServiceCIDR} {
+			own := map[string]any{"podCIDR": nil, "serviceCIDR": nil, "externalCIDR": nil}
+			for field, text := range map[string]string{"podCIDR": want.Own.PodCIDR, "serviceCIDR": want.Own.ServiceCIDR, "externalCIDR": want.Own.ExternalCIDR} {
 				if text != "" {
 					own[field] = text
 				}

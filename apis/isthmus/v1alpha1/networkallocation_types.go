@@ -62,12 +62,14 @@ type FreedNetwork struct {
 	Revision int64 `json:"revision"`
 }
 
-// OwnNetworks are those of our own pods and Services.
+// OwnNetworks are those of our own pods, Services and mapped endpoints.
 type OwnNetworks struct {
 	// +optional
 	PodCIDR AllocatedNetwork `json:"podCIDR,omitempty"`
 	// +optional
 	ServiceCIDR AllocatedNetwork `json:"serviceCIDR,omitempty"`
+	// +optional
+	ExternalCIDR AllocatedNetwork `json:"externalCIDR,omitempty"`
 }
 
 // NetworkAllocation says which networks stand for one cluster here. The manager writes it before it tells

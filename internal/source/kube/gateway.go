@@ -508,7 +508,7 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup, e *electio
 		g.look.set()
 	}
 	err = errors.Join(
-		g.objects.watch(ctx, g.look.set, waiting, &corev1.Secret{}, &corev1.Service{}, &v1alpha1.IpamStorage{}, &discoveryv1.EndpointSlice{}),
+		g.objects.watch(ctx, g.look.set, waiting, &corev1.Secret{}, &corev1.Service{}, &isthmus.NetworkAllocation{}, &discoveryv1.EndpointSlice{}),
 		g.objects.watch(ctx, ask, waiting, &v1alpha1.NatMapping{}, &v1alpha1.TunnelEndpoint{}),
 		g.objects.watchBy(ctx, g.places.handler(g.look.set), waiting, &corev1.Node{}))
 	if err != nil {
@@ -603,10 +603,10 @@ func (p *patient) RoundTrip(r *http.Request) (*http.Response, error) {
 func (g *Gateway) kinds() map[client.Object]cache.ByObject {
 	here := map[string]cache.Config{g.o.Namespace: {}}
 	kinds := map[client.Object]cache.ByObject{
-		&v1alpha1.TunnelEndpoint{}: {},
-		&v1alpha1.NatMapping{}:     {},
-		&v1alpha1.IpamStorage{}:    {Transform: slimNetworks},
-		&corev1.Node{}:             {Transform: slimNode},
+		&v1alpha1.TunnelEndpoint{}:   {},
+		&v1alpha1.NatMapping{}:       {},
+		&isthmus.NetworkAllocation{}: {Transform: slimOwn},
+		&corev1.Node{}:               {Transform: slimNode},
 		&discoveryv1.EndpointSlice{}: {Namespaces: map[string]cache.Config{
 			metav1.NamespaceDefault: {FieldSelector: fields.OneTermEqualSelector("metadata.name", "kubernetes")}}},
 		&corev1.Secret{}:        {Namespaces: named(g.o.Namespace, KeySecret)}, // see presharedKeys for the only other one

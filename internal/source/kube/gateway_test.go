@@ -99,7 +99,7 @@ func (s *apiServer) installCRDs(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, name := range names {
+	for _, name := range append(names, "crds/isthmus.net_networkallocations.yaml") {
 		text, err := deploy.Files.ReadFile(name)
 		if err != nil {
 			t.Fatal(err)
@@ -110,7 +110,9 @@ func (s *apiServer) installCRDs(t *testing.T) {
 		}
 		s.create(t, crd)
 	}
-	within(t, "the kinds are served", func() error { return s.client.List(t.Context(), &v1alpha1.TunnelEndpointList{}) })
+	within(t, "the kinds are served", func() error {
+		return errors.Join(s.client.List(t.Context(), &v1alpha1.TunnelEndpointList{}), s.client.List(t.Context(), &isthmus.NetworkAllocationList{}))
+	})
 }
 
 // installReports installs the definition of what agents report.
@@ -134,8 +136,8 @@ func (s *apiServer) restricted(t *testing.T, user string, rules ...rbacv1.Policy
 	if err != nil {
 		t.Fatal(err)
 	}
-	rules = append(rules, rbacv1.PolicyRule{APIGroups: []string{"", "net.liqo.io", "discovery.k8s.io"},
-		Resources: []string{"nodes", "ipamstorages", "endpointslices"}, Verbs: []string{"list", "watch"}}) // which every gateway reads
+	rules = append(rules, rbacv1.PolicyRule{APIGroups: []string{"", "isthmus.net", "discovery.k8s.io"},
+		Resources: []string{"nodes", "networkallocations", "endpointslices"}, Verbs: []string{"list", "watch"}}) // which every gateway reads
 	s.create(t, &rbacv1.ClusterRole{ObjectMeta: metav1.ObjectMeta{Name: user}, Rules: rules},
 		&rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: user}, RoleRef: rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: user},
 			Subjects: []rbacv1.Subject{{APIGroup: rbacv1.GroupName, Kind: "User", Name: user}}})
@@ -252,10 +254,8 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 	t.Run("it knows where no gateway of a peer is", func(t *testing.T) {
 		s.namespace(t, "site")
 		node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "site"}}
-		s.create(t, node, &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: "site"}, Spec: v1alpha1.IpamStorageSpec{
-			Prefixes: map[string][]byte{}, Pools: []string{}, ReservedSubnets: []string{}, ClusterSubnets: map[string]v1alpha1.Subnets{},
-			EndpointMappings: map[string]v1alpha1.EndpointMapping{}, NatMappingsConfigured: map[string]v1alpha1.ConfiguredCluster{},
-			PodCIDR: "10.244.0.0/18", ServiceCIDR: "10.96.0.0/12"}},
+		s.create(t, node, &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: "site"}, Spec: isthmus.NetworkAllocationSpec{
+			ClusterID: "site", Revision: 1, Own: &isthmus.OwnNetworks{PodCIDR: "10.244.0.0/18", ServiceCIDR: "10.96.0.0/12", ExternalCIDR: "10.244.64.0/20"}}},
 			&discoveryv1.EndpointSlice{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "kubernetes"}, AddressType: discoveryv1.AddressTypeIPv4,
 				Endpoints: []discoveryv1.Endpoint{{Addresses: []string{"198.51.100.9"}}}})
 		r := start(t, GatewayOptions{Config: s.config, Namespace: "site", Pod: "p"})
@@ -273,6 +273,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		within(t, "ready", r.Ready)
 		refused("10.244.63.1", "inside 10.244.0.0/18, our PodCIDR")
 		refused("10.96.0.1", "inside 10.96.0.0/12, our ServiceCIDR")
+		refused("10.244.64.1", "inside 10.244.64.0/20, our ExternalCIDR")
 		refused("198.51.100.9", "is an API server of ours")
 		refused("198.51.100.7", "")
 		node.Status.Addresses = []corev1.NodeAddress{{Type: corev1.NodeHostName, Address: "site"}, {Type: corev1.NodeExternalIP, Address: "198.51.100.7"}}
@@ -280,7 +281,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 			t.Fatal(err)
 		}
 		refused("198.51.100.7", "is a node of ours")
-		for _, o := range []client.Object{node, &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: "site"}}} {
+		for _, o := range []client.Object{node, &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: "site"}}} {
 			if err := s.client.Delete(t.Context(), o); err != nil {
 				t.Error(err)
 			}

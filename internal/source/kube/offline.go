@@ -14,7 +14,7 @@ import (
 
 // GatewayOf is what the gateway of a cluster has to do by the objects as they are now, and what is
 // left out of it, for whoever wants to know without asking the gateway. It reads TunnelEndpoints,
-// NatMappings, Nodes, the IPAM's books and the addresses of the API servers, of which host is one.
+// NatMappings, Nodes, NetworkAllocations and the addresses of the API servers, of which host is one.
 func GatewayOf(ctx context.Context, reader client.Reader, host string, cluster v1alpha1.ClusterIdentity) (gw fabric.Gateway, leftOut []fabric.Problem, err error) {
 	var nodes corev1.NodeList
 	if err := reader.List(ctx, &nodes); err != nil {

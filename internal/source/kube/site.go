@@ -5,12 +5,13 @@ import (
 	"net/netip"
 	"net/url"
 	"slices"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
-	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
@@ -19,29 +20,27 @@ func (g *Gateway) site(ctx context.Context) (fabric.Site, error) {
 	return siteOf(ctx, g.objects, g.o.Config.Host, g.places.site())
 }
 
-// siteOf is where a cluster is: its nodes, the networks in the books of the IPAM, and the API servers, one
+// siteOf is where a cluster is: its nodes, its networks by the NetworkAllocations, and the API servers, one
 // of which is at host.
 func siteOf(ctx context.Context, reader client.Reader, host string, site fabric.Site) (fabric.Site, error) {
 	var (
-		books   v1alpha1.IpamStorageList
-		servers discoveryv1.EndpointSliceList
+		allocations isthmus.NetworkAllocationList
+		servers     discoveryv1.EndpointSliceList
 	)
-	for _, list := range []client.ObjectList{&books, &servers} {
+	for _, list := range []client.ObjectList{&allocations, &servers} {
 		if err := reader.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
 			return site, err
 		}
 	}
-	for i := range books.Items {
-		spec := &books.Items[i].Spec
-		for _, n := range []struct {
-			text, what string
-			relay      bool
-		}{
-			{spec.PodCIDR, "our PodCIDR", true}, {spec.ServiceCIDR, "our ServiceCIDR", false}, {spec.ExternalCIDR, "our ExternalCIDR", false},
-		} {
-			if p, err := netip.ParsePrefix(n.text); err == nil { // empty until the manager knows it
-				site.Networks = append(site.Networks, fabric.SiteNetwork{Prefix: p, What: n.what, Relay: n.relay})
-			}
+	own := fabric.OwnIn(allocations.Items, time.Now())
+	for _, n := range []struct {
+		text, what string
+		relay      bool
+	}{
+		{own.PodCIDR, "our PodCIDR", true}, {own.ServiceCIDR, "our ServiceCIDR", false}, {own.ExternalCIDR, "our ExternalCIDR", false},
+	} {
+		if p, err := netip.ParsePrefix(n.text); err == nil { // empty until the manager knows it
+			site.Networks = append(site.Networks, fabric.SiteNetwork{Prefix: p, What: n.what, Relay: n.relay})
 		}
 	}
 	return site.With(slices.DeleteFunc(apiServers(host, servers.Items), func(a netip.Addr) bool { return site.Relays[a.Unmap().WithZone("")] }), "an API server of ours"), nil
@@ -85,11 +84,14 @@ func appendAddrs(all []netip.Addr, texts ...string) []netip.Addr {
 	return all
 }
 
-// slimNetworks keeps what site reads of the books.
-func slimNetworks(o any) (any, error) {
-	if b, ok := o.(*v1alpha1.IpamStorage); ok {
-		return &v1alpha1.IpamStorage{ObjectMeta: slimMeta(b.ObjectMeta), Spec: v1alpha1.IpamStorageSpec{
-			PodCIDR: b.Spec.PodCIDR, ServiceCIDR: b.Spec.ServiceCIDR, ExternalCIDR: b.Spec.ExternalCIDR}}, nil
+// slimOwn keeps what site reads of a NetworkAllocation.
+func slimOwn(o any) (any, error) {
+	if n, ok := o.(*isthmus.NetworkAllocation); ok {
+		slim := &isthmus.NetworkAllocation{ObjectMeta: slimMeta(n.ObjectMeta)}
+		if slim.Spec.Own = n.Spec.Own; n.Spec.Own != nil {
+			slim.Spec.Revision = n.Spec.Revision
+		}
+		return slim, nil
 	}
 	return o, nil
 }
