@@ -92,7 +92,7 @@ func rightsChapter() chapter {
 		{attacker: "c's identity at a", attempt: "reads Secrets, Pods, Nodes, the IPAM's books, TunnelEndpoints, Peerings and the namespace of b", now: "forbidden",
 			run: asC(func(s *site) []request {
 				return get("/api/v1/secrets", "/api/v1/namespaces/"+tenant(s.c)+"/secrets/isthmus-identity", "/api/v1/namespaces/kube-system/secrets",
-					"/api/v1/pods", "/api/v1/nodes", "/api/v1/namespaces", "/api/v1/namespaces/"+fleet.Namespace+"/configmaps", liqo+"/ipamstorages",
+					"/api/v1/pods", "/api/v1/nodes", "/api/v1/namespaces", "/api/v1/namespaces/"+fleet.Namespace+"/configmaps", liqo+"/ipamstorages", "/apis/isthmus.net/v1alpha1/networkallocations",
 					liqo+"/tunnelendpoints", liqo+"/networkconfigs", liqo+"/namespaces/"+tenant(s.b)+"/networkconfigs",
 					"/apis/isthmus.net/v1alpha1/peerings", "/apis/coordination.k8s.io/v1/leases")
 			})},
@@ -108,7 +108,7 @@ func rightsChapter() chapter {
 			})},
 		{attacker: "c's identity at a", attempt: "writes a TunnelEndpoint, a NatMapping, a Peering, the books", now: "forbidden", run: asC(func(s *site) []request {
 			own := liqo + "/namespaces/" + tenant(s.c)
-			return append(post("{}", own+"/tunnelendpoints", own+"/natmappings", "/apis/isthmus.net/v1alpha1/peerings", liqo+"/ipamstorages"),
+			return append(post("{}", own+"/tunnelendpoints", own+"/natmappings", "/apis/isthmus.net/v1alpha1/peerings", liqo+"/ipamstorages", "/apis/isthmus.net/v1alpha1/networkallocations"),
 				patch("{}", own+"/tunnelendpoints/"+identity(s.c).UniqueName(), "/apis/isthmus.net/v1alpha1/peerings/"+identity(s.c).UniqueName())...)
 		})},
 		{attacker: "c's identity at a", attempt: "reads /metrics, /debug/pprof, /logs, /configz and /flagz of the API server", now: "forbidden",
@@ -383,14 +383,14 @@ func insideChapter() chapter {
 				config, _ := s.componentOf(t, deploy.GatewayServiceAccount)
 				const liqo = "/apis/net.liqo.io/v1alpha1"
 				forbidden(t, config, append(append(get("/api/v1/secrets", "/api/v1/namespaces/"+tenant(s.c)+"/secrets/isthmus-identity", liqo+"/networkconfigs"),
-					post("{}", "/api/v1/namespaces/"+fleet.Namespace+"/serviceaccounts/isthmus-manager/token", liqo+"/ipamstorages")...),
+					post("{}", "/api/v1/namespaces/"+fleet.Namespace+"/serviceaccounts/isthmus-manager/token", liqo+"/ipamstorages", "/apis/isthmus.net/v1alpha1/networkallocations")...),
 					patch("{}", liqo+"/namespaces/"+tenant(s.c)+"/tunnelendpoints/"+identity(s.c).UniqueName())...)...)
 			}},
 		{attacker: "who has a route agent's token (any node)", attempt: "writes anything, reads Secrets, asks for tokens", now: "forbidden", run: func(t *testing.T, s *site) {
 			config, _ := s.componentOf(t, deploy.RouteAgentServiceAccount)
 			const liqo = "/apis/net.liqo.io/v1alpha1"
 			forbidden(t, config, append(append(get("/api/v1/secrets", "/api/v1/namespaces/"+fleet.Namespace+"/secrets/wireguard-pubkey", liqo+"/networkconfigs"),
-				post("{}", "/api/v1/namespaces/"+fleet.Namespace+"/serviceaccounts/isthmus-manager/token", "/api/v1/nodes", liqo+"/ipamstorages")...),
+				post("{}", "/api/v1/namespaces/"+fleet.Namespace+"/serviceaccounts/isthmus-manager/token", "/api/v1/nodes", liqo+"/ipamstorages", "/apis/isthmus.net/v1alpha1/networkallocations")...),
 				patch("{}", "/api/v1/nodes/a-node1", "/api/v1/nodes/a-node1/status", liqo+"/namespaces/"+tenant(s.c)+"/tunnelendpoints/"+identity(s.c).UniqueName()+"/status")...)...)
 		}},
 		{attacker: "who has the manager's token", attempt: "with its right to share services: Services with selectors, external IPs, of other types, in kube-system, of somebody else; " +
