@@ -253,16 +253,35 @@ func octets(s isthmus.ExportedService) int {
 	return n
 }
 
+// part is how much of a shard a service takes; 1: all of it.
+func part(s isthmus.ExportedService) float64 {
+	return max(1./isthmus.MaxExportedServices, float64(count(s))/isthmus.MaxExportedEndpoints, float64(octets(s))/maxOctets)
+}
+
+// share is the part of a shard that a namespace has before the others get more than that.
+const share = 1. / 4
+
 // Shards distributes exports over PeerServices, by name. Each shard has room for so many services,
-// endpoints and octets; the older exports come first. omitted has no room.
+// endpoints and octets. The older exports come first, but for those with which their namespace exceeds its share.
+// omitted has no room.
 func Shards(exports []isthmus.ExportedService) (shards map[string]isthmus.PeerServicesSpec, omitted []Key) {
 	byAge := slices.Clone(exports)
 	slices.SortFunc(byAge, func(a, b isthmus.ExportedService) int {
 		return cmp.Or(strings.Compare(a.Since, b.Since), strings.Compare(a.Namespace, b.Namespace), strings.Compare(a.Name, b.Name))
 	})
+	taken := make(map[Key]float64) // by shard and namespace
+	var fair, late []isthmus.ExportedService
+	for _, s := range byAge {
+		of := Key{Namespace: s.Namespace, Name: ShardOf(Key{Namespace: s.Namespace, Name: s.Name})}
+		if taken[of] += part(s); taken[of] > share {
+			late = append(late, s)
+		} else {
+			fair = append(fair, s)
+		}
+	}
 	shards = make(map[string]isthmus.PeerServicesSpec)
 	endpoints, size := make(map[string]int), make(map[string]int)
-	for _, s := range byAge {
+	for _, s := range slices.Concat(fair, late) {
 		key := Key{Namespace: s.Namespace, Name: s.Name}
 		name := ShardOf(key)
 		spec, n := shards[name], octets(s)

@@ -411,6 +411,30 @@ func TestShardsAreBoundedAndComplete(t *testing.T) {
 	}
 }
 
+func TestOneNamespaceDoesNotCrowdOutTheExportsOfOthers(t *testing.T) {
+	addresses := make([]string, isthmus.MaxExportedEndpoints)
+	for i := range addresses {
+		addresses[i] = fmt.Sprintf("10.244.%d.%d", i/250, i%250)
+	}
+	var exports []isthmus.ExportedService
+	for i := range 400 {
+		large := service(2*time.Hour, addresses...)
+		large.Namespace, large.Name = "greedy", fmt.Sprint("large-", i)
+		small := service(time.Hour, "10.244.0.1")
+		small.Namespace, small.Name = "greedy", fmt.Sprint("small-", i)
+		younger := service(time.Minute, "10.244.0.1")
+		younger.Namespace, younger.Name = "modest", fmt.Sprint("x", i)
+		exports = append(exports, large, small, younger)
+	}
+	shards, omitted := Shards(exports)
+	if len(shards) != isthmus.PeerServicesShards {
+		t.Errorf("%d shards", len(shards))
+	}
+	if i := slices.IndexFunc(omitted, func(k Key) bool { return k.Namespace == "modest" }); i >= 0 {
+		t.Errorf("%s is left out", omitted[i])
+	}
+}
+
 // etcd takes 1.5 MiB at once: labels and endpoints as large as the definition allows have to leave room.
 func TestShardsFitIntoEtcd(t *testing.T) {
 	var exports []isthmus.ExportedService

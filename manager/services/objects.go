@@ -62,7 +62,7 @@ func (e existing) foreign() string {
 	if e.imports != nil && e.imports.Labels[LabelService] != e.key.Name {
 		return "the ServiceImport of this name belongs to another implementation of the Multi-Cluster Services API"
 	}
-	if e.service != nil && e.service.Labels[LabelService] != e.key.Name {
+	if e.service != nil && (e.service.Labels[LabelService] != e.key.Name || e.service.Spec.ClusterIP == corev1.ClusterIPNone) {
 		return "Service " + e.service.Name + " is not ours"
 	}
 	return ""
@@ -221,6 +221,9 @@ func (c *Controller) applySlice(ctx context.Context, have, want *discoveryv1.End
 			return errForeign(want.Name)
 		}
 		return wrap("create EndpointSlice", err)
+	}
+	if have.AddressType != want.AddressType { // which nobody may change; somebody has made it anew
+		return c.delete(ctx, have) // an event follows
 	}
 	changed := have.DeepCopy()
 	maps.Copy(changed.Labels, want.Labels)
