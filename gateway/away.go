@@ -110,15 +110,17 @@ const rekeyTime = 30 * time.Second
 // rekey begins handshakes with peers whose sessions were made before they got a preshared key. Without it
 // these sessions would carry packets for two minutes more.
 func (g *gateway) rekey(peers []peer, now time.Time) {
-	try := make([][][32]byte, len(g.ends))
+	try, left := make([][][32]byte, len(g.ends)), mostPerSecond
 	for i := range peers {
 		p := &peers[i]
-		if p.preshared.Key == [32]byte{} || now.Sub(p.keyed) > rekeyTime {
+		if p.preshared.Key == [32]byte{} || now.Sub(p.keyed) > rekeyTime || now.Sub(p.rekeyed) < device.RekeyTimeout || left <= 0 {
 			continue
 		}
 		for tunnel, s := range p.sessions {
 			if theirs, ok := theirEnd(p.GatewayPeer, tunnel); ok && tunnel < len(try) && !s.stats.Preshared && !s.stats.Handshake.IsZero() {
 				try[tunnel] = append(try[tunnel], theirs.PublicKey)
+				p.rekeyed = now
+				left--
 			}
 		}
 	}

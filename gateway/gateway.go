@@ -253,7 +253,8 @@ type gateway struct {
 	capturing  atomic.Pointer[capture.Capture] // nil: none
 	flows      *flowLog                        // nil: none
 	keeper     *flowsync.Keeper                // nil: none
-	acting     bool                            // run's goroutine's: Options.Begin is closed
+	acting     bool                            // run's goroutine's, as adopted: Options.Begin is closed
+	adopted    bool
 
 	wake chan struct{} // something may differ now: compare
 	ways atomic.Bool   // and ask the kernel for the way to every peer
@@ -396,6 +397,17 @@ func (g *gateway) sweep() {
 	}
 }
 
+// adopt takes over the flows of the gateway before, once.
+func (g *gateway) adopt() {
+	if g.keeper == nil || g.adopted {
+		return
+	}
+	g.adopted = true
+	if n := g.keeper.Activate(running{g.engine, g.ends[0].Now}); n > 0 {
+		g.log.Info("flows of the gateway before adopted", "flows", n)
+	}
+}
+
 // first takes the first configuration.
 func (g *gateway) first(c Config) error {
 	if err := g.accept(c); err != nil {
@@ -404,18 +416,26 @@ func (g *gateway) first(c Config) error {
 	return g.now.applyErr // at the start this is a missing privilege or the like
 }
 
-// begin opens the sockets and takes the configuration as if it were the first.
+// begin opens the sockets and takes the configuration as if it were the first. Where it was prepared, packets already wait in
+// the TUNs: they are read last, when there are flows and peers.
 func (g *gateway) begin(c Config) error {
-	if err := g.startEnds(c); err != nil {
+	prepared := g.now.generation > 0
+	if g.acting = true; prepared {
+		g.adopt()
+	} else if err := g.startEnds(c); err != nil {
 		return err
 	}
-	g.acting = true
 	newer := g.now.configErr // why c is not the newest one
 	g.mu.Lock()
 	g.now.peers, g.now.generation = nil, 0
 	g.mu.Unlock()
 	if err := g.first(c); err != nil {
 		return err
+	}
+	if prepared {
+		if err := g.startEnds(c); err != nil {
+			return err
+		}
 	}
 	g.mu.Lock()
 	g.now.ready, g.now.configErr = true, newer
@@ -478,7 +498,9 @@ func (g *gateway) run(ctx context.Context, c Config, wishes <-chan wish, o Optio
 			compare = nil
 			g.reapply(g.ways.Swap(false))
 		case <-begin:
-			begin = nil
+			if begin = nil; ctx.Err() != nil {
+				continue
+			}
 			if err := g.begin(g.now.config); err != nil {
 				return err
 			}
@@ -486,6 +508,8 @@ func (g *gateway) run(ctx context.Context, c Config, wishes <-chan wish, o Optio
 		case now := <-second.C:
 			if g.acting {
 				g.tick(now)
+			} else {
+				g.discard()
 			}
 			if now.Sub(compared) > compareInterval || g.now.applyErr != nil {
 				compared = now
@@ -619,10 +643,8 @@ func (g *gateway) accept(c Config) error {
 	if g.flows != nil {
 		g.flows.name(gw.Peers)
 	}
-	if g.keeper != nil && g.acting && g.now.generation == 0 { // the rules are there, and nothing leads packets here yet
-		if n := g.keeper.Activate(running{g.engine, g.ends[0].Now}); n > 0 {
-			g.log.Info("flows of the gateway before adopted", "flows", n)
-		}
+	if g.acting { // the rules are there, and no packet is read yet
+		g.adopt()
 	}
 	g.put(&survey)
 	g.mu.Lock()

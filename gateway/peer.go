@@ -28,6 +28,7 @@ type peer struct {
 	forgotten           bool             // the tunnels have to be told where it is again
 	preshared           datapath.PresharedKeys
 	keyed               time.Time // when it got another one; zero: it has had this one from the start
+	rekeyed             time.Time // when a handshake was last begun for that
 	state               *natengine.PeerState
 }
 
@@ -241,14 +242,19 @@ func (v *view) leading() *tunnelView {
 	return &v.tunnels[0]
 }
 
-// presharedID is the ID of the preshared key that protects the sessions in all tunnels; empty: one has none.
-func (v *view) presharedID() string {
+// presharedID is the ID of the preshared key that protects all sessions with the peer; empty: one has none, or there are no
+// sessions.
+func (v *view) presharedID() (id string) {
 	for _, e := range v.tunnels {
-		if e.stats.PresharedID == "" || e.stats.PresharedID != v.tunnels[0].stats.PresharedID {
+		switch of := e.stats.PresharedID; {
+		case e.stats.Handshake.IsZero() || time.Since(e.stats.Handshake) > sessionGone: // a tunnel that a firewall blocks
+		case of == "" || id != "" && of != id:
 			return ""
+		default:
+			id = of
 		}
 	}
-	return v.tunnels[0].stats.PresharedID
+	return id
 }
 
 // octets are those of WireGuard messages in all tunnels.

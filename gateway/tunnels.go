@@ -13,6 +13,7 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/gateway/tun"
 	"github.com/isthmus-net/isthmus/natengine"
+	"github.com/isthmus-net/isthmus/packet"
 )
 
 // A peer that knows several tunnels has its flows shared out among them. Each is a whole way of its
@@ -36,6 +37,7 @@ type tunnelEnd struct {
 	*datapath.Tunnel
 	checker *checker
 	wire    *bind.Bind
+	link    *tun.Device
 }
 
 // openEnds makes the TUNs and what is behind them, which listens to nobody yet. What was made when
@@ -81,11 +83,11 @@ func (g *gateway) openEnd(o Options, i, mtu int) (_ *tunnelEnd, err error) {
 			_ = port.Send(text, to, size) // lost or refused: the missing answer counts
 		}
 		t := datapath.New(link, wire, g.engine, local, datapath.Options{CoalesceUDP: g.udpOffload, Logger: wgLogger(o.Log)})
-		return &tunnelEnd{t, newChecker(port, o.Log, g.metrics.observeRTT, pathProber{send, g.compareSoon}), wire}, nil
+		return &tunnelEnd{t, newChecker(port, o.Log, g.metrics.observeRTT, pathProber{send, g.compareSoon}), wire, link}, nil
 	}
 	log := o.Log.With("tunnel", i)
 	t := g.ends[0].Beside(link, wire, local, wgLogger(log))
-	return &tunnelEnd{t, newChecker(port, log, func(string, time.Duration) {}, pathProber{}), wire}, nil
+	return &tunnelEnd{t, newChecker(port, log, func(string, time.Duration) {}, pathProber{}), wire, link}, nil
 }
 
 // startEnds opens the sockets.
@@ -97,6 +99,20 @@ func (g *gateway) startEnds(c Config) error {
 		}
 	}
 	return nil
+}
+
+// discard drops what waits in the TUNs of a gateway that does not act yet, so that it sends nothing old when it does.
+func (g *gateway) discard() {
+	const most = 1000 // the queue of a TUN has 500
+	b := make([]byte, packet.VirtioHeaderLen+1<<16)
+	for _, e := range g.ends {
+		for range most {
+			if _, err := e.link.Read(b, false); err != nil {
+				break
+			}
+			g.engine.Count(nil, natengine.Outbound, natengine.DropNoMandate)
+		}
+	}
 }
 
 // closeEnds closes the devices, and with them TUNs and in-process endpoints.

@@ -233,8 +233,9 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 		go func() { // ends with ctx
 			select {
 			case <-begin:
-				link.Await(ctx)
-				close(known)
+				if link.Await(ctx); ctx.Err() == nil {
+					close(known)
+				}
 			case <-ctx.Done():
 			}
 		}()
