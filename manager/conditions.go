@@ -319,6 +319,8 @@ func connectedVerdict(s peeringState) verdict {
 			accepted.Message, "it carries nothing for this peer; isthmus unpeer "+s.peering.Name+", or un-peer whoever has the same"))
 	case because != nil:
 		return verdict{because.Status, because.Reason, because.Message}
+	case c.Status == v1alpha1.Connected && s.key.required && presharedIn(te) == "":
+		return no(isthmus.ReasonNoKey, "spec.postQuantum is Required, and the gateway reports a session without a preshared key: one from before ends after three minutes, and a gateway of an older version goes on without")
 	case c.Status == v1alpha1.Connected:
 		return yes(isthmus.ReasonConnected, "the gateway hears the peer")
 	case c.Status == v1alpha1.Connecting:

@@ -29,6 +29,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
 // NetworkConfigReconciler keeps, for each peer, the one NetworkConfig in which this cluster tells
@@ -42,6 +43,8 @@ type NetworkConfigReconciler struct {
 	// Keys are preshared keys; nil: peers are offered none.
 	Keys *KeyStore
 	Log  *slog.Logger
+
+	again queue.Queue // peers whose exchange of keys waits
 }
 
 // SetupWithManager makes mgr call Reconcile for each peer that something happened to, and for all
@@ -52,6 +55,7 @@ func (r *NetworkConfigReconciler) SetupWithManager(mgr ctrl.Manager) error {
 		Watches(&v1alpha1.NetworkConfig{}, handler.EnqueueRequestsFromMapFunc(r.peerOf)).
 		Watches(&v1alpha1.TunnelEndpoint{}, handler.EnqueueRequestsFromMapFunc(r.peerOf), builder.WithPredicates(presharedChanged)).
 		WatchesMetadata(&corev1.Namespace{}, handler.EnqueueRequestsFromMapFunc(r.peerIn)).
+		WatchesRawSource(r.again.Source()).
 		WatchesRawSource(source.Channel(r.FactsChanged, handler.EnqueueRequestsFromMapFunc(r.everyPeer)))
 	return r.Peers.watch(b, func(p Peer) []reconcile.Request {
 		return []reconcile.Request{requestFor(p.Cluster.ClusterID)}

@@ -13,11 +13,13 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/time/rate"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
@@ -26,16 +28,23 @@ import (
 )
 
 const (
-	// maxPreshared is what a Secret holds, in octets: a few less than the API server takes. A peer
-	// needs about 2,000.
-	maxPreshared = corev1.MaxSecretSize - 16<<10
+	// maxPreshared is up to how many octets new peers are taken in. A peer needs about 2,000, and those that
+	// are there need room to change.
+	maxPreshared = corev1.MaxSecretSize * 4 / 5
 
 	// presharedCheck is how often the Secret is read again, since somebody may have deleted it.
 	presharedCheck = time.Minute
 )
 
 // errPresharedFull says that there are too many peers.
-var errPresharedFull = errors.New("is full: it holds the keys of about 500 peers")
+var errPresharedFull = errors.New("the Secret " + postquantum.SecretName + " is full: it holds the keys of about 400 peers")
+
+// exchangePause is how long a peer waits for a new exchange after exchangesAtOnce: each replaces the whole Secret in
+// etcd, and a peer may publish another key all the time.
+const (
+	exchangePause   = 30 * time.Second
+	exchangesAtOnce = 4
+)
 
 // A KeyStore keeps the State of the exchange of preshared keys with each peer in one Secret, which the
 // manager that leads writes and gateways read. Its methods may be called concurrently, but for one peer by
@@ -54,6 +63,7 @@ type KeyStore struct {
 	states  map[string][]byte // as they are stored; nil: not read yet
 	version string            // of the Secret
 	err     error             // of the last write or read
+	begun   map[string]*rate.Limiter
 }
 
 // A keyBatch is one write for all peers that waited for the one before it: thousands of peers may come at
@@ -153,15 +163,46 @@ func (k *KeyStore) Forget(ctx context.Context, id string) error {
 	return k.put(ctx, id, nil)
 }
 
-// Problem is why states are not stored; nil: they are.
-func (k *KeyStore) Problem() error {
+// MayBegin reports whether a peer may have a new exchange now, and counts it.
+func (k *KeyStore) MayBegin(id string) bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
+	if k.begun == nil {
+		k.begun = make(map[string]*rate.Limiter)
+	}
+	if k.begun[id] == nil {
+		k.begun[id] = rate.NewLimiter(rate.Every(exchangePause), exchangesAtOnce)
+	}
+	return k.begun[id].Allow()
+}
+
+// Problem is why the state of a peer is not stored; nil: it is.
+func (k *KeyStore) Problem(id string) error {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.err == nil && k.states != nil && k.states[id] == nil && k.full() {
+		return errPresharedFull
+	}
 	return k.err
+}
+
+// full reports whether there is no room for one more peer. With k.mu.
+func (k *KeyStore) full() bool {
+	size := 0
+	for _, data := range k.states {
+		size += len(data)
+	}
+	return size > maxPreshared
 }
 
 func (k *KeyStore) put(ctx context.Context, id string, data []byte) error {
 	k.mu.Lock()
+	if data == nil {
+		delete(k.begun, id)
+	} else if k.states[id] == nil && k.full() {
+		k.mu.Unlock()
+		return errPresharedFull
+	}
 	if k.next == nil {
 		k.next = &keyBatch{states: make(map[string][]byte)}
 	}
@@ -197,10 +238,10 @@ func (k *KeyStore) read(ctx context.Context) error {
 	if apierrors.IsNotFound(err) {
 		return k.note(k.create(ctx))
 	}
-	if k.note(err) == nil {
+	if err = k.note(err); err == nil {
 		k.take(&secret)
 	}
-	return k.Problem()
+	return err
 }
 
 // create makes the Secret, with what was stored before somebody deleted it. It is applied and not created,
@@ -240,16 +281,8 @@ func (k *KeyStore) take(secret *corev1.Secret) {
 // Secret: the states that were to be stored may come from old ones.
 func (k *KeyStore) write(ctx context.Context, states map[string][]byte) error {
 	k.mu.Lock()
-	after, version := maps.Clone(k.states), k.version
+	version := k.version
 	k.mu.Unlock()
-	maps.Copy(after, states)
-	size := 0
-	for _, data := range after {
-		size += len(data)
-	}
-	if size > maxPreshared {
-		return errPresharedFull
-	}
 	patch, err := json.Marshal(map[string]any{"metadata": map[string]any{"resourceVersion": version}, "data": states})
 	if err != nil {
 		return err
@@ -294,9 +327,14 @@ func (r *NetworkConfigReconciler) step(ctx context.Context, peer Peer, spec *v1a
 	if len(copies) != 1 || !alive(copies[0]) {
 		return state.Words(), nil
 	}
+	was := state
 	state, _, err = stepOf(state, r.Peers.Self, spec.BackendConfig, id, copies[0].Spec.BackendConfig)
 	if err != nil {
 		return nil, err
+	}
+	if state.ID != was.ID && !r.Keys.MayBegin(id) {
+		r.again.Add(reconcile.Request{NamespacedName: types.NamespacedName{Name: id}}, exchangePause)
+		return was.Words(), nil
 	}
 	te, err := found(ctx, r.Client, types.NamespacedName{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}, new(v1alpha1.TunnelEndpoint))
 	if err != nil {
@@ -305,7 +343,10 @@ func (r *NetworkConfigReconciler) step(ctx context.Context, peer Peer, spec *v1a
 	if use := state.Use.ID; use != "" && presharedIn(te) == use {
 		state = state.Settled()
 	}
-	return state.Words(), r.Keys.Put(ctx, id, state)
+	if err := r.Keys.Put(ctx, id, state); err != nil {
+		return nil, err // who has not stored it does not publish it
+	}
+	return state.Words(), nil
 }
 
 // stepOf is a step of the exchange by what both sides publish.
@@ -350,7 +391,7 @@ func (r *PeeringReconciler) gatherKey(ctx context.Context, s *peeringState, peer
 		// What the step makes is thrown away: the NetworkConfig's reconciler makes it, too, and stores it.
 		_, s.key.progress, err = stepOf(state, r.Peers.Self, s.original.Spec.BackendConfig, peer.Cluster.ClusterID, s.copies[0].Spec.BackendConfig)
 	}
-	s.key.problem = cmp.Or(err, r.Keys.Problem())
+	s.key.problem = cmp.Or(err, r.Keys.Problem(peer.Cluster.ClusterID))
 }
 
 // why says why there is no session with a preshared key.
