@@ -32,15 +32,16 @@ func isObjectName(clusterID string) bool {
 
 // An Allocation is a network that a NetworkAllocation names or frees, with the revision in which it does.
 type Allocation struct {
-	Network  netip.Prefix
-	Revision int64
+	Object   string       `json:"object,omitempty"` // its name
+	Network  netip.Prefix `json:"network"`
+	Revision int64        `json:"revision"`
 }
 
-// Allocations are what the NetworkAllocations of a cluster say together. Lists are sorted by network, each
-// of which is there once, with the highest revision.
+// Allocations are what the NetworkAllocations of a cluster say together. Lists are sorted by network, then
+// by object; of each object a network is there once, with the highest revision.
 type Allocations struct {
 	Named, Freed []Allocation
-	// Revision is the highest one; 0: there are no objects.
+	// Revision is the highest one, also of what is freed; 0: there are none.
 	Revision int64
 	// Own are the networks of our own pods and Services as far as they are known, OwnPods that of the pods.
 	Own, OwnPods []netip.Prefix
@@ -67,12 +68,13 @@ func AllocationsFrom(all []isthmus.NetworkAllocation, now time.Time) (a Allocati
 		a.Revision = max(a.Revision, revision)
 		for _, text := range spec.Networks {
 			if p := r.allocated("spec.networks", text); p.IsValid() {
-				a.Named = append(a.Named, Allocation{p, revision})
+				a.Named = append(a.Named, Allocation{all[i].Name, p, revision})
 			}
 		}
 		for _, f := range spec.Freed {
 			if p := r.allocated("spec.freed", f.Network); p.IsValid() {
-				a.Freed = append(a.Freed, Allocation{p, Revision(f.Revision, now)})
+				a.Freed = append(a.Freed, Allocation{all[i].Name, p, Revision(f.Revision, now)})
+				a.Revision = max(a.Revision, Revision(f.Revision, now))
 			}
 		}
 		problems = append(problems, r.problems...)
@@ -110,10 +112,13 @@ func (r *report) allocated(field, text string) netip.Prefix {
 	return p.Masked()
 }
 
-// Latest sorts a list by network and keeps the highest revision of each. It works in place.
+// Latest sorts a list by network and object, and keeps the highest revision of each. It works in place.
 func Latest(list []Allocation) []Allocation {
-	slices.SortFunc(list, func(a, b Allocation) int {
-		return cmp.Or(a.Network.Compare(b.Network), cmp.Compare(b.Revision, a.Revision))
-	})
-	return slices.CompactFunc(list, func(a, b Allocation) bool { return a.Network == b.Network })
+	slices.SortFunc(list, func(a, b Allocation) int { return cmp.Or(a.Compare(b), cmp.Compare(b.Revision, a.Revision)) })
+	return slices.CompactFunc(list, func(a, b Allocation) bool { return a.Compare(b) == 0 })
+}
+
+// Compare is the order of networks, and for one of them that of objects. It does not compare revisions.
+func (a Allocation) Compare(b Allocation) int {
+	return cmp.Or(a.Network.Compare(b.Network), strings.Compare(a.Object, b.Object))
 }

@@ -18,7 +18,7 @@ func TestAllocationsAreWhatAllObjectsSayTogether(t *testing.T) {
 		return o
 	}
 	b, c := object("b", 7, "10.246.0.0/16", "10.247.0.0/20"), object("c", 9, "fd00::1/48", "10.246.0.0/16", "None", "0.0.0.0/0")
-	b.Spec.Freed = []isthmus.FreedNetwork{{Network: "10.9.0.0/16", Revision: 3}, {Network: "10.9.0.0/16", Revision: 5}, {Network: "x", Revision: 6}}
+	b.Spec.Freed = []isthmus.FreedNetwork{{Network: "10.9.0.0/16", Revision: 3}, {Network: "10.9.0.0/16", Revision: 11}, {Network: "x", Revision: 6}}
 	own, older := object("us", 4), object("who we were", 2)
 	own.Spec.Own = &isthmus.OwnNetworks{PodCIDR: "10.244.0.0/16", ServiceCIDR: "10.96.0.0/12", ExternalCIDR: "10.245.0.0/16"}
 	older.Spec.Own = &isthmus.OwnNetworks{PodCIDR: "10.1.0.0/16"}
@@ -27,9 +27,9 @@ func TestAllocationsAreWhatAllObjectsSayTogether(t *testing.T) {
 	wantTexts(t, SortProblems(problems), `NetworkAllocation b: spec.freed: "x" is no network; want CIDR notation`,
 		`NetworkAllocation c: spec.networks: "0.0.0.0/0" is no network; want CIDR notation`, `NetworkAllocation c: spec.networks: "None" is no network; want CIDR notation`)
 	want := Allocations{
-		Named:    []Allocation{{pfx("10.8.0.0/16"), 0}, {pfx("10.246.0.0/16"), 9}, {pfx("10.247.0.0/20"), 7}, {pfx("fd00::/48"), 9}},
-		Freed:    []Allocation{{pfx("10.9.0.0/16"), 5}},
-		Revision: 9,
+		Named:    []Allocation{{"ahead", pfx("10.8.0.0/16"), 0}, {"b", pfx("10.246.0.0/16"), 7}, {"c", pfx("10.246.0.0/16"), 9}, {"b", pfx("10.247.0.0/20"), 7}, {"c", pfx("fd00::/48"), 9}},
+		Freed:    []Allocation{{"b", pfx("10.9.0.0/16"), 11}},
+		Revision: 11,
 		Own:      []netip.Prefix{pfx("10.244.0.0/16"), pfx("10.96.0.0/12")}, OwnPods: []netip.Prefix{pfx("10.244.0.0/16")},
 	}
 	if !reflect.DeepEqual(got, want) {

@@ -201,12 +201,12 @@ func allocate(in *fabric.NodeIntent, networks ...netip.Prefix) {
 	in.Revision++
 	in.Named, in.Freed = nil, slices.Clone(in.Freed)
 	for _, p := range networks {
-		in.Named = append(in.Named, fabric.Allocation{Network: p, Revision: in.Revision})
+		in.Named = append(in.Named, fabric.Allocation{Object: "b", Network: p, Revision: in.Revision})
 	}
 	in.Named = fabric.Latest(in.Named)
 	for _, a := range was {
 		if !slices.Contains(networks, a.Network) {
-			in.Freed = append(in.Freed, fabric.Allocation{Network: a.Network, Revision: in.Revision})
+			in.Freed = append(in.Freed, fabric.Allocation{Object: "b", Network: a.Network, Revision: in.Revision})
 		}
 	}
 	in.Freed = fabric.Latest(in.Freed)

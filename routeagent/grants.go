@@ -9,30 +9,26 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// grants are the networks of peers as an agent knows them. A network goes when no NetworkAllocation names
-// it and one frees it with a higher revision than the last that named it. An object that is missing, edited
-// or restored from a backup does not do that, and no peering has ended with it.
+// grants are the networks of peers as an agent knows them. A network stays as long as one of the
+// NetworkAllocations that have named it has not freed it with a higher revision. What another one frees, or
+// an object that is missing, edited or restored from a backup, takes nothing back: no peering has ended with it.
 type grants struct {
-	known    []fabric.Allocation // sorted: those named, and those that nobody has freed; the revision is the highest that named it
+	known    []fabric.Allocation // sorted: what objects name, and have not freed since; the revision is the highest that named it
 	networks []netip.Prefix      // of known
 }
 
-// unknownRevision is that of networks which an agent before us refused, and nobody knows since when: what
-// frees one has to be newer than all that is there when we read for the first time.
+// unknownRevision is that of networks which an agent before us refused, when no snapshot says which object
+// named them. What frees one may be any object, and has to be newer than all that we read first.
 const unknownRevision = 0
 
-// hold adds networks that an agent before us refused.
-func (g *grants) hold(networks []fabric.Allocation) {
-	g.take(slices.Concat(g.known, networks))
-}
+// hold adds what an agent before us refused.
+func (g *grants) hold(all []fabric.Allocation) { g.take(slices.Concat(g.known, all)) }
 
 func (g *grants) take(known []fabric.Allocation) {
-	known = fabric.Latest(known)
-	if slices.EqualFunc(known, g.networks, func(a fabric.Allocation, p netip.Prefix) bool { return a.Network == p }) {
-		g.known = known
-		return // the list stays the same one
+	g.known = fabric.Latest(known)
+	if networks := networksOf(g.known); !slices.Equal(networks, g.networks) {
+		g.networks = networks // otherwise the list stays the same one
 	}
-	g.known, g.networks = known, networksOf(known)
 }
 
 // read takes what the objects say, and returns a problem when they lack networks that were not freed.
@@ -40,16 +36,20 @@ func (g *grants) read(now fabric.Allocations) []fabric.Problem {
 	all := slices.Clone(now.Named)
 	var lacking []string
 	for _, had := range g.known {
-		if had.Revision == unknownRevision {
+		if had.Object == "" && had.Revision == unknownRevision {
 			had.Revision = now.Revision
 		}
-		if _, named := find(now.Named, had.Network); !named {
-			if at, freed := find(now.Freed, had.Network); freed && now.Freed[at].Revision > had.Revision {
-				continue
-			}
-			lacking = append(lacking, had.Network.String())
+		if _, named := slices.BinarySearchFunc(now.Named, had, fabric.Allocation.Compare); !named && freed(had, now.Freed) {
+			continue
 		}
 		all = append(all, had)
+		if named := from(now.Named, had.Network); len(named) > 0 && named[0].Network == had.Network {
+			continue
+		}
+		if had.Object == "" {
+			had.Object = "any"
+		}
+		lacking = append(lacking, fmt.Sprintf("%v (%s)", had.Network, had.Object))
 	}
 	g.take(all)
 	if len(lacking) == 0 {
@@ -60,10 +60,24 @@ func (g *grants) read(now fabric.Allocations) []fabric.Problem {
 		some += fmt.Sprintf(" and %d more", more)
 	}
 	return []fabric.Problem{{Origin: fabric.Origin{Kind: "NetworkAllocation"}, Field: "spec.networks", Message: fmt.Sprintf(
-		"no object names %s, and none has freed them: they stay as they are, and refused where there is no tunnel; want them named again, or in spec.freed with a revision of now in milliseconds", some)}}
+		"no object names %s, and the object that is named here has not freed them: they stay as they are, and refused where there is no tunnel; want them named again, or in spec.freed of that object with a revision of now in milliseconds", some)}}
 }
 
-// find looks for a network in a sorted list.
-func find(list []fabric.Allocation, p netip.Prefix) (at int, found bool) {
-	return slices.BinarySearchFunc(list, p, func(a fabric.Allocation, p netip.Prefix) int { return a.Network.Compare(p) })
+// freed reports whether the object of one has freed it since, or any object where that is not known.
+func freed(had fabric.Allocation, list []fabric.Allocation) bool {
+	for _, f := range from(list, had.Network) {
+		if f.Network != had.Network {
+			break
+		}
+		if (had.Object == "" || f.Object == had.Object) && f.Revision > had.Revision {
+			return true
+		}
+	}
+	return false
+}
+
+// from is the part of a sorted list that begins with a network.
+func from(list []fabric.Allocation, p netip.Prefix) []fabric.Allocation {
+	at, _ := slices.BinarySearchFunc(list, p, func(a fabric.Allocation, p netip.Prefix) int { return a.Network.Compare(p) })
+	return list[at:]
 }

@@ -14,17 +14,18 @@ import (
 func TestANetworkGoesWhenItIsFreedAndNotBefore(t *testing.T) {
 	a, b := netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.250.16.0/20")
 	type list = []fabric.Allocation
-	of := func(revision int64, all ...netip.Prefix) (l list) {
+	by := func(object string, revision int64, all ...netip.Prefix) (l list) {
 		for _, p := range all {
-			l = append(l, fabric.Allocation{Network: p, Revision: revision})
+			l = append(l, fabric.Allocation{Object: object, Network: p, Revision: revision})
 		}
 		return l
 	}
+	of := func(revision int64, all ...netip.Prefix) list { return by("q", revision, all...) }
 	says := func(named, freed list) (now fabric.Allocations) {
 		for _, n := range slices.Concat(named, freed) {
 			now.Revision = max(now.Revision, n.Revision)
 		}
-		now.Named, now.Freed = named, freed
+		now.Named, now.Freed = fabric.Latest(named), fabric.Latest(freed)
 		return now
 	}
 	both := []netip.Prefix{a, b}
@@ -35,7 +36,10 @@ func TestANetworkGoesWhenItIsFreedAndNotBefore(t *testing.T) {
 		told bool // that something is not named and not freed
 	}{
 		"freed":                                {read: []fabric.Allocations{says(of(7, both...), nil), says(of(7, a), of(8, b))}, want: both[:1]},
-		"freed, and named by another":          {read: []fabric.Allocations{says(of(7, both...), nil), says(of(9, both...), of(8, b))}, want: both},
+		"freed, and named by another":          {read: []fabric.Allocations{says(of(7, both...), nil), says(slices.Concat(of(9, a), by("p", 9, b)), of(8, b))}, want: both},
+		"freed, and deleted where it is named": {read: []fabric.Allocations{says(slices.Concat(of(7, both...), by("p", 6, b)), nil), says(by("p", 6, b), of(8, both...)), says(nil, of(8, both...))}, want: both[1:], told: true},
+		"another object frees it":              {read: []fabric.Allocations{says(of(7, both...), by("p", 8, b)), says(of(7, a), by("p", 8, b))}, want: both, told: true},
+		"two objects, and both have freed it":  {read: []fabric.Allocations{says(slices.Concat(of(7, b), by("p", 9, b)), nil), says(by("p", 9, b), of(8, b)), says(nil, slices.Concat(of(8, b), by("p", 10, b)))}},
 		"freed before another had it":          {read: []fabric.Allocations{says(of(9, both...), of(8, b)), says(of(9, a), of(8, b))}, want: both, told: true},
 		"edited out":                           {read: []fabric.Allocations{says(of(7, both...), nil), says(of(7, a), nil)}, want: both, told: true},
 		"edited out with a higher revision":    {read: []fabric.Allocations{says(of(7, both...), nil), says(of(9, a), nil)}, want: both, told: true},
@@ -50,9 +54,10 @@ func TestANetworkGoesWhenItIsFreedAndNotBefore(t *testing.T) {
 		"left, and freed since":                {left: of(7, both...), read: []fabric.Allocations{says(nil, of(8, both...))}},
 		"left, and edited out since":           {left: of(7, both...), read: []fabric.Allocations{says(of(7, b), nil)}, want: both, told: true},
 		"left, and freed before":               {left: of(7, both...), read: []fabric.Allocations{says(nil, of(6, both...))}, want: both, told: true},
-		"left, nobody knows since when":        {left: of(unknownRevision, both...), read: []fabric.Allocations{says(of(9, b), of(8, a))}, want: both, told: true},
-		"left, nobody knows since when, freed": {left: of(unknownRevision, both...), read: []fabric.Allocations{says(of(7, b), of(6, a)), says(of(7, b), of(8, a))}, want: both[1:]},
-		"left, and there are no objects":       {left: of(unknownRevision, both...), read: []fabric.Allocations{says(nil, nil)}, want: both, told: true},
+		"left, nobody knows since when":        {left: by("", unknownRevision, both...), read: []fabric.Allocations{says(of(9, b), of(8, a))}, want: both, told: true},
+		"left, nobody knows since when, freed": {left: by("", unknownRevision, both...), read: []fabric.Allocations{says(of(7, b), of(6, a)), says(of(7, b), by("p", 8, a))}, want: both[1:]},
+		"left, and what freed before is later": {left: by("", unknownRevision, a), read: []fabric.Allocations{says(of(7, b), of(9, b)), says(of(7, b), of(8, a))}, want: both, told: true},
+		"left, and there are no objects":       {left: by("", unknownRevision, both...), read: []fabric.Allocations{says(nil, nil)}, want: both, told: true},
 		"nothing ever":                         {read: []fabric.Allocations{says(nil, nil)}},
 	} {
 		var g grants
@@ -73,20 +78,9 @@ func TestANetworkGoesWhenItIsFreedAndNotBefore(t *testing.T) {
 	}
 }
 
-// What the kernel refuses and the snapshot explains is as old as that says.
-func TestASnapshotExplainsWhatTheKernelRefuses(t *testing.T) {
-	a, b := netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.250.16.0/20")
-	var g grants
-	g.hold(unexplained([]netip.Prefix{b, a}))
-	g.hold([]fabric.Allocation{{Network: a, Revision: 7}})
-	if want := []fabric.Allocation{{Network: a, Revision: 7}, {Network: b, Revision: unknownRevision}}; !slices.Equal(g.known, want) {
-		t.Errorf("%v; want %v", g.known, want)
-	}
-}
-
 func TestASnapshotIsReadAsItWasWritten(t *testing.T) {
-	for _, list := range []networks{nil, {{Network: netip.MustParsePrefix("10.0.0.0/8"), Revision: 7}},
-		{{Network: netip.MustParsePrefix("10.0.0.0/8"), Revision: 1764288000000}, {Network: netip.MustParsePrefix("fd00::/48")}}} {
+	for _, list := range []networks{nil, {{Object: "b", Network: netip.MustParsePrefix("10.0.0.0/8"), Revision: 7}},
+		{{Network: netip.MustParsePrefix("10.0.0.0/8"), Revision: 1764288000000}, {Object: "b", Network: netip.MustParsePrefix("10.0.0.0/8"), Revision: 3}, {Object: "c", Network: netip.MustParsePrefix("fd00::/48")}}} {
 		text, err := json.Marshal(snapshot{snapshotVersion, list})
 		if err != nil {
 			t.Fatal(err)
@@ -95,5 +89,9 @@ func TestASnapshotIsReadAsItWasWritten(t *testing.T) {
 		if err := json.Unmarshal(text, &got); err != nil || !slices.Equal(got.Refused, list) {
 			t.Errorf("%s: %v, %v; want %v", text, got, err, list)
 		}
+	}
+	var old snapshot
+	if err := json.Unmarshal([]byte(`{"version":1,"refused":["10.0.0.0/8"],"edition":7}`), &old); err != nil || !slices.Equal(old.Refused, unexplained([]netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")})) {
+		t.Errorf("of version 1: %v, %v", old, err)
 	}
 }

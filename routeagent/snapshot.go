@@ -9,7 +9,6 @@ import (
 	"net/netip"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"time"
 
 	"github.com/isthmus-net/isthmus/fabric"
@@ -25,40 +24,23 @@ type snapshot struct {
 	Refused networks `json:"refused"`
 }
 
-// networks are those of peers with the revisions that named them last, in JSON an object.
+// networks are those of peers, with the objects that named them last.
 type networks []fabric.Allocation
 
-// MarshalJSON implements json.Marshaler, at one go: with each allocation there are thousands.
-func (n networks) MarshalJSON() ([]byte, error) {
-	b := append(make([]byte, 0, len(`"255.255.255.255/32":1764288000000,`)*len(n)+2), '{')
-	for i, a := range n {
-		if i > 0 {
-			b = append(b, ',')
-		}
-		b = append(a.Network.AppendTo(append(b, '"')), `":`...)
-		b = strconv.AppendInt(b, a.Revision, 10)
-	}
-	return append(b, '}'), nil
-}
-
-// UnmarshalJSON implements json.Unmarshaler.
+// UnmarshalJSON implements json.Unmarshaler. An agent of version 1 wrote networks alone.
 func (n *networks) UnmarshalJSON(text []byte) error {
-	var all map[netip.Prefix]int64
-	if err := json.Unmarshal(text, &all); err != nil {
-		return err
+	var alone []netip.Prefix
+	if json.Unmarshal(text, &alone) == nil {
+		*n = unexplained(alone)
+		return nil
 	}
-	*n = nil
-	for p, revision := range all {
-		*n = append(*n, fabric.Allocation{Network: p, Revision: revision})
-	}
-	*n = fabric.Latest(*n)
-	return nil
+	return json.Unmarshal(text, (*[]fabric.Allocation)(n))
 }
 
 const (
 	snapshotVersion = 2
 	snapshotName    = "route-agent.json"
-	snapshotLimit   = 1 << 20 // octets; a thousand peers need 80 KiB
+	snapshotLimit   = 4 << 20 // octets; a thousand peers need 220 KiB
 )
 
 // readSnapshot returns the snapshot of a directory, nil if there is none.
@@ -72,7 +54,7 @@ func readSnapshot(directory string) (*snapshot, error) {
 		return nil, fmt.Errorf("snapshot: %w", err)
 	}
 	path := filepath.Join(directory, snapshotName)
-	if s.Version != snapshotVersion {
+	if s.Version != 1 && s.Version != snapshotVersion {
 		return nil, fmt.Errorf("snapshot %s: version %d; want %d", path, s.Version, snapshotVersion)
 	}
 	for _, a := range s.Refused {
@@ -80,6 +62,7 @@ func readSnapshot(directory string) (*snapshot, error) {
 			return nil, fmt.Errorf("snapshot %s: refused has %v; want a network", path, p)
 		}
 	}
+	s.Refused = fabric.Latest(s.Refused)
 	return &s, nil
 }
 
@@ -87,11 +70,16 @@ func readSnapshot(directory string) (*snapshot, error) {
 // an agent before left stays, also what the kernel refuses and no snapshot knows of. A snapshot that
 // cannot be read is told until a good one has replaced it.
 func (a *agent) restore() {
+	a.recall()
 	left, err := a.kernel.Refused()
 	if err != nil {
 		a.log.Error("what an agent before refused", "error", err)
 	}
-	a.grants.hold(unexplained(left))
+	a.grants.hold(unexplained(slices.DeleteFunc(left, func(p netip.Prefix) bool { return has(a.grants.networks, p) })))
+}
+
+// recall refuses what the snapshot says.
+func (a *agent) recall() {
 	if a.opts.StateDirectory == "" {
 		return
 	}
@@ -106,9 +94,9 @@ func (a *agent) restore() {
 	}
 	a.saved = saved
 	a.grants.hold(saved.Refused)
-	changes, err := a.kernel.Add(fabric.RefusingState(networksOf(saved.Refused)))
+	changes, err := a.kernel.Add(fabric.RefusingState(a.grants.networks))
 	if len(changes) > 0 {
-		a.log.Info("refusing what the snapshot says", "networks", len(saved.Refused), "changes", len(changes))
+		a.log.Info("refusing what the snapshot says", "networks", len(a.grants.networks), "changes", len(changes))
 	}
 	if err != nil {
 		a.log.Error("refusing what the snapshot says", "error", err)
@@ -116,16 +104,16 @@ func (a *agent) restore() {
 	a.state.err = err
 }
 
-// networksOf are those of a list.
+// networksOf are those of a sorted list.
 func networksOf(list []fabric.Allocation) []netip.Prefix {
 	networks := make([]netip.Prefix, len(list))
 	for i, a := range list {
 		networks[i] = a.Network
 	}
-	return networks
+	return slices.Compact(networks)
 }
 
-// unexplained are networks of which nobody knows which revision named them.
+// unexplained are networks of which nobody knows which object named them.
 func unexplained(all []netip.Prefix) (known []fabric.Allocation) {
 	for _, p := range all {
 		known = append(known, fabric.Allocation{Network: p, Revision: unknownRevision})
@@ -133,17 +121,20 @@ func unexplained(all []netip.Prefix) (known []fabric.Allocation) {
 	return known
 }
 
+// has looks for a network in a sorted list.
+func has(list []netip.Prefix, p netip.Prefix) bool {
+	_, found := slices.BinarySearchFunc(list, p, netip.Prefix.Compare)
+	return found
+}
+
 // save keeps what is refused for an agent that starts when nobody can be asked. Networks that only tunnels
 // name are in it too.
 func (a *agent) save(refused []netip.Prefix) error {
 	now := &snapshot{snapshotVersion, a.grants.known}
 	if !slices.Equal(refused, a.grants.networks) {
-		now.Refused = unexplained(refused)
-		for i, n := range now.Refused {
-			if at, known := find(a.grants.known, n.Network); known {
-				now.Refused[i] = a.grants.known[at]
-			}
-		}
+		others := slices.DeleteFunc(slices.Clone(refused), func(p netip.Prefix) bool { return has(a.grants.networks, p) })
+		known := slices.DeleteFunc(slices.Clone(a.grants.known), func(k fabric.Allocation) bool { return !has(refused, k.Network) })
+		now.Refused = fabric.Latest(append(known, unexplained(others)...))
 	}
 	if a.opts.StateDirectory == "" || a.saved != nil && slices.Equal(now.Refused, a.saved.Refused) {
 		return nil

@@ -34,7 +34,7 @@ type NetworkAllocationSpec struct {
 	// +optional
 	Networks []AllocatedNetwork `json:"networks,omitempty"`
 	// Freed are networks that were the peer's, the latest last. Nodes need not refuse one any more, unless
-	// an object names it that has a higher revision.
+	// another object has named it, or this one with a higher revision.
 	// +kubebuilder:validation:MaxItems=32
 	// +listType=atomic
 	// +optional
@@ -73,9 +73,8 @@ type OwnNetworks struct {
 }
 
 // NetworkAllocation says which networks stand for one cluster here. The manager writes it before it tells
-// the peer of a network, and route agents refuse what it names. A network goes when no object names it and
-// one frees it with a higher revision than the last that named it. An object that is missing or old takes
-// nothing back.
+// the peer of a network, and route agents refuse what it names. A network goes when each object that has
+// named it has freed it with a higher revision. An object that is missing or old takes nothing back.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:resource:path=networkallocations,singular=networkallocation,scope=Cluster,categories=isthmus
