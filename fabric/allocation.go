@@ -6,6 +6,7 @@ import (
 	"encoding/hex"
 	"net/netip"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -43,6 +44,8 @@ type Allocations struct {
 	Named, Freed []Allocation
 	// Revision is the highest one, also of what is freed; 0: there are none.
 	Revision int64
+	// Version is the highest resourceVersion; 0: there are no objects.
+	Version int64
 	// Own are the networks of our own pods and Services as far as they are known, OwnPods that of the pods.
 	Own, OwnPods []netip.Prefix
 }
@@ -59,13 +62,23 @@ func Revision(n int64, now time.Time) int64 {
 	return n
 }
 
+// Version reads a resourceVersion; 0: it is no number. Those of one kind are numbers that rise, as
+// Kubernetes promises since 1.35, and etcd always has it.
+func Version(text string) int64 {
+	n, err := strconv.ParseInt(text, 10, 64)
+	if err != nil {
+		return 0
+	}
+	return n
+}
+
 // AllocationsFrom reads all NetworkAllocations, in any order. It skips what is no network and reports it.
 func AllocationsFrom(all []isthmus.NetworkAllocation, now time.Time) (a Allocations, problems []Problem) {
 	for i := range all {
 		spec := &all[i].Spec
 		r := report{origin: Origin{Kind: "NetworkAllocation", Name: all[i].Name}}
 		revision := Revision(spec.Revision, now)
-		a.Revision = max(a.Revision, revision)
+		a.Revision, a.Version = max(a.Revision, revision), max(a.Version, Version(all[i].ResourceVersion))
 		for _, text := range spec.Networks {
 			if p := r.allocated("spec.networks", text); p.IsValid() {
 				a.Named = append(a.Named, Allocation{all[i].Name, p, revision})

@@ -23,14 +23,15 @@ func TestAllocationsAreWhatAllObjectsSayTogether(t *testing.T) {
 	own.Spec.Own = &isthmus.OwnNetworks{PodCIDR: "10.244.0.0/16", ServiceCIDR: "10.96.0.0/12", ExternalCIDR: "10.245.0.0/16"}
 	older.Spec.Own = &isthmus.OwnNetworks{PodCIDR: "10.1.0.0/16"}
 	ahead := object("ahead", now.Add(48*time.Hour).UnixMilli(), "10.8.0.0/16")
+	own.ResourceVersion, b.ResourceVersion, c.ResourceVersion = "9", "102", "x"
 	got, problems := AllocationsFrom([]isthmus.NetworkAllocation{c, own, ahead, older, b}, now)
 	wantTexts(t, SortProblems(problems), `NetworkAllocation b: spec.freed: "x" is no network; want CIDR notation`,
 		`NetworkAllocation c: spec.networks: "0.0.0.0/0" is no network; want CIDR notation`, `NetworkAllocation c: spec.networks: "None" is no network; want CIDR notation`)
 	want := Allocations{
 		Named:    []Allocation{{"ahead", pfx("10.8.0.0/16"), 0}, {"b", pfx("10.246.0.0/16"), 7}, {"c", pfx("10.246.0.0/16"), 9}, {"b", pfx("10.247.0.0/20"), 7}, {"c", pfx("fd00::/48"), 9}},
 		Freed:    []Allocation{{"b", pfx("10.9.0.0/16"), 11}},
-		Revision: 11,
-		Own:      []netip.Prefix{pfx("10.244.0.0/16"), pfx("10.96.0.0/12")}, OwnPods: []netip.Prefix{pfx("10.244.0.0/16")},
+		Revision: 11, Version: 102,
+		Own: []netip.Prefix{pfx("10.244.0.0/16"), pfx("10.96.0.0/12")}, OwnPods: []netip.Prefix{pfx("10.244.0.0/16")},
 	}
 	if !reflect.DeepEqual(got, want) {
 		t.Errorf("%+v\nwant\n%+v", got, want)

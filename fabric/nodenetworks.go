@@ -30,7 +30,7 @@ const (
 type NodeNetworks struct {
 	Networks  []netip.Prefix // apart from each other, sorted
 	Resolvers []netip.Addr   // DNS servers, sorted
-	Revision  int64          // of the NetworkAllocations that the node refuses; 0: not known
+	Refused   int64          // the highest resourceVersion of the NetworkAllocations that it refuses; 0: not known
 	Sources   []netip.Addr   // of its packets to a gateway that is a Pod, beside its InternalIPs; sorted
 	Problems  []kernel.Limit // what pods of the node lack towards peers
 
@@ -112,7 +112,7 @@ func (n NodeNetworks) Spec() (spec isthmus.NodeNetworksSpec) {
 	for _, addr := range n.Resolvers {
 		spec.Resolvers = append(spec.Resolvers, addr.String())
 	}
-	spec.RefusedRevision = n.Revision
+	spec.RefusedRevision = n.Refused
 	if o := n.BrokenOverlay; o.Gateway.IsValid() {
 		spec.BrokenOverlay = &isthmus.BrokenOverlay{Gateway: o.Gateway.String(), Since: isthmus.UTCTimeOf(o.Since), Back: o.Back}
 	}

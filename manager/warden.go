@@ -42,7 +42,7 @@ const reasonNotRefused = "NotRefused"
 //
 //	books ─► NetworkAllocation ─► route agent refuses it ─► NodeNetworks.spec.refusedRevision ─► Warden ─► answer, TunnelEndpoint
 //
-// An agent that reports a revision refuses what the objects up to that one name. Nodes that have never
+// An agent that reports a resourceVersion refuses what the objects up to that one name. Nodes that have never
 // reported one have no agent, and are not waited for. One for which somebody has waited in vain is not
 // waited for again until it reports another.
 //
@@ -58,16 +58,16 @@ type Warden struct {
 
 	mu      sync.Mutex
 	granted map[string]granted
-	said    map[string]int64            // by node: the revision up to which it refuses
+	said    map[string]int64            // by node: the resourceVersion up to which it refuses
 	late    map[string]int64            // by node that is not waited for: the same
 	waiting map[reconcile.Request]await // for nodes
 }
 
 // granted is what a peer has.
 type granted struct {
-	grant    ipam.Grant
-	revision int64     // of the NetworkAllocation with it
-	at       time.Time // when it came into the books
+	grant   ipam.Grant
+	version int64     // the resourceVersion of the NetworkAllocation with it
+	at      time.Time // when it came into the books
 }
 
 type await struct {
@@ -76,7 +76,7 @@ type await struct {
 }
 
 // Observe learns of each version of the books.
-func (w *Warden) Observe(book ipam.Book, revision func(id string) int64) {
+func (w *Warden) Observe(book ipam.Book, version func(id string) int64) {
 	now := make(map[string]granted)
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -92,7 +92,7 @@ func (w *Warden) Observe(book ipam.Book, revision func(id string) int64) {
 			now[id] = had
 			continue
 		}
-		now[id] = granted{g, revision(id), time.Now()}
+		now[id] = granted{g, version(id), time.Now()}
 	}
 	w.granted = now
 }
@@ -126,8 +126,8 @@ func (w *Warden) Refused(id string, q *queue.Queue, request reconcile.Request) b
 
 // behind are the nodes that are waited for with a grant. The caller holds w.mu.
 func (w *Warden) behind(g granted) (nodes []string) {
-	for node, revision := range w.said {
-		if _, late := w.late[node]; !late && revision < g.revision {
+	for node, version := range w.said {
+		if _, late := w.late[node]; !late && version < g.version {
 			nodes = append(nodes, node)
 		}
 	}
@@ -173,18 +173,18 @@ func (w *Warden) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, er
 		}
 		node := strings.Clone(r.Name)
 		w.said[node] = r.Spec.RefusedRevision
-		if revision, late := w.late[node]; late && revision == r.Spec.RefusedRevision {
+		if version, late := w.late[node]; late && version == r.Spec.RefusedRevision {
 			continue
 		}
 		least = min(least, r.Spec.RefusedRevision)
 	}
-	for node, revision := range w.late {
-		if w.said[node] != revision {
+	for node, version := range w.late {
+		if w.said[node] != version {
 			delete(w.late, node)
 		}
 	}
 	for request, a := range w.waiting {
-		if w.granted[a.id].revision <= least {
+		if w.granted[a.id].version <= least {
 			delete(w.waiting, request)
 			a.queue.Add(request, 0)
 		}

@@ -27,7 +27,7 @@ func (a *answering) refuses(node string, all bool) {
 		if len(problems) > 0 {
 			a.t.Fatal(problems)
 		}
-		revision = max(revision, now.Revision)
+		revision = max(revision, now.Version)
 	}
 	r := &isthmus.NodeNetworks{ObjectMeta: metav1.ObjectMeta{Namespace: a.system, Name: node}, Spec: isthmus.NodeNetworksSpec{RefusedRevision: revision}}
 	err := a.api().Create(a.ctx, r)

@@ -62,7 +62,7 @@ type Options struct {
 	// Tell writes down for the manager what the node reaches without us; nil: nobody is told. It is
 	// not called twice at a time.
 	Tell func(context.Context, fabric.NodeNetworks) error
-	// TellRefused writes down up to which revision of the NetworkAllocations the node refuses,
+	// TellRefused writes down up to which resourceVersion of the NetworkAllocations the node refuses,
 	// beside what Tell wrote; nil: nobody is told. It is not called twice at a time.
 	TellRefused func(context.Context, int64) error
 	// TellReady writes down why the node is not as it should be, for people; "" means that it is. It is
@@ -231,7 +231,7 @@ type agent struct {
 type state struct {
 	revision int // of the intent compared with; 0: none yet
 	node     kernel.State
-	refused  int64 // up to this revision of the NetworkAllocations; 0: not known
+	refused  int64 // up to this resourceVersion of the NetworkAllocations; 0: not known
 	problems []fabric.Problem
 	limits   []kernel.Limit
 	err      error
@@ -386,7 +386,7 @@ func (a *agent) compare() bool {
 		now.node, now.problems = a.decided.node, slices.Clone(a.decided.problems)
 		news, first, failed := a.refuseNew(a.decided.refused)
 		if failed == nil {
-			now.refused = in.Revision
+			now.refused = in.Version
 			a.say(now.refused) // before the rest, for which nobody has to wait
 		}
 		changes, err = a.kernel.Apply(now.node)

@@ -199,6 +199,7 @@ func newCluster(t testing.TB, nodes int) *cluster {
 func allocate(in *fabric.NodeIntent, networks ...netip.Prefix) {
 	was := in.Named
 	in.Revision++
+	in.Version = in.Revision
 	in.Named, in.Freed = nil, slices.Clone(in.Freed)
 	for _, p := range networks {
 		in.Named = append(in.Named, fabric.Allocation{Object: "b", Network: p, Revision: in.Revision})

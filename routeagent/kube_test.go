@@ -261,9 +261,14 @@ func reported(c *cluster, api client.Client) {
 		}
 	}
 	c.eventually(n, func() error { // beside the networks
-		err := api.Get(c.ctx, client.ObjectKey{Namespace: "default", Name: n.Name}, &report)
-		if err == nil && report.Spec.RefusedRevision != 2 {
-			err = fmt.Errorf("refused up to %d; want 2", report.Spec.RefusedRevision)
+		var all isthmus.NetworkAllocationList
+		err := errors.Join(api.List(c.ctx, &all), api.Get(c.ctx, client.ObjectKey{Namespace: "default", Name: n.Name}, &report))
+		want := int64(0)
+		for _, o := range all.Items {
+			want = max(want, fabric.Version(o.ResourceVersion))
+		}
+		if err == nil && (want == 0 || report.Spec.RefusedRevision != want) {
+			err = fmt.Errorf("refused up to %d; want %d", report.Spec.RefusedRevision, want)
 		}
 		return err
 	})

@@ -108,7 +108,7 @@ func (t *teller) once(ctx context.Context) (wait time.Duration, problems []fabri
 	}
 	ctx, cancel := context.WithTimeout(ctx, tellTimeout)
 	defer cancel()
-	now.Revision = t.current().refused
+	now.Refused = t.current().refused
 	if err := t.opts.Tell(ctx, now); err != nil {
 		return wait, problems, err
 	}

@@ -257,8 +257,8 @@ func (s *Store) Subscribe() <-chan event.GenericEvent {
 	return ch
 }
 
-// An Observer gets a Book, and with it the revisions of the peers' NetworkAllocations.
-type Observer func(book ipam.Book, revision func(id string) int64)
+// An Observer gets a Book, and with it the resourceVersions of the peers' NetworkAllocations.
+type Observer func(book ipam.Book, version func(id string) int64)
 
 // Observe calls f with the Book as it is, and then with each that follows, one after the other and
 // without leaving one out: each is what others may have read. f must not take long, or call the
@@ -266,7 +266,7 @@ type Observer func(book ipam.Book, revision func(id string) int64)
 func (s *Store) Observe(f Observer) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	f(s.Book(), s.revisionOf)
+	f(s.Book(), s.versionOf)
 	s.observers = append(s.observers, f)
 }
 
@@ -466,8 +466,9 @@ func blank(spec *v1alpha1.IpamStorageSpec) bool {
 	return len(spec.ClusterSubnets) == 0 && len(spec.EndpointMappings) == 0 && spec.PodCIDR == "" && spec.ServiceCIDR == "" && spec.ExternalCIDR == ""
 }
 
-func (s *Store) revisionOf(id string) int64 {
-	return s.allocations[fabric.AllocationName(id)].spec.Revision
+// versionOf is the resourceVersion of a peer's NetworkAllocation.
+func (s *Store) versionOf(id string) int64 {
+	return fabric.Version(s.allocations[fabric.AllocationName(id)].version)
 }
 
 // publish makes next the Book and tells the subscribers which peers changed.
@@ -481,7 +482,7 @@ func (s *Store) publish(next ipam.Book) {
 		return
 	}
 	for _, f := range s.observers {
-		f(next, s.revisionOf)
+		f(next, s.versionOf)
 	}
 	for _, ch := range s.subscribers {
 		send(ch, names)

@@ -47,11 +47,11 @@ func (r *NodeReporter) Tell(ctx context.Context, n fabric.NodeNetworks) error {
 	return r.named(writeReport(ctx, r.api, r.namespace, r.node, n))
 }
 
-// TellRefused writes up to which revision of the NetworkAllocations the node refuses into the report that
-// is there. 0 takes it back.
-func (r *NodeReporter) TellRefused(ctx context.Context, revision int64) error {
-	spec := map[string]any{"refusedRevision": revision}
-	if revision == 0 {
+// TellRefused writes up to which resourceVersion of the NetworkAllocations the node refuses into the report
+// that is there. 0 takes it back.
+func (r *NodeReporter) TellRefused(ctx context.Context, version int64) error {
+	spec := map[string]any{"refusedRevision": version}
+	if version == 0 {
 		spec["refusedRevision"] = nil
 	}
 	patch, err := json.Marshal(map[string]any{"metadata": map[string]any{"managedFields": []any{map[string]any{}}}, "spec": spec}) // which takes them away
