@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
-	"math"
 	"slices"
 	"strings"
 	"sync"
@@ -88,13 +87,13 @@ func (w *Warden) Observe(book ipam.Book, version func(id string) int64) {
 		if !ok {
 			continue
 		}
-		if had, ok := w.granted[id]; ok && had.grant == g {
-			now[id] = had
-			continue
-		}
 		now[id] = granted{g, version(id), time.Now()}
+		if had, ok := w.granted[id]; ok && had.grant == g && had.version == now[id].version && had.version != ipamstore.NotWritten {
+			now[id] = had
+		}
 	}
 	w.granted = now
+	w.wake()
 }
 
 // Refused reports whether what a peer has in the books may be told. If not, it adds the request to
@@ -103,6 +102,10 @@ func (w *Warden) Refused(id string, q *queue.Queue, request reconcile.Request) b
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	g, ok := w.granted[id]
+	if g.version == ipamstore.NotWritten {
+		w.waiting[request] = await{id, q}
+		return false // Observe follows
+	}
 	if !ok || w.behind(g) == nil {
 		delete(w.waiting, request)
 		return true
@@ -165,22 +168,26 @@ func (w *Warden) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, er
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.said = make(map[string]int64, len(reports.Items))
-	least := int64(math.MaxInt64)
 	for i := range reports.Items {
-		r := &reports.Items[i]
-		if r.Spec.RefusedRevision == 0 {
-			continue
+		if r := &reports.Items[i]; r.Spec.RefusedRevision > 0 {
+			w.said[strings.Clone(r.Name)] = r.Spec.RefusedRevision
 		}
-		node := strings.Clone(r.Name)
-		w.said[node] = r.Spec.RefusedRevision
-		if version, late := w.late[node]; late && version == r.Spec.RefusedRevision {
-			continue
-		}
-		least = min(least, r.Spec.RefusedRevision)
 	}
 	for node, version := range w.late {
 		if w.said[node] != version {
 			delete(w.late, node)
+		}
+	}
+	w.wake()
+	return ctrl.Result{}, nil
+}
+
+// wake has those reconciled who need not wait any more. The caller holds w.mu.
+func (w *Warden) wake() {
+	least := int64(ipamstore.NotWritten - 1)
+	for node, version := range w.said {
+		if _, late := w.late[node]; !late {
+			least = min(least, version)
 		}
 	}
 	for request, a := range w.waiting {
@@ -189,7 +196,6 @@ func (w *Warden) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, er
 			a.queue.Add(request, 0)
 		}
 	}
-	return ctrl.Result{}, nil
 }
 
 // watchBooks has the Warden learn of all that a Store writes.

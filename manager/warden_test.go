@@ -2,6 +2,8 @@ package manager
 
 import (
 	"fmt"
+	"log/slog"
+	"net/netip"
 	"strings"
 	"testing"
 	"time"
@@ -14,6 +16,9 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/ipam"
+	"github.com/isthmus-net/isthmus/manager/ipamstore"
+	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
 // refuses makes the report of a node say that it refuses all that is allocated, or nothing yet.
@@ -106,4 +111,34 @@ func TestANodeThatDoesNotRefuseIsNamedAndNotWaitedForAgain(t *testing.T) {
 	a.always("it is waited for again", func() bool { return !d.told() })
 	a.refuses("n1", true)
 	d.untilAccepted("None None")
+}
+
+// A network is in the books before its NetworkAllocation is written: nobody is told of it until then,
+// however long that takes.
+func TestNobodyIsToldOfANetworkThatIsNotWritten(t *testing.T) {
+	book, _ := ipam.Book{}.Configure(ipam.Config{PodCIDR: netip.MustParsePrefix("10.64.0.0/14"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12")})
+	book, _, err := book.Grant(ipam.Request{ID: "b", Pod: netip.MustParsePrefix("10.50.0.0/18"), External: netip.MustParsePrefix("10.60.0.0/20")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := &Warden{Log: slog.New(slog.NewTextHandler(t.Output(), nil))}
+	for _, step := range []struct {
+		version int64
+		told    bool
+	}{{ipamstore.NotWritten, false}, {7, true}, {9, false}, {9, false}, {7, true}, {ipamstore.NotWritten, false}, {ipamstore.NotWritten, false}} {
+		w.Observe(book, func(string) int64 { return step.version })
+		if w.said["n1"], w.Patience = 8, time.Hour; step.version == ipamstore.NotWritten { // patience is about nodes
+			w.Patience = 0
+			delete(w.said, "n1")
+		}
+		var q queue.Queue
+		if told := w.Refused("b", &q, requestFor("b")); told != step.told || (len(w.waiting) == 0) != step.told {
+			t.Errorf("version %d: told %v, %d wait", step.version, told, len(w.waiting))
+		}
+	}
+	w.said["n1"] = 8
+	w.Observe(book, func(string) int64 { return 8 })
+	if len(w.waiting) > 0 {
+		t.Error("it is written and refused, and nobody is woken")
+	}
 }

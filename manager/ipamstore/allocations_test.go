@@ -315,6 +315,26 @@ func TestNodesRefuseAllThatTheIpamStorageHasAtAnyMoment(t *testing.T) {
 	want(t, "after a refresh")
 }
 
+// A peer that somebody added to the IpamStorage is in the Book before nodes refuse its networks.
+func TestWhatIsNotWrittenYetHasNoVersion(t *testing.T) {
+	h := fresh(t)
+	grant(t, h.Store, "b", "10.64.0.0/16", "10.65.0.0/20")
+	var seen []int64
+	h.Observe(func(book ipam.Book, version func(string) int64) {
+		if _, has := book.GrantOf("c"); has {
+			seen = append(seen, version("c"))
+		}
+	})
+	edit(t, func(o *v1alpha1.IpamStorage) {
+		o.Spec.ClusterSubnets["c"] = v1alpha1.Subnets{RemotePodCIDR: "10.66.0.0/16", RemoteExternalCIDR: "10.67.0.0/20"}
+	})
+	refresh(t, h)
+	o := allocationOf(t, "c")
+	if want := []int64{NotWritten, fabric.Version(o.ResourceVersion)}; !slices.Equal(seen, want) || len(o.Spec.Networks) != 2 {
+		t.Errorf("versions were %v; want %v; %v", seen, want, o.Spec.Networks)
+	}
+}
+
 // Somebody fills the object of a peer: what is granted has a place, and the rest is freed.
 func TestAFullObjectKeepsNobodyOut(t *testing.T) {
 	h := fresh(t)

@@ -20,6 +20,8 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"math"
+	"net/netip"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -260,8 +262,11 @@ func (s *Store) Subscribe() <-chan event.GenericEvent {
 // An Observer gets a Book, and with it the resourceVersions of the peers' NetworkAllocations.
 type Observer func(book ipam.Book, version func(id string) int64)
 
-// Observe calls f with the Book as it is, and then with each that follows, one after the other and
-// without leaving one out: each is what others may have read. f must not take long, or call the
+// NotWritten is a resourceVersion that no agent reports: that of an allocation which is still to be written.
+const NotWritten = math.MaxInt64
+
+// Observe calls f with the Book as it is, and then after each write, one after the other and
+// without leaving a Book out: each is what others may have read. f must not take long, or call the
 // Store.
 func (s *Store) Observe(f Observer) {
 	s.mu.Lock()
@@ -466,23 +471,32 @@ func blank(spec *v1alpha1.IpamStorageSpec) bool {
 	return len(spec.ClusterSubnets) == 0 && len(spec.EndpointMappings) == 0 && spec.PodCIDR == "" && spec.ServiceCIDR == "" && spec.ExternalCIDR == ""
 }
 
-// versionOf is the resourceVersion of a peer's NetworkAllocation.
+// versionOf is the resourceVersion of a peer's NetworkAllocation, or NotWritten where that does not name what
+// the peer has in the Book.
 func (s *Store) versionOf(id string) int64 {
-	return fabric.Version(s.allocations[fabric.AllocationName(id)].version)
+	a := s.allocations[fabric.AllocationName(id)]
+	g, _ := s.Book().GrantOf(id)
+	for _, p := range []netip.Prefix{g.Pod, g.External} {
+		if p.IsValid() && !slices.Contains(a.spec.Networks, p.String()) {
+			return NotWritten
+		}
+	}
+	return fabric.Version(a.version)
 }
 
-// publish makes next the Book and tells the subscribers which peers changed.
+// publish makes next the Book, and tells the observers, since NetworkAllocations may be others, and the
+// subscribers which peers changed.
 func (s *Store) publish(next ipam.Book) {
 	was := s.book.Swap(&next)
+	for _, f := range s.observers {
+		f(next, s.versionOf)
+	}
 	names := next.Changed(*was)
 	if !next.Own().Equal(was.Own()) {
 		names = []string{""}
 	}
 	if len(names) == 0 {
 		return
-	}
-	for _, f := range s.observers {
-		f(next, s.versionOf)
 	}
 	for _, ch := range s.subscribers {
 		send(ch, names)
