@@ -3,6 +3,7 @@ package ipamstore
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"maps"
 	"net/netip"
@@ -26,6 +27,7 @@ const maxNetworks = 32
 type allocation struct {
 	version string
 	spec    isthmus.NetworkAllocationSpec
+	cut     []string // networks that it named, and for which there was no place any more; to be freed
 }
 
 // readAllocations reads them all.
@@ -34,11 +36,12 @@ func (s *Store) readAllocations(ctx context.Context) error {
 	if err := s.reader.List(ctx, &list); err != nil {
 		return fmt.Errorf("list NetworkAllocations: %w", err)
 	}
+	before := s.allocations
 	s.allocations, s.allocated = make(map[string]allocation), false
 	now := time.Now()
 	for i := range list.Items {
 		o := &list.Items[i]
-		s.allocations[o.Name] = allocation{o.ResourceVersion, o.Spec}
+		s.allocations[o.Name] = allocation{o.ResourceVersion, o.Spec, before[o.Name].cut}
 		s.revision = max(s.revision, fabric.Revision(o.Spec.Revision, now))
 		for _, f := range o.Spec.Freed {
 			s.revision = max(s.revision, fabric.Revision(f.Revision, now))
@@ -85,34 +88,37 @@ func (s *Store) unallocated(book ipam.Book) map[string]string {
 
 // allocate makes NetworkAllocations say what the Book does of some clusters, by the names of the objects.
 // With more it only adds networks: that comes before the IpamStorage, and what is freed after it, so that no
-// agent misses a network of the Book at any moment. The API server answers Conflict, NotFound or
-// AlreadyExists when an object is not as it was read last.
+// agent misses a network of the Book at any moment. It goes on after an error, and returns all of them: the
+// API server answers Conflict, NotFound or AlreadyExists when an object is not as it was read last.
 func (s *Store) allocate(ctx context.Context, book ipam.Book, clusters map[string]string, more bool) error {
+	var failed []error
 	for _, name := range slices.Sorted(maps.Keys(clusters)) {
 		have, exists := s.allocations[name]
 		want := s.allocationOf(book, clusters[name])
-		var gone []string
-		for _, n := range have.spec.Networks {
-			if !slices.Contains(want.Networks, n) {
-				gone = append(gone, n)
-			}
+		gone := without(slices.Concat(have.spec.Networks, have.cut), want.Networks)
+		if exists && more && len(without(want.Networks, have.spec.Networks)) == 0 && sameOwn(have.spec.Own, want.Own) ||
+			!exists && len(want.Networks) == 0 && want.Own == nil {
+			continue
 		}
-		if more {
+		var cut []string
+		if more { // those of the Book have a place
 			want.Networks = append(want.Networks, gone...)
-			want.Networks = want.Networks[:min(len(want.Networks), maxNetworks)] // nobody but us writes as many
-			gone = nil
+			place := min(len(want.Networks), maxNetworks)
+			want.Networks, cut, gone = want.Networks[:place], want.Networks[place:], nil
 		}
 		if want.ClusterID == "" {
 			want.ClusterID = have.spec.ClusterID
 		}
-		if !exists && len(want.Networks) == 0 && want.Own == nil || exists && more && len(want.Networks) == len(have.spec.Networks) && sameOwn(have.spec.Own, want.Own) {
-			continue
-		}
-		if err := s.writeAllocation(ctx, name, want, gone); err != nil {
-			return fmt.Errorf("NetworkAllocation %s: %w", name, err)
+		if err := s.writeAllocation(ctx, name, want, gone, cut); err != nil {
+			failed = append(failed, fmt.Errorf("NetworkAllocation %s: %w", name, err))
 		}
 	}
-	return nil
+	return errors.Join(failed...)
+}
+
+// without returns those of a list that another one has not.
+func without(list, other []string) []string {
+	return slices.DeleteFunc(slices.Clone(list), func(n string) bool { return slices.Contains(other, n) })
 }
 
 // allocationOf is what a Book says of a cluster, but for revisions.
@@ -146,12 +152,13 @@ func text(p netip.Prefix) string {
 
 func sameOwn(a, b *isthmus.OwnNetworks) bool { return a == b || a != nil && b != nil && *a == *b }
 
-// writeAllocation writes an object, unless it says that already, and frees networks that it named.
-func (s *Store) writeAllocation(ctx context.Context, name string, want isthmus.NetworkAllocationSpec, gone []string) error {
+// writeAllocation writes an object, unless it says that already, and frees networks that it named. Those of
+// cut it frees the next time.
+func (s *Store) writeAllocation(ctx context.Context, name string, want isthmus.NetworkAllocationSpec, gone, cut []string) error {
 	was, exists := s.allocations[name]
 	have := was.spec
 	want.Revision, want.Freed = have.Revision, have.Freed
-	news := !slices.Equal(have.Networks, want.Networks) || !sameOwn(have.Own, want.Own) || fabric.Revision(have.Revision, time.Now()) == 0
+	news := len(gone) > 0 || !slices.Equal(have.Networks, want.Networks) || !sameOwn(have.Own, want.Own) || fabric.Revision(have.Revision, time.Now()) == 0
 	if exists && !news && have.Phase == want.Phase && have.ClusterID == want.ClusterID {
 		return nil
 	}
@@ -197,7 +204,7 @@ func (s *Store) writeAllocation(ctx context.Context, name string, want isthmus.N
 			return err
 		}
 	}
-	s.allocations[name] = allocation{object.ResourceVersion, want}
+	s.allocations[name] = allocation{object.ResourceVersion, want, cut}
 	return nil
 }
 
@@ -242,5 +249,9 @@ func (s *Store) freedByHand(book ipam.Book, before map[string]allocation) ipam.B
 
 // stale reports whether an object is not what was read or written last.
 func stale(err error) bool {
+	var all interface{ Unwrap() []error }
+	if errors.As(err, &all) {
+		return slices.ContainsFunc(all.Unwrap(), stale)
+	}
 	return apierrors.IsConflict(err) || apierrors.IsNotFound(err) || apierrors.IsAlreadyExists(err)
 }

@@ -229,11 +229,11 @@ func TestTheRevisionRisesWithEachChangeOfNetworksAndOnlyThen(t *testing.T) {
 // stopping is a client whose writes of one kind fail, which is what a manager that is killed leaves.
 type stopping struct {
 	client.Client
-	at string // part of the Go type
+	at string // part of the Go type and the name
 }
 
 func (s *stopping) fails(o client.Object) error {
-	if s.at != "" && strings.Contains(fmt.Sprintf("%T", o), s.at) {
+	if s.at != "" && strings.Contains(fmt.Sprintf("%T %s", o, o.GetName()), s.at) {
 		return fmt.Errorf("stopped")
 	}
 	return nil
@@ -335,9 +335,12 @@ func TestWhatIsNotWrittenYetHasNoVersion(t *testing.T) {
 	}
 }
 
-// Somebody fills the object of a peer: what is granted has a place, and the rest is freed.
+// Somebody fills the object of a peer: what is granted has a place before it is in the IpamStorage, and the
+// rest is freed.
 func TestAFullObjectKeepsNobodyOut(t *testing.T) {
 	h := fresh(t)
+	s := &stopping{Client: h.client, at: "PartialObjectMetadata"} // the IpamStorage
+	h.client = s
 	full := &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: "b"}, Spec: isthmus.NetworkAllocationSpec{ClusterID: "b", Revision: 1}}
 	for i := range maxNetworks {
 		full.Spec.Networks = append(full.Spec.Networks, fmt.Sprintf("10.99.%d.0/24", i))
@@ -345,12 +348,46 @@ func TestAFullObjectKeepsNobodyOut(t *testing.T) {
 	if err := testClient.Create(t.Context(), full); err != nil {
 		t.Fatal(err)
 	}
-	grant(t, h.Store, "b", "10.64.0.0/16", "10.65.0.0/16")
+	give := func(b ipam.Book) (ipam.Book, error) {
+		b, _, err := b.Grant(claim("b", "10.64.0.0/16", "10.65.0.0/16"))
+		return b, err
+	}
+	if _, err := h.Update(t.Context(), give); err == nil {
+		t.Error("written all the same")
+	}
+	if named := allocationOf(t, "b").Spec.Networks; len(named) != maxNetworks || !slices.Equal(named[:2], []string{"10.64.0.0/16", "10.65.0.0/16"}) {
+		t.Errorf("before the IpamStorage it names %v", named)
+	}
+	s.at = ""
+	if _, err := h.Update(t.Context(), give); err != nil {
+		t.Fatal(err)
+	}
 	want(t, "granted", "10.64.0.0/16", "10.65.0.0/16")
+	freed := texts(allocations(t).Freed)
+	if slices.Sort(full.Spec.Networks); !slices.Equal(freed, full.Spec.Networks) {
+		t.Errorf("freed are %v", freed)
+	}
 	patched(t, "b", fmt.Sprintf(`{"spec":{"networks":["%s"]}}`, strings.Join(full.Spec.Networks, `","`)))
 	refresh(t, h)
 	want(t, "a look", "10.64.0.0/16", "10.65.0.0/16")
 	if freed := len(allocationOf(t, "b").Spec.Freed); freed != maxNetworks {
 		t.Errorf("%d are freed", freed)
 	}
+}
+
+// One object that cannot be written keeps no other one from being written.
+func TestAnErrorOfOneObjectIsNoOthers(t *testing.T) {
+	h := fresh(t)
+	s := &stopping{Client: h.client, at: "NetworkAllocation b"}
+	h.client = s
+	if _, err := h.Update(t.Context(), func(book ipam.Book) (ipam.Book, error) {
+		book, _, err := book.Grant(claim("b", "10.64.0.0/16", "10.65.0.0/16"))
+		if err == nil {
+			book, _, err = book.Grant(claim("c", "10.66.0.0/16", "10.67.0.0/16"))
+		}
+		return book, err
+	}); err == nil || !strings.Contains(err.Error(), "NetworkAllocation b: stopped") {
+		t.Error(err)
+	}
+	want(t, "one cannot be written", "10.66.0.0/16", "10.67.0.0/16")
 }
