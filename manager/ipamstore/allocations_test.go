@@ -1,7 +1,9 @@
 package ipamstore
 
 import (
+	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"net/http"
@@ -10,7 +12,9 @@ import (
 	"testing"
 	"time"
 
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
@@ -229,12 +233,13 @@ func TestTheRevisionRisesWithEachChangeOfNetworksAndOnlyThen(t *testing.T) {
 // stopping is a client whose writes of one kind fail, which is what a manager that is killed leaves.
 type stopping struct {
 	client.Client
-	at string // part of the Go type and the name
+	at  string // part of the Go type and the name
+	err error  // nil: any
 }
 
 func (s *stopping) fails(o client.Object) error {
 	if s.at != "" && strings.Contains(fmt.Sprintf("%T %s", o, o.GetName()), s.at) {
-		return fmt.Errorf("stopped")
+		return cmp.Or(s.err, errors.New("stopped"))
 	}
 	return nil
 }
@@ -373,6 +378,35 @@ func TestAFullObjectKeepsNobodyOut(t *testing.T) {
 	if freed := len(allocationOf(t, "b").Spec.Freed); freed != maxNetworks {
 		t.Errorf("%d are freed", freed)
 	}
+}
+
+// unread is a reader that is not answered.
+type unread struct{ client.Reader }
+
+func (unread) List(context.Context, client.ObjectList, ...client.ListOption) error {
+	return errors.New("no answer")
+}
+
+// The IpamStorage is written, a NetworkAllocation is another one, and the API server does not say which: the
+// Book is as it was, and so is the IpamStorage after the next write.
+func TestTheIpamStorageIsComparedWithWhatWasWrittenLast(t *testing.T) {
+	h := fresh(t)
+	grant(t, h.Store, "b", "10.64.0.0/16", "10.65.0.0/16")
+	s, reader := &stopping{Client: h.client, at: "NetworkAllocation b", err: apierrors.NewConflict(schema.GroupResource{}, "b", nil)}, h.reader
+	h.client, h.reader = s, unread{reader}
+	if _, err := h.Update(t.Context(), func(b ipam.Book) (ipam.Book, error) { return b.Release("b"), nil }); err == nil {
+		t.Error("written all the same")
+	}
+	if _, has := object(t).Spec.ClusterSubnets["b"]; has {
+		t.Error("the IpamStorage is not written")
+	}
+	s.at, h.reader = "", reader
+	h.update(func(b ipam.Book) ipam.Book { return b })
+	_, has := h.Book().GrantOf("b")
+	if _, written := object(t).Spec.ClusterSubnets["b"]; !has || !written {
+		t.Errorf("the Book has it: %v, the IpamStorage: %v", has, written)
+	}
+	want(t, "afterwards", "10.64.0.0/16", "10.65.0.0/16")
 }
 
 // One object that cannot be written keeps no other one from being written.

@@ -312,6 +312,7 @@ func (s *Store) put(ctx context.Context, book ipam.Book) error {
 	case err == nil:
 		s.allocated = true
 	case stale(err): // somebody may have freed what we name
+		s.object.Spec, s.synced = book.Spec(), false // it is not what Book says
 		return err
 	default:
 		s.log.Warn("nodes refuse networks that no peer has any more, until this can be written", "err", err)
