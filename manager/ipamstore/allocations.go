@@ -156,23 +156,23 @@ func sameOwn(a, b *isthmus.OwnNetworks) bool { return a == b || a != nil && b !=
 // cut it frees the next time.
 func (s *Store) writeAllocation(ctx context.Context, name string, want isthmus.NetworkAllocationSpec, gone, cut []string) error {
 	was, exists := s.allocations[name]
-	have := was.spec
-	want.Revision, want.Freed = have.Revision, have.Freed
-	news := len(gone) > 0 || !slices.Equal(have.Networks, want.Networks) || !sameOwn(have.Own, want.Own) || fabric.Revision(have.Revision, time.Now()) == 0
+	have, now := was.spec, time.Now()
+	want.Revision = have.Revision
+	want.Freed = slices.DeleteFunc(slices.Clone(have.Freed), func(f isthmus.FreedNetwork) bool {
+		return fabric.Revision(f.Revision, now) == 0 || slices.Contains(gone, f.Network)
+	})
+	news := len(gone) > 0 || !slices.Equal(have.Networks, want.Networks) || len(have.Freed) != len(want.Freed) || !sameOwn(have.Own, want.Own) || fabric.Revision(have.Revision, now) == 0
 	if exists && !news && have.Phase == want.Phase && have.ClusterID == want.ClusterID {
 		return nil
 	}
 	if news {
-		s.revision = nextRevision(s.revision)
+		s.revision = nextRevision(s.revision, now)
 		want.Revision = s.revision
 	}
-	if len(gone) > 0 {
-		want.Freed = slices.DeleteFunc(slices.Clone(have.Freed), func(f isthmus.FreedNetwork) bool { return slices.Contains(gone, f.Network) })
-		for _, n := range gone {
-			want.Freed = append(want.Freed, isthmus.FreedNetwork{Network: n, Revision: want.Revision})
-		}
-		want.Freed = want.Freed[max(len(want.Freed)-maxNetworks, 0):]
+	for _, n := range gone {
+		want.Freed = append(want.Freed, isthmus.FreedNetwork{Network: n, Revision: want.Revision})
 	}
+	want.Freed = want.Freed[max(len(want.Freed)-maxNetworks, 0):]
 	object := &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: want}
 	if !exists {
 		if err := s.client.Create(ctx, object); err != nil {
@@ -208,8 +208,11 @@ func (s *Store) writeAllocation(ctx context.Context, name string, want isthmus.N
 	return nil
 }
 
-// nextRevision is higher than those before, also than those that a restored backup has forgotten.
-func nextRevision(last int64) int64 { return max(last+1, time.Now().UnixMilli()) }
+// nextRevision is higher than those before, also than those that a restored backup has forgotten. One before
+// that does not count any more, because the clock was set back, is none.
+func nextRevision(last int64, now time.Time) int64 {
+	return max(fabric.Revision(last, now)+1, now.UnixMilli())
+}
 
 // takenBack reports whether all networks that peers had in one Book and have not in another were freed by
 // the NetworkAllocations, since these were read as before: another manager has written both. Otherwise

@@ -150,6 +150,11 @@ func TestNetworkAllocationsSayWhatTheBookDoes(t *testing.T) {
 	if o := allocationOf(t, "restored").Spec; len(o.Freed) != 1 || o.Freed[0].Revision != 7 {
 		t.Errorf("a person frees what no object names: %+v", o)
 	}
+	patched(t, name, `{"spec":{"freed":[{"network":"10.66.0.0/16","revision":9000000000000},{"network":"10.95.0.0/16","revision":7}]}}`)
+	refresh(t, h)
+	if o := allocationOf(t, "Cluster_C").Spec; len(o.Freed) != 1 || o.Freed[0].Network != "10.95.0.0/16" {
+		t.Errorf("freed with a revision that does not count yet, and will: %+v", o)
+	}
 	h.sent()
 	refresh(t, h)
 	if methods, _, _ := h.sent(); slices.Contains(methods, http.MethodPatch) {
@@ -228,6 +233,17 @@ func TestTheRevisionRisesWithEachChangeOfNetworksAndOnlyThen(t *testing.T) {
 		h = loaded(t)
 		release("b")
 	})
+}
+
+// A clock that was a month ahead, and is right again.
+func TestARevisionCountsAlsoAfterTheClockWasSetBack(t *testing.T) {
+	now := time.UnixMilli(1_800_000_000_000)
+	for last, want := range map[int64]int64{0: now.UnixMilli(), now.UnixMilli(): now.UnixMilli() + 1, now.Add(time.Hour).UnixMilli(): now.Add(time.Hour).UnixMilli() + 1,
+		now.Add(720 * time.Hour).UnixMilli(): now.UnixMilli()} {
+		if got := nextRevision(last, now); got != want {
+			t.Errorf("after %d: %d; want %d", last, got, want)
+		}
+	}
 }
 
 // stopping is a client whose writes of one kind fail, which is what a manager that is killed leaves.
