@@ -132,7 +132,9 @@ func Run(ctx context.Context, o Options) error {
 	defer source.Wait() // it may use the kernel
 	defer cancel()
 	a.kernel = k
-	a.restore()
+	if err := a.restore(k.Refused); err != nil {
+		return err
+	}
 	servers, err := a.listen()
 	if err != nil {
 		return err

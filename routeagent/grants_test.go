@@ -2,6 +2,7 @@ package routeagent
 
 import (
 	"encoding/json"
+	"errors"
 	"net/netip"
 	"slices"
 	"testing"
@@ -93,5 +94,21 @@ func TestASnapshotIsReadAsItWasWritten(t *testing.T) {
 	var old snapshot
 	if err := json.Unmarshal([]byte(`{"version":1,"refused":["10.0.0.0/8"],"edition":7}`), &old); err != nil || !slices.Equal(old.Refused, unexplained([]netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")})) {
 		t.Errorf("of version 1: %v, %v", old, err)
+	}
+}
+
+// Where the kernel does not say what it refuses, a comparison would take away what no object names.
+func TestAnAgentThatDoesNotKnowWhatTheKernelRefusesEnds(t *testing.T) {
+	a, p := &agent{}, netip.MustParsePrefix("10.200.0.0/16")
+	if err := a.restore(func() ([]netip.Prefix, error) { return []netip.Prefix{p}, nil }); err != nil || !slices.Equal(a.grants.known, unexplained([]netip.Prefix{p})) {
+		t.Errorf("%v, %v", a.grants.known, err)
+	}
+	if err := a.restore(func() ([]netip.Prefix, error) { return nil, errors.New("interrupted") }); err == nil || err.Error() != "what an agent before refused: interrupted" {
+		t.Error(err)
+	}
+	a.grants = grants{}
+	a.grants.hold([]fabric.Allocation{{Object: "b", Network: p, Revision: 7}}) // by the snapshot
+	if err := a.restore(func() ([]netip.Prefix, error) { return []netip.Prefix{p}, nil }); err != nil || len(a.grants.known) != 1 {
+		t.Errorf("explained: %v, %v", a.grants.known, err)
 	}
 }

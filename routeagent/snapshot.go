@@ -68,14 +68,16 @@ func readSnapshot(directory string) (*snapshot, error) {
 
 // restore refuses what the snapshot says, before anything is read from anywhere. It adds only: what
 // an agent before left stays, also what the kernel refuses and no snapshot knows of. A snapshot that
-// cannot be read is told until a good one has replaced it.
-func (a *agent) restore() {
+// cannot be read is told until a good one has replaced it. After an error nothing may be compared, which
+// would take away what is left: refused is what the kernel refuses.
+func (a *agent) restore(refused func() ([]netip.Prefix, error)) error {
 	a.recall()
-	left, err := a.kernel.Refused()
+	left, err := refused()
 	if err != nil {
-		a.log.Error("what an agent before refused", "error", err)
+		return fmt.Errorf("what an agent before refused: %w", err)
 	}
 	a.grants.hold(unexplained(slices.DeleteFunc(left, func(p netip.Prefix) bool { return has(a.grants.networks, p) })))
+	return nil
 }
 
 // recall refuses what the snapshot says.
