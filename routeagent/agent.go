@@ -388,6 +388,9 @@ func (a *agent) compare() bool {
 		now.node, now.problems = a.decided.node, slices.Clone(a.decided.problems)
 		news, first, failed := a.refuseNew(a.decided.refused)
 		if failed == nil {
+			if len(news) > 0 { // before anybody relies on it: the node may boot without an API server
+				_ = a.save(a.decided.refused) // it is tried again below
+			}
 			now.refused = in.Version
 			a.say(now.refused) // before the rest, for which nobody has to wait
 		}

@@ -3,6 +3,7 @@ package routeagent
 import (
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
 	"net/netip"
 	"os"
@@ -16,6 +17,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/kernel"
+	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
@@ -251,6 +253,31 @@ func TestASnapshotThatCannotBeReadIsToldAndChangesNothing(t *testing.T) {
 			return nil
 		})
 		c.eventually(n, func() error { _, err := n.Get(c.ctx, "http://"+metricsAt+"/readyz"); return err })
+	}
+}
+
+// The manager is told that a node refuses a network when the node does so after a boot, too.
+func TestASnapshotIsWrittenBeforeTheManagerIsTold(t *testing.T) {
+	c := newCluster(t, 1)
+	n, signal := c.Nodes[0], func() chan struct{} { return make(chan struct{}, 1) }
+	a := &agent{opts: Options{Node: n.Name, StateDirectory: t.TempDir()}, log: slog.New(slog.DiscardHandler), wake: signal(), moved: signal(), refusing: signal(), urgent: signal()}
+	a.metrics = newMetrics(a)
+	if err := n.Do(func() (err error) { a.kernel, err = rtnl.Open(kernel.RouteAgent, a.log); return err }); err != nil {
+		t.Fatal(err)
+	}
+	defer a.kernel.Close()
+	a.deliver(c.in, nil)
+	saved := make(chan error)
+	go func() {
+		<-a.refusing
+		_, err := os.Stat(filepath.Join(a.opts.StateDirectory, snapshotName))
+		saved <- err
+	}()
+	if a.compare(); a.current().refused == 0 {
+		t.Error(a.current().err)
+	}
+	if err := <-saved; err != nil {
+		t.Error(err)
 	}
 }
 
