@@ -141,13 +141,13 @@ func TestNetworkAllocationsSayWhatTheBookDoes(t *testing.T) {
 	if freed := texts(allocations(t).Freed); !slices.Contains(freed, "10.98.0.0/16") || !slices.Contains(freed, "10.99.0.0/16") {
 		t.Errorf("freed are %v", freed)
 	}
-	restored := &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: "restored"}, Spec: isthmus.NetworkAllocationSpec{ClusterID: "restored", Revision: 7,
+	restored := &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: "lost"}, Spec: isthmus.NetworkAllocationSpec{ClusterID: "restored", Revision: 7,
 		Freed: []isthmus.FreedNetwork{{Network: "10.97.0.0/16", Revision: 7}}}} // as docs/lifecycle.md has it
 	if err := testClient.Create(t.Context(), restored); err != nil {
 		t.Fatal(err)
 	}
 	refresh(t, h)
-	if o := allocationOf(t, "restored").Spec; len(o.Freed) != 1 || o.Freed[0].Revision != 7 {
+	if o := allocationOf(t, "lost").Spec; len(o.Freed) != 1 || o.Freed[0].Revision != 7 {
 		t.Errorf("a person frees what no object names: %+v", o)
 	}
 	patched(t, name, `{"spec":{"freed":[{"network":"10.66.0.0/16","revision":9000000000000},{"network":"10.95.0.0/16","revision":7}]}}`)
