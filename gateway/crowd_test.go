@@ -167,7 +167,7 @@ func newCrowd(t *testing.T, peers int) *crowd {
 	e.SetRelays(func(netip.Addr) bool { return true })
 	for _, f := range far {
 		for end := time.Now().Add(patience); f.session == nil; {
-			if f.session, err = noise.Connect(socket, f.key, private.PublicKey()); err != nil && time.Now().After(end) {
+			if f.session, err = noise.Connect(socket, f.key, private.PublicKey(), [32]byte{}); err != nil && time.Now().After(end) {
 				t.Fatal(err)
 			}
 		}

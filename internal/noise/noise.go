@@ -114,11 +114,12 @@ func (h *Handshake) Finish(m []byte) (*Session, error) {
 	return &Session{index: binary.LittleEndian.Uint32(m[4:]), send: aead(keys[:32]), receive: aead(keys[32:])}, nil
 }
 
-// Connect makes a session over a socket that is connected to the gateway.
-func Connect(c net.Conn, own *ecdh.PrivateKey, peer *ecdh.PublicKey) (*Session, error) {
+// Connect makes a session over a socket that is connected to the gateway, with a preshared key; zero: without.
+func Connect(c net.Conn, own *ecdh.PrivateKey, peer *ecdh.PublicKey, preshared [32]byte) (*Session, error) {
 	var last error
 	for range 10 {
 		m, h := Initiate(own, peer, time.Now())
+		h.Preshared = preshared
 		if _, err := c.Write(m); err != nil {
 			return nil, err
 		}

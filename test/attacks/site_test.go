@@ -2,6 +2,7 @@ package attacks
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -22,6 +23,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/fleet"
 	"github.com/isthmus-net/isthmus/internal/kernel"
 	"github.com/isthmus-net/isthmus/internal/lab"
+	"github.com/isthmus-net/isthmus/internal/postquantum"
 )
 
 var must, eventually = expect.NoError, expect.Eventually
@@ -261,6 +263,16 @@ func keysOf(t *testing.T, c *fleet.Cluster) (private, public string) {
 	var secret corev1.Secret
 	must(t, c.Client.Get(t.Context(), client.ObjectKey{Namespace: fleet.Namespace, Name: "wireguard-pubkey"}, &secret))
 	return string(secret.Data["privateKey"]), string(secret.Data["publicKey"])
+}
+
+// presharedOf is the preshared key that a cluster has for another one; zero: none.
+func presharedOf(t *testing.T, c, with *fleet.Cluster) [32]byte {
+	t.Helper()
+	var secret corev1.Secret
+	must(t, c.Client.Get(t.Context(), client.ObjectKey{Namespace: fleet.Namespace, Name: postquantum.SecretName}, &secret))
+	var state postquantum.State
+	must(t, json.Unmarshal(secret.Data[with.ID], &state))
+	return state.Use.Secret
 }
 
 // metric is the sum of the series of a metric of a's active gateway.

@@ -54,7 +54,7 @@ func (s *site) becomeGateway(t *testing.T) {
 		r.socket, err = d.DialContext(t.Context(), "udp4", netip.AddrPortFrom(s.a.Nodes[s.gateway].Addr, wireGuardPort).String())
 		return err
 	}))
-	r.session, err = noise.Connect(r.socket, own, peer)
+	r.session, err = noise.Connect(r.socket, own, peer, presharedOf(t, s.c, s.a))
 	must(t, err)
 	s.rogue = r
 	s.after(func(t *testing.T) {

@@ -139,7 +139,7 @@ func newSite(t *testing.T) *site {
 		return err
 	}))
 	t.Cleanup(func() { s.socket.Close() })
-	s.session, err = noise.Connect(s.socket, s.own, s.public)
+	s.session, err = noise.Connect(s.socket, s.own, s.public, [32]byte{})
 	must(t, err)
 	return s
 }
