@@ -11,7 +11,13 @@ import (
 // Forget removes from a node what a boot would not find, when its processes are gone: the devices
 // that were made there and the policy rules. What the lab itself made stays.
 func (n *Node) Forget() error {
-	if err := n.Do(forget); err != nil {
+	var err error
+	for range 5 { // devices of namespaces that end go by themselves meanwhile
+		if err = n.Do(forget); !errors.Is(err, netlink.ErrDumpInterrupted) {
+			break
+		}
+	}
+	if err != nil {
 		return fmt.Errorf("%s: %w", n.Name, err)
 	}
 	return nil
