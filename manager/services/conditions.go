@@ -93,7 +93,7 @@ func (c *Controller) readiness(ctx context.Context, g gathered, conflicts map[st
 		}
 		switch {
 		case c.board.omits(id, g.key):
-			failed = append(failed, fmt.Sprintf("cluster %s: there is no room in PeerServices %s, which has older exports", name, ShardOf(g.key)))
+			failed = append(failed, fmt.Sprintf("cluster %s: there is no room in PeerServices %s, where other exports come first", name, ShardOf(g.key)))
 		case !looked, sharing.Condition.Status == "", sharing.Condition.Reason == isthmus.ReasonSharing:
 			pending = append(pending, name)
 		case sharing.Condition.Status != metav1.ConditionTrue:
