@@ -203,6 +203,14 @@ func (x *told) joined() {
 	x.a.t.Helper()
 	x.a.ready(x.b)
 	x.b.ready(x.a)
+	x.a.eventually("both sides say the same of their networks", func() (string, bool) {
+		a, b := x.a.peering(x.b).Status, x.b.peering(x.a).Status
+		same := func(own, others isthmus.Networks) bool {
+			return own.PodCIDR == others.PodCIDR && own.PodCIDRSeen == others.PodCIDRSeen &&
+				own.ExternalCIDR == others.ExternalCIDR && own.ExternalCIDRSeen == others.ExternalCIDRSeen
+		}
+		return fmt.Sprintf("a: %+v, %+v\nb: %+v, %+v", a.Local, a.Remote, b.Local, b.Remote), same(a.Local, b.Remote) && same(b.Local, a.Remote)
+	})
 }
 
 func testKeyTaken(_ *testing.T, x *told) {
