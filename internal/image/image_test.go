@@ -161,7 +161,8 @@ func TestSBOMHasEachModuleOfTheBinary(t *testing.T) {
 		},
 		Settings: []debug.BuildSetting{{Key: "GOARCH", Value: "arm64"}},
 	}
-	text, err := sbom(info, "main", example.Created)
+	licenses := map[string]license{"example.org/fork@v2.0.1": {expression: "MIT"}}
+	text, err := sbom(info, licenses, "main", example.Created)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -178,6 +179,9 @@ func TestSBOMHasEachModuleOfTheBinary(t *testing.T) {
 	want := "pkg:golang/example.org/main@v1.2.3 pkg:golang/example.org/a@v1.0.0%2Bincompatible pkg:golang/example.org/fork@v2.0.1 pkg:golang/stdlib@1.26.8"
 	if got := strings.Join(purls, " "); got != want {
 		t.Errorf("packages:\n%s\nwant\n%s", got, want)
+	}
+	if got := d.Packages[2].License; got != "MIT" {
+		t.Errorf("license of the module that replaces another: %q", got)
 	}
 	if len(ids) != len(purls)+1 || len(d.Relationships) != len(purls) {
 		t.Errorf("%d IDs and %d relationships for %d packages", len(ids), len(d.Relationships), len(purls))

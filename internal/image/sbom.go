@@ -9,16 +9,24 @@ import (
 	"time"
 )
 
-// SBOM is the software bill of materials of a Go binary, as SPDX 2.3 in JSON: the modules that the
-// linker noted in it, and the Go that compiled it. name is that of the document, version that of
-// the main module, which a build without version control does not know.
-func SBOM(binary, name, version string, created time.Time) ([]byte, error) {
+// SBOM returns the software bill of materials of a Go binary, as SPDX 2.3 in JSON, and the notices:
+// the text of all licenses. Both list the modules that the linker noted in the binary, and the Go
+// that compiled it. name is that of the document, version that of the main module, which a build
+// without version control does not know. root is the main module's folder.
+func SBOM(binary, root, name, version string, created time.Time) (spdx, text []byte, err error) {
 	info, err := buildinfo.ReadFile(binary)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	info.Main.Version = version
-	return sbom(info, name, created)
+	licenses, err := licensesOf(info, root)
+	if err != nil {
+		return nil, nil, err
+	}
+	if spdx, err = sbom(info, licenses, name, created); err != nil {
+		return nil, nil, err
+	}
+	return spdx, notices(info, licenses), nil
 }
 
 type spdxDocument struct {
@@ -43,6 +51,9 @@ type spdxPackage struct {
 	Version  string    `json:"versionInfo,omitempty"`
 	Location string    `json:"downloadLocation"`
 	Analyzed bool      `json:"filesAnalyzed"`
+	License  string    `json:"licenseConcluded"`
+	Declared string    `json:"licenseDeclared"`
+	Rights   string    `json:"copyrightText"`
 	Comment  string    `json:"comment,omitempty"`
 	Refs     []spdxRef `json:"externalRefs,omitempty"`
 }
@@ -59,7 +70,7 @@ type spdxRelationship struct {
 	Related string `json:"relatedSpdxElement"`
 }
 
-func sbom(info *debug.BuildInfo, name string, created time.Time) ([]byte, error) {
+func sbom(info *debug.BuildInfo, licenses map[string]license, name string, created time.Time) ([]byte, error) {
 	setting := func(key string) string {
 		for _, s := range info.Settings {
 			if s.Key == key {
@@ -75,6 +86,7 @@ func sbom(info *debug.BuildInfo, name string, created time.Time) ([]byte, error)
 	}
 	add := func(id string, m debug.Module) {
 		p := spdxPackage{ID: id, Name: m.Path, Version: m.Version, Location: "NOASSERTION",
+			License: licenses[key(&m)].expression, Declared: "NOASSERTION", Rights: "NOASSERTION",
 			Refs: []spdxRef{{"PACKAGE-MANAGER", "purl", "pkg:golang/" + m.Path + "@" + strings.ReplaceAll(m.Version, "+", "%2B")}}}
 		if m.Sum != "" {
 			p.Comment = "go.sum " + m.Sum
@@ -88,14 +100,11 @@ func sbom(info *debug.BuildInfo, name string, created time.Time) ([]byte, error)
 		d.Relationships = append(d.Relationships, spdxRelationship{root, "DEPENDS_ON", on})
 	}
 	for n, m := range info.Deps {
-		if m.Replace != nil {
-			m = m.Replace
-		}
 		id := fmt.Sprintf("SPDXRef-module-%d", n+1)
-		add(id, *m)
+		add(id, *effective(m))
 		depends(id)
 	}
-	add("SPDXRef-go", debug.Module{Path: "stdlib", Version: strings.TrimPrefix(info.GoVersion, "go")})
+	add("SPDXRef-go", *goModule(info))
 	depends("SPDXRef-go")
 	return json.MarshalIndent(d, "", " ")
 }

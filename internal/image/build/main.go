@@ -2,6 +2,7 @@
 package main
 
 import (
+	"errors"
 	"flag"
 	"fmt"
 	"os"
@@ -70,19 +71,20 @@ func build(o options) (digest string, err error) {
 		if err != nil {
 			return "", err
 		}
-		sbom, err := image.SBOM(path, "isthmus-"+system+"-"+architecture, o.version, o.created)
+		sbom, notices, err := image.SBOM(path, ".", "isthmus-"+system+"-"+architecture, o.version, o.created)
 		if err != nil {
 			return "", fmt.Errorf("%s: %w", path, err)
 		}
-		// Beside the archive too, for whoever signs it.
-		beside := strings.TrimSuffix(o.out, ".tar") + "-" + system + "-" + architecture + ".spdx.json"
-		if err := os.WriteFile(beside, sbom, 0o644); err != nil {
+		// Beside the archive too: a release signs and publishes them.
+		beside := strings.TrimSuffix(o.out, ".tar") + "-" + system + "-" + architecture
+		if err := errors.Join(os.WriteFile(beside+".spdx.json", sbom, 0o644), os.WriteFile(beside+".licenses.txt", notices, 0o644)); err != nil {
 			return "", err
 		}
 		i.Platforms = append(i.Platforms, image.Platform{OS: system, Architecture: architecture, Files: []image.File{
 			{Path: "/isthmus", Mode: 0o755, Content: binary},
 			{Path: "/etc/ssl/certs/ca-certificates.crt", Mode: 0o644, Content: roots},
 			{Path: "/usr/share/spdx/isthmus.spdx.json", Mode: 0o644, Content: sbom},
+			{Path: "/usr/share/licenses/isthmus/LICENSES.txt", Mode: 0o644, Content: notices},
 		}})
 	}
 	out, err := os.Create(o.out)

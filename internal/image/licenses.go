@@ -1,0 +1,154 @@
+package image
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"runtime/debug"
+	"slices"
+	"strings"
+)
+
+// A license is the license of one module: its SPDX expression and the files that it asks to keep.
+type license struct {
+	expression string
+	text       []byte
+}
+
+// marks are sentences that stand in each copy of a license, with white space and the characters of
+// comments as one blank.
+var marks = []struct{ id, sentence string }{
+	{"Apache-2.0", "Apache License Version 2.0"},
+	{"Apache-2.0", "Licensed under the Apache License, Version 2.0"},
+	{"ISC", "Permission to use, copy, modify, and distribute this software for any purpose with or without fee"},
+	{"ISC", "Permission to use, copy, modify, and or distribute this software for any purpose with or without fee"},
+	{"MIT", "Permission is hereby granted, free of charge"},
+	{"MPL-2.0", "Mozilla Public License Version 2.0"},
+	{"BSD-2-Clause", "Redistribution and use in source and binary forms, with or without modification, are permitted"},
+}
+
+var (
+	noticeFile = regexp.MustCompile(`(?i)^(licen[cs]e|copying|notice|patents)`)
+	blanks     = regexp.MustCompile(`[\s*#/]+`)
+	copyleft   = regexp.MustCompile(`(?i)general public license`)
+)
+
+// expressionOf returns the SPDX expression for the text of a module's license files. It fails on a
+// text that it does not know, and on a copyleft license: a static binary must not link one.
+func expressionOf(text []byte) (string, error) {
+	plain := string(blanks.ReplaceAll(text, []byte(" ")))
+	var ids []string
+	for _, m := range marks {
+		id := m.id
+		if !strings.Contains(plain, m.sentence) {
+			continue
+		}
+		if id == "BSD-2-Clause" && strings.Contains(plain, "endorse or promote products derived") {
+			id = "BSD-3-Clause"
+		}
+		if !slices.Contains(ids, id) {
+			ids = append(ids, id)
+		}
+	}
+	switch {
+	case len(ids) == 0:
+		return "", fmt.Errorf("unknown license: %.80q", plain)
+	case copyleft.MatchString(plain) && !slices.Contains(ids, "MPL-2.0"): // which names it as secondary
+		return "", fmt.Errorf("mentions the GPL: %.80q", plain)
+	}
+	slices.Sort(ids)
+	return strings.Join(ids, " AND "), nil
+}
+
+// licensesOf finds the licenses of all modules of a binary, of Go itself (stdlib), and of the main
+// module in root, by "PATH@VERSION". It asks the go command for the modules' folders.
+func licensesOf(info *debug.BuildInfo, root string) (map[string]license, error) {
+	goroot, err := exec.Command("go", "env", "GOROOT").Output()
+	if err != nil {
+		return nil, fmt.Errorf("go env GOROOT: %w", err)
+	}
+	dirs := map[string]string{
+		key(&info.Main):     root,
+		key(goModule(info)): strings.TrimSpace(string(goroot)),
+	}
+	if len(info.Deps) > 0 {
+		args := []string{"mod", "download", "-json"}
+		for _, m := range info.Deps {
+			args = append(args, key(effective(m)))
+		}
+		cmd := exec.Command("go", args...)
+		cmd.Dir, cmd.Stderr = root, os.Stderr
+		out, err := cmd.Output()
+		if err != nil {
+			return nil, fmt.Errorf("go mod download: %w", err)
+		}
+		for d := json.NewDecoder(bytes.NewReader(out)); d.More(); {
+			var m struct{ Path, Version, Dir string }
+			if err := d.Decode(&m); err != nil {
+				return nil, fmt.Errorf("go mod download: %w", err)
+			}
+			dirs[m.Path+"@"+m.Version] = m.Dir
+		}
+	}
+	found := map[string]license{}
+	for name, dir := range dirs {
+		if found[name], err = licenseIn(dir); err != nil {
+			return nil, fmt.Errorf("%s: %w", name, err)
+		}
+	}
+	return found, nil
+}
+
+func licenseIn(dir string) (l license, err error) {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return l, err
+	}
+	for _, e := range entries { // in the order of their names
+		if e.IsDir() || !noticeFile.MatchString(e.Name()) {
+			continue
+		}
+		text, err := os.ReadFile(filepath.Join(dir, e.Name()))
+		if err != nil {
+			return l, err
+		}
+		l.text = append(append(l.text, text...), '\n')
+	}
+	l.expression, err = expressionOf(l.text)
+	return l, err
+}
+
+// notices is the text that the licenses want beside the program: each module with its license.
+func notices(info *debug.BuildInfo, licenses map[string]license) []byte {
+	var b bytes.Buffer
+	fmt.Fprintf(&b, "isthmus is under the Apache License 2.0. It contains these modules:\n\n")
+	modules := append(slices.Clone(info.Deps), goModule(info))
+	for _, m := range modules {
+		m = effective(m)
+		fmt.Fprintf(&b, "  %s %s: %s\n", m.Path, m.Version, licenses[key(m)].expression)
+	}
+	for _, m := range modules {
+		m = effective(m)
+		fmt.Fprintf(&b, "\n%s\n%s %s\n\n%s", strings.Repeat("=", 80), m.Path, m.Version, licenses[key(m)].text)
+	}
+	return b.Bytes()
+}
+
+// goModule is Go's standard library, which is in each binary and not among its modules.
+func goModule(info *debug.BuildInfo) *debug.Module {
+	return &debug.Module{Path: "stdlib", Version: strings.TrimPrefix(info.GoVersion, "go")}
+}
+
+// effective is the module that was compiled for m.
+func effective(m *debug.Module) *debug.Module {
+	if m.Replace != nil {
+		return m.Replace
+	}
+	return m
+}
+
+func key(m *debug.Module) string { return m.Path + "@" + m.Version }

@@ -1,0 +1,84 @@
+package image
+
+import (
+	"encoding/json"
+	"os/exec"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/isthmus-net/isthmus/internal/testbin"
+)
+
+func TestLicensesAreKnownByTheirSentences(t *testing.T) {
+	const (
+		bsd     = "Redistribution and use in source and binary forms, with or without\nmodification, are permitted provided that"
+		mit     = "Permission is hereby granted, free of\n// charge, to any person"
+		apache  = "                                 Apache License\n                           Version 2.0, January 2004\n"
+		mozilla = "Mozilla Public License Version 2.0 ... the GNU General Public License, Version 2.0"
+	)
+	for text, want := range map[string]string{
+		bsd: "BSD-2-Clause",
+		bsd + " to endorse or promote products derived from": "BSD-3-Clause",
+		mit:                          "MIT",
+		apache:                       "Apache-2.0",
+		mit + apache:                 "Apache-2.0 AND MIT",
+		mozilla:                      "MPL-2.0",
+		"GNU General Public License": "",
+		mit + " the GNU LESSER GENERAL PUBLIC LICENSE": "",
+		"all rights reserved":                          "",
+		"":                                             "",
+	} {
+		if got, err := expressionOf([]byte(text)); got != want || (err == nil) != (want != "") {
+			t.Errorf("%.40q: %q, %v; want %q", text, got, err, want)
+		}
+	}
+}
+
+// The go command says which modules the program's packages are from; the linker says the same.
+func TestTheSBOMOfTheProgramHasEachModuleWithItsLicense(t *testing.T) {
+	root, err := testbin.Root()
+	if err != nil {
+		t.Fatal(err)
+	}
+	binary, err := testbin.Isthmus(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, notices, err := SBOM(binary, root, "isthmus", "v0", example.Created)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var d spdxDocument
+	if err := json.Unmarshal(text, &d); err != nil {
+		t.Fatal(err)
+	}
+	var got []string
+	for _, p := range d.Packages {
+		if p.License == "" {
+			t.Errorf("%s %s has no license", p.Name, p.Version)
+		}
+		if p.ID == "SPDXRef-isthmus" {
+			continue
+		}
+		if !strings.Contains(string(notices), "\n"+p.Name+" "+p.Version+"\n\n") {
+			t.Errorf("the notices lack the text of %s %s", p.Name, p.Version)
+		}
+		if p.Name != "stdlib" {
+			got = append(got, p.Name+"@"+p.Version)
+		}
+	}
+	cmd := exec.Command("go", "list", "-deps", "-f", "{{with .Module}}{{if not .Main}}{{.Path}}@{{.Version}}{{end}}{{end}}", "./cmd/isthmus")
+	cmd.Dir = root
+	cmd.Env = append(cmd.Environ(), "CGO_ENABLED=0")
+	out, err := cmd.Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := strings.Fields(string(out))
+	slices.Sort(want)
+	slices.Sort(got)
+	if want = slices.Compact(want); !slices.Equal(got, want) {
+		t.Errorf("modules of the SBOM:\n%q\nof the packages:\n%q", got, want)
+	}
+}
