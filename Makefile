@@ -17,7 +17,7 @@ export CGO_ENABLED = 0
 .DEFAULT_GOAL := help
 .PHONY: help
 help: ## Print this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: build
 build: ## Build bin/isthmus and bin/isthmus-lab, static and reproducible
@@ -115,6 +115,23 @@ test-mcs: deps-mcs ## The conformance suite of the Multi-Cluster Services API fr
 	@[ -d "$(SUITE)/conformance" ] || { echo "SUITE=$(SUITE): want a checkout of https://github.com/kubernetes-sigs/mcs-api"; exit 1; }
 	go test -C test -count=1 -timeout=120m -v ./nodes -all -run 'TestConformanceOfMultiClusterServices/$(RUN)' -suite "$(abspath $(SUITE))"
 
+.PHONY: test-cni
+test-cni: build kube ## All shapes of pod networks beside Isthmus, with faults of a minute (root, an hour)
+	go test -C test -count=1 -timeout=90m -v ./cni -long
+
+# qemu's user mode has no netlink for nftables and policy rules, so no gateway runs in a namespace here: the
+# pairs of gateways are those of gateway/datapath (TestTwoGateways...), with TUN and UDP in memory.
+ARM64 := ./packet/... ./natengine/... ./internal/diff ./internal/noise ./internal/postquantum ./gateway/datapath ./gateway/flowsync
+
+.PHONY: test-arm64
+test-arm64: ## Unit tests of the packet path, and two gateways in memory, as arm64 programs under qemu (installs qemu-user; 20 minutes)
+	@command -v qemu-aarch64 >/dev/null || { \
+		if [ "$$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then echo "not installed: qemu-user"; exit 1; fi; \
+		echo "installing for the tests: apt-get install qemu-user"; apt-get update -qq; \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends qemu-user >/dev/null; }
+	GOARCH=arm64 go test -exec qemu-aarch64 -count=1 -p 2 -timeout=40m $(ARM64)
+	GOARCH=arm64 go run -exec qemu-aarch64 ./cmd/isthmus version
+
 .PHONY: test-helm
 test-helm: ## Compare the chart as Helm renders it with what isthmus install applies (builds Helm's engine, 2 minutes once)
 	go test -C test/helm ./...
@@ -139,6 +156,22 @@ record: ## Record the metrics of three clusters with traffic and faults, for tes
 lint: $(GOLANGCI) ## golangci-lint over both modules
 	$(GOLANGCI) run --allow-parallel-runners ./...
 	cd test && ../$(GOLANGCI) run --allow-parallel-runners --config ../.golangci.yml ./...
+
+# Not a part of `make test`: the answer depends on the database of the day, and needs https://vuln.go.dev.
+GOVULNCHECK := $(BIN)/tools/govulncheck
+VULNDB      ?= https://vuln.go.dev
+
+.PHONY: vuln
+vuln: $(GOVULNCHECK) ## govulncheck over both modules: fail on a known vulnerability in code that is called (needs VULNDB, https://vuln.go.dev)
+	@found=0; for m in . test; do \
+		rc=0; (cd $$m && $(CURDIR)/$(GOVULNCHECK) -db $(VULNDB) ./...) || rc=$$?; \
+		case $$rc in 0) ;; 3) found=3;; *) \
+			echo "make vuln: no result for $$m: govulncheck needs the database at $(VULNDB) (VULNDB=file:///PATH takes a copy)"; exit $$rc;; esac; \
+	done; exit $$found
+
+$(GOVULNCHECK): internal/tools/go.mod internal/tools/go.sum
+	@mkdir -p $(@D)
+	go build -C internal/tools -o $(CURDIR)/$@ golang.org/x/vuln/cmd/govulncheck
 
 # The linter is built from the tools' own module: its dependencies never meet ours.
 $(GOLANGCI): internal/tools/go.mod internal/tools/go.sum
