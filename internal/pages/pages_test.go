@@ -17,6 +17,7 @@ var ranFrom = map[string]string{
 	"docs/troubleshooting.md": "test/fleet/pages_test.go",
 	"docs/lifecycle.md":       "test/nodes/lifecycle_test.go",
 	"docs/install.md":         "test/nodes/install_test.go",
+	"docs/recipes.md":         "test/fleet/recipes_test.go",
 }
 
 // A reason says why a command is not run as it stands there, and what tests the same.
@@ -27,16 +28,22 @@ type reason struct {
 }
 
 var reasons = []reason{
-	{"README.md", "sudo make demo", "a Makefile builds first", "test/scripts/demo.txtar: isthmus-lab demo"},
 	{"README.md", "isthmus install ", "containers are needed, and an image", "test/nodes/lifecycle_test.go: \"Install\""},
+	{"README.md", "isthmus peer --context paris --remote-context oslo --services ", "containers and CoreDNS are needed", "test/nodes/names_test.go: \"--services\", \"default\""},
+	{"README.md", "kubectl ", "containers and CoreDNS are needed", "test/nodes/names_test.go: getByName"},
+	{"README.md", "make image ", "it is about a registry", "internal/image/licenses_test.go: SBOM("},
+	{"README.md", "skopeo ", "a registry is needed", ""},
+	{"README.md", "helm ", "containers are needed, and an image", "test/nodes/lifecycle_test.go: \"With Helm\""},
 	{"README.md", "isthmus verify ", "containers are needed", "test/nodes/tools_test.go: \"verify\""},
-	{"README.md", "kubectl exec ", "containers are needed; the program that it runs is tested beside a gateway", "cmd/isthmus/gatewaykube_test.go: \"capture\""},
 	{"README.md", "isthmus uninstall ", "containers are needed, and an image", "test/nodes/lifecycle_test.go: \"Uninstall\""},
 	{"docs/capture.md", "", "examples of arguments, which need traffic of that kind", "cmd/isthmus/gatewaykube_test.go: \"capture\""},
 	{"docs/install.md", "make image-load", "it is about a containerd of the machine's", ""},
 	{"docs/install.md", "skopeo ", "a registry is needed", ""},
 	{"docs/liqo.md", "", "a Liqo is needed; its objects are made from the page and exchanged with a manager", "test/control/liqodoc_test.go: docs/liqo.md"},
 	{"docs/peering.md", "", "output of an example, in which a peer has changed its claim", "internal/peering/claims_test.go: Consent"},
+	{"docs/recipes.md", "isthmus install --context paris --pod-cidr", "containers are needed, and an image", "test/control/exchange_test.go: reconfigure("},
+	{"docs/recipes.md", "isthmus install --context oslo", "containers are needed, and an image", "test/nodes/lifecycle_test.go: \"Install\""},
+	{"docs/recipes.md", "kubectl ", "no kubectl is there; the test applies the objects itself", "test/fleet/recipes_test.go: applyRecipe("},
 	{"docs/mcs-conformance.md", "", "a checkout of the suite is needed", "test/nodes/mcs_test.go: *suite"},
 	{"docs/services.md", "isthmus install ", "containers and CoreDNS are needed", "test/nodes/names_test.go: \"--configure-dns\""},
 	{"docs/services.md", "isthmus peer ", "containers and CoreDNS are needed", "test/nodes/names_test.go: \"--services\", \"default\""},
