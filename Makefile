@@ -153,7 +153,8 @@ record: ## Record the metrics of three clusters with traffic and faults, for tes
 	cd test && go test ./fleet -count=1 -run '^TestRecord$$' -v -record $(CURDIR)/test/prometheus/testdata/fleet.gz
 
 .PHONY: lint
-lint: $(GOLANGCI) ## golangci-lint over both modules
+lint: $(GOLANGCI) ## golangci-lint over both modules; links, words and widths of documents, and subjects of commits
+	@go test -count=1 ./internal/pages
 	$(GOLANGCI) run --allow-parallel-runners ./...
 	cd test && ../$(GOLANGCI) run --allow-parallel-runners --config ../.golangci.yml ./...
 
