@@ -16,7 +16,6 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/client-go/rest"
-	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/yaml"
 
@@ -81,19 +80,11 @@ func connect(ctx context.Context, server *kubetest.Server) (*rest.Config, client
 
 // connectWith is connect with the CRDs in a folder.
 func connectWith(ctx context.Context, server *kubetest.Server, crds string) (*rest.Config, client.Client, error) {
-	cfg, err := clientcmd.RESTConfigFromKubeConfig(server.Kubeconfig())
+	cfg, err := server.Config()
 	if err != nil {
 		return nil, nil, err
 	}
-	cfg.QPS = -1
-	scheme, err := newScheme()
-	if err != nil {
-		return nil, nil, err
-	}
-	if err := apiextensions.AddToScheme(scheme); err != nil {
-		return nil, nil, err
-	}
-	api, err := client.New(cfg, client.Options{Scheme: scheme})
+	api, err := server.Client()
 	if err != nil {
 		return nil, nil, err
 	}

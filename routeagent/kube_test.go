@@ -15,8 +15,6 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
-	"k8s.io/apimachinery/pkg/runtime"
-	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/yaml"
 
@@ -44,14 +42,7 @@ func TestNodesFollowTheAPIServerAndStayAsTheyAreWithoutIt(t *testing.T) {
 	t.Cleanup(func() { _ = server.Stop() })
 	c.intent = filepath.Join(t.TempDir(), "admin.kubeconfig")
 	must(server.WriteKubeconfig(c.intent))
-	config, err := clientcmd.RESTConfigFromKubeConfig(server.Kubeconfig())
-	must(err)
-	config.Dial = c.Control.Dial
-	scheme := runtime.NewScheme()
-	must(corev1.AddToScheme(scheme))
-	must(v1alpha1.AddToScheme(scheme))
-	must(isthmus.AddToScheme(scheme))
-	api, err := client.New(config, client.Options{Scheme: scheme})
+	api, err := server.Client()
 	must(err)
 	create := func(o client.Object) { // with its status
 		t.Helper()

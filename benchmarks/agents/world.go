@@ -22,11 +22,9 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
-	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/serializer/protobuf"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/uuid"
-	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/yaml"
 
@@ -47,7 +45,6 @@ type world struct {
 	server *kubetest.Server
 	api    client.Client
 	etcd   *http.Client
-	scheme *runtime.Scheme
 	audit  string // path of the log
 	born   metav1.Time
 	ipam   *ipamstore.Store
@@ -96,16 +93,7 @@ func newWorld(ctx context.Context, s size, user string) (w *world, err error) {
 	w.etcd = &http.Client{Transport: &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 		return new(net.Dialer).DialContext(ctx, "unix", w.server.Etcd())
 	}}}
-	config, err := clientcmd.RESTConfigFromKubeConfig(w.server.Kubeconfig())
-	if err != nil {
-		return w, err
-	}
-	config.QPS, config.ContentType = -1, ""
-	w.scheme = runtime.NewScheme()
-	if err := errors.Join(corev1.AddToScheme(w.scheme), v1alpha1.AddToScheme(w.scheme), isthmus.AddToScheme(w.scheme)); err != nil {
-		return w, err
-	}
-	if w.api, err = client.New(config, client.Options{Scheme: w.scheme}); err != nil {
+	if w.api, err = w.server.Client(); err != nil {
 		return w, err
 	}
 	return w, w.fill(ctx)
@@ -218,7 +206,8 @@ func (w *world) everything(yield func(key string, o client.Object) bool) {
 
 // store writes objects as the API server stores them, a hundred at a time.
 func (w *world) store(ctx context.Context, all func(func(string, client.Object) bool)) (err error) {
-	encoder := protobuf.NewSerializer(w.scheme, w.scheme)
+	scheme := kubetest.NewScheme()
+	encoder := protobuf.NewSerializer(scheme, scheme)
 	type put struct {
 		Put struct{ Key, Value []byte } `json:"request_put"`
 	}

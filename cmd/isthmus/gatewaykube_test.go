@@ -21,7 +21,6 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
-	clientgoscheme "k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -59,12 +58,7 @@ func newKubeSite(t *testing.T, c *lab.Cluster) *kubeSite {
 	s.server, err = kubetest.Start(t.Context(), kubetest.Options{Name: c.Name, Host: c.Control.Addr, Controllers: true, Starter: c.Control.Start, Dial: c.Control.Dial})
 	s.must(err)
 	t.Cleanup(func() { _ = s.server.Stop() })
-	config, err := clientcmd.RESTConfigFromKubeConfig(s.server.Kubeconfig())
-	s.must(err)
-	config.Dial, config.QPS = c.Control.Dial, -1
-	scheme := runtime.NewScheme()
-	s.must(errors.Join(clientgoscheme.AddToScheme(scheme), v1alpha1.AddToScheme(scheme)))
-	s.client, err = client.New(config, client.Options{Scheme: scheme})
+	s.client, err = s.server.Client()
 	s.must(err)
 
 	admin := filepath.Join(s.dir, "admin.kubeconfig")

@@ -20,7 +20,6 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
-	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/yaml"
 
 	"github.com/isthmus-net/isthmus/deploy"
@@ -49,9 +48,8 @@ func newWorld(t *testing.T) *world {
 	w.server, err = kubetest.Start(t.Context(), kubetest.Options{Name: "kubeauth", Dir: dir})
 	must(t, err)
 	t.Cleanup(func() { _ = w.server.Stop() })
-	w.config, err = clientcmd.RESTConfigFromKubeConfig(w.server.Kubeconfig())
+	w.config, err = w.server.Config()
 	must(t, err)
-	w.config.QPS = -1
 	w.client, err = kubernetes.NewForConfig(w.config)
 	must(t, err)
 	_, err = w.client.CoreV1().Namespaces().Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: deploy.Namespace}}, metav1.CreateOptions{})

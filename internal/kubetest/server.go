@@ -6,10 +6,9 @@
 //	dir, err := kubetest.Build(ctx, os.Stderr)               // once, minutes; afterwards milliseconds
 //	s, err := kubetest.Start(ctx, kubetest.Options{Name: "a", Dir: dir})
 //	defer s.Stop()
-//	config, err := clientcmd.RESTConfigFromKubeConfig(s.Kubeconfig())
+//	c, err := s.Client()
 //
-// There are no nodes: objects exist, pods do not run, unless package kubenodes adds kubelets. The
-// package needs no Kubernetes library.
+// There are no nodes: objects exist, pods do not run, unless package kubenodes adds kubelets.
 package kubetest
 
 import (

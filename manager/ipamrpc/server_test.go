@@ -23,13 +23,10 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 	apiextensions "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
-	"k8s.io/apimachinery/pkg/runtime"
-	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
 	"sigs.k8s.io/yaml"
 
-	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 	"github.com/isthmus-net/isthmus/internal/leaktest"
@@ -61,7 +58,7 @@ func TestMain(m *testing.M) {
 			return err
 		}
 		defer testServer.Stop()
-		if testStore, err = newStore(ctx, testServer.Kubeconfig()); err != nil {
+		if testStore, err = newStore(ctx, testServer); err != nil {
 			return err
 		}
 		code = m.Run()
@@ -73,19 +70,8 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
-func newStore(ctx context.Context, kubeconfig []byte) (*ipamstore.Store, error) {
-	scheme := runtime.NewScheme()
-	for _, add := range []func(*runtime.Scheme) error{apiextensions.AddToScheme, v1alpha1.AddToScheme, isthmus.AddToScheme} {
-		if err := add(scheme); err != nil {
-			return nil, err
-		}
-	}
-	config, err := clientcmd.RESTConfigFromKubeConfig(kubeconfig)
-	if err != nil {
-		return nil, err
-	}
-	config.QPS = -1
-	c, err := client.New(config, client.Options{Scheme: scheme})
+func newStore(ctx context.Context, server *kubetest.Server) (*ipamstore.Store, error) {
+	c, err := server.Client()
 	if err != nil {
 		return nil, err
 	}

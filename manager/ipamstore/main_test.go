@@ -10,11 +10,8 @@ import (
 	"time"
 
 	"github.com/go-logr/logr"
-	corev1 "k8s.io/api/core/v1"
 	apiextensions "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
-	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/rest"
-	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
 	"sigs.k8s.io/yaml"
@@ -27,7 +24,7 @@ import (
 // The API server of all tests of this package. A cluster has one IpamStorage, so the tests do not
 // run in parallel, and each begins without one.
 var (
-	testScheme = runtime.NewScheme()
+	testScheme = kubetest.NewScheme()
 	testConfig *rest.Config
 	testClient client.Client
 )
@@ -37,11 +34,6 @@ func TestMain(m *testing.M) {
 	ctrllog.SetLogger(logr.Discard())
 	code := 1
 	err := func() error {
-		for _, add := range []func(*runtime.Scheme) error{corev1.AddToScheme, apiextensions.AddToScheme, v1alpha1.AddToScheme, isthmus.AddToScheme} {
-			if err := add(testScheme); err != nil {
-				return err
-			}
-		}
 		if testing.Short() {
 			code = m.Run()
 			return nil
@@ -53,11 +45,10 @@ func TestMain(m *testing.M) {
 			return err
 		}
 		defer server.Stop()
-		if testConfig, err = clientcmd.RESTConfigFromKubeConfig(server.Kubeconfig()); err != nil {
+		if testConfig, err = server.Config(); err != nil {
 			return err
 		}
-		testConfig.QPS = -1
-		if testClient, err = client.New(testConfig, client.Options{Scheme: testScheme}); err != nil {
+		if testClient, err = server.Client(); err != nil {
 			return err
 		}
 		if err := applyCRDs(ctx); err != nil {

@@ -20,9 +20,7 @@ import (
 	rbacv1 "k8s.io/api/rbac/v1"
 	apiextensions "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/runtime"
 	utilnet "k8s.io/apimachinery/pkg/util/net"
-	clientgoscheme "k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
@@ -48,7 +46,7 @@ type cluster struct {
 // home has our CRDs. away accepts anything in spec and status, as a hostile peer's API server may.
 var home, away cluster
 
-var everything = runtime.NewScheme()
+var everything = kubetest.NewScheme()
 
 func TestMain(m *testing.M) {
 	flag.Parse()
@@ -60,11 +58,6 @@ func TestMain(m *testing.M) {
 		}
 		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute) // the first time it is built
 		defer cancel()
-		for _, add := range []func(*runtime.Scheme) error{clientgoscheme.AddToScheme, apiextensions.AddToScheme, v1alpha1.AddToScheme} {
-			if err := add(everything); err != nil {
-				return err
-			}
-		}
 		log.SetLogger(logr.Discard()) // of controller-runtime
 		for name, c := range map[string]*cluster{"home": &home, "away": &away} {
 			if err := c.start(ctx, name); err != nil {
@@ -93,11 +86,10 @@ func (c *cluster) start(ctx context.Context, name string) (err error) {
 	if c.Server, err = kubetest.Start(ctx, kubetest.Options{Name: "replication-" + name, Controllers: true}); err != nil {
 		return err
 	}
-	if c.config, err = clientcmd.RESTConfigFromKubeConfig(c.Kubeconfig()); err != nil {
+	if c.config, err = c.Config(); err != nil {
 		return err
 	}
-	c.config.QPS = -1
-	if c.admin, err = client.New(c.config, client.Options{Scheme: everything}); err != nil {
+	if c.admin, err = c.Client(); err != nil {
 		return err
 	}
 	text, err := os.ReadFile("../../deploy/crds/net.liqo.io_networkconfigs.yaml")

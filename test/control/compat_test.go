@@ -23,7 +23,6 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/yaml"
 
@@ -149,11 +148,10 @@ func newLiqoSite(t *testing.T) *site {
 	if s.server, err = kubetest.Start(t.Context(), kubetest.Options{Name: s.name, Dir: kube, Controllers: true}); err != nil {
 		t.Fatal(err)
 	}
-	if s.config, err = clientcmd.RESTConfigFromKubeConfig(s.server.Kubeconfig()); err != nil {
+	if s.config, err = s.server.Config(); err != nil {
 		t.Fatal(err)
 	}
-	s.config.QPS = -1
-	if s.client, err = client.NewWithWatch(s.config, client.Options{Scheme: scheme()}); err != nil {
+	if s.client, err = s.server.Client(); err != nil {
 		t.Fatal(err)
 	}
 	crds, err := filepath.Glob("../../internal/kubetest/liqo/*.yaml")

@@ -33,6 +33,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
 // TestHostile lets b turn on a with all that Liqo's control plane would allow it there, which is
@@ -121,7 +122,7 @@ func identityOf(t *testing.T, s, other *site) client.Client {
 		t.Fatal(err)
 	}
 	config.QPS = -1
-	c, err := client.New(config, client.Options{Scheme: scheme()})
+	c, err := client.New(config, client.Options{Scheme: kubetest.NewScheme()})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -150,7 +151,7 @@ func liqoRights(t *testing.T, a, b *site) client.Client {
 	}
 	config := rest.AnonymousClientConfig(a.config)
 	config.BearerToken, config.QPS = token.Status.Token, -1
-	c, err := client.New(config, client.Options{Scheme: scheme()})
+	c, err := client.New(config, client.Options{Scheme: kubetest.NewScheme()})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -19,6 +19,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
 // A managerPod is one of several managers. Its Pod's address is in the documentation's networks, since
@@ -168,7 +170,7 @@ func TestTheServiceOfTheIPAMLeadsToTheManagerThatLeads(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	manager, err := client.New(config, client.Options{Scheme: scheme()})
+	manager, err := client.New(config, client.Options{Scheme: kubetest.NewScheme()})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -32,6 +32,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/kubetest"
 	"github.com/isthmus-net/isthmus/manager/services"
 )
 
@@ -242,7 +243,7 @@ func (m *market) rights(r *remote) client.Client {
 	if err != nil {
 		m.t.Fatal(err)
 	}
-	c, err := client.New(&rest.Config{Host: m.home.server.URL(), QPS: -1, TLSClientConfig: rest.TLSClientConfig{CAData: m.home.server.CA(), CertData: cert, KeyData: key}}, client.Options{Scheme: scheme()})
+	c, err := client.New(&rest.Config{Host: m.home.server.URL(), QPS: -1, TLSClientConfig: rest.TLSClientConfig{CAData: m.home.server.CA(), CertData: cert, KeyData: key}}, client.Options{Scheme: kubetest.NewScheme()})
 	if err != nil {
 		m.t.Fatal(err)
 	}

@@ -20,6 +20,7 @@ import (
 	mcs "sigs.k8s.io/mcs-api/pkg/apis/v1beta1"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/kubetest"
 	"github.com/isthmus-net/isthmus/manager/services"
 )
 
@@ -271,7 +272,7 @@ func (f *seller) testManagersRights(t *testing.T) {
 		t.Fatal(err)
 	}
 	config.QPS = -1
-	c, err := client.New(config, client.Options{Scheme: scheme()})
+	c, err := client.New(config, client.Options{Scheme: kubetest.NewScheme()})
 	if err != nil {
 		t.Fatal(err)
 	}

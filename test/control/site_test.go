@@ -31,12 +31,10 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
-	clientgoscheme "k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
-	mcs "sigs.k8s.io/mcs-api/pkg/apis/v1beta1"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
@@ -125,11 +123,10 @@ func (s *site) start() (err error) {
 	if err := s.server.WriteKubeconfig(s.kubeconfig); err != nil {
 		return err
 	}
-	if s.config, err = clientcmd.RESTConfigFromKubeConfig(s.server.Kubeconfig()); err != nil {
+	if s.config, err = s.server.Config(); err != nil {
 		return err
 	}
-	s.config.QPS = -1
-	if s.client, err = client.NewWithWatch(s.config, client.Options{Scheme: scheme()}); err != nil {
+	if s.client, err = s.server.Client(); err != nil {
 		return err
 	}
 	args := []string{"install", "--without-workloads", "--kubeconfig", s.kubeconfig, "--cluster-name", s.name, "--cluster-id", s.id}
@@ -140,16 +137,6 @@ func (s *site) start() (err error) {
 		return fmt.Errorf("isthmus install: %w\n%s", err, out)
 	}
 	return s.playGateway(ctx)
-}
-
-func scheme() *runtime.Scheme {
-	scheme := runtime.NewScheme()
-	for _, add := range []func(*runtime.Scheme) error{clientgoscheme.AddToScheme, v1alpha1.AddToScheme, isthmus.AddToScheme, mcs.Install} {
-		if err := add(scheme); err != nil {
-			panic(err) // two kinds of one name: a mistake in the code, not in the run
-		}
-	}
-	return scheme
 }
 
 // playGateway writes what a gateway writes, and goes on to report every TunnelEndpoint as

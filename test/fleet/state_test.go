@@ -19,7 +19,6 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/client-go/rest"
-	"k8s.io/client-go/tools/clientcmd"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/fleet"
@@ -198,11 +197,10 @@ func endHolds(t *testing.T, c *fleet.Cluster) {
 // writes is how many requests to change something the API server of a cluster has been sent,
 // whatever became of them. Leases are left out: renewing them is what they are for.
 func writes(ctx context.Context, c *fleet.Cluster) (map[string]float64, error) {
-	config, err := clientcmd.RESTConfigFromKubeConfig(c.Server.Kubeconfig())
+	config, err := c.Server.Config()
 	if err != nil {
 		return nil, err
 	}
-	config.Dial = c.Control.Dial
 	web, err := rest.HTTPClientFor(config)
 	if err != nil {
 		return nil, err

@@ -30,7 +30,6 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
-	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/yaml"
 
@@ -65,15 +64,10 @@ func newAPIServer(t *testing.T) *apiServer {
 	}
 	t.Cleanup(func() { _ = server.Stop() })
 	s := &apiServer{Server: server}
-	if s.config, err = clientcmd.RESTConfigFromKubeConfig(server.Kubeconfig()); err != nil {
+	if s.config, err = server.Config(); err != nil {
 		t.Fatal(err)
 	}
-	s.config.QPS = -1
-	scheme := newScheme()
-	if err := errors.Join(apiextensionsv1.AddToScheme(scheme), rbacv1.AddToScheme(scheme)); err != nil {
-		t.Fatal(err)
-	}
-	if s.client, err = client.New(s.config, client.Options{Scheme: scheme}); err != nil {
+	if s.client, err = server.Client(); err != nil {
 		t.Fatal(err)
 	}
 	return s

@@ -10,9 +10,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/rest"
-	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
@@ -34,9 +32,7 @@ func TestAnAgentReadsTheNetworkAllocations(t *testing.T) {
 	}
 	t.Cleanup(func() { _ = server.Stop() })
 	s := &agentServer{t: t, ctx: ctx, server: server, got: make(chan delivery, 1000), done: make(chan error, 1)}
-	admin, err := clientcmd.RESTConfigFromKubeConfig(server.Kubeconfig())
-	s.must(err)
-	s.admin, err = client.New(admin, client.Options{Scheme: agentScheme(t)})
+	s.admin, err = server.Client()
 	s.must(err)
 	s.must(s.admin.Create(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: deploy.Namespace}}))
 	for _, file := range []string{"rbac/route-agent.yaml", "crds/net.liqo.io_tunnelendpoints.yaml", "crds/isthmus.net_networkallocations.yaml"} {
@@ -101,15 +97,4 @@ func TestAnAgentReadsTheNetworkAllocations(t *testing.T) {
 	if err := <-s.done; err != nil {
 		t.Error(err)
 	}
-}
-
-func agentScheme(t *testing.T) *runtime.Scheme {
-	t.Helper()
-	scheme := runtime.NewScheme()
-	for _, add := range []func(*runtime.Scheme) error{corev1.AddToScheme, v1alpha1.AddToScheme, isthmus.AddToScheme} {
-		if err := add(scheme); err != nil {
-			t.Fatal(err)
-		}
-	}
-	return scheme
 }

@@ -16,9 +16,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
-	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/rest"
-	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/yaml"
 
@@ -164,13 +162,7 @@ func TestWatchNodeDeliversWhatARouteAgentHasToKnowAndNothingTwice(t *testing.T) 
 	t.Cleanup(func() { _ = server.Stop() })
 	s := &agentServer{t: t, ctx: ctx, server: server, got: make(chan delivery, 100), done: make(chan error, 1)}
 
-	scheme := runtime.NewScheme()
-	s.must(corev1.AddToScheme(scheme))
-	s.must(v1alpha1.AddToScheme(scheme))
-	s.must(isthmus.AddToScheme(scheme))
-	admin, err := clientcmd.RESTConfigFromKubeConfig(server.Kubeconfig())
-	s.must(err)
-	s.admin, err = client.New(admin, client.Options{Scheme: scheme})
+	s.admin, err = server.Client()
 	s.must(err)
 	s.must(s.admin.Create(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: deploy.Namespace}}))
 	s.install("rbac/route-agent.yaml")
