@@ -14,22 +14,16 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/apimachinery/pkg/util/wait"
-	clientgoscheme "k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-	mcs "sigs.k8s.io/mcs-api/pkg/apis/v1beta1"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
-
-// Namespace is where Isthmus is installed in each cluster.
-const Namespace = "isthmus-system"
 
 const wireGuardPort = 5871
 
@@ -52,28 +46,7 @@ func (c *Cluster) startServer(ctx context.Context, kube string, audit bool) erro
 		}
 		args = []string{"--audit-policy-file=" + policy, "--audit-log-path=" + c.AuditLog()}
 	}
-	server, err := kubetest.Start(ctx, kubetest.Options{
-		Name: c.Control.Netns(), Dir: kube, Host: c.Control.Addr, Controllers: true,
-		Starter: c.Control.Start, Dial: c.Control.Dial, APIServerArgs: args,
-	})
-	if err != nil {
-		return err
-	}
-	c.Server = server
-	if c.config, err = clientcmd.RESTConfigFromKubeConfig(server.Kubeconfig()); err != nil {
-		return err
-	}
-	c.config.Dial = c.Control.Dial
-	c.config.QPS = -1
-	scheme := runtime.NewScheme()
-	for _, add := range []func(*runtime.Scheme) error{clientgoscheme.AddToScheme, v1alpha1.AddToScheme, isthmus.AddToScheme, mcs.Install} {
-		if err := add(scheme); err != nil {
-			return err
-		}
-	}
-	c.watcher, err = client.NewWithWatch(c.config, client.Options{Scheme: scheme})
-	c.Client = c.watcher
-	return err
+	return c.Serve(ctx, kubetest.Options{Dir: kube, Controllers: true, APIServerArgs: args})
 }
 
 // describe writes the objects that kubelets and people would have written.

@@ -17,17 +17,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"path/filepath"
 	"strings"
 	"sync"
 
-	"k8s.io/client-go/rest"
-	"k8s.io/client-go/tools/clientcmd"
-	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
-	"sigs.k8s.io/controller-runtime/pkg/client"
-
-	"github.com/isthmus-net/isthmus/internal/kubetest"
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
@@ -55,22 +48,16 @@ type Options struct {
 
 // A Fleet is the clusters of one lab.
 type Fleet struct {
-	Lab        *lab.Lab
-	Clusters   []*Cluster
-	Kubeconfig string       // file with a context of administrators for each cluster, named after it
-	Sniffer    *lab.Sniffer // on the underlay for as long as the Fleet stands: Down returns what leaked
+	Set[*Cluster]
+	Sniffer *lab.Sniffer // on the underlay for as long as the Fleet stands: Down returns what leaked
 
 	binary string
 }
 
 // A Cluster is one cluster with its control plane.
 type Cluster struct {
-	*lab.Cluster
-	Server *kubetest.Server
-	Client client.Client // an administrator; its connections start inside the lab
+	ControlPlane
 
-	config    *rest.Config
-	watcher   client.WithWatch // Client, which can watch too
 	remotes   remotes
 	dir       string
 	binary    string
@@ -111,10 +98,10 @@ func Up(ctx context.Context, o Options) (*Fleet, error) {
 }
 
 func newFleet(l *lab.Lab, o Options) *Fleet {
-	f := &Fleet{Lab: l, binary: o.Binary, Kubeconfig: filepath.Join(l.Dir, "kubeconfig")}
+	f := &Fleet{Set: NewSet[*Cluster](l), binary: o.Binary}
 	for _, c := range l.Clusters {
 		f.Clusters = append(f.Clusters, &Cluster{
-			Cluster: c, binary: o.Binary, ipamAllow: o.IPAMAllow, votes: o.Votes, dir: filepath.Join(l.Dir, "kube-"+c.Name), processes: map[string]*process{},
+			ControlPlane: ControlPlane{Cluster: c}, binary: o.Binary, ipamAllow: o.IPAMAllow, votes: o.Votes, dir: filepath.Join(l.Dir, "kube-"+c.Name), processes: map[string]*process{},
 		})
 	}
 	return f
@@ -124,14 +111,14 @@ func (f *Fleet) up(ctx context.Context, o Options) error {
 	if err := f.sniff(); err != nil {
 		return err
 	}
-	if err := f.each(func(c *Cluster) error { return c.startServer(ctx, o.Kube, o.Audit) }); err != nil {
+	if err := f.Each(func(c *Cluster) error { return c.startServer(ctx, o.Kube, o.Audit) }); err != nil {
 		return err
 	}
 	fmt.Fprintf(o.Progress, "%d control planes run\n", len(f.Clusters))
-	if err := f.writeKubeconfig(); err != nil {
+	if err := f.WriteKubeconfig(); err != nil {
 		return err
 	}
-	return f.each(func(c *Cluster) error {
+	return f.Each(func(c *Cluster) error {
 		args := []string{"install", "--without-workloads", "--request-timeout", "1m", "--context", c.Name, "--cluster-name", c.Name, "--cluster-id", c.ID}
 		if c.services = o.Services; c.services {
 			args = append(args, "--services")
@@ -159,30 +146,18 @@ func (f *Fleet) up(ctx context.Context, o Options) error {
 	})
 }
 
-func (f *Fleet) each(do func(*Cluster) error) error { return lab.Each(f.Clusters, do) }
-
 // Down ends everything and removes the lab. Packets for a peer that any node has sent in the clear,
 // at any time from Up on, are an error.
 func (f *Fleet) Down() error {
-	err := f.each((*Cluster).stopAll)
+	err := f.Each((*Cluster).stopAll)
 	err = errors.Join(err, f.stopSniffing())
-	err = errors.Join(err, f.each(func(c *Cluster) error {
+	err = errors.Join(err, f.Each(func(c *Cluster) error {
 		if c.Server == nil {
 			return nil
 		}
 		return c.Server.Stop()
 	}))
 	return errors.Join(err, f.Lab.Down())
-}
-
-// Cluster returns the cluster with that name, or nil.
-func (f *Fleet) Cluster(name string) *Cluster {
-	for _, c := range f.Clusters {
-		if c.Name == name {
-			return c
-		}
-	}
-	return nil
 }
 
 // Isthmus runs the program in the underlay, from where all API servers can be reached, with the
@@ -195,24 +170,7 @@ func (f *Fleet) Isthmus(ctx context.Context, args ...string) (string, error) {
 
 // IsthmusTo is Isthmus with its output as it comes.
 func (f *Fleet) IsthmusTo(ctx context.Context, out io.Writer, args ...string) error {
-	cmd := f.Lab.Underlay.Command(ctx, f.binary, args...)
-	cmd.Env = append(os.Environ(), "KUBECONFIG="+f.Kubeconfig)
+	cmd := f.Command(ctx, f.binary, args...)
 	cmd.Stdout, cmd.Stderr = out, out
 	return cmd.Run()
-}
-
-// writeKubeconfig joins the clusters' kubeconfigs into one with a context each.
-func (f *Fleet) writeKubeconfig() error {
-	all := clientcmdapi.NewConfig()
-	for _, c := range f.Clusters {
-		one, err := clientcmd.Load(c.Server.Kubeconfig())
-		if err != nil {
-			return fmt.Errorf("cluster %s: kubeconfig: %w", c.Name, err)
-		}
-		context := one.Contexts[one.CurrentContext]
-		all.Clusters[c.Name] = one.Clusters[context.Cluster]
-		all.AuthInfos[c.Name] = one.AuthInfos[context.AuthInfo]
-		all.Contexts[c.Name] = &clientcmdapi.Context{Cluster: c.Name, AuthInfo: c.Name}
-	}
-	return clientcmd.WriteToFile(*all, f.Kubeconfig)
 }

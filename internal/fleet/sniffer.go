@@ -85,12 +85,12 @@ func (c *Cluster) follow(ctx context.Context, s *lab.Sniffer) error {
 func (c *Cluster) learnChanges(ctx context.Context) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	books, err := c.watcher.Watch(ctx, &v1alpha1.IpamStorageList{})
+	books, err := c.Client.Watch(ctx, &v1alpha1.IpamStorageList{})
 	if err != nil {
 		return
 	}
 	defer books.Stop()
-	peerings, err := c.watcher.Watch(ctx, &isthmus.PeeringList{})
+	peerings, err := c.Client.Watch(ctx, &isthmus.PeeringList{})
 	if err != nil {
 		return
 	}

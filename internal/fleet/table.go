@@ -51,12 +51,12 @@ func orEmpty(cell any) any {
 }
 
 func (c *Cluster) table(ctx context.Context, path string) (*metav1.Table, error) {
-	client, err := rest.HTTPClientFor(c.config)
+	client, err := rest.HTTPClientFor(c.Config)
 	if err != nil {
 		return nil, err
 	}
 	defer client.CloseIdleConnections()
-	request, err := http.NewRequestWithContext(ctx, http.MethodGet, c.config.Host+path, nil)
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, c.Config.Host+path, nil)
 	if err != nil {
 		return nil, err
 	}

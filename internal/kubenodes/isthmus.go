@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net/netip"
 	"path/filepath"
 	"strings"
 	"time"
@@ -25,7 +24,7 @@ import (
 )
 
 // Namespace is where Isthmus is installed in each cluster.
-const Namespace = "isthmus-system"
+const Namespace = fleet.Namespace
 
 // Image is the name of the image of Isthmus on the nodes.
 const Image = "isthmus.test/isthmus:1"
@@ -42,7 +41,7 @@ func ImageAs(program, name, archive string) (path string, err error) {
 
 // Install installs Isthmus in all clusters with the program and waits until all its Pods are ready.
 func (s *Set) Install(ctx context.Context, program string, more ...string) error {
-	return s.each(func(c *Cluster) error {
+	return s.Each(func(c *Cluster) error {
 		args := []string{"install", "--context", c.Name, "--cluster-name", c.Name, "--cluster-id", c.ID, "--image", Image,
 			"--pod-cidr", c.PodCIDR.String(), "--timeout", patience.String()}
 		if c.options.HostNetwork {
@@ -124,68 +123,17 @@ func (s *Set) Peer(ctx context.Context, program string, a, b *Cluster, more ...s
 	return errors.Join(a.WaitReady(ctx, b), b.WaitReady(ctx, a))
 }
 
-// Peering returns cluster c's Peering with another cluster.
-func (c *Cluster) Peering(ctx context.Context, with *Cluster) (*isthmus.Peering, error) {
-	p, err := fleet.FindPeering(ctx, c.Client, with.ID)
-	if err != nil {
-		return nil, fmt.Errorf("cluster %s with %s: %w", c.Name, with.Name, err)
-	}
-	return p, nil
-}
-
 // WaitReady waits until c's Peering with another cluster is Ready.
 func (c *Cluster) WaitReady(ctx context.Context, with *Cluster) error {
-	ctx, cancel := context.WithTimeout(ctx, patience)
-	defer cancel()
-	if err := fleet.WaitReady(ctx, c.Client, with.ID); err != nil {
-		return fmt.Errorf("cluster %s is not ready for %s: %w\n%s", c.Name, with.Name, err, c.Explain())
+	if err := c.ControlPlane.WaitReady(ctx, with, patience); err != nil {
+		return fmt.Errorf("%w\n%s", err, c.Explain())
 	}
 	return nil
 }
 
-// Networks are those that another cluster has here: of its pods and of its mapped endpoints.
-func (c *Cluster) Networks(ctx context.Context, of *Cluster) (pods, external netip.Prefix, err error) {
-	p, err := c.Peering(ctx, of)
-	if err != nil {
-		return pods, external, err
-	}
-	if pods, err = netip.ParsePrefix(p.Status.Remote.PodCIDRSeen); err != nil {
-		return pods, external, fmt.Errorf("cluster %s has not agreed with %s on networks yet", c.Name, of.Name)
-	}
-	external, err = netip.ParsePrefix(p.Status.Remote.ExternalCIDRSeen)
-	return pods, external, err
-}
-
-// Seen is the address under which c reaches a pod's address of another cluster.
-func (c *Cluster) Seen(ctx context.Context, of *Cluster, addr netip.Addr) (netip.Addr, error) {
-	seen, _, err := c.Networks(ctx, of)
-	if err != nil {
-		return netip.Addr{}, err
-	}
-	return lab.Move(addr, of.PodCIDR, seen), nil
-}
-
 // ActiveGateway waits until one gateway is marked as the active one and returns its Pod.
-func (c *Cluster) ActiveGateway(ctx context.Context) (pod *corev1.Pod, err error) {
-	ctx, cancel := context.WithTimeout(ctx, patience)
-	defer cancel()
-	last := errors.New("no gateway is marked as active")
-	err = wait.PollUntilContextCancel(ctx, 50*time.Millisecond, true, func(ctx context.Context) (bool, error) {
-		var pods corev1.PodList
-		last = c.Client.List(ctx, &pods, client.InNamespace(Namespace), client.MatchingLabels{v1alpha1.LabelGateway: v1alpha1.GatewayActive})
-		if last == nil && len(pods.Items) != 1 {
-			last = fmt.Errorf("%d gateways are marked as active", len(pods.Items))
-		}
-		if last != nil {
-			return false, nil //nolint:nilerr // the wait goes on, and its error says this one
-		}
-		pod = &pods.Items[0]
-		return true, nil
-	})
-	if err != nil {
-		return nil, fmt.Errorf("cluster %s: %w", c.Name, last)
-	}
-	return pod, nil
+func (c *Cluster) ActiveGateway(ctx context.Context) (*corev1.Pod, error) {
+	return c.ActivePod(ctx, patience)
 }
 
 // NodeOf returns the node with that name.

@@ -31,16 +31,8 @@ import (
 	"sync"
 
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/runtime"
-	clientgoscheme "k8s.io/client-go/kubernetes/scheme"
-	"k8s.io/client-go/rest"
-	"k8s.io/client-go/tools/clientcmd"
-	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
-	"sigs.k8s.io/controller-runtime/pkg/client"
-	mcs "sigs.k8s.io/mcs-api/pkg/apis/v1beta1"
 
-	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
-	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/fleet"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
@@ -88,9 +80,7 @@ type Options struct {
 
 // A Set is the clusters of one lab.
 type Set struct {
-	Lab        *lab.Lab
-	Clusters   []*Cluster
-	Kubeconfig string // file with a context of administrators for each cluster, named after it
+	fleet.Set[*Cluster]
 
 	options Options
 	dir     string // on disk: what nodes run
@@ -98,11 +88,8 @@ type Set struct {
 
 // A Cluster is one cluster with its control plane and nodes.
 type Cluster struct {
-	*lab.Cluster
-	Server *kubetest.Server
-	Client client.WithWatch // an administrator; its connections start inside the lab
-	Config *rest.Config     // the same
-	Nodes  []*Node
+	fleet.ControlPlane
+	Nodes []*Node
 
 	set     *Set
 	options NodeOptions
@@ -169,7 +156,7 @@ func Up(ctx context.Context, o Options) (*Set, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &Set{Lab: l, Kubeconfig: filepath.Join(l.Dir, "kubeconfig"), options: o, dir: filepath.Join(root, l.Name)}
+	s := &Set{Set: fleet.NewSet[*Cluster](l), options: o, dir: filepath.Join(root, l.Name)}
 	err = sweep()
 	if err == nil {
 		err = s.up(ctx)
@@ -225,7 +212,7 @@ func (s *Set) up(ctx context.Context) error {
 		s.options.Images = append(s.options.Images, s.options.DNS)
 	}
 	for _, c := range s.Lab.Clusters {
-		cluster := &Cluster{Cluster: c, set: s, options: s.options.Nodes[c.Name]}
+		cluster := &Cluster{ControlPlane: fleet.ControlPlane{Cluster: c}, set: s, options: s.options.Nodes[c.Name]}
 		cluster.options.Proxy = cmp.Or(cluster.options.Proxy, IPTables)
 		cluster.options.Masquerade = cmp.Or(cluster.options.Masquerade, MasqueradeAll)
 		for _, n := range c.Nodes {
@@ -233,8 +220,8 @@ func (s *Set) up(ctx context.Context) error {
 		}
 		s.Clusters = append(s.Clusters, cluster)
 	}
-	err = s.each(func(c *Cluster) error {
-		if err := c.startServer(ctx); err != nil {
+	err = s.Each(func(c *Cluster) error {
+		if err := c.Serve(ctx, kubetest.Options{Dir: s.options.Kube, Nodes: true, ServiceCIDR: serviceCIDR}); err != nil {
 			return err
 		}
 		fmt.Fprintf(s.options.Progress, "cluster %s: API server is ready\n", c.Name)
@@ -246,14 +233,12 @@ func (s *Set) up(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	return s.writeKubeconfig()
+	return s.WriteKubeconfig()
 }
-
-func (s *Set) each(do func(*Cluster) error) error { return lab.Each(s.Clusters, do) }
 
 // Down ends everything and removes the lab.
 func (s *Set) Down() error {
-	errs := []error{s.each(func(c *Cluster) (err error) {
+	errs := []error{s.Each(func(c *Cluster) (err error) {
 		for _, n := range c.Nodes {
 			err = errors.Join(err, n.kill())
 		}
@@ -274,48 +259,6 @@ func (s *Set) Down() error {
 	return errors.Join(errs...)
 }
 
-// Cluster returns the cluster with that name, or nil.
-func (s *Set) Cluster(name string) *Cluster {
-	for _, c := range s.Clusters {
-		if c.Name == name {
-			return c
-		}
-	}
-	return nil
-}
-
-// Command prepares a program that runs in the underlay, from where all API servers can be reached,
-// with the Set's Kubeconfig.
-func (s *Set) Command(ctx context.Context, program string, args ...string) *lab.Cmd {
-	cmd := s.Lab.Underlay.Command(ctx, program, args...)
-	cmd.Env = append(os.Environ(), "KUBECONFIG="+s.Kubeconfig)
-	return cmd
-}
-
-func (c *Cluster) startServer(ctx context.Context) error {
-	server, err := kubetest.Start(ctx, kubetest.Options{
-		Name: c.Control.Netns(), Dir: c.set.options.Kube, Host: c.Control.Addr, Nodes: true, ServiceCIDR: serviceCIDR,
-		Starter: c.Control.Start, Dial: c.Control.Dial,
-	})
-	if err != nil {
-		return err
-	}
-	c.Server = server
-	if c.Config, err = clientcmd.RESTConfigFromKubeConfig(server.Kubeconfig()); err != nil {
-		return err
-	}
-	c.Config.Dial = c.Control.Dial
-	c.Config.QPS = -1
-	scheme := runtime.NewScheme()
-	for _, add := range []func(*runtime.Scheme) error{clientgoscheme.AddToScheme, v1alpha1.AddToScheme, isthmus.AddToScheme, mcs.Install} {
-		if err := add(scheme); err != nil {
-			return err
-		}
-	}
-	c.Client, err = client.NewWithWatch(c.Config, client.Options{Scheme: scheme})
-	return err
-}
-
 func (c *Cluster) startNodes(ctx context.Context) error {
 	errs := make([]error, len(c.Nodes))
 	var group sync.WaitGroup
@@ -330,22 +273,6 @@ func (c *Cluster) startNodes(ctx context.Context) error {
 	}
 	group.Wait()
 	return errors.Join(errs...)
-}
-
-// writeKubeconfig joins the clusters' kubeconfigs into one with a context each.
-func (s *Set) writeKubeconfig() error {
-	all := clientcmdapi.NewConfig()
-	for _, c := range s.Clusters {
-		one, err := clientcmd.Load(c.Server.Kubeconfig())
-		if err != nil {
-			return fmt.Errorf("cluster %s: kubeconfig: %w", c.Name, err)
-		}
-		context := one.Contexts[one.CurrentContext]
-		all.Clusters[c.Name] = one.Clusters[context.Cluster]
-		all.AuthInfos[c.Name] = one.AuthInfos[context.AuthInfo]
-		all.Contexts[c.Name] = &clientcmdapi.Context{Cluster: c.Name, AuthInfo: c.Name}
-	}
-	return clientcmd.WriteToFile(*all, s.Kubeconfig)
 }
 
 // isReady tells whether a Node says that it is.
