@@ -12,9 +12,13 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"os/exec"
 	"os/signal"
+	"path/filepath"
+	"regexp"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -57,13 +61,14 @@ func check(ctx context.Context) bool {
 		{"tests", goTest(".", tests, raceDetector, "./...")},
 		// The race detector allocates, so tests of "no allocation" skip themselves under it and run
 		// here.
-		{"allocations", goTest(".", tests, "", "-run=NotAllocate", "./...")},
+		{"allocations", goTest(".", tests, "", append([]string{"-run=NotAllocate"}, packagesWith("NotAllocate")...)...)},
 		// In real time: the race detector would make the honest peer the slow one.
 		{"fairness", goTest(".", tests, "", "-run=OneHostilePeer", "./gateway")},
 	}
 	beside := []step{
-		{"tests in test/", goTest("test", tests, raceDetector, "./...")},
-		{"budget of rules", goTest("test", tests, "", "-run=BudgetOfTheRules", "./crd")},
+		// The two that take longest begin first.
+		{"tests in test/", goTest(testDir, tests, raceDetector, "./fleet", "./control", "./...")},
+		{"budget of rules", goTest(testDir, tests, "", "-run=BudgetOfTheRules", "./crd")},
 	}
 	if os.Geteuid() != 0 {
 		fmt.Println("not root: tests that make network namespaces will be skipped, each with its reason below")
@@ -95,7 +100,7 @@ func repeat(tests *tally, again []testName) func(context.Context) error {
 			fmt.Printf("      %s\n", name)
 			dir := "."
 			if name.pkg == testModule || strings.HasPrefix(name.pkg, testModule+"/") {
-				dir = "test"
+				dir = testDir
 			}
 			second := &tally{}
 			err := goTest(dir, second, raceDetector, "-run=^"+name.test+"$", name.pkg)(ctx)
@@ -121,7 +126,7 @@ func run(ctx context.Context, steps []step) (results []result) {
 	return results
 }
 
-// report prints the table of steps, why tests were skipped, and the count, which stays alone on the
+// report prints the table of steps, the tests that took longest, why tests were skipped, and the count, which stays alone on the
 // last line.
 func report(w io.Writer, results []result, tests *tally, interrupted error) (ok bool) {
 	ok = tests.failed == 0 && interrupted == nil
@@ -135,6 +140,9 @@ func report(w io.Writer, results []result, tests *tally, interrupted error) (ok 
 			mark, ok = "FAILED: "+r.err.Error(), false
 		}
 		fmt.Fprintf(w, "%8s  %-16s %s\n", r.elapsed.Round(100*time.Millisecond), r.name, mark)
+	}
+	for _, s := range tests.slowest(10) {
+		fmt.Fprintf(w, "slow: %s %v\n", s.took.Round(time.Second), s.testName)
 	}
 	if interrupted != nil {
 		fmt.Fprintln(w, "interrupted, later steps did not run")
@@ -150,6 +158,26 @@ func report(w io.Writer, results []result, tests *tally, interrupted error) (ok 
 	}
 	fmt.Fprintf(w, "%d passed, %d failed, %d skipped\n", tests.passed, tests.failed, tests.skipped)
 	return ok
+}
+
+// packagesWith returns the packages of the main module that have a test with some text in its name: to
+// build them all without the race detector takes a minute.
+func packagesWith(text string) (packages []string) {
+	test := regexp.MustCompile(`(?m)^func Test\w*` + text)
+	_ = filepath.WalkDir(".", func(path string, d fs.DirEntry, err error) error { // what cannot be read, go vet has reported
+		if err != nil || d.IsDir() && (d.Name() == testDir || d.Name() == "bin") {
+			return fs.SkipDir
+		}
+		folder := "./" + filepath.Dir(path)
+		if !strings.HasSuffix(path, "_test.go") || slices.Contains(packages, folder) {
+			return nil
+		}
+		if code, err := os.ReadFile(path); err == nil && test.Match(code) {
+			packages = append(packages, folder)
+		}
+		return nil
+	})
+	return packages
 }
 
 func command(name string, args ...string) func(context.Context) error {
@@ -171,6 +199,9 @@ func newCommand(ctx context.Context, name string, args ...string) *exec.Cmd {
 
 // testModule is the module of test/, which has the heavy and foreign dependencies.
 const testModule = "github.com/isthmus-net/isthmus/test"
+
+// testDir is its folder.
+const testDir = "test"
 
 // errTestsFailed is what go test says by exit code 1: the tally has the names.
 var errTestsFailed = errors.New("tests failed")

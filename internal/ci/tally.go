@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"regexp"
@@ -21,6 +22,11 @@ type event struct {
 }
 
 type testName struct{ pkg, test string }
+
+type testTime struct {
+	testName
+	took time.Duration // without the time that it waited for its turn
+}
 
 // A failure is one test, or a package that failed by itself (test is empty).
 type failure struct {
@@ -43,6 +49,7 @@ type tally struct {
 	passed, failed, skipped int
 	failures                []failure // in the order they failed
 	flaky                   []testName
+	times                   []testTime // of tests that ended, without subtests
 
 	reasons map[string]int // why tests were skipped, and how many for that reason
 	output  map[testName]string
@@ -69,11 +76,16 @@ func (t *tally) add(line []byte) (show string) {
 		return e.Output
 	case "output":
 		t.output[name] += e.Output
-	case "run":
+	case "run", "cont":
 		t.inTest[name] = true
+	case "pause": // it waits for its turn
+		delete(t.inTest, name)
 	case "pass", "fail", "skip":
 		if e.Test == "" {
 			return t.endPackage(e)
+		}
+		if !strings.Contains(e.Test, "/") {
+			t.times = append(t.times, testTime{name, time.Duration(e.Elapsed * float64(time.Second))})
 		}
 		return t.endTest(name, e.Action)
 	}
@@ -161,6 +173,12 @@ func (t *tally) running() (names []string) {
 	}
 	slices.Sort(names)
 	return names
+}
+
+// slowest returns the tests that took longest, at most so many.
+func (t *tally) slowest(most int) []testTime {
+	slices.SortStableFunc(t.times, func(a, b testTime) int { return cmp.Compare(b.took, a.took) })
+	return t.times[:min(most, len(t.times))]
 }
 
 func hasAny(s string, words []string) bool {

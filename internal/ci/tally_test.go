@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"errors"
+	"slices"
 	"strings"
 	"testing"
 )
@@ -77,6 +78,31 @@ func TestSummaryClosesWithTheCountAndNamesSkips(t *testing.T) {
 	}
 }
 
+func TestSummaryNamesTheSlowestTests(t *testing.T) {
+	sum, _ := tallyOf(t, `{"Action":"pass","Package":"m/a","Test":"TestQuick","Elapsed":0.4}
+{"Action":"pass","Package":"m/a","Test":"TestSlow/sub","Elapsed":60}
+{"Action":"pass","Package":"m/a","Test":"TestSlow","Elapsed":61.2}
+`)
+	var out bytes.Buffer
+	report(&out, nil, sum, nil)
+	if want := "slow: 1m1s m/a TestSlow\nslow: 0s m/a TestQuick\n"; !strings.Contains(out.String(), want) {
+		t.Errorf("the summary lacks %q:\n%s", want, &out)
+	}
+}
+
+func TestPackagesOfTestsAreFoundByTheirNames(t *testing.T) {
+	t.Chdir("../..")
+	found := packagesWith("NotAllocate")
+	for _, want := range []string{"./natengine", "./gateway/bind"} {
+		if !slices.Contains(found, want) {
+			t.Errorf("%s is not among %q", want, found)
+		}
+	}
+	if slices.Contains(found, "./fabric") {
+		t.Errorf("%q have no such test", found)
+	}
+}
+
 func TestAFailedStepFailsTheRunThoughEveryTestPassed(t *testing.T) {
 	for name, tc := range map[string]struct {
 		results     []result
@@ -93,9 +119,11 @@ func TestAFailedStepFailsTheRunThoughEveryTestPassed(t *testing.T) {
 	}
 }
 
-func TestRunningNamesTheInnermostTest(t *testing.T) {
+func TestRunningNamesTheInnermostTestAndNoneThatWaitsForItsTurn(t *testing.T) {
 	sum, _ := tallyOf(t, `{"Action":"run","Package":"m/a","Test":"TestX"}
 {"Action":"run","Package":"m/a","Test":"TestX/slow"}
+{"Action":"run","Package":"m/a","Test":"TestLater"}
+{"Action":"pause","Package":"m/a","Test":"TestLater"}
 `)
 	if got := strings.Join(sum.running(), ","); got != "a.TestX/slow" {
 		t.Errorf("running: %q", got)

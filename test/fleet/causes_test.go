@@ -183,6 +183,7 @@ func TestEachFaultOfAPeerHasItsOwnWord(t *testing.T) {
 		t.Skip(err)
 	}
 	hosts.Need(t, "nft")
+	t.Parallel()
 	clusters := lab.Clusters(2 + len(causes))
 	for i := range clusters {
 		clusters[i].PodsPerNode = -1

@@ -33,8 +33,11 @@ var binary, kube string
 
 func TestMain(m *testing.M) { os.Exit(programs.Run(m, &binary, &kube)) }
 
+// seats bounds the fleets that stand at a time: each has a dozen processes and a GiB for each cluster.
+var seats = make(chan struct{}, 3)
+
 // up makes a fleet that ends with the test, after the ends of all logs if it failed. The test fails
-// when a node has sent a packet for a peer in the clear.
+// when a node has sent a packet for a peer in the clear. It runs beside others from here on.
 func up(t *testing.T, spec lab.Spec) *fleet.Fleet {
 	t.Helper()
 	return upWith(t, fleet.Options{Spec: spec})
@@ -45,6 +48,9 @@ func upWith(t *testing.T, o fleet.Options) *fleet.Fleet {
 	if err := lab.Available(); err != nil {
 		t.Skip(err)
 	}
+	t.Parallel() // most of a fleet's time is waiting: for elections, timeouts and pings
+	seats <- struct{}{}
+	t.Cleanup(func() { <-seats })
 	o.Spec.Name, o.Binary, o.Kube = lab.UniqueName("fleet"), binary, kube
 	begin := time.Now()
 	f, err := fleet.Up(t.Context(), o)

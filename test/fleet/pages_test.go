@@ -66,7 +66,15 @@ func TestCommandsOfThePagesWorkOnClusters(t *testing.T) {
 		t.Fatal("nobody is told how to un-peer")
 	}
 	lines = slices.Concat(lines[:apart], chapterOf(t, "docs/troubleshooting.md", "Troubleshooting"), lines[apart:])
-	t.Chdir(t.TempDir()) // gather writes an archive
+	dir := t.TempDir()
+	run := func(args []string) error {
+		cmd := f.Command(t.Context(), binary, args...)
+		cmd.Dir = dir // gather writes an archive
+		if out, err := cmd.CombinedOutput(); err != nil {
+			return fmt.Errorf("%w\n%s", err, out)
+		}
+		return nil
+	}
 	for _, line := range lines {
 		args := strings.Fields(line)
 		switch {
@@ -77,21 +85,17 @@ func TestCommandsOfThePagesWorkOnClusters(t *testing.T) {
 		}
 		switch args[1] {
 		case "status", "diagnose", "trace": // each agent follows in its own time
-			eventually(t, line, func() error {
-				out, err := f.Isthmus(t.Context(), args[1:]...)
-				if err != nil {
-					return fmt.Errorf("%w\n%s", err, out)
-				}
-				return nil
-			})
+			eventually(t, line, func() error { return run(args[1:]) })
 		default:
-			isthmus(t, f, args[1:]...)
+			if err := run(args[1:]); err != nil {
+				t.Fatalf("%s: %v", line, err)
+			}
 		}
 		if args[1] == "peer" {
 			ready(t, s.a, s.b)
 		}
 	}
-	if archives, _ := filepath.Glob("isthmus-gather-*.tar.gz"); len(archives) != 1 {
+	if archives, _ := filepath.Glob(filepath.Join(dir, "isthmus-gather-*.tar.gz")); len(archives) != 1 {
 		t.Errorf("archives of isthmus gather: %v", archives)
 	}
 }
@@ -101,6 +105,7 @@ func TestCommandsOfThePagesWorkWithoutKubernetes(t *testing.T) {
 	if err := lab.Available(); err != nil {
 		t.Skip(err)
 	}
+	t.Parallel()
 	lines := chapterOf(t, "README.md", "Use it without Kubernetes")
 	readme, err := os.ReadFile("../../README.md")
 	must(t, err)
