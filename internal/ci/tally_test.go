@@ -3,6 +3,9 @@ package main
 import (
 	"bytes"
 	"errors"
+	"os"
+	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -100,6 +103,30 @@ func TestPackagesOfTestsAreFoundByTheirNames(t *testing.T) {
 	}
 	if slices.Contains(found, "./fabric") {
 		t.Errorf("%q have no such test", found)
+	}
+}
+
+// A package that begins to share something between goroutines needs the race detector.
+func TestSequentialPackagesShareNothingBetweenGoroutines(t *testing.T) {
+	t.Chdir("../..")
+	shares := regexp.MustCompile(`(?m)^\s*go\s|\.Go\(|^\s*"sync(/atomic)?"$|\.Parallel\(\)`)
+	for _, folder := range sequential {
+		files, err := filepath.Glob(filepath.Join(folder, "*.go"))
+		if err != nil || len(files) == 0 {
+			t.Fatalf("%s: %d files, %v", folder, len(files), err)
+		}
+		for _, file := range files {
+			code, err := os.ReadFile(file)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if found := shares.Find(code); found != nil {
+				t.Errorf("%s has %q: take the package out of the list", file, bytes.TrimSpace(found))
+			}
+		}
+	}
+	if all := concurrent(); slices.Contains(all, "./fabric") || !slices.Contains(all, "./gateway/datapath") || !slices.Contains(all, "./natengine") {
+		t.Errorf("with the race detector: %q", all)
 	}
 }
 
