@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/internal/ping"
 )
 
 // up makes a lab for one test.
@@ -94,7 +96,7 @@ func TestPodsAreNotReachableFromOtherClustersWithoutGateways(t *testing.T) {
 func TestPingReportsICMPErrors(t *testing.T) {
 	l := up(t, Spec{Clusters: Clusters(2)})
 	a, b := l.Clusters[0], l.Clusters[1]
-	var refused *ICMPError
+	var refused *ping.Error
 	_, err := a.Gateway().PingWith(t.Context(), b.Gateway().Addr, PingOptions{TTL: 1})
 	if !errors.As(err, &refused) || refused.Type != 11 || refused.From != netip.MustParseAddr("172.30.1.1") {
 		t.Errorf("time exceeded at the router: got %v", err)

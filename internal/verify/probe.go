@@ -18,8 +18,8 @@ import (
 	"time"
 
 	"golang.org/x/net/icmp"
-	"golang.org/x/net/ipv4"
-	"golang.org/x/net/ipv6"
+
+	"github.com/isthmus-net/isthmus/internal/ping"
 )
 
 const (
@@ -259,7 +259,7 @@ func run(w http.ResponseWriter, r *http.Request) {
 
 // Do sends until an answer comes, a few times.
 func Do(ctx context.Context, r Request) (a Answer) {
-	send := map[string]func(context.Context, netip.AddrPort, int) (netip.Addr, error){TCP: overTCP, UDP: overUDP, ICMP: ping, Connect: knock}[r.Protocol]
+	send := map[string]func(context.Context, netip.AddrPort, int) (netip.Addr, error){TCP: overTCP, UDP: overUDP, ICMP: echo, Connect: knock}[r.Protocol]
 	if send == nil || r.Size < 0 || r.Size > maxSize {
 		return Answer{Error: fmt.Sprintf("protocol %q, %d octets: want %s, %s or %s, and at most %d octets", r.Protocol, r.Size, TCP, UDP, ICMP, maxSize)}
 	}
@@ -408,16 +408,11 @@ func overUDP(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr,
 // errUnable says that nothing was sent.
 var errUnable = errors.New("it may not send them: it has no CAP_NET_RAW, and its group is not in net.ipv4.ping_group_range, which the securityContext.sysctls of a Pod can set")
 
-func ping(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr, err error) {
+func echo(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr, err error) {
 	at := to.Addr()
-	network, all, request, reply, number := "ip4:icmp", "0.0.0.0", icmp.Type(ipv4.ICMPTypeEcho), icmp.Type(ipv4.ICMPTypeEchoReply), 1
-	if at.Is6() {
-		network, all, request, reply, number = "ip6:ipv6-icmp", "::", ipv6.ICMPTypeEchoRequest, ipv6.ICMPTypeEchoReply, 58
-	}
-	peer := net.Addr(&net.IPAddr{IP: at.AsSlice()})
+	network, all := ping.Raw(at)
 	c, err := icmp.ListenPacket(network, all)
 	if errors.Is(err, os.ErrPermission) { // a ping needs no raw socket where net.ipv4.ping_group_range says so
-		peer = &net.UDPAddr{IP: at.AsSlice()}
 		c, err = icmp.ListenPacket(map[bool]string{false: "udp4", true: "udp6"}[at.Is6()], all)
 	}
 	if errors.Is(err, os.ErrPermission) {
@@ -427,31 +422,6 @@ func ping(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr, er
 		return from, err
 	}
 	defer func() { _ = c.Close() }() // fails only when it is closed already
-	if end, ok := ctx.Deadline(); ok {
-		if err := c.SetDeadline(end); err != nil {
-			return from, err
-		}
-	}
-	sent := payload(max(size, least[ICMP]))
-	text, err := (&icmp.Message{Type: request, Body: &icmp.Echo{ID: int(binary.BigEndian.Uint16(sent)), Seq: 1, Data: sent}}).Marshal(nil)
-	if err != nil {
-		return from, err
-	}
-	if _, err := c.WriteTo(text, peer); err != nil {
-		return from, err
-	}
-	b := make([]byte, 64<<10)
-	for {
-		n, answered, err := c.ReadFrom(b)
-		if err != nil {
-			return from, err
-		}
-		m, err := icmp.ParseMessage(number, b[:n])
-		if err != nil || m.Type != reply {
-			continue
-		}
-		if echo, ok := m.Body.(*icmp.Echo); ok && bytes.Equal(echo.Data, sent) && answered.String() == peer.String() {
-			return from, nil // whom the receiver saw, it does not say
-		}
-	}
+	_, _, err = ping.Echo(ctx, c, at, max(size, least[ICMP]))
+	return from, err // whom the receiver saw, it does not say
 }

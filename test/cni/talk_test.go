@@ -2,8 +2,6 @@ package cni
 
 import (
 	"context"
-	"crypto/rand"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"io"
@@ -17,6 +15,7 @@ import (
 	"golang.org/x/net/ipv4"
 
 	"github.com/isthmus-net/isthmus/internal/lab"
+	"github.com/isthmus-net/isthmus/internal/ping"
 )
 
 // port is where everybody answers, by TCP and UDP, which source he saw.
@@ -197,36 +196,13 @@ func (l *listener) ping(ctx context.Context, h *lab.Host, from, to netip.Addr, o
 		return saw, err
 	}
 	defer conn.Close()
-	deadline, _ := ctx.Deadline()
-	_ = conn.SetDeadline(deadline)
-	data := make([]byte, octets/2)
-	rand.Read(data)
-	token := []byte(hex.EncodeToString(data))
-	id := int(data[0])<<8 | int(data[1])
-	request, err := (&icmp.Message{Type: ipv4.ICMPTypeEcho, Body: &icmp.Echo{ID: id, Seq: 1, Data: token}}).Marshal(nil)
+	data, _, err := ping.Echo(ctx, conn, to, octets)
 	if err != nil {
 		return saw, err
 	}
-	if _, err := conn.WriteTo(request, &net.IPAddr{IP: to.AsSlice()}); err != nil {
-		return saw, err
-	}
-	buf := make([]byte, 1<<16)
-	for {
-		n, _, err := conn.ReadFrom(buf)
-		if err != nil {
-			return saw, err
-		}
-		m, err := icmp.ParseMessage(1, buf[:n])
-		if err != nil || m.Type != ipv4.ICMPTypeEchoReply {
-			continue
-		}
-		if string(m.Body.(*icmp.Echo).Data) == string(token) {
-			break
-		}
-	}
 	for ctx.Err() == nil { // the kernel answers, and the listener may read later
 		l.mu.Lock()
-		saw, ok := l.pings[string(token)]
+		saw, ok := l.pings[string(data)]
 		l.mu.Unlock()
 		if ok {
 			return saw, nil

@@ -23,6 +23,8 @@ import (
 
 	"golang.org/x/net/icmp"
 	"golang.org/x/net/ipv4"
+
+	"github.com/isthmus-net/isthmus/internal/ping"
 )
 
 // Protocols of a probe.
@@ -65,7 +67,7 @@ func Do(ctx context.Context, r Request) (a Answer, err error) {
 		case UDP:
 			a, err = overUDP(attempt, r)
 		case ICMP:
-			a.Token, err = ping(attempt, r)
+			a.Token, err = echo(attempt, r)
 		default:
 			err = fmt.Errorf("protocol %q: want %s, %s or %s", r.Protocol, TCP, UDP, ICMP)
 		}
@@ -133,52 +135,18 @@ func overUDP(ctx context.Context, r Request) (a Answer, err error) {
 	return a, json.Unmarshal(bytes.TrimRight(b[:n], "\x00"), &a)
 }
 
-// tokenSize is how many octets at the beginning of a ping tell it from all others.
-const tokenSize = 16
-
-// ping waits for the echo, which the receiver's kernel makes; its Server saw the ping too.
-func ping(ctx context.Context, r Request) (token string, err error) {
-	c, err := icmp.ListenPacket("ip4:icmp", "0.0.0.0")
+// echo sends a ping. The receiver's kernel answers it; its Server saw it too.
+func echo(ctx context.Context, r Request) (token string, err error) {
+	c, err := icmp.ListenPacket(ping.Raw(r.To))
 	if err != nil {
 		return "", err
 	}
 	defer func() { _ = c.Close() }() // fails only when it is closed already
-	if end, ok := ctx.Deadline(); ok {
-		if err := c.SetDeadline(end); err != nil {
-			return "", err
-		}
-	}
-	data := make([]byte, max(r.Size, tokenSize))
-	for i := range tokenSize {
-		data[i] = byte(rand.Uint32())
-	}
-	id := int(rand.Uint32() & 0xffff)
-	message := icmp.Message{Type: ipv4.ICMPTypeEcho, Body: &icmp.Echo{ID: id, Seq: 1, Data: data}}
-	b, err := message.Marshal(nil)
+	data, _, err := ping.Echo(ctx, c, r.To, r.Size)
 	if err != nil {
 		return "", err
 	}
-	if _, err := c.WriteTo(b, &net.IPAddr{IP: r.To.AsSlice()}); err != nil {
-		return "", err
-	}
-	b = make([]byte, 64<<10)
-	for {
-		n, from, err := c.ReadFrom(b)
-		if err != nil {
-			return "", err
-		}
-		m, err := icmp.ParseMessage(1, b[:n])
-		if err != nil || m.Type != ipv4.ICMPTypeEchoReply {
-			continue
-		}
-		// Identifiers are rewritten by what translates on the way back only where it did on the way out.
-		if echo, ok := m.Body.(*icmp.Echo); ok && bytes.Equal(echo.Data, data) {
-			if from.String() != r.To.String() {
-				return "", fmt.Errorf("answered by %v", from)
-			}
-			return hex.EncodeToString(data[:tokenSize]), nil
-		}
-	}
+	return hex.EncodeToString(data[:ping.TokenSize]), nil
 }
 
 // A Server answers probes, on one port of TCP and UDP, and keeps the sources of pings.
@@ -253,9 +221,9 @@ func (s *Server) icmp(c *icmp.PacketConn) error {
 		if err != nil || m.Type != ipv4.ICMPTypeEcho {
 			continue
 		}
-		if echo, ok := m.Body.(*icmp.Echo); ok && len(echo.Data) >= tokenSize {
+		if echo, ok := m.Body.(*icmp.Echo); ok && len(echo.Data) >= ping.TokenSize {
 			s.mu.Lock()
-			s.pings[hex.EncodeToString(echo.Data[:tokenSize])] = from.String()
+			s.pings[hex.EncodeToString(echo.Data[:ping.TokenSize])] = from.String()
 			s.mu.Unlock()
 		}
 	}

@@ -1,0 +1,167 @@
+// Package ping sends ICMP echo requests over sockets that its callers open, in whichever network
+// namespace they like.
+package ping
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"time"
+
+	"golang.org/x/net/icmp"
+	"golang.org/x/net/ipv4"
+	"golang.org/x/net/ipv6"
+)
+
+// TokenSize is how many octets of a request's data tell it from all others. They are random, as all are.
+const TokenSize = 16
+
+// An Error is the answer to a packet that could not be delivered.
+type Error struct {
+	From netip.Addr // who says so
+	Type int        // RFC 792: 3 unreachable, 11 time exceeded, ...; RFC 4443: 1 unreachable, 2 too big, 3 time exceeded, ...
+	Code int
+}
+
+func (e *Error) Error() string {
+	var kind icmp.Type = ipv4.ICMPType(e.Type)
+	if e.From.Is6() {
+		kind = ipv6.ICMPType(e.Type)
+	}
+	return fmt.Sprintf("%v answers ICMP %v, code %d", e.From, kind, e.Code)
+}
+
+// A timeoutError is the net.Error of a request without an answer.
+type timeoutError time.Duration
+
+func (e timeoutError) Error() string {
+	return fmt.Sprintf("no answer within %v", time.Duration(e).Round(time.Millisecond))
+}
+func (timeoutError) Timeout() bool   { return true }
+func (timeoutError) Temporary() bool { return true }
+
+// family is what differs between IPv4 and IPv6.
+type family struct {
+	network, any   string // of a raw socket
+	protocol       int
+	request, reply icmp.Type
+}
+
+func familyOf(addr netip.Addr) family {
+	if addr.Is6() {
+		return family{"ip6:ipv6-icmp", "::", 58, ipv6.ICMPTypeEchoRequest, ipv6.ICMPTypeEchoReply}
+	}
+	return family{"ip4:icmp", "0.0.0.0", 1, ipv4.ICMPTypeEcho, ipv4.ICMPTypeEchoReply}
+}
+
+// Raw returns network and address with which net.ListenPacket opens a raw socket for pings to dst. A raw
+// socket gets the ICMP errors, too.
+func Raw(dst netip.Addr) (network, address string) {
+	f := familyOf(dst)
+	return f.network, f.any
+}
+
+// Echo sends one request of so many octets, at least TokenSize, and waits for its answer until ctx ends.
+// conn is a raw socket, or a datagram socket of package icmp. An ICMP error about the request is an
+// *Error. data is what was sent.
+func Echo(ctx context.Context, conn net.PacketConn, dst netip.Addr, size int) (data []byte, rtt time.Duration, err error) {
+	f := familyOf(dst)
+	data = make([]byte, max(size, TokenSize))
+	rand.Read(data)
+	id := int(binary.BigEndian.Uint16(data))
+	const seq = 1
+	packet, err := (&icmp.Message{Type: f.request, Body: &icmp.Echo{ID: id, Seq: seq, Data: data}}).Marshal(nil) // the kernel adds the checksum of IPv6
+	if err != nil {
+		return nil, 0, err
+	}
+	to := net.Addr(&net.IPAddr{IP: dst.AsSlice()})
+	if _, datagrams := conn.LocalAddr().(*net.UDPAddr); datagrams {
+		to = &net.UDPAddr{IP: dst.AsSlice()}
+	}
+	start := time.Now()
+	if _, err := conn.WriteTo(packet, to); err != nil {
+		return nil, 0, err
+	}
+	deadline, _ := ctx.Deadline()
+	if err := conn.SetReadDeadline(deadline); err != nil {
+		return nil, 0, err
+	}
+	stop := context.AfterFunc(ctx, func() {
+		if errors.Is(ctx.Err(), context.Canceled) {
+			_ = conn.SetReadDeadline(time.Unix(1, 0)) // fails when we are done
+		}
+	})
+	defer stop()
+	buf := make([]byte, 65536)
+	for late := false; ; {
+		n, from, err := conn.ReadFrom(buf)
+		switch {
+		case errors.Is(ctx.Err(), context.Canceled):
+			return nil, 0, ctx.Err()
+		case isTimeout(err) && !late: // an answer that came in time may lie there while we were not scheduled
+			late = true
+			if err := conn.SetReadDeadline(time.Now().Add(10 * time.Millisecond)); err == nil {
+				continue
+			}
+		}
+		if isTimeout(err) {
+			return nil, 0, timeoutError(time.Since(start))
+		}
+		if err != nil {
+			return nil, 0, err
+		}
+		arrived := time.Now()
+		message, err := icmp.ParseMessage(f.protocol, buf[:n])
+		if err != nil {
+			continue
+		}
+		var quote []byte
+		switch body := message.Body.(type) {
+		case *icmp.Echo: // a datagram socket has an identifier of its own
+			if message.Type == f.reply && body.Seq == seq && bytes.Equal(body.Data, data) && from.String() == to.String() {
+				return data, arrived.Sub(start), nil
+			}
+		case *icmp.DstUnreach:
+			quote = body.Data
+		case *icmp.TimeExceeded:
+			quote = body.Data
+		case *icmp.PacketTooBig:
+			quote = body.Data
+		}
+		if quotes(quote, dst, id, seq) {
+			sender, _ := netip.ParseAddr(from.String())
+			return nil, 0, &Error{sender.Unmap(), int(buf[0]), message.Code}
+		}
+	}
+}
+
+func isTimeout(err error) bool {
+	var timeout net.Error
+	return errors.As(err, &timeout) && timeout.Timeout()
+}
+
+// quotes tells whether the packet that an ICMP error quotes is our echo request.
+func quotes(packet []byte, dst netip.Addr, id, seq int) bool {
+	var header []byte
+	switch {
+	case dst.Is6():
+		if len(packet) < 48 || packet[6] != 58 || netip.AddrFrom16([16]byte(packet[24:40])) != dst || packet[40] != 128 {
+			return false
+		}
+		header = packet[40:]
+	case len(packet) < 20 || packet[9] != 1 || netip.AddrFrom4([4]byte(packet[16:20])) != dst:
+		return false
+	default:
+		length := int(packet[0]&0x0f) * 4
+		if length < 20 || len(packet) < length+8 || packet[length] != 8 {
+			return false
+		}
+		header = packet[length:]
+	}
+	return int(binary.BigEndian.Uint16(header[4:])) == id && int(binary.BigEndian.Uint16(header[6:])) == seq
+}
