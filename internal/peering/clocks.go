@@ -133,7 +133,13 @@ func takenAt(l *coordinationv1.Lease) (at time.Time, known bool) {
 // clockHop compares the times that manager, gateway and kubelets write into their Leases with when
 // the API server took them; false: none differs, as far as that may be read.
 func (c *Cluster) clockHop(ctx context.Context, manager, gateway Holder) (Hop, bool) {
-	hop := Hop{Cluster: c.String(), Name: hopClocks, State: Limited, Source: "Leases"}
+	var leases coordinationv1.LeaseList // a help: who may not read them sees the two
+	_ = c.client.List(ctx, &leases, client.InNamespace(corev1.NamespaceNodeLease))
+	return judgeClocks(c.String(), manager, gateway, leases.Items)
+}
+
+func judgeClocks(cluster string, manager, gateway Holder, leases []coordinationv1.Lease) (Hop, bool) {
+	hop := Hop{Cluster: cluster, Name: hopClocks, State: Limited, Source: "Leases"}
 	var wrong []string
 	note := func(whose string, ahead time.Duration) {
 		if ahead.Abs() > clocksDiffer {
@@ -146,13 +152,10 @@ func (c *Cluster) clockHop(ctx context.Context, manager, gateway Holder) (Hop, b
 	}
 	note("that of "+Printable(manager.Name)+" (manager)", manager.ahead)
 	note("that of "+Printable(gateway.Name)+" (gateway)", gateway.ahead)
-	var leases coordinationv1.LeaseList
-	if err := c.client.List(ctx, &leases, client.InNamespace(corev1.NamespaceNodeLease)); err == nil { // a help: who may not read them sees the two
-		for i := range leases.Items {
-			l := &leases.Items[i]
-			if taken, known := takenAt(l); known && l.Spec.RenewTime != nil {
-				note("that of Node "+Printable(l.Name), l.Spec.RenewTime.Sub(taken))
-			}
+	for i := range leases {
+		l := &leases[i]
+		if taken, known := takenAt(l); known && l.Spec.RenewTime != nil {
+			note("that of Node "+Printable(l.Name), l.Spec.RenewTime.Sub(taken))
 		}
 	}
 	if len(wrong) == 0 {

@@ -70,7 +70,7 @@ func Diagnose(ctx context.Context, local, remote *Cluster, name string) (*Diagno
 			d.NotAsked = append(slices.Clone(d.NotAsked), "the other side: with --remote-context it is looked at too")
 		}
 	} else {
-		if err := here.sameAs(name, remote); err != nil {
+		if err := sameAs(here, name, remote); err != nil {
 			return nil, err
 		}
 		var there *examination
@@ -94,7 +94,7 @@ func called(p *isthmus.Peering, name string) bool {
 }
 
 // sameAs is the error where a name is not that of the cluster that was looked for.
-func (e *examination) sameAs(name string, remote *Cluster) error {
+func sameAs(e *examination, name string, remote *Cluster) error {
 	if name == "" || name == remote.Identity.ClusterName || slices.ContainsFunc(e.found, func(p *isthmus.Peering) bool { return called(p, name) }) {
 		return nil
 	}
@@ -108,7 +108,7 @@ func (e *examination) sameAs(name string, remote *Cluster) error {
 
 // An examination is what was found in one cluster.
 type examination struct {
-	cluster  *Cluster
+	cluster  string
 	own      []Hop
 	peerings [][]Hop
 	found    []*isthmus.Peering // beside peerings
@@ -116,7 +116,7 @@ type examination struct {
 }
 
 func (c *Cluster) examine(ctx context.Context, meant func(*isthmus.Peering) bool) (*examination, error) {
-	e := &examination{cluster: c}
+	e := &examination{cluster: c.String()}
 	var list isthmus.PeeringList
 	if err := c.client.List(ctx, &list); err != nil {
 		return nil, c.explain("Peerings", err)
@@ -153,7 +153,7 @@ func (c *Cluster) examine(ctx context.Context, meant func(*isthmus.Peering) bool
 		if !meant(p) {
 			continue
 		}
-		hops := peeringHops(c, p, e.own)
+		hops := peeringHops(c.String(), p, e.own)
 		if at, ok := c.identityExpiry(ctx, p); ok && hops[0].State == Works {
 			hops[0].Text += "; its token is good until " + at.Format(time.RFC3339)
 		}
@@ -184,7 +184,7 @@ func between(a, b *examination) []Hop {
 		all = append(all, e.own...)
 		if len(e.peerings) == 0 {
 			other := sides[1-i].cluster
-			all = append(all, Hop{Cluster: e.cluster.String(), Name: stepNames[isthmus.ConditionReady], State: Broken, Source: "Peerings",
+			all = append(all, Hop{Cluster: e.cluster, Name: stepNames[isthmus.ConditionReady], State: Broken, Source: "Peerings",
 				Text: fmt.Sprintf("there is no Peering with %s: run `isthmus peer` for the two clusters", other)})
 		}
 	}
@@ -219,9 +219,9 @@ func between(a, b *examination) []Hop {
 }
 
 // stands reports whether a hop of a side's Peering is known not to work.
-func stands(hops []Hop, at *Cluster, step string) bool {
+func stands(hops []Hop, at, step string) bool {
 	return slices.ContainsFunc(hops, func(h Hop) bool {
-		return h.Cluster == at.String() && h.Name == stepNames[step] && (h.State == Broken || h.State == Waits)
+		return h.Cluster == at && h.Name == stepNames[step] && (h.State == Broken || h.State == Waits)
 	})
 }
 

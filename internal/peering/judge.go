@@ -106,8 +106,8 @@ func clusterHops(ctx context.Context, c *Cluster) (hops []Hop, manager, gateway 
 	manager.outlive(found.pods, c.leaseName(managerLease), false)
 	gateway.outlive(found.pods, c.leaseName(isthmus.LeaseGateway), len(found.gateways()) > 0)
 	hops = []Hop{
-		c.leaseHop(hopManager, managerLease, manager, "start `isthmus manager`, or see why its Pods do not run, or cannot reach the API server"),
-		c.leaseHop(hopGateway, isthmus.LeaseGateway, gateway, "see why the gateways' Pods do not run, or cannot reach the API server"),
+		leaseHop(c.String(), hopManager, c.leaseName(managerLease), manager, "start `isthmus manager`, or see why its Pods do not run, or cannot reach the API server"),
+		leaseHop(c.String(), hopGateway, c.leaseName(isthmus.LeaseGateway), gateway, "see why the gateways' Pods do not run, or cannot reach the API server"),
 	}
 	if hops[0].State == Broken {
 		if text := c.managersRoll(ctx, now); text != "" {
@@ -151,8 +151,8 @@ func clusterHops(ctx context.Context, c *Cluster) (hops []Hop, manager, gateway 
 }
 
 // leaseHop judges a component by the Lease that it renews.
-func (c *Cluster) leaseHop(name, lease string, h Holder, remedy string) Hop {
-	hop := Hop{Cluster: c.String(), Name: name, State: Works, Source: c.leaseName(lease), Since: h.since}
+func leaseHop(cluster, name, lease string, h Holder, remedy string) Hop {
+	hop := Hop{Cluster: cluster, Name: name, State: Works, Source: lease, Since: h.since}
 	switch {
 	case h.Name != "":
 		hop.Text = Printable(h.Name) + " is at work"
@@ -192,23 +192,30 @@ func heed(own []Hop, p *isthmus.Peering) {
 // ready is a hop of its own. Its kubelet may have lost the API server while its pods are reached, so nothing
 // is called broken.
 func (c *Cluster) nodeHops(ctx context.Context, found components) ([]Hop, error) {
-	hop := Hop{Cluster: c.String(), Name: hopAgents, Source: "Nodes, Pods in " + c.Namespace}
+	source := "Nodes, Pods in " + c.Namespace
 	var nodes corev1.NodeList
 	var sets appsv1.DaemonSetList
 	switch err := c.client.List(ctx, &nodes); {
 	case forbidden(err):
-		hop.State, hop.Text = Unknown, "you may not list Nodes"
-		return []Hop{hop}, nil
+		return []Hop{{Cluster: c.String(), Name: hopAgents, Source: source, State: Unknown, Text: "you may not list Nodes"}}, nil
 	case err != nil:
 		return nil, c.explain("Nodes", err)
 	}
 	if err := c.client.List(ctx, &sets, client.InNamespace(c.Namespace)); err != nil && !forbidden(err) {
 		return nil, c.explain("DaemonSets in "+c.Namespace, err)
 	}
-	a := agentsOf(nodes.Items, found, sets.Items)
-	var hops []Hop
+	hops := agentHops(c.String(), source, found, agentsOf(nodes.Items, found, sets.Items))
+	if limited, is := c.kernelHop(ctx, nodes.Items); is {
+		hops = append(hops, limited)
+	}
+	return hops, nil
+}
+
+// agentHops are a hop of the nodes, where some are not ready, and one of the agents.
+func agentHops(cluster, source string, found components, a agents) (hops []Hop) {
+	hop := Hop{Cluster: cluster, Name: hopAgents, Source: source}
 	if len(a.unready) > 0 {
-		hops = append(hops, Hop{Cluster: c.String(), Name: hopNodes, State: Limited, Source: "Nodes",
+		hops = append(hops, Hop{Cluster: cluster, Name: hopNodes, State: Limited, Source: "Nodes",
 			Text: fmt.Sprintf("%d of %d nodes are not ready, so whether their pods are reached is not known: %s; see `kubectl describe node`",
 				len(a.unready), a.nodes+len(a.unready), firstFew(a.unready, "; "))})
 	}
@@ -226,11 +233,7 @@ func (c *Cluster) nodeHops(ctx context.Context, found components) ([]Hop, error)
 	if len(a.unwanted) > 0 {
 		hop.Text += "; the DaemonSet wants none on " + firstFew(a.unwanted, ", ")
 	}
-	hops = append(hops, hop)
-	if limited, is := c.kernelHop(ctx, nodes.Items); is {
-		hops = append(hops, limited)
-	}
-	return hops, nil
+	return append(hops, hop)
 }
 
 // kernelHop is what route agents say that their nodes lack, as far as these are there; false: nothing.
@@ -510,8 +513,12 @@ func (c *Cluster) managersRoll(ctx context.Context, now time.Time) string {
 	if c.client.List(ctx, &deployments, client.InNamespace(c.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "manager"}) != nil {
 		return ""
 	}
-	for i := range deployments.Items {
-		d := &deployments.Items[i]
+	return rolls(deployments.Items, now)
+}
+
+func rolls(deployments []appsv1.Deployment, now time.Time) string {
+	for i := range deployments {
+		d := &deployments[i]
 		for _, p := range d.Status.Conditions {
 			// Its controller dates the condition at each Pod that comes or goes in a rollout, and not for one that
 			// crashes later.
@@ -537,7 +544,7 @@ var followsWithdrawal = []string{v1alpha1.CausePeerSilent, v1alpha1.CauseNoAnswe
 // peeringHops are those of one Peering, by its conditions. before are the cluster's: where the
 // manager is gone, what a condition says is a memory, and where no gateway is at work, what that of
 // the tunnel says.
-func peeringHops(c *Cluster, p *isthmus.Peering, before []Hop) (hops []Hop) {
+func peeringHops(cluster string, p *isthmus.Peering, before []Hop) (hops []Hop) {
 	var manager, gateway *Hop
 	for i := range before {
 		switch {
@@ -549,7 +556,7 @@ func peeringHops(c *Cluster, p *isthmus.Peering, before []Hop) (hops []Hop) {
 	}
 	broken, refused, left := false, false, false
 	for _, step := range append(slices.Clone(steps), isthmus.ConditionReady) {
-		hop := Hop{Cluster: c.String(), Peering: p.Name, Name: stepNames[step], State: Works, Source: "condition " + step + " of Peering " + p.Name}
+		hop := Hop{Cluster: cluster, Peering: p.Name, Name: stepNames[step], State: Works, Source: "condition " + step + " of Peering " + p.Name}
 		condition := meta.FindStatusCondition(p.Status.Conditions, step)
 		if condition == nil || max(condition.ObservedGeneration, p.Status.ObservedGeneration) < p.Generation {
 			hop.State, hop.Text = Unknown, "the manager has not looked at it yet"

@@ -127,12 +127,12 @@ func TestWhatIsBrokenIsBlamedAndNothingThatFollowsFromIt(t *testing.T) {
 		}
 		return hops
 	}
-	alpha, bravo := &Cluster{context: "a"}, &Cluster{context: "b"}
+	const alpha, bravo = "a", "b"
 	lost := func(reason string) []string {
 		return []string{"False(" + reason + ") Connected: x", "Connected=False(" + reason + ") x"}
 	}
-	side := func(c *Cluster, broken []string, ready string, others ...string) *examination {
-		e := &examination{cluster: c, own: own(c.String(), broken...)}
+	side := func(c string, broken []string, ready string, others ...string) *examination {
+		e := &examination{cluster: c, own: own(c, broken...)}
 		if ready != "" {
 			e.peerings = [][]Hop{peeringHops(c, named("p", ready, others...), e.own)}
 		}
