@@ -11,6 +11,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/gateway"
 	"github.com/isthmus-net/isthmus/internal/cli"
+	"github.com/isthmus-net/isthmus/internal/health"
 	"github.com/isthmus-net/isthmus/internal/peering"
 	"github.com/isthmus-net/isthmus/internal/source/kube"
 )
@@ -35,7 +36,7 @@ const hopOtherSide = "other side"
 
 // A wayHop is a hop with what the gateway does to the packet there.
 type wayHop struct {
-	peering.Hop
+	health.Hop
 	Step *gateway.TraceStep `json:"step,omitempty"`
 }
 
@@ -156,7 +157,7 @@ func (t *clusterTrace) out(from, to peering.Place) (w way, there *gateway.TraceS
 		return w, nil, err
 	}
 	if t.remote == nil || t.remote.Identity.ClusterID != step.Peer {
-		w.Hops = append(w.Hops, wayHop{Hop: peering.Hop{Cluster: peering.Printable(nameOrID(step.PeerName, step.Peer)), Name: hopOtherSide, State: peering.Unknown,
+		w.Hops = append(w.Hops, wayHop{Hop: health.Hop{Cluster: peering.Printable(nameOrID(step.PeerName, step.Peer)), Name: hopOtherSide, State: health.Unknown,
 			Text: "not asked: with --remote-context the way goes on there", Source: "nobody"}})
 		return w.judge(), step, nil
 	}
@@ -207,7 +208,7 @@ func (t *clusterTrace) back(from, to peering.Place, sent *gateway.TraceStep) (w 
 		return w, err
 	}
 	if own, seen := from.Addr, src; from.Pod == "" && own.Addr() != seen.Addr() {
-		w.Hops = append(w.Hops, wayHop{Hop: peering.Hop{Cluster: t.local.String(), Name: "gateway", State: peering.Works,
+		w.Hops = append(w.Hops, wayHop{Hop: health.Hop{Cluster: t.local.String(), Name: "gateway", State: health.Works,
 			Text: fmt.Sprintf("what is no Pod leaves as %v, and its answer comes in by the flow that the packet made", seen), Source: "rules"}})
 		return w.judge(), nil
 	}
@@ -286,12 +287,12 @@ func (t *clusterTrace) engine(w *way, c *peering.Cluster, direction string, src,
 	if err != nil {
 		return nil, err
 	}
-	hop := peering.Hop{Cluster: c.String(), Name: "NAT", State: peering.Works, Source: "TunnelEndpoints, NatMappings"}
+	hop := health.Hop{Cluster: c.String(), Name: "NAT", State: health.Works, Source: "TunnelEndpoints, NatMappings"}
 	switch {
 	case step.Drop == "no_peer":
-		hop.State, hop.Reason, hop.Text = peering.Broken, step.Drop, fmt.Sprintf("no peer has %v: it does not go through a tunnel", dst.Addr())
+		hop.State, hop.Reason, hop.Text = health.Broken, step.Drop, fmt.Sprintf("no peer has %v: it does not go through a tunnel", dst.Addr())
 	case step.Drop != "":
-		hop.State, hop.Reason, hop.Text = peering.Broken, step.Drop, "dropped: "+step.Text
+		hop.State, hop.Reason, hop.Text = health.Broken, step.Drop, "dropped: "+step.Text
 	default:
 		hop.Text = rewrites(step)
 	}
@@ -317,7 +318,7 @@ func rewrites(s *gateway.TraceStep) string {
 	return fmt.Sprintf("rule %s: %s", s.Rule, strings.Join(all, ", "))
 }
 
-func (w *way) add(h peering.Hop, err error) error {
+func (w *way) add(h health.Hop, err error) error {
 	if err != nil {
 		return err
 	}
@@ -333,7 +334,7 @@ func (w *way) judge() way {
 		w.Verdict = "the answer arrives"
 	}
 	for _, h := range w.Hops {
-		if h.State == peering.Works || h.State == peering.Limited || h.State == peering.Unknown && h.Name == "node" {
+		if h.State == health.Works || h.State == health.Limited || h.State == health.Unknown && h.Name == "node" {
 			continue
 		}
 		w.Arrives = false
@@ -346,9 +347,9 @@ func (w *way) judge() way {
 			reason = h.Reason + ": " + h.Text
 		}
 		switch {
-		case h.Name == "tunnel" && h.State == peering.Broken:
+		case h.Name == "tunnel" && h.State == health.Broken:
 			w.Verdict = "the peer is down: " + reason
-		case h.State == peering.Broken:
+		case h.State == health.Broken:
 			w.Verdict = fmt.Sprintf("it ends at %s, %s: %s", h.Cluster, h.Name, reason)
 		default:
 			w.Verdict = fmt.Sprintf("nobody knows at %s, %s: %s", h.Cluster, h.Name, reason)
@@ -371,7 +372,7 @@ func printWays(out io.Writer, ways []way) error {
 		fmt.Fprintf(out, "%s %s: %s -> %s\n", w.Protocol, what, w.From, w.To)
 		for _, h := range w.Hops {
 			text := h.Text
-			if h.Reason != "" && h.State != peering.Works {
+			if h.Reason != "" && h.State != health.Works {
 				text = h.Reason + ": " + text
 			}
 			fmt.Fprintf(out, "  %-12s %-8s %-8s %s\n", h.Cluster, h.Name, h.State, text)

@@ -4,12 +4,12 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/isthmus-net/isthmus/internal/peering"
+	"github.com/isthmus-net/isthmus/internal/health"
 )
 
 func TestAWayEndsAtTheFirstHopThatDoesNotWork(t *testing.T) {
-	hop := func(name string, state peering.HopState, reason string) wayHop {
-		return wayHop{Hop: peering.Hop{Cluster: "paris", Name: name, State: state, Reason: reason, Text: "why"}}
+	hop := func(name string, state health.HopState, reason string) wayHop {
+		return wayHop{Hop: health.Hop{Cluster: "paris", Name: name, State: state, Reason: reason, Text: "why"}}
 	}
 	for _, tc := range []struct {
 		name    string
@@ -18,18 +18,18 @@ func TestAWayEndsAtTheFirstHopThatDoesNotWork(t *testing.T) {
 		leaves  bool
 		verdict string
 	}{
-		{"all works", way{Direction: "out", Hops: []wayHop{hop("node", peering.Works, ""), hop("tunnel", peering.Works, "Connected")}}, true, false, "it arrives"},
-		{"the answer", way{Direction: "in", Hops: []wayHop{hop("tunnel", peering.Works, "")}}, true, false, "the answer arrives"},
-		{"from no Pod", way{Direction: "out", Hops: []wayHop{hop("node", peering.Unknown, ""), hop("tunnel", peering.Works, "")}}, true, false, "it arrives"},
-		{"the other side was not asked", way{Direction: "out", Hops: []wayHop{hop("tunnel", peering.Works, ""), hop(hopOtherSide, peering.Unknown, "")}}, false, true,
+		{"all works", way{Direction: "out", Hops: []wayHop{hop("node", health.Works, ""), hop("tunnel", health.Works, "Connected")}}, true, false, "it arrives"},
+		{"the answer", way{Direction: "in", Hops: []wayHop{hop("tunnel", health.Works, "")}}, true, false, "the answer arrives"},
+		{"from no Pod", way{Direction: "out", Hops: []wayHop{hop("node", health.Unknown, ""), hop("tunnel", health.Works, "")}}, true, false, "it arrives"},
+		{"the other side was not asked", way{Direction: "out", Hops: []wayHop{hop("tunnel", health.Works, ""), hop(hopOtherSide, health.Unknown, "")}}, false, true,
 			"it leaves for paris; what becomes of it there was not asked"},
-		{"it does not leave for the other side", way{Direction: "out", Hops: []wayHop{hop("tunnel", peering.Broken, "PeerSilent"), hop(hopOtherSide, peering.Unknown, "")}}, false, false,
+		{"it does not leave for the other side", way{Direction: "out", Hops: []wayHop{hop("tunnel", health.Broken, "PeerSilent"), hop(hopOtherSide, health.Unknown, "")}}, false, false,
 			"the peer is down: PeerSilent: why"},
-		{"the peer is down", way{Hops: []wayHop{hop("node", peering.Works, ""), hop("tunnel", peering.Broken, "PeerSilent")}}, false, false, "the peer is down: PeerSilent: why"},
-		{"no route agent, and the peer is down", way{Hops: []wayHop{hop("node", peering.Broken, ""), hop("tunnel", peering.Broken, "PeerSilent")}}, false, false, "it ends at paris, node: why"},
-		{"dropped", way{Hops: []wayHop{hop("NAT", peering.Broken, "source")}}, false, false, "it ends at paris, NAT: source: why"},
-		{"by a narrow path", way{Direction: "out", Hops: []wayHop{hop("tunnel", peering.Limited, "NarrowPath")}}, true, false, "it arrives"},
-		{"no gateway that would know", way{Hops: []wayHop{hop("tunnel", peering.Waits, "")}}, false, false, "nobody knows at paris, tunnel: why"},
+		{"the peer is down", way{Hops: []wayHop{hop("node", health.Works, ""), hop("tunnel", health.Broken, "PeerSilent")}}, false, false, "the peer is down: PeerSilent: why"},
+		{"no route agent, and the peer is down", way{Hops: []wayHop{hop("node", health.Broken, ""), hop("tunnel", health.Broken, "PeerSilent")}}, false, false, "it ends at paris, node: why"},
+		{"dropped", way{Hops: []wayHop{hop("NAT", health.Broken, "source")}}, false, false, "it ends at paris, NAT: source: why"},
+		{"by a narrow path", way{Direction: "out", Hops: []wayHop{hop("tunnel", health.Limited, "NarrowPath")}}, true, false, "it arrives"},
+		{"no gateway that would know", way{Hops: []wayHop{hop("tunnel", health.Waits, "")}}, false, false, "nobody knows at paris, tunnel: why"},
 	} {
 		if got := tc.way.judge(); got.Arrives != tc.arrives || got.Leaves != tc.leaves || got.Verdict != tc.verdict {
 			t.Errorf("%s: arrives %v, leaves %v, %q; want %v, %v, %q", tc.name, got.Arrives, got.Leaves, got.Verdict, tc.arrives, tc.leaves, tc.verdict)

@@ -41,9 +41,9 @@ var Rules = []Rule{
 	{"apis imports nothing of ours", only([]string{"apis"}, nil, []string{"k8s.io/apimachinery"})},
 	{"internal/diff imports only the standard library", only([]string{"internal/diff"}, nil, nil)},
 
-	{"pure packages do no I/O", without([]string{"packet", "natengine", "fabric", "internal/kernel"},
+	{"pure packages do no I/O", without([]string{"packet", "natengine", "fabric", "internal/kernel", "internal/health"},
 		Module+"/internal/kernel/rtnl", "os", "os/*", "io/ioutil", "net", "net/http", "net/rpc", "net/smtp", "net/textproto", "syscall", "log", "log/*", "plugin", "crypto/rand", "testing")},
-	{"pure packages read no clock", noClock("packet", "natengine", "fabric", "internal/kernel")},
+	{"pure packages read no clock", noClock("packet", "natengine", "fabric", "internal/kernel", "internal/health")},
 
 	{"Kubernetes clients stay in manager and internal/source/kube", onlyIn([]string{"k8s.io/client-go", "sigs.k8s.io/controller-runtime"},
 		inPackage("manager"), inPackage("internal/source/kube"), inPackage("internal/owncluster"), inPackage("internal/peering"), // and where clusters are joined,

@@ -7,9 +7,11 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
-	"slices"
 	"strings"
 	"sync"
+
+	"github.com/isthmus-net/isthmus/internal/health"
+	"github.com/isthmus-net/isthmus/internal/safetext"
 
 	authorizationv1 "k8s.io/api/authorization/v1"
 	eventsv1 "k8s.io/api/events/v1"
@@ -108,7 +110,7 @@ const requestsAtOnce = 16
 
 // rightsHop asks the API server whether the components may do what they have to, and says who may
 // not; nil where the person may not ask that.
-func (c *Cluster) rightsHop(ctx context.Context) (hop *Hop, lacking []string, err error) {
+func (c *Cluster) rightsHop(ctx context.Context) (hop *health.Hop, lacking []string, err error) {
 	all, err := needs(c.Namespace)
 	if err != nil {
 		return nil, nil, err
@@ -137,7 +139,7 @@ func (c *Cluster) rightsHop(ctx context.Context) (hop *Hop, lacking []string, er
 	if err := errors.Join(errs...); err != nil {
 		return nil, nil, c.explain("rights of the components", err)
 	}
-	hop = &Hop{Cluster: c.String(), Name: hopRights, State: Works, Text: "the components may do what they have to", Source: "SubjectAccessReviews"}
+	hop = &health.Hop{Cluster: c.String(), Name: health.HopRights, State: health.Works, Text: "the components may do what they have to", Source: "SubjectAccessReviews"}
 	var missing []string
 	for i, n := range all {
 		if denied[i] {
@@ -146,8 +148,8 @@ func (c *Cluster) rightsHop(ctx context.Context) (hop *Hop, lacking []string, er
 	}
 	if len(missing) > 0 {
 		release, _ := c.helmRelease(ctx) // who may not look is told of `isthmus install`, which says it
-		hop.State, hop.Reason = Broken, "RightsMissing"
-		hop.Text = fmt.Sprintf("%s; run %s, which repairs them", firstFew(missing, "; "), c.giver(release))
+		hop.State, hop.Reason = health.Broken, "RightsMissing"
+		hop.Text = fmt.Sprintf("%s; run %s, which repairs them", safetext.FirstFew(missing, "; "), c.giver(release))
 	}
 	return hop, lacking, nil
 }
@@ -158,16 +160,4 @@ func (c *Cluster) giver(release string) string {
 		return fmt.Sprintf("`helm upgrade %s` with this program's chart", Printable(release))
 	}
 	return fmt.Sprintf("`isthmus install --context %s`", c.context)
-}
-
-// excuseRights judges rights that are missing in an installation of another version than this
-// program's, whose components may never ask for them: that breaks nothing, unless one of those that
-// lack some is not at work.
-func (f components) excuseRights(rights *Hop, hops []Hop, lacking []string, program string) {
-	other := f.otherVersion(program)
-	if rights.State != Broken || other == "" || slices.ContainsFunc(hops, func(h Hop) bool { return h.State == Broken && slices.Contains(lacking, accounts[h.Name]) }) {
-		return
-	}
-	rights.State = Limited
-	rights.Text = fmt.Sprintf("version %s is installed, which may not need what %s wants: %s", other, program, rights.Text)
 }

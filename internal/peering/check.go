@@ -6,10 +6,11 @@ import (
 	"fmt"
 	"net/netip"
 	"net/url"
-	"slices"
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/isthmus-net/isthmus/internal/health"
 
 	admissionv1 "k8s.io/api/admissionregistration/v1"
 	authorizationv1 "k8s.io/api/authorization/v1"
@@ -19,7 +20,6 @@ import (
 	rbacv1 "k8s.io/api/rbac/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
@@ -162,102 +162,29 @@ func (s *side) present(ctx context.Context, o client.Object) error {
 // managerLease is the Lease that the active manager holds.
 const managerLease = deploy.ManagerServiceAccount
 
-// A Holder is who holds a Lease.
-type Holder struct {
-	Name string `json:"name,omitempty"` // empty: nobody
-	// Problem says why nobody does.
-	Problem string `json:"problem,omitempty"`
-
-	absent bool          // there is no Lease
-	rolls  bool          // nobody holds it between two steps of a rollout
-	since  *metav1.Time  // the holder has held it; nil: nobody does, or it is not said
-	ahead  time.Duration // of the API server's clock, the holder's; 0: not known
-}
-
 // holderOf says who is at work, by the Lease that the manager or the active gateway renews. A sharp answer is
 // to be shown. What is done because nobody is at work, such as taking down what others keep up, needs
 // both clocks to say that the Lease is over, by half a minute: the API server's may be a proxy's, or that of
 // one of several.
-func (c *Cluster) holderOf(ctx context.Context, leaseName string, sharp bool) (Holder, error) {
+func (c *Cluster) holderOf(ctx context.Context, leaseName string, sharp bool) (health.Holder, error) {
 	var lease coordinationv1.Lease
 	asked := time.Now() // the answer may be as old as that
 	err := c.client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: leaseName}, &lease)
 	name := c.leaseName(leaseName)
 	if apierrors.IsNotFound(err) {
-		return Holder{Problem: name + " is not there", absent: true}, nil
+		return health.Holder{Problem: name + " is not there", Absent: true}, nil
 	}
 	if err != nil {
-		return Holder{}, c.explain(name, err)
+		return health.Holder{}, c.explain(name, err)
 	}
 	ahead, known := c.clock.atLeast()
 	if !sharp {
 		ahead, known = min(ahead, 0), false
 	}
-	return holder(name, &lease, asked.Add(ahead), known), nil
+	return health.HolderOf(name, &lease, asked.Add(ahead), known), nil
 }
 
 func (c *Cluster) leaseName(lease string) string { return "Lease " + c.Namespace + "/" + lease }
-
-// outlive takes back who holds a Lease where the holder's Pod says that none of its containers runs: the
-// Lease is good for some seconds more, and nobody renews it. A holder is named as its Pod, with what an
-// elector of client-go adds after an underscore. A Pod that is not there tells something of a holder only
-// that cannot be without one.
-func (h *Holder) outlive(pods []corev1.Pod, lease string, hasPod bool) {
-	name, _, _ := strings.Cut(h.Name, "_")
-	if name == "" {
-		return
-	}
-	i := slices.IndexFunc(pods, func(p corev1.Pod) bool { return p.Name == name })
-	switch {
-	case i < 0 && hasPod:
-		*h = Holder{Problem: fmt.Sprintf("%s is held by %s, which is gone", lease, Printable(name))}
-	case i >= 0 && ended(&pods[i]):
-		*h = Holder{Problem: fmt.Sprintf("%s is held by %s, none of whose containers runs", lease, Printable(name))}
-	}
-}
-
-// ended reports whether a kubelet says that nothing of a Pod runs. Of a container that starts again in place
-// it says so for a second or two more: for that long nobody seems to be at work who is.
-func ended(p *corev1.Pod) bool {
-	if p.Status.Phase == corev1.PodFailed || p.Status.Phase == corev1.PodSucceeded {
-		return true
-	}
-	return len(p.Status.ContainerStatuses) > 0 &&
-		!slices.ContainsFunc(p.Status.ContainerStatuses, func(s corev1.ContainerStatus) bool { return s.State.Running != nil })
-}
-
-// holder goes by when the API server took a renewal, where it says so: the holder's clock may be wrong
-// by any amount. Where now is by the same clock (exact), a Lease is over when it says so; otherwise two
-// clocks are allowed half a minute.
-func holder(name string, lease *coordinationv1.Lease, now time.Time, exact bool) Holder {
-	l := lease.Spec
-	if l.HolderIdentity == nil || *l.HolderIdentity == "" {
-		return Holder{Problem: name + " is held by nobody"}
-	}
-	taken, known := takenAt(lease)
-	if l.RenewTime != nil && l.LeaseDurationSeconds != nil {
-		renewed, allowed := l.RenewTime.Time, clocksDiffer
-		if known {
-			renewed = taken
-		}
-		if known && exact {
-			allowed = secondsOff
-		}
-		if until := renewed.Add(time.Duration(*l.LeaseDurationSeconds) * time.Second); now.After(until.Add(allowed)) {
-			return Holder{Problem: fmt.Sprintf("%s was last renewed by %s at %s", name, Printable(*l.HolderIdentity), renewed.UTC().Format(time.RFC3339))}
-		}
-	}
-	h := Holder{Name: *l.HolderIdentity}
-	if known && l.RenewTime != nil {
-		h.ahead = l.RenewTime.Sub(taken)
-	}
-	if l.AcquireTime != nil {
-		if at := byServer(metav1.NewTime(l.AcquireTime.Time), h.ahead, now); !at.IsZero() {
-			h.since = &at
-		}
-	}
-	return h
-}
 
 func (s *side) checkManager(ctx context.Context, o PeerOptions) error {
 	deadline := time.Now().Add(o.Timeout)

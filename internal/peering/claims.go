@@ -260,7 +260,7 @@ func (s *side) awaited(ctx context.Context) error {
 			return nil // the manager has not seen it yet
 		}
 	}
-	return fmt.Errorf("%s: %w: %s (--context %s)", s.Cluster, ErrConsent, printable(c.Message, maxMessage), s.context)
+	return fmt.Errorf("%s: %w: %s (--context %s)", s.Cluster, ErrConsent, message(c.Message), s.context)
 }
 
 // remapped reports whether what is always to be remapped is, as far as the Peering says. An override

@@ -18,6 +18,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/corefile"
+	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
 // underZone ends the names of imported Services.
@@ -111,7 +112,7 @@ func (c *Cluster) notImported(ctx context.Context, n importedName) error {
 		text := "the manager has not looked at it yet"
 		for _, r := range p.Status.Refused {
 			if r.Namespace == n.namespace && r.Name == n.name && p.Status.ObservedGeneration == p.Generation {
-				text = Printable(r.Reason) + ": " + printable(r.Message, maxMessage)
+				text = Printable(r.Reason) + ": " + message(r.Message)
 			}
 		}
 		why = append(why, "peer "+Printable(from)+" exports it: "+text)
@@ -119,7 +120,7 @@ func (c *Cluster) notImported(ctx context.Context, n importedName) error {
 	if len(why) == 0 {
 		why = append(why, "no peer exports it to this cluster")
 	}
-	return fmt.Errorf("%s: Service %s is not imported: %s", c, Printable(n.namespace+"/"+n.name), firstFew(why, "; "))
+	return fmt.Errorf("%s: Service %s is not imported: %s", c, Printable(n.namespace+"/"+n.name), safetext.FirstFew(why, "; "))
 }
 
 // choose takes an endpoint of an imported Service. by says whose it is, and how many there are.

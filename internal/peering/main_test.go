@@ -13,6 +13,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/isthmus-net/isthmus/internal/health"
+
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	flowcontrolv1 "k8s.io/api/flowcontrol/v1"
@@ -310,7 +312,7 @@ func (m *manager) reconcile(ctx context.Context, p *isthmus.Peering) {
 			dead[isthmus.ConditionIdentity] = err.Error()
 		}
 	}
-	for _, t := range steps {
+	for _, t := range health.Steps {
 		c := metav1.Condition{Type: t, Status: metav1.ConditionTrue, Reason: "Fine", ObservedGeneration: p.Generation}
 		if why, ok := dead[t]; ok {
 			c.Status, c.Reason, c.Message = metav1.ConditionFalse, "Broken", why

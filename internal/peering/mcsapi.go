@@ -21,6 +21,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/chart"
 	"github.com/isthmus-net/isthmus/internal/corefile"
+	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
 const mcsGroup = "multicluster.x-k8s.io"
@@ -300,7 +301,7 @@ func (c *Cluster) othersNeed(ctx context.Context, crd *unstructured.Unstructured
 	if len(foreign) == 0 {
 		return "", nil
 	}
-	return fmt.Sprintf("there are %ss that are not ours: %s; delete it when nobody needs them: kubectl delete crd %s", kind, firstFew(foreign, ", "), crd.GetName()), nil
+	return fmt.Sprintf("there are %ss that are not ours: %s; delete it when nobody needs them: kubectl delete crd %s", kind, safetext.FirstFew(foreign, ", "), crd.GetName()), nil
 }
 
 // servicesManifests is what a person applies who installs by `isthmus install --print`.

@@ -7,6 +7,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/isthmus-net/isthmus/internal/health"
+
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
@@ -122,7 +124,7 @@ func TestServicesHaveNamesUntilTheyAreSwitchedOff(t *testing.T) {
 	// A person edits the Corefile, or has it done.
 	must(t, n.install(InstallOptions{Values: servicesOn}))
 	n.wants("without --configure-dns", n.corefile, true, true, true)
-	if h, _, err := n.namesHop(t.Context()); err != nil || h.State != Broken || h.Reason != reasonNoZone || !strings.Contains(h.Text, "--configure-dns") {
+	if h, _, err := n.namesHop(t.Context()); err != nil || h.State != health.Broken || h.Reason != reasonNoZone || !strings.Contains(h.Text, "--configure-dns") {
 		t.Errorf("%+v, %v", h, err)
 	}
 	if !n.said.has(corefile.Lines) || !strings.Contains(corefile.Lines, "disable denial") {
@@ -139,7 +141,7 @@ func TestServicesHaveNamesUntilTheyAreSwitchedOff(t *testing.T) {
 		t.Errorf("it says %v", n.said)
 	}
 
-	if h, notAsked, err := n.namesHop(t.Context()); err != nil || h.State != Works || !strings.Contains(notAsked, "none of its Pods is ready") {
+	if h, notAsked, err := n.namesHop(t.Context()); err != nil || h.State != health.Works || !strings.Contains(notAsked, "none of its Pods is ready") {
 		t.Errorf("%+v, %q, %v", h, notAsked, err)
 	}
 
@@ -299,7 +301,7 @@ func TestConfigureDNSRefusesWhatItMayBreak(t *testing.T) {
 			t.Errorf("%d: %v; want %q", i, err, why.want)
 		}
 		n.wants(fmt.Sprint(i), why.text, false, false, false)
-		if h, _, err := n.namesHop(t.Context()); err != nil || (h.Reason == reasonDNSTooOld) != (why.text == n.corefile) || h.State == Works || n.servicesOn(t.Context()) {
+		if h, _, err := n.namesHop(t.Context()); err != nil || (h.Reason == reasonDNSTooOld) != (why.text == n.corefile) || h.State == health.Works || n.servicesOn(t.Context()) {
 			t.Errorf("%d: %+v, %v", i, h, err)
 		}
 	}
@@ -314,7 +316,7 @@ func TestConfigureDNSRefusesWhatItMayBreak(t *testing.T) {
 	if err := n.install(InstallOptions{ConfigureDNS: new(true)}); err == nil || !strings.Contains(err.Error(), "k8s-app=kube-dns") {
 		t.Errorf("without CoreDNS: %v", err)
 	}
-	if h, _, err := n.namesHop(t.Context()); err != nil || h.State != Unknown || !n.servicesOn(t.Context()) {
+	if h, _, err := n.namesHop(t.Context()); err != nil || h.State != health.Unknown || !n.servicesOn(t.Context()) {
 		t.Errorf("%+v, %v", h, err)
 	}
 	must(t, n.install(InstallOptions{}))

@@ -9,6 +9,8 @@ import (
 	"sync"
 	"time"
 
+	"github.com/isthmus-net/isthmus/internal/health"
+
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
@@ -286,7 +288,7 @@ func (w *waiter) look(ctx context.Context, i int, s *side, quiet bool) bool {
 		return false
 	}
 	w.trial[i], s.peering = nil, p
-	for _, t := range steps {
+	for _, t := range health.Steps {
 		if !isTrue(p, t) {
 			delete(w.told[i], t) // it may become true again
 			continue
@@ -297,12 +299,6 @@ func (w *waiter) look(ctx context.Context, i int, s *side, quiet bool) bool {
 		w.told[i][t] = true
 	}
 	return isTrue(p, w.goal) && remapped(p)
-}
-
-// steps are the conditions in the order in which they become true.
-var steps = []string{
-	isthmus.ConditionIdentity, isthmus.ConditionPublished, isthmus.ConditionAnswered,
-	isthmus.ConditionPeerConfig, isthmus.ConditionTunnelEndpoint, isthmus.ConditionConnected,
 }
 
 // isTrue reports whether a condition is true of the Peering as it is now.
@@ -375,7 +371,7 @@ func FirstProblem(p *isthmus.Peering) *metav1.Condition {
 		unseen.Message += ", as it is now"
 		return unseen
 	}
-	for _, t := range append(steps[:len(steps):len(steps)], isthmus.ConditionReady) {
+	for _, t := range append(health.Steps[:len(health.Steps):len(health.Steps)], isthmus.ConditionReady) {
 		c := meta.FindStatusCondition(p.Status.Conditions, t)
 		if c == nil || isTrue(p, t) {
 			continue
@@ -401,7 +397,7 @@ func Problems(p *isthmus.Peering) (all []metav1.Condition) {
 	if first.Type == isthmus.ConditionReady {
 		return all
 	}
-	for _, t := range steps {
+	for _, t := range health.Steps {
 		c := meta.FindStatusCondition(p.Status.Conditions, t)
 		if c != nil && c.Type != first.Type && c.Status == metav1.ConditionFalse && !slices.Contains(isthmus.WaitReasons, c.Reason) {
 			all = append(all, *c)
@@ -414,7 +410,7 @@ func Problems(p *isthmus.Peering) (all []metav1.Condition) {
 func problem(c *metav1.Condition) string {
 	text := fmt.Sprintf("%s is %s (%s)", Printable(c.Type), c.Status, Printable(c.Reason))
 	if c.Message != "" {
-		text += ": " + printable(c.Message, maxMessage)
+		text += ": " + message(c.Message)
 	}
 	return text
 }

@@ -5,6 +5,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/isthmus-net/isthmus/internal/health"
+
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -38,14 +40,14 @@ func TestAManagerIsNotBrokenBetweenTwoStepsOfARollout(t *testing.T) {
 		must(t, p.a.client.Status().Update(t.Context(), d))
 		hops, _, _, err := clusterHops(t.Context(), p.a)
 		must(t, err)
-		var manager *Hop
+		var manager *health.Hop
 		for i := range hops {
-			if hops[i].Name == hopManager {
+			if hops[i].Name == health.HopManager {
 				manager = &hops[i]
 			}
 		}
 		rolls := strings.Contains(manager.Text, "Deployment isthmus-manager is being rolled out and 1 of its Pods are available")
-		if limited := manager.State == Limited; limited != tc.limited || rolls != tc.limited {
+		if limited := manager.State == health.Limited; limited != tc.limited || rolls != tc.limited {
 			t.Errorf("%s: %s: %s", tc.name, manager.State, manager.Text)
 		}
 		s, err := StatusOf(t.Context(), p.a)

@@ -11,6 +11,9 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/isthmus-net/isthmus/internal/health"
+	"github.com/isthmus-net/isthmus/internal/safetext"
+
 	"golang.org/x/net/dns/dnsmessage"
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
@@ -23,12 +26,6 @@ import (
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/corefile"
 	"github.com/isthmus-net/isthmus/internal/podport"
-)
-
-// Names of the hops of services. They come after all others: packets need none of them.
-const (
-	hopNames    = "names"    // of a cluster, where services are on
-	hopServices = "services" // of a peering, where services are on
 )
 
 // Reasons of hopNames.
@@ -53,15 +50,15 @@ func (c *Cluster) servicesOn(ctx context.Context) bool {
 }
 
 // namesHop says whether CoreDNS answers for imported services. notAsked is what could not be looked at.
-func (c *Cluster) namesHop(ctx context.Context) (hop Hop, notAsked string, err error) {
-	hop = Hop{Cluster: c.String(), Name: hopNames, State: Works, Source: "Deployments in kube-system"}
+func (c *Cluster) namesHop(ctx context.Context) (hop health.Hop, notAsked string, err error) {
+	hop = health.Hop{Cluster: c.String(), Name: health.HopNames, State: health.Works, Source: "Deployments in kube-system"}
 	d, err := c.findDNS(ctx)
 	switch {
 	case errors.Is(err, errNoDNS):
-		hop.State, hop.Text = Unknown, errNoDNS.Error()
+		hop.State, hop.Text = health.Unknown, errNoDNS.Error()
 		return hop, "", nil
 	case apierrors.IsForbidden(err):
-		hop.State, hop.Text = Unknown, "you may not look for CoreDNS in kube-system"
+		hop.State, hop.Text = health.Unknown, "you may not look for CoreDNS in kube-system"
 		return hop, "", nil
 	case err != nil:
 		return hop, "", err
@@ -70,13 +67,13 @@ func (c *Cluster) namesHop(ctx context.Context) (hop Hop, notAsked string, err e
 	served, unclear := corefile.Serves(d.corefile())
 	switch {
 	case unclear != nil:
-		hop.State, hop.Text = Unknown, d.where()+": "+unclear.Error()
+		hop.State, hop.Text = health.Unknown, d.where()+": "+unclear.Error()
 		return hop, "", nil //nolint:nilerr // the hop says it
 	case d.tooOld() != "" && !served:
-		hop.State, hop.Reason, hop.Text = Broken, reasonDNSTooOld, d.tooOld()
+		hop.State, hop.Reason, hop.Text = health.Broken, reasonDNSTooOld, d.tooOld()
 		return hop, "", nil
 	case !served:
-		hop.State, hop.Reason = Broken, reasonNoZone
+		hop.State, hop.Reason = health.Broken, reasonNoZone
 		hop.Text = fmt.Sprintf("the %s does not have %s: run `isthmus install --context %s --configure-dns`", d.where(), corefile.Zone, c.context)
 		return hop, "", nil
 	}
@@ -93,7 +90,7 @@ func (c *Cluster) namesHop(ctx context.Context) (hop Hop, notAsked string, err e
 	case code == dnsmessage.RCodeSuccess:
 		hop.Text = "CoreDNS answers for " + corefile.Zone
 	default:
-		hop.State, hop.Reason = Broken, reasonNoAnswer
+		hop.State, hop.Reason = health.Broken, reasonNoAnswer
 		hop.Text = fmt.Sprintf("CoreDNS answers for %s with %s: it has not read its Corefile yet (kubectl -n kube-system rollout restart deployment %s)",
 			corefile.Zone, strings.TrimPrefix(code.String(), "RCode"), Printable(d.deployment))
 		if code == dnsmessage.RCodeServerFailure {
@@ -111,7 +108,7 @@ func (c *Cluster) dnsPod(ctx context.Context) (name string, port uint16, err err
 	}
 	for i := range pods.Items {
 		p := &pods.Items[i]
-		if podProblem(p) != "" {
+		if health.PodProblem(p) != "" {
 			continue
 		}
 		port = 53
@@ -241,7 +238,7 @@ func (s *ServiceCounts) add(p *isthmus.PeerServices) {
 		refused[name] = true
 		text := Printable(name) + ": " + Printable(r.Reason)
 		if r.Message != "" {
-			text += ": " + printable(r.Message, maxMessage)
+			text += ": " + message(r.Message)
 		}
 		s.reasons = append(s.reasons, text)
 	}
@@ -254,19 +251,19 @@ func (s *ServiceCounts) add(p *isthmus.PeerServices) {
 }
 
 // servicesHop is what became of the services that a peer exports.
-func (c *Cluster) servicesHop(p *isthmus.Peering, counts map[string]*ServiceCounts) Hop {
-	hop := Hop{Cluster: c.String(), Peering: p.Name, Name: hopServices, State: Works, Source: "PeerServices in " + p.Spec.TenantNamespace.Local}
+func (c *Cluster) servicesHop(p *isthmus.Peering, counts map[string]*ServiceCounts) health.Hop {
+	hop := health.Hop{Cluster: c.String(), Peering: p.Name, Name: health.HopServices, State: health.Works, Source: "PeerServices in " + p.Spec.TenantNamespace.Local}
 	s := counts[p.Spec.TenantNamespace.Local]
 	switch {
 	case counts == nil:
-		hop.State, hop.Text = Unknown, "you may not list PeerServices"
+		hop.State, hop.Text = health.Unknown, "you may not list PeerServices"
 	case s == nil:
 		hop.Text = "the peer exports none to this cluster"
 	case s.Refused > 0:
-		hop.State, hop.Reason = Limited, "Refused"
-		hop.Text = fmt.Sprintf("%d imported, %d not as the peer exports them: %s", s.Imported, s.Refused, firstFew(s.reasons, "; "))
+		hop.State, hop.Reason = health.Limited, "Refused"
+		hop.Text = fmt.Sprintf("%d imported, %d not as the peer exports them: %s", s.Imported, s.Refused, safetext.FirstFew(s.reasons, "; "))
 	case s.Waiting > 0:
-		hop.State, hop.Text = Unknown, fmt.Sprintf("%d imported, the manager has not looked at %d yet", s.Imported, s.Waiting)
+		hop.State, hop.Text = health.Unknown, fmt.Sprintf("%d imported, the manager has not looked at %d yet", s.Imported, s.Waiting)
 	default:
 		hop.Text = fmt.Sprintf("%d imported", s.Imported)
 	}

@@ -8,6 +8,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/isthmus-net/isthmus/internal/health"
+
 	"golang.org/x/net/dns/dnsmessage"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
@@ -76,15 +78,15 @@ func TestServicesThatArriveAreCountedWithTheReasonsOfOthers(t *testing.T) {
 		t.Errorf("%q", got)
 	}
 	c, p := &Cluster{}, newPeering("p", isthmus.Peering{}.Spec.Cluster, "tenant", "remote")
-	for state, counts := range map[HopState]map[string]*ServiceCounts{
-		Limited: {"tenant": &s}, Works: {}, Unknown: nil,
+	for state, counts := range map[health.HopState]map[string]*ServiceCounts{
+		health.Limited: {"tenant": &s}, health.Works: {}, health.Unknown: nil,
 	} {
-		if h := c.servicesHop(p, counts); h.State != state || state == Limited && !strings.Contains(h.Text, want) {
+		if h := c.servicesHop(p, counts); h.State != state || state == health.Limited && !strings.Contains(h.Text, want) {
 			t.Errorf("%+v; want %s", h, state)
 		}
 	}
 	waiting := &ServiceCounts{Imported: 1, Waiting: 2}
-	if h := c.servicesHop(p, map[string]*ServiceCounts{"tenant": waiting}); h.State != Unknown {
+	if h := c.servicesHop(p, map[string]*ServiceCounts{"tenant": waiting}); h.State != health.Unknown {
 		t.Errorf("%+v", h)
 	}
 	many := ServiceCounts{reasons: slices.Repeat([]string{"x"}, 7)}

@@ -11,6 +11,8 @@ import (
 	"text/tabwriter"
 	"time"
 
+	"github.com/isthmus-net/isthmus/internal/health"
+
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/duration"
@@ -24,10 +26,10 @@ import (
 type Status struct {
 	Cluster   v1alpha1.ClusterIdentity `json:"cluster"`
 	Namespace string                   `json:"namespace"` // of the installation
-	Manager   Holder                   `json:"manager"`   // the active one
-	Gateway   Holder                   `json:"gateway"`   // the active one
+	Manager   health.Holder            `json:"manager"`   // the active one
+	Gateway   health.Holder            `json:"gateway"`   // the active one
 	Gateways  []GatewayPod             `json:"gateways"`  // Pods marked as active: one, when all is well
-	Hops      []Hop                    `json:"hops"`      // what all peerings need of this cluster
+	Hops      []health.Hop             `json:"hops"`      // what all peerings need of this cluster
 	Peerings  []Row                    `json:"peerings"`  // sorted by name
 	At        time.Time                `json:"at"`        // when this was found out, by the API server's clock
 }
@@ -76,7 +78,7 @@ func StatusOf(ctx context.Context, c *Cluster) (s Status, err error) {
 		return s, err
 	}
 	s.At, _ = c.now()
-	dateByServer(list.Items, s.Manager, s.At)
+	health.DateByServer(list.Items, s.Manager, s.At)
 	services, err := c.importedServices(ctx)
 	if err != nil {
 		return s, err
@@ -89,7 +91,7 @@ func StatusOf(ctx context.Context, c *Cluster) (s Status, err error) {
 			row.Problem = strings.Join(row.Problems[:min(1, len(row.Problems))], "")
 		}
 		s.Peerings = append(s.Peerings, row)
-		heed(s.Hops, &list.Items[i])
+		health.Heed(s.Hops, &list.Items[i])
 	}
 	slices.SortFunc(s.Peerings, func(a, b Row) int { return cmp.Compare(a.Name, b.Name) })
 	var pods corev1.PodList
@@ -106,11 +108,11 @@ func StatusOf(ctx context.Context, c *Cluster) (s Status, err error) {
 // noGateway says why no gateway is at work; empty: one is, or it is not ours.
 func (s *Status) noGateway() string {
 	for i := range s.Hops {
-		if h := &s.Hops[i]; noneAtWork(h) {
+		if h := &s.Hops[i]; health.NoneAtWork(h) {
 			return strings.TrimPrefix(h.Text, "no gateway is at work: ")
 		}
 	}
-	if s.Gateway.Name == "" && !s.Gateway.absent {
+	if s.Gateway.Name == "" && !s.Gateway.Absent {
 		return s.Gateway.Problem
 	}
 	return ""
@@ -120,7 +122,7 @@ func (s *Status) noGateway() string {
 // status is a memory as soon as its writer is gone.
 func (s *Status) doubt() {
 	why, reason := "", isthmus.ReasonUnknown
-	if s.Manager.Name == "" && !s.Manager.rolls {
+	if s.Manager.Name == "" && !s.Manager.Rolls {
 		why = "no manager is at work, so that this is from before: " + s.Manager.Problem
 	} else if none := s.noGateway(); none != "" {
 		why, reason = "no gateway is at work: "+none, isthmus.ReasonGatewaySilent // as the manager will
@@ -167,7 +169,7 @@ func (s Status) Ready() bool {
 	if len(s.Peerings) == 0 {
 		return true
 	}
-	return FirstBroken(s.Hops) == nil && !slices.ContainsFunc(s.Peerings, func(p Row) bool { return !p.Ready })
+	return health.FirstBroken(s.Hops) == nil && !slices.ContainsFunc(s.Peerings, func(p Row) bool { return !p.Ready })
 }
 
 // Print writes the status for people. Nothing that others wrote reaches the terminal unescaped.
@@ -186,7 +188,7 @@ func (s Status) Print(w io.Writer, wide bool) error {
 	fmt.Fprintf(w, "cluster %s (%s)\nmanager %s\ngateway %s\n", Printable(s.Cluster.ClusterName), Printable(s.Cluster.ClusterID), manager,
 		cmp.Or(strings.Join(gateways, ", "), "none is active"))
 	for _, h := range s.Hops {
-		if ofNodes(&h) || h.Name == hopClocks || h.Name == hopStandby || h.State == Broken && (h.Name == hopRights || h.Name == hopGateway && s.noGateway() == "") {
+		if health.OfNodes(&h) || h.Name == health.HopClocks || h.Name == health.HopStandby || h.State == health.Broken && (h.Name == health.HopRights || h.Name == health.HopGateway && s.noGateway() == "") {
 			fmt.Fprintf(w, "%s %s\n", h.Name, h.Text)
 		}
 	}

@@ -10,6 +10,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/isthmus-net/isthmus/internal/health"
+
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -29,7 +31,7 @@ func conditions(ready string, others ...string) []metav1.Condition {
 		set[name] = rest
 	}
 	var all []metav1.Condition
-	for _, t := range append([]string{isthmus.ConditionReady}, steps...) {
+	for _, t := range append([]string{isthmus.ConditionReady}, health.Steps...) {
 		c := metav1.Condition{Type: t, Status: metav1.ConditionTrue, Reason: "Fine", ObservedGeneration: 1}
 		if text, ok := set[t]; ok && text != "True" {
 			status, rest, _ := strings.Cut(text, "(")
@@ -89,9 +91,9 @@ func TestStatusIsATableWithoutSurprises(t *testing.T) {
 				"TunnelEndpointReady=False(Waiting) for the exchange"),
 				Endpoint: "evil\tcell\u009b1m"}},
 	}
-	s := Status{Cluster: v1alpha1.ClusterIdentity{ClusterID: "A", ClusterName: "a"}, Manager: Holder{Name: "m-1"}, Gateway: Holder{Name: "gateway-1"},
+	s := Status{Cluster: v1alpha1.ClusterIdentity{ClusterID: "A", ClusterName: "a"}, Manager: health.Holder{Name: "m-1"}, Gateway: health.Holder{Name: "gateway-1"},
 		Gateways: []GatewayPod{{Pod: "gateway-1", Node: "a-node1"}}, At: time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC),
-		Hops: []Hop{{Name: hopAgents, State: Works, Text: "on all 3 nodes, isthmus:1"}}}
+		Hops: []health.Hop{{Name: health.HopAgents, State: health.Works, Text: "on all 3 nodes, isthmus:1"}}}
 	peerings[0].Status.Conditions[0].LastTransitionTime = metav1.Time{Time: s.At.Add(-90 * time.Second)}
 	for i := range peerings {
 		s.Peerings = append(s.Peerings, rowOf(&peerings[i]))
@@ -124,15 +126,15 @@ c-4d5e6f, cluster c (C):
 		t.Error("b is")
 	}
 	b.Reset()
-	s.Gateway = Holder{Problem: "Lease x/y is held by nobody"}
+	s.Gateway = health.Holder{Problem: "Lease x/y is held by nobody"}
 	s.doubt()
 	must(t, s.Print(&b, false))
 	contains(t, b.String(), "gateway none: Lease x/y is held by nobody", "b        unknown", "GatewaySilent", "no gateway is at work")
 	if s.Ready() {
 		t.Error("b is ready without a gateway")
 	}
-	s.Gateway, s.Peerings[0].Ready = Holder{Name: "gateway-1"}, true
-	if s.Hops[0].State = Broken; s.Ready() {
+	s.Gateway, s.Peerings[0].Ready = health.Holder{Name: "gateway-1"}, true
+	if s.Hops[0].State = health.Broken; s.Ready() {
 		t.Error("all is well where pods of a node are not joined")
 	}
 	if !(Status{Hops: s.Hops}).Ready() {
@@ -141,57 +143,6 @@ c-4d5e6f, cluster c (C):
 	b.Reset()
 	must(t, Status{}.Print(&b, false))
 	contains(t, b.String(), "no peerings")
-}
-
-func TestALeaseThatIsNotRenewedIsHeldByNobody(t *testing.T) {
-	now := time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC)
-	held := func(by string, ago time.Duration) coordinationv1.LeaseSpec {
-		return coordinationv1.LeaseSpec{HolderIdentity: &by, LeaseDurationSeconds: new(int32(15)), RenewTime: &metav1.MicroTime{Time: now.Add(-ago)}}
-	}
-	for _, tc := range []struct {
-		lease   coordinationv1.LeaseSpec
-		holder  string
-		problem string
-	}{
-		{held("m", 10*time.Second), "m", ""},
-		{held("m", 40*time.Second), "m", ""}, // the clocks of two machines
-		{held("m", -time.Hour), "m", ""},
-		{held("m", time.Minute), "", "L was last renewed by m at 2026-11-21T11:59:00Z"},
-		{held("", time.Second), "", "L is held by nobody"},
-		{coordinationv1.LeaseSpec{}, "", "L is held by nobody"},
-	} {
-		if got := holder("L", &coordinationv1.Lease{Spec: tc.lease}, now, true); got.Name != tc.holder || got.Problem != tc.problem {
-			t.Errorf("%v: %+v", tc, got)
-		}
-	}
-	taken := func(l coordinationv1.LeaseSpec, ago time.Duration) *coordinationv1.Lease {
-		at := metav1.NewTime(now.Add(-ago))
-		lease := &coordinationv1.Lease{Spec: l}
-		for field, t := range map[string]metav1.Time{"f:acquireTime": metav1.NewTime(now), "f:renewTime": at} {
-			lease.ManagedFields = append(lease.ManagedFields, metav1.ManagedFieldsEntry{Time: &t, FieldsV1: metav1.NewFieldsV1(`{"f:spec":{"` + field + `":{}}}`)})
-		}
-		return lease
-	}
-	if got := holder("L", taken(held("m", time.Hour), time.Second), now, true); got.Name != "m" || got.ahead != time.Second-time.Hour {
-		t.Errorf("a clock that is an hour behind: %+v", got)
-	}
-	if got := holder("L", taken(held("m", -time.Hour), time.Minute), now, false); got.Name != "" || got.Problem != "L was last renewed by m at 2026-11-21T11:59:00Z" {
-		t.Errorf("an old renewal of a clock that is an hour ahead: %+v", got)
-	}
-	for _, tc := range []struct {
-		ago   time.Duration
-		exact bool
-		want  string
-	}{{16 * time.Second, true, "m"}, {18 * time.Second, true, ""}, {18 * time.Second, false, "m"}} {
-		if got := holder("L", taken(held("m", tc.ago), tc.ago), now, tc.exact); got.Name != tc.want {
-			t.Errorf("renewed %v ago, and the API server's time known is %v: held by %q, want %q", tc.ago, tc.exact, got.Name, tc.want)
-		}
-	}
-	ahead := held("m", -time.Hour)
-	ahead.AcquireTime = &metav1.MicroTime{Time: now.Add(59 * time.Minute)}
-	if got := holder("L", taken(ahead, 0), now, true); got.since == nil || !got.since.Equal(&metav1.Time{Time: now.Add(-time.Minute)}) {
-		t.Errorf("acquired a minute ago by a clock that is an hour ahead: %v", got.since)
-	}
 }
 
 // What is only shown goes by the API server's clock, and never by a moment after the question. What is done
@@ -244,45 +195,6 @@ func (l leaseAfter) Get(_ context.Context, _ client.ObjectKey, o client.Object, 
 	return nil
 }
 
-// A Lease is good for some seconds after the last of its holder's containers has ended.
-func TestAHolderWhosePodHasEndedIsAtWorkNoMore(t *testing.T) {
-	pod := func(name string, phase corev1.PodPhase, containers ...corev1.ContainerState) corev1.Pod {
-		p := corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: name}, Status: corev1.PodStatus{Phase: phase}}
-		for _, s := range containers {
-			p.Status.ContainerStatuses = append(p.Status.ContainerStatuses, corev1.ContainerStatus{State: s})
-		}
-		return p
-	}
-	runs := corev1.ContainerState{Running: &corev1.ContainerStateRunning{}}
-	ended, waits := corev1.ContainerState{Terminated: &corev1.ContainerStateTerminated{ExitCode: 137}}, corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{Reason: "CrashLoopBackOff"}}
-	for _, tc := range []struct {
-		name   string
-		holder string
-		pods   []corev1.Pod
-		hasPod bool
-		want   string // the problem
-	}{
-		{"it runs", "g1", []corev1.Pod{pod("g1", corev1.PodRunning, runs)}, true, ""},
-		{"no kubelet has said anything", "g1", []corev1.Pod{pod("g1", corev1.PodRunning)}, true, ""},
-		{"killed", "g1", []corev1.Pod{pod("g2", corev1.PodRunning, runs), pod("g1", corev1.PodRunning, ended)}, true, "L is held by g1, none of whose containers runs"},
-		{"it crashes again and again", "g1", []corev1.Pod{pod("g1", corev1.PodRunning, waits)}, true, "L is held by g1, none of whose containers runs"},
-		{"evicted", "g1", []corev1.Pod{pod("g1", corev1.PodFailed)}, true, "L is held by g1, none of whose containers runs"},
-		{"something runs beside it", "g1", []corev1.Pod{pod("g1", corev1.PodRunning, ended, runs)}, true, ""},
-		{"gone", "g1", []corev1.Pod{pod("g2", corev1.PodRunning, runs)}, true, "L is held by g1, which is gone"},
-		{"it needs no Pod", "m1_0f3a", []corev1.Pod{pod("g2", corev1.PodRunning, runs)}, false, ""},
-		{"an elector of client-go", "m1_0f3a", []corev1.Pod{pod("m1", corev1.PodRunning, ended)}, false, "L is held by m1, none of whose containers runs"},
-		{"nobody", "", nil, true, "before"},
-	} {
-		h := Holder{Name: tc.holder}
-		if h.Name == "" {
-			h.Problem = "before"
-		}
-		if h.outlive(tc.pods, "L", tc.hasPod); h.Problem != tc.want || (h.Name == "") != (tc.want != "") {
-			t.Errorf("%s: %+v, want %q", tc.name, h, tc.want)
-		}
-	}
-}
-
 // Whatever the two clocks show, each answer narrows their difference, and one that contradicts the others
 // is of a clock that was set.
 func TestTheAPIServersTimeIsLearntFromItsAnswers(t *testing.T) {
@@ -322,7 +234,7 @@ func TestAgesAreByTheAPIServersClock(t *testing.T) {
 	} {
 		p := isthmus.Peering{Status: isthmus.PeeringStatus{Conditions: []metav1.Condition{{Type: isthmus.ConditionReady, LastTransitionTime: metav1.NewTime(now.Add(tc.written))}}}}
 		list := []isthmus.Peering{p}
-		dateByServer(list, Holder{ahead: tc.ahead}, now)
+		health.DateByServer(list, health.Holder{Ahead: tc.ahead}, now)
 		if got := ago(rowOf(&list[0]).Since, now); got != tc.want {
 			t.Errorf("written %v from now by a clock that is %v ahead: %q, want %q", tc.written, tc.ahead, got, tc.want)
 		}

@@ -11,6 +11,8 @@ import (
 	"strings"
 	"time"
 
+	"github.com/isthmus-net/isthmus/internal/health"
+
 	appsv1 "k8s.io/api/apps/v1"
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
@@ -325,7 +327,7 @@ const managerWait = 30 * time.Second
 
 // managerAtWork is who holds the managers' Lease. While there is a Deployment of managers it waits for
 // one of them: without a manager nothing is withdrawn from peers.
-func (c *Cluster) managerAtWork(ctx context.Context, o UninstallOptions) (h Holder, err error) {
+func (c *Cluster) managerAtWork(ctx context.Context, o UninstallOptions) (h health.Holder, err error) {
 	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.ManagerServiceAccount} // the Deployment has the same name
 	until := time.Now().Add(managerWait)
 	err = c.untilNothing(ctx, o, func() (string, error) {

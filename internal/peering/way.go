@@ -10,6 +10,8 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/isthmus-net/isthmus/internal/health"
+
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	"k8s.io/utils/ptr"
@@ -190,10 +192,10 @@ func endpointsIn(list []discoveryv1.EndpointSlice, named *string, port uint16) (
 // NodeHop is what a packet crosses between a Pod's node and the gateway: the rules and the overlay of
 // that node's route agent. An empty node is that of no Pod. Where the way to the gateway is all that
 // is broken, and no gateway is at work, it waits.
-func (c *Cluster) NodeHop(ctx context.Context, node string) (Hop, error) {
-	hop := Hop{Cluster: c.String(), Name: "node", State: Works, Source: "Nodes, Pods in " + c.Namespace}
+func (c *Cluster) NodeHop(ctx context.Context, node string) (health.Hop, error) {
+	hop := health.Hop{Cluster: c.String(), Name: "node", State: health.Works, Source: "Nodes, Pods in " + c.Namespace}
 	if node == "" {
-		hop.State, hop.Text = Unknown, "no Pod of the cluster has the address; it is taken for a node's or another machine's"
+		hop.State, hop.Text = health.Unknown, "no Pod of the cluster has the address; it is taken for a node's or another machine's"
 		return hop, nil
 	}
 	now, _ := c.now()
@@ -205,34 +207,34 @@ func (c *Cluster) NodeHop(ctx context.Context, node string) (Hop, error) {
 	if err := c.client.Get(ctx, client.ObjectKey{Name: node}, &n); err != nil {
 		return hop, c.explain("Node "+node, err)
 	}
-	a := agentsOf([]corev1.Node{n}, found, nil)
-	switch problems := slices.Concat(a.unready, a.missing); {
+	a := health.AgentsOf([]corev1.Node{n}, found, nil)
+	switch problems := slices.Concat(a.Unready, a.Missing); {
 	case len(problems) > 0:
-		hop.State, hop.Text, hop.followsGateway = Broken, strings.Join(problems, "; "), len(problems) == a.unreached
-	case a.nodes == 0:
-		hop.State, hop.Text = Broken, fmt.Sprintf("Node %s takes no route agent", Printable(node))
-	case found.refuses[node] != "":
-		hop.State, hop.Text = Broken, fmt.Sprintf("Node %s: %s", Printable(node), found.refuses[node])
+		hop.State, hop.Text, hop.FollowsGateway = health.Broken, strings.Join(problems, "; "), len(problems) == a.Unreached
+	case a.Nodes == 0:
+		hop.State, hop.Text = health.Broken, fmt.Sprintf("Node %s takes no route agent", Printable(node))
+	case found.Refuses[node] != "":
+		hop.State, hop.Text = health.Broken, fmt.Sprintf("Node %s: %s", Printable(node), found.Refuses[node])
 	default:
 		hop.Text = fmt.Sprintf("Node %s: its route agent is ready, so that rules and overlay lead to the gateway and back", Printable(node))
 	}
-	if !hop.followsGateway {
+	if !hop.FollowsGateway {
 		return hop, nil
 	}
 	gateway, err := c.GatewayHop(ctx)
 	if err != nil {
 		return hop, err
 	}
-	way := []Hop{hop}
-	if noneAtWork(&gateway) {
-		withoutGateway(way)
+	way := []health.Hop{hop}
+	if health.NoneAtWork(&gateway) {
+		health.WithoutGateway(way)
 	}
 	return way[0], nil
 }
 
 // VacantHop reports whether an address is in the PodCIDR of a node. No running Pod has it, so the hop says that
 // nobody may answer: it may be an address of the node itself, such as that of its bridge.
-func (c *Cluster) VacantHop(ctx context.Context, addr netip.Addr) (hop Hop, is bool, err error) {
+func (c *Cluster) VacantHop(ctx context.Context, addr netip.Addr) (hop health.Hop, is bool, err error) {
 	var nodes corev1.NodeList
 	switch err := c.client.List(ctx, &nodes); {
 	case forbidden(err): // then it is taken for another machine's, as any address without a Pod
@@ -244,7 +246,7 @@ func (c *Cluster) VacantHop(ctx context.Context, addr netip.Addr) (hop Hop, is b
 		n := &nodes.Items[i]
 		for _, text := range append(slices.Clone(n.Spec.PodCIDRs), n.Spec.PodCIDR) {
 			if prefix, err := netip.ParsePrefix(text); err == nil && prefix.Contains(addr) {
-				return Hop{Cluster: c.String(), Name: "pod", State: Unknown, Source: "Pods, Nodes",
+				return health.Hop{Cluster: c.String(), Name: "pod", State: health.Unknown, Source: "Pods, Nodes",
 					Text: fmt.Sprintf("no Pod that runs has %s, which is in the PodCIDR %s of Node %s: nobody answers, unless it is an address of the node", addr, prefix, Printable(n.Name))}, true, nil
 			}
 		}
@@ -253,30 +255,30 @@ func (c *Cluster) VacantHop(ctx context.Context, addr netip.Addr) (hop Hop, is b
 }
 
 // GatewayHop says whether a gateway is at work, and on which Pod the overlay ends.
-func (c *Cluster) GatewayHop(ctx context.Context) (Hop, error) {
+func (c *Cluster) GatewayHop(ctx context.Context) (health.Hop, error) {
 	hops, _, _, err := clusterHops(ctx, c)
 	if err != nil {
-		return Hop{}, err
+		return health.Hop{}, err
 	}
 	var list isthmus.PeeringList
 	if err := c.client.List(ctx, &list); err != nil {
-		return Hop{}, c.explain("Peerings", err)
+		return health.Hop{}, c.explain("Peerings", err)
 	}
 	for i := range list.Items {
-		heed(hops, &list.Items[i])
+		health.Heed(hops, &list.Items[i])
 	}
-	i := slices.IndexFunc(hops, func(h Hop) bool { return h.Name == hopGateway })
+	i := slices.IndexFunc(hops, func(h health.Hop) bool { return h.Name == health.HopGateway })
 	return hops[i], nil
 }
 
 // TunnelHop says whether packets go both ways between the gateways of this cluster and of a peer.
-func (c *Cluster) TunnelHop(ctx context.Context, peer string) (Hop, error) {
+func (c *Cluster) TunnelHop(ctx context.Context, peer string) (health.Hop, error) {
 	e, err := c.examine(ctx, func(p *isthmus.Peering) bool { return p.Spec.Cluster.ClusterID == peer })
 	if err != nil {
-		return Hop{}, err
+		return health.Hop{}, err
 	}
-	hop := Hop{Cluster: c.String(), Name: stepNames[isthmus.ConditionConnected], State: Unknown, Text: "there is no Peering with cluster " + Printable(peer), Source: "Peerings"}
-	for _, hops := range e.peerings {
+	hop := health.Hop{Cluster: c.String(), Name: health.StepNames[isthmus.ConditionConnected], State: health.Unknown, Text: "there is no Peering with cluster " + Printable(peer), Source: "Peerings"}
+	for _, hops := range e.Peerings {
 		for _, h := range hops {
 			if h.Name == hop.Name {
 				return h, nil

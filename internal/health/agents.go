@@ -1,0 +1,219 @@
+package health
+
+import (
+	"cmp"
+	"encoding/json"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/kernel"
+	"github.com/isthmus-net/isthmus/internal/safetext"
+)
+
+// AgentHops are a hop of the nodes, where some are not ready, and one of the agents.
+func AgentHops(cluster, source string, found Components, a Agents) (hops []Hop) {
+	hop := Hop{Cluster: cluster, Name: HopAgents, Source: source}
+	if len(a.Unready) > 0 {
+		hops = append(hops, Hop{Cluster: cluster, Name: HopNodes, State: Limited, Source: "Nodes",
+			Text: fmt.Sprintf("%d of %d nodes are not ready, so whether their pods are reached is not known: %s; see `kubectl describe node`",
+				len(a.Unready), a.Nodes+len(a.Unready), safetext.FirstFew(a.Unready, "; "))})
+	}
+	hop.State, hop.Text = Works, fmt.Sprintf("on all %d nodes", a.Nodes)
+	switch {
+	case a.lacking > 0:
+		hop.FollowsGateway = a.lacking == a.Unreached
+		hop.State, hop.Text = Broken, fmt.Sprintf("pods on %d of %d nodes are not joined: %s", a.lacking, a.Nodes, safetext.FirstFew(a.Missing, "; "))
+	case len(a.versions) == 1:
+		hop.Text += ", " + a.versions[0]
+	}
+	if several := found.versions(); several != "" {
+		hop.Text += "; the components are of several versions, which is for an upgrade: " + several
+	}
+	if len(a.unwanted) > 0 {
+		hop.Text += "; the DaemonSet wants none on " + safetext.FirstFew(a.unwanted, ", ")
+	}
+	return append(hops, hop)
+}
+
+// CheckKernels joins what route agents report that their nodes lack, as far as these nodes are there; an
+// empty text: nothing. What drops packets is Broken, the rest is Limited.
+func CheckKernels(reports []isthmus.NodeNetworks, nodes []corev1.Node) (HopState, string) {
+	on := make(map[isthmus.NodeProblem][]string)
+	for i := range reports {
+		r := &reports[i]
+		if !slices.ContainsFunc(nodes, func(n corev1.Node) bool { return n.Name == r.Name }) {
+			continue
+		}
+		for _, p := range r.Spec.Problems {
+			on[p] = append(on[p], safetext.Of(r.Name))
+		}
+	}
+	for i := range nodes {
+		if sharedGateway(&nodes[i]) {
+			on[pastTheNode] = append(on[pastTheNode], safetext.Of(nodes[i].Name))
+		}
+	}
+	problems := slices.SortedFunc(maps.Keys(on), func(a, b isthmus.NodeProblem) int {
+		return cmp.Or(cmp.Compare(Severity(a), Severity(b)), cmp.Compare(a.Reason, b.Reason), cmp.Compare(a.Message, b.Message))
+	})
+	var texts []string
+	for _, p := range problems {
+		slices.Sort(on[p])
+		texts = append(texts, fmt.Sprintf("%s on %s: %s", safetext.Of(p.Reason), safetext.FirstFew(on[p], ", "), safetext.Cut(p.Message, safetext.Message)))
+	}
+	state := Limited
+	if len(problems) > 0 && Severity(problems[0]) == 0 {
+		state = Broken
+	}
+	return state, safetext.FirstFew(texts, "; ")
+}
+
+// pastTheNode is what no agent sees: the packets never come to its kernel.
+var pastTheNode = isthmus.NodeProblem{Reason: "PodsPassBy", Message: "OVN-Kubernetes has shared gateways: what pods send to peers passes the node's kernel by and leaves in the clear; " +
+	"want local gateways (`--gateway-mode local`, on OpenShift `gatewayConfig.routingViaHost: true`)"}
+
+// sharedGateway reports whether OVN-Kubernetes says of a node that its pods leave by br-ex.
+func sharedGateway(n *corev1.Node) bool {
+	var networks map[string]struct {
+		Mode string `json:"mode"`
+	}
+	err := json.Unmarshal([]byte(n.Annotations["k8s.ovn.org/l3-gateway-config"]), &networks)
+	return err == nil && networks["default"].Mode == "shared"
+}
+
+// Severity is 0 for a problem of a node that keeps packets from arriving, and more for others.
+func Severity(p isthmus.NodeProblem) int {
+	if p.Reason == kernel.LimitForwarding || p.Reason == kernel.LimitGateway || p == pastTheNode {
+		return 0
+	}
+	return 1
+}
+
+// Agents is what is known of the route agents of a cluster.
+type Agents struct {
+	Nodes     int      // that are ready and take an agent
+	lacking   int      // those of them that have none at work
+	Unreached int      // those that do not reach the gateway through the overlay
+	Missing   []string // which these are, and why
+	Unready   []string // nodes, and why
+	unwanted  []string // nodes without an agent on which the DaemonSet wants none
+	versions  []string // images
+}
+
+// virtual are labels of Nodes that no route agent runs on: there is no kernel of theirs to make
+// routes in.
+var virtual = map[string]string{
+	"liqo.io/type":                   "virtual-node", // it stands for another cluster
+	"type":                           "virtual-kubelet",
+	"eks.amazonaws.com/compute-type": "fargate",
+}
+
+// takesAgents reports whether a route agent can run on a node.
+func takesAgents(n *corev1.Node) bool {
+	if os, told := n.Labels[corev1.LabelOSStable]; told && os != string(corev1.Linux) {
+		return false
+	}
+	for label, value := range virtual {
+		if n.Labels[label] == value {
+			return false
+		}
+	}
+	return true
+}
+
+// stillWanted is how many more nodes the DaemonSets of the agents want a Pod on; false where none
+// tells.
+func stillWanted(sets []appsv1.DaemonSet) (more int, told bool) {
+	for i := range sets {
+		s := &sets[i]
+		if s.Spec.Template.Spec.ServiceAccountName != deploy.RouteAgentServiceAccount {
+			continue
+		}
+		if s.Status.ObservedGeneration != s.Generation || s.Status.DesiredNumberScheduled == 0 { // nobody has counted, or it is in vain
+			return 0, false
+		}
+		more, told = more+max(0, int(s.Status.DesiredNumberScheduled-s.Status.CurrentNumberScheduled)), true
+	}
+	return more, told
+}
+
+// AgentsOf looks for the agent of each node. Whether a node without one is to have one, the
+// DaemonSet knows, which chooses by labels and taints; without it all are.
+func AgentsOf(nodes []corev1.Node, found Components, sets []appsv1.DaemonSet) (a Agents) {
+	on := make(map[string]*corev1.Pod)
+	images := make(map[string]bool)
+	for i := range found.Pods {
+		p := &found.Pods[i]
+		if p.Spec.ServiceAccountName != deploy.RouteAgentServiceAccount || p.Spec.NodeName == "" {
+			continue
+		}
+		if other := on[p.Spec.NodeName]; other == nil || PodProblem(other) != "" { // an old one may end beside a new one
+			on[p.Spec.NodeName] = p
+		}
+		for _, container := range p.Spec.Containers {
+			images[safetext.Of(container.Image)] = true
+		}
+	}
+	more, told := stillWanted(sets)
+	var without []string // names of nodes
+	for i := range nodes {
+		n := &nodes[i]
+		if !takesAgents(n) {
+			continue
+		}
+		name := safetext.Of(n.Name)
+		p, why := on[n.Name], notReady(n)
+		switch {
+		case why != "" && (p != nil || !told):
+			a.Unready = append(a.Unready, fmt.Sprintf("Node %s: %s", name, why))
+		case p == nil && why == "":
+			without = append(without, name)
+		case p != nil:
+			a.Nodes++
+			problem := found.problem(p)
+			if o := found.Broken[n.Name]; o != nil {
+				a.Unreached++
+				says := "says that the gateway at %s is not reached through the overlay since %s, but is by the underlay: let UDP 4800 pass between nodes"
+				if o.Back {
+					says = "says that nothing comes from the gateway at %s through the overlay since %s, though pods send, and packets to it arrive: let UDP 4800 pass between nodes, in both directions"
+				}
+				problem = strings.TrimPrefix(problem+", and ", ", and ") + fmt.Sprintf(says, safetext.Of(o.Gateway), safetext.Of(o.Since))
+			}
+			if problem != "" {
+				a.Missing = append(a.Missing, fmt.Sprintf("Node %s: Pod %s %s", name, safetext.Of(p.Name), problem))
+			}
+		}
+	}
+	a.lacking = len(a.Missing)
+	const remedy = "no Pod of ServiceAccount " + deploy.RouteAgentServiceAccount + ": see the DaemonSet, and the node's taints"
+	switch {
+	case !told || more >= len(without): // all
+		for _, name := range without {
+			a.Missing = append(a.Missing, "Node "+name+" has "+remedy)
+		}
+		a.Nodes, a.lacking = a.Nodes+len(without), a.lacking+len(without)
+	case more > 0:
+		a.Missing = append(a.Missing, fmt.Sprintf("%d of the Nodes %s have %s", more, safetext.FirstFew(without, ", "), remedy))
+		a.Nodes, a.lacking = a.Nodes+more, a.lacking+more
+	default:
+		a.unwanted = without
+	}
+	a.versions = slices.Sorted(maps.Keys(images))
+	return a
+}
+
+func notReady(n *corev1.Node) string {
+	for _, c := range n.Status.Conditions {
+		if c.Type == corev1.NodeReady && c.Status != corev1.ConditionTrue {
+			return safetext.Of(cmp.Or(c.Message, c.Reason, "is not ready"))
+		}
+	}
+	return ""
+}

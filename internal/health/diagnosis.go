@@ -1,0 +1,182 @@
+package health
+
+import (
+	"cmp"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"time"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/safetext"
+)
+
+// A Diagnosis is what was found on the way between two clusters, or between one and all its peers.
+type Diagnosis struct {
+	// Broken is the first hop to mend; nil when nothing was found.
+	Broken *Hop `json:"broken,omitempty"`
+	// Hops are all that were looked at, in the order of the way. Where the other side was asked too
+	// its hops stand beside ours.
+	Hops []Hop `json:"hops"`
+	// NotAsked says what could not be looked at, and why.
+	NotAsked []string `json:"notAsked,omitempty"`
+	// At is when it was looked.
+	At time.Time `json:"at"`
+}
+
+// Fine reports whether everything works that was looked at, if less well than it could.
+func (d *Diagnosis) Fine() bool {
+	return !slices.ContainsFunc(d.Hops, func(h Hop) bool { return h.State != Works && h.State != Limited })
+}
+
+// A Side is what was found in one of two clusters.
+type Side struct {
+	Cluster  string
+	Own      []Hop
+	Peerings [][]Hop
+	Found    []*isthmus.Peering // beside peerings
+	NotAsked []string
+}
+
+// AllHops are all, in the order of the way.
+func (e *Side) AllHops() []Hop {
+	all := slices.Clone(e.Own)
+	for _, p := range e.Peerings {
+		all = append(all, p...)
+	}
+	return all
+}
+
+// Between is the way between two clusters, from both sides: what each side needs by itself, and
+// then one hop of the peering after the other. A side that waits for the other, of which something
+// is broken, is not to blame.
+func Between(a, b *Side) []Hop {
+	sides := [2]*Side{a, b}
+	var all []Hop
+	for i, e := range sides {
+		all = append(all, e.Own...)
+		if len(e.Peerings) == 0 {
+			other := sides[1-i].Cluster
+			all = append(all, Hop{Cluster: e.Cluster, Name: StepNames[isthmus.ConditionReady], State: Broken, Source: "Peerings",
+				Text: fmt.Sprintf("there is no Peering with %s: run `isthmus peer` for the two clusters", other)})
+		}
+	}
+	broken := func(e *Side, names ...string) bool {
+		return slices.ContainsFunc(e.Own, func(h Hop) bool { return h.State == Broken && slices.Contains(names, h.Name) })
+	}
+	order := append(slices.Clone(Steps), isthmus.ConditionReady, HopServices)
+	for _, step := range order {
+		name := cmp.Or(StepNames[step], step)
+		for i, e := range sides {
+			other := sides[1-i]
+			for _, peering := range e.Peerings {
+				for _, h := range peering {
+					if h.Name != name {
+						continue
+					}
+					stuck := (broken(other, HopManager) || len(other.Peerings) == 0) && slices.Contains(isthmus.WaitReasons, h.Reason) || broken(other, HopGateway) && step == isthmus.ConditionConnected
+					// What we cannot publish there is missing there, and a tunnel that the other side has taken down is silent here.
+					stuck = stuck || step == isthmus.ConditionPeerConfig && h.Reason == isthmus.ReasonPeerWithdrew && stands(all, other.Cluster, isthmus.ConditionPublished) ||
+						step == isthmus.ConditionConnected && slices.Contains(followsWithdrawal, h.Reason) && stands(all, other.Cluster, isthmus.ConditionPeerConfig)
+					stuck = stuck || len(other.Peerings) == 0 && (h.Reason == v1alpha1.ReasonNotPeered || h.Reason == isthmus.ReasonPeerWithdrew)
+					if h.State == Broken && (stuck || step == isthmus.ConditionReady && told(all)) {
+						h.State = Waits
+					}
+					all = append(all, h)
+				}
+			}
+		}
+	}
+	blameOne(all)
+	return all
+}
+
+// stands reports whether a hop of a side's Peering is known not to work.
+func stands(hops []Hop, at, step string) bool {
+	return slices.ContainsFunc(hops, func(h Hop) bool {
+		return h.Cluster == at && h.Name == StepNames[step] && (h.State == Broken || h.State == Waits)
+	})
+}
+
+// told reports whether something is broken already that a Peering's Ready would repeat.
+func told(hops []Hop) bool {
+	first := FirstBroken(hops)
+	return first != nil && !comesLast(first)
+}
+
+// blameOne leaves one of the two sides of a tunnel broken, that which FirstBroken names: the other
+// one sees the same fault from its side.
+func blameOne(hops []Hop) {
+	tunnel := StepNames[isthmus.ConditionConnected]
+	var tunnels []Hop
+	for _, h := range hops {
+		if h.Name == tunnel {
+			tunnels = append(tunnels, h)
+		}
+	}
+	blamed := FirstBroken(tunnels)
+	for i := range hops {
+		if h := &hops[i]; blamed != nil && h.Name == tunnel && h.State == Broken && (h.Cluster != blamed.Cluster || h.Peering != blamed.Peering) {
+			h.State = Waits
+		}
+	}
+}
+
+// Print writes a diagnosis for people. Nothing that others wrote reaches the terminal unescaped.
+func (d *Diagnosis) Print(w io.Writer) error {
+	heading := func(h *Hop) string {
+		if h.Peering == "" {
+			return h.Cluster
+		}
+		return h.Cluster + ", " + safetext.Of(h.Peering)
+	}
+	last := ""
+	for i := range d.Hops {
+		h := &d.Hops[i]
+		if at := heading(h); at != last {
+			fmt.Fprintln(w, at)
+			last = at
+		}
+		since := ""
+		if h.Since != nil && !h.Since.IsZero() && h.State != Works {
+			since = " (since " + h.Since.UTC().Format(time.RFC3339) + ")"
+		}
+		text := h.Text
+		if h.Reason != "" && h.State != Works {
+			text = h.Reason + ": " + text
+		}
+		fmt.Fprintf(w, "  %-16s %-8s %s%s\n", h.Name, h.State, text, since)
+	}
+	for _, n := range d.NotAsked {
+		fmt.Fprintf(w, "not asked: %s\n", n)
+	}
+	return d.conclude(w)
+}
+
+// conclude says what to act on.
+func (d *Diagnosis) conclude(w io.Writer) (err error) {
+	var unknown, limited []string
+	for _, h := range d.Hops {
+		switch h.State {
+		case Unknown:
+			unknown = append(unknown, h.Cluster+": "+h.Name)
+		case Limited:
+			limited = append(limited, h.Cluster+": "+h.Name+": "+h.Text)
+		}
+	}
+	switch b := d.Broken; {
+	case b != nil && b.Reason != "":
+		_, err = fmt.Fprintf(w, "\nbroken: %s: %s: %s: %s\n", b.Cluster, b.Name, b.Reason, b.Text)
+	case b != nil:
+		_, err = fmt.Fprintf(w, "\nbroken: %s: %s: %s\n", b.Cluster, b.Name, b.Text)
+	case len(unknown) > 0:
+		_, err = fmt.Fprintf(w, "\nnothing is known to be broken; not known: %s\n", strings.Join(unknown, ", "))
+	case len(limited) > 0:
+		_, err = fmt.Fprintf(w, "\nit works, and less than it should: %s\n", strings.Join(limited, "; "))
+	default:
+		_, err = fmt.Fprintln(w, "\neverything works that was looked at")
+	}
+	return err
+}

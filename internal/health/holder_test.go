@@ -1,0 +1,100 @@
+package health
+
+import (
+	"testing"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+func TestALeaseThatIsNotRenewedIsHeldByNobody(t *testing.T) {
+	now := time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC)
+	held := func(by string, ago time.Duration) coordinationv1.LeaseSpec {
+		return coordinationv1.LeaseSpec{HolderIdentity: &by, LeaseDurationSeconds: new(int32(15)), RenewTime: &metav1.MicroTime{Time: now.Add(-ago)}}
+	}
+	for _, tc := range []struct {
+		lease   coordinationv1.LeaseSpec
+		holder  string
+		problem string
+	}{
+		{held("m", 10*time.Second), "m", ""},
+		{held("m", 40*time.Second), "m", ""}, // the clocks of two machines
+		{held("m", -time.Hour), "m", ""},
+		{held("m", time.Minute), "", "L was last renewed by m at 2026-11-21T11:59:00Z"},
+		{held("", time.Second), "", "L is held by nobody"},
+		{coordinationv1.LeaseSpec{}, "", "L is held by nobody"},
+	} {
+		if got := HolderOf("L", &coordinationv1.Lease{Spec: tc.lease}, now, true); got.Name != tc.holder || got.Problem != tc.problem {
+			t.Errorf("%v: %+v", tc, got)
+		}
+	}
+	taken := func(l coordinationv1.LeaseSpec, ago time.Duration) *coordinationv1.Lease {
+		at := metav1.NewTime(now.Add(-ago))
+		lease := &coordinationv1.Lease{Spec: l}
+		for field, t := range map[string]metav1.Time{"f:acquireTime": metav1.NewTime(now), "f:renewTime": at} {
+			lease.ManagedFields = append(lease.ManagedFields, metav1.ManagedFieldsEntry{Time: &t, FieldsV1: metav1.NewFieldsV1(`{"f:spec":{"` + field + `":{}}}`)})
+		}
+		return lease
+	}
+	if got := HolderOf("L", taken(held("m", time.Hour), time.Second), now, true); got.Name != "m" || got.Ahead != time.Second-time.Hour {
+		t.Errorf("a clock that is an hour behind: %+v", got)
+	}
+	if got := HolderOf("L", taken(held("m", -time.Hour), time.Minute), now, false); got.Name != "" || got.Problem != "L was last renewed by m at 2026-11-21T11:59:00Z" {
+		t.Errorf("an old renewal of a clock that is an hour ahead: %+v", got)
+	}
+	for _, tc := range []struct {
+		ago   time.Duration
+		exact bool
+		want  string
+	}{{16 * time.Second, true, "m"}, {18 * time.Second, true, ""}, {18 * time.Second, false, "m"}} {
+		if got := HolderOf("L", taken(held("m", tc.ago), tc.ago), now, tc.exact); got.Name != tc.want {
+			t.Errorf("renewed %v ago, and the API server's time known is %v: held by %q, want %q", tc.ago, tc.exact, got.Name, tc.want)
+		}
+	}
+	ahead := held("m", -time.Hour)
+	ahead.AcquireTime = &metav1.MicroTime{Time: now.Add(59 * time.Minute)}
+	if got := HolderOf("L", taken(ahead, 0), now, true); got.since == nil || !got.since.Equal(&metav1.Time{Time: now.Add(-time.Minute)}) {
+		t.Errorf("acquired a minute ago by a clock that is an hour ahead: %v", got.since)
+	}
+}
+
+// A Lease is good for some seconds after the last of its holder's containers has ended.
+func TestAHolderWhosePodHasEndedIsAtWorkNoMore(t *testing.T) {
+	pod := func(name string, phase corev1.PodPhase, containers ...corev1.ContainerState) corev1.Pod {
+		p := corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: name}, Status: corev1.PodStatus{Phase: phase}}
+		for _, s := range containers {
+			p.Status.ContainerStatuses = append(p.Status.ContainerStatuses, corev1.ContainerStatus{State: s})
+		}
+		return p
+	}
+	runs := corev1.ContainerState{Running: &corev1.ContainerStateRunning{}}
+	ended, waits := corev1.ContainerState{Terminated: &corev1.ContainerStateTerminated{ExitCode: 137}}, corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{Reason: "CrashLoopBackOff"}}
+	for _, tc := range []struct {
+		name   string
+		holder string
+		pods   []corev1.Pod
+		hasPod bool
+		want   string // the problem
+	}{
+		{"it runs", "g1", []corev1.Pod{pod("g1", corev1.PodRunning, runs)}, true, ""},
+		{"no kubelet has said anything", "g1", []corev1.Pod{pod("g1", corev1.PodRunning)}, true, ""},
+		{"killed", "g1", []corev1.Pod{pod("g2", corev1.PodRunning, runs), pod("g1", corev1.PodRunning, ended)}, true, "L is held by g1, none of whose containers runs"},
+		{"it crashes again and again", "g1", []corev1.Pod{pod("g1", corev1.PodRunning, waits)}, true, "L is held by g1, none of whose containers runs"},
+		{"evicted", "g1", []corev1.Pod{pod("g1", corev1.PodFailed)}, true, "L is held by g1, none of whose containers runs"},
+		{"something runs beside it", "g1", []corev1.Pod{pod("g1", corev1.PodRunning, ended, runs)}, true, ""},
+		{"gone", "g1", []corev1.Pod{pod("g2", corev1.PodRunning, runs)}, true, "L is held by g1, which is gone"},
+		{"it needs no Pod", "m1_0f3a", []corev1.Pod{pod("g2", corev1.PodRunning, runs)}, false, ""},
+		{"an elector of client-go", "m1_0f3a", []corev1.Pod{pod("m1", corev1.PodRunning, ended)}, false, "L is held by m1, none of whose containers runs"},
+		{"nobody", "", nil, true, "before"},
+	} {
+		h := Holder{Name: tc.holder}
+		if h.Name == "" {
+			h.Problem = "before"
+		}
+		if h.EndWithPod(tc.pods, "L", tc.hasPod); h.Problem != tc.want || (h.Name == "") != (tc.want != "") {
+			t.Errorf("%s: %+v, want %q", tc.name, h, tc.want)
+		}
+	}
+}

@@ -1,0 +1,357 @@
+package health
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/safetext"
+)
+
+// Components is what the API server knows of the Pods of an installation.
+type Components struct {
+	Pods     []corev1.Pod
+	Services []string                          // by which peers reach the gateway; nil: they may not be listed
+	Events   map[string]string                 // the latest warning of each Pod, by its name
+	Broken   map[string]*isthmus.BrokenOverlay // what route agents say of their overlays, by node
+	Refuses  map[string]string                 // what they say that drops packets of pods, by node
+}
+
+// eventsOfLate is how old an Event of a Pod may be that is shown as the reason why it is not ready:
+// components repeat theirs every ten minutes.
+const eventsOfLate = 12 * time.Minute
+
+// readyLag is how much later a kubelet may see that a Pod is not ready than the Pod has said why.
+const readyLag = 2 * time.Minute
+
+// unrelated are reasons of Events that say nothing about why a Pod is not ready.
+var unrelated = []string{"MissingClusterDNS", "DNSConfigForming"}
+
+// LastWarnings returns the latest current warning about each Pod: not an old one, not one from before the Pod
+// was ready, and not one that its reporter has taken back. A warning of our own components comes before those
+// of a kubelet, which only repeat that the Pod is not ready. The API server, whose clock now is, knows how old
+// an Event is; their order is by the clock of the Pod's node, where all of them are written.
+func LastWarnings(warnings, over []corev1.Event, pods []corev1.Pod, now time.Time) map[string]string {
+	after := make(map[string]time.Time)
+	for i := range pods {
+		for _, c := range pods[i].Status.Conditions {
+			if c.Type == corev1.PodReady && !c.LastTransitionTime.IsZero() {
+				after[pods[i].Name] = c.LastTransitionTime.Add(-readyLag)
+			}
+		}
+	}
+	type reporter struct{ pod, name string }
+	mended := make(map[reporter]time.Time)
+	for i := range over {
+		e := &over[i]
+		by := reporter{e.InvolvedObject.Name, e.ReportingController}
+		if at := eventTime(e); at.After(mended[by]) {
+			mended[by] = at
+		}
+	}
+	said, latest, own := make(map[string]string), make(map[string]time.Time), make(map[string]bool)
+	for i := range warnings {
+		e := &warnings[i]
+		pod, at := e.InvolvedObject.Name, eventTime(e)
+		if now.Sub(writtenAt(e)) >= eventsOfLate || at.Before(after[pod]) || !at.After(mended[reporter{pod, e.ReportingController}]) || slices.Contains(unrelated, e.Reason) {
+			continue
+		}
+		ours := strings.HasPrefix(e.ReportingController, isthmus.GroupVersion.Group+"/")
+		if own[pod] && !ours || own[pod] == ours && !at.After(latest[pod]) {
+			continue
+		}
+		latest[pod], own[pod], said[pod] = at, ours, fmt.Sprintf("%s: %s", safetext.Of(e.Reason), safetext.Cut(strings.TrimSpace(e.Message), safetext.Message))
+	}
+	return said
+}
+
+// AgentsLag is how long an agent may take until it sees that packets come back to its node again.
+const AgentsLag = 20 * time.Second
+
+// ConnectedBefore reports whether the tunnel of a Peering has been up since before a time.
+func ConnectedBefore(p *isthmus.Peering, at time.Time) bool {
+	c := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionConnected)
+	return c != nil && c.Status == metav1.ConditionTrue && c.LastTransitionTime.Time.Before(at)
+}
+
+// eventTime is when an Event was last observed.
+func eventTime(e *corev1.Event) time.Time {
+	at := e.EventTime.Time
+	for _, t := range []time.Time{e.LastTimestamp.Time, e.FirstTimestamp.Time} {
+		if t.After(at) {
+			at = t
+		}
+	}
+	if e.Series != nil && e.Series.LastObservedTime.After(at) {
+		at = e.Series.LastObservedTime.Time
+	}
+	return at
+}
+
+// problem says why a Pod is not at work, and what it says of that itself; empty: it is.
+func (f Components) problem(p *corev1.Pod) string {
+	why := PodProblem(p)
+	if event := f.Events[p.Name]; why != "" && event != "" {
+		why += "; its last Event: " + event
+	}
+	return why
+}
+
+// Gateways are the Pods of the gateway, sorted by name.
+func (f Components) Gateways() (all []*corev1.Pod) {
+	for i := range f.Pods {
+		if p := &f.Pods[i]; p.Labels["app.kubernetes.io/name"] == "gateway" || p.Spec.ServiceAccountName == deploy.GatewayServiceAccount {
+			all = append(all, p)
+		}
+	}
+	slices.SortFunc(all, func(a, b *corev1.Pod) int { return cmp.Compare(a.Name, b.Name) })
+	return all
+}
+
+// Reasons of the hop of the gateway that say that one is at work all the same.
+const (
+	reasonSeveralActive = "SeveralActive"
+	reasonNoneMarked    = "NoneMarked"
+	reasonServices      = "ServiceMissing"
+)
+
+// markedFor is how long a gateway holds the Lease at least until it has marked its Pod.
+const markedFor = 15 * time.Second
+
+// CheckGateway adds to a hop of the Lease what the Pods of the gateway say.
+func (f Components) CheckGateway(hop *Hop, h Holder, now time.Time) {
+	gateways := f.Gateways()
+	if hop.State != Works {
+		if hop.State == Unknown && len(gateways) > 0 { // there are some, and ours
+			hop.State = Broken
+		}
+		var pods []string
+		for _, p := range gateways {
+			if why := f.problem(p); why != "" {
+				pods = append(pods, fmt.Sprintf("Pod %s %s", safetext.Of(p.Name), why))
+			}
+		}
+		if len(pods) > 0 {
+			hop.Text += ": " + safetext.FirstFew(pods, "; ")
+		}
+		if hop.State == Broken && len(gateways) == 0 {
+			hop.Text += ": there are none in the namespace"
+		}
+		return
+	}
+	var marked []string
+	for i := range f.Pods {
+		if p := &f.Pods[i]; p.Labels[v1alpha1.LabelGateway] == v1alpha1.GatewayActive {
+			marked = append(marked, safetext.Of(p.Name))
+		}
+	}
+	slices.Sort(marked)
+	settled := h.since != nil && now.Sub(h.since.Time) > markedFor
+	switch {
+	case f.Services != nil && len(f.Services) != 1:
+		hop.State, hop.Reason, hop.Since = Broken, reasonServices, nil
+		hop.Text = fmt.Sprintf("there are %d Services with the label %s=true (%s), by one of which peers reach the gateway: peers that are connected stay so until their gateway or ours moves; `isthmus install` makes it again, and whatever is more has to be deleted",
+			len(f.Services), v1alpha1.LabelGateway, strings.Join(f.Services, ", "))
+		hop.Source = "Services"
+	case len(marked) > 1:
+		hop.State, hop.Reason = Broken, reasonSeveralActive
+		hop.Text = fmt.Sprintf("the Service leads peers to %d Pods, %s, because all have the label %s=%s; only %s holds the Lease: see who set the label, and delete the other Pods or their label",
+			len(marked), strings.Join(marked, ", "), v1alpha1.LabelGateway, v1alpha1.GatewayActive, safetext.Of(h.Name))
+		hop.Source, hop.Since = "labels of Pods", nil
+	case len(marked) == 0 && settled && len(f.Pods) > 0:
+		hop.State, hop.Reason = Broken, reasonNoneMarked
+		hop.Text = fmt.Sprintf("the Service leads peers to no Pod, because none has the label %s=%s, though %s holds the Lease: it may lack the right to patch its Pod, see the hop rights and its log",
+			v1alpha1.LabelGateway, v1alpha1.GatewayActive, safetext.Of(h.Name))
+		hop.Source, hop.Since = "labels of Pods", nil
+	}
+}
+
+// ReasonNoStandby is the reason of the hop standby.
+const ReasonNoStandby = "NoStandby"
+
+// NoStandby returns why no Pod of the gateway can take over from the active one; empty: one can, or only
+// one gateway is wanted. wanted is the number of wanted Pods; -1: unknown, and the existing Pods are
+// wanted.
+func (f Components) NoStandby(active string, wanted int) string {
+	gateways := f.Gateways()
+	if wanted < 0 {
+		wanted = len(gateways)
+	}
+	if wanted < 2 {
+		return ""
+	}
+	var pods []string
+	for _, p := range gateways {
+		if p.Name == active {
+			continue
+		}
+		why := f.problem(p)
+		if why == "" {
+			return ""
+		}
+		pods = append(pods, fmt.Sprintf("Pod %s %s", safetext.Of(p.Name), why))
+	}
+	why := safetext.FirstFew(pods, "; ")
+	if len(pods) == 0 {
+		why = fmt.Sprintf("%d Pods are wanted, and there is no other one; see `kubectl describe` of the gateway's Deployment and its ReplicaSets", wanted)
+	}
+	return fmt.Sprintf("there is none: if Pod %s or its node ends, no pod reaches any peer until another gateway starts: %s", safetext.Of(active), why)
+}
+
+// versions are the images of the components, each with how many Pods have it, where there is more
+// than one; empty: all have the same.
+func (f Components) versions() string {
+	images := make(map[string]map[string]int)
+	for i := range f.Pods {
+		p := &f.Pods[i]
+		var component string
+		switch p.Spec.ServiceAccountName {
+		case deploy.ManagerServiceAccount:
+			component = "manager"
+		case deploy.GatewayServiceAccount:
+			component = "gateway"
+		case deploy.RouteAgentServiceAccount:
+			component = "route agent"
+		default:
+			if p.Labels["app.kubernetes.io/name"] != "gateway" {
+				continue
+			}
+			component = "gateway"
+		}
+		for _, container := range p.Spec.Containers {
+			image := safetext.Of(container.Image)
+			if images[image] == nil {
+				images[image] = make(map[string]int)
+			}
+			images[image][component]++
+		}
+	}
+	if len(images) < 2 {
+		return ""
+	}
+	var all []string
+	for _, image := range slices.Sorted(maps.Keys(images)) {
+		var of []string
+		for _, component := range slices.Sorted(maps.Keys(images[image])) {
+			of = append(of, fmt.Sprintf("%d %s", images[image][component], component))
+		}
+		all = append(all, fmt.Sprintf("%s (%s)", image, strings.Join(of, ", ")))
+	}
+	return strings.Join(all, ", ")
+}
+
+// labelVersion says on the Pods of an installation which version they are.
+const labelVersion = "app.kubernetes.io/version"
+
+// otherVersion is that of a component which is not of the version given; empty where no Pod of one
+// says so.
+func (f Components) otherVersion(version string) string {
+	for i := range f.Pods {
+		p := &f.Pods[i]
+		if at := p.Labels[labelVersion]; at != "" && at != version && slices.Contains(slices.Collect(maps.Values(Accounts)), p.Spec.ServiceAccountName) {
+			return safetext.Of(at)
+		}
+	}
+	return ""
+}
+
+// Accounts are the ServiceAccounts of the components that hops are about.
+var Accounts = map[string]string{
+	HopManager: deploy.ManagerServiceAccount, HopGateway: deploy.GatewayServiceAccount, HopAgents: deploy.RouteAgentServiceAccount,
+}
+
+// PodProblem says why a Pod is not at work. One of which no kubelet has said anything but that it
+// runs is.
+func PodProblem(p *corev1.Pod) string {
+	if !p.DeletionTimestamp.IsZero() {
+		return "is being deleted"
+	}
+	if p.Status.Phase != corev1.PodRunning {
+		return "is " + safetext.Of(string(p.Status.Phase)) + pendingFor(p)
+	}
+	for _, s := range p.Status.ContainerStatuses {
+		if w := s.State.Waiting; w != nil {
+			why := "waits: " + safetext.Of(w.Reason)
+			if last := s.LastTerminationState.Terminated; last != nil { // the chart has the end of the log there
+				lines := strings.Split(strings.TrimSpace(last.Message), "\n")
+				why += fmt.Sprintf(", and ended with code %d: %s", last.ExitCode, safetext.Cut(lines[len(lines)-1], safetext.Message))
+			} else if w.Message != "" {
+				why += ": " + safetext.Cut(w.Message, safetext.Message)
+			}
+			return why
+		}
+	}
+	for _, c := range p.Status.Conditions {
+		if c.Type == corev1.PodReady && c.Status != corev1.ConditionTrue {
+			return "is not ready: " + safetext.Of(cmp.Or(c.Message, c.Reason))
+		}
+	}
+	return ""
+}
+
+// pendingFor returns, after a colon, why a Pod does not run; empty: unknown.
+func pendingFor(p *corev1.Pod) string {
+	why := func(reason, message string) string {
+		if reason == "" {
+			return ""
+		}
+		if reason = ": " + safetext.Of(reason); message != "" {
+			reason += ": " + safetext.Cut(message, safetext.Message)
+		}
+		return reason
+	}
+	for _, s := range slices.Concat(p.Status.InitContainerStatuses, p.Status.ContainerStatuses) {
+		if w := s.State.Waiting; w != nil {
+			return why(w.Reason, w.Message)
+		}
+	}
+	for _, c := range p.Status.Conditions {
+		if c.Type == corev1.PodScheduled && c.Status != corev1.ConditionTrue {
+			return why(c.Reason, c.Message)
+		}
+	}
+	return why(p.Status.Reason, p.Status.Message)
+}
+
+// rolloutStep is how long after a step of a rollout another manager may still be taking over: the Lease of one
+// that was killed lasts 15 seconds.
+const rolloutStep = 30 * time.Second
+
+// Rolls says that a Deployment is being rolled out, or was just before, and one of its Pods is available
+// to take over; empty: none is.
+func Rolls(deployments []appsv1.Deployment, now time.Time) string {
+	for i := range deployments {
+		d := &deployments[i]
+		for _, p := range d.Status.Conditions {
+			// Its controller dates the condition at each Pod that comes or goes in a rollout, and not for one that
+			// crashes later.
+			if p.Type == appsv1.DeploymentProgressing && p.Status == corev1.ConditionTrue && now.Sub(p.LastUpdateTime.Time) < rolloutStep && d.Status.AvailableReplicas > 0 {
+				return fmt.Sprintf("another one takes over, since Deployment %s is being rolled out and %d of its Pods are available", safetext.Of(d.Name), d.Status.AvailableReplicas)
+			}
+		}
+	}
+	return ""
+}
+
+// ExcuseRights judges rights that are missing in an installation of another version than this
+// program's, whose components may never ask for them: that breaks nothing, unless one of those that
+// lack some is not at work.
+func (f Components) ExcuseRights(rights *Hop, hops []Hop, lacking []string, program string) {
+	other := f.otherVersion(program)
+	if rights.State != Broken || other == "" || slices.ContainsFunc(hops, func(h Hop) bool { return h.State == Broken && slices.Contains(lacking, Accounts[h.Name]) }) {
+		return
+	}
+	rights.State = Limited
+	rights.Text = fmt.Sprintf("version %s is installed, which may not need what %s wants: %s", other, program, rights.Text)
+}

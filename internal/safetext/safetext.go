@@ -1,0 +1,56 @@
+// Package safetext makes texts that others wrote fit for a person's terminal.
+package safetext
+
+import (
+	"fmt"
+	"strings"
+	"unicode"
+)
+
+const (
+	// most is how much of a text of unknown origin is shown.
+	most = 400
+	// Message is how much of the message of a condition is: all that our manager writes.
+	Message = 1024
+)
+
+// Of escapes what is not printable (control and bidirectional characters, line ends) and cuts a long text.
+func Of(s string) string { return Cut(s, most) }
+
+// Cut is Of with a limit of its own.
+func Cut(s string, limit int) string {
+	if s == "" {
+		return `""`
+	}
+	var b strings.Builder
+	for i, r := range s {
+		if i >= limit {
+			b.WriteString("...")
+			break
+		}
+		if unicode.IsPrint(r) && r != unicode.ReplacementChar {
+			b.WriteRune(r)
+		} else {
+			fmt.Fprintf(&b, `\u%04x`, r)
+		}
+	}
+	return b.String()
+}
+
+// OrDash is Of for a cell of a table.
+func OrDash(s string) string {
+	if s == "" {
+		return "-"
+	}
+	return Of(s)
+}
+
+// FirstFew joins some of what may be much.
+func FirstFew(all []string, between string) string {
+	const few = 5
+	text := strings.Join(all[:min(len(all), few)], between)
+	if len(all) > few {
+		text += fmt.Sprintf("%sand %d more", between, len(all)-few)
+	}
+	return text
+}
