@@ -40,6 +40,7 @@ const liqoKey = "AQIDBAUGBwgJCgsMDQ4PEBESExQVFhcYGRobHB0eHyA="
 // Liqo's form; then it takes the place of the network-manager under Liqo's control plane: there are
 // ForeignClusters, and Liqo's crd-replicator works for it.
 func TestLiqo(t *testing.T) {
+	t.Parallel()
 	sites := planSites(t, "10.244.0.0/16")
 	a := sites[0]
 	a.services = true

@@ -25,6 +25,7 @@ import (
 // TestExchange goes through the exchange of NetworkConfigs on real API servers: every object, on
 // every side, for clusters of all kinds of networks.
 func TestExchange(t *testing.T) {
+	t.Parallel()
 	sites := newSites(t, "10.244.0.0/16", "10.128.0.0/14", "172.20.0.0/20")
 	a, b, c := sites[0], sites[1], sites[2]
 	for _, s := range sites {

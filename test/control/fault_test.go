@@ -22,6 +22,7 @@ import (
 // TestFaults does to two peered clusters what people and machines do: edits, revocations, one side
 // that leaves, and at last an API server that never comes back.
 func TestFaults(t *testing.T) {
+	t.Parallel()
 	sites := newSites(t, "10.244.0.0/16", "10.244.0.0/18")
 	a, b := sites[0], sites[1]
 	a.startManager()

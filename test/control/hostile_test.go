@@ -41,6 +41,7 @@ import (
 // another peer of a, which must not notice. What becomes of each input stands in
 // testdata/hostile.txt.
 func TestHostile(t *testing.T) {
+	t.Parallel()
 	sites := newSites(t, "10.244.0.0/16", "10.128.0.0/14")
 	a, b := sites[0], sites[1]
 	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node-1"}}

@@ -10,6 +10,7 @@ import (
 // TestAPIServerAway freezes and restarts the API server of either side, at rest, while two clusters
 // are being peered and while they part.
 func TestAPIServerAway(t *testing.T) {
+	t.Parallel()
 	sites := newSites(t, "10.244.0.0/16", "10.244.128.0/20")
 	a, b := sites[0], sites[1]
 	a.startManager()

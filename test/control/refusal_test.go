@@ -26,6 +26,7 @@ import (
 // it on both sides: `isthmus status`, the column REASON of `kubectl get peerings`, and `isthmus
 // peer`, by which they also agree to what b claims anew. All of it stands in testdata/refusals.txt.
 func TestRefusalsAreTold(t *testing.T) {
+	t.Parallel()
 	sites := newSites(t, "10.244.0.0/16", "10.244.64.0/18")
 	a, b := sites[0], sites[1]
 	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node-1"}}

@@ -18,6 +18,7 @@ import (
 // TestRepeering peers and parts the same two clusters again and again, by their Peerings and by the
 // command line, and counts what stays.
 func TestRepeering(t *testing.T) {
+	t.Parallel()
 	byPeerings, byCommand := 10, 1
 	if *long {
 		byPeerings, byCommand = 200, 20

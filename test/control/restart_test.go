@@ -135,6 +135,7 @@ func (m moment) await(t *testing.T, a, b *site, then func()) func() bool {
 // TestManagerKilledAtEveryStep kills a manager at each step of a peering and of its end, on either
 // side, and starts it again: it ends as if nothing had happened.
 func TestManagerKilledAtEveryStep(t *testing.T) {
+	t.Parallel()
 	sites := newSites(t, "10.244.0.0/16", "10.244.128.0/20")
 	a, b := sites[0], sites[1]
 	a.startManager()

@@ -28,6 +28,7 @@ import (
 // clusters have the same PodCIDR. The policies are those of `isthmus install --services`, and a's manager has
 // the rights of its ServiceAccount. testdata/hostile-services.txt lists the result for each input.
 func TestHostileServices(t *testing.T) {
+	t.Parallel()
 	sites := planSites(t, "10.244.0.0/16", "10.244.0.0/16")
 	a, b := sites[0], sites[1]
 	a.services, b.services = true, true
@@ -983,6 +984,7 @@ func (f *seller) testComings(t *testing.T) {
 // An Isthmus in which services are not shared gives its peer no right to PeerServices. It is a peer like any
 // other until it is installed with them.
 func TestPeerWithoutServicesIsReadyAllTheSame(t *testing.T) {
+	t.Parallel()
 	sites := planSites(t, "10.244.0.0/16", "10.128.0.0/14")
 	a, b := sites[0], sites[1]
 	a.services = true

@@ -71,6 +71,7 @@ type site struct {
 	services   bool     // Isthmus is installed with what shares services
 	via        string   // address where the manager finds the API server; empty: the server's own
 
+	own                   string // see address
 	health, metrics, ipam string // addresses of the manager
 
 	manager *exec.Cmd
@@ -668,10 +669,10 @@ func (s *site) tunnelEndpoint(other *site) *v1alpha1.TunnelEndpoint {
 	return te
 }
 
-// address is a loopback address that no other process uses: a free port of one that all use may be
-// taken before the manager has it. It is made of this process's number, which has at most 22 bits,
-// and the site's.
+// address is a loopback address of the site alone.
 func (s *site) address() string {
-	n := os.Getpid()<<2 | int(s.name[0]-'a')
-	return fmt.Sprintf("127.%d.%d.%d", n>>16, n>>8&0xff, n&0xff)
+	if s.own == "" {
+		s.own, _, _ = strings.Cut(kubetest.Address(0), ":")
+	}
+	return s.own
 }
