@@ -95,6 +95,51 @@ func (c *checker) sessions(stats map[[32]byte]datapath.Stats, now time.Time) (tr
 	return try, rest
 }
 
+// doubtPatience is how much longer than a round trip a peer has for the answer that says that it still has our session.
+const doubtPatience = 300 * time.Millisecond
+
+// doubt is told that a peer sends under a session that is not ours. It does not wait: where many are in doubt, some stay so.
+func (c *checker) doubt(key [32]byte) {
+	select {
+	case c.doubts <- key:
+	default:
+	}
+}
+
+// test pings a peer of which there is a doubt, and begins a handshake when there is no answer. Without it, WireGuard begins one
+// after 15 seconds.
+func (c *checker) test(key [32]byte) {
+	c.mu.Lock()
+	var p *checked
+	for _, q := range c.peers {
+		if q.key == key {
+			p = q
+		}
+	}
+	c.mu.Unlock()
+	if p == nil {
+		return
+	}
+	c.ping([]*checked{p})
+	c.mu.Lock()
+	at, wait := p.sent[(p.n-1)%checkWindow].at, doubtPatience+p.result.RTT
+	c.mu.Unlock()
+	c.wg.Go(func() {
+		select {
+		case <-c.done:
+			return
+		case <-time.After(wait):
+		}
+		c.mu.Lock()
+		answered := !p.newest.Before(at)
+		c.mu.Unlock()
+		if !answered {
+			c.log.Info("peer sends under another session, and does not answer under this one: a new one begins", "peer", p.id)
+			c.handshake(key)
+		}
+	})
+}
+
 // reach looks for the peers that are away, in every tunnel, by the stats of each.
 func (g *gateway) reach(stats []map[[32]byte]datapath.Stats, now time.Time) {
 	for i, e := range g.ends {

@@ -127,9 +127,12 @@ type checker struct {
 	rtt  func(id string, rtt time.Duration) // called for each answer
 	path pathProber
 
-	fresh chan struct{} // there are peers that were never pinged
-	done  chan struct{}
-	wg    sync.WaitGroup
+	handshake func(key [32]byte) // begins one with a peer; set before the first doubt
+
+	fresh  chan struct{} // there are peers that were never pinged
+	doubts chan [32]byte // keys of peers, see doubt
+	done   chan struct{}
+	wg     sync.WaitGroup
 
 	more time.Time   // when the next new peers may be pinged; send's
 	held atomic.Bool // new peers are not pinged yet
@@ -180,7 +183,7 @@ type pathProber struct {
 // newChecker starts both roles on port, which it owns.
 func newChecker(port checkPort, log *slog.Logger, rtt func(string, time.Duration), path pathProber) *checker {
 	c := &checker{port: port, log: log, rtt: rtt, path: path,
-		fresh: make(chan struct{}, 1), done: make(chan struct{}), peers: make(map[string]*checked), at: make(map[netip.Addr]*checked)}
+		fresh: make(chan struct{}, 1), doubts: make(chan [32]byte, checkFirst), done: make(chan struct{}), peers: make(map[string]*checked), at: make(map[netip.Addr]*checked)}
 	c.wg.Go(c.receive)
 	c.wg.Go(c.send)
 	return c
@@ -309,6 +312,8 @@ func (c *checker) send() {
 			return
 		case <-c.fresh:
 			c.pingNew()
+		case key := <-c.doubts:
+			c.test(key)
 		case <-turns.C:
 			now := int(time.Since(began) / checkStep)
 			for turn = max(turn, now-checkSlots+1); turn <= now; turn++ {

@@ -618,3 +618,32 @@ func TestCheckLooksForPeersThatAreAway(t *testing.T) {
 		})
 	}
 }
+
+// Data under an unknown session says nothing by itself: only a peer that does not answer under ours has forgotten it.
+func TestADoubtBeginsAHandshakeOnlyWithAPeerThatDoesNotAnswer(t *testing.T) {
+	bubble(t, func(c *checker, l *liqo, result func() CheckResult) {
+		var begun []time.Time
+		c.handshake = func(key [32]byte) {
+			if key != bravoPeer.key {
+				t.Error("a handshake with somebody else")
+			}
+			begun = append(begun, time.Now())
+		}
+		time.Sleep(500 * time.Millisecond)
+		rtt := result().RTT
+		c.doubt(bravoPeer.key)
+		time.Sleep(time.Second)
+		if synctest.Wait(); len(begun) != 0 {
+			t.Error("a handshake, though the peer answers")
+		}
+		l.set(true)
+		at := time.Now()
+		c.doubt(bravoPeer.key)
+		c.doubt([32]byte{1}) // nobody's
+		time.Sleep(time.Second)
+		synctest.Wait()
+		if want := []time.Time{at.Add(doubtPatience + rtt)}; !slices.Equal(begun, want) {
+			t.Errorf("handshakes at %v; want %v", begun, want)
+		}
+	})
+}

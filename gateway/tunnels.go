@@ -83,11 +83,17 @@ func (g *gateway) openEnd(o Options, i, mtu int) (_ *tunnelEnd, err error) {
 			_ = port.Send(text, to, size) // lost or refused: the missing answer counts
 		}
 		t := datapath.New(link, wire, g.engine, local, datapath.Options{CoalesceUDP: g.udpOffload, Logger: wgLogger(o.Log)})
-		return &tunnelEnd{t, newChecker(port, o.Log, g.metrics.observeRTT, pathProber{send, g.compareSoon}), wire, link}, nil
+		return newTunnelEnd(t, newChecker(port, o.Log, g.metrics.observeRTT, pathProber{send, g.compareSoon}), wire, link), nil
 	}
 	log := o.Log.With("tunnel", i)
 	t := g.ends[0].Beside(link, wire, local, wgLogger(log))
-	return &tunnelEnd{t, newChecker(port, log, func(string, time.Duration) {}, pathProber{}), wire, link}, nil
+	return newTunnelEnd(t, newChecker(port, log, func(string, time.Duration) {}, pathProber{}), wire, link), nil
+}
+
+func newTunnelEnd(t *datapath.Tunnel, c *checker, wire *bind.Bind, link *tun.Device) *tunnelEnd {
+	c.handshake = t.Handshake
+	t.SetDoubts(c.doubt)
+	return &tunnelEnd{t, c, wire, link}
 }
 
 // startEnds opens the sockets.

@@ -69,6 +69,7 @@ type peer struct {
 	heardAt        atomic.Pointer[netip.Addr] // where it was last heard from; set by heard
 	gone           bool                       // the peer is removed; guarded by heard
 	renewed        atomic.Int64               // creation time of the session that receive asked to renew
+	doubted        atomic.Int64               // when it was last said that the peer may have another session
 
 	crossedAt atomic.Int64 // answers when two handshakes had crossed
 	begun     initiation   // the last one here, guarded by handshakes.crossings

@@ -40,6 +40,10 @@ type Signs struct {
 // device has several workers, and a busy machine.
 const refusedAfter = 2 * time.Second
 
+// searchPause is the least time between two searches for the peer at a place. One takes some ten microseconds with a thousand
+// peers.
+const searchPause = 10 * time.Millisecond
+
 // A place is an address that peers are configured at, with what came from there that no session
 // explains. Peers behind one address share it, and all that come by way of a Service.
 type place struct {
@@ -101,15 +105,43 @@ func (t *Tunnel) came(m []byte, from conn.Endpoint, ours bool) {
 	p.index, p.came = binary.LittleEndian.Uint32(m[4:]), now
 }
 
-// strange notes data under a session that there is none of.
+// strange notes data under a session that there is none of. Where it comes from where a peer is, that peer may have
+// forgotten our session, and sends under one that another gateway of ours made. Anybody can forge that: see SetDoubts.
 func (t *Tunnel) strange(from conn.Endpoint, now time.Time) {
-	p := t.peers.Load().byAddr[from.DstIP().Unmap()]
-	if p == nil {
+	addr := from.DstIP().Unmap()
+	table := t.peers.Load()
+	if p := table.byAddr[addr]; p != nil {
+		p.mu.Lock()
+		p.earlier = now
+		p.mu.Unlock()
+	} else if t.heard.at(addr) == 0 {
 		return
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.earlier = now
+	at := t.at(now)
+	if last := t.searched.Load(); at-last < int64(searchPause) && last != 0 || !t.searched.CompareAndSwap(last, at) {
+		return
+	}
+	for dev, p := range table.byDevice {
+		if samePlace(endpointOf(dev), from) {
+			p.doubt(now)
+			return
+		}
+	}
+}
+
+// doubt has a handshake begun where there is no session, and else asks whether the peer still has it.
+func (p *peer) doubt(now time.Time) {
+	at := p.t.at(now)
+	if p.sending(now) == nil {
+		p.ask(at)
+		return
+	}
+	f := p.t.doubts.Load()
+	if last := p.doubted.Load(); f == nil || last != 0 && at-last < int64(device.RekeyTimeout) {
+		return
+	}
+	p.doubted.Store(at)
+	(*f)(p.key)
 }
 
 // answered notes that the device answers a handshake of a place: by a response or, under load, by a

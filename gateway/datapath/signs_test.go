@@ -3,6 +3,7 @@ package datapath_test
 import (
 	"errors"
 	"net/netip"
+	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -147,6 +148,69 @@ func TestNobodyElsesHandshakesAreASign(t *testing.T) {
 		time.Sleep(4 * time.Second)
 		if s := b.signs(); s != (datapath.Signs{}) {
 			t.Errorf("handshakes from an address of no peer: %+v", s)
+		}
+	})
+}
+
+// A peer may have another session with us than we have with it: another gateway of ours made it, which is no more.
+func TestDataFromAPeersPlaceUnderAnotherSessionIsToldOf(t *testing.T) {
+	inPair(t, func(t *testing.T, p *pair, a, b *end) {
+		other := p.newEnd(t, 2, 0, b.key, a.key) // another gateway of b's cluster, with the same key
+		other.other = a
+		var told []time.Time
+		b.SetDoubts(func(key [32]byte) {
+			if key != a.key.public {
+				t.Error("another peer is doubted")
+			}
+			told = append(told, time.Now())
+		})
+		time.Sleep(rekeyTimeout + time.Second)
+		other.Handshake(a.key.public)
+		time.Sleep(time.Second)
+		other.Close()
+		b.send(t, 1) // under the session before, which a still takes
+		synctest.Wait()
+		a.wants(t, 1)
+		begin := time.Now()
+		for n := range uint32(8) {
+			a.send(t, n)
+			time.Sleep(time.Second)
+		}
+		b.wants(t)
+		if want := []time.Time{begin, begin.Add(5 * time.Second)}; !slices.Equal(told, want) {
+			t.Errorf("told at %v; want %v", told, want)
+		}
+	})
+}
+
+func TestForgedDataFromElsewhereSaysNothingOfAPeer(t *testing.T) {
+	inPair(t, func(t *testing.T, p *pair, a, b *end) {
+		told := 0
+		b.SetDoubts(func([32]byte) { told++ })
+		forged := make([]byte, 64)
+		forged[0] = 4
+		b.tell(t, p.stranger(t, "192.0.2.9"), forged)             // where no peer is
+		b.tell(t, p.stranger(t, a.place.Addr().String()), forged) // from another port than the peer's
+		if told != 0 {
+			t.Errorf("told %d times", told)
+		}
+	})
+}
+
+// A gateway that has just begun, and has nothing to send, hears its peer at once.
+func TestDataFromAPeersPlaceBeginsAHandshakeWhereThereIsNoSession(t *testing.T) {
+	inPair(t, func(t *testing.T, p *pair, a, b *end) {
+		time.Sleep(rekeyTimeout)
+		b.Close()
+		again := p.newEnd(t, 1, 0, b.key, a.key)
+		again.other, a.other = a, again
+		begin := time.Now()
+		a.send(t, 1)
+		time.Sleep(10 * time.Millisecond)
+		a.send(t, 2)
+		again.wants(t, 2)
+		if list := again.wire.messages(initiations); len(list) != 1 || list[0].at != begin {
+			t.Errorf("initiations: %v; want one at %v", list, begin)
 		}
 	})
 }

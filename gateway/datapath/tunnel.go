@@ -68,6 +68,9 @@ type Tunnel struct {
 	relays  atomic.Pointer[func(netip.Addr) bool] // nil: from nowhere
 	relayed place                                 // what came from there
 
+	doubts   atomic.Pointer[func(key [32]byte)] // nil: nobody is told
+	searched atomic.Int64                       // when strange last looked for a peer
+
 	capture atomic.Pointer[captured] // nil: none
 
 	waiting atomic.Bool // packets wait for a session
@@ -395,6 +398,10 @@ func (t *Tunnel) SetSources(mayCome func(netip.Addr) bool) { t.mayCome.Store(&ma
 // SetRelays says from which addresses Services of ours relay messages of peers: a handshake from
 // there says nothing of who sent it.
 func (t *Tunnel) SetRelays(relays func(netip.Addr) bool) { t.relays.Store(&relays) }
+
+// SetDoubts has f called when data comes from where a peer is, with which there is a session, under another one that is not known
+// here: at most once in five seconds for each peer. It says nothing by itself, as anybody can forge that. f must not wait.
+func (t *Tunnel) SetDoubts(f func(key [32]byte)) { t.doubts.Store(&f) }
 
 // Forget makes the next SetPeers set the peer's endpoint again, wherever it roamed to meanwhile.
 func (t *Tunnel) Forget(key [32]byte) {
