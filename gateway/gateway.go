@@ -446,9 +446,14 @@ func (g *gateway) begin(c Config) error {
 
 // run applies the first configuration and then whatever comes.
 func (g *gateway) run(ctx context.Context, c Config, wishes <-chan wish, o Options) error {
-	start := g.begin
-	if o.Begin != nil {
-		start = g.first
+	start, begin := g.begin, o.Begin
+	if begin != nil {
+		select {
+		case <-begin:
+			begin = nil
+		default:
+			start = g.first
+		}
 	}
 	if err := start(c); err != nil {
 		return err
@@ -466,7 +471,6 @@ func (g *gateway) run(ctx context.Context, c Config, wishes <-chan wish, o Optio
 			group.Go(func() { o.Beside(events, Running{g}) })
 		}
 	}
-	begin := o.Begin
 	if g.acting {
 		beside()
 	}

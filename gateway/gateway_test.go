@@ -42,8 +42,12 @@ import (
 // process: this binary, called again with childConfig set.
 const childConfig = "ISTHMUS_TEST_GATEWAY_CONFIG"
 
-// childBegins, if it is set, has the gateway prepare until SIGUSR1.
-const childBegins = "ISTHMUS_TEST_GATEWAY_BEGINS"
+// childBegins, if it is set, says when the gateway may begin: beginsLater or beginsAtOnce.
+const (
+	childBegins  = "ISTHMUS_TEST_GATEWAY_BEGINS"
+	beginsLater  = "at SIGUSR1"
+	beginsAtOnce = "at once"
+)
 
 // patience is how long tests wait for what has to happen, however slow the machine is.
 const patience = time.Minute
@@ -63,13 +67,18 @@ func child(dir string) int {
 		Log:     slog.New(slog.NewJSONHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelDebug})),
 		Version: "test",
 	}
-	if os.Getenv(childBegins) != "" {
-		asked, begin := make(chan os.Signal, 1), make(chan struct{})
+	begin := make(chan struct{})
+	switch os.Getenv(childBegins) {
+	case beginsLater:
+		asked := make(chan os.Signal, 1)
 		signal.Notify(asked, syscall.SIGUSR1)
 		go func() {
 			<-asked
 			close(begin)
 		}()
+		o.Begin = begin
+	case beginsAtOnce:
+		close(begin)
 		o.Begin = begin
 	}
 	err := Run(ctx, o)
@@ -904,7 +913,7 @@ func TestAPreparedGatewayIsSilentUntilItBegins(t *testing.T) {
 	a.write("b.yaml", a.peering(b, 246, 250, b.addr))
 	b.write("a.yaml", b.peering(a, 250, 246, a.addr))
 	b.start()
-	a.begins = "later"
+	a.begins = beginsLater
 	p := a.launch()
 	prepared := func() error {
 		if !strings.Contains(p.text(), "configuration in force") {
@@ -945,6 +954,23 @@ func TestAPreparedGatewayIsSilentUntilItBegins(t *testing.T) {
 	a.gateway = p
 	a.stop()
 	a.begins = ""
+	b.stop()
+}
+
+func TestAGatewayThatMayBeginAtOnceAppliesItsConfigurationOnce(t *testing.T) {
+	needRoot(t)
+	wire := newWire(t)
+	a, b := newSite(t, "a", 1, wire, 1500), newSite(t, "b", 2, wire, 1500)
+	a.write("b.yaml", a.peering(b, 246, 250, b.addr))
+	b.write("a.yaml", b.peering(a, 250, 246, a.addr))
+	a.begins = beginsAtOnce
+	a.start()
+	b.start()
+	a.pod.ping("10.246.1.10")
+	if n := strings.Count(a.gateway.text(), "configuration in force"); n != 1 {
+		t.Errorf("applied %d times; want once", n)
+	}
+	a.stop()
 	b.stop()
 }
 
