@@ -526,19 +526,20 @@ func (g *gateway) run(ctx context.Context, c Config, wishes <-chan wish, o Optio
 // How long a gateway in a Pod goes on at its end.
 const (
 	drainMost  = 3 * time.Second        // whatever comes
-	drainQuiet = 250 * time.Millisecond // when nodes have sent nothing for so long: they have followed another gateway
+	drainQuiet = 250 * time.Millisecond // when neither nodes nor peers have sent anything for so long: they have followed another gateway
 	drainLook  = 50 * time.Millisecond
 )
 
-// drain carries on until the nodes have followed another gateway, or send nothing anyway.
+// drain carries on until nodes and peers have followed another gateway, or send nothing anyway.
 func (g *gateway) drain() {
 	begin := time.Now()
 	sent, since := uint64(0), begin
 	for time.Since(begin) < drainMost && time.Since(since) < drainQuiet {
 		now := uint64(0)
 		for _, p := range g.engine.Peers() {
-			packets, _ := p.Traffic(natengine.Outbound)
-			now += packets
+			out, _ := p.Traffic(natengine.Outbound)
+			in, _ := p.Traffic(natengine.Inbound)
+			now += out + in
 		}
 		if now != sent {
 			sent, since = now, time.Now()

@@ -482,6 +482,7 @@ func (h *handshakes) observe(messageType uint32, m []byte, to conn.Endpoint) {
 		}
 		if messageType == device.MessageResponseType {
 			p.preshared.responded()
+			p.called.Store(&called{to, time.Now()})
 		}
 		index := binary.LittleEndian.Uint32(m[4:])
 		p.sentAny()

@@ -319,6 +319,7 @@ func (in *inbound) openFor(p *peer, k *device.Keypair) {
 	if from == nil {
 		return
 	}
+	p.sit(k, from) // first, see send
 	p.dev.SetEndpointFromPacket(from)
 	in.t.heard.note(p, from)
 	peerReceived.of(p.dev).Add(uint64(r.octets))

@@ -236,6 +236,16 @@ func rulesOf(i, j int) natengine.Peer {
 	}
 }
 
+// sibling is another gateway of the second end's cluster, which has the same key.
+func (p *pair) sibling(t testing.TB) *end {
+	t.Helper()
+	a, b := p.ends[0], p.ends[1]
+	e := &end{engine: natengine.New(natengine.Config{Self4: self, Self6: self6}), key: b.key, place: netip.MustParseAddrPort("192.0.2.4:5871"),
+		rules: b.rules, from: b.from, to: b.to, other: a}
+	e.open(t, &p.network, a.key, a.place, "2001:db8::4")
+	return e
+}
+
 // third adds a gateway as another peer of the second end, and has it meet that.
 func (p *pair) third(t testing.TB) *end {
 	t.Helper()

@@ -161,7 +161,7 @@ func (s *sealer) flush() {
 	// Noted first: noted afterwards, it would be taken for later than what the peer answers at
 	// once.
 	s.peer.sent(s.keypair, s.now)
-	if err := s.peer.dev.SendBuffers(s.sealed); err != nil {
+	if err := s.peer.send(s.keypair, s.sealed, s.now); err != nil {
 		reason := natengine.DropTunnelSend
 		if errors.Is(err, bind.ErrShut) {
 			reason = natengine.DropNoMandate

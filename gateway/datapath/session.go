@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"golang.zx2c4.com/wireguard/conn"
 	"golang.zx2c4.com/wireguard/device"
 
 	"github.com/isthmus-net/isthmus/natengine"
@@ -30,6 +31,10 @@ const (
 	// askAgain is the least time between two requests for a handshake with one peer. The device
 	// itself sends no two initiations within RekeyTimeout.
 	askAgain = time.Second
+
+	// confirmMost is how long a session goes on where it is after the peer has begun another one from elsewhere. The first message
+	// under that one ends it, usually within a round trip.
+	confirmMost = time.Second
 
 	silenceTimeout = device.KeepaliveTimeout + device.RekeyTimeout
 	lastMinute     = device.RejectAfterTime - device.KeepaliveTimeout - device.RekeyTimeout
@@ -71,6 +76,9 @@ type peer struct {
 	renewed        atomic.Int64               // creation time of the session that receive asked to renew
 	doubted        atomic.Int64               // when it was last said that the peer may have another session
 
+	seat   atomic.Pointer[seat]   // of the session under which the peer last sent; nil: it was placed elsewhere since
+	called atomic.Pointer[called] // the peer's last handshake that was answered
+
 	crossedAt atomic.Int64 // answers when two handshakes had crossed
 	begun     initiation   // the last one here, guarded by handshakes.crossings
 
@@ -97,6 +105,44 @@ func newPeer(t *Tunnel, state *natengine.PeerState, key device.NoisePublicKey, d
 
 func (p *peer) deadlines() []*deadline {
 	return []*deadline{&p.keepalive, &p.silence, &p.initiation, &p.crossing}
+}
+
+// A seat is where messages under a session come from. It names the session by the peer's index: a keypair that is kept keeps its
+// keys.
+type seat struct {
+	session uint32
+	at      conn.Endpoint
+}
+
+// called is where an initiation came from that was answered, and when.
+type called struct {
+	from conn.Endpoint
+	at   time.Time
+}
+
+// sit notes where messages under k come from.
+func (p *peer) sit(k *device.Keypair, from conn.Endpoint) {
+	session := *keypairRemote.of(k)
+	if was := p.seat.Load(); was == nil || was.session != session || !samePlace(was.at, from) {
+		p.seat.Store(&seat{session, from})
+	}
+}
+
+// send sends messages that are sealed under k. The device sends to where it last heard the peer, an initiation included. That may
+// come from another gateway of the peer's cluster, which does not know the session at hand. Until that gateway has confirmed its
+// own, the one before takes what is sent.
+func (p *peer) send(k *device.Keypair, messages [][]byte, now time.Time) error {
+	s, at := p.seat.Load(), endpointOf(p.dev)
+	if s == nil || s.session != *keypairRemote.of(k) || samePlace(s.at, at) {
+		return p.dev.SendBuffers(messages)
+	}
+	if c := p.called.Load(); c != nil && samePlace(c.from, at) && now.Sub(c.at) > confirmMost {
+		return p.dev.SendBuffers(messages)
+	}
+	for _, m := range messages {
+		peerSent.of(p.dev).Add(uint64(len(m)))
+	}
+	return p.t.bind.Send(messages, s.at)
 }
 
 // gatewayOf returns the index of a among the addresses of the peer's gateway; -1: none of them.

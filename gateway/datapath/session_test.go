@@ -831,3 +831,50 @@ func TestALargerMTUIsInForceForTheFirstPacket(t *testing.T) {
 		}
 	})
 }
+
+// When another gateway of the peer's cluster takes over in order, the one before still takes what is sent to it.
+func TestASessionStaysWhereItIsUntilTheNextOneIsConfirmed(t *testing.T) {
+	inPair(t, func(t *testing.T, p *pair, a, b *end) {
+		next := p.sibling(t)
+		b.send(t, 100) // a knows now where that session is
+		synctest.Wait()
+		a.wants(t, 100)
+		time.Sleep(rekeyTimeout + time.Second)
+		a.wire.mu.Lock()
+		a.wire.delay = 20 * time.Millisecond // the answer is under way for long
+		a.wire.mu.Unlock()
+		next.Handshake(a.key.public)
+		for n := range uint32(30) {
+			a.send(t, n)
+			time.Sleep(time.Millisecond)
+		}
+		time.Sleep(time.Second)
+		synctest.Wait()
+		b.mu.Lock()
+		before := len(b.got)
+		b.mu.Unlock()
+		next.mu.Lock()
+		after := len(next.got)
+		next.mu.Unlock()
+		if before+after != 30 || before < 20 || after == 0 {
+			t.Errorf("%d packets came by the gateway before and %d by the next one; want all 30", before, after)
+		}
+	})
+}
+
+// A peer that has really moved, and whose confirmation is lost, is not sent to where it was for long.
+func TestASessionFollowsAnInitiationAfterASecond(t *testing.T) {
+	inPair(t, func(t *testing.T, p *pair, a, b *end) {
+		next := p.sibling(t)
+		b.send(t, 100)
+		synctest.Wait()
+		time.Sleep(rekeyTimeout + time.Second)
+		next.wire.dropAll(anyData)
+		next.Handshake(a.key.public)
+		time.Sleep(100 * time.Millisecond)
+		a.send(t, 1)
+		time.Sleep(time.Second)
+		a.send(t, 2)
+		b.wants(t, 1)
+	})
+}

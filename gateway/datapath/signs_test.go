@@ -155,8 +155,7 @@ func TestNobodyElsesHandshakesAreASign(t *testing.T) {
 // A peer may have another session with us than we have with it: another gateway of ours made it, which is no more.
 func TestDataFromAPeersPlaceUnderAnotherSessionIsToldOf(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
-		other := p.newEnd(t, 2, 0, b.key, a.key) // another gateway of b's cluster, with the same key
-		other.other = a
+		other := p.sibling(t)
 		var told []time.Time
 		b.SetDoubts(func(key [32]byte) {
 			if key != a.key.public {

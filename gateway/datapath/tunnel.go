@@ -359,9 +359,11 @@ func (t *Tunnel) place(p *peer, want Peer) {
 	switch {
 	case want.Endpoint.IsValid() && was != want.Endpoint:
 		dev.SetEndpointFromPacket(t.wire.Endpoint(want.Endpoint))
+		p.seat.Store(nil)
 		t.places[want.Key] = want.Endpoint
 	case placed && want.Refused:
 		leave(dev, was)
+		p.seat.Store(nil)
 		delete(t.places, want.Key)
 	}
 }
