@@ -1,0 +1,84 @@
+package voting
+
+import (
+	"crypto/ed25519"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/netip"
+	"testing"
+
+	"golang.org/x/sys/unix"
+	"golang.org/x/time/rate"
+
+	"github.com/isthmus-net/isthmus/internal/mandate"
+)
+
+// BenchmarkBeatAtRest is what one beat costs all of a cluster of 100 nodes, of which nine vote: the gateway that is active, one that
+// stands by, and the voters. There is one every mandate.Usual.Beat.
+func BenchmarkBeatAtRest(b *testing.B) {
+	key := KeyOf(private)
+	nodes := make(map[string]netip.Addr)
+	voters, list := make(map[netip.Addr]*Voter), List{Version: 1, Voters: make(map[string]netip.Addr)}
+	for i := range 100 {
+		name, addr := fmt.Sprintf("worker-%d.example.org", i), netip.AddrFrom4([4]byte{10, 0, 0, byte(i + 1)})
+		nodes[name] = addr
+		v := &Voter{Node: name, Directory: b.TempDir(), Log: slog.New(slog.DiscardHandler)}
+		v.Set(key.Public().(ed25519.PublicKey))
+		if err := v.start(); err != nil {
+			b.Fatal(err)
+		}
+		v.known, v.expected, v.strange = rate.NewLimiter(rate.Inf, 0), rate.NewLimiter(rate.Inf, 0), rate.NewLimiter(rate.Inf, 0)
+		if voters[addr] = v; i < 9 {
+			list.Voters[name] = addr
+		}
+	}
+	var gateways []*Candidate
+	for i := range 2 {
+		c := NewCandidate(fmt.Sprintf("isthmus-gateway-6c5b7d9f4-%05d", i), netip.AddrFrom4([4]byte{10, 244, 0, byte(i + 1)}),
+			func() [32]byte { return private }, slog.New(slog.DiscardHandler))
+		c.Learn(list, false)
+		c.SetNodes(nodes)
+		c.Allow(i == 0, i == 0, true)
+		gateways = append(gateways, c)
+	}
+	beat := func() (datagrams, octets int) {
+		for _, c := range gateways {
+			at := &net.UDPAddr{IP: c.Addr.AsSlice(), Port: 1}
+			for _, m := range c.messages(clock(), key) {
+				datagrams, octets = datagrams+1, octets+len(m.text)
+				voters[m.to].receive(m.text, at, func(text []byte, _ net.Addr) {
+					datagrams, octets = datagrams+1, octets+len(text)
+					if a, ok := openAnswer(text); ok {
+						c.receive(a, &net.UDPAddr{IP: m.to.AsSlice(), Port: Port})
+					}
+				})
+			}
+		}
+		return datagrams, octets
+	}
+	for range 2 * tellMost { // all nodes are told, and answer
+		beat()
+	}
+	if !gateways[0].Gate.Open() || gateways[1].Gate.Open() {
+		b.Fatalf("mandates: %+v, %+v", gateways[0].View(), gateways[1].View())
+	}
+	datagrams, octets, began := 0, 0, cpu(b)
+	for b.Loop() {
+		n, size := beat()
+		datagrams, octets = datagrams+n, octets+size
+	}
+	perSecond := float64(mandate.Usual.Beat.Nanoseconds()) / 1e9 * float64(b.N)
+	b.ReportMetric(float64(datagrams)/perSecond, "datagrams/s")
+	b.ReportMetric(float64(octets)/perSecond, "octets/s")
+	b.ReportMetric(float64(cpu(b)-began)/1e7/perSecond, "%CPU")
+}
+
+// cpu is the time that this process has worked, which another load of the machine does not change much.
+func cpu(b *testing.B) int64 {
+	var u unix.Rusage
+	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
+		b.Fatal(err)
+	}
+	return u.Utime.Nano() + u.Stime.Nano()
+}
