@@ -13,7 +13,6 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/tools/clientcmd"
@@ -63,15 +62,34 @@ func (n *Node) begin(ctx context.Context) error {
 	if err := os.MkdirAll(n.dir, 0o755); err != nil {
 		return err
 	}
-	// The routes between nodes are there already, so the node gets the part of the PodCIDR that they lead to.
+	if err := n.register(ctx); err != nil {
+		return err
+	}
+	if err := n.configure(); err != nil {
+		return err
+	}
+	return n.Start(ctx)
+}
+
+// register makes the Node object. The routes between nodes are there already, so the node gets the part of the PodCIDR that they
+// lead to.
+func (n *Node) register(ctx context.Context) error {
 	object := &corev1.Node{
 		ObjectMeta: metav1.ObjectMeta{Name: n.Name},
 		Spec:       corev1.NodeSpec{PodCIDR: n.PodCIDR.String(), PodCIDRs: []string{n.PodCIDR.String()}},
 	}
-	if err := n.cluster.Client.Create(ctx, object); err != nil && !apierrors.IsAlreadyExists(err) {
+	return client.IgnoreAlreadyExists(n.cluster.Client.Create(ctx, object))
+}
+
+// Replace puts a new node in the place of this one: with the same name, but nothing that the old one had stored.
+func (n *Node) Replace(ctx context.Context) error {
+	if err := n.Crash(); err != nil { // its disk is in memory
 		return err
 	}
-	if err := n.configure(); err != nil {
+	if err := n.cluster.Client.Delete(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: n.Name}}); err != nil {
+		return err
+	}
+	if err := n.register(ctx); err != nil {
 		return err
 	}
 	return n.Start(ctx)

@@ -337,18 +337,28 @@ func kill(p *corev1.Pod, word string) error { return signal(p, word, syscall.SIG
 
 // signal sends a signal to the processes of a Pod that have a word in their command line.
 func signal(p *corev1.Pod, word string, s syscall.Signal) error {
+	pids, err := processes(p, word)
+	for _, pid := range pids {
+		if err := syscall.Kill(pid, s); err != nil {
+			return err
+		}
+	}
+	return err
+}
+
+// processes are those of a Pod that have a word in their command line, one at least.
+func processes(p *corev1.Pod, word string) (pids []int, err error) {
 	groups, err := filepath.Glob("/proc/[0-9]*/cgroup")
 	if err != nil {
-		return err
+		return nil, err
 	}
-	told := 0
 	for _, g := range groups {
 		text, err := os.ReadFile(g)
 		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ESRCH) {
 			continue
 		}
 		if err != nil {
-			return err
+			return nil, err
 		}
 		command, err := os.ReadFile(filepath.Join(filepath.Dir(g), "cmdline"))
 		if err != nil || !strings.Contains(string(text), "pod"+string(p.UID)) || !bytes.Contains(command, []byte(word)) {
@@ -356,15 +366,12 @@ func signal(p *corev1.Pod, word string, s syscall.Signal) error {
 		}
 		pid, err := strconv.Atoi(filepath.Base(filepath.Dir(g)))
 		if err != nil {
-			return err
+			return nil, err
 		}
-		if err := syscall.Kill(pid, s); err != nil {
-			return err
-		}
-		told++
+		pids = append(pids, pid)
 	}
-	if told == 0 {
-		return fmt.Errorf("no process of Pod %s", p.Name)
+	if len(pids) == 0 {
+		return nil, fmt.Errorf("no process of Pod %s", p.Name)
 	}
-	return nil
+	return pids, nil
 }

@@ -9,12 +9,14 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
+	"runtime"
 	"slices"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/wait"
@@ -56,7 +58,7 @@ func TestTrafficComesBackWhereNodesVote(t *testing.T) {
 	page := votesHead + fmt.Sprintf("The load of the machine before it was %s. Each fault happened %d times: the first number is the median, the second the worst.\n\n",
 		loadNow(t), *rounds) +
 		"| what happens | lost | pause, UDP | pause, TCP | connections broken | packets in the clear |\n|---|---|---|---|---|---|\n"
-	for _, fault := range w.votesFaults() {
+	for _, fault := range w.votesFaults(t) {
 		t.Run(fault.name, func(t *testing.T) {
 			var reports []probe.FlowReport
 			leaked, broken := 0, 0
@@ -154,7 +156,8 @@ type votesFault struct {
 	do      fault
 }
 
-func (w *world) votesFaults() []votesFault {
+func (w *world) votesFaults(t *testing.T) []votesFault {
+	t.Helper()
 	others := func(active *kubenodes.Node) (all []netip.Addr) {
 		for _, n := range w.a.Nodes {
 			if n != active {
@@ -199,6 +202,109 @@ func (w *world) votesFaults() []votesFault {
 		{"route agents rolled", true, roll("DaemonSet", "isthmus-route-agent")},
 		{"gateways rolled", true, roll("Deployment", "isthmus-gateway")},
 		{"managers rolled", true, roll("Deployment", "isthmus-manager")},
+		{"everything rolled at the same moment, as an upgrade does", true, func(ctx context.Context, c *kubenodes.Cluster) error {
+			return errors.Join(roll("DaemonSet", "isthmus-route-agent")(ctx, c), roll("Deployment", "isthmus-manager")(ctx, c), roll("Deployment", "isthmus-gateway")(ctx, c))
+		}},
+		{"route agent on the node of the active gateway killed by SIGKILL, as when it is out of memory", false, toActive(
+			func(ctx context.Context, c *kubenodes.Cluster, _ *corev1.Pod, n *kubenodes.Node) error {
+				return killAgents(ctx, c, n)
+			})},
+		{"all route agents killed by SIGKILL at once", false, func(ctx context.Context, c *kubenodes.Cluster) error {
+			return killAgents(ctx, c, c.Nodes...)
+		}},
+		{"state directory of one route agent read-only, and the active gateway killed by SIGKILL", false, whileReadOnly(1, killActive)},
+		{"state directories of two of three route agents read-only for 5 s, and the active gateway killed by SIGKILL", false, whileReadOnly(2, killActive)},
+		{"all nodes but the client's replaced, one after the other", false, w.replaceNodes(t)},
+	}
+}
+
+// agentOn is the route agent of a node.
+func agentOn(ctx context.Context, c *kubenodes.Cluster, n *kubenodes.Node) (*corev1.Pod, error) {
+	var pods corev1.PodList
+	err := c.Client.List(ctx, &pods, client.InNamespace(kubenodes.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "route-agent"})
+	for i := range pods.Items {
+		if p := &pods.Items[i]; p.Spec.NodeName == n.Name && p.DeletionTimestamp == nil {
+			return p, nil
+		}
+	}
+	return nil, errors.Join(err, fmt.Errorf("no route agent on %s", n.Name))
+}
+
+func killAgents(ctx context.Context, c *kubenodes.Cluster, nodes ...*kubenodes.Node) (err error) {
+	for _, n := range nodes {
+		p, failed := agentOn(ctx, c, n)
+		if failed == nil {
+			failed = kill(p, "route-agent")
+		}
+		err = errors.Join(err, failed)
+	}
+	return err
+}
+
+// whileReadOnly does something while route agents on nodes without the active gateway cannot write for 5 s.
+func whileReadOnly(agents int, do fault) fault {
+	return toActive(func(ctx context.Context, c *kubenodes.Cluster, _ *corev1.Pod, active *kubenodes.Node) (err error) {
+		for _, n := range c.Nodes {
+			if n == active || agents == 0 {
+				continue
+			}
+			agents--
+			p, failed := agentOn(ctx, c, n)
+			if failed != nil {
+				return failed
+			}
+			if failed := remount(p, "route-agent", "/var/lib/isthmus", unix.MS_RDONLY); failed != nil {
+				return failed
+			}
+			defer func() { err = errors.Join(err, remount(p, "route-agent", "/var/lib/isthmus", 0)) }()
+		}
+		err = errors.Join(err, do(ctx, c))
+		time.Sleep(5 * time.Second)
+		return err
+	})
+}
+
+// remount changes how a Pod's processes that have a word in their command line see what is mounted at a path.
+func remount(p *corev1.Pod, word, path string, flags uintptr) error {
+	pids, err := processes(p, word)
+	if err != nil {
+		return err
+	}
+	mounts, err := os.Open(fmt.Sprintf("/proc/%d/ns/mnt", pids[0]))
+	if err != nil {
+		return err
+	}
+	defer mounts.Close()
+	done := make(chan error)
+	go func() {
+		runtime.LockOSThread() // the thread ends with the goroutine
+		if err := unix.Unshare(unix.CLONE_FS); err != nil {
+			done <- err
+			return
+		}
+		if err := unix.Setns(int(mounts.Fd()), unix.CLONE_NEWNS); err != nil {
+			done <- err
+			return
+		}
+		done <- unix.Mount("", path, "", unix.MS_REMOUNT|unix.MS_BIND|flags, "")
+	}()
+	return <-done
+}
+
+// replaceNodes replaces all nodes but that of the client of the flow.
+func (w *world) replaceNodes(t *testing.T) fault {
+	t.Helper()
+	return func(ctx context.Context, c *kubenodes.Cluster) error {
+		client := byGateway(t, c)[1].Node
+		for _, n := range c.Nodes {
+			if n == client {
+				continue
+			}
+			if err := errors.Join(n.Replace(ctx), c.WaitRolledOut(ctx)); err != nil {
+				return err
+			}
+		}
+		return nil
 	}
 }
 
