@@ -3,6 +3,7 @@ package main
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"os"
 
@@ -55,7 +56,7 @@ the node's own DNS servers; probes have "host: 127.0.0.1".`, kernel.OverlayDevic
 			if cleanup {
 				err := routeagent.Cleanup(logger(cmd, level), o.StateDirectory)
 				if err == nil && o.StateDirectory != "" {
-					err = voting.RemovePromise(o.StateDirectory)
+					err = errors.Join(voting.RemovePromise(o.StateDirectory), kube.ForgetNode(o.StateDirectory))
 				}
 				return err
 			}

@@ -53,9 +53,10 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 	config.QPS = -1 // few and long requests
 	look, urgent, said := newSignal(), newSignal(), ""
 	w := &nodeWatch{config: config, namespace: namespace, self: self, log: log, look: look, urgent: urgent}
+	elected := newSignal()
 	if voter != nil {
-		w.voter = voter
-		voter.OnHolder(urgent.set)
+		w.voter, w.directory = voter, voter.Directory
+		voter.OnHolder(func() { urgent.set(); elected.set() })
 	}
 	waiting := func(err error) {
 		w.mu.Lock()
@@ -69,6 +70,8 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 	ctx, cancel := context.WithCancel(ctx)
 	defer w.group.Wait()
 	defer cancel()
+	recalled := w.recall(ctx, elected, deliver)
+	defer recalled()
 	here := map[string]cache.Config{namespace: {}}
 	w.place = w.further(map[client.Object]cache.ByObject{
 		&corev1.Service{}: {Transform: slimService, Label: labels.SelectorFromSet(serviceLabels), Namespaces: here}}, urgent)
@@ -108,8 +111,10 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 			return // an agent that has just begun would take away what another one made
 		}
 		if w.last == nil || !reflect.DeepEqual(now, w.last) {
+			recalled()
 			w.last = now
 			deliver(now.intent, now.problems)
+			w.remember(now.intent)
 		}
 	}
 	see()
@@ -121,7 +126,8 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 type nodeWatch struct {
 	config          *rest.Config
 	namespace, self string
-	voter           voter // nil: the node does not vote
+	voter           voter  // nil: the node does not vote
+	directory       string // of what is remembered; empty: nothing is
 	log             *slog.Logger
 	look, urgent    signal
 	waiting         func(error)
@@ -137,7 +143,9 @@ type nodeWatch struct {
 	tunnels     *further // TunnelEndpoints
 	all         *further // all Nodes and Pods
 
-	read readAllocations // see's own
+	read      readAllocations // see's own, as what follows
+	epoch     uint64          // of the active gateway, where nodes vote; else 0
+	remembers bool            // nodes voted when something was last remembered
 
 	mu sync.Mutex
 }
@@ -305,9 +313,13 @@ func (w *nodeWatch) active(services []corev1.Service, gateways []fabric.GatewayP
 	}
 	w.voter.Expect(addrs)
 	h := w.voter.Holder()
+	if w.epoch = 0; votes.Voting {
+		w.epoch = uint64(votes.Epoch)
+	}
 	if !votes.Voting || h.Epoch <= uint64(votes.Epoch) || !slices.ContainsFunc(gateways, func(g fabric.GatewayPod) bool { return g.Addr == h.Addr && !g.HostNetwork }) {
 		return named
 	}
+	w.epoch = h.Epoch
 	return h.Addr
 }
 

@@ -1,0 +1,86 @@
+package kube
+
+import (
+	"context"
+	"errors"
+	"io/fs"
+	"log/slog"
+	"slices"
+	"sync"
+
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/statefile"
+)
+
+const (
+	nodeMemoryName    = "node.json"
+	nodeMemoryLimit   = 4 << 20 // octets, as of the agent's snapshot
+	nodeMemoryVersion = 1
+)
+
+// A nodeMemory is what an agent was last told, on disk. One that starts while the API server is away follows by it the gateway that
+// the nodes vote for.
+type nodeMemory struct {
+	Version int               `json:"version"`
+	Epoch   uint64            `json:"epoch"` // of the gateway in the intent; 0: nodes do not vote
+	Intent  fabric.NodeIntent `json:"intent"`
+}
+
+// memoryOf reads what remember wrote; nil: nothing, or nothing that can be used.
+func memoryOf(directory string, log *slog.Logger) *nodeMemory {
+	m := new(nodeMemory)
+	switch err := statefile.Read(directory, nodeMemoryName, nodeMemoryLimit, m); {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil
+	case err != nil:
+		log.Warn("what was last known of this node", "error", err)
+		return nil
+	case m.Version != nodeMemoryVersion || m.Epoch == 0:
+		return nil
+	}
+	return m
+}
+
+// remember stores an intent, where nodes vote.
+func (w *nodeWatch) remember(in fabric.NodeIntent) {
+	if w.directory == "" || w.epoch == 0 && !w.remembers {
+		return
+	}
+	if err := statefile.Write(w.directory, nodeMemoryName, nodeMemoryLimit, nodeMemory{nodeMemoryVersion, w.epoch, in}); err != nil {
+		w.log.Warn("an agent that starts while the API server is away will follow nobody new", "error", err)
+		return
+	}
+	w.remembers = w.epoch != 0
+}
+
+// recall delivers what the agent before was told, with the gateway that the nodes have voted for since, whenever elected says that
+// there is another one. It ends when stop is called, which waits for it.
+func (w *nodeWatch) recall(ctx context.Context, elected signal, deliver func(fabric.NodeIntent, []fabric.Problem)) (stop func()) {
+	m := memoryOf(w.directory, w.log)
+	if m == nil {
+		return func() {}
+	}
+	w.remembers = true
+	ctx, cancel := context.WithCancel(ctx)
+	var group sync.WaitGroup
+	group.Go(func() {
+		for {
+			select {
+			case <-ctx.Done():
+				return
+			case <-elected:
+			}
+			h, in := w.voter.Holder(), m.Intent
+			if h.Epoch <= m.Epoch || !slices.ContainsFunc(in.Gateways, func(g fabric.GatewayPod) bool { return g.Addr == h.Addr && !g.HostNetwork }) {
+				continue
+			}
+			w.log.Info("following the gateway that the nodes have voted for, by what was known before the start", "pod", h.Pod, "epoch", h.Epoch)
+			m.Epoch, in.Gateway = h.Epoch, h.Addr
+			deliver(in, nil)
+		}
+	})
+	return sync.OnceFunc(func() { cancel(); group.Wait() })
+}
+
+// ForgetNode removes what an agent remembers of its node.
+func ForgetNode(directory string) error { return statefile.Remove(directory, nodeMemoryName) }
