@@ -236,7 +236,7 @@ func (e *Engine) publish(table *ruleTable, rules []*rule, fresh []*PeerState, go
 	e.quota, e.hostQuota = quota, hostQuota
 	for _, r := range bounded {
 		r.peer.quota.Store(int64(quota))
-		r.peer.setHostQuota(uint32(hostQuota))
+		r.peer.setHostQuota(uint32(hostQuota), runtime.Gosched)
 	}
 	for _, r := range rules {
 		r.peer.path.mtu.Store(int32(r.spec.MTU))

@@ -2,6 +2,7 @@ package natengine
 
 import (
 	"hash/maphash"
+	"math"
 	"slices"
 	"unsafe"
 )
@@ -10,15 +11,16 @@ import (
 // the hosts inside for NAPT flows, those of the peer for flows to mapped endpoints. A host is known
 // as long as it has a flow. Used with the flow table's mutex.
 type hostTable struct {
-	flows  *flowTable
-	kind   flowKind
-	seed   maphash.Seed
-	hosts  pool[host]
-	chains chains
-	live   int
-	free   uint32
-	quota  uint32 // flows that a host may have
-	full   int    // hosts that have as many
+	flows   *flowTable
+	kind    flowKind
+	seed    maphash.Seed
+	hosts   pool[host]
+	chains  chains
+	live    int
+	free    uint32
+	quota   uint32 // flows that a host may have
+	full    int    // hosts that have as many, of those up to number counted
+	counted uint32 // all, unless the quota has just changed: see setHostQuota
 }
 
 // A host has its flows in a list: in front those that wait for their eviction, oldest first. Its
@@ -74,7 +76,7 @@ func (t *hostTable) hold(a addr) (number uint32) {
 		t.live++
 	}
 	h := t.at(number)
-	if h.flows++; h.flows == t.quota {
+	if h.flows++; h.flows == t.quota && number <= t.counted {
 		t.full++
 	}
 	return number
@@ -83,7 +85,7 @@ func (t *hostTable) hold(a addr) (number uint32) {
 // release counts one flow less of a host with address a. Its list no longer has the flow.
 func (t *hostTable) release(number uint32, a addr) {
 	h := t.at(number)
-	if h.flows == t.quota {
+	if h.flows == t.quota && number <= t.counted {
 		t.full--
 	}
 	if h.flows--; h.flows > 0 {
@@ -149,18 +151,30 @@ func (t *hostTable) leave(h *host, i uint32) {
 	t.link(l.next - 1).prev = l.prev
 }
 
-// setQuota takes effect for new flows.
+// setQuota takes effect for new flows. count has to follow.
 func (t *hostTable) setQuota(quota uint32) {
-	if quota == t.quota {
-		return
+	if quota != t.quota {
+		t.quota, t.full, t.counted = quota, 0, 0
 	}
-	t.quota, t.full = quota, 0
-	for i := range t.hosts.used {
-		if t.at(i+1).flows >= quota {
+}
+
+// count looks at some hosts more, of which full knows nothing since setQuota. It returns true if there are
+// others.
+func (t *hostTable) count() (more bool) {
+	for range hostsAtOnce {
+		if t.counted >= t.hosts.used {
+			t.counted = math.MaxUint32
+			return false
+		}
+		if t.counted++; t.at(t.counted).flows >= t.quota {
 			t.full++
 		}
 	}
+	return true
 }
+
+// hostsAtOnce is how many hosts are counted while new flows of the peer wait: 30 µs.
+const hostsAtOnce = 1 << 13
 
 func (t *hostTable) bytes() int {
 	return t.hosts.bytes() + t.chains.bytes()
@@ -456,11 +470,19 @@ func (t *flowTable) yield(dry bool) bool {
 	return t.evict(nil)
 }
 
-func (p *PeerState) setHostQuota(quota uint32) {
+// setHostQuota takes effect at once. How many hosts have as many flows is known when it returns; they are
+// counted some at a time, because new flows need the lock. between is called without it.
+func (p *PeerState) setHostQuota(quota uint32, between func()) {
 	t := &p.flows
-	t.mu.Lock()
-	defer t.mu.Unlock()
 	for kind := range t.hosts {
-		t.hosts[kind].setQuota(quota)
+		hosts := &t.hosts[kind]
+		t.mu.Lock()
+		hosts.setQuota(quota)
+		for hosts.count() {
+			t.mu.Unlock()
+			between()
+			t.mu.Lock()
+		}
+		t.mu.Unlock()
 	}
 }

@@ -128,6 +128,32 @@ func TestLowerQuotaTakesEffectForNewFlows(t *testing.T) {
 	e.checkTables(t)
 }
 
+// The lock is free between the steps, and flows that open and end meanwhile are counted once.
+func TestHostsAreCountedInStepsWhenTheirQuotaChanges(t *testing.T) {
+	const hosts = 3 * hostsAtOnce
+	e := newEngine(t, Config{MaxFlows: 4 * hosts, MaxFlowsPerHost: 3}, peerC())
+	flood(t, e, hosts)
+	p, steps := e.Peers()[0], 0
+	p.setHostQuota(2, func() {
+		steps++
+		if !p.flows.mu.TryLock() {
+			t.Fatal("the lock is held between two steps")
+		}
+		p.flows.mu.Unlock()
+		one := func(host, port int) {
+			in(t, e, udp(fmt.Sprintf("10.73.%d.%d:%d", host>>8, host&0xff, port), "10.247.0.9:80"), 0)
+		}
+		one(10*steps, 54)       // it is counted
+		one(hosts-10*steps, 54) // it is not yet
+		one(hosts+steps, 53)    // it is new
+		one(hosts+steps, 54)
+	})
+	if s := e.Stats().Peers[0]; steps != 3 || s.HostsAtQuota != 9 {
+		t.Errorf("%d hosts at their quota after %d steps", s.HostsAtQuota, steps)
+	}
+	e.checkTables(t)
+}
+
 // flood opens n flows to a mapped endpoint, each from another host of peer c.
 func flood(t testing.TB, e *Engine, n int) (opened int) {
 	t.Helper()
