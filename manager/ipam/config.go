@@ -40,7 +40,8 @@ func (c Conflict) String() string {
 //
 // When the ExternalCIDR changes, mapped endpoints keep their host bits if it has the same length,
 // and get new addresses otherwise. Answers of peers that no longer fit the length of our networks
-// are forgotten until they answer again.
+// are forgotten until they answer again. So is what stands for another PodCIDR, of any length: until the
+// peer answers, it reaches no address of the new one.
 func (b Book) Configure(c Config) (Book, []Conflict) {
 	if c.Pools == nil {
 		c.Pools = DefaultPools()
@@ -51,6 +52,7 @@ func (b Book) Configure(c Config) (Book, []Conflict) {
 		ExternalCIDR: c.ExternalCIDR.Masked(),
 		Pools:        networks(c.Pools),
 		Reserved:     networks(c.Reserved),
+		Services:     networks(c.Services),
 		Nodes:        slices.Clone(c.Nodes),
 		Reached:      MergeReached(slices.Clone(c.Reached)),
 	}
@@ -59,7 +61,7 @@ func (b Book) Configure(c Config) (Book, []Conflict) {
 	slices.SortFunc(own.Nodes, netip.Addr.Compare)
 	own.Nodes = slices.Compact(own.Nodes)
 
-	was := b.own.ExternalCIDR
+	was, pods := b.own.ExternalCIDR, b.own.PodCIDR
 	if !own.ExternalCIDR.IsValid() && b.inUse() {
 		own.ExternalCIDR = was // they may know it
 	}
@@ -72,7 +74,7 @@ func (b Book) Configure(c Config) (Book, []Conflict) {
 		b.own.ExternalCIDR = b.chooseExternal(was)
 		b.taken = b.taken.with(b.own.ExternalCIDR)
 	}
-	b.readdress(was)
+	b.readdress(was, pods)
 	return b, b.Conflicts()
 }
 
@@ -138,8 +140,8 @@ func externalLike(pod netip.Prefix) netip.Prefix {
 }
 
 // readdress makes everything that depends on our own networks fit them again, after the
-// ExternalCIDR was another one.
-func (b *Book) readdress(was netip.Prefix) {
+// ExternalCIDR and the PodCIDR were others.
+func (b *Book) readdress(was, pods netip.Prefix) {
 	external := b.own.ExternalCIDR
 	peers := make(map[string]*account, len(b.peers))
 	endpoints := make(map[netip.Addr]*endpoint)
@@ -166,7 +168,7 @@ func (b *Book) readdress(was netip.Prefix) {
 	}
 	for id, old := range b.peers {
 		p := *old
-		if p.podSeen.IsValid() && !fits(p.podSeen, b.own.PodCIDR) {
+		if b.own.PodCIDR != pods || !fits(p.podSeen, b.own.PodCIDR) {
 			p.podSeen = netip.Prefix{}
 		}
 		if p.externalSeen.IsValid() && !fits(p.externalSeen, external) {

@@ -186,3 +186,26 @@ func TestLostMappingsAreRestoredAtTheirAddresses(t *testing.T) {
 		}
 	}
 }
+
+// Until the peer has answered for the new network, it would send packets for what it knows of the old one.
+func TestNoPodIsMappedBetweenAChangeOfThePodCIDRAndTheAnswer(t *testing.T) {
+	b := joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16")
+	b = mapped(t, b, "b", "198.51.100.7", "10.247.0.2")
+	other := ours()
+	other.PodCIDR = pfx("10.250.0.0/16")
+	b, _ = b.Configure(other)
+	for range 2 {
+		if _, got, err := b.MapEndpoint("b", addr("10.250.3.4")); !errors.Is(err, ErrNoConfiguration) {
+			t.Errorf("a pod is mapped to %v, %v", got, err)
+		}
+		mapped(t, b, "b", "198.51.100.7", "10.247.0.2") // what is no pod stays where it is
+		spec := b.Spec()
+		var err error
+		if b, err = Read(&spec); err != nil { // after a restart
+			t.Fatal(err)
+		}
+		b, _ = b.Configure(other)
+	}
+	b = b.Answered("b", pfx("10.201.0.0/16"), pfx("10.247.0.0/16"))
+	mapped(t, b, "b", "10.250.3.4", "10.201.3.4")
+}

@@ -157,7 +157,7 @@ func Read(spec *v1alpha1.IpamStorageSpec) (Book, error) {
 		return Book{}, r.err
 	}
 	b.fill()
-	b.readdress(b.own.ExternalCIDR)
+	b.readdress(b.own.ExternalCIDR, b.own.PodCIDR)
 	return b, nil
 }
 
