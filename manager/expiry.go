@@ -140,7 +140,7 @@ func (x *expiry) find(ctx context.Context, ip netip.Addr, pace *rate.Limiter) (s
 	if b.IsNode(ip) {
 		return "node", nil
 	}
-	if b.Own().ServiceCIDR.Contains(ip) {
+	if b.ServicesAt(ip).IsValid() {
 		return x.first(ctx, pace, "service", "Service", fields.OneTermEqualSelector("spec.clusterIP", ip.String()))
 	}
 	if id, _ := b.PeerAt(ip); id != "" {

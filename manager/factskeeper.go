@@ -272,7 +272,7 @@ func (k *FactsKeeper) configure(ctx context.Context, f *Facts) error {
 	n := k.Plan
 	config := ipam.Config{
 		PodCIDR: f.PodCIDR, ServiceCIDR: f.ServiceCIDR, ExternalCIDR: n.ExternalCIDR,
-		Pools: n.Pools, Reserved: slices.Concat(n.Reserved, f.MoreServices), Nodes: slices.Concat(f.Nodes, f.APIServers), Reached: f.Reached,
+		Pools: n.Pools, Reserved: slices.Concat(n.Reserved, f.MoreServices), Services: f.MoreServices, Nodes: slices.Concat(f.Nodes, f.APIServers), Reached: f.Reached,
 	}
 	var (
 		conflicts []ipam.Conflict

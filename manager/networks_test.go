@@ -59,6 +59,7 @@ func TestServicesOfALaterServiceCIDRAreReserved(t *testing.T) {
 	reserved := func() bool {
 		return slices.Contains(w.books.Book().Own().Reserved, netip.MustParsePrefix("172.29.0.0/24"))
 	}
+	guarded := func() string { return w.books.Book().Guarded(netip.MustParseAddr("172.29.0.7")) }
 	if reserved() {
 		t.Fatal("reserved before it is there")
 	}
@@ -67,11 +68,14 @@ func TestServicesOfALaterServiceCIDRAreReserved(t *testing.T) {
 		t.Cleanup(func() { drop(o) })
 	}
 	w.until("it is reserved", reserved)
+	if got := guarded(); got != "is a Service, in 172.29.0.0/24" {
+		t.Errorf("what peers get only where a person says so: %q", got)
+	}
 	for _, c := range w.books.Book().Conflicts() {
 		t.Errorf("conflict: %v", c)
 	}
 	drop(later)
-	w.until("it is free again", func() bool { return !reserved() })
+	w.until("it is free again", func() bool { return !reserved() && guarded() == "" })
 }
 
 // A pods is a reader that has Pods, of which it gives a page at a time, and counts how often they are listed.

@@ -44,6 +44,9 @@ type Config struct {
 	// Pools are the networks to allocate from, in this order; nil: DefaultPools. Reserved are
 	// networks that no peer gets.
 	Pools, Reserved []netip.Prefix
+	// Services are the reserved networks that have addresses of Services outside of ServiceCIDR. What Spec
+	// keeps does not say which these are.
+	Services []netip.Prefix
 	// Nodes are addresses that no peer's network may contain, also those of API servers. They
 	// change with the cluster, so that they are not part of what Spec keeps, and neither is what
 	// nodes reach.
@@ -82,7 +85,7 @@ func MergeReached(all []Reached) []Reached {
 
 // Equal reports whether both say the same, in the same order.
 func (c Config) Equal(other Config) bool {
-	return c.sameNetworks(other) && slices.Equal(c.Nodes, other.Nodes) && slices.Equal(c.Reached, other.Reached)
+	return c.sameNetworks(other) && slices.Equal(c.Services, other.Services) && slices.Equal(c.Nodes, other.Nodes) && slices.Equal(c.Reached, other.Reached)
 }
 
 func (c Config) sameNetworks(other Config) bool {
@@ -137,7 +140,8 @@ type endpoint struct {
 // Own returns the Config as it is in effect: with pools and ExternalCIDR.
 func (b Book) Own() Config {
 	c := b.own
-	c.Pools, c.Reserved, c.Nodes, c.Reached = slices.Clone(c.Pools), slices.Clone(c.Reserved), slices.Clone(c.Nodes), slices.Clone(c.Reached)
+	c.Pools, c.Reserved, c.Services = slices.Clone(c.Pools), slices.Clone(c.Reserved), slices.Clone(c.Services)
+	c.Nodes, c.Reached = slices.Clone(c.Nodes), slices.Clone(c.Reached)
 	return c
 }
 

@@ -68,8 +68,8 @@ func (b Book) Guarded(ip netip.Addr) string {
 	switch {
 	case b.IsNode(ip):
 		return "is an address of a node"
-	case b.own.ServiceCIDR.Contains(ip):
-		return fmt.Sprintf("is a Service, in %v", b.own.ServiceCIDR)
+	case b.ServicesAt(ip).IsValid():
+		return fmt.Sprintf("is a Service, in %v", b.ServicesAt(ip))
 	}
 	if id, network := b.PeerAt(ip); id != "" {
 		return fmt.Sprintf("is in %v, a network of cluster %q", network, id)
@@ -81,6 +81,16 @@ func (b Book) Guarded(ip netip.Addr) string {
 func (b Book) IsNode(ip netip.Addr) bool {
 	_, node := slices.BinarySearchFunc(b.own.Nodes, ip, netip.Addr.Compare)
 	return node
+}
+
+// ServicesAt returns the network of our Services that has the address; the zero value when there is none.
+func (b Book) ServicesAt(ip netip.Addr) netip.Prefix {
+	for _, network := range append([]netip.Prefix{b.own.ServiceCIDR}, b.own.Services...) {
+		if network.Contains(ip) {
+			return network
+		}
+	}
+	return netip.Prefix{}
 }
 
 // PeerAt returns the peer that has the address in one of its networks, and that network; empty when

@@ -404,9 +404,9 @@ func (s *Store) reread(ctx context.Context) error {
 		s.log.Error("IpamStorage was changed by someone else, lacks networks that peers have and is written again as it was; want isthmus unpeer instead of an edit", "name", object.Name)
 		return nil
 	}
-	if was := before.Own(); len(was.Nodes)+len(was.Reached) > 0 { // the object does not keep them
+	if was := before.Own(); len(was.Nodes)+len(was.Reached)+len(was.Services) > 0 { // the object does not keep them
 		own := book.Own()
-		own.Nodes, own.Reached = was.Nodes, was.Reached
+		own.Nodes, own.Reached, own.Services = was.Nodes, was.Reached, was.Services
 		book, _ = book.Configure(own)
 	}
 	if was := before.Spec(); known {

@@ -941,13 +941,14 @@ func TestWhatNodesReachOutlivesAWriteOfSomebodyElse(t *testing.T) {
 	h := fresh(t)
 	reached := ours
 	reached.Reached = []ipam.Reached{{Prefix: pfx("10.70.0.0/16"), Node: "n1"}}
+	reached.Services = []netip.Prefix{pfx("172.29.0.0/24")}
 	h.update(func(b ipam.Book) ipam.Book { b, _ = b.Configure(reached); return b })
 	edit(t, func(o *v1alpha1.IpamStorage) { o.Spec.ReservedSubnets = []string{"10.80.0.0/16"} })
 	if err := h.Refresh(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	own := h.Book().Own()
-	if !slices.Equal(own.Reached, reached.Reached) || !slices.Equal(own.Nodes, reached.Nodes) || len(own.Reserved) != 1 {
+	if !slices.Equal(own.Reached, reached.Reached) || !slices.Equal(own.Nodes, reached.Nodes) || !slices.Equal(own.Services, reached.Services) || len(own.Reserved) != 1 {
 		t.Errorf("nodes %v reach %v, reserved are %v", own.Nodes, own.Reached, own.Reserved)
 	}
 	if g := h.grant(claim("b", "10.70.0.0/16", "10.71.0.0/20")); g.Pod.Overlaps(pfx("10.70.0.0/16")) {
