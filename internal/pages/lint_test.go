@@ -18,7 +18,7 @@ const maxWidth = 100
 var notYet = []string{
 	"CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md",
 	"docs/alerts.md", "docs/fairness.md", "docs/gateway.yaml.md",
-	"docs/install.md", "docs/lifecycle.md", "docs/liqo-v0.md", "docs/liqo.md", "docs/peering.md",
+	"docs/install.md", "docs/lifecycle.md", "docs/liqo-v0.md", "docs/peering.md",
 	"docs/security.md", "docs/services.md", "docs/troubleshooting.md",
 	"docs/decisions/0023-nodes-vote.md", "docs/decisions/0024-post-quantum-preshared-key.md", "docs/decisions/0025-one-object-per-cluster.md",
 }
