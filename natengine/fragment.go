@@ -1,8 +1,6 @@
 package natengine
 
 import (
-	"encoding/binary"
-	"slices"
 	"sync"
 
 	"github.com/isthmus-net/isthmus/packet"
@@ -71,24 +69,6 @@ type fragmentKey struct {
 	id       uint32
 	proto    uint8
 }
-
-type fragmentSet struct {
-	key     fragmentKey // before translation
-	after   fragmentKey // and behind it, once decided
-	host    *fragmentHost
-	born    tick
-	decided bool   // outbound; inbound only a datagram that is dropped is
-	to      addr   // our end, written to every fragment
-	drop    Drop   // or why every fragment is dropped
-	first   uint64 // the octets of the first fragment that have the ports and, mostly, the checksum
-	held    [][]byte
-	seen    []span // octets that arrived, in order, not adjacent
-	total   int    // octets of the whole datagram, 0 while the last fragment is missing
-	links   [2]links
-}
-
-// span is a part of a datagram, in units of 8 octets.
-type span struct{ from, to uint16 }
 
 // fragmentHost is the part of the store that one source has.
 type fragmentHost struct {
@@ -336,125 +316,6 @@ func (s *fragmentStore) decide(v *packet.View, r *rule, to addr, drop Drop) (hel
 // one: what is decided by it must not be remembered.
 func (s *fragmentStore) outdated(r *rule) bool {
 	return s.rule != r && (s.rule == nil || !s.rule.spec.sameFlows(r.spec))
-}
-
-// contradicts reports whether v, which ends at end, cannot be a part of the same datagram as what
-// went by.
-func (set *fragmentSet) contradicts(v *packet.View, end int, more bool) bool {
-	reached := 0
-	if n := len(set.seen); n > 0 {
-		reached = int(set.seen[n-1].to) * 8
-	}
-	switch off, _, _, _ := v.Fragment(); {
-	case more && set.total != 0 && end >= set.total, // goes on behind the end
-		!more && set.total != 0 && end != set.total, // two ends
-		!more && set.total == 0 && end <= reached:   // ends where it was seen to go on
-		return true
-	case off == 0 && len(set.seen) > 0 && set.seen[0].from == 0:
-		return set.first != firstOctets(v)
-	}
-	return false
-}
-
-// firstOctets tells the first fragments of two datagrams apart.
-func firstOctets(v *packet.View) uint64 {
-	var b [8]byte
-	copy(b[:], v.Bytes()[v.TransportOffset():])
-	return binary.BigEndian.Uint64(b[:])
-}
-
-type placement uint8
-
-const (
-	fresh placement = iota
-	duplicate
-	contradiction
-)
-
-// fitting is the position of a fragment in its datagram.
-type fitting struct {
-	span
-	at   int // in fragmentSet.seen
-	end  int // octets
-	last bool
-	kind placement
-}
-
-// fit finds the position of v among the earlier fragments in set.
-func (set *fragmentSet) fit(v *packet.View) fitting {
-	off, more, _, _ := v.Fragment()
-	end := off + v.FragmentLen()
-	f := fitting{span: span{uint16(off / 8), uint16((end + 7) / 8)}, end: end, last: !more}
-	if set.drop == DropFragment {
-		f.kind = duplicate // of a datagram that has ended
-		return f
-	}
-	if f.at, f.kind = set.place(f.span); set.contradicts(v, end, more) {
-		f.kind = contradiction
-	}
-	return f
-}
-
-// enter records that v arrived, which must be fresh.
-func (set *fragmentSet) enter(v *packet.View, f fitting) {
-	set.cover(f.at, f.span)
-	if f.from == 0 {
-		set.first = firstOctets(v)
-	}
-	if f.last {
-		set.total = f.end
-	}
-}
-
-// completes reports whether a fresh fragment fills the only gap.
-func (set *fragmentSet) completes(f fitting) bool {
-	total := set.total
-	if f.last {
-		total = f.end
-	}
-	if total == 0 {
-		return false
-	}
-	all := span{0, uint16((total + 7) / 8)}
-	switch len(set.seen) {
-	case 1:
-		one := set.seen[0]
-		return one.from == all.from && one.to == f.from && f.to == all.to || f.from == all.from && f.to == one.from && one.to == all.to
-	case 2:
-		return set.seen[0].from == all.from && set.seen[0].to == f.from && f.to == set.seen[1].from && set.seen[1].to == all.to
-	}
-	return false
-}
-
-// place finds the position of part among the octets that arrived.
-func (set *fragmentSet) place(part span) (at int, kind placement) {
-	for at < len(set.seen) && set.seen[at].to <= part.from {
-		at++
-	}
-	switch {
-	case at == len(set.seen) || part.to <= set.seen[at].from:
-		return at, fresh
-	case set.seen[at].from <= part.from && part.to <= set.seen[at].to:
-		return at, duplicate
-	}
-	return at, contradiction
-}
-
-// cover records that part arrived, which place has found to be fresh.
-func (set *fragmentSet) cover(at int, part span) {
-	left := at > 0 && set.seen[at-1].to == part.from
-	right := at < len(set.seen) && set.seen[at].from == part.to
-	switch {
-	case left && right:
-		set.seen[at-1].to = set.seen[at].to
-		set.seen = slices.Delete(set.seen, at, at+1)
-	case left:
-		set.seen[at-1].to = part.to
-	case right:
-		set.seen[at].from = part.from
-	default:
-		set.seen = slices.Insert(set.seen, at, part)
-	}
 }
 
 // hold copies v until other fragments arrive; false: there is no room.
