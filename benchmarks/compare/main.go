@@ -21,19 +21,14 @@ import (
 	"log"
 	"net/netip"
 	"os"
-	"os/exec"
 	"os/signal"
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"syscall"
 	"time"
 
-	"github.com/vishvananda/netlink"
-
 	"github.com/isthmus-net/isthmus/benchmarks/internal/load"
-	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
 const wgPort = 5871
@@ -79,44 +74,6 @@ const baseline = "wireguard-go + NETMAP"
 
 // checked are the peers that -check and -record measure where nothing else is asked for.
 const checked = reference + ",isthmus without USO,isthmus"
-
-// A bench is the lab with what the peers need to know of it.
-type bench struct {
-	lab       *lab.Lab
-	self      string // this program
-	binary    string // isthmus
-	tailscale string // the program of ../tailscale; empty: not built
-	mtu       int    // of the underlay
-	nodes     [2]*node
-}
-
-// A node is one end: the cluster's only node and its only pod.
-type node struct {
-	cluster  *lab.Cluster
-	host     *lab.Host
-	pod      *lab.Pod
-	underlay netip.Addr
-	cidr     netip.Prefix // the cluster's PodCIDR
-	seen     netip.Prefix // as the other cluster sees it
-}
-
-// seenPod is the pod's address as the other cluster sees it.
-func (n *node) seenPod() netip.Addr {
-	a, net := n.pod.Addr.As4(), n.seen.Addr().As4()
-	for i := range a {
-		keep := byte(0xff)
-		if bits := n.seen.Bits() - 8*i; bits >= 8 {
-			keep = 0
-		} else if bits > 0 {
-			keep = 0xff >> bits
-		}
-		a[i] = a[i]&keep | net[i]&^keep
-	}
-	return netip.AddrFrom4(a)
-}
-
-// tunnelMTU leaves room for IPv4, UDP and WireGuard, as Liqo reckons.
-func (b *bench) tunnelMTU() int { return b.mtu - 60 }
 
 // inPod is a load process: what package load has, and what only this program does.
 func inPod(args []string) error {
@@ -269,22 +226,6 @@ func runSoaks(ctx context.Context, mtu int, binary, fork, only string, d time.Du
 	return b.soak(ctx, only, d)
 }
 
-// missing says why a peer cannot be measured; empty when it can.
-func (b *bench) missing(program string) string {
-	switch {
-	case program == "":
-	case program == tailscale:
-		if _, err := os.Stat(b.tailscale); err != nil {
-			return "benchmarks/tailscale is not built"
-		}
-	default:
-		if _, err := exec.LookPath(program); err != nil {
-			return err.Error()
-		}
-	}
-	return ""
-}
-
 // wanted says whether a peer is to be measured: all are when only is empty. A word that is the name
 // of a peer means that one, any other those that contain it.
 func wanted(name, only string) bool {
@@ -292,88 +233,6 @@ func wanted(name, only string) bool {
 		exact := slices.ContainsFunc(peers, func(p peer) bool { return p.name == w })
 		return name == w || !exact && strings.Contains(name, w)
 	})
-}
-
-func newBench(ctx context.Context, mtu int, binary, fork string) (*bench, error) {
-	self, err := os.Executable()
-	if err != nil {
-		return nil, err
-	}
-	spec := lab.Spec{Name: "bench" + strconv.Itoa(os.Getpid()), MTU: mtu, Clusters: []lab.ClusterSpec{
-		{Name: "a", PodCIDR: netip.MustParsePrefix("10.201.0.0/16"), ExternalCIDR: netip.MustParsePrefix("10.211.0.0/16"), Nodes: 1, PodsPerNode: 1},
-		{Name: "b", PodCIDR: netip.MustParsePrefix("10.202.0.0/16"), ExternalCIDR: netip.MustParsePrefix("10.212.0.0/16"), Nodes: 1, PodsPerNode: 1},
-	}}
-	l, err := lab.Up(ctx, spec)
-	if err != nil {
-		return nil, err
-	}
-	b := &bench{lab: l, self: self, binary: binary, tailscale: fork, mtu: mtu}
-	for i, c := range l.Clusters {
-		b.nodes[i] = &node{
-			cluster: c, host: c.Nodes[0].Host, pod: c.Pods[0], underlay: c.Nodes[0].Addr, cidr: c.PodCIDR,
-			seen: netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(246 + i)}), 16),
-		}
-	}
-	return b, nil
-}
-
-// startListeners puts sinks into both pods and an echo into pod B, for the whole run.
-func (b *bench) startListeners(ctx context.Context) (func(), error) {
-	var procs []*os.Process
-	stop := func() {
-		for _, p := range procs {
-			_ = p.Kill()
-			_, _ = p.Wait()
-		}
-	}
-	for _, l := range []struct {
-		node int
-		what string
-	}{{0, "sink"}, {1, "sink"}, {1, "echo"}} {
-		p, err := load.Start(ctx, b.nodes[l.node].pod.Host, nil, b.self, "load", l.what)
-		if err != nil {
-			stop()
-			return nil, err
-		}
-		procs = append(procs, p)
-	}
-	return stop, nil
-}
-
-// run runs a command inside h to its end, stdin being its input.
-func (b *bench) run(ctx context.Context, h *lab.Host, stdin, name string, args ...string) error {
-	cmd := h.Command(ctx, name, args...)
-	cmd.Stdin = strings.NewReader(stdin)
-	if out, err := cmd.CombinedOutput(); err != nil {
-		return fmt.Errorf("%s %s in %s: %w: %s", name, strings.Join(args, " "), h.Name, err, out)
-	}
-	return nil
-}
-
-// measureLoad runs one load process in pod A and adds up what the gateways used.
-func (b *bench) measureLoad(ctx context.Context, r *running, args ...string) (load.Result, float64, error) {
-	before := cpuSeconds(r.gateways)
-	res, err := b.load(ctx, 0, args...)
-	return res, cpuSeconds(r.gateways) - before, err
-}
-
-// load runs one load process in the pod of a node.
-func (b *bench) load(ctx context.Context, node int, args ...string) (load.Result, error) {
-	return load.Run(ctx, b.nodes[node].pod.Host, b.self, args...)
-}
-
-// bothWays runs one TCP stream in each direction at once.
-func (b *bench) bothWays(ctx context.Context, r *running, ms string) (load.Result, float64, error) {
-	before := cpuSeconds(r.gateways)
-	var res [2]load.Result
-	var errs [2]error
-	var wg sync.WaitGroup
-	for i, to := range []netip.Addr{r.target, r.back} {
-		wg.Go(func() { res[i], errs[i] = b.load(ctx, i, "tcp", to.String(), "1", ms) })
-	}
-	wg.Wait()
-	used := cpuSeconds(r.gateways) - before
-	return load.Result{Bytes: res[0].Bytes + res[1].Bytes, Seconds: max(res[0].Seconds, res[1].Seconds)}, used, errors.Join(errs[:]...)
 }
 
 // A sample is one peer in one round.
@@ -460,54 +319,6 @@ func (b *bench) measure(ctx context.Context, up start, d time.Duration) (s sampl
 		s.RSS = max(s.RSS, peakMiB(g.Pid))
 	}
 	return s, nil
-}
-
-// waitReady waits for the first answer through the tunnel.
-func (b *bench) waitReady(ctx context.Context, r *running) error {
-	var err error
-	for range 50 {
-		if _, err = b.nodes[0].pod.Ping(ctx, r.target); err == nil {
-			return nil
-		}
-		time.Sleep(100 * time.Millisecond)
-	}
-	return fmt.Errorf("no answer from %v: %w", r.target, err)
-}
-
-func (b *bench) stop(r *running) error {
-	if r == nil {
-		return nil
-	}
-	var errs []error
-	for _, c := range slices.Backward(r.cleanup) {
-		errs = append(errs, c())
-	}
-	for _, g := range r.gateways {
-		_ = g.Signal(syscall.SIGTERM)
-		_, _ = g.Wait()
-	}
-	return errors.Join(errs...)
-}
-
-// route sends a prefix to a device of the node's namespace; it goes with the device.
-func (n *node) route(to netip.Prefix, dev string) error { return n.routeVia(to, dev, netip.Addr{}) }
-
-// routeVia is route by a next hop, unless that is the zero Addr.
-func (n *node) routeVia(to netip.Prefix, dev string, via netip.Addr) error {
-	return n.host.Do(func() error {
-		link, err := netlink.LinkByName(dev)
-		if err != nil {
-			return fmt.Errorf("%s: %w", dev, err)
-		}
-		if err := netlink.LinkSetUp(link); err != nil {
-			return err
-		}
-		r := netlink.Route{LinkIndex: link.Attrs().Index, Dst: ipNet(to), Scope: netlink.SCOPE_LINK}
-		if via.IsValid() {
-			r.Gw, r.Scope = via.AsSlice(), netlink.SCOPE_UNIVERSE
-		}
-		return netlink.RouteReplace(&r)
-	})
 }
 
 // cpuSeconds is user and system time of the processes, from /proc/PID/stat.

@@ -26,12 +26,9 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
-	"k8s.io/apimachinery/pkg/runtime/schema"
 	corev1client "k8s.io/client-go/kubernetes/typed/core/v1"
 	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-	"sigs.k8s.io/yaml"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
@@ -187,131 +184,6 @@ func (g *gathering) learn(name string, value []byte) {
 			g.redact.Secret(secret)
 		}
 	}
-}
-
-// wanted are the objects that are read. Without a namespace they are of the cluster, or of all
-// namespaces.
-type wanted struct {
-	version, kind string
-	where         place
-	named         string // only those whose names begin like that
-}
-
-type place int
-
-const (
-	everywhere place = iota
-	inInstallation
-	inTenants
-	inBoth
-)
-
-var kinds = []wanted{
-	{"isthmus.net/v1alpha1", "Peering", everywhere, ""},
-	{"isthmus.net/v1alpha1", "NodeNetworks", everywhere, ""},
-	{"isthmus.net/v1alpha1", "NetworkAllocation", everywhere, ""},
-	{"net.liqo.io/v1alpha1", "NetworkConfig", everywhere, ""},
-	{"net.liqo.io/v1alpha1", "TunnelEndpoint", everywhere, ""},
-	{"net.liqo.io/v1alpha1", "NatMapping", everywhere, ""},
-	{"net.liqo.io/v1alpha1", "IpamStorage", everywhere, ""},
-	{"v1", "Node", everywhere, ""},
-	{"v1", "Pod", inInstallation, ""},
-	{"v1", "Service", inInstallation, ""},
-	{"v1", "ConfigMap", inInstallation, ""},
-	{"v1", "ServiceAccount", inBoth, ""},
-	{"v1", "Event", inBoth, ""},
-	{"v1", "ResourceQuota", inTenants, ""},
-	{"discovery.k8s.io/v1", "EndpointSlice", inInstallation, ""},
-	{"apps/v1", "Deployment", inInstallation, ""},
-	{"apps/v1", "DaemonSet", inInstallation, ""},
-	{"coordination.k8s.io/v1", "Lease", inInstallation, ""},
-	{"networking.k8s.io/v1", "NetworkPolicy", inInstallation, ""},
-	{"rbac.authorization.k8s.io/v1", "Role", inBoth, ""},
-	{"rbac.authorization.k8s.io/v1", "RoleBinding", inBoth, ""},
-	{"rbac.authorization.k8s.io/v1", "ClusterRole", everywhere, "isthmus"},
-	{"rbac.authorization.k8s.io/v1", "ClusterRoleBinding", everywhere, "isthmus"},
-	{"admissionregistration.k8s.io/v1", "ValidatingAdmissionPolicy", everywhere, "isthmus"},
-	{"admissionregistration.k8s.io/v1", "ValidatingAdmissionPolicyBinding", everywhere, "isthmus"},
-	{"flowcontrol.apiserver.k8s.io/v1", "PriorityLevelConfiguration", everywhere, "isthmus"},
-}
-
-// objects reads them, a file for each kind and namespace.
-func (g *gathering) objects(ctx context.Context, tenants []string) {
-	for _, k := range kinds {
-		var namespaces []string
-		switch k.where {
-		case everywhere:
-			namespaces = []string{""}
-		case inInstallation:
-			namespaces = []string{g.cluster.Namespace}
-		case inTenants:
-			namespaces = tenants
-		case inBoth:
-			namespaces = append([]string{g.cluster.Namespace}, tenants...)
-		}
-		for _, namespace := range namespaces {
-			what := strings.TrimSuffix(k.kind+" in "+namespace, " in ")
-			list := &unstructured.UnstructuredList{}
-			list.SetGroupVersionKind(schema.FromAPIVersionAndKind(k.version, k.kind+"List"))
-			if err := g.cluster.Client().List(ctx, list, client.InNamespace(namespace)); err != nil {
-				g.miss(what, err)
-				continue
-			}
-			var kept []any
-			for i := range list.Items {
-				u := &list.Items[i]
-				if !strings.HasPrefix(u.GetName(), k.named) {
-					continue
-				}
-				g.clean(u)
-				kept = append(kept, u.Object)
-			}
-			if len(kept) > 0 {
-				g.yaml(path.Join("objects", namespace, strings.ToLower(k.kind)+".yaml"), kept)
-			}
-		}
-	}
-}
-
-// clean takes away what nobody reads, and learns public keys.
-func (g *gathering) clean(u *unstructured.Unstructured) {
-	u.SetManagedFields(nil)
-	annotations := u.GetAnnotations()
-	delete(annotations, corev1.LastAppliedConfigAnnotation)
-	u.SetAnnotations(annotations)
-	var walk func(any)
-	walk = func(v any) {
-		switch v := v.(type) {
-		case map[string]any:
-			for name, inner := range v {
-				text, ok := inner.(string)
-				switch {
-				case ok && name == "publicKey":
-					g.redact.Public(text)
-				case ok && name == "tunnels": // PORT:PUBLICKEY, separated by commas
-					for one := range strings.SplitSeq(text, ",") {
-						_, key, _ := strings.Cut(one, ":")
-						g.redact.Public(key)
-					}
-				}
-				walk(inner)
-			}
-		case []any:
-			for _, inner := range v {
-				walk(inner)
-			}
-		}
-	}
-	walk(u.Object)
-}
-
-func (g *gathering) yaml(name string, v any) {
-	text, err := yaml.Marshal(v)
-	if err != nil {
-		g.miss(name, err)
-		return
-	}
-	g.put(name, text)
 }
 
 // judge asks what `isthmus status` and `isthmus diagnose` ask.

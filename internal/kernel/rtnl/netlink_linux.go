@@ -1,15 +1,12 @@
 package rtnl
 
 import (
-	"bytes"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"net"
 	"net/netip"
-	"os"
 	"slices"
-	"strconv"
 	"strings"
 
 	"github.com/vishvananda/netlink"
@@ -216,38 +213,6 @@ func withoutFamily(family int, err error) bool {
 	return family == netlink.FAMILY_V6 && (errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.EAFNOSUPPORT))
 }
 
-// haveSettings reads the values that are wanted. One that cannot be read is written, and that error
-// tells.
-func (k *Kernel) haveSettings(s *kernel.State, in kernel.Namespace, want []kernel.Setting) error {
-	return k.do(in, func() error {
-		for _, v := range want {
-			if v.In != in {
-				continue
-			}
-			if withoutIPv6(v.Path) {
-				s.Settings = append(s.Settings, v) // nothing to switch off
-			} else if b, err := os.ReadFile("/proc/sys/" + v.Path); err == nil {
-				v.Value = string(bytes.TrimSpace(b))
-				s.Settings = append(s.Settings, v)
-			}
-		}
-		return nil
-	})
-}
-
-// withoutIPv6 reports that a setting of IPv6 has nothing to act on: the kernel has no IPv6, or has
-// taken it from a device with an MTU below 1280 (addrconf_notify in net/ipv6/addrconf.c).
-func withoutIPv6(path string) bool {
-	rest, ok := strings.CutPrefix(path, "net/ipv6/conf/")
-	if !ok {
-		return false
-	}
-	device, _, _ := strings.Cut(rest, "/")
-	_, without := os.Stat("/proc/sys/net/ipv6/conf/" + device)
-	_, err := os.Stat("/proc/sys/net/ipv4/conf/" + device)
-	return without != nil && err == nil
-}
-
 // change carries out one operation. Adding what is there and removing what is gone is success.
 func (k *Kernel) change(o kernel.Op) (err error) {
 	if o.Remove {
@@ -304,94 +269,11 @@ func (k *Kernel) change(o kernel.Op) (err error) {
 	return fmt.Errorf("no such object: %T", o.Object)
 }
 
-// devconf are the numbers of IPv4 settings of a device (include/uapi/linux/ip.h).
-var devconf = map[string]int{"forwarding": 1, "send_redirects": 6, "rp_filter": 8}
-
 // Attributes of include/uapi/linux/if_link.h.
 const (
 	inetConf         = 1 // IFLA_INET_CONF
 	inet6AddrGenMode = 8 // IFLA_INET6_ADDR_GEN_MODE
 )
-
-// set writes a setting, in the namespace of the thread. Those of a device go by netlink, which
-// needs no writable /proc/sys: an unprivileged container has none.
-func (k *Kernel) set(v kernel.Setting) error {
-	if withoutIPv6(v.Path) {
-		return nil
-	}
-	parts := strings.Split(v.Path, "/")
-	number, err := strconv.Atoi(v.Value)
-	if len(parts) != 5 || parts[2] != "conf" || parts[3] == "all" || err != nil {
-		return ignoreOptional(v, k.write(v))
-	}
-	spec := nl.NewRtAttr(unix.IFLA_AF_SPEC, nil)
-	switch {
-	case parts[1] == "ipv4" && devconf[parts[4]] != 0:
-		spec.AddRtAttr(unix.AF_INET, nil).AddRtAttr(inetConf, nil).AddRtAttr(devconf[parts[4]], nl.Uint32Attr(uint32(number)))
-	case parts[1] == "ipv6" && parts[4] == "addr_gen_mode":
-		spec.AddRtAttr(unix.AF_INET6, nil).AddRtAttr(inet6AddrGenMode, nl.Uint8Attr(uint8(number)))
-	default:
-		return ignoreOptional(v, k.write(v))
-	}
-	index, err := k.dev(v.In, parts[3])
-	if err != nil {
-		return err
-	}
-	m := nl.NewIfInfomsg(unix.AF_UNSPEC)
-	m.Index = int32(index)
-	req := nl.NewNetlinkRequest(unix.RTM_SETLINK, unix.NLM_F_ACK)
-	req.AddData(m)
-	req.AddData(spec)
-	_, err = req.Execute(unix.NETLINK_ROUTE, 0)
-	return err
-}
-
-// write writes below /proc/sys. A container that is not privileged has it read-only, for the node's
-// sake. The Inner namespace is nobody else's, and CAP_SYS_ADMIN, which it takes to make one, gives
-// us a procfs of our own, mounted nowhere, where net is that of the thread.
-func (k *Kernel) write(v kernel.Setting) error {
-	err := os.WriteFile("/proc/sys/"+v.Path, []byte(v.Value), 0)
-	if v.In != kernel.Inner || k.inner == nil || !errors.Is(err, unix.EROFS) {
-		return err
-	}
-	proc, own := ownProc()
-	if own != nil {
-		return fmt.Errorf("%w, and no procfs of our own: %w (want CAP_SYS_ADMIN and Linux 5.2)", err, own)
-	}
-	defer unix.Close(proc)
-	fd, err := unix.Openat(proc, "sys/"+v.Path, unix.O_WRONLY|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return fmt.Errorf("%s in a procfs of our own: %w", v.Path, err)
-	}
-	f := os.NewFile(uintptr(fd), v.Path)
-	defer f.Close()
-	_, err = f.WriteString(v.Value)
-	return err
-}
-
-// ownProc is a new mount of procfs, which goes when it is closed.
-func ownProc() (fd int, err error) {
-	fs, err := unix.Fsopen("proc", unix.FSOPEN_CLOEXEC)
-	if err != nil {
-		return -1, os.NewSyscallError("fsopen", err)
-	}
-	defer unix.Close(fs)
-	if err := unix.FsconfigCreate(fs); err != nil {
-		return -1, os.NewSyscallError("fsconfig", err)
-	}
-	fd, err = unix.Fsmount(fs, unix.FSMOUNT_CLOEXEC, unix.MOUNT_ATTR_NOSUID|unix.MOUNT_ATTR_NODEV|unix.MOUNT_ATTR_NOEXEC)
-	return fd, os.NewSyscallError("fsmount", err)
-}
-
-// errUnwritable says that an optional setting stays as it is.
-var errUnwritable = errors.New("may not be written here")
-
-func ignoreOptional(v kernel.Setting, err error) error {
-	if v.Optional && (errors.Is(err, unix.EROFS) || errors.Is(err, unix.EACCES) || errors.Is(err, unix.EPERM) || errors.Is(err, unix.ENOENT)) {
-		return errUnwritable
-	}
-	return err
-}
 
 func (k *Kernel) changeDevice(remove bool, v kernel.Device) error {
 	p := kernel.Place{In: v.In, Name: v.Name}
@@ -521,118 +403,6 @@ func (k *Kernel) dev(in kernel.Namespace, name string) (int, error) {
 	k.index[p] = l.Attrs().Index
 	k.memory.concerned(in, true, k.index[p])
 	return k.index[p], nil
-}
-
-// MTUTo is the MTU on the way to addr: what the route says (set or learned from a router), else the
-// link's, which links remembers by its index.
-func (k *Kernel) MTUTo(addr netip.Addr, links map[int]int) (int, error) {
-	route, err := k.routeTo(addr)
-	if err != nil {
-		return 0, err
-	}
-	if route.MTU > 0 {
-		return route.MTU, nil
-	}
-	if index := route.LinkIndex; links[index] == 0 {
-		l, err := k.handles[kernel.Host].LinkByIndex(index)
-		if err != nil {
-			return 0, fmt.Errorf("link of the route to %s: %w", addr, err)
-		}
-		links[index] = l.Attrs().MTU
-	}
-	return links[route.LinkIndex], nil
-}
-
-// DeviceTo is the name of the device by which addr is reached; names remembers them by index.
-func (k *Kernel) DeviceTo(addr netip.Addr, names map[int]string) (string, error) {
-	route, err := k.routeTo(addr)
-	if err != nil {
-		return "", err
-	}
-	if index := route.LinkIndex; names[index] == "" {
-		l, err := k.handles[kernel.Host].LinkByIndex(index)
-		if err != nil {
-			return "", fmt.Errorf("link of the route to %s: %w", addr, err)
-		}
-		names[index] = l.Attrs().Name
-	}
-	return names[route.LinkIndex], nil
-}
-
-// KindTo is the name and the kind of the device by which addr is reached, as ip(8) has kinds; empty for
-// one of hardware.
-func (k *Kernel) KindTo(addr netip.Addr) (name, kind string, err error) {
-	route, err := k.routeTo(addr)
-	if err != nil {
-		return "", "", err
-	}
-	l, err := k.handles[kernel.Host].LinkByIndex(route.LinkIndex)
-	if err != nil {
-		return "", "", fmt.Errorf("link of the route to %s: %w", addr, err)
-	}
-	return l.Attrs().Name, l.Type(), nil
-}
-
-// Uplinks are the ports of a bridge that lead to other nodes and to no pod, as far as their kind tells:
-// tunnels, hardware, and one end of a pair whose other end is not in another network namespace.
-func (k *Kernel) Uplinks(bridge string) (all []string, err error) {
-	h := k.handles[kernel.Host]
-	l, err := h.LinkByName(bridge)
-	if err != nil {
-		return nil, fmt.Errorf("bridge %s: %w", bridge, err)
-	}
-	links, err := untilWhole(h.LinkList)
-	if err != nil {
-		return nil, fmt.Errorf("ports of bridge %s: %w", bridge, err)
-	}
-	for _, port := range links {
-		a := port.Attrs()
-		if a.MasterIndex != l.Attrs().Index {
-			continue
-		}
-		switch port.Type() {
-		case "vxlan", "geneve", "gretap", "ip6gretap", "device", "vlan", "bond", "openvswitch":
-		case "veth":
-			if a.NetNsID >= 0 {
-				continue // a pod's
-			}
-		default:
-			continue
-		}
-		all = append(all, a.Name)
-	}
-	return all, nil
-}
-
-func (k *Kernel) routeTo(addr netip.Addr) (r netlink.Route, err error) {
-	routes, err := k.handles[kernel.Host].RouteGet(addr.AsSlice())
-	if err != nil {
-		return r, fmt.Errorf("route to %s: %w", addr, err)
-	}
-	if len(routes) == 0 {
-		return r, fmt.Errorf("route to %s: none", addr)
-	}
-	k.memory.concerned(kernel.Host, false, routes[0].LinkIndex)
-	return routes[0], nil
-}
-
-// DeviceOf is the name and the MTU of the device with that address.
-func (k *Kernel) DeviceOf(addr netip.Addr) (string, int, error) {
-	addrs, err := k.handles[kernel.Host].AddrList(nil, netlink.FAMILY_V4)
-	if err != nil {
-		return "", 0, fmt.Errorf("addresses: %w", err)
-	}
-	for _, a := range addrs {
-		if prefixOf(a.IPNet).Addr() == addr {
-			l, err := k.handles[kernel.Host].LinkByIndex(a.LinkIndex)
-			if err != nil {
-				return "", 0, fmt.Errorf("device of %v: %w", addr, err)
-			}
-			k.memory.concerned(kernel.Host, false, a.LinkIndex)
-			return l.Attrs().Name, l.Attrs().MTU, nil
-		}
-	}
-	return "", 0, fmt.Errorf("no device here has %v, the InternalIP of our Node; want the agent in the host's network namespace", addr)
 }
 
 // ignore returns nil for errors that are success.

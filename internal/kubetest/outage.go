@@ -1,0 +1,109 @@
+package kubetest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+
+	"golang.org/x/sys/unix"
+)
+
+// Freeze stops the API server in the middle of whatever it does, as a machine without CPU would:
+// connections stay, new ones are accepted by the kernel, nothing is answered until Thaw.
+func (s *Server) Freeze() error { return s.signal(unix.SIGSTOP) }
+
+// Thaw lets a frozen API server go on.
+func (s *Server) Thaw() error { return s.signal(unix.SIGCONT) }
+
+func (s *Server) signal(sig unix.Signal) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.api == nil {
+		return s.stopped()
+	}
+	if err := s.api.cmd.Process.Signal(sig); err != nil {
+		return fmt.Errorf("API server %s: %v: %w", s.opts.Name, sig, err)
+	}
+	// The signal stops its threads one by one, and on a busy machine some go on answering
+	// meanwhile.
+	for sig == unix.SIGSTOP {
+		err := unix.Waitid(unix.P_PID, s.api.cmd.Process.Pid, nil, unix.WSTOPPED|unix.WEXITED|unix.WNOWAIT, nil)
+		if !errors.Is(err, unix.EINTR) {
+			return err
+		}
+	}
+	return nil
+}
+
+func (s *Server) stopped() error { return fmt.Errorf("API server %s was stopped", s.opts.Name) }
+
+// RestartAPIServer kills the API server, frozen or not, starts it again on the same port and data,
+// and returns when it is ready. Its clients lose their connections and watches.
+func (s *Server) RestartAPIServer(ctx context.Context) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.api == nil {
+		return s.stopped()
+	}
+	ctx, cancel := context.WithTimeoutCause(ctx, readyTimeout, fmt.Errorf("not ready within %v", readyTimeout))
+	defer cancel()
+	err := s.api.kill()
+	if err == nil {
+		s.client.CloseIdleConnections()
+		err = s.startAPI()
+	}
+	if err == nil {
+		err = s.await(ctx, readyz)
+	}
+	if err != nil {
+		return fmt.Errorf("API server %s: restart: %w", s.opts.Name, err)
+	}
+	return nil
+}
+
+// Save copies what etcd has to a folder that does not exist yet: what a snapshot of its disk would
+// have at one moment.
+func (s *Server) Save(folder string) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.etcd == nil {
+		return s.stopped()
+	}
+	if err := s.etcd.cmd.Process.Signal(unix.SIGSTOP); err != nil {
+		return err
+	}
+	return errors.Join(os.CopyFS(folder, os.DirFS(filepath.Join(s.dir, "etcd"))), s.etcd.cmd.Process.Signal(unix.SIGCONT))
+}
+
+// Restore kills API server and etcd, gives etcd what Save has copied, and returns when all is ready
+// again.
+func (s *Server) Restore(ctx context.Context, folder string) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.api == nil {
+		return s.stopped()
+	}
+	ctx, cancel := context.WithTimeoutCause(ctx, readyTimeout, fmt.Errorf("not ready within %v", readyTimeout))
+	defer cancel()
+	data := filepath.Join(s.dir, "etcd")
+	err := errors.Join(s.api.kill(), s.etcd.kill())
+	s.client.CloseIdleConnections()
+	for _, step := range []func() error{
+		func() error { return os.RemoveAll(data) },
+		func() error { return os.CopyFS(data, os.DirFS(folder)) },
+		func() error { return os.Chmod(data, 0o700) },
+		s.startEtcd,
+		s.startAPI,
+		func() error { return s.await(ctx, readyz) },
+	} {
+		if err == nil {
+			err = step()
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("API server %s: restore: %w", s.opts.Name, err)
+	}
+	return nil
+}
