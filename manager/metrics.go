@@ -37,7 +37,7 @@ var (
 	familyEndpoints  = families.Gauge("services_imported_endpoints", "Endpoints of the imported services of a peer.", "peer")
 	familyRefused    = families.Gauge("services_refused", "Services that are not served as they were exported; by is who refuses, this cluster or the peer.", "peer", "by")
 	familyBehind     = families.Gauge("services_behind_seconds", "For how long the peer has lacked exported services as they are now; 0: it has them.", "peer")
-	familyLate       = families.Gauge("manager_nodes_not_refusing", "Nodes that did not say in time that they refuse what was granted to peers, and have said nothing new since. Of the manager that leads.")
+	familyLate       = families.Gauge("manager_nodes_not_refusing", "Nodes that did not report in time that they refuse the networks of peers, and have reported nothing since. From the leading manager.")
 )
 
 // reconciled is of the process, as are the metrics of controller-runtime beside which it stands.

@@ -32,7 +32,7 @@ type Status struct {
 	Ready    bool      `json:"ready"`            // all that is wanted is there
 	Error    string    `json:"error,omitempty"`  // why not
 	Applied  time.Time `json:"applied,omitzero"` // when all was last there
-	Problems []string  `json:"problems"`         // objects that were refused, or parts of them, and what rules of others keep from working
+	Problems []string  `json:"problems"`         // objects that were refused, or parts of them, and functions that foreign rules keep from working
 	Commands string    `json:"commands"`         // what should be, as commands, one a line
 
 	// Dropped is how many packets the packet filter of the node has dropped, by reason (kernel.DropReasons).
@@ -228,7 +228,7 @@ func Families() []*metric.Family { return families.Families() }
 var (
 	familyReady    = families.Gauge("route_agent_ready", "1 if all that is wanted is there.")
 	familyApplied  = families.Gauge("route_agent_last_apply_timestamp_seconds", "When all that is wanted was last there; no series before the first time.")
-	familyProblems = families.Gauge("route_agent_problems", "Objects, or parts of them, that were refused, and what rules of others keep from working.")
+	familyProblems = families.Gauge("route_agent_problems", "Objects, or parts of them, that were refused, and functions that foreign rules keep from working.")
 	familyOverlay  = families.Gauge("route_agent_overlay_up", "1 if the gateway is reached through the overlay, 0 if packets do not arrive there, or do not come back, though they do by the underlay; no series while nothing is known.", "gateway")
 	familyObjects  = families.Gauge("route_agent_objects", "Kernel objects that are wanted, by kind.", "kind")
 	familyRepaired = families.Counter("route_agent_drift_repaired_total", "Kernel objects set or removed because somebody else had changed them.")

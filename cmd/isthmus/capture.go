@@ -31,16 +31,15 @@ func newCaptureCommand() *cobra.Command {
 		Long: `Write the packets that the gateway on this machine, or of this Pod, handles to a
 file in pcapng, which Wireshark, tshark and tcpdump open. Each packet is seen at up
 to four places, which are the interfaces of the file: before-nat, after-nat, tunnel
-and underlay. A comment on each says whose it is, which rule rewrote it to what, or
-why it was dropped. docs/capture.md tells how to read it.
+and underlay. A comment on each names its peer, the rule that rewrote it, or the
+reason of its drop (docs/capture.md).
 
 END is an address, an address with a port, a port such as :53, or any; a packet has
 them in either order, before NAT or after it. Without END it is all packets.
 
-Only headers are kept, unless --snaplen says how many octets: those are what pods
-say to each other. It ends after --duration, --packets or --bytes, or when it is
-interrupted. A packet for which the reader is too slow is missed, never delayed; the
-file and the summary say how many. One capture runs at a time.
+Only headers are kept. --snaplen keeps more octets, and so the data of pods. It ends
+after --duration, --packets or --bytes, or when it is interrupted. A packet for which the reader is too slow is missed, never delayed, and
+counted in the file and the summary. One capture runs at a time.
 
 It needs root, or the gateway's own user: in a cluster the right to exec into the
 Pod of the active gateway. The gateway logs who captures what.`,

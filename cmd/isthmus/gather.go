@@ -22,18 +22,16 @@ func newGatherCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "gather",
 		Short: "Put what is to be known of a cluster into an archive for a bug report",
-		Long: `Read the objects of Isthmus in a cluster, what status and diagnose say of them, the
-logs of the components, and what gateways and route agents say of themselves: flows,
-drops, metrics, and which routes and rules they want. Write it all into one archive.
-summary.md in it is the page to begin with.
+		Long: `Write an archive for a bug report: the objects of Isthmus in a cluster, the output of
+status and diagnose, the logs of the components, and the state of gateways and route
+agents: flows, drops, metrics, desired routes and rules. Begin with its summary.md.
 
-Secrets are taken out: what is in Secrets of the installation and of peerings is
-looked for everywhere, in base64 and hexadecimal digits too, and whatever looks like
-a private key, a token or a password goes as well. Nothing is changed in the cluster.
+The archive has no secrets: values of Secrets of the installation and of peerings are
+removed everywhere, also in base64 and hexadecimal digits, and so is everything that
+looks like a private key, a token or a password. Nothing is changed in the cluster.
 
-What cannot be read, for lack of rights or because somebody does not answer, is
-listed in summary.md with the reason. The exit code is 0 when there is an archive,
-and 2 when the cluster could not be asked.`,
+summary.md lists everything that could not be read, with the reason. The exit code is
+0 when there is an archive, and 2 when the cluster could not be asked.`,
 		Example: "  isthmus gather --context paris\n  isthmus gather --context paris --file - | tar tz",
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {

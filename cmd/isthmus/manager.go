@@ -35,15 +35,15 @@ func newManagerCommand() *cobra.Command {
 		Short: "Run the control plane of this cluster",
 		Long: `Run the control plane of this cluster. For each Peering it publishes a
 NetworkConfig to the peer's API server, answers that of the peer with networks that
-overlap nothing here, and writes the TunnelEndpoint and NatMapping that gateways and
-route agents carry out. The status of the Peering tells how far that is.
+overlap nothing here, and writes the TunnelEndpoint and NatMapping for gateways and
+route agents. The status of the Peering reports the progress.
 
-What is not given by flags is found out: the cluster's identity from the ConfigMap
+Values without a flag are detected: the cluster's identity from the ConfigMap
 that "isthmus install" (or Liqo) writes, the PodCIDR from kubeadm's configuration,
 the ServiceCIDR from the API server, the gateway's address and key from its Service
-and Secret. What cannot be found out stands in the status of each Peering.
+and Secret. The status of each Peering names a value that cannot be detected.
 
-Several may run, of which one works. It needs no privileges. $POD_NAME is its name in
+Several may run; one of them leads. It needs no privileges. $POD_NAME is its name in
 the Lease, and with $POD_UID (metadata.uid) a container that was killed goes on at once.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -80,7 +80,7 @@ the Lease, and with $POD_UID (metadata.uid) a container that was killed goes on 
 	flags.StringVar(&f.ipamCert, "ipam-tls-cert", "", "file with the certificate of that service, in PEM")
 	flags.StringVar(&f.ipamKey, "ipam-tls-key", "", "file with its private key")
 	flags.StringVar(&f.ipamClientCA, "ipam-client-ca", "", "file with the authority of the certificates by which it knows its callers")
-	flags.BoolVar(&o.IPAM.Plain, "ipam-plain", false, "answer without TLS whoever reaches that address, as Liqo does; keep others away by a NetworkPolicy such as deploy/networkpolicy/ipam.yaml")
+	flags.BoolVar(&o.IPAM.Plain, "ipam-plain", false, "serve every client of that address without TLS, as Liqo does; restrict clients by a NetworkPolicy such as deploy/networkpolicy/ipam.yaml")
 	flags.StringVar(&o.IPAMService, "ipam-service", "", "Service without a selector that leads to the one that works, by the EndpointSlice of its name and at $POD_IP (default: somebody else sees to it)")
 	flags.StringSliceVar(&f.ipamAllow, "ipam-allow", nil, "networks of nodes, Services and other peers whose endpoints that service may map for peers (default: none)")
 	flags.StringVar(&o.MetricsAddress, "metrics-address", "127.0.0.1:5876", "TCP address of /metrics; empty: none")

@@ -34,23 +34,27 @@ func newRouteAgentCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "route-agent",
 		Short: "Run the route agent of a node, in the node's network namespace (root)",
-		Long: fmt.Sprintf(`Run the route agent of a node: it connects the nodes of the cluster by VXLAN (device
-%s, UDP port %d) and leads packets for remote clusters to the Pod of the active
-gateway, or to its node where the gateway has --host-network, and packets from them to
-pods. It reads its Node, the pods on it, the gateway's Pods and Service and the
-NetworkAllocations, and TunnelEndpoints where these do not say enough; where a gateway has
---host-network, all Nodes and Pods too. While the API server is away, everything stays
-as it is. It writes
-one object, the NodeNetworks of its node: the networks that the node reaches by itself
-and its DNS servers, which the manager gives to no peer, and for which peers it
-refuses packets: the manager tells of a network only when all nodes do.
+		Long: fmt.Sprintf(`Run the route agent of a node. It connects the nodes of the cluster by VXLAN (device
+%s, UDP port %d), routes packets for remote clusters to the Pod of the active
+gateway (to its node where the gateway has --host-network), and delivers packets from
+there to pods.
 
-What somebody else deletes or changes of it is back within a second. From the moment
-at which a network is granted to a peer, the node refuses packets for it that cannot go
-through the tunnel. That holds without an agent, too: it leaves everything as it is when
-it ends, and keeps in --state-directory what to refuse after a reboot. One that starts
-beside another follows it as soon as that one ends. --cleanup takes everything away. It needs CAP_NET_ADMIN, the host's network, and dnsPolicy Default for
-the node's own DNS servers; probes have "host: 127.0.0.1".`, kernel.OverlayDevice, kernel.OverlayPort),
+It reads its Node, the pods on it, the gateway's Pods and Service and the
+NetworkAllocations; TunnelEndpoints where these are not enough; and all Nodes and Pods
+where a gateway has --host-network. While the API server is away, everything stays in
+place. It writes one object, the NodeNetworks of its node. It reports there which
+networks and DNS servers the node reaches, which the manager then allocates to no peer,
+and for which peers the node refuses packets. The manager publishes a network only when
+all nodes refuse it.
+
+The agent restores its kernel objects within a second. As soon as a network is allocated
+to a peer, the node refuses packets for it that cannot go through the tunnel. That holds
+without an agent too: an agent that ends leaves everything in place, and
+--state-directory keeps what to refuse after a reboot. An agent that starts beside
+another one takes over when that one ends. --cleanup removes everything.
+
+It needs CAP_NET_ADMIN, the host's network, and dnsPolicy Default for the node's own DNS
+servers; probes have "host: 127.0.0.1".`, kernel.OverlayDevice, kernel.OverlayPort),
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cleanup {

@@ -32,10 +32,10 @@ func newStatusCommand() *cobra.Command {
 		Use:   "status",
 		Short: "Show the peerings of a cluster, or the peers of the gateway on this machine",
 		Long: `Where there is a kubeconfig, show the peerings of the cluster: under which ranges
-the clusters see each other, how the peer is reached, and what is wrong. What is
-said is asked of those who know: managers and gateways by the Leases that they
-renew, route agents by the Pods on all nodes. The exit code is 1 when a peering is
-not ready, or something that peerings need is not at work.
+the clusters see each other, how the peer is reached, and what is wrong. Managers and
+gateways are found by the Leases that they renew, route agents by the Pods on all
+nodes. The exit code is 1 when a peering is
+not ready, or a component that peerings need does not work.
 
 With --gateway, or where there is no cluster, ask the gateway that runs on this
 machine for its peers: how each is reached, when it was last heard, and what was

@@ -15,14 +15,14 @@ func newUnpeerCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "unpeer --context A {--remote-context B | NAME}",
 		Short: "Part two clusters",
-		Long: `Take a peering down: in both clusters with --remote-context, or in one with the
+		Long: `End a peering: in both clusters with --remote-context, or in one with the
 NAME of its Peering or of the other cluster. First the other cluster's rights are
 revoked (with --remote-context all but those to withdraw what it published); then
-the Peerings go, and the managers take down what they made; then the rest of the
-rights, identities and namespaces. Two clusters that are not peered are no error:
-there is nothing to do, and it says so. A NAME that means nothing is one.
+the Peerings are deleted and the managers remove their objects; then the rest of the
+rights, identities and namespaces follows. Two clusters that are not peered are no error;
+an unknown NAME is.
 
-A manager waits for the other cluster's API server, so that nothing of ours stays
+A manager waits for the other cluster's API server, so that none of our objects stay
 there. With --force it does not wait, and reports what may stay. Where no manager
 runs, --force does the manager's work.
 
