@@ -111,6 +111,7 @@ func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	}
 	if len(here) > 0 {
 		d.addPods(in.Pods, own)
+		d.addRoutes(in.Routes, own)
 	}
 	d.guard(here)
 	if routes := m.peers(d.refused, d.src); len(d.node.Routes) == 0 {

@@ -578,3 +578,17 @@ func TestANetworkIsInOrderWithoutBitsOfHosts(t *testing.T) {
 		}
 	}
 }
+
+func TestTheGatewaysNodeFindsEndpointsBehindAnotherNode(t *testing.T) {
+	for self, want := range map[string]bool{"n1": true, "n2": false} { // the gateway is on n1
+		in := nodeIntent(t, self)
+		before, _ := NodeFor(in)
+		in.Routes = []NodeRoute{{pfx("198.18.7.0/24"), ip("172.30.1.13")}, {pfx("198.18.8.0/24"), ip("172.30.1.99")}, {pfx("10.246.9.0/24"), ip("172.30.1.13")}}
+		n, problems := NodeFor(in)
+		wantTexts(t, problems)
+		more := slices.DeleteFunc(slices.Clone(n.Routes), func(r kernel.Route) bool { return slices.Contains(before.Routes, r) })
+		if want != (len(more) == 1 && more[0].Prefix == pfx("198.18.7.0/24") && more[0].Via == ip("240.30.1.13")) || !want && len(more) > 0 {
+			t.Errorf("%s: %v", self, more)
+		}
+	}
+}

@@ -18,6 +18,8 @@ type NodeIntent struct {
 	// UnderlayDevices are those with our node's address and those by which it reaches other nodes,
 	// as far as they are known.
 	UnderlayDevices []string
+	// Routes are those of our node.
+	Routes []NodeRoute
 	// Bridges are those by which gateways' Pods are reached, and Uplinks the ports of these that lead to
 	// other nodes. Bridged says that our node keeps pods on them off the gateways.
 	Bridges, Uplinks []string
@@ -73,6 +75,7 @@ type ClusterNode struct {
 	Addrs    []netip.Addr   // InternalIPs, the node's first choice first
 	PodCIDRs []netip.Prefix // networks of which the node gives addresses to its pods, if it has such
 	Sources  []netip.Addr   // others from which its packets to a Pod may come, as its agent says
+	Routes   []NodeRoute    // as its agent says; of the gateway's node alone
 	Created  int64          // seconds since 1970; of two nodes that contradict each other the older is kept
 }
 

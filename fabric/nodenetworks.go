@@ -1,6 +1,7 @@
 package fabric
 
 import (
+	"cmp"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -16,6 +17,7 @@ const (
 	maxNodeNetworks = 256 // of each family
 	maxResolvers    = 16
 	maxNodeSources  = 16
+	maxNodeRoutes   = 32
 	maxNodeProblems = 16
 	maxNodeProblem  = 512 // characters
 
@@ -32,9 +34,16 @@ type NodeNetworks struct {
 	Resolvers []netip.Addr   // DNS servers, sorted
 	Refused   int64          // the highest resourceVersion of the NetworkAllocations that it refuses; 0: not known
 	Sources   []netip.Addr   // of its packets to a gateway that is a Pod, beside its InternalIPs; sorted
+	Routes    []NodeRoute    // sorted
 	Problems  []kernel.Limit // what pods of the node lack towards peers
 
 	BrokenOverlay BrokenOverlay // zero: packets of the node reach the gateway, as far as is known
+}
+
+// NodeRoute is a route of the main table of a node to a network of IPv4 by another host.
+type NodeRoute struct {
+	Network netip.Prefix
+	Via     netip.Addr
 }
 
 // BrokenOverlay says that a node's packets do not reach a gateway through the overlay.
@@ -119,6 +128,9 @@ func (n NodeNetworks) Spec() (spec isthmus.NodeNetworksSpec) {
 	for _, addr := range n.Sources {
 		spec.OverlaySources = append(spec.OverlaySources, addr.String())
 	}
+	for _, r := range n.Routes {
+		spec.Routes = append(spec.Routes, isthmus.NodeRoute{Network: r.Network.String(), Via: r.Via.String()})
+	}
 	for _, p := range n.Problems[:min(len(n.Problems), maxNodeProblems)] {
 		message := []rune(p.Message)
 		spec.Problems = append(spec.Problems, isthmus.NodeProblem{Reason: p.Reason, Message: string(message[:min(len(message), maxNodeProblem)])})
@@ -128,7 +140,7 @@ func (n NodeNetworks) Spec() (spec isthmus.NodeNetworksSpec) {
 
 // Equal reports whether both reach the same, with the same problems.
 func (n NodeNetworks) Equal(other NodeNetworks) bool {
-	return n.BrokenOverlay == other.BrokenOverlay && slices.Equal(n.Networks, other.Networks) && slices.Equal(n.Resolvers, other.Resolvers) && slices.Equal(n.Problems, other.Problems) && slices.Equal(n.Sources, other.Sources)
+	return n.BrokenOverlay == other.BrokenOverlay && slices.Equal(n.Networks, other.Networks) && slices.Equal(n.Resolvers, other.Resolvers) && slices.Equal(n.Problems, other.Problems) && slices.Equal(n.Sources, other.Sources) && slices.Equal(n.Routes, other.Routes)
 }
 
 // OverlaySourcesOf are those of a node's addresses that are among pods', which a CNI may put in the
@@ -152,6 +164,32 @@ func OverlaySourcesFrom(from *isthmus.NodeNetworks) (all []netip.Addr) {
 		}
 	}
 	return all
+}
+
+// NodeRoutesOf are the routes of a node by which mapped endpoints may be reached: none into networks of the
+// cluster's own pods and Services, of which a CNI may have thousands.
+func NodeRoutesOf(have []kernel.Route, own []netip.Prefix) (all []NodeRoute) {
+	for _, r := range have {
+		if r.Prefix.IsValid() && r.Prefix.Addr().Is4() && r.Prefix.Bits() >= WidestNodeNetwork && r.Via.Is4() && !insideAny(r.Prefix, own) {
+			all = append(all, NodeRoute{r.Prefix.Masked(), r.Via})
+		}
+	}
+	slices.SortFunc(all, func(a, b NodeRoute) int { return cmp.Or(a.Network.Compare(b.Network), a.Via.Compare(b.Via)) })
+	all = slices.Compact(all)
+	return all[:min(len(all), maxNodeRoutes)]
+}
+
+// NodeRoutesFrom reads those of a report. What makes no sense is left out.
+func NodeRoutesFrom(from *isthmus.NodeNetworks) []NodeRoute {
+	var all []kernel.Route
+	for _, r := range from.Spec.Routes {
+		network, err := netip.ParsePrefix(r.Network)
+		via, wrong := netip.ParseAddr(r.Via)
+		if err == nil && wrong == nil {
+			all = append(all, kernel.Route{Prefix: network, Via: via})
+		}
+	}
+	return NodeRoutesOf(all, nil)
 }
 
 // atMost merges networks of one family into no more than limit, which is enough for all there are

@@ -270,6 +270,31 @@ func (d *nodeDecision) addRest(own []netip.Prefix) {
 	}
 }
 
+// addRoutes leads to a mapped endpoint behind another node through the overlay, where the main table of the
+// gateway's node leads by that node's address. Its answers come through the overlay, and a strict reverse
+// path filter takes no packet with a source to which it would answer by another device. A route into a
+// network of pods, nodes or peers is none to an endpoint.
+func (d *nodeDecision) addRoutes(routes []NodeRoute, own []netip.Prefix) {
+	if len(routes) == 0 {
+		return
+	}
+	taken := slices.Concat(own, d.refused, []netip.Prefix{overlayNetwork})
+	hops := make(map[netip.Addr]netip.Addr)
+	for _, n := range d.nodes {
+		taken = append(taken, validOf(n.PodCIDRs)...)
+		if hop, ok := d.overlay[n.Name]; ok && n.Name != d.self.Name {
+			for _, a := range n.Addrs {
+				hops[a] = hop
+			}
+		}
+	}
+	for _, r := range routes {
+		if hop, ok := hops[r.Via]; ok && !slices.ContainsFunc(taken, r.Network.Overlaps) {
+			d.viaOverlay(r.Network, hop)
+		}
+	}
+}
+
 // viaOverlay adds the route to a network behind another node.
 func (d *nodeDecision) viaOverlay(prefix netip.Prefix, node netip.Addr) {
 	d.route(kernel.Route{Prefix: prefix, Via: node, Dev: kernel.OverlayDevice, Table: kernel.NodeTable})

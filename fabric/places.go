@@ -15,6 +15,7 @@ type PodPlaces struct {
 
 	nodes   map[string]ClusterNode
 	sources map[string][]netip.Addr // ClusterNode.Sources, by node
+	routes  []NodeRoute             // ClusterNode.Routes, of Self
 	sorted  []ClusterNode           // by name; nil: to be made
 	pods    map[string]map[string][]NodePod
 	away    map[string]map[string][]NodePod // those of pods with an address outside of their node's networks
@@ -121,6 +122,17 @@ func (p *PodPlaces) SetSources(node string, all []netip.Addr) bool {
 	return true
 }
 
+// SetRoutes says which routes the gateway's node has, and reports whether that is new. Those of other nodes
+// do not matter.
+func (p *PodPlaces) SetRoutes(node string, all []NodeRoute) bool {
+	if node != p.Self || slices.Equal(p.routes, all) {
+		return false
+	}
+	p.routes = all
+	p.resort(node)
+	return true
+}
+
 // resort puts a node where it belongs in the list, as it is now, or takes it out. Lists that were given
 // out stay as they are.
 func (p *PodPlaces) resort(name string) {
@@ -132,6 +144,9 @@ func (p *PodPlaces) resort(name string) {
 	n, is := p.nodes[name]
 	if is {
 		n.Sources = p.sources[name]
+		if name == p.Self {
+			n.Routes = p.routes
+		}
 		now = []ClusterNode{n}
 	}
 	rest := p.sorted[at:]
@@ -254,6 +269,9 @@ func (p *PodPlaces) Network(pod netip.Addr) PodNetwork {
 		p.sorted = slices.SortedFunc(maps.Values(p.nodes), func(a, b ClusterNode) int { return cmp.Compare(a.Name, b.Name) })
 		for i := range p.sorted {
 			p.sorted[i].Sources = p.sources[p.sorted[i].Name]
+			if p.sorted[i].Name == p.Self {
+				p.sorted[i].Routes = p.routes
+			}
 		}
 	}
 	n := PodNetwork{Pod: pod, Node: p.Self, Nodes: p.sorted, Trusted: p.trusted()}

@@ -141,3 +141,23 @@ func TestPodPlacesKnowFromWhereElsePacketsOfANodeCome(t *testing.T) {
 		t.Errorf("%+v", n.Nodes)
 	}
 }
+
+func TestPodPlacesKnowTheRoutesOfTheGatewaysNode(t *testing.T) {
+	p := PodPlaces{Self: "n0"}
+	p.SetNode(ClusterNode{Name: "n0"})
+	p.SetNode(ClusterNode{Name: "n1"})
+	routes := []NodeRoute{{pfx("198.18.7.0/24"), ip("172.30.1.12")}}
+	if p.SetRoutes("n1", routes) || !p.SetRoutes("n0", routes) || p.SetRoutes("n0", routes) {
+		t.Error("what is new is not told, or what is not new is")
+	}
+	for range 2 {
+		if n := p.Network(netip.Addr{}); !slices.Equal(n.Nodes[0].Routes, routes) || n.Nodes[1].Routes != nil {
+			t.Errorf("%+v", n.Nodes)
+		}
+		p.RemoveNode("n0")
+		p.SetNode(ClusterNode{Name: "n0"})
+	}
+	if !p.SetRoutes("n0", nil) || p.Network(netip.Addr{}).Nodes[0].Routes != nil {
+		t.Error("routes that are gone are no news")
+	}
+}

@@ -112,6 +112,9 @@ func decidePod(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunnels, u
 	d.disbelievePods(in.Pod)
 	d.toNodes(in)
 	d.addPods(in.Pods, own)
+	if at := slices.IndexFunc(d.nodes, func(n ClusterNode) bool { return n.Name == in.Node }); at >= 0 {
+		d.addRoutes(d.nodes[at].Routes, own)
+	}
 	d.outer = sortedIPv4(d.outerSources(in))
 	s.Filters = []kernel.Filter{kernel.FilterFor(kernel.FilterSets{Pod: true, Remote: remotes}).WithSet("nodes", kernel.AddressElements(d.outer))}
 	for i := range s.Rules {

@@ -445,3 +445,21 @@ func TestAGatewayBelievesAddressesOfCNIsThatNodesHave(t *testing.T) {
 		t.Errorf("believed are %q", got)
 	}
 }
+
+// What the gateway's node would send to another node goes there through the overlay, as the answers come: networks
+// behind it, but none of pods, nodes or peers.
+func TestAGatewaysPodFindsEndpointsBehindAnotherNode(t *testing.T) {
+	n := podNetwork(t)
+	n.Nodes[0].Routes = []NodeRoute{{pfx("198.18.7.0/24"), ip("172.30.1.12")},
+		{pfx("198.18.8.0/24"), ip("172.30.1.99")}, // by nobody that we know
+		{pfx("10.246.9.0/24"), ip("172.30.1.12")}, {pfx("10.0.0.0/8"), ip("172.30.1.12")}, {pfx("10.244.3.0/24"), ip("172.30.1.12")}}
+	n.Nodes[1].Routes = []NodeRoute{{pfx("198.18.9.0/24"), ip("172.30.1.13")}} // it is not the gateway's
+	before, _ := GatewayPodFor(gatewayPeers(t), nil, 1400, 1, 1500, podNetwork(t))
+	s, problems := GatewayPodFor(gatewayPeers(t), nil, 1400, 1, 1500, n)
+	wantTexts(t, problems)
+	more := slices.DeleteFunc(slices.Clone(s.Routes), func(r kernel.Route) bool { return slices.Contains(before.Routes, r) })
+	want := kernel.Route{Prefix: pfx("198.18.7.0/24"), Via: ip("172.30.1.12"), Dev: kernel.OverlayDevice, Table: kernel.NodeTable, Protocol: kernel.GatewayProtocol}
+	if len(more) != 1 || more[0] != want || len(s.Routes) != len(before.Routes)+1 {
+		t.Errorf("%v", more)
+	}
+}

@@ -68,7 +68,7 @@ func sameList[T any](a, b []T) bool {
 
 func (n ClusterNode) equal(other ClusterNode) bool {
 	return n.Name == other.Name && n.Created == other.Created && slices.Equal(n.Addrs, other.Addrs) &&
-		slices.Equal(n.PodCIDRs, other.PodCIDRs) && slices.Equal(n.Sources, other.Sources)
+		slices.Equal(n.PodCIDRs, other.PodCIDRs) && slices.Equal(n.Sources, other.Sources) && slices.Equal(n.Routes, other.Routes)
 }
 
 // mostFollowed is how many nodes may be others before all is decided anew.
@@ -154,15 +154,23 @@ func usedBy(addrs []netip.Addr, networks []netip.Prefix) (all []netip.Prefix) {
 	return all
 }
 
-// alone reports whether a node, which is not in m.used, contradicts and serves no other, no pod and no
-// peer: then what is decided for it and what is decided for them do not depend on each other.
+// alone reports whether a node, which is not in m.used, contradicts and serves no other, no pod, no mapped
+// endpoint and no peer: then what is decided for it and what is decided for them do not depend on each other.
 func (m *PodDecider) alone(n ClusterNode) bool {
-	if n.Name == "" || n.Name == m.in.Node || slices.ContainsFunc(m.in.Pods, func(p NodePod) bool { return p.Node == n.Name }) {
+	if n.Name == "" || n.Name == m.in.Node || m.routed(n) || slices.ContainsFunc(m.in.Pods, func(p NodePod) bool { return p.Node == n.Name }) {
 		return false
 	}
 	return !slices.ContainsFunc(n.prefixes(), func(p netip.Prefix) bool {
 		_, named := slices.BinarySearchFunc(m.own, p, netip.Prefix.Compare)
 		return named || m.used.overlaps(p)
+	})
+}
+
+// routed reports whether the gateway's node has a route by another one, or to it.
+func (m *PodDecider) routed(n ClusterNode) bool {
+	at := slices.IndexFunc(m.in.Nodes, func(own ClusterNode) bool { return own.Name == m.in.Node })
+	return at >= 0 && slices.ContainsFunc(m.in.Nodes[at].Routes, func(r NodeRoute) bool {
+		return slices.Contains(n.Addrs, r.Via) || slices.ContainsFunc(n.prefixes(), r.Network.Overlaps)
 	})
 }
 

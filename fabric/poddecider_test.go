@@ -36,6 +36,12 @@ func TestAPodDeciderDecidesAsANewOne(t *testing.T) {
 			}
 			n.Sources = addrs(10, 2)
 			n.Sources = append(n.Sources, n.PodCIDRs[0].Masked().Addr())
+			switch hop := ip("172.9.9.9"); i {
+			case 0:
+				n.Routes = []NodeRoute{{pfx("198.18.7.0/24"), hop}}
+			case 1:
+				n.Addrs = append(n.Addrs, hop)
+			}
 			switch rng.IntN(20) {
 			case 0:
 				n.Addrs = nil

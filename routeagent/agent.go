@@ -213,7 +213,8 @@ type agent struct {
 	state    state
 	told     told
 	overlay  OverlayStatus
-	reported bool // there is a report of this node
+	hops     []fabric.NodeRoute // routes of the node by other hosts
+	reported bool               // there is a report of this node
 
 	events  atomic.Bool    // something may have changed around us
 	looked  time.Time      // when it was last looked what is around us; the loop's alone
@@ -341,7 +342,7 @@ func (a *agent) read(in fabric.NodeIntent, revision int) {
 // with what the node itself says.
 func (a *agent) decide(in fabric.NodeIntent) {
 	d := &a.decided
-	if d.from != nil && d.from.UnderlayMTU == in.UnderlayMTU && d.from.Bridged == in.Bridged && slices.Equal(d.from.UnderlayDevices, in.UnderlayDevices) &&
+	if d.from != nil && slices.Equal(d.from.Routes, in.Routes) && d.from.UnderlayMTU == in.UnderlayMTU && d.from.Bridged == in.Bridged && slices.Equal(d.from.UnderlayDevices, in.UnderlayDevices) &&
 		slices.Equal(d.from.Bridges, in.Bridges) && slices.Equal(d.from.Uplinks, in.Uplinks) {
 		return
 	}
@@ -352,7 +353,7 @@ func (a *agent) decide(in fabric.NodeIntent) {
 // compare makes the kernel's state what it should be now; false means that some of it failed.
 func (a *agent) compare() bool {
 	a.mu.Lock()
-	revision, broken, before := a.revision, a.broken, a.state
+	revision, broken, before, hops := a.revision, a.broken, a.state, a.hops
 	var in fabric.NodeIntent
 	if a.intent != nil {
 		in = *a.intent
@@ -382,6 +383,7 @@ func (a *agent) compare() bool {
 		if addr := in.Nodes[self].Underlay(); addr.IsValid() {
 			in.UnderlayDevices, in.UnderlayMTU, unknownMTU = a.underlay(addr, in, look)
 		}
+		in.Routes = hops
 		in.Bridges, in.Uplinks = a.bridges(in, look)
 		in.Bridged = a.kernel.Bridged()
 		a.decide(in)

@@ -913,3 +913,35 @@ func TestOnlyWhatIsNewOfPeersIsUrgent(t *testing.T) {
 		}
 	}
 }
+
+// What a peer sends to an endpoint that is mapped for it and lies behind another node than the gateway's goes there
+// through the overlay, as the answers do. By the underlay it would not pass the strict filter of that node.
+func TestAnEndpointBehindAnotherNodeIsReachedInSpiteOfItsStrictFilter(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, 2)
+	node, endpoint := c.Nodes[1], c.Pods[3].Host // a pod that plays a machine on a network of node 2
+	const server, own = "198.18.7.10", "198.18.7.1"
+	c.run(node.Host, "ip link add lan7 type veth peer name lan7 netns %s", endpoint.Netns())
+	c.run(node.Host, "ip addr add %v/24 dev lan7", own)
+	c.run(node.Host, "ip link set lan7 up")
+	c.run(endpoint, "ip addr add %v/24 dev lan7", server)
+	c.run(endpoint, "ip link set lan7 up")
+	c.run(endpoint, "ip route replace default via %v dev lan7", own)
+	c.run(c.Nodes[0].Host, "ip route add 198.18.7.0/24 via %v", node.Addr)
+	c.run(c.OnPrem.Host, "ip route replace %v via %s src %v", server, hopStandIn, remotePod)
+	c.start(c.Nodes...)
+	captured := newCapture(t, c.Nodes[0])
+	c.ping(c.OnPrem.Host, netip.MustParseAddr(server))
+	captured.stop()
+	if n := captured.bare.Load(); n > 0 {
+		t.Errorf("%d packets with a remote address were outside VXLAN", n)
+	}
+	// Where the network is another node's later, it is found there.
+	c.run(c.Nodes[0].Host, "ip route del 198.18.7.0/24")
+	c.eventually(c.Nodes[0], func() error {
+		if out := c.run(c.Nodes[0].Host, "ip route show table %d", kernel.NodeTable); strings.Contains(out, "198.18.7.0") {
+			return errors.New(out)
+		}
+		return nil
+	})
+}

@@ -206,7 +206,24 @@ func (a *agent) look(own []netip.Prefix) (fabric.NodeNetworks, []fabric.Problem,
 	n.Problems = reportedOf(a.opts.Node, a.current())
 	addrs, unknown := rtnl.Addresses()
 	n.Sources = fabric.OverlaySourcesOf(addrs, a.pods())
-	return n, problems, errors.Join(err, unknown)
+	routes, unread := rtnl.Routes()
+	n.Routes = fabric.NodeRoutesOf(routes, own)
+	if unread == nil {
+		a.lead(n.Routes)
+	}
+	return n, problems, errors.Join(err, unknown, unread)
+}
+
+// lead has the node be as its routes by other hosts say. A gateway that is a Pod reads them in the report.
+func (a *agent) lead(routes []fabric.NodeRoute) {
+	a.mu.Lock()
+	news := !slices.Equal(a.hops, routes)
+	a.hops = routes
+	slim := a.intent == nil || a.intent.OnlyPods
+	a.mu.Unlock()
+	if news && !slim {
+		a.notify()
+	}
 }
 
 // resolversIn returns the DNS servers of a file as in resolv.conf(5); none if there is no file.

@@ -43,6 +43,13 @@ type NodeNetworksSpec struct {
 	// +listType=atomic
 	// +optional
 	OverlaySources []net.IPAddress `json:"overlaySources,omitempty"`
+	// Routes are the node's routes by another host. Where that is a node of the cluster, a gateway on this node
+	// sends there through the overlay what is for a mapped endpoint: the answers take the same way, as strict
+	// reverse path filters demand.
+	// +kubebuilder:validation:MaxItems=32
+	// +listType=atomic
+	// +optional
+	Routes []NodeRoute `json:"routes,omitempty"`
 	// Problems are what keeps pods of this node from reaching peers, from being reached, or from
 	// being known by their addresses, as far as the agent sees it.
 	// +kubebuilder:validation:MaxItems=16
@@ -62,6 +69,13 @@ type BrokenOverlay struct {
 	Back bool `json:"back,omitempty"`
 }
 
+// NodeRoute is a route of a node's main table, of IPv4.
+type NodeRoute struct {
+	Network NodeNetwork `json:"network"`
+	// Via is the next hop.
+	Via net.IPAddress `json:"via"`
+}
+
 // NodeProblem is something that does not work on a node, or less well than elsewhere.
 type NodeProblem struct {
 	// Reason is PodsMasqueraded, ForwardingRefused, ForwardingUncertain, GatewayOutOfReach, GatewayUnguarded, SnapshotNotKept,
@@ -75,8 +89,8 @@ type NodeProblem struct {
 }
 
 // NodeNetworks says what one node of the cluster reaches without Isthmus; its name is that of the
-// Node. No peer gets a network that overlaps one of these: a report takes from peers, and gives
-// nothing to anybody.
+// Node. No peer gets a network that overlaps one of these. A report takes from peers and gives nothing to
+// anybody; its routes are those of packets that its own node gets from the gateway anyway.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:resource:path=nodenetworks,singular=nodenetworks,scope=Namespaced,categories=isthmus

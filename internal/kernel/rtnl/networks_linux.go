@@ -95,6 +95,28 @@ func routed(h *netlink.Handle, family, table int, ours map[int]bool) (all []neti
 	return all, err
 }
 
+// Routes returns the routes of the main table to networks of IPv4 by one other host, but ours: of each the
+// network and the next hop. Like Networks it may be called concurrently with anything.
+func Routes() ([]kernel.Route, error) {
+	h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+	if err != nil {
+		return nil, fmt.Errorf("netlink: %w", err)
+	}
+	defer h.Close()
+	_ = h.SetStrictCheck(true) // as in Networks
+	return untilWhole(func() (all []kernel.Route, err error) {
+		err = h.RouteListFilteredIter(netlink.FAMILY_V4, &netlink.Route{Table: unix.RT_TABLE_MAIN}, netlink.RT_FILTER_TABLE, func(r netlink.Route) bool {
+			via, _ := netip.AddrFromSlice(r.Gw)
+			own := r.Protocol == kernel.GatewayProtocol || r.Protocol == kernel.NodeProtocol
+			if via = via.Unmap(); via.Is4() && r.Dst != nil && r.Type == unix.RTN_UNICAST && !own {
+				all = append(all, kernel.Route{Prefix: prefixOf(r.Dst), Via: via})
+			}
+			return true
+		})
+		return all, err
+	})
+}
+
 // untilWhole calls list until nothing has changed while it was read. Where something always does,
 // it returns all that was ever found.
 func untilWhole[T any](list func() ([]T, error)) (all []T, err error) {

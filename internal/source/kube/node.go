@@ -502,7 +502,7 @@ func slimPod(o any) (any, error) {
 // slimReport keeps of a node's report what a gateway reads.
 func slimReport(o any) (any, error) {
 	if n, ok := o.(*isthmus.NodeNetworks); ok {
-		return &isthmus.NodeNetworks{ObjectMeta: slimMeta(n.ObjectMeta), Spec: isthmus.NodeNetworksSpec{OverlaySources: n.Spec.OverlaySources}}, nil
+		return &isthmus.NodeNetworks{ObjectMeta: slimMeta(n.ObjectMeta), Spec: isthmus.NodeNetworksSpec{OverlaySources: n.Spec.OverlaySources, Routes: n.Spec.Routes}}, nil
 	}
 	return o, nil
 }

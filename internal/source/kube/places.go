@@ -58,7 +58,8 @@ func (p *places) set(before, after any) bool {
 		}
 		return p.known.SetPod(now.Namespace+"/"+now.Name, was, now.Spec.NodeName, podsFrom(now))
 	case *isthmus.NodeNetworks:
-		return p.known.SetSources(now.Name, fabric.OverlaySourcesFrom(now))
+		moved := p.known.SetSources(now.Name, fabric.OverlaySourcesFrom(now))
+		return p.known.SetRoutes(now.Name, fabric.NodeRoutesFrom(now)) || moved
 	}
 	switch was := before.(type) {
 	case *corev1.Node:
@@ -67,7 +68,8 @@ func (p *places) set(before, after any) bool {
 	case *corev1.Pod:
 		return p.known.SetPod(was.Namespace+"/"+was.Name, was.Spec.NodeName, "", nil)
 	case *isthmus.NodeNetworks:
-		return p.known.SetSources(was.Name, nil)
+		moved := p.known.SetSources(was.Name, nil)
+		return p.known.SetRoutes(was.Name, nil) || moved
 	}
 	return false
 }

@@ -93,6 +93,7 @@ func writeReport(ctx context.Context, api client.Client, namespace, node string,
 		"metadata": map[string]any{"ownerReferences": report.OwnerReferences},
 		"spec": map[string]any{"networks": append([]string{}, report.Spec.Networks...), "resolvers": append([]string{}, report.Spec.Resolvers...),
 			"overlaySources": append([]string{}, report.Spec.OverlaySources...),
+			"routes":         append([]isthmus.NodeRoute{}, report.Spec.Routes...),
 			"problems":       append([]isthmus.NodeProblem{}, report.Spec.Problems...),
 			"brokenOverlay":  report.Spec.BrokenOverlay},
 	})
