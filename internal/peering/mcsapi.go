@@ -142,6 +142,9 @@ func (c *Cluster) define(ctx context.Context, p *servicesPlan, report func(strin
 	for _, u := range p.definitions {
 		outcome := Outcome("is there already and stays")
 		if slices.Contains(p.apply, u) {
+			if _, err := c.untilGone(ctx, u.GetName()); err != nil { // what is applied before would go with it
+				return err
+			}
 			var err error
 			if outcome, err = c.apply(ctx, u); err != nil {
 				return err
@@ -227,6 +230,7 @@ func (c *Cluster) unname(ctx context.Context, keepDefinitions bool, report func(
 			return err
 		}
 	}
+	var going []*unstructured.Unstructured
 	for _, u := range ours {
 		stays := ""
 		if u.GetKind() == crdKind.Kind {
@@ -246,6 +250,16 @@ func (c *Cluster) unname(ctx context.Context, keepDefinitions bool, report func(
 		}
 		if err := c.deleteObject(ctx, u, report); err != nil {
 			return err
+		}
+		if u.GetKind() == crdKind.Kind {
+			going = append(going, u)
+		}
+	}
+	for _, u := range going {
+		if gone, err := c.untilGone(ctx, u.GetName()); err != nil {
+			return err
+		} else if !gone {
+			report(fmt.Sprintf("%s: %s is not gone yet", c, describe(u)))
 		}
 	}
 	return nil

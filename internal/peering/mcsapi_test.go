@@ -103,7 +103,7 @@ func (n *nameServer) wants(what, text string, there ...bool) {
 		}
 		for gone(n.t, n.Cluster, o, name) == there[i] || o.GetDeletionTimestamp() != nil {
 			if there[i] || time.Now().After(deadline) {
-				n.t.Fatalf("%s: %s is there: %v\n%s", what, name, !there[i], strings.Join(n.said, "\n"))
+				n.t.Fatalf("%s: %s is there: %v\n%+v\n%s", what, name, !there[i], o, strings.Join(n.said, "\n"))
 			}
 			time.Sleep(50 * time.Millisecond)
 		}

@@ -371,7 +371,7 @@ func (c *Cluster) removeObjects(ctx context.Context, o UninstallOptions, objects
 				return "", err
 			}
 			if have != nil {
-				return "waiting until " + describe(u) + " and its objects are gone", nil
+				return "waiting until " + describe(u) + " and its objects are gone", c.hurry(ctx, have)
 			}
 		}
 		return "", nil

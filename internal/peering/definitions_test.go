@@ -1,0 +1,51 @@
+package peering
+
+import (
+	"testing"
+	"time"
+
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+)
+
+// A definition that somebody's finalizer keeps, as an API server does that has overlooked it, is changed until it is
+// gone.
+func TestADefinitionThatDoesNotGoIsHurried(t *testing.T) {
+	t.Parallel()
+	c := connectTo(t, Access{Kubeconfig: files.a})
+	u := &unstructured.Unstructured{Object: map[string]any{
+		"metadata": map[string]any{"name": "hurries.test.isthmus.net", "finalizers": []any{"test.isthmus.net/late"}},
+		"spec": map[string]any{"group": "test.isthmus.net", "scope": "Cluster", "names": map[string]any{"plural": "hurries", "kind": "Hurry"},
+			"versions": []any{map[string]any{"name": "v1", "served": true, "storage": true,
+				"schema": map[string]any{"openAPIV3Schema": map[string]any{"type": "object"}}}}},
+	}}
+	u.SetGroupVersionKind(crdKind)
+	must(t, c.client.Create(t.Context(), u))
+	if gone, err := c.untilGone(t.Context(), u.GetName()); err != nil || gone {
+		t.Fatalf("gone before it is deleted: %v, %v", gone, err)
+	}
+	must(t, c.client.Delete(t.Context(), u))
+	type end struct {
+		gone bool
+		err  error
+	}
+	ended := make(chan end, 1)
+	go func() {
+		gone, err := c.untilGone(t.Context(), u.GetName())
+		ended <- end{gone, err}
+	}()
+	for deadline := time.Now().Add(patient); u.GetAnnotations()[annotationHurried] == ""; time.Sleep(50 * time.Millisecond) {
+		if must(t, c.client.Get(t.Context(), client.ObjectKeyFromObject(u), u)); time.Now().After(deadline) {
+			t.Fatalf("it is not changed: %v", u.Object["metadata"])
+		}
+		select {
+		case e := <-ended:
+			t.Fatalf("it does not wait: %+v", e)
+		default:
+		}
+	}
+	must(t, c.client.Patch(t.Context(), u, client.RawPatch("application/merge-patch+json", []byte(`{"metadata":{"finalizers":null}}`))))
+	if e := <-ended; !e.gone || e.err != nil {
+		t.Errorf("%+v", e)
+	}
+}
