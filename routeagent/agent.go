@@ -78,7 +78,9 @@ type Options struct {
 // A Voter gives the node's vote on which gateway is active.
 type Voter interface {
 	Run(ctx context.Context)
-	Err() error // why the node does not vote although it should; nil: it does. It may be called while Run runs.
+	Err() error // why the node does not vote although it should; nil: it does. It may be called while Run runs, as the next.
+	// Refused is how many datagrams were read and refused, and how many the kernel dropped because too many came.
+	Refused() (read, unread uint64)
 }
 
 // Run makes the network namespace of the process what the source says, until ctx ends, and returns

@@ -233,6 +233,7 @@ var (
 	familyObjects  = families.Gauge("route_agent_objects", "Kernel objects that are wanted, by kind.", "kind")
 	familyRepaired = families.Counter("route_agent_drift_repaired_total", "Kernel objects set or removed because somebody else had changed them.")
 	familyDropped  = families.Counter("filter_drops_total", "Packets that the packet filter of the node dropped, by reason, since its table was made.", "reason")
+	familyRefused  = families.Counter("route_agent_asks_refused_total", "Datagrams to the node's vote (UDP 4801) that were refused, by reason; unread: the kernel dropped them because too many came. No series where nodes do not vote.", "reason")
 	familyErrors   = families.Counter("route_agent_apply_errors_total", "Comparisons after which not all was as wanted.")
 )
 
@@ -283,6 +284,11 @@ func (m *metrics) Collect(out chan<- prometheus.Metric) {
 		for reason, n := range dropped {
 			out <- familyDropped.Sample(float64(n), reason)
 		}
+	}
+	if v := m.agent.opts.Voter; v != nil {
+		read, unread := v.Refused()
+		out <- familyRefused.Sample(float64(read), "invalid")
+		out <- familyRefused.Sample(float64(unread), "unread")
 	}
 	m.repaired.Collect(out)
 	m.errors.Collect(out)

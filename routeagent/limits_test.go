@@ -11,8 +11,9 @@ import (
 
 type failingVoter struct{ err error }
 
-func (failingVoter) Run(context.Context) {}
-func (v failingVoter) Err() error        { return v.err }
+func (failingVoter) Run(context.Context)            {}
+func (v failingVoter) Err() error                   { return v.err }
+func (failingVoter) Refused() (read, unread uint64) { return 0, 0 }
 
 func TestANodeThatDoesNotVoteReportsIt(t *testing.T) {
 	voter := &failingVoter{errors.New("promise: no space left on device")}

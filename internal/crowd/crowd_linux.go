@@ -1,4 +1,5 @@
-package kube
+// Package crowd keeps strangers out of a UDP socket that anybody may send to, while there are too many of them.
+package crowd
 
 import (
 	"encoding/binary"
@@ -16,37 +17,38 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// crowdMost is how many datagrams are refused in questionInterval until the kernel drops what comes from elsewhere than
-// the addresses of other gateways. Anybody may send to the port. To read and refuse a datagram takes 4 µs of a CPU
-// that packets need, and those that wait in the socket leave no room for those of gateways.
-const crowdMost = 50
+// most is how many datagrams are refused between two calls of Open until the kernel drops what does not come from
+// expected addresses. To read and refuse a datagram takes 4 µs of a CPU that packets need, and those that wait in the
+// socket leave no room for those of expected senders.
+const most = 50
 
-// crowd keeps strangers out of a socket while there are too many. The zero value does nothing. open and close may be called
-// concurrently.
-type crowd struct {
+// A Crowd is that of one socket. The zero value does nothing. Open and Refuse may be called concurrently.
+type Crowd struct {
 	socket  syscall.RawConn
-	refused atomic.Int32 // since open
+	refused atomic.Int32 // since Open
 	dropped uint32       // by the kernel, as last seen
 }
 
-func newCrowd(conn net.PacketConn) *crowd {
-	c := new(crowd)
+// Of is the Crowd of a socket.
+func Of(conn net.PacketConn) *Crowd {
+	c := new(Crowd)
 	if s, ok := conn.(syscall.Conn); ok {
 		c.socket, _ = s.SyscallConn() // an error says that it is closed
 	}
 	return c
 }
 
-// refuse notes a refused datagram. Those of the gateways alone are let in until open if there were too many.
-func (c *crowd) refuse(gateways func() map[netip.Addr]bool) error {
-	if c.socket == nil || c.refused.Add(1) != crowdMost {
+// Refuse notes a refused datagram. If there were too many, only what comes from expected addresses, 64 at most, is let in
+// until Open.
+func (c *Crowd) Refuse(expected func() map[netip.Addr]bool) error {
+	if c.socket == nil || c.refused.Add(1) != most {
 		return nil
 	}
-	return c.only(slices.Collect(maps.Keys(gateways())))
+	return c.only(slices.Collect(maps.Keys(expected())))
 }
 
 // only has the kernel drop what does not come from these addresses.
-func (c *crowd) only(from []netip.Addr) error {
+func (c *Crowd) only(from []netip.Addr) error {
 	program, err := bpf.Assemble(onlyFrom(from))
 	if err != nil {
 		return err
@@ -62,12 +64,12 @@ func (c *crowd) only(from []netip.Addr) error {
 	return errors.Join(controlErr, os.NewSyscallError("attach filter", err))
 }
 
-// open lets everybody in again. It returns how many datagrams the kernel has dropped since the last time.
-func (c *crowd) open() (dropped uint32) {
+// Open lets everybody in again. It is called every quarter of a second, say, and returns how many datagrams the kernel has dropped since the last time.
+func (c *Crowd) Open() (dropped uint32) {
 	if c.socket == nil {
 		return 0
 	}
-	crowded := c.refused.Swap(0) >= crowdMost
+	crowded := c.refused.Swap(0) >= most
 	_ = c.socket.Control(func(fd uintptr) {
 		if crowded {
 			_ = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_DETACH_FILTER, 0) // fails where there is none

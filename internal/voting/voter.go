@@ -9,14 +9,17 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"maps"
 	"net"
 	"net/netip"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
 	"golang.org/x/time/rate"
 
+	"github.com/isthmus-net/isthmus/internal/crowd"
 	"github.com/isthmus-net/isthmus/internal/mandate"
 	"github.com/isthmus-net/isthmus/internal/statefile"
 )
@@ -26,6 +29,8 @@ const (
 	promiseLimit = 1 << 10 // octets
 
 	listenAgain = time.Second // after the port could not be opened
+
+	crowdInterval = 250 * time.Millisecond // see package crowd
 
 	// knownRate is how many signatures a second a voter checks of asks that name its incarnation, which only who got an
 	// answer knows, and as many of others from where gateways are; strangeRate is that of all others. A gateway sends seven
@@ -47,6 +52,8 @@ type Voter struct {
 	Directory string                                   // where its promise is kept
 	Listen    func(netip.Addr) (net.PacketConn, error) // nil: UDP at Port
 	Log       *slog.Logger
+
+	refused, unread atomic.Uint64 // see Refused
 
 	mu      sync.Mutex
 	place   place
@@ -179,23 +186,47 @@ func (v *Voter) vote(ctx context.Context, addr netip.Addr, changed <-chan struct
 	}
 	ended := make(chan struct{})
 	var failed error // of reading
+	strangers := crowd.Of(conn)
 	go func() {
 		defer close(ended)
-		failed = v.read(conn)
+		failed = v.read(conn, strangers)
 	}()
-	select {
-	case <-ctx.Done():
-		err := conn.SetReadDeadline(time.Unix(1, 0)) // it can still send
-		<-ended
-		v.farewell(conn)
-		return errors.Join(err, conn.Close())
-	case <-changed:
-		err := conn.Close()
-		<-ended
-		return err
-	case <-ended:
-		return errors.Join(failed, conn.Close())
+	tick := time.NewTicker(crowdInterval)
+	defer tick.Stop()
+	for {
+		select {
+		case <-tick.C:
+			v.unread.Add(uint64(strangers.Open()))
+		case <-ctx.Done():
+			err := conn.SetReadDeadline(time.Unix(1, 0)) // it can still send
+			<-ended
+			v.farewell(conn)
+			return errors.Join(err, conn.Close())
+		case <-changed:
+			err := conn.Close()
+			<-ended
+			return err
+		case <-ended:
+			return errors.Join(failed, conn.Close())
+		}
 	}
+}
+
+// Refused is how many datagrams were read and refused, and how many the kernel dropped because too many came.
+func (v *Voter) Refused() (read, unread uint64) { return v.refused.Load(), v.unread.Load() }
+
+// gateways are the addresses of which a crowd keeps nobody out: those that are expected, and that of the holder.
+func (v *Voter) gateways() map[netip.Addr]bool {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	all := maps.Clone(v.others)
+	if all == nil {
+		all = make(map[netip.Addr]bool, 1)
+	}
+	if v.last.IsValid() {
+		all[v.last.Addr().Unmap()] = true
+	}
+	return all
 }
 
 // start reads what the voter before has stored.
@@ -239,8 +270,9 @@ func (v *Voter) store(p mandate.Promise) error {
 }
 
 // read answers what comes until the socket fails.
-func (v *Voter) read(conn net.PacketConn) error {
+func (v *Voter) read(conn net.PacketConn, strangers *crowd.Crowd) error {
 	buf := make([]byte, askLimit+1) // a longer datagram is cut to a length that is refused
+	logged := false
 	for failures := 0; ; {
 		n, from, err := conn.ReadFrom(buf)
 		if err != nil {
@@ -251,7 +283,14 @@ func (v *Voter) read(conn net.PacketConn) error {
 			continue
 		}
 		failures = 0
-		v.receive(buf[:n], from, func(b []byte, to net.Addr) { _, _ = conn.WriteTo(b, to) }) // one that is not sent is lost
+		if v.receive(buf[:n], from, func(b []byte, to net.Addr) { _, _ = conn.WriteTo(b, to) }) { // one that is not sent is lost
+			continue
+		}
+		v.refused.Add(1)
+		if err := strangers.Refuse(v.gateways); err != nil && !logged {
+			logged = true
+			v.Log.Warn("cannot have the kernel drop datagrams of strangers", "error", err)
+		}
 	}
 }
 
@@ -260,11 +299,11 @@ func isTimeout(err error) bool {
 	return errors.As(err, &e) && e.Timeout()
 }
 
-// receive answers a datagram. When the holder of the vote releases it, the gateway that waits is told at once, too.
-func (v *Voter) receive(b []byte, from net.Addr, send func([]byte, net.Addr)) {
+// receive answers a datagram; false: it refuses it. When the holder of the vote releases it, the gateway that waits is told at once, too.
+func (v *Voter) receive(b []byte, from net.Addr, send func([]byte, net.Addr)) bool {
 	a, ok := openAsk(b)
 	if !ok {
-		return
+		return false
 	}
 	u, _ := from.(*net.UDPAddr)
 	v.mu.Lock()
@@ -279,13 +318,13 @@ func (v *Voter) receive(b []byte, from net.Addr, send func([]byte, net.Addr)) {
 		budget = v.known
 	}
 	if !budget.Allow() || !signed(b, key) {
-		return
+		return false
 	}
 	reply := v.machine.Receive(a.Ask, now())
 	if reply.Granted {
 		if err := v.store(v.machine.Stored()); err != nil {
 			v.fail(err)
-			return
+			return true
 		}
 		if u != nil {
 			v.last, v.lastAsk = u.AddrPort(), a.cookie
@@ -309,6 +348,7 @@ func (v *Voter) receive(b []byte, from net.Addr, send func([]byte, net.Addr)) {
 		send(answer{v.machine.Receive(v.waits.ask.Ask, now()), v.waits.ask.cookie}.datagram(), v.waits.at)
 		v.waits = waiting{}
 	}
+	return true
 }
 
 // farewell stores for the voter after this one that its holder counts on the node, and tells the holder.

@@ -161,6 +161,40 @@ func TestOnlyGatewaysGetVotes(t *testing.T) {
 	within(t, "a mandate", c.Gate.Open)
 }
 
+// A flood of strangers is not read, and gateways get votes meanwhile.
+func TestAVoterDoesNotReadAFloodOfStrangers(t *testing.T) {
+	conn, err := net.ListenUDP("udp", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	v := &Voter{Node: "n1", Directory: t.TempDir(), Listen: func(netip.Addr) (net.PacketConn, error) { return conn, nil },
+		Log: slog.New(slog.NewTextHandler(t.Output(), nil))}
+	v.At(netip.MustParseAddr("127.0.0.1"))
+	v.Set(KeyOf([32]byte{1}).Public().(ed25519.PublicKey))
+	ctx, stop := context.WithCancel(t.Context())
+	var running sync.WaitGroup
+	running.Go(func() { v.Run(ctx) })
+	defer running.Wait()
+	defer stop()
+	stranger, err := net.DialUDP("udp", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 9)}, conn.LocalAddr().(*net.UDPAddr))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer stranger.Close()
+	sent := uint64(0)
+	for end := time.Now().Add(2 * time.Second); time.Now().Before(end); time.Sleep(100 * time.Microsecond) {
+		for range 20 {
+			if _, err := stranger.Write([]byte("IVQ\x01 and more")); err == nil {
+				sent++
+			}
+		}
+	}
+	within(t, "all to be counted", func() bool { read, unread := v.Refused(); return read+unread == sent })
+	if read, _ := v.Refused(); read > sent/4 {
+		t.Errorf("%d of %d datagrams of a stranger were read", read, sent)
+	}
+}
+
 // A gateway that waits for the vote hears of its release at once, and not with its next ask.
 func TestAWaitingGatewayIsToldOfARelease(t *testing.T) {
 	key := KeyOf(private)

@@ -16,6 +16,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/isthmus-net/isthmus/internal/crowd"
 	"github.com/isthmus-net/isthmus/internal/voting"
 )
 
@@ -172,8 +173,8 @@ func (q *questioner) run(ctx context.Context) {
 	tick := time.NewTicker(questionInterval)
 	defer tick.Stop()
 	var conn net.PacketConn
-	crowd := new(crowd)     // of conn
-	var ended chan struct{} // closed when nobody reads conn any more
+	strangers := new(crowd.Crowd) // of conn
+	var ended chan struct{}       // closed when nobody reads conn any more
 	defer func() {
 		if conn != nil {
 			conn.Close()
@@ -200,17 +201,17 @@ func (q *questioner) run(ctx context.Context) {
 		}
 		if now := time.Now(); conn == nil && !now.Before(again) {
 			if c, err := q.listen(); err == nil {
-				conn, ended, logged, crowd = c, make(chan struct{}), false, newCrowd(c)
+				conn, ended, logged, strangers = c, make(chan struct{}), false, crowd.Of(c)
 				go func(ended chan struct{}) {
 					defer close(ended)
-					q.read(c, crowd)
+					q.read(c, strangers)
 				}(ended)
 			} else if again = now.Add(listenAgain); !logged {
 				logged = true
 				q.log.Warn("cannot ask the other gateways whether they are active; while the API server does not answer, two could be", "error", err)
 			}
 		}
-		if n := crowd.open(); n > 0 {
+		if n := strangers.Open(); n > 0 {
 			q.refused(refusedUnread, n)
 		}
 		if key := q.key.Load(); conn != nil && key != nil {
@@ -230,7 +231,7 @@ func (q *questioner) run(ctx context.Context) {
 }
 
 // read takes what comes until the socket is closed.
-func (q *questioner) read(conn net.PacketConn, crowd *crowd) {
+func (q *questioner) read(conn net.PacketConn, strangers *crowd.Crowd) {
 	buf := make([]byte, questionLength+1) // longer ones are cut to a length that is refused
 	for failures := 0; ; {
 		n, from, err := conn.ReadFrom(buf)
@@ -270,7 +271,7 @@ func (q *questioner) read(conn net.PacketConn, crowd *crowd) {
 			continue
 		}
 		q.refused(refused, 1)
-		if err := crowd.refuse(q.election.neighbours); err != nil {
+		if err := strangers.Refuse(q.election.neighbours); err != nil {
 			q.log.Warn("cannot have the kernel drop datagrams of strangers", "error", err)
 		}
 	}
