@@ -59,6 +59,58 @@ func TestNodesVote(t *testing.T) {
 		podsToPods(t, a, b)
 	})
 
+	t.Run("AnAgentStartsWhileAPIServerIsAway", func(t *testing.T) {
+		was := active(t, a)
+		from, to := podOn(t, a, 2), podOn(t, b, 1)
+		addr := seen(t, a, b, to.Addr)
+		must(t, a.Server.Freeze())
+		must(t, a.Kill(fleet.Agent(2)))
+		must(t, a.Launch(fleet.Agent(2)))
+		must(t, a.Kill(fleet.Gateway(was)))
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		defer cancel()
+		took, err := firstPing(ctx, from.Host, func() (netip.Addr, error) { return addr, nil })
+		must(t, a.Server.Thaw())
+		must(t, err)
+		t.Logf("%s -> %s answers after %.2f s", from, to, took.Seconds())
+		other(t, was)
+		must(t, a.Start(t.Context(), fleet.Gateway(was)))
+		eventually(t, "votes", func() error { return voting(t, a, 3) })
+		podsToPods(t, a, b)
+	})
+
+	t.Run("MostNodesDeleted", func(t *testing.T) {
+		var gone []corev1.Node
+		for _, n := range a.Nodes[1:] {
+			var o corev1.Node
+			must(t, a.Client.Get(t.Context(), client.ObjectKey{Name: n.Name}, &o))
+			must(t, a.Client.Delete(t.Context(), &o))
+			gone = append(gone, o)
+		}
+		begin := time.Now()
+		eventually(t, "the Lease to decide", func() error {
+			if list := votersOf(t, a); len(list) > 0 {
+				return fmt.Errorf("voters: %v", list)
+			}
+			return nil
+		})
+		t.Logf("the Lease decides %.1f s after the Nodes were deleted", time.Since(begin).Seconds())
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		defer cancel()
+		_, err := firstPing(ctx, podOn(t, a, 0).Host, func() (netip.Addr, error) { return a.Seen(ctx, b, podOn(t, b, 1).Addr) })
+		must(t, err)
+		t.Logf("traffic is back %.1f s after them", time.Since(begin).Seconds())
+		for i := range gone {
+			o := gone[i]
+			o.ResourceVersion, o.UID = "", ""
+			must(t, a.Client.Create(t.Context(), &o))
+			o.Status = gone[i].Status
+			must(t, a.Client.Status().Update(t.Context(), &o))
+		}
+		eventually(t, "votes", func() error { return voting(t, a, 3) })
+		podsToPods(t, a, b)
+	})
+
 	t.Run("MostNodesDoNotHearTheActive", func(t *testing.T) {
 		hosts.Need(t, "nft")
 		was := active(t, a)
@@ -121,16 +173,9 @@ func TestNodesVote(t *testing.T) {
 
 // voting wants so many nodes of a cluster to vote, and everybody to know it.
 func voting(t *testing.T, c *fleet.Cluster, want int) error {
-	var l coordinationv1.Lease
-	if err := c.Client.Get(t.Context(), client.ObjectKey{Namespace: fleet.Namespace, Name: peerings.LeaseGateway}, &l); err != nil {
-		return err
-	}
-	var list struct{ Voters map[string]netip.Addr }
-	if err := json.Unmarshal([]byte(l.Annotations[peerings.AnnotationVoters]), &list); err != nil {
-		return err
-	}
-	if len(list.Voters) != want {
-		return fmt.Errorf("voters: %v", list.Voters)
+	t.Helper()
+	if list := votersOf(t, c); len(list) != want {
+		return fmt.Errorf("voters: %v", list)
 	}
 	var services corev1.ServiceList
 	if err := c.Client.List(t.Context(), &services, client.InNamespace(fleet.Namespace), client.HasLabels{v1alpha1.LabelGateway}); err != nil {
@@ -153,4 +198,16 @@ func voting(t *testing.T, c *fleet.Cluster, want int) error {
 		}
 	}
 	return nil
+}
+
+// votersOf are the voters that the Lease names.
+func votersOf(t *testing.T, c *fleet.Cluster) map[string]netip.Addr {
+	t.Helper()
+	var l coordinationv1.Lease
+	must(t, c.Client.Get(t.Context(), client.ObjectKey{Namespace: fleet.Namespace, Name: peerings.LeaseGateway}, &l))
+	var list struct{ Voters map[string]netip.Addr }
+	if text := l.Annotations[peerings.AnnotationVoters]; text != "" {
+		must(t, json.Unmarshal([]byte(text), &list))
+	}
+	return list.Voters
 }

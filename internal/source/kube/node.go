@@ -115,6 +115,8 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 			w.last = now
 			deliver(now.intent, now.problems)
 			w.remember(now.intent)
+		} else if w.epoch != w.remembers { // nodes vote now, or do not any more
+			w.remember(now.intent)
 		}
 	}
 	see()
@@ -145,7 +147,7 @@ type nodeWatch struct {
 
 	read      readAllocations // see's own, as what follows
 	epoch     uint64          // of the active gateway, where nodes vote; else 0
-	remembers bool            // nodes voted when something was last remembered
+	remembers uint64          // epoch of when something was last remembered
 
 	mu sync.Mutex
 }

@@ -43,14 +43,14 @@ func memoryOf(directory string, log *slog.Logger) *nodeMemory {
 
 // remember stores an intent, where nodes vote.
 func (w *nodeWatch) remember(in fabric.NodeIntent) {
-	if w.directory == "" || w.epoch == 0 && !w.remembers {
+	if w.directory == "" || w.epoch == 0 && w.remembers == 0 {
 		return
 	}
 	if err := statefile.Write(w.directory, nodeMemoryName, nodeMemoryLimit, nodeMemory{nodeMemoryVersion, w.epoch, in}); err != nil {
 		w.log.Warn("an agent that starts while the API server is away will follow nobody new", "error", err)
 		return
 	}
-	w.remembers = w.epoch != 0
+	w.remembers = w.epoch
 }
 
 // recall delivers what the agent before was told, with the gateway that the nodes have voted for since, whenever elected says that
@@ -60,7 +60,7 @@ func (w *nodeWatch) recall(ctx context.Context, elected signal, deliver func(fab
 	if m == nil {
 		return func() {}
 	}
-	w.remembers = true
+	w.remembers = m.Epoch
 	ctx, cancel := context.WithCancel(ctx)
 	var group sync.WaitGroup
 	group.Go(func() {
