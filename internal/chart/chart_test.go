@@ -327,6 +327,23 @@ func TestGatewaysOfTwoVersionsShareANodeUnlessTheyTakeItsPorts(t *testing.T) {
 	}
 }
 
+// Nodes vote unless somebody does not want it; gateways with their nodes' networks do not ask them.
+func TestGatewaysAskForVotesWhereTheyCan(t *testing.T) {
+	for _, tc := range []struct {
+		gateway Values
+		votes   bool
+	}{{nil, true}, {Values{"votes": false}, false}, {Values{"hostNetwork": true}, false}} {
+		gateway := find(t, objects(t, paris(Values{"gateway": tc.gateway})), "Deployment", "isthmus-gateway")
+		containers, _, err := unstructured.NestedSlice(gateway.Object, "spec", "template", "spec", "containers")
+		if err != nil || len(containers) != 1 {
+			t.Fatalf("%v: %v", containers, err)
+		}
+		if args, _, _ := unstructured.NestedStringSlice(containers[0].(map[string]any), "args"); slices.Contains(args, "--votes") != tc.votes {
+			t.Errorf("%v: %q", tc.gateway, args)
+		}
+	}
+}
+
 // Privileges are what a container may do to the machine. Each is in docs/security.md with its
 // reason; a new one has to be written down here and there.
 func TestNoComponentHasAPrivilegeMore(t *testing.T) {

@@ -51,7 +51,4 @@ it, since Helm keeps no order: --reuse-values replaces the defaults of this char
 {{- if not (regexFind "^[1-9]" (printf "%v" .Values.routeAgent.maxSurge)) }}
 {{- fail "value routeAgent.maxSurge: want how many nodes, or a share of them such as 10%, and not 0" }}
 {{- end }}
-{{- if and .Values.gateway.votes .Values.gateway.hostNetwork }}
-{{- fail "value gateway.votes: nodes vote only on gateways that have a network of their own; want gateway.hostNetwork=false" }}
-{{- end }}
 {{- end }}
