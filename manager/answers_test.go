@@ -106,7 +106,7 @@ func (a *answering) start() {
 	if !a.mgr.GetCache().WaitForCacheSync(ctx) {
 		a.t.Fatal("caches are not filled")
 	}
-	a.store = ipamstore.New(a.mgr.GetClient(), a.mgr.GetAPIReader(), log)
+	a.store = ipamstore.New(a.mgr.GetClient(), a.mgr.GetAPIReader(), a.self.ClusterID, log)
 	a.ok(a.store.Load(ctx))
 	a.events = events.NewFakeRecorder(100)
 	a.nodes = &Warden{Cache: a.mgr.GetCache(), Namespace: a.system, Events: a.events, Log: log, Patience: time.Hour}
@@ -349,10 +349,10 @@ func (a *answering) versions() map[string]string {
 	for i := range mappings.Items {
 		note("NatMapping", &mappings.Items[i])
 	}
-	var books v1alpha1.IpamStorageList
-	a.ok(testClient.List(a.ctx, &books))
-	for i := range books.Items {
-		note("IpamStorage", &books.Items[i])
+	var allocations isthmus.NetworkAllocationList
+	a.ok(testClient.List(a.ctx, &allocations))
+	for i := range allocations.Items {
+		note("NetworkAllocation", &allocations.Items[i])
 	}
 	return all
 }

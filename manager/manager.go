@@ -240,10 +240,9 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 		leads:  new(atomic.Pointer[leading]),
 		waits:  new(atomic.Pointer[string]),
 	}
-	l.store = ipamstore.New(l.client, mgr.GetAPIReader(), o.Log)
+	l.store = ipamstore.New(l.client, mgr.GetAPIReader(), o.Cluster.ClusterID, o.Log)
 	l.services = has.serviceCIDRs
 	l.shared = has.sharedServices
-	l.store.WithCluster(o.Cluster.ClusterID)
 	clock, err := serverClock(cfg)
 	if err != nil {
 		return err

@@ -362,7 +362,7 @@ func TestTwoManagersNegotiateAndPart(t *testing.T) {
 func (s *side) versions() string {
 	s.t.Helper()
 	var all strings.Builder
-	for _, list := range []client.ObjectList{&isthmus.PeeringList{}, &v1alpha1.NetworkConfigList{}, &v1alpha1.TunnelEndpointList{}, &v1alpha1.NatMappingList{}, &v1alpha1.IpamStorageList{}} {
+	for _, list := range []client.ObjectList{&isthmus.PeeringList{}, &v1alpha1.NetworkConfigList{}, &v1alpha1.TunnelEndpointList{}, &v1alpha1.NatMappingList{}, &isthmus.NetworkAllocationList{}} {
 		s.ok(s.api().List(s.ctx, list))
 		s.ok(meta.EachListItem(list, func(o runtime.Object) error {
 			m, err := meta.Accessor(o)

@@ -73,8 +73,8 @@ func (r *releases) look(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("released networks: %w", err)
 	}
-	about := &corev1.ObjectReference{APIVersion: v1alpha1.GroupVersion.String(), Kind: "IpamStorage", Name: r.Store.ObjectName()}
 	for _, id := range abandoned {
+		about := &corev1.ObjectReference{APIVersion: isthmus.GroupVersion.String(), Kind: "NetworkAllocation", Name: fabric.AllocationName(id)}
 		networks, free := book.NetworksOf(id), now.Add(fabric.ReleaseHold).UTC().Format(time.RFC3339)
 		r.Log.Warn("networks of a peer are released, since no object has named it for a day", "peer", id, "networks", networks, "heldUntil", free)
 		r.Events.Eventf(about, nil, corev1.EventTypeWarning, reasonReleased, "ReleaseNetworks",

@@ -90,7 +90,7 @@ func TestNodesFollowTheAPIServerAndStayAsTheyAreWithoutIt(t *testing.T) {
 	own := &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: "us"}, Spec: isthmus.NetworkAllocationSpec{ClusterID: "us", Revision: 1,
 		Own: &isthmus.OwnNetworks{PodCIDR: localPods.String(), ServiceCIDR: "10.96.0.0/12"}}}
 	allocation := &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: "b"}, Spec: isthmus.NetworkAllocationSpec{ClusterID: "b", Revision: 2,
-		Phase: isthmus.AllocationAllocated, Networks: []string{remotePods.String(), remoteExternal.String()}}}
+		Networks: []string{remotePods.String(), remoteExternal.String()}}}
 	must(api.Create(c.ctx, own))
 	must(api.Create(c.ctx, allocation))
 	c.start(c.Nodes...)

@@ -170,8 +170,7 @@ func (w *world) fill(ctx context.Context) error {
 	if err := w.api.Create(ctx, w.books()); err != nil {
 		return err
 	}
-	w.ipam = ipamstore.New(w.api, w.api, slog.New(slog.DiscardHandler)) // as the manager writes them
-	w.ipam.WithCluster("benchmark")
+	w.ipam = ipamstore.New(w.api, w.api, "benchmark", slog.New(slog.DiscardHandler)) // as the manager writes them
 	return w.ipam.Load(ctx)
 }
 

@@ -1,7 +1,6 @@
 package ipam
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
@@ -13,8 +12,8 @@ import (
 const (
 	// MaxAsked is how many mappings one caller may have.
 	MaxAsked = 4096
-	// MaxNotes bounds the text of Notes, in bytes. All annotations of an object may have 256 KiB, which those
-	// of networks that are held share.
+	// MaxNotes bounds the names of the callers who have asked for mappings of one peer, in bytes. They are
+	// in one object.
 	MaxNotes = 144 << 10
 	// maxCaller bounds the name of a caller, in bytes.
 	maxCaller = 256
@@ -50,7 +49,7 @@ func (b Book) Asked(id string, ip netip.Addr, by, what string) (Book, error) {
 		next.endpoints = maps.Clone(next.endpoints)
 		next.note(ip, what)
 	}
-	if n := len(next.Notes()); n > MaxNotes {
+	if n := next.peers[id].noted(); n > MaxNotes {
 		return b, fmt.Errorf("there is no room to note who asked: want at most %d bytes, not %d; unmap what is not needed", MaxNotes, n)
 	}
 	return next, nil
@@ -129,81 +128,14 @@ func (b Book) Expire(e Endpoint) Book {
 	return b
 }
 
-// notes is what Notes writes.
-type notes struct {
-	By  map[string]map[string][]netip.Addr `json:"by,omitempty"`  // caller, peer, endpoints
-	Are map[string][]netip.Addr            `json:"are,omitempty"` // endpoints by what they were
-}
-
-// Notes returns as text what Liqo's books have no place for: who asked for which mapping, and what
-// the endpoints were. It is empty when there is nothing to say, and the same for the same Book.
-func (b Book) Notes() string {
-	n := notes{By: make(map[string]map[string][]netip.Addr), Are: make(map[string][]netip.Addr)}
-	for id, p := range b.peers {
-		for ip, callers := range p.endpoints {
-			for _, by := range callers {
-				if n.By[by] == nil {
-					n.By[by] = make(map[string][]netip.Addr)
-				}
-				n.By[by][id] = append(n.By[by][id], ip)
-			}
+// noted is how long the names of callers are together.
+func (p *account) noted() (n int) {
+	for _, callers := range p.endpoints {
+		for _, by := range callers {
+			n += len(by) + len(`"",`)
 		}
 	}
-	for ip, e := range b.endpoints {
-		if e.what != "" {
-			n.Are[e.what] = append(n.Are[e.what], ip)
-		}
-	}
-	if len(n.By) == 0 && len(n.Are) == 0 {
-		return ""
-	}
-	for _, peers := range n.By {
-		for _, ips := range peers {
-			slices.SortFunc(ips, netip.Addr.Compare)
-		}
-	}
-	for _, ips := range n.Are {
-		slices.SortFunc(ips, netip.Addr.Compare)
-	}
-	text, err := json.Marshal(n)
-	if err != nil {
-		panic(err) // strings and addresses can be marshalled
-	}
-	return string(text)
-}
-
-// WithNotes returns the Book with what Notes said of it. Notes about what is not mapped are left
-// out.
-func (b Book) WithNotes(text string) (Book, error) {
-	var n notes
-	if text == "" {
-		return b, nil
-	}
-	if err := json.Unmarshal([]byte(text), &n); err != nil {
-		return b, err
-	}
-	peers := make(map[string]*account, len(b.peers))
-	for id, old := range b.peers {
-		p := *old
-		p.endpoints = maps.Clone(p.endpoints)
-		peers[id] = &p
-	}
-	for by, of := range n.By {
-		for id, ips := range of {
-			for _, ip := range ips {
-				if callers, mapped := peers[id].askedFor(ip); mapped {
-					peers[id].endpoints[ip] = withCaller(callers, by)
-				}
-			}
-		}
-	}
-	b.peers, b.endpoints = peers, maps.Clone(b.endpoints)
-	for what, ips := range n.Are {
-		for _, ip := range ips {
-			b.note(ip, what)
-		}
-	}
-	return b, nil
+	return n
 }
 
 // withCallers returns the Book with other callers of a mapping that the peer has.

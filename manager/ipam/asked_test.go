@@ -5,11 +5,10 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
-	"strconv"
 	"strings"
 	"testing"
 
-	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
 // asked maps an endpoint for peer b and notes who asked.
@@ -25,64 +24,43 @@ func asked(t *testing.T, b Book, ip, by, what string) Book {
 	return b
 }
 
-func TestNotesSayWhoAskedAndWhatItWas(t *testing.T) {
-	empty := joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16")
-	if n := empty.Notes(); n != "" {
-		t.Errorf("nobody asked: %s", n)
+// requests are who asked for what, as the NetworkAllocation of b has it.
+func requests(b Book) string {
+	var text []string
+	for _, e := range b.Allocation("b").Endpoints {
+		text = append(text, fmt.Sprintf("%s %v %s", e.IP, e.Requesters, e.Target))
 	}
+	return strings.Join(text, "; ")
+}
+
+func TestAllocationsSayWhoAskedAndWhatItWas(t *testing.T) {
+	empty := joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16")
 	b := asked(t, empty, "198.51.100.7", "one", "pod")
 	b = asked(t, b, "198.51.100.7", "another", "")
 	b = asked(t, b, "198.51.100.6", "one", "")
 	b = asked(t, b, "10.244.3.4", "one", "") // a pod: nothing is mapped, and nothing noted
-	const want = `{"by":{"another":{"b":["198.51.100.7"]},"one":{"b":["198.51.100.6","198.51.100.7"]}},"are":{"pod":["198.51.100.7"]}}`
-	if got := b.Notes(); got != want {
+	const want = "198.51.100.6 [one] ; 198.51.100.7 [another one] pod"
+	if got := requests(b); got != want {
 		t.Errorf("got  %s\nwant %s", got, want)
 	}
-	if again := asked(t, b, "198.51.100.7", "one", "node"); len(again.Changed(b)) > 0 || again.Notes() != want {
-		t.Errorf("asking again changes %s", again.Notes())
+	if again := asked(t, b, "198.51.100.7", "one", "node"); len(again.Changed(b)) > 0 || requests(again) != want {
+		t.Errorf("asking again changes %s", requests(again))
 	}
 	if changed := b.Changed(empty); !slices.Equal(changed, []string{"b"}) {
 		t.Errorf("changed: %v", changed)
 	}
-	// What Liqo reads does not depend on it, and a restart finds it again.
-	spec := b.Spec()
-	read, err := Read(&spec)
-	if err != nil {
-		t.Fatal(err)
-	}
-	before := read
-	if read, err = read.WithNotes(want); err != nil || read.Notes() != want || before.Notes() != "" {
-		t.Errorf("read: %s, %v; the Book before has %q", read.Notes(), err, before.Notes())
-	}
-	if got := read.AskedFor("b", addr("198.51.100.7")); !slices.Equal(got, []string{"another", "one"}) {
-		t.Errorf("asked: %v", got)
+	read := restarted(t, b)
+	if got := read.AskedFor("b", addr("198.51.100.7")); !slices.Equal(got, []string{"another", "one"}) || requests(read) != want {
+		t.Errorf("after a restart: %v, %s", got, requests(read))
 	}
 	// Another ExternalCIDR of the same length keeps mappings, and who asked for them.
 	c := ours()
 	c.ExternalCIDR = pfx("172.20.0.0/16")
-	if moved, _ := read.Configure(c); moved.Notes() != want {
-		t.Errorf("after a new ExternalCIDR: %s", moved.Notes())
+	if moved, _ := read.Configure(c); requests(moved) != want {
+		t.Errorf("after a new ExternalCIDR: %s", requests(moved))
 	}
-	if gone := read.Release("b"); gone.Notes() != "" {
-		t.Errorf("of a peer that has left: %s", gone.Notes())
-	}
-}
-
-func TestNotesThatMakeNoSenseChangeNothing(t *testing.T) {
-	b := asked(t, joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16"), "198.51.100.7", "one", "")
-	for _, text := range []string{"{", `[]`, `{"by":{"one":{"b":["198.51.100"]}}}`, `{"are":{"pod":"198.51.100.7"}}`} {
-		if got, err := b.WithNotes(text); err == nil || got.Notes() != b.Notes() {
-			t.Errorf("%s: %s, %v", text, got.Notes(), err)
-		}
-	}
-	spec := b.Spec()
-	b, err := Read(&spec)
-	if err != nil {
-		t.Fatal(err)
-	}
-	got, err := b.WithNotes(`{"by":{"one":{"b":["198.51.100.8","198.51.100.7","198.51.100.7"],"who":["198.51.100.7"]}},"are":{"pod":["198.51.100.8"]}}`)
-	if want := `{"by":{"one":{"b":["198.51.100.7"]}}}`; err != nil || got.Notes() != want {
-		t.Errorf("notes about what is not mapped: %s, %v", got.Notes(), err)
+	if gone := read.Release("b"); requests(gone) != "" {
+		t.Errorf("of a peer that has left: %s", requests(gone))
 	}
 }
 
@@ -120,37 +98,33 @@ func TestWhatIsNotedIsBounded(t *testing.T) {
 	if _, err := mapped(t, b, "b", "198.51.100.7", "10.247.0.2").Asked("b", addr("198.51.100.7"), strings.Repeat("x", maxCaller+1), ""); err == nil {
 		t.Error("a name without end")
 	}
-	spec, list := b.Spec(), []string{}
+	full := b.Allocation("b")
 	ip := func(i int) netip.Addr { return netip.AddrFrom4([4]byte{198, 18, byte(i >> 8), byte(i)}) }
 	for i := range MaxAsked + 1 {
 		x := [2]byte{byte((i + 2) >> 8), byte(i + 2)}
-		spec.EndpointMappings[ip(i).String()] = v1alpha1.EndpointMapping{
-			ExternalCIDROriginalIP: netip.AddrFrom4([4]byte{10, 245, x[0], x[1]}).String(),
-			ClusterMappings:        map[string]v1alpha1.ClusterMapping{"b": {ExternalCIDRNattedIP: netip.AddrFrom4([4]byte{10, 247, x[0], x[1]}).String()}},
-		}
+		e := isthmus.MappedEndpoint{IP: ip(i).String(), Address: netip.AddrFrom4([4]byte{10, 245, x[0], x[1]}).String()}
 		if i < MaxAsked {
-			list = append(list, strconv.Quote(ip(i).String()))
+			e.Requesters = []string{"one"}
 		}
+		full.Endpoints = append(full.Endpoints, e)
 	}
-	full, err := Read(&spec)
-	if err == nil {
-		full, err = full.WithNotes(`{"by":{"one":{"b":[` + strings.Join(list, ",") + `]}}}`)
+	b, wrong := FromAllocations(b.own, []isthmus.NetworkAllocationSpec{full})
+	if wrong != nil {
+		t.Fatal(wrong)
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	if _, err := full.Asked("b", ip(MaxAsked), "one", ""); err == nil || !strings.Contains(err.Error(), "4096") {
+	if _, err := b.Asked("b", ip(MaxAsked), "one", ""); err == nil || !strings.Contains(err.Error(), "4096") {
 		t.Errorf("one more than the bound: %v", err)
 	}
-	if _, err := full.Asked("b", ip(7), "one", ""); err != nil {
+	if _, err := b.Asked("b", ip(7), "one", ""); err != nil {
 		t.Errorf("one that it has: %v", err)
 	}
-	more := full
+	var err error
+	more := b
 	for i := 0; err == nil && i < 1<<10; i++ { // long names fill the notes
 		more, err = more.Asked("b", ip(i), fmt.Sprintf("%0250d", i), "")
 	}
-	if err == nil || !strings.Contains(err.Error(), "no room") || len(more.Notes()) > MaxNotes {
-		t.Errorf("%d bytes, %v", len(more.Notes()), err)
+	if err == nil || !strings.Contains(err.Error(), "no room") || more.peers["b"].noted() > MaxNotes {
+		t.Errorf("%d bytes, %v", more.peers["b"].noted(), err)
 	}
 }
 

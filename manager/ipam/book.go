@@ -3,10 +3,12 @@
 // no client, no clock and no lock, and the same questions in the same order always get the same
 // answers.
 //
-//	Config  ─ Configure ─┐                      ┌─ Spec ─► IpamStorage
-//	Request ─ Grant ─────┼─► Book (immutable) ──┼─ NatMapping
-//	answer  ─ Answered ──┤                      └─ HomePodIP, GrantOf, ...
-//	IpamStorage ─ Read ──┘
+//	Config  ─ Configure ─┐                      ┌─ Allocation ─► NetworkAllocations
+//	Request ─ Grant ─────┼─► Book (immutable) ──┼─ Spec ─► IpamStorage, for Liqo's components
+//	answer  ─ Answered ──┤                      ├─ NatMapping
+//	FromAllocations ─────┘                      └─ HomePodIP, GrantOf, ...
+//
+// Read makes a Book of the IpamStorage of a Liqo that was here before.
 //
 // The choices are those of Liqo (docs/liqo-v0.md, section 5): a network that overlaps nothing is
 // used as it is, any other one is replaced by a free one of the same length out of the pools, in
@@ -32,6 +34,9 @@ const (
 	MaxPeers = 4096
 	// MaxEndpoints is how many mapped endpoints a Book has at most, with the gateway's own.
 	MaxEndpoints = 16384
+	// MaxEndpointsOfPeer is how many are mapped for one peer at most. Its NetworkAllocation names each of
+	// them, in 150 octets at most beside the names of callers.
+	MaxEndpointsOfPeer = 4096
 )
 
 // Config is what a Book has to know about its own cluster. Zero prefixes are not known yet. A
@@ -128,6 +133,11 @@ type account struct {
 	// endpoints are the real addresses mapped for it, without the gateway's own, each with those who
 	// asked for it, sorted; with nobody where that is not known.
 	endpoints map[netip.Addr][]string
+}
+
+// empty reports whether there is nothing to keep of a peer.
+func (p *account) empty() bool {
+	return !p.Pod.IsValid() && !p.podSeen.IsValid() && !p.externalSeen.IsValid()
 }
 
 // An endpoint has an address out of our ExternalCIDR.

@@ -181,6 +181,9 @@ func (b *Book) readdress(was, pods netip.Prefix) {
 				e.peers++
 			}
 		}
+		if p.empty() {
+			continue
+		}
 		if external == was && p.podSeen == old.podSeen && p.externalSeen == old.externalSeen && len(p.endpoints) == len(old.endpoints) {
 			peers[id] = old // so that Changed does not name it
 		} else {

@@ -38,6 +38,9 @@ func (b Book) MapEndpoint(id string, ip netip.Addr) (Book, netip.Addr, error) {
 		return b, move(firstHost(b.own.ExternalCIDR), p.externalSeen), nil
 	}
 
+	if _, mapped := p.endpoints[ip]; !mapped && len(p.endpoints) >= MaxEndpointsOfPeer {
+		return b, netip.Addr{}, refuse(v1alpha1.ReasonExhausted, "", "endpoint %v: %d endpoints are mapped for cluster %q already, and its NetworkAllocation has no room for more", ip, MaxEndpointsOfPeer, id)
+	}
 	if e := b.endpoints[ip]; e != nil {
 		return b.mapTo(id, ip, e.addr), move(e.addr, p.externalSeen), nil
 	}

@@ -1,6 +1,7 @@
 package ipam
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -8,6 +9,7 @@ import (
 	"strings"
 	"testing"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
@@ -100,25 +102,61 @@ func TestEndpointsExhaustTheExternalCIDRAndRecover(t *testing.T) {
 	mapped(t, b, "b", "198.51.100.13", "203.0.113.22")
 }
 
+// Each peer has its bound, since one object names all of its endpoints, and so have all together. The largest
+// object fits etcd.
 func TestEndpointsAreBounded(t *testing.T) {
-	b := joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16")
-	spec := b.Spec()
-	for i := range MaxEndpoints - 2 { // and the gateway's own
-		x := [2]byte{byte((i + 2) >> 8), byte(i + 2)}
-		spec.EndpointMappings[netip.AddrFrom4([4]byte{198, 18, x[0], x[1]}).String()] = v1alpha1.EndpointMapping{
-			ExternalCIDROriginalIP: netip.AddrFrom4([4]byte{10, 245, x[0], x[1]}).String(),
-			ClusterMappings:        map[string]v1alpha1.ClusterMapping{"b": {ExternalCIDRNattedIP: netip.AddrFrom4([4]byte{10, 247, x[0], x[1]}).String()}},
-		}
+	c := ours()
+	c.PodCIDR, c.ServiceCIDR, c.ExternalCIDR = pfx("fd00:1::/112"), pfx("fd00:2::/112"), pfx("fd00:aaaa:bbbb:cccc:dddd:eeee:ffff::/112")
+	c.ExternalCIDR = c.ExternalCIDR.Masked()
+	seen := &isthmus.NetworkPair{PodCIDR: "fd00:3::/112", ExternalCIDR: "fd00:4::/112"}
+	at := func(of netip.Prefix, i int) string {
+		a := of.Addr().As16()
+		a[14], a[15] = byte(i>>8), byte(i)
+		return netip.AddrFrom16(a).String()
 	}
-	b, err := Read(&spec)
+	var all []isthmus.NetworkAllocationSpec
+	for p := range 5 {
+		spec := isthmus.NetworkAllocationSpec{ClusterID: fmt.Sprint("peer-", p), Seen: seen}
+		for i := range MaxEndpointsOfPeer - 2*(p/3) {
+			n := 2 + p*MaxEndpointsOfPeer + i
+			if p < 4 || i == 0 {
+				spec.Endpoints = append(spec.Endpoints, isthmus.MappedEndpoint{IP: at(pfx("2001:db8:aaaa:bbbb:cccc:dddd:eeee::/112").Masked(), n), Address: at(c.ExternalCIDR, n)})
+			}
+		}
+		all = append(all, spec)
+	}
+	b, wrong := FromAllocations(c, all[:4])
+	if wrong != nil {
+		t.Fatal(wrong[0])
+	}
+	if n := len(b.endpoints); n != MaxEndpoints-2 {
+		t.Fatalf("%d endpoints", n)
+	}
+	more := func(id, ip string) (err error) {
+		_, _, err = b.MapEndpoint(id, addr(ip))
+		return err
+	}
+	if err := more("peer-0", "2001:db8::1"); !exhausted(err) || !strings.Contains(err.Error(), "4096 endpoints are mapped for cluster \"peer-0\" already") {
+		t.Errorf("of one peer: %v", err)
+	}
+	if err := more("peer-0", all[0].Endpoints[7].IP); err != nil {
+		t.Errorf("one that it has: %v", err)
+	}
+	b, _, err := b.MapEndpoint("peer-3", addr("2001:db8::1"))
 	if err != nil {
 		t.Fatal(err)
 	}
-	b = mapped(t, b, "b", "198.51.100.1", "10.247.64.0")
-	if _, _, err := b.MapEndpoint("b", addr("198.51.100.2")); !exhausted(err) || !strings.Contains(err.Error(), "16384") {
-		t.Errorf("got %v", err)
+	if err := more("peer-3", "2001:db8::2"); !exhausted(err) || !strings.Contains(err.Error(), "16384") {
+		t.Errorf("of all: %v", err)
 	}
 	sound(t, b)
+	largest := b.Allocation("peer-0")
+	for i := range largest.Endpoints { // as many callers as a peer may have
+		largest.Endpoints[i].Requesters, largest.Endpoints[i].Target = []string{strings.Repeat("x", MaxNotes/MaxEndpointsOfPeer-3)}, "service"
+	}
+	if text, err := json.Marshal(largest); err != nil || len(text) > 1<<20 {
+		t.Errorf("%d octets (%v); want at most 1 MiB", len(text), err)
+	}
 }
 
 func TestMappingsFollowChangesOfOurNetworksAndOfAnswers(t *testing.T) {

@@ -445,8 +445,19 @@ func sound(t *testing.T, b Book) {
 		t.Errorf("what Spec writes, Read refuses: %v", err)
 		return
 	}
-	back.own.Nodes = b.own.Nodes
+	back.own.Nodes, back.own.Reached = b.own.Nodes, b.own.Reached
 	back.fill()
+	if again := restarted(t, b); true {
+		again.own.Nodes, again.own.Reached = b.own.Nodes, b.own.Reached
+		if again.fill(); !same(b, again) || !reflect.DeepEqual(b.Clusters(), again.Clusters()) {
+			t.Errorf("FromAllocations makes another Book:\n%+v\n%+v", spec, again.Spec())
+		}
+		for _, id := range b.Clusters() {
+			if !reflect.DeepEqual(b.Allocation(id), again.Allocation(id)) {
+				t.Errorf("%+v\nbecomes\n%+v", b.Allocation(id), again.Allocation(id))
+			}
+		}
+	}
 	if !same(b, back) {
 		t.Errorf("Read(Spec(b)) is another Book:\n%+v\n%+v", spec, back.Spec())
 	}

@@ -3,7 +3,6 @@ package ipam
 import (
 	"cmp"
 	"fmt"
-	"maps"
 	"net/netip"
 	"slices"
 	"time"
@@ -17,11 +16,8 @@ const (
 	// released.
 	UnusedGrace = 24 * time.Hour
 	// maxReplaced bounds the networks that are held though their peers have others, of all peers and of
-	// one. A NetworkAllocation names 32 at most. The annotation has 143 octets for one of all.
+	// one. A NetworkAllocation names 32 at most.
 	maxReplaced, maxReplacedOfOne = 512, 8
-	// maxAnnotations is how long the annotations of the IpamStorage may be together, in octets. The API
-	// server takes 256 KiB; the rest is for those of a fixed length.
-	maxAnnotations = 252 << 10
 )
 
 // A replaced network is held after its peer got another one.
@@ -29,6 +25,10 @@ type replaced struct {
 	id      string
 	network netip.Prefix
 	at      time.Time // when it was released
+}
+
+func (r replaced) compare(other replaced) int {
+	return cmp.Or(r.at.Compare(other.at), cmp.Compare(r.id, other.id), r.network.Compare(other.network))
 }
 
 // Part releases the networks of a peer that leaves: they are held from then on, so that nodes refuse them
@@ -106,7 +106,7 @@ func (b *Book) inOurWay(p netip.Prefix) bool {
 	return i < len(b.own.Nodes) && p.Contains(b.own.Nodes[i])
 }
 
-// stored rounds a time as the annotation does.
+// stored rounds a time as an object does.
 func stored(t time.Time) time.Time { return t.UTC().Truncate(time.Second) }
 
 // hold notes which networks a peer gives up that gets others: they are held since then. What it has again
@@ -124,9 +124,7 @@ func (b *Book) hold(id string, now, had Grant, at time.Time) {
 			kept = append(kept, replaced{id, p, stored(at)})
 		}
 	}
-	slices.SortFunc(kept, func(a, b replaced) int {
-		return cmp.Or(a.at.Compare(b.at), cmp.Compare(a.id, b.id), a.network.Compare(b.network))
-	})
+	slices.SortFunc(kept, replaced.compare)
 	if !slices.Equal(kept, b.replaced) {
 		b.replaced = slices.Compact(kept)
 	}
@@ -280,100 +278,4 @@ func (b *Book) freeSoon(claim netip.Prefix) string {
 		text += fmt.Sprintf(", %d more later", held-1)
 	}
 	return text
-}
-
-// Releases returns the annotation with the held networks, the times of their release, and the peers that
-// no object names. It is empty if there are none. others is the size of all other annotations, and the
-// result fits the object beside them. If there is too little room, the youngest peers are left out: after
-// a restart they count as having networks, until no object has named them for UnusedGrace.
-func (b Book) Releases(others int) string {
-	text := fabric.Released{}
-	for _, r := range b.replaced {
-		if text.Replaced == nil {
-			text.Replaced = make(map[string]map[string][]string)
-		}
-		at := r.at.Format(time.RFC3339)
-		if text.Replaced[at] == nil {
-			text.Replaced[at] = make(map[string][]string)
-		}
-		text.Replaced[at][r.id] = append(text.Replaced[at][r.id], r.network.String())
-	}
-	room := maxAnnotations - others - len(text.Text())
-	ids := slices.DeleteFunc(b.Peers(), func(id string) bool { return b.peers[id].released.IsZero() && b.peers[id].unused.IsZero() })
-	when := func(id string) time.Time { // one of the two is zero
-		if at := b.peers[id].released; !at.IsZero() {
-			return at
-		}
-		return b.peers[id].unused
-	}
-	slices.SortStableFunc(ids, func(x, y string) int { return when(x).Compare(when(y)) })
-	text.Peers, text.Unused = make(map[string][]string), make(map[string][]string)
-	for _, id := range ids {
-		list, at := text.Peers, when(id).Format(time.RFC3339)
-		if b.peers[id].released.IsZero() {
-			list = text.Unused
-		}
-		if room -= len(id) + len(`"",`); list[at] == nil {
-			room -= len(at) + len(`"":[],`)
-		}
-		if room < len(`"released":{},"unused":{},"replaced":{}`) {
-			break
-		}
-		list[at] = append(list[at], id)
-	}
-	return text.Text()
-}
-
-// WithReleases returns the Book with the state from such an annotation. Peers without networks are left
-// out.
-func (b Book) WithReleases(annotations map[string]string) (Book, error) {
-	text, err := fabric.ReleasedFrom(annotations)
-	if err != nil {
-		return b, err
-	}
-	next := b
-	next.peers = maps.Clone(b.peers)
-	for _, list := range []struct {
-		ids map[string][]string
-		set func(*account, time.Time)
-	}{
-		{text.Unused, func(p *account, at time.Time) { p.unused = at }},
-		{text.Peers, func(p *account, at time.Time) { *p = account{Grant: p.Grant, released: at} }},
-	} {
-		for at, ids := range list.ids {
-			t, err := time.Parse(time.RFC3339, at)
-			if err != nil {
-				return b, fmt.Errorf("%s is no time in RFC 3339", quote(at))
-			}
-			for _, id := range ids {
-				old := next.peers[id]
-				if old == nil || !old.Pod.IsValid() {
-					continue
-				}
-				p := *old
-				list.set(&p, stored(t))
-				if !p.released.IsZero() {
-					next = next.unmapAll(old)
-				}
-				next.peers[id] = &p
-			}
-		}
-	}
-	for at, peers := range text.Replaced {
-		t, err := time.Parse(time.RFC3339, at)
-		if err != nil {
-			return b, fmt.Errorf("%s is no time in RFC 3339", quote(at))
-		}
-		for id, networks := range peers {
-			for _, n := range networks {
-				p, err := netip.ParsePrefix(n)
-				if err != nil || fabric.CheckNetwork(p) != "" || fabric.CheckClusterID(id) != "" {
-					return b, fmt.Errorf("%s of cluster %s is no network of a peer", quote(n), quote(id))
-				}
-				g, _ := next.GrantOf(id)
-				next.hold(id, g, Grant{Pod: p}, t)
-			}
-		}
-	}
-	return next, nil
 }

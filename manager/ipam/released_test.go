@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 )
@@ -16,19 +18,6 @@ import (
 var noon = time.Date(2026, 11, 25, 12, 0, 0, 0, time.UTC)
 
 func nobody(string) bool { return false }
-
-// reopened returns the Book after a restart, from the annotations.
-func reopened(t *testing.T, b Book) Book {
-	t.Helper()
-	read, err := restarted(b)
-	if err == nil {
-		read, err = read.WithReleases(map[string]string{isthmus.AnnotationReleased: b.Releases(0)})
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	return read
-}
 
 func TestReleasedNetworksAreHeldForADay(t *testing.T) {
 	b, had := grant(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.50.0.0/16"))
@@ -47,7 +36,7 @@ func TestReleasedNetworksAreHeldForADay(t *testing.T) {
 	if again := left.Answered("b", pfx("10.1.0.0/16"), pfx("10.2.0.0/16")).Part("b", noon.Add(time.Hour)); len(again.Changed(left)) > 0 {
 		t.Error("a peer that has left answers, or leaves once more")
 	}
-	left = reopened(t, left)
+	left = restarted(t, left)
 
 	// No other cluster gets them, the same cluster does.
 	_, other := grant(t, left, claim("c", had.Pod.String(), "10.50.0.0/16"))
@@ -62,8 +51,8 @@ func TestReleasedNetworksAreHeldForADay(t *testing.T) {
 		t.Errorf("an override: %v", err)
 	}
 	back, again := grant(t, left, claim("b", "10.244.0.0/16", "10.50.0.0/16"))
-	if again != had || !back.ReleasedAt("b").IsZero() || takesBack(back, left) || back.Releases(0) != "" {
-		t.Errorf("b has %v again, had %v; noted %s", again, had, back.Releases(0))
+	if again != had || !back.ReleasedAt("b").IsZero() || takesBack(back, left) || back.Allocation("b").ReleasedAt != nil {
+		t.Errorf("b has %v again, had %v; noted %v", again, had, back.Allocation("b").ReleasedAt)
 	}
 
 	early, _ := left.Age(noon.Add(fabric.ReleaseHold-time.Second), nobody)
@@ -71,8 +60,8 @@ func TestReleasedNetworksAreHeldForADay(t *testing.T) {
 		t.Error("a hold ends early")
 	}
 	over, _ := left.Age(noon.Add(fabric.ReleaseHold), nobody)
-	if !takesBack(over, left) || len(over.NetworksOf("b")) > 0 || over.Releases(0) != "" {
-		t.Errorf("after a day: %v, %s", over.NetworksOf("b"), over.Releases(0))
+	if !takesBack(over, left) || len(over.NetworksOf("b")) > 0 || over.Allocation("b").ReleasedAt != nil {
+		t.Errorf("after a day: %+v", over.Allocation("b"))
 	}
 	if _, g := grant(t, over, claim("c", "10.50.0.0/16", "10.51.0.0/16")); g.External != pfx("10.51.0.0/16") || g.Pod != pfx("10.50.0.0/16") {
 		t.Errorf("after a day c has %v", g)
@@ -93,7 +82,7 @@ func TestNetworksThatAPeerReplacesAreHeld(t *testing.T) {
 	if len(b.ConflictsOf("b")) > 0 {
 		t.Errorf("a peer is in its own way: %v", b.ConflictsOf("b"))
 	}
-	b = reopened(t, b)
+	b = restarted(t, b)
 	if _, g := grant(t, b, claim("c", "10.50.128.0/17", "10.52.0.0/16")); g.Pod.Overlaps(had.Pod) {
 		t.Errorf("c has %v of %v", g, had)
 	}
@@ -155,7 +144,7 @@ func TestNetworksInWhichSomethingOfOursLiesAreNotHeld(t *testing.T) {
 		if got := left.NetworksOf("b"); !slices.Equal(got, external) || !takesBack(left, conflict) {
 			t.Errorf("%s: nodes refuse %v after un-peering; want %v", name, got, external)
 		}
-		left, _ = reopened(t, left).Configure(c)
+		left, _ = restarted(t, left).Configure(c)
 		again := claim("b", "10.50.0.0/16", "10.51.0.0/16")
 		again.Now = noon.Add(time.Minute)
 		back, g := grant(t, left, again)
@@ -205,12 +194,12 @@ func TestPeersThatNothingNamesAreReleasedAfterADay(t *testing.T) {
 		t.Error("a peer that is named changes")
 	}
 	b, _ = b.Age(noon, nobody)
-	b = reopened(t, b) // a restart does not begin anew
+	b = restarted(t, b) // a restart does not begin anew
 	if again, _ := b.Age(noon.Add(time.Hour), nobody); len(again.Changed(b)) > 0 {
 		t.Error("the time begins anew")
 	}
-	if back, _ := b.Age(noon.Add(time.Hour), named); back.Releases(0) != "" {
-		t.Errorf("named again: %s", back.Releases(0))
+	if back, _ := b.Age(noon.Add(time.Hour), named); back.Allocation("b").UnusedSince != nil {
+		t.Errorf("named again: %v", back.Allocation("b").UnusedSince)
 	}
 	// Its networks are allocated again in the very moment.
 	back, _ := grant(t, b, claim("b", "10.244.0.0/16", "10.245.0.0/16"))
@@ -235,40 +224,7 @@ func TestReleasesOfTheFutureCountAsOfNow(t *testing.T) {
 	}
 }
 
-// Networks that do not fit the object are held all the same, and longer.
-func TestReleasesFitTheObject(t *testing.T) {
-	spec := configured(t, ours()).Spec()
-	read, _ := Read(&spec)
-	peers := make(map[string]*account, MaxPeers)
-	for i := range MaxPeers {
-		peers[fmt.Sprintf("%063d", i)] = &account{Grant: Grant{pfx(fmt.Sprintf("11.%d.%d.0/24", i>>8, i&0xff)), pfx(fmt.Sprintf("12.%d.%d.0/24", i>>8, i&0xff))},
-			released: noon.Add(time.Duration(i) * time.Second)}
-	}
-	read.peers = peers
-	read.fill()
-	for _, others := range []int{0, MaxNotes + MaxFormer*130} {
-		text := read.Releases(others)
-		if len(text)+others > maxAnnotations || len(text)+others < maxAnnotations-maxAnnotations/50 {
-			t.Errorf("beside %d octets there are %d; want nearly %d together", others, len(text), maxAnnotations)
-		}
-		again := reopened(t, read)
-		if others > 0 {
-			var err error
-			if again, err = restarted(read); err == nil {
-				again, err = again.WithReleases(map[string]string{isthmus.AnnotationReleased: text})
-			}
-			if err != nil {
-				t.Fatal(err)
-			}
-		}
-		if takesBack(again, read) || again.ReleasedAt(fmt.Sprintf("%063d", 0)) != noon {
-			t.Error("a restart loses holds")
-		}
-	}
-}
-
-// Peers that come with ever shorter networks stop at their own bound, far from that of all, and what may be
-// held of all fits the object beside all that is noted.
+// Peers that come with ever shorter networks stop at their own bound, far from that of all.
 func TestPeersThatReplaceNetworksDoNotExhaustWhatOthersMayReplace(t *testing.T) {
 	b := configured(t, ours())
 	change := func(id string, i, bits int, now time.Time) error {
@@ -302,12 +258,8 @@ func TestPeersThatReplaceNetworksDoNotExhaustWhatOthersMayReplace(t *testing.T) 
 		n := netip.MustParsePrefix(fmt.Sprintf("fd00:1111:2222:3333:4444:5555:%x:0/112", 0x1000+i))
 		b.replaced = append(b.replaced, replaced{fmt.Sprintf("%063d", i), n, noon.Add(time.Duration(i) * time.Second)})
 	}
-	others := MaxNotes + MaxFormer*130
-	if n := len(b.Releases(others)) + others; n > maxAnnotations {
-		t.Errorf("annotations have %d octets; want at most %d", n, maxAnnotations)
-	}
-	if b, err := b.WithReleases(map[string]string{isthmus.AnnotationReleased: b.Releases(0)}); err != nil || len(b.replaced) != maxReplaced {
-		t.Errorf("read again %d, %v", len(b.replaced), err)
+	if again := restarted(t, b); len(again.replaced) != maxReplaced {
+		t.Errorf("read again %d", len(again.replaced))
 	}
 	if err := change("honest", 60, 19, noon); !exhausted(err) || !strings.Contains(err.Error(), "a change after 2026-11-26T12:00:00Z") {
 		t.Errorf("beyond the bound of all: %v", err)
@@ -322,15 +274,34 @@ func TestPeersThatReplaceNetworksDoNotExhaustWhatOthersMayReplace(t *testing.T) 
 	}
 }
 
-func TestReleasesThatMakeNoSenseAreRefused(t *testing.T) {
+func TestAllocationsThatMakeNoSenseAreLeftOut(t *testing.T) {
 	b, _ := grant(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
-	for _, text := range []string{"{", `{"released":{"yesterday":["b"]}}`, `{"replaced":{"2026-11-25T12:00:00Z":{"b":["169.254.0.0/16"]}}}`, `{"replaced":{"x":{}}}`} {
-		if next, err := b.WithReleases(map[string]string{isthmus.AnnotationReleased: text}); err == nil || len(next.Changed(b)) > 0 {
-			t.Errorf("%s: %v", text, err)
+	good, at := b.Allocation("b"), metav1.NewTime(noon)
+	seen := &isthmus.NetworkPair{PodCIDR: "10.1.0.0/16", ExternalCIDR: "10.2.0.0/16"}
+	for name, tc := range map[string]struct {
+		spec isthmus.NetworkAllocationSpec
+		want string
+	}{
+		"no cluster":          {isthmus.NetworkAllocationSpec{}, "spec.clusterID"},
+		"one network":         {isthmus.NetworkAllocationSpec{ClusterID: "c", Networks: []string{"10.66.0.0/16"}}, "spec.networks: has 1"},
+		"of two families":     {isthmus.NetworkAllocationSpec{ClusterID: "c", Networks: []string{"10.66.0.0/16", "fd00::/64"}}, "one family"},
+		"nothing for pods":    {isthmus.NetworkAllocationSpec{ClusterID: "c", Networks: []string{"169.254.0.0/16", "10.66.0.0/16"}}, "spec.networks"},
+		"another's":           {isthmus.NetworkAllocationSpec{ClusterID: "c", Networks: []string{good.Networks[0], "10.66.0.0/16"}}, "overlaps another"},
+		"nothing held":        {isthmus.NetworkAllocationSpec{ClusterID: "c", Held: []isthmus.HeldNetwork{{Network: "x", ReleasedAt: at}}}, "spec.held"},
+		"an answer":           {isthmus.NetworkAllocationSpec{ClusterID: "c", Seen: &isthmus.NetworkPair{PodCIDR: "x"}}, "spec.seen"},
+		"an endpoint":         {isthmus.NetworkAllocationSpec{ClusterID: "c", Seen: seen, Endpoints: []isthmus.MappedEndpoint{{IP: "x", Address: "10.245.0.9"}}}, "spec.endpoints[0]"},
+		"an address":          {isthmus.NetworkAllocationSpec{ClusterID: "c", Seen: seen, Endpoints: []isthmus.MappedEndpoint{{IP: "198.51.100.7", Address: "10.9.0.9"}}}, "no address for endpoints"},
+		"an address of two":   {isthmus.NetworkAllocationSpec{ClusterID: "c", Seen: seen, Endpoints: []isthmus.MappedEndpoint{{IP: "198.51.100.7", Address: "10.245.0.9"}, {IP: "198.51.100.8", Address: "10.245.0.9"}}}, "another endpoint's"},
+		"two addresses of it": {isthmus.NetworkAllocationSpec{ClusterID: "c", Seen: seen, Endpoints: []isthmus.MappedEndpoint{{IP: "198.51.100.7", Address: "10.245.0.8"}, {IP: "198.51.100.7", Address: "10.245.0.9"}}}, "another address"},
+	} {
+		read, wrong := FromAllocations(b.own, []isthmus.NetworkAllocationSpec{good, tc.spec})
+		if len(wrong) != 1 || !strings.Contains(wrong[0].Error(), tc.want) {
+			t.Errorf("%s: %v; want %s", name, wrong, tc.want)
 		}
-	}
-	if next, err := b.WithReleases(map[string]string{isthmus.AnnotationReleased: `{"released":{"2026-11-25T12:00:00Z":["x"]}}`}); err != nil || len(next.Peers()) != 1 {
-		t.Errorf("a peer that is not there: %v", err)
+		if _, has := read.GrantOf("c"); has || !slices.Equal(read.NetworksOf("b"), b.NetworksOf("b")) {
+			t.Errorf("%s: c has networks: %v; b has %v", name, has, read.NetworksOf("b"))
+		}
+		sound(t, read)
 	}
 }
 
@@ -351,7 +322,7 @@ func TestNoAddressIsAllocatedToAnotherClusterWithinADay(t *testing.T) {
 			case 1:
 				b, _ = b.Age(now, func(string) bool { return true })
 			case 2:
-				b = reopened(t, b)
+				b = restarted(t, b)
 			default:
 				r := Request{ID: id, Pod: randNetwork(rng, 18), External: randNetwork(rng, 18), Allowed: everywhere, Consented: true, Now: now}
 				if next, _, err := b.Grant(r); err == nil {

@@ -119,7 +119,7 @@ func nat(seen, own netip.Prefix) string {
 	return text(seen)
 }
 
-// Read makes a Book out of what Spec wrote, or Liqo, or a person. The error names the first field
+// Read makes a Book out of what Liqo wrote, or Spec. The error names the first field
 // that makes no sense, in the order of their names. What follows from other fields is not looked
 // at: prefixes, natMappingsConfigured, and who reaches the gateway's own address. Nodes are not
 // part of it, so that Configure has to say them again.
@@ -131,18 +131,11 @@ func Read(spec *v1alpha1.IpamStorageSpec) (Book, error) {
 		return Book{}, fmt.Errorf("spec.endpointMappings: has %d endpoints; want at most %d", n, MaxEndpoints)
 	}
 	var (
-		b    Book
-		r    reader
-		list = func(field string, values []string) (out []netip.Prefix) {
-			out = []netip.Prefix{} // not nil, which Configure would take for DefaultPools
-			for i, v := range values {
-				out = append(out, r.prefix(fmt.Sprintf("%s[%d]", field, i), v))
-			}
-			return out
-		}
+		b Book
+		r reader
 	)
-	b.own.Pools = list("spec.pools", spec.Pools)
-	b.own.Reserved = list("spec.reservedSubnets", spec.ReservedSubnets)
+	b.own.Pools = r.list("spec.pools", spec.Pools)
+	b.own.Reserved = r.list("spec.reservedSubnets", spec.ReservedSubnets)
 	slices.SortFunc(b.own.Reserved, netip.Prefix.Compare)
 	b.own.Reserved = slices.Compact(b.own.Reserved)
 	b.own.PodCIDR = r.optional("spec.podCIDR", spec.PodCIDR)
@@ -186,6 +179,15 @@ func (r *reader) prefix(field, value string) netip.Prefix {
 		return netip.Prefix{}
 	}
 	return p
+}
+
+// list is never nil, which Configure would take for DefaultPools.
+func (r *reader) list(field string, values []string) []netip.Prefix {
+	out := []netip.Prefix{}
+	for i, v := range values {
+		out = append(out, r.prefix(fmt.Sprintf("%s[%d]", field, i), v))
+	}
+	return out
 }
 
 func (r *reader) optional(field, value string) netip.Prefix {

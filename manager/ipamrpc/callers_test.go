@@ -207,7 +207,7 @@ func TestWhoMappedMayUnmapAfterARestartAndNobodyElse(t *testing.T) {
 	dial(t, first, "127.0.0.1", servers.caller(one)).mapIP("india", "203.0.113.81", "10.201.7.2")
 
 	// Another process reads the books.
-	store := ipamstore.New(testClient, testClient, slog.New(slog.DiscardHandler))
+	store := ipamstore.New(testClient, testClient, "us", slog.New(slog.DiscardHandler))
 	if err := store.Load(t.Context()); err != nil {
 		t.Fatal(err)
 	}

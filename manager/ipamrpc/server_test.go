@@ -89,7 +89,7 @@ func newStore(ctx context.Context, server *kubetest.Server) (*ipamstore.Store, e
 			return nil, err
 		}
 	}
-	s := ipamstore.New(c, c, slog.New(slog.DiscardHandler))
+	s := ipamstore.New(c, c, "us", slog.New(slog.DiscardHandler))
 	for s.Load(ctx) != nil { // until the CRDs are served
 		if ctx.Err() != nil {
 			return nil, ctx.Err()

@@ -1,8 +1,8 @@
 package ipamstore
 
 import (
+	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
@@ -10,6 +10,7 @@ import (
 	"slices"
 	"time"
 
+	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -26,8 +27,19 @@ const maxNetworks = 32
 // An allocation is one NetworkAllocation, as it was read or written last.
 type allocation struct {
 	version string
+	since   string // the version that named its networks first, as far as we know
 	spec    isthmus.NetworkAllocationSpec
 	cut     []string // networks that it named, and for which there was no place any more; to be freed
+	pending bool     // we have written it, and nothing is given out by that yet
+}
+
+// sinceWith is since when the object is as given now. A node that refuses the networks of an earlier version
+// need not report a later one with the same.
+func (a allocation) sinceWith(now *isthmus.NetworkAllocation) string {
+	if a.since == "" || !slices.Equal(a.spec.Networks, now.Spec.Networks) {
+		return now.ResourceVersion
+	}
+	return a.since
 }
 
 // readAllocations reads them all.
@@ -41,7 +53,10 @@ func (s *Store) readAllocations(ctx context.Context) error {
 	now := time.Now()
 	for i := range list.Items {
 		o := &list.Items[i]
-		s.allocations[o.Name] = allocation{o.ResourceVersion, o.Spec, before[o.Name].cut}
+		was := before[o.Name]
+		// A write of ours whose answer was lost is one of our session that we do not know.
+		pending := was.pending && was.version == o.ResourceVersion || was.version != o.ResourceVersion && o.Spec.Session == s.read
+		s.allocations[o.Name] = allocation{o.ResourceVersion, was.sinceWith(o), o.Spec, was.cut, pending}
 		s.revision = max(s.revision, fabric.Revision(o.Spec.Revision, now))
 		for _, f := range o.Spec.Freed {
 			s.revision = max(s.revision, fabric.Revision(f.Revision, now))
@@ -76,7 +91,7 @@ func (s *Store) unallocated(book ipam.Book) map[string]string {
 	}
 	ids := book.Changed(s.Book())
 	if !s.allocated {
-		ids = book.Peers()
+		ids = book.Clusters()
 	}
 	for _, id := range append(ids, s.self) {
 		if id != "" {
@@ -88,23 +103,27 @@ func (s *Store) unallocated(book ipam.Book) map[string]string {
 
 // allocate makes NetworkAllocations say what the Book does of some clusters, by the names of the objects.
 // With more it only adds networks: that comes before the IpamStorage, and what is freed after it, so that no
-// agent misses a network of the Book at any moment. It goes on after an error, and returns all of them: the
-// API server answers Conflict, NotFound or AlreadyExists when an object is not as it was read last.
+// agent misses a network of the IpamStorage at any moment. It goes on after an error, and returns all of them:
+// the API server answers Conflict, NotFound or AlreadyExists when an object is not as it was read last.
 func (s *Store) allocate(ctx context.Context, book ipam.Book, clusters map[string]string, more bool) error {
 	var failed []error
+	now := metav1.NewTime(time.Now().Truncate(time.Second))
 	for _, name := range slices.Sorted(maps.Keys(clusters)) {
 		have, exists := s.allocations[name]
 		want := s.allocationOf(book, clusters[name])
 		gone := without(slices.Concat(have.spec.Networks, have.cut), want.Networks)
-		if exists && more && len(without(want.Networks, have.spec.Networks)) == 0 && sameOwn(have.spec.Own, want.Own) ||
-			!exists && len(want.Networks) == 0 && want.Own == nil {
+		onlyFreed := more && len(gone) > 0 && len(want.Networks) == len(want.Held) && want.Seen == nil && len(without(want.Networks, have.spec.Networks)) == 0
+		if exists && onlyFreed || !exists && len(want.Networks) == 0 && want.Own == nil && want.Seen == nil {
 			continue
 		}
 		var cut []string
 		if more { // those of the Book have a place
-			want.Networks = append(want.Networks, gone...)
-			place := min(len(want.Networks), maxNetworks)
-			want.Networks, cut, gone = want.Networks[:place], want.Networks[place:], nil
+			place := min(len(gone), maxNetworks-len(want.Networks))
+			for _, n := range gone[:place] {
+				want.Networks = append(want.Networks, n)
+				want.Held = append(want.Held, isthmus.HeldNetwork{Network: n, ReleasedAt: now})
+			}
+			cut, gone = gone[place:], nil
 		}
 		if want.ClusterID == "" {
 			want.ClusterID = have.spec.ClusterID
@@ -121,51 +140,35 @@ func without(list, other []string) []string {
 	return slices.DeleteFunc(slices.Clone(list), func(n string) bool { return slices.Contains(other, n) })
 }
 
-// allocationOf is what a Book says of a cluster, but for revisions.
+// allocationOf is what a Book says of a cluster, without revisions.
 func (s *Store) allocationOf(book ipam.Book, id string) isthmus.NetworkAllocationSpec {
-	want := isthmus.NetworkAllocationSpec{ClusterID: id}
-	if id != "" && id == s.self {
-		own := book.Own()
-		want.Own = &isthmus.OwnNetworks{PodCIDR: text(own.PodCIDR), ServiceCIDR: text(own.ServiceCIDR), ExternalCIDR: text(own.ExternalCIDR)}
-		return want
+	if id == "" {
+		return isthmus.NetworkAllocationSpec{}
 	}
-	for _, p := range book.NetworksOf(id) {
-		want.Networks = append(want.Networks, p.String())
+	if id == s.self {
+		own := book.Own().Networks()
+		return isthmus.NetworkAllocationSpec{ClusterID: id, Own: &own}
 	}
-	switch _, has := book.GrantOf(id); {
-	case len(want.Networks) == 0:
-		want.Phase = isthmus.AllocationFreed
-	case !has || !book.ReleasedAt(id).IsZero():
-		want.Phase = isthmus.AllocationReleased
-	default:
-		want.Phase = isthmus.AllocationAllocated
-	}
-	return want
+	return book.Allocation(id)
 }
-
-func text(p netip.Prefix) string {
-	if !p.IsValid() {
-		return ""
-	}
-	return p.String()
-}
-
-func sameOwn(a, b *isthmus.OwnNetworks) bool { return a == b || a != nil && b != nil && *a == *b }
 
 // writeAllocation writes an object, unless it says that already, and frees networks that it named. Those of
 // cut it frees the next time.
 func (s *Store) writeAllocation(ctx context.Context, name string, want isthmus.NetworkAllocationSpec, gone, cut []string) error {
 	was, exists := s.allocations[name]
 	have, now := was.spec, time.Now()
-	want.Revision = have.Revision
+	want.Revision, want.Session = have.Revision, have.Session
 	want.Freed = slices.DeleteFunc(slices.Clone(have.Freed), func(f isthmus.FreedNetwork) bool {
 		return fabric.Revision(f.Revision, now) == 0 || slices.Contains(gone, f.Network)
 	})
-	news := len(gone) > 0 || !slices.Equal(have.Networks, want.Networks) || len(have.Freed) != len(want.Freed) || !sameOwn(have.Own, want.Own) || fabric.Revision(have.Revision, now) == 0
-	if exists && !news && have.Phase == want.Phase && have.ClusterID == want.ClusterID {
+	counts := fabric.Revision(have.Revision, now) > 0 && have.Session <= s.session && (have.Session > 0 || len(want.Networks) == 0)
+	counts = counts && (!was.pending || have.Session == s.session) // others adopt it only from this session
+	if exists && len(gone) == 0 && counts && equality.Semantic.DeepEqual(have, want) {
 		return nil
 	}
-	if news {
+	want.Session = s.session
+	if len(gone) > 0 || !slices.Equal(have.Networks, want.Networks) || len(have.Freed) != len(want.Freed) || fabric.Revision(have.Revision, now) == 0 ||
+		!equality.Semantic.DeepEqual(have.Own, want.Own) {
 		s.revision = nextRevision(s.revision, now)
 		want.Revision = s.revision
 	}
@@ -174,37 +177,17 @@ func (s *Store) writeAllocation(ctx context.Context, name string, want isthmus.N
 	}
 	want.Freed = want.Freed[max(len(want.Freed)-maxNetworks, 0):]
 	object := &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: want}
-	if !exists {
-		if err := s.client.Create(ctx, object); err != nil {
-			return err
-		}
+	var err error
+	if exists {
+		patch := patchOf(was.version, mergePatch(fields(have), fields(want)))
+		err = s.client.Patch(ctx, object, client.RawPatch(types.MergePatchType, patch))
 	} else {
-		spec := map[string]any{"clusterID": want.ClusterID, "revision": want.Revision, "phase": want.Phase,
-			"networks": append([]string{}, want.Networks...), "freed": append([]isthmus.FreedNetwork{}, want.Freed...), "own": nil}
-		if want.Own != nil {
-			own := map[string]any{"podCIDR": nil, "serviceCIDR": nil, "externalCIDR": nil}
-			for field, text := range map[string]string{"podCIDR": want.Own.PodCIDR, "serviceCIDR": want.Own.ServiceCIDR, "externalCIDR": want.Own.ExternalCIDR} {
-				if text != "" {
-					own[field] = text
-				}
-			}
-			spec["own"] = own
-		}
-		if want.Phase == "" {
-			spec["phase"] = nil
-		}
-		patch, err := json.Marshal(map[string]any{
-			"metadata": map[string]any{"resourceVersion": was.version, "managedFields": []any{map[string]any{}}}, // as in patchOf
-			"spec":     spec,
-		})
-		if err != nil {
-			return err
-		}
-		if err := s.client.Patch(ctx, object, client.RawPatch(types.MergePatchType, patch)); err != nil {
-			return err
-		}
+		err = s.client.Create(ctx, object)
 	}
-	s.allocations[name] = allocation{object.ResourceVersion, want, cut}
+	if err != nil {
+		return err
+	}
+	s.allocations[name] = allocation{object.ResourceVersion, was.sinceWith(object), want, cut, true}
 	return nil
 }
 
@@ -214,23 +197,66 @@ func nextRevision(last int64, now time.Time) int64 {
 	return max(fabric.Revision(last, now)+1, now.UnixMilli())
 }
 
-// takenBack reports whether all networks that peers had in one Book and have not in another were freed by
-// the NetworkAllocations, since these were read as before: another manager has written both. Otherwise
-// somebody has edited the IpamStorage.
-func (s *Store) takenBack(had, has ipam.Book, before map[string]allocation) bool {
-	for _, id := range has.Changed(had) {
-		name, is := fabric.AllocationName(id), has.NetworksOf(id)
-		now := s.allocations[name].spec
-		for _, p := range had.NetworksOf(id) {
-			freed := slices.ContainsFunc(now.Freed, func(f isthmus.FreedNetwork) bool {
-				return f.Network == p.String() && f.Revision > before[name].spec.Revision
-			})
-			if !slices.Contains(is, p) && (!freed || slices.Contains(now.Networks, p.String())) {
-				return false
+// adopt returns the Book with what managers have written after a session of ours, before which the
+// NetworkAllocations were read as before; nil: nothing.
+func (s *Store) adopt(book ipam.Book, session int64, before map[string]allocation) *ipam.Book {
+	theirs := make(map[string]isthmus.NetworkAllocationSpec)
+	own := book.Own()
+	for name, a := range s.allocations {
+		id := a.spec.ClusterID
+		if a.version == before[name].version || a.spec.Session <= session || a.spec.Session > s.session || fabric.AllocationName(id) != name {
+			continue
+		}
+		if id == s.self && a.spec.Own != nil {
+			if c, err := ipam.ConfigFrom(a.spec.Own); err == nil {
+				c.Nodes, c.Reached, c.Services = own.Nodes, own.Reached, own.Services // the object does not keep them
+				own = c
 			}
+		} else if lost := s.lacks(a.spec, book.NetworksOf(id), before[name].spec.Revision); len(lost) > 0 {
+			s.log.Error("NetworkAllocation was changed by someone else, lacks networks that the cluster has and is written again as it was; want isthmus unpeer instead of an edit",
+				"name", name, "networks", lost)
+			continue
+		}
+		theirs[id] = a.spec
+	}
+	if len(theirs) == 0 {
+		return nil
+	}
+	var all []isthmus.NetworkAllocationSpec
+	for _, id := range book.Clusters() {
+		if _, newer := theirs[id]; !newer {
+			spec := book.Allocation(id)
+			spec.Revision = before[fabric.AllocationName(id)].spec.Revision
+			all = append(all, spec)
 		}
 	}
-	return true
+	next := s.bookOf(own, append(latestFirst(theirs), all...))
+	return &next
+}
+
+// lacks are those of some networks that an object neither names nor has freed with a higher revision.
+func (s *Store) lacks(spec isthmus.NetworkAllocationSpec, had []netip.Prefix, revision int64) []netip.Prefix {
+	return slices.DeleteFunc(slices.Clone(had), func(p netip.Prefix) bool {
+		return slices.Contains(spec.Networks, p.String()) || slices.ContainsFunc(spec.Freed, func(f isthmus.FreedNetwork) bool {
+			return f.Network == p.String() && f.Revision > revision
+		})
+	})
+}
+
+// latestFirst are the entries that managers have written, the latest first.
+func latestFirst(all map[string]isthmus.NetworkAllocationSpec) []isthmus.NetworkAllocationSpec {
+	return slices.SortedFunc(maps.Values(all), func(x, y isthmus.NetworkAllocationSpec) int {
+		return cmp.Or(cmp.Compare(y.Session, x.Session), cmp.Compare(y.Revision, x.Revision), cmp.Compare(x.ClusterID, y.ClusterID))
+	})
+}
+
+// bookOf is the Book that NetworkAllocations keep, the one that counts most first.
+func (s *Store) bookOf(own ipam.Config, all []isthmus.NetworkAllocationSpec) ipam.Book {
+	book, wrong := ipam.FromAllocations(own, slices.DeleteFunc(all, func(spec isthmus.NetworkAllocationSpec) bool { return spec.ClusterID == s.self }))
+	for _, err := range wrong {
+		s.log.Error("a NetworkAllocation makes no sense and is written again", "err", err)
+	}
+	return book
 }
 
 // freedByHand ends the holds of networks that somebody has freed in a NetworkAllocation since these were read

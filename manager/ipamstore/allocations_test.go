@@ -99,18 +99,18 @@ func TestNetworkAllocationsSayWhatTheBookDoes(t *testing.T) {
 	want(t, "one peer", "10.64.0.0/16", "10.65.0.0/20")
 	grant(t, h.Store, "Cluster_C", "10.66.0.0/16", "10.67.0.0/20") // an ID that is no object's name
 	want(t, "two", "10.64.0.0/16", "10.65.0.0/20", "10.66.0.0/16", "10.67.0.0/20")
-	if o := allocationOf(t, "Cluster_C"); o.Spec.ClusterID != "Cluster_C" || o.Spec.Phase != isthmus.AllocationAllocated || len(o.Spec.Freed) > 0 {
+	if o := allocationOf(t, "Cluster_C"); o.Spec.ClusterID != "Cluster_C" || o.Spec.ReleasedAt != nil || len(o.Spec.Freed) > 0 {
 		t.Errorf("%+v", o.Spec)
 	}
 	h.update(func(b ipam.Book) ipam.Book { return b.Part("b", time.Now()) })
 	was := allocationOf(t, "b").Spec
-	if was.Phase != isthmus.AllocationReleased || len(was.Networks) != 2 {
+	if was.ReleasedAt == nil || len(was.Networks) != 2 {
 		t.Errorf("a peer has left: %+v", was)
 	}
 	h.update(func(b ipam.Book) ipam.Book { return b.Release("b") })
 	want(t, "its networks are free", "10.66.0.0/16", "10.67.0.0/20")
 	is := allocationOf(t, "b").Spec
-	if is.Phase != isthmus.AllocationFreed || len(is.Freed) != 2 || is.Freed[0].Network != "10.64.0.0/16" || is.Freed[0].Revision != is.Revision || is.Revision <= was.Revision {
+	if is.ReleasedAt != nil || is.Previous == nil || len(is.Freed) != 2 || is.Freed[0].Network != "10.64.0.0/16" || is.Freed[0].Revision != is.Revision || is.Revision <= was.Revision {
 		t.Errorf("freed: %+v after %+v", is, was)
 	}
 
@@ -123,12 +123,12 @@ func TestNetworkAllocationsSayWhatTheBookDoes(t *testing.T) {
 	refresh(t, h)
 	want(t, "an object was deleted", "10.66.0.0/16", "10.67.0.0/20")
 	for _, patch := range []string{`{"spec":{"networks":null,"freed":[{"network":"10.66.0.0/16","revision":9000000000000}]}}`,
-		`{"spec":{"networks":["10.66.0.0/16","10.99.0.0/16"],"clusterID":"x","own":{"podCIDR":"10.0.0.0/8"}}}`, `{"spec":{"revision":9000000000000000,"phase":"Freed"}}`} {
+		`{"spec":{"networks":["10.66.0.0/16","10.99.0.0/16"],"clusterID":"x","own":{"podCIDR":"10.0.0.0/8"}}}`, `{"spec":{"revision":9000000000000000,"session":9000000000000000,"releasedAt":"2026-11-25T12:00:00Z"}}`} {
 		patched(t, name, patch)
 		refresh(t, h)
 		want(t, patch, "10.66.0.0/16", "10.67.0.0/20")
 		o := allocationOf(t, "Cluster_C").Spec
-		if o.ClusterID != "Cluster_C" || o.Own != nil || o.Phase != isthmus.AllocationAllocated || fabric.Revision(o.Revision, time.Now()) == 0 {
+		if o.ClusterID != "Cluster_C" || o.Own != nil || o.ReleasedAt != nil || fabric.Revision(o.Revision, time.Now()) == 0 {
 			t.Errorf("%s: %+v", patch, o)
 		}
 	}
@@ -208,7 +208,7 @@ func TestTheRevisionRisesWithEachChangeOfNetworksAndOnlyThen(t *testing.T) {
 		})
 	})
 	restore := func() {
-		edit(t, func(o *v1alpha1.IpamStorage) { o.Spec, o.Annotations = old.Spec, old.Annotations })
+		edit(t, func(o *v1alpha1.IpamStorage) { o.Spec = old.Spec })
 		o := allocationOf(t, "b")
 		o.Spec = before.Spec
 		if err := testClient.Update(t.Context(), &o); err != nil {
@@ -336,23 +336,23 @@ func TestNodesRefuseAllThatTheIpamStorageHasAtAnyMoment(t *testing.T) {
 	want(t, "after a refresh")
 }
 
-// A peer that somebody added to the IpamStorage is in the Book before nodes refuse its networks.
+// A NetworkAllocation that somebody has emptied names the peer's networks again before they have a version.
 func TestWhatIsNotWrittenYetHasNoVersion(t *testing.T) {
 	h := fresh(t)
 	grant(t, h.Store, "b", "10.64.0.0/16", "10.65.0.0/20")
+	version := h.versionOf("b")
+	if h.answered("b", "10.244.0.0/16", "10.245.0.0/16"); h.versionOf("b") != version {
+		t.Error("an answer has nodes report again before the peer gets its tunnel")
+	}
+	another := loaded(t) // so that there is something to publish
+	grant(t, another.Store, "c", "10.66.0.0/16", "10.67.0.0/20")
+	patched(t, "b", `{"spec":{"networks":null}}`)
 	var seen []int64
-	h.Observe(func(book ipam.Book, version func(string) int64) {
-		if _, has := book.GrantOf("c"); has {
-			seen = append(seen, version("c"))
-		}
-	})
-	edit(t, func(o *v1alpha1.IpamStorage) {
-		o.Spec.ClusterSubnets["c"] = v1alpha1.Subnets{RemotePodCIDR: "10.66.0.0/16", RemoteExternalCIDR: "10.67.0.0/20"}
-	})
+	h.Observe(func(_ ipam.Book, version func(string) int64) { seen = append(seen, version("b")) })
 	refresh(t, h)
-	o := allocationOf(t, "c")
-	if want := []int64{NotWritten, fabric.Version(o.ResourceVersion)}; !slices.Equal(seen, want) || len(o.Spec.Networks) != 2 {
-		t.Errorf("versions were %v; want %v; %v", seen, want, o.Spec.Networks)
+	o := allocationOf(t, "b")
+	if seen = seen[1:]; len(seen) < 2 || seen[0] != NotWritten || seen[len(seen)-1] != fabric.Version(o.ResourceVersion) || len(o.Spec.Networks) != 2 {
+		t.Errorf("versions were %v; %s has %v", seen, o.ResourceVersion, o.Spec.Networks)
 	}
 }
 

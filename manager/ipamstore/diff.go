@@ -53,26 +53,42 @@ func diff(have, want *v1alpha1.IpamStorageSpec) map[string]any {
 	return spec
 }
 
-// patchOf returns the merge patch with a patch of the spec and the given annotations (nil removes
-// one), or nil if both are empty. It names the version of the object, so that it cannot undo what
-// somebody else wrote.
-func patchOf(version string, spec, annotations map[string]any) []byte {
-	if len(spec) == 0 && len(annotations) == 0 {
+// patchOf returns the merge patch with a patch of the spec, or nil if that is empty. It names the version
+// of the object, so that it cannot undo what somebody else wrote.
+func patchOf(version string, spec map[string]any) []byte {
+	if len(spec) == 0 {
 		return nil
 	}
 	// One empty entry strips managedFields. They would be longer than all the rest, cost the API
 	// server more than the write itself, and come back with every answer; the object has one writer.
 	metadata := map[string]any{"resourceVersion": version, "managedFields": []any{map[string]any{}}}
-	if len(annotations) > 0 {
-		metadata["annotations"] = annotations
-	}
-	object := map[string]any{"metadata": metadata}
-	if len(spec) > 0 {
-		object["spec"] = spec
-	}
-	patch, err := json.Marshal(object)
+	patch, err := json.Marshal(map[string]any{"metadata": metadata, "spec": spec})
 	if err != nil {
 		panic(err) // maps of strings can be marshalled
+	}
+	return patch
+}
+
+// fields are those of a value as JSON has them.
+func fields(v any) (m map[string]any) {
+	text, err := json.Marshal(v)
+	if err == nil {
+		err = json.Unmarshal(text, &m)
+	}
+	if err != nil {
+		panic(err) // a struct of ours
+	}
+	return m
+}
+
+// mergePatch is the JSON merge patch that makes one value another.
+func mergePatch(have, want map[string]any) map[string]any {
+	patch := entries(have, want)
+	for key, value := range patch {
+		was, both := have[key].(map[string]any)
+		if is, object := value.(map[string]any); both && object {
+			patch[key] = mergePatch(was, is)
+		}
 	}
 	return patch
 }

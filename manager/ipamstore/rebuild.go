@@ -3,6 +3,7 @@ package ipamstore
 import (
 	"cmp"
 	"context"
+	"fmt"
 	"maps"
 	"net/netip"
 	"slices"
@@ -17,22 +18,64 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// rebuild makes a Book out of the objects that were made from the lost one. TunnelEndpoints and
-// NatMappings are ours and come first; the NetworkConfigs of a peer count only for that peer and in
-// its own tenant namespace, and only where they contradict nothing, because it may write there.
-func (s *Store) rebuild(ctx context.Context) (ipam.Book, error) {
+// readAll makes the Book with which to begin, of the NetworkAllocations. Where there is none of our own
+// cluster an IpamStorage is imported, which a Liqo has left; it has what no NetworkAllocation has.
+func (s *Store) readAll(ctx context.Context) (book ipam.Book, err error) {
+	if err := s.readAllocations(ctx); err != nil {
+		return book, err
+	}
+	var own ipam.Config
+	found, kept := false, make(map[string]isthmus.NetworkAllocationSpec)
+	for name, a := range s.allocations {
+		if fabric.AllocationName(a.spec.ClusterID) != name || a.spec.Session == 0 {
+			continue
+		}
+		if kept[a.spec.ClusterID] = a.spec; a.spec.ClusterID == s.self && a.spec.Own != nil {
+			if own, err = ipam.ConfigFrom(a.spec.Own); err != nil {
+				s.log.Error("NetworkAllocation of our own cluster makes no sense", "name", name, "err", err)
+			}
+			found = err == nil
+		}
+	}
+	all := latestFirst(kept)
+	if !found && s.object != nil && !blank(&s.object.Spec) {
+		imported, err := ipam.Read(&s.object.Spec)
+		if err == nil {
+			found, own = true, imported.Own()
+			for _, id := range imported.Clusters() {
+				if _, has := kept[id]; !has {
+					all = append(all, imported.Allocation(id))
+				}
+			}
+			s.log.Info("imported the IpamStorage", "name", s.object.Name, "peers", len(imported.Peers()))
+		} else {
+			s.log.Error("IpamStorage makes no sense and is made anew from the objects of the peerings", "name", s.object.Name, "err", err)
+		}
+	}
+	if book, err = s.withTraces(ctx, own, all, !found); err != nil {
+		return book, fmt.Errorf("compare the IPAM state with the objects of the peerings: %w", err)
+	}
+	return s.withAllocations(ctx, book)
+}
+
+// withTraces gives peers what their TunnelEndpoints name, where NetworkAllocations say something else:
+// somebody edited or deleted one, or restored an older one, while no manager ran. A change of ours that had
+// not got to the TunnelEndpoint is made again. NetworkConfigs count only where all is lost, only for the peer
+// in whose tenant namespace they are, and only where they contradict nothing, because it may write there.
+func (s *Store) withTraces(ctx context.Context, own ipam.Config, all []isthmus.NetworkAllocationSpec, lost bool) (book ipam.Book, err error) {
 	var (
 		endpoints  v1alpha1.TunnelEndpointList
 		configs    v1alpha1.NetworkConfigList
 		mappings   v1alpha1.NatMappingList
 		namespaces metav1.PartialObjectMetadataList
 	)
-	namespaces.SetGroupVersionKind(schema.GroupVersionKind{Version: "v1", Kind: "NamespaceList"})
-	for list, opts := range map[client.ObjectList]client.ListOptions{
-		&endpoints: {}, &configs: {}, &mappings: {}, &namespaces: {},
-	} {
-		if err := s.reader.List(ctx, list, &opts); err != nil {
-			return ipam.Book{}, err
+	lists := []client.ObjectList{&endpoints, &mappings}
+	if namespaces.SetGroupVersionKind(schema.GroupVersionKind{Version: "v1", Kind: "NamespaceList"}); lost {
+		lists = append(lists, &configs, &namespaces)
+	}
+	for _, list := range lists {
+		if err := s.reader.List(ctx, list); err != nil {
+			return book, err
 		}
 	}
 	tenants := make(map[string]string) // clusterID by tenant namespace
@@ -41,32 +84,43 @@ func (s *Store) rebuild(ctx context.Context) (ipam.Book, error) {
 			tenants[namespaces.Items[i].Name] = id
 		}
 	}
-
 	traces := tracesOf(endpoints.Items, configs.Items, tenants)
-	if len(traces) == 0 {
-		return ipam.Book{}, nil
-	}
-	var own ipam.Config
-	for _, t := range traces {
-		own.PodCIDR = cmp.Or(own.PodCIDR, t.pod)
-		own.ExternalCIDR = cmp.Or(own.ExternalCIDR, t.external)
-	}
-	book, _ := ipam.Book{}.Configure(own)
-	for _, t := range traces {
-		if claim := t.grant; claim.Pod.IsValid() && claim.External.IsValid() {
-			next, _, err := book.Grant(ipam.Request{ID: t.id, Pod: claim.Pod, External: claim.External, WantPod: claim.Pod, WantExternal: claim.External})
-			if had, ok := book.GrantOf(t.id); ok && had != claim {
-				s.log.Warn("rebuilding the IPAM's books: two objects disagree about a peer", "object", t.object, "clusterID", t.id, "kept", had, "ignored", claim)
-			} else if err != nil {
-				s.log.Warn("rebuilding the IPAM's books: an object cannot be right", "object", t.object, "clusterID", t.id, "err", err)
-			} else {
-				book = next
-			}
+	if lost && len(traces) > 0 {
+		for _, t := range traces {
+			own.PodCIDR = cmp.Or(own.PodCIDR, t.pod)
+			own.ExternalCIDR = cmp.Or(own.ExternalCIDR, t.external)
 		}
-		book = book.Answered(t.id, t.podSeen, t.externalSeen)
+		configured, _ := ipam.Book{}.Configure(own)
+		own = configured.Own()
+	}
+	book = s.bookOf(own, all)
+	settled, given := make(map[string]bool), make(map[string]bool) // peers that have what a trace names, and that had something else
+	for _, t := range traces {
+		had, has := book.GrantOf(t.id)
+		switch {
+		case has && had == t.grant:
+			settled[t.id] = true
+		case !t.grant.Pod.IsValid() || !t.grant.External.IsValid():
+		case has && (settled[t.id] || !t.tunnel):
+			s.log.Warn("two objects disagree about the networks of a peer", "object", t.object, "clusterID", t.id, "kept", had, "ignored", t.grant)
+		default:
+			next, _, err := book.Grant(ipam.Request{ID: t.id, Pod: t.grant.Pod, External: t.grant.External, WantPod: t.grant.Pod, WantExternal: t.grant.External})
+			if err != nil {
+				s.log.Error("the IPAM state lacks what a peer has, and cannot give it", "object", t.object, "clusterID", t.id, "lacked", t.grant, "err", err)
+				continue
+			}
+			book, settled[t.id], given[t.id] = next, true, true
+			s.log.Warn("the IPAM state lacked what a peer has, and gives it again", "object", t.object, "clusterID", t.id, "lacked", t.grant, "had", had)
+		}
+		if lost || !has {
+			book = book.Answered(t.id, t.podSeen, t.externalSeen)
+		}
 	}
 	for i := range mappings.Items {
 		spec := &mappings.Items[i].Spec
+		if !lost && !given[spec.ClusterID] {
+			continue
+		}
 		for _, real := range slices.Sorted(maps.Keys(spec.ClusterMappings)) {
 			ip, err1 := netip.ParseAddr(real)
 			seen, err2 := netip.ParseAddr(spec.ClusterMappings[real])
@@ -74,36 +128,6 @@ func (s *Store) rebuild(ctx context.Context) (ipam.Book, error) {
 				book = book.RestoreEndpoint(spec.ClusterID, ip, seen)
 			}
 		}
-	}
-	s.log.Info("rebuilt the IPAM's books from the objects of the peerings", "peers", len(book.Peers()), "externalCIDR", book.Own().ExternalCIDR)
-	return book, nil
-}
-
-// withTunnels gives peers what their TunnelEndpoints name, where a Book says something else: somebody
-// edited the books, or restored older ones, while no manager ran. A change of ours that had not got to
-// the TunnelEndpoint is made again. NetworkConfigs do not count here, because under Liqo's rights a
-// peer without networks may answer itself.
-func (s *Store) withTunnels(ctx context.Context, book ipam.Book) (ipam.Book, error) {
-	var endpoints v1alpha1.TunnelEndpointList
-	if err := s.reader.List(ctx, &endpoints); err != nil {
-		return book, err
-	}
-	known := make(map[string]bool)
-	for _, t := range tracesOf(endpoints.Items, nil, nil) {
-		had, has := book.GrantOf(t.id)
-		if known[t.id] || has && had == t.grant || !t.grant.Pod.IsValid() || !t.grant.External.IsValid() {
-			continue
-		}
-		known[t.id] = true
-		next, _, err := book.Grant(ipam.Request{ID: t.id, Pod: t.grant.Pod, External: t.grant.External, WantPod: t.grant.Pod, WantExternal: t.grant.External})
-		if err != nil {
-			s.log.Error("the IPAM's books lack what a peer has by its tunnel, and cannot give it", "object", t.object, "clusterID", t.id, "err", err)
-			continue
-		}
-		if book = next; !has {
-			book = book.Answered(t.id, t.podSeen, t.externalSeen)
-		}
-		s.log.Warn("the IPAM's books lack what a peer has by its tunnel, and give it again", "object", t.object, "clusterID", t.id, "lacked", t.grant, "had", had)
 	}
 	return book, nil
 }
@@ -138,6 +162,7 @@ func (s *Store) withAllocations(ctx context.Context, book ipam.Book) (ipam.Book,
 // A trace is what one object says about a lost Book.
 type trace struct {
 	object, id            string
+	tunnel                bool         // it is a TunnelEndpoint, which is ours
 	pod, external         netip.Prefix // ours
 	podSeen, externalSeen netip.Prefix
 	grant                 ipam.Grant
@@ -150,6 +175,7 @@ func tracesOf(endpoints []v1alpha1.TunnelEndpoint, configs []v1alpha1.NetworkCon
 	for i := range endpoints {
 		spec := &endpoints[i].Spec
 		t := trace{
+			tunnel:   true,
 			object:   "TunnelEndpoint " + endpoints[i].Namespace + "/" + endpoints[i].Name,
 			id:       spec.ClusterIdentity.ClusterID,
 			pod:      parse(spec.LocalPodCIDR),

@@ -26,15 +26,11 @@ func TestAgentsReadHeldNetworksUntilTheManagerEndsTheHold(t *testing.T) {
 	shorter.Pod, shorter.Now = pfx("10.66.0.0/17"), noon
 	h.grant(shorter)
 	revision := allocations(t).Revision
-	h.sent()
 	h.update(func(b ipam.Book) ipam.Book { return b.Part("b", noon) })
-	if methods, _, _ := h.sent(); !slices.Equal(methods, []string{"PATCH"}) {
-		t.Errorf("sent %v, want one patch", methods)
-	}
-	const noted = `{"released":{"2026-11-25T12:00:00Z":["b"]},"replaced":{"2026-11-25T12:00:00Z":{"c":["10.66.0.0/16"]}}}`
-	o := h.agree()
-	if got, now := o.Annotations[isthmus.AnnotationReleased], allocations(t).Revision; got != noted || now != revision {
-		t.Errorf("the annotation is %s; want %s; revision %d was %d", got, noted, now, revision)
+	h.agree()
+	b, c := allocationOf(t, "b").Spec, allocationOf(t, "c").Spec
+	if now := allocations(t).Revision; b.ReleasedAt == nil || !b.ReleasedAt.Time.Equal(noon) || len(c.Held) != 1 || c.Held[0].Network != "10.66.0.0/16" || !c.Held[0].ReleasedAt.Time.Equal(noon) || now != revision {
+		t.Errorf("%+v, %+v; revision %d was %d", b, c, now, revision)
 	}
 	all := []string{"10.64.0.0/16", "10.65.0.0/20", "10.66.0.0/17", "10.67.0.0/20", "10.66.0.0/16"}
 	agents := func(when string) {
@@ -43,7 +39,7 @@ func TestAgentsReadHeldNetworksUntilTheManagerEndsTheHold(t *testing.T) {
 	}
 	agents("released")
 	again := loaded(t) // and the manager is started again
-	if methods, _, _ := again.sent(); !slices.Equal(methods, []string{"GET"}) {
+	if methods, _, _ := again.sent(); !slices.Equal(methods, []string{"GET", "PATCH"}) {
 		t.Errorf("a restart sends %v", methods)
 	}
 	agents("after a restart")
@@ -57,23 +53,19 @@ func TestAgentsReadHeldNetworksUntilTheManagerEndsTheHold(t *testing.T) {
 		t.Errorf("revision %d was %d, and nothing was freed", now, revision)
 	}
 
-	// Somebody takes the note out: the networks stay.
-	edit(t, func(o *v1alpha1.IpamStorage) { delete(o.Annotations, isthmus.AnnotationReleased) })
-	another := loaded(t)
-	if got := another.Book().NetworksOf("b"); !slices.Equal(got, []netip.Prefix{had.Pod, had.External}) {
-		t.Errorf("without the note: %v", got)
-	}
-	edit(t, func(o *v1alpha1.IpamStorage) { o.Annotations = map[string]string{isthmus.AnnotationReleased: noted} })
-	if err := again.Refresh(t.Context()); err != nil {
-		t.Fatal(err)
+	// Somebody takes the time out: the networks stay, and the time is back.
+	patched(t, "b", `{"spec":{"releasedAt":null}}`)
+	refresh(t, again)
+	if got := again.Book().NetworksOf("b"); !slices.Equal(got, []netip.Prefix{had.Pod, had.External}) || allocationOf(t, "b").Spec.ReleasedAt == nil {
+		t.Errorf("without the time: %v", got)
 	}
 
 	age(noon.Add(fabric.ReleaseHold))
 	all = []string{"10.66.0.0/17", "10.67.0.0/20"}
 	agents("after a day")
-	o = again.agree()
-	if _, there := o.Annotations[isthmus.AnnotationReleased]; there {
-		t.Errorf("after a day the annotations are %v", o.Annotations)
+	again.agree()
+	if b, c := allocationOf(t, "b").Spec, allocationOf(t, "c").Spec; b.ReleasedAt != nil || len(c.Held) > 0 {
+		t.Errorf("after a day: %+v, %+v", b, c)
 	}
 	for _, f := range allocations(t).Freed {
 		if f.Revision <= revision {
@@ -160,7 +152,7 @@ func TestHeldNetworksOutliveTheIPAMState(t *testing.T) {
 }
 
 func TestAStoreTakesTheTimeFromItsClock(t *testing.T) {
-	s := New(nil, nil, nil)
+	s := New(nil, nil, "", nil)
 	if now, err := s.Now(t.Context()); err != nil || time.Since(now).Abs() > time.Hour {
 		t.Errorf("%v, %v", now, err)
 	}

@@ -1,16 +1,17 @@
-// Package ipamstore keeps the Book of package ipam in the one IpamStorage of the cluster, where
-// people can read it and a restart finds it again.
+// Package ipamstore keeps the Book of package ipam in one NetworkAllocation for each cluster, where people
+// can read it and a restart finds it again. Route agents and gateways read the same objects.
 //
-//	Load ──► Book ──► Update ──► merge patch of what differs ──► IpamStorage
+//	Load ──► Book ──► Update ──► NetworkAllocations ──► IpamStorage ──► what is freed ──► Book
 //	          ▲                        │ conflict: somebody else wrote
 //	          └──────── read again ◄───┘
 //
-// What nodes refuse the Store writes into one NetworkAllocation for each cluster, which route agents read:
-// what is added is there before it is in the IpamStorage, what is freed goes after it.
+// The IpamStorage is a copy in Liqo's format for Liqo's components. It is read once, where a Liqo has left
+// one and there is no NetworkAllocation of our own cluster. It is written after each network and address that
+// is given out, and its resourceVersion tells a manager that another one has given out something meanwhile.
 //
-// The object has the last word, because another manager may have written it. An object that cannot
-// be read has no say: the Book stays and replaces it. So it is with one that lacks networks of peers which
-// no NetworkAllocation has freed: an edit, a deletion or an older backup frees nothing.
+// What another manager has written counts when its stateRevision is higher than the one known here, and when
+// it takes no network back without freeing it. Anything else, such as an edit, a deletion or an older backup,
+// is written over.
 package ipamstore
 
 import (
@@ -19,15 +20,17 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"maps"
 	"math"
+	"math/rand/v2"
 	"net/netip"
 	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
 
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/event"
@@ -39,10 +42,13 @@ import (
 )
 
 // ErrNotLoaded says that Load has to succeed first.
-var ErrNotLoaded = errors.New("the IPAM's books are not loaded yet")
+var ErrNotLoaded = errors.New("the IPAM state is not loaded yet")
+
+// errUnread says that another manager's writes have to be read first.
+var errUnread = apierrors.NewConflict(schema.GroupResource{Group: v1alpha1.GroupVersion.Group, Resource: "ipamstorages"}, "", errors.New("another manager has written"))
 
 // errNotAllocated says that Refresh has to be called again.
-var errNotAllocated = errors.New("NetworkAllocations are not yet what the IPAM's books say")
+var errNotAllocated = errors.New("NetworkAllocations do not have the IPAM state yet")
 
 // A Store keeps one Book. Its methods may be called concurrently.
 type Store struct {
@@ -58,8 +64,10 @@ type Store struct {
 	loaded      bool
 	object      *v1alpha1.IpamStorage // as read last; nil when there is none
 	synced      bool                  // object has what Book says, and its version is current, though its spec may not be
-	self        string                // our own cluster ID; empty: not known, and agents are not told our own networks
+	self        string                // our own cluster ID, whose NetworkAllocation has our own networks
 	allocations map[string]allocation // NetworkAllocations by name, as read or written last
+	session     int64                 // ours: the resourceVersion of the IpamStorage when we began to write
+	read        int64                 // the session at the begin of which we have read all; not session: read first
 	allocated   bool                  // these have what Book says
 	revision    int64                 // the highest that was read or written
 	subscribers []chan event.GenericEvent
@@ -77,16 +85,13 @@ type update struct {
 	err  error
 }
 
-// New makes a Store. c writes; it may read from a cache. reader reads from the API server itself.
-func New(c client.Client, reader client.Reader, log *slog.Logger) *Store {
-	s := &Store{client: c, reader: reader, log: log, now: func(context.Context) (time.Time, error) { return time.Now(), nil }}
+// New makes a Store of the cluster with the given ID. c writes; it may read from a cache. reader reads from
+// the API server itself.
+func New(c client.Client, reader client.Reader, clusterID string, log *slog.Logger) *Store {
+	s := &Store{client: c, reader: reader, self: clusterID, log: log, now: func(context.Context) (time.Time, error) { return time.Now(), nil }}
 	s.book.Store(new(ipam.Book))
 	return s
 }
-
-// WithCluster has the Store say in the NetworkAllocation of our own cluster which networks are ours. It is
-// called before Load.
-func (s *Store) WithCluster(clusterID string) { s.self = clusterID }
 
 // WithClock sets the clock of the Store, such as the API server's. It is called before Load. The default
 // is this machine's clock.
@@ -95,30 +100,31 @@ func (s *Store) WithClock(now func(context.Context) (time.Time, error)) { s.now 
 // Now returns the time for releasing networks and for ending holds.
 func (s *Store) Now(ctx context.Context) (time.Time, error) { return s.now(ctx) }
 
-// ObjectName is the name of the IpamStorage; empty: there is none.
-func (s *Store) ObjectName() string {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.object == nil {
-		return ""
-	}
-	return s.object.Name
-}
-
 // Book returns the Book as it is now; the zero Book before Load.
 func (s *Store) Book() ipam.Book { return *s.book.Load() }
 
-// Load reads the books; of several objects the oldest counts. When there are none, or they are
-// empty or cannot be read, Load rebuilds the Book from the objects that were made from it:
-// TunnelEndpoints, NetworkConfigs and NatMappings. It may be called again after an error.
+// Load reads the NetworkAllocations. When there is none of our own cluster, Load imports the IpamStorage, or
+// makes the Book of the objects that were made from it: TunnelEndpoints, NetworkConfigs and NatMappings. It
+// may be called again after an error.
 func (s *Store) Load(ctx context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for {
+		object, err := s.find(ctx)
+		if err == nil {
+			err = s.takeOver(ctx, object)
+		}
+		if err != nil && !stale(err) {
+			return err
+		}
+		if err != nil {
+			continue // another one was quicker
+		}
 		book, err := s.readAll(ctx)
 		if err != nil {
 			return err
 		}
+		s.read = s.session
 		switch err := s.put(ctx, book); {
 		case err == nil:
 			s.publish(book)
@@ -128,36 +134,6 @@ func (s *Store) Load(ctx context.Context) error {
 			return err
 		} // somebody, such as the leader before, has written since: what was granted there counts
 	}
-}
-
-// readAll reads the object and the NetworkAllocations, and makes the Book with which to begin.
-func (s *Store) readAll(ctx context.Context) (book ipam.Book, err error) {
-	object, err := s.find(ctx)
-	if err != nil {
-		return book, err
-	}
-	lost := object == nil || blank(&object.Spec)
-	if !lost {
-		if book, err = s.read(object); err != nil {
-			s.log.Error("IpamStorage makes no sense and is made anew from the objects of the peerings", "name", object.Name, "err", err)
-			lost = true
-		}
-	}
-	if lost {
-		if book, err = s.rebuild(ctx); err != nil {
-			return book, fmt.Errorf("rebuild the IPAM's books: %w", err)
-		}
-		if object != nil {
-			book = s.withNotes(book, object)
-		}
-	} else if book, err = s.withTunnels(ctx, book); err != nil {
-		return book, fmt.Errorf("compare the IPAM's books with the TunnelEndpoints: %w", err)
-	}
-	s.object, s.synced = object, false
-	if err := s.readAllocations(ctx); err != nil {
-		return book, err
-	}
-	return s.withAllocations(ctx, book)
 }
 
 // Update changes the Book by f, writes what differs and returns the new Book, or the old one and an
@@ -207,9 +183,8 @@ func (s *Store) Update(ctx context.Context, f func(ipam.Book) (ipam.Book, error)
 	return u.book, u.err
 }
 
-// Refresh looks whether somebody else has changed or deleted the object or a NetworkAllocation, which otherwise
-// shows with the next Update. What they wrote counts if it can be read. Otherwise, or if the object is gone,
-// Refresh writes it again.
+// Refresh looks whether somebody else has changed or deleted the IpamStorage or a NetworkAllocation, which
+// otherwise shows with the next Update, and writes again what does not count.
 func (s *Store) Refresh(ctx context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -227,16 +202,10 @@ func (s *Store) Refresh(ctx context.Context) error {
 		if client.IgnoreNotFound(err) != nil {
 			return fmt.Errorf("IpamStorage %s: %w", s.object.Name, err)
 		}
-		same := err == nil && seen.ResourceVersion == s.object.ResourceVersion
-		switch {
-		case same && unchanged && s.allocated:
+		if err == nil && seen.ResourceVersion == s.object.ResourceVersion && unchanged && s.allocated && s.synced {
 			return nil
-		case same:
-			err = s.readAllocations(ctx)
-		default:
-			err = s.reread(ctx)
 		}
-		if err != nil {
+		if err := s.reread(ctx); err != nil {
 			return err
 		}
 	}
@@ -300,61 +269,43 @@ func (s *Store) write(ctx context.Context, f func(ipam.Book) (ipam.Book, error))
 // put makes the NetworkAllocations and the object say what the Book says. The API server answers Conflict,
 // NotFound or AlreadyExists when one is no longer what was read last.
 func (s *Store) put(ctx context.Context, book ipam.Book) error {
+	if s.read != s.session {
+		return errUnread
+	}
 	clusters := s.unallocated(book)
 	s.allocated = false // until all of it is done
 	if err := s.allocate(ctx, book, clusters, true); err != nil {
 		return err
 	}
-	if err := s.putBooks(ctx, book); err != nil {
+	if err := s.mirror(ctx, book); err != nil {
 		return err
 	}
 	switch err := s.allocate(ctx, book, clusters, false); {
 	case err == nil:
 		s.allocated = true
+		for name, a := range s.allocations {
+			a.pending = false
+			s.allocations[name] = a
+		}
 	case stale(err): // somebody may have freed what we name
 		s.object.Spec, s.synced = book.Spec(), false // it is not what Book says
 		return err
 	default:
 		s.log.Warn("nodes refuse networks that no peer has any more, until this can be written", "err", err)
-		// The books are written, and Refresh follows.
+		// Refresh follows.
 	}
 	return nil
 }
 
-// putBooks makes the object say what the Book says.
-func (s *Store) putBooks(ctx context.Context, book ipam.Book) error {
-	kept := map[string]string{isthmus.AnnotationMappings: book.Notes(), isthmus.AnnotationFormer: book.Formers()}
-	kept[isthmus.AnnotationReleased] = book.Releases(len(kept[isthmus.AnnotationMappings]) + len(kept[isthmus.AnnotationFormer]))
-	if s.object == nil {
-		object := &v1alpha1.IpamStorage{
-			ObjectMeta: metav1.ObjectMeta{GenerateName: "ipamstorage-", Labels: map[string]string{v1alpha1.LabelIpamStorage: "true"}},
-			Spec:       book.Spec(),
-		}
-		maps.DeleteFunc(kept, func(_, text string) bool { return text == "" })
-		object.Annotations = kept
-		if err := s.client.Create(ctx, object); err != nil {
-			return fmt.Errorf("create IpamStorage: %w", err)
-		}
-		s.object, s.synced = object, true
-		return nil
-	}
+// mirror makes the IpamStorage say what the Book says.
+func (s *Store) mirror(ctx context.Context, book ipam.Book) error {
 	var have, want v1alpha1.IpamStorageSpec
 	if s.synced {
 		have, want = ipam.Delta(s.Book(), book)
 	} else {
 		have, want = s.object.Spec, book.Spec()
 	}
-	annotations := make(map[string]any)
-	for name, want := range kept {
-		switch have := s.object.Annotations[name]; {
-		case have == want:
-		case want == "":
-			annotations[name] = nil
-		default:
-			annotations[name] = want
-		}
-	}
-	if patch := patchOf(s.object.ResourceVersion, diff(&have, &want), annotations); patch != nil {
+	if patch := patchOf(s.object.ResourceVersion, diff(&have, &want)); patch != nil {
 		// The answer comes without the spec, which would be as long as all peers together.
 		answer := metadata()
 		answer.Name = s.object.Name
@@ -374,87 +325,80 @@ func metadata() *metav1.PartialObjectMetadata {
 	return m
 }
 
-// reread adopts what somebody else has written.
+// reread takes over what another manager has written. It leaves the rest as it is in the Book, which write
+// then puts back.
 func (s *Store) reread(ctx context.Context) error {
 	object, err := s.find(ctx)
 	if err != nil {
 		return err
 	}
-	allocations := s.allocations
+	if object != nil && object.ResourceVersion == s.object.ResourceVersion && s.read == s.session {
+		return s.readAllocations(ctx) // what is not ours no manager has written
+	}
+	session, before, known := s.read, s.allocations, s.synced
+	if err := s.takeOver(ctx, object); err != nil {
+		if stale(err) {
+			err = nil // another one was quicker: write comes back
+		}
+		return err
+	}
 	if err := s.readAllocations(ctx); err != nil {
 		return err
 	}
-	before := s.Book()
-	known := s.synced // and so does the log
-	s.object, s.synced = object, false
-	if object == nil {
-		s.log.Warn("IpamStorage was deleted and is made again")
-		return nil
-	}
-	if blank(&object.Spec) {
-		s.log.Warn("IpamStorage was emptied and is filled again", "name", object.Name)
-		return nil
-	}
-	book, err := s.read(object)
-	if err != nil {
-		s.log.Error("IpamStorage was changed by someone else, makes no sense now and is written again as it was", "name", object.Name, "err", err)
-		return nil
-	}
-	if s.loaded && !s.takenBack(before, book, allocations) {
-		s.log.Error("IpamStorage was changed by someone else, lacks networks that peers have and is written again as it was; want isthmus unpeer instead of an edit", "name", object.Name)
-		return nil
-	}
-	if was := before.Own(); len(was.Nodes)+len(was.Reached)+len(was.Services) > 0 { // the object does not keep them
-		own := book.Own()
-		own.Nodes, own.Reached, own.Services = was.Nodes, was.Reached, was.Services
-		book, _ = book.Configure(own)
-	}
-	if was := before.Spec(); known {
-		if change := patchOf(object.ResourceVersion, diff(&was, &object.Spec), nil); change != nil {
-			s.log.Info("IpamStorage was changed by someone else", "name", object.Name, "change", string(change[:min(len(change), 1000)]))
+	s.read = s.session
+	book := s.Book()
+	if next := s.adopt(book, session, before); next != nil {
+		s.publish(*next)
+	} else if was := book.Spec(); known { // and so does the log
+		if change := patchOf("", diff(&was, &s.object.Spec)); change != nil {
+			s.log.Warn("IpamStorage was changed or deleted by someone else and is written again: it is a copy, and nothing reads it; want isthmus unpeer, or an edit of NetworkAllocations",
+				"name", s.object.Name, "change", string(change[:min(len(change), 1000)]))
 		}
 	}
-	s.publish(book)
 	return nil
 }
 
-// read makes a Book of an object.
-func (s *Store) read(object *v1alpha1.IpamStorage) (ipam.Book, error) {
-	book, err := ipam.Read(&object.Spec)
-	if err != nil {
-		return book, err
-	}
-	return s.withNotes(book, object), nil
-}
+// ipamStorage is the name of the IpamStorage where no Liqo has left one. It is fixed, so that of two managers
+// only one makes it.
+const ipamStorage = "ipamstorage-isthmus"
 
-// withNotes adds who asked for mappings, and what peers had that have left. An annotation that
-// cannot be read is as good as none: the networks are in the spec.
-func (s *Store) withNotes(book ipam.Book, object *v1alpha1.IpamStorage) ipam.Book {
-	for _, a := range []struct {
-		name, lost string
-		with       func(ipam.Book, string) (ipam.Book, error)
-	}{
-		{isthmus.AnnotationMappings, "so that nobody knows who asked for mappings", ipam.Book.WithNotes},
-		{isthmus.AnnotationFormer, "so that peers that come back may get other networks than before", ipam.Book.WithFormers},
-		{isthmus.AnnotationReleased, "so that networks of peers that have left are held for longer than they have to be",
-			func(b ipam.Book, _ string) (ipam.Book, error) { return b.WithReleases(object.Annotations) }},
-	} {
-		noted, err := a.with(book, object.Annotations[a.name])
-		if err != nil {
-			s.log.Error("IpamStorage has an annotation that makes no sense, "+a.lost, "name", object.Name, "annotation", a.name, "err", err)
-		}
-		book = noted
+// takeOver begins a session with a write of the IpamStorage, which is what find has found. A manager with an
+// earlier session gives out nothing after that: its next write of the IpamStorage is a conflict. So what is
+// read afterwards has all that was given out before. The error is a conflict when another one was quicker.
+func (s *Store) takeOver(ctx context.Context, object *v1alpha1.IpamStorage) (err error) {
+	if object == nil {
+		object = &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: ipamStorage, Labels: map[string]string{v1alpha1.LabelIpamStorage: "true"}}, Spec: ipam.Book{}.Spec()}
+		err = s.client.Create(ctx, object)
+	} else {
+		answer := metadata()
+		answer.Name = object.Name
+		err = s.client.Patch(ctx, answer, client.RawPatch(types.MergePatchType, fmt.Appendf(nil,
+			`{"metadata":{"resourceVersion":%[1]q,"managedFields":[{}],"labels":{%[2]q:"true"},"annotations":{%[3]q:%[1]q}}}`,
+			object.ResourceVersion, v1alpha1.LabelIpamStorage, isthmus.AnnotationTakenOver)))
+		object.ObjectMeta = answer.ObjectMeta
 	}
-	return book
+	if stale(err) {
+		select {
+		case <-ctx.Done():
+		case <-time.After(rand.N(100 * time.Millisecond)): // the other one may have work to do
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("begin to write the IpamStorage: %w", err)
+	}
+	s.object, s.synced, s.session = object, false, fabric.Version(object.ResourceVersion)
+	return nil
 }
 
 // find returns the oldest IpamStorage, or nil.
 func (s *Store) find(ctx context.Context) (*v1alpha1.IpamStorage, error) {
 	var list v1alpha1.IpamStorageList
-	if err := s.reader.List(ctx, &list, client.MatchingLabels{v1alpha1.LabelIpamStorage: "true"}); err != nil {
+	if err := s.reader.List(ctx, &list); err != nil {
 		return nil, fmt.Errorf("list IpamStorages: %w", err)
 	}
-	items := slices.DeleteFunc(list.Items, func(o v1alpha1.IpamStorage) bool { return !o.DeletionTimestamp.IsZero() })
+	items := slices.DeleteFunc(list.Items, func(o v1alpha1.IpamStorage) bool {
+		return !o.DeletionTimestamp.IsZero() || o.Labels[v1alpha1.LabelIpamStorage] != "true" && o.Name != ipamStorage
+	})
 	if len(items) == 0 {
 		return nil, nil
 	}
@@ -482,7 +426,7 @@ func (s *Store) versionOf(id string) int64 {
 			return NotWritten
 		}
 	}
-	return fabric.Version(a.version)
+	return fabric.Version(a.since)
 }
 
 // publish makes next the Book, and tells the observers, since NetworkAllocations may be others, and the

@@ -116,8 +116,7 @@ func newStore(t *testing.T) *harness {
 	if err != nil {
 		t.Fatal(err)
 	}
-	h.Store = New(c, c, slog.New(slog.NewTextHandler(h, nil)))
-	h.WithCluster("us")
+	h.Store = New(c, c, "us", slog.New(slog.NewTextHandler(h, nil)))
 	return h
 }
 
@@ -208,6 +207,19 @@ func (h *harness) agree() *v1alpha1.IpamStorage {
 	return o
 }
 
+// versions are those of the NetworkAllocations.
+func versions(t *testing.T) (all []string) {
+	t.Helper()
+	var list isthmus.NetworkAllocationList
+	if err := testClient.List(t.Context(), &list); err != nil {
+		t.Fatal(err)
+	}
+	for i := range list.Items {
+		all = append(all, list.Items[i].Name+" "+list.Items[i].ResourceVersion)
+	}
+	return all
+}
+
 func edit(t *testing.T, change func(*v1alpha1.IpamStorage)) {
 	t.Helper()
 	o := object(t)
@@ -238,7 +250,8 @@ func TestARestartFindsEverythingAndWritesNothing(t *testing.T) {
 	g := h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
 	h.mapEndpoint("b", "198.51.100.7")
-	before := h.agree()
+	h.agree()
+	before := versions(t)
 
 	again := loaded(t)
 	if got := again.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16")); got != g {
@@ -251,11 +264,11 @@ func TestARestartFindsEverythingAndWritesNothing(t *testing.T) {
 	if err := again.Refresh(t.Context()); err != nil {
 		t.Error(err)
 	}
-	if methods, _, _ := again.sent(); !slices.Equal(methods, []string{"GET", "GET"}) {
-		t.Errorf("a restart sends %v", methods)
+	if methods, sizes, _ := again.sent(); !slices.Equal(methods, []string{"GET", "PATCH", "GET"}) || sizes[1] > 300 {
+		t.Errorf("a restart sends %v of %v octets, and not only that it takes over", methods, sizes)
 	}
-	if after := again.agree(); after.ResourceVersion != before.ResourceVersion {
-		t.Error("a restart writes")
+	if again.agree(); !slices.Equal(versions(t), before) {
+		t.Errorf("a restart writes: %v; were %v", versions(t), before)
 	}
 }
 
@@ -273,28 +286,23 @@ func (h *harness) ask(id, ip, by, what string) {
 	}
 }
 
-// It is in an annotation, in the same write as the mapping, and the spec is as Liqo knows it.
 func TestARestartKnowsWhoAskedForAMapping(t *testing.T) {
 	h := fresh(t)
 	h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
-	h.sent()
 	h.ask("b", "198.51.100.7", "certificate CN=one", "pod")
-	if methods, _, _ := h.sent(); !slices.Equal(methods, []string{"PATCH"}) {
-		t.Errorf("sent %v, want one patch", methods)
-	}
 	h.ask("b", "198.51.100.7", "certificate CN=another", "")
-	const want = `{"by":{"certificate CN=another":{"b":["198.51.100.7"]},"certificate CN=one":{"b":["198.51.100.7"]}},"are":{"pod":["198.51.100.7"]}}`
-	before := h.agree()
-	if got := before.Annotations[isthmus.AnnotationMappings]; got != want {
-		t.Errorf("the annotation is %s", got)
+	want := []isthmus.MappedEndpoint{{IP: "198.51.100.7", Address: "10.245.0.2", Requesters: []string{"certificate CN=another", "certificate CN=one"}, Target: "pod"}}
+	if got := allocationOf(t, "b").Spec.Endpoints; !reflect.DeepEqual(got, want) {
+		t.Errorf("the object says %+v", got)
 	}
 
+	h.sent()
 	again := loaded(t)
-	if got := again.Book().Notes(); got != want {
-		t.Errorf("after a restart: %s", got)
+	if got := again.Book().Allocation("b").Endpoints; !reflect.DeepEqual(got, want) {
+		t.Errorf("after a restart: %+v", got)
 	}
-	if methods, _, _ := again.sent(); !slices.Equal(methods, []string{"GET"}) {
+	if methods, _, _ := again.sent(); !slices.Equal(methods, []string{"GET", "PATCH"}) {
 		t.Errorf("a restart sends %v", methods)
 	}
 	// Both processes write; neither forgets what the other one noted.
@@ -304,30 +312,8 @@ func TestARestartKnowsWhoAskedForAMapping(t *testing.T) {
 		t.Errorf("what the other process noted: %v", by)
 	}
 	again.update(func(b ipam.Book) ipam.Book { return b.Release("b") })
-	if got, there := again.agree().Annotations[isthmus.AnnotationMappings]; there {
-		t.Errorf("nothing is mapped any more, but noted: %s", got)
-	}
-}
-
-func TestNotesThatCannotBeReadAreToldAndCostNoMapping(t *testing.T) {
-	h := fresh(t)
-	h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
-	h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
-	h.ask("b", "198.51.100.7", "one", "")
-	edit(t, func(o *v1alpha1.IpamStorage) { o.Annotations[isthmus.AnnotationMappings] = "{" })
-	again := loaded(t)
-	if !again.Book().Mapped("b", netip.MustParseAddr("198.51.100.7")) || !strings.Contains(again.said(), isthmus.AnnotationMappings) {
-		t.Errorf("mapped %v, log %s", again.Book().Mapped("b", netip.MustParseAddr("198.51.100.7")), again.said())
-	}
-	if o := again.agree(); o.Annotations[isthmus.AnnotationMappings] != "" {
-		t.Errorf("the annotation stays: %v", o.Annotations)
-	}
-	// An object whose spec is lost still says who asked.
-	again.ask("b", "198.51.100.7", "one", "")
-	makeTraces(t, again.Book(), "b")
-	edit(t, func(o *v1alpha1.IpamStorage) { o.Spec = ipam.Book{}.Spec() })
-	if by := loaded(t).Book().AskedFor("b", netip.MustParseAddr("198.51.100.7")); !slices.Equal(by, []string{"one"}) {
-		t.Errorf("asked in rebuilt books: %v", by)
+	if got := allocationOf(t, "b").Spec.Endpoints; len(got) > 0 {
+		t.Errorf("nothing is mapped any more, but noted: %+v", got)
 	}
 }
 
@@ -494,6 +480,7 @@ func TestTwoStoresNeverLoseAnUpdateNorGiveOutTheSame(t *testing.T) {
 	}
 }
 
+// Nothing reads the IpamStorage. It is written again after any edit.
 func TestEditsByHand(t *testing.T) {
 	subnets := func(s *v1alpha1.IpamStorageSpec, f func(*v1alpha1.Subnets)) {
 		v := s.ClusterSubnets["b"]
@@ -501,62 +488,116 @@ func TestEditsByHand(t *testing.T) {
 		s.ClusterSubnets["b"] = v
 	}
 	for _, tc := range []struct {
-		name   string
-		edit   func(*v1alpha1.IpamStorageSpec)
-		said   string
-		pod    string // of peer b afterwards, empty: none
-		mapped bool
+		name string
+		edit func(*v1alpha1.IpamStorageSpec)
 	}{
-		{"a deleted entry is put back", func(s *v1alpha1.IpamStorageSpec) {
+		{"a deleted entry", func(s *v1alpha1.IpamStorageSpec) {
 			delete(s.ClusterSubnets, "b")
 			delete(s.EndpointMappings, "198.51.100.7")
-		}, `lacks networks that peers have`, "10.246.0.0/16", true},
-		{"another network is not believed", func(s *v1alpha1.IpamStorageSpec) {
+		}},
+		{"another network", func(s *v1alpha1.IpamStorageSpec) {
 			subnets(s, func(v *v1alpha1.Subnets) { v.RemotePodCIDR = "10.66.0.0/16" })
-		}, `lacks networks that peers have`, "10.246.0.0/16", true},
-		{"an overlap is not", func(s *v1alpha1.IpamStorageSpec) {
+		}},
+		{"an overlap", func(s *v1alpha1.IpamStorageSpec) {
 			subnets(s, func(v *v1alpha1.Subnets) { v.RemotePodCIDR = "10.247.4.0/24" })
-		}, `spec.clusterSubnets[`, "10.246.0.0/16", true},
-		{"half an entry is not", func(s *v1alpha1.IpamStorageSpec) {
-			subnets(s, func(v *v1alpha1.Subnets) { *v = v1alpha1.Subnets{RemotePodCIDR: "10.247.4.0/24"} })
-		}, `remoteExternalCIDR`, "10.246.0.0/16", true},
-		{"an endpoint of nobody is not", func(s *v1alpha1.IpamStorageSpec) {
+		}},
+		{"another peer", func(s *v1alpha1.IpamStorageSpec) {
+			s.ClusterSubnets["d"] = v1alpha1.Subnets{RemotePodCIDR: "10.66.0.0/16", RemoteExternalCIDR: "10.67.0.0/20"}
+		}},
+		{"an endpoint of nobody", func(s *v1alpha1.IpamStorageSpec) {
 			s.EndpointMappings["198.51.100.7"].ClusterMappings["who"] = v1alpha1.ClusterMapping{ExternalCIDRNattedIP: "10.1.1.1"}
-		},
-			`clusterMappings[`, "10.246.0.0/16", true},
-		{"an emptied object is filled", func(s *v1alpha1.IpamStorageSpec) {
-			*s = ipam.Book{}.Spec()
-		}, `was emptied`, "10.246.0.0/16", true},
+		}},
+		{"an emptied object", func(s *v1alpha1.IpamStorageSpec) { *s = ipam.Book{}.Spec() }},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			h := fresh(t)
 			h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 			h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
 			h.mapEndpoint("b", "198.51.100.7")
-			edit(t, func(o *v1alpha1.IpamStorage) { tc.edit(&o.Spec) })
-			h.grant(claim("c", "10.50.0.0/16", "10.51.0.0/16")) // meets the edit as a conflict
-			g, _ := h.Book().GrantOf("b")
-			if got := g.Pod; tc.pod == "" && got.IsValid() || tc.pod != "" && got != pfx(tc.pod) {
-				t.Errorf("b has %v, want %q", got, tc.pod)
+			for when, notice := range map[string]func() *harness{
+				"an update": func() *harness { // meets the edit as a conflict
+					h.grant(claim("c", "10.50.0.0/16", "10.51.0.0/16"))
+					return h
+				},
+				"a look":    func() *harness { refresh(t, h); return h },
+				"a restart": func() *harness { return loaded(t) },
+			} {
+				h.update(func(b ipam.Book) ipam.Book { return b.Release("c") })
+				edit(t, func(o *v1alpha1.IpamStorage) { tc.edit(&o.Spec) })
+				now := notice()
+				if g, _ := now.Book().GrantOf("b"); g.Pod != pfx("10.246.0.0/16") || !now.Book().Mapped("b", netip.MustParseAddr("198.51.100.7")) || len(now.Book().NetworksOf("d")) > 0 {
+					t.Errorf("%s: b has %v, %v; d %v", when, g, now.Book().Allocation("b"), now.Book().NetworksOf("d"))
+				}
+				if now.agree(); now == h && !strings.Contains(h.said(), "IpamStorage was changed or deleted by someone else") {
+					t.Errorf("%s: log: %s", when, h.said())
+				}
 			}
-			if _, mapped := h.Book().Spec().EndpointMappings["198.51.100.7"]; mapped != tc.mapped {
-				t.Errorf("endpoint mapped: %v", mapped)
-			}
-			if !strings.Contains(h.said(), tc.said) {
-				t.Errorf("log: %s", h.said())
-			}
-			h.agree()
 		})
 	}
+}
+
+// A Liqo was here before. What it has left is read once.
+func TestTheIpamStorageOfALiqoIsImportedOnce(t *testing.T) {
+	h := fresh(t)
+	h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
+	h.mapEndpoint("b", "198.51.100.7")
+	want := h.agree().Spec
+	if err := testClient.DeleteAllOf(t.Context(), &isthmus.NetworkAllocation{}); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		again := loaded(t)
+		if got := again.agree().Spec; !reflect.DeepEqual(got, want) {
+			t.Errorf("imported %+v\nwant %+v", got, want)
+		}
+		if o := allocationOf(t, "b").Spec; len(o.Networks) != 2 || o.Seen == nil || len(o.Endpoints) != 1 {
+			t.Errorf("b has %+v", o)
+		}
+		edit(t, func(o *v1alpha1.IpamStorage) {
+			delete(o.Spec.ClusterSubnets, "b")
+			o.Spec.EndpointMappings = map[string]v1alpha1.EndpointMapping{}
+		})
+	}
+	// The object of our own cluster is lost: what the others have counts, and not the copy.
+	if err := testClient.Delete(t.Context(), &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: "us"}}); err != nil {
+		t.Fatal(err)
+	}
+	if got := loaded(t).agree().Spec; !reflect.DeepEqual(got, want) {
+		t.Errorf("without our own object %+v\nwant %+v", got, want)
+	}
+}
+
+// Managers were stopped between two writes, or an older object was restored: where two objects name one
+// network, or one address, the later one counts.
+func TestOfTwoObjectsThatContradictEachOtherTheLaterOneCounts(t *testing.T) {
+	h := fresh(t)
+	for _, id := range []string{"b", "c"} {
+		h.grant(claim(id, "10.244.0.0/16", "10.245.0.0/16"))
+		h.answered(id, "10.244.0.0/16", "10.245.0.0/16")
+		h.mapEndpoint(id, map[string]string{"b": "198.51.100.7", "c": "198.51.100.8"}[id])
+	}
+	b, c := allocationOf(t, "b"), allocationOf(t, "c")
+	b.Spec.Networks, b.Spec.Endpoints[0].Address = c.Spec.Networks, c.Spec.Endpoints[0].Address
+	if err := testClient.Update(t.Context(), &b); err != nil {
+		t.Fatal(err)
+	}
+	again := loaded(t)
+	if g, _ := again.Book().GrantOf("c"); g.Pod.String() != c.Spec.Networks[0] || !again.Book().Mapped("c", netip.MustParseAddr("198.51.100.8")) {
+		t.Errorf("c has %+v", again.Book().Allocation("c"))
+	}
+	if has := again.Book().NetworksOf("b"); len(has) > 0 || !strings.Contains(again.said(), "makes no sense") {
+		t.Errorf("b has %v; log: %s", has, again.said())
+	}
+	again.agree()
+	want(t, "afterwards", c.Spec.Networks...)
 }
 
 // What a leader before grants while another one starts stays granted: its networks are not taken back.
 func TestAGrantWhileAnotherStarts(t *testing.T) {
 	before := fresh(t)
 	before.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
-	edit(t, func(o *v1alpha1.IpamStorage) { // so that the one that starts has something to write
-		o.Annotations = map[string]string{isthmus.AnnotationMappings: "{"}
-	})
+	edit(t, func(o *v1alpha1.IpamStorage) { o.Spec.Pools = []string{} }) // so that the one that starts has something to write
 	late := sync.OnceFunc(func() {
 		if err := before.Refresh(t.Context()); err != nil {
 			t.Error(err)
@@ -570,7 +611,7 @@ func TestAGrantWhileAnotherStarts(t *testing.T) {
 			return c.Patch(ctx, o, p, options...)
 		},
 	})
-	s := New(c, c, slog.New(slog.DiscardHandler))
+	s := New(c, c, "us", slog.New(slog.DiscardHandler))
 	if err := s.Load(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -585,27 +626,38 @@ func TestAGrantWhileAnotherStarts(t *testing.T) {
 	}
 }
 
-// A manager that starts finds books that somebody has edited meanwhile.
-func TestBooksThatLackWhatATunnelNamesHaveItAgain(t *testing.T) {
+// A manager that starts finds a NetworkAllocation that somebody has edited, restored or deleted meanwhile.
+func TestWhatATunnelNamesIsGivenAgain(t *testing.T) {
 	h := fresh(t)
 	for i, id := range []string{"a-0000", "b-0001"} { // b has a TunnelEndpoint
 		h.grant(claim(id, "10.244.0.0/16", "10.245.0.0/16"))
 		h.answered(id, fmt.Sprintf("10.%d.0.0/16", 70+i), fmt.Sprintf("10.%d.0.0/16", 80+i))
+		h.mapEndpoint(id, "198.51.100.7")
 	}
 	makeTraces(t, h.Book(), "b-0001")
 	want := h.agree()
-	for name, change := range map[string]func(map[string]v1alpha1.Subnets){
-		"an entry edited out": func(s map[string]v1alpha1.Subnets) { delete(s, "b-0001") },
-		"another network in its place": func(s map[string]v1alpha1.Subnets) {
-			b := s["b-0001"]
-			b.RemotePodCIDR = "10.99.0.0/16"
-			s["b-0001"] = b
+	for name, change := range map[string]func(o *isthmus.NetworkAllocation) error{
+		"deleted": func(o *isthmus.NetworkAllocation) error { return testClient.Delete(t.Context(), o) },
+		"without all": func(o *isthmus.NetworkAllocation) error {
+			o.Spec = isthmus.NetworkAllocationSpec{ClusterID: o.Name, Revision: 1, Session: 1}
+			return testClient.Update(t.Context(), o)
+		},
+		"other networks": func(o *isthmus.NetworkAllocation) error {
+			o.Spec.Networks = []string{"10.99.0.0/16", o.Spec.Networks[1]}
+			return testClient.Update(t.Context(), o)
+		},
+		"another's networks": func(o *isthmus.NetworkAllocation) error {
+			o.Spec.Networks, o.Spec.Session = allocationOf(t, "a-0000").Spec.Networks, 1
+			return testClient.Update(t.Context(), o)
 		},
 	} {
-		edit(t, func(o *v1alpha1.IpamStorage) { change(o.Spec.ClusterSubnets) })
+		o := allocationOf(t, "b-0001")
+		if err := change(&o); err != nil {
+			t.Fatal(err)
+		}
 		again := loaded(t)
-		if got := again.agree(); !reflect.DeepEqual(got.Spec.ClusterSubnets, want.Spec.ClusterSubnets) {
-			t.Errorf("%s: have %v; want %v", name, got.Spec.ClusterSubnets, want.Spec.ClusterSubnets)
+		if got := again.agree(); !reflect.DeepEqual(got.Spec.ClusterSubnets, want.Spec.ClusterSubnets) || !reflect.DeepEqual(got.Spec.EndpointMappings, want.Spec.EndpointMappings) {
+			t.Errorf("%s: have %v, %v; want %v", name, got.Spec.ClusterSubnets, got.Spec.EndpointMappings, want.Spec)
 		}
 		if !strings.Contains(again.said(), "b-0001") {
 			t.Errorf("%s: log: %s", name, again.said())
@@ -675,13 +727,16 @@ func TestLostBooksAreRebuiltFromWhatWasMadeOfThem(t *testing.T) {
 	create(t, networkConfig(evil, "b-0001", "b-0001", "10.244.0.0/16", "10.66.0.0/16"))
 	create(t, networkConfig(namespace(t, ""), "nobody", "nobody", "10.244.0.0/16", "10.67.0.0/16"))
 
-	for _, lose := range []func(*v1alpha1.IpamStorage){
+	for _, lose := range []func(*v1alpha1.IpamStorage){ // and no NetworkAllocation is left
 		func(o *v1alpha1.IpamStorage) { o.Spec = ipam.Book{}.Spec() },
 		func(o *v1alpha1.IpamStorage) {
 			o.Spec.ClusterSubnets["b-0001"] = v1alpha1.Subnets{RemotePodCIDR: "10.0.0.0/7"}
 		},
 		nil,
 	} {
+		if err := testClient.DeleteAllOf(t.Context(), &isthmus.NetworkAllocation{}); err != nil {
+			t.Fatal(err)
+		}
 		if lose == nil {
 			if err := testClient.Delete(t.Context(), object(t)); err != nil {
 				t.Fatal(err)
@@ -842,7 +897,7 @@ func TestAPatchMakesOneSpecTheOther(t *testing.T) {
 		for to, b := range books {
 			whole, want := a.Spec(), b.Spec()
 			have, part := ipam.Delta(a, b)
-			for name, patch := range map[string][]byte{"whole": patchOf("1", diff(&whole, &want), nil), "delta": patchOf("1", diff(&have, &part), nil)} {
+			for name, patch := range map[string][]byte{"whole": patchOf("1", diff(&whole, &want)), "delta": patchOf("1", diff(&have, &part))} {
 				if (patch == nil) != reflect.DeepEqual(whole, want) {
 					t.Errorf("%s of %s to %s: %s", name, from, to, patch)
 				}
@@ -898,20 +953,15 @@ func merge(target, patch any) any {
 	return m
 }
 
-// What a peer had is in an annotation, in the same write as its release.
 func TestARestartKnowsWhatPeersHadThatHaveLeft(t *testing.T) {
 	h := fresh(t)
 	had := h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
-	h.sent()
 	h.update(func(b ipam.Book) ipam.Book { return b.Release("b") })
-	if methods, _, _ := h.sent(); !slices.Equal(methods, []string{"PATCH"}) {
-		t.Errorf("sent %v, want one patch", methods)
-	}
-	if got, want := h.agree().Annotations[isthmus.AnnotationFormer], `[["b","`+had.Pod.String()+`","`+had.External.String()+`"]]`; got != want {
-		t.Errorf("the annotation is %s; want %s", got, want)
+	if got := allocationOf(t, "b").Spec.Previous; got == nil || *got != (isthmus.NetworkPair{PodCIDR: had.Pod.String(), ExternalCIDR: had.External.String()}) {
+		t.Errorf("the object says %v", got)
 	}
 	again := loaded(t)
-	if methods, _, _ := again.sent(); !slices.Equal(methods, []string{"GET"}) {
+	if methods, _, _ := again.sent(); !slices.Equal(methods, []string{"GET", "PATCH"}) {
 		t.Errorf("a restart sends %v", methods)
 	}
 	if c := again.grant(claim("c", "10.244.0.0/16", "10.245.0.0/16")); c.Pod == had.Pod || c.External == had.External {
@@ -920,33 +970,36 @@ func TestARestartKnowsWhatPeersHadThatHaveLeft(t *testing.T) {
 	if got := again.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16")); got != had {
 		t.Errorf("b has %v, before it left %v", got, had)
 	}
-	if got, there := again.agree().Annotations[isthmus.AnnotationFormer]; there {
-		t.Errorf("all are here, but remembered: %s", got)
+	if got := allocationOf(t, "b").Spec.Previous; got != nil {
+		t.Errorf("all are here, but remembered: %v", got)
 	}
 
+	// Who deletes the object of a peer that has left has it forgotten by the next manager.
 	again.update(func(b ipam.Book) ipam.Book { return b.Release("b") })
-	edit(t, func(o *v1alpha1.IpamStorage) { o.Annotations[isthmus.AnnotationFormer] = "{" })
-	broken := loaded(t)
-	if _, known := broken.Book().FormerOf("b"); known || !strings.Contains(broken.said(), isthmus.AnnotationFormer) {
-		t.Errorf("b is remembered: %v, log %s", known, broken.said())
+	if err := testClient.Delete(t.Context(), &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: "b"}}); err != nil {
+		t.Fatal(err)
 	}
-	if o := broken.agree(); o.Annotations[isthmus.AnnotationFormer] != "" {
-		t.Errorf("the annotation stays: %v", o.Annotations)
+	refresh(t, again)
+	if _, known := loaded(t).Book().FormerOf("b"); known {
+		t.Error("b is remembered")
 	}
 }
 
-// A foreign write does not make the manager forget the networks that nodes reach, which the object does
-// not contain.
+// What another manager writes does not make this one forget the networks that nodes reach, which no object
+// contains.
 func TestWhatNodesReachOutlivesAWriteOfSomebodyElse(t *testing.T) {
 	h := fresh(t)
 	reached := ours
 	reached.Reached = []ipam.Reached{{Prefix: pfx("10.70.0.0/16"), Node: "n1"}}
 	reached.Services = []netip.Prefix{pfx("172.29.0.0/24")}
 	h.update(func(b ipam.Book) ipam.Book { b, _ = b.Configure(reached); return b })
-	edit(t, func(o *v1alpha1.IpamStorage) { o.Spec.ReservedSubnets = []string{"10.80.0.0/16"} })
-	if err := h.Refresh(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	loaded(t).update(func(b ipam.Book) ipam.Book {
+		c := ours
+		c.Reserved = []netip.Prefix{pfx("10.80.0.0/16")}
+		b, _ = b.Configure(c)
+		return b
+	})
+	refresh(t, h)
 	own := h.Book().Own()
 	if !slices.Equal(own.Reached, reached.Reached) || !slices.Equal(own.Nodes, reached.Nodes) || !slices.Equal(own.Services, reached.Services) || len(own.Reserved) != 1 {
 		t.Errorf("nodes %v reach %v, reserved are %v", own.Nodes, own.Reached, own.Reserved)

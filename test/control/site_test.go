@@ -38,7 +38,6 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
-	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 	"github.com/isthmus-net/isthmus/test/internal/programs"
 	"github.com/isthmus-net/isthmus/test/internal/released"
@@ -286,13 +285,15 @@ func (s *site) reconfigure(podCIDR string, args ...string) {
 func (s *site) forget() {
 	s.t.Helper()
 	s.eventually("no memory of former peers", func() (string, bool) {
-		var list v1alpha1.IpamStorageList
+		var list isthmus.NetworkAllocationList
 		if err := s.client.List(s.t.Context(), &list); err != nil {
 			return err.Error(), false
 		}
-		patch := client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"annotations":{"`+isthmus.AnnotationFormer+`":null}}}`))
 		for i := range list.Items {
-			if err := s.client.Patch(s.t.Context(), &list.Items[i], patch); err != nil {
+			if list.Items[i].Spec.Previous == nil {
+				continue
+			}
+			if err := s.client.Delete(s.t.Context(), &list.Items[i]); err != nil {
 				return err.Error(), false
 			}
 		}
@@ -609,16 +610,14 @@ func (s *site) books() v1alpha1.IpamStorageSpec {
 // released are the IDs of peers that have left, whose networks are held.
 func (s *site) released() (ids []string) {
 	s.t.Helper()
-	var list v1alpha1.IpamStorageList
+	var list isthmus.NetworkAllocationList
 	s.list(&list)
-	if len(list.Items) == 0 {
-		return nil
+	for i := range list.Items {
+		if list.Items[i].Spec.ReleasedAt != nil {
+			ids = append(ids, list.Items[i].Spec.ClusterID)
+		}
 	}
-	said, err := fabric.ReleasedFrom(list.Items[0].Annotations)
-	if err != nil {
-		s.t.Fatal(err)
-	}
-	return slices.Concat(slices.Collect(maps.Values(said.Peers))...)
+	return ids
 }
 
 // leftovers names what there is of peerings.

@@ -79,14 +79,13 @@ func TestWhateverSomebodyDoesToTheBooksNothingLeavesInTheClear(t *testing.T) {
 		{"emptied", edit(func(o *v1alpha1.IpamStorage) {
 			o.Spec = v1alpha1.IpamStorageSpec{Prefixes: map[string][]byte{}, Pools: []string{}, ReservedSubnets: []string{},
 				ClusterSubnets: map[string]v1alpha1.Subnets{}, EndpointMappings: map[string]v1alpha1.EndpointMapping{}, NatMappingsConfigured: map[string]v1alpha1.ConfiguredCluster{}}
-			o.Annotations = nil
 		})},
-		{"those of before the peering", edit(func(o *v1alpha1.IpamStorage) { o.Spec, o.Annotations = before.Spec, before.Annotations })},
+		{"those of before the peering", edit(func(o *v1alpha1.IpamStorage) { o.Spec = before.Spec })},
 		{"deleted", func() { must(t, a.Client.Delete(t.Context(), books())) }},
 		{"deleted, and older ones made", func() {
 			must(t, a.Client.Delete(t.Context(), books()))
 			o := before.DeepCopy()
-			o.ObjectMeta = metav1.ObjectMeta{Name: o.Name, Labels: o.Labels, Annotations: o.Annotations}
+			o.ObjectMeta = metav1.ObjectMeta{Name: o.Name, Labels: o.Labels}
 			must(t, a.Client.Create(t.Context(), o))
 		}},
 		{"a NetworkAllocation without networks", change(func(s *ours.NetworkAllocationSpec) { s.Networks = nil })},

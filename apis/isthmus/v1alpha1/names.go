@@ -56,17 +56,9 @@ const AnnotationVotes = "isthmus.net/votes"
 // status of each TunnelEndpoint, as long as it names a Pod of the gateway with a network of its own.
 const AnnotationGateways = "isthmus.net/gateways"
 
-// AnnotationMappings on the IpamStorage has what Liqo's books have no place for: who asked for which
-// mapped endpoint, and what the endpoints were then.
-const AnnotationMappings = "isthmus.net/mappings"
-
-// AnnotationFormer on the IpamStorage has the networks that peers had here when they left, the latest
-// last. A peer that comes back has them again while they are free.
-const AnnotationFormer = "isthmus.net/former-networks"
-
-// AnnotationReleased on the IpamStorage records which networks were released and when. For 24 hours every
-// node refuses them and no other cluster gets them (fabric.Released).
-const AnnotationReleased = "isthmus.net/released-networks"
+// AnnotationTakenOver on the IpamStorage is the resourceVersion at which a manager began to write. The one
+// before it sees by that, and by the conflict with its next write, that it has to read again.
+const AnnotationTakenOver = "isthmus.net/taken-over-at"
 
 // AnnotationTokenAudiences on a tenant namespace has the audiences of the peer's tokens, separated
 // by commas. The peer renews its token for no others.

@@ -8,8 +8,9 @@ import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 // +kubebuilder:validation:Pattern=`^[0-9A-Fa-f:.]+/[0-9]{1,3}$`
 type AllocatedNetwork = string
 
-// NetworkAllocationSpec is what nodes refuse for one cluster. The manager writes it. It is atomic so that
-// managedFields, which thousands of nodes read, do not list its fields.
+// NetworkAllocationSpec is all that is kept of one cluster. The manager writes it. Nodes read networks, freed
+// and own; the manager reads the rest when it starts. It is atomic so that managedFields, which thousands of
+// nodes read, do not list its fields.
 // +structType=atomic
 type NetworkAllocationSpec struct {
 	// ClusterID is the cluster. It is the object's name too where a name can be it.
@@ -21,14 +22,8 @@ type NetworkAllocationSpec struct {
 	// milliseconds; one more than a day ahead counts as none.
 	// +kubebuilder:validation:Minimum=1
 	Revision int64 `json:"revision"`
-	// Phase is Allocated as long as the peer has networks, Released while they are only held for it, and
-	// Freed afterwards. The object of our own cluster has none.
-	// +kubebuilder:validation:Enum=Allocated;Released;Freed
-	// +optional
-	Phase AllocationPhase `json:"phase,omitempty"`
-	// Networks are those that stand for the peer's here: that of its pods, that of its mapped endpoints,
-	// and those that are held for a day after their release. Every node refuses packets for them outside
-	// of the tunnel.
+	// Networks are those that stand for the peer's here: first that of its pods, then that of its mapped
+	// endpoints, then those of held. Every node refuses packets for them outside of the tunnel.
 	// +kubebuilder:validation:MaxItems=32
 	// +listType=atomic
 	// +optional
@@ -42,17 +37,37 @@ type NetworkAllocationSpec struct {
 	// Own are the networks of our own cluster, in the object of its ID.
 	// +optional
 	Own *OwnNetworks `json:"own,omitempty"`
+
+	// Session is that of the manager that wrote this. It grows with each manager that begins to write. A
+	// manager takes over what a later session has written, and overwrites any other change. 0: no manager
+	// has written this.
+	// +kubebuilder:validation:Minimum=1
+	// +optional
+	Session int64 `json:"session,omitempty"`
+	// ReleasedAt is when the peer left. Its networks are held for a day from then on.
+	// +optional
+	ReleasedAt *metav1.Time `json:"releasedAt,omitempty"`
+	// UnusedSince is since when no object of a peering names the peer.
+	// +optional
+	UnusedSince *metav1.Time `json:"unusedSince,omitempty"`
+	// Held are those of networks that the peer has no more.
+	// +kubebuilder:validation:MaxItems=32
+	// +listType=atomic
+	// +optional
+	Held []HeldNetwork `json:"held,omitempty"`
+	// Previous are the networks that the peer had when it left, after the hold. It has them again when it
+	// comes back and they are free.
+	// +optional
+	Previous *NetworkPair `json:"previous,omitempty"`
+	// Seen is how the peer sees our PodCIDR and our ExternalCIDR: its answer.
+	// +optional
+	Seen *NetworkPair `json:"seen,omitempty"`
+	// Endpoints are those that are mapped for the peer, by address.
+	// +kubebuilder:validation:MaxItems=4096
+	// +listType=atomic
+	// +optional
+	Endpoints []MappedEndpoint `json:"endpoints,omitempty"`
 }
-
-// AllocationPhase is where the networks of a peer are in their life.
-type AllocationPhase string
-
-// Phases of a NetworkAllocation.
-const (
-	AllocationAllocated AllocationPhase = "Allocated"
-	AllocationReleased  AllocationPhase = "Released"
-	AllocationFreed     AllocationPhase = "Freed"
-)
 
 // FreedNetwork is a network that a peer has given up.
 type FreedNetwork struct {
@@ -62,7 +77,42 @@ type FreedNetwork struct {
 	Revision int64 `json:"revision"`
 }
 
-// OwnNetworks are those of our own pods, Services and mapped endpoints.
+// HeldNetwork is a network that a peer has given up, and that nodes refuse for a day.
+type HeldNetwork struct {
+	Network AllocatedNetwork `json:"network"`
+	// ReleasedAt is when the peer gave it up.
+	ReleasedAt metav1.Time `json:"releasedAt"`
+}
+
+// NetworkPair is a network for pods and one for mapped endpoints. Either may be absent.
+type NetworkPair struct {
+	// +optional
+	PodCIDR AllocatedNetwork `json:"podCIDR,omitempty"`
+	// +optional
+	ExternalCIDR AllocatedNetwork `json:"externalCIDR,omitempty"`
+}
+
+// MappedEndpoint is an endpoint of ours that a peer reaches by an address of our ExternalCIDR.
+type MappedEndpoint struct {
+	// IP is the endpoint.
+	// +kubebuilder:validation:MaxLength=39
+	IP string `json:"ip"`
+	// Address stands for it, and is the same for all peers.
+	// +kubebuilder:validation:MaxLength=39
+	Address string `json:"address"`
+	// Requesters are the callers of the IPAM that asked for it; none: not known.
+	// +kubebuilder:validation:MaxItems=4096
+	// +kubebuilder:validation:items:MaxLength=256
+	// +listType=atomic
+	// +optional
+	Requesters []string `json:"requesters,omitempty"`
+	// Target is what the endpoint was when it was mapped, such as "pod"; empty: not known.
+	// +kubebuilder:validation:MaxLength=256
+	// +optional
+	Target string `json:"target,omitempty"`
+}
+
+// OwnNetworks are those of our own pods, Services and mapped endpoints, and what peers get networks from.
 type OwnNetworks struct {
 	// +optional
 	PodCIDR AllocatedNetwork `json:"podCIDR,omitempty"`
@@ -70,17 +120,28 @@ type OwnNetworks struct {
 	ServiceCIDR AllocatedNetwork `json:"serviceCIDR,omitempty"`
 	// +optional
 	ExternalCIDR AllocatedNetwork `json:"externalCIDR,omitempty"`
+	// Pools are the networks to allocate from, in this order.
+	// +kubebuilder:validation:MaxItems=1024
+	// +listType=atomic
+	// +optional
+	Pools []AllocatedNetwork `json:"pools,omitempty"`
+	// Reserved are networks that no peer gets.
+	// +kubebuilder:validation:MaxItems=1024
+	// +listType=atomic
+	// +optional
+	Reserved []AllocatedNetwork `json:"reserved,omitempty"`
 }
 
-// NetworkAllocation says which networks stand for one cluster here. The manager writes it before it tells
-// the peer of a network, and route agents refuse what it names. A network goes when each object that has
-// named it has freed it with a higher revision. An object that is missing or old takes nothing back.
+// NetworkAllocation says which networks stand for one cluster here, and is all that the manager keeps of it.
+// The manager writes it before it tells the peer of a network, and route agents refuse what it names. A
+// network goes when each object that has named it has freed it with a higher revision. An object that is
+// missing or old takes nothing back.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:resource:path=networkallocations,singular=networkallocation,scope=Cluster,categories=isthmus
 // +kubebuilder:printcolumn:name="Cluster",type=string,JSONPath=`.spec.clusterID`
-// +kubebuilder:printcolumn:name="Phase",type=string,JSONPath=`.spec.phase`
 // +kubebuilder:printcolumn:name="Networks",type=string,JSONPath=`.spec.networks`
+// +kubebuilder:printcolumn:name="Released",type=date,JSONPath=`.spec.releasedAt`
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
 type NetworkAllocation struct {
 	metav1.TypeMeta   `json:",inline"`

@@ -457,7 +457,10 @@ func gatewayFrom(p *corev1.Pod) (all []fabric.GatewayPod) {
 // has every Pod in memory.
 func slimAllocation(o any) (any, error) {
 	if n, ok := o.(*isthmus.NetworkAllocation); ok {
-		return &isthmus.NetworkAllocation{ObjectMeta: slimMeta(n.ObjectMeta), Spec: n.Spec}, nil
+		spec := isthmus.NetworkAllocationSpec{Revision: n.Spec.Revision, Networks: n.Spec.Networks, Freed: n.Spec.Freed, Own: n.Spec.Own}
+		slim := &isthmus.NetworkAllocation{ObjectMeta: slimMeta(n.ObjectMeta), Spec: spec}
+		slim.Generation = n.Generation // so that each change is reported to the manager, which waits for the latest version after a restart
+		return slim, nil
 	}
 	return o, nil
 }

@@ -187,7 +187,7 @@ func TestWatchNodeDeliversWhatARouteAgentHasToKnowAndNothingTwice(t *testing.T) 
 	s.must(s.admin.Create(ctx, us))
 	s.until(func(d delivery) bool { return d.intent.Revision == 1 && len(d.intent.Named) == 0 })
 	s.must(s.admin.Create(ctx, &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: "b"}, Spec: isthmus.NetworkAllocationSpec{ClusterID: "b", Revision: 2,
-		Phase: isthmus.AllocationAllocated, Networks: []string{"10.246.0.0/16", "10.250.16.0/20"}}}))
+		Networks: []string{"10.246.0.0/16", "10.250.16.0/20"}}}))
 	s.until(func(d delivery) bool { return len(d.intent.Named) == 2 })
 
 	s.create(node("n1", "172.30.1.11", "10.64.0.0/24"))

@@ -9,41 +9,20 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
-	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
-	"github.com/isthmus-net/isthmus/fabric"
 )
 
 // EndHolds edits the NetworkAllocations of a cluster as a person would: what is held in them is freed, and
 // nodes let go of it. Call it again after an error, which may be a conflict.
 func EndHolds(ctx context.Context, c client.Client) error {
-	var books v1alpha1.IpamStorageList
 	var allocations isthmus.NetworkAllocationList
-	for _, list := range []client.ObjectList{&books, &allocations} {
-		if err := c.List(ctx, list); err != nil {
-			return err
-		}
-	}
-	held := func(id, network string) bool { return false }
-	for i := range books.Items {
-		r, err := fabric.ReleasedFrom(books.Items[i].Annotations)
-		if err != nil {
-			return err
-		}
-		others := held
-		held = func(id, network string) bool {
-			for _, peers := range r.Replaced {
-				if slices.Contains(peers[id], network) {
-					return true
-				}
-			}
-			return others(id, network)
-		}
+	if err := c.List(ctx, &allocations); err != nil {
+		return err
 	}
 	for i := range allocations.Items {
 		o := &allocations.Items[i]
 		spec, revision := &o.Spec, time.Now().UnixMilli()
 		kept := slices.DeleteFunc(slices.Clone(spec.Networks), func(n string) bool {
-			return spec.Phase == isthmus.AllocationReleased || held(spec.ClusterID, n)
+			return spec.ReleasedAt != nil || slices.ContainsFunc(spec.Held, func(h isthmus.HeldNetwork) bool { return h.Network == n })
 		})
 		if len(kept) == len(spec.Networks) {
 			continue

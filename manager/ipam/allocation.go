@@ -1,0 +1,213 @@
+package ipam
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+)
+
+// Clusters returns the sorted IDs of all clusters that have an entry: peers, those with held networks, and
+// those whose previous networks are remembered.
+func (b Book) Clusters() []string {
+	ids := slices.Collect(maps.Keys(b.peers))
+	for _, r := range b.replaced {
+		ids = append(ids, r.id)
+	}
+	for _, f := range b.formers {
+		ids = append(ids, f.ID)
+	}
+	slices.Sort(ids)
+	return slices.Compact(ids)
+}
+
+// Allocation returns the entry of a cluster as its NetworkAllocation keeps it, without revisions and freed
+// networks.
+func (b Book) Allocation(id string) isthmus.NetworkAllocationSpec {
+	spec := isthmus.NetworkAllocationSpec{ClusterID: id, Networks: texts(b.NetworksOf(id))}
+	for _, r := range b.replaced {
+		if r.id == id {
+			spec.Held = append(spec.Held, isthmus.HeldNetwork{Network: r.network.String(), ReleasedAt: metav1.NewTime(r.at)})
+		}
+	}
+	if had, away := b.FormerOf(id); away {
+		spec.Previous = pairOf(had.Pod, had.External)
+	}
+	p := b.peers[id]
+	if p == nil {
+		return spec
+	}
+	spec.ReleasedAt, spec.UnusedSince = timeOf(p.released), timeOf(p.unused)
+	spec.Seen = pairOf(p.podSeen, p.externalSeen)
+	for _, ip := range slices.SortedFunc(maps.Keys(p.endpoints), netip.Addr.Compare) {
+		spec.Endpoints = append(spec.Endpoints, isthmus.MappedEndpoint{
+			IP: ip.String(), Address: b.endpoints[ip].addr.String(), Requesters: p.endpoints[ip], Target: b.endpoints[ip].what,
+		})
+	}
+	return spec
+}
+
+func pairOf(pod, external netip.Prefix) *isthmus.NetworkPair {
+	if !pod.IsValid() && !external.IsValid() {
+		return nil
+	}
+	return &isthmus.NetworkPair{PodCIDR: text(pod), ExternalCIDR: text(external)}
+}
+
+func timeOf(t time.Time) *metav1.Time {
+	if t.IsZero() {
+		return nil
+	}
+	return &metav1.Time{Time: t}
+}
+
+// Networks returns the networks of a Config as the NetworkAllocation of our own cluster keeps them.
+func (c Config) Networks() isthmus.OwnNetworks {
+	return isthmus.OwnNetworks{PodCIDR: text(c.PodCIDR), ServiceCIDR: text(c.ServiceCIDR), ExternalCIDR: text(c.ExternalCIDR),
+		Pools: texts(c.Pools), Reserved: texts(c.Reserved)}
+}
+
+// ConfigFrom reads what Networks wrote.
+func ConfigFrom(own *isthmus.OwnNetworks) (Config, error) {
+	var r reader
+	c := Config{PodCIDR: r.optional("spec.own.podCIDR", own.PodCIDR), ServiceCIDR: r.optional("spec.own.serviceCIDR", own.ServiceCIDR),
+		ExternalCIDR: r.optional("spec.own.externalCIDR", own.ExternalCIDR), Pools: r.list("spec.own.pools", own.Pools), Reserved: r.list("spec.own.reserved", own.Reserved)}
+	return c, r.err
+}
+
+// FromAllocations returns the Book that NetworkAllocations keep. Where two of them contradict each other the
+// one that comes first counts. Entries and mappings that make no sense are left out, and the errors name them.
+func FromAllocations(own Config, all []isthmus.NetworkAllocationSpec) (Book, []error) {
+	b := Book{own: own, peers: make(map[string]*account, len(all)), endpoints: make(map[netip.Addr]*endpoint)}
+	var (
+		wrong  []error
+		taken  tree
+		owners = make(map[netip.Addr]netip.Addr) // endpoints by their addresses
+	)
+	for i := range all {
+		spec := &all[i]
+		r := reader{}
+		p, held := r.entry(spec)
+		for _, n := range []netip.Prefix{p.Pod, p.External} {
+			if n.IsValid() && taken.overlaps(n) {
+				r.fail("spec.networks", "%v overlaps another network of a peer; want one of its own", n)
+			}
+			taken = taken.with(n)
+		}
+		if len(b.peers) >= MaxPeers {
+			r.fail("spec", "there are %d peers already, and no room for more", MaxPeers)
+		}
+		if r.err != nil {
+			taken = taken.without(p.Pod).without(p.External)
+			wrong = append(wrong, fmt.Errorf("cluster %s: %w", quote(spec.ClusterID), r.err))
+			continue
+		}
+		b.replaced = append(b.replaced, held...)
+		for j := range spec.Endpoints {
+			if err := b.restore(p, &spec.Endpoints[j], owners); err != nil {
+				wrong = append(wrong, fmt.Errorf("cluster %s: spec.endpoints[%d]: %w", quote(spec.ClusterID), j, err))
+			}
+		}
+		if !p.empty() {
+			b.peers[spec.ClusterID] = p
+		}
+	}
+	slices.SortFunc(b.replaced, replaced.compare)
+	b.replaced = slices.Compact(b.replaced)
+	for _, spec := range slices.SortedStableFunc(slices.Values(all), func(x, y isthmus.NetworkAllocationSpec) int { return cmp.Compare(x.Revision, y.Revision) }) {
+		if p := b.peers[spec.ClusterID]; (p == nil || !p.Pod.IsValid()) && spec.Previous != nil && fabric.CheckClusterID(spec.ClusterID) == "" {
+			var r reader
+			had := Grant{Pod: r.network("spec.previous.podCIDR", spec.Previous.PodCIDR), External: r.network("spec.previous.externalCIDR", spec.Previous.ExternalCIDR)}
+			if r.err == nil {
+				b.remember(spec.ClusterID, had)
+			}
+		}
+	}
+	b.fill()
+	b.readdress(own.ExternalCIDR, own.PodCIDR)
+	return b, wrong
+}
+
+// entry reads the networks of one cluster.
+func (r *reader) entry(spec *isthmus.NetworkAllocationSpec) (p *account, held []replaced) {
+	if wrong := fabric.CheckClusterID(spec.ClusterID); wrong != "" {
+		r.fail("spec.clusterID", "%s", wrong)
+	}
+	p = new(account)
+	has := slices.DeleteFunc(slices.Clone(spec.Networks), func(n string) bool {
+		return slices.ContainsFunc(spec.Held, func(h isthmus.HeldNetwork) bool { return h.Network == n })
+	})
+	switch len(has) {
+	case 0:
+	case 2:
+		p.Grant = Grant{Pod: r.network("spec.networks", has[0]), External: r.network("spec.networks", has[1])}
+	default:
+		r.fail("spec.networks", "has %d entries that are not held; want those for pods and for mapped endpoints, or none", len(has))
+	}
+	if p.Pod.IsValid() != p.External.IsValid() || p.Pod.Addr().BitLen() != p.External.Addr().BitLen() || p.Pod.Overlaps(p.External) {
+		r.fail("spec.networks", "begins with %q; want two networks of one family", has)
+	}
+	for _, h := range spec.Held {
+		n := r.network("spec.held", h.Network)
+		if !n.IsValid() {
+			r.fail("spec.held", "has an entry without a network")
+		}
+		if !contains(p.Pod, n) && !contains(p.External, n) {
+			held = append(held, replaced{spec.ClusterID, n, stored(h.ReleasedAt.Time)})
+		}
+	}
+	if spec.ReleasedAt != nil && p.Pod.IsValid() {
+		p.released = stored(spec.ReleasedAt.Time)
+		return p, held
+	}
+	if spec.UnusedSince != nil {
+		p.unused = stored(spec.UnusedSince.Time)
+	}
+	if spec.Seen != nil { // readdress forgets those that do not fit our networks
+		p.podSeen, p.externalSeen = r.network("spec.seen.podCIDR", spec.Seen.PodCIDR), r.network("spec.seen.externalCIDR", spec.Seen.ExternalCIDR)
+	}
+	return p, held
+}
+
+// restore maps an endpoint for a peer, in maps that are b's alone.
+func (b *Book) restore(p *account, m *isthmus.MappedEndpoint, owners map[netip.Addr]netip.Addr) error {
+	if !p.externalSeen.IsValid() {
+		return nil // it has left, or its answer is not known: nobody can use it
+	}
+	external := b.own.ExternalCIDR
+	ip, err := netip.ParseAddr(m.IP)
+	if err == nil {
+		err = b.checkEndpoint(ip)
+	}
+	addr, bad := netip.ParseAddr(m.Address)
+	owner, owned := owners[addr]
+	switch {
+	case err != nil:
+		return err
+	case ip.BitLen() != external.Addr().BitLen() || ip == gatewayAddr(external):
+		return fmt.Errorf("%v is no endpoint beside our ExternalCIDR, %v", ip, external)
+	case bad != nil || !external.Contains(addr) || addr == external.Addr() || addr == firstHost(external) || addr == lastAddr(external):
+		return fmt.Errorf("%s is no address for endpoints; want one in %v, neither its first two nor its last", quote(m.Address), external)
+	case owned && owner != ip, !owned && b.endpoints[ip] != nil:
+		return fmt.Errorf("%v has another address than %v, or that one is another endpoint's", ip, addr)
+	case !owned && len(b.endpoints) >= MaxEndpoints-1:
+		return fmt.Errorf("%d endpoints are mapped already, and there is no room for more", MaxEndpoints)
+	}
+	owners[addr] = ip
+	if b.endpoints[ip] == nil {
+		b.endpoints[ip] = &endpoint{addr: addr, what: m.Target}
+	}
+	var by []string
+	for _, caller := range m.Requesters {
+		by = withCaller(by, caller)
+	}
+	p.endpoints = withAsked(p.endpoints, ip, by)
+	return nil
+}
