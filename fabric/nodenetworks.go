@@ -121,7 +121,7 @@ func (n NodeNetworks) Spec() (spec isthmus.NodeNetworksSpec) {
 	for _, addr := range n.Resolvers {
 		spec.Resolvers = append(spec.Resolvers, addr.String())
 	}
-	spec.RefusedRevision = n.Refused
+	spec.RefusedResourceVersion = n.Refused
 	if o := n.BrokenOverlay; o.Gateway.IsValid() {
 		spec.BrokenOverlay = &isthmus.BrokenOverlay{Gateway: o.Gateway.String(), Since: isthmus.UTCTimeOf(o.Since), Back: o.Back}
 	}

@@ -39,7 +39,7 @@ const reasonNotRefused = "NotRefused"
 // A Warden knows which of the networks in the books all nodes refuse, so that nobody is told of one
 // that a node would still send out in the clear:
 //
-//	books ─► NetworkAllocation ─► route agent refuses it ─► NodeNetworks.spec.refusedRevision ─► Warden ─► answer, TunnelEndpoint
+//	books ─► NetworkAllocation ─► route agent refuses it ─► NodeNetworks.spec.refusedResourceVersion ─► Warden ─► answer, TunnelEndpoint
 //
 // An agent that reports a resourceVersion refuses what the objects up to that one name. Nodes that have never
 // reported one have no agent, and are not waited for. One for which somebody has waited in vain is not
@@ -154,7 +154,7 @@ func (w *Warden) SetupWithManager(mgr ctrl.Manager) error {
 			UpdateFunc: func(_ context.Context, _ event.UpdateEvent, q requestQueue) { soon(q) },
 			DeleteFunc: func(_ context.Context, _ event.DeleteEvent, q requestQueue) { soon(q) },
 		}, builder.WithPredicates(predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
-			return e.ObjectOld.(*isthmus.NodeNetworks).Spec.RefusedRevision != e.ObjectNew.(*isthmus.NodeNetworks).Spec.RefusedRevision
+			return e.ObjectOld.(*isthmus.NodeNetworks).Spec.RefusedResourceVersion != e.ObjectNew.(*isthmus.NodeNetworks).Spec.RefusedResourceVersion
 		}})).
 		Complete(noted("warden", w))
 }
@@ -169,8 +169,8 @@ func (w *Warden) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, er
 	defer w.mu.Unlock()
 	w.said = make(map[string]int64, len(reports.Items))
 	for i := range reports.Items {
-		if r := &reports.Items[i]; r.Spec.RefusedRevision > 0 {
-			w.said[strings.Clone(r.Name)] = r.Spec.RefusedRevision
+		if r := &reports.Items[i]; r.Spec.RefusedResourceVersion > 0 {
+			w.said[strings.Clone(r.Name)] = r.Spec.RefusedResourceVersion
 		}
 	}
 	for node, version := range w.late {

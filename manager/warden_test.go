@@ -34,10 +34,10 @@ func (a *answering) refuses(node string, all bool) {
 		}
 		revision = max(revision, now.Version)
 	}
-	r := &isthmus.NodeNetworks{ObjectMeta: metav1.ObjectMeta{Namespace: a.system, Name: node}, Spec: isthmus.NodeNetworksSpec{RefusedRevision: revision}}
+	r := &isthmus.NodeNetworks{ObjectMeta: metav1.ObjectMeta{Namespace: a.system, Name: node}, Spec: isthmus.NodeNetworksSpec{RefusedResourceVersion: revision}}
 	err := a.api().Create(a.ctx, r)
 	if apierrors.IsAlreadyExists(err) {
-		err = a.api().Patch(a.ctx, r, client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"spec":{"refusedRevision":%d}}`, revision)))
+		err = a.api().Patch(a.ctx, r, client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"spec":{"refusedResourceVersion":%d}}`, revision)))
 	}
 	a.ok(err)
 }

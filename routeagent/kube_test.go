@@ -258,8 +258,8 @@ func reported(c *cluster, api client.Client) {
 		for _, o := range all.Items {
 			want = max(want, fabric.Version(o.ResourceVersion))
 		}
-		if err == nil && (want == 0 || report.Spec.RefusedRevision != want) {
-			err = fmt.Errorf("refused up to %d; want %d", report.Spec.RefusedRevision, want)
+		if err == nil && (want == 0 || report.Spec.RefusedResourceVersion != want) {
+			err = fmt.Errorf("refused up to %d; want %d", report.Spec.RefusedResourceVersion, want)
 		}
 		return err
 	})

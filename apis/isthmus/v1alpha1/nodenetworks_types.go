@@ -26,13 +26,13 @@ type NodeNetworksSpec struct {
 	// +listType=atomic
 	// +optional
 	Resolvers []net.IPAddress `json:"resolvers,omitempty"`
-	// RefusedRevision is the highest resourceVersion of the NetworkAllocations that the node has read. It
+	// RefusedResourceVersion is the highest resourceVersion of the NetworkAllocations that the node has read. It
 	// refuses what these name. The manager tells nobody of a network before all nodes that report one
 	// have reached that of the object with the network. So resource versions of one kind have to be
 	// numbers that rise. Kubernetes promises that since 1.35; with etcd they always were.
 	// +kubebuilder:validation:Minimum=1
 	// +optional
-	RefusedRevision int64 `json:"refusedRevision,omitempty"`
+	RefusedResourceVersion int64 `json:"refusedResourceVersion,omitempty"`
 	// BrokenOverlay is there while packets of the node do not reach the gateway through the overlay,
 	// or do not come back, though others do by the underlay.
 	// +optional

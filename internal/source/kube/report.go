@@ -50,9 +50,9 @@ func (r *NodeReporter) Tell(ctx context.Context, n fabric.NodeNetworks) error {
 // TellRefused writes up to which resourceVersion of the NetworkAllocations the node refuses into the report
 // that is there. 0 takes it back.
 func (r *NodeReporter) TellRefused(ctx context.Context, version int64) error {
-	spec := map[string]any{"refusedRevision": version}
+	spec := map[string]any{"refusedResourceVersion": version}
 	if version == 0 {
-		spec["refusedRevision"] = nil
+		spec["refusedResourceVersion"] = nil
 	}
 	patch, err := json.Marshal(map[string]any{"metadata": map[string]any{"managedFields": []any{map[string]any{}}}, "spec": spec}) // which takes them away
 	if err != nil {
