@@ -89,9 +89,10 @@ func TestAnAgentReadsTheNetworkAllocations(t *testing.T) {
 	if d := s.until(func(d delivery) bool { return d.intent.Revision == 4 && len(d.intent.Named) == 2 }); len(d.intent.Freed) != 2 || d.intent.Freed[0].Revision != 4 {
 		t.Errorf("they are freed: %+v", d.intent.Freed)
 	}
+	s.must(s.admin.Delete(ctx, us))
 	s.must(s.admin.Delete(ctx, a))
-	if d := s.until(func(d delivery) bool { return len(d.intent.Named) == 0 }); len(d.intent.Freed) != 2 {
-		t.Errorf("an object was deleted, and freed are %v", d.intent.Freed)
+	if d := s.until(func(d delivery) bool { return len(d.intent.Named) == 0 }); len(d.intent.Freed) != 2 || len(d.intent.OwnPods) != 1 || len(d.intent.Own) != 2 {
+		t.Errorf("objects were deleted: freed are %v, our own %v", d.intent.Freed, d.intent.Own)
 	}
 	cancel()
 	if err := <-s.done; err != nil {

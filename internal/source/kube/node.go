@@ -176,7 +176,10 @@ func (r *readAllocations) from(all []isthmus.NetworkAllocation) (fabric.Allocati
 		for i := range all {
 			r.versions[all[i].UID] = all[i].ResourceVersion
 		}
-		r.said, r.problems = fabric.AllocationsFrom(all, time.Now())
+		was := r.said
+		if r.said, r.problems = fabric.AllocationsFrom(all, time.Now()); len(r.said.Own) == 0 { // the manager makes a deleted object again
+			r.said.Own, r.said.OwnPods = was.Own, was.OwnPods
+		}
 	}
 	return r.said, slices.Clone(r.problems)
 }
