@@ -59,7 +59,7 @@ demo: ## Clusters with the same PodCIDR on this machine: two joined by files, th
 	@$(BIN)/isthmus-lab demo
 
 .PHONY: test
-test: deps ## Everything CI runs: generated files, vet, lint, all tests with -race (as root: in namespaces too)
+test: deps ## Everything CI runs: generated files, vet, lint, all tests, with -race where goroutines share something (as root: in namespaces too)
 	@go run ./internal/ci
 
 .PHONY: kube
