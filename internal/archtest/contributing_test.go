@@ -34,9 +34,9 @@ func TestContributingNamesWhatExists(t *testing.T) {
 		t.Errorf("%d rows, want 30 or more", rows)
 	}
 	for row, want := range map[string]string{
-		"| x | `fabric/none.go` |":                          "fabric/none.go does not exist",
-		"| x | `fabric/doc.go` (`noSuchName`) |":            "noSuchName stands in none of the row's files",
-		"| x | `internal/kernel/own.go` `OverlayPort` |":    "",
+		"| x | `fabric/none.go` |":                         "fabric/none.go does not exist",
+		"| x | `fabric/doc.go` (`noSuchName`) |":           "noSuchName stands in none of the row's files",
+		"| x | `internal/kernel/own.go` `OverlayPort` |":   "",
 		"| x | `internal/peering/hops.go`, `nowhere.go` |": "nowhere.go does not exist",
 	} {
 		if got := strings.Join(wrongInRow(t, root, row), "; "); got != want {
