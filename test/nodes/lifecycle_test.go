@@ -35,6 +35,7 @@ const (
 
 var lifecyclePlan = plan{
 	name:     "PodCIDRs of different sizes",
+	number:   [2]int{2, 3}, // the Lease decides in one, and nodes vote in the other
 	clusters: [2]string{"paris", "oslo"},
 	pods:     [2]string{"10.244.0.0/16", "10.20.0.0/17"},
 	nodes: [2]kubenodes.NodeOptions{
