@@ -417,7 +417,7 @@ func TestTheDocumentHasTheFaultsOfTheseTests(t *testing.T) {
 		name string
 		rows [][]string
 		rest string
-	}{{"causes", causeRows(), ""}, {"troubles", troubleRows(t), loads(t)}} {
+	}{{"causes", causeRows(), ""}, {"troubles", troubleRows(t), loads(t)}, {"meanwhile", meanwhileRows(t), ""}} {
 		begin, end := "<!-- "+table.name+": written by go test ./fleet -run Document -update -->\n", "<!-- end -->"
 		head, rest, ok1 := strings.Cut(want, begin)
 		_, tail, ok2 := strings.Cut(rest, end)

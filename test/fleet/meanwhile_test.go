@@ -1,0 +1,184 @@
+package fleet
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"k8s.io/apimachinery/pkg/api/meta"
+
+	isthmusv1 "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/lab"
+	"github.com/isthmus-net/isthmus/test/internal/hosts"
+)
+
+// watched are faults of TestDiagnoseNamesWhatIsBroken of which it matters what is said while they last. may are the
+// hops and reasons that may be named until diagnose has evidence for the right one, as CLUSTER/HOP REASON.
+var watched = []struct {
+	fault string
+	may   []string
+}{
+	{"the policy of a node's chain FORWARD is DROP", nil},
+	{"UDP is dropped on the way, in both directions", []string{"a/tunnel ProbeUnanswered", "b/tunnel ProbeUnanswered", "b/tunnel PeerSilent", "a/tunnel AnswersLost", "b/tunnel AnswersLost"}},
+	{"a firewall in front of the peer drops UDP from here", []string{"a/tunnel ProbeUnanswered", "b/tunnel ProbeUnanswered", "b/tunnel PeerSilent", "a/tunnel PeerSilent"}},
+	{"the peer's API server does not answer", nil},
+	{"the disk of a node is full, and its route agent starts again", nil},
+	{"the active gateway stands still (SIGSTOP), and another takes over", []string{"a/tunnel ProbeUnanswered", "b/tunnel ProbeUnanswered", "b/tunnel PeerSilent", "b/tunnel Connecting", "a/gateway GatewaySilent"}},
+}
+
+// sawMeanwhile is what the run saw on which the document is based.
+const sawMeanwhile = "testdata/meanwhile.json"
+
+// A moment is what was said some seconds after a fault began or was mended.
+type moment struct {
+	After    string   // such as "2 s" or "mended, 2 s"
+	Traffic  bool     // a pod of a reaches one of b
+	Status   string   // the peering in `isthmus status` of a
+	Kubectl  string   // condition Ready of a's Peering
+	Diagnose []string // what `isthmus diagnose` finds broken with both sides
+	Metrics  string
+}
+
+// What is said follows the traffic: while pods reach each other a peering is READY, and nothing is blamed but the fault,
+// neither while it lasts nor afterwards.
+func TestWhatIsSaidFollowsTheTraffic(t *testing.T) {
+	if !*long {
+		t.Skip("it takes ten minutes: -long")
+	}
+	hosts.Need(t, "nft", "setpriv")
+	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{clusterSpec("10.244.0.0/16", 2), clusterSpec("10.244.0.0/16", 2)}})
+	s := &troubleSite{Fleet: f, a: f.Clusters[0], b: f.Clusters[1]}
+	peer(t, f, s.a, s.b)
+	kubelets, stop := context.WithCancel(t.Context())
+	defer stop()
+	for _, c := range f.Clusters {
+		go c.Kubelets(kubelets)
+	}
+	to := seen(t, s.a, s.b, s.b.Pods[len(s.b.Pods)-1].Addr)
+	well := func(t *testing.T) {
+		t.Helper()
+		eventually(t, "a peering in which everything works", func() error {
+			if out, err := f.Isthmus(t.Context(), "diagnose", "--context", s.a.Name, "--remote-context", s.b.Name); err != nil {
+				return fmt.Errorf("%w\n%s", err, out)
+			}
+			_, err := podOn(t, s.a, 0).Ping(t.Context(), to)
+			return err
+		})
+	}
+	well(t)
+	all := map[string][]moment{}
+	for _, w := range watched {
+		at := slices.IndexFunc(troubles, func(tr trouble) bool { return tr.fault == w.fault })
+		if at < 0 {
+			t.Fatalf("no fault is called %q", w.fault)
+		}
+		tr := &troubles[at]
+		t.Run(strings.ReplaceAll(tr.fault, " ", "_"), func(t *testing.T) {
+			s.node = 0
+			said := s.meanwhile(t, tr, to)
+			well(t)
+			for _, m := range said {
+				t.Logf("%+v", m)
+				m.judge(t, tr, w.may)
+			}
+			all[tr.fault] = said
+		})
+	}
+	if *update && !t.Failed() {
+		text, err := json.MarshalIndent(all, "", "  ")
+		must(t, err)
+		must(t, os.WriteFile(sawMeanwhile, append(text, '\n'), 0o644))
+	}
+}
+
+// meanwhile makes a fault, mends it after half a minute, and asks all who say something.
+func (s *troubleSite) meanwhile(t *testing.T, tr *trouble, to netip.Addr) (said []moment) {
+	ask := func(after string, at time.Time) {
+		time.Sleep(time.Until(at))
+		m := moment{After: after}
+		_, err := podOn(t, s.a, s.node).PingWith(t.Context(), to, lab.PingOptions{Wait: time.Second})
+		m.Traffic = err == nil
+		m.Status, _ = peeringStatus(t.Context(), s.Fleet, s.a)
+		m.Kubectl = s.ready(t)
+		if m.Diagnose, _, err = diagnose(t.Context(), s.Fleet, s.a, s.b, true); err != nil {
+			m.Diagnose, _, _ = diagnose(t.Context(), s.Fleet, s.a, s.b, false) // b does not answer
+		}
+		m.Metrics = tellingMetrics(t.Context(), s.a)
+		said = append(said, m)
+	}
+	tr.breaks(t, s)
+	begin := time.Now()
+	for _, n := range []int{2, 10, 30} {
+		ask(fmt.Sprintf("%d s", n), begin.Add(time.Duration(n)*time.Second))
+	}
+	tr.heals(t, s)
+	begin = time.Now()
+	for _, n := range []int{2, 10} {
+		ask(fmt.Sprintf("mended, %d s", n), begin.Add(time.Duration(n)*time.Second))
+	}
+	return said
+}
+
+// ready is the column READY of `kubectl get peerings` in a.
+func (s *troubleSite) ready(t *testing.T) string {
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+	defer cancel()
+	p, err := s.a.Peering(ctx, s.b)
+	if err != nil {
+		return "no answer"
+	}
+	c := meta.FindStatusCondition(p.Status.Conditions, isthmusv1.ConditionReady)
+	if c == nil {
+		return "nothing"
+	}
+	return fmt.Sprintf("%s %s", c.Status, c.Reason)
+}
+
+func (m moment) judge(t *testing.T, tr *trouble, may []string) {
+	t.Helper()
+	harmless := tr.ready || tr.alone == ""
+	if harmless && m.Traffic && (!strings.HasPrefix(m.Status, "yes") || !strings.HasPrefix(m.Kubectl, "True")) {
+		t.Errorf("after %s: traffic passes, and status says %q, kubectl %q", m.After, m.Status, m.Kubectl)
+	}
+	for _, hop := range m.Diagnose {
+		if hop != tr.alone && hop != tr.both && !slices.Contains(may, hop) {
+			t.Errorf("after %s: %s is blamed", m.After, hop)
+		}
+	}
+	if m.After == "30 s" && tr.both != "" && !tr.deaf && !slices.Contains(m.Diagnose, tr.both) {
+		t.Errorf("after %s: %v are named, want %s", m.After, m.Diagnose, tr.both)
+	}
+}
+
+// meanwhileRows are the rows of the document, one for each moment.
+func meanwhileRows(t *testing.T) [][]string {
+	saw := map[string][]moment{}
+	text, err := os.ReadFile(sawMeanwhile)
+	must(t, err)
+	must(t, json.Unmarshal(text, &saw))
+	rows := [][]string{{"what is wrong", "after", "packets pass", "`isthmus status` in a", "`kubectl get peerings` in a", "`isthmus diagnose` of a and b", "metrics"}}
+	for _, w := range watched {
+		if len(saw[w.fault]) == 0 {
+			t.Errorf("%s: never made with -update", w.fault)
+		}
+		fault := w.fault
+		for _, m := range saw[w.fault] {
+			passes, broken := "no", "works"
+			if m.Traffic {
+				passes = "yes"
+			}
+			if len(m.Diagnose) > 0 {
+				broken = code(strings.Join(m.Diagnose, ", "))
+			}
+			rows = append(rows, []string{fault, m.After, passes, m.Status, m.Kubectl, broken, m.Metrics})
+			fault = ""
+		}
+	}
+	return rows
+}
