@@ -536,6 +536,30 @@ func TestEditsByHand(t *testing.T) {
 	}
 }
 
+// No manager has written what a person, or a backup, puts into a NetworkAllocation: it is written over, also
+// when the IpamStorage was changed with it.
+func TestAnEditOfANetworkAllocationDoesNotCount(t *testing.T) {
+	h := fresh(t)
+	h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
+	h.ask("b", "198.51.100.7", "one", "pod")
+	was, own := allocationOf(t, "b").Spec, allocationOf(t, "us").Spec
+	for _, both := range []bool{false, true} {
+		patched(t, "b", `{"spec":{"seen":{"podCIDR":"10.99.0.0/16"},"endpoints":null,"unusedSince":"2026-11-25T12:00:00Z"}}`)
+		patched(t, "us", `{"spec":{"own":{"pools":null,"externalCIDR":"10.77.0.0/16"}}}`)
+		if both {
+			edit(t, func(o *v1alpha1.IpamStorage) { o.Spec.EndpointMappings = map[string]v1alpha1.EndpointMapping{} })
+		}
+		refresh(t, h)
+		h.agree()
+		now, us := allocationOf(t, "b").Spec, allocationOf(t, "us").Spec
+		now.Session, us.Revision, us.Session = was.Session, own.Revision, own.Session
+		if !reflect.DeepEqual(now, was) || !reflect.DeepEqual(us, own) {
+			t.Errorf("also the IpamStorage: %v\n%+v, was\n%+v\n%+v, was\n%+v", both, now, was, us.Own, own.Own)
+		}
+	}
+}
+
 // A Liqo was here before. What it has left is read once.
 func TestTheIpamStorageOfALiqoIsImportedOnce(t *testing.T) {
 	h := fresh(t)
