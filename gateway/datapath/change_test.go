@@ -40,7 +40,7 @@ func TestChangesOfPeersAreWhatAllOfThemMake(t *testing.T) {
 	says := func(tunnel *Tunnel) (all []string) {
 		table := tunnel.peers.Load()
 		for state, p := range table.byState {
-			if table.byDevice[p.dev] != p || p.state != state || tunnel.dev.LookupPeer(p.key) != p.dev || p.stopped {
+			if table.byDevice[p.dev] != p || p.state != state || tunnel.current().dev.LookupPeer(p.key) != p.dev || p.stopped {
 				t.Fatalf("%s is not what it is", state.ID())
 			}
 			at := netip.AddrPort{}

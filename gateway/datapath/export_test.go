@@ -127,7 +127,7 @@ func SealWith(k *device.Keypair, counter uint64, content []byte) []byte {
 // Initiation makes a handshake message that the peer has to believe.
 func (t *Tunnel) Initiation(key [32]byte) []byte {
 	dev := t.peer(key).dev
-	msg, err := t.dev.CreateMessageInitiation(dev)
+	msg, err := t.current().dev.CreateMessageInitiation(dev)
 	if err != nil {
 		panic(err)
 	}
@@ -291,7 +291,7 @@ func (h Held) Release() { h.p.mu.Unlock() }
 func (t *Tunnel) Peers() int { return len(t.peers.Load().byDevice) }
 
 // HasPeer reports whether the device has a peer.
-func (t *Tunnel) HasPeer(key [32]byte) bool { return t.dev.LookupPeer(key) != nil }
+func (t *Tunnel) HasPeer(key [32]byte) bool { return t.current().dev.LookupPeer(key) != nil }
 
 // Replay is a session and its peer in the tunnel at one moment.
 type Replay struct {
@@ -316,5 +316,5 @@ func SameLock(a, b Replay) bool { return a.p != b.p && a.p.windows == b.p.window
 
 // AskForCookies makes the secret that cookies are checked with.
 func (t *Tunnel) AskForCookies() {
-	_, _ = t.checker.Load().CreateReply(make([]byte, device.MessageInitiationSize), 0, nil)
+	_, _ = t.current().checker.Load().CreateReply(make([]byte, device.MessageInitiationSize), 0, nil)
 }

@@ -98,18 +98,14 @@ func handshakeLen(messageType uint32) int {
 	return 0
 }
 
-// handshakes is the conn.Bind of the device: it receives from the queues and sends to the wire.
+// handshakes is the conn.Bind of a device: it receives from the queues and sends to the wire.
 type handshakes struct {
 	t             *Tunnel
+	of            *identity
 	known, others chan handshake
 
-	admission sync.Mutex // guards budgets
-	budgets   budgets
-
-	mu      sync.Mutex
-	closed  chan struct{} // nil while not open
-	port    uint16
-	inbound sync.WaitGroup
+	mu     sync.Mutex
+	closed chan struct{} // nil while not open
 
 	crossings sync.Mutex       // guards what follows, and begun of peers
 	forgotten map[uint32]*peer // by sender's index: handshakes that the device forgot when it answered one of the peer
@@ -123,9 +119,9 @@ type initiation struct {
 
 var _ conn.Bind = (*handshakes)(nil)
 
-func newHandshakes(t *Tunnel) *handshakes {
+func newHandshakes(of *identity) *handshakes {
 	return &handshakes{
-		t: t, known: make(chan handshake, knownHandshakes), others: make(chan handshake, otherHandshakes),
+		t: of.t, of: of, known: make(chan handshake, knownHandshakes), others: make(chan handshake, otherHandshakes),
 		forgotten: make(map[uint32]*peer),
 	}
 }
@@ -203,7 +199,7 @@ func (h *handshakes) next(closed <-chan struct{}, wait bool) (m handshake, ok bo
 // receive fills bufs with messages for the device and waits for the first of them. The others that it takes
 // get a cookie.
 func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int, eps []conn.Endpoint) (int, error) {
-	for handshakesWaiting(h.t.dev) > deviceHandshakes {
+	for handshakesWaiting(h.of.dev) > deviceHandshakes {
 		select {
 		case <-closed:
 			return 0, net.ErrClosed
@@ -237,25 +233,26 @@ func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int,
 // of ours.
 func (h *handshakes) admit(m []byte, from conn.Endpoint, peers int, now time.Time) (why natengine.Drop, unproven bool) {
 	if m[0] == device.MessageCookieReplyType { // as cheap for the device as this check
-		if dev, _ := lookup(h.t.dev, binary.LittleEndian.Uint32(m[4:])); dev == nil {
+		if dev, _ := lookup(h.of.dev, binary.LittleEndian.Uint32(m[4:])); dev == nil {
 			return natengine.DropHandshakeRefused, false
 		}
 		return natengine.DropNone, false
 	}
-	checker := h.t.checker.Load()
+	checker := h.of.checker.Load()
 	ours := checker.CheckMAC1(m)
 	h.t.came(m, from, ours)
 	if !ours {
 		return natengine.DropHandshakeKey, false
 	}
-	h.admission.Lock()
-	defer h.admission.Unlock()
+	t := h.t
+	t.admission.Lock()
+	defer t.admission.Unlock()
 	addr := from.DstIP()
 	if peers > 0 {
-		if h.budgets.spend(budget{addr: addr}, now, knownEvery/time.Duration(peers), knownBurst*peers) {
+		if t.budgets.spend(budget{addr: addr}, now, knownEvery/time.Duration(peers), knownBurst*peers) {
 			return natengine.DropNone, false
 		}
-	} else if h.budgets.spend(budget{}, now, strangerEvery, strangerBurst) {
+	} else if t.budgets.spend(budget{}, now, strangerEvery, strangerBurst) {
 		return natengine.DropNone, false
 	}
 	source := from.DstToBytes()
@@ -264,13 +261,13 @@ func (h *handshakes) admit(m []byte, from conn.Endpoint, peers int, now time.Tim
 	}
 	proven := budget{addr: addr, proven: true}
 	switch {
-	case peers > 1 || h.t.relay(addr): // many peers, one address
+	case peers > 1 || t.relay(addr): // many peers, one address
 		proven.source = string(source)
 	case addr.Is6(): // a host has many of these
 		proven.addr = netip.PrefixFrom(addr, 64).Masked().Addr()
 	}
-	if h.budgets.spend(proven, now, provenEvery, provenBurst) &&
-		(peers > 0 || h.budgets.spend(budget{proven: true}, now, guestEvery, guestBurst)) {
+	if t.budgets.spend(proven, now, provenEvery, provenBurst) &&
+		(peers > 0 || t.budgets.spend(budget{proven: true}, now, guestEvery, guestBurst)) {
 		return natengine.DropNone, false
 	}
 	return natengine.DropHandshakeQueue, false
@@ -282,7 +279,7 @@ var noMAC2 [16]byte
 // sendCookie answers a message with a cookie. One that is lost is asked for again.
 func (h *handshakes) sendCookie(msg *handshake) {
 	m := msg.b[:msg.n]
-	reply, err := h.t.checker.Load().CreateReply(m, binary.LittleEndian.Uint32(m[4:]), msg.from.DstToBytes())
+	reply, err := h.of.checker.Load().CreateReply(m, binary.LittleEndian.Uint32(m[4:]), msg.from.DstToBytes())
 	if err != nil {
 		return
 	}
@@ -394,42 +391,30 @@ func (h *heard) at(addr netip.Addr) int {
 	return h.peers[addr]
 }
 
-// Open opens the wire, for data and handshakes, and starts a goroutine that receives for each of
-// its sockets.
+// Open implements conn.Bind. The wire is the Tunnel's, because it has several devices while its key changes.
 func (h *handshakes) Open(port uint16) ([]conn.ReceiveFunc, uint16, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.closed != nil {
 		return nil, 0, conn.ErrBindAlreadyOpen
 	}
-	sockets, port, err := h.t.wire.Listen(port)
-	if err != nil {
-		return nil, 0, err
-	}
 	closed := make(chan struct{})
-	h.closed, h.port = closed, port
-	for _, next := range sockets {
-		h.inbound.Go(func() { newInbound(h.t).receiveAll(next) })
-	}
+	h.closed = closed
 	receive := func(bufs [][]byte, sizes []int, eps []conn.Endpoint) (int, error) {
 		return h.receive(closed, bufs, sizes, eps)
 	}
 	return []conn.ReceiveFunc{receive}, port, nil
 }
 
-// Close closes the wire and waits for its goroutines. None of them waits for the device, which
-// calls this with its locks held.
+// Close ends the ReceiveFuncs.
 func (h *handshakes) Close() error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if h.closed == nil {
-		return nil
+	if h.closed != nil {
+		close(h.closed)
+		h.closed = nil
 	}
-	err := h.t.wire.Close()
-	close(h.closed)
-	h.closed = nil
-	h.inbound.Wait()
-	return err
+	return nil
 }
 
 // Send sends what the device has sealed, handshakes and keepalives, and what the outbound goroutine
@@ -456,7 +441,7 @@ func (h *handshakes) Send(bufs [][]byte, to conn.Endpoint) error {
 func (h *handshakes) peerOf(m []byte) *peer {
 	switch binary.LittleEndian.Uint32(m) {
 	case device.MessageInitiationType, device.MessageResponseType:
-		dev, _ := lookup(h.t.dev, binary.LittleEndian.Uint32(m[4:]))
+		dev, _ := lookup(h.of.dev, binary.LittleEndian.Uint32(m[4:]))
 		return h.t.peers.Load().byDevice[dev]
 	}
 	return nil
@@ -541,16 +526,6 @@ func (h *handshakes) ParseEndpoint(s string) (conn.Endpoint, error) {
 
 // BatchSize implements conn.Bind.
 func (h *handshakes) BatchSize() int { return handshakeBatch }
-
-// openPort is the port that is open, 0 when none is.
-func (h *handshakes) openPort() uint16 {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if h.closed == nil {
-		return 0
-	}
-	return h.port
-}
 
 // noPackets is the tun.Device of the device: nothing ever arrives on it, and nothing is written to
 // it.

@@ -193,7 +193,7 @@ func (in *inbound) senderOf(m []byte, from conn.Endpoint) (p *peer, session bool
 	if c.session && c.index == index && c.from == from {
 		return c.peer, true
 	}
-	dev, k := lookup(in.t.dev, index)
+	dev, k := in.t.lookup(index)
 	p = in.t.peers.Load().byDevice[dev]
 	session = p != nil && k != nil
 	if !session || !samePlace(endpointOf(dev), from) {
@@ -262,7 +262,7 @@ func (in *inbound) sort(m []byte, from conn.Endpoint) bool {
 		if in.tap.on() {
 			in.tap.to.handshake(in.t, natengine.Inbound, m, from, natengine.DropNone)
 		}
-		in.t.bind.offer(m, from, in.now)
+		in.t.identityOf(m).bind.offer(m, from, in.now)
 	default:
 		in.refuse(nil, m, from, natengine.DropTunnelType)
 	}
@@ -287,7 +287,7 @@ func (in *inbound) open() {
 	if len(r.messages) == 0 {
 		return
 	}
-	dev, k := lookup(in.t.dev, r.index)
+	dev, k := in.t.lookup(r.index)
 	if p := in.t.peers.Load().byDevice[dev]; p != nil && k != nil && fresh(k, in.now) {
 		in.openFor(p, k)
 	} else {

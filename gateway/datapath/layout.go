@@ -74,6 +74,8 @@ var (
 	peerPreshared   = fieldOf[device.Peer, device.NoisePresharedKey]("handshake", "presharedKey")
 	peerEphemeral   = fieldOf[device.Peer, device.NoisePrivateKey]("handshake", "localEphemeral")
 
+	peerStatic = fieldOf[device.Peer, [device.NoisePublicKeySize]byte]("handshake", "precomputedStaticStatic")
+
 	keypairsNext = fieldOf[device.Keypairs, atomic.Pointer[device.Keypair]]("next")
 
 	keypairNonce     = fieldOf[device.Keypair, atomic.Uint64]("sendNonce")

@@ -148,9 +148,9 @@ func (h *handshakes) choose(m []byte) {
 	if m[0] != device.MessageResponseType {
 		return
 	}
-	dev, _ := lookup(h.t.dev, binary.LittleEndian.Uint32(m[8:]))
+	dev, _ := lookup(h.of.dev, binary.LittleEndian.Uint32(m[8:]))
 	if p := h.t.peers.Load().byDevice[dev]; p != nil {
-		p.preshared.choose(h.t.private.Load(), m)
+		p.preshared.choose(h.of.private.Load(), m)
 	}
 }
 

@@ -38,11 +38,11 @@ func BenchmarkPresharedKey(b *testing.B) {
 			}
 			b.ResetTimer()
 			for i := range b.N {
-				dev := tunnel.dev.ConsumeMessageInitiation(&initiations[i%benchPeers])
+				dev := tunnel.current().dev.ConsumeMessageInitiation(&initiations[i%benchPeers])
 				if dev == nil {
 					b.Fatal("an initiation was refused")
 				}
-				if _, err := tunnel.dev.CreateMessageResponse(dev); err != nil {
+				if _, err := tunnel.current().dev.CreateMessageResponse(dev); err != nil {
 					b.Fatal(err)
 				}
 				tunnel.peers.Load().byDevice[dev].preshared.responded()
@@ -64,12 +64,12 @@ func BenchmarkPresharedKey(b *testing.B) {
 			b.ResetTimer()
 			for i := range b.N {
 				m := responses[i%benchPeers]
-				tunnel.bind.choose(m)
+				tunnel.current().bind.choose(m)
 				var msg device.MessageResponse
 				if _, err := binary.Decode(m, binary.LittleEndian, &msg); err != nil {
 					b.Fatal(err)
 				}
-				if tunnel.dev.ConsumeMessageResponse(&msg) == nil {
+				if tunnel.current().dev.ConsumeMessageResponse(&msg) == nil {
 					b.Fatal("a response was refused")
 				}
 			}

@@ -45,6 +45,7 @@ type sealer struct {
 	// Of the run at hand.
 	state   *natengine.PeerState
 	peer    *peer           // nil: the tunnel does not have it (yet)
+	via     *peer           // of keypair
 	keypair *device.Keypair // nil: its packets have to wait
 	sealed  [][]byte
 
@@ -108,7 +109,7 @@ func (s *sealer) turnTo(state *natengine.PeerState, p *peer) {
 	if p == nil {
 		return
 	}
-	if s.keypair = p.sending(s.now); s.keypair == nil || len(p.staged.ring) == 0 {
+	if s.via, s.keypair = s.table.newest(p, s.now); s.keypair == nil || len(p.staged.ring) == 0 {
 		return
 	}
 	s.expire(p)
@@ -148,7 +149,7 @@ func (s *sealer) seal(p []byte, came bool) bool {
 	}
 	s.sealed = append(s.sealed, (*keypairSend.of(k)).Seal(m[:headerLen], s.nonce[:], p, nil))
 	if shown {
-		s.tap.outer(s.state, s.sealed[len(s.sealed)-1], endpointOf(s.peer.dev), natengine.DropNone)
+		s.tap.outer(s.state, s.sealed[len(s.sealed)-1], endpointOf(s.via.dev), natengine.DropNone)
 	}
 	return true
 }
@@ -160,14 +161,14 @@ func (s *sealer) flush() {
 	}
 	// Noted first: noted afterwards, it would be taken for later than what the peer answers at
 	// once.
-	s.peer.sent(s.keypair, s.now)
-	if err := s.peer.send(s.keypair, s.sealed, s.now); err != nil {
+	s.via.sent(s.keypair, s.now)
+	if err := s.via.send(s.keypair, s.sealed, s.now); err != nil {
 		reason := natengine.DropTunnelSend
 		if errors.Is(err, bind.ErrShut) {
 			reason = natengine.DropNoMandate
 		}
 		s.count(s.state, bind.Unsent(err, len(s.sealed)), reason)
-		s.peer.fail(err, s.now)
+		s.via.fail(err, s.now)
 	}
 	clear(s.sealed)
 	s.sealed, s.used = s.sealed[:0], 0
@@ -180,7 +181,7 @@ func (s *sealer) finish() {
 	if s.t.look.Swap(false) && len(s.staged) > 0 {
 		s.sendStaged()
 	}
-	s.taken, s.table, s.state, s.peer, s.keypair = 0, nil, nil, nil, nil
+	s.taken, s.table, s.state, s.peer, s.via, s.keypair = 0, nil, nil, nil, nil, nil
 }
 
 // sendStaged looks after what waits, for all peers: after the first packet of one began to wait,
@@ -220,6 +221,11 @@ func (s *sealer) stage(p []byte) {
 	}
 	s.count(s.state, s.peer.staged.push(p, time.Duration(at)), natengine.DropTunnelQueue)
 	s.peer.ask(at)
+	for _, q := range s.table.also[s.state] { // nobody knows which of our keys the peer has
+		if !q.retired.Load() {
+			q.ask(at)
+		}
+	}
 }
 
 func (s *sealer) expire(p *peer) {

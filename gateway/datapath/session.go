@@ -44,9 +44,14 @@ const (
 // for a session, and the timers of its data. Times are of Tunnel.Now; 0 says that there was none.
 type peer struct {
 	t     *Tunnel
+	of    *identity
 	state *natengine.PeerState
 	key   device.NoisePublicKey
 	dev   *device.Peer
+
+	retired          atomic.Bool   // it has another key by now: its sessions last, and there will be no new ones
+	replaced         time.Time     // when a session with the new key was seen; with t.mu
+	received0, sent0 atomic.Uint64 // octets of peers that it has replaced
 
 	staged staging // the outbound goroutine's
 
@@ -88,8 +93,8 @@ type peer struct {
 }
 
 // newPeer makes a peer that replaces old, which had the same dev; nil: there was none.
-func newPeer(t *Tunnel, state *natengine.PeerState, key device.NoisePublicKey, dev *device.Peer, old *peer) *peer {
-	p := &peer{t: t, state: state, key: key, dev: dev, windows: new(sync.Mutex), preshared: &preshared{dev: dev}}
+func newPeer(of *identity, state *natengine.PeerState, key device.NoisePublicKey, dev *device.Peer, old *peer) *peer {
+	p := &peer{t: of.t, of: of, state: state, key: key, dev: dev, windows: new(sync.Mutex), preshared: &preshared{dev: dev}}
 	if old != nil {
 		p.windows, p.preshared = old.windows, old.preshared
 	}
@@ -142,7 +147,7 @@ func (p *peer) send(k *device.Keypair, messages [][]byte, now time.Time) error {
 	for _, m := range messages {
 		peerSent.of(p.dev).Add(uint64(len(m)))
 	}
-	return p.t.bind.Send(messages, s.at)
+	return p.of.bind.Send(messages, s.at)
 }
 
 // gatewayOf returns the index of a among the addresses of the peer's gateway; -1: none of them.
@@ -155,7 +160,7 @@ func (p *peer) gatewayOf(a netip.Addr) int {
 
 // stop ends the timers. None acts afterwards.
 func (p *peer) stop() {
-	p.t.bind.forget(p)
+	p.of.bind.forget(p)
 	p.t.heard.move(p, nil)
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -286,6 +291,9 @@ func (p *peer) acknowledge() {
 	}
 	more := p.more.Swap(false)
 	p.unacknowledged.Store(0)
+	if p.t.peers.Load().latest(p, time.Now()) != p {
+		return // a newer session carries what we send, and the other end may have forgotten this one
+	}
 	p.dev.SendKeepalive()
 	if more {
 		p.unacknowledged.CompareAndSwap(0, p.t.at(time.Now()))
@@ -325,6 +333,14 @@ func (p *peer) ask(at int64) {
 // begin begins a handshake. The device begins none within RekeyTimeout of the last one; when it has
 // nothing under way either, begin comes back.
 func (p *peer) begin() {
+	table := p.t.peers.Load()
+	if p.retired.Load() {
+		for _, q := range table.living(p.state) {
+			q.initiation.arm(0)
+		}
+		return
+	}
+	p.follow(table)
 	if p.dev.SendHandshakeInitiation(false) != nil {
 		return // the device has logged why not, and tries again unless that cannot help
 	}
@@ -344,7 +360,7 @@ func (p *peer) crossed(roundTrip time.Duration) {
 	}
 	p.crossedAt.Store(p.answers.Load())
 	pause := max(0, crossedPause-roundTrip)
-	if own := p.t.public.Load(); bytes.Compare(own[:], p.key[:]) > 0 {
+	if own := p.of.public.Load(); bytes.Compare(own[:], p.key[:]) > 0 {
 		pause = crossedPause + roundTrip + crossedGrace
 	}
 	p.crossing.arm(pause)

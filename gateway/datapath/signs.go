@@ -195,7 +195,7 @@ func (p *peer) signs(table *peerTable, now time.Time) Signs {
 	s := table.byAddr[table.at[p]].signs(now)
 	relayed := p.t.relayed.signs(now)
 	s.RelayedOtherKey, s.RelayedRefused = relayed.OtherKey, relayed.Refused
-	session := p.session(now)
+	session := table.latest(p, now).session(now)
 	if !session.Before(s.Refused) && !session.Before(s.OtherKey) {
 		s.Refused, s.OtherKey = time.Time{}, time.Time{}
 	}

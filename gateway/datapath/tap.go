@@ -376,7 +376,7 @@ func (c *captured) handshake(t *Tunnel, dir natengine.Direction, m []byte, at co
 	}
 	var peer *natengine.PeerState
 	table := t.peers.Load()
-	if to := t.bind.peerOf(m); dir == natengine.Outbound && to != nil {
+	if to := t.peerOf(m); dir == natengine.Outbound && to != nil {
 		peer = to.state
 	} else if table.byAddr[at.DstIP().Unmap()] != nil { // else a flood of strangers would have all peers looked at
 		for p, addr := range table.at {

@@ -19,14 +19,12 @@ package datapath
 import (
 	"errors"
 	"fmt"
-	"maps"
 	"net/netip"
 	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
 
-	"golang.org/x/crypto/curve25519"
 	"golang.zx2c4.com/wireguard/device"
 
 	"github.com/isthmus-net/isthmus/natengine"
@@ -55,14 +53,12 @@ type Tunnel struct {
 
 	coalesceUDP atomic.Bool // and the link has not refused it
 
-	dev   *device.Device
-	bind  *handshakes
+	ids   atomic.Pointer[identities]
 	heard heard
 	peers atomic.Pointer[peerTable]
 
-	public  atomic.Pointer[device.NoisePublicKey]
-	private atomic.Pointer[device.NoisePrivateKey]
-	checker atomic.Pointer[device.CookieChecker] // knows messages that were made for our public key
+	admission sync.Mutex // guards budgets
+	budgets   budgets    // of handshakes
 
 	mayCome atomic.Pointer[func(netip.Addr) bool] // nil: from everywhere
 	relays  atomic.Pointer[func(netip.Addr) bool] // nil: from nowhere
@@ -79,23 +75,28 @@ type Tunnel struct {
 	running sync.WaitGroup
 	ended   chan struct{} // the link is gone, or Close was called
 
-	mu     sync.Mutex                               // guards what follows: configuration
-	places map[device.NoisePublicKey]netip.AddrPort // as they were last set
-	up     bool
-	closed bool
+	mu       sync.Mutex                               // guards what follows: configuration
+	places   map[device.NoisePublicKey]netip.AddrPort // as they were last set
+	port     uint16                                   // 0: there is no socket
+	receiver sync.WaitGroup                           // of its goroutines
+	sweep    *time.Timer                              // for retired peers; nil: there were none
+	up       bool
+	closed   bool
 }
 
 // peerTable is never modified after it was published.
 type peerTable struct {
-	byState  map[*natengine.PeerState]*peer
-	byDevice map[*device.Peer]*peer
-	at       map[*peer]netip.Addr  // where each is configured
-	byAddr   map[netip.Addr]*place // what is there
+	byState  map[*natengine.PeerState]*peer   // of the current identity
+	also     map[*natengine.PeerState][]*peer // of the next one, and retired ones
+	byDevice map[*device.Peer]*peer           // all
+	at       map[*peer]netip.Addr             // where each is configured
+	byAddr   map[netip.Addr]*place            // what is there
 }
 
 func newPeerTable(peers int) *peerTable {
 	return &peerTable{
 		byState:  make(map[*natengine.PeerState]*peer, peers),
+		also:     make(map[*natengine.PeerState][]*peer),
 		byDevice: make(map[*device.Peer]*peer, peers),
 		at:       make(map[*peer]netip.Addr, peers),
 	}
@@ -127,11 +128,8 @@ func newTunnel(link Link, wire Wire, engine *natengine.Engine, local *Local, sta
 	t.mtu.Store(int64(link.MTU()))
 	t.coalesceUDP.Store(o.CoalesceUDP)
 	t.peers.Store(newPeerTable(0))
-	t.private.Store(new(device.NoisePrivateKey))
-	t.setPublic(device.NoisePublicKey{})
 	t.out = newOutbound(t)
-	t.bind = newHandshakes(t)
-	t.dev = device.NewDevice(newNoPackets(), t.bind, t.logger())
+	t.ids.Store(&identities{current: newIdentity(t)})
 	if local != nil {
 		local.attach(link.Wake, func() { engine.Count(nil, natengine.Outbound, natengine.DropLocalQueue) })
 	}
@@ -169,69 +167,67 @@ func (t *Tunnel) when(at int64, now time.Time) time.Time {
 func (t *Tunnel) Up(private [32]byte, port uint16) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if err := t.setPrivateKey(private); err != nil {
+	if err := t.setKeys(private, [32]byte{}); err != nil {
 		return err
 	}
-	if err := t.dev.IpcSet(fmt.Sprintf("listen_port=%d\n", port)); err != nil {
+	if err := t.listen(port); err != nil {
 		return err
 	}
-	if err := t.dev.Up(); err != nil {
-		return err
+	if err := t.current().up(t.port); err != nil {
+		return errors.Join(err, t.unlisten())
 	}
 	t.up = true
 	t.running.Go(t.out.run)
 	return nil
 }
 
+// listen opens the wire, for data and handshakes, and starts a goroutine that receives for each of its sockets. With t.mu.
+func (t *Tunnel) listen(port uint16) error {
+	sockets, port, err := t.wire.Listen(port)
+	if err != nil {
+		return err
+	}
+	t.port = port
+	for _, next := range sockets {
+		t.receiver.Go(func() { newInbound(t).receiveAll(next) })
+	}
+	return nil
+}
+
+// unlisten closes the wire and waits for its goroutines. None of them waits for t.mu or a device. With t.mu.
+func (t *Tunnel) unlisten() error {
+	if t.port == 0 {
+		return nil
+	}
+	t.port = 0
+	err := t.wire.Close()
+	t.receiver.Wait()
+	return err
+}
+
 // Port is the UDP port, 0 while there is no socket.
-func (t *Tunnel) Port() uint16 { return t.bind.openPort() }
+func (t *Tunnel) Port() uint16 {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.port
+}
 
 // SetPort moves the tunnel to another UDP port. When that fails there is no socket until it is
 // called again.
 func (t *Tunnel) SetPort(port uint16) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return t.dev.IpcSet(fmt.Sprintf("listen_port=%d\n", port))
-}
-
-// SetPrivateKey changes the key; all sessions end. The same key changes nothing.
-func (t *Tunnel) SetPrivateKey(private [32]byte) error {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	return t.setPrivateKey(private)
-}
-
-func (t *Tunnel) setPrivateKey(private [32]byte) error {
-	if *t.private.Load() == private {
+	if t.closed || !t.up {
 		return nil
 	}
-	public, err := curve25519.X25519(private[:], curve25519.Basepoint)
-	if err != nil {
-		return fmt.Errorf("private key: %w", err)
+	if err := errors.Join(t.unlisten(), t.listen(port)); err != nil {
+		return err
 	}
-	// The device would remove a peer with our own key, but not tell, and wait for its timers with
-	// its key locked, which they may wait for.
-	if self := t.peer(device.NoisePublicKey(public)); self != nil {
-		old := t.peers.Load()
-		table := &peerTable{byState: maps.Clone(old.byState), byDevice: maps.Clone(old.byDevice), at: old.at, byAddr: old.byAddr}
-		delete(table.byState, self.state)
-		delete(table.byDevice, self.dev)
-		t.publish(table)
+	var errs []error
+	for _, id := range t.ids.Load().all() { // it forgets the source addresses of peers
+		errs = append(errs, id.dev.IpcSet(fmt.Sprintf("listen_port=%d\n", t.port)))
 	}
-	if err := t.dev.SetPrivateKey(private); err != nil {
-		return fmt.Errorf("private key: %w", err)
-	}
-	own := device.NoisePrivateKey(private)
-	t.private.Store(&own)
-	t.setPublic(device.NoisePublicKey(public))
-	return nil
-}
-
-func (t *Tunnel) setPublic(key device.NoisePublicKey) {
-	checker := new(device.CookieChecker)
-	checker.Init(key)
-	t.public.Store(&key)
-	t.checker.Store(checker)
+	return errors.Join(errs...)
 }
 
 // SetMTU changes the largest packet of the tunnel, in octets: no message is padded beyond it. The
@@ -289,18 +285,21 @@ func (t *Tunnel) Change(changed []Peer, gone []*natengine.PeerState) error {
 	}
 	if same {
 		for _, want := range changed {
-			t.place(old.byState[want.State], want)
+			t.place(old, want)
 		}
 		return nil
 	}
-	table := &peerTable{byState: maps.Clone(old.byState), byDevice: maps.Clone(old.byDevice), at: maps.Clone(old.at)}
+	table := old.clone()
 	for _, want := range changed {
 		gone = append(gone, want.State)
 	}
 	for _, state := range gone {
 		if p := table.byState[state]; p != nil {
+			for _, q := range append(table.also[state], p) {
+				delete(table.byDevice, q.dev)
+			}
 			delete(table.byState, state)
-			delete(table.byDevice, p.dev)
+			delete(table.also, state)
 			delete(table.at, p)
 		}
 	}
@@ -309,62 +308,109 @@ func (t *Tunnel) Change(changed []Peer, gone []*natengine.PeerState) error {
 
 // set adds peers to a table, which is in force then. With t.mu.
 func (t *Tunnel) set(table *peerTable, peers []Peer) error {
-	old := t.peers.Load()
+	old, ids := t.peers.Load(), t.ids.Load()
 	var errs []error
 	var fresh []*peer
 	for _, want := range peers {
-		key := device.NoisePublicKey(want.Key)
-		if key == *t.public.Load() {
-			errs = append(errs, fmt.Errorf("peer %s: its public key is our own", want.State.ID()))
+		p, isNew, err := t.member(table, old, ids.current, want)
+		if err != nil {
+			errs = append(errs, fmt.Errorf("peer %s: %w", want.State.ID(), err))
 			continue
 		}
-		dev := t.dev.LookupPeer(key)
-		if q := table.byDevice[dev]; q != nil {
-			errs = append(errs, fmt.Errorf("peer %s: its public key is that of peer %s", want.State.ID(), q.state.ID()))
-			continue
-		}
-		p := old.byDevice[dev]
-		if dev == nil {
-			var err error
-			if dev, err = t.dev.NewPeer(key); err != nil {
-				errs = append(errs, fmt.Errorf("peer %s: %w", want.State.ID(), err))
-				continue
-			}
-			delete(t.places, key)
-		}
-		if p == nil || p.state != want.State {
-			p = newPeer(t, want.State, key, dev, p)
+		if isNew {
 			fresh = append(fresh, p)
 		}
-		t.place(p, want)
-		table.byState[want.State], table.byDevice[dev], table.at[p] = p, p, want.Endpoint.Addr().Unmap()
+		table.byState[want.State], table.byDevice[p.dev], table.at[p] = p, p, want.Endpoint.Addr().Unmap()
+		for _, q := range old.also[want.State] {
+			if q.retired.Load() && !q.stopped { // see member
+				table.byDevice[q.dev], table.also[want.State] = q, append(slices.Clone(table.also[want.State]), q)
+			}
+		}
+		t.retireFor(table, old, p)
+		if ids.next != nil {
+			q, isNew, err := t.member(table, old, ids.next, want)
+			switch {
+			case err != nil:
+				errs = append(errs, fmt.Errorf("peer %s: %w", want.State.ID(), err))
+			case isNew:
+				fresh = append(fresh, q)
+				q.dev.SetEndpointFromPacket(endpointOf(p.dev))
+				fallthrough
+			default:
+				table.byDevice[q.dev], table.also[want.State] = q, append(slices.Clone(table.also[want.State]), q)
+			}
+		}
+		t.place(table, want)
+		table.limitRetired(want.State)
 	}
 	table.byAddr = placesOf(table.at, old.byAddr)
 	t.publish(table)
 	for _, p := range fresh {
 		if t.up {
 			p.dev.Start() // only now, so that its first message finds it in the table
+			if table.replaces(p) {
+				p.initiation.arm(0)
+			}
 		}
 	}
 	t.lookSoon()
 	return errors.Join(errs...)
 }
 
+// member returns the peer of an identity that a Peer is, and whether it is new. With t.mu.
+func (t *Tunnel) member(table, old *peerTable, id *identity, want Peer) (p *peer, isNew bool, err error) {
+	key := device.NoisePublicKey(want.Key)
+	if key == *id.public.Load() {
+		return nil, false, errors.New("its public key is our own")
+	}
+	dev := id.dev.LookupPeer(key)
+	if p = old.byDevice[dev]; p != nil && p.retired.Load() { // it has its former key again, or somebody else has
+		delete(table.byDevice, dev)
+		table.without(p)
+		p.stop()
+		id.dev.RemovePeer(key)
+		dev, p = nil, nil
+	}
+	if q := table.byDevice[dev]; q != nil {
+		return nil, false, fmt.Errorf("its public key is that of peer %s", q.state.ID())
+	}
+	if dev == nil {
+		if dev, err = id.dev.NewPeer(key); err != nil {
+			return nil, false, err
+		}
+		if id == t.current() {
+			delete(t.places, key)
+		}
+	}
+	if p != nil && p.state == want.State {
+		return p, false, nil
+	}
+	return newPeer(id, want.State, key, dev, p), true, nil
+}
+
+// replaces reports whether a peer has retired ones.
+func (t *peerTable) replaces(p *peer) bool {
+	return slices.ContainsFunc(t.also[p.state], func(q *peer) bool { return q.retired.Load() })
+}
+
 // place sets the endpoint of a peer and the addresses of its gateway. With t.mu.
-func (t *Tunnel) place(p *peer, want Peer) {
-	dev := p.dev
-	p.gateway.Store(&want.Gateway)
-	p.preshared.set(want.Preshared)
+func (t *Tunnel) place(table *peerTable, want Peer) {
 	was, placed := t.places[want.Key]
-	switch {
-	case want.Endpoint.IsValid() && was != want.Endpoint:
-		dev.SetEndpointFromPacket(t.wire.Endpoint(want.Endpoint))
-		p.seat.Store(nil)
-		t.places[want.Key] = want.Endpoint
-	case placed && want.Refused:
-		leave(dev, was)
-		p.seat.Store(nil)
-		delete(t.places, want.Key)
+	for _, p := range append([]*peer{table.byState[want.State]}, table.also[want.State]...) {
+		p.gateway.Store(&want.Gateway)
+		if !p.retired.Load() {
+			p.preshared.set(want.Preshared)
+		}
+		switch {
+		case want.Endpoint.IsValid() && was != want.Endpoint:
+			p.dev.SetEndpointFromPacket(t.wire.Endpoint(want.Endpoint))
+			p.seat.Store(nil)
+			t.places[want.Key] = want.Endpoint
+		case placed && want.Refused:
+			leave(p.dev, was)
+			p.seat.Store(nil)
+			delete(t.places, want.Key)
+		}
 	}
 }
 
@@ -385,9 +431,19 @@ func (t *Tunnel) publish(table *peerTable) {
 			continue
 		}
 		p.stop() // first: a timer that began a handshake with a removed peer would leave its index in the device's table for ever
-		if now == nil {
-			t.dev.RemovePeer(p.key)
+		if now != nil {
+			continue
+		}
+		if p.of.dev.LookupPeer(p.key) == dev {
+			p.of.dev.RemovePeer(p.key)
+		}
+		heir := table.byState[p.state]
+		if heir == nil || heir.key != p.key {
 			delete(t.places, p.key)
+		}
+		if heir != nil { // what is counted for a peer never becomes less
+			heir.received0.Add(p.octetsReceived())
+			heir.sent0.Add(p.octetsSent())
 		}
 	}
 }
@@ -422,16 +478,26 @@ type Stats struct {
 	// PresharedID.
 	Preshared   bool
 	PresharedID string
+	// Own is our public key that the present session was made with; zero: there is no session.
+	Own [32]byte
 }
 
 // Stats is what is known of the peers, by public key.
 func (t *Tunnel) Stats() map[[32]byte]Stats {
 	table, now := t.peers.Load(), time.Now()
-	all := make(map[[32]byte]Stats, len(table.byDevice))
-	for dev, p := range table.byDevice {
-		s := Stats{Handshake: p.session(now), Received: peerReceived.of(dev).Load(), Sent: peerSent.of(dev).Load()}
-		s.PresharedID, s.Preshared = p.preshared.protects(peerKeypairs.of(dev).Current())
-		if e := endpointOf(dev); e != nil {
+	all := make(map[[32]byte]Stats, len(table.byState))
+	for _, p := range table.byState {
+		via := table.latest(p, now)
+		s := Stats{Handshake: via.session(now), Received: p.octetsReceived(), Sent: p.octetsSent()}
+		for _, q := range table.also[p.state] {
+			s.Received += q.octetsReceived()
+			s.Sent += q.octetsSent()
+		}
+		if !s.Handshake.IsZero() {
+			s.Own = via.of.key()
+		}
+		s.PresharedID, s.Preshared = via.preshared.protects(peerKeypairs.of(via.dev).Current())
+		if e := endpointOf(via.dev); e != nil {
 			if at, ok := e.(interface{ AddrPort() netip.AddrPort }); ok {
 				s.Endpoint = at.AddrPort()
 			}
@@ -444,8 +510,12 @@ func (t *Tunnel) Stats() map[[32]byte]Stats {
 // Handshake begins a handshake with a peer, unless one began within RekeyTimeout. It takes a fifth
 // of a millisecond.
 func (t *Tunnel) Handshake(key [32]byte) {
+	table := t.peers.Load()
 	if p := t.peer(key); p != nil {
-		_ = p.dev.SendHandshakeInitiation(false) // the device has logged why not
+		for _, q := range table.living(p.state) {
+			q.follow(table)
+			_ = q.dev.SendHandshakeInitiation(false) // the device has logged why not
+		}
 	}
 }
 
@@ -453,12 +523,14 @@ func (t *Tunnel) Handshake(key [32]byte) {
 // one by now, stays.
 func (t *Tunnel) Rest(key [32]byte) {
 	if p := t.peer(key); p != nil {
-		(*peerRetransmit.of(p.dev)).Del()
+		for _, q := range t.peers.Load().living(p.state) {
+			(*peerRetransmit.of(q.dev)).Del()
+		}
 	}
 }
 
 func (t *Tunnel) peer(key [32]byte) *peer {
-	return t.peers.Load().byDevice[t.dev.LookupPeer(key)]
+	return t.peers.Load().byDevice[t.current().dev.LookupPeer(key)]
 }
 
 // Wait returns a channel that is closed when the tunnel has ended: its link is gone, or Close was
@@ -480,7 +552,13 @@ func (t *Tunnel) Close() error {
 	for _, p := range t.peers.Load().byDevice {
 		p.stop()
 	}
-	t.dev.Close() // and with it the wire
+	if t.sweep != nil {
+		t.sweep.Stop()
+	}
+	err = errors.Join(err, t.unlisten())
+	for _, id := range t.ids.Load().all() {
+		id.dev.Close()
+	}
 	t.running.Wait()
 	if !t.up {
 		close(t.ended)

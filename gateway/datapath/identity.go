@@ -1,0 +1,482 @@
+package datapath
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/crypto/curve25519"
+	"golang.zx2c4.com/wireguard/device"
+
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+// A key is rotated without loss by making the new session before the old one ends, on both sides:
+//
+//	side that rotates   answers to its current and its next key, until the caller makes the next one current
+//	its peer            keeps the sessions with the former key of a peer, until there is one with the new key
+//
+// Each key of ours is an identity with a device of its own, because a device has one static key. All share the
+// socket. A handshake message is for the identity whose public key its mac1 was made with. All else is for the
+// device that knows the receiver's index; two devices choose the same one once in 2^32.
+//
+// So a peer of the engine may have several peers of devices here. The newest of their sessions seals.
+
+// An identity is a static key of ours and the device that answers to it.
+type identity struct {
+	t    *Tunnel
+	dev  *device.Device
+	bind *handshakes
+
+	public  atomic.Pointer[device.NoisePublicKey]
+	private atomic.Pointer[device.NoisePrivateKey]
+	checker atomic.Pointer[device.CookieChecker] // knows messages that were made for our public key
+}
+
+// identities are the current one and the next one; nil: no rotation is in progress.
+type identities struct{ current, next *identity }
+
+// newIdentity makes an identity without a key.
+func newIdentity(t *Tunnel) *identity {
+	id := &identity{t: t}
+	id.private.Store(new(device.NoisePrivateKey))
+	id.setPublic(device.NoisePublicKey{})
+	id.bind = newHandshakes(id)
+	id.dev = device.NewDevice(newNoPackets(), id.bind, t.logger())
+	return id
+}
+
+func (id *identity) setPublic(key device.NoisePublicKey) {
+	checker := new(device.CookieChecker)
+	checker.Init(key)
+	id.public.Store(&key)
+	id.checker.Store(checker)
+}
+
+// setPrivate changes the key; all sessions end. With t.mu.
+func (id *identity) setPrivate(private, public [32]byte) error {
+	if err := id.dev.SetPrivateKey(private); err != nil {
+		return fmt.Errorf("private key: %w", err)
+	}
+	own := device.NoisePrivateKey(private)
+	id.private.Store(&own)
+	id.setPublic(public)
+	return nil
+}
+
+// up lets the device take messages.
+func (id *identity) up(port uint16) error {
+	if err := id.dev.IpcSet(fmt.Sprintf("listen_port=%d\n", port)); err != nil {
+		return err
+	}
+	return id.dev.Up()
+}
+
+func (t *Tunnel) current() *identity { return t.ids.Load().current }
+
+// all are the identities that there are.
+func (i *identities) all() []*identity {
+	if i.next == nil {
+		return []*identity{i.current}
+	}
+	return []*identity{i.current, i.next}
+}
+
+// lookup finds what a receiver index stands for, see the function of that name.
+func (t *Tunnel) lookup(index uint32) (*device.Peer, *device.Keypair) {
+	ids := t.ids.Load()
+	dev, k := lookup(ids.current.dev, index)
+	if k == nil && ids.next != nil {
+		if d, k := lookup(ids.next.dev, index); d != nil {
+			return d, k
+		}
+	}
+	return dev, k
+}
+
+// identityOf is the identity that a handshake message is for. One that is for none goes to the current one, which
+// refuses it.
+func (t *Tunnel) identityOf(m []byte) *identity {
+	ids := t.ids.Load()
+	if ids.next == nil {
+		return ids.current
+	}
+	if m[0] == device.MessageCookieReplyType {
+		if dev, _ := lookup(ids.next.dev, binary.LittleEndian.Uint32(m[4:])); dev != nil {
+			return ids.next
+		}
+	} else if !ids.current.checker.Load().CheckMAC1(m) && ids.next.checker.Load().CheckMAC1(m) {
+		return ids.next
+	}
+	return ids.current
+}
+
+// peerOf is whom a handshake message of a device's is for, nil when that is not known.
+func (t *Tunnel) peerOf(m []byte) *peer {
+	for _, id := range t.ids.Load().all() {
+		if p := id.bind.peerOf(m); p != nil {
+			return p
+		}
+	}
+	return nil
+}
+
+// SetPrivateKey is SetKeys without a next key.
+func (t *Tunnel) SetPrivateKey(private [32]byte) error { return t.SetKeys(private, [32]byte{}) }
+
+// SetKeys changes our keys. The tunnel answers to both; the zero key for next says that there is none. When next
+// becomes current, its sessions stay and those of the former key end. Any other current key ends all sessions. The
+// same keys change nothing.
+func (t *Tunnel) SetKeys(private, next [32]byte) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.closed {
+		return nil
+	}
+	return t.setKeys(private, next)
+}
+
+func (t *Tunnel) setKeys(private, next [32]byte) error {
+	ids := *t.ids.Load()
+	if next == private {
+		next = [32]byte{}
+	}
+	if *ids.current.private.Load() != private {
+		if ids.next != nil && *ids.next.private.Load() == private {
+			t.promote()
+		} else if err := t.replace(private); err != nil {
+			return err
+		}
+		ids = *t.ids.Load()
+	}
+	if ids.next != nil && *ids.next.private.Load() == next {
+		return nil
+	}
+	t.withdraw()
+	if next == ([32]byte{}) {
+		return nil
+	}
+	return t.prepare(next)
+}
+
+// replace gives the current identity another key. With t.mu.
+func (t *Tunnel) replace(private [32]byte) error {
+	public, err := curve25519.X25519(private[:], curve25519.Basepoint)
+	if err != nil {
+		return fmt.Errorf("private key: %w", err)
+	}
+	t.withdraw()
+	// The device would remove a peer with our own key, but not tell, and wait for its timers with
+	// its key locked, which they may wait for.
+	own := t.current()
+	t.keep(func(p *peer) bool { return !p.retired.Load() && p.key != device.NoisePublicKey(public) })
+	return own.setPrivate(private, [32]byte(public))
+}
+
+// prepare adds the next identity, with all peers. With t.mu.
+func (t *Tunnel) prepare(private [32]byte) error {
+	public, err := curve25519.X25519(private[:], curve25519.Basepoint)
+	if err != nil {
+		return fmt.Errorf("next private key: %w", err)
+	}
+	id := newIdentity(t)
+	if err := id.setPrivate(private, [32]byte(public)); err != nil {
+		id.dev.Close()
+		return err
+	}
+	if t.up {
+		if err := id.up(t.port); err != nil {
+			id.dev.Close()
+			return fmt.Errorf("next private key: %w", err)
+		}
+	}
+	t.ids.Store(&identities{t.current(), id})
+	table := t.peers.Load().clone()
+	for state, p := range table.byState {
+		q, err := newTwin(id, p)
+		if err != nil {
+			t.options.Logger.Errorf("peer %s: %v", state.ID(), err)
+			continue
+		}
+		table.byDevice[q.dev], table.also[state] = q, append(slices.Clone(table.also[state]), q)
+	}
+	t.publish(table)
+	for _, p := range table.byDevice {
+		if p.of == id && t.up {
+			p.dev.Start()
+		}
+	}
+	return nil
+}
+
+// newTwin makes the peer of the next identity that is the same as one of the current identity. With t.mu.
+func newTwin(id *identity, p *peer) (*peer, error) {
+	if p.key == *id.public.Load() {
+		return nil, errors.New("its public key is our next one")
+	}
+	dev, err := id.dev.NewPeer(p.key)
+	if err != nil {
+		return nil, err
+	}
+	q := newPeer(id, p.state, p.key, dev, nil)
+	q.gateway.Store(p.gateway.Load())
+	q.preshared.set(p.preshared.wanted())
+	if e := endpointOf(p.dev); e != nil {
+		dev.SetEndpointFromPacket(e)
+	}
+	return q, nil
+}
+
+// withdraw ends the next identity. With t.mu.
+func (t *Tunnel) withdraw() {
+	ids := t.ids.Load()
+	if ids.next == nil {
+		return
+	}
+	t.keep(func(p *peer) bool { return p.of != ids.next })
+	t.ids.Store(&identities{current: ids.current})
+	ids.next.dev.Close()
+}
+
+// promote makes the next identity the current one, and ends that. With t.mu.
+func (t *Tunnel) promote() {
+	ids := t.ids.Load()
+	old := t.peers.Load()
+	table := newPeerTable(len(old.byState))
+	for state, all := range old.also {
+		for _, p := range all {
+			switch {
+			case p.of == ids.current:
+				continue
+			case !p.retired.Load():
+				table.byState[state], table.at[p] = p, old.at[old.byState[state]]
+			default:
+				table.also[state] = append(table.also[state], p)
+			}
+			table.byDevice[p.dev] = p
+		}
+	}
+	table.byAddr = placesOf(table.at, old.byAddr)
+	t.publish(table)
+	t.ids.Store(&identities{current: ids.next})
+	ids.current.dev.Close()
+	t.lookSoon()
+}
+
+// keep removes the peers of which may is false from the table. With t.mu.
+func (t *Tunnel) keep(may func(p *peer) bool) {
+	table := t.peers.Load().clone()
+	for dev, p := range table.byDevice {
+		if may(p) {
+			continue
+		}
+		delete(table.byDevice, dev)
+		if table.byState[p.state] == p {
+			delete(table.byState, p.state)
+			delete(table.at, p)
+		}
+		table.without(p)
+	}
+	t.publish(table)
+}
+
+// clone is a copy that may be modified, but for the slices in also.
+func (t *peerTable) clone() *peerTable {
+	return &peerTable{byState: maps.Clone(t.byState), also: maps.Clone(t.also), byDevice: maps.Clone(t.byDevice),
+		at: maps.Clone(t.at), byAddr: t.byAddr}
+}
+
+// without removes a peer from also.
+func (t *peerTable) without(p *peer) {
+	rest := slices.DeleteFunc(slices.Clone(t.also[p.state]), func(q *peer) bool { return q == p })
+	if t.also[p.state] = rest; len(rest) == 0 {
+		delete(t.also, p.state)
+	}
+}
+
+// living are the peers with which handshakes are possible. The slice is the caller's.
+func (t *peerTable) living(state *natengine.PeerState) []*peer {
+	p := t.byState[state]
+	if p == nil {
+		return nil
+	}
+	all := []*peer{p}
+	for _, q := range t.also[state] {
+		if !q.retired.Load() {
+			all = append(all, q)
+		}
+	}
+	return all
+}
+
+// newest returns the session that seals for a peer, and by which of its peers it goes; nil: there is none.
+func (t *peerTable) newest(p *peer, now time.Time) (*peer, *device.Keypair) {
+	k := p.sending(now)
+	if len(t.also) == 0 {
+		return p, k
+	}
+	via := p
+	consider := func(q *peer) {
+		other := q.sending(now)
+		if other != nil && (k == nil || keypairCreated.of(other).After(*keypairCreated.of(k))) {
+			via, k = q, other
+		}
+	}
+	if main := t.byState[p.state]; main != nil && main != p {
+		consider(main)
+	}
+	for _, q := range t.also[p.state] {
+		consider(q)
+	}
+	return via, k
+}
+
+const (
+	// retiredGrace is how long the sessions with the former key of a peer stay after there is one with the new key: as long as
+	// packets are under way.
+	retiredGrace = 10 * time.Second
+	// maxRetired is how many peers with former keys a peer may have: two for each identity.
+	maxRetired = 4
+	// retiredLook is how often they are looked at.
+	retiredLook = time.Second
+)
+
+// retire keeps the sessions of a peer that has got another key, and lets it make no new ones: whoever has stolen the former
+// key begins none. It reports false if there is no session to keep. With t.mu.
+func (p *peer) retire() bool {
+	k := peerKeypairs.of(p.dev)
+	if k.Current() == nil && keypairsNext.of(k).Load() == nil {
+		return false
+	}
+	mu := peerHandshakeMu.of(p.dev)
+	mu.Lock()
+	clear(peerStatic.of(p.dev)[:]) // the device begins and answers no handshake without it
+	mu.Unlock()
+	(*peerRetransmit.of(p.dev)).Del()
+	p.retired.Store(true)
+	return true
+}
+
+// retireFor takes the peers with a former key of want into the table, and begins handshakes with the new one. With t.mu.
+func (t *Tunnel) retireFor(table, old *peerTable, fresh *peer) {
+	was := old.byState[fresh.state]
+	if was == nil || was.key == fresh.key {
+		return
+	}
+	// Where the peer is, it has shown by its former key.
+	if e := endpointOf(was.dev); e != nil {
+		fresh.dev.SetEndpointFromPacket(e)
+		if at, ok := t.places[was.key]; ok {
+			t.places[fresh.key] = at
+		}
+	}
+	for _, p := range old.living(fresh.state) {
+		if table.byDevice[p.dev] == nil && p.retire() {
+			table.byDevice[p.dev], table.also[fresh.state] = p, append(slices.Clone(table.also[fresh.state]), p)
+		}
+	}
+	if t.sweep == nil {
+		t.sweep = time.AfterFunc(retiredLook, t.sweepRetired)
+	} else {
+		t.sweep.Reset(retiredLook)
+	}
+}
+
+// limitRetired removes the oldest of too many retired peers from a table. With t.mu.
+func (t *peerTable) limitRetired(state *natengine.PeerState) {
+	retired := 0
+	for _, p := range slices.Backward(t.also[state]) {
+		if !p.retired.Load() {
+			continue
+		}
+		if retired++; retired > maxRetired {
+			delete(t.byDevice, p.dev)
+			t.without(p)
+		}
+	}
+}
+
+// sweepRetired removes retired peers when they are not needed any more.
+func (t *Tunnel) sweepRetired() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.closed {
+		return
+	}
+	now, left := time.Now(), false
+	table := t.peers.Load()
+	needed := func(p *peer) bool {
+		k := peerKeypairs.of(p.dev)
+		current, next := k.Current(), keypairsNext.of(k).Load()
+		if (current == nil || !fresh(current, now)) && (next == nil || !fresh(next, now)) {
+			return false
+		}
+		for _, q := range table.living(p.state) {
+			if q.sending(now) != nil && p.replaced.IsZero() {
+				p.replaced = now
+			}
+		}
+		return p.replaced.IsZero() || now.Sub(p.replaced) < retiredGrace
+	}
+	gone := make(map[*peer]bool)
+	for _, all := range table.also {
+		for _, p := range all {
+			switch {
+			case !p.retired.Load():
+			case needed(p):
+				left = true
+			default:
+				gone[p] = true
+			}
+		}
+	}
+	if len(gone) > 0 {
+		t.keep(func(p *peer) bool { return !gone[p] })
+	}
+	if left {
+		t.sweep.Reset(retiredLook)
+	}
+}
+
+// follow tells the device where the peer is, if another of its peers knows better.
+func (p *peer) follow(table *peerTable) {
+	if len(table.also) == 0 {
+		return
+	}
+	if via, k := table.newest(p, time.Now()); via != p && k != nil {
+		if e := endpointOf(via.dev); e != nil {
+			p.dev.SetEndpointFromPacket(e)
+		}
+	}
+}
+
+// wanted are the keys that set was given.
+func (s *preshared) wanted() PresharedKeys {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.keys
+}
+
+// key is the public key.
+func (id *identity) key() [32]byte { return *id.public.Load() }
+
+// latest is the one of the peers of p with the newest session.
+func (t *peerTable) latest(p *peer, now time.Time) *peer {
+	if len(t.also) == 0 {
+		return p
+	}
+	for _, q := range append([]*peer{t.byState[p.state]}, t.also[p.state]...) {
+		if q != nil && q.session(now).After(p.session(now)) {
+			p = q
+		}
+	}
+	return p
+}
+
+// octetsReceived and octetsSent are what was counted for a peer, and for those that it has replaced.
+func (p *peer) octetsReceived() uint64 { return p.received0.Load() + peerReceived.of(p.dev).Load() }
+func (p *peer) octetsSent() uint64     { return p.sent0.Load() + peerSent.of(p.dev).Load() }

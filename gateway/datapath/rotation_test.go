@@ -1,0 +1,223 @@
+package datapath_test
+
+import (
+	"fmt"
+	"slices"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/isthmus-net/isthmus/gateway/datapath"
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+// rotating is an end whose key rotates.
+type rotating struct {
+	*end
+	now, next key
+}
+
+func (r *rotating) set(t testing.TB, now, next key) {
+	t.Helper()
+	if err := r.SetKeys(now.private, next.private); err != nil {
+		t.Fatal(err)
+	}
+	r.now, r.next = now, next
+	r.WithoutFinalizers()
+}
+
+// learn gives an end another key of its peer.
+func (e *end) learn(t testing.TB, k key) {
+	t.Helper()
+	if err := e.Change([]datapath.Peer{{State: e.engine.Peers()[0], Key: k.public, Endpoint: e.other.place}}, nil); err != nil {
+		t.Fatal(err)
+	}
+	e.WithoutFinalizers()
+}
+
+// own is our public key of the session that an end seals with, by the present key of its peer.
+func (e *end) own(k key) [32]byte { return e.Stats()[k.public].Own }
+
+// steps runs actions at their times, while both ends send a packet every 10 ms until end. All packets arrive.
+func steps(t *testing.T, a, b *end, until time.Duration, actions map[time.Duration]func()) {
+	t.Helper()
+	const step = 10 * time.Millisecond
+	var want []uint32
+	for now := time.Duration(0); now < until; now += step {
+		if f := actions[now]; f != nil {
+			f()
+		}
+		n := uint32(now / step)
+		want = append(want, n)
+		a.send(t, n)
+		b.send(t, n)
+		time.Sleep(step)
+	}
+	time.Sleep(time.Second)
+	for i, e := range []*end{a, b} {
+		synctest.Wait()
+		e.mu.Lock()
+		got := slices.Clone(e.got)
+		e.got = nil
+		e.mu.Unlock()
+		if !slices.IsSorted(got) {
+			slices.Sort(got)
+		}
+		if !slices.Equal(got, want) {
+			t.Errorf("end %d: %d of %d packets came", i, len(got), len(want))
+		}
+		refused := e.drops(natengine.Inbound, natengine.DropHandshakeRefused) + e.drops(natengine.Inbound, natengine.DropHandshakeKey)
+		if n, what := e.allDrops(); n > refused {
+			t.Errorf("end %d dropped %s", i, what)
+		}
+	}
+}
+
+// One side rotates its key, the other one learns of it earlier or later, also in the middle of a rekeying: no packet is lost.
+func TestARotationLosesNoPacket(t *testing.T) {
+	for _, at := range []time.Duration{time.Second, 100 * time.Second, 119990 * time.Millisecond, 121 * time.Second} {
+		for _, later := range []time.Duration{0, 500 * time.Millisecond, 70 * time.Second} {
+			for _, lower := range []bool{true, false} {
+				t.Run(fmt.Sprint(at, later, lower), func(t *testing.T) {
+					inPair(t, func(t *testing.T, _ *pair, a, b *end) {
+						if !lower {
+							a, b = b, a
+						}
+						r, next := &rotating{end: a, now: a.key}, numberedKey(7)
+						steps(t, a, b, at+later+40*time.Second, map[time.Duration]func(){
+							at: func() { r.set(t, a.key, next) },
+							at + later + 10*time.Millisecond: func() {
+								if a.own(b.key) != a.key.public {
+									t.Error("the session before is not of the former key")
+								}
+								b.learn(t, next)
+							},
+							at + later + 10*time.Second: func() {
+								if a.own(b.key) != next.public {
+									t.Error("the peer has not moved")
+								}
+								r.set(t, next, key{})
+							},
+						})
+						if a.own(b.key) != next.public || a.Peers() != 1 || b.Peers() != 1 {
+							t.Errorf("in the end %d and %d peers of devices", a.Peers(), b.Peers())
+						}
+					})
+				})
+			}
+		}
+	}
+}
+
+// Both sides rotate at once, in any order of what they learn.
+func TestBothSidesRotateAtOnce(t *testing.T) {
+	for _, order := range [][2]time.Duration{{0, 0}, {0, 300}, {300, 0}, {0, 15000}, {15000, 0}} {
+		t.Run(fmt.Sprint(order), func(t *testing.T) {
+			inPair(t, func(t *testing.T, _ *pair, a, b *end) {
+				ra, rb := &rotating{end: a, now: a.key}, &rotating{end: b, now: b.key}
+				nextA, nextB := numberedKey(7), numberedKey(8)
+				steps(t, a, b, 60*time.Second, map[time.Duration]func(){
+					time.Second:                           func() { ra.set(t, a.key, nextA); rb.set(t, b.key, nextB) },
+					2*time.Second + order[0]*1e6:          func() { b.learn(t, nextA) },
+					2*time.Second + order[1]*1e6 + 10*1e6: func() { a.learn(t, nextB) },
+					32 * time.Second:                      func() { ra.set(t, nextA, key{}) },
+					33 * time.Second:                      func() { rb.set(t, nextB, key{}) },
+				})
+				if a.own(nextB) != nextA.public || b.own(nextA) != nextB.public {
+					t.Error("the session is not of both new keys")
+				}
+			})
+		})
+	}
+}
+
+// A rotation every 20 seconds, promoted as soon as the peer has moved for a while.
+func TestRotationsInARowLoseNoPacket(t *testing.T) {
+	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
+		ra, rb := &rotating{end: a, now: a.key}, &rotating{end: b, now: b.key}
+		actions := make(map[time.Duration]func())
+		for i := range uint32(15) {
+			at := 20 * time.Second * time.Duration(i)
+			for j, r := range []*rotating{ra, rb} {
+				other := []*rotating{ra, rb}[1-j]
+				next := numberedKey(100 + 2*i + uint32(j))
+				actions[at+time.Duration(j)*7*time.Second] = func() { r.set(t, r.now, next) }
+				actions[at+time.Duration(j)*7*time.Second+300*time.Millisecond] = func() { other.learn(t, next) }
+				actions[at+time.Duration(j)*7*time.Second+12*time.Second] = func() { r.set(t, next, key{}) }
+			}
+		}
+		steps(t, a, b, 320*time.Second, actions)
+	})
+}
+
+// A key that is replaced at once answers nothing any more, and a former key begins no session with a peer that has learnt the new one.
+func TestAFormerKeyMakesNoSession(t *testing.T) {
+	inPair(t, func(t *testing.T, p *pair, a, b *end) {
+		next := numberedKey(7)
+		b.learn(t, next) // and a has the former key alone
+		before := b.Stats()[next.public].Handshake
+		for range 3 {
+			a.Handshake(b.key.public)
+			time.Sleep(6 * time.Second)
+		}
+		if got := b.Stats()[next.public].Handshake; !got.Equal(before) {
+			t.Error("the former key made a session")
+		}
+		if err := a.SetKeys(next.private, [32]byte{}); err != nil {
+			t.Fatal(err)
+		}
+		a.WithoutFinalizers()
+		time.Sleep(8 * time.Second)
+		a.send(t, 1)
+		b.send(t, 2)
+		time.Sleep(time.Second)
+		a.wants(t, 2)
+		b.wants(t, 1)
+	})
+}
+
+// A rotation that is given up, and a peer that gets its former key again.
+func TestAKeyThatIsTakenBack(t *testing.T) {
+	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
+		next := numberedKey(7)
+		if err := a.SetKeys(a.key.private, next.private); err != nil {
+			t.Fatal(err)
+		}
+		a.WithoutFinalizers()
+		b.learn(t, next)
+		time.Sleep(time.Second)
+		b.learn(t, a.key)
+		time.Sleep(time.Second)
+		if err := a.SetKeys(a.key.private, [32]byte{}); err != nil {
+			t.Fatal(err)
+		}
+		a.send(t, 1)
+		b.send(t, 2)
+		time.Sleep(6 * time.Second)
+		a.wants(t, 2)
+		b.wants(t, 1)
+	})
+}
+
+// What is counted for a peer never becomes less while keys change.
+func TestOctetsOfAPeerOnlyGrow(t *testing.T) {
+	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
+		next := numberedKey(7)
+		r := &rotating{end: a, now: a.key}
+		var last datapath.Stats
+		look := func() {
+			t.Helper()
+			s := a.Stats()[b.key.public]
+			if s.Received < last.Received || s.Sent < last.Sent {
+				t.Errorf("%d and %d octets after %d and %d", s.Received, s.Sent, last.Received, last.Sent)
+			}
+			last = s
+		}
+		steps(t, a, b, 30*time.Second, map[time.Duration]func(){
+			5 * time.Second:  func() { look(); r.set(t, a.key, next); look() },
+			6 * time.Second:  func() { b.learn(t, next) },
+			15 * time.Second: func() { look(); r.set(t, next, key{}); look() },
+			29 * time.Second: look,
+		})
+	})
+}
