@@ -227,6 +227,13 @@ func (c *checker) change(peers []checkPeer, gone []string) {
 		if was != nil && was.checkPeer == peers[i] {
 			continue
 		}
+		if was != nil {
+			same := was.checkPeer
+			if same.key = peers[i].key; same == peers[i] { // a rotation, which keeps its sessions
+				was.key = peers[i].key
+				continue
+			}
+		}
 		c.forget(was)
 		anew = append(anew, &checked{checkPeer: peers[i], begun: now, result: CheckResult{State: Connecting, Since: now}})
 	}

@@ -50,6 +50,7 @@ type Config struct {
 	Gateway    fabric.Gateway   // as fabric.GatewayFor decided; never modified
 	Refused    []fabric.Problem // what was left out of it, to show
 	PrivateKey Key
+	NextKey    Key    // to which the gateway answers, too, while its key rotates; zero: there is none
 	ListenPort uint16 // UDP, WireGuard
 	MTU        int    // of the tunnel in octets; 0: derived from the ways to the peers
 	// PodNetwork is where a gateway delivers that has its Pod's network (Options.PodNetwork).

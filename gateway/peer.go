@@ -134,7 +134,7 @@ type survey struct {
 // survey looks where peers are and how large packets to them may be, see measure, and compares. At the
 // start, after a failure and with another key, nothing is taken to be as it was.
 func (g *gateway) survey(c Config, want []*fabric.GatewayPeer, ways bool) survey {
-	all := g.now.generation == 0 || g.now.applyErr != nil || c.PrivateKey != g.now.config.PrivateKey
+	all := g.now.generation == 0 || g.now.applyErr != nil || c.PrivateKey != g.now.config.PrivateKey || c.NextKey != g.now.config.NextKey
 	s := survey{peers: make([]peer, len(want)), all: all}
 	now, old := time.Now(), g.now.peers
 	inUse := g.working(now)
@@ -255,6 +255,21 @@ func (v *view) presharedID() (id string) {
 		}
 	}
 	return id
+}
+
+// lags reports whether the peer has no session with the next key, in a tunnel that has any session.
+func (v *view) lags(next [][32]byte) bool {
+	moved := false
+	for i, e := range v.tunnels {
+		switch {
+		case e.stats.Handshake.IsZero() || time.Since(e.stats.Handshake) > sessionGone: // a tunnel that a firewall blocks
+		case e.stats.Own != next[i]:
+			return true
+		default:
+			moved = true
+		}
+	}
+	return !moved
 }
 
 // octets are those of WireGuard messages in all tunnels.

@@ -18,13 +18,16 @@ import (
 // Status is the answer of /status. Sizes are in octets, times in seconds; what is unknown is left
 // out.
 type Status struct {
-	Version     string    `json:"version"`
-	ClusterID   string    `json:"clusterID"`
-	ClusterName string    `json:"clusterName,omitempty"`
-	PublicKey   string    `json:"publicKey"`
-	ListenPort  uint16    `json:"listenPort"`
-	Started     time.Time `json:"started"`
-	Ready       bool      `json:"ready"`
+	Version     string `json:"version"`
+	ClusterID   string `json:"clusterID"`
+	ClusterName string `json:"clusterName,omitempty"`
+	PublicKey   string `json:"publicKey"`
+	// NextPublicKey is that of the key to which all tunnels answer, too; empty: there is none.
+	NextPublicKey string    `json:"nextPublicKey,omitempty"`
+	NextKey       Key       `json:"-"` // the private one
+	ListenPort    uint16    `json:"listenPort"`
+	Started       time.Time `json:"started"`
+	Ready         bool      `json:"ready"`
 
 	// Namespace is the gateway's network namespace, for `nsenter --net=`; empty when it is that of
 	// its Pod.
@@ -92,6 +95,8 @@ type PeerStatus struct {
 	Configured string         `json:"configuredEndpoint"`
 	Resolved   netip.AddrPort `json:"resolvedEndpoint,omitzero"` // address of the configured one
 	PublicKey  string         `json:"publicKey"`
+	OwnKey     string         `json:"ownPublicKey,omitempty"`      // our key that the present session was made with
+	Lags       bool           `json:"lagsBehindKey,omitempty"`     // it has no session with our next key
 	Preshared  string         `json:"presharedExchange,omitempty"` // which made the preshared key of the sessions in all tunnels
 
 	LastHeard     *time.Time `json:"lastHeard,omitempty"` // when something authentic came last
@@ -199,6 +204,19 @@ func (c *current) failed(peer fabric.Origin) error {
 	return err
 }
 
+// nextKey is the next key, if all tunnels answer to it.
+func (g *gateway) nextKey(c Config) Key {
+	if c.NextKey == (Key{}) {
+		return Key{}
+	}
+	for i, e := range g.ends {
+		if e.NextKey() != fabric.TunnelKey(c.NextKey, i) {
+			return Key{}
+		}
+	}
+	return c.NextKey
+}
+
 // status describes the gateway, with at most that many flows.
 func (g *gateway) status(flows int) Status {
 	now := g.current()
@@ -256,6 +274,11 @@ func (g *gateway) status(flows int) Status {
 
 	at := time.Now()
 	views := g.views(now, stats)
+	var next [][32]byte
+	if s.NextKey = g.nextKey(now.config); s.NextKey != (Key{}) {
+		next = fabric.PublicKeys(s.NextKey, len(g.ends))
+		s.NextPublicKey = base64.StdEncoding.EncodeToString(next[0][:])
+	}
 	s.Peers = make([]PeerStatus, 0, len(views)) // it is asked for once a second, and one is most of a KiB
 	for _, p := range views {
 		first, cause := p.leading(), g.causeOf(&p, now.failed(p.Origin), at)
@@ -291,6 +314,10 @@ func (g *gateway) status(flows int) Status {
 		}
 		ps.WireGuard.Receive, ps.WireGuard.Transmit = p.octets()
 		ps.Preshared = p.presharedID()
+		ps.Lags = next != nil && p.lags(next)
+		if own := p.tunnels[0].stats.Own; own != ([32]byte{}) {
+			ps.OwnKey = base64.StdEncoding.EncodeToString(own[:])
+		}
 		if len(p.tunnels) > 1 {
 			for i, e := range p.tunnels {
 				ps.Tunnels = append(ps.Tunnels, e.status(i, at))

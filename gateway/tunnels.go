@@ -154,7 +154,11 @@ func (g *gateway) moveEnds(port uint16) (errs []error) {
 // apply makes our end i what it should be.
 func (g *gateway) apply(i int, c Config, s *survey) error {
 	e := g.ends[i]
-	errs := []error{e.SetPrivateKey(fabric.TunnelKey(c.PrivateKey, i))}
+	var next [32]byte
+	if c.NextKey != (Key{}) {
+		next = fabric.TunnelKey(c.NextKey, i)
+	}
+	errs := []error{e.SetKeys(fabric.TunnelKey(c.PrivateKey, i), next)}
 	if s.all {
 		errs = append(errs, e.SetPeers(tunnelPeers(i, s.peers, s.other)))
 	} else {

@@ -16,6 +16,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
 // prepare does what every manager does, leader or not: indexes, caches, health.
@@ -64,7 +65,7 @@ func cacheOptions(namespace string) cache.Options {
 	return cache.Options{
 		DefaultTransform: cache.TransformStripManagedFields(),
 		ByObject: map[client.Object]cache.ByObject{
-			&corev1.Secret{}:        only(cache.Config{FieldSelector: fields.OneTermEqualSelector("metadata.name", keySecret)}),
+			&corev1.Secret{}:        only(cache.Config{FieldSelector: fields.OneTermEqualSelector("metadata.name", keyring.SecretName)}),
 			&corev1.Service{}:       only(cache.Config{LabelSelector: labels.SelectorFromSet(labels.Set{v1alpha1.LabelGateway: "true"})}),
 			&isthmus.NodeNetworks{}: only(cache.Config{}),
 			&corev1.Node{}: {Transform: func(o any) (any, error) {

@@ -27,6 +27,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/keyring"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/replication"
 )
@@ -277,7 +278,7 @@ func (w *world) gateway(nodeIP string) {
 func (w *world) gatewayWith(nodeIP, key string) {
 	w.t.Helper()
 	w.create(&corev1.Secret{
-		ObjectMeta: metav1.ObjectMeta{Namespace: w.system, Name: keySecret, Labels: map[string]string{v1alpha1.LabelKey: "wireguard"}},
+		ObjectMeta: metav1.ObjectMeta{Namespace: w.system, Name: keyring.SecretName, Labels: map[string]string{v1alpha1.LabelKey: "wireguard"}},
 		Data:       map[string][]byte{"publicKey": []byte(key), "privateKey": []byte("not ours to read")},
 	})
 	w.create(&corev1.Service{

@@ -151,9 +151,9 @@ func outerAddress(inner string, families []corev1.IPFamily, nodes []corev1.Node)
 }
 
 // tunnelsOf joins the keys of the gateway's further tunnels with the ports that its Service has for
-// them, or for as many as have both; fewer says why not for all. first is the key of tunnel 0.
-func tunnelsOf(secret *corev1.Secret, first [32]byte, ports []uint16) (further []fabric.TunnelEnd, fewer string) {
-	text := strings.TrimSpace(string(secret.Data[keysInData]))
+// them, or for as many as have both; fewer says why not for all. field has the keys, and first is the key of tunnel 0.
+func tunnelsOf(secret *corev1.Secret, field string, first [32]byte, ports []uint16) (further []fabric.TunnelEnd, fewer string) {
+	text := strings.TrimSpace(string(secret.Data[field]))
 	if text == "" {
 		return nil, ""
 	}
@@ -168,7 +168,7 @@ func tunnelsOf(secret *corev1.Secret, first [32]byte, ports []uint16) (further [
 			err = errors.New("is one that is there already")
 		}
 		if err != nil {
-			return further, fmt.Sprintf("Secret %s/%s: data.%s: key %d %v", secret.Namespace, secret.Name, keysInData, i, err)
+			return further, fmt.Sprintf("Secret %s/%s: data.%s: key %d %v", secret.Namespace, secret.Name, field, i, err)
 		}
 		if i > len(ports) {
 			return further, fmt.Sprintf("the gateway's Service has no UDP port for tunnel %d, such as one named %s", i, v1alpha1.TunnelPortName(i))

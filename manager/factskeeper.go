@@ -8,7 +8,6 @@ import (
 	"net/netip"
 	"reflect"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -30,13 +29,11 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/keyring"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
 const (
-	keySecret  = "wireguard-pubkey" // Liqo's name for it; the gateway makes it
-	keyInData  = "publicKey"
-	keysInData = "tunnels" // the keys of tunnels 1, 2 and so on, separated by commas; Liqo has none
 	retryFacts = 30 * time.Second
 	// apiServerInterval is how long the addresses of API servers are believed, of which nobody
 	// tells us.
@@ -245,20 +242,24 @@ func (k *FactsKeeper) gather(ctx context.Context) (Facts, error) {
 	}
 
 	var secret corev1.Secret
-	name := types.NamespacedName{Namespace: k.Namespace, Name: keySecret}
+	name := types.NamespacedName{Namespace: k.Namespace, Name: keyring.SecretName}
 	switch err := k.Cache.Get(ctx, name, &secret); {
 	case apierrors.IsNotFound(err):
 		f.Missing = append(f.Missing, fmt.Sprintf("Secret %s: not there yet; the gateway makes it", name))
 	case err != nil:
 		return f, fmt.Errorf("key of the gateway: %w", err)
 	default:
-		key, err := fabric.ParseKey(strings.TrimSpace(string(secret.Data[keyInData])))
+		field, further := keyring.FieldPublic, keyring.FieldTunnels
+		if _, err := keyring.Key(secret.Data, keyring.FieldNextPublic); err == nil { // gateways answer to that one, too
+			field, further = keyring.FieldNextPublic, keyring.FieldNextTunnels
+		}
+		key, err := keyring.Key(secret.Data, field)
 		if err != nil {
-			f.Missing = append(f.Missing, fmt.Sprintf("Secret %s: data.%s %v", name, keyInData, err))
+			f.Missing = append(f.Missing, fmt.Sprintf("Secret %s: data.%s %v", name, field, err))
 		}
 		f.PublicKey = key
 		if f.Port != 0 && err == nil {
-			f.Tunnels, f.FewerTunnels = tunnelsOf(&secret, key, ports[1:])
+			f.Tunnels, f.FewerTunnels = tunnelsOf(&secret, further, key, ports[1:])
 		}
 	}
 	return f, k.configure(ctx, &f)

@@ -15,6 +15,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/keyring"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
@@ -179,7 +180,7 @@ func TestTunnelsHaveAKeyAndAPort(t *testing.T) {
 		{keys(sixteen...), portsFrom(31000, 20), fifteen, "Secret ns/wireguard-pubkey: data.tunnels: key 16 is one too many; want at most 15"},
 	} {
 		secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: "wireguard-pubkey"}, Data: map[string][]byte{"tunnels": []byte(c.keys)}}
-		got, fewer := tunnelsOf(secret, testKey(1), c.ports)
+		got, fewer := tunnelsOf(secret, keyring.FieldTunnels, testKey(1), c.ports)
 		if !slices.Equal(got, c.want) || fewer != c.fewer {
 			t.Errorf("%q with %v: got %v, %q; want %v, %q", c.keys, c.ports, got, fewer, c.want, c.fewer)
 		}

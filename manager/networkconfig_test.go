@@ -17,6 +17,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
 func TestNetworkConfigSaysTheFactsUnlessThePeeringOverridesThem(t *testing.T) {
@@ -215,7 +216,7 @@ func TestChangeOfTheGatewayIsPublishedToAllPeersAtOnce(t *testing.T) {
 		}
 	}
 	var secret corev1.Secret
-	w.ok(w.api().Get(w.ctx, types.NamespacedName{Namespace: w.system, Name: keySecret}, &secret))
+	w.ok(w.api().Get(w.ctx, types.NamespacedName{Namespace: w.system, Name: keyring.SecretName}, &secret))
 	secret.Data["publicKey"] = []byte(anotherKey)
 	w.ok(w.api().Update(w.ctx, &secret))
 	for _, p := range peers {

@@ -48,6 +48,7 @@ type kubeGateway struct {
 	flowLog                 gateway.FlowLog
 	stateDirectory          string
 	hostNetwork, votes      bool
+	rotateKeys, patience    time.Duration
 	secure                  metricsFlags
 
 	// What follows is set by complete.
@@ -57,7 +58,7 @@ type kubeGateway struct {
 
 // kubeGatewayFlags are the flags that addFlags adds.
 func kubeGatewayFlags() []string {
-	names := []string{"kubeconfig", "namespace", "cluster-id", "cluster-name", "port", "tunnels", "mtu", "metrics-address", "metrics-secure", "metrics-cert-dir", "status-address", "flow-log", "flow-log-sample", "flow-log-per-second", "state-directory", "host-network", "votes"}
+	names := []string{"kubeconfig", "namespace", "cluster-id", "cluster-name", "port", "tunnels", "mtu", "metrics-address", "metrics-secure", "metrics-cert-dir", "status-address", "flow-log", "flow-log-sample", "flow-log-per-second", "state-directory", "host-network", "votes", "rotate-keys", "rotation-patience"}
 	for _, f := range new(file.NAT).Fields() {
 		names = append(names, f.Flag)
 	}
@@ -84,6 +85,8 @@ func (k *kubeGateway) addFlags(f *pflag.FlagSet) {
 	f.IntVar(&k.flowLog.Sample, "flow-log-sample", 1, "log one flow in so many")
 	f.IntVar(&k.flowLog.PerSecond, "flow-log-per-second", gateway.DefaultFlowLogRate, "log at most so many lines")
 	f.BoolVar(&k.hostNetwork, "host-network", false, "this Pod has its node's network (hostNetwork: true); the gateway makes a network namespace of its own there")
+	f.DurationVar(&k.rotateKeys, "rotate-keys", 0, "age at which the WireGuard key is rotated; 0: only by isthmus rotate-key")
+	f.DurationVar(&k.patience, "rotation-patience", 7*24*time.Hour, "how long a rotation waits for peers that have not moved to the new key")
 	f.BoolVar(&k.votes, "votes", false, "let the nodes decide by votes which gateway is active, where there are three or more")
 	f.StringVar(&k.stateDirectory, "state-directory", "", "where to keep, with the private key, what to carry on with after a restart until the API server answers; empty: nowhere")
 }
@@ -153,6 +156,10 @@ func (k *kubeGateway) complete() error {
 	}
 	node := os.Getenv("NODE_NAME")
 	switch {
+	case k.rotateKeys != 0 && k.rotateKeys < time.Hour:
+		return cli.Usage("--rotate-keys %v: want an hour or more, or 0", k.rotateKeys)
+	case k.patience < 0:
+		return cli.Usage("--rotation-patience %v: want 0 or more", k.patience)
 	case k.hostNetwork && k.votes:
 		return cli.Usage("--votes with --host-network: nodes vote only on gateways that have a network of their own")
 	case k.hostNetwork:
@@ -163,7 +170,8 @@ func (k *kubeGateway) complete() error {
 		return cli.Usage("POD_IP is %s; want an IPv4 address, since the overlay that ends in this Pod runs over IPv4, or --host-network", ip)
 	}
 	config.UserAgent = "isthmus-gateway/" + cli.Version()
-	k.source = kube.GatewayOptions{Config: config, Namespace: k.namespace, Pod: pod, PodIP: ip.Unmap(), Node: node, Cluster: k.cluster, Tunnels: k.tunnels, Votes: k.votes, StateDirectory: k.stateDirectory}
+	k.source = kube.GatewayOptions{Config: config, Namespace: k.namespace, Pod: pod, PodIP: ip.Unmap(), Node: node, Cluster: k.cluster, Tunnels: k.tunnels, Votes: k.votes, StateDirectory: k.stateDirectory,
+		RotateKeys: k.rotateKeys, RotationPatience: k.patience}
 	return nil
 }
 
@@ -208,7 +216,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 	serve := func(ctx context.Context, begin <-chan struct{}) error {
 		options.Source = func(ctx context.Context, deliver func(gateway.Config, error)) {
 			replica.Snapshots(ctx, func(s kube.Snapshot, err error) {
-				deliver(gateway.Config{Gateway: s.Gateway, Refused: s.Problems, PrivateKey: gateway.Key(s.PrivateKey),
+				deliver(gateway.Config{Gateway: s.Gateway, Refused: s.Problems, PrivateKey: gateway.Key(s.Keys.Private), NextKey: gateway.Key(s.Keys.Next),
 					ListenPort: k.port, Tunnels: k.tunnels, MTU: k.tunnel, NAT: k.nat.Config(), FlowLog: k.flowLog, PodNetwork: s.PodNetwork, Preshared: presharedOf(s.Preshared)}, err)
 			})
 		}
@@ -268,7 +276,7 @@ func (k *kubeGateway) links(replica *kube.Gateway) flowsync.Options {
 		Dial: func(ctx context.Context, to netip.Addr) (net.Conn, error) {
 			return new(net.Dialer).DialContext(ctx, "tcp", netip.AddrPortFrom(to, flowsync.Port).String())
 		},
-		Key: replica.PrivateKey, Others: replica.Others, Log: k.source.Log,
+		Key: replica.SharedKey, Others: replica.Others, Log: k.source.Log,
 	}
 }
 
@@ -294,9 +302,14 @@ func reportOf(s gateway.Status) kube.Report {
 			RTT:        time.Duration(p.RTT * float64(time.Second)),
 			AllowedIPs: [2]netip.Prefix{p.Rules.RemotePodsHere, p.Rules.RemoteExternal},
 			Preshared:  p.Preshared,
+			OwnKey:     p.OwnKey,
 		}
 		r.Peers = append(r.Peers, peer)
+		if p.Lags {
+			r.Rotation.Lagging = append(r.Rotation.Lagging, p.ID)
+		}
 	}
+	r.Rotation.Next = [32]byte(s.NextKey)
 	return r
 }
 

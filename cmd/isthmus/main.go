@@ -58,6 +58,7 @@ PodCIDR.
 		newUninstallCommand(),
 		newPeerCommand(),
 		newUnpeerCommand(),
+		newRotateKeyCommand(),
 		newStatusCommand(),
 		newDiagnoseCommand(),
 		newTraceCommand(),

@@ -140,6 +140,14 @@ func (t *Tunnel) SetKeys(private, next [32]byte) error {
 	return t.setKeys(private, next)
 }
 
+// NextKey is the next private key, to which the tunnel answers; zero: there is none.
+func (t *Tunnel) NextKey() [32]byte {
+	if next := t.ids.Load().next; next != nil {
+		return *next.private.Load()
+	}
+	return [32]byte{}
+}
+
 func (t *Tunnel) setKeys(private, next [32]byte) error {
 	ids := *t.ids.Load()
 	if next == private {

@@ -109,7 +109,7 @@ func (g *gathering) clean(u *unstructured.Unstructured) {
 			for name, inner := range v {
 				text, ok := inner.(string)
 				switch {
-				case ok && name == "publicKey":
+				case ok && (name == "publicKey" || name == "ownPublicKey" || name == "nextPublicKey"):
 					g.redact.Public(text)
 				case ok && name == "tunnels": // PORT:PUBLICKEY, separated by commas
 					for one := range strings.SplitSeq(text, ",") {

@@ -100,6 +100,10 @@ const (
 	// ConfigPreshared names the exchange whose preshared key protects the present sessions with the
 	// peer. It is absent where one has none. Liqo has no such key (peerConfiguration only).
 	ConfigPreshared = "preshared"
+	// ConfigOwnKey holds our public key that the present session with the peer was made with. While it is another than
+	// ConfigPublicKey of our NetworkConfig, the peer has not moved to our new key. Liqo has no such key
+	// (peerConfiguration only).
+	ConfigOwnKey = "ownPublicKey"
 )
 
 // TunnelPortName is the name of the port for tunnel i in the Service of the gateway: wireguard as

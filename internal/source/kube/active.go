@@ -62,7 +62,12 @@ func (g *Gateway) Write(ctx context.Context, placed func(), report func() (Repor
 	defer tick.Stop()
 	for {
 		w.place(ctx, placed)
-		w.statuses(ctx, report)
+		if r, err := report(); err != nil {
+			w.log.Error("state of the gateway", "error", err)
+		} else {
+			w.statuses(ctx, r)
+			w.rotate(ctx, r)
+		}
 		w.forget()
 		g.mu.Lock()
 		wished := g.wished
@@ -86,6 +91,9 @@ type writer struct {
 	*Gateway
 	memory map[types.UID]*memory
 	said   string // about Pods and Service
+
+	moving [32]byte  // the next key of the last round
+	moved  time.Time // since when no peer lags
 }
 
 // memory is what is remembered of one object that is written.

@@ -89,14 +89,14 @@ func votesOf(annotation string) (m votesMark) {
 // votes is what nodes have to know to vote.
 func (g *Gateway) votes() votesMark {
 	g.mu.Lock()
-	e, private := g.election, g.private
+	e, shared := g.election, g.shared
 	g.mu.Unlock()
 	if e == nil || e.votes == nil {
 		return votesMark{}
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	return votesMark{e.transition, voting.KeyOf(private).Public().(ed25519.PublicKey), e.byVotesLocked(), e.votes.wanted || e.byVotesLocked()}
+	return votesMark{e.transition, voting.KeyOf(shared).Public().(ed25519.PublicKey), e.byVotesLocked(), e.votes.wanted || e.byVotesLocked()}
 }
 
 // tellKey writes the key into the Service where it has another one: without it no node votes, and no gateway can become active.

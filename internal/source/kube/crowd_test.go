@@ -8,6 +8,8 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
+
+	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
 // A flood of strangers is not read, and a gateway is answered meanwhile.
@@ -31,7 +33,7 @@ func floodOfStrangers(t *testing.T, loopback netip.Addr) {
 		t.Cleanup(func() { conn.Close() })
 		return conn
 	}
-	conn, private := open(loopback), newKey()
+	conn, private := open(loopback), keyring.New()
 	to := conn.LocalAddr().(*net.UDPAddr).AddrPort()
 	e := electionWith(&simLeases{}, "a", nil, quiet)
 	e.see("b", near, false)

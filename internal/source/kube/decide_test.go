@@ -18,6 +18,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
 func keyText(n byte) string {
@@ -283,8 +284,8 @@ func TestTimeWithoutContactDoesNotCount(t *testing.T) {
 }
 
 func TestKeySecret(t *testing.T) {
-	private := newKey()
-	good := keySecret("ns", private, 1)
+	private := keyring.New()
+	good := keySecret("ns", ringOf(private), 1, noon)
 	if good.Labels["app.kubernetes.io/managed-by"] != "isthmus" {
 		t.Errorf("uninstall does not know it as ours by %v", good.Labels)
 	}
@@ -293,11 +294,11 @@ func TestKeySecret(t *testing.T) {
 	}
 	further := fabric.PublicKeys(private, 3)[1:]
 	want := base64.StdEncoding.EncodeToString(further[0][:]) + "," + base64.StdEncoding.EncodeToString(further[1][:])
-	if got := string(keySecret("ns", private, 3).Data["tunnels"]); got != want {
+	if got := string(keySecret("ns", ringOf(private), 3, noon).Data["tunnels"]); got != want {
 		t.Errorf("tunnels %s, want %s", got, want)
 	}
 	text := func(b []byte) []byte { return []byte(base64.StdEncoding.EncodeToString(b)) }
-	other := newKey()
+	other := keyring.New()
 	for _, tc := range []struct {
 		name         string
 		data         map[string][]byte
@@ -312,8 +313,8 @@ func TestKeySecret(t *testing.T) {
 		{"no public key", map[string][]byte{"privateKey": text(private[:])}, true, "data.publicKey", "is absent"},
 		{"another public key", map[string][]byte{"privateKey": text(private[:]), "publicKey": text(publicKey(other))}, true, "data.publicKey", "does not belong to data.privateKey"},
 	} {
-		got, problems, err := keyFrom(&corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: KeySecret}, Data: tc.data})
-		if (err == nil) != tc.usable || tc.usable && got != private {
+		got, problems, err := keyFrom(&corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: keyring.SecretName}, Data: tc.data})
+		if (err == nil) != tc.usable || tc.usable && got.Private != private {
 			t.Errorf("%s: %v, %v", tc.name, got, err)
 		}
 		said := ""
@@ -403,3 +404,6 @@ func TestAnObjectOfWhichNothingIsReadThatChangedIsTheSame(t *testing.T) {
 		t.Error("the cache's own object was changed")
 	}
 }
+
+// ringOf is the ring of a key that does not rotate.
+func ringOf(private [32]byte) keyring.Ring { return keyring.Ring{Private: private, Gateways: private} }

@@ -31,6 +31,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/keyring"
 	"github.com/isthmus-net/isthmus/internal/kubeerr"
 	"github.com/isthmus-net/isthmus/internal/owncluster"
 	"github.com/isthmus-net/isthmus/internal/voting"
@@ -60,6 +61,9 @@ type GatewayOptions struct {
 	// StateDirectory has what this replica carries on with when it was the active one, starts again
 	// and the API server does not answer. The private key is among it. Empty: it waits.
 	StateDirectory string
+	// RotateKeys is the age at which the key is rotated; 0: at none. RotationPatience is how long a rotation waits for
+	// peers; 0: for ever.
+	RotateKeys, RotationPatience time.Duration
 }
 
 // A Gateway is one replica of the gateway as the API server knows it. Its methods may be called
@@ -81,7 +85,7 @@ type Gateway struct {
 	places   places
 
 	mu       sync.Mutex
-	private  [32]byte  // the key by which gateways of the installation know each other; zero: not known yet
+	shared   [32]byte  // the key by which gateways of the installation know each other; zero: not known yet
 	started  *election // nil until Run
 	election *election // the same, nil until the first Snapshot
 	wait     error     // why there is no Snapshot of the API server's yet
@@ -108,7 +112,7 @@ type Gateway struct {
 type Snapshot struct {
 	Gateway    fabric.Gateway
 	Problems   []fabric.Problem // of the objects that were left out: one that is broken concerns no other
-	PrivateKey [32]byte
+	Keys       keyring.Ring
 	PodNetwork fabric.PodNetwork       // where a replica delivers that has a network of its own
 	Preshared  map[string]PresharedKey // by cluster ID; never modified
 }
@@ -132,7 +136,7 @@ func NewGateway(o GatewayOptions) (*Gateway, error) {
 	g.listen = func() (net.PacketConn, error) { return listenAt(o.PodIP) }
 	g.places.known.Self = o.Node
 	if o.Node != "" {
-		g.candidate = voting.NewCandidate(o.Pod, o.PodIP, g.PrivateKey, o.Log)
+		g.candidate = voting.NewCandidate(o.Pod, o.PodIP, g.SharedKey, o.Log)
 	}
 	g.metrics = newGatewayMetrics(g)
 	config := rest.CopyConfig(o.Config)
@@ -176,7 +180,7 @@ func (g *Gateway) Run(ctx context.Context, serve func(ctx context.Context, begin
 	g.mu.Lock()
 	g.started = e
 	if known != nil {
-		g.private = known.snapshot.PrivateKey
+		g.shared = known.snapshot.Keys.Gateways
 	}
 	g.mu.Unlock()
 	asking, silence := context.WithCancel(ctx)
@@ -311,7 +315,7 @@ func (g *Gateway) questioner(e *election) (*questioner, acquaintance) {
 		private: func() [32]byte {
 			g.mu.Lock()
 			defer g.mu.Unlock()
-			return g.wish.snapshot.PrivateKey
+			return g.wish.snapshot.Keys.Gateways
 		}}
 	if g.o.StateDirectory == "" {
 		return q, acquaintance{}
@@ -609,7 +613,7 @@ func (g *Gateway) kinds() map[client.Object]cache.ByObject {
 		&corev1.Node{}:               {Transform: slimNode},
 		&discoveryv1.EndpointSlice{}: {Namespaces: map[string]cache.Config{
 			metav1.NamespaceDefault: {FieldSelector: fields.OneTermEqualSelector("metadata.name", "kubernetes")}}},
-		&corev1.Secret{}:        {Namespaces: named(g.o.Namespace, KeySecret)}, // see presharedKeys for the only other one
+		&corev1.Secret{}:        {Namespaces: named(g.o.Namespace, keyring.SecretName)}, // see presharedKeys for the only other one
 		&coordinationv1.Lease{}: {Namespaces: named(g.o.Namespace, isthmus.LeaseGateway)},
 		&corev1.Pod{}:           g.pods(here),
 		&corev1.Service{}:       {Namespaces: here, Label: labels.SelectorFromSet(serviceLabels)},
@@ -705,12 +709,12 @@ func (g *Gateway) identity(ctx context.Context) (v1alpha1.ClusterIdentity, error
 // the time in a large cluster, it does not read again what peers ask for.
 func (g *Gateway) refresh(ctx context.Context, cluster v1alpha1.ClusterIdentity) {
 	g.mu.Lock()
-	inUse := g.wish.snapshot.PrivateKey
+	inUse := g.wish.snapshot.Keys
 	g.mu.Unlock()
-	private, mismatch, err := g.key(ctx, inUse)
+	ring, mismatch, err := g.key(ctx, inUse)
 	site, unknown := g.site(ctx)
 	network, unreachable := g.podNetwork()
-	if err = errors.Join(err, unknown, unreachable, g.ask(ctx, cluster, private)); err != nil {
+	if err = errors.Join(err, unknown, unreachable, g.ask(ctx, cluster, ring)); err != nil {
 		g.mu.Lock()
 		defer g.mu.Unlock()
 		next := g.wish
@@ -722,7 +726,7 @@ func (g *Gateway) refresh(ctx context.Context, cluster v1alpha1.ClusterIdentity)
 	if g.o.StateDirectory != "" {
 		saved := g.asked.saved
 		saved.places.Site, saved.places.PodNetwork = site, network
-		g.keeper.put(saved, private)
+		g.keeper.put(saved, ring)
 	}
 	if g.candidate != nil {
 		nodes := make(map[string]netip.Addr)
@@ -733,11 +737,12 @@ func (g *Gateway) refresh(ctx context.Context, cluster v1alpha1.ClusterIdentity)
 		}
 		g.candidate.SetNodes(nodes)
 	}
-	g.publish(Snapshot{Gateway: g.asked.at(site), Problems: problems, PrivateKey: private, PodNetwork: network, Preshared: g.asked.preshared})
+	g.publish(Snapshot{Gateway: g.asked.at(site), Problems: problems, Keys: ring, PodNetwork: network, Preshared: g.asked.preshared})
 }
 
 // ask reads what peers ask for, if that may be something else than before.
-func (g *Gateway) ask(ctx context.Context, cluster v1alpha1.ClusterIdentity, private [32]byte) error {
+func (g *Gateway) ask(ctx context.Context, cluster v1alpha1.ClusterIdentity, ring keyring.Ring) error {
+	private := ring.Private
 	keys := g.preshared.read(ctx, g.o.Namespace)
 	if !g.asking.Swap(false) && private == g.asked.private && maps.Equal(keys, g.asked.secret) {
 		return nil
@@ -759,22 +764,22 @@ func (g *Gateway) ask(ctx context.Context, cluster v1alpha1.ClusterIdentity, pri
 	return nil
 }
 
-// key reads the key, or sees to it that there is one. The problems are of a key that can be used
+// key reads the keys, or sees to it that there is one. The problems are of keys that can be used
 // all the same.
-func (g *Gateway) key(ctx context.Context, inUse [32]byte) ([32]byte, []fabric.Problem, error) {
+func (g *Gateway) key(ctx context.Context, inUse keyring.Ring) (keyring.Ring, []fabric.Problem, error) {
 	var secret corev1.Secret
-	err := g.objects.Get(ctx, client.ObjectKey{Namespace: g.o.Namespace, Name: KeySecret}, &secret)
+	err := g.objects.Get(ctx, client.ObjectKey{Namespace: g.o.Namespace, Name: keyring.SecretName}, &secret)
 	switch {
 	case err == nil:
-		private, problems, err := keyFrom(&secret)
+		ring, problems, err := keyFrom(&secret)
 		if err != nil {
-			return private, problems, err
+			return ring, problems, err
 		}
-		return private, append(problems, g.tellTunnels(ctx, &secret, private)...), nil
+		return ring, append(problems, g.tellTunnels(ctx, &secret, ring.Private)...), nil
 	case !apierrors.IsNotFound(err):
 		return inUse, nil, err
 	}
-	missing := fmt.Errorf("the Secret %s/%s: not there", g.o.Namespace, KeySecret)
+	missing := fmt.Errorf("the Secret %s/%s: not there", g.o.Namespace, keyring.SecretName)
 	if now := time.Now(); now.After(g.keyTries) {
 		g.keyTries = now.Add(time.Second)
 		time.AfterFunc(time.Second, g.look.set) // whether or not this succeeds
@@ -782,7 +787,7 @@ func (g *Gateway) key(ctx context.Context, inUse [32]byte) ([32]byte, []fabric.P
 			missing = err
 		}
 	}
-	if inUse != ([32]byte{}) {
+	if inUse.Private != ([32]byte{}) {
 		return inUse, nil, nil // nothing is worse for the peers yet
 	}
 	return inUse, nil, missing
@@ -879,7 +884,7 @@ func (g *Gateway) publish(s Snapshot) {
 func (g *Gateway) wishLocked(next wish) {
 	g.wish = next
 	if next.valid {
-		g.private = next.snapshot.PrivateKey
+		g.shared = next.snapshot.Keys.Gateways
 	}
 	close(g.wished)
 	g.wished = make(chan struct{})
@@ -938,12 +943,12 @@ func (g *Gateway) Ready() error {
 	return errors.New(strings.Join(why, "; "))
 }
 
-// PrivateKey is the WireGuard private key that the gateways of the installation share; zero: it is not known yet. A
-// replica that restarts knows it by its state directory, before the API server answers.
-func (g *Gateway) PrivateKey() [32]byte {
+// SharedKey is keyring.Ring.Gateways; zero: it is not known yet. A replica that restarts knows it by its state
+// directory, before the API server answers.
+func (g *Gateway) SharedKey() [32]byte {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	return g.private
+	return g.shared
 }
 
 // Others are the addresses of the other gateways of the installation; true: of the active one.

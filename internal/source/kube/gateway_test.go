@@ -37,6 +37,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/keyring"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 	"github.com/isthmus-net/isthmus/internal/leaktest"
 )
@@ -328,7 +329,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		keys := make(map[[32]byte]bool)
 		for _, r := range replicas {
 			r.mu.Lock()
-			keys[r.wish.snapshot.PrivateKey] = true
+			keys[r.wish.snapshot.Keys.Private] = true
 			if got := r.wish.snapshot.Gateway; got.ClusterID != "id-self" || got.ClusterName != "self" {
 				t.Errorf("identity %s %s", got.ClusterID, got.ClusterName)
 			}
@@ -374,7 +375,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		s.namespace(t, "keys")
 		r := start(t, GatewayOptions{Config: s.config, Namespace: "keys", Pod: "p", Cluster: self})
 		<-r.serving
-		key := client.ObjectKey{Namespace: "keys", Name: KeySecret}
+		key := client.ObjectKey{Namespace: "keys", Name: keyring.SecretName}
 		var before, after corev1.Secret
 		if err := s.client.Get(t.Context(), key, &before); err != nil {
 			t.Fatal(err)
@@ -397,21 +398,21 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		if err := s.client.Update(t.Context(), &after); err != nil {
 			t.Fatal(err)
 		}
-		if d := <-got; d.err == nil || !strings.Contains(d.err.Error(), "data.privateKey") || d.s.PrivateKey != first.s.PrivateKey {
+		if d := <-got; d.err == nil || !strings.Contains(d.err.Error(), "data.privateKey") || d.s.Keys.Private != first.s.Keys.Private {
 			t.Errorf("delivered %+v", d)
 		}
 		after.Data["privateKey"] = before.Data["privateKey"]
 		if err := s.client.Update(t.Context(), &after); err != nil {
 			t.Fatal(err)
 		}
-		if d := <-got; d.err != nil || d.s.PrivateKey != first.s.PrivateKey {
+		if d := <-got; d.err != nil || d.s.Keys.Private != first.s.Keys.Private {
 			t.Errorf("delivered %+v", d)
 		}
 	})
 
 	t.Run("the Secret tells of the tunnels of the replica that started last", func(t *testing.T) {
 		s.namespace(t, "tunnels")
-		key := client.ObjectKey{Namespace: "tunnels", Name: KeySecret}
+		key := client.ObjectKey{Namespace: "tunnels", Name: keyring.SecretName}
 		var secret corev1.Secret
 		tells := func(n int) {
 			t.Helper()
@@ -420,7 +421,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 					return err
 				}
 				private, err := fabric.ParseKey(string(secret.Data["privateKey"]))
-				if got, want := string(secret.Data["tunnels"]), tunnelKeys(private, n); err != nil || got != want {
+				if got, want := string(secret.Data["tunnels"]), keyring.Tunnels(private, n); err != nil || got != want {
 					return fmt.Errorf("%q, want %q, %w", got, want, err)
 				}
 				return nil
@@ -466,7 +467,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 			return nil
 		})
 		// And another key has other tunnels.
-		other := newKey()
+		other := keyring.New()
 		text := func(b []byte) string {
 			return base64.StdEncoding.EncodeToString([]byte(base64.StdEncoding.EncodeToString(b)))
 		}
@@ -475,7 +476,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 			if err := s.client.Get(t.Context(), key, &secret); err != nil {
 				return err
 			}
-			if got := string(secret.Data["tunnels"]); got != tunnelKeys(other, 2) && got != tunnelKeys(other, 3) {
+			if got := string(secret.Data["tunnels"]); got != keyring.Tunnels(other, 2) && got != keyring.Tunnels(other, 3) {
 				return errors.New(got)
 			}
 			return nil
@@ -484,8 +485,8 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 
 	t.Run("a gateway that may not write the Secret says so and goes on", func(t *testing.T) {
 		s.namespace(t, "forbidden")
-		private := newKey()
-		s.create(t, keySecret("forbidden", private, 1))
+		private := keyring.New()
+		s.create(t, keySecret("forbidden", ringOf(private), 1, noon))
 		config := s.restricted(t, "reader-of-secrets",
 			rbacv1.PolicyRule{APIGroups: []string{""}, Resources: []string{"secrets"}, Verbs: []string{"get", "list", "watch"}},
 			rbacv1.PolicyRule{APIGroups: []string{"", "net.liqo.io"}, Resources: []string{"pods", "services", "natmappings", "tunnelendpoints"}, Verbs: []string{"get", "list", "watch", "patch"}},

@@ -1,6 +1,7 @@
 package kube
 
 import (
+	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -14,6 +15,7 @@ type gatewayMetrics struct {
 	takeovers prometheus.Counter
 	writes    *prometheus.CounterVec
 	refused   *prometheus.CounterVec
+	rotation  atomic.Pointer[rotationState] // of the active one, as of its last round; nil: there was none
 }
 
 var families metric.Catalogue
@@ -32,6 +34,9 @@ var (
 	familyStandbys  = families.Gauge("gateway_standbys", "Other gateways that answer the active one and can take over. A standby, and a gateway without another Pod, has no series.")
 	familyVoters    = families.Gauge("gateway_voters", "Nodes that vote on which gateway is active; 0: the Lease decides.")
 	familyVotes     = families.Gauge("gateway_voters_heard", "Nodes that vote and have answered this gateway within 0.9 s.")
+	familyKeyAge    = families.Gauge("gateway_key_age_seconds", "Age of the WireGuard private key. Of the active gateway alone.")
+	familyRotating  = families.Gauge("gateway_key_rotation_age_seconds", "How long the rotation of the key in progress has taken so far; 0: there is none. Of the active gateway alone.")
+	familyLaggards  = families.Gauge("gateway_key_laggards", "Peers without a session with the next key, while the key rotates. Of the active gateway alone.")
 	familyRefused   = families.Counter("gateway_questions_refused_total", "Datagrams between gateways (UDP 5870) that were refused, by reason; unread: the kernel dropped them because too many came.", "reason")
 )
 
@@ -70,6 +75,17 @@ func (m *gatewayMetrics) Collect(out chan<- prometheus.Metric) {
 		voters, heard := e.voters()
 		out <- familyVoters.Sample(float64(voters))
 		out <- familyVotes.Sample(float64(heard))
+	}
+	if r := m.rotation.Load(); r != nil && active {
+		rotating := 0.0
+		if r.ring.Next != ([32]byte{}) && !r.ring.NextSince.IsZero() {
+			rotating = max(time.Since(r.ring.NextSince).Seconds(), 0.001)
+		}
+		if !r.ring.Since.IsZero() {
+			out <- familyKeyAge.Sample(time.Since(r.ring.Since).Seconds())
+		}
+		out <- familyRotating.Sample(rotating)
+		out <- familyLaggards.Sample(float64(len(r.lagging)))
 	}
 	out <- familySourceOK.Sample(truth[w.valid && w.err == nil])
 	out <- familyMemory.Sample(truth[w.remembered != nil])

@@ -11,6 +11,8 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/postquantum"
+
+	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
 // A peer that must have a preshared key is no peer without one, and no handshake with it goes without.
@@ -50,14 +52,14 @@ func TestPresharedKeysAreCarriedOnWith(t *testing.T) {
 	for _, te := range []*v1alpha1.TunnelEndpoint{&with, &without} {
 		te.Annotations = map[string]string{isthmus.AnnotationPostQuantum: string(isthmus.PostQuantumRequired), "else": "x"}
 	}
-	private, id := newKey(), with.Spec.ClusterIdentity.ClusterID
+	private, id := keyring.New(), with.Spec.ClusterIdentity.ClusterID
 	keys := map[string]PresharedKey{id: {ID: "of today", Key: postquantum.Secret{1, 2, 3}}}
 	k := newKeeper(o, func() {})
 	keep := func() {
 		t.Helper()
 		want := savedFrom(self, private, []v1alpha1.TunnelEndpoint{with, without}, nil)
 		want.places.Site, want.preshared = site, keys
-		k.put(want, private)
+		k.put(want, ringOf(private))
 		k.round("pod-1", noon, noon)
 		known, err := remember(o, noon)
 		if err != nil || known == nil || !reflect.DeepEqual(known.snapshot.Preshared, keys) || len(known.snapshot.Gateway.Peers) != 1 || len(known.snapshot.Problems) != 1 {

@@ -18,6 +18,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/keyring"
 	"github.com/isthmus-net/isthmus/internal/statefile"
 )
 
@@ -49,10 +50,12 @@ const (
 	snapshotLife = 10 * time.Minute
 )
 
-// savedKey is the private key that belongs to the objects.
+// savedKey holds the private keys that belong to the objects.
 type savedKey struct {
 	Version    int    `json:"version"`
 	PrivateKey string `json:"privateKey"`
+	Next       string `json:"nextPrivateKey,omitempty"` // while it rotates
+	Gateways   string `json:"gatewayKey,omitempty"`     // empty: PrivateKey
 	// Preshared are those of peers, by cluster ID.
 	Preshared map[string]PresharedKey `json:"preshared,omitempty"`
 }
@@ -69,6 +72,7 @@ type savedObjects struct {
 
 	places    savedPlaces             // of a file of its own
 	preshared map[string]PresharedKey // of the file with the private key
+	keys      keyring.Ring            // likewise, without times
 }
 
 // savedPlaces are where our own cluster is, as Nodes and Pods say.
@@ -181,10 +185,21 @@ func remember(o GatewayOptions, now time.Time) (*remembered, error) {
 	if id := o.Cluster.ClusterID; id != "" && id != objects.Cluster.ClusterID {
 		return nil, fmt.Errorf("%s: cluster.clusterID is %q; want our %q", objectsFile, objects.Cluster.ClusterID, id)
 	}
-	objects.preshared = key.Preshared
+	objects.preshared, objects.keys = key.Preshared, keyring.Ring{Private: private, Gateways: private}
+	for _, field := range []struct {
+		text string
+		key  *[32]byte
+	}{{key.Next, &objects.keys.Next}, {key.Gateways, &objects.keys.Gateways}} {
+		if field.text == "" {
+			continue
+		}
+		if *field.key, err = fabric.ParseKey(field.text); err != nil {
+			return nil, fmt.Errorf("%s: %w", keyFile, err)
+		}
+	}
 	usable, preshared, lacking := demand(objects.TunnelEndpoints, key.Preshared)
 	gw, problems := gatewayFor(objects.Cluster, private, objects.places.Site, usable, objects.NatMappings)
-	snapshot := Snapshot{Gateway: gw, Problems: fabric.SortProblems(append(problems, lacking...)), PrivateKey: private, Preshared: preshared}
+	snapshot := Snapshot{Gateway: gw, Problems: fabric.SortProblems(append(problems, lacking...)), Keys: objects.keys, Preshared: preshared}
 	if o.Node != "" { // the Pod of that name may have got another address with another sandbox
 		snapshot.PodNetwork = objects.places.PodNetwork
 		snapshot.PodNetwork.Pod, snapshot.PodNetwork.Node = o.PodIP, o.Node
@@ -238,10 +253,10 @@ type keeper struct {
 	changed signal // there is something to write
 	failed  func() // called when err is another one
 
-	mu      sync.Mutex
-	want    savedObjects
-	private [32]byte // of want; zero: there is nothing to keep yet
-	err     error    // why the directory is not as it should be
+	mu   sync.Mutex
+	want savedObjects
+	keys keyring.Ring // of want; zero: there is nothing to keep yet
+	err  error        // why the directory is not as it should be
 
 	// Of run alone, and what follows it.
 	others  savedOthers  // written
@@ -257,9 +272,10 @@ func newKeeper(o GatewayOptions, failed func()) *keeper {
 }
 
 // put takes what the API server says now.
-func (k *keeper) put(want savedObjects, private [32]byte) {
+func (k *keeper) put(want savedObjects, keys keyring.Ring) {
+	want.keys = keyring.Ring{Private: keys.Private, Next: keys.Next, Gateways: keys.Gateways}
 	k.mu.Lock()
-	k.want, k.private = want, private
+	k.want, k.keys = want, keys
 	k.mu.Unlock()
 	k.changed.set()
 }
@@ -269,8 +285,8 @@ func (k *keeper) adopt(r *remembered) {
 	k.have, k.renewed = r.objects, r.renewed
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	if k.private == ([32]byte{}) {
-		k.want, k.private = r.objects, r.snapshot.PrivateKey
+	if k.keys.Private == ([32]byte{}) {
+		k.want, k.keys = r.objects, r.snapshot.Keys
 	}
 }
 
@@ -327,12 +343,12 @@ func (k *keeper) run(ctx context.Context, e *election) {
 // keepOthers stores the state of the other gateways when it has changed.
 func (k *keeper) keepOthers(known acquaintance) {
 	k.mu.Lock()
-	private := k.private
+	shared := k.keys.Gateways
 	k.mu.Unlock()
-	if private == ([32]byte{}) {
+	if shared == ([32]byte{}) {
 		return
 	}
-	want := savedOthers{snapshotVersion, base64.StdEncoding.EncodeToString(questionKey(private)), known}
+	want := savedOthers{snapshotVersion, base64.StdEncoding.EncodeToString(questionKey(shared)), known}
 	if reflect.DeepEqual(want, k.others) {
 		return
 	}
@@ -346,10 +362,10 @@ func (k *keeper) keepOthers(known acquaintance) {
 // empty.
 func (k *keeper) round(holder string, renewed, now time.Time) bool {
 	k.mu.Lock()
-	want, private := k.want, k.private
+	want, keys := k.want, k.keys
 	k.mu.Unlock()
 	switch {
-	case holder == "" || private == ([32]byte{}):
+	case holder == "" || keys.Private == ([32]byte{}):
 		return false
 	case holder != k.o.Pod:
 		return k.forget()
@@ -374,7 +390,13 @@ func (k *keeper) round(holder string, renewed, now time.Time) bool {
 	}
 	if !same && err == nil {
 		want.Read = now
-		key := savedKey{snapshotVersion, base64.StdEncoding.EncodeToString(private[:]), want.preshared}
+		key := savedKey{Version: snapshotVersion, PrivateKey: string(keyring.Text(keys.Private)), Preshared: want.preshared}
+		if keys.Next != ([32]byte{}) {
+			key.Next = string(keyring.Text(keys.Next))
+		}
+		if keys.Gateways != keys.Private {
+			key.Gateways = string(keyring.Text(keys.Gateways))
+		}
 		if err = statefile.Write(k.o.StateDirectory, keyFile, objectsLimit, key); err == nil {
 			err = statefile.Write(k.o.StateDirectory, objectsFile, objectsLimit, want)
 		}

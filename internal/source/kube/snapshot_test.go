@@ -24,6 +24,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
 // site is where no gateway of a peer can be.
@@ -38,7 +39,7 @@ var noon = time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
 func saved(t *testing.T) (GatewayOptions, Snapshot) {
 	t.Helper()
 	o := GatewayOptions{Namespace: "home", Pod: "pod-1", StateDirectory: filepath.Join(t.TempDir(), "state"), Log: quiet}
-	private := newKey()
+	private := keyring.New()
 	endpoints, mappings := []v1alpha1.TunnelEndpoint{endpoint(2), endpoint(1)}, []v1alpha1.NatMapping{natMapping(1, map[string]string{"10.7.7.7": "10.245.0.9"})}
 	endpoints[1].Spec.RemoteNATPodCIDR = "10.102.0.0/20" // of the other one: one of them is refused
 	gone := endpoint(3)
@@ -46,12 +47,12 @@ func saved(t *testing.T) (GatewayOptions, Snapshot) {
 	k := newKeeper(o, func() {})
 	want := savedFrom(self, private, append(endpoints, gone), mappings)
 	want.places.Site = site
-	k.put(want, private)
+	k.put(want, ringOf(private))
 	if !k.round("pod-1", noon.Add(-time.Second), noon) || k.problem() != nil {
 		t.Fatal(k.problem())
 	}
 	gw, problems := gatewayFor(self, private, site, endpoints, mappings)
-	return o, Snapshot{Gateway: gw, Problems: problems, PrivateKey: private}
+	return o, Snapshot{Gateway: gw, Problems: problems, Keys: ringOf(private)}
 }
 
 func TestASnapshotIsDecidedAnewToTheSame(t *testing.T) {
@@ -67,7 +68,7 @@ func TestASnapshotIsDecidedAnewToTheSame(t *testing.T) {
 	if err != nil || len(entries) != 4 {
 		t.Errorf("%v, %v; want four files", entries, err)
 	}
-	secret := base64.StdEncoding.EncodeToString(want.PrivateKey[:])
+	secret := base64.StdEncoding.EncodeToString(want.Keys.Private[:])
 	for _, e := range entries {
 		text, err := os.ReadFile(filepath.Join(o.StateDirectory, e.Name()))
 		info, _ := e.Info()
@@ -117,8 +118,8 @@ func TestWhatIsKnownOfOtherGatewaysIsKeptOnAStandbyToo(t *testing.T) {
 	if k.keepOthers(want); len(k.others.Key) > 0 {
 		t.Error("kept without a key")
 	}
-	private := newKey()
-	k.put(savedFrom(self, private, nil, nil), private)
+	private := keyring.New()
+	k.put(savedFrom(self, private, nil, nil), ringOf(private))
 	k.keepOthers(want)
 	k.round("pod-1", noon, noon)
 	k.round("pod-2", noon, noon)
@@ -146,8 +147,8 @@ func TestWhatTheActiveReplicaKeepsAStandbyForgets(t *testing.T) {
 	if k.round("pod-2", noon, noon) {
 		t.Error("removed before everything was read: there may be nothing else")
 	}
-	private := newKey()
-	k.put(savedFrom(self, private, nil, nil), private)
+	private := keyring.New()
+	k.put(savedFrom(self, private, nil, nil), ringOf(private))
 	if k.round("", noon, noon) {
 		t.Error("changed while nobody knows who is active")
 	}
@@ -172,7 +173,7 @@ func TestWhatTheActiveReplicaKeepsAStandbyForgets(t *testing.T) {
 			t.Errorf("step %d: %v, %v; want %d files", i, entries, err, want)
 		}
 	}
-	if known, err := remember(o, noon.Add(noteInterval)); err != nil || known == nil || known.snapshot.PrivateKey != private {
+	if known, err := remember(o, noon.Add(noteInterval)); err != nil || known == nil || known.snapshot.Keys.Private != private {
 		t.Errorf("%+v, %v", known, err)
 	}
 }
@@ -181,7 +182,7 @@ func TestWhatTheActiveReplicaKeepsAStandbyForgets(t *testing.T) {
 func TestNodesThatComeAreKeptLaterThanPeers(t *testing.T) {
 	o, _ := saved(t)
 	k := newKeeper(o, func() {})
-	private := newKey()
+	private := keyring.New()
 	at := noon
 	for i, s := range []struct {
 		after       time.Duration
@@ -201,7 +202,7 @@ func TestNodesThatComeAreKeptLaterThanPeers(t *testing.T) {
 		te.Name = s.peers
 		want := savedFrom(self, private, []v1alpha1.TunnelEndpoint{te}, nil)
 		want.places.PodNetwork.Node = s.node
-		k.put(want, private)
+		k.put(want, ringOf(private))
 		at = at.Add(s.after)
 		if did := k.round("pod-1", at, at); did != s.changes || k.problem() != nil {
 			t.Fatalf("step %d: written: %v, %v", i, did, k.problem())
@@ -221,12 +222,12 @@ func TestNodesOfASnapshotAreInOrderAndThereOnce(t *testing.T) {
 	o, _ := saved(t)
 	o.Node = "n2"
 	k := newKeeper(o, func() {})
-	private := newKey()
+	private := keyring.New()
 	want := savedFrom(self, private, nil, nil)
 	for _, name := range []string{"n3", "n1", "n3", "n2", "n1"} {
 		want.places.PodNetwork.Nodes = append(want.places.PodNetwork.Nodes, fabric.ClusterNode{Name: name})
 	}
-	k.put(want, private)
+	k.put(want, ringOf(private))
 	k.round("pod-1", noon, noon)
 	known, err := remember(o, noon)
 	if err != nil {
@@ -242,8 +243,8 @@ func TestAStateDirectoryThatCannotBeWrittenIsTold(t *testing.T) {
 	o.StateDirectory = filepath.Join(o.StateDirectory, leaseFile, "below a file")
 	told := 0
 	k := newKeeper(o, func() { told++ })
-	private := newKey()
-	k.put(savedFrom(self, private, nil, nil), private)
+	private := keyring.New()
+	k.put(savedFrom(self, private, nil, nil), ringOf(private))
 	for range 2 {
 		k.round("pod-1", noon, noon)
 	}

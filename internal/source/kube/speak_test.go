@@ -18,6 +18,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	coordination "k8s.io/client-go/kubernetes/typed/coordination/v1"
+
+	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
 func TestWhoMaySpeak(t *testing.T) {
@@ -75,7 +77,7 @@ func TestWhoMaySpeak(t *testing.T) {
 }
 
 func TestOnlyAnAnswerToAQuestionOfOursIsBelieved(t *testing.T) {
-	key := questionKey(newKey())
+	key := questionKey(keyring.New())
 	a := electionWith(nil, "a", nil, quiet)
 	b := electionWith(nil, "b", nil, quiet)
 	a.see("b", netip.MustParseAddr("10.0.0.2"), false)
@@ -104,7 +106,7 @@ func TestOnlyAnAnswerToAQuestionOfOursIsBelieved(t *testing.T) {
 		}
 		sealed[i] ^= 1
 	}
-	if _, refused := openMessage(sealed, questionKey(newKey())); refused != refusedTag {
+	if _, refused := openMessage(sealed, questionKey(keyring.New())); refused != refusedTag {
 		t.Errorf("another key: %q", refused)
 	}
 	for _, b := range [][]byte{nil, sealed[:len(sealed)-1], append(sealed[:len(sealed):len(sealed)], 0)} {
@@ -447,7 +449,7 @@ const settled = leaseDuration + deferFor + 2*(retryPeriod+leaseTimeout)
 func play(t *testing.T, seed uint64, phases []phase) {
 	const look = 50 * time.Millisecond
 	synctest.Test(t, func(t *testing.T) {
-		w := &world{t: t, rng: rand.New(rand.NewPCG(seed, 1)), key: newKey()}
+		w := &world{t: t, rng: rand.New(rand.NewPCG(seed, 1)), key: keyring.New()}
 		all := links{[2]bool{true, true}, [2]bool{true, true}}
 		for i := range w.gw {
 			w.gw[i] = &simGateway{w: w, i: i}
@@ -688,7 +690,7 @@ func TestAGatewayThatAsksIsAsked(t *testing.T) {
 // up its own takeover.
 func TestAStandbyRenewsTheLeaseOfAHolderThatAnswers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		w := &world{t: t, rng: rand.New(rand.NewPCG(1, 1)), key: newKey(), calm: true, now: links{[2]bool{true, true}, [2]bool{true, true}}}
+		w := &world{t: t, rng: rand.New(rand.NewPCG(1, 1)), key: keyring.New(), calm: true, now: links{[2]bool{true, true}, [2]bool{true, true}}}
 		for i := range w.gw {
 			w.gw[i] = &simGateway{w: w, i: i}
 		}

@@ -24,6 +24,7 @@ type Report struct {
 	Index     int        // of that interface
 	NextHop   netip.Addr // behind it
 	Peers     []PeerReport
+	Rotation  Rotation
 }
 
 // PeerReport is what a running gateway knows of one peer.
@@ -37,6 +38,7 @@ type PeerReport struct {
 	PublicKey  string
 	AllowedIPs [2]netip.Prefix
 	Preshared  string // the exchange whose preshared key protects the sessions; empty: not all have one
+	OwnKey     string // our public key that the session was made with; empty: there is none
 }
 
 // Reasons of the condition Accepted on a TunnelEndpoint.
@@ -63,12 +65,7 @@ const (
 )
 
 // statuses writes what became of each TunnelEndpoint.
-func (w *writer) statuses(ctx context.Context, ask func() (Report, error)) {
-	report, err := ask()
-	if err != nil {
-		w.log.Error("state of the gateway", "error", err)
-		return
-	}
+func (w *writer) statuses(ctx context.Context, report Report) {
 	var endpoints v1alpha1.TunnelEndpointList
 	if err := w.objects.List(ctx, &endpoints, client.UnsafeDisableDeepCopy); err != nil {
 		w.log.Error("TunnelEndpoints", "error", err)
@@ -202,6 +199,9 @@ func statusFor(te *v1alpha1.TunnelEndpoint, node netip.Addr, r Report, p PeerRep
 	}
 	if p.Preshared != "" {
 		want.Connection.PeerConfiguration[v1alpha1.ConfigPreshared] = p.Preshared
+	}
+	if p.OwnKey != "" {
+		want.Connection.PeerConfiguration[v1alpha1.ConfigOwnKey] = p.OwnKey
 	}
 	switch {
 	case p.Status != v1alpha1.Connected:

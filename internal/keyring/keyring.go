@@ -1,0 +1,241 @@
+// Package keyring is the Secret with the WireGuard keys of the gateway, and how they rotate:
+//
+//	rotate-key, age ─► next key is there ─► gateways answer to both ─► peers are told the next one
+//	                                                                        │ all have moved, or patience ends
+//	                   current key ◄──────────── next becomes current ◄─────┘
+//
+// The Secret is the only state, and each arrow is one write of it. So a gateway or a manager may stop anywhere, and whoever
+// goes on reads where the rotation stands.
+package keyring
+
+import (
+	"bytes"
+	"crypto/rand"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"maps"
+	"strings"
+	"time"
+
+	"github.com/isthmus-net/isthmus/fabric"
+)
+
+// SecretName is that of the Secret, as Liqo has it (docs/liqo-v0.md, section 6.1).
+const SecretName = "wireguard-pubkey"
+
+// Fields of the Secret. Keys are base64 text, as wg(8) prints them; Liqo has the first two fields alone.
+const (
+	FieldPrivate     = "privateKey"
+	FieldPublic      = "publicKey"
+	FieldTunnels     = "tunnels"        // the public keys of tunnels 1, 2 and so on, separated by commas
+	FieldSince       = "since"          // when the current key was made
+	FieldNext        = "nextPrivateKey" // a rotation is in progress
+	FieldNextPublic  = "nextPublicKey"  // gateways answer to the next key, and peers may be told
+	FieldNextTunnels = "nextTunnels"
+	FieldNextSince   = "nextSince"  // when the next key was made
+	FieldGateways    = "gatewayKey" // see Ring.Gateways
+)
+
+// A Ring is what the Secret holds.
+type Ring struct {
+	Private, Next [32]byte // zero Next: no rotation is in progress
+	// Gateways is what gateways prove to each other and to nodes that they belong together. A rotation keeps it, because
+	// they do not read the Secret at the same moment. It is the key before the first rotation.
+	Gateways         [32]byte
+	Since, NextSince time.Time // zero: not known
+	Published        bool      // FieldNextPublic is there
+}
+
+// String hides the keys.
+func (Ring) String() string { return "(key ring)" }
+
+// GoString hides the keys from %#v.
+func (Ring) GoString() string { return "(key ring)" }
+
+// MarshalText hides the keys from programs that print JSON.
+func (Ring) MarshalText() ([]byte, error) { return []byte("(key ring)"), nil }
+
+// Read reads the data of the Secret. wrong names a field other than the private key that cannot be read; it is left out.
+func Read(data map[string][]byte) (r Ring, wrong, err error) {
+	if r.Private, err = Key(data, FieldPrivate); err != nil {
+		return r, nil, fmt.Errorf("data.%s %w", FieldPrivate, err)
+	}
+	r.Gateways = r.Private
+	r.Since, r.NextSince = timeOf(data, FieldSince), timeOf(data, FieldNextSince)
+	var errs []error
+	if _, ok := data[FieldGateways]; ok {
+		key, err := Key(data, FieldGateways)
+		if err != nil {
+			errs = append(errs, fmt.Errorf("data.%s %w", FieldGateways, err))
+		} else {
+			r.Gateways = key
+		}
+	}
+	if _, ok := data[FieldNext]; ok {
+		if r.Next, err = Key(data, FieldNext); err != nil {
+			errs = append(errs, fmt.Errorf("data.%s %w", FieldNext, err))
+			r.Next = [32]byte{}
+		} else if r.Next == r.Private {
+			r.Next = [32]byte{}
+		}
+	}
+	if r.Next != ([32]byte{}) {
+		public, err := Key(data, FieldNextPublic)
+		r.Published = err == nil && public == fabric.PublicKeys(r.Next, 1)[0]
+	}
+	return r, errors.Join(errs...), nil
+}
+
+// Key reads a field.
+func Key(data map[string][]byte, field string) ([32]byte, error) {
+	text, ok := data[field]
+	if !ok {
+		return [32]byte{}, errors.New("is absent; want a WireGuard key, 32 bytes in 44 base64 characters")
+	}
+	return fabric.ParseKey(strings.TrimSpace(string(text)))
+}
+
+func timeOf(data map[string][]byte, field string) time.Time {
+	at, err := time.Parse(time.RFC3339, string(data[field]))
+	if err != nil {
+		return time.Time{}
+	}
+	return at
+}
+
+// New makes a private key.
+func New() (private [32]byte) {
+	rand.Read(private[:]) // it ends the program rather than fail
+	private[0] &= 248     // RFC 7748, section 5, as wg(8) does before it prints
+	private[31] = private[31]&127 | 64
+	return private
+}
+
+// Text is a key as the Secret has it.
+func Text(key [32]byte) []byte { return []byte(base64.StdEncoding.EncodeToString(key[:])) }
+
+// Tunnels is what FieldTunnels holds for that many tunnels; empty: it is absent.
+func Tunnels(private [32]byte, n int) string {
+	var texts []string
+	for _, key := range fabric.PublicKeys(private, n)[1:] {
+		texts = append(texts, string(Text(key)))
+	}
+	return strings.Join(texts, ",")
+}
+
+// tunnelsIn is how many tunnels the data tell of.
+func tunnelsIn(data map[string][]byte) int {
+	if text := data[FieldTunnels]; len(text) > 0 {
+		return min(2+bytes.Count(text, []byte(",")), fabric.MaxTunnels)
+	}
+	return 1
+}
+
+// Begin returns the data with a next key.
+func Begin(data map[string][]byte, next [32]byte, now time.Time) map[string][]byte {
+	data = Abandon(data)
+	data[FieldNext], data[FieldNextSince] = Text(next), stamp(now)
+	return data
+}
+
+// Abandon returns the data without a next key.
+func Abandon(data map[string][]byte) map[string][]byte {
+	data = maps.Clone(data)
+	for _, field := range []string{FieldNext, FieldNextPublic, FieldNextTunnels, FieldNextSince} {
+		delete(data, field)
+	}
+	return data
+}
+
+// Publish returns the data with the public part of the next key.
+func Publish(data map[string][]byte, r Ring, tunnels int) map[string][]byte {
+	data = maps.Clone(data)
+	data[FieldNextPublic] = Text(fabric.PublicKeys(r.Next, 1)[0])
+	set(data, FieldNextTunnels, []byte(Tunnels(r.Next, tunnels)))
+	return data
+}
+
+// Promote returns the data with the next key as the current one.
+func Promote(data map[string][]byte, r Ring) map[string][]byte {
+	tunnels := tunnelsIn(data)
+	data = Abandon(data)
+	data[FieldPrivate], data[FieldPublic] = Text(r.Next), Text(fabric.PublicKeys(r.Next, 1)[0])
+	data[FieldGateways] = Text(r.Gateways)
+	set(data, FieldTunnels, []byte(Tunnels(r.Next, tunnels)))
+	set(data, FieldSince, stamp(r.NextSince))
+	return data
+}
+
+// Replace returns the data with another key at once, and with nothing of whoever had read them.
+func Replace(data map[string][]byte, private [32]byte, now time.Time) map[string][]byte {
+	tunnels := tunnelsIn(data)
+	data = Abandon(data)
+	delete(data, FieldGateways)
+	data[FieldPrivate], data[FieldPublic] = Text(private), Text(fabric.PublicKeys(private, 1)[0])
+	set(data, FieldTunnels, []byte(Tunnels(private, tunnels)))
+	data[FieldSince] = stamp(now)
+	return data
+}
+
+func set(data map[string][]byte, field string, value []byte) {
+	if len(value) == 0 {
+		delete(data, field)
+		return
+	}
+	data[field] = value
+}
+
+func stamp(at time.Time) []byte {
+	if at.IsZero() {
+		return nil
+	}
+	return []byte(at.UTC().Format(time.RFC3339))
+}
+
+// Settled is how long all peers have to have a session with the next key before it becomes the current one: what is under way
+// with the former key arrives.
+const Settled = 10 * time.Second
+
+// Seen is what the active gateway knows when it decides on the next step of a rotation.
+type Seen struct {
+	Now       time.Time
+	Answering bool          // it answers to Ring.Next
+	Lagging   int           // peers without a session with the next key
+	Moved     time.Duration // how long there have been none
+	Age       time.Duration // age at which a key is rotated; 0: at none
+	Patience  time.Duration // after which the next key becomes the current one in any case; 0: never
+}
+
+// A Step is what is to be written next.
+type Step string
+
+// The steps.
+const (
+	Nothing  Step = ""
+	Start    Step = "start"    // Begin with a new key
+	Announce Step = "announce" // Publish
+	Finish   Step = "finish"   // Promote
+)
+
+// Step decides. It is for the active gateway alone.
+func (r Ring) Step(s Seen) Step {
+	if r.Next == ([32]byte{}) {
+		if s.Age > 0 && !r.Since.IsZero() && s.Now.Sub(r.Since) >= s.Age {
+			return Start
+		}
+		return Nothing
+	}
+	switch {
+	case !s.Answering:
+		return Nothing
+	case !r.Published:
+		return Announce
+	case s.Lagging == 0 && s.Moved >= Settled, s.Patience > 0 && !r.NextSince.IsZero() && s.Now.Sub(r.NextSince) >= s.Patience:
+		return Finish
+	}
+	return Nothing
+}
+
+// Fingerprint is a public key for people, shortened.
+func Fingerprint(public [32]byte) string { return string(Text(public)[:12]) }

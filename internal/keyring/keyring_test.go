@@ -1,0 +1,223 @@
+package keyring_test
+
+import (
+	"encoding/json"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/keyring"
+)
+
+var start = time.Date(2026, 11, 28, 12, 0, 0, 0, time.UTC)
+
+func secretOf(private [32]byte) map[string][]byte {
+	return map[string][]byte{
+		keyring.FieldPrivate: keyring.Text(private), keyring.FieldPublic: keyring.Text(fabric.PublicKeys(private, 1)[0]),
+		keyring.FieldTunnels: []byte(keyring.Tunnels(private, 3)),
+	}
+}
+
+func read(t *testing.T, data map[string][]byte) keyring.Ring {
+	t.Helper()
+	r, wrong, err := keyring.Read(data)
+	if err != nil || wrong != nil {
+		t.Fatal(err, wrong)
+	}
+	return r
+}
+
+func TestStepsOfARotation(t *testing.T) {
+	private, next := keyring.New(), keyring.New()
+	first := secretOf(private)
+	begun := keyring.Begin(first, next, start)
+	published := keyring.Publish(begun, read(t, begun), 3)
+	promoted := keyring.Promote(published, read(t, published))
+	aged := keyring.Replace(first, private, start)
+	for _, tc := range []struct {
+		name string
+		data map[string][]byte
+		seen keyring.Seen
+		want keyring.Step
+	}{
+		{"no rotation", first, keyring.Seen{Now: start}, keyring.Nothing},
+		{"a key of unknown age", first, keyring.Seen{Now: start, Age: time.Hour}, keyring.Nothing},
+		{"a young key", aged, keyring.Seen{Now: start.Add(59 * time.Minute), Age: time.Hour}, keyring.Nothing},
+		{"an old key", aged, keyring.Seen{Now: start.Add(time.Hour), Age: time.Hour}, keyring.Start},
+		{"an old key, but age does not matter", aged, keyring.Seen{Now: start.Add(1e6 * time.Hour)}, keyring.Nothing},
+		{"the gateway does not answer yet", begun, keyring.Seen{Now: start}, keyring.Nothing},
+		{"it does", begun, keyring.Seen{Now: start, Answering: true, Lagging: 2}, keyring.Announce},
+		{"it does, without any peer", begun, keyring.Seen{Now: start, Answering: true, Moved: time.Hour}, keyring.Announce},
+		{"a peer lags", published, keyring.Seen{Now: start, Answering: true, Lagging: 1, Patience: time.Hour}, keyring.Nothing},
+		{"all have just moved", published, keyring.Seen{Now: start, Answering: true, Moved: time.Second}, keyring.Nothing},
+		{"all have moved", published, keyring.Seen{Now: start, Answering: true, Moved: keyring.Settled}, keyring.Finish},
+		{"another gateway does not answer yet", published, keyring.Seen{Now: start, Moved: time.Hour}, keyring.Nothing},
+		{"patience ends", published, keyring.Seen{Now: start.Add(time.Hour), Answering: true, Lagging: 1, Patience: time.Hour}, keyring.Finish},
+		{"there is no patience to end", published, keyring.Seen{Now: start.Add(1e6 * time.Hour), Answering: true, Lagging: 1}, keyring.Nothing},
+		{"it is over", promoted, keyring.Seen{Now: start}, keyring.Nothing},
+	} {
+		if got := read(t, tc.data).Step(tc.seen); got != tc.want {
+			t.Errorf("%s: %q, want %q", tc.name, got, tc.want)
+		}
+	}
+}
+
+func TestARotationChangesTheKeyAndKeepsWhatGatewaysShare(t *testing.T) {
+	private, next, after := keyring.New(), keyring.New(), keyring.New()
+	first := secretOf(private)
+	begun := keyring.Begin(first, next, start)
+	r := read(t, begun)
+	if r.Private != private || r.Next != next || r.Published || r.Gateways != private || !r.NextSince.Equal(start) {
+		t.Error("begun:", r.Private == private, r.Next == next, r.Published)
+	}
+	published := keyring.Publish(begun, r, 3)
+	if r = read(t, published); !r.Published || string(published[keyring.FieldNextTunnels]) != keyring.Tunnels(next, 3) {
+		t.Error("published:", r.Published)
+	}
+	promoted := keyring.Promote(published, r)
+	r = read(t, promoted)
+	if r.Private != next || r.Next != ([32]byte{}) || r.Gateways != private || !r.Since.Equal(start) || string(promoted[keyring.FieldTunnels]) != keyring.Tunnels(next, 3) {
+		t.Error("promoted:", r.Private == next, r.Gateways == private, r.Since)
+	}
+	again := keyring.Promote(keyring.Begin(promoted, after, start), read(t, keyring.Begin(promoted, after, start)))
+	if r = read(t, again); r.Private != after || r.Gateways != private {
+		t.Error("a second rotation changes what gateways share")
+	}
+	replaced := keyring.Replace(keyring.Begin(again, next, start), private, start)
+	if r = read(t, replaced); r.Private != private || r.Gateways != private || r.Next != ([32]byte{}) {
+		t.Error("a key that is replaced leaves something of before")
+	}
+	for name, value := range replaced {
+		for _, key := range [][32]byte{next, after} {
+			if strings.Contains(string(value), string(keyring.Text(key))) {
+				t.Errorf("data.%s still has a former key", name)
+			}
+		}
+	}
+	if len(first) != 3 {
+		t.Error("what was given is modified")
+	}
+}
+
+func TestWhatIsWrongIsNamedAndLeftOut(t *testing.T) {
+	private := keyring.New()
+	data := secretOf(private)
+	data[keyring.FieldNext], data[keyring.FieldGateways] = []byte("x"), []byte("y")
+	r, wrong, err := keyring.Read(data)
+	if err != nil || r.Private != private || r.Next != ([32]byte{}) || r.Gateways != private {
+		t.Error(err)
+	}
+	for _, field := range []string{keyring.FieldNext, keyring.FieldGateways} {
+		if wrong == nil || !strings.Contains(wrong.Error(), field) {
+			t.Errorf("%v does not name %s", wrong, field)
+		}
+	}
+	delete(data, keyring.FieldPrivate)
+	if _, _, err := keyring.Read(data); err == nil {
+		t.Error("no private key, and no error")
+	}
+}
+
+func TestARingPrintsNoKey(t *testing.T) {
+	r := keyring.Ring{Private: keyring.New(), Next: keyring.New()}
+	text, err := json.Marshal(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, s := range []string{fmt.Sprint(r), fmt.Sprintf("%+v %#v", r, r), string(text)} {
+		for _, key := range [][32]byte{r.Private, r.Next} {
+			if strings.Contains(s, string(keyring.Text(key))) || strings.Contains(s, fmt.Sprint(key[0], " ", key[1])) {
+				t.Errorf("%.80s", s)
+			}
+		}
+	}
+}
+
+// A gatewayModel is a gateway process: what it has read of the Secret.
+type gatewayModel struct {
+	ring   keyring.Ring
+	active bool
+}
+
+func (g *gatewayModel) answers(key [32]byte) bool { return key == g.ring.Private || key == g.ring.Next }
+
+// TestRotationsConvergeWhateverStops steps through rotations in which gateways and the manager read and write late, write what
+// they have read before (the API server refuses that), crash, and take over from each other. At every moment, the active gateway
+// answers to the key that the peer has. In the end the rotation is over.
+func TestRotationsConvergeWhateverStops(t *testing.T) {
+	for seed := range uint64(100) {
+		rng := rand.New(rand.NewPCG(28, seed))
+		secret := secretOf(keyring.New())
+		first := read(t, secret)
+		gateways := []*gatewayModel{{ring: first, active: true}, {ring: first}}
+		published, peer := first.Private, first.Private // by the manager; what the peer has
+		now, moved := start, start
+		log := ""
+		step := func(event int) {
+			now = now.Add(time.Second)
+			switch event {
+			case 0: // rotate-key
+				if r := read(t, secret); r.Next == ([32]byte{}) && strings.Count(log, "begin") < 3 {
+					secret, log = keyring.Begin(secret, keyring.New(), now), log+" begin"
+				}
+			case 1, 2: // a gateway reads
+				gateways[event-1].ring = read(t, secret)
+			case 3, 4: // the active one writes, of what it has read
+				for i, g := range gateways {
+					fresh := g.ring == read(t, secret) // else the write is refused
+					if !g.active || !fresh || event == 4 && rng.IntN(2) == 0 {
+						continue
+					}
+					seen := keyring.Seen{Now: now, Answering: g.answers(g.ring.Next)}
+					if peer != g.ring.Next {
+						seen.Lagging, moved = 1, now
+					}
+					seen.Moved = now.Sub(moved)
+					switch s := g.ring.Step(seen); s {
+					case keyring.Announce:
+						secret, log = keyring.Publish(secret, g.ring, 3), fmt.Sprint(log, " announce", i)
+					case keyring.Finish:
+						secret, log = keyring.Promote(secret, g.ring), fmt.Sprint(log, " finish", i)
+					}
+				}
+			case 5: // the manager publishes
+				if r := read(t, secret); r.Published {
+					published = r.Next
+				} else {
+					published = r.Private
+				}
+			case 6: // the peer is told
+				if peer != published {
+					peer, log = published, log+" move"
+				}
+			case 7: // failover, or a crash: the successor reads the Secret before it is active
+				for _, g := range gateways {
+					if g.active = !g.active; g.active {
+						g.ring = read(t, secret)
+					}
+				}
+				moved, log = now, log+" failover"
+			}
+		}
+		for range 200 {
+			step(rng.IntN(8))
+			for i, g := range gateways {
+				if g.active && !g.answers(peer) {
+					t.Fatalf("seed %d: gateway %d does not answer to the key that the peer has:%s", seed, i, log)
+				}
+			}
+		}
+		for range 40 {
+			for _, event := range []int{1, 2, 3, 5, 6} {
+				step(event)
+			}
+		}
+		r := read(t, secret)
+		if r.Next != ([32]byte{}) || peer != r.Private || r.Gateways != first.Private {
+			t.Fatalf("seed %d: not over:%s", seed, log)
+		}
+	}
+}

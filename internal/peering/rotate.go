@@ -1,0 +1,160 @@
+package peering
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/keyring"
+)
+
+// RotateOptions of RotateKey.
+type RotateOptions struct {
+	// Now replaces the key at once instead of waiting for peers: who has stolen it can do nothing with it any more.
+	Now bool
+	// Wait is how long to wait for the end of the rotation; 0: not at all.
+	Wait   time.Duration
+	Report func(string) // gets a line for each thing done
+}
+
+// rotateLook is how often RotateKey looks while it waits.
+const rotateLook = time.Second
+
+// errRotating says that a rotation is not over.
+var errRotating = errors.New("the rotation is not over")
+
+// RotateKey begins a rotation of the WireGuard key of a cluster, unless one is in progress, and reports how far it is.
+func RotateKey(ctx context.Context, c *Cluster, o RotateOptions) error {
+	secret, ring, err := c.keys(ctx)
+	if err != nil {
+		return err
+	}
+	now, known := c.now()
+	if !known {
+		now = time.Now()
+	}
+	want := secret.DeepCopy()
+	switch {
+	case o.Now:
+		want.Data = keyring.Replace(secret.Data, keyring.New(), now)
+	case ring.Next == ([32]byte{}):
+		want.Data = keyring.Begin(secret.Data, keyring.New(), now)
+	}
+	if o.Now || ring.Next == ([32]byte{}) {
+		if err := c.client.Patch(ctx, want, client.MergeFromWithOptions(secret, client.MergeFromWithOptimisticLock{})); err != nil {
+			return c.explain("Secret "+client.ObjectKeyFromObject(secret).String(), err)
+		}
+		if ring, _, err = keyring.Read(want.Data); err != nil {
+			return err
+		}
+	}
+	if o.Now {
+		o.Report(fmt.Sprintf("the key is replaced: %s; the former one answers nothing any more, and peers are out of reach until they have the new one", shortKey(ring.Private)))
+		return nil
+	}
+	began := ring
+	said := ""
+	for until := time.Now().Add(o.Wait); ; {
+		text, over, err := c.rotation(ctx, began, ring, now)
+		if err != nil {
+			return err
+		}
+		if text != said {
+			o.Report(text)
+			said = text
+		}
+		switch {
+		case over || o.Wait == 0:
+			return nil
+		case time.Now().After(until):
+			return errRotating
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(rotateLook):
+		}
+		if _, ring, err = c.keys(ctx); err != nil {
+			return err
+		}
+	}
+}
+
+// rotation says how far the rotation of began is.
+func (c *Cluster) rotation(ctx context.Context, began, ring keyring.Ring, now time.Time) (text string, over bool, err error) {
+	if ring.Private == began.Next {
+		return fmt.Sprintf("the key is rotated: %s", shortKey(ring.Private)), true, nil
+	}
+	if ring.Next != began.Next {
+		return "another key has taken the place of the next one", true, nil
+	}
+	since := ""
+	if at := ring.NextSince; !at.IsZero() && now.Sub(at) > time.Minute {
+		since = ", begun " + at.UTC().Format(time.RFC3339)
+	}
+	head := fmt.Sprintf("the key %s rotates to %s%s", shortKey(ring.Private), shortKey(ring.Next), since)
+	if !ring.Published {
+		return head + ": waiting for the gateway to answer to the new key", false, nil
+	}
+	moved, lagging, err := c.movedTo(ctx, fabric.PublicKeys(ring.Next, 1)[0])
+	if err != nil {
+		return "", false, err
+	}
+	text = fmt.Sprintf("%s: %d of %d peers have moved", head, moved, moved+len(lagging))
+	if len(lagging) > 0 {
+		text += "; waiting for " + strings.Join(lagging, ", ")
+	}
+	return text, false, nil
+}
+
+// movedTo says how many peers have a session with a key of ours, and which ones do not.
+func (c *Cluster) movedTo(ctx context.Context, public [32]byte) (moved int, lagging []string, err error) {
+	var endpoints v1alpha1.TunnelEndpointList
+	if err := c.client.List(ctx, &endpoints); err != nil {
+		return 0, nil, c.explain("TunnelEndpoints", err)
+	}
+	for i := range endpoints.Items {
+		te := &endpoints.Items[i]
+		switch {
+		case !te.DeletionTimestamp.IsZero():
+		case te.Status.Connection.PeerConfiguration[v1alpha1.ConfigOwnKey] == string(keyring.Text(public)):
+			moved++
+		default:
+			lagging = append(lagging, Printable(te.Spec.ClusterIdentity.ClusterName))
+		}
+	}
+	slices.Sort(lagging)
+	return moved, lagging, nil
+}
+
+// keys reads the Secret with the WireGuard keys.
+func (c *Cluster) keys(ctx context.Context) (*corev1.Secret, keyring.Ring, error) {
+	var secret corev1.Secret
+	name := types.NamespacedName{Namespace: c.Namespace, Name: keyring.SecretName}
+	err := c.client.Get(ctx, name, &secret)
+	switch {
+	case apierrors.IsNotFound(err):
+		return nil, keyring.Ring{}, fmt.Errorf("%s: there is no Secret %s yet: the gateway makes it when it starts", c, name)
+	case err != nil:
+		return nil, keyring.Ring{}, c.explain("Secret "+name.String(), err)
+	}
+	ring, _, err := keyring.Read(secret.Data)
+	if err != nil {
+		return nil, ring, fmt.Errorf("%s: Secret %s: %w", c, name, err)
+	}
+	return &secret, ring, nil
+}
+
+func shortKey(private [32]byte) string {
+	return keyring.Fingerprint(fabric.PublicKeys(private, 1)[0])
+}

@@ -1,0 +1,87 @@
+package kube
+
+import (
+	"context"
+	"slices"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/internal/keyring"
+)
+
+// Rotation is what the active gateway knows of the rotation of its key.
+type Rotation struct {
+	Next    [32]byte // the next private key to which it answers; zero: to none
+	Lagging []string // IDs of peers that have no session with it, sorted
+}
+
+// rotate takes the next step of a rotation, as the Secret says where it stands (package keyring).
+func (w *writer) rotate(ctx context.Context, r Report) {
+	w.mu.Lock()
+	wish := w.wish
+	w.mu.Unlock()
+	ring := wish.snapshot.Keys
+	if !wish.valid || wish.err != nil || wish.remembered != nil { // what the Secret says now is not known
+		return
+	}
+	now := time.Now()
+	lagging := lagging(wish.snapshot, r)
+	if ring.Next == ([32]byte{}) || r.Rotation.Next != ring.Next || len(lagging) > 0 || w.moving != ring.Next {
+		w.moved, w.moving = now, ring.Next
+	}
+	w.metrics.rotation.Store(&rotationState{ring, lagging})
+	step := ring.Step(keyring.Seen{Now: now, Answering: r.Rotation.Next == ring.Next, Lagging: len(lagging), Moved: now.Sub(w.moved),
+		Age: w.o.RotateKeys, Patience: w.o.RotationPatience})
+	if step == keyring.Nothing {
+		return
+	}
+	have := new(corev1.Secret)
+	if err := w.objects.Get(ctx, client.ObjectKey{Namespace: w.o.Namespace, Name: keyring.SecretName}, have); err != nil {
+		return // the next round tries again
+	}
+	if is, _, err := keyFrom(have); err != nil || is != ring || !w.due(have, now) {
+		return // it has changed since
+	}
+	want := have.DeepCopy()
+	switch step {
+	case keyring.Start:
+		want.Data = keyring.Begin(have.Data, keyring.New(), now)
+	case keyring.Announce:
+		want.Data = keyring.Publish(have.Data, ring, w.o.Tunnels)
+	case keyring.Finish:
+		want.Data = keyring.Promote(have.Data, ring)
+	}
+	if w.patch(ctx, "Secret", have, want, false) {
+		w.log.Info("rotation of the key", "step", string(step), "lagging", lagging)
+	}
+}
+
+// due says whether the Secret may be written now.
+func (w *writer) due(o client.Object, now time.Time) bool { return w.of(o).due(o, now) }
+
+// lagging are the peers that lag, by what the gateway reports. One of which it does not know yet lags.
+func lagging(s Snapshot, r Report) []string {
+	if s.Keys.Next == ([32]byte{}) {
+		return nil
+	}
+	all := slices.Clone(r.Rotation.Lagging)
+	known := make(map[string]bool, len(r.Peers))
+	for _, p := range r.Peers {
+		known[p.ID] = true
+	}
+	for _, p := range s.Gateway.Peers {
+		if !known[p.ID] {
+			all = append(all, p.ID)
+		}
+	}
+	slices.Sort(all)
+	return all
+}
+
+// rotationState is what metrics say of the key.
+type rotationState struct {
+	ring    keyring.Ring
+	lagging []string
+}
