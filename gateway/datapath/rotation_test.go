@@ -7,6 +7,9 @@ import (
 	"testing/synctest"
 	"time"
 
+	"golang.zx2c4.com/wireguard/device"
+	"golang.zx2c4.com/wireguard/tun"
+
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/natengine"
 )
@@ -219,5 +222,67 @@ func TestOctetsOfAPeerOnlyGrow(t *testing.T) {
 			15 * time.Second: func() { look(); r.set(t, next, key{}); look() },
 			29 * time.Second: look,
 		})
+	})
+}
+
+// A peer that only knows WireGuard has its former peer removed and the new one added. It loses what is under way, and what comes
+// until its next packet has made a session: the responder may not use that before the initiator has (section 5.4.3).
+func TestAPeerWithWireGuardGoLosesOneHandshake(t *testing.T) {
+	const latency, step = 15 * time.Millisecond, 10 * time.Millisecond
+	synctest.Test(t, func(t *testing.T) {
+		keys := orderedKeys(true)
+		p := newPair(t, keys)
+		a, b := p.ends[0], p.ends[1]
+		b.Close()
+		theirs := &wire{Bind: p.network.Bind(b.place.Addr()), delay: latency}
+		a.wire.delay = latency
+		packets := &packets{in: make(chan []byte, 10), events: make(chan tun.Event)}
+		dev := device.NewDevice(packets, theirs, device.NewLogger(device.LogLevelSilent, ""))
+		defer dev.Close()
+		know := func(former, public [32]byte) {
+			text := fmt.Sprintf("public_key=%x\nendpoint=%s\nallowed_ip=%s\n", public, a.place, pairPlan[0].seen)
+			if former != ([32]byte{}) {
+				text = fmt.Sprintf("public_key=%x\nremove=true\n", former) + text
+			}
+			if err := dev.IpcSet(text); err != nil {
+				t.Error(err)
+			}
+			datapath.WithoutFinalizers(dev.LookupPeer(public))
+		}
+		if err := dev.IpcSet(fmt.Sprintf("private_key=%x\nlisten_port=%d\n", keys[1].private, b.place.Port())); err != nil {
+			t.Fatal(err)
+		}
+		know([32]byte{}, keys[0].public)
+		if err := dev.Up(); err != nil {
+			t.Fatal(err)
+		}
+		next := numberedKey(7)
+		r := &rotating{end: a, now: a.key}
+		const all = 4000
+		for n := range uint32(all) {
+			switch n {
+			case 500:
+				r.set(t, a.key, next)
+			case 1000:
+				know(a.key.public, next.public)
+			case 3000:
+				r.set(t, next, key{})
+			}
+			a.send(t, n)
+			packets.in <- numbered(a.to, podOf(0), n, 100)
+			time.Sleep(step)
+		}
+		time.Sleep(time.Second)
+		synctest.Wait()
+		packets.mu.Lock()
+		defer packets.mu.Unlock()
+		a.mu.Lock()
+		defer a.mu.Unlock()
+		const most = uint32(4*latency/step) + 1
+		for way, got := range map[string]int{"from": len(a.got), "to": len(packets.got)} {
+			if lost := all - got; lost < 0 || lost > int(most) {
+				t.Errorf("%d packets %s the peer lost: want %d at most", lost, way, most)
+			}
+		}
 	})
 }
