@@ -99,6 +99,7 @@ func statusFor(s peeringState) isthmus.PeeringStatus {
 		status.Endpoint = endpointText(s.copies[0].Spec.EndpointIP, s.copies[0].Spec.BackendConfig)
 	}
 	status.PostQuantum = s.postQuantum()
+	status.Keys = s.keys(old.Keys, metav1.Now())
 	if s.endpoint != nil {
 		status.Endpoint = endpointText(s.endpoint.Spec.EndpointIP, s.endpoint.Spec.BackendConfig)
 		if s.silent == "" {

@@ -58,6 +58,8 @@ type Row struct {
 	Latency   string                   `json:"latency,omitempty"`
 	// PostQuantum is the kind of the tunnel's preshared key; zero where nobody knows.
 	PostQuantum isthmus.PostQuantumStatus `json:"postQuantum,omitzero"`
+	// Keys are the WireGuard keys of the present sessions.
+	Keys isthmus.KeysStatus `json:"keys,omitzero"`
 	// Services are those that the peer exports to this cluster; nil where it exports none, or they may not be read.
 	Services *ServiceCounts `json:"services,omitempty"`
 	// IdentityUntil is when our token at the peer ends; nil where there is none, or it may not be read.
@@ -142,7 +144,7 @@ func rowOf(p *isthmus.Peering) Row {
 	s := Row{
 		Name: p.Name, Cluster: p.Spec.Cluster, Ready: isTrue(p, isthmus.ConditionReady), Status: metav1.ConditionUnknown, Reason: isthmus.ReasonUnknown,
 		Deleting: !p.DeletionTimestamp.IsZero(), Namespace: p.Spec.TenantNamespace.Local, Local: p.Status.Local, Remote: p.Status.Remote,
-		Endpoint: p.Status.Endpoint, Latency: p.Status.Latency, PostQuantum: p.Status.PostQuantum, Conditions: p.Status.Conditions,
+		Endpoint: p.Status.Endpoint, Latency: p.Status.Latency, PostQuantum: p.Status.PostQuantum, Keys: p.Status.Keys, Conditions: p.Status.Conditions,
 	}
 	for _, c := range p.Status.Conditions {
 		if c.Type == isthmus.ConditionReady {
@@ -161,6 +163,17 @@ func rowOf(p *isthmus.Peering) Row {
 		s.Problem = s.Problems[0]
 	}
 	return s
+}
+
+// keyText is a key with its age.
+func keyText(key string, since *metav1.Time, at time.Time, lags bool) string {
+	if key == "" {
+		return ""
+	}
+	if key += " (" + ago(since, at) + ")"; lags {
+		key += ", rotates"
+	}
+	return key
 }
 
 // Ready reports whether all peerings are, and everything that they need of this cluster works.
@@ -219,13 +232,14 @@ func (s Status) Print(w io.Writer, wide bool) error {
 		printRow(t, cells...)
 	}
 	if wide { // in a table of its own, that both fit a screen
-		fmt.Fprintln(t, "\nPEERING\tCLUSTER ID\tNAMESPACE\tTHEIR EXTERNAL HERE\tOUR EXTERNAL THERE\tIDENTITY UNTIL\tPOST-QUANTUM")
+		fmt.Fprintln(t, "\nPEERING\tCLUSTER ID\tNAMESPACE\tTHEIR EXTERNAL HERE\tOUR EXTERNAL THERE\tIDENTITY UNTIL\tOUR KEY\tTHEIR KEY\tPOST-QUANTUM")
 		for _, p := range s.Peerings {
 			until := ""
 			if p.IdentityUntil != nil {
 				until = p.IdentityUntil.UTC().Format(time.RFC3339)
 			}
-			printRow(t, p.Name, p.Cluster.ClusterID, p.Namespace, p.Remote.ExternalCIDRSeen, p.Local.ExternalCIDRSeen, until, strings.TrimSuffix(p.PostQuantum.Key+": "+p.PostQuantum.Why, ": "))
+			printRow(t, p.Name, p.Cluster.ClusterID, p.Namespace, p.Remote.ExternalCIDRSeen, p.Local.ExternalCIDRSeen, until,
+				keyText(p.Keys.Ours, p.Keys.OursSince, s.At, p.Keys.Lags), keyText(p.Keys.Theirs, p.Keys.TheirsSince, s.At, false), strings.TrimSuffix(p.PostQuantum.Key+": "+p.PostQuantum.Why, ": "))
 		}
 	}
 	if err := t.Flush(); err != nil {

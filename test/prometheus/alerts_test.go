@@ -63,6 +63,8 @@ var well = map[string]string{
 	`isthmus_gateway_active{instance="gw",job="g",namespace="n"}`:                                                      "1x400",
 	`isthmus_gateway_active{instance="standby",job="g",namespace="n"}`:                                                 "0x400",
 	`isthmus_gateway_standbys{instance="gw",job="g",namespace="n"}`:                                                    "1x400",
+	`isthmus_gateway_key_rotation_age_seconds{instance="gw",job="g",namespace="n"}`:                                    "0x400",
+	`isthmus_gateway_key_laggards{instance="gw",job="g",namespace="n"}`:                                                "0x400",
 	`isthmus_gateway_source_ok{instance="gw",job="g",namespace="n"}`:                                                   "1x400",
 	`isthmus_gateway_from_snapshot{instance="gw",job="g",namespace="n"}`:                                               "0x400",
 	`isthmus_gateway_left_out_objects{instance="gw",job="g",namespace="n",kind="NatMapping"}`:                          "0x400",
@@ -103,6 +105,8 @@ var faults = []struct {
 		`isthmus_manager_peering_ready{instance="m",job="m",namespace="n",peering="oslo",peer="p",reason="NoAnswer"}`:  "0",
 	}, summary: "oslo is not ready: NoAnswer"},
 	{alert: "IsthmusPostQuantumMissing", after: 5, series: map[string]string{`isthmus_manager_peering_post_quantum`: "0"}, summary: "oslo requires a preshared key"},
+	{alert: "IsthmusKeyRotationStuck", after: 5, series: map[string]string{
+		`isthmus_gateway_key_rotation_age_seconds`: "90000", `isthmus_gateway_key_laggards`: "2"}, summary: "rotates since a day"},
 	{alert: "IsthmusDrops", after: 13, series: map[string]string{`isthmus_drops_total{instance="gw",job="g",namespace="n",peer="p"`: "+1200"}, summary: "ttl"},
 	{alert: "IsthmusIdentityNotRenewed", after: 5, series: map[string]string{
 		`isthmus_manager_identity_expiry`: "10000", `isthmus_manager_identity_renewal`: "1000"}, summary: "ends in"},

@@ -169,6 +169,9 @@ type PeeringStatus struct {
 	// PostQuantum is what protects the tunnel against a quantum computer of tomorrow.
 	// +optional
 	PostQuantum PostQuantumStatus `json:"postQuantum,omitzero"`
+	// Keys are the WireGuard keys of the present sessions.
+	// +optional
+	Keys KeysStatus `json:"keys,omitzero"`
 }
 
 // PostQuantumStatus names the preshared key of the tunnel.
@@ -181,6 +184,27 @@ type PostQuantumStatus struct {
 	// +kubebuilder:validation:MaxLength=1024
 	// +optional
 	Why string `json:"why,omitempty"`
+}
+
+// KeysStatus names the WireGuard public keys of the present sessions by their first 12 characters.
+type KeysStatus struct {
+	// Ours is the key of this cluster's gateway.
+	// +kubebuilder:validation:MaxLength=12
+	// +optional
+	Ours string `json:"ours,omitempty"`
+	// OursSince is since when the sessions have had it.
+	// +optional
+	OursSince *metav1.Time `json:"oursSince,omitempty"`
+	// Theirs is the key of the peer's gateway.
+	// +kubebuilder:validation:MaxLength=12
+	// +optional
+	Theirs string `json:"theirs,omitempty"`
+	// TheirsSince is since when it has been known.
+	// +optional
+	TheirsSince *metav1.Time `json:"theirsSince,omitempty"`
+	// Lags says that the key of this cluster rotates, and that the peer has no session with the next one yet.
+	// +optional
+	Lags bool `json:"lags,omitempty"`
 }
 
 // What PostQuantumStatus.Key can be.

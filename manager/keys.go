@@ -1,0 +1,42 @@
+package manager
+
+import (
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/keyring"
+)
+
+// keys are the WireGuard keys of the sessions with the peer, as the gateway reports them. was is the status before.
+func (s *peeringState) keys(was isthmus.KeysStatus, now metav1.Time) isthmus.KeysStatus {
+	if s.endpoint == nil {
+		return isthmus.KeysStatus{}
+	}
+	own := string(s.endpoint.Status.Connection.PeerConfiguration[v1alpha1.ConfigOwnKey])
+	k := isthmus.KeysStatus{Ours: shortKey(own), Theirs: shortKey(string(s.endpoint.Spec.BackendConfig[v1alpha1.ConfigPublicKey]))}
+	if s.original != nil && own != "" {
+		k.Lags = own != string(s.original.Spec.BackendConfig[v1alpha1.ConfigPublicKey])
+	}
+	since := func(is, before string, at *metav1.Time) *metav1.Time {
+		switch {
+		case is == "":
+			return nil
+		case is == before && at != nil:
+			return at
+		}
+		return &now
+	}
+	k.OursSince, k.TheirsSince = since(k.Ours, was.Ours, was.OursSince), since(k.Theirs, was.Theirs, was.TheirsSince)
+	return k
+}
+
+// shortKey is a public key for people; empty: it is none.
+func shortKey(text string) string {
+	key, err := fabric.ParseKey(text)
+	if err != nil {
+		return ""
+	}
+	return keyring.Fingerprint(key)
+}
