@@ -24,6 +24,7 @@ import (
 	peerings "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/fleet"
+	"github.com/isthmus-net/isthmus/internal/keyring"
 	"github.com/isthmus-net/isthmus/internal/lab"
 	"github.com/isthmus-net/isthmus/internal/postquantum"
 )
@@ -250,6 +251,19 @@ func noKeyIsShown(t *testing.T, f *fleet.Fleet) {
 						if strings.Contains(text, form) {
 							t.Errorf("cluster %s: %s has a preshared key", c, where)
 						}
+					}
+				}
+			}
+		}
+		ring := ringOf(t, c)
+		for _, key := range [][32]byte{ring.Private, ring.Next, ring.Gateways} {
+			if key == ([32]byte{}) {
+				continue
+			}
+			for _, form := range []string{string(key[:]), string(keyring.Text(key)), hex.EncodeToString(key[:]), fmt.Sprint(key)} {
+				for where, text := range texts {
+					if strings.Contains(text, form) {
+						t.Errorf("cluster %s: %s has a WireGuard private key", c, where)
 					}
 				}
 			}

@@ -1,0 +1,209 @@
+package fleet
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/fleet"
+	"github.com/isthmus-net/isthmus/internal/keyring"
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+// rotateEvery is how often keys rotate under load.
+const rotateEvery = 20 * time.Second
+
+// TestRotation rotates the keys of two clusters, the first of which has two gateways.
+func TestRotation(t *testing.T) {
+	two := func(spec lab.ClusterSpec) lab.ClusterSpec {
+		spec.Tunnels = 2
+		return spec
+	}
+	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{two(inPods(clusterSpec("10.244.0.0/16", 2))), two(clusterSpec("10.244.128.0/18", 2))}})
+	a, b := f.Clusters[0], f.Clusters[1]
+	peer(t, f, a, b)
+	from, to := remotePod(t, a), remotePod(t, b)
+	at := seen(t, a, b, to.Addr)
+	exchange := preshared(t, a, b, "")
+
+	t.Run("AsOftenAsItLikes", func(t *testing.T) {
+		length, streams := time.Minute, 4
+		if *long {
+			length, streams = 10*time.Minute, 50
+		}
+		control := echoes(t, from, to, at, streams, length, nil)
+		rotations := 0
+		rotated := echoes(t, from, to, at, streams, length, func() {
+			c := []*fleet.Cluster{a, b}[rotations%2]
+			rotations++
+			rotate(t, f, c)
+		})
+		t.Logf("control: %v; %d rotations: %v", control, rotations, rotated)
+		if rotated.lost > max(control.lost, 0)+control.lost/10 {
+			t.Errorf("%d datagrams lost, and without rotations %d", rotated.lost, control.lost)
+		}
+	})
+	t.Run("ThePresharedKeyIsAnotherOne", func(t *testing.T) { preshared(t, a, b, exchange) })
+	t.Run("BothAtOnce", func(t *testing.T) {
+		traffic := talk(t, from, to, at)
+		var both sync.WaitGroup
+		for _, c := range f.Clusters {
+			both.Go(func() { rotate(t, f, c) })
+		}
+		both.Wait()
+		traffic.endWithoutLoss(t)
+	})
+	t.Run("AManagerAndAGatewayThatStopInTheMiddle", func(t *testing.T) {
+		must(t, a.Kill(fleet.Manager))
+		before := ringOf(t, a)
+		isthmus(t, f, "rotate-key", "--context", a.Name)
+		eventually(t, "the gateway's answer to the next key", func() error {
+			if !ringOf(t, a).Published {
+				return errors.New("it is not published")
+			}
+			return nil
+		})
+		was := active(t, a)
+		must(t, a.Kill(fleet.Gateway(was)))
+		eventually(t, "the other gateway", func() error {
+			if i, err := a.ActiveGateway(t.Context()); err != nil || i == was {
+				return fmt.Errorf("gateway %d: %w", i, err)
+			}
+			return nil
+		})
+		_, err := firstPing(t.Context(), from.Host, func() (netip.Addr, error) { return at, nil })
+		must(t, err) // by the former key: the manager has told nobody of the next one
+		out, err := f.Isthmus(t.Context(), "rotate-key", "--context", a.Name)
+		if err != nil || !strings.Contains(out, "0 of 1 peers have moved; waiting for b") {
+			t.Errorf("%v: %s", err, out)
+		}
+		traffic := talk(t, from, to, at)
+		must(t, a.Start(t.Context(), fleet.Manager))
+		isthmus(t, f, "rotate-key", "--context", a.Name, "--wait", patience.String())
+		traffic.endWithoutLoss(t)
+		if after := ringOf(t, a); after.Private == before.Private || after.Next != ([32]byte{}) || after.Gateways != before.Gateways {
+			t.Error("the key is the former one, or gateways do not know each other any more")
+		}
+		must(t, a.Start(t.Context(), fleet.Gateway(was)))
+	})
+	t.Run("NowForAStolenKey", func(t *testing.T) {
+		before := ringOf(t, a)
+		isthmus(t, f, "rotate-key", "--context", a.Name, "--now")
+		after := ringOf(t, a)
+		if after.Private == before.Private || after.Gateways != after.Private {
+			t.Error("something of the former key is left")
+		}
+		public := string(keyring.Text(fabric.PublicKeys(after.Private, 1)[0]))
+		eventually(t, "a session with the new key", func() error {
+			if got := string(endpointOf(t, a, b).Status.Connection.PeerConfiguration[v1alpha1.ConfigOwnKey]); got != public {
+				return fmt.Errorf("it is with %q", got)
+			}
+			return nil
+		})
+		ready(t, a, b)
+		_, err := firstPing(t.Context(), from.Host, func() (netip.Addr, error) { return at, nil })
+		must(t, err)
+	})
+	t.Run("NobodyPrintsAKey", func(t *testing.T) { noKeyIsShown(t, f) })
+}
+
+// rotate rotates the key of a cluster and waits until that is over.
+func rotate(t *testing.T, f *fleet.Fleet, c *fleet.Cluster) {
+	t.Helper()
+	if out, err := f.Isthmus(t.Context(), "rotate-key", "--context", c.Name, "--wait", patience.String()); err != nil || !strings.Contains(out, "the key is rotated") {
+		t.Errorf("rotate-key: %v\n%s", err, out)
+	}
+}
+
+// ringOf reads the keys of a cluster.
+func ringOf(t *testing.T, c *fleet.Cluster) keyring.Ring {
+	t.Helper()
+	var secret corev1.Secret
+	must(t, c.Client.Get(t.Context(), client.ObjectKey{Namespace: fleet.Namespace, Name: keyring.SecretName}, &secret))
+	r, wrong, err := keyring.Read(secret.Data)
+	must(t, errors.Join(err, wrong))
+	return r
+}
+
+// A loss is what became of datagrams that were echoed.
+type loss struct{ sent, lost int64 }
+
+func (l loss) String() string { return fmt.Sprintf("%d of %d datagrams lost", l.lost, l.sent) }
+
+// echoes sends 1,000 datagrams a second to a pod that sends them back, beside TCP streams, none of which may break; every
+// rotateEvery it calls again.
+func echoes(t *testing.T, from, to *lab.Pod, at netip.Addr, streams int, length time.Duration, again func()) loss {
+	t.Helper()
+	echo, err := to.ListenPacket("udp4", to.Addr.String()+":0")
+	must(t, err)
+	defer echo.Close()
+	port := uint16(echo.LocalAddr().(*net.UDPAddr).Port)
+	conn, err := from.Dial(t.Context(), "udp4", netip.AddrPortFrom(at, port).String())
+	must(t, err)
+	defer conn.Close()
+	for _, c := range []any{echo, conn} {
+		_ = c.(*net.UDPConn).SetReadBuffer(8 << 20)
+	}
+	var l loss
+	var got atomic.Int64
+	var group sync.WaitGroup
+	group.Go(func() {
+		b := make([]byte, 1500)
+		for {
+			n, who, err := echo.ReadFrom(b)
+			if err != nil {
+				return
+			}
+			_, _ = echo.WriteTo(b[:n], who)
+		}
+	})
+	group.Go(func() {
+		b := make([]byte, 1500)
+		for {
+			if _, err := conn.Read(b); errors.Is(err, net.ErrClosed) {
+				return
+			} else if err == nil {
+				got.Add(1)
+			}
+		}
+	})
+	all := make([]*traffic, streams)
+	for i := range all {
+		all[i] = talk(t, from, to, at)
+	}
+	begin, next := time.Now(), time.Now().Add(rotateEvery/4)
+	var rotating sync.WaitGroup
+	b := make([]byte, 64)
+	for time.Since(begin) < length {
+		for want := int64(time.Since(begin) / time.Millisecond); l.sent < want; l.sent++ {
+			_, _ = conn.Write(b)
+		}
+		if again != nil && time.Now().After(next) {
+			next = next.Add(rotateEvery)
+			rotating.Wait()
+			rotating.Go(again)
+		}
+		time.Sleep(time.Millisecond)
+	}
+	rotating.Wait()
+	for _, r := range all {
+		r.end(t)
+	}
+	time.Sleep(2 * time.Second)
+	l.lost = l.sent - got.Load()
+	conn.Close()
+	echo.Close()
+	group.Wait()
+	return l
+}
