@@ -52,7 +52,7 @@ func keyFrom(secret *corev1.Secret) (ring keyring.Ring, problems []fabric.Proble
 			"; want the public key of data." + keyring.FieldPrivate + ": delete the Secret, and the gateway makes it anew with the private key in use"})
 	}
 	if ring.Since.IsZero() {
-		ring.Since = secret.CreationTimestamp.Time
+		ring.Since = secret.CreationTimestamp.UTC()
 	}
 	return ring, problems, nil
 }

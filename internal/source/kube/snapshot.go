@@ -56,6 +56,10 @@ type savedKey struct {
 	PrivateKey string `json:"privateKey"`
 	Next       string `json:"nextPrivateKey,omitempty"` // while it rotates
 	Gateways   string `json:"gatewayKey,omitempty"`     // empty: PrivateKey
+	// Of the ring, likewise.
+	Since     time.Time `json:"since,omitzero"`
+	NextSince time.Time `json:"nextSince,omitzero"`
+	Published bool      `json:"published,omitempty"`
 	// Preshared are those of peers, by cluster ID.
 	Preshared map[string]PresharedKey `json:"preshared,omitempty"`
 }
@@ -72,7 +76,7 @@ type savedObjects struct {
 
 	places    savedPlaces             // of a file of its own
 	preshared map[string]PresharedKey // of the file with the private key
-	keys      keyring.Ring            // likewise, without times
+	keys      keyring.Ring            // likewise
 }
 
 // savedPlaces are where our own cluster is, as Nodes and Pods say.
@@ -185,7 +189,8 @@ func remember(o GatewayOptions, now time.Time) (*remembered, error) {
 	if id := o.Cluster.ClusterID; id != "" && id != objects.Cluster.ClusterID {
 		return nil, fmt.Errorf("%s: cluster.clusterID is %q; want our %q", objectsFile, objects.Cluster.ClusterID, id)
 	}
-	objects.preshared, objects.keys = key.Preshared, keyring.Ring{Private: private, Gateways: private}
+	objects.preshared, objects.keys = key.Preshared, keyring.Ring{Private: private, Gateways: private,
+		Since: key.Since, NextSince: key.NextSince, Published: key.Published}
 	for _, field := range []struct {
 		text string
 		key  *[32]byte
@@ -273,7 +278,7 @@ func newKeeper(o GatewayOptions, failed func()) *keeper {
 
 // put takes what the API server says now.
 func (k *keeper) put(want savedObjects, keys keyring.Ring) {
-	want.keys = keyring.Ring{Private: keys.Private, Next: keys.Next, Gateways: keys.Gateways}
+	want.keys = keys
 	k.mu.Lock()
 	k.want, k.keys = want, keys
 	k.mu.Unlock()
@@ -390,7 +395,8 @@ func (k *keeper) round(holder string, renewed, now time.Time) bool {
 	}
 	if !same && err == nil {
 		want.Read = now
-		key := savedKey{Version: snapshotVersion, PrivateKey: string(keyring.Text(keys.Private)), Preshared: want.preshared}
+		key := savedKey{Version: snapshotVersion, PrivateKey: string(keyring.Text(keys.Private)), Preshared: want.preshared,
+			Since: keys.Since, NextSince: keys.NextSince, Published: keys.Published}
 		if keys.Next != ([32]byte{}) {
 			key.Next = string(keyring.Text(keys.Next))
 		}
