@@ -14,10 +14,10 @@ func (s *peeringState) keys(was isthmus.KeysStatus, now metav1.Time) isthmus.Key
 	if s.endpoint == nil {
 		return isthmus.KeysStatus{}
 	}
-	own := string(s.endpoint.Status.Connection.PeerConfiguration[v1alpha1.ConfigOwnKey])
-	k := isthmus.KeysStatus{Ours: shortKey(own), Theirs: shortKey(string(s.endpoint.Spec.BackendConfig[v1alpha1.ConfigPublicKey]))}
+	own := s.endpoint.Status.Connection.PeerConfiguration[v1alpha1.ConfigOwnKey]
+	k := isthmus.KeysStatus{Ours: shortKey(own), Theirs: shortKey(s.endpoint.Spec.BackendConfig[v1alpha1.ConfigPublicKey])}
 	if s.original != nil && own != "" {
-		k.Lags = own != string(s.original.Spec.BackendConfig[v1alpha1.ConfigPublicKey])
+		k.Lags = own != s.original.Spec.BackendConfig[v1alpha1.ConfigPublicKey]
 	}
 	since := func(is, before string, at *metav1.Time) *metav1.Time {
 		switch {

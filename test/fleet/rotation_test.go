@@ -42,16 +42,20 @@ func TestRotation(t *testing.T) {
 		if *long {
 			length, streams = 10*time.Minute, 50
 		}
-		control := echoes(t, from, to, at, streams, length, nil)
 		rotations := 0
-		rotated := echoes(t, from, to, at, streams, length, func() {
-			c := []*fleet.Cluster{a, b}[rotations%2]
-			rotations++
-			rotate(t, f, c)
-		})
-		t.Logf("control: %v; %d rotations: %v", control, rotations, rotated)
-		if rotated.lost > max(control.lost, 0)+control.lost/10 {
-			t.Errorf("%d datagrams lost, and without rotations %d", rotated.lost, control.lost)
+		for try := range 3 { // a machine that does other work may lose datagrams in one of the two runs alone
+			control := echoes(t, from, to, at, streams, length, nil)
+			rotated := echoes(t, from, to, at, streams, length, func() {
+				c := []*fleet.Cluster{a, b}[rotations%2]
+				rotations++
+				rotate(t, f, c)
+			})
+			t.Logf("control: %v; %d rotations: %v", control, rotations, rotated)
+			if rotated.lost <= control.lost {
+				break
+			} else if try == 2 {
+				t.Errorf("%d datagrams lost, and without rotations %d", rotated.lost, control.lost)
+			}
 		}
 	})
 	t.Run("ThePresharedKeyIsAnotherOne", func(t *testing.T) { preshared(t, a, b, exchange) })
@@ -106,7 +110,7 @@ func TestRotation(t *testing.T) {
 		}
 		public := string(keyring.Text(fabric.PublicKeys(after.Private, 1)[0]))
 		eventually(t, "a session with the new key", func() error {
-			if got := string(endpointOf(t, a, b).Status.Connection.PeerConfiguration[v1alpha1.ConfigOwnKey]); got != public {
+			if got := endpointOf(t, a, b).Status.Connection.PeerConfiguration[v1alpha1.ConfigOwnKey]; got != public {
 				return fmt.Errorf("it is with %q", got)
 			}
 			return nil
