@@ -216,7 +216,7 @@ func (p *partner) held(networks ...string) {
 	p.a.t.Helper()
 	var allocation isthmus.NetworkAllocation
 	p.a.ok(testClient.Get(p.a.ctx, client.ObjectKey{Name: fabric.AllocationName(p.cluster.ClusterID)}, &allocation))
-	if at := p.a.store.Book().ReleasedAt(p.cluster.ClusterID); at.IsZero() || !slices.Equal(allocation.Spec.Networks, networks) || allocation.Spec.ReleasedAt == nil {
+	if at := p.a.store.Book().ReleasedAt(p.cluster.ClusterID); at.IsZero() || !slices.Equal(allocation.Spec.Networks, networks) || allocation.Spec.ReleasedAt == "" {
 		p.a.t.Errorf("released at %v, nodes refuse %+v; want %v", at, allocation.Spec, networks)
 	}
 }

@@ -8,8 +8,6 @@ import (
 	"slices"
 	"time"
 
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 )
@@ -34,7 +32,7 @@ func (b Book) Allocation(id string) isthmus.NetworkAllocationSpec {
 	spec := isthmus.NetworkAllocationSpec{ClusterID: id, Networks: texts(b.NetworksOf(id))}
 	for _, r := range b.replaced {
 		if r.id == id {
-			spec.Held = append(spec.Held, isthmus.HeldNetwork{Network: r.network.String(), ReleasedAt: metav1.NewTime(r.at)})
+			spec.Held = append(spec.Held, isthmus.HeldNetwork{Network: r.network.String(), ReleasedAt: isthmus.UTCTimeOf(r.at)})
 		}
 	}
 	if had, away := b.FormerOf(id); away {
@@ -61,11 +59,11 @@ func pairOf(pod, external netip.Prefix) *isthmus.NetworkPair {
 	return &isthmus.NetworkPair{PodCIDR: text(pod), ExternalCIDR: text(external)}
 }
 
-func timeOf(t time.Time) *metav1.Time {
+func timeOf(t time.Time) isthmus.UTCTime {
 	if t.IsZero() {
-		return nil
+		return ""
 	}
-	return &metav1.Time{Time: t}
+	return isthmus.UTCTimeOf(t)
 }
 
 // Networks returns the networks of a Config as the NetworkAllocation of our own cluster keeps them.
@@ -160,15 +158,15 @@ func (r *reader) entry(spec *isthmus.NetworkAllocationSpec) (p *account, held []
 			r.fail("spec.held", "has an entry without a network")
 		}
 		if !contains(p.Pod, n) && !contains(p.External, n) {
-			held = append(held, replaced{spec.ClusterID, n, stored(h.ReleasedAt.Time)})
+			held = append(held, replaced{spec.ClusterID, n, r.time("spec.held", h.ReleasedAt)})
 		}
 	}
-	if spec.ReleasedAt != nil && p.Pod.IsValid() {
-		p.released = stored(spec.ReleasedAt.Time)
+	if spec.ReleasedAt != "" && p.Pod.IsValid() {
+		p.released = r.time("spec.releasedAt", spec.ReleasedAt)
 		return p, held
 	}
-	if spec.UnusedSince != nil {
-		p.unused = stored(spec.UnusedSince.Time)
+	if spec.UnusedSince != "" {
+		p.unused = r.time("spec.unusedSince", spec.UnusedSince)
 	}
 	if spec.Seen != nil { // readdress forgets those that do not fit our networks
 		p.podSeen, p.externalSeen = r.network("spec.seen.podCIDR", spec.Seen.PodCIDR), r.network("spec.seen.externalCIDR", spec.Seen.ExternalCIDR)
@@ -210,4 +208,12 @@ func (b *Book) restore(p *account, m *isthmus.MappedEndpoint, owners map[netip.A
 	}
 	p.endpoints = withAsked(p.endpoints, ip, by)
 	return nil
+}
+
+func (r *reader) time(field string, value isthmus.UTCTime) time.Time {
+	t, err := time.Parse(time.RFC3339, value)
+	if err != nil {
+		r.fail(field, "%s is no time; want one such as 2026-11-27T12:00:00Z", quote(value))
+	}
+	return stored(t)
 }

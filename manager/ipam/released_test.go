@@ -9,7 +9,6 @@ import (
 	"testing"
 	"time"
 
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
@@ -51,7 +50,7 @@ func TestReleasedNetworksAreHeldForADay(t *testing.T) {
 		t.Errorf("an override: %v", err)
 	}
 	back, again := grant(t, left, claim("b", "10.244.0.0/16", "10.50.0.0/16"))
-	if again != had || !back.ReleasedAt("b").IsZero() || takesBack(back, left) || back.Allocation("b").ReleasedAt != nil {
+	if again != had || !back.ReleasedAt("b").IsZero() || takesBack(back, left) || back.Allocation("b").ReleasedAt != "" {
 		t.Errorf("b has %v again, had %v; noted %v", again, had, back.Allocation("b").ReleasedAt)
 	}
 
@@ -60,7 +59,7 @@ func TestReleasedNetworksAreHeldForADay(t *testing.T) {
 		t.Error("a hold ends early")
 	}
 	over, _ := left.Age(noon.Add(fabric.ReleaseHold), nobody)
-	if !takesBack(over, left) || len(over.NetworksOf("b")) > 0 || over.Allocation("b").ReleasedAt != nil {
+	if !takesBack(over, left) || len(over.NetworksOf("b")) > 0 || over.Allocation("b").ReleasedAt != "" {
 		t.Errorf("after a day: %+v", over.Allocation("b"))
 	}
 	if _, g := grant(t, over, claim("c", "10.50.0.0/16", "10.51.0.0/16")); g.External != pfx("10.51.0.0/16") || g.Pod != pfx("10.50.0.0/16") {
@@ -198,7 +197,7 @@ func TestPeersThatNothingNamesAreReleasedAfterADay(t *testing.T) {
 	if again, _ := b.Age(noon.Add(time.Hour), nobody); len(again.Changed(b)) > 0 {
 		t.Error("the time begins anew")
 	}
-	if back, _ := b.Age(noon.Add(time.Hour), named); back.Allocation("b").UnusedSince != nil {
+	if back, _ := b.Age(noon.Add(time.Hour), named); back.Allocation("b").UnusedSince != "" {
 		t.Errorf("named again: %v", back.Allocation("b").UnusedSince)
 	}
 	// Its networks are allocated again in the very moment.
@@ -276,7 +275,7 @@ func TestPeersThatReplaceNetworksDoNotExhaustWhatOthersMayReplace(t *testing.T) 
 
 func TestAllocationsThatMakeNoSenseAreLeftOut(t *testing.T) {
 	b, _ := grant(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
-	good, at := b.Allocation("b"), metav1.NewTime(noon)
+	good, at := b.Allocation("b"), isthmus.UTCTimeOf(noon)
 	seen := &isthmus.NetworkPair{PodCIDR: "10.1.0.0/16", ExternalCIDR: "10.2.0.0/16"}
 	for name, tc := range map[string]struct {
 		spec isthmus.NetworkAllocationSpec
@@ -288,6 +287,7 @@ func TestAllocationsThatMakeNoSenseAreLeftOut(t *testing.T) {
 		"nothing for pods":    {isthmus.NetworkAllocationSpec{ClusterID: "c", Networks: []string{"169.254.0.0/16", "10.66.0.0/16"}}, "spec.networks"},
 		"another's":           {isthmus.NetworkAllocationSpec{ClusterID: "c", Networks: []string{good.Networks[0], "10.66.0.0/16"}}, "overlaps another"},
 		"nothing held":        {isthmus.NetworkAllocationSpec{ClusterID: "c", Held: []isthmus.HeldNetwork{{Network: "x", ReleasedAt: at}}}, "spec.held"},
+		"a time":              {isthmus.NetworkAllocationSpec{ClusterID: "c", UnusedSince: "2026-11-28T24:00:00Z"}, "spec.unusedSince"},
 		"an answer":           {isthmus.NetworkAllocationSpec{ClusterID: "c", Seen: &isthmus.NetworkPair{PodCIDR: "x"}}, "spec.seen"},
 		"an endpoint":         {isthmus.NetworkAllocationSpec{ClusterID: "c", Seen: seen, Endpoints: []isthmus.MappedEndpoint{{IP: "x", Address: "10.245.0.9"}}}, "spec.endpoints[0]"},
 		"an address":          {isthmus.NetworkAllocationSpec{ClusterID: "c", Seen: seen, Endpoints: []isthmus.MappedEndpoint{{IP: "198.51.100.7", Address: "10.9.0.9"}}}, "no address for endpoints"},

@@ -107,7 +107,7 @@ func (s *Store) unallocated(book ipam.Book) map[string]string {
 // the API server answers Conflict, NotFound or AlreadyExists when an object is not as it was read last.
 func (s *Store) allocate(ctx context.Context, book ipam.Book, clusters map[string]string, more bool) error {
 	var failed []error
-	now := metav1.NewTime(time.Now().Truncate(time.Second))
+	now := isthmus.UTCTimeOf(time.Now())
 	for _, name := range slices.Sorted(maps.Keys(clusters)) {
 		have, exists := s.allocations[name]
 		want := s.allocationOf(book, clusters[name])

@@ -91,7 +91,7 @@ var parting = []moment{
 	{"original deleted", atA, &v1alpha1.NetworkConfigList{}, leaves(ours)},
 	{"copy deleted", atB, &v1alpha1.NetworkConfigList{}, leaves(theirs)},
 	{"copy gone", atB, &v1alpha1.NetworkConfigList{}, deleted(theirs)},
-	{"networks released", atA, &isthmus.NetworkAllocationList{}, seen(func(o client.Object) bool { return o.(*isthmus.NetworkAllocation).Spec.ReleasedAt != nil })},
+	{"networks released", atA, &isthmus.NetworkAllocationList{}, seen(func(o client.Object) bool { return o.(*isthmus.NetworkAllocation).Spec.ReleasedAt != "" })},
 	{"NatMapping gone", atA, &v1alpha1.NatMappingList{}, deleted(whatever)},
 	{"finalizer of the replicator removed", atA, &v1alpha1.NetworkConfigList{}, func(e watch.EventType, o client.Object) bool {
 		return ours(o) && going(o) && (e == watch.Deleted || !holds(v1alpha1.FinalizerReplicator)(o)) // it may have been the last

@@ -613,7 +613,7 @@ func (s *site) released() (ids []string) {
 	var list isthmus.NetworkAllocationList
 	s.list(&list)
 	for i := range list.Items {
-		if list.Items[i].Spec.ReleasedAt != nil {
+		if list.Items[i].Spec.ReleasedAt != "" {
 			ids = append(ids, list.Items[i].Spec.ClusterID)
 		}
 	}

@@ -46,10 +46,10 @@ type NetworkAllocationSpec struct {
 	Session int64 `json:"session,omitempty"`
 	// ReleasedAt is when the peer left. Its networks are held for a day from then on.
 	// +optional
-	ReleasedAt *metav1.Time `json:"releasedAt,omitempty"`
+	ReleasedAt UTCTime `json:"releasedAt,omitempty"`
 	// UnusedSince is since when no object of a peering names the peer.
 	// +optional
-	UnusedSince *metav1.Time `json:"unusedSince,omitempty"`
+	UnusedSince UTCTime `json:"unusedSince,omitempty"`
 	// Held are those of networks that the peer has no more.
 	// +kubebuilder:validation:MaxItems=32
 	// +listType=atomic
@@ -81,7 +81,7 @@ type FreedNetwork struct {
 type HeldNetwork struct {
 	Network AllocatedNetwork `json:"network"`
 	// ReleasedAt is when the peer gave it up.
-	ReleasedAt metav1.Time `json:"releasedAt"`
+	ReleasedAt UTCTime `json:"releasedAt"`
 }
 
 // NetworkPair is a network for pods and one for mapped endpoints. Either may be absent.

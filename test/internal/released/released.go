@@ -22,7 +22,7 @@ func EndHolds(ctx context.Context, c client.Client) error {
 		o := &allocations.Items[i]
 		spec, revision := &o.Spec, time.Now().UnixMilli()
 		kept := slices.DeleteFunc(slices.Clone(spec.Networks), func(n string) bool {
-			return spec.ReleasedAt != nil || slices.ContainsFunc(spec.Held, func(h isthmus.HeldNetwork) bool { return h.Network == n })
+			return spec.ReleasedAt != "" || slices.ContainsFunc(spec.Held, func(h isthmus.HeldNetwork) bool { return h.Network == n })
 		})
 		if len(kept) == len(spec.Networks) {
 			continue
