@@ -117,8 +117,11 @@ c-4d5e6f, cluster c (C):
 		t.Errorf("got\n%s\nwant\n%s", got, want)
 	}
 	b.Reset()
+	since := metav1.NewTime(s.At.Add(-3 * time.Hour))
+	s.Peerings[0].Keys = isthmus.KeysStatus{Ours: "abcdefgh1234", OursSince: &since, Lags: true}
 	must(t, s.Print(&b, true))
-	contains(t, b.String(), "IDENTITY UNTIL  POST-QUANTUM\n", "liqo-tenant-b-1a2b3c  10.61.0.0/20         10.247.0.0/16       -               none: waiting for the peer\n")
+	contains(t, b.String(), "IDENTITY UNTIL  OUR KEY                     THEIR KEY  POST-QUANTUM\n",
+		"liqo-tenant-b-1a2b3c  10.61.0.0/20         10.247.0.0/16       -               abcdefgh1234 (3h), rotates  -          none: waiting for the peer\n")
 	if s.Ready() {
 		t.Error("c is not ready")
 	}
