@@ -6,6 +6,7 @@ import (
 	"reflect"
 	"slices"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
@@ -61,7 +62,8 @@ func patchOf(version string, spec map[string]any) []byte {
 	}
 	// One empty entry strips managedFields. They would be longer than all the rest, cost the API
 	// server more than the write itself, and come back with every answer; the object has one writer.
-	metadata := map[string]any{"resourceVersion": version, "managedFields": []any{map[string]any{}}}
+	metadata := map[string]any{"resourceVersion": version, "managedFields": []any{map[string]any{}},
+		"annotations": map[string]any{isthmus.AnnotationTakenOver: nil}} // it has done what it is for: the version is another one
 	patch, err := json.Marshal(map[string]any{"metadata": metadata, "spec": spec})
 	if err != nil {
 		panic(err) // maps of strings can be marshalled

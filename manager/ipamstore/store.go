@@ -367,7 +367,7 @@ const ipamStorage = "ipamstorage-isthmus"
 // read afterwards has all that was given out before. The error is a conflict when another one was quicker.
 func (s *Store) takeOver(ctx context.Context, object *v1alpha1.IpamStorage) (err error) {
 	if object == nil {
-		object = &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: ipamStorage, Labels: map[string]string{v1alpha1.LabelIpamStorage: "true"}}, Spec: ipam.Book{}.Spec()}
+		object = &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: ipamStorage, GenerateName: "ipamstorage-", Labels: map[string]string{v1alpha1.LabelIpamStorage: "true"}}, Spec: ipam.Book{}.Spec()}
 		err = s.client.Create(ctx, object)
 	} else {
 		answer := metadata()
