@@ -79,7 +79,7 @@ func TestAnAgentReadsTheNetworkAllocations(t *testing.T) {
 	named("the first peer", 2, "10.10.0.0/16", "10.110.0.0/20")
 	s.must(s.admin.Create(ctx, b))
 	named("another", 3, "10.10.0.0/16", "10.11.0.0/16", "10.110.0.0/20", "10.111.0.0/20")
-	b.Spec.ReleasedAt = &metav1.Time{Time: time.Now()}
+	b.Spec.ReleasedAt = time.Now().UTC().Format(time.RFC3339)
 	s.must(s.admin.Update(ctx, b))
 	s.until(func(d delivery) bool { // what is told to the manager
 		return strconv.FormatInt(d.intent.Version, 10) == b.ResourceVersion && len(d.intent.Named) == 4
