@@ -930,6 +930,15 @@ func TestAnEndpointBehindAnotherNodeIsReachedInSpiteOfItsStrictFilter(t *testing
 	c.run(c.Nodes[0].Host, "ip route add 198.18.7.0/24 via %v", node.Addr)
 	c.run(c.OnPrem.Host, "ip route replace %v via %s src %v", server, hopStandIn, remotePod)
 	c.start(c.Nodes...)
+	routed := func(want bool) {
+		c.eventually(c.Nodes[0], func() error {
+			if out := c.run(c.Nodes[0].Host, "ip route show table %d", kernel.NodeTable); strings.Contains(out, "198.18.7.0") != want {
+				return errors.New(out)
+			}
+			return nil
+		})
+	}
+	routed(true) // the agent reads routes of others after it is ready
 	captured := newCapture(t, c.Nodes[0])
 	c.ping(c.OnPrem.Host, netip.MustParseAddr(server))
 	captured.stop()
@@ -938,10 +947,5 @@ func TestAnEndpointBehindAnotherNodeIsReachedInSpiteOfItsStrictFilter(t *testing
 	}
 	// Where the network is another node's later, it is found there.
 	c.run(c.Nodes[0].Host, "ip route del 198.18.7.0/24")
-	c.eventually(c.Nodes[0], func() error {
-		if out := c.run(c.Nodes[0].Host, "ip route show table %d", kernel.NodeTable); strings.Contains(out, "198.18.7.0") {
-			return errors.New(out)
-		}
-		return nil
-	})
+	routed(false)
 }
