@@ -35,6 +35,9 @@ type GatewayPeer struct {
 	Port      uint16
 	Tunnels   []TunnelEnd // the further ones, for which all else holds as well; nil: none
 
+	// InBand says that the peer's gateway may reach our API server, and our manager the peer's.
+	InBand bool
+
 	// AllowedIPs are exactly Pb@A and Xb@A, in this order (docs/liqo-v0.md, section 6.2). They
 	// overlap with those of no other peer.
 	AllowedIPs [2]netip.Prefix
@@ -108,6 +111,7 @@ func gatewayPeer(p *Peer, endpoints []natengine.Endpoint) *GatewayPeer {
 		Endpoint:   p.Endpoint,
 		Port:       p.Port,
 		Tunnels:    slices.Clone(p.Tunnels),
+		InBand:     p.InBand,
 		AllowedIPs: [2]netip.Prefix{p.Remote.PodSeen, p.Remote.ExternalSeen},
 		Rules: natengine.Peer{
 			ID:             p.ID,
@@ -116,6 +120,7 @@ func gatewayPeer(p *Peer, endpoints []natengine.Endpoint) *GatewayPeer {
 			Pods:           []natengine.Remap{{From: p.Local.Pod, To: p.Local.PodSeen}},
 			External:       []netip.Prefix{p.Local.ExternalSeen},
 			Endpoints:      endpoints,
+			Gateway:        FirstHost(p.Remote.ExternalSeen),
 		},
 		Probe:  netip.AddrPortFrom(FirstHost(p.Remote.ExternalSeen), ProbePort),
 		Origin: p.Origin,

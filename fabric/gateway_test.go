@@ -104,6 +104,7 @@ waiting: NatMapping x has mappings for cluster "x", which is no peer yet
 			{Real: ip("10.244.3.3"), Seen: ip("10.247.0.2")},
 			{Real: ip("172.30.0.9"), Seen: ip("10.247.0.3")},
 		},
+		Gateway: ip("10.247.0.1"),
 	}
 	if got := gw.Peers[0].Rules; !reflect.DeepEqual(got, wantRules) {
 		t.Errorf("rules %+v\nwant  %+v", got, wantRules)

@@ -71,6 +71,8 @@ type Peer struct {
 	// Tunnels are the ends of the further tunnels, if any: its first element is tunnel 1.
 	Tunnels []TunnelEnd
 
+	InBand bool // the managers of both clusters go through the tunnel
+
 	Mappings []Mapping // endpoints of ours that the peer may reach; Attach fills it in
 
 	Origin         Origin // the object this peer was read from

@@ -6,6 +6,7 @@ import (
 	"slices"
 	"strconv"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
@@ -56,6 +57,7 @@ func PeerFrom(te *v1alpha1.TunnelEndpoint, o Origin) (Peer, []Problem) {
 		ID:       spec.ClusterIdentity.ClusterID,
 		Name:     spec.ClusterIdentity.ClusterName,
 		Endpoint: spec.EndpointIP,
+		InBand:   te.Annotations[isthmus.AnnotationInBand] == "true",
 		Origin:   o,
 	}
 	if !te.CreationTimestamp.IsZero() {

@@ -59,6 +59,9 @@ func (c *crossing) flowOut(m *podMap, seen addr) (to addr, port int, drop Drop) 
 			return c.follow(&f)
 		}
 	}
+	if c.far == c.r.rule.theirs && c.v.Proto() == packet.TCP && c.near != c.e.self[c.near.family()] {
+		return addr{}, samePort, DropLocalSource
+	}
 	if seen != (addr{}) {
 		// Where the pod's own address is the NAPT address, a flow may have taken this very tuple.
 		if m.single && ok {

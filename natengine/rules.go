@@ -61,6 +61,9 @@ type Peer struct {
 	Endpoints      []Endpoint     // what is reached under the addresses of External; nothing else is
 	MSS            uint16         // upper bound for the MSS of IPv4 SYNs both ways, IPv6 gets 20 less; 0 = leave alone
 	MTU            uint16         // largest IP packet towards the peer in octets, see PeerState.MTU; 0 = no bound
+	// Gateway is the address of the peer's gateway in RemoteExternal. Behind NAPT the peer cannot tell our
+	// nodes from our gateway, so only the in-process endpoint opens TCP connections there. Zero: anybody may.
+	Gateway netip.Addr
 }
 
 // sameFlows reports whether p and q permit the same flows and translate fragments alike, whatever their
@@ -68,7 +71,7 @@ type Peer struct {
 func (p Peer) sameFlows(q Peer) bool {
 	return p.ID == q.ID && slices.Equal(p.RemotePods, q.RemotePods) &&
 		slices.Equal(p.RemoteExternal, q.RemoteExternal) && slices.Equal(p.Pods, q.Pods) &&
-		slices.Equal(p.External, q.External) && slices.Equal(p.Endpoints, q.Endpoints)
+		slices.Equal(p.External, q.External) && slices.Equal(p.Endpoints, q.Endpoints) && p.Gateway == q.Gateway
 }
 
 // ruleTable is everything a packet is judged by. It is never changed after it was published; the
@@ -121,6 +124,7 @@ type rule struct {
 	endpoints map[addr]struct{} // Endpoint.Real inside Pods.From: their packets may be replies, so flows come first; see turn
 	remotes   []remotePrefix
 	gateway   [2]addr // by family: Endpoint.Seen of the in-process endpoint
+	theirs    addr    // Peer.Gateway; zero: none
 
 	// guarded: a prefix reaches into special-purpose addresses (a /1 does) or contains the
 	// in-process endpoint, so that each address has to be asked.
@@ -462,6 +466,9 @@ func newRule(p Peer, peer *PeerState, self [2]addr) *rule {
 	for _, net := range p.RemoteExternal {
 		r.remotes = append(r.remotes, remotePrefix{prefixOf(net), false})
 		r.guarded = r.guarded || reachesSpecial(net)
+	}
+	if p.Gateway.IsValid() {
+		r.theirs = addrOf(p.Gateway)
 	}
 	r.has6 = slices.ContainsFunc(r.remotePrefixes(), func(net netip.Prefix) bool { return net.Addr().Is6() })
 	return r

@@ -95,7 +95,7 @@ const (
 	DropTooBig        // larger than the MTU towards its peer and not to be fragmented; its sender is told, see TooBig
 	DropTUNWrite      // the kernel refused the packet
 	DropLocalQueue    // queue of the in-process endpoint is full
-	DropLocalSource   // inbound: a message for the in-process endpoint that is not from the peer's gateway
+	DropLocalSource   // a message or connection to the in-process endpoint of a gateway that is not from a gateway
 	DropLocalRate     // inbound: the peer exceeded its limit for the in-process endpoint
 	DropLocalPort     // inbound: nobody listens on that UDP port of the in-process endpoint
 	DropLocalProtocol // inbound: the in-process endpoint neither speaks the protocol nor answers such a message
@@ -143,7 +143,7 @@ var drops = [numDrops]struct{ label, text string }{
 	DropTooBig:            {"too_big", "larger than the MTU towards its peer, and not to be fragmented"},
 	DropTUNWrite:          {"tun_write", "the kernel refused the packet"},
 	DropLocalQueue:        {"local_queue", "the queue of the in-process endpoint is full"},
-	DropLocalSource:       {"local_source", "a message of the connection check that does not come from the peer's gateway"},
+	DropLocalSource:       {"local_source", "a message of the connection check, or a connection to a gateway's own address, that does not come from a gateway"},
 	DropLocalRate:         {"local_rate", "the peer sends the in-process endpoint more than it may"},
 	DropLocalPort:         {"local_port", "nobody listens on this UDP port of the in-process endpoint"},
 	DropLocalProtocol:     {"local_protocol", "the in-process endpoint does not speak this protocol or does not answer this kind of message"},

@@ -14,6 +14,10 @@ const FinalizerPeering = "isthmus.net/peering"
 // lies there stays there, and an Event says what that is.
 const AnnotationForce = "isthmus.net/force-unpeer"
 
+// ForceCarried is the other value of AnnotationForce: `isthmus unpeer` itself removes what is at the peer, since both
+// clusters part and with the tunnel the way there ends.
+const ForceCarried = "carried"
+
 // AnnotationDrained is "true" on a Peering that is being deleted, once clients have had time to leave the
 // services that it shared. Until then the tunnel stays.
 const AnnotationDrained = "isthmus.net/drained"
@@ -26,6 +30,13 @@ const AnnotationUnanswered = "isthmus.net/unanswered"
 // AnnotationPostQuantum is "Required" on a TunnelEndpoint whose Peering demands a preshared key
 // (spec.postQuantum). A gateway that has none carries nothing for that peer.
 const AnnotationPostQuantum = "isthmus.net/post-quantum"
+
+// AnnotationInBand is "true" on a TunnelEndpoint whose Peering has spec.inBand.
+const AnnotationInBand = "isthmus.net/in-band"
+
+// InBandServer is the URL of the peer's API server in an identity for in-band control: the name that it
+// has in its own cluster.
+const InBandServer = "https://kubernetes.default.svc"
 
 // LeaseGateway is the name of the Lease whose holder is the active gateway. It lasts 7 s and is
 // renewed every 2.
@@ -126,6 +137,7 @@ const (
 	ReasonNotRenewed       = "NotRenewed"    // True: it answers, but our token is not renewed and will end; the message says why
 	ReasonUnauthorized     = "Unauthorized"  // revoked or expired
 	ReasonUnreachable      = "Unreachable"   // the peer's API server does not answer; Ready has it too, and is True while traffic flows
+	ReasonTunnelDown       = "TunnelDown"    // spec.inBand: the peer's API server is reached through the tunnel, which is down; the message says when to run isthmus peer again
 
 	// Published
 	ReasonUpToDate      = "UpToDate"      // it does

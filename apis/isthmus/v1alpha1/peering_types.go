@@ -43,6 +43,11 @@ type PeeringSpec struct {
 	// +kubebuilder:default=Preferred
 	// +optional
 	PostQuantum PostQuantum `json:"postQuantum,omitempty"`
+	// InBand lets the managers of the two clusters reach each other's API servers through the tunnel:
+	// ours goes that way, and our gateway passes the connections of the peer's gateway to our API
+	// server. Both Peerings need it. `isthmus peer --in-band` writes it.
+	// +optional
+	InBand bool `json:"inBand,omitempty"`
 }
 
 // PostQuantum is Preferred, to use a preshared key where the peer knows how to agree on one, or

@@ -108,8 +108,10 @@ func savedFrom(cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v
 	s := savedObjects{Version: snapshotVersion, Cluster: cluster, PublicKey: base64.StdEncoding.EncodeToString(publicKey(private)), places: savedPlaces{Version: snapshotVersion}}
 	meta := func(m *metav1.ObjectMeta) metav1.ObjectMeta {
 		kept := metav1.ObjectMeta{Namespace: m.Namespace, Name: m.Name, CreationTimestamp: m.CreationTimestamp}
-		if demanded := m.Annotations[isthmus.AnnotationPostQuantum]; demanded != "" {
-			kept.Annotations = map[string]string{isthmus.AnnotationPostQuantum: demanded}
+		for _, name := range []string{isthmus.AnnotationPostQuantum, isthmus.AnnotationInBand} {
+			if value := m.Annotations[name]; value != "" {
+				metav1.SetMetaDataAnnotation(&kept, name, value)
+			}
 		}
 		return kept
 	}
