@@ -33,12 +33,13 @@ const (
 //
 // Safe for concurrent use.
 type Local struct {
-	stack  *stack.Stack
-	link   *localLink
-	addrs  [2]netip.Addr // IPv4, IPv6; zero: none
-	port   atomic.Pointer[Port]
-	out    turns // whole packets of the port, by destination
-	closed atomic.Bool
+	stack   *stack.Stack
+	link    *localLink
+	addrs   [2]netip.Addr // IPv4, IPv6; zero: none
+	port    atomic.Pointer[Port]
+	streams atomic.Pointer[Streams]
+	out     turns // whole packets of the port, by destination
+	closed  atomic.Bool
 
 	delivering sync.Mutex // held by deliver, so that what the stack refuses meanwhile is its packet
 }
@@ -54,21 +55,22 @@ func NewLocal(addr4, addr6 netip.Addr, mtu int) (*Local, error) {
 			NetworkProtocols:   []stack.NetworkProtocolFactory{ipv4.NewProtocol, ipv6.NewProtocol},
 			TransportProtocols: []stack.TransportProtocolFactory{udp.NewProtocol},
 		}),
-		link:  &localLink{Endpoint: channel.New(localQueueLen, uint32(mtu), "")},
+		link:  newLocalLink(uint32(mtu)),
 		addrs: [2]netip.Addr{addr4, addr6},
 	}
 	// The stack has one limit for all peers, which one peer could use up. Each peer has its own limit
 	// instead, see peer.others.
 	l.stack.SetICMPLimit(rate.Inf)
-	if err := l.configure(addr4, addr6); err != nil {
+	if err := configure(l.stack, l.link, l.addrs); err != nil {
 		l.Close()
 		return nil, fmt.Errorf("in-process endpoint: %w", err)
 	}
 	return l, nil
 }
 
-func (l *Local) configure(addr4, addr6 netip.Addr) error {
-	if err := l.stack.CreateNIC(localNIC, l.link); err != nil {
+// configure gives a stack the addresses, IPv4 and IPv6, and routes everything to its link.
+func configure(s *stack.Stack, link *localLink, addrs [2]netip.Addr) error {
+	if err := s.CreateNIC(localNIC, link); err != nil {
 		return fmt.Errorf("interface: %s", err)
 	}
 	var routes []tcpip.Route
@@ -77,19 +79,19 @@ func (l *Local) configure(addr4, addr6 netip.Addr) error {
 		protocol tcpip.NetworkProtocolNumber
 		all      tcpip.Subnet
 	}{
-		{addr4, ipv4.ProtocolNumber, header.IPv4EmptySubnet},
-		{addr6, ipv6.ProtocolNumber, header.IPv6EmptySubnet},
+		{addrs[0], ipv4.ProtocolNumber, header.IPv4EmptySubnet},
+		{addrs[1], ipv6.ProtocolNumber, header.IPv6EmptySubnet},
 	} {
 		if !a.addr.IsValid() {
 			continue
 		}
 		own := tcpip.ProtocolAddress{Protocol: a.protocol, AddressWithPrefix: tcpip.AddrFromSlice(a.addr.AsSlice()).WithPrefix()}
-		if err := l.stack.AddProtocolAddress(localNIC, own, stack.AddressProperties{}); err != nil {
+		if err := s.AddProtocolAddress(localNIC, own, stack.AddressProperties{}); err != nil {
 			return fmt.Errorf("address %s: %s", a.addr, err)
 		}
 		routes = append(routes, tcpip.Route{Destination: a.all, NIC: localNIC})
 	}
-	l.stack.SetRouteTable(routes)
+	s.SetRouteTable(routes)
 	return nil
 }
 
@@ -126,7 +128,12 @@ func (l *Local) udp(payload []byte, from uint16, to netip.AddrPort) ([]byte, err
 }
 
 // SetMTU changes the size in octets above which packets leave as fragments.
-func (l *Local) SetMTU(mtu int) { l.link.SetMTU(uint32(mtu)) }
+func (l *Local) SetMTU(mtu int) {
+	l.link.SetMTU(uint32(mtu))
+	if s := l.streams.Load(); s != nil {
+		s.link.SetMTU(uint32(mtu))
+	}
+}
 
 // Close ends the endpoint and its port. Further calls do nothing.
 func (l *Local) Close() {
@@ -135,6 +142,9 @@ func (l *Local) Close() {
 	}
 	if port := l.port.Load(); port != nil {
 		port.Close()
+	}
+	if s := l.streams.Load(); s != nil {
+		s.close()
 	}
 	l.link.wake.Store(nil)
 	l.stack.Destroy()
@@ -154,17 +164,13 @@ func (l *Local) next(p []byte) (n, size int) {
 	if d, ok := l.out.pop(); ok { // one load, as below: this is asked once per batch
 		return copy(p, d.b), d.size
 	}
-	if l.link.NumQueued() == 0 {
-		return 0, 0
+	if n := l.link.next(p); n > 0 {
+		return n, 0
 	}
-	pkt := l.link.Read()
-	if pkt == nil {
-		return 0, 0
+	if s := l.streams.Load(); s != nil {
+		return s.link.next(p), 0
 	}
-	defer pkt.DecRef()
-	view := pkt.ToView()
-	defer view.Release()
-	return copy(p, view.AsSlice()), 0
+	return 0, 0
 }
 
 // hasPadded says whether the next packet is to be padded.
@@ -196,6 +202,25 @@ func (l *Local) refused() uint64 {
 type localLink struct {
 	*channel.Endpoint
 	wake, overflow atomic.Pointer[func()]
+}
+
+func newLocalLink(mtu uint32) *localLink {
+	return &localLink{Endpoint: channel.New(localQueueLen, mtu, "")}
+}
+
+// next copies the next packet of the stack into p, and returns its length, 0 for none.
+func (l *localLink) next(p []byte) int {
+	if l.NumQueued() == 0 {
+		return 0
+	}
+	pkt := l.Read()
+	if pkt == nil {
+		return 0
+	}
+	defer pkt.DecRef()
+	view := pkt.ToView()
+	defer view.Release()
+	return copy(p, view.AsSlice())
 }
 
 // WritePackets queues what has a place and counts the rest.

@@ -60,6 +60,8 @@ type peer struct {
 	gateway  atomic.Pointer[[2]netip.Addr] // Peer.Gateway; nil: none
 	messages [2]bucket
 	others   bucket
+	segments bucket      // of streams
+	streams  atomic.Bool // Peer.Streams
 
 	// windows guards the replay windows of all keypairs of dev, because messages may arrive over IPv4 and
 	// IPv6 at once. A peer shares it with its predecessor for the same dev, which an inbound goroutine may

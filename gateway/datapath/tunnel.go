@@ -253,6 +253,7 @@ type Peer struct {
 	// Gateway holds the two addresses of the peer's gateway inside the tunnel: the source of its messages,
 	// and the address at which it answers. The Port accepts messages only from these.
 	Gateway   [2]netip.Addr
+	Streams   bool // the peer's gateway may use the Streams, and we those of the peer
 	Preshared PresharedKeys
 }
 
@@ -398,6 +399,7 @@ func (t *Tunnel) place(table *peerTable, want Peer) {
 	was, placed := t.places[want.Key]
 	for _, p := range append([]*peer{table.byState[want.State]}, table.also[want.State]...) {
 		p.gateway.Store(&want.Gateway)
+		p.streams.Store(want.Streams)
 		if !p.retired.Load() {
 			p.preshared.set(want.Preshared)
 		}

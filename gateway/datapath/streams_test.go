@@ -1,0 +1,156 @@
+package datapath_test
+
+import (
+	"bytes"
+	"context"
+	"io"
+	"net/netip"
+	"testing"
+	"time"
+
+	"github.com/isthmus-net/isthmus/gateway/datapath"
+	"github.com/isthmus-net/isthmus/gateway/datapath/memlink"
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+const streamPort = 6443
+
+// streams opens the port of both gateways. b echoes; what it sees as the source of a connection is in from.
+func streams(t *testing.T, a, b *side) (ours *datapath.Streams, from chan netip.Addr) {
+	t.Helper()
+	from = make(chan netip.Addr, 16)
+	for _, s := range []*side{a, b} {
+		s.peer.Streams = true
+		if err := s.tunnel.SetPeers([]datapath.Peer{s.peer}); err != nil {
+			t.Fatal(err)
+		}
+		opened, err := s.local.OpenStreams(streamPort, func(r *datapath.StreamRequest) {
+			from <- r.From
+			c, err := r.Accept()
+			if err != nil {
+				return
+			}
+			defer c.Close()
+			_, _ = io.Copy(c, c)
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if s == a {
+			ours = opened
+		}
+	}
+	return ours, from
+}
+
+func TestTwoGatewaysCarryStreams(t *testing.T) {
+	eachPlan(t, func(t *testing.T, a, b *side) {
+		ours, from := streams(t, a, b)
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		c, err := ours.Dial(ctx, b.seen(b.self))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		if got := <-from; got != b.peer.Gateway[0] {
+			t.Errorf("from %v, want the address of the peer's gateway %v", got, b.peer.Gateway[0])
+		}
+		sent := bytes.Repeat([]byte("0123456789abcdef"), 128<<10) // 2 MiB
+		go func() {
+			_, _ = c.Write(sent)
+		}()
+		_ = c.SetReadDeadline(time.Now().Add(time.Minute))
+		got := make([]byte, len(sent))
+		if _, err := io.ReadFull(c, got); err != nil || !bytes.Equal(got, sent) {
+			t.Errorf("what came back is not what was sent: %v", err)
+		}
+	})
+}
+
+func TestStreamsAreForGatewaysAlone(t *testing.T) {
+	eachPlan(t, func(t *testing.T, a, b *side) {
+		_, from := streams(t, a, b)
+		at := netip.AddrPortFrom(b.seen(b.self), streamPort)
+		dial := func(source netip.Addr) error {
+			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+			defer cancel()
+			c, err := a.host.DialTCP(ctx, source, at)
+			if err == nil {
+				c.Close()
+			}
+			return err
+		}
+		a.rules.Gateway = at.Addr()
+		if err := a.engine.SetPeers([]natengine.Peer{a.rules}); err != nil {
+			t.Fatal(err)
+		}
+		for _, source := range []netip.Addr{a.pod, a.node, a.external} {
+			if dial(source) == nil {
+				t.Errorf("%v has connected", source)
+			}
+		}
+		if n := drops(b.engine, natengine.Inbound, natengine.DropLocalSource); n == 0 {
+			t.Error("b has counted nothing of the pod")
+		}
+		if n := drops(a.engine, natengine.Outbound, natengine.DropLocalSource); n == 0 {
+			t.Error("a has counted nothing of its node")
+		}
+		select {
+		case addr := <-from:
+			t.Errorf("b was asked by %v", addr)
+		default:
+		}
+	})
+}
+
+// Without the consent of b, TCP to its gateway is answered as it is where there are no streams.
+func TestStreamsNeedConsent(t *testing.T) {
+	a, b := startGateways(t, &memlink.Network{}, plans[0], datapath.Options{})
+	ours, from := streams(t, a, b)
+	b.peer.Streams = false
+	if err := b.tunnel.SetPeers([]datapath.Peer{b.peer}); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
+	defer cancel()
+	if c, err := ours.Dial(ctx, b.seen(b.self)); err == nil {
+		c.Close()
+		t.Error("a has connected")
+	}
+	if len(from) > 0 {
+		t.Error("b was asked")
+	}
+}
+
+func TestStreamsEndWithTheirEndpoint(t *testing.T) {
+	a, b := startGateways(t, &memlink.Network{}, plans[0], datapath.Options{})
+	ours, _ := streams(t, a, b)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	c, err := ours.Dial(ctx, b.seen(b.self))
+	if err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan error, 1)
+	go func() {
+		_, err := c.Read(make([]byte, 1))
+		ended <- err
+	}()
+	a.tunnel.Close()
+	select {
+	case err := <-ended:
+		if err == nil {
+			t.Error("the connection goes on")
+		}
+	case <-time.After(time.Minute):
+		t.Error("the connection hangs")
+	}
+	if c, err := ours.Dial(ctx, b.seen(b.self)); err == nil {
+		c.Close()
+		t.Error("a closed endpoint has connected")
+	}
+	if _, err := a.local.OpenStreams(streamPort, nil); err == nil {
+		t.Error("a closed endpoint has got streams")
+	}
+}
