@@ -21,6 +21,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/isthmus-net/isthmus/internal/pinned"
 	"github.com/isthmus-net/isthmus/natengine"
 	"github.com/isthmus-net/isthmus/packet"
 	"github.com/isthmus-net/isthmus/packet/packettest"
@@ -568,7 +569,7 @@ func BenchmarkFlows(b *testing.B) {
 			e, k, standby := newRunning(b, "10.246.0.0/16"), NewKeeper(), NewKeeper()
 			k.Activate(e)
 			if copied {
-				c, err := config([32]byte{1})
+				c, err := pinned.Config([32]byte{1}, purpose)
 				if err != nil {
 					b.Fatal(err)
 				}

@@ -12,10 +12,15 @@ import (
 	"time"
 
 	"golang.org/x/time/rate"
+
+	"github.com/isthmus-net/isthmus/internal/pinned"
 )
 
 // Port is the TCP port at which gateways tell each other their flows.
 const Port = 5870
+
+// purpose of the keys by which gateways know each other.
+const purpose = "isthmus gateway flows"
 
 // Timing of connections.
 const (
@@ -148,7 +153,7 @@ func (l *Link) Run(ctx context.Context) {
 
 // change ends connections under the key before and makes the next ones with this one.
 func (l *Link) change(ctx context.Context, private [32]byte) {
-	c, err := config(private)
+	c, err := pinned.Config(private, purpose)
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.expire != nil {

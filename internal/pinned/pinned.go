@@ -1,4 +1,6 @@
-package flowsync
+// Package pinned secures connections between processes of one installation, which share the WireGuard private key of
+// its gateways.
+package pinned
 
 import (
 	"crypto"
@@ -12,11 +14,13 @@ import (
 	"math/big"
 )
 
-// config is for both ends of a connection between gateways that share a WireGuard private key: each proves that it has
-// the key that is derived from it. TLS 1.3 signs as client and as server differently, so that no end can be shown its own
-// signature.
-func config(private [32]byte) (*tls.Config, error) {
-	seed, err := hkdf.Key(sha256.New, private[:], nil, "isthmus gateway flows", ed25519.SeedSize)
+// Config is for both ends of a connection. Each proves that it has the key that is derived from the private key for
+// this purpose. TLS 1.3 signs as client and as server differently, so that no end can be shown its own signature.
+func Config(private [32]byte, purpose string) (*tls.Config, error) {
+	if private == [32]byte{} { // everybody knows it
+		return nil, errors.New("the private key of the gateways is not known yet")
+	}
+	seed, err := hkdf.Key(sha256.New, private[:], nil, purpose, ed25519.SeedSize)
 	if err != nil {
 		return nil, err
 	}
