@@ -299,6 +299,14 @@ func (c *checker) results() map[string]CheckResult {
 	return all
 }
 
+// connected reports whether a peer answers.
+func (c *checker) connected(id string) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	p := c.peers[id]
+	return p != nil && p.result.State == Connected
+}
+
 // send pings a new peer at once and every peer each interval, when its turn comes, and looks in
 // between who has not answered.
 func (c *checker) send() {

@@ -120,6 +120,9 @@ type Options struct {
 	// the first packet. It is told the flows of this one.
 	Flows *flowsync.Keeper
 
+	// InBand, if not nil, lets managers use the tunnel to the peers that agreed to it.
+	InBand *InBand
+
 	// Beside, if any, runs as long as the gateway acts: from when the first Config is in force
 	// until its context ends, which is before anything is taken down.
 	Beside func(ctx context.Context, r Running)
@@ -254,6 +257,7 @@ type gateway struct {
 	capturing  atomic.Pointer[capture.Capture] // nil: none
 	flows      *flowLog                        // nil: none
 	keeper     *flowsync.Keeper                // nil: none
+	inBand     *inBand                         // nil: none
 	acting     bool                            // run's goroutine's, as adopted: Options.Begin is closed
 	adopted    bool
 
@@ -321,6 +325,10 @@ func open(o Options, c Config) (_ *gateway, err error) {
 	if err := g.openEnds(o, max(c.Tunnels, 1), mtu); err != nil {
 		return nil, err
 	}
+	if o.InBand != nil {
+		g.inBand = newInBand(*o.InBand, g.ends[0], o.Log)
+		undo = append(undo, g.inBand.server.Close)
+	}
 	if o.Calls != nil {
 		for _, e := range g.ends {
 			e.checker.hold(o.Calls)
@@ -360,6 +368,9 @@ func (g *gateway) close() error {
 	}
 	g.resolver.close()
 	g.wg.Wait()
+	if g.inBand != nil {
+		g.inBand.server.Close()
+	}
 	g.closeEnds()
 	g.host.Close()
 	g.log.Info("gateway stopped")
@@ -722,6 +733,7 @@ func (g *gateway) put(s *survey) {
 	var errs []error
 	if g.acting {
 		errs = append(g.moveEnds(g.now.config.ListenPort), g.applyEnds(g.now.config, s)...)
+		errs = append(errs, g.inBand.set(s.peers))
 	}
 	objects, undelivered, err := g.objectsFor(s)
 	if err != nil {

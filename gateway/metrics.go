@@ -70,6 +70,12 @@ var (
 	familyPeerLimit  = gauge("peer_nat_sessions_limit", "NAT flows that the peer may have.", "peer")
 	familyFlowEvents = counter("peer_nat_session_events_total", "NAT flows created, expired, evicted because the limit was reached, and purged because new rules do not permit them.", "event", "peer")
 
+	familyInBandConns   = gauge("peer_in_band_connections", "Connections between managers and API servers in the tunnel: of our manager to the peer's API server (ours), and the other way (theirs).", "peer", "side")
+	familyInBandRx      = counter("peer_in_band_receive_bytes_total", "Octets of these connections from the peer.", "peer")
+	familyInBandTx      = counter("peer_in_band_transmit_bytes_total", "Octets of these connections to the peer.", "peer")
+	familyInBandRefused = counter("peer_in_band_refused_total", "Such connections refused, by reason: too many (connections), our API server cannot be reached (api_server), the peer's gateway does not let us through (peer), the tunnel is down (tunnel).", "peer", "reason")
+	familyInBandUnknown = counter("in_band_strangers_total", "Connections to the port for our manager that were refused, since whoever made them does not know the gateways' key, or had no valid request.")
+
 	familyRTTs    = families.Histogram("probe_rtt_seconds", "Round trips of the connection check, of all peers.")
 	familyRepairs = counter("kernel_changes_total", "Links, routes, rules, neighbours and sysctls set because they were missing or different.")
 )
@@ -104,6 +110,7 @@ func (m *metrics) own() ([]*dto.MetricFamily, error) {
 	s := scrape{families: make(map[*family]*dto.MetricFamily)}
 	now, stats := m.gateway.current(), m.gateway.engine.Stats()
 	m.ofGateway(&s, now, stats)
+	m.gateway.inBand.observe(&s)
 	at := time.Now()
 	for _, v := range m.gateway.views(now, stats) {
 		ofPeer(&s, &v)

@@ -35,6 +35,7 @@ const severalThreshold = 2
 // tunnelEnd is our end of one tunnel to each peer.
 type tunnelEnd struct {
 	*datapath.Tunnel
+	local   *datapath.Local
 	checker *checker
 	wire    *bind.Bind
 	link    *tun.Device
@@ -83,17 +84,17 @@ func (g *gateway) openEnd(o Options, i, mtu int) (_ *tunnelEnd, err error) {
 			_ = port.Send(text, to, size) // lost or refused: the missing answer counts
 		}
 		t := datapath.New(link, wire, g.engine, local, datapath.Options{CoalesceUDP: g.udpOffload, Logger: wgLogger(o.Log)})
-		return newTunnelEnd(t, newChecker(port, o.Log, g.metrics.observeRTT, pathProber{send, g.compareSoon}), wire, link), nil
+		return newTunnelEnd(t, local, newChecker(port, o.Log, g.metrics.observeRTT, pathProber{send, g.compareSoon}), wire, link), nil
 	}
 	log := o.Log.With("tunnel", i)
 	t := g.ends[0].Beside(link, wire, local, wgLogger(log))
-	return newTunnelEnd(t, newChecker(port, log, func(string, time.Duration) {}, pathProber{}), wire, link), nil
+	return newTunnelEnd(t, local, newChecker(port, log, func(string, time.Duration) {}, pathProber{}), wire, link), nil
 }
 
-func newTunnelEnd(t *datapath.Tunnel, c *checker, wire *bind.Bind, link *tun.Device) *tunnelEnd {
+func newTunnelEnd(t *datapath.Tunnel, local *datapath.Local, c *checker, wire *bind.Bind, link *tun.Device) *tunnelEnd {
 	c.handshake = t.Handshake
 	t.SetDoubts(c.doubt)
-	return &tunnelEnd{t, c, wire, link}
+	return &tunnelEnd{t, local, c, wire, link}
 }
 
 // startEnds opens the sockets.
@@ -204,7 +205,7 @@ func tunnelPeers(i int, peers []peer, of []int) (list []datapath.Peer) {
 			at = netip.AddrPortFrom(at.Addr(), theirs.Port)
 		}
 		list = append(list, datapath.Peer{State: p.state, Key: theirs.PublicKey, Endpoint: at, Refused: p.refused,
-			Gateway: gatewayOf(p.GatewayPeer), Preshared: p.preshared})
+			Gateway: gatewayOf(p.GatewayPeer), Streams: p.InBand && i == 0, Preshared: p.preshared})
 	}
 	return list
 }

@@ -30,6 +30,7 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/flowsync"
 	"github.com/isthmus-net/isthmus/internal/cli"
 	"github.com/isthmus-net/isthmus/internal/httpserve"
+	"github.com/isthmus-net/isthmus/internal/inband"
 	"github.com/isthmus-net/isthmus/internal/metric"
 	"github.com/isthmus-net/isthmus/internal/owncluster"
 	"github.com/isthmus-net/isthmus/internal/source/file"
@@ -207,6 +208,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 		return err
 	}
 	options.PodNetwork, options.Gate = !k.hostNetwork, replica.MaySend
+	options.InBand = k.inBand(replica)
 	link := flowsync.NewLink(options.Flows, k.links(replica))
 	linked, unlink := context.WithCancel(context.WithoutCancel(ctx))
 	var linking sync.WaitGroup
@@ -277,6 +279,17 @@ func (k *kubeGateway) links(replica *kube.Gateway) flowsync.Options {
 			return new(net.Dialer).DialContext(ctx, "tcp", netip.AddrPortFrom(to, flowsync.Port).String())
 		},
 		Key: replica.SharedKey, Others: replica.Others, Log: k.source.Log,
+	}
+}
+
+// inBand says how managers use the tunnel.
+func (k *kubeGateway) inBand(replica *kube.Gateway) *gateway.InBand {
+	return &gateway.InBand{
+		Listen: func() (net.Listener, error) {
+			return net.ListenTCP("tcp", net.TCPAddrFromAddrPort(netip.AddrPortFrom(k.source.PodIP, inband.ManagerPort)))
+		},
+		Key: replica.SharedKey,
+		API: replica.DialAPIServer,
 	}
 }
 

@@ -1,6 +1,7 @@
 package kube
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -949,6 +950,15 @@ func (g *Gateway) SharedKey() [32]byte {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	return g.shared
+}
+
+// DialAPIServer connects to the API server that this gateway reads from.
+func (g *Gateway) DialAPIServer(ctx context.Context) (net.Conn, error) {
+	server, _, err := rest.DefaultServerUrlFor(g.o.Config)
+	if err != nil {
+		return nil, err
+	}
+	return new(net.Dialer).DialContext(ctx, "tcp", net.JoinHostPort(server.Hostname(), cmp.Or(server.Port(), "443")))
 }
 
 // Others are the addresses of the other gateways of the installation; true: of the active one.

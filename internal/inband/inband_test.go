@@ -1,0 +1,256 @@
+package inband
+
+import (
+	"bytes"
+	"context"
+	"crypto/tls"
+	"errors"
+	"io"
+	"log/slog"
+	"net"
+	"net/netip"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/isthmus-net/isthmus/internal/leaktest"
+	"github.com/isthmus-net/isthmus/internal/pinned"
+)
+
+func TestMain(m *testing.M) { leaktest.Main(m) }
+
+var (
+	source  = netip.MustParseAddr("10.71.0.0")
+	gateway = netip.MustParseAddr("10.72.0.1")
+	secret  = [32]byte{1, 2, 3}
+	agreed  = []Peer{{ID: "b", Source: source, Gateway: gateway}}
+)
+
+// world is a gateway, and a server that echoes in the place of each API server.
+type world struct {
+	*Server
+	at      string // of the port for managers
+	key     [32]byte
+	down    atomic.Bool  // the tunnel
+	refuses atomic.Bool  // the peer's gateway
+	dialed  atomic.Value // last address in the tunnel
+}
+
+func newWorld(t *testing.T) *world {
+	t.Helper()
+	echo, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { echo.Close() })
+	go func() {
+		for {
+			c, err := echo.Accept()
+			if err != nil {
+				return
+			}
+			go func() {
+				defer c.Close()
+				_, _ = io.Copy(c, c)
+			}()
+		}
+	}()
+	dial := func(ctx context.Context) (net.Conn, error) {
+		return new(net.Dialer).DialContext(ctx, "tcp", echo.Addr().String())
+	}
+	w := &world{key: secret}
+	w.Server = NewServer(Options{
+		Listen: func() (net.Listener, error) {
+			l, err := net.Listen("tcp", "127.0.0.1:0")
+			if err == nil {
+				w.at = l.Addr().String()
+			}
+			return l, err
+		},
+		Key: func() [32]byte { return w.key },
+		Dial: func(ctx context.Context, to netip.Addr) (net.Conn, error) {
+			if w.dialed.Store(to); w.refuses.Load() {
+				return nil, errors.New("connection refused")
+			}
+			return dial(ctx)
+		},
+		API:       dial,
+		Connected: func(string) bool { return !w.down.Load() },
+		Log:       slog.New(slog.DiscardHandler),
+	})
+	t.Cleanup(w.Close)
+	return w
+}
+
+// manager connects as Dial does, to the port that the test has.
+func (w *world) manager(private [32]byte, peer string) (net.Conn, error) {
+	config, err := pinned.Config(private, purpose)
+	if err != nil {
+		return nil, err
+	}
+	c, err := tls.DialWithDialer(&net.Dialer{Timeout: time.Minute}, "tcp", w.at, config)
+	if err != nil {
+		return nil, err
+	}
+	_ = c.SetDeadline(time.Now().Add(time.Minute))
+	connected, err := request(c, peer)
+	if err != nil {
+		c.Close()
+	}
+	return connected, err
+}
+
+// echoes sends through a connection and wants it back.
+func echoes(t *testing.T, c net.Conn) {
+	t.Helper()
+	_ = c.SetDeadline(time.Now().Add(time.Minute))
+	sent, got := bytes.Repeat([]byte("api"), 10_000), make([]byte, 30_000)
+	go func() { _, _ = c.Write(sent) }()
+	if _, err := io.ReadFull(c, got); err != nil || !bytes.Equal(got, sent) {
+		t.Errorf("not what was sent: %v", err)
+	}
+}
+
+func TestAManagerReachesAPeerThatAgreed(t *testing.T) {
+	w := newWorld(t)
+	w.Set(agreed)
+	c, err := w.manager(secret, "b")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	echoes(t, c)
+	if w.dialed.Load() != gateway {
+		t.Errorf("dialed %v, want %v", w.dialed.Load(), gateway)
+	}
+	if all, _ := w.Stats(); len(all) != 1 || all[0].Ours != 1 || all[0].Received < 30_000 || all[0].Sent < 30_000 {
+		t.Errorf("counted %+v", all)
+	}
+	w.Set(nil) // the consent ends
+	if _, err := c.Read(make([]byte, 1)); err == nil {
+		t.Error("the connection goes on")
+	}
+	if c, err := net.Dial("tcp", w.at); err == nil {
+		c.Close()
+		t.Error("the port is still open")
+	}
+}
+
+func TestAManagerIsToldWhyThereIsNoConnection(t *testing.T) {
+	w := newWorld(t)
+	w.Set(agreed)
+	for _, c := range []struct {
+		name, peer, want string
+		set              func()
+	}{
+		{"another peer", "c", "does not know yet", func() {}},
+		{"no tunnel", "b", "tunnel to the peer is down", func() { w.down.Store(true) }},
+		{"the peer has not agreed", "b", "spec.inBand", func() { w.down.Store(false); w.refuses.Store(true) }},
+	} {
+		c.set()
+		_, err := w.manager(secret, c.peer)
+		if refused := (*RefusedError)(nil); !errors.As(err, &refused) || !strings.Contains(refused.Reason, c.want) {
+			t.Errorf("%s: %v, want %q", c.name, err, c.want)
+		}
+	}
+	all, _ := w.Stats()
+	if all[0].Refused["tunnel"] != 1 || all[0].Refused["peer"] != 1 {
+		t.Errorf("counted %v", all[0].Refused)
+	}
+}
+
+func TestStrangersAreRefused(t *testing.T) {
+	w := newWorld(t)
+	w.Set(agreed)
+	refused := func() uint64 {
+		_, n := w.Stats()
+		return n
+	}
+	if _, err := w.manager([32]byte{9}, "b"); err == nil {
+		t.Error("another key was taken")
+	}
+	for _, text := range []string{"CONNECT b:6443 HTTP/1.1\r\nHost: b:6443\r\n\r\n", strings.Repeat("x", 10_000)} {
+		c, err := net.Dial("tcp", w.at)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, _ = io.WriteString(c, text)
+		_ = c.SetReadDeadline(time.Now().Add(time.Minute))
+		answer, _ := io.ReadAll(c)
+		c.Close()
+		if strings.Contains(string(answer), "HTTP/1.1") {
+			t.Errorf("answered %q", answer)
+		}
+	}
+	for end := time.Now().Add(time.Minute); refused() < 3; time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("%d are counted", refused())
+		}
+	}
+	w.key = [32]byte{} // not known yet
+	if _, err := w.manager([32]byte{}, "b"); err == nil {
+		t.Error("a key that everybody knows was taken")
+	}
+	if all, _ := w.Stats(); w.dialed.Load() != nil || all[0].Ours != 0 {
+		t.Error("a stranger got through")
+	}
+}
+
+func TestAPeerReachesTheAPIServerWithinItsBounds(t *testing.T) {
+	w := newWorld(t)
+	w.Set(append(agreed, Peer{ID: "c", Source: netip.MustParseAddr("10.73.0.0"), Gateway: netip.MustParseAddr("10.74.0.1")}))
+	refused := 0
+	take := func(from netip.Addr) net.Conn {
+		ours, theirs := net.Pipe()
+		done := make(chan bool, 1)
+		go w.Take(from, func() (net.Conn, error) { done <- true; return theirs, nil }, func() { theirs.Close(); done <- false })
+		if !<-done {
+			refused++
+			return nil
+		}
+		t.Cleanup(func() { ours.Close() })
+		return ours
+	}
+	for range Connections {
+		if c := take(source); c == nil {
+			t.Fatal("refused")
+		} else {
+			echoes(t, c)
+		}
+	}
+	if take(source) != nil || take(netip.MustParseAddr("10.71.0.7")) != nil {
+		t.Error("one too many, or one from elsewhere, was taken")
+	}
+	if c := take(netip.MustParseAddr("10.73.0.0")); c == nil {
+		t.Error("one peer shut another one out")
+	} else {
+		echoes(t, c)
+	}
+	all, _ := w.Stats()
+	for _, p := range all {
+		if p.Peer == "b" && (p.Theirs != Connections || p.Refused["connections"] != 1) {
+			t.Errorf("counted %+v", p)
+		}
+	}
+}
+
+func TestAPeersOctetsAreBounded(t *testing.T) {
+	w := newWorld(t)
+	w.Set(agreed)
+	c, err := w.manager(secret, "b")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	const size = Burst + Rate
+	go func() { _, _ = c.Write(make([]byte, size)) }()
+	begin := time.Now()
+	_ = c.SetDeadline(begin.Add(time.Minute))
+	if _, err := io.CopyN(io.Discard, c, size); err != nil {
+		t.Fatal(err)
+	}
+	if took := time.Since(begin); took < 900*time.Millisecond {
+		t.Errorf("%d octets took %v", size, took)
+	}
+}

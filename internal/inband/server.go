@@ -1,0 +1,341 @@
+package inband
+
+import (
+	"context"
+	"crypto/tls"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/netip"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/time/rate"
+
+	"github.com/isthmus-net/isthmus/internal/pinned"
+)
+
+// These constants bound what a peer can use, and what a manager can use of it.
+const (
+	// Connections is how many there are with one peer, its own and those of our manager each. A manager has one or
+	// two.
+	Connections = 16
+	// Rate and Burst bound the octets in each direction.
+	Rate  = 4 << 20 // per second
+	Burst = 4 << 20
+	// Idle ends a connection without an octet in either direction. A manager sends one every 15 s.
+	Idle = 2 * time.Minute
+
+	// asking bounds connections to ManagerPort that have not shown a valid request.
+	asking = 64
+	// piece is how much is copied at once, in octets.
+	piece = 16 << 10
+)
+
+// A Peer is one that agreed to in-band control.
+type Peer struct {
+	ID      string
+	Source  netip.Addr // from which its gateway connects
+	Gateway netip.Addr // at which its gateway answers
+}
+
+// Options of a Server. All are required.
+type Options struct {
+	// Listen opens ManagerPort.
+	Listen func() (net.Listener, error)
+	// Key returns the gateways' private key.
+	Key func() [32]byte
+	// Dial connects to Port of a peer's gateway.
+	Dial func(ctx context.Context, gateway netip.Addr) (net.Conn, error)
+	// API connects to the API server of this cluster.
+	API func(ctx context.Context) (net.Conn, error)
+	// Connected reports whether the tunnel to a peer works.
+	Connected func(peer string) bool
+	Log       *slog.Logger
+}
+
+// A Server is the part of a gateway. Its methods may be called concurrently, Set and Close excepted.
+type Server struct {
+	o       Options
+	ctx     context.Context
+	cancel  context.CancelFunc
+	running sync.WaitGroup
+	refused atomic.Uint64 // connections to ManagerPort
+
+	mu       sync.Mutex
+	peers    map[string]*peer
+	bySource map[netip.Addr]*peer
+	listener net.Listener // nil: there are no peers, or the port could not be had
+	failed   string       // why not
+}
+
+// peer is what a Server keeps of one.
+type peer struct {
+	Peer
+	ctx    context.Context
+	cancel context.CancelFunc
+
+	ours, theirs   atomic.Int64 // connections
+	in, out        *rate.Limiter
+	received, sent atomic.Uint64
+	refused        [numReasons]atomic.Uint64
+}
+
+// A reason is why a connection was refused, as metrics have it.
+type reason uint8
+
+const (
+	reasonConnections reason = iota // too many
+	reasonAPI                       // the API server of this cluster cannot be reached
+	reasonPeer                      // the peer's gateway does not let us through
+	reasonTunnel                    // it does not work
+	numReasons
+)
+
+var reasons = [numReasons]string{"connections", "api_server", "peer", "tunnel"}
+
+// NewServer returns a Server without peers.
+func NewServer(o Options) *Server {
+	s := &Server{o: o, peers: map[string]*peer{}, bySource: map[netip.Addr]*peer{}}
+	s.ctx, s.cancel = context.WithCancel(context.Background())
+	return s
+}
+
+// Close ends all connections.
+func (s *Server) Close() {
+	s.Set(nil)
+	s.cancel()
+	s.running.Wait()
+}
+
+// Set replaces the peers. It ends the connections of those that are gone or have changed, and listens while there are
+// any.
+func (s *Server) Set(peers []Peer) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	before := s.peers
+	s.peers, s.bySource = make(map[string]*peer, len(peers)), make(map[netip.Addr]*peer, len(peers))
+	for _, want := range peers {
+		p := before[want.ID]
+		if p == nil || p.Peer != want {
+			p = &peer{Peer: want, in: rate.NewLimiter(Rate, Burst), out: rate.NewLimiter(Rate, Burst)}
+			p.ctx, p.cancel = context.WithCancel(s.ctx)
+		}
+		s.peers[p.ID], s.bySource[p.Source] = p, p
+	}
+	for id, p := range before {
+		if s.peers[id] != p {
+			p.cancel()
+		}
+	}
+	s.listen(len(peers) > 0)
+}
+
+// listen opens or closes ManagerPort. With s.mu.
+func (s *Server) listen(wanted bool) {
+	switch {
+	case !wanted && s.listener != nil:
+		s.listener.Close()
+		s.listener = nil
+	case wanted && s.listener == nil:
+		l, err := s.o.Listen()
+		if err != nil {
+			if s.failed != err.Error() {
+				s.failed = err.Error()
+				s.o.Log.Error("the manager cannot reach peers through the tunnel", "error", err)
+			}
+			return
+		}
+		s.listener, s.failed = l, ""
+		s.running.Go(func() { s.accept(l) })
+	}
+}
+
+// accept answers managers until the listener ends.
+func (s *Server) accept(l net.Listener) {
+	slots := make(chan struct{}, asking)
+	for {
+		c, err := l.Accept()
+		if err != nil {
+			return
+		}
+		select {
+		case slots <- struct{}{}:
+		default:
+			s.refused.Add(1)
+			c.Close()
+			continue
+		}
+		s.running.Go(func() {
+			defer c.Close()
+			id, secured, err := s.request(c)
+			<-slots
+			if err != nil {
+				s.refused.Add(1)
+				s.o.Log.Debug("in-band: a request was refused", "from", c.RemoteAddr().String(), "error", err)
+				return
+			}
+			s.serve(id, secured)
+		})
+	}
+}
+
+// request returns what a manager that knows the gateways' key asks for.
+func (s *Server) request(c net.Conn) (id string, secured net.Conn, err error) {
+	config, err := pinned.Config(s.o.Key(), purpose)
+	if err != nil {
+		return "", nil, err
+	}
+	stop := context.AfterFunc(s.ctx, func() { c.Close() })
+	defer stop()
+	if err := c.SetDeadline(time.Now().Add(connectTime)); err != nil {
+		return "", nil, err
+	}
+	t := tls.Server(c, config)
+	if err := t.HandshakeContext(s.ctx); err != nil {
+		return "", nil, err
+	}
+	if id, err = requested(t); err != nil {
+		return "", nil, err
+	}
+	return id, t, c.SetDeadline(time.Time{})
+}
+
+// serve connects our manager to a peer.
+func (s *Server) serve(id string, c net.Conn) {
+	s.mu.Lock()
+	p := s.peers[id]
+	s.mu.Unlock()
+	if p == nil {
+		_ = answer(c, "our gateway does not know yet that the Peering wants it in band")
+		return
+	}
+	if !p.take(&p.ours) {
+		_ = answer(c, fmt.Sprintf("our manager has %d connections to the peer already", Connections))
+		return
+	}
+	defer p.ours.Add(-1)
+	if !s.o.Connected(id) {
+		p.refused[reasonTunnel].Add(1)
+		_ = answer(c, "the tunnel to the peer is down")
+		return
+	}
+	ctx, cancel := context.WithTimeout(p.ctx, connectTime)
+	defer cancel()
+	far, err := s.o.Dial(ctx, p.Gateway)
+	if err != nil {
+		p.refused[reasonPeer].Add(1)
+		s.o.Log.Debug("in-band: connect to the peer", "peer", id, "error", err)
+		_ = answer(c, "the peer's gateway does not let our manager through: the peer's Peering has to have spec.inBand, too")
+		return
+	}
+	if err := answer(c, ""); err != nil {
+		far.Close()
+		return
+	}
+	p.splice(far, c)
+}
+
+// Take connects the gateway that has the address from to the API server of this cluster: either accept or refuse is
+// called. It returns when the connection has ended.
+func (s *Server) Take(from netip.Addr, accept func() (net.Conn, error), refuse func()) {
+	s.mu.Lock()
+	p := s.bySource[from]
+	s.mu.Unlock()
+	if p == nil || !p.take(&p.theirs) {
+		refuse()
+		return
+	}
+	defer p.theirs.Add(-1)
+	far, err := accept()
+	if err != nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(p.ctx, connectTime)
+	defer cancel()
+	c, err := s.o.API(ctx)
+	if err != nil {
+		p.refused[reasonAPI].Add(1)
+		s.o.Log.Warn("in-band: a peer cannot reach our API server", "peer", p.ID, "error", err)
+		far.Close()
+		return
+	}
+	p.splice(far, c)
+}
+
+// take counts one more connection, if there may be one.
+func (p *peer) take(n *atomic.Int64) bool {
+	if n.Add(1) <= Connections {
+		return true
+	}
+	n.Add(-1)
+	p.refused[reasonConnections].Add(1)
+	return false
+}
+
+// splice copies between the peer and somebody here until either of them ends, and closes both.
+func (p *peer) splice(far, here net.Conn) {
+	ctx, cancel := context.WithCancel(p.ctx)
+	defer cancel()
+	stop := context.AfterFunc(ctx, func() { far.Close(); here.Close() })
+	defer stop()
+	idle := time.AfterFunc(Idle, cancel)
+	defer idle.Stop()
+	var both sync.WaitGroup
+	both.Go(func() {
+		defer cancel()
+		move(ctx, here, far, p.in, &p.received, idle)
+	})
+	both.Go(func() {
+		defer cancel()
+		move(ctx, far, here, p.out, &p.sent, idle)
+	})
+	both.Wait()
+	far.Close()
+	here.Close()
+}
+
+// move copies in one direction, at a bounded rate.
+func move(ctx context.Context, to io.Writer, from io.Reader, limit *rate.Limiter, count *atomic.Uint64, idle *time.Timer) {
+	b := make([]byte, piece)
+	for {
+		n, err := from.Read(b)
+		if n > 0 {
+			idle.Reset(Idle)
+			if limit.WaitN(ctx, n) != nil {
+				return
+			}
+			count.Add(uint64(n))
+			if _, err := to.Write(b[:n]); err != nil {
+				return
+			}
+		}
+		if err != nil {
+			return
+		}
+	}
+}
+
+// Stats is what happened with one peer.
+type Stats struct {
+	Peer           string
+	Ours, Theirs   int64             // connections now, of our manager and of the peer's
+	Received, Sent uint64            // octets from the peer and to it
+	Refused        map[string]uint64 // connections, by reason
+}
+
+// Stats returns what happened with each peer, and how many connections to ManagerPort were refused.
+func (s *Server) Stats() (all []Stats, strangers uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, p := range s.peers {
+		one := Stats{Peer: p.ID, Ours: p.ours.Load(), Theirs: p.theirs.Load(), Received: p.received.Load(), Sent: p.sent.Load(), Refused: map[string]uint64{}}
+		for i := range p.refused {
+			one.Refused[reasons[i]] = p.refused[i].Load()
+		}
+		all = append(all, one)
+	}
+	return all, s.refused.Load()
+}
