@@ -132,7 +132,7 @@ func verdictsFor(s peeringState) map[string]verdict {
 		verdicts[isthmus.ConditionReady] = no(isthmus.ReasonConflict, "%s", s.conflict)
 		return verdicts
 	}
-	verdicts[isthmus.ConditionIdentity] = s.identity
+	verdicts[isthmus.ConditionIdentity] = identityVerdict(s)
 	verdicts[isthmus.ConditionPublished] = publishedVerdict(s)
 	verdicts[isthmus.ConditionAnswered] = answeredVerdict(s)
 	verdicts[isthmus.ConditionPeerConfig] = peerConfigVerdict(s)
@@ -181,6 +181,19 @@ func readyVerdict(s peeringState, verdicts map[string]verdict) verdict {
 // carries reports whether packets pass by what both sides agreed, whatever their API servers do.
 func carries(verdicts map[string]verdict) bool {
 	return verdicts[isthmus.ConditionTunnelEndpoint].status == metav1.ConditionTrue && verdicts[isthmus.ConditionConnected].status == metav1.ConditionTrue
+}
+
+// identityVerdict says what it means that the peer is not reached, where it is reached through the tunnel.
+func identityVerdict(s peeringState) verdict {
+	connected := connectedVerdict(s)
+	if !s.peering.Spec.InBand || s.identity.reason != isthmus.ReasonUnreachable || connected.status == metav1.ConditionTrue {
+		return s.identity
+	}
+	const again = "run `isthmus peer --in-band` for both clusters again, which carries it"
+	if s.published.status == metav1.ConditionFalse {
+		return no(isthmus.ReasonTunnelDown, "our NetworkConfig has changed, and the way to tell the peer is the tunnel, which is down (%s); unless it comes back by itself, "+again, connected.message)
+	}
+	return no(isthmus.ReasonTunnelDown, "the peer's API server is reached through the tunnel, which is down (%s); if a gateway has got another address or key meanwhile, "+again, connected.message)
 }
 
 func publishedVerdict(s peeringState) verdict {

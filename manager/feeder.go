@@ -38,7 +38,7 @@ func (f *feeder) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, er
 		if p.Replicated() {
 			ours = append(ours, replication.Target{
 				ID: p.Cluster.ClusterID, Cluster: p.Cluster,
-				LocalNamespace: p.LocalNamespace, RemoteNamespace: p.RemoteNamespace, IdentitySecret: p.IdentitySecret,
+				LocalNamespace: p.LocalNamespace, RemoteNamespace: p.RemoteNamespace, IdentitySecret: p.IdentitySecret, InBand: p.InBand,
 			})
 		}
 	}

@@ -319,7 +319,7 @@ func (l *leader) lead(ctx context.Context) error {
 	l.waits.Store(nil)
 	replicator := replication.New(replication.Options{
 		ClusterID: l.Cluster.ClusterID, Client: l.client, Cache: l.mgr.GetCache(), Config: l.config, Log: l.Log,
-		Services: l.shared, Withdraw: !l.Options.Services,
+		Services: l.shared, Withdraw: !l.Options.Services, InBand: l.dialInBand,
 	})
 	pulse := NewPulse(l.mgr.GetAPIReader(), l.Namespace, l.Log)
 	keys := &KeyStore{Client: l.client, Direct: l.mgr.GetAPIReader(), Namespace: l.Namespace, Peers: l.peers, Log: l.Log}

@@ -34,6 +34,8 @@ type Peer struct {
 	Claims    isthmus.Claims
 	// KeyRequired says that without a preshared key the tunnel is to stay down.
 	KeyRequired bool
+	// InBand says that the managers go through the tunnel.
+	InBand bool
 	// IdentitySecret is the name of the Secret in LocalNamespace with which to speak to the peer;
 	// empty when Liqo's crd-replicator does that.
 	IdentitySecret string
@@ -254,9 +256,10 @@ func peerFrom(p *isthmus.Peering) Peer {
 		Overrides:       p.Spec.Overrides,
 		Claims:          p.Spec.Claims,
 		KeyRequired:     p.Spec.PostQuantum == isthmus.PostQuantumRequired,
+		InBand:          p.Spec.InBand,
 		IdentitySecret:  cmp.Or(p.Spec.IdentitySecretName, isthmus.DefaultIdentitySecret),
 		Leaving:         !p.DeletionTimestamp.IsZero(),
-		Forced:          p.Annotations[isthmus.AnnotationForce] == "true",
+		Forced:          p.Annotations[isthmus.AnnotationForce] == "true" || p.Annotations[isthmus.AnnotationForce] == isthmus.ForceCarried,
 		Draining:        draining(p),
 		Owner:           p,
 	}

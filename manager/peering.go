@@ -250,7 +250,7 @@ func found[T client.Object](ctx context.Context, reader client.Reader, name type
 // left. The NetworkConfig is deleted by its own reconciler.
 func (r *PeeringReconciler) leave(ctx context.Context, s *peeringState) (done bool, err error) {
 	if s.conflict == "" {
-		if s.endpoint != nil && s.endpoint.DeletionTimestamp.IsZero() {
+		if s.endpoint != nil && s.endpoint.DeletionTimestamp.IsZero() && !needsTunnel(peerFrom(s.peering), s.original) {
 			if err := r.Client.Delete(ctx, s.endpoint, client.Preconditions{UID: &s.endpoint.UID}); client.IgnoreNotFound(err) != nil {
 				return false, fmt.Errorf("TunnelEndpoint %s/%s: %w", s.endpoint.Namespace, s.endpoint.Name, err)
 			}
@@ -281,6 +281,12 @@ func (r *PeeringReconciler) leave(ctx context.Context, s *peeringState) (done bo
 	return true, err
 }
 
+// needsTunnel reports whether our NetworkConfig at a peer that is left has still to be deleted there, through the
+// tunnel.
+func needsTunnel(p Peer, original *v1alpha1.NetworkConfig) bool {
+	return p.InBand && p.Leaving && !p.Forced && original != nil && controllerutil.ContainsFinalizer(original, v1alpha1.FinalizerReplicator)
+}
+
 // force ends the wait for the peer, if that is wanted, and says what stays there. It is wanted too
 // when somebody deletes the tenant namespace: our identity at the peer goes with it, and with the
 // identity the way to delete anything there.
@@ -289,7 +295,8 @@ func (r *PeeringReconciler) force(ctx context.Context, s *peeringState) error {
 	if nc == nil || nc.DeletionTimestamp.IsZero() || !controllerutil.ContainsFinalizer(nc, v1alpha1.FinalizerReplicator) {
 		return nil
 	}
-	why := "un-peering was forced"
+	const unpeeringForced = "un-peering was forced"
+	why := unpeeringForced
 	if !peerFrom(s.peering).Forced || s.peering.DeletionTimestamp.IsZero() {
 		if !s.ending {
 			return nil
@@ -300,6 +307,9 @@ func (r *PeeringReconciler) force(ctx context.Context, s *peeringState) error {
 	controllerutil.RemoveFinalizer(nc, v1alpha1.FinalizerReplicator)
 	if err := r.Client.Patch(ctx, nc, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{})); client.IgnoreNotFound(err) != nil {
 		return fmt.Errorf("NetworkConfig %s/%s: %w", nc.Namespace, nc.Name, err)
+	}
+	if why == unpeeringForced && s.peering.Annotations[isthmus.AnnotationForce] == isthmus.ForceCarried {
+		return nil // nothing stays there
 	}
 	left := fmt.Sprintf("%s: NetworkConfig %s/%s may stay at the peer, cluster %s (%s)",
 		why, s.peering.Spec.TenantNamespace.Remote, nc.Name, s.peering.Spec.Cluster.ClusterID, s.peerSays())

@@ -154,6 +154,8 @@ func (r *TunnelEndpointReconciler) reconcile(ctx context.Context, req ctrl.Reque
 	switch {
 	case err != nil:
 		return err
+	case !x.wanted && needsTunnel(x.peer, x.original()):
+		return nil
 	case !x.wanted:
 		return r.end(ctx, x)
 	case !x.peer.begun():
@@ -378,6 +380,9 @@ func (r *TunnelEndpointReconciler) write(ctx context.Context, peer Peer, origina
 	want.Labels[v1alpha1.LabelClusterID] = peer.Cluster.ClusterID
 	if delete(want.Annotations, isthmus.AnnotationPostQuantum); peer.KeyRequired {
 		metav1.SetMetaDataAnnotation(&want.ObjectMeta, isthmus.AnnotationPostQuantum, string(isthmus.PostQuantumRequired))
+	}
+	if delete(want.Annotations, isthmus.AnnotationInBand); peer.InBand {
+		metav1.SetMetaDataAnnotation(&want.ObjectMeta, isthmus.AnnotationInBand, "true")
 	}
 	want.OwnerReferences = []metav1.OwnerReference{ // as Liqo has them
 		{APIVersion: v1alpha1.GroupVersion.String(), Kind: "NetworkConfig", Name: original.Name, UID: original.UID},

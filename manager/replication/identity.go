@@ -28,6 +28,15 @@ type endpoint struct {
 	proxy      string // URL; empty: as the environment says
 	ca         string // PEM; empty: the system's
 	cert, key  string // PEM; both empty: a token is used
+	inBand     string // cluster ID of the peer whose tunnel leads there; empty: none
+}
+
+// String is how messages call the API server.
+func (e endpoint) String() string {
+	if e.inBand != "" {
+		return "the peer's API server, through the tunnel,"
+	}
+	return e.server
 }
 
 // An identity is all that it takes to speak to the peer's API server.
@@ -70,6 +79,25 @@ func identityFrom(s *corev1.Secret) (id identity, err error) {
 		return identity{}, err
 	}
 	return id, nil
+}
+
+// errInBand and errOutOfBand are for an identity that does not go with spec.inBand.
+var (
+	errInBand    = errors.New("is a Liqo's, and spec.inBand is for two clusters with Isthmus")
+	errOutOfBand = errors.New("is for the way through the tunnel, and the Peering does not have spec.inBand")
+)
+
+// through says by which way the API server is to be reached.
+func (id *identity) through(p Target) error {
+	switch {
+	case p.InBand && id.user == "":
+		return errInBand
+	case p.InBand:
+		id.inBand, id.proxy = p.ID, ""
+	case id.server == isthmus.InBandServer: // here that would be our own
+		return errOutOfBand
+	}
+	return nil
 }
 
 // fromKubeconfig reads the current context.

@@ -215,6 +215,8 @@ func (b *bounded) Read(p []byte) (int, error) {
 // A pool shares connections among links to the same endpoint and closes them with the last one. The
 // zero value is empty.
 type pool struct {
+	inBand func(ctx context.Context, peer string) (net.Conn, error) // Options.InBand
+
 	mu    sync.Mutex
 	users map[endpoint]*users
 }
@@ -222,6 +224,7 @@ type pool struct {
 type users struct {
 	transport *http.Transport
 	number    int
+	connect   func(ctx context.Context, network, address string) (net.Conn, error)
 
 	mu    sync.Mutex
 	conns map[net.Conn]struct{}
@@ -231,8 +234,7 @@ type users struct {
 // a request was just given up, and an identity that is no longer ours must not live on in a
 // connection.
 func (u *users) dial(ctx context.Context, network, address string) (net.Conn, error) {
-	d := net.Dialer{Timeout: 10 * time.Second, KeepAlive: 15 * time.Second}
-	c, err := d.DialContext(ctx, network, address)
+	c, err := u.connect(ctx, network, address)
 	if err != nil {
 		return nil, err
 	}
@@ -290,7 +292,16 @@ func (p *pool) get(e endpoint) (http.RoundTripper, error) {
 	if p.users == nil {
 		p.users = map[endpoint]*users{}
 	}
-	u := &users{number: 1, conns: map[net.Conn]struct{}{}}
+	u := &users{number: 1, conns: map[net.Conn]struct{}{}, connect: (&net.Dialer{Timeout: 10 * time.Second, KeepAlive: 15 * time.Second}).DialContext}
+	if e.inBand != "" {
+		proxy = nil
+		u.connect = func(ctx context.Context, _, _ string) (net.Conn, error) {
+			if p.inBand == nil {
+				return nil, errors.New("this manager does not use the tunnel")
+			}
+			return p.inBand(ctx, e.inBand)
+		}
+	}
 	u.transport = &http.Transport{
 		Proxy: proxy, TLSClientConfig: config, ForceAttemptHTTP2: true, DialContext: u.dial,
 		TLSHandshakeTimeout: 10 * time.Second, ResponseHeaderTimeout: 10 * time.Second, IdleConnTimeout: 90 * time.Second,

@@ -12,6 +12,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
 )
 
 // A step is one request of a plan.
@@ -79,66 +80,18 @@ func plan(peer string, original *v1alpha1.NetworkConfig, copies map[string]*v1al
 		if !equality.Semantic.DeepEqual(c.Spec, original.Spec) || c.Labels[v1alpha1.LabelReplication] != "false" {
 			actions = append(actions, action{update, wanted})
 		}
-		if answers(c, original) && !equality.Semantic.DeepEqual(answerOf(c), original.Status) {
+		if is, ok := fabric.AnswerTo(original, c); ok && !equality.Semantic.DeepEqual(is, original.Status) {
 			actions = append(actions, action{answer, wanted})
 		}
 	}
 	return actions
 }
 
-// answers reports whether the status of the copy answers the present original. An Isthmus records the
-// generation that it has answered. A Liqo does not, but a copy that it has answered never gets other
-// networks; see stale.
-func answers(c, original *v1alpha1.NetworkConfig) bool {
-	if accepted := meta.FindStatusCondition(c.Status.Conditions, v1alpha1.ConditionAccepted); accepted != nil {
-		return accepted.ObservedGeneration == c.Generation && equality.Semantic.DeepEqual(c.Spec, original.Spec)
-	}
-	return sameNetworks(c, original)
-}
-
 // stale reports whether the copy has an answer to our former networks that could not be told apart from an
 // answer to the new ones: a Liqo does not record which networks it has answered. Such a copy is replaced,
 // and the status of the new copy answers the new networks.
 func stale(c, original *v1alpha1.NetworkConfig) bool {
-	return c.Status.Processed && !sameNetworks(c, original) && meta.FindStatusCondition(c.Status.Conditions, v1alpha1.ConditionAccepted) == nil
-}
-
-func sameNetworks(a, b *v1alpha1.NetworkConfig) bool {
-	return a.Spec.PodCIDR == b.Spec.PodCIDR && a.Spec.ExternalCIDR == b.Spec.ExternalCIDR
-}
-
-// maxMessage bounds what a peer says about its refusal, in octets: enough for each field of a
-// NetworkConfig.
-const maxMessage = 4096
-
-// answerOf returns what of the copy's status is taken over: the answer, and whether the peer
-// accepts us. Whatever else the peer writes there is none of our business.
-func answerOf(c *v1alpha1.NetworkConfig) v1alpha1.NetworkConfigStatus {
-	answer := v1alpha1.NetworkConfigStatus{
-		Processed: c.Status.Processed, PodCIDRNAT: c.Status.PodCIDRNAT, ExternalCIDRNAT: c.Status.ExternalCIDRNAT,
-	}
-	if accepted := meta.FindStatusCondition(c.Status.Conditions, v1alpha1.ConditionAccepted); accepted != nil {
-		taken := *accepted
-		if len(taken.Message) > maxMessage {
-			taken.Message = strings.ToValidUTF8(taken.Message[:maxMessage-3], "") + "..."
-		}
-		answer.Conditions = []metav1.Condition{taken}
-	}
-	return answer
-}
-
-// copyOf returns the copy as it is created at the peer. It omits labels and annotations that tools of this
-// cluster set on the original: they mean nothing there, and an Isthmus refuses such labels.
-func copyOf(original *v1alpha1.NetworkConfig, own, namespace string) *v1alpha1.NetworkConfig {
-	return &v1alpha1.NetworkConfig{
-		ObjectMeta: metav1.ObjectMeta{Name: original.Name, Namespace: namespace, Labels: map[string]string{
-			v1alpha1.LabelReplication: "false",
-			v1alpha1.LabelReplicated:  "true",
-			v1alpha1.LabelOriginID:    own,
-			v1alpha1.LabelRemoteID:    original.Labels[v1alpha1.LabelRemoteID],
-		}},
-		Spec: *original.Spec.DeepCopy(),
-	}
+	return c.Status.Processed && (c.Spec.PodCIDR != original.Spec.PodCIDR || c.Spec.ExternalCIDR != original.Spec.ExternalCIDR) && meta.FindStatusCondition(c.Status.Conditions, v1alpha1.ConditionAccepted) == nil
 }
 
 // A view is what a worker knows about its peer when it tells its State.

@@ -14,6 +14,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/inband"
 	"github.com/isthmus-net/isthmus/internal/kubeerr"
 )
 
@@ -63,6 +64,9 @@ func missingNamespace(s apierrors.APIStatus) bool {
 func cause(err error) string {
 	if errors.Is(err, errAnswerTooLong) {
 		return errAnswerTooLong.Error()
+	}
+	if refused := (*inband.RefusedError)(nil); errors.As(err, &refused) {
+		return "is not reached: " + quote(refused.Reason)
 	}
 	if what, ok := kubeerr.Cause(err); ok {
 		return quote(what)

@@ -20,6 +20,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"net"
 	"sync"
 	"time"
 
@@ -43,6 +44,7 @@ type Target struct {
 	LocalNamespace  string                   // tenant namespace here, with the original and the identity Secret
 	RemoteNamespace string                   // tenant namespace at the peer, for the copy
 	IdentitySecret  string                   // empty: Liqo's crd-replicator replicates for this peer
+	InBand          bool                     // the peer's API server is reached through the tunnel
 }
 
 // A Condition is what State says about one thing. Its message stays the same until something
@@ -92,6 +94,8 @@ type Options struct {
 	Services bool
 	// Withdraw makes workers delete what was exported while Services was set, which it is not now.
 	Withdraw bool
+	// InBand connects to the API server of a peer through the tunnel; nil: there is no way.
+	InBand func(ctx context.Context, peer string) (net.Conn, error)
 	// Now is the clock for the age of tokens. Default: time.Now.
 	Now func() time.Time
 }
@@ -129,7 +133,7 @@ func New(o Options) *Replicator {
 		o.Now = time.Now
 	}
 	return &Replicator{
-		opts: o, pace: usual, own: usual.own(),
+		opts: o, pace: usual, own: usual.own(), pool: pool{inBand: o.InBand},
 		changed: make(chan event.GenericEvent),
 		peers:   map[string]Target{}, workers: map[string]*worker{}, ending: map[string]*worker{}, byHome: map[string]*worker{},
 		states: map[string]State{}, shares: map[string]map[string]isthmus.PeerServicesSpec{}, sharings: map[string]Sharing{}, behind: map[string]time.Time{},

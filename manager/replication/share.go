@@ -101,7 +101,7 @@ func (s *sharer) run(ctx context.Context) {
 	changes, finished := make(chan change), make(chan struct{})
 	go func() {
 		defer close(finished)
-		p := s.w.r.pace
+		p := s.w.pace()
 		p.max = 2 * p.max // a peer without the kind is asked all the time
 		p.follow(ctx, s.link.servicesFeed(), &backoff{}, deliver(ctx, changes))
 	}()
@@ -164,12 +164,12 @@ func (s *sharer) fail(err error, reading bool) {
 		sharing, lacks := Sharing{Withdrawn: true}, len(s.wanted()) > 0
 		if lacks {
 			sharing.Condition = Condition{metav1.ConditionFalse, isthmus.ReasonNotSupported, fmt.Sprintf(
-				"%s %s; the peer takes no services: it is no Isthmus, an older one, or one without them; want `isthmus install --services` and `isthmus peer --services` there", s.link.server, text)}
+				"%s %s; the peer takes no services: it is no Isthmus, an older one, or one without them; want `isthmus install --services` and `isthmus peer --services` there", s.link, text)}
 		}
 		s.report(sharing, lacks)
 	default:
 		sharing := s.seen()
-		sharing.Condition = failure(s.link.server, err)
+		sharing.Condition = failure(s.link.String(), err)
 		s.report(sharing, true)
 	}
 }

@@ -24,6 +24,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
 )
 
 // A worker replicates to one peer. All fields below done belong to run.
@@ -114,6 +115,19 @@ func (w *worker) run(ctx context.Context) {
 	}
 }
 
+// pace is the replicator's. Through the tunnel the peer is tried more often: a gateway says at once that the tunnel is
+// down, and when it is up again, the peer's answers wait for us.
+func (w *worker) pace() pace {
+	p := w.r.pace
+	if w.peer.InBand {
+		p.max = min(p.max, inBandPause)
+	}
+	return p
+}
+
+// inBandPause is the longest pause between two attempts through the tunnel.
+const inBandPause = 4 * time.Second
+
 // deliver returns a function that hands updates to the reader of a channel.
 func deliver(ctx context.Context, to chan<- change) func(change) {
 	return func(c change) {
@@ -187,6 +201,9 @@ func (w *worker) takeSecret(ctx context.Context, c change) bool {
 		return without(isthmus.ReasonSecretMissing, "%s is not there: isthmus peer makes it", where)
 	}
 	id, err := identityFrom(secret)
+	if err == nil {
+		err = id.through(w.peer)
+	}
 	if err != nil {
 		return without(isthmus.ReasonSecretInvalid, "%s: %v; run isthmus peer again, which makes it anew", where, err)
 	}
@@ -219,7 +236,7 @@ func (w *worker) connect(ctx context.Context, id identity, delay time.Duration, 
 		defer close(finished)
 		select {
 		case <-time.After(delay):
-			w.r.pace.follow(ctx, next.feed(w.r.opts.ClusterID, w.peer.ID), pause, deliver(ctx, changes))
+			w.pace().follow(ctx, next.feed(w.r.opts.ClusterID, w.peer.ID), pause, deliver(ctx, changes))
 		case <-ctx.Done():
 		}
 	}()
@@ -285,13 +302,13 @@ func (w *worker) keep(o client.Object) {
 
 // accepted notes that the API server accepted our identity.
 func (w *worker) accepted() {
-	w.state.Identity = Condition{metav1.ConditionTrue, isthmus.ReasonIdentityAccepted, w.link.server + " takes our identity"}
+	w.state.Identity = Condition{metav1.ConditionTrue, isthmus.ReasonIdentityAccepted, w.link.String() + " takes our identity"}
 }
 
 // blame puts an error of the peer's API server where it belongs: to the identity, or to what we
 // publish.
 func (w *worker) blame(err error) {
-	c := failure(w.link.server, err)
+	c := failure(w.link.String(), err)
 	switch {
 	case !breaks(c.Reason):
 		w.accepted()
@@ -384,7 +401,7 @@ func (w *worker) again(ctx context.Context, what string, err error) {
 func (w *worker) reconnect(ctx context.Context) {
 	id := w.link.identity
 	w.disconnect()
-	if err := w.connect(ctx, id, w.pause.next(w.r.pace), w.pause); err != nil {
+	if err := w.connect(ctx, id, w.pause.next(w.pace()), w.pause); err != nil {
 		w.log.Error("connect to the peer", "err", err) // it worked before
 	}
 }
@@ -414,7 +431,7 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 		return w.r.opts.Client.Patch(ctx, original, client.MergeFromWithOptions(base, client.MergeFromWithOptimisticLock{}))
 
 	case create:
-		want := copyOf(original, w.r.opts.ClusterID, w.peer.RemoteNamespace)
+		want := fabric.CopyOf(original, w.r.opts.ClusterID, w.peer.RemoteNamespace)
 		made, err := w.link.create(ctx, want)
 		if apierrors.IsAlreadyExists(err) {
 			made, err = w.relabel(ctx, want, err)
@@ -441,7 +458,7 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 		return nil
 
 	case answer:
-		is := answerOf(w.copies[a.name])
+		is := fabric.AnswerOf(w.copies[a.name])
 		if equality.Semantic.DeepEqual(is, w.answer) && equality.Semantic.DeepEqual(original.Status, w.stored) {
 			return nil
 		}
@@ -464,6 +481,8 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 		case apierrors.IsConflict(err): // another object by now
 			w.retry = time.Now().Add(w.tries.next(w.r.pace))
 			return nil
+		case err == nil && w.peer.InBand && leaving(original) && original.Name == a.name:
+			return w.letGo(ctx, original) // with the copy the peer ends the tunnel, and nobody can ask whether it is gone
 		}
 		return remotely(err)
 
@@ -477,12 +496,17 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 		if err != nil && !apierrors.IsNotFound(err) {
 			return remotely(err)
 		}
-		base := original.DeepCopy()
-		controllerutil.RemoveFinalizer(original, v1alpha1.FinalizerReplicator)
-		err = w.r.opts.Client.Patch(ctx, original, client.MergeFromWithOptions(base, client.MergeFromWithOptimisticLock{}))
-		return client.IgnoreNotFound(err)
+		return w.letGo(ctx, original)
 	}
 	return nil
+}
+
+// letGo removes our finalizer from the original.
+func (w *worker) letGo(ctx context.Context, original *v1alpha1.NetworkConfig) error {
+	base := original.DeepCopy()
+	controllerutil.RemoveFinalizer(original, v1alpha1.FinalizerReplicator)
+	err := w.r.opts.Client.Patch(ctx, original, client.MergeFromWithOptions(base, client.MergeFromWithOptimisticLock{}))
+	return client.IgnoreNotFound(err)
 }
 
 // relabel turns the object in the place of the copy into the copy, after its labels were removed. It
@@ -514,7 +538,7 @@ func (w *worker) tell(original *v1alpha1.NetworkConfig) {
 	s := w.state
 	v := view{peer: w.peer, original: original, copies: w.copies, listed: w.listed}
 	if w.link != nil {
-		v.server = w.link.server
+		v.server = w.link.String()
 	}
 	if s.Identity.Status == "" {
 		return // the worker has found out nothing yet
@@ -603,15 +627,15 @@ func (w *worker) renewToken(ctx context.Context) error {
 	token, err := w.link.newToken(ctx, old)
 	if err != nil {
 		_, text := diagnose(err)
-		return fmt.Errorf("%s %s; it has to allow us to create serviceaccounts/token for %s", w.link.server, text, old.account)
+		return fmt.Errorf("%s %s; it has to allow us to create serviceaccounts/token for %s", w.link, text, old.account)
 	}
 	if len(token) > maxToken {
-		return fmt.Errorf("%s gave a token of %d octets; want at most %d", w.link.server, len(token), maxToken)
+		return fmt.Errorf("%s gave a token of %d octets; want at most %d", w.link, len(token), maxToken)
 	}
 	fresh, ok := readToken(token)
 	if !ok || !fresh.expires.After(old.expires) || fresh.account != old.account || fresh.namespace != old.namespace ||
 		!slices.Equal(fresh.audiences, old.audiences) {
-		return fmt.Errorf("%s gave a token that is no better than the one we have", w.link.server)
+		return fmt.Errorf("%s gave a token that is no better than the one we have", w.link)
 	}
 	kubeconfig, err := withToken(w.secret.Data[isthmus.SecretKubeconfig], w.link.user, token)
 	if err != nil {

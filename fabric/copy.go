@@ -1,0 +1,65 @@
+package fabric
+
+import (
+	"reflect"
+	"strings"
+
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+// CopyOf returns the copy as it is created at the peer. It omits labels and annotations that tools of this
+// cluster set on the original: they mean nothing there, and an Isthmus refuses such labels.
+func CopyOf(original *v1alpha1.NetworkConfig, own, namespace string) *v1alpha1.NetworkConfig {
+	return &v1alpha1.NetworkConfig{
+		ObjectMeta: metav1.ObjectMeta{Name: original.Name, Namespace: namespace, Labels: map[string]string{
+			v1alpha1.LabelReplication: "false",
+			v1alpha1.LabelReplicated:  "true",
+			v1alpha1.LabelOriginID:    own,
+			v1alpha1.LabelRemoteID:    original.Labels[v1alpha1.LabelRemoteID],
+		}},
+		Spec: *original.Spec.DeepCopy(),
+	}
+}
+
+// AnswerTo returns the status that a copy gives to the present original; false while it gives none.
+func AnswerTo(original, c *v1alpha1.NetworkConfig) (v1alpha1.NetworkConfigStatus, bool) {
+	return AnswerOf(c), answers(c, original)
+}
+
+// answers reports whether the status of the copy answers the present original. An Isthmus records the
+// generation that it has answered. A Liqo does not, but a copy that it has answered never gets other
+// networks; see stale in manager/replication.
+func answers(c, original *v1alpha1.NetworkConfig) bool {
+	if accepted := meta.FindStatusCondition(c.Status.Conditions, v1alpha1.ConditionAccepted); accepted != nil {
+		return accepted.ObservedGeneration == c.Generation && reflect.DeepEqual(c.Spec, original.Spec)
+	}
+	return sameOwnNetworks(c, original)
+}
+
+// sameOwnNetworks reports whether two NetworkConfigs publish the same networks.
+func sameOwnNetworks(a, b *v1alpha1.NetworkConfig) bool {
+	return a.Spec.PodCIDR == b.Spec.PodCIDR && a.Spec.ExternalCIDR == b.Spec.ExternalCIDR
+}
+
+// MaxAnswer bounds what a peer says about its refusal, in octets: enough for each field of a
+// NetworkConfig.
+const MaxAnswer = 4096
+
+// AnswerOf returns what of the copy's status is taken over: the answer, and whether the peer
+// accepts us. Whatever else the peer writes there is none of our business.
+func AnswerOf(c *v1alpha1.NetworkConfig) v1alpha1.NetworkConfigStatus {
+	answer := v1alpha1.NetworkConfigStatus{
+		Processed: c.Status.Processed, PodCIDRNAT: c.Status.PodCIDRNAT, ExternalCIDRNAT: c.Status.ExternalCIDRNAT,
+	}
+	if accepted := meta.FindStatusCondition(c.Status.Conditions, v1alpha1.ConditionAccepted); accepted != nil {
+		taken := *accepted
+		if len(taken.Message) > MaxAnswer {
+			taken.Message = strings.ToValidUTF8(taken.Message[:MaxAnswer-3], "") + "..."
+		}
+		answer.Conditions = []metav1.Condition{taken}
+	}
+	return answer
+}

@@ -1,0 +1,80 @@
+package manager
+
+import (
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+// A tunnel that is down cannot carry the news that would mend it.
+func TestAPeeringSaysWhenTheTunnelCannotTellThePeer(t *testing.T) {
+	for _, c := range []struct {
+		name    string
+		edit    func(*peeringState)
+		reason  string
+		message string // a part of it
+	}{
+		{"the tunnel is down", func(*peeringState) {}, isthmus.ReasonTunnelDown, "if a gateway has got another address or key"},
+		{"and the peer lacks news of ours", func(s *peeringState) {
+			s.published = no(isthmus.ReasonPublishing, "it is not up to date yet")
+		}, isthmus.ReasonTunnelDown, "our NetworkConfig has changed"},
+		{"the tunnel works", func(s *peeringState) { s.endpoint.Status.Connection.Status = v1alpha1.Connected }, isthmus.ReasonUnreachable, "no answer"},
+		{"no tunnel is needed", func(s *peeringState) { s.peering.Spec.InBand = false }, isthmus.ReasonUnreachable, "no answer"},
+		{"the peer refuses us", func(s *peeringState) { s.identity.reason = isthmus.ReasonUnauthorized }, isthmus.ReasonUnauthorized, "no answer"},
+	} {
+		s := agreedState(t)
+		s.peering.Spec.InBand = true
+		s.identity = no(isthmus.ReasonUnreachable, "no answer")
+		s.endpoint.Status.Connection = v1alpha1.Connection{Status: v1alpha1.ConnectionError, StatusMessage: "nothing is heard"}
+		c.edit(&s)
+		v := verdictsFor(s)[isthmus.ConditionIdentity]
+		if v.status != metav1.ConditionFalse || v.reason != c.reason || !strings.Contains(v.message, c.message) {
+			t.Errorf("%s: %+v, want %s: %s", c.name, v, c.reason, c.message)
+		}
+		if again := strings.Contains(v.message, "isthmus peer --in-band"); again != (c.reason == isthmus.ReasonTunnelDown) {
+			t.Errorf("%s: says what to do: %t", c.name, again)
+		}
+	}
+}
+
+func TestTheTunnelStaysUntilOurNetworkConfigIsDeletedThroughIt(t *testing.T) {
+	held := &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Finalizers: []string{v1alpha1.FinalizerReplicator}}}
+	for _, c := range []struct {
+		name     string
+		peer     Peer
+		original *v1alpha1.NetworkConfig
+		want     bool
+	}{
+		{"still there", Peer{InBand: true, Leaving: true}, held, true},
+		{"deleted", Peer{InBand: true, Leaving: true}, &v1alpha1.NetworkConfig{}, false},
+		{"never made", Peer{InBand: true, Leaving: true}, nil, false},
+		{"not waited for", Peer{InBand: true, Leaving: true, Forced: true}, held, false},
+		{"not through the tunnel", Peer{Leaving: true}, held, false},
+		{"not leaving", Peer{InBand: true}, held, false},
+	} {
+		if got := needsTunnel(c.peer, c.original); got != c.want {
+			t.Errorf("%s: %t", c.name, got)
+		}
+	}
+}
+
+func TestTheActiveGatewayIsWhereItsServiceSays(t *testing.T) {
+	service := func(annotations map[string]string) corev1.Service {
+		return corev1.Service{ObjectMeta: metav1.ObjectMeta{Annotations: annotations}}
+	}
+	got := gatewayAddrs([]corev1.Service{
+		service(nil),
+		service(map[string]string{isthmus.AnnotationGateways: "10.244.0.9", v1alpha1.AnnotationGatewayNodeIP: "192.0.2.1"}),
+		service(map[string]string{v1alpha1.AnnotationGatewayNodeIP: "none"}),
+	})
+	if want := []netip.Addr{netip.MustParseAddr("10.244.0.9"), netip.MustParseAddr("192.0.2.1")}; !slices.Equal(got, want) {
+		t.Errorf("%v, want %v", got, want)
+	}
+}

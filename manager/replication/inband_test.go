@@ -1,0 +1,61 @@
+package replication
+
+import (
+	"context"
+	"errors"
+	"net"
+	"strings"
+	"testing"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/inband"
+)
+
+func TestAnIdentityGoesWithTheWayOfItsPeering(t *testing.T) {
+	kubeconfig := func(server string) identity {
+		return identity{endpoint: endpoint{server: server, proxy: "http://proxy:1"}, token: "t", user: "isthmus-peer"}
+	}
+	liqo := identity{endpoint: endpoint{server: "https://198.51.100.7:6443", cert: "c", key: "k"}}
+	for _, c := range []struct {
+		name  string
+		id    identity
+		peer  Target
+		wrong error
+		way   string
+	}{
+		{"through the tunnel", kubeconfig(isthmus.InBandServer), Target{ID: "b", InBand: true}, nil, "b"},
+		{"an older one through the tunnel", kubeconfig("https://198.51.100.7:6443"), Target{ID: "b", InBand: true}, nil, "b"},
+		{"directly", kubeconfig("https://198.51.100.7:6443"), Target{ID: "b"}, nil, ""},
+		{"what would be our own API server", kubeconfig(isthmus.InBandServer), Target{ID: "b"}, errOutOfBand, ""},
+		{"a Liqo's", liqo, Target{ID: "b", InBand: true}, errInBand, ""},
+	} {
+		err := c.id.through(c.peer)
+		if !errors.Is(err, c.wrong) || c.id.inBand != c.way {
+			t.Errorf("%s: by %q, %v", c.name, c.id.inBand, err)
+		}
+		if c.way != "" && c.id.proxy != "" {
+			t.Errorf("%s: by a proxy too", c.name)
+		}
+	}
+}
+
+// A connection through the tunnel is dialed by Options.InBand, and the condition has the gateway's reason.
+func TestThePeerIsReachedThroughTheTunnelAlone(t *testing.T) {
+	asked := ""
+	p := pool{inBand: func(_ context.Context, peer string) (net.Conn, error) {
+		asked = peer
+		return nil, &inband.RefusedError{Reason: "the tunnel to the peer is down"}
+	}}
+	id := identity{endpoint: endpoint{server: isthmus.InBandServer, inBand: "b"}, token: "t", user: "isthmus-peer"}
+	l, err := newLink(&p, id, "tenant")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.close()
+	_, err = l.get(t.Context(), "a")
+	c := failure(id.String(), err)
+	if asked != "b" || c.Reason != isthmus.ReasonUnreachable ||
+		!strings.HasPrefix(c.Message, "the peer's API server, through the tunnel, is not reached: the tunnel to the peer is down; ") {
+		t.Errorf("asked for %q; %+v", asked, c)
+	}
+}
