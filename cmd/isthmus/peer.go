@@ -17,6 +17,7 @@ func newPeerCommand() *cobra.Command {
 	var o peering.PeerOptions
 	var output cli.Output
 	var chosen claimFlags
+	var inBand bool
 	cmd := &cobra.Command{
 		Use:   "peer --context A {--remote-context B | NAME}",
 		Short: "Join two clusters, or look at what a peer claims and agree to it",
@@ -51,6 +52,9 @@ consent; what is missing on which side is said.`,
 				return cli.Usage("%q: want either a NAME, to look at a Peering, or the other cluster, to join with it", args[0])
 			case o.Timeout < 0:
 				return cli.Usage("--timeout %v: want a duration, or 0 to wait for nothing", o.Timeout)
+			}
+			if cmd.Flags().Changed("in-band") {
+				o.InBand = &inBand
 			}
 			if !cmd.Flags().Changed("services") {
 				o.Services = nil
@@ -99,6 +103,7 @@ consent; what is missing on which side is said.`,
 	cmd.Flags().BoolVar(&o.Replace, "replace", false, "the other cluster was made anew, or its authority changed: revoke the old one's rights and join this one")
 	chosen.add(cmd)
 	cmd.Flags().StringSliceVar(&o.Services, "services", nil, "namespaces whose exported services both clusters share with each other (spec.services); '*' means all, '' none")
+	cmd.Flags().BoolVar(&inBand, "in-band", false, "the managers reach each other's API servers through the tunnel (spec.inBand), so that only UDP between the gateways has to be open")
 	cmd.Flags().DurationVar(&o.Timeout, "timeout", time.Minute, "how long to wait; 0: not at all")
 	cli.AddOutputFlag(cmd, &output, "print both Peerings at the end, and the progress on standard error")
 	return cmd
@@ -119,7 +124,7 @@ func join(cmd *cobra.Command, a *peering.Cluster, remote peering.Access, o peeri
 
 // aboutOne refuses flags that mean nothing where one cluster is looked at.
 func aboutOne(cmd *cobra.Command, name string) error {
-	for _, flag := range []string{"name", "remote-name", "replace", "services", "server", "remote-server", "remote-namespace"} {
+	for _, flag := range []string{"name", "remote-name", "replace", "services", "in-band", "server", "remote-server", "remote-namespace"} {
 		if cmd.Flags().Changed(flag) {
 			return cli.Usage("--%s is for joining two clusters, and not for looking at the Peering %s; want --remote-context with it", flag, name)
 		}

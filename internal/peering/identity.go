@@ -45,7 +45,7 @@ func (s *side) giveIdentity(ctx context.Context) (report string, err error) {
 	if _, err := s.peer.allowAudiences(ctx, token.Status.Token); err != nil {
 		return "", err
 	}
-	kubeconfig, err := s.peer.kubeconfigFor(token.Status.Token, s.peer.namespace)
+	kubeconfig, err := s.identityWith(token.Status.Token)
 	if err != nil {
 		return "", err
 	}
@@ -111,7 +111,7 @@ func (s *side) whatIsWrongWithIdentity(ctx context.Context) (token, wrong string
 	if user == nil || user.Token == "" {
 		return "", "the old one had no token", nil
 	}
-	want, err := s.peer.kubeconfigFor(user.Token, s.peer.namespace)
+	want, err := s.identityWith(user.Token)
 	if err != nil {
 		return "", "", err
 	}
@@ -201,9 +201,13 @@ func (c *Cluster) kubeconfigFor(token, namespace string) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
+	return c.kubeconfig(&clientcmdapi.Cluster{Server: c.server, CertificateAuthorityData: ca, TLSServerName: c.config.ServerName}, token, namespace)
+}
+
+func (c *Cluster) kubeconfig(server *clientcmdapi.Cluster, token, namespace string) ([]byte, error) {
 	name := c.Identity.ClusterName
 	config := clientcmdapi.NewConfig()
-	config.Clusters[name] = &clientcmdapi.Cluster{Server: c.server, CertificateAuthorityData: ca, TLSServerName: c.config.ServerName}
+	config.Clusters[name] = server
 	config.AuthInfos[peerAccount] = &clientcmdapi.AuthInfo{Token: token}
 	config.Contexts[name] = &clientcmdapi.Context{Cluster: name, AuthInfo: peerAccount, Namespace: namespace}
 	config.CurrentContext = name

@@ -30,6 +30,8 @@ type teardown struct {
 	remains   string // what stays at the peer when it is not waited for
 	waitsFor  string // as last seen, with the cluster
 	told      string // as last reported
+	inBand    bool   // spec.inBand
+	carried   bool   // both clusters part, and the command removes what each has at the other: with the tunnel the managers' way there ends
 	abandoned bool   // nobody is at work that takes the Peering down, and that is reported
 }
 
@@ -104,7 +106,7 @@ func (c *Cluster) teardownOf(ctx context.Context, is func(*isthmus.Peering) bool
 			return nil, fmt.Errorf("%s: both Peerings %s and %s are meant: say which one", c, f.peering, p.Name)
 		}
 		f.peering, f.peer, f.namespace, f.secret = p.Name, p.Spec.Cluster, p.Spec.TenantNamespace.Local, p.Spec.IdentitySecretName
-		f.remains = c.remainsOf(ctx, p)
+		f.remains, f.inBand = c.remainsOf(ctx, p), p.Spec.InBand
 	}
 	if f.peering != "" {
 		return f, nil
@@ -179,12 +181,18 @@ func (f *teardown) deletePeering(ctx context.Context, o UnpeerOptions) error {
 	}
 	p := &isthmus.Peering{}
 	p.Name = f.peering
-	if o.Force {
-		patch := fmt.Appendf(nil, `{"metadata":{"annotations":{%q:"true"}}}`, isthmus.AnnotationForce)
+	if o.Force || f.carried {
+		value := "true"
+		if f.carried {
+			value = isthmus.ForceCarried
+		}
+		patch := fmt.Appendf(nil, `{"metadata":{"annotations":{%q:%q}}}`, isthmus.AnnotationForce, value)
 		err := f.client.Patch(ctx, p.DeepCopy(), client.RawPatch(types.MergePatchType, patch), client.FieldOwner(fieldManager))
 		if client.IgnoreNotFound(err) != nil {
 			return f.explain("annotate Peering "+f.peering, err)
 		}
+	}
+	if o.Force {
 		o.Report(fmt.Sprintf("%s: does not wait for %s. What may stay %s", f.Cluster, Printable(f.peer.ClusterName), f.remains))
 	}
 	if err := f.client.Delete(ctx, p); client.IgnoreNotFound(err) != nil {
@@ -288,6 +296,11 @@ func (f *teardown) removeRest(ctx context.Context) (string, error) {
 	if err := f.freeNetworkConfigs(ctx); err != nil {
 		return "", err
 	}
+	if f.carried {
+		if err := f.deleteCopies(ctx); err != nil {
+			return "", err
+		}
+	}
 	if n.Labels[labelManagedBy] != managedBy {
 		f.namespace = ""
 		return fmt.Sprintf("%s; namespace %s stays, since `isthmus peer` did not make it", removed, n.Name), nil
@@ -313,6 +326,16 @@ func (f *teardown) freeNetworkConfigs(ctx context.Context) error {
 		err := f.client.Patch(ctx, nc, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)), client.FieldOwner(fieldManager))
 		if client.IgnoreNotFound(err) != nil {
 			return f.explain("finalizers of NetworkConfig "+nc.Namespace+"/"+nc.Name, err)
+		}
+	}
+	return nil
+}
+
+// deleteCopies deletes what the peer's manager would have deleted here.
+func (f *teardown) deleteCopies(ctx context.Context) error {
+	for _, o := range []client.Object{&v1alpha1.NetworkConfig{}, &isthmus.PeerServices{}} {
+		if err := f.client.DeleteAllOf(ctx, o, client.InNamespace(f.namespace)); client.IgnoreNotFound(err) != nil && !meta.IsNoMatchError(err) {
+			return f.explain("delete what the peer has in "+f.namespace, err)
 		}
 	}
 	return nil

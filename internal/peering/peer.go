@@ -39,6 +39,8 @@ type PeerOptions struct {
 	Claims Claims
 	// Services are namespaces whose services both clusters share, each with the other one; * is all. Nil: no change.
 	Services []string
+	// InBand says whether managers go through the tunnel. Nil: no change.
+	InBand *bool
 	// Timeout bounds the wait; zero: no wait.
 	Timeout time.Duration
 	// Report gets a line for each thing done or come true.
@@ -114,6 +116,14 @@ func check(ctx context.Context, a, b *side, o PeerOptions) error {
 	if err := both(a, b, func(s *side) error { return s.findPeering(ctx, names[s]) }); err != nil {
 		return err
 	}
+	for _, s := range []*side{a, b} {
+		if s.inBand = s.peering.Spec.InBand; o.InBand != nil {
+			s.inBand = *o.InBand
+		}
+		if s.inBand && o.InBand != nil && o.Timeout == 0 {
+			return errors.New("in-band control needs a --timeout: as long as there is no tunnel, this command carries what the managers say to each other")
+		}
+	}
 	return both(a, b, func(s *side) error {
 		if err := s.agreed(); err != nil {
 			return err
@@ -124,10 +134,7 @@ func check(ctx context.Context, a, b *side, o PeerOptions) error {
 		if err := s.checkConsent(ctx); err != nil {
 			return err
 		}
-		if _, err := s.kubeconfigFor("", ""); err != nil {
-			return err
-		}
-		if err := s.reachable(map[*side]string{a: "--server", b: "--remote-server"}[s]); err != nil {
+		if err := s.checkWay(ctx, map[*side]string{a: "--server", b: "--remote-server"}[s]); err != nil {
 			return err
 		}
 		if err := s.checkNamespace(ctx); err != nil {
@@ -153,7 +160,9 @@ func setUp(ctx context.Context, a, b *side, o PeerOptions) (changed bool, err er
 	for _, step := range []func(*side) (string, error){
 		func(s *side) (string, error) { return s.revokeAnother(ctx) },
 		func(s *side) (string, error) { return s.setRights(ctx) },
+		func(s *side) (string, error) { return s.setInBand(ctx, true) }, // with either identity the tunnel works, and without it only one
 		func(s *side) (string, error) { return s.giveIdentity(ctx) },
+		func(s *side) (string, error) { return s.setInBand(ctx, false) },
 		func(s *side) (string, error) { return s.setPeering(ctx) },
 		func(s *side) (string, error) { return s.setClaims(ctx) },
 		func(s *side) (string, error) { return s.setServices(ctx) },
@@ -226,6 +235,7 @@ func (s *side) setPeering(ctx context.Context) (string, error) {
 	if s.exists {
 		return s.setPin(ctx)
 	}
+	s.peering.Spec.InBand = s.inBand
 	s.peering.Spec.Claims, _ = s.claims.applyTo(isthmus.Claims{})
 	if s.services != nil {
 		s.peering.Spec.Services = s.shared()
@@ -260,6 +270,9 @@ func (w *waiter) wait(ctx context.Context, timeout time.Duration) error {
 		there := 0
 		var awaited error
 		for i, s := range w.sides {
+			if s.inBand && !s.told(s.peering) {
+				s.uncarried = s.carry(ctx)
+			}
 			if w.look(ctx, i, s, first && w.quiet) {
 				there++
 			}
@@ -298,7 +311,7 @@ func (w *waiter) look(ctx context.Context, i int, s *side, quiet bool) bool {
 		}
 		w.told[i][t] = true
 	}
-	return isTrue(p, w.goal) && remapped(p)
+	return isTrue(p, w.goal) && remapped(p) && (!s.inBand || s.told(p))
 }
 
 // isTrue reports whether a condition is true of the Peering as it is now.
@@ -348,9 +361,15 @@ func (w *waiter) missing(timeout time.Duration) error {
 		errs[0] = fmt.Errorf("%w: not peered within %v", ErrNotReady, timeout)
 	}
 	for i, s := range w.sides {
-		switch c := FirstProblem(s.peering); {
+		c := FirstProblem(s.peering)
+		if id := meta.FindStatusCondition(s.peering.Status.Conditions, isthmus.ConditionIdentity); c == nil && s.inBand && !s.told(s.peering) {
+			c = id
+		}
+		switch {
 		case w.trial[i] != nil:
 			errs = append(errs, w.trial[i])
+		case s.uncarried != nil:
+			errs = append(errs, s.uncarried)
 		case c != nil:
 			errs = append(errs, fmt.Errorf("%s: %s", s.Cluster, problem(c)))
 		}

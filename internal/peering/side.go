@@ -40,6 +40,9 @@ type side struct {
 	another   bool              // than the one that the Peering was made with
 	claims    Claims            // what a person chose about those of the peer
 	shares    bool              // services may be shared with peers here: `isthmus install --services`
+	inBand    bool              // our manager and the peer's go through the tunnel
+	inBandCA  []byte            // of the peer's API server, in PEM, as it is known in its own cluster; with inBand
+	uncarried error             // why the exchange could not be carried, the last time
 	services  []string          // namespaces whose services a person chose to share with the peer; nil: no change
 }
 

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 )
 
@@ -57,8 +58,10 @@ func Unpeer(ctx context.Context, local, remote *Cluster, o UnpeerOptions) error 
 		o.Report(fmt.Sprintf("nothing to do: %s and %s are not peered, and nothing is left of a peering", local, remote))
 		return nil
 	}
+	carried := remote != nil && !o.Force && slices.ContainsFunc(sides, func(f *teardown) bool { return f.inBand })
 	for _, f := range sides {
-		if err := f.disarm(ctx, o, remote == nil || o.Force); err != nil {
+		f.carried = carried
+		if err := f.disarm(ctx, o, remote == nil || o.Force || carried); err != nil {
 			return err
 		}
 	}

@@ -1,0 +1,116 @@
+package peering
+
+import (
+	"context"
+	"fmt"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+)
+
+// checkWay refuses an API server that the peer's manager does not reach. Through the tunnel it reaches each, and knows it
+// as the Pods of that cluster do.
+func (s *side) checkWay(ctx context.Context, flag string) error {
+	if s.inBand {
+		var err error
+		if s.inBandCA, err = s.peer.ownAuthority(ctx); err != nil {
+			return err
+		}
+	}
+	if s.peer.inBand {
+		return nil
+	}
+	if _, err := s.kubeconfigFor("", ""); err != nil {
+		return err
+	}
+	return s.reachable(flag)
+}
+
+// ownAuthority returns the certificates, in PEM, by which Pods know the API server of their cluster.
+func (c *Cluster) ownAuthority(ctx context.Context) ([]byte, error) {
+	published := &corev1.ConfigMap{}
+	name := client.ObjectKey{Namespace: c.Namespace, Name: isthmus.ConfigMapRootCA}
+	switch err := c.client.Get(ctx, name, published); {
+	case apierrors.IsNotFound(err): // whoever runs the controllers has left this one out
+		return c.authority()
+	case err != nil:
+		return nil, c.explain("ConfigMap "+name.String(), err)
+	}
+	return []byte(published.Data["ca.crt"]), nil
+}
+
+// identityWith is the kubeconfig of our manager for the peer's API server.
+func (s *side) identityWith(token string) ([]byte, error) {
+	if !s.inBand {
+		return s.peer.kubeconfigFor(token, s.peer.namespace)
+	}
+	return s.peer.kubeconfig(&clientcmdapi.Cluster{Server: isthmus.InBandServer, CertificateAuthorityData: s.inBandCA}, token, s.peer.namespace)
+}
+
+// setInBand writes spec.inBand into a Peering that is there, if that is what is wanted and is not in it yet.
+func (s *side) setInBand(ctx context.Context, on bool) (string, error) {
+	if !s.exists || s.inBand != on || s.peering.Spec.InBand == on {
+		return "", nil
+	}
+	patch := fmt.Appendf(nil, `{"spec":{"inBand":%t}}`, on)
+	if err := s.client.Patch(ctx, s.peering, client.RawPatch(types.MergePatchType, patch), client.FieldOwner(fieldManager)); err != nil {
+		return "", s.explain("spec.inBand of Peering "+s.peering.Name, err)
+	}
+	if on {
+		return fmt.Sprintf("%s: its manager and that of %s use the tunnel", s.Cluster, s.peer.Cluster), nil
+	}
+	return fmt.Sprintf("%s: its manager and that of %s do not use the tunnel any more", s.Cluster, s.peer.Cluster), nil
+}
+
+// told reports whether our manager has reached the peer's API server, and our NetworkConfig is there. Ready does not
+// wait for that once traffic flows.
+func (s *side) told(p *isthmus.Peering) bool {
+	return isTrue(p, isthmus.ConditionIdentity) && isTrue(p, isthmus.ConditionPublished)
+}
+
+// carry does once what our manager does as soon as there is a tunnel: our NetworkConfig goes to the peer, and the peer's
+// answer comes back.
+func (s *side) carry(ctx context.Context) error {
+	original := &v1alpha1.NetworkConfig{}
+	name := client.ObjectKey{Namespace: s.namespace, Name: s.peer.Identity.UniqueName()}
+	if err := s.client.Get(ctx, name, original); apierrors.IsNotFound(err) || err == nil && !original.DeletionTimestamp.IsZero() {
+		return nil // the manager makes it
+	} else if err != nil {
+		return s.explain("NetworkConfig "+name.String(), err)
+	}
+	want, there := fabric.CopyOf(original, s.Identity.ClusterID, s.peer.namespace), &v1alpha1.NetworkConfig{}
+	what := "NetworkConfig " + want.Namespace + "/" + want.Name
+	switch err := s.peer.client.Get(ctx, client.ObjectKeyFromObject(want), there); {
+	case apierrors.IsNotFound(err):
+		return s.peer.explain(what, s.peer.client.Create(ctx, want, client.FieldOwner(fieldManager)))
+	case err != nil:
+		return s.peer.explain(what, err)
+	case !there.DeletionTimestamp.IsZero():
+		return nil
+	case !equality.Semantic.DeepEqual(there.Spec, want.Spec):
+		there.Spec = want.Spec
+		if err := s.peer.client.Update(ctx, there, client.FieldOwner(fieldManager)); !apierrors.IsConflict(err) {
+			return s.peer.explain(what, err)
+		}
+		return nil
+	}
+	answer, answered := fabric.AnswerTo(original, there)
+	if !answered || equality.Semantic.DeepEqual(answer, original.Status) {
+		return nil
+	}
+	before := original.DeepCopy()
+	original.Status = answer
+	err := s.client.Status().Patch(ctx, original, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), client.FieldOwner(fieldManager))
+	if apierrors.IsConflict(err) {
+		return nil
+	}
+	return s.explain("status of NetworkConfig "+name.String(), err)
+}

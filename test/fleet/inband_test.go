@@ -1,0 +1,221 @@
+package fleet
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	api "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/fleet"
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+// Two clusters whose control planes reach each other through the tunnel alone.
+func TestInBandControl(t *testing.T) {
+	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{inPods(clusterSpec("10.244.0.0/16", 2)), clusterSpec("10.244.128.0/18", 2)}})
+	a, b := f.Clusters[0], f.Clusters[1]
+	wall(t, a, b)
+	wall(t, b, a)
+	managerReachesPods(t, a)
+	inBand := func(t *testing.T) {
+		t.Helper()
+		isthmus(t, f, "peer", "--in-band", "--request-timeout", "1m", "--timeout", patience.String(), "--context", a.Name, "--remote-context", b.Name)
+		ready(t, a, b)
+	}
+
+	inBand(t)
+	t.Run("BothManagersUseTheTunnel", func(t *testing.T) {
+		for _, c := range f.Clusters {
+			for _, side := range []string{"ours", "theirs"} {
+				eventually(t, "a connection in cluster "+c.Name, func() error {
+					n, err := c.Metric(t.Context(), "isthmus_peer_in_band_connections", `side="`+side+`"`)
+					if err == nil && n == 0 {
+						err = errors.New("there is none")
+					}
+					return err
+				})
+			}
+		}
+	})
+	t.Run("NobodyElseDoes", func(t *testing.T) { inBandIsClosed(t, a, b) })
+	t.Run("AFailoverIsToldThroughTheTunnel", func(t *testing.T) {
+		failOver(t, a)
+		told(t, a, b)
+		ready(t, a, b)
+	})
+	t.Run("AnotherAddressIsToldThroughTheTunnel", func(t *testing.T) {
+		var service corev1.Service
+		must(t, b.Client.Get(t.Context(), client.ObjectKey{Namespace: fleet.Namespace, Name: "isthmus-gateway"}, &service))
+		before := service.DeepCopy()
+		service.Annotations[v1alpha1.AnnotationOverrideAddress] = "192.0.2.99" // b's gateway calls by itself
+		must(t, b.Client.Patch(t.Context(), &service, client.MergeFrom(before)))
+		eventually(t, "the address at a", func() error { return endpointIs(t, a, b, "192.0.2.99") })
+		before = service.DeepCopy()
+		delete(service.Annotations, v1alpha1.AnnotationOverrideAddress)
+		must(t, b.Client.Patch(t.Context(), &service, client.MergeFrom(before)))
+		told(t, b, a)
+		ready(t, a, b)
+	})
+	t.Run("WhereBothMoveTheConditionSaysWhatToDo", func(t *testing.T) {
+		startGateways(t, a)
+		was := [2]int{active(t, a), active(t, b)}
+		must(t, a.Kill(fleet.Gateway(was[0])))
+		must(t, b.Kill(fleet.Gateway(was[1])))
+		for _, pair := range [][2]*fleet.Cluster{{a, b}, {b, a}} {
+			eventually(t, "a reason at "+pair[0].Name, func() error {
+				p, err := pair[0].Peering(t.Context(), pair[1])
+				if err != nil {
+					return err
+				}
+				c := meta.FindStatusCondition(p.Status.Conditions, api.ConditionIdentity)
+				if c == nil || c.Reason != api.ReasonTunnelDown || !strings.Contains(c.Message, "isthmus peer --in-band") ||
+					!strings.Contains(c.Message, "our NetworkConfig has changed") {
+					return fmt.Errorf("%+v", c)
+				}
+				return nil
+			})
+		}
+		inBand(t)
+		startGateways(t, a)
+		startGateways(t, b)
+	})
+	t.Run("OneSideAloneLeaves", func(t *testing.T) {
+		isthmus(t, f, "unpeer", "--context", a.Name, b.Name)
+		eventually(t, "a has deleted its NetworkConfig at b", func() error {
+			return gone(t, b, v1alpha1.LabelOriginID, a.ID)
+		})
+		isthmus(t, f, "unpeer", "--context", b.Name, a.Name, "--force")
+	})
+	t.Run("BothLeave", func(t *testing.T) {
+		inBand(t)
+		isthmus(t, f, "unpeer", "--context", a.Name, "--remote-context", b.Name)
+		for _, c := range f.Clusters {
+			must(t, gone(t, c, v1alpha1.LabelReplicated, "true"))
+		}
+	})
+}
+
+// wall keeps the control plane of a cluster from reaching all machines of another one, and these from reaching it.
+func wall(t *testing.T, c, other *fleet.Cluster) {
+	t.Helper()
+	addrs := []netip.Addr{other.Control.Addr}
+	for _, n := range other.Nodes {
+		addrs = append(addrs, n.Addr)
+	}
+	for _, addr := range addrs {
+		must(t, c.Control.Do(func() error {
+			return netlink.RouteAdd(&netlink.Route{Dst: netlink.NewIPNet(addr.AsSlice()), Type: unix.RTN_BLACKHOLE})
+		}))
+	}
+}
+
+// managerReachesPods routes from the machine of the manager to the gateways' Pods, where it would run in a Pod itself.
+func managerReachesPods(t *testing.T, c *fleet.Cluster) {
+	t.Helper()
+	for _, n := range c.Nodes {
+		ipCommand(t, c.Control.Host, "route", "add", n.PodCIDR.String(), "via", n.Addr.String())
+	}
+}
+
+// failOver kills the active gateway and waits for the next one.
+func failOver(t *testing.T, c *fleet.Cluster) {
+	t.Helper()
+	was := active(t, c)
+	must(t, c.Kill(fleet.Gateway(was)))
+	eventually(t, "another active gateway of "+c.Name, func() error {
+		i, err := c.ActiveGateway(t.Context())
+		if err == nil && i == was {
+			err = errors.New("it is the one that was killed")
+		}
+		return err
+	})
+}
+
+// inBandIsClosed tries to connect to the port of b's gateway inside the tunnel, and to the port of a's for its manager.
+func inBandIsClosed(t *testing.T, a, b *fleet.Cluster) {
+	p, err := a.Peering(t.Context(), b)
+	must(t, err)
+	external, err := netip.ParsePrefix(p.Status.Remote.ExternalCIDRSeen)
+	must(t, err)
+	at := netip.AddrPortFrom(external.Addr().Next(), 6443).String()
+	pod, node := podOn(t, a, 0), a.Nodes[1]
+	for _, from := range []*lab.Host{pod.Host, node.Host} {
+		ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
+		if c, err := from.Dial(ctx, "tcp", at); err == nil {
+			c.Close()
+			t.Errorf("%s has connected to %s", from, at)
+		}
+		cancel()
+	}
+	for _, drop := range []struct {
+		c         *fleet.Cluster
+		direction string
+	}{{b, "inbound"}, {a, "outbound"}} { // the pod, and the node
+		if n, err := drop.c.Metric(t.Context(), "isthmus_drops_total", `reason="local_source"`, `direction="`+drop.direction+`"`); err != nil || n == 0 {
+			t.Errorf("%s of cluster %s: %v packets dropped, %v", drop.direction, drop.c.Name, n, err)
+		}
+	}
+	manager := netip.AddrPortFrom(a.GatewayAddr(active(t, a)), 5879).String()
+	c, err := pod.Dial(t.Context(), "tcp", manager)
+	if err != nil {
+		return // nor does it get there
+	}
+	defer c.Close()
+	_, _ = fmt.Fprintf(c, "CONNECT %[1]s:6443 HTTP/1.1\r\nHost: %[1]s:6443\r\n\r\n", b.ID)
+	_ = c.SetReadDeadline(time.Now().Add(10 * time.Second))
+	got := make([]byte, 64)
+	if n, _ := c.Read(got); strings.Contains(string(got[:n]), "HTTP") {
+		t.Errorf("a stranger was answered: %q", got[:n])
+	}
+}
+
+// told waits until b knows the address of the gateway of a.
+func told(t *testing.T, a, b *fleet.Cluster) {
+	t.Helper()
+	eventually(t, "the address of the active gateway of "+a.Name+" at "+b.Name, func() error {
+		i, err := a.ActiveGateway(t.Context())
+		if err != nil {
+			return err
+		}
+		return endpointIs(t, b, a, a.Nodes[i].Addr.String())
+	})
+}
+
+func endpointIs(t *testing.T, at, of *fleet.Cluster, want string) error {
+	p, err := at.Peering(t.Context(), of)
+	if err == nil && !strings.HasPrefix(p.Status.Endpoint, want+":") {
+		err = fmt.Errorf("it is %s, want %s", p.Status.Endpoint, want)
+	}
+	return err
+}
+
+// startGateways starts the gateways that do not run.
+func startGateways(t *testing.T, c *fleet.Cluster) {
+	t.Helper()
+	for i := range 2 {
+		if name := fleet.Gateway(i); !c.Running(name) {
+			must(t, c.Start(t.Context(), name))
+		}
+	}
+}
+
+// gone says which NetworkConfig has a label.
+func gone(t *testing.T, c *fleet.Cluster, label, value string) error {
+	var list v1alpha1.NetworkConfigList
+	err := c.Client.List(t.Context(), &list, client.MatchingLabels{label: value})
+	if err == nil && len(list.Items) > 0 {
+		err = fmt.Errorf("cluster %s has NetworkConfig %s/%s", c.Name, list.Items[0].Namespace, list.Items[0].Name)
+	}
+	return err
+}
