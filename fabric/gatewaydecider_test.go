@@ -138,6 +138,8 @@ func notZero(t *testing.T, v reflect.Value) {
 		v.Set(reflect.ValueOf(pfx("10.0.0.0/8")))
 	case v.Kind() == reflect.String:
 		v.SetString("x")
+	case v.Kind() == reflect.Bool:
+		v.SetBool(true)
 	case v.CanInt():
 		v.SetInt(1)
 	case v.CanUint():
