@@ -13,7 +13,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
-	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/netconfig"
 )
 
 // checkWay refuses an API server that the peer's manager does not reach. Through the tunnel it reaches each, and knows it
@@ -86,7 +86,7 @@ func (s *side) carry(ctx context.Context) error {
 	} else if err != nil {
 		return s.explain("NetworkConfig "+name.String(), err)
 	}
-	want, there := fabric.CopyOf(original, s.Identity.ClusterID, s.peer.namespace), &v1alpha1.NetworkConfig{}
+	want, there := netconfig.CopyOf(original, s.Identity.ClusterID, s.peer.namespace), &v1alpha1.NetworkConfig{}
 	what := "NetworkConfig " + want.Namespace + "/" + want.Name
 	switch err := s.peer.client.Get(ctx, client.ObjectKeyFromObject(want), there); {
 	case apierrors.IsNotFound(err):
@@ -102,7 +102,7 @@ func (s *side) carry(ctx context.Context) error {
 		}
 		return nil
 	}
-	answer, answered := fabric.AnswerTo(original, there)
+	answer, answered := netconfig.AnswerTo(original, there)
 	if !answered || equality.Semantic.DeepEqual(answer, original.Status) {
 		return nil
 	}

@@ -9,7 +9,6 @@ import (
 	"testing"
 	"time"
 
-
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 )

@@ -12,7 +12,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
-	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/netconfig"
 )
 
 // A step is one request of a plan.
@@ -80,7 +80,7 @@ func plan(peer string, original *v1alpha1.NetworkConfig, copies map[string]*v1al
 		if !equality.Semantic.DeepEqual(c.Spec, original.Spec) || c.Labels[v1alpha1.LabelReplication] != "false" {
 			actions = append(actions, action{update, wanted})
 		}
-		if is, ok := fabric.AnswerTo(original, c); ok && !equality.Semantic.DeepEqual(is, original.Status) {
+		if is, ok := netconfig.AnswerTo(original, c); ok && !equality.Semantic.DeepEqual(is, original.Status) {
 			actions = append(actions, action{answer, wanted})
 		}
 	}
@@ -91,7 +91,7 @@ func plan(peer string, original *v1alpha1.NetworkConfig, copies map[string]*v1al
 // answer to the new ones: a Liqo does not record which networks it has answered. Such a copy is replaced,
 // and the status of the new copy answers the new networks.
 func stale(c, original *v1alpha1.NetworkConfig) bool {
-	return c.Status.Processed && (c.Spec.PodCIDR != original.Spec.PodCIDR || c.Spec.ExternalCIDR != original.Spec.ExternalCIDR) && meta.FindStatusCondition(c.Status.Conditions, v1alpha1.ConditionAccepted) == nil
+	return c.Status.Processed && !netconfig.SameNetworks(c, original) && meta.FindStatusCondition(c.Status.Conditions, v1alpha1.ConditionAccepted) == nil
 }
 
 // A view is what a worker knows about its peer when it tells its State.

@@ -25,8 +25,8 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
-	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
+	"github.com/isthmus-net/isthmus/internal/netconfig"
 )
 
 var answered = v1alpha1.NetworkConfigStatus{
@@ -196,7 +196,7 @@ func TestOnlyWhatIsOursAndForThisPeerIsTouched(t *testing.T) {
 	strange.Labels[v1alpha1.LabelRemoteID] = "another"
 	p.create(home, strange)
 	copyNamed := func(name, origin string) *v1alpha1.NetworkConfig {
-		c := fabric.CopyOf(p.original(), origin, p.peer.RemoteNamespace)
+		c := netconfig.CopyOf(p.original(), origin, p.peer.RemoteNamespace)
 		c.Name = name
 		return c
 	}
@@ -225,7 +225,7 @@ func TestHundredsOfCopiesWithoutOriginalAreRemoved(t *testing.T) {
 	p := newPair(t)
 	p.identify(p.byToken())
 	for i := range 3*maxListed + 5 {
-		c := fabric.CopyOf(p.original(), p.own, p.peer.RemoteNamespace)
+		c := netconfig.CopyOf(p.original(), p.own, p.peer.RemoteNamespace)
 		c.Name = fmt.Sprintf("orphan-%d", i)
 		p.create(away, c)
 	}
@@ -352,7 +352,7 @@ func TestRefusalsOfThePeerAreToldApart(t *testing.T) {
 		t.Parallel()
 		p := newPair(t)
 		p.identify(p.byToken())
-		obstacle := fabric.CopyOf(p.original(), p.own, p.peer.RemoteNamespace)
+		obstacle := netconfig.CopyOf(p.original(), p.own, p.peer.RemoteNamespace)
 		obstacle.Labels = map[string]string{v1alpha1.LabelReplication: "true"}
 		p.create(away, obstacle)
 		p.create(home, p.original())
@@ -374,7 +374,7 @@ func TestOfAnAnswerOnlyWhatWeKnowIsTakenOver(t *testing.T) {
 		long.Conditions = append(long.Conditions, c)
 	}
 	accepted := answered.Conditions[0]
-	accepted.Message = strings.Repeat("y", fabric.MaxAnswer-4) + strings.Repeat("ä", 10_000) // which a cut may split
+	accepted.Message = strings.Repeat("y", netconfig.MaxAnswer-4) + strings.Repeat("ä", 10_000) // which a cut may split
 	long.Conditions = append(long.Conditions, accepted)
 	p.answer(long)
 	p.eventually(func() string {
@@ -387,7 +387,7 @@ func TestOfAnAnswerOnlyWhatWeKnowIsTakenOver(t *testing.T) {
 	if len(got.Conditions) != 1 || got.Conditions[0].Type != v1alpha1.ConditionAccepted {
 		t.Fatalf("%d conditions are taken over", len(got.Conditions))
 	}
-	if m := got.Conditions[0].Message; len(m) > fabric.MaxAnswer || !strings.HasSuffix(m, "y...") {
+	if m := got.Conditions[0].Message; len(m) > netconfig.MaxAnswer || !strings.HasSuffix(m, "y...") {
 		t.Errorf("%d octets of its message, with the end %q", len(m), m[max(0, len(m)-8):])
 	}
 	before := writes(t, home)

@@ -24,7 +24,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
-	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/netconfig"
 )
 
 // A worker replicates to one peer. All fields below done belong to run.
@@ -431,7 +431,7 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 		return w.r.opts.Client.Patch(ctx, original, client.MergeFromWithOptions(base, client.MergeFromWithOptimisticLock{}))
 
 	case create:
-		want := fabric.CopyOf(original, w.r.opts.ClusterID, w.peer.RemoteNamespace)
+		want := netconfig.CopyOf(original, w.r.opts.ClusterID, w.peer.RemoteNamespace)
 		made, err := w.link.create(ctx, want)
 		if apierrors.IsAlreadyExists(err) {
 			made, err = w.relabel(ctx, want, err)
@@ -458,7 +458,7 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 		return nil
 
 	case answer:
-		is := fabric.AnswerOf(w.copies[a.name])
+		is := netconfig.AnswerOf(w.copies[a.name])
 		if equality.Semantic.DeepEqual(is, w.answer) && equality.Semantic.DeepEqual(original.Status, w.stored) {
 			return nil
 		}

@@ -1,9 +1,11 @@
-package fabric
+// Package netconfig knows the two halves of an exchange: the copy of a NetworkConfig that is written at a
+// peer, and the answer that the peer writes into the copy's status. It has no state.
+package netconfig
 
 import (
-	"reflect"
 	"strings"
 
+	"k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
@@ -34,13 +36,13 @@ func AnswerTo(original, c *v1alpha1.NetworkConfig) (v1alpha1.NetworkConfigStatus
 // networks; see stale in manager/replication.
 func answers(c, original *v1alpha1.NetworkConfig) bool {
 	if accepted := meta.FindStatusCondition(c.Status.Conditions, v1alpha1.ConditionAccepted); accepted != nil {
-		return accepted.ObservedGeneration == c.Generation && reflect.DeepEqual(c.Spec, original.Spec)
+		return accepted.ObservedGeneration == c.Generation && equality.Semantic.DeepEqual(c.Spec, original.Spec)
 	}
-	return sameOwnNetworks(c, original)
+	return SameNetworks(c, original)
 }
 
-// sameOwnNetworks reports whether two NetworkConfigs publish the same networks.
-func sameOwnNetworks(a, b *v1alpha1.NetworkConfig) bool {
+// SameNetworks reports whether two NetworkConfigs publish the same networks.
+func SameNetworks(a, b *v1alpha1.NetworkConfig) bool {
 	return a.Spec.PodCIDR == b.Spec.PodCIDR && a.Spec.ExternalCIDR == b.Spec.ExternalCIDR
 }
 
