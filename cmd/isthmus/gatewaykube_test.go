@@ -344,7 +344,7 @@ func TestGatewaysLiveFromAPIServers(t *testing.T) {
 	t.Run("the status is Liqo's", func(t *testing.T) {
 		s := a.status("b")
 		c := s.Connection
-		want := v1alpha1.PeerConfiguration{"endpointIP": b.Nodes[0].Addr.String(), "port": "5871", "publicKey": b.publicKey(), "allowedIPs": "10.246.0.0/18, 10.246.64.0/18"}
+		want := v1alpha1.PeerConfiguration{"endpointIP": b.Nodes[0].Addr.String(), "port": "5871", "publicKey": b.publicKey(), "ownPublicKey": a.publicKey(), "allowedIPs": "10.246.0.0/18, 10.246.64.0/18"}
 		if fmt.Sprint(c.PeerConfiguration) != fmt.Sprint(want) {
 			t.Errorf("peerConfiguration %v, want %v", c.PeerConfiguration, want)
 		}
