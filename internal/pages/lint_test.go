@@ -18,7 +18,7 @@ const maxWidth = 100
 var notYet = []string{
 	"CHANGELOG.md",
 	"docs/alerts.md",
-	"docs/install.md", "docs/lifecycle.md", "docs/peering.md",
+	"docs/install.md", "docs/peering.md",
 	"docs/services.md", "docs/troubleshooting.md",
 	"docs/decisions/0023-nodes-vote.md", "docs/decisions/0024-post-quantum-preshared-key.md", "docs/decisions/0025-one-object-per-cluster.md",
 }
