@@ -290,13 +290,15 @@ func (e *election) stepVotes(now time.Time) (want *coordinationv1.Lease) {
 		return want
 	}
 	next := list
-	switch off := !b.wanted || len(nodes) < votersLeast; {
+	useful := b.useful(b.Answering(), list.Voters, nodes, now)
+	// Where one of three is away for long, the next one that crashes would silence the gateways.
+	switch off := !b.wanted || min(len(nodes), len(useful)) < votersLeast; {
 	case off && v.List == list.Version:
 		b.Fence()
 	case off && v.List > list.Version:
 		next = voting.List{Version: v.List}
 	case v.List == list.Version:
-		if chosen := voters(b.useful(list.Voters, nodes, now), list.Voters, nil); chosen != nil {
+		if chosen := voters(useful, list.Voters, nil); chosen != nil {
 			next = step(list, chosen)
 		}
 	}
@@ -311,10 +313,9 @@ func (e *election) stepVotes(now time.Time) (want *coordinationv1.Lease) {
 	return want
 }
 
-// useful is the nodes that may vote from now on: those that answer, and voters that have not answered for less than
-// quietMost. One that does not answer is as bad as a vote against the holder.
-func (b *ballot) useful(list, nodes map[string]netip.Addr, now time.Time) map[string]netip.Addr {
-	all := b.Answering()
+// useful adds to the nodes that answer the voters that have not answered for less than quietMost: these may vote from
+// now on. One that does not answer is as bad as a vote against the holder.
+func (b *ballot) useful(all, list, nodes map[string]netip.Addr, now time.Time) map[string]netip.Addr {
 	if b.quiet == nil {
 		b.quiet = make(map[string]time.Time)
 	}

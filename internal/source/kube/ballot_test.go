@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"strings"
 	"testing"
+	"time"
 
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
@@ -98,6 +99,28 @@ func TestVotersStayAsLongAsTheirNodes(t *testing.T) {
 		if got := len(voters(some, nil, nil)); got != want {
 			t.Errorf("%d of %d nodes vote; want %d", got, n, want)
 		}
+	}
+}
+
+// Two nodes never decide alone: the Lease does, once the third has been silent for long, though its Node is there.
+func TestAVoterThatIsSilentForLongIsNoVoter(t *testing.T) {
+	nodes := map[string]netip.Addr{"a": netip.MustParseAddr("10.0.0.1"), "b": netip.MustParseAddr("10.0.0.2"), "c": netip.MustParseAddr("10.0.0.3")}
+	answering := func() map[string]netip.Addr {
+		all := maps.Clone(nodes)
+		delete(all, "c")
+		return all
+	}
+	b, begin := new(ballot), time.Now()
+	for _, tc := range []struct {
+		after time.Duration
+		want  int
+	}{{0, 3}, {quietMost - time.Second, 3}, {quietMost, 2}} {
+		if got := len(b.useful(answering(), nodes, nodes, begin.Add(tc.after))); got != tc.want {
+			t.Errorf("after %v %d nodes may vote, want %d", tc.after, got, tc.want)
+		}
+	}
+	if got := len(b.useful(maps.Clone(nodes), nodes, nodes, begin.Add(quietMost))); got != 3 {
+		t.Errorf("it answers again, and %d nodes may vote", got)
 	}
 }
 
