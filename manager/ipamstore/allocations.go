@@ -118,7 +118,7 @@ func (s *Store) allocate(ctx context.Context, book ipam.Book, clusters map[strin
 		}
 		var cut []string
 		if more { // those of the Book have a place
-			place := min(len(gone), maxNetworks-len(want.Networks))
+			place := max(0, min(len(gone), maxNetworks-len(want.Networks)))
 			for _, n := range gone[:place] {
 				want.Networks = append(want.Networks, n)
 				want.Held = append(want.Held, isthmus.HeldNetwork{Network: n, ReleasedAt: now})
