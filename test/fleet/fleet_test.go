@@ -34,7 +34,7 @@ var binary, kube string
 func TestMain(m *testing.M) { os.Exit(programs.Run(m, &binary, &kube)) }
 
 // seats bounds the fleets that stand at a time: each has a dozen processes and a GiB for each cluster.
-var seats = make(chan struct{}, 3)
+var seats = make(chan struct{}, 2)
 
 // up makes a fleet that ends with the test, after the ends of all logs if it failed. The test fails
 // when a node has sent a packet for a peer in the clear. It runs beside others from here on.
