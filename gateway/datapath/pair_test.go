@@ -278,11 +278,7 @@ func (e *end) state(t testing.TB, id string) *natengine.PeerState {
 // open makes the tunnel and the rules of an end.
 func (e *end) open(t testing.TB, network *memlink.Network, theirs key, place netip.AddrPort, wan6 string) {
 	t.Helper()
-	e.link = memlink.NewLink("mem", 1420)
-	e.link.OnReceive(e.receive)
-	e.wire = &wire{Bind: network.Bind(e.place.Addr()), second: network.Bind(netip.MustParseAddr(wan6))}
-	e.Tunnel = datapath.New(e.link, e.wire, e.engine, nil, datapath.Options{})
-	t.Cleanup(func() { e.Close() })
+	e.prepare(t, network, wan6)
 	if err := e.engine.SetPeers([]natengine.Peer{e.rules}); err != nil {
 		t.Fatal(err)
 	}
@@ -290,6 +286,17 @@ func (e *end) open(t testing.TB, network *memlink.Network, theirs key, place net
 		t.Fatal(err)
 	}
 	e.setPeer(t, theirs, place)
+}
+
+// prepare makes the tunnel of an end, which is not up.
+func (e *end) prepare(t testing.TB, network *memlink.Network, wan6 string) {
+	t.Helper()
+	e.link = memlink.NewLink("mem", 1420)
+	e.link.OnReceive(e.receive)
+	e.wire = &wire{Bind: network.Bind(e.place.Addr()), second: network.Bind(netip.MustParseAddr(wan6))}
+	tunnel := datapath.New(e.link, e.wire, e.engine, nil, datapath.Options{})
+	t.Cleanup(func() { tunnel.Close() })
+	e.Tunnel = tunnel
 }
 
 // setPeer makes the other end the only peer.

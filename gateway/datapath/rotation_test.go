@@ -286,3 +286,30 @@ func TestAPeerWithWireGuardGoLosesOneHandshake(t *testing.T) {
 		}
 	})
 }
+
+// A gateway that was prepared during a rotation answers to the next key from its first moment: a peer may know that alone.
+func TestAGatewayThatTakesOverAnswersToTheNextKeyAtOnce(t *testing.T) {
+	inPair(t, func(t *testing.T, p *pair, a, b *end) {
+		next := numberedKey(7)
+		if err := a.Close(); err != nil {
+			t.Fatal(err)
+		}
+		b.setPeers(t, datapath.Peer{State: b.engine.Peers()[0], Key: next.public, Endpoint: a.place})
+		a.prepare(t, &p.network, pairPlan[0].wan6)
+		if err := a.SetKeys(a.key.private, next.private); err != nil {
+			t.Fatal(err)
+		}
+		a.setPeer(t, b.key, b.place)
+		if err := a.Up(a.key.private, a.place.Port()); err != nil {
+			t.Fatal(err)
+		}
+		a.WithoutFinalizers()
+		if a.NextKey() != next.private {
+			t.Error("the next key is gone")
+		}
+		time.Sleep(6 * time.Second) // then b tries again
+		b.send(t, 1)
+		time.Sleep(time.Second)
+		a.wants(t, 1)
+	})
+}

@@ -163,18 +163,21 @@ func (t *Tunnel) when(at int64, now time.Time) time.Time {
 	return now.Add(time.Duration(at - t.at(now)))
 }
 
-// Up gives the tunnel its private key, opens its port, 0 for a free one, and begins. Once.
+// Up gives the tunnel its private key, opens its port, 0 for a free one, and begins. Once. A next key that SetKeys
+// was given stays.
 func (t *Tunnel) Up(private [32]byte, port uint16) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if err := t.setKeys(private, [32]byte{}); err != nil {
+	if err := t.setKeys(private, t.NextKey()); err != nil {
 		return err
 	}
 	if err := t.listen(port); err != nil {
 		return err
 	}
-	if err := t.current().up(t.port); err != nil {
-		return errors.Join(err, t.unlisten())
+	for _, id := range t.ids.Load().all() {
+		if err := id.up(t.port); err != nil {
+			return errors.Join(err, t.unlisten())
+		}
 	}
 	t.up = true
 	t.running.Go(t.out.run)
