@@ -87,7 +87,7 @@ func (k *kubeGateway) addFlags(f *pflag.FlagSet) {
 	f.IntVar(&k.flowLog.PerSecond, "flow-log-per-second", gateway.DefaultFlowLogRate, "log at most so many lines")
 	f.BoolVar(&k.hostNetwork, "host-network", false, "this Pod has its node's network (hostNetwork: true); the gateway makes a network namespace of its own there")
 	f.DurationVar(&k.rotateKeys, "rotate-keys", 0, "age at which the WireGuard key is rotated; 0: only by isthmus rotate-key")
-	f.DurationVar(&k.patience, "rotation-patience", 7*24*time.Hour, "how long a rotation waits for peers that have not moved to the new key")
+	f.DurationVar(&k.patience, "rotation-patience", 7*24*time.Hour, "how long after peers were told of the new key a rotation waits for those that have not moved to it, an hour or more; 0: for ever")
 	f.BoolVar(&k.votes, "votes", false, "let the nodes decide by votes which gateway is active, where there are three or more")
 	f.StringVar(&k.stateDirectory, "state-directory", "", "where to keep, with the private key, what to carry on with after a restart until the API server answers; empty: nowhere")
 }
@@ -132,6 +132,14 @@ func (k *kubeGateway) complete() error {
 			return cli.Usage("--%s %q: want host:port, or :port for all addresses", a.flag, a.address)
 		}
 	}
+	for _, d := range []struct {
+		flag  string
+		value time.Duration
+	}{{"rotate-keys", k.rotateKeys}, {"rotation-patience", k.patience}} {
+		if d.value != 0 && d.value < time.Hour {
+			return cli.Usage("--%s %v: want an hour or more, or 0", d.flag, d.value)
+		}
+	}
 	if err := k.secure.complete(); err != nil {
 		return err
 	}
@@ -157,10 +165,6 @@ func (k *kubeGateway) complete() error {
 	}
 	node := os.Getenv("NODE_NAME")
 	switch {
-	case k.rotateKeys != 0 && k.rotateKeys < time.Hour:
-		return cli.Usage("--rotate-keys %v: want an hour or more, or 0", k.rotateKeys)
-	case k.patience < 0:
-		return cli.Usage("--rotation-patience %v: want 0 or more", k.patience)
 	case k.hostNetwork && k.votes:
 		return cli.Usage("--votes with --host-network: nodes vote only on gateways that have a network of their own")
 	case k.hostNetwork:

@@ -634,6 +634,8 @@ func TestGatewayNamesTheFlagThatIsWrong(t *testing.T) {
 		{[]string{"--kubeconfig", kubeconfig, "--port", "65534", "--tunnels", "3"}, "--tunnels 3: the last would listen on port 65536"},
 		{[]string{"--kubeconfig", kubeconfig, "--max-flows", "-1"}, `--max-flows "-1": is -1; want a number from 0 to`},
 		{[]string{"--kubeconfig", kubeconfig, "--udp-timeout", "1"}, `--udp-timeout "1": is no duration; want a time from 1s`},
+		{[]string{"--kubeconfig", kubeconfig, "--rotate-keys", "59m"}, "--rotate-keys 59m0s: want an hour or more, or 0"},
+		{[]string{"--kubeconfig", kubeconfig, "--rotation-patience", "1s"}, "--rotation-patience 1s: want an hour or more, or 0"},
 		{[]string{"--kubeconfig", kubeconfig, "--cluster-id", "a b"}, "--cluster-id"},
 		{[]string{"--kubeconfig", kubeconfig, "--metrics-address", "nowhere"}, "--metrics-address"},
 		{[]string{"--kubeconfig", kubeconfig, "--metrics-cert-dir", "/x"}, "--metrics-cert-dir is for --metrics-secure"},

@@ -33,9 +33,13 @@ const (
 	FieldNext        = "nextPrivateKey" // a rotation is in progress
 	FieldNextPublic  = "nextPublicKey"  // gateways answer to the next key, and peers may be told
 	FieldNextTunnels = "nextTunnels"
-	FieldNextSince   = "nextSince"  // when the next key was made
-	FieldGateways    = "gatewayKey" // see Ring.Gateways
+	FieldNextSince   = "nextSince"     // when the next key was made
+	FieldPublished   = "nextPublished" // when FieldNextPublic was written
+	FieldGateways    = "gatewayKey"    // see Ring.Gateways
 )
+
+// nextFields are those of the next key.
+var nextFields = []string{FieldNext, FieldNextPublic, FieldNextTunnels, FieldNextSince, FieldPublished}
 
 // A Ring is what the Secret holds.
 type Ring struct {
@@ -45,6 +49,7 @@ type Ring struct {
 	Gateways         [32]byte
 	Since, NextSince time.Time // zero: not known
 	Published        bool      // FieldNextPublic is there
+	PublishedAt      time.Time // zero: not known
 }
 
 // String hides the keys.
@@ -62,7 +67,7 @@ func Read(data map[string][]byte) (r Ring, wrong, err error) {
 		return r, nil, fmt.Errorf("data.%s %w", FieldPrivate, err)
 	}
 	r.Gateways = r.Private
-	r.Since, r.NextSince = timeOf(data, FieldSince), timeOf(data, FieldNextSince)
+	r.Since, r.NextSince, r.PublishedAt = timeOf(data, FieldSince), timeOf(data, FieldNextSince), timeOf(data, FieldPublished)
 	var errs []error
 	if _, ok := data[FieldGateways]; ok {
 		key, err := Key(data, FieldGateways)
@@ -142,28 +147,33 @@ func Begin(data map[string][]byte, next [32]byte, now time.Time) map[string][]by
 // Abandon returns the data without a next key.
 func Abandon(data map[string][]byte) map[string][]byte {
 	data = maps.Clone(data)
-	for _, field := range []string{FieldNext, FieldNextPublic, FieldNextTunnels, FieldNextSince} {
+	for _, field := range nextFields {
 		delete(data, field)
 	}
 	return data
 }
 
-// Publish returns the data with the public part of the next key.
-func Publish(data map[string][]byte, r Ring, tunnels int) map[string][]byte {
+// Publish returns the data with the public part of the next key. The patience with peers begins now.
+func Publish(data map[string][]byte, r Ring, tunnels int, now time.Time) map[string][]byte {
 	data = maps.Clone(data)
+	data[FieldPublished] = stamp(now)
 	data[FieldNextPublic] = Text(fabric.PublicKeys(r.Next, 1)[0])
 	set(data, FieldNextTunnels, []byte(Tunnels(r.Next, tunnels)))
 	return data
 }
 
 // Promote returns the data with the next key as the current one.
-func Promote(data map[string][]byte, r Ring) map[string][]byte {
+func Promote(data map[string][]byte, r Ring, now time.Time) map[string][]byte {
 	tunnels := tunnelsIn(data)
 	data = Abandon(data)
 	data[FieldPrivate], data[FieldPublic] = Text(r.Next), Text(fabric.PublicKeys(r.Next, 1)[0])
 	data[FieldGateways] = Text(r.Gateways)
 	set(data, FieldTunnels, []byte(Tunnels(r.Next, tunnels)))
-	set(data, FieldSince, stamp(r.NextSince))
+	since := r.NextSince
+	if since.IsZero() || since.After(now) {
+		since = now
+	}
+	data[FieldSince] = stamp(since)
 	return data
 }
 
@@ -186,12 +196,7 @@ func set(data map[string][]byte, field string, value []byte) {
 	data[field] = value
 }
 
-func stamp(at time.Time) []byte {
-	if at.IsZero() {
-		return nil
-	}
-	return []byte(at.UTC().Format(time.RFC3339))
-}
+func stamp(at time.Time) []byte { return []byte(at.UTC().Format(time.RFC3339)) }
 
 // Settled is how long all peers have to have a session with the next key before it becomes the current one: what is under way
 // with the former key arrives.
@@ -204,7 +209,8 @@ type Seen struct {
 	Lagging   int           // peers without a session with the next key
 	Moved     time.Duration // how long there have been none
 	Age       time.Duration // age at which a key is rotated; 0: at none
-	Patience  time.Duration // after which the next key becomes the current one in any case; 0: never
+	Untold    bool          // peers are connected, and all of them lag: the fault is ours, and nobody may know the next key
+	Patience  time.Duration // after which the next key becomes the current one although peers lag; 0: never
 }
 
 // A Step is what is to be written next.
@@ -214,7 +220,7 @@ type Step string
 const (
 	Nothing  Step = ""
 	Start    Step = "start"    // Begin with a new key
-	Announce Step = "announce" // Publish
+	Announce Step = "announce" // Publish, again if it is not known when that was
 	Finish   Step = "finish"   // Promote
 )
 
@@ -229,9 +235,9 @@ func (r Ring) Step(s Seen) Step {
 	switch {
 	case !s.Answering:
 		return Nothing
-	case !r.Published:
+	case !r.Published, r.PublishedAt.IsZero(), r.PublishedAt.After(s.Now):
 		return Announce
-	case s.Lagging == 0 && s.Moved >= Settled, s.Patience > 0 && !r.NextSince.IsZero() && s.Now.Sub(r.NextSince) >= s.Patience:
+	case s.Lagging == 0 && s.Moved >= Settled, s.Patience > 0 && s.Now.Sub(r.PublishedAt) >= s.Patience && !s.Untold:
 		return Finish
 	}
 	return Nothing

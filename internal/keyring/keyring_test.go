@@ -3,6 +3,7 @@ package keyring_test
 import (
 	"encoding/json"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"strings"
 	"testing"
@@ -34,8 +35,14 @@ func TestStepsOfARotation(t *testing.T) {
 	private, next := keyring.New(), keyring.New()
 	first := secretOf(private)
 	begun := keyring.Begin(first, next, start)
-	published := keyring.Publish(begun, read(t, begun), 3)
-	promoted := keyring.Promote(published, read(t, published))
+	published := keyring.Publish(begun, read(t, begun), 3, start)
+	late := keyring.Publish(begun, read(t, begun), 3, start.Add(100*time.Hour))
+	stamped := func(text string) map[string][]byte {
+		data := maps.Clone(published)
+		data[keyring.FieldPublished] = []byte(text)
+		return data
+	}
+	promoted := keyring.Promote(published, read(t, published), start)
 	aged := keyring.Replace(first, private, start)
 	for _, tc := range []struct {
 		name string
@@ -57,6 +64,11 @@ func TestStepsOfARotation(t *testing.T) {
 		{"another gateway does not answer yet", published, keyring.Seen{Now: start, Moved: time.Hour}, keyring.Nothing},
 		{"patience ends", published, keyring.Seen{Now: start.Add(time.Hour), Answering: true, Lagging: 1, Patience: time.Hour}, keyring.Finish},
 		{"there is no patience to end", published, keyring.Seen{Now: start.Add(1e6 * time.Hour), Answering: true, Lagging: 1}, keyring.Nothing},
+		{"patience begins when peers may be told", late, keyring.Seen{Now: start.Add(101*time.Hour - time.Second), Answering: true, Lagging: 1, Patience: time.Hour}, keyring.Nothing},
+		{"and ends after that", late, keyring.Seen{Now: start.Add(101 * time.Hour), Answering: true, Lagging: 1, Patience: time.Hour}, keyring.Finish},
+		{"it does not end while nobody has moved", published, keyring.Seen{Now: start.Add(1e6 * time.Hour), Answering: true, Lagging: 2, Untold: true, Patience: time.Hour}, keyring.Nothing},
+		{"when that was cannot be read", stamped("x"), keyring.Seen{Now: start.Add(1e6 * time.Hour), Answering: true, Lagging: 1, Patience: time.Hour}, keyring.Announce},
+		{"it is in the future", stamped("2036-11-28T12:00:00Z"), keyring.Seen{Now: start, Answering: true, Lagging: 1, Patience: time.Hour}, keyring.Announce},
 		{"it is over", promoted, keyring.Seen{Now: start}, keyring.Nothing},
 	} {
 		if got := read(t, tc.data).Step(tc.seen); got != tc.want {
@@ -73,16 +85,16 @@ func TestARotationChangesTheKeyAndKeepsWhatGatewaysShare(t *testing.T) {
 	if r.Private != private || r.Next != next || r.Published || r.Gateways != private || !r.NextSince.Equal(start) {
 		t.Error("begun:", r.Private == private, r.Next == next, r.Published)
 	}
-	published := keyring.Publish(begun, r, 3)
+	published := keyring.Publish(begun, r, 3, start)
 	if r = read(t, published); !r.Published || string(published[keyring.FieldNextTunnels]) != keyring.Tunnels(next, 3) {
 		t.Error("published:", r.Published)
 	}
-	promoted := keyring.Promote(published, r)
+	promoted := keyring.Promote(published, r, start)
 	r = read(t, promoted)
 	if r.Private != next || r.Next != ([32]byte{}) || r.Gateways != private || !r.Since.Equal(start) || string(promoted[keyring.FieldTunnels]) != keyring.Tunnels(next, 3) {
 		t.Error("promoted:", r.Private == next, r.Gateways == private, r.Since)
 	}
-	again := keyring.Promote(keyring.Begin(promoted, after, start), read(t, keyring.Begin(promoted, after, start)))
+	again := keyring.Promote(keyring.Begin(promoted, after, start), read(t, keyring.Begin(promoted, after, start)), start)
 	if r = read(t, again); r.Private != after || r.Gateways != private {
 		t.Error("a second rotation changes what gateways share")
 	}
@@ -99,6 +111,16 @@ func TestARotationChangesTheKeyAndKeepsWhatGatewaysShare(t *testing.T) {
 	}
 	if len(first) != 3 {
 		t.Error("what was given is modified")
+	}
+}
+
+func TestAKeyKnowsItsAgeWhateverTheStampOfTheNextOneSays(t *testing.T) {
+	for _, text := range []string{"x", "2036-11-28T12:00:00Z"} {
+		data := keyring.Begin(secretOf(keyring.New()), keyring.New(), start)
+		data[keyring.FieldNextSince] = []byte(text)
+		if r := read(t, keyring.Promote(data, read(t, data), start)); !r.Since.Equal(start) {
+			t.Errorf("nextSince %s: the key is of %v", text, r.Since)
+		}
 	}
 }
 
@@ -178,9 +200,9 @@ func TestRotationsConvergeWhateverStops(t *testing.T) {
 					seen.Moved = now.Sub(moved)
 					switch s := g.ring.Step(seen); s {
 					case keyring.Announce:
-						secret, log = keyring.Publish(secret, g.ring, 3), fmt.Sprint(log, " announce", i)
+						secret, log = keyring.Publish(secret, g.ring, 3, now), fmt.Sprint(log, " announce", i)
 					case keyring.Finish:
-						secret, log = keyring.Promote(secret, g.ring), fmt.Sprint(log, " finish", i)
+						secret, log = keyring.Promote(secret, g.ring, now), fmt.Sprint(log, " finish", i)
 					}
 				}
 			case 5: // the manager publishes

@@ -8,6 +8,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
@@ -32,7 +33,7 @@ func (w *writer) rotate(ctx context.Context, r Report) {
 		w.moved, w.moving = now, ring.Next
 	}
 	w.metrics.rotation.Store(&rotationState{ring, lagging})
-	step := ring.Step(keyring.Seen{Now: now, Answering: r.Rotation.Next == ring.Next, Lagging: len(lagging), Moved: now.Sub(w.moved),
+	step := ring.Step(keyring.Seen{Now: now, Answering: r.Rotation.Next == ring.Next, Lagging: len(lagging), Moved: now.Sub(w.moved), Untold: untold(r, lagging),
 		Age: w.o.RotateKeys, Patience: w.o.RotationPatience})
 	if step == keyring.Nothing {
 		return
@@ -49,9 +50,9 @@ func (w *writer) rotate(ctx context.Context, r Report) {
 	case keyring.Start:
 		want.Data = keyring.Begin(have.Data, keyring.New(), now)
 	case keyring.Announce:
-		want.Data = keyring.Publish(have.Data, ring, w.o.Tunnels)
+		want.Data = keyring.Publish(have.Data, ring, w.o.Tunnels, now)
 	case keyring.Finish:
-		want.Data = keyring.Promote(have.Data, ring)
+		want.Data = keyring.Promote(have.Data, ring, now)
 	}
 	if w.patch(ctx, "Secret", have, want, false) {
 		w.log.Info("rotation of the key", "step", string(step), "lagging", lagging)
@@ -78,6 +79,21 @@ func lagging(s Snapshot, r Report) []string {
 	}
 	slices.Sort(all)
 	return all
+}
+
+// untold says that peers are connected, and that all of them lag.
+func untold(r Report, lagging []string) bool {
+	connected := 0
+	for _, p := range r.Peers {
+		switch {
+		case p.Status != v1alpha1.Connected:
+		case !slices.Contains(lagging, p.ID):
+			return false
+		default:
+			connected++
+		}
+	}
+	return connected > 0
 }
 
 // rotationState is what metrics say of the key.
