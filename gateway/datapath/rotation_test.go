@@ -313,3 +313,23 @@ func TestAGatewayThatTakesOverAnswersToTheNextKeyAtOnce(t *testing.T) {
 		a.wants(t, 1)
 	})
 }
+
+// What was sent under the former key just before the peer moved is answered under the next one, if at all: that is no silence.
+func TestASessionThatIsReplacedBreaksNoSilence(t *testing.T) {
+	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
+		r, next := &rotating{end: a, now: a.key}, numberedKey(7)
+		r.set(t, a.key, next)
+		a.send(t, 1)
+		time.Sleep(10 * time.Millisecond)
+		b.learn(t, next)
+		time.Sleep(time.Second)
+		if b.wants(t, 1); a.own(b.key) != next.public {
+			t.Fatal("the peer has not moved")
+		}
+		a.wire.forget()
+		time.Sleep(30 * time.Second)
+		if n := len(a.wire.messages(initiations)); n > 0 {
+			t.Errorf("%d initiations, and the peer has a session", n)
+		}
+	})
+}

@@ -317,6 +317,9 @@ func (p *peer) breakSilence() {
 		return
 	}
 	p.unanswered.Store(0)
+	if p.t.peers.Load().latest(p, time.Now()) != p {
+		return // a newer session carries what we send, and has its own silence
+	}
 	if e := endpointOf(p.dev); e != nil {
 		e.ClearSrc() // in case that is what is wrong
 	}
