@@ -249,10 +249,7 @@ func (k *FactsKeeper) gather(ctx context.Context) (Facts, error) {
 	case err != nil:
 		return f, fmt.Errorf("key of the gateway: %w", err)
 	default:
-		field, further := keyring.FieldPublic, keyring.FieldTunnels
-		if _, err := keyring.Key(secret.Data, keyring.FieldNextPublic); err == nil { // gateways answer to that one, too
-			field, further = keyring.FieldNextPublic, keyring.FieldNextTunnels
-		}
+		field, further := keyring.Public(secret.Data)
 		key, err := keyring.Key(secret.Data, field)
 		if err != nil {
 			f.Missing = append(f.Missing, fmt.Sprintf("Secret %s: data.%s %v", name, field, err))

@@ -187,6 +187,30 @@ func TestTunnelsHaveAKeyAndAPort(t *testing.T) {
 	}
 }
 
+// A next public key to which no gateway answers would cut off every peer that is told of it.
+func TestPeersAreToldOfNoPublicKeyWithoutAPrivateOne(t *testing.T) {
+	w := bare(t)
+	private, next := keyring.New(), keyring.New()
+	now := time.Now()
+	data := keyring.Begin(keyring.Replace(map[string][]byte{}, private, now), next, now)
+	ring, _, err := keyring.Read(data)
+	w.ok(err)
+	secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: w.system, Name: keyring.SecretName}, Data: keyring.Publish(data, ring, 1, now)}
+	w.create(secret)
+	keeper, _, _ := w.keeper()
+	told := func(want [32]byte, what string) {
+		t.Helper()
+		f, err := keeper.gather(w.ctx)
+		if w.ok(err); f.PublicKey != fabric.PublicKeys(want, 1)[0] {
+			t.Errorf("%s: another key is told", what)
+		}
+	}
+	told(next, "both halves")
+	delete(secret.Data, keyring.FieldNext)
+	w.ok(w.api().Update(w.ctx, secret))
+	told(private, "a public key alone")
+}
+
 func TestPodsOfNodesOfWhichNoAgentTellsAreReachedToo(t *testing.T) {
 	node := func(name string, podCIDRs ...string) corev1.Node {
 		return corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: corev1.NodeSpec{PodCIDRs: podCIDRs}}

@@ -15,6 +15,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"slices"
 	"strings"
 	"time"
 
@@ -77,7 +78,13 @@ func Read(data map[string][]byte) (r Ring, wrong, err error) {
 			r.Gateways = key
 		}
 	}
-	if _, ok := data[FieldNext]; ok {
+	if _, ok := data[FieldNext]; !ok {
+		for _, field := range nextFields {
+			if _, ok := data[field]; ok {
+				errs = append(errs, fmt.Errorf("data.%s is there without data.%s", field, FieldNext))
+			}
+		}
+	} else {
 		if r.Next, err = Key(data, FieldNext); err != nil {
 			errs = append(errs, fmt.Errorf("data.%s %w", FieldNext, err))
 			r.Next = [32]byte{}
@@ -90,6 +97,15 @@ func Read(data map[string][]byte) (r Ring, wrong, err error) {
 		r.Published = err == nil && public == fabric.PublicKeys(r.Next, 1)[0]
 	}
 	return r, errors.Join(errs...), nil
+}
+
+// Public names the fields that peers are to be told of: those of the next key where gateways answer to it. A public key alone is
+// none, since nobody answers to it.
+func Public(data map[string][]byte) (first, further string) {
+	if r, _, err := Read(data); err == nil && r.Published {
+		return FieldNextPublic, FieldNextTunnels
+	}
+	return FieldPublic, FieldTunnels
 }
 
 // Key reads a field.
@@ -146,11 +162,13 @@ func Begin(data map[string][]byte, next [32]byte, now time.Time) map[string][]by
 
 // Abandon returns the data without a next key.
 func Abandon(data map[string][]byte) map[string][]byte {
-	data = maps.Clone(data)
-	for _, field := range nextFields {
-		delete(data, field)
+	rest := make(map[string][]byte, len(data))
+	for field, value := range data {
+		if !slices.Contains(nextFields, field) {
+			rest[field] = value
+		}
 	}
-	return data
+	return rest
 }
 
 // Publish returns the data with the public part of the next key. The patience with peers begins now.

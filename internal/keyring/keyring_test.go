@@ -143,6 +143,40 @@ func TestWhatIsWrongIsNamedAndLeftOut(t *testing.T) {
 	}
 }
 
+func TestPeersAreToldOfWhatGatewaysAnswerToAlone(t *testing.T) {
+	begun := keyring.Begin(secretOf(keyring.New()), keyring.New(), start)
+	published := keyring.Publish(begun, read(t, begun), 3, start)
+	with := func(field string, value []byte) map[string][]byte {
+		data := maps.Clone(published)
+		if data[field] = value; value == nil {
+			delete(data, field)
+		}
+		return data
+	}
+	for name, tc := range map[string]struct {
+		data map[string][]byte
+		want string
+	}{
+		"a key that is made":                {begun, keyring.FieldPublic},
+		"one that gateways answer to":       {published, keyring.FieldNextPublic},
+		"a public key alone":                {with(keyring.FieldNext, nil), keyring.FieldPublic},
+		"a private key that is none":        {with(keyring.FieldNext, []byte("x")), keyring.FieldPublic},
+		"a private key of another one":      {with(keyring.FieldNext, keyring.Text(keyring.New())), keyring.FieldPublic},
+		"a public key of another one":       {with(keyring.FieldNextPublic, keyring.Text(keyring.New())), keyring.FieldPublic},
+		"a current key that cannot be read": {with(keyring.FieldPrivate, []byte("x")), keyring.FieldPublic},
+	} {
+		if got, _ := keyring.Public(tc.data); got != tc.want {
+			t.Errorf("%s: %s, want %s", name, got, tc.want)
+		}
+	}
+	_, wrong, err := keyring.Read(with(keyring.FieldNext, nil))
+	for _, field := range []string{keyring.FieldNextPublic, keyring.FieldNextTunnels, keyring.FieldNextSince, keyring.FieldPublished} {
+		if err != nil || wrong == nil || !strings.Contains(wrong.Error(), "data."+field+" ") {
+			t.Errorf("%v, %v: does not name %s", err, wrong, field)
+		}
+	}
+}
+
 func TestARingPrintsNoKey(t *testing.T) {
 	r := keyring.Ring{Private: keyring.New(), Next: keyring.New()}
 	text, err := json.Marshal(r)
