@@ -22,9 +22,10 @@ or when the patience of the gateway ends (--rotation-patience), the new key beco
 the only one. The preshared keys are renewed with it.
 
 --now is for a key that somebody may have stolen. The new key replaces all keys of
-the Secret at once. Sessions end, and each peer is out of reach until its manager
-has read the new key, a second or so. Without a way to its API server that takes
-until there is one.`,
+the Secret at once, also those that cannot be read. Sessions end, and each peer is
+out of reach until its manager has read the new key, a second or so. Without a way
+to its API server that takes until there is one. A gateway that is cut off from its
+API server answers to the former key until it reads the Secret.`,
 		Example:           "  isthmus rotate-key --context paris --wait 5m",
 		Args:              cobra.NoArgs,
 		ValidArgsFunction: cobra.NoFileCompletions,

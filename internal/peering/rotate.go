@@ -36,7 +36,7 @@ var errRotating = errors.New("the rotation is not over")
 // RotateKey begins a rotation of the WireGuard key of a cluster, unless one is in progress, and reports how far it is.
 func RotateKey(ctx context.Context, c *Cluster, o RotateOptions) error {
 	secret, ring, err := c.keys(ctx)
-	if err != nil {
+	if secret == nil || err != nil && !o.Now { // any key can be replaced, also one that is none
 		return err
 	}
 	now, known := c.now()
@@ -59,7 +59,7 @@ func RotateKey(ctx context.Context, c *Cluster, o RotateOptions) error {
 		}
 	}
 	if o.Now {
-		o.Report(fmt.Sprintf("the key is replaced: %s; the former one answers nothing any more, and peers are out of reach until they have the new one", shortKey(ring.Private)))
+		o.Report(fmt.Sprintf("the key is replaced: %s; gateways that have read it answer to the former one no more (one that is cut off from the API server does until it reads it), and peers are out of reach until they have the new one", shortKey(ring.Private)))
 		return nil
 	}
 	began := ring
@@ -137,7 +137,7 @@ func (c *Cluster) movedTo(ctx context.Context, public [32]byte) (moved int, lagg
 	return moved, lagging, nil
 }
 
-// keys reads the Secret with the WireGuard keys.
+// keys reads the Secret with the WireGuard keys. It is there, too, when its keys cannot be read.
 func (c *Cluster) keys(ctx context.Context) (*corev1.Secret, keyring.Ring, error) {
 	var secret corev1.Secret
 	name := types.NamespacedName{Namespace: c.Namespace, Name: keyring.SecretName}
@@ -150,7 +150,7 @@ func (c *Cluster) keys(ctx context.Context) (*corev1.Secret, keyring.Ring, error
 	}
 	ring, _, err := keyring.Read(secret.Data)
 	if err != nil {
-		return nil, ring, fmt.Errorf("%s: Secret %s: %w", c, name, err)
+		return &secret, ring, fmt.Errorf("%s: Secret %s: %w", c, name, err)
 	}
 	return &secret, ring, nil
 }
