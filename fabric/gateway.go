@@ -37,6 +37,8 @@ type GatewayPeer struct {
 
 	// InBand says that the peer's gateway may reach our API server, and our manager the peer's.
 	InBand bool
+	// InBandLeaving says that our manager alone may still do so, for the peering ends.
+	InBandLeaving bool
 
 	// AllowedIPs are exactly Pb@A and Xb@A, in this order (docs/liqo-v0.md, section 6.2). They
 	// overlap with those of no other peer.
@@ -103,15 +105,15 @@ func sortedWaiting(all []Waiting) []Waiting {
 
 func gatewayPeer(p *Peer, endpoints []natengine.Endpoint) *GatewayPeer {
 	return &GatewayPeer{
-		ID:         p.ID,
-		Name:       p.Name,
-		Local:      p.Local,
-		Remote:     p.Remote,
-		PublicKey:  p.PublicKey,
-		Endpoint:   p.Endpoint,
-		Port:       p.Port,
-		Tunnels:    slices.Clone(p.Tunnels),
-		InBand:     p.InBand,
+		ID:        p.ID,
+		Name:      p.Name,
+		Local:     p.Local,
+		Remote:    p.Remote,
+		PublicKey: p.PublicKey,
+		Endpoint:  p.Endpoint,
+		Port:      p.Port,
+		Tunnels:   slices.Clone(p.Tunnels),
+		InBand:    p.InBand, InBandLeaving: p.InBandLeaving,
 		AllowedIPs: [2]netip.Prefix{p.Remote.PodSeen, p.Remote.ExternalSeen},
 		Rules: natengine.Peer{
 			ID:             p.ID,

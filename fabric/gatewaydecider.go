@@ -131,7 +131,7 @@ func (d *GatewayDecider) decide(peers []Peer, site Site) bool {
 
 // equal reports whether both say the same.
 func (p *Peer) equal(q *Peer) bool {
-	return p.ID == q.ID && p.Name == q.Name && p.Local == q.Local && p.Remote == q.Remote && p.Endpoint == q.Endpoint && p.Port == q.Port && p.InBand == q.InBand &&
+	return p.ID == q.ID && p.Name == q.Name && p.Local == q.Local && p.Remote == q.Remote && p.Endpoint == q.Endpoint && p.Port == q.Port && p.InBand == q.InBand && p.InBandLeaving == q.InBandLeaving &&
 		p.PublicKey == q.PublicKey && slices.Equal(p.Tunnels, q.Tunnels) && slices.Equal(p.Mappings, q.Mappings) &&
 		p.Origin == q.Origin && p.MappingsOrigin == q.MappingsOrigin && p.Created == q.Created
 }

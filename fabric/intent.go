@@ -72,6 +72,8 @@ type Peer struct {
 	Tunnels []TunnelEnd
 
 	InBand bool // the managers of both clusters go through the tunnel
+	// InBandLeaving says that our manager alone still does, for the peering ends.
+	InBandLeaving bool
 
 	Mappings []Mapping // endpoints of ours that the peer may reach; Attach fills it in
 

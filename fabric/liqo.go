@@ -57,8 +57,10 @@ func PeerFrom(te *v1alpha1.TunnelEndpoint, o Origin) (Peer, []Problem) {
 		ID:       spec.ClusterIdentity.ClusterID,
 		Name:     spec.ClusterIdentity.ClusterName,
 		Endpoint: spec.EndpointIP,
-		InBand:   te.Annotations[isthmus.AnnotationInBand] == "true",
+		InBand:   te.Annotations[isthmus.AnnotationInBand] == "true" || te.Annotations[isthmus.AnnotationInBand] == isthmus.InBandLeaving,
 		Origin:   o,
+
+		InBandLeaving: te.Annotations[isthmus.AnnotationInBand] == isthmus.InBandLeaving,
 	}
 	if !te.CreationTimestamp.IsZero() {
 		p.Created = te.CreationTimestamp.Unix()

@@ -43,7 +43,7 @@ func (b *inBand) set(peers []peer) error {
 	for i := range peers {
 		if p := &peers[i]; p.InBand {
 			at := gatewayOf(p.GatewayPeer)
-			agreed = append(agreed, inband.Peer{ID: p.ID, Source: at[0], Gateway: at[1]})
+			agreed = append(agreed, inband.Peer{ID: p.ID, Source: at[0], Gateway: at[1], Leaving: p.InBandLeaving})
 		}
 	}
 	if err := b.open(len(agreed) > 0); err != nil {

@@ -5,6 +5,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -45,22 +46,25 @@ func TestAPeeringSaysWhenTheTunnelCannotTellThePeer(t *testing.T) {
 }
 
 func TestTheTunnelStaysUntilOurNetworkConfigIsDeletedThroughIt(t *testing.T) {
+	left := time.Unix(1000, 0)
 	held := &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Finalizers: []string{v1alpha1.FinalizerReplicator}}}
 	for _, c := range []struct {
 		name     string
 		peer     Peer
 		original *v1alpha1.NetworkConfig
-		want     bool
+		want     time.Duration
 	}{
-		{"still there", Peer{InBand: true, Leaving: true}, held, true},
-		{"deleted", Peer{InBand: true, Leaving: true}, &v1alpha1.NetworkConfig{}, false},
-		{"never made", Peer{InBand: true, Leaving: true}, nil, false},
-		{"not waited for", Peer{InBand: true, Leaving: true, Forced: true}, held, false},
-		{"not through the tunnel", Peer{Leaving: true}, held, false},
-		{"not leaving", Peer{InBand: true}, held, false},
+		{"still there", Peer{InBand: true, Leaving: true, Left: left}, held, inBandPatience - 10*time.Second},
+		{"the peer refuses for ever", Peer{InBand: true, Leaving: true, Left: left.Add(-inBandPatience)}, held, 0},
+		{"the API server's clock is ahead", Peer{InBand: true, Leaving: true, Left: left.Add(time.Hour)}, held, inBandPatience},
+		{"deleted", Peer{InBand: true, Leaving: true, Left: left}, &v1alpha1.NetworkConfig{}, 0},
+		{"never made", Peer{InBand: true, Leaving: true, Left: left}, nil, 0},
+		{"not waited for", Peer{InBand: true, Leaving: true, Left: left, Forced: true}, held, 0},
+		{"not through the tunnel", Peer{Leaving: true, Left: left}, held, 0},
+		{"not leaving", Peer{InBand: true}, held, 0},
 	} {
-		if got := needsTunnel(c.peer, c.original); got != c.want {
-			t.Errorf("%s: %t", c.name, got)
+		if got := needsTunnel(c.peer, c.original, left.Add(10*time.Second)); got != c.want {
+			t.Errorf("%s: %v, want %v", c.name, got, c.want)
 		}
 	}
 }

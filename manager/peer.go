@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"time"
 
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -42,6 +43,8 @@ type Peer struct {
 	// Leaving says that the peering is being taken down. Nothing new is made for it. Forced says
 	// that nobody waits for the peer any more.
 	Leaving, Forced bool
+	// Left is when that began.
+	Left time.Time
 	// Draining says of a peer that is leaving that everything stays for some seconds more: clients
 	// still use its services, or its clients use ours. See drain.
 	Draining bool
@@ -249,6 +252,10 @@ func compareAge(a, b client.Object) int {
 }
 
 func peerFrom(p *isthmus.Peering) Peer {
+	var left time.Time
+	if p.DeletionTimestamp != nil {
+		left = p.DeletionTimestamp.Time
+	}
 	return Peer{
 		Cluster:         p.Spec.Cluster,
 		LocalNamespace:  p.Spec.TenantNamespace.Local,
@@ -259,6 +266,7 @@ func peerFrom(p *isthmus.Peering) Peer {
 		InBand:          p.Spec.InBand,
 		IdentitySecret:  cmp.Or(p.Spec.IdentitySecretName, isthmus.DefaultIdentitySecret),
 		Leaving:         !p.DeletionTimestamp.IsZero(),
+		Left:            left,
 		Forced:          p.Annotations[isthmus.AnnotationForce] == "true" || p.Annotations[isthmus.AnnotationForce] == isthmus.ForceCarried,
 		Draining:        draining(p),
 		Owner:           p,

@@ -34,6 +34,9 @@ import (
 const (
 	workers = 16                     // per controller: a slow write holds up a few peers, not all
 	soon    = 100 * time.Millisecond // when the cache was behind what we know
+
+	// inBandPatience is how long a tunnel that managers use stays at most when the Peering is deleted.
+	inBandPatience = 30 * time.Second
 )
 
 // reasonLeftBehind is that of the Event about what a forced un-peering leaves.
@@ -250,7 +253,8 @@ func found[T client.Object](ctx context.Context, reader client.Reader, name type
 // left. The NetworkConfig is deleted by its own reconciler.
 func (r *PeeringReconciler) leave(ctx context.Context, s *peeringState) (done bool, err error) {
 	if s.conflict == "" {
-		if s.endpoint != nil && s.endpoint.DeletionTimestamp.IsZero() && !needsTunnel(peerFrom(s.peering), s.original) {
+		still := needsTunnel(peerFrom(s.peering), s.original, time.Now())
+		if s.endpoint != nil && s.endpoint.DeletionTimestamp.IsZero() && still == 0 {
 			if err := r.Client.Delete(ctx, s.endpoint, client.Preconditions{UID: &s.endpoint.UID}); client.IgnoreNotFound(err) != nil {
 				return false, fmt.Errorf("TunnelEndpoint %s/%s: %w", s.endpoint.Namespace, s.endpoint.Name, err)
 			}
@@ -281,10 +285,13 @@ func (r *PeeringReconciler) leave(ctx context.Context, s *peeringState) (done bo
 	return true, err
 }
 
-// needsTunnel reports whether our NetworkConfig at a peer that is left has still to be deleted there, through the
-// tunnel.
-func needsTunnel(p Peer, original *v1alpha1.NetworkConfig) bool {
-	return p.InBand && p.Leaving && !p.Forced && original != nil && controllerutil.ContainsFinalizer(original, v1alpha1.FinalizerReplicator)
+// needsTunnel returns for how long the tunnel to a peer that is left stays at most, because our NetworkConfig has still
+// to be deleted there, through it. A peer that refuses that does not keep the tunnel.
+func needsTunnel(p Peer, original *v1alpha1.NetworkConfig, now time.Time) time.Duration {
+	if !p.InBand || !p.Leaving || p.Forced || original == nil || !controllerutil.ContainsFinalizer(original, v1alpha1.FinalizerReplicator) {
+		return 0
+	}
+	return min(max(p.Left.Add(inBandPatience).Sub(now), 0), inBandPatience)
 }
 
 // force ends the wait for the peer, if that is wanted, and says what stays there. It is wanted too

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"slices"
+	"time"
 
 	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -90,7 +91,7 @@ func (r *TunnelEndpointReconciler) exchangesWith(ctx context.Context, id string)
 
 // Reconcile makes, corrects or deletes the TunnelEndpoint of one peer.
 func (r *TunnelEndpointReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
-	err := r.reconcile(ctx, req)
+	after, err := r.reconcile(ctx, req)
 	switch {
 	case apierrors.IsConflict(err), apierrors.IsAlreadyExists(err):
 		return ctrl.Result{RequeueAfter: soon}, nil // the cache is behind
@@ -99,7 +100,7 @@ func (r *TunnelEndpointReconciler) Reconcile(ctx context.Context, req ctrl.Reque
 	case err != nil:
 		return ctrl.Result{}, fmt.Errorf("exchange with %s in %s: %w", req.Name, req.Namespace, err)
 	}
-	return ctrl.Result{}, nil
+	return ctrl.Result{RequeueAfter: after}, nil
 }
 
 // An exchange is all that there is about one peer in one namespace.
@@ -149,19 +150,40 @@ func (r *TunnelEndpointReconciler) gather(ctx context.Context, req ctrl.Request)
 	return x, nil
 }
 
-func (r *TunnelEndpointReconciler) reconcile(ctx context.Context, req ctrl.Request) error {
+// reconcile returns after which time it has to be called again; zero: an event calls it.
+func (r *TunnelEndpointReconciler) reconcile(ctx context.Context, req ctrl.Request) (after time.Duration, err error) {
 	x, err := r.gather(ctx, req)
-	switch {
-	case err != nil:
-		return err
-	case !x.wanted && needsTunnel(x.peer, x.original()):
-		return nil
-	case !x.wanted:
-		return r.end(ctx, x)
-	case !x.peer.begun():
-		return nil
+	if err != nil {
+		return 0, err
 	}
-	return r.join(ctx, x)
+	if !x.wanted {
+		if after = needsTunnel(x.peer, x.original(), time.Now()); after == 0 {
+			return 0, r.end(ctx, x)
+		}
+	}
+	switch {
+	case x.peer.Leaving:
+		return after, r.shut(ctx, x)
+	case !x.peer.begun():
+		return 0, nil
+	}
+	return 0, r.join(ctx, x)
+}
+
+// shut keeps the manager of a peer that is left from our API server, while the tunnel stays for ours or for clients.
+func (r *TunnelEndpointReconciler) shut(ctx context.Context, x *exchange) error {
+	for i := range x.endpoints {
+		te := &x.endpoints[i]
+		if now := te.Annotations[isthmus.AnnotationInBand]; now == "" || now == isthmus.InBandLeaving || !te.DeletionTimestamp.IsZero() {
+			continue
+		}
+		before := te.DeepCopy()
+		te.Annotations[isthmus.AnnotationInBand] = isthmus.InBandLeaving
+		if err := client.IgnoreNotFound(r.Client.Patch(ctx, te, client.MergeFrom(before))); err != nil {
+			return fmt.Errorf("TunnelEndpoint %s/%s: %w", te.Namespace, te.Name, err)
+		}
+	}
+	return nil
 }
 
 // end takes down what there is for a cluster that is no peer here (any more). What the gateways and

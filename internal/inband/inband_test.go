@@ -235,6 +235,23 @@ func TestAPeerReachesTheAPIServerWithinItsBounds(t *testing.T) {
 	}
 }
 
+// Who is left has no way to our API server from then on. Our manager still has something to delete at the peer.
+func TestAPeerThatIsLeftIsNotLetThrough(t *testing.T) {
+	w := newWorld(t)
+	w.Set([]Peer{{ID: "b", Source: source, Gateway: gateway, Leaving: true}})
+	refused := false
+	w.Take(source, func() (net.Conn, error) { return nil, errors.New("taken") }, func() { refused = true })
+	if !refused {
+		t.Error("the peer's manager is let through")
+	}
+	c, err := w.manager(secret, "b")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	echoes(t, c)
+}
+
 func TestAPeersOctetsAreBounded(t *testing.T) {
 	w := newWorld(t)
 	w.Set(agreed)

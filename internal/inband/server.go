@@ -39,6 +39,7 @@ type Peer struct {
 	ID      string
 	Source  netip.Addr // from which its gateway connects
 	Gateway netip.Addr // at which its gateway answers
+	Leaving bool       // our manager alone is let through
 }
 
 // Options of a Server. All are required.
@@ -244,7 +245,7 @@ func (s *Server) Take(from netip.Addr, accept func() (net.Conn, error), refuse f
 	s.mu.Lock()
 	p := s.bySource[from]
 	s.mu.Unlock()
-	if p == nil || !p.take(&p.theirs) {
+	if p == nil || p.Leaving || !p.take(&p.theirs) {
 		refuse()
 		return
 	}

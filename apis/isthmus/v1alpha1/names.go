@@ -31,8 +31,12 @@ const AnnotationUnanswered = "isthmus.net/unanswered"
 // (spec.postQuantum). A gateway that has none carries nothing for that peer.
 const AnnotationPostQuantum = "isthmus.net/post-quantum"
 
-// AnnotationInBand is "true" on a TunnelEndpoint whose Peering has spec.inBand.
-const AnnotationInBand = "isthmus.net/in-band"
+// AnnotationInBand is "true" on a TunnelEndpoint whose Peering has spec.inBand, and InBandLeaving when that
+// Peering is being deleted: the peer's manager is not let through any more, and ours has something to delete.
+const (
+	AnnotationInBand = "isthmus.net/in-band"
+	InBandLeaving    = "leaving"
+)
 
 // InBandServer is the URL of the peer's API server in an identity for in-band control: the name that it
 // has in its own cluster.
