@@ -59,7 +59,7 @@ func (c *crossing) flowOut(m *podMap, seen addr) (to addr, port int, drop Drop) 
 			return c.follow(&f)
 		}
 	}
-	if c.far == c.r.rule.theirs && c.v.Proto() == packet.TCP && c.near != c.e.self[c.near.family()] {
+	if c.r.rule.keeps(c.v.Proto(), c.near, c.far) {
 		return addr{}, samePort, DropLocalSource
 	}
 	if seen != (addr{}) {

@@ -301,7 +301,7 @@ func (e *entry) stays(r *rule) bool {
 		return false
 	}
 	out, in := e.keyAt(Outbound), e.keyAt(Inbound)
-	return r.permits(kindOf(word), out.near, in.near, out.remote) && e.seq.Load() == seq
+	return r.permits(kindOf(word), protoOf(word), out.near, in.near, out.remote) && e.seq.Load() == seq
 }
 
 // sweepStep counts what a sweep has done since its last pause.

@@ -33,3 +33,43 @@ func TestOnlyTheGatewayConnectsToThePeersGateway(t *testing.T) {
 		})
 	}
 }
+
+// A connection that a node has opened before the peer's gateway answered in the tunnel ends with the new rule, and is not
+// taken over from another gateway.
+func TestAConnectionFromBeforeTheRuleEnds(t *testing.T) {
+	b := peerB()
+	e := newEngine(t, Config{Self4: ip("169.254.0.1")}, b)
+	node := tcp("192.168.7.5:4000", "10.72.0.1:6443", packet.TCPSyn)
+	var flow Flow
+	defer e.Follow(func(_ string, f Flow, _ bool) { flow = f })()
+	if _, v := send(t, e, Outbound, node, at(0)); v.Drop != DropNone {
+		t.Fatal(v.Drop)
+	}
+	send(t, e, Outbound, udp("192.168.7.5:4000", "10.72.0.1:12345"), at(0))
+	datagrams := flow
+	send(t, e, Outbound, tcp("169.254.0.1:4000", "10.72.0.1:6443", packet.TCPSyn), at(0))
+	gateways := flow
+	b.Gateway = ip("10.72.0.1")
+	if err := e.SetPeers([]Peer{b}); err != nil {
+		t.Fatal(err)
+	}
+	if n := e.Stats().Flows; n != 2 {
+		t.Errorf("%d flows stay, want that of the gateway and the datagrams", n)
+	}
+	if _, v := send(t, e, Outbound, tcp("192.168.7.5:4000", "10.72.0.1:6443", packet.TCPAck), at(1)); v.Drop != DropLocalSource {
+		t.Errorf("the connection goes on: %v", v.Drop)
+	}
+
+	old := newEngine(t, Config{Self4: ip("169.254.0.1")}, peerB())
+	defer old.Follow(func(_ string, f Flow, _ bool) { flow = f })()
+	send(t, old, Outbound, node, at(0))
+	other := newEngine(t, Config{Self4: ip("169.254.0.1")}, b)
+	for _, c := range []struct {
+		flow Flow
+		want Drop
+	}{{flow, DropNoFlow}, {datagrams, DropNone}, {gateways, DropNone}} {
+		if got := other.Adopt(b.ID, c.flow, 0); got != c.want {
+			t.Errorf("%v is adopted: %v, want %v", c.flow, got, c.want)
+		}
+	}
+}

@@ -158,7 +158,7 @@ func (e *Engine) Adopt(peer string, f Flow, now time.Duration) Drop {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	kind := kindOf(f.word)
-	if p.rule == nil || !p.rule.permits(kind, f.local, f.mapped, f.remote) {
+	if p.rule == nil || !p.rule.permits(kind, protoOf(f.word), f.local, f.mapped, f.remote) {
 		return DropNoFlow
 	}
 	for dir, near := range [directions]addr{Outbound: f.local, Inbound: f.mapped} {

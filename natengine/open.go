@@ -48,7 +48,7 @@ func (o *opening) enter() (f match, opened bool, drop Drop) {
 	r, t := o.r.rule, &o.r.peer.flows
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if current := r.peer.rule; current != r && (current == nil || !current.permits(o.kind, o.local, o.mapped, o.far)) {
+	if current := r.peer.rule; current != r && (current == nil || !current.permits(o.kind, protoOf(o.k.word), o.local, o.mapped, o.far)) {
 		return f, false, DropNoFlow // the rules have just changed
 	}
 	room := o.room

@@ -9,6 +9,8 @@ import (
 	"slices"
 
 	"github.com/gaissmai/bart"
+
+	"github.com/isthmus-net/isthmus/packet"
 )
 
 // A Remap translates one prefix onto another of the same length: the network bits change, the host
@@ -187,8 +189,13 @@ func (r *rule) isRemote(a addr) (remote, pods bool) {
 	return false, false
 }
 
+// keeps reports whether a connection is to the gateway of the peer and not of ours: nobody else has business there.
+func (r *rule) keeps(proto uint8, local, peer addr) bool {
+	return peer == r.theirs && proto == packet.TCP && local != r.self[local.family()]
+}
+
 // permits reports whether a flow could be opened under this rule as it is.
-func (r *rule) permits(kind flowKind, local, mapped, peer addr) bool {
+func (r *rule) permits(kind flowKind, proto uint8, local, mapped, peer addr) bool {
 	known, pods := r.isRemote(peer)
 	if !known {
 		return false
@@ -199,7 +206,7 @@ func (r *rule) permits(kind flowKind, local, mapped, peer addr) bool {
 		return ok && at == local && pods
 	}
 	_, pod := m.mapOut(local)
-	return m.ok && mapped == m.natAddr() && (!pod || local == r.self[local.family()])
+	return m.ok && mapped == m.natAddr() && (!pod || local == r.self[local.family()]) && !r.keeps(proto, local, peer)
 }
 
 // compile makes the table for peers. state gives the PeerState of an ID. The error names every peer
