@@ -318,3 +318,8 @@ func SameLock(a, b Replay) bool { return a.p != b.p && a.p.windows == b.p.window
 func (t *Tunnel) AskForCookies() {
 	_, _ = t.current().checker.Load().CreateReply(make([]byte, device.MessageInitiationSize), 0, nil)
 }
+
+// Left is how many connections the stack keeps.
+func (s *Streams) Left() int {
+	return len(s.stack.RegisteredEndpoints()) + len(s.stack.CleanupEndpoints())
+}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"sync"
 	"time"
 
 	"gvisor.dev/gvisor/pkg/buffer"
@@ -27,8 +28,13 @@ const (
 	StreamBurst = 1000
 
 	// streamBuffer bounds what a connection keeps in memory in each direction, in octets. At a round trip of
-	// 100 ms it lets 2.5 MB through in a second.
-	streamBuffer = 256 << 10
+	// 100 ms it lets 640 kB through in a second.
+	streamBuffer = 64 << 10
+
+	// streamTimeout ends a connection whose other end acknowledges nothing.
+	streamTimeout = 30 * time.Second
+	// streamClosing is how long Close waits for the other end before it resets the connection.
+	streamClosing = time.Second
 
 	// streamsOpening bounds the handshakes of all peers. Accept bounds those of each.
 	streamsOpening = 4096
@@ -59,11 +65,52 @@ func (r *StreamRequest) Accept() (net.Conn, error) {
 	if err != nil {
 		return nil, errors.New(err.String())
 	}
-	return gonet.NewTCPConn(&queue, ep), nil
+	return newStream(&queue, ep), nil
 }
 
 // Refuse answers with a reset.
 func (r *StreamRequest) Refuse() { r.request.Complete(true) }
+
+// A stream is a connection of which nothing is left after Close.
+type stream struct {
+	*gonet.TCPConn
+	ep   tcpip.Endpoint
+	once sync.Once
+}
+
+func newStream(queue *waiter.Queue, ep tcpip.Endpoint) *stream {
+	bounded(ep)
+	return &stream{TCPConn: gonet.NewTCPConn(queue, ep), ep: ep}
+}
+
+func bounded(ep tcpip.Endpoint) {
+	timeout := tcpip.TCPUserTimeoutOption(streamTimeout)
+	_ = ep.SetSockOpt(&timeout) // never fails
+}
+
+// Close sends what is written already, if the other end takes it soon. Otherwise it would stay in memory as long as that
+// end acknowledges probes of its closed window.
+func (s *stream) Close() error {
+	s.once.Do(func() {
+		_ = s.SetDeadline(time.Unix(1, 0))
+		_ = s.ep.Shutdown(tcpip.ShutdownWrite)
+		for end := time.Now().Add(streamClosing); s.closing() && time.Now().Before(end); {
+			time.Sleep(streamClosing / 50)
+		}
+		s.ep.Abort()
+		s.ep.Close()
+	})
+	return nil
+}
+
+// closing reports whether the other end has still to take something or to end its direction.
+func (s *stream) closing() bool {
+	switch tcp.EndpointState(s.ep.State()) {
+	case tcp.StateEstablished, tcp.StateFinWait1, tcp.StateFinWait2, tcp.StateCloseWait, tcp.StateClosing, tcp.StateLastAck:
+		return true
+	}
+	return false
+}
 
 // OpenStreams opens a port for streams. It calls accept for each request, in a goroutine of its own. There can
 // be one for each endpoint.
@@ -107,11 +154,30 @@ func (s *Streams) Dial(ctx context.Context, to netip.Addr) (net.Conn, error) {
 	if to.Is6() {
 		protocol = ipv6.ProtocolNumber
 	}
-	c, err := gonet.DialContextTCP(ctx, s.stack, tcpip.FullAddress{NIC: localNIC, Addr: tcpip.AddrFromSlice(to.AsSlice()), Port: s.number}, protocol)
-	if err != nil {
-		return nil, err // not a nil *TCPConn in an interface
+	queue := new(waiter.Queue)
+	ep, failed := s.stack.NewEndpoint(tcp.ProtocolNumber, protocol, queue)
+	if failed != nil {
+		return nil, errors.New(failed.String())
 	}
-	return c, nil
+	bounded(ep)
+	connected, ready := waiter.NewChannelEntry(waiter.WritableEvents)
+	queue.EventRegister(&connected)
+	defer queue.EventUnregister(&connected)
+	failed = ep.Connect(tcpip.FullAddress{NIC: localNIC, Addr: tcpip.AddrFromSlice(to.AsSlice()), Port: s.number})
+	if _, started := failed.(*tcpip.ErrConnectStarted); started {
+		select {
+		case <-ctx.Done():
+			ep.Close()
+			return nil, ctx.Err()
+		case <-ready:
+		}
+		failed = ep.LastError()
+	}
+	if failed != nil {
+		ep.Close()
+		return nil, errors.New(failed.String())
+	}
+	return newStream(queue, ep), nil
 }
 
 // close ends all streams.

@@ -154,3 +154,50 @@ func TestStreamsEndWithTheirEndpoint(t *testing.T) {
 		t.Error("a closed endpoint has got streams")
 	}
 }
+
+// A peer that takes nothing and acknowledges each probe would keep what it was sent in our memory.
+func TestNothingIsLeftOfAClosedStream(t *testing.T) {
+	a, b := startGateways(t, &memlink.Network{}, plans[0], datapath.Options{})
+	for _, s := range []*side{a, b} {
+		s.peer.Streams = true
+		if err := s.tunnel.SetPeers([]datapath.Peer{s.peer}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	closed := make(chan struct{})
+	theirs, err := a.local.OpenStreams(streamPort, func(r *datapath.StreamRequest) { r.Refuse() })
+	if err != nil {
+		t.Fatal(err)
+	}
+	ours, err := b.local.OpenStreams(streamPort, func(r *datapath.StreamRequest) {
+		defer close(closed)
+		c, err := r.Accept()
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		_ = c.SetWriteDeadline(time.Now().Add(time.Second))
+		if _, err := c.Write(make([]byte, 1<<20)); err == nil {
+			t.Error("the peer takes it all")
+		}
+		c.Close()
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	c, err := theirs.Dial(ctx, b.seen(b.self))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	select {
+	case <-closed:
+	case <-ctx.Done():
+		t.Fatal("Close hangs")
+	}
+	if n := ours.Left(); n != 0 {
+		t.Errorf("%d connections are left", n)
+	}
+}
