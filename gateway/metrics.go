@@ -73,7 +73,7 @@ var (
 	familyInBandConns   = gauge("peer_in_band_connections", "Connections between managers and API servers in the tunnel: of our manager to the peer's API server (ours), and the other way (theirs).", "peer", "side")
 	familyInBandRx      = counter("peer_in_band_receive_bytes_total", "Octets of these connections from the peer.", "peer")
 	familyInBandTx      = counter("peer_in_band_transmit_bytes_total", "Octets of these connections to the peer.", "peer")
-	familyInBandRefused = counter("peer_in_band_refused_total", "Such connections refused, by reason: too many (connections), our API server cannot be reached (api_server), the peer's gateway does not let us through (peer), the tunnel is down (tunnel).", "peer", "reason")
+	familyInBandRefused = counter("peer_in_band_refused_total", "Such connections refused, by reason: too many at once or in a short time (connections), our API server cannot be reached (api_server), the peer's gateway does not let us through (peer), the tunnel is down (tunnel).", "peer", "reason")
 	familyInBandUnknown = counter("in_band_strangers_total", "Connections to the port for our manager that were refused, since whoever made them does not know the gateways' key, or had no valid request.")
 
 	familyRTTs    = families.Histogram("probe_rtt_seconds", "Round trips of the connection check, of all peers.")

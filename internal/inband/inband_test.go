@@ -271,3 +271,95 @@ func TestAPeersOctetsAreBounded(t *testing.T) {
 		t.Errorf("%d octets took %v", size, took)
 	}
 }
+
+// Each connection takes a port of the gateway for a minute.
+func TestAPeerOpensConnectionsAtABoundedRate(t *testing.T) {
+	w := newWorld(t)
+	w.Set(agreed)
+	taken := 0
+	for range 10 * AtOnce {
+		ours, theirs := net.Pipe()
+		ours.Close()
+		w.Take(source, func() (net.Conn, error) { taken++; return theirs, nil }, func() { theirs.Close() })
+	}
+	if taken < AtOnce || taken > 2*AtOnce {
+		t.Errorf("%d connections at once", taken)
+	}
+}
+
+// far is a connection in the tunnel that the peer does not let end.
+type far struct {
+	net.Conn
+	gone chan struct{}
+}
+
+func (f far) Close() error {
+	f.Conn.Close()
+	<-f.gone
+	return nil
+}
+
+func TestAConnectionCountsUntilNothingIsLeftOfIt(t *testing.T) {
+	w := newWorld(t)
+	w.Set(agreed)
+	ours, theirs := net.Pipe()
+	ours.Close()
+	f, done := far{theirs, make(chan struct{})}, make(chan struct{})
+	go func() {
+		defer close(done)
+		w.Take(source, func() (net.Conn, error) { return f, nil }, func() {})
+	}()
+	select {
+	case <-done:
+		t.Error("does not count any more")
+	case <-time.After(100 * time.Millisecond):
+	}
+	close(f.gone)
+	<-done
+	if all, _ := w.Stats(); all[0].Theirs != 0 {
+		t.Errorf("counted %+v", all)
+	}
+}
+
+// faltering fails once.
+type faltering struct {
+	net.Listener
+	failed atomic.Bool
+}
+
+func (f *faltering) Accept() (net.Conn, error) {
+	if f.failed.CompareAndSwap(false, true) {
+		return nil, errors.New("too many open files")
+	}
+	return f.Listener.Accept()
+}
+
+func TestThePortForTheManagerOutlivesAnError(t *testing.T) {
+	w := newWorld(t)
+	listen := w.o.Listen
+	w.o.Listen = func() (net.Listener, error) {
+		l, err := listen()
+		return &faltering{Listener: l}, err
+	}
+	w.Set(agreed)
+	c, err := w.manager(secret, "b")
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.Close()
+}
+
+func TestOneAddressDoesNotKeepTheManagerOut(t *testing.T) {
+	var p places
+	a, b := netip.MustParseAddr("10.0.0.1"), netip.MustParseAddr("10.0.0.2")
+	for range asking {
+		p.take(a)
+	}
+	if !p.take(b) {
+		t.Error("kept out")
+	}
+	p.free(a)
+	if !p.take(a) || p.take(a) {
+		t.Error("another number of places than are free")
+	}
+}

@@ -3,6 +3,7 @@ package inband
 import (
 	"context"
 	"crypto/tls"
+	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -22,14 +23,21 @@ const (
 	// Connections is how many there are with one peer, its own and those of our manager each. A manager has one or
 	// two.
 	Connections = 16
+	// Openings and AtOnce bound the connections that a peer opens, for each takes a port of the gateway.
+	Openings = 2 // per second
+	AtOnce   = 16
 	// Rate and Burst bound the octets in each direction.
 	Rate  = 4 << 20 // per second
 	Burst = 4 << 20
 	// Idle ends a connection without an octet in either direction. A manager sends one every 15 s.
 	Idle = 2 * time.Minute
 
-	// asking bounds connections to ManagerPort that have not shown a valid request.
-	asking = 64
+	// asking bounds connections to ManagerPort that have not shown a valid request, and askingEach those from one
+	// address: whoever reaches the port does not keep the manager out.
+	asking     = 64
+	askingEach = 8
+	// listenAgain is how long the port rests after an error.
+	listenAgain = 100 * time.Millisecond
 	// piece is how much is copied at once, in octets.
 	piece = 16 << 10
 )
@@ -70,6 +78,8 @@ type Server struct {
 	bySource map[netip.Addr]*peer
 	listener net.Listener // nil: there are no peers, or the port could not be had
 	failed   string       // why not
+	key      [32]byte     // of secure
+	secure   *tls.Config  // nil: there was no key yet
 }
 
 // peer is what a Server keeps of one.
@@ -78,7 +88,9 @@ type peer struct {
 	ctx    context.Context
 	cancel context.CancelFunc
 
-	ours, theirs   atomic.Int64 // connections
+	ours, theirs   atomic.Int64   // connections
+	opening        *rate.Limiter  // theirs
+	warned         rate.Sometimes // about our API server
 	in, out        *rate.Limiter
 	received, sent atomic.Uint64
 	refused        [numReasons]atomic.Uint64
@@ -121,7 +133,8 @@ func (s *Server) Set(peers []Peer) {
 	for _, want := range peers {
 		p := before[want.ID]
 		if p == nil || p.Peer != want {
-			p = &peer{Peer: want, in: rate.NewLimiter(Rate, Burst), out: rate.NewLimiter(Rate, Burst)}
+			p = &peer{Peer: want, opening: rate.NewLimiter(Openings, AtOnce), warned: rate.Sometimes{Interval: time.Minute},
+				in: rate.NewLimiter(Rate, Burst), out: rate.NewLimiter(Rate, Burst)}
 			p.ctx, p.cancel = context.WithCancel(s.ctx)
 		}
 		s.peers[p.ID], s.bySource[p.Source] = p, p
@@ -154,17 +167,23 @@ func (s *Server) listen(wanted bool) {
 	}
 }
 
-// accept answers managers until the listener ends.
+// accept answers managers until the listener is closed.
 func (s *Server) accept(l net.Listener) {
-	slots := make(chan struct{}, asking)
+	var places places
 	for {
 		c, err := l.Accept()
-		if err != nil {
+		if errors.Is(err, net.ErrClosed) {
 			return
 		}
-		select {
-		case slots <- struct{}{}:
-		default:
+		if err != nil { // no file descriptor is left, or the like
+			time.Sleep(listenAgain)
+			continue
+		}
+		var from netip.Addr
+		if at, ok := c.RemoteAddr().(*net.TCPAddr); ok {
+			from = at.AddrPort().Addr().Unmap()
+		}
+		if !places.take(from) {
 			s.refused.Add(1)
 			c.Close()
 			continue
@@ -172,7 +191,7 @@ func (s *Server) accept(l net.Listener) {
 		s.running.Go(func() {
 			defer c.Close()
 			id, secured, err := s.request(c)
-			<-slots
+			places.free(from)
 			if err != nil {
 				s.refused.Add(1)
 				s.o.Log.Debug("in-band: a request was refused", "from", c.RemoteAddr().String(), "error", err)
@@ -183,9 +202,53 @@ func (s *Server) accept(l net.Listener) {
 	}
 }
 
+// places are those of connections that have not shown a valid request.
+type places struct {
+	mu   sync.Mutex
+	all  int
+	each map[netip.Addr]int
+}
+
+func (p *places) take(from netip.Addr) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.all == asking || p.each[from] == askingEach {
+		return false
+	}
+	if p.each == nil {
+		p.each = make(map[netip.Addr]int)
+	}
+	p.all++
+	p.each[from]++
+	return true
+}
+
+func (p *places) free(from netip.Addr) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.all--
+	if p.each[from]--; p.each[from] == 0 {
+		delete(p.each, from)
+	}
+}
+
+// config is that of the TLS with our manager. It is made once for each key: a stranger costs no certificate.
+func (s *Server) config() (*tls.Config, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if key := s.o.Key(); s.secure == nil || s.key != key {
+		config, err := pinned.Config(key, purpose)
+		if err != nil {
+			return nil, err
+		}
+		s.key, s.secure = key, config
+	}
+	return s.secure, nil
+}
+
 // request returns what a manager that knows the gateways' key asks for.
 func (s *Server) request(c net.Conn) (id string, secured net.Conn, err error) {
-	config, err := pinned.Config(s.o.Key(), purpose)
+	config, err := s.config()
 	if err != nil {
 		return "", nil, err
 	}
@@ -250,6 +313,11 @@ func (s *Server) Take(from netip.Addr, accept func() (net.Conn, error), refuse f
 		return
 	}
 	defer p.theirs.Add(-1)
+	if !p.opening.Allow() {
+		p.refused[reasonConnections].Add(1)
+		refuse()
+		return
+	}
 	far, err := accept()
 	if err != nil {
 		return
@@ -258,8 +326,12 @@ func (s *Server) Take(from netip.Addr, accept func() (net.Conn, error), refuse f
 	defer cancel()
 	c, err := s.o.API(ctx)
 	if err != nil {
-		p.refused[reasonAPI].Add(1)
-		s.o.Log.Warn("in-band: a peer cannot reach our API server", "peer", p.ID, "error", err)
+		if p.ctx.Err() == nil { // it is still a peer
+			p.refused[reasonAPI].Add(1)
+			p.warned.Do(func() {
+				s.o.Log.Warn("in-band: a peer cannot reach our API server", "peer", p.ID, "error", err)
+			})
+		}
 		far.Close()
 		return
 	}
@@ -276,11 +348,12 @@ func (p *peer) take(n *atomic.Int64) bool {
 	return false
 }
 
-// splice copies between the peer and somebody here until either of them ends, and closes both.
+// splice copies between the peer and somebody here until either of them ends, and closes both. It returns when nothing is
+// left of them, far.Close says when: so long they count as connections.
 func (p *peer) splice(far, here net.Conn) {
 	ctx, cancel := context.WithCancel(p.ctx)
 	defer cancel()
-	stop := context.AfterFunc(ctx, func() { far.Close(); here.Close() })
+	stop := context.AfterFunc(ctx, func() { here.Close(); far.Close() })
 	defer stop()
 	idle := time.AfterFunc(Idle, cancel)
 	defer idle.Stop()
@@ -288,14 +361,18 @@ func (p *peer) splice(far, here net.Conn) {
 	both.Go(func() {
 		defer cancel()
 		move(ctx, here, far, p.in, &p.received, idle)
+		// Where the API server has not ended the connection itself, the port would rest for a minute.
+		if c, ok := here.(*net.TCPConn); ok && ctx.Err() == nil {
+			_ = c.SetLinger(0)
+		}
 	})
 	both.Go(func() {
 		defer cancel()
 		move(ctx, far, here, p.out, &p.sent, idle)
 	})
 	both.Wait()
-	far.Close()
 	here.Close()
+	far.Close()
 }
 
 // move copies in one direction, at a bounded rate.
