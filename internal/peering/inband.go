@@ -44,7 +44,11 @@ func (c *Cluster) ownAuthority(ctx context.Context) ([]byte, error) {
 	case err != nil:
 		return nil, c.explain("ConfigMap "+name.String(), err)
 	}
-	return []byte(published.Data["ca.crt"]), nil
+	ca := published.Data["ca.crt"]
+	if ca == "" { // the system's roots would know an API server that is not ours
+		return nil, fmt.Errorf("ConfigMap %s of %s has no ca.crt", name, c)
+	}
+	return []byte(ca), nil
 }
 
 // identityWith is the kubeconfig of our manager for the peer's API server.
