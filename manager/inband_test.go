@@ -82,3 +82,18 @@ func TestTheActiveGatewayIsWhereItsServiceSays(t *testing.T) {
 		t.Errorf("%v, want %v", got, want)
 	}
 }
+
+func TestTheTunnelCarriesControlWhereBothSidesWantIt(t *testing.T) {
+	facts := Facts{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ExternalCIDR: netip.MustParsePrefix("10.245.0.0/16"), Endpoint: "192.0.2.1", Port: 5871, PublicKey: testKey(1)}
+	for _, ours := range []bool{false, true} {
+		for _, theirs := range []bool{false, true} {
+			spec, problems := networkConfigFor(facts, Peer{Cluster: v1alpha1.ClusterIdentity{ClusterID: "b", ClusterName: "b"}, InBand: theirs})
+			if len(problems) > 0 {
+				t.Fatal(problems)
+			}
+			if got := inBand(Peer{InBand: ours}, &v1alpha1.NetworkConfig{Spec: spec}); got != (ours && theirs) {
+				t.Errorf("ours %t, theirs %t: %t", ours, theirs, got)
+			}
+		}
+	}
+}

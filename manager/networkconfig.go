@@ -332,6 +332,9 @@ func networkConfigFor(f Facts, p Peer) (spec v1alpha1.NetworkConfigSpec, problem
 	spec = fabric.NetworkConfigFor(fabric.Claim{
 		Pod: f.PodCIDR, External: f.ExternalCIDR, Endpoint: endpoint, Port: port, PublicKey: f.PublicKey, Tunnels: furtherTunnels(f, p),
 	}, p.Cluster)
+	if p.InBand {
+		spec.BackendConfig[v1alpha1.ConfigInBand] = "true"
+	}
 	_, wrong := fabric.ClaimFrom(&v1alpha1.NetworkConfig{Spec: spec}, fabric.Origin{})
 	for _, problem := range wrong {
 		problems = append(problems, "our own NetworkConfig would not be taken: "+problem.Error())

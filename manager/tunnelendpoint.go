@@ -289,7 +289,7 @@ func (r *TunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 	if err := r.hold(ctx, copied); err != nil {
 		return err
 	}
-	return r.write(ctx, x.peer, original, *spec)
+	return r.write(ctx, x.peer, original, *spec, inBand(x.peer, copied))
 }
 
 // original is our NetworkConfig, nil when there is none.
@@ -382,8 +382,14 @@ func (r *TunnelEndpointReconciler) mapped(ctx context.Context, id string, origin
 	}), err
 }
 
+// inBand reports whether both sides want their managers to go through the tunnel. One side's wish would open our API server
+// to whoever has the address of a gateway that knows nothing of it: in a Liqo cluster that is every node.
+func inBand(peer Peer, copied *v1alpha1.NetworkConfig) bool {
+	return peer.InBand && copied.Spec.BackendConfig[v1alpha1.ConfigInBand] == "true"
+}
+
 // write creates or corrects the TunnelEndpoint.
-func (r *TunnelEndpointReconciler) write(ctx context.Context, peer Peer, original *v1alpha1.NetworkConfig, spec v1alpha1.TunnelEndpointSpec) error {
+func (r *TunnelEndpointReconciler) write(ctx context.Context, peer Peer, original *v1alpha1.NetworkConfig, spec v1alpha1.TunnelEndpointSpec, inBand bool) error {
 	name := types.NamespacedName{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}
 	var current v1alpha1.TunnelEndpoint
 	err := r.Client.Get(ctx, name, &current)
@@ -403,7 +409,7 @@ func (r *TunnelEndpointReconciler) write(ctx context.Context, peer Peer, origina
 	if delete(want.Annotations, isthmus.AnnotationPostQuantum); peer.KeyRequired {
 		metav1.SetMetaDataAnnotation(&want.ObjectMeta, isthmus.AnnotationPostQuantum, string(isthmus.PostQuantumRequired))
 	}
-	if delete(want.Annotations, isthmus.AnnotationInBand); peer.InBand {
+	if delete(want.Annotations, isthmus.AnnotationInBand); inBand {
 		metav1.SetMetaDataAnnotation(&want.ObjectMeta, isthmus.AnnotationInBand, "true")
 	}
 	want.OwnerReferences = []metav1.OwnerReference{ // as Liqo has them

@@ -273,7 +273,7 @@ func (s *Server) serve(id string, c net.Conn) {
 	p := s.peers[id]
 	s.mu.Unlock()
 	if p == nil {
-		_ = answer(c, "our gateway does not know yet that the Peering wants it in band")
+		_ = answer(c, "our gateway does not know yet that both Peerings have spec.inBand")
 		return
 	}
 	if !p.take(&p.ours) {

@@ -31,8 +31,8 @@ const AnnotationUnanswered = "isthmus.net/unanswered"
 // (spec.postQuantum). A gateway that has none carries nothing for that peer.
 const AnnotationPostQuantum = "isthmus.net/post-quantum"
 
-// AnnotationInBand is "true" on a TunnelEndpoint whose Peering has spec.inBand, and InBandLeaving when that
-// Peering is being deleted: the peer's manager is not let through any more, and ours has something to delete.
+// AnnotationInBand is "true" on a TunnelEndpoint where both clusters' Peerings have spec.inBand, and InBandLeaving
+// when ours is being deleted: the peer's manager is not let through any more, and ours has something to delete.
 const (
 	AnnotationInBand = "isthmus.net/in-band"
 	InBandLeaving    = "leaving"

@@ -92,6 +92,9 @@ const (
 	// publicKey and port describe: PORT:PUBLICKEY for each, in their order and separated by commas,
 	// at most 15. Liqo has no such key and ignores it (backend_config only).
 	ConfigTunnels = "tunnels"
+	// ConfigInBand is "true" where the sender's Peering has spec.inBand: its manager wants to go through the
+	// tunnel, and lets the receiver's do so. Liqo has no such key (NetworkConfig only).
+	ConfigInBand = "inBand"
 	// ConfigEndpointIP holds the address that the endpoint resolved to (peerConfiguration only).
 	ConfigEndpointIP = "endpointIP"
 	// ConfigAllowedIPs holds PodCIDR and ExternalCIDR of the peer as seen here, separated by a
