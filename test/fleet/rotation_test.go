@@ -184,17 +184,20 @@ func echoes(t *testing.T, from, to *lab.Pod, at netip.Addr, streams int, length,
 	for i := range all {
 		all[i] = talk(t, from, to, at)
 	}
-	begin, next := time.Now(), time.Now().Add(every/4)
+	begin := time.Now()
 	var rotating sync.WaitGroup
+	if again != nil {
+		rotating.Go(func() {
+			for next := begin.Add(every / 4); next.Before(begin.Add(length)); next = next.Add(every) {
+				time.Sleep(time.Until(next))
+				again()
+			}
+		})
+	}
 	b := make([]byte, 64)
 	for time.Since(begin) < length {
 		for want := int64(time.Since(begin) / time.Millisecond); l.sent < want; l.sent++ {
 			_, _ = conn.Write(b)
-		}
-		if again != nil && time.Now().After(next) {
-			next = next.Add(every)
-			rotating.Wait()
-			rotating.Go(again)
 		}
 		time.Sleep(time.Millisecond)
 	}
