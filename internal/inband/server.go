@@ -234,9 +234,10 @@ func (p *places) free(from netip.Addr) {
 
 // config is that of the TLS with our manager. It is made once for each key: a stranger costs no certificate.
 func (s *Server) config() (*tls.Config, error) {
+	key := s.o.Key() // which has a lock of its own
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if key := s.o.Key(); s.secure == nil || s.key != key {
+	if s.secure == nil || s.key != key {
 		config, err := pinned.Config(key, purpose)
 		if err != nil {
 			return nil, err
