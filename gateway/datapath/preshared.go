@@ -51,6 +51,7 @@ type preshared struct {
 	mu      sync.Mutex
 	dev     *device.Peer
 	keys    PresharedKeys
+	begun   bool            // keys were set: handshakes with others may be under way
 	settled bool            // only keys.Key is used
 	since   time.Time       // sessions made from then on were made with it
 	certain *device.Keypair // one that was, too; may be nil
@@ -65,6 +66,11 @@ func (s *preshared) set(keys PresharedKeys) {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	grace := presharedGrace
+	if !s.begun {
+		grace = 0 // the sessions of a gateway that takes over are made within a second
+	}
+	s.begun = true
 	if s.keys == keys {
 		return
 	}
@@ -74,7 +80,7 @@ func (s *preshared) set(keys PresharedKeys) {
 	}
 	s.keys, s.settled, s.certain = keys, false, nil
 	if s.use(keys.Key); !keys.Changing {
-		s.settle(presharedGrace)
+		s.settle(grace)
 	}
 }
 
