@@ -88,6 +88,9 @@ type peer struct {
 	ctx    context.Context
 	cancel context.CancelFunc
 
+	theirCtx  context.Context // of the connections of the peer's manager
+	endTheirs context.CancelFunc
+
 	ours, theirs   atomic.Int64   // connections
 	opening        *rate.Limiter  // theirs
 	warned         rate.Sometimes // about our API server
@@ -133,9 +136,17 @@ func (s *Server) Set(peers []Peer) {
 	for _, want := range peers {
 		p := before[want.ID]
 		if p == nil || p.Peer != want {
+			was := p
 			p = &peer{Peer: want, opening: rate.NewLimiter(Openings, AtOnce), warned: rate.Sometimes{Interval: time.Minute},
 				in: rate.NewLimiter(Rate, Burst), out: rate.NewLimiter(Rate, Burst)}
-			p.ctx, p.cancel = context.WithCancel(s.ctx)
+			if was != nil && was.leavesAs(want) { // our manager may be just about to take leave
+				p.ctx, p.cancel = was.ctx, was.cancel
+				was.endTheirs()
+				delete(before, want.ID)
+			} else {
+				p.ctx, p.cancel = context.WithCancel(s.ctx)
+			}
+			p.theirCtx, p.endTheirs = context.WithCancel(p.ctx)
 		}
 		s.peers[p.ID], s.bySource[p.Source] = p, p
 	}
@@ -300,7 +311,7 @@ func (s *Server) serve(id string, c net.Conn) {
 		far.Close()
 		return
 	}
-	p.splice(far, c)
+	p.splice(p.ctx, far, c)
 }
 
 // Take connects the gateway that has the address from to the API server of this cluster: either accept or refuse is
@@ -323,11 +334,11 @@ func (s *Server) Take(from netip.Addr, accept func() (net.Conn, error), refuse f
 	if err != nil {
 		return
 	}
-	ctx, cancel := context.WithTimeout(p.ctx, connectTime)
+	ctx, cancel := context.WithTimeout(p.theirCtx, connectTime)
 	defer cancel()
 	c, err := s.o.API(ctx)
 	if err != nil {
-		if p.ctx.Err() == nil { // it is still a peer
+		if p.theirCtx.Err() == nil { // it is still a peer
 			p.refused[reasonAPI].Add(1)
 			p.warned.Do(func() {
 				s.o.Log.Warn("in-band: a peer cannot reach our API server", "peer", p.ID, "error", err)
@@ -336,7 +347,14 @@ func (s *Server) Take(from netip.Addr, accept func() (net.Conn, error), refuse f
 		far.Close()
 		return
 	}
-	p.splice(far, c)
+	p.splice(p.theirCtx, far, c)
+}
+
+// leavesAs reports whether the one difference is that the peering ends.
+func (p *peer) leavesAs(want Peer) bool {
+	was := p.Peer
+	was.Leaving = true
+	return was == want
 }
 
 // take counts one more connection, if there may be one.
@@ -351,8 +369,8 @@ func (p *peer) take(n *atomic.Int64) bool {
 
 // splice copies between the peer and somebody here until either of them ends, and closes both. It returns when nothing is
 // left of them, far.Close says when: so long they count as connections.
-func (p *peer) splice(far, here net.Conn) {
-	ctx, cancel := context.WithCancel(p.ctx)
+func (p *peer) splice(ctx context.Context, far, here net.Conn) {
+	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	stop := context.AfterFunc(ctx, func() { here.Close(); far.Close() })
 	defer stop()
