@@ -347,6 +347,9 @@ const (
 	// retiredGrace is how long the sessions with the former key of a peer stay after there is one with the new key: as long as
 	// packets are under way.
 	retiredGrace = 10 * time.Second
+	// retiredMost is how long they stay without one: three handshakes. A key that leads nowhere is a fault that
+	// somebody has to see, and a thief's session has to end.
+	retiredMost = 15 * time.Second
 	// maxRetired is how many peers with former keys a peer may have: two for each identity.
 	maxRetired = 4
 	// retiredLook is how often they are looked at.
@@ -365,6 +368,7 @@ func (p *peer) retire() bool {
 	clear(peerStatic.of(p.dev)[:]) // the device begins and answers no handshake without it
 	mu.Unlock()
 	(*peerRetransmit.of(p.dev)).Del()
+	p.retiredAt = time.Now()
 	p.retired.Store(true)
 	return true
 }
@@ -418,6 +422,9 @@ func (t *Tunnel) sweepRetired() {
 	now, left := time.Now(), false
 	table := t.peers.Load()
 	needed := func(p *peer) bool {
+		if now.Sub(p.retiredAt) >= retiredMost {
+			return false
+		}
 		k := peerKeypairs.of(p.dev)
 		current, next := k.Current(), keypairsNext.of(k).Load()
 		if (current == nil || !fresh(current, now)) && (next == nil || !fresh(next, now)) {

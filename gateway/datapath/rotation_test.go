@@ -163,7 +163,7 @@ func TestAFormerKeyMakesNoSession(t *testing.T) {
 			a.Handshake(b.key.public)
 			time.Sleep(6 * time.Second)
 		}
-		if got := b.Stats()[next.public].Handshake; !got.Equal(before) {
+		if got := b.Stats()[next.public].Handshake; got.After(before) {
 			t.Error("the former key made a session")
 		}
 		if err := a.SetKeys(next.private, [32]byte{}); err != nil {

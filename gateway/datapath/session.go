@@ -50,6 +50,7 @@ type peer struct {
 	dev   *device.Peer
 
 	retired          atomic.Bool   // it has another key by now: its sessions last, and there will be no new ones
+	retiredAt        time.Time     // with t.mu
 	replaced         time.Time     // when a session with the new key was seen; with t.mu
 	received0, sent0 atomic.Uint64 // octets of peers that it has replaced
 
