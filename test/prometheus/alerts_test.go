@@ -98,7 +98,7 @@ var faults = []struct {
 }{
 	{alert: "IsthmusPeerDown", after: 2, series: map[string]string{`isthmus_peer_up`: "0"}, summary: "peer p"},
 	{alert: "IsthmusPeerLossy", after: 5, series: map[string]string{`isthmus_peer_probe_loss_ratio`: "0.2"}, summary: "20%"},
-	{alert: "IsthmusPathNarrow", after: 10, series: map[string]string{`isthmus_peer_path_mtu_bytes`: "1300"}, summary: "more than 1300 octets"},
+	{alert: "IsthmusPathNarrow", after: 10, series: map[string]string{`isthmus_peer_path_mtu_bytes`: "1300"}, summary: "larger than 1300 octets"},
 	{alert: "IsthmusTunnelDown", after: 10, series: map[string]string{`isthmus_peer_tunnel_up`: "0"}, summary: "Tunnel 1 to peer p"},
 	{alert: "IsthmusPeeringNotReady", after: 10, series: map[string]string{
 		`isthmus_manager_peering_ready{instance="m",job="m",namespace="n",peering="oslo",peer="p",reason="Connected"}`: "_",
@@ -106,12 +106,12 @@ var faults = []struct {
 	}, summary: "oslo is not ready: NoAnswer"},
 	{alert: "IsthmusPostQuantumMissing", after: 5, series: map[string]string{`isthmus_manager_peering_post_quantum`: "0"}, summary: "oslo requires a preshared key"},
 	{alert: "IsthmusKeyRotationStuck", after: 5, series: map[string]string{
-		`isthmus_gateway_key_rotation_age_seconds`: "90000", `isthmus_gateway_key_laggards`: "2"}, summary: "rotates since a day"},
+		`isthmus_gateway_key_rotation_age_seconds`: "90000", `isthmus_gateway_key_laggards`: "2"}, summary: "rotating for a day"},
 	{alert: "IsthmusDrops", after: 13, series: map[string]string{`isthmus_drops_total{instance="gw",job="g",namespace="n",peer="p"`: "+1200"}, summary: "ttl"},
 	{alert: "IsthmusIdentityNotRenewed", after: 5, series: map[string]string{
-		`isthmus_manager_identity_expiry`: "10000", `isthmus_manager_identity_renewal`: "1000"}, summary: "ends in"},
+		`isthmus_manager_identity_expiry`: "10000", `isthmus_manager_identity_renewal`: "1000"}, summary: "expires in"},
 	{alert: "IsthmusIdentityNotRenewed", after: 9, series: map[string]string{ // a series that ends counts for almost five minutes more
-		`isthmus_manager_identity_expiry`: "500000", `isthmus_manager_identity_renewal`: "_"}, summary: "ends in"},
+		`isthmus_manager_identity_expiry`: "500000", `isthmus_manager_identity_renewal`: "_"}, summary: "expires in"},
 	{alert: "IsthmusNoActiveGateway", after: 1, series: map[string]string{`isthmus_gateway_active{instance="gw"`: "0"}, summary: "No gateway"},
 	{alert: "IsthmusNoStandby", after: 10, series: map[string]string{`isthmus_gateway_standbys`: "0"}, summary: "No standby"},
 	{alert: "IsthmusNoActiveGateway", after: 5, series: map[string]string{`isthmus_gateway_active`: "_"}, summary: "No gateway"}, // the same
@@ -121,8 +121,8 @@ var faults = []struct {
 	{alert: "IsthmusConfigurationRefused", after: 5, series: map[string]string{`isthmus_config_last_reload_successful`: "0"}, summary: "newest configuration"},
 	{alert: "IsthmusConfigurationRefused", after: 5, series: map[string]string{`isthmus_gateway_source_ok`: "0"}, summary: "newest configuration"},
 	{alert: "IsthmusObjectsLeftOut", after: 5, series: map[string]string{`isthmus_gateway_left_out_objects`: "3"}, summary: "3 objects of kind NatMapping"},
-	{alert: "IsthmusGatewayNotApplied", after: 5, series: map[string]string{`isthmus_config_applied`: "0"}, summary: "machine refuses"},
-	{alert: "IsthmusGatewayWithoutAPIServer", after: 15, series: map[string]string{`isthmus_gateway_from_snapshot`: "1"}, summary: "remembers"},
+	{alert: "IsthmusGatewayNotApplied", after: 5, series: map[string]string{`isthmus_config_applied`: "0"}, summary: "refuses a part"},
+	{alert: "IsthmusGatewayWithoutAPIServer", after: 15, series: map[string]string{`isthmus_gateway_from_snapshot`: "1"}, summary: "last known configuration"},
 	{alert: "IsthmusFlowsNearLimit", after: 10, series: map[string]string{`isthmus_nat_sessions{`: "900"}, summary: "90% of the NAT flows are in use"},
 	{alert: "IsthmusFlowsNearLimit", after: 10, series: map[string]string{`isthmus_peer_nat_sessions{`: "450"}, summary: "90% of the NAT flows of peer p are in use"},
 	{alert: "IsthmusHostsAtLimit", after: 10, series: map[string]string{`isthmus_peer_nat_hosts_at_limit`: "2"}, summary: "2 hosts"},
@@ -133,7 +133,7 @@ var faults = []struct {
 	{alert: "IsthmusNodesNotRefusing", after: 10, series: map[string]string{`isthmus_manager_nodes_not_refusing`: "2"}, summary: "2 nodes"},
 	{alert: "IsthmusNoManager", after: 5, series: map[string]string{`leader_election_master_status{instance="m",`: "0"}, summary: "No manager"},
 	{alert: "IsthmusReconcileErrors", after: 17, series: map[string]string{`controller_runtime_reconcile_errors_total`: "+6"}, summary: "Controller peering"},
-	{alert: "IsthmusServicesNotShared", after: 7, series: map[string]string{`isthmus_services_behind_seconds`: "+60"}, summary: "Peer p does not have"},
+	{alert: "IsthmusServicesNotShared", after: 7, series: map[string]string{`isthmus_services_behind_seconds`: "+60"}, summary: "Peer p lacks services"},
 	{alert: "IsthmusPoolsNearlyEmpty", after: 30, series: map[string]string{`isthmus_ipam_peers_left`: "3"}, summary: "3 more peers"},
 	{alert: "IsthmusVersionsDiffer", after: 60, series: map[string]string{
 		`isthmus_build_info{instance="gw"`: "_", `isthmus_build_info{instance="gw",job="g",namespace="n",version="v2"}`: "1"}, summary: "2 versions"},
