@@ -101,21 +101,21 @@ const SecretKubeconfig = "kubeconfig"
 // Condition types of a Peering, in the order in which they become true. All are there from the
 // first reconcile on, Unknown if need be.
 const (
-	// ConditionReady sums up the others: traffic can flow.
+	// ConditionReady summarises the others: traffic can flow.
 	ConditionReady = "Ready"
-	// ConditionIdentity: the peer's API server takes our identity.
+	// ConditionIdentity: the peer's API server accepts our identity.
 	ConditionIdentity = "IdentityReady"
-	// ConditionPublished: our NetworkConfig lies at the peer as it is now.
+	// ConditionPublished: the peer has our current NetworkConfig.
 	ConditionPublished = "Published"
-	// ConditionAnswered: the peer has said how it sees our networks.
+	// ConditionAnswered: the peer has answered our NetworkConfig: its status has our networks as the peer sees them.
 	ConditionAnswered = "Answered"
-	// ConditionPeerConfig: the peer's NetworkConfig is here, accepted and answered.
+	// ConditionPeerConfig: we have accepted and answered the peer's NetworkConfig.
 	ConditionPeerConfig = "PeerConfigAccepted"
-	// ConditionTunnelEndpoint: the TunnelEndpoint says what both sides agreed.
+	// ConditionTunnelEndpoint: the TunnelEndpoint has the networks on which both sides agreed.
 	ConditionTunnelEndpoint = "TunnelEndpointReady"
 	// ConditionConnected: the gateway hears the peer.
 	ConditionConnected = "Connected"
-	// ConditionServicesShared: services are shared with the peer as spec.services says. The Peering has
+	// ConditionServicesShared: services are shared with the peer according to spec.services. The Peering has
 	// this condition only if the manager runs with --services and spec.services names namespaces. Ready
 	// does not depend on it.
 	ConditionServicesShared = "ServicesShared"
@@ -128,56 +128,57 @@ const (
 // names.
 const (
 	// Ready
-	ReasonConnected  = "Connected"  // everything is true
-	ReasonUnpeering  = "Unpeering"  // the Peering is being deleted; the message says what is waited for
+	ReasonConnected  = "Connected"  // all conditions are true
+	ReasonUnpeering  = "Unpeering"  // the Peering is being deleted; the message names what the manager waits for
 	ReasonConflict   = "Conflict"   // another Peering is for the same cluster or namespace
-	ReasonOverlap    = "Overlap"    // a network in use for the peer overlaps something here that came later, such as a node
-	ReasonLocalSetup = "LocalSetup" // our own side lacks something: key, gateway Service, PodCIDR
+	ReasonOverlap    = "Overlap"    // a network of the peer overlaps an address or network that this cluster got later, such as a node's
+	ReasonLocalSetup = "LocalSetup" // this cluster lacks a key, a gateway Service or a PodCIDR
 
 	// IdentityReady
 	ReasonIdentityAccepted = "Accepted"      // the peer's API server answers
-	ReasonSecretMissing    = "SecretMissing" // no Secret of that name, or not readable for us
-	ReasonSecretInvalid    = "SecretInvalid" // it holds neither a kubeconfig nor Liqo's identity
-	ReasonNotRenewed       = "NotRenewed"    // True: it answers, but our token is not renewed and will end; the message says why
-	ReasonUnauthorized     = "Unauthorized"  // revoked or expired
+	ReasonSecretMissing    = "SecretMissing" // the Secret does not exist, or the manager may not read it
+	ReasonSecretInvalid    = "SecretInvalid" // the Secret has neither a kubeconfig nor Liqo's identity
+	ReasonNotRenewed       = "NotRenewed"    // True: it answers, but our token is not renewed and will expire; the message has the reason
+	ReasonUnauthorized     = "Unauthorized"  // the identity is revoked or expired
 	ReasonUnreachable      = "Unreachable"   // the peer's API server does not answer; Ready has it too, and is True while traffic flows
-	ReasonTunnelDown       = "TunnelDown"    // spec.inBand: the peer's API server is reached through the tunnel, which is down; the message says when to run isthmus peer again
+	ReasonTunnelDown       = "TunnelDown"    // the peer's API server is reached through the tunnel (spec.inBand), which is down; the message says whether to run isthmus peer again
 
 	// Published
-	ReasonUpToDate      = "UpToDate"      // it does
+	ReasonUpToDate = "UpToDate" // the peer has our current NetworkConfig
+
 	ReasonForbidden     = "Forbidden"     // the peer's RBAC or quota refuses us
-	ReasonRefusedByPeer = "RefusedByPeer" // the peer's API server finds our object invalid
-	ReasonNamespaceGone = "NamespaceGone" // no tenant namespace at the peer
-	ReasonPublishing    = "Publishing"    // not done yet
+	ReasonRefusedByPeer = "RefusedByPeer" // the peer's API server rejects our object as invalid
+	ReasonNamespaceGone = "NamespaceGone" // the peer has no tenant namespace for us
+	ReasonPublishing    = "Publishing"    // our NetworkConfig is not there yet
 
 	// Answered, PeerConfigAccepted
-	ReasonAnswered      = "Answered"         // and the answer is taken
+	ReasonAnswered      = "Answered"         // the NetworkConfig is answered, and the answer is in use
 	ReasonWaitingAnswer = "WaitingForAnswer" // the other side has not answered yet
 	ReasonWaitingPeer   = "WaitingForPeer"   // the peer has not published anything here yet
-	ReasonPeerWithdrew  = "PeerWithdrew"     // it had, and has deleted it: it un-peered
-	ReasonAmbiguous     = "Ambiguous"        // more than one NetworkConfig of the peer
+	ReasonPeerWithdrew  = "PeerWithdrew"     // the peer deleted its NetworkConfig: it un-peered
+	ReasonAmbiguous     = "Ambiguous"        // the peer has more than one NetworkConfig here
 
 	// TunnelEndpointReady
 	ReasonAgreed  = "Agreed"  // both sides have answered
-	ReasonInvalid = "Invalid" // what the two sides said does not go together
-	ReasonWaiting = "Waiting" // for the exchange
+	ReasonInvalid = "Invalid" // the answers of the two sides contradict each other
+	ReasonWaiting = "Waiting" // one side has not answered yet
 
 	// Connected: that of the TunnelEndpoint's own condition Connected (Causes of package
 	// net/v1alpha1), or one of these
-	ReasonConnecting = "Connecting" // configured a moment ago, and no answer yet
+	ReasonConnecting = "Connecting" // configured moments ago; no answer yet
 	ReasonNoGateway  = "NoGateway"  // no gateway has written a status yet
-	// ReasonGatewaySilent: no gateway is at work, so that nobody knows; Ready has it too.
+	// ReasonGatewaySilent: no gateway is active, so the state of the tunnel is unknown; Ready has it too.
 	ReasonGatewaySilent = "GatewaySilent"
-	ReasonLost          = "ConnectionLost" // a gateway that says no reason, such as a Liqo's
-	ReasonNoKey         = "NoPresharedKey" // spec.postQuantum is Required, and there is no preshared key: the tunnel is down
+	ReasonLost          = "ConnectionLost" // the gateway reports no reason, such as Liqo's
+	ReasonNoKey         = "NoPresharedKey" // the tunnel is down, because spec.postQuantum is Required and there is no preshared key
 
 	// ServicesShared: Forbidden, RefusedByPeer and NamespaceGone, as for Published, or one of these
-	ReasonShared        = "Shared"        // each side has the services that it should have
-	ReasonPartlyRefused = "PartlyRefused" // True: some services are not served as they were exported
+	ReasonShared        = "Shared"        // each side has all services that the other one exports to it
+	ReasonPartlyRefused = "PartlyRefused" // True: some services are not served, or only in part
 	ReasonSharing       = "Sharing"       // sharing is not complete yet
 	ReasonNotSupported  = "NotSupported"  // the peer does not accept services
 
-	// ReasonUnknown: not looked at yet.
+	// ReasonUnknown: not checked yet.
 	ReasonUnknown = "Unknown"
 )
 

@@ -25,45 +25,46 @@ const (
 	LabelTenantNamespace = "discovery.liqo.io/tenant-namespace"
 )
 
-// ConditionAccepted is the condition of a NetworkConfig's copy: whether the receiver takes what it
-// says. It travels back to the original with the status, so that the sender learns why it is
-// refused. The message names the field.
+// ConditionAccepted is the condition of a NetworkConfig's copy: whether the receiver accepts its
+// content. It travels back to the original with the status, so the sender sees the reason of a
+// refusal. The message names the field.
 const ConditionAccepted = "Accepted"
 
 // Reasons of ConditionAccepted. Only the first one belongs to True.
 const (
-	ReasonAnswered     = "Answered"      // and the status holds the answer
-	ReasonNotPeered    = "NotPeered"     // nobody here wants to be joined with the sender
-	ReasonWrongOrigin  = "WrongOrigin"   // the labels name another cluster than the namespace belongs to
-	ReasonInvalid      = "Invalid"       // a value makes no sense here
-	ReasonKeyConflict  = "KeyConflict"   // the public key is ours or that of another peer
-	ReasonEndpoint     = "BadEndpoint"   // the gateway's address lies where it cannot be
-	ReasonExhausted    = "Exhausted"     // no network of that length is free
-	ReasonConsent      = "ConsentNeeded" // the claim has changed, and somebody has to agree to what is new
-	ReasonCIDRConflict = "CIDRConflict"  // the network that a Peering demands for it is taken
+	ReasonAnswered     = "Answered"      // the status has the answer
+	ReasonNotPeered    = "NotPeered"     // no Peering or ForeignCluster here names the sender
+	ReasonWrongOrigin  = "WrongOrigin"   // the labels name a cluster other than the namespace's
+	ReasonInvalid      = "Invalid"       // a value is invalid
+	ReasonKeyConflict  = "KeyConflict"   // the public key belongs to us or to another peer
+	ReasonEndpoint     = "BadEndpoint"   // the gateway's address is reserved, or inside a network of ours or of a peer
+	ReasonExhausted    = "Exhausted"     // the pools have no free network of that length
+	ReasonConsent      = "ConsentNeeded" // the claim changed and takes new addresses; an administrator has to agree
+	ReasonCIDRConflict = "CIDRConflict"  // the network that spec.overrides of the Peering demands is not free
 	ReasonAmbiguous    = "Ambiguous"     // the sender has more than one NetworkConfig here
 )
 
 // ConditionConnected is the condition of a TunnelEndpoint that the active gateway writes: whether
-// the peer answers, and if not, why. A Liqo has none. status.connection says the same in Liqo's
-// words: its message is that of the condition where the status is Error.
+// the peer answers, and if not, why. Liqo has no such condition. status.connection has the same in Liqo's
+// words; its message is that of the condition if the status is Error.
 const ConditionConnected = "Connected"
 
 // Reasons of ConditionConnected. Only the first one belongs to True.
 const (
-	CauseConnected       = "Connected"       // the peer answers
-	CauseConnecting      = "Connecting"      // configured less than ten seconds ago, and no answer yet
-	CauseNotApplied      = "NotApplied"      // the gateway's own machine refuses something that the peer needs
-	CauseEndpointName    = "EndpointName"    // the name of its gateway leads to no address that may be used
-	CauseSendError       = "SendError"       // the kernel does not send to it; the message has the kernel's error
-	CauseWrongKey        = "WrongKey"        // handshakes come from its address that are for or from another key
-	CauseAnswersLost     = "AnswersLost"     // its handshakes arrive, our answers do not
-	CauseNoAnswer        = "NoAnswer"        // it was never heard
-	CausePeerSilent      = "PeerSilent"      // it was heard, and is not any more
-	CauseRangesDisagree  = "RangesDisagree"  // its packets arrive, from or for addresses that were not agreed upon
-	CauseProbeUnanswered = "ProbeUnanswered" // its messages arrive, but no answers to the connection check
-	CauseNarrowPath      = "NarrowPath"      // True: it answers, but packets that should fit do not arrive there and are made smaller
-	CausePathMTU         = "PathMTU"         // it answers, but packets of the least size do not arrive there
+	CauseConnected    = "Connected"    // the peer answers
+	CauseConnecting   = "Connecting"   // configured less than ten seconds ago, and no answer yet
+	CauseNotApplied   = "NotApplied"   // the kernel of the gateway's node refuses a part of the peer's configuration
+	CauseEndpointName = "EndpointName" // the DNS name of its gateway resolves to no permitted address
+	CauseSendError    = "SendError"    // the kernel cannot send to the peer; the message has its error
+	CauseWrongKey     = "WrongKey"     // handshakes from its address use another key than its own, or than ours
+	CauseAnswersLost  = "AnswersLost"  // its handshakes arrive here, our answers do not arrive there
+	CauseNoAnswer     = "NoAnswer"     // the peer never answered
+
+	CausePeerSilent      = "PeerSilent"      // the peer answered before, but no longer does
+	CauseRangesDisagree  = "RangesDisagree"  // its packets arrive, but their addresses are outside the agreed networks
+	CauseProbeUnanswered = "ProbeUnanswered" // its packets arrive, but no answers to the connection check
+	CauseNarrowPath      = "NarrowPath"      // True: the path loses packets of the full MTU, so the gateway sends smaller ones
+	CausePathMTU         = "PathMTU"         // the path loses packets even of the smallest permitted MTU
 )
 
 // Causes are the reasons of ConditionConnected.
@@ -79,7 +80,7 @@ func Carries(cause string) bool { return cause == CauseConnected || cause == Cau
 // rejects one whose NAT field is empty.
 const None = "None"
 
-// BackendWireGuard is the only backendType there is.
+// BackendWireGuard is the only backendType.
 const BackendWireGuard = "wireguard"
 
 // Keys of backend_config and of status.connection.peerConfiguration.
