@@ -323,3 +323,15 @@ func (t *Tunnel) AskForCookies() {
 func (s *Streams) Left() int {
 	return len(s.stack.RegisteredEndpoints()) + len(s.stack.CleanupEndpoints())
 }
+
+// LocalQueueLen is how many packets to one destination wait.
+const LocalQueueLen = localQueueLen
+
+// Waiting is how many packets of streams wait for the reader.
+func (l *Local) Waiting() int { return int(l.streams.Load().link.out.n.Load()) }
+
+// Next is the packet that the reader gets next.
+func (l *Local) Next(p []byte) int {
+	n, _ := l.next(p)
+	return n
+}

@@ -19,8 +19,8 @@ import (
 )
 
 const (
-	// localQueueLen bounds the packets that the TCP/IP stack has sent and the reader has not fetched
-	// yet. The newest is dropped and counted as DropLocalQueue.
+	// localQueueLen bounds the packets to one destination that a TCP/IP stack has sent and the reader has not
+	// fetched yet. The newest is dropped and counted as DropLocalQueue.
 	localQueueLen = 256
 
 	localNIC = 1
@@ -198,43 +198,49 @@ func (l *Local) refused() uint64 {
 	return s.IP.MalformedPacketsReceived.Value() + s.ICMP.V4.PacketsReceived.Invalid.Value() + s.ICMP.V6.PacketsReceived.Invalid.Value()
 }
 
-// localLink is the stack's side of the queue.
+// localLink is the link of a TCP/IP stack. It queues what the stack sends, for each destination apart: whoever makes
+// the stack send a lot takes no room of others. The queue of channel.Endpoint is not used.
 type localLink struct {
 	*channel.Endpoint
+	out            turns
 	wake, overflow atomic.Pointer[func()]
 }
 
 func newLocalLink(mtu uint32) *localLink {
-	return &localLink{Endpoint: channel.New(localQueueLen, mtu, "")}
+	return &localLink{Endpoint: channel.New(0, mtu, ""), out: turns{each: localQueueLen}}
 }
 
 // next copies the next packet of the stack into p, and returns its length, 0 for none.
 func (l *localLink) next(p []byte) int {
-	if l.NumQueued() == 0 {
-		return 0
-	}
-	pkt := l.Read()
-	if pkt == nil {
-		return 0
-	}
-	defer pkt.DecRef()
-	view := pkt.ToView()
-	defer view.Release()
-	return copy(p, view.AsSlice())
+	d, _ := l.out.pop()
+	return copy(p, d.b)
 }
 
-// WritePackets queues what has a place and counts the rest.
+// WritePackets queues what has room and counts the rest.
 func (l *localLink) WritePackets(pkts stack.PacketBufferList) (int, tcpip.Error) {
-	n, err := l.Endpoint.WritePackets(pkts)
-	if err == nil {
-		for range pkts.Len() - n {
+	queued := 0
+	for _, pkt := range pkts.AsSlice() {
+		view := pkt.ToView()
+		b := view.ToSlice()
+		view.Release()
+		if l.out.push(datagram{at: netip.AddrPortFrom(destination(b), 0), b: b}) {
+			queued++
+		} else {
 			l.called(&l.overflow)
 		}
 	}
-	if n > 0 {
+	if queued > 0 {
 		l.called(&l.wake)
 	}
-	return n, err
+	return queued, nil
+}
+
+// destination is that of a packet of the stack.
+func destination(b []byte) netip.Addr {
+	if b[0]>>4 == 4 {
+		return netip.AddrFrom4([4]byte(b[16:20]))
+	}
+	return netip.AddrFrom16([16]byte(b[24:40]))
 }
 
 // called calls what is set, if anything is.

@@ -2,6 +2,7 @@ package datapath
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/binary"
 	"fmt"
 	"net"
@@ -57,7 +58,7 @@ type datagram struct {
 }
 
 const (
-	turnsEach = 32   // datagrams of one address
+	turnsEach = 32   // datagrams of one address, unless turns says otherwise
 	turnsAll  = 4096 // of all addresses; one datagram per address always fits
 )
 
@@ -65,6 +66,7 @@ const (
 // flood from one address delays another by at most one datagram. Datagrams of one address stay in order.
 // The zero value is empty. Safe for concurrent use.
 type turns struct {
+	each int          // datagrams of one address; 0: turnsEach
 	n    atomic.Int64 // datagrams; testing an empty queue costs one load
 	mu   sync.Mutex   // guards what follows
 	of   map[netip.Addr][]datagram
@@ -77,7 +79,7 @@ func (t *turns) push(d datagram) bool {
 	defer t.mu.Unlock()
 	addr := d.at.Addr()
 	waiting := t.of[addr]
-	if len(waiting) == turnsEach || len(waiting) > 0 && t.n.Load() >= turnsAll {
+	if len(waiting) == cmp.Or(t.each, turnsEach) || len(waiting) > 0 && t.n.Load() >= turnsAll {
 		return false
 	}
 	if t.of == nil {

@@ -5,6 +5,8 @@ import (
 	"context"
 	"io"
 	"net/netip"
+	"runtime"
+	"sync"
 	"testing"
 	"time"
 
@@ -121,6 +123,54 @@ func TestStreamsNeedConsent(t *testing.T) {
 	if len(from) > 0 {
 		t.Error("b was asked")
 	}
+}
+
+// Each connection to a peer that is away repeats its SYN, and a manager of ours may ask for many.
+func TestStreamsToOnePeerTakeNoRoomOfOthers(t *testing.T) {
+	local, err := datapath.NewLocal(netip.MustParseAddr("169.254.0.1"), netip.Addr{}, 1420)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer local.Close()
+	s, err := local.OpenStreams(streamPort, func(r *datapath.StreamRequest) { r.Refuse() })
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	var dials sync.WaitGroup
+	defer func() {
+		cancel()
+		dials.Wait()
+	}()
+	dial := func(to netip.Addr, n int) {
+		before := local.Waiting()
+		for range n {
+			dials.Go(func() {
+				if c, err := s.Dial(ctx, to); err == nil {
+					c.Close()
+					t.Error("nobody is there, and a connection is")
+				}
+			})
+		}
+		for end := time.Now().Add(time.Minute); local.Waiting() < before+min(n, datapath.LocalQueueLen); runtime.Gosched() {
+			if time.Now().After(end) {
+				t.Fatalf("%d of %d segments to %v wait", local.Waiting()-before, n, to)
+			}
+		}
+	}
+	busy, quiet := netip.MustParseAddr("10.72.0.1"), netip.MustParseAddr("10.74.0.1")
+	dial(busy, 2*datapath.LocalQueueLen)
+	dial(quiet, 1)
+	b := make([]byte, 1500)
+	for range 2 { // each in turn
+		if n := local.Next(b); n == 0 {
+			t.Fatal("nothing more is sent")
+		}
+		if netip.AddrFrom4([4]byte(b[16:20])) == quiet {
+			return
+		}
+	}
+	t.Error("one peer has to wait for another one")
 }
 
 func TestStreamsEndWithTheirEndpoint(t *testing.T) {
