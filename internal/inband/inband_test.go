@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"net"
 	"net/netip"
+	"os"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -30,8 +31,8 @@ var (
 // world is a gateway, and a server that echoes in the place of each API server.
 type world struct {
 	*Server
-	at      string // of the port for managers
-	key     [32]byte
+	at      string       // of the port for managers
+	key     atomic.Value // [32]byte
 	down    atomic.Bool  // the tunnel
 	refuses atomic.Bool  // the peer's gateway
 	dialed  atomic.Value // last address in the tunnel
@@ -59,7 +60,8 @@ func newWorld(t *testing.T) *world {
 	dial := func(ctx context.Context) (net.Conn, error) {
 		return new(net.Dialer).DialContext(ctx, "tcp", echo.Addr().String())
 	}
-	w := &world{key: secret}
+	w := &world{}
+	w.key.Store(secret)
 	w.Server = NewServer(Options{
 		Listen: func() (net.Listener, error) {
 			l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -68,7 +70,7 @@ func newWorld(t *testing.T) *world {
 			}
 			return l, err
 		},
-		Key: func() [32]byte { return w.key },
+		Key: func() [32]byte { return w.key.Load().([32]byte) },
 		Dial: func(ctx context.Context, to netip.Addr) (net.Conn, error) {
 			if w.dialed.Store(to); w.refuses.Load() {
 				return nil, errors.New("connection refused")
@@ -112,6 +114,15 @@ func echoes(t *testing.T, c net.Conn) {
 	}
 }
 
+// ends waits for the end of a connection, which is not that of an idle one.
+func ends(t *testing.T, c net.Conn) {
+	t.Helper()
+	_ = c.SetReadDeadline(time.Now().Add(Idle / 2))
+	if _, err := c.Read(make([]byte, 1)); err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("the connection goes on: %v", err)
+	}
+}
+
 func TestAManagerReachesAPeerThatAgreed(t *testing.T) {
 	w := newWorld(t)
 	w.Set(agreed)
@@ -128,13 +139,37 @@ func TestAManagerReachesAPeerThatAgreed(t *testing.T) {
 		t.Errorf("counted %+v", all)
 	}
 	w.Set(nil) // the consent ends
-	if _, err := c.Read(make([]byte, 1)); err == nil {
-		t.Error("the connection goes on")
-	}
+	ends(t, c)
 	if c, err := net.Dial("tcp", w.at); err == nil {
 		c.Close()
 		t.Error("the port is still open")
 	}
+}
+
+// Whoever has stolen the gateways' key may have a connection by it.
+func TestAConnectionEndsWithTheKeyOfTheGateways(t *testing.T) {
+	w := newWorld(t)
+	w.Set(agreed)
+	c, err := w.manager(secret, "b")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	w.Set(agreed) // the same key
+	echoes(t, c)
+	next := [32]byte{4, 5, 6}
+	w.key.Store(next)
+	w.Set(agreed)
+	ends(t, c)
+	if c, err := w.manager(secret, "b"); err == nil {
+		c.Close()
+		t.Error("the former key was accepted")
+	}
+	if c, err = w.manager(next, "b"); err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	echoes(t, c)
 }
 
 func TestAManagerIsToldWhyThereIsNoConnection(t *testing.T) {
@@ -188,7 +223,7 @@ func TestStrangersAreRefused(t *testing.T) {
 			t.Fatalf("%d are counted", refused())
 		}
 	}
-	w.key = [32]byte{} // not known yet
+	w.key.Store([32]byte{}) // not known yet
 	if _, err := w.manager([32]byte{}, "b"); err == nil {
 		t.Error("a key that everybody knows was taken")
 	}
@@ -233,6 +268,22 @@ func TestAPeerReachesTheAPIServerWithinItsBounds(t *testing.T) {
 			t.Errorf("counted %+v", p)
 		}
 	}
+}
+
+func TestTheConnectionsOfAPeerThatIsGoneEnd(t *testing.T) {
+	w := newWorld(t)
+	w.Set(agreed)
+	ours, theirs := net.Pipe()
+	defer ours.Close()
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		w.Take(source, func() (net.Conn, error) { return theirs, nil }, func() { theirs.Close() })
+	}()
+	echoes(t, ours)
+	w.Set(nil)
+	ends(t, ours)
+	<-done
 }
 
 // Who is left has no way to our API server from then on. Our manager still has something to delete at the peer.

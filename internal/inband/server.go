@@ -29,8 +29,9 @@ const (
 	// Rate and Burst bound the octets in each direction.
 	Rate  = 4 << 20 // per second
 	Burst = 4 << 20
-	// Idle ends a connection without an octet in either direction. A manager sends one every 15 s.
-	Idle = 2 * time.Minute
+	// Idle ends a connection without an octet in either direction. A manager sends one every 15 s. When a peer has got
+	// another key, connections of whoever has only the former one keep the peer's own out for no longer than that.
+	Idle = 45 * time.Second
 
 	// asking bounds connections to ManagerPort that have not shown a valid request, and askingEach those from one
 	// address: whoever reaches the port does not keep the manager out.
@@ -78,8 +79,11 @@ type Server struct {
 	bySource map[netip.Addr]*peer
 	listener net.Listener // nil: there are no peers, or the port could not be had
 	failed   string       // why not
-	key      [32]byte     // of secure
-	secure   *tls.Config  // nil: there was no key yet
+	key      [32]byte     // that managers prove
+	secure   *tls.Config  // for it; nil: not made yet
+
+	oursCtx context.Context // of the connections of whoever proved key
+	endOurs context.CancelFunc
 }
 
 // peer is what a Server keeps of one.
@@ -116,6 +120,7 @@ var reasons = [numReasons]string{"connections", "api_server", "peer", "tunnel"}
 func NewServer(o Options) *Server {
 	s := &Server{o: o, peers: map[string]*peer{}, bySource: map[netip.Addr]*peer{}}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
+	s.oursCtx, s.endOurs = context.WithCancel(s.ctx)
 	return s
 }
 
@@ -127,10 +132,12 @@ func (s *Server) Close() {
 }
 
 // Set replaces the peers. It ends the connections of those that are gone or have changed, and listens while there are
-// any.
+// any. It also ends the connections of managers that have proved a key which is not the gateways' any more.
 func (s *Server) Set(peers []Peer) {
+	key := s.o.Key() // which has a lock of its own
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.rekey(key)
 	before := s.peers
 	s.peers, s.bySource = make(map[string]*peer, len(peers)), make(map[netip.Addr]*peer, len(peers))
 	for _, want := range peers {
@@ -201,14 +208,14 @@ func (s *Server) accept(l net.Listener) {
 		}
 		s.running.Go(func() {
 			defer c.Close()
-			id, secured, err := s.request(c)
+			ctx, id, secured, err := s.request(c)
 			places.free(from)
 			if err != nil {
 				s.refused.Add(1)
 				s.o.Log.Debug("in-band: a request was refused", "from", c.RemoteAddr().String(), "error", err)
 				return
 			}
-			s.serve(id, secured)
+			s.serve(ctx, id, secured)
 		})
 	}
 }
@@ -243,44 +250,56 @@ func (p *places) free(from netip.Addr) {
 	}
 }
 
-// config is that of the TLS with our manager. It is made once for each key: a stranger costs no certificate.
-func (s *Server) config() (*tls.Config, error) {
-	key := s.o.Key() // which has a lock of its own
+// rekey ends the connections of managers that have proved another key. With s.mu.
+func (s *Server) rekey(key [32]byte) {
+	if s.key == key {
+		return
+	}
+	s.endOurs()
+	s.key, s.secure = key, nil
+	s.oursCtx, s.endOurs = context.WithCancel(s.ctx)
+}
+
+// config is that of the TLS with our manager, whose connection lasts as long as the context. It is made once for each key: a
+// stranger costs no certificate.
+func (s *Server) config() (context.Context, *tls.Config, error) {
+	key := s.o.Key()
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.secure == nil || s.key != key {
+	s.rekey(key)
+	if s.secure == nil {
 		config, err := pinned.Config(key, purpose)
 		if err != nil {
-			return nil, err
+			return nil, nil, err
 		}
-		s.key, s.secure = key, config
+		s.secure = config
 	}
-	return s.secure, nil
+	return s.oursCtx, s.secure, nil
 }
 
 // request returns what a manager that knows the gateways' key asks for.
-func (s *Server) request(c net.Conn) (id string, secured net.Conn, err error) {
-	config, err := s.config()
+func (s *Server) request(c net.Conn) (ctx context.Context, id string, secured net.Conn, err error) {
+	ctx, config, err := s.config()
 	if err != nil {
-		return "", nil, err
+		return nil, "", nil, err
 	}
-	stop := context.AfterFunc(s.ctx, func() { c.Close() })
+	stop := context.AfterFunc(ctx, func() { c.Close() })
 	defer stop()
 	if err := c.SetDeadline(time.Now().Add(connectTime)); err != nil {
-		return "", nil, err
+		return nil, "", nil, err
 	}
 	t := tls.Server(c, config)
-	if err := t.HandshakeContext(s.ctx); err != nil {
-		return "", nil, err
+	if err := t.HandshakeContext(ctx); err != nil {
+		return nil, "", nil, err
 	}
 	if id, err = requested(t); err != nil {
-		return "", nil, err
+		return nil, "", nil, err
 	}
-	return id, t, c.SetDeadline(time.Time{})
+	return ctx, id, t, c.SetDeadline(time.Time{})
 }
 
-// serve connects our manager to a peer.
-func (s *Server) serve(id string, c net.Conn) {
+// serve connects our manager to a peer, for as long as ours lasts.
+func (s *Server) serve(ours context.Context, id string, c net.Conn) {
 	s.mu.Lock()
 	p := s.peers[id]
 	s.mu.Unlock()
@@ -298,9 +317,11 @@ func (s *Server) serve(id string, c net.Conn) {
 		_ = answer(c, "the tunnel to the peer is down")
 		return
 	}
-	ctx, cancel := context.WithTimeout(p.ctx, connectTime)
+	ctx, cancel := context.WithCancel(p.ctx)
 	defer cancel()
-	far, err := s.o.Dial(ctx, p.Gateway)
+	stop := context.AfterFunc(ours, cancel)
+	defer stop()
+	far, err := s.dial(ctx, p.Gateway)
 	if err != nil {
 		p.refused[reasonPeer].Add(1)
 		s.o.Log.Debug("in-band: connect to the peer", "peer", id, "error", err)
@@ -311,7 +332,13 @@ func (s *Server) serve(id string, c net.Conn) {
 		far.Close()
 		return
 	}
-	p.splice(p.ctx, far, c)
+	p.splice(ctx, far, c)
+}
+
+func (s *Server) dial(ctx context.Context, gateway netip.Addr) (net.Conn, error) {
+	ctx, cancel := context.WithTimeout(ctx, connectTime)
+	defer cancel()
+	return s.o.Dial(ctx, gateway)
 }
 
 // Take connects the gateway that has the address from to the API server of this cluster: either accept or refuse is
