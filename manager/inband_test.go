@@ -69,6 +69,49 @@ func TestTheTunnelStaysUntilOurNetworkConfigIsDeletedThroughIt(t *testing.T) {
 	}
 }
 
+// Where both Peerings are deleted, neither gateway lets the peer's manager through.
+func TestAPeerThatIsLeftInBandIsWaitedForAsLongAsTheTunnelStays(t *testing.T) {
+	left := metav1.NewTime(time.Date(2026, 11, 28, 12, 0, 0, 0, time.UTC))
+	ends := left.Add(inBandPatience)
+	for _, c := range []struct {
+		name string
+		edit func(*isthmus.Peering)
+		now  time.Time
+		want bool
+	}{
+		{"the tunnel is there", func(*isthmus.Peering) {}, ends.Add(-time.Second), false},
+		{"it has ended", func(*isthmus.Peering) {}, ends, true},
+		{"not through the tunnel", func(p *isthmus.Peering) { p.Spec.InBand = false }, ends, false},
+		{"not left", func(p *isthmus.Peering) { p.DeletionTimestamp = nil }, ends, false},
+		{"forced", func(p *isthmus.Peering) { p.Annotations = map[string]string{isthmus.AnnotationForce: "true"} }, left.Time, true},
+	} {
+		s := agreedState(t)
+		s.peering.Spec.InBand, s.peering.DeletionTimestamp = true, &left
+		s.endpoint, s.original, s.services.left = nil, nil, true
+		c.edit(s.peering)
+		if got := peerFrom(s.peering).abandoned(c.now); got != c.want {
+			t.Errorf("%s: abandoned %t", c.name, got)
+		}
+		if waits := waitingFor(s, c.now); (waits == "") != c.want {
+			t.Errorf("%s: waits for %q", c.name, waits)
+		}
+	}
+}
+
+func TestAPeeringThatIsLeftInBandSaysHowLongItWaitsAndWhatStays(t *testing.T) {
+	left := metav1.NewTime(time.Date(2026, 11, 28, 12, 0, 0, 0, time.UTC))
+	s := agreedState(t)
+	s.peering.Spec.InBand, s.peering.DeletionTimestamp, s.endpoint = true, &left, nil
+	s.original = s.original.DeepCopy()
+	s.original.Finalizers = []string{v1alpha1.FinalizerReplicator}
+	got := waitingFor(s, left.Time)
+	for _, want := range []string{"NetworkConfig " + s.peering.Spec.TenantNamespace.Remote + "/" + s.original.Name, isthmus.AnnotationForce, "the end of the tunnel at 12:00:30Z"} {
+		if !strings.Contains(got, want) {
+			t.Errorf("%q lacks %q", got, want)
+		}
+	}
+}
+
 func TestTheActiveGatewayIsWhereItsServiceSays(t *testing.T) {
 	service := func(annotations map[string]string) corev1.Service {
 		return corev1.Service{ObjectMeta: metav1.ObjectMeta{Annotations: annotations}}

@@ -55,6 +55,17 @@ type Peer struct {
 // Replicated reports whether we carry the NetworkConfig to the peer ourselves.
 func (p Peer) Replicated() bool { return p.IdentitySecret != "" }
 
+// inBandLeft returns how long a peer that is left in band is waited for at most. The tunnel ends then, and with it the
+// only path to the peer's API server.
+func (p Peer) inBandLeft(now time.Time) time.Duration {
+	return min(max(p.Left.Add(inBandPatience).Sub(now), 0), inBandPatience)
+}
+
+// abandoned reports whether nobody waits any more for a peer that is left.
+func (p Peer) abandoned(now time.Time) bool {
+	return p.Leaving && (p.Forced || p.InBand && p.inBandLeft(now) == 0)
+}
+
 // begun reports whether something may be made for the peer: not before there is the finalizer that
 // sees to its removal.
 func (p Peer) begun() bool {

@@ -35,7 +35,8 @@ const (
 	workers = 16                     // per controller: a slow write holds up a few peers, not all
 	soon    = 100 * time.Millisecond // when the cache was behind what we know
 
-	// inBandPatience is how long a tunnel that managers use stays at most when the Peering is deleted.
+	// inBandPatience is how long a tunnel that managers use stays at most when the Peering is deleted, and how long
+	// the peer is waited for.
 	inBandPatience = 30 * time.Second
 )
 
@@ -159,8 +160,11 @@ func (r *PeeringReconciler) reconcile(ctx context.Context, name string) (after t
 			if done || err != nil {
 				return 0, err
 			}
+			if peer := peerFrom(&peering); peer.InBand {
+				after = peer.inBandLeft(time.Now())
+			}
 		}
-	} else if err := r.force(ctx, &state); err != nil {
+	} else if err := r.force(ctx, &state, time.Now()); err != nil {
 		return 0, err
 	}
 	return after, r.write(ctx, state)
@@ -253,17 +257,23 @@ func found[T client.Object](ctx context.Context, reader client.Reader, name type
 // left. The NetworkConfig is deleted by its own reconciler.
 func (r *PeeringReconciler) leave(ctx context.Context, s *peeringState) (done bool, err error) {
 	if s.conflict == "" {
-		still := needsTunnel(peerFrom(s.peering), s.original, time.Now())
+		peer, began := peerFrom(s.peering), time.Now()
+		still := needsTunnel(peer, s.original, began)
 		if s.endpoint != nil && s.endpoint.DeletionTimestamp.IsZero() && still == 0 {
 			if err := r.Client.Delete(ctx, s.endpoint, client.Preconditions{UID: &s.endpoint.UID}); client.IgnoreNotFound(err) != nil {
 				return false, fmt.Errorf("TunnelEndpoint %s/%s: %w", s.endpoint.Namespace, s.endpoint.Name, err)
 			}
 		}
-		if err := r.force(ctx, s); err != nil {
+		if err := r.force(ctx, s, began); err != nil {
 			return false, err
 		}
-		if s.waiting = waitingFor(*s); s.waiting != "" {
+		if s.waiting = waitingFor(*s, began); s.waiting != "" {
 			return false, nil
+		}
+		if peer.InBand {
+			if err := r.deleteCopies(ctx, peer); err != nil {
+				return false, err
+			}
 		}
 		// Where our NetworkConfig never came to be, the peer's may have got networks.
 		now, err := r.Store.Now(ctx)
@@ -285,30 +295,49 @@ func (r *PeeringReconciler) leave(ctx context.Context, s *peeringState) (done bo
 	return true, err
 }
 
+// deleteCopies deletes what a peer that is left in band has here. Its manager is not let through any more, and may be
+// taking leave itself.
+func (r *PeeringReconciler) deleteCopies(ctx context.Context, peer Peer) error {
+	copies, err := copiesOf(ctx, r.Client, peer.LocalNamespace, peer.Cluster.ClusterID)
+	if err != nil {
+		return err
+	}
+	for i := range copies {
+		if err := client.IgnoreNotFound(r.Client.Delete(ctx, &copies[i])); err != nil {
+			return fmt.Errorf("NetworkConfig %s/%s: %w", copies[i].Namespace, copies[i].Name, err)
+		}
+	}
+	return nil
+}
+
 // needsTunnel returns for how long the tunnel to a peer that is left stays at most, because our NetworkConfig has still
 // to be deleted there, through it. A peer that refuses that does not keep the tunnel.
 func needsTunnel(p Peer, original *v1alpha1.NetworkConfig, now time.Time) time.Duration {
 	if !p.InBand || !p.Leaving || p.Forced || original == nil || !controllerutil.ContainsFinalizer(original, v1alpha1.FinalizerReplicator) {
 		return 0
 	}
-	return min(max(p.Left.Add(inBandPatience).Sub(now), 0), inBandPatience)
+	return p.inBandLeft(now)
 }
 
 // force ends the wait for the peer, if that is wanted, and says what stays there. It is wanted too
 // when somebody deletes the tenant namespace: our identity at the peer goes with it, and with the
-// identity the way to delete anything there.
-func (r *PeeringReconciler) force(ctx context.Context, s *peeringState) error {
+// identity the way to delete anything there. The same is true when the tunnel of a peer that is left in band ends.
+func (r *PeeringReconciler) force(ctx context.Context, s *peeringState, now time.Time) error {
 	nc := s.original
 	if nc == nil || nc.DeletionTimestamp.IsZero() || !controllerutil.ContainsFinalizer(nc, v1alpha1.FinalizerReplicator) {
 		return nil
 	}
 	const unpeeringForced = "un-peering was forced"
-	why := unpeeringForced
-	if !peerFrom(s.peering).Forced || s.peering.DeletionTimestamp.IsZero() {
-		if !s.ending {
-			return nil
-		}
+	var why string
+	switch peer := peerFrom(s.peering); {
+	case peer.Leaving && peer.Forced:
+		why = unpeeringForced
+	case s.ending:
 		why = "namespace " + nc.Namespace + " is being deleted, and our identity at the peer with it"
+	case peer.abandoned(now):
+		why = fmt.Sprintf("the peer's API server is reached through the tunnel alone, which ends %v after the Peering was deleted", inBandPatience)
+	default:
+		return nil
 	}
 	before := nc.DeepCopy()
 	controllerutil.RemoveFinalizer(nc, v1alpha1.FinalizerReplicator)
@@ -335,8 +364,9 @@ func (s *peeringState) peerSays() string {
 }
 
 // waitingFor says what has to be gone before a Peering can go, or "".
-func waitingFor(s peeringState) string {
+func waitingFor(s peeringState, now time.Time) string {
 	var all []string
+	peer := peerFrom(s.peering)
 	if te := s.endpoint; te != nil {
 		what := fmt.Sprintf("TunnelEndpoint %s/%s to be gone", te.Namespace, te.Name)
 		if len(te.Finalizers) > 0 {
@@ -347,12 +377,16 @@ func waitingFor(s peeringState) string {
 	switch nc := s.original; {
 	case nc == nil:
 	case controllerutil.ContainsFinalizer(nc, v1alpha1.FinalizerReplicator):
-		all = append(all, fmt.Sprintf("the peer's API server to delete NetworkConfig %s/%s there (%s); the annotation %s=true ends the wait and leaves it there",
-			s.peering.Spec.TenantNamespace.Remote, nc.Name, s.peerSays(), isthmus.AnnotationForce))
+		ends := ""
+		if peer.InBand {
+			ends = fmt.Sprintf(", and so does the end of the tunnel at %s", peer.Left.Add(inBandPatience).UTC().Format(time.TimeOnly+"Z"))
+		}
+		all = append(all, fmt.Sprintf("the peer's API server to delete NetworkConfig %s/%s there (%s); the annotation %s=true ends the wait and leaves it there%s",
+			s.peering.Spec.TenantNamespace.Remote, nc.Name, s.peerSays(), isthmus.AnnotationForce, ends))
 	default:
 		all = append(all, fmt.Sprintf("NetworkConfig %s/%s to be gone", nc.Namespace, nc.Name))
 	}
-	if s.services.left && !peerFrom(s.peering).Forced && !s.ending {
+	if s.services.left && !peer.abandoned(now) && !s.ending {
 		all = append(all, fmt.Sprintf("the peer's API server to delete our PeerServices in namespace %s there", s.peering.Spec.TenantNamespace.Remote))
 	}
 	return strings.Join(all, "; ")

@@ -4,10 +4,12 @@ import (
 	"context"
 	"errors"
 	"net"
+	"slices"
 	"strings"
 	"testing"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/inband"
 )
 
@@ -57,5 +59,25 @@ func TestThePeerIsReachedThroughTheTunnelAlone(t *testing.T) {
 	if asked != "b" || c.Reason != isthmus.ReasonUnreachable ||
 		!strings.HasPrefix(c.Message, "the peer's API server, through the tunnel, is not reached: the tunnel to the peer is down; ") {
 		t.Errorf("asked for %q; %+v", asked, c)
+	}
+}
+
+// The peer ends the tunnel as soon as our copy is being deleted: the answer to the deletion, or the watch, may be the last
+// that gets through.
+func TestInBandACopyThatIsBeingDeletedIsNotWaitedFor(t *testing.T) {
+	for _, c := range []struct {
+		name   string
+		inBand bool
+		copied []edit
+		want   []action
+	}{
+		{"in band", true, []edit{received, claimed, dying}, []action{{release, "n"}}},
+		{"directly", false, []edit{received, claimed, dying}, nil},
+		{"in band, not deleted yet", true, []edit{received, claimed}, []action{{remove, "n"}}},
+	} {
+		got := plan(Target{ID: "b", InBand: c.inBand}, config("n", held, dying), byName([]*v1alpha1.NetworkConfig{config("n", c.copied...)}))
+		if !slices.Equal(got, c.want) {
+			t.Errorf("%s: %v, want %v", c.name, got, c.want)
+		}
 	}
 }

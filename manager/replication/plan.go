@@ -51,9 +51,11 @@ func leaving(original *v1alpha1.NetworkConfig) bool {
 
 // plan returns what turns the copies into what the original says, and the original's status into
 // the copy's, in this order. Copies of ours without an original are removed. original may be nil.
-func plan(peer string, original *v1alpha1.NetworkConfig, copies map[string]*v1alpha1.NetworkConfig) (actions []action) {
+//
+// In band a copy that is being deleted counts as gone: with it the peer ends the tunnel, and nobody can ask later.
+func plan(peer Target, original *v1alpha1.NetworkConfig, copies map[string]*v1alpha1.NetworkConfig) (actions []action) {
 	wanted := ""
-	if replicated(original, peer) {
+	if replicated(original, peer.ID) {
 		wanted = original.Name
 	}
 	for _, name := range slices.Sorted(maps.Keys(copies)) {
@@ -61,8 +63,10 @@ func plan(peer string, original *v1alpha1.NetworkConfig, copies map[string]*v1al
 			actions = append(actions, action{remove, name})
 		}
 	}
-	if leaving(original) && copies[original.Name] == nil {
-		return append(actions, action{release, original.Name})
+	if leaving(original) {
+		if c := copies[original.Name]; c == nil || peer.InBand && !c.DeletionTimestamp.IsZero() {
+			return append(actions, action{release, original.Name})
+		}
 	}
 	if wanted == "" {
 		return actions

@@ -86,7 +86,7 @@ func TestPlan(t *testing.T) {
 		"no original at all":                                         {nil, []*v1alpha1.NetworkConfig{config("n", received)}, "remove n"},
 	} {
 		var got []string
-		for _, a := range plan("b", tc.original, byName(tc.copies)) {
+		for _, a := range plan(Target{ID: "b"}, tc.original, byName(tc.copies)) {
 			got = append(got, a.step.String()+" "+a.name)
 		}
 		if s := strings.Join(got, ", "); s != tc.want {
@@ -130,7 +130,7 @@ func TestPlansEnd(t *testing.T) {
 		there := byName(copies)
 		story := fmt.Sprintf("%+v\n%+v", original, there)
 		rounds := 0
-		for actions := plan("b", original, there); len(actions) > 0; actions = plan("b", original, there) {
+		for actions := plan(Target{ID: "b"}, original, there); len(actions) > 0; actions = plan(Target{ID: "b"}, original, there) {
 			if rounds++; rounds > 5 { // one more where the copy is replaced
 				t.Fatalf("%s\ndoes not end: %v", story, actions)
 			}
@@ -196,7 +196,7 @@ func TestAnAnswerWithoutItsConditionIsTakenOverOnce(t *testing.T) {
 	original, c := config("n", held), config("n", received, answered1)
 	w := &worker{r: &Replicator{opts: Options{Client: api}, pace: usual}, copies: map[string]*v1alpha1.NetworkConfig{"n": c}}
 	sync := func() {
-		for _, a := range plan("b", original, w.copies) {
+		for _, a := range plan(w.peer, original, w.copies) {
 			if err := w.do(t.Context(), a, original); err != nil || a.step != answer {
 				t.Fatalf("%v: %v", a, err)
 			}

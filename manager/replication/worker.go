@@ -353,7 +353,7 @@ func (w *worker) original(ctx context.Context) (*v1alpha1.NetworkConfig, error) 
 func (w *worker) carryOut(ctx context.Context, original *v1alpha1.NetworkConfig) {
 	w.state.Published = Condition{} // what failed is tried again now, or is not wanted any more
 	failed := false
-	for _, a := range plan(w.peer.ID, original, w.copies) {
+	for _, a := range plan(w.peer, original, w.copies) {
 		err := w.do(ctx, a, original)
 		var there *remoteError
 		switch {
@@ -487,6 +487,9 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 		return remotely(err)
 
 	case release:
+		if w.copies[a.name] != nil { // it is being deleted, see plan
+			return w.letGo(ctx, original)
+		}
 		found, err := w.link.get(ctx, a.name)
 		if err == nil && found.Labels[v1alpha1.LabelOriginID] == w.r.opts.ClusterID {
 			w.keep(found) // made so recently that the watch has not told yet
