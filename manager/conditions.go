@@ -190,6 +190,9 @@ func identityVerdict(s peeringState) verdict {
 		return s.identity
 	}
 	const again = "run `isthmus peer --in-band` for both clusters again, which carries it"
+	if s.endpoint == nil && s.withdrew() {
+		return no(isthmus.ReasonTunnelDown, "the peer has withdrawn, and with it went the tunnel to its API server: isthmus unpeer %s, or run `isthmus peer --in-band` for both clusters again", s.peering.Name)
+	}
 	if s.published.status == metav1.ConditionFalse {
 		return no(isthmus.ReasonTunnelDown, "our NetworkConfig has changed, and the way to tell the peer is the tunnel, which is down (%s); unless it comes back by itself, "+again, connected.message)
 	}

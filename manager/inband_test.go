@@ -26,6 +26,10 @@ func TestAPeeringSaysWhenTheTunnelCannotTellThePeer(t *testing.T) {
 		{"and the peer lacks news of ours", func(s *peeringState) {
 			s.published = no(isthmus.ReasonPublishing, "it is not up to date yet")
 		}, isthmus.ReasonTunnelDown, "our NetworkConfig has changed"},
+		{"the peer was un-peered alone", func(s *peeringState) {
+			s.endpoint, s.copies = nil, nil
+			s.peering.Status.Conditions = []metav1.Condition{{Type: isthmus.ConditionPeerConfig, Reason: isthmus.ReasonAnswered}}
+		}, isthmus.ReasonTunnelDown, "the peer has withdrawn, and with it went the tunnel to its API server: isthmus unpeer"},
 		{"the tunnel works", func(s *peeringState) { s.endpoint.Status.Connection.Status = v1alpha1.Connected }, isthmus.ReasonUnreachable, "no answer"},
 		{"no tunnel is needed", func(s *peeringState) { s.peering.Spec.InBand = false }, isthmus.ReasonUnreachable, "no answer"},
 		{"the peer refuses us", func(s *peeringState) { s.identity.reason = isthmus.ReasonUnauthorized }, isthmus.ReasonUnauthorized, "no answer"},

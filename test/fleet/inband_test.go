@@ -23,14 +23,16 @@ import (
 
 // Two clusters whose control planes reach each other through the tunnel alone.
 func TestInBandControl(t *testing.T) {
-	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{inPods(clusterSpec("10.244.0.0/16", 2)), clusterSpec("10.244.128.0/18", 2)}})
+	f := upWith(t, fleet.Options{Services: true, Spec: lab.Spec{Clusters: []lab.ClusterSpec{
+		inPods(clusterSpec("10.244.0.0/16", 2)), clusterSpec("10.244.128.0/18", 2),
+	}}})
 	a, b := f.Clusters[0], f.Clusters[1]
 	wall(t, a, b)
 	wall(t, b, a)
 	managerReachesPods(t, a)
 	inBand := func(t *testing.T) {
 		t.Helper()
-		isthmus(t, f, "peer", "--in-band", "--request-timeout", "1m", "--timeout", patience.String(), "--context", a.Name, "--remote-context", b.Name)
+		isthmus(t, f, "peer", "--in-band", "--services", "default", "--request-timeout", "1m", "--timeout", patience.String(), "--context", a.Name, "--remote-context", b.Name)
 		ready(t, a, b)
 	}
 
@@ -49,6 +51,32 @@ func TestInBandControl(t *testing.T) {
 		}
 	})
 	t.Run("NobodyElseDoes", func(t *testing.T) { inBandIsClosed(t, a, b) })
+	t.Run("ServicesAreSharedThroughTheTunnel", func(t *testing.T) {
+		exportShop(t, b)
+		lists(t, a, map[string]bool{b.Name: true}, b)
+		reached(t, a, b)
+	})
+	changesInBand(t, f, inBand)
+	partsInBand(t, f, inBand)
+}
+
+// changesInBand changes keys and addresses. The tunnel carries the news, or a condition names the command.
+func changesInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
+	a, b := f.Clusters[0], f.Clusters[1]
+	t.Run("ANewKeyIsToldThroughTheTunnel", func(t *testing.T) {
+		from, to := remotePod(t, a), remotePod(t, b)
+		traffic := talk(t, from, to, seen(t, a, b, to.Addr))
+		for _, c := range f.Clusters {
+			rotate(t, f, c)
+		}
+		traffic.endWithoutLoss(t)
+		ready(t, a, b)
+	})
+	t.Run("AKeyThatIsReplacedAtOnceNeedsTheCommand", func(t *testing.T) {
+		isthmus(t, f, "rotate-key", "--context", a.Name, "--now")
+		tunnelDown(t, a, b, "our NetworkConfig has changed")
+		inBand(t)
+	})
 	t.Run("AFailoverIsToldThroughTheTunnel", func(t *testing.T) {
 		failOver(t, a)
 		told(t, a, b)
@@ -73,29 +101,47 @@ func TestInBandControl(t *testing.T) {
 		must(t, a.Kill(fleet.Gateway(was[0])))
 		must(t, b.Kill(fleet.Gateway(was[1])))
 		for _, pair := range [][2]*fleet.Cluster{{a, b}, {b, a}} {
-			eventually(t, "a reason at "+pair[0].Name, func() error {
-				p, err := pair[0].Peering(t.Context(), pair[1])
-				if err != nil {
-					return err
-				}
-				c := meta.FindStatusCondition(p.Status.Conditions, api.ConditionIdentity)
-				if c == nil || c.Reason != api.ReasonTunnelDown || !strings.Contains(c.Message, "isthmus peer --in-band") ||
-					!strings.Contains(c.Message, "our NetworkConfig has changed") {
-					return fmt.Errorf("%+v", c)
-				}
-				return nil
-			})
+			tunnelDown(t, pair[0], pair[1], "our NetworkConfig has changed")
 		}
 		inBand(t)
 		startGateways(t, a)
 		startGateways(t, b)
 	})
+}
+
+// partsInBand ends the peering in each way.
+func partsInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
+	a, b := f.Clusters[0], f.Clusters[1]
 	t.Run("OneSideAloneLeaves", func(t *testing.T) {
 		isthmus(t, f, "unpeer", "--context", a.Name, b.Name)
 		eventually(t, "a has deleted its NetworkConfig at b", func() error {
 			return gone(t, b, v1alpha1.LabelOriginID, a.ID)
 		})
-		isthmus(t, f, "unpeer", "--context", b.Name, a.Name, "--force")
+		tunnelDown(t, b, a, "the peer has withdrawn")
+		lists(t, a, map[string]bool{}, b)
+		isthmus(t, f, "unpeer", "--timeout", patience.String(), "--context", b.Name, a.Name)
+	})
+	t.Run("BothPeeringsAreDeletedAtOnce", func(t *testing.T) {
+		inBand(t)
+		for _, pair := range [][2]*fleet.Cluster{{a, b}, {b, a}} {
+			p, err := pair[0].Peering(t.Context(), pair[1])
+			must(t, err)
+			must(t, pair[0].Client.Delete(t.Context(), p))
+		}
+		for _, c := range f.Clusters {
+			eventually(t, "no Peering in cluster "+c.Name, func() error {
+				var list api.PeeringList
+				err := c.Client.List(t.Context(), &list)
+				if err == nil && len(list.Items) > 0 {
+					ready := meta.FindStatusCondition(list.Items[0].Status.Conditions, api.ConditionReady)
+					err = fmt.Errorf("%s: %+v", list.Items[0].Name, ready)
+				}
+				return err
+			})
+			for _, label := range []string{v1alpha1.LabelReplicated, v1alpha1.LabelReplication} {
+				eventually(t, "nothing is left", func() error { return gone(t, c, label, "true") })
+			}
+		}
 	})
 	t.Run("BothLeave", func(t *testing.T) {
 		inBand(t)
@@ -126,6 +172,22 @@ func managerReachesPods(t *testing.T, c *fleet.Cluster) {
 	for _, n := range c.Nodes {
 		ipCommand(t, c.Control.Host, "route", "add", n.PodCIDR.String(), "via", n.Addr.String())
 	}
+}
+
+// tunnelDown waits until the Peering says that the command is needed, and why.
+func tunnelDown(t *testing.T, at, of *fleet.Cluster, why string) {
+	t.Helper()
+	eventually(t, "a reason at "+at.Name, func() error {
+		p, err := at.Peering(t.Context(), of)
+		if err != nil {
+			return err
+		}
+		c := meta.FindStatusCondition(p.Status.Conditions, api.ConditionIdentity)
+		if c == nil || c.Reason != api.ReasonTunnelDown || !strings.Contains(c.Message, "isthmus peer --in-band") || !strings.Contains(c.Message, why) {
+			return fmt.Errorf("%+v", c)
+		}
+		return nil
+	})
 }
 
 // failOver kills the active gateway and waits for the next one.
