@@ -82,7 +82,7 @@ type checkMessage struct {
 }
 
 // checkPeer is what the check has to know of a peer. When anything of it changes, the peer begins
-// anew as Connecting.
+// anew as Connecting, except for its key and for where a connected one is, see moved.
 type checkPeer struct {
 	id       string
 	probe    netip.AddrPort
@@ -227,12 +227,8 @@ func (c *checker) change(peers []checkPeer, gone []string) {
 		if was != nil && was.checkPeer == peers[i] {
 			continue
 		}
-		if was != nil {
-			same := was.checkPeer
-			if same.key = peers[i].key; same == peers[i] { // a rotation, which keeps its sessions
-				was.key = peers[i].key
-				continue
-			}
+		if was != nil && c.moved(was, peers[i], now) {
+			continue
 		}
 		c.forget(was)
 		anew = append(anew, &checked{checkPeer: peers[i], begun: now, result: CheckResult{State: Connecting, Since: now}})
@@ -249,6 +245,27 @@ func (c *checker) change(peers []checkPeer, gone []string) {
 		p.away = i >= checkFirst
 		c.look()
 	}
+}
+
+// moved gives a peer another key or endpoint, and reports whether it stays the peer it was: a rotation keeps
+// its sessions, and so does a peer whose gateway moved while it was connected. That one is pinged at once and
+// stays connected until it has not answered for as long as any other. The caller holds c.mu.
+func (c *checker) moved(p *checked, to checkPeer, now time.Time) bool {
+	from := p.checkPeer
+	rotated := from
+	rotated.key = to.key
+	at := rotated
+	at.endpoint, at.port = to.endpoint, to.port
+	if rotated != to && (at != to || p.result.State != Connected) {
+		return false
+	}
+	p.checkPeer = to
+	if rotated != to {
+		p.back = true
+		p.path.begin(now)
+		c.look()
+	}
+	return true
 }
 
 // forget makes no more of a peer, if it is one. The caller holds c.mu.

@@ -205,15 +205,39 @@ func TestCheckBeginsAnewForAPeerThatChangedOnly(t *testing.T) {
 		if r := result(); r.State != Connected {
 			t.Errorf("unchanged: %+v", r)
 		}
-		moved := bravoPeer
-		moved.endpoint = "192.0.2.9"
-		c.set([]checkPeer{moved})
+		other := bravoPeer
+		other.allowed[0] = netip.MustParsePrefix("10.99.0.0/16")
+		c.set([]checkPeer{other})
 		if r := result(); r.State != Connecting || r.Sent != 0 {
 			t.Errorf("changed: %+v", r)
 		}
 		c.set(nil)
 		if n := len(c.results()); n != 0 {
 			t.Errorf("%d results for no peers", n)
+		}
+	})
+}
+
+// A peer whose gateway moves is not called lost, nor new, before it has had the time that every peer has to answer.
+func TestCheckKeepsAConnectedPeerThatMoves(t *testing.T) {
+	bubble(t, func(c *checker, l *liqo, result func() CheckResult) {
+		time.Sleep(2500 * time.Millisecond)
+		moved := bravoPeer
+		moved.endpoint, moved.port = "192.0.2.9", 31000
+		l.set(true)
+		pings := len(l.pings)
+		c.set([]checkPeer{moved})
+		if r := result(); r.State != Connected || len(l.pings) != pings+1 {
+			t.Errorf("at once, after %d more PINGs: %+v", len(l.pings)-pings, r)
+		}
+		time.Sleep((checkThreshold + 1) * checkInterval)
+		if r := result(); r.State != Disconnected {
+			t.Errorf("after %v without an answer: %+v", checkThreshold*checkInterval, r)
+		}
+		moved.endpoint = bravoPeer.endpoint
+		c.set([]checkPeer{moved})
+		if r := result(); r.State != Connecting || r.Sent != 0 {
+			t.Errorf("moved while it was lost: %+v", r)
 		}
 	})
 }
