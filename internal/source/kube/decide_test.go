@@ -171,6 +171,19 @@ func TestStatusOfAPeer(t *testing.T) {
 		t.Errorf("on a near peer: latency %s, which is noise", next.Connection.Latency.Value)
 	}
 
+	// A gateway that takes over has not asked the peer yet.
+	fresh := peer
+	fresh.Status, fresh.Reason, fresh.Message, fresh.RTT = v1alpha1.Connecting, v1alpha1.CauseConnecting, "waiting", 0
+	if next := statusFor(&te, netip.MustParseAddr("172.30.1.12"), report, fresh, now); next.GatewayIP != "172.30.1.12" ||
+		!reflect.DeepEqual(next.Connection, first.Connection) || !reflect.DeepEqual(next.Conditions, first.Conditions) {
+		t.Errorf("after a takeover: %+v", next)
+	}
+	changed := te
+	changed.Generation++
+	if next := statusFor(&changed, node, report, fresh, now); next.Connection.Status != v1alpha1.Connecting || next.Conditions[1].Reason != v1alpha1.CauseConnecting {
+		t.Errorf("of another configuration: %+v", next)
+	}
+
 	lost := peer
 	lost.Reason = v1alpha1.CauseEndpointName
 	lost.Status, lost.Message, lost.RTT, lost.Endpoint = v1alpha1.ConnectionError, "resolving gw.example: no such host", 0, netip.AddrPort{}

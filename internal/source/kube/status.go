@@ -211,6 +211,10 @@ func statusFor(te *v1alpha1.TunnelEndpoint, node netip.Addr, r Report, p PeerRep
 		at := metav1.NewTime(now.Truncate(time.Second)) // as it is stored
 		want.Connection.Latency = v1alpha1.ConnectionLatency{Value: latencyText(p.RTT), Timestamp: &at}
 	}
+	if p.Status == v1alpha1.Connecting && was.Status == v1alpha1.Connected && acceptedAsIs(te) {
+		// The gateway before this one heard the peer as it is configured. It counts until this one knows better.
+		want.Connection, p.Reason = was, ""
+	}
 	meta.SetStatusCondition(&want.Conditions, metav1.Condition{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionTrue,
 		Reason: ReasonConfigured, Message: "the gateway does what this object says", ObservedGeneration: te.Generation})
 	connected := metav1.ConditionFalse
@@ -223,6 +227,12 @@ func statusFor(te *v1alpha1.TunnelEndpoint, node netip.Addr, r Report, p PeerRep
 	meta.SetStatusCondition(&want.Conditions, metav1.Condition{Type: v1alpha1.ConditionConnected, Status: connected,
 		Reason: p.Reason, Message: cut(p.Message, maxMessage), ObservedGeneration: te.Generation})
 	return want
+}
+
+// acceptedAsIs reports whether a gateway has written that it does what the object says now.
+func acceptedAsIs(te *v1alpha1.TunnelEndpoint) bool {
+	c := meta.FindStatusCondition(te.Status.Conditions, v1alpha1.ConditionAccepted)
+	return c != nil && c.Status == metav1.ConditionTrue && c.ObservedGeneration == te.Generation
 }
 
 // liqoMessage is the message that goes with a status in Liqo's words, else the one of the condition
