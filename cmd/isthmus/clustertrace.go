@@ -13,6 +13,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cli"
 	"github.com/isthmus-net/isthmus/internal/health"
 	"github.com/isthmus-net/isthmus/internal/peering"
+	"github.com/isthmus-net/isthmus/internal/safetext"
 	"github.com/isthmus-net/isthmus/internal/source/kube"
 )
 
@@ -157,7 +158,7 @@ func (t *clusterTrace) out(from, to peering.Place) (w way, there *gateway.TraceS
 		return w, nil, err
 	}
 	if t.remote == nil || t.remote.Identity.ClusterID != step.Peer {
-		w.Hops = append(w.Hops, wayHop{Hop: health.Hop{Cluster: peering.Printable(nameOrID(step.PeerName, step.Peer)), Name: hopOtherSide, State: health.Unknown,
+		w.Hops = append(w.Hops, wayHop{Hop: health.Hop{Cluster: safetext.Of(nameOrID(step.PeerName, step.Peer)), Name: hopOtherSide, State: health.Unknown,
 			Text: "not asked: with --remote-context the way goes on there", Source: "nobody"}})
 		return w.judge(), step, nil
 	}
@@ -218,7 +219,7 @@ func (t *clusterTrace) back(from, to peering.Place, sent *gateway.TraceStep) (w 
 		}
 		_, err := t.arrive(&w, t.local, &gateway.TraceStep{NewSrc: to.Addr.String(), NewDst: src.String()})
 		if w.judge(); w.Arrives {
-			w.Verdict += ", if " + peering.Printable(nameOrID(sent.PeerName, sent.Peer)) + " sends it, which was not asked"
+			w.Verdict += ", if " + safetext.Of(nameOrID(sent.PeerName, sent.Peer)) + " sends it, which was not asked"
 		}
 		return w, err
 	}

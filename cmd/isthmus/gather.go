@@ -13,6 +13,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cli"
 	"github.com/isthmus-net/isthmus/internal/gather"
 	"github.com/isthmus-net/isthmus/internal/peering"
+	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
 func newGatherCommand() *cobra.Command {
@@ -46,7 +47,7 @@ summary.md lists everything that could not be read, with the reason. The exit co
 			write := func(w io.Writer) error {
 				missing, err := gather.Write(cmd.Context(), c, w, o)
 				for _, m := range missing {
-					fmt.Fprintf(cmd.ErrOrStderr(), "not read: %s: %s\n", peering.Printable(m.What), peering.Printable(m.Why))
+					fmt.Fprintf(cmd.ErrOrStderr(), "not read: %s: %s\n", safetext.Of(m.What), safetext.Of(m.Why))
 				}
 				return clusterError(err)
 			}

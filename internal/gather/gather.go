@@ -37,6 +37,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/podport"
 	"github.com/isthmus-net/isthmus/internal/postquantum"
 	"github.com/isthmus-net/isthmus/internal/redact"
+	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
 const (
@@ -333,7 +334,7 @@ func (g *gathering) ask(ctx context.Context, p *corev1.Pod, port uint16, at, fil
 		defer answer.Body.Close()
 		text, err := io.ReadAll(io.LimitReader(answer.Body, maxAnswer))
 		if err == nil && answer.StatusCode != http.StatusOK {
-			err = fmt.Errorf("%s: %s", answer.Status, peering.Printable(strings.TrimSpace(string(text))))
+			err = fmt.Errorf("%s: %s", answer.Status, safetext.Of(strings.TrimSpace(string(text))))
 		}
 		return text, err
 	}()
@@ -367,7 +368,7 @@ func (g *gathering) summary(status, diagnosis string, pods []corev1.Pod) []byte 
 	var b bytes.Buffer
 	identity := g.cluster.Identity
 	fmt.Fprintf(&b, "# Isthmus in cluster %s\n\nCluster ID %s, namespace %s. Gathered %s by isthmus %s.\n\nSecrets were taken out and replaced by %s. Look through it all the same before you show it to others:\nnames, addresses and public keys are in it.\n\n",
-		peering.Printable(cmp.Or(identity.ClusterName, "?")), peering.Printable(cmp.Or(identity.ClusterID, "?")), g.cluster.Namespace, g.at.Format(time.RFC3339), g.Version, redact.Mark)
+		safetext.Of(cmp.Or(identity.ClusterName, "?")), safetext.Of(cmp.Or(identity.ClusterID, "?")), g.cluster.Namespace, g.at.Format(time.RFC3339), g.Version, redact.Mark)
 	section := func(title, text string) {
 		if text != "" {
 			fmt.Fprintf(&b, "## %s\n\n```\n%s\n```\n\n", title, strings.ReplaceAll(strings.Trim(text, "\n"), "```", "'''"))
@@ -387,7 +388,7 @@ func (g *gathering) summary(status, diagnosis string, pods []corev1.Pod) []byte 
 					end = fmt.Sprintf("%s, exit code %d, %s", t.Reason, t.ExitCode, t.FinishedAt.UTC().Format(time.RFC3339))
 				}
 			}
-			fmt.Fprintf(&b, "| %s | %s | %v | %d | %s | %s |\n", peering.Printable(p.Name), peering.Printable(p.Spec.NodeName), ready(p), restarts, peering.Printable(c.Image), end)
+			fmt.Fprintf(&b, "| %s | %s | %v | %d | %s | %s |\n", safetext.Of(p.Name), safetext.Of(p.Spec.NodeName), ready(p), restarts, safetext.Of(c.Image), end)
 		}
 	}
 	fmt.Fprint(&b, "\n## What could not be read\n\n")
@@ -395,7 +396,7 @@ func (g *gathering) summary(status, diagnosis string, pods []corev1.Pod) []byte 
 		fmt.Fprint(&b, "Nothing: all is here.\n")
 	}
 	for _, m := range g.missing {
-		fmt.Fprintf(&b, "- %s: %s\n", peering.Printable(m.What), peering.Printable(m.Why))
+		fmt.Fprintf(&b, "- %s: %s\n", safetext.Of(m.What), safetext.Of(m.Why))
 	}
 	fmt.Fprint(&b, "\n## Files\n\n")
 	for _, name := range slices.Sorted(maps.Keys(g.files)) {

@@ -157,7 +157,7 @@ func (c *Cluster) rightsHop(ctx context.Context) (hop *health.Hop, lacking []str
 // giver is the command that gives the components their rights.
 func (c *Cluster) giver(release string) string {
 	if release != "" {
-		return fmt.Sprintf("`helm upgrade %s` with this program's chart", Printable(release))
+		return fmt.Sprintf("`helm upgrade %s` with this program's chart", safetext.Of(release))
 	}
 	return fmt.Sprintf("`isthmus install --context %s`", c.context)
 }

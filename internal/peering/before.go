@@ -16,6 +16,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/chart"
+	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
 // What Install looks at before it writes anything: what an installation is like that does not say
@@ -106,7 +107,7 @@ func (c *Cluster) notElsewhere(ctx context.Context) error {
 		err := c.client.Get(ctx, key, &corev1.ServiceAccount{})
 		if err == nil {
 			return fmt.Errorf("%s: Isthmus is installed in namespace %s already (ClusterRoleBinding %s), and there is one in a cluster: "+
-				"want --namespace %s, or that one uninstalled first", c, Printable(s.Namespace), binding.Name, Printable(s.Namespace))
+				"want --namespace %s, or that one uninstalled first", c, safetext.Of(s.Namespace), binding.Name, safetext.Of(s.Namespace))
 		}
 		if !apierrors.IsNotFound(err) {
 			return c.explain("ServiceAccount "+key.String(), err)

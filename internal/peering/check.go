@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/isthmus-net/isthmus/internal/health"
+	"github.com/isthmus-net/isthmus/internal/safetext"
 
 	admissionv1 "k8s.io/api/admissionregistration/v1"
 	authorizationv1 "k8s.io/api/authorization/v1"
@@ -44,7 +45,7 @@ func distinct(a, b *Cluster) error {
 	case a.uid == b.uid:
 		return fmt.Errorf("%s and %s are the same cluster (its namespace kube-system has the UID %s): want two", a.context, b.context, a.uid)
 	case a.Identity.ClusterID == b.Identity.ClusterID:
-		return fmt.Errorf("%s and %s have the same cluster ID %s: install one of them with another --cluster-id", a, b, Printable(a.Identity.ClusterID))
+		return fmt.Errorf("%s and %s have the same cluster ID %s: install one of them with another --cluster-id", a, b, safetext.Of(a.Identity.ClusterID))
 	}
 	return nil
 }
@@ -90,7 +91,7 @@ func (s *side) findPeering(ctx context.Context, name string) error {
 			s.peering, s.exists = p, true
 		case p.Name == name:
 			return fmt.Errorf("%s: Peering %s is for the cluster %s (%s): choose another name", s.Cluster, p.Name,
-				Printable(p.Spec.Cluster.ClusterName), Printable(p.Spec.Cluster.ClusterID))
+				safetext.Of(p.Spec.Cluster.ClusterName), safetext.Of(p.Spec.Cluster.ClusterID))
 		}
 	}
 	s.namespace, s.secret = s.peering.Spec.TenantNamespace.Local, s.peering.Spec.IdentitySecretName
@@ -105,7 +106,7 @@ func (s *side) agreed() error {
 		return fmt.Errorf("%s: Peering %s is being deleted: wait for it, or finish it by `isthmus unpeer`", s.Cluster, p.Name)
 	case p.Spec.Cluster != s.peer.Identity:
 		return fmt.Errorf("%s: Peering %s calls the peer %s, and it calls itself %s: un-peer first", s.Cluster, p.Name,
-			Printable(p.Spec.Cluster.ClusterName), Printable(s.peer.Identity.ClusterName))
+			safetext.Of(p.Spec.Cluster.ClusterName), safetext.Of(s.peer.Identity.ClusterName))
 	case p.Spec.TenantNamespace.Remote != s.peer.namespace:
 		return fmt.Errorf("%s: Peering %s: spec.tenantNamespace.remote is %s, and the namespace at %s is %s: un-peer first", s.Cluster, p.Name,
 			p.Spec.TenantNamespace.Remote, s.peer.Cluster, s.peer.namespace)
@@ -126,7 +127,7 @@ func (s *side) checkNamespace(ctx context.Context) error {
 	}
 	if id, ok := n.Labels[v1alpha1.LabelTenantClusterID]; ok && id != s.peer.Identity.ClusterID {
 		return fmt.Errorf("%s: Namespace %s belongs to the cluster %s (label %s), not to %s", s.Cluster, s.namespace,
-			Printable(id), v1alpha1.LabelTenantClusterID, Printable(s.peer.Identity.ClusterID))
+			safetext.Of(id), v1alpha1.LabelTenantClusterID, safetext.Of(s.peer.Identity.ClusterID))
 	}
 	return nil
 }

@@ -16,6 +16,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
 // Claims are what a person chose about the networks that the peer claims. The zero value changes
@@ -50,7 +51,7 @@ func ParseClaim(text string) (Claim, error) {
 func ParseNetwork(text string) (netip.Prefix, error) {
 	p, err := netip.ParsePrefix(text)
 	if err != nil || p != p.Masked() {
-		return netip.Prefix{}, fmt.Errorf("%s is no network; want one such as 10.48.0.0/14", Printable(text))
+		return netip.Prefix{}, fmt.Errorf("%s is no network; want one such as 10.48.0.0/14", safetext.Of(text))
 	}
 	return p, nil
 }
@@ -106,7 +107,7 @@ func (c *Cluster) peeringNamed(ctx context.Context, name string) (found *isthmus
 		found = p
 	}
 	if found == nil {
-		return nil, fmt.Errorf("%s: %w: no Peering is called %s or for a cluster of that name; `isthmus status` shows the names", c, ErrNoPeering, Printable(name))
+		return nil, fmt.Errorf("%s: %w: no Peering is called %s or for a cluster of that name; `isthmus status` shows the names", c, ErrNoPeering, safetext.Of(name))
 	}
 	return found, nil
 }
@@ -229,13 +230,13 @@ func (s *side) show(report func(string)) {
 		if of.own == "" || of.here == "" {
 			continue
 		}
-		as := Printable(of.here)
+		as := safetext.Of(of.here)
 		if of.here == of.own {
 			as = "it is"
 		}
-		line := fmt.Sprintf("%s takes the %s of %s, %s, as %s", s.Cluster, of.what, s.peer.Cluster, Printable(of.own), as)
+		line := fmt.Sprintf("%s takes the %s of %s, %s, as %s", s.Cluster, of.what, s.peer.Cluster, safetext.Of(of.own), as)
 		if of.why != "" {
-			line += ": " + Printable(of.why)
+			line += ": " + safetext.Of(of.why)
 		}
 		report(line)
 	}
@@ -260,7 +261,7 @@ func (s *side) awaited(ctx context.Context) error {
 			return nil // the manager has not seen it yet
 		}
 	}
-	return fmt.Errorf("%s: %w: %s (--context %s)", s.Cluster, ErrConsent, message(c.Message), s.context)
+	return fmt.Errorf("%s: %w: %s (--context %s)", s.Cluster, ErrConsent, safetext.Cut(c.Message, safetext.Message), s.context)
 }
 
 // remapped reports whether what is always to be remapped is, as far as the Peering says. An override

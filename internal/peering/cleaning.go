@@ -16,6 +16,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
 // cleaning is what the Pods need that take away what components made in the kernels of nodes.
@@ -135,7 +136,7 @@ func (c *Cluster) cleanNodes(ctx context.Context, how cleaning, o UninstallOptio
 			}
 			switch {
 			case apierrors.IsForbidden(err): // the ServiceAccount of a namespace comes a moment after it
-				waiting = append(waiting, node+" ("+Printable(err.Error())+")")
+				waiting = append(waiting, node+" ("+safetext.Of(err.Error())+")")
 			case err != nil:
 				return "", c.explain("Pod "+want.Namespace+"/"+want.Name, err)
 			case p.Status.Phase == corev1.PodSucceeded:
@@ -169,7 +170,7 @@ func (c *Cluster) cleanNodes(ctx context.Context, how cleaning, o UninstallOptio
 func cleaningProblem(p *corev1.Pod) string {
 	for _, s := range p.Status.ContainerStatuses {
 		if w := s.State.Waiting; w != nil && w.Reason != "ContainerCreating" {
-			return " (" + Printable(w.Reason) + ": " + Printable(w.Message) + ")"
+			return " (" + safetext.Of(w.Reason) + ": " + safetext.Of(w.Message) + ")"
 		}
 	}
 	return ""

@@ -41,6 +41,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/kubeerr"
+	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
 // requestTimeout bounds each request: an API server that hangs is one that is away.
@@ -97,7 +98,7 @@ func Connect(a Access) (*Cluster, error) {
 	config.WarningHandler = rest.NoWarnings{}
 	c := &Cluster{Namespace: cmp.Or(a.Namespace, deploy.Namespace), context: name, server: cmp.Or(a.Server, config.Host), chosen: a.Server != "", config: config, clock: new(serverClock)}
 	if u, err := url.Parse(c.server); err != nil || u.Scheme != "https" || u.Host == "" {
-		return nil, fmt.Errorf("%s: API server %s: want a URL such as https://192.0.2.1:6443", c, Printable(c.server))
+		return nil, fmt.Errorf("%s: API server %s: want a URL such as https://192.0.2.1:6443", c, safetext.Of(c.server))
 	}
 	scheme := runtime.NewScheme()
 	for _, add := range []func(*runtime.Scheme) error{clientgoscheme.AddToScheme, v1alpha1.AddToScheme, isthmus.AddToScheme, mcs.Install} {
@@ -126,17 +127,17 @@ func load(a Access) (config *rest.Config, name string, err error) {
 	}
 	name = cmp.Or(a.Context, raw.CurrentContext, "this cluster")
 	if a.Context != "" && raw.Contexts[a.Context] == nil {
-		return nil, "", fmt.Errorf("kubeconfig: no context %s", Printable(a.Context))
+		return nil, "", fmt.Errorf("kubeconfig: no context %s", safetext.Of(a.Context))
 	}
 	config, err = kubeconfig.ClientConfig()
 	if all := slices.Sorted(maps.Keys(raw.Contexts)); clientcmd.IsEmptyConfig(err) && len(all) > 0 { // and none of them is current
-		return nil, "", fmt.Errorf("kubeconfig: no context is the current one: want --context with one of %s", Printable(strings.Join(all, ", ")))
+		return nil, "", fmt.Errorf("kubeconfig: no context is the current one: want --context with one of %s", safetext.Of(strings.Join(all, ", ")))
 	}
 	if clientcmd.IsEmptyConfig(err) || errors.Is(err, rest.ErrNotInCluster) {
 		return nil, "", errors.New("no kubeconfig: want --kubeconfig, $KUBECONFIG or ~/.kube/config")
 	}
 	if err != nil {
-		return nil, "", fmt.Errorf("context %s: %w", Printable(name), err)
+		return nil, "", fmt.Errorf("context %s: %w", safetext.Of(name), err)
 	}
 	return config, name, nil
 }
@@ -160,7 +161,7 @@ func (c *Cluster) Config() *rest.Config { return c.config }
 
 // String is how messages call the cluster.
 func (c *Cluster) String() string {
-	return Printable(cmp.Or(c.Identity.ClusterName, c.context))
+	return safetext.Of(cmp.Or(c.Identity.ClusterName, c.context))
 }
 
 // The ConfigMap that says who the cluster is: that of Liqo's, found by its label.
@@ -240,10 +241,10 @@ var (
 
 func checkIdentity(i v1alpha1.ClusterIdentity) error {
 	if !clusterName.MatchString(i.ClusterName) {
-		return fmt.Errorf("cluster name %s: want lower case letters, digits and '-', at most 44, since namespaces are called after it", Printable(i.ClusterName))
+		return fmt.Errorf("cluster name %s: want lower case letters, digits and '-', at most 44, since namespaces are called after it", safetext.Of(i.ClusterName))
 	}
 	if !clusterID.MatchString(i.ClusterID) {
-		return fmt.Errorf("cluster ID %s: want letters, digits, '-', '_' and '.', at most 63, such as a UUID", Printable(i.ClusterID))
+		return fmt.Errorf("cluster ID %s: want letters, digits, '-', '_' and '.', at most 63, such as a UUID", safetext.Of(i.ClusterID))
 	}
 	return nil
 }
@@ -259,7 +260,7 @@ func (c *Cluster) explain(what string, err error) error {
 		return fmt.Errorf("%s: %s: %w: the API server does not accept the credentials of the kubeconfig", c, what, ErrUnreachable)
 	case apierrors.ReasonForError(err) == metav1.StatusReasonUnknown && !errors.Is(err, context.Canceled):
 		// No answer of an API server at all.
-		return fmt.Errorf("%s: %s: %w: %w", c, what, ErrUnreachable, kubeerr.Plain("API server "+Printable(c.config.Host), err))
+		return fmt.Errorf("%s: %s: %w: %w", c, what, ErrUnreachable, kubeerr.Plain("API server "+safetext.Of(c.config.Host), err))
 	}
 	return fmt.Errorf("%s: %s: %w", c, what, err)
 }

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/isthmus-net/isthmus/internal/health"
+	"github.com/isthmus-net/isthmus/internal/safetext"
 
 	corev1 "k8s.io/api/core/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -26,7 +27,7 @@ func (c *Cluster) components(ctx context.Context, now time.Time) (found health.C
 	if c.client.List(ctx, &services, client.InNamespace(c.Namespace), client.MatchingLabels{v1alpha1.LabelGateway: "true"}) == nil {
 		found.Services = []string{}
 		for i := range services.Items {
-			found.Services = append(found.Services, Printable(services.Items[i].Name))
+			found.Services = append(found.Services, safetext.Of(services.Items[i].Name))
 		}
 	}
 	found.Broken, found.Refuses = make(map[string]*isthmus.BrokenOverlay), make(map[string]string)
@@ -40,7 +41,7 @@ func (c *Cluster) components(ctx context.Context, now time.Time) (found health.C
 		}
 		for _, p := range r.Spec.Problems {
 			if health.Severity(p) == 0 {
-				found.Refuses[r.Name] = Printable(p.Reason) + ": " + message(p.Message)
+				found.Refuses[r.Name] = safetext.Of(p.Reason) + ": " + safetext.Cut(p.Message, safetext.Message)
 			}
 		}
 	}

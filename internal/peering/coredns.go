@@ -17,6 +17,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/corefile"
+	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
 // oldestDNS is the first CoreDNS whose plugin kubernetes has the option multicluster. An older one refuses a
@@ -66,7 +67,7 @@ func (d *coreDNS) corefile() string { return d.config.Data[keyCorefile] }
 
 // where names the Corefile.
 func (d *coreDNS) where() string {
-	return "Corefile in ConfigMap " + metav1.NamespaceSystem + "/" + Printable(d.config.Name)
+	return "Corefile in ConfigMap " + metav1.NamespaceSystem + "/" + safetext.Of(d.config.Name)
 }
 
 // tooOld says why CoreDNS may refuse the option; empty: it knows it. Images are tagged by its version, with
@@ -77,7 +78,7 @@ func (d *coreDNS) tooOld() string {
 	v, err := version.ParseGeneric(tag)
 	switch {
 	case err != nil:
-		return fmt.Sprintf("the version of CoreDNS is not known from its image %s: want %s or later", Printable(d.image), oldestDNS)
+		return fmt.Sprintf("the version of CoreDNS is not known from its image %s: want %s or later", safetext.Of(d.image), oldestDNS)
 	case v.LessThan(version.MustParseGeneric(oldestDNS)):
 		return fmt.Sprintf("CoreDNS %s is too old for %s: want %s or later", v, corefile.Zone, oldestDNS)
 	}
@@ -119,7 +120,7 @@ func (c *Cluster) writeCorefile(ctx context.Context, d *coreDNS, text string, re
 	}
 	restart := "CoreDNS reads it within two minutes"
 	if !reloads(text) {
-		restart = "CoreDNS reads it at its next start: kubectl -n kube-system rollout restart deployment " + Printable(d.deployment)
+		restart = "CoreDNS reads it at its next start: kubectl -n kube-system rollout restart deployment " + safetext.Of(d.deployment)
 	}
 	report(fmt.Sprintf("%s: %s %s %s; %s", c, corefile.Zone, what, d.where(), restart))
 	return nil

@@ -25,6 +25,7 @@ import (
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/chart"
 	"github.com/isthmus-net/isthmus/internal/owncluster"
+	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
 // detect finds the values of the cluster that the chart needs and that were not set, and reports their
@@ -192,7 +193,7 @@ func (c *Cluster) services(ctx context.Context, chosen chart.Values, nodes []cor
 	}
 	var dns corev1.Service
 	if err := c.client.Get(ctx, client.ObjectKey{Namespace: metav1.NamespaceSystem, Name: "kube-dns"}, &dns); err == nil {
-		report(fmt.Sprintf("%s: DNS at %s, from Service kube-system/kube-dns", c, Printable(dns.Spec.ClusterIP)))
+		report(fmt.Sprintf("%s: DNS at %s, from Service kube-system/kube-dns", c, safetext.Of(dns.Spec.ClusterIP)))
 	}
 	return network, nil
 }
@@ -354,7 +355,7 @@ func (c *Cluster) podCIDRFrom(ctx context.Context, sources []podSource, nodes []
 		if !ok {
 			if source.own && len(all) > 0 { // no Pod need have used them all yet
 				several = append(several, all...)
-				outside = append(outside, fmt.Sprintf("%s have several, %s", source.what, Printable(text)))
+				outside = append(outside, fmt.Sprintf("%s have several, %s", source.what, safetext.Of(text)))
 			}
 			continue
 		}
@@ -469,7 +470,7 @@ func (c *Cluster) rolledOut(ctx context.Context, objects []*unstructured.Unstruc
 				}
 				return fmt.Errorf("%w: the components do not run within %v; %s; the same command waits again\n%s", ErrNotReady, o.Wait, state, told)
 			case errors.Is(err, ErrUnreachable): // it may come back
-				wait = Printable(err.Error())
+				wait = safetext.Of(err.Error())
 			case err != nil:
 				return err
 			}
@@ -512,7 +513,7 @@ func (c *Cluster) waitsFor(ctx context.Context, u *unstructured.Unstructured) (w
 		seen, one = d.Status.ObservedGeneration >= d.Generation && d.Status.Replicas == want, true
 		for _, condition := range d.Status.Conditions {
 			if condition.Type == appsv1.DeploymentReplicaFailure && condition.Status == corev1.ConditionTrue {
-				why = Printable(condition.Message) // such as a quota or an admission that lets no Pod be made
+				why = safetext.Of(condition.Message) // such as a quota or an admission that lets no Pod be made
 			}
 		}
 	case "DaemonSet":
@@ -553,14 +554,14 @@ func (c *Cluster) whyNot(ctx context.Context, namespace string, selector *metav1
 		problem := ""
 		for _, s := range p.Status.ContainerStatuses {
 			if w := s.State.Waiting; w != nil && w.Reason != "ContainerCreating" {
-				problem = fmt.Sprintf("Pod %s on %s: %s: %s", p.Name, p.Spec.NodeName, Printable(w.Reason), Printable(w.Message))
+				problem = fmt.Sprintf("Pod %s on %s: %s: %s", p.Name, p.Spec.NodeName, safetext.Of(w.Reason), safetext.Of(w.Message))
 			} else if last := s.LastTerminationState.Terminated; last != nil && !s.Ready {
-				problem = fmt.Sprintf("Pod %s on %s ended with %d: %s", p.Name, p.Spec.NodeName, last.ExitCode, Printable(last.Message))
+				problem = fmt.Sprintf("Pod %s on %s ended with %d: %s", p.Name, p.Spec.NodeName, last.ExitCode, safetext.Of(last.Message))
 			}
 		}
 		for _, condition := range p.Status.Conditions {
 			if condition.Type == corev1.PodScheduled && condition.Status == corev1.ConditionFalse {
-				problem = fmt.Sprintf("Pod %s: %s", p.Name, Printable(condition.Message))
+				problem = fmt.Sprintf("Pod %s: %s", p.Name, safetext.Of(condition.Message))
 				unscheduled++
 			}
 		}

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/isthmus-net/isthmus/internal/health"
+	"github.com/isthmus-net/isthmus/internal/safetext"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
@@ -43,7 +44,7 @@ func Diagnose(ctx context.Context, local, remote *Cluster, name string) (*health
 			return nil, unasked
 		}
 		if len(here.Peerings) == 0 && name != "" {
-			return nil, fmt.Errorf("%s: %w: no Peering is called %s or for a cluster of that name; `isthmus status` shows the names", local, ErrNoPeering, Printable(name))
+			return nil, fmt.Errorf("%s: %w: no Peering is called %s or for a cluster of that name; `isthmus status` shows the names", local, ErrNoPeering, safetext.Of(name))
 		}
 		d.Hops, d.NotAsked = here.AllHops(), here.NotAsked
 		if unasked == nil {
@@ -80,10 +81,10 @@ func sameAs(e *health.Side, name string, remote *Cluster) error {
 	}
 	with := "there is no Peering with it here"
 	if len(e.Found) > 0 {
-		with = "its Peering here is " + Printable(e.Found[0].Name)
+		with = "its Peering here is " + safetext.Of(e.Found[0].Name)
 	}
-	return fmt.Errorf("%s: %s is %w than %s, which is cluster %s (%s): %s", e.Cluster, Printable(name), ErrOtherPeer, remote,
-		Printable(remote.Identity.ClusterName), Printable(remote.Identity.ClusterID), with)
+	return fmt.Errorf("%s: %s is %w than %s, which is cluster %s (%s): %s", e.Cluster, safetext.Of(name), ErrOtherPeer, remote,
+		safetext.Of(remote.Identity.ClusterName), safetext.Of(remote.Identity.ClusterID), with)
 }
 
 func (c *Cluster) examine(ctx context.Context, meant func(*isthmus.Peering) bool) (*health.Side, error) {

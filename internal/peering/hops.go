@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/isthmus-net/isthmus/internal/health"
+	"github.com/isthmus-net/isthmus/internal/safetext"
 
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
@@ -116,7 +117,7 @@ func (c *Cluster) kernelHop(ctx context.Context, nodes []corev1.Node) (health.Ho
 		if meta.IsNoMatchError(err) {
 			return hop, false // of an older version, whose agents say nothing
 		}
-		hop.State, hop.Text = health.Unknown, "NodeNetworks cannot be read: "+Printable(kubeerr.Plain("the API server", err).Error())
+		hop.State, hop.Text = health.Unknown, "NodeNetworks cannot be read: "+safetext.Of(kubeerr.Plain("the API server", err).Error())
 		return hop, true
 	}
 	hop.State, hop.Text = health.CheckKernels(reports.Items, nodes)

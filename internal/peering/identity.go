@@ -21,6 +21,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
 // tokenLife is how long an identity is wished to last. API servers may grant less; the manager
@@ -85,7 +86,7 @@ func (s *side) allowAudiences(ctx context.Context, token string) (string, error)
 	if err := s.client.Patch(ctx, &namespace, client.RawPatch(types.MergePatchType, patch), client.FieldOwner(fieldManager)); err != nil {
 		return "", s.explain("annotate Namespace "+s.namespace, err)
 	}
-	return fmt.Sprintf("%s: %s may renew its token for %s", s.Cluster, s.peer.Cluster, Printable(want)), nil
+	return fmt.Sprintf("%s: %s may renew its token for %s", s.Cluster, s.peer.Cluster, safetext.Of(want)), nil
 }
 
 // whatIsWrongWithIdentity returns the token that s has, and says why it needs a new identity, ""
@@ -101,7 +102,7 @@ func (s *side) whatIsWrongWithIdentity(ctx context.Context) (token, wrong string
 	}
 	have, err := clientcmd.Load(secret.Data[isthmus.SecretKubeconfig])
 	if err != nil {
-		return "", "the old one could not be read: " + Printable(err.Error()), nil
+		return "", "the old one could not be read: " + safetext.Of(err.Error()), nil
 	}
 	if have.Contexts[have.CurrentContext] == nil {
 		return "", "the old one could not be read: it has no current context", nil

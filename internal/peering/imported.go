@@ -48,7 +48,7 @@ func parseImportedName(text string) (n importedName, err error) {
 	case 4:
 		n.host, n.cluster, n.name, n.namespace = parts[0], parts[1], parts[2], parts[3]
 	default:
-		return n, fmt.Errorf("%s: want NAME.NAMESPACE%[2]s, or HOSTNAME.CLUSTER.NAME.NAMESPACE%[2]s", Printable(text), underZone)
+		return n, fmt.Errorf("%s: want NAME.NAMESPACE%[2]s, or HOSTNAME.CLUSTER.NAME.NAMESPACE%[2]s", safetext.Of(text), underZone)
 	}
 	return n, nil
 }
@@ -60,7 +60,7 @@ func (c *Cluster) Imported(ctx context.Context, text, peer string) (Place, error
 	if err != nil {
 		return Place{}, err
 	}
-	what := Printable("ServiceImport " + n.namespace + "/" + n.name)
+	what := safetext.Of("ServiceImport " + n.namespace + "/" + n.name)
 	var i mcs.ServiceImport
 	switch err := c.client.Get(ctx, client.ObjectKey{Namespace: n.namespace, Name: n.name}, &i); {
 	case meta.IsNoMatchError(err):
@@ -112,15 +112,15 @@ func (c *Cluster) notImported(ctx context.Context, n importedName) error {
 		text := "the manager has not looked at it yet"
 		for _, r := range p.Status.Refused {
 			if r.Namespace == n.namespace && r.Name == n.name && p.Status.ObservedGeneration == p.Generation {
-				text = Printable(r.Reason) + ": " + message(r.Message)
+				text = safetext.Of(r.Reason) + ": " + safetext.Cut(r.Message, safetext.Message)
 			}
 		}
-		why = append(why, "peer "+Printable(from)+" exports it: "+text)
+		why = append(why, "peer "+safetext.Of(from)+" exports it: "+text)
 	}
 	if len(why) == 0 {
 		why = append(why, "no peer exports it to this cluster")
 	}
-	return fmt.Errorf("%s: Service %s is not imported: %s", c, Printable(n.namespace+"/"+n.name), safetext.FirstFew(why, "; "))
+	return fmt.Errorf("%s: Service %s is not imported: %s", c, safetext.Of(n.namespace+"/"+n.name), safetext.FirstFew(why, "; "))
 }
 
 // choose takes an endpoint of an imported Service. by says whose it is, and how many there are.
@@ -163,7 +163,7 @@ func (n importedName) choose(i *mcs.ServiceImport, list []discoveryv1.EndpointSl
 				rank = 0
 			}
 			if tunnel := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionConnected); tunnel != nil && tunnel.Status != metav1.ConditionTrue {
-				of.down = " (not connected: " + Printable(tunnel.Reason) + ")"
+				of.down = " (not connected: " + safetext.Of(tunnel.Reason) + ")"
 			}
 		}
 		if of.all++; !e.ready {
@@ -178,15 +178,15 @@ func (n importedName) choose(i *mcs.ServiceImport, list []discoveryv1.EndpointSl
 	for _, name := range slices.Sorted(maps.Keys(clusters)) {
 		of := clusters[name]
 		if n.host == "" || n.cluster == name {
-			counts = append(counts, fmt.Sprintf("%s %d of %d%s", Printable(name), of.ready, of.all, of.down))
+			counts = append(counts, fmt.Sprintf("%s %d of %d%s", safetext.Of(name), of.ready, of.all, of.down))
 		}
 	}
 	ready := strings.Join(counts, ", ")
 	switch {
 	case at.IsValid():
-		return at, fmt.Sprintf("%s, endpoint of %s; ready are: %s", Printable(n.text), Printable(from), ready), nil
+		return at, fmt.Sprintf("%s, endpoint of %s; ready are: %s", safetext.Of(n.text), safetext.Of(from), ready), nil
 	case n.host != "":
-		return at, "", fmt.Errorf("has no endpoint %s of cluster %s that is ready; ready are: %s", Printable(n.host), Printable(n.cluster), cmp.Or(ready, "none"))
+		return at, "", fmt.Errorf("has no endpoint %s of cluster %s that is ready; ready are: %s", safetext.Of(n.host), safetext.Of(n.cluster), cmp.Or(ready, "none"))
 	}
 	return at, "", fmt.Errorf("has no endpoint that is ready; ready are: %s", cmp.Or(ready, "none"))
 }

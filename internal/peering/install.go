@@ -22,6 +22,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/chart"
+	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
 // InstallOptions are the choices of an installation.
@@ -316,7 +317,7 @@ func (c *Cluster) notByHelm(ctx context.Context, command string) error {
 		return err
 	}
 	return fmt.Errorf("%s: namespace %s has the Helm release %s: run `helm %s %s` instead, since Helm would not know what is changed here",
-		c, c.Namespace, Printable(release), command, Printable(release))
+		c, c.Namespace, safetext.Of(release), command, safetext.Of(release))
 }
 
 // helmRelease is the name of the Helm release that the installation is; empty: it is none.
@@ -363,7 +364,7 @@ func chooseIdentity(have *v1alpha1.ClusterIdentity, wish v1alpha1.ClusterIdentit
 		wish = v1alpha1.ClusterIdentity{ClusterID: cmp.Or(wish.ClusterID, have.ClusterID), ClusterName: cmp.Or(wish.ClusterName, have.ClusterName)}
 		if wish != *have {
 			return wish, fmt.Errorf("it is %s (%s) already, not %s (%s): peers know it by that, so un-peer and delete its ConfigMap first",
-				Printable(have.ClusterName), Printable(have.ClusterID), Printable(wish.ClusterName), Printable(wish.ClusterID))
+				safetext.Of(have.ClusterName), safetext.Of(have.ClusterID), safetext.Of(wish.ClusterName), safetext.Of(wish.ClusterID))
 		}
 	}
 	if wish.ClusterName == "" {

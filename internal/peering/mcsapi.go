@@ -214,7 +214,7 @@ func (c *Cluster) unname(ctx context.Context, keepDefinitions bool, report func(
 	case err != nil && len(ours) == 0:
 		return nil
 	case err != nil:
-		needs = "whether CoreDNS needs it is not known: " + Printable(err.Error())
+		needs = "whether CoreDNS needs it is not known: " + safetext.Of(err.Error())
 	default:
 		if text, err := corefile.Remove(dns.corefile()); err != nil {
 			report(fmt.Sprintf("%s: %s stays as it is: %v", c, dns.where(), err))
@@ -297,7 +297,7 @@ func (c *Cluster) removeImports(ctx context.Context, report func(string)) error 
 func (c *Cluster) othersNeed(ctx context.Context, crd *unstructured.Unstructured) (string, error) {
 	for _, f := range crd.GetManagedFields() {
 		if f.Manager != fieldManager && f.Subresource == "" {
-			return fmt.Sprintf("%s has written it as well", Printable(f.Manager)), nil
+			return fmt.Sprintf("%s has written it as well", safetext.Of(f.Manager)), nil
 		}
 	}
 	kind, _, _ := unstructured.NestedString(crd.Object, "spec", "names", "kind")
@@ -309,7 +309,7 @@ func (c *Cluster) othersNeed(ctx context.Context, crd *unstructured.Unstructured
 	var foreign []string
 	for i := range list.Items {
 		if m := &list.Items[i]; m.Labels[isthmus.LabelService] == "" {
-			foreign = append(foreign, Printable(m.Namespace+"/"+m.Name))
+			foreign = append(foreign, safetext.Of(m.Namespace+"/"+m.Name))
 		}
 	}
 	if len(foreign) == 0 {

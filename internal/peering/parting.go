@@ -18,6 +18,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
 // A teardown is what there is to be removed from one cluster.
@@ -71,7 +72,7 @@ func findTeardowns(ctx context.Context, local, remote *Cluster, o UnpeerOptions)
 			return nil, err
 		}
 		if o.Name != "" && pair[0] == local && f.peering != "" && o.Name != f.peering && o.Name != peer.ClusterName {
-			return nil, fmt.Errorf("%s: the Peering with %s is %s, not %s", local, remote, f.peering, Printable(o.Name))
+			return nil, fmt.Errorf("%s: the Peering with %s is %s, not %s", local, remote, f.peering, safetext.Of(o.Name))
 		}
 		f.peer = peer
 		found = append(found, f)
@@ -134,12 +135,12 @@ func (c *Cluster) remainsOf(ctx context.Context, p *isthmus.Peering) string {
 	if err := c.client.Get(ctx, key, &secret); err == nil { // without it the name of the server is all that is lacking
 		if config, err := clientcmd.Load(secret.Data[isthmus.SecretKubeconfig]); err == nil && config.Contexts[config.CurrentContext] != nil {
 			if cluster := config.Clusters[config.Contexts[config.CurrentContext].Cluster]; cluster != nil {
-				server = Printable(cluster.Server)
+				server = safetext.Of(cluster.Server)
 			}
 		}
 	}
 	return fmt.Sprintf("at %s, %s: NetworkConfig %s in namespace %s, its Peering, and what else is in that namespace",
-		Printable(p.Spec.Cluster.ClusterName), server, p.Spec.Cluster.UniqueName(), p.Spec.TenantNamespace.Remote)
+		safetext.Of(p.Spec.Cluster.ClusterName), server, p.Spec.Cluster.UniqueName(), p.Spec.TenantNamespace.Remote)
 }
 
 // side is the teardown as Peer sees the cluster.
@@ -170,7 +171,7 @@ func (f *teardown) disarm(ctx context.Context, o UnpeerOptions, all bool) error 
 		return err
 	}
 	if revoked {
-		o.Report(fmt.Sprintf("%s: the rights of %s here are revoked", f.Cluster, Printable(f.peer.ClusterName)))
+		o.Report(fmt.Sprintf("%s: the rights of %s here are revoked", f.Cluster, safetext.Of(f.peer.ClusterName)))
 	}
 	return nil
 }
@@ -193,7 +194,7 @@ func (f *teardown) deletePeering(ctx context.Context, o UnpeerOptions) error {
 		}
 	}
 	if o.Force {
-		o.Report(fmt.Sprintf("%s: does not wait for %s. What may stay %s", f.Cluster, Printable(f.peer.ClusterName), f.remains))
+		o.Report(fmt.Sprintf("%s: does not wait for %s. What may stay %s", f.Cluster, safetext.Of(f.peer.ClusterName), f.remains))
 	}
 	if err := f.client.Delete(ctx, p); client.IgnoreNotFound(err) != nil {
 		return f.explain("delete Peering "+f.peering, err)
@@ -234,7 +235,7 @@ func (f *teardown) peeringGone(ctx context.Context, o UnpeerOptions) (string, er
 	}
 	what := "waiting for the manager, which removes the finalizers " + strings.Join(p.Finalizers, ", ")
 	if c := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionReady); c != nil && c.Reason == isthmus.ReasonUnpeering {
-		what = Printable(c.Message)
+		what = safetext.Of(c.Message)
 	}
 	return "", &errWaiting{what}
 }
@@ -380,7 +381,7 @@ func (f *teardown) namespaceGone(ctx context.Context) (string, error) {
 	what := "waiting until namespace " + f.namespace + " is gone"
 	for _, c := range n.Status.Conditions {
 		if c.Status == corev1.ConditionTrue && (c.Type == corev1.NamespaceContentRemaining || c.Type == corev1.NamespaceFinalizersRemaining) {
-			what += ": " + Printable(c.Message)
+			what += ": " + safetext.Of(c.Message)
 		}
 	}
 	return "", &errWaiting{what}

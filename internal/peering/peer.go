@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/isthmus-net/isthmus/internal/health"
+	"github.com/isthmus-net/isthmus/internal/safetext"
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -333,7 +334,7 @@ func tell(s *side, t string) string {
 	case isthmus.ConditionPeerConfig:
 		return fmt.Sprintf("%s: NetworkConfig of %s accepted", me, peer)
 	case isthmus.ConditionTunnelEndpoint:
-		return fmt.Sprintf("%s: agreed, the gateway of %s is at %s", me, peer, orDash(status.Endpoint))
+		return fmt.Sprintf("%s: agreed, the gateway of %s is at %s", me, peer, safetext.OrDash(status.Endpoint))
 	case isthmus.ConditionConnected:
 		return fmt.Sprintf("%s: connected to %s%s", me, peer, latency(status.Latency))
 	}
@@ -342,16 +343,16 @@ func tell(s *side, t string) string {
 
 func seen(n isthmus.Networks) string {
 	if n.PodCIDR == n.PodCIDRSeen {
-		return orDash(n.PodCIDR) + " as they are"
+		return safetext.OrDash(n.PodCIDR) + " as they are"
 	}
-	return orDash(n.PodCIDR) + " as " + orDash(n.PodCIDRSeen)
+	return safetext.OrDash(n.PodCIDR) + " as " + safetext.OrDash(n.PodCIDRSeen)
 }
 
 func latency(l string) string {
 	if l == "" {
 		return ""
 	}
-	return ", " + Printable(l)
+	return ", " + safetext.Of(l)
 }
 
 // missing says what is not true on which side.
@@ -427,9 +428,9 @@ func Problems(p *isthmus.Peering) (all []metav1.Condition) {
 
 // problem is a condition as a sentence; its message may come from the peer.
 func problem(c *metav1.Condition) string {
-	text := fmt.Sprintf("%s is %s (%s)", Printable(c.Type), c.Status, Printable(c.Reason))
+	text := fmt.Sprintf("%s is %s (%s)", safetext.Of(c.Type), c.Status, safetext.Of(c.Reason))
 	if c.Message != "" {
-		text += ": " + message(c.Message)
+		text += ": " + safetext.Cut(c.Message, safetext.Message)
 	}
 	return text
 }

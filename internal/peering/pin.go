@@ -18,6 +18,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
 // pin is what tells a cluster from one that says it is the same.
@@ -64,7 +65,7 @@ func (s *side) checkPin(ctx context.Context, replace bool) error {
 		{isthmus.AnnotationPeerAuthority, "its API server is known by the certificate authority %s, and that one's by %s"},
 	} {
 		if had := s.peering.Annotations[what.annotation]; had != "" && had != pin[what.annotation] {
-			wrong = append(wrong, fmt.Sprintf(what.differs, pin[what.annotation], Printable(had)))
+			wrong = append(wrong, fmt.Sprintf(what.differs, pin[what.annotation], safetext.Of(had)))
 		}
 	}
 	if len(wrong) == 0 {
@@ -81,7 +82,7 @@ func (s *side) checkPin(ctx context.Context, replace bool) error {
 	return fmt.Errorf("%s: %s, which calls itself %s (%s), asks to be peered, and Peering %s was made with another cluster than that one, although ID and name are the same: %s. "+
 		"The Peering and the rights of the old one stay in force. "+
 		"If the cluster was made anew, or its authority changed, --replace revokes the rights of the old one and joins this one",
-		s.Cluster, s.peer.context, Printable(s.peer.Identity.ClusterName), Printable(s.peer.Identity.ClusterID), s.peering.Name, strings.Join(wrong, "; "))
+		s.Cluster, s.peer.context, safetext.Of(s.peer.Identity.ClusterName), safetext.Of(s.peer.Identity.ClusterID), s.peering.Name, strings.Join(wrong, "; "))
 }
 
 // holdsItsIdentity reports whether s has a token that its peer takes: nobody has that but the cluster that

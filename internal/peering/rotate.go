@@ -16,6 +16,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/keyring"
+	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
 // RotateOptions of RotateKey.
@@ -130,7 +131,7 @@ func (c *Cluster) movedTo(ctx context.Context, public [32]byte) (moved int, lagg
 		case te.Status.Connection.PeerConfiguration[v1alpha1.ConfigOwnKey] == string(keyring.Text(public)):
 			moved++
 		default:
-			lagging = append(lagging, Printable(te.Spec.ClusterIdentity.ClusterName))
+			lagging = append(lagging, safetext.Of(te.Spec.ClusterIdentity.ClusterName))
 		}
 	}
 	slices.Sort(lagging)

@@ -79,20 +79,20 @@ func (c *Cluster) namesHop(ctx context.Context) (hop health.Hop, notAsked string
 	}
 	pod, port, err := c.dnsPod(ctx)
 	if err != nil {
-		return hop, fmt.Sprintf("%s: CoreDNS: %s", c, Printable(err.Error())), nil
+		return hop, fmt.Sprintf("%s: CoreDNS: %s", c, safetext.Of(err.Error())), nil
 	}
-	hop.Source = "Pod " + metav1.NamespaceSystem + "/" + Printable(pod)
+	hop.Source = "Pod " + metav1.NamespaceSystem + "/" + safetext.Of(pod)
 	code, err := c.ask(ctx, pod, port)
 	switch {
 	case err != nil:
 		hop.Source = "the " + d.where()
-		return hop, fmt.Sprintf("%s: whether CoreDNS answers for %s: %s", c, corefile.Zone, Printable(err.Error())), nil
+		return hop, fmt.Sprintf("%s: whether CoreDNS answers for %s: %s", c, corefile.Zone, safetext.Of(err.Error())), nil
 	case code == dnsmessage.RCodeSuccess:
 		hop.Text = "CoreDNS answers for " + corefile.Zone
 	default:
 		hop.State, hop.Reason = health.Broken, reasonNoAnswer
 		hop.Text = fmt.Sprintf("CoreDNS answers for %s with %s: it has not read its Corefile yet (kubectl -n kube-system rollout restart deployment %s)",
-			corefile.Zone, strings.TrimPrefix(code.String(), "RCode"), Printable(d.deployment))
+			corefile.Zone, strings.TrimPrefix(code.String(), "RCode"), safetext.Of(d.deployment))
 		if code == dnsmessage.RCodeServerFailure {
 			hop.Text += fmt.Sprintf(", or may not watch ServiceImports and fails for all Services (`isthmus install --context %s`); its log says which", c.context)
 		}
@@ -236,9 +236,9 @@ func (s *ServiceCounts) add(p *isthmus.PeerServices) {
 	for _, r := range p.Status.Refused {
 		name := r.Namespace + "/" + r.Name
 		refused[name] = true
-		text := Printable(name) + ": " + Printable(r.Reason)
+		text := safetext.Of(name) + ": " + safetext.Of(r.Reason)
 		if r.Message != "" {
-			text += ": " + message(r.Message)
+			text += ": " + safetext.Cut(r.Message, safetext.Message)
 		}
 		s.reasons = append(s.reasons, text)
 	}

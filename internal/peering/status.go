@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/isthmus-net/isthmus/internal/health"
+	"github.com/isthmus-net/isthmus/internal/safetext"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -187,7 +188,7 @@ func (s Status) Ready() bool {
 
 // Print writes the status for people. Nothing that others wrote reaches the terminal unescaped.
 func (s Status) Print(w io.Writer, wide bool) error {
-	manager := Printable(s.Manager.Name)
+	manager := safetext.Of(s.Manager.Name)
 	if s.Manager.Name == "" {
 		manager = "none: " + s.Manager.Problem
 	}
@@ -196,9 +197,9 @@ func (s Status) Print(w io.Writer, wide bool) error {
 		gateways, s.Gateways = []string{"none: " + none}, nil // whatever their marks say
 	}
 	for _, g := range s.Gateways {
-		gateways = append(gateways, Printable(g.Pod)+" on node "+orDash(g.Node))
+		gateways = append(gateways, safetext.Of(g.Pod)+" on node "+safetext.OrDash(g.Node))
 	}
-	fmt.Fprintf(w, "cluster %s (%s)\nmanager %s\ngateway %s\n", Printable(s.Cluster.ClusterName), Printable(s.Cluster.ClusterID), manager,
+	fmt.Fprintf(w, "cluster %s (%s)\nmanager %s\ngateway %s\n", safetext.Of(s.Cluster.ClusterName), safetext.Of(s.Cluster.ClusterID), manager,
 		cmp.Or(strings.Join(gateways, ", "), "none is active"))
 	for _, h := range s.Hops {
 		if health.OfNodes(&h) || h.Name == health.HopClocks || h.Name == health.HopStandby || h.State == health.Broken && (h.Name == health.HopRights || h.Name == health.HopGateway && s.noGateway() == "") {
@@ -248,7 +249,7 @@ func (s Status) Print(w io.Writer, wide bool) error {
 	for _, p := range s.Peerings {
 		for i, problem := range p.Problems {
 			if i == 0 {
-				fmt.Fprintf(w, "\n%s, cluster %s (%s):\n", Printable(p.Name), Printable(p.Cluster.ClusterName), Printable(p.Cluster.ClusterID))
+				fmt.Fprintf(w, "\n%s, cluster %s (%s):\n", safetext.Of(p.Name), safetext.Of(p.Cluster.ClusterName), safetext.Of(p.Cluster.ClusterID))
 			}
 			if _, err := fmt.Fprintf(w, "  %s\n", problem); err != nil {
 				return err
@@ -260,7 +261,7 @@ func (s Status) Print(w io.Writer, wide bool) error {
 
 func printRow(w io.Writer, cells ...string) {
 	for i := range cells {
-		cells[i] = orDash(cells[i])
+		cells[i] = safetext.OrDash(cells[i])
 	}
 	fmt.Fprintln(w, strings.Join(cells, "\t"))
 }

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/isthmus-net/isthmus/internal/health"
+	"github.com/isthmus-net/isthmus/internal/safetext"
 
 	appsv1 "k8s.io/api/apps/v1"
 	coordinationv1 "k8s.io/api/coordination/v1"
@@ -403,7 +404,7 @@ func (c *Cluster) removeObjects(ctx context.Context, o UninstallOptions, objects
 	}
 	for i := range pods.Items {
 		if p := &pods.Items[i]; p.DeletionTimestamp == nil && p.Labels[labelCleans] == "" {
-			o.Report(fmt.Sprintf("%s: namespace %s stays, since Pod %s is in it, which is not of Isthmus", c, c.Namespace, Printable(p.Name)))
+			o.Report(fmt.Sprintf("%s: namespace %s stays, since Pod %s is in it, which is not of Isthmus", c, c.Namespace, safetext.Of(p.Name)))
 			return nil
 		}
 	}
@@ -454,7 +455,7 @@ func (c *Cluster) untilNothing(ctx context.Context, o UninstallOptions, step fun
 		case ctx.Err() != nil:
 			return fmt.Errorf("%w: not uninstalled within %v; the same command goes on where this one ended, with --force it does not wait for what is away\n%s: %s", ErrNotReady, o.Timeout, c, told)
 		case errors.Is(err, ErrUnreachable): // it may come back
-			wait = Printable(err.Error())
+			wait = safetext.Of(err.Error())
 		case err != nil:
 			return err
 		}

@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"slices"
 	"time"
+
+	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
 // UnpeerOptions are the choices of Unpeer.
@@ -52,7 +54,7 @@ func Unpeer(ctx context.Context, local, remote *Cluster, o UnpeerOptions) error 
 	}
 	if nothing && remote == nil {
 		return fmt.Errorf("%s: %w: no Peering is called %s or for a cluster of that name, and no namespace is left of one; `isthmus status` shows the names",
-			local, ErrNoPeering, Printable(o.Name))
+			local, ErrNoPeering, safetext.Of(o.Name))
 	}
 	if nothing {
 		o.Report(fmt.Sprintf("nothing to do: %s and %s are not peered, and nothing is left of a peering", local, remote))
@@ -86,7 +88,7 @@ func Unpeer(ctx context.Context, local, remote *Cluster, o UnpeerOptions) error 
 	if len(sides) == 2 {
 		o.Report(fmt.Sprintf("%s and %s are not peered any more%s", sides[0].Cluster, sides[1].Cluster, held))
 	} else {
-		o.Report(fmt.Sprintf("%s is not peered with %s any more%s", sides[0].Cluster, Printable(sides[0].peer.ClusterName), held))
+		o.Report(fmt.Sprintf("%s is not peered with %s any more%s", sides[0].Cluster, safetext.Of(sides[0].peer.ClusterName), held))
 	}
 	return nil
 }

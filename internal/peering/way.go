@@ -11,6 +11,7 @@ import (
 	"strings"
 
 	"github.com/isthmus-net/isthmus/internal/health"
+	"github.com/isthmus-net/isthmus/internal/safetext"
 
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
@@ -46,7 +47,7 @@ func (p Place) String() string {
 		text = p.Addr.Addr().String()
 	}
 	if p.Pod != "" {
-		text += " (Pod " + Printable(p.Pod) + ")"
+		text += " (Pod " + safetext.Of(p.Pod) + ")"
 	}
 	if p.By != "" {
 		text += " (" + p.By + ")"
@@ -91,7 +92,7 @@ func (c *Cluster) Find(ctx context.Context, name string) (Place, error) {
 	case len(parts) == 2:
 		return c.podAt(ctx, parts[0], parts[1], port)
 	}
-	return Place{}, fmt.Errorf("%s: want an address, NAMESPACE/POD, svc/NAME or svc/NAMESPACE/NAME", Printable(name))
+	return Place{}, fmt.Errorf("%s: want an address, NAMESPACE/POD, svc/NAME or svc/NAMESPACE/NAME", safetext.Of(name))
 }
 
 func splitPort(name string) (bare string, port uint16, err error) {
@@ -101,14 +102,14 @@ func splitPort(name string) (bare string, port uint16, err error) {
 	}
 	n, err := strconv.ParseUint(text, 10, 16)
 	if err != nil || n == 0 {
-		return "", 0, fmt.Errorf("%s: port %s: want 1 to 65535", Printable(name), Printable(text))
+		return "", 0, fmt.Errorf("%s: port %s: want 1 to 65535", safetext.Of(name), safetext.Of(text))
 	}
 	return bare, uint16(n), nil
 }
 
 func (c *Cluster) podAt(ctx context.Context, namespace, name string, port uint16) (Place, error) {
 	var pod corev1.Pod
-	what := fmt.Sprintf("Pod %s/%s", Printable(namespace), Printable(name))
+	what := fmt.Sprintf("Pod %s/%s", safetext.Of(namespace), safetext.Of(name))
 	if err := c.client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, &pod); err != nil {
 		if client.IgnoreNotFound(err) == nil {
 			return Place{}, fmt.Errorf("%s: %s: %w", c, what, ErrNoPlace)
@@ -117,7 +118,7 @@ func (c *Cluster) podAt(ctx context.Context, namespace, name string, port uint16
 	}
 	addr, err := netip.ParseAddr(pod.Status.PodIP)
 	if err != nil {
-		return Place{}, fmt.Errorf("%s: %s has no address yet: it is %s", c, what, Printable(string(pod.Status.Phase)))
+		return Place{}, fmt.Errorf("%s: %s has no address yet: it is %s", c, what, safetext.Of(string(pod.Status.Phase)))
 	}
 	p := Place{Addr: netip.AddrPortFrom(addr, port), Node: pod.Spec.NodeName}
 	if !pod.Spec.HostNetwork {
@@ -128,7 +129,7 @@ func (c *Cluster) podAt(ctx context.Context, namespace, name string, port uint16
 
 // endpointOf is the first endpoint of a Service that is ready, at the port behind the Service's.
 func (c *Cluster) endpointOf(ctx context.Context, namespace, name string, port uint16) (Place, error) {
-	what := fmt.Sprintf("Service %s/%s", Printable(namespace), Printable(name))
+	what := fmt.Sprintf("Service %s/%s", safetext.Of(namespace), safetext.Of(name))
 	var service corev1.Service
 	if err := c.client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, &service); err != nil {
 		if client.IgnoreNotFound(err) == nil {
@@ -212,11 +213,11 @@ func (c *Cluster) NodeHop(ctx context.Context, node string) (health.Hop, error) 
 	case len(problems) > 0:
 		hop.State, hop.Text, hop.FollowsGateway = health.Broken, strings.Join(problems, "; "), len(problems) == a.Unreached
 	case a.Nodes == 0:
-		hop.State, hop.Text = health.Broken, fmt.Sprintf("Node %s takes no route agent", Printable(node))
+		hop.State, hop.Text = health.Broken, fmt.Sprintf("Node %s takes no route agent", safetext.Of(node))
 	case found.Refuses[node] != "":
-		hop.State, hop.Text = health.Broken, fmt.Sprintf("Node %s: %s", Printable(node), found.Refuses[node])
+		hop.State, hop.Text = health.Broken, fmt.Sprintf("Node %s: %s", safetext.Of(node), found.Refuses[node])
 	default:
-		hop.Text = fmt.Sprintf("Node %s: its route agent is ready, so that rules and overlay lead to the gateway and back", Printable(node))
+		hop.Text = fmt.Sprintf("Node %s: its route agent is ready, so that rules and overlay lead to the gateway and back", safetext.Of(node))
 	}
 	if !hop.FollowsGateway {
 		return hop, nil
@@ -247,7 +248,7 @@ func (c *Cluster) VacantHop(ctx context.Context, addr netip.Addr) (hop health.Ho
 		for _, text := range append(slices.Clone(n.Spec.PodCIDRs), n.Spec.PodCIDR) {
 			if prefix, err := netip.ParsePrefix(text); err == nil && prefix.Contains(addr) {
 				return health.Hop{Cluster: c.String(), Name: "pod", State: health.Unknown, Source: "Pods, Nodes",
-					Text: fmt.Sprintf("no Pod that runs has %s, which is in the PodCIDR %s of Node %s: nobody answers, unless it is an address of the node", addr, prefix, Printable(n.Name))}, true, nil
+					Text: fmt.Sprintf("no Pod that runs has %s, which is in the PodCIDR %s of Node %s: nobody answers, unless it is an address of the node", addr, prefix, safetext.Of(n.Name))}, true, nil
 			}
 		}
 	}
@@ -277,7 +278,7 @@ func (c *Cluster) TunnelHop(ctx context.Context, peer string) (health.Hop, error
 	if err != nil {
 		return health.Hop{}, err
 	}
-	hop := health.Hop{Cluster: c.String(), Name: health.StepNames[isthmus.ConditionConnected], State: health.Unknown, Text: "there is no Peering with cluster " + Printable(peer), Source: "Peerings"}
+	hop := health.Hop{Cluster: c.String(), Name: health.StepNames[isthmus.ConditionConnected], State: health.Unknown, Text: "there is no Peering with cluster " + safetext.Of(peer), Source: "Peerings"}
 	for _, hops := range e.Peerings {
 		for _, h := range hops {
 			if h.Name == hop.Name {
@@ -306,7 +307,7 @@ func (c *Cluster) SeenFrom(ctx context.Context, peer string, at netip.AddrPort) 
 		}
 		return netip.AddrPort{}, fmt.Errorf("%s: %v is outside of the peer's pods, %v", c, at.Addr(), own)
 	}
-	return netip.AddrPort{}, fmt.Errorf("%s: nothing is agreed with cluster %s yet", c, Printable(peer))
+	return netip.AddrPort{}, fmt.Errorf("%s: nothing is agreed with cluster %s yet", c, safetext.Of(peer))
 }
 
 // mostCompleted is how many Pods are offered to a shell.

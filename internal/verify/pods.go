@@ -24,6 +24,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/peering"
 	"github.com/isthmus-net/isthmus/internal/podport"
+	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
 const (
@@ -242,16 +243,16 @@ func state(p *corev1.Pod) string {
 			return text
 		}
 	}
-	return peering.Printable(p.Status.Reason + " " + p.Status.Message)
+	return safetext.Of(p.Status.Reason + " " + p.Status.Message)
 }
 
 // stateOf is empty for a container that runs.
 func stateOf(c corev1.ContainerStatus) string {
 	if w := c.State.Waiting; w != nil {
-		return peering.Printable(w.Reason + " " + w.Message)
+		return safetext.Of(w.Reason + " " + w.Message)
 	}
 	if t := c.State.Terminated; t != nil {
-		return peering.Printable(fmt.Sprintf("%s %s, exit code %d", t.Reason, t.Message, t.ExitCode))
+		return safetext.Of(fmt.Sprintf("%s %s, exit code %d", t.Reason, t.Message, t.ExitCode))
 	}
 	return ""
 }
@@ -280,7 +281,7 @@ func (m *member) ask(ctx context.Context, method, path string, in, out any) erro
 	case err != nil:
 		return err
 	case answer.StatusCode != http.StatusOK:
-		return fmt.Errorf("%s: %s", answer.Status, peering.Printable(string(text)))
+		return fmt.Errorf("%s: %s", answer.Status, safetext.Of(string(text)))
 	case out == nil:
 		return nil
 	}

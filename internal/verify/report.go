@@ -7,7 +7,7 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"github.com/isthmus-net/isthmus/internal/peering"
+	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
 // A Result is what became of a check.
@@ -53,23 +53,23 @@ func (r *Report) Print(w io.Writer) error {
 		result, took, seen := "ok", fmt.Sprintf("%.1fms", one.Seconds*1000), "-"
 		switch {
 		case one.Unknown != "":
-			result, took = "unknown: "+peering.Printable(one.Unknown), "-"
+			result, took = "unknown: "+safetext.Of(one.Unknown), "-"
 		case one.Error != "":
-			result, took = peering.Printable(one.Error), "-"
+			result, took = safetext.Of(one.Error), "-"
 		case one.Tries > 1:
 			result = fmt.Sprintf("ok, attempt %d", one.Tries)
 		}
 		if one.SeenAs.IsValid() {
 			seen = one.SeenAs.String()
 		}
-		fmt.Fprintf(t, "%v\t%s\t%s\t%d\t%s\t%s\t%s\n", one.From, peering.Printable(one.whom()), one.Protocol, one.Size, result, took, seen)
+		fmt.Fprintf(t, "%v\t%s\t%s\t%d\t%s\t%s\t%s\n", one.From, safetext.Of(one.whom()), one.Protocol, one.Size, result, took, seen)
 	}
 	if err := t.Flush(); err != nil {
 		return err
 	}
 	_, err := fmt.Fprintf(w, "\n%d checks, %d failed, %d unknown\n", r.Checks, r.Failed, r.Unknown)
 	for _, what := range r.LeftOut {
-		fmt.Fprintf(w, "left out: %s\n", peering.Printable(what))
+		fmt.Fprintf(w, "left out: %s\n", safetext.Of(what))
 	}
 	return err
 }

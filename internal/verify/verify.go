@@ -17,6 +17,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/isthmus-net/isthmus/internal/peering"
+	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
 // Options say what to verify.
@@ -374,10 +375,10 @@ func Line(losses []Loss) string {
 	}
 	fmt.Fprintf(&b, "%d sent, %d lost (%.2f %%)", sent, lost, 100*float64(lost)/float64(max(sent, 1)))
 	if lost > 0 {
-		fmt.Fprintf(&b, ", last %s from %v to %v: %s", last.Last.Format(time.TimeOnly), last.From, last.To, peering.Printable(last.Why))
+		fmt.Fprintf(&b, ", last %s from %v to %v: %s", last.Last.Format(time.TimeOnly), last.From, last.To, safetext.Of(last.Why))
 	}
 	if notAsked > 0 {
-		fmt.Fprintf(&b, ", %d not asked for: %s", notAsked, peering.Printable(whyNot))
+		fmt.Fprintf(&b, ", %d not asked for: %s", notAsked, safetext.Of(whyNot))
 	}
 	return b.String()
 }
