@@ -115,9 +115,9 @@ func (t *clusterTrace) end(c *peering.Cluster, name string) (peering.Place, erro
 		if err != nil {
 			return peering.Place{}, cli.Usage("%s: want an address, NAMESPACE/POD, svc/NAME or svc/NAMESPACE/NAME: %w", name, err)
 		}
-		return c.PlaceAt(t.ctx, at)
+		return peering.PlaceAt(t.ctx, c, at)
 	}
-	return c.Find(t.ctx, name)
+	return peering.Find(t.ctx, c, name)
 }
 
 // destination is the other end, at the address that this cluster knows it by. A name is one of the other
@@ -128,33 +128,33 @@ func (t *clusterTrace) destination(name string) (peering.Place, error) {
 		if t.remote != nil {
 			peer = t.remote.Identity.ClusterID
 		}
-		return t.local.Imported(t.ctx, name, peer)
+		return peering.Imported(t.ctx, t.local, name, peer)
 	}
 	if !strings.Contains(name, "/") || t.remote == nil {
 		return t.end(t.local, name)
 	}
-	p, err := t.remote.Find(t.ctx, name)
+	p, err := peering.Find(t.ctx, t.remote, name)
 	if err != nil {
 		return p, err
 	}
-	p.Addr, err = t.local.SeenFrom(t.ctx, t.remote.Identity.ClusterID, p.Addr)
+	p.Addr, err = peering.SeenFrom(t.ctx, t.local, t.remote.Identity.ClusterID, p.Addr)
 	return p, err
 }
 
 // out follows the packet. there is what the gateway made of it, nil where it drops it.
 func (t *clusterTrace) out(from, to peering.Place) (w way, there *gateway.TraceStep, err error) {
 	w = way{Direction: "out", Protocol: t.query.Protocol, From: from.String(), To: to.String()}
-	if err := w.add(t.local.NodeHop(t.ctx, from.Node)); err != nil {
+	if err := w.add(peering.NodeHop(t.ctx, t.local, from.Node)); err != nil {
 		return w, nil, err
 	}
-	if err := w.add(t.local.GatewayHop(t.ctx)); err != nil {
+	if err := w.add(peering.GatewayHop(t.ctx, t.local)); err != nil {
 		return w, nil, err
 	}
 	step, err := t.engine(&w, t.local, "out", from.Addr, to.Addr)
 	if err != nil || step == nil {
 		return w.judge(), nil, err
 	}
-	if err := w.add(t.local.TunnelHop(t.ctx, step.Peer)); err != nil {
+	if err := w.add(peering.TunnelHop(t.ctx, t.local, step.Peer)); err != nil {
 		return w, nil, err
 	}
 	if t.remote == nil || t.remote.Identity.ClusterID != step.Peer {
@@ -179,7 +179,7 @@ func (t *clusterTrace) arrive(w *way, c *peering.Cluster, sent *gateway.TraceSte
 	if err != nil || step == nil {
 		return nil, err
 	}
-	if err := w.add(c.GatewayHop(t.ctx)); err != nil {
+	if err := w.add(peering.GatewayHop(t.ctx, c)); err != nil {
 		return nil, err
 	}
 	if step.Action == "deliver" {
@@ -189,16 +189,16 @@ func (t *clusterTrace) arrive(w *way, c *peering.Cluster, sent *gateway.TraceSte
 	if err != nil {
 		return nil, err
 	}
-	place, err := c.PlaceAt(t.ctx, dst)
+	place, err := peering.PlaceAt(t.ctx, c, dst)
 	if err != nil {
 		return nil, err
 	}
 	if place.Node == "" {
-		if hop, is, err := c.VacantHop(t.ctx, dst.Addr()); is || err != nil {
+		if hop, is, err := peering.VacantHop(t.ctx, c, dst.Addr()); is || err != nil {
 			return step, w.add(hop, err)
 		}
 	}
-	return step, w.add(c.NodeHop(t.ctx, place.Node))
+	return step, w.add(peering.NodeHop(t.ctx, c, place.Node))
 }
 
 // back follows the answer to a packet that the gateway has sent.
@@ -214,7 +214,7 @@ func (t *clusterTrace) back(from, to peering.Place, sent *gateway.TraceStep) (w 
 		return w.judge(), nil
 	}
 	if t.remote == nil || t.remote.Identity.ClusterID != sent.Peer {
-		if err := w.add(t.local.TunnelHop(t.ctx, sent.Peer)); err != nil {
+		if err := w.add(peering.TunnelHop(t.ctx, t.local, sent.Peer)); err != nil {
 			return w, err
 		}
 		_, err := t.arrive(&w, t.local, &gateway.TraceStep{NewSrc: to.Addr.String(), NewDst: src.String()})
@@ -232,21 +232,21 @@ func (t *clusterTrace) back(from, to peering.Place, sent *gateway.TraceStep) (w 
 		w.Verdict = "there is no answer to what does not arrive"
 		return w, nil //nolint:nilerr // the way of the packet says why
 	}
-	place, err := t.remote.PlaceAt(t.ctx, own)
+	place, err := peering.PlaceAt(t.ctx, t.remote, own)
 	if err != nil {
 		return w, err
 	}
-	if err := w.add(t.remote.NodeHop(t.ctx, place.Node)); err != nil {
+	if err := w.add(peering.NodeHop(t.ctx, t.remote, place.Node)); err != nil {
 		return w, err
 	}
-	if err := w.add(t.remote.GatewayHop(t.ctx)); err != nil {
+	if err := w.add(peering.GatewayHop(t.ctx, t.remote)); err != nil {
 		return w, err
 	}
 	step, err := t.engine(&w, t.remote, "out", own, as)
 	if err != nil || step == nil {
 		return w.judge(), err
 	}
-	if err := w.add(t.remote.TunnelHop(t.ctx, step.Peer)); err != nil {
+	if err := w.add(peering.TunnelHop(t.ctx, t.remote, step.Peer)); err != nil {
 		return w, err
 	}
 	_, err = t.arrive(&w, t.local, step)
@@ -269,7 +269,7 @@ func after(s *gateway.TraceStep) (src, dst netip.AddrPort, err error) {
 
 // engineStep asks an engine with the rules of a cluster's objects.
 func (t *clusterTrace) engineStep(c *peering.Cluster, direction string, src, dst netip.AddrPort) (*gateway.TraceStep, error) {
-	gw, _, err := kube.GatewayOf(t.ctx, c.Reader(), c.Host(), c.Identity)
+	gw, _, err := kube.GatewayOf(t.ctx, c.Client, c.Config.Host, c.Identity)
 	if err != nil {
 		return nil, fmt.Errorf("%s: rules of the gateway: %w", c, err)
 	}
@@ -398,7 +398,7 @@ func completePlace(cmd *cobra.Command, local, remote *peering.Access, args []str
 	}
 	ctx, cancel := context.WithTimeout(cmd.Context(), completionTime)
 	defer cancel()
-	pods, err := c.Pods(ctx)
+	pods, err := peering.Pods(ctx, c)
 	if err != nil {
 		return nil, cobra.ShellCompDirectiveNoFileComp
 	}

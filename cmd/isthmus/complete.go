@@ -45,7 +45,7 @@ func completePeering(a *peering.Access) cobra.CompletionFunc {
 		}
 		ctx, cancel := context.WithTimeout(cmd.Context(), completionTime)
 		defer cancel()
-		names, err := c.Names(ctx)
+		names, err := peering.Names(ctx, c)
 		if err != nil {
 			return nil, cobra.ShellCompDirectiveNoFileComp
 		}

@@ -66,7 +66,7 @@ are. --print shows the manifests and needs no cluster.`,
 				return err
 			}
 			o.Report = reporter(cmd)
-			if err := c.Install(cmd.Context(), o); err != nil {
+			if err := peering.Install(cmd.Context(), c, o); err != nil {
 				return clusterError(err)
 			}
 			what := "installed; peer it with another cluster: isthmus peer --context " + cmp.Or(access.Context, "THIS") + " --remote-context OTHER"

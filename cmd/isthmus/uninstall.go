@@ -34,7 +34,7 @@ peers nor for nodes that are away, and reports what may stay there.`,
 				return err
 			}
 			o.Report = reporter(cmd)
-			return clusterError(c.Uninstall(cmd.Context(), o))
+			return clusterError(peering.Uninstall(cmd.Context(), c, o))
 		},
 	}
 	addAccessFlags(cmd, &access, "", "")

@@ -117,7 +117,7 @@ func (g *gathering) miss(what string, err error) {
 // tenants are the namespaces of the peerings.
 func (g *gathering) tenants(ctx context.Context) (names []string) {
 	var list isthmus.PeeringList
-	if err := g.cluster.Client().List(ctx, &list); err != nil {
+	if err := g.cluster.Client.List(ctx, &list); err != nil {
 		g.miss("Peerings, and so the namespaces of peerings", err)
 		return nil
 	}
@@ -145,7 +145,7 @@ func (g *gathering) secrets(ctx context.Context, namespaces []string) {
 	all := []secret{}
 	for _, namespace := range namespaces {
 		var list corev1.SecretList
-		if err := g.cluster.Client().List(ctx, &list, client.InNamespace(namespace)); err != nil {
+		if err := g.cluster.Client.List(ctx, &list, client.InNamespace(namespace)); err != nil {
 			g.miss("Secrets in "+namespace+", so that their values are taken out only where they look like secrets", err)
 			continue
 		}
@@ -226,7 +226,7 @@ var components = map[string][]struct {
 // pods are those of the installation; of route agents, as many as are asked.
 func (g *gathering) pods(ctx context.Context) (all []corev1.Pod) {
 	var list corev1.PodList
-	if err := g.cluster.Client().List(ctx, &list, client.InNamespace(g.cluster.Namespace)); err != nil {
+	if err := g.cluster.Client.List(ctx, &list, client.InNamespace(g.cluster.Namespace)); err != nil {
 		g.miss("Pods in "+g.cluster.Namespace+", and so what they say", err)
 		return nil
 	}
@@ -262,7 +262,7 @@ func ready(p *corev1.Pod) bool {
 
 // askAll asks all Pods, some at a time.
 func (g *gathering) askAll(ctx context.Context, pods []corev1.Pod) {
-	core, err := corev1client.NewForConfig(g.cluster.Config())
+	core, err := corev1client.NewForConfig(g.cluster.Config)
 	if err != nil {
 		g.miss("logs", err)
 		return
@@ -319,7 +319,7 @@ func (g *gathering) ask(ctx context.Context, p *corev1.Pod, port uint16, at, fil
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	text, err := func() ([]byte, error) {
-		c, err := podport.Client(g.cluster.Config(), p.Namespace, p.Name, port)
+		c, err := podport.Client(g.cluster.Config, p.Namespace, p.Name, port)
 		if err != nil {
 			return nil, err
 		}

@@ -140,9 +140,9 @@ func TestAnArchiveHasWhatIsNeededAndNoSecret(t *testing.T) {
 	must(t, server.WriteKubeconfig(file))
 	c, err := peering.Connect(peering.Access{Kubeconfig: file})
 	must(t, err)
-	must(t, c.Install(t.Context(), peering.InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "paris", ClusterID: "paris-1"},
+	must(t, peering.Install(t.Context(), c, peering.InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "paris", ClusterID: "paris-1"},
 		Values: chart.Values{"workloads": false}, Report: func(string) {}}))
-	p, secrets := plant(t, c.Client())
+	p, secrets := plant(t, c.Client)
 
 	gathered := func(t *testing.T, c *peering.Cluster) map[string]string {
 		t.Helper()
@@ -189,11 +189,11 @@ func TestAnArchiveHasWhatIsNeededAndNoSecret(t *testing.T) {
 	}
 
 	t.Run("by somebody who may read little", func(t *testing.T) {
-		must(t, c.Client().Create(t.Context(), &rbacv1.ClusterRole{ObjectMeta: metav1.ObjectMeta{Name: "little"}, Rules: []rbacv1.PolicyRule{
+		must(t, c.Client.Create(t.Context(), &rbacv1.ClusterRole{ObjectMeta: metav1.ObjectMeta{Name: "little"}, Rules: []rbacv1.PolicyRule{
 			{APIGroups: []string{""}, Resources: []string{"namespaces", "configmaps"}, Verbs: []string{"get", "list"}},
 			{APIGroups: []string{isthmus.GroupVersion.Group}, Resources: []string{"peerings"}, Verbs: []string{"list"}},
 		}}))
-		must(t, c.Client().Create(t.Context(), &rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: "little"},
+		must(t, c.Client.Create(t.Context(), &rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: "little"},
 			RoleRef:  rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "little"},
 			Subjects: []rbacv1.Subject{{APIGroup: rbacv1.GroupName, Kind: "User", Name: "reader"}}}))
 		config, err := clientcmd.LoadFromFile(file)

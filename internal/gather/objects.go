@@ -76,7 +76,7 @@ func (g *gathering) objects(ctx context.Context, tenants []string) {
 			what := strings.TrimSuffix(k.kind+" in "+namespace, " in ")
 			list := &unstructured.UnstructuredList{}
 			list.SetGroupVersionKind(schema.FromAPIVersionAndKind(k.version, k.kind+"List"))
-			if err := g.cluster.Client().List(ctx, list, client.InNamespace(namespace)); err != nil {
+			if err := g.cluster.Client.List(ctx, list, client.InNamespace(namespace)); err != nil {
 				g.miss(what, err)
 				continue
 			}

@@ -110,7 +110,7 @@ const requestsAtOnce = 16
 
 // rightsHop asks the API server whether the components may do what they have to, and says who may
 // not; nil where the person may not ask that.
-func (c *Cluster) rightsHop(ctx context.Context) (hop *health.Hop, lacking []string, err error) {
+func rightsHop(ctx context.Context, c *Cluster) (hop *health.Hop, lacking []string, err error) {
 	all, err := needs(c.Namespace)
 	if err != nil {
 		return nil, nil, err
@@ -120,7 +120,7 @@ func (c *Cluster) rightsHop(ctx context.Context) (hop *health.Hop, lacking []str
 		review := &authorizationv1.SubjectAccessReview{Spec: authorizationv1.SubjectAccessReviewSpec{
 			User:   fmt.Sprintf("system:serviceaccount:%s:%s", c.Namespace, all[i].account),
 			Groups: []string{"system:serviceaccounts", "system:serviceaccounts:" + c.Namespace, "system:authenticated"}, ResourceAttributes: &all[i].attributes}}
-		errs[i] = c.client.Create(ctx, review)
+		errs[i] = c.Client.Create(ctx, review)
 		denied[i] = errs[i] == nil && !review.Status.Allowed
 	}
 	if ask(0); forbidden(errs[0]) {
@@ -137,7 +137,7 @@ func (c *Cluster) rightsHop(ctx context.Context) (hop *health.Hop, lacking []str
 	}
 	group.Wait()
 	if err := errors.Join(errs...); err != nil {
-		return nil, nil, c.explain("rights of the components", err)
+		return nil, nil, c.Explain("rights of the components", err)
 	}
 	hop = &health.Hop{Cluster: c.String(), Name: health.HopRights, State: health.Works, Text: "the components may do what they have to", Source: "SubjectAccessReviews"}
 	var missing []string
@@ -147,17 +147,17 @@ func (c *Cluster) rightsHop(ctx context.Context) (hop *health.Hop, lacking []str
 		}
 	}
 	if len(missing) > 0 {
-		release, _ := c.helmRelease(ctx) // who may not look is told of `isthmus install`, which says it
+		release, _ := helmRelease(ctx, c) // who may not look is told of `isthmus install`, which says it
 		hop.State, hop.Reason = health.Broken, "RightsMissing"
-		hop.Text = fmt.Sprintf("%s; run %s, which repairs them", safetext.FirstFew(missing, "; "), c.giver(release))
+		hop.Text = fmt.Sprintf("%s; run %s, which repairs them", safetext.FirstFew(missing, "; "), giver(c, release))
 	}
 	return hop, lacking, nil
 }
 
 // giver is the command that gives the components their rights.
-func (c *Cluster) giver(release string) string {
+func giver(c *Cluster, release string) string {
 	if release != "" {
 		return fmt.Sprintf("`helm upgrade %s` with this program's chart", safetext.Of(release))
 	}
-	return fmt.Sprintf("`isthmus install --context %s`", c.context)
+	return fmt.Sprintf("`isthmus install --context %s`", c.Context)
 }

@@ -30,15 +30,15 @@ func (c *Cluster) podOn(t *testing.T, node, account string) (client.Client, *cor
 	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: deploy.Namespace, Name: "pod-on-" + node}, Spec: corev1.PodSpec{
 		NodeName: node, HostNetwork: true, ServiceAccountName: account, Containers: []corev1.Container{{Name: "main", Image: "isthmus:1"}}}}
 	for _, o := range []client.Object{n, pod} {
-		must(t, c.client.Create(t.Context(), o))
-		t.Cleanup(func() { _ = c.client.Delete(t.Context(), o) })
+		must(t, c.Client.Create(t.Context(), o))
+		t.Cleanup(func() { _ = c.Client.Delete(t.Context(), o) })
 	}
 	token := &authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{
 		BoundObjectRef: &authenticationv1.BoundObjectReference{APIVersion: "v1", Kind: "Pod", Name: pod.Name, UID: pod.UID}}}
-	must(t, c.client.SubResource("token").Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: deploy.Namespace, Name: account}}, token))
-	config := rest.AnonymousClientConfig(c.config)
+	must(t, c.Client.SubResource("token").Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: deploy.Namespace, Name: account}}, token))
+	config := rest.AnonymousClientConfig(c.Config)
 	config.BearerToken = token.Status.Token
-	by, err := client.New(config, client.Options{Scheme: c.client.Scheme(), Mapper: c.client.RESTMapper()})
+	by, err := client.New(config, client.Options{Scheme: c.Client.Scheme(), Mapper: c.Client.RESTMapper()})
 	must(t, err)
 	return by, n
 }
@@ -49,7 +49,7 @@ func TestAnAgentReportsItsOwnNodeAndNothingElse(t *testing.T) {
 	c := connectTo(t, Access{Kubeconfig: files.b})
 	agent, node := c.agentOn(t, "reports-n1")
 	other, otherNode := c.agentOn(t, "reports-n2")
-	loose, err := client.New(c.as(t, home, deploy.RouteAgentServiceAccount), client.Options{Scheme: c.client.Scheme(), Mapper: c.client.RESTMapper()})
+	loose, err := client.New(c.as(t, home, deploy.RouteAgentServiceAccount), client.Options{Scheme: c.Client.Scheme(), Mapper: c.Client.RESTMapper()})
 	must(t, err)
 	report := func(n *corev1.Node, change ...func(*isthmus.NodeNetworks)) *isthmus.NodeNetworks {
 		r := &isthmus.NodeNetworks{
@@ -118,7 +118,7 @@ func TestAgentsAndGatewaysTellOfTheirOwnPodAndOfNothingElse(t *testing.T) {
 	for _, account := range []string{deploy.RouteAgentServiceAccount, deploy.GatewayServiceAccount} {
 		own := "pod-on-tells-" + account
 		bound, _ := c.podOn(t, "tells-"+account, account)
-		loose, err := client.New(c.as(t, home, account), client.Options{Scheme: c.client.Scheme(), Mapper: c.client.RESTMapper()})
+		loose, err := client.New(c.as(t, home, account), client.Options{Scheme: c.Client.Scheme(), Mapper: c.Client.RESTMapper()})
 		must(t, err)
 		about := func(by client.Client, kind, namespace, name string) error {
 			return by.Create(t.Context(), &eventsv1.Event{

@@ -10,8 +10,14 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// fieldManager is who we are to server-side apply.
-const fieldManager = "isthmus"
+// FieldManager is who we are to server-side apply.
+const FieldManager = "isthmus"
+
+const (
+	// LabelManagedBy marks what we made: nothing else is deleted.
+	LabelManagedBy = "app.kubernetes.io/managed-by"
+	ManagedBy      = "isthmus"
+)
 
 // Outcome says what applying an object changed.
 type Outcome string
@@ -22,24 +28,24 @@ const (
 	Unchanged Outcome = "unchanged"
 )
 
-// apply makes the object be as it is given, server-side: fields that others set and we do not
+// Apply makes the object be as it is given, server-side: fields that others set and we do not
 // mention stay.
-func (c *Cluster) apply(ctx context.Context, o client.Object) (Outcome, error) {
-	u, err := c.unstructured(o)
+func (c *Cluster) Apply(ctx context.Context, o client.Object) (Outcome, error) {
+	u, err := c.Unstructured(o)
 	if err != nil {
 		return "", err
 	}
 	before := &unstructured.Unstructured{}
 	before.SetGroupVersionKind(u.GroupVersionKind())
 	outcome := Changed
-	if err := c.client.Get(ctx, client.ObjectKeyFromObject(u), before); apierrors.IsNotFound(err) {
+	if err := c.Client.Get(ctx, client.ObjectKeyFromObject(u), before); apierrors.IsNotFound(err) {
 		outcome = Created
 	} else if err != nil {
-		return "", c.explain(describe(u), err)
+		return "", c.Explain(Describe(u), err)
 	}
-	err = c.client.Apply(ctx, client.ApplyConfigurationFromUnstructured(u), client.FieldOwner(fieldManager), client.ForceOwnership)
+	err = c.Client.Apply(ctx, client.ApplyConfigurationFromUnstructured(u), client.FieldOwner(FieldManager), client.ForceOwnership)
 	if err != nil {
-		return "", c.explain("apply "+describe(u), err)
+		return "", c.Explain("apply "+Describe(u), err)
 	}
 	if u.GetResourceVersion() == before.GetResourceVersion() {
 		outcome = Unchanged
@@ -47,12 +53,12 @@ func (c *Cluster) apply(ctx context.Context, o client.Object) (Outcome, error) {
 	return outcome, nil
 }
 
-// unstructured returns the object as an apply configuration: without what the API server fills in.
-func (c *Cluster) unstructured(o client.Object) (*unstructured.Unstructured, error) {
+// Unstructured returns the object as an apply configuration: without what the API server fills in.
+func (c *Cluster) Unstructured(o client.Object) (*unstructured.Unstructured, error) {
 	if u, ok := o.(*unstructured.Unstructured); ok {
 		return u.DeepCopy(), nil
 	}
-	gvk, err := c.client.GroupVersionKindFor(o)
+	gvk, err := c.Client.GroupVersionKindFor(o)
 	if err != nil {
 		return nil, err
 	}
@@ -66,8 +72,8 @@ func (c *Cluster) unstructured(o client.Object) (*unstructured.Unstructured, err
 	return u, nil
 }
 
-// describe names an object: `Role liqo-tenant-b-1a2b3c/isthmus-peer`.
-func describe(u *unstructured.Unstructured) string {
+// Describe names an object: `Role liqo-tenant-b-1a2b3c/isthmus-peer`.
+func Describe(u *unstructured.Unstructured) string {
 	if u.GetNamespace() == "" {
 		return u.GetKind() + " " + u.GetName()
 	}

@@ -22,20 +22,20 @@ import (
 // What Install looks at before it writes anything: what an installation is like that does not say
 // what was chosen for it, and what forbids to install.
 
-// former returns what an installation that was made when nothing was remembered, or by kubectl, says
+// valuesOfOlder returns what an installation that was made when nothing was remembered, or by kubectl, says
 // of itself; nil where there is none. The defaults instead would change where peers reach it.
-func (c *Cluster) former(ctx context.Context, o InstallOptions) (chart.Values, error) {
+func valuesOfOlder(ctx context.Context, c *Cluster, o InstallOptions) (chart.Values, error) {
 	var account corev1.ServiceAccount
 	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.ManagerServiceAccount}
-	if err := c.client.Get(ctx, key, &account); err != nil {
-		return nil, c.explain("ServiceAccount "+key.String(), client.IgnoreNotFound(err))
+	if err := c.Client.Get(ctx, key, &account); err != nil {
+		return nil, c.Explain("ServiceAccount "+key.String(), client.IgnoreNotFound(err))
 	}
 	values, workloads := chart.Values{}, false
 	for kind, names := range map[string][]string{
 		"Deployment": {deploy.ManagerServiceAccount, deploy.GatewayServiceAccount}, "DaemonSet": {deploy.RouteAgentServiceAccount},
 	} {
 		for _, name := range names { // they are called as their ServiceAccounts
-			u, err := c.get(ctx, appsv1.SchemeGroupVersion.WithKind(kind), c.Namespace, name)
+			u, err := c.Get(ctx, appsv1.SchemeGroupVersion.WithKind(kind), c.Namespace, name)
 			if err != nil {
 				return nil, err
 			}
@@ -47,11 +47,11 @@ func (c *Cluster) former(ctx context.Context, o InstallOptions) (chart.Values, e
 	chart.Set(values, workloads, "workloads")
 	var s corev1.Service
 	key.Name = deploy.GatewayServiceAccount // the Service, too
-	if err := c.client.Get(ctx, key, &s); apierrors.IsNotFound(err) {
+	if err := c.Client.Get(ctx, key, &s); apierrors.IsNotFound(err) {
 		chart.Set(values, "", "gateway", "service", "type")
 		return values, nil
 	} else if err != nil {
-		return nil, c.explain("Service "+key.String(), err)
+		return nil, c.Explain("Service "+key.String(), err)
 	}
 	chart.Set(values, string(s.Spec.Type), "gateway", "service", "type")
 	if policy := s.Spec.ExternalTrafficPolicy; policy != "" {
@@ -94,36 +94,36 @@ func inARow(ports []corev1.ServicePort) (first int32, ok bool) {
 
 // notElsewhere keeps an installation from taking away the rights of one in another namespace: their
 // ClusterRoleBindings have the same names. One whose ServiceAccount is gone is no installation.
-func (c *Cluster) notElsewhere(ctx context.Context) error {
+func notElsewhere(ctx context.Context, c *Cluster) error {
 	var binding rbacv1.ClusterRoleBinding
-	if err := c.client.Get(ctx, client.ObjectKey{Name: deploy.ManagerServiceAccount}, &binding); err != nil {
-		return c.explain("ClusterRoleBinding "+deploy.ManagerServiceAccount, client.IgnoreNotFound(err))
+	if err := c.Client.Get(ctx, client.ObjectKey{Name: deploy.ManagerServiceAccount}, &binding); err != nil {
+		return c.Explain("ClusterRoleBinding "+deploy.ManagerServiceAccount, client.IgnoreNotFound(err))
 	}
 	for _, s := range binding.Subjects {
 		if s.Kind != rbacv1.ServiceAccountKind || s.Namespace == c.Namespace {
 			continue
 		}
 		key := client.ObjectKey{Namespace: s.Namespace, Name: s.Name}
-		err := c.client.Get(ctx, key, &corev1.ServiceAccount{})
+		err := c.Client.Get(ctx, key, &corev1.ServiceAccount{})
 		if err == nil {
 			return fmt.Errorf("%s: Isthmus is installed in namespace %s already (ClusterRoleBinding %s), and there is one in a cluster: "+
 				"want --namespace %s, or that one uninstalled first", c, safetext.Of(s.Namespace), binding.Name, safetext.Of(s.Namespace))
 		}
 		if !apierrors.IsNotFound(err) {
-			return c.explain("ServiceAccount "+key.String(), err)
+			return c.Explain("ServiceAccount "+key.String(), err)
 		}
 	}
 	return nil
 }
 
 // inTheWay says what is there that what is to be applied cannot replace, or must not be beside.
-func (c *Cluster) inTheWay(ctx context.Context, objects []*unstructured.Unstructured) error {
+func inTheWay(ctx context.Context, c *Cluster, objects []*unstructured.Unstructured) error {
 	workloads := false
 	for _, u := range objects {
 		switch u.GetKind() {
 		case "Deployment", "DaemonSet":
 			workloads = true
-			have, err := c.get(ctx, u.GroupVersionKind(), u.GetNamespace(), u.GetName())
+			have, err := c.Get(ctx, u.GroupVersionKind(), u.GetNamespace(), u.GetName())
 			if err != nil {
 				return err
 			}
@@ -133,15 +133,15 @@ func (c *Cluster) inTheWay(ctx context.Context, objects []*unstructured.Unstruct
 			want, _, _ := unstructured.NestedMap(u.Object, "spec", "selector")
 			if is, _, _ := unstructured.NestedMap(have.Object, "spec", "selector"); !reflect.DeepEqual(is, want) {
 				return fmt.Errorf("%s: %s was made by somebody else: its spec.selector is %v, ours %v, and none can be changed: delete it first, or leave the components to others by --without-workloads",
-					c, describe(u), is, want)
+					c, Describe(u), is, want)
 			}
 		case "Service":
 			if u.GetLabels()[v1alpha1.LabelGateway] == "" {
 				continue
 			}
 			var services corev1.ServiceList
-			if err := c.client.List(ctx, &services, client.InNamespace(c.Namespace), client.MatchingLabels{v1alpha1.LabelGateway: "true"}); err != nil {
-				return c.explain("Services in "+c.Namespace, err)
+			if err := c.Client.List(ctx, &services, client.InNamespace(c.Namespace), client.MatchingLabels{v1alpha1.LabelGateway: "true"}); err != nil {
+				return c.Explain("Services in "+c.Namespace, err)
 			}
 			for i := range services.Items {
 				if name := services.Items[i].Name; name != u.GetName() {
@@ -157,8 +157,8 @@ func (c *Cluster) inTheWay(ctx context.Context, objects []*unstructured.Unstruct
 	var deployments appsv1.DeploymentList
 	var daemonSets appsv1.DaemonSetList
 	for _, list := range []client.ObjectList{&deployments, &daemonSets} {
-		if err := c.client.List(ctx, list, client.InNamespace(c.Namespace)); err != nil {
-			return c.explain("workloads in "+c.Namespace, err)
+		if err := c.Client.List(ctx, list, client.InNamespace(c.Namespace)); err != nil {
+			return c.Explain("workloads in "+c.Namespace, err)
 		}
 	}
 	accounts := []string{deploy.ManagerServiceAccount, deploy.GatewayServiceAccount, deploy.RouteAgentServiceAccount}
@@ -184,14 +184,14 @@ func (c *Cluster) inTheWay(ctx context.Context, objects []*unstructured.Unstruct
 
 // agentsFirst waits, before gateways leave the networks of their nodes, until each node has the new
 // agent: those of before let nothing through to the Pod of a gateway.
-func (c *Cluster) agentsFirst(ctx context.Context, object *unstructured.Unstructured, objects []*unstructured.Unstructured, o InstallOptions) error {
+func agentsFirst(ctx context.Context, c *Cluster, object *unstructured.Unstructured, objects []*unstructured.Unstructured, o InstallOptions) error {
 	if object.GetKind() != "Deployment" || object.GetName() != deploy.GatewayServiceAccount || o.Wait == 0 || onHostNetwork(object) {
 		return nil
 	}
-	have, err := c.get(ctx, object.GroupVersionKind(), object.GetNamespace(), object.GetName())
+	have, err := c.Get(ctx, object.GroupVersionKind(), object.GetNamespace(), object.GetName())
 	if err != nil || have == nil || !onHostNetwork(have) {
 		return err
 	}
 	agents := slices.DeleteFunc(slices.Clone(objects), func(u *unstructured.Unstructured) bool { return u.GetKind() != "DaemonSet" })
-	return c.rolledOut(ctx, agents, o, "the gateways stay in the networks of their nodes until each node has the new agent (--timeout 0 does not wait)")
+	return rolledOut(ctx, c, agents, o, "the gateways stay in the networks of their nodes until each node has the new agent (--timeout 0 does not wait)")
 }

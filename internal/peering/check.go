@@ -42,8 +42,8 @@ func both(a, b *side, do func(*side) error) error {
 // distinct refuses two clusters that are one, or that peers could not tell apart.
 func distinct(a, b *Cluster) error {
 	switch {
-	case a.uid == b.uid:
-		return fmt.Errorf("%s and %s are the same cluster (its namespace kube-system has the UID %s): want two", a.context, b.context, a.uid)
+	case a.UID == b.UID:
+		return fmt.Errorf("%s and %s are the same cluster (its namespace kube-system has the UID %s): want two", a.Context, b.Context, a.UID)
 	case a.Identity.ClusterID == b.Identity.ClusterID:
 		return fmt.Errorf("%s and %s have the same cluster ID %s: install one of them with another --cluster-id", a, b, safetext.Of(a.Identity.ClusterID))
 	}
@@ -51,12 +51,12 @@ func distinct(a, b *Cluster) error {
 }
 
 // reachable refuses a URL of the API server that works only on this machine, unless the flag names it.
-func (c *Cluster) reachable(flag string) error {
-	if c.chosen {
+func reachable(c *Cluster, flag string) error {
+	if c.ServerChosen {
 		return nil
 	}
 	const want = "want %s, a URL at which the manager of the other cluster reaches it"
-	u, err := url.Parse(c.server)
+	u, err := url.Parse(c.Server)
 	if err != nil {
 		return fmt.Errorf("%s: API server: %w", c, err)
 	}
@@ -64,7 +64,7 @@ func (c *Cluster) reachable(flag string) error {
 	if addr, err := netip.ParseAddr(u.Hostname()); err == nil && (addr.Unmap().IsLoopback() || addr.Unmap().IsUnspecified()) || u.Hostname() == "localhost" {
 		return fmt.Errorf("%s: the kubeconfig reaches the API server at %s, an address of this machine alone: "+want, c, u.Host, flag)
 	}
-	if c.config.Proxy != nil {
+	if c.Config.Proxy != nil {
 		return fmt.Errorf("%s: the kubeconfig reaches the API server through a proxy (proxy-url), which managers do not use: "+want, c, flag)
 	}
 	return nil
@@ -74,8 +74,8 @@ func (c *Cluster) reachable(flag string) error {
 // a new Peering; empty: the peer's unique name.
 func (s *side) findPeering(ctx context.Context, name string) error {
 	var list isthmus.PeeringList
-	if err := s.client.List(ctx, &list); err != nil {
-		return s.explain("Peerings", err)
+	if err := s.Client.List(ctx, &list); err != nil {
+		return s.Explain("Peerings", err)
 	}
 	identity := s.peer.Identity
 	if name == "" {
@@ -117,10 +117,10 @@ func (s *side) agreed() error {
 // checkNamespace refuses a tenant namespace that belongs to another cluster or is on its way out.
 func (s *side) checkNamespace(ctx context.Context) error {
 	var n corev1.Namespace
-	if err := s.client.Get(ctx, client.ObjectKey{Name: s.namespace}, &n); apierrors.IsNotFound(err) {
+	if err := s.Client.Get(ctx, client.ObjectKey{Name: s.namespace}, &n); apierrors.IsNotFound(err) {
 		return nil
 	} else if err != nil {
-		return s.explain("Namespace "+s.namespace, err)
+		return s.Explain("Namespace "+s.namespace, err)
 	}
 	if !n.DeletionTimestamp.IsZero() {
 		return fmt.Errorf("%s: Namespace %s is still being deleted: try again when it is gone", s.Cluster, s.namespace)
@@ -149,34 +149,34 @@ func (s *side) checkAdmission(ctx context.Context) error {
 
 // present says how to install what is not there.
 func (s *side) present(ctx context.Context, o client.Object) error {
-	u, err := s.unstructured(o)
+	u, err := s.Unstructured(o)
 	if err != nil {
 		return err
 	}
-	err = s.client.Get(ctx, client.ObjectKeyFromObject(o), o)
+	err = s.Client.Get(ctx, client.ObjectKeyFromObject(o), o)
 	if apierrors.IsNotFound(err) || meta.IsNoMatchError(err) {
-		return fmt.Errorf("%s: there is no %s, which bounds what peers write: run `isthmus install --context %s`", s.Cluster, describe(u), s.context)
+		return fmt.Errorf("%s: there is no %s, which bounds what peers write: run `isthmus install --context %s`", s.Cluster, Describe(u), s.Context)
 	}
-	return s.explain(describe(u), err)
+	return s.Explain(Describe(u), err)
 }
 
 // managerLease is the Lease that the active manager holds.
 const managerLease = deploy.ManagerServiceAccount
 
-// holderOf says who is at work, by the Lease that the manager or the active gateway renews. A sharp answer is
+// HolderOf says who is at work, by the Lease that the manager or the active gateway renews. A sharp answer is
 // to be shown. What is done because nobody is at work, such as taking down what others keep up, needs
 // both clocks to say that the Lease is over, by half a minute: the API server's may be a proxy's, or that of
 // one of several.
-func (c *Cluster) holderOf(ctx context.Context, leaseName string, sharp bool) (health.Holder, error) {
+func HolderOf(ctx context.Context, c *Cluster, leaseName string, sharp bool) (health.Holder, error) {
 	var lease coordinationv1.Lease
 	asked := time.Now() // the answer may be as old as that
-	err := c.client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: leaseName}, &lease)
-	name := c.leaseName(leaseName)
+	err := c.Client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: leaseName}, &lease)
+	name := LeaseText(c, leaseName)
 	if apierrors.IsNotFound(err) {
 		return health.Holder{Problem: name + " is not there", Absent: true}, nil
 	}
 	if err != nil {
-		return health.Holder{}, c.explain(name, err)
+		return health.Holder{}, c.Explain(name, err)
 	}
 	ahead, known := c.clock.atLeast()
 	if !sharp {
@@ -185,12 +185,12 @@ func (c *Cluster) holderOf(ctx context.Context, leaseName string, sharp bool) (h
 	return health.HolderOf(name, &lease, asked.Add(ahead), known), nil
 }
 
-func (c *Cluster) leaseName(lease string) string { return "Lease " + c.Namespace + "/" + lease }
+func LeaseText(c *Cluster, lease string) string { return "Lease " + c.Namespace + "/" + lease }
 
 func (s *side) checkManager(ctx context.Context, o PeerOptions) error {
 	deadline := time.Now().Add(o.Timeout)
 	for told := false; ; told = true {
-		h, err := s.holderOf(ctx, managerLease, false)
+		h, err := HolderOf(ctx, s.Cluster, managerLease, false)
 		switch {
 		case err != nil || h.Name != "":
 			return err
@@ -238,7 +238,7 @@ func (s *side) checkRights(ctx context.Context) error {
 	for i := range wanted {
 		group.Go(func() {
 			review := authorizationv1.SelfSubjectAccessReview{Spec: authorizationv1.SelfSubjectAccessReviewSpec{ResourceAttributes: &wanted[i]}}
-			if errs[i] = s.client.Create(ctx, &review); errs[i] == nil && !review.Status.Allowed {
+			if errs[i] = s.Client.Create(ctx, &review); errs[i] == nil && !review.Status.Allowed {
 				denied[i] = wanted[i].Verb + " " + wanted[i].Resource
 				if wanted[i].Subresource != "" {
 					denied[i] += "/" + wanted[i].Subresource
@@ -249,7 +249,7 @@ func (s *side) checkRights(ctx context.Context) error {
 	group.Wait()
 	for _, err := range errs {
 		if err != nil {
-			return s.explain("review of your rights", err)
+			return s.Explain("review of your rights", err)
 		}
 	}
 	var missing []string

@@ -65,7 +65,7 @@ func Review(ctx context.Context, c *Cluster, name string, o PeerOptions) (*isthm
 	if err := c.Identify(ctx); err != nil {
 		return nil, err
 	}
-	p, err := c.peeringNamed(ctx, name)
+	p, err := peeringNamed(ctx, c, name)
 	if err != nil {
 		return nil, err
 	}
@@ -91,10 +91,10 @@ func Review(ctx context.Context, c *Cluster, name string, o PeerOptions) (*isthm
 }
 
 // peeringNamed finds the Peering of that name, or for the cluster of that name or ID.
-func (c *Cluster) peeringNamed(ctx context.Context, name string) (found *isthmus.Peering, err error) {
+func peeringNamed(ctx context.Context, c *Cluster, name string) (found *isthmus.Peering, err error) {
 	var list isthmus.PeeringList
-	if err := c.client.List(ctx, &list); err != nil {
-		return nil, c.explain("Peerings", err)
+	if err := c.Client.List(ctx, &list); err != nil {
+		return nil, c.Explain("Peerings", err)
 	}
 	for i := range list.Items {
 		p := &list.Items[i]
@@ -115,8 +115,8 @@ func (c *Cluster) peeringNamed(ctx context.Context, name string) (found *isthmus
 // claimed is what the peer claims now, as its NetworkConfig has it; nil when there is none.
 func (s *side) claimed(ctx context.Context) (*Claim, error) {
 	var list v1alpha1.NetworkConfigList
-	if err := s.client.List(ctx, &list, client.InNamespace(s.namespace), client.MatchingLabels{v1alpha1.LabelOriginID: s.peer.Identity.ClusterID}); err != nil {
-		return nil, s.explain("NetworkConfigs in "+s.namespace, err)
+	if err := s.Client.List(ctx, &list, client.InNamespace(s.namespace), client.MatchingLabels{v1alpha1.LabelOriginID: s.peer.Identity.ClusterID}); err != nil {
+		return nil, s.Explain("NetworkConfigs in "+s.namespace, err)
 	}
 	list.Items = slices.DeleteFunc(list.Items, func(nc v1alpha1.NetworkConfig) bool { return !nc.DeletionTimestamp.IsZero() })
 	switch len(list.Items) {
@@ -187,7 +187,7 @@ func (s *side) setClaims(ctx context.Context) (string, error) {
 	}
 	var changed map[string]any
 	err := retry.RetryOnConflict(retry.DefaultBackoff, func() error {
-		if err := s.client.Get(ctx, client.ObjectKeyFromObject(s.peering), s.peering); err != nil {
+		if err := s.Client.Get(ctx, client.ObjectKeyFromObject(s.peering), s.peering); err != nil {
 			return err
 		}
 		if _, changed = s.claims.applyTo(s.peering.Spec.Claims); len(changed) == 0 {
@@ -200,10 +200,10 @@ func (s *side) setClaims(ctx context.Context) (string, error) {
 		if err != nil {
 			return err
 		}
-		return s.client.Patch(ctx, s.peering, client.RawPatch(types.MergePatchType, patch), client.FieldOwner(fieldManager))
+		return s.Client.Patch(ctx, s.peering, client.RawPatch(types.MergePatchType, patch), client.FieldOwner(FieldManager))
 	})
 	if err != nil {
-		return "", s.explain("spec.claims of Peering "+s.peering.Name, err)
+		return "", s.Explain("spec.claims of Peering "+s.peering.Name, err)
 	}
 	var said []string
 	for _, field := range []string{"allowed", "alwaysRemap", "consent"} {
@@ -261,7 +261,7 @@ func (s *side) awaited(ctx context.Context) error {
 			return nil // the manager has not seen it yet
 		}
 	}
-	return fmt.Errorf("%s: %w: %s (--context %s)", s.Cluster, ErrConsent, safetext.Cut(c.Message, safetext.Message), s.context)
+	return fmt.Errorf("%s: %w: %s (--context %s)", s.Cluster, ErrConsent, safetext.Cut(c.Message, safetext.Message), s.Context)
 }
 
 // remapped reports whether what is always to be remapped is, as far as the Peering says. An override

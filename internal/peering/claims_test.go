@@ -46,7 +46,7 @@ func TestConsentIsToTheClaimThatThePeerHasNow(t *testing.T) {
 		Spec: v1alpha1.NetworkConfigSpec{RemoteCluster: p.a.Identity, PodCIDR: "10.48.0.0/14", ExternalCIDR: "10.61.0.0/20", EndpointIP: "192.0.2.2",
 			BackendType: v1alpha1.BackendWireGuard, BackendConfig: v1alpha1.BackendConfig{v1alpha1.ConfigPort: "5871", v1alpha1.ConfigPublicKey: "AQIDBAUGBwgJCgsMDQ4PEBESExQVFhcYGRobHB0eHyA="}},
 	}
-	must(t, p.a.client.Create(t.Context(), nc))
+	must(t, p.a.Client.Create(t.Context(), nc))
 	refused(agree("consent-b", claim), "--consent names the claim 10.48.0.0/14,10.60.0.0/20, and consent-b claims 10.48.0.0/14,10.61.0.0/20 now: nothing is agreed to",
 		"`isthmus peer "+p.b.Identity.UniqueName()+"` shows")
 
@@ -65,7 +65,7 @@ func TestConsentIsToTheClaimThatThePeerHasNow(t *testing.T) {
 	// A repetition of `isthmus peer` and a look agree to nothing, and say so.
 	p.managers[0].set(isthmus.ConditionPeerConfig, v1alpha1.ReasonConsent+" it asks for more")
 	nc.Spec.PodCIDR = "10.48.0.0/13"
-	must(t, p.a.client.Update(t.Context(), nc))
+	must(t, p.a.Client.Update(t.Context(), nc))
 	for begin := time.Now(); !errors.Is(err, ErrConsent); err = p.peer(t) { // the manager may be slower
 		if time.Since(begin) > patient {
 			t.Fatalf("peer: %v", err)
@@ -84,7 +84,7 @@ func TestConsentIsToTheClaimThatThePeerHasNow(t *testing.T) {
 func (p *pair) peeringOf(t *testing.T) *isthmus.Peering {
 	t.Helper()
 	var peering isthmus.Peering
-	must(t, p.a.client.Get(t.Context(), client.ObjectKey{Name: p.b.Identity.UniqueName()}, &peering))
+	must(t, p.a.Client.Get(t.Context(), client.ObjectKey{Name: p.b.Identity.UniqueName()}, &peering))
 	return &peering
 }
 

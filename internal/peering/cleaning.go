@@ -30,12 +30,12 @@ type cleaning struct {
 
 // howToClean finds out what cleaning needs while the DaemonSet is there, and remembers it. Where
 // components run elsewhere, there is nothing to be done by us, and it returns nil.
-func (c *Cluster) howToClean(ctx context.Context, o UninstallOptions) (*cleaning, error) {
+func howToClean(ctx context.Context, c *Cluster, o UninstallOptions) (*cleaning, error) {
 	how := cleaning{Image: o.Image, StateDirectory: "/var/lib/isthmus"}
 	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.RouteAgentServiceAccount} // the DaemonSet has the same name
 	var agents appsv1.DaemonSet
 	var memory corev1.ConfigMap
-	err := c.client.Get(ctx, key, &agents)
+	err := c.Client.Get(ctx, key, &agents)
 	switch {
 	case err == nil:
 		pod := agents.Spec.Template.Spec
@@ -47,31 +47,31 @@ func (c *Cluster) howToClean(ctx context.Context, o UninstallOptions) (*cleaning
 		}
 		var gateways appsv1.Deployment
 		key.Name = deploy.GatewayServiceAccount
-		if err := c.client.Get(ctx, key, &gateways); client.IgnoreNotFound(err) != nil {
-			return nil, c.explain("Deployment "+key.String(), err)
+		if err := c.Client.Get(ctx, key, &gateways); client.IgnoreNotFound(err) != nil {
+			return nil, c.Explain("Deployment "+key.String(), err)
 		}
 		how.HostGateways = gateways.Spec.Template.Spec.HostNetwork
 		text, err := json.Marshal(how)
 		if err != nil {
 			return nil, err
 		}
-		_, err = c.apply(ctx, &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: uninstallConfigMap}, Data: map[string]string{keyCleaning: string(text)}})
+		_, err = c.Apply(ctx, &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: uninstallConfigMap}, Data: map[string]string{keyCleaning: string(text)}})
 		if apierrors.HasStatusCause(err, corev1.NamespaceTerminatingCause) {
 			err = nil // somebody deleted the namespace: nothing can be remembered there
 		}
 		return &how, err
 	case !apierrors.IsNotFound(err):
-		return nil, c.explain("DaemonSet "+key.String(), err)
+		return nil, c.Explain("DaemonSet "+key.String(), err)
 	}
 	key.Name = uninstallConfigMap
-	err = c.client.Get(ctx, key, &memory)
+	err = c.Client.Get(ctx, key, &memory)
 	if err == nil {
 		err = json.Unmarshal([]byte(memory.Data[keyCleaning]), &how)
 		how.Image = cmp.Or(o.Image, how.Image)
 		return &how, err
 	}
 	if !apierrors.IsNotFound(err) {
-		return nil, c.explain("ConfigMap "+key.String(), err)
+		return nil, c.Explain("ConfigMap "+key.String(), err)
 	}
 	if o.Image != "" { // a person knows that nodes are to be cleaned
 		how.HostGateways = true
@@ -85,10 +85,10 @@ func (c *Cluster) howToClean(ctx context.Context, o UninstallOptions) (*cleaning
 const labelCleans = "isthmus.net/cleans"
 
 // cleanNodes runs a Pod on each node that takes away what components made in its kernel.
-func (c *Cluster) cleanNodes(ctx context.Context, how cleaning, o UninstallOptions) error {
+func cleanNodes(ctx context.Context, c *Cluster, how cleaning, o UninstallOptions) error {
 	if !o.BeforeHelm { // else we run in it
-		if err := c.untilNothing(ctx, o, func() (string, error) {
-			have, err := c.get(ctx, corev1.SchemeGroupVersion.WithKind("Namespace"), "", c.Namespace)
+		if err := untilNothing(ctx, c, o, func() (string, error) {
+			have, err := c.Get(ctx, corev1.SchemeGroupVersion.WithKind("Namespace"), "", c.Namespace)
 			if err != nil {
 				return "", err
 			}
@@ -97,17 +97,17 @@ func (c *Cluster) cleanNodes(ctx context.Context, how cleaning, o UninstallOptio
 			}
 			labels := map[string]string{"pod-security.kubernetes.io/enforce": "privileged"}
 			if isOurs(have) {
-				labels[labelName] = managedBy
+				labels[LabelName] = ManagedBy
 			}
-			_, err = c.apply(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace, Labels: labels}})
+			_, err = c.Apply(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace, Labels: labels}})
 			return "", err
 		}); err != nil {
 			return err
 		}
 	}
 	var nodes corev1.NodeList
-	if err := c.client.List(ctx, &nodes); err != nil {
-		return c.explain("Nodes", err)
+	if err := c.Client.List(ctx, &nodes); err != nil {
+		return c.Explain("Nodes", err)
 	}
 	todo := map[string]*corev1.Pod{}
 	for i := range nodes.Items {
@@ -121,24 +121,24 @@ func (c *Cluster) cleanNodes(ctx context.Context, how cleaning, o UninstallOptio
 		}
 		todo[n.Name] = cleaningPod(c.Namespace, n.Name, how)
 	}
-	err := c.untilNothing(ctx, o, func() (string, error) {
+	err := untilNothing(ctx, c, o, func() (string, error) {
 		var waiting []string
 		for node, want := range todo {
 			var p corev1.Pod
-			err := c.client.Get(ctx, client.ObjectKeyFromObject(want), &p)
-			if apierrors.IsNotFound(err) && c.nodeGone(ctx, node) {
+			err := c.Client.Get(ctx, client.ObjectKeyFromObject(want), &p)
+			if apierrors.IsNotFound(err) && nodeGone(ctx, c, node) {
 				delete(todo, node) // and its kernel with it
 				continue
 			}
 			if apierrors.IsNotFound(err) {
 				p = *want.DeepCopy()
-				err = c.client.Create(ctx, &p)
+				err = c.Client.Create(ctx, &p)
 			}
 			switch {
 			case apierrors.IsForbidden(err): // the ServiceAccount of a namespace comes a moment after it
 				waiting = append(waiting, node+" ("+safetext.Of(err.Error())+")")
 			case err != nil:
-				return "", c.explain("Pod "+want.Namespace+"/"+want.Name, err)
+				return "", c.Explain("Pod "+want.Namespace+"/"+want.Name, err)
 			case p.Status.Phase == corev1.PodSucceeded:
 				delete(todo, node)
 				o.Report(fmt.Sprintf("%s: node %s is clean", c, node))
@@ -156,12 +156,12 @@ func (c *Cluster) cleanNodes(ctx context.Context, how cleaning, o UninstallOptio
 		return err
 	}
 	var done corev1.PodList
-	if err := c.client.List(ctx, &done, client.InNamespace(c.Namespace), client.HasLabels{labelCleans}); err != nil {
-		return c.explain("Pods in "+c.Namespace, err)
+	if err := c.Client.List(ctx, &done, client.InNamespace(c.Namespace), client.HasLabels{labelCleans}); err != nil {
+		return c.Explain("Pods in "+c.Namespace, err)
 	}
 	for i := range done.Items {
-		if err := c.client.Delete(ctx, &done.Items[i]); client.IgnoreNotFound(err) != nil {
-			return c.explain("delete Pod "+done.Items[i].Name, err)
+		if err := c.Client.Delete(ctx, &done.Items[i]); client.IgnoreNotFound(err) != nil {
+			return c.Explain("delete Pod "+done.Items[i].Name, err)
 		}
 	}
 	return nil
@@ -202,7 +202,7 @@ func cleaningPod(namespace, node string, how cleaning) *corev1.Pod {
 	}
 	return &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: fmt.Sprintf("isthmus-cleanup-%x", sum.Sum64()),
-			Labels: map[string]string{labelName: "cleanup", "app.kubernetes.io/part-of": "isthmus", labelCleans: "node"}},
+			Labels: map[string]string{LabelName: "cleanup", "app.kubernetes.io/part-of": "isthmus", labelCleans: "node"}},
 		Spec: corev1.PodSpec{
 			NodeName: node, HostNetwork: true, RestartPolicy: corev1.RestartPolicyOnFailure, AutomountServiceAccountToken: new(false),
 			Tolerations: []corev1.Toleration{{Operator: corev1.TolerationOpExists}}, ImagePullSecrets: how.PullSecrets,
@@ -225,11 +225,11 @@ func isReady(n *corev1.Node) bool {
 }
 
 // nodeReady reports whether the kubelet of a node is there.
-func (c *Cluster) nodeReady(ctx context.Context, name string) bool {
+func nodeReady(ctx context.Context, c *Cluster, name string) bool {
 	var n corev1.Node
-	return c.client.Get(ctx, client.ObjectKey{Name: name}, &n) == nil && isReady(&n)
+	return c.Client.Get(ctx, client.ObjectKey{Name: name}, &n) == nil && isReady(&n)
 }
 
-func (c *Cluster) nodeGone(ctx context.Context, name string) bool {
-	return apierrors.IsNotFound(c.client.Get(ctx, client.ObjectKey{Name: name}, &corev1.Node{}))
+func nodeGone(ctx context.Context, c *Cluster, name string) bool {
+	return apierrors.IsNotFound(c.Client.Get(ctx, client.ObjectKey{Name: name}, &corev1.Node{}))
 }

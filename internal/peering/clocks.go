@@ -64,17 +64,17 @@ type roundTripper func(*http.Request) (*http.Response, error)
 
 func (f roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
 
-// now is the time by the API server's clock, with which objects say when they were written; false: it is
+// Now is the time by the API server's clock, with which objects say when they were written; false: it is
 // not known, and the time is ours.
-func (c *Cluster) now() (time.Time, bool) {
+func (c *Cluster) Now() (time.Time, bool) {
 	ahead, known := c.clock.ahead()
 	return time.Now().Add(ahead), known
 }
 
 // clockHop compares the times that manager, gateway and kubelets write into their Leases with when
 // the API server took them; false: none differs, as far as that may be read.
-func (c *Cluster) clockHop(ctx context.Context, manager, gateway health.Holder) (health.Hop, bool) {
+func clockHop(ctx context.Context, c *Cluster, manager, gateway health.Holder) (health.Hop, bool) {
 	var leases coordinationv1.LeaseList // a help: who may not read them sees the two
-	_ = c.client.List(ctx, &leases, client.InNamespace(corev1.NamespaceNodeLease))
+	_ = c.Client.List(ctx, &leases, client.InNamespace(corev1.NamespaceNodeLease))
 	return health.CheckClocks(c.String(), manager, gateway, leases.Items)
 }

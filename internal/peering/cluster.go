@@ -76,13 +76,15 @@ type Cluster struct {
 	// Namespace is that of the installation.
 	Namespace string
 
-	context string // for messages as long as there is no name
-	server  string // URL that is given to the peer
-	chosen  bool   // server is Access.Server
-	uid     string // of kube-system, which no two clusters share
-	config  *rest.Config
-	client  client.Client
-	clock   *serverClock // as client hears
+	Context      string // for messages as long as there is no name
+	Server       string // URL that is given to the peer
+	ServerChosen bool   // server is Access.Server
+	UID          string // of kube-system, which no two clusters share
+
+	Config *rest.Config  // reaches the API server as the person may; nobody changes it
+	Client client.Client // reads and writes objects as the person may
+
+	clock *serverClock // as client hears
 }
 
 // Connect prepares to speak to a cluster. It sends nothing yet, so that its errors are about the
@@ -96,9 +98,9 @@ func Connect(a Access) (*Cluster, error) {
 	config.Timeout = cmp.Or(a.Timeout, requestTimeout)
 	config.QPS = -1 // a person waits, and there are few requests
 	config.WarningHandler = rest.NoWarnings{}
-	c := &Cluster{Namespace: cmp.Or(a.Namespace, deploy.Namespace), context: name, server: cmp.Or(a.Server, config.Host), chosen: a.Server != "", config: config, clock: new(serverClock)}
-	if u, err := url.Parse(c.server); err != nil || u.Scheme != "https" || u.Host == "" {
-		return nil, fmt.Errorf("%s: API server %s: want a URL such as https://192.0.2.1:6443", c, safetext.Of(c.server))
+	c := &Cluster{Namespace: cmp.Or(a.Namespace, deploy.Namespace), Context: name, Server: cmp.Or(a.Server, config.Host), ServerChosen: a.Server != "", Config: config, clock: new(serverClock)}
+	if u, err := url.Parse(c.Server); err != nil || u.Scheme != "https" || u.Host == "" {
+		return nil, fmt.Errorf("%s: API server %s: want a URL such as https://192.0.2.1:6443", c, safetext.Of(c.Server))
 	}
 	scheme := runtime.NewScheme()
 	for _, add := range []func(*runtime.Scheme) error{clientgoscheme.AddToScheme, v1alpha1.AddToScheme, isthmus.AddToScheme, mcs.Install} {
@@ -108,7 +110,7 @@ func Connect(a Access) (*Cluster, error) {
 	}
 	heard := rest.CopyConfig(config)
 	heard.Wrap(c.clock.listening)
-	if c.client, err = client.New(heard, client.Options{Scheme: scheme}); err != nil {
+	if c.Client, err = client.New(heard, client.Options{Scheme: scheme}); err != nil {
 		return nil, fmt.Errorf("%s: %w", c, err)
 	}
 	return c, nil
@@ -153,21 +155,15 @@ func HasKubeconfig() bool {
 	return os.Getenv("KUBERNETES_SERVICE_HOST") != ""
 }
 
-// Client reads and writes objects of the cluster as the person may.
-func (c *Cluster) Client() client.Client { return c.client }
-
-// Config reaches the API server as the person may. The caller does not change it.
-func (c *Cluster) Config() *rest.Config { return c.config }
-
 // String is how messages call the cluster.
 func (c *Cluster) String() string {
-	return safetext.Of(cmp.Or(c.Identity.ClusterName, c.context))
+	return safetext.Of(cmp.Or(c.Identity.ClusterName, c.Context))
 }
 
 // The ConfigMap that says who the cluster is: that of Liqo's, found by its label.
 const (
 	identityConfigMap  = "isthmus-cluster"
-	labelName          = "app.kubernetes.io/name"
+	LabelName          = "app.kubernetes.io/name"
 	identityLabelValue = "clusterid-configmap"
 	keyClusterID       = "CLUSTER_ID"
 	keyClusterName     = "CLUSTER_NAME"
@@ -176,13 +172,13 @@ const (
 // Identify asks the cluster who it is. What is not installed is an error that says how to install
 // it, unless the cluster is a Liqo's.
 func (c *Cluster) Identify(ctx context.Context) error {
-	if err := c.readUID(ctx); err != nil {
+	if err := c.ReadUID(ctx); err != nil {
 		return err
 	}
 	if err := c.refuseLiqo(); err != nil {
 		return err
 	}
-	identity, _, err := c.identity(ctx)
+	identity, _, err := c.ReadIdentity(ctx)
 	if err != nil {
 		return err
 	}
@@ -201,37 +197,37 @@ func (c *Cluster) Identify(ctx context.Context) error {
 func (c *Cluster) notInstalled(ctx context.Context) error {
 	var peerings isthmus.PeeringList
 	more := ""
-	if c.client.List(ctx, &peerings) == nil && len(peerings.Items) > 0 {
-		more = fmt.Sprintf(" with the same choices as before, and its %d Peerings work again. To remove Isthmus instead, run `isthmus uninstall --context %s --image IMAGE`", len(peerings.Items), c.context)
+	if c.Client.List(ctx, &peerings) == nil && len(peerings.Items) > 0 {
+		more = fmt.Sprintf(" with the same choices as before, and its %d Peerings work again. To remove Isthmus instead, run `isthmus uninstall --context %s --image IMAGE`", len(peerings.Items), c.Context)
 	}
 	return fmt.Errorf("%s: namespace %s has no ConfigMap with the identity of the cluster: run `isthmus install --context %s --cluster-name NAME`%s",
-		c, c.Namespace, c.context, more)
+		c, c.Namespace, c.Context, more)
 }
 
-func (c *Cluster) readUID(ctx context.Context) error {
+func (c *Cluster) ReadUID(ctx context.Context) error {
 	var system corev1.Namespace
-	if err := c.client.Get(ctx, client.ObjectKey{Name: metav1.NamespaceSystem}, &system); err != nil {
-		return c.explain("namespace kube-system", err)
+	if err := c.Client.Get(ctx, client.ObjectKey{Name: metav1.NamespaceSystem}, &system); err != nil {
+		return c.Explain("namespace kube-system", err)
 	}
-	c.uid = string(system.UID)
+	c.UID = string(system.UID)
 	return nil
 }
 
-// identity returns what the ConfigMap says, nil when there is none, and its name. One without an ID
+// ReadIdentity returns what the ConfigMap says, nil when there is none, and its name. One without an ID
 // means the UID of kube-system, which readUID has read.
-func (c *Cluster) identity(ctx context.Context) (*v1alpha1.ClusterIdentity, string, error) {
+func (c *Cluster) ReadIdentity(ctx context.Context) (*v1alpha1.ClusterIdentity, string, error) {
 	var list corev1.ConfigMapList
-	if err := c.client.List(ctx, &list, client.InNamespace(c.Namespace), client.MatchingLabels{labelName: identityLabelValue}); err != nil {
-		return nil, "", c.explain("ConfigMaps in namespace "+c.Namespace, err)
+	if err := c.Client.List(ctx, &list, client.InNamespace(c.Namespace), client.MatchingLabels{LabelName: identityLabelValue}); err != nil {
+		return nil, "", c.Explain("ConfigMaps in namespace "+c.Namespace, err)
 	}
 	switch len(list.Items) {
 	case 0:
 		return nil, "", nil
 	case 1:
 		data := list.Items[0].Data
-		return &v1alpha1.ClusterIdentity{ClusterID: cmp.Or(data[keyClusterID], c.uid), ClusterName: data[keyClusterName]}, list.Items[0].Name, nil
+		return &v1alpha1.ClusterIdentity{ClusterID: cmp.Or(data[keyClusterID], c.UID), ClusterName: data[keyClusterName]}, list.Items[0].Name, nil
 	}
-	return nil, "", fmt.Errorf("%s: namespace %s has %d ConfigMaps labelled %s=%s; want one", c, c.Namespace, len(list.Items), labelName, identityLabelValue)
+	return nil, "", fmt.Errorf("%s: namespace %s has %d ConfigMaps labelled %s=%s; want one", c, c.Namespace, len(list.Items), LabelName, identityLabelValue)
 }
 
 var (
@@ -249,18 +245,18 @@ func checkIdentity(i v1alpha1.ClusterIdentity) error {
 	return nil
 }
 
-// explain says what an error of the API server means for a person.
-func (c *Cluster) explain(what string, err error) error {
+// Explain says what an error of the API server means for a person.
+func (c *Cluster) Explain(what string, err error) error {
 	switch {
 	case err == nil:
 		return nil
 	case meta.IsNoMatchError(err):
-		return fmt.Errorf("%s: %s: the custom resource definitions are not installed: run `isthmus install --context %s`", c, what, c.context)
+		return fmt.Errorf("%s: %s: the custom resource definitions are not installed: run `isthmus install --context %s`", c, what, c.Context)
 	case apierrors.IsUnauthorized(err):
 		return fmt.Errorf("%s: %s: %w: the API server does not accept the credentials of the kubeconfig", c, what, ErrUnreachable)
 	case apierrors.ReasonForError(err) == metav1.StatusReasonUnknown && !errors.Is(err, context.Canceled):
 		// No answer of an API server at all.
-		return fmt.Errorf("%s: %s: %w: %w", c, what, ErrUnreachable, kubeerr.Plain("API server "+safetext.Of(c.config.Host), err))
+		return fmt.Errorf("%s: %s: %w: %w", c, what, ErrUnreachable, kubeerr.Plain("API server "+safetext.Of(c.Config.Host), err))
 	}
 	return fmt.Errorf("%s: %s: %w", c, what, err)
 }

@@ -17,14 +17,14 @@ import (
 )
 
 // components lists them. Rights that are missing are an error; those to read Events are not needed.
-func (c *Cluster) components(ctx context.Context, now time.Time) (found health.Components, err error) {
+func components(ctx context.Context, c *Cluster, now time.Time) (found health.Components, err error) {
 	var pods corev1.PodList
-	if err := c.client.List(ctx, &pods, client.InNamespace(c.Namespace)); err != nil {
+	if err := c.Client.List(ctx, &pods, client.InNamespace(c.Namespace)); err != nil {
 		return found, err
 	}
 	found.Pods = pods.Items
 	var services corev1.ServiceList
-	if c.client.List(ctx, &services, client.InNamespace(c.Namespace), client.MatchingLabels{v1alpha1.LabelGateway: "true"}) == nil {
+	if c.Client.List(ctx, &services, client.InNamespace(c.Namespace), client.MatchingLabels{v1alpha1.LabelGateway: "true"}) == nil {
 		found.Services = []string{}
 		for i := range services.Items {
 			found.Services = append(found.Services, safetext.Of(services.Items[i].Name))
@@ -32,8 +32,8 @@ func (c *Cluster) components(ctx context.Context, now time.Time) (found health.C
 	}
 	found.Broken, found.Refuses = make(map[string]*isthmus.BrokenOverlay), make(map[string]string)
 	var reports isthmus.NodeNetworksList // a help: who may not read it sees the agents' Pods
-	_ = c.client.List(ctx, &reports, client.InNamespace(c.Namespace))
-	connected := sync.OnceValue(func() bool { return c.anyConnected(ctx, now) })
+	_ = c.Client.List(ctx, &reports, client.InNamespace(c.Namespace))
+	connected := sync.OnceValue(func() bool { return anyConnected(ctx, c, now) })
 	for i := range reports.Items {
 		r := &reports.Items[i]
 		if o := r.Spec.BrokenOverlay; o != nil && (!o.Back || connected()) {
@@ -47,9 +47,9 @@ func (c *Cluster) components(ctx context.Context, now time.Time) (found health.C
 	}
 	var warnings, over corev1.EventList // they only say more
 	about := client.MatchingFields{"type": corev1.EventTypeWarning, "involvedObject.kind": "Pod"}
-	if c.client.List(ctx, &warnings, client.InNamespace(c.Namespace), about) == nil {
+	if c.Client.List(ctx, &warnings, client.InNamespace(c.Namespace), about) == nil {
 		about = client.MatchingFields{"type": corev1.EventTypeNormal, "reason": isthmus.EventApplied, "involvedObject.kind": "Pod"}
-		if c.client.List(ctx, &over, client.InNamespace(c.Namespace), about) == nil {
+		if c.Client.List(ctx, &over, client.InNamespace(c.Namespace), about) == nil {
 			found.Events = health.LastWarnings(warnings.Items, over.Items, found.Pods, now)
 		}
 	}
@@ -58,7 +58,7 @@ func (c *Cluster) components(ctx context.Context, now time.Time) (found health.C
 
 // anyConnected reports whether packets have gone both ways between this cluster and some peer for agentsLag.
 // Otherwise an outage between the clusters explains why none came back to a node.
-func (c *Cluster) anyConnected(ctx context.Context, now time.Time) bool {
+func anyConnected(ctx context.Context, c *Cluster, now time.Time) bool {
 	var list isthmus.PeeringList
-	return c.client.List(ctx, &list) == nil && slices.ContainsFunc(list.Items, func(p isthmus.Peering) bool { return health.ConnectedBefore(&p, now.Add(-health.AgentsLag)) })
+	return c.Client.List(ctx, &list) == nil && slices.ContainsFunc(list.Items, func(p isthmus.Peering) bool { return health.ConnectedBefore(&p, now.Add(-health.AgentsLag)) })
 }

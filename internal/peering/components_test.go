@@ -6,11 +6,11 @@ import (
 )
 
 func TestMissingRightsAreGivenByWhoeverInstalls(t *testing.T) {
-	c := &Cluster{context: "paris"}
-	if got := c.giver(""); got != "`isthmus install --context paris`" {
+	c := &Cluster{Context: "paris"}
+	if got := giver(c, ""); got != "`isthmus install --context paris`" {
 		t.Errorf("without Helm: %s", got)
 	}
-	if got := c.giver("mine"); !strings.HasPrefix(got, "`helm upgrade mine`") {
+	if got := giver(c, "mine"); !strings.HasPrefix(got, "`helm upgrade mine`") {
 		t.Errorf("with Helm: %s", got)
 	}
 }

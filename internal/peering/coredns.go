@@ -39,10 +39,10 @@ type coreDNS struct {
 }
 
 // findDNS finds CoreDNS where kubeadm and most others put it. The error is errNoDNS where there is none.
-func (c *Cluster) findDNS(ctx context.Context) (*coreDNS, error) {
+func findDNS(ctx context.Context, c *Cluster) (*coreDNS, error) {
 	var list appsv1.DeploymentList
-	if err := c.client.List(ctx, &list, client.InNamespace(metav1.NamespaceSystem), client.MatchingLabels{"k8s-app": "kube-dns"}); err != nil {
-		return nil, c.explain("Deployments in kube-system", err)
+	if err := c.Client.List(ctx, &list, client.InNamespace(metav1.NamespaceSystem), client.MatchingLabels{"k8s-app": "kube-dns"}); err != nil {
+		return nil, c.Explain("Deployments in kube-system", err)
 	}
 	for i := range list.Items {
 		pod := &list.Items[i].Spec.Template.Spec
@@ -52,8 +52,8 @@ func (c *Cluster) findDNS(ctx context.Context) (*coreDNS, error) {
 			}
 			d := &coreDNS{deployment: list.Items[i].Name, account: pod.ServiceAccountName, image: pod.Containers[0].Image}
 			key := client.ObjectKey{Namespace: metav1.NamespaceSystem, Name: v.ConfigMap.Name}
-			if err := c.client.Get(ctx, key, &d.config); client.IgnoreNotFound(err) != nil {
-				return nil, c.explain("ConfigMap "+key.String(), err)
+			if err := c.Client.Get(ctx, key, &d.config); client.IgnoreNotFound(err) != nil {
+				return nil, c.Explain("ConfigMap "+key.String(), err)
 			}
 			if d.config.Data[keyCorefile] != "" {
 				return d, nil
@@ -104,15 +104,15 @@ func (d *coreDNS) withZone() (string, error) {
 }
 
 // writeCorefile writes another Corefile, unless somebody has changed the ConfigMap since it was read.
-func (c *Cluster) writeCorefile(ctx context.Context, d *coreDNS, text string, report func(string)) error {
+func writeCorefile(ctx context.Context, c *Cluster, d *coreDNS, text string, report func(string)) error {
 	if text == d.corefile() {
 		return nil
 	}
 	before := d.config.DeepCopy()
 	d.config.Data[keyCorefile] = text
-	err := c.client.Patch(ctx, &d.config, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), client.FieldOwner(fieldManager))
+	err := c.Client.Patch(ctx, &d.config, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), client.FieldOwner(FieldManager))
 	if err != nil {
-		return c.explain(d.where(), err)
+		return c.Explain(d.where(), err)
 	}
 	what := "added to"
 	if !corefile.Marked(text) {

@@ -20,22 +20,22 @@ func TestADefinitionThatDoesNotGoIsHurried(t *testing.T) {
 				"schema": map[string]any{"openAPIV3Schema": map[string]any{"type": "object"}}}}},
 	}}
 	u.SetGroupVersionKind(crdKind)
-	must(t, c.client.Create(t.Context(), u))
-	if gone, err := c.untilGone(t.Context(), u.GetName()); err != nil || gone {
+	must(t, c.Client.Create(t.Context(), u))
+	if gone, err := untilGone(t.Context(), c, u.GetName()); err != nil || gone {
 		t.Fatalf("gone before it is deleted: %v, %v", gone, err)
 	}
-	must(t, c.client.Delete(t.Context(), u))
+	must(t, c.Client.Delete(t.Context(), u))
 	type end struct {
 		gone bool
 		err  error
 	}
 	ended := make(chan end, 1)
 	go func() {
-		gone, err := c.untilGone(t.Context(), u.GetName())
+		gone, err := untilGone(t.Context(), c, u.GetName())
 		ended <- end{gone, err}
 	}()
 	for deadline := time.Now().Add(patient); u.GetAnnotations()[annotationHurried] == ""; time.Sleep(50 * time.Millisecond) {
-		if must(t, c.client.Get(t.Context(), client.ObjectKeyFromObject(u), u)); time.Now().After(deadline) {
+		if must(t, c.Client.Get(t.Context(), client.ObjectKeyFromObject(u), u)); time.Now().After(deadline) {
 			t.Fatalf("it is not changed: %v", u.Object["metadata"])
 		}
 		select {
@@ -44,7 +44,7 @@ func TestADefinitionThatDoesNotGoIsHurried(t *testing.T) {
 		default:
 		}
 	}
-	must(t, c.client.Patch(t.Context(), u, client.RawPatch("application/merge-patch+json", []byte(`{"metadata":{"finalizers":null}}`))))
+	must(t, c.Client.Patch(t.Context(), u, client.RawPatch("application/merge-patch+json", []byte(`{"metadata":{"finalizers":null}}`))))
 	if e := <-ended; !e.gone || e.err != nil {
 		t.Errorf("%+v", e)
 	}

@@ -31,12 +31,12 @@ import (
 // detect finds the values of the cluster that the chart needs and that were not set, and reports their
 // sources. It refuses a cluster without IPv4 pods, and a newly chosen PodCIDR that contains nothing of the
 // cluster. Of its results, Install remembers the PodCIDR.
-func (c *Cluster) detect(ctx context.Context, chosen chart.Values, o InstallOptions) (chart.Values, error) {
+func detect(ctx context.Context, c *Cluster, chosen chart.Values, o InstallOptions) (chart.Values, error) {
 	var nodes corev1.NodeList
-	if err := c.client.List(ctx, &nodes); err != nil {
-		return nil, c.explain("Nodes", err)
+	if err := c.Client.List(ctx, &nodes); err != nil {
+		return nil, c.Explain("Nodes", err)
 	}
-	pods, six, err := c.addresses(ctx)
+	pods, six, err := podAddresses(ctx, c)
 	if err != nil {
 		return nil, err
 	}
@@ -49,7 +49,7 @@ func (c *Cluster) detect(ctx context.Context, chosen chart.Values, o InstallOpti
 	said, _ := chart.Get(chosen, "networks", "podCIDR").(string)
 	switch chosenNow := chart.Get(o.Values, "networks", "podCIDR"); {
 	case said == "":
-		p, source, err := c.podCIDR(ctx, nodes.Items, pods)
+		p, source, err := podCIDR(ctx, c, nodes.Items, pods)
 		if err != nil {
 			return nil, err
 		}
@@ -63,7 +63,7 @@ func (c *Cluster) detect(ctx context.Context, chosen chart.Values, o InstallOpti
 	if six {
 		o.Report(fmt.Sprintf("%s: its pods have addresses of IPv4 and IPv6: those of IPv4 are joined", c))
 	}
-	services, err := c.services(ctx, chosen, nodes.Items, o.Report)
+	services, err := serviceNetwork(ctx, c, chosen, nodes.Items, o.Report)
 	if err != nil {
 		return nil, err
 	}
@@ -71,7 +71,7 @@ func (c *Cluster) detect(ctx context.Context, chosen chart.Values, o InstallOpti
 		chart.Set(found, services, "networks", "serviceCIDR")
 	}
 	if chart.Get(chosen, "gateway", "replicas") == nil {
-		have, err := c.gateways(ctx)
+		have, err := gatewayReplicas(ctx, c)
 		if err != nil {
 			return nil, err
 		}
@@ -91,12 +91,12 @@ func (c *Cluster) detect(ctx context.Context, chosen chart.Values, o InstallOpti
 	return found, nil
 }
 
-// gateways returns how many gateways there are to be by now.
-func (c *Cluster) gateways(ctx context.Context) (int32, error) {
+// gatewayReplicas returns how many gateways there are to be by now.
+func gatewayReplicas(ctx context.Context, c *Cluster) (int32, error) {
 	var d appsv1.Deployment
 	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.GatewayServiceAccount} // the Deployment has the same name
-	if err := c.client.Get(ctx, key, &d); err != nil {
-		return 0, c.explain("Deployment "+key.String(), client.IgnoreNotFound(err))
+	if err := c.Client.Get(ctx, key, &d); err != nil {
+		return 0, c.Explain("Deployment "+key.String(), client.IgnoreNotFound(err))
 	}
 	return *d.Spec.Replicas, nil
 }
@@ -107,14 +107,14 @@ type address struct {
 	addr netip.Addr
 }
 
-// addresses returns the IPv4 addresses of all Pods, and whether any Pod has an IPv6 address. Without
+// podAddresses returns the IPv4 addresses of all Pods, and whether any Pod has an IPv6 address. Without
 // permission to read them there are none.
-func (c *Cluster) addresses(ctx context.Context) (all []address, six bool, err error) {
+func podAddresses(ctx context.Context, c *Cluster) (all []address, six bool, err error) {
 	for next, more := "", true; more; more = next != "" {
 		var pods corev1.PodList
-		err := c.client.List(ctx, &pods, client.MatchingFields{"status.phase": string(corev1.PodRunning)}, client.Limit(500), client.Continue(next))
+		err := c.Client.List(ctx, &pods, client.MatchingFields{"status.phase": string(corev1.PodRunning)}, client.Limit(500), client.Continue(next))
 		if err != nil {
-			return nil, false, c.explain("Pods", ignoreAbsent(err))
+			return nil, false, c.Explain("Pods", ignoreAbsent(err))
 		}
 		next = pods.Continue
 		for i := range pods.Items {
@@ -168,21 +168,21 @@ func schedulable(nodes []corev1.Node) (n int) {
 	return n
 }
 
-// services reports the network of the Services and the cluster's DNS. The manager reads a ServiceCIDR by
+// serviceNetwork reports the network of the Services and the cluster's DNS. The manager reads a ServiceCIDR by
 // itself. Where the API server does not serve that kind (before Kubernetes 1.33), services returns the
 // network from another source, or an error if no source has it.
-func (c *Cluster) services(ctx context.Context, chosen chart.Values, nodes []corev1.Node, report func(string)) (network string, err error) {
+func serviceNetwork(ctx context.Context, c *Cluster, chosen chart.Values, nodes []corev1.Node, report func(string)) (network string, err error) {
 	if said, _ := chart.Get(chosen, "networks", "serviceCIDR").(string); said != "" {
 		return "", nil
 	}
 	var cidr networkingv1.ServiceCIDR
-	err = c.client.Get(ctx, client.ObjectKey{Name: "kubernetes"}, &cidr)
+	err = c.Client.Get(ctx, client.ObjectKey{Name: "kubernetes"}, &cidr)
 	switch {
 	case err == nil:
 		report(fmt.Sprintf("%s: Services in %s, from ServiceCIDR kubernetes", c, strings.Join(cidr.Spec.CIDRs, ", ")))
 	case meta.IsNoMatchError(err):
 		var source string
-		if network, source, err = c.servicesElsewhere(ctx, nodes); err != nil {
+		if network, source, err = servicesElsewhere(ctx, c, nodes); err != nil {
 			return "", err
 		}
 		if network == "" {
@@ -192,7 +192,7 @@ func (c *Cluster) services(ctx context.Context, chosen chart.Values, nodes []cor
 		report(fmt.Sprintf("%s: Services in %s, from %s", c, network, source))
 	}
 	var dns corev1.Service
-	if err := c.client.Get(ctx, client.ObjectKey{Namespace: metav1.NamespaceSystem, Name: "kube-dns"}, &dns); err == nil {
+	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: metav1.NamespaceSystem, Name: "kube-dns"}, &dns); err == nil {
 		report(fmt.Sprintf("%s: DNS at %s, from Service kube-system/kube-dns", c, safetext.Of(dns.Spec.ClusterIP)))
 	}
 	return network, nil
@@ -200,8 +200,8 @@ func (c *Cluster) services(ctx context.Context, chosen chart.Values, nodes []cor
 
 // servicesElsewhere returns the IPv4 network of the Services and its source; both are empty if no source
 // has one.
-func (c *Cluster) servicesElsewhere(ctx context.Context, nodes []corev1.Node) (network, source string, err error) {
-	text, err := c.configMap(ctx, metav1.NamespaceSystem, "kubeadm-config", "ClusterConfiguration")
+func servicesElsewhere(ctx context.Context, c *Cluster, nodes []corev1.Node) (network, source string, err error) {
+	text, err := configMap(ctx, c, metav1.NamespaceSystem, "kubeadm-config", "ClusterConfiguration")
 	var cluster struct {
 		Networking struct {
 			ServiceSubnet string `json:"serviceSubnet"`
@@ -211,7 +211,7 @@ func (c *Cluster) servicesElsewhere(ctx context.Context, nodes []corev1.Node) (n
 	if err != nil {
 		return "", "", err
 	}
-	ofServers, err := c.flag(ctx, "kube-apiserver", "service-cluster-ip-range")
+	ofServers, err := componentFlag(ctx, c, "kube-apiserver", "service-cluster-ip-range")
 	if err != nil {
 		return "", "", err
 	}
@@ -227,10 +227,10 @@ func (c *Cluster) servicesElsewhere(ctx context.Context, nodes []corev1.Node) (n
 	return "", "", nil
 }
 
-// flag returns a flag of a control plane component that runs as Pods; empty if it is not visible.
-func (c *Cluster) flag(ctx context.Context, component, name string) (string, error) {
+// componentFlag returns a flag of a control plane component that runs as Pods; empty if it is not visible.
+func componentFlag(ctx context.Context, c *Cluster, component, name string) (string, error) {
 	var pods corev1.PodList
-	err := c.client.List(ctx, &pods, client.InNamespace(metav1.NamespaceSystem), client.MatchingLabels{"component": component})
+	err := c.Client.List(ctx, &pods, client.InNamespace(metav1.NamespaceSystem), client.MatchingLabels{"component": component})
 	return owncluster.Flag(pods.Items, name), ignoreAbsent(err)
 }
 
@@ -247,25 +247,25 @@ var podSources = []podSource{
 	{"IPPools of Calico", true, func(ctx context.Context, c *Cluster) (string, error) {
 		var pools unstructured.UnstructuredList
 		pools.SetGroupVersionKind(schema.GroupVersionKind{Group: "crd.projectcalico.org", Version: "v1", Kind: "IPPoolList"})
-		if err := c.client.List(ctx, &pools); err != nil {
+		if err := c.Client.List(ctx, &pools); err != nil {
 			return "", ignoreAbsent(err)
 		}
 		return calicoNetworks(pools.Items), nil
 	}},
 	{"ConfigMap kube-system/cilium-config (cluster-pool-ipv4-cidr)", true, func(ctx context.Context, c *Cluster) (string, error) {
-		ipam, err := c.configMap(ctx, metav1.NamespaceSystem, "cilium-config", "ipam")
+		ipam, err := configMap(ctx, c, metav1.NamespaceSystem, "cilium-config", "ipam")
 		if err != nil || ipam != "cluster-pool" {
 			return "", err
 		}
-		return c.configMap(ctx, metav1.NamespaceSystem, "cilium-config", "cluster-pool-ipv4-cidr")
+		return configMap(ctx, c, metav1.NamespaceSystem, "cilium-config", "cluster-pool-ipv4-cidr")
 	}},
 	{"ConfigMap kube-flannel/kube-flannel-cfg (net-conf.json)", false, func(ctx context.Context, c *Cluster) (string, error) {
-		text, err := c.configMap(ctx, "kube-flannel", "kube-flannel-cfg", "net-conf.json")
+		text, err := configMap(ctx, c, "kube-flannel", "kube-flannel-cfg", "net-conf.json")
 		var flannel struct{ Network string }
 		return read(text, err, &flannel, func() string { return flannel.Network })
 	}},
 	{"ConfigMap kube-system/kubeadm-config (networking.podSubnet)", false, func(ctx context.Context, c *Cluster) (string, error) {
-		text, err := c.configMap(ctx, metav1.NamespaceSystem, "kubeadm-config", "ClusterConfiguration")
+		text, err := configMap(ctx, c, metav1.NamespaceSystem, "kubeadm-config", "ClusterConfiguration")
 		var cluster struct {
 			Networking struct {
 				PodSubnet string `json:"podSubnet"`
@@ -274,10 +274,10 @@ var podSources = []podSource{
 		return read(text, err, &cluster, func() string { return cluster.Networking.PodSubnet })
 	}},
 	{"flags of the controller manager (--cluster-cidr)", false, func(ctx context.Context, c *Cluster) (string, error) {
-		return c.flag(ctx, "kube-controller-manager", "cluster-cidr")
+		return componentFlag(ctx, c, "kube-controller-manager", "cluster-cidr")
 	}},
 	{"ConfigMap kube-system/kube-proxy (clusterCIDR)", false, func(ctx context.Context, c *Cluster) (string, error) {
-		text, err := c.configMap(ctx, metav1.NamespaceSystem, "kube-proxy", "config.conf")
+		text, err := configMap(ctx, c, metav1.NamespaceSystem, "kube-proxy", "config.conf")
 		var proxy struct {
 			ClusterCIDR string `json:"clusterCIDR"`
 		}
@@ -285,7 +285,7 @@ var podSources = []podSource{
 	}},
 	{"k3s (its nodes' arguments, or its default)", false, func(ctx context.Context, c *Cluster) (string, error) {
 		var nodes corev1.NodeList
-		if err := c.client.List(ctx, &nodes); err != nil {
+		if err := c.Client.List(ctx, &nodes); err != nil {
 			return "", err
 		}
 		return k3s(nodes.Items, "--cluster-cidr", "10.42.0.0/16"), nil
@@ -337,18 +337,18 @@ func k3s(nodes []corev1.Node, flag, usual string) string {
 
 // podCIDR asks one source after the other. What one says is believed only if the networks that the
 // nodes have of it lie inside, and the Pods that run.
-func (c *Cluster) podCIDR(ctx context.Context, nodes []corev1.Node, pods []address) (netip.Prefix, string, error) {
-	return c.podCIDRFrom(ctx, podSources, nodes, pods)
+func podCIDR(ctx context.Context, c *Cluster, nodes []corev1.Node, pods []address) (netip.Prefix, string, error) {
+	return podCIDRFrom(ctx, c, podSources, nodes, pods)
 }
 
-func (c *Cluster) podCIDRFrom(ctx context.Context, sources []podSource, nodes []corev1.Node, pods []address) (netip.Prefix, string, error) {
+func podCIDRFrom(ctx context.Context, c *Cluster, sources []podSource, nodes []corev1.Node, pods []address) (netip.Prefix, string, error) {
 	var outside []string
 	var several []netip.Prefix // of a CNI, each of which has to lie inside
 	ofNodes := nodeNetworks(nodes)
 	for _, source := range sources {
 		text, err := source.read(ctx, c)
 		if err != nil {
-			return netip.Prefix{}, "", c.explain(source.what, err)
+			return netip.Prefix{}, "", c.Explain(source.what, err)
 		}
 		all := ofIPv4(text)
 		p, ok := around(all)
@@ -429,9 +429,9 @@ func cover(all []netip.Prefix) netip.Prefix {
 }
 
 // configMap returns one key of a ConfigMap, empty when there is none.
-func (c *Cluster) configMap(ctx context.Context, namespace, name, key string) (string, error) {
+func configMap(ctx context.Context, c *Cluster, namespace, name, key string) (string, error) {
 	var m corev1.ConfigMap
-	err := c.client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, &m)
+	err := c.Client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, &m)
 	return m.Data[key], ignoreAbsent(err)
 }
 
@@ -454,19 +454,19 @@ func read(text string, err error, into any, get func() string) (string, error) {
 
 // rolledOut waits until the components run as they were applied, and tells what it waits for
 // whenever that changes; state says how the installation is meanwhile.
-func (c *Cluster) rolledOut(ctx context.Context, objects []*unstructured.Unstructured, o InstallOptions, state string) error {
+func rolledOut(ctx context.Context, c *Cluster, objects []*unstructured.Unstructured, o InstallOptions, state string) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, o.Wait, ErrNotReady)
 	defer cancel()
 	for _, u := range objects {
 		told := ""
 		for {
-			wait, warning, err := c.waitsFor(ctx, u)
+			wait, warning, err := waitsFor(ctx, c, u)
 			switch {
 			case ctx.Err() != nil && !errors.Is(context.Cause(ctx), ErrNotReady):
 				return fmt.Errorf("interrupted: %s; the same command waits again", state)
 			case ctx.Err() != nil:
 				if told == "" {
-					told = fmt.Sprintf("%s: %s", c, describe(u))
+					told = fmt.Sprintf("%s: %s", c, Describe(u))
 				}
 				return fmt.Errorf("%w: the components do not run within %v; %s; the same command waits again\n%s", ErrNotReady, o.Wait, state, told)
 			case errors.Is(err, ErrUnreachable): // it may come back
@@ -476,11 +476,11 @@ func (c *Cluster) rolledOut(ctx context.Context, objects []*unstructured.Unstruc
 			}
 			if wait == "" {
 				if warning != "" {
-					o.Report(fmt.Sprintf("%s: warning: %s: %s", c, describe(u), warning))
+					o.Report(fmt.Sprintf("%s: warning: %s: %s", c, Describe(u), warning))
 				}
 				break
 			}
-			if now := fmt.Sprintf("%s: waiting for %s: %s", c, describe(u), wait); now != told {
+			if now := fmt.Sprintf("%s: waiting for %s: %s", c, Describe(u), wait); now != told {
 				told = now
 				o.Report(told)
 			}
@@ -490,7 +490,7 @@ func (c *Cluster) rolledOut(ctx context.Context, objects []*unstructured.Unstruc
 			}
 		}
 		if told != "" {
-			o.Report(fmt.Sprintf("%s: %s runs", c, describe(u)))
+			o.Report(fmt.Sprintf("%s: %s runs", c, Describe(u)))
 		}
 	}
 	return nil
@@ -498,7 +498,7 @@ func (c *Cluster) rolledOut(ctx context.Context, objects []*unstructured.Unstruc
 
 // waitsFor says what a Deployment or DaemonSet lacks, "" when nothing, as of what is no such. Of a
 // Deployment one Pod does the work: others for which no node has room are worth a warning.
-func (c *Cluster) waitsFor(ctx context.Context, u *unstructured.Unstructured) (wait, warning string, err error) {
+func waitsFor(ctx context.Context, c *Cluster, u *unstructured.Unstructured) (wait, warning string, err error) {
 	var selector *metav1.LabelSelector
 	var want, updated, available int32
 	var seen, one bool
@@ -506,8 +506,8 @@ func (c *Cluster) waitsFor(ctx context.Context, u *unstructured.Unstructured) (w
 	switch u.GetKind() {
 	case "Deployment":
 		var d appsv1.Deployment
-		if err := c.client.Get(ctx, client.ObjectKeyFromObject(u), &d); err != nil {
-			return "", "", c.explain(describe(u), err)
+		if err := c.Client.Get(ctx, client.ObjectKeyFromObject(u), &d); err != nil {
+			return "", "", c.Explain(Describe(u), err)
 		}
 		selector, want, updated, available = d.Spec.Selector, *d.Spec.Replicas, d.Status.UpdatedReplicas, d.Status.AvailableReplicas
 		seen, one = d.Status.ObservedGeneration >= d.Generation && d.Status.Replicas == want, true
@@ -518,8 +518,8 @@ func (c *Cluster) waitsFor(ctx context.Context, u *unstructured.Unstructured) (w
 		}
 	case "DaemonSet":
 		var d appsv1.DaemonSet
-		if err := c.client.Get(ctx, client.ObjectKeyFromObject(u), &d); err != nil {
-			return "", "", c.explain(describe(u), err)
+		if err := c.Client.Get(ctx, client.ObjectKeyFromObject(u), &d); err != nil {
+			return "", "", c.Explain(Describe(u), err)
 		}
 		selector, want, updated, available = d.Spec.Selector, d.Status.DesiredNumberScheduled, d.Status.UpdatedNumberScheduled, d.Status.NumberAvailable
 		seen = d.Status.ObservedGeneration >= d.Generation
@@ -530,7 +530,7 @@ func (c *Cluster) waitsFor(ctx context.Context, u *unstructured.Unstructured) (w
 		return "", "", nil
 	}
 	text := fmt.Sprintf("%d of %d ready", min(updated, available), want)
-	pending, unscheduled := c.whyNot(ctx, u.GetNamespace(), selector)
+	pending, unscheduled := whyNot(ctx, c, u.GetNamespace(), selector)
 	if one && seen && updated == want && available > 0 && available+unscheduled == want {
 		return "", text + "; " + pending, nil
 	}
@@ -542,9 +542,9 @@ func (c *Cluster) waitsFor(ctx context.Context, u *unstructured.Unstructured) (w
 
 // whyNot says of the first Pod that is not ready what is wrong with it, and of how many there is no
 // more to say than that no node has room; none when one is about to leave its node.
-func (c *Cluster) whyNot(ctx context.Context, namespace string, selector *metav1.LabelSelector) (why string, unscheduled int32) {
+func whyNot(ctx context.Context, c *Cluster, namespace string, selector *metav1.LabelSelector) (why string, unscheduled int32) {
 	var pods corev1.PodList
-	if err := c.client.List(ctx, &pods, client.InNamespace(namespace), client.MatchingLabels(selector.MatchLabels)); err != nil {
+	if err := c.Client.List(ctx, &pods, client.InNamespace(namespace), client.MatchingLabels(selector.MatchLabels)); err != nil {
 		return "", 0 // it is but an explanation
 	}
 	leaving := false

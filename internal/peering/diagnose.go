@@ -34,7 +34,7 @@ func Diagnose(ctx context.Context, local, remote *Cluster, name string) (*health
 		}
 		meant = func(p *isthmus.Peering) bool { return p.Spec.Cluster.ClusterID == remote.Identity.ClusterID }
 	}
-	here, err := local.examine(ctx, meant)
+	here, err := examine(ctx, local, meant)
 	if err != nil {
 		return nil, err
 	}
@@ -55,7 +55,7 @@ func Diagnose(ctx context.Context, local, remote *Cluster, name string) (*health
 			return nil, err
 		}
 		var there *health.Side
-		there, unasked = remote.examine(ctx, func(p *isthmus.Peering) bool { return p.Spec.Cluster.ClusterID == local.Identity.ClusterID })
+		there, unasked = examine(ctx, remote, func(p *isthmus.Peering) bool { return p.Spec.Cluster.ClusterID == local.Identity.ClusterID })
 		if unasked == nil {
 			d.Hops, d.NotAsked = health.Between(here, there), slices.Concat(here.NotAsked, there.NotAsked)
 		} else {
@@ -87,18 +87,18 @@ func sameAs(e *health.Side, name string, remote *Cluster) error {
 		safetext.Of(remote.Identity.ClusterName), safetext.Of(remote.Identity.ClusterID), with)
 }
 
-func (c *Cluster) examine(ctx context.Context, meant func(*isthmus.Peering) bool) (*health.Side, error) {
+func examine(ctx context.Context, c *Cluster, meant func(*isthmus.Peering) bool) (*health.Side, error) {
 	e := &health.Side{Cluster: c.String()}
 	var list isthmus.PeeringList
-	if err := c.client.List(ctx, &list); err != nil {
-		return nil, c.explain("Peerings", err)
+	if err := c.Client.List(ctx, &list); err != nil {
+		return nil, c.Explain("Peerings", err)
 	}
 	var manager health.Holder
 	var err error
 	if e.Own, manager, _, err = clusterHops(ctx, c); err != nil {
 		return nil, err
 	}
-	now, _ := c.now()
+	now, _ := c.Now()
 	health.DateByServer(list.Items, manager, now)
 	for i := range list.Items {
 		health.Heed(e.Own, &list.Items[i])
@@ -106,17 +106,17 @@ func (c *Cluster) examine(ctx context.Context, meant func(*isthmus.Peering) bool
 	if !slices.ContainsFunc(e.Own, func(h health.Hop) bool { return h.Name == health.HopRights }) {
 		e.NotAsked = append(e.NotAsked, fmt.Sprintf("%s: whether the components have their rights: you may not create SubjectAccessReviews", c))
 	}
-	services := c.servicesOn(ctx)
+	services := sharesServices(ctx, c)
 	var counts map[string]*ServiceCounts
 	if services {
-		names, notAsked, err := c.namesHop(ctx)
+		names, notAsked, err := namesHop(ctx, c)
 		if err != nil {
 			return nil, err
 		}
 		if e.Own = append(e.Own, names); notAsked != "" {
 			e.NotAsked = append(e.NotAsked, notAsked)
 		}
-		if counts, err = c.importedServices(ctx); err != nil {
+		if counts, err = importedServices(ctx, c); err != nil {
 			return nil, err
 		}
 	}
@@ -126,11 +126,11 @@ func (c *Cluster) examine(ctx context.Context, meant func(*isthmus.Peering) bool
 			continue
 		}
 		hops := health.PeeringHops(c.String(), p, e.Own)
-		if at, ok := c.identityExpiry(ctx, p); ok && hops[0].State == health.Works {
+		if at, ok := identityExpiry(ctx, c, p); ok && hops[0].State == health.Works {
 			hops[0].Text += "; its token is good until " + at.Format(time.RFC3339)
 		}
 		if services {
-			hops = append(hops, c.servicesHop(p, counts))
+			hops = append(hops, servicesHop(c, p, counts))
 		}
 		e.Peerings, e.Found = append(e.Peerings, hops), append(e.Found, p)
 	}

@@ -18,7 +18,7 @@ func TestAGatewayMarksItsOwnAndChangesNothingElse(t *testing.T) {
 	t.Parallel()
 	const home = deploy.Namespace
 	c := connectTo(t, Access{Kubeconfig: files.b})
-	gateway, err := client.New(c.as(t, home, deploy.GatewayServiceAccount), client.Options{Scheme: c.client.Scheme(), Mapper: c.client.RESTMapper()})
+	gateway, err := client.New(c.as(t, home, deploy.GatewayServiceAccount), client.Options{Scheme: c.Client.Scheme(), Mapper: c.Client.RESTMapper()})
 	must(t, err)
 	object := func(name string, labels map[string]string) metav1.ObjectMeta {
 		return metav1.ObjectMeta{Namespace: home, Name: name, Labels: labels, Annotations: map[string]string{"example.com/a": "1"}}
@@ -31,11 +31,11 @@ func TestAGatewayMarksItsOwnAndChangesNothingElse(t *testing.T) {
 	for _, o := range []client.Object{
 		&corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: home, Name: "default"}}, own, manager, other,
 	} {
-		must(t, client.IgnoreAlreadyExists(c.client.Create(t.Context(), o)))
-		t.Cleanup(func() { _ = c.client.Delete(t.Context(), o) })
+		must(t, client.IgnoreAlreadyExists(c.Client.Create(t.Context(), o)))
+		t.Cleanup(func() { _ = c.Client.Delete(t.Context(), o) })
 	}
 	service := &corev1.Service{}
-	must(t, c.client.Get(t.Context(), client.ObjectKey{Namespace: home, Name: "isthmus-gateway"}, service))
+	must(t, c.Client.Get(t.Context(), client.ObjectKey{Namespace: home, Name: "isthmus-gateway"}, service))
 
 	pod := func(patch string) func(*corev1.Pod) error {
 		return func(p *corev1.Pod) error {
@@ -97,7 +97,7 @@ func TestAGatewayMarksItsOwnAndChangesNothingElse(t *testing.T) {
 		}
 	}
 	var now corev1.Pod
-	must(t, c.client.Get(t.Context(), client.ObjectKeyFromObject(manager), &now))
+	must(t, c.Client.Get(t.Context(), client.ObjectKeyFromObject(manager), &now))
 	if got := fmt.Sprint(now.Spec.Containers[0].Image, now.Labels); got != "isthmus:1"+fmt.Sprint(manager.Labels) {
 		t.Errorf("the manager is %s", got)
 	}

@@ -26,26 +26,26 @@ import (
 
 // clusterHops are those that all peerings of a cluster need.
 func clusterHops(ctx context.Context, c *Cluster) (hops []health.Hop, manager, gateway health.Holder, err error) {
-	if manager, err = c.holderOf(ctx, managerLease, true); err != nil {
+	if manager, err = HolderOf(ctx, c, managerLease, true); err != nil {
 		return nil, manager, gateway, err
 	}
-	if gateway, err = c.holderOf(ctx, isthmus.LeaseGateway, true); err != nil {
+	if gateway, err = HolderOf(ctx, c, isthmus.LeaseGateway, true); err != nil {
 		return nil, manager, gateway, err
 	}
-	now, _ := c.now()
-	found, unlisted := c.components(ctx, now)
+	now, _ := c.Now()
+	found, unlisted := components(ctx, c, now)
 	mayNot := forbidden(unlisted)
 	if unlisted != nil && !mayNot {
-		return nil, manager, gateway, c.explain("Pods in "+c.Namespace, unlisted)
+		return nil, manager, gateway, c.Explain("Pods in "+c.Namespace, unlisted)
 	}
-	manager.EndWithPod(found.Pods, c.leaseName(managerLease), false)
-	gateway.EndWithPod(found.Pods, c.leaseName(isthmus.LeaseGateway), len(found.Gateways()) > 0)
+	manager.EndWithPod(found.Pods, LeaseText(c, managerLease), false)
+	gateway.EndWithPod(found.Pods, LeaseText(c, isthmus.LeaseGateway), len(found.Gateways()) > 0)
 	hops = []health.Hop{
-		health.LeaseHop(c.String(), health.HopManager, c.leaseName(managerLease), manager, "start `isthmus manager`, or see why its Pods do not run, or cannot reach the API server"),
-		health.LeaseHop(c.String(), health.HopGateway, c.leaseName(isthmus.LeaseGateway), gateway, "see why the gateways' Pods do not run, or cannot reach the API server"),
+		health.LeaseHop(c.String(), health.HopManager, LeaseText(c, managerLease), manager, "start `isthmus manager`, or see why its Pods do not run, or cannot reach the API server"),
+		health.LeaseHop(c.String(), health.HopGateway, LeaseText(c, isthmus.LeaseGateway), gateway, "see why the gateways' Pods do not run, or cannot reach the API server"),
 	}
 	if hops[0].State == health.Broken {
-		if text := c.managersRoll(ctx, now); text != "" {
+		if text := managersRoll(ctx, c, now); text != "" {
 			manager.Problem, manager.Rolls = text+": "+manager.Problem, true
 			hops[0].State, hops[0].Text, hops[0].Source = health.Limited, "no manager is at work for the moment: "+manager.Problem, "Deployments in "+c.Namespace
 		}
@@ -55,24 +55,24 @@ func clusterHops(ctx context.Context, c *Cluster) (hops []health.Hop, manager, g
 			Text: "you may not list Pods in " + c.Namespace}), manager, gateway, nil
 	}
 	found.CheckGateway(&hops[1], gateway, now)
-	wanted := c.gatewaysWanted(ctx)
+	wanted := gatewaysWanted(ctx, c)
 	if wanted == 0 && health.NoneAtWork(&hops[1]) {
 		hops[1].Text, hops[1].Source = "no gateway is at work, because its Deployment wants no Pods; scale it: kubectl -n "+c.Namespace+" scale deployment -l app.kubernetes.io/name=gateway --replicas=2", "Deployments in "+c.Namespace
 	}
 	if text := found.NoStandby(gateway.Name, wanted); text != "" && !health.NoneAtWork(&hops[1]) {
 		hops = append(hops, health.Hop{Cluster: c.String(), Name: health.HopStandby, State: health.Limited, Reason: health.ReasonNoStandby, Source: "Pods in " + c.Namespace, Text: text})
 	}
-	nodes, err := c.nodeHops(ctx, found)
+	nodes, err := nodeHops(ctx, c, found)
 	if err != nil {
 		return nil, manager, gateway, err
 	}
 	if hops = append(hops, nodes...); health.NoneAtWork(&hops[1]) {
 		health.WithoutGateway(hops)
 	}
-	if clocks, differ := c.clockHop(ctx, manager, gateway); differ {
+	if clocks, differ := clockHop(ctx, c, manager, gateway); differ {
 		hops = append(hops, clocks)
 	}
-	rights, lacking, err := c.rightsHop(ctx)
+	rights, lacking, err := rightsHop(ctx, c)
 	if err != nil || rights == nil {
 		return hops, manager, gateway, err
 	}
@@ -88,21 +88,21 @@ func clusterHops(ctx context.Context, c *Cluster) (hops []health.Hop, manager, g
 // nodeHops look for a route agent on every node that takes one, as the kubelets report. A node that is not
 // ready is a hop of its own. Its kubelet may have lost the API server while its pods are reached, so nothing
 // is called broken.
-func (c *Cluster) nodeHops(ctx context.Context, found health.Components) ([]health.Hop, error) {
+func nodeHops(ctx context.Context, c *Cluster, found health.Components) ([]health.Hop, error) {
 	source := "Nodes, Pods in " + c.Namespace
 	var nodes corev1.NodeList
 	var sets appsv1.DaemonSetList
-	switch err := c.client.List(ctx, &nodes); {
+	switch err := c.Client.List(ctx, &nodes); {
 	case forbidden(err):
 		return []health.Hop{{Cluster: c.String(), Name: health.HopAgents, Source: source, State: health.Unknown, Text: "you may not list Nodes"}}, nil
 	case err != nil:
-		return nil, c.explain("Nodes", err)
+		return nil, c.Explain("Nodes", err)
 	}
-	if err := c.client.List(ctx, &sets, client.InNamespace(c.Namespace)); err != nil && !forbidden(err) {
-		return nil, c.explain("DaemonSets in "+c.Namespace, err)
+	if err := c.Client.List(ctx, &sets, client.InNamespace(c.Namespace)); err != nil && !forbidden(err) {
+		return nil, c.Explain("DaemonSets in "+c.Namespace, err)
 	}
 	hops := health.AgentHops(c.String(), source, found, health.AgentsOf(nodes.Items, found, sets.Items))
-	if limited, is := c.kernelHop(ctx, nodes.Items); is {
+	if limited, is := kernelHop(ctx, c, nodes.Items); is {
 		hops = append(hops, limited)
 	}
 	return hops, nil
@@ -110,10 +110,10 @@ func (c *Cluster) nodeHops(ctx context.Context, found health.Components) ([]heal
 
 // kernelHop is what route agents say that their nodes lack, as far as these are there; false: nothing.
 // What drops packets is broken, the rest is limited.
-func (c *Cluster) kernelHop(ctx context.Context, nodes []corev1.Node) (health.Hop, bool) {
+func kernelHop(ctx context.Context, c *Cluster, nodes []corev1.Node) (health.Hop, bool) {
 	hop := health.Hop{Cluster: c.String(), Name: health.HopKernels, State: health.Limited, Source: "NodeNetworks in " + c.Namespace}
 	var reports isthmus.NodeNetworksList
-	if err := c.client.List(ctx, &reports, client.InNamespace(c.Namespace)); err != nil {
+	if err := c.Client.List(ctx, &reports, client.InNamespace(c.Namespace)); err != nil {
 		if meta.IsNoMatchError(err) {
 			return hop, false // of an older version, whose agents say nothing
 		}
@@ -125,9 +125,9 @@ func (c *Cluster) kernelHop(ctx context.Context, nodes []corev1.Node) (health.Ho
 }
 
 // gatewaysWanted returns how many Pods of the gateway the Deployments want; -1: unknown.
-func (c *Cluster) gatewaysWanted(ctx context.Context) int {
+func gatewaysWanted(ctx context.Context, c *Cluster) int {
 	var deployments appsv1.DeploymentList // a help: who may not read it sees the Pods
-	if c.client.List(ctx, &deployments, client.InNamespace(c.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "gateway"}) != nil || len(deployments.Items) == 0 {
+	if c.Client.List(ctx, &deployments, client.InNamespace(c.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "gateway"}) != nil || len(deployments.Items) == 0 {
 		return -1
 	}
 	n := 0
@@ -139,9 +139,9 @@ func (c *Cluster) gatewaysWanted(ctx context.Context) int {
 
 // managersRoll says that the Deployment of the managers is being rolled out, or was just before, and a manager
 // is available to take over; empty: no, or it is not known.
-func (c *Cluster) managersRoll(ctx context.Context, now time.Time) string {
+func managersRoll(ctx context.Context, c *Cluster, now time.Time) string {
 	var deployments appsv1.DeploymentList // a help, as in gatewaysWanted
-	if c.client.List(ctx, &deployments, client.InNamespace(c.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "manager"}) != nil {
+	if c.Client.List(ctx, &deployments, client.InNamespace(c.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "manager"}) != nil {
 		return ""
 	}
 	return health.Rolls(deployments.Items, now)
@@ -149,9 +149,9 @@ func (c *Cluster) managersRoll(ctx context.Context, now time.Time) string {
 
 // identityExpiry says until when the identity of a Peering at the peer is good, as its token says;
 // false where that is not known, or not to be read.
-func (c *Cluster) identityExpiry(ctx context.Context, p *isthmus.Peering) (time.Time, bool) {
+func identityExpiry(ctx context.Context, c *Cluster, p *isthmus.Peering) (time.Time, bool) {
 	var secret corev1.Secret
-	if err := c.client.Get(ctx, client.ObjectKey{Namespace: p.Spec.TenantNamespace.Local, Name: p.Spec.IdentitySecretName}, &secret); err != nil {
+	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: p.Spec.TenantNamespace.Local, Name: p.Spec.IdentitySecretName}, &secret); err != nil {
 		return time.Time{}, false
 	}
 	config, err := clientcmd.Load(secret.Data[isthmus.SecretKubeconfig])

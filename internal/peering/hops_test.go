@@ -184,7 +184,7 @@ func TestDiagnoseAsksBothSides(t *testing.T) {
 	t.Parallel()
 	p := newPair(t, "diagnose")
 	for _, c := range []*Cluster{p.a, p.b} { // whose components would lack rights, as the pair was not installed
-		must(t, c.client.Create(t.Context(), &rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace},
+		must(t, c.Client.Create(t.Context(), &rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace},
 			RoleRef:  rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "cluster-admin"},
 			Subjects: []rbacv1.Subject{{APIGroup: rbacv1.GroupName, Kind: rbacv1.GroupKind, Name: "system:serviceaccounts:" + c.Namespace}}}))
 	}
@@ -193,7 +193,7 @@ func TestDiagnoseAsksBothSides(t *testing.T) {
 	if d.Broken == nil || d.Broken.Name != "peering" || !strings.Contains(d.Broken.Text, "there is no Peering with diagnose-b") {
 		t.Errorf("before they are peered: %+v", d.Broken)
 	}
-	if now, known := p.a.now(); !known || time.Since(now).Abs() > health.SecondsOff {
+	if now, known := p.a.Now(); !known || time.Since(now).Abs() > health.SecondsOff {
 		t.Errorf("the API server's clock shows %v (known: %v), and is this machine's", now, known)
 	}
 	if _, err := Diagnose(t.Context(), p.a, nil, "nobody"); !errors.Is(err, ErrNoPeering) {
@@ -209,7 +209,7 @@ func TestDiagnoseAsksBothSides(t *testing.T) {
 		"diagnose-to-b": {ClusterID: p.b.Identity.ClusterID, ClusterName: "diagnose-oslo"},
 		"diagnose-to-c": {ClusterID: "diagnose-C-0000", ClusterName: "diagnose-c"},
 	} {
-		must(t, p.a.client.Create(t.Context(), &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Name: name},
+		must(t, p.a.Client.Create(t.Context(), &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Name: name},
 			Spec: isthmus.PeeringSpec{Cluster: with, TenantNamespace: isthmus.TenantNamespace{Local: name, Remote: "x"}}}))
 	}
 	for _, name := range []string{"", "diagnose-to-b", "diagnose-oslo", "diagnose-b"} {

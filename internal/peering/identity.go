@@ -40,8 +40,8 @@ func (s *side) giveIdentity(ctx context.Context) (report string, err error) {
 	}
 	token := &authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{ExpirationSeconds: new(int64(tokenLife / time.Second))}}
 	account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: s.peer.namespace, Name: peerAccount}}
-	if err := s.peer.client.SubResource("token").Create(ctx, account, token); err != nil {
-		return "", s.peer.explain("token of ServiceAccount "+s.peer.namespace+"/"+peerAccount, err)
+	if err := s.peer.Client.SubResource("token").Create(ctx, account, token); err != nil {
+		return "", s.peer.Explain("token of ServiceAccount "+s.peer.namespace+"/"+peerAccount, err)
 	}
 	if _, err := s.peer.allowAudiences(ctx, token.Status.Token); err != nil {
 		return "", err
@@ -50,7 +50,7 @@ func (s *side) giveIdentity(ctx context.Context) (report string, err error) {
 	if err != nil {
 		return "", err
 	}
-	if _, err := s.apply(ctx, &corev1.Secret{
+	if _, err := s.Apply(ctx, &corev1.Secret{
 		ObjectMeta: metav1.ObjectMeta{Namespace: s.namespace, Name: s.secret, Labels: ours()},
 		Data:       map[string][]byte{isthmus.SecretKubeconfig: kubeconfig},
 	}); err != nil {
@@ -73,8 +73,8 @@ func life(d time.Duration) string {
 func (s *side) allowAudiences(ctx context.Context, token string) (string, error) {
 	want := strings.Join(claimsOf(token).Audiences, ",")
 	var namespace corev1.Namespace
-	if err := s.client.Get(ctx, client.ObjectKey{Name: s.namespace}, &namespace); err != nil {
-		return "", s.explain("Namespace "+s.namespace, err)
+	if err := s.Client.Get(ctx, client.ObjectKey{Name: s.namespace}, &namespace); err != nil {
+		return "", s.Explain("Namespace "+s.namespace, err)
 	}
 	if namespace.Annotations[isthmus.AnnotationTokenAudiences] == want {
 		return "", nil
@@ -83,8 +83,8 @@ func (s *side) allowAudiences(ctx context.Context, token string) (string, error)
 	if err != nil {
 		return "", err
 	}
-	if err := s.client.Patch(ctx, &namespace, client.RawPatch(types.MergePatchType, patch), client.FieldOwner(fieldManager)); err != nil {
-		return "", s.explain("annotate Namespace "+s.namespace, err)
+	if err := s.Client.Patch(ctx, &namespace, client.RawPatch(types.MergePatchType, patch), client.FieldOwner(FieldManager)); err != nil {
+		return "", s.Explain("annotate Namespace "+s.namespace, err)
 	}
 	return fmt.Sprintf("%s: %s may renew its token for %s", s.Cluster, s.peer.Cluster, safetext.Of(want)), nil
 }
@@ -93,12 +93,12 @@ func (s *side) allowAudiences(ctx context.Context, token string) (string, error)
 // when it needs none. The peer's API server is asked whether it takes the token.
 func (s *side) whatIsWrongWithIdentity(ctx context.Context) (token, wrong string, err error) {
 	var secret corev1.Secret
-	err = s.client.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: s.secret}, &secret)
+	err = s.Client.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: s.secret}, &secret)
 	if apierrors.IsNotFound(err) {
 		return "", "it had none", nil
 	}
 	if err != nil {
-		return "", "", s.explain("Secret "+s.namespace+"/"+s.secret, err)
+		return "", "", s.Explain("Secret "+s.namespace+"/"+s.secret, err)
 	}
 	have, err := clientcmd.Load(secret.Data[isthmus.SecretKubeconfig])
 	if err != nil {
@@ -168,15 +168,15 @@ func claimsOf(token string) (c claims) {
 // not enough: an API server takes a token of a ServiceAccount that is gone for some seconds more.
 func (s *side) whatIsWrongWithToken(ctx context.Context, token string) (string, error) {
 	var account corev1.ServiceAccount
-	if err := s.client.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: peerAccount}, &account); err != nil {
-		return "", s.explain("ServiceAccount "+s.namespace+"/"+peerAccount, err)
+	if err := s.Client.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: peerAccount}, &account); err != nil {
+		return "", s.Explain("ServiceAccount "+s.namespace+"/"+peerAccount, err)
 	}
 	if claimsOf(token).Kubernetes.ServiceAccount.UID != string(account.UID) {
 		return "the old one was revoked", nil
 	}
-	config := rest.AnonymousClientConfig(s.config)
+	config := rest.AnonymousClientConfig(s.Config)
 	config.BearerToken = token
-	bearer, err := client.New(config, client.Options{Scheme: s.client.Scheme(), Mapper: s.client.RESTMapper()})
+	bearer, err := client.New(config, client.Options{Scheme: s.Client.Scheme(), Mapper: s.Client.RESTMapper()})
 	if err != nil {
 		return "", fmt.Errorf("%s: %w", s.Cluster, err)
 	}
@@ -187,25 +187,25 @@ func (s *side) whatIsWrongWithToken(ctx context.Context, token string) (string, 
 	case apierrors.IsForbidden(err): // it knows who asks, but not everybody may know it
 		return "", nil
 	case err != nil:
-		return "", s.explain("review of the identity it gave", err)
+		return "", s.Explain("review of the identity it gave", err)
 	}
 	return "", nil
 }
 
 // kubeconfigFor is a kubeconfig for the peer's manager: the address and authority of the API
 // server, and a token.
-func (c *Cluster) kubeconfigFor(token, namespace string) ([]byte, error) {
-	if c.config.Insecure {
+func kubeconfigFor(c *Cluster, token, namespace string) ([]byte, error) {
+	if c.Config.Insecure {
 		return nil, fmt.Errorf("%s: the kubeconfig says insecure-skip-tls-verify: want a certificate authority, since the peer gets a token for it", c)
 	}
-	ca, err := c.authority()
+	ca, err := authorityOf(c)
 	if err != nil {
 		return nil, err
 	}
-	return c.kubeconfig(&clientcmdapi.Cluster{Server: c.server, CertificateAuthorityData: ca, TLSServerName: c.config.ServerName}, token, namespace)
+	return kubeconfigWith(c, &clientcmdapi.Cluster{Server: c.Server, CertificateAuthorityData: ca, TLSServerName: c.Config.ServerName}, token, namespace)
 }
 
-func (c *Cluster) kubeconfig(server *clientcmdapi.Cluster, token, namespace string) ([]byte, error) {
+func kubeconfigWith(c *Cluster, server *clientcmdapi.Cluster, token, namespace string) ([]byte, error) {
 	name := c.Identity.ClusterName
 	config := clientcmdapi.NewConfig()
 	config.Clusters[name] = server
@@ -215,13 +215,13 @@ func (c *Cluster) kubeconfig(server *clientcmdapi.Cluster, token, namespace stri
 	return clientcmd.Write(*config)
 }
 
-// authority returns the certificates, in PEM, by which the kubeconfig knows the API server; none:
+// authorityOf returns the certificates, in PEM, by which the kubeconfig knows the API server; none:
 // by the system's.
-func (c *Cluster) authority() ([]byte, error) {
-	ca := c.config.CAData
-	if len(ca) == 0 && c.config.CAFile != "" {
+func authorityOf(c *Cluster) ([]byte, error) {
+	ca := c.Config.CAData
+	if len(ca) == 0 && c.Config.CAFile != "" {
 		var err error
-		if ca, err = os.ReadFile(c.config.CAFile); err != nil {
+		if ca, err = os.ReadFile(c.Config.CAFile); err != nil {
 			return nil, fmt.Errorf("%s: certificate authority: %w", c, err)
 		}
 	}

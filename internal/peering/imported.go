@@ -55,47 +55,47 @@ func parseImportedName(text string) (n importedName, err error) {
 
 // Imported finds an endpoint that is ready behind the name of an imported Service: one of the given peer, else
 // one of any peer, else one of this cluster. An empty peer is none.
-func (c *Cluster) Imported(ctx context.Context, text, peer string) (Place, error) {
+func Imported(ctx context.Context, c *Cluster, text, peer string) (Place, error) {
 	n, err := parseImportedName(text)
 	if err != nil {
 		return Place{}, err
 	}
 	what := safetext.Of("ServiceImport " + n.namespace + "/" + n.name)
 	var i mcs.ServiceImport
-	switch err := c.client.Get(ctx, client.ObjectKey{Namespace: n.namespace, Name: n.name}, &i); {
+	switch err := c.Client.Get(ctx, client.ObjectKey{Namespace: n.namespace, Name: n.name}, &i); {
 	case meta.IsNoMatchError(err):
-		return Place{}, fmt.Errorf("%s: no services are shared here; run `isthmus install --context %s --services` first", c, c.context)
+		return Place{}, fmt.Errorf("%s: no services are shared here; run `isthmus install --context %s --services` first", c, c.Context)
 	case apierrors.IsNotFound(err):
-		return Place{}, c.notImported(ctx, n)
+		return Place{}, notImported(ctx, c, n)
 	case err != nil:
-		return Place{}, c.explain(what, err)
+		return Place{}, c.Explain(what, err)
 	}
 	var list discoveryv1.EndpointSliceList
-	if err := c.client.List(ctx, &list, client.InNamespace(n.namespace), client.MatchingLabels{mcs.LabelServiceName: n.name}); err != nil {
-		return Place{}, c.explain("EndpointSlices of "+what, err)
+	if err := c.Client.List(ctx, &list, client.InNamespace(n.namespace), client.MatchingLabels{mcs.LabelServiceName: n.name}); err != nil {
+		return Place{}, c.Explain("EndpointSlices of "+what, err)
 	}
 	var peerings isthmus.PeeringList
-	if err := c.client.List(ctx, &peerings); err != nil {
-		return Place{}, c.explain("Peerings", err)
+	if err := c.Client.List(ctx, &peerings); err != nil {
+		return Place{}, c.Explain("Peerings", err)
 	}
 	at, by, err := n.choose(&i, list.Items, peerings.Items, peer)
 	if err != nil {
 		return Place{}, fmt.Errorf("%s: %s %w", c, what, err)
 	}
-	p, err := c.PlaceAt(ctx, at)
+	p, err := PlaceAt(ctx, c, at)
 	p.By = by
 	return p, err
 }
 
 // notImported says why there is no ServiceImport.
-func (c *Cluster) notImported(ctx context.Context, n importedName) error {
+func notImported(ctx context.Context, c *Cluster, n importedName) error {
 	var all isthmus.PeerServicesList
-	if err := c.client.List(ctx, &all); err != nil {
-		return c.explain("PeerServices", err)
+	if err := c.Client.List(ctx, &all); err != nil {
+		return c.Explain("PeerServices", err)
 	}
 	var peerings isthmus.PeeringList
-	if err := c.client.List(ctx, &peerings); err != nil {
-		return c.explain("Peerings", err)
+	if err := c.Client.List(ctx, &peerings); err != nil {
+		return c.Explain("Peerings", err)
 	}
 	var why []string
 	for i := range all.Items {

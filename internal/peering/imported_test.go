@@ -85,32 +85,32 @@ func TestAServiceThatIsNotImportedSaysWhy(t *testing.T) {
 	t.Parallel()
 	c, _ := newCluster(t, "imports")
 	install := InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "imports"}, Values: withoutWorkloads, Report: new(lines).report}
-	must(t, c.Install(t.Context(), install))
+	must(t, Install(t.Context(), c, install))
 	wants := func(name, want string) {
 		t.Helper()
-		p, err := c.Imported(t.Context(), name+".prod.svc.clusterset.local", "")
+		p, err := Imported(t.Context(), c, name+".prod.svc.clusterset.local", "")
 		if got := p.String(); err == nil && got != want || err != nil && !strings.Contains(err.Error(), want) {
 			t.Errorf("%s: %s, %v; want %s", name, got, err, want)
 		}
 	}
 	wants("shop", "no services are shared here; run `isthmus install --context")
 	install.Values = servicesOn
-	must(t, c.Install(t.Context(), install))
+	must(t, Install(t.Context(), c, install))
 	slice := importedSlice("shop", "oslo", "web-0", "10.246.1.9", true)
 	for _, o := range []client.Object{
 		&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "prod"}}, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "oslo"}},
 		&mcs.ServiceImport{ObjectMeta: metav1.ObjectMeta{Namespace: "prod", Name: "shop"}, Spec: mcs.ServiceImportSpec{Type: mcs.ClusterSetIP, Ports: []mcs.ServicePort{{Name: "http", Port: 80}}}},
 		&slice,
 	} {
-		must(t, c.client.Create(t.Context(), o))
+		must(t, c.Client.Create(t.Context(), o))
 	}
 	wants("shop", "10.246.1.9:8080 (shop.prod.svc.clusterset.local, endpoint of oslo; ready are: oslo 1 of 1)")
 	wants("cart", "Service prod/cart is not imported: no peer exports it to this cluster")
 	p := &isthmus.PeerServices{ObjectMeta: metav1.ObjectMeta{Namespace: "oslo", Name: "services-0"}, Spec: isthmus.PeerServicesSpec{
 		Services: []isthmus.ExportedService{{Namespace: "prod", Name: "cart", Since: "2026-11-22T12:00:00Z", Type: "Headless"}}}}
-	must(t, c.client.Create(t.Context(), p))
+	must(t, c.Client.Create(t.Context(), p))
 	wants("cart", "peer oslo exports it: the manager has not looked at it yet")
 	p.Status = isthmus.PeerServicesStatus{ObservedGeneration: p.Generation, Refused: []isthmus.RefusedService{{Namespace: "prod", Name: "cart", Reason: "NotImported", Message: "the Peering does not import"}}}
-	must(t, c.client.Status().Update(t.Context(), p))
+	must(t, c.Client.Status().Update(t.Context(), p))
 	wants("cart", "peer oslo exports it: NotImported: the Peering does not import")
 }

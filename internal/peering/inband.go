@@ -21,28 +21,28 @@ import (
 func (s *side) checkWay(ctx context.Context, flag string) error {
 	if s.inBand {
 		var err error
-		if s.inBandCA, err = s.peer.ownAuthority(ctx); err != nil {
+		if s.inBandCA, err = ownAuthority(ctx, s.peer.Cluster); err != nil {
 			return err
 		}
 	}
 	if s.peer.inBand {
 		return nil
 	}
-	if _, err := s.kubeconfigFor("", ""); err != nil {
+	if _, err := kubeconfigFor(s.Cluster, "", ""); err != nil {
 		return err
 	}
-	return s.reachable(flag)
+	return reachable(s.Cluster, flag)
 }
 
 // ownAuthority returns the certificates, in PEM, by which Pods know the API server of their cluster.
-func (c *Cluster) ownAuthority(ctx context.Context) ([]byte, error) {
+func ownAuthority(ctx context.Context, c *Cluster) ([]byte, error) {
 	published := &corev1.ConfigMap{}
 	name := client.ObjectKey{Namespace: c.Namespace, Name: isthmus.ConfigMapRootCA}
-	switch err := c.client.Get(ctx, name, published); {
+	switch err := c.Client.Get(ctx, name, published); {
 	case apierrors.IsNotFound(err): // whoever runs the controllers has left this one out
-		return c.authority()
+		return authorityOf(c)
 	case err != nil:
-		return nil, c.explain("ConfigMap "+name.String(), err)
+		return nil, c.Explain("ConfigMap "+name.String(), err)
 	}
 	ca := published.Data["ca.crt"]
 	if ca == "" { // the system's roots would know an API server that is not ours
@@ -54,9 +54,9 @@ func (c *Cluster) ownAuthority(ctx context.Context) ([]byte, error) {
 // identityWith is the kubeconfig of our manager for the peer's API server.
 func (s *side) identityWith(token string) ([]byte, error) {
 	if !s.inBand {
-		return s.peer.kubeconfigFor(token, s.peer.namespace)
+		return kubeconfigFor(s.peer.Cluster, token, s.peer.namespace)
 	}
-	return s.peer.kubeconfig(&clientcmdapi.Cluster{Server: isthmus.InBandServer, CertificateAuthorityData: s.inBandCA}, token, s.peer.namespace)
+	return kubeconfigWith(s.peer.Cluster, &clientcmdapi.Cluster{Server: isthmus.InBandServer, CertificateAuthorityData: s.inBandCA}, token, s.peer.namespace)
 }
 
 // setInBand writes spec.inBand into a Peering that is there, if that is what is wanted and is not in it yet.
@@ -65,8 +65,8 @@ func (s *side) setInBand(ctx context.Context, on bool) (string, error) {
 		return "", nil
 	}
 	patch := fmt.Appendf(nil, `{"spec":{"inBand":%t}}`, on)
-	if err := s.client.Patch(ctx, s.peering, client.RawPatch(types.MergePatchType, patch), client.FieldOwner(fieldManager)); err != nil {
-		return "", s.explain("spec.inBand of Peering "+s.peering.Name, err)
+	if err := s.Client.Patch(ctx, s.peering, client.RawPatch(types.MergePatchType, patch), client.FieldOwner(FieldManager)); err != nil {
+		return "", s.Explain("spec.inBand of Peering "+s.peering.Name, err)
 	}
 	if on {
 		return fmt.Sprintf("%s: its manager and that of %s use the tunnel", s.Cluster, s.peer.Cluster), nil
@@ -85,24 +85,24 @@ func (s *side) told(p *isthmus.Peering) bool {
 func (s *side) carry(ctx context.Context) error {
 	original := &v1alpha1.NetworkConfig{}
 	name := client.ObjectKey{Namespace: s.namespace, Name: s.peer.Identity.UniqueName()}
-	if err := s.client.Get(ctx, name, original); apierrors.IsNotFound(err) || err == nil && !original.DeletionTimestamp.IsZero() {
+	if err := s.Client.Get(ctx, name, original); apierrors.IsNotFound(err) || err == nil && !original.DeletionTimestamp.IsZero() {
 		return nil // the manager makes it
 	} else if err != nil {
-		return s.explain("NetworkConfig "+name.String(), err)
+		return s.Explain("NetworkConfig "+name.String(), err)
 	}
 	want, there := netconfig.CopyOf(original, s.Identity.ClusterID, s.peer.namespace), &v1alpha1.NetworkConfig{}
 	what := "NetworkConfig " + want.Namespace + "/" + want.Name
-	switch err := s.peer.client.Get(ctx, client.ObjectKeyFromObject(want), there); {
+	switch err := s.peer.Client.Get(ctx, client.ObjectKeyFromObject(want), there); {
 	case apierrors.IsNotFound(err):
-		return s.peer.explain(what, s.peer.client.Create(ctx, want, client.FieldOwner(fieldManager)))
+		return s.peer.Explain(what, s.peer.Client.Create(ctx, want, client.FieldOwner(FieldManager)))
 	case err != nil:
-		return s.peer.explain(what, err)
+		return s.peer.Explain(what, err)
 	case !there.DeletionTimestamp.IsZero():
 		return nil
 	case !equality.Semantic.DeepEqual(there.Spec, want.Spec):
 		there.Spec = want.Spec
-		if err := s.peer.client.Update(ctx, there, client.FieldOwner(fieldManager)); !apierrors.IsConflict(err) {
-			return s.peer.explain(what, err)
+		if err := s.peer.Client.Update(ctx, there, client.FieldOwner(FieldManager)); !apierrors.IsConflict(err) {
+			return s.peer.Explain(what, err)
 		}
 		return nil
 	}
@@ -112,9 +112,9 @@ func (s *side) carry(ctx context.Context) error {
 	}
 	before := original.DeepCopy()
 	original.Status = answer
-	err := s.client.Status().Patch(ctx, original, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), client.FieldOwner(fieldManager))
+	err := s.Client.Status().Patch(ctx, original, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), client.FieldOwner(FieldManager))
 	if apierrors.IsConflict(err) {
 		return nil
 	}
-	return s.explain("status of NetworkConfig "+name.String(), err)
+	return s.Explain("status of NetworkConfig "+name.String(), err)
 }

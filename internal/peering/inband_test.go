@@ -14,8 +14,8 @@ import (
 func TestAnAPIServerWithoutCertificatesIsRefused(t *testing.T) {
 	for _, data := range []map[string]string{nil, {"ca.crt": ""}, {"ca.crt": "PEM"}} {
 		published := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "isthmus", Name: isthmus.ConfigMapRootCA}, Data: data}
-		c := &Cluster{Namespace: "isthmus", client: fake.NewClientBuilder().WithObjects(published).Build()}
-		if ca, err := c.ownAuthority(t.Context()); (err == nil) != (string(ca) == "PEM") || (err == nil) != (data["ca.crt"] != "") {
+		c := &Cluster{Namespace: "isthmus", Client: fake.NewClientBuilder().WithObjects(published).Build()}
+		if ca, err := ownAuthority(t.Context(), c); (err == nil) != (string(ca) == "PEM") || (err == nil) != (data["ca.crt"] != "") {
 			t.Errorf("%v: %q, %v", data, ca, err)
 		}
 	}

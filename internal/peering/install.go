@@ -60,21 +60,21 @@ const annotationSchema = "isthmus.net/schema"
 // Install renders the chart of Isthmus and applies it: the custom resource definitions, the
 // namespace, the rights of the components, the identity of the cluster, and the components. The
 // identity is for ever: another one than there is already is refused, before anything is written.
-func (c *Cluster) Install(ctx context.Context, o InstallOptions) error {
-	if err := c.readUID(ctx); err != nil {
+func Install(ctx context.Context, c *Cluster, o InstallOptions) error {
+	if err := c.ReadUID(ctx); err != nil {
 		return err
 	}
-	have, where, err := c.identity(ctx)
+	have, where, err := c.ReadIdentity(ctx)
 	if err != nil {
 		return err
 	}
-	if err := c.notByHelm(ctx, "upgrade"); err != nil {
+	if err := notByHelm(ctx, c, "upgrade"); err != nil {
 		return err
 	}
-	if err := c.notElsewhere(ctx); err != nil {
+	if err := notElsewhere(ctx, c); err != nil {
 		return err
 	}
-	before, known, err := c.before(ctx, o)
+	before, known, err := valuesBefore(ctx, c, o)
 	if err != nil {
 		return err
 	}
@@ -85,17 +85,17 @@ func (c *Cluster) Install(ctx context.Context, o InstallOptions) error {
 	if o.Identity.ClusterID == "" {
 		o.Identity.ClusterID, _ = chart.Get(chosen, "cluster", "id").(string)
 	}
-	if c.Identity, err = chooseIdentity(have, o.Identity, c.uid); err != nil {
+	if c.Identity, err = chooseIdentity(have, o.Identity, c.UID); err != nil {
 		return fmt.Errorf("%s: %w", c, err)
 	}
-	if err := c.keepLiqo(chosen); err != nil {
+	if err := keepLiqo(c, chosen); err != nil {
 		return err
 	}
 	var found chart.Values
 	keep := chosen
 	switch {
 	case withWorkloads(chosen):
-		if found, err = c.detect(ctx, chosen, o); err != nil {
+		if found, err = detect(ctx, c, chosen, o); err != nil {
 			return err
 		}
 		if p := chart.Get(found, "networks", "podCIDR"); p != nil { // peers know it from now on
@@ -108,71 +108,71 @@ func (c *Cluster) Install(ctx context.Context, o InstallOptions) error {
 	if err != nil {
 		return fmt.Errorf("%s: %w", c, err)
 	}
-	if err := c.inTheWay(ctx, objects); err != nil {
+	if err := inTheWay(ctx, c, objects); err != nil {
 		return err
 	}
-	services, err := c.planServices(ctx, chosen, o)
+	services, err := planServices(ctx, c, chosen, o)
 	if err != nil {
 		return err
 	}
-	if err := c.define(ctx, services, o.Report); err != nil {
+	if err := defineServices(ctx, c, services, o.Report); err != nil {
 		return err
 	}
 	for _, object := range objects {
 		// New values are remembered once they are applied, because the API server may refuse them. But a
 		// first installation that is interrupted must not look like one without workloads.
 		if !known && object.GetKind() != "Namespace" {
-			if err := c.remember(ctx, before); err != nil {
+			if err := remember(ctx, c, before); err != nil {
 				return err
 			}
 			known = true
 		}
-		if err := c.agentsFirst(ctx, object, objects, o); err != nil {
+		if err := agentsFirst(ctx, c, object, objects, o); err != nil {
 			return err
 		}
 		if object.GetKind() == "Namespace" {
-			have, err := c.get(ctx, object.GroupVersionKind(), "", object.GetName())
+			have, err := c.Get(ctx, object.GroupVersionKind(), "", object.GetName())
 			if err != nil {
 				return err
 			}
 			if labels := object.GetLabels(); !isOurs(have) {
-				delete(labels, labelName)
+				delete(labels, LabelName)
 				object.SetLabels(labels)
 			}
 		}
-		outcome, err := c.applyManifest(ctx, object)
+		outcome, err := applyManifest(ctx, c, object)
 		if err != nil {
 			return err
 		}
-		o.Report(fmt.Sprintf("%s: %s %s", c, describe(object), outcome))
+		o.Report(fmt.Sprintf("%s: %s %s", c, Describe(object), outcome))
 	}
-	if err := c.remember(ctx, keep); err != nil {
+	if err := remember(ctx, c, keep); err != nil {
 		return err
 	}
-	if err := c.established(ctx, objects); err != nil {
+	if err := established(ctx, c, objects); err != nil {
 		return err
 	}
-	if err := c.name(ctx, services, o.Report); err != nil {
+	if err := nameServices(ctx, c, services, o.Report); err != nil {
 		return err
 	}
 	if o.Wait > 0 {
-		if err := c.rolledOut(ctx, objects, o, "all is applied"); err != nil {
+		if err := rolledOut(ctx, c, objects, o, "all is applied"); err != nil {
 			return err
 		}
 	}
 	if services == nil {
-		if err := c.unname(ctx, false, o.Report); err != nil {
+		if err := UnnameServices(ctx, c, false, o.Report); err != nil {
 			return err
 		}
 	}
-	return c.prune(ctx, o, chosen, found, objects) // no component that is wanted uses it
+	return prune(ctx, c, o, chosen, found, objects) // no component that is wanted uses it
 }
 
 // prune deletes what an installation before this one made for parts that may be left out, and now are.
 // An object of the same name that somebody else made stays, such as a NetworkPolicy applied by hand, and
 // so does one that a person may not see: most clusters have nothing of the kind, so that is no error.
-func (c *Cluster) prune(ctx context.Context, o InstallOptions, chosen, found chart.Values, objects []*unstructured.Unstructured) error {
-	with, err := c.withEveryPart(func(on chart.Values) chart.Options {
+func prune(ctx context.Context, c *Cluster, o InstallOptions, chosen, found chart.Values, objects []*unstructured.Unstructured) error {
+	with, err := withEveryPart(c, func(on chart.Values) chart.Options {
 		return o.chart(c.Namespace, c.Identity, false, chart.Merge(chosen, on), found)
 	})
 	if err != nil {
@@ -180,17 +180,17 @@ func (c *Cluster) prune(ctx context.Context, o InstallOptions, chosen, found cha
 	}
 	var unseen []string
 	for _, u := range with {
-		if slices.ContainsFunc(objects, func(wanted *unstructured.Unstructured) bool { return describe(wanted) == describe(u) }) {
+		if slices.ContainsFunc(objects, func(wanted *unstructured.Unstructured) bool { return Describe(wanted) == Describe(u) }) {
 			continue
 		}
-		have, err := c.get(ctx, u.GroupVersionKind(), u.GetNamespace(), u.GetName())
+		have, err := c.Get(ctx, u.GroupVersionKind(), u.GetNamespace(), u.GetName())
 		switch {
 		case forbidden(err):
-			unseen = append(unseen, describe(u))
+			unseen = append(unseen, Describe(u))
 		case err != nil:
 			return err
 		case have != nil && have.GetDeletionTimestamp() == nil && appliedByUs(have):
-			if err := c.deleteObject(ctx, have, o.Report); err != nil {
+			if err := deleteObject(ctx, c, have, o.Report); err != nil {
 				return err
 			}
 		}
@@ -204,13 +204,13 @@ func (c *Cluster) prune(ctx context.Context, o InstallOptions, chosen, found cha
 // appliedByUs reports whether apply has written an object, whoever else has.
 func appliedByUs(u *unstructured.Unstructured) bool {
 	return slices.ContainsFunc(u.GetManagedFields(), func(f metav1.ManagedFieldsEntry) bool {
-		return f.Manager == fieldManager && f.Operation == metav1.ManagedFieldsOperationApply
+		return f.Manager == FieldManager && f.Operation == metav1.ManagedFieldsOperationApply
 	})
 }
 
 // withEveryPart renders the chart with all parts on that may be left out: twice, since the NetworkPolicies
 // are others where the IPAM has a port.
-func (c *Cluster) withEveryPart(options func(on chart.Values) chart.Options) (all []*unstructured.Unstructured, err error) {
+func withEveryPart(c *Cluster, options func(on chart.Values) chart.Options) (all []*unstructured.Unstructured, err error) {
 	enabled := chart.Values{"enabled": true}
 	for _, port := range []float64{0, 6000} {
 		some, err := chart.Objects(options(chart.Values{
@@ -221,7 +221,7 @@ func (c *Cluster) withEveryPart(options func(on chart.Values) chart.Options) (al
 			return nil, fmt.Errorf("%s: %w", c, err)
 		}
 		for _, u := range some {
-			if !slices.ContainsFunc(all, func(have *unstructured.Unstructured) bool { return describe(have) == describe(u) }) {
+			if !slices.ContainsFunc(all, func(have *unstructured.Unstructured) bool { return Describe(have) == Describe(u) }) {
 				all = append(all, u)
 			}
 		}
@@ -258,29 +258,29 @@ func (o InstallOptions) chart(namespace string, who v1alpha1.ClusterIdentity, ow
 
 func withWorkloads(chosen chart.Values) bool { return chart.Get(chosen, "workloads") != false }
 
-// before returns the values that were chosen in earlier installations and stay in force, and whether the
+// valuesBefore returns the values that were chosen in earlier installations and stay in force, and whether the
 // cluster remembers any.
-func (c *Cluster) before(ctx context.Context, o InstallOptions) (before chart.Values, known bool, err error) {
+func valuesBefore(ctx context.Context, c *Cluster, o InstallOptions) (before chart.Values, known bool, err error) {
 	if o.Forget {
 		return nil, false, nil
 	}
-	if before, err = c.remembered(ctx); err != nil || before != nil {
+	if before, err = remembered(ctx, c); err != nil || before != nil {
 		return before, true, err
 	}
-	before, err = c.former(ctx, o)
+	before, err = valuesOfOlder(ctx, c, o)
 	return before, false, err
 }
 
 // remembered returns what was chosen before; nil when nothing says it.
-func (c *Cluster) remembered(ctx context.Context) (chart.Values, error) {
+func remembered(ctx context.Context, c *Cluster) (chart.Values, error) {
 	var m corev1.ConfigMap
-	err := c.client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: installConfigMap}, &m)
+	err := c.Client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: installConfigMap}, &m)
 	if apierrors.IsNotFound(err) {
 		return nil, nil
 	}
 	what := "ConfigMap " + c.Namespace + "/" + installConfigMap
 	if err != nil {
-		return nil, c.explain(what, err)
+		return nil, c.Explain(what, err)
 	}
 	values, err := chart.ParseValues([]byte(m.Data[keyValues]))
 	if err != nil {
@@ -295,7 +295,7 @@ func (c *Cluster) remembered(ctx context.Context) (chart.Values, error) {
 	return values, nil
 }
 
-func (c *Cluster) remember(ctx context.Context, chosen chart.Values) error {
+func remember(ctx context.Context, c *Cluster, chosen chart.Values) error {
 	if len(chosen) == 0 {
 		chosen = chart.Values{}
 	}
@@ -303,7 +303,7 @@ func (c *Cluster) remember(ctx context.Context, chosen chart.Values) error {
 	if err != nil {
 		return err
 	}
-	_, err = c.apply(ctx, &corev1.ConfigMap{
+	_, err = c.Apply(ctx, &corev1.ConfigMap{
 		ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: installConfigMap, Labels: map[string]string{"app.kubernetes.io/part-of": "isthmus"}},
 		Data:       map[string]string{keyValues: string(text)},
 	})
@@ -311,8 +311,8 @@ func (c *Cluster) remember(ctx context.Context, chosen chart.Values) error {
 }
 
 // notByHelm keeps two from writing the same objects by turns; command is Helm's for what is wanted.
-func (c *Cluster) notByHelm(ctx context.Context, command string) error {
-	release, err := c.helmRelease(ctx)
+func notByHelm(ctx context.Context, c *Cluster, command string) error {
+	release, err := helmRelease(ctx, c)
 	if err != nil || release == "" {
 		return err
 	}
@@ -321,13 +321,13 @@ func (c *Cluster) notByHelm(ctx context.Context, command string) error {
 }
 
 // helmRelease is the name of the Helm release that the installation is; empty: it is none.
-func (c *Cluster) helmRelease(ctx context.Context) (string, error) {
+func helmRelease(ctx context.Context, c *Cluster) (string, error) {
 	for _, o := range []client.Object{&appsv1.Deployment{}, &corev1.ServiceAccount{}} {
 		o.SetNamespace(c.Namespace)
 		o.SetName(deploy.ManagerServiceAccount) // the Deployment has the same name
-		err := c.client.Get(ctx, client.ObjectKeyFromObject(o), o)
+		err := c.Client.Get(ctx, client.ObjectKeyFromObject(o), o)
 		if client.IgnoreNotFound(err) != nil {
-			return "", c.explain(c.Namespace+"/"+o.GetName(), err)
+			return "", c.Explain(c.Namespace+"/"+o.GetName(), err)
 		}
 		if release := o.GetAnnotations()["meta.helm.sh/release-name"]; release != "" {
 			return release, nil
@@ -338,23 +338,23 @@ func (c *Cluster) helmRelease(ctx context.Context) (string, error) {
 
 // applyManifest applies an object of the chart. A custom resource definition that a newer release
 // has written stays: fields that this one does not know would be lost from every object.
-func (c *Cluster) applyManifest(ctx context.Context, u *unstructured.Unstructured) (Outcome, error) {
+func applyManifest(ctx context.Context, c *Cluster, u *unstructured.Unstructured) (Outcome, error) {
 	if u.GetKind() != "CustomResourceDefinition" {
-		return c.apply(ctx, u)
+		return c.Apply(ctx, u)
 	}
 	have := &unstructured.Unstructured{}
 	have.SetGroupVersionKind(u.GroupVersionKind())
-	if err := c.client.Get(ctx, client.ObjectKeyFromObject(u), have); client.IgnoreNotFound(err) != nil {
-		return "", c.explain(describe(u), err)
+	if err := c.Client.Get(ctx, client.ObjectKeyFromObject(u), have); client.IgnoreNotFound(err) != nil {
+		return "", c.Explain(Describe(u), err)
 	}
 	ours, err := strconv.Atoi(u.GetAnnotations()[annotationSchema])
 	if err != nil {
-		return "", fmt.Errorf("%s: annotation %s: %w", describe(u), annotationSchema, err)
+		return "", fmt.Errorf("%s: annotation %s: %w", Describe(u), annotationSchema, err)
 	}
 	if there, err := strconv.Atoi(have.GetAnnotations()[annotationSchema]); err == nil && there > ours {
 		return Outcome(fmt.Sprintf("is of a newer release (schema %d, here %d) and stays", there, ours)), nil
 	}
-	return c.apply(ctx, u)
+	return c.Apply(ctx, u)
 }
 
 // chooseIdentity says who the cluster is from what it is now (nil: nobody yet), what is wished, and
@@ -377,7 +377,7 @@ func chooseIdentity(have *v1alpha1.ClusterIdentity, wish v1alpha1.ClusterIdentit
 // established waits until the custom resources are served, so that whoever comes next finds them.
 // The condition is not enough: the API server sets it before it serves the kind, under load by
 // seconds.
-func (c *Cluster) established(ctx context.Context, manifests []*unstructured.Unstructured) error {
+func established(ctx context.Context, c *Cluster, manifests []*unstructured.Unstructured) error {
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
 	for _, m := range manifests {
@@ -387,15 +387,15 @@ func (c *Cluster) established(ctx context.Context, manifests []*unstructured.Uns
 		for {
 			u := &unstructured.Unstructured{}
 			u.SetGroupVersionKind(m.GroupVersionKind())
-			if err := c.client.Get(ctx, client.ObjectKeyFromObject(m), u); err != nil {
-				return c.explain(describe(m), err)
+			if err := c.Client.Get(ctx, client.ObjectKeyFromObject(m), u); err != nil {
+				return c.Explain(Describe(m), err)
 			}
-			if isEstablished(u) && c.serves(ctx, u) {
+			if isEstablished(u) && servesKind(ctx, c, u) {
 				break
 			}
 			select {
 			case <-ctx.Done():
-				return fmt.Errorf("%s: %s: the API server does not serve it: %w", c, describe(m), ctx.Err())
+				return fmt.Errorf("%s: %s: the API server does not serve it: %w", c, Describe(m), ctx.Err())
 			case <-time.After(20 * time.Millisecond):
 			}
 		}
@@ -403,9 +403,9 @@ func (c *Cluster) established(ctx context.Context, manifests []*unstructured.Uns
 	return nil
 }
 
-// serves reports whether the kind of a custom resource definition is served. An answer that it may
+// servesKind reports whether the kind of a custom resource definition is served. An answer that it may
 // not be listed is one of somebody who knows it.
-func (c *Cluster) serves(ctx context.Context, crd *unstructured.Unstructured) bool {
+func servesKind(ctx context.Context, c *Cluster, crd *unstructured.Unstructured) bool {
 	group, _, _ := unstructured.NestedString(crd.Object, "spec", "group")
 	kind, _, _ := unstructured.NestedString(crd.Object, "spec", "names", "kind")
 	versions, _, _ := unstructured.NestedSlice(crd.Object, "spec", "versions")
@@ -417,7 +417,7 @@ func (c *Cluster) serves(ctx context.Context, crd *unstructured.Unstructured) bo
 		name, _ := version["name"].(string)
 		var list unstructured.UnstructuredList
 		list.SetGroupVersionKind(schema.GroupVersionKind{Group: group, Version: name, Kind: kind + "List"})
-		if err := c.client.List(ctx, &list, client.Limit(1)); err != nil && !apierrors.IsForbidden(err) {
+		if err := c.Client.List(ctx, &list, client.Limit(1)); err != nil && !apierrors.IsForbidden(err) {
 			return false
 		}
 	}

@@ -51,7 +51,7 @@ func newCluster(t *testing.T, name string) (c *Cluster, kubeconfig string) {
 // servesServiceCIDRs reports whether a cluster's API server has that kind; Kubernetes 1.31 and 1.32 do not.
 func servesServiceCIDRs(t *testing.T, c *Cluster) bool {
 	t.Helper()
-	err := c.client.List(t.Context(), &networkingv1.ServiceCIDRList{})
+	err := c.Client.List(t.Context(), &networkingv1.ServiceCIDRList{})
 	if err != nil && !meta.IsNoMatchError(err) {
 		t.Fatal(err)
 	}
@@ -84,9 +84,9 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 
 	// Over a Liqo nothing is written.
 	foreign := foreignClusterDefinition()
-	must(t, c.client.Create(t.Context(), foreign))
+	must(t, c.Client.Create(t.Context(), foreign))
 	for begin := time.Now(); ; time.Sleep(100 * time.Millisecond) {
-		if is, err := connectTo(t, Access{Kubeconfig: kubeconfig}).isLiqo(); err == nil && is {
+		if is, err := connectTo(t, Access{Kubeconfig: kubeconfig}).IsLiqo(); err == nil && is {
 			break
 		}
 		if time.Since(begin) > patient {
@@ -94,16 +94,16 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 		}
 	}
 	c = connectTo(t, Access{Kubeconfig: kubeconfig, Namespace: "twice"}) // which kinds there are is asked once
-	if err := c.Install(t.Context(), options); !errors.Is(err, ErrLiqo) || !strings.Contains(err.Error(), "--set crds.liqo=false") || !gone(t, c, &corev1.Namespace{}, "twice") {
+	if err := Install(t.Context(), c, options); !errors.Is(err, ErrLiqo) || !strings.Contains(err.Error(), "--set crds.liqo=false") || !gone(t, c, &corev1.Namespace{}, "twice") {
 		t.Errorf("over a Liqo: %v", err)
 	}
 	for _, key := range []string{"install", "liqo"} {
-		must(t, c.keepLiqo(chart.Values{"crds": chart.Values{key: false}}))
+		must(t, keepLiqo(c, chart.Values{"crds": chart.Values{key: false}}))
 	}
-	must(t, c.client.Delete(t.Context(), foreign))
+	must(t, c.Client.Delete(t.Context(), foreign))
 	for begin := time.Now(); ; time.Sleep(100 * time.Millisecond) {
 		c = connectTo(t, Access{Kubeconfig: kubeconfig, Namespace: "twice"})
-		if is, err := c.isLiqo(); err == nil && !is {
+		if is, err := c.IsLiqo(); err == nil && !is {
 			break
 		}
 		if time.Since(begin) > patient {
@@ -112,7 +112,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	}
 
 	refusesBeforeItWrites(t, c, options)
-	must(t, c.Install(t.Context(), options))
+	must(t, Install(t.Context(), c, options))
 	for _, want := range []string{"Namespace twice created", "Deployment twice/isthmus-manager created", "DaemonSet twice/isthmus-route-agent created", "PodDisruptionBudget twice/isthmus-gateway created"} {
 		if !first.has(want) {
 			t.Errorf("no %q in\n%s", want, strings.Join(first, "\n"))
@@ -120,45 +120,45 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	}
 	// What was chosen is remembered.
 	options.Values, options.Identity, options.Report = nil, v1alpha1.ClusterIdentity{}, second.report
-	must(t, c.Install(t.Context(), options))
+	must(t, Install(t.Context(), c, options))
 	for _, line := range second {
 		if !strings.HasSuffix(line, " unchanged") && !strings.Contains(line, ", from ") {
 			t.Errorf("the second time: %s", line)
 		}
 	}
 	var gateway appsv1.Deployment
-	must(t, c.client.Get(t.Context(), client.ObjectKey{Namespace: "twice", Name: "isthmus-gateway"}, &gateway))
+	must(t, c.Client.Get(t.Context(), client.ObjectKey{Namespace: "twice", Name: "isthmus-gateway"}, &gateway))
 	if *gateway.Spec.Replicas != 3 {
 		t.Errorf("%d gateways; want the 3 of the first time", *gateway.Spec.Replicas)
 	}
 	// Values that the chart or the API server refuses are not remembered.
 	for nodePort, want := range map[float64]string{99999: "value gateway.service.nodePort: want a number from 0 to 65535", 20000: "nodePort"} {
 		options.Values = chart.Values{"gateway": chart.Values{"service": chart.Values{"nodePort": nodePort}}}
-		if err := c.Install(t.Context(), options); err == nil || !strings.Contains(err.Error(), want) {
+		if err := Install(t.Context(), c, options); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("nodePort %v: %v", nodePort, err)
 		}
 	}
 	options.Values = nil
-	must(t, c.Install(t.Context(), options))
+	must(t, Install(t.Context(), c, options))
 
 	// A value that has another name since keeps its meaning.
 	remembered := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "twice", Name: installConfigMap}}
-	must(t, c.client.Get(t.Context(), client.ObjectKeyFromObject(remembered), remembered))
+	must(t, c.Client.Get(t.Context(), client.ObjectKeyFromObject(remembered), remembered))
 	remembered.Data[keyValues] += "routeAgent: {maxUnavailable: 3}\n"
-	must(t, c.client.Update(t.Context(), remembered))
-	must(t, c.Install(t.Context(), options))
+	must(t, c.Client.Update(t.Context(), remembered))
+	must(t, Install(t.Context(), c, options))
 	var agents appsv1.DaemonSet
-	must(t, c.client.Get(t.Context(), client.ObjectKey{Namespace: "twice", Name: "isthmus-route-agent"}, &agents))
+	must(t, c.Client.Get(t.Context(), client.ObjectKey{Namespace: "twice", Name: "isthmus-route-agent"}, &agents))
 	if surge := agents.Spec.UpdateStrategy.RollingUpdate.MaxSurge; surge.IntValue() != 3 {
 		t.Errorf("on %v nodes at a time; want the 3 of before", surge)
 	}
 	// Nothing runs here, and that is said.
 	options.Wait, options.Version = time.Second, "v2"
-	err := c.Install(t.Context(), options)
+	err := Install(t.Context(), c, options)
 	if !errors.Is(err, ErrNotReady) || !strings.Contains(err.Error(), "all is applied") || !strings.Contains(err.Error(), "twice/isthmus-") {
 		t.Errorf("without nodes: %v", err)
 	}
-	must(t, c.client.Get(t.Context(), client.ObjectKey{Namespace: "twice", Name: "isthmus-gateway"}, &gateway))
+	must(t, c.Client.Get(t.Context(), client.ObjectKey{Namespace: "twice", Name: "isthmus-gateway"}, &gateway))
 	if got := gateway.Spec.Template.Spec.Containers[0].Image; got != "ghcr.io/isthmus-net/isthmus:v2" {
 		t.Errorf("after an upgrade the image is %s", got)
 	}
@@ -166,7 +166,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	// Gateways leave the networks of their nodes when all agents are new; here none ever is.
 	onHost := func(want bool) {
 		t.Helper()
-		must(t, c.client.Get(t.Context(), client.ObjectKeyFromObject(&gateway), &gateway))
+		must(t, c.Client.Get(t.Context(), client.ObjectKeyFromObject(&gateway), &gateway))
 		if gateway.Spec.Template.Spec.HostNetwork != want {
 			t.Errorf("gateways in the networks of their nodes: %v", !want)
 		}
@@ -176,7 +176,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 		wait         time.Duration
 	}{{true, true, 0}, {false, true, time.Second}, {false, false, 0}} {
 		options.Wait, options.Values = tc.wait, chart.Values{"gateway": chart.Values{"hostNetwork": tc.chosen}}
-		err := c.Install(t.Context(), options)
+		err := Install(t.Context(), c, options)
 		if tc.wait == 0 && err != nil || tc.wait > 0 && (err == nil || !strings.Contains(err.Error(), "the gateways stay in the networks of their nodes until each node has the new agent")) {
 			t.Errorf("hostNetwork=%v: %v", tc.chosen, err)
 		}
@@ -187,8 +187,8 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	said := lines{}
 	other := connectTo(t, Access{Kubeconfig: kubeconfig, Namespace: "elsewhere"})
 	for what, err := range map[string]error{
-		"install":   other.Install(t.Context(), InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "x"}, Values: withoutWorkloads, Report: said.report}),
-		"uninstall": other.Uninstall(t.Context(), UninstallOptions{Timeout: patient, Report: said.report}),
+		"install":   Install(t.Context(), other, InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "x"}, Values: withoutWorkloads, Report: said.report}),
+		"uninstall": Uninstall(t.Context(), other, UninstallOptions{Timeout: patient, Report: said.report}),
 	} {
 		if err == nil || !strings.Contains(err.Error(), "installed in namespace twice already") || len(said) > 0 {
 			t.Errorf("%s in another namespace: %v\n%s", what, err, strings.Join(said, "\n"))
@@ -199,17 +199,17 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	service := func() *corev1.Service {
 		t.Helper()
 		var s corev1.Service
-		must(t, c.client.Get(t.Context(), client.ObjectKey{Namespace: "twice", Name: "isthmus-gateway"}, &s))
+		must(t, c.Client.Get(t.Context(), client.ObjectKey{Namespace: "twice", Name: "isthmus-gateway"}, &s))
 		return &s
 	}
 	forget := func() {
 		t.Helper()
-		must(t, c.client.Delete(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "twice", Name: installConfigMap}}))
+		must(t, c.Client.Delete(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "twice", Name: installConfigMap}}))
 	}
 	install := func(values chart.Values) error {
 		t.Helper()
 		said = nil
-		return c.Install(t.Context(), InstallOptions{Version: "v2", Values: values, Report: said.report})
+		return Install(t.Context(), c, InstallOptions{Version: "v2", Values: values, Report: said.report})
 	}
 	before := service()
 	forget()
@@ -217,7 +217,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	if after := service(); !equal(before.Spec, after.Spec) || !said.has("stays LoadBalancer with 4 UDP ports from 7000 up") {
 		t.Errorf("the Service was\n%+v\nand is\n%+v\n%s", before.Spec, after.Spec, strings.Join(said, "\n"))
 	}
-	must(t, c.client.Get(t.Context(), client.ObjectKeyFromObject(&gateway), &gateway))
+	must(t, c.Client.Get(t.Context(), client.ObjectKeyFromObject(&gateway), &gateway))
 	if args := gateway.Spec.Template.Spec.Containers[0].Args; *gateway.Spec.Replicas != 3 || !slices.Contains(args, "--port=7000") || !slices.Contains(args, "--tunnels=4") {
 		t.Errorf("%d gateways with %v", *gateway.Spec.Replicas, args)
 	}
@@ -232,25 +232,25 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	labelled := service().DeepCopy()
 	labelled.ObjectMeta = metav1.ObjectMeta{Namespace: "twice", Name: "by-hand", Labels: labelled.Labels}
 	labelled.Spec = corev1.ServiceSpec{Type: corev1.ServiceTypeClusterIP, Ports: []corev1.ServicePort{{Port: 5871, Protocol: corev1.ProtocolUDP}}}
-	must(t, c.client.Create(t.Context(), labelled))
+	must(t, c.Client.Create(t.Context(), labelled))
 	refused("Service twice/by-hand has the label net.liqo.io/gateway")
-	must(t, c.client.Delete(t.Context(), labelled))
-	must(t, c.client.Delete(t.Context(), &gateway))
+	must(t, c.Client.Delete(t.Context(), labelled))
+	must(t, c.Client.Delete(t.Context(), &gateway))
 	byHand := gateway.DeepCopy()
 	byHand.ObjectMeta = metav1.ObjectMeta{Namespace: "twice", Name: "mine"}
-	must(t, c.client.Create(t.Context(), byHand))
+	must(t, c.Client.Create(t.Context(), byHand))
 	refused("Deployment twice/mine has ServiceAccount isthmus-gateway")
-	must(t, c.client.Delete(t.Context(), byHand))
+	must(t, c.Client.Delete(t.Context(), byHand))
 	byHand.ObjectMeta = metav1.ObjectMeta{Namespace: "twice", Name: "isthmus-gateway"}
 	byHand.Spec.Selector = &metav1.LabelSelector{MatchLabels: map[string]string{"mine": "yes"}}
 	byHand.Spec.Template.Labels = byHand.Spec.Selector.MatchLabels
-	must(t, c.client.Create(t.Context(), byHand))
+	must(t, c.Client.Create(t.Context(), byHand))
 	refused("Deployment twice/isthmus-gateway was made by somebody else: its spec.selector is map[matchLabels:map[mine:yes]]")
 
 	// Whose components run elsewhere gets none, then and later.
-	must(t, c.client.Delete(t.Context(), byHand))
-	must(t, c.client.Delete(t.Context(), &appsv1.Deployment{ObjectMeta: metav1.ObjectMeta{Namespace: "twice", Name: "isthmus-manager"}}))
-	must(t, c.client.Delete(t.Context(), &appsv1.DaemonSet{ObjectMeta: metav1.ObjectMeta{Namespace: "twice", Name: "isthmus-route-agent"}}))
+	must(t, c.Client.Delete(t.Context(), byHand))
+	must(t, c.Client.Delete(t.Context(), &appsv1.Deployment{ObjectMeta: metav1.ObjectMeta{Namespace: "twice", Name: "isthmus-manager"}}))
+	must(t, c.Client.Delete(t.Context(), &appsv1.DaemonSet{ObjectMeta: metav1.ObjectMeta{Namespace: "twice", Name: "isthmus-route-agent"}}))
 	forget()
 	for range 2 {
 		must(t, install(nil))
@@ -277,19 +277,19 @@ func foreignClusterDefinition() *unstructured.Unstructured {
 func TestAGatewayForWhichThereIsNoNodeIsWorthAWarning(t *testing.T) {
 	t.Parallel()
 	c := connectTo(t, Access{Kubeconfig: files.b, Namespace: "one-node"})
-	must(t, c.client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
+	must(t, c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
 	labels := map[string]string{"app": "g"}
 	container := []corev1.Container{{Name: "g", Image: "none"}}
 	d := &appsv1.Deployment{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: "g"}, Spec: appsv1.DeploymentSpec{
 		Replicas: new(int32(2)), Paused: true, Selector: &metav1.LabelSelector{MatchLabels: labels},
 		Template: corev1.PodTemplateSpec{ObjectMeta: metav1.ObjectMeta{Labels: labels}, Spec: corev1.PodSpec{Containers: container}}}}
-	must(t, c.client.Create(t.Context(), d))
+	must(t, c.Client.Create(t.Context(), d))
 	d.Status = appsv1.DeploymentStatus{ObservedGeneration: 99, Replicas: 2, UpdatedReplicas: 2, ReadyReplicas: 1, AvailableReplicas: 1}
-	must(t, c.client.Status().Update(t.Context(), d))
+	must(t, c.Client.Status().Update(t.Context(), d))
 	p := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: "g-2", Labels: labels},
 		Spec: corev1.PodSpec{Containers: container, AutomountServiceAccountToken: new(false), ServiceAccountName: "default"}}
 	for begin := time.Now(); ; time.Sleep(100 * time.Millisecond) { // the ServiceAccount comes a moment after its namespace
-		err := c.client.Create(t.Context(), p)
+		err := c.Client.Create(t.Context(), p)
 		if err == nil {
 			break
 		}
@@ -301,13 +301,13 @@ func TestAGatewayForWhichThereIsNoNodeIsWorthAWarning(t *testing.T) {
 	u.SetGroupVersionKind(appsv1.SchemeGroupVersion.WithKind("Deployment"))
 	u.SetNamespace(c.Namespace)
 	u.SetName("g")
-	wait, warning, err := c.waitsFor(t.Context(), u)
+	wait, warning, err := waitsFor(t.Context(), c, u)
 	if err != nil || warning != "" || wait != "1 of 2 ready" {
 		t.Errorf("while the second starts: waits for %q, warns of %q, %v", wait, warning, err)
 	}
 	p.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Reason: corev1.PodReasonUnschedulable, Message: "0/1 nodes are available"}}
-	must(t, c.client.Status().Update(t.Context(), p))
-	wait, warning, err = c.waitsFor(t.Context(), u)
+	must(t, c.Client.Status().Update(t.Context(), p))
+	wait, warning, err = waitsFor(t.Context(), c, u)
 	if err != nil || wait != "" || warning != "1 of 2 ready; Pod g-2: 0/1 nodes are available" {
 		t.Errorf("when no node has room: waits for %q, warns of %q, %v", wait, warning, err)
 	}
@@ -322,7 +322,7 @@ func TestAnOlderProgramDoesNotReplaceNewerDefinitions(t *testing.T) {
 	annotate := func(value string) {
 		t.Helper()
 		patch := fmt.Appendf(nil, `{"metadata":{"annotations":{%q:%s}}}`, annotationSchema, value)
-		must(t, c.client.Patch(t.Context(), crd, client.RawPatch(types.MergePatchType, patch)))
+		must(t, c.Client.Patch(t.Context(), crd, client.RawPatch(types.MergePatchType, patch)))
 	}
 	for _, tc := range []struct {
 		there string
@@ -334,7 +334,7 @@ func TestAnOlderProgramDoesNotReplaceNewerDefinitions(t *testing.T) {
 	} {
 		annotate(tc.there)
 		var said lines
-		must(t, c.Install(t.Context(), InstallOptions{Report: said.report}))
+		must(t, Install(t.Context(), c, InstallOptions{Report: said.report}))
 		if !said.has(tc.want) {
 			t.Errorf("schema %s: no %q in\n%s", tc.there, tc.want, strings.Join(said, "\n"))
 		}
@@ -355,7 +355,7 @@ func TestInstallTakesAwayWhatIsNotChosenAnyMore(t *testing.T) {
 		t.Helper()
 		said = nil
 		options.Values = chart.Merge(options.Values, chart.Values{"ipam": chart.Values{"port": port}})
-		must(t, c.Install(t.Context(), options))
+		must(t, Install(t.Context(), c, options))
 		var deleted []string
 		for _, line := range said {
 			if strings.HasSuffix(line, " deleted") {
@@ -391,17 +391,17 @@ func TestInstallTakesAwayWhatIsNotChosenAnyMore(t *testing.T) {
 	}
 	// What others made has our names where they took it from our files.
 	foreign := &rbacv1.ClusterRole{ObjectMeta: metav1.ObjectMeta{Name: "isthmus-metrics-reader"}}
-	must(t, c.client.Create(t.Context(), foreign))
+	must(t, c.Client.Create(t.Context(), foreign))
 	policy := &networkingv1.NetworkPolicy{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: "isthmus-ipam"}}
-	must(t, c.client.Create(t.Context(), policy, client.FieldOwner(fieldManager))) // the name alone does not tell
+	must(t, c.Client.Create(t.Context(), policy, client.FieldOwner(FieldManager))) // the name alone does not tell
 	if did := install(0); did != strings.Replace(want, "NetworkPolicy twice/isthmus-ipam, ", "", 1) {
 		t.Errorf("beside what others made it deletes %s", did)
 	}
 	for _, o := range []client.Object{foreign, policy} {
-		must(t, c.client.Get(t.Context(), client.ObjectKeyFromObject(o), o))
+		must(t, c.Client.Get(t.Context(), client.ObjectKeyFromObject(o), o))
 	}
 	// A person who may not look for it has installed all the same.
-	c.client = mayNotGet{c.client, "NetworkPolicy"}
+	c.Client = mayNotGet{c.Client, "NetworkPolicy"}
 	if did := install(0); did != "" {
 		t.Errorf("without the right to get NetworkPolicies it deletes %s", did)
 	}
@@ -441,7 +441,7 @@ func TestEveryPartThatMayBeLeftOutIsLookedFor(t *testing.T) {
 	options := chart.Options{Namespace: "x", Values: defaults}
 	chart.Set(defaults, "x", "cluster", "name")
 	c := &Cluster{}
-	all, err := c.withEveryPart(func(on chart.Values) chart.Options {
+	all, err := withEveryPart(c, func(on chart.Values) chart.Options {
 		return chart.Options{Namespace: "x", Values: chart.Merge(chart.Values{"cluster": chart.Values{"name": "x"}}, on)}
 	})
 	must(t, err)
@@ -450,8 +450,8 @@ func TestEveryPartThatMayBeLeftOutIsLookedFor(t *testing.T) {
 		some, err := chart.Objects(options)
 		must(t, err)
 		for _, u := range some {
-			if !slices.ContainsFunc(all, func(o *unstructured.Unstructured) bool { return describe(o) == describe(u) }) {
-				t.Errorf("nobody looks for %s, which the chart can make", describe(u))
+			if !slices.ContainsFunc(all, func(o *unstructured.Unstructured) bool { return Describe(o) == Describe(u) }) {
+				t.Errorf("nobody looks for %s, which the chart can make", Describe(u))
 			}
 		}
 	}
@@ -460,11 +460,11 @@ func TestEveryPartThatMayBeLeftOutIsLookedFor(t *testing.T) {
 func TestInstallLeavesARelaseOfHelmAlone(t *testing.T) {
 	t.Parallel()
 	c := connectTo(t, Access{Kubeconfig: files.b, Namespace: "of-helm"})
-	must(t, c.client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
-	must(t, c.client.Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{
+	must(t, c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
+	must(t, c.Client.Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{
 		Namespace: c.Namespace, Name: "isthmus-manager", Annotations: map[string]string{"meta.helm.sh/release-name": "mine"}}}))
 	var said lines
-	err := c.Install(t.Context(), InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "h"}, Report: said.report})
+	err := Install(t.Context(), c, InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "h"}, Report: said.report})
 	if err == nil || !strings.Contains(err.Error(), "`helm upgrade mine`") || len(said) > 0 {
 		t.Errorf("%v; said %v", err, said)
 	}
@@ -474,13 +474,13 @@ func TestInstallLeavesARelaseOfHelmAlone(t *testing.T) {
 func TestAClusterWithoutAChosenIDIsKnownByTheUIDOfKubeSystem(t *testing.T) {
 	t.Parallel()
 	c := connectTo(t, Access{Kubeconfig: files.b, Namespace: "no-id"})
-	must(t, c.client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
-	must(t, c.client.Create(t.Context(), &corev1.ConfigMap{
-		ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: identityConfigMap, Labels: map[string]string{labelName: identityLabelValue}},
+	must(t, c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
+	must(t, c.Client.Create(t.Context(), &corev1.ConfigMap{
+		ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: identityConfigMap, Labels: map[string]string{LabelName: identityLabelValue}},
 		Data:       map[string]string{keyClusterName: "no-id"}}))
 	must(t, c.Identify(t.Context()))
-	if c.Identity.ClusterID != c.uid || c.uid == "" {
-		t.Errorf("it is %v; the UID is %q", c.Identity, c.uid)
+	if c.Identity.ClusterID != c.UID || c.UID == "" {
+		t.Errorf("it is %v; the UID is %q", c.Identity, c.UID)
 	}
 }
 
@@ -491,42 +491,42 @@ func TestPodCIDRIsFoundWhereTheClusterSaysIt(t *testing.T) {
 		{ObjectMeta: metav1.ObjectMeta{Name: "n1"}, Spec: corev1.NodeSpec{PodCIDR: "10.50.1.0/24", PodCIDRs: []string{"10.50.1.0/24", "fd00:1::/64"}}},
 		{ObjectMeta: metav1.ObjectMeta{Name: "n2"}, Spec: corev1.NodeSpec{PodCIDR: "10.50.9.0/24"}},
 	}
-	_, _, err := c.podCIDR(t.Context(), nodes, nil)
+	_, _, err := podCIDR(t.Context(), c, nodes, nil)
 	if err == nil || !strings.Contains(err.Error(), "want --pod-cidr") || !strings.Contains(err.Error(), "perhaps it is 10.50.0.0/16") {
 		t.Errorf("when nothing says it: %v", err)
 	}
-	must(t, client.IgnoreAlreadyExists(c.client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "kube-flannel"}})))
-	must(t, c.client.Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "kube-flannel", Name: "kube-flannel-cfg"},
+	must(t, client.IgnoreAlreadyExists(c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "kube-flannel"}})))
+	must(t, c.Client.Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "kube-flannel", Name: "kube-flannel-cfg"},
 		Data: map[string]string{"net-conf.json": `{"Network": "10.50.0.0/16", "Backend": {"Type": "vxlan"}}`}}))
 	pods := []address{{"x/in", netip.MustParseAddr("10.50.1.7")}}
-	p, source, err := c.podCIDR(t.Context(), nodes, pods)
+	p, source, err := podCIDR(t.Context(), c, nodes, pods)
 	must(t, err)
 	if p != netip.MustParsePrefix("10.50.0.0/16") || !strings.Contains(source, "kube-flannel-cfg") {
 		t.Errorf("%v from %s", p, source)
 	}
 	// What the cluster was made with need not be what its CNI uses, and a CNI with an IPAM of its own
 	// does not use what the Nodes have.
-	must(t, c.client.Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "kube-system", Name: "kubeadm-config"},
+	must(t, c.Client.Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "kube-system", Name: "kubeadm-config"},
 		Data: map[string]string{"ClusterConfiguration": "networking: {podSubnet: 10.0.0.0/8}"}}))
-	must(t, c.client.Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "kube-system", Name: "cilium-config"},
+	must(t, c.Client.Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "kube-system", Name: "cilium-config"},
 		Data: map[string]string{"ipam": "cluster-pool", "cluster-pool-ipv4-cidr": "10.77.0.0/16"}}))
 	for network, pod := range map[string]string{"10.77.0.0/16": "10.77.3.4", "10.50.0.0/16": "10.50.1.7", "10.0.0.0/8": "10.99.0.1"} {
-		p, source, err := c.podCIDR(t.Context(), nodes, []address{{"x/y", netip.MustParseAddr(pod)}})
+		p, source, err := podCIDR(t.Context(), c, nodes, []address{{"x/y", netip.MustParseAddr(pod)}})
 		must(t, err)
 		if p.String() != network {
 			t.Errorf("with a Pod at %s: %v from %s, want %s", pod, p, source, network)
 		}
 	}
 	for _, name := range []string{"kubeadm-config", "cilium-config"} {
-		must(t, c.client.Delete(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "kube-system", Name: name}}))
+		must(t, c.Client.Delete(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "kube-system", Name: name}}))
 	}
 	// What a Pod or a node contradicts is not believed.
 	outside := []address{pods[0], {"x/out", netip.MustParseAddr("10.7.1.7")}}
-	if _, _, err = c.podCIDR(t.Context(), nodes, outside); err == nil || !strings.Contains(err.Error(), "say 10.50.0.0/16, yet Pod x/out has 10.7.1.7") || !strings.Contains(err.Error(), "want --pod-cidr") {
+	if _, _, err = podCIDR(t.Context(), c, nodes, outside); err == nil || !strings.Contains(err.Error(), "say 10.50.0.0/16, yet Pod x/out has 10.7.1.7") || !strings.Contains(err.Error(), "want --pod-cidr") {
 		t.Errorf("when a Pod is elsewhere: %v", err)
 	}
 	nodes[1].Spec.PodCIDR = "10.51.9.0/24"
-	if _, _, err = c.podCIDR(t.Context(), nodes, pods); err == nil || !strings.Contains(err.Error(), "say 10.50.0.0/16, yet a node has 10.51.9.0/24") {
+	if _, _, err = podCIDR(t.Context(), c, nodes, pods); err == nil || !strings.Contains(err.Error(), "say 10.50.0.0/16, yet a node has 10.51.9.0/24") {
 		t.Errorf("when a node is elsewhere: %v", err)
 	}
 }
@@ -545,37 +545,37 @@ func refusesBeforeItWrites(t *testing.T, c *Cluster, o InstallOptions) {
 		{[]string{"10.50.1.0/24", "fd00:1::/64"}, "PodCIDR 10.9.0.0/16: no Pod has an address in it, and every node's podCIDR lies outside, such as 10.50.1.0/24: correct --pod-cidr, or take it all the same by --force"},
 	} {
 		node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n1"}, Spec: corev1.NodeSpec{PodCIDR: tc.networks[0], PodCIDRs: tc.networks}}
-		must(t, c.client.Create(t.Context(), node))
-		if err := c.Install(t.Context(), o); err == nil || !strings.Contains(err.Error(), tc.want) || !gone(t, c, &corev1.Namespace{}, c.Namespace) {
+		must(t, c.Client.Create(t.Context(), node))
+		if err := Install(t.Context(), c, o); err == nil || !strings.Contains(err.Error(), tc.want) || !gone(t, c, &corev1.Namespace{}, c.Namespace) {
 			t.Errorf("%v: %v", tc.networks, err)
 		}
 		if len(tc.networks) > 1 {
 			o.Force = true
-			if _, err := c.detect(t.Context(), o.Values, o); err != nil || !said.has("those of IPv4 are joined") {
+			if _, err := detect(t.Context(), c, o.Values, o); err != nil || !said.has("those of IPv4 are joined") {
 				t.Errorf("forced: %v; said %v", err, said)
 			}
 		}
-		must(t, c.client.Delete(t.Context(), node))
+		must(t, c.Client.Delete(t.Context(), node))
 	}
 
 	// Without the kind ServiceCIDR the network of the Services must come from another source.
 	old := *c
-	old.client = withoutServiceCIDRs{c.client}
-	if _, err := old.services(t.Context(), nil, nil, said.report); err == nil || !strings.Contains(err.Error(), "want --set networks.serviceCIDR=NETWORK") {
+	old.Client = withoutServiceCIDRs{c.Client}
+	if _, err := serviceNetwork(t.Context(), &old, nil, nil, said.report); err == nil || !strings.Contains(err.Error(), "want --set networks.serviceCIDR=NETWORK") {
 		t.Errorf("without any: %v", err)
 	}
 	kubeadm := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "kubeadm-config"},
 		Data: map[string]string{"ClusterConfiguration": "networking: {serviceSubnet: 'fd00:2::/112,10.97.0.0/16'}"}}
-	must(t, c.client.Create(t.Context(), kubeadm))
-	if p, err := old.services(t.Context(), nil, nil, said.report); err != nil || p != "10.97.0.0/16" {
+	must(t, c.Client.Create(t.Context(), kubeadm))
+	if p, err := serviceNetwork(t.Context(), &old, nil, nil, said.report); err != nil || p != "10.97.0.0/16" {
 		t.Errorf("of kubeadm: %q, %v", p, err)
 	}
-	must(t, c.client.Delete(t.Context(), kubeadm))
+	must(t, c.Client.Delete(t.Context(), kubeadm))
 	nodes := []corev1.Node{{ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{"k3s.io/node-args": `["server"]`}}}}
-	if p, err := old.services(t.Context(), nil, nodes, said.report); err != nil || p != "10.43.0.0/16" {
+	if p, err := serviceNetwork(t.Context(), &old, nil, nodes, said.report); err != nil || p != "10.43.0.0/16" {
 		t.Errorf("of k3s: %q, %v", p, err)
 	}
-	if p, err := c.services(t.Context(), nil, nodes, said.report); servesServiceCIDRs(t, c) && (err != nil || p != "") {
+	if p, err := serviceNetwork(t.Context(), c, nil, nodes, said.report); servesServiceCIDRs(t, c) && (err != nil || p != "") {
 		t.Errorf("with the kind the manager finds it: %q, %v", p, err)
 	}
 }
@@ -642,13 +642,13 @@ func TestPodCIDRHoldsEachPoolOfTheCNI(t *testing.T) {
 	said := func(what string, own bool, text string) podSource {
 		return podSource{what, own, func(context.Context, *Cluster) (string, error) { return text, nil }}
 	}
-	c := &Cluster{context: "c"}
+	c := &Cluster{Context: "c"}
 	pools := said("IPPools", true, "10.1.0.0/16,10.9.0.0/16")
-	p, source, err := c.podCIDRFrom(t.Context(), []podSource{pools, said("kubeadm", false, "10.1.0.0/16"), said("flags", false, "10.0.0.0/12")}, nil, nil)
+	p, source, err := podCIDRFrom(t.Context(), c, []podSource{pools, said("kubeadm", false, "10.1.0.0/16"), said("flags", false, "10.0.0.0/12")}, nil, nil)
 	if err != nil || p.String() != "10.0.0.0/12" || source != "flags" {
 		t.Errorf("%v from %s: %v", p, source, err)
 	}
-	_, _, err = c.podCIDRFrom(t.Context(), []podSource{pools, said("kubeadm", false, "10.1.0.0/16")}, nil, nil)
+	_, _, err = podCIDRFrom(t.Context(), c, []podSource{pools, said("kubeadm", false, "10.1.0.0/16")}, nil, nil)
 	if err == nil || !strings.Contains(err.Error(), "IPPools have several, 10.1.0.0/16,10.9.0.0/16; kubeadm say 10.1.0.0/16, and 10.9.0.0/16 lies outside") {
 		t.Errorf("nothing holds both: %v", err)
 	}

@@ -17,23 +17,23 @@ var ErrLiqo = errors.New("this is a Liqo without Isthmus")
 
 var foreignClusters = schema.GroupKind{Group: "discovery.liqo.io", Kind: "ForeignCluster"}
 
-// isLiqo reports whether the cluster is a Liqo. Where Isthmus is beside Liqo's control plane, it is
+// IsLiqo reports whether the cluster is a Liqo. Where Isthmus is beside Liqo's control plane, it is
 // an Isthmus.
-func (c *Cluster) isLiqo() (bool, error) {
-	foreign, err := c.knows(foreignClusters)
+func (c *Cluster) IsLiqo() (bool, error) {
+	foreign, err := c.Knows(foreignClusters)
 	if err != nil || !foreign {
 		return false, err
 	}
-	own, err := c.knows(isthmus.GroupVersion.WithKind("Peering").GroupKind())
+	own, err := c.Knows(isthmus.GroupVersion.WithKind("Peering").GroupKind())
 	return !own, err
 }
 
 // keepLiqo refuses to install over a Liqo unless its definitions stay.
-func (c *Cluster) keepLiqo(chosen chart.Values) error {
+func keepLiqo(c *Cluster, chosen chart.Values) error {
 	if chart.Get(chosen, "crds", "liqo") == false || chart.Get(chosen, "crds", "install") == false {
 		return nil
 	}
-	if is, err := c.isLiqo(); err != nil || !is {
+	if is, err := c.IsLiqo(); err != nil || !is {
 		return err
 	}
 	return fmt.Errorf("%s: %w: it has the kind %s of Liqo's and no Peerings, and the definitions of Isthmus would replace Liqo's. Nothing is changed. "+
@@ -42,18 +42,18 @@ func (c *Cluster) keepLiqo(chosen chart.Values) error {
 
 // refuseLiqo returns ErrLiqo with what to do instead.
 func (c *Cluster) refuseLiqo() error {
-	if is, err := c.isLiqo(); err != nil || !is {
+	if is, err := c.IsLiqo(); err != nil || !is {
 		return err
 	}
 	return fmt.Errorf("%s: %w: it has the kind %s of Liqo's and no Peerings. This command is for clusters with Isthmus, and has changed "+
 		"nothing; docs/liqo.md has the few objects that join one with a Liqo, and what to look at there", c, ErrLiqo, foreignClusters)
 }
 
-// knows asks whether the API server has a kind.
-func (c *Cluster) knows(kind schema.GroupKind) (bool, error) {
-	_, err := c.client.RESTMapper().RESTMapping(kind)
+// Knows asks whether the API server has a kind.
+func (c *Cluster) Knows(kind schema.GroupKind) (bool, error) {
+	_, err := c.Client.RESTMapper().RESTMapping(kind)
 	if meta.IsNoMatchError(err) {
 		return false, nil
 	}
-	return err == nil, c.explain("kinds of the API server", err)
+	return err == nil, c.Explain("kinds of the API server", err)
 }

@@ -74,7 +74,7 @@ func testMain(m *testing.M) int {
 			panic(err)
 		}
 		var said []string
-		err = c.Install(ctx, InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: string(rune('a' + i))}, Values: chart.Merge(nodePortService(5871, 1), withoutWorkloads),
+		err = Install(ctx, c, InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: string(rune('a' + i))}, Values: chart.Merge(nodePortService(5871, 1), withoutWorkloads),
 			Report: func(line string) { said = append(said, line) }})
 		if err != nil {
 			panic(err)
@@ -108,9 +108,9 @@ func newPair(t *testing.T, name string) *pair {
 	for i, file := range []string{files.a, files.b} {
 		c := connectTo(t, Access{Kubeconfig: file, Namespace: "install-" + name})
 		c.Identity = v1alpha1.ClusterIdentity{ClusterID: fmt.Sprintf("%s-%c-0000", name, 'A'+i), ClusterName: fmt.Sprintf("%s-%c", name, 'a'+i)}
-		must(t, c.client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
-		must(t, c.client.Create(t.Context(), &corev1.ConfigMap{
-			ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: "who", Labels: map[string]string{labelName: identityLabelValue}},
+		must(t, c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
+		must(t, c.Client.Create(t.Context(), &corev1.ConfigMap{
+			ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: "who", Labels: map[string]string{LabelName: identityLabelValue}},
 			Data:       map[string]string{keyClusterID: c.Identity.ClusterID, keyClusterName: c.Identity.ClusterName},
 		}))
 		m := &manager{Cluster: c, name: name, dead: map[string]string{}}
@@ -153,7 +153,7 @@ func connectTo(t *testing.T, a Access) *Cluster {
 	t.Helper()
 	c, err := Connect(a)
 	must(t, err)
-	c.chosen = true // the tests' managers are on this machine as well
+	c.ServerChosen = true // the tests' managers are on this machine as well
 	return c
 }
 
@@ -192,7 +192,7 @@ func (p *pair) everything(t *testing.T) map[string]string {
 		peering := newPeering(peer.Identity.UniqueName(), peer.Identity, "", "")
 		for _, o := range append(s.rights(), s.tenantNamespace(), secret, peering) {
 			key := fmt.Sprintf("%s: %T %s", c, o, o.GetName())
-			err := c.client.Get(t.Context(), client.ObjectKeyFromObject(o), o)
+			err := c.Client.Get(t.Context(), client.ObjectKeyFromObject(o), o)
 			if client.IgnoreNotFound(err) != nil {
 				t.Fatal(err)
 			}
@@ -242,7 +242,7 @@ func (m *manager) release(t *testing.T) { m.write(t, "") }
 func (m *manager) write(t *testing.T, holder string) {
 	t.Helper()
 	l := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: m.Namespace, Name: managerLease}}
-	_, err := controllerutil.CreateOrUpdate(t.Context(), m.client, l, func() error {
+	_, err := controllerutil.CreateOrUpdate(t.Context(), m.Client, l, func() error {
 		l.Spec = coordinationv1.LeaseSpec{HolderIdentity: &holder, LeaseDurationSeconds: new(int32(600)), RenewTime: &metav1.MicroTime{Time: time.Now()}}
 		return nil
 	})
@@ -274,7 +274,7 @@ func (m *manager) pause() {
 func (m *manager) run(ctx context.Context) {
 	for ctx.Err() == nil {
 		var list isthmus.PeeringList
-		if m.client.List(ctx, &list) == nil {
+		if m.Client.List(ctx, &list) == nil {
 			for i := range list.Items {
 				if strings.HasPrefix(list.Items[i].Spec.Cluster.ClusterID, m.name+"-") {
 					m.reconcile(ctx, &list.Items[i])
@@ -331,7 +331,7 @@ func (m *manager) reconcile(ctx context.Context, p *isthmus.Peering) {
 	p.Status.Remote = isthmus.Networks{PodCIDR: "10.60.0.0/20", PodCIDRSeen: "10.60.0.0/20", PodCIDRWhy: "it is in private space"}
 	p.Status.Endpoint, p.Status.Latency = "192.0.2.2:5871", "700µs"
 	if !equal(before.Status, p.Status) {
-		_ = m.client.Status().Patch(ctx, p, client.MergeFrom(before)) // the next round sees what became of it
+		_ = m.Client.Status().Patch(ctx, p, client.MergeFrom(before)) // the next round sees what became of it
 	}
 }
 
@@ -343,7 +343,7 @@ func equal(a, b any) bool {
 
 func (m *manager) finalizers(ctx context.Context, p *isthmus.Peering, want []string) {
 	text, _ := json.Marshal(map[string]any{"metadata": map[string]any{"finalizers": want}})
-	_ = m.client.Patch(ctx, p, client.RawPatch(types.MergePatchType, text))
+	_ = m.Client.Patch(ctx, p, client.RawPatch(types.MergePatchType, text))
 }
 
 // tryIdentity uses the identity for what it is for.
@@ -359,7 +359,7 @@ func (m *manager) tryIdentity(ctx context.Context, p *isthmus.Peering) error {
 // manager is at the peer.
 func (c *Cluster) asPeer(ctx context.Context, namespace string) (client.Client, error) {
 	var secret corev1.Secret
-	if err := c.client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: isthmus.DefaultIdentitySecret}, &secret); err != nil {
+	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: isthmus.DefaultIdentitySecret}, &secret); err != nil {
 		return nil, err
 	}
 	config, err := clientcmd.RESTConfigFromKubeConfig(secret.Data[isthmus.SecretKubeconfig])
@@ -367,12 +367,12 @@ func (c *Cluster) asPeer(ctx context.Context, namespace string) (client.Client, 
 		return nil, err
 	}
 	config.QPS = -1
-	return client.New(config, client.Options{Scheme: c.client.Scheme(), Mapper: c.client.RESTMapper()})
+	return client.New(config, client.Options{Scheme: c.Client.Scheme(), Mapper: c.Client.RESTMapper()})
 }
 
 func gone(t *testing.T, c *Cluster, o client.Object, name string) bool {
 	t.Helper()
-	err := c.client.Get(t.Context(), client.ObjectKey{Name: name}, o)
+	err := c.Client.Get(t.Context(), client.ObjectKey{Name: name}, o)
 	if client.IgnoreNotFound(err) != nil {
 		t.Fatal(err)
 	}

@@ -38,7 +38,7 @@ func mcsDefinitions() (all []*unstructured.Unstructured, err error) {
 			return nil, fmt.Errorf("definition of mcs-api: %w", err)
 		}
 		labels := u.GetLabels()
-		labels[labelManagedBy] = managedBy
+		labels[LabelManagedBy] = ManagedBy
 		u.SetLabels(labels)
 		all = append(all, u)
 	}
@@ -58,7 +58,7 @@ type servicesPlan struct {
 
 // planServices finds out what there is to do where services are on; nil: they are off. It writes nothing, so
 // what cannot be is known before anything is changed.
-func (c *Cluster) planServices(ctx context.Context, chosen chart.Values, o InstallOptions) (*servicesPlan, error) {
+func planServices(ctx context.Context, c *Cluster, chosen chart.Values, o InstallOptions) (*servicesPlan, error) {
 	configure := o.ConfigureDNS != nil && *o.ConfigureDNS
 	if !withServices(chosen) {
 		if configure {
@@ -72,19 +72,19 @@ func (c *Cluster) planServices(ctx context.Context, chosen chart.Values, o Insta
 		return nil, err
 	}
 	for _, want := range p.definitions {
-		have, err := c.get(ctx, crdKind, "", want.GetName())
+		have, err := c.Get(ctx, crdKind, "", want.GetName())
 		if err != nil {
 			return nil, err
 		}
 		switch lacks := lacksVersion(have); {
-		case have == nil, have.GetLabels()[labelManagedBy] == managedBy && !newer(have, want):
+		case have == nil, have.GetLabels()[LabelManagedBy] == ManagedBy && !newer(have, want):
 			p.apply = append(p.apply, want)
 		case lacks != "":
 			return nil, fmt.Errorf("%s: %s is there already and does not serve %s: bring what installed it up to date (mcs-api %s)",
-				c, describe(want), lacks, want.GetLabels()[mcscrd.ReleaseVersionLabel])
+				c, Describe(want), lacks, want.GetLabels()[mcscrd.ReleaseVersionLabel])
 		}
 	}
-	switch p.dns, err = c.findDNS(ctx); {
+	switch p.dns, err = findDNS(ctx, c); {
 	case err != nil && configure:
 		return nil, err
 	case err != nil:
@@ -134,30 +134,30 @@ func newer(have, want *unstructured.Unstructured) bool {
 	return err == nil && wrong == nil && w.LessThan(h)
 }
 
-// define applies the definitions, before the manager starts that watches their objects.
-func (c *Cluster) define(ctx context.Context, p *servicesPlan, report func(string)) error {
+// defineServices applies the definitions, before the manager starts that watches their objects.
+func defineServices(ctx context.Context, c *Cluster, p *servicesPlan, report func(string)) error {
 	if p == nil {
 		return nil
 	}
 	for _, u := range p.definitions {
 		outcome := Outcome("is there already and stays")
 		if slices.Contains(p.apply, u) {
-			if _, err := c.untilGone(ctx, u.GetName()); err != nil { // what is applied before would go with it
+			if _, err := untilGone(ctx, c, u.GetName()); err != nil { // what is applied before would go with it
 				return err
 			}
 			var err error
-			if outcome, err = c.apply(ctx, u); err != nil {
+			if outcome, err = c.Apply(ctx, u); err != nil {
 				return err
 			}
 		}
-		report(fmt.Sprintf("%s: %s %s", c, describe(u), outcome))
+		report(fmt.Sprintf("%s: %s %s", c, Describe(u), outcome))
 	}
-	return c.established(ctx, p.definitions)
+	return established(ctx, c, p.definitions)
 }
 
-// name lets CoreDNS answer for imported services. The definitions and the rights come first: without them a
+// nameServices lets CoreDNS answer for imported services. The definitions and the rights come first: without them a
 // CoreDNS with the option has no answer for any Service.
-func (c *Cluster) name(ctx context.Context, p *servicesPlan, report func(string)) error {
+func nameServices(ctx context.Context, c *Cluster, p *servicesPlan, report func(string)) error {
 	if p == nil {
 		return nil
 	}
@@ -167,14 +167,14 @@ func (c *Cluster) name(ctx context.Context, p *servicesPlan, report func(string)
 			return err
 		}
 		for _, u := range rights {
-			outcome, err := c.apply(ctx, u)
+			outcome, err := c.Apply(ctx, u)
 			if err != nil {
 				return err
 			}
-			report(fmt.Sprintf("%s: %s %s", c, describe(u), outcome))
+			report(fmt.Sprintf("%s: %s %s", c, Describe(u), outcome))
 		}
 		if p.corefile != "" {
-			if err := c.writeCorefile(ctx, p.dns, p.corefile, report); err != nil {
+			if err := writeCorefile(ctx, c, p.dns, p.corefile, report); err != nil {
 				return err
 			}
 		}
@@ -185,9 +185,9 @@ func (c *Cluster) name(ctx context.Context, p *servicesPlan, report func(string)
 	return nil
 }
 
-// unname takes back what define and name did: the Corefile first, then the rights, then the definitions. What
+// UnnameServices takes back what define and name did: the Corefile first, then the rights, then the definitions. What
 // CoreDNS or somebody else still needs stays, and is reported.
-func (c *Cluster) unname(ctx context.Context, keepDefinitions bool, report func(string)) error {
+func UnnameServices(ctx context.Context, c *Cluster, keepDefinitions bool, report func(string)) error {
 	definitions, err := mcsDefinitions()
 	if err != nil {
 		return err
@@ -198,7 +198,7 @@ func (c *Cluster) unname(ctx context.Context, keepDefinitions bool, report func(
 	}
 	var ours []*unstructured.Unstructured
 	for _, u := range append(rights, definitions...) {
-		have, err := c.get(ctx, u.GroupVersionKind(), "", u.GetName())
+		have, err := c.Get(ctx, u.GroupVersionKind(), "", u.GetName())
 		switch {
 		case forbidden(err): // one who may not read it has not made it
 		case err != nil:
@@ -207,7 +207,7 @@ func (c *Cluster) unname(ctx context.Context, keepDefinitions bool, report func(
 			ours = append(ours, have)
 		}
 	}
-	dns, err := c.findDNS(ctx)
+	dns, err := findDNS(ctx, c)
 	needs := "" // why CoreDNS needs ServiceImports
 	switch {
 	case errors.Is(err, errNoDNS):
@@ -218,7 +218,7 @@ func (c *Cluster) unname(ctx context.Context, keepDefinitions bool, report func(
 	default:
 		if text, err := corefile.Remove(dns.corefile()); err != nil {
 			report(fmt.Sprintf("%s: %s stays as it is: %v", c, dns.where(), err))
-		} else if err := c.writeCorefile(ctx, dns, text, report); err != nil {
+		} else if err := writeCorefile(ctx, c, dns, text, report); err != nil {
 			return err
 		}
 		if corefile.Multicluster(dns.corefile()) {
@@ -226,7 +226,7 @@ func (c *Cluster) unname(ctx context.Context, keepDefinitions bool, report func(
 		}
 	}
 	if len(ours) > 0 && !keepDefinitions { // else services were never on
-		if err := c.removeImports(ctx, report); err != nil {
+		if err := removeImports(ctx, c, report); err != nil {
 			return err
 		}
 	}
@@ -237,7 +237,7 @@ func (c *Cluster) unname(ctx context.Context, keepDefinitions bool, report func(
 			if keepDefinitions {
 				continue
 			}
-			if stays, err = c.othersNeed(ctx, u); err != nil {
+			if stays, err = othersNeed(ctx, c, u); err != nil {
 				return err
 			}
 		}
@@ -245,10 +245,10 @@ func (c *Cluster) unname(ctx context.Context, keepDefinitions bool, report func(
 			stays = needs
 		}
 		if stays != "" {
-			report(fmt.Sprintf("%s: %s stays: %s", c, describe(u), stays))
+			report(fmt.Sprintf("%s: %s stays: %s", c, Describe(u), stays))
 			continue
 		}
-		if err := c.deleteObject(ctx, u, report); err != nil {
+		if err := deleteObject(ctx, c, u, report); err != nil {
 			return err
 		}
 		if u.GetKind() == crdKind.Kind {
@@ -256,10 +256,10 @@ func (c *Cluster) unname(ctx context.Context, keepDefinitions bool, report func(
 		}
 	}
 	for _, u := range going {
-		if gone, err := c.untilGone(ctx, u.GetName()); err != nil {
+		if gone, err := untilGone(ctx, c, u.GetName()); err != nil {
 			return err
 		} else if !gone {
-			report(fmt.Sprintf("%s: %s is not gone yet", c, describe(u)))
+			report(fmt.Sprintf("%s: %s is not gone yet", c, Describe(u)))
 		}
 	}
 	return nil
@@ -267,23 +267,23 @@ func (c *Cluster) unname(ctx context.Context, keepDefinitions bool, report func(
 
 // removeImports deletes what the manager made for imported services. Their owner is the ServiceImport, but the garbage
 // collector does not find owners whose definition is gone.
-func (c *Cluster) removeImports(ctx context.Context, report func(string)) error {
+func removeImports(ctx context.Context, c *Cluster, report func(string)) error {
 	for _, kind := range []schema.GroupVersionKind{
 		{Group: mcsGroup, Version: mcsVersions[1], Kind: "ServiceImport"},
 		corev1.SchemeGroupVersion.WithKind("Service"), discoveryv1.SchemeGroupVersion.WithKind("EndpointSlice"),
 	} {
 		var list metav1.PartialObjectMetadataList
 		list.SetGroupVersionKind(kind.GroupVersion().WithKind(kind.Kind + "List"))
-		err := c.client.List(ctx, &list, client.HasLabels{isthmus.LabelService})
+		err := c.Client.List(ctx, &list, client.HasLabels{isthmus.LabelService})
 		if meta.IsNoMatchError(err) || apierrors.IsNotFound(err) {
 			continue
 		}
 		if err != nil {
-			return c.explain(kind.Kind+"s of imported services", err)
+			return c.Explain(kind.Kind+"s of imported services", err)
 		}
 		for i := range list.Items {
-			if err := c.client.Delete(ctx, &list.Items[i]); client.IgnoreNotFound(err) != nil {
-				return c.explain("delete "+kind.Kind+" "+list.Items[i].Namespace+"/"+list.Items[i].Name, err)
+			if err := c.Client.Delete(ctx, &list.Items[i]); client.IgnoreNotFound(err) != nil {
+				return c.Explain("delete "+kind.Kind+" "+list.Items[i].Namespace+"/"+list.Items[i].Name, err)
 			}
 		}
 		if n := len(list.Items); n > 0 {
@@ -294,17 +294,17 @@ func (c *Cluster) removeImports(ctx context.Context, report func(string)) error 
 }
 
 // othersNeed says why a definition that we applied stays; empty: nobody else has to do with it.
-func (c *Cluster) othersNeed(ctx context.Context, crd *unstructured.Unstructured) (string, error) {
+func othersNeed(ctx context.Context, c *Cluster, crd *unstructured.Unstructured) (string, error) {
 	for _, f := range crd.GetManagedFields() {
-		if f.Manager != fieldManager && f.Subresource == "" {
+		if f.Manager != FieldManager && f.Subresource == "" {
 			return fmt.Sprintf("%s has written it as well", safetext.Of(f.Manager)), nil
 		}
 	}
 	kind, _, _ := unstructured.NestedString(crd.Object, "spec", "names", "kind")
 	var list metav1.PartialObjectMetadataList
 	list.SetGroupVersionKind(schema.GroupVersionKind{Group: mcsGroup, Version: mcsVersions[1], Kind: kind + "List"})
-	if err := c.client.List(ctx, &list); err != nil {
-		return "", c.explain(kind+"s", err)
+	if err := c.Client.List(ctx, &list); err != nil {
+		return "", c.Explain(kind+"s", err)
 	}
 	var foreign []string
 	for i := range list.Items {

@@ -49,7 +49,7 @@ func newNameServer(t *testing.T) *nameServer {
 			}},
 		}},
 	} {
-		must(t, c.client.Create(t.Context(), o))
+		must(t, c.Client.Create(t.Context(), o))
 	}
 	return n
 }
@@ -58,29 +58,29 @@ func (n *nameServer) install(o InstallOptions) error {
 	n.said = nil
 	o.Identity, o.Report = v1alpha1.ClusterIdentity{ClusterName: "named"}, n.said.report
 	o.Values = chart.Merge(withoutWorkloads, o.Values)
-	return n.Install(n.t.Context(), o)
+	return Install(n.t.Context(), n.Cluster, o)
 }
 
 func (n *nameServer) uninstall() {
 	n.t.Helper()
 	n.said = nil
-	must(n.t, n.Uninstall(n.t.Context(), UninstallOptions{Timeout: patient, Report: n.said.report}))
+	must(n.t, Uninstall(n.t.Context(), n.Cluster, UninstallOptions{Timeout: patient, Report: n.said.report}))
 }
 
 // setCorefile has somebody write another Corefile.
 func (n *nameServer) setCorefile(text string) {
 	n.t.Helper()
 	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "coredns"}}
-	must(n.t, n.client.Get(n.t.Context(), client.ObjectKeyFromObject(m), m))
+	must(n.t, n.Client.Get(n.t.Context(), client.ObjectKeyFromObject(m), m))
 	m.Data[keyCorefile] = text
-	must(n.t, n.client.Update(n.t.Context(), m))
+	must(n.t, n.Client.Update(n.t.Context(), m))
 }
 
 // setImage has somebody run another CoreDNS.
 func (n *nameServer) setImage(image string) {
 	n.t.Helper()
 	d := &appsv1.Deployment{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "coredns"}}
-	must(n.t, n.client.Patch(n.t.Context(), d, client.RawPatch(types.StrategicMergePatchType,
+	must(n.t, n.Client.Patch(n.t.Context(), d, client.RawPatch(types.StrategicMergePatchType,
 		[]byte(`{"spec":{"template":{"spec":{"containers":[{"name":"coredns","image":"`+image+`"}]}}}}`))))
 }
 
@@ -89,7 +89,7 @@ func (n *nameServer) setImage(image string) {
 func (n *nameServer) wants(what, text string, there ...bool) {
 	n.t.Helper()
 	var m corev1.ConfigMap
-	must(n.t, n.client.Get(n.t.Context(), client.ObjectKey{Namespace: metav1.NamespaceSystem, Name: "coredns"}, &m))
+	must(n.t, n.Client.Get(n.t.Context(), client.ObjectKey{Namespace: metav1.NamespaceSystem, Name: "coredns"}, &m))
 	if m.Data[keyCorefile] != text {
 		n.t.Errorf("%s: the Corefile is\n%s", what, m.Data[keyCorefile])
 	}
@@ -124,14 +124,14 @@ func TestServicesHaveNamesUntilTheyAreSwitchedOff(t *testing.T) {
 	// A person edits the Corefile, or has it done.
 	must(t, n.install(InstallOptions{Values: servicesOn}))
 	n.wants("without --configure-dns", n.corefile, true, true, true)
-	if h, _, err := n.namesHop(t.Context()); err != nil || h.State != health.Broken || h.Reason != reasonNoZone || !strings.Contains(h.Text, "--configure-dns") {
+	if h, _, err := namesHop(t.Context(), n.Cluster); err != nil || h.State != health.Broken || h.Reason != reasonNoZone || !strings.Contains(h.Text, "--configure-dns") {
 		t.Errorf("%+v, %v", h, err)
 	}
 	if !n.said.has(corefile.Lines) || !strings.Contains(corefile.Lines, "disable denial") {
 		t.Errorf("it does not say what to add: %v", n.said)
 	}
 	var binding rbacv1.ClusterRoleBinding
-	must(t, n.client.Get(t.Context(), client.ObjectKey{Name: "isthmus-coredns"}, &binding))
+	must(t, n.Client.Get(t.Context(), client.ObjectKey{Name: "isthmus-coredns"}, &binding))
 	if s := binding.Subjects; len(s) != 1 || s[0].Name != "names" || s[0].Namespace != metav1.NamespaceSystem {
 		t.Errorf("the right is of %v", s)
 	}
@@ -141,7 +141,7 @@ func TestServicesHaveNamesUntilTheyAreSwitchedOff(t *testing.T) {
 		t.Errorf("it says %v", n.said)
 	}
 
-	if h, notAsked, err := n.namesHop(t.Context()); err != nil || h.State != health.Works || !strings.Contains(notAsked, "none of its Pods is ready") {
+	if h, notAsked, err := namesHop(t.Context(), n.Cluster); err != nil || h.State != health.Works || !strings.Contains(notAsked, "none of its Pods is ready") {
 		t.Errorf("%+v, %q, %v", h, notAsked, err)
 	}
 
@@ -189,13 +189,13 @@ func TestUninstallLeavesWhatOthersNeed(t *testing.T) {
 	must(t, n.install(InstallOptions{Values: servicesOn, ConfigureDNS: new(true)}))
 	export := &unstructured.Unstructured{Object: map[string]any{
 		"apiVersion": "multicluster.x-k8s.io/v1beta1", "kind": "ServiceExport", "metadata": map[string]any{"namespace": "default", "name": "shop"}}}
-	must(t, n.client.Create(t.Context(), export))
+	must(t, n.Client.Create(t.Context(), export))
 	n.uninstall()
 	n.wants("with an export", n.corefile, true, false, false)
 	if !n.said.has("serviceexports.multicluster.x-k8s.io stays: there are ServiceExports that are not ours: default/shop") {
 		t.Errorf("it says %v", n.said)
 	}
-	must(t, n.client.Delete(t.Context(), export))
+	must(t, n.Client.Delete(t.Context(), export))
 
 	// What the manager made goes, and another implementation's import stays.
 	must(t, n.install(InstallOptions{Values: servicesOn}))
@@ -211,17 +211,17 @@ func TestUninstallLeavesWhatOthersNeed(t *testing.T) {
 	derived := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "derived-x", Labels: mine}, Spec: corev1.ServiceSpec{Ports: []corev1.ServicePort{{Port: 80}}}}
 	theirs := imports("theirs", nil)
 	for _, o := range []client.Object{imports("shop", mine), derived, theirs} {
-		must(t, n.client.Create(t.Context(), o))
+		must(t, n.Client.Create(t.Context(), o))
 	}
 	n.uninstall()
 	n.wants("with two imports", n.corefile, false, true, false)
 	if !n.said.has("stays: there are ServiceImports that are not ours: default/theirs;") {
 		t.Errorf("it says %v", n.said)
 	}
-	if err := n.client.Get(t.Context(), client.ObjectKeyFromObject(derived), derived); client.IgnoreNotFound(err) != nil || err == nil {
+	if err := n.Client.Get(t.Context(), client.ObjectKeyFromObject(derived), derived); client.IgnoreNotFound(err) != nil || err == nil {
 		t.Errorf("the derived Service stays: %v", err)
 	}
-	must(t, n.client.Delete(t.Context(), theirs))
+	must(t, n.Client.Delete(t.Context(), theirs))
 
 	// By hand it is not ours to remove, and CoreDNS goes on to need its right and the definition.
 	byHand, err := corefile.Add(n.corefile)
@@ -243,7 +243,7 @@ func TestUninstallLeavesWhatOthersNeed(t *testing.T) {
 	must(t, n.install(InstallOptions{Values: servicesOn}))
 	definitions, err := mcsDefinitions()
 	must(t, err)
-	must(t, n.client.Apply(t.Context(), client.ApplyConfigurationFromUnstructured(definitions[1].DeepCopy()), client.FieldOwner("another"), client.ForceOwnership))
+	must(t, n.Client.Apply(t.Context(), client.ApplyConfigurationFromUnstructured(definitions[1].DeepCopy()), client.FieldOwner("another"), client.ForceOwnership))
 	n.uninstall()
 	n.wants("applied by two", n.corefile, false, true, false)
 	if !n.said.has("serviceimports.multicluster.x-k8s.io stays: another has written it as well") {
@@ -258,7 +258,7 @@ func TestDefinitionsOfOthersStay(t *testing.T) {
 	must(t, err)
 	theirs := definitions[1].DeepCopy()
 	theirs.SetLabels(nil)
-	must(t, n.client.Create(t.Context(), theirs))
+	must(t, n.Client.Create(t.Context(), theirs))
 	must(t, n.install(InstallOptions{Values: servicesOn}))
 	if !n.said.has("serviceimports.multicluster.x-k8s.io is there already and stays") {
 		t.Errorf("it says %v", n.said)
@@ -267,7 +267,7 @@ func TestDefinitionsOfOthersStay(t *testing.T) {
 	n.wants("uninstalled", n.corefile, false, true, false)
 
 	// One that is too old is an error, before anything is changed.
-	must(t, n.client.Get(t.Context(), client.ObjectKeyFromObject(theirs), theirs))
+	must(t, n.Client.Get(t.Context(), client.ObjectKeyFromObject(theirs), theirs))
 	versions, _, err := unstructured.NestedSlice(theirs.Object, "spec", "versions")
 	must(t, err)
 	for _, v := range versions {
@@ -276,7 +276,7 @@ func TestDefinitionsOfOthersStay(t *testing.T) {
 		}
 	}
 	must(t, unstructured.SetNestedSlice(theirs.Object, versions, "spec", "versions"))
-	must(t, n.client.Update(t.Context(), theirs))
+	must(t, n.Client.Update(t.Context(), theirs))
 	if err := n.install(InstallOptions{Values: servicesOn}); err == nil || !strings.Contains(err.Error(), "does not serve v1beta1") {
 		t.Errorf("too old: %v", err)
 	}
@@ -301,7 +301,7 @@ func TestConfigureDNSRefusesWhatItMayBreak(t *testing.T) {
 			t.Errorf("%d: %v; want %q", i, err, why.want)
 		}
 		n.wants(fmt.Sprint(i), why.text, false, false, false)
-		if h, _, err := n.namesHop(t.Context()); err != nil || (h.Reason == reasonDNSTooOld) != (why.text == n.corefile) || h.State == health.Works || n.servicesOn(t.Context()) {
+		if h, _, err := namesHop(t.Context(), n.Cluster); err != nil || (h.Reason == reasonDNSTooOld) != (why.text == n.corefile) || h.State == health.Works || sharesServices(t.Context(), n.Cluster) {
 			t.Errorf("%d: %+v, %v", i, h, err)
 		}
 	}
@@ -312,11 +312,11 @@ func TestConfigureDNSRefusesWhatItMayBreak(t *testing.T) {
 	n.wants("without --configure-dns", strange, true, true, true)
 
 	d := &appsv1.Deployment{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "coredns"}}
-	must(t, n.client.Delete(t.Context(), d))
+	must(t, n.Client.Delete(t.Context(), d))
 	if err := n.install(InstallOptions{ConfigureDNS: new(true)}); err == nil || !strings.Contains(err.Error(), "k8s-app=kube-dns") {
 		t.Errorf("without CoreDNS: %v", err)
 	}
-	if h, _, err := n.namesHop(t.Context()); err != nil || h.State != health.Unknown || !n.servicesOn(t.Context()) {
+	if h, _, err := namesHop(t.Context(), n.Cluster); err != nil || h.State != health.Unknown || !sharesServices(t.Context(), n.Cluster) {
 		t.Errorf("%+v, %v", h, err)
 	}
 	must(t, n.install(InstallOptions{}))

@@ -23,10 +23,10 @@ func Contexts(kubeconfig string) []string {
 }
 
 // Names returns the names of the Peerings of a cluster and of the clusters that they are with.
-func (c *Cluster) Names(ctx context.Context) ([]string, error) {
+func Names(ctx context.Context, c *Cluster) ([]string, error) {
 	var list isthmus.PeeringList
-	if err := c.client.List(ctx, &list); err != nil {
-		return nil, c.explain("Peerings", err)
+	if err := c.Client.List(ctx, &list); err != nil {
+		return nil, c.Explain("Peerings", err)
 	}
 	var names []string
 	for i := range list.Items {

@@ -22,7 +22,7 @@ func TestTheNetworkPolicyOfAPlainIPAMLetsVirtualKubeletsIn(t *testing.T) {
 	var u unstructured.Unstructured
 	must(t, yaml.Unmarshal(text, &u.Object))
 	c := connectTo(t, Access{Kubeconfig: files.a})
-	must(t, c.client.Create(t.Context(), &u, client.DryRunAll, client.FieldValidation("Strict")))
+	must(t, c.Client.Create(t.Context(), &u, client.DryRunAll, client.FieldValidation("Strict")))
 
 	var p networkingv1.NetworkPolicy
 	must(t, yaml.UnmarshalStrict(text, &p))

@@ -44,7 +44,7 @@ func findTeardowns(ctx context.Context, local, remote *Cluster, o UnpeerOptions)
 				return nil, err
 			}
 		}
-		f, err := local.teardownOf(ctx, func(p *isthmus.Peering) bool { return p.Name == o.Name || p.Spec.Cluster.ClusterName == o.Name },
+		f, err := teardownOf(ctx, local, func(p *isthmus.Peering) bool { return p.Name == o.Name || p.Spec.Cluster.ClusterName == o.Name },
 			func(n *corev1.Namespace) bool {
 				return strings.TrimPrefix(n.Name, tenantPrefix) == o.Name || cutHash(n.Name) == tenantPrefix+o.Name
 			})
@@ -66,7 +66,7 @@ func findTeardowns(ctx context.Context, local, remote *Cluster, o UnpeerOptions)
 	var found []*teardown
 	for _, pair := range [][2]*Cluster{{local, remote}, {remote, local}} {
 		peer := pair[1].Identity
-		f, err := pair[0].teardownOf(ctx, func(p *isthmus.Peering) bool { return p.Spec.Cluster.ClusterID == peer.ClusterID },
+		f, err := teardownOf(ctx, pair[0], func(p *isthmus.Peering) bool { return p.Spec.Cluster.ClusterID == peer.ClusterID },
 			func(n *corev1.Namespace) bool { return n.Labels[v1alpha1.LabelTenantClusterID] == peer.ClusterID })
 		if err != nil {
 			return nil, err
@@ -92,11 +92,11 @@ func cutHash(name string) string {
 
 // teardownOf finds the Peering that is meant, or, where that is gone already, the tenant namespace
 // that a run before this one left.
-func (c *Cluster) teardownOf(ctx context.Context, is func(*isthmus.Peering) bool, left func(*corev1.Namespace) bool) (*teardown, error) {
+func teardownOf(ctx context.Context, c *Cluster, is func(*isthmus.Peering) bool, left func(*corev1.Namespace) bool) (*teardown, error) {
 	f := &teardown{Cluster: c, secret: isthmus.DefaultIdentitySecret}
 	var list isthmus.PeeringList
-	if err := c.client.List(ctx, &list); err != nil {
-		return nil, c.explain("Peerings", err)
+	if err := c.Client.List(ctx, &list); err != nil {
+		return nil, c.Explain("Peerings", err)
 	}
 	for i := range list.Items {
 		p := &list.Items[i]
@@ -107,14 +107,14 @@ func (c *Cluster) teardownOf(ctx context.Context, is func(*isthmus.Peering) bool
 			return nil, fmt.Errorf("%s: both Peerings %s and %s are meant: say which one", c, f.peering, p.Name)
 		}
 		f.peering, f.peer, f.namespace, f.secret = p.Name, p.Spec.Cluster, p.Spec.TenantNamespace.Local, p.Spec.IdentitySecretName
-		f.remains, f.inBand = c.remainsOf(ctx, p), p.Spec.InBand
+		f.remains, f.inBand = remainsOf(ctx, c, p), p.Spec.InBand
 	}
 	if f.peering != "" {
 		return f, nil
 	}
 	var namespaces corev1.NamespaceList
-	if err := c.client.List(ctx, &namespaces, client.MatchingLabels{v1alpha1.LabelTenantNamespace: "true", labelManagedBy: managedBy}); err != nil {
-		return nil, c.explain("Namespaces", err)
+	if err := c.Client.List(ctx, &namespaces, client.MatchingLabels{v1alpha1.LabelTenantNamespace: "true", LabelManagedBy: ManagedBy}); err != nil {
+		return nil, c.Explain("Namespaces", err)
 	}
 	for i := range namespaces.Items {
 		if left(&namespaces.Items[i]) {
@@ -128,11 +128,11 @@ func (c *Cluster) teardownOf(ctx context.Context, is func(*isthmus.Peering) bool
 }
 
 // remainsOf names what the peer keeps of us when nobody waits for it.
-func (c *Cluster) remainsOf(ctx context.Context, p *isthmus.Peering) string {
+func remainsOf(ctx context.Context, c *Cluster, p *isthmus.Peering) string {
 	server := "its API server"
 	var secret corev1.Secret
 	key := client.ObjectKey{Namespace: p.Spec.TenantNamespace.Local, Name: p.Spec.IdentitySecretName}
-	if err := c.client.Get(ctx, key, &secret); err == nil { // without it the name of the server is all that is lacking
+	if err := c.Client.Get(ctx, key, &secret); err == nil { // without it the name of the server is all that is lacking
 		if config, err := clientcmd.Load(secret.Data[isthmus.SecretKubeconfig]); err == nil && config.Contexts[config.CurrentContext] != nil {
 			if cluster := config.Clusters[config.Contexts[config.CurrentContext].Cluster]; cluster != nil {
 				server = safetext.Of(cluster.Server)
@@ -156,15 +156,15 @@ func (f *teardown) disarm(ctx context.Context, o UnpeerOptions, all bool) error 
 	s := f.side()
 	if !all {
 		var role rbacv1.Role
-		err := f.client.Get(ctx, client.ObjectKey{Namespace: f.namespace, Name: peerAccount}, &role)
-		if apierrors.IsNotFound(err) || err == nil && role.Labels[labelManagedBy] != managedBy {
+		err := f.Client.Get(ctx, client.ObjectKey{Namespace: f.namespace, Name: peerAccount}, &role)
+		if apierrors.IsNotFound(err) || err == nil && role.Labels[LabelManagedBy] != ManagedBy {
 			return nil
 		}
 		if err == nil {
 			s.shares = slices.ContainsFunc(role.Rules, func(r rbacv1.PolicyRule) bool { return slices.Contains(r.Resources, "peerservices") })
-			_, err = s.apply(ctx, s.partingRole())
+			_, err = s.Apply(ctx, s.partingRole())
 		}
-		return f.explain("Role "+f.namespace+"/"+peerAccount, err)
+		return f.Explain("Role "+f.namespace+"/"+peerAccount, err)
 	}
 	revoked, err := f.deleteOurs(ctx, s.peerRights()...)
 	if err != nil {
@@ -188,16 +188,16 @@ func (f *teardown) deletePeering(ctx context.Context, o UnpeerOptions) error {
 			value = isthmus.ForceCarried
 		}
 		patch := fmt.Appendf(nil, `{"metadata":{"annotations":{%q:%q}}}`, isthmus.AnnotationForce, value)
-		err := f.client.Patch(ctx, p.DeepCopy(), client.RawPatch(types.MergePatchType, patch), client.FieldOwner(fieldManager))
+		err := f.Client.Patch(ctx, p.DeepCopy(), client.RawPatch(types.MergePatchType, patch), client.FieldOwner(FieldManager))
 		if client.IgnoreNotFound(err) != nil {
-			return f.explain("annotate Peering "+f.peering, err)
+			return f.Explain("annotate Peering "+f.peering, err)
 		}
 	}
 	if o.Force {
 		o.Report(fmt.Sprintf("%s: does not wait for %s. What may stay %s", f.Cluster, safetext.Of(f.peer.ClusterName), f.remains))
 	}
-	if err := f.client.Delete(ctx, p); client.IgnoreNotFound(err) != nil {
-		return f.explain("delete Peering "+f.peering, err)
+	if err := f.Client.Delete(ctx, p); client.IgnoreNotFound(err) != nil {
+		return f.Explain("delete Peering "+f.peering, err)
 	}
 	o.Report(fmt.Sprintf("%s: Peering %s deleted", f.Cluster, f.peering))
 	return nil
@@ -211,15 +211,15 @@ func (f *teardown) peeringGone(ctx context.Context, o UnpeerOptions) (string, er
 		return "", nil
 	}
 	var p isthmus.Peering
-	err := f.client.Get(ctx, client.ObjectKey{Name: f.peering}, &p)
+	err := f.Client.Get(ctx, client.ObjectKey{Name: f.peering}, &p)
 	if apierrors.IsNotFound(err) {
 		return "what the manager had made is gone", nil
 	}
 	if err != nil {
-		return "", f.explain("Peering "+f.peering, err)
+		return "", f.Explain("Peering "+f.peering, err)
 	}
 	if o.Force {
-		manager, err := f.holderOf(ctx, managerLease, false)
+		manager, err := HolderOf(ctx, f.Cluster, managerLease, false)
 		if err != nil {
 			return "", err
 		}
@@ -247,13 +247,13 @@ func (f *teardown) takeDown(ctx context.Context, p *isthmus.Peering) error {
 	for _, kind := range []string{"TunnelEndpoint", "NetworkConfig"} {
 		o := &unstructured.Unstructured{}
 		o.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kind))
-		if err := f.client.DeleteAllOf(ctx, o, client.InNamespace(f.namespace)); client.IgnoreNotFound(err) != nil && !meta.IsNoMatchError(err) {
-			return f.explain("delete "+kind+"s in "+f.namespace, err)
+		if err := f.Client.DeleteAllOf(ctx, o, client.InNamespace(f.namespace)); client.IgnoreNotFound(err) != nil && !meta.IsNoMatchError(err) {
+			return f.Explain("delete "+kind+"s in "+f.namespace, err)
 		}
 	}
 	finalizers := p.Finalizers
 	p.Finalizers = nil // abandon removes all
-	if err := f.abandon(ctx, p); err != nil {
+	if err := abandon(ctx, f.Cluster, p); err != nil {
 		return err
 	}
 	p.Finalizers = finalizers
@@ -261,9 +261,9 @@ func (f *teardown) takeDown(ctx context.Context, p *isthmus.Peering) error {
 	if !controllerutil.RemoveFinalizer(p, isthmus.FinalizerPeering) {
 		return nil
 	}
-	err := f.client.Patch(ctx, p, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), client.FieldOwner(fieldManager))
+	err := f.Client.Patch(ctx, p, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), client.FieldOwner(FieldManager))
 	if client.IgnoreNotFound(err) != nil && !apierrors.IsConflict(err) { // the next look tries again
-		return f.explain("finalizer of Peering "+p.Name, err)
+		return f.Explain("finalizer of Peering "+p.Name, err)
 	}
 	return nil
 }
@@ -275,13 +275,13 @@ func (f *teardown) removeRest(ctx context.Context) (string, error) {
 		return "", nil
 	}
 	var n corev1.Namespace
-	err := f.client.Get(ctx, client.ObjectKey{Name: f.namespace}, &n)
+	err := f.Client.Get(ctx, client.ObjectKey{Name: f.namespace}, &n)
 	if apierrors.IsNotFound(err) {
 		f.namespace = ""
 		return "", nil
 	}
 	if err != nil {
-		return "", f.explain("Namespace "+f.namespace, err)
+		return "", f.Explain("Namespace "+f.namespace, err)
 	}
 	secret := &corev1.Secret{}
 	secret.Namespace, secret.Name = f.namespace, f.secret
@@ -302,12 +302,12 @@ func (f *teardown) removeRest(ctx context.Context) (string, error) {
 			return "", err
 		}
 	}
-	if n.Labels[labelManagedBy] != managedBy {
+	if n.Labels[LabelManagedBy] != ManagedBy {
 		f.namespace = ""
 		return fmt.Sprintf("%s; namespace %s stays, since `isthmus peer` did not make it", removed, n.Name), nil
 	}
-	if err := f.client.Delete(ctx, &n, client.Preconditions{UID: &n.UID}); client.IgnoreNotFound(err) != nil {
-		return "", f.explain("delete Namespace "+n.Name, err)
+	if err := f.Client.Delete(ctx, &n, client.Preconditions{UID: &n.UID}); client.IgnoreNotFound(err) != nil {
+		return "", f.Explain("delete Namespace "+n.Name, err)
 	}
 	return removed + ", namespace " + n.Name + " deleted", nil
 }
@@ -316,17 +316,17 @@ func (f *teardown) removeRest(ctx context.Context) (string, error) {
 // gone: nobody is waited for any more, and a peer may have put some there that it never removes.
 func (f *teardown) freeNetworkConfigs(ctx context.Context) error {
 	var list v1alpha1.NetworkConfigList
-	if err := f.client.List(ctx, &list, client.InNamespace(f.namespace)); err != nil {
-		return f.explain("NetworkConfigs in "+f.namespace, err)
+	if err := f.Client.List(ctx, &list, client.InNamespace(f.namespace)); err != nil {
+		return f.Explain("NetworkConfigs in "+f.namespace, err)
 	}
 	for i := range list.Items {
 		nc := &list.Items[i]
 		if len(nc.Finalizers) == 0 {
 			continue
 		}
-		err := f.client.Patch(ctx, nc, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)), client.FieldOwner(fieldManager))
+		err := f.Client.Patch(ctx, nc, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)), client.FieldOwner(FieldManager))
 		if client.IgnoreNotFound(err) != nil {
-			return f.explain("finalizers of NetworkConfig "+nc.Namespace+"/"+nc.Name, err)
+			return f.Explain("finalizers of NetworkConfig "+nc.Namespace+"/"+nc.Name, err)
 		}
 	}
 	return nil
@@ -335,8 +335,8 @@ func (f *teardown) freeNetworkConfigs(ctx context.Context) error {
 // deleteCopies deletes what the peer's manager would have deleted here.
 func (f *teardown) deleteCopies(ctx context.Context) error {
 	for _, o := range []client.Object{&v1alpha1.NetworkConfig{}, &isthmus.PeerServices{}} {
-		if err := f.client.DeleteAllOf(ctx, o, client.InNamespace(f.namespace)); client.IgnoreNotFound(err) != nil && !meta.IsNoMatchError(err) {
-			return f.explain("delete what the peer has in "+f.namespace, err)
+		if err := f.Client.DeleteAllOf(ctx, o, client.InNamespace(f.namespace)); client.IgnoreNotFound(err) != nil && !meta.IsNoMatchError(err) {
+			return f.Explain("delete what the peer has in "+f.namespace, err)
 		}
 	}
 	return nil
@@ -345,19 +345,19 @@ func (f *teardown) deleteCopies(ctx context.Context) error {
 // deleteOurs deletes those of the objects that carry our label, and reports whether there were any.
 func (f *teardown) deleteOurs(ctx context.Context, objects ...client.Object) (did bool, err error) {
 	for _, o := range objects {
-		u, err := f.unstructured(o)
+		u, err := f.Unstructured(o)
 		if err != nil {
 			return did, err
 		}
-		err = f.client.Get(ctx, client.ObjectKeyFromObject(o), o)
-		if apierrors.IsNotFound(err) || err == nil && o.GetLabels()[labelManagedBy] != managedBy {
+		err = f.Client.Get(ctx, client.ObjectKeyFromObject(o), o)
+		if apierrors.IsNotFound(err) || err == nil && o.GetLabels()[LabelManagedBy] != ManagedBy {
 			continue
 		}
 		if err != nil {
-			return did, f.explain(describe(u), err)
+			return did, f.Explain(Describe(u), err)
 		}
-		if err := f.client.Delete(ctx, o); client.IgnoreNotFound(err) != nil {
-			return did, f.explain("delete "+describe(u), err)
+		if err := f.Client.Delete(ctx, o); client.IgnoreNotFound(err) != nil {
+			return did, f.Explain("delete "+Describe(u), err)
 		}
 		did = true
 	}
@@ -371,12 +371,12 @@ func (f *teardown) namespaceGone(ctx context.Context) (string, error) {
 		return "", nil
 	}
 	var n corev1.Namespace
-	err := f.client.Get(ctx, client.ObjectKey{Name: f.namespace}, &n)
+	err := f.Client.Get(ctx, client.ObjectKey{Name: f.namespace}, &n)
 	if apierrors.IsNotFound(err) {
 		return "namespace " + f.namespace + " is gone", nil
 	}
 	if err != nil {
-		return "", f.explain("Namespace "+f.namespace, err)
+		return "", f.Explain("Namespace "+f.namespace, err)
 	}
 	what := "waiting until namespace " + f.namespace + " is gone"
 	for _, c := range n.Status.Conditions {

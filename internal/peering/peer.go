@@ -201,20 +201,20 @@ func onBoth(a, b *side, o PeerOptions, step func(*side) (string, error)) (change
 func (s *side) setRights(ctx context.Context) (string, error) {
 	namespace := s.tenantNamespace()
 	var there corev1.Namespace
-	if err := s.client.Get(ctx, client.ObjectKeyFromObject(namespace), &there); err != nil && !apierrors.IsNotFound(err) {
-		return "", s.explain("Namespace "+s.namespace, err)
-	} else if err != nil || there.Labels[labelManagedBy] == managedBy {
-		namespace.Labels[labelManagedBy] = managedBy // else it is not ours to delete
+	if err := s.Client.Get(ctx, client.ObjectKeyFromObject(namespace), &there); err != nil && !apierrors.IsNotFound(err) {
+		return "", s.Explain("Namespace "+s.namespace, err)
+	} else if err != nil || there.Labels[LabelManagedBy] == ManagedBy {
+		namespace.Labels[LabelManagedBy] = ManagedBy // else it is not ours to delete
 	}
 	var done []string
 	fresh := false
 	for _, o := range append([]client.Object{namespace}, s.rights()...) {
-		outcome, err := s.apply(ctx, o)
+		outcome, err := s.Apply(ctx, o)
 		if err != nil {
 			return "", err
 		}
 		if fresh = fresh || o == client.Object(namespace) && outcome == Created; outcome != Unchanged {
-			u, err := s.unstructured(o)
+			u, err := s.Unstructured(o)
 			if err != nil {
 				return "", err
 			}
@@ -241,7 +241,7 @@ func (s *side) setPeering(ctx context.Context) (string, error) {
 	if s.services != nil {
 		s.peering.Spec.Services = s.shared()
 	}
-	if _, err := s.apply(ctx, s.peering); err != nil {
+	if _, err := s.Apply(ctx, s.peering); err != nil {
 		return "", err
 	}
 	return fmt.Sprintf("%s: Peering %s created", s.Cluster, s.peering.Name), nil
@@ -295,9 +295,9 @@ func (w *waiter) wait(ctx context.Context, timeout time.Duration) error {
 // look reads one side's Peering and reports whether the goal is true of it.
 func (w *waiter) look(ctx context.Context, i int, s *side, quiet bool) bool {
 	p := &isthmus.Peering{}
-	if err := s.client.Get(ctx, client.ObjectKeyFromObject(s.peering), p); err != nil {
+	if err := s.Client.Get(ctx, client.ObjectKeyFromObject(s.peering), p); err != nil {
 		if ctx.Err() == nil {
-			w.trial[i] = s.explain("Peering "+s.peering.Name, err)
+			w.trial[i] = s.Explain("Peering "+s.peering.Name, err)
 		}
 		return false
 	}

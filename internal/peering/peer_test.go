@@ -77,38 +77,38 @@ func TestPeerRepairsWhatIsMissing(t *testing.T) {
 		says    string
 		changes []string
 	}{
-		{"a binding is gone", func() error { return p.a.client.Delete(t.Context(), object(&rbacv1.RoleBinding{}, inA, peerAccount)) },
+		{"a binding is gone", func() error { return p.a.Client.Delete(t.Context(), object(&rbacv1.RoleBinding{}, inA, peerAccount)) },
 			"RoleBinding isthmus-peer", []string{"repair-a: *v1.RoleBinding isthmus-peer"}},
 		{"the peer was given more than it should have", func() error {
 			var role rbacv1.Role
-			if err := p.b.client.Get(t.Context(), client.ObjectKey{Namespace: inB, Name: peerAccount}, &role); err != nil {
+			if err := p.b.Client.Get(t.Context(), client.ObjectKey{Namespace: inB, Name: peerAccount}, &role); err != nil {
 				return err
 			}
 			role.Rules = append(role.Rules, rbacv1.PolicyRule{APIGroups: []string{""}, Resources: []string{"secrets"}, Verbs: []string{"get"}})
-			return p.b.client.Update(t.Context(), &role)
+			return p.b.Client.Update(t.Context(), &role)
 		}, "repair-b: in namespace " + inB + " repaired for repair-a: Role isthmus-peer", []string{"repair-b: *v1.Role isthmus-peer"}},
 		{"the identity is revoked", func() error {
-			return p.b.client.Delete(t.Context(), object(&corev1.ServiceAccount{}, inB, peerAccount))
+			return p.b.Client.Delete(t.Context(), object(&corev1.ServiceAccount{}, inB, peerAccount))
 		},
 			"repair-a: has an identity at repair-b until ", []string{"repair-a: *v1.Secret isthmus-identity", "repair-b: *v1.ServiceAccount isthmus-peer"}},
 		{"the Secret is broken", func() error {
-			return p.b.client.Patch(t.Context(), object(&corev1.Secret{}, inB, isthmus.DefaultIdentitySecret),
+			return p.b.Client.Patch(t.Context(), object(&corev1.Secret{}, inB, isthmus.DefaultIdentitySecret),
 				client.RawPatch("application/merge-patch+json", []byte(`{"data":{"kubeconfig":"e30="}}`)))
 		}, "the old one could not be read", []string{"repair-b: *v1.Secret isthmus-identity"}},
 		{"the Secret is for elsewhere", func() error {
 			there := *p.a
-			there.server = "https://192.0.2.1:6443"
-			text, err := there.kubeconfigFor("token", inA)
+			there.Server = "https://192.0.2.1:6443"
+			text, err := kubeconfigFor(&there, "token", inA)
 			if err != nil {
 				return err
 			}
 			s := &corev1.Secret{Data: map[string][]byte{"kubeconfig": text}}
-			return p.b.client.Update(t.Context(), object(s, inB, isthmus.DefaultIdentitySecret))
+			return p.b.Client.Update(t.Context(), object(s, inB, isthmus.DefaultIdentitySecret))
 		}, "the old one was for another address", []string{"repair-b: *v1.Secret isthmus-identity"}},
-		{"the peer's requests have no bound", func() error { return p.a.client.Delete(t.Context(), object(&flowcontrolv1.FlowSchema{}, "", inA)) },
+		{"the peer's requests have no bound", func() error { return p.a.Client.Delete(t.Context(), object(&flowcontrolv1.FlowSchema{}, "", inA)) },
 			"repair-a: in namespace " + inA + " repaired for repair-b: FlowSchema " + inA, []string{"repair-a: *v1.FlowSchema " + inA}},
 		{"the peer may not renew its token", func() error {
-			return p.a.client.Patch(t.Context(), object(&corev1.Namespace{}, "", inA),
+			return p.a.Client.Patch(t.Context(), object(&corev1.Namespace{}, "", inA),
 				client.RawPatch("application/merge-patch+json", []byte(`{"metadata":{"annotations":{"isthmus.net/token-audiences":null}}}`)))
 		}, "repair-a: repair-b may renew its token for https://", []string{"repair-a: *v1.Namespace " + inA}},
 	} {
@@ -186,17 +186,17 @@ func TestPeerRefusesBeforeItWrites(t *testing.T) {
 	again := connectTo(t, Access{Kubeconfig: files.a, Namespace: p.a.Namespace})
 	twin := func() *Cluster { // the ID of a on the server of b
 		const namespace = "install-no-twin"
-		must(t, p.b.client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace}}))
-		must(t, p.b.client.Create(t.Context(), &corev1.ConfigMap{
-			ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "who", Labels: map[string]string{labelName: identityLabelValue}},
+		must(t, p.b.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace}}))
+		must(t, p.b.Client.Create(t.Context(), &corev1.ConfigMap{
+			ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "who", Labels: map[string]string{LabelName: identityLabelValue}},
 			Data:       map[string]string{keyClusterID: p.a.Identity.ClusterID, keyClusterName: "other"},
 		}))
 		return connectTo(t, Access{Kubeconfig: files.b, Namespace: namespace})
 	}()
 	dead, err := Connect(Access{Kubeconfig: files.b, Namespace: p.b.Namespace})
 	must(t, err)
-	dead.config.Host = "https://127.0.0.1:1"
-	dead.client, err = client.New(dead.config, client.Options{Scheme: p.b.client.Scheme(), Mapper: p.b.client.RESTMapper()})
+	dead.Config.Host = "https://127.0.0.1:1"
+	dead.Client, err = client.New(dead.Config, client.Options{Scheme: p.b.Client.Scheme(), Mapper: p.b.Client.RESTMapper()})
 	must(t, err)
 	mine, theirs := p.b.Identity.TenantNamespace(), p.a.Identity.TenantNamespace()
 
@@ -229,34 +229,34 @@ func TestPeerRefusesBeforeItWrites(t *testing.T) {
 		t.Error(err)
 	}
 	here := connectTo(t, Access{Kubeconfig: files.b, Namespace: p.b.Namespace})
-	here.chosen = false
+	here.ServerChosen = false
 	refused("at a loopback address", p.a, here, PeerOptions{}, "no-b: the kubeconfig reaches the API server at 127.0.0.1:", "want --remote-server, a URL")
 	refused("at a loopback address", here, p.a, PeerOptions{}, "want --server, a URL")
-	must(t, p.a.client.Create(t.Context(), newPeering("taken", v1alpha1.ClusterIdentity{ClusterID: "other", ClusterName: "other"}, "x", "y")))
+	must(t, p.a.Client.Create(t.Context(), newPeering("taken", v1alpha1.ClusterIdentity{ClusterID: "other", ClusterName: "other"}, "x", "y")))
 	refused("a name that is taken", p.a, p.b, PeerOptions{Name: "taken"}, "Peering taken is for the cluster")
 	p.managers[1].release(t)
 	refused("manager away", p.a, p.b, PeerOptions{}, "no-b: no manager is at work: Lease install-no/isthmus-manager is held by nobody")
 	p.managers[1].renew(t)
-	must(t, p.b.client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: theirs, Labels: map[string]string{v1alpha1.LabelTenantClusterID: "x"}}}))
+	must(t, p.b.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: theirs, Labels: map[string]string{v1alpha1.LabelTenantClusterID: "x"}}}))
 	refused("foreign namespace", p.a, p.b, PeerOptions{}, "Namespace "+theirs+" belongs to the cluster x")
-	must(t, p.b.client.Delete(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: theirs}}))
+	must(t, p.b.Client.Delete(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: theirs}}))
 
 	// A person who may look at everything and change nothing.
-	must(t, p.b.client.Create(t.Context(), &rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: "no-viewer"},
+	must(t, p.b.Client.Create(t.Context(), &rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: "no-viewer"},
 		RoleRef:  rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "view"},
 		Subjects: []rbacv1.Subject{{Kind: rbacv1.UserKind, APIGroup: rbacv1.GroupName, Name: "viewer"}}}))
-	must(t, p.b.client.Create(t.Context(), &rbacv1.ClusterRole{ObjectMeta: metav1.ObjectMeta{Name: "no-viewer"}, Rules: []rbacv1.PolicyRule{
+	must(t, p.b.Client.Create(t.Context(), &rbacv1.ClusterRole{ObjectMeta: metav1.ObjectMeta{Name: "no-viewer"}, Rules: []rbacv1.PolicyRule{
 		{APIGroups: []string{"isthmus.net"}, Resources: []string{"peerings"}, Verbs: []string{"get", "list"}},
 		{APIGroups: []string{""}, Resources: []string{"namespaces"}, Verbs: []string{"get"}}}}))
-	must(t, p.b.client.Create(t.Context(), &rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: "no-viewer-2"},
+	must(t, p.b.Client.Create(t.Context(), &rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: "no-viewer-2"},
 		RoleRef:  rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "no-viewer"},
 		Subjects: []rbacv1.Subject{{Kind: rbacv1.UserKind, APIGroup: rbacv1.GroupName, Name: "viewer"}}}))
 	viewer := connectTo(t, Access{Kubeconfig: files.b, Namespace: p.b.Namespace})
-	viewer.config.Impersonate.UserName = "viewer"
-	viewer.client, err = client.New(viewer.config, client.Options{Scheme: p.b.client.Scheme(), Mapper: p.b.client.RESTMapper()})
+	viewer.Config.Impersonate.UserName = "viewer"
+	viewer.Client, err = client.New(viewer.Config, client.Options{Scheme: p.b.Client.Scheme(), Mapper: p.b.Client.RESTMapper()})
 	must(t, err)
 	// The authorizer sees new bindings a moment later; the namespace goes.
-	for begin := time.Now(); !gone(t, p.b, &corev1.Namespace{}, theirs) || viewer.client.List(t.Context(), &isthmus.PeeringList{}) != nil; {
+	for begin := time.Now(); !gone(t, p.b, &corev1.Namespace{}, theirs) || viewer.Client.List(t.Context(), &isthmus.PeeringList{}) != nil; {
 		if time.Since(begin) > patient {
 			t.Fatal("the namespace is still there, or the viewer may not look")
 		}
@@ -271,11 +271,11 @@ func TestAServerOfThisMachineOrBehindAProxyIsForNoPeer(t *testing.T) {
 		"https://0.0.0.0:41234": false, "https://[::]:6443": false, "https://[::ffff:0.0.0.0]:6443": false,
 		"https://192.0.2.1:6443": true, "https://[2001:db8::1]:6443": true, "https://api.example.org": true,
 	} {
-		c := &Cluster{context: "c", server: server, config: &rest.Config{}}
-		if err := c.reachable("--server"); (err == nil) != right {
+		c := &Cluster{Context: "c", Server: server, Config: &rest.Config{}}
+		if err := reachable(c, "--server"); (err == nil) != right {
 			t.Errorf("%s: %v", server, err)
 		}
-		if c.chosen = true; c.reachable("--server") != nil {
+		if c.ServerChosen = true; reachable(c, "--server") != nil {
 			t.Errorf("%s: refused though a person has chosen it", server)
 		}
 	}
@@ -287,7 +287,7 @@ func TestAServerOfThisMachineOrBehindAProxyIsForNoPeer(t *testing.T) {
 	for server, right := range map[string]bool{"": false, "https://192.0.2.1:6443": true} {
 		c, err := Connect(Access{Kubeconfig: file, Server: server})
 		must(t, err)
-		if err := c.reachable("--server"); (err == nil) != right {
+		if err := reachable(c, "--server"); (err == nil) != right {
 			t.Errorf("behind a proxy, --server %q: %v", server, err)
 		}
 	}

@@ -21,13 +21,13 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// pin is what tells a cluster from one that says it is the same.
-func (c *Cluster) pin() (map[string]string, error) {
-	ca, err := c.authority()
+// pinOf is what tells a cluster from one that says it is the same.
+func pinOf(c *Cluster) (map[string]string, error) {
+	ca, err := authorityOf(c)
 	if err != nil {
 		return nil, err
 	}
-	return map[string]string{isthmus.AnnotationPeerUID: c.uid, isthmus.AnnotationPeerAuthority: fingerprint(ca)}, nil
+	return map[string]string{isthmus.AnnotationPeerUID: c.UID, isthmus.AnnotationPeerAuthority: fingerprint(ca)}, nil
 }
 
 // fingerprint hashes the certificates of a PEM file. Their order and the text around them mean
@@ -50,7 +50,7 @@ func fingerprint(ca []byte) string {
 // what the person wants. A Peering that a person wrote is for whoever is peered first. Another certificate
 // authority is that of the same cluster if the cluster holds the identity that we gave it.
 func (s *side) checkPin(ctx context.Context, replace bool) error {
-	pin, err := s.peer.pin()
+	pin, err := pinOf(s.peer.Cluster)
 	if err != nil {
 		return err
 	}
@@ -82,19 +82,19 @@ func (s *side) checkPin(ctx context.Context, replace bool) error {
 	return fmt.Errorf("%s: %s, which calls itself %s (%s), asks to be peered, and Peering %s was made with another cluster than that one, although ID and name are the same: %s. "+
 		"The Peering and the rights of the old one stay in force. "+
 		"If the cluster was made anew, or its authority changed, --replace revokes the rights of the old one and joins this one",
-		s.Cluster, s.peer.context, safetext.Of(s.peer.Identity.ClusterName), safetext.Of(s.peer.Identity.ClusterID), s.peering.Name, strings.Join(wrong, "; "))
+		s.Cluster, s.peer.Context, safetext.Of(s.peer.Identity.ClusterName), safetext.Of(s.peer.Identity.ClusterID), s.peering.Name, strings.Join(wrong, "; "))
 }
 
 // holdsItsIdentity reports whether s has a token that its peer takes: nobody has that but the cluster that
 // it was given to.
 func (s *side) holdsItsIdentity(ctx context.Context) (bool, error) {
 	var secret corev1.Secret
-	err := s.client.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: s.secret}, &secret)
+	err := s.Client.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: s.secret}, &secret)
 	if apierrors.IsNotFound(err) || apierrors.IsForbidden(err) {
 		return false, nil
 	}
 	if err != nil {
-		return false, s.explain("Secret "+s.namespace+"/"+s.secret, err)
+		return false, s.Explain("Secret "+s.namespace+"/"+s.secret, err)
 	}
 	token := tokenIn(secret.Data[isthmus.SecretKubeconfig])
 	if token == "" {
@@ -125,12 +125,12 @@ func (s *side) revokeAnother(ctx context.Context) (string, error) {
 	if s.exists && !s.another {
 		return "", nil
 	}
-	err := s.client.Delete(ctx, &corev1.ServiceAccount{ObjectMeta: s.inTenant(peerAccount)})
+	err := s.Client.Delete(ctx, &corev1.ServiceAccount{ObjectMeta: s.inTenant(peerAccount)})
 	if apierrors.IsNotFound(err) {
 		return "", nil
 	}
 	if err != nil {
-		return "", s.explain("delete ServiceAccount "+s.namespace+"/"+peerAccount, err)
+		return "", s.Explain("delete ServiceAccount "+s.namespace+"/"+peerAccount, err)
 	}
 	return fmt.Sprintf("%s: the rights of the cluster that was %s before are revoked", s.Cluster, s.peer.Cluster), nil
 }
@@ -146,9 +146,9 @@ func (s *side) setPin(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	err = s.client.Patch(ctx, s.peering, client.RawPatch(types.MergePatchType, patch), client.FieldOwner(fieldManager))
+	err = s.Client.Patch(ctx, s.peering, client.RawPatch(types.MergePatchType, patch), client.FieldOwner(FieldManager))
 	if err != nil {
-		return "", s.explain("annotate Peering "+s.peering.Name, err)
+		return "", s.Explain("annotate Peering "+s.peering.Name, err)
 	}
-	return fmt.Sprintf("%s: Peering %s is for the cluster whose kube-system has the UID %s", s.Cluster, s.peering.Name, s.peer.uid), nil
+	return fmt.Sprintf("%s: Peering %s is for the cluster whose kube-system has the UID %s", s.Cluster, s.peering.Name, s.peer.UID), nil
 }

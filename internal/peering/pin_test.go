@@ -26,8 +26,8 @@ func TestAClusterThatCopiesAnothersIdentityIsRefused(t *testing.T) {
 	p.said()
 	name, here := p.b.Identity.UniqueName(), p.b.Identity.TenantNamespace()
 	var peering isthmus.Peering
-	must(t, p.a.client.Get(t.Context(), client.ObjectKey{Name: name}, &peering))
-	if a := peering.Annotations; a[isthmus.AnnotationPeerUID] != p.b.uid || !strings.HasPrefix(a[isthmus.AnnotationPeerAuthority], "sha256:") {
+	must(t, p.a.Client.Get(t.Context(), client.ObjectKey{Name: name}, &peering))
+	if a := peering.Annotations; a[isthmus.AnnotationPeerUID] != p.b.UID || !strings.HasPrefix(a[isthmus.AnnotationPeerAuthority], "sha256:") {
 		t.Errorf("annotations %v", a)
 	}
 	honest, err := p.b.asPeer(t.Context(), p.a.Identity.TenantNamespace())
@@ -44,7 +44,7 @@ func TestAClusterThatCopiesAnothersIdentityIsRefused(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "c.kubeconfig")
 	must(t, server.WriteKubeconfig(file))
 	twin := connectTo(t, Access{Kubeconfig: file})
-	must(t, twin.Install(t.Context(), InstallOptions{Identity: p.b.Identity, Values: withoutWorkloads, Report: func(string) {}}))
+	must(t, Install(t.Context(), twin, InstallOptions{Identity: p.b.Identity, Values: withoutWorkloads, Report: func(string) {}}))
 	m := &manager{Cluster: twin, name: "pin", dead: map[string]string{}}
 	m.renew(t)
 	go m.run(t.Context())
@@ -54,7 +54,7 @@ func TestAClusterThatCopiesAnothersIdentityIsRefused(t *testing.T) {
 	if err == nil {
 		t.Fatal("the twin was accepted")
 	}
-	contains(t, err.Error(), "pin-a: c, which calls itself pin-b (pin-B-0000), asks to be peered, and Peering "+name+" was made with another cluster than that one", "UID "+twin.uid+", and that one had "+p.b.uid, "certificate authority sha256:", "--replace")
+	contains(t, err.Error(), "pin-a: c, which calls itself pin-b (pin-B-0000), asks to be peered, and Peering "+name+" was made with another cluster than that one", "UID "+twin.UID+", and that one had "+p.b.UID, "certificate authority sha256:", "--replace")
 	if changed := diff(before, p.everything(t)); changed != nil || p.said() != "" {
 		t.Errorf("the refusal changed %v", changed)
 	}
@@ -63,7 +63,7 @@ func TestAClusterThatCopiesAnothersIdentityIsRefused(t *testing.T) {
 	// If that is what a person wants, the other one is out.
 	_, err = Peer(t.Context(), p.a, twin, PeerOptions{Replace: true, Timeout: patient, Report: p.report})
 	must(t, err)
-	contains(t, p.said(), "pin-a: the rights of the cluster that was pin-b before are revoked", "pin-a: has an identity at pin-b until ", twin.uid)
+	contains(t, p.said(), "pin-a: the rights of the cluster that was pin-b before are revoked", "pin-a: has an identity at pin-b until ", twin.UID)
 	for begin := time.Now(); !apierrors.IsUnauthorized(mayList()); time.Sleep(100 * time.Millisecond) {
 		if time.Since(begin) > patient {
 			t.Fatal("the identity of the replaced cluster still works")
@@ -80,7 +80,7 @@ func TestAClusterWithAnotherAuthorityIsTheSameIfItHoldsItsIdentity(t *testing.T)
 	must(t, p.peer(t))
 	account := client.ObjectKey{Namespace: p.b.Identity.TenantNamespace(), Name: peerAccount}
 	var was, is corev1.ServiceAccount
-	must(t, p.a.client.Get(t.Context(), account, &was))
+	must(t, p.a.Client.Get(t.Context(), account, &was))
 
 	config, err := clientcmd.LoadFromFile(files.b)
 	must(t, err)
@@ -100,17 +100,17 @@ func TestAClusterWithAnotherAuthorityIsTheSameIfItHoldsItsIdentity(t *testing.T)
 	_, err = Peer(t.Context(), p.a, rotated, PeerOptions{Timeout: patient, Report: p.report})
 	must(t, err)
 	contains(t, p.said(), "authority-a: has an identity at authority-b until ", "the old one was for another address or authority")
-	if must(t, p.a.client.Get(t.Context(), account, &is)); is.UID != was.UID {
+	if must(t, p.a.Client.Get(t.Context(), account, &is)); is.UID != was.UID {
 		t.Error("the account of b was revoked")
 	}
 	var secret corev1.Secret
-	must(t, p.a.client.Get(t.Context(), client.ObjectKey{Namespace: account.Namespace, Name: isthmus.DefaultIdentitySecret}, &secret))
+	must(t, p.a.Client.Get(t.Context(), client.ObjectKey{Namespace: account.Namespace, Name: isthmus.DefaultIdentitySecret}, &secret))
 	if have, err := clientcmd.Load(secret.Data[isthmus.SecretKubeconfig]); err != nil || string(have.Clusters[p.b.Identity.ClusterName].CertificateAuthorityData) != string(cluster.CertificateAuthorityData) {
 		t.Errorf("a does not know b by the new authority: %v", err)
 	}
 
 	// Without the identity nothing tells it from another cluster: here it is back at the old authority.
-	must(t, p.b.client.Delete(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: p.a.Identity.TenantNamespace(), Name: isthmus.DefaultIdentitySecret}}))
+	must(t, p.b.Client.Delete(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: p.a.Identity.TenantNamespace(), Name: isthmus.DefaultIdentitySecret}}))
 	_, err = Peer(t.Context(), p.a, p.b, PeerOptions{Timeout: patient, Report: p.report})
 	if err == nil {
 		t.Fatal("a cluster with another authority and without the identity was accepted")
@@ -122,17 +122,17 @@ func TestAnAccountThatNoPeeringNamesIsRevoked(t *testing.T) {
 	t.Parallel()
 	p := newPair(t, "orphan")
 	must(t, p.peer(t))
-	must(t, p.a.client.Delete(t.Context(), &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Name: p.b.Identity.UniqueName()}}))
+	must(t, p.a.Client.Delete(t.Context(), &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Name: p.b.Identity.UniqueName()}}))
 	for !gone(t, p.a, &isthmus.Peering{}, p.b.Identity.UniqueName()) {
 		time.Sleep(20 * time.Millisecond)
 	}
 	account := client.ObjectKey{Namespace: p.b.Identity.TenantNamespace(), Name: peerAccount}
 	var was, is corev1.ServiceAccount
-	must(t, p.a.client.Get(t.Context(), account, &was))
+	must(t, p.a.Client.Get(t.Context(), account, &was))
 	p.said()
 	must(t, p.peer(t))
 	contains(t, p.said(), "orphan-a: the rights of the cluster that was orphan-b before are revoked")
-	if must(t, p.a.client.Get(t.Context(), account, &is)); is.UID == was.UID {
+	if must(t, p.a.Client.Get(t.Context(), account, &is)); is.UID == was.UID {
 		t.Error("the account is the same as before")
 	}
 }

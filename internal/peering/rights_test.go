@@ -119,7 +119,7 @@ func try(ctx context.Context, c *http.Client, host, version string, r request) (
 func sweep(t *testing.T, admin *Cluster, config *rest.Config, namespaces []string, rights []right) {
 	t.Helper()
 	rights = append(rights, everybody...)
-	d, err := discovery.NewDiscoveryClientForConfig(admin.config)
+	d, err := discovery.NewDiscoveryClientForConfig(admin.Config)
 	must(t, err)
 	_, lists, err := d.ServerGroupsAndResources()
 	must(t, err)
@@ -222,7 +222,7 @@ func TestAPeersIdentityReachesItsNetworkConfigsAndNothingElse(t *testing.T) {
 	here, there := p.b.Identity.TenantNamespace(), p.a.Identity.TenantNamespace()
 
 	var secret corev1.Secret // of b, for a
-	must(t, p.b.client.Get(t.Context(), client.ObjectKey{Namespace: there, Name: isthmus.DefaultIdentitySecret}, &secret))
+	must(t, p.b.Client.Get(t.Context(), client.ObjectKey{Namespace: there, Name: isthmus.DefaultIdentitySecret}, &secret))
 	access, err := clientcmd.RESTConfigFromKubeConfig(secret.Data[isthmus.SecretKubeconfig])
 	must(t, err)
 	access.QPS = -1
@@ -251,7 +251,7 @@ func TestAPeersIdentityReachesItsNetworkConfigsAndNothingElse(t *testing.T) {
 	// Our original lies beside it, and has another name.
 	original := networkConfig(p.a, p.b)
 	original.Name = p.b.Identity.UniqueName()
-	must(t, p.a.client.Create(t.Context(), original))
+	must(t, p.a.Client.Create(t.Context(), original))
 	for what, write := range map[string]func(*v1alpha1.NetworkConfig) error{
 		"an update": func(nc *v1alpha1.NetworkConfig) error { return peer.Update(t.Context(), nc) },
 		"a finalizer": func(nc *v1alpha1.NetworkConfig) error {
@@ -265,7 +265,7 @@ func TestAPeersIdentityReachesItsNetworkConfigsAndNothingElse(t *testing.T) {
 	}
 
 	// Revoked means revoked, within the time that API servers remember tokens.
-	must(t, p.a.client.Delete(t.Context(), account))
+	must(t, p.a.Client.Delete(t.Context(), account))
 	for begin := time.Now(); ; time.Sleep(200 * time.Millisecond) {
 		if err := peer.List(t.Context(), &v1alpha1.NetworkConfigList{}, client.InNamespace(here)); apierrors.IsUnauthorized(err) {
 			break
@@ -280,8 +280,8 @@ func TestAPeersIdentityReachesItsNetworkConfigsAndNothingElse(t *testing.T) {
 func (c *Cluster) as(t *testing.T, namespace, account string) *rest.Config {
 	t.Helper()
 	token := &authenticationv1.TokenRequest{}
-	must(t, c.client.SubResource("token").Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: account}}, token))
-	config := rest.AnonymousClientConfig(c.config)
+	must(t, c.Client.SubResource("token").Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: account}}, token))
+	config := rest.AnonymousClientConfig(c.Config)
 	config.BearerToken = token.Status.Token
 	return config
 }
@@ -353,11 +353,11 @@ func TestComponentsHaveTheRightsTheyNeedAndNoOthers(t *testing.T) {
 func TestTheManagerReadsItsIdentityInATenantNamespaceAndNoOtherSecret(t *testing.T) {
 	t.Parallel()
 	p := newPair(t, "keys")
-	must(t, p.a.client.Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: p.a.Namespace, Name: deploy.ManagerServiceAccount}}))
+	must(t, p.a.Client.Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: p.a.Namespace, Name: deploy.ManagerServiceAccount}}))
 	must(t, p.peer(t))
 	here := p.b.Identity.TenantNamespace()
 	config := p.a.as(t, p.a.Namespace, deploy.ManagerServiceAccount)
-	manager, err := client.New(config, client.Options{Scheme: p.a.client.Scheme(), Mapper: p.a.client.RESTMapper()})
+	manager, err := client.New(config, client.Options{Scheme: p.a.Client.Scheme(), Mapper: p.a.Client.RESTMapper()})
 	must(t, err)
 	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // the authorizer sees a new binding a moment later
 		err := manager.List(t.Context(), &corev1.SecretList{}, client.InNamespace(here), client.MatchingFields{"metadata.name": isthmus.DefaultIdentitySecret})

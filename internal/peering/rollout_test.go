@@ -22,7 +22,7 @@ func TestAManagerIsNotBrokenBetweenTwoStepsOfARollout(t *testing.T) {
 	d := &appsv1.Deployment{ObjectMeta: metav1.ObjectMeta{Namespace: p.a.Namespace, Name: "isthmus-manager", Labels: labels},
 		Spec: appsv1.DeploymentSpec{Selector: &metav1.LabelSelector{MatchLabels: labels}, Template: corev1.PodTemplateSpec{
 			ObjectMeta: metav1.ObjectMeta{Labels: labels}, Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "manager", Image: "isthmus"}}}}}}
-	must(t, p.a.client.Create(t.Context(), d))
+	must(t, p.a.Client.Create(t.Context(), d))
 	for _, tc := range []struct {
 		name      string
 		ago       time.Duration // the last step of the rollout
@@ -37,7 +37,7 @@ func TestAManagerIsNotBrokenBetweenTwoStepsOfARollout(t *testing.T) {
 		step := metav1.NewTime(time.Now().Add(time.Minute - tc.ago))
 		d.Status = appsv1.DeploymentStatus{Replicas: 2, UpdatedReplicas: 1, ReadyReplicas: tc.available, AvailableReplicas: tc.available,
 			Conditions: []appsv1.DeploymentCondition{{Type: appsv1.DeploymentProgressing, Status: corev1.ConditionTrue, LastUpdateTime: step, LastTransitionTime: step}}}
-		must(t, p.a.client.Status().Update(t.Context(), d))
+		must(t, p.a.Client.Status().Update(t.Context(), d))
 		hops, _, _, err := clusterHops(t.Context(), p.a)
 		must(t, err)
 		var manager *health.Hop
@@ -64,7 +64,7 @@ func TestAClusterWhoseNamespaceWasDeletedIsToldHowToKeepItsPeerings(t *testing.T
 	t.Parallel()
 	p := newPair(t, "deleted")
 	must(t, p.peer(t))
-	must(t, p.a.client.Delete(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: p.a.Namespace, Name: "who"}}))
+	must(t, p.a.Client.Delete(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: p.a.Namespace, Name: "who"}}))
 	_, err := Diagnose(t.Context(), connectTo(t, Access{Kubeconfig: files.a, Namespace: p.a.Namespace}), nil, "")
 	if err == nil {
 		t.Fatal("no error")

@@ -109,7 +109,7 @@ func TestAPeerWritesOneSmallObjectOfItsOwn(t *testing.T) {
 	mine := networkConfig(p.a, p.b)
 	must(t, peer.Create(t.Context(), mine))
 	mine.Finalizers = []string{v1alpha1.FinalizerTunnelEndpointCreator}
-	must(t, p.a.client.Update(t.Context(), mine))
+	must(t, p.a.Client.Update(t.Context(), mine))
 	for name, change := range map[string]func(*v1alpha1.NetworkConfig){
 		"another finalizer": func(nc *v1alpha1.NetworkConfig) { nc.Finalizers = append(nc.Finalizers, "example.com/x") },
 		"ours removed":      func(nc *v1alpha1.NetworkConfig) { nc.Finalizers = nil },
@@ -131,7 +131,7 @@ func TestAPeerWritesOneSmallObjectOfItsOwn(t *testing.T) {
 		mine.Spec.BackendConfig["x"] = fmt.Sprint(i) // so that there is something to own
 		must(t, peer.Update(t.Context(), mine, client.FieldOwner(fmt.Sprintf("%0120d", i))))
 	}
-	must(t, p.a.client.Get(t.Context(), key, mine))
+	must(t, p.a.Client.Get(t.Context(), key, mine))
 	text, err := json.Marshal(mine)
 	must(t, err)
 	if t.Logf("the greatest object: %d bytes, %d field managers", len(text), len(mine.ManagedFields)); len(text) > 64<<10 {
@@ -140,14 +140,14 @@ func TestAPeerWritesOneSmallObjectOfItsOwn(t *testing.T) {
 
 	// Labels and annotations that our own tools put on the copy block no update, and the peer cannot
 	// change them.
-	must(t, p.a.client.Get(t.Context(), key, mine))
+	must(t, p.a.Client.Get(t.Context(), key, mine))
 	maps.Copy(mine.Labels, many(20, "app.example.com/l%d", "v"))
 	mine.Annotations = many(20, "example.com/a%d", strings.Repeat("v", 600))
 	owner := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: mine.Namespace, Name: "owner"}} // without it the garbage collector would take the object
-	must(t, p.a.client.Create(t.Context(), owner))
+	must(t, p.a.Client.Create(t.Context(), owner))
 	mine.OwnerReferences = []metav1.OwnerReference{{APIVersion: "v1", Kind: "ConfigMap", Name: owner.Name, UID: owner.UID}}
 	mine.ManagedFields = append(mine.ManagedFields, managed(2000, "x")...)
-	must(t, p.a.client.Update(t.Context(), mine))
+	must(t, p.a.Client.Update(t.Context(), mine))
 	must(t, peer.Get(t.Context(), key, mine))
 	mine.Spec.EndpointIP = "192.0.2.77"
 	if err := peer.Update(t.Context(), mine); err != nil {
@@ -222,7 +222,7 @@ func TestAPeersTokensAreForThisClusterAndEnd(t *testing.T) {
 		}
 	}
 	// Where nobody has noted the audiences, nothing is renewed.
-	must(t, p.a.client.Patch(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: here}},
+	must(t, p.a.Client.Patch(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: here}},
 		client.RawPatch("application/merge-patch+json", []byte(`{"metadata":{"annotations":{"isthmus.net/token-audiences":null}}}`))))
 	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // the policy sees the namespace a moment later
 		if _, err := mint(3600); apierrors.IsForbidden(err) {
@@ -239,9 +239,9 @@ func TestAPeersRequestsHaveSeatsOfTheirOwn(t *testing.T) {
 	p := newPair(t, "seats")
 	p.bounded(t)
 	var level flowcontrolv1.PriorityLevelConfiguration
-	must(t, p.a.client.Get(t.Context(), client.ObjectKey{Name: deploy.PeerPriority}, &level))
+	must(t, p.a.Client.Get(t.Context(), client.ObjectKey{Name: deploy.PeerPriority}, &level))
 	var secret corev1.Secret
-	must(t, p.b.client.Get(t.Context(), client.ObjectKey{Namespace: p.a.Identity.TenantNamespace(), Name: isthmus.DefaultIdentitySecret}, &secret))
+	must(t, p.b.Client.Get(t.Context(), client.ObjectKey{Namespace: p.a.Identity.TenantNamespace(), Name: isthmus.DefaultIdentitySecret}, &secret))
 	config, err := clientcmd.RESTConfigFromKubeConfig(secret.Data[isthmus.SecretKubeconfig])
 	must(t, err)
 	c, err := rest.HTTPClientFor(config)
@@ -280,13 +280,13 @@ func TestElectionsHaveSeatsOfTheirOwn(t *testing.T) {
 	levels := map[string]string{}
 	for _, name := range []string{deploy.ManagerServiceAccount + "-election", deploy.GatewayServiceAccount + "-election", "leader-election", "workload-low"} {
 		var level flowcontrolv1.PriorityLevelConfiguration
-		must(t, a.client.Get(t.Context(), client.ObjectKey{Name: name}, &level))
+		must(t, a.Client.Get(t.Context(), client.ObjectKey{Name: name}, &level))
 		levels[string(level.UID)] = name
 		if l := level.Spec.Limited; strings.HasPrefix(name, "isthmus-") && (*l.BorrowingLimitPercent != 0 || *l.LendablePercent != 0) {
 			t.Errorf("%s lends %d %% and borrows %d %%: want its own, always", name, *l.LendablePercent, *l.BorrowingLimitPercent)
 		}
 	}
-	config := rest.CopyConfig(a.config)
+	config := rest.CopyConfig(a.Config)
 	for _, account := range []string{deploy.ManagerServiceAccount, deploy.GatewayServiceAccount} {
 		config.Impersonate.UserName = "system:serviceaccount:" + deploy.Namespace + ":" + account
 		config.Impersonate.Groups = []string{"system:serviceaccounts", "system:authenticated"}

@@ -36,11 +36,11 @@ var errRotating = errors.New("the rotation is not over")
 
 // RotateKey begins a rotation of the WireGuard key of a cluster, unless one is in progress, and reports how far it is.
 func RotateKey(ctx context.Context, c *Cluster, o RotateOptions) error {
-	secret, ring, err := c.keys(ctx)
+	secret, ring, err := readKeys(ctx, c)
 	if secret == nil || err != nil && !o.Now { // any key can be replaced, also one that is none
 		return err
 	}
-	now, known := c.now()
+	now, known := c.Now()
 	if !known {
 		now = time.Now()
 	}
@@ -52,8 +52,8 @@ func RotateKey(ctx context.Context, c *Cluster, o RotateOptions) error {
 		want.Data = keyring.Begin(secret.Data, keyring.New(), now)
 	}
 	if o.Now || ring.Next == ([32]byte{}) {
-		if err := c.client.Patch(ctx, want, client.MergeFromWithOptions(secret, client.MergeFromWithOptimisticLock{})); err != nil {
-			return c.explain("Secret "+client.ObjectKeyFromObject(secret).String(), err)
+		if err := c.Client.Patch(ctx, want, client.MergeFromWithOptions(secret, client.MergeFromWithOptimisticLock{})); err != nil {
+			return c.Explain("Secret "+client.ObjectKeyFromObject(secret).String(), err)
 		}
 		if ring, _, err = keyring.Read(want.Data); err != nil {
 			return err
@@ -66,7 +66,7 @@ func RotateKey(ctx context.Context, c *Cluster, o RotateOptions) error {
 	began := ring
 	said := ""
 	for until := time.Now().Add(o.Wait); ; {
-		text, over, err := c.rotation(ctx, began, ring, now)
+		text, over, err := rotation(ctx, c, began, ring, now)
 		if err != nil {
 			return err
 		}
@@ -85,14 +85,14 @@ func RotateKey(ctx context.Context, c *Cluster, o RotateOptions) error {
 			return ctx.Err()
 		case <-time.After(rotateLook):
 		}
-		if _, ring, err = c.keys(ctx); err != nil {
+		if _, ring, err = readKeys(ctx, c); err != nil {
 			return err
 		}
 	}
 }
 
 // rotation says how far the rotation of began is.
-func (c *Cluster) rotation(ctx context.Context, began, ring keyring.Ring, now time.Time) (text string, over bool, err error) {
+func rotation(ctx context.Context, c *Cluster, began, ring keyring.Ring, now time.Time) (text string, over bool, err error) {
 	if ring.Private == began.Next {
 		return fmt.Sprintf("the key is rotated: %s", shortKey(ring.Private)), true, nil
 	}
@@ -107,7 +107,7 @@ func (c *Cluster) rotation(ctx context.Context, began, ring keyring.Ring, now ti
 	if !ring.Published {
 		return head + ": waiting for the gateway to answer to the new key", false, nil
 	}
-	moved, lagging, err := c.movedTo(ctx, fabric.PublicKeys(ring.Next, 1)[0])
+	moved, lagging, err := movedTo(ctx, c, fabric.PublicKeys(ring.Next, 1)[0])
 	if err != nil {
 		return "", false, err
 	}
@@ -119,10 +119,10 @@ func (c *Cluster) rotation(ctx context.Context, began, ring keyring.Ring, now ti
 }
 
 // movedTo says how many peers have a session with a key of ours, and which ones do not.
-func (c *Cluster) movedTo(ctx context.Context, public [32]byte) (moved int, lagging []string, err error) {
+func movedTo(ctx context.Context, c *Cluster, public [32]byte) (moved int, lagging []string, err error) {
 	var endpoints v1alpha1.TunnelEndpointList
-	if err := c.client.List(ctx, &endpoints); err != nil {
-		return 0, nil, c.explain("TunnelEndpoints", err)
+	if err := c.Client.List(ctx, &endpoints); err != nil {
+		return 0, nil, c.Explain("TunnelEndpoints", err)
 	}
 	for i := range endpoints.Items {
 		te := &endpoints.Items[i]
@@ -138,16 +138,16 @@ func (c *Cluster) movedTo(ctx context.Context, public [32]byte) (moved int, lagg
 	return moved, lagging, nil
 }
 
-// keys reads the Secret with the WireGuard keys. It is there, too, when its keys cannot be read.
-func (c *Cluster) keys(ctx context.Context) (*corev1.Secret, keyring.Ring, error) {
+// readKeys reads the Secret with the WireGuard keys. It is there, too, when its keys cannot be read.
+func readKeys(ctx context.Context, c *Cluster) (*corev1.Secret, keyring.Ring, error) {
 	var secret corev1.Secret
 	name := types.NamespacedName{Namespace: c.Namespace, Name: keyring.SecretName}
-	err := c.client.Get(ctx, name, &secret)
+	err := c.Client.Get(ctx, name, &secret)
 	switch {
 	case apierrors.IsNotFound(err):
 		return nil, keyring.Ring{}, fmt.Errorf("%s: there is no Secret %s yet: the gateway makes it when it starts", c, name)
 	case err != nil:
-		return nil, keyring.Ring{}, c.explain("Secret "+name.String(), err)
+		return nil, keyring.Ring{}, c.Explain("Secret "+name.String(), err)
 	}
 	ring, _, err := keyring.Read(secret.Data)
 	if err != nil {

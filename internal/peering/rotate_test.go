@@ -21,7 +21,7 @@ func TestAKeyIsReplacedWhateverTheSecretHolds(t *testing.T) {
 		"a public key by itself": {keyring.FieldPublic: keyring.Text(keyring.New())},
 	} {
 		var written *corev1.Secret
-		c := &Cluster{Namespace: "isthmus-system", context: "a", clock: new(serverClock), client: interceptor.NewClient(nil, interceptor.Funcs{
+		c := &Cluster{Namespace: "isthmus-system", Context: "a", clock: new(serverClock), Client: interceptor.NewClient(nil, interceptor.Funcs{
 			Get: func(_ context.Context, _ client.WithWatch, key client.ObjectKey, o client.Object, _ ...client.GetOption) error {
 				o.SetNamespace(key.Namespace)
 				o.SetName(key.Name)

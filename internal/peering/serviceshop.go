@@ -35,13 +35,13 @@ const (
 	reasonNoAnswer  = "NoAnswer"
 )
 
-// servicesOn reports whether services are on: as people chose, or Helm's values say to the manager.
-func (c *Cluster) servicesOn(ctx context.Context) bool {
-	if chosen, err := c.remembered(ctx); err == nil && withServices(chosen) {
+// sharesServices reports whether services are on: as people chose, or Helm's values say to the manager.
+func sharesServices(ctx context.Context, c *Cluster) bool {
+	if chosen, err := remembered(ctx, c); err == nil && withServices(chosen) {
 		return true
 	}
 	var d appsv1.Deployment // a help: who may not read it is told nothing of services
-	if c.client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: deploy.ManagerServiceAccount}, &d) != nil {
+	if c.Client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: deploy.ManagerServiceAccount}, &d) != nil {
 		return false
 	}
 	return slices.ContainsFunc(d.Spec.Template.Spec.Containers, func(container corev1.Container) bool {
@@ -50,9 +50,9 @@ func (c *Cluster) servicesOn(ctx context.Context) bool {
 }
 
 // namesHop says whether CoreDNS answers for imported services. notAsked is what could not be looked at.
-func (c *Cluster) namesHop(ctx context.Context) (hop health.Hop, notAsked string, err error) {
+func namesHop(ctx context.Context, c *Cluster) (hop health.Hop, notAsked string, err error) {
 	hop = health.Hop{Cluster: c.String(), Name: health.HopNames, State: health.Works, Source: "Deployments in kube-system"}
-	d, err := c.findDNS(ctx)
+	d, err := findDNS(ctx, c)
 	switch {
 	case errors.Is(err, errNoDNS):
 		hop.State, hop.Text = health.Unknown, errNoDNS.Error()
@@ -74,15 +74,15 @@ func (c *Cluster) namesHop(ctx context.Context) (hop health.Hop, notAsked string
 		return hop, "", nil
 	case !served:
 		hop.State, hop.Reason = health.Broken, reasonNoZone
-		hop.Text = fmt.Sprintf("the %s does not have %s: run `isthmus install --context %s --configure-dns`", d.where(), corefile.Zone, c.context)
+		hop.Text = fmt.Sprintf("the %s does not have %s: run `isthmus install --context %s --configure-dns`", d.where(), corefile.Zone, c.Context)
 		return hop, "", nil
 	}
-	pod, port, err := c.dnsPod(ctx)
+	pod, port, err := dnsPod(ctx, c)
 	if err != nil {
 		return hop, fmt.Sprintf("%s: CoreDNS: %s", c, safetext.Of(err.Error())), nil
 	}
 	hop.Source = "Pod " + metav1.NamespaceSystem + "/" + safetext.Of(pod)
-	code, err := c.ask(ctx, pod, port)
+	code, err := askDNS(ctx, c, pod, port)
 	switch {
 	case err != nil:
 		hop.Source = "the " + d.where()
@@ -94,16 +94,16 @@ func (c *Cluster) namesHop(ctx context.Context) (hop health.Hop, notAsked string
 		hop.Text = fmt.Sprintf("CoreDNS answers for %s with %s: it has not read its Corefile yet (kubectl -n kube-system rollout restart deployment %s)",
 			corefile.Zone, strings.TrimPrefix(code.String(), "RCode"), safetext.Of(d.deployment))
 		if code == dnsmessage.RCodeServerFailure {
-			hop.Text += fmt.Sprintf(", or may not watch ServiceImports and fails for all Services (`isthmus install --context %s`); its log says which", c.context)
+			hop.Text += fmt.Sprintf(", or may not watch ServiceImports and fails for all Services (`isthmus install --context %s`); its log says which", c.Context)
 		}
 	}
 	return hop, "", nil
 }
 
 // dnsPod is a Pod of CoreDNS that is ready, and its port of DNS by TCP.
-func (c *Cluster) dnsPod(ctx context.Context) (name string, port uint16, err error) {
+func dnsPod(ctx context.Context, c *Cluster) (name string, port uint16, err error) {
 	var pods corev1.PodList
-	if err := c.client.List(ctx, &pods, client.InNamespace(metav1.NamespaceSystem), client.MatchingLabels{"k8s-app": "kube-dns"}); err != nil {
+	if err := c.Client.List(ctx, &pods, client.InNamespace(metav1.NamespaceSystem), client.MatchingLabels{"k8s-app": "kube-dns"}); err != nil {
 		return "", 0, err
 	}
 	for i := range pods.Items {
@@ -124,11 +124,11 @@ func (c *Cluster) dnsPod(ctx context.Context) (name string, port uint16, err err
 	return "", 0, errors.New("none of its Pods is ready")
 }
 
-// ask asks a CoreDNS for the SOA of the zone, by TCP and the API server.
-func (c *Cluster) ask(ctx context.Context, pod string, port uint16) (dnsmessage.RCode, error) {
+// askDNS asks a CoreDNS for the SOA of the zone, by TCP and the API server.
+func askDNS(ctx context.Context, c *Cluster, pod string, port uint16) (dnsmessage.RCode, error) {
 	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
 	defer cancel()
-	conn, err := podport.Dial(ctx, c.config, metav1.NamespaceSystem, pod, port)
+	conn, err := podport.Dial(ctx, c.Config, metav1.NamespaceSystem, pod, port)
 	if err != nil {
 		return 0, err
 	}
@@ -209,13 +209,13 @@ func (s *ServiceCounts) problems() (all []string) {
 
 // importedServices counts the services that peers export to this cluster, by tenant namespace; nil where the
 // kind is not there or may not be read.
-func (c *Cluster) importedServices(ctx context.Context) (map[string]*ServiceCounts, error) {
+func importedServices(ctx context.Context, c *Cluster) (map[string]*ServiceCounts, error) {
 	var list isthmus.PeerServicesList
-	switch err := c.client.List(ctx, &list); {
+	switch err := c.Client.List(ctx, &list); {
 	case forbidden(err), meta.IsNoMatchError(err):
 		return nil, nil
 	case err != nil:
-		return nil, c.explain("PeerServices", err)
+		return nil, c.Explain("PeerServices", err)
 	}
 	counts := map[string]*ServiceCounts{}
 	for i := range list.Items {
@@ -251,7 +251,7 @@ func (s *ServiceCounts) add(p *isthmus.PeerServices) {
 }
 
 // servicesHop is what became of the services that a peer exports.
-func (c *Cluster) servicesHop(p *isthmus.Peering, counts map[string]*ServiceCounts) health.Hop {
+func servicesHop(c *Cluster, p *isthmus.Peering, counts map[string]*ServiceCounts) health.Hop {
 	hop := health.Hop{Cluster: c.String(), Peering: p.Name, Name: health.HopServices, State: health.Works, Source: "PeerServices in " + p.Spec.TenantNamespace.Local}
 	s := counts[p.Spec.TenantNamespace.Local]
 	switch {

@@ -81,12 +81,12 @@ func TestServicesThatArriveAreCountedWithTheReasonsOfOthers(t *testing.T) {
 	for state, counts := range map[health.HopState]map[string]*ServiceCounts{
 		health.Limited: {"tenant": &s}, health.Works: {}, health.Unknown: nil,
 	} {
-		if h := c.servicesHop(p, counts); h.State != state || state == health.Limited && !strings.Contains(h.Text, want) {
+		if h := servicesHop(c, p, counts); h.State != state || state == health.Limited && !strings.Contains(h.Text, want) {
 			t.Errorf("%+v; want %s", h, state)
 		}
 	}
 	waiting := &ServiceCounts{Imported: 1, Waiting: 2}
-	if h := c.servicesHop(p, map[string]*ServiceCounts{"tenant": waiting}); h.State != health.Unknown {
+	if h := servicesHop(c, p, map[string]*ServiceCounts{"tenant": waiting}); h.State != health.Unknown {
 		t.Errorf("%+v", h)
 	}
 	many := ServiceCounts{reasons: slices.Repeat([]string{"x"}, 7)}

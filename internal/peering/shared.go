@@ -21,16 +21,16 @@ import (
 func (s *side) checkServices(ctx context.Context) error {
 	policy := &admissionv1.ValidatingAdmissionPolicy{}
 	policy.Name = deploy.ManagerServicesPolicy
-	err := s.client.Get(ctx, client.ObjectKeyFromObject(policy), policy)
+	err := s.Client.Get(ctx, client.ObjectKeyFromObject(policy), policy)
 	switch {
 	case err == nil:
 		s.shares = true
 	case apierrors.IsForbidden(err): // checkRights says so, with what else is missing
 		return nil
 	case !apierrors.IsNotFound(err):
-		return s.explain("ValidatingAdmissionPolicy "+policy.Name, err)
+		return s.Explain("ValidatingAdmissionPolicy "+policy.Name, err)
 	case len(s.services) > 0:
-		return fmt.Errorf("%s: --services: no services are shared here; run `isthmus install --context %s --services` first", s.Cluster, s.context)
+		return fmt.Errorf("%s: --services: no services are shared here; run `isthmus install --context %s --services` first", s.Cluster, s.Context)
 	}
 	return nil
 }
@@ -46,8 +46,8 @@ func (s *side) setServices(ctx context.Context) (string, error) {
 	if !s.exists || s.services == nil {
 		return "", nil
 	}
-	if err := s.client.Get(ctx, client.ObjectKeyFromObject(s.peering), s.peering); err != nil {
-		return "", s.explain("Peering "+s.peering.Name, err)
+	if err := s.Client.Get(ctx, client.ObjectKeyFromObject(s.peering), s.peering); err != nil {
+		return "", s.Explain("Peering "+s.peering.Name, err)
 	}
 	want := s.shared()
 	if slices.Equal(s.peering.Spec.Services.Export, want.Export) && slices.Equal(s.peering.Spec.Services.Import, want.Import) {
@@ -57,8 +57,8 @@ func (s *side) setServices(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	if err := s.client.Patch(ctx, s.peering, client.RawPatch(types.MergePatchType, patch), client.FieldOwner(fieldManager)); err != nil {
-		return "", s.explain("spec.services of Peering "+s.peering.Name, err)
+	if err := s.Client.Patch(ctx, s.peering, client.RawPatch(types.MergePatchType, patch), client.FieldOwner(FieldManager)); err != nil {
+		return "", s.Explain("spec.services of Peering "+s.peering.Name, err)
 	}
 	if len(s.services) == 0 {
 		return fmt.Sprintf("%s: shares no services with %s any more", s.Cluster, s.peer.Cluster), nil

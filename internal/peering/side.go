@@ -21,9 +21,6 @@ const (
 	// managerRole is, in a tenant namespace, the Role and RoleBinding by which our manager reads
 	// its identity at the peer.
 	managerRole = "isthmus-manager-identity"
-	// labelManagedBy marks what we made: nothing else is deleted.
-	labelManagedBy = "app.kubernetes.io/managed-by"
-	managedBy      = "isthmus"
 	// peerPrecedence puts the FlowSchema of a peer before those of all ServiceAccounts, 900 and 9000.
 	peerPrecedence = 850
 )
@@ -58,7 +55,7 @@ func newPeering(name string, peer v1alpha1.ClusterIdentity, local, remote string
 	}
 }
 
-func ours() map[string]string { return map[string]string{labelManagedBy: managedBy} }
+func ours() map[string]string { return map[string]string{LabelManagedBy: ManagedBy} }
 
 // tenantNamespace is the namespace of the peering, as Liqo labels it.
 func (s *side) tenantNamespace() *corev1.Namespace {

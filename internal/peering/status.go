@@ -73,16 +73,16 @@ type Row struct {
 func StatusOf(ctx context.Context, c *Cluster) (s Status, err error) {
 	s = Status{Cluster: c.Identity, Namespace: c.Namespace, Gateways: []GatewayPod{}, Peerings: []Row{}}
 	var list isthmus.PeeringList
-	if err := c.client.List(ctx, &list); err != nil {
-		return s, c.explain("Peerings", err)
+	if err := c.Client.List(ctx, &list); err != nil {
+		return s, c.Explain("Peerings", err)
 	}
-	until := c.identitiesUntil(ctx, list.Items)
+	until := identitiesUntil(ctx, c, list.Items)
 	if s.Hops, s.Manager, s.Gateway, err = clusterHops(ctx, c); err != nil {
 		return s, err
 	}
-	s.At, _ = c.now()
+	s.At, _ = c.Now()
 	health.DateByServer(list.Items, s.Manager, s.At)
-	services, err := c.importedServices(ctx)
+	services, err := importedServices(ctx, c)
 	if err != nil {
 		return s, err
 	}
@@ -98,8 +98,8 @@ func StatusOf(ctx context.Context, c *Cluster) (s Status, err error) {
 	}
 	slices.SortFunc(s.Peerings, func(a, b Row) int { return cmp.Compare(a.Name, b.Name) })
 	var pods corev1.PodList
-	if err := c.client.List(ctx, &pods, client.InNamespace(c.Namespace), client.MatchingLabels{v1alpha1.LabelGateway: v1alpha1.GatewayActive}); err != nil {
-		return s, c.explain("Pods in namespace "+c.Namespace, err)
+	if err := c.Client.List(ctx, &pods, client.InNamespace(c.Namespace), client.MatchingLabels{v1alpha1.LabelGateway: v1alpha1.GatewayActive}); err != nil {
+		return s, c.Explain("Pods in namespace "+c.Namespace, err)
 	}
 	for _, p := range pods.Items {
 		s.Gateways = append(s.Gateways, GatewayPod{Pod: p.Name, Node: p.Spec.NodeName, IP: p.Status.PodIP})
@@ -267,14 +267,14 @@ func printRow(w io.Writer, cells ...string) {
 }
 
 // identitiesUntil says of each Peering until when the identity at the peer is good.
-func (c *Cluster) identitiesUntil(ctx context.Context, peerings []isthmus.Peering) []*metav1.Time {
+func identitiesUntil(ctx context.Context, c *Cluster, peerings []isthmus.Peering) []*metav1.Time {
 	all := make([]*metav1.Time, len(peerings))
 	var group sync.WaitGroup
 	slots := make(chan struct{}, requestsAtOnce)
 	for i := range peerings {
 		slots <- struct{}{}
 		group.Go(func() {
-			if at, ok := c.identityExpiry(ctx, &peerings[i]); ok {
+			if at, ok := identityExpiry(ctx, c, &peerings[i]); ok {
 				all[i] = &metav1.Time{Time: at}
 			}
 			<-slots

@@ -173,8 +173,8 @@ func TestALeaseIsOverForWhoeverActsWhenBothClocksSaySo(t *testing.T) {
 					at := metav1.NewTime(time.Now().Add(-tc.ago))
 					lease := coordinationv1.Lease{Spec: coordinationv1.LeaseSpec{HolderIdentity: new("m"), LeaseDurationSeconds: new(int32(15)), RenewTime: &metav1.MicroTime{Time: at.Time}}}
 					lease.ManagedFields = []metav1.ManagedFieldsEntry{{Time: &at, FieldsV1: metav1.NewFieldsV1(`{"f:spec":{"f:renewTime":{}}}`)}}
-					c := &Cluster{client: leaseAfter{lease: lease, took: tc.took}, clock: &serverClock{known: !tc.unknown, low: tc.low, high: tc.low + time.Second}}
-					h, err := c.holderOf(t.Context(), managerLease, sharp)
+					c := &Cluster{Client: leaseAfter{lease: lease, took: tc.took}, clock: &serverClock{known: !tc.unknown, low: tc.low, high: tc.low + time.Second}}
+					h, err := HolderOf(t.Context(), c, managerLease, sharp)
 					must(t, err)
 					if (h.Name != "") != want {
 						t.Errorf("sharp %v: %+v; want it held: %v", sharp, h, want)
@@ -280,7 +280,7 @@ func TestInstallIsIdempotentAndKeepsTheIdentity(t *testing.T) {
 	c := connectTo(t, Access{Kubeconfig: files.a})
 	var said []string
 	o := InstallOptions{Report: func(line string) { said = append(said, line) }}
-	must(t, c.Install(t.Context(), o))
+	must(t, Install(t.Context(), c, o))
 	if len(said) == 0 || !strings.Contains(said[0], "without the components, as before") {
 		t.Errorf("that it was without workloads is not remembered, or not said:\n%s", strings.Join(said, "\n"))
 	}
@@ -289,12 +289,12 @@ func TestInstallIsIdempotentAndKeepsTheIdentity(t *testing.T) {
 			t.Error(line)
 		}
 	}
-	if c.Identity.ClusterName != "a" || c.Identity.ClusterID != c.uid {
+	if c.Identity.ClusterName != "a" || c.Identity.ClusterID != c.UID {
 		t.Errorf("it is %v", c.Identity)
 	}
 	said = nil
 	o.Identity.ClusterID = "another"
-	if err := c.Install(t.Context(), o); err == nil || !strings.Contains(err.Error(), "already") || said != nil {
+	if err := Install(t.Context(), c, o); err == nil || !strings.Contains(err.Error(), "already") || said != nil {
 		t.Errorf("%v, %v", err, said)
 	}
 }
@@ -304,16 +304,16 @@ func TestInstallIsIdempotentAndKeepsTheIdentity(t *testing.T) {
 func TestTheServiceLeadsToTheActiveGatewayReadyOrNot(t *testing.T) {
 	t.Parallel()
 	c := connectTo(t, Access{Kubeconfig: files.b, Namespace: "ready-or-not"})
-	must(t, c.client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
+	must(t, c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
 	want := gatewayService(t, c.Namespace, 6873, 1)
 	older := want.DeepCopy()
 	must(t, unstructured.SetNestedField(older.Object, false, "spec", "publishNotReadyAddresses"))
 	for _, s := range []*unstructured.Unstructured{older, want} {
-		_, err := c.apply(t.Context(), s)
+		_, err := c.Apply(t.Context(), s)
 		must(t, err)
 	}
 	var service corev1.Service
-	must(t, c.client.Get(t.Context(), client.ObjectKeyFromObject(want), &service))
+	must(t, c.Client.Get(t.Context(), client.ObjectKeyFromObject(want), &service))
 	if !service.Spec.PublishNotReadyAddresses || !maps.Equal(service.Spec.Selector, map[string]string{v1alpha1.LabelGateway: v1alpha1.GatewayActive}) {
 		t.Errorf("%+v; want it to lead to whoever is labelled as active", service.Spec)
 	}
@@ -322,13 +322,13 @@ func TestTheServiceLeadsToTheActiveGatewayReadyOrNot(t *testing.T) {
 func TestInstallChangesTheNumberOfTunnelsOfTheService(t *testing.T) {
 	t.Parallel()
 	c := connectTo(t, Access{Kubeconfig: files.b, Namespace: "tunnels"})
-	must(t, c.client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
+	must(t, c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
 	nodePort := map[string]int32{}
 	for _, tunnels := range []int{1, 3, 2, 2} {
-		outcome, err := c.apply(t.Context(), gatewayService(t, c.Namespace, 6871, tunnels))
+		outcome, err := c.Apply(t.Context(), gatewayService(t, c.Namespace, 6871, tunnels))
 		must(t, err)
 		var service corev1.Service
-		must(t, c.client.Get(t.Context(), client.ObjectKey{Namespace: c.Namespace, Name: "isthmus-gateway"}, &service))
+		must(t, c.Client.Get(t.Context(), client.ObjectKey{Namespace: c.Namespace, Name: "isthmus-gateway"}, &service))
 		var got []string
 		for i, p := range service.Spec.Ports {
 			got = append(got, p.Name)

@@ -63,34 +63,34 @@ var crdKind = schema.GroupVersionKind{Group: "apiextensions.k8s.io", Version: "v
 // peerings, whose networks nodes refuse to the last; workloads; what they made in the kernels of
 // nodes; objects and definitions; the namespace. Each step finds out by itself what there is to do,
 // so that the same command goes on where one ended, and repairs what was deleted in another order.
-func (c *Cluster) Uninstall(ctx context.Context, o UninstallOptions) error {
-	if err := c.readUID(ctx); err != nil {
+func Uninstall(ctx context.Context, c *Cluster, o UninstallOptions) error {
+	if err := c.ReadUID(ctx); err != nil {
 		return err
 	}
-	if have, _, err := c.identity(ctx); err != nil {
+	if have, _, err := c.ReadIdentity(ctx); err != nil {
 		return err
 	} else if have != nil {
 		c.Identity = *have
 	} else {
-		c.Identity.ClusterID = c.uid
+		c.Identity.ClusterID = c.UID
 	}
-	byHelm := c.notByHelm(ctx, "uninstall")
+	byHelm := notByHelm(ctx, c, "uninstall")
 	if o.BeforeHelm {
-		byHelm = c.helmUninstalls(ctx)
+		byHelm = helmUninstalls(ctx, c)
 	}
 	if byHelm != nil {
 		return byHelm
 	}
-	if err := c.notElsewhere(ctx); err != nil {
+	if err := notElsewhere(ctx, c); err != nil {
 		return err
 	}
 	ctx, cancel := context.WithTimeoutCause(ctx, o.Timeout, ErrNotReady)
 	defer cancel()
-	objects, err := c.everyObject(ctx)
+	objects, err := everyObject(ctx, c)
 	if err != nil {
 		return err
 	}
-	there, err := c.anyOf(ctx, objects)
+	there, err := anyOf(ctx, c, objects)
 	if err != nil {
 		return err
 	}
@@ -98,30 +98,30 @@ func (c *Cluster) Uninstall(ctx context.Context, o UninstallOptions) error {
 		o.Report(fmt.Sprintf("%s: nothing to do: Isthmus is not installed", c))
 		return nil
 	}
-	how, err := c.howToClean(ctx, o)
+	how, err := howToClean(ctx, c, o)
 	if err != nil {
 		return err
 	}
 	o.Report(fmt.Sprintf("%s: uninstalling Isthmus: once a node is clean, its packets for the networks of peers follow the default route, also for networks that were released within the last 24 hours", c))
-	if err := c.unpeerAll(ctx, o); err != nil {
+	if err := unpeerAll(ctx, c, o); err != nil {
 		return err
 	}
-	if err := c.removeWorkloads(ctx, o, objects); err != nil {
+	if err := removeWorkloads(ctx, c, o, objects); err != nil {
 		return err
 	}
 	if how != nil {
-		if err := c.cleanNodes(ctx, *how, o); err != nil {
+		if err := cleanNodes(ctx, c, *how, o); err != nil {
 			return err
 		}
 	}
 	if o.BeforeHelm {
-		if err := c.removeInstalled(ctx, o); err != nil {
+		if err := removeInstalled(ctx, c, o); err != nil {
 			return err
 		}
 		o.Report(fmt.Sprintf("%s: what is left is Helm's to delete", c))
 		return nil
 	}
-	if err := c.removeObjects(ctx, o, objects); err != nil {
+	if err := removeObjects(ctx, c, o, objects); err != nil {
 		return err
 	}
 	o.Report(fmt.Sprintf("%s: Isthmus is gone", c))
@@ -130,8 +130,8 @@ func (c *Cluster) Uninstall(ctx context.Context, o UninstallOptions) error {
 
 // everyObject is what Install may have made, with all options and whatever was chosen, the
 // namespace not among it.
-func (c *Cluster) everyObject(ctx context.Context) ([]*unstructured.Unstructured, error) {
-	chosen, err := c.remembered(ctx)
+func everyObject(ctx context.Context, c *Cluster) ([]*unstructured.Unstructured, error) {
+	chosen, err := remembered(ctx, c)
 	if err != nil {
 		return nil, err
 	}
@@ -142,39 +142,39 @@ func (c *Cluster) everyObject(ctx context.Context) ([]*unstructured.Unstructured
 	if definitions := chosen["crds"]; definitions != nil {
 		anyway["crds"] = definitions
 	}
-	return c.withEveryPart(func(on chart.Values) chart.Options {
+	return withEveryPart(c, func(on chart.Values) chart.Options {
 		return chart.Options{Namespace: c.Namespace, Values: chart.Merge(anyway, on)}
 	})
 }
 
-// get reads an object as it is; nil when it or its kind is not there.
-func (c *Cluster) get(ctx context.Context, kind schema.GroupVersionKind, namespace, name string) (*unstructured.Unstructured, error) {
+// Get reads an object as it is; nil when it or its kind is not there.
+func (c *Cluster) Get(ctx context.Context, kind schema.GroupVersionKind, namespace, name string) (*unstructured.Unstructured, error) {
 	u := &unstructured.Unstructured{}
 	u.SetGroupVersionKind(kind)
-	err := c.client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, u)
+	err := c.Client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, u)
 	if apierrors.IsNotFound(err) || meta.IsNoMatchError(err) {
 		return nil, nil
 	}
-	return u, c.explain(kind.Kind+" "+name, err)
+	return u, c.Explain(kind.Kind+" "+name, err)
 }
 
-func (c *Cluster) anyOf(ctx context.Context, objects []*unstructured.Unstructured) (bool, error) {
-	installed, err := c.installed(ctx)
+func anyOf(ctx context.Context, c *Cluster, objects []*unstructured.Unstructured) (bool, error) {
+	installed, err := installedObjects(ctx, c)
 	if err != nil {
 		return false, err
 	}
 	for _, u := range slices.Concat(objects, installed) {
-		if have, err := c.get(ctx, u.GroupVersionKind(), u.GetNamespace(), u.GetName()); err != nil || have != nil {
+		if have, err := c.Get(ctx, u.GroupVersionKind(), u.GetNamespace(), u.GetName()); err != nil || have != nil {
 			return have != nil, err
 		}
 	}
 	return false, nil
 }
 
-// installed returns the objects that no manifest names: those that Install, Uninstall and the components
+// installedObjects returns the objects that no manifest names: those that Install, Uninstall and the components
 // make. It includes the Secret with the key only if our gateway made it, because the namespace of a Liqo
 // may have one of the same name.
-func (c *Cluster) installed(ctx context.Context) (all []*unstructured.Unstructured, err error) {
+func installedObjects(ctx context.Context, c *Cluster) (all []*unstructured.Unstructured, err error) {
 	for _, o := range []struct{ version, kind, name string }{
 		{"v1", "ConfigMap", installConfigMap}, {"v1", "ConfigMap", uninstallConfigMap},
 		{coordinationv1.SchemeGroupVersion.String(), "Lease", managerLease}, {coordinationv1.SchemeGroupVersion.String(), "Lease", deploy.GatewayServiceAccount},
@@ -187,24 +187,24 @@ func (c *Cluster) installed(ctx context.Context) (all []*unstructured.Unstructur
 		all = append(all, u)
 	}
 	for _, name := range []string{keysSecret, postquantum.SecretName} {
-		secret, err := c.get(ctx, corev1.SchemeGroupVersion.WithKind("Secret"), c.Namespace, name)
+		secret, err := c.Get(ctx, corev1.SchemeGroupVersion.WithKind("Secret"), c.Namespace, name)
 		if err != nil {
 			return all, err
 		}
-		if secret != nil && secret.GetLabels()[labelManagedBy] == managedBy {
+		if secret != nil && secret.GetLabels()[LabelManagedBy] == ManagedBy {
 			all = append(all, secret)
 		}
 	}
 	return all, nil
 }
 
-func (c *Cluster) removeInstalled(ctx context.Context, o UninstallOptions) error {
-	installed, err := c.installed(ctx)
+func removeInstalled(ctx context.Context, c *Cluster, o UninstallOptions) error {
+	installed, err := installedObjects(ctx, c)
 	if err != nil {
 		return err
 	}
 	for _, u := range installed {
-		if err := c.remove(ctx, u, o); err != nil {
+		if err := removeObject(ctx, c, u, o); err != nil {
 			return err
 		}
 	}
@@ -215,11 +215,11 @@ func (c *Cluster) removeInstalled(ctx context.Context, o UninstallOptions) error
 // helmUninstalls returns an error unless Helm is about to delete a release in the namespace, which it
 // records before it runs the hooks (Helm 3.22 and 4.3, pkg/action/uninstall.go). Whoever renders the
 // chart without Helm gets the hook as an ordinary Job, and must not lose the installation by it.
-func (c *Cluster) helmUninstalls(ctx context.Context) error {
+func helmUninstalls(ctx context.Context, c *Cluster) error {
 	for _, list := range []client.ObjectList{&corev1.SecretList{}, &corev1.ConfigMapList{}} { // the storages that Helm has in a cluster
-		err := c.client.List(ctx, list, client.InNamespace(c.Namespace), client.MatchingLabels{"owner": "helm", "status": "uninstalling"})
+		err := c.Client.List(ctx, list, client.InNamespace(c.Namespace), client.MatchingLabels{"owner": "helm", "status": "uninstalling"})
 		if err != nil {
-			return c.explain("releases of Helm in "+c.Namespace, err)
+			return c.Explain("releases of Helm in "+c.Namespace, err)
 		}
 		if meta.LenList(list) > 0 {
 			return nil
@@ -229,25 +229,25 @@ func (c *Cluster) helmUninstalls(ctx context.Context) error {
 }
 
 // at a peer, and its finalizers are ours to remove.
-func (c *Cluster) unpeerAll(ctx context.Context, o UninstallOptions) error {
+func unpeerAll(ctx context.Context, c *Cluster, o UninstallOptions) error {
 	var list isthmus.PeeringList
-	if err := c.client.List(ctx, &list); meta.IsNoMatchError(err) || apierrors.IsNotFound(err) {
+	if err := c.Client.List(ctx, &list); meta.IsNoMatchError(err) || apierrors.IsNotFound(err) {
 		return nil
 	} else if err != nil {
-		return c.explain("Peerings", err)
+		return c.Explain("Peerings", err)
 	}
 	if len(list.Items) == 0 {
 		return nil
 	}
-	manager, err := c.managerAtWork(ctx, o)
+	manager, err := managerAtWork(ctx, c, o)
 	if err != nil {
 		return err
 	}
 	for i := range list.Items {
 		p := &list.Items[i]
 		if manager.Name == "" {
-			o.Report(fmt.Sprintf("%s: no manager is at work (%s), so what lies at the peer stays there: %s", c, manager.Problem, c.remainsOf(ctx, p)))
-			if err := c.abandon(ctx, p); err != nil {
+			o.Report(fmt.Sprintf("%s: no manager is at work (%s), so what lies at the peer stays there: %s", c, manager.Problem, remainsOf(ctx, c, p)))
+			if err := abandon(ctx, c, p); err != nil {
 				return err
 			}
 		}
@@ -264,46 +264,46 @@ const managerWait = 30 * time.Second
 
 // managerAtWork is who holds the managers' Lease. While there is a Deployment of managers it waits for
 // one of them: without a manager nothing is withdrawn from peers.
-func (c *Cluster) managerAtWork(ctx context.Context, o UninstallOptions) (h health.Holder, err error) {
+func managerAtWork(ctx context.Context, c *Cluster, o UninstallOptions) (h health.Holder, err error) {
 	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.ManagerServiceAccount} // the Deployment has the same name
 	until := time.Now().Add(managerWait)
-	err = c.untilNothing(ctx, o, func() (string, error) {
+	err = untilNothing(ctx, c, o, func() (string, error) {
 		var err error
-		if h, err = c.holderOf(ctx, managerLease, false); err != nil || h.Name != "" {
+		if h, err = HolderOf(ctx, c, managerLease, false); err != nil || h.Name != "" {
 			return "", err
 		}
 		var managers appsv1.Deployment
-		err = c.client.Get(ctx, key, &managers)
+		err = c.Client.Get(ctx, key, &managers)
 		if apierrors.IsNotFound(err) || managers.DeletionTimestamp != nil || managers.Status.Replicas == 0 || o.Force || time.Now().After(until) {
 			return "", nil
 		}
-		return "waiting for a manager: " + h.Problem, c.explain("Deployment "+key.String(), err)
+		return "waiting for a manager: " + h.Problem, c.Explain("Deployment "+key.String(), err)
 	})
 	return h, err
 }
 
 // abandon removes the finalizers of a Peering and of what belongs to it.
-func (c *Cluster) abandon(ctx context.Context, p *isthmus.Peering) error {
+func abandon(ctx context.Context, c *Cluster, p *isthmus.Peering) error {
 	free := func(u client.Object, what string) error {
 		if len(u.GetFinalizers()) == 0 {
 			return nil
 		}
-		err := c.client.Patch(ctx, u, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)), client.FieldOwner(fieldManager))
+		err := c.Client.Patch(ctx, u, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)), client.FieldOwner(FieldManager))
 		if client.IgnoreNotFound(err) != nil {
-			return c.explain("finalizers of "+what, err)
+			return c.Explain("finalizers of "+what, err)
 		}
 		return nil
 	}
 	for _, kind := range []string{"NetworkConfig", "TunnelEndpoint", "NatMapping"} {
 		var list unstructured.UnstructuredList
 		list.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kind + "List"))
-		if err := c.client.List(ctx, &list, client.InNamespace(p.Spec.TenantNamespace.Local)); meta.IsNoMatchError(err) || apierrors.IsNotFound(err) {
+		if err := c.Client.List(ctx, &list, client.InNamespace(p.Spec.TenantNamespace.Local)); meta.IsNoMatchError(err) || apierrors.IsNotFound(err) {
 			continue
 		} else if err != nil {
-			return c.explain(kind+"s in "+p.Spec.TenantNamespace.Local, err)
+			return c.Explain(kind+"s in "+p.Spec.TenantNamespace.Local, err)
 		}
 		for i := range list.Items {
-			if err := free(&list.Items[i], describe(&list.Items[i])); err != nil {
+			if err := free(&list.Items[i], Describe(&list.Items[i])); err != nil {
 				return err
 			}
 		}
@@ -313,25 +313,25 @@ func (c *Cluster) abandon(ctx context.Context, p *isthmus.Peering) error {
 
 // removeWorkloads deletes what runs Pods, and waits until the Pods are gone: an agent that still runs
 // would put back what is cleaned.
-func (c *Cluster) removeWorkloads(ctx context.Context, o UninstallOptions, objects []*unstructured.Unstructured) error {
+func removeWorkloads(ctx context.Context, c *Cluster, o UninstallOptions, objects []*unstructured.Unstructured) error {
 	for _, u := range objects {
 		if u.GetKind() == "Deployment" || u.GetKind() == "DaemonSet" {
-			if err := c.remove(ctx, u, o); err != nil {
+			if err := removeObject(ctx, c, u, o); err != nil {
 				return err
 			}
 		}
 	}
-	return c.untilNothing(ctx, o, func() (string, error) {
+	return untilNothing(ctx, c, o, func() (string, error) {
 		var pods corev1.PodList
-		if err := c.client.List(ctx, &pods, client.InNamespace(c.Namespace), client.MatchingLabels{"app.kubernetes.io/part-of": "isthmus"}); err != nil {
-			return "", c.explain("Pods in "+c.Namespace, err)
+		if err := c.Client.List(ctx, &pods, client.InNamespace(c.Namespace), client.MatchingLabels{"app.kubernetes.io/part-of": "isthmus"}); err != nil {
+			return "", c.Explain("Pods in "+c.Namespace, err)
 		}
 		for i := range pods.Items {
 			p := &pods.Items[i]
 			if _, cleaner := p.Labels[labelCleans]; cleaner || metav1.GetControllerOf(p) == nil {
 				continue
 			}
-			if o.Force && p.DeletionTimestamp != nil && !c.nodeReady(ctx, p.Spec.NodeName) {
+			if o.Force && p.DeletionTimestamp != nil && !nodeReady(ctx, c, p.Spec.NodeName) {
 				continue // nobody is there to end it
 			}
 			return fmt.Sprintf("waiting until Pod %s on %s has ended", p.Name, p.Spec.NodeName), nil
@@ -341,8 +341,8 @@ func (c *Cluster) removeWorkloads(ctx context.Context, o UninstallOptions, objec
 }
 
 // removeObjects deletes the rest: rights and policies, definitions, the namespace.
-func (c *Cluster) removeObjects(ctx context.Context, o UninstallOptions, objects []*unstructured.Unstructured) error {
-	liqo, err := c.get(ctx, crdKind, "", "foreignclusters.discovery.liqo.io")
+func removeObjects(ctx context.Context, c *Cluster, o UninstallOptions, objects []*unstructured.Unstructured) error {
+	liqo, err := c.Get(ctx, crdKind, "", "foreignclusters.discovery.liqo.io")
 	if err != nil {
 		return err
 	}
@@ -350,57 +350,57 @@ func (c *Cluster) removeObjects(ctx context.Context, o UninstallOptions, objects
 	for _, u := range objects {
 		switch {
 		case u.GetKind() != "CustomResourceDefinition":
-			if err := c.remove(ctx, u, o); err != nil {
+			if err := removeObject(ctx, c, u, o); err != nil {
 				return err
 			}
 		case o.KeepDefinitions:
 		case liqo != nil && strings.HasSuffix(u.GetName(), "."+v1alpha1.GroupVersion.Group):
-			o.Report(fmt.Sprintf("%s: %s stays, since Liqo is installed", c, describe(u)))
+			o.Report(fmt.Sprintf("%s: %s stays, since Liqo is installed", c, Describe(u)))
 		default:
 			definitions = append(definitions, u)
 		}
 	}
 	for _, u := range definitions {
-		if err := c.remove(ctx, u, o); err != nil {
+		if err := removeObject(ctx, c, u, o); err != nil {
 			return err
 		}
 	}
-	if err := c.untilNothing(ctx, o, func() (string, error) {
+	if err := untilNothing(ctx, c, o, func() (string, error) {
 		for _, u := range definitions {
-			have, err := c.get(ctx, crdKind, "", u.GetName())
+			have, err := c.Get(ctx, crdKind, "", u.GetName())
 			if err != nil {
 				return "", err
 			}
 			if have != nil {
-				return "waiting until " + describe(u) + " and its objects are gone", c.hurry(ctx, have)
+				return "waiting until " + Describe(u) + " and its objects are gone", hurry(ctx, c, have)
 			}
 		}
 		return "", nil
 	}); err != nil {
 		return err
 	}
-	if err := c.unname(ctx, o.KeepDefinitions, o.Report); err != nil {
+	if err := UnnameServices(ctx, c, o.KeepDefinitions, o.Report); err != nil {
 		return err
 	}
-	if err := c.removeInstalled(ctx, o); err != nil {
+	if err := removeInstalled(ctx, c, o); err != nil {
 		return err
 	}
-	namespace, err := c.get(ctx, corev1.SchemeGroupVersion.WithKind("Namespace"), "", c.Namespace)
+	namespace, err := c.Get(ctx, corev1.SchemeGroupVersion.WithKind("Namespace"), "", c.Namespace)
 	if err != nil || namespace == nil {
 		return err
 	}
 	if !isOurs(namespace) {
 		o.Report(fmt.Sprintf("%s: namespace %s stays, since `isthmus install` did not make it", c, c.Namespace))
-		secret, err := c.get(ctx, corev1.SchemeGroupVersion.WithKind("Secret"), c.Namespace, keysSecret)
+		secret, err := c.Get(ctx, corev1.SchemeGroupVersion.WithKind("Secret"), c.Namespace, keysSecret)
 		if err == nil && secret != nil && secret.GetDeletionTimestamp() == nil {
 			o.Report(fmt.Sprintf("%s: Secret %s/%s stays, since it has no label %s=%s: it is of a Liqo, or of a gateway of an earlier version; delete it where no Liqo runs",
-				c, c.Namespace, keysSecret, labelManagedBy, managedBy))
+				c, c.Namespace, keysSecret, LabelManagedBy, ManagedBy))
 		}
 		return err
 	}
 	var pods corev1.PodList // versions before marked namespaces of others as ours
-	if err := c.client.List(ctx, &pods, client.InNamespace(c.Namespace)); err != nil {
-		return c.explain("Pods in "+c.Namespace, err)
+	if err := c.Client.List(ctx, &pods, client.InNamespace(c.Namespace)); err != nil {
+		return c.Explain("Pods in "+c.Namespace, err)
 	}
 	for i := range pods.Items {
 		if p := &pods.Items[i]; p.DeletionTimestamp == nil && p.Labels[labelCleans] == "" {
@@ -408,11 +408,11 @@ func (c *Cluster) removeObjects(ctx context.Context, o UninstallOptions, objects
 			return nil
 		}
 	}
-	if err := c.remove(ctx, namespace, o); err != nil {
+	if err := removeObject(ctx, c, namespace, o); err != nil {
 		return err
 	}
-	return c.untilNothing(ctx, o, func() (string, error) {
-		have, err := c.get(ctx, namespace.GroupVersionKind(), "", c.Namespace)
+	return untilNothing(ctx, c, o, func() (string, error) {
+		have, err := c.Get(ctx, namespace.GroupVersionKind(), "", c.Namespace)
 		if err != nil || have == nil {
 			return "", err
 		}
@@ -423,29 +423,29 @@ func (c *Cluster) removeObjects(ctx context.Context, o UninstallOptions, objects
 // isOurs reports whether we make or have made a namespace: nil, there is none yet. Only such a one is marked, and
 // deleted.
 func isOurs(namespace *unstructured.Unstructured) bool {
-	return namespace == nil || namespace.GetLabels()[labelName] == managedBy
+	return namespace == nil || namespace.GetLabels()[LabelName] == ManagedBy
 }
 
-// remove deletes an object and says so; what is not there is no error.
-func (c *Cluster) remove(ctx context.Context, u *unstructured.Unstructured, o UninstallOptions) error {
-	have, err := c.get(ctx, u.GroupVersionKind(), u.GetNamespace(), u.GetName())
+// removeObject deletes an object and says so; what is not there is no error.
+func removeObject(ctx context.Context, c *Cluster, u *unstructured.Unstructured, o UninstallOptions) error {
+	have, err := c.Get(ctx, u.GroupVersionKind(), u.GetNamespace(), u.GetName())
 	if err != nil || have == nil || have.GetDeletionTimestamp() != nil {
 		return err
 	}
-	return c.deleteObject(ctx, have, o.Report)
+	return deleteObject(ctx, c, have, o.Report)
 }
 
-func (c *Cluster) deleteObject(ctx context.Context, have *unstructured.Unstructured, report func(string)) error {
-	if err := c.client.Delete(ctx, have, client.PropagationPolicy(metav1.DeletePropagationBackground)); client.IgnoreNotFound(err) != nil {
-		return c.explain("delete "+describe(have), err)
+func deleteObject(ctx context.Context, c *Cluster, have *unstructured.Unstructured, report func(string)) error {
+	if err := c.Client.Delete(ctx, have, client.PropagationPolicy(metav1.DeletePropagationBackground)); client.IgnoreNotFound(err) != nil {
+		return c.Explain("delete "+Describe(have), err)
 	}
-	report(fmt.Sprintf("%s: %s deleted", c, describe(have)))
+	report(fmt.Sprintf("%s: %s deleted", c, Describe(have)))
 	return nil
 }
 
 // untilNothing repeats a step until it waits for nothing, and tells what it waits for whenever that
 // changes.
-func (c *Cluster) untilNothing(ctx context.Context, o UninstallOptions, step func() (waitsFor string, err error)) error {
+func untilNothing(ctx context.Context, c *Cluster, o UninstallOptions, step func() (waitsFor string, err error)) error {
 	told := ""
 	for begun := time.Now(); ; {
 		wait, err := step()

@@ -33,9 +33,9 @@ import (
 // for themselves.
 func inventory(t *testing.T, c *Cluster) map[string]bool {
 	t.Helper()
-	lists, err := discovery.NewDiscoveryClientForConfigOrDie(c.config).ServerPreferredResources()
+	lists, err := discovery.NewDiscoveryClientForConfigOrDie(c.Config).ServerPreferredResources()
 	must(t, err)
-	objects := metadata.NewForConfigOrDie(c.config)
+	objects := metadata.NewForConfigOrDie(c.Config)
 	all := map[string]bool{}
 	for _, list := range lists {
 		version, err := schema.ParseGroupVersion(list.GroupVersion)
@@ -75,20 +75,20 @@ func difference(before, after map[string]bool) (all []string) {
 func kubelets(ctx context.Context, c *Cluster, away func(node string) bool, cleaned map[string]string) {
 	for ctx.Err() == nil {
 		var pods corev1.PodList
-		if c.client.List(ctx, &pods, client.InNamespace(c.Namespace), client.HasLabels{labelCleans}) == nil {
+		if c.Client.List(ctx, &pods, client.InNamespace(c.Namespace), client.HasLabels{labelCleans}) == nil {
 			for i := range pods.Items {
 				p := &pods.Items[i]
 				if away(p.Spec.NodeName) {
 					continue
 				}
 				if p.DeletionTimestamp != nil {
-					c.client.Delete(ctx, p, client.GracePeriodSeconds(0))
+					c.Client.Delete(ctx, p, client.GracePeriodSeconds(0))
 					continue
 				}
 				if p.Status.Phase != corev1.PodSucceeded {
 					cleaned[p.Spec.NodeName] = p.Spec.Containers[0].Image + " " + strings.Join(p.Spec.Containers[0].Args, " ") + fmt.Sprint(len(p.Spec.Containers))
 					p.Status.Phase = corev1.PodSucceeded
-					c.client.Status().Update(ctx, p)
+					c.Client.Status().Update(ctx, p)
 				}
 			}
 		}
@@ -108,13 +108,13 @@ func TestUninstallLeavesNothing(t *testing.T) {
 	must(t, server.WriteKubeconfig(file))
 	c := connectTo(t, Access{Kubeconfig: file})
 	for _, name := range []string{"n1", "n2"} {
-		must(t, c.client.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}))
+		must(t, c.Client.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}))
 	}
 	for begin := time.Now(); ; time.Sleep(100 * time.Millisecond) { // what controllers make in a new cluster
 		var namespaces corev1.NamespaceList
 		var accounts corev1.ServiceAccountList
-		must(t, c.client.List(t.Context(), &namespaces))
-		must(t, c.client.List(t.Context(), &accounts))
+		must(t, c.Client.List(t.Context(), &namespaces))
+		must(t, c.Client.List(t.Context(), &accounts))
 		if len(namespaces.Items) >= 4 && len(accounts.Items) == len(namespaces.Items) {
 			break
 		}
@@ -127,18 +127,18 @@ func TestUninstallLeavesNothing(t *testing.T) {
 	install := func(values chart.Values) {
 		t.Helper()
 		values = chart.Merge(chart.Values{"networks": chart.Values{"podCIDR": "10.9.0.0/16"}}, values)
-		must(t, c.Install(t.Context(), InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "u"}, Version: "v1", Values: withServiceNetwork(t, c, values), Report: func(string) {}}))
-		must(t, client.IgnoreAlreadyExists(c.client.Create(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{ // a gateway's
+		must(t, Install(t.Context(), c, InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "u"}, Version: "v1", Values: withServiceNetwork(t, c, values), Report: func(string) {}}))
+		must(t, client.IgnoreAlreadyExists(c.Client.Create(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{ // a gateway's
 			Namespace: c.Namespace, Name: keysSecret, Labels: map[string]string{"app.kubernetes.io/managed-by": "isthmus"}}})))
 	}
 	peer := func() { // as `isthmus peer` and a manager that is gone leave it
 		t.Helper()
 		tenant := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "liqo-tenant-p", Labels: map[string]string{
-			v1alpha1.LabelTenantNamespace: "true", v1alpha1.LabelTenantClusterID: "P", labelManagedBy: managedBy}}}
-		must(t, c.client.Create(t.Context(), tenant))
+			v1alpha1.LabelTenantNamespace: "true", v1alpha1.LabelTenantClusterID: "P", LabelManagedBy: ManagedBy}}}
+		must(t, c.Client.Create(t.Context(), tenant))
 		p := newPeering("p", v1alpha1.ClusterIdentity{ClusterID: "P", ClusterName: "p"}, tenant.Name, "liqo-tenant-u")
 		controllerutil.AddFinalizer(p, isthmus.FinalizerPeering)
-		must(t, c.client.Create(t.Context(), p))
+		must(t, c.Client.Create(t.Context(), p))
 	}
 	// until is what is said when the time is up.
 	uninstall := func(o UninstallOptions, away func(string) bool, until string) (map[string]string, error) {
@@ -155,7 +155,7 @@ func TestUninstallLeavesNothing(t *testing.T) {
 		ctx, stop := context.WithCancel(t.Context())
 		cleaned, ended := map[string]string{}, make(chan struct{})
 		go func() { defer close(ended); kubelets(ctx, c, away, cleaned) }()
-		err := c.Uninstall(up, o)
+		err := Uninstall(up, c, o)
 		stop()
 		<-ended
 		return cleaned, err
@@ -187,7 +187,7 @@ func TestUninstallLeavesNothing(t *testing.T) {
 	// The namespace goes first, while there is a peering.
 	install(nil)
 	peer()
-	must(t, c.client.Delete(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
+	must(t, c.Client.Delete(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
 	for begin := time.Now(); !gone(t, c, &corev1.Namespace{}, c.Namespace); time.Sleep(100 * time.Millisecond) {
 		if time.Since(begin) > patient {
 			t.Fatal("the namespace stays")
@@ -205,41 +205,41 @@ func TestUninstallLeavesNothing(t *testing.T) {
 
 	// A namespace that others made stays as it was, and so does one that a version before has marked as ours
 	// while others are in it.
-	for name, marks := range map[string]map[string]string{"of others": nil, "marked by a version before": {labelName: managedBy}} {
-		must(t, c.client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace, Labels: marks}}))
+	for name, marks := range map[string]map[string]string{"of others": nil, "marked by a version before": {LabelName: ManagedBy}} {
+		must(t, c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace, Labels: marks}}))
 		key := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: keysSecret, Labels: map[string]string{v1alpha1.LabelKey: "wireguard"}}}
 		if marks == nil { // of a Liqo
-			must(t, c.client.Create(t.Context(), key))
+			must(t, c.Client.Create(t.Context(), key))
 		}
 		install(nil)
-		preshared := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: postquantum.SecretName, Labels: map[string]string{labelManagedBy: managedBy}}}
-		must(t, c.client.Create(t.Context(), preshared))
+		preshared := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: postquantum.SecretName, Labels: map[string]string{LabelManagedBy: ManagedBy}}}
+		must(t, c.Client.Create(t.Context(), preshared))
 		var theirs corev1.Namespace
-		must(t, c.client.Get(t.Context(), client.ObjectKey{Name: c.Namespace}, &theirs))
-		if theirs.Labels[labelName] != marks[labelName] {
+		must(t, c.Client.Get(t.Context(), client.ObjectKey{Name: c.Namespace}, &theirs))
+		if theirs.Labels[LabelName] != marks[LabelName] {
 			t.Errorf("%s: install marks it: %v", name, theirs.Labels)
 		}
 		pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: "theirs"}, Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "c", Image: "i"}}}}
 		if marks != nil {
-			must(t, c.client.Create(t.Context(), pod))
+			must(t, c.Client.Create(t.Context(), pod))
 		}
 		if _, err = uninstall(UninstallOptions{}, nobody, ""); err != nil || !said.has("stays, since") {
 			t.Errorf("%s: %v; %v", name, err, said)
 		}
-		err = c.client.Get(t.Context(), client.ObjectKeyFromObject(key), &corev1.Secret{})
+		err = c.Client.Get(t.Context(), client.ObjectKeyFromObject(key), &corev1.Secret{})
 		must(t, client.IgnoreNotFound(err))
 		if kept := err == nil; marks == nil && !kept || marks == nil != said.has("Secret "+c.Namespace+"/"+keysSecret+" stays") {
 			t.Errorf("%s: the Secret with the key stays: %v; %v", name, kept, said)
 		}
-		if err := c.client.Get(t.Context(), client.ObjectKeyFromObject(preshared), preshared); !apierrors.IsNotFound(err) {
+		if err := c.Client.Get(t.Context(), client.ObjectKeyFromObject(preshared), preshared); !apierrors.IsNotFound(err) {
 			t.Errorf("%s: the preshared keys stay: %v", name, err)
 		}
-		must(t, c.client.Get(t.Context(), client.ObjectKey{Name: c.Namespace}, &theirs))
+		must(t, c.Client.Get(t.Context(), client.ObjectKey{Name: c.Namespace}, &theirs))
 		if theirs.DeletionTimestamp != nil {
 			t.Errorf("%s: uninstall deletes it", name)
 		}
-		must(t, client.IgnoreNotFound(c.client.Delete(t.Context(), pod, client.GracePeriodSeconds(0))))
-		must(t, c.client.Delete(t.Context(), &theirs))
+		must(t, client.IgnoreNotFound(c.Client.Delete(t.Context(), pod, client.GracePeriodSeconds(0))))
+		must(t, c.Client.Delete(t.Context(), &theirs))
 		for begin := time.Now(); !gone(t, c, &corev1.Namespace{}, c.Namespace); time.Sleep(100 * time.Millisecond) {
 			if time.Since(begin) > patient {
 				t.Fatalf("%s: it does not go", name)
@@ -251,7 +251,7 @@ func TestUninstallLeavesNothing(t *testing.T) {
 	install(nil)
 	peer()
 	manager := &appsv1.Deployment{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: deploy.ManagerServiceAccount}}
-	must(t, c.client.Patch(t.Context(), manager, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"annotations":{"meta.helm.sh/release-name":"r"}}}`))))
+	must(t, c.Client.Patch(t.Context(), manager, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"annotations":{"meta.helm.sh/release-name":"r"}}}`))))
 	if _, err = uninstall(UninstallOptions{}, nobody, ""); err == nil || !strings.Contains(err.Error(), "helm uninstall r") {
 		t.Errorf("a release of Helm: %v", err)
 	}
@@ -259,7 +259,7 @@ func TestUninstallLeavesNothing(t *testing.T) {
 		t.Fatalf("the hook without Helm: %v; cleaned %v", err, cleaned)
 	}
 	release := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: "sh.helm.release.v1.r.v1", Labels: map[string]string{"owner": "helm", "status": "uninstalling"}}}
-	must(t, c.client.Create(t.Context(), release))
+	must(t, c.Client.Create(t.Context(), release))
 	if cleaned, err = uninstall(UninstallOptions{BeforeHelm: true}, nobody, ""); err != nil || len(cleaned) != 2 {
 		t.Fatalf("before Helm: %v; cleaned %v\n%s", err, cleaned, strings.Join(said, "\n"))
 	}
@@ -272,7 +272,7 @@ func TestUninstallLeavesNothing(t *testing.T) {
 		}
 	}
 	for _, u := range helms {
-		must(t, client.IgnoreNotFound(c.client.Delete(t.Context(), u)))
+		must(t, client.IgnoreNotFound(c.Client.Delete(t.Context(), u)))
 	}
 	for begin := time.Now(); !gone(t, c, &corev1.Namespace{}, c.Namespace) || len(difference(before, inventory(t, c))) > 0; time.Sleep(100 * time.Millisecond) {
 		if time.Since(begin) > patient {

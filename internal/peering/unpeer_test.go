@@ -69,7 +69,7 @@ func TestUnpeerSaysWhatItWaitsForAndKeepsTheRightsMeanwhile(t *testing.T) {
 	if err := peer.Create(t.Context(), copied.DeepCopy()); !apierrors.IsForbidden(err) {
 		t.Errorf("one that parts creates: %v", err)
 	}
-	must(t, p.b.client.Create(t.Context(), copied))
+	must(t, p.b.Client.Create(t.Context(), copied))
 	if err := peer.Patch(t.Context(), copied.DeepCopy(), client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":["example.com/x"]}}`))); !apierrors.IsForbidden(err) {
 		t.Errorf("one that parts writes: %v", err)
 	}
@@ -92,7 +92,7 @@ func TestForcedUnpeerSaysWhatStaysAtThePeer(t *testing.T) {
 	p.said()
 	p.managers[0].keep("force-b is away")
 	must(t, Unpeer(t.Context(), p.a, nil, UnpeerOptions{Name: "force-b", Force: true, Timeout: patient, Report: p.report}))
-	contains(t, p.said(), "force-a: does not wait for force-b. What may stay at force-b, "+p.b.server+": NetworkConfig force-b-",
+	contains(t, p.said(), "force-a: does not wait for force-b. What may stay at force-b, "+p.b.Server+": NetworkConfig force-b-",
 		" in namespace "+p.a.Identity.TenantNamespace(), "force-a is not peered with force-b any more")
 	if !gone(t, p.a, &corev1.Namespace{}, p.b.Identity.TenantNamespace()) || gone(t, p.b, &corev1.Namespace{}, p.a.Identity.TenantNamespace()) {
 		t.Error("want the namespace of a gone, and that of b untouched")
@@ -126,7 +126,7 @@ func TestForcedUnpeerRevokesThePeerBeforeItWaitsForAnything(t *testing.T) {
 	must(t, peer.List(t.Context(), &v1alpha1.NetworkConfigList{}, client.InNamespace(here)))
 
 	// No manager is there to take anything down, so that the command does not come to an end.
-	must(t, p.a.client.Patch(t.Context(), newPeering(p.b.Identity.UniqueName(), p.b.Identity, "", ""),
+	must(t, p.a.Client.Patch(t.Context(), newPeering(p.b.Identity.UniqueName(), p.b.Identity, "", ""),
 		client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":["isthmus.net/peering","example.com/for-ever"]}}`))))
 	p.managers[0].pause()
 	ctx := newDeadline(t)
@@ -149,7 +149,7 @@ func TestForcedUnpeerRevokesThePeerBeforeItWaitsForAnything(t *testing.T) {
 			t.Fatalf("the peer's identity still works: %v", err)
 		}
 	}
-	must(t, p.a.client.Patch(t.Context(), newPeering(p.b.Identity.UniqueName(), p.b.Identity, "", ""),
+	must(t, p.a.Client.Patch(t.Context(), newPeering(p.b.Identity.UniqueName(), p.b.Identity, "", ""),
 		client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`))))
 }
 
@@ -163,11 +163,11 @@ func TestForcedUnpeerNeedsNoManager(t *testing.T) {
 	p.managers[0].pause()
 	p.managers[0].release(t)
 	ns := p.b.Identity.TenantNamespace()
-	must(t, p.a.client.Patch(t.Context(), newPeering(p.b.Identity.UniqueName(), p.b.Identity, "", ""),
+	must(t, p.a.Client.Patch(t.Context(), newPeering(p.b.Identity.UniqueName(), p.b.Identity, "", ""),
 		client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":["isthmus.net/peering"]}}`))))
 	ours := networkConfig(p.a, p.b)
 	ours.Finalizers = []string{v1alpha1.FinalizerReplicator, v1alpha1.FinalizerTunnelEndpointCreator}
-	must(t, p.a.client.Create(t.Context(), ours))
+	must(t, p.a.Client.Create(t.Context(), ours))
 	err := Unpeer(t.Context(), p.a, nil, UnpeerOptions{Name: "alone-b", Force: true, Timeout: patient, Report: p.report})
 	said := p.said()
 	if err != nil || strings.Count(said, "no manager is at work") != 1 {
@@ -184,7 +184,7 @@ func TestUnpeerDoesNotWaitForFinalizersOfThePeer(t *testing.T) {
 	must(t, p.peer(t))
 	kept := networkConfig(p.a, p.b)
 	kept.Finalizers = []string{"example.com/for-ever"}
-	must(t, p.a.client.Create(t.Context(), kept))
+	must(t, p.a.Client.Create(t.Context(), kept))
 	must(t, Unpeer(t.Context(), p.a, nil, UnpeerOptions{Name: "cling-b", Force: true, Timeout: patient, Report: p.report}))
 	if !gone(t, p.a, &corev1.Namespace{}, p.b.Identity.TenantNamespace()) {
 		t.Error("the namespace has stayed")
@@ -206,7 +206,7 @@ func TestUnpeerFinishesWhatWasInterrupted(t *testing.T) {
 	must(t, p.peer(t))
 	p.said()
 	// As after a run that ended when the Peering was gone.
-	must(t, p.a.client.Delete(t.Context(), &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Name: p.b.Identity.UniqueName()}}))
+	must(t, p.a.Client.Delete(t.Context(), &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Name: p.b.Identity.UniqueName()}}))
 	for !gone(t, p.a, &isthmus.Peering{}, p.b.Identity.UniqueName()) {
 		time.Sleep(20 * time.Millisecond)
 	}
@@ -221,15 +221,15 @@ func TestUnpeerKeepsANamespaceThatItDidNotMake(t *testing.T) {
 	t.Parallel()
 	p := newPair(t, "own")
 	name := p.b.Identity.TenantNamespace()
-	must(t, p.a.client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name}}))
+	must(t, p.a.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name}}))
 	must(t, p.peer(t))
 	must(t, p.peer(t)) // does not make it ours
-	must(t, p.a.client.Create(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: name, Name: "theirs"}}))
+	must(t, p.a.Client.Create(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: name, Name: "theirs"}}))
 	p.said()
 	must(t, p.unpeer(t))
 	contains(t, p.said(), "own-a: rights and identity removed; namespace "+name+" stays, since `isthmus peer` did not make it")
 	if left := p.everything(t); len(left) != 1 {
 		t.Errorf("left: %v", left)
 	}
-	must(t, p.a.client.Get(t.Context(), client.ObjectKey{Namespace: name, Name: "theirs"}, &corev1.Secret{}))
+	must(t, p.a.Client.Get(t.Context(), client.ObjectKey{Namespace: name, Name: "theirs"}, &corev1.Secret{}))
 }

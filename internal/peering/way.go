@@ -26,12 +26,6 @@ import (
 // What `isthmus trace` asks of a cluster: whom a name means, and the hops that a packet crosses there
 // beside the gateway itself.
 
-// Reader reads the cluster's objects with the rights of the person.
-func (c *Cluster) Reader() client.Reader { return c.client }
-
-// Host is the URL of the API server.
-func (c *Cluster) Host() string { return c.config.Host }
-
 // A Place is one end of the way of a packet.
 type Place struct {
 	Addr netip.AddrPort // the port may be 0
@@ -59,11 +53,11 @@ func (p Place) String() string {
 var ErrNoPlace = errors.New("not found")
 
 // PlaceAt finds the Pod that has an address, if one of this cluster has.
-func (c *Cluster) PlaceAt(ctx context.Context, at netip.AddrPort) (Place, error) {
+func PlaceAt(ctx context.Context, c *Cluster, at netip.AddrPort) (Place, error) {
 	p := Place{Addr: at}
 	var pods corev1.PodList
-	if err := c.client.List(ctx, &pods, client.MatchingFields{"status.podIP": at.Addr().String()}); err != nil {
-		return p, c.explain("Pods", err)
+	if err := c.Client.List(ctx, &pods, client.MatchingFields{"status.podIP": at.Addr().String()}); err != nil {
+		return p, c.Explain("Pods", err)
 	}
 	for i := range pods.Items {
 		if pod := &pods.Items[i]; !pod.Spec.HostNetwork && pod.Status.Phase == corev1.PodRunning {
@@ -76,7 +70,7 @@ func (c *Cluster) PlaceAt(ctx context.Context, at netip.AddrPort) (Place, error)
 // Find finds what a name means: NAMESPACE/POD, or svc/NAME or svc/NAMESPACE/NAME, of which the
 // first endpoint that is ready is meant; each with :PORT where a port is wanted. A Service without a
 // namespace is one of the namespace default.
-func (c *Cluster) Find(ctx context.Context, name string) (Place, error) {
+func Find(ctx context.Context, c *Cluster, name string) (Place, error) {
 	bare, port, err := splitPort(name)
 	if err != nil {
 		return Place{}, err
@@ -88,9 +82,9 @@ func (c *Cluster) Find(ctx context.Context, name string) (Place, error) {
 		if len(parts) == 3 {
 			namespace = parts[1]
 		}
-		return c.endpointOf(ctx, namespace, parts[len(parts)-1], port)
+		return endpointOf(ctx, c, namespace, parts[len(parts)-1], port)
 	case len(parts) == 2:
-		return c.podAt(ctx, parts[0], parts[1], port)
+		return podAt(ctx, c, parts[0], parts[1], port)
 	}
 	return Place{}, fmt.Errorf("%s: want an address, NAMESPACE/POD, svc/NAME or svc/NAMESPACE/NAME", safetext.Of(name))
 }
@@ -107,14 +101,14 @@ func splitPort(name string) (bare string, port uint16, err error) {
 	return bare, uint16(n), nil
 }
 
-func (c *Cluster) podAt(ctx context.Context, namespace, name string, port uint16) (Place, error) {
+func podAt(ctx context.Context, c *Cluster, namespace, name string, port uint16) (Place, error) {
 	var pod corev1.Pod
 	what := fmt.Sprintf("Pod %s/%s", safetext.Of(namespace), safetext.Of(name))
-	if err := c.client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, &pod); err != nil {
+	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, &pod); err != nil {
 		if client.IgnoreNotFound(err) == nil {
 			return Place{}, fmt.Errorf("%s: %s: %w", c, what, ErrNoPlace)
 		}
-		return Place{}, c.explain(what, err)
+		return Place{}, c.Explain(what, err)
 	}
 	addr, err := netip.ParseAddr(pod.Status.PodIP)
 	if err != nil {
@@ -128,14 +122,14 @@ func (c *Cluster) podAt(ctx context.Context, namespace, name string, port uint16
 }
 
 // endpointOf is the first endpoint of a Service that is ready, at the port behind the Service's.
-func (c *Cluster) endpointOf(ctx context.Context, namespace, name string, port uint16) (Place, error) {
+func endpointOf(ctx context.Context, c *Cluster, namespace, name string, port uint16) (Place, error) {
 	what := fmt.Sprintf("Service %s/%s", safetext.Of(namespace), safetext.Of(name))
 	var service corev1.Service
-	if err := c.client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, &service); err != nil {
+	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, &service); err != nil {
 		if client.IgnoreNotFound(err) == nil {
 			return Place{}, fmt.Errorf("%s: %s: %w", c, what, ErrNoPlace)
 		}
-		return Place{}, c.explain(what, err)
+		return Place{}, c.Explain(what, err)
 	}
 	wanted := -1
 	for i, p := range service.Spec.Ports {
@@ -147,8 +141,8 @@ func (c *Cluster) endpointOf(ctx context.Context, namespace, name string, port u
 		return Place{}, fmt.Errorf("%s: %s has no port %d", c, what, port)
 	}
 	var list discoveryv1.EndpointSliceList
-	if err := c.client.List(ctx, &list, client.InNamespace(namespace), client.MatchingLabels{discoveryv1.LabelServiceName: name}); err != nil {
-		return Place{}, c.explain("EndpointSlices of "+what, err)
+	if err := c.Client.List(ctx, &list, client.InNamespace(namespace), client.MatchingLabels{discoveryv1.LabelServiceName: name}); err != nil {
+		return Place{}, c.Explain("EndpointSlices of "+what, err)
 	}
 	var named *string
 	if wanted >= 0 {
@@ -159,7 +153,7 @@ func (c *Cluster) endpointOf(ctx context.Context, namespace, name string, port u
 		return Place{}, fmt.Errorf("%s: %s has no endpoint that is ready", c, what)
 	}
 	first := slices.MinFunc(found, func(a, b endpoint) int { return a.at.Compare(b.at) })
-	return c.PlaceAt(ctx, first.at)
+	return PlaceAt(ctx, c, first.at)
 }
 
 // An endpoint is one of a Service.
@@ -193,20 +187,20 @@ func endpointsIn(list []discoveryv1.EndpointSlice, named *string, port uint16) (
 // NodeHop is what a packet crosses between a Pod's node and the gateway: the rules and the overlay of
 // that node's route agent. An empty node is that of no Pod. Where the way to the gateway is all that
 // is broken, and no gateway is at work, it waits.
-func (c *Cluster) NodeHop(ctx context.Context, node string) (health.Hop, error) {
+func NodeHop(ctx context.Context, c *Cluster, node string) (health.Hop, error) {
 	hop := health.Hop{Cluster: c.String(), Name: "node", State: health.Works, Source: "Nodes, Pods in " + c.Namespace}
 	if node == "" {
 		hop.State, hop.Text = health.Unknown, "no Pod of the cluster has the address; it is taken for a node's or another machine's"
 		return hop, nil
 	}
-	now, _ := c.now()
-	found, err := c.components(ctx, now)
+	now, _ := c.Now()
+	found, err := components(ctx, c, now)
 	if err != nil {
-		return hop, c.explain("Pods in "+c.Namespace, err)
+		return hop, c.Explain("Pods in "+c.Namespace, err)
 	}
 	var n corev1.Node
-	if err := c.client.Get(ctx, client.ObjectKey{Name: node}, &n); err != nil {
-		return hop, c.explain("Node "+node, err)
+	if err := c.Client.Get(ctx, client.ObjectKey{Name: node}, &n); err != nil {
+		return hop, c.Explain("Node "+node, err)
 	}
 	a := health.AgentsOf([]corev1.Node{n}, found, nil)
 	switch problems := slices.Concat(a.Unready, a.Missing); {
@@ -222,7 +216,7 @@ func (c *Cluster) NodeHop(ctx context.Context, node string) (health.Hop, error) 
 	if !hop.FollowsGateway {
 		return hop, nil
 	}
-	gateway, err := c.GatewayHop(ctx)
+	gateway, err := GatewayHop(ctx, c)
 	if err != nil {
 		return hop, err
 	}
@@ -235,13 +229,13 @@ func (c *Cluster) NodeHop(ctx context.Context, node string) (health.Hop, error) 
 
 // VacantHop reports whether an address is in the PodCIDR of a node. No running Pod has it, so the hop says that
 // nobody may answer: it may be an address of the node itself, such as that of its bridge.
-func (c *Cluster) VacantHop(ctx context.Context, addr netip.Addr) (hop health.Hop, is bool, err error) {
+func VacantHop(ctx context.Context, c *Cluster, addr netip.Addr) (hop health.Hop, is bool, err error) {
 	var nodes corev1.NodeList
-	switch err := c.client.List(ctx, &nodes); {
+	switch err := c.Client.List(ctx, &nodes); {
 	case forbidden(err): // then it is taken for another machine's, as any address without a Pod
 		return hop, false, nil
 	case err != nil:
-		return hop, false, c.explain("Nodes", err)
+		return hop, false, c.Explain("Nodes", err)
 	}
 	for i := range nodes.Items {
 		n := &nodes.Items[i]
@@ -256,14 +250,14 @@ func (c *Cluster) VacantHop(ctx context.Context, addr netip.Addr) (hop health.Ho
 }
 
 // GatewayHop says whether a gateway is at work, and on which Pod the overlay ends.
-func (c *Cluster) GatewayHop(ctx context.Context) (health.Hop, error) {
+func GatewayHop(ctx context.Context, c *Cluster) (health.Hop, error) {
 	hops, _, _, err := clusterHops(ctx, c)
 	if err != nil {
 		return health.Hop{}, err
 	}
 	var list isthmus.PeeringList
-	if err := c.client.List(ctx, &list); err != nil {
-		return health.Hop{}, c.explain("Peerings", err)
+	if err := c.Client.List(ctx, &list); err != nil {
+		return health.Hop{}, c.Explain("Peerings", err)
 	}
 	for i := range list.Items {
 		health.Heed(hops, &list.Items[i])
@@ -273,8 +267,8 @@ func (c *Cluster) GatewayHop(ctx context.Context) (health.Hop, error) {
 }
 
 // TunnelHop says whether packets go both ways between the gateways of this cluster and of a peer.
-func (c *Cluster) TunnelHop(ctx context.Context, peer string) (health.Hop, error) {
-	e, err := c.examine(ctx, func(p *isthmus.Peering) bool { return p.Spec.Cluster.ClusterID == peer })
+func TunnelHop(ctx context.Context, c *Cluster, peer string) (health.Hop, error) {
+	e, err := examine(ctx, c, func(p *isthmus.Peering) bool { return p.Spec.Cluster.ClusterID == peer })
 	if err != nil {
 		return health.Hop{}, err
 	}
@@ -290,10 +284,10 @@ func (c *Cluster) TunnelHop(ctx context.Context, peer string) (health.Hop, error
 }
 
 // SeenFrom is the address under which this cluster reaches a Pod of a peer, as the two agreed.
-func (c *Cluster) SeenFrom(ctx context.Context, peer string, at netip.AddrPort) (netip.AddrPort, error) {
+func SeenFrom(ctx context.Context, c *Cluster, peer string, at netip.AddrPort) (netip.AddrPort, error) {
 	var list isthmus.PeeringList
-	if err := c.client.List(ctx, &list); err != nil {
-		return netip.AddrPort{}, c.explain("Peerings", err)
+	if err := c.Client.List(ctx, &list); err != nil {
+		return netip.AddrPort{}, c.Explain("Peerings", err)
 	}
 	for i := range list.Items {
 		p := &list.Items[i]
@@ -314,9 +308,9 @@ func (c *Cluster) SeenFrom(ctx context.Context, peer string, at netip.AddrPort) 
 const mostCompleted = 500
 
 // Pods are names of Pods as Find takes them, for completion.
-func (c *Cluster) Pods(ctx context.Context) (names []string, err error) {
+func Pods(ctx context.Context, c *Cluster) (names []string, err error) {
 	var list corev1.PodList
-	if err := c.client.List(ctx, &list, client.Limit(mostCompleted)); err != nil {
+	if err := c.Client.List(ctx, &list, client.Limit(mostCompleted)); err != nil {
 		return nil, err
 	}
 	for _, p := range list.Items {

@@ -36,7 +36,7 @@ type agreed struct {
 // agreedBy returns what a cluster has agreed upon with another one.
 func agreedBy(ctx context.Context, at, of *peering.Cluster) (a agreed, err error) {
 	var list isthmus.PeeringList
-	if err := at.Client().List(ctx, &list); err != nil {
+	if err := at.Client.List(ctx, &list); err != nil {
 		return a, fmt.Errorf("%s: Peerings: %w", at, err)
 	}
 	for _, p := range list.Items {
@@ -87,7 +87,7 @@ func discover(ctx context.Context, at, of *peering.Cluster, a agreed, tell func(
 		all = append(all, targets...)
 	}
 	var mappings v1alpha1.NatMappingList
-	err := of.Client().List(ctx, &mappings)
+	err := of.Client.List(ctx, &mappings)
 	mapped := mappedIn(mappings.Items, at.Identity.ClusterID, a.external)
 	var pings []Target
 	for _, seen := range slices.SortedFunc(maps.Keys(mapped), netip.Addr.Compare) {
@@ -97,8 +97,8 @@ func discover(ctx context.Context, at, of *peering.Cluster, a agreed, tell func(
 
 	var endpoints discoveryv1.EndpointSliceList
 	var services corev1.ServiceList
-	if err = at.Client().List(ctx, &endpoints); err == nil {
-		err = at.Client().List(ctx, &services)
+	if err = at.Client.List(ctx, &endpoints); err == nil {
+		err = at.Client.List(ctx, &services)
 	}
 	remote := func(addr netip.Addr) (own netip.Addr, is bool) {
 		if own, is = a.pods.Reverse().Map(addr); !is {

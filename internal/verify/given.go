@@ -56,7 +56,7 @@ func (s *site) borrow(ctx context.Context) error {
 func (s *site) join(ctx context.Context, key client.ObjectKey) error {
 	return retry.RetryOnConflict(retry.DefaultRetry, func() error {
 		var p corev1.Pod
-		if err := s.Client().Get(ctx, key, &p); err != nil {
+		if err := s.Client.Get(ctx, key, &p); err != nil {
 			return err
 		}
 		if p.Status.Phase != corev1.PodRunning || !p.DeletionTimestamp.IsZero() {
@@ -70,7 +70,7 @@ func (s *site) join(ctx context.Context, key client.ObjectKey) error {
 			m.Network = hostNetwork
 		}
 		p.Spec.EphemeralContainers = append(p.Spec.EphemeralContainers, s.guest(m))
-		if err := s.Client().SubResource("ephemeralcontainers").Update(ctx, &p); err != nil {
+		if err := s.Client.SubResource("ephemeralcontainers").Update(ctx, &p); err != nil {
 			return err
 		}
 		s.pods = append(s.pods, m)
@@ -99,7 +99,7 @@ func (s *site) part(ctx context.Context) error {
 	errs := make([]error, len(s.pods))
 	for i, m := range s.pods {
 		group.Go(func() {
-			if err := m.end(ctx, s.Client()); err != nil {
+			if err := m.end(ctx, s.Client); err != nil {
 				errs[i] = fmt.Errorf("%s: container %s in Pod %s: %w; it ends by itself after %v", s, m.container, m.Pod, err, idle)
 			}
 		})

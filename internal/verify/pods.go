@@ -77,7 +77,7 @@ func (s *site) make(ctx context.Context) error {
 	for _, p := range places {
 		for _, network := range []string{podNetwork, hostNetwork} {
 			pod := s.pod(p.node, p.place, network)
-			if err := s.Client().Create(ctx, pod); err != nil {
+			if err := s.Client.Create(ctx, pod); err != nil {
 				return fmt.Errorf("%s: Pod %s: %w", s, pod.Name, err)
 			}
 			s.pods = append(s.pods, &member{End: End{Cluster: s.String(), Network: network, Place: p.place, Node: p.node}, namespace: s.Namespace, name: pod.Name})
@@ -104,7 +104,7 @@ type place struct{ place, node string }
 // gateway is the Pod of the active gateway. What Pods are made of is taken from it.
 func (s *site) gateway(ctx context.Context) (*corev1.Pod, error) {
 	var gateways corev1.PodList
-	if err := s.Client().List(ctx, &gateways, client.InNamespace(s.Namespace), client.MatchingLabels{v1alpha1.LabelGateway: v1alpha1.GatewayActive}); err != nil {
+	if err := s.Client.List(ctx, &gateways, client.InNamespace(s.Namespace), client.MatchingLabels{v1alpha1.LabelGateway: v1alpha1.GatewayActive}); err != nil {
 		return nil, fmt.Errorf("%s: Pods in %s: %w", s, s.Namespace, err)
 	}
 	if len(gateways.Items) == 0 {
@@ -125,7 +125,7 @@ func (s *site) places(ctx context.Context) ([]place, error) {
 		return nil, err
 	}
 	var nodes corev1.NodeList
-	if err := s.Client().List(ctx, &nodes); err != nil {
+	if err := s.Client.List(ctx, &nodes); err != nil {
 		return nil, fmt.Errorf("%s: Nodes: %w", s, err)
 	}
 	all := []place{{atGateway, g.Spec.NodeName}}
@@ -188,7 +188,7 @@ func (s *site) wait(ctx context.Context, m *member) error {
 	last := errors.New("it was not looked at")
 	err := wait.PollUntilContextCancel(ctx, 500*time.Millisecond, true, func(ctx context.Context) (bool, error) {
 		var p corev1.Pod
-		if last = s.Client().Get(ctx, client.ObjectKey{Namespace: m.namespace, Name: m.name}, &p); last != nil {
+		if last = s.Client.Get(ctx, client.ObjectKey{Namespace: m.namespace, Name: m.name}, &p); last != nil {
 			return false, nil //nolint:nilerr // the wait goes on, and its error says this one
 		}
 		if p.Status.Phase == corev1.PodFailed || p.Status.Phase == corev1.PodSucceeded {
@@ -209,7 +209,7 @@ func (s *site) wait(ctx context.Context, m *member) error {
 		}
 		m.Addr = addr
 		if m.http == nil {
-			if m.http, err = podport.Client(s.Config(), m.namespace, m.name, s.control); err != nil {
+			if m.http, err = podport.Client(s.Config, m.namespace, m.name, s.control); err != nil {
 				return false, err
 			}
 		}
@@ -298,7 +298,7 @@ func (s *site) remove(ctx context.Context) error {
 	var left corev1.PodList
 	var err error
 	_ = wait.PollUntilContextCancel(ctx, 200*time.Millisecond, true, func(ctx context.Context) (bool, error) {
-		if err = s.Client().List(ctx, &left, client.InNamespace(s.Namespace), client.HasLabels{label}); err != nil {
+		if err = s.Client.List(ctx, &left, client.InNamespace(s.Namespace), client.HasLabels{label}); err != nil {
 			return false, nil //nolint:nilerr // once more
 		}
 		mine := 0
@@ -310,7 +310,7 @@ func (s *site) remove(ctx context.Context) error {
 			}
 			mine++
 			if p.DeletionTimestamp.IsZero() {
-				if failed := s.Client().Delete(ctx, p); failed != nil && !apierrors.IsNotFound(failed) {
+				if failed := s.Client.Delete(ctx, p); failed != nil && !apierrors.IsNotFound(failed) {
 					err = failed
 				}
 			}
