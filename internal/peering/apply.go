@@ -5,8 +5,10 @@ import (
 	"fmt"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
@@ -78,4 +80,15 @@ func Describe(u *unstructured.Unstructured) string {
 		return u.GetKind() + " " + u.GetName()
 	}
 	return u.GetKind() + " " + u.GetNamespace() + "/" + u.GetName()
+}
+
+// Get reads an object as it is; nil when it or its kind is not there.
+func (c *Cluster) Get(ctx context.Context, kind schema.GroupVersionKind, namespace, name string) (*unstructured.Unstructured, error) {
+	u := &unstructured.Unstructured{}
+	u.SetGroupVersionKind(kind)
+	err := c.Client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, u)
+	if apierrors.IsNotFound(err) || meta.IsNoMatchError(err) {
+		return nil, nil
+	}
+	return u, c.Explain(kind.Kind+" "+name, err)
 }

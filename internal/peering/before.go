@@ -195,3 +195,15 @@ func agentsFirst(ctx context.Context, c *Cluster, object *unstructured.Unstructu
 	agents := slices.DeleteFunc(slices.Clone(objects), func(u *unstructured.Unstructured) bool { return u.GetKind() != "DaemonSet" })
 	return rolledOut(ctx, c, agents, o, "the gateways stay in the networks of their nodes until each node has the new agent (--timeout 0 does not wait)")
 }
+
+// keepLiqo refuses to install over a Liqo unless its definitions stay.
+func keepLiqo(c *Cluster, chosen chart.Values) error {
+	if chart.Get(chosen, "crds", "liqo") == false || chart.Get(chosen, "crds", "install") == false {
+		return nil
+	}
+	if is, err := c.IsLiqo(); err != nil || !is {
+		return err
+	}
+	return fmt.Errorf("%s: %w: it has the kind %s of Liqo's and no Peerings, and the definitions of Isthmus would replace Liqo's. Nothing is changed. "+
+		"docs/liqo.md has the few objects that join a cluster with a Liqo; where Liqo's own networking is switched off, --set crds.liqo=false installs Isthmus beside it", c, ErrLiqo, foreignClusters)
+}

@@ -10,12 +10,10 @@ import (
 	"sync"
 	"time"
 
-	"github.com/isthmus-net/isthmus/internal/health"
 	"github.com/isthmus-net/isthmus/internal/safetext"
 
 	admissionv1 "k8s.io/api/admissionregistration/v1"
 	authorizationv1 "k8s.io/api/authorization/v1"
-	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	flowcontrolv1 "k8s.io/api/flowcontrol/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
@@ -37,17 +35,6 @@ func both(a, b *side, do func(*side) error) error {
 	group.Go(func() { errs[1] = do(b) })
 	group.Wait()
 	return errors.Join(errs[:]...)
-}
-
-// distinct refuses two clusters that are one, or that peers could not tell apart.
-func distinct(a, b *Cluster) error {
-	switch {
-	case a.UID == b.UID:
-		return fmt.Errorf("%s and %s are the same cluster (its namespace kube-system has the UID %s): want two", a.Context, b.Context, a.UID)
-	case a.Identity.ClusterID == b.Identity.ClusterID:
-		return fmt.Errorf("%s and %s have the same cluster ID %s: install one of them with another --cluster-id", a, b, safetext.Of(a.Identity.ClusterID))
-	}
-	return nil
 }
 
 // reachable refuses a URL of the API server that works only on this machine, unless the flag names it.
@@ -159,33 +146,6 @@ func (s *side) present(ctx context.Context, o client.Object) error {
 	}
 	return s.Explain(Describe(u), err)
 }
-
-// managerLease is the Lease that the active manager holds.
-const managerLease = deploy.ManagerServiceAccount
-
-// HolderOf says who is at work, by the Lease that the manager or the active gateway renews. A sharp answer is
-// to be shown. What is done because nobody is at work, such as taking down what others keep up, needs
-// both clocks to say that the Lease is over, by half a minute: the API server's may be a proxy's, or that of
-// one of several.
-func HolderOf(ctx context.Context, c *Cluster, leaseName string, sharp bool) (health.Holder, error) {
-	var lease coordinationv1.Lease
-	asked := time.Now() // the answer may be as old as that
-	err := c.Client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: leaseName}, &lease)
-	name := LeaseText(c, leaseName)
-	if apierrors.IsNotFound(err) {
-		return health.Holder{Problem: name + " is not there", Absent: true}, nil
-	}
-	if err != nil {
-		return health.Holder{}, c.Explain(name, err)
-	}
-	ahead, known := c.clock.atLeast()
-	if !sharp {
-		ahead, known = min(ahead, 0), false
-	}
-	return health.HolderOf(name, &lease, asked.Add(ahead), known), nil
-}
-
-func LeaseText(c *Cluster, lease string) string { return "Lease " + c.Namespace + "/" + lease }
 
 func (s *side) checkManager(ctx context.Context, o PeerOptions) error {
 	deadline := time.Now().Add(o.Timeout)

@@ -1,16 +1,9 @@
 package peering
 
 import (
-	"context"
 	"net/http"
 	"sync"
 	"time"
-
-	"github.com/isthmus-net/isthmus/internal/health"
-
-	coordinationv1 "k8s.io/api/coordination/v1"
-	corev1 "k8s.io/api/core/v1"
-	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
 // A serverClock is how far the API server's clock is ahead of ours, by what its answers say (RFC 9110,
@@ -69,12 +62,4 @@ func (f roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { retur
 func (c *Cluster) Now() (time.Time, bool) {
 	ahead, known := c.clock.ahead()
 	return time.Now().Add(ahead), known
-}
-
-// clockHop compares the times that manager, gateway and kubelets write into their Leases with when
-// the API server took them; false: none differs, as far as that may be read.
-func clockHop(ctx context.Context, c *Cluster, manager, gateway health.Holder) (health.Hop, bool) {
-	var leases coordinationv1.LeaseList // a help: who may not read them sees the two
-	_ = c.Client.List(ctx, &leases, client.InNamespace(corev1.NamespaceNodeLease))
-	return health.CheckClocks(c.String(), manager, gateway, leases.Items)
 }

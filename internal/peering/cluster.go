@@ -260,3 +260,14 @@ func (c *Cluster) Explain(what string, err error) error {
 	}
 	return fmt.Errorf("%s: %s: %w", c, what, err)
 }
+
+// distinct refuses two clusters that are one, or that peers could not tell apart.
+func distinct(a, b *Cluster) error {
+	switch {
+	case a.UID == b.UID:
+		return fmt.Errorf("%s and %s are the same cluster (its namespace kube-system has the UID %s): want two", a.Context, b.Context, a.UID)
+	case a.Identity.ClusterID == b.Identity.ClusterID:
+		return fmt.Errorf("%s and %s have the same cluster ID %s: install one of them with another --cluster-id", a, b, safetext.Of(a.Identity.ClusterID))
+	}
+	return nil
+}

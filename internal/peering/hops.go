@@ -12,8 +12,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 
 	appsv1 "k8s.io/api/apps/v1"
+	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/utils/ptr"
@@ -186,13 +186,10 @@ func tokenExpiry(token string) (time.Time, bool) {
 	return time.Unix(claims.Expires, 0).UTC(), true
 }
 
-// forbidden reports whether an error is about the rights of whoever asks, as far as it is one.
-func forbidden(err error) bool {
-	if err == nil {
-		return false
-	}
-	if j, ok := err.(interface{ Unwrap() []error }); ok {
-		return !slices.ContainsFunc(j.Unwrap(), func(e error) bool { return !forbidden(e) })
-	}
-	return apierrors.IsForbidden(err)
+// clockHop compares the times that manager, gateway and kubelets write into their Leases with when
+// the API server took them; false: none differs, as far as that may be read.
+func clockHop(ctx context.Context, c *Cluster, manager, gateway health.Holder) (health.Hop, bool) {
+	var leases coordinationv1.LeaseList // a help: who may not read them sees the two
+	_ = c.Client.List(ctx, &leases, client.InNamespace(corev1.NamespaceNodeLease))
+	return health.CheckClocks(c.String(), manager, gateway, leases.Items)
 }

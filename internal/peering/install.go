@@ -431,3 +431,19 @@ func isEstablished(crd *unstructured.Unstructured) bool {
 		return ok && condition["type"] == "Established" && condition["status"] == "True"
 	})
 }
+
+var crdKind = schema.GroupVersionKind{Group: "apiextensions.k8s.io", Version: "v1", Kind: "CustomResourceDefinition"}
+
+// isOurs reports whether we make or have made a namespace: nil, there is none yet. Only such a one is marked, and
+// deleted.
+func isOurs(namespace *unstructured.Unstructured) bool {
+	return namespace == nil || namespace.GetLabels()[LabelName] == ManagedBy
+}
+
+func deleteObject(ctx context.Context, c *Cluster, have *unstructured.Unstructured, report func(string)) error {
+	if err := c.Client.Delete(ctx, have, client.PropagationPolicy(metav1.DeletePropagationBackground)); client.IgnoreNotFound(err) != nil {
+		return c.Explain("delete "+Describe(have), err)
+	}
+	report(fmt.Sprintf("%s: %s deleted", c, Describe(have)))
+	return nil
+}

@@ -8,7 +8,6 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
-	"github.com/isthmus-net/isthmus/internal/chart"
 )
 
 // ErrLiqo says that a cluster is a Liqo without Isthmus. Nothing is written there: what Isthmus
@@ -26,18 +25,6 @@ func (c *Cluster) IsLiqo() (bool, error) {
 	}
 	own, err := c.Knows(isthmus.GroupVersion.WithKind("Peering").GroupKind())
 	return !own, err
-}
-
-// keepLiqo refuses to install over a Liqo unless its definitions stay.
-func keepLiqo(c *Cluster, chosen chart.Values) error {
-	if chart.Get(chosen, "crds", "liqo") == false || chart.Get(chosen, "crds", "install") == false {
-		return nil
-	}
-	if is, err := c.IsLiqo(); err != nil || !is {
-		return err
-	}
-	return fmt.Errorf("%s: %w: it has the kind %s of Liqo's and no Peerings, and the definitions of Isthmus would replace Liqo's. Nothing is changed. "+
-		"docs/liqo.md has the few objects that join a cluster with a Liqo; where Liqo's own networking is switched off, --set crds.liqo=false installs Isthmus beside it", c, ErrLiqo, foreignClusters)
 }
 
 // refuseLiqo returns ErrLiqo with what to do instead.

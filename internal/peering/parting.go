@@ -386,3 +386,32 @@ func (f *teardown) namespaceGone(ctx context.Context) (string, error) {
 	}
 	return "", &errWaiting{what}
 }
+
+// abandon removes the finalizers of a Peering and of what belongs to it.
+func abandon(ctx context.Context, c *Cluster, p *isthmus.Peering) error {
+	free := func(u client.Object, what string) error {
+		if len(u.GetFinalizers()) == 0 {
+			return nil
+		}
+		err := c.Client.Patch(ctx, u, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)), client.FieldOwner(FieldManager))
+		if client.IgnoreNotFound(err) != nil {
+			return c.Explain("finalizers of "+what, err)
+		}
+		return nil
+	}
+	for _, kind := range []string{"NetworkConfig", "TunnelEndpoint", "NatMapping"} {
+		var list unstructured.UnstructuredList
+		list.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kind + "List"))
+		if err := c.Client.List(ctx, &list, client.InNamespace(p.Spec.TenantNamespace.Local)); meta.IsNoMatchError(err) || apierrors.IsNotFound(err) {
+			continue
+		} else if err != nil {
+			return c.Explain(kind+"s in "+p.Spec.TenantNamespace.Local, err)
+		}
+		for i := range list.Items {
+			if err := free(&list.Items[i], Describe(&list.Items[i])); err != nil {
+				return err
+			}
+		}
+	}
+	return free(p, "Peering "+p.Name)
+}

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -15,19 +14,10 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
-
-// pollInterval is how often a waiting command looks. Looking survives what a watch would have to be
-// repaired after: an API server that restarts.
-const pollInterval = 100 * time.Millisecond
-
-// ErrNotReady says that a peering was set up, or taken down, and what that leads to did not come
-// true in time.
-var ErrNotReady = errors.New("not in time")
 
 // PeerOptions are the choices of Peer.
 type PeerOptions struct {
@@ -315,12 +305,6 @@ func (w *waiter) look(ctx context.Context, i int, s *side, quiet bool) bool {
 	return isTrue(p, w.goal) && remapped(p) && (!s.inBand || s.told(p))
 }
 
-// isTrue reports whether a condition is true of the Peering as it is now.
-func isTrue(p *isthmus.Peering, t string) bool {
-	c := meta.FindStatusCondition(p.Status.Conditions, t)
-	return c != nil && c.Status == metav1.ConditionTrue && max(c.ObservedGeneration, p.Status.ObservedGeneration) >= p.Generation
-}
-
 // tell says in a sentence what has become true on side s.
 func tell(s *side, t string) string {
 	me, peer, status := s.Cluster, s.peer.Cluster, s.peering.Status
@@ -376,61 +360,4 @@ func (w *waiter) missing(timeout time.Duration) error {
 		}
 	}
 	return errors.Join(errs...)
-}
-
-// FirstProblem returns the first condition, in the order in which they become true, that is not
-// true; nil when the Peering is ready.
-func FirstProblem(p *isthmus.Peering) *metav1.Condition {
-	if isTrue(p, isthmus.ConditionReady) {
-		return nil
-	}
-	unseen := &metav1.Condition{Type: isthmus.ConditionReady, Status: metav1.ConditionUnknown, Reason: isthmus.ReasonUnknown,
-		Message: "the manager has not looked at it yet"}
-	ready := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionReady)
-	if ready != nil && max(ready.ObservedGeneration, p.Status.ObservedGeneration) < p.Generation {
-		unseen.Message += ", as it is now"
-		return unseen
-	}
-	for _, t := range append(health.Steps[:len(health.Steps):len(health.Steps)], isthmus.ConditionReady) {
-		c := meta.FindStatusCondition(p.Status.Conditions, t)
-		if c == nil || isTrue(p, t) {
-			continue
-		}
-		// One of the first may be unknown where Ready knows better: while being deleted, or in
-		// conflict with another Peering. Else it repeats that one.
-		if c.Status == metav1.ConditionUnknown && ready != nil && ready.Status == metav1.ConditionFalse && !strings.HasPrefix(ready.Message, t+": ") {
-			return ready
-		}
-		return c
-	}
-	return unseen
-}
-
-// Problems returns all conditions of a Peering that say what is wrong, FirstProblem first: each side
-// may refuse the other one, and each refusal is worth a word.
-func Problems(p *isthmus.Peering) (all []metav1.Condition) {
-	first := FirstProblem(p)
-	if first == nil {
-		return nil
-	}
-	all = append(all, *first)
-	if first.Type == isthmus.ConditionReady {
-		return all
-	}
-	for _, t := range health.Steps {
-		c := meta.FindStatusCondition(p.Status.Conditions, t)
-		if c != nil && c.Type != first.Type && c.Status == metav1.ConditionFalse && !slices.Contains(isthmus.WaitReasons, c.Reason) {
-			all = append(all, *c)
-		}
-	}
-	return all
-}
-
-// problem is a condition as a sentence; its message may come from the peer.
-func problem(c *metav1.Condition) string {
-	text := fmt.Sprintf("%s is %s (%s)", safetext.Of(c.Type), c.Status, safetext.Of(c.Reason))
-	if c.Message != "" {
-		text += ": " + safetext.Cut(c.Message, safetext.Message)
-	}
-	return text
 }

@@ -19,8 +19,6 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
-	"k8s.io/apimachinery/pkg/runtime/schema"
-	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
@@ -56,8 +54,6 @@ const (
 
 // keysSecret has the gateways' key.
 const keysSecret = "wireguard-pubkey"
-
-var crdKind = schema.GroupVersionKind{Group: "apiextensions.k8s.io", Version: "v1", Kind: "CustomResourceDefinition"}
 
 // Uninstall takes an installation away, in the order in which nothing is left and nothing leaks:
 // peerings, whose networks nodes refuse to the last; workloads; what they made in the kernels of
@@ -145,17 +141,6 @@ func everyObject(ctx context.Context, c *Cluster) ([]*unstructured.Unstructured,
 	return withEveryPart(c, func(on chart.Values) chart.Options {
 		return chart.Options{Namespace: c.Namespace, Values: chart.Merge(anyway, on)}
 	})
-}
-
-// Get reads an object as it is; nil when it or its kind is not there.
-func (c *Cluster) Get(ctx context.Context, kind schema.GroupVersionKind, namespace, name string) (*unstructured.Unstructured, error) {
-	u := &unstructured.Unstructured{}
-	u.SetGroupVersionKind(kind)
-	err := c.Client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, u)
-	if apierrors.IsNotFound(err) || meta.IsNoMatchError(err) {
-		return nil, nil
-	}
-	return u, c.Explain(kind.Kind+" "+name, err)
 }
 
 func anyOf(ctx context.Context, c *Cluster, objects []*unstructured.Unstructured) (bool, error) {
@@ -282,35 +267,6 @@ func managerAtWork(ctx context.Context, c *Cluster, o UninstallOptions) (h healt
 	return h, err
 }
 
-// abandon removes the finalizers of a Peering and of what belongs to it.
-func abandon(ctx context.Context, c *Cluster, p *isthmus.Peering) error {
-	free := func(u client.Object, what string) error {
-		if len(u.GetFinalizers()) == 0 {
-			return nil
-		}
-		err := c.Client.Patch(ctx, u, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)), client.FieldOwner(FieldManager))
-		if client.IgnoreNotFound(err) != nil {
-			return c.Explain("finalizers of "+what, err)
-		}
-		return nil
-	}
-	for _, kind := range []string{"NetworkConfig", "TunnelEndpoint", "NatMapping"} {
-		var list unstructured.UnstructuredList
-		list.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kind + "List"))
-		if err := c.Client.List(ctx, &list, client.InNamespace(p.Spec.TenantNamespace.Local)); meta.IsNoMatchError(err) || apierrors.IsNotFound(err) {
-			continue
-		} else if err != nil {
-			return c.Explain(kind+"s in "+p.Spec.TenantNamespace.Local, err)
-		}
-		for i := range list.Items {
-			if err := free(&list.Items[i], Describe(&list.Items[i])); err != nil {
-				return err
-			}
-		}
-	}
-	return free(p, "Peering "+p.Name)
-}
-
 // removeWorkloads deletes what runs Pods, and waits until the Pods are gone: an agent that still runs
 // would put back what is cleaned.
 func removeWorkloads(ctx context.Context, c *Cluster, o UninstallOptions, objects []*unstructured.Unstructured) error {
@@ -420,12 +376,6 @@ func removeObjects(ctx context.Context, c *Cluster, o UninstallOptions, objects 
 	})
 }
 
-// isOurs reports whether we make or have made a namespace: nil, there is none yet. Only such a one is marked, and
-// deleted.
-func isOurs(namespace *unstructured.Unstructured) bool {
-	return namespace == nil || namespace.GetLabels()[LabelName] == ManagedBy
-}
-
 // removeObject deletes an object and says so; what is not there is no error.
 func removeObject(ctx context.Context, c *Cluster, u *unstructured.Unstructured, o UninstallOptions) error {
 	have, err := c.Get(ctx, u.GroupVersionKind(), u.GetNamespace(), u.GetName())
@@ -433,14 +383,6 @@ func removeObject(ctx context.Context, c *Cluster, u *unstructured.Unstructured,
 		return err
 	}
 	return deleteObject(ctx, c, have, o.Report)
-}
-
-func deleteObject(ctx context.Context, c *Cluster, have *unstructured.Unstructured, report func(string)) error {
-	if err := c.Client.Delete(ctx, have, client.PropagationPolicy(metav1.DeletePropagationBackground)); client.IgnoreNotFound(err) != nil {
-		return c.Explain("delete "+Describe(have), err)
-	}
-	report(fmt.Sprintf("%s: %s deleted", c, Describe(have)))
-	return nil
 }
 
 // untilNothing repeats a step until it waits for nothing, and tells what it waits for whenever that

@@ -27,9 +27,6 @@ type UnpeerOptions struct {
 	uninstalls bool // nodes are cleaned next
 }
 
-// ErrNoPeering says that a name is neither that of a Peering nor of anything that one left.
-var ErrNoPeering = errors.New("no such peering")
-
 // Unpeer parts two clusters, or one from the other where remote is nil: first the peer's rights;
 // then the Peerings, whose finalizers the managers remove when all that they made is gone; then
 // what else Peer had set up. Between two clusters what is gone already is no error; a name that
@@ -97,9 +94,6 @@ func Unpeer(ctx context.Context, local, remote *Cluster, o UnpeerOptions) error 
 type errWaiting struct{ what string }
 
 func (e *errWaiting) Error() string { return e.what }
-
-// patience is how long a step may take before a person is told what it waits for.
-const patience = time.Second
 
 // until repeats a step on each side until it is done, and tells what it waits for whenever that
 // changes.

@@ -1,0 +1,40 @@
+package peering
+
+import (
+	"context"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/health"
+)
+
+// managerLease is the Lease that the active manager holds.
+const managerLease = deploy.ManagerServiceAccount
+
+// HolderOf says who is at work, by the Lease that the manager or the active gateway renews. A sharp answer is
+// to be shown. What is done because nobody is at work, such as taking down what others keep up, needs
+// both clocks to say that the Lease is over, by half a minute: the API server's may be a proxy's, or that of
+// one of several.
+func HolderOf(ctx context.Context, c *Cluster, leaseName string, sharp bool) (health.Holder, error) {
+	var lease coordinationv1.Lease
+	asked := time.Now() // the answer may be as old as that
+	err := c.Client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: leaseName}, &lease)
+	name := LeaseText(c, leaseName)
+	if apierrors.IsNotFound(err) {
+		return health.Holder{Problem: name + " is not there", Absent: true}, nil
+	}
+	if err != nil {
+		return health.Holder{}, c.Explain(name, err)
+	}
+	ahead, known := c.clock.atLeast()
+	if !sharp {
+		ahead, known = min(ahead, 0), false
+	}
+	return health.HolderOf(name, &lease, asked.Add(ahead), known), nil
+}
+
+func LeaseText(c *Cluster, lease string) string { return "Lease " + c.Namespace + "/" + lease }
