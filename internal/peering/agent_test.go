@@ -18,13 +18,13 @@ import (
 )
 
 // agentOn is what the route agent on a node is to the API server.
-func (c *Cluster) agentOn(t *testing.T, node string) (client.Client, *corev1.Node) {
+func agentOn(t *testing.T, c *Cluster, node string) (client.Client, *corev1.Node) {
 	t.Helper()
-	return c.podOn(t, node, deploy.RouteAgentServiceAccount)
+	return podOn(t, c, node, deploy.RouteAgentServiceAccount)
 }
 
 // podOn is what a component's Pod on a node is to the API server: it has a token that is bound to it.
-func (c *Cluster) podOn(t *testing.T, node, account string) (client.Client, *corev1.Node) {
+func podOn(t *testing.T, c *Cluster, node, account string) (client.Client, *corev1.Node) {
 	t.Helper()
 	n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: node}}
 	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: deploy.Namespace, Name: "pod-on-" + node}, Spec: corev1.PodSpec{
@@ -46,10 +46,10 @@ func (c *Cluster) podOn(t *testing.T, node, account string) (client.Client, *cor
 func TestAnAgentReportsItsOwnNodeAndNothingElse(t *testing.T) {
 	t.Parallel()
 	const home = deploy.Namespace
-	c := connectTo(t, Access{Kubeconfig: files.b})
-	agent, node := c.agentOn(t, "reports-n1")
-	other, otherNode := c.agentOn(t, "reports-n2")
-	loose, err := client.New(c.as(t, home, deploy.RouteAgentServiceAccount), client.Options{Scheme: c.Client.Scheme(), Mapper: c.Client.RESTMapper()})
+	c := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.B})
+	agent, node := agentOn(t, c, "reports-n1")
+	other, otherNode := agentOn(t, c, "reports-n2")
+	loose, err := client.New(accountConfig(t, c, home, deploy.RouteAgentServiceAccount), client.Options{Scheme: c.Client.Scheme(), Mapper: c.Client.RESTMapper()})
 	must(t, err)
 	report := func(n *corev1.Node, change ...func(*isthmus.NodeNetworks)) *isthmus.NodeNetworks {
 		r := &isthmus.NodeNetworks{
@@ -68,7 +68,7 @@ func TestAnAgentReportsItsOwnNodeAndNothingElse(t *testing.T) {
 		if good == nil && apierrors.IsForbidden(bad) {
 			break
 		}
-		if time.Since(begin) > patient {
+		if time.Since(begin) > Patient {
 			t.Fatalf("its own: %v; another one's: %v", good, bad)
 		}
 	}
@@ -113,12 +113,12 @@ func TestAnAgentReportsItsOwnNodeAndNothingElse(t *testing.T) {
 func TestAgentsAndGatewaysTellOfTheirOwnPodAndOfNothingElse(t *testing.T) {
 	t.Parallel()
 	const home = deploy.Namespace
-	c := connectTo(t, Access{Kubeconfig: files.b})
-	_, _ = c.podOn(t, "tells-other", deploy.ManagerServiceAccount)
+	c := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.B})
+	_, _ = podOn(t, c, "tells-other", deploy.ManagerServiceAccount)
 	for _, account := range []string{deploy.RouteAgentServiceAccount, deploy.GatewayServiceAccount} {
 		own := "pod-on-tells-" + account
-		bound, _ := c.podOn(t, "tells-"+account, account)
-		loose, err := client.New(c.as(t, home, account), client.Options{Scheme: c.Client.Scheme(), Mapper: c.Client.RESTMapper()})
+		bound, _ := podOn(t, c, "tells-"+account, account)
+		loose, err := client.New(accountConfig(t, c, home, account), client.Options{Scheme: c.Client.Scheme(), Mapper: c.Client.RESTMapper()})
 		must(t, err)
 		about := func(by client.Client, kind, namespace, name string) error {
 			return by.Create(t.Context(), &eventsv1.Event{
@@ -131,7 +131,7 @@ func TestAgentsAndGatewaysTellOfTheirOwnPodAndOfNothingElse(t *testing.T) {
 			if good == nil && apierrors.IsForbidden(bad) {
 				break
 			}
-			if time.Since(begin) > patient {
+			if time.Since(begin) > Patient {
 				t.Fatalf("%s: its own: %v; another one's: %v", account, good, bad)
 			}
 		}

@@ -16,13 +16,13 @@ import (
 
 func TestConsentIsToTheClaimThatThePeerHasNow(t *testing.T) {
 	t.Parallel()
-	p := newPair(t, "consent")
-	must(t, p.peer(t))
-	p.said()
+	p := NewPair(t, "consent")
+	must(t, peerUp(t, p))
+	p.Said()
 	claim := Claim{netip.MustParsePrefix("10.48.0.0/14"), netip.MustParsePrefix("10.60.0.0/20")}
 	agree := func(name string, c Claim) error {
 		t.Helper()
-		_, err := Review(t.Context(), p.a, name, PeerOptions{Timeout: patient, Report: p.report, Claims: Claims{Consent: &c}})
+		_, err := Review(t.Context(), p.A, name, PeerOptions{Timeout: Patient, Report: p.Report, Claims: Claims{Consent: &c}})
 		return err
 	}
 	refused := func(err error, wants ...string) {
@@ -30,61 +30,61 @@ func TestConsentIsToTheClaimThatThePeerHasNow(t *testing.T) {
 		if err == nil {
 			t.Fatal("agreed")
 		}
-		contains(t, err.Error(), wants...)
-		if peering := p.peeringOf(t); peering.Spec.Claims.Consent != nil || p.said() != "" {
+		Contains(t, err.Error(), wants...)
+		if peering := peeringOf(t, p); peering.Spec.Claims.Consent != nil || p.Said() != "" {
 			t.Errorf("refused, and yet there is %+v", peering.Spec.Claims.Consent)
 		}
 	}
 	refused(agree("nobody", claim), "consent-a: no such peering: no Peering is called nobody")
-	refused(agree("consent-b", claim), "consent-a: consent-b has no NetworkConfig in namespace "+p.b.Identity.TenantNamespace(), "claims nothing to agree to")
-	_, err := Peer(t.Context(), p.a, connectTo(t, Access{Kubeconfig: files.b}), PeerOptions{Timeout: patient, Report: p.report, Claims: Claims{Consent: &claim}})
+	refused(agree("consent-b", claim), "consent-a: consent-b has no NetworkConfig in namespace "+p.B.Identity.TenantNamespace(), "claims nothing to agree to")
+	_, err := Peer(t.Context(), p.A, ConnectTo(t, Access{Kubeconfig: Kubeconfigs.B}), PeerOptions{Timeout: Patient, Report: p.Report, Claims: Claims{Consent: &claim}})
 	refused(err, "there is no Peering with b yet, and no claim to agree to")
 
 	nc := &v1alpha1.NetworkConfig{
-		ObjectMeta: metav1.ObjectMeta{Namespace: p.b.Identity.TenantNamespace(), Name: p.a.Identity.UniqueName(),
-			Labels: map[string]string{v1alpha1.LabelOriginID: p.b.Identity.ClusterID}},
-		Spec: v1alpha1.NetworkConfigSpec{RemoteCluster: p.a.Identity, PodCIDR: "10.48.0.0/14", ExternalCIDR: "10.61.0.0/20", EndpointIP: "192.0.2.2",
+		ObjectMeta: metav1.ObjectMeta{Namespace: p.B.Identity.TenantNamespace(), Name: p.A.Identity.UniqueName(),
+			Labels: map[string]string{v1alpha1.LabelOriginID: p.B.Identity.ClusterID}},
+		Spec: v1alpha1.NetworkConfigSpec{RemoteCluster: p.A.Identity, PodCIDR: "10.48.0.0/14", ExternalCIDR: "10.61.0.0/20", EndpointIP: "192.0.2.2",
 			BackendType: v1alpha1.BackendWireGuard, BackendConfig: v1alpha1.BackendConfig{v1alpha1.ConfigPort: "5871", v1alpha1.ConfigPublicKey: "AQIDBAUGBwgJCgsMDQ4PEBESExQVFhcYGRobHB0eHyA="}},
 	}
-	must(t, p.a.Client.Create(t.Context(), nc))
+	must(t, p.A.Client.Create(t.Context(), nc))
 	refused(agree("consent-b", claim), "--consent names the claim 10.48.0.0/14,10.60.0.0/20, and consent-b claims 10.48.0.0/14,10.61.0.0/20 now: nothing is agreed to",
-		"`isthmus peer "+p.b.Identity.UniqueName()+"` shows")
+		"`isthmus peer "+p.B.Identity.UniqueName()+"` shows")
 
 	claim.External = netip.MustParsePrefix("10.61.0.0/20")
-	must(t, agree(p.b.Identity.UniqueName(), claim))
-	contains(t, p.said(), `spec.claims.consent is {"podCIDR":"10.48.0.0/14","externalCIDR":"10.61.0.0/20"}`, "consent-a takes the podCIDR of consent-b, 10.60.0.0/20, as it is")
-	before := p.peeringOf(t)
+	must(t, agree(p.B.Identity.UniqueName(), claim))
+	Contains(t, p.Said(), `spec.claims.consent is {"podCIDR":"10.48.0.0/14","externalCIDR":"10.61.0.0/20"}`, "consent-a takes the podCIDR of consent-b, 10.60.0.0/20, as it is")
+	before := peeringOf(t, p)
 	if before.Spec.Claims.Consent == nil || *before.Spec.Claims.Consent != (isthmus.Consent{PodCIDR: "10.48.0.0/14", ExternalCIDR: "10.61.0.0/20"}) {
 		t.Errorf("the Peering has %+v", before.Spec.Claims.Consent)
 	}
 	must(t, agree("consent-b", claim))
-	if after := p.peeringOf(t); after.Generation != before.Generation {
+	if after := peeringOf(t, p); after.Generation != before.Generation {
 		t.Errorf("once more changes %+v", after.Spec)
 	}
 
 	// A repetition of `isthmus peer` and a look agree to nothing, and say so.
-	p.managers[0].set(isthmus.ConditionPeerConfig, v1alpha1.ReasonConsent+" it asks for more")
+	p.Managers[0].Set(isthmus.ConditionPeerConfig, v1alpha1.ReasonConsent+" it asks for more")
 	nc.Spec.PodCIDR = "10.48.0.0/13"
-	must(t, p.a.Client.Update(t.Context(), nc))
-	for begin := time.Now(); !errors.Is(err, ErrConsent); err = p.peer(t) { // the manager may be slower
-		if time.Since(begin) > patient {
+	must(t, p.A.Client.Update(t.Context(), nc))
+	for begin := time.Now(); !errors.Is(err, ErrConsent); err = peerUp(t, p) { // the manager may be slower
+		if time.Since(begin) > Patient {
 			t.Fatalf("peer: %v", err)
 		}
 	}
-	contains(t, err.Error(), "consent-a: consent is needed: ", "it asks for more", "(--context a")
-	if _, err = Review(t.Context(), p.a, "consent-b", PeerOptions{Report: p.report}); !errors.Is(err, ErrConsent) {
+	Contains(t, err.Error(), "consent-a: consent is needed: ", "it asks for more", "(--context a")
+	if _, err = Review(t.Context(), p.A, "consent-b", PeerOptions{Report: p.Report}); !errors.Is(err, ErrConsent) {
 		t.Errorf("review: %v", err)
 	}
-	if after := p.peeringOf(t); after.Generation != before.Generation {
+	if after := peeringOf(t, p); after.Generation != before.Generation {
 		t.Errorf("looking changes %+v", after.Spec)
 	}
 }
 
 // peeringOf is the Peering of a.
-func (p *pair) peeringOf(t *testing.T) *isthmus.Peering {
+func peeringOf(t *testing.T, p *Pair) *isthmus.Peering {
 	t.Helper()
 	var peering isthmus.Peering
-	must(t, p.a.Client.Get(t.Context(), client.ObjectKey{Name: p.b.Identity.UniqueName()}, &peering))
+	must(t, p.A.Client.Get(t.Context(), client.ObjectKey{Name: p.B.Identity.UniqueName()}, &peering))
 	return &peering
 }
 

@@ -87,6 +87,11 @@ type Cluster struct {
 	clock *serverClock // as client hears
 }
 
+// Of is the cluster whose objects a client reads and writes.
+func Of(c client.Client, namespace string) *Cluster {
+	return &Cluster{Namespace: namespace, Client: c, clock: new(serverClock)}
+}
+
 // Connect prepares to speak to a cluster. It sends nothing yet, so that its errors are about the
 // kubeconfig.
 func Connect(a Access) (*Cluster, error) {

@@ -12,7 +12,7 @@ import (
 // gone.
 func TestADefinitionThatDoesNotGoIsHurried(t *testing.T) {
 	t.Parallel()
-	c := connectTo(t, Access{Kubeconfig: files.a})
+	c := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.A})
 	u := &unstructured.Unstructured{Object: map[string]any{
 		"metadata": map[string]any{"name": "hurries.test.isthmus.net", "finalizers": []any{"test.isthmus.net/late"}},
 		"spec": map[string]any{"group": "test.isthmus.net", "scope": "Cluster", "names": map[string]any{"plural": "hurries", "kind": "Hurry"},
@@ -34,7 +34,7 @@ func TestADefinitionThatDoesNotGoIsHurried(t *testing.T) {
 		gone, err := untilGone(t.Context(), c, u.GetName())
 		ended <- end{gone, err}
 	}()
-	for deadline := time.Now().Add(patient); u.GetAnnotations()[annotationHurried] == ""; time.Sleep(50 * time.Millisecond) {
+	for deadline := time.Now().Add(Patient); u.GetAnnotations()[annotationHurried] == ""; time.Sleep(50 * time.Millisecond) {
 		if must(t, c.Client.Get(t.Context(), client.ObjectKeyFromObject(u), u)); time.Now().After(deadline) {
 			t.Fatalf("it is not changed: %v", u.Object["metadata"])
 		}

@@ -17,8 +17,8 @@ import (
 func TestAGatewayMarksItsOwnAndChangesNothingElse(t *testing.T) {
 	t.Parallel()
 	const home = deploy.Namespace
-	c := connectTo(t, Access{Kubeconfig: files.b})
-	gateway, err := client.New(c.as(t, home, deploy.GatewayServiceAccount), client.Options{Scheme: c.Client.Scheme(), Mapper: c.Client.RESTMapper()})
+	c := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.B})
+	gateway, err := client.New(accountConfig(t, c, home, deploy.GatewayServiceAccount), client.Options{Scheme: c.Client.Scheme(), Mapper: c.Client.RESTMapper()})
 	must(t, err)
 	object := func(name string, labels map[string]string) metav1.ObjectMeta {
 		return metav1.ObjectMeta{Namespace: home, Name: name, Labels: labels, Annotations: map[string]string{"example.com/a": "1"}}
@@ -47,7 +47,7 @@ func TestAGatewayMarksItsOwnAndChangesNothingElse(t *testing.T) {
 		if apierrors.IsForbidden(err) && pod(`{"metadata":{"labels":{"net.liqo.io/gateway":"standby"}}}`)(own) == nil {
 			break
 		}
-		if time.Since(begin) > patient {
+		if time.Since(begin) > Patient {
 			t.Fatalf("an annotation of its Pod: %v", err)
 		}
 	}

@@ -146,13 +146,13 @@ broken: a: tunnel: WrongKey: another key
 	b.Reset()
 	d.Hops[1].State, d.Broken = health.Unknown, nil
 	must(t, d.Print(&b))
-	contains(t, b.String(), "nothing is known to be broken; not known: a: tunnel\n")
+	Contains(t, b.String(), "nothing is known to be broken; not known: a: tunnel\n")
 	b.Reset()
 	if d.Hops[1].State = health.Works; !d.Fine() {
 		t.Error("it is fine")
 	}
 	must(t, d.Print(&b))
-	contains(t, b.String(), "everything works that was looked at\n")
+	Contains(t, b.String(), "everything works that was looked at\n")
 }
 
 func TestTheEndOfATokenIsInIt(t *testing.T) {
@@ -182,38 +182,38 @@ func TestForbiddenMeansThatNothingElseIsWrong(t *testing.T) {
 // The same against an API server, with somebody who renews the Leases.
 func TestDiagnoseAsksBothSides(t *testing.T) {
 	t.Parallel()
-	p := newPair(t, "diagnose")
-	for _, c := range []*Cluster{p.a, p.b} { // whose components would lack rights, as the pair was not installed
+	p := NewPair(t, "diagnose")
+	for _, c := range []*Cluster{p.A, p.B} { // whose components would lack rights, as the pair was not installed
 		must(t, c.Client.Create(t.Context(), &rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace},
 			RoleRef:  rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "cluster-admin"},
 			Subjects: []rbacv1.Subject{{APIGroup: rbacv1.GroupName, Kind: rbacv1.GroupKind, Name: "system:serviceaccounts:" + c.Namespace}}}))
 	}
-	d, err := Diagnose(t.Context(), p.a, p.b, "")
+	d, err := Diagnose(t.Context(), p.A, p.B, "")
 	must(t, err)
 	if d.Broken == nil || d.Broken.Name != "peering" || !strings.Contains(d.Broken.Text, "there is no Peering with diagnose-b") {
 		t.Errorf("before they are peered: %+v", d.Broken)
 	}
-	if now, known := p.a.Now(); !known || time.Since(now).Abs() > health.SecondsOff {
+	if now, known := p.A.Now(); !known || time.Since(now).Abs() > health.SecondsOff {
 		t.Errorf("the API server's clock shows %v (known: %v), and is this machine's", now, known)
 	}
-	if _, err := Diagnose(t.Context(), p.a, nil, "nobody"); !errors.Is(err, ErrNoPeering) {
+	if _, err := Diagnose(t.Context(), p.A, nil, "nobody"); !errors.Is(err, ErrNoPeering) {
 		t.Errorf("nobody: %v", err)
 	}
-	if _, err := Diagnose(t.Context(), p.a, p.b, "diagnose-b"); err != nil {
+	if _, err := Diagnose(t.Context(), p.A, p.B, "diagnose-b"); err != nil {
 		t.Errorf("by the name that it calls itself: %v", err)
 	}
-	if _, err := Diagnose(t.Context(), p.a, p.b, "diagnose-c"); !errors.Is(err, ErrOtherPeer) || !strings.Contains(err.Error(), "there is no Peering with it here") {
+	if _, err := Diagnose(t.Context(), p.A, p.B, "diagnose-c"); !errors.Is(err, ErrOtherPeer) || !strings.Contains(err.Error(), "there is no Peering with it here") {
 		t.Errorf("another one, before they are peered: %v", err)
 	}
 	for name, with := range map[string]v1alpha1.ClusterIdentity{
-		"diagnose-to-b": {ClusterID: p.b.Identity.ClusterID, ClusterName: "diagnose-oslo"},
+		"diagnose-to-b": {ClusterID: p.B.Identity.ClusterID, ClusterName: "diagnose-oslo"},
 		"diagnose-to-c": {ClusterID: "diagnose-C-0000", ClusterName: "diagnose-c"},
 	} {
-		must(t, p.a.Client.Create(t.Context(), &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Name: name},
+		must(t, p.A.Client.Create(t.Context(), &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Name: name},
 			Spec: isthmus.PeeringSpec{Cluster: with, TenantNamespace: isthmus.TenantNamespace{Local: name, Remote: "x"}}}))
 	}
 	for _, name := range []string{"", "diagnose-to-b", "diagnose-oslo", "diagnose-b"} {
-		d, err := Diagnose(t.Context(), p.a, p.b, name)
+		d, err := Diagnose(t.Context(), p.A, p.B, name)
 		must(t, err)
 		if !slices.ContainsFunc(d.Hops, func(h health.Hop) bool { return h.Peering == "diagnose-to-b" }) ||
 			slices.ContainsFunc(d.Hops, func(h health.Hop) bool { return h.Peering == "diagnose-to-c" }) || d.Broken == nil || d.Broken.Cluster != "diagnose-b" {
@@ -221,11 +221,11 @@ func TestDiagnoseAsksBothSides(t *testing.T) {
 		}
 	}
 	for _, name := range []string{"diagnose-to-c", "diagnose-c", "nobody"} {
-		if _, err := Diagnose(t.Context(), p.a, p.b, name); !errors.Is(err, ErrOtherPeer) || !strings.Contains(err.Error(), "its Peering here is diagnose-to-b") {
+		if _, err := Diagnose(t.Context(), p.A, p.B, name); !errors.Is(err, ErrOtherPeer) || !strings.Contains(err.Error(), "its Peering here is diagnose-to-b") {
 			t.Errorf("%s, which is not where the other side is: %v", name, err)
 		}
 	}
-	if _, err := Diagnose(t.Context(), p.a, p.a, ""); err == nil || !strings.Contains(err.Error(), "the same cluster") {
+	if _, err := Diagnose(t.Context(), p.A, p.A, ""); err == nil || !strings.Contains(err.Error(), "the same cluster") {
 		t.Errorf("itself: %v", err)
 	}
 }

@@ -13,6 +13,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/chart"
 )
 
 // importedSlice has one endpoint of a cluster, at 8080 behind the port http.
@@ -83,9 +84,9 @@ func TestAnImportedNameLeadsToAnEndpointOfAPeer(t *testing.T) {
 
 func TestAServiceThatIsNotImportedSaysWhy(t *testing.T) {
 	t.Parallel()
-	c, _ := newCluster(t, "imports")
-	install := InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "imports"}, Values: withoutWorkloads, Report: new(lines).report}
-	must(t, Install(t.Context(), c, install))
+	c, _ := NewCluster(t, "imports")
+	options := InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "imports"}, Values: WithoutWorkloads, Report: new(Lines).Report}
+	must(t, Install(t.Context(), c, options))
 	wants := func(name, want string) {
 		t.Helper()
 		p, err := Imported(t.Context(), c, name+".prod.svc.clusterset.local", "")
@@ -94,8 +95,8 @@ func TestAServiceThatIsNotImportedSaysWhy(t *testing.T) {
 		}
 	}
 	wants("shop", "no services are shared here; run `isthmus install --context")
-	install.Values = servicesOn
-	must(t, Install(t.Context(), c, install))
+	options.Values = chart.Merge(WithoutWorkloads, chart.Values{"services": chart.Values{"enabled": true}})
+	must(t, Install(t.Context(), c, options))
 	slice := importedSlice("shop", "oslo", "web-0", "10.246.1.9", true)
 	for _, o := range []client.Object{
 		&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "prod"}}, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "oslo"}},

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -25,52 +24,12 @@ import (
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/chart"
-	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
-
-// lines keeps what Install reports.
-type lines []string
-
-func (l *lines) report(line string) { *l = append(*l, line) }
-
-func (l *lines) has(text string) bool {
-	return slices.ContainsFunc(*l, func(line string) bool { return strings.Contains(line, text) })
-}
-
-// newCluster is one on an API server of its own.
-func newCluster(t *testing.T, name string) (c *Cluster, kubeconfig string) {
-	t.Helper()
-	server, err := kubetest.Start(t.Context(), kubetest.Options{Name: name, Controllers: true})
-	must(t, err)
-	t.Cleanup(func() { must(t, server.Stop()) })
-	kubeconfig = filepath.Join(t.TempDir(), "kubeconfig")
-	must(t, server.WriteKubeconfig(kubeconfig))
-	return connectTo(t, Access{Kubeconfig: kubeconfig, Namespace: "twice"}), kubeconfig
-}
-
-// servesServiceCIDRs reports whether a cluster's API server has that kind; Kubernetes 1.31 and 1.32 do not.
-func servesServiceCIDRs(t *testing.T, c *Cluster) bool {
-	t.Helper()
-	err := c.Client.List(t.Context(), &networkingv1.ServiceCIDRList{})
-	if err != nil && !meta.IsNoMatchError(err) {
-		t.Fatal(err)
-	}
-	return err == nil
-}
-
-// withServiceNetwork adds the network of the Services to what a person chooses, for a cluster in which nothing says it.
-func withServiceNetwork(t *testing.T, c *Cluster, chosen chart.Values) chart.Values {
-	t.Helper()
-	if servesServiceCIDRs(t, c) {
-		return chosen
-	}
-	return chart.Merge(chosen, chart.Values{"networks": chart.Values{"serviceCIDR": "10.96.0.0/12"}})
-}
 
 // The API server judges every object that the chart can make, and defaults what it leaves out.
 func TestInstallingTwiceChangesNothing(t *testing.T) {
 	t.Parallel()
-	c, kubeconfig := newCluster(t, "twice")
+	c, kubeconfig := NewCluster(t, "twice")
 	options := InstallOptions{
 		Identity: v1alpha1.ClusterIdentity{ClusterName: "twice"}, Version: "v1",
 		Values: chart.Values{
@@ -78,23 +37,23 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 			"gateway": chart.Values{"replicas": 3.0, "port": 7000.0, "tunnels": 4.0, "service": chart.Values{"type": "LoadBalancer", "externalTrafficPolicy": "Local"}},
 		},
 	}
-	options.Values = withServiceNetwork(t, c, options.Values)
-	var first, second lines
-	options.Report = first.report
+	options.Values = WithServiceNetwork(t, c, options.Values)
+	var first, second Lines
+	options.Report = first.Report
 
 	// Over a Liqo nothing is written.
 	foreign := foreignClusterDefinition()
 	must(t, c.Client.Create(t.Context(), foreign))
 	for begin := time.Now(); ; time.Sleep(100 * time.Millisecond) {
-		if is, err := connectTo(t, Access{Kubeconfig: kubeconfig}).IsLiqo(); err == nil && is {
+		if is, err := ConnectTo(t, Access{Kubeconfig: kubeconfig}).IsLiqo(); err == nil && is {
 			break
 		}
-		if time.Since(begin) > patient {
+		if time.Since(begin) > Patient {
 			t.Fatal("the API server does not serve ForeignClusters")
 		}
 	}
-	c = connectTo(t, Access{Kubeconfig: kubeconfig, Namespace: "twice"}) // which kinds there are is asked once
-	if err := Install(t.Context(), c, options); !errors.Is(err, ErrLiqo) || !strings.Contains(err.Error(), "--set crds.liqo=false") || !gone(t, c, &corev1.Namespace{}, "twice") {
+	c = ConnectTo(t, Access{Kubeconfig: kubeconfig, Namespace: "twice"}) // which kinds there are is asked once
+	if err := Install(t.Context(), c, options); !errors.Is(err, ErrLiqo) || !strings.Contains(err.Error(), "--set crds.liqo=false") || !Gone(t, c, &corev1.Namespace{}, "twice") {
 		t.Errorf("over a Liqo: %v", err)
 	}
 	for _, key := range []string{"install", "liqo"} {
@@ -102,11 +61,11 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	}
 	must(t, c.Client.Delete(t.Context(), foreign))
 	for begin := time.Now(); ; time.Sleep(100 * time.Millisecond) {
-		c = connectTo(t, Access{Kubeconfig: kubeconfig, Namespace: "twice"})
+		c = ConnectTo(t, Access{Kubeconfig: kubeconfig, Namespace: "twice"})
 		if is, err := c.IsLiqo(); err == nil && !is {
 			break
 		}
-		if time.Since(begin) > patient {
+		if time.Since(begin) > Patient {
 			t.Fatal("ForeignClusters do not go")
 		}
 	}
@@ -114,12 +73,12 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	refusesBeforeItWrites(t, c, options)
 	must(t, Install(t.Context(), c, options))
 	for _, want := range []string{"Namespace twice created", "Deployment twice/isthmus-manager created", "DaemonSet twice/isthmus-route-agent created", "PodDisruptionBudget twice/isthmus-gateway created"} {
-		if !first.has(want) {
+		if !first.Has(want) {
 			t.Errorf("no %q in\n%s", want, strings.Join(first, "\n"))
 		}
 	}
 	// What was chosen is remembered.
-	options.Values, options.Identity, options.Report = nil, v1alpha1.ClusterIdentity{}, second.report
+	options.Values, options.Identity, options.Report = nil, v1alpha1.ClusterIdentity{}, second.Report
 	must(t, Install(t.Context(), c, options))
 	for _, line := range second {
 		if !strings.HasSuffix(line, " unchanged") && !strings.Contains(line, ", from ") {
@@ -184,11 +143,11 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	}
 
 	// A second installation would take away the rights of this one.
-	said := lines{}
-	other := connectTo(t, Access{Kubeconfig: kubeconfig, Namespace: "elsewhere"})
+	said := Lines{}
+	other := ConnectTo(t, Access{Kubeconfig: kubeconfig, Namespace: "elsewhere"})
 	for what, err := range map[string]error{
-		"install":   Install(t.Context(), other, InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "x"}, Values: withoutWorkloads, Report: said.report}),
-		"uninstall": Uninstall(t.Context(), other, UninstallOptions{Timeout: patient, Report: said.report}),
+		"install":   Install(t.Context(), other, InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "x"}, Values: WithoutWorkloads, Report: said.Report}),
+		"uninstall": Uninstall(t.Context(), other, UninstallOptions{Timeout: Patient, Report: said.Report}),
 	} {
 		if err == nil || !strings.Contains(err.Error(), "installed in namespace twice already") || len(said) > 0 {
 			t.Errorf("%s in another namespace: %v\n%s", what, err, strings.Join(said, "\n"))
@@ -209,12 +168,12 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	install := func(values chart.Values) error {
 		t.Helper()
 		said = nil
-		return Install(t.Context(), c, InstallOptions{Version: "v2", Values: values, Report: said.report})
+		return Install(t.Context(), c, InstallOptions{Version: "v2", Values: values, Report: said.Report})
 	}
 	before := service()
 	forget()
 	must(t, install(chart.Values{"networks": chart.Values{"podCIDR": "10.9.0.0/16"}}))
-	if after := service(); !equal(before.Spec, after.Spec) || !said.has("stays LoadBalancer with 4 UDP ports from 7000 up") {
+	if after := service(); !SameJSON(before.Spec, after.Spec) || !said.Has("stays LoadBalancer with 4 UDP ports from 7000 up") {
 		t.Errorf("the Service was\n%+v\nand is\n%+v\n%s", before.Spec, after.Spec, strings.Join(said, "\n"))
 	}
 	must(t, c.Client.Get(t.Context(), client.ObjectKeyFromObject(&gateway), &gateway))
@@ -225,7 +184,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	// What is in the way is named before anything is written.
 	refused := func(want string) {
 		t.Helper()
-		if err := install(nil); err == nil || !strings.Contains(err.Error(), want) || said.has("changed") || said.has("created") {
+		if err := install(nil); err == nil || !strings.Contains(err.Error(), want) || said.Has("changed") || said.Has("created") {
 			t.Errorf("%v; want %s\n%s", err, want, strings.Join(said, "\n"))
 		}
 	}
@@ -254,7 +213,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	forget()
 	for range 2 {
 		must(t, install(nil))
-		if said.has("Deployment") || said.has("DaemonSet") || !said.has("without the components, as before") || !said.has("Service twice/isthmus-gateway unchanged") {
+		if said.Has("Deployment") || said.Has("DaemonSet") || !said.Has("without the components, as before") || !said.Has("Service twice/isthmus-gateway unchanged") {
 			t.Errorf("it was without components:\n%s", strings.Join(said, "\n"))
 		}
 	}
@@ -276,7 +235,7 @@ func foreignClusterDefinition() *unstructured.Unstructured {
 // worth a warning. One that fails is more.
 func TestAGatewayForWhichThereIsNoNodeIsWorthAWarning(t *testing.T) {
 	t.Parallel()
-	c := connectTo(t, Access{Kubeconfig: files.b, Namespace: "one-node"})
+	c := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.B, Namespace: "one-node"})
 	must(t, c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
 	labels := map[string]string{"app": "g"}
 	container := []corev1.Container{{Name: "g", Image: "none"}}
@@ -293,7 +252,7 @@ func TestAGatewayForWhichThereIsNoNodeIsWorthAWarning(t *testing.T) {
 		if err == nil {
 			break
 		}
-		if time.Since(begin) > patient {
+		if time.Since(begin) > Patient {
 			t.Fatal(err)
 		}
 	}
@@ -315,7 +274,7 @@ func TestAGatewayForWhichThereIsNoNodeIsWorthAWarning(t *testing.T) {
 
 // Not parallel: the definitions are of all tests.
 func TestAnOlderProgramDoesNotReplaceNewerDefinitions(t *testing.T) {
-	c := connectTo(t, Access{Kubeconfig: files.b})
+	c := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.B})
 	crd := &unstructured.Unstructured{}
 	crd.SetGroupVersionKind(schema.GroupVersionKind{Group: "apiextensions.k8s.io", Version: "v1", Kind: "CustomResourceDefinition"})
 	crd.SetName("peerings.isthmus.net")
@@ -333,9 +292,9 @@ func TestAnOlderProgramDoesNotReplaceNewerDefinitions(t *testing.T) {
 		{`null`, "peerings.isthmus.net changed"}, // of the time before it had a number
 	} {
 		annotate(tc.there)
-		var said lines
-		must(t, Install(t.Context(), c, InstallOptions{Report: said.report}))
-		if !said.has(tc.want) {
+		var said Lines
+		must(t, Install(t.Context(), c, InstallOptions{Report: said.Report}))
+		if !said.Has(tc.want) {
 			t.Errorf("schema %s: no %q in\n%s", tc.there, tc.want, strings.Join(said, "\n"))
 		}
 	}
@@ -343,14 +302,14 @@ func TestAnOlderProgramDoesNotReplaceNewerDefinitions(t *testing.T) {
 
 func TestInstallTakesAwayWhatIsNotChosenAnyMore(t *testing.T) {
 	t.Parallel()
-	c, _ := newCluster(t, "twice")
+	c, _ := NewCluster(t, "twice")
 	options := InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "twice"}, Version: "v1", Values: chart.Values{
 		"networks": chart.Values{"podCIDR": "10.9.0.0/16"}, "networkPolicy": chart.Values{"enabled": true},
 		"metrics": chart.Values{"enabled": true, "dashboard": chart.Values{"enabled": true}},
 	}}
-	options.Values = withServiceNetwork(t, c, options.Values)
-	var said lines
-	options.Report = func(line string) { said.report(line) }
+	options.Values = WithServiceNetwork(t, c, options.Values)
+	var said Lines
+	options.Report = func(line string) { said.Report(line) }
 	install := func(port float64) string {
 		t.Helper()
 		said = nil
@@ -459,12 +418,12 @@ func TestEveryPartThatMayBeLeftOutIsLookedFor(t *testing.T) {
 
 func TestInstallLeavesARelaseOfHelmAlone(t *testing.T) {
 	t.Parallel()
-	c := connectTo(t, Access{Kubeconfig: files.b, Namespace: "of-helm"})
+	c := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.B, Namespace: "of-helm"})
 	must(t, c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
 	must(t, c.Client.Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{
 		Namespace: c.Namespace, Name: "isthmus-manager", Annotations: map[string]string{"meta.helm.sh/release-name": "mine"}}}))
-	var said lines
-	err := Install(t.Context(), c, InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "h"}, Report: said.report})
+	var said Lines
+	err := Install(t.Context(), c, InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "h"}, Report: said.Report})
 	if err == nil || !strings.Contains(err.Error(), "`helm upgrade mine`") || len(said) > 0 {
 		t.Errorf("%v; said %v", err, said)
 	}
@@ -473,7 +432,7 @@ func TestInstallLeavesARelaseOfHelmAlone(t *testing.T) {
 // The ConfigMap of a Helm release has no ID where nobody chose one.
 func TestAClusterWithoutAChosenIDIsKnownByTheUIDOfKubeSystem(t *testing.T) {
 	t.Parallel()
-	c := connectTo(t, Access{Kubeconfig: files.b, Namespace: "no-id"})
+	c := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.B, Namespace: "no-id"})
 	must(t, c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
 	must(t, c.Client.Create(t.Context(), &corev1.ConfigMap{
 		ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: identityConfigMap, Labels: map[string]string{LabelName: identityLabelValue}},
@@ -486,7 +445,7 @@ func TestAClusterWithoutAChosenIDIsKnownByTheUIDOfKubeSystem(t *testing.T) {
 
 func TestPodCIDRIsFoundWhereTheClusterSaysIt(t *testing.T) {
 	t.Parallel()
-	c := connectTo(t, Access{Kubeconfig: files.a})
+	c := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.A})
 	nodes := []corev1.Node{
 		{ObjectMeta: metav1.ObjectMeta{Name: "n1"}, Spec: corev1.NodeSpec{PodCIDR: "10.50.1.0/24", PodCIDRs: []string{"10.50.1.0/24", "fd00:1::/64"}}},
 		{ObjectMeta: metav1.ObjectMeta{Name: "n2"}, Spec: corev1.NodeSpec{PodCIDR: "10.50.9.0/24"}},
@@ -535,8 +494,8 @@ func TestPodCIDRIsFoundWhereTheClusterSaysIt(t *testing.T) {
 // changes nothing in the cluster.
 func refusesBeforeItWrites(t *testing.T, c *Cluster, o InstallOptions) {
 	t.Helper()
-	var said lines
-	o.Report = said.report
+	var said Lines
+	o.Report = said.Report
 	for _, tc := range []struct {
 		networks []string
 		want     string
@@ -546,12 +505,12 @@ func refusesBeforeItWrites(t *testing.T, c *Cluster, o InstallOptions) {
 	} {
 		node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n1"}, Spec: corev1.NodeSpec{PodCIDR: tc.networks[0], PodCIDRs: tc.networks}}
 		must(t, c.Client.Create(t.Context(), node))
-		if err := Install(t.Context(), c, o); err == nil || !strings.Contains(err.Error(), tc.want) || !gone(t, c, &corev1.Namespace{}, c.Namespace) {
+		if err := Install(t.Context(), c, o); err == nil || !strings.Contains(err.Error(), tc.want) || !Gone(t, c, &corev1.Namespace{}, c.Namespace) {
 			t.Errorf("%v: %v", tc.networks, err)
 		}
 		if len(tc.networks) > 1 {
 			o.Force = true
-			if _, err := detect(t.Context(), c, o.Values, o); err != nil || !said.has("those of IPv4 are joined") {
+			if _, err := detect(t.Context(), c, o.Values, o); err != nil || !said.Has("those of IPv4 are joined") {
 				t.Errorf("forced: %v; said %v", err, said)
 			}
 		}
@@ -561,21 +520,21 @@ func refusesBeforeItWrites(t *testing.T, c *Cluster, o InstallOptions) {
 	// Without the kind ServiceCIDR the network of the Services must come from another source.
 	old := *c
 	old.Client = withoutServiceCIDRs{c.Client}
-	if _, err := serviceNetwork(t.Context(), &old, nil, nil, said.report); err == nil || !strings.Contains(err.Error(), "want --set networks.serviceCIDR=NETWORK") {
+	if _, err := serviceNetwork(t.Context(), &old, nil, nil, said.Report); err == nil || !strings.Contains(err.Error(), "want --set networks.serviceCIDR=NETWORK") {
 		t.Errorf("without any: %v", err)
 	}
 	kubeadm := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "kubeadm-config"},
 		Data: map[string]string{"ClusterConfiguration": "networking: {serviceSubnet: 'fd00:2::/112,10.97.0.0/16'}"}}
 	must(t, c.Client.Create(t.Context(), kubeadm))
-	if p, err := serviceNetwork(t.Context(), &old, nil, nil, said.report); err != nil || p != "10.97.0.0/16" {
+	if p, err := serviceNetwork(t.Context(), &old, nil, nil, said.Report); err != nil || p != "10.97.0.0/16" {
 		t.Errorf("of kubeadm: %q, %v", p, err)
 	}
 	must(t, c.Client.Delete(t.Context(), kubeadm))
 	nodes := []corev1.Node{{ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{"k3s.io/node-args": `["server"]`}}}}
-	if p, err := serviceNetwork(t.Context(), &old, nil, nodes, said.report); err != nil || p != "10.43.0.0/16" {
+	if p, err := serviceNetwork(t.Context(), &old, nil, nodes, said.Report); err != nil || p != "10.43.0.0/16" {
 		t.Errorf("of k3s: %q, %v", p, err)
 	}
-	if p, err := serviceNetwork(t.Context(), c, nil, nodes, said.report); servesServiceCIDRs(t, c) && (err != nil || p != "") {
+	if p, err := serviceNetwork(t.Context(), c, nil, nodes, said.Report); ServesServiceCIDRs(t, c) && (err != nil || p != "") {
 		t.Errorf("with the kind the manager finds it: %q, %v", p, err)
 	}
 }

@@ -28,14 +28,14 @@ type nameServer struct {
 	*Cluster
 	t        *testing.T
 	corefile string // kubeadm's
-	said     lines
+	said     Lines
 }
 
 func newNameServer(t *testing.T) *nameServer {
 	t.Helper()
 	text, err := os.ReadFile("../corefile/testdata/kubeadm.in")
 	must(t, err)
-	c, _ := newCluster(t, "named")
+	c, _ := NewCluster(t, "named")
 	n := &nameServer{Cluster: c, t: t, corefile: string(text)}
 	system := metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "coredns", Labels: map[string]string{"k8s-app": "kube-dns"}}
 	config := corev1.VolumeSource{ConfigMap: &corev1.ConfigMapVolumeSource{LocalObjectReference: corev1.LocalObjectReference{Name: "coredns"}}}
@@ -56,15 +56,15 @@ func newNameServer(t *testing.T) *nameServer {
 
 func (n *nameServer) install(o InstallOptions) error {
 	n.said = nil
-	o.Identity, o.Report = v1alpha1.ClusterIdentity{ClusterName: "named"}, n.said.report
-	o.Values = chart.Merge(withoutWorkloads, o.Values)
+	o.Identity, o.Report = v1alpha1.ClusterIdentity{ClusterName: "named"}, n.said.Report
+	o.Values = chart.Merge(WithoutWorkloads, o.Values)
 	return Install(n.t.Context(), n.Cluster, o)
 }
 
 func (n *nameServer) uninstall() {
 	n.t.Helper()
 	n.said = nil
-	must(n.t, Uninstall(n.t.Context(), n.Cluster, UninstallOptions{Timeout: patient, Report: n.said.report}))
+	must(n.t, Uninstall(n.t.Context(), n.Cluster, UninstallOptions{Timeout: Patient, Report: n.said.Report}))
 }
 
 // setCorefile has somebody write another Corefile.
@@ -93,7 +93,7 @@ func (n *nameServer) wants(what, text string, there ...bool) {
 	if m.Data[keyCorefile] != text {
 		n.t.Errorf("%s: the Corefile is\n%s", what, m.Data[keyCorefile])
 	}
-	deadline := time.Now().Add(patient)
+	deadline := time.Now().Add(Patient)
 	for i, name := range []string{"serviceexports.multicluster.x-k8s.io", "serviceimports.multicluster.x-k8s.io", "isthmus-coredns"} {
 		var o client.Object = &rbacv1.ClusterRoleBinding{}
 		if i < 2 {
@@ -101,7 +101,7 @@ func (n *nameServer) wants(what, text string, there ...bool) {
 			u.SetGroupVersionKind(crdKind)
 			o = u
 		}
-		for gone(n.t, n.Cluster, o, name) == there[i] || o.GetDeletionTimestamp() != nil {
+		for Gone(n.t, n.Cluster, o, name) == there[i] || o.GetDeletionTimestamp() != nil {
 			if there[i] || time.Now().After(deadline) {
 				n.t.Fatalf("%s: %s is there: %v\n%+v\n%s", what, name, !there[i], o, strings.Join(n.said, "\n"))
 			}
@@ -127,7 +127,7 @@ func TestServicesHaveNamesUntilTheyAreSwitchedOff(t *testing.T) {
 	if h, _, err := namesHop(t.Context(), n.Cluster); err != nil || h.State != health.Broken || h.Reason != reasonNoZone || !strings.Contains(h.Text, "--configure-dns") {
 		t.Errorf("%+v, %v", h, err)
 	}
-	if !n.said.has(corefile.Lines) || !strings.Contains(corefile.Lines, "disable denial") {
+	if !n.said.Has(corefile.Lines) || !strings.Contains(corefile.Lines, "disable denial") {
 		t.Errorf("it does not say what to add: %v", n.said)
 	}
 	var binding rbacv1.ClusterRoleBinding
@@ -137,7 +137,7 @@ func TestServicesHaveNamesUntilTheyAreSwitchedOff(t *testing.T) {
 	}
 	must(t, n.install(InstallOptions{ConfigureDNS: new(true)}))
 	n.wants("with --configure-dns", with, true, true, true)
-	if !n.said.has("added to Corefile in ConfigMap kube-system/coredns; CoreDNS reads it within two minutes") {
+	if !n.said.Has("added to Corefile in ConfigMap kube-system/coredns; CoreDNS reads it within two minutes") {
 		t.Errorf("it says %v", n.said)
 	}
 
@@ -173,7 +173,7 @@ func TestServicesHaveNamesUntilTheyAreSwitchedOff(t *testing.T) {
 	zone := strings.Replace(strings.ReplaceAll(with, " # added by isthmus install, with the zone", ""), "denial cluster.local clusterset.local", "denial cluster.local", 1)
 	n.setCorefile(zone)
 	must(t, n.install(InstallOptions{Values: servicesOn}))
-	if n.wants("by hand", zone, true, true, true); n.said.has("CoreDNS does not answer") {
+	if n.wants("by hand", zone, true, true, true); n.said.Has("CoreDNS does not answer") {
 		t.Errorf("it says %v", n.said)
 	}
 	must(t, n.install(InstallOptions{ConfigureDNS: new(true)}))
@@ -192,7 +192,7 @@ func TestUninstallLeavesWhatOthersNeed(t *testing.T) {
 	must(t, n.Client.Create(t.Context(), export))
 	n.uninstall()
 	n.wants("with an export", n.corefile, true, false, false)
-	if !n.said.has("serviceexports.multicluster.x-k8s.io stays: there are ServiceExports that are not ours: default/shop") {
+	if !n.said.Has("serviceexports.multicluster.x-k8s.io stays: there are ServiceExports that are not ours: default/shop") {
 		t.Errorf("it says %v", n.said)
 	}
 	must(t, n.Client.Delete(t.Context(), export))
@@ -215,7 +215,7 @@ func TestUninstallLeavesWhatOthersNeed(t *testing.T) {
 	}
 	n.uninstall()
 	n.wants("with two imports", n.corefile, false, true, false)
-	if !n.said.has("stays: there are ServiceImports that are not ours: default/theirs;") {
+	if !n.said.Has("stays: there are ServiceImports that are not ours: default/theirs;") {
 		t.Errorf("it says %v", n.said)
 	}
 	if err := n.Client.Get(t.Context(), client.ObjectKeyFromObject(derived), derived); client.IgnoreNotFound(err) != nil || err == nil {
@@ -231,7 +231,7 @@ func TestUninstallLeavesWhatOthersNeed(t *testing.T) {
 	n.setCorefile(byHand)
 	n.uninstall()
 	n.wants("by hand", byHand, false, true, true)
-	if !n.said.has("ClusterRoleBinding isthmus-coredns stays: the Corefile in ConfigMap kube-system/coredns has the option multicluster") {
+	if !n.said.Has("ClusterRoleBinding isthmus-coredns stays: the Corefile in ConfigMap kube-system/coredns has the option multicluster") {
 		t.Errorf("it says %v", n.said)
 	}
 	n.setCorefile(n.corefile)
@@ -246,7 +246,7 @@ func TestUninstallLeavesWhatOthersNeed(t *testing.T) {
 	must(t, n.Client.Apply(t.Context(), client.ApplyConfigurationFromUnstructured(definitions[1].DeepCopy()), client.FieldOwner("another"), client.ForceOwnership))
 	n.uninstall()
 	n.wants("applied by two", n.corefile, false, true, false)
-	if !n.said.has("serviceimports.multicluster.x-k8s.io stays: another has written it as well") {
+	if !n.said.Has("serviceimports.multicluster.x-k8s.io stays: another has written it as well") {
 		t.Errorf("it says %v", n.said)
 	}
 }
@@ -260,7 +260,7 @@ func TestDefinitionsOfOthersStay(t *testing.T) {
 	theirs.SetLabels(nil)
 	must(t, n.Client.Create(t.Context(), theirs))
 	must(t, n.install(InstallOptions{Values: servicesOn}))
-	if !n.said.has("serviceimports.multicluster.x-k8s.io is there already and stays") {
+	if !n.said.Has("serviceimports.multicluster.x-k8s.io is there already and stays") {
 		t.Errorf("it says %v", n.said)
 	}
 	n.uninstall()
@@ -297,7 +297,7 @@ func TestConfigureDNSRefusesWhatItMayBreak(t *testing.T) {
 		n.setImage(why.image)
 		n.setCorefile(why.text)
 		err := n.install(InstallOptions{Values: servicesOn, ConfigureDNS: new(true)})
-		if err == nil || !strings.Contains(err.Error(), why.want) || !strings.Contains(err.Error(), "nothing was changed") || !gone(t, n.Cluster, &corev1.Namespace{}, n.Namespace) {
+		if err == nil || !strings.Contains(err.Error(), why.want) || !strings.Contains(err.Error(), "nothing was changed") || !Gone(t, n.Cluster, &corev1.Namespace{}, n.Namespace) {
 			t.Errorf("%d: %v; want %q", i, err, why.want)
 		}
 		n.wants(fmt.Sprint(i), why.text, false, false, false)
@@ -306,7 +306,7 @@ func TestConfigureDNSRefusesWhatItMayBreak(t *testing.T) {
 		}
 	}
 	must(t, n.install(InstallOptions{Values: servicesOn}))
-	if !n.said.has("CoreDNS does not answer for clusterset.local: Corefile in ConfigMap kube-system/coredns: line 7: kubernetes names no zones") {
+	if !n.said.Has("CoreDNS does not answer for clusterset.local: Corefile in ConfigMap kube-system/coredns: line 7: kubernetes names no zones") {
 		t.Errorf("it says %v", n.said)
 	}
 	n.wants("without --configure-dns", strange, true, true, true)
@@ -320,7 +320,7 @@ func TestConfigureDNSRefusesWhatItMayBreak(t *testing.T) {
 		t.Errorf("%+v, %v", h, err)
 	}
 	must(t, n.install(InstallOptions{}))
-	if !n.said.has("names in clusterset.local need CoreDNS 1.12.2 or later") {
+	if !n.said.Has("names in clusterset.local need CoreDNS 1.12.2 or later") {
 		t.Errorf("it says %v", n.said)
 	}
 	n.uninstall()

@@ -21,7 +21,7 @@ func TestTheNetworkPolicyOfAPlainIPAMLetsVirtualKubeletsIn(t *testing.T) {
 	must(t, err)
 	var u unstructured.Unstructured
 	must(t, yaml.Unmarshal(text, &u.Object))
-	c := connectTo(t, Access{Kubeconfig: files.a})
+	c := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.A})
 	must(t, c.Client.Create(t.Context(), &u, client.DryRunAll, client.FieldValidation("Strict")))
 
 	var p networkingv1.NetworkPolicy

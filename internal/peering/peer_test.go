@@ -22,50 +22,41 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-func contains(t *testing.T, text string, wants ...string) {
-	t.Helper()
-	for _, w := range wants {
-		if !strings.Contains(text, w) {
-			t.Errorf("no %q in\n%s", w, text)
-		}
-	}
-}
-
 func TestPeerTellsTheStoryAndRepeatingItChangesNothing(t *testing.T) {
 	t.Parallel()
-	p := newPair(t, "story")
-	must(t, p.peer(t))
-	story := p.said()
+	p := NewPair(t, "story")
+	must(t, peerUp(t, p))
+	story := p.Said()
 	t.Log("\n" + story)
-	contains(t, story,
+	Contains(t, story,
 		"story-a: namespace liqo-tenant-story-b-", " made, with the rights of story-b in it",
 		"story-a: has an identity at story-b until ", " days); it had none",
 		"story-b: Peering story-a-", " created",
 		"story-a: identity accepted by story-b", "story-b sees story-a's pods 10.244.0.0/16 as 10.246.0.0/16",
 		"story-b: connected to story-a, 700µs", "story-a and story-b are peered, after ")
 
-	before := p.everything(t)
+	before := everything(t, p)
 	if len(before) != 18 {
 		t.Errorf("want 9 objects on each side: %v", before)
 	}
-	must(t, p.peer(t))
+	must(t, peerUp(t, p))
 	const again = `story-a takes the podCIDR of story-b, 10.60.0.0/20, as it is: it is in private space
 story-b takes the podCIDR of story-a, 10.60.0.0/20, as it is: it is in private space
 story-a and story-b are peered already, nothing changed`
-	if said := p.said(); said != again {
+	if said := p.Said(); said != again {
 		t.Errorf("the second time it says\n%s", said)
 	}
-	if changed := diff(before, p.everything(t)); changed != nil {
+	if changed := diff(before, everything(t, p)); changed != nil {
 		t.Errorf("the second time it changed %v", changed)
 	}
 }
 
 func TestPeerRepairsWhatIsMissing(t *testing.T) {
 	t.Parallel()
-	p := newPair(t, "repair")
-	must(t, p.peer(t))
-	p.said()
-	inA, inB := p.b.Identity.TenantNamespace(), p.a.Identity.TenantNamespace()
+	p := NewPair(t, "repair")
+	must(t, peerUp(t, p))
+	p.Said()
+	inA, inB := p.B.Identity.TenantNamespace(), p.A.Identity.TenantNamespace()
 	object := func(o client.Object, namespace, name string) client.Object {
 		o.SetNamespace(namespace)
 		o.SetName(name)
@@ -77,51 +68,51 @@ func TestPeerRepairsWhatIsMissing(t *testing.T) {
 		says    string
 		changes []string
 	}{
-		{"a binding is gone", func() error { return p.a.Client.Delete(t.Context(), object(&rbacv1.RoleBinding{}, inA, peerAccount)) },
+		{"a binding is gone", func() error { return p.A.Client.Delete(t.Context(), object(&rbacv1.RoleBinding{}, inA, peerAccount)) },
 			"RoleBinding isthmus-peer", []string{"repair-a: *v1.RoleBinding isthmus-peer"}},
 		{"the peer was given more than it should have", func() error {
 			var role rbacv1.Role
-			if err := p.b.Client.Get(t.Context(), client.ObjectKey{Namespace: inB, Name: peerAccount}, &role); err != nil {
+			if err := p.B.Client.Get(t.Context(), client.ObjectKey{Namespace: inB, Name: peerAccount}, &role); err != nil {
 				return err
 			}
 			role.Rules = append(role.Rules, rbacv1.PolicyRule{APIGroups: []string{""}, Resources: []string{"secrets"}, Verbs: []string{"get"}})
-			return p.b.Client.Update(t.Context(), &role)
+			return p.B.Client.Update(t.Context(), &role)
 		}, "repair-b: in namespace " + inB + " repaired for repair-a: Role isthmus-peer", []string{"repair-b: *v1.Role isthmus-peer"}},
 		{"the identity is revoked", func() error {
-			return p.b.Client.Delete(t.Context(), object(&corev1.ServiceAccount{}, inB, peerAccount))
+			return p.B.Client.Delete(t.Context(), object(&corev1.ServiceAccount{}, inB, peerAccount))
 		},
 			"repair-a: has an identity at repair-b until ", []string{"repair-a: *v1.Secret isthmus-identity", "repair-b: *v1.ServiceAccount isthmus-peer"}},
 		{"the Secret is broken", func() error {
-			return p.b.Client.Patch(t.Context(), object(&corev1.Secret{}, inB, isthmus.DefaultIdentitySecret),
+			return p.B.Client.Patch(t.Context(), object(&corev1.Secret{}, inB, isthmus.DefaultIdentitySecret),
 				client.RawPatch("application/merge-patch+json", []byte(`{"data":{"kubeconfig":"e30="}}`)))
 		}, "the old one could not be read", []string{"repair-b: *v1.Secret isthmus-identity"}},
 		{"the Secret is for elsewhere", func() error {
-			there := *p.a
+			there := *p.A
 			there.Server = "https://192.0.2.1:6443"
 			text, err := kubeconfigFor(&there, "token", inA)
 			if err != nil {
 				return err
 			}
 			s := &corev1.Secret{Data: map[string][]byte{"kubeconfig": text}}
-			return p.b.Client.Update(t.Context(), object(s, inB, isthmus.DefaultIdentitySecret))
+			return p.B.Client.Update(t.Context(), object(s, inB, isthmus.DefaultIdentitySecret))
 		}, "the old one was for another address", []string{"repair-b: *v1.Secret isthmus-identity"}},
-		{"the peer's requests have no bound", func() error { return p.a.Client.Delete(t.Context(), object(&flowcontrolv1.FlowSchema{}, "", inA)) },
+		{"the peer's requests have no bound", func() error { return p.A.Client.Delete(t.Context(), object(&flowcontrolv1.FlowSchema{}, "", inA)) },
 			"repair-a: in namespace " + inA + " repaired for repair-b: FlowSchema " + inA, []string{"repair-a: *v1.FlowSchema " + inA}},
 		{"the peer may not renew its token", func() error {
-			return p.a.Client.Patch(t.Context(), object(&corev1.Namespace{}, "", inA),
+			return p.A.Client.Patch(t.Context(), object(&corev1.Namespace{}, "", inA),
 				client.RawPatch("application/merge-patch+json", []byte(`{"metadata":{"annotations":{"isthmus.net/token-audiences":null}}}`)))
 		}, "repair-a: repair-b may renew its token for https://", []string{"repair-a: *v1.Namespace " + inA}},
 	} {
-		before := p.everything(t)
+		before := everything(t, p)
 		must(t, tc.breakIt())
-		if err := p.peer(t); err != nil {
+		if err := peerUp(t, p); err != nil {
 			t.Errorf("%s: %v", tc.name, err)
 		}
-		said := p.said()
+		said := p.Said()
 		if !strings.Contains(said, tc.says) {
 			t.Errorf("%s: no %q in\n%s", tc.name, tc.says, said)
 		}
-		after := p.everything(t)
+		after := everything(t, p)
 		var changed []string
 		for _, k := range diff(before, after) {
 			if !strings.Contains(k, "Peering") { // its status may have gone to and fro
@@ -136,39 +127,39 @@ func TestPeerRepairsWhatIsMissing(t *testing.T) {
 
 func TestPeerSaysWhichConditionIsMissingOnWhichSide(t *testing.T) {
 	t.Parallel()
-	p := newPair(t, "late")
-	p.managers[1].set(isthmus.ConditionPeerConfig, "spec.podCIDR: \x1b[31mevil\u202e and\nlong "+strings.Repeat("x", 1000))
-	p.managers[1].set(isthmus.ConditionConnected, "cannot be")
+	p := NewPair(t, "late")
+	p.Managers[1].Set(isthmus.ConditionPeerConfig, "spec.podCIDR: \x1b[31mevil\u202e and\nlong "+strings.Repeat("x", 1000))
+	p.Managers[1].Set(isthmus.ConditionConnected, "cannot be")
 	missing := []string{"late-a: identity accepted", "late-a: connected to late-b", "late-b: identity accepted", "late-b: agreed, "}
-	ctx := newDeadline(t)
-	_, err := Peer(ctx, p.a, p.b, PeerOptions{Timeout: patient, Report: func(line string) {
-		p.report(line)
+	ctx := NewDeadline(t)
+	_, err := Peer(ctx, p.A, p.B, PeerOptions{Timeout: Patient, Report: func(line string) {
+		p.Report(line)
 		before := len(missing)
 		missing = slices.DeleteFunc(missing, func(m string) bool { return strings.HasPrefix(line, m) })
 		if before > 0 && len(missing) == 0 {
-			close(ctx.up)
+			close(ctx.Up)
 		}
 	}})
 	if !errors.Is(err, ErrNotReady) || len(missing) > 0 {
 		t.Fatal(err, missing)
 	}
-	contains(t, err.Error(), "not peered within 2m0s", `late-b: PeerConfigAccepted is False (Broken): spec.podCIDR: \u001b[31mevil\u202e and\u000along xxx`)
+	Contains(t, err.Error(), "not peered within 2m0s", `late-b: PeerConfigAccepted is False (Broken): spec.podCIDR: \u001b[31mevil\u202e and\u000along xxx`)
 	if strings.Contains(err.Error(), "late-a") || len(err.Error()) > 1300 {
 		t.Errorf("%v", err)
 	}
-	contains(t, p.said(), "late-a: connected to late-b")
+	Contains(t, p.Said(), "late-a: connected to late-b")
 
-	p.managers[1].set(isthmus.ConditionPeerConfig, "")
-	p.managers[1].set(isthmus.ConditionConnected, "")
-	must(t, p.peer(t))
+	p.Managers[1].Set(isthmus.ConditionPeerConfig, "")
+	p.Managers[1].Set(isthmus.ConditionConnected, "")
+	must(t, peerUp(t, p))
 }
 
 func TestPeerCanBeInterruptedAndGoesOn(t *testing.T) {
 	t.Parallel()
-	p := newPair(t, "stop")
-	p.managers[0].set(isthmus.ConditionAnswered, "later")
+	p := NewPair(t, "stop")
+	p.Managers[0].Set(isthmus.ConditionAnswered, "later")
 	ctx, cancel := context.WithCancel(t.Context())
-	_, err := Peer(ctx, p.a, p.b, PeerOptions{Timeout: patient, Report: func(line string) {
+	_, err := Peer(ctx, p.A, p.B, PeerOptions{Timeout: Patient, Report: func(line string) {
 		if strings.Contains(line, "identity accepted") {
 			cancel()
 		}
@@ -176,29 +167,29 @@ func TestPeerCanBeInterruptedAndGoesOn(t *testing.T) {
 	if err == nil || !strings.Contains(err.Error(), "interrupted: the same command goes on") {
 		t.Fatal(err)
 	}
-	p.managers[0].set(isthmus.ConditionAnswered, "")
-	must(t, p.peer(t))
+	p.Managers[0].Set(isthmus.ConditionAnswered, "")
+	must(t, peerUp(t, p))
 }
 
 func TestPeerRefusesBeforeItWrites(t *testing.T) {
 	t.Parallel()
-	p := newPair(t, "no")
-	again := connectTo(t, Access{Kubeconfig: files.a, Namespace: p.a.Namespace})
+	p := NewPair(t, "no")
+	again := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.A, Namespace: p.A.Namespace})
 	twin := func() *Cluster { // the ID of a on the server of b
 		const namespace = "install-no-twin"
-		must(t, p.b.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace}}))
-		must(t, p.b.Client.Create(t.Context(), &corev1.ConfigMap{
+		must(t, p.B.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace}}))
+		must(t, p.B.Client.Create(t.Context(), &corev1.ConfigMap{
 			ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "who", Labels: map[string]string{LabelName: identityLabelValue}},
-			Data:       map[string]string{keyClusterID: p.a.Identity.ClusterID, keyClusterName: "other"},
+			Data:       map[string]string{keyClusterID: p.A.Identity.ClusterID, keyClusterName: "other"},
 		}))
-		return connectTo(t, Access{Kubeconfig: files.b, Namespace: namespace})
+		return ConnectTo(t, Access{Kubeconfig: Kubeconfigs.B, Namespace: namespace})
 	}()
-	dead, err := Connect(Access{Kubeconfig: files.b, Namespace: p.b.Namespace})
+	dead, err := Connect(Access{Kubeconfig: Kubeconfigs.B, Namespace: p.B.Namespace})
 	must(t, err)
 	dead.Config.Host = "https://127.0.0.1:1"
-	dead.Client, err = client.New(dead.Config, client.Options{Scheme: p.b.Client.Scheme(), Mapper: p.b.Client.RESTMapper()})
+	dead.Client, err = client.New(dead.Config, client.Options{Scheme: p.B.Client.Scheme(), Mapper: p.B.Client.RESTMapper()})
 	must(t, err)
-	mine, theirs := p.b.Identity.TenantNamespace(), p.a.Identity.TenantNamespace()
+	mine, theirs := p.B.Identity.TenantNamespace(), p.A.Identity.TenantNamespace()
 
 	refused := func(name string, a, b *Cluster, o PeerOptions, wants ...string) error {
 		t.Helper()
@@ -216,53 +207,53 @@ func TestPeerRefusesBeforeItWrites(t *testing.T) {
 			return nil
 		}
 		t.Logf("%s: %v", name, err)
-		contains(t, err.Error(), wants...)
-		if !gone(t, p.a, &corev1.Namespace{}, mine) {
+		Contains(t, err.Error(), wants...)
+		if !Gone(t, p.A, &corev1.Namespace{}, mine) {
 			t.Errorf("%s: namespace %s was made", name, mine)
 		}
 		return err
 	}
-	refused("same cluster", p.a, again, PeerOptions{}, "are the same cluster")
-	refused("same ID", p.a, twin, PeerOptions{}, "have the same cluster ID no-A-0000", "--cluster-id")
-	refused("not installed", p.a, connectTo(t, Access{Kubeconfig: files.b, Namespace: "nowhere"}), PeerOptions{}, "run `isthmus install --context b")
-	if err := refused("unreachable", p.a, dead, PeerOptions{}, "unreachable: API server https://127.0.0.1:1 does not answer: connection refused"); !errors.Is(err, ErrUnreachable) {
+	refused("same cluster", p.A, again, PeerOptions{}, "are the same cluster")
+	refused("same ID", p.A, twin, PeerOptions{}, "have the same cluster ID no-A-0000", "--cluster-id")
+	refused("not installed", p.A, ConnectTo(t, Access{Kubeconfig: Kubeconfigs.B, Namespace: "nowhere"}), PeerOptions{}, "run `isthmus install --context b")
+	if err := refused("unreachable", p.A, dead, PeerOptions{}, "unreachable: API server https://127.0.0.1:1 does not answer: connection refused"); !errors.Is(err, ErrUnreachable) {
 		t.Error(err)
 	}
-	here := connectTo(t, Access{Kubeconfig: files.b, Namespace: p.b.Namespace})
+	here := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.B, Namespace: p.B.Namespace})
 	here.ServerChosen = false
-	refused("at a loopback address", p.a, here, PeerOptions{}, "no-b: the kubeconfig reaches the API server at 127.0.0.1:", "want --remote-server, a URL")
-	refused("at a loopback address", here, p.a, PeerOptions{}, "want --server, a URL")
-	must(t, p.a.Client.Create(t.Context(), newPeering("taken", v1alpha1.ClusterIdentity{ClusterID: "other", ClusterName: "other"}, "x", "y")))
-	refused("a name that is taken", p.a, p.b, PeerOptions{Name: "taken"}, "Peering taken is for the cluster")
-	p.managers[1].release(t)
-	refused("manager away", p.a, p.b, PeerOptions{}, "no-b: no manager is at work: Lease install-no/isthmus-manager is held by nobody")
-	p.managers[1].renew(t)
-	must(t, p.b.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: theirs, Labels: map[string]string{v1alpha1.LabelTenantClusterID: "x"}}}))
-	refused("foreign namespace", p.a, p.b, PeerOptions{}, "Namespace "+theirs+" belongs to the cluster x")
-	must(t, p.b.Client.Delete(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: theirs}}))
+	refused("at a loopback address", p.A, here, PeerOptions{}, "no-b: the kubeconfig reaches the API server at 127.0.0.1:", "want --remote-server, a URL")
+	refused("at a loopback address", here, p.A, PeerOptions{}, "want --server, a URL")
+	must(t, p.A.Client.Create(t.Context(), newPeering("taken", v1alpha1.ClusterIdentity{ClusterID: "other", ClusterName: "other"}, "x", "y")))
+	refused("a name that is taken", p.A, p.B, PeerOptions{Name: "taken"}, "Peering taken is for the cluster")
+	p.Managers[1].Release(t)
+	refused("manager away", p.A, p.B, PeerOptions{}, "no-b: no manager is at work: Lease install-no/isthmus-manager is held by nobody")
+	p.Managers[1].Renew(t)
+	must(t, p.B.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: theirs, Labels: map[string]string{v1alpha1.LabelTenantClusterID: "x"}}}))
+	refused("foreign namespace", p.A, p.B, PeerOptions{}, "Namespace "+theirs+" belongs to the cluster x")
+	must(t, p.B.Client.Delete(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: theirs}}))
 
 	// A person who may look at everything and change nothing.
-	must(t, p.b.Client.Create(t.Context(), &rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: "no-viewer"},
+	must(t, p.B.Client.Create(t.Context(), &rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: "no-viewer"},
 		RoleRef:  rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "view"},
 		Subjects: []rbacv1.Subject{{Kind: rbacv1.UserKind, APIGroup: rbacv1.GroupName, Name: "viewer"}}}))
-	must(t, p.b.Client.Create(t.Context(), &rbacv1.ClusterRole{ObjectMeta: metav1.ObjectMeta{Name: "no-viewer"}, Rules: []rbacv1.PolicyRule{
+	must(t, p.B.Client.Create(t.Context(), &rbacv1.ClusterRole{ObjectMeta: metav1.ObjectMeta{Name: "no-viewer"}, Rules: []rbacv1.PolicyRule{
 		{APIGroups: []string{"isthmus.net"}, Resources: []string{"peerings"}, Verbs: []string{"get", "list"}},
 		{APIGroups: []string{""}, Resources: []string{"namespaces"}, Verbs: []string{"get"}}}}))
-	must(t, p.b.Client.Create(t.Context(), &rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: "no-viewer-2"},
+	must(t, p.B.Client.Create(t.Context(), &rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: "no-viewer-2"},
 		RoleRef:  rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "no-viewer"},
 		Subjects: []rbacv1.Subject{{Kind: rbacv1.UserKind, APIGroup: rbacv1.GroupName, Name: "viewer"}}}))
-	viewer := connectTo(t, Access{Kubeconfig: files.b, Namespace: p.b.Namespace})
+	viewer := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.B, Namespace: p.B.Namespace})
 	viewer.Config.Impersonate.UserName = "viewer"
-	viewer.Client, err = client.New(viewer.Config, client.Options{Scheme: p.b.Client.Scheme(), Mapper: p.b.Client.RESTMapper()})
+	viewer.Client, err = client.New(viewer.Config, client.Options{Scheme: p.B.Client.Scheme(), Mapper: p.B.Client.RESTMapper()})
 	must(t, err)
 	// The authorizer sees new bindings a moment later; the namespace goes.
-	for begin := time.Now(); !gone(t, p.b, &corev1.Namespace{}, theirs) || viewer.Client.List(t.Context(), &isthmus.PeeringList{}) != nil; {
-		if time.Since(begin) > patient {
+	for begin := time.Now(); !Gone(t, p.B, &corev1.Namespace{}, theirs) || viewer.Client.List(t.Context(), &isthmus.PeeringList{}) != nil; {
+		if time.Since(begin) > Patient {
 			t.Fatal("the namespace is still there, or the viewer may not look")
 		}
 		time.Sleep(50 * time.Millisecond)
 	}
-	refused("missing rights", p.a, viewer, PeerOptions{}, "no-b: you may not create namespaces, patch namespaces", "create peerings", "create secrets", "create serviceaccounts/token")
+	refused("missing rights", p.A, viewer, PeerOptions{}, "no-b: you may not create namespaces, patch namespaces", "create peerings", "create secrets", "create serviceaccounts/token")
 }
 
 func TestAServerOfThisMachineOrBehindAProxyIsForNoPeer(t *testing.T) {

@@ -21,16 +21,16 @@ import (
 
 func TestAClusterThatCopiesAnothersIdentityIsRefused(t *testing.T) {
 	t.Parallel()
-	p := newPair(t, "pin")
-	must(t, p.peer(t))
-	p.said()
-	name, here := p.b.Identity.UniqueName(), p.b.Identity.TenantNamespace()
+	p := NewPair(t, "pin")
+	must(t, peerUp(t, p))
+	p.Said()
+	name, here := p.B.Identity.UniqueName(), p.B.Identity.TenantNamespace()
 	var peering isthmus.Peering
-	must(t, p.a.Client.Get(t.Context(), client.ObjectKey{Name: name}, &peering))
-	if a := peering.Annotations; a[isthmus.AnnotationPeerUID] != p.b.UID || !strings.HasPrefix(a[isthmus.AnnotationPeerAuthority], "sha256:") {
+	must(t, p.A.Client.Get(t.Context(), client.ObjectKey{Name: name}, &peering))
+	if a := peering.Annotations; a[isthmus.AnnotationPeerUID] != p.B.UID || !strings.HasPrefix(a[isthmus.AnnotationPeerAuthority], "sha256:") {
 		t.Errorf("annotations %v", a)
 	}
-	honest, err := p.b.asPeer(t.Context(), p.a.Identity.TenantNamespace())
+	honest, err := AsPeer(t.Context(), p.B, p.A.Identity.TenantNamespace())
 	must(t, err)
 	mayList := func() error {
 		return honest.List(t.Context(), &v1alpha1.NetworkConfigList{}, client.InNamespace(here))
@@ -43,96 +43,96 @@ func TestAClusterThatCopiesAnothersIdentityIsRefused(t *testing.T) {
 	t.Cleanup(func() { must(t, server.Stop()) })
 	file := filepath.Join(t.TempDir(), "c.kubeconfig")
 	must(t, server.WriteKubeconfig(file))
-	twin := connectTo(t, Access{Kubeconfig: file})
-	must(t, Install(t.Context(), twin, InstallOptions{Identity: p.b.Identity, Values: withoutWorkloads, Report: func(string) {}}))
-	m := &manager{Cluster: twin, name: "pin", dead: map[string]string{}}
-	m.renew(t)
-	go m.run(t.Context())
+	twin := ConnectTo(t, Access{Kubeconfig: file})
+	must(t, Install(t.Context(), twin, InstallOptions{Identity: p.B.Identity, Values: WithoutWorkloads, Report: func(string) {}}))
+	m := &Manager{Cluster: twin, Name: "pin", Dead: map[string]string{}}
+	m.Renew(t)
+	go m.Run(t.Context())
 
-	before := p.everything(t)
-	_, err = Peer(t.Context(), p.a, twin, PeerOptions{Timeout: patient, Report: p.report})
+	before := everything(t, p)
+	_, err = Peer(t.Context(), p.A, twin, PeerOptions{Timeout: Patient, Report: p.Report})
 	if err == nil {
 		t.Fatal("the twin was accepted")
 	}
-	contains(t, err.Error(), "pin-a: c, which calls itself pin-b (pin-B-0000), asks to be peered, and Peering "+name+" was made with another cluster than that one", "UID "+twin.UID+", and that one had "+p.b.UID, "certificate authority sha256:", "--replace")
-	if changed := diff(before, p.everything(t)); changed != nil || p.said() != "" {
+	Contains(t, err.Error(), "pin-a: c, which calls itself pin-b (pin-B-0000), asks to be peered, and Peering "+name+" was made with another cluster than that one", "UID "+twin.UID+", and that one had "+p.B.UID, "certificate authority sha256:", "--replace")
+	if changed := diff(before, everything(t, p)); changed != nil || p.Said() != "" {
 		t.Errorf("the refusal changed %v", changed)
 	}
 	must(t, mayList())
 
 	// If that is what a person wants, the other one is out.
-	_, err = Peer(t.Context(), p.a, twin, PeerOptions{Replace: true, Timeout: patient, Report: p.report})
+	_, err = Peer(t.Context(), p.A, twin, PeerOptions{Replace: true, Timeout: Patient, Report: p.Report})
 	must(t, err)
-	contains(t, p.said(), "pin-a: the rights of the cluster that was pin-b before are revoked", "pin-a: has an identity at pin-b until ", twin.UID)
+	Contains(t, p.Said(), "pin-a: the rights of the cluster that was pin-b before are revoked", "pin-a: has an identity at pin-b until ", twin.UID)
 	for begin := time.Now(); !apierrors.IsUnauthorized(mayList()); time.Sleep(100 * time.Millisecond) {
-		if time.Since(begin) > patient {
+		if time.Since(begin) > Patient {
 			t.Fatal("the identity of the replaced cluster still works")
 		}
 	}
-	if _, err = Peer(t.Context(), p.a, p.b, PeerOptions{Timeout: patient, Report: p.report}); err == nil || !strings.Contains(err.Error(), "--replace") {
+	if _, err = Peer(t.Context(), p.A, p.B, PeerOptions{Timeout: Patient, Report: p.Report}); err == nil || !strings.Contains(err.Error(), "--replace") {
 		t.Errorf("the one before comes back: %v", err)
 	}
 }
 
 func TestAClusterWithAnotherAuthorityIsTheSameIfItHoldsItsIdentity(t *testing.T) {
 	t.Parallel()
-	p := newPair(t, "authority")
-	must(t, p.peer(t))
-	account := client.ObjectKey{Namespace: p.b.Identity.TenantNamespace(), Name: peerAccount}
+	p := NewPair(t, "authority")
+	must(t, peerUp(t, p))
+	account := client.ObjectKey{Namespace: p.B.Identity.TenantNamespace(), Name: peerAccount}
 	var was, is corev1.ServiceAccount
-	must(t, p.a.Client.Get(t.Context(), account, &was))
+	must(t, p.A.Client.Get(t.Context(), account, &was))
 
-	config, err := clientcmd.LoadFromFile(files.b)
+	config, err := clientcmd.LoadFromFile(Kubeconfigs.B)
 	must(t, err)
-	other, err := os.ReadFile(files.a)
+	other, err := os.ReadFile(Kubeconfigs.A)
 	must(t, err)
 	added, err := clientcmd.Load(other)
 	must(t, err)
-	cluster := config.Clusters[config.Contexts[config.CurrentContext].Cluster]
+	server := config.Clusters[config.Contexts[config.CurrentContext].Cluster]
 	for _, c := range added.Clusters {
-		cluster.CertificateAuthorityData = append(cluster.CertificateAuthorityData, c.CertificateAuthorityData...)
+		server.CertificateAuthorityData = append(server.CertificateAuthorityData, c.CertificateAuthorityData...)
 	}
 	file := filepath.Join(t.TempDir(), "b.kubeconfig")
 	must(t, clientcmd.WriteToFile(*config, file))
-	rotated := connectTo(t, Access{Kubeconfig: file, Namespace: p.b.Namespace})
-	rotated.Identity = p.b.Identity
-	p.said()
-	_, err = Peer(t.Context(), p.a, rotated, PeerOptions{Timeout: patient, Report: p.report})
+	rotated := ConnectTo(t, Access{Kubeconfig: file, Namespace: p.B.Namespace})
+	rotated.Identity = p.B.Identity
+	p.Said()
+	_, err = Peer(t.Context(), p.A, rotated, PeerOptions{Timeout: Patient, Report: p.Report})
 	must(t, err)
-	contains(t, p.said(), "authority-a: has an identity at authority-b until ", "the old one was for another address or authority")
-	if must(t, p.a.Client.Get(t.Context(), account, &is)); is.UID != was.UID {
+	Contains(t, p.Said(), "authority-a: has an identity at authority-b until ", "the old one was for another address or authority")
+	if must(t, p.A.Client.Get(t.Context(), account, &is)); is.UID != was.UID {
 		t.Error("the account of b was revoked")
 	}
 	var secret corev1.Secret
-	must(t, p.a.Client.Get(t.Context(), client.ObjectKey{Namespace: account.Namespace, Name: isthmus.DefaultIdentitySecret}, &secret))
-	if have, err := clientcmd.Load(secret.Data[isthmus.SecretKubeconfig]); err != nil || string(have.Clusters[p.b.Identity.ClusterName].CertificateAuthorityData) != string(cluster.CertificateAuthorityData) {
+	must(t, p.A.Client.Get(t.Context(), client.ObjectKey{Namespace: account.Namespace, Name: isthmus.DefaultIdentitySecret}, &secret))
+	if have, err := clientcmd.Load(secret.Data[isthmus.SecretKubeconfig]); err != nil || string(have.Clusters[p.B.Identity.ClusterName].CertificateAuthorityData) != string(server.CertificateAuthorityData) {
 		t.Errorf("a does not know b by the new authority: %v", err)
 	}
 
 	// Without the identity nothing tells it from another cluster: here it is back at the old authority.
-	must(t, p.b.Client.Delete(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: p.a.Identity.TenantNamespace(), Name: isthmus.DefaultIdentitySecret}}))
-	_, err = Peer(t.Context(), p.a, p.b, PeerOptions{Timeout: patient, Report: p.report})
+	must(t, p.B.Client.Delete(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: p.A.Identity.TenantNamespace(), Name: isthmus.DefaultIdentitySecret}}))
+	_, err = Peer(t.Context(), p.A, p.B, PeerOptions{Timeout: Patient, Report: p.Report})
 	if err == nil {
 		t.Fatal("a cluster with another authority and without the identity was accepted")
 	}
-	contains(t, err.Error(), "certificate authority sha256:", "--replace")
+	Contains(t, err.Error(), "certificate authority sha256:", "--replace")
 }
 
 func TestAnAccountThatNoPeeringNamesIsRevoked(t *testing.T) {
 	t.Parallel()
-	p := newPair(t, "orphan")
-	must(t, p.peer(t))
-	must(t, p.a.Client.Delete(t.Context(), &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Name: p.b.Identity.UniqueName()}}))
-	for !gone(t, p.a, &isthmus.Peering{}, p.b.Identity.UniqueName()) {
+	p := NewPair(t, "orphan")
+	must(t, peerUp(t, p))
+	must(t, p.A.Client.Delete(t.Context(), &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Name: p.B.Identity.UniqueName()}}))
+	for !Gone(t, p.A, &isthmus.Peering{}, p.B.Identity.UniqueName()) {
 		time.Sleep(20 * time.Millisecond)
 	}
-	account := client.ObjectKey{Namespace: p.b.Identity.TenantNamespace(), Name: peerAccount}
+	account := client.ObjectKey{Namespace: p.B.Identity.TenantNamespace(), Name: peerAccount}
 	var was, is corev1.ServiceAccount
-	must(t, p.a.Client.Get(t.Context(), account, &was))
-	p.said()
-	must(t, p.peer(t))
-	contains(t, p.said(), "orphan-a: the rights of the cluster that was orphan-b before are revoked")
-	if must(t, p.a.Client.Get(t.Context(), account, &is)); is.UID == was.UID {
+	must(t, p.A.Client.Get(t.Context(), account, &was))
+	p.Said()
+	must(t, peerUp(t, p))
+	Contains(t, p.Said(), "orphan-a: the rights of the cluster that was orphan-b before are revoked")
+	if must(t, p.A.Client.Get(t.Context(), account, &is)); is.UID == was.UID {
 		t.Error("the account is the same as before")
 	}
 }

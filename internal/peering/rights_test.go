@@ -217,28 +217,28 @@ func sweep(t *testing.T, admin *Cluster, config *rest.Config, namespaces []strin
 
 func TestAPeersIdentityReachesItsNetworkConfigsAndNothingElse(t *testing.T) {
 	t.Parallel()
-	p := newPair(t, "rights")
-	must(t, p.peer(t))
-	here, there := p.b.Identity.TenantNamespace(), p.a.Identity.TenantNamespace()
+	p := NewPair(t, "rights")
+	must(t, peerUp(t, p))
+	here, there := p.B.Identity.TenantNamespace(), p.A.Identity.TenantNamespace()
 
 	var secret corev1.Secret // of b, for a
-	must(t, p.b.Client.Get(t.Context(), client.ObjectKey{Namespace: there, Name: isthmus.DefaultIdentitySecret}, &secret))
+	must(t, p.B.Client.Get(t.Context(), client.ObjectKey{Namespace: there, Name: isthmus.DefaultIdentitySecret}, &secret))
 	access, err := clientcmd.RESTConfigFromKubeConfig(secret.Data[isthmus.SecretKubeconfig])
 	must(t, err)
 	access.QPS = -1
-	sweep(t, p.a, access, []string{here, p.a.Namespace, "kube-system", "default"}, []right{
+	sweep(t, p.A, access, []string{here, p.A.Namespace, "kube-system", "default"}, []right{
 		{"list watch create", "net.liqo.io", "networkconfigs", here, ""},
-		{"get update delete", "net.liqo.io", "networkconfigs", here, p.a.Identity.UniqueName()},
+		{"get update delete", "net.liqo.io", "networkconfigs", here, p.A.Identity.UniqueName()},
 		{"create", "", "serviceaccounts/token", here, peerAccount},
 		{"get", "", "configmaps", here, isthmus.ConfigMapRootCA},
 	})
 
 	// What it is for, done for real, as far as the quota lets it.
-	peer, err := p.b.asPeer(t.Context(), there)
+	peer, err := AsPeer(t.Context(), p.B, there)
 	must(t, err)
 	account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: here, Name: peerAccount}}
 	must(t, peer.SubResource("token").Create(t.Context(), account, &authenticationv1.TokenRequest{}))
-	mine := networkConfig(p.a, p.b)
+	mine := networkConfig(p.A, p.B)
 	must(t, peer.Create(t.Context(), mine))
 	mine.Spec.PodCIDR = "10.62.0.0/20"
 	must(t, peer.Update(t.Context(), mine))
@@ -249,9 +249,9 @@ func TestAPeersIdentityReachesItsNetworkConfigsAndNothingElse(t *testing.T) {
 	must(t, peer.Delete(t.Context(), mine))
 
 	// Our original lies beside it, and has another name.
-	original := networkConfig(p.a, p.b)
-	original.Name = p.b.Identity.UniqueName()
-	must(t, p.a.Client.Create(t.Context(), original))
+	original := networkConfig(p.A, p.B)
+	original.Name = p.B.Identity.UniqueName()
+	must(t, p.A.Client.Create(t.Context(), original))
 	for what, write := range map[string]func(*v1alpha1.NetworkConfig) error{
 		"an update": func(nc *v1alpha1.NetworkConfig) error { return peer.Update(t.Context(), nc) },
 		"a finalizer": func(nc *v1alpha1.NetworkConfig) error {
@@ -265,7 +265,7 @@ func TestAPeersIdentityReachesItsNetworkConfigsAndNothingElse(t *testing.T) {
 	}
 
 	// Revoked means revoked, within the time that API servers remember tokens.
-	must(t, p.a.Client.Delete(t.Context(), account))
+	must(t, p.A.Client.Delete(t.Context(), account))
 	for begin := time.Now(); ; time.Sleep(200 * time.Millisecond) {
 		if err := peer.List(t.Context(), &v1alpha1.NetworkConfigList{}, client.InNamespace(here)); apierrors.IsUnauthorized(err) {
 			break
@@ -276,8 +276,8 @@ func TestAPeersIdentityReachesItsNetworkConfigsAndNothingElse(t *testing.T) {
 	}
 }
 
-// as returns what a component is to the API server.
-func (c *Cluster) as(t *testing.T, namespace, account string) *rest.Config {
+// accountConfig returns what a component is to the API server.
+func accountConfig(t *testing.T, c *Cluster, namespace, account string) *rest.Config {
 	t.Helper()
 	token := &authenticationv1.TokenRequest{}
 	must(t, c.Client.SubResource("token").Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: account}}, token))
@@ -289,7 +289,7 @@ func (c *Cluster) as(t *testing.T, namespace, account string) *rest.Config {
 func TestComponentsHaveTheRightsTheyNeedAndNoOthers(t *testing.T) {
 	t.Parallel()
 	const home = deploy.Namespace
-	c := connectTo(t, Access{Kubeconfig: files.a})
+	c := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.A})
 	for _, tc := range []struct {
 		account string
 		rights  []right
@@ -344,31 +344,31 @@ func TestComponentsHaveTheRightsTheyNeedAndNoOthers(t *testing.T) {
 		}},
 	} {
 		t.Run(tc.account, func(t *testing.T) {
-			rights := slices.DeleteFunc(tc.rights, func(r right) bool { return r.resources == "servicecidrs" && !servesServiceCIDRs(t, c) })
-			sweep(t, c, c.as(t, home, tc.account), []string{home, "kube-system", "default"}, rights)
+			rights := slices.DeleteFunc(tc.rights, func(r right) bool { return r.resources == "servicecidrs" && !ServesServiceCIDRs(t, c) })
+			sweep(t, c, accountConfig(t, c, home, tc.account), []string{home, "kube-system", "default"}, rights)
 		})
 	}
 }
 
 func TestTheManagerReadsItsIdentityInATenantNamespaceAndNoOtherSecret(t *testing.T) {
 	t.Parallel()
-	p := newPair(t, "keys")
-	must(t, p.a.Client.Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: p.a.Namespace, Name: deploy.ManagerServiceAccount}}))
-	must(t, p.peer(t))
-	here := p.b.Identity.TenantNamespace()
-	config := p.a.as(t, p.a.Namespace, deploy.ManagerServiceAccount)
-	manager, err := client.New(config, client.Options{Scheme: p.a.Client.Scheme(), Mapper: p.a.Client.RESTMapper()})
+	p := NewPair(t, "keys")
+	must(t, p.A.Client.Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: p.A.Namespace, Name: deploy.ManagerServiceAccount}}))
+	must(t, peerUp(t, p))
+	here := p.B.Identity.TenantNamespace()
+	config := accountConfig(t, p.A, p.A.Namespace, deploy.ManagerServiceAccount)
+	manager, err := client.New(config, client.Options{Scheme: p.A.Client.Scheme(), Mapper: p.A.Client.RESTMapper()})
 	must(t, err)
 	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // the authorizer sees a new binding a moment later
 		err := manager.List(t.Context(), &corev1.SecretList{}, client.InNamespace(here), client.MatchingFields{"metadata.name": isthmus.DefaultIdentitySecret})
 		if err == nil {
 			break
 		}
-		if time.Since(begin) > patient {
+		if time.Since(begin) > Patient {
 			t.Fatal(err)
 		}
 	}
-	sweep(t, p.a, config, []string{here, p.a.Namespace, deploy.Namespace}, []right{
+	sweep(t, p.A, config, []string{here, p.A.Namespace, deploy.Namespace}, []right{
 		{"list watch patch", "", "secrets", here, isthmus.DefaultIdentitySecret},
 	})
 }

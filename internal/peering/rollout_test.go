@@ -15,14 +15,15 @@ import (
 // In a rolling upgrade of the managers nobody holds their Lease for some seconds.
 func TestAManagerIsNotBrokenBetweenTwoStepsOfARollout(t *testing.T) {
 	t.Parallel()
-	p := newPair(t, "rollout")
-	must(t, p.peer(t))
-	p.managers[0].release(t)
+	p := NewPair(t, "rollout")
+	_, err := Peer(t.Context(), p.A, p.B, PeerOptions{Timeout: Patient, Report: p.Report})
+	must(t, err)
+	p.Managers[0].Release(t)
 	labels := map[string]string{"app.kubernetes.io/name": "manager"}
-	d := &appsv1.Deployment{ObjectMeta: metav1.ObjectMeta{Namespace: p.a.Namespace, Name: "isthmus-manager", Labels: labels},
+	d := &appsv1.Deployment{ObjectMeta: metav1.ObjectMeta{Namespace: p.A.Namespace, Name: "isthmus-manager", Labels: labels},
 		Spec: appsv1.DeploymentSpec{Selector: &metav1.LabelSelector{MatchLabels: labels}, Template: corev1.PodTemplateSpec{
 			ObjectMeta: metav1.ObjectMeta{Labels: labels}, Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "manager", Image: "isthmus"}}}}}}
-	must(t, p.a.Client.Create(t.Context(), d))
+	must(t, p.A.Client.Create(t.Context(), d))
 	for _, tc := range []struct {
 		name      string
 		ago       time.Duration // the last step of the rollout
@@ -37,8 +38,8 @@ func TestAManagerIsNotBrokenBetweenTwoStepsOfARollout(t *testing.T) {
 		step := metav1.NewTime(time.Now().Add(time.Minute - tc.ago))
 		d.Status = appsv1.DeploymentStatus{Replicas: 2, UpdatedReplicas: 1, ReadyReplicas: tc.available, AvailableReplicas: tc.available,
 			Conditions: []appsv1.DeploymentCondition{{Type: appsv1.DeploymentProgressing, Status: corev1.ConditionTrue, LastUpdateTime: step, LastTransitionTime: step}}}
-		must(t, p.a.Client.Status().Update(t.Context(), d))
-		hops, _, _, err := clusterHops(t.Context(), p.a)
+		must(t, p.A.Client.Status().Update(t.Context(), d))
+		hops, _, _, err := clusterHops(t.Context(), p.A)
 		must(t, err)
 		var manager *health.Hop
 		for i := range hops {
@@ -50,10 +51,10 @@ func TestAManagerIsNotBrokenBetweenTwoStepsOfARollout(t *testing.T) {
 		if limited := manager.State == health.Limited; limited != tc.limited || rolls != tc.limited {
 			t.Errorf("%s: %s: %s", tc.name, manager.State, manager.Text)
 		}
-		s, err := StatusOf(t.Context(), p.a)
+		s, err := StatusOf(t.Context(), p.A)
 		must(t, err)
 		for _, row := range s.Peerings {
-			if row.Cluster == p.b.Identity && row.Ready != tc.limited {
+			if row.Cluster == p.B.Identity && row.Ready != tc.limited {
 				t.Errorf("%s: the Peering is ready: %v, %s", tc.name, row.Ready, row.Problem)
 			}
 		}
@@ -62,12 +63,13 @@ func TestAManagerIsNotBrokenBetweenTwoStepsOfARollout(t *testing.T) {
 
 func TestAClusterWhoseNamespaceWasDeletedIsToldHowToKeepItsPeerings(t *testing.T) {
 	t.Parallel()
-	p := newPair(t, "deleted")
-	must(t, p.peer(t))
-	must(t, p.a.Client.Delete(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: p.a.Namespace, Name: "who"}}))
-	_, err := Diagnose(t.Context(), connectTo(t, Access{Kubeconfig: files.a, Namespace: p.a.Namespace}), nil, "")
+	p := NewPair(t, "deleted")
+	_, err := Peer(t.Context(), p.A, p.B, PeerOptions{Timeout: Patient, Report: p.Report})
+	must(t, err)
+	must(t, p.A.Client.Delete(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: p.A.Namespace, Name: "who"}}))
+	_, err = Diagnose(t.Context(), ConnectTo(t, Access{Kubeconfig: Kubeconfigs.A, Namespace: p.A.Namespace}), nil, "")
 	if err == nil {
 		t.Fatal("no error")
 	}
-	contains(t, err.Error(), "run `isthmus install --context a --cluster-name NAME` with the same choices as before, and its ", " Peerings work again. To remove Isthmus instead, run `isthmus uninstall --context a --image IMAGE`")
+	Contains(t, err.Error(), "run `isthmus install --context a --cluster-name NAME` with the same choices as before, and its ", " Peerings work again. To remove Isthmus instead, run `isthmus uninstall --context a --image IMAGE`")
 }

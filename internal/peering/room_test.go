@@ -24,22 +24,22 @@ import (
 	"github.com/isthmus-net/isthmus/deploy"
 )
 
-// bounded returns what b is at a, once a admits nothing else from it than it should: API servers
+// boundedClient returns what b is at a, once a admits nothing else from it than it should: API servers
 // learn of policies and of rights a moment after they are written.
-func (p *pair) bounded(t *testing.T) client.Client {
+func boundedClient(t *testing.T, p *Pair) client.Client {
 	t.Helper()
-	must(t, p.peer(t))
-	peer, err := p.b.asPeer(t.Context(), p.a.Identity.TenantNamespace())
+	must(t, peerUp(t, p))
+	peer, err := AsPeer(t.Context(), p.B, p.A.Identity.TenantNamespace())
 	must(t, err)
 	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) {
-		stray := networkConfig(p.a, p.b)
+		stray := networkConfig(p.A, p.B)
 		stray.Name = "stray"
-		good := peer.Create(t.Context(), networkConfig(p.a, p.b), client.DryRunAll)
+		good := peer.Create(t.Context(), networkConfig(p.A, p.B), client.DryRunAll)
 		bad := peer.Create(t.Context(), stray, client.DryRunAll)
 		if good == nil && bad != nil {
 			return peer
 		}
-		if time.Since(begin) > patient {
+		if time.Since(begin) > Patient {
 			t.Fatalf("a peer's own: %v; another one: %v", good, bad)
 		}
 	}
@@ -47,8 +47,8 @@ func (p *pair) bounded(t *testing.T) client.Client {
 
 func TestAPeerWritesOneSmallObjectOfItsOwn(t *testing.T) {
 	t.Parallel()
-	p := newPair(t, "room")
-	peer := p.bounded(t)
+	p := NewPair(t, "room")
+	peer := boundedClient(t, p)
 	many := func(n int, key, value string) map[string]string {
 		m := map[string]string{}
 		for i := range n {
@@ -67,11 +67,11 @@ func TestAPeerWritesOneSmallObjectOfItsOwn(t *testing.T) {
 		}, ""},
 		{"another name", func(nc *v1alpha1.NetworkConfig) { nc.Name = "another" }, "its name is not another"},
 		{"a name that the server makes", func(nc *v1alpha1.NetworkConfig) { nc.Name, nc.GenerateName = "", "another-" }, "its name is not another-"},
-		{"the name of our original", func(nc *v1alpha1.NetworkConfig) { nc.Name = p.b.Identity.UniqueName() }, "its name is not " + p.b.Identity.UniqueName()},
+		{"the name of our original", func(nc *v1alpha1.NetworkConfig) { nc.Name = p.B.Identity.UniqueName() }, "its name is not " + p.B.Identity.UniqueName()},
 		{"an original", func(nc *v1alpha1.NetworkConfig) { nc.Labels[v1alpha1.LabelReplication] = "true" }, "liqo.io/replication has to be false"},
 		{"no label of a copy", func(nc *v1alpha1.NetworkConfig) { delete(nc.Labels, v1alpha1.LabelReplication) }, "liqo.io/replication has to be false"},
 		{"no labels", func(nc *v1alpha1.NetworkConfig) { nc.Labels = nil }, "liqo.io/replication has to be false"},
-		{"another cluster's", func(nc *v1alpha1.NetworkConfig) { nc.Labels[v1alpha1.LabelOriginID] = p.a.Identity.ClusterID }, "liqo.io/originID has to be"},
+		{"another cluster's", func(nc *v1alpha1.NetworkConfig) { nc.Labels[v1alpha1.LabelOriginID] = p.A.Identity.ClusterID }, "liqo.io/originID has to be"},
 		{"nobody's", func(nc *v1alpha1.NetworkConfig) { delete(nc.Labels, v1alpha1.LabelOriginID) }, "liqo.io/originID has to be"},
 		{"a finalizer", func(nc *v1alpha1.NetworkConfig) { nc.Finalizers = []string{"example.com/x"} }, "neither sets nor removes finalizers"},
 		{"our finalizer", func(nc *v1alpha1.NetworkConfig) { nc.Finalizers = []string{v1alpha1.FinalizerReplicator} }, "neither sets nor removes finalizers"},
@@ -90,7 +90,7 @@ func TestAPeerWritesOneSmallObjectOfItsOwn(t *testing.T) {
 		{"a great value", func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["x"] = strings.Repeat("v", 1025) }, "Too long"},
 		{"a great key", func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig[strings.Repeat("k", 64)] = "" }, "keys must have 1 to 63 characters"},
 	} {
-		nc := networkConfig(p.a, p.b)
+		nc := networkConfig(p.A, p.B)
 		tc.change(nc)
 		err := peer.Create(t.Context(), nc, client.DryRunAll)
 		if (err == nil) != (tc.want == "") || err != nil && !strings.Contains(err.Error(), tc.want) {
@@ -98,7 +98,7 @@ func TestAPeerWritesOneSmallObjectOfItsOwn(t *testing.T) {
 		}
 	}
 	for i := range 20 {
-		nc := networkConfig(p.a, p.b)
+		nc := networkConfig(p.A, p.B)
 		nc.Name = fmt.Sprintf("one-of-many-%d", i)
 		if err := peer.Create(t.Context(), nc); err == nil {
 			t.Errorf("%s was created", nc.Name)
@@ -106,10 +106,10 @@ func TestAPeerWritesOneSmallObjectOfItsOwn(t *testing.T) {
 	}
 
 	// A change is judged as a new one is, and finalizers stay as we have set them.
-	mine := networkConfig(p.a, p.b)
+	mine := networkConfig(p.A, p.B)
 	must(t, peer.Create(t.Context(), mine))
 	mine.Finalizers = []string{v1alpha1.FinalizerTunnelEndpointCreator}
-	must(t, p.a.Client.Update(t.Context(), mine))
+	must(t, p.A.Client.Update(t.Context(), mine))
 	for name, change := range map[string]func(*v1alpha1.NetworkConfig){
 		"another finalizer": func(nc *v1alpha1.NetworkConfig) { nc.Finalizers = append(nc.Finalizers, "example.com/x") },
 		"ours removed":      func(nc *v1alpha1.NetworkConfig) { nc.Finalizers = nil },
@@ -131,7 +131,7 @@ func TestAPeerWritesOneSmallObjectOfItsOwn(t *testing.T) {
 		mine.Spec.BackendConfig["x"] = fmt.Sprint(i) // so that there is something to own
 		must(t, peer.Update(t.Context(), mine, client.FieldOwner(fmt.Sprintf("%0120d", i))))
 	}
-	must(t, p.a.Client.Get(t.Context(), key, mine))
+	must(t, p.A.Client.Get(t.Context(), key, mine))
 	text, err := json.Marshal(mine)
 	must(t, err)
 	if t.Logf("the greatest object: %d bytes, %d field managers", len(text), len(mine.ManagedFields)); len(text) > 64<<10 {
@@ -140,14 +140,14 @@ func TestAPeerWritesOneSmallObjectOfItsOwn(t *testing.T) {
 
 	// Labels and annotations that our own tools put on the copy block no update, and the peer cannot
 	// change them.
-	must(t, p.a.Client.Get(t.Context(), key, mine))
+	must(t, p.A.Client.Get(t.Context(), key, mine))
 	maps.Copy(mine.Labels, many(20, "app.example.com/l%d", "v"))
 	mine.Annotations = many(20, "example.com/a%d", strings.Repeat("v", 600))
 	owner := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: mine.Namespace, Name: "owner"}} // without it the garbage collector would take the object
-	must(t, p.a.Client.Create(t.Context(), owner))
+	must(t, p.A.Client.Create(t.Context(), owner))
 	mine.OwnerReferences = []metav1.OwnerReference{{APIVersion: "v1", Kind: "ConfigMap", Name: owner.Name, UID: owner.UID}}
 	mine.ManagedFields = append(mine.ManagedFields, managed(2000, "x")...)
-	must(t, p.a.Client.Update(t.Context(), mine))
+	must(t, p.A.Client.Update(t.Context(), mine))
 	must(t, peer.Get(t.Context(), key, mine))
 	mine.Spec.EndpointIP = "192.0.2.77"
 	if err := peer.Update(t.Context(), mine); err != nil {
@@ -191,9 +191,9 @@ func managed(n int, name string) []metav1.ManagedFieldsEntry {
 
 func TestAPeersTokensAreForThisClusterAndEnd(t *testing.T) {
 	t.Parallel()
-	p := newPair(t, "mint")
-	peer := p.bounded(t)
-	here := p.b.Identity.TenantNamespace()
+	p := NewPair(t, "mint")
+	peer := boundedClient(t, p)
+	here := p.B.Identity.TenantNamespace()
 	account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: here, Name: peerAccount}}
 	mint := func(seconds int64, audiences ...string) (*authenticationv1.TokenRequest, error) {
 		r := &authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{ExpirationSeconds: &seconds, Audiences: audiences}}
@@ -222,13 +222,13 @@ func TestAPeersTokensAreForThisClusterAndEnd(t *testing.T) {
 		}
 	}
 	// Where nobody has noted the audiences, nothing is renewed.
-	must(t, p.a.Client.Patch(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: here}},
+	must(t, p.A.Client.Patch(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: here}},
 		client.RawPatch("application/merge-patch+json", []byte(`{"metadata":{"annotations":{"isthmus.net/token-audiences":null}}}`))))
 	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // the policy sees the namespace a moment later
 		if _, err := mint(3600); apierrors.IsForbidden(err) {
 			break
 		}
-		if time.Since(begin) > patient {
+		if time.Since(begin) > Patient {
 			t.Fatal("a token for audiences that nobody has noted")
 		}
 	}
@@ -236,23 +236,23 @@ func TestAPeersTokensAreForThisClusterAndEnd(t *testing.T) {
 
 func TestAPeersRequestsHaveSeatsOfTheirOwn(t *testing.T) {
 	t.Parallel()
-	p := newPair(t, "seats")
-	p.bounded(t)
+	p := NewPair(t, "seats")
+	boundedClient(t, p)
 	var level flowcontrolv1.PriorityLevelConfiguration
-	must(t, p.a.Client.Get(t.Context(), client.ObjectKey{Name: deploy.PeerPriority}, &level))
+	must(t, p.A.Client.Get(t.Context(), client.ObjectKey{Name: deploy.PeerPriority}, &level))
 	var secret corev1.Secret
-	must(t, p.b.Client.Get(t.Context(), client.ObjectKey{Namespace: p.a.Identity.TenantNamespace(), Name: isthmus.DefaultIdentitySecret}, &secret))
+	must(t, p.B.Client.Get(t.Context(), client.ObjectKey{Namespace: p.A.Identity.TenantNamespace(), Name: isthmus.DefaultIdentitySecret}, &secret))
 	config, err := clientcmd.RESTConfigFromKubeConfig(secret.Data[isthmus.SecretKubeconfig])
 	must(t, err)
 	c, err := rest.HTTPClientFor(config)
 	must(t, err)
 	defer c.CloseIdleConnections()
 	for _, path := range []string{
-		"/apis/net.liqo.io/v1alpha1/namespaces/" + p.b.Identity.TenantNamespace() + "/networkconfigs", "/api/v1/nodes", "/version", "/openapi/v2",
+		"/apis/net.liqo.io/v1alpha1/namespaces/" + p.B.Identity.TenantNamespace() + "/networkconfigs", "/api/v1/nodes", "/version", "/openapi/v2",
 	} {
 		var levels []string
 		for begin := time.Now(); !slices.Contains(levels, string(level.UID)); time.Sleep(50 * time.Millisecond) { // it learns of a FlowSchema a moment later
-			if time.Since(begin) > patient {
+			if time.Since(begin) > Patient {
 				t.Fatalf("%s is on the levels %v, want %s", path, levels, level.UID)
 			}
 			req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, config.Host+path, nil)
@@ -267,8 +267,8 @@ func TestAPeersRequestsHaveSeatsOfTheirOwn(t *testing.T) {
 		t.Error("peers may borrow the seats of others")
 	}
 	// It goes with the rights.
-	must(t, p.unpeer(t))
-	if !gone(t, p.a, &flowcontrolv1.FlowSchema{}, p.b.Identity.TenantNamespace()) {
+	must(t, peerDown(t, p))
+	if !Gone(t, p.A, &flowcontrolv1.FlowSchema{}, p.B.Identity.TenantNamespace()) {
 		t.Error("the FlowSchema has stayed")
 	}
 }
@@ -276,7 +276,7 @@ func TestAPeersRequestsHaveSeatsOfTheirOwn(t *testing.T) {
 // Whatever else manager and gateway ask for, their Leases do not queue behind it, nor behind those of others.
 func TestElectionsHaveSeatsOfTheirOwn(t *testing.T) {
 	t.Parallel()
-	a := connectTo(t, Access{Kubeconfig: files.a})
+	a := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.A})
 	levels := map[string]string{}
 	for _, name := range []string{deploy.ManagerServiceAccount + "-election", deploy.GatewayServiceAccount + "-election", "leader-election", "workload-low"} {
 		var level flowcontrolv1.PriorityLevelConfiguration
@@ -310,7 +310,7 @@ func TestElectionsHaveSeatsOfTheirOwn(t *testing.T) {
 				if got == ask.want {
 					break
 				}
-				if time.Since(begin) > patient {
+				if time.Since(begin) > Patient {
 					t.Fatalf("%s: %s %s is on the level %q, want %s", account, ask.method, ask.path, got, ask.want)
 				}
 			}
@@ -319,7 +319,7 @@ func TestElectionsHaveSeatsOfTheirOwn(t *testing.T) {
 }
 
 func TestNobodyIsPeeredWithAClusterThatWouldTakeAnything(t *testing.T) {
-	s := &side{Cluster: connectTo(t, Access{Kubeconfig: files.a}), peer: &side{}}
+	s := &side{Cluster: ConnectTo(t, Access{Kubeconfig: Kubeconfigs.A}), peer: &side{}}
 	must(t, s.checkAdmission(t.Context()))
 	level := &flowcontrolv1.PriorityLevelConfiguration{}
 	level.Name = "no-such-level"

@@ -21,7 +21,7 @@ func TestAKeyIsReplacedWhateverTheSecretHolds(t *testing.T) {
 		"a public key by itself": {keyring.FieldPublic: keyring.Text(keyring.New())},
 	} {
 		var written *corev1.Secret
-		c := &Cluster{Namespace: "isthmus-system", Context: "a", clock: new(serverClock), Client: interceptor.NewClient(nil, interceptor.Funcs{
+		c := Of(interceptor.NewClient(nil, interceptor.Funcs{
 			Get: func(_ context.Context, _ client.WithWatch, key client.ObjectKey, o client.Object, _ ...client.GetOption) error {
 				o.SetNamespace(key.Namespace)
 				o.SetName(key.Name)
@@ -32,7 +32,7 @@ func TestAKeyIsReplacedWhateverTheSecretHolds(t *testing.T) {
 				written = o.(*corev1.Secret)
 				return nil
 			},
-		})}
+		}), "isthmus-system")
 		if _, _, unreadable := keyring.Read(data); unreadable != nil {
 			if err := RotateKey(t.Context(), c, RotateOptions{}); err == nil || written != nil {
 				t.Errorf("%s: it rotates: %v", name, err)

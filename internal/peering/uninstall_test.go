@@ -106,7 +106,7 @@ func TestUninstallLeavesNothing(t *testing.T) {
 	defer server.Stop()
 	file := t.TempDir() + "/kubeconfig"
 	must(t, server.WriteKubeconfig(file))
-	c := connectTo(t, Access{Kubeconfig: file})
+	c := ConnectTo(t, Access{Kubeconfig: file})
 	for _, name := range []string{"n1", "n2"} {
 		must(t, c.Client.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}))
 	}
@@ -118,16 +118,16 @@ func TestUninstallLeavesNothing(t *testing.T) {
 		if len(namespaces.Items) >= 4 && len(accounts.Items) == len(namespaces.Items) {
 			break
 		}
-		if time.Since(begin) > patient {
+		if time.Since(begin) > Patient {
 			t.Fatal("the controllers do nothing")
 		}
 	}
 	before := inventory(t, c)
-	var said lines
+	var said Lines
 	install := func(values chart.Values) {
 		t.Helper()
 		values = chart.Merge(chart.Values{"networks": chart.Values{"podCIDR": "10.9.0.0/16"}}, values)
-		must(t, Install(t.Context(), c, InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "u"}, Version: "v1", Values: withServiceNetwork(t, c, values), Report: func(string) {}}))
+		must(t, Install(t.Context(), c, InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "u"}, Version: "v1", Values: WithServiceNetwork(t, c, values), Report: func(string) {}}))
 		must(t, client.IgnoreAlreadyExists(c.Client.Create(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{ // a gateway's
 			Namespace: c.Namespace, Name: keysSecret, Labels: map[string]string{"app.kubernetes.io/managed-by": "isthmus"}}})))
 	}
@@ -144,11 +144,11 @@ func TestUninstallLeavesNothing(t *testing.T) {
 	uninstall := func(o UninstallOptions, away func(string) bool, until string) (map[string]string, error) {
 		t.Helper()
 		said = nil
-		up := newDeadline(t)
-		o.Timeout, o.Report = patient, func(line string) {
-			said.report(line)
+		up := NewDeadline(t)
+		o.Timeout, o.Report = Patient, func(line string) {
+			said.Report(line)
 			if until != "" && strings.Contains(line, until) {
-				close(up.up)
+				close(up.Up)
 				until = ""
 			}
 		}
@@ -188,8 +188,8 @@ func TestUninstallLeavesNothing(t *testing.T) {
 	install(nil)
 	peer()
 	must(t, c.Client.Delete(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
-	for begin := time.Now(); !gone(t, c, &corev1.Namespace{}, c.Namespace); time.Sleep(100 * time.Millisecond) {
-		if time.Since(begin) > patient {
+	for begin := time.Now(); !Gone(t, c, &corev1.Namespace{}, c.Namespace); time.Sleep(100 * time.Millisecond) {
+		if time.Since(begin) > Patient {
 			t.Fatal("the namespace stays")
 		}
 	}
@@ -199,7 +199,7 @@ func TestUninstallLeavesNothing(t *testing.T) {
 	}
 	same("after the namespace went first")
 
-	if cleaned, err = uninstall(UninstallOptions{}, nobody, ""); err != nil || len(cleaned) > 0 || !said.has("nothing to do") {
+	if cleaned, err = uninstall(UninstallOptions{}, nobody, ""); err != nil || len(cleaned) > 0 || !said.Has("nothing to do") {
 		t.Errorf("without an installation: %v; cleaned %v; %v", err, cleaned, said)
 	}
 
@@ -223,12 +223,12 @@ func TestUninstallLeavesNothing(t *testing.T) {
 		if marks != nil {
 			must(t, c.Client.Create(t.Context(), pod))
 		}
-		if _, err = uninstall(UninstallOptions{}, nobody, ""); err != nil || !said.has("stays, since") {
+		if _, err = uninstall(UninstallOptions{}, nobody, ""); err != nil || !said.Has("stays, since") {
 			t.Errorf("%s: %v; %v", name, err, said)
 		}
 		err = c.Client.Get(t.Context(), client.ObjectKeyFromObject(key), &corev1.Secret{})
 		must(t, client.IgnoreNotFound(err))
-		if kept := err == nil; marks == nil && !kept || marks == nil != said.has("Secret "+c.Namespace+"/"+keysSecret+" stays") {
+		if kept := err == nil; marks == nil && !kept || marks == nil != said.Has("Secret "+c.Namespace+"/"+keysSecret+" stays") {
 			t.Errorf("%s: the Secret with the key stays: %v; %v", name, kept, said)
 		}
 		if err := c.Client.Get(t.Context(), client.ObjectKeyFromObject(preshared), preshared); !apierrors.IsNotFound(err) {
@@ -240,8 +240,8 @@ func TestUninstallLeavesNothing(t *testing.T) {
 		}
 		must(t, client.IgnoreNotFound(c.Client.Delete(t.Context(), pod, client.GracePeriodSeconds(0))))
 		must(t, c.Client.Delete(t.Context(), &theirs))
-		for begin := time.Now(); !gone(t, c, &corev1.Namespace{}, c.Namespace); time.Sleep(100 * time.Millisecond) {
-			if time.Since(begin) > patient {
+		for begin := time.Now(); !Gone(t, c, &corev1.Namespace{}, c.Namespace); time.Sleep(100 * time.Millisecond) {
+			if time.Since(begin) > Patient {
 				t.Fatalf("%s: it does not go", name)
 			}
 		}
@@ -274,8 +274,8 @@ func TestUninstallLeavesNothing(t *testing.T) {
 	for _, u := range helms {
 		must(t, client.IgnoreNotFound(c.Client.Delete(t.Context(), u)))
 	}
-	for begin := time.Now(); !gone(t, c, &corev1.Namespace{}, c.Namespace) || len(difference(before, inventory(t, c))) > 0; time.Sleep(100 * time.Millisecond) {
-		if time.Since(begin) > patient {
+	for begin := time.Now(); !Gone(t, c, &corev1.Namespace{}, c.Namespace) || len(difference(before, inventory(t, c))) > 0; time.Sleep(100 * time.Millisecond) {
+		if time.Since(begin) > Patient {
 			break
 		}
 	}

@@ -20,34 +20,34 @@ import (
 
 func TestUnpeerLeavesNothingAndCanBeRepeated(t *testing.T) {
 	t.Parallel()
-	p := newPair(t, "part")
-	must(t, p.peer(t))
-	p.said()
-	must(t, p.unpeer(t))
-	said := p.said()
+	p := NewPair(t, "part")
+	must(t, peerUp(t, p))
+	p.Said()
+	must(t, peerDown(t, p))
+	said := p.Said()
 	t.Log("\n" + said)
-	contains(t, said, "part-a: Peering part-b-", "part-b: what the manager had made is gone", "part-a: rights and identity removed, namespace liqo-tenant-part-b-",
+	Contains(t, said, "part-a: Peering part-b-", "part-b: what the manager had made is gone", "part-a: rights and identity removed, namespace liqo-tenant-part-b-",
 		"is gone", "part-a and part-b are not peered any more")
-	if left := p.everything(t); len(left) != 0 {
+	if left := everything(t, p); len(left) != 0 {
 		t.Errorf("left: %v", left)
 	}
-	must(t, p.unpeer(t))
-	if said := p.said(); said != "nothing to do: part-a and part-b are not peered, and nothing is left of a peering" {
+	must(t, peerDown(t, p))
+	if said := p.Said(); said != "nothing to do: part-a and part-b are not peered, and nothing is left of a peering" {
 		t.Errorf("the second time it says %q", said)
 	}
-	must(t, p.peer(t)) // at once
+	must(t, peerUp(t, p)) // at once
 }
 
 func TestUnpeerSaysWhatItWaitsForAndKeepsTheRightsMeanwhile(t *testing.T) {
 	t.Parallel()
-	p := newPair(t, "hold")
-	must(t, p.peer(t))
-	p.said()
-	p.managers[0].keep("hold-b does not answer:\x1b[2J its copy of NetworkConfig x is still there")
-	ctx := newDeadline(t)
-	up := sync.OnceFunc(func() { close(ctx.up) })
-	err := Unpeer(ctx, p.a, p.b, UnpeerOptions{Timeout: patient, Report: func(line string) {
-		p.report(line)
+	p := NewPair(t, "hold")
+	must(t, peerUp(t, p))
+	p.Said()
+	p.Managers[0].Keep("hold-b does not answer:\x1b[2J its copy of NetworkConfig x is still there")
+	ctx := NewDeadline(t)
+	up := sync.OnceFunc(func() { close(ctx.Up) })
+	err := Unpeer(ctx, p.A, p.B, UnpeerOptions{Timeout: Patient, Report: func(line string) {
+		p.Report(line)
 		if strings.Contains(line, "its copy") {
 			time.AfterFunc(time.Second, up) // time enough to say it again
 		}
@@ -55,21 +55,21 @@ func TestUnpeerSaysWhatItWaitsForAndKeepsTheRightsMeanwhile(t *testing.T) {
 	if !errors.Is(err, ErrNotReady) {
 		t.Fatal(err)
 	}
-	contains(t, err.Error(), "not un-peered within 2m0s", `hold-a: hold-b does not answer:\u001b[2J its copy`)
-	if said := p.said(); strings.Count(said, "its copy") != 1 {
+	Contains(t, err.Error(), "not un-peered within 2m0s", `hold-a: hold-b does not answer:\u001b[2J its copy`)
+	if said := p.Said(); strings.Count(said, "its copy") != 1 {
 		t.Errorf("said once, please:\n%s", said)
 	}
 	// The manager of a needs its identity at b to withdraw what it has there, and for nothing else
 	// any more.
-	there := p.a.Identity.TenantNamespace()
-	peer, err := p.a.asPeer(t.Context(), p.b.Identity.TenantNamespace())
+	there := p.A.Identity.TenantNamespace()
+	peer, err := AsPeer(t.Context(), p.A, p.B.Identity.TenantNamespace())
 	must(t, err)
 	must(t, peer.List(t.Context(), &v1alpha1.NetworkConfigList{}, client.InNamespace(there)))
-	copied := networkConfig(p.b, p.a)
+	copied := networkConfig(p.B, p.A)
 	if err := peer.Create(t.Context(), copied.DeepCopy()); !apierrors.IsForbidden(err) {
 		t.Errorf("one that parts creates: %v", err)
 	}
-	must(t, p.b.Client.Create(t.Context(), copied))
+	must(t, p.B.Client.Create(t.Context(), copied))
 	if err := peer.Patch(t.Context(), copied.DeepCopy(), client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":["example.com/x"]}}`))); !apierrors.IsForbidden(err) {
 		t.Errorf("one that parts writes: %v", err)
 	}
@@ -78,28 +78,28 @@ func TestUnpeerSaysWhatItWaitsForAndKeepsTheRightsMeanwhile(t *testing.T) {
 		t.Errorf("one that parts gets a new token: %v", err)
 	}
 	must(t, peer.Delete(t.Context(), copied))
-	p.managers[0].keep("")
-	must(t, p.unpeer(t))
-	if left := p.everything(t); len(left) != 0 {
+	p.Managers[0].Keep("")
+	must(t, peerDown(t, p))
+	if left := everything(t, p); len(left) != 0 {
 		t.Errorf("left: %v", left)
 	}
 }
 
 func TestForcedUnpeerSaysWhatStaysAtThePeer(t *testing.T) {
 	t.Parallel()
-	p := newPair(t, "force")
-	must(t, p.peer(t))
-	p.said()
-	p.managers[0].keep("force-b is away")
-	must(t, Unpeer(t.Context(), p.a, nil, UnpeerOptions{Name: "force-b", Force: true, Timeout: patient, Report: p.report}))
-	contains(t, p.said(), "force-a: does not wait for force-b. What may stay at force-b, "+p.b.Server+": NetworkConfig force-b-",
-		" in namespace "+p.a.Identity.TenantNamespace(), "force-a is not peered with force-b any more")
-	if !gone(t, p.a, &corev1.Namespace{}, p.b.Identity.TenantNamespace()) || gone(t, p.b, &corev1.Namespace{}, p.a.Identity.TenantNamespace()) {
+	p := NewPair(t, "force")
+	must(t, peerUp(t, p))
+	p.Said()
+	p.Managers[0].Keep("force-b is away")
+	must(t, Unpeer(t.Context(), p.A, nil, UnpeerOptions{Name: "force-b", Force: true, Timeout: Patient, Report: p.Report}))
+	Contains(t, p.Said(), "force-a: does not wait for force-b. What may stay at force-b, "+p.B.Server+": NetworkConfig force-b-",
+		" in namespace "+p.A.Identity.TenantNamespace(), "force-a is not peered with force-b any more")
+	if !Gone(t, p.A, &corev1.Namespace{}, p.B.Identity.TenantNamespace()) || Gone(t, p.B, &corev1.Namespace{}, p.A.Identity.TenantNamespace()) {
 		t.Error("want the namespace of a gone, and that of b untouched")
 	}
 	// The other side follows later, alone, by the name of its Peering.
-	must(t, Unpeer(t.Context(), p.b, nil, UnpeerOptions{Name: p.a.Identity.UniqueName(), Timeout: patient, Report: p.report}))
-	if left := p.everything(t); len(left) != 0 {
+	must(t, Unpeer(t.Context(), p.B, nil, UnpeerOptions{Name: p.A.Identity.UniqueName(), Timeout: Patient, Report: p.Report}))
+	if left := everything(t, p); len(left) != 0 {
 		t.Errorf("left: %v", left)
 	}
 }
@@ -117,39 +117,39 @@ func networkConfig(at, from *Cluster) *v1alpha1.NetworkConfig {
 
 func TestForcedUnpeerRevokesThePeerBeforeItWaitsForAnything(t *testing.T) {
 	t.Parallel()
-	p := newPair(t, "first")
-	must(t, p.peer(t))
-	p.said()
-	here := p.b.Identity.TenantNamespace()
-	peer, err := p.b.asPeer(t.Context(), p.a.Identity.TenantNamespace())
+	p := NewPair(t, "first")
+	must(t, peerUp(t, p))
+	p.Said()
+	here := p.B.Identity.TenantNamespace()
+	peer, err := AsPeer(t.Context(), p.B, p.A.Identity.TenantNamespace())
 	must(t, err)
 	must(t, peer.List(t.Context(), &v1alpha1.NetworkConfigList{}, client.InNamespace(here)))
 
 	// No manager is there to take anything down, so that the command does not come to an end.
-	must(t, p.a.Client.Patch(t.Context(), newPeering(p.b.Identity.UniqueName(), p.b.Identity, "", ""),
+	must(t, p.A.Client.Patch(t.Context(), newPeering(p.B.Identity.UniqueName(), p.B.Identity, "", ""),
 		client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":["isthmus.net/peering","example.com/for-ever"]}}`))))
-	p.managers[0].pause()
-	ctx := newDeadline(t)
-	up := sync.OnceFunc(func() { close(ctx.up) })
-	err = Unpeer(ctx, p.a, nil, UnpeerOptions{Name: "first-b", Force: true, Timeout: patient, Report: func(line string) {
-		if p.report(line); strings.Contains(line, "waiting for the manager") {
+	p.Managers[0].Pause()
+	ctx := NewDeadline(t)
+	up := sync.OnceFunc(func() { close(ctx.Up) })
+	err = Unpeer(ctx, p.A, nil, UnpeerOptions{Name: "first-b", Force: true, Timeout: Patient, Report: func(line string) {
+		if p.Report(line); strings.Contains(line, "waiting for the manager") {
 			up()
 		}
 	}})
 	if !errors.Is(err, ErrNotReady) {
 		t.Fatal(err)
 	}
-	contains(t, p.said(), "first-a: the rights of first-b here are revoked\nfirst-a: does not wait for first-b.")
+	Contains(t, p.Said(), "first-a: the rights of first-b here are revoked\nfirst-a: does not wait for first-b.")
 	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // the authorizer sees it a moment later
 		err := peer.List(t.Context(), &v1alpha1.NetworkConfigList{}, client.InNamespace(here))
 		if apierrors.IsForbidden(err) || apierrors.IsUnauthorized(err) {
 			break
 		}
-		if time.Since(begin) > patient {
+		if time.Since(begin) > Patient {
 			t.Fatalf("the peer's identity still works: %v", err)
 		}
 	}
-	must(t, p.a.Client.Patch(t.Context(), newPeering(p.b.Identity.UniqueName(), p.b.Identity, "", ""),
+	must(t, p.A.Client.Patch(t.Context(), newPeering(p.B.Identity.UniqueName(), p.B.Identity, "", ""),
 		client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`))))
 }
 
@@ -157,79 +157,79 @@ func TestForcedUnpeerRevokesThePeerBeforeItWaitsForAnything(t *testing.T) {
 // the end.
 func TestForcedUnpeerNeedsNoManager(t *testing.T) {
 	t.Parallel()
-	p := newPair(t, "alone")
-	must(t, p.peer(t))
-	p.said()
-	p.managers[0].pause()
-	p.managers[0].release(t)
-	ns := p.b.Identity.TenantNamespace()
-	must(t, p.a.Client.Patch(t.Context(), newPeering(p.b.Identity.UniqueName(), p.b.Identity, "", ""),
+	p := NewPair(t, "alone")
+	must(t, peerUp(t, p))
+	p.Said()
+	p.Managers[0].Pause()
+	p.Managers[0].Release(t)
+	ns := p.B.Identity.TenantNamespace()
+	must(t, p.A.Client.Patch(t.Context(), newPeering(p.B.Identity.UniqueName(), p.B.Identity, "", ""),
 		client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":["isthmus.net/peering"]}}`))))
-	ours := networkConfig(p.a, p.b)
+	ours := networkConfig(p.A, p.B)
 	ours.Finalizers = []string{v1alpha1.FinalizerReplicator, v1alpha1.FinalizerTunnelEndpointCreator}
-	must(t, p.a.Client.Create(t.Context(), ours))
-	err := Unpeer(t.Context(), p.a, nil, UnpeerOptions{Name: "alone-b", Force: true, Timeout: patient, Report: p.report})
-	said := p.said()
+	must(t, p.A.Client.Create(t.Context(), ours))
+	err := Unpeer(t.Context(), p.A, nil, UnpeerOptions{Name: "alone-b", Force: true, Timeout: Patient, Report: p.Report})
+	said := p.Said()
 	if err != nil || strings.Count(said, "no manager is at work") != 1 {
 		t.Fatalf("%v\n%s", err, said)
 	}
-	if !gone(t, p.a, &isthmus.Peering{}, p.b.Identity.UniqueName()) || !gone(t, p.a, &corev1.Namespace{}, ns) {
+	if !Gone(t, p.A, &isthmus.Peering{}, p.B.Identity.UniqueName()) || !Gone(t, p.A, &corev1.Namespace{}, ns) {
 		t.Errorf("Peering or namespace are still there\n%s", said)
 	}
 }
 
 func TestUnpeerDoesNotWaitForFinalizersOfThePeer(t *testing.T) {
 	t.Parallel()
-	p := newPair(t, "cling")
-	must(t, p.peer(t))
-	kept := networkConfig(p.a, p.b)
+	p := NewPair(t, "cling")
+	must(t, peerUp(t, p))
+	kept := networkConfig(p.A, p.B)
 	kept.Finalizers = []string{"example.com/for-ever"}
-	must(t, p.a.Client.Create(t.Context(), kept))
-	must(t, Unpeer(t.Context(), p.a, nil, UnpeerOptions{Name: "cling-b", Force: true, Timeout: patient, Report: p.report}))
-	if !gone(t, p.a, &corev1.Namespace{}, p.b.Identity.TenantNamespace()) {
+	must(t, p.A.Client.Create(t.Context(), kept))
+	must(t, Unpeer(t.Context(), p.A, nil, UnpeerOptions{Name: "cling-b", Force: true, Timeout: Patient, Report: p.Report}))
+	if !Gone(t, p.A, &corev1.Namespace{}, p.B.Identity.TenantNamespace()) {
 		t.Error("the namespace has stayed")
 	}
 }
 
 func TestUnpeerOfNobodyIsAnError(t *testing.T) {
 	t.Parallel()
-	p := newPair(t, "nobody")
-	err := Unpeer(t.Context(), p.a, nil, UnpeerOptions{Name: "nosuch", Timeout: patient, Report: p.report})
+	p := NewPair(t, "nobody")
+	err := Unpeer(t.Context(), p.A, nil, UnpeerOptions{Name: "nosuch", Timeout: Patient, Report: p.Report})
 	if !errors.Is(err, ErrNoPeering) || !strings.Contains(err.Error(), "nobody-a: no such peering: no Peering is called nosuch") {
-		t.Errorf("%v; said %q", err, p.said())
+		t.Errorf("%v; said %q", err, p.Said())
 	}
 }
 
 func TestUnpeerFinishesWhatWasInterrupted(t *testing.T) {
 	t.Parallel()
-	p := newPair(t, "again")
-	must(t, p.peer(t))
-	p.said()
+	p := NewPair(t, "again")
+	must(t, peerUp(t, p))
+	p.Said()
 	// As after a run that ended when the Peering was gone.
-	must(t, p.a.Client.Delete(t.Context(), &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Name: p.b.Identity.UniqueName()}}))
-	for !gone(t, p.a, &isthmus.Peering{}, p.b.Identity.UniqueName()) {
+	must(t, p.A.Client.Delete(t.Context(), &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Name: p.B.Identity.UniqueName()}}))
+	for !Gone(t, p.A, &isthmus.Peering{}, p.B.Identity.UniqueName()) {
 		time.Sleep(20 * time.Millisecond)
 	}
-	must(t, Unpeer(t.Context(), p.a, nil, UnpeerOptions{Name: "again-b", Timeout: patient, Report: p.report}))
-	contains(t, p.said(), "again-a: rights and identity removed, namespace")
-	if !gone(t, p.a, &corev1.Namespace{}, p.b.Identity.TenantNamespace()) {
+	must(t, Unpeer(t.Context(), p.A, nil, UnpeerOptions{Name: "again-b", Timeout: Patient, Report: p.Report}))
+	Contains(t, p.Said(), "again-a: rights and identity removed, namespace")
+	if !Gone(t, p.A, &corev1.Namespace{}, p.B.Identity.TenantNamespace()) {
 		t.Error("the namespace of a is still there")
 	}
 }
 
 func TestUnpeerKeepsANamespaceThatItDidNotMake(t *testing.T) {
 	t.Parallel()
-	p := newPair(t, "own")
-	name := p.b.Identity.TenantNamespace()
-	must(t, p.a.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name}}))
-	must(t, p.peer(t))
-	must(t, p.peer(t)) // does not make it ours
-	must(t, p.a.Client.Create(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: name, Name: "theirs"}}))
-	p.said()
-	must(t, p.unpeer(t))
-	contains(t, p.said(), "own-a: rights and identity removed; namespace "+name+" stays, since `isthmus peer` did not make it")
-	if left := p.everything(t); len(left) != 1 {
+	p := NewPair(t, "own")
+	name := p.B.Identity.TenantNamespace()
+	must(t, p.A.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name}}))
+	must(t, peerUp(t, p))
+	must(t, peerUp(t, p)) // does not make it ours
+	must(t, p.A.Client.Create(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: name, Name: "theirs"}}))
+	p.Said()
+	must(t, peerDown(t, p))
+	Contains(t, p.Said(), "own-a: rights and identity removed; namespace "+name+" stays, since `isthmus peer` did not make it")
+	if left := everything(t, p); len(left) != 1 {
 		t.Errorf("left: %v", left)
 	}
-	must(t, p.a.Client.Get(t.Context(), client.ObjectKey{Namespace: name, Name: "theirs"}, &corev1.Secret{}))
+	must(t, p.A.Client.Get(t.Context(), client.ObjectKey{Namespace: name, Name: "theirs"}, &corev1.Secret{}))
 }

@@ -1,0 +1,87 @@
+package peering
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"math/rand/v2"
+	"testing/synctest"
+)
+
+// What is only shown goes by the API server's clock, and never by a moment after the question. What is done
+// because nobody is at work needs both clocks to say so.
+func TestALeaseIsOverForWhoeverActsWhenBothClocksSaySo(t *testing.T) {
+	for _, tc := range []struct {
+		name         string
+		ago, took    time.Duration // by our clock: the renewal before the question, and the answer
+		low          time.Duration // of the API server's clock, how far it is ahead at least
+		unknown      bool
+		sharp, acted bool // it is held
+	}{
+		{"renewed just now", time.Second, 0, 0, false, true, true},
+		{"the answer took its time", 16 * time.Second, 5 * time.Second, 0, false, true, true},
+		{"over", 18 * time.Second, 0, 0, false, false, true},
+		{"over for half a minute", 46 * time.Second, 0, 0, false, false, false},
+		{"over for half a minute, and no answer has a time", 46 * time.Second, 0, 0, true, false, false},
+		{"over, and no answer has a time", 18 * time.Second, 0, 0, true, true, true},
+		{"a proxy whose clock is an hour ahead", time.Second, 0, time.Hour, false, false, true},
+		{"our clock is an hour ahead", time.Hour, 0, -time.Hour, false, true, true},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				for sharp, want := range map[bool]bool{true: tc.sharp, false: tc.acted} {
+					at := metav1.NewTime(time.Now().Add(-tc.ago))
+					lease := coordinationv1.Lease{Spec: coordinationv1.LeaseSpec{HolderIdentity: new("m"), LeaseDurationSeconds: new(int32(15)), RenewTime: &metav1.MicroTime{Time: at.Time}}}
+					lease.ManagedFields = []metav1.ManagedFieldsEntry{{Time: &at, FieldsV1: metav1.NewFieldsV1(`{"f:spec":{"f:renewTime":{}}}`)}}
+					c := &Cluster{Client: leaseAfter{lease: lease, took: tc.took}, clock: &serverClock{known: !tc.unknown, low: tc.low, high: tc.low + time.Second}}
+					h, err := HolderOf(t.Context(), c, managerLease, sharp)
+					must(t, err)
+					if (h.Name != "") != want {
+						t.Errorf("sharp %v: %+v; want it held: %v", sharp, h, want)
+					}
+				}
+			})
+		})
+	}
+}
+
+// leaseAfter is a client that gets one Lease, after a while.
+type leaseAfter struct {
+	client.Client
+	lease coordinationv1.Lease
+	took  time.Duration
+}
+
+func (l leaseAfter) Get(_ context.Context, _ client.ObjectKey, o client.Object, _ ...client.GetOption) error {
+	time.Sleep(l.took)
+	l.lease.DeepCopyInto(o.(*coordinationv1.Lease))
+	return nil
+}
+
+// Whatever the two clocks show, each answer narrows their difference, and one that contradicts the others
+// is of a clock that was set.
+func TestTheAPIServersTimeIsLearntFromItsAnswers(t *testing.T) {
+	rng := rand.New(rand.NewPCG(1, 2))
+	base := time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
+	var c serverClock
+	if _, known := c.ahead(); known {
+		t.Error("known before an answer")
+	}
+	for _, ahead := range []time.Duration{0, 300 * time.Millisecond, -time.Hour, 10*time.Second + 999*time.Millisecond} {
+		for i := range 200 {
+			sent := base.Add(time.Duration(rng.Int64N(int64(time.Minute))))
+			answered := sent.Add(time.Duration(rng.Int64N(int64(2 * time.Second))))
+			received := answered.Add(time.Duration(rng.Int64N(int64(2 * time.Second))))
+			c.heard(answered.Add(ahead).Truncate(time.Second), sent, received)
+			got, known := c.ahead()
+			if off := (got - ahead).Abs(); !known || off > 5*time.Second || i > 100 && off > time.Second || got.Abs() > ahead.Abs() {
+				t.Fatalf("after %d answers: %v ahead (known: %v), it is %v", i+1, got, known, ahead)
+			}
+		}
+	}
+}
