@@ -19,6 +19,7 @@ import (
 	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
 
 	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/kubeerr"
 )
 
 // A need is something that a component has to be allowed.
@@ -123,7 +124,7 @@ func rightsHop(ctx context.Context, c *Cluster) (hop *health.Hop, lacking []stri
 		errs[i] = c.Client.Create(ctx, review)
 		denied[i] = errs[i] == nil && !review.Status.Allowed
 	}
-	if ask(0); forbidden(errs[0]) {
+	if ask(0); kubeerr.Forbidden(errs[0]) {
 		return nil, nil, nil
 	}
 	var group sync.WaitGroup

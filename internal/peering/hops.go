@@ -34,7 +34,7 @@ func clusterHops(ctx context.Context, c *Cluster) (hops []health.Hop, manager, g
 	}
 	now, _ := c.Now()
 	found, unlisted := components(ctx, c, now)
-	mayNot := forbidden(unlisted)
+	mayNot := kubeerr.Forbidden(unlisted)
 	if unlisted != nil && !mayNot {
 		return nil, manager, gateway, c.Explain("Pods in "+c.Namespace, unlisted)
 	}
@@ -93,12 +93,12 @@ func nodeHops(ctx context.Context, c *Cluster, found health.Components) ([]healt
 	var nodes corev1.NodeList
 	var sets appsv1.DaemonSetList
 	switch err := c.Client.List(ctx, &nodes); {
-	case forbidden(err):
+	case kubeerr.Forbidden(err):
 		return []health.Hop{{Cluster: c.String(), Name: health.HopAgents, Source: source, State: health.Unknown, Text: "you may not list Nodes"}}, nil
 	case err != nil:
 		return nil, c.Explain("Nodes", err)
 	}
-	if err := c.Client.List(ctx, &sets, client.InNamespace(c.Namespace)); err != nil && !forbidden(err) {
+	if err := c.Client.List(ctx, &sets, client.InNamespace(c.Namespace)); err != nil && !kubeerr.Forbidden(err) {
 		return nil, c.Explain("DaemonSets in "+c.Namespace, err)
 	}
 	hops := health.AgentHops(c.String(), source, found, health.AgentsOf(nodes.Items, found, sets.Items))

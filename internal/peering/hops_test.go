@@ -18,6 +18,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/kubeerr"
 )
 
 // named is a Peering with these conditions, as in conditions.
@@ -173,7 +174,7 @@ func TestForbiddenMeansThatNothingElseIsWrong(t *testing.T) {
 		err  error
 		want bool
 	}{{nil, false}, {no, true}, {errors.Join(no, no), true}, {errors.Join(no, errors.New("x")), false}, {errors.New("x"), false}, {fmt.Errorf("x: %w", no), true}} {
-		if got := forbidden(tc.err); got != tc.want {
+		if got := kubeerr.Forbidden(tc.err); got != tc.want {
 			t.Errorf("%v: %v", tc.err, got)
 		}
 	}

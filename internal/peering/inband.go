@@ -13,6 +13,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/health"
 	"github.com/isthmus-net/isthmus/internal/netconfig"
 )
 
@@ -77,7 +78,7 @@ func (s *side) setInBand(ctx context.Context, on bool) (string, error) {
 // told reports whether our manager has reached the peer's API server, and our NetworkConfig is there. Ready does not
 // wait for that once traffic flows.
 func (s *side) told(p *isthmus.Peering) bool {
-	return isTrue(p, isthmus.ConditionIdentity) && isTrue(p, isthmus.ConditionPublished)
+	return health.IsTrue(p, isthmus.ConditionIdentity) && health.IsTrue(p, isthmus.ConditionPublished)
 }
 
 // carry does once what our manager does as soon as there is a tunnel: our NetworkConfig goes to the peer, and the peer's

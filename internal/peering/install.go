@@ -22,6 +22,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/chart"
+	"github.com/isthmus-net/isthmus/internal/kubeerr"
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
@@ -185,7 +186,7 @@ func prune(ctx context.Context, c *Cluster, o InstallOptions, chosen, found char
 		}
 		have, err := c.Get(ctx, u.GroupVersionKind(), u.GetNamespace(), u.GetName())
 		switch {
-		case forbidden(err):
+		case kubeerr.Forbidden(err):
 			unseen = append(unseen, Describe(u))
 		case err != nil:
 			return err

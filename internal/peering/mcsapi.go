@@ -21,6 +21,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/chart"
 	"github.com/isthmus-net/isthmus/internal/corefile"
+	"github.com/isthmus-net/isthmus/internal/kubeerr"
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
@@ -200,7 +201,7 @@ func UnnameServices(ctx context.Context, c *Cluster, keepDefinitions bool, repor
 	for _, u := range append(rights, definitions...) {
 		have, err := c.Get(ctx, u.GroupVersionKind(), "", u.GetName())
 		switch {
-		case forbidden(err): // one who may not read it has not made it
+		case kubeerr.Forbidden(err): // one who may not read it has not made it
 		case err != nil:
 			return err
 		case have != nil && have.GetDeletionTimestamp() == nil && appliedByUs(have):

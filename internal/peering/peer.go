@@ -293,7 +293,7 @@ func (w *waiter) look(ctx context.Context, i int, s *side, quiet bool) bool {
 	}
 	w.trial[i], s.peering = nil, p
 	for _, t := range health.Steps {
-		if !isTrue(p, t) {
+		if !health.IsTrue(p, t) {
 			delete(w.told[i], t) // it may become true again
 			continue
 		}
@@ -302,7 +302,7 @@ func (w *waiter) look(ctx context.Context, i int, s *side, quiet bool) bool {
 		}
 		w.told[i][t] = true
 	}
-	return isTrue(p, w.goal) && remapped(p) && (!s.inBand || s.told(p))
+	return health.IsTrue(p, w.goal) && remapped(p) && (!s.inBand || s.told(p))
 }
 
 // tell says in a sentence what has become true on side s.
@@ -346,7 +346,7 @@ func (w *waiter) missing(timeout time.Duration) error {
 		errs[0] = fmt.Errorf("%w: not peered within %v", ErrNotReady, timeout)
 	}
 	for i, s := range w.sides {
-		c := FirstProblem(s.peering)
+		c := health.FirstProblem(s.peering)
 		if id := meta.FindStatusCondition(s.peering.Status.Conditions, isthmus.ConditionIdentity); c == nil && s.inBand && !s.told(s.peering) {
 			c = id
 		}
@@ -356,7 +356,7 @@ func (w *waiter) missing(timeout time.Duration) error {
 		case s.uncarried != nil:
 			errs = append(errs, s.uncarried)
 		case c != nil:
-			errs = append(errs, fmt.Errorf("%s: %s", s.Cluster, problem(c)))
+			errs = append(errs, fmt.Errorf("%s: %s", s.Cluster, health.Sentence(c)))
 		}
 	}
 	return errors.Join(errs...)

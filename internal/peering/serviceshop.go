@@ -25,6 +25,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/corefile"
+	"github.com/isthmus-net/isthmus/internal/kubeerr"
 	"github.com/isthmus-net/isthmus/internal/podport"
 )
 
@@ -212,7 +213,7 @@ func (s *ServiceCounts) problems() (all []string) {
 func importedServices(ctx context.Context, c *Cluster) (map[string]*ServiceCounts, error) {
 	var list isthmus.PeerServicesList
 	switch err := c.Client.List(ctx, &list); {
-	case forbidden(err), meta.IsNoMatchError(err):
+	case kubeerr.Forbidden(err), meta.IsNoMatchError(err):
 		return nil, nil
 	case err != nil:
 		return nil, c.Explain("PeerServices", err)

@@ -143,7 +143,7 @@ func (s *Status) doubt() {
 
 func rowOf(p *isthmus.Peering) Row {
 	s := Row{
-		Name: p.Name, Cluster: p.Spec.Cluster, Ready: isTrue(p, isthmus.ConditionReady), Status: metav1.ConditionUnknown, Reason: isthmus.ReasonUnknown,
+		Name: p.Name, Cluster: p.Spec.Cluster, Ready: health.IsTrue(p, isthmus.ConditionReady), Status: metav1.ConditionUnknown, Reason: isthmus.ReasonUnknown,
 		Deleting: !p.DeletionTimestamp.IsZero(), Namespace: p.Spec.TenantNamespace.Local, Local: p.Status.Local, Remote: p.Status.Remote,
 		Endpoint: p.Status.Endpoint, Latency: p.Status.Latency, PostQuantum: p.Status.PostQuantum, Keys: p.Status.Keys, Conditions: p.Status.Conditions,
 	}
@@ -154,11 +154,11 @@ func rowOf(p *isthmus.Peering) Row {
 	}
 	for i := range p.Status.Conditions {
 		if c := &p.Status.Conditions[i]; s.Ready && c.Type != isthmus.ConditionReady && (c.Status == metav1.ConditionFalse || isthmus.Limited(c)) {
-			s.Problems = append(s.Problems, problem(c))
+			s.Problems = append(s.Problems, health.Sentence(c))
 		}
 	}
-	for _, c := range Problems(p) {
-		s.Problems = append(s.Problems, problem(&c))
+	for _, c := range health.Problems(p) {
+		s.Problems = append(s.Problems, health.Sentence(&c))
 	}
 	if len(s.Problems) > 0 {
 		s.Problem = s.Problems[0]

@@ -49,8 +49,8 @@ func TestTheFirstProblemIsTheOneToActOn(t *testing.T) {
 	} {
 		p := &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Generation: tc.generation}, Status: isthmus.PeeringStatus{Conditions: tc.conditions}}
 		got := ""
-		if c := FirstProblem(p); c != nil {
-			got = problem(c)
+		if c := health.FirstProblem(p); c != nil {
+			got = health.Sentence(c)
 		}
 		if got != tc.want {
 			t.Errorf("%s: %q, want %q", tc.name, got, tc.want)

@@ -13,6 +13,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/health"
+	"github.com/isthmus-net/isthmus/internal/kubeerr"
 	"github.com/isthmus-net/isthmus/internal/safetext"
 	"github.com/isthmus-net/isthmus/natengine"
 )
@@ -65,7 +66,7 @@ func NodeHop(ctx context.Context, c *Cluster, node string) (health.Hop, error) {
 func VacantHop(ctx context.Context, c *Cluster, addr netip.Addr) (hop health.Hop, is bool, err error) {
 	var nodes corev1.NodeList
 	switch err := c.Client.List(ctx, &nodes); {
-	case forbidden(err): // then it is taken for another machine's, as any address without a Pod
+	case kubeerr.Forbidden(err): // then it is taken for another machine's, as any address without a Pod
 		return hop, false, nil
 	case err != nil:
 		return hop, false, c.Explain("Nodes", err)

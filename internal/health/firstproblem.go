@@ -1,4 +1,4 @@
-package peering
+package health
 
 import (
 	"fmt"
@@ -9,12 +9,11 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
-	"github.com/isthmus-net/isthmus/internal/health"
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// isTrue reports whether a condition is true of the Peering as it is now.
-func isTrue(p *isthmus.Peering, t string) bool {
+// IsTrue reports whether a condition is true of the Peering as it is now.
+func IsTrue(p *isthmus.Peering, t string) bool {
 	c := meta.FindStatusCondition(p.Status.Conditions, t)
 	return c != nil && c.Status == metav1.ConditionTrue && max(c.ObservedGeneration, p.Status.ObservedGeneration) >= p.Generation
 }
@@ -22,7 +21,7 @@ func isTrue(p *isthmus.Peering, t string) bool {
 // FirstProblem returns the first condition, in the order in which they become true, that is not
 // true; nil when the Peering is ready.
 func FirstProblem(p *isthmus.Peering) *metav1.Condition {
-	if isTrue(p, isthmus.ConditionReady) {
+	if IsTrue(p, isthmus.ConditionReady) {
 		return nil
 	}
 	unseen := &metav1.Condition{Type: isthmus.ConditionReady, Status: metav1.ConditionUnknown, Reason: isthmus.ReasonUnknown,
@@ -32,9 +31,9 @@ func FirstProblem(p *isthmus.Peering) *metav1.Condition {
 		unseen.Message += ", as it is now"
 		return unseen
 	}
-	for _, t := range append(health.Steps[:len(health.Steps):len(health.Steps)], isthmus.ConditionReady) {
+	for _, t := range append(Steps[:len(Steps):len(Steps)], isthmus.ConditionReady) {
 		c := meta.FindStatusCondition(p.Status.Conditions, t)
-		if c == nil || isTrue(p, t) {
+		if c == nil || IsTrue(p, t) {
 			continue
 		}
 		// One of the first may be unknown where Ready knows better: while being deleted, or in
@@ -58,7 +57,7 @@ func Problems(p *isthmus.Peering) (all []metav1.Condition) {
 	if first.Type == isthmus.ConditionReady {
 		return all
 	}
-	for _, t := range health.Steps {
+	for _, t := range Steps {
 		c := meta.FindStatusCondition(p.Status.Conditions, t)
 		if c != nil && c.Type != first.Type && c.Status == metav1.ConditionFalse && !slices.Contains(isthmus.WaitReasons, c.Reason) {
 			all = append(all, *c)
@@ -67,8 +66,8 @@ func Problems(p *isthmus.Peering) (all []metav1.Condition) {
 	return all
 }
 
-// problem is a condition as a sentence; its message may come from the peer.
-func problem(c *metav1.Condition) string {
+// Sentence is a condition as a sentence; its message may come from the peer.
+func Sentence(c *metav1.Condition) string {
 	text := fmt.Sprintf("%s is %s (%s)", safetext.Of(c.Type), c.Status, safetext.Of(c.Reason))
 	if c.Message != "" {
 		text += ": " + safetext.Cut(c.Message, safetext.Message)
