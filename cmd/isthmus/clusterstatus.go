@@ -4,6 +4,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/isthmus-net/isthmus/internal/cli"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/peering"
 )
 
@@ -20,10 +21,10 @@ func aboutCluster(cmd *cobra.Command) bool {
 			return true
 		}
 	}
-	return peering.HasKubeconfig()
+	return cluster.HasKubeconfig()
 }
 
-func clusterStatus(cmd *cobra.Command, access peering.Access, output cli.Output) error {
+func clusterStatus(cmd *cobra.Command, access cluster.Access, output cli.Output) error {
 	c, err := connect(access)
 	if err != nil {
 		return err

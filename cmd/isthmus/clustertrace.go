@@ -11,6 +11,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/gateway"
 	"github.com/isthmus-net/isthmus/internal/cli"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/health"
 	"github.com/isthmus-net/isthmus/internal/peering"
 	"github.com/isthmus-net/isthmus/internal/safetext"
@@ -45,10 +46,10 @@ type wayHop struct {
 type clusterTrace struct {
 	ctx           context.Context
 	query         gateway.TraceQuery // without addresses
-	local, remote *peering.Cluster   // remote: nil where it is not asked
+	local, remote *cluster.Cluster   // remote: nil where it is not asked
 }
 
-func (t *clusterTrace) run(cmd *cobra.Command, local, remote peering.Access, src, dst string, output cli.Output) (err error) {
+func (t *clusterTrace) run(cmd *cobra.Command, local, remote cluster.Access, src, dst string, output cli.Output) (err error) {
 	if t.local, err = connect(local); err != nil {
 		return err
 	}
@@ -57,7 +58,7 @@ func (t *clusterTrace) run(cmd *cobra.Command, local, remote peering.Access, src
 			return err
 		}
 	}
-	for _, c := range []*peering.Cluster{t.local, t.remote} {
+	for _, c := range []*cluster.Cluster{t.local, t.remote} {
 		if c != nil {
 			if err := c.Identify(t.ctx); err != nil {
 				return clusterError(err)
@@ -109,7 +110,7 @@ func (t *clusterTrace) ways(src, dst string) ([]way, error) {
 }
 
 // end is an end of the way in the cluster that it is in.
-func (t *clusterTrace) end(c *peering.Cluster, name string) (peering.Place, error) {
+func (t *clusterTrace) end(c *cluster.Cluster, name string) (peering.Place, error) {
 	if !strings.Contains(name, "/") {
 		at, err := gateway.ParseTraceAddr(name)
 		if err != nil {
@@ -170,7 +171,7 @@ func (t *clusterTrace) out(from, to peering.Place) (w way, there *gateway.TraceS
 }
 
 // arrive follows a packet that another gateway has sent into a cluster, to a Pod's node.
-func (t *clusterTrace) arrive(w *way, c *peering.Cluster, sent *gateway.TraceStep) (*gateway.TraceStep, error) {
+func (t *clusterTrace) arrive(w *way, c *cluster.Cluster, sent *gateway.TraceStep) (*gateway.TraceStep, error) {
 	src, dst, err := after(sent)
 	if err != nil {
 		return nil, err
@@ -268,7 +269,7 @@ func after(s *gateway.TraceStep) (src, dst netip.AddrPort, err error) {
 }
 
 // engineStep asks an engine with the rules of a cluster's objects.
-func (t *clusterTrace) engineStep(c *peering.Cluster, direction string, src, dst netip.AddrPort) (*gateway.TraceStep, error) {
+func (t *clusterTrace) engineStep(c *cluster.Cluster, direction string, src, dst netip.AddrPort) (*gateway.TraceStep, error) {
 	gw, _, err := kube.GatewayOf(t.ctx, c.Client, c.Config.Host, c.Identity)
 	if err != nil {
 		return nil, fmt.Errorf("%s: rules of the gateway: %w", c, err)
@@ -283,7 +284,7 @@ func (t *clusterTrace) engineStep(c *peering.Cluster, direction string, src, dst
 }
 
 // engine adds to a way what the gateway of a cluster does; nil where it drops the packet.
-func (t *clusterTrace) engine(w *way, c *peering.Cluster, direction string, src, dst netip.AddrPort) (*gateway.TraceStep, error) {
+func (t *clusterTrace) engine(w *way, c *cluster.Cluster, direction string, src, dst netip.AddrPort) (*gateway.TraceStep, error) {
 	step, err := t.engineStep(c, direction, src, dst)
 	if err != nil {
 		return nil, err
@@ -387,12 +388,12 @@ func printWays(out io.Writer, ways []way) error {
 
 // completePlace completes Pods: of this cluster for SRC, and of the other one for DST where that is
 // asked.
-func completePlace(cmd *cobra.Command, local, remote *peering.Access, args []string, begin string) ([]string, cobra.ShellCompDirective) {
+func completePlace(cmd *cobra.Command, local, remote *cluster.Access, args []string, begin string) ([]string, cobra.ShellCompDirective) {
 	access := *local
 	if len(args) == 1 && otherCluster(local, remote) {
 		access = *remote
 	}
-	c, err := peering.Connect(access)
+	c, err := cluster.Connect(access)
 	if err != nil {
 		return nil, cobra.ShellCompDirectiveNoFileComp
 	}

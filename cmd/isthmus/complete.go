@@ -7,7 +7,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/isthmus-net/isthmus/internal/peering"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
 // completionTime is how long a shell waits for the API server before it completes nothing.
@@ -25,27 +25,27 @@ func words(all []string, begin string) ([]string, cobra.ShellCompDirective) {
 }
 
 // completeAccess completes the flags that addAccessFlags has added.
-func completeAccess(cmd *cobra.Command, a *peering.Access, prefix string) {
+func completeAccess(cmd *cobra.Command, a *cluster.Access, prefix string) {
 	contexts := func(cmd *cobra.Command, _ []string, begin string) ([]string, cobra.ShellCompDirective) {
 		file := a.Kubeconfig
 		if file == "" && prefix != "" {
 			file, _ = cmd.Flags().GetString("kubeconfig") // that of this cluster counts for both
 		}
-		return words(peering.Contexts(file), begin)
+		return words(cluster.Contexts(file), begin)
 	}
 	_ = cmd.RegisterFlagCompletionFunc(prefix+"context", contexts) // fails for a flag that is not there
 }
 
 // completePeering completes the name of a Peering or of a peer.
-func completePeering(a *peering.Access) cobra.CompletionFunc {
+func completePeering(a *cluster.Access) cobra.CompletionFunc {
 	return func(cmd *cobra.Command, args []string, begin string) ([]string, cobra.ShellCompDirective) {
-		c, err := peering.Connect(*a)
+		c, err := cluster.Connect(*a)
 		if len(args) > 0 || err != nil {
 			return nil, cobra.ShellCompDirectiveNoFileComp
 		}
 		ctx, cancel := context.WithTimeout(cmd.Context(), completionTime)
 		defer cancel()
-		names, err := peering.Names(ctx, c)
+		names, err := cluster.Names(ctx, c)
 		if err != nil {
 			return nil, cobra.ShellCompDirectiveNoFileComp
 		}

@@ -6,11 +6,12 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/isthmus-net/isthmus/internal/cli"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/peering"
 )
 
 func newDiagnoseCommand() *cobra.Command {
-	var local, remote peering.Access
+	var local, remote cluster.Access
 	var output cli.Output
 	cmd := &cobra.Command{
 		Use:   "diagnose [PEER]",
@@ -38,7 +39,7 @@ reached, the diagnosis of this one is printed first.`,
 			if err != nil {
 				return err
 			}
-			var b *peering.Cluster
+			var b *cluster.Cluster
 			if otherCluster(&local, &remote) {
 				if b, err = connect(remote); err != nil {
 					return err

@@ -11,13 +11,13 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/isthmus-net/isthmus/internal/cli"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/gather"
-	"github.com/isthmus-net/isthmus/internal/peering"
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
 func newGatherCommand() *cobra.Command {
-	var access peering.Access
+	var access cluster.Access
 	var name string
 	o := gather.Options{Version: cli.Version()}
 	cmd := &cobra.Command{

@@ -19,11 +19,12 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/chart"
 	"github.com/isthmus-net/isthmus/internal/cli"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/peering"
 )
 
 func newInstallCommand() *cobra.Command {
-	var access peering.Access
+	var access cluster.Access
 	var o peering.InstallOptions
 	var f installFlags
 	var show, showValues, configureDNS bool
@@ -192,7 +193,7 @@ func (f *installFlags) values(cmd *cobra.Command) (chart.Values, error) {
 
 // addAccessFlags adds the flags that say which cluster is meant, as kubectl has them; prefix
 // "remote-" is for the other one.
-func addAccessFlags(cmd *cobra.Command, a *peering.Access, prefix, of string) {
+func addAccessFlags(cmd *cobra.Command, a *cluster.Access, prefix, of string) {
 	flags := cmd.Flags()
 	flags.StringVar(&a.Kubeconfig, prefix+"kubeconfig", "", "kubeconfig file"+of+" (default $KUBECONFIG or ~/.kube/config)")
 	flags.StringVar(&a.Context, prefix+"context", "", "context"+of+" in the kubeconfig (default the current one)")
@@ -234,7 +235,7 @@ func (d *requestTimeout) Set(text string) error {
 
 // otherCluster completes what was said of the other cluster by what holds for both, and reports
 // whether it was named.
-func otherCluster(local, remote *peering.Access) bool {
+func otherCluster(local, remote *cluster.Access) bool {
 	named := remote.Context != "" || remote.Kubeconfig != ""
 	if named && remote.Kubeconfig == "" {
 		remote.Kubeconfig = local.Kubeconfig
@@ -245,9 +246,9 @@ func otherCluster(local, remote *peering.Access) bool {
 	return named
 }
 
-func connect(a peering.Access) (*peering.Cluster, error) {
+func connect(a cluster.Access) (*cluster.Cluster, error) {
 	klog.SetLogger(logr.Discard()) // what the libraries say of a server that does not answer, our error says too
-	c, err := peering.Connect(a)
+	c, err := cluster.Connect(a)
 	if err != nil {
 		return nil, cli.Unreachable(err)
 	}
@@ -256,7 +257,7 @@ func connect(a peering.Access) (*peering.Cluster, error) {
 
 // clusterError gives an error its exit code.
 func clusterError(err error) error {
-	if errors.Is(err, peering.ErrUnreachable) && !errors.Is(err, peering.ErrNotReady) {
+	if errors.Is(err, cluster.ErrUnreachable) && !errors.Is(err, cluster.ErrNotReady) {
 		return cli.Unreachable(err)
 	}
 	return err

@@ -9,11 +9,12 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/isthmus-net/isthmus/internal/cli"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/peering"
 )
 
 func newPeerCommand() *cobra.Command {
-	var local, remote peering.Access
+	var local, remote cluster.Access
 	var o peering.PeerOptions
 	var output cli.Output
 	var chosen claimFlags
@@ -110,7 +111,7 @@ consent; what is missing on which side is said.`,
 }
 
 // join peers two clusters. result gets the Peerings.
-func join(cmd *cobra.Command, a *peering.Cluster, remote peering.Access, o peering.PeerOptions, result map[string]any) error {
+func join(cmd *cobra.Command, a *cluster.Cluster, remote cluster.Access, o peering.PeerOptions, result map[string]any) error {
 	b, err := connect(remote)
 	if err != nil {
 		return err
@@ -133,7 +134,7 @@ func aboutOne(cmd *cobra.Command, name string) error {
 }
 
 // review looks at the Peering of that name. result gets it.
-func review(cmd *cobra.Command, a *peering.Cluster, name string, o peering.PeerOptions, result map[string]any) error {
+func review(cmd *cobra.Command, a *cluster.Cluster, name string, o peering.PeerOptions, result map[string]any) error {
 	p, err := peering.Review(cmd.Context(), a, name, o)
 	if p != nil {
 		result["local"] = p

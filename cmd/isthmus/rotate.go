@@ -4,11 +4,12 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/isthmus-net/isthmus/internal/cli"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/peering"
 )
 
 func newRotateKeyCommand() *cobra.Command {
-	var access peering.Access
+	var access cluster.Access
 	var o peering.RotateOptions
 	cmd := &cobra.Command{
 		Use:   "rotate-key [--context A]",

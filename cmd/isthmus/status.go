@@ -19,7 +19,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/gateway"
 	"github.com/isthmus-net/isthmus/internal/cli"
-	"github.com/isthmus-net/isthmus/internal/peering"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/source/file"
 )
 
@@ -27,7 +27,7 @@ func newStatusCommand() *cobra.Command {
 	var address string
 	var output cli.Output
 	var flows int
-	var access peering.Access
+	var access cluster.Access
 	cmd := &cobra.Command{
 		Use:   "status",
 		Short: "Show the peerings of a cluster, or the peers of the gateway on this machine",

@@ -11,14 +11,14 @@ import (
 
 	"github.com/isthmus-net/isthmus/gateway"
 	"github.com/isthmus-net/isthmus/internal/cli"
-	"github.com/isthmus-net/isthmus/internal/peering"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/source/file"
 )
 
 func newTraceCommand() *cobra.Command {
 	var address, dir, direction string
 	var output cli.Output
-	var local, remote peering.Access
+	var local, remote cluster.Access
 	cmd := &cobra.Command{
 		Use:   "trace SRC[:PORT] DST[:PORT] [tcp|udp|icmp]",
 		Short: "Say what would happen to a packet",

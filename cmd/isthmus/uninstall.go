@@ -6,11 +6,12 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/isthmus-net/isthmus/internal/cli"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/peering"
 )
 
 func newUninstallCommand() *cobra.Command {
-	var access peering.Access
+	var access cluster.Access
 	var o peering.UninstallOptions
 	cmd := &cobra.Command{
 		Use:   "uninstall",

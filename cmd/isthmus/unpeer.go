@@ -6,11 +6,12 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/isthmus-net/isthmus/internal/cli"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/peering"
 )
 
 func newUnpeerCommand() *cobra.Command {
-	var local, remote peering.Access
+	var local, remote cluster.Access
 	var o peering.UnpeerOptions
 	cmd := &cobra.Command{
 		Use:   "unpeer --context A {--remote-context B | NAME}",
@@ -46,7 +47,7 @@ cluster gets them.`,
 			if err != nil {
 				return err
 			}
-			var b *peering.Cluster
+			var b *cluster.Cluster
 			if both {
 				if b, err = connect(remote); err != nil {
 					return err

@@ -10,12 +10,12 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/isthmus-net/isthmus/internal/cli"
-	"github.com/isthmus-net/isthmus/internal/peering"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/verify"
 )
 
 func newVerifyCommand() *cobra.Command {
-	var local, remote peering.Access
+	var local, remote cluster.Access
 	var o verify.Options
 	var output cli.Output
 	var only []string
@@ -146,7 +146,7 @@ func printReport(cmd *cobra.Command, r *verify.Report, output cli.Output) error 
 // watchLoss shows a line that changes on a terminal, and one every ten seconds elsewhere; for
 // programs it shows that on standard error, and at the end what was counted. An interruption is how it
 // ends.
-func watchLoss(cmd *cobra.Command, a, b *peering.Cluster, o verify.Options, output cli.Output) error {
+func watchLoss(cmd *cobra.Command, a, b *cluster.Cluster, o verify.Options, output cli.Output) error {
 	out := cmd.OutOrStdout()
 	if output.ForPrograms() {
 		out = cmd.ErrOrStderr()

@@ -46,7 +46,7 @@ var Rules = []Rule{
 	{"pure packages read no clock", noClock("packet", "natengine", "fabric", "internal/kernel", "internal/health")},
 
 	{"Kubernetes clients stay in manager and internal/source/kube", onlyIn([]string{"k8s.io/client-go", "sigs.k8s.io/controller-runtime"},
-		inPackage("manager"), inPackage("internal/source/kube"), inPackage("internal/owncluster"), inPackage("internal/peering"), // and where clusters are joined,
+		inPackage("manager"), inPackage("internal/source/kube"), inPackage("internal/owncluster"), inPackage("internal/peering"), inPackage("internal/cluster"), inPackage("internal/clustertest"), // and where clusters are joined,
 		inPackage("internal/gather"), inPackage("internal/podport"), inPackage("internal/verify"), // and looked into,
 		inPackage("internal/kubetest"), inPackage("internal/fleet"), inPackage("internal/kubenodes"), inPackage("internal/demo"), // made, shown
 		inPackage("benchmarks"),          // and measured,
@@ -71,13 +71,16 @@ var layers = map[string]int{
 	"fabric":            2,
 	"internal/kubetest": 2, // runs API servers, and makes clients of them
 	"internal/source":   3,
-	"internal/peering":  3,
+	"internal/cluster":  3, // one cluster, as its operators reach it
+	"internal/peering":  4,
 	"internal/lab":      3, // makes clusters and writes their configuration; runs the binary, does not import it
 	"gateway":           3,
 	"routeagent":        3,
 	"manager":           3,
-	"cmd":               4,
-	"benchmarks":        4,
+	"internal/verify":   7,
+	"internal/gather":   7,
+	"cmd":               8,
+	"benchmarks":        8,
 }
 
 func downwards(f File) string {

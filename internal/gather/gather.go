@@ -33,6 +33,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/peering"
 	"github.com/isthmus-net/isthmus/internal/podport"
 	"github.com/isthmus-net/isthmus/internal/postquantum"
@@ -65,7 +66,7 @@ type Missing struct{ What, Why string }
 // gathering is one run.
 type gathering struct {
 	Options
-	cluster *peering.Cluster
+	cluster *cluster.Cluster
 	at      time.Time
 
 	mu      sync.Mutex
@@ -77,10 +78,10 @@ type gathering struct {
 // Write gathers from a cluster and writes the archive, a tar compressed with gzip. The error is
 // about the archive, or ctx: what cannot be read of the cluster is in what is returned, and in the
 // archive.
-func Write(ctx context.Context, c *peering.Cluster, w io.Writer, o Options) ([]Missing, error) {
+func Write(ctx context.Context, c *cluster.Cluster, w io.Writer, o Options) ([]Missing, error) {
 	g := &gathering{Options: o, cluster: c, at: time.Now().UTC(), files: map[string][]byte{}}
 	if err := c.Identify(ctx); err != nil {
-		if errors.Is(err, peering.ErrUnreachable) {
+		if errors.Is(err, cluster.ErrUnreachable) {
 			return nil, err
 		}
 		g.miss("identity of the cluster", err)

@@ -28,6 +28,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/chart"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/expect"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 	"github.com/isthmus-net/isthmus/internal/peering"
@@ -138,13 +139,13 @@ func TestAnArchiveHasWhatIsNeededAndNoSecret(t *testing.T) {
 	t.Cleanup(func() { server.Stop() })
 	file := filepath.Join(t.TempDir(), "kubeconfig")
 	must(t, server.WriteKubeconfig(file))
-	c, err := peering.Connect(peering.Access{Kubeconfig: file})
+	c, err := cluster.Connect(cluster.Access{Kubeconfig: file})
 	must(t, err)
 	must(t, peering.Install(t.Context(), c, peering.InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "paris", ClusterID: "paris-1"},
 		Values: chart.Values{"workloads": false}, Report: func(string) {}}))
 	p, secrets := plant(t, c.Client)
 
-	gathered := func(t *testing.T, c *peering.Cluster) map[string]string {
+	gathered := func(t *testing.T, c *cluster.Cluster) map[string]string {
 		t.Helper()
 		var archive bytes.Buffer
 		if _, err := Write(t.Context(), c, &archive, Options{Version: "v1", LogLines: 100, Report: func(string) {}}); err != nil {
@@ -203,7 +204,7 @@ func TestAnArchiveHasWhatIsNeededAndNoSecret(t *testing.T) {
 		}
 		limited := filepath.Join(t.TempDir(), "kubeconfig")
 		must(t, clientcmd.WriteToFile(*config, limited))
-		c, err := peering.Connect(peering.Access{Kubeconfig: limited})
+		c, err := cluster.Connect(cluster.Access{Kubeconfig: limited})
 		must(t, err)
 		// The password stands in an annotation of a ConfigMap, where only whoever reads the Secret can know it.
 		delete(secrets, "the password")
@@ -228,9 +229,9 @@ func TestAnUnreachableClusterIsAnError(t *testing.T) {
 	config.CurrentContext = "x"
 	file := filepath.Join(t.TempDir(), "kubeconfig")
 	must(t, clientcmd.WriteToFile(*config, file))
-	c, err := peering.Connect(peering.Access{Kubeconfig: file})
+	c, err := cluster.Connect(cluster.Access{Kubeconfig: file})
 	must(t, err)
-	if _, err := Write(t.Context(), c, io.Discard, Options{Report: func(string) {}}); !errors.Is(err, peering.ErrUnreachable) {
+	if _, err := Write(t.Context(), c, io.Discard, Options{Report: func(string) {}}); !errors.Is(err, cluster.ErrUnreachable) {
 		t.Errorf("%v", err)
 	}
 }

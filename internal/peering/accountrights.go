@@ -19,6 +19,7 @@ import (
 	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
 
 	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/kubeerr"
 )
 
@@ -111,7 +112,7 @@ const requestsAtOnce = 16
 
 // rightsHop asks the API server whether the components may do what they have to, and says who may
 // not; nil where the person may not ask that.
-func rightsHop(ctx context.Context, c *Cluster) (hop *health.Hop, lacking []string, err error) {
+func rightsHop(ctx context.Context, c *cluster.Cluster) (hop *health.Hop, lacking []string, err error) {
 	all, err := needs(c.Namespace)
 	if err != nil {
 		return nil, nil, err
@@ -156,7 +157,7 @@ func rightsHop(ctx context.Context, c *Cluster) (hop *health.Hop, lacking []stri
 }
 
 // giver is the command that gives the components their rights.
-func giver(c *Cluster, release string) string {
+func giver(c *cluster.Cluster, release string) string {
 	if release != "" {
 		return fmt.Sprintf("`helm upgrade %s` with this program's chart", safetext.Of(release))
 	}

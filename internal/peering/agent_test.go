@@ -15,16 +15,18 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/clustertest"
 )
 
 // agentOn is what the route agent on a node is to the API server.
-func agentOn(t *testing.T, c *Cluster, node string) (client.Client, *corev1.Node) {
+func agentOn(t *testing.T, c *cluster.Cluster, node string) (client.Client, *corev1.Node) {
 	t.Helper()
 	return podOn(t, c, node, deploy.RouteAgentServiceAccount)
 }
 
 // podOn is what a component's Pod on a node is to the API server: it has a token that is bound to it.
-func podOn(t *testing.T, c *Cluster, node, account string) (client.Client, *corev1.Node) {
+func podOn(t *testing.T, c *cluster.Cluster, node, account string) (client.Client, *corev1.Node) {
 	t.Helper()
 	n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: node}}
 	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: deploy.Namespace, Name: "pod-on-" + node}, Spec: corev1.PodSpec{
@@ -46,7 +48,7 @@ func podOn(t *testing.T, c *Cluster, node, account string) (client.Client, *core
 func TestAnAgentReportsItsOwnNodeAndNothingElse(t *testing.T) {
 	t.Parallel()
 	const home = deploy.Namespace
-	c := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.B})
+	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.B})
 	agent, node := agentOn(t, c, "reports-n1")
 	other, otherNode := agentOn(t, c, "reports-n2")
 	loose, err := client.New(accountConfig(t, c, home, deploy.RouteAgentServiceAccount), client.Options{Scheme: c.Client.Scheme(), Mapper: c.Client.RESTMapper()})
@@ -68,7 +70,7 @@ func TestAnAgentReportsItsOwnNodeAndNothingElse(t *testing.T) {
 		if good == nil && apierrors.IsForbidden(bad) {
 			break
 		}
-		if time.Since(begin) > Patient {
+		if time.Since(begin) > clustertest.Patient {
 			t.Fatalf("its own: %v; another one's: %v", good, bad)
 		}
 	}
@@ -113,7 +115,7 @@ func TestAnAgentReportsItsOwnNodeAndNothingElse(t *testing.T) {
 func TestAgentsAndGatewaysTellOfTheirOwnPodAndOfNothingElse(t *testing.T) {
 	t.Parallel()
 	const home = deploy.Namespace
-	c := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.B})
+	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.B})
 	_, _ = podOn(t, c, "tells-other", deploy.ManagerServiceAccount)
 	for _, account := range []string{deploy.RouteAgentServiceAccount, deploy.GatewayServiceAccount} {
 		own := "pod-on-tells-" + account
@@ -131,7 +133,7 @@ func TestAgentsAndGatewaysTellOfTheirOwnPodAndOfNothingElse(t *testing.T) {
 			if good == nil && apierrors.IsForbidden(bad) {
 				break
 			}
-			if time.Since(begin) > Patient {
+			if time.Since(begin) > clustertest.Patient {
 				t.Fatalf("%s: its own: %v; another one's: %v", account, good, bad)
 			}
 		}

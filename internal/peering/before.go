@@ -16,6 +16,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/chart"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
@@ -24,7 +25,7 @@ import (
 
 // valuesOfOlder returns what an installation that was made when nothing was remembered, or by kubectl, says
 // of itself; nil where there is none. The defaults instead would change where peers reach it.
-func valuesOfOlder(ctx context.Context, c *Cluster, o InstallOptions) (chart.Values, error) {
+func valuesOfOlder(ctx context.Context, c *cluster.Cluster, o InstallOptions) (chart.Values, error) {
 	var account corev1.ServiceAccount
 	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.ManagerServiceAccount}
 	if err := c.Client.Get(ctx, key, &account); err != nil {
@@ -94,7 +95,7 @@ func inARow(ports []corev1.ServicePort) (first int32, ok bool) {
 
 // notElsewhere keeps an installation from taking away the rights of one in another namespace: their
 // ClusterRoleBindings have the same names. One whose ServiceAccount is gone is no installation.
-func notElsewhere(ctx context.Context, c *Cluster) error {
+func notElsewhere(ctx context.Context, c *cluster.Cluster) error {
 	var binding rbacv1.ClusterRoleBinding
 	if err := c.Client.Get(ctx, client.ObjectKey{Name: deploy.ManagerServiceAccount}, &binding); err != nil {
 		return c.Explain("ClusterRoleBinding "+deploy.ManagerServiceAccount, client.IgnoreNotFound(err))
@@ -117,7 +118,7 @@ func notElsewhere(ctx context.Context, c *Cluster) error {
 }
 
 // inTheWay says what is there that what is to be applied cannot replace, or must not be beside.
-func inTheWay(ctx context.Context, c *Cluster, objects []*unstructured.Unstructured) error {
+func inTheWay(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unstructured) error {
 	workloads := false
 	for _, u := range objects {
 		switch u.GetKind() {
@@ -133,7 +134,7 @@ func inTheWay(ctx context.Context, c *Cluster, objects []*unstructured.Unstructu
 			want, _, _ := unstructured.NestedMap(u.Object, "spec", "selector")
 			if is, _, _ := unstructured.NestedMap(have.Object, "spec", "selector"); !reflect.DeepEqual(is, want) {
 				return fmt.Errorf("%s: %s was made by somebody else: its spec.selector is %v, ours %v, and none can be changed: delete it first, or leave the components to others by --without-workloads",
-					c, Describe(u), is, want)
+					c, cluster.Describe(u), is, want)
 			}
 		case "Service":
 			if u.GetLabels()[v1alpha1.LabelGateway] == "" {
@@ -184,7 +185,7 @@ func inTheWay(ctx context.Context, c *Cluster, objects []*unstructured.Unstructu
 
 // agentsFirst waits, before gateways leave the networks of their nodes, until each node has the new
 // agent: those of before let nothing through to the Pod of a gateway.
-func agentsFirst(ctx context.Context, c *Cluster, object *unstructured.Unstructured, objects []*unstructured.Unstructured, o InstallOptions) error {
+func agentsFirst(ctx context.Context, c *cluster.Cluster, object *unstructured.Unstructured, objects []*unstructured.Unstructured, o InstallOptions) error {
 	if object.GetKind() != "Deployment" || object.GetName() != deploy.GatewayServiceAccount || o.Wait == 0 || onHostNetwork(object) {
 		return nil
 	}
@@ -197,7 +198,7 @@ func agentsFirst(ctx context.Context, c *Cluster, object *unstructured.Unstructu
 }
 
 // keepLiqo refuses to install over a Liqo unless its definitions stay.
-func keepLiqo(c *Cluster, chosen chart.Values) error {
+func keepLiqo(c *cluster.Cluster, chosen chart.Values) error {
 	if chart.Get(chosen, "crds", "liqo") == false || chart.Get(chosen, "crds", "install") == false {
 		return nil
 	}
@@ -205,5 +206,5 @@ func keepLiqo(c *Cluster, chosen chart.Values) error {
 		return err
 	}
 	return fmt.Errorf("%s: %w: it has the kind %s of Liqo's and no Peerings, and the definitions of Isthmus would replace Liqo's. Nothing is changed. "+
-		"docs/liqo.md has the few objects that join a cluster with a Liqo; where Liqo's own networking is switched off, --set crds.liqo=false installs Isthmus beside it", c, ErrLiqo, foreignClusters)
+		"docs/liqo.md has the few objects that join a cluster with a Liqo; where Liqo's own networking is switched off, --set crds.liqo=false installs Isthmus beside it", c, cluster.ErrLiqo, cluster.ForeignClusters)
 }

@@ -24,6 +24,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
 // both does the same on two sides at once. It does not stop at the first error: a person wants to
@@ -38,7 +39,7 @@ func both(a, b *side, do func(*side) error) error {
 }
 
 // reachable refuses a URL of the API server that works only on this machine, unless the flag names it.
-func reachable(c *Cluster, flag string) error {
+func reachable(c *cluster.Cluster, flag string) error {
 	if c.ServerChosen {
 		return nil
 	}
@@ -142,15 +143,15 @@ func (s *side) present(ctx context.Context, o client.Object) error {
 	}
 	err = s.Client.Get(ctx, client.ObjectKeyFromObject(o), o)
 	if apierrors.IsNotFound(err) || meta.IsNoMatchError(err) {
-		return fmt.Errorf("%s: there is no %s, which bounds what peers write: run `isthmus install --context %s`", s.Cluster, Describe(u), s.Context)
+		return fmt.Errorf("%s: there is no %s, which bounds what peers write: run `isthmus install --context %s`", s.Cluster, cluster.Describe(u), s.Context)
 	}
-	return s.Explain(Describe(u), err)
+	return s.Explain(cluster.Describe(u), err)
 }
 
 func (s *side) checkManager(ctx context.Context, o PeerOptions) error {
 	deadline := time.Now().Add(o.Timeout)
 	for told := false; ; told = true {
-		h, err := HolderOf(ctx, s.Cluster, managerLease, false)
+		h, err := cluster.HolderOf(ctx, s.Cluster, cluster.ManagerLease, false)
 		switch {
 		case err != nil || h.Name != "":
 			return err
@@ -162,7 +163,7 @@ func (s *side) checkManager(ctx context.Context, o PeerOptions) error {
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
-		case <-time.After(pollInterval):
+		case <-time.After(cluster.PollInterval):
 		}
 	}
 }

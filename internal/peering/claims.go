@@ -16,6 +16,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
@@ -61,7 +62,7 @@ func (c Claims) none() bool { return len(c.Allowed) == 0 && c.AlwaysRemap == nil
 // Review shows what a cluster takes of what one of its peers claims, after it has done what a person
 // chose about that. name is that of the Peering or of the peer. The error is ErrConsent where a
 // claim waits for consent.
-func Review(ctx context.Context, c *Cluster, name string, o PeerOptions) (*isthmus.Peering, error) {
+func Review(ctx context.Context, c *cluster.Cluster, name string, o PeerOptions) (*isthmus.Peering, error) {
 	if err := c.Identify(ctx); err != nil {
 		return nil, err
 	}
@@ -69,7 +70,7 @@ func Review(ctx context.Context, c *Cluster, name string, o PeerOptions) (*isthm
 	if err != nil {
 		return nil, err
 	}
-	s := &side{Cluster: c, peer: &side{Cluster: &Cluster{Identity: p.Spec.Cluster}}, namespace: p.Spec.TenantNamespace.Local, peering: p, exists: true, claims: o.Claims}
+	s := &side{Cluster: c, peer: &side{Cluster: &cluster.Cluster{Identity: p.Spec.Cluster}}, namespace: p.Spec.TenantNamespace.Local, peering: p, exists: true, claims: o.Claims}
 	if err := s.checkConsent(ctx); err != nil {
 		return nil, err
 	}
@@ -91,7 +92,7 @@ func Review(ctx context.Context, c *Cluster, name string, o PeerOptions) (*isthm
 }
 
 // peeringNamed finds the Peering of that name, or for the cluster of that name or ID.
-func peeringNamed(ctx context.Context, c *Cluster, name string) (found *isthmus.Peering, err error) {
+func peeringNamed(ctx context.Context, c *cluster.Cluster, name string) (found *isthmus.Peering, err error) {
 	var list isthmus.PeeringList
 	if err := c.Client.List(ctx, &list); err != nil {
 		return nil, c.Explain("Peerings", err)
@@ -107,7 +108,7 @@ func peeringNamed(ctx context.Context, c *Cluster, name string) (found *isthmus.
 		found = p
 	}
 	if found == nil {
-		return nil, fmt.Errorf("%s: %w: no Peering is called %s or for a cluster of that name; `isthmus status` shows the names", c, ErrNoPeering, safetext.Of(name))
+		return nil, fmt.Errorf("%s: %w: no Peering is called %s or for a cluster of that name; `isthmus status` shows the names", c, cluster.ErrNoPeering, safetext.Of(name))
 	}
 	return found, nil
 }
@@ -200,7 +201,7 @@ func (s *side) setClaims(ctx context.Context) (string, error) {
 		if err != nil {
 			return err
 		}
-		return s.Client.Patch(ctx, s.peering, client.RawPatch(types.MergePatchType, patch), client.FieldOwner(FieldManager))
+		return s.Client.Patch(ctx, s.peering, client.RawPatch(types.MergePatchType, patch), client.FieldOwner(cluster.FieldManager))
 	})
 	if err != nil {
 		return "", s.Explain("spec.claims of Peering "+s.peering.Name, err)

@@ -12,17 +12,19 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/clustertest"
 )
 
 func TestConsentIsToTheClaimThatThePeerHasNow(t *testing.T) {
 	t.Parallel()
-	p := NewPair(t, "consent")
+	p := clustertest.NewPair(t, "consent")
 	must(t, peerUp(t, p))
 	p.Said()
 	claim := Claim{netip.MustParsePrefix("10.48.0.0/14"), netip.MustParsePrefix("10.60.0.0/20")}
 	agree := func(name string, c Claim) error {
 		t.Helper()
-		_, err := Review(t.Context(), p.A, name, PeerOptions{Timeout: Patient, Report: p.Report, Claims: Claims{Consent: &c}})
+		_, err := Review(t.Context(), p.A, name, PeerOptions{Timeout: clustertest.Patient, Report: p.Report, Claims: Claims{Consent: &c}})
 		return err
 	}
 	refused := func(err error, wants ...string) {
@@ -30,14 +32,14 @@ func TestConsentIsToTheClaimThatThePeerHasNow(t *testing.T) {
 		if err == nil {
 			t.Fatal("agreed")
 		}
-		Contains(t, err.Error(), wants...)
+		clustertest.Contains(t, err.Error(), wants...)
 		if peering := peeringOf(t, p); peering.Spec.Claims.Consent != nil || p.Said() != "" {
 			t.Errorf("refused, and yet there is %+v", peering.Spec.Claims.Consent)
 		}
 	}
 	refused(agree("nobody", claim), "consent-a: no such peering: no Peering is called nobody")
 	refused(agree("consent-b", claim), "consent-a: consent-b has no NetworkConfig in namespace "+p.B.Identity.TenantNamespace(), "claims nothing to agree to")
-	_, err := Peer(t.Context(), p.A, ConnectTo(t, Access{Kubeconfig: Kubeconfigs.B}), PeerOptions{Timeout: Patient, Report: p.Report, Claims: Claims{Consent: &claim}})
+	_, err := Peer(t.Context(), p.A, clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.B}), PeerOptions{Timeout: clustertest.Patient, Report: p.Report, Claims: Claims{Consent: &claim}})
 	refused(err, "there is no Peering with b yet, and no claim to agree to")
 
 	nc := &v1alpha1.NetworkConfig{
@@ -52,7 +54,7 @@ func TestConsentIsToTheClaimThatThePeerHasNow(t *testing.T) {
 
 	claim.External = netip.MustParsePrefix("10.61.0.0/20")
 	must(t, agree(p.B.Identity.UniqueName(), claim))
-	Contains(t, p.Said(), `spec.claims.consent is {"podCIDR":"10.48.0.0/14","externalCIDR":"10.61.0.0/20"}`, "consent-a takes the podCIDR of consent-b, 10.60.0.0/20, as it is")
+	clustertest.Contains(t, p.Said(), `spec.claims.consent is {"podCIDR":"10.48.0.0/14","externalCIDR":"10.61.0.0/20"}`, "consent-a takes the podCIDR of consent-b, 10.60.0.0/20, as it is")
 	before := peeringOf(t, p)
 	if before.Spec.Claims.Consent == nil || *before.Spec.Claims.Consent != (isthmus.Consent{PodCIDR: "10.48.0.0/14", ExternalCIDR: "10.61.0.0/20"}) {
 		t.Errorf("the Peering has %+v", before.Spec.Claims.Consent)
@@ -67,11 +69,11 @@ func TestConsentIsToTheClaimThatThePeerHasNow(t *testing.T) {
 	nc.Spec.PodCIDR = "10.48.0.0/13"
 	must(t, p.A.Client.Update(t.Context(), nc))
 	for begin := time.Now(); !errors.Is(err, ErrConsent); err = peerUp(t, p) { // the manager may be slower
-		if time.Since(begin) > Patient {
+		if time.Since(begin) > clustertest.Patient {
 			t.Fatalf("peer: %v", err)
 		}
 	}
-	Contains(t, err.Error(), "consent-a: consent is needed: ", "it asks for more", "(--context a")
+	clustertest.Contains(t, err.Error(), "consent-a: consent is needed: ", "it asks for more", "(--context a")
 	if _, err = Review(t.Context(), p.A, "consent-b", PeerOptions{Report: p.Report}); !errors.Is(err, ErrConsent) {
 		t.Errorf("review: %v", err)
 	}
@@ -81,7 +83,7 @@ func TestConsentIsToTheClaimThatThePeerHasNow(t *testing.T) {
 }
 
 // peeringOf is the Peering of a.
-func peeringOf(t *testing.T, p *Pair) *isthmus.Peering {
+func peeringOf(t *testing.T, p *clustertest.Pair) *isthmus.Peering {
 	t.Helper()
 	var peering isthmus.Peering
 	must(t, p.A.Client.Get(t.Context(), client.ObjectKey{Name: p.B.Identity.UniqueName()}, &peering))

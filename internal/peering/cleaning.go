@@ -16,6 +16,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
@@ -30,7 +31,7 @@ type cleaning struct {
 
 // howToClean finds out what cleaning needs while the DaemonSet is there, and remembers it. Where
 // components run elsewhere, there is nothing to be done by us, and it returns nil.
-func howToClean(ctx context.Context, c *Cluster, o UninstallOptions) (*cleaning, error) {
+func howToClean(ctx context.Context, c *cluster.Cluster, o UninstallOptions) (*cleaning, error) {
 	how := cleaning{Image: o.Image, StateDirectory: "/var/lib/isthmus"}
 	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.RouteAgentServiceAccount} // the DaemonSet has the same name
 	var agents appsv1.DaemonSet
@@ -85,7 +86,7 @@ func howToClean(ctx context.Context, c *Cluster, o UninstallOptions) (*cleaning,
 const labelCleans = "isthmus.net/cleans"
 
 // cleanNodes runs a Pod on each node that takes away what components made in its kernel.
-func cleanNodes(ctx context.Context, c *Cluster, how cleaning, o UninstallOptions) error {
+func cleanNodes(ctx context.Context, c *cluster.Cluster, how cleaning, o UninstallOptions) error {
 	if !o.BeforeHelm { // else we run in it
 		if err := untilNothing(ctx, c, o, func() (string, error) {
 			have, err := c.Get(ctx, corev1.SchemeGroupVersion.WithKind("Namespace"), "", c.Namespace)
@@ -97,7 +98,7 @@ func cleanNodes(ctx context.Context, c *Cluster, how cleaning, o UninstallOption
 			}
 			labels := map[string]string{"pod-security.kubernetes.io/enforce": "privileged"}
 			if isOurs(have) {
-				labels[LabelName] = ManagedBy
+				labels[cluster.LabelName] = cluster.ManagedBy
 			}
 			_, err = c.Apply(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace, Labels: labels}})
 			return "", err
@@ -202,7 +203,7 @@ func cleaningPod(namespace, node string, how cleaning) *corev1.Pod {
 	}
 	return &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: fmt.Sprintf("isthmus-cleanup-%x", sum.Sum64()),
-			Labels: map[string]string{LabelName: "cleanup", "app.kubernetes.io/part-of": "isthmus", labelCleans: "node"}},
+			Labels: map[string]string{cluster.LabelName: "cleanup", "app.kubernetes.io/part-of": "isthmus", labelCleans: "node"}},
 		Spec: corev1.PodSpec{
 			NodeName: node, HostNetwork: true, RestartPolicy: corev1.RestartPolicyOnFailure, AutomountServiceAccountToken: new(false),
 			Tolerations: []corev1.Toleration{{Operator: corev1.TolerationOpExists}}, ImagePullSecrets: how.PullSecrets,
@@ -225,11 +226,11 @@ func isReady(n *corev1.Node) bool {
 }
 
 // nodeReady reports whether the kubelet of a node is there.
-func nodeReady(ctx context.Context, c *Cluster, name string) bool {
+func nodeReady(ctx context.Context, c *cluster.Cluster, name string) bool {
 	var n corev1.Node
 	return c.Client.Get(ctx, client.ObjectKey{Name: name}, &n) == nil && isReady(&n)
 }
 
-func nodeGone(ctx context.Context, c *Cluster, name string) bool {
+func nodeGone(ctx context.Context, c *cluster.Cluster, name string) bool {
 	return apierrors.IsNotFound(c.Client.Get(ctx, client.ObjectKey{Name: name}, &corev1.Node{}))
 }

@@ -14,10 +14,11 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
 // components lists them. Rights that are missing are an error; those to read Events are not needed.
-func components(ctx context.Context, c *Cluster, now time.Time) (found health.Components, err error) {
+func components(ctx context.Context, c *cluster.Cluster, now time.Time) (found health.Components, err error) {
 	var pods corev1.PodList
 	if err := c.Client.List(ctx, &pods, client.InNamespace(c.Namespace)); err != nil {
 		return found, err
@@ -58,7 +59,7 @@ func components(ctx context.Context, c *Cluster, now time.Time) (found health.Co
 
 // anyConnected reports whether packets have gone both ways between this cluster and some peer for agentsLag.
 // Otherwise an outage between the clusters explains why none came back to a node.
-func anyConnected(ctx context.Context, c *Cluster, now time.Time) bool {
+func anyConnected(ctx context.Context, c *cluster.Cluster, now time.Time) bool {
 	var list isthmus.PeeringList
 	return c.Client.List(ctx, &list) == nil && slices.ContainsFunc(list.Items, func(p isthmus.Peering) bool { return health.ConnectedBefore(&p, now.Add(-health.AgentsLag)) })
 }

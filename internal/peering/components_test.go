@@ -3,10 +3,12 @@ package peering
 import (
 	"strings"
 	"testing"
+
+	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
 func TestMissingRightsAreGivenByWhoeverInstalls(t *testing.T) {
-	c := &Cluster{Context: "paris"}
+	c := &cluster.Cluster{Context: "paris"}
 	if got := giver(c, ""); got != "`isthmus install --context paris`" {
 		t.Errorf("without Helm: %s", got)
 	}

@@ -16,6 +16,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/corefile"
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
@@ -39,7 +40,7 @@ type coreDNS struct {
 }
 
 // findDNS finds CoreDNS where kubeadm and most others put it. The error is errNoDNS where there is none.
-func findDNS(ctx context.Context, c *Cluster) (*coreDNS, error) {
+func findDNS(ctx context.Context, c *cluster.Cluster) (*coreDNS, error) {
 	var list appsv1.DeploymentList
 	if err := c.Client.List(ctx, &list, client.InNamespace(metav1.NamespaceSystem), client.MatchingLabels{"k8s-app": "kube-dns"}); err != nil {
 		return nil, c.Explain("Deployments in kube-system", err)
@@ -104,13 +105,13 @@ func (d *coreDNS) withZone() (string, error) {
 }
 
 // writeCorefile writes another Corefile, unless somebody has changed the ConfigMap since it was read.
-func writeCorefile(ctx context.Context, c *Cluster, d *coreDNS, text string, report func(string)) error {
+func writeCorefile(ctx context.Context, c *cluster.Cluster, d *coreDNS, text string, report func(string)) error {
 	if text == d.corefile() {
 		return nil
 	}
 	before := d.config.DeepCopy()
 	d.config.Data[keyCorefile] = text
-	err := c.Client.Patch(ctx, &d.config, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), client.FieldOwner(FieldManager))
+	err := c.Client.Patch(ctx, &d.config, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), client.FieldOwner(cluster.FieldManager))
 	if err != nil {
 		return c.Explain(d.where(), err)
 	}

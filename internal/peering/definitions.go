@@ -7,6 +7,8 @@ import (
 
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
 // annotationHurried is when a definition that is being deleted was changed last; see hurry.
@@ -18,7 +20,7 @@ const hurriedAfter = 3 * time.Second
 // hurry changes a definition that has been going for a while. The API server's own controller of definitions gives up
 // when another one has written a definition at the same time, and goes on with the next change of it or after five
 // minutes (apiextensions-apiserver, pkg/controller/finalizer; seen in Kubernetes 1.31.0).
-func hurry(ctx context.Context, c *Cluster, going *unstructured.Unstructured) error {
+func hurry(ctx context.Context, c *cluster.Cluster, going *unstructured.Unstructured) error {
 	if since := going.GetDeletionTimestamp(); since == nil || time.Since(since.Time) < hurriedAfter {
 		return nil
 	}
@@ -26,12 +28,12 @@ func hurry(ctx context.Context, c *Cluster, going *unstructured.Unstructured) er
 		return nil
 	}
 	patch := fmt.Appendf(nil, `{"metadata":{"annotations":{%q:%q}}}`, annotationHurried, time.Now().UTC().Format(time.RFC3339))
-	return c.Explain("change "+Describe(going), client.IgnoreNotFound(c.Client.Patch(ctx, going, client.RawPatch("application/merge-patch+json", patch))))
+	return c.Explain("change "+cluster.Describe(going), client.IgnoreNotFound(c.Client.Patch(ctx, going, client.RawPatch("application/merge-patch+json", patch))))
 }
 
 // untilGone waits until the definition of a name is not being deleted any more, for a minute at most. gone is true
 // when there is none.
-func untilGone(ctx context.Context, c *Cluster, name string) (gone bool, err error) {
+func untilGone(ctx context.Context, c *cluster.Cluster, name string) (gone bool, err error) {
 	for deadline := time.Now().Add(time.Minute); ; {
 		have, err := c.Get(ctx, crdKind, "", name)
 		if err != nil || have == nil || have.GetDeletionTimestamp() == nil {

@@ -6,13 +6,16 @@ import (
 
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/clustertest"
 )
 
 // A definition that somebody's finalizer keeps, as an API server does that has overlooked it, is changed until it is
 // gone.
 func TestADefinitionThatDoesNotGoIsHurried(t *testing.T) {
 	t.Parallel()
-	c := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.A})
+	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A})
 	u := &unstructured.Unstructured{Object: map[string]any{
 		"metadata": map[string]any{"name": "hurries.test.isthmus.net", "finalizers": []any{"test.isthmus.net/late"}},
 		"spec": map[string]any{"group": "test.isthmus.net", "scope": "Cluster", "names": map[string]any{"plural": "hurries", "kind": "Hurry"},
@@ -34,7 +37,7 @@ func TestADefinitionThatDoesNotGoIsHurried(t *testing.T) {
 		gone, err := untilGone(t.Context(), c, u.GetName())
 		ended <- end{gone, err}
 	}()
-	for deadline := time.Now().Add(Patient); u.GetAnnotations()[annotationHurried] == ""; time.Sleep(50 * time.Millisecond) {
+	for deadline := time.Now().Add(clustertest.Patient); u.GetAnnotations()[annotationHurried] == ""; time.Sleep(50 * time.Millisecond) {
 		if must(t, c.Client.Get(t.Context(), client.ObjectKeyFromObject(u), u)); time.Now().After(deadline) {
 			t.Fatalf("it is not changed: %v", u.Object["metadata"])
 		}

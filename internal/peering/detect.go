@@ -16,6 +16,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/chart"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/owncluster"
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
@@ -23,7 +24,7 @@ import (
 // detect finds the values of the cluster that the chart needs and that were not set, and reports their
 // sources. It refuses a cluster without IPv4 pods, and a newly chosen PodCIDR that contains nothing of the
 // cluster. Of its results, Install remembers the PodCIDR.
-func detect(ctx context.Context, c *Cluster, chosen chart.Values, o InstallOptions) (chart.Values, error) {
+func detect(ctx context.Context, c *cluster.Cluster, chosen chart.Values, o InstallOptions) (chart.Values, error) {
 	var nodes corev1.NodeList
 	if err := c.Client.List(ctx, &nodes); err != nil {
 		return nil, c.Explain("Nodes", err)
@@ -84,7 +85,7 @@ func detect(ctx context.Context, c *Cluster, chosen chart.Values, o InstallOptio
 }
 
 // gatewayReplicas returns how many gateways there are to be by now.
-func gatewayReplicas(ctx context.Context, c *Cluster) (int32, error) {
+func gatewayReplicas(ctx context.Context, c *cluster.Cluster) (int32, error) {
 	var d appsv1.Deployment
 	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.GatewayServiceAccount} // the Deployment has the same name
 	if err := c.Client.Get(ctx, key, &d); err != nil {
@@ -101,7 +102,7 @@ type address struct {
 
 // podAddresses returns the IPv4 addresses of all Pods, and whether any Pod has an IPv6 address. Without
 // permission to read them there are none.
-func podAddresses(ctx context.Context, c *Cluster) (all []address, six bool, err error) {
+func podAddresses(ctx context.Context, c *cluster.Cluster) (all []address, six bool, err error) {
 	for next, more := "", true; more; more = next != "" {
 		var pods corev1.PodList
 		err := c.Client.List(ctx, &pods, client.MatchingFields{"status.phase": string(corev1.PodRunning)}, client.Limit(500), client.Continue(next))
@@ -163,7 +164,7 @@ func schedulable(nodes []corev1.Node) (n int) {
 // serviceNetwork reports the network of the Services and the cluster's DNS. The manager reads a ServiceCIDR by
 // itself. Where the API server does not serve that kind (before Kubernetes 1.33), services returns the
 // network from another source, or an error if no source has it.
-func serviceNetwork(ctx context.Context, c *Cluster, chosen chart.Values, nodes []corev1.Node, report func(string)) (network string, err error) {
+func serviceNetwork(ctx context.Context, c *cluster.Cluster, chosen chart.Values, nodes []corev1.Node, report func(string)) (network string, err error) {
 	if said, _ := chart.Get(chosen, "networks", "serviceCIDR").(string); said != "" {
 		return "", nil
 	}
@@ -192,7 +193,7 @@ func serviceNetwork(ctx context.Context, c *Cluster, chosen chart.Values, nodes 
 
 // servicesElsewhere returns the IPv4 network of the Services and its source; both are empty if no source
 // has one.
-func servicesElsewhere(ctx context.Context, c *Cluster, nodes []corev1.Node) (network, source string, err error) {
+func servicesElsewhere(ctx context.Context, c *cluster.Cluster, nodes []corev1.Node) (network, source string, err error) {
 	text, err := configMap(ctx, c, metav1.NamespaceSystem, "kubeadm-config", "ClusterConfiguration")
 	var cluster struct {
 		Networking struct {
@@ -220,7 +221,7 @@ func servicesElsewhere(ctx context.Context, c *Cluster, nodes []corev1.Node) (ne
 }
 
 // componentFlag returns a flag of a control plane component that runs as Pods; empty if it is not visible.
-func componentFlag(ctx context.Context, c *Cluster, component, name string) (string, error) {
+func componentFlag(ctx context.Context, c *cluster.Cluster, component, name string) (string, error) {
 	var pods corev1.PodList
 	err := c.Client.List(ctx, &pods, client.InNamespace(metav1.NamespaceSystem), client.MatchingLabels{"component": component})
 	return owncluster.Flag(pods.Items, name), ignoreAbsent(err)

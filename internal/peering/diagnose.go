@@ -11,13 +11,14 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
 // Diagnose walks from a cluster to the peer of that name, or to all where it is empty, hop by hop.
 // remote is the other side, or nil where there is no way to ask it. The error is ErrOtherPeer where
 // both are given and the name is another peer's. When the other side cannot be asked, the result is the
 // diagnosis of this side, beside an error.
-func Diagnose(ctx context.Context, local, remote *Cluster, name string) (*health.Diagnosis, error) {
+func Diagnose(ctx context.Context, local, remote *cluster.Cluster, name string) (*health.Diagnosis, error) {
 	if err := local.Identify(ctx); err != nil {
 		return nil, err
 	}
@@ -29,7 +30,7 @@ func Diagnose(ctx context.Context, local, remote *Cluster, name string) (*health
 		}
 	}
 	if remote != nil {
-		if err := distinct(local, remote); err != nil {
+		if err := cluster.Distinct(local, remote); err != nil {
 			return nil, err
 		}
 		meant = func(p *isthmus.Peering) bool { return p.Spec.Cluster.ClusterID == remote.Identity.ClusterID }
@@ -44,7 +45,7 @@ func Diagnose(ctx context.Context, local, remote *Cluster, name string) (*health
 			return nil, unasked
 		}
 		if len(here.Peerings) == 0 && name != "" {
-			return nil, fmt.Errorf("%s: %w: no Peering is called %s or for a cluster of that name; `isthmus status` shows the names", local, ErrNoPeering, safetext.Of(name))
+			return nil, fmt.Errorf("%s: %w: no Peering is called %s or for a cluster of that name; `isthmus status` shows the names", local, cluster.ErrNoPeering, safetext.Of(name))
 		}
 		d.Hops, d.NotAsked = here.AllHops(), here.NotAsked
 		if unasked == nil {
@@ -75,7 +76,7 @@ func called(p *isthmus.Peering, name string) bool {
 }
 
 // sameAs is the error where a name is not that of the cluster that was looked for.
-func sameAs(e *health.Side, name string, remote *Cluster) error {
+func sameAs(e *health.Side, name string, remote *cluster.Cluster) error {
 	if name == "" || name == remote.Identity.ClusterName || slices.ContainsFunc(e.Found, func(p *isthmus.Peering) bool { return called(p, name) }) {
 		return nil
 	}
@@ -87,7 +88,7 @@ func sameAs(e *health.Side, name string, remote *Cluster) error {
 		safetext.Of(remote.Identity.ClusterName), safetext.Of(remote.Identity.ClusterID), with)
 }
 
-func examine(ctx context.Context, c *Cluster, meant func(*isthmus.Peering) bool) (*health.Side, error) {
+func examine(ctx context.Context, c *cluster.Cluster, meant func(*isthmus.Peering) bool) (*health.Side, error) {
 	e := &health.Side{Cluster: c.String()}
 	var list isthmus.PeeringList
 	if err := c.Client.List(ctx, &list); err != nil {

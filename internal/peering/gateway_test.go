@@ -12,12 +12,14 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/clustertest"
 )
 
 func TestAGatewayMarksItsOwnAndChangesNothingElse(t *testing.T) {
 	t.Parallel()
 	const home = deploy.Namespace
-	c := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.B})
+	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.B})
 	gateway, err := client.New(accountConfig(t, c, home, deploy.GatewayServiceAccount), client.Options{Scheme: c.Client.Scheme(), Mapper: c.Client.RESTMapper()})
 	must(t, err)
 	object := func(name string, labels map[string]string) metav1.ObjectMeta {
@@ -47,7 +49,7 @@ func TestAGatewayMarksItsOwnAndChangesNothingElse(t *testing.T) {
 		if apierrors.IsForbidden(err) && pod(`{"metadata":{"labels":{"net.liqo.io/gateway":"standby"}}}`)(own) == nil {
 			break
 		}
-		if time.Since(begin) > Patient {
+		if time.Since(begin) > clustertest.Patient {
 			t.Fatalf("an annotation of its Pod: %v", err)
 		}
 	}

@@ -21,15 +21,16 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/cli"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/kubeerr"
 )
 
 // clusterHops are those that all peerings of a cluster need.
-func clusterHops(ctx context.Context, c *Cluster) (hops []health.Hop, manager, gateway health.Holder, err error) {
-	if manager, err = HolderOf(ctx, c, managerLease, true); err != nil {
+func clusterHops(ctx context.Context, c *cluster.Cluster) (hops []health.Hop, manager, gateway health.Holder, err error) {
+	if manager, err = cluster.HolderOf(ctx, c, cluster.ManagerLease, true); err != nil {
 		return nil, manager, gateway, err
 	}
-	if gateway, err = HolderOf(ctx, c, isthmus.LeaseGateway, true); err != nil {
+	if gateway, err = cluster.HolderOf(ctx, c, isthmus.LeaseGateway, true); err != nil {
 		return nil, manager, gateway, err
 	}
 	now, _ := c.Now()
@@ -38,11 +39,11 @@ func clusterHops(ctx context.Context, c *Cluster) (hops []health.Hop, manager, g
 	if unlisted != nil && !mayNot {
 		return nil, manager, gateway, c.Explain("Pods in "+c.Namespace, unlisted)
 	}
-	manager.EndWithPod(found.Pods, LeaseText(c, managerLease), false)
-	gateway.EndWithPod(found.Pods, LeaseText(c, isthmus.LeaseGateway), len(found.Gateways()) > 0)
+	manager.EndWithPod(found.Pods, cluster.LeaseText(c, cluster.ManagerLease), false)
+	gateway.EndWithPod(found.Pods, cluster.LeaseText(c, isthmus.LeaseGateway), len(found.Gateways()) > 0)
 	hops = []health.Hop{
-		health.LeaseHop(c.String(), health.HopManager, LeaseText(c, managerLease), manager, "start `isthmus manager`, or see why its Pods do not run, or cannot reach the API server"),
-		health.LeaseHop(c.String(), health.HopGateway, LeaseText(c, isthmus.LeaseGateway), gateway, "see why the gateways' Pods do not run, or cannot reach the API server"),
+		health.LeaseHop(c.String(), health.HopManager, cluster.LeaseText(c, cluster.ManagerLease), manager, "start `isthmus manager`, or see why its Pods do not run, or cannot reach the API server"),
+		health.LeaseHop(c.String(), health.HopGateway, cluster.LeaseText(c, isthmus.LeaseGateway), gateway, "see why the gateways' Pods do not run, or cannot reach the API server"),
 	}
 	if hops[0].State == health.Broken {
 		if text := managersRoll(ctx, c, now); text != "" {
@@ -88,7 +89,7 @@ func clusterHops(ctx context.Context, c *Cluster) (hops []health.Hop, manager, g
 // nodeHops look for a route agent on every node that takes one, as the kubelets report. A node that is not
 // ready is a hop of its own. Its kubelet may have lost the API server while its pods are reached, so nothing
 // is called broken.
-func nodeHops(ctx context.Context, c *Cluster, found health.Components) ([]health.Hop, error) {
+func nodeHops(ctx context.Context, c *cluster.Cluster, found health.Components) ([]health.Hop, error) {
 	source := "Nodes, Pods in " + c.Namespace
 	var nodes corev1.NodeList
 	var sets appsv1.DaemonSetList
@@ -110,7 +111,7 @@ func nodeHops(ctx context.Context, c *Cluster, found health.Components) ([]healt
 
 // kernelHop is what route agents say that their nodes lack, as far as these are there; false: nothing.
 // What drops packets is broken, the rest is limited.
-func kernelHop(ctx context.Context, c *Cluster, nodes []corev1.Node) (health.Hop, bool) {
+func kernelHop(ctx context.Context, c *cluster.Cluster, nodes []corev1.Node) (health.Hop, bool) {
 	hop := health.Hop{Cluster: c.String(), Name: health.HopKernels, State: health.Limited, Source: "NodeNetworks in " + c.Namespace}
 	var reports isthmus.NodeNetworksList
 	if err := c.Client.List(ctx, &reports, client.InNamespace(c.Namespace)); err != nil {
@@ -125,7 +126,7 @@ func kernelHop(ctx context.Context, c *Cluster, nodes []corev1.Node) (health.Hop
 }
 
 // gatewaysWanted returns how many Pods of the gateway the Deployments want; -1: unknown.
-func gatewaysWanted(ctx context.Context, c *Cluster) int {
+func gatewaysWanted(ctx context.Context, c *cluster.Cluster) int {
 	var deployments appsv1.DeploymentList // a help: who may not read it sees the Pods
 	if c.Client.List(ctx, &deployments, client.InNamespace(c.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "gateway"}) != nil || len(deployments.Items) == 0 {
 		return -1
@@ -139,7 +140,7 @@ func gatewaysWanted(ctx context.Context, c *Cluster) int {
 
 // managersRoll says that the Deployment of the managers is being rolled out, or was just before, and a manager
 // is available to take over; empty: no, or it is not known.
-func managersRoll(ctx context.Context, c *Cluster, now time.Time) string {
+func managersRoll(ctx context.Context, c *cluster.Cluster, now time.Time) string {
 	var deployments appsv1.DeploymentList // a help, as in gatewaysWanted
 	if c.Client.List(ctx, &deployments, client.InNamespace(c.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "manager"}) != nil {
 		return ""
@@ -149,7 +150,7 @@ func managersRoll(ctx context.Context, c *Cluster, now time.Time) string {
 
 // identityExpiry says until when the identity of a Peering at the peer is good, as its token says;
 // false where that is not known, or not to be read.
-func identityExpiry(ctx context.Context, c *Cluster, p *isthmus.Peering) (time.Time, bool) {
+func identityExpiry(ctx context.Context, c *cluster.Cluster, p *isthmus.Peering) (time.Time, bool) {
 	var secret corev1.Secret
 	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: p.Spec.TenantNamespace.Local, Name: p.Spec.IdentitySecretName}, &secret); err != nil {
 		return time.Time{}, false
@@ -188,7 +189,7 @@ func tokenExpiry(token string) (time.Time, bool) {
 
 // clockHop compares the times that manager, gateway and kubelets write into their Leases with when
 // the API server took them; false: none differs, as far as that may be read.
-func clockHop(ctx context.Context, c *Cluster, manager, gateway health.Holder) (health.Hop, bool) {
+func clockHop(ctx context.Context, c *cluster.Cluster, manager, gateway health.Holder) (health.Hop, bool) {
 	var leases coordinationv1.LeaseList // a help: who may not read them sees the two
 	_ = c.Client.List(ctx, &leases, client.InNamespace(corev1.NamespaceNodeLease))
 	return health.CheckClocks(c.String(), manager, gateway, leases.Items)

@@ -18,6 +18,8 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/clustertest"
 	"github.com/isthmus-net/isthmus/internal/kubeerr"
 )
 
@@ -147,13 +149,13 @@ broken: a: tunnel: WrongKey: another key
 	b.Reset()
 	d.Hops[1].State, d.Broken = health.Unknown, nil
 	must(t, d.Print(&b))
-	Contains(t, b.String(), "nothing is known to be broken; not known: a: tunnel\n")
+	clustertest.Contains(t, b.String(), "nothing is known to be broken; not known: a: tunnel\n")
 	b.Reset()
 	if d.Hops[1].State = health.Works; !d.Fine() {
 		t.Error("it is fine")
 	}
 	must(t, d.Print(&b))
-	Contains(t, b.String(), "everything works that was looked at\n")
+	clustertest.Contains(t, b.String(), "everything works that was looked at\n")
 }
 
 func TestTheEndOfATokenIsInIt(t *testing.T) {
@@ -183,8 +185,8 @@ func TestForbiddenMeansThatNothingElseIsWrong(t *testing.T) {
 // The same against an API server, with somebody who renews the Leases.
 func TestDiagnoseAsksBothSides(t *testing.T) {
 	t.Parallel()
-	p := NewPair(t, "diagnose")
-	for _, c := range []*Cluster{p.A, p.B} { // whose components would lack rights, as the pair was not installed
+	p := clustertest.NewPair(t, "diagnose")
+	for _, c := range []*cluster.Cluster{p.A, p.B} { // whose components would lack rights, as the pair was not installed
 		must(t, c.Client.Create(t.Context(), &rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace},
 			RoleRef:  rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "cluster-admin"},
 			Subjects: []rbacv1.Subject{{APIGroup: rbacv1.GroupName, Kind: rbacv1.GroupKind, Name: "system:serviceaccounts:" + c.Namespace}}}))
@@ -197,7 +199,7 @@ func TestDiagnoseAsksBothSides(t *testing.T) {
 	if now, known := p.A.Now(); !known || time.Since(now).Abs() > health.SecondsOff {
 		t.Errorf("the API server's clock shows %v (known: %v), and is this machine's", now, known)
 	}
-	if _, err := Diagnose(t.Context(), p.A, nil, "nobody"); !errors.Is(err, ErrNoPeering) {
+	if _, err := Diagnose(t.Context(), p.A, nil, "nobody"); !errors.Is(err, cluster.ErrNoPeering) {
 		t.Errorf("nobody: %v", err)
 	}
 	if _, err := Diagnose(t.Context(), p.A, p.B, "diagnose-b"); err != nil {

@@ -21,6 +21,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
@@ -83,7 +84,7 @@ func (s *side) allowAudiences(ctx context.Context, token string) (string, error)
 	if err != nil {
 		return "", err
 	}
-	if err := s.Client.Patch(ctx, &namespace, client.RawPatch(types.MergePatchType, patch), client.FieldOwner(FieldManager)); err != nil {
+	if err := s.Client.Patch(ctx, &namespace, client.RawPatch(types.MergePatchType, patch), client.FieldOwner(cluster.FieldManager)); err != nil {
 		return "", s.Explain("annotate Namespace "+s.namespace, err)
 	}
 	return fmt.Sprintf("%s: %s may renew its token for %s", s.Cluster, s.peer.Cluster, safetext.Of(want)), nil
@@ -194,7 +195,7 @@ func (s *side) whatIsWrongWithToken(ctx context.Context, token string) (string, 
 
 // kubeconfigFor is a kubeconfig for the peer's manager: the address and authority of the API
 // server, and a token.
-func kubeconfigFor(c *Cluster, token, namespace string) ([]byte, error) {
+func kubeconfigFor(c *cluster.Cluster, token, namespace string) ([]byte, error) {
 	if c.Config.Insecure {
 		return nil, fmt.Errorf("%s: the kubeconfig says insecure-skip-tls-verify: want a certificate authority, since the peer gets a token for it", c)
 	}
@@ -205,7 +206,7 @@ func kubeconfigFor(c *Cluster, token, namespace string) ([]byte, error) {
 	return kubeconfigWith(c, &clientcmdapi.Cluster{Server: c.Server, CertificateAuthorityData: ca, TLSServerName: c.Config.ServerName}, token, namespace)
 }
 
-func kubeconfigWith(c *Cluster, server *clientcmdapi.Cluster, token, namespace string) ([]byte, error) {
+func kubeconfigWith(c *cluster.Cluster, server *clientcmdapi.Cluster, token, namespace string) ([]byte, error) {
 	name := c.Identity.ClusterName
 	config := clientcmdapi.NewConfig()
 	config.Clusters[name] = server
@@ -217,7 +218,7 @@ func kubeconfigWith(c *Cluster, server *clientcmdapi.Cluster, token, namespace s
 
 // authorityOf returns the certificates, in PEM, by which the kubeconfig knows the API server; none:
 // by the system's.
-func authorityOf(c *Cluster) ([]byte, error) {
+func authorityOf(c *cluster.Cluster) ([]byte, error) {
 	ca := c.Config.CAData
 	if len(ca) == 0 && c.Config.CAFile != "" {
 		var err error

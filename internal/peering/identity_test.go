@@ -14,6 +14,8 @@ import (
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/chart"
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/clustertest"
 )
 
 func TestAnIdentityIsChosenOnceAndForEver(t *testing.T) {
@@ -49,7 +51,7 @@ func TestAnIdentityIsChosenOnceAndForEver(t *testing.T) {
 
 func TestInstallIsIdempotentAndKeepsTheIdentity(t *testing.T) {
 	t.Parallel()
-	c := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.A})
+	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A})
 	var said []string
 	o := InstallOptions{Report: func(line string) { said = append(said, line) }}
 	must(t, Install(t.Context(), c, o))
@@ -75,7 +77,7 @@ func TestInstallIsIdempotentAndKeepsTheIdentity(t *testing.T) {
 // that is back must not take it out of the Service. Services of older installations are told so.
 func TestTheServiceLeadsToTheActiveGatewayReadyOrNot(t *testing.T) {
 	t.Parallel()
-	c := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.B, Namespace: "ready-or-not"})
+	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.B, Namespace: "ready-or-not"})
 	must(t, c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
 	want := gatewayService(t, c.Namespace, 6873, 1)
 	older := want.DeepCopy()
@@ -93,7 +95,7 @@ func TestTheServiceLeadsToTheActiveGatewayReadyOrNot(t *testing.T) {
 
 func TestInstallChangesTheNumberOfTunnelsOfTheService(t *testing.T) {
 	t.Parallel()
-	c := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.B, Namespace: "tunnels"})
+	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.B, Namespace: "tunnels"})
 	must(t, c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
 	nodePort := map[string]int32{}
 	for _, tunnels := range []int{1, 3, 2, 2} {
@@ -121,7 +123,7 @@ func TestInstallChangesTheNumberOfTunnelsOfTheService(t *testing.T) {
 // gatewayService is the Service of the chart.
 func gatewayService(t *testing.T, namespace string, port, tunnels int) *unstructured.Unstructured {
 	t.Helper()
-	values := chart.Merge(NodePortService(port, tunnels), chart.Values{"cluster": chart.Values{"name": "x"}})
+	values := chart.Merge(clustertest.NodePortService(port, tunnels), chart.Values{"cluster": chart.Values{"name": "x"}})
 	all, err := chart.Objects(chart.Options{Namespace: namespace, Values: values})
 	must(t, err)
 	i := slices.IndexFunc(all, func(u *unstructured.Unstructured) bool { return u.GetKind() == "Service" })

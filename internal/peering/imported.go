@@ -17,6 +17,7 @@ import (
 	mcs "sigs.k8s.io/mcs-api/pkg/apis/v1beta1"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/corefile"
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
@@ -55,7 +56,7 @@ func parseImportedName(text string) (n importedName, err error) {
 
 // Imported finds an endpoint that is ready behind the name of an imported Service: one of the given peer, else
 // one of any peer, else one of this cluster. An empty peer is none.
-func Imported(ctx context.Context, c *Cluster, text, peer string) (Place, error) {
+func Imported(ctx context.Context, c *cluster.Cluster, text, peer string) (Place, error) {
 	n, err := parseImportedName(text)
 	if err != nil {
 		return Place{}, err
@@ -88,7 +89,7 @@ func Imported(ctx context.Context, c *Cluster, text, peer string) (Place, error)
 }
 
 // notImported says why there is no ServiceImport.
-func notImported(ctx context.Context, c *Cluster, n importedName) error {
+func notImported(ctx context.Context, c *cluster.Cluster, n importedName) error {
 	var all isthmus.PeerServicesList
 	if err := c.Client.List(ctx, &all); err != nil {
 		return c.Explain("PeerServices", err)

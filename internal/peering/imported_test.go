@@ -14,6 +14,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/chart"
+	"github.com/isthmus-net/isthmus/internal/clustertest"
 )
 
 // importedSlice has one endpoint of a cluster, at 8080 behind the port http.
@@ -84,8 +85,8 @@ func TestAnImportedNameLeadsToAnEndpointOfAPeer(t *testing.T) {
 
 func TestAServiceThatIsNotImportedSaysWhy(t *testing.T) {
 	t.Parallel()
-	c, _ := NewCluster(t, "imports")
-	options := InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "imports"}, Values: WithoutWorkloads, Report: new(Lines).Report}
+	c, _ := clustertest.NewCluster(t, "imports")
+	options := InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "imports"}, Values: clustertest.WithoutWorkloads, Report: new(clustertest.Lines).Report}
 	must(t, Install(t.Context(), c, options))
 	wants := func(name, want string) {
 		t.Helper()
@@ -95,7 +96,7 @@ func TestAServiceThatIsNotImportedSaysWhy(t *testing.T) {
 		}
 	}
 	wants("shop", "no services are shared here; run `isthmus install --context")
-	options.Values = chart.Merge(WithoutWorkloads, chart.Values{"services": chart.Values{"enabled": true}})
+	options.Values = chart.Merge(clustertest.WithoutWorkloads, chart.Values{"services": chart.Values{"enabled": true}})
 	must(t, Install(t.Context(), c, options))
 	slice := importedSlice("shop", "oslo", "web-0", "10.246.1.9", true)
 	for _, o := range []client.Object{

@@ -13,6 +13,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/health"
 	"github.com/isthmus-net/isthmus/internal/netconfig"
 )
@@ -36,7 +37,7 @@ func (s *side) checkWay(ctx context.Context, flag string) error {
 }
 
 // ownAuthority returns the certificates, in PEM, by which Pods know the API server of their cluster.
-func ownAuthority(ctx context.Context, c *Cluster) ([]byte, error) {
+func ownAuthority(ctx context.Context, c *cluster.Cluster) ([]byte, error) {
 	published := &corev1.ConfigMap{}
 	name := client.ObjectKey{Namespace: c.Namespace, Name: isthmus.ConfigMapRootCA}
 	switch err := c.Client.Get(ctx, name, published); {
@@ -66,7 +67,7 @@ func (s *side) setInBand(ctx context.Context, on bool) (string, error) {
 		return "", nil
 	}
 	patch := fmt.Appendf(nil, `{"spec":{"inBand":%t}}`, on)
-	if err := s.Client.Patch(ctx, s.peering, client.RawPatch(types.MergePatchType, patch), client.FieldOwner(FieldManager)); err != nil {
+	if err := s.Client.Patch(ctx, s.peering, client.RawPatch(types.MergePatchType, patch), client.FieldOwner(cluster.FieldManager)); err != nil {
 		return "", s.Explain("spec.inBand of Peering "+s.peering.Name, err)
 	}
 	if on {
@@ -95,14 +96,14 @@ func (s *side) carry(ctx context.Context) error {
 	what := "NetworkConfig " + want.Namespace + "/" + want.Name
 	switch err := s.peer.Client.Get(ctx, client.ObjectKeyFromObject(want), there); {
 	case apierrors.IsNotFound(err):
-		return s.peer.Explain(what, s.peer.Client.Create(ctx, want, client.FieldOwner(FieldManager)))
+		return s.peer.Explain(what, s.peer.Client.Create(ctx, want, client.FieldOwner(cluster.FieldManager)))
 	case err != nil:
 		return s.peer.Explain(what, err)
 	case !there.DeletionTimestamp.IsZero():
 		return nil
 	case !equality.Semantic.DeepEqual(there.Spec, want.Spec):
 		there.Spec = want.Spec
-		if err := s.peer.Client.Update(ctx, there, client.FieldOwner(FieldManager)); !apierrors.IsConflict(err) {
+		if err := s.peer.Client.Update(ctx, there, client.FieldOwner(cluster.FieldManager)); !apierrors.IsConflict(err) {
 			return s.peer.Explain(what, err)
 		}
 		return nil
@@ -113,7 +114,7 @@ func (s *side) carry(ctx context.Context) error {
 	}
 	before := original.DeepCopy()
 	original.Status = answer
-	err := s.Client.Status().Patch(ctx, original, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), client.FieldOwner(FieldManager))
+	err := s.Client.Status().Patch(ctx, original, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), client.FieldOwner(cluster.FieldManager))
 	if apierrors.IsConflict(err) {
 		return nil
 	}

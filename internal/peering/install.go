@@ -22,6 +22,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/chart"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/kubeerr"
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
@@ -61,7 +62,7 @@ const annotationSchema = "isthmus.net/schema"
 // Install renders the chart of Isthmus and applies it: the custom resource definitions, the
 // namespace, the rights of the components, the identity of the cluster, and the components. The
 // identity is for ever: another one than there is already is refused, before anything is written.
-func Install(ctx context.Context, c *Cluster, o InstallOptions) error {
+func Install(ctx context.Context, c *cluster.Cluster, o InstallOptions) error {
 	if err := c.ReadUID(ctx); err != nil {
 		return err
 	}
@@ -105,7 +106,7 @@ func Install(ctx context.Context, c *Cluster, o InstallOptions) error {
 	case withWorkloads(o.Values): // it was said some other time
 		o.Report(fmt.Sprintf("%s: without the components, as before; --without-workloads=false makes them", c))
 	}
-	objects, err := chart.Objects(o.chart(c.Namespace, c.Identity, have == nil || where == identityConfigMap, chosen, found))
+	objects, err := chart.Objects(o.chart(c.Namespace, c.Identity, have == nil || where == cluster.IdentityConfigMap, chosen, found))
 	if err != nil {
 		return fmt.Errorf("%s: %w", c, err)
 	}
@@ -137,7 +138,7 @@ func Install(ctx context.Context, c *Cluster, o InstallOptions) error {
 				return err
 			}
 			if labels := object.GetLabels(); !isOurs(have) {
-				delete(labels, LabelName)
+				delete(labels, cluster.LabelName)
 				object.SetLabels(labels)
 			}
 		}
@@ -145,7 +146,7 @@ func Install(ctx context.Context, c *Cluster, o InstallOptions) error {
 		if err != nil {
 			return err
 		}
-		o.Report(fmt.Sprintf("%s: %s %s", c, Describe(object), outcome))
+		o.Report(fmt.Sprintf("%s: %s %s", c, cluster.Describe(object), outcome))
 	}
 	if err := remember(ctx, c, keep); err != nil {
 		return err
@@ -172,7 +173,7 @@ func Install(ctx context.Context, c *Cluster, o InstallOptions) error {
 // prune deletes what an installation before this one made for parts that may be left out, and now are.
 // An object of the same name that somebody else made stays, such as a NetworkPolicy applied by hand, and
 // so does one that a person may not see: most clusters have nothing of the kind, so that is no error.
-func prune(ctx context.Context, c *Cluster, o InstallOptions, chosen, found chart.Values, objects []*unstructured.Unstructured) error {
+func prune(ctx context.Context, c *cluster.Cluster, o InstallOptions, chosen, found chart.Values, objects []*unstructured.Unstructured) error {
 	with, err := withEveryPart(c, func(on chart.Values) chart.Options {
 		return o.chart(c.Namespace, c.Identity, false, chart.Merge(chosen, on), found)
 	})
@@ -181,13 +182,13 @@ func prune(ctx context.Context, c *Cluster, o InstallOptions, chosen, found char
 	}
 	var unseen []string
 	for _, u := range with {
-		if slices.ContainsFunc(objects, func(wanted *unstructured.Unstructured) bool { return Describe(wanted) == Describe(u) }) {
+		if slices.ContainsFunc(objects, func(wanted *unstructured.Unstructured) bool { return cluster.Describe(wanted) == cluster.Describe(u) }) {
 			continue
 		}
 		have, err := c.Get(ctx, u.GroupVersionKind(), u.GetNamespace(), u.GetName())
 		switch {
 		case kubeerr.Forbidden(err):
-			unseen = append(unseen, Describe(u))
+			unseen = append(unseen, cluster.Describe(u))
 		case err != nil:
 			return err
 		case have != nil && have.GetDeletionTimestamp() == nil && appliedByUs(have):
@@ -205,13 +206,13 @@ func prune(ctx context.Context, c *Cluster, o InstallOptions, chosen, found char
 // appliedByUs reports whether apply has written an object, whoever else has.
 func appliedByUs(u *unstructured.Unstructured) bool {
 	return slices.ContainsFunc(u.GetManagedFields(), func(f metav1.ManagedFieldsEntry) bool {
-		return f.Manager == FieldManager && f.Operation == metav1.ManagedFieldsOperationApply
+		return f.Manager == cluster.FieldManager && f.Operation == metav1.ManagedFieldsOperationApply
 	})
 }
 
 // withEveryPart renders the chart with all parts on that may be left out: twice, since the NetworkPolicies
 // are others where the IPAM has a port.
-func withEveryPart(c *Cluster, options func(on chart.Values) chart.Options) (all []*unstructured.Unstructured, err error) {
+func withEveryPart(c *cluster.Cluster, options func(on chart.Values) chart.Options) (all []*unstructured.Unstructured, err error) {
 	enabled := chart.Values{"enabled": true}
 	for _, port := range []float64{0, 6000} {
 		some, err := chart.Objects(options(chart.Values{
@@ -222,7 +223,7 @@ func withEveryPart(c *Cluster, options func(on chart.Values) chart.Options) (all
 			return nil, fmt.Errorf("%s: %w", c, err)
 		}
 		for _, u := range some {
-			if !slices.ContainsFunc(all, func(have *unstructured.Unstructured) bool { return Describe(have) == Describe(u) }) {
+			if !slices.ContainsFunc(all, func(have *unstructured.Unstructured) bool { return cluster.Describe(have) == cluster.Describe(u) }) {
 				all = append(all, u)
 			}
 		}
@@ -261,7 +262,7 @@ func withWorkloads(chosen chart.Values) bool { return chart.Get(chosen, "workloa
 
 // valuesBefore returns the values that were chosen in earlier installations and stay in force, and whether the
 // cluster remembers any.
-func valuesBefore(ctx context.Context, c *Cluster, o InstallOptions) (before chart.Values, known bool, err error) {
+func valuesBefore(ctx context.Context, c *cluster.Cluster, o InstallOptions) (before chart.Values, known bool, err error) {
 	if o.Forget {
 		return nil, false, nil
 	}
@@ -273,7 +274,7 @@ func valuesBefore(ctx context.Context, c *Cluster, o InstallOptions) (before cha
 }
 
 // remembered returns what was chosen before; nil when nothing says it.
-func remembered(ctx context.Context, c *Cluster) (chart.Values, error) {
+func remembered(ctx context.Context, c *cluster.Cluster) (chart.Values, error) {
 	var m corev1.ConfigMap
 	err := c.Client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: installConfigMap}, &m)
 	if apierrors.IsNotFound(err) {
@@ -296,7 +297,7 @@ func remembered(ctx context.Context, c *Cluster) (chart.Values, error) {
 	return values, nil
 }
 
-func remember(ctx context.Context, c *Cluster, chosen chart.Values) error {
+func remember(ctx context.Context, c *cluster.Cluster, chosen chart.Values) error {
 	if len(chosen) == 0 {
 		chosen = chart.Values{}
 	}
@@ -312,7 +313,7 @@ func remember(ctx context.Context, c *Cluster, chosen chart.Values) error {
 }
 
 // notByHelm keeps two from writing the same objects by turns; command is Helm's for what is wanted.
-func notByHelm(ctx context.Context, c *Cluster, command string) error {
+func notByHelm(ctx context.Context, c *cluster.Cluster, command string) error {
 	release, err := helmRelease(ctx, c)
 	if err != nil || release == "" {
 		return err
@@ -322,7 +323,7 @@ func notByHelm(ctx context.Context, c *Cluster, command string) error {
 }
 
 // helmRelease is the name of the Helm release that the installation is; empty: it is none.
-func helmRelease(ctx context.Context, c *Cluster) (string, error) {
+func helmRelease(ctx context.Context, c *cluster.Cluster) (string, error) {
 	for _, o := range []client.Object{&appsv1.Deployment{}, &corev1.ServiceAccount{}} {
 		o.SetNamespace(c.Namespace)
 		o.SetName(deploy.ManagerServiceAccount) // the Deployment has the same name
@@ -339,21 +340,21 @@ func helmRelease(ctx context.Context, c *Cluster) (string, error) {
 
 // applyManifest applies an object of the chart. A custom resource definition that a newer release
 // has written stays: fields that this one does not know would be lost from every object.
-func applyManifest(ctx context.Context, c *Cluster, u *unstructured.Unstructured) (Outcome, error) {
+func applyManifest(ctx context.Context, c *cluster.Cluster, u *unstructured.Unstructured) (cluster.Outcome, error) {
 	if u.GetKind() != "CustomResourceDefinition" {
 		return c.Apply(ctx, u)
 	}
 	have := &unstructured.Unstructured{}
 	have.SetGroupVersionKind(u.GroupVersionKind())
 	if err := c.Client.Get(ctx, client.ObjectKeyFromObject(u), have); client.IgnoreNotFound(err) != nil {
-		return "", c.Explain(Describe(u), err)
+		return "", c.Explain(cluster.Describe(u), err)
 	}
 	ours, err := strconv.Atoi(u.GetAnnotations()[annotationSchema])
 	if err != nil {
-		return "", fmt.Errorf("%s: annotation %s: %w", Describe(u), annotationSchema, err)
+		return "", fmt.Errorf("%s: annotation %s: %w", cluster.Describe(u), annotationSchema, err)
 	}
 	if there, err := strconv.Atoi(have.GetAnnotations()[annotationSchema]); err == nil && there > ours {
-		return Outcome(fmt.Sprintf("is of a newer release (schema %d, here %d) and stays", there, ours)), nil
+		return cluster.Outcome(fmt.Sprintf("is of a newer release (schema %d, here %d) and stays", there, ours)), nil
 	}
 	return c.Apply(ctx, u)
 }
@@ -372,13 +373,13 @@ func chooseIdentity(have *v1alpha1.ClusterIdentity, wish v1alpha1.ClusterIdentit
 		return wish, errors.New("want --cluster-name, which its peers will call it")
 	}
 	wish.ClusterID = cmp.Or(wish.ClusterID, uid)
-	return wish, checkIdentity(wish)
+	return wish, cluster.CheckIdentity(wish)
 }
 
 // established waits until the custom resources are served, so that whoever comes next finds them.
 // The condition is not enough: the API server sets it before it serves the kind, under load by
 // seconds.
-func established(ctx context.Context, c *Cluster, manifests []*unstructured.Unstructured) error {
+func established(ctx context.Context, c *cluster.Cluster, manifests []*unstructured.Unstructured) error {
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
 	for _, m := range manifests {
@@ -389,14 +390,14 @@ func established(ctx context.Context, c *Cluster, manifests []*unstructured.Unst
 			u := &unstructured.Unstructured{}
 			u.SetGroupVersionKind(m.GroupVersionKind())
 			if err := c.Client.Get(ctx, client.ObjectKeyFromObject(m), u); err != nil {
-				return c.Explain(Describe(m), err)
+				return c.Explain(cluster.Describe(m), err)
 			}
 			if isEstablished(u) && servesKind(ctx, c, u) {
 				break
 			}
 			select {
 			case <-ctx.Done():
-				return fmt.Errorf("%s: %s: the API server does not serve it: %w", c, Describe(m), ctx.Err())
+				return fmt.Errorf("%s: %s: the API server does not serve it: %w", c, cluster.Describe(m), ctx.Err())
 			case <-time.After(20 * time.Millisecond):
 			}
 		}
@@ -406,7 +407,7 @@ func established(ctx context.Context, c *Cluster, manifests []*unstructured.Unst
 
 // servesKind reports whether the kind of a custom resource definition is served. An answer that it may
 // not be listed is one of somebody who knows it.
-func servesKind(ctx context.Context, c *Cluster, crd *unstructured.Unstructured) bool {
+func servesKind(ctx context.Context, c *cluster.Cluster, crd *unstructured.Unstructured) bool {
 	group, _, _ := unstructured.NestedString(crd.Object, "spec", "group")
 	kind, _, _ := unstructured.NestedString(crd.Object, "spec", "names", "kind")
 	versions, _, _ := unstructured.NestedSlice(crd.Object, "spec", "versions")
@@ -438,13 +439,13 @@ var crdKind = schema.GroupVersionKind{Group: "apiextensions.k8s.io", Version: "v
 // isOurs reports whether we make or have made a namespace: nil, there is none yet. Only such a one is marked, and
 // deleted.
 func isOurs(namespace *unstructured.Unstructured) bool {
-	return namespace == nil || namespace.GetLabels()[LabelName] == ManagedBy
+	return namespace == nil || namespace.GetLabels()[cluster.LabelName] == cluster.ManagedBy
 }
 
-func deleteObject(ctx context.Context, c *Cluster, have *unstructured.Unstructured, report func(string)) error {
+func deleteObject(ctx context.Context, c *cluster.Cluster, have *unstructured.Unstructured, report func(string)) error {
 	if err := c.Client.Delete(ctx, have, client.PropagationPolicy(metav1.DeletePropagationBackground)); client.IgnoreNotFound(err) != nil {
-		return c.Explain("delete "+Describe(have), err)
+		return c.Explain("delete "+cluster.Describe(have), err)
 	}
-	report(fmt.Sprintf("%s: %s deleted", c, Describe(have)))
+	report(fmt.Sprintf("%s: %s deleted", c, cluster.Describe(have)))
 	return nil
 }

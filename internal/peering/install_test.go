@@ -24,12 +24,14 @@ import (
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/chart"
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/clustertest"
 )
 
 // The API server judges every object that the chart can make, and defaults what it leaves out.
 func TestInstallingTwiceChangesNothing(t *testing.T) {
 	t.Parallel()
-	c, kubeconfig := NewCluster(t, "twice")
+	c, kubeconfig := clustertest.NewCluster(t, "twice")
 	options := InstallOptions{
 		Identity: v1alpha1.ClusterIdentity{ClusterName: "twice"}, Version: "v1",
 		Values: chart.Values{
@@ -37,23 +39,23 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 			"gateway": chart.Values{"replicas": 3.0, "port": 7000.0, "tunnels": 4.0, "service": chart.Values{"type": "LoadBalancer", "externalTrafficPolicy": "Local"}},
 		},
 	}
-	options.Values = WithServiceNetwork(t, c, options.Values)
-	var first, second Lines
+	options.Values = clustertest.WithServiceNetwork(t, c, options.Values)
+	var first, second clustertest.Lines
 	options.Report = first.Report
 
 	// Over a Liqo nothing is written.
 	foreign := foreignClusterDefinition()
 	must(t, c.Client.Create(t.Context(), foreign))
 	for begin := time.Now(); ; time.Sleep(100 * time.Millisecond) {
-		if is, err := ConnectTo(t, Access{Kubeconfig: kubeconfig}).IsLiqo(); err == nil && is {
+		if is, err := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: kubeconfig}).IsLiqo(); err == nil && is {
 			break
 		}
-		if time.Since(begin) > Patient {
+		if time.Since(begin) > clustertest.Patient {
 			t.Fatal("the API server does not serve ForeignClusters")
 		}
 	}
-	c = ConnectTo(t, Access{Kubeconfig: kubeconfig, Namespace: "twice"}) // which kinds there are is asked once
-	if err := Install(t.Context(), c, options); !errors.Is(err, ErrLiqo) || !strings.Contains(err.Error(), "--set crds.liqo=false") || !Gone(t, c, &corev1.Namespace{}, "twice") {
+	c = clustertest.ConnectTo(t, cluster.Access{Kubeconfig: kubeconfig, Namespace: "twice"}) // which kinds there are is asked once
+	if err := Install(t.Context(), c, options); !errors.Is(err, cluster.ErrLiqo) || !strings.Contains(err.Error(), "--set crds.liqo=false") || !clustertest.Gone(t, c, &corev1.Namespace{}, "twice") {
 		t.Errorf("over a Liqo: %v", err)
 	}
 	for _, key := range []string{"install", "liqo"} {
@@ -61,11 +63,11 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	}
 	must(t, c.Client.Delete(t.Context(), foreign))
 	for begin := time.Now(); ; time.Sleep(100 * time.Millisecond) {
-		c = ConnectTo(t, Access{Kubeconfig: kubeconfig, Namespace: "twice"})
+		c = clustertest.ConnectTo(t, cluster.Access{Kubeconfig: kubeconfig, Namespace: "twice"})
 		if is, err := c.IsLiqo(); err == nil && !is {
 			break
 		}
-		if time.Since(begin) > Patient {
+		if time.Since(begin) > clustertest.Patient {
 			t.Fatal("ForeignClusters do not go")
 		}
 	}
@@ -114,7 +116,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	// Nothing runs here, and that is said.
 	options.Wait, options.Version = time.Second, "v2"
 	err := Install(t.Context(), c, options)
-	if !errors.Is(err, ErrNotReady) || !strings.Contains(err.Error(), "all is applied") || !strings.Contains(err.Error(), "twice/isthmus-") {
+	if !errors.Is(err, cluster.ErrNotReady) || !strings.Contains(err.Error(), "all is applied") || !strings.Contains(err.Error(), "twice/isthmus-") {
 		t.Errorf("without nodes: %v", err)
 	}
 	must(t, c.Client.Get(t.Context(), client.ObjectKey{Namespace: "twice", Name: "isthmus-gateway"}, &gateway))
@@ -143,11 +145,11 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	}
 
 	// A second installation would take away the rights of this one.
-	said := Lines{}
-	other := ConnectTo(t, Access{Kubeconfig: kubeconfig, Namespace: "elsewhere"})
+	said := clustertest.Lines{}
+	other := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: kubeconfig, Namespace: "elsewhere"})
 	for what, err := range map[string]error{
-		"install":   Install(t.Context(), other, InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "x"}, Values: WithoutWorkloads, Report: said.Report}),
-		"uninstall": Uninstall(t.Context(), other, UninstallOptions{Timeout: Patient, Report: said.Report}),
+		"install":   Install(t.Context(), other, InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "x"}, Values: clustertest.WithoutWorkloads, Report: said.Report}),
+		"uninstall": Uninstall(t.Context(), other, UninstallOptions{Timeout: clustertest.Patient, Report: said.Report}),
 	} {
 		if err == nil || !strings.Contains(err.Error(), "installed in namespace twice already") || len(said) > 0 {
 			t.Errorf("%s in another namespace: %v\n%s", what, err, strings.Join(said, "\n"))
@@ -173,7 +175,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	before := service()
 	forget()
 	must(t, install(chart.Values{"networks": chart.Values{"podCIDR": "10.9.0.0/16"}}))
-	if after := service(); !SameJSON(before.Spec, after.Spec) || !said.Has("stays LoadBalancer with 4 UDP ports from 7000 up") {
+	if after := service(); !clustertest.SameJSON(before.Spec, after.Spec) || !said.Has("stays LoadBalancer with 4 UDP ports from 7000 up") {
 		t.Errorf("the Service was\n%+v\nand is\n%+v\n%s", before.Spec, after.Spec, strings.Join(said, "\n"))
 	}
 	must(t, c.Client.Get(t.Context(), client.ObjectKeyFromObject(&gateway), &gateway))
@@ -224,7 +226,7 @@ func foreignClusterDefinition() *unstructured.Unstructured {
 	return &unstructured.Unstructured{Object: map[string]any{
 		"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition", "metadata": map[string]any{"name": "foreignclusters.discovery.liqo.io"},
 		"spec": map[string]any{
-			"group": foreignClusters.Group, "scope": "Cluster", "names": map[string]any{"kind": foreignClusters.Kind, "plural": "foreignclusters"},
+			"group": cluster.ForeignClusters.Group, "scope": "Cluster", "names": map[string]any{"kind": cluster.ForeignClusters.Kind, "plural": "foreignclusters"},
 			"versions": []any{map[string]any{"name": "v1alpha1", "served": true, "storage": true,
 				"schema": map[string]any{"openAPIV3Schema": map[string]any{"type": "object"}}}},
 		},
@@ -235,7 +237,7 @@ func foreignClusterDefinition() *unstructured.Unstructured {
 // worth a warning. One that fails is more.
 func TestAGatewayForWhichThereIsNoNodeIsWorthAWarning(t *testing.T) {
 	t.Parallel()
-	c := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.B, Namespace: "one-node"})
+	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.B, Namespace: "one-node"})
 	must(t, c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
 	labels := map[string]string{"app": "g"}
 	container := []corev1.Container{{Name: "g", Image: "none"}}
@@ -252,7 +254,7 @@ func TestAGatewayForWhichThereIsNoNodeIsWorthAWarning(t *testing.T) {
 		if err == nil {
 			break
 		}
-		if time.Since(begin) > Patient {
+		if time.Since(begin) > clustertest.Patient {
 			t.Fatal(err)
 		}
 	}
@@ -274,7 +276,7 @@ func TestAGatewayForWhichThereIsNoNodeIsWorthAWarning(t *testing.T) {
 
 // Not parallel: the definitions are of all tests.
 func TestAnOlderProgramDoesNotReplaceNewerDefinitions(t *testing.T) {
-	c := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.B})
+	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.B})
 	crd := &unstructured.Unstructured{}
 	crd.SetGroupVersionKind(schema.GroupVersionKind{Group: "apiextensions.k8s.io", Version: "v1", Kind: "CustomResourceDefinition"})
 	crd.SetName("peerings.isthmus.net")
@@ -292,7 +294,7 @@ func TestAnOlderProgramDoesNotReplaceNewerDefinitions(t *testing.T) {
 		{`null`, "peerings.isthmus.net changed"}, // of the time before it had a number
 	} {
 		annotate(tc.there)
-		var said Lines
+		var said clustertest.Lines
 		must(t, Install(t.Context(), c, InstallOptions{Report: said.Report}))
 		if !said.Has(tc.want) {
 			t.Errorf("schema %s: no %q in\n%s", tc.there, tc.want, strings.Join(said, "\n"))
@@ -302,13 +304,13 @@ func TestAnOlderProgramDoesNotReplaceNewerDefinitions(t *testing.T) {
 
 func TestInstallTakesAwayWhatIsNotChosenAnyMore(t *testing.T) {
 	t.Parallel()
-	c, _ := NewCluster(t, "twice")
+	c, _ := clustertest.NewCluster(t, "twice")
 	options := InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "twice"}, Version: "v1", Values: chart.Values{
 		"networks": chart.Values{"podCIDR": "10.9.0.0/16"}, "networkPolicy": chart.Values{"enabled": true},
 		"metrics": chart.Values{"enabled": true, "dashboard": chart.Values{"enabled": true}},
 	}}
-	options.Values = WithServiceNetwork(t, c, options.Values)
-	var said Lines
+	options.Values = clustertest.WithServiceNetwork(t, c, options.Values)
+	var said clustertest.Lines
 	options.Report = func(line string) { said.Report(line) }
 	install := func(port float64) string {
 		t.Helper()
@@ -352,7 +354,7 @@ func TestInstallTakesAwayWhatIsNotChosenAnyMore(t *testing.T) {
 	foreign := &rbacv1.ClusterRole{ObjectMeta: metav1.ObjectMeta{Name: "isthmus-metrics-reader"}}
 	must(t, c.Client.Create(t.Context(), foreign))
 	policy := &networkingv1.NetworkPolicy{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: "isthmus-ipam"}}
-	must(t, c.Client.Create(t.Context(), policy, client.FieldOwner(FieldManager))) // the name alone does not tell
+	must(t, c.Client.Create(t.Context(), policy, client.FieldOwner(cluster.FieldManager))) // the name alone does not tell
 	if did := install(0); did != strings.Replace(want, "NetworkPolicy twice/isthmus-ipam, ", "", 1) {
 		t.Errorf("beside what others made it deletes %s", did)
 	}
@@ -399,7 +401,7 @@ func TestEveryPartThatMayBeLeftOutIsLookedFor(t *testing.T) {
 	allOn(defaults)
 	options := chart.Options{Namespace: "x", Values: defaults}
 	chart.Set(defaults, "x", "cluster", "name")
-	c := &Cluster{}
+	c := &cluster.Cluster{}
 	all, err := withEveryPart(c, func(on chart.Values) chart.Options {
 		return chart.Options{Namespace: "x", Values: chart.Merge(chart.Values{"cluster": chart.Values{"name": "x"}}, on)}
 	})
@@ -409,8 +411,8 @@ func TestEveryPartThatMayBeLeftOutIsLookedFor(t *testing.T) {
 		some, err := chart.Objects(options)
 		must(t, err)
 		for _, u := range some {
-			if !slices.ContainsFunc(all, func(o *unstructured.Unstructured) bool { return Describe(o) == Describe(u) }) {
-				t.Errorf("nobody looks for %s, which the chart can make", Describe(u))
+			if !slices.ContainsFunc(all, func(o *unstructured.Unstructured) bool { return cluster.Describe(o) == cluster.Describe(u) }) {
+				t.Errorf("nobody looks for %s, which the chart can make", cluster.Describe(u))
 			}
 		}
 	}
@@ -418,11 +420,11 @@ func TestEveryPartThatMayBeLeftOutIsLookedFor(t *testing.T) {
 
 func TestInstallLeavesARelaseOfHelmAlone(t *testing.T) {
 	t.Parallel()
-	c := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.B, Namespace: "of-helm"})
+	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.B, Namespace: "of-helm"})
 	must(t, c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
 	must(t, c.Client.Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{
 		Namespace: c.Namespace, Name: "isthmus-manager", Annotations: map[string]string{"meta.helm.sh/release-name": "mine"}}}))
-	var said Lines
+	var said clustertest.Lines
 	err := Install(t.Context(), c, InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "h"}, Report: said.Report})
 	if err == nil || !strings.Contains(err.Error(), "`helm upgrade mine`") || len(said) > 0 {
 		t.Errorf("%v; said %v", err, said)
@@ -432,11 +434,11 @@ func TestInstallLeavesARelaseOfHelmAlone(t *testing.T) {
 // The ConfigMap of a Helm release has no ID where nobody chose one.
 func TestAClusterWithoutAChosenIDIsKnownByTheUIDOfKubeSystem(t *testing.T) {
 	t.Parallel()
-	c := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.B, Namespace: "no-id"})
+	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.B, Namespace: "no-id"})
 	must(t, c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
 	must(t, c.Client.Create(t.Context(), &corev1.ConfigMap{
-		ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: identityConfigMap, Labels: map[string]string{LabelName: identityLabelValue}},
-		Data:       map[string]string{keyClusterName: "no-id"}}))
+		ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: cluster.IdentityConfigMap, Labels: map[string]string{cluster.LabelName: cluster.IdentityLabelValue}},
+		Data:       map[string]string{cluster.KeyClusterName: "no-id"}}))
 	must(t, c.Identify(t.Context()))
 	if c.Identity.ClusterID != c.UID || c.UID == "" {
 		t.Errorf("it is %v; the UID is %q", c.Identity, c.UID)
@@ -445,7 +447,7 @@ func TestAClusterWithoutAChosenIDIsKnownByTheUIDOfKubeSystem(t *testing.T) {
 
 func TestPodCIDRIsFoundWhereTheClusterSaysIt(t *testing.T) {
 	t.Parallel()
-	c := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.A})
+	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A})
 	nodes := []corev1.Node{
 		{ObjectMeta: metav1.ObjectMeta{Name: "n1"}, Spec: corev1.NodeSpec{PodCIDR: "10.50.1.0/24", PodCIDRs: []string{"10.50.1.0/24", "fd00:1::/64"}}},
 		{ObjectMeta: metav1.ObjectMeta{Name: "n2"}, Spec: corev1.NodeSpec{PodCIDR: "10.50.9.0/24"}},
@@ -492,9 +494,9 @@ func TestPodCIDRIsFoundWhereTheClusterSaysIt(t *testing.T) {
 
 // refusesBeforeItWrites checks that an installation that cannot work, or not with the chosen values,
 // changes nothing in the cluster.
-func refusesBeforeItWrites(t *testing.T, c *Cluster, o InstallOptions) {
+func refusesBeforeItWrites(t *testing.T, c *cluster.Cluster, o InstallOptions) {
 	t.Helper()
-	var said Lines
+	var said clustertest.Lines
 	o.Report = said.Report
 	for _, tc := range []struct {
 		networks []string
@@ -505,7 +507,7 @@ func refusesBeforeItWrites(t *testing.T, c *Cluster, o InstallOptions) {
 	} {
 		node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n1"}, Spec: corev1.NodeSpec{PodCIDR: tc.networks[0], PodCIDRs: tc.networks}}
 		must(t, c.Client.Create(t.Context(), node))
-		if err := Install(t.Context(), c, o); err == nil || !strings.Contains(err.Error(), tc.want) || !Gone(t, c, &corev1.Namespace{}, c.Namespace) {
+		if err := Install(t.Context(), c, o); err == nil || !strings.Contains(err.Error(), tc.want) || !clustertest.Gone(t, c, &corev1.Namespace{}, c.Namespace) {
 			t.Errorf("%v: %v", tc.networks, err)
 		}
 		if len(tc.networks) > 1 {
@@ -534,7 +536,7 @@ func refusesBeforeItWrites(t *testing.T, c *Cluster, o InstallOptions) {
 	if p, err := serviceNetwork(t.Context(), &old, nil, nodes, said.Report); err != nil || p != "10.43.0.0/16" {
 		t.Errorf("of k3s: %q, %v", p, err)
 	}
-	if p, err := serviceNetwork(t.Context(), c, nil, nodes, said.Report); ServesServiceCIDRs(t, c) && (err != nil || p != "") {
+	if p, err := serviceNetwork(t.Context(), c, nil, nodes, said.Report); clustertest.ServesServiceCIDRs(t, c) && (err != nil || p != "") {
 		t.Errorf("with the kind the manager finds it: %q, %v", p, err)
 	}
 }
@@ -599,9 +601,9 @@ func TestOfSeveralNetworksTheOneAroundAllIsTaken(t *testing.T) {
 // used yet.
 func TestPodCIDRHoldsEachPoolOfTheCNI(t *testing.T) {
 	said := func(what string, own bool, text string) podSource {
-		return podSource{what, own, func(context.Context, *Cluster) (string, error) { return text, nil }}
+		return podSource{what, own, func(context.Context, *cluster.Cluster) (string, error) { return text, nil }}
 	}
-	c := &Cluster{Context: "c"}
+	c := &cluster.Cluster{Context: "c"}
 	pools := said("IPPools", true, "10.1.0.0/16,10.9.0.0/16")
 	p, source, err := podCIDRFrom(t.Context(), c, []podSource{pools, said("kubeadm", false, "10.1.0.0/16"), said("flags", false, "10.0.0.0/12")}, nil, nil)
 	if err != nil || p.String() != "10.0.0.0/12" || source != "flags" {

@@ -20,6 +20,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/chart"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/corefile"
 	"github.com/isthmus-net/isthmus/internal/kubeerr"
 	"github.com/isthmus-net/isthmus/internal/safetext"
@@ -39,7 +40,7 @@ func mcsDefinitions() (all []*unstructured.Unstructured, err error) {
 			return nil, fmt.Errorf("definition of mcs-api: %w", err)
 		}
 		labels := u.GetLabels()
-		labels[LabelManagedBy] = ManagedBy
+		labels[cluster.LabelManagedBy] = cluster.ManagedBy
 		u.SetLabels(labels)
 		all = append(all, u)
 	}
@@ -59,7 +60,7 @@ type servicesPlan struct {
 
 // planServices finds out what there is to do where services are on; nil: they are off. It writes nothing, so
 // what cannot be is known before anything is changed.
-func planServices(ctx context.Context, c *Cluster, chosen chart.Values, o InstallOptions) (*servicesPlan, error) {
+func planServices(ctx context.Context, c *cluster.Cluster, chosen chart.Values, o InstallOptions) (*servicesPlan, error) {
 	configure := o.ConfigureDNS != nil && *o.ConfigureDNS
 	if !withServices(chosen) {
 		if configure {
@@ -78,11 +79,11 @@ func planServices(ctx context.Context, c *Cluster, chosen chart.Values, o Instal
 			return nil, err
 		}
 		switch lacks := lacksVersion(have); {
-		case have == nil, have.GetLabels()[LabelManagedBy] == ManagedBy && !newer(have, want):
+		case have == nil, have.GetLabels()[cluster.LabelManagedBy] == cluster.ManagedBy && !newer(have, want):
 			p.apply = append(p.apply, want)
 		case lacks != "":
 			return nil, fmt.Errorf("%s: %s is there already and does not serve %s: bring what installed it up to date (mcs-api %s)",
-				c, Describe(want), lacks, want.GetLabels()[mcscrd.ReleaseVersionLabel])
+				c, cluster.Describe(want), lacks, want.GetLabels()[mcscrd.ReleaseVersionLabel])
 		}
 	}
 	switch p.dns, err = findDNS(ctx, c); {
@@ -136,12 +137,12 @@ func newer(have, want *unstructured.Unstructured) bool {
 }
 
 // defineServices applies the definitions, before the manager starts that watches their objects.
-func defineServices(ctx context.Context, c *Cluster, p *servicesPlan, report func(string)) error {
+func defineServices(ctx context.Context, c *cluster.Cluster, p *servicesPlan, report func(string)) error {
 	if p == nil {
 		return nil
 	}
 	for _, u := range p.definitions {
-		outcome := Outcome("is there already and stays")
+		outcome := cluster.Outcome("is there already and stays")
 		if slices.Contains(p.apply, u) {
 			if _, err := untilGone(ctx, c, u.GetName()); err != nil { // what is applied before would go with it
 				return err
@@ -151,14 +152,14 @@ func defineServices(ctx context.Context, c *Cluster, p *servicesPlan, report fun
 				return err
 			}
 		}
-		report(fmt.Sprintf("%s: %s %s", c, Describe(u), outcome))
+		report(fmt.Sprintf("%s: %s %s", c, cluster.Describe(u), outcome))
 	}
 	return established(ctx, c, p.definitions)
 }
 
 // nameServices lets CoreDNS answer for imported services. The definitions and the rights come first: without them a
 // CoreDNS with the option has no answer for any Service.
-func nameServices(ctx context.Context, c *Cluster, p *servicesPlan, report func(string)) error {
+func nameServices(ctx context.Context, c *cluster.Cluster, p *servicesPlan, report func(string)) error {
 	if p == nil {
 		return nil
 	}
@@ -172,7 +173,7 @@ func nameServices(ctx context.Context, c *Cluster, p *servicesPlan, report func(
 			if err != nil {
 				return err
 			}
-			report(fmt.Sprintf("%s: %s %s", c, Describe(u), outcome))
+			report(fmt.Sprintf("%s: %s %s", c, cluster.Describe(u), outcome))
 		}
 		if p.corefile != "" {
 			if err := writeCorefile(ctx, c, p.dns, p.corefile, report); err != nil {
@@ -188,7 +189,7 @@ func nameServices(ctx context.Context, c *Cluster, p *servicesPlan, report func(
 
 // UnnameServices takes back what define and name did: the Corefile first, then the rights, then the definitions. What
 // CoreDNS or somebody else still needs stays, and is reported.
-func UnnameServices(ctx context.Context, c *Cluster, keepDefinitions bool, report func(string)) error {
+func UnnameServices(ctx context.Context, c *cluster.Cluster, keepDefinitions bool, report func(string)) error {
 	definitions, err := mcsDefinitions()
 	if err != nil {
 		return err
@@ -246,7 +247,7 @@ func UnnameServices(ctx context.Context, c *Cluster, keepDefinitions bool, repor
 			stays = needs
 		}
 		if stays != "" {
-			report(fmt.Sprintf("%s: %s stays: %s", c, Describe(u), stays))
+			report(fmt.Sprintf("%s: %s stays: %s", c, cluster.Describe(u), stays))
 			continue
 		}
 		if err := deleteObject(ctx, c, u, report); err != nil {
@@ -260,7 +261,7 @@ func UnnameServices(ctx context.Context, c *Cluster, keepDefinitions bool, repor
 		if gone, err := untilGone(ctx, c, u.GetName()); err != nil {
 			return err
 		} else if !gone {
-			report(fmt.Sprintf("%s: %s is not gone yet", c, Describe(u)))
+			report(fmt.Sprintf("%s: %s is not gone yet", c, cluster.Describe(u)))
 		}
 	}
 	return nil
@@ -268,7 +269,7 @@ func UnnameServices(ctx context.Context, c *Cluster, keepDefinitions bool, repor
 
 // removeImports deletes what the manager made for imported services. Their owner is the ServiceImport, but the garbage
 // collector does not find owners whose definition is gone.
-func removeImports(ctx context.Context, c *Cluster, report func(string)) error {
+func removeImports(ctx context.Context, c *cluster.Cluster, report func(string)) error {
 	for _, kind := range []schema.GroupVersionKind{
 		{Group: mcsGroup, Version: mcsVersions[1], Kind: "ServiceImport"},
 		corev1.SchemeGroupVersion.WithKind("Service"), discoveryv1.SchemeGroupVersion.WithKind("EndpointSlice"),
@@ -295,9 +296,9 @@ func removeImports(ctx context.Context, c *Cluster, report func(string)) error {
 }
 
 // othersNeed says why a definition that we applied stays; empty: nobody else has to do with it.
-func othersNeed(ctx context.Context, c *Cluster, crd *unstructured.Unstructured) (string, error) {
+func othersNeed(ctx context.Context, c *cluster.Cluster, crd *unstructured.Unstructured) (string, error) {
 	for _, f := range crd.GetManagedFields() {
-		if f.Manager != FieldManager && f.Subresource == "" {
+		if f.Manager != cluster.FieldManager && f.Subresource == "" {
 			return fmt.Sprintf("%s has written it as well", safetext.Of(f.Manager)), nil
 		}
 	}

@@ -20,22 +20,24 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/chart"
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/clustertest"
 	"github.com/isthmus-net/isthmus/internal/corefile"
 )
 
 // A nameServer is a cluster with a CoreDNS as kubeadm makes it, on an API server of its own.
 type nameServer struct {
-	*Cluster
+	*cluster.Cluster
 	t        *testing.T
 	corefile string // kubeadm's
-	said     Lines
+	said     clustertest.Lines
 }
 
 func newNameServer(t *testing.T) *nameServer {
 	t.Helper()
 	text, err := os.ReadFile("../corefile/testdata/kubeadm.in")
 	must(t, err)
-	c, _ := NewCluster(t, "named")
+	c, _ := clustertest.NewCluster(t, "named")
 	n := &nameServer{Cluster: c, t: t, corefile: string(text)}
 	system := metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "coredns", Labels: map[string]string{"k8s-app": "kube-dns"}}
 	config := corev1.VolumeSource{ConfigMap: &corev1.ConfigMapVolumeSource{LocalObjectReference: corev1.LocalObjectReference{Name: "coredns"}}}
@@ -57,14 +59,14 @@ func newNameServer(t *testing.T) *nameServer {
 func (n *nameServer) install(o InstallOptions) error {
 	n.said = nil
 	o.Identity, o.Report = v1alpha1.ClusterIdentity{ClusterName: "named"}, n.said.Report
-	o.Values = chart.Merge(WithoutWorkloads, o.Values)
+	o.Values = chart.Merge(clustertest.WithoutWorkloads, o.Values)
 	return Install(n.t.Context(), n.Cluster, o)
 }
 
 func (n *nameServer) uninstall() {
 	n.t.Helper()
 	n.said = nil
-	must(n.t, Uninstall(n.t.Context(), n.Cluster, UninstallOptions{Timeout: Patient, Report: n.said.Report}))
+	must(n.t, Uninstall(n.t.Context(), n.Cluster, UninstallOptions{Timeout: clustertest.Patient, Report: n.said.Report}))
 }
 
 // setCorefile has somebody write another Corefile.
@@ -93,7 +95,7 @@ func (n *nameServer) wants(what, text string, there ...bool) {
 	if m.Data[keyCorefile] != text {
 		n.t.Errorf("%s: the Corefile is\n%s", what, m.Data[keyCorefile])
 	}
-	deadline := time.Now().Add(Patient)
+	deadline := time.Now().Add(clustertest.Patient)
 	for i, name := range []string{"serviceexports.multicluster.x-k8s.io", "serviceimports.multicluster.x-k8s.io", "isthmus-coredns"} {
 		var o client.Object = &rbacv1.ClusterRoleBinding{}
 		if i < 2 {
@@ -101,7 +103,7 @@ func (n *nameServer) wants(what, text string, there ...bool) {
 			u.SetGroupVersionKind(crdKind)
 			o = u
 		}
-		for Gone(n.t, n.Cluster, o, name) == there[i] || o.GetDeletionTimestamp() != nil {
+		for clustertest.Gone(n.t, n.Cluster, o, name) == there[i] || o.GetDeletionTimestamp() != nil {
 			if there[i] || time.Now().After(deadline) {
 				n.t.Fatalf("%s: %s is there: %v\n%+v\n%s", what, name, !there[i], o, strings.Join(n.said, "\n"))
 			}
@@ -297,7 +299,7 @@ func TestConfigureDNSRefusesWhatItMayBreak(t *testing.T) {
 		n.setImage(why.image)
 		n.setCorefile(why.text)
 		err := n.install(InstallOptions{Values: servicesOn, ConfigureDNS: new(true)})
-		if err == nil || !strings.Contains(err.Error(), why.want) || !strings.Contains(err.Error(), "nothing was changed") || !Gone(t, n.Cluster, &corev1.Namespace{}, n.Namespace) {
+		if err == nil || !strings.Contains(err.Error(), why.want) || !strings.Contains(err.Error(), "nothing was changed") || !clustertest.Gone(t, n.Cluster, &corev1.Namespace{}, n.Namespace) {
 			t.Errorf("%d: %v; want %q", i, err, why.want)
 		}
 		n.wants(fmt.Sprint(i), why.text, false, false, false)

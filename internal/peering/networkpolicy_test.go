@@ -11,6 +11,9 @@ import (
 	"k8s.io/apimachinery/pkg/labels"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/yaml"
+
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/clustertest"
 )
 
 // The API server takes the policy that goes with `isthmus manager --ipam-plain`, and read as
@@ -21,7 +24,7 @@ func TestTheNetworkPolicyOfAPlainIPAMLetsVirtualKubeletsIn(t *testing.T) {
 	must(t, err)
 	var u unstructured.Unstructured
 	must(t, yaml.Unmarshal(text, &u.Object))
-	c := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.A})
+	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A})
 	must(t, c.Client.Create(t.Context(), &u, client.DryRunAll, client.FieldValidation("Strict")))
 
 	var p networkingv1.NetworkPolicy

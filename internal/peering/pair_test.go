@@ -5,6 +5,8 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/isthmus-net/isthmus/internal/expect"
+
 	corev1 "k8s.io/api/core/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -13,24 +15,28 @@ import (
 	flowcontrolv1 "k8s.io/api/flowcontrol/v1"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/clustertest"
 )
 
-func peerUp(t *testing.T, p *Pair) error {
+var must = expect.NoError
+
+func peerUp(t *testing.T, p *clustertest.Pair) error {
 	t.Helper()
-	_, err := Peer(t.Context(), p.A, p.B, PeerOptions{Timeout: Patient, Report: p.Report})
+	_, err := Peer(t.Context(), p.A, p.B, PeerOptions{Timeout: clustertest.Patient, Report: p.Report})
 	return err
 }
 
-func peerDown(t *testing.T, p *Pair) error {
+func peerDown(t *testing.T, p *clustertest.Pair) error {
 	t.Helper()
-	return Unpeer(t.Context(), p.A, p.B, UnpeerOptions{Timeout: Patient, Report: p.Report})
+	return Unpeer(t.Context(), p.A, p.B, UnpeerOptions{Timeout: clustertest.Patient, Report: p.Report})
 }
 
 // everything is the resourceVersion of each object that a peering consists of, on both sides.
-func everything(t *testing.T, p *Pair) map[string]string {
+func everything(t *testing.T, p *clustertest.Pair) map[string]string {
 	t.Helper()
 	all := map[string]string{}
-	for _, c := range []*Cluster{p.A, p.B} {
+	for _, c := range []*cluster.Cluster{p.A, p.B} {
 		peer := p.A
 		if c == p.A {
 			peer = p.B

@@ -18,12 +18,13 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
 // A teardown is what there is to be removed from one cluster.
 type teardown struct {
-	*Cluster
+	*cluster.Cluster
 	peer      v1alpha1.ClusterIdentity
 	peering   string // its name; empty: gone already
 	namespace string // the tenant namespace; empty: not found
@@ -37,7 +38,7 @@ type teardown struct {
 }
 
 // findTeardowns finds out what is meant and what is left of it.
-func findTeardowns(ctx context.Context, local, remote *Cluster, o UnpeerOptions) ([]*teardown, error) {
+func findTeardowns(ctx context.Context, local, remote *cluster.Cluster, o UnpeerOptions) ([]*teardown, error) {
 	if remote == nil {
 		if local.Identity.ClusterID == "" { // Uninstall goes on where nothing says it any more
 			if err := local.Identify(ctx); err != nil {
@@ -60,11 +61,11 @@ func findTeardowns(ctx context.Context, local, remote *Cluster, o UnpeerOptions)
 	if err := both(a, b, func(s *side) error { return s.Identify(ctx) }); err != nil {
 		return nil, err
 	}
-	if err := distinct(local, remote); err != nil {
+	if err := cluster.Distinct(local, remote); err != nil {
 		return nil, err
 	}
 	var found []*teardown
-	for _, pair := range [][2]*Cluster{{local, remote}, {remote, local}} {
+	for _, pair := range [][2]*cluster.Cluster{{local, remote}, {remote, local}} {
 		peer := pair[1].Identity
 		f, err := teardownOf(ctx, pair[0], func(p *isthmus.Peering) bool { return p.Spec.Cluster.ClusterID == peer.ClusterID },
 			func(n *corev1.Namespace) bool { return n.Labels[v1alpha1.LabelTenantClusterID] == peer.ClusterID })
@@ -92,7 +93,7 @@ func cutHash(name string) string {
 
 // teardownOf finds the Peering that is meant, or, where that is gone already, the tenant namespace
 // that a run before this one left.
-func teardownOf(ctx context.Context, c *Cluster, is func(*isthmus.Peering) bool, left func(*corev1.Namespace) bool) (*teardown, error) {
+func teardownOf(ctx context.Context, c *cluster.Cluster, is func(*isthmus.Peering) bool, left func(*corev1.Namespace) bool) (*teardown, error) {
 	f := &teardown{Cluster: c, secret: isthmus.DefaultIdentitySecret}
 	var list isthmus.PeeringList
 	if err := c.Client.List(ctx, &list); err != nil {
@@ -113,7 +114,7 @@ func teardownOf(ctx context.Context, c *Cluster, is func(*isthmus.Peering) bool,
 		return f, nil
 	}
 	var namespaces corev1.NamespaceList
-	if err := c.Client.List(ctx, &namespaces, client.MatchingLabels{v1alpha1.LabelTenantNamespace: "true", LabelManagedBy: ManagedBy}); err != nil {
+	if err := c.Client.List(ctx, &namespaces, client.MatchingLabels{v1alpha1.LabelTenantNamespace: "true", cluster.LabelManagedBy: cluster.ManagedBy}); err != nil {
 		return nil, c.Explain("Namespaces", err)
 	}
 	for i := range namespaces.Items {
@@ -128,7 +129,7 @@ func teardownOf(ctx context.Context, c *Cluster, is func(*isthmus.Peering) bool,
 }
 
 // remainsOf names what the peer keeps of us when nobody waits for it.
-func remainsOf(ctx context.Context, c *Cluster, p *isthmus.Peering) string {
+func remainsOf(ctx context.Context, c *cluster.Cluster, p *isthmus.Peering) string {
 	server := "its API server"
 	var secret corev1.Secret
 	key := client.ObjectKey{Namespace: p.Spec.TenantNamespace.Local, Name: p.Spec.IdentitySecretName}
@@ -145,7 +146,7 @@ func remainsOf(ctx context.Context, c *Cluster, p *isthmus.Peering) string {
 
 // side is the teardown as Peer sees the cluster.
 func (f *teardown) side() *side {
-	return &side{Cluster: f.Cluster, peer: &side{Cluster: &Cluster{Identity: f.peer}}, namespace: f.namespace, secret: f.secret}
+	return &side{Cluster: f.Cluster, peer: &side{Cluster: &cluster.Cluster{Identity: f.peer}}, namespace: f.namespace, secret: f.secret}
 }
 
 // disarm takes the peer's rights away: all of them, or but those to withdraw.
@@ -157,7 +158,7 @@ func (f *teardown) disarm(ctx context.Context, o UnpeerOptions, all bool) error 
 	if !all {
 		var role rbacv1.Role
 		err := f.Client.Get(ctx, client.ObjectKey{Namespace: f.namespace, Name: peerAccount}, &role)
-		if apierrors.IsNotFound(err) || err == nil && role.Labels[LabelManagedBy] != ManagedBy {
+		if apierrors.IsNotFound(err) || err == nil && role.Labels[cluster.LabelManagedBy] != cluster.ManagedBy {
 			return nil
 		}
 		if err == nil {
@@ -188,7 +189,7 @@ func (f *teardown) deletePeering(ctx context.Context, o UnpeerOptions) error {
 			value = isthmus.ForceCarried
 		}
 		patch := fmt.Appendf(nil, `{"metadata":{"annotations":{%q:%q}}}`, isthmus.AnnotationForce, value)
-		err := f.Client.Patch(ctx, p.DeepCopy(), client.RawPatch(types.MergePatchType, patch), client.FieldOwner(FieldManager))
+		err := f.Client.Patch(ctx, p.DeepCopy(), client.RawPatch(types.MergePatchType, patch), client.FieldOwner(cluster.FieldManager))
 		if client.IgnoreNotFound(err) != nil {
 			return f.Explain("annotate Peering "+f.peering, err)
 		}
@@ -219,7 +220,7 @@ func (f *teardown) peeringGone(ctx context.Context, o UnpeerOptions) (string, er
 		return "", f.Explain("Peering "+f.peering, err)
 	}
 	if o.Force {
-		manager, err := HolderOf(ctx, f.Cluster, managerLease, false)
+		manager, err := cluster.HolderOf(ctx, f.Cluster, cluster.ManagerLease, false)
 		if err != nil {
 			return "", err
 		}
@@ -261,7 +262,7 @@ func (f *teardown) takeDown(ctx context.Context, p *isthmus.Peering) error {
 	if !controllerutil.RemoveFinalizer(p, isthmus.FinalizerPeering) {
 		return nil
 	}
-	err := f.Client.Patch(ctx, p, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), client.FieldOwner(FieldManager))
+	err := f.Client.Patch(ctx, p, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), client.FieldOwner(cluster.FieldManager))
 	if client.IgnoreNotFound(err) != nil && !apierrors.IsConflict(err) { // the next look tries again
 		return f.Explain("finalizer of Peering "+p.Name, err)
 	}
@@ -302,7 +303,7 @@ func (f *teardown) removeRest(ctx context.Context) (string, error) {
 			return "", err
 		}
 	}
-	if n.Labels[LabelManagedBy] != ManagedBy {
+	if n.Labels[cluster.LabelManagedBy] != cluster.ManagedBy {
 		f.namespace = ""
 		return fmt.Sprintf("%s; namespace %s stays, since `isthmus peer` did not make it", removed, n.Name), nil
 	}
@@ -324,7 +325,7 @@ func (f *teardown) freeNetworkConfigs(ctx context.Context) error {
 		if len(nc.Finalizers) == 0 {
 			continue
 		}
-		err := f.Client.Patch(ctx, nc, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)), client.FieldOwner(FieldManager))
+		err := f.Client.Patch(ctx, nc, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)), client.FieldOwner(cluster.FieldManager))
 		if client.IgnoreNotFound(err) != nil {
 			return f.Explain("finalizers of NetworkConfig "+nc.Namespace+"/"+nc.Name, err)
 		}
@@ -350,14 +351,14 @@ func (f *teardown) deleteOurs(ctx context.Context, objects ...client.Object) (di
 			return did, err
 		}
 		err = f.Client.Get(ctx, client.ObjectKeyFromObject(o), o)
-		if apierrors.IsNotFound(err) || err == nil && o.GetLabels()[LabelManagedBy] != ManagedBy {
+		if apierrors.IsNotFound(err) || err == nil && o.GetLabels()[cluster.LabelManagedBy] != cluster.ManagedBy {
 			continue
 		}
 		if err != nil {
-			return did, f.Explain(Describe(u), err)
+			return did, f.Explain(cluster.Describe(u), err)
 		}
 		if err := f.Client.Delete(ctx, o); client.IgnoreNotFound(err) != nil {
-			return did, f.Explain("delete "+Describe(u), err)
+			return did, f.Explain("delete "+cluster.Describe(u), err)
 		}
 		did = true
 	}
@@ -388,12 +389,12 @@ func (f *teardown) namespaceGone(ctx context.Context) (string, error) {
 }
 
 // abandon removes the finalizers of a Peering and of what belongs to it.
-func abandon(ctx context.Context, c *Cluster, p *isthmus.Peering) error {
+func abandon(ctx context.Context, c *cluster.Cluster, p *isthmus.Peering) error {
 	free := func(u client.Object, what string) error {
 		if len(u.GetFinalizers()) == 0 {
 			return nil
 		}
-		err := c.Client.Patch(ctx, u, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)), client.FieldOwner(FieldManager))
+		err := c.Client.Patch(ctx, u, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)), client.FieldOwner(cluster.FieldManager))
 		if client.IgnoreNotFound(err) != nil {
 			return c.Explain("finalizers of "+what, err)
 		}
@@ -408,7 +409,7 @@ func abandon(ctx context.Context, c *Cluster, p *isthmus.Peering) error {
 			return c.Explain(kind+"s in "+p.Spec.TenantNamespace.Local, err)
 		}
 		for i := range list.Items {
-			if err := free(&list.Items[i], Describe(&list.Items[i])); err != nil {
+			if err := free(&list.Items[i], cluster.Describe(&list.Items[i])); err != nil {
 				return err
 			}
 		}

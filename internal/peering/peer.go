@@ -1,3 +1,8 @@
+// Package peering joins two clusters and parts them: namespaces, rights, identities and Peerings; all the
+// rest is the managers' work. It also rotates the key of a cluster, and reviews the networks that a peer
+// claims.
+//
+// Everything can be repeated: a second run changes nothing, or repairs what is missing.
 package peering
 
 import (
@@ -17,6 +22,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
 // PeerOptions are the choices of Peer.
@@ -42,7 +48,7 @@ type PeerOptions struct {
 // the peer, and a Peering. Then it waits until traffic flows. Whatever can be found wrong is found
 // before anything is written. It shows what each side takes of what the other one claims, and returns
 // the Peerings as they are at the end.
-func Peer(ctx context.Context, local, remote *Cluster, o PeerOptions) (peerings [2]*isthmus.Peering, err error) {
+func Peer(ctx context.Context, local, remote *cluster.Cluster, o PeerOptions) (peerings [2]*isthmus.Peering, err error) {
 	started := time.Now()
 	a, b := &side{Cluster: local, claims: o.Claims, services: o.Services}, &side{Cluster: remote, services: o.Services}
 	a.peer, b.peer = b, a
@@ -100,7 +106,7 @@ func interrupted(ctx context.Context, err error) error {
 
 // check finds out whether the clusters can be joined.
 func check(ctx context.Context, a, b *side, o PeerOptions) error {
-	if err := distinct(a.Cluster, b.Cluster); err != nil {
+	if err := cluster.Distinct(a.Cluster, b.Cluster); err != nil {
 		return err
 	}
 	names := map[*side]string{a: o.Name, b: o.RemoteName}
@@ -193,8 +199,8 @@ func (s *side) setRights(ctx context.Context) (string, error) {
 	var there corev1.Namespace
 	if err := s.Client.Get(ctx, client.ObjectKeyFromObject(namespace), &there); err != nil && !apierrors.IsNotFound(err) {
 		return "", s.Explain("Namespace "+s.namespace, err)
-	} else if err != nil || there.Labels[LabelManagedBy] == ManagedBy {
-		namespace.Labels[LabelManagedBy] = ManagedBy // else it is not ours to delete
+	} else if err != nil || there.Labels[cluster.LabelManagedBy] == cluster.ManagedBy {
+		namespace.Labels[cluster.LabelManagedBy] = cluster.ManagedBy // else it is not ours to delete
 	}
 	var done []string
 	fresh := false
@@ -203,7 +209,7 @@ func (s *side) setRights(ctx context.Context) (string, error) {
 		if err != nil {
 			return "", err
 		}
-		if fresh = fresh || o == client.Object(namespace) && outcome == Created; outcome != Unchanged {
+		if fresh = fresh || o == client.Object(namespace) && outcome == cluster.Created; outcome != cluster.Unchanged {
 			u, err := s.Unstructured(o)
 			if err != nil {
 				return "", err
@@ -251,7 +257,7 @@ type waiter struct {
 }
 
 func (w *waiter) wait(ctx context.Context, timeout time.Duration) error {
-	ctx, cancel := context.WithTimeoutCause(ctx, timeout, ErrNotReady)
+	ctx, cancel := context.WithTimeoutCause(ctx, timeout, cluster.ErrNotReady)
 	defer cancel()
 	w.trial = make([]error, len(w.sides))
 	for range w.sides {
@@ -277,7 +283,7 @@ func (w *waiter) wait(ctx context.Context, timeout time.Duration) error {
 		select {
 		case <-ctx.Done():
 			return w.missing(timeout)
-		case <-time.After(pollInterval):
+		case <-time.After(cluster.PollInterval):
 		}
 	}
 }
@@ -341,9 +347,9 @@ func latency(l string) string {
 
 // missing says what is not true on which side.
 func (w *waiter) missing(timeout time.Duration) error {
-	errs := []error{fmt.Errorf("%w: %s is not true within %v", ErrNotReady, w.goal, timeout)}
+	errs := []error{fmt.Errorf("%w: %s is not true within %v", cluster.ErrNotReady, w.goal, timeout)}
 	if w.goal == isthmus.ConditionReady {
-		errs[0] = fmt.Errorf("%w: not peered within %v", ErrNotReady, timeout)
+		errs[0] = fmt.Errorf("%w: not peered within %v", cluster.ErrNotReady, timeout)
 	}
 	for i, s := range w.sides {
 		c := health.FirstProblem(s.peering)

@@ -20,15 +20,17 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/clustertest"
 )
 
 func TestPeerTellsTheStoryAndRepeatingItChangesNothing(t *testing.T) {
 	t.Parallel()
-	p := NewPair(t, "story")
+	p := clustertest.NewPair(t, "story")
 	must(t, peerUp(t, p))
 	story := p.Said()
 	t.Log("\n" + story)
-	Contains(t, story,
+	clustertest.Contains(t, story,
 		"story-a: namespace liqo-tenant-story-b-", " made, with the rights of story-b in it",
 		"story-a: has an identity at story-b until ", " days); it had none",
 		"story-b: Peering story-a-", " created",
@@ -53,7 +55,7 @@ story-a and story-b are peered already, nothing changed`
 
 func TestPeerRepairsWhatIsMissing(t *testing.T) {
 	t.Parallel()
-	p := NewPair(t, "repair")
+	p := clustertest.NewPair(t, "repair")
 	must(t, peerUp(t, p))
 	p.Said()
 	inA, inB := p.B.Identity.TenantNamespace(), p.A.Identity.TenantNamespace()
@@ -127,12 +129,12 @@ func TestPeerRepairsWhatIsMissing(t *testing.T) {
 
 func TestPeerSaysWhichConditionIsMissingOnWhichSide(t *testing.T) {
 	t.Parallel()
-	p := NewPair(t, "late")
+	p := clustertest.NewPair(t, "late")
 	p.Managers[1].Set(isthmus.ConditionPeerConfig, "spec.podCIDR: \x1b[31mevil\u202e and\nlong "+strings.Repeat("x", 1000))
 	p.Managers[1].Set(isthmus.ConditionConnected, "cannot be")
 	missing := []string{"late-a: identity accepted", "late-a: connected to late-b", "late-b: identity accepted", "late-b: agreed, "}
-	ctx := NewDeadline(t)
-	_, err := Peer(ctx, p.A, p.B, PeerOptions{Timeout: Patient, Report: func(line string) {
+	ctx := clustertest.NewDeadline(t)
+	_, err := Peer(ctx, p.A, p.B, PeerOptions{Timeout: clustertest.Patient, Report: func(line string) {
 		p.Report(line)
 		before := len(missing)
 		missing = slices.DeleteFunc(missing, func(m string) bool { return strings.HasPrefix(line, m) })
@@ -140,14 +142,14 @@ func TestPeerSaysWhichConditionIsMissingOnWhichSide(t *testing.T) {
 			close(ctx.Up)
 		}
 	}})
-	if !errors.Is(err, ErrNotReady) || len(missing) > 0 {
+	if !errors.Is(err, cluster.ErrNotReady) || len(missing) > 0 {
 		t.Fatal(err, missing)
 	}
-	Contains(t, err.Error(), "not peered within 2m0s", `late-b: PeerConfigAccepted is False (Broken): spec.podCIDR: \u001b[31mevil\u202e and\u000along xxx`)
+	clustertest.Contains(t, err.Error(), "not peered within 2m0s", `late-b: PeerConfigAccepted is False (Broken): spec.podCIDR: \u001b[31mevil\u202e and\u000along xxx`)
 	if strings.Contains(err.Error(), "late-a") || len(err.Error()) > 1300 {
 		t.Errorf("%v", err)
 	}
-	Contains(t, p.Said(), "late-a: connected to late-b")
+	clustertest.Contains(t, p.Said(), "late-a: connected to late-b")
 
 	p.Managers[1].Set(isthmus.ConditionPeerConfig, "")
 	p.Managers[1].Set(isthmus.ConditionConnected, "")
@@ -156,10 +158,10 @@ func TestPeerSaysWhichConditionIsMissingOnWhichSide(t *testing.T) {
 
 func TestPeerCanBeInterruptedAndGoesOn(t *testing.T) {
 	t.Parallel()
-	p := NewPair(t, "stop")
+	p := clustertest.NewPair(t, "stop")
 	p.Managers[0].Set(isthmus.ConditionAnswered, "later")
 	ctx, cancel := context.WithCancel(t.Context())
-	_, err := Peer(ctx, p.A, p.B, PeerOptions{Timeout: Patient, Report: func(line string) {
+	_, err := Peer(ctx, p.A, p.B, PeerOptions{Timeout: clustertest.Patient, Report: func(line string) {
 		if strings.Contains(line, "identity accepted") {
 			cancel()
 		}
@@ -173,25 +175,25 @@ func TestPeerCanBeInterruptedAndGoesOn(t *testing.T) {
 
 func TestPeerRefusesBeforeItWrites(t *testing.T) {
 	t.Parallel()
-	p := NewPair(t, "no")
-	again := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.A, Namespace: p.A.Namespace})
-	twin := func() *Cluster { // the ID of a on the server of b
+	p := clustertest.NewPair(t, "no")
+	again := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A, Namespace: p.A.Namespace})
+	twin := func() *cluster.Cluster { // the ID of a on the server of b
 		const namespace = "install-no-twin"
 		must(t, p.B.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace}}))
 		must(t, p.B.Client.Create(t.Context(), &corev1.ConfigMap{
-			ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "who", Labels: map[string]string{LabelName: identityLabelValue}},
-			Data:       map[string]string{keyClusterID: p.A.Identity.ClusterID, keyClusterName: "other"},
+			ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "who", Labels: map[string]string{cluster.LabelName: cluster.IdentityLabelValue}},
+			Data:       map[string]string{cluster.KeyClusterID: p.A.Identity.ClusterID, cluster.KeyClusterName: "other"},
 		}))
-		return ConnectTo(t, Access{Kubeconfig: Kubeconfigs.B, Namespace: namespace})
+		return clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.B, Namespace: namespace})
 	}()
-	dead, err := Connect(Access{Kubeconfig: Kubeconfigs.B, Namespace: p.B.Namespace})
+	dead, err := cluster.Connect(cluster.Access{Kubeconfig: clustertest.Kubeconfigs.B, Namespace: p.B.Namespace})
 	must(t, err)
 	dead.Config.Host = "https://127.0.0.1:1"
 	dead.Client, err = client.New(dead.Config, client.Options{Scheme: p.B.Client.Scheme(), Mapper: p.B.Client.RESTMapper()})
 	must(t, err)
 	mine, theirs := p.B.Identity.TenantNamespace(), p.A.Identity.TenantNamespace()
 
-	refused := func(name string, a, b *Cluster, o PeerOptions, wants ...string) error {
+	refused := func(name string, a, b *cluster.Cluster, o PeerOptions, wants ...string) error {
 		t.Helper()
 		o.Report = func(line string) {
 			if !strings.Contains(line, "waiting for a manager") {
@@ -207,19 +209,19 @@ func TestPeerRefusesBeforeItWrites(t *testing.T) {
 			return nil
 		}
 		t.Logf("%s: %v", name, err)
-		Contains(t, err.Error(), wants...)
-		if !Gone(t, p.A, &corev1.Namespace{}, mine) {
+		clustertest.Contains(t, err.Error(), wants...)
+		if !clustertest.Gone(t, p.A, &corev1.Namespace{}, mine) {
 			t.Errorf("%s: namespace %s was made", name, mine)
 		}
 		return err
 	}
 	refused("same cluster", p.A, again, PeerOptions{}, "are the same cluster")
 	refused("same ID", p.A, twin, PeerOptions{}, "have the same cluster ID no-A-0000", "--cluster-id")
-	refused("not installed", p.A, ConnectTo(t, Access{Kubeconfig: Kubeconfigs.B, Namespace: "nowhere"}), PeerOptions{}, "run `isthmus install --context b")
-	if err := refused("unreachable", p.A, dead, PeerOptions{}, "unreachable: API server https://127.0.0.1:1 does not answer: connection refused"); !errors.Is(err, ErrUnreachable) {
+	refused("not installed", p.A, clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.B, Namespace: "nowhere"}), PeerOptions{}, "run `isthmus install --context b")
+	if err := refused("unreachable", p.A, dead, PeerOptions{}, "unreachable: API server https://127.0.0.1:1 does not answer: connection refused"); !errors.Is(err, cluster.ErrUnreachable) {
 		t.Error(err)
 	}
-	here := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.B, Namespace: p.B.Namespace})
+	here := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.B, Namespace: p.B.Namespace})
 	here.ServerChosen = false
 	refused("at a loopback address", p.A, here, PeerOptions{}, "no-b: the kubeconfig reaches the API server at 127.0.0.1:", "want --remote-server, a URL")
 	refused("at a loopback address", here, p.A, PeerOptions{}, "want --server, a URL")
@@ -242,13 +244,13 @@ func TestPeerRefusesBeforeItWrites(t *testing.T) {
 	must(t, p.B.Client.Create(t.Context(), &rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: "no-viewer-2"},
 		RoleRef:  rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "no-viewer"},
 		Subjects: []rbacv1.Subject{{Kind: rbacv1.UserKind, APIGroup: rbacv1.GroupName, Name: "viewer"}}}))
-	viewer := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.B, Namespace: p.B.Namespace})
+	viewer := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.B, Namespace: p.B.Namespace})
 	viewer.Config.Impersonate.UserName = "viewer"
 	viewer.Client, err = client.New(viewer.Config, client.Options{Scheme: p.B.Client.Scheme(), Mapper: p.B.Client.RESTMapper()})
 	must(t, err)
 	// The authorizer sees new bindings a moment later; the namespace goes.
-	for begin := time.Now(); !Gone(t, p.B, &corev1.Namespace{}, theirs) || viewer.Client.List(t.Context(), &isthmus.PeeringList{}) != nil; {
-		if time.Since(begin) > Patient {
+	for begin := time.Now(); !clustertest.Gone(t, p.B, &corev1.Namespace{}, theirs) || viewer.Client.List(t.Context(), &isthmus.PeeringList{}) != nil; {
+		if time.Since(begin) > clustertest.Patient {
 			t.Fatal("the namespace is still there, or the viewer may not look")
 		}
 		time.Sleep(50 * time.Millisecond)
@@ -262,7 +264,7 @@ func TestAServerOfThisMachineOrBehindAProxyIsForNoPeer(t *testing.T) {
 		"https://0.0.0.0:41234": false, "https://[::]:6443": false, "https://[::ffff:0.0.0.0]:6443": false,
 		"https://192.0.2.1:6443": true, "https://[2001:db8::1]:6443": true, "https://api.example.org": true,
 	} {
-		c := &Cluster{Context: "c", Server: server, Config: &rest.Config{}}
+		c := &cluster.Cluster{Context: "c", Server: server, Config: &rest.Config{}}
 		if err := reachable(c, "--server"); (err == nil) != right {
 			t.Errorf("%s: %v", server, err)
 		}
@@ -276,7 +278,7 @@ func TestAServerOfThisMachineOrBehindAProxyIsForNoPeer(t *testing.T) {
 	config.Contexts["c"], config.CurrentContext = &clientcmdapi.Context{Cluster: "c"}, "c"
 	must(t, clientcmd.WriteToFile(*config, file))
 	for server, right := range map[string]bool{"": false, "https://192.0.2.1:6443": true} {
-		c, err := Connect(Access{Kubeconfig: file, Server: server})
+		c, err := cluster.Connect(cluster.Access{Kubeconfig: file, Server: server})
 		must(t, err)
 		if err := reachable(c, "--server"); (err == nil) != right {
 			t.Errorf("behind a proxy, --server %q: %v", server, err)

@@ -18,11 +18,12 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
 // pinOf is what tells a cluster from one that says it is the same.
-func pinOf(c *Cluster) (map[string]string, error) {
+func pinOf(c *cluster.Cluster) (map[string]string, error) {
 	ca, err := authorityOf(c)
 	if err != nil {
 		return nil, err
@@ -146,7 +147,7 @@ func (s *side) setPin(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	err = s.Client.Patch(ctx, s.peering, client.RawPatch(types.MergePatchType, patch), client.FieldOwner(FieldManager))
+	err = s.Client.Patch(ctx, s.peering, client.RawPatch(types.MergePatchType, patch), client.FieldOwner(cluster.FieldManager))
 	if err != nil {
 		return "", s.Explain("annotate Peering "+s.peering.Name, err)
 	}

@@ -16,12 +16,14 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/clustertest"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
 func TestAClusterThatCopiesAnothersIdentityIsRefused(t *testing.T) {
 	t.Parallel()
-	p := NewPair(t, "pin")
+	p := clustertest.NewPair(t, "pin")
 	must(t, peerUp(t, p))
 	p.Said()
 	name, here := p.B.Identity.UniqueName(), p.B.Identity.TenantNamespace()
@@ -30,7 +32,7 @@ func TestAClusterThatCopiesAnothersIdentityIsRefused(t *testing.T) {
 	if a := peering.Annotations; a[isthmus.AnnotationPeerUID] != p.B.UID || !strings.HasPrefix(a[isthmus.AnnotationPeerAuthority], "sha256:") {
 		t.Errorf("annotations %v", a)
 	}
-	honest, err := AsPeer(t.Context(), p.B, p.A.Identity.TenantNamespace())
+	honest, err := clustertest.AsPeer(t.Context(), p.B, p.A.Identity.TenantNamespace())
 	must(t, err)
 	mayList := func() error {
 		return honest.List(t.Context(), &v1alpha1.NetworkConfigList{}, client.InNamespace(here))
@@ -43,48 +45,48 @@ func TestAClusterThatCopiesAnothersIdentityIsRefused(t *testing.T) {
 	t.Cleanup(func() { must(t, server.Stop()) })
 	file := filepath.Join(t.TempDir(), "c.kubeconfig")
 	must(t, server.WriteKubeconfig(file))
-	twin := ConnectTo(t, Access{Kubeconfig: file})
-	must(t, Install(t.Context(), twin, InstallOptions{Identity: p.B.Identity, Values: WithoutWorkloads, Report: func(string) {}}))
-	m := &Manager{Cluster: twin, Name: "pin", Dead: map[string]string{}}
+	twin := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: file})
+	must(t, Install(t.Context(), twin, InstallOptions{Identity: p.B.Identity, Values: clustertest.WithoutWorkloads, Report: func(string) {}}))
+	m := &clustertest.Manager{Cluster: twin, Name: "pin", Dead: map[string]string{}}
 	m.Renew(t)
 	go m.Run(t.Context())
 
 	before := everything(t, p)
-	_, err = Peer(t.Context(), p.A, twin, PeerOptions{Timeout: Patient, Report: p.Report})
+	_, err = Peer(t.Context(), p.A, twin, PeerOptions{Timeout: clustertest.Patient, Report: p.Report})
 	if err == nil {
 		t.Fatal("the twin was accepted")
 	}
-	Contains(t, err.Error(), "pin-a: c, which calls itself pin-b (pin-B-0000), asks to be peered, and Peering "+name+" was made with another cluster than that one", "UID "+twin.UID+", and that one had "+p.B.UID, "certificate authority sha256:", "--replace")
+	clustertest.Contains(t, err.Error(), "pin-a: c, which calls itself pin-b (pin-B-0000), asks to be peered, and Peering "+name+" was made with another cluster than that one", "UID "+twin.UID+", and that one had "+p.B.UID, "certificate authority sha256:", "--replace")
 	if changed := diff(before, everything(t, p)); changed != nil || p.Said() != "" {
 		t.Errorf("the refusal changed %v", changed)
 	}
 	must(t, mayList())
 
 	// If that is what a person wants, the other one is out.
-	_, err = Peer(t.Context(), p.A, twin, PeerOptions{Replace: true, Timeout: Patient, Report: p.Report})
+	_, err = Peer(t.Context(), p.A, twin, PeerOptions{Replace: true, Timeout: clustertest.Patient, Report: p.Report})
 	must(t, err)
-	Contains(t, p.Said(), "pin-a: the rights of the cluster that was pin-b before are revoked", "pin-a: has an identity at pin-b until ", twin.UID)
+	clustertest.Contains(t, p.Said(), "pin-a: the rights of the cluster that was pin-b before are revoked", "pin-a: has an identity at pin-b until ", twin.UID)
 	for begin := time.Now(); !apierrors.IsUnauthorized(mayList()); time.Sleep(100 * time.Millisecond) {
-		if time.Since(begin) > Patient {
+		if time.Since(begin) > clustertest.Patient {
 			t.Fatal("the identity of the replaced cluster still works")
 		}
 	}
-	if _, err = Peer(t.Context(), p.A, p.B, PeerOptions{Timeout: Patient, Report: p.Report}); err == nil || !strings.Contains(err.Error(), "--replace") {
+	if _, err = Peer(t.Context(), p.A, p.B, PeerOptions{Timeout: clustertest.Patient, Report: p.Report}); err == nil || !strings.Contains(err.Error(), "--replace") {
 		t.Errorf("the one before comes back: %v", err)
 	}
 }
 
 func TestAClusterWithAnotherAuthorityIsTheSameIfItHoldsItsIdentity(t *testing.T) {
 	t.Parallel()
-	p := NewPair(t, "authority")
+	p := clustertest.NewPair(t, "authority")
 	must(t, peerUp(t, p))
 	account := client.ObjectKey{Namespace: p.B.Identity.TenantNamespace(), Name: peerAccount}
 	var was, is corev1.ServiceAccount
 	must(t, p.A.Client.Get(t.Context(), account, &was))
 
-	config, err := clientcmd.LoadFromFile(Kubeconfigs.B)
+	config, err := clientcmd.LoadFromFile(clustertest.Kubeconfigs.B)
 	must(t, err)
-	other, err := os.ReadFile(Kubeconfigs.A)
+	other, err := os.ReadFile(clustertest.Kubeconfigs.A)
 	must(t, err)
 	added, err := clientcmd.Load(other)
 	must(t, err)
@@ -94,12 +96,12 @@ func TestAClusterWithAnotherAuthorityIsTheSameIfItHoldsItsIdentity(t *testing.T)
 	}
 	file := filepath.Join(t.TempDir(), "b.kubeconfig")
 	must(t, clientcmd.WriteToFile(*config, file))
-	rotated := ConnectTo(t, Access{Kubeconfig: file, Namespace: p.B.Namespace})
+	rotated := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: file, Namespace: p.B.Namespace})
 	rotated.Identity = p.B.Identity
 	p.Said()
-	_, err = Peer(t.Context(), p.A, rotated, PeerOptions{Timeout: Patient, Report: p.Report})
+	_, err = Peer(t.Context(), p.A, rotated, PeerOptions{Timeout: clustertest.Patient, Report: p.Report})
 	must(t, err)
-	Contains(t, p.Said(), "authority-a: has an identity at authority-b until ", "the old one was for another address or authority")
+	clustertest.Contains(t, p.Said(), "authority-a: has an identity at authority-b until ", "the old one was for another address or authority")
 	if must(t, p.A.Client.Get(t.Context(), account, &is)); is.UID != was.UID {
 		t.Error("the account of b was revoked")
 	}
@@ -111,19 +113,19 @@ func TestAClusterWithAnotherAuthorityIsTheSameIfItHoldsItsIdentity(t *testing.T)
 
 	// Without the identity nothing tells it from another cluster: here it is back at the old authority.
 	must(t, p.B.Client.Delete(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: p.A.Identity.TenantNamespace(), Name: isthmus.DefaultIdentitySecret}}))
-	_, err = Peer(t.Context(), p.A, p.B, PeerOptions{Timeout: Patient, Report: p.Report})
+	_, err = Peer(t.Context(), p.A, p.B, PeerOptions{Timeout: clustertest.Patient, Report: p.Report})
 	if err == nil {
 		t.Fatal("a cluster with another authority and without the identity was accepted")
 	}
-	Contains(t, err.Error(), "certificate authority sha256:", "--replace")
+	clustertest.Contains(t, err.Error(), "certificate authority sha256:", "--replace")
 }
 
 func TestAnAccountThatNoPeeringNamesIsRevoked(t *testing.T) {
 	t.Parallel()
-	p := NewPair(t, "orphan")
+	p := clustertest.NewPair(t, "orphan")
 	must(t, peerUp(t, p))
 	must(t, p.A.Client.Delete(t.Context(), &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Name: p.B.Identity.UniqueName()}}))
-	for !Gone(t, p.A, &isthmus.Peering{}, p.B.Identity.UniqueName()) {
+	for !clustertest.Gone(t, p.A, &isthmus.Peering{}, p.B.Identity.UniqueName()) {
 		time.Sleep(20 * time.Millisecond)
 	}
 	account := client.ObjectKey{Namespace: p.B.Identity.TenantNamespace(), Name: peerAccount}
@@ -131,7 +133,7 @@ func TestAnAccountThatNoPeeringNamesIsRevoked(t *testing.T) {
 	must(t, p.A.Client.Get(t.Context(), account, &was))
 	p.Said()
 	must(t, peerUp(t, p))
-	Contains(t, p.Said(), "orphan-a: the rights of the cluster that was orphan-b before are revoked")
+	clustertest.Contains(t, p.Said(), "orphan-a: the rights of the cluster that was orphan-b before are revoked")
 	if must(t, p.A.Client.Get(t.Context(), account, &is)); is.UID == was.UID {
 		t.Error("the account is the same as before")
 	}

@@ -17,6 +17,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/yaml"
 
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
@@ -25,12 +26,12 @@ type podSource struct {
 	what string
 	// own says that the CNI gives Pods their addresses by itself, whatever network their Node has.
 	own  bool
-	read func(context.Context, *Cluster) (networks string, err error)
+	read func(context.Context, *cluster.Cluster) (networks string, err error)
 }
 
 // podSources begins with the CNIs: what the cluster was made with need not be what they use.
 var podSources = []podSource{
-	{"IPPools of Calico", true, func(ctx context.Context, c *Cluster) (string, error) {
+	{"IPPools of Calico", true, func(ctx context.Context, c *cluster.Cluster) (string, error) {
 		var pools unstructured.UnstructuredList
 		pools.SetGroupVersionKind(schema.GroupVersionKind{Group: "crd.projectcalico.org", Version: "v1", Kind: "IPPoolList"})
 		if err := c.Client.List(ctx, &pools); err != nil {
@@ -38,19 +39,19 @@ var podSources = []podSource{
 		}
 		return calicoNetworks(pools.Items), nil
 	}},
-	{"ConfigMap kube-system/cilium-config (cluster-pool-ipv4-cidr)", true, func(ctx context.Context, c *Cluster) (string, error) {
+	{"ConfigMap kube-system/cilium-config (cluster-pool-ipv4-cidr)", true, func(ctx context.Context, c *cluster.Cluster) (string, error) {
 		ipam, err := configMap(ctx, c, metav1.NamespaceSystem, "cilium-config", "ipam")
 		if err != nil || ipam != "cluster-pool" {
 			return "", err
 		}
 		return configMap(ctx, c, metav1.NamespaceSystem, "cilium-config", "cluster-pool-ipv4-cidr")
 	}},
-	{"ConfigMap kube-flannel/kube-flannel-cfg (net-conf.json)", false, func(ctx context.Context, c *Cluster) (string, error) {
+	{"ConfigMap kube-flannel/kube-flannel-cfg (net-conf.json)", false, func(ctx context.Context, c *cluster.Cluster) (string, error) {
 		text, err := configMap(ctx, c, "kube-flannel", "kube-flannel-cfg", "net-conf.json")
 		var flannel struct{ Network string }
 		return read(text, err, &flannel, func() string { return flannel.Network })
 	}},
-	{"ConfigMap kube-system/kubeadm-config (networking.podSubnet)", false, func(ctx context.Context, c *Cluster) (string, error) {
+	{"ConfigMap kube-system/kubeadm-config (networking.podSubnet)", false, func(ctx context.Context, c *cluster.Cluster) (string, error) {
 		text, err := configMap(ctx, c, metav1.NamespaceSystem, "kubeadm-config", "ClusterConfiguration")
 		var cluster struct {
 			Networking struct {
@@ -59,17 +60,17 @@ var podSources = []podSource{
 		}
 		return read(text, err, &cluster, func() string { return cluster.Networking.PodSubnet })
 	}},
-	{"flags of the controller manager (--cluster-cidr)", false, func(ctx context.Context, c *Cluster) (string, error) {
+	{"flags of the controller manager (--cluster-cidr)", false, func(ctx context.Context, c *cluster.Cluster) (string, error) {
 		return componentFlag(ctx, c, "kube-controller-manager", "cluster-cidr")
 	}},
-	{"ConfigMap kube-system/kube-proxy (clusterCIDR)", false, func(ctx context.Context, c *Cluster) (string, error) {
+	{"ConfigMap kube-system/kube-proxy (clusterCIDR)", false, func(ctx context.Context, c *cluster.Cluster) (string, error) {
 		text, err := configMap(ctx, c, metav1.NamespaceSystem, "kube-proxy", "config.conf")
 		var proxy struct {
 			ClusterCIDR string `json:"clusterCIDR"`
 		}
 		return read(text, err, &proxy, func() string { return proxy.ClusterCIDR })
 	}},
-	{"k3s (its nodes' arguments, or its default)", false, func(ctx context.Context, c *Cluster) (string, error) {
+	{"k3s (its nodes' arguments, or its default)", false, func(ctx context.Context, c *cluster.Cluster) (string, error) {
 		var nodes corev1.NodeList
 		if err := c.Client.List(ctx, &nodes); err != nil {
 			return "", err
@@ -123,11 +124,11 @@ func k3s(nodes []corev1.Node, flag, usual string) string {
 
 // podCIDR asks one source after the other. What one says is believed only if the networks that the
 // nodes have of it lie inside, and the Pods that run.
-func podCIDR(ctx context.Context, c *Cluster, nodes []corev1.Node, pods []address) (netip.Prefix, string, error) {
+func podCIDR(ctx context.Context, c *cluster.Cluster, nodes []corev1.Node, pods []address) (netip.Prefix, string, error) {
 	return podCIDRFrom(ctx, c, podSources, nodes, pods)
 }
 
-func podCIDRFrom(ctx context.Context, c *Cluster, sources []podSource, nodes []corev1.Node, pods []address) (netip.Prefix, string, error) {
+func podCIDRFrom(ctx context.Context, c *cluster.Cluster, sources []podSource, nodes []corev1.Node, pods []address) (netip.Prefix, string, error) {
 	var outside []string
 	var several []netip.Prefix // of a CNI, each of which has to lie inside
 	ofNodes := nodeNetworks(nodes)
@@ -215,7 +216,7 @@ func cover(all []netip.Prefix) netip.Prefix {
 }
 
 // configMap returns one key of a ConfigMap, empty when there is none.
-func configMap(ctx context.Context, c *Cluster, namespace, name, key string) (string, error) {
+func configMap(ctx context.Context, c *cluster.Cluster, namespace, name, key string) (string, error) {
 	var m corev1.ConfigMap
 	err := c.Client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, &m)
 	return m.Data[key], ignoreAbsent(err)

@@ -26,6 +26,8 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/clustertest"
 )
 
 // A request is one thing that an identity may try.
@@ -116,7 +118,7 @@ func try(ctx context.Context, c *http.Client, host, version string, r request) (
 
 // sweep tries every verb on every resource that the server has, in the given namespaces and
 // cluster-wide, and compares with the rights.
-func sweep(t *testing.T, admin *Cluster, config *rest.Config, namespaces []string, rights []right) {
+func sweep(t *testing.T, admin *cluster.Cluster, config *rest.Config, namespaces []string, rights []right) {
 	t.Helper()
 	rights = append(rights, everybody...)
 	d, err := discovery.NewDiscoveryClientForConfig(admin.Config)
@@ -217,7 +219,7 @@ func sweep(t *testing.T, admin *Cluster, config *rest.Config, namespaces []strin
 
 func TestAPeersIdentityReachesItsNetworkConfigsAndNothingElse(t *testing.T) {
 	t.Parallel()
-	p := NewPair(t, "rights")
+	p := clustertest.NewPair(t, "rights")
 	must(t, peerUp(t, p))
 	here, there := p.B.Identity.TenantNamespace(), p.A.Identity.TenantNamespace()
 
@@ -234,7 +236,7 @@ func TestAPeersIdentityReachesItsNetworkConfigsAndNothingElse(t *testing.T) {
 	})
 
 	// What it is for, done for real, as far as the quota lets it.
-	peer, err := AsPeer(t.Context(), p.B, there)
+	peer, err := clustertest.AsPeer(t.Context(), p.B, there)
 	must(t, err)
 	account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: here, Name: peerAccount}}
 	must(t, peer.SubResource("token").Create(t.Context(), account, &authenticationv1.TokenRequest{}))
@@ -277,7 +279,7 @@ func TestAPeersIdentityReachesItsNetworkConfigsAndNothingElse(t *testing.T) {
 }
 
 // accountConfig returns what a component is to the API server.
-func accountConfig(t *testing.T, c *Cluster, namespace, account string) *rest.Config {
+func accountConfig(t *testing.T, c *cluster.Cluster, namespace, account string) *rest.Config {
 	t.Helper()
 	token := &authenticationv1.TokenRequest{}
 	must(t, c.Client.SubResource("token").Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: account}}, token))
@@ -289,7 +291,7 @@ func accountConfig(t *testing.T, c *Cluster, namespace, account string) *rest.Co
 func TestComponentsHaveTheRightsTheyNeedAndNoOthers(t *testing.T) {
 	t.Parallel()
 	const home = deploy.Namespace
-	c := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.A})
+	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A})
 	for _, tc := range []struct {
 		account string
 		rights  []right
@@ -344,7 +346,7 @@ func TestComponentsHaveTheRightsTheyNeedAndNoOthers(t *testing.T) {
 		}},
 	} {
 		t.Run(tc.account, func(t *testing.T) {
-			rights := slices.DeleteFunc(tc.rights, func(r right) bool { return r.resources == "servicecidrs" && !ServesServiceCIDRs(t, c) })
+			rights := slices.DeleteFunc(tc.rights, func(r right) bool { return r.resources == "servicecidrs" && !clustertest.ServesServiceCIDRs(t, c) })
 			sweep(t, c, accountConfig(t, c, home, tc.account), []string{home, "kube-system", "default"}, rights)
 		})
 	}
@@ -352,7 +354,7 @@ func TestComponentsHaveTheRightsTheyNeedAndNoOthers(t *testing.T) {
 
 func TestTheManagerReadsItsIdentityInATenantNamespaceAndNoOtherSecret(t *testing.T) {
 	t.Parallel()
-	p := NewPair(t, "keys")
+	p := clustertest.NewPair(t, "keys")
 	must(t, p.A.Client.Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: p.A.Namespace, Name: deploy.ManagerServiceAccount}}))
 	must(t, peerUp(t, p))
 	here := p.B.Identity.TenantNamespace()
@@ -364,7 +366,7 @@ func TestTheManagerReadsItsIdentityInATenantNamespaceAndNoOtherSecret(t *testing
 		if err == nil {
 			break
 		}
-		if time.Since(begin) > Patient {
+		if time.Since(begin) > clustertest.Patient {
 			t.Fatal(err)
 		}
 	}

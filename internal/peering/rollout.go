@@ -13,48 +13,49 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
 // rolledOut waits until the components run as they were applied, and tells what it waits for
 // whenever that changes; state says how the installation is meanwhile.
-func rolledOut(ctx context.Context, c *Cluster, objects []*unstructured.Unstructured, o InstallOptions, state string) error {
-	ctx, cancel := context.WithTimeoutCause(ctx, o.Wait, ErrNotReady)
+func rolledOut(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unstructured, o InstallOptions, state string) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, o.Wait, cluster.ErrNotReady)
 	defer cancel()
 	for _, u := range objects {
 		told := ""
 		for {
 			wait, warning, err := waitsFor(ctx, c, u)
 			switch {
-			case ctx.Err() != nil && !errors.Is(context.Cause(ctx), ErrNotReady):
+			case ctx.Err() != nil && !errors.Is(context.Cause(ctx), cluster.ErrNotReady):
 				return fmt.Errorf("interrupted: %s; the same command waits again", state)
 			case ctx.Err() != nil:
 				if told == "" {
-					told = fmt.Sprintf("%s: %s", c, Describe(u))
+					told = fmt.Sprintf("%s: %s", c, cluster.Describe(u))
 				}
-				return fmt.Errorf("%w: the components do not run within %v; %s; the same command waits again\n%s", ErrNotReady, o.Wait, state, told)
-			case errors.Is(err, ErrUnreachable): // it may come back
+				return fmt.Errorf("%w: the components do not run within %v; %s; the same command waits again\n%s", cluster.ErrNotReady, o.Wait, state, told)
+			case errors.Is(err, cluster.ErrUnreachable): // it may come back
 				wait = safetext.Of(err.Error())
 			case err != nil:
 				return err
 			}
 			if wait == "" {
 				if warning != "" {
-					o.Report(fmt.Sprintf("%s: warning: %s: %s", c, Describe(u), warning))
+					o.Report(fmt.Sprintf("%s: warning: %s: %s", c, cluster.Describe(u), warning))
 				}
 				break
 			}
-			if now := fmt.Sprintf("%s: waiting for %s: %s", c, Describe(u), wait); now != told {
+			if now := fmt.Sprintf("%s: waiting for %s: %s", c, cluster.Describe(u), wait); now != told {
 				told = now
 				o.Report(told)
 			}
 			select {
 			case <-ctx.Done():
-			case <-time.After(pollInterval):
+			case <-time.After(cluster.PollInterval):
 			}
 		}
 		if told != "" {
-			o.Report(fmt.Sprintf("%s: %s runs", c, Describe(u)))
+			o.Report(fmt.Sprintf("%s: %s runs", c, cluster.Describe(u)))
 		}
 	}
 	return nil
@@ -62,7 +63,7 @@ func rolledOut(ctx context.Context, c *Cluster, objects []*unstructured.Unstruct
 
 // waitsFor says what a Deployment or DaemonSet lacks, "" when nothing, as of what is no such. Of a
 // Deployment one Pod does the work: others for which no node has room are worth a warning.
-func waitsFor(ctx context.Context, c *Cluster, u *unstructured.Unstructured) (wait, warning string, err error) {
+func waitsFor(ctx context.Context, c *cluster.Cluster, u *unstructured.Unstructured) (wait, warning string, err error) {
 	var selector *metav1.LabelSelector
 	var want, updated, available int32
 	var seen, one bool
@@ -71,7 +72,7 @@ func waitsFor(ctx context.Context, c *Cluster, u *unstructured.Unstructured) (wa
 	case "Deployment":
 		var d appsv1.Deployment
 		if err := c.Client.Get(ctx, client.ObjectKeyFromObject(u), &d); err != nil {
-			return "", "", c.Explain(Describe(u), err)
+			return "", "", c.Explain(cluster.Describe(u), err)
 		}
 		selector, want, updated, available = d.Spec.Selector, *d.Spec.Replicas, d.Status.UpdatedReplicas, d.Status.AvailableReplicas
 		seen, one = d.Status.ObservedGeneration >= d.Generation && d.Status.Replicas == want, true
@@ -83,7 +84,7 @@ func waitsFor(ctx context.Context, c *Cluster, u *unstructured.Unstructured) (wa
 	case "DaemonSet":
 		var d appsv1.DaemonSet
 		if err := c.Client.Get(ctx, client.ObjectKeyFromObject(u), &d); err != nil {
-			return "", "", c.Explain(Describe(u), err)
+			return "", "", c.Explain(cluster.Describe(u), err)
 		}
 		selector, want, updated, available = d.Spec.Selector, d.Status.DesiredNumberScheduled, d.Status.UpdatedNumberScheduled, d.Status.NumberAvailable
 		seen = d.Status.ObservedGeneration >= d.Generation
@@ -106,7 +107,7 @@ func waitsFor(ctx context.Context, c *Cluster, u *unstructured.Unstructured) (wa
 
 // whyNot says of the first Pod that is not ready what is wrong with it, and of how many there is no
 // more to say than that no node has room; none when one is about to leave its node.
-func whyNot(ctx context.Context, c *Cluster, namespace string, selector *metav1.LabelSelector) (why string, unscheduled int32) {
+func whyNot(ctx context.Context, c *cluster.Cluster, namespace string, selector *metav1.LabelSelector) (why string, unscheduled int32) {
 	var pods corev1.PodList
 	if err := c.Client.List(ctx, &pods, client.InNamespace(namespace), client.MatchingLabels(selector.MatchLabels)); err != nil {
 		return "", 0 // it is but an explanation

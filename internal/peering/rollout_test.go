@@ -5,6 +5,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/clustertest"
 	"github.com/isthmus-net/isthmus/internal/health"
 
 	appsv1 "k8s.io/api/apps/v1"
@@ -15,8 +17,8 @@ import (
 // In a rolling upgrade of the managers nobody holds their Lease for some seconds.
 func TestAManagerIsNotBrokenBetweenTwoStepsOfARollout(t *testing.T) {
 	t.Parallel()
-	p := NewPair(t, "rollout")
-	_, err := Peer(t.Context(), p.A, p.B, PeerOptions{Timeout: Patient, Report: p.Report})
+	p := clustertest.NewPair(t, "rollout")
+	_, err := Peer(t.Context(), p.A, p.B, PeerOptions{Timeout: clustertest.Patient, Report: p.Report})
 	must(t, err)
 	p.Managers[0].Release(t)
 	labels := map[string]string{"app.kubernetes.io/name": "manager"}
@@ -63,13 +65,13 @@ func TestAManagerIsNotBrokenBetweenTwoStepsOfARollout(t *testing.T) {
 
 func TestAClusterWhoseNamespaceWasDeletedIsToldHowToKeepItsPeerings(t *testing.T) {
 	t.Parallel()
-	p := NewPair(t, "deleted")
-	_, err := Peer(t.Context(), p.A, p.B, PeerOptions{Timeout: Patient, Report: p.Report})
+	p := clustertest.NewPair(t, "deleted")
+	_, err := Peer(t.Context(), p.A, p.B, PeerOptions{Timeout: clustertest.Patient, Report: p.Report})
 	must(t, err)
 	must(t, p.A.Client.Delete(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: p.A.Namespace, Name: "who"}}))
-	_, err = Diagnose(t.Context(), ConnectTo(t, Access{Kubeconfig: Kubeconfigs.A, Namespace: p.A.Namespace}), nil, "")
+	_, err = Diagnose(t.Context(), clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A, Namespace: p.A.Namespace}), nil, "")
 	if err == nil {
 		t.Fatal("no error")
 	}
-	Contains(t, err.Error(), "run `isthmus install --context a --cluster-name NAME` with the same choices as before, and its ", " Peerings work again. To remove Isthmus instead, run `isthmus uninstall --context a --image IMAGE`")
+	clustertest.Contains(t, err.Error(), "run `isthmus install --context a --cluster-name NAME` with the same choices as before, and its ", " Peerings work again. To remove Isthmus instead, run `isthmus uninstall --context a --image IMAGE`")
 }

@@ -22,14 +22,16 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/clustertest"
 )
 
 // boundedClient returns what b is at a, once a admits nothing else from it than it should: API servers
 // learn of policies and of rights a moment after they are written.
-func boundedClient(t *testing.T, p *Pair) client.Client {
+func boundedClient(t *testing.T, p *clustertest.Pair) client.Client {
 	t.Helper()
 	must(t, peerUp(t, p))
-	peer, err := AsPeer(t.Context(), p.B, p.A.Identity.TenantNamespace())
+	peer, err := clustertest.AsPeer(t.Context(), p.B, p.A.Identity.TenantNamespace())
 	must(t, err)
 	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) {
 		stray := networkConfig(p.A, p.B)
@@ -39,7 +41,7 @@ func boundedClient(t *testing.T, p *Pair) client.Client {
 		if good == nil && bad != nil {
 			return peer
 		}
-		if time.Since(begin) > Patient {
+		if time.Since(begin) > clustertest.Patient {
 			t.Fatalf("a peer's own: %v; another one: %v", good, bad)
 		}
 	}
@@ -47,7 +49,7 @@ func boundedClient(t *testing.T, p *Pair) client.Client {
 
 func TestAPeerWritesOneSmallObjectOfItsOwn(t *testing.T) {
 	t.Parallel()
-	p := NewPair(t, "room")
+	p := clustertest.NewPair(t, "room")
 	peer := boundedClient(t, p)
 	many := func(n int, key, value string) map[string]string {
 		m := map[string]string{}
@@ -191,7 +193,7 @@ func managed(n int, name string) []metav1.ManagedFieldsEntry {
 
 func TestAPeersTokensAreForThisClusterAndEnd(t *testing.T) {
 	t.Parallel()
-	p := NewPair(t, "mint")
+	p := clustertest.NewPair(t, "mint")
 	peer := boundedClient(t, p)
 	here := p.B.Identity.TenantNamespace()
 	account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: here, Name: peerAccount}}
@@ -228,7 +230,7 @@ func TestAPeersTokensAreForThisClusterAndEnd(t *testing.T) {
 		if _, err := mint(3600); apierrors.IsForbidden(err) {
 			break
 		}
-		if time.Since(begin) > Patient {
+		if time.Since(begin) > clustertest.Patient {
 			t.Fatal("a token for audiences that nobody has noted")
 		}
 	}
@@ -236,7 +238,7 @@ func TestAPeersTokensAreForThisClusterAndEnd(t *testing.T) {
 
 func TestAPeersRequestsHaveSeatsOfTheirOwn(t *testing.T) {
 	t.Parallel()
-	p := NewPair(t, "seats")
+	p := clustertest.NewPair(t, "seats")
 	boundedClient(t, p)
 	var level flowcontrolv1.PriorityLevelConfiguration
 	must(t, p.A.Client.Get(t.Context(), client.ObjectKey{Name: deploy.PeerPriority}, &level))
@@ -252,7 +254,7 @@ func TestAPeersRequestsHaveSeatsOfTheirOwn(t *testing.T) {
 	} {
 		var levels []string
 		for begin := time.Now(); !slices.Contains(levels, string(level.UID)); time.Sleep(50 * time.Millisecond) { // it learns of a FlowSchema a moment later
-			if time.Since(begin) > Patient {
+			if time.Since(begin) > clustertest.Patient {
 				t.Fatalf("%s is on the levels %v, want %s", path, levels, level.UID)
 			}
 			req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, config.Host+path, nil)
@@ -268,7 +270,7 @@ func TestAPeersRequestsHaveSeatsOfTheirOwn(t *testing.T) {
 	}
 	// It goes with the rights.
 	must(t, peerDown(t, p))
-	if !Gone(t, p.A, &flowcontrolv1.FlowSchema{}, p.B.Identity.TenantNamespace()) {
+	if !clustertest.Gone(t, p.A, &flowcontrolv1.FlowSchema{}, p.B.Identity.TenantNamespace()) {
 		t.Error("the FlowSchema has stayed")
 	}
 }
@@ -276,7 +278,7 @@ func TestAPeersRequestsHaveSeatsOfTheirOwn(t *testing.T) {
 // Whatever else manager and gateway ask for, their Leases do not queue behind it, nor behind those of others.
 func TestElectionsHaveSeatsOfTheirOwn(t *testing.T) {
 	t.Parallel()
-	a := ConnectTo(t, Access{Kubeconfig: Kubeconfigs.A})
+	a := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A})
 	levels := map[string]string{}
 	for _, name := range []string{deploy.ManagerServiceAccount + "-election", deploy.GatewayServiceAccount + "-election", "leader-election", "workload-low"} {
 		var level flowcontrolv1.PriorityLevelConfiguration
@@ -310,7 +312,7 @@ func TestElectionsHaveSeatsOfTheirOwn(t *testing.T) {
 				if got == ask.want {
 					break
 				}
-				if time.Since(begin) > Patient {
+				if time.Since(begin) > clustertest.Patient {
 					t.Fatalf("%s: %s %s is on the level %q, want %s", account, ask.method, ask.path, got, ask.want)
 				}
 			}
@@ -319,7 +321,7 @@ func TestElectionsHaveSeatsOfTheirOwn(t *testing.T) {
 }
 
 func TestNobodyIsPeeredWithAClusterThatWouldTakeAnything(t *testing.T) {
-	s := &side{Cluster: ConnectTo(t, Access{Kubeconfig: Kubeconfigs.A}), peer: &side{}}
+	s := &side{Cluster: clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A}), peer: &side{}}
 	must(t, s.checkAdmission(t.Context()))
 	level := &flowcontrolv1.PriorityLevelConfiguration{}
 	level.Name = "no-such-level"

@@ -15,6 +15,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/keyring"
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
@@ -35,7 +36,7 @@ const rotateLook = time.Second
 var errRotating = errors.New("the rotation is not over")
 
 // RotateKey begins a rotation of the WireGuard key of a cluster, unless one is in progress, and reports how far it is.
-func RotateKey(ctx context.Context, c *Cluster, o RotateOptions) error {
+func RotateKey(ctx context.Context, c *cluster.Cluster, o RotateOptions) error {
 	secret, ring, err := readKeys(ctx, c)
 	if secret == nil || err != nil && !o.Now { // any key can be replaced, also one that is none
 		return err
@@ -92,7 +93,7 @@ func RotateKey(ctx context.Context, c *Cluster, o RotateOptions) error {
 }
 
 // rotation says how far the rotation of began is.
-func rotation(ctx context.Context, c *Cluster, began, ring keyring.Ring, now time.Time) (text string, over bool, err error) {
+func rotation(ctx context.Context, c *cluster.Cluster, began, ring keyring.Ring, now time.Time) (text string, over bool, err error) {
 	if ring.Private == began.Next {
 		return fmt.Sprintf("the key is rotated: %s", shortKey(ring.Private)), true, nil
 	}
@@ -119,7 +120,7 @@ func rotation(ctx context.Context, c *Cluster, began, ring keyring.Ring, now tim
 }
 
 // movedTo says how many peers have a session with a key of ours, and which ones do not.
-func movedTo(ctx context.Context, c *Cluster, public [32]byte) (moved int, lagging []string, err error) {
+func movedTo(ctx context.Context, c *cluster.Cluster, public [32]byte) (moved int, lagging []string, err error) {
 	var endpoints v1alpha1.TunnelEndpointList
 	if err := c.Client.List(ctx, &endpoints); err != nil {
 		return 0, nil, c.Explain("TunnelEndpoints", err)
@@ -139,7 +140,7 @@ func movedTo(ctx context.Context, c *Cluster, public [32]byte) (moved int, laggi
 }
 
 // readKeys reads the Secret with the WireGuard keys. It is there, too, when its keys cannot be read.
-func readKeys(ctx context.Context, c *Cluster) (*corev1.Secret, keyring.Ring, error) {
+func readKeys(ctx context.Context, c *cluster.Cluster) (*corev1.Secret, keyring.Ring, error) {
 	var secret corev1.Secret
 	name := types.NamespacedName{Namespace: c.Namespace, Name: keyring.SecretName}
 	err := c.Client.Get(ctx, name, &secret)

@@ -9,6 +9,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
@@ -21,7 +22,7 @@ func TestAKeyIsReplacedWhateverTheSecretHolds(t *testing.T) {
 		"a public key by itself": {keyring.FieldPublic: keyring.Text(keyring.New())},
 	} {
 		var written *corev1.Secret
-		c := Of(interceptor.NewClient(nil, interceptor.Funcs{
+		c := cluster.Of(interceptor.NewClient(nil, interceptor.Funcs{
 			Get: func(_ context.Context, _ client.WithWatch, key client.ObjectKey, o client.Object, _ ...client.GetOption) error {
 				o.SetNamespace(key.Namespace)
 				o.SetName(key.Name)

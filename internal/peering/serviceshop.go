@@ -24,6 +24,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/corefile"
 	"github.com/isthmus-net/isthmus/internal/kubeerr"
 	"github.com/isthmus-net/isthmus/internal/podport"
@@ -37,7 +38,7 @@ const (
 )
 
 // sharesServices reports whether services are on: as people chose, or Helm's values say to the manager.
-func sharesServices(ctx context.Context, c *Cluster) bool {
+func sharesServices(ctx context.Context, c *cluster.Cluster) bool {
 	if chosen, err := remembered(ctx, c); err == nil && withServices(chosen) {
 		return true
 	}
@@ -51,7 +52,7 @@ func sharesServices(ctx context.Context, c *Cluster) bool {
 }
 
 // namesHop says whether CoreDNS answers for imported services. notAsked is what could not be looked at.
-func namesHop(ctx context.Context, c *Cluster) (hop health.Hop, notAsked string, err error) {
+func namesHop(ctx context.Context, c *cluster.Cluster) (hop health.Hop, notAsked string, err error) {
 	hop = health.Hop{Cluster: c.String(), Name: health.HopNames, State: health.Works, Source: "Deployments in kube-system"}
 	d, err := findDNS(ctx, c)
 	switch {
@@ -102,7 +103,7 @@ func namesHop(ctx context.Context, c *Cluster) (hop health.Hop, notAsked string,
 }
 
 // dnsPod is a Pod of CoreDNS that is ready, and its port of DNS by TCP.
-func dnsPod(ctx context.Context, c *Cluster) (name string, port uint16, err error) {
+func dnsPod(ctx context.Context, c *cluster.Cluster) (name string, port uint16, err error) {
 	var pods corev1.PodList
 	if err := c.Client.List(ctx, &pods, client.InNamespace(metav1.NamespaceSystem), client.MatchingLabels{"k8s-app": "kube-dns"}); err != nil {
 		return "", 0, err
@@ -126,8 +127,8 @@ func dnsPod(ctx context.Context, c *Cluster) (name string, port uint16, err erro
 }
 
 // askDNS asks a CoreDNS for the SOA of the zone, by TCP and the API server.
-func askDNS(ctx context.Context, c *Cluster, pod string, port uint16) (dnsmessage.RCode, error) {
-	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
+func askDNS(ctx context.Context, c *cluster.Cluster, pod string, port uint16) (dnsmessage.RCode, error) {
+	ctx, cancel := context.WithTimeout(ctx, cluster.RequestTimeout)
 	defer cancel()
 	conn, err := podport.Dial(ctx, c.Config, metav1.NamespaceSystem, pod, port)
 	if err != nil {
@@ -210,7 +211,7 @@ func (s *ServiceCounts) problems() (all []string) {
 
 // importedServices counts the services that peers export to this cluster, by tenant namespace; nil where the
 // kind is not there or may not be read.
-func importedServices(ctx context.Context, c *Cluster) (map[string]*ServiceCounts, error) {
+func importedServices(ctx context.Context, c *cluster.Cluster) (map[string]*ServiceCounts, error) {
 	var list isthmus.PeerServicesList
 	switch err := c.Client.List(ctx, &list); {
 	case kubeerr.Forbidden(err), meta.IsNoMatchError(err):
@@ -252,7 +253,7 @@ func (s *ServiceCounts) add(p *isthmus.PeerServices) {
 }
 
 // servicesHop is what became of the services that a peer exports.
-func servicesHop(c *Cluster, p *isthmus.Peering, counts map[string]*ServiceCounts) health.Hop {
+func servicesHop(c *cluster.Cluster, p *isthmus.Peering, counts map[string]*ServiceCounts) health.Hop {
 	hop := health.Hop{Cluster: c.String(), Peering: p.Name, Name: health.HopServices, State: health.Works, Source: "PeerServices in " + p.Spec.TenantNamespace.Local}
 	s := counts[p.Spec.TenantNamespace.Local]
 	switch {

@@ -14,6 +14,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
 func TestTheQuestionIsOneOfDNS(t *testing.T) {
@@ -77,7 +78,7 @@ func TestServicesThatArriveAreCountedWithTheReasonsOfOthers(t *testing.T) {
 	if got := s.problems(); !slices.Equal(got, []string{"service " + want}) {
 		t.Errorf("%q", got)
 	}
-	c, p := &Cluster{}, newPeering("p", isthmus.Peering{}.Spec.Cluster, "tenant", "remote")
+	c, p := &cluster.Cluster{}, newPeering("p", isthmus.Peering{}.Spec.Cluster, "tenant", "remote")
 	for state, counts := range map[health.HopState]map[string]*ServiceCounts{
 		health.Limited: {"tenant": &s}, health.Works: {}, health.Unknown: nil,
 	} {

@@ -14,6 +14,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
 // checkServices finds out whether services are shared here at all: then the policy is there that bounds what the
@@ -57,7 +58,7 @@ func (s *side) setServices(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	if err := s.Client.Patch(ctx, s.peering, client.RawPatch(types.MergePatchType, patch), client.FieldOwner(FieldManager)); err != nil {
+	if err := s.Client.Patch(ctx, s.peering, client.RawPatch(types.MergePatchType, patch), client.FieldOwner(cluster.FieldManager)); err != nil {
 		return "", s.Explain("spec.services of Peering "+s.peering.Name, err)
 	}
 	if len(s.services) == 0 {

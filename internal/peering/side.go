@@ -12,6 +12,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
 const (
@@ -27,7 +28,7 @@ const (
 
 // A side is one cluster of a peering, and what there is to be in it.
 type side struct {
-	*Cluster
+	*cluster.Cluster
 	peer      *side
 	namespace string            // the tenant namespace here
 	secret    string            // of our identity at the peer, in it
@@ -55,7 +56,7 @@ func newPeering(name string, peer v1alpha1.ClusterIdentity, local, remote string
 	}
 }
 
-func ours() map[string]string { return map[string]string{LabelManagedBy: ManagedBy} }
+func ours() map[string]string { return map[string]string{cluster.LabelManagedBy: cluster.ManagedBy} }
 
 // tenantNamespace is the namespace of the peering, as Liqo labels it.
 func (s *side) tenantNamespace() *corev1.Namespace {

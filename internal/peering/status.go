@@ -21,6 +21,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
 // Status is how it goes with the peerings of a cluster.
@@ -70,7 +71,7 @@ type Row struct {
 }
 
 // StatusOf reads the status of a cluster that was identified.
-func StatusOf(ctx context.Context, c *Cluster) (s Status, err error) {
+func StatusOf(ctx context.Context, c *cluster.Cluster) (s Status, err error) {
 	s = Status{Cluster: c.Identity, Namespace: c.Namespace, Gateways: []GatewayPod{}, Peerings: []Row{}}
 	var list isthmus.PeeringList
 	if err := c.Client.List(ctx, &list); err != nil {
@@ -267,7 +268,7 @@ func printRow(w io.Writer, cells ...string) {
 }
 
 // identitiesUntil says of each Peering until when the identity at the peer is good.
-func identitiesUntil(ctx context.Context, c *Cluster, peerings []isthmus.Peering) []*metav1.Time {
+func identitiesUntil(ctx context.Context, c *cluster.Cluster, peerings []isthmus.Peering) []*metav1.Time {
 	all := make([]*metav1.Time, len(peerings))
 	var group sync.WaitGroup
 	slots := make(chan struct{}, requestsAtOnce)

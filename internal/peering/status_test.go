@@ -11,6 +11,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/clustertest"
 )
 
 // conditions makes those of a Peering: "Type=Status(Reason) message", the rest True.
@@ -110,7 +111,7 @@ c-4d5e6f, cluster c (C):
 	since := metav1.NewTime(s.At.Add(-3 * time.Hour))
 	s.Peerings[0].Keys = isthmus.KeysStatus{Ours: "abcdefgh1234", OursSince: &since, Lags: true}
 	must(t, s.Print(&b, true))
-	Contains(t, b.String(), "IDENTITY UNTIL  OUR KEY                     THEIR KEY  POST-QUANTUM\n",
+	clustertest.Contains(t, b.String(), "IDENTITY UNTIL  OUR KEY                     THEIR KEY  POST-QUANTUM\n",
 		"liqo-tenant-b-1a2b3c  10.61.0.0/20         10.247.0.0/16       -               abcdefgh1234 (3h), rotates  -          none: waiting for the peer\n")
 	if s.Ready() {
 		t.Error("c is not ready")
@@ -122,7 +123,7 @@ c-4d5e6f, cluster c (C):
 	s.Gateway = health.Holder{Problem: "Lease x/y is held by nobody"}
 	s.doubt()
 	must(t, s.Print(&b, false))
-	Contains(t, b.String(), "gateway none: Lease x/y is held by nobody", "b        unknown", "GatewaySilent", "no gateway is at work")
+	clustertest.Contains(t, b.String(), "gateway none: Lease x/y is held by nobody", "b        unknown", "GatewaySilent", "no gateway is at work")
 	if s.Ready() {
 		t.Error("b is ready without a gateway")
 	}
@@ -135,7 +136,7 @@ c-4d5e6f, cluster c (C):
 	}
 	b.Reset()
 	must(t, Status{}.Print(&b, false))
-	Contains(t, b.String(), "no peerings")
+	clustertest.Contains(t, b.String(), "no peerings")
 }
 
 // What the manager says is dated by its clock, and shown by the API server's.

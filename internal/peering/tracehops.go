@@ -12,6 +12,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/health"
 	"github.com/isthmus-net/isthmus/internal/kubeerr"
 	"github.com/isthmus-net/isthmus/internal/safetext"
@@ -21,7 +22,7 @@ import (
 // NodeHop is what a packet crosses between a Pod's node and the gateway: the rules and the overlay of
 // that node's route agent. An empty node is that of no Pod. Where the way to the gateway is all that
 // is broken, and no gateway is at work, it waits.
-func NodeHop(ctx context.Context, c *Cluster, node string) (health.Hop, error) {
+func NodeHop(ctx context.Context, c *cluster.Cluster, node string) (health.Hop, error) {
 	hop := health.Hop{Cluster: c.String(), Name: "node", State: health.Works, Source: "Nodes, Pods in " + c.Namespace}
 	if node == "" {
 		hop.State, hop.Text = health.Unknown, "no Pod of the cluster has the address; it is taken for a node's or another machine's"
@@ -63,7 +64,7 @@ func NodeHop(ctx context.Context, c *Cluster, node string) (health.Hop, error) {
 
 // VacantHop reports whether an address is in the PodCIDR of a node. No running Pod has it, so the hop says that
 // nobody may answer: it may be an address of the node itself, such as that of its bridge.
-func VacantHop(ctx context.Context, c *Cluster, addr netip.Addr) (hop health.Hop, is bool, err error) {
+func VacantHop(ctx context.Context, c *cluster.Cluster, addr netip.Addr) (hop health.Hop, is bool, err error) {
 	var nodes corev1.NodeList
 	switch err := c.Client.List(ctx, &nodes); {
 	case kubeerr.Forbidden(err): // then it is taken for another machine's, as any address without a Pod
@@ -84,7 +85,7 @@ func VacantHop(ctx context.Context, c *Cluster, addr netip.Addr) (hop health.Hop
 }
 
 // GatewayHop says whether a gateway is at work, and on which Pod the overlay ends.
-func GatewayHop(ctx context.Context, c *Cluster) (health.Hop, error) {
+func GatewayHop(ctx context.Context, c *cluster.Cluster) (health.Hop, error) {
 	hops, _, _, err := clusterHops(ctx, c)
 	if err != nil {
 		return health.Hop{}, err
@@ -101,7 +102,7 @@ func GatewayHop(ctx context.Context, c *Cluster) (health.Hop, error) {
 }
 
 // TunnelHop says whether packets go both ways between the gateways of this cluster and of a peer.
-func TunnelHop(ctx context.Context, c *Cluster, peer string) (health.Hop, error) {
+func TunnelHop(ctx context.Context, c *cluster.Cluster, peer string) (health.Hop, error) {
 	e, err := examine(ctx, c, func(p *isthmus.Peering) bool { return p.Spec.Cluster.ClusterID == peer })
 	if err != nil {
 		return health.Hop{}, err
@@ -118,7 +119,7 @@ func TunnelHop(ctx context.Context, c *Cluster, peer string) (health.Hop, error)
 }
 
 // SeenFrom is the address under which this cluster reaches a Pod of a peer, as the two agreed.
-func SeenFrom(ctx context.Context, c *Cluster, peer string, at netip.AddrPort) (netip.AddrPort, error) {
+func SeenFrom(ctx context.Context, c *cluster.Cluster, peer string, at netip.AddrPort) (netip.AddrPort, error) {
 	var list isthmus.PeeringList
 	if err := c.Client.List(ctx, &list); err != nil {
 		return netip.AddrPort{}, c.Explain("Peerings", err)

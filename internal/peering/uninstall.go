@@ -25,6 +25,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/chart"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/postquantum"
 )
 
@@ -59,7 +60,7 @@ const keysSecret = "wireguard-pubkey"
 // peerings, whose networks nodes refuse to the last; workloads; what they made in the kernels of
 // nodes; objects and definitions; the namespace. Each step finds out by itself what there is to do,
 // so that the same command goes on where one ended, and repairs what was deleted in another order.
-func Uninstall(ctx context.Context, c *Cluster, o UninstallOptions) error {
+func Uninstall(ctx context.Context, c *cluster.Cluster, o UninstallOptions) error {
 	if err := c.ReadUID(ctx); err != nil {
 		return err
 	}
@@ -80,7 +81,7 @@ func Uninstall(ctx context.Context, c *Cluster, o UninstallOptions) error {
 	if err := notElsewhere(ctx, c); err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeoutCause(ctx, o.Timeout, ErrNotReady)
+	ctx, cancel := context.WithTimeoutCause(ctx, o.Timeout, cluster.ErrNotReady)
 	defer cancel()
 	objects, err := everyObject(ctx, c)
 	if err != nil {
@@ -126,7 +127,7 @@ func Uninstall(ctx context.Context, c *Cluster, o UninstallOptions) error {
 
 // everyObject is what Install may have made, with all options and whatever was chosen, the
 // namespace not among it.
-func everyObject(ctx context.Context, c *Cluster) ([]*unstructured.Unstructured, error) {
+func everyObject(ctx context.Context, c *cluster.Cluster) ([]*unstructured.Unstructured, error) {
 	chosen, err := remembered(ctx, c)
 	if err != nil {
 		return nil, err
@@ -143,7 +144,7 @@ func everyObject(ctx context.Context, c *Cluster) ([]*unstructured.Unstructured,
 	})
 }
 
-func anyOf(ctx context.Context, c *Cluster, objects []*unstructured.Unstructured) (bool, error) {
+func anyOf(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unstructured) (bool, error) {
 	installed, err := installedObjects(ctx, c)
 	if err != nil {
 		return false, err
@@ -159,10 +160,10 @@ func anyOf(ctx context.Context, c *Cluster, objects []*unstructured.Unstructured
 // installedObjects returns the objects that no manifest names: those that Install, Uninstall and the components
 // make. It includes the Secret with the key only if our gateway made it, because the namespace of a Liqo
 // may have one of the same name.
-func installedObjects(ctx context.Context, c *Cluster) (all []*unstructured.Unstructured, err error) {
+func installedObjects(ctx context.Context, c *cluster.Cluster) (all []*unstructured.Unstructured, err error) {
 	for _, o := range []struct{ version, kind, name string }{
 		{"v1", "ConfigMap", installConfigMap}, {"v1", "ConfigMap", uninstallConfigMap},
-		{coordinationv1.SchemeGroupVersion.String(), "Lease", managerLease}, {coordinationv1.SchemeGroupVersion.String(), "Lease", deploy.GatewayServiceAccount},
+		{coordinationv1.SchemeGroupVersion.String(), "Lease", cluster.ManagerLease}, {coordinationv1.SchemeGroupVersion.String(), "Lease", deploy.GatewayServiceAccount},
 	} {
 		u := &unstructured.Unstructured{}
 		u.SetAPIVersion(o.version)
@@ -176,14 +177,14 @@ func installedObjects(ctx context.Context, c *Cluster) (all []*unstructured.Unst
 		if err != nil {
 			return all, err
 		}
-		if secret != nil && secret.GetLabels()[LabelManagedBy] == ManagedBy {
+		if secret != nil && secret.GetLabels()[cluster.LabelManagedBy] == cluster.ManagedBy {
 			all = append(all, secret)
 		}
 	}
 	return all, nil
 }
 
-func removeInstalled(ctx context.Context, c *Cluster, o UninstallOptions) error {
+func removeInstalled(ctx context.Context, c *cluster.Cluster, o UninstallOptions) error {
 	installed, err := installedObjects(ctx, c)
 	if err != nil {
 		return err
@@ -200,7 +201,7 @@ func removeInstalled(ctx context.Context, c *Cluster, o UninstallOptions) error 
 // helmUninstalls returns an error unless Helm is about to delete a release in the namespace, which it
 // records before it runs the hooks (Helm 3.22 and 4.3, pkg/action/uninstall.go). Whoever renders the
 // chart without Helm gets the hook as an ordinary Job, and must not lose the installation by it.
-func helmUninstalls(ctx context.Context, c *Cluster) error {
+func helmUninstalls(ctx context.Context, c *cluster.Cluster) error {
 	for _, list := range []client.ObjectList{&corev1.SecretList{}, &corev1.ConfigMapList{}} { // the storages that Helm has in a cluster
 		err := c.Client.List(ctx, list, client.InNamespace(c.Namespace), client.MatchingLabels{"owner": "helm", "status": "uninstalling"})
 		if err != nil {
@@ -214,7 +215,7 @@ func helmUninstalls(ctx context.Context, c *Cluster) error {
 }
 
 // at a peer, and its finalizers are ours to remove.
-func unpeerAll(ctx context.Context, c *Cluster, o UninstallOptions) error {
+func unpeerAll(ctx context.Context, c *cluster.Cluster, o UninstallOptions) error {
 	var list isthmus.PeeringList
 	if err := c.Client.List(ctx, &list); meta.IsNoMatchError(err) || apierrors.IsNotFound(err) {
 		return nil
@@ -237,7 +238,7 @@ func unpeerAll(ctx context.Context, c *Cluster, o UninstallOptions) error {
 			}
 		}
 		err := Unpeer(ctx, c, nil, UnpeerOptions{Name: p.Name, Force: o.Force || manager.Name == "", Timeout: o.Timeout, Report: o.Report, uninstalls: true})
-		if err != nil && !errors.Is(err, ErrNoPeering) {
+		if err != nil && !errors.Is(err, cluster.ErrNoPeering) {
 			return err
 		}
 	}
@@ -249,12 +250,12 @@ const managerWait = 30 * time.Second
 
 // managerAtWork is who holds the managers' Lease. While there is a Deployment of managers it waits for
 // one of them: without a manager nothing is withdrawn from peers.
-func managerAtWork(ctx context.Context, c *Cluster, o UninstallOptions) (h health.Holder, err error) {
+func managerAtWork(ctx context.Context, c *cluster.Cluster, o UninstallOptions) (h health.Holder, err error) {
 	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.ManagerServiceAccount} // the Deployment has the same name
 	until := time.Now().Add(managerWait)
 	err = untilNothing(ctx, c, o, func() (string, error) {
 		var err error
-		if h, err = HolderOf(ctx, c, managerLease, false); err != nil || h.Name != "" {
+		if h, err = cluster.HolderOf(ctx, c, cluster.ManagerLease, false); err != nil || h.Name != "" {
 			return "", err
 		}
 		var managers appsv1.Deployment
@@ -269,7 +270,7 @@ func managerAtWork(ctx context.Context, c *Cluster, o UninstallOptions) (h healt
 
 // removeWorkloads deletes what runs Pods, and waits until the Pods are gone: an agent that still runs
 // would put back what is cleaned.
-func removeWorkloads(ctx context.Context, c *Cluster, o UninstallOptions, objects []*unstructured.Unstructured) error {
+func removeWorkloads(ctx context.Context, c *cluster.Cluster, o UninstallOptions, objects []*unstructured.Unstructured) error {
 	for _, u := range objects {
 		if u.GetKind() == "Deployment" || u.GetKind() == "DaemonSet" {
 			if err := removeObject(ctx, c, u, o); err != nil {
@@ -297,7 +298,7 @@ func removeWorkloads(ctx context.Context, c *Cluster, o UninstallOptions, object
 }
 
 // removeObjects deletes the rest: rights and policies, definitions, the namespace.
-func removeObjects(ctx context.Context, c *Cluster, o UninstallOptions, objects []*unstructured.Unstructured) error {
+func removeObjects(ctx context.Context, c *cluster.Cluster, o UninstallOptions, objects []*unstructured.Unstructured) error {
 	liqo, err := c.Get(ctx, crdKind, "", "foreignclusters.discovery.liqo.io")
 	if err != nil {
 		return err
@@ -311,7 +312,7 @@ func removeObjects(ctx context.Context, c *Cluster, o UninstallOptions, objects 
 			}
 		case o.KeepDefinitions:
 		case liqo != nil && strings.HasSuffix(u.GetName(), "."+v1alpha1.GroupVersion.Group):
-			o.Report(fmt.Sprintf("%s: %s stays, since Liqo is installed", c, Describe(u)))
+			o.Report(fmt.Sprintf("%s: %s stays, since Liqo is installed", c, cluster.Describe(u)))
 		default:
 			definitions = append(definitions, u)
 		}
@@ -328,7 +329,7 @@ func removeObjects(ctx context.Context, c *Cluster, o UninstallOptions, objects 
 				return "", err
 			}
 			if have != nil {
-				return "waiting until " + Describe(u) + " and its objects are gone", hurry(ctx, c, have)
+				return "waiting until " + cluster.Describe(u) + " and its objects are gone", hurry(ctx, c, have)
 			}
 		}
 		return "", nil
@@ -350,7 +351,7 @@ func removeObjects(ctx context.Context, c *Cluster, o UninstallOptions, objects 
 		secret, err := c.Get(ctx, corev1.SchemeGroupVersion.WithKind("Secret"), c.Namespace, keysSecret)
 		if err == nil && secret != nil && secret.GetDeletionTimestamp() == nil {
 			o.Report(fmt.Sprintf("%s: Secret %s/%s stays, since it has no label %s=%s: it is of a Liqo, or of a gateway of an earlier version; delete it where no Liqo runs",
-				c, c.Namespace, keysSecret, LabelManagedBy, ManagedBy))
+				c, c.Namespace, keysSecret, cluster.LabelManagedBy, cluster.ManagedBy))
 		}
 		return err
 	}
@@ -377,7 +378,7 @@ func removeObjects(ctx context.Context, c *Cluster, o UninstallOptions, objects 
 }
 
 // removeObject deletes an object and says so; what is not there is no error.
-func removeObject(ctx context.Context, c *Cluster, u *unstructured.Unstructured, o UninstallOptions) error {
+func removeObject(ctx context.Context, c *cluster.Cluster, u *unstructured.Unstructured, o UninstallOptions) error {
 	have, err := c.Get(ctx, u.GroupVersionKind(), u.GetNamespace(), u.GetName())
 	if err != nil || have == nil || have.GetDeletionTimestamp() != nil {
 		return err
@@ -387,16 +388,16 @@ func removeObject(ctx context.Context, c *Cluster, u *unstructured.Unstructured,
 
 // untilNothing repeats a step until it waits for nothing, and tells what it waits for whenever that
 // changes.
-func untilNothing(ctx context.Context, c *Cluster, o UninstallOptions, step func() (waitsFor string, err error)) error {
+func untilNothing(ctx context.Context, c *cluster.Cluster, o UninstallOptions, step func() (waitsFor string, err error)) error {
 	told := ""
 	for begun := time.Now(); ; {
 		wait, err := step()
 		switch {
-		case ctx.Err() != nil && !errors.Is(context.Cause(ctx), ErrNotReady):
+		case ctx.Err() != nil && !errors.Is(context.Cause(ctx), cluster.ErrNotReady):
 			return errors.New("interrupted: the same command goes on where this one ended")
 		case ctx.Err() != nil:
-			return fmt.Errorf("%w: not uninstalled within %v; the same command goes on where this one ended, with --force it does not wait for what is away\n%s: %s", ErrNotReady, o.Timeout, c, told)
-		case errors.Is(err, ErrUnreachable): // it may come back
+			return fmt.Errorf("%w: not uninstalled within %v; the same command goes on where this one ended, with --force it does not wait for what is away\n%s: %s", cluster.ErrNotReady, o.Timeout, c, told)
+		case errors.Is(err, cluster.ErrUnreachable): // it may come back
 			wait = safetext.Of(err.Error())
 		case err != nil:
 			return err
@@ -404,14 +405,14 @@ func untilNothing(ctx context.Context, c *Cluster, o UninstallOptions, step func
 		if wait == "" {
 			return nil
 		}
-		if wait != told && (told != "" || time.Since(begun) > patience) {
+		if wait != told && (told != "" || time.Since(begun) > cluster.Patience) {
 			o.Report(fmt.Sprintf("%s: %s", c, wait))
 			told = wait
 		}
 		select {
 		case <-ctx.Done():
 			told = wait
-		case <-time.After(pollInterval):
+		case <-time.After(cluster.PollInterval):
 		}
 	}
 }

@@ -25,13 +25,15 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/chart"
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/clustertest"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 	"github.com/isthmus-net/isthmus/internal/postquantum"
 )
 
 // inventory names every object of a cluster but for what the API server and its controllers keep
 // for themselves.
-func inventory(t *testing.T, c *Cluster) map[string]bool {
+func inventory(t *testing.T, c *cluster.Cluster) map[string]bool {
 	t.Helper()
 	lists, err := discovery.NewDiscoveryClientForConfigOrDie(c.Config).ServerPreferredResources()
 	must(t, err)
@@ -72,7 +74,7 @@ func difference(before, after map[string]bool) (all []string) {
 
 // kubelets do for Pods that clean nodes what a person sees of kubelets: they end well, except on the
 // nodes that are away. It returns how often which node was cleaned.
-func kubelets(ctx context.Context, c *Cluster, away func(node string) bool, cleaned map[string]string) {
+func kubelets(ctx context.Context, c *cluster.Cluster, away func(node string) bool, cleaned map[string]string) {
 	for ctx.Err() == nil {
 		var pods corev1.PodList
 		if c.Client.List(ctx, &pods, client.InNamespace(c.Namespace), client.HasLabels{labelCleans}) == nil {
@@ -106,7 +108,7 @@ func TestUninstallLeavesNothing(t *testing.T) {
 	defer server.Stop()
 	file := t.TempDir() + "/kubeconfig"
 	must(t, server.WriteKubeconfig(file))
-	c := ConnectTo(t, Access{Kubeconfig: file})
+	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: file})
 	for _, name := range []string{"n1", "n2"} {
 		must(t, c.Client.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}))
 	}
@@ -118,23 +120,23 @@ func TestUninstallLeavesNothing(t *testing.T) {
 		if len(namespaces.Items) >= 4 && len(accounts.Items) == len(namespaces.Items) {
 			break
 		}
-		if time.Since(begin) > Patient {
+		if time.Since(begin) > clustertest.Patient {
 			t.Fatal("the controllers do nothing")
 		}
 	}
 	before := inventory(t, c)
-	var said Lines
+	var said clustertest.Lines
 	install := func(values chart.Values) {
 		t.Helper()
 		values = chart.Merge(chart.Values{"networks": chart.Values{"podCIDR": "10.9.0.0/16"}}, values)
-		must(t, Install(t.Context(), c, InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "u"}, Version: "v1", Values: WithServiceNetwork(t, c, values), Report: func(string) {}}))
+		must(t, Install(t.Context(), c, InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "u"}, Version: "v1", Values: clustertest.WithServiceNetwork(t, c, values), Report: func(string) {}}))
 		must(t, client.IgnoreAlreadyExists(c.Client.Create(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{ // a gateway's
 			Namespace: c.Namespace, Name: keysSecret, Labels: map[string]string{"app.kubernetes.io/managed-by": "isthmus"}}})))
 	}
 	peer := func() { // as `isthmus peer` and a manager that is gone leave it
 		t.Helper()
 		tenant := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "liqo-tenant-p", Labels: map[string]string{
-			v1alpha1.LabelTenantNamespace: "true", v1alpha1.LabelTenantClusterID: "P", LabelManagedBy: ManagedBy}}}
+			v1alpha1.LabelTenantNamespace: "true", v1alpha1.LabelTenantClusterID: "P", cluster.LabelManagedBy: cluster.ManagedBy}}}
 		must(t, c.Client.Create(t.Context(), tenant))
 		p := newPeering("p", v1alpha1.ClusterIdentity{ClusterID: "P", ClusterName: "p"}, tenant.Name, "liqo-tenant-u")
 		controllerutil.AddFinalizer(p, isthmus.FinalizerPeering)
@@ -144,8 +146,8 @@ func TestUninstallLeavesNothing(t *testing.T) {
 	uninstall := func(o UninstallOptions, away func(string) bool, until string) (map[string]string, error) {
 		t.Helper()
 		said = nil
-		up := NewDeadline(t)
-		o.Timeout, o.Report = Patient, func(line string) {
+		up := clustertest.NewDeadline(t)
+		o.Timeout, o.Report = clustertest.Patient, func(line string) {
 			said.Report(line)
 			if until != "" && strings.Contains(line, until) {
 				close(up.Up)
@@ -175,7 +177,7 @@ func TestUninstallLeavesNothing(t *testing.T) {
 	if first := said[0]; !strings.Contains(first, "follow the default route") { // before anything is done
 		t.Errorf("it begins with %q", first)
 	}
-	if !errors.Is(err, ErrNotReady) || cleaned["n1"] == "" || !strings.Contains(err.Error(), "n2") {
+	if !errors.Is(err, cluster.ErrNotReady) || cleaned["n1"] == "" || !strings.Contains(err.Error(), "n2") {
 		t.Fatalf("with a node away: %v; cleaned %v\n%s", err, cleaned, strings.Join(said, "\n"))
 	}
 	cleaned, err = uninstall(UninstallOptions{}, nobody, "")
@@ -188,8 +190,8 @@ func TestUninstallLeavesNothing(t *testing.T) {
 	install(nil)
 	peer()
 	must(t, c.Client.Delete(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
-	for begin := time.Now(); !Gone(t, c, &corev1.Namespace{}, c.Namespace); time.Sleep(100 * time.Millisecond) {
-		if time.Since(begin) > Patient {
+	for begin := time.Now(); !clustertest.Gone(t, c, &corev1.Namespace{}, c.Namespace); time.Sleep(100 * time.Millisecond) {
+		if time.Since(begin) > clustertest.Patient {
 			t.Fatal("the namespace stays")
 		}
 	}
@@ -205,18 +207,18 @@ func TestUninstallLeavesNothing(t *testing.T) {
 
 	// A namespace that others made stays as it was, and so does one that a version before has marked as ours
 	// while others are in it.
-	for name, marks := range map[string]map[string]string{"of others": nil, "marked by a version before": {LabelName: ManagedBy}} {
+	for name, marks := range map[string]map[string]string{"of others": nil, "marked by a version before": {cluster.LabelName: cluster.ManagedBy}} {
 		must(t, c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace, Labels: marks}}))
 		key := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: keysSecret, Labels: map[string]string{v1alpha1.LabelKey: "wireguard"}}}
 		if marks == nil { // of a Liqo
 			must(t, c.Client.Create(t.Context(), key))
 		}
 		install(nil)
-		preshared := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: postquantum.SecretName, Labels: map[string]string{LabelManagedBy: ManagedBy}}}
+		preshared := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: postquantum.SecretName, Labels: map[string]string{cluster.LabelManagedBy: cluster.ManagedBy}}}
 		must(t, c.Client.Create(t.Context(), preshared))
 		var theirs corev1.Namespace
 		must(t, c.Client.Get(t.Context(), client.ObjectKey{Name: c.Namespace}, &theirs))
-		if theirs.Labels[LabelName] != marks[LabelName] {
+		if theirs.Labels[cluster.LabelName] != marks[cluster.LabelName] {
 			t.Errorf("%s: install marks it: %v", name, theirs.Labels)
 		}
 		pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: "theirs"}, Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "c", Image: "i"}}}}
@@ -240,8 +242,8 @@ func TestUninstallLeavesNothing(t *testing.T) {
 		}
 		must(t, client.IgnoreNotFound(c.Client.Delete(t.Context(), pod, client.GracePeriodSeconds(0))))
 		must(t, c.Client.Delete(t.Context(), &theirs))
-		for begin := time.Now(); !Gone(t, c, &corev1.Namespace{}, c.Namespace); time.Sleep(100 * time.Millisecond) {
-			if time.Since(begin) > Patient {
+		for begin := time.Now(); !clustertest.Gone(t, c, &corev1.Namespace{}, c.Namespace); time.Sleep(100 * time.Millisecond) {
+			if time.Since(begin) > clustertest.Patient {
 				t.Fatalf("%s: it does not go", name)
 			}
 		}
@@ -274,8 +276,8 @@ func TestUninstallLeavesNothing(t *testing.T) {
 	for _, u := range helms {
 		must(t, client.IgnoreNotFound(c.Client.Delete(t.Context(), u)))
 	}
-	for begin := time.Now(); !Gone(t, c, &corev1.Namespace{}, c.Namespace) || len(difference(before, inventory(t, c))) > 0; time.Sleep(100 * time.Millisecond) {
-		if time.Since(begin) > Patient {
+	for begin := time.Now(); !clustertest.Gone(t, c, &corev1.Namespace{}, c.Namespace) || len(difference(before, inventory(t, c))) > 0; time.Sleep(100 * time.Millisecond) {
+		if time.Since(begin) > clustertest.Patient {
 			break
 		}
 	}

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
@@ -38,12 +39,12 @@ type UnpeerOptions struct {
 // Where the peer is not spoken to, or not waited for, nothing of its rights is left before anything
 // else happens, whatever becomes of the rest. Where both sides part, each manager needs its own at
 // the other to take its NetworkConfig away, and keeps just that.
-func Unpeer(ctx context.Context, local, remote *Cluster, o UnpeerOptions) error {
+func Unpeer(ctx context.Context, local, remote *cluster.Cluster, o UnpeerOptions) error {
 	sides, err := findTeardowns(ctx, local, remote, o)
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeoutCause(ctx, o.Timeout, ErrNotReady)
+	ctx, cancel := context.WithTimeoutCause(ctx, o.Timeout, cluster.ErrNotReady)
 	defer cancel()
 	nothing := true
 	for _, f := range sides {
@@ -51,7 +52,7 @@ func Unpeer(ctx context.Context, local, remote *Cluster, o UnpeerOptions) error 
 	}
 	if nothing && remote == nil {
 		return fmt.Errorf("%s: %w: no Peering is called %s or for a cluster of that name, and no namespace is left of one; `isthmus status` shows the names",
-			local, ErrNoPeering, safetext.Of(o.Name))
+			local, cluster.ErrNoPeering, safetext.Of(o.Name))
 	}
 	if nothing {
 		o.Report(fmt.Sprintf("nothing to do: %s and %s are not peered, and nothing is left of a peering", local, remote))
@@ -115,12 +116,12 @@ func until(ctx context.Context, sides []*teardown, o UnpeerOptions, step func(*t
 				}
 			case ctx.Err() != nil: // what it waits for has been seen before
 				waiting = append(waiting, errors.New(cmp.Or(f.waitsFor, f.String()+": "+err.Error())))
-			case errors.As(err, &wait) || errors.Is(err, ErrUnreachable): // it may come back
+			case errors.As(err, &wait) || errors.Is(err, cluster.ErrUnreachable): // it may come back
 				if f.waitsFor = err.Error(); wait != nil {
 					f.waitsFor = f.String() + ": " + wait.what
 				}
 				waiting = append(waiting, errors.New(f.waitsFor))
-				if f.told != f.waitsFor && time.Since(begun) > patience {
+				if f.told != f.waitsFor && time.Since(begun) > cluster.Patience {
 					f.told = f.waitsFor
 					o.Report(f.told)
 				}
@@ -133,15 +134,15 @@ func until(ctx context.Context, sides []*teardown, o UnpeerOptions, step func(*t
 		}
 		select {
 		case <-ctx.Done():
-			if !errors.Is(context.Cause(ctx), ErrNotReady) {
+			if !errors.Is(context.Cause(ctx), cluster.ErrNotReady) {
 				return errors.New("interrupted: the same command goes on where this one ended")
 			}
 			hint := ""
 			if !o.Force {
 				hint = "; with --force nobody waits for the other cluster"
 			}
-			return fmt.Errorf("%w: not un-peered within %v%s\n%w", ErrNotReady, o.Timeout, hint, errors.Join(waiting...))
-		case <-time.After(pollInterval):
+			return fmt.Errorf("%w: not un-peered within %v%s\n%w", cluster.ErrNotReady, o.Timeout, hint, errors.Join(waiting...))
+		case <-time.After(cluster.PollInterval):
 		}
 	}
 }

@@ -16,17 +16,19 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/clustertest"
 )
 
 func TestUnpeerLeavesNothingAndCanBeRepeated(t *testing.T) {
 	t.Parallel()
-	p := NewPair(t, "part")
+	p := clustertest.NewPair(t, "part")
 	must(t, peerUp(t, p))
 	p.Said()
 	must(t, peerDown(t, p))
 	said := p.Said()
 	t.Log("\n" + said)
-	Contains(t, said, "part-a: Peering part-b-", "part-b: what the manager had made is gone", "part-a: rights and identity removed, namespace liqo-tenant-part-b-",
+	clustertest.Contains(t, said, "part-a: Peering part-b-", "part-b: what the manager had made is gone", "part-a: rights and identity removed, namespace liqo-tenant-part-b-",
 		"is gone", "part-a and part-b are not peered any more")
 	if left := everything(t, p); len(left) != 0 {
 		t.Errorf("left: %v", left)
@@ -40,29 +42,29 @@ func TestUnpeerLeavesNothingAndCanBeRepeated(t *testing.T) {
 
 func TestUnpeerSaysWhatItWaitsForAndKeepsTheRightsMeanwhile(t *testing.T) {
 	t.Parallel()
-	p := NewPair(t, "hold")
+	p := clustertest.NewPair(t, "hold")
 	must(t, peerUp(t, p))
 	p.Said()
 	p.Managers[0].Keep("hold-b does not answer:\x1b[2J its copy of NetworkConfig x is still there")
-	ctx := NewDeadline(t)
+	ctx := clustertest.NewDeadline(t)
 	up := sync.OnceFunc(func() { close(ctx.Up) })
-	err := Unpeer(ctx, p.A, p.B, UnpeerOptions{Timeout: Patient, Report: func(line string) {
+	err := Unpeer(ctx, p.A, p.B, UnpeerOptions{Timeout: clustertest.Patient, Report: func(line string) {
 		p.Report(line)
 		if strings.Contains(line, "its copy") {
 			time.AfterFunc(time.Second, up) // time enough to say it again
 		}
 	}})
-	if !errors.Is(err, ErrNotReady) {
+	if !errors.Is(err, cluster.ErrNotReady) {
 		t.Fatal(err)
 	}
-	Contains(t, err.Error(), "not un-peered within 2m0s", `hold-a: hold-b does not answer:\u001b[2J its copy`)
+	clustertest.Contains(t, err.Error(), "not un-peered within 2m0s", `hold-a: hold-b does not answer:\u001b[2J its copy`)
 	if said := p.Said(); strings.Count(said, "its copy") != 1 {
 		t.Errorf("said once, please:\n%s", said)
 	}
 	// The manager of a needs its identity at b to withdraw what it has there, and for nothing else
 	// any more.
 	there := p.A.Identity.TenantNamespace()
-	peer, err := AsPeer(t.Context(), p.A, p.B.Identity.TenantNamespace())
+	peer, err := clustertest.AsPeer(t.Context(), p.A, p.B.Identity.TenantNamespace())
 	must(t, err)
 	must(t, peer.List(t.Context(), &v1alpha1.NetworkConfigList{}, client.InNamespace(there)))
 	copied := networkConfig(p.B, p.A)
@@ -87,25 +89,25 @@ func TestUnpeerSaysWhatItWaitsForAndKeepsTheRightsMeanwhile(t *testing.T) {
 
 func TestForcedUnpeerSaysWhatStaysAtThePeer(t *testing.T) {
 	t.Parallel()
-	p := NewPair(t, "force")
+	p := clustertest.NewPair(t, "force")
 	must(t, peerUp(t, p))
 	p.Said()
 	p.Managers[0].Keep("force-b is away")
-	must(t, Unpeer(t.Context(), p.A, nil, UnpeerOptions{Name: "force-b", Force: true, Timeout: Patient, Report: p.Report}))
-	Contains(t, p.Said(), "force-a: does not wait for force-b. What may stay at force-b, "+p.B.Server+": NetworkConfig force-b-",
+	must(t, Unpeer(t.Context(), p.A, nil, UnpeerOptions{Name: "force-b", Force: true, Timeout: clustertest.Patient, Report: p.Report}))
+	clustertest.Contains(t, p.Said(), "force-a: does not wait for force-b. What may stay at force-b, "+p.B.Server+": NetworkConfig force-b-",
 		" in namespace "+p.A.Identity.TenantNamespace(), "force-a is not peered with force-b any more")
-	if !Gone(t, p.A, &corev1.Namespace{}, p.B.Identity.TenantNamespace()) || Gone(t, p.B, &corev1.Namespace{}, p.A.Identity.TenantNamespace()) {
+	if !clustertest.Gone(t, p.A, &corev1.Namespace{}, p.B.Identity.TenantNamespace()) || clustertest.Gone(t, p.B, &corev1.Namespace{}, p.A.Identity.TenantNamespace()) {
 		t.Error("want the namespace of a gone, and that of b untouched")
 	}
 	// The other side follows later, alone, by the name of its Peering.
-	must(t, Unpeer(t.Context(), p.B, nil, UnpeerOptions{Name: p.A.Identity.UniqueName(), Timeout: Patient, Report: p.Report}))
+	must(t, Unpeer(t.Context(), p.B, nil, UnpeerOptions{Name: p.A.Identity.UniqueName(), Timeout: clustertest.Patient, Report: p.Report}))
 	if left := everything(t, p); len(left) != 0 {
 		t.Errorf("left: %v", left)
 	}
 }
 
 // networkConfig is what the cluster from publishes at the cluster at.
-func networkConfig(at, from *Cluster) *v1alpha1.NetworkConfig {
+func networkConfig(at, from *cluster.Cluster) *v1alpha1.NetworkConfig {
 	return &v1alpha1.NetworkConfig{
 		ObjectMeta: metav1.ObjectMeta{Namespace: from.Identity.TenantNamespace(), Name: at.Identity.UniqueName(), Labels: map[string]string{
 			v1alpha1.LabelReplication: "false", v1alpha1.LabelReplicated: "true",
@@ -117,11 +119,11 @@ func networkConfig(at, from *Cluster) *v1alpha1.NetworkConfig {
 
 func TestForcedUnpeerRevokesThePeerBeforeItWaitsForAnything(t *testing.T) {
 	t.Parallel()
-	p := NewPair(t, "first")
+	p := clustertest.NewPair(t, "first")
 	must(t, peerUp(t, p))
 	p.Said()
 	here := p.B.Identity.TenantNamespace()
-	peer, err := AsPeer(t.Context(), p.B, p.A.Identity.TenantNamespace())
+	peer, err := clustertest.AsPeer(t.Context(), p.B, p.A.Identity.TenantNamespace())
 	must(t, err)
 	must(t, peer.List(t.Context(), &v1alpha1.NetworkConfigList{}, client.InNamespace(here)))
 
@@ -129,23 +131,23 @@ func TestForcedUnpeerRevokesThePeerBeforeItWaitsForAnything(t *testing.T) {
 	must(t, p.A.Client.Patch(t.Context(), newPeering(p.B.Identity.UniqueName(), p.B.Identity, "", ""),
 		client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":["isthmus.net/peering","example.com/for-ever"]}}`))))
 	p.Managers[0].Pause()
-	ctx := NewDeadline(t)
+	ctx := clustertest.NewDeadline(t)
 	up := sync.OnceFunc(func() { close(ctx.Up) })
-	err = Unpeer(ctx, p.A, nil, UnpeerOptions{Name: "first-b", Force: true, Timeout: Patient, Report: func(line string) {
+	err = Unpeer(ctx, p.A, nil, UnpeerOptions{Name: "first-b", Force: true, Timeout: clustertest.Patient, Report: func(line string) {
 		if p.Report(line); strings.Contains(line, "waiting for the manager") {
 			up()
 		}
 	}})
-	if !errors.Is(err, ErrNotReady) {
+	if !errors.Is(err, cluster.ErrNotReady) {
 		t.Fatal(err)
 	}
-	Contains(t, p.Said(), "first-a: the rights of first-b here are revoked\nfirst-a: does not wait for first-b.")
+	clustertest.Contains(t, p.Said(), "first-a: the rights of first-b here are revoked\nfirst-a: does not wait for first-b.")
 	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // the authorizer sees it a moment later
 		err := peer.List(t.Context(), &v1alpha1.NetworkConfigList{}, client.InNamespace(here))
 		if apierrors.IsForbidden(err) || apierrors.IsUnauthorized(err) {
 			break
 		}
-		if time.Since(begin) > Patient {
+		if time.Since(begin) > clustertest.Patient {
 			t.Fatalf("the peer's identity still works: %v", err)
 		}
 	}
@@ -157,7 +159,7 @@ func TestForcedUnpeerRevokesThePeerBeforeItWaitsForAnything(t *testing.T) {
 // the end.
 func TestForcedUnpeerNeedsNoManager(t *testing.T) {
 	t.Parallel()
-	p := NewPair(t, "alone")
+	p := clustertest.NewPair(t, "alone")
 	must(t, peerUp(t, p))
 	p.Said()
 	p.Managers[0].Pause()
@@ -168,58 +170,58 @@ func TestForcedUnpeerNeedsNoManager(t *testing.T) {
 	ours := networkConfig(p.A, p.B)
 	ours.Finalizers = []string{v1alpha1.FinalizerReplicator, v1alpha1.FinalizerTunnelEndpointCreator}
 	must(t, p.A.Client.Create(t.Context(), ours))
-	err := Unpeer(t.Context(), p.A, nil, UnpeerOptions{Name: "alone-b", Force: true, Timeout: Patient, Report: p.Report})
+	err := Unpeer(t.Context(), p.A, nil, UnpeerOptions{Name: "alone-b", Force: true, Timeout: clustertest.Patient, Report: p.Report})
 	said := p.Said()
 	if err != nil || strings.Count(said, "no manager is at work") != 1 {
 		t.Fatalf("%v\n%s", err, said)
 	}
-	if !Gone(t, p.A, &isthmus.Peering{}, p.B.Identity.UniqueName()) || !Gone(t, p.A, &corev1.Namespace{}, ns) {
+	if !clustertest.Gone(t, p.A, &isthmus.Peering{}, p.B.Identity.UniqueName()) || !clustertest.Gone(t, p.A, &corev1.Namespace{}, ns) {
 		t.Errorf("Peering or namespace are still there\n%s", said)
 	}
 }
 
 func TestUnpeerDoesNotWaitForFinalizersOfThePeer(t *testing.T) {
 	t.Parallel()
-	p := NewPair(t, "cling")
+	p := clustertest.NewPair(t, "cling")
 	must(t, peerUp(t, p))
 	kept := networkConfig(p.A, p.B)
 	kept.Finalizers = []string{"example.com/for-ever"}
 	must(t, p.A.Client.Create(t.Context(), kept))
-	must(t, Unpeer(t.Context(), p.A, nil, UnpeerOptions{Name: "cling-b", Force: true, Timeout: Patient, Report: p.Report}))
-	if !Gone(t, p.A, &corev1.Namespace{}, p.B.Identity.TenantNamespace()) {
+	must(t, Unpeer(t.Context(), p.A, nil, UnpeerOptions{Name: "cling-b", Force: true, Timeout: clustertest.Patient, Report: p.Report}))
+	if !clustertest.Gone(t, p.A, &corev1.Namespace{}, p.B.Identity.TenantNamespace()) {
 		t.Error("the namespace has stayed")
 	}
 }
 
 func TestUnpeerOfNobodyIsAnError(t *testing.T) {
 	t.Parallel()
-	p := NewPair(t, "nobody")
-	err := Unpeer(t.Context(), p.A, nil, UnpeerOptions{Name: "nosuch", Timeout: Patient, Report: p.Report})
-	if !errors.Is(err, ErrNoPeering) || !strings.Contains(err.Error(), "nobody-a: no such peering: no Peering is called nosuch") {
+	p := clustertest.NewPair(t, "nobody")
+	err := Unpeer(t.Context(), p.A, nil, UnpeerOptions{Name: "nosuch", Timeout: clustertest.Patient, Report: p.Report})
+	if !errors.Is(err, cluster.ErrNoPeering) || !strings.Contains(err.Error(), "nobody-a: no such peering: no Peering is called nosuch") {
 		t.Errorf("%v; said %q", err, p.Said())
 	}
 }
 
 func TestUnpeerFinishesWhatWasInterrupted(t *testing.T) {
 	t.Parallel()
-	p := NewPair(t, "again")
+	p := clustertest.NewPair(t, "again")
 	must(t, peerUp(t, p))
 	p.Said()
 	// As after a run that ended when the Peering was gone.
 	must(t, p.A.Client.Delete(t.Context(), &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Name: p.B.Identity.UniqueName()}}))
-	for !Gone(t, p.A, &isthmus.Peering{}, p.B.Identity.UniqueName()) {
+	for !clustertest.Gone(t, p.A, &isthmus.Peering{}, p.B.Identity.UniqueName()) {
 		time.Sleep(20 * time.Millisecond)
 	}
-	must(t, Unpeer(t.Context(), p.A, nil, UnpeerOptions{Name: "again-b", Timeout: Patient, Report: p.Report}))
-	Contains(t, p.Said(), "again-a: rights and identity removed, namespace")
-	if !Gone(t, p.A, &corev1.Namespace{}, p.B.Identity.TenantNamespace()) {
+	must(t, Unpeer(t.Context(), p.A, nil, UnpeerOptions{Name: "again-b", Timeout: clustertest.Patient, Report: p.Report}))
+	clustertest.Contains(t, p.Said(), "again-a: rights and identity removed, namespace")
+	if !clustertest.Gone(t, p.A, &corev1.Namespace{}, p.B.Identity.TenantNamespace()) {
 		t.Error("the namespace of a is still there")
 	}
 }
 
 func TestUnpeerKeepsANamespaceThatItDidNotMake(t *testing.T) {
 	t.Parallel()
-	p := NewPair(t, "own")
+	p := clustertest.NewPair(t, "own")
 	name := p.B.Identity.TenantNamespace()
 	must(t, p.A.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name}}))
 	must(t, peerUp(t, p))
@@ -227,7 +229,7 @@ func TestUnpeerKeepsANamespaceThatItDidNotMake(t *testing.T) {
 	must(t, p.A.Client.Create(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: name, Name: "theirs"}}))
 	p.Said()
 	must(t, peerDown(t, p))
-	Contains(t, p.Said(), "own-a: rights and identity removed; namespace "+name+" stays, since `isthmus peer` did not make it")
+	clustertest.Contains(t, p.Said(), "own-a: rights and identity removed; namespace "+name+" stays, since `isthmus peer` did not make it")
 	if left := everything(t, p); len(left) != 1 {
 		t.Errorf("left: %v", left)
 	}

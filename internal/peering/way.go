@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/safetext"
 
 	corev1 "k8s.io/api/core/v1"
@@ -48,7 +49,7 @@ func (p Place) String() string {
 var ErrNoPlace = errors.New("not found")
 
 // PlaceAt finds the Pod that has an address, if one of this cluster has.
-func PlaceAt(ctx context.Context, c *Cluster, at netip.AddrPort) (Place, error) {
+func PlaceAt(ctx context.Context, c *cluster.Cluster, at netip.AddrPort) (Place, error) {
 	p := Place{Addr: at}
 	var pods corev1.PodList
 	if err := c.Client.List(ctx, &pods, client.MatchingFields{"status.podIP": at.Addr().String()}); err != nil {
@@ -65,7 +66,7 @@ func PlaceAt(ctx context.Context, c *Cluster, at netip.AddrPort) (Place, error) 
 // Find finds what a name means: NAMESPACE/POD, or svc/NAME or svc/NAMESPACE/NAME, of which the
 // first endpoint that is ready is meant; each with :PORT where a port is wanted. A Service without a
 // namespace is one of the namespace default.
-func Find(ctx context.Context, c *Cluster, name string) (Place, error) {
+func Find(ctx context.Context, c *cluster.Cluster, name string) (Place, error) {
 	bare, port, err := splitPort(name)
 	if err != nil {
 		return Place{}, err
@@ -96,7 +97,7 @@ func splitPort(name string) (bare string, port uint16, err error) {
 	return bare, uint16(n), nil
 }
 
-func podAt(ctx context.Context, c *Cluster, namespace, name string, port uint16) (Place, error) {
+func podAt(ctx context.Context, c *cluster.Cluster, namespace, name string, port uint16) (Place, error) {
 	var pod corev1.Pod
 	what := fmt.Sprintf("Pod %s/%s", safetext.Of(namespace), safetext.Of(name))
 	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, &pod); err != nil {
@@ -117,7 +118,7 @@ func podAt(ctx context.Context, c *Cluster, namespace, name string, port uint16)
 }
 
 // endpointOf is the first endpoint of a Service that is ready, at the port behind the Service's.
-func endpointOf(ctx context.Context, c *Cluster, namespace, name string, port uint16) (Place, error) {
+func endpointOf(ctx context.Context, c *cluster.Cluster, namespace, name string, port uint16) (Place, error) {
 	what := fmt.Sprintf("Service %s/%s", safetext.Of(namespace), safetext.Of(name))
 	var service corev1.Service
 	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, &service); err != nil {
@@ -183,7 +184,7 @@ func endpointsIn(list []discoveryv1.EndpointSlice, named *string, port uint16) (
 const mostCompleted = 500
 
 // Pods are names of Pods as Find takes them, for completion.
-func Pods(ctx context.Context, c *Cluster) (names []string, err error) {
+func Pods(ctx context.Context, c *cluster.Cluster) (names []string, err error) {
 	var list corev1.PodList
 	if err := c.Client.List(ctx, &list, client.Limit(mostCompleted)); err != nil {
 		return nil, err

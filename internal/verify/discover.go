@@ -16,8 +16,8 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/corefile"
-	"github.com/isthmus-net/isthmus/internal/peering"
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
@@ -34,7 +34,7 @@ type agreed struct {
 }
 
 // agreedBy returns what a cluster has agreed upon with another one.
-func agreedBy(ctx context.Context, at, of *peering.Cluster) (a agreed, err error) {
+func agreedBy(ctx context.Context, at, of *cluster.Cluster) (a agreed, err error) {
 	var list isthmus.PeeringList
 	if err := at.Client.List(ctx, &list); err != nil {
 		return a, fmt.Errorf("%s: Peerings: %w", at, err)
@@ -75,7 +75,7 @@ type Target struct {
 // which are pinged, and Services with endpoints in the other cluster, to whose TCP ports there is a
 // connection, by address and by name. Imported Services are among them. What an API server does not show
 // is told, and left out.
-func discover(ctx context.Context, at, of *peering.Cluster, a agreed, tell func(string)) (all []Target) {
+func discover(ctx context.Context, at, of *cluster.Cluster, a agreed, tell func(string)) (all []Target) {
 	some := func(what string, targets []Target, err error) {
 		if err != nil {
 			tell(fmt.Sprintf("%s of %s are not asked from %s: %v", what, of, at, err))

@@ -22,7 +22,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
-	"github.com/isthmus-net/isthmus/internal/peering"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/podport"
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
@@ -42,7 +42,7 @@ const (
 
 // A site is one cluster, and the Pods of this run in it.
 type site struct {
-	*peering.Cluster
+	*cluster.Cluster
 	run     string
 	image   string
 	secrets []corev1.LocalObjectReference
@@ -60,7 +60,7 @@ type member struct {
 	http            *http.Client
 }
 
-func newSite(c *peering.Cluster, run, image string, given []string) *site {
+func newSite(c *cluster.Cluster, run, image string, given []string) *site {
 	// Pods in the host network share the ports of their node with everything there.
 	return &site{Cluster: c, run: run, image: image, given: given, control: uint16(20000 + rand.N(10000))}
 }

@@ -16,7 +16,7 @@ import (
 
 	"k8s.io/apimachinery/pkg/util/validation"
 
-	"github.com/isthmus-net/isthmus/internal/peering"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
@@ -52,9 +52,9 @@ var ErrNotPeered = errors.New("not peered")
 
 // Run makes Pods in both clusters, has them send, and deletes them, also when ctx ends. The Report
 // has what was found out before an error. That ctx ended is an error, unless Continuous had begun.
-func Run(ctx context.Context, local, remote *peering.Cluster, o Options) (report *Report, err error) {
+func Run(ctx context.Context, local, remote *cluster.Cluster, o Options) (report *Report, err error) {
 	report = &Report{At: time.Now(), Results: []Result{}}
-	clusters := [2]*peering.Cluster{local, remote}
+	clusters := [2]*cluster.Cluster{local, remote}
 	for _, c := range clusters {
 		if err := c.Identify(ctx); err != nil {
 			return report, err

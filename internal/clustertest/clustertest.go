@@ -1,4 +1,6 @@
-package peering
+// Package clustertest has two clusters on API servers for the tests of commands, and does in them what
+// managers do as far as a person outside sees it.
+package clustertest
 
 import (
 	"context"
@@ -30,6 +32,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/chart"
+	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/expect"
 	"github.com/isthmus-net/isthmus/internal/health"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
@@ -42,11 +45,11 @@ var must = expect.NoError
 var Kubeconfigs struct{ A, B string }
 
 // Main runs the tests of a package with two clusters, in which it installs Isthmus.
-func Main(m *testing.M, install func(ctx context.Context, c *Cluster, name string) error) {
+func Main(m *testing.M, install func(ctx context.Context, c *cluster.Cluster, name string) error) {
 	os.Exit(kubetest.Rounds(func() int { return testMain(m, install) }))
 }
 
-func testMain(m *testing.M, install func(context.Context, *Cluster, string) error) int {
+func testMain(m *testing.M, install func(context.Context, *cluster.Cluster, string) error) int {
 	ctx := context.Background()
 	dir, err := os.MkdirTemp("", "peering-test-")
 	if err != nil {
@@ -74,7 +77,7 @@ func testMain(m *testing.M, install func(context.Context, *Cluster, string) erro
 		if err := servers[i].WriteKubeconfig(*file); err != nil {
 			panic(err)
 		}
-		c, err := Connect(Access{Kubeconfig: *file})
+		c, err := cluster.Connect(cluster.Access{Kubeconfig: *file})
 		if err != nil {
 			panic(err)
 		}
@@ -95,7 +98,7 @@ func NodePortService(port, tunnels int) chart.Values {
 // A Pair is two clusters of a test's own, on the two servers that all tests share: an identity in a
 // namespace each, and something that does what managers do as far as a person sees it.
 type Pair struct {
-	A, B     *Cluster
+	A, B     *cluster.Cluster
 	Managers [2]*Manager
 	Lines    []string
 }
@@ -105,12 +108,12 @@ func NewPair(t *testing.T, name string) *Pair {
 	t.Helper()
 	p := &Pair{}
 	for i, file := range []string{Kubeconfigs.A, Kubeconfigs.B} {
-		c := ConnectTo(t, Access{Kubeconfig: file, Namespace: "install-" + name})
+		c := ConnectTo(t, cluster.Access{Kubeconfig: file, Namespace: "install-" + name})
 		c.Identity = v1alpha1.ClusterIdentity{ClusterID: fmt.Sprintf("%s-%c-0000", name, 'A'+i), ClusterName: fmt.Sprintf("%s-%c", name, 'a'+i)}
 		must(t, c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
 		must(t, c.Client.Create(t.Context(), &corev1.ConfigMap{
-			ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: "who", Labels: map[string]string{LabelName: identityLabelValue}},
-			Data:       map[string]string{keyClusterID: c.Identity.ClusterID, keyClusterName: c.Identity.ClusterName},
+			ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: "who", Labels: map[string]string{cluster.LabelName: cluster.IdentityLabelValue}},
+			Data:       map[string]string{cluster.KeyClusterID: c.Identity.ClusterID, cluster.KeyClusterName: c.Identity.ClusterName},
 		}))
 		m := &Manager{Cluster: c, Name: name, Dead: map[string]string{}}
 		p.Managers[i] = m
@@ -142,15 +145,15 @@ func (d Deadline) Done() <-chan struct{} { return d.Up }
 func (d Deadline) Err() error {
 	select {
 	case <-d.Up:
-		return ErrNotReady // what the commands' own time is up with
+		return cluster.ErrNotReady // what the commands' own time is up with
 	default:
 		return nil
 	}
 }
 
-func ConnectTo(t *testing.T, a Access) *Cluster {
+func ConnectTo(t *testing.T, a cluster.Access) *cluster.Cluster {
 	t.Helper()
-	c, err := Connect(a)
+	c, err := cluster.Connect(a)
 	must(t, err)
 	c.ServerChosen = true // the tests' managers are on this machine as well
 	return c
@@ -168,7 +171,7 @@ func (p *Pair) Said() string {
 // A Manager does what the managers do as far as a person outside sees it: it uses the identity,
 // writes conditions one after the other, and keeps a Peering until it may go.
 type Manager struct {
-	*Cluster
+	*cluster.Cluster
 	Name string
 
 	mu     sync.Mutex
@@ -185,7 +188,7 @@ func (m *Manager) Release(t *testing.T) { m.write(t, "") }
 
 func (m *Manager) write(t *testing.T, holder string) {
 	t.Helper()
-	l := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: m.Namespace, Name: managerLease}}
+	l := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: m.Namespace, Name: cluster.ManagerLease}}
 	_, err := controllerutil.CreateOrUpdate(t.Context(), m.Client, l, func() error {
 		l.Spec = coordinationv1.LeaseSpec{HolderIdentity: &holder, LeaseDurationSeconds: new(int32(600)), RenewTime: &metav1.MicroTime{Time: time.Now()}}
 		return nil
@@ -301,7 +304,7 @@ func (m *Manager) tryIdentity(ctx context.Context, p *isthmus.Peering) error {
 
 // AsPeer is a client with the identity that lies in a tenant namespace of the cluster: what its
 // manager is at the peer.
-func AsPeer(ctx context.Context, c *Cluster, namespace string) (client.Client, error) {
+func AsPeer(ctx context.Context, c *cluster.Cluster, namespace string) (client.Client, error) {
 	var secret corev1.Secret
 	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: isthmus.DefaultIdentitySecret}, &secret); err != nil {
 		return nil, err
@@ -314,7 +317,7 @@ func AsPeer(ctx context.Context, c *Cluster, namespace string) (client.Client, e
 	return client.New(config, client.Options{Scheme: c.Client.Scheme(), Mapper: c.Client.RESTMapper()})
 }
 
-func Gone(t *testing.T, c *Cluster, o client.Object, name string) bool {
+func Gone(t *testing.T, c *cluster.Cluster, o client.Object, name string) bool {
 	t.Helper()
 	err := c.Client.Get(t.Context(), client.ObjectKey{Name: name}, o)
 	if client.IgnoreNotFound(err) != nil {
@@ -333,18 +336,18 @@ func (l *Lines) Has(text string) bool {
 }
 
 // NewCluster is one on an API server of its own.
-func NewCluster(t *testing.T, name string) (c *Cluster, kubeconfig string) {
+func NewCluster(t *testing.T, name string) (c *cluster.Cluster, kubeconfig string) {
 	t.Helper()
 	server, err := kubetest.Start(t.Context(), kubetest.Options{Name: name, Controllers: true})
 	must(t, err)
 	t.Cleanup(func() { must(t, server.Stop()) })
 	kubeconfig = filepath.Join(t.TempDir(), "kubeconfig")
 	must(t, server.WriteKubeconfig(kubeconfig))
-	return ConnectTo(t, Access{Kubeconfig: kubeconfig, Namespace: "twice"}), kubeconfig
+	return ConnectTo(t, cluster.Access{Kubeconfig: kubeconfig, Namespace: "twice"}), kubeconfig
 }
 
 // ServesServiceCIDRs reports whether a cluster's API server has that kind; Kubernetes 1.31 and 1.32 do not.
-func ServesServiceCIDRs(t *testing.T, c *Cluster) bool {
+func ServesServiceCIDRs(t *testing.T, c *cluster.Cluster) bool {
 	t.Helper()
 	err := c.Client.List(t.Context(), &networkingv1.ServiceCIDRList{})
 	if err != nil && !meta.IsNoMatchError(err) {
@@ -354,7 +357,7 @@ func ServesServiceCIDRs(t *testing.T, c *Cluster) bool {
 }
 
 // WithServiceNetwork adds the network of the Services to what a person chooses, for a cluster in which nothing says it.
-func WithServiceNetwork(t *testing.T, c *Cluster, chosen chart.Values) chart.Values {
+func WithServiceNetwork(t *testing.T, c *cluster.Cluster, chosen chart.Values) chart.Values {
 	t.Helper()
 	if ServesServiceCIDRs(t, c) {
 		return chosen

@@ -1,13 +1,7 @@
-// Package peering is what a person does to clusters from outside: install what Isthmus needs in
-// them, join two of them, part them, and look at how it goes. It writes namespaces, rights,
-// identities and Peerings; all the rest is the managers' work.
-//
-//	Connect ─► Install                 CRDs and rights, one cluster
-//	Connect ─► Peer, Unpeer            two clusters
-//	Connect ─► StatusOf                one cluster
-//
-// Everything can be repeated: a second run changes nothing, or repairs what is missing.
-package peering
+// Package cluster is access to one cluster for the commands of its operators: the client, the identity of
+// the installation, the API server's clock, and errors that a person can act on. Commands are functions that
+// take a Cluster.
+package cluster
 
 import (
 	"cmp"
@@ -44,8 +38,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// requestTimeout bounds each request: an API server that hangs is one that is away.
-const requestTimeout = 10 * time.Second
+// RequestTimeout bounds each request: an API server that hangs is one that is away.
+const RequestTimeout = 10 * time.Second
 
 // ErrUnreachable says that a cluster could not be asked at all.
 var ErrUnreachable = errors.New("unreachable")
@@ -100,7 +94,7 @@ func Connect(a Access) (*Cluster, error) {
 	if err != nil {
 		return nil, err
 	}
-	config.Timeout = cmp.Or(a.Timeout, requestTimeout)
+	config.Timeout = cmp.Or(a.Timeout, RequestTimeout)
 	config.QPS = -1 // a person waits, and there are few requests
 	config.WarningHandler = rest.NoWarnings{}
 	c := &Cluster{Namespace: cmp.Or(a.Namespace, deploy.Namespace), Context: name, Server: cmp.Or(a.Server, config.Host), ServerChosen: a.Server != "", Config: config, clock: new(serverClock)}
@@ -167,11 +161,11 @@ func (c *Cluster) String() string {
 
 // The ConfigMap that says who the cluster is: that of Liqo's, found by its label.
 const (
-	identityConfigMap  = "isthmus-cluster"
+	IdentityConfigMap  = "isthmus-cluster"
 	LabelName          = "app.kubernetes.io/name"
-	identityLabelValue = "clusterid-configmap"
-	keyClusterID       = "CLUSTER_ID"
-	keyClusterName     = "CLUSTER_NAME"
+	IdentityLabelValue = "clusterid-configmap"
+	KeyClusterID       = "CLUSTER_ID"
+	KeyClusterName     = "CLUSTER_NAME"
 )
 
 // Identify asks the cluster who it is. What is not installed is an error that says how to install
@@ -190,7 +184,7 @@ func (c *Cluster) Identify(ctx context.Context) error {
 	if identity == nil {
 		return c.notInstalled(ctx)
 	}
-	if err := checkIdentity(*identity); err != nil {
+	if err := CheckIdentity(*identity); err != nil {
 		return fmt.Errorf("%s: ConfigMap with the identity of the cluster in namespace %s: %w", c, c.Namespace, err)
 	}
 	c.Identity = *identity
@@ -222,7 +216,7 @@ func (c *Cluster) ReadUID(ctx context.Context) error {
 // means the UID of kube-system, which readUID has read.
 func (c *Cluster) ReadIdentity(ctx context.Context) (*v1alpha1.ClusterIdentity, string, error) {
 	var list corev1.ConfigMapList
-	if err := c.Client.List(ctx, &list, client.InNamespace(c.Namespace), client.MatchingLabels{LabelName: identityLabelValue}); err != nil {
+	if err := c.Client.List(ctx, &list, client.InNamespace(c.Namespace), client.MatchingLabels{LabelName: IdentityLabelValue}); err != nil {
 		return nil, "", c.Explain("ConfigMaps in namespace "+c.Namespace, err)
 	}
 	switch len(list.Items) {
@@ -230,9 +224,9 @@ func (c *Cluster) ReadIdentity(ctx context.Context) (*v1alpha1.ClusterIdentity, 
 		return nil, "", nil
 	case 1:
 		data := list.Items[0].Data
-		return &v1alpha1.ClusterIdentity{ClusterID: cmp.Or(data[keyClusterID], c.UID), ClusterName: data[keyClusterName]}, list.Items[0].Name, nil
+		return &v1alpha1.ClusterIdentity{ClusterID: cmp.Or(data[KeyClusterID], c.UID), ClusterName: data[KeyClusterName]}, list.Items[0].Name, nil
 	}
-	return nil, "", fmt.Errorf("%s: namespace %s has %d ConfigMaps labelled %s=%s; want one", c, c.Namespace, len(list.Items), LabelName, identityLabelValue)
+	return nil, "", fmt.Errorf("%s: namespace %s has %d ConfigMaps labelled %s=%s; want one", c, c.Namespace, len(list.Items), LabelName, IdentityLabelValue)
 }
 
 var (
@@ -240,7 +234,7 @@ var (
 	clusterName = regexp.MustCompile(`^[a-z0-9]([a-z0-9-]{0,42}[a-z0-9])?$`) // liqo-tenant-NAME-123456 is a namespace of at most 63
 )
 
-func checkIdentity(i v1alpha1.ClusterIdentity) error {
+func CheckIdentity(i v1alpha1.ClusterIdentity) error {
 	if !clusterName.MatchString(i.ClusterName) {
 		return fmt.Errorf("cluster name %s: want lower case letters, digits and '-', at most 44, since namespaces are called after it", safetext.Of(i.ClusterName))
 	}
@@ -266,8 +260,8 @@ func (c *Cluster) Explain(what string, err error) error {
 	return fmt.Errorf("%s: %s: %w", c, what, err)
 }
 
-// distinct refuses two clusters that are one, or that peers could not tell apart.
-func distinct(a, b *Cluster) error {
+// Distinct refuses two clusters that are one, or that peers could not tell apart.
+func Distinct(a, b *Cluster) error {
 	switch {
 	case a.UID == b.UID:
 		return fmt.Errorf("%s and %s are the same cluster (its namespace kube-system has the UID %s): want two", a.Context, b.Context, a.UID)

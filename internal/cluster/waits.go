@@ -1,13 +1,13 @@
-package peering
+package cluster
 
 import (
 	"errors"
 	"time"
 )
 
-// pollInterval is how often a waiting command looks. Looking survives what a watch would have to be
+// PollInterval is how often a waiting command looks. Looking survives what a watch would have to be
 // repaired after: an API server that restarts.
-const pollInterval = 100 * time.Millisecond
+const PollInterval = 100 * time.Millisecond
 
 // ErrNotReady says that a peering was set up, or taken down, and what that leads to did not come
 // true in time.
@@ -16,5 +16,5 @@ var ErrNotReady = errors.New("not in time")
 // ErrNoPeering says that a name is neither that of a Peering nor of anything that one left.
 var ErrNoPeering = errors.New("no such peering")
 
-// patience is how long a step may take before a person is told what it waits for.
-const patience = time.Second
+// Patience is how long a step may take before a person is told what it waits for.
+const Patience = time.Second

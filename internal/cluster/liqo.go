@@ -1,4 +1,4 @@
-package peering
+package cluster
 
 import (
 	"errors"
@@ -14,12 +14,12 @@ import (
 // installs replaces Liqo's CRDs and would take over its network.
 var ErrLiqo = errors.New("this is a Liqo without Isthmus")
 
-var foreignClusters = schema.GroupKind{Group: "discovery.liqo.io", Kind: "ForeignCluster"}
+var ForeignClusters = schema.GroupKind{Group: "discovery.liqo.io", Kind: "ForeignCluster"}
 
 // IsLiqo reports whether the cluster is a Liqo. Where Isthmus is beside Liqo's control plane, it is
 // an Isthmus.
 func (c *Cluster) IsLiqo() (bool, error) {
-	foreign, err := c.Knows(foreignClusters)
+	foreign, err := c.Knows(ForeignClusters)
 	if err != nil || !foreign {
 		return false, err
 	}
@@ -33,7 +33,7 @@ func (c *Cluster) refuseLiqo() error {
 		return err
 	}
 	return fmt.Errorf("%s: %w: it has the kind %s of Liqo's and no Peerings. This command is for clusters with Isthmus, and has changed "+
-		"nothing; docs/liqo.md has the few objects that join one with a Liqo, and what to look at there", c, ErrLiqo, foreignClusters)
+		"nothing; docs/liqo.md has the few objects that join one with a Liqo, and what to look at there", c, ErrLiqo, ForeignClusters)
 }
 
 // Knows asks whether the API server has a kind.

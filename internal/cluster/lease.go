@@ -1,4 +1,4 @@
-package peering
+package cluster
 
 import (
 	"context"
@@ -12,8 +12,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/health"
 )
 
-// managerLease is the Lease that the active manager holds.
-const managerLease = deploy.ManagerServiceAccount
+// ManagerLease is the Lease that the active manager holds.
+const ManagerLease = deploy.ManagerServiceAccount
 
 // HolderOf says who is at work, by the Lease that the manager or the active gateway renews. A sharp answer is
 // to be shown. What is done because nobody is at work, such as taking down what others keep up, needs

@@ -1,9 +1,11 @@
-package peering
+package cluster
 
 import (
 	"context"
 	"testing"
 	"time"
+
+	"github.com/isthmus-net/isthmus/internal/expect"
 
 	coordinationv1 "k8s.io/api/coordination/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -12,6 +14,8 @@ import (
 	"math/rand/v2"
 	"testing/synctest"
 )
+
+var must = expect.NoError
 
 // What is only shown goes by the API server's clock, and never by a moment after the question. What is done
 // because nobody is at work needs both clocks to say so.
@@ -39,7 +43,7 @@ func TestALeaseIsOverForWhoeverActsWhenBothClocksSaySo(t *testing.T) {
 					lease := coordinationv1.Lease{Spec: coordinationv1.LeaseSpec{HolderIdentity: new("m"), LeaseDurationSeconds: new(int32(15)), RenewTime: &metav1.MicroTime{Time: at.Time}}}
 					lease.ManagedFields = []metav1.ManagedFieldsEntry{{Time: &at, FieldsV1: metav1.NewFieldsV1(`{"f:spec":{"f:renewTime":{}}}`)}}
 					c := &Cluster{Client: leaseAfter{lease: lease, took: tc.took}, clock: &serverClock{known: !tc.unknown, low: tc.low, high: tc.low + time.Second}}
-					h, err := HolderOf(t.Context(), c, managerLease, sharp)
+					h, err := HolderOf(t.Context(), c, ManagerLease, sharp)
 					must(t, err)
 					if (h.Name != "") != want {
 						t.Errorf("sharp %v: %+v; want it held: %v", sharp, h, want)
