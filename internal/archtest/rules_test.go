@@ -46,7 +46,7 @@ var Rules = []Rule{
 	{"pure packages read no clock", noClock("packet", "natengine", "fabric", "internal/kernel", "internal/health")},
 
 	{"Kubernetes clients stay in manager and internal/source/kube", onlyIn([]string{"k8s.io/client-go", "sigs.k8s.io/controller-runtime"},
-		inPackage("manager"), inPackage("internal/source/kube"), inPackage("internal/owncluster"), inPackage("internal/peering"), inPackage("internal/cluster"), inPackage("internal/clustertest"), // and where clusters are joined,
+		inPackage("manager"), inPackage("internal/source/kube"), inPackage("internal/owncluster"), inPackage("internal/peering"), inPackage("internal/cluster"), inPackage("internal/clustertest"), inPackage("internal/coredns"), // and where clusters are joined,
 		inPackage("internal/gather"), inPackage("internal/podport"), inPackage("internal/verify"), // and looked into,
 		inPackage("internal/kubetest"), inPackage("internal/fleet"), inPackage("internal/kubenodes"), inPackage("internal/demo"), // made, shown
 		inPackage("benchmarks"),          // and measured,
@@ -72,6 +72,7 @@ var layers = map[string]int{
 	"internal/kubetest": 2, // runs API servers, and makes clients of them
 	"internal/source":   3,
 	"internal/cluster":  3, // one cluster, as its operators reach it
+	"internal/coredns":  4,
 	"internal/peering":  4,
 	"internal/lab":      3, // makes clusters and writes their configuration; runs the binary, does not import it
 	"gateway":           3,

@@ -21,6 +21,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/chart"
 	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/coredns"
 	"github.com/isthmus-net/isthmus/internal/corefile"
 	"github.com/isthmus-net/isthmus/internal/kubeerr"
 	"github.com/isthmus-net/isthmus/internal/safetext"
@@ -53,7 +54,7 @@ func withServices(chosen chart.Values) bool { return chart.Get(chosen, "services
 type servicesPlan struct {
 	definitions []*unstructured.Unstructured // all
 	apply       []*unstructured.Unstructured // those to be applied
-	dns         *coreDNS                     // nil: not found
+	dns         *coredns.Server              // nil: not found
 	corefile    string                       // to be written
 	advice      string                       // what a person has to do; empty: nothing
 }
@@ -86,19 +87,19 @@ func planServices(ctx context.Context, c *cluster.Cluster, chosen chart.Values, 
 				c, cluster.Describe(want), lacks, want.GetLabels()[mcscrd.ReleaseVersionLabel])
 		}
 	}
-	switch p.dns, err = findDNS(ctx, c); {
+	switch p.dns, err = coredns.Find(ctx, c); {
 	case err != nil && configure:
 		return nil, err
 	case err != nil:
-		p.advice = fmt.Sprintf("names in %s need CoreDNS %s or later: %v", corefile.Zone, oldestDNS, err)
+		p.advice = fmt.Sprintf("names in %s need CoreDNS %s or later: %v", corefile.Zone, coredns.Oldest, err)
 		return p, nil
 	case o.ConfigureDNS != nil && !configure:
-		if p.corefile, err = corefile.Remove(p.dns.corefile()); err != nil {
-			return nil, fmt.Errorf("%s: %s: %w: nothing was changed", c, p.dns.where(), err)
+		if p.corefile, err = corefile.Remove(p.dns.Corefile()); err != nil {
+			return nil, fmt.Errorf("%s: %s: %w: nothing was changed", c, p.dns.Where(), err)
 		}
 		return p, nil
 	}
-	text, err := p.dns.withZone()
+	text, err := p.dns.WithZone()
 	switch {
 	case err != nil && configure:
 		return nil, fmt.Errorf("%s: %w: nothing was changed", c, err)
@@ -106,8 +107,8 @@ func planServices(ctx context.Context, c *cluster.Cluster, chosen chart.Values, 
 		p.advice = fmt.Sprintf("CoreDNS does not answer for %s: %v", corefile.Zone, err)
 	case configure:
 		p.corefile = text
-	case !p.dns.serves():
-		p.advice = fmt.Sprintf("CoreDNS does not answer for %s: run `isthmus install --configure-dns`, or add to the %s:\n%s", corefile.Zone, p.dns.where(), corefile.Lines)
+	case !p.dns.Serves():
+		p.advice = fmt.Sprintf("CoreDNS does not answer for %s: run `isthmus install --configure-dns`, or add to the %s:\n%s", corefile.Zone, p.dns.Where(), corefile.Lines)
 	}
 	return p, nil
 }
@@ -164,7 +165,7 @@ func nameServices(ctx context.Context, c *cluster.Cluster, p *servicesPlan, repo
 		return nil
 	}
 	if p.dns != nil {
-		rights, err := dnsRights(p.dns.account)
+		rights, err := coredns.Rights(p.dns.Account)
 		if err != nil {
 			return err
 		}
@@ -176,7 +177,7 @@ func nameServices(ctx context.Context, c *cluster.Cluster, p *servicesPlan, repo
 			report(fmt.Sprintf("%s: %s %s", c, cluster.Describe(u), outcome))
 		}
 		if p.corefile != "" {
-			if err := writeCorefile(ctx, c, p.dns, p.corefile, report); err != nil {
+			if err := coredns.Write(ctx, c, p.dns, p.corefile, report); err != nil {
 				return err
 			}
 		}
@@ -194,7 +195,7 @@ func UnnameServices(ctx context.Context, c *cluster.Cluster, keepDefinitions boo
 	if err != nil {
 		return err
 	}
-	rights, err := dnsRights("")
+	rights, err := coredns.Rights("")
 	if err != nil {
 		return err
 	}
@@ -209,22 +210,22 @@ func UnnameServices(ctx context.Context, c *cluster.Cluster, keepDefinitions boo
 			ours = append(ours, have)
 		}
 	}
-	dns, err := findDNS(ctx, c)
+	dns, err := coredns.Find(ctx, c)
 	needs := "" // why CoreDNS needs ServiceImports
 	switch {
-	case errors.Is(err, errNoDNS):
+	case errors.Is(err, coredns.ErrNone):
 	case err != nil && len(ours) == 0:
 		return nil
 	case err != nil:
 		needs = "whether CoreDNS needs it is not known: " + safetext.Of(err.Error())
 	default:
-		if text, err := corefile.Remove(dns.corefile()); err != nil {
-			report(fmt.Sprintf("%s: %s stays as it is: %v", c, dns.where(), err))
-		} else if err := writeCorefile(ctx, c, dns, text, report); err != nil {
+		if text, err := corefile.Remove(dns.Corefile()); err != nil {
+			report(fmt.Sprintf("%s: %s stays as it is: %v", c, dns.Where(), err))
+		} else if err := coredns.Write(ctx, c, dns, text, report); err != nil {
 			return err
 		}
-		if corefile.Multicluster(dns.corefile()) {
-			needs = "the " + dns.where() + " has the option multicluster, and without this CoreDNS answers for no Service"
+		if corefile.Multicluster(dns.Corefile()) {
+			needs = "the " + dns.Where() + " has the option multicluster, and without this CoreDNS answers for no Service"
 		}
 	}
 	if len(ours) > 0 && !keepDefinitions { // else services were never on
@@ -326,7 +327,7 @@ func servicesManifests() (string, error) {
 	if err != nil {
 		return "", err
 	}
-	rights, err := dnsRights("coredns")
+	rights, err := coredns.Rights("coredns")
 	if err != nil {
 		return "", err
 	}

@@ -22,6 +22,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/chart"
 	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/clustertest"
+	"github.com/isthmus-net/isthmus/internal/coredns"
 	"github.com/isthmus-net/isthmus/internal/corefile"
 )
 
@@ -42,7 +43,7 @@ func newNameServer(t *testing.T) *nameServer {
 	system := metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "coredns", Labels: map[string]string{"k8s-app": "kube-dns"}}
 	config := corev1.VolumeSource{ConfigMap: &corev1.ConfigMapVolumeSource{LocalObjectReference: corev1.LocalObjectReference{Name: "coredns"}}}
 	for _, o := range []client.Object{
-		&corev1.ConfigMap{ObjectMeta: system, Data: map[string]string{keyCorefile: n.corefile}},
+		&corev1.ConfigMap{ObjectMeta: system, Data: map[string]string{coredns.KeyCorefile: n.corefile}},
 		&appsv1.Deployment{ObjectMeta: system, Spec: appsv1.DeploymentSpec{
 			Selector: &metav1.LabelSelector{MatchLabels: system.Labels},
 			Template: corev1.PodTemplateSpec{ObjectMeta: metav1.ObjectMeta{Labels: system.Labels}, Spec: corev1.PodSpec{
@@ -74,7 +75,7 @@ func (n *nameServer) setCorefile(text string) {
 	n.t.Helper()
 	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "coredns"}}
 	must(n.t, n.Client.Get(n.t.Context(), client.ObjectKeyFromObject(m), m))
-	m.Data[keyCorefile] = text
+	m.Data[coredns.KeyCorefile] = text
 	must(n.t, n.Client.Update(n.t.Context(), m))
 }
 
@@ -92,8 +93,8 @@ func (n *nameServer) wants(what, text string, there ...bool) {
 	n.t.Helper()
 	var m corev1.ConfigMap
 	must(n.t, n.Client.Get(n.t.Context(), client.ObjectKey{Namespace: metav1.NamespaceSystem, Name: "coredns"}, &m))
-	if m.Data[keyCorefile] != text {
-		n.t.Errorf("%s: the Corefile is\n%s", what, m.Data[keyCorefile])
+	if m.Data[coredns.KeyCorefile] != text {
+		n.t.Errorf("%s: the Corefile is\n%s", what, m.Data[coredns.KeyCorefile])
 	}
 	deadline := time.Now().Add(clustertest.Patient)
 	for i, name := range []string{"serviceexports.multicluster.x-k8s.io", "serviceimports.multicluster.x-k8s.io", "isthmus-coredns"} {

@@ -25,6 +25,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/coredns"
 	"github.com/isthmus-net/isthmus/internal/corefile"
 	"github.com/isthmus-net/isthmus/internal/kubeerr"
 	"github.com/isthmus-net/isthmus/internal/podport"
@@ -54,10 +55,10 @@ func sharesServices(ctx context.Context, c *cluster.Cluster) bool {
 // namesHop says whether CoreDNS answers for imported services. notAsked is what could not be looked at.
 func namesHop(ctx context.Context, c *cluster.Cluster) (hop health.Hop, notAsked string, err error) {
 	hop = health.Hop{Cluster: c.String(), Name: health.HopNames, State: health.Works, Source: "Deployments in kube-system"}
-	d, err := findDNS(ctx, c)
+	d, err := coredns.Find(ctx, c)
 	switch {
-	case errors.Is(err, errNoDNS):
-		hop.State, hop.Text = health.Unknown, errNoDNS.Error()
+	case errors.Is(err, coredns.ErrNone):
+		hop.State, hop.Text = health.Unknown, coredns.ErrNone.Error()
 		return hop, "", nil
 	case apierrors.IsForbidden(err):
 		hop.State, hop.Text = health.Unknown, "you may not look for CoreDNS in kube-system"
@@ -65,18 +66,18 @@ func namesHop(ctx context.Context, c *cluster.Cluster) (hop health.Hop, notAsked
 	case err != nil:
 		return hop, "", err
 	}
-	hop.Source = "the " + d.where()
-	served, unclear := corefile.Serves(d.corefile())
+	hop.Source = "the " + d.Where()
+	served, unclear := corefile.Serves(d.Corefile())
 	switch {
 	case unclear != nil:
-		hop.State, hop.Text = health.Unknown, d.where()+": "+unclear.Error()
+		hop.State, hop.Text = health.Unknown, d.Where()+": "+unclear.Error()
 		return hop, "", nil //nolint:nilerr // the hop says it
-	case d.tooOld() != "" && !served:
-		hop.State, hop.Reason, hop.Text = health.Broken, reasonDNSTooOld, d.tooOld()
+	case d.TooOld() != "" && !served:
+		hop.State, hop.Reason, hop.Text = health.Broken, reasonDNSTooOld, d.TooOld()
 		return hop, "", nil
 	case !served:
 		hop.State, hop.Reason = health.Broken, reasonNoZone
-		hop.Text = fmt.Sprintf("the %s does not have %s: run `isthmus install --context %s --configure-dns`", d.where(), corefile.Zone, c.Context)
+		hop.Text = fmt.Sprintf("the %s does not have %s: run `isthmus install --context %s --configure-dns`", d.Where(), corefile.Zone, c.Context)
 		return hop, "", nil
 	}
 	pod, port, err := dnsPod(ctx, c)
@@ -87,14 +88,14 @@ func namesHop(ctx context.Context, c *cluster.Cluster) (hop health.Hop, notAsked
 	code, err := askDNS(ctx, c, pod, port)
 	switch {
 	case err != nil:
-		hop.Source = "the " + d.where()
+		hop.Source = "the " + d.Where()
 		return hop, fmt.Sprintf("%s: whether CoreDNS answers for %s: %s", c, corefile.Zone, safetext.Of(err.Error())), nil
 	case code == dnsmessage.RCodeSuccess:
 		hop.Text = "CoreDNS answers for " + corefile.Zone
 	default:
 		hop.State, hop.Reason = health.Broken, reasonNoAnswer
 		hop.Text = fmt.Sprintf("CoreDNS answers for %s with %s: it has not read its Corefile yet (kubectl -n kube-system rollout restart deployment %s)",
-			corefile.Zone, strings.TrimPrefix(code.String(), "RCode"), safetext.Of(d.deployment))
+			corefile.Zone, strings.TrimPrefix(code.String(), "RCode"), safetext.Of(d.Deployment))
 		if code == dnsmessage.RCodeServerFailure {
 			hop.Text += fmt.Sprintf(", or may not watch ServiceImports and fails for all Services (`isthmus install --context %s`); its log says which", c.Context)
 		}

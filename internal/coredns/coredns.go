@@ -1,4 +1,5 @@
-package peering
+// Package coredns finds the CoreDNS of a cluster and changes its Corefile and its rights for services by name.
+package coredns
 
 import (
 	"context"
@@ -21,26 +22,26 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// oldestDNS is the first CoreDNS whose plugin kubernetes has the option multicluster. An older one refuses a
+// Oldest is the first CoreDNS whose plugin kubernetes has the option multicluster. An older one refuses a
 // Corefile with it.
-const oldestDNS = "1.12.2"
+const Oldest = "1.12.2"
 
-// keyCorefile is where a ConfigMap has the Corefile.
-const keyCorefile = "Corefile"
+// KeyCorefile is where a ConfigMap has the Corefile.
+const KeyCorefile = "Corefile"
 
-// errNoDNS says that nothing is known of what resolves names in a cluster.
-var errNoDNS = errors.New("no Deployment in kube-system has the label k8s-app=kube-dns and a ConfigMap with a Corefile")
+// ErrNone says that nothing is known of what resolves names in a cluster.
+var ErrNone = errors.New("no Deployment in kube-system has the label k8s-app=kube-dns and a ConfigMap with a Corefile")
 
-// A coreDNS is what resolves names in a cluster.
-type coreDNS struct {
-	deployment string // in kube-system
+// A Server is what resolves names in a cluster.
+type Server struct {
+	Deployment string // in kube-system
 	image      string
-	account    string           // its ServiceAccount
+	Account    string           // its ServiceAccount
 	config     corev1.ConfigMap // with the Corefile
 }
 
-// findDNS finds CoreDNS where kubeadm and most others put it. The error is errNoDNS where there is none.
-func findDNS(ctx context.Context, c *cluster.Cluster) (*coreDNS, error) {
+// Find finds CoreDNS where kubeadm and most others put it. The error is errNoDNS where there is none.
+func Find(ctx context.Context, c *cluster.Cluster) (*Server, error) {
 	var list appsv1.DeploymentList
 	if err := c.Client.List(ctx, &list, client.InNamespace(metav1.NamespaceSystem), client.MatchingLabels{"k8s-app": "kube-dns"}); err != nil {
 		return nil, c.Explain("Deployments in kube-system", err)
@@ -51,69 +52,69 @@ func findDNS(ctx context.Context, c *cluster.Cluster) (*coreDNS, error) {
 			if v.ConfigMap == nil {
 				continue
 			}
-			d := &coreDNS{deployment: list.Items[i].Name, account: pod.ServiceAccountName, image: pod.Containers[0].Image}
+			d := &Server{Deployment: list.Items[i].Name, Account: pod.ServiceAccountName, image: pod.Containers[0].Image}
 			key := client.ObjectKey{Namespace: metav1.NamespaceSystem, Name: v.ConfigMap.Name}
 			if err := c.Client.Get(ctx, key, &d.config); client.IgnoreNotFound(err) != nil {
 				return nil, c.Explain("ConfigMap "+key.String(), err)
 			}
-			if d.config.Data[keyCorefile] != "" {
+			if d.config.Data[KeyCorefile] != "" {
 				return d, nil
 			}
 		}
 	}
-	return nil, fmt.Errorf("%s: %w", c, errNoDNS)
+	return nil, fmt.Errorf("%s: %w", c, ErrNone)
 }
 
-func (d *coreDNS) corefile() string { return d.config.Data[keyCorefile] }
+func (d *Server) Corefile() string { return d.config.Data[KeyCorefile] }
 
-// where names the Corefile.
-func (d *coreDNS) where() string {
+// Where names the Corefile.
+func (d *Server) Where() string {
 	return "Corefile in ConfigMap " + metav1.NamespaceSystem + "/" + safetext.Of(d.config.Name)
 }
 
-// tooOld says why CoreDNS may refuse the option; empty: it knows it. Images are tagged by its version, with
+// TooOld says why CoreDNS may refuse the option; empty: it knows it. Images are tagged by its version, with
 // more behind it in some distributions.
-func (d *coreDNS) tooOld() string {
+func (d *Server) TooOld() string {
 	_, tag, _ := strings.Cut(d.image[strings.LastIndexByte(d.image, '/')+1:], ":")
 	tag, _, _ = strings.Cut(tag, "@")
 	v, err := version.ParseGeneric(tag)
 	switch {
 	case err != nil:
-		return fmt.Sprintf("the version of CoreDNS is not known from its image %s: want %s or later", safetext.Of(d.image), oldestDNS)
-	case v.LessThan(version.MustParseGeneric(oldestDNS)):
-		return fmt.Sprintf("CoreDNS %s is too old for %s: want %s or later", v, corefile.Zone, oldestDNS)
+		return fmt.Sprintf("the version of CoreDNS is not known from its image %s: want %s or later", safetext.Of(d.image), Oldest)
+	case v.LessThan(version.MustParseGeneric(Oldest)):
+		return fmt.Sprintf("CoreDNS %s is too old for %s: want %s or later", v, corefile.Zone, Oldest)
 	}
 	return ""
 }
 
-// serves reports whether CoreDNS answers for the zone, as far as its Corefile is understood.
-func (d *coreDNS) serves() bool {
-	served, err := corefile.Serves(d.corefile())
+// Serves reports whether CoreDNS answers for the zone, as far as its Corefile is understood.
+func (d *Server) Serves() bool {
+	served, err := corefile.Serves(d.Corefile())
 	return served && err == nil
 }
 
-// withZone returns the Corefile with the zone.
-func (d *coreDNS) withZone() (string, error) {
-	if old := d.tooOld(); old != "" && !d.serves() {
+// WithZone returns the Corefile with the zone.
+func (d *Server) WithZone() (string, error) {
+	if old := d.TooOld(); old != "" && !d.Serves() {
 		return "", errors.New(old)
 	}
-	text, err := corefile.Add(d.corefile())
+	text, err := corefile.Add(d.Corefile())
 	if err != nil {
-		return "", fmt.Errorf("%s: %w", d.where(), err)
+		return "", fmt.Errorf("%s: %w", d.Where(), err)
 	}
 	return text, nil
 }
 
-// writeCorefile writes another Corefile, unless somebody has changed the ConfigMap since it was read.
-func writeCorefile(ctx context.Context, c *cluster.Cluster, d *coreDNS, text string, report func(string)) error {
-	if text == d.corefile() {
+// Write writes another Corefile, unless somebody has changed the ConfigMap since it was read.
+func Write(ctx context.Context, c *cluster.Cluster, d *Server, text string, report func(string)) error {
+	if text == d.Corefile() {
 		return nil
 	}
 	before := d.config.DeepCopy()
-	d.config.Data[keyCorefile] = text
+	d.config.Data[KeyCorefile] = text
 	err := c.Client.Patch(ctx, &d.config, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), client.FieldOwner(cluster.FieldManager))
 	if err != nil {
-		return c.Explain(d.where(), err)
+		return c.Explain(d.Where(), err)
 	}
 	what := "added to"
 	if !corefile.Marked(text) {
@@ -121,9 +122,9 @@ func writeCorefile(ctx context.Context, c *cluster.Cluster, d *coreDNS, text str
 	}
 	restart := "CoreDNS reads it within two minutes"
 	if !reloads(text) {
-		restart = "CoreDNS reads it at its next start: kubectl -n kube-system rollout restart deployment " + safetext.Of(d.deployment)
+		restart = "CoreDNS reads it at its next start: kubectl -n kube-system rollout restart deployment " + safetext.Of(d.Deployment)
 	}
-	report(fmt.Sprintf("%s: %s %s %s; %s", c, corefile.Zone, what, d.where(), restart))
+	report(fmt.Sprintf("%s: %s %s %s; %s", c, corefile.Zone, what, d.Where(), restart))
 	return nil
 }
 
@@ -135,8 +136,8 @@ func reloads(text string) bool {
 	})
 }
 
-// dnsRights let a ServiceAccount of CoreDNS watch ServiceImports.
-func dnsRights(account string) (all []*unstructured.Unstructured, err error) {
+// Rights let a ServiceAccount of CoreDNS watch ServiceImports.
+func Rights(account string) (all []*unstructured.Unstructured, err error) {
 	text, err := deploy.Optional.ReadFile("optional/coredns.yaml")
 	if err != nil {
 		return nil, err
