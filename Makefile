@@ -70,7 +70,7 @@ kube: ## Build etcd and kube-apiserver for the tests and the demo, where missing
 .PHONY: test-oldest
 test-oldest: ## Tests of the control plane on Kubernetes 1.31 (builds it once, 4 to 9 minutes)
 	@ISTHMUS_KUBE=$$(go run ./cmd/isthmus-lab kube --oldest) && export ISTHMUS_KUBE || exit; failed=0; \
-	go test -count=1 -timeout=45m ./manager/... ./internal/peering/... ./internal/source/kube || failed=1; \
+	go test -count=1 -timeout=45m ./manager/... ./internal/peering ./internal/install ./internal/uninstall ./internal/inspect ./internal/place ./internal/source/kube || failed=1; \
 	go test -C test -count=1 -timeout=45m ./control ./crd || failed=1; exit $$failed
 
 # What clusters with real nodes need besides: their programs, from source and from Debian.

@@ -5,7 +5,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/internal/cli"
 	"github.com/isthmus-net/isthmus/internal/cluster"
-	"github.com/isthmus-net/isthmus/internal/peering"
+	"github.com/isthmus-net/isthmus/internal/inspect"
 )
 
 // aboutCluster says whether `isthmus status` or `isthmus trace` is about a cluster or about the gateway on this
@@ -32,7 +32,7 @@ func clusterStatus(cmd *cobra.Command, access cluster.Access, output cli.Output)
 	if err := c.Identify(cmd.Context()); err != nil {
 		return clusterError(err)
 	}
-	s, err := peering.StatusOf(cmd.Context(), c)
+	s, err := inspect.StatusOf(cmd.Context(), c)
 	if err != nil {
 		return clusterError(err)
 	}

@@ -13,7 +13,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cli"
 	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/health"
-	"github.com/isthmus-net/isthmus/internal/peering"
+	"github.com/isthmus-net/isthmus/internal/inspect"
+	"github.com/isthmus-net/isthmus/internal/place"
 	"github.com/isthmus-net/isthmus/internal/safetext"
 	"github.com/isthmus-net/isthmus/internal/source/kube"
 )
@@ -110,52 +111,52 @@ func (t *clusterTrace) ways(src, dst string) ([]way, error) {
 }
 
 // end is an end of the way in the cluster that it is in.
-func (t *clusterTrace) end(c *cluster.Cluster, name string) (peering.Place, error) {
+func (t *clusterTrace) end(c *cluster.Cluster, name string) (place.Place, error) {
 	if !strings.Contains(name, "/") {
 		at, err := gateway.ParseTraceAddr(name)
 		if err != nil {
-			return peering.Place{}, cli.Usage("%s: want an address, NAMESPACE/POD, svc/NAME or svc/NAMESPACE/NAME: %w", name, err)
+			return place.Place{}, cli.Usage("%s: want an address, NAMESPACE/POD, svc/NAME or svc/NAMESPACE/NAME: %w", name, err)
 		}
-		return peering.PlaceAt(t.ctx, c, at)
+		return place.At(t.ctx, c, at)
 	}
-	return peering.Find(t.ctx, c, name)
+	return place.Find(t.ctx, c, name)
 }
 
 // destination is the other end, at the address that this cluster knows it by. A name is one of the other
 // cluster where that is asked, but for the name of a Service that this cluster imports.
-func (t *clusterTrace) destination(name string) (peering.Place, error) {
-	if peering.IsImportedName(name) {
+func (t *clusterTrace) destination(name string) (place.Place, error) {
+	if place.IsImportedName(name) {
 		peer := ""
 		if t.remote != nil {
 			peer = t.remote.Identity.ClusterID
 		}
-		return peering.Imported(t.ctx, t.local, name, peer)
+		return place.Imported(t.ctx, t.local, name, peer)
 	}
 	if !strings.Contains(name, "/") || t.remote == nil {
 		return t.end(t.local, name)
 	}
-	p, err := peering.Find(t.ctx, t.remote, name)
+	p, err := place.Find(t.ctx, t.remote, name)
 	if err != nil {
 		return p, err
 	}
-	p.Addr, err = peering.SeenFrom(t.ctx, t.local, t.remote.Identity.ClusterID, p.Addr)
+	p.Addr, err = inspect.SeenFrom(t.ctx, t.local, t.remote.Identity.ClusterID, p.Addr)
 	return p, err
 }
 
 // out follows the packet. there is what the gateway made of it, nil where it drops it.
-func (t *clusterTrace) out(from, to peering.Place) (w way, there *gateway.TraceStep, err error) {
+func (t *clusterTrace) out(from, to place.Place) (w way, there *gateway.TraceStep, err error) {
 	w = way{Direction: "out", Protocol: t.query.Protocol, From: from.String(), To: to.String()}
-	if err := w.add(peering.NodeHop(t.ctx, t.local, from.Node)); err != nil {
+	if err := w.add(inspect.NodeHop(t.ctx, t.local, from.Node)); err != nil {
 		return w, nil, err
 	}
-	if err := w.add(peering.GatewayHop(t.ctx, t.local)); err != nil {
+	if err := w.add(inspect.GatewayHop(t.ctx, t.local)); err != nil {
 		return w, nil, err
 	}
 	step, err := t.engine(&w, t.local, "out", from.Addr, to.Addr)
 	if err != nil || step == nil {
 		return w.judge(), nil, err
 	}
-	if err := w.add(peering.TunnelHop(t.ctx, t.local, step.Peer)); err != nil {
+	if err := w.add(inspect.TunnelHop(t.ctx, t.local, step.Peer)); err != nil {
 		return w, nil, err
 	}
 	if t.remote == nil || t.remote.Identity.ClusterID != step.Peer {
@@ -180,7 +181,7 @@ func (t *clusterTrace) arrive(w *way, c *cluster.Cluster, sent *gateway.TraceSte
 	if err != nil || step == nil {
 		return nil, err
 	}
-	if err := w.add(peering.GatewayHop(t.ctx, c)); err != nil {
+	if err := w.add(inspect.GatewayHop(t.ctx, c)); err != nil {
 		return nil, err
 	}
 	if step.Action == "deliver" {
@@ -190,20 +191,20 @@ func (t *clusterTrace) arrive(w *way, c *cluster.Cluster, sent *gateway.TraceSte
 	if err != nil {
 		return nil, err
 	}
-	place, err := peering.PlaceAt(t.ctx, c, dst)
+	place, err := place.At(t.ctx, c, dst)
 	if err != nil {
 		return nil, err
 	}
 	if place.Node == "" {
-		if hop, is, err := peering.VacantHop(t.ctx, c, dst.Addr()); is || err != nil {
+		if hop, is, err := inspect.VacantHop(t.ctx, c, dst.Addr()); is || err != nil {
 			return step, w.add(hop, err)
 		}
 	}
-	return step, w.add(peering.NodeHop(t.ctx, c, place.Node))
+	return step, w.add(inspect.NodeHop(t.ctx, c, place.Node))
 }
 
 // back follows the answer to a packet that the gateway has sent.
-func (t *clusterTrace) back(from, to peering.Place, sent *gateway.TraceStep) (w way, err error) {
+func (t *clusterTrace) back(from, to place.Place, sent *gateway.TraceStep) (w way, err error) {
 	w = way{Direction: "in", Protocol: t.query.Protocol, From: to.String(), To: from.String()}
 	src, _, err := after(sent)
 	if err != nil {
@@ -215,7 +216,7 @@ func (t *clusterTrace) back(from, to peering.Place, sent *gateway.TraceStep) (w 
 		return w.judge(), nil
 	}
 	if t.remote == nil || t.remote.Identity.ClusterID != sent.Peer {
-		if err := w.add(peering.TunnelHop(t.ctx, t.local, sent.Peer)); err != nil {
+		if err := w.add(inspect.TunnelHop(t.ctx, t.local, sent.Peer)); err != nil {
 			return w, err
 		}
 		_, err := t.arrive(&w, t.local, &gateway.TraceStep{NewSrc: to.Addr.String(), NewDst: src.String()})
@@ -233,21 +234,21 @@ func (t *clusterTrace) back(from, to peering.Place, sent *gateway.TraceStep) (w 
 		w.Verdict = "there is no answer to what does not arrive"
 		return w, nil //nolint:nilerr // the way of the packet says why
 	}
-	place, err := peering.PlaceAt(t.ctx, t.remote, own)
+	place, err := place.At(t.ctx, t.remote, own)
 	if err != nil {
 		return w, err
 	}
-	if err := w.add(peering.NodeHop(t.ctx, t.remote, place.Node)); err != nil {
+	if err := w.add(inspect.NodeHop(t.ctx, t.remote, place.Node)); err != nil {
 		return w, err
 	}
-	if err := w.add(peering.GatewayHop(t.ctx, t.remote)); err != nil {
+	if err := w.add(inspect.GatewayHop(t.ctx, t.remote)); err != nil {
 		return w, err
 	}
 	step, err := t.engine(&w, t.remote, "out", own, as)
 	if err != nil || step == nil {
 		return w.judge(), err
 	}
-	if err := w.add(peering.TunnelHop(t.ctx, t.remote, step.Peer)); err != nil {
+	if err := w.add(inspect.TunnelHop(t.ctx, t.remote, step.Peer)); err != nil {
 		return w, err
 	}
 	_, err = t.arrive(&w, t.local, step)
@@ -399,7 +400,7 @@ func completePlace(cmd *cobra.Command, local, remote *cluster.Access, args []str
 	}
 	ctx, cancel := context.WithTimeout(cmd.Context(), completionTime)
 	defer cancel()
-	pods, err := peering.Pods(ctx, c)
+	pods, err := place.Pods(ctx, c)
 	if err != nil {
 		return nil, cobra.ShellCompDirectiveNoFileComp
 	}

@@ -7,7 +7,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/internal/cli"
 	"github.com/isthmus-net/isthmus/internal/cluster"
-	"github.com/isthmus-net/isthmus/internal/peering"
+	"github.com/isthmus-net/isthmus/internal/inspect"
 )
 
 func newDiagnoseCommand() *cobra.Command {
@@ -45,9 +45,9 @@ reached, the diagnosis of this one is printed first.`,
 					return err
 				}
 			}
-			d, unasked := peering.Diagnose(cmd.Context(), a, b, name)
+			d, unasked := inspect.Diagnose(cmd.Context(), a, b, name)
 			switch {
-			case errors.Is(unasked, peering.ErrOtherPeer):
+			case errors.Is(unasked, inspect.ErrOtherPeer):
 				return cli.Usage("%w", unasked)
 			case d == nil:
 				return clusterError(unasked)

@@ -20,12 +20,12 @@ import (
 	"github.com/isthmus-net/isthmus/internal/chart"
 	"github.com/isthmus-net/isthmus/internal/cli"
 	"github.com/isthmus-net/isthmus/internal/cluster"
-	"github.com/isthmus-net/isthmus/internal/peering"
+	"github.com/isthmus-net/isthmus/internal/install"
 )
 
 func newInstallCommand() *cobra.Command {
 	var access cluster.Access
-	var o peering.InstallOptions
+	var o install.Options
 	var f installFlags
 	var show, showValues, configureDNS bool
 	cmd := &cobra.Command{
@@ -67,7 +67,7 @@ are. --print shows the manifests and needs no cluster.`,
 				return err
 			}
 			o.Report = reporter(cmd)
-			if err := peering.Install(cmd.Context(), c, o); err != nil {
+			if err := install.Run(cmd.Context(), c, o); err != nil {
 				return clusterError(err)
 			}
 			what := "installed; peer it with another cluster: isthmus peer --context " + cmp.Or(access.Context, "THIS") + " --remote-context OTHER"

@@ -7,12 +7,12 @@ import (
 
 	"github.com/isthmus-net/isthmus/internal/cli"
 	"github.com/isthmus-net/isthmus/internal/cluster"
-	"github.com/isthmus-net/isthmus/internal/peering"
+	"github.com/isthmus-net/isthmus/internal/uninstall"
 )
 
 func newUninstallCommand() *cobra.Command {
 	var access cluster.Access
-	var o peering.UninstallOptions
+	var o uninstall.Options
 	cmd := &cobra.Command{
 		Use:   "uninstall",
 		Short: "Take Isthmus away from a cluster",
@@ -35,7 +35,7 @@ peers nor for nodes that are away, and reports what may stay there.`,
 				return err
 			}
 			o.Report = reporter(cmd)
-			return clusterError(peering.Uninstall(cmd.Context(), c, o))
+			return clusterError(uninstall.Run(cmd.Context(), c, o))
 		},
 	}
 	addAccessFlags(cmd, &access, "", "")

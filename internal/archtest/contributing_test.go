@@ -37,7 +37,7 @@ func TestContributingNamesWhatExists(t *testing.T) {
 		"| x | `fabric/none.go` |":                         "fabric/none.go does not exist",
 		"| x | `fabric/doc.go` (`noSuchName`) |":           "noSuchName stands in none of the row's files",
 		"| x | `internal/kernel/own.go` `OverlayPort` |":   "",
-		"| x | `internal/peering/hops.go`, `nowhere.go` |": "nowhere.go does not exist",
+		"| x | `internal/inspect/hops.go`, `nowhere.go` |": "nowhere.go does not exist",
 	} {
 		if got := strings.Join(wrongInRow(t, root, row), "; "); got != want {
 			t.Errorf("%s: %q, want %q", row, got, want)

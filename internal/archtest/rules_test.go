@@ -46,7 +46,8 @@ var Rules = []Rule{
 	{"pure packages read no clock", noClock("packet", "natengine", "fabric", "internal/kernel", "internal/health")},
 
 	{"Kubernetes clients stay in manager and internal/source/kube", onlyIn([]string{"k8s.io/client-go", "sigs.k8s.io/controller-runtime"},
-		inPackage("manager"), inPackage("internal/source/kube"), inPackage("internal/owncluster"), inPackage("internal/peering"), inPackage("internal/cluster"), inPackage("internal/clustertest"), inPackage("internal/coredns"), // and where clusters are joined,
+		inPackage("manager"), inPackage("internal/source/kube"), inPackage("internal/owncluster"), inPackage("internal/peering"), inPackage("internal/cluster"), inPackage("internal/clustertest"), inPackage("internal/coredns"), inPackage("internal/place"),
+		inPackage("internal/install"), inPackage("internal/uninstall"), inPackage("internal/inspect"), // and where clusters are joined,
 		inPackage("internal/gather"), inPackage("internal/podport"), inPackage("internal/verify"), // and looked into,
 		inPackage("internal/kubetest"), inPackage("internal/fleet"), inPackage("internal/kubenodes"), inPackage("internal/demo"), // made, shown
 		inPackage("benchmarks"),          // and measured,
@@ -62,26 +63,30 @@ var Rules = []Rule{
 // layers, from the bottom: a package may import those below its own layer, and its own tree. The
 // longest match counts.
 var layers = map[string]int{
-	"internal/diff":     0,
-	"internal/kernel":   1,
-	"deploy":            0, // files only
-	"packet":            0,
-	"natengine":         1,
-	"apis":              1,
-	"fabric":            2,
-	"internal/kubetest": 2, // runs API servers, and makes clients of them
-	"internal/source":   3,
-	"internal/cluster":  3, // one cluster, as its operators reach it
-	"internal/coredns":  4,
-	"internal/peering":  4,
-	"internal/lab":      3, // makes clusters and writes their configuration; runs the binary, does not import it
-	"gateway":           3,
-	"routeagent":        3,
-	"manager":           3,
-	"internal/verify":   7,
-	"internal/gather":   7,
-	"cmd":               8,
-	"benchmarks":        8,
+	"internal/diff":      0,
+	"internal/kernel":    1,
+	"deploy":             0, // files only
+	"packet":             0,
+	"natengine":          1,
+	"apis":               1,
+	"fabric":             2,
+	"internal/kubetest":  2, // runs API servers, and makes clients of them
+	"internal/source":    3,
+	"internal/cluster":   3, // one cluster, as its operators reach it
+	"internal/coredns":   4,
+	"internal/place":     4,
+	"internal/peering":   4,
+	"internal/install":   5,
+	"internal/uninstall": 6,
+	"internal/inspect":   6,
+	"internal/lab":       3, // makes clusters and writes their configuration; runs the binary, does not import it
+	"gateway":            3,
+	"routeagent":         3,
+	"manager":            3,
+	"internal/verify":    7,
+	"internal/gather":    7,
+	"cmd":                8,
+	"benchmarks":         8,
 }
 
 func downwards(f File) string {

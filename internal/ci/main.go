@@ -168,7 +168,7 @@ var sequential = []string{
 }
 
 // longest are the packages that begin first, so that none of them is left alone at the end.
-var longest = []string{"./internal/peering", "./natengine", "./manager"}
+var longest = []string{"./internal/install", "./internal/peering", "./natengine", "./manager"}
 
 // concurrent returns all other packages of the main module.
 func concurrent() []string {

@@ -34,7 +34,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/cluster"
-	"github.com/isthmus-net/isthmus/internal/peering"
+	"github.com/isthmus-net/isthmus/internal/inspect"
 	"github.com/isthmus-net/isthmus/internal/podport"
 	"github.com/isthmus-net/isthmus/internal/postquantum"
 	"github.com/isthmus-net/isthmus/internal/redact"
@@ -190,13 +190,13 @@ func (g *gathering) learn(name string, value []byte) {
 
 // judge asks what `isthmus status` and `isthmus diagnose` ask.
 func (g *gathering) judge(ctx context.Context) (status, diagnosis string) {
-	if s, err := peering.StatusOf(ctx, g.cluster); err != nil {
+	if s, err := inspect.StatusOf(ctx, g.cluster); err != nil {
 		g.miss("status", err)
 	} else {
 		g.yaml("status.yaml", s)
 		status = printed(func(w io.Writer) error { return s.Print(w, true) })
 	}
-	if d, err := peering.Diagnose(ctx, g.cluster, nil, ""); err != nil {
+	if d, err := inspect.Diagnose(ctx, g.cluster, nil, ""); err != nil {
 		g.miss("diagnosis", err)
 	} else {
 		g.yaml("diagnosis.yaml", d)

@@ -30,8 +30,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/chart"
 	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/expect"
+	"github.com/isthmus-net/isthmus/internal/install"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
-	"github.com/isthmus-net/isthmus/internal/peering"
 	"github.com/isthmus-net/isthmus/internal/postquantum"
 )
 
@@ -141,7 +141,7 @@ func TestAnArchiveHasWhatIsNeededAndNoSecret(t *testing.T) {
 	must(t, server.WriteKubeconfig(file))
 	c, err := cluster.Connect(cluster.Access{Kubeconfig: file})
 	must(t, err)
-	must(t, peering.Install(t.Context(), c, peering.InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "paris", ClusterID: "paris-1"},
+	must(t, install.Run(t.Context(), c, install.Options{Identity: v1alpha1.ClusterIdentity{ClusterName: "paris", ClusterID: "paris-1"},
 		Values: chart.Values{"workloads": false}, Report: func(string) {}}))
 	p, secrets := plant(t, c.Client)
 

@@ -69,7 +69,7 @@ func (s *side) findPeering(ctx context.Context, name string) error {
 	if name == "" {
 		name = identity.UniqueName()
 	}
-	s.peering = newPeering(name, identity, identity.TenantNamespace(), s.Identity.TenantNamespace())
+	s.peering = New(name, identity, identity.TenantNamespace(), s.Identity.TenantNamespace())
 	for i := range list.Items {
 		p := &list.Items[i]
 		switch {

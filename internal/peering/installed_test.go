@@ -8,10 +8,11 @@ import (
 	"github.com/isthmus-net/isthmus/internal/chart"
 	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/clustertest"
+	"github.com/isthmus-net/isthmus/internal/install"
 )
 
 func TestMain(m *testing.M) {
 	clustertest.Main(m, func(ctx context.Context, c *cluster.Cluster, name string) error {
-		return Install(ctx, c, InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: name}, Values: chart.Merge(clustertest.NodePortService(5871, 1), clustertest.WithoutWorkloads), Report: func(string) {}})
+		return install.Run(ctx, c, install.Options{Identity: v1alpha1.ClusterIdentity{ClusterName: name}, Values: chart.Merge(clustertest.NodePortService(5871, 1), clustertest.WithoutWorkloads), Report: func(string) {}})
 	})
 }

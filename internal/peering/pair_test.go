@@ -44,7 +44,7 @@ func everything(t *testing.T, p *clustertest.Pair) map[string]string {
 		s := &side{Cluster: c, peer: &side{Cluster: peer}, namespace: peer.Identity.TenantNamespace(), secret: isthmus.DefaultIdentitySecret}
 		secret := &corev1.Secret{}
 		secret.Namespace, secret.Name = s.namespace, s.secret
-		peering := newPeering(peer.Identity.UniqueName(), peer.Identity, "", "")
+		peering := New(peer.Identity.UniqueName(), peer.Identity, "", "")
 		for _, o := range append(s.rights(), s.tenantNamespace(), secret, peering) {
 			key := fmt.Sprintf("%s: %T %s", c, o, o.GetName())
 			err := c.Client.Get(t.Context(), client.ObjectKeyFromObject(o), o)

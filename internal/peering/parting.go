@@ -108,7 +108,7 @@ func teardownOf(ctx context.Context, c *cluster.Cluster, is func(*isthmus.Peerin
 			return nil, fmt.Errorf("%s: both Peerings %s and %s are meant: say which one", c, f.peering, p.Name)
 		}
 		f.peering, f.peer, f.namespace, f.secret = p.Name, p.Spec.Cluster, p.Spec.TenantNamespace.Local, p.Spec.IdentitySecretName
-		f.remains, f.inBand = remainsOf(ctx, c, p), p.Spec.InBand
+		f.remains, f.inBand = RemainsOf(ctx, c, p), p.Spec.InBand
 	}
 	if f.peering != "" {
 		return f, nil
@@ -128,8 +128,8 @@ func teardownOf(ctx context.Context, c *cluster.Cluster, is func(*isthmus.Peerin
 	return f, nil
 }
 
-// remainsOf names what the peer keeps of us when nobody waits for it.
-func remainsOf(ctx context.Context, c *cluster.Cluster, p *isthmus.Peering) string {
+// RemainsOf names what the peer keeps of us when nobody waits for it.
+func RemainsOf(ctx context.Context, c *cluster.Cluster, p *isthmus.Peering) string {
 	server := "its API server"
 	var secret corev1.Secret
 	key := client.ObjectKey{Namespace: p.Spec.TenantNamespace.Local, Name: p.Spec.IdentitySecretName}
@@ -254,7 +254,7 @@ func (f *teardown) takeDown(ctx context.Context, p *isthmus.Peering) error {
 	}
 	finalizers := p.Finalizers
 	p.Finalizers = nil // abandon removes all
-	if err := abandon(ctx, f.Cluster, p); err != nil {
+	if err := Abandon(ctx, f.Cluster, p); err != nil {
 		return err
 	}
 	p.Finalizers = finalizers
@@ -388,8 +388,8 @@ func (f *teardown) namespaceGone(ctx context.Context) (string, error) {
 	return "", &errWaiting{what}
 }
 
-// abandon removes the finalizers of a Peering and of what belongs to it.
-func abandon(ctx context.Context, c *cluster.Cluster, p *isthmus.Peering) error {
+// Abandon removes the finalizers of a Peering and of what belongs to it.
+func Abandon(ctx context.Context, c *cluster.Cluster, p *isthmus.Peering) error {
 	free := func(u client.Object, what string) error {
 		if len(u.GetFinalizers()) == 0 {
 			return nil

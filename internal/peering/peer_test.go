@@ -225,7 +225,7 @@ func TestPeerRefusesBeforeItWrites(t *testing.T) {
 	here.ServerChosen = false
 	refused("at a loopback address", p.A, here, PeerOptions{}, "no-b: the kubeconfig reaches the API server at 127.0.0.1:", "want --remote-server, a URL")
 	refused("at a loopback address", here, p.A, PeerOptions{}, "want --server, a URL")
-	must(t, p.A.Client.Create(t.Context(), newPeering("taken", v1alpha1.ClusterIdentity{ClusterID: "other", ClusterName: "other"}, "x", "y")))
+	must(t, p.A.Client.Create(t.Context(), New("taken", v1alpha1.ClusterIdentity{ClusterID: "other", ClusterName: "other"}, "x", "y")))
 	refused("a name that is taken", p.A, p.B, PeerOptions{Name: "taken"}, "Peering taken is for the cluster")
 	p.Managers[1].Release(t)
 	refused("manager away", p.A, p.B, PeerOptions{}, "no-b: no manager is at work: Lease install-no/isthmus-manager is held by nobody")

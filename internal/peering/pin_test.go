@@ -18,6 +18,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/clustertest"
+	"github.com/isthmus-net/isthmus/internal/install"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
@@ -46,7 +47,7 @@ func TestAClusterThatCopiesAnothersIdentityIsRefused(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "c.kubeconfig")
 	must(t, server.WriteKubeconfig(file))
 	twin := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: file})
-	must(t, Install(t.Context(), twin, InstallOptions{Identity: p.B.Identity, Values: clustertest.WithoutWorkloads, Report: func(string) {}}))
+	must(t, install.Run(t.Context(), twin, install.Options{Identity: p.B.Identity, Values: clustertest.WithoutWorkloads, Report: func(string) {}}))
 	m := &clustertest.Manager{Cluster: twin, Name: "pin", Dead: map[string]string{}}
 	m.Renew(t)
 	go m.Run(t.Context())

@@ -44,8 +44,8 @@ type side struct {
 	services  []string          // namespaces whose services a person chose to share with the peer; nil: no change
 }
 
-// newPeering is the Peering that a cluster gets where it has none.
-func newPeering(name string, peer v1alpha1.ClusterIdentity, local, remote string) *isthmus.Peering {
+// New is the Peering that a cluster gets where it has none.
+func New(name string, peer v1alpha1.ClusterIdentity, local, remote string) *isthmus.Peering {
 	return &isthmus.Peering{
 		ObjectMeta: metav1.ObjectMeta{Name: name, Labels: ours()},
 		Spec: isthmus.PeeringSpec{

@@ -25,7 +25,7 @@ type UnpeerOptions struct {
 	// Report gets a line for each thing done or waited for.
 	Report func(line string)
 
-	uninstalls bool // nodes are cleaned next
+	Uninstalls bool // nodes are cleaned next
 }
 
 // Unpeer parts two clusters, or one from the other where remote is nil: first the peer's rights;
@@ -80,7 +80,7 @@ func Unpeer(ctx context.Context, local, remote *cluster.Cluster, o UnpeerOptions
 		}
 	}
 	held := "; nodes refuse the peer's networks for 24 hours more"
-	if o.uninstalls {
+	if o.Uninstalls {
 		held = ""
 	}
 	if len(sides) == 2 {

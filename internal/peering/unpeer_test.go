@@ -128,7 +128,7 @@ func TestForcedUnpeerRevokesThePeerBeforeItWaitsForAnything(t *testing.T) {
 	must(t, peer.List(t.Context(), &v1alpha1.NetworkConfigList{}, client.InNamespace(here)))
 
 	// No manager is there to take anything down, so that the command does not come to an end.
-	must(t, p.A.Client.Patch(t.Context(), newPeering(p.B.Identity.UniqueName(), p.B.Identity, "", ""),
+	must(t, p.A.Client.Patch(t.Context(), New(p.B.Identity.UniqueName(), p.B.Identity, "", ""),
 		client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":["isthmus.net/peering","example.com/for-ever"]}}`))))
 	p.Managers[0].Pause()
 	ctx := clustertest.NewDeadline(t)
@@ -151,7 +151,7 @@ func TestForcedUnpeerRevokesThePeerBeforeItWaitsForAnything(t *testing.T) {
 			t.Fatalf("the peer's identity still works: %v", err)
 		}
 	}
-	must(t, p.A.Client.Patch(t.Context(), newPeering(p.B.Identity.UniqueName(), p.B.Identity, "", ""),
+	must(t, p.A.Client.Patch(t.Context(), New(p.B.Identity.UniqueName(), p.B.Identity, "", ""),
 		client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`))))
 }
 
@@ -165,7 +165,7 @@ func TestForcedUnpeerNeedsNoManager(t *testing.T) {
 	p.Managers[0].Pause()
 	p.Managers[0].Release(t)
 	ns := p.B.Identity.TenantNamespace()
-	must(t, p.A.Client.Patch(t.Context(), newPeering(p.B.Identity.UniqueName(), p.B.Identity, "", ""),
+	must(t, p.A.Client.Patch(t.Context(), New(p.B.Identity.UniqueName(), p.B.Identity, "", ""),
 		client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":["isthmus.net/peering"]}}`))))
 	ours := networkConfig(p.A, p.B)
 	ours.Finalizers = []string{v1alpha1.FinalizerReplicator, v1alpha1.FinalizerTunnelEndpointCreator}

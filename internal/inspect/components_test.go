@@ -1,0 +1,45 @@
+package inspect
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/isthmus-net/isthmus/internal/cluster"
+)
+
+func TestMissingRightsAreGivenByWhoeverInstalls(t *testing.T) {
+	c := &cluster.Cluster{Context: "paris"}
+	if got := giver(c, ""); got != "`isthmus install --context paris`" {
+		t.Errorf("without Helm: %s", got)
+	}
+	if got := giver(c, "mine"); !strings.HasPrefix(got, "`helm upgrade mine`") {
+		t.Errorf("with Helm: %s", got)
+	}
+}
+
+// What is asked about is what is installed: each account, each scope, and names where a rule has some.
+func TestTheRightsThatAreAskedAboutAreThoseThatAreGiven(t *testing.T) {
+	all, err := needs("elsewhere")
+	if err != nil {
+		t.Fatal(err)
+	}
+	asked := make(map[string]bool)
+	for _, n := range all {
+		asked[n.String()] = true
+	}
+	for _, want := range []string{
+		"isthmus-gateway may not patch pods in elsewhere", "isthmus-gateway may not watch tunnelendpoints.net.liqo.io",
+		"isthmus-gateway may not update leases.coordination.k8s.io isthmus-gateway in elsewhere",
+		"isthmus-gateway may not patch tunnelendpoints/status.net.liqo.io", "isthmus-route-agent may not list nodes",
+		"isthmus-manager may not get configmaps kubeadm-config in kube-system",
+	} {
+		if !asked[want] {
+			t.Errorf("nobody asks whether %s", want)
+		}
+	}
+	for text := range asked {
+		if strings.Contains(text, "events") {
+			t.Errorf("a fault that is none: %s", text)
+		}
+	}
+}

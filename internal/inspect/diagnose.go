@@ -1,0 +1,139 @@
+package inspect
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/isthmus-net/isthmus/internal/health"
+	"github.com/isthmus-net/isthmus/internal/safetext"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/cluster"
+)
+
+// Diagnose walks from a cluster to the peer of that name, or to all where it is empty, hop by hop.
+// remote is the other side, or nil where there is no way to ask it. The error is ErrOtherPeer where
+// both are given and the name is another peer's. When the other side cannot be asked, the result is the
+// diagnosis of this side, beside an error.
+func Diagnose(ctx context.Context, local, remote *cluster.Cluster, name string) (*health.Diagnosis, error) {
+	if err := local.Identify(ctx); err != nil {
+		return nil, err
+	}
+	meant := func(p *isthmus.Peering) bool { return name == "" || called(p, name) }
+	var unasked error // of the other side
+	if remote != nil {
+		if unasked = remote.Identify(ctx); unasked != nil {
+			remote = nil
+		}
+	}
+	if remote != nil {
+		if err := cluster.Distinct(local, remote); err != nil {
+			return nil, err
+		}
+		meant = func(p *isthmus.Peering) bool { return p.Spec.Cluster.ClusterID == remote.Identity.ClusterID }
+	}
+	here, err := examine(ctx, local, meant)
+	if err != nil {
+		return nil, err
+	}
+	d := &health.Diagnosis{At: time.Now()}
+	if remote == nil {
+		if len(here.Peerings) == 0 && name != "" && unasked != nil { // it may be the name that the other side has for itself
+			return nil, unasked
+		}
+		if len(here.Peerings) == 0 && name != "" {
+			return nil, fmt.Errorf("%s: %w: no Peering is called %s or for a cluster of that name; `isthmus status` shows the names", local, cluster.ErrNoPeering, safetext.Of(name))
+		}
+		d.Hops, d.NotAsked = here.AllHops(), here.NotAsked
+		if unasked == nil {
+			d.NotAsked = append(slices.Clone(d.NotAsked), "the other side: with --remote-context it is looked at too")
+		}
+	} else {
+		if err := sameAs(here, name, remote); err != nil {
+			return nil, err
+		}
+		var there *health.Side
+		there, unasked = examine(ctx, remote, func(p *isthmus.Peering) bool { return p.Spec.Cluster.ClusterID == local.Identity.ClusterID })
+		if unasked == nil {
+			d.Hops, d.NotAsked = health.Between(here, there), slices.Concat(here.NotAsked, there.NotAsked)
+		} else {
+			d.Hops, d.NotAsked = here.AllHops(), here.NotAsked
+		}
+	}
+	d.Broken = health.FirstBroken(d.Hops)
+	return d, unasked
+}
+
+// ErrOtherPeer says that the two ways in which somebody named a peer lead to two.
+var ErrOtherPeer = errors.New("another peer")
+
+// called reports whether a Peering, or the cluster that it is with, has that name.
+func called(p *isthmus.Peering, name string) bool {
+	return p.Name == name || p.Spec.Cluster.ClusterName == name
+}
+
+// sameAs is the error where a name is not that of the cluster that was looked for.
+func sameAs(e *health.Side, name string, remote *cluster.Cluster) error {
+	if name == "" || name == remote.Identity.ClusterName || slices.ContainsFunc(e.Found, func(p *isthmus.Peering) bool { return called(p, name) }) {
+		return nil
+	}
+	with := "there is no Peering with it here"
+	if len(e.Found) > 0 {
+		with = "its Peering here is " + safetext.Of(e.Found[0].Name)
+	}
+	return fmt.Errorf("%s: %s is %w than %s, which is cluster %s (%s): %s", e.Cluster, safetext.Of(name), ErrOtherPeer, remote,
+		safetext.Of(remote.Identity.ClusterName), safetext.Of(remote.Identity.ClusterID), with)
+}
+
+func examine(ctx context.Context, c *cluster.Cluster, meant func(*isthmus.Peering) bool) (*health.Side, error) {
+	e := &health.Side{Cluster: c.String()}
+	var list isthmus.PeeringList
+	if err := c.Client.List(ctx, &list); err != nil {
+		return nil, c.Explain("Peerings", err)
+	}
+	var manager health.Holder
+	var err error
+	if e.Own, manager, _, err = clusterHops(ctx, c); err != nil {
+		return nil, err
+	}
+	now, _ := c.Now()
+	health.DateByServer(list.Items, manager, now)
+	for i := range list.Items {
+		health.Heed(e.Own, &list.Items[i])
+	}
+	if !slices.ContainsFunc(e.Own, func(h health.Hop) bool { return h.Name == health.HopRights }) {
+		e.NotAsked = append(e.NotAsked, fmt.Sprintf("%s: whether the components have their rights: you may not create SubjectAccessReviews", c))
+	}
+	services := sharesServices(ctx, c)
+	var counts map[string]*ServiceCounts
+	if services {
+		names, notAsked, err := namesHop(ctx, c)
+		if err != nil {
+			return nil, err
+		}
+		if e.Own = append(e.Own, names); notAsked != "" {
+			e.NotAsked = append(e.NotAsked, notAsked)
+		}
+		if counts, err = importedServices(ctx, c); err != nil {
+			return nil, err
+		}
+	}
+	for i := range list.Items {
+		p := &list.Items[i]
+		if !meant(p) {
+			continue
+		}
+		hops := health.PeeringHops(c.String(), p, e.Own)
+		if at, ok := identityExpiry(ctx, c, p); ok && hops[0].State == health.Works {
+			hops[0].Text += "; its token is good until " + at.Format(time.RFC3339)
+		}
+		if services {
+			hops = append(hops, servicesHop(c, p, counts))
+		}
+		e.Peerings, e.Found = append(e.Peerings, hops), append(e.Found, p)
+	}
+	return e, nil
+}

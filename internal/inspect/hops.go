@@ -1,0 +1,196 @@
+package inspect
+
+import (
+	"context"
+	"encoding/base64"
+	"encoding/json"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/isthmus-net/isthmus/internal/health"
+	"github.com/isthmus-net/isthmus/internal/safetext"
+
+	appsv1 "k8s.io/api/apps/v1"
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/utils/ptr"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/cli"
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/kubeerr"
+)
+
+// clusterHops are those that all peerings of a cluster need.
+func clusterHops(ctx context.Context, c *cluster.Cluster) (hops []health.Hop, manager, gateway health.Holder, err error) {
+	if manager, err = cluster.HolderOf(ctx, c, cluster.ManagerLease, true); err != nil {
+		return nil, manager, gateway, err
+	}
+	if gateway, err = cluster.HolderOf(ctx, c, isthmus.LeaseGateway, true); err != nil {
+		return nil, manager, gateway, err
+	}
+	now, _ := c.Now()
+	found, unlisted := components(ctx, c, now)
+	mayNot := kubeerr.Forbidden(unlisted)
+	if unlisted != nil && !mayNot {
+		return nil, manager, gateway, c.Explain("Pods in "+c.Namespace, unlisted)
+	}
+	manager.EndWithPod(found.Pods, cluster.LeaseText(c, cluster.ManagerLease), false)
+	gateway.EndWithPod(found.Pods, cluster.LeaseText(c, isthmus.LeaseGateway), len(found.Gateways()) > 0)
+	hops = []health.Hop{
+		health.LeaseHop(c.String(), health.HopManager, cluster.LeaseText(c, cluster.ManagerLease), manager, "start `isthmus manager`, or see why its Pods do not run, or cannot reach the API server"),
+		health.LeaseHop(c.String(), health.HopGateway, cluster.LeaseText(c, isthmus.LeaseGateway), gateway, "see why the gateways' Pods do not run, or cannot reach the API server"),
+	}
+	if hops[0].State == health.Broken {
+		if text := managersRoll(ctx, c, now); text != "" {
+			manager.Problem, manager.Rolls = text+": "+manager.Problem, true
+			hops[0].State, hops[0].Text, hops[0].Source = health.Limited, "no manager is at work for the moment: "+manager.Problem, "Deployments in "+c.Namespace
+		}
+	}
+	if mayNot {
+		return append(hops, health.Hop{Cluster: c.String(), Name: health.HopAgents, State: health.Unknown, Source: "Pods in " + c.Namespace,
+			Text: "you may not list Pods in " + c.Namespace}), manager, gateway, nil
+	}
+	found.CheckGateway(&hops[1], gateway, now)
+	wanted := gatewaysWanted(ctx, c)
+	if wanted == 0 && health.NoneAtWork(&hops[1]) {
+		hops[1].Text, hops[1].Source = "no gateway is at work, because its Deployment wants no Pods; scale it: kubectl -n "+c.Namespace+" scale deployment -l app.kubernetes.io/name=gateway --replicas=2", "Deployments in "+c.Namespace
+	}
+	if text := found.NoStandby(gateway.Name, wanted); text != "" && !health.NoneAtWork(&hops[1]) {
+		hops = append(hops, health.Hop{Cluster: c.String(), Name: health.HopStandby, State: health.Limited, Reason: health.ReasonNoStandby, Source: "Pods in " + c.Namespace, Text: text})
+	}
+	nodes, err := nodeHops(ctx, c, found)
+	if err != nil {
+		return nil, manager, gateway, err
+	}
+	if hops = append(hops, nodes...); health.NoneAtWork(&hops[1]) {
+		health.WithoutGateway(hops)
+	}
+	if clocks, differ := clockHop(ctx, c, manager, gateway); differ {
+		hops = append(hops, clocks)
+	}
+	rights, lacking, err := rightsHop(ctx, c)
+	if err != nil || rights == nil {
+		return hops, manager, gateway, err
+	}
+	found.ExcuseRights(rights, hops, lacking, cli.ImageTag())
+	for i := range hops {
+		if h := &hops[i]; h.State == health.Broken && slices.Contains(lacking, health.Accounts[h.Name]) {
+			h.State = health.Waits // for its rights
+		}
+	}
+	return append([]health.Hop{*rights}, hops...), manager, gateway, nil
+}
+
+// nodeHops look for a route agent on every node that takes one, as the kubelets report. A node that is not
+// ready is a hop of its own. Its kubelet may have lost the API server while its pods are reached, so nothing
+// is called broken.
+func nodeHops(ctx context.Context, c *cluster.Cluster, found health.Components) ([]health.Hop, error) {
+	source := "Nodes, Pods in " + c.Namespace
+	var nodes corev1.NodeList
+	var sets appsv1.DaemonSetList
+	switch err := c.Client.List(ctx, &nodes); {
+	case kubeerr.Forbidden(err):
+		return []health.Hop{{Cluster: c.String(), Name: health.HopAgents, Source: source, State: health.Unknown, Text: "you may not list Nodes"}}, nil
+	case err != nil:
+		return nil, c.Explain("Nodes", err)
+	}
+	if err := c.Client.List(ctx, &sets, client.InNamespace(c.Namespace)); err != nil && !kubeerr.Forbidden(err) {
+		return nil, c.Explain("DaemonSets in "+c.Namespace, err)
+	}
+	hops := health.AgentHops(c.String(), source, found, health.AgentsOf(nodes.Items, found, sets.Items))
+	if limited, is := kernelHop(ctx, c, nodes.Items); is {
+		hops = append(hops, limited)
+	}
+	return hops, nil
+}
+
+// kernelHop is what route agents say that their nodes lack, as far as these are there; false: nothing.
+// What drops packets is broken, the rest is limited.
+func kernelHop(ctx context.Context, c *cluster.Cluster, nodes []corev1.Node) (health.Hop, bool) {
+	hop := health.Hop{Cluster: c.String(), Name: health.HopKernels, State: health.Limited, Source: "NodeNetworks in " + c.Namespace}
+	var reports isthmus.NodeNetworksList
+	if err := c.Client.List(ctx, &reports, client.InNamespace(c.Namespace)); err != nil {
+		if meta.IsNoMatchError(err) {
+			return hop, false // of an older version, whose agents say nothing
+		}
+		hop.State, hop.Text = health.Unknown, "NodeNetworks cannot be read: "+safetext.Of(kubeerr.Plain("the API server", err).Error())
+		return hop, true
+	}
+	hop.State, hop.Text = health.CheckKernels(reports.Items, nodes)
+	return hop, hop.Text != ""
+}
+
+// gatewaysWanted returns how many Pods of the gateway the Deployments want; -1: unknown.
+func gatewaysWanted(ctx context.Context, c *cluster.Cluster) int {
+	var deployments appsv1.DeploymentList // a help: who may not read it sees the Pods
+	if c.Client.List(ctx, &deployments, client.InNamespace(c.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "gateway"}) != nil || len(deployments.Items) == 0 {
+		return -1
+	}
+	n := 0
+	for i := range deployments.Items {
+		n += int(ptr.Deref(deployments.Items[i].Spec.Replicas, 1))
+	}
+	return n
+}
+
+// managersRoll says that the Deployment of the managers is being rolled out, or was just before, and a manager
+// is available to take over; empty: no, or it is not known.
+func managersRoll(ctx context.Context, c *cluster.Cluster, now time.Time) string {
+	var deployments appsv1.DeploymentList // a help, as in gatewaysWanted
+	if c.Client.List(ctx, &deployments, client.InNamespace(c.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "manager"}) != nil {
+		return ""
+	}
+	return health.Rolls(deployments.Items, now)
+}
+
+// identityExpiry says until when the identity of a Peering at the peer is good, as its token says;
+// false where that is not known, or not to be read.
+func identityExpiry(ctx context.Context, c *cluster.Cluster, p *isthmus.Peering) (time.Time, bool) {
+	var secret corev1.Secret
+	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: p.Spec.TenantNamespace.Local, Name: p.Spec.IdentitySecretName}, &secret); err != nil {
+		return time.Time{}, false
+	}
+	config, err := clientcmd.Load(secret.Data[isthmus.SecretKubeconfig])
+	if err != nil {
+		return time.Time{}, false
+	}
+	for _, user := range config.AuthInfos {
+		if at, ok := tokenExpiry(user.Token); ok {
+			return at, true
+		}
+	}
+	return time.Time{}, false
+}
+
+// tokenExpiry reads what a JSON Web Token says of its end (RFC 7519, section 4.1.4). Its signature
+// is the API server's business.
+func tokenExpiry(token string) (time.Time, bool) {
+	parts := strings.Split(token, ".")
+	if len(parts) != 3 {
+		return time.Time{}, false
+	}
+	text, err := base64.RawURLEncoding.DecodeString(parts[1])
+	if err != nil {
+		return time.Time{}, false
+	}
+	var claims struct {
+		Expires int64 `json:"exp"`
+	}
+	if json.Unmarshal(text, &claims) != nil || claims.Expires <= 0 {
+		return time.Time{}, false
+	}
+	return time.Unix(claims.Expires, 0).UTC(), true
+}
+
+// clockHop compares the times that manager, gateway and kubelets write into their Leases with when
+// the API server took them; false: none differs, as far as that may be read.
+func clockHop(ctx context.Context, c *cluster.Cluster, manager, gateway health.Holder) (health.Hop, bool) {
+	var leases coordinationv1.LeaseList // a help: who may not read them sees the two
+	_ = c.Client.List(ctx, &leases, client.InNamespace(corev1.NamespaceNodeLease))
+	return health.CheckClocks(c.String(), manager, gateway, leases.Items)
+}

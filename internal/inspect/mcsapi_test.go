@@ -1,0 +1,333 @@
+package inspect
+
+import (
+	"fmt"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/isthmus-net/isthmus/internal/health"
+
+	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/chart"
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/clustertest"
+	"github.com/isthmus-net/isthmus/internal/coredns"
+	"github.com/isthmus-net/isthmus/internal/corefile"
+	"github.com/isthmus-net/isthmus/internal/install"
+	"github.com/isthmus-net/isthmus/internal/uninstall"
+)
+
+// A nameServer is a cluster with a CoreDNS as kubeadm makes it, on an API server of its own.
+type nameServer struct {
+	*cluster.Cluster
+	t        *testing.T
+	corefile string // kubeadm's
+	said     clustertest.Lines
+}
+
+func newNameServer(t *testing.T) *nameServer {
+	t.Helper()
+	text, err := os.ReadFile("../corefile/testdata/kubeadm.in")
+	must(t, err)
+	c, _ := clustertest.NewCluster(t, "named")
+	n := &nameServer{Cluster: c, t: t, corefile: string(text)}
+	system := metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "coredns", Labels: map[string]string{"k8s-app": "kube-dns"}}
+	config := corev1.VolumeSource{ConfigMap: &corev1.ConfigMapVolumeSource{LocalObjectReference: corev1.LocalObjectReference{Name: "coredns"}}}
+	for _, o := range []client.Object{
+		&corev1.ConfigMap{ObjectMeta: system, Data: map[string]string{coredns.KeyCorefile: n.corefile}},
+		&appsv1.Deployment{ObjectMeta: system, Spec: appsv1.DeploymentSpec{
+			Selector: &metav1.LabelSelector{MatchLabels: system.Labels},
+			Template: corev1.PodTemplateSpec{ObjectMeta: metav1.ObjectMeta{Labels: system.Labels}, Spec: corev1.PodSpec{
+				ServiceAccountName: "names", Containers: []corev1.Container{{Name: "coredns", Image: "registry.k8s.io/coredns/coredns:v1.13.1"}},
+				Volumes: []corev1.Volume{{Name: "config-volume", VolumeSource: config}},
+			}},
+		}},
+	} {
+		must(t, c.Client.Create(t.Context(), o))
+	}
+	return n
+}
+
+func (n *nameServer) install(o install.Options) error {
+	n.said = nil
+	o.Identity, o.Report = v1alpha1.ClusterIdentity{ClusterName: "named"}, n.said.Report
+	o.Values = chart.Merge(clustertest.WithoutWorkloads, o.Values)
+	return install.Run(n.t.Context(), n.Cluster, o)
+}
+
+func (n *nameServer) uninstall() {
+	n.t.Helper()
+	n.said = nil
+	must(n.t, uninstall.Run(n.t.Context(), n.Cluster, uninstall.Options{Timeout: clustertest.Patient, Report: n.said.Report}))
+}
+
+// setCorefile has somebody write another Corefile.
+func (n *nameServer) setCorefile(text string) {
+	n.t.Helper()
+	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "coredns"}}
+	must(n.t, n.Client.Get(n.t.Context(), client.ObjectKeyFromObject(m), m))
+	m.Data[coredns.KeyCorefile] = text
+	must(n.t, n.Client.Update(n.t.Context(), m))
+}
+
+// setImage has somebody run another CoreDNS.
+func (n *nameServer) setImage(image string) {
+	n.t.Helper()
+	d := &appsv1.Deployment{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "coredns"}}
+	must(n.t, n.Client.Patch(n.t.Context(), d, client.RawPatch(types.StrategicMergePatchType,
+		[]byte(`{"spec":{"template":{"spec":{"containers":[{"name":"coredns","image":"`+image+`"}]}}}}`))))
+}
+
+// wants fails the test unless the Corefile is this one, and each definition and the right of CoreDNS is there
+// or not: exports, imports, right.
+func (n *nameServer) wants(what, text string, there ...bool) {
+	n.t.Helper()
+	var m corev1.ConfigMap
+	must(n.t, n.Client.Get(n.t.Context(), client.ObjectKey{Namespace: metav1.NamespaceSystem, Name: "coredns"}, &m))
+	if m.Data[coredns.KeyCorefile] != text {
+		n.t.Errorf("%s: the Corefile is\n%s", what, m.Data[coredns.KeyCorefile])
+	}
+	deadline := time.Now().Add(clustertest.Patient)
+	for i, name := range []string{"serviceexports.multicluster.x-k8s.io", "serviceimports.multicluster.x-k8s.io", "isthmus-coredns"} {
+		var o client.Object = &rbacv1.ClusterRoleBinding{}
+		if i < 2 {
+			u := &unstructured.Unstructured{}
+			u.SetGroupVersionKind(install.DefinitionKind)
+			o = u
+		}
+		for clustertest.Gone(n.t, n.Cluster, o, name) == there[i] || o.GetDeletionTimestamp() != nil {
+			if there[i] || time.Now().After(deadline) {
+				n.t.Fatalf("%s: %s is there: %v\n%+v\n%s", what, name, !there[i], o, strings.Join(n.said, "\n"))
+			}
+			time.Sleep(50 * time.Millisecond)
+		}
+	}
+}
+
+var (
+	servicesOn  = chart.Values{"services": chart.Values{"enabled": true}}
+	servicesOff = chart.Values{"services": chart.Values{"enabled": false}}
+)
+
+func TestServicesHaveNamesUntilTheyAreSwitchedOff(t *testing.T) {
+	t.Parallel()
+	n := newNameServer(t)
+	with, err := corefile.Add(n.corefile)
+	must(t, err)
+
+	// A person edits the Corefile, or has it done.
+	must(t, n.install(install.Options{Values: servicesOn}))
+	n.wants("without --configure-dns", n.corefile, true, true, true)
+	if h, _, err := namesHop(t.Context(), n.Cluster); err != nil || h.State != health.Broken || h.Reason != reasonNoZone || !strings.Contains(h.Text, "--configure-dns") {
+		t.Errorf("%+v, %v", h, err)
+	}
+	if !n.said.Has(corefile.Lines) || !strings.Contains(corefile.Lines, "disable denial") {
+		t.Errorf("it does not say what to add: %v", n.said)
+	}
+	var binding rbacv1.ClusterRoleBinding
+	must(t, n.Client.Get(t.Context(), client.ObjectKey{Name: "isthmus-coredns"}, &binding))
+	if s := binding.Subjects; len(s) != 1 || s[0].Name != "names" || s[0].Namespace != metav1.NamespaceSystem {
+		t.Errorf("the right is of %v", s)
+	}
+	must(t, n.install(install.Options{ConfigureDNS: new(true)}))
+	n.wants("with --configure-dns", with, true, true, true)
+	if !n.said.Has("added to Corefile in ConfigMap kube-system/coredns; CoreDNS reads it within two minutes") {
+		t.Errorf("it says %v", n.said)
+	}
+
+	if h, notAsked, err := namesHop(t.Context(), n.Cluster); err != nil || h.State != health.Works || !strings.Contains(notAsked, "none of its Pods is ready") {
+		t.Errorf("%+v, %q, %v", h, notAsked, err)
+	}
+
+	// Later, what was chosen stays.
+	for _, o := range []install.Options{{}, {ConfigureDNS: new(true)}} {
+		must(t, n.install(o))
+		n.wants("the second time", with, true, true, true)
+		for _, line := range n.said {
+			if !strings.HasSuffix(line, " unchanged") && !strings.Contains(line, "as before; --without-workloads") {
+				t.Errorf("the second time: %s", line)
+			}
+		}
+	}
+	must(t, n.install(install.Options{ConfigureDNS: new(false)}))
+	n.wants("with --configure-dns=false", n.corefile, true, true, true)
+
+	must(t, n.install(install.Options{ConfigureDNS: new(true)}))
+	must(t, n.install(install.Options{Values: servicesOff}))
+	n.wants("switched off", n.corefile, false, false, false)
+	if err := n.install(install.Options{ConfigureDNS: new(true)}); err == nil || !strings.Contains(err.Error(), "want --services") {
+		t.Errorf("--configure-dns alone: %v", err)
+	}
+	must(t, n.install(install.Options{Values: servicesOn, ConfigureDNS: new(true)}))
+	n.wants("again", with, true, true, true)
+	n.uninstall()
+	n.wants("uninstalled", n.corefile, false, false, false)
+
+	// One who has added the zone by hand may still have the cache configured.
+	zone := strings.Replace(strings.ReplaceAll(with, " # added by isthmus install, with the zone", ""), "denial cluster.local clusterset.local", "denial cluster.local", 1)
+	n.setCorefile(zone)
+	must(t, n.install(install.Options{Values: servicesOn}))
+	if n.wants("by hand", zone, true, true, true); n.said.Has("CoreDNS does not answer") {
+		t.Errorf("it says %v", n.said)
+	}
+	must(t, n.install(install.Options{ConfigureDNS: new(true)}))
+	n.wants("cache", strings.Replace(zone, "denial cluster.local", "denial cluster.local clusterset.local # added by isthmus install, with the zone", 1), true, true, true)
+	n.uninstall()
+	n.wants("cache, uninstalled", zone, false, true, true)
+}
+
+// What others have stored, written or need is not taken from them.
+func TestUninstallLeavesWhatOthersNeed(t *testing.T) {
+	t.Parallel()
+	n := newNameServer(t)
+	must(t, n.install(install.Options{Values: servicesOn, ConfigureDNS: new(true)}))
+	export := &unstructured.Unstructured{Object: map[string]any{
+		"apiVersion": "multicluster.x-k8s.io/v1beta1", "kind": "ServiceExport", "metadata": map[string]any{"namespace": "default", "name": "shop"}}}
+	must(t, n.Client.Create(t.Context(), export))
+	n.uninstall()
+	n.wants("with an export", n.corefile, true, false, false)
+	if !n.said.Has("serviceexports.multicluster.x-k8s.io stays: there are ServiceExports that are not ours: default/shop") {
+		t.Errorf("it says %v", n.said)
+	}
+	must(t, n.Client.Delete(t.Context(), export))
+
+	// What the manager made goes, and another implementation's import stays.
+	must(t, n.install(install.Options{Values: servicesOn}))
+	mine := map[string]string{isthmus.LabelService: "shop"}
+	imports := func(name string, labels map[string]string) *unstructured.Unstructured {
+		u := &unstructured.Unstructured{Object: map[string]any{"apiVersion": "multicluster.x-k8s.io/v1beta1", "kind": "ServiceImport",
+			"spec": map[string]any{"type": "ClusterSetIP", "ports": []any{}}}}
+		u.SetNamespace("default")
+		u.SetName(name)
+		u.SetLabels(labels)
+		return u
+	}
+	derived := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "derived-x", Labels: mine}, Spec: corev1.ServiceSpec{Ports: []corev1.ServicePort{{Port: 80}}}}
+	theirs := imports("theirs", nil)
+	for _, o := range []client.Object{imports("shop", mine), derived, theirs} {
+		must(t, n.Client.Create(t.Context(), o))
+	}
+	n.uninstall()
+	n.wants("with two imports", n.corefile, false, true, false)
+	if !n.said.Has("stays: there are ServiceImports that are not ours: default/theirs;") {
+		t.Errorf("it says %v", n.said)
+	}
+	if err := n.Client.Get(t.Context(), client.ObjectKeyFromObject(derived), derived); client.IgnoreNotFound(err) != nil || err == nil {
+		t.Errorf("the derived Service stays: %v", err)
+	}
+	must(t, n.Client.Delete(t.Context(), theirs))
+
+	// By hand it is not ours to remove, and CoreDNS goes on to need its right and the definition.
+	byHand, err := corefile.Add(n.corefile)
+	must(t, err)
+	byHand = strings.ReplaceAll(byHand, " # added by isthmus install, with the zone", "")
+	must(t, n.install(install.Options{Values: servicesOn}))
+	n.setCorefile(byHand)
+	n.uninstall()
+	n.wants("by hand", byHand, false, true, true)
+	if !n.said.Has("ClusterRoleBinding isthmus-coredns stays: the Corefile in ConfigMap kube-system/coredns has the option multicluster") {
+		t.Errorf("it says %v", n.said)
+	}
+	n.setCorefile(n.corefile)
+	must(t, n.install(install.Options{Values: servicesOn}))
+	n.uninstall()
+	n.wants("no more", n.corefile, false, false, false)
+
+	// Somebody else applies the definition as well.
+	must(t, n.install(install.Options{Values: servicesOn}))
+	definitions, err := install.ServiceDefinitions()
+	must(t, err)
+	must(t, n.Client.Apply(t.Context(), client.ApplyConfigurationFromUnstructured(definitions[1].DeepCopy()), client.FieldOwner("another"), client.ForceOwnership))
+	n.uninstall()
+	n.wants("applied by two", n.corefile, false, true, false)
+	if !n.said.Has("serviceimports.multicluster.x-k8s.io stays: another has written it as well") {
+		t.Errorf("it says %v", n.said)
+	}
+}
+
+func TestDefinitionsOfOthersStay(t *testing.T) {
+	t.Parallel()
+	n := newNameServer(t)
+	definitions, err := install.ServiceDefinitions()
+	must(t, err)
+	theirs := definitions[1].DeepCopy()
+	theirs.SetLabels(nil)
+	must(t, n.Client.Create(t.Context(), theirs))
+	must(t, n.install(install.Options{Values: servicesOn}))
+	if !n.said.Has("serviceimports.multicluster.x-k8s.io is there already and stays") {
+		t.Errorf("it says %v", n.said)
+	}
+	n.uninstall()
+	n.wants("uninstalled", n.corefile, false, true, false)
+
+	// One that is too old is an error, before anything is changed.
+	must(t, n.Client.Get(t.Context(), client.ObjectKeyFromObject(theirs), theirs))
+	versions, _, err := unstructured.NestedSlice(theirs.Object, "spec", "versions")
+	must(t, err)
+	for _, v := range versions {
+		if v := v.(map[string]any); v["name"] == "v1beta1" {
+			v["served"] = false
+		}
+	}
+	must(t, unstructured.SetNestedSlice(theirs.Object, versions, "spec", "versions"))
+	must(t, n.Client.Update(t.Context(), theirs))
+	if err := n.install(install.Options{Values: servicesOn}); err == nil || !strings.Contains(err.Error(), "does not serve v1beta1") {
+		t.Errorf("too old: %v", err)
+	}
+	n.wants("too old", n.corefile, false, true, false)
+}
+
+// The Corefile of a CoreDNS that would refuse the zone is not changed.
+func TestConfigureDNSRefusesWhatItMayBreak(t *testing.T) {
+	t.Parallel()
+	n := newNameServer(t)
+	strange := strings.Replace(n.corefile, "cluster.local in-addr.arpa ip6.arpa", "", 1)
+	for i, why := range []struct{ image, text, want string }{
+		{"coredns/coredns:1.11.3", n.corefile, "CoreDNS 1.11.3 is too old for clusterset.local: want 1.12.2 or later"},
+		{"eks/coredns:v1.11.4-eksbuild.2", n.corefile, "CoreDNS 1.11.4 is too old"},
+		{"localhost:5000/coredns@sha256:" + strings.Repeat("a", 64), n.corefile, "the version of CoreDNS is not known"},
+		{"rancher/mirrored-coredns-coredns:1.12.3", strange, "names no zones"},
+	} {
+		n.setImage(why.image)
+		n.setCorefile(why.text)
+		err := n.install(install.Options{Values: servicesOn, ConfigureDNS: new(true)})
+		if err == nil || !strings.Contains(err.Error(), why.want) || !strings.Contains(err.Error(), "nothing was changed") || !clustertest.Gone(t, n.Cluster, &corev1.Namespace{}, n.Namespace) {
+			t.Errorf("%d: %v; want %q", i, err, why.want)
+		}
+		n.wants(fmt.Sprint(i), why.text, false, false, false)
+		if h, _, err := namesHop(t.Context(), n.Cluster); err != nil || (h.Reason == reasonDNSTooOld) != (why.text == n.corefile) || h.State == health.Works || sharesServices(t.Context(), n.Cluster) {
+			t.Errorf("%d: %+v, %v", i, h, err)
+		}
+	}
+	must(t, n.install(install.Options{Values: servicesOn}))
+	if !n.said.Has("CoreDNS does not answer for clusterset.local: Corefile in ConfigMap kube-system/coredns: line 7: kubernetes names no zones") {
+		t.Errorf("it says %v", n.said)
+	}
+	n.wants("without --configure-dns", strange, true, true, true)
+
+	d := &appsv1.Deployment{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "coredns"}}
+	must(t, n.Client.Delete(t.Context(), d))
+	if err := n.install(install.Options{ConfigureDNS: new(true)}); err == nil || !strings.Contains(err.Error(), "k8s-app=kube-dns") {
+		t.Errorf("without CoreDNS: %v", err)
+	}
+	if h, _, err := namesHop(t.Context(), n.Cluster); err != nil || h.State != health.Unknown || !sharesServices(t.Context(), n.Cluster) {
+		t.Errorf("%+v, %v", h, err)
+	}
+	must(t, n.install(install.Options{}))
+	if !n.said.Has("names in clusterset.local need CoreDNS 1.12.2 or later") {
+		t.Errorf("it says %v", n.said)
+	}
+	n.uninstall()
+	n.wants("uninstalled", strange, false, false, false)
+}

@@ -1,0 +1,296 @@
+// Package inspect reads how a cluster and its peerings are: for `isthmus status`, `diagnose` and `trace`.
+// Package health judges what it has read.
+package inspect
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"sync"
+	"text/tabwriter"
+	"time"
+
+	"github.com/isthmus-net/isthmus/internal/health"
+	"github.com/isthmus-net/isthmus/internal/safetext"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/duration"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/cluster"
+)
+
+// Status is how it goes with the peerings of a cluster.
+type Status struct {
+	Cluster   v1alpha1.ClusterIdentity `json:"cluster"`
+	Namespace string                   `json:"namespace"` // of the installation
+	Manager   health.Holder            `json:"manager"`   // the active one
+	Gateway   health.Holder            `json:"gateway"`   // the active one
+	Gateways  []GatewayPod             `json:"gateways"`  // Pods marked as active: one, when all is well
+	Hops      []health.Hop             `json:"hops"`      // what all peerings need of this cluster
+	Peerings  []Row                    `json:"peerings"`  // sorted by name
+	At        time.Time                `json:"at"`        // when this was found out, by the API server's clock
+}
+
+// A GatewayPod is the Pod of an active gateway.
+type GatewayPod struct {
+	Pod  string `json:"pod"`
+	Node string `json:"node"`
+	IP   string `json:"ip"`
+}
+
+// A Row is how it goes with one of them.
+type Row struct {
+	Name      string                   `json:"name"`
+	Cluster   v1alpha1.ClusterIdentity `json:"cluster"`
+	Ready     bool                     `json:"ready"`
+	Status    metav1.ConditionStatus   `json:"status"`             // of the condition Ready; Unknown too when nobody is there who would know
+	Reason    string                   `json:"reason"`             // of the condition Ready
+	Problem   string                   `json:"problem,omitempty"`  // the first thing that is not as it should be
+	Problems  []string                 `json:"problems,omitempty"` // all that are, the first one first
+	Deleting  bool                     `json:"deleting,omitempty"`
+	Namespace string                   `json:"namespace"` // the tenant namespace
+	Local     isthmus.Networks         `json:"local"`     // our networks, and as the peer sees them
+	Remote    isthmus.Networks         `json:"remote"`    // its networks, and as we see them
+	Endpoint  string                   `json:"endpoint,omitempty"`
+	Latency   string                   `json:"latency,omitempty"`
+	// PostQuantum is the kind of the tunnel's preshared key; zero where nobody knows.
+	PostQuantum isthmus.PostQuantumStatus `json:"postQuantum,omitzero"`
+	// Keys are the WireGuard keys of the present sessions.
+	Keys isthmus.KeysStatus `json:"keys,omitzero"`
+	// Services are those that the peer exports to this cluster; nil where it exports none, or they may not be read.
+	Services *ServiceCounts `json:"services,omitempty"`
+	// IdentityUntil is when our token at the peer ends; nil where there is none, or it may not be read.
+	IdentityUntil *metav1.Time       `json:"identityUntil,omitempty"`
+	Since         *metav1.Time       `json:"since,omitempty"` // of Status, by the API server's clock; nil where nobody knows
+	Conditions    []metav1.Condition `json:"conditions"`
+}
+
+// StatusOf reads the status of a cluster that was identified.
+func StatusOf(ctx context.Context, c *cluster.Cluster) (s Status, err error) {
+	s = Status{Cluster: c.Identity, Namespace: c.Namespace, Gateways: []GatewayPod{}, Peerings: []Row{}}
+	var list isthmus.PeeringList
+	if err := c.Client.List(ctx, &list); err != nil {
+		return s, c.Explain("Peerings", err)
+	}
+	until := identitiesUntil(ctx, c, list.Items)
+	if s.Hops, s.Manager, s.Gateway, err = clusterHops(ctx, c); err != nil {
+		return s, err
+	}
+	s.At, _ = c.Now()
+	health.DateByServer(list.Items, s.Manager, s.At)
+	services, err := importedServices(ctx, c)
+	if err != nil {
+		return s, err
+	}
+	for i := range list.Items {
+		row := rowOf(&list.Items[i])
+		row.IdentityUntil = until[i]
+		if row.Services = services[row.Namespace]; row.Services != nil {
+			row.Problems = append(row.Problems, row.Services.problems()...)
+			row.Problem = strings.Join(row.Problems[:min(1, len(row.Problems))], "")
+		}
+		s.Peerings = append(s.Peerings, row)
+		health.Heed(s.Hops, &list.Items[i])
+	}
+	slices.SortFunc(s.Peerings, func(a, b Row) int { return cmp.Compare(a.Name, b.Name) })
+	var pods corev1.PodList
+	if err := c.Client.List(ctx, &pods, client.InNamespace(c.Namespace), client.MatchingLabels{v1alpha1.LabelGateway: v1alpha1.GatewayActive}); err != nil {
+		return s, c.Explain("Pods in namespace "+c.Namespace, err)
+	}
+	for _, p := range pods.Items {
+		s.Gateways = append(s.Gateways, GatewayPod{Pod: p.Name, Node: p.Spec.NodeName, IP: p.Status.PodIP})
+	}
+	s.doubt()
+	return s, nil
+}
+
+// noGateway says why no gateway is at work; empty: one is, or it is not ours.
+func (s *Status) noGateway() string {
+	for i := range s.Hops {
+		if h := &s.Hops[i]; health.NoneAtWork(h) {
+			return strings.TrimPrefix(h.Text, "no gateway is at work: ")
+		}
+	}
+	if s.Gateway.Name == "" && !s.Gateway.Absent {
+		return s.Gateway.Problem
+	}
+	return ""
+}
+
+// doubt takes back what Peerings say of themselves when nobody is there who would know better: a
+// status is a memory as soon as its writer is gone.
+func (s *Status) doubt() {
+	why, reason := "", isthmus.ReasonUnknown
+	if s.Manager.Name == "" && !s.Manager.Rolls {
+		why = "no manager is at work, so that this is from before: " + s.Manager.Problem
+	} else if none := s.noGateway(); none != "" {
+		why, reason = "no gateway is at work: "+none, isthmus.ReasonGatewaySilent // as the manager will
+	}
+	if why == "" {
+		return
+	}
+	for i := range s.Peerings {
+		if p := &s.Peerings[i]; p.Ready {
+			p.Ready, p.Status, p.Reason, p.Latency, p.Since = false, metav1.ConditionUnknown, reason, "", nil
+			p.Problem, p.Problems, p.PostQuantum = why, []string{why}, isthmus.PostQuantumStatus{}
+		}
+	}
+}
+
+func rowOf(p *isthmus.Peering) Row {
+	s := Row{
+		Name: p.Name, Cluster: p.Spec.Cluster, Ready: health.IsTrue(p, isthmus.ConditionReady), Status: metav1.ConditionUnknown, Reason: isthmus.ReasonUnknown,
+		Deleting: !p.DeletionTimestamp.IsZero(), Namespace: p.Spec.TenantNamespace.Local, Local: p.Status.Local, Remote: p.Status.Remote,
+		Endpoint: p.Status.Endpoint, Latency: p.Status.Latency, PostQuantum: p.Status.PostQuantum, Keys: p.Status.Keys, Conditions: p.Status.Conditions,
+	}
+	for _, c := range p.Status.Conditions {
+		if c.Type == isthmus.ConditionReady {
+			s.Status, s.Reason, s.Since = c.Status, c.Reason, &c.LastTransitionTime
+		}
+	}
+	for i := range p.Status.Conditions {
+		if c := &p.Status.Conditions[i]; s.Ready && c.Type != isthmus.ConditionReady && (c.Status == metav1.ConditionFalse || isthmus.Limited(c)) {
+			s.Problems = append(s.Problems, health.Sentence(c))
+		}
+	}
+	for _, c := range health.Problems(p) {
+		s.Problems = append(s.Problems, health.Sentence(&c))
+	}
+	if len(s.Problems) > 0 {
+		s.Problem = s.Problems[0]
+	}
+	return s
+}
+
+// keyText is a key with its age.
+func keyText(key string, since *metav1.Time, at time.Time, lags bool) string {
+	if key == "" {
+		return ""
+	}
+	if key += " (" + ago(since, at) + ")"; lags {
+		key += ", rotates"
+	}
+	return key
+}
+
+// Ready reports whether all peerings are, and everything that they need of this cluster works.
+// Without a peering nothing is needed.
+func (s Status) Ready() bool {
+	if len(s.Peerings) == 0 {
+		return true
+	}
+	return health.FirstBroken(s.Hops) == nil && !slices.ContainsFunc(s.Peerings, func(p Row) bool { return !p.Ready })
+}
+
+// Print writes the status for people. Nothing that others wrote reaches the terminal unescaped.
+func (s Status) Print(w io.Writer, wide bool) error {
+	manager := safetext.Of(s.Manager.Name)
+	if s.Manager.Name == "" {
+		manager = "none: " + s.Manager.Problem
+	}
+	gateways := make([]string, 0, len(s.Gateways))
+	if none := s.noGateway(); none != "" {
+		gateways, s.Gateways = []string{"none: " + none}, nil // whatever their marks say
+	}
+	for _, g := range s.Gateways {
+		gateways = append(gateways, safetext.Of(g.Pod)+" on node "+safetext.OrDash(g.Node))
+	}
+	fmt.Fprintf(w, "cluster %s (%s)\nmanager %s\ngateway %s\n", safetext.Of(s.Cluster.ClusterName), safetext.Of(s.Cluster.ClusterID), manager,
+		cmp.Or(strings.Join(gateways, ", "), "none is active"))
+	for _, h := range s.Hops {
+		if health.OfNodes(&h) || h.Name == health.HopClocks || h.Name == health.HopStandby || h.State == health.Broken && (h.Name == health.HopRights || h.Name == health.HopGateway && s.noGateway() == "") {
+			fmt.Fprintf(w, "%s %s\n", h.Name, h.Text)
+		}
+	}
+	fmt.Fprintln(w)
+	if len(s.Peerings) == 0 {
+		_, err := fmt.Fprintln(w, "no peerings")
+		return err
+	}
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	header := []string{"PEERING", "CLUSTER", "READY", "SINCE", "THEIR PODS HERE", "OUR PODS THERE", "ENDPOINT", "LATENCY", "REASON"}
+	services := slices.ContainsFunc(s.Peerings, func(p Row) bool { return p.Services != nil })
+	if services {
+		header = append(header, "THEIR SERVICES HERE")
+	}
+	fmt.Fprintln(t, strings.Join(header, "\t"))
+	for _, p := range s.Peerings {
+		ready := "no"
+		switch p.Status {
+		case metav1.ConditionTrue:
+			ready = "yes"
+		case metav1.ConditionUnknown:
+			ready = "unknown"
+		}
+		cells := []string{p.Name, p.Cluster.ClusterName, ready, ago(p.Since, s.At), p.Remote.PodCIDRSeen, p.Local.PodCIDRSeen, p.Endpoint, p.Latency, p.Reason}
+		if services {
+			cells = append(cells, p.Services.String())
+		}
+		printRow(t, cells...)
+	}
+	if wide { // in a table of its own, that both fit a screen
+		fmt.Fprintln(t, "\nPEERING\tCLUSTER ID\tNAMESPACE\tTHEIR EXTERNAL HERE\tOUR EXTERNAL THERE\tIDENTITY UNTIL\tOUR KEY\tTHEIR KEY\tPOST-QUANTUM")
+		for _, p := range s.Peerings {
+			until := ""
+			if p.IdentityUntil != nil {
+				until = p.IdentityUntil.UTC().Format(time.RFC3339)
+			}
+			printRow(t, p.Name, p.Cluster.ClusterID, p.Namespace, p.Remote.ExternalCIDRSeen, p.Local.ExternalCIDRSeen, until,
+				keyText(p.Keys.Ours, p.Keys.OursSince, s.At, p.Keys.Lags), keyText(p.Keys.Theirs, p.Keys.TheirsSince, s.At, false), strings.TrimSuffix(p.PostQuantum.Key+": "+p.PostQuantum.Why, ": "))
+		}
+	}
+	if err := t.Flush(); err != nil {
+		return err
+	}
+	for _, p := range s.Peerings {
+		for i, problem := range p.Problems {
+			if i == 0 {
+				fmt.Fprintf(w, "\n%s, cluster %s (%s):\n", safetext.Of(p.Name), safetext.Of(p.Cluster.ClusterName), safetext.Of(p.Cluster.ClusterID))
+			}
+			if _, err := fmt.Fprintf(w, "  %s\n", problem); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func printRow(w io.Writer, cells ...string) {
+	for i := range cells {
+		cells[i] = safetext.OrDash(cells[i])
+	}
+	fmt.Fprintln(w, strings.Join(cells, "\t"))
+}
+
+// identitiesUntil says of each Peering until when the identity at the peer is good.
+func identitiesUntil(ctx context.Context, c *cluster.Cluster, peerings []isthmus.Peering) []*metav1.Time {
+	all := make([]*metav1.Time, len(peerings))
+	var group sync.WaitGroup
+	slots := make(chan struct{}, requestsAtOnce)
+	for i := range peerings {
+		slots <- struct{}{}
+		group.Go(func() {
+			if at, ok := identityExpiry(ctx, c, &peerings[i]); ok {
+				all[i] = &metav1.Time{Time: at}
+			}
+			<-slots
+		})
+	}
+	group.Wait()
+	return all
+}
+
+// ago is how long ago something was.
+func ago(since *metav1.Time, now time.Time) string {
+	if since == nil || since.IsZero() || now.IsZero() {
+		return ""
+	}
+	return duration.HumanDuration(max(0, now.Sub(since.Time)))
+}

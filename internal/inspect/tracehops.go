@@ -1,0 +1,140 @@
+package inspect
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/health"
+	"github.com/isthmus-net/isthmus/internal/kubeerr"
+	"github.com/isthmus-net/isthmus/internal/safetext"
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+// NodeHop is what a packet crosses between a Pod's node and the gateway: the rules and the overlay of
+// that node's route agent. An empty node is that of no Pod. Where the way to the gateway is all that
+// is broken, and no gateway is at work, it waits.
+func NodeHop(ctx context.Context, c *cluster.Cluster, node string) (health.Hop, error) {
+	hop := health.Hop{Cluster: c.String(), Name: "node", State: health.Works, Source: "Nodes, Pods in " + c.Namespace}
+	if node == "" {
+		hop.State, hop.Text = health.Unknown, "no Pod of the cluster has the address; it is taken for a node's or another machine's"
+		return hop, nil
+	}
+	now, _ := c.Now()
+	found, err := components(ctx, c, now)
+	if err != nil {
+		return hop, c.Explain("Pods in "+c.Namespace, err)
+	}
+	var n corev1.Node
+	if err := c.Client.Get(ctx, client.ObjectKey{Name: node}, &n); err != nil {
+		return hop, c.Explain("Node "+node, err)
+	}
+	a := health.AgentsOf([]corev1.Node{n}, found, nil)
+	switch problems := slices.Concat(a.Unready, a.Missing); {
+	case len(problems) > 0:
+		hop.State, hop.Text, hop.FollowsGateway = health.Broken, strings.Join(problems, "; "), len(problems) == a.Unreached
+	case a.Nodes == 0:
+		hop.State, hop.Text = health.Broken, fmt.Sprintf("Node %s takes no route agent", safetext.Of(node))
+	case found.Refuses[node] != "":
+		hop.State, hop.Text = health.Broken, fmt.Sprintf("Node %s: %s", safetext.Of(node), found.Refuses[node])
+	default:
+		hop.Text = fmt.Sprintf("Node %s: its route agent is ready, so that rules and overlay lead to the gateway and back", safetext.Of(node))
+	}
+	if !hop.FollowsGateway {
+		return hop, nil
+	}
+	gateway, err := GatewayHop(ctx, c)
+	if err != nil {
+		return hop, err
+	}
+	way := []health.Hop{hop}
+	if health.NoneAtWork(&gateway) {
+		health.WithoutGateway(way)
+	}
+	return way[0], nil
+}
+
+// VacantHop reports whether an address is in the PodCIDR of a node. No running Pod has it, so the hop says that
+// nobody may answer: it may be an address of the node itself, such as that of its bridge.
+func VacantHop(ctx context.Context, c *cluster.Cluster, addr netip.Addr) (hop health.Hop, is bool, err error) {
+	var nodes corev1.NodeList
+	switch err := c.Client.List(ctx, &nodes); {
+	case kubeerr.Forbidden(err): // then it is taken for another machine's, as any address without a Pod
+		return hop, false, nil
+	case err != nil:
+		return hop, false, c.Explain("Nodes", err)
+	}
+	for i := range nodes.Items {
+		n := &nodes.Items[i]
+		for _, text := range append(slices.Clone(n.Spec.PodCIDRs), n.Spec.PodCIDR) {
+			if prefix, err := netip.ParsePrefix(text); err == nil && prefix.Contains(addr) {
+				return health.Hop{Cluster: c.String(), Name: "pod", State: health.Unknown, Source: "Pods, Nodes",
+					Text: fmt.Sprintf("no Pod that runs has %s, which is in the PodCIDR %s of Node %s: nobody answers, unless it is an address of the node", addr, prefix, safetext.Of(n.Name))}, true, nil
+			}
+		}
+	}
+	return hop, false, nil
+}
+
+// GatewayHop says whether a gateway is at work, and on which Pod the overlay ends.
+func GatewayHop(ctx context.Context, c *cluster.Cluster) (health.Hop, error) {
+	hops, _, _, err := clusterHops(ctx, c)
+	if err != nil {
+		return health.Hop{}, err
+	}
+	var list isthmus.PeeringList
+	if err := c.Client.List(ctx, &list); err != nil {
+		return health.Hop{}, c.Explain("Peerings", err)
+	}
+	for i := range list.Items {
+		health.Heed(hops, &list.Items[i])
+	}
+	i := slices.IndexFunc(hops, func(h health.Hop) bool { return h.Name == health.HopGateway })
+	return hops[i], nil
+}
+
+// TunnelHop says whether packets go both ways between the gateways of this cluster and of a peer.
+func TunnelHop(ctx context.Context, c *cluster.Cluster, peer string) (health.Hop, error) {
+	e, err := examine(ctx, c, func(p *isthmus.Peering) bool { return p.Spec.Cluster.ClusterID == peer })
+	if err != nil {
+		return health.Hop{}, err
+	}
+	hop := health.Hop{Cluster: c.String(), Name: health.StepNames[isthmus.ConditionConnected], State: health.Unknown, Text: "there is no Peering with cluster " + safetext.Of(peer), Source: "Peerings"}
+	for _, hops := range e.Peerings {
+		for _, h := range hops {
+			if h.Name == hop.Name {
+				return h, nil
+			}
+		}
+	}
+	return hop, nil
+}
+
+// SeenFrom is the address under which this cluster reaches a Pod of a peer, as the two agreed.
+func SeenFrom(ctx context.Context, c *cluster.Cluster, peer string, at netip.AddrPort) (netip.AddrPort, error) {
+	var list isthmus.PeeringList
+	if err := c.Client.List(ctx, &list); err != nil {
+		return netip.AddrPort{}, c.Explain("Peerings", err)
+	}
+	for i := range list.Items {
+		p := &list.Items[i]
+		own, err1 := netip.ParsePrefix(p.Status.Remote.PodCIDR)
+		seen, err2 := netip.ParsePrefix(p.Status.Remote.PodCIDRSeen)
+		if p.Spec.Cluster.ClusterID != peer || cmp.Or(err1, err2) != nil {
+			continue
+		}
+		if addr, ok := (natengine.Remap{From: own, To: seen}).Map(at.Addr()); ok {
+			return netip.AddrPortFrom(addr, at.Port()), nil
+		}
+		return netip.AddrPort{}, fmt.Errorf("%s: %v is outside of the peer's pods, %v", c, at.Addr(), own)
+	}
+	return netip.AddrPort{}, fmt.Errorf("%s: nothing is agreed with cluster %s yet", c, safetext.Of(peer))
+}

@@ -1,0 +1,210 @@
+package install
+
+import (
+	"context"
+	"fmt"
+	"reflect"
+	"slices"
+
+	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/chart"
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/safetext"
+)
+
+// What Install looks at before it writes anything: what an installation is like that does not say
+// what was chosen for it, and what forbids to install.
+
+// valuesOfOlder returns what an installation that was made when nothing was remembered, or by kubectl, says
+// of itself; nil where there is none. The defaults instead would change where peers reach it.
+func valuesOfOlder(ctx context.Context, c *cluster.Cluster, o Options) (chart.Values, error) {
+	var account corev1.ServiceAccount
+	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.ManagerServiceAccount}
+	if err := c.Client.Get(ctx, key, &account); err != nil {
+		return nil, c.Explain("ServiceAccount "+key.String(), client.IgnoreNotFound(err))
+	}
+	values, workloads := chart.Values{}, false
+	for kind, names := range map[string][]string{
+		"Deployment": {deploy.ManagerServiceAccount, deploy.GatewayServiceAccount}, "DaemonSet": {deploy.RouteAgentServiceAccount},
+	} {
+		for _, name := range names { // they are called as their ServiceAccounts
+			u, err := c.Get(ctx, appsv1.SchemeGroupVersion.WithKind(kind), c.Namespace, name)
+			if err != nil {
+				return nil, err
+			}
+			if workloads = workloads || u != nil; u != nil && name == deploy.GatewayServiceAccount && onHostNetwork(u) {
+				chart.Set(values, true, "gateway", "hostNetwork")
+			}
+		}
+	}
+	chart.Set(values, workloads, "workloads")
+	var s corev1.Service
+	key.Name = deploy.GatewayServiceAccount // the Service, too
+	if err := c.Client.Get(ctx, key, &s); apierrors.IsNotFound(err) {
+		chart.Set(values, "", "gateway", "service", "type")
+		return values, nil
+	} else if err != nil {
+		return nil, c.Explain("Service "+key.String(), err)
+	}
+	chart.Set(values, string(s.Spec.Type), "gateway", "service", "type")
+	if policy := s.Spec.ExternalTrafficPolicy; policy != "" {
+		chart.Set(values, string(policy), "gateway", "service", "externalTrafficPolicy")
+	}
+	if class := s.Spec.LoadBalancerClass; class != nil {
+		chart.Set(values, *class, "gateway", "service", "loadBalancerClass")
+	}
+	if chart.Get(o.Values, "gateway", "port") != nil || chart.Get(o.Values, "gateway", "service", "type") != nil {
+		return values, nil // a person says which
+	}
+	port, ok := inARow(s.Spec.Ports)
+	if !ok {
+		return nil, fmt.Errorf("%s: Service %s has other ports than we make, which are UDP and in a row, each the gateway's own: say --gateway-port and --tunnels, "+
+			"or leave the Service as it is by --gateway-service none", c, key)
+	}
+	chart.Set(values, float64(port), "gateway", "port")
+	chart.Set(values, float64(len(s.Spec.Ports)), "gateway", "tunnels")
+	o.Report(fmt.Sprintf("%s: Service %s stays %s with %d UDP ports from %d up, since nothing says what was chosen for this installation", c, key, s.Spec.Type, len(s.Spec.Ports), port))
+	return values, nil
+}
+
+func onHostNetwork(deployment *unstructured.Unstructured) bool {
+	on, _, _ := unstructured.NestedBool(deployment.Object, "spec", "template", "spec", "hostNetwork")
+	return on
+}
+
+// inARow returns the first of the ports of a Service of ours.
+func inARow(ports []corev1.ServicePort) (first int32, ok bool) {
+	for i, p := range ports {
+		if i == 0 {
+			first = p.Port
+		}
+		if p.Port != first+int32(i) || p.Protocol != corev1.ProtocolUDP || p.TargetPort.IntVal != p.Port && p.TargetPort.IntVal != 0 {
+			return 0, false
+		}
+	}
+	return first, len(ports) > 0
+}
+
+// NotElsewhere keeps an installation from taking away the rights of one in another namespace: their
+// ClusterRoleBindings have the same names. One whose ServiceAccount is gone is no installation.
+func NotElsewhere(ctx context.Context, c *cluster.Cluster) error {
+	var binding rbacv1.ClusterRoleBinding
+	if err := c.Client.Get(ctx, client.ObjectKey{Name: deploy.ManagerServiceAccount}, &binding); err != nil {
+		return c.Explain("ClusterRoleBinding "+deploy.ManagerServiceAccount, client.IgnoreNotFound(err))
+	}
+	for _, s := range binding.Subjects {
+		if s.Kind != rbacv1.ServiceAccountKind || s.Namespace == c.Namespace {
+			continue
+		}
+		key := client.ObjectKey{Namespace: s.Namespace, Name: s.Name}
+		err := c.Client.Get(ctx, key, &corev1.ServiceAccount{})
+		if err == nil {
+			return fmt.Errorf("%s: Isthmus is installed in namespace %s already (ClusterRoleBinding %s), and there is one in a cluster: "+
+				"want --namespace %s, or that one uninstalled first", c, safetext.Of(s.Namespace), binding.Name, safetext.Of(s.Namespace))
+		}
+		if !apierrors.IsNotFound(err) {
+			return c.Explain("ServiceAccount "+key.String(), err)
+		}
+	}
+	return nil
+}
+
+// inTheWay says what is there that what is to be applied cannot replace, or must not be beside.
+func inTheWay(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unstructured) error {
+	workloads := false
+	for _, u := range objects {
+		switch u.GetKind() {
+		case "Deployment", "DaemonSet":
+			workloads = true
+			have, err := c.Get(ctx, u.GroupVersionKind(), u.GetNamespace(), u.GetName())
+			if err != nil {
+				return err
+			}
+			if have == nil {
+				continue
+			}
+			want, _, _ := unstructured.NestedMap(u.Object, "spec", "selector")
+			if is, _, _ := unstructured.NestedMap(have.Object, "spec", "selector"); !reflect.DeepEqual(is, want) {
+				return fmt.Errorf("%s: %s was made by somebody else: its spec.selector is %v, ours %v, and none can be changed: delete it first, or leave the components to others by --without-workloads",
+					c, cluster.Describe(u), is, want)
+			}
+		case "Service":
+			if u.GetLabels()[v1alpha1.LabelGateway] == "" {
+				continue
+			}
+			var services corev1.ServiceList
+			if err := c.Client.List(ctx, &services, client.InNamespace(c.Namespace), client.MatchingLabels{v1alpha1.LabelGateway: "true"}); err != nil {
+				return c.Explain("Services in "+c.Namespace, err)
+			}
+			for i := range services.Items {
+				if name := services.Items[i].Name; name != u.GetName() {
+					return fmt.Errorf("%s: Service %s/%s has the label %s, and with %s there would be two, of which no peer learns an address: leave it as it is by --gateway-service none, or delete it",
+						c, c.Namespace, name, v1alpha1.LabelGateway, u.GetName())
+				}
+			}
+		}
+	}
+	if !workloads {
+		return nil
+	}
+	var deployments appsv1.DeploymentList
+	var daemonSets appsv1.DaemonSetList
+	for _, list := range []client.ObjectList{&deployments, &daemonSets} {
+		if err := c.Client.List(ctx, list, client.InNamespace(c.Namespace)); err != nil {
+			return c.Explain("workloads in "+c.Namespace, err)
+		}
+	}
+	accounts := []string{deploy.ManagerServiceAccount, deploy.GatewayServiceAccount, deploy.RouteAgentServiceAccount}
+	another := func(kind, name, account string) error {
+		if !slices.Contains(accounts, account) || name == account {
+			return nil
+		}
+		return fmt.Errorf("%s: %s %s/%s has ServiceAccount %s, so a second one would do the same: delete it first, or leave the components to others by --without-workloads",
+			c, kind, c.Namespace, name, account)
+	}
+	for i := range deployments.Items {
+		if err := another("Deployment", deployments.Items[i].Name, deployments.Items[i].Spec.Template.Spec.ServiceAccountName); err != nil {
+			return err
+		}
+	}
+	for i := range daemonSets.Items {
+		if err := another("DaemonSet", daemonSets.Items[i].Name, daemonSets.Items[i].Spec.Template.Spec.ServiceAccountName); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// agentsFirst waits, before gateways leave the networks of their nodes, until each node has the new
+// agent: those of before let nothing through to the Pod of a gateway.
+func agentsFirst(ctx context.Context, c *cluster.Cluster, object *unstructured.Unstructured, objects []*unstructured.Unstructured, o Options) error {
+	if object.GetKind() != "Deployment" || object.GetName() != deploy.GatewayServiceAccount || o.Wait == 0 || onHostNetwork(object) {
+		return nil
+	}
+	have, err := c.Get(ctx, object.GroupVersionKind(), object.GetNamespace(), object.GetName())
+	if err != nil || have == nil || !onHostNetwork(have) {
+		return err
+	}
+	agents := slices.DeleteFunc(slices.Clone(objects), func(u *unstructured.Unstructured) bool { return u.GetKind() != "DaemonSet" })
+	return rolledOut(ctx, c, agents, o, "the gateways stay in the networks of their nodes until each node has the new agent (--timeout 0 does not wait)")
+}
+
+// keepLiqo refuses to install over a Liqo unless its definitions stay.
+func keepLiqo(c *cluster.Cluster, chosen chart.Values) error {
+	if chart.Get(chosen, "crds", "liqo") == false || chart.Get(chosen, "crds", "install") == false {
+		return nil
+	}
+	if is, err := c.IsLiqo(); err != nil || !is {
+		return err
+	}
+	return fmt.Errorf("%s: %w: it has the kind %s of Liqo's and no Peerings, and the definitions of Isthmus would replace Liqo's. Nothing is changed. "+
+		"docs/liqo.md has the few objects that join a cluster with a Liqo; where Liqo's own networking is switched off, --set crds.liqo=false installs Isthmus beside it", c, cluster.ErrLiqo, cluster.ForeignClusters)
+}

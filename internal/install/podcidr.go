@@ -1,0 +1,240 @@
+package install
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/yaml"
+
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/safetext"
+)
+
+// A podSource is one place that says what the network of all pods is: none is no error.
+type podSource struct {
+	what string
+	// own says that the CNI gives Pods their addresses by itself, whatever network their Node has.
+	own  bool
+	read func(context.Context, *cluster.Cluster) (networks string, err error)
+}
+
+// podSources begins with the CNIs: what the cluster was made with need not be what they use.
+var podSources = []podSource{
+	{"IPPools of Calico", true, func(ctx context.Context, c *cluster.Cluster) (string, error) {
+		var pools unstructured.UnstructuredList
+		pools.SetGroupVersionKind(schema.GroupVersionKind{Group: "crd.projectcalico.org", Version: "v1", Kind: "IPPoolList"})
+		if err := c.Client.List(ctx, &pools); err != nil {
+			return "", ignoreAbsent(err)
+		}
+		return calicoNetworks(pools.Items), nil
+	}},
+	{"ConfigMap kube-system/cilium-config (cluster-pool-ipv4-cidr)", true, func(ctx context.Context, c *cluster.Cluster) (string, error) {
+		ipam, err := configMap(ctx, c, metav1.NamespaceSystem, "cilium-config", "ipam")
+		if err != nil || ipam != "cluster-pool" {
+			return "", err
+		}
+		return configMap(ctx, c, metav1.NamespaceSystem, "cilium-config", "cluster-pool-ipv4-cidr")
+	}},
+	{"ConfigMap kube-flannel/kube-flannel-cfg (net-conf.json)", false, func(ctx context.Context, c *cluster.Cluster) (string, error) {
+		text, err := configMap(ctx, c, "kube-flannel", "kube-flannel-cfg", "net-conf.json")
+		var flannel struct{ Network string }
+		return read(text, err, &flannel, func() string { return flannel.Network })
+	}},
+	{"ConfigMap kube-system/kubeadm-config (networking.podSubnet)", false, func(ctx context.Context, c *cluster.Cluster) (string, error) {
+		text, err := configMap(ctx, c, metav1.NamespaceSystem, "kubeadm-config", "ClusterConfiguration")
+		var cluster struct {
+			Networking struct {
+				PodSubnet string `json:"podSubnet"`
+			} `json:"networking"`
+		}
+		return read(text, err, &cluster, func() string { return cluster.Networking.PodSubnet })
+	}},
+	{"flags of the controller manager (--cluster-cidr)", false, func(ctx context.Context, c *cluster.Cluster) (string, error) {
+		return componentFlag(ctx, c, "kube-controller-manager", "cluster-cidr")
+	}},
+	{"ConfigMap kube-system/kube-proxy (clusterCIDR)", false, func(ctx context.Context, c *cluster.Cluster) (string, error) {
+		text, err := configMap(ctx, c, metav1.NamespaceSystem, "kube-proxy", "config.conf")
+		var proxy struct {
+			ClusterCIDR string `json:"clusterCIDR"`
+		}
+		return read(text, err, &proxy, func() string { return proxy.ClusterCIDR })
+	}},
+	{"k3s (its nodes' arguments, or its default)", false, func(ctx context.Context, c *cluster.Cluster) (string, error) {
+		var nodes corev1.NodeList
+		if err := c.Client.List(ctx, &nodes); err != nil {
+			return "", err
+		}
+		return k3s(nodes.Items, "--cluster-cidr", "10.42.0.0/16"), nil
+	}},
+}
+
+// calicoNetworks returns the networks of the IPPools from which Pods get addresses.
+func calicoNetworks(pools []unstructured.Unstructured) string {
+	var all []string
+	for i := range pools {
+		spec, _, _ := unstructured.NestedMap(pools[i].Object, "spec")
+		uses, limited := spec["allowedUses"].([]any) // else for workloads and tunnels
+		if disabled, _ := spec["disabled"].(bool); !disabled && (!limited || slices.Contains(uses, any("Workload"))) {
+			cidr, _ := spec["cidr"].(string)
+			all = append(all, cidr)
+		}
+	}
+	return strings.Join(all, ",")
+}
+
+// k3s returns the value of a flag that k3s or RKE2 records on its servers' Nodes, else usual, the default
+// of both; empty if the nodes belong to neither.
+func k3s(nodes []corev1.Node, flag, usual string) string {
+	is := false
+	for i := range nodes {
+		text := nodes[i].Annotations["k3s.io/node-args"] + nodes[i].Annotations["rke2.io/node-args"]
+		if text == "" {
+			continue
+		}
+		is = true
+		var args []string
+		if json.Unmarshal([]byte(text), &args) != nil {
+			continue
+		}
+		for n, arg := range args {
+			if arg == flag && n+1 < len(args) {
+				return args[n+1]
+			}
+			if value, ok := strings.CutPrefix(arg, flag+"="); ok {
+				return value
+			}
+		}
+	}
+	if is {
+		return usual
+	}
+	return ""
+}
+
+// podCIDR asks one source after the other. What one says is believed only if the networks that the
+// nodes have of it lie inside, and the Pods that run.
+func podCIDR(ctx context.Context, c *cluster.Cluster, nodes []corev1.Node, pods []address) (netip.Prefix, string, error) {
+	return podCIDRFrom(ctx, c, podSources, nodes, pods)
+}
+
+func podCIDRFrom(ctx context.Context, c *cluster.Cluster, sources []podSource, nodes []corev1.Node, pods []address) (netip.Prefix, string, error) {
+	var outside []string
+	var several []netip.Prefix // of a CNI, each of which has to lie inside
+	ofNodes := nodeNetworks(nodes)
+	for _, source := range sources {
+		text, err := source.read(ctx, c)
+		if err != nil {
+			return netip.Prefix{}, "", c.Explain(source.what, err)
+		}
+		all := ofIPv4(text)
+		p, ok := around(all)
+		if !ok {
+			if source.own && len(all) > 0 { // no Pod need have used them all yet
+				several = append(several, all...)
+				outside = append(outside, fmt.Sprintf("%s have several, %s", source.what, safetext.Of(text)))
+			}
+			continue
+		}
+		if i := slices.IndexFunc(several, func(n netip.Prefix) bool { return !holds(p, n) }); i >= 0 {
+			outside = append(outside, fmt.Sprintf("%s say %v, and %v lies outside", source.what, p, several[i]))
+			continue
+		}
+		if i := slices.IndexFunc(pods, func(a address) bool { return !p.Contains(a.addr) }); i >= 0 {
+			outside = append(outside, fmt.Sprintf("%s say %v, yet Pod %s has %v", source.what, p, pods[i].pod, pods[i].addr))
+			continue
+		}
+		if i := slices.IndexFunc(ofNodes, func(n netip.Prefix) bool { return !source.own && !holds(p, n) }); i >= 0 {
+			outside = append(outside, fmt.Sprintf("%s say %v, yet a node has %v", source.what, p, ofNodes[i]))
+			continue
+		}
+		return p, source.what, nil
+	}
+	hint := "Nodes have no podCIDR"
+	if len(ofNodes) > 0 {
+		hint = fmt.Sprintf("a node has %v of it, so perhaps it is %v", ofNodes[0], cover(ofNodes))
+	}
+	return netip.Prefix{}, "", fmt.Errorf("%s: want --pod-cidr, the network of all pods, since nothing in the cluster says it: %s",
+		c, strings.Join(append([]string{hint}, outside...), "; "))
+}
+
+func nodeNetworks(nodes []corev1.Node) (all []netip.Prefix) {
+	for i := range nodes {
+		for _, text := range append([]string{nodes[i].Spec.PodCIDR}, nodes[i].Spec.PodCIDRs...) {
+			if p, err := netip.ParsePrefix(text); err == nil && p.Addr().Is4() && !slices.Contains(all, p) {
+				all = append(all, p)
+			}
+		}
+	}
+	return all
+}
+
+// ofIPv4 returns the IPv4 networks in a list.
+func ofIPv4(text string) (all []netip.Prefix) {
+	for one := range strings.FieldsFuncSeq(text, func(r rune) bool { return r == ',' || r == ' ' }) {
+		if p, err := netip.ParsePrefix(one); err == nil && p.Addr().Is4() {
+			all = append(all, p.Masked())
+		}
+	}
+	return all
+}
+
+// around returns the network that contains all others; false if there is none, so that a person must
+// choose.
+func around(all []netip.Prefix) (netip.Prefix, bool) {
+	i := slices.IndexFunc(all, func(p netip.Prefix) bool {
+		return !slices.ContainsFunc(all, func(n netip.Prefix) bool { return !holds(p, n) })
+	})
+	if i < 0 {
+		return netip.Prefix{}, false
+	}
+	return all[i], true
+}
+
+func holds(outer, inner netip.Prefix) bool {
+	return outer.Bits() <= inner.Bits() && outer.Contains(inner.Addr())
+}
+
+// cover is the smallest network that holds all, and not smaller than a /16.
+func cover(all []netip.Prefix) netip.Prefix {
+	for bits := 16; ; bits-- {
+		p := netip.PrefixFrom(all[0].Addr(), bits).Masked()
+		if bits == 0 || !slices.ContainsFunc(all, func(n netip.Prefix) bool { return !holds(p, n) }) {
+			return p
+		}
+	}
+}
+
+// configMap returns one key of a ConfigMap, empty when there is none.
+func configMap(ctx context.Context, c *cluster.Cluster, namespace, name, key string) (string, error) {
+	var m corev1.ConfigMap
+	err := c.Client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, &m)
+	return m.Data[key], ignoreAbsent(err)
+}
+
+// ignoreAbsent takes what is not there, is no kind of this cluster's, or may not be read, for what
+// says nothing.
+func ignoreAbsent(err error) error {
+	if apierrors.IsNotFound(err) || apierrors.IsForbidden(err) || meta.IsNoMatchError(err) {
+		return nil
+	}
+	return err
+}
+
+// read parses a text, and takes one that cannot be parsed for one that says nothing.
+func read(text string, err error, into any, get func() string) (string, error) {
+	if err != nil || text == "" || yaml.Unmarshal([]byte(text), into) != nil {
+		return "", err
+	}
+	return get(), nil
+}

@@ -1,0 +1,139 @@
+package install
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/safetext"
+)
+
+// rolledOut waits until the components run as they were applied, and tells what it waits for
+// whenever that changes; state says how the installation is meanwhile.
+func rolledOut(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unstructured, o Options, state string) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, o.Wait, cluster.ErrNotReady)
+	defer cancel()
+	for _, u := range objects {
+		told := ""
+		for {
+			wait, warning, err := waitsFor(ctx, c, u)
+			switch {
+			case ctx.Err() != nil && !errors.Is(context.Cause(ctx), cluster.ErrNotReady):
+				return fmt.Errorf("interrupted: %s; the same command waits again", state)
+			case ctx.Err() != nil:
+				if told == "" {
+					told = fmt.Sprintf("%s: %s", c, cluster.Describe(u))
+				}
+				return fmt.Errorf("%w: the components do not run within %v; %s; the same command waits again\n%s", cluster.ErrNotReady, o.Wait, state, told)
+			case errors.Is(err, cluster.ErrUnreachable): // it may come back
+				wait = safetext.Of(err.Error())
+			case err != nil:
+				return err
+			}
+			if wait == "" {
+				if warning != "" {
+					o.Report(fmt.Sprintf("%s: warning: %s: %s", c, cluster.Describe(u), warning))
+				}
+				break
+			}
+			if now := fmt.Sprintf("%s: waiting for %s: %s", c, cluster.Describe(u), wait); now != told {
+				told = now
+				o.Report(told)
+			}
+			select {
+			case <-ctx.Done():
+			case <-time.After(cluster.PollInterval):
+			}
+		}
+		if told != "" {
+			o.Report(fmt.Sprintf("%s: %s runs", c, cluster.Describe(u)))
+		}
+	}
+	return nil
+}
+
+// waitsFor says what a Deployment or DaemonSet lacks, "" when nothing, as of what is no such. Of a
+// Deployment one Pod does the work: others for which no node has room are worth a warning.
+func waitsFor(ctx context.Context, c *cluster.Cluster, u *unstructured.Unstructured) (wait, warning string, err error) {
+	var selector *metav1.LabelSelector
+	var want, updated, available int32
+	var seen, one bool
+	why := ""
+	switch u.GetKind() {
+	case "Deployment":
+		var d appsv1.Deployment
+		if err := c.Client.Get(ctx, client.ObjectKeyFromObject(u), &d); err != nil {
+			return "", "", c.Explain(cluster.Describe(u), err)
+		}
+		selector, want, updated, available = d.Spec.Selector, *d.Spec.Replicas, d.Status.UpdatedReplicas, d.Status.AvailableReplicas
+		seen, one = d.Status.ObservedGeneration >= d.Generation && d.Status.Replicas == want, true
+		for _, condition := range d.Status.Conditions {
+			if condition.Type == appsv1.DeploymentReplicaFailure && condition.Status == corev1.ConditionTrue {
+				why = safetext.Of(condition.Message) // such as a quota or an admission that lets no Pod be made
+			}
+		}
+	case "DaemonSet":
+		var d appsv1.DaemonSet
+		if err := c.Client.Get(ctx, client.ObjectKeyFromObject(u), &d); err != nil {
+			return "", "", c.Explain(cluster.Describe(u), err)
+		}
+		selector, want, updated, available = d.Spec.Selector, d.Status.DesiredNumberScheduled, d.Status.UpdatedNumberScheduled, d.Status.NumberAvailable
+		seen = d.Status.ObservedGeneration >= d.Generation
+	default:
+		return "", "", nil
+	}
+	if seen && updated == want && available == want {
+		return "", "", nil
+	}
+	text := fmt.Sprintf("%d of %d ready", min(updated, available), want)
+	pending, unscheduled := whyNot(ctx, c, u.GetNamespace(), selector)
+	if one && seen && updated == want && available > 0 && available+unscheduled == want {
+		return "", text + "; " + pending, nil
+	}
+	if why = cmp.Or(pending, why); why != "" {
+		text += "; " + why
+	}
+	return text, "", nil
+}
+
+// whyNot says of the first Pod that is not ready what is wrong with it, and of how many there is no
+// more to say than that no node has room; none when one is about to leave its node.
+func whyNot(ctx context.Context, c *cluster.Cluster, namespace string, selector *metav1.LabelSelector) (why string, unscheduled int32) {
+	var pods corev1.PodList
+	if err := c.Client.List(ctx, &pods, client.InNamespace(namespace), client.MatchingLabels(selector.MatchLabels)); err != nil {
+		return "", 0 // it is but an explanation
+	}
+	leaving := false
+	for i := range pods.Items {
+		p := &pods.Items[i]
+		leaving = leaving || p.DeletionTimestamp != nil
+		problem := ""
+		for _, s := range p.Status.ContainerStatuses {
+			if w := s.State.Waiting; w != nil && w.Reason != "ContainerCreating" {
+				problem = fmt.Sprintf("Pod %s on %s: %s: %s", p.Name, p.Spec.NodeName, safetext.Of(w.Reason), safetext.Of(w.Message))
+			} else if last := s.LastTerminationState.Terminated; last != nil && !s.Ready {
+				problem = fmt.Sprintf("Pod %s on %s ended with %d: %s", p.Name, p.Spec.NodeName, last.ExitCode, safetext.Of(last.Message))
+			}
+		}
+		for _, condition := range p.Status.Conditions {
+			if condition.Type == corev1.PodScheduled && condition.Status == corev1.ConditionFalse {
+				problem = fmt.Sprintf("Pod %s: %s", p.Name, safetext.Of(condition.Message))
+				unscheduled++
+			}
+		}
+		why = cmp.Or(why, problem)
+	}
+	if leaving {
+		unscheduled = 0
+	}
+	return why, unscheduled
+}

@@ -1,0 +1,193 @@
+package place
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"strings"
+
+	discoveryv1 "k8s.io/api/discovery/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	mcs "sigs.k8s.io/mcs-api/pkg/apis/v1beta1"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/corefile"
+	"github.com/isthmus-net/isthmus/internal/safetext"
+)
+
+// underZone ends the names of imported Services.
+const underZone = ".svc." + corefile.Zone
+
+// IsImportedName reports whether a name, with :PORT or without, is that of an imported Service.
+func IsImportedName(name string) bool {
+	bare, _, _ := strings.Cut(name, ":")
+	return strings.HasSuffix(strings.TrimSuffix(bare, "."), underZone)
+}
+
+// An importedName is the name of an imported Service, or of one endpoint of a headless one.
+type importedName struct {
+	text            string // without the port
+	namespace, name string
+	host, cluster   string // of the endpoint; empty: any
+	port            uint16 // 0: none is given
+}
+
+func parseImportedName(text string) (n importedName, err error) {
+	if n.text, n.port, err = splitPort(text); err != nil {
+		return n, err
+	}
+	switch parts := strings.Split(strings.TrimSuffix(strings.TrimSuffix(n.text, "."), underZone), "."); len(parts) {
+	case 2:
+		n.name, n.namespace = parts[0], parts[1]
+	case 4:
+		n.host, n.cluster, n.name, n.namespace = parts[0], parts[1], parts[2], parts[3]
+	default:
+		return n, fmt.Errorf("%s: want NAME.NAMESPACE%[2]s, or HOSTNAME.CLUSTER.NAME.NAMESPACE%[2]s", safetext.Of(text), underZone)
+	}
+	return n, nil
+}
+
+// Imported finds an endpoint that is ready behind the name of an imported Service: one of the given peer, else
+// one of any peer, else one of this cluster. An empty peer is none.
+func Imported(ctx context.Context, c *cluster.Cluster, text, peer string) (Place, error) {
+	n, err := parseImportedName(text)
+	if err != nil {
+		return Place{}, err
+	}
+	what := safetext.Of("ServiceImport " + n.namespace + "/" + n.name)
+	var i mcs.ServiceImport
+	switch err := c.Client.Get(ctx, client.ObjectKey{Namespace: n.namespace, Name: n.name}, &i); {
+	case meta.IsNoMatchError(err):
+		return Place{}, fmt.Errorf("%s: no services are shared here; run `isthmus install --context %s --services` first", c, c.Context)
+	case apierrors.IsNotFound(err):
+		return Place{}, notImported(ctx, c, n)
+	case err != nil:
+		return Place{}, c.Explain(what, err)
+	}
+	var list discoveryv1.EndpointSliceList
+	if err := c.Client.List(ctx, &list, client.InNamespace(n.namespace), client.MatchingLabels{mcs.LabelServiceName: n.name}); err != nil {
+		return Place{}, c.Explain("EndpointSlices of "+what, err)
+	}
+	var peerings isthmus.PeeringList
+	if err := c.Client.List(ctx, &peerings); err != nil {
+		return Place{}, c.Explain("Peerings", err)
+	}
+	at, by, err := n.choose(&i, list.Items, peerings.Items, peer)
+	if err != nil {
+		return Place{}, fmt.Errorf("%s: %s %w", c, what, err)
+	}
+	p, err := At(ctx, c, at)
+	p.By = by
+	return p, err
+}
+
+// notImported says why there is no ServiceImport.
+func notImported(ctx context.Context, c *cluster.Cluster, n importedName) error {
+	var all isthmus.PeerServicesList
+	if err := c.Client.List(ctx, &all); err != nil {
+		return c.Explain("PeerServices", err)
+	}
+	var peerings isthmus.PeeringList
+	if err := c.Client.List(ctx, &peerings); err != nil {
+		return c.Explain("Peerings", err)
+	}
+	var why []string
+	for i := range all.Items {
+		p := &all.Items[i]
+		if !slices.ContainsFunc(p.Spec.Services, func(s isthmus.ExportedService) bool { return s.Namespace == n.namespace && s.Name == n.name }) {
+			continue
+		}
+		from := p.Namespace
+		for _, of := range peerings.Items {
+			if of.Spec.TenantNamespace.Local == p.Namespace {
+				from = of.Name
+			}
+		}
+		text := "the manager has not looked at it yet"
+		for _, r := range p.Status.Refused {
+			if r.Namespace == n.namespace && r.Name == n.name && p.Status.ObservedGeneration == p.Generation {
+				text = safetext.Of(r.Reason) + ": " + safetext.Cut(r.Message, safetext.Message)
+			}
+		}
+		why = append(why, "peer "+safetext.Of(from)+" exports it: "+text)
+	}
+	if len(why) == 0 {
+		why = append(why, "no peer exports it to this cluster")
+	}
+	return fmt.Errorf("%s: Service %s is not imported: %s", c, safetext.Of(n.namespace+"/"+n.name), safetext.FirstFew(why, "; "))
+}
+
+// choose takes an endpoint of an imported Service. by says whose it is, and how many there are.
+func (n importedName) choose(i *mcs.ServiceImport, list []discoveryv1.EndpointSlice, peerings []isthmus.Peering, peer string) (at netip.AddrPort, by string, err error) {
+	var named *string // the port behind which the endpoints are
+	if i.Spec.Type != mcs.Headless {
+		for _, p := range i.Spec.Ports {
+			if int32(n.port) == p.Port || n.port == 0 && len(i.Spec.Ports) == 1 {
+				named = &p.Name
+			}
+		}
+		if named == nil && n.port != 0 {
+			return at, "", fmt.Errorf("has no port %d", n.port)
+		}
+	}
+	type cluster struct {
+		ready, all int
+		down       string // why it is not connected
+	}
+	clusters := map[string]*cluster{}
+	for _, s := range i.Status.Clusters {
+		clusters[s.Cluster] = &cluster{}
+	}
+	var from string
+	best := 3 // of all that are ready: the given peer's are 0, other peers' 1, and our own 2
+	for _, e := range endpointsIn(list, named, n.port) {
+		if n.host != "" && (n.host != e.host || n.cluster != e.cluster) {
+			continue
+		}
+		if clusters[e.cluster] == nil {
+			clusters[e.cluster] = &cluster{}
+		}
+		of, rank := clusters[e.cluster], 2
+		for j := range peerings {
+			p := &peerings[j]
+			if seen, err := netip.ParsePrefix(p.Status.Remote.PodCIDRSeen); err != nil || !seen.Contains(e.at.Addr()) {
+				continue
+			}
+			if rank = 1; p.Spec.Cluster.ClusterID == peer {
+				rank = 0
+			}
+			if tunnel := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionConnected); tunnel != nil && tunnel.Status != metav1.ConditionTrue {
+				of.down = " (not connected: " + safetext.Of(tunnel.Reason) + ")"
+			}
+		}
+		if of.all++; !e.ready {
+			continue
+		}
+		of.ready++
+		if rank < best || rank == best && e.at.Compare(at) < 0 {
+			best, at, from = rank, e.at, e.cluster
+		}
+	}
+	var counts []string
+	for _, name := range slices.Sorted(maps.Keys(clusters)) {
+		of := clusters[name]
+		if n.host == "" || n.cluster == name {
+			counts = append(counts, fmt.Sprintf("%s %d of %d%s", safetext.Of(name), of.ready, of.all, of.down))
+		}
+	}
+	ready := strings.Join(counts, ", ")
+	switch {
+	case at.IsValid():
+		return at, fmt.Sprintf("%s, endpoint of %s; ready are: %s", safetext.Of(n.text), safetext.Of(from), ready), nil
+	case n.host != "":
+		return at, "", fmt.Errorf("has no endpoint %s of cluster %s that is ready; ready are: %s", safetext.Of(n.host), safetext.Of(n.cluster), cmp.Or(ready, "none"))
+	}
+	return at, "", fmt.Errorf("has no endpoint that is ready; ready are: %s", cmp.Or(ready, "none"))
+}

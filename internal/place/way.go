@@ -1,0 +1,196 @@
+// Package place finds the Pod that a name or an address means, also that of an imported service.
+package place
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/safetext"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	"k8s.io/utils/ptr"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	mcs "sigs.k8s.io/mcs-api/pkg/apis/v1beta1"
+)
+
+// A Place is one end of the way of a packet.
+type Place struct {
+	Addr netip.AddrPort // the port may be 0
+	Pod  string         // NAMESPACE/NAME of the Pod that has the address; empty: none of this cluster has
+	Node string         // of the Pod
+	By   string         // the name that led here, and to what else it leads; empty: no name of an imported Service
+}
+
+// String is how a person is told of a place.
+func (p Place) String() string {
+	text := p.Addr.String()
+	if p.Addr.Port() == 0 {
+		text = p.Addr.Addr().String()
+	}
+	if p.Pod != "" {
+		text += " (Pod " + safetext.Of(p.Pod) + ")"
+	}
+	if p.By != "" {
+		text += " (" + p.By + ")"
+	}
+	return text
+}
+
+// ErrNone says that a name leads nowhere.
+var ErrNone = errors.New("not found")
+
+// At finds the Pod that has an address, if one of this cluster has.
+func At(ctx context.Context, c *cluster.Cluster, at netip.AddrPort) (Place, error) {
+	p := Place{Addr: at}
+	var pods corev1.PodList
+	if err := c.Client.List(ctx, &pods, client.MatchingFields{"status.podIP": at.Addr().String()}); err != nil {
+		return p, c.Explain("Pods", err)
+	}
+	for i := range pods.Items {
+		if pod := &pods.Items[i]; !pod.Spec.HostNetwork && pod.Status.Phase == corev1.PodRunning {
+			p.Pod, p.Node = pod.Namespace+"/"+pod.Name, pod.Spec.NodeName
+		}
+	}
+	return p, nil
+}
+
+// Find finds what a name means: NAMESPACE/POD, or svc/NAME or svc/NAMESPACE/NAME, of which the
+// first endpoint that is ready is meant; each with :PORT where a port is wanted. A Service without a
+// namespace is one of the namespace default.
+func Find(ctx context.Context, c *cluster.Cluster, name string) (Place, error) {
+	bare, port, err := splitPort(name)
+	if err != nil {
+		return Place{}, err
+	}
+	parts := strings.Split(bare, "/")
+	switch {
+	case len(parts) > 1 && slices.Contains([]string{"svc", "service", "services"}, parts[0]) && len(parts) <= 3:
+		namespace := "default"
+		if len(parts) == 3 {
+			namespace = parts[1]
+		}
+		return endpointOf(ctx, c, namespace, parts[len(parts)-1], port)
+	case len(parts) == 2:
+		return podAt(ctx, c, parts[0], parts[1], port)
+	}
+	return Place{}, fmt.Errorf("%s: want an address, NAMESPACE/POD, svc/NAME or svc/NAMESPACE/NAME", safetext.Of(name))
+}
+
+func splitPort(name string) (bare string, port uint16, err error) {
+	bare, text, ok := strings.Cut(name, ":")
+	if !ok {
+		return bare, 0, nil
+	}
+	n, err := strconv.ParseUint(text, 10, 16)
+	if err != nil || n == 0 {
+		return "", 0, fmt.Errorf("%s: port %s: want 1 to 65535", safetext.Of(name), safetext.Of(text))
+	}
+	return bare, uint16(n), nil
+}
+
+func podAt(ctx context.Context, c *cluster.Cluster, namespace, name string, port uint16) (Place, error) {
+	var pod corev1.Pod
+	what := fmt.Sprintf("Pod %s/%s", safetext.Of(namespace), safetext.Of(name))
+	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, &pod); err != nil {
+		if client.IgnoreNotFound(err) == nil {
+			return Place{}, fmt.Errorf("%s: %s: %w", c, what, ErrNone)
+		}
+		return Place{}, c.Explain(what, err)
+	}
+	addr, err := netip.ParseAddr(pod.Status.PodIP)
+	if err != nil {
+		return Place{}, fmt.Errorf("%s: %s has no address yet: it is %s", c, what, safetext.Of(string(pod.Status.Phase)))
+	}
+	p := Place{Addr: netip.AddrPortFrom(addr, port), Node: pod.Spec.NodeName}
+	if !pod.Spec.HostNetwork {
+		p.Pod = namespace + "/" + name
+	}
+	return p, nil
+}
+
+// endpointOf is the first endpoint of a Service that is ready, at the port behind the Service's.
+func endpointOf(ctx context.Context, c *cluster.Cluster, namespace, name string, port uint16) (Place, error) {
+	what := fmt.Sprintf("Service %s/%s", safetext.Of(namespace), safetext.Of(name))
+	var service corev1.Service
+	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, &service); err != nil {
+		if client.IgnoreNotFound(err) == nil {
+			return Place{}, fmt.Errorf("%s: %s: %w", c, what, ErrNone)
+		}
+		return Place{}, c.Explain(what, err)
+	}
+	wanted := -1
+	for i, p := range service.Spec.Ports {
+		if port == 0 && len(service.Spec.Ports) == 1 || p.Port == int32(port) {
+			wanted = i
+		}
+	}
+	if wanted < 0 && port != 0 {
+		return Place{}, fmt.Errorf("%s: %s has no port %d", c, what, port)
+	}
+	var list discoveryv1.EndpointSliceList
+	if err := c.Client.List(ctx, &list, client.InNamespace(namespace), client.MatchingLabels{discoveryv1.LabelServiceName: name}); err != nil {
+		return Place{}, c.Explain("EndpointSlices of "+what, err)
+	}
+	var named *string
+	if wanted >= 0 {
+		named = &service.Spec.Ports[wanted].Name
+	}
+	found := slices.DeleteFunc(endpointsIn(list.Items, named, port), func(e endpoint) bool { return !e.ready })
+	if len(found) == 0 {
+		return Place{}, fmt.Errorf("%s: %s has no endpoint that is ready", c, what)
+	}
+	first := slices.MinFunc(found, func(a, b endpoint) int { return a.at.Compare(b.at) })
+	return At(ctx, c, first.at)
+}
+
+// An endpoint is one of a Service.
+type endpoint struct {
+	at            netip.AddrPort
+	ready         bool
+	host, cluster string // of an imported Service
+}
+
+// endpointsIn are those of slices, each at the port behind the named one; where none is named or there, at port.
+func endpointsIn(list []discoveryv1.EndpointSlice, named *string, port uint16) (all []endpoint) {
+	for i := range list {
+		slice := &list[i]
+		behind := port
+		for _, p := range slice.Ports {
+			if named != nil && p.Port != nil && (p.Name == nil || *p.Name == *named) {
+				behind = uint16(*p.Port)
+			}
+		}
+		for _, e := range slice.Endpoints {
+			for _, text := range e.Addresses {
+				if addr, err := netip.ParseAddr(text); err == nil {
+					all = append(all, endpoint{netip.AddrPortFrom(addr, behind), ptr.Deref(e.Conditions.Ready, true), ptr.Deref(e.Hostname, ""), slice.Labels[mcs.LabelSourceCluster]})
+				}
+			}
+		}
+	}
+	return all
+}
+
+// mostCompleted is how many Pods are offered to a shell.
+const mostCompleted = 500
+
+// Pods are names of Pods as Find takes them, for completion.
+func Pods(ctx context.Context, c *cluster.Cluster) (names []string, err error) {
+	var list corev1.PodList
+	if err := c.Client.List(ctx, &list, client.Limit(mostCompleted)); err != nil {
+		return nil, err
+	}
+	for _, p := range list.Items {
+		if !p.Spec.HostNetwork {
+			names = append(names, p.Namespace+"/"+p.Name)
+		}
+	}
+	return names, nil
+}

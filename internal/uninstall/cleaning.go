@@ -1,0 +1,237 @@
+package uninstall
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"fmt"
+	"hash/fnv"
+	"slices"
+	"strings"
+
+	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/install"
+	"github.com/isthmus-net/isthmus/internal/safetext"
+)
+
+// cleaning is what the Pods need that take away what components made in the kernels of nodes.
+type cleaning struct {
+	Image          string                        `json:"image"`
+	PullSecrets    []corev1.LocalObjectReference `json:"pullSecrets,omitempty"`
+	PullPolicy     corev1.PullPolicy             `json:"pullPolicy,omitempty"`
+	StateDirectory string                        `json:"stateDirectory"`
+	HostGateways   bool                          `json:"hostGateways,omitempty"` // gateways were in the nodes' networks
+}
+
+// howToClean finds out what cleaning needs while the DaemonSet is there, and remembers it. Where
+// components run elsewhere, there is nothing to be done by us, and it returns nil.
+func howToClean(ctx context.Context, c *cluster.Cluster, o Options) (*cleaning, error) {
+	how := cleaning{Image: o.Image, StateDirectory: "/var/lib/isthmus"}
+	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.RouteAgentServiceAccount} // the DaemonSet has the same name
+	var agents appsv1.DaemonSet
+	var memory corev1.ConfigMap
+	err := c.Client.Get(ctx, key, &agents)
+	switch {
+	case err == nil:
+		pod := agents.Spec.Template.Spec
+		how.Image, how.PullPolicy, how.PullSecrets = pod.Containers[0].Image, pod.Containers[0].ImagePullPolicy, pod.ImagePullSecrets
+		for _, v := range pod.Volumes {
+			if v.HostPath != nil && v.Name == "state" {
+				how.StateDirectory = v.HostPath.Path
+			}
+		}
+		var gateways appsv1.Deployment
+		key.Name = deploy.GatewayServiceAccount
+		if err := c.Client.Get(ctx, key, &gateways); client.IgnoreNotFound(err) != nil {
+			return nil, c.Explain("Deployment "+key.String(), err)
+		}
+		how.HostGateways = gateways.Spec.Template.Spec.HostNetwork
+		text, err := json.Marshal(how)
+		if err != nil {
+			return nil, err
+		}
+		_, err = c.Apply(ctx, &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: uninstallConfigMap}, Data: map[string]string{keyCleaning: string(text)}})
+		if apierrors.HasStatusCause(err, corev1.NamespaceTerminatingCause) {
+			err = nil // somebody deleted the namespace: nothing can be remembered there
+		}
+		return &how, err
+	case !apierrors.IsNotFound(err):
+		return nil, c.Explain("DaemonSet "+key.String(), err)
+	}
+	key.Name = uninstallConfigMap
+	err = c.Client.Get(ctx, key, &memory)
+	if err == nil {
+		err = json.Unmarshal([]byte(memory.Data[keyCleaning]), &how)
+		how.Image = cmp.Or(o.Image, how.Image)
+		return &how, err
+	}
+	if !apierrors.IsNotFound(err) {
+		return nil, c.Explain("ConfigMap "+key.String(), err)
+	}
+	if o.Image != "" { // a person knows that nodes are to be cleaned
+		how.HostGateways = true
+		return &how, nil
+	}
+	o.Report(fmt.Sprintf("%s: there is no DaemonSet of route agents, so no node is cleaned: where agents ran, run `isthmus route-agent --cleanup`, or this command with --image", c))
+	return nil, nil
+}
+
+// labelCleans marks the Pods that clean nodes; the value is the same for all.
+const labelCleans = "isthmus.net/cleans"
+
+// cleanNodes runs a Pod on each node that takes away what components made in its kernel.
+func cleanNodes(ctx context.Context, c *cluster.Cluster, how cleaning, o Options) error {
+	if !o.BeforeHelm { // else we run in it
+		if err := untilNothing(ctx, c, o, func() (string, error) {
+			have, err := c.Get(ctx, corev1.SchemeGroupVersion.WithKind("Namespace"), "", c.Namespace)
+			if err != nil {
+				return "", err
+			}
+			if have != nil && have.GetDeletionTimestamp() != nil { // it takes no Pods any more
+				return "waiting until namespace " + c.Namespace + ", which somebody deleted, is gone, to make it again for what cleans the nodes", nil
+			}
+			labels := map[string]string{"pod-security.kubernetes.io/enforce": "privileged"}
+			if install.MadeByUs(have) {
+				labels[cluster.LabelName] = cluster.ManagedBy
+			}
+			_, err = c.Apply(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace, Labels: labels}})
+			return "", err
+		}); err != nil {
+			return err
+		}
+	}
+	var nodes corev1.NodeList
+	if err := c.Client.List(ctx, &nodes); err != nil {
+		return c.Explain("Nodes", err)
+	}
+	todo := map[string]*corev1.Pod{}
+	for i := range nodes.Items {
+		n := &nodes.Items[i]
+		if system := n.Labels[corev1.LabelOSStable]; system != "" && system != "linux" {
+			continue
+		}
+		if o.Force && !isReady(n) {
+			o.Report(fmt.Sprintf("%s: node %s is away, and what agents made in its kernel stays until it is rebooted, or `isthmus route-agent --cleanup` runs there", c, n.Name))
+			continue
+		}
+		todo[n.Name] = cleaningPod(c.Namespace, n.Name, how)
+	}
+	err := untilNothing(ctx, c, o, func() (string, error) {
+		var waiting []string
+		for node, want := range todo {
+			var p corev1.Pod
+			err := c.Client.Get(ctx, client.ObjectKeyFromObject(want), &p)
+			if apierrors.IsNotFound(err) && nodeGone(ctx, c, node) {
+				delete(todo, node) // and its kernel with it
+				continue
+			}
+			if apierrors.IsNotFound(err) {
+				p = *want.DeepCopy()
+				err = c.Client.Create(ctx, &p)
+			}
+			switch {
+			case apierrors.IsForbidden(err): // the ServiceAccount of a namespace comes a moment after it
+				waiting = append(waiting, node+" ("+safetext.Of(err.Error())+")")
+			case err != nil:
+				return "", c.Explain("Pod "+want.Namespace+"/"+want.Name, err)
+			case p.Status.Phase == corev1.PodSucceeded:
+				delete(todo, node)
+				o.Report(fmt.Sprintf("%s: node %s is clean", c, node))
+			default:
+				waiting = append(waiting, node+cleaningProblem(&p))
+			}
+		}
+		slices.Sort(waiting)
+		if len(waiting) == 0 {
+			return "", nil
+		}
+		return "waiting until nodes are clean: " + strings.Join(waiting, ", "), nil
+	})
+	if err != nil {
+		return err
+	}
+	var done corev1.PodList
+	if err := c.Client.List(ctx, &done, client.InNamespace(c.Namespace), client.HasLabels{labelCleans}); err != nil {
+		return c.Explain("Pods in "+c.Namespace, err)
+	}
+	for i := range done.Items {
+		if err := c.Client.Delete(ctx, &done.Items[i]); client.IgnoreNotFound(err) != nil {
+			return c.Explain("delete Pod "+done.Items[i].Name, err)
+		}
+	}
+	return nil
+}
+
+func cleaningProblem(p *corev1.Pod) string {
+	for _, s := range p.Status.ContainerStatuses {
+		if w := s.State.Waiting; w != nil && w.Reason != "ContainerCreating" {
+			return " (" + safetext.Of(w.Reason) + ": " + safetext.Of(w.Message) + ")"
+		}
+	}
+	return ""
+}
+
+// xtablesLock is the lock of iptables-legacy, from which the agents' rules are taken away.
+const xtablesLock = "/run/xtables.lock"
+
+// cleaningPod ends when all is removed from its node. It goes around the scheduler, so that it runs
+// on nodes that take no Pods.
+func cleaningPod(namespace, node string, how cleaning) *corev1.Pod {
+	sum := fnv.New64a()
+	sum.Write([]byte(node))
+	container := func(name string, capabilities []corev1.Capability, args ...string) corev1.Container {
+		return corev1.Container{
+			Name: name, Image: how.Image, ImagePullPolicy: how.PullPolicy, Args: args,
+			TerminationMessagePolicy: corev1.TerminationMessageFallbackToLogsOnError,
+			SecurityContext: &corev1.SecurityContext{
+				RunAsUser: new(int64(0)), AllowPrivilegeEscalation: new(false), ReadOnlyRootFilesystem: new(true),
+				Capabilities: &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}, Add: capabilities},
+			},
+		}
+	}
+	agent := container("route-agent", []corev1.Capability{"NET_ADMIN"}, "route-agent", "--cleanup", "--state-directory=/var/lib/isthmus")
+	agent.VolumeMounts = []corev1.VolumeMount{{Name: "state", MountPath: "/var/lib/isthmus"}, {Name: "xtables-lock", MountPath: xtablesLock, ReadOnly: true}}
+	containers := []corev1.Container{agent}
+	if how.HostGateways {
+		containers = append(containers, container("gateway", []corev1.Capability{"NET_ADMIN", "SYS_ADMIN"}, "gateway", "--cleanup"))
+	}
+	return &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: fmt.Sprintf("isthmus-cleanup-%x", sum.Sum64()),
+			Labels: map[string]string{cluster.LabelName: "cleanup", "app.kubernetes.io/part-of": "isthmus", labelCleans: "node"}},
+		Spec: corev1.PodSpec{
+			NodeName: node, HostNetwork: true, RestartPolicy: corev1.RestartPolicyOnFailure, AutomountServiceAccountToken: new(false),
+			Tolerations: []corev1.Toleration{{Operator: corev1.TolerationOpExists}}, ImagePullSecrets: how.PullSecrets,
+			SecurityContext: &corev1.PodSecurityContext{SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault}},
+			Containers:      containers,
+			Volumes: []corev1.Volume{
+				{Name: "state", VolumeSource: corev1.VolumeSource{HostPath: &corev1.HostPathVolumeSource{
+					Path: how.StateDirectory, Type: new(corev1.HostPathDirectoryOrCreate)}}},
+				{Name: "xtables-lock", VolumeSource: corev1.VolumeSource{HostPath: &corev1.HostPathVolumeSource{
+					Path: xtablesLock, Type: new(corev1.HostPathFileOrCreate)}}},
+			},
+		},
+	}
+}
+
+func isReady(n *corev1.Node) bool {
+	return slices.ContainsFunc(n.Status.Conditions, func(condition corev1.NodeCondition) bool {
+		return condition.Type == corev1.NodeReady && condition.Status == corev1.ConditionTrue
+	})
+}
+
+// nodeReady reports whether the kubelet of a node is there.
+func nodeReady(ctx context.Context, c *cluster.Cluster, name string) bool {
+	var n corev1.Node
+	return c.Client.Get(ctx, client.ObjectKey{Name: name}, &n) == nil && isReady(&n)
+}
+
+func nodeGone(ctx context.Context, c *cluster.Cluster, name string) bool {
+	return apierrors.IsNotFound(c.Client.Get(ctx, client.ObjectKey{Name: name}, &corev1.Node{}))
+}

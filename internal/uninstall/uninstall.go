@@ -1,0 +1,422 @@
+// Package uninstall takes Isthmus out of a cluster: peerings, workloads, what they made in the kernels of
+// nodes, objects and definitions.
+package uninstall
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/isthmus-net/isthmus/internal/health"
+	"github.com/isthmus-net/isthmus/internal/safetext"
+
+	appsv1 "k8s.io/api/apps/v1"
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/chart"
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/install"
+	"github.com/isthmus-net/isthmus/internal/peering"
+	"github.com/isthmus-net/isthmus/internal/postquantum"
+)
+
+// Options are the choices of Uninstall.
+type Options struct {
+	// Force waits neither for peers nor for nodes that are away: what is left there is said.
+	Force bool
+	// KeepDefinitions leaves the custom resource definitions, and the books of the IPAM in them.
+	KeepDefinitions bool
+	// BeforeHelm leaves what Helm installed to Helm, which deletes it next, but for the workloads: they
+	// would put back what is cleaned.
+	BeforeHelm bool
+	// Image is that of the Pods that clean the nodes, where the installation does not say it any more.
+	Image string
+	// Timeout bounds the wait.
+	Timeout time.Duration
+	// Report gets a line for each thing done or waited for.
+	Report func(line string)
+}
+
+// uninstallConfigMap remembers what cleaning the nodes needs, from before the workloads go until all
+// is gone: so that a run that was interrupted can go on.
+const (
+	uninstallConfigMap = "isthmus-uninstall"
+	keyCleaning        = "cleaning.json"
+)
+
+// keysSecret has the gateways' key.
+const keysSecret = "wireguard-pubkey"
+
+// Run takes an installation away, in the order in which nothing is left and nothing leaks:
+// peerings, whose networks nodes refuse to the last; workloads; what they made in the kernels of
+// nodes; objects and definitions; the namespace. Each step finds out by itself what there is to do,
+// so that the same command goes on where one ended, and repairs what was deleted in another order.
+func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
+	if err := c.ReadUID(ctx); err != nil {
+		return err
+	}
+	if have, _, err := c.ReadIdentity(ctx); err != nil {
+		return err
+	} else if have != nil {
+		c.Identity = *have
+	} else {
+		c.Identity.ClusterID = c.UID
+	}
+	byHelm := install.NotByHelm(ctx, c, "uninstall")
+	if o.BeforeHelm {
+		byHelm = helmUninstalls(ctx, c)
+	}
+	if byHelm != nil {
+		return byHelm
+	}
+	if err := install.NotElsewhere(ctx, c); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeoutCause(ctx, o.Timeout, cluster.ErrNotReady)
+	defer cancel()
+	objects, err := everyObject(ctx, c)
+	if err != nil {
+		return err
+	}
+	there, err := anyOf(ctx, c, objects)
+	if err != nil {
+		return err
+	}
+	if !there {
+		o.Report(fmt.Sprintf("%s: nothing to do: Isthmus is not installed", c))
+		return nil
+	}
+	how, err := howToClean(ctx, c, o)
+	if err != nil {
+		return err
+	}
+	o.Report(fmt.Sprintf("%s: uninstalling Isthmus: once a node is clean, its packets for the networks of peers follow the default route, also for networks that were released within the last 24 hours", c))
+	if err := unpeerAll(ctx, c, o); err != nil {
+		return err
+	}
+	if err := removeWorkloads(ctx, c, o, objects); err != nil {
+		return err
+	}
+	if how != nil {
+		if err := cleanNodes(ctx, c, *how, o); err != nil {
+			return err
+		}
+	}
+	if o.BeforeHelm {
+		if err := removeInstalled(ctx, c, o); err != nil {
+			return err
+		}
+		o.Report(fmt.Sprintf("%s: what is left is Helm's to delete", c))
+		return nil
+	}
+	if err := removeObjects(ctx, c, o, objects); err != nil {
+		return err
+	}
+	o.Report(fmt.Sprintf("%s: Isthmus is gone", c))
+	return nil
+}
+
+// everyObject is what Install may have made, with all options and whatever was chosen, the
+// namespace not among it.
+func everyObject(ctx context.Context, c *cluster.Cluster) ([]*unstructured.Unstructured, error) {
+	chosen, err := install.Remembered(ctx, c)
+	if err != nil {
+		return nil, err
+	}
+	anyway := chart.Values{ // other values have no say, and need not be right any more
+		"cluster": chart.Values{"name": cmp.Or(c.Identity.ClusterName, "x"), "configMap": true}, "workloads": true,
+		"gateway": chart.Values{"service": chart.Values{"type": "NodePort"}},
+	}
+	if definitions := chosen["crds"]; definitions != nil {
+		anyway["crds"] = definitions
+	}
+	return install.WithEveryPart(c, func(on chart.Values) chart.Options {
+		return chart.Options{Namespace: c.Namespace, Values: chart.Merge(anyway, on)}
+	})
+}
+
+func anyOf(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unstructured) (bool, error) {
+	installed, err := installedObjects(ctx, c)
+	if err != nil {
+		return false, err
+	}
+	for _, u := range slices.Concat(objects, installed) {
+		if have, err := c.Get(ctx, u.GroupVersionKind(), u.GetNamespace(), u.GetName()); err != nil || have != nil {
+			return have != nil, err
+		}
+	}
+	return false, nil
+}
+
+// installedObjects returns the objects that no manifest names: those that Install, Uninstall and the components
+// make. It includes the Secret with the key only if our gateway made it, because the namespace of a Liqo
+// may have one of the same name.
+func installedObjects(ctx context.Context, c *cluster.Cluster) (all []*unstructured.Unstructured, err error) {
+	for _, o := range []struct{ version, kind, name string }{
+		{"v1", "ConfigMap", install.ConfigMap}, {"v1", "ConfigMap", uninstallConfigMap},
+		{coordinationv1.SchemeGroupVersion.String(), "Lease", cluster.ManagerLease}, {coordinationv1.SchemeGroupVersion.String(), "Lease", deploy.GatewayServiceAccount},
+	} {
+		u := &unstructured.Unstructured{}
+		u.SetAPIVersion(o.version)
+		u.SetKind(o.kind)
+		u.SetNamespace(c.Namespace)
+		u.SetName(o.name)
+		all = append(all, u)
+	}
+	for _, name := range []string{keysSecret, postquantum.SecretName} {
+		secret, err := c.Get(ctx, corev1.SchemeGroupVersion.WithKind("Secret"), c.Namespace, name)
+		if err != nil {
+			return all, err
+		}
+		if secret != nil && secret.GetLabels()[cluster.LabelManagedBy] == cluster.ManagedBy {
+			all = append(all, secret)
+		}
+	}
+	return all, nil
+}
+
+func removeInstalled(ctx context.Context, c *cluster.Cluster, o Options) error {
+	installed, err := installedObjects(ctx, c)
+	if err != nil {
+		return err
+	}
+	for _, u := range installed {
+		if err := removeObject(ctx, c, u, o); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// unpeerAll parts the cluster from each of its peers. Without a manager nobody withdraws what lies
+// helmUninstalls returns an error unless Helm is about to delete a release in the namespace, which it
+// records before it runs the hooks (Helm 3.22 and 4.3, pkg/action/uninstall.go). Whoever renders the
+// chart without Helm gets the hook as an ordinary Job, and must not lose the installation by it.
+func helmUninstalls(ctx context.Context, c *cluster.Cluster) error {
+	for _, list := range []client.ObjectList{&corev1.SecretList{}, &corev1.ConfigMapList{}} { // the storages that Helm has in a cluster
+		err := c.Client.List(ctx, list, client.InNamespace(c.Namespace), client.MatchingLabels{"owner": "helm", "status": "uninstalling"})
+		if err != nil {
+			return c.Explain("releases of Helm in "+c.Namespace, err)
+		}
+		if meta.LenList(list) > 0 {
+			return nil
+		}
+	}
+	return fmt.Errorf("%s: Helm is not uninstalling a release in namespace %s: --before-helm is for the chart's hook; nothing was changed", c, c.Namespace)
+}
+
+// at a peer, and its finalizers are ours to remove.
+func unpeerAll(ctx context.Context, c *cluster.Cluster, o Options) error {
+	var list isthmus.PeeringList
+	if err := c.Client.List(ctx, &list); meta.IsNoMatchError(err) || apierrors.IsNotFound(err) {
+		return nil
+	} else if err != nil {
+		return c.Explain("Peerings", err)
+	}
+	if len(list.Items) == 0 {
+		return nil
+	}
+	manager, err := managerAtWork(ctx, c, o)
+	if err != nil {
+		return err
+	}
+	for i := range list.Items {
+		p := &list.Items[i]
+		if manager.Name == "" {
+			o.Report(fmt.Sprintf("%s: no manager is at work (%s), so what lies at the peer stays there: %s", c, manager.Problem, peering.RemainsOf(ctx, c, p)))
+			if err := peering.Abandon(ctx, c, p); err != nil {
+				return err
+			}
+		}
+		err := peering.Unpeer(ctx, c, nil, peering.UnpeerOptions{Name: p.Name, Force: o.Force || manager.Name == "", Timeout: o.Timeout, Report: o.Report, Uninstalls: true})
+		if err != nil && !errors.Is(err, cluster.ErrNoPeering) {
+			return err
+		}
+	}
+	return nil
+}
+
+// managerWait is how long a manager may take that starts just now, or takes over from another one.
+const managerWait = 30 * time.Second
+
+// managerAtWork is who holds the managers' Lease. While there is a Deployment of managers it waits for
+// one of them: without a manager nothing is withdrawn from peers.
+func managerAtWork(ctx context.Context, c *cluster.Cluster, o Options) (h health.Holder, err error) {
+	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.ManagerServiceAccount} // the Deployment has the same name
+	until := time.Now().Add(managerWait)
+	err = untilNothing(ctx, c, o, func() (string, error) {
+		var err error
+		if h, err = cluster.HolderOf(ctx, c, cluster.ManagerLease, false); err != nil || h.Name != "" {
+			return "", err
+		}
+		var managers appsv1.Deployment
+		err = c.Client.Get(ctx, key, &managers)
+		if apierrors.IsNotFound(err) || managers.DeletionTimestamp != nil || managers.Status.Replicas == 0 || o.Force || time.Now().After(until) {
+			return "", nil
+		}
+		return "waiting for a manager: " + h.Problem, c.Explain("Deployment "+key.String(), err)
+	})
+	return h, err
+}
+
+// removeWorkloads deletes what runs Pods, and waits until the Pods are gone: an agent that still runs
+// would put back what is cleaned.
+func removeWorkloads(ctx context.Context, c *cluster.Cluster, o Options, objects []*unstructured.Unstructured) error {
+	for _, u := range objects {
+		if u.GetKind() == "Deployment" || u.GetKind() == "DaemonSet" {
+			if err := removeObject(ctx, c, u, o); err != nil {
+				return err
+			}
+		}
+	}
+	return untilNothing(ctx, c, o, func() (string, error) {
+		var pods corev1.PodList
+		if err := c.Client.List(ctx, &pods, client.InNamespace(c.Namespace), client.MatchingLabels{"app.kubernetes.io/part-of": "isthmus"}); err != nil {
+			return "", c.Explain("Pods in "+c.Namespace, err)
+		}
+		for i := range pods.Items {
+			p := &pods.Items[i]
+			if _, cleaner := p.Labels[labelCleans]; cleaner || metav1.GetControllerOf(p) == nil {
+				continue
+			}
+			if o.Force && p.DeletionTimestamp != nil && !nodeReady(ctx, c, p.Spec.NodeName) {
+				continue // nobody is there to end it
+			}
+			return fmt.Sprintf("waiting until Pod %s on %s has ended", p.Name, p.Spec.NodeName), nil
+		}
+		return "", nil
+	})
+}
+
+// removeObjects deletes the rest: rights and policies, definitions, the namespace.
+func removeObjects(ctx context.Context, c *cluster.Cluster, o Options, objects []*unstructured.Unstructured) error {
+	liqo, err := c.Get(ctx, install.DefinitionKind, "", "foreignclusters.discovery.liqo.io")
+	if err != nil {
+		return err
+	}
+	var definitions []*unstructured.Unstructured
+	for _, u := range objects {
+		switch {
+		case u.GetKind() != "CustomResourceDefinition":
+			if err := removeObject(ctx, c, u, o); err != nil {
+				return err
+			}
+		case o.KeepDefinitions:
+		case liqo != nil && strings.HasSuffix(u.GetName(), "."+v1alpha1.GroupVersion.Group):
+			o.Report(fmt.Sprintf("%s: %s stays, since Liqo is installed", c, cluster.Describe(u)))
+		default:
+			definitions = append(definitions, u)
+		}
+	}
+	for _, u := range definitions {
+		if err := removeObject(ctx, c, u, o); err != nil {
+			return err
+		}
+	}
+	if err := untilNothing(ctx, c, o, func() (string, error) {
+		for _, u := range definitions {
+			have, err := c.Get(ctx, install.DefinitionKind, "", u.GetName())
+			if err != nil {
+				return "", err
+			}
+			if have != nil {
+				return "waiting until " + cluster.Describe(u) + " and its objects are gone", install.Hurry(ctx, c, have)
+			}
+		}
+		return "", nil
+	}); err != nil {
+		return err
+	}
+	if err := install.UnnameServices(ctx, c, o.KeepDefinitions, o.Report); err != nil {
+		return err
+	}
+	if err := removeInstalled(ctx, c, o); err != nil {
+		return err
+	}
+	namespace, err := c.Get(ctx, corev1.SchemeGroupVersion.WithKind("Namespace"), "", c.Namespace)
+	if err != nil || namespace == nil {
+		return err
+	}
+	if !install.MadeByUs(namespace) {
+		o.Report(fmt.Sprintf("%s: namespace %s stays, since `isthmus install` did not make it", c, c.Namespace))
+		secret, err := c.Get(ctx, corev1.SchemeGroupVersion.WithKind("Secret"), c.Namespace, keysSecret)
+		if err == nil && secret != nil && secret.GetDeletionTimestamp() == nil {
+			o.Report(fmt.Sprintf("%s: Secret %s/%s stays, since it has no label %s=%s: it is of a Liqo, or of a gateway of an earlier version; delete it where no Liqo runs",
+				c, c.Namespace, keysSecret, cluster.LabelManagedBy, cluster.ManagedBy))
+		}
+		return err
+	}
+	var pods corev1.PodList // versions before marked namespaces of others as ours
+	if err := c.Client.List(ctx, &pods, client.InNamespace(c.Namespace)); err != nil {
+		return c.Explain("Pods in "+c.Namespace, err)
+	}
+	for i := range pods.Items {
+		if p := &pods.Items[i]; p.DeletionTimestamp == nil && p.Labels[labelCleans] == "" {
+			o.Report(fmt.Sprintf("%s: namespace %s stays, since Pod %s is in it, which is not of Isthmus", c, c.Namespace, safetext.Of(p.Name)))
+			return nil
+		}
+	}
+	if err := removeObject(ctx, c, namespace, o); err != nil {
+		return err
+	}
+	return untilNothing(ctx, c, o, func() (string, error) {
+		have, err := c.Get(ctx, namespace.GroupVersionKind(), "", c.Namespace)
+		if err != nil || have == nil {
+			return "", err
+		}
+		return "waiting until namespace " + c.Namespace + " is gone", nil
+	})
+}
+
+// removeObject deletes an object and says so; what is not there is no error.
+func removeObject(ctx context.Context, c *cluster.Cluster, u *unstructured.Unstructured, o Options) error {
+	have, err := c.Get(ctx, u.GroupVersionKind(), u.GetNamespace(), u.GetName())
+	if err != nil || have == nil || have.GetDeletionTimestamp() != nil {
+		return err
+	}
+	return install.DeleteObject(ctx, c, have, o.Report)
+}
+
+// untilNothing repeats a step until it waits for nothing, and tells what it waits for whenever that
+// changes.
+func untilNothing(ctx context.Context, c *cluster.Cluster, o Options, step func() (waitsFor string, err error)) error {
+	told := ""
+	for begun := time.Now(); ; {
+		wait, err := step()
+		switch {
+		case ctx.Err() != nil && !errors.Is(context.Cause(ctx), cluster.ErrNotReady):
+			return errors.New("interrupted: the same command goes on where this one ended")
+		case ctx.Err() != nil:
+			return fmt.Errorf("%w: not uninstalled within %v; the same command goes on where this one ended, with --force it does not wait for what is away\n%s: %s", cluster.ErrNotReady, o.Timeout, c, told)
+		case errors.Is(err, cluster.ErrUnreachable): // it may come back
+			wait = safetext.Of(err.Error())
+		case err != nil:
+			return err
+		}
+		if wait == "" {
+			return nil
+		}
+		if wait != told && (told != "" || time.Since(begun) > cluster.Patience) {
+			o.Report(fmt.Sprintf("%s: %s", c, wait))
+			told = wait
+		}
+		select {
+		case <-ctx.Done():
+			told = wait
+		case <-time.After(cluster.PollInterval):
+		}
+	}
+}
