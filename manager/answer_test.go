@@ -16,6 +16,8 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/keyring"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
@@ -236,6 +238,50 @@ func TestAKeyIsThePeersWhoseClaimWasAcceptedFirst(t *testing.T) {
 	steal()
 	a.ok(testClient.Delete(a.ctx, owner.peering))
 	thief.untilAccepted("None None")
+}
+
+// Whoever is told of a key can claim it elsewhere before its owner does. The owner alone proves that it has the private key.
+func TestAKeyIsThePeersThatProvesIt(t *testing.T) {
+	a := newAnswering(t)
+	ours, next := keyring.New(), keyring.New()
+	told, public := fabric.PublicKeys(ours, 1)[0], keyText(fabric.PublicKeys(next, 1)[0])
+	a.facts.change(func(f *Facts) { f.PublicKey, f.Keys.Private = told, ours })
+	owner := a.partner("owner", 2).claims("10.64.0.0/18", "10.65.0.0/20").publish().answer("None", "None")
+	owner.joined()
+	thief := a.partner("thief", 3).claims("10.66.0.0/16", "10.67.0.0/16").publish().answer("None", "None")
+	thief.joined()
+	claim := func(p *partner, key, proof string) {
+		edit(a, p.copied(), func(nc *v1alpha1.NetworkConfig) {
+			nc.Spec.BackendConfig[v1alpha1.ConfigPublicKey] = key
+			if nc.Spec.BackendConfig[v1alpha1.ConfigKeyProof] = proof; proof == "" {
+				delete(nc.Spec.BackendConfig, v1alpha1.ConfigKeyProof)
+			}
+		})
+	}
+	proofOf := func(p *partner) string { return keyring.Prove(next, 1, p.cluster.ClusterID, a.self.ClusterID, told) }
+	const refused = "KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster (None None)"
+	claim(thief, public, "")
+	a.until("the thief's tunnel has the key", func() bool { return thief.endpoint().Spec.BackendConfig[v1alpha1.ConfigPublicKey] == public })
+	claim(owner, public, "")
+	owner.untilAccepted(refused)
+	claim(owner, public, proofOf(thief)) // it proves nothing of the owner
+	owner.untilAccepted(refused)
+	claim(owner, public, proofOf(owner))
+	owner.untilAccepted("None None")
+	thief.untilAccepted(refused)
+	a.until("the owner's tunnel has the key, and the thief has none", func() bool {
+		return owner.endpoint().Spec.BackendConfig[v1alpha1.ConfigPublicKey] == public && thief.endpoint() == nil
+	})
+	claim(thief, public, proofOf(owner))
+	thief.untilAccepted(refused)
+	claim(thief, testKeyText(3), "")
+	thief.untilAccepted("None None")
+	thief.joined()
+	// Our own key rotates, too, and the owner has not heard of it.
+	a.facts.change(func(f *Facts) { f.Keys.Private, f.Keys.Next = keyring.New(), ours })
+	claim(thief, public, "")
+	thief.untilAccepted(refused)
+	owner.untilAccepted("None None")
 }
 
 // A peer whose own claim is refused keeps nobody from a key, and of two that claim one at once one

@@ -6,6 +6,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/keyring"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
@@ -23,6 +24,7 @@ type Facts struct {
 	Endpoint     string         // where peers reach our gateway: IP address or DNS name
 	Port         uint16         // UDP
 	PublicKey    [32]byte       // WireGuard
+	Keys         keyring.Ring   // the private ones, the current and the next; nothing else of the ring
 	// Tunnels are those of the gateway besides the first, which Port and PublicKey are: as many as
 	// it has keys for and its Service has ports for.
 	Tunnels []fabric.TunnelEnd

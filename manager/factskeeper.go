@@ -255,6 +255,9 @@ func (k *FactsKeeper) gather(ctx context.Context) (Facts, error) {
 			f.Missing = append(f.Missing, fmt.Sprintf("Secret %s: data.%s %v", name, field, err))
 		}
 		f.PublicKey = key
+		if ring, _, err := keyring.Read(secret.Data); err == nil {
+			f.Keys = keyring.Ring{Private: ring.Private, Next: ring.Next}
+		}
 		if f.Port != 0 && err == nil {
 			f.Tunnels, f.FewerTunnels = tunnelsOf(&secret, further, key, ports[1:])
 		}

@@ -209,6 +209,9 @@ func (r *NetworkConfigReconciler) publish(ctx context.Context, peer Peer, curren
 	if len(problems) > 0 {
 		return nil // the Peering says so
 	}
+	if err := r.prove(ctx, peer, facts, &spec); err != nil {
+		return err
+	}
 	keys := r.agree(ctx, peer, current, &spec)
 	return errors.Join(r.publishSpec(ctx, peer, current, spec), keys)
 }

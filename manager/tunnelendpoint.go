@@ -276,6 +276,9 @@ func (r *TunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 		return nil
 	}
 	copied := &live[0]
+	if err := r.reclaim(ctx, x.peer, copied); err != nil {
+		return err
+	}
 	spec, err := r.decide(ctx, x, original, copied)
 	if err != nil || spec == nil {
 		return err

@@ -96,6 +96,9 @@ const (
 	// ConfigInBand is "true" where the sender's Peering has spec.inBand: its manager wants to go through the
 	// tunnel, and lets the receiver's do so. Liqo has no such key (NetworkConfig only).
 	ConfigInBand = "inBand"
+	// ConfigKeyProof shows to the receiver that the sender has the private keys of its tunnels. It decides who of two
+	// that claim a key has it. Liqo has no such key (NetworkConfig only).
+	ConfigKeyProof = "keyProof"
 	// ConfigEndpointIP holds the address that the endpoint resolved to (peerConfiguration only).
 	ConfigEndpointIP = "endpointIP"
 	// ConfigAllowedIPs holds PodCIDR and ExternalCIDR of the peer as seen here, separated by a

@@ -1,0 +1,220 @@
+package manager
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/keyring"
+)
+
+// takenKeys returns the keys of a claim that another peer has: not who says so first, because
+// public keys are public, but who proves to have the private key. Where nobody does, or both, it is
+// whose tunnel has it, or else whose claim was accepted with it. A peer that lists among its own
+// what is another's already is the one that is refused. Only when two tunnels have a key, by an edit
+// or from before, it is the older one's, as in fabric.GatewayFor.
+func (j judge) takenKeys(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig, claim fabric.Claim) (taken [][32]byte, err error) {
+	for _, key := range claim.Keys() {
+		another, err := j.taken(ctx, peer, nc, keyText(key))
+		if err != nil {
+			return nil, err
+		}
+		if another {
+			taken = append(taken, key)
+		}
+	}
+	return taken, nil
+}
+
+func (j judge) taken(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig, key string) (bool, error) {
+	provers, err := j.provers(ctx, key)
+	if err != nil || len(provers) > 0 && !slices.Contains(provers, nc.Namespace) {
+		return err == nil, err
+	}
+	tunnels, err := j.tunnelsWith(ctx, key)
+	if err != nil {
+		return false, err
+	}
+	if len(tunnels) > 0 { // one of a peer that proves nothing stays until reclaim deletes it, so that no gateway sees the key twice
+		first := slices.MinFunc(tunnels, func(a, b v1alpha1.TunnelEndpoint) int { return compareAge(&a, &b) })
+		return first.Namespace != peer.LocalNamespace, nil
+	}
+	return j.acceptedBefore(ctx, nc, key, provers)
+}
+
+// tunnelsWith are the TunnelEndpoints with a key. One that is being deleted is no gateway's any more.
+func (j judge) tunnelsWith(ctx context.Context, key string) ([]v1alpha1.TunnelEndpoint, error) {
+	var list v1alpha1.TunnelEndpointList
+	if err := j.Reader.List(ctx, &list, client.MatchingFields{indexPublicKey: key}); err != nil {
+		return nil, fmt.Errorf("TunnelEndpoints with the same key: %w", err)
+	}
+	return slices.DeleteFunc(list.Items, func(te v1alpha1.TunnelEndpoint) bool { return !te.DeletionTimestamp.IsZero() }), nil
+}
+
+// provers are the namespaces of the peers that prove to have a key that more than one claims; none: nobody does, or nobody
+// disputes it.
+func (j judge) provers(ctx context.Context, key string) (all []string, err error) {
+	var list v1alpha1.NetworkConfigList
+	if err := j.Reader.List(ctx, &list, client.MatchingFields{indexPublicKey: key}, client.UnsafeDisableDeepCopy); err != nil {
+		return nil, fmt.Errorf("NetworkConfigs with the same key: %w", err)
+	}
+	var namespaces []string
+	for i := range list.Items {
+		namespaces = append(namespaces, list.Items[i].Namespace)
+	}
+	slices.Sort(namespaces)
+	if namespaces = slices.Compact(namespaces); len(namespaces) < 2 {
+		return nil, nil
+	}
+	for _, namespace := range namespaces {
+		switch proved, err := j.proved(ctx, namespace, key); {
+		case err != nil:
+			return nil, err
+		case proved:
+			all = append(all, namespace)
+		}
+	}
+	return all, nil
+}
+
+// proved reports whether the peer with a tenant namespace claims a key and proves that it has the private one.
+func (j judge) proved(ctx context.Context, namespace, key string) (bool, error) {
+	peer, err := j.Peers.ByNamespace(ctx, namespace)
+	if errors.Is(err, ErrNoPeer) || err == nil && peer.Leaving && !peer.Draining {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	copies, err := copiesOf(ctx, j.Reader, namespace, peer.Cluster.ClusterID)
+	if err != nil {
+		return false, err
+	}
+	copies = slices.DeleteFunc(copies, func(nc v1alpha1.NetworkConfig) bool { return !alive(nc) })
+	if len(copies) != 1 || !slices.Contains(publicKeysOf(copies[0].Spec.BackendConfig), key) {
+		return false, nil
+	}
+	facts, err := j.Facts.Facts(ctx)
+	return err == nil && proves(copies[0].Spec.BackendConfig, facts.Keys, j.Peers.Self, peer.Cluster.ClusterID), err
+}
+
+// proves reports whether what a peer publishes shows that it has the private keys of its tunnels. It may know our current
+// or our next key.
+func proves(config v1alpha1.BackendConfig, ours keyring.Ring, self, peer string) bool {
+	var keys [][32]byte
+	for _, text := range publicKeysOf(config) {
+		key, err := fabric.ParseKey(text)
+		if err != nil {
+			return false
+		}
+		keys = append(keys, key)
+	}
+	return slices.ContainsFunc([][32]byte{ours.Private, ours.Next}, func(private [32]byte) bool {
+		return private != ([32]byte{}) && keyring.Proves(config[v1alpha1.ConfigKeyProof], private, self, peer, keys)
+	})
+}
+
+// prove adds to what a peer is told that we have the private keys. Until the peer has told us its public key there is no proof.
+func (r *NetworkConfigReconciler) prove(ctx context.Context, peer Peer, facts Facts, spec *v1alpha1.NetworkConfigSpec) error {
+	copies, err := copiesOf(ctx, r.Client, peer.LocalNamespace, peer.Cluster.ClusterID)
+	if err != nil || len(copies) != 1 {
+		return err
+	}
+	theirs, err := fabric.ParseKey(copies[0].Spec.BackendConfig[v1alpha1.ConfigPublicKey])
+	if err != nil {
+		return nil //nolint:nilerr // a condition says so
+	}
+	tunnels := len(publicKeysOf(spec.BackendConfig))
+	for _, private := range [][32]byte{facts.Keys.Private, facts.Keys.Next} {
+		if private == ([32]byte{}) || fabric.PublicKeys(private, 1)[0] != facts.PublicKey {
+			continue
+		}
+		if proof := keyring.Prove(private, tunnels, r.Peers.Self, peer.Cluster.ClusterID, theirs); proof != "" {
+			spec.BackendConfig[v1alpha1.ConfigKeyProof] = proof
+		}
+	}
+	return nil
+}
+
+// reclaim deletes the TunnelEndpoints of other peers with a key that this one proves to have, and the other does not. Who
+// listed the key first, before its owner told us of it, has no tunnel by it anyway.
+func (r *TunnelEndpointReconciler) reclaim(ctx context.Context, peer Peer, copied *v1alpha1.NetworkConfig) error {
+	j := judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Books: r.Store}
+	for _, key := range publicKeysOf(copied.Spec.BackendConfig) {
+		tunnels, err := j.tunnelsWith(ctx, key)
+		if err != nil {
+			return err
+		}
+		for i := range tunnels {
+			te := &tunnels[i]
+			if te.Namespace == peer.LocalNamespace {
+				continue
+			}
+			theirs, err := j.proved(ctx, te.Namespace, key)
+			if err != nil {
+				return err
+			}
+			ours, err := j.proved(ctx, peer.LocalNamespace, key)
+			if err != nil || theirs || !ours {
+				return err
+			}
+			if err := client.IgnoreNotFound(r.Client.Delete(ctx, te, client.Preconditions{UID: &te.UID})); err != nil {
+				return fmt.Errorf("TunnelEndpoint %s/%s: %w", te.Namespace, te.Name, err)
+			}
+			r.Log.Warn("TunnelEndpoint deleted, since another peer has shown that the key is its own", "peer", te.Spec.ClusterIdentity.ClusterID,
+				"owner", peer.Cluster.ClusterID, "namespace", te.Namespace, "name", te.Name)
+		}
+	}
+	return nil
+}
+
+// acceptedBefore reports whether the claim of another peer was accepted with a key that nobody has a
+// tunnel for, before the given one was. The conditions in the NetworkConfigs say so, which a restart
+// finds again. Of two that were accepted at once the older one counts. Where somebody proves to have the
+// key, all others do not count.
+func (j judge) acceptedBefore(ctx context.Context, nc *v1alpha1.NetworkConfig, key string, provers []string) (bool, error) {
+	var list v1alpha1.NetworkConfigList
+	if err := j.Reader.List(ctx, &list, client.MatchingFields{indexPublicKey: key}, client.UnsafeDisableDeepCopy); err != nil {
+		return false, fmt.Errorf("NetworkConfigs with the same key: %w", err)
+	}
+	mine := standing(nc)
+	for i := range list.Items {
+		other := &list.Items[i]
+		theirs := standing(other)
+		if len(provers) > 0 && !slices.Contains(provers, other.Namespace) {
+			continue
+		}
+		if other.Namespace == nc.Namespace || theirs == 0 || theirs < mine || theirs == mine && compareAge(other, nc) > 0 {
+			continue
+		}
+		_, stranger, err := sender(ctx, j.Peers, other.Namespace, other.Labels[v1alpha1.LabelOriginID])
+		if err != nil || stranger == nil {
+			return err == nil, err
+		}
+	}
+	return false, nil
+}
+
+// standing is 2 for a copy whose present content we accepted, 1 for a copy whose earlier content we
+// accepted, and 0 for all others. A copy that is edited to list the key of another peer thereby ranks
+// behind that peer. Where the API server stores no conditions, an answered copy is only known to have been
+// accepted once.
+func standing(nc *v1alpha1.NetworkConfig) int {
+	accepted := meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted)
+	switch {
+	case alive(*nc) && accepted == nil && nc.Status.Processed:
+		return 1
+	case !alive(*nc) || accepted == nil || accepted.Status != metav1.ConditionTrue:
+		return 0
+	case accepted.ObservedGeneration != nc.Generation:
+		return 1
+	}
+	return 2
+}
