@@ -54,6 +54,7 @@ type peeringState struct {
 
 	services servicesState
 	key      keyState
+	rotates  bool // our key, and peers are told of the next one
 
 	granted  ipam.Grant        // what the books have for the peer; zero: nothing
 	standing [2]ipam.Standing  // what its claim has here, or would have with consent; zero: it is refused
@@ -334,6 +335,8 @@ func connectedVerdict(s peeringState) verdict {
 	case accepted != nil && accepted.Status == metav1.ConditionFalse:
 		return no(isthmus.ReasonInvalid, "%s", sentence(fmt.Sprintf("the gateway refuses TunnelEndpoint %s/%s of %s: ", te.Namespace, te.Name, s.who()),
 			accepted.Message, "it carries nothing for this peer; isthmus unpeer "+s.peering.Name+", or un-peer whoever has the same"))
+	case s.missedKey():
+		return no(isthmus.ReasonKeyMissed, "the key of our gateway rotated, and %s had not moved to the new one when the rotation ended; the tunnel is down until its manager reads our NetworkConfig", s.who())
 	case because != nil:
 		return verdict{because.Status, because.Reason, because.Message}
 	case c.Status == v1alpha1.Connected && s.key.required && presharedIn(te) == "":

@@ -16,8 +16,8 @@ func (s *peeringState) keys(was isthmus.KeysStatus, now metav1.Time) isthmus.Key
 	}
 	own := s.endpoint.Status.Connection.PeerConfiguration[v1alpha1.ConfigOwnKey]
 	k := isthmus.KeysStatus{Ours: shortKey(own), Theirs: shortKey(s.endpoint.Spec.BackendConfig[v1alpha1.ConfigPublicKey])}
-	if s.original != nil && own != "" {
-		k.Lags = own != s.original.Spec.BackendConfig[v1alpha1.ConfigPublicKey]
+	if s.original != nil && own != s.original.Spec.BackendConfig[v1alpha1.ConfigPublicKey] {
+		k.Lags = own != "" || s.rotates || was.Lags // without a session, it had one with the former key, or none during the rotation
 	}
 	since := func(is, before string, at *metav1.Time) *metav1.Time {
 		switch {
@@ -30,6 +30,18 @@ func (s *peeringState) keys(was isthmus.KeysStatus, now metav1.Time) isthmus.Key
 	}
 	k.OursSince, k.TheirsSince = since(k.Ours, was.Ours, was.OursSince), since(k.Theirs, was.Theirs, was.TheirsSince)
 	return k
+}
+
+// missedKey reports whether our key has rotated without the peer, which has no tunnel until it knows the present one.
+func (s *peeringState) missedKey() bool {
+	c := s.endpoint.Status.Connection
+	return !s.rotates && c.Status != v1alpha1.Connected && c.PeerConfiguration[v1alpha1.ConfigOwnKey] == "" &&
+		s.keys(s.peering.Status.Keys, metav1.Time{}).Lags
+}
+
+// rotates reports whether peers are told of the next key of our gateway.
+func rotates(f Facts) bool {
+	return f.Keys.Next != ([32]byte{}) && f.PublicKey == fabric.PublicKeys(f.Keys.Next, 1)[0]
 }
 
 // shortKey is a public key for people; empty: it is none.

@@ -1,6 +1,7 @@
 package manager
 
 import (
+	"strings"
 	"testing"
 	"time"
 
@@ -33,5 +34,48 @@ func TestKeysOfAPeering(t *testing.T) {
 	s.original.Spec.BackendConfig[v1alpha1.ConfigPublicKey] = text(3)
 	if k = s.keys(k, first); !k.Lags || !k.OursSince.Equal(&second) {
 		t.Errorf("while it rotates: %+v", k)
+	}
+}
+
+// Whoever patience cuts off is named until it has a session with the new key.
+func TestAPeerThatMissedARotationIsNamed(t *testing.T) {
+	text := func(n byte) v1alpha1.ConfigValue { return v1alpha1.ConfigValue(keyring.Text(testKey(n))) }
+	s := peeringState{peering: new(isthmus.Peering), original: new(v1alpha1.NetworkConfig), endpoint: new(v1alpha1.TunnelEndpoint)}
+	s.peering.Spec.Cluster.ClusterName = "bravo"
+	s.original.Spec.BackendConfig = v1alpha1.BackendConfig{v1alpha1.ConfigPublicKey: text(3)}
+	look := func(own byte, status v1alpha1.ConnectionStatus, rotates bool) (missed bool) {
+		t.Helper()
+		s.rotates, s.endpoint.Status.Connection = rotates, v1alpha1.Connection{Status: status}
+		if own != 0 {
+			s.endpoint.Status.Connection.PeerConfiguration = v1alpha1.PeerConfiguration{v1alpha1.ConfigOwnKey: text(own)}
+		}
+		v := connectedVerdict(s)
+		s.peering.Status.Keys = s.keys(s.peering.Status.Keys, metav1.Now())
+		if missed = v.reason == isthmus.ReasonKeyMissed; missed && (v.status != metav1.ConditionFalse || !strings.Contains(v.message, "bravo")) {
+			t.Errorf("%+v", v)
+		}
+		return missed
+	}
+	for _, step := range []struct {
+		what    string
+		own     byte
+		status  v1alpha1.ConnectionStatus
+		rotates bool
+		missed  bool
+	}{
+		{"a peer that was never connected", 0, v1alpha1.Connecting, false, false},
+		{"a rotation while it is away", 0, v1alpha1.ConnectionError, true, false},
+		{"the end of the rotation", 0, v1alpha1.ConnectionError, false, true},
+		{"its return", 3, v1alpha1.Connected, false, false},
+		{"a loss after that", 0, v1alpha1.ConnectionError, false, false},
+		{"a rotation that it does not follow", 1, v1alpha1.Connected, true, false},
+		{"the end of that one", 0, v1alpha1.ConnectionError, false, true},
+		{"the next rotation, which tells it again", 0, v1alpha1.ConnectionError, true, false},
+		{"its return then", 3, v1alpha1.Connected, true, false},
+		{"the end of the last one", 3, v1alpha1.Connected, false, false},
+	} {
+		if missed := look(step.own, step.status, step.rotates); missed != step.missed {
+			t.Errorf("%s: missed %v, want %v", step.what, missed, step.missed)
+		}
 	}
 }

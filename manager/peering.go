@@ -180,7 +180,7 @@ func (r *PeeringReconciler) gather(ctx context.Context, peering *isthmus.Peering
 	if err != nil {
 		return s, err
 	}
-	s.self = facts.Cluster
+	s.self, s.rotates = facts.Cluster, rotates(facts)
 	_, s.lacking = networkConfigFor(facts, peer)
 	for _, c := range r.Store.Book().ConflictsOf(peer.Cluster.ClusterID) {
 		text, err := overlapText(ctx, r.Client, c)
