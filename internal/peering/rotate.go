@@ -24,6 +24,8 @@ import (
 type RotateOptions struct {
 	// Now replaces the key at once instead of waiting for peers: who has stolen it can do nothing with it any more.
 	Now bool
+	// Abort drops the next key while no peer was told of it.
+	Abort bool
 	// Wait is how long to wait for the end of the rotation; 0: not at all.
 	Wait   time.Duration
 	Report func(string) // gets a line for each thing done
@@ -41,6 +43,9 @@ func RotateKey(ctx context.Context, c *cluster.Cluster, o RotateOptions) error {
 	if secret == nil || err != nil && !o.Now { // any key can be replaced, also one that is none
 		return err
 	}
+	if o.Abort {
+		return abortRotation(ctx, c, secret, ring, o.Report)
+	}
 	now, known := c.Now()
 	if !known {
 		now = time.Now()
@@ -53,8 +58,8 @@ func RotateKey(ctx context.Context, c *cluster.Cluster, o RotateOptions) error {
 		want.Data = keyring.Begin(secret.Data, keyring.New(), now)
 	}
 	if o.Now || ring.Next == ([32]byte{}) {
-		if err := c.Client.Patch(ctx, want, client.MergeFromWithOptions(secret, client.MergeFromWithOptimisticLock{})); err != nil {
-			return c.Explain("Secret "+client.ObjectKeyFromObject(secret).String(), err)
+		if err := writeKeys(ctx, c, secret, want); err != nil {
+			return err
 		}
 		if ring, _, err = keyring.Read(want.Data); err != nil {
 			return err
@@ -90,6 +95,32 @@ func RotateKey(ctx context.Context, c *cluster.Cluster, o RotateOptions) error {
 			return err
 		}
 	}
+}
+
+// abortRotation drops the next key. A peer that was told of it gives up the current one when it has moved, so that nobody can
+// go back then.
+func abortRotation(ctx context.Context, c *cluster.Cluster, secret *corev1.Secret, ring keyring.Ring, report func(string)) error {
+	switch {
+	case ring.Next == ([32]byte{}):
+		return fmt.Errorf("%s: no rotation of the key is in progress", c)
+	case ring.Published:
+		return fmt.Errorf("%s: peers are told of the key %s, and those that have moved to it accept the present one no more: let the rotation end, and begin another one if need be", c, shortKey(ring.Next))
+	}
+	want := secret.DeepCopy()
+	want.Data = keyring.Abandon(secret.Data)
+	if err := writeKeys(ctx, c, secret, want); err != nil {
+		return err
+	}
+	report(fmt.Sprintf("the rotation is aborted: the key stays %s, and no peer was told of %s", shortKey(ring.Private), shortKey(ring.Next)))
+	return nil
+}
+
+// writeKeys writes the Secret with the keys, unless somebody has changed it since it was read.
+func writeKeys(ctx context.Context, c *cluster.Cluster, have, want *corev1.Secret) error {
+	if err := c.Client.Patch(ctx, want, client.MergeFromWithOptions(have, client.MergeFromWithOptimisticLock{})); err != nil {
+		return c.Explain("Secret "+client.ObjectKeyFromObject(have).String(), err)
+	}
+	return nil
 }
 
 // rotation says how far the rotation of began is.

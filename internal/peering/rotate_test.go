@@ -4,6 +4,7 @@ import (
 	"context"
 	"strings"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -22,18 +23,7 @@ func TestAKeyIsReplacedWhateverTheSecretHolds(t *testing.T) {
 		"a public key by itself": {keyring.FieldPublic: keyring.Text(keyring.New())},
 	} {
 		var written *corev1.Secret
-		c := cluster.Of(interceptor.NewClient(nil, interceptor.Funcs{
-			Get: func(_ context.Context, _ client.WithWatch, key client.ObjectKey, o client.Object, _ ...client.GetOption) error {
-				o.SetNamespace(key.Namespace)
-				o.SetName(key.Name)
-				o.(*corev1.Secret).Data = data
-				return nil
-			},
-			Patch: func(_ context.Context, _ client.WithWatch, o client.Object, _ client.Patch, _ ...client.PatchOption) error {
-				written = o.(*corev1.Secret)
-				return nil
-			},
-		}), "isthmus-system")
+		c := clusterWith(data, &written)
 		if _, _, unreadable := keyring.Read(data); unreadable != nil {
 			if err := RotateKey(t.Context(), c, RotateOptions{}); err == nil || written != nil {
 				t.Errorf("%s: it rotates: %v", name, err)
@@ -53,4 +43,54 @@ func TestAKeyIsReplacedWhateverTheSecretHolds(t *testing.T) {
 			t.Errorf("%s: %s", name, all)
 		}
 	}
+}
+
+// A rotation can be aborted until a peer may know the next key.
+func TestARotationIsAbortedWhileNobodyWasTold(t *testing.T) {
+	private, next, now := keyring.New(), keyring.New(), time.Now()
+	first := keyring.Replace(map[string][]byte{}, private, now)
+	begun := keyring.Begin(first, next, now)
+	ring, _, err := keyring.Read(begun)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, tc := range map[string]struct {
+		data map[string][]byte
+		want string // the error; empty: it is aborted
+	}{
+		"begun":   {begun, ""},
+		"told":    {keyring.Publish(begun, ring, 1, now), "accept the present one no more"},
+		"not one": {first, "no rotation"},
+	} {
+		var written *corev1.Secret
+		err := RotateKey(t.Context(), clusterWith(tc.data, &written), RotateOptions{Abort: true, Report: func(string) {}})
+		switch {
+		case tc.want != "":
+			if err == nil || !strings.Contains(err.Error(), tc.want) || written != nil {
+				t.Errorf("%s: %v", name, err)
+			}
+		case err != nil || written == nil:
+			t.Errorf("%s: %v", name, err)
+		default:
+			if ring, wrong, err := keyring.Read(written.Data); err != nil || wrong != nil || ring.Private != private || ring.Next != ([32]byte{}) {
+				t.Errorf("%s: %v, %v", name, err, wrong)
+			}
+		}
+	}
+}
+
+// clusterWith has a Secret of keys. Whoever writes it does so into written.
+func clusterWith(data map[string][]byte, written **corev1.Secret) *cluster.Cluster {
+	return cluster.Of(interceptor.NewClient(nil, interceptor.Funcs{
+		Get: func(_ context.Context, _ client.WithWatch, key client.ObjectKey, o client.Object, _ ...client.GetOption) error {
+			o.SetNamespace(key.Namespace)
+			o.SetName(key.Name)
+			o.(*corev1.Secret).Data = data
+			return nil
+		},
+		Patch: func(_ context.Context, _ client.WithWatch, o client.Object, _ client.Patch, _ ...client.PatchOption) error {
+			*written = o.(*corev1.Secret)
+			return nil
+		},
+	}), "isthmus-system")
 }
