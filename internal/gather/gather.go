@@ -164,7 +164,7 @@ func (g *gathering) secrets(ctx context.Context, namespaces []string) {
 }
 
 // public are keys of Secrets whose values are no secret, though they may stand elsewhere too.
-var public = map[string]bool{"publicKey": true, "tunnels": true, "nextPublicKey": true, "nextTunnels": true, "since": true, "nextSince": true, "ca.crt": true, "tls.crt": true, "certificate": true, "namespace": true, "apiServerUrl": true, "apiServerCa": true}
+var public = map[string]bool{"publicKey": true, "tunnels": true, "nextPublicKey": true, "nextTunnels": true, "offeredKey": true, "since": true, "nextSince": true, "ca.crt": true, "tls.crt": true, "certificate": true, "namespace": true, "apiServerUrl": true, "apiServerCa": true}
 
 func (g *gathering) learn(name string, value []byte) {
 	if public[name] {

@@ -4,6 +4,8 @@
 //	                                                                        │ all have moved, or patience ends
 //	                   current key ◄──────────── next becomes current ◄─────┘
 //
+// A Secret that something else maintains may name the next key instead (OfferName).
+//
 // The Secret is the only state, and each arrow is one write of it. So a gateway or a manager may stop anywhere, and whoever
 // goes on reads where the rotation stands.
 package keyring
@@ -25,6 +27,10 @@ import (
 // SecretName is that of the Secret, as Liqo has it (docs/liqo-v0.md, section 6.1).
 const SecretName = "wireguard-pubkey"
 
+// OfferName is that of a Secret in the same namespace that something else maintains, with a private key in FieldPrivate. A
+// key that was not there before becomes the next one.
+const OfferName = "isthmus-key"
+
 // Fields of the Secret. Keys are base64 text, as wg(8) prints them; Liqo has the first two fields alone.
 const (
 	FieldPrivate     = "privateKey"
@@ -37,6 +43,7 @@ const (
 	FieldNextSince   = "nextSince"     // when the next key was made
 	FieldPublished   = "nextPublished" // when FieldNextPublic was written
 	FieldGateways    = "gatewayKey"    // see Ring.Gateways
+	FieldOffered     = "offeredKey"    // see Ring.Offered
 )
 
 // nextFields are those of the next key.
@@ -47,7 +54,10 @@ type Ring struct {
 	Private, Next [32]byte // zero Next: no rotation is in progress
 	// Gateways is what gateways prove to each other and to nodes that they belong together. A rotation keeps it, because
 	// they do not read the Secret at the same moment. It is the key before the first rotation.
-	Gateways         [32]byte
+	Gateways [32]byte
+	// Offered is the public key of the last one that was taken from the Secret OfferName. It is not taken again, so that a
+	// key which somebody has replaced since does not come back.
+	Offered          [32]byte
 	Since, NextSince time.Time // zero: not known
 	Published        bool      // FieldNextPublic is there
 	PublishedAt      time.Time // zero: not known
@@ -76,6 +86,11 @@ func Read(data map[string][]byte) (r Ring, wrong, err error) {
 			errs = append(errs, fmt.Errorf("data.%s %w", FieldGateways, err))
 		} else {
 			r.Gateways = key
+		}
+	}
+	if _, ok := data[FieldOffered]; ok {
+		if r.Offered, err = Key(data, FieldOffered); err != nil {
+			errs = append(errs, fmt.Errorf("data.%s %w", FieldOffered, err))
 		}
 	}
 	if _, ok := data[FieldNext]; !ok {
@@ -160,6 +175,15 @@ func Begin(data map[string][]byte, next [32]byte, now time.Time) map[string][]by
 	return data
 }
 
+// Take returns the data with an offered key as the next one, unless it is the current one.
+func Take(data map[string][]byte, r Ring, offered [32]byte, now time.Time) map[string][]byte {
+	if data = Abandon(data); offered != r.Private {
+		data = Begin(data, offered, now)
+	}
+	data[FieldOffered] = Text(fabric.PublicKeys(offered, 1)[0])
+	return data
+}
+
 // Abandon returns the data without a next key.
 func Abandon(data map[string][]byte) map[string][]byte {
 	rest := make(map[string][]byte, len(data))
@@ -227,6 +251,7 @@ type Seen struct {
 	Lagging   int           // peers without a session with the next key
 	Moved     time.Duration // how long there have been none
 	Age       time.Duration // age at which a key is rotated; 0: at none
+	Offered   [32]byte      // private key in the Secret OfferName; zero: there is none. It says when the key rotates, and no age does.
 	Untold    bool          // peers are connected, and all of them lag: the fault is ours, and nobody may know the next key
 	Patience  time.Duration // after which the next key becomes the current one although peers lag; 0: never
 }
@@ -238,6 +263,7 @@ type Step string
 const (
 	Nothing  Step = ""
 	Start    Step = "start"    // Begin with a new key
+	Accept   Step = "accept"   // Take the offered key
 	Announce Step = "announce" // Publish, again if it is not known when that was
 	Finish   Step = "finish"   // Promote
 )
@@ -245,6 +271,12 @@ const (
 // Step decides. It is for the active gateway alone.
 func (r Ring) Step(s Seen) Step {
 	if r.Next == ([32]byte{}) {
+		if s.Offered != ([32]byte{}) {
+			if fabric.PublicKeys(s.Offered, 1)[0] != r.Offered {
+				return Accept
+			}
+			return Nothing
+		}
 		if s.Age > 0 && !r.Since.IsZero() && s.Now.Sub(r.Since) >= s.Age {
 			return Start
 		}

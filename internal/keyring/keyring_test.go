@@ -69,6 +69,12 @@ func TestStepsOfARotation(t *testing.T) {
 		{"it does not end while nobody has moved", published, keyring.Seen{Now: start.Add(1e6 * time.Hour), Answering: true, Lagging: 2, Untold: true, Patience: time.Hour}, keyring.Nothing},
 		{"when that was cannot be read", stamped("x"), keyring.Seen{Now: start.Add(1e6 * time.Hour), Answering: true, Lagging: 1, Patience: time.Hour}, keyring.Announce},
 		{"it is in the future", stamped("2036-11-28T12:00:00Z"), keyring.Seen{Now: start, Answering: true, Lagging: 1, Patience: time.Hour}, keyring.Announce},
+		{"another key is offered", aged, keyring.Seen{Now: start, Offered: next}, keyring.Accept},
+		{"our own is offered", aged, keyring.Seen{Now: start, Offered: private}, keyring.Accept},
+		{"it was taken before", keyring.Take(aged, read(t, aged), private, start), keyring.Seen{Now: start, Offered: private}, keyring.Nothing},
+		{"it was taken and replaced", keyring.Replace(keyring.Take(aged, read(t, aged), private, start), next, start), keyring.Seen{Now: start, Offered: private}, keyring.Nothing},
+		{"an old key, but another one maintains keys", keyring.Take(aged, read(t, aged), private, start), keyring.Seen{Now: start.Add(time.Hour), Age: time.Hour, Offered: private}, keyring.Nothing},
+		{"another key is offered during a rotation", begun, keyring.Seen{Now: start, Offered: keyring.New()}, keyring.Nothing},
 		{"it is over", promoted, keyring.Seen{Now: start}, keyring.Nothing},
 	} {
 		if got := read(t, tc.data).Step(tc.seen); got != tc.want {
@@ -111,6 +117,21 @@ func TestARotationChangesTheKeyAndKeepsWhatGatewaysShare(t *testing.T) {
 	}
 	if len(first) != 3 {
 		t.Error("what was given is modified")
+	}
+}
+
+func TestAnOfferedKeyIsTheNextOne(t *testing.T) {
+	private, offered := keyring.New(), keyring.New()
+	first := secretOf(private)
+	taken := keyring.Take(first, read(t, first), offered, start)
+	if r := read(t, taken); r.Private != private || r.Next != offered || r.Offered != fabric.PublicKeys(offered, 1)[0] {
+		t.Errorf("taken: %v %v", r.Next == offered, r.Offered)
+	}
+	if r := read(t, keyring.Promote(taken, read(t, taken), start)); r.Private != offered || r.Offered != fabric.PublicKeys(offered, 1)[0] {
+		t.Errorf("promoted: %v %v", r.Private == offered, r.Offered)
+	}
+	if r := read(t, keyring.Take(first, read(t, first), private, start)); r.Next != ([32]byte{}) || r.Offered != fabric.PublicKeys(private, 1)[0] {
+		t.Error("our own key as the next one")
 	}
 }
 

@@ -94,6 +94,7 @@ type writer struct {
 
 	moving [32]byte  // the next key of the last round
 	moved  time.Time // since when no peer lags
+	offer  offer
 }
 
 // memory is what is remembered of one object that is written.

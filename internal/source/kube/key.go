@@ -72,6 +72,9 @@ func keySecret(namespace string, ring keyring.Ring, tunnels int, now time.Time) 
 	if ring.Gateways != ring.Private {
 		data[keyring.FieldGateways] = keyring.Text(ring.Gateways)
 	}
+	if ring.Offered != ([32]byte{}) {
+		data[keyring.FieldOffered] = keyring.Text(ring.Offered)
+	}
 	if ring.Next != ([32]byte{}) { // some peers may know it alone
 		data = keyring.Begin(data, ring.Next, now)
 	}

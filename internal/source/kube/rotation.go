@@ -2,10 +2,12 @@ package kube
 
 import (
 	"context"
+	"errors"
 	"slices"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
@@ -33,7 +35,8 @@ func (w *writer) rotate(ctx context.Context, r Report) {
 		w.moved, w.moving = now, ring.Next
 	}
 	w.metrics.rotation.Store(&rotationState{ring, lagging})
-	step := ring.Step(keyring.Seen{Now: now, Answering: r.Rotation.Next == ring.Next, Lagging: len(lagging), Moved: now.Sub(w.moved), Untold: untold(r, lagging),
+	offered := w.offered(ctx, now)
+	step := ring.Step(keyring.Seen{Now: now, Answering: r.Rotation.Next == ring.Next, Offered: offered, Lagging: len(lagging), Moved: now.Sub(w.moved), Untold: untold(r, lagging),
 		Age: w.o.RotateKeys, Patience: w.o.RotationPatience})
 	if step == keyring.Nothing {
 		return
@@ -49,6 +52,8 @@ func (w *writer) rotate(ctx context.Context, r Report) {
 	switch step {
 	case keyring.Start:
 		want.Data = keyring.Begin(have.Data, keyring.New(), now)
+	case keyring.Accept:
+		want.Data = keyring.Take(have.Data, ring, offered, now)
 	case keyring.Announce:
 		want.Data = keyring.Publish(have.Data, ring, w.o.Tunnels, now)
 	case keyring.Finish:
@@ -57,6 +62,44 @@ func (w *writer) rotate(ctx context.Context, r Report) {
 	if w.patch(ctx, "Secret", have, want, false) {
 		w.log.Info("rotation of the key", "step", string(step), "lagging", lagging)
 	}
+}
+
+// offerInterval is how often the Secret of an offered key is read. It need not be there, so it is not watched.
+const offerInterval = 10 * time.Second
+
+// offer is what was read of it.
+type offer struct {
+	key  [32]byte // zero: there is none
+	next time.Time
+	said string // what is wrong with it
+}
+
+// offered is the private key in the Secret that something else maintains; zero: there is none.
+func (w *writer) offered(ctx context.Context, now time.Time) [32]byte {
+	if now.Before(w.offer.next) {
+		return w.offer.key
+	}
+	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
+	defer cancel()
+	var secret corev1.Secret
+	wrong := ""
+	err := w.client.Get(ctx, client.ObjectKey{Namespace: w.o.Namespace, Name: keyring.OfferName}, &secret)
+	if err == nil {
+		w.offer.key, err = keyring.Key(secret.Data, keyring.FieldPrivate)
+		if err == nil && w.offer.key == ([32]byte{}) {
+			err = errors.New("is zero; want a WireGuard private key")
+		}
+		if err != nil {
+			w.offer.key, wrong = [32]byte{}, "data."+keyring.FieldPrivate+" "+err.Error()
+		}
+	} else if apierrors.IsNotFound(err) {
+		w.offer.key = [32]byte{}
+	} // else what was read before stays: another rotation by age would be worse
+	if w.offer.next = now.Add(offerInterval); wrong != "" && wrong != w.offer.said {
+		w.log.Warn("the key in a Secret that something else maintains is not taken", "secret", keyring.OfferName, "problem", wrong)
+	}
+	w.offer.said = wrong
+	return w.offer.key
 }
 
 // due says whether the Secret may be written now.
