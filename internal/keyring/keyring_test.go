@@ -213,6 +213,17 @@ func TestARingPrintsNoKey(t *testing.T) {
 	}
 }
 
+// A model is a cluster with two gateways, its manager, and a peer. Each does one thing at a time; what it has read may be old.
+type model struct {
+	secret    map[string][]byte
+	gateways  [2]gatewayModel
+	published [32]byte // by the manager
+	peer      [32]byte // what the peer has
+	now       time.Time
+	moved     time.Time // since when the peer has the next key, as far as the active gateway has seen
+	log       string
+}
+
 // A gatewayModel is a gateway process: what it has read of the Secret.
 type gatewayModel struct {
 	ring   keyring.Ring
@@ -221,80 +232,198 @@ type gatewayModel struct {
 
 func (g *gatewayModel) answers(key [32]byte) bool { return key == g.ring.Private || key == g.ring.Next }
 
+func newModel(t *testing.T) *model {
+	t.Helper()
+	m := &model{secret: secretOf(keyring.New()), now: start, moved: start}
+	first := read(t, m.secret)
+	m.published, m.peer = first.Private, first.Private
+	m.gateways = [2]gatewayModel{{ring: first, active: true}, {ring: first}}
+	return m
+}
+
+// begin is rotate-key.
+func (m *model) begin(t *testing.T) {
+	t.Helper()
+	if read(t, m.secret).Next == ([32]byte{}) {
+		m.secret, m.log = keyring.Begin(m.secret, keyring.New(), m.now), m.log+" begin"
+	}
+}
+
+func (m *model) reads(t *testing.T, i int) {
+	t.Helper()
+	m.gateways[i].ring = read(t, m.secret)
+}
+
+// writes has the active gateway take the next step by what it has read. The API server refuses it where that is old.
+func (m *model) writes(t *testing.T) {
+	t.Helper()
+	for i := range m.gateways {
+		g := &m.gateways[i]
+		if !g.active || g.ring != read(t, m.secret) {
+			continue
+		}
+		seen := keyring.Seen{Now: m.now, Answering: g.answers(g.ring.Next)}
+		if m.peer != g.ring.Next {
+			seen.Lagging, m.moved = 1, m.now
+		}
+		seen.Moved = m.now.Sub(m.moved)
+		switch s := g.ring.Step(seen); s {
+		case keyring.Announce:
+			m.secret, m.log = keyring.Publish(m.secret, g.ring, 3, m.now), fmt.Sprint(m.log, " announce", i)
+		case keyring.Finish:
+			m.secret, m.log = keyring.Promote(m.secret, g.ring, m.now), fmt.Sprint(m.log, " finish", i)
+		}
+	}
+}
+
+// publishes has the manager tell the peer, which reads it later.
+func (m *model) publishes(t *testing.T) {
+	t.Helper()
+	if r := read(t, m.secret); r.Published {
+		m.published = r.Next
+	} else {
+		m.published = r.Private
+	}
+}
+
+func (m *model) moves() {
+	if m.peer != m.published {
+		m.peer, m.log = m.published, m.log+" move"
+	}
+}
+
+// failover makes the other gateway the active one. It reads the Secret before that.
+func (m *model) failover(t *testing.T) {
+	t.Helper()
+	for i := range m.gateways {
+		if g := &m.gateways[i]; !g.active {
+			g.ring = read(t, m.secret)
+		}
+		m.gateways[i].active = !m.gateways[i].active
+	}
+	m.moved, m.log = m.now, m.log+" failover"
+}
+
+// restart is a crash of the active gateway, which comes back and reads the Secret before it answers.
+func (m *model) restart(t *testing.T) {
+	t.Helper()
+	for i := range m.gateways {
+		if m.gateways[i].active {
+			m.gateways[i].ring = read(t, m.secret)
+		}
+	}
+	m.moved, m.log = m.now, m.log+" restart"
+}
+
+// answered fails where the active gateway does not answer to the key that the peer has.
+func (m *model) answered(t *testing.T) {
+	t.Helper()
+	for i := range m.gateways {
+		if m.gateways[i].active && !m.gateways[i].answers(m.peer) {
+			t.Fatalf("gateway %d does not answer to the key that the peer has:%s", i, m.log)
+		}
+	}
+}
+
+// settle has everybody do what is to be done, and fails where the rotation is not over then.
+func (m *model) settle(t *testing.T, first keyring.Ring) {
+	t.Helper()
+	for range 40 {
+		m.now = m.now.Add(time.Second)
+		m.reads(t, 0)
+		m.reads(t, 1)
+		m.writes(t)
+		m.publishes(t)
+		m.moves()
+		m.answered(t)
+	}
+	r := read(t, m.secret)
+	if r.Next != ([32]byte{}) || m.peer != r.Private || r.Gateways != first.Gateways {
+		t.Fatalf("not over:%s", m.log)
+	}
+}
+
 // TestRotationsConvergeWhateverStops steps through rotations in which gateways and the manager read and write late, write what
 // they have read before (the API server refuses that), crash, and take over from each other. At every moment, the active gateway
 // answers to the key that the peer has. In the end the rotation is over.
 func TestRotationsConvergeWhateverStops(t *testing.T) {
 	for seed := range uint64(100) {
 		rng := rand.New(rand.NewPCG(28, seed))
-		secret := secretOf(keyring.New())
-		first := read(t, secret)
-		gateways := []*gatewayModel{{ring: first, active: true}, {ring: first}}
-		published, peer := first.Private, first.Private // by the manager; what the peer has
-		now, moved := start, start
-		log := ""
-		step := func(event int) {
-			now = now.Add(time.Second)
-			switch event {
-			case 0: // rotate-key
-				if r := read(t, secret); r.Next == ([32]byte{}) && strings.Count(log, "begin") < 3 {
-					secret, log = keyring.Begin(secret, keyring.New(), now), log+" begin"
-				}
-			case 1, 2: // a gateway reads
-				gateways[event-1].ring = read(t, secret)
-			case 3, 4: // the active one writes, of what it has read
-				for i, g := range gateways {
-					fresh := g.ring == read(t, secret) // else the write is refused
-					if !g.active || !fresh || event == 4 && rng.IntN(2) == 0 {
-						continue
-					}
-					seen := keyring.Seen{Now: now, Answering: g.answers(g.ring.Next)}
-					if peer != g.ring.Next {
-						seen.Lagging, moved = 1, now
-					}
-					seen.Moved = now.Sub(moved)
-					switch s := g.ring.Step(seen); s {
-					case keyring.Announce:
-						secret, log = keyring.Publish(secret, g.ring, 3, now), fmt.Sprint(log, " announce", i)
-					case keyring.Finish:
-						secret, log = keyring.Promote(secret, g.ring, now), fmt.Sprint(log, " finish", i)
-					}
-				}
-			case 5: // the manager publishes
-				if r := read(t, secret); r.Published {
-					published = r.Next
-				} else {
-					published = r.Private
-				}
-			case 6: // the peer is told
-				if peer != published {
-					peer, log = published, log+" move"
-				}
-			case 7: // failover, or a crash: the successor reads the Secret before it is active
-				for _, g := range gateways {
-					if g.active = !g.active; g.active {
-						g.ring = read(t, secret)
-					}
-				}
-				moved, log = now, log+" failover"
-			}
-		}
+		m := newModel(t)
+		first := read(t, m.secret)
+		m.log = fmt.Sprintf(" (seed %d)", seed)
 		for range 200 {
-			step(rng.IntN(8))
-			for i, g := range gateways {
-				if g.active && !g.answers(peer) {
-					t.Fatalf("seed %d: gateway %d does not answer to the key that the peer has:%s", seed, i, log)
+			m.now = m.now.Add(time.Second)
+			switch event := rng.IntN(9); event {
+			case 0:
+				if strings.Count(m.log, "begin") < 3 {
+					m.begin(t)
 				}
+			case 1, 2:
+				m.reads(t, event-1)
+			case 3, 4:
+				m.writes(t)
+			case 5:
+				m.publishes(t)
+			case 6:
+				m.moves()
+			case 7:
+				m.failover(t)
+			case 8:
+				m.restart(t)
 			}
+			m.answered(t)
 		}
-		for range 40 {
-			for _, event := range []int{1, 2, 3, 5, 6} {
-				step(event)
-			}
-		}
-		r := read(t, secret)
-		if r.Next != ([32]byte{}) || peer != r.Private || r.Gateways != first.Private {
-			t.Fatalf("seed %d: not over:%s", seed, log)
+		m.settle(t, first)
+	}
+}
+
+// TestEveryStepOfARotationSurvivesEveryFault is the table of steps: after each of them, each fault, and the rotation ends.
+func TestEveryStepOfARotationSurvivesEveryFault(t *testing.T) {
+	type event struct {
+		name string
+		do   func(*testing.T, *model)
+	}
+	later := func(d time.Duration) func(*testing.T, *model) {
+		return func(_ *testing.T, m *model) { m.now = m.now.Add(d) }
+	}
+	steps := []event{
+		{"nothing has begun", func(*testing.T, *model) {}},
+		{"the next key is in the Secret", func(t *testing.T, m *model) { m.begin(t) }},
+		{"the standby answers to it", func(t *testing.T, m *model) { m.reads(t, 1) }},
+		{"the active gateway answers to it", func(t *testing.T, m *model) { m.reads(t, 0) }},
+		{"it is announced", func(t *testing.T, m *model) { m.writes(t) }},
+		{"the gateways have read that", func(t *testing.T, m *model) { m.reads(t, 0); m.reads(t, 1) }},
+		{"the manager has told the peer", func(t *testing.T, m *model) { m.publishes(t) }},
+		{"the peer has moved", func(_ *testing.T, m *model) { m.moves() }},
+		{"the gateway has seen that", func(t *testing.T, m *model) { m.writes(t) }},
+		{"all have moved for long enough", later(keyring.Settled)},
+		{"the next key is the current one", func(t *testing.T, m *model) { m.writes(t) }},
+		{"the active gateway has forgotten the former one", func(t *testing.T, m *model) { m.reads(t, 0) }},
+		{"the manager publishes the current key", func(t *testing.T, m *model) { m.publishes(t) }},
+	}
+	faults := []event{
+		{"the active gateway restarts", func(t *testing.T, m *model) { m.restart(t) }},
+		{"the standby takes over", func(t *testing.T, m *model) { m.failover(t) }},
+		{"it takes over, and gives back", func(t *testing.T, m *model) { m.failover(t); m.failover(t) }},
+		{"the manager restarts, and publishes what it reads", func(t *testing.T, m *model) { m.publishes(t) }},
+		{"the API server is away for an hour", later(time.Hour)},
+		{"the active gateway writes the same again", func(t *testing.T, m *model) { m.writes(t); m.writes(t) }},
+		{"somebody runs rotate-key again", func(t *testing.T, m *model) { m.begin(t) }},
+	}
+	for n := range steps {
+		for _, fault := range faults {
+			t.Run(steps[n].name+"/"+fault.name, func(t *testing.T) {
+				m := newModel(t)
+				first := read(t, m.secret)
+				for _, step := range steps[:n+1] {
+					step.do(t, m)
+					m.answered(t)
+				}
+				fault.do(t, m)
+				m.answered(t)
+				m.settle(t, first)
+			})
 		}
 	}
 }
