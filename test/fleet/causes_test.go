@@ -84,9 +84,6 @@ func nft(t *testing.T, h *lab.Host, rules string) {
 	}
 }
 
-// lifeOfASession is WireGuard's Reject-After-Time.
-const lifeOfASession = 180 * time.Second
-
 const aKey = "mNw5WJ9nOYIj6oNVw3Gz4zJcNk5vGSDhGJ0OxcuFx1E=" // somebody's
 
 var causes = []cause{
@@ -239,8 +236,6 @@ func TestEachFaultOfAPeerHasItsOwnWord(t *testing.T) {
 			c.breaks(t, sites[i])
 		}
 	}
-	// A session outlives the key that it was made with by its own life, three minutes: a key may be a new one.
-	time.Sleep(time.Until(begin.Add(lifeOfASession)))
 	for i, c := range causes {
 		is(a, sites[i].b, c.here)
 		if c.there != "" {
