@@ -12,6 +12,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
@@ -33,6 +34,10 @@ func TestRotation(t *testing.T) {
 	from, to := remotePod(t, a), remotePod(t, b)
 	at := seen(t, a, b, to.Addr)
 	exchange := preshared(t, a, b, "")
+	var former []keyring.Ring // that there was at some time
+	for _, c := range f.Clusters {
+		former = append(former, ringOf(t, c))
+	}
 
 	t.Run("AsOftenAsItLikes", func(t *testing.T) {
 		// A machine that does other work loses datagrams in one of the two runs alone. A rotation that closed a
@@ -57,6 +62,10 @@ func TestRotation(t *testing.T) {
 		}
 	})
 	t.Run("ThePresharedKeyIsAnotherOne", func(t *testing.T) { preshared(t, a, b, exchange) })
+	t.Run("EachProvesThatItsKeyIsItsOwn", func(t *testing.T) {
+		proves(t, a, b)
+		proves(t, b, a)
+	})
 	t.Run("BothAtOnce", func(t *testing.T) {
 		traffic := talk(t, from, to, at)
 		var both sync.WaitGroup
@@ -90,6 +99,8 @@ func TestRotation(t *testing.T) {
 		if err != nil || !strings.Contains(out, "0 of 1 peers have moved; waiting for b") {
 			t.Errorf("%v: %s", err, out)
 		}
+		former = append(former, ringOf(t, a))
+		noKeyIsShown(t, f, former...)
 		traffic := talk(t, from, to, at)
 		must(t, a.Start(t.Context(), fleet.Manager))
 		isthmus(t, f, "rotate-key", "--context", a.Name, "--wait", patience.String())
@@ -117,7 +128,45 @@ func TestRotation(t *testing.T) {
 		_, err := firstPing(t.Context(), from.Host, func() (netip.Addr, error) { return at, nil })
 		must(t, err)
 	})
-	t.Run("NobodyPrintsAKey", func(t *testing.T) { noKeyIsShown(t, f) })
+	t.Run("AKeyThatSomethingElseMaintains", func(t *testing.T) {
+		offer := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: fleet.Namespace, Name: keyring.OfferName}}
+		is := func(key [32]byte) {
+			t.Helper()
+			eventually(t, "the offered key", func() error {
+				if ring := ringOf(t, a); ring.Private != key || ring.Next != ([32]byte{}) {
+					return errors.New("it is not the current one")
+				}
+				return nil
+			})
+		}
+		traffic := talk(t, from, to, at)
+		first, second := keyring.New(), keyring.New()
+		offer.Data = map[string][]byte{keyring.FieldPrivate: keyring.Text(first)}
+		must(t, a.Client.Create(t.Context(), offer))
+		is(first)
+		offer.Data[keyring.FieldPrivate] = keyring.Text(second)
+		must(t, a.Client.Update(t.Context(), offer))
+		is(second)
+		traffic.endWithoutLoss(t)
+		former = append(former, ringOf(t, a), keyring.Ring{Private: first})
+	})
+	t.Run("NobodyPrintsAKey", func(t *testing.T) { noKeyIsShown(t, f, former...) })
+}
+
+// proves waits until a cluster has shown to another one that it has the private keys of what it claims.
+func proves(t *testing.T, a, b *fleet.Cluster) {
+	t.Helper()
+	eventually(t, "a proof of "+a.Name+"'s key at "+b.Name, func() error {
+		var list v1alpha1.NetworkConfigList
+		must(t, b.Client.List(t.Context(), &list, client.MatchingLabels{v1alpha1.LabelOriginID: a.ID}))
+		keys := fabric.PublicKeys(ringOf(t, a).Private, 2)
+		for _, nc := range list.Items {
+			if keyring.Proves(nc.Spec.BackendConfig[v1alpha1.ConfigKeyProof], ringOf(t, b).Private, b.ID, a.ID, keys) {
+				return nil
+			}
+		}
+		return fmt.Errorf("none in %d NetworkConfigs", len(list.Items))
+	})
 }
 
 // rotate rotates the key of a cluster and waits until that is over.
