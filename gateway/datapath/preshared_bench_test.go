@@ -28,7 +28,7 @@ func BenchmarkPresharedKey(b *testing.B) {
 	}{{"none", PresharedKeys{}}, {"one", PresharedKeys{Key: [32]byte{1}}}, {"changing", PresharedKeys{Key: [32]byte{1}, Changing: true}}} {
 		name, keys := c.name, c.keys
 		b.Run("answer/"+name, func(b *testing.B) {
-			tunnel, own, far := benchTunnel(b, keys)
+			tunnel, own, far := benchTunnel(b, keys, benchPeers)
 			initiations := make([]device.MessageInitiation, benchPeers)
 			for i, key := range far {
 				m, _ := noise.Initiate(key, own.PublicKey(), time.Now())
@@ -37,6 +37,7 @@ func BenchmarkPresharedKey(b *testing.B) {
 				}
 			}
 			b.ResetTimer()
+			defer reportProcessorTime(b)()
 			for i := range b.N {
 				dev := tunnel.current().dev.ConsumeMessageInitiation(&initiations[i%benchPeers])
 				if dev == nil {
@@ -52,7 +53,7 @@ func BenchmarkPresharedKey(b *testing.B) {
 			continue // package noise answers without
 		}
 		b.Run("finish/"+name, func(b *testing.B) {
-			tunnel, _, far := benchTunnel(b, keys)
+			tunnel, _, far := benchTunnel(b, keys, benchPeers)
 			responses := make([][]byte, benchPeers)
 			for i, key := range far {
 				initiation := tunnel.Initiation([32]byte(key.PublicKey().Bytes()))
@@ -62,6 +63,7 @@ func BenchmarkPresharedKey(b *testing.B) {
 				}
 			}
 			b.ResetTimer()
+			defer reportProcessorTime(b)()
 			for i := range b.N {
 				m := responses[i%benchPeers]
 				tunnel.current().bind.choose(m)
@@ -77,9 +79,9 @@ func BenchmarkPresharedKey(b *testing.B) {
 	}
 }
 
-func benchTunnel(b *testing.B, keys PresharedKeys) (*Tunnel, *ecdh.PrivateKey, []*ecdh.PrivateKey) {
+func benchTunnel(b *testing.B, keys PresharedKeys, n int) (*Tunnel, *ecdh.PrivateKey, []*ecdh.PrivateKey) {
 	engine := natengine.New(natengine.Config{})
-	rules := make([]natengine.Peer, benchPeers)
+	rules := make([]natengine.Peer, n)
 	for i := range rules {
 		pods := netip.PrefixFrom(netip.AddrFrom4([4]byte{11, byte(i >> 8), byte(i), 0}), 24)
 		rules[i] = natengine.Peer{ID: fmt.Sprintf("%04d", i), RemotePods: []netip.Prefix{pods}}
@@ -92,7 +94,7 @@ func benchTunnel(b *testing.B, keys PresharedKeys) (*Tunnel, *ecdh.PrivateKey, [
 	if err := tunnel.SetPrivateKey([32]byte(own.Bytes())); err != nil {
 		b.Fatal(err)
 	}
-	far, peers := make([]*ecdh.PrivateKey, benchPeers), make([]Peer, benchPeers)
+	far, peers := make([]*ecdh.PrivateKey, n), make([]Peer, n)
 	for i, state := range engine.Peers() {
 		far[i] = noise.NewKey()
 		peers[i] = Peer{State: state, Key: [32]byte(far[i].PublicKey().Bytes()), Preshared: keys}

@@ -1,0 +1,48 @@
+package datapath
+
+import (
+	"crypto/ecdh"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/isthmus-net/isthmus/internal/noise"
+)
+
+// BenchmarkRotation measures what a rotation of our key takes with 1,000 peers: to answer to the next key, and to end the former
+// one. Each handshake that it brings is one of BenchmarkPresharedKey. Run it with -benchtime=5x. Processor time is reported,
+// because other work on the machine lengthens the time that passes.
+func BenchmarkRotation(b *testing.B) {
+	tunnel, own, _ := benchTunnel(b, PresharedKeys{Key: [32]byte{1}}, 1000)
+	current := [32]byte(own.Bytes())
+	next := make([]*ecdh.PrivateKey, b.N)
+	for i := range next {
+		next[i] = noise.NewKey()
+	}
+	b.ResetTimer()
+	defer reportProcessorTime(b)()
+	for i := range next {
+		key := [32]byte(next[i].Bytes())
+		if err := tunnel.SetKeys(current, key); err != nil {
+			b.Fatal(err)
+		}
+		if err := tunnel.SetKeys(key, [32]byte{}); err != nil {
+			b.Fatal(err)
+		}
+		current = key
+	}
+}
+
+// reportProcessorTime begins to count what this process uses; the function that it returns reports that.
+func reportProcessorTime(b *testing.B) func() {
+	b.Helper()
+	used := func() time.Duration {
+		var u syscall.Rusage
+		if err := syscall.Getrusage(syscall.RUSAGE_SELF, &u); err != nil {
+			b.Fatal(err)
+		}
+		return time.Duration(u.Utime.Nano() + u.Stime.Nano())
+	}
+	begin := used()
+	return func() { b.ReportMetric(float64((used()-begin).Microseconds())/float64(b.N), "cpu-us/op") }
+}
