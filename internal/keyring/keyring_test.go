@@ -330,9 +330,10 @@ func (m *model) settle(t *testing.T, first keyring.Ring) {
 	t.Helper()
 	for range 40 {
 		m.now = m.now.Add(time.Second)
+		m.writes(t)
 		m.reads(t, 0)
 		m.reads(t, 1)
-		m.writes(t)
+		m.answered(t)
 		m.publishes(t)
 		m.moves()
 		m.answered(t)
