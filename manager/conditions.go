@@ -247,7 +247,7 @@ func peerConfigVerdict(s peeringState) verdict {
 	case s.tenant != "": // whatever the peer does, its NetworkConfig cannot be here
 		return no(isthmus.ReasonWaitingPeer, "%s", s.tenant)
 	case s.withdrew():
-		return no(isthmus.ReasonPeerWithdrew, "%s has deleted its NetworkConfig in namespace %s: it does not want to be joined any more; isthmus unpeer %s, or isthmus peer for both clusters",
+		return no(isthmus.ReasonPeerWithdrew, "%s has deleted its NetworkConfig in namespace %s: it un-peered, or its tenant namespace was deleted; isthmus unpeer %s, or isthmus peer for both clusters",
 			s.who(), s.peering.Spec.TenantNamespace.Local, s.peering.Name)
 	}
 	return no(isthmus.ReasonWaitingPeer, "the peer has not published its NetworkConfig in namespace %s yet", s.peering.Spec.TenantNamespace.Local)

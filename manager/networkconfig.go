@@ -369,7 +369,7 @@ func namespaceProblem(ctx context.Context, reader client.Reader, name string) (s
 	case err != nil:
 		return "", fmt.Errorf("namespace %s: %w", name, err)
 	case !ns.DeletionTimestamp.IsZero():
-		return fmt.Sprintf("tenant namespace %s: is being deleted", name), nil
+		return fmt.Sprintf("tenant namespace %s: is being deleted; once it is gone, `isthmus peer` creates it again", name), nil
 	}
 	return "", nil
 }

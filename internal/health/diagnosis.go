@@ -49,6 +49,11 @@ func (e *Side) AllHops() []Hop {
 	return all
 }
 
+// lacks reports whether the cluster's own setup is why its Peering is not ready.
+func (e *Side) lacks() bool {
+	return slices.ContainsFunc(slices.Concat(e.Peerings...), func(h Hop) bool { return h.State == Broken && h.Reason == isthmus.ReasonLocalSetup })
+}
+
 // Between is the way between two clusters, from both sides: what each side needs by itself, and
 // then one hop of the peering after the other. A side that waits for the other, of which something
 // is broken, is not to blame.
@@ -80,6 +85,7 @@ func Between(a, b *Side) []Hop {
 					// What we cannot publish there is missing there, and a tunnel that the other side has taken down is silent here.
 					stuck = stuck || step == isthmus.ConditionPeerConfig && h.Reason == isthmus.ReasonPeerWithdrew && stands(all, other.Cluster, isthmus.ConditionPublished) ||
 						step == isthmus.ConditionConnected && slices.Contains(followsWithdrawal, h.Reason) && stands(all, other.Cluster, isthmus.ConditionPeerConfig)
+					stuck = stuck || other.lacks() && slices.Contains(followsSetup, h.Reason)
 					stuck = stuck || len(other.Peerings) == 0 && (h.Reason == v1alpha1.ReasonNotPeered || h.Reason == isthmus.ReasonPeerWithdrew)
 					if h.State == Broken && (stuck || step == isthmus.ConditionReady && told(all)) {
 						h.State = Waits

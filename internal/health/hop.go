@@ -122,6 +122,12 @@ var StepNames = map[string]string{
 // NetworkConfig of ours any more.
 var followsWithdrawal = []string{v1alpha1.CausePeerSilent, v1alpha1.CauseNoAnswer}
 
+// followsSetup are the reasons of a Peering whose peer lacks something, such as the tenant namespace with the
+// account of our identity.
+var followsSetup = slices.Concat(isthmus.WaitReasons, followsWithdrawal, []string{
+	isthmus.ReasonUnauthorized, isthmus.ReasonForbidden, isthmus.ReasonNamespaceGone, isthmus.ReasonPeerWithdrew, v1alpha1.ReasonNotPeered,
+})
+
 // PeeringHops are those of one Peering, by its conditions. before are the cluster's: where the
 // manager is gone, what a condition says is a memory, and where no gateway is at work, what that of
 // the tunnel says.
@@ -136,6 +142,8 @@ func PeeringHops(cluster string, p *isthmus.Peering, before []Hop) (hops []Hop) 
 		}
 	}
 	broken, refused, left := false, false, false
+	ready := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionReady)
+	lacking := ready != nil && ready.Status == metav1.ConditionFalse && ready.Reason == isthmus.ReasonLocalSetup
 	for _, step := range append(slices.Clone(Steps), isthmus.ConditionReady) {
 		hop := Hop{Cluster: cluster, Peering: p.Name, Name: StepNames[step], State: Works, Source: "condition " + step + " of Peering " + p.Name}
 		condition := meta.FindStatusCondition(p.Status.Conditions, step)
@@ -156,9 +164,11 @@ func PeeringHops(cluster string, p *isthmus.Peering, before []Hop) (hops []Hop) 
 					continue
 				}
 			case condition.Status == metav1.ConditionTrue:
+			case lacking && step != isthmus.ConditionReady: // Ready says what this cluster lacks, and the rest may follow from that
+				hop.State = Waits
 			case step == isthmus.ConditionReady && broken: // it repeats what is said already
 				continue
-			case condition.Status == metav1.ConditionUnknown || broken && slices.Contains(isthmus.WaitReasons, condition.Reason):
+			case condition.Status == metav1.ConditionUnknown || condition.Reason == isthmus.ReasonConnecting || broken && slices.Contains(isthmus.WaitReasons, condition.Reason):
 				hop.State = Waits
 				if !broken {
 					hop.State = Unknown

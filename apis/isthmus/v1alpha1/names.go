@@ -132,7 +132,7 @@ const (
 	ReasonUnpeering  = "Unpeering"  // the Peering is being deleted; the message names what the manager waits for
 	ReasonConflict   = "Conflict"   // another Peering is for the same cluster or namespace
 	ReasonOverlap    = "Overlap"    // a network of the peer overlaps an address or network that this cluster got later, such as a node's
-	ReasonLocalSetup = "LocalSetup" // this cluster lacks a key, a gateway Service or a PodCIDR
+	ReasonLocalSetup = "LocalSetup" // this cluster lacks a tenant namespace, a key, a gateway Service or a PodCIDR
 
 	// IdentityReady
 	ReasonIdentityAccepted = "Accepted"      // the peer's API server answers
