@@ -195,12 +195,16 @@ func (c *Cluster) Identify(ctx context.Context) error {
 // installation, the Peerings are still there.
 func (c *Cluster) notInstalled(ctx context.Context) error {
 	var peerings isthmus.PeeringList
-	more := ""
+	when, more := "", ""
+	var namespace corev1.Namespace
+	if c.Client.Get(ctx, client.ObjectKey{Name: c.Namespace}, &namespace) == nil && !namespace.DeletionTimestamp.IsZero() {
+		when = "it is being deleted; once it is gone, "
+	}
 	if c.Client.List(ctx, &peerings) == nil && len(peerings.Items) > 0 {
 		more = fmt.Sprintf(" with the same choices as before, and its %d Peerings work again. To remove Isthmus instead, run `isthmus uninstall --context %s --image IMAGE`", len(peerings.Items), c.Context)
 	}
-	return fmt.Errorf("%s: namespace %s has no ConfigMap with the identity of the cluster: run `isthmus install --context %s --cluster-name NAME`%s",
-		c, c.Namespace, c.Context, more)
+	return fmt.Errorf("%s: namespace %s has no ConfigMap with the identity of the cluster: %srun `isthmus install --context %s --cluster-name NAME`%s",
+		c, c.Namespace, when, c.Context, more)
 }
 
 func (c *Cluster) ReadUID(ctx context.Context) error {
