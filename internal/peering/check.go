@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/http"
 	"net/netip"
 	"net/url"
 	"strings"
@@ -38,7 +39,8 @@ func both(a, b *side, do func(*side) error) error {
 	return errors.Join(errs[:]...)
 }
 
-// reachable refuses a URL of the API server that works only on this machine, unless the flag names it.
+// reachable refuses a URL of the API server or of its proxy that works only on this machine, unless the flag
+// names one.
 func reachable(c *cluster.Cluster, flag string) error {
 	if c.ServerChosen {
 		return nil
@@ -48,14 +50,35 @@ func reachable(c *cluster.Cluster, flag string) error {
 	if err != nil {
 		return fmt.Errorf("%s: API server: %w", c, err)
 	}
-	// One that is not specified, such as 0.0.0.0 in a kubeconfig of k3d, means this machine to a client.
-	if addr, err := netip.ParseAddr(u.Hostname()); err == nil && (addr.Unmap().IsLoopback() || addr.Unmap().IsUnspecified()) || u.Hostname() == "localhost" {
+	if thisMachine(u) {
 		return fmt.Errorf("%s: the kubeconfig reaches the API server at %s, an address of this machine alone: "+want, c, u.Host, flag)
 	}
-	if c.Config.Proxy != nil {
-		return fmt.Errorf("%s: the kubeconfig reaches the API server through a proxy (proxy-url), which managers do not use: "+want, c, flag)
+	switch proxy, err := proxyOf(c); {
+	case err != nil:
+		return fmt.Errorf("%s: proxy-url: %w", c, err)
+	case proxy == nil:
+	case thisMachine(proxy):
+		return fmt.Errorf("%s: the kubeconfig reaches the API server through a proxy at %s (proxy-url), an address of this machine alone: "+want, c, proxy.Host, flag)
+	case proxy.User != nil:
+		return fmt.Errorf("%s: the proxy-url of the kubeconfig has a user or password, which the other cluster would get: "+want, c, flag)
 	}
 	return nil
+}
+
+// thisMachine reports whether a URL is of this machine for every client. An address that is not specified, such
+// as 0.0.0.0 in a kubeconfig of k3d, means the client's machine.
+func thisMachine(u *url.URL) bool {
+	addr, err := netip.ParseAddr(u.Hostname())
+	return err == nil && (addr.Unmap().IsLoopback() || addr.Unmap().IsUnspecified()) || u.Hostname() == "localhost"
+}
+
+// proxyOf returns the proxy-url of the kubeconfig; nil: it has none, or the manager of the other cluster reaches
+// the API server at a URL that somebody chose for it.
+func proxyOf(c *cluster.Cluster) (*url.URL, error) {
+	if c.ServerChosen || c.Config.Proxy == nil {
+		return nil, nil //nolint:nilnil // there is none
+	}
+	return c.Config.Proxy(&http.Request{URL: &url.URL{Scheme: "https"}}) // the same for each request
 }
 
 // findPeering finds what s has for its peer already, or decides what it is to get. name is that of

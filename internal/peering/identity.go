@@ -120,14 +120,14 @@ func (s *side) whatIsWrongWithIdentity(ctx context.Context) (token, wrong string
 	if there, err := clientcmd.Load(want); err != nil {
 		return "", "", err
 	} else if !sameCluster(have.Clusters[in.Cluster], there.Clusters[there.Contexts[there.CurrentContext].Cluster]) {
-		return "", "the old one was for another address or authority", nil
+		return "", "the old one was for another address, proxy or authority", nil
 	}
 	wrong, err = s.peer.whatIsWrongWithToken(ctx, user.Token)
 	return user.Token, wrong, err
 }
 
 func sameCluster(a, b *clientcmdapi.Cluster) bool {
-	return a != nil && b != nil && a.Server == b.Server && a.TLSServerName == b.TLSServerName &&
+	return a != nil && b != nil && a.Server == b.Server && a.TLSServerName == b.TLSServerName && a.ProxyURL == b.ProxyURL &&
 		string(a.CertificateAuthorityData) == string(b.CertificateAuthorityData)
 }
 
@@ -194,7 +194,7 @@ func (s *side) whatIsWrongWithToken(ctx context.Context, token string) (string, 
 }
 
 // kubeconfigFor is a kubeconfig for the peer's manager: the address and authority of the API
-// server, and a token.
+// server, the proxy in front of it, and a token.
 func kubeconfigFor(c *cluster.Cluster, token, namespace string) ([]byte, error) {
 	if c.Config.Insecure {
 		return nil, fmt.Errorf("%s: the kubeconfig says insecure-skip-tls-verify: want a certificate authority, since the peer gets a token for it", c)
@@ -203,7 +203,14 @@ func kubeconfigFor(c *cluster.Cluster, token, namespace string) ([]byte, error) 
 	if err != nil {
 		return nil, err
 	}
-	return kubeconfigWith(c, &clientcmdapi.Cluster{Server: c.Server, CertificateAuthorityData: ca, TLSServerName: c.Config.ServerName}, token, namespace)
+	server := &clientcmdapi.Cluster{Server: c.Server, CertificateAuthorityData: ca, TLSServerName: c.Config.ServerName}
+	switch proxy, err := proxyOf(c); {
+	case err != nil:
+		return nil, fmt.Errorf("%s: proxy-url: %w", c, err)
+	case proxy != nil:
+		server.ProxyURL = proxy.String()
+	}
+	return kubeconfigWith(c, server, token, namespace)
 }
 
 func kubeconfigWith(c *cluster.Cluster, server *clientcmdapi.Cluster, token, namespace string) ([]byte, error) {

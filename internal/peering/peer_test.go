@@ -258,7 +258,7 @@ func TestPeerRefusesBeforeItWrites(t *testing.T) {
 	refused("missing rights", p.A, viewer, PeerOptions{}, "no-b: you may not create namespaces, patch namespaces", "create peerings", "create secrets", "create serviceaccounts/token")
 }
 
-func TestAServerOfThisMachineOrBehindAProxyIsForNoPeer(t *testing.T) {
+func TestAServerOfThisMachineIsForNoPeer(t *testing.T) {
 	for server, right := range map[string]bool{
 		"https://127.0.0.1:6443": false, "https://127.8.9.1": false, "https://localhost:6443": false, "https://[::1]:6443": false, "https://[::ffff:127.0.0.1]:6443": false,
 		"https://0.0.0.0:41234": false, "https://[::]:6443": false, "https://[::ffff:0.0.0.0]:6443": false,
@@ -272,16 +272,44 @@ func TestAServerOfThisMachineOrBehindAProxyIsForNoPeer(t *testing.T) {
 			t.Errorf("%s: refused though a person has chosen it", server)
 		}
 	}
+}
+
+// The peer's manager goes through the same proxy as the person, unless that is the person's alone.
+func TestTheProxyOfAKubeconfigIsThePeersToo(t *testing.T) {
+	const server = "https://192.0.2.1:6443"
 	file := filepath.Join(t.TempDir(), "kubeconfig")
-	config := clientcmdapi.NewConfig()
-	config.Clusters["c"] = &clientcmdapi.Cluster{Server: "https://192.0.2.1:6443", ProxyURL: "http://192.0.2.9:3128"}
-	config.Contexts["c"], config.CurrentContext = &clientcmdapi.Context{Cluster: "c"}, "c"
-	must(t, clientcmd.WriteToFile(*config, file))
-	for server, right := range map[string]bool{"": false, "https://192.0.2.1:6443": true} {
-		c, err := cluster.Connect(cluster.Access{Kubeconfig: file, Server: server})
-		must(t, err)
-		if err := reachable(c, "--server"); (err == nil) != right {
-			t.Errorf("behind a proxy, --server %q: %v", server, err)
+	for proxy, want := range map[string]struct{ given, refused string }{
+		"http://192.0.2.9:3128":          {given: "http://192.0.2.9:3128"},
+		"socks5://proxy.example.org":     {given: "socks5://proxy.example.org"},
+		"socks5://localhost:1080":        {refused: "a proxy at localhost:1080 (proxy-url), an address of this machine alone: want --server"},
+		"http://[::1]:3128":              {refused: "this machine alone"},
+		"http://anna:geheim@192.0.2.9:1": {refused: "a user or password, which the other cluster would get"},
+	} {
+		config := clientcmdapi.NewConfig()
+		config.Clusters["c"] = &clientcmdapi.Cluster{Server: server, ProxyURL: proxy}
+		config.Contexts["c"], config.CurrentContext = &clientcmdapi.Context{Cluster: "c"}, "c"
+		must(t, clientcmd.WriteToFile(*config, file))
+		for _, chosen := range []bool{false, true} {
+			a := cluster.Access{Kubeconfig: file}
+			if chosen {
+				a.Server, want.given, want.refused = server, "", ""
+			}
+			c, err := cluster.Connect(a)
+			must(t, err)
+			err = reachable(c, "--server")
+			if (err == nil) != (want.refused == "") || err != nil && (!strings.Contains(err.Error(), want.refused) || strings.Contains(err.Error(), "geheim")) {
+				t.Errorf("%s, chosen %v: %v; want %q", proxy, chosen, err, want.refused)
+			}
+			if err != nil {
+				continue
+			}
+			text, err := kubeconfigFor(c, "token", "namespace")
+			must(t, err)
+			given, err := clientcmd.Load(text)
+			must(t, err)
+			if got := given.Clusters[given.Contexts[given.CurrentContext].Cluster]; got.ProxyURL != want.given || got.Server != server {
+				t.Errorf("%s, chosen %v: the peer gets %s through %q; want %q", proxy, chosen, got.Server, got.ProxyURL, want.given)
+			}
 		}
 	}
 }

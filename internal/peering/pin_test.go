@@ -102,7 +102,7 @@ func TestAClusterWithAnotherAuthorityIsTheSameIfItHoldsItsIdentity(t *testing.T)
 	p.Said()
 	_, err = Peer(t.Context(), p.A, rotated, PeerOptions{Timeout: clustertest.Patient, Report: p.Report})
 	must(t, err)
-	clustertest.Contains(t, p.Said(), "authority-a: has an identity at authority-b until ", "the old one was for another address or authority")
+	clustertest.Contains(t, p.Said(), "authority-a: has an identity at authority-b until ", "the old one was for another address, proxy or authority")
 	if must(t, p.A.Client.Get(t.Context(), account, &is)); is.UID != was.UID {
 		t.Error("the account of b was revoked")
 	}
