@@ -78,11 +78,8 @@ func (c *Cluster) describe(ctx context.Context) error {
 			return err
 		}
 	}
-	for i, n := range c.Nodes[:min(len(c.Nodes), gateways)] {
-		gateway := pod(Namespace, gatewayPod(i), n.Name, c.GatewayAddr(i), n.Addr)
-		gateway.Labels = map[string]string{"app.kubernetes.io/name": "gateway", "app.kubernetes.io/component": "networking"}
-		gateway.Spec.HostNetwork, gateway.Spec.ServiceAccountName = len(c.GatewayPods) == 0, deploy.GatewayServiceAccount
-		if err := c.create(ctx, gateway); err != nil {
+	for i := range c.Nodes[:min(len(c.Nodes), gateways)] {
+		if err := c.createGateway(ctx, i); err != nil {
 			return err
 		}
 	}
@@ -113,6 +110,35 @@ func (c *Cluster) describe(ctx context.Context) error {
 			PublishNotReadyAddresses: true,
 		},
 	})
+}
+
+// createGateway makes the Pod of the gateway of node i.
+func (c *Cluster) createGateway(ctx context.Context, i int) error {
+	n := c.Nodes[i]
+	gateway := pod(Namespace, gatewayPod(i), n.Name, c.GatewayAddr(i), n.Addr)
+	gateway.Labels = map[string]string{"app.kubernetes.io/name": "gateway", "app.kubernetes.io/component": "networking"}
+	gateway.Spec.HostNetwork, gateway.Spec.ServiceAccountName = len(c.GatewayPods) == 0, deploy.GatewayServiceAccount
+	return c.create(ctx, gateway)
+}
+
+// DeleteGateway ends the gateway of node i and deletes its Pod.
+func (c *Cluster) DeleteGateway(ctx context.Context, i int) error {
+	if err := c.Stop(Gateway(i)); err != nil {
+		return err
+	}
+	gone := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: Namespace, Name: gatewayPod(i)}}
+	return c.Client.Delete(ctx, gone, client.GracePeriodSeconds(0))
+}
+
+// AddGateway makes the Pod of the gateway of node i again, and starts the gateway.
+func (c *Cluster) AddGateway(ctx context.Context, i int) error {
+	if err := c.createGateway(ctx, i); err != nil {
+		return err
+	}
+	if _, err := c.podIdentity(ctx, deploy.GatewayServiceAccount, gatewayPod(i)); err != nil {
+		return err
+	}
+	return c.Start(ctx, Gateway(i))
 }
 
 func pod(namespace, name, node string, addr, host netip.Addr) *corev1.Pod {

@@ -29,7 +29,13 @@ var watched = []struct {
 	{"a firewall in front of the peer drops UDP from here", []string{"a/tunnel ProbeUnanswered", "b/tunnel ProbeUnanswered", "b/tunnel PeerSilent", "a/tunnel PeerSilent"}},
 	{"the peer's API server does not answer", nil},
 	{"the disk of a node is full, and its route agent starts again", nil},
-	{"the active gateway stands still (SIGSTOP), and another takes over", []string{"a/tunnel ProbeUnanswered", "b/tunnel ProbeUnanswered", "b/tunnel PeerSilent", "b/tunnel Connecting", "a/gateway GatewaySilent"}},
+	{"the active gateway stands still (SIGSTOP), and another takes over", []string{"a/tunnel ProbeUnanswered", "b/tunnel ProbeUnanswered", "b/tunnel PeerSilent", "a/gateway GatewaySilent"}},
+	{"the tenant namespace of the peering was deleted", nil},
+	{"the peer's tenant namespace was deleted", nil},
+	{"the gateways' Deployment was scaled to 0", nil},
+	{"the standby's Pod is Pending", nil},
+	{"the standby's image cannot be pulled", nil},
+	{"the state directory of a route agent is read-only, and it starts again", nil},
 }
 
 // sawMeanwhile is what the run saw on which the document is based.
@@ -72,7 +78,7 @@ func TestWhatIsSaidFollowsTheTraffic(t *testing.T) {
 		})
 	}
 	well(t)
-	all := map[string][]moment{}
+	all := sawBefore(t) // a run may be of some of them
 	for _, w := range watched {
 		at := slices.IndexFunc(troubles, func(tr trouble) bool { return tr.fault == w.fault })
 		if at < 0 {
@@ -156,12 +162,19 @@ func (m moment) judge(t *testing.T, tr *trouble, may []string) {
 	}
 }
 
-// meanwhileRows are the rows of the document, one for each moment.
-func meanwhileRows(t *testing.T) [][]string {
+// sawBefore is what the document is based on, by the faults.
+func sawBefore(t *testing.T) map[string][]moment {
+	t.Helper()
 	saw := map[string][]moment{}
 	text, err := os.ReadFile(sawMeanwhile)
 	must(t, err)
 	must(t, json.Unmarshal(text, &saw))
+	return saw
+}
+
+// meanwhileRows are the rows of the document, one for each moment.
+func meanwhileRows(t *testing.T) [][]string {
+	saw := sawBefore(t)
 	rows := [][]string{{"what is wrong", "after", "packets pass", "`isthmus status` in a", "`kubectl get peerings` in a", "`isthmus diagnose` of a and b", "metrics"}}
 	for _, w := range watched {
 		if len(saw[w.fault]) == 0 {

@@ -83,7 +83,7 @@ type witness struct {
 const witnessed = "testdata/troubles.json"
 
 // Metrics that say that something is wrong, when they have these values.
-var telling = regexp.MustCompile(`(?m)^(isthmus_peer_reason\{.*reason="(\w+)".*\} 1|isthmus_manager_peering_ready\{.*reason="(\w+)".*\} 0|isthmus_route_agent_ready 0|isthmus_route_agent_overlay_up\{.*\} 0|isthmus_route_agent_problems [1-9]\d*)$`)
+var telling = regexp.MustCompile(`(?m)^(isthmus_peer_reason\{.*reason="(\w+)".*\} 1|isthmus_manager_peering_ready\{.*reason="(\w+)".*\} 0|isthmus_route_agent_ready 0|isthmus_route_agent_overlay_up\{.*\} 0|isthmus_route_agent_problems [1-9]\d*|isthmus_gateway_standbys 0)$`)
 
 // metrics are those that tell of something.
 func tellingMetrics(ctx context.Context, c *fleet.Cluster) string {

@@ -507,6 +507,39 @@ var troubles = []trouble{
 		heals:  func(t *testing.T, s *troubleSite) { startAll(t, s.a) },
 	},
 	{
+		fault: "the gateways' Deployment was scaled to 0", alone: "a/gateway GatewaySilent", both: "a/gateway GatewaySilent", says: "its Deployment wants no Pods",
+		breaks: func(t *testing.T, s *troubleSite) {
+			wantGateways(t, s.a, 0)
+			for i := range s.a.Nodes {
+				must(t, s.a.DeleteGateway(t.Context(), i))
+			}
+		},
+		heals: func(t *testing.T, s *troubleSite) {
+			wantGateways(t, s.a, -1)
+			for i := range s.a.Nodes {
+				must(t, s.a.AddGateway(t.Context(), i))
+			}
+		},
+	},
+	{
+		fault: "the standby's Pod is Pending", says: "Unschedulable: 0/2 nodes are available",
+		breaks: func(t *testing.T, s *troubleSite) {
+			noStandby(t, s, func(p *corev1.PodStatus) {
+				p.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Reason: corev1.PodReasonUnschedulable, Message: "0/2 nodes are available: 1 node(s) were unschedulable"}}
+			})
+		},
+		heals: standbyAgain,
+	},
+	{
+		fault: "the standby's image cannot be pulled", says: "ErrImagePull: not found",
+		breaks: func(t *testing.T, s *troubleSite) {
+			noStandby(t, s, func(p *corev1.PodStatus) {
+				p.ContainerStatuses = []corev1.ContainerStatus{{Name: "main", State: corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{Reason: "ErrImagePull", Message: "not found"}}}}
+			})
+		},
+		heals: standbyAgain,
+	},
+	{
 		fault: "no gateway of the peer runs", alone: "a/tunnel PeerSilent", both: "b/gateway GatewaySilent", short: true,
 		breaks: func(t *testing.T, s *troubleSite) { killAll(t, s.b) },
 		heals:  func(t *testing.T, s *troubleSite) { startAll(t, s.b) },
@@ -656,6 +689,22 @@ var troubles = []trouble{
 			must(t, s.b.Client.Delete(t.Context(), p))
 		},
 		heals: peerAgain,
+	},
+	{
+		fault: "the tenant namespace of the peering was deleted", alone: "a/peering LocalSetup", both: "a/peering LocalSetup", says: "tenant namespace",
+		breaks: func(t *testing.T, s *troubleSite) {
+			s.saved = &corev1.Namespace{ObjectMeta: object("", tenant(t, s.a, s.b))}
+			must(t, s.a.Client.Delete(t.Context(), s.saved))
+		},
+		heals: func(t *testing.T, s *troubleSite) { ended(t, s.a, s.saved); peerAgain(t, s) },
+	},
+	{
+		fault: "the peer's tenant namespace was deleted", alone: "a/identity Unauthorized", both: "b/peering LocalSetup",
+		breaks: func(t *testing.T, s *troubleSite) {
+			s.saved = &corev1.Namespace{ObjectMeta: object("", tenant(t, s.b, s.a))}
+			must(t, s.b.Client.Delete(t.Context(), s.saved))
+		},
+		heals: func(t *testing.T, s *troubleSite) { ended(t, s.b, s.saved); peerAgain(t, s) },
 	},
 	{
 		fault: "the route agents are of another version", says: "of several versions",
@@ -838,6 +887,14 @@ var troubles = []trouble{
 		breaks: func(t *testing.T, s *troubleSite) {
 			s.far(t)
 			without(t, s.a, fleet.Agent(s.node), fullDisk(s.a, fleet.Agent(s.node)))
+		},
+		heals: func(t *testing.T, s *troubleSite) { with(t, s.a, fleet.Agent(s.node)) },
+	},
+	{
+		fault: "the state directory of a route agent is read-only, and it starts again", says: "read-only file system",
+		breaks: func(t *testing.T, s *troubleSite) {
+			s.far(t)
+			without(t, s.a, fleet.Agent(s.node), "mount -t tmpfs -o ro none "+s.a.StateDirectory(fleet.Agent(s.node)))
 		},
 		heals: func(t *testing.T, s *troubleSite) { with(t, s.a, fleet.Agent(s.node)) },
 	},
