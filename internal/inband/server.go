@@ -304,7 +304,7 @@ func (s *Server) serve(ours context.Context, id string, c net.Conn) {
 	p := s.peers[id]
 	s.mu.Unlock()
 	if p == nil {
-		_ = answer(c, "our gateway does not know yet that both Peerings have spec.inBand")
+		_ = answer(c, "our gateway has not heard that both Peerings have spec.inBand, which no Liqo has")
 		return
 	}
 	if !p.take(&p.ours) {

@@ -83,7 +83,7 @@ func identityFrom(s *corev1.Secret) (id identity, err error) {
 
 // errInBand and errOutOfBand are for an identity that does not go with spec.inBand.
 var (
-	errInBand    = errors.New("is a Liqo's, and spec.inBand is for two clusters with Isthmus")
+	errInBand    = errors.New("is a Liqo's, and spec.inBand is for two clusters with Isthmus: remove it from the Peering")
 	errOutOfBand = errors.New("is for the way through the tunnel, and the Peering does not have spec.inBand")
 )
 

@@ -204,6 +204,9 @@ func (w *worker) takeSecret(ctx context.Context, c change) bool {
 	if err == nil {
 		err = id.through(w.peer)
 	}
+	if errors.Is(err, errInBand) {
+		return without(isthmus.ReasonSecretInvalid, "%s: %v", where, err)
+	}
 	if err != nil {
 		return without(isthmus.ReasonSecretInvalid, "%s: %v; run isthmus peer again, which makes it anew", where, err)
 	}

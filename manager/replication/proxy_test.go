@@ -1,0 +1,67 @@
+package replication
+
+import (
+	"encoding/pem"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+)
+
+// A Liqo that peers in band has a proxy in front of its API server (liqo-proxy), which takes CONNECT for any name and
+// leads to its API server. The identity names it by an address in the tunnel.
+func TestALiqoIsReachedByTheProxyOfItsIdentity(t *testing.T) {
+	server := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Content-Type", "application/json")
+		_, _ = io.WriteString(w, `{"apiVersion":"net.liqo.io/v1alpha1","kind":"NetworkConfig","metadata":{"name":"a"}}`)
+	}))
+	defer server.Close()
+	target := ""
+	proxy := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		target = r.Method + " " + r.Host
+		to, err := net.Dial("tcp", server.Listener.Addr().String())
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		w.WriteHeader(http.StatusOK)
+		from, _, err := http.NewResponseController(w).Hijack()
+		if err != nil {
+			t.Error(err)
+			to.Close()
+			return
+		}
+		go func() {
+			_, _ = io.Copy(to, from)
+			to.Close()
+		}()
+		_, _ = io.Copy(from, to)
+		from.Close()
+	}))
+	defer proxy.Close()
+
+	_, cert, key := selfSigned(t, time.Now().Add(time.Hour))
+	ca := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: server.Certificate().Raw})
+	id, err := identityFrom(&corev1.Secret{Data: map[string][]byte{
+		liqoServer: []byte("https://example.com:6443"), liqoCA: ca, liqoCert: cert, liqoKey: key, liqoProxy: []byte(proxy.URL),
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	l, err := newLink(&pool{}, id, "tenant")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.close()
+	found, err := l.get(t.Context(), "a")
+	if err != nil || found.Name != "a" {
+		t.Errorf("found %q, %v", found.Name, err)
+	}
+	if target != "CONNECT example.com:6443" {
+		t.Errorf("the proxy was asked for %q", target)
+	}
+}
