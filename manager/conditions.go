@@ -187,7 +187,13 @@ func carries(verdicts map[string]verdict) bool {
 // identityVerdict says what it means that the peer is not reached, where it is reached through the tunnel.
 func identityVerdict(s peeringState) verdict {
 	connected := connectedVerdict(s)
-	if !s.peering.Spec.InBand || s.identity.reason != isthmus.ReasonUnreachable || connected.status == metav1.ConditionTrue {
+	if !s.peering.Spec.InBand || s.identity.reason != isthmus.ReasonUnreachable {
+		return s.identity
+	}
+	if te := s.endpoint; te != nil && te.Annotations[isthmus.AnnotationInBand] == "" {
+		return no(isthmus.ReasonUnreachable, "the peer's NetworkConfig here does not say that its Peering has spec.inBand, too (a Liqo's never does), so our gateway passes no manager on: run `isthmus peer --in-band` for both clusters, which carries it, or remove spec.inBand")
+	}
+	if connected.status == metav1.ConditionTrue {
 		return s.identity
 	}
 	const again = "run `isthmus peer --in-band` for both clusters again, which carries it"
