@@ -49,7 +49,7 @@ type chapter struct {
 
 // chapters are in an order in which none spoils the next. The last one closes.
 func chapters() []chapter {
-	return []chapter{overlayChapter(), podChapter(), tunnelChapter(), claimChapter(), servicesChapter(), rightsChapter(), serverChapter(), insideChapter(),
+	return []chapter{overlayChapter(), podChapter(), tunnelChapter(), inBandChapter(), claimChapter(), servicesChapter(), rightsChapter(), serverChapter(), insideChapter(),
 		partingChapter(), closingChapter()}
 }
 

@@ -28,7 +28,10 @@ import (
 
 var must, eventually = expect.NoError, expect.Eventually
 
-const pingInterval = 100 * time.Millisecond
+const (
+	pingInterval = 100 * time.Millisecond
+	importable   = shared + ",kube-system," + fleet.Namespace // namespaces of shared services
+)
 
 // A site is the fleet under attack.
 type site struct {
@@ -94,7 +97,7 @@ func newSite(t *testing.T, inPods bool) *site {
 		}
 	}
 	for _, pair := range [][2]*fleet.Cluster{{s.a, s.b}, {s.a, s.c}, {s.b, s.c}} {
-		s.isthmus(t, "peer", "--context", pair[0].Name, "--remote-context", pair[1].Name, "--services", shared+",kube-system,"+fleet.Namespace)
+		s.isthmus(t, "peer", "--context", pair[0].Name, "--remote-context", pair[1].Name, "--services", importable)
 	}
 	s.gateway, err = s.a.ActiveGateway(t.Context())
 	must(t, err)

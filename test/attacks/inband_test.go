@@ -1,0 +1,154 @@
+package attacks
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"testing"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/internal/fleet"
+	"github.com/isthmus-net/isthmus/internal/inband"
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+// inBandChapter has the managers of a and b use the tunnel. c has not agreed to that.
+func inBandChapter() chapter {
+	return chapter{title: "At a's API server, through the tunnel (`spec.inBand` of a and b)", prepare: prepareInBand, attacks: []attack{
+		{attacker: "a pod of b", attempt: "TCP to the port of a's gateway for b's manager", now: "dropped: the source has to be the address of b's gateway, which no pod has",
+			run: func(t *testing.T, s *site) {
+				s.grows(t, 1, "isthmus_drops_total", `reason="local_source"`, func() { s.refuses(t, s.podOfB().Host, s.inBandPort(t, s.b)) })
+			}},
+		{attacker: "a node of b", attempt: "the same, which leaves with the address of b's gateway (NAPT)", now: "dropped by b's gateway: it alone connects to a peer's gateway",
+			run: func(t *testing.T, s *site) { s.refuses(t, s.b.Nodes[len(s.b.Nodes)-1].Host, s.inBandPort(t, s.b)) }},
+		{attacker: "a pod of b", attempt: "the same in raw packets with the addresses of b's gateway, of a's gateway and of c's",
+			now: "no such packet arrives: a pod's packets have its own address, and b's gateway alone connects to a peer's gateway", run: inBandSpoofed},
+		{attacker: "c's gateway", attempt: "TCP to the same port with its own address, and with those of b's gateway",
+			now: "dropped: c has not agreed, and a source has to be of the peer whose key opened the message", run: inBandOfAnother},
+		{attacker: "a pod and a node of a", attempt: "TCP to the port of b's gateway for a's manager", now: "dropped by one of the two gateways, as a pod and a node of b",
+			run: func(t *testing.T, s *site) {
+				at := netip.AddrPortFrom(external(t, s.a, s.b).Addr().Next(), inband.Port)
+				for _, h := range []*lab.Host{s.podOfA(s.other).Host, s.a.Nodes[s.other].Host} {
+					s.refuses(t, h, at)
+				}
+			}},
+		{attacker: "a pod of a", attempt: "the port of a's gateway for its manager", now: "closed: the handshake needs the gateways' private key. A NetworkPolicy of the chart keeps pods from it, too",
+			run: inBandStranger},
+	}}
+}
+
+// prepareInBand lets b's manager through to a's API server, and c's gateway be the attacker's.
+func prepareInBand(t *testing.T, s *site) {
+	if s.inPod() { // where a's manager is, it would be a Pod
+		for _, n := range s.a.Nodes {
+			to := &net.IPNet{IP: n.PodCIDR.Addr().AsSlice(), Mask: net.CIDRMask(n.PodCIDR.Bits(), n.PodCIDR.Addr().BitLen())}
+			route := &netlink.Route{Dst: to, Gw: n.Addr.AsSlice()}
+			must(t, s.a.Control.Do(func() error { return netlink.RouteReplace(route) }))
+		}
+	}
+	inBand := func(t *testing.T, on bool) {
+		s.isthmus(t, "peer", fmt.Sprintf("--in-band=%t", on), "--context", s.a.Name, "--remote-context", s.b.Name, "--services", importable)
+	}
+	s.after(func(t *testing.T) { inBand(t, false) })
+	inBand(t, true)
+	eventually(t, "b's manager at a's API server", func() error {
+		n, err := s.a.Metric(t.Context(), "isthmus_peer_in_band_connections", `side="theirs"`)
+		if err == nil && n == 0 {
+			err = errors.New("it has no connection")
+		}
+		return err
+	})
+	s.becomeGateway(t)
+}
+
+// inBandPort is the port of a's gateway in the tunnel, as another cluster sees it.
+func (s *site) inBandPort(t *testing.T, at *fleet.Cluster) netip.AddrPort {
+	t.Helper()
+	return netip.AddrPortFrom(external(t, at, s.a).Addr().Next(), inband.Port)
+}
+
+// gatewayAddrs are those of a cluster's gateway in the tunnel, as another cluster sees them.
+func gatewayAddrs(t *testing.T, at, of *fleet.Cluster) []netip.Addr {
+	t.Helper()
+	p, err := at.Peering(t.Context(), of)
+	must(t, err)
+	pods := netip.MustParsePrefix(p.Status.Remote.PodCIDRSeen)
+	return []netip.Addr{pods.Addr(), external(t, at, of).Addr().Next()}
+}
+
+// syns are more requests for a connection than a peer may make at once: if they arrive, some are refused and counted.
+func syns(src netip.Addr, to netip.AddrPort) (packets [][]byte) {
+	be := binary.BigEndian
+	for i := range 4 * inband.AtOnce {
+		b := be.AppendUint16(be.AppendUint16(nil, uint16(20000+i)), to.Port())
+		b = append(b, 0, 0, 0, 1, 0, 0, 0, 0, 5<<4, 2, 0xff, 0xff, 0, 0, 0, 0) // SYN
+		pseudo := append(append([]byte{}, src.AsSlice()...), to.Addr().AsSlice()...)
+		pseudo = append(pseudo, 0, unix.IPPROTO_TCP, 0, byte(len(b)))
+		be.PutUint16(b[16:], checksum(append(pseudo, b...)))
+		packets = append(packets, ipv4(src, to.Addr(), unix.IPPROTO_TCP, header{}, b))
+	}
+	return packets
+}
+
+// notAsked wants a's gateway to refuse nobody of b, as it would if more than a few packets of do came as far.
+func (s *site) notAsked(t *testing.T, do func()) {
+	t.Helper()
+	const refused = "isthmus_peer_in_band_refused_total"
+	before := s.metric(t, refused, fmt.Sprintf("peer=%q", s.b.ID))
+	do()
+	s.works(t) // what was sent has arrived by then
+	if n := s.metric(t, refused, fmt.Sprintf("peer=%q", s.b.ID)) - before; n > 0 {
+		t.Errorf("%v connections of b were refused, so they had arrived", n)
+	}
+}
+
+func inBandSpoofed(t *testing.T, s *site) {
+	to, pod := s.inBandPort(t, s.b), s.podOfB().Host
+	sources := append(gatewayAddrs(t, s.a, s.b), gatewayAddrs(t, s.b, s.a)...)
+	sources = append(sources, gatewayAddrs(t, s.b, s.c)...)
+	sources = append(sources, s.b.Nodes[0].PodCIDR.Addr(), netip.MustParseAddr("10.244.128.0"), netip.MustParseAddr("169.254.0.1"))
+	s.notAsked(t, func() {
+		for _, src := range sources {
+			for _, p := range syns(src, to) {
+				if err := sendRaw(pod, p); err != nil && !refusedLocally(err) {
+					t.Fatal(err)
+				}
+			}
+		}
+	})
+}
+
+func inBandOfAnother(t *testing.T, s *site) {
+	to := s.inBandPort(t, s.c)
+	own := gatewayAddrs(t, s.a, s.c)
+	s.notAsked(t, func() {
+		packets := append(syns(own[0], to), syns(own[1], to)...)
+		s.grows(t, len(packets), "isthmus_drops_total", `direction="inbound"`, func() { must(t, s.rogue.send(packets...)) })
+		for _, src := range gatewayAddrs(t, s.a, s.b) {
+			s.dropped(t, "source", syns(src, to)...)
+		}
+	})
+}
+
+func inBandStranger(t *testing.T, s *site) {
+	at := netip.AddrPortFrom(s.addr(), inband.ManagerPort)
+	s.grows(t, 1, "isthmus_in_band_strangers_total", "", func() {
+		ctx, cancel := contextOf(t, patience)
+		defer cancel()
+		conn, err := s.podOfA(s.other).Host.Dial(ctx, "tcp4", at.String())
+		must(t, err)
+		defer conn.Close()
+		_, err = fmt.Fprintf(conn, "CONNECT %[1]s:%[2]d HTTP/1.1\r\nHost: %[1]s:%[2]d\r\n\r\n", s.b.ID, inband.Port)
+		must(t, err)
+		if n, err := conn.Read(make([]byte, 1)); err == nil && n > 0 {
+			buf := make([]byte, 4)
+			if _, _ = conn.Read(buf); string(buf) == "TTP/" {
+				t.Error("a stranger was answered")
+			}
+		}
+	})
+}
