@@ -17,7 +17,7 @@ const (
 	maxNodeNetworks = 256 // of each family
 	maxResolvers    = 16
 	maxNodeSources  = 16
-	maxNodeRoutes   = 32
+	maxNodeRoutes   = 128
 	maxNodeProblems = 16
 	maxNodeProblem  = 512 // characters
 
@@ -167,16 +167,34 @@ func OverlaySourcesFrom(from *isthmus.NodeNetworks) (all []netip.Addr) {
 }
 
 // NodeRoutesOf are the routes of a node by which mapped endpoints may be reached: none into networks of the
-// cluster's own pods and Services, of which a CNI may have thousands.
-func NodeRoutesOf(have []kernel.Route, own []netip.Prefix) (all []NodeRoute) {
+// cluster's own pods and Services, of which a CNI may have thousands. Where there are too many, those by one of
+// some nodes come first, and last those by the hop of a default route, which is hardly ever a node.
+func NodeRoutesOf(have []kernel.Route, own []netip.Prefix, nodes []netip.Addr) (all []NodeRoute) {
+	const byNode, byAnother, byRouter = 0, 1, 2
+	ranks := make(map[netip.Addr]int)
+	rank := func(r NodeRoute) int {
+		if n, known := ranks[r.Via]; known {
+			return n
+		}
+		return byAnother
+	}
 	for _, r := range have {
-		if r.Prefix.IsValid() && r.Prefix.Addr().Is4() && r.Prefix.Bits() >= WidestNodeNetwork && r.Via.Is4() && !insideAny(r.Prefix, own) {
+		switch {
+		case r.Prefix.IsValid() && r.Prefix.Bits() == 0:
+			ranks[r.Via] = byRouter
+		case r.Prefix.IsValid() && r.Prefix.Addr().Is4() && r.Prefix.Bits() >= WidestNodeNetwork && r.Via.Is4() && !insideAny(r.Prefix, own):
 			all = append(all, NodeRoute{r.Prefix.Masked(), r.Via})
 		}
 	}
-	slices.SortFunc(all, func(a, b NodeRoute) int { return cmp.Or(a.Network.Compare(b.Network), a.Via.Compare(b.Via)) })
+	for _, a := range nodes {
+		ranks[a] = byNode
+	}
+	order := func(a, b NodeRoute) int { return cmp.Or(a.Network.Compare(b.Network), a.Via.Compare(b.Via)) }
+	slices.SortFunc(all, func(a, b NodeRoute) int { return cmp.Or(cmp.Compare(rank(a), rank(b)), order(a, b)) })
 	all = slices.Compact(all)
-	return all[:min(len(all), maxNodeRoutes)]
+	all = all[:min(len(all), maxNodeRoutes)]
+	slices.SortFunc(all, order)
+	return all
 }
 
 // NodeRoutesFrom reads those of a report. What makes no sense is left out.
@@ -189,7 +207,7 @@ func NodeRoutesFrom(from *isthmus.NodeNetworks) []NodeRoute {
 			all = append(all, kernel.Route{Prefix: network, Via: via})
 		}
 	}
-	return NodeRoutesOf(all, nil)
+	return NodeRoutesOf(all, nil, nil)
 }
 
 // atMost merges networks of one family into no more than limit, which is enough for all there are

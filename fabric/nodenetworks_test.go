@@ -166,3 +166,37 @@ func TestOverlaySourcesAreAddressesAmongPods(t *testing.T) {
 		t.Error("a report that says something else is equal")
 	}
 }
+
+func TestOfTooManyRoutesThoseByNodesAreReported(t *testing.T) {
+	router, node, another := ip("172.30.0.1"), ip("172.30.1.12"), ip("172.30.1.99")
+	have := []kernel.Route{{Prefix: pfx("0.0.0.0/0"), Via: router}}
+	for i := range 300 {
+		have = append(have, kernel.Route{Prefix: netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(i >> 8), byte(i), 0}), 24), Via: router})
+	}
+	for i := range 100 {
+		have = append(have, kernel.Route{Prefix: netip.PrefixFrom(netip.AddrFrom4([4]byte{198, 18, byte(i), 0}), 24), Via: another})
+	}
+	last := NodeRoute{pfx("203.0.113.0/24"), node}
+	have = append(have, kernel.Route{Prefix: last.Network, Via: last.Via})
+	got := NodeRoutesOf(have, nil, nil)
+	by := func(a netip.Addr) (n int) {
+		for _, r := range got {
+			if r.Via == a {
+				n++
+			}
+		}
+		return n
+	}
+	if len(got) != maxNodeRoutes || by(another) != 100 || !slices.Contains(got, last) {
+		t.Errorf("%d routes, %d by a host that is no router", len(got), by(another))
+	}
+	for i := range 100 {
+		have = append(have, kernel.Route{Prefix: netip.PrefixFrom(netip.AddrFrom4([4]byte{9, 18, byte(i), 0}), 24), Via: another})
+	}
+	if got = NodeRoutesOf(have, nil, []netip.Addr{node}); len(got) != maxNodeRoutes || got[len(got)-1] != last {
+		t.Errorf("the one by a node is not among %d", len(got))
+	}
+	if got = NodeRoutesOf(have, nil, []netip.Addr{router}); by(router) != maxNodeRoutes {
+		t.Errorf("a node that is the router has %d", by(router))
+	}
+}

@@ -948,4 +948,9 @@ func TestAnEndpointBehindAnotherNodeIsReachedInSpiteOfItsStrictFilter(t *testing
 	// Where the network is another node's later, it is found there.
 	c.run(c.Nodes[0].Host, "ip route del 198.18.7.0/24")
 	routed(false)
+	// The kernel takes the route with the lower metric, which is by no node.
+	c.run(c.Nodes[0].Host, "ip route add 198.18.7.0/24 via %v metric 200", node.Addr)
+	routed(true)
+	c.run(c.Nodes[0].Host, "ip route add 198.18.7.0/24 via %v metric 100", c.OnPrem.Addr)
+	routed(false)
 }

@@ -176,6 +176,19 @@ func (a *agent) ourselves() (own []netip.Prefix, nodes int, created int64) {
 	return a.intent.Own, len(a.intent.Nodes), madeAt(a.intent, a.opts.Node)
 }
 
+// nodes are the addresses of the nodes that the agent knows.
+func (a *agent) nodes() (all []netip.Addr) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.intent == nil {
+		return nil
+	}
+	for _, n := range a.intent.Nodes {
+		all = append(all, n.Addrs...)
+	}
+	return all
+}
+
 func (a *agent) pods() []netip.Prefix {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -207,7 +220,7 @@ func (a *agent) look(own []netip.Prefix) (fabric.NodeNetworks, []fabric.Problem,
 	addrs, unknown := rtnl.Addresses()
 	n.Sources = fabric.OverlaySourcesOf(addrs, a.pods())
 	routes, unread := rtnl.Routes()
-	n.Routes = fabric.NodeRoutesOf(routes, own)
+	n.Routes = fabric.NodeRoutesOf(routes, own, a.nodes())
 	if unread == nil {
 		a.lead(n.Routes)
 	}

@@ -46,7 +46,7 @@ type NodeNetworksSpec struct {
 	// Routes are the node's routes by another host. Where that is a node of the cluster, a gateway on this node
 	// sends there through the overlay what is for a mapped endpoint: the answers take the same way, as strict
 	// reverse path filters demand.
-	// +kubebuilder:validation:MaxItems=32
+	// +kubebuilder:validation:MaxItems=128
 	// +listType=atomic
 	// +optional
 	Routes []NodeRoute `json:"routes,omitempty"`

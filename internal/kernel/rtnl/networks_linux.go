@@ -96,7 +96,9 @@ func routed(h *netlink.Handle, family, table int, ours map[int]bool) (all []neti
 }
 
 // Routes returns the routes of the main table to networks of IPv4 by one other host, but ours: of each the
-// network and the next hop. Like Networks it may be called concurrently with anything.
+// network and the next hop. Of several to one network only the one that the kernel takes counts, which has the
+// lowest metric; those for one type of service alone do not. Like Networks it may be called concurrently with
+// anything.
 func Routes() ([]kernel.Route, error) {
 	h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
@@ -104,17 +106,28 @@ func Routes() ([]kernel.Route, error) {
 	}
 	defer h.Close()
 	_ = h.SetStrictCheck(true) // as in Networks
-	return untilWhole(func() (all []kernel.Route, err error) {
+	found, err := untilWhole(func() (all []netlink.Route, err error) {
 		err = h.RouteListFilteredIter(netlink.FAMILY_V4, &netlink.Route{Table: unix.RT_TABLE_MAIN}, netlink.RT_FILTER_TABLE, func(r netlink.Route) bool {
-			via, _ := netip.AddrFromSlice(r.Gw)
-			own := r.Protocol == kernel.GatewayProtocol || r.Protocol == kernel.NodeProtocol
-			if via = via.Unmap(); via.Is4() && r.Dst != nil && r.Type == unix.RTN_UNICAST && !own {
-				all = append(all, kernel.Route{Prefix: prefixOf(r.Dst), Via: via})
+			if own := r.Protocol == kernel.GatewayProtocol || r.Protocol == kernel.NodeProtocol; r.Dst != nil && r.Tos == 0 && !own {
+				all = append(all, r)
 			}
 			return true
 		})
 		return all, err
 	})
+	best := make(map[netip.Prefix]netlink.Route)
+	for _, r := range found {
+		if was, has := best[prefixOf(r.Dst)]; !has || r.Priority < was.Priority {
+			best[prefixOf(r.Dst)] = r
+		}
+	}
+	var all []kernel.Route
+	for network, r := range best {
+		if via, _ := netip.AddrFromSlice(r.Gw); via.Unmap().Is4() && r.Type == unix.RTN_UNICAST {
+			all = append(all, kernel.Route{Prefix: network, Via: via.Unmap()})
+		}
+	}
+	return all, err
 }
 
 // untilWhole calls list until nothing has changed while it was read. Where something always does,
