@@ -65,6 +65,10 @@ func (b Book) Mapped(id string, ip netip.Addr) bool {
 	return mapped
 }
 
+// KnowsNodes reports whether Configure has named our nodes, without which Guarded knows nothing. No cluster is
+// without any, and no object keeps them.
+func (b Book) KnowsNodes() bool { return len(b.own.Nodes) > 0 }
+
 // Guarded says what an endpoint is that a peer gets only where a person says so: what a cluster is
 // run by, and what another peer has trusted us with. Empty: it is none of these.
 func (b Book) Guarded(ip netip.Addr) string {

@@ -219,6 +219,16 @@ func TestWhoMappedMayUnmapAfterARestartAndNobodyElse(t *testing.T) {
 	if err := unmap(other); err == nil || !strings.Contains(err.Error(), "another caller") || !mapped() {
 		t.Errorf("somebody else's is unmapped: %v, mapped %v", err, mapped())
 	}
+	// Nothing is mapped until it is known which addresses are those of our nodes.
+	own := testStore.Book().Own()
+	for _, ip := range []string{own.Nodes[0].String(), "203.0.113.81"} {
+		if err := dial(t, again, "127.0.0.1", servers.caller(one)).call("MapEndpointIP", &MapRequest{ClusterID: "india", Ip: ip}, &MapResponse{}); err == nil || !strings.Contains(err.Error(), "not known yet") {
+			t.Errorf("%s: %v", ip, err)
+		}
+	}
+	if _, err := store.Update(t.Context(), func(b ipam.Book) (ipam.Book, error) { b, _ = b.Configure(own); return b, nil }); err != nil {
+		t.Fatal(err)
+	}
 	dial(t, again, "127.0.0.1", servers.caller(one)).mapIP("india", "203.0.113.81", "10.201.7.2") // as a kubelet that starts again
 	if err := unmap(one); err != nil || mapped() {
 		t.Errorf("its own: %v, mapped %v", err, mapped())

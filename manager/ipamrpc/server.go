@@ -154,6 +154,9 @@ func (s *server) mapEndpoint(ctx context.Context, id, text string) (seen netip.A
 	if err != nil {
 		return seen, err
 	}
+	if !s.store.Book().KnowsNodes() {
+		return seen, errors.New("the nodes and Services of this cluster are not known yet, so that nobody knows whether the endpoint is one of them; try again")
+	}
 	if what := s.store.Book().Guarded(ip); what != "" && !slices.ContainsFunc(s.allow, func(p netip.Prefix) bool { return p.Contains(ip) }) {
 		return seen, fmt.Errorf("%s; want --ipam-allow with a network that it is in, if peers are to reach it", what)
 	}
