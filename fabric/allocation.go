@@ -44,7 +44,8 @@ type Allocations struct {
 	Named, Freed []Allocation
 	// Revision is the highest one, also of what is freed; 0: there are none.
 	Revision int64
-	// Version is the highest resourceVersion; 0: there are no objects.
+	// Version is the highest resourceVersion with which an object named its networks first; 0: there are no
+	// objects.
 	Version int64
 	// Own are the networks of our own pods and Services as far as they are known, OwnPods that of the pods.
 	Own, OwnPods []netip.Prefix
@@ -72,13 +73,23 @@ func Version(text string) int64 {
 	return n
 }
 
+// NamedSince returns the resourceVersion with which a NetworkAllocation named its networks first, by what it
+// says and its resourceVersion now. It is never above that, also where an object comes from a backup.
+func NamedSince(resourceVersion string, spec *isthmus.NetworkAllocationSpec) int64 {
+	now := Version(resourceVersion)
+	if spec.NetworksResourceVersion > 0 {
+		return min(spec.NetworksResourceVersion, now)
+	}
+	return now
+}
+
 // AllocationsFrom reads all NetworkAllocations, in any order. It skips what is no network and reports it.
 func AllocationsFrom(all []isthmus.NetworkAllocation, now time.Time) (a Allocations, problems []Problem) {
 	for i := range all {
 		spec := &all[i].Spec
 		r := report{origin: Origin{Kind: "NetworkAllocation", Name: all[i].Name}}
 		revision := Revision(spec.Revision, now)
-		a.Revision, a.Version = max(a.Revision, revision), max(a.Version, Version(all[i].ResourceVersion))
+		a.Revision, a.Version = max(a.Revision, revision), max(a.Version, NamedSince(all[i].ResourceVersion, spec))
 		for _, text := range spec.Networks {
 			if p := r.allocated("spec.networks", text); p.IsValid() {
 				a.Named = append(a.Named, Allocation{all[i].Name, p, revision})

@@ -98,6 +98,7 @@ func TestNodesFollowTheAPIServerAndStayAsTheyAreWithoutIt(t *testing.T) {
 		t.Errorf("granted, without a gateway node 2 has\n%s", s)
 	}
 	reported(c, api)
+	answersAreNotReported(c, api, allocation)
 	create(te)
 
 	must(api.Get(c.ctx, client.ObjectKeyFromObject(te), te))
@@ -270,5 +271,50 @@ func reported(c *cluster, api client.Client) {
 	eventually(false, "192.168.32.0/22")
 	if report.Generation != generation+2 {
 		c.t.Errorf("two changes, and the generation went from %d to %d", generation, report.Generation)
+	}
+}
+
+// answersAreNotReported has a peer flip its answer, of which no node writes anything, and then get another network,
+// which each node reports once.
+func answersAreNotReported(c *cluster, api client.Client, o *isthmus.NetworkAllocation) {
+	c.t.Helper()
+	patch := func(spec string) {
+		c.t.Helper()
+		if err := api.Patch(c.ctx, o, client.RawPatch("application/merge-patch+json", []byte(`{"spec":{`+spec+`}}`))); err != nil {
+			c.t.Fatal(err)
+		}
+	}
+	reports := func() (all []isthmus.NodeNetworks) {
+		for _, n := range c.Nodes {
+			var report isthmus.NodeNetworks
+			c.eventually(n, func() error { return api.Get(c.ctx, client.ObjectKey{Namespace: "default", Name: n.Name}, &report) })
+			all = append(all, report)
+		}
+		return all
+	}
+	named := fabric.Version(o.ResourceVersion)
+	for i, report := range reports() {
+		c.eventually(c.Nodes[i], func() error {
+			if report = reports()[i]; report.Spec.RefusedResourceVersion < named {
+				return fmt.Errorf("refused up to %d; want %d", report.Spec.RefusedResourceVersion, named)
+			}
+			return nil
+		})
+	}
+	before := reports()
+	for i := range 20 {
+		patch(fmt.Sprintf(`"seen":{"podCIDR":"10.%d.0.0/14"},"networksResourceVersion":%d`, i%2*4, named))
+	}
+	patch(fmt.Sprintf(`"networks":[%q,%q,"10.99.0.0/16"],"networksResourceVersion":null`, remotePods, remoteExternal))
+	for i := range c.Nodes {
+		c.eventually(c.Nodes[i], func() error {
+			if got := reports()[i].Spec.RefusedResourceVersion; got != fabric.Version(o.ResourceVersion) {
+				return fmt.Errorf("refused up to %d; want %s", got, o.ResourceVersion)
+			}
+			return nil
+		})
+		if now := reports()[i]; now.Generation != before[i].Generation+1 {
+			c.t.Errorf("%s reported %d times that a peer has another network, after it had answered otherwise 20 times", now.Name, now.Generation-before[i].Generation)
+		}
 	}
 }

@@ -239,6 +239,10 @@ func (p *subject) measure(ctx context.Context, r *result) error {
 		if err != nil {
 			return err
 		}
+		_, asks, err := asked(p.audit)
+		if err != nil {
+			return err
+		}
 		before, read, at := cpu(p.pid), p.tap.read.Load(), time.Now()
 		for i := range n {
 			if err := c.do(ctx, i); err != nil {
@@ -255,6 +259,11 @@ func (p *subject) measure(ctx context.Context, r *result) error {
 		spent := (cpu(p.pid) - before).Seconds() - p.idle*time.Since(at).Seconds()
 		r.add(c.what+": CPU, ms", "%.1f", max(0, 1000*spent/float64(n)))
 		r.add(c.what+": octets read", "%d", (p.tap.read.Load()-read)/int64(n))
+		_, since, err := asked(p.audit)
+		if err != nil {
+			return err
+		}
+		r.add(c.what+": requests", "%.1f", float64(since-asks)/float64(n))
 	}
 	return nil
 }
@@ -347,6 +356,12 @@ func (p *subject) all() []change {
 			return p.inBooks(ctx, func(b ipam.Book) (ipam.Book, error) {
 				b, _, err := b.MapEndpoint(p.endpoint(i).Spec.ClusterIdentity.ClusterID, netip.AddrFrom4([4]byte{172, 20, 0, byte(i)}))
 				return b, err
+			})
+		}},
+		{"a peer answers otherwise", 0, func(ctx context.Context, i int) error {
+			return p.inBooks(ctx, func(b ipam.Book) (ipam.Book, error) {
+				seen := netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(i % 2 << 5), 0, 0}), ownPods.Bits())
+				return b.Answered(p.endpoint(0).Spec.ClusterIdentity.ClusterID, seen, netip.Prefix{}), nil
 			})
 		}},
 		{"a peer is granted networks", 5, func(ctx context.Context, i int) error {

@@ -27,7 +27,7 @@ const maxNetworks = 32
 // An allocation is one NetworkAllocation, as it was read or written last.
 type allocation struct {
 	version string
-	since   string // the version that named its networks first, as far as we know
+	since   int64 // the version that named its networks first, as far as we know
 	spec    isthmus.NetworkAllocationSpec
 	cut     []string // networks that it named, and for which there was no place any more; to be freed
 	pending bool     // we have written it, and nothing is given out by that yet
@@ -35,9 +35,9 @@ type allocation struct {
 
 // sinceWith is since when the object is as given now. A node that refuses the networks of an earlier version
 // need not report a later one with the same.
-func (a allocation) sinceWith(now *isthmus.NetworkAllocation) string {
-	if a.since == "" || !slices.Equal(a.spec.Networks, now.Spec.Networks) {
-		return now.ResourceVersion
+func (a allocation) sinceWith(now *isthmus.NetworkAllocation) int64 {
+	if a.since == 0 || !slices.Equal(a.spec.Networks, now.Spec.Networks) {
+		return fabric.NamedSince(now.ResourceVersion, &now.Spec)
 	}
 	return a.since
 }
@@ -163,8 +163,13 @@ func (s *Store) writeAllocation(ctx context.Context, name string, want isthmus.N
 	})
 	counts := fabric.Revision(have.Revision, now) > 0 && have.Session <= s.session && (have.Session > 0 || len(want.Networks) == 0)
 	counts = counts && (!was.pending || have.Session == s.session) // others adopt it only from this session
+	counts = counts && fabric.NamedSince(was.version, &have) == was.since
+	want.NetworksResourceVersion = have.NetworksResourceVersion
 	if exists && len(gone) == 0 && counts && equality.Semantic.DeepEqual(have, want) {
 		return nil
+	}
+	if want.NetworksResourceVersion = was.since; !slices.Equal(have.Networks, want.Networks) {
+		want.NetworksResourceVersion = 0 // that of this write
 	}
 	want.Session = s.session
 	if len(gone) > 0 || !slices.Equal(have.Networks, want.Networks) || len(have.Freed) != len(want.Freed) || fabric.Revision(have.Revision, now) == 0 ||

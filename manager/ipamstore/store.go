@@ -426,7 +426,7 @@ func (s *Store) versionOf(id string) int64 {
 			return NotWritten
 		}
 	}
-	return fabric.Version(a.since)
+	return a.since
 }
 
 // publish makes next the Book, and tells the observers, since NetworkAllocations may be others, and the

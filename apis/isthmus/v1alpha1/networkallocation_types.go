@@ -8,8 +8,8 @@ import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 // +kubebuilder:validation:Pattern=`^[0-9A-Fa-f:.]+/[0-9]{1,3}$`
 type AllocatedNetwork = string
 
-// NetworkAllocationSpec is all that is kept of one cluster. The manager writes it. Nodes read networks, freed
-// and own; the manager reads the rest when it starts. It is atomic so that managedFields, which thousands of
+// NetworkAllocationSpec is all that is kept of one cluster. The manager writes it. Nodes read networks,
+// networksResourceVersion, freed and own; the manager reads the rest when it starts. It is atomic so that managedFields, which thousands of
 // nodes read, do not list its fields.
 // +structType=atomic
 type NetworkAllocationSpec struct {
@@ -28,6 +28,11 @@ type NetworkAllocationSpec struct {
 	// +listType=atomic
 	// +optional
 	Networks []AllocatedNetwork `json:"networks,omitempty"`
+	// NetworksResourceVersion is the resourceVersion with which this object first named these networks; absent:
+	// that of the object. So nodes report nothing when only the rest of the object changes.
+	// +kubebuilder:validation:Minimum=1
+	// +optional
+	NetworksResourceVersion int64 `json:"networksResourceVersion,omitempty"`
 	// Freed are networks that were the peer's, the latest last. Nodes need not refuse one any more, unless
 	// another object has named it, or this one with a higher revision.
 	// +kubebuilder:validation:MaxItems=32

@@ -26,9 +26,9 @@ type NodeNetworksSpec struct {
 	// +listType=atomic
 	// +optional
 	Resolvers []net.IPAddress `json:"resolvers,omitempty"`
-	// RefusedResourceVersion is the highest resourceVersion of the NetworkAllocations that the node has read. It
-	// refuses what these name. The manager tells nobody of a network before all nodes that report one
-	// have reached that of the object with the network. So resource versions of one kind have to be
+	// RefusedResourceVersion is the highest resourceVersion with which a NetworkAllocation that the node has read
+	// named its networks first. The node refuses what was named up to that one. The manager tells nobody of a
+	// network before all nodes that report one have reached that of the network. So resource versions of one kind have to be
 	// numbers that rise. Kubernetes promises that since 1.35; with etcd they always were.
 	// +kubebuilder:validation:Minimum=1
 	// +optional

@@ -460,10 +460,9 @@ func gatewayFrom(p *corev1.Pod) (all []fabric.GatewayPod) {
 // has every Pod in memory.
 func slimAllocation(o any) (any, error) {
 	if n, ok := o.(*isthmus.NetworkAllocation); ok {
-		spec := isthmus.NetworkAllocationSpec{Revision: n.Spec.Revision, Networks: n.Spec.Networks, Freed: n.Spec.Freed, Own: n.Spec.Own}
-		slim := &isthmus.NetworkAllocation{ObjectMeta: slimMeta(n.ObjectMeta), Spec: spec}
-		slim.Generation = n.Generation // so that each change is reported to the manager, which waits for the latest version after a restart
-		return slim, nil
+		spec := isthmus.NetworkAllocationSpec{Revision: n.Spec.Revision, Networks: n.Spec.Networks, Freed: n.Spec.Freed, Own: n.Spec.Own,
+			NetworksResourceVersion: fabric.NamedSince(n.ResourceVersion, &n.Spec)}
+		return &isthmus.NetworkAllocation{ObjectMeta: slimMeta(n.ObjectMeta), Spec: spec}, nil
 	}
 	return o, nil
 }
