@@ -45,7 +45,8 @@ type TunnelEndpointReconciler struct {
 	Warden *Warden
 	Log    *slog.Logger
 
-	queue queue.Queue
+	queue   queue.Queue
+	answers pace
 }
 
 // SetupWithManager makes mgr call Reconcile for each peer that something happened to. The indexes
@@ -286,6 +287,10 @@ func (r *TunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 	if !r.Warden.Refused(x.id, &r.queue, exchangeWith(x.peer)) {
 		return nil // under Liqo's rights the peer may have answered itself
 	}
+	if wait := r.tooSoon(x.id, original); wait > 0 {
+		r.queue.Add(exchangeWith(x.peer), wait)
+		return nil
+	}
 	if ready, err := r.mapped(ctx, x.id, original); err != nil || !ready {
 		return err
 	}
@@ -349,6 +354,21 @@ func (r *TunnelEndpointReconciler) decide(ctx context.Context, x *exchange, orig
 func sameRemote(a, b v1alpha1.TunnelEndpointSpec) bool {
 	return a.RemotePodCIDR == b.RemotePodCIDR && a.RemoteNATPodCIDR == b.RemoteNATPodCIDR &&
 		a.RemoteExternalCIDR == b.RemoteExternalCIDR && a.RemoteNATExternalCIDR == b.RemoteNATExternalCIDR
+}
+
+// tooSoon returns how long the peer's former answer stays in force because it has changed too often; 0: not at all.
+func (r *TunnelEndpointReconciler) tooSoon(id string, original *v1alpha1.NetworkConfig) time.Duration {
+	book := r.Store.Book()
+	pod, external, ok := fabric.SeenBy(original)
+	was := book.AnswerOf(id)
+	if !ok || was == (ipam.Grant{}) || book.Answered(id, pod, external).AnswerOf(id) == was {
+		return 0
+	}
+	wait, last := r.answers.wait(id, time.Now())
+	if last {
+		r.Log.Warn("a peer changes its answer often: from now on one change a minute is followed", "peer", id, "answer", was)
+	}
+	return wait
 }
 
 // mapped puts the answer of the peer into the books. It is true when the NatMapping is there that

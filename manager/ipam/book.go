@@ -187,6 +187,14 @@ func (b Book) Answered(id string, podSeen, externalSeen netip.Prefix) Book {
 	return b.withPeer(id, &p)
 }
 
+// AnswerOf returns how a peer sees our PodCIDR and our ExternalCIDR, as far as it has answered.
+func (b Book) AnswerOf(id string) (seen Grant) {
+	if p := b.peers[id]; p != nil {
+		seen = Grant{Pod: p.podSeen, External: p.externalSeen}
+	}
+	return seen
+}
+
 // fits reports whether seen can stand for own.
 func fits(seen, own netip.Prefix) bool {
 	return own.IsValid() && fabric.CheckNetwork(seen) == "" && seen.Addr().BitLen() == own.Addr().BitLen() && seen.Bits() == own.Bits()

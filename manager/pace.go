@@ -1,0 +1,41 @@
+package manager
+
+import (
+	"sync"
+	"time"
+
+	"golang.org/x/time/rate"
+)
+
+// How often one peer changes its answer. Its networks it cannot flip: a wider one needs consent.
+const (
+	changesAtOnce = 8
+	changeEvery   = time.Minute
+)
+
+// A pace bounds how often each peer changes its answer, since each change of a NetworkAllocation is an event for
+// every node.
+// Its zero value is ready for use. Its methods may be called concurrently.
+type pace struct {
+	mu    sync.Mutex
+	peers map[string]*rate.Limiter // of all peers that ever changed something; one has 100 octets
+}
+
+// wait counts a change and returns 0, or returns how long the peer has to wait with it. last reports whether the
+// next one has to wait, if it came now.
+func (p *pace) wait(id string, now time.Time) (wait time.Duration, last bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.peers == nil {
+		p.peers = make(map[string]*rate.Limiter)
+	}
+	if p.peers[id] == nil {
+		p.peers[id] = rate.NewLimiter(rate.Every(changeEvery), changesAtOnce)
+	}
+	r := p.peers[id].ReserveN(now, 1)
+	if wait = r.DelayFrom(now); wait > 0 {
+		r.CancelAt(now)
+		return wait, false
+	}
+	return 0, p.peers[id].TokensAt(now) < 1
+}
