@@ -44,6 +44,7 @@ func (b Book) Allocation(id string) isthmus.NetworkAllocationSpec {
 	}
 	spec.ReleasedAt, spec.UnusedSince = timeOf(p.released), timeOf(p.unused)
 	spec.Seen = pairOf(p.podSeen, p.externalSeen)
+	spec.Local = pairOf(b.own.behind(p))
 	for _, ip := range slices.SortedFunc(maps.Keys(p.endpoints), netip.Addr.Compare) {
 		spec.Endpoints = append(spec.Endpoints, isthmus.MappedEndpoint{
 			IP: ip.String(), Address: b.endpoints[ip].addr.String(), Requesters: p.endpoints[ip], Target: b.endpoints[ip].what,
@@ -57,6 +58,17 @@ func pairOf(pod, external netip.Prefix) *isthmus.NetworkPair {
 		return nil
 	}
 	return &isthmus.NetworkPair{PodCIDR: text(pod), ExternalCIDR: text(external)}
+}
+
+// behind returns those of our networks that a peer has answered for.
+func (c Config) behind(p *account) (pod, external netip.Prefix) {
+	if p.podSeen.IsValid() {
+		pod = c.PodCIDR
+	}
+	if p.externalSeen.IsValid() {
+		external = c.ExternalCIDR
+	}
+	return pod, external
 }
 
 func timeOf(t time.Time) isthmus.UTCTime {
@@ -82,6 +94,8 @@ func ConfigFrom(own *isthmus.OwnNetworks) (Config, error) {
 
 // FromAllocations returns the Book that NetworkAllocations keep. Where two of them contradict each other the
 // one that comes first counts. Entries and mappings that make no sense are left out, and the errors name them.
+// A manager may have stopped while it wrote a change of our own networks: what an object says of other ones is
+// changed as Configure would have done.
 func FromAllocations(own Config, all []isthmus.NetworkAllocationSpec) (Book, []error) {
 	b := Book{own: own, peers: make(map[string]*account, len(all)), endpoints: make(map[netip.Addr]*endpoint)}
 	var (
@@ -92,7 +106,7 @@ func FromAllocations(own Config, all []isthmus.NetworkAllocationSpec) (Book, []e
 	for i := range all {
 		spec := &all[i]
 		r := reader{}
-		p, held := r.entry(spec)
+		p, local, held := r.entry(spec, own)
 		for _, n := range []netip.Prefix{p.Pod, p.External} {
 			if n.IsValid() && taken.overlaps(n) {
 				r.fail("spec.networks", "%v overlaps another network of a peer; want one of its own", n)
@@ -109,7 +123,7 @@ func FromAllocations(own Config, all []isthmus.NetworkAllocationSpec) (Book, []e
 		}
 		b.replaced = append(b.replaced, held...)
 		for j := range spec.Endpoints {
-			if err := b.restore(p, &spec.Endpoints[j], owners); err != nil {
+			if err := b.restore(p, &spec.Endpoints[j], local, owners); err != nil {
 				wrong = append(wrong, fmt.Errorf("cluster %s: spec.endpoints[%d]: %w", quote(spec.ClusterID), j, err))
 			}
 		}
@@ -133,8 +147,8 @@ func FromAllocations(own Config, all []isthmus.NetworkAllocationSpec) (Book, []e
 	return b, wrong
 }
 
-// entry reads the networks of one cluster.
-func (r *reader) entry(spec *isthmus.NetworkAllocationSpec) (p *account, held []replaced) {
+// entry reads the networks of one cluster, and the one of ours in which its mapped endpoints have addresses.
+func (r *reader) entry(spec *isthmus.NetworkAllocationSpec, own Config) (p *account, local netip.Prefix, held []replaced) {
 	if wrong := fabric.CheckClusterID(spec.ClusterID); wrong != "" {
 		r.fail("spec.clusterID", "%s", wrong)
 	}
@@ -163,7 +177,7 @@ func (r *reader) entry(spec *isthmus.NetworkAllocationSpec) (p *account, held []
 	}
 	if spec.ReleasedAt != "" && p.Pod.IsValid() {
 		p.released = r.time("spec.releasedAt", spec.ReleasedAt)
-		return p, held
+		return p, local, held
 	}
 	if spec.UnusedSince != "" {
 		p.unused = r.time("spec.unusedSince", spec.UnusedSince)
@@ -171,20 +185,32 @@ func (r *reader) entry(spec *isthmus.NetworkAllocationSpec) (p *account, held []
 	if spec.Seen != nil { // readdress forgets those that do not fit our networks
 		p.podSeen, p.externalSeen = r.network("spec.seen.podCIDR", spec.Seen.PodCIDR), r.network("spec.seen.externalCIDR", spec.Seen.ExternalCIDR)
 	}
-	return p, held
+	local = own.ExternalCIDR
+	if l := spec.Local; l != nil {
+		if l.PodCIDR != "" && r.network("spec.local.podCIDR", l.PodCIDR) != own.PodCIDR {
+			p.podSeen = netip.Prefix{}
+		}
+		if l.ExternalCIDR != "" {
+			local = r.network("spec.local.externalCIDR", l.ExternalCIDR)
+		}
+	}
+	return p, local, held
 }
 
-// restore maps an endpoint for a peer, in maps that are b's alone.
-func (b *Book) restore(p *account, m *isthmus.MappedEndpoint, owners map[netip.Addr]netip.Addr) error {
-	if !p.externalSeen.IsValid() {
+// restore maps an endpoint for a peer that has an address in local, in maps that are b's alone.
+func (b *Book) restore(p *account, m *isthmus.MappedEndpoint, local netip.Prefix, owners map[netip.Addr]netip.Addr) error {
+	external := b.own.ExternalCIDR
+	if !p.externalSeen.IsValid() || external.IsValid() && !fits(p.externalSeen, external) {
 		return nil // it has left, or its answer is not known: nobody can use it
 	}
-	external := b.own.ExternalCIDR
 	ip, err := netip.ParseAddr(m.IP)
 	if err == nil {
 		err = b.checkEndpoint(ip)
 	}
 	addr, bad := netip.ParseAddr(m.Address)
+	if local != external && fits(local, external) && local.Contains(addr) {
+		addr = move(addr, external)
+	}
 	owner, owned := owners[addr]
 	switch {
 	case err != nil:

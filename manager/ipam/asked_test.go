@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -147,5 +148,31 @@ func TestExpireTakesAnEndpointFromAll(t *testing.T) {
 	}
 	if next := b.Expire(Endpoint{IP: addr("198.51.100.9"), What: "pod"}); len(next.Changed(b)) > 0 {
 		t.Error("what is not mapped")
+	}
+}
+
+// A manager may stop between the objects of one change of our networks.
+func TestWhatAnObjectSaysOfOtherNetworksOfOursIsBroughtUpToDate(t *testing.T) {
+	b := asked(t, joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16"), "198.51.100.7", "one", "pod")
+	old := b.Allocation("b")
+	for name, change := range map[string]func(*Config){
+		"another ExternalCIDR": func(c *Config) { c.ExternalCIDR = pfx("172.20.0.0/16") },
+		"a shorter one":        func(c *Config) { c.ExternalCIDR = pfx("172.20.0.0/17") },
+		"one of IPv6":          func(c *Config) { c.ExternalCIDR = pfx("fd00:20::/64") },
+		"another PodCIDR":      func(c *Config) { c.PodCIDR = pfx("172.24.0.0/16") },
+		"both":                 func(c *Config) { c.ExternalCIDR, c.PodCIDR = pfx("172.20.0.0/16"), pfx("172.24.0.0/16") },
+		"none":                 func(*Config) {},
+	} {
+		c := ours()
+		change(&c)
+		want, _ := b.Configure(c)
+		got, wrong := FromAllocations(want.Own(), []isthmus.NetworkAllocationSpec{old})
+		if got, want := got.Allocation("b"), want.Allocation("b"); !reflect.DeepEqual(got, want) || len(wrong) > 0 {
+			t.Errorf("%s: got\n%+v, %v\nwant\n%+v", name, got, wrong, want)
+		}
+	}
+	old.Local = nil // as somebody may write it by hand
+	if got, wrong := FromAllocations(b.Own(), []isthmus.NetworkAllocationSpec{old}); requests(got) != requests(b) || len(wrong) > 0 {
+		t.Errorf("without its networks: %s, %v", requests(got), wrong)
 	}
 }

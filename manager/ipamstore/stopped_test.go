@@ -1,12 +1,85 @@
 package ipamstore
 
 import (
+	"context"
+	"errors"
+	"fmt"
+	"reflect"
 	"testing"
 	"time"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
+
+// killed is a client of a manager that is killed after some writes.
+type killed struct {
+	client.Client
+	writes int // that are left
+}
+
+func (k *killed) write() error {
+	if k.writes--; k.writes < 0 {
+		return errors.New("killed")
+	}
+	return nil
+}
+
+func (k *killed) Create(ctx context.Context, o client.Object, opts ...client.CreateOption) error {
+	if err := k.write(); err != nil {
+		return err
+	}
+	return k.Client.Create(ctx, o, opts...)
+}
+
+func (k *killed) Patch(ctx context.Context, o client.Object, p client.Patch, opts ...client.PatchOption) error {
+	if err := k.write(); err != nil {
+		return err
+	}
+	return k.Client.Patch(ctx, o, p, opts...)
+}
+
+// A change of our own networks changes the objects of all peers. A manager that is killed between two of them is
+// followed by one that ends up where it would have: no mapping is lost, and no answer is taken for one about
+// another network.
+func TestAManagerThatIsKilledWithinAChangeOfOurNetworksLosesNothing(t *testing.T) {
+	external, pods, both := ours, ours, ours
+	external.ExternalCIDR, pods.PodCIDR = pfx("172.20.0.0/16"), pfx("172.24.0.0/16")
+	both.ExternalCIDR, both.PodCIDR = external.ExternalCIDR, pods.PodCIDR
+	peers := []string{"b", "c", "z"} // "us" is between them
+	for what, next := range map[string]ipam.Config{"ExternalCIDR": external, "PodCIDR": pods, "both": both} {
+		for writes := 0; ; writes++ {
+			when := fmt.Sprintf("%s, killed after %d writes", what, writes)
+			h := fresh(t)
+			for i, id := range peers {
+				h.grant(claim(id, fmt.Sprintf("10.%d.0.0/16", 60+i), fmt.Sprintf("10.%d.0.0/20", 70+i)))
+				h.answered(id, fmt.Sprintf("10.%d.0.0/16", 80+i), fmt.Sprintf("10.%d.0.0/16", 90+i))
+				for last := range 2 + i {
+					h.mapEndpoint(id, fmt.Sprintf("198.51.100.%d", 9-last))
+				}
+			}
+			want, _ := h.Book().Configure(next)
+			k := &killed{h.client, writes}
+			h.client = k
+			_, _ = h.Update(t.Context(), func(b ipam.Book) (ipam.Book, error) { b, _ = b.Configure(next); return b, nil })
+			again := loaded(t)
+			got := again.update(func(b ipam.Book) ipam.Book { b, _ = b.Configure(next); return b })
+			for _, id := range peers {
+				if got, want := got.Allocation(id), want.Allocation(id); !reflect.DeepEqual(got, want) {
+					t.Errorf("%s: %s has\n%+v\nwant\n%+v", when, id, got, want)
+				}
+			}
+			if k.writes >= 0 {
+				break
+			}
+			if writes > 20 {
+				t.Fatal("a change is never done")
+			}
+		}
+	}
+}
 
 // Only networks are reported by nodes: what else changes of an object leaves the version that a node reports as it
 // was, also after the manager was started again.

@@ -67,6 +67,10 @@ type NetworkAllocationSpec struct {
 	// Seen is how the peer sees our PodCIDR and our ExternalCIDR: its answer.
 	// +optional
 	Seen *NetworkPair `json:"seen,omitempty"`
+	// Local are our networks for which seen stands, and in which the addresses of endpoints are. They differ from
+	// own while a change of ours is being written.
+	// +optional
+	Local *NetworkPair `json:"local,omitempty"`
 	// Endpoints are those that are mapped for the peer, by address.
 	// +kubebuilder:validation:MaxItems=4096
 	// +listType=atomic

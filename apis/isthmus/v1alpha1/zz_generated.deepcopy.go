@@ -331,6 +331,11 @@ func (in *NetworkAllocationSpec) DeepCopyInto(out *NetworkAllocationSpec) {
 		*out = new(NetworkPair)
 		(*in).DeepCopyInto(*out)
 	}
+	if in.Local != nil {
+		in, out := &in.Local, &out.Local
+		*out = new(NetworkPair)
+		(*in).DeepCopyInto(*out)
+	}
 	if in.Endpoints != nil {
 		in, out := &in.Endpoints, &out.Endpoints
 		*out = make([]MappedEndpoint, len(*in))
