@@ -5,8 +5,9 @@
 //	          ▲                        │ conflict: somebody else wrote
 //	          └──────── read again ◄───┘
 //
-// The IpamStorage is a copy in Liqo's format for Liqo's components. It is read once, where a Liqo has left
-// one and there is no NetworkAllocation of our own cluster. It is written after each network and address that
+// The IpamStorage is a copy in Liqo's format for Liqo's components. It is imported once, where a Liqo has left
+// one and there is no NetworkAllocation of our own cluster. A manager that starts holds networks that only the
+// copy names. It is written after each network and address that
 // is given out, and its resourceVersion tells a manager that another one has given out something meanwhile.
 //
 // What another manager has written counts when its stateRevision is higher than the one known here, and when
