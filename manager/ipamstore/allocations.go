@@ -29,6 +29,7 @@ type allocation struct {
 	version string
 	since   int64 // the version that named its networks first, as far as we know
 	spec    isthmus.NetworkAllocationSpec
+	known   int64    // its revision when we read it first or wrote it last
 	cut     []string // networks that it named, and for which there was no place any more; to be freed
 	pending bool     // we have written it, and nothing is given out by that yet
 }
@@ -56,7 +57,7 @@ func (s *Store) readAllocations(ctx context.Context) error {
 		was := before[o.Name]
 		// A write of ours whose answer was lost is one of our session that we do not know.
 		pending := was.pending && was.version == o.ResourceVersion || was.version != o.ResourceVersion && o.Spec.Session == s.read
-		s.allocations[o.Name] = allocation{o.ResourceVersion, was.sinceWith(o), o.Spec, was.cut, pending}
+		s.allocations[o.Name] = allocation{o.ResourceVersion, was.sinceWith(o), o.Spec, cmp.Or(was.known, o.Spec.Revision), was.cut, pending}
 		s.revision = max(s.revision, fabric.Revision(o.Spec.Revision, now))
 		for _, f := range o.Spec.Freed {
 			s.revision = max(s.revision, fabric.Revision(f.Revision, now))
@@ -192,7 +193,7 @@ func (s *Store) writeAllocation(ctx context.Context, name string, want isthmus.N
 	if err != nil {
 		return err
 	}
-	s.allocations[name] = allocation{object.ResourceVersion, was.sinceWith(object), want, cut, true}
+	s.allocations[name] = allocation{object.ResourceVersion, was.sinceWith(object), want, want.Revision, cut, true}
 	return nil
 }
 
@@ -264,15 +265,17 @@ func (s *Store) bookOf(own ipam.Config, all []isthmus.NetworkAllocationSpec) ipa
 	return book
 }
 
-// freedByHand ends the holds of networks that somebody has freed in a NetworkAllocation since these were read
-// as before: with a revision higher than that of the object was. A network that a peer has stays.
-func (s *Store) freedByHand(book ipam.Book, before map[string]allocation) ipam.Book {
+// freedByHand ends the holds of networks that somebody has freed in a NetworkAllocation: with a revision higher
+// than that of the object when we wrote it last. A network that a peer has stays.
+func (s *Store) freedByHand(book ipam.Book) ipam.Book {
+	if s.allocated {
+		return book // nobody has changed one
+	}
 	now := time.Now()
 	next, ended := book.EndHolds(func(id string, p netip.Prefix) bool {
-		name := fabric.AllocationName(id)
-		spec := s.allocations[name].spec
-		return !slices.Contains(spec.Networks, p.String()) && slices.ContainsFunc(spec.Freed, func(f isthmus.FreedNetwork) bool {
-			return f.Network == p.String() && fabric.Revision(f.Revision, now) > before[name].spec.Revision
+		a := s.allocations[fabric.AllocationName(id)]
+		return !slices.Contains(a.spec.Networks, p.String()) && slices.ContainsFunc(a.spec.Freed, func(f isthmus.FreedNetwork) bool {
+			return f.Network == p.String() && fabric.Revision(f.Revision, now) > a.known
 		})
 	})
 	if len(ended) > 0 {

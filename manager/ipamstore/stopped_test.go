@@ -145,3 +145,19 @@ func TestAHoldOutlivesTheDeletionOfItsObjectWithoutAManager(t *testing.T) {
 		t.Errorf("b has %v, had %v", g, had)
 	}
 }
+
+// Somebody frees a network by hand, and the manager writes the object before it has looked.
+func TestAHoldThatSomebodyEndsStaysEndedWhateverIsWrittenNext(t *testing.T) {
+	h := fresh(t)
+	shorter := claim("c", "10.66.0.0/16", "10.67.0.0/20")
+	h.grant(shorter)
+	shorter.Pod, shorter.Now = pfx("10.66.0.0/17"), time.Now()
+	h.grant(shorter)
+	want(t, "another network", "10.66.0.0/17", "10.67.0.0/20", "10.66.0.0/16")
+	now := time.Now().UnixMilli() + 1000
+	patched(t, "c", fmt.Sprintf(`{"spec":{"networks":["10.66.0.0/17","10.67.0.0/20"],"held":null,"revision":%[1]d,"freed":[{"network":"10.66.0.0/16","revision":%[1]d}]}}`, now))
+	h.answered("c", "10.246.0.0/16", "10.247.0.0/16")
+	want(t, "an answer", "10.66.0.0/17", "10.67.0.0/20")
+	refresh(t, h)
+	want(t, "a look", "10.66.0.0/17", "10.67.0.0/20")
+}

@@ -192,7 +192,6 @@ func (s *Store) Refresh(ctx context.Context) error {
 	if !s.loaded {
 		return ErrNotLoaded
 	}
-	before := s.allocations
 	unchanged, err := s.sameAllocations(ctx)
 	if err != nil {
 		return err
@@ -210,7 +209,7 @@ func (s *Store) Refresh(ctx context.Context) error {
 			return err
 		}
 	}
-	_, err = s.write(ctx, func(b ipam.Book) (ipam.Book, error) { return s.freedByHand(b, before), nil })
+	_, err = s.write(ctx, func(b ipam.Book) (ipam.Book, error) { return b, nil })
 	if err == nil && !s.allocated {
 		return errNotAllocated // nothing else would bring us back
 	}
@@ -245,11 +244,11 @@ func (s *Store) Observe(f Observer) {
 	s.observers = append(s.observers, f)
 }
 
-// write brings the object to what f makes of the Book.
+// write brings the objects to what f makes of the Book, less the holds that somebody has ended by hand.
 func (s *Store) write(ctx context.Context, f func(ipam.Book) (ipam.Book, error)) (ipam.Book, error) {
 	for {
 		book := s.Book()
-		next, err := f(book)
+		next, err := f(s.freedByHand(book))
 		if err != nil {
 			return book, err
 		}
