@@ -171,7 +171,7 @@ func (r *reader) entry(spec *isthmus.NetworkAllocationSpec, own Config) (p *acco
 		if !n.IsValid() {
 			r.fail("spec.held", "has an entry without a network")
 		}
-		if !contains(p.Pod, n) && !contains(p.External, n) {
+		if !contains(p.Pod, n) && !contains(p.External, n) && len(held) < maxHeldOfOne {
 			held = append(held, replaced{spec.ClusterID, n, r.time("spec.held", h.ReleasedAt)})
 		}
 	}

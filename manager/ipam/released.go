@@ -16,8 +16,11 @@ const (
 	// released.
 	UnusedGrace = 24 * time.Hour
 	// maxReplaced bounds the networks that are held though their peers have others, of all peers and of
-	// one. A NetworkAllocation names 32 at most.
+	// one.
 	maxReplaced, maxReplacedOfOne = 512, 8
+	// maxHeldOfOne is how many networks that it has no more are held for one peer in any case: a
+	// NetworkAllocation names them beside the two that the peer has.
+	maxHeldOfOne = 30
 )
 
 // A replaced network is held after its peer got another one.
@@ -142,7 +145,7 @@ func (b Book) Regain(id string, networks []netip.Prefix, now time.Time) (next Bo
 		}
 	}
 	for _, p := range networks {
-		if fabric.CheckClusterID(id) != "" || fabric.CheckNetwork(p) != "" || len(next.replaced) >= maxReplaced || next.inOurWay(p) || next.overlapsAnother(id, p) {
+		if fabric.CheckClusterID(id) != "" || fabric.CheckNetwork(p) != "" || next.full(id) || next.inOurWay(p) || next.overlapsAnother(id, p) {
 			left = append(left, p)
 			continue
 		}
@@ -153,6 +156,17 @@ func (b Book) Regain(id string, networks []netip.Prefix, now time.Time) (next Bo
 		next.hold(id, g, Grant{Pod: p}, now)
 	}
 	return next, left
+}
+
+// full reports whether no further network can be held for a peer.
+func (b *Book) full(id string) bool {
+	ofOne := 0
+	for _, r := range b.replaced {
+		if r.id == id {
+			ofOne++
+		}
+	}
+	return ofOne >= maxHeldOfOne || len(b.replaced) >= maxReplaced
 }
 
 // overlapsAnother reports whether p overlaps a network of another peer than id, also a held one.

@@ -393,3 +393,28 @@ func takesBack(is, since Book) bool {
 		return slices.ContainsFunc(since.NetworksOf(id), func(was netip.Prefix) bool { return !slices.Contains(now, was) })
 	})
 }
+
+// A NetworkAllocation names 32 networks at most, whoever writes more of them into one.
+func TestAPeerHoldsNoMoreNetworksThanItsObjectHasRoomFor(t *testing.T) {
+	b, _ := grant(t, configured(t, ours()), claim("b", "10.64.0.0/16", "10.65.0.0/20"))
+	var lost []netip.Prefix
+	for i := range 40 {
+		lost = append(lost, pfx(fmt.Sprintf("10.66.%d.0/24", i)))
+	}
+	held, left := b.Regain("b", lost, noon)
+	if n := len(held.NetworksOf("b")); n != 32 || len(left) != 10 {
+		t.Errorf("%d networks, and %d are left", n, len(left))
+	}
+	spec := held.Allocation("b")
+	for _, p := range left {
+		spec.Held = append(spec.Held, isthmus.HeldNetwork{Network: p.String(), ReleasedAt: isthmus.UTCTimeOf(noon)})
+	}
+	spec.Networks = append(spec.Networks[:2:2], texts(lost)...)
+	read, wrong := FromAllocations(b.Own(), []isthmus.NetworkAllocationSpec{spec})
+	if n := len(read.NetworksOf("b")); n != 32 || len(wrong) > 0 {
+		t.Errorf("an object with more than it may have: %d networks, %v", n, wrong)
+	}
+	if held, left = read.Regain("c", lost[30:], noon); len(held.NetworksOf("c")) != 10 || len(left) > 0 {
+		t.Errorf("another peer has %v, left are %v", held.NetworksOf("c"), left)
+	}
+}
