@@ -5,11 +5,13 @@ import (
 	"errors"
 	"fmt"
 	"reflect"
+	"strings"
 	"testing"
 	"time"
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
@@ -160,4 +162,40 @@ func TestAHoldThatSomebodyEndsStaysEndedWhateverIsWrittenNext(t *testing.T) {
 	want(t, "an answer", "10.66.0.0/17", "10.67.0.0/20")
 	refresh(t, h)
 	want(t, "a look", "10.66.0.0/17", "10.67.0.0/20")
+}
+
+// An IpamStorage that somebody's finalizer keeps is written until it is gone, and then there is another one.
+func TestAnIpamStorageThatIsBeingDeletedStopsNothing(t *testing.T) {
+	h := fresh(t)
+	h.grant(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
+	const finalizer = "test.isthmus.net/keep"
+	edit(t, func(o *v1alpha1.IpamStorage) { o.Finalizers = []string{finalizer} })
+	going := object(t)
+	t.Cleanup(func() {
+		_ = testClient.Patch(context.Background(), going, client.RawPatch("application/merge-patch+json", []byte(`{"metadata":{"finalizers":null}}`)))
+	})
+	if err := testClient.Delete(t.Context(), going); err != nil {
+		t.Fatal(err)
+	}
+	refresh(t, h)
+	h.grant(claim("c", "10.66.0.0/16", "10.67.0.0/20"))
+	another := loaded(t)
+	another.grant(claim("d", "10.68.0.0/16", "10.69.0.0/20"))
+	if o := another.agree(); o.Name != going.Name || o.DeletionTimestamp == nil {
+		t.Errorf("%s is written", o.Name)
+	}
+	for _, h := range []*harness{h, another} {
+		if !strings.Contains(h.said(), `msg="the IpamStorage is being deleted`) || !strings.Contains(h.said(), finalizer) {
+			t.Errorf("it said %s", h.said())
+		}
+	}
+	edit(t, func(o *v1alpha1.IpamStorage) { o.Finalizers = nil })
+	refresh(t, another)
+	another.grant(claim("e", "10.70.0.0/16", "10.71.0.0/20"))
+	if o := another.agree(); o.DeletionTimestamp != nil || o.UID == going.UID {
+		t.Errorf("%s is there still", o.Name)
+	}
+	if g := []string{"b", "c", "d", "e"}; len(another.Book().Peers()) != len(g) {
+		t.Errorf("peers are %v", another.Book().Peers())
+	}
 }

@@ -390,14 +390,15 @@ func (s *Store) takeOver(ctx context.Context, object *v1alpha1.IpamStorage) (err
 	return nil
 }
 
-// find returns the oldest IpamStorage, or nil.
+// find returns the oldest IpamStorage, or nil. One that is being deleted counts until it is gone: another one of its
+// name cannot be made before, and finalizers do not keep anybody from writing it.
 func (s *Store) find(ctx context.Context) (*v1alpha1.IpamStorage, error) {
 	var list v1alpha1.IpamStorageList
 	if err := s.reader.List(ctx, &list); err != nil {
 		return nil, fmt.Errorf("list IpamStorages: %w", err)
 	}
 	items := slices.DeleteFunc(list.Items, func(o v1alpha1.IpamStorage) bool {
-		return !o.DeletionTimestamp.IsZero() || o.Labels[v1alpha1.LabelIpamStorage] != "true" && o.Name != ipamStorage
+		return o.Labels[v1alpha1.LabelIpamStorage] != "true" && o.Name != ipamStorage
 	})
 	if len(items) == 0 {
 		return nil, nil
@@ -405,6 +406,10 @@ func (s *Store) find(ctx context.Context) (*v1alpha1.IpamStorage, error) {
 	slices.SortFunc(items, func(a, b v1alpha1.IpamStorage) int {
 		return cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time), cmp.Compare(a.UID, b.UID))
 	})
+	if going := &items[0]; !going.DeletionTimestamp.IsZero() {
+		s.log.Warn("the IpamStorage is being deleted and is written until its finalizers are gone; then it is made again",
+			"name", going.Name, "finalizers", going.Finalizers)
+	}
 	for _, other := range items[1:] {
 		s.log.Warn("there is more than one IpamStorage, and only the oldest counts", "counts", items[0].Name, "ignored", other.Name)
 	}
