@@ -31,6 +31,28 @@ func Hurry(ctx context.Context, c *cluster.Cluster, going *unstructured.Unstruct
 	return c.Explain("change "+cluster.Describe(going), client.IgnoreNotFound(c.Client.Patch(ctx, going, client.RawPatch("application/merge-patch+json", patch))))
 }
 
+// untilNoneGoes waits until none of the definitions among some objects is being deleted any more: one that is applied
+// before goes all the same, with all objects of its kind.
+func untilNoneGoes(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unstructured) error {
+	for _, o := range objects {
+		if o.GetKind() != DefinitionKind.Kind {
+			continue
+		}
+		if _, err := untilGone(ctx, c, o.GetName()); err != nil {
+			return err
+		}
+		have, err := c.Get(ctx, DefinitionKind, "", o.GetName())
+		if err != nil {
+			return err
+		}
+		if have != nil && have.GetDeletionTimestamp() != nil {
+			return fmt.Errorf("%s: %s is being deleted since %s and is not gone after a minute, perhaps because an object of its kind has a finalizer (kubectl get %s -A); want it gone, then this again: nothing was changed",
+				c, cluster.Describe(have), have.GetDeletionTimestamp().UTC().Format(time.RFC3339), have.GetName())
+		}
+	}
+	return nil
+}
+
 // untilGone waits until the definition of a name is not being deleted any more, for a minute at most. gone is true
 // when there is none.
 func untilGone(ctx context.Context, c *cluster.Cluster, name string) (gone bool, err error) {

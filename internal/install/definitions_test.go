@@ -52,3 +52,37 @@ func TestADefinitionThatDoesNotGoIsHurried(t *testing.T) {
 		t.Errorf("%+v", e)
 	}
 }
+
+// What is applied to a definition that is being deleted goes with it.
+func TestAnInstallationWaitsForDefinitionsThatGo(t *testing.T) {
+	t.Parallel()
+	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A})
+	u := &unstructured.Unstructured{Object: map[string]any{
+		"metadata": map[string]any{"name": "goers.test.isthmus.net", "finalizers": []any{"test.isthmus.net/late"}},
+		"spec": map[string]any{"group": "test.isthmus.net", "scope": "Cluster", "names": map[string]any{"plural": "goers", "kind": "Goer"},
+			"versions": []any{map[string]any{"name": "v1", "served": true, "storage": true,
+				"schema": map[string]any{"openAPIV3Schema": map[string]any{"type": "object"}}}}},
+	}}
+	u.SetGroupVersionKind(DefinitionKind)
+	another := &unstructured.Unstructured{}
+	another.SetAPIVersion("v1")
+	another.SetKind("Namespace")
+	another.SetName("default")
+	objects := []*unstructured.Unstructured{another, u}
+	must(t, untilNoneGoes(t.Context(), c, objects)) // it is not there
+	must(t, c.Client.Create(t.Context(), u.DeepCopy()))
+	must(t, untilNoneGoes(t.Context(), c, objects)) // it is there and stays
+	must(t, c.Client.Delete(t.Context(), u))
+	ended := make(chan error, 1)
+	go func() { ended <- untilNoneGoes(t.Context(), c, objects) }()
+	for u.GetAnnotations()[annotationHurried] == "" {
+		must(t, c.Client.Get(t.Context(), client.ObjectKeyFromObject(u), u))
+		select {
+		case err := <-ended:
+			t.Fatalf("it does not wait: %v", err)
+		case <-time.After(50 * time.Millisecond):
+		}
+	}
+	must(t, c.Client.Patch(t.Context(), u, client.RawPatch("application/merge-patch+json", []byte(`{"metadata":{"finalizers":null}}`))))
+	must(t, <-ended)
+}

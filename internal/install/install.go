@@ -119,6 +119,9 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 	if err != nil {
 		return err
 	}
+	if err := untilNoneGoes(ctx, c, append(services.applied(), objects...)); err != nil {
+		return err
+	}
 	if err := defineServices(ctx, c, services, o.Report); err != nil {
 		return err
 	}

@@ -113,6 +113,14 @@ func planServices(ctx context.Context, c *cluster.Cluster, chosen chart.Values, 
 	return p, nil
 }
 
+// applied are the definitions that define applies.
+func (p *servicesPlan) applied() []*unstructured.Unstructured {
+	if p == nil {
+		return nil
+	}
+	return slices.Clone(p.apply)
+}
+
 // lacksVersion returns a version that a definition does not serve.
 func lacksVersion(crd *unstructured.Unstructured) string {
 	if crd == nil {
@@ -145,9 +153,6 @@ func defineServices(ctx context.Context, c *cluster.Cluster, p *servicesPlan, re
 	for _, u := range p.definitions {
 		outcome := cluster.Outcome("is there already and stays")
 		if slices.Contains(p.apply, u) {
-			if _, err := untilGone(ctx, c, u.GetName()); err != nil { // what is applied before would go with it
-				return err
-			}
 			var err error
 			if outcome, err = c.Apply(ctx, u); err != nil {
 				return err
