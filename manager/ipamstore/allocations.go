@@ -37,7 +37,7 @@ type allocation struct {
 // sinceWith is since when the object is as given now. A node that refuses the networks of an earlier version
 // need not report a later one with the same.
 func (a allocation) sinceWith(now *isthmus.NetworkAllocation) int64 {
-	if a.since == 0 || !slices.Equal(a.spec.Networks, now.Spec.Networks) {
+	if a.since == 0 || a.since > fabric.Version(now.ResourceVersion) || !slices.Equal(a.spec.Networks, now.Spec.Networks) {
 		return fabric.NamedSince(now.ResourceVersion, &now.Spec)
 	}
 	return a.since

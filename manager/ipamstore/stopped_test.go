@@ -119,6 +119,10 @@ func TestAnswersAndMappingsLeaveTheVersionThatNodesReport(t *testing.T) {
 	if got := fabric.NamedSince(o.ResourceVersion, &o.Spec); got != fabric.Version(o.ResourceVersion) {
 		t.Errorf("a version of the future is %d", got)
 	}
+	known := allocation{since: 9_000_000_000, spec: o.Spec} // before the API server's own state was restored
+	if got := known.sinceWith(&o); got != fabric.Version(o.ResourceVersion) {
+		t.Errorf("a version that was known before a restore is %d", got)
+	}
 }
 
 // Somebody deletes the object of a peer that has left, while no manager runs.
