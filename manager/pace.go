@@ -5,6 +5,10 @@ import (
 	"time"
 
 	"golang.org/x/time/rate"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
 // How often one peer changes its answer. Its networks it cannot flip: a wider one needs consent.
@@ -38,4 +42,19 @@ func (p *pace) wait(id string, now time.Time) (wait time.Duration, last bool) {
 		return wait, false
 	}
 	return 0, p.peers[id].TokensAt(now) < 1
+}
+
+// tooSoon returns how long the peer's former answer stays in force because it has changed too often; 0: not at all.
+func (r *TunnelEndpointReconciler) tooSoon(id string, original *v1alpha1.NetworkConfig) time.Duration {
+	book := r.Store.Book()
+	pod, external, ok := fabric.SeenBy(original)
+	was := book.AnswerOf(id)
+	if !ok || was == (ipam.Grant{}) || book.Answered(id, pod, external).AnswerOf(id) == was {
+		return 0
+	}
+	wait, last := r.answers.wait(id, time.Now())
+	if last {
+		r.Log.Warn("a peer changes its answer often: from now on one change a minute is followed", "peer", id, "answer", was)
+	}
+	return wait
 }

@@ -356,21 +356,6 @@ func sameRemote(a, b v1alpha1.TunnelEndpointSpec) bool {
 		a.RemoteExternalCIDR == b.RemoteExternalCIDR && a.RemoteNATExternalCIDR == b.RemoteNATExternalCIDR
 }
 
-// tooSoon returns how long the peer's former answer stays in force because it has changed too often; 0: not at all.
-func (r *TunnelEndpointReconciler) tooSoon(id string, original *v1alpha1.NetworkConfig) time.Duration {
-	book := r.Store.Book()
-	pod, external, ok := fabric.SeenBy(original)
-	was := book.AnswerOf(id)
-	if !ok || was == (ipam.Grant{}) || book.Answered(id, pod, external).AnswerOf(id) == was {
-		return 0
-	}
-	wait, last := r.answers.wait(id, time.Now())
-	if last {
-		r.Log.Warn("a peer changes its answer often: from now on one change a minute is followed", "peer", id, "answer", was)
-	}
-	return wait
-}
-
 // mapped puts the answer of the peer into the books. It is true when the NatMapping is there that
 // goes with it: the gateway finds both or none.
 func (r *TunnelEndpointReconciler) mapped(ctx context.Context, id string, original *v1alpha1.NetworkConfig) (bool, error) {
