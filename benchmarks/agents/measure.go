@@ -240,9 +240,6 @@ func (p *subject) measure(ctx context.Context, r *result) error {
 			return err
 		}
 		_, asks, err := asked(p.audit)
-		if err != nil {
-			return err
-		}
 		before, read, at := cpu(p.pid), p.tap.read.Load(), time.Now()
 		for i := range n {
 			if err := c.do(ctx, i); err != nil {
@@ -256,13 +253,13 @@ func (p *subject) measure(ctx context.Context, r *result) error {
 		if err := done(); err != nil {
 			return err
 		}
+		_, since, failed := asked(p.audit)
+		if err := errors.Join(err, failed); err != nil {
+			return err
+		}
 		spent := (cpu(p.pid) - before).Seconds() - p.idle*time.Since(at).Seconds()
 		r.add(c.what+": CPU, ms", "%.1f", max(0, 1000*spent/float64(n)))
 		r.add(c.what+": octets read", "%d", (p.tap.read.Load()-read)/int64(n))
-		_, since, err := asked(p.audit)
-		if err != nil {
-			return err
-		}
 		r.add(c.what+": requests", "%.1f", float64(since-asks)/float64(n))
 	}
 	return nil
