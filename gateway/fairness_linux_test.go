@@ -15,6 +15,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -38,7 +39,8 @@ import (
 // this machine, in one process with one processor, where CPU is scarce as on a small node:
 //
 //	pods (memory) ── victim ══ 127.0.0.1 ══ honest peer ── pods (memory): echo, new flows, a stream, PINGs
-//	                   ╚═══════════════════ hostile peer, or a host that has no key
+//	                   ╠═══════════════════ hostile peer, or a host that has no key
+//	                   ╚═══════════════════ the crowd: all other peers, in another process
 //
 // Each row compares an attack with a quiet time right before it. A failed row is repeated twice. It is
 // skipped if the process gets less than half of a processor, or if the quiet time itself is bad, so a busy
@@ -47,6 +49,10 @@ import (
 // go test ./gateway -run OneHostilePeer -v prints the table of docs/fairness.md; -long has 4,000 peers
 // and takes longer.
 func TestOneHostilePeerAmongThousands(t *testing.T) {
+	if peers, err := strconv.Atoi(os.Getenv(crowdChild)); err == nil {
+		runCrowd(t, peers)
+		return
+	}
 	if os.Getenv(fairnessChild) == "" {
 		if testing.Short() {
 			t.Skip("it takes half a minute of real time")
@@ -178,6 +184,28 @@ func (e *fairEnd) check(t *testing.T, local *datapath.Local, peers []checkPeer) 
 	t.Cleanup(e.checker.close)
 }
 
+// reach looks for peers without a session every second, as a gateway does.
+func (e *fairEnd) reach(t *testing.T) {
+	end, done := &tunnelEnd{Tunnel: e.Tunnel, checker: e.checker}, make(chan struct{})
+	var group sync.WaitGroup
+	group.Go(func() {
+		for tick := time.NewTicker(time.Second); ; {
+			select {
+			case <-done:
+				return
+			case now := <-tick.C:
+				if try, rest := e.checker.sessions(end.Stats(), now); len(try)+len(rest) > 0 {
+					group.Go(func() { end.reach(try, rest, done) })
+				}
+			}
+		}
+	})
+	t.Cleanup(func() {
+		close(done)
+		group.Wait()
+	})
+}
+
 func (f *fairness) open(n int, rules []natengine.Peer, port uint16) (*fairEnd, *datapath.Local) {
 	private, public := nthKey(n)
 	e := &fairEnd{
@@ -219,6 +247,7 @@ type fairness struct {
 	peers                   int
 	quiet, time             time.Duration // how long the quiet time and the attack of a row take
 	victim, honest, hostile *fairEnd
+	crowd                   int            // other peers, see startCrowd
 	at                      netip.AddrPort // of the victim
 	states                  map[string]*natengine.PeerState
 
@@ -253,6 +282,8 @@ func newFairness(t *testing.T) *fairness {
 	f.honest.link.OnReceive(f.came)
 	f.hostile, _ = f.peer(hostileID, 0)
 	back, _ := f.peer(backID, 0)
+	crowdPort, meet := startCrowd(t, f.peers)
+	f.crowd = f.peers - crowdFirst
 	ports := map[int]uint16{honestID: f.honest.Port(), hostileID: f.hostile.Port(), backID: back.Port()}
 	_ = back.Close()
 	var peers []datapath.Peer
@@ -265,15 +296,19 @@ func newFairness(t *testing.T) *fairness {
 		p := datapath.Peer{State: state, Key: public, Gateway: [2]netip.Addr{nthPods(n).Addr(), fabric.FirstHost(nthExternal(n))}}
 		if port := ports[n]; port != 0 {
 			p.Endpoint = netip.AddrPortFrom(f.at.Addr(), port)
+		} else if n >= crowdFirst {
+			p.Endpoint = netip.AddrPortFrom(crowdAddr(n), crowdPort)
 		}
 		peers = append(peers, p)
 		checks = append(checks, checkPeer{id: state.ID(), probe: netip.AddrPortFrom(fabric.FirstHost(nthExternal(n)), fabric.ProbePort),
-			allowed: [2]netip.Prefix{nthPods(n), nthExternal(n)}, key: public, endpoint: "127.0.0.1", port: ports[n]})
+			allowed: [2]netip.Prefix{nthPods(n), nthExternal(n)}, key: public, endpoint: p.Endpoint.Addr().String(), port: p.Endpoint.Port()})
 	}
 	if err := f.victim.SetPeers(peers); err != nil {
 		t.Fatal(err)
 	}
+	meet(f.at)
 	f.victim.check(t, local, checks)
+	f.victim.reach(t)
 	f.honest.check(t, honestLocal, []checkPeer{{id: "victim", probe: netip.AddrPortFrom(fabric.FirstHost(victimExternal), fabric.ProbePort),
 		allowed: [2]netip.Prefix{victimPods, victimExternal}, key: f.victim.public, endpoint: "127.0.0.1", port: f.at.Port()}})
 	return f
@@ -330,6 +365,7 @@ type noticed struct {
 	lost          [2]float64       // shares
 	offered       float64          // share of the stream that was sent
 	check         [2]CheckResult   // of the honest peer, of the victim about it
+	crowd         int              // peers of the crowd whose check is answered, by the victim
 	got           float64          // share of the time that the process wanted to run and did
 }
 
@@ -397,7 +433,18 @@ func (f *fairness) notice(d time.Duration) (r noticed) {
 		r.lost[kind] = 1 - float64(len(all))/float64(max(1, asked[kind]))
 	}
 	r.check = [2]CheckResult{f.honest.checker.results()["victim"], f.victim.checker.results()[fmt.Sprint(honestID)]}
+	r.crowd = f.connected()
 	return r
+}
+
+// connected is how many peers of the crowd have a check that is answered, by the victim.
+func (f *fairness) connected() (n int) {
+	for id, r := range f.victim.checker.results() {
+		if k, _ := strconv.Atoi(id); k >= crowdFirst && r.State == Connected {
+			n++
+		}
+	}
+	return n
 }
 
 // schedstat returns how long each thread of this process has run, and how long it was runnable without
@@ -434,6 +481,8 @@ func (r *noticed) bad() string {
 		return fmt.Sprintf("even in quiet a round trip took %v, %v at worst", r.median[0], r.worst[0])
 	case r.check[0].State != Connected || r.check[1].State != Connected:
 		return "the connection check was not answered before the attack"
+	case r.crowd == 0:
+		return "no peer of the crowd is connected"
 	}
 	return ""
 }
@@ -453,6 +502,9 @@ func (r *noticed) suffers(quiet *noticed) (list []string) {
 	}
 	if r.offered < 0.8*quiet.offered {
 		list = append(list, fmt.Sprintf("%.0f %% of the stream arrive", 100*r.offered))
+	}
+	if r.crowd < quiet.crowd*99/100 {
+		list = append(list, fmt.Sprintf("%d other peers are connected, %d before", r.crowd, quiet.crowd))
 	}
 	for i, who := range []string{"the honest peer", "the victim"} {
 		if c := r.check[i]; c.State != Connected || c.Loss > quiet.check[i].Loss+0.1 {
@@ -528,7 +580,8 @@ func (f *fairness) flood(b []byte, rate int) func(n int) int {
 		time.Sleep(time.Millisecond)
 		all = append(all, f.hostile.wire.record(true)...)
 	}
-	all = append(all, f.hostile.wire.record(false)...)
+	// It records on: a keepalive sent after these messages were sealed would turn them all into replays.
+	all = append(all, f.hostile.wire.record(true)...)
 	return batches(f.hostile.wire.Bind, f.at, func(n int) [][]byte {
 		n = min(n, len(all))
 		part := all[:n]
@@ -635,10 +688,11 @@ func (f *fairness) run() {
 	t := f.t
 	inject(f.hostile, fairPacket(hostileID, victimPod, fairPort, 0, 36)) // it has a session
 	for end := time.Now().Add(20 * time.Second); time.Now().Before(end); time.Sleep(50 * time.Millisecond) {
-		if f.honest.checker.results()["victim"].State == Connected && f.victim.checker.results()[fmt.Sprint(honestID)].State == Connected {
+		if f.honest.checker.results()["victim"].State == Connected && f.victim.checker.results()[fmt.Sprint(honestID)].State == Connected && f.connected() == f.crowd {
 			break
 		}
 	}
+	t.Logf("%d of %d peers of the crowd are connected", f.connected(), f.crowd)
 	busy, start := "", time.Now()
 	judge := func(name string, try func() (failed []string, busy string)) {
 		const tries = 3
@@ -700,8 +754,8 @@ func (f *fairness) attack(a *attack) (failed []string, busy string) {
 	if missing < 0 || missing > most {
 		failed = append(failed, fmt.Sprintf("%d of %d messages are counted nowhere, %d were lost in the socket at most", missing, sent, most))
 	}
-	f.rows = append(f.rows, fmt.Sprintf("| nothing | | %s | %.0f %% | %s | |", quiet.times(), 100*quiet.offered, quiet.check[0].State),
-		fmt.Sprintf("| %s | %d | %s | %.0f %% | %s | %.0f %% |", a.name, sent, r.times(), 100*r.offered, r.check[0].State, 100*float64(sent-max(0, missing-most))/float64(max(1, sent))))
+	f.rows = append(f.rows, fmt.Sprintf("| nothing | | %s | %.0f %% | %s, %d of %d | |", quiet.times(), 100*quiet.offered, quiet.check[0].State, quiet.crowd, f.crowd),
+		fmt.Sprintf("| %s | %d | %s | %.0f %% | %s, %d of %d | %.0f %% |", a.name, sent, r.times(), 100*r.offered, r.check[0].State, r.crowd, f.crowd, 100*float64(sent-max(0, missing-most))/float64(max(1, sent))))
 	if len(failed) > 0 && r.got < 0.5 {
 		return failed, fmt.Sprintf("the process got %.0f %% of the processor time that it could have used", 100*r.got)
 	}
