@@ -687,7 +687,7 @@ func (f *fairness) initiations() func() []byte {
 func (f *fairness) run() {
 	t := f.t
 	inject(f.hostile, fairPacket(hostileID, victimPod, fairPort, 0, 36)) // it has a session
-	for end := time.Now().Add(20 * time.Second); time.Now().Before(end); time.Sleep(50 * time.Millisecond) {
+	for end := time.Now().Add(10 * f.time); time.Now().Before(end); time.Sleep(50 * time.Millisecond) {
 		if f.honest.checker.results()["victim"].State == Connected && f.victim.checker.results()[fmt.Sprint(honestID)].State == Connected && f.connected() == f.crowd {
 			break
 		}

@@ -18,8 +18,8 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// wireguard-go's device gets only handshakes. Its conn.Bind is a queue of handshake messages, and its
-// tun.Device carries no packets.
+// wireguard-go's device gets only handshakes. Its conn.Bind holds handshake messages, the newest first, and
+// its tun.Device carries no packets.
 //
 //	socket ─ inbound ─┬─ data ─► open, NAT, write
 //	                  └─ handshakes ─ admit ─┬─ of known sources ─┬─► device ─ handshakes, keepalives ─► socket
@@ -29,15 +29,15 @@ import (
 // public key can make it process an initiation, with a forged source. So addresses of peers go first, and
 // each has a budget. All other sources share one budget. Beyond its budget a message must carry a cookie
 // (section 5.4.7 of the WireGuard paper), which proves that its source is not forged. All of that is checked
-// before a message takes a place, so that forged ones fill no queue. The device's own queue stays so short
+// before a message takes a place, so that forged ones fill no stack. The device's own queue stays so short
 // that the device never asks for cookies itself.
 
 const (
-	// knownHandshakes and otherHandshakes bound the two queues. The first holds one handshake each of a
+	// knownHandshakes and otherHandshakes bound the two stacks. The first holds one handshake each of a
 	// thousand peers, which may all start at once when this gateway returns.
 	knownHandshakes = 1024
 	otherHandshakes = 512
-	// cookieShare is which part of a queue may be messages that get a cookie only.
+	// cookieShare is which part of a stack may be messages that get a cookie only.
 	cookieShare = 4
 	// handshakeBatch is how many the device takes at once. It has a buffer of 64 KiB for each.
 	handshakeBatch = 16
@@ -98,11 +98,11 @@ func handshakeLen(messageType uint32) int {
 	return 0
 }
 
-// handshakes is the conn.Bind of a device: it receives from the queues and sends to the wire.
+// handshakes is the conn.Bind of a device: it receives from the stacks and sends to the wire.
 type handshakes struct {
 	t             *Tunnel
 	of            *identity
-	known, others chan handshake
+	known, others *handshakeStack
 
 	mu     sync.Mutex
 	closed chan struct{} // nil while not open
@@ -121,7 +121,7 @@ var _ conn.Bind = (*handshakes)(nil)
 
 func newHandshakes(of *identity) *handshakes {
 	return &handshakes{
-		t: of.t, of: of, known: make(chan handshake, knownHandshakes), others: make(chan handshake, otherHandshakes),
+		t: of.t, of: of, known: newHandshakeStack(knownHandshakes), others: newHandshakeStack(otherHandshakes),
 		forgotten: make(map[uint32]*peer),
 	}
 }
@@ -133,33 +133,16 @@ func (h *handshakes) offer(m []byte, from conn.Endpoint, now time.Time) {
 	if why == natengine.DropNone || unproven {
 		msg := handshake{from: from, unproven: unproven, n: len(m)}
 		copy(msg.b[:], m)
-		queue := h.others
+		stack := h.others
 		if peers > 0 {
-			queue = h.known
+			stack = h.known
 		}
-		places := cap(queue)
-		if unproven {
-			places /= cookieShare
-		}
-		if !put(queue, msg, places) {
-			why = natengine.DropHandshakeQueue
+		if lost, dropped := stack.push(msg); dropped && !lost.unproven { // those are counted when they come
+			h.refuse(lost.b[:lost.n], lost.from, natengine.DropHandshakeQueue)
 		}
 	}
 	if why != natengine.DropNone {
 		h.refuse(m, from, why)
-	}
-}
-
-// put adds a message to a queue, unless it holds as many as there are places.
-func put(queue chan<- handshake, m handshake, places int) bool {
-	if len(queue) >= places {
-		return false
-	}
-	select {
-	case queue <- m:
-		return true
-	default:
-		return false
 	}
 }
 
@@ -174,26 +157,20 @@ func (h *handshakes) refuse(m []byte, from conn.Endpoint, why natengine.Drop) {
 // next takes a message, preferring known sources. With wait it waits for one. It reports false when there
 // is none or the wire is closed.
 func (h *handshakes) next(closed <-chan struct{}, wait bool) (m handshake, ok bool) {
-	select {
-	case m = <-h.known:
-		return m, true
-	default:
-	}
-	if !wait {
-		select {
-		case m = <-h.others:
+	for {
+		if m, ok = h.known.pop(); ok {
 			return m, true
-		default:
+		}
+		if m, ok = h.others.pop(); ok || !wait {
+			return m, ok
+		}
+		select {
+		case <-closed:
 			return m, false
+		case <-h.known.ready:
+		case <-h.others.ready:
 		}
 	}
-	select {
-	case <-closed:
-		return m, false
-	case m = <-h.known:
-	case m = <-h.others:
-	}
-	return m, true
 }
 
 // receive fills bufs with messages for the device and waits for the first of them. The others that it takes

@@ -1,0 +1,91 @@
+package datapath
+
+import (
+	"encoding/binary"
+	"math/rand/v2"
+	"testing"
+	"time"
+)
+
+// peersHandshake is message number n of a peer.
+func peersHandshake(peer, n int) (m handshake) {
+	m.n = 8
+	binary.BigEndian.PutUint32(m.b[:], uint32(peer))
+	binary.BigEndian.PutUint32(m.b[4:], uint32(n))
+	return m
+}
+
+func (m *handshake) numbers() (peer, n int) {
+	return int(binary.BigEndian.Uint32(m.b[:])), int(binary.BigEndian.Uint32(m.b[4:]))
+}
+
+// 4,000 peers begin a handshake every five seconds until one is answered in time. The device answers 50 a
+// second, a fraction of what comes, as on a processor that does other work. Nine of ten answers are worth
+// their time, and every peer connects.
+func TestHandshakesSucceedWhenMoreComeThanCanBeAnswered(t *testing.T) {
+	const (
+		peers  = 4000
+		every  = 5 * time.Second // RekeyTimeout
+		answer = 20 * time.Millisecond
+	)
+	rng := rand.New(rand.NewPCG(1, 2))
+	type one struct {
+		next time.Duration
+		n    int
+		done bool
+	}
+	all := make([]one, peers)
+	for i := range all {
+		all[i].next = time.Duration(rng.Int64N(int64(every)))
+	}
+	s, answered, connected := newHandshakeStack(knownHandshakes), 0, 0
+	for now := time.Duration(0); connected < peers && now < 5*time.Minute; now += answer {
+		for i := range all {
+			if p := &all[i]; !p.done && p.next <= now {
+				p.n++
+				p.next = now + every + time.Duration(rng.Int64N(int64(every/15))) // jitter
+				s.push(peersHandshake(i, p.n))
+			}
+		}
+		m, ok := s.pop()
+		if !ok {
+			continue
+		}
+		answered++
+		if peer, n := m.numbers(); all[peer].n == n && !all[peer].done {
+			all[peer].done = true
+			connected++
+		}
+	}
+	if connected < peers || connected < answered*9/10 {
+		t.Errorf("%d of %d peers connected, by %d answers", connected, peers, answered)
+	}
+}
+
+func TestAHandshakeStackIsBoundedAndDropsTheOldest(t *testing.T) {
+	s := newHandshakeStack(8)
+	unproven := handshake{unproven: true}
+	for i := range 8 / cookieShare {
+		if _, dropped := s.push(unproven); dropped {
+			t.Fatalf("unproven message %d was dropped", i)
+		}
+	}
+	if lost, dropped := s.push(unproven); !dropped || !lost.unproven {
+		t.Error("unproven messages have more than their places")
+	}
+	for n := range 10 {
+		lost, dropped := s.push(peersHandshake(1, n))
+		if full := n >= 6; dropped != full || dropped && lost.unproven != (n < 8) {
+			t.Errorf("message %d: dropped %v, unproven %v", n, dropped, lost.unproven)
+		}
+	}
+	for n := 9; n >= 2; n-- {
+		m, ok := s.pop()
+		if _, got := m.numbers(); !ok || got != n {
+			t.Fatalf("message %d came, want %d", got, n)
+		}
+	}
+	if _, ok := s.pop(); ok {
+		t.Error("a message more")
+	}
+}
