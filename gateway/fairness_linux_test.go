@@ -472,8 +472,8 @@ func got(before, after map[string][2]time.Duration) float64 {
 	return float64(ran) / float64(max(1, ran+waited))
 }
 
-// bad returns why a quiet time is too bad to compare an attack with it.
-func (r *noticed) bad() string {
+// bad returns why a quiet time is too bad to compare an attack with it. crowd is the size of the crowd.
+func (r *noticed) bad(crowd int) string {
 	switch {
 	case r.lost[0] > 0.02 || r.lost[1] > 0.05 || r.offered < 0.95:
 		return fmt.Sprintf("even in quiet %.0f %% of echoes and %.0f %% of new flows were lost, and %.0f %% of the stream arrived", 100*r.lost[0], 100*r.lost[1], 100*r.offered)
@@ -481,8 +481,8 @@ func (r *noticed) bad() string {
 		return fmt.Sprintf("even in quiet a round trip took %v, %v at worst", r.median[0], r.worst[0])
 	case r.check[0].State != Connected || r.check[1].State != Connected:
 		return "the connection check was not answered before the attack"
-	case r.crowd == 0:
-		return "no peer of the crowd is connected"
+	case r.crowd < crowd*9/10:
+		return fmt.Sprintf("%d of the %d peers of the crowd are connected", r.crowd, crowd)
 	}
 	return ""
 }
@@ -731,7 +731,7 @@ func (f *fairness) run() {
 func (f *fairness) attack(a *attack) (failed []string, busy string) {
 	send := a.prepare(f)
 	quiet := f.notice(f.quiet)
-	if busy = quiet.bad(); busy != "" {
+	if busy = quiet.bad(f.crowd); busy != "" {
 		return nil, busy
 	}
 	before, full := a.handled(f), f.nobodys(natengine.DropSocketBuffer)
