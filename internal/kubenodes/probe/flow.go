@@ -17,8 +17,8 @@ const (
 	silence  = 100 * time.Millisecond // without an answer: ten packets are none that the machine was slow for
 )
 
-// A Flow is traffic to a Server for as long as faults are made: a UDP packet with an answer every
-// 10 ms, and one TCP connection that carries an octet as often. It tells what was lost.
+// A Flow is traffic to a Server for as long as faults are made: a UDP datagram with an answer of the same
+// size every 10 ms, and one TCP connection that carries an octet as often. It reports losses and pauses.
 type Flow struct {
 	end  context.CancelFunc
 	done sync.WaitGroup
@@ -50,12 +50,12 @@ type Pause struct {
 	Seconds float64   `json:"seconds"`
 }
 
-// NewFlow begins a flow.
-func NewFlow(to netip.AddrPort) *Flow {
+// NewFlow begins a flow with datagrams of size octets.
+func NewFlow(to netip.AddrPort, size int) *Flow {
 	ctx, end := context.WithCancel(context.Background())
 	now := time.Now()
 	f := &Flow{end: end, last: now, tcpLast: now}
-	f.done.Go(func() { f.udp(ctx, to) })
+	f.done.Go(func() { f.udp(ctx, to, size) })
 	f.done.Go(func() { f.tcp(ctx, to) })
 	return f
 }
@@ -77,7 +77,7 @@ func (f *Flow) Report() FlowReport {
 	return FlowReport{f.sent, f.answered, max(f.pause, time.Since(f.last)).Seconds(), max(f.tcpPause, time.Since(f.tcpLast)).Seconds(), f.broken, pauses}
 }
 
-func (f *Flow) udp(ctx context.Context, to netip.AddrPort) {
+func (f *Flow) udp(ctx context.Context, to netip.AddrPort, size int) {
 	c, err := net.Dial("udp4", to.String())
 	if err != nil {
 		return // shows as a pause without end
@@ -106,6 +106,7 @@ func (f *Flow) udp(ctx context.Context, to netip.AddrPort) {
 			f.mu.Unlock()
 		}
 	})
+	datagram := make([]byte, size)
 	tick := time.NewTicker(interval)
 	defer tick.Stop()
 	for {
@@ -116,7 +117,7 @@ func (f *Flow) udp(ctx context.Context, to netip.AddrPort) {
 			f.mu.Lock()
 			f.sent++
 			f.mu.Unlock()
-			_, _ = c.Write(make([]byte, 64)) // an error is a packet without an answer
+			_, _ = c.Write(datagram) // an error is a packet without an answer
 		}
 	}
 }

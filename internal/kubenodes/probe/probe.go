@@ -5,6 +5,7 @@ package probe
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -308,7 +309,8 @@ func (s *Server) handler() http.Handler {
 	})
 	mux.HandleFunc("POST /flow", func(w http.ResponseWriter, r *http.Request) {
 		to, err := netip.ParseAddrPort(r.FormValue("to"))
-		if err != nil {
+		size, sizeErr := strconv.Atoi(cmp.Or(r.FormValue("size"), "64"))
+		if err := errors.Join(err, sizeErr); err != nil {
 			http.Error(w, err.Error(), http.StatusBadRequest)
 			return
 		}
@@ -317,7 +319,7 @@ func (s *Server) handler() http.Handler {
 		if s.flow != nil {
 			s.flow.Stop()
 		}
-		s.flow = NewFlow(to)
+		s.flow = NewFlow(to, size)
 	})
 	mux.HandleFunc("GET /flow", func(w http.ResponseWriter, _ *http.Request) {
 		s.mu.Lock()
