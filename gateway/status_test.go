@@ -121,13 +121,13 @@ func TestMetricsCountWhatHappens(t *testing.T) {
 	g.ends[0].checker.reject(rejectType)
 
 	want := `
-# HELP isthmus_config_generation Configurations put into force since the start.
+# HELP isthmus_config_generation Configurations applied since the start.
 # TYPE isthmus_config_generation gauge
 isthmus_config_generation 1
 # HELP isthmus_nat_sessions NAT flows.
 # TYPE isthmus_nat_sessions gauge
 isthmus_nat_sessions 1
-# HELP isthmus_nat_sessions_limit NAT flows that there may be.
+# HELP isthmus_nat_sessions_limit Limit of NAT flows.
 # TYPE isthmus_nat_sessions_limit gauge
 isthmus_nat_sessions_limit 1000
 # HELP isthmus_peer_info Always 1; the name of the peer.

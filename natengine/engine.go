@@ -22,7 +22,7 @@ type Config struct {
 	MaxFragmentSets    int        // datagrams of which fragments are remembered, per peer and direction
 	MaxFragmentBytes   int        // octets held, per peer and direction
 	MaxFragmentsPerSet int        // fragments held of one datagram
-	MaxErrorsPerSecond int        // ICMP errors of our own, per peer
+	MaxErrorsPerSecond int        // ICMP errors that the gateway sends, per peer
 	Timeouts           Timeouts
 }
 

@@ -102,8 +102,8 @@ const (
 	DropTunnelSend    // outbound: the sealed message could not be sent
 	DropNoMandate     // outbound: another gateway may be active
 	DropTunnelForged  // inbound: the message does not authenticate under the key of its session
-	DropTunnelReplay  // inbound: the message was received before, or is too old to tell
-	DropTunnelSession // inbound: the message belongs to no session, or to one that has ended; the peer is not known
+	DropTunnelReplay  // inbound: the message was received before, or is older than the replay window
+	DropTunnelSession // inbound: the message belongs to no current session; the peer is not known
 
 	DropTunnelShort    // inbound: a data message below 32 octets; the peer is not known
 	DropTunnelType     // inbound: no known type of WireGuard message, or a handshake of a wrong length; the same
@@ -122,7 +122,7 @@ const (
 // drops holds label and explanation of each reason, in the order of the constants.
 var drops = [numDrops]struct{ label, text string }{
 	DropNone:              {"none", "not dropped"},
-	DropMalformed:         {"malformed", "not a whole, well-formed IP packet"},
+	DropMalformed:         {"malformed", "not a complete and well-formed IP packet"},
 	DropBadChecksum:       {"bad_checksum", "a checksum is wrong"},
 	DropFragment:          {"fragment", "tiny, overlapping, repeated or oversized fragment, or another fragment of such a datagram"},
 	DropNoPeer:            {"no_peer", "no peer has this address"},
@@ -130,37 +130,37 @@ var drops = [numDrops]struct{ label, text string }{
 	DropSource:            {"source", "the source address is not allowed"},
 	DropDestination:       {"destination", "the destination is not in the PodCIDR as this peer sees it, nor mapped"},
 	DropNoMapping:         {"no_mapping", "nothing is mapped to this address of the ExternalCIDR"},
-	DropNoFlow:            {"no_flow", "no flow is known for this packet and it cannot begin one"},
+	DropNoFlow:            {"no_flow", "the packet belongs to no flow and cannot begin one"},
 	DropPortsExhausted:    {"ports_exhausted", "no port is free at the NAPT address of this peer"},
-	DropFlowTableFull:     {"flow_table_full", "the flow bound is reached and no half-open flow is left to evict"},
-	DropHostQuota:         {"host_quota", "this host has as many flows as a host may have, and no half-open one is left to evict"},
+	DropFlowTableFull:     {"flow_table_full", "the limit of flows is reached and there is no half-open flow to evict"},
+	DropHostQuota:         {"host_quota", "the host has reached its limit of flows and has no half-open one to evict"},
 	DropFlowClash:         {"flow_clash", "another flow already has this tuple"},
 	DropFragmentStoreFull: {"fragment_store_full", "the fragment store is full"},
-	DropFragmentTimeout:   {"fragment_timeout", "the datagram was not complete in time"},
+	DropFragmentTimeout:   {"fragment_timeout", "the datagram was not complete before the timeout"},
 	DropICMPError:         {"icmp_error", "the ICMP error quotes no packet of a known flow or rule"},
-	DropProtocol:          {"protocol", "this protocol has no ports and cannot be told apart behind the NAPT address"},
+	DropProtocol:          {"protocol", "the protocol has no ports, and another host uses it with the same remote address"},
 	DropVirtioHeader:      {"virtio_header", "the virtio-net header contradicts its packet"},
-	DropTooBig:            {"too_big", "larger than the MTU towards its peer, and not to be fragmented"},
+	DropTooBig:            {"too_big", "larger than the MTU to its peer, and must not be fragmented"},
 	DropTUNWrite:          {"tun_write", "the kernel refused the packet"},
 	DropLocalQueue:        {"local_queue", "the queue of the in-process endpoint is full"},
-	DropLocalSource:       {"local_source", "a message of the connection check, or a connection to a gateway's own address, that does not come from a gateway"},
-	DropLocalRate:         {"local_rate", "the peer sends the in-process endpoint more than it may"},
-	DropLocalPort:         {"local_port", "nobody listens on this UDP port of the in-process endpoint"},
+	DropLocalSource:       {"local_source", "a message of the connection check, or a connection to a gateway's own address, from a host that is not a gateway"},
+	DropLocalRate:         {"local_rate", "the peer exceeded its rate of packets to the in-process endpoint"},
+	DropLocalPort:         {"local_port", "the in-process endpoint does not listen on this UDP port"},
 	DropLocalProtocol:     {"local_protocol", "the in-process endpoint does not speak this protocol or does not answer this kind of message"},
 	DropTunnelSend:        {"tunnel_send", "the sealed message could not be sent"},
 	DropNoMandate:         {"no_mandate", "this gateway has no mandate to send: another one may be active"},
 	DropTunnelForged:      {"tunnel_forged", "the message does not authenticate under the key of its session"},
-	DropTunnelReplay:      {"tunnel_replay", "the message was received before, or is too old to tell"},
-	DropTunnelSession:     {"tunnel_session", "the message belongs to no session, or to one that has ended"},
-	DropTunnelShort:       {"tunnel_short", "the data message is shorter than any can be"},
+	DropTunnelReplay:      {"tunnel_replay", "the message was received before, or is older than the replay window"},
+	DropTunnelSession:     {"tunnel_session", "the message belongs to no current session"},
+	DropTunnelShort:       {"tunnel_short", "the data message is too short"},
 	DropTunnelType:        {"tunnel_type", "not a WireGuard message, or a handshake of a wrong length"},
-	DropTunnelQueue:       {"tunnel_queue", "the packet waited for a session of its peer and gave way to newer ones, or was too old"},
-	DropTunnelSource:      {"tunnel_source", "the message comes from where no gateway of a peer can be"},
-	DropHandshakeQueue:    {"handshake_queue", "the source exceeded its budget of handshakes without a cookie, or the queue is full"},
-	DropReceiveQueue:      {"receive_queue", "the peer exceeded its share of the gateway's time, or too many messages belong to no peer"},
+	DropTunnelQueue:       {"tunnel_queue", "the packet waited for a session too long, or newer ones replaced it"},
+	DropTunnelSource:      {"tunnel_source", "the message comes from an address that no peer's gateway can have"},
+	DropHandshakeQueue:    {"handshake_queue", "the source exceeded its rate of handshakes without a cookie, or the queue is full"},
+	DropReceiveQueue:      {"receive_queue", "the peer exceeded its share of the decryption queue, or too many messages belong to no peer"},
 	DropSocketBuffer:      {"socket_buffer", "the kernel's buffer of the UDP socket was full"},
 	DropHandshakeKey:      {"handshake_key", "the handshake was made for another public key than ours"},
-	DropHandshakeRefused:  {"handshake_refused", "the handshake is of an unknown key, replayed, or answers no handshake of ours"},
+	DropHandshakeRefused:  {"handshake_refused", "the handshake is from an unknown key, replayed, or answers no handshake of ours"},
 }
 
 // Drops lists every reason, without DropNone, in the order of the constants.

@@ -226,15 +226,15 @@ var families metric.Catalogue
 func Families() []*metric.Family { return families.Families() }
 
 var (
-	familyReady    = families.Gauge("route_agent_ready", "1 if all that is wanted is there.")
-	familyApplied  = families.Gauge("route_agent_last_apply_timestamp_seconds", "When all that is wanted was last there; no series before the first time.")
-	familyProblems = families.Gauge("route_agent_problems", "Objects, or parts of them, that were refused, and functions that foreign rules keep from working.")
-	familyOverlay  = families.Gauge("route_agent_overlay_up", "1 if the gateway is reached through the overlay, 0 if packets do not arrive there, or do not come back, though they do by the underlay; no series while nothing is known.", "gateway")
-	familyObjects  = families.Gauge("route_agent_objects", "Kernel objects that are wanted, by kind.", "kind")
-	familyRepaired = families.Counter("route_agent_drift_repaired_total", "Kernel objects set or removed because somebody else had changed them.")
+	familyReady    = families.Gauge("route_agent_ready", "1 if the desired state is applied.")
+	familyApplied  = families.Gauge("route_agent_last_apply_timestamp_seconds", "When the desired state was last applied completely; no series before the first time.")
+	familyProblems = families.Gauge("route_agent_problems", "Objects that were refused in whole or in part, and functions that foreign rules break.")
+	familyOverlay  = families.Gauge("route_agent_overlay_up", "1 if the gateway is reached through the overlay, 0 if packets get lost there in at least one direction although the underlay works; no series while this is unknown.", "gateway")
+	familyObjects  = families.Gauge("route_agent_objects", "Desired kernel objects, by kind.", "kind")
+	familyRepaired = families.Counter("route_agent_drift_repaired_total", "Kernel objects set or removed because another program had changed them.")
 	familyDropped  = families.Counter("filter_drops_total", "Packets that the packet filter of the node dropped, by reason, since its table was made.", "reason")
-	familyRefused  = families.Counter("route_agent_asks_refused_total", "Datagrams to the node's vote (UDP 4801) that were refused, by reason; unread: the kernel dropped them because too many came. No series where nodes do not vote.", "reason")
-	familyErrors   = families.Counter("route_agent_apply_errors_total", "Comparisons after which not all was as wanted.")
+	familyRefused  = families.Counter("route_agent_asks_refused_total", "Datagrams to the node's vote (UDP 4801) that were refused, by reason; unread: dropped by the kernel in a flood. No series where nodes do not vote.", "reason")
+	familyErrors   = families.Counter("route_agent_apply_errors_total", "Attempts to apply the desired state that failed, in whole or in part.")
 )
 
 func newMetrics(a *agent) *metrics {

@@ -25,21 +25,20 @@ func newDemoCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "demo",
 		Short: "Join clusters with the same PodCIDR on this machine and show what works (root)",
-		Long: `Join two clusters made of network namespaces of this machine by files, and break
-one of these on purpose; then make three clusters of three nodes, each with an API
-server of its own, all with the same PodCIDR; peer each pair by the command line and
-show with real traffic what works and what is refused. Each step is checked; the exit
-code is 0 when all went well. Nothing is left behind, also after Ctrl-C.
+		Long: `First join two clusters, made of network namespaces of this machine, by files, and break
+one of the files on purpose. Then create three clusters of three nodes, each with its own
+API server and all with the same PodCIDR, peer each pair by the command line, and show
+with real traffic what works and what is refused. Each step is checked; the exit code is 0
+if all succeed. Nothing remains at the end, or after Ctrl-C.
 
-The second part needs etcd and kube-apiserver, which are built from source where they
-are missing, while the first part runs. That takes some minutes, once, and works in a
-checkout of the source.
+The second part needs etcd and kube-apiserver. If they are missing, they are built from
+source while the first part runs. This takes some minutes, once, and needs a checkout of
+the source.
 
 With --kubernetes there are two clusters with real nodes instead: kubelet, containerd,
-the bridge CNI plugin and kube-proxy. Isthmus is installed as everywhere, and the time
-of each step is shown, until a pod of one cluster has an HTTP answer of the other by
-the name of a Service, and goes on having answers when one of two clusters with that
-Service is gone.`,
+the bridge CNI plugin and kube-proxy. The demo installs Isthmus as usual and shows the time
+of each step, until a pod of one cluster has an HTTP answer from the other by the name of
+a Service, and still has answers when one of two clusters with that Service is gone.`,
 		Args: cobra.NoArgs,
 		RunE: needsRoot(func(cmd *cobra.Command, _ []string) (err error) {
 			if err := lab.Available(); err != nil {
@@ -66,8 +65,8 @@ Service is gone.`,
 		}),
 	}
 	addProgramFlag(cmd.Flags(), &o.Binary)
-	cmd.Flags().BoolVar(&kubernetes, "kubernetes", false, "two clusters with real kubelets, from nothing to a Service by its name")
-	cmd.Flags().BoolVar(&o.Keep, "keep", false, "let the clusters stand at the end, until Ctrl-C")
+	cmd.Flags().BoolVar(&kubernetes, "kubernetes", false, "two clusters with real kubelets, up to a Service that is reached by name")
+	cmd.Flags().BoolVar(&o.Keep, "keep", false, "keep the clusters at the end, until Ctrl-C")
 	cmd.Flags().StringVar(&o.Name, "name", "demo", "name of the lab")
 	return cmd
 }

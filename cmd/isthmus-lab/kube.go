@@ -13,11 +13,11 @@ func newKubeCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "kube",
 		Short: "Build etcd, kube-apiserver and kube-controller-manager, and print where they are",
-		Long: `Build etcd, kube-apiserver and kube-controller-manager from source where they are
-missing, and print the folder that has them. That takes some minutes, once, and works
-in a checkout of the source. With --nodes there are kube-scheduler, kubelet and
-kube-proxy as well, in a separate folder. With --oldest all are of the oldest version
-of Kubernetes that Isthmus supports, in another folder.`,
+		Long: `Build etcd, kube-apiserver and kube-controller-manager from source if they are missing,
+and print their directory. This takes some minutes, once, and needs a checkout of the
+source. --nodes also builds kube-scheduler, kubelet and kube-proxy, in a separate
+directory. --oldest builds the oldest version of Kubernetes that Isthmus supports, in
+another directory.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			build := kubetest.Build

@@ -58,7 +58,7 @@ func newUpCommand() *cobra.Command {
 	f.IntVar(&spec.Tunnels, "tunnels", 1, "tunnels between each two gateways, 1 to 16")
 	f.IntVar(&spec.MTU, "mtu", 1500, "MTU of the underlay")
 	cli.AddChoiceFlag(cmd, &filter, "rp-filter", string(lab.RPFilterLoose), "reverse path filter of the nodes", string(lab.RPFilterOff), string(lab.RPFilterLoose), string(lab.RPFilterStrict))
-	f.BoolVar(&bare, "bare", false, "write the gateways' configuration, but start none")
+	f.BoolVar(&bare, "bare", false, "write the gateways' configuration, but do not start them")
 	return cmd
 }
 
@@ -190,7 +190,7 @@ func newDownCommand() *cobra.Command {
 			return errors.Join(errs...)
 		}),
 	}
-	cmd.Flags().BoolVar(&all, "all", false, "every lab that no live process uses")
+	cmd.Flags().BoolVar(&all, "all", false, "remove every lab that no running process uses")
 	addNameFlag(cmd, &name)
 	return cmd
 }
@@ -324,7 +324,7 @@ func newPingCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:               "ping FROM TO",
 		Short:             "Ping from one host of a lab to another, or to an address",
-		Long:              "Ping from one host of a lab to another. A name stands for the address under which\nthe first one's cluster sees the other.",
+		Long:              "Ping from one host of a lab to another. A name means the address by which the first\nhost's cluster sees the other host.",
 		Example:           "  isthmus-lab ping a-pod1 b-pod1\n  isthmus-lab ping a-pod1 10.246.0.11",
 		Args:              cobra.ExactArgs(2),
 		ValidArgsFunction: completeHosts(&name, 2),

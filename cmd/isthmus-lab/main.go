@@ -35,9 +35,9 @@ func newRootCommand() *cobra.Command {
 	root := &cobra.Command{
 		Use:   "isthmus-lab",
 		Short: "Clusters out of network namespaces of this machine, to play with (root)",
-		Long: `Clusters made of network namespaces of this machine: nodes, pods, an underlay and
-a gateway per cluster, joined with each other. Nothing outside the namespaces is
-changed. A lab stands until "isthmus-lab down" or the next start of the machine.
+		Long: `Make clusters of network namespaces on this machine: nodes, pods, an underlay and a
+gateway for each cluster, joined with each other. Nothing outside the namespaces changes.
+A lab exists until "isthmus-lab down" or a reboot.
 
 ` + cli.ExitCodes,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
@@ -69,7 +69,7 @@ func needsRoot(do func(*cobra.Command, []string) error) func(*cobra.Command, []s
 
 // addProgramFlag adds --isthmus.
 func addProgramFlag(f *pflag.FlagSet, path *string) {
-	f.StringVar(path, "isthmus", "", "the program isthmus that runs in the clusters (default: the one beside this program)")
+	f.StringVar(path, "isthmus", "", "path of the program isthmus (default: in the directory of this program)")
 }
 
 // program returns the absolute path of the program isthmus.

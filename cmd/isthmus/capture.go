@@ -28,21 +28,22 @@ func newCaptureCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "capture [END [END [tcp|udp|icmp]]]",
 		Short: "Show packets in the gateway before and after NAT, inside and outside of the tunnel (root)",
-		Long: `Write the packets that the gateway on this machine, or of this Pod, handles to a
-file in pcapng, which Wireshark, tshark and tcpdump open. Each packet is seen at up
+		Long: `Write the packets of the gateway on this machine, or in this Pod, to a pcapng file
+for Wireshark, tshark or tcpdump. Each packet is seen at up
 to four places, which are the interfaces of the file: before-nat, after-nat, tunnel
 and underlay. A comment on each names its peer, the rule that rewrote it, or the
 reason of its drop (docs/capture.md).
 
-END is an address, an address with a port, a port such as :53, or any; a packet has
-them in either order, before NAT or after it. Without END it is all packets.
+END is an address, an address with a port, a port such as :53, or any. A packet matches
+in either direction, before or after NAT. Without END all packets match.
 
-Only headers are kept. --snaplen keeps more octets, and so the data of pods. It ends
-after --duration, --packets or --bytes, or when it is interrupted. A packet for which the reader is too slow is missed, never delayed, and
-counted in the file and the summary. One capture runs at a time.
+Only headers are written. --snaplen writes more octets, including the data of pods. The
+capture ends after --duration, --packets or --bytes, or when it is interrupted. It never
+delays packets: those that are too many for the reader are left out, and counted in the
+file and the summary. Only one capture can run at a time.
 
-It needs root, or the gateway's own user: in a cluster the right to exec into the
-Pod of the active gateway. The gateway logs who captures what.`,
+You need root or the gateway's own user; in a cluster, the right to exec into the Pod
+of the active gateway. The gateway logs the user and the filter of each capture.`,
 		Example: `  isthmus capture -w peerings.pcapng --peer beta
   isthmus capture 10.244.1.10 10.246.1.20:80 tcp | tshark -r - -T fields -e frame.interface_name -e frame.comment
   isthmus capture --dropped --duration 10m -w drops.pcapng
@@ -90,14 +91,14 @@ Pod of the active gateway. The gateway logs who captures what.`,
 		},
 	}
 	f := cmd.Flags()
-	f.StringVarP(&file, "write", "w", "-", "file to write, for its owner alone; - is standard output")
-	f.StringVar(&options.Peer, "peer", "", "packets of the peer with this name or cluster ID alone")
-	cli.AddChoiceFlag(cmd, &direction, "direction", "", "out is towards the tunnel, in is from it (default both)", "out", "in")
+	f.StringVarP(&file, "write", "w", "-", "file to write, readable only by its owner; - means standard output")
+	f.StringVar(&options.Peer, "peer", "", "only packets of the peer with this name or cluster ID")
+	cli.AddChoiceFlag(cmd, &direction, "direction", "", "out means towards the tunnel, in from it (default both)", "out", "in")
 	f.StringSliceVar(&places, "at", nil, "places: "+strings.Join(capture.PlaceNames(), ", ")+" (default all)")
-	f.BoolVar(&options.Dropped, "dropped", false, "dropped packets alone")
-	f.StringSliceVar(&drops, "drop", nil, "packets dropped for these reasons alone, such as no_flow; they are those of isthmus_drops_total")
-	f.IntVar(&options.Snap, "snaplen", 0, "octets of each packet to keep; 0 are its headers, more is what pods say")
-	f.IntVarP(&options.Packets, "packets", "c", options.Packets, "end after so many packets")
+	f.BoolVar(&options.Dropped, "dropped", false, "only dropped packets")
+	f.StringSliceVar(&drops, "drop", nil, "only packets dropped for these reasons, such as no_flow (label reason of isthmus_drops_total)")
+	f.IntVar(&options.Snap, "snaplen", 0, "octets of each packet to write; 0 means its headers, more includes the data of pods")
+	f.IntVarP(&options.Packets, "packets", "c", options.Packets, "end after this many packets")
 	f.Int64Var(&options.Bytes, "bytes", options.Bytes, "end before the file has more octets than this")
 	f.DurationVar(&options.Duration, "duration", options.Duration, "end after this time, at most "+capture.MaxDuration.String())
 	complete := func(flag string, all []string) {

@@ -15,18 +15,18 @@ func newDiagnoseCommand() *cobra.Command {
 	var output cli.Output
 	cmd := &cobra.Command{
 		Use:   "diagnose [PEER]",
-		Short: "Find the first thing that is broken on the way to a peer",
+		Short: "Find the first broken hop on the path to a peer",
 		Long: `Check the path between a cluster and a peer hop by hop, name the first broken hop
 and its remedy: manager, gateway and route agents of the cluster, the identity at
 the peer, the exchange of networks, the tunnel. PEER is the name of a Peering or of
 the other cluster; without it all peerings are checked.
 
 With --remote-context, or --remote-kubeconfig, the other side is checked too.
-It often knows the reason: a side that receives nothing cannot see why.
+It often has the reason, because a side that receives nothing cannot see why.
 
-The exit code is 0 when every hop works, 1 when one is broken or unknown, and 2
-when a cluster could not be reached. When only the other cluster could not be
-reached, the diagnosis of this one is printed first.`,
+The exit code is 0 if every hop works, 1 if one is broken or unknown, and 2 if a
+cluster could not be reached. If only the other cluster could not be
+reached, the diagnosis of this one is still printed.`,
 		Example:           "  isthmus diagnose --context paris oslo\n  isthmus diagnose --context paris --remote-context oslo",
 		Args:              cobra.MaximumNArgs(1),
 		ValidArgsFunction: completePeering(&local),

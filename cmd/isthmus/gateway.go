@@ -24,29 +24,29 @@ func newGatewayCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "gateway",
 		Short: "Run a gateway in this network namespace (root)",
-		Long: `Run a gateway as a replica of a Kubernetes cluster: it watches TunnelEndpoints and
-NatMappings, makes or reads the key Secret wireguard-pubkey, and stands for
-election by the Lease isthmus-gateway. The active replica connects the peers, marks
+		Long: `Run one of the gateways of a Kubernetes cluster. It watches TunnelEndpoints and
+NatMappings, creates or reads the key Secret wireguard-pubkey, and takes part in the
+election by the Lease isthmus-gateway. The active gateway connects the peers, marks
 itself (Pod label, annotation of the Service) and writes the status of each
-TunnelEndpoint; the others wait with everything read. An active gateway goes on
-when the API server is away. One that starts then waits for it, unless it was the
-active one in the last ten minutes: with --state-directory it keeps what it needs,
-the private key included, and carries on until the API server answers.
+TunnelEndpoint; the standbys are prepared to take over. An active gateway continues
+while the API server is away. A gateway that starts then waits for it, unless it was
+active in the last ten minutes: with --state-directory it stores its configuration and
+private key, and continues with these until the API server answers.
 
-With --config it needs no cluster: it reads a directory with gateway.yaml and the
-TunnelEndpoint and NatMapping objects that "kubectl get -o yaml" prints. A change
-of the files is applied without disturbing other peers; a broken file is reported
-and the last good configuration stays in force.
+With --config it needs no cluster: it reads a directory with gateway.yaml and with
+TunnelEndpoint and NatMapping objects as "kubectl get -o yaml" prints them. A changed
+file does not disturb other peers. A broken file is reported, and the last good
+configuration stays in force.
 
-SIGTERM removes what the gateway made in the kernel, but the host goes on refusing
-packets for its peers, since they have no other way than in the clear. --cleanup
-removes that as well, and what is in --state-directory.
+SIGTERM removes the gateway's objects from the kernel, except the routes that refuse
+packets for its peers, which would otherwise leave in the clear. --cleanup also removes
+these routes and the content of --state-directory.
 
-In a cluster it is an ordinary Pod, in whose network the overlay of the nodes ends: it
-needs CAP_NET_ADMIN and /dev/net/tun, UDP port 4800 from all nodes, UDP and TCP 5870 from the
-other gateways, POD_NAME, POD_IP, NODE_NAME and POD_NAMESPACE by the downward API, and
-probes need "--metrics-address :5872". With --host-network, and with --config, it needs
-CAP_SYS_ADMIN besides and the network of its node; probes have "host: 127.0.0.1".`,
+In a cluster it is an ordinary Pod. It needs CAP_NET_ADMIN and /dev/net/tun, UDP port
+4800 from all nodes, UDP and TCP 5870 from the other gateways, and POD_NAME, POD_IP,
+NODE_NAME and POD_NAMESPACE from the downward API; probes need "--metrics-address
+:5872". With --host-network or --config it also needs CAP_SYS_ADMIN and its node's
+network; probes then have "host: 127.0.0.1".`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			switch udpOffload {
@@ -84,12 +84,12 @@ CAP_SYS_ADMIN besides and the network of its node; probes have "host: 127.0.0.1"
 			return serve(cmd.Context())
 		},
 	}
-	cmd.Flags().StringVar(&dir, "config", "", "directory with the configuration, instead of a cluster")
-	cli.AddChoiceFlag(cmd, &level, "log-level", "info", "how much is logged", "debug", "info", "warn", "error")
+	cmd.Flags().StringVar(&dir, "config", "", "directory with the configuration of a gateway without a cluster")
+	cli.AddChoiceFlag(cmd, &level, "log-level", "info", "minimum level of log lines", "debug", "info", "warn", "error")
 	cli.AddChoiceFlag(cmd, &udpOffload, "udp-offload", "auto", "let UDP superpackets cross the TUN (Linux 6.2 and later); auto is on from Linux 6.18 on", "auto", "on", "off")
 	cmd.Flags().Lookup("udp-offload").NoOptDefVal = "on"
-	cmd.Flags().StringVar(&profileAddress, "pprof-address", "", "loopback TCP address of /debug/pprof, such as 127.0.0.1:6060; empty: none")
-	cmd.Flags().BoolVar(&cleanup, "cleanup", false, "remove what a gateway that ended left in the kernel, and end")
+	cmd.Flags().StringVar(&profileAddress, "pprof-address", "", "loopback TCP address of /debug/pprof, such as 127.0.0.1:6060; empty disables it")
+	cmd.Flags().BoolVar(&cleanup, "cleanup", false, "remove the kernel objects of a gateway that has ended, and exit")
 	replica.addFlags(cmd.Flags())
 	return cmd
 }

@@ -67,29 +67,29 @@ func kubeGatewayFlags() []string {
 }
 
 func (k *kubeGateway) addFlags(f *pflag.FlagSet) {
-	f.StringVar(&k.kubeconfig, "kubeconfig", "", "how to reach the API server; without it as a Pod does")
+	f.StringVar(&k.kubeconfig, "kubeconfig", "", "kubeconfig file (default: the Pod's ServiceAccount)")
 	f.StringVar(&k.namespace, "namespace", "", "namespace of the installation (default: $POD_NAMESPACE, else "+deploy.Namespace+")")
 	f.StringVar(&k.cluster.ClusterID, "cluster-id", "", "ID of this cluster (default: of the ConfigMap that isthmus install writes, else the UID of kube-system)")
 	f.StringVar(&k.cluster.ClusterName, "cluster-name", "", "name of this cluster, for people")
 	f.Uint16Var(&k.port, "port", file.DefaultListenPort, "UDP port of WireGuard")
 	f.IntVar(&k.tunnels, "tunnels", 1, "at most this many tunnels to one peer, 1 to 16, on UDP ports from --port upwards")
-	f.StringVar(&k.mtu, "mtu", "auto", "MTU of the tunnel in octets, or auto: derived from the ways to the peers")
+	f.StringVar(&k.mtu, "mtu", "auto", "MTU of the tunnel in octets, or auto: from the paths to the peers")
 	for _, field := range k.nat.Fields() {
 		if f.Var(field.Value, field.Flag, field.Usage); field.Value.Type() == "bool" {
 			f.Lookup(field.Flag).NoOptDefVal = "true"
 		}
 	}
-	f.StringVar(&k.metricsAddr, "metrics-address", file.DefaultMetricsAddress, "TCP address of /metrics, /healthz and /readyz; empty: none")
+	f.StringVar(&k.metricsAddr, "metrics-address", file.DefaultMetricsAddress, "TCP address of /metrics, /healthz and /readyz; empty disables it")
 	k.secure.add(f)
-	f.StringVar(&k.statusAddr, "status-address", file.DefaultStatusAddress, "TCP address of /status and /trace; empty: none")
-	f.StringVar(&k.flowLog.File, "flow-log", "", "file to append a line of JSON to for flows that open, close or are refused; - is standard output, empty: none")
-	f.IntVar(&k.flowLog.Sample, "flow-log-sample", 1, "log one flow in so many")
-	f.IntVar(&k.flowLog.PerSecond, "flow-log-per-second", gateway.DefaultFlowLogRate, "log at most so many lines")
-	f.BoolVar(&k.hostNetwork, "host-network", false, "this Pod has its node's network (hostNetwork: true); the gateway makes a network namespace of its own there")
+	f.StringVar(&k.statusAddr, "status-address", file.DefaultStatusAddress, "TCP address of /status and /trace; empty disables it")
+	f.StringVar(&k.flowLog.File, "flow-log", "", "file for a line of JSON for each flow that opens, closes or is refused; - means standard output")
+	f.IntVar(&k.flowLog.Sample, "flow-log-sample", 1, "log one of this many flows")
+	f.IntVar(&k.flowLog.PerSecond, "flow-log-per-second", gateway.DefaultFlowLogRate, "maximum lines a second")
+	f.BoolVar(&k.hostNetwork, "host-network", false, "the Pod has hostNetwork: true; the gateway creates its own network namespace on the node")
 	f.DurationVar(&k.rotateKeys, "rotate-keys", 0, "age at which the WireGuard key is rotated; 0: only by isthmus rotate-key")
-	f.DurationVar(&k.patience, "rotation-patience", 7*24*time.Hour, "how long after peers were told of the new key a rotation waits for those that have not moved to it, an hour or more; 0: for ever")
-	f.BoolVar(&k.votes, "votes", false, "let the nodes decide by votes which gateway is active, where there are three or more")
-	f.StringVar(&k.stateDirectory, "state-directory", "", "where to keep, with the private key, what to carry on with after a restart until the API server answers; empty: nowhere")
+	f.DurationVar(&k.patience, "rotation-patience", 7*24*time.Hour, "how long after its publication a rotation waits for peers that do not use the new key, at least 1h; 0: without end")
+	f.BoolVar(&k.votes, "votes", false, "let nodes vote which gateway is active, if there are at least three")
+	f.StringVar(&k.stateDirectory, "state-directory", "", "directory for the private key and the configuration, which a restarted gateway uses until the API server answers; empty disables it")
 }
 
 // complete checks flags and environment.

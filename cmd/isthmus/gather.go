@@ -28,11 +28,11 @@ status and diagnose, the logs of the components, and the state of gateways and r
 agents: flows, drops, metrics, desired routes and rules. Begin with its summary.md.
 
 The archive has no secrets: values of Secrets of the installation and of peerings are
-removed everywhere, also in base64 and hexadecimal digits, and so is everything that
-looks like a private key, a token or a password. Nothing is changed in the cluster.
+removed everywhere, also in base64 and hexadecimal digits, and so is everything that looks like a private key, a token or a password. The command
+changes nothing in the cluster.
 
 summary.md lists everything that could not be read, with the reason. The exit code is
-0 when there is an archive, and 2 when the cluster could not be asked.`,
+0 if there is an archive, and 2 if the cluster could not be reached.`,
 		Example: "  isthmus gather --context paris\n  isthmus gather --context paris --file - | tar tz",
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -63,8 +63,8 @@ summary.md lists everything that could not be read, with the reason. The exit co
 		},
 	}
 	addAccessFlags(cmd, &access, "", "")
-	cmd.Flags().StringVar(&name, "file", "", "name of the archive, which must not exist yet; - is standard output (default isthmus-gather-TIME.tar.gz)")
-	cmd.Flags().Int64Var(&o.LogLines, "log-lines", 5000, "how much of each log: so many lines, the last ones")
+	cmd.Flags().StringVar(&name, "file", "", "name of the archive, which must not exist yet; - means standard output (default isthmus-gather-TIME.tar.gz)")
+	cmd.Flags().Int64Var(&o.LogLines, "log-lines", 5000, "number of lines of each log, from its end")
 	return cmd
 }
 

@@ -33,14 +33,14 @@ func newInstallCommand() *cobra.Command {
 		Short: "Install Isthmus in a cluster, or bring an installation up to date",
 		Long: `Install Isthmus in a cluster: the custom resource definitions, a namespace, a
 ServiceAccount with the least rights for each component, the identity by which
-peers know the cluster, and the components. It finds out what the network of the
-pods is, says from where, and waits until the components run.
+peers know the cluster, and the components. It detects
+the pods' network, prints where it found it, and waits until the components run.
 
-What it applies is the chart of Isthmus, as Helm would: --values and --set take the
-values of that chart, and the flags are short for some. They are remembered in the
-cluster, so repeating the command without them changes nothing, or brings an older
-installation up to date. Custom resource definitions of a newer release stay as they
-are. --print shows the manifests and needs no cluster.`,
+It applies the Helm chart of Isthmus: --values and --set take its values, and the other
+flags are shorthands for some of them. The cluster stores them, so repeating the command
+without them changes nothing, or upgrades an older installation. Custom resource
+definitions of a newer release are not changed. --print prints the manifests and needs
+no cluster.`,
 		Example: "  isthmus install --context paris --cluster-name paris --gateway-service LoadBalancer\n" +
 			"  isthmus install --cluster-name paris --print > isthmus.yaml",
 		Args: cobra.NoArgs,
@@ -79,15 +79,15 @@ are. --print shows the manifests and needs no cluster.`,
 		},
 	}
 	addAccessFlags(cmd, &access, "", "")
-	cmd.Flags().StringVar(&o.Identity.ClusterName, "cluster-name", "", "how peers are to call the cluster (needed the first time)")
-	cmd.Flags().StringVar(&o.Identity.ClusterID, "cluster-id", "", "what tells the cluster from all others (default the UID of its namespace kube-system)")
+	cmd.Flags().StringVar(&o.Identity.ClusterName, "cluster-name", "", "name of the cluster at its peers (required at the first installation)")
+	cmd.Flags().StringVar(&o.Identity.ClusterID, "cluster-id", "", "unique ID of the cluster (default the UID of its namespace kube-system)")
 	f.add(cmd)
 	cmd.Flags().BoolVar(&o.Force, "force", false, "accept a --pod-cidr that contains neither a Pod nor a node's podCIDR")
-	cmd.Flags().BoolVar(&o.Forget, "reset-values", false, "forget the values of earlier installations")
-	cmd.Flags().BoolVar(&configureDNS, "configure-dns", false, "for --services: add the zone clusterset.local to the Corefile of CoreDNS, and exempt it from the caching of names that do not exist; =false undoes both")
-	cmd.Flags().DurationVar(&o.Wait, "timeout", 5*time.Minute, "how long to wait until the components run; 0: not at all")
+	cmd.Flags().BoolVar(&o.Forget, "reset-values", false, "ignore the stored values of earlier installations")
+	cmd.Flags().BoolVar(&configureDNS, "configure-dns", false, "with --services: add the zone clusterset.local to the Corefile of CoreDNS, and do not cache missing names of it; =false undoes both")
+	cmd.Flags().DurationVar(&o.Wait, "timeout", 5*time.Minute, "how long to wait until the components run; 0: do not wait")
 	cmd.Flags().BoolVar(&show, "print", false, "print the manifests and apply nothing")
-	cmd.Flags().BoolVar(&showValues, "print-values", false, "print the values of the chart, with what each means")
+	cmd.Flags().BoolVar(&showValues, "print-values", false, "print the values of the chart with their descriptions")
 	return cmd
 }
 
@@ -104,17 +104,17 @@ type installFlags struct {
 
 func (f *installFlags) add(cmd *cobra.Command) {
 	flags := cmd.Flags()
-	flags.StringVar(&f.file, "values", "", "file with values of the chart, in YAML")
-	flags.StringArrayVar(&f.set, "set", nil, "a value of the chart, such as gateway.replicas=3; goes before --values")
+	flags.StringVar(&f.file, "values", "", "YAML file with values of the chart")
+	flags.StringArrayVar(&f.set, "set", nil, "a value of the chart, such as gateway.replicas=3; overrides --values")
 	flags.StringVar(&f.image, "image", "", "image of the components (default "+defaultRepository+" with the tag of this program's version)")
 	cli.AddChoiceFlag(cmd, &f.service, "gateway-service", string(corev1.ServiceTypeNodePort), "make the gateway's Service", "none", string(corev1.ServiceTypeNodePort), string(corev1.ServiceTypeLoadBalancer))
 	flags.Int32Var(&f.port, "gateway-port", 5871, "UDP port of the gateway and its Service")
 	flags.IntVar(&f.tunnels, "tunnels", 1, "tunnels to one peer, on UDP ports from --gateway-port upwards")
-	flags.StringVar(&f.podCIDR, "pod-cidr", "", "network of all pods (default: what the cluster says)")
-	flags.BoolVar(&f.onHostNetwork, "host-network", false, "run the gateways in the network of their nodes")
-	flags.BoolVar(&f.withoutWorkloads, "without-workloads", false, "leave out the components, for those that run elsewhere, and the gateway's Service unless --gateway-service asks for it")
+	flags.StringVar(&f.podCIDR, "pod-cidr", "", "network of all pods (default: detected)")
+	flags.BoolVar(&f.onHostNetwork, "host-network", false, "run the gateways in their nodes' network")
+	flags.BoolVar(&f.withoutWorkloads, "without-workloads", false, "do not install the components, which run elsewhere, nor the gateway's Service without --gateway-service")
 	flags.BoolVar(&f.services, "services", false, "export and import Services through the Multi-Cluster Services API, with names in clusterset.local (docs/services.md)")
-	flags.BoolVar(&f.metricsAuth, "metrics-auth", false, "serve metrics to bearers of a token with the ClusterRole isthmus-metrics-reader, and give the components the rights that this needs")
+	flags.BoolVar(&f.metricsAuth, "metrics-auth", false, "serve metrics to clients with the ClusterRole isthmus-metrics-reader, and give the components the rights to check this")
 }
 
 // defaultRepository is where releases are.
@@ -202,9 +202,9 @@ func addAccessFlags(cmd *cobra.Command, a *cluster.Access, prefix, of string) {
 		short = "n"
 	}
 	flags.StringVarP(&a.Namespace, prefix+"namespace", short, deploy.Namespace, "namespace of the installation"+of)
-	flags.StringVar(&a.As, prefix+"as", "", "user to act as"+of+", such as system:serviceaccount:NAMESPACE:NAME")
-	flags.StringArrayVar(&a.AsGroups, prefix+"as-group", nil, "group to act as"+of+"; may be repeated")
-	flags.Var((*requestTimeout)(&a.Timeout), prefix+"request-timeout", "how long one request to the API server"+of+" may take, such as 30s; 0: ten seconds")
+	flags.StringVar(&a.As, prefix+"as", "", "user to impersonate"+strings.Replace(of, " of ", " in ", 1)+", such as system:serviceaccount:NAMESPACE:NAME")
+	flags.StringArrayVar(&a.AsGroups, prefix+"as-group", nil, "group to impersonate"+strings.Replace(of, " of ", " in ", 1)+"; may be repeated")
+	flags.Var((*requestTimeout)(&a.Timeout), prefix+"request-timeout", "timeout of one request to the API server"+of+", such as 30s (default 10s)")
 	completeAccess(cmd, a, prefix)
 }
 

@@ -38,10 +38,10 @@ func newPubkeyCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "pubkey",
 		Short: "Read a WireGuard private key and print its public key",
-		Long: `Read a WireGuard private key and print its public key. A gateway with several
-tunnels has a key for each, derived from that one: --tunnels prints them in order, a
-line each. Peers have the first as publicKey and the others, each with its port, in
-tunnels: "PORT:KEY,PORT:KEY".`,
+		Long: `Read a WireGuard private key and print its public key. A gateway with several tunnels
+derives a key for each from that one: --tunnels prints them in order, one a line. Give
+peers the first as publicKey, and the others with their ports as tunnels:
+"PORT:KEY,PORT:KEY".`,
 		Example: "  isthmus pubkey < private.key",
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -64,6 +64,6 @@ tunnels: "PORT:KEY,PORT:KEY".`,
 			return nil
 		},
 	}
-	cmd.Flags().IntVar(&tunnels, "tunnels", 1, "how many tunnels the gateway has, 1 to 16")
+	cmd.Flags().IntVar(&tunnels, "tunnels", 1, "number of tunnels of the gateway, 1 to 16")
 	return cmd
 }

@@ -43,8 +43,9 @@ that "isthmus install" (or Liqo) writes, the PodCIDR from kubeadm's configuratio
 the ServiceCIDR from the API server, the gateway's address and key from its Service
 and Secret. The status of each Peering names a value that cannot be detected.
 
-Several may run; one of them leads. It needs no privileges. $POD_NAME is its name in
-the Lease, and with $POD_UID (metadata.uid) a container that was killed goes on at once.`,
+Several managers may run; one of them is active. The manager needs no privileges.
+$POD_NAME is its name in the Lease; with $POD_UID (metadata.uid) a restarted container
+takes its own Lease over at once.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := f.complete(); err != nil {
@@ -65,29 +66,29 @@ the Lease, and with $POD_UID (metadata.uid) a container that was killed goes on 
 		},
 	}
 	flags, o := cmd.Flags(), &f.options
-	flags.StringVar(&o.Kubeconfig, "kubeconfig", "", "how to reach the API server; without it as a Pod does")
+	flags.StringVar(&o.Kubeconfig, "kubeconfig", "", "kubeconfig file (default: the Pod's ServiceAccount)")
 	flags.StringVar(&o.Namespace, "namespace", "", "namespace of the installation (default: $POD_NAMESPACE, else "+deploy.Namespace+")")
 	flags.StringVar(&o.Cluster.ClusterID, "cluster-id", "", "ID of this cluster (default: of the ConfigMap that isthmus install writes, else the UID of kube-system)")
-	flags.StringVar(&o.Cluster.ClusterName, "cluster-name", "", "name of this cluster, a part of object names (default: of that ConfigMap)")
-	flags.StringVar(&f.podCIDR, "pod-cidr", "", "network of all pods of this cluster (default: what kubeadm was given)")
-	flags.StringVar(&f.serviceCIDR, "service-cidr", "", "network of the Services (default: what the API server says)")
-	flags.StringVar(&f.externalCIDR, "external-cidr", "", "network for endpoints that are no pods (default: a free /20, or of the length of a smaller PodCIDR)")
-	flags.StringSliceVar(&f.pools, "pools", nil, "networks from which those of peers are taken when they overlap (default: 10.0.0.0/8,192.168.0.0/16,172.16.0.0/12,100.64.0.0/10)")
-	flags.StringSliceVar(&f.reserved, "reserved", nil, "further networks that are never used for peers, besides this cluster's own and what its nodes reach")
-	flags.BoolVar(&o.Services, "services", false, "share Services with peers whose Peerings agree to it; needs the CRDs of the Multi-Cluster Services API, and rights")
-	flags.BoolVar(&o.LeaderElect, "leader-elect", true, "let several run, of which one works")
+	flags.StringVar(&o.Cluster.ClusterName, "cluster-name", "", "name of this cluster, which is part of object names (default: of that ConfigMap)")
+	flags.StringVar(&f.podCIDR, "pod-cidr", "", "network of all pods of this cluster (default: from kubeadm's configuration)")
+	flags.StringVar(&f.serviceCIDR, "service-cidr", "", "network of the Services (default: from the API server)")
+	flags.StringVar(&f.externalCIDR, "external-cidr", "", "network for endpoints that are not pods (default: a free /20, or of the length of a smaller PodCIDR)")
+	flags.StringSliceVar(&f.pools, "pools", nil, "pools for networks of peers that have to be remapped (default: 10.0.0.0/8,192.168.0.0/16,172.16.0.0/12,100.64.0.0/10)")
+	flags.StringSliceVar(&f.reserved, "reserved", nil, "more networks that peers never get, besides this cluster's own and those that its nodes reach")
+	flags.BoolVar(&o.Services, "services", false, "share Services with peers according to their Peerings; needs rights and the CRDs of the Multi-Cluster Services API")
+	flags.BoolVar(&o.LeaderElect, "leader-elect", true, "elect one active manager among several")
 	flags.StringVar(&o.IPAM.Address, "ipam-address", "", "TCP address of Liqo's gRPC service ipam, such as :6000, which Liqo's virtual kubelets need (default: none)")
 	flags.StringVar(&f.ipamCert, "ipam-tls-cert", "", "file with the certificate of that service, in PEM")
-	flags.StringVar(&f.ipamKey, "ipam-tls-key", "", "file with its private key")
-	flags.StringVar(&f.ipamClientCA, "ipam-client-ca", "", "file with the authority of the certificates by which it knows its callers")
+	flags.StringVar(&f.ipamKey, "ipam-tls-key", "", "file with the private key of that service, in PEM")
+	flags.StringVar(&f.ipamClientCA, "ipam-client-ca", "", "file with the certificate authority of that service's clients")
 	flags.BoolVar(&o.IPAM.Plain, "ipam-plain", false, "serve every client of that address without TLS, as Liqo does; restrict clients by a NetworkPolicy such as deploy/networkpolicy/ipam.yaml")
-	flags.StringVar(&o.IPAMService, "ipam-service", "", "Service without a selector that leads to the one that works, by the EndpointSlice of its name and at $POD_IP (default: somebody else sees to it)")
+	flags.StringVar(&o.IPAMService, "ipam-service", "", "Service without a selector whose EndpointSlice the active manager points to its $POD_IP (default: none)")
 	flags.StringSliceVar(&f.ipamAllow, "ipam-allow", nil, "networks of nodes, Services and other peers whose endpoints that service may map for peers (default: none)")
-	flags.StringVar(&o.MetricsAddress, "metrics-address", "127.0.0.1:5876", "TCP address of /metrics; empty: none")
+	flags.StringVar(&o.MetricsAddress, "metrics-address", "127.0.0.1:5876", "TCP address of /metrics; empty disables it")
 	f.secure.add(flags)
-	flags.StringVar(&o.HealthAddress, "health-address", ":5877", "TCP address of /healthz and /readyz; empty: none")
-	flags.StringVar(&f.profileAddress, "pprof-address", "", "loopback TCP address of /debug/pprof, such as 127.0.0.1:6060; empty: none")
-	cli.AddChoiceFlag(cmd, &f.level, "log-level", "info", "how much is logged", "debug", "info", "warn", "error")
+	flags.StringVar(&o.HealthAddress, "health-address", ":5877", "TCP address of /healthz and /readyz; empty disables it")
+	flags.StringVar(&f.profileAddress, "pprof-address", "", "loopback TCP address of /debug/pprof, such as 127.0.0.1:6060; empty disables it")
+	cli.AddChoiceFlag(cmd, &f.level, "log-level", "info", "minimum level of log lines", "debug", "info", "warn", "error")
 	return cmd
 }
 

@@ -19,8 +19,8 @@ type metricsFlags struct {
 }
 
 func (m *metricsFlags) add(f *pflag.FlagSet) {
-	f.BoolVar(&m.on, "metrics-secure", false, "serve --metrics-address by HTTPS, and /metrics only to bearers of a token whom the API server permits it (isthmus install --metrics-auth)")
-	f.StringVar(&m.certDir, "metrics-cert-dir", "", "directory with tls.crt and tls.key for --metrics-secure (default: a certificate made at the start)")
+	f.BoolVar(&m.on, "metrics-secure", false, "serve --metrics-address by HTTPS, and /metrics only with a token that the API server authorizes (isthmus install --metrics-auth)")
+	f.StringVar(&m.certDir, "metrics-cert-dir", "", "directory with tls.crt and tls.key for --metrics-secure (default: a self-signed certificate)")
 }
 
 // secure asks the API server of a kubeconfig, as owncluster.RESTConfig reaches it; nil without

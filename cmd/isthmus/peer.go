@@ -24,21 +24,20 @@ func newPeerCommand() *cobra.Command {
 		Short: "Join two clusters, or look at what a peer claims and agree to it",
 		Long: `Join two clusters in which Isthmus is installed, and wait until traffic flows.
 
-In each of them this makes a namespace for the peering, a ServiceAccount that the
-other one may use for NetworkConfigs in that namespace and for nothing else, a
-Secret with the identity at the other one, and a Peering. Repeating it changes
-nothing, repairs what is missing and renews an identity that was revoked. Another
-cluster that has the ID and name of the one peered before is refused.
+In each cluster the command creates a namespace for the peering, a ServiceAccount that
+the other cluster may use only for its NetworkConfig in that namespace, a Secret with the
+identity at the other cluster, and a Peering. When repeated, it restores missing objects
+and renews a revoked identity. It refuses another cluster with the ID and name of the one
+that was peered before.
 
-At the end it shows what each side takes of the networks that the other one
-claims, as they are or as others, and why. When a peer changes its claim later so
-that it would get addresses that it has not had, what was agreed upon stays in
-force until somebody agrees. With the NAME of a Peering or of the other cluster
-this shows the claim and what it would take, of this cluster alone; --consent with
-that very claim agrees to it, and is refused when the claim is another one by now.
+At the end it shows for each claimed network whether the other side uses it unchanged or
+remaps it, and why. If a peer later changes its claim and would get new addresses, the
+agreed networks stay in force until you agree. With the NAME of a Peering or of the other
+cluster the command shows the changed claim, from this cluster alone. --consent agrees to
+exactly that claim, and fails if the peer has changed it meanwhile.
 
-The exit code is 1 when the clusters were not joined in time, or a claim waits for
-consent; what is missing on which side is said.`,
+The exit code is 1 if the clusters were not joined in time, or if a claim waits for
+consent. The command prints what is missing, and on which side.`,
 		Example: `  isthmus peer --context paris --remote-context oslo
   isthmus peer --context paris oslo
   isthmus peer --context paris oslo --consent 10.48.0.0/14,10.60.0.0/20`,
@@ -97,15 +96,15 @@ consent; what is missing on which side is said.`,
 	}
 	addAccessFlags(cmd, &local, "", "")
 	addAccessFlags(cmd, &remote, "remote-", " of the other cluster")
-	cmd.Flags().StringVar(&local.Server, "server", "", "URL of this cluster's API server as the other cluster reaches it (default as in the kubeconfig)")
-	cmd.Flags().StringVar(&remote.Server, "remote-server", "", "URL of the other cluster's API server as this cluster reaches it (default as in the kubeconfig)")
-	cmd.Flags().StringVar(&o.Name, "name", "", "name of the Peering here (default the other cluster's name and six digits)")
-	cmd.Flags().StringVar(&o.RemoteName, "remote-name", "", "name of the Peering there")
-	cmd.Flags().BoolVar(&o.Replace, "replace", false, "the other cluster was made anew, or its authority changed: revoke the old one's rights and join this one")
+	cmd.Flags().StringVar(&local.Server, "server", "", "URL of this cluster's API server for the other cluster (default from the kubeconfig)")
+	cmd.Flags().StringVar(&remote.Server, "remote-server", "", "URL of the other cluster's API server for this cluster (default from the kubeconfig)")
+	cmd.Flags().StringVar(&o.Name, "name", "", "name of the Peering in this cluster (default the other cluster's name and six digits)")
+	cmd.Flags().StringVar(&o.RemoteName, "remote-name", "", "name of the Peering in the other cluster")
+	cmd.Flags().BoolVar(&o.Replace, "replace", false, "the other cluster was recreated, or its certificate authority changed: revoke the rights of the old one and join the new one")
 	chosen.add(cmd)
-	cmd.Flags().StringSliceVar(&o.Services, "services", nil, "namespaces whose exported services both clusters share with each other (spec.services); '*' means all, '' none")
-	cmd.Flags().BoolVar(&inBand, "in-band", false, "the managers reach each other's API servers through the tunnel (spec.inBand), so that only UDP between the gateways has to be open")
-	cmd.Flags().DurationVar(&o.Timeout, "timeout", time.Minute, "how long to wait; 0: not at all")
+	cmd.Flags().StringSliceVar(&o.Services, "services", nil, "namespaces whose exported Services the clusters share (spec.services); '*' means all, '' none")
+	cmd.Flags().BoolVar(&inBand, "in-band", false, "connect the managers to each other's API servers through the tunnel (spec.inBand), so only UDP between the gateways has to be open")
+	cmd.Flags().DurationVar(&o.Timeout, "timeout", time.Minute, "how long to wait; 0: do not wait")
 	cli.AddOutputFlag(cmd, &output, "print both Peerings at the end, and the progress on standard error")
 	return cmd
 }
@@ -152,9 +151,9 @@ type claimFlags struct {
 func (f *claimFlags) add(cmd *cobra.Command) {
 	flags := cmd.Flags()
 	flags.StringSliceVar(&f.allowed, "allow-claim", nil,
-		"network outside of private space that this cluster lets the other one have as it is (spec.claims.allowed)")
-	flags.BoolVar(&f.alwaysRemap, "always-remap", false, "this cluster uses no network of the other one as it is (spec.claims.alwaysRemap)")
-	flags.StringVar(&f.consent, "consent", "", "PODCIDR,EXTERNALCIDR: this cluster agrees to that claim of the other one, as it was shown (spec.claims.consent)")
+		"public network that this cluster accepts from the other one unchanged (spec.claims.allowed)")
+	flags.BoolVar(&f.alwaysRemap, "always-remap", false, "this cluster remaps both networks of the other one (spec.claims.alwaysRemap)")
+	flags.StringVar(&f.consent, "consent", "", "PODCIDR,EXTERNALCIDR: agree to exactly this claim of the other cluster (spec.claims.consent)")
 }
 
 // claims reads what was chosen.

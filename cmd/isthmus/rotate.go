@@ -14,23 +14,23 @@ func newRotateKeyCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "rotate-key [--context A]",
 		Short: "Give a cluster a new WireGuard key",
-		Long: `Begin a rotation of the WireGuard key of one cluster, or report how far the one in
-progress is. The other clusters need do nothing.
+		Long: `Begin a rotation of a cluster's WireGuard key, or show the progress of the current one.
+Nothing has to be done in the other clusters.
 
-The gateway answers to the current and the new key. Peers get the new public key
-from the manager, and each moves to it without losing packets. When all have moved,
-or when the patience of the gateway ends (--rotation-patience), the new key becomes
-the only one. The preshared keys are renewed with it.
+Meanwhile the gateway accepts the current and the new key. Peers get the new public key
+from the manager, and each switches to it without losing packets. When all have switched,
+or when the gateway's patience ends (--rotation-patience), only the new key remains. The
+preshared keys are renewed, too.
 
---now is for a key that somebody may have stolen. The new key replaces all keys of
-the Secret at once, also those that cannot be read. Sessions end, and each peer is
-out of reach until its manager has read the new key, a second or so. Without a way
-to its API server that takes until there is one. A gateway that is cut off from its
-API server answers to the former key until it reads the Secret.
+Use --now for a key that may be stolen. The new key replaces all keys of the Secret at
+once, including unreadable ones. Sessions end, and each peer is out of reach for about a
+second, until its manager has read the new key. If the manager cannot publish the key at
+a peer, that peer stays out of reach. A gateway that is cut off from its API server
+accepts the old key until it reads the Secret.
 
---abort drops the next key again, as long as no peer was told of it: for a gateway
-that does not answer to it. Later there is no way back, since a peer that has moved
-accepts the former key no more.`,
+Use --abort to drop the next key while no peer knows it, for example because a gateway
+does not answer to it. Later there is no way back: a peer that has switched no longer
+accepts the old key.`,
 		Example:           "  isthmus rotate-key --context paris --wait 5m",
 		Args:              cobra.NoArgs,
 		ValidArgsFunction: cobra.NoFileCompletions,
@@ -51,7 +51,7 @@ accepts the former key no more.`,
 	}
 	addAccessFlags(cmd, &access, "", "")
 	cmd.Flags().BoolVar(&o.Now, "now", false, "replace the key at once; sessions end")
-	cmd.Flags().BoolVar(&o.Abort, "abort", false, "drop the next key while no peer was told of it")
-	cmd.Flags().DurationVar(&o.Wait, "wait", 0, "how long to wait for the end of the rotation; 0: only begin it")
+	cmd.Flags().BoolVar(&o.Abort, "abort", false, "drop the next key while no peer knows it")
+	cmd.Flags().DurationVar(&o.Wait, "wait", 0, "how long to wait until the rotation is complete; 0: do not wait")
 	return cmd
 }

@@ -39,19 +39,18 @@ func newRouteAgentCommand() *cobra.Command {
 gateway (to its node where the gateway has --host-network), and delivers packets from
 there to pods.
 
-It reads its Node, the pods on it, the gateway's Pods and Service and the
-NetworkAllocations; TunnelEndpoints where these are not enough; and all Nodes and Pods
-where a gateway has --host-network. While the API server is away, everything stays in
-place. It writes one object, the NodeNetworks of its node. It reports there which
-networks and DNS servers the node reaches, which the manager then allocates to no peer,
-and for which peers the node refuses packets. The manager publishes a network only when
-all nodes refuse it.
+It reads its Node, the pods on it, the gateway's Pods and Service, and the
+NetworkAllocations. It reads TunnelEndpoints only if these are not enough, and all Nodes
+and Pods only if a gateway has --host-network. While the API server is away, everything
+stays in place. It writes one object, the NodeNetworks of its node, which reports the
+networks and DNS servers that the node reaches (the manager allocates these to no peer),
+and the revision of peers' networks for which the node refuses packets. The manager
+publishes a new network only when all nodes refuse it.
 
-The agent restores its kernel objects within a second. As soon as a network is allocated
-to a peer, the node refuses packets for it that cannot go through the tunnel. That holds
-without an agent too: an agent that ends leaves everything in place, and
---state-directory keeps what to refuse after a reboot. An agent that starts beside
-another one takes over when that one ends. --cleanup removes everything.
+The agent restores its kernel objects within a second. As soon as a network is allocated to a peer, the node refuses packets for it that cannot
+use the tunnel. It continues to do so when the agent ends, which leaves everything in
+place, and after a reboot, by the networks stored in --state-directory. An agent that
+starts while another one runs takes over when that one ends. --cleanup removes everything.
 
 It needs CAP_NET_ADMIN, the host's network, and dnsPolicy Default for the node's own DNS
 servers; probes have "host: 127.0.0.1".`, kernel.OverlayDevice, kernel.OverlayPort),
@@ -119,16 +118,16 @@ servers; probes have "host: 127.0.0.1".`, kernel.OverlayDevice, kernel.OverlayPo
 		},
 	}
 	f := cmd.Flags()
-	f.StringVar(&kubeconfig, "kubeconfig", "", "how to reach the API server; without it as a Pod does")
+	f.StringVar(&kubeconfig, "kubeconfig", "", "kubeconfig file (default: the Pod's ServiceAccount)")
 	f.StringVar(&namespace, "namespace", "", "namespace of the installation (default: $POD_NAMESPACE, else "+deploy.Namespace+")")
-	f.StringVar(&o.Node, "node-name", os.Getenv("NODE_NAME"), "name of the Node on which this runs")
-	cli.AddChoiceFlag(cmd, &level, "log-level", "info", "how much is logged", "debug", "info", "warn", "error")
-	f.StringVar(&o.MetricsAddress, "metrics-address", agentMetricsAddress, "host:port of /metrics, /healthz and /readyz; empty for none")
+	f.StringVar(&o.Node, "node-name", os.Getenv("NODE_NAME"), "name of this Node")
+	cli.AddChoiceFlag(cmd, &level, "log-level", "info", "minimum level of log lines", "debug", "info", "warn", "error")
+	f.StringVar(&o.MetricsAddress, "metrics-address", agentMetricsAddress, "TCP address of /metrics, /healthz and /readyz; empty disables it")
 	secure.add(f)
-	f.StringVar(&o.StatusAddress, "status-address", agentStatusAddress, "host:port of /status; empty for none")
-	f.StringVar(&o.StateDirectory, "state-directory", "", "where to keep what is refused after a reboot until the API server answers; empty: nowhere")
+	f.StringVar(&o.StatusAddress, "status-address", agentStatusAddress, "TCP address of /status; empty disables it")
+	f.StringVar(&o.StateDirectory, "state-directory", "", "directory for the networks to refuse after a reboot until the API server answers; empty disables it")
 	f.StringVar(&o.Resolvers, "resolv-conf", "/etc/resolv.conf", "file with the DNS servers of the node")
-	f.BoolVar(&started, "started", false, "say by the exit code whether the agent of this Pod ($POD_UID) runs, or could follow the one that does: a startup probe")
-	f.BoolVar(&cleanup, "cleanup", false, "remove everything that route agents made on this node, and end")
+	f.BoolVar(&started, "started", false, "startup probe: exit with 0 if the agent of this Pod ($POD_UID) runs, or is ready to take over from another one")
+	f.BoolVar(&cleanup, "cleanup", false, "remove everything that route agents created on this node, and exit")
 	return cmd
 }

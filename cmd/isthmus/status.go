@@ -31,16 +31,15 @@ func newStatusCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "status",
 		Short: "Show the peerings of a cluster, or the peers of the gateway on this machine",
-		Long: `Where there is a kubeconfig, show the peerings of the cluster: under which ranges
-the clusters see each other, how the peer is reached, and what is wrong. Managers and
-gateways are found by the Leases that they renew, route agents by the Pods on all
-nodes. The exit code is 1 when a peering is
-not ready, or a component that peerings need does not work.
+		Long: `With a kubeconfig, show the peerings of the cluster: the networks by which the clusters
+see each other, the address of the peer's gateway, and problems. The command finds
+managers and gateways by the Leases that they renew, and route agents by the Pods on all
+nodes. The exit code is 1 if a peering is not ready, or if a component that peerings need
+does not work.
 
-With --gateway, or where there is no cluster, ask the gateway that runs on this
-machine for its peers: how each is reached, when it was last heard, and what was
-dropped. The exit code is 1 when a peer does not answer or a configuration is not
-in force.`,
+With --gateway, or without a cluster, show the peers of the gateway on this machine: their
+addresses, when each was last heard, and dropped packets. The exit code is 1 if a peer
+does not answer or the configuration is not in force.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if aboutCluster(cmd) {
@@ -74,15 +73,15 @@ in force.`,
 		},
 	}
 	addAccessFlags(cmd, &access, "", "")
-	cli.AddOutputFlag(cmd, &output, "print more, or for programs", "wide")
-	cmd.Flags().Bool("gateway", false, "the gateway on this machine, not the cluster")
+	cli.AddOutputFlag(cmd, &output, "wide prints more columns; json and yaml are for programs", "wide")
+	cmd.Flags().Bool("gateway", false, "use the gateway on this machine, not the cluster")
 	addAddressFlag(cmd, &address)
-	cmd.Flags().IntVar(&flows, "flows", 0, "the gateway, and up to so many of its NAT flows")
+	cmd.Flags().IntVar(&flows, "flows", 0, "show the gateway, and up to this many of its NAT flows")
 	return cmd
 }
 
 func addAddressFlag(cmd *cobra.Command, address *string) {
-	cmd.Flags().StringVar(address, "address", file.DefaultStatusAddress, "the gateway's statusAddress")
+	cmd.Flags().StringVar(address, "address", file.DefaultStatusAddress, "status address of the gateway (--status-address)")
 }
 
 // ask gets a path from the running gateway.

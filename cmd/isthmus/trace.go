@@ -22,27 +22,27 @@ func newTraceCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "trace SRC[:PORT] DST[:PORT] [tcp|udp|icmp]",
 		Short: "Say what would happen to a packet",
-		Long: `Say which way a packet takes and where it ends: which peer, which rule, which
-rewrite, or why it would be dropped. Nothing is sent.
+		Long: `Show the path of a packet without sending it: the peer, the rule and the rewritten
+addresses, or the reason why it would be dropped.
 
-Where there is a kubeconfig, follow it through the cluster, as its objects say: the
-node of the pod, the gateway, the tunnel, and with --remote-context the other side;
-and then the answer back. SRC and DST are addresses, NAMESPACE/POD, svc/NAME or
-svc/NAMESPACE/NAME; svc means the first ready endpoint of that Service. SRC is in this
-cluster. If the other cluster is given, a name as DST is one of that cluster. DST may
-also be the name in clusterset.local of a Service that this cluster imports. Then the
-first line shows the endpoint that the packet goes to, and the number of endpoints in
-each cluster. An endpoint of the other cluster is preferred, then one of any peer.
+With a kubeconfig, the path is computed from the cluster's objects: the pod's node, the
+gateway, the tunnel, with --remote-context the other cluster, and the way back of the
+answer. SRC and DST are addresses, NAMESPACE/POD, svc/NAME or svc/NAMESPACE/NAME; svc
+means the first ready endpoint of that Service. SRC is in this cluster. A name as DST is in
+the other cluster, if that is given. DST may also be the name in clusterset.local of a
+Service that this cluster imports. The first line then shows the chosen endpoint, and the
+number of endpoints in each cluster. Endpoints of the other cluster come first, then those
+of any peer.
 
-With --gateway or --address ask the NAT engine of the gateway that runs on this
-machine, which knows its flows; with --config an engine with the configuration of a
-directory. Addresses are those that the packet has when it reaches the gateway then.
-Outbound, that is our pod and the peer's pod as we see it. Inbound, it is the peer's
-pod as we see it and our pod as the peer sees it. Without --direction it is the one
-that makes sense. For ICMP a port is the identifier of an echo request.
+With --gateway or --address, the NAT engine of the gateway on this machine answers, with
+its flows; with --config, an engine with the configuration in a directory. SRC and DST
+are then the addresses with which the packet reaches the gateway. Outbound, these are our
+pod and the peer's pod as we see it. Inbound, they are the peer's pod as we see it and
+our pod as the peer sees it. Without --direction the command chooses the one that matches.
+For ICMP the port is the identifier of an echo request.
 
-It ends with "the peer is down", and why, when it is. The exit code is 1 when the
-packet would not arrive, and 0 also when it leaves for a peer that is not asked.`,
+If the peer is down, the last line says so, with the reason. The exit code is 1 if the
+packet would not arrive, and 0 if it arrives, or leaves for a peer that is not checked.`,
 		Example: `  isthmus trace --context paris shop/web-0 10.246.1.20:80
   isthmus trace --context paris --remote-context oslo shop/web-0 db/postgres-0:5432
   isthmus trace --context paris shop/web-0 shop.prod.svc.clusterset.local:80
@@ -111,10 +111,10 @@ packet would not arrive, and 0 also when it leaves for a peer that is not asked.
 	}
 	addAccessFlags(cmd, &local, "", "")
 	addAccessFlags(cmd, &remote, "remote-", " of the other cluster")
-	cmd.Flags().Bool("gateway", false, "the gateway on this machine, not the cluster")
+	cmd.Flags().Bool("gateway", false, "use the gateway on this machine, not the cluster")
 	addAddressFlag(cmd, &address)
 	cmd.Flags().StringVar(&dir, "config", "", "use the configuration in this directory instead of a cluster or the running gateway")
-	cli.AddChoiceFlag(cmd, &direction, "direction", "", "out is towards the tunnel, in is from it; of a cluster, only the packet, or only its answer", "out", "in")
+	cli.AddChoiceFlag(cmd, &direction, "direction", "", "out means towards the tunnel, in from it; with a kubeconfig, show only the packet (out) or only its answer (in)", "out", "in")
 	cli.AddOutputFlag(cmd, &output, "print for programs")
 	return cmd
 }

@@ -16,15 +16,15 @@ func newUninstallCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "uninstall",
 		Short: "Take Isthmus away from a cluster",
-		Long: `Remove Isthmus from a cluster, in this order: peerings; components; their objects in
-the kernel of each node, by a Pod on each; rights, custom resource definitions and
-the namespace. Nodes refuse packets for peers until their kernels are cleaned, so
-nothing leaves in the clear meanwhile.
+		Long: `Remove Isthmus from a cluster in this order: peerings; components; their objects in the
+kernel of each node, by a Pod there; rights, custom resource definitions and the
+namespace. Until its kernel is cleaned, a node refuses packets for peers, so nothing leaves
+in the clear meanwhile.
 
-The same command resumes an interrupted one. It also repairs a wrong order, such as a
-namespace that was deleted before the peerings: set --image then, because nothing in
-the cluster names the image that cleans the nodes. With --force it waits neither for
-peers nor for nodes that are away, and reports what may stay there.`,
+Run the command again if it was interrupted, or if somebody deleted the namespace before
+the peerings. In the latter case set --image, because nothing in the cluster names the
+image that cleans the nodes. With --force it waits neither for peers nor for nodes that
+are away, and reports what may remain there.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if o.Timeout <= 0 {
@@ -39,9 +39,9 @@ peers nor for nodes that are away, and reports what may stay there.`,
 		},
 	}
 	addAccessFlags(cmd, &access, "", "")
-	cmd.Flags().BoolVar(&o.Force, "force", false, "do not wait for peers and nodes that are away; say what may stay there")
-	cmd.Flags().BoolVar(&o.KeepDefinitions, "keep-crds", false, "leave the custom resource definitions and their objects, such as the IPAM state")
-	cmd.Flags().BoolVar(&o.BeforeHelm, "before-helm", false, "leave to Helm what it installed, but for the workloads: the chart's pre-delete hook does this")
+	cmd.Flags().BoolVar(&o.Force, "force", false, "do not wait for peers and nodes that are away; report what may remain there")
+	cmd.Flags().BoolVar(&o.KeepDefinitions, "keep-crds", false, "keep the custom resource definitions and their objects, such as the IPAM state")
+	cmd.Flags().BoolVar(&o.BeforeHelm, "before-helm", false, "remove only the workloads and what Helm did not install: for the chart's pre-delete hook")
 	cmd.Flags().StringVar(&o.Image, "image", "", "image that cleans the nodes (default that of the route agents)")
 	cmd.Flags().DurationVar(&o.Timeout, "timeout", 5*time.Minute, "how long to wait")
 	return cmd

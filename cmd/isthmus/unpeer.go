@@ -19,16 +19,16 @@ func newUnpeerCommand() *cobra.Command {
 		Long: `End a peering: in both clusters with --remote-context, or in one with the
 NAME of its Peering or of the other cluster. First the other cluster's rights are
 revoked (with --remote-context all but those to withdraw what it published); then
-the Peerings are deleted and the managers remove their objects; then the rest of the
-rights, identities and namespaces follows. Two clusters that are not peered are no error;
-an unknown NAME is.
+the Peerings are deleted and the managers remove their objects; then the
+remaining rights, identities and namespaces follow. It is no error if the two clusters are
+not peered; an unknown NAME is one.
 
-A manager waits for the other cluster's API server, so that none of our objects stay
-there. With --force it does not wait, and reports what may stay. Where no manager
-runs, --force does the manager's work.
+A manager waits for the other cluster's API server, so that none of our objects remain
+there. With --force it does not wait, and reports what may remain. If no manager runs,
+--force does the manager's work.
 
-For 24 hours more, nodes refuse the networks of the other cluster, and no other
-cluster gets them.`,
+For 24 hours, nodes still refuse the networks of the other cluster, and no other cluster
+gets them.`,
 		Example:           "  isthmus unpeer --context paris --remote-context oslo\n  isthmus unpeer --context paris oslo --force",
 		Args:              cobra.MaximumNArgs(1),
 		ValidArgsFunction: completePeering(&local),
@@ -59,7 +59,7 @@ cluster gets them.`,
 	}
 	addAccessFlags(cmd, &local, "", "")
 	addAccessFlags(cmd, &remote, "remote-", " of the other cluster")
-	cmd.Flags().BoolVar(&o.Force, "force", false, "do not wait for the other cluster; say what may stay there")
+	cmd.Flags().BoolVar(&o.Force, "force", false, "do not wait for the other cluster; report what may remain there")
 	cmd.Flags().DurationVar(&o.Timeout, "timeout", time.Minute, "how long to wait")
 	return cmd
 }

@@ -24,33 +24,34 @@ func newVerifyCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "verify --context A --remote-context B",
 		Short: "Send traffic between two clusters from pods made for it, and say what arrives",
-		Long: `Make Pods in the namespace of the installation of both clusters, on the node of the
-active gateway and on another one, in the pod network and in the host network. Have
-each send to every pod of the other cluster, both ways: ICMP, UDP and TCP, from
-little to more than the MTU. Besides, ping the mapped addresses of the other cluster,
-and connect to the TCP ports of Services that have endpoints there, by address and by
-name, up to 16 of each. Connect to the first TCP port of Services imported from the
-other cluster, up to 16 each way: by the name in clusterset.local, which any exporter
-may answer, and at one endpoint of the other cluster. A target that does not answer in
-its own cluster either does not count as failed. Say what was answered, how fast, and
-from which address the receiver saw it come. The Pods run the image of the gateway and
-are deleted at the end, also of an interrupted run.
+		Long: `Test the traffic between two clusters with temporary Pods. Both clusters get them in the
+namespace of the installation: on the node of the active gateway and on another one, in
+the pod network and in the host network. Each Pod sends ICMP, UDP and TCP to every Pod of
+the other cluster, with sizes from small to beyond the MTU. In addition, the Pods
+- ping the mapped addresses of the other cluster;
+- connect to TCP ports of Services with endpoints there, by address and by name, up to 16
+  of each;
+- connect to the first TCP port of Services imported from the other cluster, up to 16 each
+  way: by the name in clusterset.local, which any exporter may answer, and at one endpoint
+  of the other cluster.
 
---pod and --remote-pod take Pods that are there instead, in whatever namespace, so that
-the policies for these count. Each gets an ephemeral container that asks for no rights,
-and that ends with the run; Kubernetes keeps its record until the Pod goes. It echoes at
-port 7468 of the Pod meanwhile. Pings between Pods are left out where a Pod may not send
-them (sysctl net.ipv4.ping_group_range), and of those to mapped addresses nothing is
-known; --only icmp asks for all.
+A target that does not answer in its own cluster either does not count as failed. The
+command prints each answer, its time, and the source address that the receiver saw. The
+Pods run the gateway's image and are deleted at the end, even if you interrupt it.
 
---continuous goes on until it is interrupted, with one small UDP packet a second
-between all of them, and counts what is lost; -o json prints the counts at the end.
+--pod and --remote-pod use existing Pods of any namespace instead, with the network
+policies for these. Each gets an ephemeral container without rights, which echoes at port
+7468 of the Pod and ends with the run; Kubernetes keeps its record until the Pod is
+deleted. If a Pod may not send pings (sysctl net.ipv4.ping_group_range), pings between
+Pods are left out, and those to mapped addresses are unknown; --only icmp tries all.
 
-The exit code is 0 when everything was answered, 1 when something was not, and 2
-when a cluster could not be asked or the two are not peered. A Pod that could not be
-told to send, since its node or the API server was away, has lost nothing: that is
-counted apart as unknown, with exit code 2 where nothing failed; by --continuous,
-where nothing was sent at all.`,
+--continuous sends one small UDP packet a second between all Pods until you interrupt it,
+and counts lost packets; -o json prints the counts at the end.
+
+The exit code is 0 if all targets answered, 1 if one did not, and 2 if a cluster could
+not be reached or the two are not peered. If a Pod could not be told to send, because its
+node or the API server was away, its packets count as unknown, not as lost. The exit code
+is then 2 if nothing failed; with --continuous only if nothing was sent at all.`,
 		Example: "  isthmus verify --context paris --remote-context oslo\n" +
 			"  isthmus verify --context paris --remote-context oslo --only pod,tcp,out --sizes 1400,9000\n" +
 			"  isthmus verify --context paris --remote-context oslo --pod shop/web-0 --remote-pod db/postgres-0\n" +
@@ -121,14 +122,14 @@ where nothing was sent at all.`,
 	}
 	addAccessFlags(cmd, &local, "", "")
 	addAccessFlags(cmd, &remote, "remote-", " of the other cluster")
-	cmd.Flags().StringSliceVar(&only, "only", nil, "not all: tcp, udp or icmp; from the pod or the host network; out is from A to B, in the other way")
+	cmd.Flags().StringSliceVar(&only, "only", nil, "only some: tcp, udp or icmp; pod or host network; out (from A to B) or in")
 	_ = cmd.RegisterFlagCompletionFunc("only", cobra.FixedCompletions(verify.Words, cobra.ShellCompDirectiveNoFileComp)) // fails for a flag that is not there
-	cmd.Flags().IntSliceVar(&sizes, "sizes", nil, "octets to send instead of those chosen by protocol: 56 to 4000, by TCP 500000; UDP sends at least 96, ICMP 16")
-	cmd.Flags().StringSliceVar(&o.To, "to", nil, "besides what is found, ping HOST, or connect to HOST:PORT, from the Pods in A")
-	cmd.Flags().StringSliceVar(&o.Pods, "pod", nil, "send from and to this Pod of A, NAMESPACE/NAME, instead of Pods made for it")
-	cmd.Flags().StringSliceVar(&o.RemotePods, "remote-pod", nil, "the same for B")
+	cmd.Flags().IntSliceVar(&sizes, "sizes", nil, "octets to send (default 56 to 4000, TCP up to 500000); UDP sends at least 96, ICMP 16")
+	cmd.Flags().StringSliceVar(&o.To, "to", nil, "also ping HOST, or connect to HOST:PORT, from the Pods in A")
+	cmd.Flags().StringSliceVar(&o.Pods, "pod", nil, "use this Pod of A, NAMESPACE/NAME, instead of temporary Pods")
+	cmd.Flags().StringSliceVar(&o.RemotePods, "remote-pod", nil, "use this Pod of B, NAMESPACE/NAME, instead of temporary Pods")
 	cmd.Flags().StringVar(&o.Image, "image", "", "image of the Pods (default that of the gateway in each cluster)")
-	cmd.Flags().BoolVar(&continuous, "continuous", false, "go on until interrupted, and count what is lost")
+	cmd.Flags().BoolVar(&continuous, "continuous", false, "send until interrupted, and count lost packets")
 	cli.AddOutputFlag(cmd, &output, "print for programs", "junit")
 	return cmd
 }
@@ -222,7 +223,7 @@ func newProbeCommand() *cobra.Command {
 		},
 	}
 	cmd.Flags().Uint16Var(&echo, "echo", 0, "TCP and UDP port to echo at; 0: none")
-	cmd.Flags().DurationVar(&idle, "idle", 0, "end when nobody has told anything for so long; 0: never")
+	cmd.Flags().DurationVar(&idle, "idle", 0, "exit after this time without a command; 0: never")
 	cmd.Flags().Uint16Var(&control, "control", 0, "TCP port of the loopback address")
 	return cmd
 }

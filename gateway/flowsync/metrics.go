@@ -12,11 +12,11 @@ var families metric.Catalogue
 func Families() []*metric.Family { return families.Families() }
 
 var (
-	familyCopied  = families.Gauge("gateway_copied_flows", "NAT flows of the active gateway that this standby has a copy of; 0 of the active one.")
-	familyAge     = families.Gauge("gateway_copied_flows_age_seconds", "For how long the copy of a standby may have been incomplete; up to a second while the active gateway tells it every change. The active one has no series.")
-	familyAdopted = families.Counter("gateway_adopted_flows_total", "NAT flows of a gateway before this one that this one goes on with.")
-	familyRefused = families.Counter("gateway_unadopted_flows_total", "NAT flows of a gateway before this one that this one does not go on with, by reason: their connections may break.", "reason")
-	familyOmitted = families.Counter("gateway_uncopied_flows_total", "NAT flows of the active gateway that a standby has left out of its copy, because that was full.")
+	familyCopied  = families.Gauge("gateway_copied_flows", "NAT flows of the active gateway that this standby has copied; 0 at the active one.")
+	familyAge     = families.Gauge("gateway_copied_flows_age_seconds", "How long the copy of a standby may have been incomplete; up to a second while it receives all changes. The active gateway has no series.")
+	familyAdopted = families.Counter("gateway_adopted_flows_total", "NAT flows of the previous gateway that this gateway continues.")
+	familyRefused = families.Counter("gateway_unadopted_flows_total", "NAT flows of the previous gateway that this gateway cannot continue, by reason. Their connections may break.", "reason")
+	familyOmitted = families.Counter("gateway_uncopied_flows_total", "NAT flows of the active gateway that a standby did not copy, because its copy was full.")
 )
 
 // Describe implements prometheus.Collector.

@@ -18,8 +18,8 @@ import (
 )
 
 // ExitCodes is what help says about them.
-const ExitCodes = `Exit codes: 0 all is fine; 1 a problem was found, or the command could not do its work;
-2 it was used wrongly, or what it asks could not be reached.`
+const ExitCodes = `Exit codes: 0 success; 1 the command found a problem or failed; 2 wrong usage, or a
+cluster or gateway could not be reached.`
 
 // Exit codes.
 const (

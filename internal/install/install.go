@@ -46,7 +46,7 @@ type Options struct {
 	Version string
 	// ConfigureDNS adds the zone of services to the Corefile of CoreDNS, or takes it back; nil changes nothing.
 	ConfigureDNS *bool
-	// Wait is how long to wait until the components run; 0: not at all.
+	// Wait is how long to wait until the components run; 0: do not wait.
 	Wait time.Duration
 	// Report gets a line for each object, each thing that was found out and each step of the wait.
 	Report func(line string)

@@ -322,12 +322,12 @@ func (f Filter) Chains() []FilterChain {
 // DropReasons are the reasons for which rules of a Filter and of a Bridge drop, each with a sentence.
 var DropReasons = []struct{ Reason, Explain string }{
 	{"in_the_clear", "it is for a peer and would leave by a device that is not ours"},
-	{"forged_source", "a pod sends as a peer, as a pod of another node, or, to a peer, as a host that its device does not lead to"},
-	{"peer_to_node", "a peer sends to the node itself, or to a port of it that leads elsewhere"},
-	{"overlay_source", "it came to the overlay's port from no node or gateway, or by a device that does not lead there"},
-	{"overlay_port", "a pod, or a peer through us, sends to the overlay's port"},
-	{"bridged_overlay_port", "a pod on a bridge sends to the overlay's port of a gateway, or hides that by VLAN tags"},
-	{"overlay_stranger", "neither of its ends, or both, are a peer's, in the overlay"},
+	{"forged_source", "a pod sends with the address of a peer or of another node's pod, or to a peer with an address that its device does not lead to"},
+	{"peer_to_node", "a peer sends to the node itself, or to a NodePort or hostPort"},
+	{"overlay_source", "its sender to the overlay's port is not a node or gateway, or it came by another device than that leads there"},
+	{"overlay_port", "a pod or a peer sends to the overlay's port"},
+	{"bridged_overlay_port", "a pod on a bridge sends to a gateway's overlay port, possibly with VLAN tags"},
+	{"overlay_stranger", "in the overlay, neither or both of its addresses belong to peers"},
 }
 
 // A FilterSet is a set of the table, as nft(8) takes it.

@@ -81,7 +81,7 @@ func (f *Family) Options() prometheus.CounterOpts {
 // Common has what every component serves.
 var Common Catalogue
 
-var build = Common.Gauge("build_info", "Always 1; the labels say what runs.", "version", "goversion")
+var build = Common.Gauge("build_info", "Always 1; the labels have the versions of Isthmus and Go.", "version", "goversion")
 
 // Build collects isthmus_build_info.
 func Build(version string) prometheus.Collector { return buildInfo(version) }

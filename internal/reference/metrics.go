@@ -21,13 +21,13 @@ func metrics(string) (string, error) {
 	b.WriteString("# Metrics\n\n")
 	fmt.Fprintf(&b, generated, "the families that the components declare")
 	b.WriteString(`All components serve Prometheus metrics at ` + "`/metrics`" + `, by default at a loopback address: the manager on port 5876, the gateway on
-5872, the route agent on 5874. [security.md](security.md) says how a Prometheus is let in. The chart has a PodMonitor for each
+5872, the route agent on 5874. [security.md](security.md) describes who may read them. The chart has a PodMonitor for each
 component (` + "`metrics.podMonitor`" + `), alerts (` + "`metrics.prometheusRule`" + `) and a Grafana dashboard (` + "`metrics.dashboard`" + `).
 
-A series is there when there is something to say: counters of drops, events and results from the first one on, times once
-the thing has happened, series of a peer as long as the peer is configured. "Receive" and "inbound" are from the tunnel,
-"transmit" and "outbound" towards it. The label ` + "`peer`" + ` is the cluster ID, which ` + "`isthmus_peer_info`" + ` joins with the name. CPU time is not
-known by peer, since all peers share the goroutines that move packets; ` + "`process_cpu_seconds_total`" + ` has that of the gateway, which the
+A counter of drops, events or results has a series from the first one on, a timestamp once the event has
+happened, and a metric of a peer as long as the peer is configured. "Receive" and "inbound" mean from the
+tunnel, "transmit" and "outbound" towards it. The label ` + "`peer`" + ` is the cluster ID, which ` + "`isthmus_peer_info`" + ` joins with the name.
+There is no CPU time by peer, because all peers share the goroutines that move packets; ` + "`process_cpu_seconds_total`" + ` has that of the gateway, which the
 dashboard divides by packets.
 
 `)
@@ -35,11 +35,11 @@ dashboard divides by packets.
 		title, about string
 		families     []*metric.Family
 	}{
-		{"All components", "Besides, those of the Go runtime (`go_*`) and of the process (`process_*`).", metric.Common.Families()},
+		{"All components", "All components also have the metrics of the Go runtime (`go_*`) and of the process (`process_*`).", metric.Common.Families()},
 		{"Gateway", "Of the active gateway, and of one that is configured by files.", gateway.Families()},
 		{"Gateway in a cluster", "Of active and standby gateways.", slices.Concat(kube.Families(), flowsync.Families())},
 		{"Route agent", "", routeagent.Families()},
-		{"Manager", "Besides, those of controller-runtime (`controller_runtime_*`, `workqueue_*`, `rest_client_*`, `leader_election_*`).", manager.Families()},
+		{"Manager", "The manager also has the metrics of controller-runtime (`controller_runtime_*`, `workqueue_*`, `rest_client_*`, `leader_election_*`).", manager.Families()},
 	} {
 		fmt.Fprintf(&b, "## %s\n\n", c.title)
 		if c.about != "" {

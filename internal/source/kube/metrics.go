@@ -24,20 +24,20 @@ var families metric.Catalogue
 func Families() []*metric.Family { return families.Families() }
 
 var (
-	familyActive    = families.Gauge("gateway_active", "1 if this replica is the active one.")
+	familyActive    = families.Gauge("gateway_active", "1 if this gateway is active.")
 	familyContact   = families.Gauge("gateway_lease_contact_timestamp_seconds", "When the Lease was last read or written; no series before the first time.")
-	familySourceOK  = families.Gauge("gateway_source_ok", "1 if key and objects can be used, 0 if an older configuration stays in force or there is none yet.")
-	familyMemory    = families.Gauge("gateway_from_snapshot", "1 if this replica carries on with the snapshot of its state directory, because the API server does not answer.")
-	familyLeftOut   = families.Gauge("gateway_left_out_objects", "Objects of which something is wrong, and is left out.", "kind")
-	familyTakeovers = families.Counter("gateway_takeovers_total", "How often this replica became the active one.")
+	familySourceOK  = families.Gauge("gateway_source_ok", "1 if key and objects are valid, 0 if an older configuration stays in force or there is none yet.")
+	familyMemory    = families.Gauge("gateway_from_snapshot", "1 if this gateway runs with the snapshot in its state directory, because the API server does not answer.")
+	familyLeftOut   = families.Gauge("gateway_left_out_objects", "Objects that are ignored, in whole or in part, because they are invalid.", "kind")
+	familyTakeovers = families.Counter("gateway_takeovers_total", "How often this gateway became active.")
 	familyWrites    = families.Counter("gateway_api_writes_total", "Writes to the API server, by kind of object and by result.", "kind", "result")
 	familyStandbys  = families.Gauge("gateway_standbys", "Other gateways that answer the active one and can take over. A standby, and a gateway without another Pod, has no series.")
 	familyVoters    = families.Gauge("gateway_voters", "Nodes that vote on which gateway is active; 0: the Lease decides.")
 	familyVotes     = families.Gauge("gateway_voters_heard", "Nodes that vote and have answered this gateway within 0.9 s.")
-	familyKeyAge    = families.Gauge("gateway_key_age_seconds", "Age of the WireGuard private key. Of the active gateway alone.")
-	familyRotating  = families.Gauge("gateway_key_rotation_age_seconds", "How long the rotation of the key in progress has taken so far; 0: there is none. Of the active gateway alone.")
-	familyLaggards  = families.Gauge("gateway_key_laggards", "Peers without a session with the next key, while the key rotates. Of the active gateway alone.")
-	familyRefused   = families.Counter("gateway_questions_refused_total", "Datagrams between gateways (UDP 5870) that were refused, by reason; unread: the kernel dropped them because too many came.", "reason")
+	familyKeyAge    = families.Gauge("gateway_key_age_seconds", "Age of the WireGuard private key. Only of the active gateway.")
+	familyRotating  = families.Gauge("gateway_key_rotation_age_seconds", "Age of the current rotation of the key; 0: there is none. Only of the active gateway.")
+	familyLaggards  = families.Gauge("gateway_key_laggards", "Peers without a session with the next key, while the key rotates. Only of the active gateway.")
+	familyRefused   = families.Counter("gateway_questions_refused_total", "Datagrams between gateways (UDP 5870) that were refused, by reason; unread: dropped by the kernel in a flood.", "reason")
 )
 
 func newGatewayMetrics(g *Gateway) *gatewayMetrics {
