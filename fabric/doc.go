@@ -1,22 +1,22 @@
-// Package fabric says what should be: it turns a complete snapshot of wishes (Intent) into what the
-// gateway has to make true (Gateway). Everything in it is a function of its arguments; nothing does
-// I/O, reads a clock or logs, and the input order never matters.
+// Package fabric computes the desired state: it turns a complete snapshot of the objects (Intent)
+// into the state that the gateway has to apply (Gateway). All its functions are pure: they do no
+// I/O, read no clock, write no log, and do not depend on the order of their input.
 //
 //	TunnelEndpoint ─ PeerFrom ─┐
 //	                           ├─ Attach ─► Intent ─ GatewayFor ─► Gateway
 //	NatMapping ─ MappingsFrom ─┘               │                     ├─ Peers: WireGuard peer, NAT rules, probe
 //	                                           └► []Problem          └─ RoutePrefixes
 //
-// Liqo's JSON ends in liqo.go: the literal "None", the map of strings called backend_config and
-// addresses in text form are read and written there only. Inside, addresses are netip values and
-// the zero netip.Prefix means absent.
+// Only liqo.go reads and writes the oddities of Liqo's JSON: the literal "None", the map of strings
+// backend_config, and addresses as text. Elsewhere addresses are netip values, and the zero
+// netip.Prefix means absent.
 //
 // The notation in comments is that of Liqo's fabric, seen from our cluster A with a peer B: Pa and
 // Xa are our PodCIDR and ExternalCIDR, Pa@B and Xa@B the same two as B sees them, Pb@A and Xb@A
 // those of B as we see them.
 //
-// Whatever is refused is a Problem that names the object, the field, what was found and what is
-// wanted. A refused peer or mapping never stops the others.
+// A refusal is a Problem that names the object, the field, the value found and the value expected.
+// A refused peer or mapping never affects the others.
 //
 // All functions may be called concurrently. Arguments are only read; results share no memory with
 // them.

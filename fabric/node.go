@@ -45,24 +45,23 @@ func OverlayAddr(node netip.Addr) netip.Addr {
 	return netip.AddrFrom4(a)
 }
 
-// NodeFor decides what our node has to be.
+// NodeFor computes the desired kernel state of our node.
 //
-// Where the gateway is a Pod with a network of its own, all nodes are the same: packets for a remote
-// network go through the overlay to the Pod, and come out of it for the node's own pods.
+// If the gateway is a Pod with its own network, all nodes are alike: packets for a remote network
+// go through the overlay to that Pod, and packets for the node's own pods come from it.
 //
-// Where it has the host's network, packets for a remote network go from a node without the gateway
-// through the overlay to the gateway's node. On the gateway's node packets from a remote network go through the overlay to the
-// pod's node: the way its answers come, so that neither strict rp_filter nor a cloud's
-// anti-spoofing sees an address where it does not expect it. Traffic within the cluster is not
-// touched.
+// If the gateway has the host's network, other nodes send packets for a remote network through the
+// overlay to the gateway's node. That node sends packets from a remote network through the overlay
+// to the pod's node. Requests and answers take the same path, so neither strict rp_filter nor a
+// cloud's anti-spoofing sees an unexpected address. Traffic within the cluster does not change.
 //
-// Packets for a network of a peer leave on these ways only. Where there is none (no gateway yet,
-// IPv6 on another node, a peer that GatewayFor refuses) they are refused, from the grant of the
-// network on, and so is what a peer may send to pods that the overlay does not reach.
+// Packets for a network of a peer leave only on these paths. Without a path (no gateway yet, IPv6
+// on another node, a peer that GatewayFor refuses) they are refused from the allocation of the
+// network on. Packets of a peer to pods that the overlay does not reach are refused, too.
 //
-// Which peers count is decided by GatewayFor, as in the gateway. A node's address in a network of a
-// peer is not believed. Of two nodes with one overlay address the older one has it. When our node
-// is not among in.Nodes, the State only refuses, and one Problem says so.
+// GatewayFor decides which peers are valid, as in the gateway. An address of a node inside a peer's
+// network is ignored. If two nodes have the same overlay address, the older one keeps it. If our
+// node is not among in.Nodes, the State only refuses, and a Problem reports it.
 func NodeFor(in NodeIntent) (kernel.State, []Problem) { return new(Decider).NodeFor(in) }
 
 // A Decider decides one intent after the other. What it makes of the networks of peers, of which there are

@@ -39,22 +39,20 @@ func (n *PodNetwork) Sort() {
 // it without asking. No Node has such a name.
 func GatewayMAC(pod netip.Addr) kernel.MAC { return OverlayMAC("gateway " + pod.String()) }
 
-// GatewayPodFor decides what the network namespace of a gateway that is a Pod holds, so that packets
-// out of the overlay reach the TUNs, and what leaves a TUN reaches the node of its pod by the
-// overlay.
+// GatewayPodFor computes the kernel state of a gateway that is a Pod: packets from the overlay go
+// to the TUNs, and packets from a TUN go through the overlay to the node of their pod.
 //
 //	eth0 ═ VXLAN ═ isthmus.vxlan ─ table 4200 ─► isthmus0 (TUN)
 //	                     ◄──────── table 4201 ───────┘
 //
 // inUse and tunnels are as in GatewayHostFor, mtu is that of the TUNs and underlayMTU that of the
-// device with the Pod's address. Nothing else is forwarded, and what the Pod itself sends to a peer
-// is refused. The addresses by which nodes are found in the overlay are those that they have in the
-// underlay. Outer packets are believed when they come from nodes: from their InternalIPs and, since
-// a CNI may hide a node that talks to pods behind an address of its own, from those that its agent
-// has found among pods' addresses, and while pods are where podCIDRs say from the first two addresses
-// of these, which no pod has.
+// device with the Pod's address. Nothing else is forwarded, and packets that the Pod itself sends
+// to a peer are refused. The overlay finds nodes by their addresses in the underlay. Outer packets
+// are accepted only from nodes: from their InternalIPs; from the addresses that a node's agent has
+// found among those of pods, because a CNI may masquerade packets from a node to pods; and, if pods
+// have addresses of podCIDRs, from the first two addresses of each, which no pod has.
 //
-// A PodDecider decides the same for one PodNetwork after the other.
+// A PodDecider computes the same for successive PodNetworks, incrementally.
 func GatewayPodFor(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunnels, underlayMTU int, in PodNetwork) (kernel.State, []Problem) {
 	d := decidePod(peers, inUse, mtu, tunnels, underlayMTU, in)
 	return d.node, SortProblems(d.problems)

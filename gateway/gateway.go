@@ -205,11 +205,10 @@ func Run(ctx context.Context, o Options) error {
 	}
 }
 
-// Clear removes what a gateway left in the network namespace of the process: routes that lead
-// nowhere, which keep the traffic of its peers from leaving in the clear, but also from any other
-// way to them. It is for a process that does not become a gateway itself, where a route agent
-// refuses in its place, and for the end of an installation. What a gateway that lives has made
-// stays. podNetwork is as in Options.
+// Clear removes the refusing routes that a gateway left in the network namespace of the process.
+// They keep packets for its peers from leaving in the clear. It is for a process that does not
+// become a gateway, on a node whose route agent refuses such packets, and for the end of an
+// installation. It does not touch objects of a running gateway. podNetwork is as in Options.
 func Clear(podNetwork bool, log *slog.Logger) error {
 	h, err := rtnl.Open(ownerOf(podNetwork), log)
 	switch {

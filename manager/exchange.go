@@ -21,8 +21,8 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 )
 
-// Answers are the reconcilers that turn what both sides of each peering say into answers,
-// TunnelEndpoints and NatMappings:
+// Answers are the reconcilers that turn the NetworkConfigs of both sides of each peering into
+// answers, TunnelEndpoints and NatMappings:
 //
 //	copy ─ AnswerReconciler ─► status of the copy, grant in the books ─┐
 //	original with the peer's answer ──────────────────────────────────┴─ TunnelEndpointReconciler ─► TunnelEndpoint

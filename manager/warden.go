@@ -36,14 +36,14 @@ const (
 // reasonNotRefused is that of the Event about a node that does not refuse what was granted.
 const reasonNotRefused = "NotRefused"
 
-// A Warden knows which of the networks in the books all nodes refuse, so that nobody is told of one
-// that a node would still send out in the clear:
+// A Warden is the convergence gate: it knows which allocated networks all nodes refuse, so that the
+// manager publishes no network that a node would still send to in the clear:
 //
 //	books ─► NetworkAllocation ─► route agent refuses it ─► NodeNetworks.spec.refusedResourceVersion ─► Warden ─► answer, TunnelEndpoint
 //
-// An agent that reports a resourceVersion refuses what the objects up to that one name. Nodes that have never
-// reported one have no agent, and are not waited for. One for which somebody has waited in vain is not
-// waited for again until it reports another.
+// An agent that reports a resourceVersion refuses the networks of all objects up to that version.
+// The gate does not wait for a node that never reported one: it has no agent. After it has waited
+// for a node in vain, it does not wait for that node again until the node reports a new version.
 //
 // Its methods may be called concurrently.
 type Warden struct {

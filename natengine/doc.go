@@ -1,6 +1,6 @@
-// Package natengine is packet in, verdict out: it decides for each packet that crosses a gateway
-// which peer it belongs to, whether it may pass, and what address of ours it shows on the other
-// side. It knows no kernel, no clock and no I/O.
+// Package natengine takes a packet and returns a verdict. For each packet through a gateway it
+// finds the peer, decides whether the packet may pass, and translates the addresses of our side. It
+// uses no kernel, no clock and no I/O.
 //
 //	                 cluster A                            tunnel to peer B
 //	Outbound   a      ─► b@A     prefix map, stateless    Pa ⇒ Pa@B     a@B   ─► b@A
@@ -13,21 +13,21 @@
 // The notation is that of Liqo's fabric: Pa@B are A's pods as B sees them, natIP is the network
 // address of Pa@B, x@B an address of A's ExternalCIDR as B sees it. Only addresses of our own side
 // are rewritten, the source on the way out and the destination on the way in. Everything is keyed
-// by peer and direction: two peers may see us under one range, and a peer may see us under the
-// range under which we see it, so that source and destination of a packet in the tunnel can be the
-// same address. No rule may therefore look at both ends as an unordered pair, and there is no LAND
+// by peer and direction: two peers may see us under the same range, and a peer and we may see each
+// other under the same range, so a packet in the tunnel may have the same address as source and
+// destination. Therefore no rule may treat the two as an unordered pair, and there is no LAND
 // check.
 //
 // # The path of a packet
 //
-// Outbound finds the peer by the destination, Inbound by the source, both by prefix. A pod that is
-// mapped 1:1 is done then, without state. The general path goes on with ICMP errors (by the packet
-// they quote), flows, mapped endpoints and NAPT. What no rule permits is dropped and counted under
-// one of the reasons in verdict.go; a peer reaches our pods as it sees them and mapped endpoints,
-// nothing else. A packet is never forwarded half rewritten, and one that is discarded is untouched.
-// The engine does not look at TTL, DSCP, ECN, IP options or the IP identification: the TTL is
-// counted down by the kernels on either side of the gateway. Nor does it compare sizes: whoever
-// sends a packet on does, and asks TooBig for the error when it exceeds the peer's MTU.
+// Outbound finds the peer by the destination, Inbound by the source, both by prefix. For a pod that
+// is mapped 1:1 that is all, without state. The general path continues with ICMP errors (by the
+// packet they quote), flows, mapped endpoints and NAPT. A packet that no rule permits is dropped
+// and counted by a reason of verdict.go; a peer reaches only our pods and mapped endpoints. A
+// packet is rewritten completely or, if it is dropped, not at all. The engine ignores TTL, DSCP,
+// ECN, IP options and the IP identification: the kernels on either side of the gateway decrement
+// the TTL. It does not check sizes either: the caller does, and gets the error from TooBig if a
+// packet exceeds the peer's MTU.
 //
 // Rules are an immutable table behind an atomic pointer. Flows live in a table per peer, which
 // survives a change of rules; a lookup takes no lock, a new flow takes the mutex of its peer.
@@ -54,48 +54,46 @@
 //	                                    at once
 //
 // A flow is half-open until packets were seen both ways (TCP: with ACK), and a TCP flow again after
-// a RST or two FINs. An established flow is never evicted. Queues of the half-open flows of each
-// peer and of each host, oldest first, make an eviction take the same time whatever there is; a
-// connection that was closed is back in them after the next Sweep.
+// a RST or two FINs. An established flow is never evicted. Each peer and each host has a queue of
+// its half-open flows, oldest first, so an eviction takes constant time. The next Sweep puts a
+// closed connection back into these queues.
 //
 // As each peer has its own table, fragment stores and share, a flood from or to one peer cannot
-// displace or block another's flows. Where MaxFlowsPerPeer times the number of peers exceeds
-// MaxFlows, a peer may use what others leave free and gives it back, half-open flows first, as soon
-// as one of them comes that has less than its equal share; what it has established beyond its share
-// stays, so that the others have at least MaxFlows less MaxFlowsPerPeer of it.
+// displace or block another's flows. If MaxFlowsPerPeer times the number of peers exceeds MaxFlows,
+// a peer may use the free flows of others. When a peer below its equal share needs one, half-open
+// flows of a peer above its share are evicted. Established flows beyond a share stay, so the other
+// peers always have at least MaxFlows - MaxFlowsPerPeer.
 //
-// The host of a flow is ours that opens it for a NAPT flow, and the peer's that opens it for a flow
-// to a mapped endpoint; the nodes of a peer, which all come from its NAPT address, are one. An
-// address of IPv6 is a host too, as each pod has one and those of a node share a prefix; who sends
-// from many has the bound of his peer. A mapping needs a flow, so that the quota also keeps one
-// host from taking all ports of the NAPT address: by default it may have a quarter of them at most
-// (RFC 6888, REQ-4). When all ports of a protocol are in use, a new mapping takes the port of the
-// oldest half-open flow. It fails only if all flows are established. Flows of forged sources stay
-// half-open, so they cannot use up the ports.
+// The host of a flow is the one that opens it: ours for a NAPT flow, the peer's for a flow to a
+// mapped endpoint. The nodes of a peer count as one host, because they share its NAPT address. Each
+// IPv6 address counts as a host; a sender with many addresses is limited by the bound of its peer.
+// A mapping needs a flow, so the quota also limits the ports of one host at the NAPT address, by
+// default to a quarter (RFC 6888, REQ-4). When all ports of a protocol are in use, a new mapping
+// takes the port of the oldest half-open flow. It fails only if all flows are established. Flows of
+// forged sources stay half-open, so they cannot use up the ports.
 //
 // Timeouts: UDP 300 s, TCP 7,440 s established and 240 s else, ICMP 60 s, other protocols 300 s.
-// Packets of either direction refresh a flow, RSTs and ICMP errors do not. Shorter ones than the
-// RFCs demand are taken as they are, because both ends of a tunnel are the operator's own;
-// Config.Warnings says which. A UDP flow that was never answered lasts as long as others: no RFC
-// asks for less, and being half-open it gives way at a bound. An unsolicited SYN to the NAPT
-// address is dropped without an answer, which leaves a simultaneous open its chance (RFC 5382,
-// REQ-4).
+// Packets of either direction refresh a flow, RSTs and ICMP errors do not. Timeouts below the RFCs'
+// minimum are accepted, because both ends of a tunnel belong to operators; Config.Warnings lists
+// them. A UDP flow without an answer has the same timeout: no RFC requires less, and it can be
+// evicted because it is half-open. An unsolicited SYN to the NAPT address is dropped without an
+// answer, which leaves a simultaneous open its chance (RFC 5382, REQ-4).
 //
 // # Ports
 //
-// A mapping keeps the port of the inside end when that is free, as kernel MASQUERADE does, else it
-// gets a random one of the same range (0-1023, 1024-65535) and, while there are any, of the same
-// parity. With Config.RandomPorts every mapping gets one so (RFC 6056, RFC 7857). Random means the
-// first free port from a random place on.
+// A mapping keeps the port of the inside host if it is free, as kernel MASQUERADE does. Otherwise
+// it gets a random port of the same range (0-1023, 1024-65535) and, if there is one, of the same
+// parity. With Config.RandomPorts every mapping gets a random port (RFC 6056, RFC 7857). Random
+// means the first free port after a random one.
 //
 // # Memory
 //
-// An entry is one cache line of 64 octets plus 28 that only writers touch, and two index slots of 8
-// octets at a load of 42 to 75 %; a NAPT mapping takes 16 octets and is shared by all flows of one
-// inside port, a host takes 16; both 2 to 4 more of hash chain. At 1,048,576 flows the heap grows
-// by 117 octets per flow for those of few hosts and ports, of either family, by 136 when each has
-// an inside port of its own, 136 when each is of another pod of a peer to a mapped endpoint and 155
-// when each has an inside host and a port of its own (BenchmarkFlowMemory, 2026-11). Tables grow as
-// needed, a shard or chunk at a time, from 24 KiB for a peer with a flow or two on, and are given
-// back when their peer goes. The rule table takes 128 KiB and a few hundred octets per peer.
+// A flow takes one cache line of 64 octets, 28 octets that only writers use, and two index slots of
+// 8 octets at a load of 42 to 75 %. A NAPT mapping, shared by all flows of an inside port, takes 16
+// octets, and a host 16; both need 2 to 4 more for hash chains. At 1,048,576 flows of either family
+// a flow takes 117 octets of heap if hosts and ports are few, 136 if each flow has its own inside
+// port, or comes from its own pod of the peer to a mapped endpoint, and 155 if each has its own
+// inside host and port (BenchmarkFlowMemory, 2026-11). Tables grow as needed, a shard or chunk at a
+// time, from 24 KiB for a peer with one or two flows, and are freed with their peer. The rule table
+// takes 128 KiB and a few hundred octets per peer.
 package natengine

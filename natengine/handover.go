@@ -77,9 +77,10 @@ type follower struct {
 	f func(peer string, flow Flow, ended bool)
 }
 
-// Follow has f told of every flow that opens or ends from now on, and of one that is established, or no longer, by the
-// next Sweep. What is told of one flow is told in order. f is called with locks held, from where packets are handled: it
-// must neither wait nor call the engine. stop ends it; calls that are under way may still come.
+// Follow calls f for every flow that opens or ends from now on, and at the next Sweep for one that
+// becomes established or ceases to be. The calls for one flow are in order. f is called on the
+// packet path with locks held, so it must neither block nor call the engine. stop ends this; calls
+// in progress may still complete after it.
 func (e *Engine) Follow(f func(peer string, flow Flow, ended bool)) (stop func()) {
 	own := &follower{f}
 	e.changeFollowers(func(all []*follower) []*follower { return append(all, own) })

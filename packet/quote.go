@@ -2,13 +2,13 @@ package packet
 
 import "net/netip"
 
-// Quote is the packet that an ICMP error quotes, rewritten in place. Each setter keeps three
-// checksums right, as Linux does in net/netfilter/nf_nat_proto.c: that of the quoted IPv4 header,
-// that of the quoted transport header where its field is among the quoted octets (TCP, UDP unless
-// it is 0, UDP-Lite, DCCP, ICMP; Linux leaves that of TCP alone when the quote ends behind it but
-// within the header), and that of the error itself. Half a checksum stays: the other half would
-// tell the carry. Octets behind the quote, RFC 4884 extensions among them, are never touched. It
-// borrows the bytes of its View and is valid until the next Parse. Not for concurrent use.
+// Quote is the packet that an ICMP error quotes, rewritten in place. Each setter updates three
+// checksums, as Linux does in net/netfilter/nf_nat_proto.c: that of the quoted IPv4 header; that of
+// the quoted transport header, if it is quoted completely (TCP, UDP unless it is 0, UDP-Lite, DCCP,
+// ICMP; Linux does not update that of TCP if the quote ends behind it but within the header); and
+// that of the error itself. Half a checksum is not updated, because the other half would determine
+// the carry. Octets behind the quote, such as RFC 4884 extensions, are never changed. It borrows
+// the bytes of its View and is valid until the next Parse. Not for concurrent use.
 type Quote struct {
 	b         []byte // ICMP message of the error, from its type octet
 	transport int    // offset in b of the quoted transport header; the end of the quote when it has none

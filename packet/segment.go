@@ -61,9 +61,9 @@ func (s *Segmenter) Reset(v *View, gsoSize int) error {
 // Remaining returns how many segments are not yet taken.
 func (s *Segmenter) Remaining() int { return s.left }
 
-// Next returns the next segment, one whole IP packet, or nil when there is none left. It lies in
-// the bytes of the view, its headers over data of the segments before it, which are spoiled by
-// that; it is itself spoiled by the next call.
+// Next returns the next segment, a complete IP packet, or nil after the last one. The segment is a
+// part of the view's bytes: its headers overwrite data of the previous segments, so it is valid
+// only until the next call.
 func (s *Segmenter) Next() []byte {
 	if s.left == 0 {
 		return nil

@@ -23,17 +23,17 @@ type View struct {
 	pseudo    bool // the transport checksum covers the addresses: TCP, UDP, ICMPv6
 }
 
-// Parse proves the lengths of the one whole IP packet at the start of b: IPv4 with options, IPv6
-// with extension headers, the transport header of TCP, UDP, ICMP and ICMPv6; other protocols are
-// opaque. b may be longer than the packet; the view ends where the packet ends. csum is what the
-// virtio header said, ChecksumComplete or ChecksumPartial; where there is no checksum the view says
+// Parse validates all lengths of the complete IP packet at the start of b: IPv4 with options, IPv6
+// with extension headers, and the transport header of TCP, UDP, ICMP and ICMPv6; other protocols
+// are opaque. b may be longer than the packet; the view ends with the packet. csum comes from the
+// virtio header: ChecksumComplete or ChecksumPartial. If the packet has no checksum, the view has
 // ChecksumAbsent instead.
 //
-// v keeps b until the next Parse. After an error (always of type Error) v holds nothing useful. No
-// checksum is verified here: the kernel did it for what it hands out and does it for what it is
-// given, and an incremental update keeps a wrong checksum wrong. A source route is refused, because
-// the destination in the header is then neither the one to translate nor the one in the
-// pseudo-header, and because it would lead past the rules of the gateway (RFC 5095, RFC 7126).
+// v keeps b until the next Parse. After an error (always of type Error) v holds nothing useful.
+// Parse verifies no checksum: the kernel does, for packets in both directions, and an incremental
+// update keeps a wrong checksum wrong. A source route is refused, because the destination in the
+// header is then neither the one to translate nor the one in the pseudo-header, and because it
+// would bypass the rules of the gateway (RFC 5095, RFC 7126).
 func (v *View) Parse(b []byte, csum ChecksumState) error {
 	if len(b) == 0 {
 		return ErrTruncated
@@ -518,5 +518,5 @@ func errorType(is4 bool, kind uint8) bool {
 	return false
 }
 
-// Checksum says what the transport checksum field holds.
+// Checksum is the kind of content of the transport checksum field.
 func (v *View) Checksum() ChecksumState { return v.csum }

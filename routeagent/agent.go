@@ -1,12 +1,12 @@
-// Package routeagent makes true what fabric.NodeFor decides, on one node of a cluster: the VXLAN
-// device between the nodes, the routes and rules by which pods on every node reach the gateway, and
-// those by which answers come back the same way.
+// Package routeagent applies the result of fabric.NodeFor on one node of a cluster: the VXLAN
+// device between the nodes, and the routes and rules by which packets of pods reach the gateway and
+// answers return on the same path.
 //
 //	Nodes, Pods, TunnelEndpoints ─► fabric.NodeIntent ─ fabric.NodeFor ─► kernel.State ─ rtnl ─► kernel
 //	                                                                         netlink events ─┘ (compare again)
 //
-// The kernel is the only memory of what is there: an agent that was killed is followed by one that
-// finds everything as it should be and touches nothing.
+// The kernel holds the only record of the applied state. So an agent that follows a killed one
+// finds everything in place and changes nothing.
 package routeagent
 
 import (
@@ -62,8 +62,8 @@ type Options struct {
 	// Tell writes down for the manager what the node reaches without us; nil: nobody is told. It is
 	// not called twice at a time.
 	Tell func(context.Context, fabric.NodeNetworks) error
-	// TellRefused writes down up to which resourceVersion of the NetworkAllocations the node refuses,
-	// beside what Tell wrote; nil: nobody is told. It is not called twice at a time.
+	// TellRefused stores the resourceVersion of the NetworkAllocations up to which the node refuses
+	// packets, in addition to what Tell stores. It may be nil, and is never called concurrently.
 	TellRefused func(context.Context, int64) error
 	// TellReady writes down why the node is not as it should be, for people; "" means that it is. It is
 	// called once a second, and never twice at a time; nil: nobody is told.
@@ -83,15 +83,15 @@ type Voter interface {
 	Refused() (read, unread uint64)
 }
 
-// Run makes the network namespace of the process what the source says, until ctx ends, and returns
-// nil. It leaves everything as it is then, so that no packet for a remote network leaves without
-// the tunnel while no agent runs; Cleanup takes it away. Until the source has delivered for the
-// first time, whatever an agent before it left stays in force, and what the snapshot says is
-// refused, which after a reboot is all there is. When the source fails, Run returns its error.
+// Run applies the source's state to the network namespace of the process until ctx ends, and then
+// returns nil. It leaves the kernel's objects in place, so that no packet for a remote network
+// bypasses the tunnel while no agent runs; Cleanup removes them. Until the source delivers for the
+// first time, the objects of the previous agent stay in force, and networks in the snapshot are
+// refused; after a reboot there is only the snapshot. If the source fails, Run returns its error.
 //
-// While another agent runs in the namespace, Run reads what the source says and takes over as soon as
-// that one ends, so that an upgrade leaves no node without an agent. Until then it neither touches
-// the kernel nor answers at an address.
+// While another agent runs in the namespace, Run only follows the source, and takes over as soon as
+// that agent ends, so an upgrade leaves no node without an agent. Until then it neither changes the
+// kernel nor listens at an address.
 func Run(ctx context.Context, o Options) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()

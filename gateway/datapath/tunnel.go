@@ -1,19 +1,19 @@
-// Package datapath carries packets between the hosts of this cluster and the peers: one road out
-// and one in, each walked by one goroutine from end to end.
+// Package datapath carries packets between the hosts of this cluster and the peers. It has one path
+// in each direction, and a single goroutine handles a packet on its whole path.
 //
 //	outbound.go  Link ─ read ─► parse ─► NAT ─► segment ─┐      seal.go   ─► seal ─► send ─► Wire
 //	                 ▲ packets of Local                  └──────────────►
 //	write.go     Link ◄─ write ◄─ NAT ◄─ coalesce ◄──────┐      inbound.go ◄─ window ◄─ open ◄─ receive ─ Wire
 //	                 ▼ or Local                          └◄─────────────
 //
-// A superpacket crosses the engine once: before it is segmented on the way out, after it has been
-// coalesced on the way in. For a known flow there is no allocation, no lock that two packets share
-// and no log line on either way; the clock is read once per batch.
+// A superpacket passes the engine once: outbound before it is segmented, inbound after it is
+// coalesced. For a known flow neither path allocates, logs, or takes a lock that packets share; the
+// clock is read once per batch.
 //
-// wireguard-go's device keeps what it is best at: handshakes, cookies and rate limits, keys, the
-// index table, endpoints. It sees no data (handshake.go). What data does to a session is in
-// session.go; packets for a peer without one wait in a ring of that peer (staging.go); what is read
-// out of the device's unexported fields is in layout.go.
+// wireguard-go's device does handshakes, cookies and rate limits, keys, the index table and
+// endpoints. It never sees data (handshake.go). session.go has the timers that depend on data,
+// staging.go the ring in which packets wait for a session of their peer, and layout.go the access
+// to unexported fields of the device.
 package datapath
 
 import (

@@ -19,7 +19,7 @@ const (
 	maxCaller = 256
 )
 
-// ErrAnothers says that somebody else has asked for a mapping.
+// ErrAnothers is returned for a mapping that another caller has requested.
 var ErrAnothers = errors.New("was mapped by another caller, who alone may undo it")
 
 // Asked notes that a caller asked for a mapping that the peer has, and what the endpoint is now, in
@@ -55,9 +55,9 @@ func (b Book) Asked(id string, ip netip.Addr, by, what string) (Book, error) {
 	return next, nil
 }
 
-// Withdraw undoes what a caller asked for. The mapping stays as long as another caller has it, of
-// whom those that are gone do not count. One that nobody is known to have asked for is anybody's.
-// What is not mapped stays so.
+// Withdraw removes a caller's request for a mapping. The mapping stays while another requester has
+// it, unless that one is gone. Any caller may withdraw a mapping without a known requester.
+// Withdrawing a mapping that does not exist changes nothing.
 func (b Book) Withdraw(id string, ip netip.Addr, by string, gone []string) (Book, error) {
 	callers, mapped := b.peers[id].askedFor(ip)
 	if !mapped {

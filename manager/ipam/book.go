@@ -1,7 +1,6 @@
-// Package ipam decides which networks of this cluster stand for those of its peers, and which
-// addresses of its ExternalCIDR stand for endpoints that are no pods. It is a value: the Book has
-// no client, no clock and no lock, and the same questions in the same order always get the same
-// answers.
+// Package ipam allocates networks for peers, and addresses of the ExternalCIDR for endpoints that
+// are not pods. Its state is a value, the Book, without client, clock or lock: the same requests in
+// the same order always get the same results.
 //
 //	Config  ─ Configure ─┐                      ┌─ Allocation ─► NetworkAllocations
 //	Request ─ Grant ─────┼─► Book (immutable) ──┼─ Spec ─► IpamStorage, for Liqo's components
@@ -10,10 +9,10 @@
 //
 // Read makes a Book of the IpamStorage of a Liqo that was here before.
 //
-// The choices are those of Liqo (docs/liqo-v0.md, section 5): a network that overlaps nothing is
-// used as it is, any other one is replaced by a free one of the same length out of the pools, in
-// their order, taken from the smallest free block. What differs: everything about this cluster may
-// change at any time, and the state is text that people can read instead of an allocator's memory.
+// The choices are Liqo's (docs/liqo-v0.md, section 5): a network that overlaps nothing is used
+// unchanged. Any other one is replaced by a free network of the same length from the smallest free
+// block of the first pool that has one. In contrast to Liqo, the networks of this cluster may
+// change at any time, and the state is readable text instead of an allocator's memory.
 package ipam
 
 import (
@@ -109,9 +108,9 @@ func DefaultPools() []netip.Prefix {
 	}
 }
 
-// A Book says who has which network. It is immutable: methods return a new Book and leave the old
-// one as it was, so that it may be read concurrently and kept for comparison. The zero Book is
-// empty and has no pools.
+// A Book is the IPAM state: all allocations and holds. It is immutable: methods return a new Book,
+// so the old one may be read concurrently and kept for comparison. The zero Book is empty and has
+// no pools.
 type Book struct {
 	own       Config
 	peers     map[string]*account      // neither the map nor an account is changed once it is in a Book

@@ -14,8 +14,8 @@ type Standing struct {
 	Why   string       // a clause, such as "it overlaps our PodCIDR, 10.244.0.0/16"
 }
 
-// Explain returns what the peer has here for what it asks, pods first, and why; where that waits for
-// consent, what it would have with it. The error is that of Grant. Nothing is given out.
+// Explain returns the networks that a peer has, or would have with consent, for its request, pods
+// first, each with the reason. The error is Grant's. It allocates nothing.
 func (b Book) Explain(c Request) (both [2]Standing, err error) {
 	c.Consented = true
 	next, got, err := b.Grant(c)

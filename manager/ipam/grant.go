@@ -60,8 +60,8 @@ func contains(n, p netip.Prefix) bool {
 	return n.IsValid() && n.Bits() <= p.Bits() && n.Contains(p.Addr())
 }
 
-// A Grant are the networks that stand for those of a peer here: equal to what it claimed when they
-// are not remapped.
+// A Grant has the networks of a peer as this cluster sees them. They equal the claimed ones unless
+// they are remapped.
 type Grant struct{ Pod, External netip.Prefix }
 
 // GrantOf returns the networks of the peer; false: it has none, or has left.

@@ -53,12 +53,13 @@ func (b Book) Part(id string, now time.Time) Book {
 	return b
 }
 
-// Yield ends the hold of each network in which something of this cluster lies by now: one of our networks,
-// a reserved one, a node or an API server. To go on refusing it would cut off what is ours. It returns the
-// networks whose hold it ends; none: the Book is as it was.
+// Yield ends the hold of each network that overlaps something of this cluster: one of our networks,
+// a reserved one, a node or an API server. Nodes that kept refusing such a network would cut off
+// our own hosts. It returns the networks whose hold ended; if there are none, the Book is
+// unchanged.
 //
-// What nodes reach does not count: those are networks of others, such as one that leads to a former peer.
-// The other network of a peer that has left stays held. Where there is no room for it, both do.
+// Networks that nodes merely reach do not count: they are foreign, and may even lead to a former
+// peer. The other network of a former peer stays held. If there is no room for it, both stay held.
 func (b Book) Yield() (next Book, ended []netip.Prefix) {
 	return b.EndHolds(func(_ string, p netip.Prefix) bool { return b.inOurWay(p) })
 }

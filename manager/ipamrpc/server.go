@@ -1,12 +1,12 @@
-// Package ipamrpc serves Liqo's gRPC service "ipam" (docs/liqo-v0.md, section 5.1) out of the
-// IPAM's books. Virtual kubelets ask it for the address under which a peer reaches an endpoint, and
-// for ours of a pod that runs there.
+// Package ipamrpc serves Liqo's gRPC service "ipam" (docs/liqo-v0.md, section 5.1) from the IPAM
+// state. Virtual kubelets request the address by which a peer reaches an endpoint of ours, and the
+// address by which we reach a pod of the peer.
 //
 //	caller ─► gate: connections ─► TLS: who it is ─► rate ─► guarded? ─► the Book, which notes who asked
 //
-// Liqo's kubelets say neither who they are nor anything in TLS, so whoever reaches the port would
-// decide what peers reach here. Callers therefore show a client certificate, unless a person says
-// Plain.
+// Liqo's kubelets use neither authentication nor TLS, so any client that reaches the port could
+// decide which endpoints peers reach. Callers therefore need a client certificate, unless
+// Options.Plain is set.
 //
 // ipam.pb.go holds the messages of ipam.proto, as protoc-gen-go makes them. The service is so small
 // that it is described by hand below.

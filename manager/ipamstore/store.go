@@ -5,14 +5,15 @@
 //	          ▲                        │ conflict: somebody else wrote
 //	          └──────── read again ◄───┘
 //
-// The IpamStorage is a copy in Liqo's format for Liqo's components. It is imported once, where a Liqo has left
-// one and there is no NetworkAllocation of our own cluster. A manager that starts holds networks that only the
-// copy names. It is written after each network and address that
-// is given out, and its resourceVersion tells a manager that another one has given out something meanwhile.
+// The IpamStorage is a copy in Liqo's format for Liqo's components. It is imported once, if there is
+// no NetworkAllocation of our own cluster. Later, a manager that starts holds the networks that only
+// the copy names, and believes nothing else in it. It is written after each
+// allocation; a changed resourceVersion shows a manager that another one has allocated something
+// meanwhile.
 //
-// What another manager has written counts when its stateRevision is higher than the one known here, and when
-// it takes no network back without freeing it. Anything else, such as an edit, a deletion or an older backup,
-// is written over.
+// A write of another manager is accepted if its stateRevision is higher than ours and it removes no
+// network without freeing it. Anything else, such as an edit, a deletion or an older backup, is
+// overwritten.
 package ipamstore
 
 import (
