@@ -22,7 +22,7 @@ type SiteNetwork struct {
 	Relay  bool         // Services relay messages of peers from addresses in it
 }
 
-// Equal reports whether both say the same.
+// Equal reports whether all fields of both are equal.
 func (s Site) Equal(other Site) bool {
 	same := len(s.Networks) == len(other.Networks) && (len(s.Networks) == 0 || &s.Networks[0] == &other.Networks[0])
 	return (same || slices.Equal(s.Networks, other.Networks)) && maps.Equal(s.Addrs, other.Addrs) && maps.Equal(s.Relays, other.Relays)
@@ -52,10 +52,10 @@ func (s Site) WithRelays(addrs []netip.Addr, what string) Site {
 	return s
 }
 
-// CheckEndpoint says why no gateway of a peer can be at addr, or "". A peer chooses the address, or
-// the name that is resolved to it, and we send UDP packets there. It is the one judge of both:
-// literals are judged where they are read and claimed, and what is about to be used is judged by
-// the gateway each time, because whoever answers for a name may answer differently each time.
+// CheckEndpoint returns the reason why no gateway of a peer can be at addr, or "". A peer chooses
+// the address, or the name that resolves to it, and we send UDP packets there. It checks both:
+// literals where they are read and claimed, and every address again before the gateway uses it,
+// because a DNS server may give a different answer each time.
 func (s Site) CheckEndpoint(addr netip.Addr) string {
 	return checkWith(addr, func(addr netip.Addr) string {
 		i := slices.IndexFunc(s.Networks, func(n SiteNetwork) bool { return n.Prefix.Contains(addr) })

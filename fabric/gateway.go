@@ -22,7 +22,7 @@ type Gateway struct {
 	Site                   Site           // where no peer's gateway can be: our own networks and those of all peers are in it
 }
 
-// Equal reports whether both say the same.
+// Equal reports whether all fields of both are equal.
 func (g Gateway) Equal(other Gateway) bool { return reflect.DeepEqual(g, other) }
 
 // GatewayPeer is everything about one peer that a gateway needs.
@@ -55,15 +55,15 @@ type GatewayPeer struct {
 	Origin Origin // the object this peer was read from
 }
 
-// GatewayFor decides what the gateway has to be. Nobody else does: sources call it and deliver what
-// it returns, and the gateway carries that out.
+// GatewayFor computes the desired state of the gateway. It is the only function that does: sources
+// call it and deliver the result, and the gateway applies it.
 //
-// A peer is refused when it is wrong by itself or contradicts one that is kept: the same cluster
-// ID, the same public key, or a network as we see it that overlaps with a network of another peer or
-// with our own networks towards another peer. Our own networks towards a peer are those that it has
-// answered, so they differ until all peers have followed a change. Peers are taken in the order of
-// age, then ID, then origin, and the first of two is kept. A wrong mapping is left out alone, so that
-// its address gets no answer and the peer's pods stay connected. Problems are sorted.
+// A peer is refused if it is invalid, or if it contradicts an accepted one: by the same cluster ID,
+// the same public key, or a network as we see it that overlaps a network of another peer or our own
+// networks towards another peer. Our own networks towards a peer are those that it has answered, so
+// they differ until all peers have followed a change. Of two peers the first by age, then ID, then
+// origin is accepted. An invalid mapping is left out alone: its address gets no answer, and the
+// peer's pods stay connected. Problems are sorted.
 //
 // The gateway's own address is always mapped to the first host of Xa@B, with or without a
 // NatMapping that says so: the peer sends its connection check there and nowhere else. A NatMapping

@@ -5,9 +5,9 @@ import (
 	"slices"
 )
 
-// A GatewayDecider decides one Intent after the other as GatewayFor does. As long as no two peers
-// contradict each other, what that costs follows the peers that are different, but for a comparison of
-// all. The zero value is ready. One goroutine uses it; what it returns is not to be changed.
+// A GatewayDecider computes the result of GatewayFor for successive Intents. While no two peers
+// contradict each other, it compares all peers but computes only the changed ones. The zero value
+// is ready. Only one goroutine may use it, and callers must not modify the result.
 type GatewayDecider struct {
 	in     Intent // as it was decided last, without Peers
 	kept   keeper

@@ -16,8 +16,8 @@ var (
 	hopGateway6 = netip.MustParseAddr("fe80::a9fe:6401")
 	hopHost6    = netip.MustParseAddr("fe80::a9fe:6402")
 
-	// Router6 is what HopGateway4 is besides: the source of ICMP errors, for which no link-local
-	// address will do. Like GatewayAddr6 it is in the discard-only prefix.
+	// Router6 is the source of ICMPv6 errors, as HopGateway4 is that of ICMP errors; a link-local
+	// address is not suitable. Like GatewayAddr6 it is in the discard-only prefix.
 	Router6 = netip.MustParseAddr("100::a9fe:6401")
 
 	// hopTun6 is the next hop out of a TUN, where one is needed: the kernel shares out IPv6 among
@@ -141,8 +141,8 @@ func GatewayHostFor(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunne
 	return s
 }
 
-// GatewayHostLeft is what a gateway leaves on its host when it ends, as it would when it is killed:
-// what refuses packets for its peers, which have no other way than in the clear.
+// GatewayHostLeft is the state that a gateway leaves on its host when it ends or is killed: the
+// routes that refuse packets for its peers, which could only leave in the clear.
 func GatewayHostLeft(peers []*GatewayPeer) (left kernel.State) {
 	s := GatewayHostFor(peers, nil, 0, 0)
 	for _, r := range s.Routes {

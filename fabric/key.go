@@ -24,10 +24,10 @@ func ParseKey(s string) (key [32]byte, err error) {
 	return key, nil
 }
 
-// CheckPublicKey says what is wrong with a WireGuard public key, or "". Of some values everybody
-// knows the secret that comes out of an exchange: those of low order (RFC 7748, section 6.1).
-// Others are a second way to write a key; no generator makes them, and two peers could have what is
-// one key.
+// CheckPublicKey returns the reason why a WireGuard public key is invalid, or "". An exchange with
+// a key of low order has a result that everybody knows (RFC 7748, section 6.1). A value that is not
+// below the field's prime is a second encoding of another key: no generator makes it, and it would
+// let two peers use the same key.
 func CheckPublicKey(key [32]byte) string {
 	switch {
 	case key == [32]byte{}:

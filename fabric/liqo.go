@@ -114,9 +114,8 @@ func backendConfig(port uint16, key [32]byte, further []TunnelEnd) v1alpha1.Back
 	return config
 }
 
-// AnswerFor returns what the status of the sender's NetworkConfig says when we use podSeen and
-// externalSeen for its networks: the NAT fields, with None spelled out for a network that is used
-// as it is.
+// AnswerFor returns the status of the sender's NetworkConfig if we use podSeen and externalSeen for
+// its networks: the NAT fields, with the literal None for a network that is used unchanged.
 func AnswerFor(c Claim, podSeen, externalSeen netip.Prefix) (podCIDRNAT, externalCIDRNAT string) {
 	return natText(c.Pod, podSeen), natText(c.External, externalSeen)
 }

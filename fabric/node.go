@@ -64,9 +64,9 @@ func OverlayAddr(node netip.Addr) netip.Addr {
 // node is not among in.Nodes, the State only refuses, and a Problem reports it.
 func NodeFor(in NodeIntent) (kernel.State, []Problem) { return new(Decider).NodeFor(in) }
 
-// A Decider decides one intent after the other. What it makes of the networks of peers, of which there are
-// thousands, it keeps until these are others. The zero value is ready. One goroutine uses it, and what it
-// returns is not to be changed.
+// A Decider computes the state for successive intents. It caches the results for the networks of
+// peers, of which there may be thousands, until these change. The zero value is ready. Only one
+// goroutine may use it, and callers must not modify the result.
 type Decider struct {
 	refused []netip.Prefix
 	src     netip.Addr // of routes to the gateway; zero: there are none

@@ -53,8 +53,7 @@ func (in *NodeIntent) Trust(self string) {
 	in.Pods = slices.DeleteFunc(slices.Clone(in.Pods), func(p NodePod) bool { return in.Trusted || p.Node != self })
 }
 
-// Sort brings the lists into an order that depends on nothing but what is in them, so that equal
-// intents are reflect.DeepEqual.
+// Sort sorts all lists by their content, so that equal intents are reflect.DeepEqual.
 func (in *NodeIntent) Sort() {
 	slices.SortFunc(in.Nodes, func(a, b ClusterNode) int { return cmp.Compare(a.Name, b.Name) })
 	slices.SortFunc(in.Pods, func(a, b NodePod) int {

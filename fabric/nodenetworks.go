@@ -197,7 +197,7 @@ func NodeRoutesOf(have []kernel.Route, own []netip.Prefix, nodes []netip.Addr) (
 	return all
 }
 
-// NodeRoutesFrom reads those of a report. What makes no sense is left out.
+// NodeRoutesFrom reads the routes of a report. Invalid ones are left out.
 func NodeRoutesFrom(from *isthmus.NodeNetworks) []NodeRoute {
 	var all []kernel.Route
 	for _, r := range from.Spec.Routes {

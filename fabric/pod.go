@@ -7,9 +7,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// A PodNetwork is what a gateway that is a Pod has to know of its cluster to deliver there: it has
-// the overlay in its own network, and its node is like any other. The zero value is that of a
-// gateway with a host's network.
+// A PodNetwork has the nodes and pods of the cluster, for a gateway that is a Pod and therefore
+// delivers packets through the overlay itself. The zero value is for a gateway with a host's
+// network.
 type PodNetwork struct {
 	Pod   netip.Addr // address of the gateway's Pod, IPv4
 	Node  string     // name of its Node, behind which mapped endpoints outside of the cluster are

@@ -9,11 +9,11 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// A PodDecider decides for a gateway that is a Pod, one PodNetwork after the other. A node that comes,
-// goes or changes and has nothing to do with any other adds and takes away what is its own, and all
-// else stays: with thousands of nodes that is a hundredth of what it takes to decide anew, which
-// happens whenever anything else is another. The zero value is ready. One goroutine uses it, and what it
-// returns is not to be changed.
+// A PodDecider computes the state of a gateway that is a Pod for successive PodNetworks. If the
+// only change is that a node joined, left or changed, independently of other nodes, it adds and
+// removes only that node's objects. With thousands of nodes that costs a hundredth of a new
+// computation, which any other change requires. The zero value is ready. Only one goroutine may use
+// it, and callers must not modify the result.
 type PodDecider struct {
 	made     bool
 	peers    []*GatewayPeer

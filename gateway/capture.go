@@ -10,8 +10,8 @@ import (
 )
 
 // CaptureSocket is the name of the abstract socket, in the gateway's own network namespace or its
-// host's, at which CaptureHandler answers root and the gateway's own user: a capture shows who
-// talks to whom and, when asked to, what they say.
+// host's, at which CaptureHandler answers root and the gateway's own user. A capture shows the
+// addresses of all traffic and, on request, its content.
 const CaptureSocket = "isthmus-gateway-capture"
 
 // CaptureSummary is a trailer of the answer: what the capture came to, as JSON of capture.Summary.

@@ -1,6 +1,5 @@
-// Package gateway makes a fabric.Gateway true on Linux: the namespace with the TUN, the routes that
-// lead there, WireGuard, the NAT rules and the connection check, with metrics and a status for
-// people.
+// Package gateway applies a fabric.Gateway on Linux: the namespace with the TUN, the routes to it,
+// WireGuard, the NAT rules and the connection check, with metrics and a status page.
 //
 //	Source ─ Config, with fabric.Gateway ─► engine rules   (natengine, swapped at once)
 //	                                    ├─► WireGuard      (tunnels.go, datapath)
@@ -14,9 +13,9 @@
 // In a Pod's network there is no second namespace: the overlay of the cluster ends beside the TUN
 // (fabric.GatewayPodFor), and nodes deliver.
 //
-// One goroutine owns the configuration and applies it (see run). A change of one peer touches
-// nothing of the others. What the kernel, a name server or a peer does by itself only wakes that
-// goroutine, which compares again.
+// One goroutine owns the configuration and applies it (see run). A change of one peer does not
+// affect the others. An event of the kernel, a name server or a peer only wakes that goroutine,
+// which then compares again.
 package gateway
 
 import (
@@ -112,8 +111,9 @@ type Options struct {
 	// is called concurrently.
 	Gate func() bool
 
-	// Begin, if not nil, is closed when this gateway is to act. Until then it prepares what takes time: the TUNs, the
-	// rules and the kernel's objects. It has no UDP port, knows no key of a peer, and leaves Flows and Beside alone.
+	// Begin, if not nil, is closed when this gateway becomes active. Until then it prepares the
+	// slow parts: the TUNs, the rules and the kernel's objects. It has no UDP port and no key of a
+	// peer, and uses neither Flows nor Beside.
 	Begin <-chan struct{}
 
 	// Flows, if not nil, has flows that another gateway had before, which this one adopts before it handles
@@ -163,11 +163,12 @@ const (
 	sessionFirst = 30 * time.Second
 )
 
-// Run is a gateway: it makes true what o.Source delivers, in the network namespace of the process,
-// until ctx ends. Then it removes what it made but for what refuses packets for its peers, which
-// would leave in the clear; Clear takes that away. It returns an error when it could not start, the
-// first Config being unusable included, or when its TUN is gone. A later Config that is unusable is
-// logged and shown in status and metrics while the last good one stays in force.
+// Run runs a gateway: it applies the Configs of o.Source in the network namespace of the process
+// until ctx ends. Then it removes its kernel objects, except the routes that refuse packets for its
+// peers, which would otherwise leave in the clear; Clear removes these. It returns an error if it
+// cannot start, for example because the first Config is invalid, or if its TUN disappears. A later
+// invalid Config is logged and reported in status and metrics, and the last good one stays in
+// force.
 //
 // Run needs CAP_NET_ADMIN, /dev/net/tun and, unless it has a Pod's network, CAP_SYS_ADMIN (for the
 // namespace). There can be one gateway in a network namespace.

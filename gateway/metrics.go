@@ -99,8 +99,8 @@ func newMetrics(g *gateway) *metrics {
 // observeRTT counts an answer of the connection check.
 func (m *metrics) observeRTT(_ string, rtt time.Duration) { m.rtt.Observe(rtt.Seconds()) }
 
-// Gather implements prometheus.Gatherer. It holds up nobody: what the control loop publishes is a
-// value, and what others count is read from them, under a lock of one peer at most.
+// Gather implements prometheus.Gatherer. It blocks no other goroutine for long: the control loop
+// publishes an immutable value, and counters are read under at most one peer's lock.
 func (m *metrics) Gather() ([]*dto.MetricFamily, error) {
 	return Gatherers{prometheus.GathererFunc(m.own), m.registry}.Gather()
 }

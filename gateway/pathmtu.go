@@ -64,7 +64,7 @@ type PathMTU struct {
 	Confirmed time.Time `json:"confirmed,omitzero"`
 }
 
-// Narrow says whether packets vanish that should fit.
+// Narrow reports whether the path loses packets that should fit.
 func (p PathMTU) Narrow() bool { return p.Bytes < p.Ceiling }
 
 // text is a sentence about a narrow path.

@@ -113,8 +113,8 @@ type PeerStatus struct {
 		Transmit uint64 `json:"transmitBytes"`
 	} `json:"wireguard"`
 
-	// Tunnels are all tunnels to the peer where there are several. What is said of WireGuard above is of the
-	// first one that carries flows, but octets are those of all.
+	// Tunnels lists all tunnels to the peer if there are several. The WireGuard fields above
+	// describe the first one that carries flows, but octets count all tunnels.
 	Tunnels []TunnelStatus `json:"tunnels,omitempty"`
 
 	MTU      int          `json:"mtu"` // largest packet towards it
@@ -373,8 +373,8 @@ func publicKey(private Key) []byte {
 	return k.PublicKey().Bytes()
 }
 
-// Healthy says whether there is nothing for anybody to do: the newest configuration is in force and
-// true, and every peer answers. The text names what is wrong.
+// Healthy reports whether the newest configuration is in force and applied, and every peer answers.
+// If not, the text names the problem.
 func (s Status) Healthy() (bool, []string) {
 	var wrong []string
 	wrong = append(wrong, s.Config.Errors...)

@@ -29,13 +29,12 @@ import (
 	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
-// AnswerReconciler answers the NetworkConfigs of the peers: it finds out whether what they claim
-// can be taken here, has the IPAM choose the networks that stand for theirs, and writes both into
-// their status. Requests are named by the tenant namespace and the cluster ID that the label
-// liqo.io/originID says.
+// AnswerReconciler answers the NetworkConfigs of the peers: it validates their claims, has the IPAM
+// allocate networks for them, and writes the result into their status. A request is named by the
+// tenant namespace and the cluster ID in the label liqo.io/originID.
 //
-// A refusal is a condition and not an error: what it depends upon (the Facts, the Peering, the
-// books, the other peers) makes a new request when it changes.
+// A refusal is a condition, not an error. A change of anything that it depends on (the Facts, the
+// Peering, the IPAM state, the other peers) causes a new request.
 type AnswerReconciler struct {
 	Client client.Client
 	Peers  Peers

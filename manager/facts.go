@@ -24,15 +24,15 @@ type Facts struct {
 	Endpoint     string         // where peers reach our gateway: IP address or DNS name
 	Port         uint16         // UDP
 	PublicKey    [32]byte       // WireGuard
-	Keys         keyring.Ring   // the private ones, the current and the next; nothing else of the ring
-	// Tunnels are those of the gateway besides the first, which Port and PublicKey are: as many as
-	// it has keys for and its Service has ports for.
+	Keys         keyring.Ring   // the current and the next private key; nothing else of the ring
+	// Tunnels are the gateway's tunnels after the first one, which Port and PublicKey describe.
+	// There are as many as have both a key and a port of the Service.
 	Tunnels []fabric.TunnelEnd
 
-	// Awaiting is true while nodes have not reported what they reach, for the first seconds of a
-	// manager: nobody who has no networks here yet gets any.
+	// Awaiting is true during the first seconds of a manager, while nodes have not reported which
+	// networks they reach. Meanwhile no peer gets its first networks.
 	Awaiting bool
-	// Ignored are reports that are not believed, or not all of them.
+	// Ignored are reports that are ignored, in whole or in part.
 	Ignored []fabric.Problem
 
 	// Missing has a sentence for each thing without which no NetworkConfig can be published, such

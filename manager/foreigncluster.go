@@ -17,8 +17,8 @@ import (
 // foreignClusterVersion is the API of Liqo's control plane.
 var foreignClusterVersion = schema.GroupVersion{Group: "discovery.liqo.io", Version: "v1alpha1"}
 
-// A ForeignCluster is what Liqo's control plane knows of a peer, as far as networking needs it. We
-// only ever read it: what is not here would be lost.
+// A ForeignCluster has the fields of Liqo's ForeignCluster that networking needs. It must only be
+// read: a write would lose all other fields.
 type ForeignCluster struct {
 	metav1.TypeMeta   `json:",inline"`
 	metav1.ObjectMeta `json:"metadata,omitempty"`

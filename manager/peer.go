@@ -45,8 +45,8 @@ type Peer struct {
 	Leaving, Forced bool
 	// Left is when that began.
 	Left time.Time
-	// Draining says of a peer that is leaving that everything stays for some seconds more: clients
-	// still use its services, or its clients use ours. See drain.
+	// Draining is true for a peer that is being un-peered while clients of shared services may
+	// still use the tunnel, so everything stays for some seconds. See drain.
 	Draining bool
 	// Owner is the Peering or the ForeignCluster.
 	Owner client.Object
@@ -78,9 +78,9 @@ func (p Peer) begun() bool {
 // Peers finds the peers of this cluster. It reads a cache with the indexes that addIndexes makes;
 // its methods may be called concurrently.
 //
-// A Peering is for nobody when an older one (of the same age: one with a smaller UID) is for the
-// same cluster or has the same tenant namespace, or when it is for this cluster itself. A
-// ForeignCluster gives way to any Peering.
+// A Peering is ignored if an older one (at the same age, one with a smaller UID) names the same
+// cluster or tenant namespace, or if it names this cluster itself. Any Peering takes precedence
+// over a ForeignCluster.
 type Peers struct {
 	Reader client.Reader
 	// Self is the ID of this cluster.

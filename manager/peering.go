@@ -59,7 +59,7 @@ type PeeringReconciler struct {
 	Store      bookkeeper
 	Replicator replicator
 	Pulse      *Pulse
-	// FactsChanged gets a value after every change of the Facts, PeerChanged one named by the
+	// FactsChanged receives a value after every change of the Facts. PeerChanged receives the
 	// cluster ID after every change of a State of the replicator.
 	FactsChanged, PeerChanged <-chan event.GenericEvent
 	Events                    events.EventRecorder

@@ -74,8 +74,8 @@ type keyBatch struct {
 	err    error
 }
 
-// Start implements manager.Runnable. It makes the Secret anew when somebody has deleted it, and erases the
-// states of peers that are gone.
+// Start implements manager.Runnable. It recreates a deleted Secret, and removes the exchanges of
+// former peers from it.
 func (k *KeyStore) Start(ctx context.Context) error {
 	tick := time.NewTicker(presharedCheck)
 	defer tick.Stop()

@@ -27,10 +27,10 @@ const (
 	clockSkew = 30 * time.Second
 )
 
-// A Pulse knows whether a gateway is at work, by the Lease that the active one renews. Without one
-// what a TunnelEndpoint says of its connection is a memory. The time that counts is that of this
-// machine, since a Lease was first seen as it is: the gateway's clock may be another. Its methods
-// may be called concurrently.
+// A Pulse tracks the liveness of the gateways by the Lease that the active one renews. Without an
+// active gateway, the connection status of a TunnelEndpoint is stale. Age is measured by this
+// machine's clock from when it first saw the current renewal, because the gateway's clock may
+// differ. Its methods may be called concurrently.
 type Pulse struct {
 	Reader    client.Reader // the API server itself
 	Namespace string        // of the Lease

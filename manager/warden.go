@@ -51,8 +51,8 @@ type Warden struct {
 	Namespace string        // of the installation
 	Events    events.EventRecorder
 	Log       *slog.Logger
-	// Patience is how long a network that was granted is told to nobody because a node does not
-	// refuse it yet.
+	// Patience is the maximum time for which an allocated network is withheld because a node does
+	// not refuse it yet.
 	Patience time.Duration
 
 	mu      sync.Mutex
@@ -96,8 +96,8 @@ func (w *Warden) Observe(book ipam.Book, version func(id string) int64) {
 	w.wake()
 }
 
-// Refused reports whether what a peer has in the books may be told. If not, it adds the request to
-// the queue when it may be.
+// Refused reports whether the networks of a peer may be published. If not, it adds the request to
+// the queue as soon as they may.
 func (w *Warden) Refused(id string, q *queue.Queue, request reconcile.Request) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -159,7 +159,7 @@ func (w *Warden) SetupWithManager(mgr ctrl.Manager) error {
 		Complete(noted("warden", w))
 }
 
-// Reconcile reads what the nodes say, and has those reconciled who waited for it.
+// Reconcile reads the nodes' reports, and queues the requests that waited for them.
 func (w *Warden) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, error) {
 	var reports isthmus.NodeNetworksList
 	if err := w.Cache.List(ctx, &reports, client.InNamespace(w.Namespace), client.UnsafeDisableDeepCopy); err != nil {

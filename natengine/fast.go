@@ -6,12 +6,12 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// Outbound judges a packet on its way to the tunnel and, when it is to be forwarded, rewrites it in
-// place: the source of ours becomes what the peer knows it by. The packet is untouched when it is
-// discarded. now comes from a monotonic clock, read once per batch.
+// Outbound decides about a packet to the tunnel and, if it is forwarded, translates its source in
+// place into the address by which the peer knows it. A discarded packet is not changed. now comes
+// from a monotonic clock, read once per batch.
 //
-// What stands here is the common case, a pod that is mapped 1:1 over IPv4, and that over IPv6 is
-// outbound6; everything else goes to outbound, which would do the same.
+// This function has the common case, a pod that is mapped 1:1 over IPv4; outbound6 has the same for
+// IPv6. All other packets go to outbound, which would also handle these.
 func (e *Engine) Outbound(v *packet.View, now time.Duration) Verdict {
 	t := e.rules.Load()
 	if !v.Is4() {

@@ -101,9 +101,9 @@ func (t *ruleTable) flowsOf(k *key, is4 bool, dir Direction) *remote {
 	return r
 }
 
-// Fetch loads what the packets that were added will need. The loads of one loop do not depend on
-// each other, so that the processor has as many under way as it can; prefetch instructions in place
-// of the loads were not faster.
+// Fetch loads the table entries for the added packets into the cache. The loads of one loop are
+// independent, so the processor overlaps as many as it can. Prefetch instructions instead of loads
+// were not faster.
 func (l *Lookahead) Fetch() {
 	batch := l.wanted[:l.n]
 	for i := range batch {

@@ -42,18 +42,18 @@ func (p *path) mayTell(now, interval time.Duration) bool {
 	}
 }
 
-// TooBig makes the error for the sender of v, a packet that Outbound has translated and that is
-// larger than mtu, the bound for its peer: fragmentation needed or packet too big, with mtu as
-// next-hop MTU. It is written to buf, which holds packet.MaxTooBig octets, and is as the sender has
-// to see it: it quotes the packet with the source and port that it was sent with, and comes from
-// the packet's destination, since that is an address which every filter on the way back expects.
-// Forward means that it goes to the link, Deliver to the in-process endpoint, Discard that there is
-// none: about this packet none may be sent (see packet.View.TooBig), there are more than
-// Config.MaxErrorsPerSecond, or nobody can be told, which is the case for a fragment without ports
-// behind the NAPT address. v is not changed; counting its drop is the caller's business.
+// TooBig makes the ICMP error for the sender of v, a packet that Outbound has translated and that
+// exceeds mtu, the MTU of its peer: fragmentation needed or packet too big, with mtu as next-hop
+// MTU. It is written to buf, which has room for packet.MaxTooBig octets. It quotes the packet with
+// the source and port that its sender used, and its source is the packet's destination, an address
+// that every filter on the path back expects. The result is Forward for an error to send to the
+// link, and Deliver for one to the in-process endpoint. It is Discard if there is no error: none
+// may be sent about this packet (see packet.View.TooBig), Config.MaxErrorsPerSecond is reached, or
+// its sender is unknown, as for a fragment without ports behind the NAPT address. v is not changed;
+// the caller counts its drop.
 //
-// The error is made as the peer would make it, about the packet as it is in the tunnel, and then
-// translated like any error that comes in, so it opens, refreshes and ends no flow.
+// The error is made as the peer would make it, about the packet in the tunnel, and then translated
+// like any inbound error, so it opens, refreshes and ends no flow.
 func (e *Engine) TooBig(v *packet.View, mtu int, buf []byte, now time.Duration) ([]byte, Action) {
 	n := v.TooBig(buf, mtu)
 	if n == 0 {

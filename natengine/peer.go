@@ -54,7 +54,7 @@ func (p *PeerState) CountTraffic(dir Direction, packets, bytes int) {
 	t.bytes.Add(uint64(bytes))
 }
 
-// Traffic is the sum of what CountTraffic was told.
+// Traffic is the sum of all calls of CountTraffic.
 func (p *PeerState) Traffic(dir Direction) (packets, bytes uint64) {
 	t := &p.traffic[dir]
 	return t.packets.Load(), t.bytes.Load()

@@ -72,7 +72,7 @@ const (
 	DropBadChecksum // a checksum that has to be right is wrong
 	DropFragment    // tiny first fragment, fragment that overlaps another or comes again, beyond 65,535 octets
 
-	// Who may talk to whom: default deny.
+	// Rules: default deny.
 	DropNoPeer      // outbound: no peer has the destination; inbound: no peer has the source
 	DropPeerDown    // the peer has no WireGuard session
 	DropSource      // outbound: martian source; inbound: source that no packet of a peer may have

@@ -7,11 +7,11 @@ import (
 )
 
 // Coalescer makes runs out of the packets of one batch, as the kernel's GRO does
-// (net/ipv4/tcp_offload.c, tcp_gro_receive; udp_offload.c; include/net/gro.h): what belongs to one
-// flow and differs only in what segmentation makes different becomes one superpacket. The packets
-// of a flow keep their order: one that cannot join closes the run before it. Payload is not copied.
-// The zero value is ready; all its scratch is kept over Reset, so that a warm one does not
-// allocate. Not for concurrent use.
+// (net/ipv4/tcp_offload.c, tcp_gro_receive; udp_offload.c; include/net/gro.h): packets of one flow
+// that differ only in fields which segmentation changes become one superpacket. The packets of a
+// flow keep their order: one that cannot join closes the run before it. Payload is not copied. The
+// zero value is ready; Reset keeps its buffers, so a used one does not allocate. Not for concurrent
+// use.
 type Coalescer struct {
 	// UDP also joins UDP datagrams (GSOUDPL4). Set it before the first Add of a batch; it needs a
 	// TUN that takes them.

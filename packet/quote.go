@@ -22,12 +22,12 @@ type Quote struct {
 // quoted is where the quoted packet begins in an ICMP error.
 const quoted = icmpLen
 
-// Quote reads the packet that this ICMP error quotes. It is lenient, because the quote may be cut:
-// behind the IP header nothing has to be there, and what is there is offered as far as it goes. It
-// verifies the checksum of the ICMP error and that of the quoted IPv4 header (RFC 5508, REQ-3), not
-// the quoted transport checksum. The error is ErrQuote when this is no ICMP error, is a fragment of
-// one or quotes no whole IP header of its own family, else ErrICMPChecksum or ErrHeaderChecksum.
-// After an error q holds nothing useful.
+// Quote reads the packet that this ICMP error quotes. It is lenient, because the quote may be
+// truncated: anything behind the IP header may be missing. It verifies the checksum of the ICMP
+// error and that of the quoted IPv4 header (RFC 5508, REQ-3), not the quoted transport checksum.
+// The error is ErrQuote when this is no ICMP error, is a fragment of one or quotes no whole IP
+// header of its own family, else ErrICMPChecksum or ErrHeaderChecksum. After an error q holds
+// nothing useful.
 func (v *View) Quote(q *Quote) error {
 	if !v.IsICMPError() || v.more {
 		return ErrQuote

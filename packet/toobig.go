@@ -86,14 +86,14 @@ func uncopied(o []byte) {
 	}
 }
 
-// TooBig writes to dst, which holds MaxTooBig octets, the ICMP error that tells the sender of this
-// packet to send smaller ones: fragmentation needed with the next-hop MTU (RFC 1191, section 4) or
-// packet too big. It quotes as much as fits 576 octets (RFC 1812, section 4.3.2.3) or 1280 (RFC
-// 4443, section 2.4c), and its source is the destination of the packet, which is the one address
-// that the sender surely has a way to and from. mtu is brought to at least 68 or 1280. The result
-// is the length of the error, or 0 where none may be sent (RFC 1812, section 4.3.2.7; RFC 4443,
-// section 2.4e): about an ICMP error, an IPv4 fragment other than the first, to or from what is no
-// single host. Not for the head of a run.
+// TooBig writes an ICMP error to dst, which has room for MaxTooBig octets. It tells the sender of
+// this packet to send smaller ones: fragmentation needed with the next-hop MTU (RFC 1191, section
+// 4) or packet too big. It quotes as much as fits into 576 octets (RFC 1812, section 4.3.2.3) or
+// 1280 (RFC 4443, section 2.4c). Its source is the destination of the packet, the one address that
+// the sender can certainly exchange packets with. mtu is raised to at least 68 or 1280. The result
+// is the length of the error, or 0 if none may be sent (RFC 1812, section 4.3.2.7; RFC 4443,
+// section 2.4e): about an ICMP error, about an IPv4 fragment other than the first, or if an address
+// is not that of a single host. Must not be called for the head of a run.
 func (v *View) TooBig(dst []byte, mtu int) int {
 	if v.IsICMPError() || !v.singleHosts() {
 		return 0

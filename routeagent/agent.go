@@ -59,14 +59,14 @@ type Options struct {
 	MetricsAddress string // TCP host:port of /metrics, /healthz and /readyz; empty: none
 	StatusAddress  string // TCP host:port of /status; empty: none
 	StateDirectory string // of the snapshot; empty: none is kept
-	// Tell writes down for the manager what the node reaches without us; nil: nobody is told. It is
-	// not called twice at a time.
+	// Tell stores for the manager which networks the node reaches without the tunnel. It may be
+	// nil, and is never called concurrently.
 	Tell func(context.Context, fabric.NodeNetworks) error
 	// TellRefused stores the resourceVersion of the NetworkAllocations up to which the node refuses
 	// packets, in addition to what Tell stores. It may be nil, and is never called concurrently.
 	TellRefused func(context.Context, int64) error
-	// TellReady writes down why the node is not as it should be, for people; "" means that it is. It is
-	// called once a second, and never twice at a time; nil: nobody is told.
+	// TellReady stores for people why the node is not ready; "" means that it is. It may be nil. It
+	// is called once a second, and never concurrently.
 	TellReady func(ctx context.Context, problem string) error
 	Voter     Voter  // nil: the node does not vote on which gateway is active
 	Resolvers string // path of the node's resolv.conf(5)

@@ -21,10 +21,10 @@ var (
 	probeAgain    = overlay.Again
 )
 
-// OverlayStatus is what is known of the way to a gateway through the overlay, see package overlay. The
-// datagram by the overlay is for a network of a peer and lives for one hop: it takes the way of all
-// packets for peers, rules and routes included, and ends where the overlay does, in the gateway's
-// network. Nothing of it reaches a tunnel.
+// OverlayStatus is the result of probing the path to a gateway through the overlay, see package
+// overlay. The probe is a datagram to a peer's network with a TTL of one hop. It takes the path of
+// all packets for peers, rules and routes included, and ends in the gateway's network, so it never
+// reaches a tunnel.
 type OverlayStatus struct {
 	Gateway netip.Addr `json:"gateway"`
 	overlay.State

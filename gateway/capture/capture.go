@@ -73,7 +73,8 @@ type Capture struct {
 	ended   string
 }
 
-// New begins a capture. program is how the file names who wrote it, names are those of peers by ID.
+// New begins a capture. program is the name of the writing application in the file; names are the
+// peers' names by ID.
 func New(o Options, program string, names map[string]string) *Capture {
 	c := &Capture{Options: o, program: program, names: names, started: time.Now(), done: make(chan struct{}), half: make(chan struct{}, 1)}
 	c.buffer = header(make([]byte, 0, bufferSize), program, o.Snap)

@@ -13,7 +13,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// Bounds of a capture: what it has when nobody says, and the most that may be asked for.
+// Defaults and maxima of a capture.
 const (
 	DefaultPackets  = 100_000
 	DefaultBytes    = 64 << 20

@@ -394,8 +394,9 @@ func (h *handshakes) Close() error {
 	return nil
 }
 
-// Send sends what the device has sealed, handshakes and keepalives, and what the outbound goroutine
-// has. The sender's index of a handshake is one of the device's, so that it tells the peer.
+// Send sends messages that the device has sealed, handshakes and keepalives, and those of the
+// outbound goroutine. The sender index of a handshake is one of the device's, so it identifies the
+// peer.
 func (h *handshakes) Send(bufs [][]byte, to conn.Endpoint) error {
 	m := bufs[0]
 	alone := len(bufs) == 1 && len(m) <= device.MessageHandshakeSize

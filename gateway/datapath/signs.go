@@ -12,9 +12,9 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// Signs are what a tunnel has seen that may say why a peer has no session. Times are zero for what
-// never happened. Whoever can send from the peer's address can leave the first three: they explain,
-// they decide nothing.
+// Signs are observations of a tunnel that may explain why a peer has no session. A zero time means
+// never. Any sender that can forge the peer's address can cause the first three, so they serve to
+// explain and never to decide.
 type Signs struct {
 	// OtherKey is when a handshake last came from the peer's address that was made for another
 	// public key than ours (its mac1 is wrong, section 5.4.4 of the WireGuard paper).
@@ -26,8 +26,8 @@ type Signs struct {
 	// Earlier is when a data message last came from there under a session that there is none of here:
 	// one from before this tunnel knew the peer, or from before its key changed.
 	Earlier time.Time
-	// RelayedOtherKey and RelayedRefused are the same of handshakes that Services of ours relayed. All
-	// peers share them, and anybody may send what is relayed.
+	// RelayedOtherKey and RelayedRefused are the same for handshakes that our Services relayed. All
+	// peers share them, because any sender may use a relay.
 	RelayedOtherKey, RelayedRefused time.Time
 	// Answered is when we last answered a handshake of the peer.
 	Answered time.Time

@@ -40,10 +40,10 @@ const (
 	streamsOpening = 4096
 )
 
-// Streams are TCP connections between the in-process endpoint and the gateways of peers for which Peer.Streams
-// is set. Nobody else reaches them: a segment counts only when the peer's key opened it and its source is an
-// address of the peer's gateway. They have a TCP/IP stack of their own, so what they send and receive delays
-// neither connection checks nor ICMP.
+// Streams are TCP connections between the in-process endpoint and the gateways of peers for which
+// Peer.Streams is set. No other host can reach them: a segment is accepted only if the peer's key
+// opened it and its source is an address of the peer's gateway. They have their own TCP/IP stack,
+// so they delay neither connection checks nor ICMP.
 type Streams struct {
 	local  *Local
 	number uint16

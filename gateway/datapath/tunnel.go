@@ -37,7 +37,7 @@ type Options struct {
 	// until it refuses one with EINVAL. The kernel takes them from Linux 6.2 on; tun.TrustsUSO says
 	// more.
 	CoalesceUDP bool
-	// Logger takes what wireguard-go's device has to say; nil: nobody.
+	// Logger gets the log lines of wireguard-go's device; nil discards them.
 	Logger *device.Logger
 }
 
@@ -108,9 +108,9 @@ func New(link Link, wire Wire, engine *natengine.Engine, local *Local, o Options
 	return newTunnel(link, wire, engine, local, time.Now(), o)
 }
 
-// Beside makes another tunnel of the same gateway: with the engine and the clock of t, over a link,
-// a wire and with an in-process endpoint of its own. That has the addresses of the other; what
-// comes by a tunnel is answered by it.
+// Beside makes another tunnel of the same gateway. It shares the engine and the clock of t, and has
+// its own link, wire and in-process endpoint. That endpoint has the same addresses as t's, and
+// answers the packets of its own tunnel.
 func (t *Tunnel) Beside(link Link, wire Wire, local *Local, logger *device.Logger) *Tunnel {
 	o := t.options
 	o.Logger = logger

@@ -94,9 +94,10 @@ type Counts struct {
 	Omitted uint64                    // not copied, because of MaxFlows
 }
 
-// Activate makes flows those of this gateway, which is the active one from now on, and has them adopt the copy,
-// established ones first. It returns how many were adopted when all are, or after adoptMost; the rest follows. What
-// connections that are open still tell is adopted, too.
+// Activate makes this gateway the active one: flows become its own and adopt the copied ones,
+// established flows first. It returns the number of adopted flows when it has adopted all, or after
+// adoptMost; it then adopts the rest in the background. Flows that open connections still deliver
+// are adopted, too.
 func (k *Keeper) Activate(flows Flows) (adopted int) {
 	k.mu.Lock()
 	before := k.counts.Adopted

@@ -72,8 +72,8 @@ func NewLink(k *Keeper, o Options) *Link {
 	return &Link{k: k, o: o, settled: make(chan struct{}), incoming: make(map[netip.Addr]int), strange: rate.NewLimiter(strangersRate, strangersOnce)}
 }
 
-// Await waits until gateways that were known at the start have told what they have, for a second at most. A
-// gateway that restarts and stays active has lost its flows, but another one has them.
+// Await waits until the gateways that were known at the start have sent their flows, for at most a
+// second. A gateway that restarts and stays active has lost its flows, but another one has a copy.
 func (l *Link) Await(ctx context.Context) {
 	select {
 	case <-l.settled:

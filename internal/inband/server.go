@@ -18,7 +18,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/pinned"
 )
 
-// These constants bound what a peer can use, and what a manager can use of it.
+// Bounds for the connections of each peer, in each direction.
 const (
 	// Connections is how many there are with one peer, its own and those of our manager each. A manager has one or
 	// two.

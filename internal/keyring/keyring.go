@@ -1,4 +1,5 @@
-// Package keyring is the Secret with the WireGuard keys of the gateway, and how they rotate:
+// Package keyring reads and writes the Secret with the gateway's WireGuard keys, and has the steps
+// of their rotation:
 //
 //	rotate-key, age ─► next key is there ─► gateways answer to both ─► peers are told the next one
 //	                                                                        │ all have moved, or patience ends
@@ -6,8 +7,8 @@
 //
 // A Secret that something else maintains may name the next key instead (OfferName).
 //
-// The Secret is the only state, and each arrow is one write of it. So a gateway or a manager may stop anywhere, and whoever
-// goes on reads where the rotation stands.
+// The Secret is the only state, and each arrow is one write to it. So a gateway or manager may stop
+// at any point, and its successor continues from the Secret.
 package keyring
 
 import (
@@ -114,8 +115,8 @@ func Read(data map[string][]byte) (r Ring, wrong, err error) {
 	return r, errors.Join(errs...), nil
 }
 
-// Public names the fields that peers are to be told of: those of the next key where gateways answer to it. A public key alone is
-// none, since nobody answers to it.
+// Public returns the fields of the keys to publish to peers: those of the next key if gateways
+// accept it. A public key without its private key is ignored, because no gateway accepts it.
 func Public(data map[string][]byte) (first, further string) {
 	if r, _, err := Read(data); err == nil && r.Published {
 		return FieldNextPublic, FieldNextTunnels
@@ -148,7 +149,7 @@ func New() (private [32]byte) {
 	return private
 }
 
-// Text is a key as the Secret has it.
+// Text is the base64 text of a key, as the Secret stores it.
 func Text(key [32]byte) []byte { return []byte(base64.StdEncoding.EncodeToString(key[:])) }
 
 // Tunnels is what FieldTunnels holds for that many tunnels; empty: it is absent.
@@ -219,7 +220,7 @@ func Promote(data map[string][]byte, r Ring, now time.Time) map[string][]byte {
 	return data
 }
 
-// Replace returns the data with another key at once, and with nothing of whoever had read them.
+// Replace returns data with a new key only: it removes every key that a thief may have read.
 func Replace(data map[string][]byte, private [32]byte, now time.Time) map[string][]byte {
 	tunnels := tunnelsIn(data)
 	data = Abandon(data)

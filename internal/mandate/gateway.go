@@ -79,8 +79,8 @@ func (g *Gateway) arrange() {
 	}
 }
 
-// Learn tells the gateway the list of the Lease. One that it neither counts by nor proposes ends its mandate: somebody
-// else has written it.
+// Learn passes the Lease's list to the gateway. A list that it neither uses nor proposes ends its
+// mandate, because another gateway has written it.
 func (g *Gateway) Learn(list List, now Time) {
 	if list.equal(g.list) || g.next != nil && list.equal(*g.next) {
 		return
@@ -251,7 +251,8 @@ func (g *Gateway) Could(now Time) bool {
 	return len(g.list.Voters) > 0 && free >= g.list.majority()
 }
 
-// Release ends the mandate and returns what tells the voters. The gateway rests, so that another one can follow.
+// Release ends the mandate and returns the message for the voters. The gateway then pauses, so that
+// another one can follow.
 func (g *Gateway) Release(now Time) map[ID]Ask {
 	all := g.asks(Release, now, false)
 	g.stand(now + 2*g.timing.Bound)

@@ -18,8 +18,8 @@ type Timing struct {
 	FarewellMandate time.Duration // how long such a vote counts, from when the last ask was sent; less than Farewell
 }
 
-// Usual is the Timing outside of tests. The difference between what binds and what counts allows for clocks
-// that differ by a fifth.
+// Usual is the Timing outside of tests. The difference between Bound and Mandate allows for clock
+// rates that differ by a fifth.
 var Usual = Timing{Beat: 150 * time.Millisecond, Bound: 900 * time.Millisecond, Mandate: 700 * time.Millisecond,
 	Farewell: 30 * time.Second, FarewellMandate: 23 * time.Second}
 
@@ -85,8 +85,9 @@ type Voter struct {
 	last        Ask  // that the holder got the vote by; its zero value: none in this life
 }
 
-// NewVoter starts a voter with what is stored on its node; nil: nothing. The incarnation is random: who names it has
-// had an answer of this voter. It differs from those of all earlier voters of the node, and is not 0.
+// NewVoter starts a voter with the promise stored on its node, or nil. The incarnation must be
+// random, not 0, and different from those of all earlier voters of the node: a request that names
+// it proves that its sender has had an answer of this voter.
 func NewVoter(id ID, timing Timing, incarnation uint64, stored *Promise, now Time) *Voter {
 	v := &Voter{id: id, timing: timing, incarnation: incarnation}
 	if v.empty = stored == nil; v.empty {

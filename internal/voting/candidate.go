@@ -399,7 +399,7 @@ func (c *Candidate) from(name string, from net.Addr) bool {
 	return ok && u.AddrPort().Addr().Unmap() == c.nodes[name]
 }
 
-// Release ends the mandate, and tells the nodes.
+// Release ends the mandate and notifies the nodes.
 func (c *Candidate) Release() {
 	private := c.Key()
 	c.mu.Lock()

@@ -22,9 +22,9 @@ const (
 // ErrAnothers is returned for a mapping that another caller has requested.
 var ErrAnothers = errors.New("was mapped by another caller, who alone may undo it")
 
-// Asked notes that a caller asked for a mapping that the peer has, and what the endpoint is now, in
-// any words; empty when nobody knows. A caller that is noted already, and what is not mapped, change
-// nothing.
+// Asked records that a caller requested an existing mapping of the peer, and a description of the
+// endpoint, or "" if it is unknown. It changes nothing for a caller that is already recorded, or if
+// there is no mapping.
 func (b Book) Asked(id string, ip netip.Addr, by, what string) (Book, error) {
 	callers, mapped := b.peers[id].askedFor(ip)
 	if _, known := slices.BinarySearch(callers, by); known || !mapped {
@@ -90,7 +90,7 @@ func (p *account) askedFor(ip netip.Addr) (callers []string, mapped bool) {
 // An Endpoint is one that is mapped.
 type Endpoint struct {
 	IP netip.Addr
-	// What it was when somebody asked for it, as Asked was told.
+	// What is the kind of endpoint at the time of the request, as passed to Asked.
 	What string
 	// For are the peers that have it, sorted.
 	For []string

@@ -38,8 +38,8 @@ const (
 	MaxEndpointsOfPeer = 4096
 )
 
-// Config is what a Book has to know about its own cluster. Zero prefixes are not known yet. A
-// prefix with host bits stands for its network.
+// Config has the networks and addresses of a Book's own cluster. A zero prefix is not known yet.
+// Host bits of a prefix are ignored.
 type Config struct {
 	PodCIDR, ServiceCIDR netip.Prefix
 	// ExternalCIDR is the network for our endpoints that are no pods. Zero: keep the one chosen
@@ -51,9 +51,9 @@ type Config struct {
 	// Services are the reserved networks that have addresses of Services outside of ServiceCIDR. What Spec
 	// keeps does not say which these are.
 	Services []netip.Prefix
-	// Nodes are addresses that no peer's network may contain, also those of API servers. They
-	// change with the cluster, so that they are not part of what Spec keeps, and neither is what
-	// nodes reach.
+	// Nodes are addresses that no peer's network may contain, including those of API servers.
+	// Because they change with the cluster, Spec contains neither them nor the networks that nodes
+	// reach.
 	Nodes []netip.Addr
 	// Reached is what nodes reach without us.
 	Reached []Reached
@@ -225,9 +225,9 @@ func (b Book) withPeer(id string, p *account) Book {
 	return b
 }
 
-// Changed returns the IDs of the peers whose networks, answers or mappings are not what they were
-// in the older Book, sorted. It compares with that very Book and its successors in little time;
-// Books with another origin differ in peers that are the same, too.
+// Changed returns the sorted IDs of the peers whose networks, answers or mappings differ from those
+// in the older Book. It is fast if this Book was made from the older one. For Books of different
+// origin it may also return peers that are equal.
 func (b Book) Changed(since Book) []string {
 	var changed []string
 	for id, p := range b.peers {

@@ -34,14 +34,14 @@ func (c Conflict) String() string {
 	return fmt.Sprintf("%s, %v here, overlaps %s, %v", whose, c.Prefix, c.With, c.Other)
 }
 
-// Configure says what is true of this cluster now. It may be called at any time: networks that were
-// given out stay where they are, and so does an ExternalCIDR that was chosen while there was any
-// peer. The conflicts are those of Conflicts.
+// Configure sets the current configuration of this cluster. It may be called at any time: allocated
+// networks stay unchanged, and so does an ExternalCIDR that was chosen while there was any peer.
+// The conflicts are those of Conflicts.
 //
 // When the ExternalCIDR changes, mapped endpoints keep their host bits if it has the same length,
 // and get new addresses otherwise. Answers of peers that no longer fit the length of our networks
-// are forgotten until they answer again. So is what stands for another PodCIDR, of any length: until the
-// peer answers, it reaches no address of the new one.
+// are forgotten until they answer again. So is an answer to another PodCIDR, of any length: until
+// the peer answers again, it reaches no address of the new one.
 func (b Book) Configure(c Config) (Book, []Conflict) {
 	if c.Pools == nil {
 		c.Pools = DefaultPools()

@@ -15,13 +15,13 @@ import (
 var ErrNoConfiguration = errors.New("has no network configuration yet")
 
 // MapEndpoint returns the address by which the peer reaches our endpoint ip. A pod's address is
-// moved onto the network that the peer uses for our pods, and nothing has to be remembered. Any
-// other endpoint gets an address out of our ExternalCIDR, one for all peers, which is moved onto
-// the network that the peer uses for that; asking again gives the same.
+// translated into the network that the peer uses for our pods, without state. Any other endpoint
+// gets an address of our ExternalCIDR, the same for all peers, which is translated into the network
+// that the peer uses for that. Another call returns the same address.
 //
-// The endpoint may lie anywhere but where nothing can be reached: in our own ExternalCIDR or in a
-// special range. An address in a network granted to a peer is legal; that is how one cluster passes
-// on pods of a third one.
+// The endpoint may have any address except in our own ExternalCIDR and in special-purpose ranges,
+// where nothing can be reached. An address in a peer's network is valid: this is how a cluster
+// makes pods of a third cluster reachable.
 func (b Book) MapEndpoint(id string, ip netip.Addr) (Book, netip.Addr, error) {
 	p := b.peers[id]
 	if err := b.checkEndpoint(ip); err != nil {
@@ -65,12 +65,13 @@ func (b Book) Mapped(id string, ip netip.Addr) bool {
 	return mapped
 }
 
-// KnowsNodes reports whether Configure has named our nodes, without which Guarded knows nothing. No cluster is
-// without any, and no object keeps them.
+// KnowsNodes reports whether Configure has named our nodes, without which Guarded knows nothing. Every cluster
+// has nodes, and no object keeps them.
 func (b Book) KnowsNodes() bool { return len(b.own.Nodes) > 0 }
 
-// Guarded says what an endpoint is that a peer gets only where a person says so: what a cluster is
-// run by, and what another peer has trusted us with. Empty: it is none of these.
+// Guarded returns the kind of an endpoint that may be mapped for a peer only if an administrator
+// allows it: nodes, Services, API servers and endpoints of other peers. It is empty for any other
+// endpoint.
 func (b Book) Guarded(ip netip.Addr) string {
 	switch {
 	case b.IsNode(ip):
@@ -113,10 +114,10 @@ func (b Book) PeerAt(ip netip.Addr) (id string, network netip.Prefix) {
 	return "", netip.Prefix{}
 }
 
-// RestoreEndpoint maps the endpoint so that the peer reaches it by the address that it knows
-// already: seen, in the network that it uses for our ExternalCIDR. It is for books that were lost.
-// The Book is the same as before when the endpoint has another address here, or that address is
-// another endpoint's.
+// RestoreEndpoint maps the endpoint so that the peer reaches it by the address seen, which the peer
+// already uses, in its network for our ExternalCIDR. It serves to rebuild lost IPAM state. The Book
+// is unchanged if the endpoint has another address here, or if that address belongs to another
+// endpoint.
 func (b Book) RestoreEndpoint(id string, ip, seen netip.Addr) Book {
 	p := b.peers[id]
 	if p == nil || !p.externalSeen.Contains(seen) || b.checkEndpoint(ip) != nil || ip.BitLen() != seen.BitLen() || len(b.endpoints) >= MaxEndpoints-1 {

@@ -7,7 +7,7 @@ import (
 	"strings"
 )
 
-// A Standing is what stands for one network of a peer here.
+// A Standing is one network of a peer as this cluster sees it, with the reason.
 type Standing struct {
 	Claim netip.Prefix // as the peer has it
 	Here  netip.Prefix // equal to Claim when it is used as it is

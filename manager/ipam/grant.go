@@ -29,8 +29,8 @@ type Request struct {
 	// Now is the present time. Networks that the peer has and does not get again are held from then on;
 	// zero: they are free at once.
 	Now time.Time
-	// Consented: somebody here has seen this claim, and the peer may have for it what it has not
-	// had before.
+	// Consented is true if an administrator has agreed to this claim, so the peer may get new
+	// addresses for it.
 	Consented bool
 }
 
@@ -82,11 +82,11 @@ func (b Book) UsedForAnother(id string, addr netip.Addr) bool {
 	return slices.ContainsFunc(b.replaced, func(r replaced) bool { return r.id != id && r.network.Contains(addr) })
 }
 
-// Grant allocates the peer its two networks, or none: the error is a *fabric.Refusal, and the Book is
-// unchanged. A returning peer gets its former networks as far as they are free and permitted. Networks
-// that it has now stay while they have the family and length of the claim and nothing else is wanted, even
-// if the claim has changed, because both sides use them. A network that is held for another peer is not
-// free; one that is held for this peer is.
+// Grant allocates the peer its two networks, or none: the error is a *fabric.Refusal, and the Book
+// is unchanged. A returning peer gets its former networks as far as they are free and permitted.
+// Its current networks stay if they have the claim's family and length and no override demands
+// others, even if the claim has changed, because both sides use them. A network that is held for
+// another peer is not free; one that is held for this peer is.
 func (b Book) Grant(c Request) (Book, Grant, error) {
 	held, at := b, c.Now
 	if p := b.peers[c.ID]; p != nil && !p.released.IsZero() {

@@ -11,15 +11,15 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// Spec returns the whole Book, nodes apart, as text. Fields are never nil. Liqo's prefixes stay
-// empty: what they would say follows from the rest.
+// Spec returns the Book, except its nodes, in Liqo's format. Fields are never nil. Liqo's prefixes
+// stay empty, because they follow from the other fields.
 func (b Book) Spec() v1alpha1.IpamStorageSpec {
 	return b.part(slices.Collect(maps.Keys(b.peers)), slices.Collect(maps.Keys(b.endpoints)))
 }
 
-// Delta returns those parts of the Specs of two Books that differ, with as little else as it takes
-// to compare them. When one was made of the other by changing a few peers, that is cheap however
-// many there are.
+// Delta returns the parts of the Specs of two Books that differ, and the little else that a
+// comparison needs. If one Book was made from the other by changing a few peers, the cost depends
+// on these, not on all peers.
 func Delta(was, is Book) (have, want v1alpha1.IpamStorageSpec) {
 	if !was.own.sameNetworks(is.own) {
 		return was.Spec(), is.Spec()
@@ -119,10 +119,10 @@ func nat(seen, own netip.Prefix) string {
 	return text(seen)
 }
 
-// Read makes a Book out of what Liqo wrote, or Spec. The error names the first field
-// that makes no sense, in the order of their names. What follows from other fields is not looked
-// at: prefixes, natMappingsConfigured, and who reaches the gateway's own address. Nodes are not
-// part of it, so that Configure has to say them again.
+// Read makes a Book from the spec of an IpamStorage, as Liqo or Spec writes it. The error names the
+// first invalid field, in the order of their names. Read ignores fields that follow from others:
+// prefixes, natMappingsConfigured, and the mappings of the gateway's own address. The spec has no
+// nodes, so the caller has to call Configure.
 func Read(spec *v1alpha1.IpamStorageSpec) (Book, error) {
 	if n := len(spec.ClusterSubnets); n > MaxPeers {
 		return Book{}, fmt.Errorf("spec.clusterSubnets: has %d peers; want at most %d", n, MaxPeers)

@@ -45,11 +45,11 @@ const (
 	drain = 3 * time.Second
 )
 
-// Options say where and whom Serve answers.
+// Options of Serve: its address and the clients that it accepts.
 type Options struct {
 	// Address is the TCP address to listen on; Liqo's components expect port 6000.
 	Address string
-	// TLS is what TLS returns: callers are who their certificate says.
+	// TLS is the result of the function TLS. Callers are identified by their certificates.
 	TLS *tls.Config
 	// Plain answers whoever comes, without TLS, as Liqo's own service does: a caller is its
 	// address. A NetworkPolicy has to keep others away (deploy/networkpolicy/ipam.yaml).

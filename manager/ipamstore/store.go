@@ -138,14 +138,12 @@ func (s *Store) Load(ctx context.Context) error {
 	}
 }
 
-// Update changes the Book by f, writes what differs and returns the new Book, or the old one and an
-// error. Update calls f again when another process wrote meanwhile, so f should do nothing but
-// compute. It returns f's error as it is and then writes nothing. Nor does it write when nothing
-// changes.
+// Update changes the Book by f, writes the difference and returns the new Book, or the old one and
+// an error. If another process has written meanwhile, Update calls f again, so f must be pure. It
+// returns f's error unchanged and then writes nothing. It does not write if nothing changes.
 //
-// The first of the updates that come during a write writes all of them together: the API server
-// takes longer for an object the more peers are in it, and a patch of many entries costs it no more
-// than one of a single entry.
+// Updates that arrive during a write are written together by the first of them, because a patch of
+// many entries costs the API server no more than a patch of one.
 func (s *Store) Update(ctx context.Context, f func(ipam.Book) (ipam.Book, error)) (ipam.Book, error) {
 	u := &update{f: f}
 	s.queueMu.Lock()
@@ -185,8 +183,9 @@ func (s *Store) Update(ctx context.Context, f func(ipam.Book) (ipam.Book, error)
 	return u.book, u.err
 }
 
-// Refresh looks whether somebody else has changed or deleted the IpamStorage or a NetworkAllocation, which
-// otherwise shows with the next Update, and writes again what does not count.
+// Refresh checks whether another program has changed or deleted the IpamStorage or a
+// NetworkAllocation, and overwrites changes that are not accepted. Otherwise only the next Update
+// would notice.
 func (s *Store) Refresh(ctx context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -235,9 +234,9 @@ type Observer func(book ipam.Book, version func(id string) int64)
 // NotWritten is a resourceVersion that no agent reports: that of an allocation which is still to be written.
 const NotWritten = math.MaxInt64
 
-// Observe calls f with the Book as it is, and then after each write, one after the other and
-// without leaving a Book out: each is what others may have read. f must not take long, or call the
-// Store.
+// Observe calls f with the current Book, and then with each Book that was written, in order and
+// without omissions, because others may have read any of them. f must be fast, and must not call
+// the Store.
 func (s *Store) Observe(f Observer) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -60,10 +60,9 @@ type Condition struct {
 type State struct {
 	// Identity: whether the peer's API server takes our identity (ConditionIdentity).
 	Identity Condition
-	// Published: whether the copy at the peer says what the original says (ConditionPublished).
-	// While the peer does not answer it says what was last seen, and becomes False when the
-	// original has changed since. Once the original is being deleted, its message says what the
-	// deletion waits for.
+	// Published is ConditionPublished: whether the copy at the peer equals the original. While the
+	// peer does not answer, it keeps its last value, and becomes False if the original has changed
+	// since. While the original is being deleted, its message names what the deletion waits for.
 	Published Condition
 	// Answered is empty, or False with ReasonInvalid when the API server here refuses the peer's
 	// answer: the original then keeps its last good status.
