@@ -42,7 +42,7 @@ type Allocation struct {
 // by object; of each object a network is there once, with the highest revision.
 type Allocations struct {
 	Named, Freed []Allocation
-	// Revision is the highest one, also of what is freed; 0: there are none.
+	// Revision is the highest revision of allocated and freed networks; 0 if there are none.
 	Revision int64
 	// Version is the highest resourceVersion with which an object named its networks first; 0: there are no
 	// objects.

@@ -9,8 +9,8 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// A Claim is what a cluster says about itself in its NetworkConfig, read and sound by itself.
-// ClaimFrom makes it.
+// A Claim is the parsed and valid content of a NetworkConfig: networks, gateway and keys of its
+// sender. ClaimFrom makes it.
 type Claim struct {
 	Pod       netip.Prefix // Pb, the sender's PodCIDR
 	External  netip.Prefix // Xb, its ExternalCIDR

@@ -13,7 +13,7 @@ import (
 // are in any order.
 type NodeIntent struct {
 	Self string // name of our node
-	// UnderlayMTU is the least of the ways that outer packets take, in octets; 0 means 1500.
+	// UnderlayMTU is the smallest MTU of the paths of outer packets, in octets; 0 means 1500.
 	UnderlayMTU int
 	// UnderlayDevices are those with our node's address and those by which it reaches other nodes,
 	// as far as they are known.

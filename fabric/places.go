@@ -105,8 +105,8 @@ func (p *PodPlaces) RemoveNode(name string) bool {
 	return true
 }
 
-// SetSources says from where else packets of a node may come, and reports whether that is new. The
-// node may be unknown yet.
+// SetSources sets additional source addresses of a node's outer packets, and reports whether they
+// changed. The node need not be known yet.
 func (p *PodPlaces) SetSources(node string, all []netip.Addr) bool {
 	if slices.Equal(p.sources[node], all) {
 		return false
@@ -170,9 +170,9 @@ func (p *PodPlaces) replace(name string, f func()) {
 	}
 }
 
-// SetPod says which addresses a pod has on a node, none when it is gone; id is its own, such as
-// namespace/name, and was is the node on which it was before, if any. It reports whether Network may
-// be another.
+// SetPod sets the addresses of a pod on a node; a deleted pod has none. id identifies the pod, such
+// as namespace/name, and was is its previous node, if any. It reports whether Network may have
+// changed.
 func (p *PodPlaces) SetPod(id, was, node string, pods []NodePod) bool {
 	trusted := p.trusted()
 	changed := false

@@ -28,7 +28,7 @@ import (
 //	original with the peer's answer ──────────────────────────────────┴─ TunnelEndpointReconciler ─► TunnelEndpoint
 //	                                        answer in the books ─ NatMappingReconciler ─► NatMapping ─┘ (exists first)
 //
-// All but FactsChanged may be shared; the books have to be loaded.
+// All fields but FactsChanged may be shared. The IPAM state must be loaded.
 type Answers struct {
 	Client client.Client
 	Peers  Peers

@@ -37,8 +37,8 @@ type Peer struct {
 	KeyRequired bool
 	// InBand says that the managers go through the tunnel.
 	InBand bool
-	// IdentitySecret is the name of the Secret in LocalNamespace with which to speak to the peer;
-	// empty when Liqo's crd-replicator does that.
+	// IdentitySecret is the name of the Secret in LocalNamespace with our identity at the peer;
+	// empty if Liqo's crd-replicator copies the objects.
 	IdentitySecret string
 	// Leaving says that the peering is being taken down. Nothing new is made for it. Forced says
 	// that nobody waits for the peer any more.

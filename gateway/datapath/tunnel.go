@@ -462,8 +462,9 @@ func (t *Tunnel) SetSources(mayCome func(netip.Addr) bool) { t.mayCome.Store(&ma
 // there says nothing of who sent it.
 func (t *Tunnel) SetRelays(relays func(netip.Addr) bool) { t.relays.Store(&relays) }
 
-// SetDoubts has f called when data comes from where a peer is, with which there is a session, under another one that is not known
-// here: at most once in five seconds for each peer. It says nothing by itself, as anybody can forge that. f must not wait.
+// SetDoubts sets a function that is called when data of an unknown session comes from the address
+// of a peer that has a session here, at most once in five seconds for each peer. Anybody can forge
+// such data, so it proves nothing. f must not block.
 func (t *Tunnel) SetDoubts(f func(key [32]byte)) { t.doubts.Store(&f) }
 
 // Forget makes the next SetPeers set the peer's endpoint again, wherever it roamed to meanwhile.

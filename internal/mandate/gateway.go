@@ -237,7 +237,7 @@ func (g *Gateway) pause() Time {
 	return g.timing.Beat * Time(1+h>>61)
 }
 
-// Could reports whether the gateway claims nothing, and could get a majority now.
+// Could reports whether the gateway asks for no mandate, and could get a majority now.
 func (g *Gateway) Could(now Time) bool {
 	if g.epoch != 0 || now < g.rest {
 		return false

@@ -66,8 +66,8 @@ type Reached struct {
 	Resolver bool   // the node asks it for names
 }
 
-// MergeReached sorts what nodes reach and leaves out what is inside of something else. It works in
-// place.
+// MergeReached sorts the networks that nodes reach and removes those inside another one. It works
+// in place.
 func MergeReached(all []Reached) []Reached {
 	slices.SortFunc(all, func(a, b Reached) int { // what contains others comes before them
 		c := a.Prefix.Compare(b.Prefix)

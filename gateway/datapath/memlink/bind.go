@@ -19,7 +19,7 @@ import (
 // MiB of buffer holds.
 const bindQueueLen = 4096
 
-// Network connects Binds by address. The zero value loses nothing but what overflows a queue.
+// Network connects Binds by address. The zero value drops packets only if a queue overflows.
 type Network struct {
 	// Loss and Reorder are the shares (0 to 1) of WireGuard's data messages that are lost, and that
 	// are held back until the next one to the same receiver has passed; handshake messages always
