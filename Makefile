@@ -119,6 +119,12 @@ test-mcs: deps-mcs ## The conformance suite of the Multi-Cluster Services API fr
 test-cni: build kube ## All shapes of pod networks beside Isthmus, with faults of a minute (root, an hour)
 	go test -C test -count=1 -timeout=90m -v ./cni -long
 
+SOAK ?= 4h
+
+.PHONY: soak
+soak: build kube ## Three clusters for SOAK with traffic and churn: memory, goroutines, descriptors, flows and objects stay flat (root)
+	go test -C test -count=1 -timeout=0 -v ./fleet -run '^TestSoak$$' -soak $(SOAK)
+
 # qemu's user mode has no netlink for nftables and policy rules, so no gateway runs in a namespace here: the
 # pairs of gateways are those of gateway/datapath (TestTwoGateways...), with TUN and UDP in memory. The kernel's count
 # of lost datagrams does not pass through it, either.
