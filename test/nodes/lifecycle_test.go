@@ -25,7 +25,7 @@ import (
 )
 
 // previous is the version that clusters are upgraded from.
-const previous = "a871c4eb26437008b7567eab3fe3f44b203bca2d"
+const previous = "34053dc7ba9e3ae7aa36481e215a0c2240320e02"
 
 // The images that docs/lifecycle.md names, and that of the version before.
 const (
@@ -73,6 +73,8 @@ func TestLifecycle(t *testing.T) {
 		w.meet(t)
 		if old != "" {
 			w.upgrade(t, today)
+			w.lives(t, "roll-back of both", func() { first.section(t, "Roll back") })
+			w.lives(t, "upgrade after the roll-back", func() { today.section(t, "Upgrade") })
 		}
 	}) {
 		return
