@@ -154,3 +154,32 @@ func (g *Gateway) writeTunnels(ctx context.Context, secret *corev1.Secret, tunne
 	}
 	return g.client.Patch(ctx, with, client.MergeFromWithOptions(secret, client.MergeFromWithOptimisticLock{}))
 }
+
+// key reads the keys, or sees to it that there is one. The problems are of keys that can be used
+// all the same.
+func (g *Gateway) key(ctx context.Context, inUse keyring.Ring) (keyring.Ring, []fabric.Problem, error) {
+	var secret corev1.Secret
+	err := g.objects.Get(ctx, client.ObjectKey{Namespace: g.o.Namespace, Name: keyring.SecretName}, &secret)
+	switch {
+	case err == nil:
+		ring, problems, err := keyFrom(&secret)
+		if err != nil {
+			return ring, problems, err
+		}
+		return ring, append(problems, g.tellTunnels(ctx, &secret, ring.Private)...), nil
+	case !apierrors.IsNotFound(err):
+		return inUse, nil, err
+	}
+	missing := fmt.Errorf("the Secret %s/%s: not there", g.o.Namespace, keyring.SecretName)
+	if now := time.Now(); now.After(g.keyTries) {
+		g.keyTries = now.Add(time.Second)
+		time.AfterFunc(time.Second, g.look.set) // whether or not this succeeds
+		if err := g.createKey(ctx, inUse); err != nil {
+			missing = err
+		}
+	}
+	if inUse.Private != ([32]byte{}) {
+		return inUse, nil, nil // nothing is worse for the peers yet
+	}
+	return inUse, nil, missing
+}

@@ -5,7 +5,6 @@ import (
 	"crypto/ed25519"
 	"fmt"
 	"log/slog"
-	"maps"
 	"net/netip"
 	"reflect"
 	"slices"
@@ -182,69 +181,6 @@ func (r *readAllocations) from(all []isthmus.NetworkAllocation) (fabric.Allocati
 		}
 	}
 	return r.said, slices.Clone(r.problems)
-}
-
-// further is objects that are watched as long as they are wanted.
-type further struct {
-	*nodeWatch
-	kinds  map[client.Object]cache.ByObject
-	notify signal
-
-	stop context.CancelFunc // nil: it is not wanted. see's own
-
-	got     *objects // nil: they are not known. Under mu, as what follows
-	refused bool     // the API server does not let us read them, or not yet
-}
-
-func (w *nodeWatch) further(kinds map[client.Object]cache.ByObject, notify signal) *further {
-	return &further{nodeWatch: w, kinds: kinds, notify: notify}
-}
-
-// want begins or ends the watch.
-func (f *further) want(ctx context.Context, wanted bool) {
-	switch {
-	case !wanted && f.stop != nil:
-		f.stop()
-		f.stop = nil
-		f.mu.Lock()
-		f.got, f.refused = nil, false
-		f.mu.Unlock()
-	case wanted && f.stop == nil:
-		var watching context.Context
-		watching, f.stop = context.WithCancel(ctx)
-		f.group.Go(func() { f.watch(watching) })
-	}
-}
-
-// watch watches until ctx ends.
-func (f *further) watch(ctx context.Context) {
-	waiting := func(err error) {
-		f.waiting(err)
-		f.mu.Lock()
-		f.refused = true
-		f.mu.Unlock()
-		f.look.set()
-	}
-	got, err := f.open(ctx, f.kinds, waiting) // by an API server that may not know them
-	if err != nil {
-		return // ctx has ended
-	}
-	if got.watch(ctx, f.notify.set, waiting, slices.Collect(maps.Keys(f.kinds))...) != nil {
-		return // ctx has ended
-	}
-	f.mu.Lock()
-	if ctx.Err() == nil {
-		f.got, f.refused = got, false
-	}
-	f.mu.Unlock()
-	f.notify.set()
-}
-
-// known is what is watched, nil while it is not known.
-func (f *further) known() (got *objects, refused bool) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	return f.got, f.refused
 }
 
 // open makes a cache that ends with ctx.

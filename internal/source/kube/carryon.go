@@ -1,0 +1,77 @@
+package kube
+
+import (
+	"context"
+	"time"
+)
+
+// remember returns what the state directory says to carry on with, if it says anything.
+func (g *Gateway) remember() *remembered {
+	if g.o.StateDirectory == "" {
+		return nil
+	}
+	known, err := remember(g.o, time.Now())
+	if err != nil {
+		g.log.Error("snapshot not used; waiting for the API server", "directory", g.o.StateDirectory, "error", err)
+		g.keeper.tell(err)
+	}
+	return known
+}
+
+// carryOnMisses is how many times in a row, a second apart, the Lease could not be read when a
+// replica carries on by what it remembers: while it was away another one may have taken over, and
+// one lost packet is no outage.
+const carryOnMisses = 2
+
+// await returns when everything has been read, or when this replica carries on with what is known
+// since it cannot be told of a successor.
+func (g *Gateway) await(ctx context.Context, e *election, known *remembered, others acquaintance) error {
+	for misses := 0; known != nil; {
+		holder, refused, err := e.ask(ctx)
+		switch {
+		case err != nil:
+			misses++
+		case !refused && holder != g.o.Pod:
+			g.log.Info("the snapshot is of no use: another replica has been active since", "pod", holder)
+			known = nil
+			continue
+		default:
+			misses = 0
+		}
+		if misses == carryOnMisses && ctx.Err() == nil {
+			if e.superseded(others, time.Now()) {
+				g.log.Info("the snapshot is of no use: another gateway answers that it has taken over")
+				known = nil
+				continue
+			}
+			g.carryOn(e, known, others)
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-g.prepared:
+			return nil
+		case <-time.After(time.Second):
+		}
+	}
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-g.prepared:
+		return nil
+	}
+}
+
+// carryOn makes this replica the active one with what is known.
+func (g *Gateway) carryOn(e *election, known *remembered, others acquaintance) {
+	why := known.from(time.Now())
+	g.log.Warn("active again without having been told", "peers", len(known.snapshot.Gateway.Peers), "reason", why)
+	g.keeper.adopt(known)
+	e.carryOn(others)
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if !g.wish.valid { // else the API server has answered just now
+		g.wishLocked(wish{snapshot: known.snapshot, err: why, valid: true, remembered: why})
+	}
+}

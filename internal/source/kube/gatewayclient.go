@@ -1,0 +1,183 @@
+package kube
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"net/netip"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/keyring"
+	"github.com/isthmus-net/isthmus/internal/kubeerr"
+	"github.com/isthmus-net/isthmus/internal/owncluster"
+)
+
+// restConfig is for watches: few and long requests.
+func (g *Gateway) restConfig() *rest.Config {
+	config := rest.CopyConfig(g.o.Config)
+	config.QPS = -1
+	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return &patient{next, &g.reading} })
+	return config
+}
+
+// patient repeats a request while there is no connection to the API server. The reflectors of
+// client-go would try ever more rarely, up to a minute apart, which spares an API server that
+// thousands of nodes watch; the few gateways can be there as soon as it is back.
+type patient struct {
+	next http.RoundTripper
+	on   *atomic.Bool // until then an error is reported at once
+}
+
+// RoundTrip implements http.RoundTripper.
+func (p *patient) RoundTrip(r *http.Request) (*http.Response, error) {
+	for {
+		response, err := p.next.RoundTrip(r)
+		if err == nil || r.Body != nil || !p.on.Load() {
+			return response, err
+		}
+		select {
+		case <-r.Context().Done():
+			return nil, err
+		case <-time.After(time.Second):
+		}
+	}
+}
+
+// kinds are what is watched.
+func (g *Gateway) kinds() map[client.Object]cache.ByObject {
+	here := map[string]cache.Config{g.o.Namespace: {}}
+	kinds := map[client.Object]cache.ByObject{
+		&v1alpha1.TunnelEndpoint{}:   {},
+		&v1alpha1.NatMapping{}:       {},
+		&isthmus.NetworkAllocation{}: {Transform: slimOwn},
+		&corev1.Node{}:               {Transform: slimNode},
+		&discoveryv1.EndpointSlice{}: {Namespaces: map[string]cache.Config{
+			metav1.NamespaceDefault: {FieldSelector: fields.OneTermEqualSelector("metadata.name", "kubernetes")}}},
+		&corev1.Secret{}:        {Namespaces: named(g.o.Namespace, keyring.SecretName)}, // see presharedKeys for the only other one
+		&coordinationv1.Lease{}: {Namespaces: named(g.o.Namespace, isthmus.LeaseGateway)},
+		&corev1.Pod{}:           g.pods(here),
+		&corev1.Service{}:       {Namespaces: here, Label: labels.SelectorFromSet(serviceLabels)},
+	}
+	if g.o.Node != "" {
+		kinds[&isthmus.NodeNetworks{}] = cache.ByObject{Namespaces: here, Transform: slimReport}
+	}
+	return kinds
+}
+
+// named is one object.
+func named(namespace, name string) map[string]cache.Config {
+	return map[string]cache.Config{namespace: {FieldSelector: fields.OneTermEqualSelector("metadata.name", name)}}
+}
+
+// pods are those of the gateway; a replica that delivers by itself has to know where all are.
+func (g *Gateway) pods(here map[string]cache.Config) cache.ByObject {
+	if g.o.Node == "" {
+		return cache.ByObject{Namespaces: here, Label: labels.SelectorFromSet(podLabels)}
+	}
+	all := reachablePods()
+	all.Transform = func(o any) (any, error) {
+		if p, ok := o.(*corev1.Pod); ok && isGateway(p, g.o.Namespace) {
+			return o, nil // it is written, too
+		}
+		return slimPod(o)
+	}
+	return all
+}
+
+// Owner says whose an address of the cluster is, by the Pods and Nodes that a gateway in a Pod follows
+// to deliver. One on the host's network delivers nothing and knows nobody. It may be called concurrently.
+func (g *Gateway) Owner(addr netip.Addr) fabric.Owner { return g.places.owner(addr) }
+
+// podNetwork is where a replica delivers that has a network of its own.
+func (g *Gateway) podNetwork() (n fabric.PodNetwork, err error) {
+	if g.o.Node == "" {
+		return n, nil
+	}
+	n = g.places.network(g.o.PodIP)
+	for _, node := range n.Nodes {
+		if node.Name == n.Node && slices.Contains(node.Addrs, n.Pod) {
+			return n, fmt.Errorf("POD_IP %v is an address of Node %s: the Pod has hostNetwork; want --host-network, or hostNetwork: false", n.Pod, node.Name)
+		}
+	}
+	return n, nil
+}
+
+// watchReports watches what agents say of their nodes, and returns when that was read once or is not
+// to be had for now: a Role of an older version does not allow it, and few clusters need it.
+func (g *Gateway) watchReports(ctx context.Context, group *sync.WaitGroup) {
+	settled := make(chan struct{})
+	settle := sync.OnceFunc(func() { close(settled) })
+	group.Go(func() {
+		defer settle()
+		// It only gives up with ctx; the cache logs what is wrong.
+		_ = g.objects.watchBy(ctx, g.places.handler(g.look.set), func(error) { settle() }, &isthmus.NodeNetworks{})
+	})
+	<-settled
+}
+
+// waiter returns a function that says what is being waited for, in the log whenever it is something
+// else and twice a minute.
+func (g *Gateway) waiter() func(error) {
+	var said time.Time
+	var last string
+	return func(err error) {
+		if err == nil {
+			return
+		}
+		g.mu.Lock()
+		g.wait = kubeerr.Plain("the API server", err)
+		g.mu.Unlock()
+		if text := err.Error(); text != last || time.Since(said) > 30*time.Second {
+			last, said = text, time.Now()
+			g.log.Warn("waiting for the API server", "error", err)
+		}
+	}
+}
+
+// identity finds out who we are. With an ID the gateway is not in need of the API server: the name
+// is for people.
+func (g *Gateway) identity(ctx context.Context) (v1alpha1.ClusterIdentity, error) {
+	if g.o.Cluster.ClusterID != "" {
+		return g.o.Cluster, nil // the command line has checked it
+	}
+	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
+	defer cancel()
+	return owncluster.Identify(ctx, g.client, g.o.Namespace, g.o.Cluster)
+}
+
+// questioner returns the questioner of e, and the stored state of the other gateways.
+func (g *Gateway) questioner(e *election) (*questioner, acquaintance) {
+	q := &questioner{election: e, listen: g.listen, log: g.log,
+		refused: func(why string, n uint32) { g.metrics.refused.WithLabelValues(why).Add(float64(n)) },
+		private: func() [32]byte {
+			g.mu.Lock()
+			defer g.mu.Unlock()
+			return g.wish.snapshot.Keys.Gateways
+		}}
+	if g.o.StateDirectory == "" {
+		return q, acquaintance{}
+	}
+	before, known, err := rememberOthers(g.o.StateDirectory)
+	if err != nil {
+		g.log.Error("nothing is known of other gateways until the API server answers", "directory", g.o.StateDirectory, "error", err)
+	}
+	q.before = before
+	e.recall(known)
+	return q, known
+}
