@@ -1,0 +1,72 @@
+package datapath
+
+import (
+	"net/netip"
+	"time"
+
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+// Stats is what is known of one peer.
+type Stats struct {
+	Endpoint  netip.AddrPort // where its last packet came from, else as configured; zero: not known
+	Handshake time.Time      // when the present session was made, with a monotonic clock reading; zero: never
+	Received  uint64         // octets of WireGuard messages
+	Sent      uint64
+	// Preshared says that the present session was made with the peer's PresharedKeys.Key, whose ID is
+	// PresharedID.
+	Preshared   bool
+	PresharedID string
+	// Own is our public key that the present session was made with; zero: there is no session.
+	Own [32]byte
+}
+
+// Stats is what is known of the peers, by public key.
+func (t *Tunnel) Stats() map[[32]byte]Stats {
+	table, now := t.peers.Load(), time.Now()
+	all := make(map[[32]byte]Stats, len(table.byState))
+	for _, p := range table.byState {
+		via := table.latest(p, now)
+		s := Stats{Handshake: via.session(now), Received: p.octetsReceived(), Sent: p.octetsSent()}
+		for _, q := range table.also[p.state] {
+			s.Received += q.octetsReceived()
+			s.Sent += q.octetsSent()
+		}
+		if !s.Handshake.IsZero() {
+			s.Own = via.of.key()
+		}
+		s.PresharedID, s.Preshared = via.preshared.protects(peerKeypairs.of(via.dev).Current())
+		if e := endpointOf(via.dev); e != nil {
+			if at, ok := e.(interface{ AddrPort() netip.AddrPort }); ok {
+				s.Endpoint = at.AddrPort()
+			}
+		}
+		all[p.key] = s
+	}
+	return all
+}
+
+// traffic adds up what one batch carries, so that the counters of a peer, which other goroutines
+// read, are touched once per batch and peer.
+type traffic struct {
+	direction      natengine.Direction
+	peer           *natengine.PeerState
+	packets, bytes int
+}
+
+// add counts packets and octets of IP, as they travel through the tunnel.
+func (t *traffic) add(peer *natengine.PeerState, packets, bytes int) {
+	if peer != t.peer {
+		t.flush()
+		t.peer = peer
+	}
+	t.packets += packets
+	t.bytes += bytes
+}
+
+func (t *traffic) flush() {
+	if t.peer != nil {
+		t.peer.CountTraffic(t.direction, t.packets, t.bytes)
+	}
+	t.peer, t.packets, t.bytes = nil, 0, 0
+}
