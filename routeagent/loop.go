@@ -1,0 +1,201 @@
+package routeagent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"time"
+
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/kernel"
+	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
+)
+
+func (a *agent) loop(ctx context.Context, failed <-chan error) error {
+	timer := time.NewTimer(compareInterval)
+	defer timer.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			a.log.Info("route agent ended; what it made stays, see --cleanup")
+			return nil
+		case err := <-failed:
+			return fmt.Errorf("source: %w", err)
+		case <-a.wake:
+		case <-timer.C:
+		}
+		select {
+		case <-a.urgent: // it is being done
+		default:
+		}
+		switch {
+		case !a.compare():
+			timer.Reset(retryInterval)
+		case a.kernel.Busy():
+			timer.Reset(busyInterval)
+		default:
+			timer.Reset(compareInterval)
+		}
+		select {
+		case <-ctx.Done():
+		case <-a.urgent:
+			a.notify()
+		case <-time.After(compareGap):
+		}
+	}
+}
+
+// decided is what was read of an intent, and decided for it. It is the same until the intent is another, or
+// what the node says of itself.
+type decided struct {
+	revision int
+	intent   fabric.NodeIntent // without what only the node itself can say
+	refused  []netip.Prefix    // all networks of peers
+	held     []fabric.Problem  // of reading them
+
+	from     *fabric.NodeIntent // with that, as it was decided; nil: it was not yet
+	node     kernel.State
+	problems []fabric.Problem
+}
+
+// read takes an intent, unless it was read before.
+func (a *agent) read(in fabric.NodeIntent, revision int) {
+	if a.decided.revision == revision {
+		return
+	}
+	in.Self = a.opts.Node
+	was := a.decided
+	held := a.grants.read(in.Allocations)
+	in.Granted = a.grants.networks
+	a.decided = decided{revision: revision, intent: in, refused: was.refused, held: held}
+	if was.revision == 0 || len(in.Tunnels)+len(was.intent.Tunnels) > 0 || !slices.Equal(in.Granted, was.intent.Granted) {
+		a.decided.refused = in.Refused()
+	}
+}
+
+// decide decides what our node has to be, unless it was decided from the same before: in is the intent
+// with what the node itself says.
+func (a *agent) decide(in fabric.NodeIntent) {
+	d := &a.decided
+	if d.from != nil && slices.Equal(d.from.Routes, in.Routes) && d.from.UnderlayMTU == in.UnderlayMTU && d.from.Bridged == in.Bridged && slices.Equal(d.from.UnderlayDevices, in.UnderlayDevices) &&
+		slices.Equal(d.from.Bridges, in.Bridges) && slices.Equal(d.from.Uplinks, in.Uplinks) {
+		return
+	}
+	d.from = &in
+	d.node, d.problems = a.decider.NodeFor(in)
+}
+
+// compare makes the kernel's state what it should be now; false means that some of it failed.
+func (a *agent) compare() bool {
+	a.mu.Lock()
+	revision, broken, before, hops := a.revision, a.broken, a.state, a.hops
+	var in fabric.NodeIntent
+	if a.intent != nil {
+		in = *a.intent
+	}
+	a.mu.Unlock()
+	if revision == 0 {
+		return true // what is there stays
+	}
+
+	now := state{revision: revision, node: before.node, refused: before.refused, applied: before.applied, limits: before.limits}
+	// What is around us an intent does not change. Of routes of others no event is heeded.
+	look := a.events.Swap(false) || time.Since(a.looked) > limitsInterval || before.err != nil
+	if look {
+		a.looked = time.Now()
+	}
+	a.read(in, revision)
+	in = a.decided.intent
+	self := slices.IndexFunc(in.Nodes, func(n fabric.ClusterNode) bool { return n.Name == in.Self })
+	var changes kernel.Plan
+	if self < 0 {
+		// The Node is made anew, or --node-name is wrong: no reason to cut off what works.
+		refusing, _ := fabric.NodeFor(in)
+		changes, _ = a.kernel.Add(refusing)
+		now.err = fmt.Errorf("no Node is called %q; want the name of the one on which the agent runs", in.Self)
+	} else {
+		var unknownMTU, err error
+		if addr := in.Nodes[self].Underlay(); addr.IsValid() {
+			in.UnderlayDevices, in.UnderlayMTU, unknownMTU = a.underlay(addr, in, look)
+		}
+		in.Routes = hops
+		in.Bridges, in.Uplinks = a.bridges(in, look)
+		in.Bridged = a.kernel.Bridged()
+		a.decide(in)
+		now.node, now.problems = a.decided.node, slices.Clone(a.decided.problems)
+		news, first, failed := a.refuseNew(a.decided.refused)
+		if failed == nil {
+			if len(news) > 0 { // before anybody relies on it: the node may boot without an API server
+				_ = a.save(a.decided.refused) // it is tried again below
+			}
+			now.refused = in.Version
+			a.say(now.refused) // before the rest, for which nobody has to wait
+		}
+		changes, err = a.kernel.Apply(now.node)
+		changes, err = append(first, changes...), errors.Join(failed, err)
+		if errors.Is(err, rtnl.ErrFilter) { // without it the overlay would take packets from anybody
+			now.node = now.node.Closed()
+			closing, failed := a.kernel.Apply(now.node)
+			changes, err = append(changes, closing...), errors.Join(fmt.Errorf("nothing is carried for peers: %w", err), failed)
+		}
+		now.problems = append(now.problems, a.ledElsewhere(in.Self, look, news)...)
+		if len(in.Bridges) > 0 && a.kernel.Bridged() != in.Bridged {
+			a.notify() // the packet filter may go by it now, or may no longer
+		}
+		now.err = errors.Join(err, unknownMTU, forwards())
+		accepted := slices.ContainsFunc(changes, func(o kernel.Op) bool { _, is := o.Object.(kernel.Accept); return is })
+		now.limits = a.limits(now.node, in, look || accepted)
+	}
+	unsaved := a.save(a.decided.refused)
+	now.limits = a.withFiles(now.limits, unsaved)
+	now.problems = fabric.SortProblems(append(append(now.problems, broken...), a.decided.held...))
+	if now.err == nil {
+		now.applied = time.Now()
+	}
+	a.report(before, now, changes)
+	a.mu.Lock()
+	a.state = now
+	a.mu.Unlock()
+	if before.revision == 0 || !slices.Equal(reportedOf(a.opts.Node, before), reportedOf(a.opts.Node, now)) {
+		set(a.moved) // the first report waits for it
+	}
+	return now.err == nil && unsaved == nil
+}
+
+// tellReady tells people of what lasts longer than it takes to be mended.
+func (a *agent) tellReady(ctx context.Context) {
+	tick := time.NewTicker(retryInterval)
+	defer tick.Stop()
+	failing, unwritten := 0, false
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		wrong := ""
+		if err := a.ready(); err == nil {
+			failing = 0
+		} else if wrong, failing = err.Error(), failing+1; failing == 1 {
+			continue
+		}
+		err := a.opts.TellReady(ctx, wrong)
+		if err != nil && !unwritten && ctx.Err() == nil {
+			a.log.Warn("nobody is told what is wrong, trying again", "error", err)
+		}
+		unwritten = err != nil
+	}
+}
+
+// say has the manager told what the node refuses, if that is news.
+func (a *agent) say(refused int64) {
+	a.mu.Lock()
+	news := a.state.refused != refused
+	a.state.refused = refused
+	a.mu.Unlock()
+	if news {
+		set(a.refusing)
+	}
+}

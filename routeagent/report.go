@@ -1,0 +1,78 @@
+package routeagent
+
+import (
+	"context"
+	"log/slog"
+	"slices"
+
+	"github.com/isthmus-net/isthmus/internal/kernel"
+)
+
+// reportedOf is what others have to know of a state: what is wrong with the node, not with objects that
+// all nodes read.
+func reportedOf(node string, s state) []kernel.Limit {
+	all := slices.Clone(s.limits)
+	for _, p := range s.problems {
+		if p.Origin.Kind == "Node" && p.Origin.Name == node || p.Origin.Kind == "Pod" {
+			all = append(all, kernel.Limit{Reason: kernel.LimitRefused, Message: p.Error()})
+		}
+	}
+	return all
+}
+
+// report logs and counts what a comparison brought, and says nothing twice.
+func (a *agent) report(before, now state, changes kernel.Plan) {
+	drift := before.revision == now.revision && before.err == nil
+	for _, o := range changes {
+		if drift {
+			a.log.Warn("repaired", "command", o.Command(""))
+		} else if a.log.Enabled(context.Background(), slog.LevelDebug) { // the text of a filter has all networks
+			a.log.Debug("changed", "command", o.Command(""))
+		}
+	}
+	if drift {
+		a.metrics.repaired.Add(float64(len(changes)))
+	} else if len(changes) > 0 {
+		a.log.Info("node changed", "changes", len(changes), "rules", len(now.node.Rules), "routes", len(now.node.Routes))
+	}
+	if now.err != nil {
+		a.metrics.errors.Inc()
+		if before.err == nil || before.err.Error() != now.err.Error() {
+			a.log.Error("the node is not as it should be, trying again", "error", now.err)
+		}
+	} else if before.err != nil {
+		a.log.Info("the node is as it should be again")
+	}
+	for _, l := range now.limits {
+		if !slices.Contains(before.limits, l) {
+			a.log.Warn("less works on this node than on others", "reason", l.Reason, "message", l.Message)
+		}
+	}
+	for _, l := range before.limits {
+		if !slices.Contains(now.limits, l) {
+			a.log.Info("works again", "reason", l.Reason, "message", l.Message)
+		}
+	}
+	for _, p := range now.problems {
+		if !slices.Contains(before.problems, p) {
+			a.log.Warn("refused", "problem", p.Error())
+		}
+	}
+	for _, p := range before.problems {
+		if !slices.Contains(now.problems, p) {
+			a.log.Info("no longer refused", "problem", p.Error())
+		}
+	}
+}
+
+func (a *agent) lastOverlay() OverlayStatus {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.overlay
+}
+
+func (a *agent) current() state {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.state
+}
