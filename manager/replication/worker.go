@@ -3,13 +3,10 @@ package replication
 import (
 	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
 	"maps"
-	"slices"
-	"sync"
 	"time"
 
 	"golang.org/x/time/rate"
@@ -18,7 +15,6 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/apimachinery/pkg/watch"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 
@@ -152,29 +148,6 @@ func (w *worker) due() time.Time {
 	return at
 }
 
-func (w *worker) secretFeed() feed {
-	secrets := w.r.secrets.Secrets(w.peer.LocalNamespace)
-	only := "metadata.name=" + w.peer.IdentitySecret // RBAC knows it by this as a request for one object
-	return feed{
-		list: func(ctx context.Context, o metav1.ListOptions) ([]client.Object, metav1.ListInterface, error) {
-			o.FieldSelector = only
-			list, err := secrets.List(ctx, o)
-			if err != nil {
-				return nil, nil, err
-			}
-			all := make([]client.Object, len(list.Items))
-			for i := range list.Items {
-				all[i] = &list.Items[i]
-			}
-			return all, list, nil
-		},
-		watch: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
-			o.FieldSelector = only
-			return secrets.Watch(ctx, o)
-		},
-	}
-}
-
 // takeSecret makes the link for the Secret and reports whether anything changed. While our own API
 // server is away, the last Secret counts.
 func (w *worker) takeSecret(ctx context.Context, c change) bool {
@@ -220,78 +193,6 @@ func (w *worker) takeSecret(ctx context.Context, c change) bool {
 		return without(isthmus.ReasonSecretInvalid, "%s: %v; run isthmus peer again, which makes it anew", where, err)
 	}
 	return true
-}
-
-// connect makes a link and follows the copies over it, after a delay, with pauses of the given
-// series of failures. What is known about the copies stays, unless it is from another API server.
-func (w *worker) connect(ctx context.Context, id identity, delay time.Duration, pause *backoff) error {
-	next, err := newLink(&w.r.pool, id, w.peer.RemoteNamespace)
-	if err != nil {
-		return err
-	}
-	if w.link != nil && w.link.server != id.server {
-		w.copies, w.listed = nil, false
-	}
-	w.disconnect()
-	ctx, cancel := context.WithCancel(ctx)
-	changes, finished := make(chan change), make(chan struct{})
-	go func() {
-		defer close(finished)
-		select {
-		case <-time.After(delay):
-			w.pace().follow(ctx, next.feed(w.r.opts.ClusterID, w.peer.ID), pause, deliver(ctx, changes))
-		case <-ctx.Done():
-		}
-	}()
-	var sharing sync.WaitGroup
-	if w.r.opts.Services || w.r.opts.Withdraw {
-		sharing.Go(func() {
-			select {
-			case <-time.After(delay):
-				(&sharer{w: w, link: next}).run(ctx)
-			case <-ctx.Done():
-			}
-		})
-	}
-	w.link, w.remote, w.pause = next, changes, pause
-	w.unlink = func() {
-		cancel()
-		<-finished
-		sharing.Wait()
-		next.close()
-	}
-	return nil
-}
-
-// disconnect ends the link, if there is one.
-func (w *worker) disconnect() {
-	if w.link == nil {
-		return
-	}
-	w.unlink()
-	w.link, w.unlink, w.remote, w.up, w.retry = nil, nil, nil, false, time.Time{}
-}
-
-// takeRemote notes what the peer's API server said.
-func (w *worker) takeRemote(c change) {
-	switch {
-	case c.err != nil:
-		w.up = false
-		w.blame(c.err)
-	case c.full:
-		w.up, w.listed = true, true
-		w.copies = make(map[string]*v1alpha1.NetworkConfig, len(c.all))
-		for _, o := range c.all {
-			w.keep(o)
-		}
-	case c.gone:
-		delete(w.copies, c.object.GetName())
-	default:
-		w.keep(c.object)
-	}
-	if c.err == nil {
-		w.accepted()
-	}
 }
 
 func (w *worker) keep(o client.Object) {
@@ -407,19 +308,6 @@ func (w *worker) reconnect(ctx context.Context) {
 	if err := w.connect(ctx, id, w.pause.next(w.pace()), w.pause); err != nil {
 		w.log.Error("connect to the peer", "err", err) // it worked before
 	}
-}
-
-// A remoteError came from the peer's API server, or from the way there.
-type remoteError struct{ err error }
-
-func (e *remoteError) Error() string { return e.err.Error() }
-func (e *remoteError) Unwrap() error { return e.err }
-
-func remotely(err error) error {
-	if err == nil {
-		return nil
-	}
-	return &remoteError{err}
 }
 
 // do carries out one action and notes its result, so that the next comparison need not wait for an
@@ -570,99 +458,4 @@ func (w *worker) tell(original *v1alpha1.NetworkConfig) {
 	if before.Answered != s.Answered && s.Answered.Status != "" {
 		w.log.Warn("answer", "reason", s.Answered.Reason, "message", s.Answered.Message)
 	}
-}
-
-// A renewal belongs to the identity's token, if that expires.
-type renewal struct {
-	token   serviceToken // zero: nothing to renew
-	next    time.Time    // when to look again, by the real clock; zero: now
-	tried   bool         // to renew it
-	refusal string       // why that did not work
-}
-
-func newRenewal(token string) (r renewal) {
-	if t, ok := readToken(token); ok {
-		r.token = t
-	}
-	return r
-}
-
-func (r renewal) warning() string {
-	if r.refusal == "" {
-		return ""
-	}
-	return fmt.Sprintf("; its token expires %s and is not renewed: %s", r.token.expires.Format(time.RFC3339), r.refusal)
-}
-
-// renew asks for a new token when a tenth of the life of this one is over, and writes it into
-// the Secret, from where it comes back like any other change. A refusal changes only the State: the
-// token is good until it expires.
-func (w *worker) renew(ctx context.Context) {
-	n := &w.renewal
-	if n.token.expires.IsZero() {
-		return
-	}
-	now := w.r.opts.Now()
-	if early := n.token.renewal().Sub(now); early > 0 {
-		n.next = time.Now().Add(early)
-		return
-	}
-	if n.tried && time.Now().Before(n.next) {
-		return
-	}
-	n.tried = true
-	// A tenth of what remains: often enough to succeed in time, and never in a hurry.
-	n.next = time.Now().Add(max(w.r.pace.renew, n.token.expires.Sub(now)/10))
-	if err := w.renewToken(ctx); err != nil {
-		n.refusal = cmp.Or(err.Error(), "unknown")
-		w.log.Warn("renew the token", "account", n.token.namespace+"/"+n.token.account, "expires", n.token.expires, "err", err)
-		return
-	}
-	w.log.Info("renewed the token", "account", n.token.namespace+"/"+n.token.account)
-	n.refusal = ""
-}
-
-// maxToken bounds a token, which goes into a Secret of ours; those of API servers have one or two
-// KiB.
-const maxToken = 16 << 10
-
-func (w *worker) renewToken(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, 2*w.r.pace.request)
-	defer cancel()
-	old := w.renewal.token
-	token, err := w.link.newToken(ctx, old)
-	if err != nil {
-		_, text := diagnose(err)
-		return fmt.Errorf("%s %s; it has to allow us to create serviceaccounts/token for %s", w.link, text, old.account)
-	}
-	if len(token) > maxToken {
-		return fmt.Errorf("%s gave a token of %d octets; want at most %d", w.link, len(token), maxToken)
-	}
-	fresh, ok := readToken(token)
-	if !ok || !fresh.expires.After(old.expires) || fresh.account != old.account || fresh.namespace != old.namespace ||
-		!slices.Equal(fresh.audiences, old.audiences) {
-		return fmt.Errorf("%s gave a token that is no better than the one we have", w.link)
-	}
-	kubeconfig, err := withToken(w.secret.Data[isthmus.SecretKubeconfig], w.link.user, token)
-	if err != nil {
-		return err
-	}
-	return w.replaceKubeconfig(ctx, kubeconfig)
-}
-
-// replaceKubeconfig writes the Secret, unless somebody else has written another identity.
-func (w *worker) replaceKubeconfig(ctx context.Context, kubeconfig []byte) error {
-	patch, err := json.Marshal(map[string]any{
-		"metadata": map[string]string{"resourceVersion": w.secret.ResourceVersion},
-		"data":     map[string][]byte{isthmus.SecretKubeconfig: kubeconfig},
-	})
-	if err != nil {
-		return err
-	}
-	written, err := w.r.secrets.Secrets(w.peer.LocalNamespace).Patch(ctx, w.peer.IdentitySecret, types.MergePatchType, patch, metav1.PatchOptions{})
-	if err != nil {
-		return fmt.Errorf("write the identity into Secret %s/%s: %w", w.peer.LocalNamespace, w.peer.IdentitySecret, err)
-	}
-	w.secret = written
-	return nil
 }

@@ -1,0 +1,110 @@
+package replication
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"fmt"
+	"slices"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+)
+
+// A renewal belongs to the identity's token, if that expires.
+type renewal struct {
+	token   serviceToken // zero: nothing to renew
+	next    time.Time    // when to look again, by the real clock; zero: now
+	tried   bool         // to renew it
+	refusal string       // why that did not work
+}
+
+func newRenewal(token string) (r renewal) {
+	if t, ok := readToken(token); ok {
+		r.token = t
+	}
+	return r
+}
+
+func (r renewal) warning() string {
+	if r.refusal == "" {
+		return ""
+	}
+	return fmt.Sprintf("; its token expires %s and is not renewed: %s", r.token.expires.Format(time.RFC3339), r.refusal)
+}
+
+// renew asks for a new token when a tenth of the life of this one is over, and writes it into
+// the Secret, from where it comes back like any other change. A refusal changes only the State: the
+// token is good until it expires.
+func (w *worker) renew(ctx context.Context) {
+	n := &w.renewal
+	if n.token.expires.IsZero() {
+		return
+	}
+	now := w.r.opts.Now()
+	if early := n.token.renewal().Sub(now); early > 0 {
+		n.next = time.Now().Add(early)
+		return
+	}
+	if n.tried && time.Now().Before(n.next) {
+		return
+	}
+	n.tried = true
+	// A tenth of what remains: often enough to succeed in time, and never in a hurry.
+	n.next = time.Now().Add(max(w.r.pace.renew, n.token.expires.Sub(now)/10))
+	if err := w.renewToken(ctx); err != nil {
+		n.refusal = cmp.Or(err.Error(), "unknown")
+		w.log.Warn("renew the token", "account", n.token.namespace+"/"+n.token.account, "expires", n.token.expires, "err", err)
+		return
+	}
+	w.log.Info("renewed the token", "account", n.token.namespace+"/"+n.token.account)
+	n.refusal = ""
+}
+
+// maxToken bounds a token, which goes into a Secret of ours; those of API servers have one or two
+// KiB.
+const maxToken = 16 << 10
+
+func (w *worker) renewToken(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, 2*w.r.pace.request)
+	defer cancel()
+	old := w.renewal.token
+	token, err := w.link.newToken(ctx, old)
+	if err != nil {
+		_, text := diagnose(err)
+		return fmt.Errorf("%s %s; it has to allow us to create serviceaccounts/token for %s", w.link, text, old.account)
+	}
+	if len(token) > maxToken {
+		return fmt.Errorf("%s gave a token of %d octets; want at most %d", w.link, len(token), maxToken)
+	}
+	fresh, ok := readToken(token)
+	if !ok || !fresh.expires.After(old.expires) || fresh.account != old.account || fresh.namespace != old.namespace ||
+		!slices.Equal(fresh.audiences, old.audiences) {
+		return fmt.Errorf("%s gave a token that is no better than the one we have", w.link)
+	}
+	kubeconfig, err := withToken(w.secret.Data[isthmus.SecretKubeconfig], w.link.user, token)
+	if err != nil {
+		return err
+	}
+	return w.replaceKubeconfig(ctx, kubeconfig)
+}
+
+// replaceKubeconfig writes the Secret, unless somebody else has written another identity.
+func (w *worker) replaceKubeconfig(ctx context.Context, kubeconfig []byte) error {
+	patch, err := json.Marshal(map[string]any{
+		"metadata": map[string]string{"resourceVersion": w.secret.ResourceVersion},
+		"data":     map[string][]byte{isthmus.SecretKubeconfig: kubeconfig},
+	})
+	if err != nil {
+		return err
+	}
+	written, err := w.r.secrets.Secrets(w.peer.LocalNamespace).Patch(ctx, w.peer.IdentitySecret, types.MergePatchType, patch, metav1.PatchOptions{})
+	if err != nil {
+		return fmt.Errorf("write the identity into Secret %s/%s: %w", w.peer.LocalNamespace, w.peer.IdentitySecret, err)
+	}
+	w.secret = written
+	return nil
+}
