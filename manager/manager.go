@@ -10,14 +10,12 @@ import (
 	"fmt"
 	"log/slog"
 	"net/netip"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/go-logr/logr"
 	"github.com/prometheus/client_golang/prometheus"
-	networkingv1 "k8s.io/api/networking/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	utilnet "k8s.io/apimachinery/pkg/util/net"
@@ -426,101 +424,4 @@ func identify(ctx context.Context, reader client.Reader, namespace string, said 
 		err = fmt.Errorf("%w: no name; want --cluster-name, or `isthmus install --cluster-name`", owncluster.ErrUnknown)
 	}
 	return id, err
-}
-
-func hasForeignClusters(kinds *discovery.DiscoveryClient) (bool, error) {
-	list, err := kinds.ServerResourcesForGroupVersion(foreignClusterVersion.String())
-	if apierrors.IsNotFound(err) {
-		return false, nil
-	}
-	if err != nil {
-		return false, fmt.Errorf("kinds of %s: %w", foreignClusterVersion, err)
-	}
-	for _, r := range list.APIResources {
-		if r.Kind == "ForeignCluster" {
-			return true, nil
-		}
-	}
-	return false, nil
-}
-
-// present are kinds that a cluster need not have.
-type present struct {
-	foreignClusters bool // of Liqo's control plane
-	serviceCIDRs    bool // they are there, since Kubernetes 1.33, and we may list them
-	sharedServices  bool // the kinds that Options.Services needs are there, and we may list them; false without it
-}
-
-func whatIsThere(ctx context.Context, kinds *discovery.DiscoveryClient, direct client.Reader, services bool) (p present, err error) {
-	if p.foreignClusters, err = hasForeignClusters(kinds); err != nil {
-		return p, err
-	}
-	if p.serviceCIDRs, err = canList(ctx, direct, &networkingv1.ServiceCIDRList{}); err != nil || !services {
-		return p, err
-	}
-	p.sharedServices, err = canShare(ctx, direct)
-	return p, err
-}
-
-// canList reports whether a kind is served, and we may list it.
-func canList(ctx context.Context, direct client.Reader, list client.ObjectList) (bool, error) {
-	err := direct.List(ctx, list, client.Limit(1))
-	return err == nil, ignoreUnknown(err)
-}
-
-// looksForAbsence is how often in a row a kind must be missing before it counts as removed. An API server
-// that starts or lags behind does not serve custom resources for a moment, and without ForeignClusters the
-// manager takes down the tunnels of all their peers.
-const looksForAbsence = 4
-
-// doubtAbsence returns an error if ForeignClusters are missing for the n-th time at the start of a manager
-// while TunnelEndpoints still belong to some, so that the absence is not credible yet.
-func doubtAbsence(ctx context.Context, direct client.Reader, n int) error {
-	if n >= looksForAbsence {
-		return nil
-	}
-	var list metav1.PartialObjectMetadataList
-	list.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind("TunnelEndpointList"))
-	if err := direct.List(ctx, &list); err != nil {
-		return fmt.Errorf("TunnelEndpoints: %w", installFirst(err))
-	}
-	for i := range list.Items {
-		if slices.ContainsFunc(list.Items[i].OwnerReferences, func(o metav1.OwnerReference) bool { return o.Kind == "ForeignCluster" }) {
-			return fmt.Errorf("the API server does not serve ForeignClusters, though TunnelEndpoint %s/%s belongs to one; look %d of %d",
-				list.Items[i].Namespace, list.Items[i].Name, n, looksForAbsence)
-		}
-	}
-	return nil
-}
-
-// watchKinds calls changed when kinds appear or disappear: Liqo may be installed, removed or upgraded
-// later.
-func watchKinds(ctx context.Context, look func(context.Context) (present, error), had present, every time.Duration, changed func()) {
-	tick := time.NewTicker(every)
-	defer tick.Stop()
-	missing := 0
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-tick.C:
-		}
-		has, err := look(ctx)
-		switch {
-		case err != nil:
-		case has == had:
-			missing = 0
-		default:
-			if missing++; had.lost(has) && missing < looksForAbsence {
-				continue
-			}
-			changed()
-			return
-		}
-	}
-}
-
-// lost reports whether a kind of p is missing in now.
-func (p present) lost(now present) bool {
-	return p.foreignClusters && !now.foreignClusters || p.serviceCIDRs && !now.serviceCIDRs || p.sharedServices && !now.sharedServices
 }
