@@ -13,45 +13,6 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// A Remap translates one prefix onto another of the same length: the network bits change, the host
-// bits stay. It is netfilter's NETMAP. From and To may be equal (identity).
-type Remap struct{ From, To netip.Prefix }
-
-// Map translates addr; false when addr is outside From or the remap is not well formed.
-func (r Remap) Map(a netip.Addr) (netip.Addr, bool) {
-	if r.check() != nil || !r.From.Contains(a) {
-		return netip.Addr{}, false
-	}
-	return prefixOf(r.To).move(addrOf(a)).netip(), true
-}
-
-// Reverse is the translation that undoes r.
-func (r Remap) Reverse() Remap { return Remap{From: r.To, To: r.From} }
-
-// String is the remap in words, "10.244.0.0/16 -> 10.246.0.0/16".
-func (r Remap) String() string { return r.From.String() + " -> " + r.To.String() }
-
-func (r Remap) check() error {
-	switch {
-	case checkPrefix(r.From) != nil:
-		return checkPrefix(r.From)
-	case checkPrefix(r.To) != nil:
-		return checkPrefix(r.To)
-	case r.From.Addr().Is4() != r.To.Addr().Is4():
-		return fmt.Errorf("%v is not of one family", r)
-	case r.From.Bits() != r.To.Bits():
-		return fmt.Errorf("%v has masks of different length", r)
-	}
-	return nil
-}
-
-// Endpoint is one entry of a Liqo NatMapping (docs/liqo-v0.md, section 6.3): an address of our side
-// and the address out of Peer.External under which the peer reaches it.
-type Endpoint struct{ Real, Seen netip.Addr }
-
-// String is the endpoint in words, as the peer's packets meet it.
-func (e Endpoint) String() string { return e.Seen.String() + " -> " + e.Real.String() }
-
 // Peer holds the rules for one peer, in the notation of docs/liqo-v0.md (section 7) at cluster A
 // with peer B. Prefixes are masked and may be of either family.
 type Peer struct {

@@ -1,0 +1,107 @@
+package packet
+
+// maxExtensions bounds the walk over IPv6 extension headers. RFC 8200 lists six places for them;
+// senders use one or two.
+const maxExtensions = 8
+
+func (v *View) parse6(b []byte, csum ChecksumState) Error {
+	if len(b) < ipv6Len {
+		return ErrTruncated
+	}
+	total := ipv6Len + int(be.Uint16(b[4:6]))
+	if total > len(b) {
+		return ErrTruncated
+	}
+	v.b = b[:total:total]
+	v.length = uint32(total)
+	v.is4 = false
+	v.proto = b[6]
+	v.transport = ipv6Len
+	v.fragID, v.fragOff, v.more = 0, 0, false
+	if !isExtension(v.proto) {
+		return v.parseTransport(csum)
+	}
+	if err := v.extensions(); err != 0 {
+		return err
+	}
+	return v.parseTransport(csum)
+}
+
+func isExtension(proto uint8) bool {
+	switch proto {
+	case hopByHop, routing, fragmentHeader, authentication, destinationOptions:
+		return true
+	}
+	return false
+}
+
+// extensionLen is the length of the extension header e of the given kind, of which two octets are
+// known to be there.
+func extensionLen(kind uint8, e []byte) int {
+	switch kind {
+	case fragmentHeader:
+		return 8
+	case authentication:
+		return (int(e[1]) + 2) * 4 // in 4-octet units, unlike all others (RFC 4302, section 2.2)
+	}
+	return (int(e[1]) + 1) * 8
+}
+
+// wholeExtension is the length of the extension header at the start of e; false when it is not all
+// there.
+func wholeExtension(kind uint8, e []byte) (size int, ok bool) {
+	if len(e) < 8 {
+		return 0, false
+	}
+	size = extensionLen(kind, e)
+	return size, size <= len(e) && (kind != authentication || size >= authenticationLen)
+}
+
+// extensions walks the extension headers and leaves v.proto and v.transport at the upper-layer
+// header, or at the data of a later fragment. Proto of a later fragment is what the fragment header
+// says, which need not be the upper layer: reassembly goes by source, destination and
+// identification alone (RFC 8200, section 4.5).
+func (v *View) extensions() Error {
+	seen := false // a fragment header
+	at := ipv6Len
+	for n := 0; isExtension(v.proto); n++ {
+		e := v.b[at:]
+		short := ErrExtensionHeader
+		if v.more {
+			short = ErrTinyFragment // RFC 7112: the first fragment holds the whole chain
+		}
+		if n == maxExtensions || v.proto == hopByHop && n > 0 {
+			return ErrExtensionHeader
+		}
+		size, ok := wholeExtension(v.proto, e)
+		if !ok {
+			return short
+		}
+		at += size
+		v.transport = uint16(at)
+		switch v.proto {
+		case routing:
+			if e[3] != 0 {
+				return ErrSourceRoute
+			}
+		case fragmentHeader:
+			if seen {
+				return ErrExtensionHeader
+			}
+			seen = true
+			word := be.Uint16(e[2:4])
+			v.fragID = be.Uint32(e[4:8])
+			if word&0xfff9 != 0 { // else an atomic fragment: a whole packet (RFC 6946)
+				if err := v.fragment(int(word&0xfff8), word&1 != 0, at-8-ipv6Len); err != 0 {
+					return err
+				}
+			}
+			if v.fragOff > 0 {
+				v.proto = e[0]
+				return 0
+			}
+		}
+		v.proto = e[0]
+	}
+	return 0
+}
