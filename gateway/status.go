@@ -280,58 +280,8 @@ func (g *gateway) status(flows int) Status {
 		s.NextPublicKey = base64.StdEncoding.EncodeToString(next[0][:])
 	}
 	s.Peers = make([]PeerStatus, 0, len(views)) // it is asked for once a second, and one is most of a KiB
-	for _, p := range views {
-		first, cause := p.leading(), g.causeOf(&p, now.failed(p.Origin), at)
-		ps := PeerStatus{
-			ID: p.ID, Name: p.Name,
-			State: first.check.State, Reason: cause.Reason, Message: cause.Text, Since: first.check.Since,
-			Configured: hostPort(p.Endpoint, p.Port), Resolved: p.resolved,
-			PublicKey: base64.StdEncoding.EncodeToString(p.PublicKey[:]),
-			RTT:       first.check.RTT.Seconds(), Loss: first.check.Loss, Probe: p.Probe.String(),
-			Rules: RulesStatus{
-				RemotePods: p.Remote.Pod, RemotePodsHere: p.Remote.PodSeen, RemoteExternal: p.Remote.ExternalSeen,
-				LocalPods: p.Local.Pod, LocalPodsThere: p.Local.PodSeen, LocalExternal: p.Local.ExternalSeen,
-				NAPT: p.Local.PodSeen.Addr(), MSS: mssFor(p.mtu),
-			},
-			MTU:      p.nat.MTU,
-			PathMTU:  p.tunnels[0].check.Path,
-			Sessions: p.nat.Flows,
-		}
-		for _, e := range p.Rules.Endpoints {
-			ps.Rules.Endpoints = append(ps.Rules.Endpoints, EndpointStatus{e.Real, e.Seen})
-		}
-		if first.stats.Endpoint.IsValid() {
-			ps.Endpoint = first.stats.Endpoint.String()
-		}
-		if p.unresolved != nil {
-			ps.Problem = p.unresolved.Error()
-		}
-		if heard := p.heard(); !heard.IsZero() {
-			ps.LastHeard = &heard
-		}
-		if h := first.stats.Handshake; !h.IsZero() {
-			ps.LastHandshake, ps.HandshakeAge = &h, at.Sub(h).Seconds()
-		}
-		ps.WireGuard.Receive, ps.WireGuard.Transmit = p.octets()
-		ps.Preshared = p.presharedID()
-		ps.Lags = next != nil && p.lags(next)
-		if own := p.tunnels[0].stats.Own; own != ([32]byte{}) {
-			ps.OwnKey = base64.StdEncoding.EncodeToString(own[:])
-		}
-		if len(p.tunnels) > 1 {
-			for i, e := range p.tunnels {
-				ps.Tunnels = append(ps.Tunnels, e.status(i, at))
-			}
-		}
-		if state := p.state; state != nil {
-			ps.Down = state.Down()
-			ps.Receive.Packets, ps.Receive.Bytes = state.Traffic(natengine.Inbound)
-			ps.Transmit.Packets, ps.Transmit.Bytes = state.Traffic(natengine.Outbound)
-			for _, d := range directions {
-				ps.Drops = g.appendDrops(ps.Drops, state, d, func(r natengine.Drop) uint64 { return state.Drops(d, r) })
-			}
-		}
-		s.Peers = append(s.Peers, ps)
+	for i := range views {
+		s.Peers = append(s.Peers, g.peerStatus(&views[i], &now, next, at))
 	}
 	if flows > 0 {
 		for _, f := range g.engine.Flows(flows) {
@@ -340,6 +290,61 @@ func (g *gateway) status(flows int) Status {
 		}
 	}
 	return s
+}
+
+// peerStatus describes a peer. next are our next public keys; nil: no rotation goes on.
+func (g *gateway) peerStatus(p *view, now *current, next [][32]byte, at time.Time) PeerStatus {
+	first, cause := p.leading(), g.causeOf(p, now.failed(p.Origin), at)
+	ps := PeerStatus{
+		ID: p.ID, Name: p.Name,
+		State: first.check.State, Reason: cause.Reason, Message: cause.Text, Since: first.check.Since,
+		Configured: hostPort(p.Endpoint, p.Port), Resolved: p.resolved,
+		PublicKey: base64.StdEncoding.EncodeToString(p.PublicKey[:]),
+		RTT:       first.check.RTT.Seconds(), Loss: first.check.Loss, Probe: p.Probe.String(),
+		Rules: RulesStatus{
+			RemotePods: p.Remote.Pod, RemotePodsHere: p.Remote.PodSeen, RemoteExternal: p.Remote.ExternalSeen,
+			LocalPods: p.Local.Pod, LocalPodsThere: p.Local.PodSeen, LocalExternal: p.Local.ExternalSeen,
+			NAPT: p.Local.PodSeen.Addr(), MSS: mssFor(p.mtu),
+		},
+		MTU:      p.nat.MTU,
+		PathMTU:  p.tunnels[0].check.Path,
+		Sessions: p.nat.Flows,
+	}
+	for _, e := range p.Rules.Endpoints {
+		ps.Rules.Endpoints = append(ps.Rules.Endpoints, EndpointStatus{e.Real, e.Seen})
+	}
+	if first.stats.Endpoint.IsValid() {
+		ps.Endpoint = first.stats.Endpoint.String()
+	}
+	if p.unresolved != nil {
+		ps.Problem = p.unresolved.Error()
+	}
+	if heard := p.heard(); !heard.IsZero() {
+		ps.LastHeard = &heard
+	}
+	if h := first.stats.Handshake; !h.IsZero() {
+		ps.LastHandshake, ps.HandshakeAge = &h, at.Sub(h).Seconds()
+	}
+	ps.WireGuard.Receive, ps.WireGuard.Transmit = p.octets()
+	ps.Preshared = p.presharedID()
+	ps.Lags = next != nil && p.lags(next)
+	if own := p.tunnels[0].stats.Own; own != ([32]byte{}) {
+		ps.OwnKey = base64.StdEncoding.EncodeToString(own[:])
+	}
+	if len(p.tunnels) > 1 {
+		for i, e := range p.tunnels {
+			ps.Tunnels = append(ps.Tunnels, e.status(i, at))
+		}
+	}
+	if state := p.state; state != nil {
+		ps.Down = state.Down()
+		ps.Receive.Packets, ps.Receive.Bytes = state.Traffic(natengine.Inbound)
+		ps.Transmit.Packets, ps.Transmit.Bytes = state.Traffic(natengine.Outbound)
+		for _, d := range directions {
+			ps.Drops = g.appendDrops(ps.Drops, state, d, func(r natengine.Drop) uint64 { return state.Drops(d, r) })
+		}
+	}
+	return ps
 }
 
 func (g *gateway) appendDrops(list []DropStatus, peer *natengine.PeerState, d natengine.Direction, count func(natengine.Drop) uint64) []DropStatus {

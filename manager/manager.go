@@ -197,19 +197,11 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 		o.Log.Error("services are not shared: " + servicesLacking)
 	}
 
-	var lock resourcelock.Interface
-	if o.LeaderElect {
-		leases, done, err := leaseClient(cfg)
-		if err != nil {
-			return err
-		}
-		defer done()
-		lock = &resourcelock.LeaseLock{
-			LeaseMeta:  metav1.ObjectMeta{Namespace: o.Namespace, Name: component},
-			Client:     leases,
-			LockConfig: resourcelock.ResourceLockConfig{Identity: cmp.Or(o.Name, component) + "_" + o.Instance},
-		}
+	lock, done, err := leaseLock(o, cfg)
+	if err != nil {
+		return err
 	}
+	defer done()
 	mgr, err := ctrl.NewManager(cfg, ctrl.Options{
 		Scheme:                              scheme,
 		Cache:                               cacheOptions(o.Namespace),
@@ -230,23 +222,10 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 	if err := prepare(ctx, mgr, has); err != nil {
 		return err
 	}
-	l := &leader{
-		Options: o, mgr: mgr,
-		client: client.WithFieldOwner(mgr.GetClient(), component),
-		peers:  Peers{Reader: mgr.GetCache(), Self: o.Cluster.ClusterID, ForeignClusters: has.foreignClusters},
-		config: cfg,
-		leads:  new(atomic.Pointer[leading]),
-		waits:  new(atomic.Pointer[string]),
-	}
-	l.store = ipamstore.New(l.client, mgr.GetAPIReader(), o.Cluster.ClusterID, o.Log)
-	l.services = has.serviceCIDRs
-	l.shared = has.sharedServices
-	clock, err := serverClock(cfg)
+	l, err := newLeader(o, cfg, mgr, has)
 	if err != nil {
 		return err
 	}
-	l.store.WithClock(clock)
-	l.expiry = newExpiry(mgr.GetAPIReader(), l.store, o.Log)
 	if o.MetricsAddress != "" {
 		collector := &collector{peers: mgr.GetCache(), store: l.store, expired: &l.expiry.expired, leads: l.leads}
 		for _, c := range []prometheus.Collector{metric.Build(o.Version), collector} {
@@ -277,6 +256,43 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 		return errAgain
 	}
 	return nil
+}
+
+// leaseLock is the managers' Lease, nil without an election. done ends its client.
+func leaseLock(o Options, cfg *rest.Config) (lock resourcelock.Interface, done func(), err error) {
+	if !o.LeaderElect {
+		return nil, func() {}, nil
+	}
+	leases, done, err := leaseClient(cfg)
+	if err != nil {
+		return nil, nil, err
+	}
+	return &resourcelock.LeaseLock{
+		LeaseMeta:  metav1.ObjectMeta{Namespace: o.Namespace, Name: component},
+		Client:     leases,
+		LockConfig: resourcelock.ResourceLockConfig{Identity: cmp.Or(o.Name, component) + "_" + o.Instance},
+	}, done, nil
+}
+
+func newLeader(o Options, cfg *rest.Config, mgr ctrl.Manager, has present) (*leader, error) {
+	l := &leader{
+		Options: o, mgr: mgr,
+		client: client.WithFieldOwner(mgr.GetClient(), component),
+		peers:  Peers{Reader: mgr.GetCache(), Self: o.Cluster.ClusterID, ForeignClusters: has.foreignClusters},
+		config: cfg,
+		leads:  new(atomic.Pointer[leading]),
+		waits:  new(atomic.Pointer[string]),
+	}
+	l.store = ipamstore.New(l.client, mgr.GetAPIReader(), o.Cluster.ClusterID, o.Log)
+	l.services = has.serviceCIDRs
+	l.shared = has.sharedServices
+	clock, err := serverClock(cfg)
+	if err != nil {
+		return nil, err
+	}
+	l.store.WithClock(clock)
+	l.expiry = newExpiry(mgr.GetAPIReader(), l.store, o.Log)
+	return l, nil
 }
 
 // A leader is the part of a manager that only one at a time has.
