@@ -207,6 +207,7 @@ func (c *Cluster) notInstalled(ctx context.Context) error {
 		c, c.Namespace, when, c.Context, more)
 }
 
+// ReadUID reads the UID of kube-system, which no two clusters share.
 func (c *Cluster) ReadUID(ctx context.Context) error {
 	var system corev1.Namespace
 	if err := c.Client.Get(ctx, client.ObjectKey{Name: metav1.NamespaceSystem}, &system); err != nil {
@@ -238,6 +239,7 @@ var (
 	clusterName = regexp.MustCompile(`^[a-z0-9]([a-z0-9-]{0,42}[a-z0-9])?$`) // liqo-tenant-NAME-123456 is a namespace of at most 63
 )
 
+// CheckIdentity refuses names and IDs of which no objects can be named.
 func CheckIdentity(i v1alpha1.ClusterIdentity) error {
 	if !clusterName.MatchString(i.ClusterName) {
 		return fmt.Errorf("cluster name %s: want lower case letters, digits and '-', at most 44, since namespaces are called after it", safetext.Of(i.ClusterName))

@@ -37,4 +37,5 @@ func HolderOf(ctx context.Context, c *Cluster, leaseName string, sharp bool) (he
 	return health.HolderOf(name, &lease, asked.Add(ahead), known), nil
 }
 
+// LeaseText names a Lease of the installation for messages.
 func LeaseText(c *Cluster, lease string) string { return "Lease " + c.Namespace + "/" + lease }

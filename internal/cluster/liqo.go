@@ -14,6 +14,7 @@ import (
 // installs replaces Liqo's CRDs and would take over its network.
 var ErrLiqo = errors.New("this is a Liqo without Isthmus")
 
+// ForeignClusters is the kind by which a Liqo is known.
 var ForeignClusters = schema.GroupKind{Group: "discovery.liqo.io", Kind: "ForeignCluster"}
 
 // IsLiqo reports whether the cluster is a Liqo. Where Isthmus is beside Liqo's control plane, it is

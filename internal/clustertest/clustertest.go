@@ -88,6 +88,7 @@ func testMain(m *testing.M, install func(context.Context, *cluster.Cluster, stri
 	return m.Run()
 }
 
+// WithoutWorkloads leaves out the components.
 var WithoutWorkloads = chart.Values{"workloads": false}
 
 // NodePortService is what a person chooses for a Service of the gateway.
@@ -138,6 +139,7 @@ type Deadline struct {
 	Up chan struct{}
 }
 
+// NewDeadline is one that the test ends by closing Up.
 func NewDeadline(t *testing.T) Deadline { return Deadline{t.Context(), make(chan struct{})} }
 
 func (d Deadline) Done() <-chan struct{} { return d.Up }
@@ -151,6 +153,7 @@ func (d Deadline) Err() error {
 	}
 }
 
+// ConnectTo reaches a cluster on this machine.
 func ConnectTo(t *testing.T, a cluster.Access) *cluster.Cluster {
 	t.Helper()
 	c, err := cluster.Connect(a)
@@ -159,6 +162,7 @@ func ConnectTo(t *testing.T, a cluster.Access) *cluster.Cluster {
 	return c
 }
 
+// Report keeps a line.
 func (p *Pair) Report(line string) { p.Lines = append(p.Lines, line) }
 
 // Said returns the lines since the last call.
@@ -180,6 +184,7 @@ type Manager struct {
 	paused bool
 }
 
+// Renew has the manager hold its Lease.
 func (m *Manager) Renew(t *testing.T) { m.write(t, "manager-1") }
 
 // Release is what a manager does at its end. That a renewal is long ago cannot be written to an API
@@ -205,6 +210,7 @@ func (m *Manager) Set(condition, message string) {
 	}
 }
 
+// Keep has no Peering go, and says why; empty: they may.
 func (m *Manager) Keep(why string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -218,6 +224,7 @@ func (m *Manager) Pause() {
 	m.paused = true
 }
 
+// Run does the work until ctx ends.
 func (m *Manager) Run(ctx context.Context) {
 	for ctx.Err() == nil {
 		var list isthmus.PeeringList
@@ -282,6 +289,7 @@ func (m *Manager) reconcile(ctx context.Context, p *isthmus.Peering) {
 	}
 }
 
+// SameJSON compares two values as JSON.
 func SameJSON(a, b any) bool {
 	x, _ := json.Marshal(a)
 	y, _ := json.Marshal(b)
@@ -317,6 +325,7 @@ func AsPeer(ctx context.Context, c *cluster.Cluster, namespace string) (client.C
 	return client.New(config, client.Options{Scheme: c.Client.Scheme(), Mapper: c.Client.RESTMapper()})
 }
 
+// Gone reports whether an object is not there.
 func Gone(t *testing.T, c *cluster.Cluster, o client.Object, name string) bool {
 	t.Helper()
 	err := c.Client.Get(t.Context(), client.ObjectKey{Name: name}, o)
@@ -329,8 +338,10 @@ func Gone(t *testing.T, c *cluster.Cluster, o client.Object, name string) bool {
 // Lines keeps what Install reports.
 type Lines []string
 
+// Report keeps a line.
 func (l *Lines) Report(line string) { *l = append(*l, line) }
 
+// Has reports whether a line contains a text.
 func (l *Lines) Has(text string) bool {
 	return slices.ContainsFunc(*l, func(line string) bool { return strings.Contains(line, text) })
 }
@@ -365,6 +376,7 @@ func WithServiceNetwork(t *testing.T, c *cluster.Cluster, chosen chart.Values) c
 	return chart.Merge(chosen, chart.Values{"networks": chart.Values{"serviceCIDR": "10.96.0.0/12"}})
 }
 
+// Contains fails the test unless a text has all of the wants.
 func Contains(t *testing.T, text string, wants ...string) {
 	t.Helper()
 	for _, w := range wants {

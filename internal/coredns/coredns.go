@@ -65,6 +65,7 @@ func Find(ctx context.Context, c *cluster.Cluster) (*Server, error) {
 	return nil, fmt.Errorf("%s: %w", c, ErrNone)
 }
 
+// Corefile is its text.
 func (d *Server) Corefile() string { return d.config.Data[KeyCorefile] }
 
 // Where names the Corefile.

@@ -439,6 +439,7 @@ func isEstablished(crd *unstructured.Unstructured) bool {
 	})
 }
 
+// DefinitionKind is that of custom resource definitions.
 var DefinitionKind = schema.GroupVersionKind{Group: "apiextensions.k8s.io", Version: "v1", Kind: "CustomResourceDefinition"}
 
 // MadeByUs reports whether we make or have made a namespace: nil, there is none yet. Only such a one is marked, and
@@ -447,6 +448,7 @@ func MadeByUs(namespace *unstructured.Unstructured) bool {
 	return namespace == nil || namespace.GetLabels()[cluster.LabelName] == cluster.ManagedBy
 }
 
+// DeleteObject deletes an object and reports it.
 func DeleteObject(ctx context.Context, c *cluster.Cluster, have *unstructured.Unstructured, report func(string)) error {
 	if err := c.Client.Delete(ctx, have, client.PropagationPolicy(metav1.DeletePropagationBackground)); client.IgnoreNotFound(err) != nil {
 		return c.Explain("delete "+cluster.Describe(have), err)

@@ -48,6 +48,7 @@ func ServiceDefinitions() (all []*unstructured.Unstructured, err error) {
 	return all, nil
 }
 
+// WithServices reports whether services by name are on.
 func WithServices(chosen chart.Values) bool { return chart.Get(chosen, "services", "enabled") == true }
 
 // A servicesPlan is what services by name need besides the chart.
