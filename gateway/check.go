@@ -1,7 +1,6 @@
 package gateway
 
 import (
-	"bytes"
 	"cmp"
 	"encoding/json"
 	"log/slog"
@@ -57,22 +56,6 @@ func (s CheckState) Message() string {
 	}
 	return "No network connectivity towards remote cluster"
 }
-
-// rejection is why a message of the check was ignored. The list is closed; the strings are the
-// metrics label.
-type rejection uint8
-
-const (
-	rejectOversize  rejection = iota // longer than checkMaxLen
-	rejectMalformed                  // not the JSON object it should be
-	rejectType                       // neither PING nor PONG
-	rejectSource                     // from an address that is not that peer's
-	rejectPeer                       // a PONG about a cluster that is no peer
-	rejectTimestamp                  // a PONG to no PING of ours, or to one that is answered
-	numRejections
-)
-
-var rejections = [numRejections]string{"oversize", "malformed", "type", "source", "unknown_peer", "timestamp"}
 
 // checkMessage is the JSON object, its fields in Liqo's order.
 type checkMessage struct {
@@ -458,199 +441,6 @@ func (c *checker) observe(now time.Time) {
 	}
 }
 
-// limitPath sets what the kernel knows of the path to a peer: no packet in the tunnel is larger than
-// ceiling, and every path should take base, both in octets.
-func (c *checker) limitPath(id string, base, ceiling int) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if p := c.peers[id]; p != nil {
-		p.path.limit(base, ceiling, time.Now())
-	}
-}
-
-// otherPath says that packets to a peer take another path from now on.
-func (c *checker) otherPath(id string) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if p := c.peers[id]; p != nil && p.path.State != PathDisabled {
-		p.path.begin(time.Now())
-	}
-}
-
-// narrowPaths are the paths that take less than the kernel knows, in octets by peer.
-func (c *checker) narrowPaths() map[string]int {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	narrow := make(map[string]int)
-	for id, p := range c.peers {
-		if p.path.Narrow() {
-			narrow[id] = p.path.Bytes
-		}
-	}
-	return narrow
-}
-
-// searchPaths sends the probes of all peers that are due.
-func (c *checker) searchPaths(now time.Time) {
-	type message struct {
-		to   netip.AddrPort
-		text []byte
-		size int
-	}
-	var messages []message
-	changed := false
-	c.mu.Lock()
-	every := max(checkInterval, time.Duration(len(c.peers))*time.Second/pathRate)
-	for id, p := range c.peers {
-		was := p.path.PathMTU
-		if p.path.look(now, p.result.RTT) {
-			changed = true
-			c.log.Warn("path MTU", "peer", id, "from", was.Bytes, "to", p.path.Bytes, "ceiling", p.path.Ceiling)
-		} else if was.State != PathError && p.path.State == PathError {
-			c.log.Warn("path MTU: the smallest size does not arrive", "peer", id, "size", p.path.Bytes)
-		}
-		if p.away || len(messages) >= pathMessages {
-			continue
-		}
-		for _, probe := range p.path.next(now, every) {
-			text, err := json.Marshal(checkMessage{id, "PING", probe.at.UTC().Format(time.RFC3339Nano)})
-			if err == nil {
-				messages = append(messages, message{p.probe, text, probe.size})
-			}
-		}
-	}
-	c.mu.Unlock()
-	for _, m := range messages {
-		c.path.send(m.text, m.to, m.size)
-	}
-	if changed {
-		c.path.changed()
-	}
-}
-
-func (c *checker) enter(p *checked, s CheckState, now time.Time) {
-	p.result.State, p.result.Since = s, now
-	if s == Connected {
-		p.path.begin(now)
-	} else {
-		p.path.end()
-	}
-	if s == Connected {
-		c.log.Info("peer connected", "peer", p.id, "rtt", p.result.RTT.String())
-	} else {
-		c.log.Warn("peer does not answer", "peer", p.id, "probe", p.probe.String())
-	}
-}
-
-func (c *checker) receive() {
-	for {
-		b, from, err := c.port.Receive()
-		if err != nil {
-			return
-		}
-		c.message(b, from)
-	}
-}
-
-// message handles one message. Every invalid message is counted and has no other effect.
-func (c *checker) message(b []byte, from netip.AddrPort) {
-	if len(b) > checkMaxLen {
-		c.reject(rejectOversize)
-		return
-	}
-	var m checkMessage
-	if bytes.Count(b, []byte{':'}) > checkMaxColons || json.Unmarshal(b, &m) != nil { // like Liqo, ignore unknown fields
-		c.reject(rejectMalformed)
-		return
-	}
-	stamp, err := time.Parse(time.RFC3339Nano, m.Timestamp)
-	if err != nil {
-		c.reject(rejectMalformed)
-		return
-	}
-	switch m.MsgType {
-	case "PING":
-		c.answer(m, from)
-	case "PONG":
-		c.take(m, stamp, from)
-	default:
-		c.reject(rejectType)
-	}
-}
-
-// answer sends the same object back, now a PONG. Neither the cluster ID nor the time is looked at:
-// they are the pinger's own business. An answer is no longer than its question and goes to the peer
-// that asked, so nothing can be amplified.
-func (c *checker) answer(m checkMessage, from netip.AddrPort) {
-	m.MsgType = "PONG"
-	text, err := json.Marshal(m)
-	if err != nil || len(text) > checkMaxLen { // escapes may grow
-		c.reject(rejectOversize)
-		return
-	}
-	c.mu.Lock()
-	p := c.at[from.Addr()]
-	if p != nil {
-		p.result.Asked = time.Now()
-		if p.away {
-			p.back, p.away = true, false // there is a session
-			c.look()
-		}
-	}
-	c.mu.Unlock()
-	if p == nil {
-		c.reject(rejectSource)
-		return
-	}
-	c.answered.Add(1)
-	_ = c.port.Send(text, from, 0) // as above
-}
-
-// take takes a PONG. It is believed only if it comes from the address that was pinged and repeats
-// the time of one of our own PINGs to the nanosecond: a peer cannot speak for another, nor for the
-// past or the future. The round trip is taken from our own record of that PING, so that a step of
-// the clock or a made-up time does not matter.
-func (c *checker) take(m checkMessage, stamp time.Time, from netip.AddrPort) {
-	now := time.Now()
-	c.mu.Lock()
-	p := c.peers[m.ClusterID]
-	if p == nil {
-		c.mu.Unlock()
-		c.reject(rejectPeer)
-		return
-	}
-	if from != p.probe {
-		c.mu.Unlock()
-		c.reject(rejectSource)
-		return
-	}
-	i := slices.IndexFunc(p.sent[:min(p.n, checkWindow)], func(s probe) bool { return s.at.Equal(stamp) && !s.answered })
-	if i < 0 {
-		ofPath := p.path.answer(stamp)
-		if ofPath {
-			p.result.Answered = now // the path's probes are PINGs, too, and say as well that the peer is there
-		}
-		c.mu.Unlock()
-		if !ofPath {
-			c.reject(rejectTimestamp)
-		}
-		return
-	}
-	p.sent[i].answered = true
-	at := p.sent[i].at
-	if at.Before(p.newest) { // overtaken by a newer one: not lost, but old news
-		c.mu.Unlock()
-		return
-	}
-	rtt := now.Sub(at)
-	p.newest, p.result.Answered, p.result.RTT = at, now, rtt
-	if p.result.State != Connected {
-		c.enter(p, Connected, now)
-	}
-	c.mu.Unlock()
-	c.rtt(m.ClusterID, rtt)
-}
-
 // loss is the share of unanswered probes. One sent less than an interval ago may still be answered
 // and does not count yet.
 func (p *checked) loss(now time.Time) (share float64, of int) {
@@ -668,5 +458,3 @@ func (p *checked) loss(now time.Time) (share float64, of int) {
 	}
 	return float64(lost) / float64(of), of
 }
-
-func (c *checker) reject(r rejection) { c.rejected[r].Add(1) }

@@ -1,7 +1,9 @@
 package gateway
 
 import (
+	"encoding/json"
 	"fmt"
+	"net/netip"
 	"slices"
 	"time"
 )
@@ -306,4 +308,88 @@ func (s *pathSearch) conclude(round []pathProbe, best int, now time.Time) (chang
 		s.State, s.raised = PathSearchComplete, now
 	}
 	return changed
+}
+
+// limitPath sets what the kernel knows of the path to a peer: no packet in the tunnel is larger than
+// ceiling, and every path should take base, both in octets.
+func (c *checker) limitPath(id string, base, ceiling int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if p := c.peers[id]; p != nil {
+		p.path.limit(base, ceiling, time.Now())
+	}
+}
+
+// otherPath says that packets to a peer take another path from now on.
+func (c *checker) otherPath(id string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if p := c.peers[id]; p != nil && p.path.State != PathDisabled {
+		p.path.begin(time.Now())
+	}
+}
+
+// narrowPaths are the paths that take less than the kernel knows, in octets by peer.
+func (c *checker) narrowPaths() map[string]int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	narrow := make(map[string]int)
+	for id, p := range c.peers {
+		if p.path.Narrow() {
+			narrow[id] = p.path.Bytes
+		}
+	}
+	return narrow
+}
+
+// searchPaths sends the probes of all peers that are due.
+func (c *checker) searchPaths(now time.Time) {
+	type message struct {
+		to   netip.AddrPort
+		text []byte
+		size int
+	}
+	var messages []message
+	changed := false
+	c.mu.Lock()
+	every := max(checkInterval, time.Duration(len(c.peers))*time.Second/pathRate)
+	for id, p := range c.peers {
+		was := p.path.PathMTU
+		if p.path.look(now, p.result.RTT) {
+			changed = true
+			c.log.Warn("path MTU", "peer", id, "from", was.Bytes, "to", p.path.Bytes, "ceiling", p.path.Ceiling)
+		} else if was.State != PathError && p.path.State == PathError {
+			c.log.Warn("path MTU: the smallest size does not arrive", "peer", id, "size", p.path.Bytes)
+		}
+		if p.away || len(messages) >= pathMessages {
+			continue
+		}
+		for _, probe := range p.path.next(now, every) {
+			text, err := json.Marshal(checkMessage{id, "PING", probe.at.UTC().Format(time.RFC3339Nano)})
+			if err == nil {
+				messages = append(messages, message{p.probe, text, probe.size})
+			}
+		}
+	}
+	c.mu.Unlock()
+	for _, m := range messages {
+		c.path.send(m.text, m.to, m.size)
+	}
+	if changed {
+		c.path.changed()
+	}
+}
+
+func (c *checker) enter(p *checked, s CheckState, now time.Time) {
+	p.result.State, p.result.Since = s, now
+	if s == Connected {
+		p.path.begin(now)
+	} else {
+		p.path.end()
+	}
+	if s == Connected {
+		c.log.Info("peer connected", "peer", p.id, "rtt", p.result.RTT.String())
+	} else {
+		c.log.Warn("peer does not answer", "peer", p.id, "probe", p.probe.String())
+	}
 }

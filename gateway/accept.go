@@ -1,0 +1,131 @@
+package gateway
+
+import (
+	"errors"
+	"reflect"
+	"time"
+
+	"github.com/isthmus-net/isthmus/fabric"
+)
+
+type wish struct {
+	config Config
+	err    error
+}
+
+// wish takes a new configuration, or the reason why there is none.
+func (g *gateway) wish(w wish) {
+	err := w.err
+	if err == nil {
+		if g.now.configErr == nil && w.config.samePeers(g.now.config) {
+			if reflect.DeepEqual(w.config.PodNetwork, g.now.config.PodNetwork) && w.config.Gateway.Site.Equal(g.now.config.Gateway.Site) {
+				return
+			}
+			g.mu.Lock() // only nodes and pods are others, and where no peer's gateway can be: rules and peers stay as they are
+			g.now.config = w.config
+			g.mu.Unlock()
+			g.reapply(false)
+			return
+		}
+		err = g.accept(w.config)
+	}
+	if err == nil {
+		return
+	}
+	g.mu.Lock()
+	again := g.now.configErr != nil && g.now.configErr.Error() == err.Error()
+	g.now.configErr = err
+	g.mu.Unlock()
+	if again {
+		return
+	}
+	for _, e := range unjoin(err) {
+		g.log.Error("configuration not usable, the last good one stays in force", errorAttrs(e)...)
+	}
+}
+
+// unjoin takes errors.Join apart.
+func unjoin(err error) []error {
+	if j, ok := err.(interface{ Unwrap() []error }); ok {
+		var all []error
+		for _, e := range j.Unwrap() {
+			all = append(all, unjoin(e)...)
+		}
+		return all
+	}
+	return []error{err}
+}
+
+// errorAttrs spells a problem out for the log.
+func errorAttrs(err error) []any {
+	attrs := []any{"error", err}
+	if p := (fabric.Problem{}); errors.As(err, &p) {
+		attrs = append(attrs, "file", p.Origin.File, "object", fabric.Origin{Kind: p.Origin.Kind, Namespace: p.Origin.Namespace, Name: p.Origin.Name}.String(), "field", p.Field)
+	}
+	return attrs
+}
+
+// accept puts a configuration into force, as a whole. An error means that nothing has changed; what
+// could not be made true is in applyErr.
+func (g *gateway) accept(c Config) error {
+	gw := c.Gateway
+	if err := checkMTU(c.MTU, gw.Peers); err != nil {
+		return err
+	}
+	want := g.cutTunnels(gw.Peers, g.now.peers)
+	g.locate(want, gw.Site)
+	survey := g.survey(c, want, false)
+	if err := g.setRules(&survey); err != nil {
+		g.locate(g.now.wanted(), g.now.config.Gateway.Site)
+		return err
+	}
+	if g.now.generation > 0 {
+		old := g.now.config
+		for _, f := range []struct {
+			name    string
+			changed bool
+		}{
+			{"bounds and timeouts of NAT", c.NAT != old.NAT},
+			{"tunnels", c.Tunnels != old.Tunnels},
+			{"metricsAddress", c.MetricsAddress != old.MetricsAddress},
+			{"statusAddress", c.StatusAddress != old.StatusAddress},
+			{"flowLog", c.FlowLog != old.FlowLog},
+		} {
+			if f.changed {
+				g.log.Warn("takes effect at the next start only", "field", f.name)
+			}
+		}
+	}
+	g.mu.Lock()
+	g.now.config, g.now.configErr = c, nil
+	g.mu.Unlock()
+	if g.flows != nil {
+		g.flows.name(gw.Peers)
+	}
+	if g.acting { // the rules are there, and no packet is read yet
+		g.adopt()
+	}
+	g.put(&survey)
+	g.mu.Lock()
+	g.now.generation++ // only now: who waits for it finds what it says
+	g.now.reloaded = time.Now()
+	g.mu.Unlock()
+	g.log.Info("configuration in force", "generation", g.now.generation, "peers", len(gw.Peers))
+	return nil
+}
+
+// reapply makes the configuration in force true again, whatever changed around it; ways says that ways to
+// peers may be others. After a failure it is all of it.
+func (g *gateway) reapply(ways bool) {
+	peers := g.now.wanted()
+	g.locate(peers, g.now.config.Gateway.Site)
+	survey := g.survey(g.now.config, peers, ways)
+	if err := g.setRules(&survey); err != nil {
+		if ways { // what was found out about them is lost
+			g.ways.Store(true)
+		}
+		g.log.Error("rules for another MTU", "mtu", survey.tunnel, "error", err) // they differ in MTU and MSS alone
+		return
+	}
+	g.put(&survey)
+}
