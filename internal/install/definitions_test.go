@@ -68,7 +68,7 @@ func TestAnInstallationWaitsForDefinitionsThatGo(t *testing.T) {
 	another.SetAPIVersion("v1")
 	another.SetKind("Namespace")
 	another.SetName("default")
-	objects := []*unstructured.Unstructured{another, u}
+	objects := []*unstructured.Unstructured{another, u.DeepCopy()}
 	must(t, untilNoneGoes(t.Context(), c, objects)) // it is not there
 	must(t, c.Client.Create(t.Context(), u.DeepCopy()))
 	must(t, untilNoneGoes(t.Context(), c, objects)) // it is there and stays
