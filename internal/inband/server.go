@@ -134,10 +134,9 @@ func (s *Server) Close() {
 // Set replaces the peers. It ends the connections of those that are gone or have changed, and listens while there are
 // any. It also ends the connections of managers that have proved a key which is not the gateways' any more.
 func (s *Server) Set(peers []Peer) {
-	key := s.o.Key() // which has a lock of its own
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.rekey(key)
+	s.rekey(s.o.Key()) // read under the lock: a connection that has waited for it must not bring a former key back
 	before := s.peers
 	s.peers, s.bySource = make(map[string]*peer, len(peers)), make(map[netip.Addr]*peer, len(peers))
 	for _, want := range peers {
@@ -263,9 +262,9 @@ func (s *Server) rekey(key [32]byte) {
 // config is that of the TLS with our manager, whose connection lasts as long as the context. It is made once for each key: a
 // stranger costs no certificate.
 func (s *Server) config() (context.Context, *tls.Config, error) {
-	key := s.o.Key()
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	key := s.o.Key()
 	s.rekey(key)
 	if s.secure == nil {
 		config, err := pinned.Config(key, purpose)

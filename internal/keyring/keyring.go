@@ -278,7 +278,9 @@ func (r Ring) Step(s Seen) Step {
 			}
 			return Nothing
 		}
-		if s.Age > 0 && !r.Since.IsZero() && s.Now.Sub(r.Since) >= s.Age {
+		// Once a key has been offered, age counts no more: an offer that is gone for a moment would end in a key that
+		// nobody offered, and that key would stay.
+		if s.Age > 0 && r.Offered == ([32]byte{}) && !r.Since.IsZero() && s.Now.Sub(r.Since) >= s.Age {
 			return Start
 		}
 		return Nothing
