@@ -132,42 +132,27 @@ func (s *Store) withTraces(ctx context.Context, own ipam.Config, all []isthmus.N
 	return book, nil
 }
 
-// withAllocations holds the networks that only NetworkAllocations or the IpamStorage name: nodes refuse them, and
-// the time of their release is unknown. The Book has lost them, or a manager was stopped before it freed them, or
-// somebody deleted the NetworkAllocation while no manager ran. What an object says that it has freed is not lost.
+// withAllocations holds the networks that only NetworkAllocations name: nodes refuse them, and the time of
+// their release is unknown. The Book has lost them, or a manager was stopped before it freed them.
 func (s *Store) withAllocations(ctx context.Context, book ipam.Book) (ipam.Book, error) {
 	now, err := s.Now(ctx)
 	if err != nil {
 		return book, err
 	}
-	named := make(map[string][]string) // networks by cluster
-	for name, a := range s.allocations {
-		if fabric.AllocationName(a.spec.ClusterID) == name {
-			named[a.spec.ClusterID] = a.spec.Networks
-		}
-	}
-	for id, subnets := range s.object.Spec.ClusterSubnets {
-		named[id] = append(slices.Clone(named[id]), subnets.RemotePodCIDR, subnets.RemoteExternalCIDR)
-	}
-	delete(named, s.self)
-	for _, id := range slices.Sorted(maps.Keys(named)) {
-		object := s.allocations[fabric.AllocationName(id)].spec
+	for _, name := range slices.Sorted(maps.Keys(s.allocations)) {
+		spec := s.allocations[name].spec
 		var lost []netip.Prefix
-		for _, text := range named[id] {
-			freed := slices.ContainsFunc(object.Freed, func(f isthmus.FreedNetwork) bool { return f.Network == text })
-			if text == "" || freed && !slices.Contains(object.Networks, text) {
-				continue
-			}
-			if p := parse(text); !slices.Contains(book.NetworksOf(id), p) && !slices.Contains(lost, p) {
+		for _, text := range spec.Networks {
+			if p := parse(text); !slices.Contains(book.NetworksOf(spec.ClusterID), p) {
 				lost = append(lost, p)
 			}
 		}
-		if len(lost) == 0 {
+		if len(lost) == 0 || spec.ClusterID == s.self || fabric.AllocationName(spec.ClusterID) != name {
 			continue
 		}
-		next, left := book.Regain(id, lost, now)
+		next, left := book.Regain(spec.ClusterID, lost, now)
 		if len(left) > 0 {
-			s.log.Warn("nodes refused networks for a peer that cannot be held for it, and need not any more", "object", "NetworkAllocation "+fabric.AllocationName(id), "clusterID", id, "networks", left)
+			s.log.Warn("nodes refused networks for a peer that cannot be held for it, and need not any more", "object", "NetworkAllocation "+name, "clusterID", spec.ClusterID, "networks", left)
 		}
 		book = next
 	}

@@ -125,33 +125,6 @@ func TestAnswersAndMappingsLeaveTheVersionThatNodesReport(t *testing.T) {
 	}
 }
 
-// Somebody deletes the object of a peer that has left, while no manager runs.
-func TestAHoldOutlivesTheDeletionOfItsObjectWithoutAManager(t *testing.T) {
-	h := fresh(t)
-	had := h.grant(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
-	h.update(func(b ipam.Book) ipam.Book { return b.Part("b", time.Now()) })
-	h.grant(claim("d", "10.68.0.0/16", "10.69.0.0/20"))
-	h.update(func(b ipam.Book) ipam.Book { return b.Part("d", time.Now()) })
-	o := allocationOf(t, "b")
-	if err := testClient.Delete(t.Context(), &o); err != nil {
-		t.Fatal(err)
-	}
-	now := time.Now().UnixMilli() + 1
-	patched(t, "d", fmt.Sprintf(`{"spec":{"networks":null,"revision":%[1]d,"freed":[{"network":"10.68.0.0/16","revision":%[1]d},{"network":"10.69.0.0/20","revision":%[1]d}]}}`, now))
-	again := loaded(t)
-	want(t, "b was deleted, and d was freed by hand", "10.64.0.0/16", "10.65.0.0/20")
-	if at := again.Book().ReleasedAt("b"); time.Since(at) > time.Minute {
-		t.Errorf("held since %v", at)
-	}
-	again.update(func(b ipam.Book) ipam.Book { b, _ = b.Configure(ours); return b })
-	if g := again.grant(claim("c", "10.64.0.0/16", "10.67.0.0/20")); g.Pod.Overlaps(had.Pod) {
-		t.Errorf("c has %v of %v", g, had)
-	}
-	if g := again.grant(claim("b", "10.64.0.0/16", "10.65.0.0/20")); g != had {
-		t.Errorf("b has %v, had %v", g, had)
-	}
-}
-
 // Somebody frees a network by hand, and the manager writes the object before it has looked.
 func TestAHoldThatSomebodyEndsStaysEndedWhateverIsWrittenNext(t *testing.T) {
 	h := fresh(t)

@@ -5,9 +5,8 @@
 //	          ▲                        │ conflict: somebody else wrote
 //	          └──────── read again ◄───┘
 //
-// The IpamStorage is a copy in Liqo's format for Liqo's components. It is imported once, if there is
-// no NetworkAllocation of our own cluster. Later, a manager that starts holds the networks that only
-// the copy names, and believes nothing else in it. It is written after each
+// The IpamStorage is a copy in Liqo's format for Liqo's components. It is read once, to import the
+// state of a Liqo, if there is no NetworkAllocation of our own cluster. It is written after each
 // allocation; a changed resourceVersion shows a manager that another one has allocated something
 // meanwhile.
 //
