@@ -37,8 +37,9 @@ the source.
 
 With --kubernetes there are two clusters with real nodes instead: kubelet, containerd,
 the bridge CNI plugin and kube-proxy. The demo installs Isthmus as usual and shows the time
-of each step, until a pod of one cluster has an HTTP answer from the other by the name of
-a Service, and still has answers when one of two clusters with that Service is gone.`,
+of each step. At the end a pod of one cluster gets an HTTP answer from the other by the
+name of a Service, and still gets answers when one of two clusters with that Service is
+gone.`,
 		Args: cobra.NoArgs,
 		RunE: needsRoot(func(cmd *cobra.Command, _ []string) (err error) {
 			if err := lab.Available(); err != nil {

@@ -96,7 +96,7 @@ const defaultName = "lab"
 
 // addNameFlag adds --name.
 func addNameFlag(cmd *cobra.Command, name *string) {
-	cmd.Flags().StringVar(name, "name", defaultName, "name of the lab; several stand side by side")
+	cmd.Flags().StringVar(name, "name", defaultName, "name of the lab; several labs may exist at a time")
 	_ = cmd.RegisterFlagCompletionFunc("name", func(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
 		names, _ := lab.List() // none is no error for a shell that completes a word
 		return names, cobra.ShellCompDirectiveNoFileComp

@@ -29,18 +29,18 @@ func newCaptureCommand() *cobra.Command {
 		Use:   "capture [END [END [tcp|udp|icmp]]]",
 		Short: "Show packets in the gateway before and after NAT, inside and outside of the tunnel (root)",
 		Long: `Write the packets of the gateway on this machine, or in this Pod, to a pcapng file
-for Wireshark, tshark or tcpdump. Each packet is seen at up
-to four places, which are the interfaces of the file: before-nat, after-nat, tunnel
-and underlay. A comment on each names its peer, the rule that rewrote it, or the
-reason of its drop (docs/capture.md).
+for Wireshark, tshark or tcpdump. A packet appears at up to four places, which are the
+interfaces of the file: before-nat, after-nat, tunnel and underlay. The comment of a
+packet names its peer, the rule that rewrote it, or the reason of its drop
+(docs/capture.md).
 
 END is an address, an address with a port, a port such as :53, or any. A packet matches
 in either direction, before or after NAT. Without END all packets match.
 
 Only headers are written. --snaplen writes more octets, including the data of pods. The
 capture ends after --duration, --packets or --bytes, or when it is interrupted. It never
-delays packets: those that are too many for the reader are left out, and counted in the
-file and the summary. Only one capture can run at a time.
+delays packets: if the reader is too slow, packets are left out, and counted in the file
+and the summary. Only one capture can run at a time.
 
 You need root or the gateway's own user; in a cluster, the right to exec into the Pod
 of the active gateway. The gateway logs the user and the filter of each capture.`,

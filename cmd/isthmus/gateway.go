@@ -29,9 +29,9 @@ NatMappings, creates or reads the key Secret wireguard-pubkey, and takes part in
 election by the Lease isthmus-gateway. The active gateway connects the peers, marks
 itself (Pod label, annotation of the Service) and writes the status of each
 TunnelEndpoint; the standbys are prepared to take over. An active gateway continues
-while the API server is away. A gateway that starts then waits for it, unless it was
-active in the last ten minutes: with --state-directory it stores its configuration and
-private key, and continues with these until the API server answers.
+while the API server is away. A gateway that starts meanwhile waits for the API server,
+unless it was active in the last ten minutes and has a --state-directory: it stores its
+configuration and private key there, and uses them until the API server answers.
 
 With --config it needs no cluster: it reads a directory with gateway.yaml and with
 TunnelEndpoint and NatMapping objects as "kubectl get -o yaml" prints them. A changed

@@ -27,9 +27,10 @@ func newGatherCommand() *cobra.Command {
 status and diagnose, the logs of the components, and the state of gateways and route
 agents: flows, drops, metrics, desired routes and rules. Begin with its summary.md.
 
-The archive has no secrets: values of Secrets of the installation and of peerings are
-removed everywhere, also in base64 and hexadecimal digits, and so is everything that looks like a private key, a token or a password. The command
-changes nothing in the cluster.
+The archive has no secrets. Values of Secrets of the installation and of peerings are
+removed everywhere, also in base64 and hexadecimal digits, and so is everything that
+looks like a private key, a token or a password. The command changes nothing in the
+cluster.
 
 summary.md lists everything that could not be read, with the reason. The exit code is
 0 if there is an archive, and 2 if the cluster could not be reached.`,

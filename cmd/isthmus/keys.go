@@ -39,9 +39,9 @@ func newPubkeyCommand() *cobra.Command {
 		Use:   "pubkey",
 		Short: "Read a WireGuard private key and print its public key",
 		Long: `Read a WireGuard private key and print its public key. A gateway with several tunnels
-derives a key for each from that one: --tunnels prints them in order, one a line. Give
-peers the first as publicKey, and the others with their ports as tunnels:
-"PORT:KEY,PORT:KEY".`,
+derives a key for each tunnel from the private key. --tunnels prints their public keys in
+order, one a line. Give peers the first as publicKey, and the others with their ports as
+tunnels: "PORT:KEY,PORT:KEY".`,
 		Example: "  isthmus pubkey < private.key",
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {

@@ -83,7 +83,7 @@ takes its own Lease over at once.`,
 	flags.StringVar(&f.ipamClientCA, "ipam-client-ca", "", "file with the certificate authority of that service's clients")
 	flags.BoolVar(&o.IPAM.Plain, "ipam-plain", false, "serve every client of that address without TLS, as Liqo does; restrict clients by a NetworkPolicy such as deploy/networkpolicy/ipam.yaml")
 	flags.StringVar(&o.IPAMService, "ipam-service", "", "Service without a selector whose EndpointSlice the active manager points to its $POD_IP (default: none)")
-	flags.StringSliceVar(&f.ipamAllow, "ipam-allow", nil, "networks of nodes, Services and other peers whose endpoints that service may map for peers (default: none)")
+	flags.StringSliceVar(&f.ipamAllow, "ipam-allow", nil, "networks of nodes, Services and other peers in which that service may map endpoints for peers (default: none)")
 	flags.StringVar(&o.MetricsAddress, "metrics-address", "127.0.0.1:5876", "TCP address of /metrics; empty disables it")
 	f.secure.add(flags)
 	flags.StringVar(&o.HealthAddress, "health-address", ":5877", "TCP address of /healthz and /readyz; empty disables it")

@@ -42,15 +42,17 @@ there to pods.
 It reads its Node, the pods on it, the gateway's Pods and Service, and the
 NetworkAllocations. It reads TunnelEndpoints only if these are not enough, and all Nodes
 and Pods only if a gateway has --host-network. While the API server is away, everything
-stays in place. It writes one object, the NodeNetworks of its node, which reports the
-networks and DNS servers that the node reaches (the manager allocates these to no peer),
-and the revision of peers' networks for which the node refuses packets. The manager
-publishes a new network only when all nodes refuse it.
+stays in place. It writes one object, the NodeNetworks of its node. This reports the
+networks and DNS servers that the node reaches, which the manager allocates to no peer.
+It also reports up to which resourceVersion of the NetworkAllocations the node refuses
+peers' networks. The manager waits for that, up to five seconds, before it publishes a
+new network.
 
-The agent restores its kernel objects within a second. As soon as a network is allocated to a peer, the node refuses packets for it that cannot
-use the tunnel. It continues to do so when the agent ends, which leaves everything in
-place, and after a reboot, by the networks stored in --state-directory. An agent that
-starts while another one runs takes over when that one ends. --cleanup removes everything.
+The agent restores its kernel objects within a second. As soon as a network is allocated
+to a peer, the node refuses packets for it that cannot use the tunnel. The node continues
+to refuse them when the agent ends, because the agent leaves everything in place, and
+after a reboot, because --state-directory has the networks. An agent that starts while
+another one runs takes over when that one ends. --cleanup removes everything.
 
 It needs CAP_NET_ADMIN, the host's network, and dnsPolicy Default for the node's own DNS
 servers; probes have "host: 127.0.0.1".`, kernel.OverlayDevice, kernel.OverlayPort),

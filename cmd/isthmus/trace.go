@@ -26,10 +26,10 @@ func newTraceCommand() *cobra.Command {
 addresses, or the reason why it would be dropped.
 
 With a kubeconfig, the path is computed from the cluster's objects: the pod's node, the
-gateway, the tunnel, with --remote-context the other cluster, and the way back of the
-answer. SRC and DST are addresses, NAMESPACE/POD, svc/NAME or svc/NAMESPACE/NAME; svc
-means the first ready endpoint of that Service. SRC is in this cluster. A name as DST is in
-the other cluster, if that is given. DST may also be the name in clusterset.local of a
+gateway, the tunnel, with --remote-context the other cluster, and the path of the answer.
+SRC and DST are addresses, NAMESPACE/POD, svc/NAME or svc/NAMESPACE/NAME; svc means the
+first ready endpoint of that Service. SRC is in this cluster. With --remote-context, a
+name as DST is in the other cluster. DST may also be the name in clusterset.local of a
 Service that this cluster imports. The first line then shows the chosen endpoint, and the
 number of endpoints in each cluster. Endpoints of the other cluster come first, then those
 of any peer.
@@ -41,8 +41,9 @@ pod and the peer's pod as we see it. Inbound, they are the peer's pod as we see 
 our pod as the peer sees it. Without --direction the command chooses the one that matches.
 For ICMP the port is the identifier of an echo request.
 
-If the peer is down, the last line says so, with the reason. The exit code is 1 if the
-packet would not arrive, and 0 if it arrives, or leaves for a peer that is not checked.`,
+If the peer is down, the last line reports it, with the reason. The exit code is 1 if the
+packet would not arrive. It is 0 if the packet arrives, or leaves for a peer whose cluster
+is not checked.`,
 		Example: `  isthmus trace --context paris shop/web-0 10.246.1.20:80
   isthmus trace --context paris --remote-context oslo shop/web-0 db/postgres-0:5432
   isthmus trace --context paris shop/web-0 shop.prod.svc.clusterset.local:80

@@ -18,8 +18,8 @@ func newUnpeerCommand() *cobra.Command {
 		Short: "Part two clusters",
 		Long: `End a peering: in both clusters with --remote-context, or in one with the
 NAME of its Peering or of the other cluster. First the other cluster's rights are
-revoked (with --remote-context all but those to withdraw what it published); then
-the Peerings are deleted and the managers remove their objects; then the
+revoked; with --remote-context it keeps those to withdraw its objects. Then
+the Peerings are deleted and the managers remove their objects. Then the
 remaining rights, identities and namespaces follow. It is no error if the two clusters are
 not peered; an unknown NAME is one.
 

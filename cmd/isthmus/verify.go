@@ -39,19 +39,19 @@ A target that does not answer in its own cluster either does not count as failed
 command prints each answer, its time, and the source address that the receiver saw. The
 Pods run the gateway's image and are deleted at the end, even if you interrupt it.
 
---pod and --remote-pod use existing Pods of any namespace instead, with the network
-policies for these. Each gets an ephemeral container without rights, which echoes at port
+--pod and --remote-pod use existing Pods of any namespace instead, so their network
+policies apply. Each gets an ephemeral container without rights, which echoes at port
 7468 of the Pod and ends with the run; Kubernetes keeps its record until the Pod is
 deleted. If a Pod may not send pings (sysctl net.ipv4.ping_group_range), pings between
-Pods are left out, and those to mapped addresses are unknown; --only icmp tries all.
+Pods are left out, and those to mapped addresses are unknown. --only icmp tries all.
 
 --continuous sends one small UDP packet a second between all Pods until you interrupt it,
 and counts lost packets; -o json prints the counts at the end.
 
 The exit code is 0 if all targets answered, 1 if one did not, and 2 if a cluster could
-not be reached or the two are not peered. If a Pod could not be told to send, because its
-node or the API server was away, its packets count as unknown, not as lost. The exit code
-is then 2 if nothing failed; with --continuous only if nothing was sent at all.`,
+not be reached or the two are not peered. If a Pod did not get the command to send,
+because its node or the API server was away, its packets count as unknown, not as lost.
+The exit code is then 2 if nothing failed; with --continuous only if nothing was sent.`,
 		Example: "  isthmus verify --context paris --remote-context oslo\n" +
 			"  isthmus verify --context paris --remote-context oslo --only pod,tcp,out --sizes 1400,9000\n" +
 			"  isthmus verify --context paris --remote-context oslo --pod shop/web-0 --remote-pod db/postgres-0\n" +

@@ -78,13 +78,13 @@ func (n *NAT) Fields() []NATField {
 		{"maxFragmentBytes", "max-fragment-bytes", "octets of held fragments, per peer and direction (default 1048576)", &number{&n.MaxFragmentBytes, 1 << 30}},
 		{"maxFragmentsPerSet", "max-fragments-per-set", "held fragments of one datagram (default 256)", &number{&n.MaxFragmentsPerSet, 1 << 13}},
 		{"maxICMPErrorsPerSecond", "max-icmp-errors-per-second", "ICMP errors that the gateway sends, per peer (default 1000)", &number{&n.MaxICMPErrorsPerSecond, 1 << 20}},
-		{"udpTimeout", "udp-timeout", "of UDP flows (default 5m)", &n.UDPTimeout},
-		{"tcpEstablishedTimeout", "tcp-established-timeout", "of established TCP connections (default 2h4m)", &n.TCPEstablishedTimeout},
-		{"tcpTransitoryTimeout", "tcp-transitory-timeout", "of half-open TCP connections (default 4m)", &n.TCPTransitoryTimeout},
-		{"tcpClosingTimeout", "tcp-closing-timeout", "of closed TCP connections (default: --tcp-transitory-timeout)", &n.TCPClosingTimeout},
-		{"icmpTimeout", "icmp-timeout", "of ICMP queries (default 1m)", &n.ICMPTimeout},
-		{"genericTimeout", "generic-timeout", "of flows of other protocols (default 5m)", &n.GenericTimeout},
-		{"fragmentTimeout", "fragment-timeout", "of held fragments, 2s to 30s (default 5s)", &n.FragmentTimeout},
+		{"udpTimeout", "udp-timeout", "timeout of UDP flows (default 5m)", &n.UDPTimeout},
+		{"tcpEstablishedTimeout", "tcp-established-timeout", "timeout of established TCP connections (default 2h4m)", &n.TCPEstablishedTimeout},
+		{"tcpTransitoryTimeout", "tcp-transitory-timeout", "timeout of half-open TCP connections (default 4m)", &n.TCPTransitoryTimeout},
+		{"tcpClosingTimeout", "tcp-closing-timeout", "timeout of closed TCP connections (default: --tcp-transitory-timeout)", &n.TCPClosingTimeout},
+		{"icmpTimeout", "icmp-timeout", "timeout of ICMP queries (default 1m)", &n.ICMPTimeout},
+		{"genericTimeout", "generic-timeout", "timeout of flows of other protocols (default 5m)", &n.GenericTimeout},
+		{"fragmentTimeout", "fragment-timeout", "timeout of held fragments, 2s to 30s (default 5s)", &n.FragmentTimeout},
 	}
 }
 
