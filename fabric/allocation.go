@@ -38,8 +38,8 @@ type Allocation struct {
 	Revision int64        `json:"revision"`
 }
 
-// Allocations are what the NetworkAllocations of a cluster say together. Lists are sorted by network, then
-// by object; of each object a network is there once, with the highest revision.
+// Allocations is the joint content of a cluster's NetworkAllocations. Lists are sorted by network, then
+// by object. They have each network of an object once, with its highest revision.
 type Allocations struct {
 	Named, Freed []Allocation
 	// Revision is the highest revision of allocated and freed networks; 0 if there are none.
@@ -114,8 +114,8 @@ func AllocationsFrom(all []isthmus.NetworkAllocation, now time.Time) (a Allocati
 	return a, problems
 }
 
-// OwnIn returns the networks of our own cluster. Of several objects that have some, after a change of our
-// cluster ID, the one with the highest revision counts.
+// OwnIn returns the networks of our own cluster. After a change of our cluster ID several objects may
+// have such networks; the object with the highest revision counts.
 func OwnIn(all []isthmus.NetworkAllocation, now time.Time) (own isthmus.OwnNetworks) {
 	latest := int64(-1)
 	for i := range all {

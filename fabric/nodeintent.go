@@ -30,9 +30,9 @@ type NodeIntent struct {
 	// OnlyPods says that all gateways are Pods with networks of their own. What a node has to know of
 	// nodes then is itself, and of pods its own.
 	OnlyPods bool
-	// Gateway is the address of the active gateway where OnlyPods, as it says itself in one place for
-	// all peers: all granted networks are behind it, and the Tunnels need not be known. Zero: each
-	// Tunnel says where its gateway is.
+	// Gateway is the address of the active gateway, which reports it in one place for all peers. It is
+	// set only with OnlyPods. All peers' networks are then behind it, so Tunnels may be missing. If it is
+	// zero, each Tunnel has the address of its gateway.
 	Gateway netip.Addr
 	// Trusted says, where OnlyPods, that the pods of our node are where its podCIDRs say; Pods need not
 	// be known then, else those of our node. See Trust.

@@ -53,10 +53,10 @@ type BrokenOverlay struct {
 	Back    bool      // packets reach the gateway, and those from there do not arrive
 }
 
-// NodeNetworksOf makes the report of a node from the networks and resolvers that it has. own are
-// networks of the cluster's own pods and Services, which no peer gets anyway; there may be thousands
-// of routes into them. Of each family there are 256 networks at most. Where there are more, wider
-// ones stand for them: none is left out.
+// NodeNetworksOf makes the report of a node from its networks and resolvers. The report leaves out
+// networks inside own, the cluster's own pods and Services: no peer gets them anyway, and there may
+// be thousands of routes into them. It has at most 256 networks of each family. If there are more,
+// they are merged into wider ones, so that none is left out.
 func NodeNetworksOf(node string, have, own []netip.Prefix, resolvers []netip.Addr) (n NodeNetworks, problems []Problem) {
 	own = mergeNetworks(slices.Clone(own))
 	ignored := slices.Concat(own, SpecialRanges())

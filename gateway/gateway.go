@@ -57,9 +57,9 @@ const (
 )
 
 // Run runs a gateway: it applies the Configs of o.Source in the network namespace of the process
-// until ctx ends. Then it removes its kernel objects, except the routes that refuse packets for its
-// peers, which would otherwise leave in the clear; Clear removes these. It returns an error if it
-// cannot start, for example because the first Config is invalid, or if its TUN disappears. A later
+// until ctx ends. Then it removes its kernel objects, except the unreachable routes for its peers'
+// networks: without these, packets for peers would leave in the clear. Clear removes them. Run returns
+// an error if it cannot start, for example because the first Config is invalid, or if its TUN disappears. A later
 // invalid Config is logged and reported in status and metrics, and the last good one stays in
 // force.
 //

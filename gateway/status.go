@@ -144,7 +144,7 @@ type TrafficStatus struct {
 	Bytes   uint64 `json:"bytes"`
 }
 
-// RulesStatus is what is translated for one peer.
+// RulesStatus has the translations for one peer.
 type RulesStatus struct {
 	RemotePods     netip.Prefix     `json:"remotePodCIDR"`      // as it is there
 	RemotePodsHere netip.Prefix     `json:"remotePodCIDRHere"`  // as we see it

@@ -39,7 +39,7 @@ const (
 // which nobody knew what it was, such as a machine outside of the cluster, stays until it is
 // unmapped.
 type expiry struct {
-	// Reader is the API server itself: a cache would watch.
+	// Reader reads from the API server directly, because a cache would watch all Pods and Services.
 	Reader client.Reader
 	Store  bookkeeper
 	Log    *slog.Logger

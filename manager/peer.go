@@ -99,8 +99,8 @@ func (p Peers) ByNamespace(ctx context.Context, namespace string) (Peer, error) 
 	return p.one(ctx, indexTenantNamespace, namespace)
 }
 
-// List returns all peers, sorted by cluster ID. What they were read from is not to be changed: it is
-// the cache's own.
+// List returns all peers, sorted by cluster ID. They share memory with the cache, so the caller must
+// not change them.
 func (p Peers) List(ctx context.Context) ([]Peer, error) {
 	byID := make(map[string]Peer)
 	var peerings isthmus.PeeringList

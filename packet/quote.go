@@ -158,8 +158,8 @@ func (q *Quote) DstPort() uint16 {
 	return be.Uint16(q.b[q.transport+2:])
 }
 
-// IsICMPQuery reports whether the quoted packet is an ICMP query and the quote reaches to its
-// identifier.
+// IsICMPQuery reports whether the quoted packet is an ICMP query and the quote is long enough to
+// contain its identifier.
 func (q *Quote) IsICMPQuery() bool {
 	return q.isICMP() && q.has(6) && queryType(q.is4, q.b[q.transport])
 }

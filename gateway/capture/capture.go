@@ -53,8 +53,8 @@ const bufferSize = 1 << 20
 // flushInterval is how long a packet waits for the reader at most, unless many come.
 const flushInterval = 100 * time.Millisecond
 
-// A Capture takes packets until one of its bounds is reached or End is called. Methods may be
-// called concurrently but for WriteTo.
+// A Capture takes packets until one of its bounds is reached or End is called. All methods except
+// WriteTo may be called concurrently.
 type Capture struct {
 	Options
 	program string
@@ -146,7 +146,7 @@ func (c *Capture) end(why string) {
 	}
 }
 
-// A Summary is what a capture came to.
+// A Summary has the counts of a capture and the reason of its end.
 type Summary struct {
 	Packets int    // in the file
 	Missed  uint64 // for which the reader was too slow

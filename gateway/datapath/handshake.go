@@ -394,8 +394,8 @@ func (h *handshakes) Close() error {
 	return nil
 }
 
-// Send sends messages that the device has sealed, handshakes and keepalives, and those of the
-// outbound goroutine. The sender index of a handshake is one of the device's, so it identifies the
+// Send sends the device's messages, which are handshakes and keepalives, and the data messages of the
+// outbound goroutine. The device chose the sender index of a handshake, so the index identifies the
 // peer.
 func (h *handshakes) Send(bufs [][]byte, to conn.Endpoint) error {
 	m := bufs[0]

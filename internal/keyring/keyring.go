@@ -53,8 +53,8 @@ var nextFields = []string{FieldNext, FieldNextPublic, FieldNextTunnels, FieldNex
 // A Ring is what the Secret holds.
 type Ring struct {
 	Private, Next [32]byte // zero Next: no rotation is in progress
-	// Gateways is what gateways prove to each other and to nodes that they belong together. A rotation keeps it, because
-	// they do not read the Secret at the same moment. It is the key before the first rotation.
+	// Gateways is the key by which gateways authenticate to each other and to nodes. It is the private key before the
+	// first rotation. A rotation does not change it, because gateways do not read the Secret at the same moment.
 	Gateways [32]byte
 	// Offered is the public key of the last one that was taken from the Secret OfferName. It is not taken again, so that a
 	// key which somebody has replaced since does not come back.

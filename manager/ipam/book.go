@@ -157,11 +157,11 @@ func (b Book) Own() Config {
 // Peers returns the sorted IDs of all peers that have a network, also a held one, or have answered.
 func (b Book) Peers() []string { return slices.Sorted(maps.Keys(b.peers)) }
 
-// Answered notes how the peer sees our PodCIDR and ExternalCIDR; equal to our own when it does not
-// remap them. From the first answer on the gateway's own address is mapped to the first host of the
-// ExternalCIDR, for the connection check. A zero prefix, or one that does not fit ours (another
-// family or length, or no network that pods can have), leaves what was known before. Answers are
-// the peer's business: they may coincide with anything.
+// Answered records the networks by which the peer sees our PodCIDR and ExternalCIDR. They equal our own
+// if the peer does not remap them. From the first answer on, the gateway's own address is mapped to
+// the first host of the ExternalCIDR, for the connection check. A zero prefix, or one that does not
+// fit ours (another family or length, or no network that pods can have), keeps the previous value.
+// Answers may overlap any network here, because only the peer uses them.
 func (b Book) Answered(id string, podSeen, externalSeen netip.Prefix) Book {
 	old := b.peers[id]
 	if old == nil {

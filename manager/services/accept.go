@@ -14,7 +14,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// A Peer is an exporting cluster, as this one knows it.
+// A Peer is an exporting cluster.
 type Peer struct {
 	ID      string   // clusterID
 	Cluster string   // its name in DNS, see ClusterNames
@@ -30,8 +30,8 @@ type Export struct {
 	// Since decides conflicts.
 	Since   isthmus.UTCTime
 	Service isthmus.ExportedService
-	// Addresses has the address here of each endpoint that may be used, by the address in Service. Of
-	// this cluster's own exports they are the same.
+	// Addresses maps an endpoint's address in Service to its address in this cluster. Endpoints that
+	// must not be used are missing. For this cluster's own exports the two addresses are equal.
 	Addresses map[string]netip.Addr
 	// Nodes is that of Own.
 	Nodes map[string]string

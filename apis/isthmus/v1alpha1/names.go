@@ -107,7 +107,7 @@ const (
 	ConditionIdentity = "IdentityReady"
 	// ConditionPublished: the peer has our current NetworkConfig.
 	ConditionPublished = "Published"
-	// ConditionAnswered: the peer has answered our NetworkConfig: its status has our networks as the peer sees them.
+	// ConditionAnswered: the peer has answered our NetworkConfig. Its status has our networks as the peer sees them.
 	ConditionAnswered = "Answered"
 	// ConditionPeerConfig: we have accepted and answered the peer's NetworkConfig.
 	ConditionPeerConfig = "PeerConfigAccepted"

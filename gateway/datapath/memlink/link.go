@@ -80,9 +80,9 @@ func (l *Link) Inject(bufs ...[]byte) bool {
 // Dropped counts the packets that Inject found no place for.
 func (l *Link) Dropped() uint64 { return l.dropped.Load() }
 
-// OnReceive sets the function that takes packets from the gateway, on the goroutine that writes
-// them; several may at once. bufs, virtio header first, is borrowed until f returns. Without one,
-// packets vanish.
+// OnReceive sets the function that takes packets from the gateway. The goroutine that writes packets
+// calls f, and several may do so concurrently. bufs, each with its virtio header first, is borrowed
+// until f returns. Without f, packets are dropped.
 func (l *Link) OnReceive(f func(bufs [][]byte) error) { l.receive.Store(&f) }
 
 // Read implements datapath.Link.

@@ -30,14 +30,14 @@ var (
 // writeInterval is how often the writer looks without being told.
 const writeInterval = time.Second
 
-// Write keeps the API objects true while this replica is the active one: which Pod is active, where
-// the Service leads, how each TunnelEndpoint fares. report is asked for the state of the running
-// gateway about once a second. placed is called when the Service was written, or could not be.
-// Write returns when ctx ends or another replica is to take over, and leaves all objects as they are.
+// Write updates the API objects while this replica is the active one: the label of the active Pod, the
+// annotation of the Service, and the status of each TunnelEndpoint. It calls report about once a second
+// for the state of the running gateway, and placed after each attempt to write the Service. It returns
+// when ctx ends or another replica is to take over, and leaves all objects unchanged then.
 //
-// It begins when everything has been read once: a replica that carries on with what it remembers
-// could write to nobody. Nothing is written that is so already. Each object has its own retries, so
-// that one that cannot be written holds up no other.
+// Write begins after the first complete read of the API server. A replica that runs from its snapshot
+// has no API server to write to. It writes only what differs. Each object has its own retries, so a
+// failing write delays no other object.
 func (g *Gateway) Write(ctx context.Context, placed func(), report func() (Report, error)) {
 	g.writing.Lock()
 	defer g.writing.Unlock()
