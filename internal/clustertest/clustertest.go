@@ -55,7 +55,7 @@ func testMain(m *testing.M, install func(context.Context, *cluster.Cluster, stri
 	if err != nil {
 		panic(err)
 	}
-	defer os.RemoveAll(dir)
+	defer func() { _ = os.RemoveAll(dir) }() // a folder that stays harms no test
 	kube, err := kubetest.Build(ctx, os.Stderr)
 	if err != nil {
 		panic(err)
@@ -72,7 +72,7 @@ func testMain(m *testing.M, install func(context.Context, *cluster.Cluster, stri
 		panic(err)
 	}
 	for i, file := range []*string{&Kubeconfigs.A, &Kubeconfigs.B} {
-		defer servers[i].Stop()
+		defer func() { _ = servers[i].Stop() }() // the tests have ended
 		*file = fmt.Sprintf("%s/%c.kubeconfig", dir, 'a'+i)
 		if err := servers[i].WriteKubeconfig(*file); err != nil {
 			panic(err)
@@ -142,8 +142,10 @@ type Deadline struct {
 // NewDeadline is one that the test ends by closing Up.
 func NewDeadline(t *testing.T) Deadline { return Deadline{t.Context(), make(chan struct{})} }
 
+// Done is closed when the test says so.
 func (d Deadline) Done() <-chan struct{} { return d.Up }
 
+// Err is that of a command whose own time is up.
 func (d Deadline) Err() error {
 	select {
 	case <-d.Up:
