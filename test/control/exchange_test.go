@@ -479,6 +479,8 @@ func sorted[T cmp.Ordered](all []T) []T { return slices.Sorted(slices.Values(all
 // withoutWords leaves out what a NetworkConfig says for the exchange of a preshared key.
 func withoutWords(spec v1alpha1.NetworkConfigSpec) v1alpha1.NetworkConfigSpec {
 	spec.BackendConfig = spec.BackendConfig.DeepCopy()
-	maps.DeleteFunc(spec.BackendConfig, func(name, _ string) bool { return strings.HasPrefix(name, "kem") })
+	maps.DeleteFunc(spec.BackendConfig, func(name, _ string) bool {
+		return strings.HasPrefix(name, "kem") || name == v1alpha1.ConfigKeyProof
+	})
 	return spec
 }
