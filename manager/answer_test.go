@@ -284,6 +284,34 @@ func TestAKeyIsThePeersThatProvesIt(t *testing.T) {
 	owner.untilAccepted("None None")
 }
 
+// A proof names our key, too. Once that has rotated, whoever copied a private key can prove it before its owner does.
+func TestAKeyStaysWithThePeerThatProvedItWhenOursRotates(t *testing.T) {
+	a := newAnswering(t)
+	ours, next, theirs := keyring.New(), keyring.New(), keyring.New()
+	public := keyText(fabric.PublicKeys(theirs, 1)[0])
+	a.facts.change(func(f *Facts) { f.PublicKey, f.Keys.Private = fabric.PublicKeys(ours, 1)[0], ours })
+	claim := func(p *partner, receiver [32]byte) {
+		edit(a, p.copied(), func(nc *v1alpha1.NetworkConfig) {
+			nc.Spec.BackendConfig[v1alpha1.ConfigPublicKey] = public
+			nc.Spec.BackendConfig[v1alpha1.ConfigKeyProof] = keyring.Prove(theirs, 1, p.cluster.ClusterID, a.self.ClusterID, fabric.PublicKeys(receiver, 1)[0])
+		})
+	}
+	owner := a.partner("owner", 2).claims("10.64.0.0/18", "10.65.0.0/20").publish().answer("None", "None")
+	owner.joined()
+	claim(owner, ours)
+	a.until("the owner's proof is noted", func() bool { return owner.endpoint().Annotations[isthmus.AnnotationKeyProved] == public })
+	thief := a.partner("thief", 3).claims("10.66.0.0/16", "10.67.0.0/16").publish().answer("None", "None")
+	thief.joined()
+	a.facts.change(func(f *Facts) { f.PublicKey, f.Keys.Private = fabric.PublicKeys(next, 1)[0], next })
+	claim(thief, next)
+	thief.untilAccepted("KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster (None None)")
+	a.always("the owner has its tunnel", func() bool { return owner.endpoint() != nil && accepted(owner.copied()) == "None None" })
+	// It is another's once the owner has another one.
+	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig[v1alpha1.ConfigPublicKey] = testKeyText(4) })
+	thief.untilAccepted("None None")
+	a.until("what the owner proved is forgotten", func() bool { return owner.endpoint().Annotations[isthmus.AnnotationKeyProved] == "" })
+}
+
 // A peer whose own claim is refused keeps nobody from a key, and of two that claim one at once one
 // has it.
 func TestARefusedClaimHoldsNoKey(t *testing.T) {

@@ -5,11 +5,13 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/keyring"
@@ -84,7 +86,8 @@ func (j judge) provers(ctx context.Context, key string) (all []string, err error
 	return all, nil
 }
 
-// proved reports whether the peer with a tenant namespace claims a key and proves that it has the private one.
+// proved reports whether the peer with a tenant namespace claims a key and proves that it has the private one, or did when
+// it got its tunnel with it.
 func (j judge) proved(ctx context.Context, namespace, key string) (bool, error) {
 	peer, err := j.Peers.ByNamespace(ctx, namespace)
 	if errors.Is(err, ErrNoPeer) || err == nil && peer.Leaving && !peer.Draining {
@@ -100,6 +103,10 @@ func (j judge) proved(ctx context.Context, namespace, key string) (bool, error) 
 	copies = slices.DeleteFunc(copies, func(nc v1alpha1.NetworkConfig) bool { return !alive(nc) })
 	if len(copies) != 1 || !slices.Contains(publicKeysOf(copies[0].Spec.BackendConfig), key) {
 		return false, nil
+	}
+	tunnels, err := j.tunnelsWith(ctx, key)
+	if err != nil || slices.ContainsFunc(tunnels, func(te v1alpha1.TunnelEndpoint) bool { return te.Namespace == namespace && remembers(&te, key) }) {
+		return err == nil, err
 	}
 	facts, err := j.Facts.Facts(ctx)
 	return err == nil && proves(copies[0].Spec.BackendConfig, facts.Keys, j.Peers.Self, peer.Cluster.ClusterID), err
@@ -119,6 +126,19 @@ func proves(config v1alpha1.BackendConfig, ours keyring.Ring, self, peer string)
 	return slices.ContainsFunc([][32]byte{ours.Private, ours.Next}, func(private [32]byte) bool {
 		return private != ([32]byte{}) && keyring.Proves(config[v1alpha1.ConfigKeyProof], private, self, peer, keys)
 	})
+}
+
+// remember notes on a TunnelEndpoint which of its keys its peer proves to have. What is noted stays for as long as the peer
+// has the key: whoever copied it can prove it sooner than its owner when our key has rotated.
+func remember(te *v1alpha1.TunnelEndpoint, proves bool) {
+	keys := slices.DeleteFunc(publicKeysOf(te.Spec.BackendConfig), func(key string) bool { return !proves && !remembers(te, key) })
+	if delete(te.Annotations, isthmus.AnnotationKeyProved); len(keys) > 0 {
+		metav1.SetMetaDataAnnotation(&te.ObjectMeta, isthmus.AnnotationKeyProved, strings.Join(keys, " "))
+	}
+}
+
+func remembers(te *v1alpha1.TunnelEndpoint, key string) bool {
+	return slices.Contains(strings.Fields(te.Annotations[isthmus.AnnotationKeyProved]), key)
 }
 
 // prove adds to what a peer is told that we have the private keys. Until the peer has told us its public key there is no proof.
@@ -165,7 +185,7 @@ func (r *TunnelEndpointReconciler) reclaim(ctx context.Context, peer Peer, copie
 			if err != nil || theirs || !ours {
 				return err
 			}
-			if err := client.IgnoreNotFound(r.Client.Delete(ctx, te, client.Preconditions{UID: &te.UID})); err != nil {
+			if err := client.IgnoreNotFound(r.Client.Delete(ctx, te, client.Preconditions{UID: &te.UID, ResourceVersion: &te.ResourceVersion})); err != nil {
 				return fmt.Errorf("TunnelEndpoint %s/%s: %w", te.Namespace, te.Name, err)
 			}
 			r.Log.Warn("TunnelEndpoint deleted, since another peer has shown that the key is its own", "peer", te.Spec.ClusterIdentity.ClusterID,

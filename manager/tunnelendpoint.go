@@ -297,7 +297,7 @@ func (r *TunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 	if err := r.hold(ctx, copied); err != nil {
 		return err
 	}
-	return r.write(ctx, x.peer, original, *spec, inBand(x.peer, copied))
+	return r.write(ctx, x.peer, original, copied, *spec)
 }
 
 // original is our NetworkConfig, nil when there is none.
@@ -397,10 +397,14 @@ func inBand(peer Peer, copied *v1alpha1.NetworkConfig) bool {
 }
 
 // write creates or corrects the TunnelEndpoint.
-func (r *TunnelEndpointReconciler) write(ctx context.Context, peer Peer, original *v1alpha1.NetworkConfig, spec v1alpha1.TunnelEndpointSpec, inBand bool) error {
+func (r *TunnelEndpointReconciler) write(ctx context.Context, peer Peer, original, copied *v1alpha1.NetworkConfig, spec v1alpha1.TunnelEndpointSpec) error {
+	facts, err := r.Facts.Facts(ctx)
+	if err != nil {
+		return err
+	}
 	name := types.NamespacedName{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}
 	var current v1alpha1.TunnelEndpoint
-	err := r.Client.Get(ctx, name, &current)
+	err = r.Client.Get(ctx, name, &current)
 	if client.IgnoreNotFound(err) != nil {
 		return fmt.Errorf("TunnelEndpoint %s: %w", name, err)
 	}
@@ -417,9 +421,10 @@ func (r *TunnelEndpointReconciler) write(ctx context.Context, peer Peer, origina
 	if delete(want.Annotations, isthmus.AnnotationPostQuantum); peer.KeyRequired {
 		metav1.SetMetaDataAnnotation(&want.ObjectMeta, isthmus.AnnotationPostQuantum, string(isthmus.PostQuantumRequired))
 	}
-	if delete(want.Annotations, isthmus.AnnotationInBand); inBand {
+	if delete(want.Annotations, isthmus.AnnotationInBand); inBand(peer, copied) {
 		metav1.SetMetaDataAnnotation(&want.ObjectMeta, isthmus.AnnotationInBand, "true")
 	}
+	remember(want, proves(copied.Spec.BackendConfig, facts.Keys, r.Peers.Self, peer.Cluster.ClusterID))
 	want.OwnerReferences = []metav1.OwnerReference{ // as Liqo has them
 		{APIVersion: v1alpha1.GroupVersion.String(), Kind: "NetworkConfig", Name: original.Name, UID: original.UID},
 		*metav1.NewControllerRef(peer.Owner, gvk),

@@ -38,6 +38,10 @@ const (
 	InBandLeaving    = "leaving"
 )
 
+// AnnotationKeyProved on a TunnelEndpoint has the public keys, separated by spaces, that the peer has proved to have the
+// private keys of. A proof names our key, too, and is void once that has rotated: what it showed is not.
+const AnnotationKeyProved = "isthmus.net/key-proved"
+
 // InBandServer is the URL of the peer's API server in an identity for in-band control: the name that it
 // has in its own cluster.
 const InBandServer = "https://kubernetes.default.svc"
