@@ -323,6 +323,9 @@ func tunnelEndpointVerdict(s peeringState) verdict {
 	return yes(isthmus.ReasonAgreed, "both sides agree")
 }
 
+// silent are the causes that say no more than that nothing is heard.
+var silent = []string{v1alpha1.CauseConnecting, v1alpha1.CauseNoAnswer, v1alpha1.CausePeerSilent}
+
 func connectedVerdict(s peeringState) verdict {
 	te := s.endpoint
 	if te == nil {
@@ -341,7 +344,9 @@ func connectedVerdict(s peeringState) verdict {
 	case accepted != nil && accepted.Status == metav1.ConditionFalse:
 		return no(isthmus.ReasonInvalid, "%s", sentence(fmt.Sprintf("the gateway refuses TunnelEndpoint %s/%s of %s: ", te.Namespace, te.Name, s.who()),
 			accepted.Message, "it carries nothing for this peer; isthmus unpeer "+s.peering.Name+", or un-peer whoever has the same"))
-	case s.missedKey():
+	case because != nil && because.Reason == v1alpha1.CauseWrongKey && s.missedKey():
+		return no(because.Reason, "%s; the key of our gateway rotated, and %s had no session with the new one when the rotation ended", because.Message, s.who())
+	case s.missedKey() && s.published.status != metav1.ConditionTrue && (because == nil || slices.Contains(silent, because.Reason)):
 		return no(isthmus.ReasonKeyMissed, "the key of our gateway rotated, and %s had not moved to the new one when the rotation ended; the tunnel is down until its manager reads our NetworkConfig", s.who())
 	case because != nil:
 		return verdict{because.Status, because.Reason, because.Message}

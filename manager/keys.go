@@ -1,6 +1,8 @@
 package manager
 
 import (
+	"cmp"
+
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
@@ -9,15 +11,16 @@ import (
 	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
-// keys are the WireGuard keys of the sessions with the peer, as the gateway reports them. was is the status before.
+// keys are the WireGuard keys of the sessions with the peer, as the gateway reports them. was is the status before. Without
+// a session it has that of the last one, so that a peer which had moved to the next key does not lag when it is away.
 func (s *peeringState) keys(was isthmus.KeysStatus, now metav1.Time) isthmus.KeysStatus {
 	if s.endpoint == nil {
 		return isthmus.KeysStatus{}
 	}
-	own := s.endpoint.Status.Connection.PeerConfiguration[v1alpha1.ConfigOwnKey]
-	k := isthmus.KeysStatus{Ours: shortKey(own), Theirs: shortKey(s.endpoint.Spec.BackendConfig[v1alpha1.ConfigPublicKey])}
-	if s.original != nil && own != s.original.Spec.BackendConfig[v1alpha1.ConfigPublicKey] {
-		k.Lags = own != "" || s.rotates || was.Lags // without a session, it had one with the former key, or none during the rotation
+	own := shortKey(s.endpoint.Status.Connection.PeerConfiguration[v1alpha1.ConfigOwnKey])
+	k := isthmus.KeysStatus{Ours: cmp.Or(own, was.Ours), Theirs: shortKey(s.endpoint.Spec.BackendConfig[v1alpha1.ConfigPublicKey])}
+	if s.original != nil && k.Ours != shortKey(s.original.Spec.BackendConfig[v1alpha1.ConfigPublicKey]) {
+		k.Lags = k.Ours != "" || s.rotates || was.Lags // a peer without any session lags from a rotation on
 	}
 	since := func(is, before string, at *metav1.Time) *metav1.Time {
 		switch {

@@ -72,10 +72,40 @@ func TestAPeerThatMissedARotationIsNamed(t *testing.T) {
 		{"the end of that one", 0, v1alpha1.ConnectionError, false, true},
 		{"the next rotation, which tells it again", 0, v1alpha1.ConnectionError, true, false},
 		{"its return then", 3, v1alpha1.Connected, true, false},
-		{"the end of the last one", 3, v1alpha1.Connected, false, false},
+		{"a loss after it moved", 0, v1alpha1.ConnectionError, true, false},
+		{"the end of the last one", 0, v1alpha1.ConnectionError, false, false},
 	} {
 		if missed := look(step.own, step.status, step.rotates); missed != step.missed {
 			t.Errorf("%s: missed %v, want %v", step.what, missed, step.missed)
+		}
+	}
+}
+
+// A peer that our NetworkConfig reached, or that the gateway knows more about, lacks something else than the key.
+func TestWhatIsToBeMendedComesBeforeAMissedRotation(t *testing.T) {
+	for _, c := range []struct {
+		cause     string
+		published metav1.ConditionStatus
+		want      string
+	}{
+		{v1alpha1.CauseNoAnswer, metav1.ConditionFalse, isthmus.ReasonKeyMissed},
+		{v1alpha1.CausePeerSilent, metav1.ConditionUnknown, isthmus.ReasonKeyMissed},
+		{v1alpha1.CauseNoAnswer, metav1.ConditionTrue, v1alpha1.CauseNoAnswer},
+		{v1alpha1.CauseEndpointName, metav1.ConditionFalse, v1alpha1.CauseEndpointName},
+		{v1alpha1.CauseSendError, metav1.ConditionFalse, v1alpha1.CauseSendError},
+		{v1alpha1.CauseWrongKey, metav1.ConditionFalse, v1alpha1.CauseWrongKey},
+		{v1alpha1.CauseWrongKey, metav1.ConditionTrue, v1alpha1.CauseWrongKey},
+	} {
+		s := agreedState(t)
+		s.published.status, s.peering.Status.Keys.Lags = c.published, true
+		s.endpoint.Status.Connection = v1alpha1.Connection{Status: v1alpha1.ConnectionError, StatusMessage: "the cause"}
+		s.endpoint.Status.Conditions = []metav1.Condition{{Type: v1alpha1.ConditionConnected, Status: metav1.ConditionFalse, Reason: c.cause, Message: "the cause"}}
+		v := connectedVerdict(s)
+		if v.reason != c.want || v.status != metav1.ConditionFalse {
+			t.Errorf("%+v: %+v", c, v)
+		}
+		if told := strings.Contains(v.message, "the key of our gateway rotated"); told != (c.want == isthmus.ReasonKeyMissed || c.want == v1alpha1.CauseWrongKey) {
+			t.Errorf("%+v: %s", c, v.message)
 		}
 	}
 }

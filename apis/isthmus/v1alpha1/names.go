@@ -174,7 +174,7 @@ const (
 	// ReasonGatewaySilent: no gateway is active, so the state of the tunnel is unknown; Ready has it too.
 	ReasonGatewaySilent = "GatewaySilent"
 	ReasonLost          = "ConnectionLost" // the gateway reports no reason, such as Liqo's
-	ReasonKeyMissed     = "KeyMissed"      // our key was rotated without the peer, which has no session with the new one: the tunnel is down
+	ReasonKeyMissed     = "KeyMissed"      // our key was rotated without the peer, to which our NetworkConfig is not published: the tunnel is down
 	ReasonNoKey         = "NoPresharedKey" // the tunnel is down, because spec.postQuantum is Required and there is no preshared key
 
 	// ServicesShared: Forbidden, RefusedByPeer and NamespaceGone, as for Published, or one of these

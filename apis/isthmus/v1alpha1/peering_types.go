@@ -193,7 +193,7 @@ type PostQuantumStatus struct {
 
 // KeysStatus names the WireGuard public keys of the present sessions by their first 12 characters.
 type KeysStatus struct {
-	// Ours is the key of this cluster's gateway.
+	// Ours is the key of this cluster's gateway in the present session, or in the last one.
 	// +kubebuilder:validation:MaxLength=12
 	// +optional
 	Ours string `json:"ours,omitempty"`
