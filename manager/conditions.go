@@ -190,7 +190,7 @@ func identityVerdict(s peeringState) verdict {
 	if !s.peering.Spec.InBand || s.identity.reason != isthmus.ReasonUnreachable {
 		return s.identity
 	}
-	if te := s.endpoint; te != nil && te.Annotations[isthmus.AnnotationInBand] == "" {
+	if len(s.copies) == 1 && s.copies[0].Spec.BackendConfig[v1alpha1.ConfigInBand] != "true" { // the TunnelEndpoint may be from before
 		return no(isthmus.ReasonUnreachable, "the peer's NetworkConfig here does not say that its Peering has spec.inBand, too (a Liqo's never does), so our gateway passes no manager on: run `isthmus peer --in-band` for both clusters, which carries it, or remove spec.inBand")
 	}
 	if connected.status == metav1.ConditionTrue {

@@ -31,8 +31,12 @@ func TestAPeeringSaysWhenTheTunnelCannotTellThePeer(t *testing.T) {
 			s.peering.Status.Conditions = []metav1.Condition{{Type: isthmus.ConditionPeerConfig, Reason: isthmus.ReasonAnswered}}
 		}, isthmus.ReasonTunnelDown, "the peer has withdrawn, and with it went the tunnel to its API server: isthmus unpeer"},
 		{"spec.inBand was set by hand, and no manager gets through to say so", func(s *peeringState) {
-			s.endpoint.Annotations, s.endpoint.Status.Connection.Status = nil, v1alpha1.Connected
+			delete(s.copies[0].Spec.BackendConfig, v1alpha1.ConfigInBand)
+			s.endpoint.Status.Connection.Status = v1alpha1.Connected
 		}, isthmus.ReasonUnreachable, "does not say that its Peering has spec.inBand"},
+		{"the peer says so, and its TunnelEndpoint is from before", func(s *peeringState) {
+			s.endpoint.Annotations = nil
+		}, isthmus.ReasonTunnelDown, "if a gateway has got another address or key"},
 		{"the tunnel works", func(s *peeringState) { s.endpoint.Status.Connection.Status = v1alpha1.Connected }, isthmus.ReasonUnreachable, "no answer"},
 		{"no tunnel is needed", func(s *peeringState) { s.peering.Spec.InBand = false }, isthmus.ReasonUnreachable, "no answer"},
 		{"the peer refuses us", func(s *peeringState) { s.identity.reason = isthmus.ReasonUnauthorized }, isthmus.ReasonUnauthorized, "no answer"},
@@ -42,6 +46,7 @@ func TestAPeeringSaysWhenTheTunnelCannotTellThePeer(t *testing.T) {
 		s.identity = no(isthmus.ReasonUnreachable, "no answer")
 		s.endpoint.Status.Connection = v1alpha1.Connection{Status: v1alpha1.ConnectionError, StatusMessage: "nothing is heard"}
 		s.endpoint.Annotations = map[string]string{isthmus.AnnotationInBand: "true"}
+		s.copies[0].Spec.BackendConfig[v1alpha1.ConfigInBand] = "true"
 		c.edit(&s)
 		v := verdictsFor(s)[isthmus.ConditionIdentity]
 		if v.status != metav1.ConditionFalse || v.reason != c.reason || !strings.Contains(v.message, c.message) {
