@@ -74,13 +74,13 @@ func Version(text string) int64 {
 }
 
 // NamedSince returns the resourceVersion with which a NetworkAllocation named its networks first, by what it
-// says and its resourceVersion now. It is never above that, also where an object comes from a backup.
-func NamedSince(resourceVersion string, spec *isthmus.NetworkAllocationSpec) int64 {
-	now := Version(resourceVersion)
-	if spec.NetworksResourceVersion > 0 {
-		return min(spec.NetworksResourceVersion, now)
+// says and its UID and resourceVersion now. It is never above that, also where the API server's state is restored.
+func NamedSince(uid, resourceVersion string, spec *isthmus.NetworkAllocationSpec) int64 {
+	now, since := Version(resourceVersion), spec.NetworksSince
+	if since == nil || since.UID != uid || since.Revision != spec.Revision {
+		return now
 	}
-	return now
+	return min(since.ResourceVersion, now)
 }
 
 // AllocationsFrom reads all NetworkAllocations, in any order. It skips what is no network and reports it.
@@ -89,7 +89,7 @@ func AllocationsFrom(all []isthmus.NetworkAllocation, now time.Time) (a Allocati
 		spec := &all[i].Spec
 		r := report{origin: Origin{Kind: "NetworkAllocation", Name: all[i].Name}}
 		revision := Revision(spec.Revision, now)
-		a.Revision, a.Version = max(a.Revision, revision), max(a.Version, NamedSince(all[i].ResourceVersion, spec))
+		a.Revision, a.Version = max(a.Revision, revision), max(a.Version, NamedSince(string(all[i].UID), all[i].ResourceVersion, spec))
 		for _, text := range spec.Networks {
 			if p := r.allocated("spec.networks", text); p.IsValid() {
 				a.Named = append(a.Named, Allocation{all[i].Name, p, revision})

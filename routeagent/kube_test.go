@@ -303,9 +303,9 @@ func answersAreNotReported(c *cluster, api client.Client, o *isthmus.NetworkAllo
 	}
 	before := reports()
 	for i := range 20 {
-		patch(fmt.Sprintf(`"seen":{"podCIDR":"10.%d.0.0/14"},"networksResourceVersion":%d`, i%2*4, named))
+		patch(fmt.Sprintf(`"seen":{"podCIDR":"10.%d.0.0/14"},"networksSince":{"resourceVersion":%d,"revision":%d,"uid":%q}`, i%2*4, named, o.Spec.Revision, o.UID))
 	}
-	patch(fmt.Sprintf(`"networks":[%q,%q,"10.99.0.0/16"],"networksResourceVersion":null`, remotePods, remoteExternal))
+	patch(fmt.Sprintf(`"networks":[%q,%q,"10.99.0.0/16"],"networksSince":null`, remotePods, remoteExternal))
 	for i := range c.Nodes {
 		c.eventually(c.Nodes[i], func() error {
 			if got := reports()[i].Spec.RefusedResourceVersion; got != fabric.Version(o.ResourceVersion) {

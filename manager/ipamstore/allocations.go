@@ -26,6 +26,7 @@ const maxNetworks = 32
 
 // An allocation is one NetworkAllocation, as it was read or written last.
 type allocation struct {
+	uid     types.UID
 	version string
 	since   int64 // the version that named its networks first, as far as we know
 	spec    isthmus.NetworkAllocationSpec
@@ -37,8 +38,9 @@ type allocation struct {
 // sinceWith is since when the object is as given now. A node that refuses the networks of an earlier version
 // need not report a later one with the same.
 func (a allocation) sinceWith(now *isthmus.NetworkAllocation) int64 {
-	if a.since == 0 || a.since > fabric.Version(now.ResourceVersion) || !slices.Equal(a.spec.Networks, now.Spec.Networks) {
-		return fabric.NamedSince(now.ResourceVersion, &now.Spec)
+	same := a.uid == now.UID && a.spec.Revision == now.Spec.Revision && slices.Equal(a.spec.Networks, now.Spec.Networks)
+	if !same || a.since > fabric.Version(now.ResourceVersion) {
+		return fabric.NamedSince(string(now.UID), now.ResourceVersion, &now.Spec)
 	}
 	return a.since
 }
@@ -57,7 +59,7 @@ func (s *Store) readAllocations(ctx context.Context) error {
 		was := before[o.Name]
 		// A write of ours whose answer was lost is one of our session that we do not know.
 		pending := was.pending && was.version == o.ResourceVersion || was.version != o.ResourceVersion && o.Spec.Session == s.read
-		s.allocations[o.Name] = allocation{o.ResourceVersion, was.sinceWith(o), o.Spec, cmp.Or(was.known, o.Spec.Revision), was.cut, pending}
+		s.allocations[o.Name] = allocation{o.UID, o.ResourceVersion, was.sinceWith(o), o.Spec, cmp.Or(was.known, o.Spec.Revision), was.cut, pending}
 		s.revision = max(s.revision, fabric.Revision(o.Spec.Revision, now))
 		for _, f := range o.Spec.Freed {
 			s.revision = max(s.revision, fabric.Revision(f.Revision, now))
@@ -164,19 +166,19 @@ func (s *Store) writeAllocation(ctx context.Context, name string, want isthmus.N
 	})
 	counts := fabric.Revision(have.Revision, now) > 0 && have.Session <= s.session && (have.Session > 0 || len(want.Networks) == 0)
 	counts = counts && (!was.pending || have.Session == s.session) // others adopt it only from this session
-	counts = counts && fabric.NamedSince(was.version, &have) == was.since
-	want.NetworksResourceVersion = have.NetworksResourceVersion
+	counts = counts && fabric.NamedSince(string(was.uid), was.version, &have) == was.since
+	want.NetworksSince = have.NetworksSince
 	if exists && len(gone) == 0 && counts && equality.Semantic.DeepEqual(have, want) {
 		return nil
-	}
-	if want.NetworksResourceVersion = was.since; !slices.Equal(have.Networks, want.Networks) {
-		want.NetworksResourceVersion = 0 // that of this write
 	}
 	want.Session = s.session
 	if len(gone) > 0 || !slices.Equal(have.Networks, want.Networks) || len(have.Freed) != len(want.Freed) || fabric.Revision(have.Revision, now) == 0 ||
 		!equality.Semantic.DeepEqual(have.Own, want.Own) {
 		s.revision = nextRevision(s.revision, now)
 		want.Revision = s.revision
+	}
+	if want.NetworksSince = nil; was.since > 0 && slices.Equal(have.Networks, want.Networks) {
+		want.NetworksSince = &isthmus.NetworksSince{ResourceVersion: was.since, Revision: want.Revision, UID: string(was.uid)}
 	}
 	for _, n := range gone {
 		want.Freed = append(want.Freed, isthmus.FreedNetwork{Network: n, Revision: want.Revision})
@@ -193,7 +195,7 @@ func (s *Store) writeAllocation(ctx context.Context, name string, want isthmus.N
 	if err != nil {
 		return err
 	}
-	s.allocations[name] = allocation{object.ResourceVersion, was.sinceWith(object), want, want.Revision, cut, true}
+	s.allocations[name] = allocation{object.UID, object.ResourceVersion, was.sinceWith(object), want, want.Revision, cut, true}
 	return nil
 }
 

@@ -11,6 +11,7 @@ import (
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/manager/ipam"
@@ -106,7 +107,7 @@ func TestAnswersAndMappingsLeaveTheVersionThatNodesReport(t *testing.T) {
 	same("it leaves")
 	h = loaded(t)
 	same("another manager")
-	patched(t, "b", `{"spec":{"networksResourceVersion":1}}`)
+	patched(t, "b", `{"spec":{"networksSince":{"resourceVersion":1}}}`)
 	refresh(t, h)
 	same("an edit")
 	h.update(func(b ipam.Book) ipam.Book { return b.Release("b") })
@@ -115,14 +116,55 @@ func TestAnswersAndMappingsLeaveTheVersionThatNodesReport(t *testing.T) {
 	if now := h.versionOf("b"); now != fabric.Version(o.ResourceVersion) || now != allocations(t).Version {
 		t.Errorf("another network has version %d in %s", now, o.ResourceVersion)
 	}
-	o.Spec.NetworksResourceVersion = 9_000_000_000 // of another API server, as a backup has it
-	if got := fabric.NamedSince(o.ResourceVersion, &o.Spec); got != fabric.Version(o.ResourceVersion) {
+	// As a restored state of the API server has it.
+	o.Spec.NetworksSince = &isthmus.NetworksSince{ResourceVersion: 9_000_000_000, Revision: o.Spec.Revision, UID: string(o.UID)}
+	if got := fabric.NamedSince(string(o.UID), o.ResourceVersion, &o.Spec); got != fabric.Version(o.ResourceVersion) {
 		t.Errorf("a version of the future is %d", got)
 	}
-	known := allocation{since: 9_000_000_000, spec: o.Spec} // before the API server's own state was restored
+	known := allocation{uid: o.UID, since: 9_000_000_000, spec: o.Spec} // before the API server's own state was restored
 	if got := known.sinceWith(&o); got != fabric.Version(o.ResourceVersion) {
 		t.Errorf("a version that was known before a restore is %d", got)
 	}
+}
+
+// An older manager changes the networks and the revision of an object, and leaves what it does not know. A backup
+// has the object as it was, and another UID when it is there again. Nodes have to report both.
+func TestAVersionCountsOnlyForTheRevisionAndTheObjectItIsOf(t *testing.T) {
+	h := fresh(t)
+	h.grant(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
+	h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
+	named := allocationOf(t, "b").Spec
+	if since := named.NetworksSince; since == nil || since.ResourceVersion != h.versionOf("b") {
+		t.Fatalf("networks are named since %+v", since)
+	}
+	reported := func(what string, managers ...*harness) {
+		t.Helper()
+		version := fabric.Version(allocationOf(t, "b").ResourceVersion)
+		if got := allocations(t).Version; got != version {
+			t.Errorf("%s: nodes report %d; want %d", what, got, version)
+		}
+		for _, m := range append(managers, loaded(t)) {
+			refresh(t, m)
+			if got := m.versionOf("b"); got != version {
+				t.Errorf("%s: a manager waits for %d; want %d", what, got, version)
+			}
+		}
+	}
+	patched(t, "b", fmt.Sprintf(`{"spec":{"networks":["10.64.0.0/16","10.65.0.0/20","10.66.0.0/16"],"held":[{"network":"10.66.0.0/16","releasedAt":%q}],"revision":%d}}`,
+		isthmus.UTCTimeOf(time.Now()), named.Revision+1))
+	reported("an older manager")
+	h = loaded(t)
+	h.answered("b", "10.246.0.0/16", "10.248.0.0/16")
+	o := allocationOf(t, "b")
+	if err := testClient.Delete(t.Context(), &o); err != nil {
+		t.Fatal(err)
+	}
+	backup := o
+	backup.UID, backup.ResourceVersion = "", ""
+	if err := testClient.Create(t.Context(), &backup); err != nil {
+		t.Fatal(err)
+	}
+	reported("a backup", h)
 }
 
 // Somebody frees a network by hand, and the manager writes the object before it has looked.

@@ -553,7 +553,7 @@ func TestAnEditOfANetworkAllocationDoesNotCount(t *testing.T) {
 		refresh(t, h)
 		h.agree()
 		now, us := allocationOf(t, "b").Spec, allocationOf(t, "us").Spec
-		now.Session, us.Revision, us.Session = was.Session, own.Revision, own.Session
+		now.Session, us.Revision, us.Session, us.NetworksSince = was.Session, own.Revision, own.Session, own.NetworksSince
 		if !reflect.DeepEqual(now, was) || !reflect.DeepEqual(us, own) {
 			t.Errorf("also the IpamStorage: %v\n%+v, was\n%+v\n%+v, was\n%+v", both, now, was, us.Own, own.Own)
 		}

@@ -9,8 +9,8 @@ import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 type AllocatedNetwork = string
 
 // NetworkAllocationSpec is all that is kept of one cluster. The manager writes it. Nodes read networks,
-// networksResourceVersion, freed and own; the manager reads the rest when it starts. It is atomic so that managedFields, which thousands of
-// nodes read, do not list its fields.
+// networksSince, freed and own; the manager reads the rest when it starts. It is atomic so that
+// managedFields, which thousands of nodes read, do not list its fields.
 // +structType=atomic
 type NetworkAllocationSpec struct {
 	// ClusterID is the cluster. It is the object's name too where a name can be it.
@@ -28,11 +28,10 @@ type NetworkAllocationSpec struct {
 	// +listType=atomic
 	// +optional
 	Networks []AllocatedNetwork `json:"networks,omitempty"`
-	// NetworksResourceVersion is the resourceVersion with which this object first named these networks; absent:
-	// that of the object. So nodes report nothing when only the rest of the object changes.
-	// +kubebuilder:validation:Minimum=1
+	// NetworksSince is since when this object names these networks; absent: since its resourceVersion. So
+	// nodes report nothing when only the rest of the object changes.
 	// +optional
-	NetworksResourceVersion int64 `json:"networksResourceVersion,omitempty"`
+	NetworksSince *NetworksSince `json:"networksSince,omitempty"`
 	// Freed are networks that were the peer's, the latest last. Nodes need not refuse one any more, unless
 	// another object has named it, or this one with a higher revision.
 	// +kubebuilder:validation:MaxItems=32
@@ -76,6 +75,20 @@ type NetworkAllocationSpec struct {
 	// +listType=atomic
 	// +optional
 	Endpoints []MappedEndpoint `json:"endpoints,omitempty"`
+}
+
+// NetworksSince is the resourceVersion with which an object first named its networks. It counts only with
+// the revision and the UID that the object has, since an older manager changes networks and leaves it, and
+// a backup has that of another object.
+type NetworksSince struct {
+	// +kubebuilder:validation:Minimum=1
+	ResourceVersion int64 `json:"resourceVersion"`
+	// Revision is spec.revision.
+	// +kubebuilder:validation:Minimum=1
+	Revision int64 `json:"revision"`
+	// UID is metadata.uid.
+	// +kubebuilder:validation:MaxLength=128
+	UID string `json:"uid"`
 }
 
 // FreedNetwork is a network that a peer has given up.

@@ -396,8 +396,8 @@ func gatewayFrom(p *corev1.Pod) (all []fabric.GatewayPod) {
 // has every Pod in memory.
 func slimAllocation(o any) (any, error) {
 	if n, ok := o.(*isthmus.NetworkAllocation); ok {
-		spec := isthmus.NetworkAllocationSpec{Revision: n.Spec.Revision, Networks: n.Spec.Networks, Freed: n.Spec.Freed, Own: n.Spec.Own,
-			NetworksResourceVersion: fabric.NamedSince(n.ResourceVersion, &n.Spec)}
+		since := isthmus.NetworksSince{ResourceVersion: fabric.NamedSince(string(n.UID), n.ResourceVersion, &n.Spec), Revision: n.Spec.Revision, UID: string(n.UID)}
+		spec := isthmus.NetworkAllocationSpec{Revision: n.Spec.Revision, Networks: n.Spec.Networks, Freed: n.Spec.Freed, Own: n.Spec.Own, NetworksSince: &since}
 		return &isthmus.NetworkAllocation{ObjectMeta: slimMeta(n.ObjectMeta), Spec: spec}, nil
 	}
 	return o, nil
