@@ -241,7 +241,7 @@ func (e *election) judgeVotesLocked() {
 	switch {
 	case v.Holds:
 		name, e.transition = e.identity, max(e.transition, int32(v.Epoch))
-	case v.Holder != "" && v.Since > uint64(e.transition):
+	case v.Holder != "" && (v.Since > uint64(e.transition) || v.Since == uint64(e.transition) && name == ""):
 		name, e.transition = v.Holder, int32(v.Since)
 	}
 	e.unheard = ""

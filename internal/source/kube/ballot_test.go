@@ -181,3 +181,19 @@ func TestANodeFollowsTheNewerGateway(t *testing.T) {
 		t.Errorf("%d octets, more than the policy allows: %s", len(mark), mark)
 	}
 }
+
+// A standby that ended after it had heard of a takeover, and starts again, knows the number of that and nobody's name.
+func TestAStandbyThatStartsAgainLearnsWhoIsActive(t *testing.T) {
+	list := voting.List{Version: 3, Voters: map[string]netip.Addr{"a": netip.MustParseAddr("192.0.2.1")}}
+	holder, transitions := "you", int32(11)
+	lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{ResourceVersion: "1"}, Spec: coordinationv1.LeaseSpec{HolderIdentity: &holder, LeaseTransitions: &transitions}}
+	withList(lease, list)
+	candidate := voting.NewCandidate("me", netip.Addr{}, func() [32]byte { return [32]byte{} }, quiet)
+	e := &election{identity: "me", log: quiet, changed: newSignal(), look: newSignal(), votes: &ballot{Candidate: candidate}}
+	e.recall(acquaintance{Transition: transitions, List: list})
+	e.reached(nil)
+	e.observe(lease, time.Now())
+	if e.name != holder {
+		t.Errorf("the active gateway is %q; want %q", e.name, holder)
+	}
+}

@@ -336,7 +336,8 @@ func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
 	if lease != nil && lease.Spec.LeaseTransitions != nil {
 		transition = *lease.Spec.LeaseTransitions
 	}
-	if e.byVotesLocked() && transition <= e.transition { // votes may be newer
+	// Votes may be newer. A replica that has started again knows the number of the last takeover, and nobody's name.
+	if e.byVotesLocked() && (transition < e.transition || transition == e.transition && e.name != "") {
 		e.judgeLocked(now)
 		return
 	}
