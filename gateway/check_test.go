@@ -95,6 +95,9 @@ func (l *liqo) receive(b []byte, to netip.AddrPort) {
 	time.AfterFunc(l.delay, func() { l.socket.in <- datagram{answer, to} })
 }
 
+// pinged is how many PINGs have come.
+func (l *liqo) pinged() int { l.mu.Lock(); defer l.mu.Unlock(); return len(l.pings) }
+
 func (l *liqo) set(silent bool) { l.mu.Lock(); l.silent = silent; l.mu.Unlock() }
 
 // bubble runs a test with a checker, a peer and a clock of its own.
@@ -225,10 +228,10 @@ func TestCheckKeepsAConnectedPeerThatMoves(t *testing.T) {
 		moved := bravoPeer
 		moved.endpoint, moved.port = "192.0.2.9", 31000
 		l.set(true)
-		pings := len(l.pings)
+		pings := l.pinged()
 		c.set([]checkPeer{moved})
-		if r := result(); r.State != Connected || len(l.pings) != pings+1 {
-			t.Errorf("at once, after %d more PINGs: %+v", len(l.pings)-pings, r)
+		if r := result(); r.State != Connected || l.pinged() != pings+1 {
+			t.Errorf("at once, after %d more PINGs: %+v", l.pinged()-pings, r)
 		}
 		time.Sleep((checkThreshold + 1) * checkInterval)
 		if r := result(); r.State != Disconnected {
