@@ -116,7 +116,9 @@ func (r *Redactor) text(text []byte, depth int) []byte {
 	out = bearer.ReplaceAll(out, []byte("$1 "+Mark))
 	out = named.ReplaceAllFunc(out, func(found []byte) []byte {
 		parts := named.FindSubmatch(found)
-		if file := parts[2][0] == '/'; file { // where a secret lies is none
+		raw, err := base64.StdEncoding.DecodeString(string(parts[2]))
+		key := err == nil && len(raw) >= 24           // one in 64 keys begins like a path
+		if file := parts[2][0] == '/' && !key; file { // where a secret lies is none
 			return found
 		}
 		return append(bytes.Clone(parts[1]), mark...)

@@ -140,3 +140,14 @@ func FuzzRedact(f *testing.F) {
 		}
 	})
 }
+
+func TestAKeyThatBeginsLikeAPathIsHidden(t *testing.T) {
+	for text, hidden := range map[string]bool{
+		`"privateKey":"/LEWVMYgZjUd+2SMfcoL7r0eWSOzjJB4ZcC1ryibMKw="`: true,
+		`private_key: /var/lib/isthmus/private.key`:                   false,
+	} {
+		if out := string(new(Redactor).Text([]byte(text))); strings.Contains(out, Mark) != hidden {
+			t.Errorf("%s: %s", text, out)
+		}
+	}
+}
