@@ -129,7 +129,7 @@ func proves(config v1alpha1.BackendConfig, ours keyring.Ring, self, peer string)
 }
 
 // remember notes on a TunnelEndpoint which of its keys its peer proves to have. What is noted stays for as long as the peer
-// has the key: whoever copied it can prove it sooner than its owner when our key has rotated.
+// has the key: a thief of it can prove it sooner than its owner when our key has rotated.
 func remember(te *v1alpha1.TunnelEndpoint, proves bool) {
 	keys := slices.DeleteFunc(publicKeysOf(te.Spec.BackendConfig), func(key string) bool { return !proves && !remembers(te, key) })
 	if delete(te.Annotations, isthmus.AnnotationKeyProved); len(keys) > 0 {

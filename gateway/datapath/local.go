@@ -198,8 +198,8 @@ func (l *Local) refused() uint64 {
 	return s.IP.MalformedPacketsReceived.Value() + s.ICMP.V4.PacketsReceived.Invalid.Value() + s.ICMP.V6.PacketsReceived.Invalid.Value()
 }
 
-// localLink is the link of a TCP/IP stack. It queues what the stack sends, for each destination apart: whoever makes
-// the stack send a lot takes no room of others. The queue of channel.Endpoint is not used.
+// localLink is the link of a TCP/IP stack. It queues what the stack sends, for each destination apart: a peer that
+// makes the stack send a lot takes no room from other peers. The queue of channel.Endpoint is not used.
 type localLink struct {
 	*channel.Endpoint
 	out            turns

@@ -30,7 +30,7 @@ const (
 	Rate  = 4 << 20 // per second
 	Burst = 4 << 20
 	// Idle ends a connection without an octet in either direction. A manager sends one every 15 s. When a peer has got
-	// another key, connections of whoever has only the former one keep the peer's own out for no longer than that.
+	// another key, connections made with the former one alone keep the peer's own out for no longer than that.
 	Idle = 45 * time.Second
 
 	// asking bounds connections to ManagerPort that have not shown a valid request, and askingEach those from one
@@ -82,7 +82,7 @@ type Server struct {
 	key      [32]byte     // that managers prove
 	secure   *tls.Config  // for it; nil: not made yet
 
-	oursCtx context.Context // of the connections of whoever proved key
+	oursCtx context.Context // of the connections of managers that proved key
 	endOurs context.CancelFunc
 }
 

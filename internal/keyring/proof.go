@@ -13,8 +13,8 @@ import (
 // proofLabel is what the hash of a proof is for.
 const proofLabel = "isthmus-key-proof-v1"
 
-// Prove shows to a peer that the cluster that publishes n tunnels has their private keys. Public keys are public, so whoever is
-// told one may claim it at a third cluster. The proof is a MAC under what X25519 makes of each private key and the public key
+// Prove shows to a peer that the cluster that publishes n tunnels has their private keys. Public keys are public, so a
+// cluster that is told one may claim it at a third cluster. The proof is a MAC under what X25519 makes of each private key and the public key
 // of the peer, over both cluster IDs: only who has those private keys can make it, or the peer itself, for which it is. It is
 // the same each time. It is empty where the peer's key is none.
 func Prove(private [32]byte, n int, self, peer string, peerKey [32]byte) string {
