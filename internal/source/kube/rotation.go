@@ -94,7 +94,9 @@ func (w *writer) offered(ctx context.Context, now time.Time) [32]byte {
 		}
 	} else if apierrors.IsNotFound(err) {
 		w.offer.key = [32]byte{}
-	} // else what was read before stays: another rotation by age would be worse
+	} else if apierrors.IsForbidden(err) { // else what was read before stays: the API server may be away
+		wrong = err.Error()
+	}
 	if w.offer.next = now.Add(offerInterval); wrong != "" && wrong != w.offer.said {
 		w.log.Warn("the key in a Secret that something else maintains is not taken", "secret", keyring.OfferName, "problem", wrong)
 	}

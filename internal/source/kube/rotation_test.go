@@ -1,9 +1,21 @@
 package kube
 
 import (
+	"bytes"
+	"context"
+	"errors"
+	"log/slog"
+	"strings"
 	"testing"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
 func TestNobodyIsToldWhereAllWhoAreConnectedLag(t *testing.T) {
@@ -18,12 +30,38 @@ func TestNobodyIsToldWhereAllWhoAreConnectedLag(t *testing.T) {
 		"there is no peer":                    {nil, nil, false},
 		"all lag":                             {[]PeerReport{peer("a", v1alpha1.Connected), peer("b", v1alpha1.Connected)}, []string{"a", "b"}, true},
 		"one has moved":                       {[]PeerReport{peer("a", v1alpha1.Connected), peer("b", v1alpha1.Connected)}, []string{"a"}, false},
-		"whoever is away has not moved":       {[]PeerReport{peer("a", v1alpha1.Connected), peer("b", v1alpha1.Connecting)}, []string{"a"}, true},
+		"one who is away has not moved":       {[]PeerReport{peer("a", v1alpha1.Connected), peer("b", v1alpha1.Connecting)}, []string{"a"}, true},
 		"all who lag are away":                {[]PeerReport{peer("a", v1alpha1.Connecting)}, []string{"a"}, false},
 		"one who lags is away, one has moved": {[]PeerReport{peer("a", v1alpha1.Connecting), peer("b", v1alpha1.Connected)}, []string{"a"}, false},
 	} {
 		if got := untold(Report{Peers: tc.peers}, tc.lagging); got != tc.want {
 			t.Errorf("%s: %v", name, got)
+		}
+	}
+}
+
+// Somebody who wants keys from elsewhere has to hear that the gateway may not read them, and hears nothing of an outage.
+func TestAnOfferedKeyThatMayNotBeReadIsToldOnce(t *testing.T) {
+	var log bytes.Buffer
+	forbidden := apierrors.NewForbidden(schema.GroupResource{Resource: "secrets"}, keyring.OfferName, errors.New("no rights"))
+	for _, tc := range []struct {
+		err  error
+		told int
+	}{{forbidden, 1}, {errors.New("connection refused"), 0}} {
+		log.Reset()
+		w := &writer{Gateway: &Gateway{log: slog.New(slog.NewTextHandler(&log, nil)), client: interceptor.NewClient(nil, interceptor.Funcs{
+			Get: func(context.Context, client.WithWatch, client.ObjectKey, client.Object, ...client.GetOption) error {
+				return tc.err
+			},
+		})}}
+		now := time.Now()
+		for i := range 3 {
+			if key := w.offered(t.Context(), now.Add(time.Duration(i)*offerInterval)); key != ([32]byte{}) {
+				t.Errorf("%v: a key", tc.err)
+			}
+		}
+		if told := strings.Count(log.String(), keyring.OfferName); (told > 0) != (tc.told > 0) || strings.Count(log.String(), "\n") != tc.told {
+			t.Errorf("%v: log: %s", tc.err, log.String())
 		}
 	}
 }
