@@ -16,6 +16,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/isthmus-net/isthmus/internal/fleet"
 	"github.com/isthmus-net/isthmus/internal/lab"
@@ -98,7 +99,7 @@ func rollPods(t *testing.T, c *fleet.Cluster) {
 		pods = append(pods, pod)
 	}
 	for _, pod := range pods {
-		must(t, c.Client.Delete(t.Context(), pod))
+		must(t, c.Client.Delete(t.Context(), pod, client.GracePeriodSeconds(0))) // no kubelet confirms the end
 	}
 }
 
