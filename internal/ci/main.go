@@ -55,21 +55,22 @@ func check(ctx context.Context) bool {
 		// test's time.
 		{"kube-apiserver", command("make", "--no-print-directory", "kube")},
 	}
-	// Side by side, because what is in test/ mostly waits, for elections and for API servers.
+	// Side by side: what is in test/ mostly waits, for elections and for API servers, and wants the CPU at once
+	// when it wakes. What mostly computes has nice 19 and takes the rest.
 	here := []step{
-		{"lint", command("make", "--no-print-directory", "lint")},
-		{"tests", goTest(".", tests, raceDetector, concurrent()...)},
-		{"sequential", goTest(".", tests, "", sequential...)},
+		{"lint", command("nice", "-n", "19", "make", "--no-print-directory", "lint")},
+		{"tests", goTest(nice19, ".", tests, raceDetector, concurrent()...)},
+		{"sequential", goTest(nice19, ".", tests, "", sequential...)},
 		// The race detector allocates, so tests of "no allocation" skip themselves under it and run
 		// here.
-		{"allocations", goTest(".", tests, "", append([]string{"-run=NotAllocate"}, packagesWith("NotAllocate")...)...)},
+		{"allocations", goTest(nice19, ".", tests, "", append([]string{"-run=NotAllocate"}, packagesWith("NotAllocate")...)...)},
 		// In real time: the race detector would make the honest peer the slow one.
-		{"fairness", goTest(".", tests, "", "-run=OneHostilePeer", "./gateway")},
+		{"fairness", goTest(nice0, ".", tests, "", "-run=OneHostilePeer", "./gateway")},
 	}
 	beside := []step{
 		// The two that take longest begin first.
-		{"tests in test/", goTest(testDir, tests, raceDetector, "./fleet", "./control", "./...")},
-		{"budget of rules", goTest(testDir, tests, "", "-run=BudgetOfTheRules", "./crd")},
+		{"tests in test/", goTest(nice0, testDir, tests, raceDetector, "./fleet", "./control", "./...")},
+		{"budget of rules", goTest(nice0, testDir, tests, "", "-run=BudgetOfTheRules", "./crd")},
 	}
 	if os.Geteuid() != 0 {
 		fmt.Println("not root: tests that make network namespaces will be skipped, each with its reason below")
@@ -104,7 +105,7 @@ func repeat(tests *tally, again []testName) func(context.Context) error {
 				dir = testDir
 			}
 			second := &tally{}
-			err := goTest(dir, second, raceDetector, "-run=^"+name.test+"$", name.pkg)(ctx)
+			err := goTest(nice0, dir, second, raceDetector, "-run=^"+name.test+"$", name.pkg)(ctx)
 			if err == nil && second.passed > 0 && second.failed == 0 {
 				tests.forgive(name)
 			}
@@ -237,11 +238,14 @@ var errTestsFailed = errors.New("tests failed")
 // raceDetector is the flag, where there is a C compiler for it.
 const raceDetector = "-race"
 
-// goTest runs tests of the module in dir and counts them. -count=1: a cached result says nothing
+// The nice values of tests that want the CPU at once, and of those that take what is left.
+const nice0, nice19 = "0", "19"
+
+// goTest runs tests of the module in dir with a nice value and counts them. -count=1: a cached result says nothing
 // about the kernel the tests talk to.
-func goTest(dir string, t *tally, race string, args ...string) func(context.Context) error {
+func goTest(nice, dir string, t *tally, race string, args ...string) func(context.Context) error {
 	return func(ctx context.Context) error {
-		flags, cgo := []string{"-C", dir, "test", "-json", "-count=1", "-timeout=45m"}, "CGO_ENABLED=0"
+		flags, cgo := []string{"-n", nice, "go", "-C", dir, "test", "-json", "-count=1", "-timeout=45m"}, "CGO_ENABLED=0"
 		if race != "" {
 			if _, err := exec.LookPath("gcc"); err == nil {
 				flags, cgo = append(flags, race), "CGO_ENABLED=1"
@@ -249,7 +253,7 @@ func goTest(dir string, t *tally, race string, args ...string) func(context.Cont
 				fmt.Println("no gcc: running without the race detector")
 			}
 		}
-		cmd := newCommand(ctx, "go", append(flags, args...)...)
+		cmd := newCommand(ctx, "nice", append(flags, args...)...)
 		cmd.Env = append(os.Environ(), cgo)
 		cmd.Stderr = os.Stderr
 		out, err := cmd.StdoutPipe()
