@@ -32,6 +32,7 @@ type traffic struct {
 	giveUp context.CancelFunc // on the pings under way
 	done   sync.WaitGroup
 	stream net.Conn
+	chunk  int // octets each streamInterval
 
 	mu    sync.Mutex
 	pings []echo
@@ -51,6 +52,15 @@ type echo struct {
 // talk starts traffic from one pod to another one under the address that the first one's cluster
 // sees.
 func talk(t *testing.T, from, to *lab.Pod, at netip.Addr) *traffic {
+	t.Helper()
+	r, ctx, pings := stream(t, from, to, at, streamChunk)
+	r.done.Go(func() { r.ping(pings, ctx, from.Host, at) })
+	return r
+}
+
+// stream starts the TCP connection of a traffic alone, with an amount of octets each streamInterval. The contexts are those
+// of ping.
+func stream(t *testing.T, from, to *lab.Pod, at netip.Addr, chunk int) (r *traffic, ctx, pings context.Context) {
 	t.Helper()
 	listener, err := to.Listen("tcp4", to.Addr.String()+":0")
 	if err != nil {
@@ -79,7 +89,7 @@ func talk(t *testing.T, from, to *lab.Pod, at netip.Addr) *traffic {
 	}
 	ctx, stop := context.WithCancel(t.Context())
 	pings, giveUp := context.WithCancel(t.Context())
-	r := &traffic{name: fmt.Sprintf("%s -> %s", from, to), stop: stop, giveUp: giveUp, stream: conn, out: sha256.New(), back: sha256.New()}
+	r = &traffic{name: fmt.Sprintf("%s -> %s", from, to), stop: stop, giveUp: giveUp, stream: conn, chunk: chunk, out: sha256.New(), back: sha256.New()}
 	t.Cleanup(func() { stop(); giveUp(); conn.Close(); far.Close() })
 	r.done.Go(func() {
 		defer far.Close()
@@ -87,14 +97,13 @@ func talk(t *testing.T, from, to *lab.Pod, at netip.Addr) *traffic {
 	})
 	r.done.Go(func() { r.send(ctx) })
 	r.done.Go(r.receive)
-	r.done.Go(func() { r.ping(pings, ctx, from.Host, at) })
-	return r
+	return r, ctx, pings
 }
 
 func (r *traffic) send(ctx context.Context) {
 	var seed [32]byte
 	source := rand.NewChaCha8(seed)
-	chunk := make([]byte, streamChunk)
+	chunk := make([]byte, r.chunk)
 	tick := time.NewTicker(streamInterval)
 	defer tick.Stop()
 	for {
