@@ -125,8 +125,8 @@ func shareProcessors() {
 func fileSource(dir string, log *slog.Logger) gateway.Source {
 	return func(ctx context.Context, deliver func(gateway.Config, error)) {
 		file.Watch(ctx, dir, func(s file.Snapshot, err error) {
-			if s.OpenKey != "" {
-				log.Warn("others than its owner may use the private key: whoever reads it is this gateway to all peers; chmod 600", "file", s.OpenKey)
+			for _, open := range s.OpenKeys {
+				log.Warn("others than its owner may use the private key: whoever reads it is this gateway to all peers; chmod 600", "file", open)
 			}
 			deliver(configOf(s), err)
 		})
@@ -137,6 +137,7 @@ func configOf(s file.Snapshot) gateway.Config {
 	return gateway.Config{
 		Gateway:        s.Gateway,
 		PrivateKey:     gateway.Key(s.PrivateKey),
+		NextKey:        gateway.Key(s.NextKey),
 		ListenPort:     s.File.ListenPort,
 		Tunnels:        s.File.Tunnels,
 		MTU:            int(s.File.MTU), // AutoMTU is 0 in both

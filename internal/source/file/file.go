@@ -4,6 +4,7 @@
 //
 //	dir/gateway.yaml     kind Gateway, see GatewayFile
 //	dir/private.key      the WireGuard key, wherever privateKeyFile says
+//	dir/next.key         the next one while the key rotates, wherever nextPrivateKeyFile says
 //	dir/*.yaml           TunnelEndpoint, NatMapping: one object, several
 //	                     documents, or kind List; JSON as well
 //
@@ -38,10 +39,11 @@ const (
 type Snapshot struct {
 	File       GatewayFile
 	PrivateKey PrivateKey     // of File.PrivateKeyFile
+	NextKey    PrivateKey     // of File.NextPrivateKeyFile; zero: the key does not rotate
 	Gateway    fabric.Gateway // decided without a Problem
-	// OpenKey names the private key's file and its mode, such as "private.key (0644)", where others
-	// than its owner may use it; else it is empty.
-	OpenKey string
+	// OpenKeys name the files with private keys that others than their owners may use, each with its
+	// mode, such as "private.key (0644)".
+	OpenKeys []string
 }
 
 // PrivateKey is a WireGuard private key. It prints as "(private key)", so that it does not get into
@@ -78,7 +80,7 @@ func loadSettled(dir string) (Snapshot, fingerprint, error) { return untilSettle
 func untilSettled(dir string, load func(string) (Snapshot, fingerprint, error)) (Snapshot, fingerprint, error) {
 	for range 20 {
 		snapshot, read, err := load(dir)
-		if read.equal(fingerprintOf(dir, read.key)) {
+		if read.equal(fingerprintOf(dir, read.keys)) {
 			return snapshot, read, err
 		}
 		time.Sleep(50 * time.Millisecond) // whoever writes needs a moment to finish
@@ -102,20 +104,21 @@ func load(dir string) (Snapshot, fingerprint, error) {
 			contents = append(contents, content{name, data, err})
 		}
 	}
-	openKey := ""
+	var open []string
 	snapshot, err := parse(contents, func(name string) content {
-		if read.key = name; !filepath.IsAbs(name) {
-			read.key = filepath.Join(dir, name)
+		path := name
+		if !filepath.IsAbs(name) {
+			path = filepath.Join(dir, name)
 		}
-		data, info, err := readFile(read.key, maxKeySize)
-		read.files = append(read.files, stamp{read.key, info})
+		data, info, err := readFile(path, maxKeySize)
+		read.keys, read.files = append(read.keys, path), append(read.files, stamp{path, info})
 		if err == nil && info.Mode().Perm()&0o077 != 0 {
-			openKey = fmt.Sprintf("%s (%04o)", printable(name), info.Mode().Perm())
+			open = append(open, fmt.Sprintf("%s (%04o)", printable(name), info.Mode().Perm()))
 		}
 		return content{name, data, err}
 	})
 	if err == nil {
-		snapshot.OpenKey = openKey
+		snapshot.OpenKeys = open
 	}
 	return snapshot, read, err
 }
@@ -127,8 +130,8 @@ type content struct {
 	err  error
 }
 
-// parse makes a snapshot of the contents of files. It calls key at most once, for the content of
-// the private key file.
+// parse makes a snapshot of the contents of files. It calls key at most once for the content of
+// each file with a private key.
 func parse(contents []content, key func(name string) content) (Snapshot, error) {
 	l := loader{seen: map[fabric.Origin]string{}}
 	for _, c := range contents {
@@ -141,7 +144,12 @@ func parse(contents []content, key func(name string) content) (Snapshot, error) 
 	}
 	snapshot := Snapshot{File: l.theGateway()}
 	if name := snapshot.File.PrivateKeyFile; name != "" {
-		snapshot.PrivateKey = l.privateKey(key(name))
+		snapshot.PrivateKey = l.privateKey(fieldKey, key(name))
+	}
+	if name := snapshot.File.NextPrivateKeyFile; name != "" {
+		if snapshot.NextKey = l.privateKey(fieldNextKey, key(name)); snapshot.NextKey != (PrivateKey{}) && snapshot.NextKey == snapshot.PrivateKey {
+			l.problem(l.gateways[0].origin, fieldNextKey, "the content of %s is the key of privateKeyFile; want another key, or no such field", printable(name))
+		}
 	}
 	snapshot.Gateway = l.decide(snapshot.File, snapshot.PrivateKey)
 
@@ -240,15 +248,15 @@ func (l *loader) theGateway() GatewayFile {
 }
 
 // privateKey makes a key of the content of a file. Its messages never hold any of it.
-func (l *loader) privateKey(c content) PrivateKey {
+func (l *loader) privateKey(field string, c content) PrivateKey {
 	origin := l.gateways[0].origin
 	if c.err != nil {
-		l.problem(origin, "privateKeyFile", "%s: %v", printable(c.name), c.err)
+		l.problem(origin, field, "%s: %v", printable(c.name), c.err)
 		return PrivateKey{}
 	}
 	key, err := fabric.ParseKey(strings.TrimSpace(string(c.data)))
 	if err != nil {
-		l.problem(origin, "privateKeyFile", "the content of %s %v", printable(c.name), err)
+		l.problem(origin, field, "the content of %s %v", printable(c.name), err)
 	}
 	return key
 }

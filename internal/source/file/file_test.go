@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -167,8 +168,24 @@ func TestLoadReadsEverything(t *testing.T) {
 	}
 }
 
+func TestTheNextKeyIsReadUntilItIsThePrivateKey(t *testing.T) {
+	dir := writeDir(t, valid(map[string]string{"gateway.yaml": gatewayYAML + "nextPrivateKeyFile: next.key\n", "next.key": keyText('n')}))
+	want := func(private, next PrivateKey) {
+		t.Helper()
+		if s, err := Load(dir); err != nil || s.PrivateKey != private || s.NextKey != next {
+			t.Errorf("%x and %x, %v", [32]byte(s.PrivateKey), [32]byte(s.NextKey), err)
+		}
+	}
+	k, n := PrivateKey([]byte(strings.Repeat("k", 32))), PrivateKey([]byte(strings.Repeat("n", 32)))
+	want(k, n)
+	write(t, filepath.Join(dir, "private.key"), keyText('n'))
+	write(t, filepath.Join(dir, "gateway.yaml"), gatewayYAML)
+	want(n, PrivateKey{})
+}
+
 func TestPrivateKeyDoesNotPrint(t *testing.T) {
-	s := Snapshot{PrivateKey: PrivateKey([]byte(strings.Repeat("k", 32)))}
+	key := PrivateKey([]byte(strings.Repeat("k", 32)))
+	s := Snapshot{PrivateKey: key, NextKey: key}
 	if text, err := yaml.Marshal(s); err != nil || strings.Contains(string(text), "107") || !strings.Contains(string(text), hiddenKey) {
 		t.Errorf("marshals as %s, %v", text, err)
 	}
@@ -183,16 +200,16 @@ func TestPrivateKeyDoesNotPrint(t *testing.T) {
 
 func TestGatewayFileRoundTrips(t *testing.T) {
 	for _, g := range []GatewayFile{
-		{GatewayAPIVersion, GatewayKind, "a", "alpha", "private.key", 5871, 1, AutoMTU, "127.0.0.1:5872", "127.0.0.1:5873", "", 0, 0, NAT{}},
-		{GatewayAPIVersion, GatewayKind, "a", "", "private.key", 1, 16, MinMTU, "[::1]:0", "localhost:65535", "-", 1, MaxFlowLog,
+		{GatewayAPIVersion, GatewayKind, "a", "alpha", "private.key", "", 5871, 1, AutoMTU, "127.0.0.1:5872", "127.0.0.1:5873", "", 0, 0, NAT{}},
+		{GatewayAPIVersion, GatewayKind, "a", "", "private.key", "next.key", 1, 16, MinMTU, "[::1]:0", "localhost:65535", "-", 1, MaxFlowLog,
 			NAT{MaxFlows, 2, 3, true, 4, 5, 6, 7, 8e9, 9e9, 10e9, 11e9, 12e9, 13e9, 14e9}},
-		{GatewayAPIVersion, GatewayKind, "a", "", "private.key", 65534, 2, MaxMTU, ":1", ":2", "/var/log/flows.json", 7, 0, NAT{MaxFlows: 1}},
+		{GatewayAPIVersion, GatewayKind, "a", "", "private.key", "", 65534, 2, MaxMTU, ":1", ":2", "/var/log/flows.json", 7, 0, NAT{MaxFlows: 1}},
 	} {
 		text, err := yaml.Marshal(g)
 		if err != nil {
 			t.Fatal(err)
 		}
-		got, err := Load(writeDir(t, valid(map[string]string{"gateway.yaml": string(text)})))
+		got, err := Load(writeDir(t, valid(map[string]string{"gateway.yaml": string(text), "next.key": keyText('n')})))
 		if err != nil || got.File != g {
 			t.Errorf("%+v, %v\nwant %+v", got.File, err, g)
 		}
@@ -266,6 +283,9 @@ func TestLoadRefuses(t *testing.T) {
 		return map[string]string{"gateway.yaml": gatewayYAML + line + "\n"}
 	}
 	key := func(text string) map[string]string { return map[string]string{"private.key": text} }
+	next := func(text string) map[string]string {
+		return map[string]string{"gateway.yaml": gatewayYAML + "nextPrivateKeyFile: next.key\n", "next.key": text}
+	}
 	for _, test := range []struct {
 		changes map[string]string
 		want    []string
@@ -362,6 +382,15 @@ func TestLoadRefuses(t *testing.T) {
 		{key(keyText('k') + keyText('k')), []string{gw + "privateKeyFile: the content of private.key is not base64; want 32 bytes in 44 base64 characters"}},
 		{key(keyText(0)), []string{gw + "privateKeyFile: the content of private.key is all zero; want a key"}},
 		{key(strings.Repeat("A", 5000)), []string{gw + "privateKeyFile: private.key: is larger than 4096 bytes"}},
+		{gateway("nextPrivateKeyFile: " + keyText('s')), []string{gw + "nextPrivateKeyFile: looks like a key (not shown); want the name of a file that holds it"}},
+		{next("-"), []string{gw + "nextPrivateKeyFile: next.key: no such file or directory"}},
+		{next("secret"), []string{gw + "nextPrivateKeyFile: the content of next.key is not base64; want 32 bytes in 44 base64 characters"}},
+		{next(keyText(0)), []string{gw + "nextPrivateKeyFile: the content of next.key is all zero; want a key"}},
+		{next(keyText('k')), []string{gw + "nextPrivateKeyFile: the content of next.key is the key of privateKeyFile; want another key, or no such field"}},
+		{map[string]string{"gateway.yaml": gatewayYAML + "nextPrivateKeyFile: next.key\n", "private.key": "", "next.key": ""}, []string{
+			gw + "nextPrivateKeyFile: the content of next.key has 0 bytes; want 32 bytes in 44 base64 characters",
+			gw + "privateKeyFile: the content of private.key has 0 bytes; want 32 bytes in 44 base64 characters",
+		}},
 		// All at once, in the order of files.
 		{map[string]string{"gateway.yaml": gatewayYAML + "x: 1\nlistenPort: 0\n", "a.yaml": "x", "z.yaml": "[", "peers.yaml": strings.Replace(peerYAML(1), "192.0.2.1", "", 1)}, []string{
 			"a.yaml: is of type string; want an object",
@@ -391,15 +420,19 @@ func TestLoadRefuses(t *testing.T) {
 
 func TestLoadNeverShowsAKey(t *testing.T) {
 	secret := keyText('s')
-	for _, file := range []string{"gateway.yaml", "peers.yaml", "private.key", "x.yaml"} {
+	for _, file := range []string{"gateway.yaml", "peers.yaml", "private.key", "next.key", "x.yaml"} {
 		for _, text := range []string{secret, gatewayYAML + secret, gatewayYAML + "privateKey: " + secret, gatewayYAML + "listenPort: " + secret,
 			gatewayYAML + "mtu: " + secret, "apiVersion: " + secret, "metadata: " + secret, "kind: [" + secret, "x" + secret,
 			strings.Replace(gatewayYAML, "private.key", secret, 1), strings.Replace(gatewayYAML, "private.key", "["+secret+"]", 1),
 			strings.Replace(peerYAML(1), keyText('b'), secret[1:], 1), strings.Replace(peerYAML(1), keyText('b'), "["+secret+"]", 1)} {
-			if file == "private.key" && text == secret || strings.HasPrefix(text, "apiVersion: c") {
+			if strings.HasSuffix(file, ".key") && text == secret || strings.HasPrefix(text, "apiVersion: c") {
 				continue // a sound key; a value that is not a key's place and is shown to find it
 			}
-			_, err := Load(writeDir(t, valid(map[string]string{file: text})))
+			files := valid(map[string]string{"next.key": keyText('n'), file: text})
+			if file == "next.key" {
+				files["gateway.yaml"] += "nextPrivateKeyFile: next.key\n"
+			}
+			_, err := Load(writeDir(t, files))
 			if err == nil {
 				t.Errorf("%s with %q: no error", file, text)
 			} else if strings.Contains(err.Error(), secret[1:20]) {
@@ -467,13 +500,19 @@ func FuzzLoad(f *testing.F) {
 		}
 	}
 	f.Add(gatewayYAML+"---\n"+peerYAML(1)+"---\n"+peerYAML(2), mappingYAML)
+	f.Add(gatewayYAML+"nextPrivateKeyFile: next.key\n", mappingYAML)
 	f.Add("a: &a [1,2]\nb: [*a,*a]\n", "{\"kind\": \"\\ud83d\\ude00\"}")
 	f.Fuzz(func(t *testing.T, one, two string) {
 		contents := []content{{name: "one.yaml", data: []byte(one)}, {name: "two.yaml", data: []byte(two)}}
 		if !strings.Contains(one+two, GatewayKind) {
 			contents = append(contents, content{name: "gateway.yaml", data: []byte(gatewayYAML)})
 		}
-		key := func(name string) content { return content{name: name, data: []byte(keyText('k'))} }
+		key := func(name string) content {
+			if strings.Contains(name, "next") {
+				return content{name: name, data: []byte(keyText('n'))}
+			}
+			return content{name: name, data: []byte(keyText('k'))}
+		}
 		s, err := parse(contents, key)
 		if err != nil {
 			if text := err.Error(); !reflect.DeepEqual(s, Snapshot{}) || strings.ContainsFunc(strings.ReplaceAll(text, "\n", ""), func(r rune) bool { return r < ' ' || r == 0x7f }) {
@@ -497,8 +536,8 @@ func FuzzLoad(f *testing.F) {
 
 func TestAKeyThatOthersMayReadIsNamed(t *testing.T) {
 	dir := t.TempDir()
-	key := filepath.Join(dir, "private.key")
-	for path, text := range map[string]string{filepath.Join(dir, "gateway.yaml"): gatewayYAML, key: keyText('k')} {
+	key, next := filepath.Join(dir, "private.key"), filepath.Join(dir, "next.key")
+	for path, text := range map[string]string{filepath.Join(dir, "gateway.yaml"): gatewayYAML + "nextPrivateKeyFile: next.key\n", key: keyText('k'), next: keyText('n')} {
 		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
 			t.Fatal(err)
 		}
@@ -510,8 +549,14 @@ func TestAKeyThatOthersMayReadIsNamed(t *testing.T) {
 			t.Fatal(err)
 		}
 		s, err := Load(dir)
-		if err != nil || s.OpenKey != want {
-			t.Errorf("%04o: %q, %v; want %q", mode, s.OpenKey, err, want)
+		if err != nil || strings.Join(s.OpenKeys, ", ") != want {
+			t.Errorf("%04o: %q, %v; want %q", mode, s.OpenKeys, err, want)
 		}
+	}
+	if err := os.Chmod(next, 0o640); err != nil {
+		t.Fatal(err)
+	}
+	if s, err := Load(dir); err != nil || !slices.Contains(s.OpenKeys, "next.key (0640)") {
+		t.Errorf("%q, %v", s.OpenKeys, err)
 	}
 }

@@ -18,6 +18,12 @@ const (
 	GatewayKind       = "Gateway"
 )
 
+// The fields that name the files with keys.
+const (
+	fieldKey     = "privateKeyFile"
+	fieldNextKey = "nextPrivateKeyFile"
+)
+
 // Defaults of the fields that a Gateway object may leave out.
 const (
 	DefaultListenPort     = 5871             // Liqo's port
@@ -50,6 +56,10 @@ type GatewayFile struct {
 	// PrivateKeyFile holds our WireGuard private key, in base64 as wg(8) prints it. A relative name
 	// is relative to the directory of the configuration.
 	PrivateKeyFile string `json:"privateKeyFile"`
+
+	// NextPrivateKeyFile holds the next private key while our key rotates. The gateway answers to
+	// both keys. Empty, the default: no rotation.
+	NextPrivateKeyFile string `json:"nextPrivateKeyFile,omitempty"`
 
 	ListenPort     uint16 `json:"listenPort,omitempty"`     // UDP, default 5871
 	Tunnels        int    `json:"tunnels,omitempty"`        // at most this many to one peer, on UDP ports from listenPort upwards, default 1
@@ -128,6 +138,7 @@ func (l *loader) gateway(origin fabric.Origin, raw []byte) {
 		ClusterID      string             `json:"clusterID"`
 		ClusterName    string             `json:"clusterName"`
 		PrivateKeyFile string             `json:"privateKeyFile"`
+		NextKeyFile    string             `json:"nextPrivateKeyFile"`
 		ListenPort     stdjson.RawMessage `json:"listenPort"`
 		Tunnels        stdjson.RawMessage `json:"tunnels"`
 		MTU            stdjson.RawMessage `json:"mtu"`
@@ -154,6 +165,9 @@ func (l *loader) gateway(origin fabric.Origin, raw []byte) {
 		ClusterID:      in.ClusterID,
 		ClusterName:    in.ClusterName,
 		PrivateKeyFile: in.PrivateKeyFile,
+
+		NextPrivateKeyFile: in.NextKeyFile,
+
 		ListenPort:     DefaultListenPort,
 		Tunnels:        1,
 		MetricsAddress: DefaultMetricsAddress,
@@ -165,11 +179,13 @@ func (l *loader) gateway(origin fabric.Origin, raw []byte) {
 	if wrong := fabric.CheckClusterName(g.ClusterName); wrong != "" {
 		l.problem(origin, "clusterName", "%s", wrong)
 	}
-	switch {
-	case g.PrivateKeyFile == "":
-		l.problem(origin, "privateKeyFile", "is empty; want the name of the file with the WireGuard private key")
-	case strings.HasSuffix(g.PrivateKeyFile, "="): // as all keys in base64 do
-		l.problem(origin, "privateKeyFile", "looks like a key (not shown); want the name of a file that holds it")
+	if g.PrivateKeyFile == "" {
+		l.problem(origin, fieldKey, "is empty; want the name of the file with the WireGuard private key")
+	}
+	for field, name := range map[string]string{fieldKey: g.PrivateKeyFile, fieldNextKey: g.NextPrivateKeyFile} {
+		if strings.HasSuffix(name, "=") { // as all keys in base64 do
+			l.problem(origin, field, "looks like a key (not shown); want the name of a file that holds it")
+		}
 	}
 	if in.ListenPort != nil {
 		port, wrong := integer(in.ListenPort, 1, 65535)

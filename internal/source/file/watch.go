@@ -5,6 +5,7 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
+	"slices"
 	"time"
 )
 
@@ -36,7 +37,7 @@ func Watch(ctx context.Context, dir string, callback func(Snapshot, error)) {
 	)
 	defer poll.Stop()
 	for {
-		now := fingerprintOf(dir, loaded.key)
+		now := fingerprintOf(dir, loaded.keys)
 		changed := !now.equal(loaded)
 		if changed && !first && !settle(ctx, dir, now) {
 			return
@@ -73,7 +74,7 @@ func settle(ctx context.Context, dir string, before fingerprint) bool {
 			return false
 		case <-time.After(settleInterval):
 		}
-		now := fingerprintOf(dir, before.key)
+		now := fingerprintOf(dir, before.keys)
 		if now.equal(before) {
 			break
 		}
@@ -84,8 +85,8 @@ func settle(ctx context.Context, dir string, before fingerprint) bool {
 
 // fingerprint tells whether files have changed without reading them.
 type fingerprint struct {
-	err   string // why the directory cannot be listed
-	key   string // path of the private key, as far as known
+	err   string   // why the directory cannot be listed
+	keys  []string // paths of the private keys, as far as known
 	files []stamp
 }
 
@@ -94,17 +95,17 @@ type stamp struct {
 	info os.FileInfo // nil when the file is not there
 }
 
-func fingerprintOf(dir, key string) fingerprint {
+func fingerprintOf(dir string, keys []string) fingerprint {
 	names, err := list(dir)
 	if err != nil {
 		return fingerprint{err: err.Error()}
 	}
-	f := fingerprint{key: key, files: make([]stamp, 0, len(names)+1)}
+	f := fingerprint{keys: keys, files: make([]stamp, 0, len(names)+len(keys))}
 	for _, name := range names {
 		info, _ := os.Stat(filepath.Join(dir, name))
 		f.files = append(f.files, stamp{name, info})
 	}
-	if key != "" {
+	for _, key := range keys {
 		info, _ := os.Stat(key)
 		f.files = append(f.files, stamp{key, info})
 	}
@@ -112,7 +113,7 @@ func fingerprintOf(dir, key string) fingerprint {
 }
 
 func (f fingerprint) equal(g fingerprint) bool {
-	if f.err != g.err || f.key != g.key || len(f.files) != len(g.files) {
+	if f.err != g.err || !slices.Equal(f.keys, g.keys) || len(f.files) != len(g.files) {
 		return false
 	}
 	for i := range f.files {

@@ -280,6 +280,21 @@ func TestWatchFollowsTheKeyFile(t *testing.T) {
 	})
 }
 
+func TestWatchFollowsTheNextKeyFile(t *testing.T) {
+	dir := writeDir(t, valid(map[string]string{"gateway.yaml": gatewayYAML + "nextPrivateKeyFile: next.key\n", "next.key": keyText('n')}))
+	synctest.Test(t, func(t *testing.T) {
+		w := watch(t, dir)
+		defer w.end()
+		w.expect(0, "id1@192.0.2.1")
+		write(t, filepath.Join(dir, "next.key"), keyText('o'))
+		w.expect(1500*time.Millisecond, "id1@192.0.2.1")
+		write(t, filepath.Join(dir, "gateway.yaml"), gatewayYAML)
+		w.expect(1500*time.Millisecond, "id1@192.0.2.1")
+		write(t, filepath.Join(dir, "next.key"), keyText('p')) // nothing names it
+		w.expect(time.Minute)
+	})
+}
+
 func TestWatchNeverCallsBackAfterTheEndOfItsContext(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
