@@ -71,6 +71,10 @@ type site struct {
 	keyA, keyB      *ecdh.PrivateKey
 	tap             *hosts.Raw // the peer's tunnel device, both directions
 	responder       *responder
+
+	config      string // directory of the gateway's configuration
+	gatewayYAML string // as it is there, without a next key
+	keyFile     string // of keyA
 }
 
 func TestInteropWithWireGuardGo(t *testing.T) {
@@ -136,6 +140,7 @@ func newSite(t *testing.T) *site {
 func (s *site) startGateway() {
 	s.Helper()
 	dir := s.TempDir()
+	s.config, s.gatewayYAML, s.keyFile = dir, gatewayYAML, "private.key"
 	binary, err := testbin.Isthmus(s.TempDir())
 	if err != nil {
 		s.Fatal(err)
@@ -228,8 +233,10 @@ spec:
 
 // gatewayStatus is what this test reads of the gateway's status.
 type gatewayStatus struct {
-	Drops []dropStatus `json:"drops"`
-	Peers []struct {
+	PublicKey     string       `json:"publicKey"`
+	NextPublicKey string       `json:"nextPublicKey"`
+	Drops         []dropStatus `json:"drops"`
+	Peers         []struct {
 		ID    string       `json:"id"`
 		State string       `json:"state"`
 		RTT   float64      `json:"rttSeconds"`

@@ -1,0 +1,242 @@
+package interop
+
+import (
+	"crypto/ecdh"
+	"encoding/binary"
+	"encoding/hex"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+)
+
+var long = flag.Bool("long", false, "rotate the key for ten minutes")
+
+// Bounds of a rotation. The peer drops the sessions with the former key, so it loses packets under
+// way, and those that come until its next packet has made a session: two round trips at most
+// (WireGuard's paper, section 5.4.3). One is shorter than the interval here: one datagram for each.
+const (
+	interval       = 10 * time.Millisecond // between two datagrams
+	lostByRotation = 2
+)
+
+// TestRotationWithWireGuardGo rotates the gateway's key, while its peer replaces the key as Liqo's
+// gateway does: it removes the former peer and adds the new one.
+func TestRotationWithWireGuardGo(t *testing.T) {
+	s := newSite(t)
+	s.handshake()
+	length, every, settle, streams := 15*time.Second, 5*time.Second, time.Second, 4
+	if *long {
+		length, every, settle, streams = 10*time.Minute, 20*time.Second, 10*time.Second, 50
+	}
+	// A machine that does other work loses datagrams in one of the two runs alone.
+	for try := range 3 {
+		control := s.traffic(length, every, streams, func() {})
+		rotated := s.traffic(length, every, streams, func() { s.rotate(settle) })
+		t.Logf("control: %v", control)
+		t.Logf("%d rotations: %v", len(rotated.gaps), rotated)
+		if rotated.lost <= control.lost+lostByRotation*len(rotated.gaps) {
+			break
+		} else if try == 2 {
+			t.Errorf("%d datagrams lost by %d rotations, %d without: want %d more for each at most", rotated.lost, len(rotated.gaps), control.lost, lostByRotation)
+		}
+	}
+}
+
+// rotate gives the gateway a next key, and the peer half a second after the gateway answers to it.
+func (s *site) rotate(settle time.Duration) {
+	next := newKey(s.T)
+	file := hex.EncodeToString(next.PublicKey().Bytes()[:8]) + ".key"
+	s.write(file, text(next.Bytes())+"\n")
+	s.write("gateway.yaml", s.gatewayYAML+"nextPrivateKeyFile: "+file+"\n")
+	public := text(next.PublicKey().Bytes())
+	s.eventually("the gateway answers to its next key", func() error {
+		st, err := s.status()
+		if err == nil && st.NextPublicKey != public {
+			err = fmt.Errorf("its next key is %q", st.NextPublicKey)
+		}
+		return err
+	})
+	time.Sleep(500 * time.Millisecond)
+	s.wg.replacePeer(s.keyA.PublicKey(), next.PublicKey(), netip.AddrPortFrom(nodeUnderlay, 5871), podsAatB, extAatB)
+	time.Sleep(settle)
+	s.gatewayYAML = strings.Replace(s.gatewayYAML, s.keyFile, file, 1)
+	s.keyA, s.keyFile = next, file
+	s.write("gateway.yaml", s.gatewayYAML)
+	s.eventually("the next key is the current one", func() error {
+		st, err := s.status()
+		if err == nil && (st.PublicKey != public || st.NextPublicKey != "") {
+			err = fmt.Errorf("its keys are %q and %q", st.PublicKey, st.NextPublicKey)
+		}
+		return err
+	})
+}
+
+// write replaces a file of the gateway's configuration.
+func (s *site) write(name, content string) {
+	s.Helper()
+	temporary := filepath.Join(s.config, "."+name)
+	if err := errors.Join(os.WriteFile(temporary, []byte(content), 0o600), os.Rename(temporary, filepath.Join(s.config, name))); err != nil {
+		s.Fatal(err)
+	}
+}
+
+// replacePeer removes a peer and adds another one in its place.
+func (d *wgDevice) replacePeer(former, next *ecdh.PublicKey, endpoint netip.AddrPort, allowed ...netip.Prefix) {
+	d.t.Helper()
+	d.talk(fmt.Sprintf("set=1\npublic_key=%s\nremove=true\n", hex.EncodeToString(former.Bytes())))
+	var b strings.Builder
+	fmt.Fprintf(&b, "set=1\npublic_key=%s\nreplace_allowed_ips=true\nendpoint=%s\n", hex.EncodeToString(next.Bytes()), endpoint)
+	for _, p := range allowed {
+		fmt.Fprintf(&b, "allowed_ip=%s\n", p)
+	}
+	d.talk(b.String())
+}
+
+// A loss is what became of datagrams that were echoed.
+type loss struct {
+	sent, lost int
+	gaps       []time.Duration // the longest time between two echoes, of each period
+}
+
+func (l loss) String() string {
+	return fmt.Sprintf("%d of %d datagrams lost, longest gaps %v", l.lost, l.sent, l.gaps)
+}
+
+// traffic sends a datagram each interval from the peer to pod a, which sends it back, beside TCP
+// streams, none of which may break. It calls again once in each period.
+//
+// The peer sends, because its WireGuard begins a handshake when it has a packet to send. A peer that
+// only answers waits for that: Liqo's gateway sends a PING every two seconds.
+func (s *site) traffic(length, every time.Duration, streams int, again func()) loss {
+	s.Helper()
+	at, there := netip.AddrPortFrom(aAtB, 7), netip.AddrPortFrom(bAtA, 7)
+	server := s.pod.ListenUDP(netip.AddrPortFrom(a, at.Port()))
+	client := s.peer.ListenUDP(netip.AddrPortFrom(bAtA, 0))
+	var echoing, talking sync.WaitGroup
+	echoing.Go(func() {
+		b := make([]byte, 1500)
+		for {
+			n, from, err := server.ReadFromUDPAddrPort(b)
+			if err != nil {
+				return
+			}
+			_, _ = server.WriteToUDPAddrPort(b[:n], from)
+		}
+	})
+	begin := time.Now()
+	arrived := make(map[uint32]time.Duration)
+	echoing.Go(func() {
+		b := make([]byte, 1500)
+		for {
+			n, err := client.Read(b)
+			if err != nil {
+				return
+			}
+			if n == 4 {
+				arrived[binary.BigEndian.Uint32(b)] = time.Since(begin)
+			}
+		}
+	})
+	listener := s.peer.ListenTCP(there)
+	broken := make(chan error, 2*streams)
+	done := make(chan struct{})
+	for range streams {
+		c, err := s.pod.DialTCP(a, there)
+		if err != nil {
+			s.Fatal(err)
+		}
+		far, err := listener.AcceptTCP()
+		if err != nil {
+			s.Fatal(err)
+		}
+		talking.Go(func() { broken <- repeat(far) })
+		talking.Go(func() { broken <- speak(c, done) })
+	}
+	var l loss
+	talking.Go(func() {
+		for tick := time.NewTicker(interval); ; l.sent++ {
+			select {
+			case <-done:
+				tick.Stop()
+				return
+			case <-tick.C:
+				_, _ = client.WriteToUDPAddrPort(binary.BigEndian.AppendUint32(nil, uint32(l.sent)), at)
+			}
+		}
+	})
+	for next := begin.Add(every / 5); next.Before(begin.Add(length)); next = next.Add(every) {
+		time.Sleep(time.Until(next))
+		again()
+	}
+	time.Sleep(time.Until(begin.Add(length)))
+	close(done)
+	talking.Wait()
+	failed := 0
+	for range 2 * streams {
+		if err := <-broken; err != nil {
+			failed++
+			s.Errorf("a TCP stream: %v", err)
+		}
+	}
+	time.Sleep(2 * time.Second) // for the last echoes
+	client.Close()
+	server.Close()
+	listener.Close()
+	echoing.Wait()
+	s.Logf("%d of %d TCP connections broken", failed, streams)
+
+	last := time.Duration(0)
+	l.gaps = make([]time.Duration, (length+every-1)/every)
+	for n := range uint32(l.sent) {
+		now, ok := arrived[n]
+		if !ok {
+			l.lost++
+			continue
+		}
+		period := min(int(now/every), len(l.gaps)-1)
+		l.gaps[period] = max(l.gaps[period], (now - last).Round(time.Millisecond))
+		last = max(now, last)
+	}
+	return l
+}
+
+// speak writes a line every 50 ms and wants it back, until done.
+func speak(c *net.TCPConn, done <-chan struct{}) error {
+	defer c.Close()
+	for n := uint64(0); ; n++ {
+		select {
+		case <-done:
+			return nil
+		case <-time.After(50 * time.Millisecond):
+		}
+		if err := c.SetDeadline(time.Now().Add(patience)); err != nil {
+			return err
+		}
+		var back [8]byte
+		if _, err := c.Write(binary.BigEndian.AppendUint64(nil, n)); err != nil {
+			return err
+		}
+		if _, err := io.ReadFull(c, back[:]); err != nil {
+			return err
+		}
+		if got := binary.BigEndian.Uint64(back[:]); got != n {
+			return fmt.Errorf("%d came back, and %d was sent", got, n)
+		}
+	}
+}
+
+// repeat sends back all that comes.
+func repeat(c *net.TCPConn) error {
+	defer c.Close()
+	_, err := io.Copy(c, c)
+	return err
+}
