@@ -312,6 +312,40 @@ func TestAKeyStaysWithThePeerThatProvedItWhenOursRotates(t *testing.T) {
 	a.until("what the owner proved is forgotten", func() bool { return owner.endpoint().Annotations[isthmus.AnnotationKeyProved] == "" })
 }
 
+// Of the keys that a peer proves, each is taken back by itself from whoever proves nothing.
+func TestAKeyThatAnotherProvesTooKeepsNoThiefInAnother(t *testing.T) {
+	a := newAnswering(t)
+	ours, shared := keyring.New(), keyring.New()
+	told, keys := fabric.PublicKeys(ours, 1)[0], fabric.PublicKeys(shared, 2)
+	a.facts.change(func(f *Facts) { f.PublicKey, f.Keys.Private = told, ours })
+	claim := func(p *partner, proved int, keys ...[32]byte) {
+		edit(a, p.copied(), func(nc *v1alpha1.NetworkConfig) {
+			config := nc.Spec.BackendConfig
+			if config[v1alpha1.ConfigPublicKey] = keyText(keys[0]); len(keys) > 1 {
+				config[v1alpha1.ConfigTunnels] = fabric.FormatTunnels([]fabric.TunnelEnd{{Port: 5872, PublicKey: keys[1]}})
+			}
+			if proved > 0 {
+				config[v1alpha1.ConfigKeyProof] = keyring.Prove(shared, proved, p.cluster.ClusterID, a.self.ClusterID, told)
+			}
+		})
+	}
+	owner := a.partner("owner", 2).claims("10.64.0.0/18", "10.65.0.0/20").publish().answer("None", "None")
+	owner.joined()
+	rival := a.partner("rival", 3).claims("10.66.0.0/16", "10.67.0.0/16").publish().answer("None", "None")
+	rival.joined()
+	thief := a.partner("thief", 4).claims("10.68.0.0/16", "10.69.0.0/16").publish().answer("None", "None")
+	thief.joined()
+	claim(rival, 1, keys[0])
+	claim(thief, 0, keys[1])
+	a.until("rival and thief have a tunnel with a key each", func() bool {
+		return rival.endpoint().Annotations[isthmus.AnnotationKeyProved] == keyText(keys[0]) &&
+			thief.endpoint().Spec.BackendConfig[v1alpha1.ConfigPublicKey] == keyText(keys[1])
+	})
+	claim(owner, 2, keys...)
+	a.until("the thief has no tunnel", func() bool { return thief.endpoint() == nil })
+	a.always("whoever proves a key keeps its tunnel", func() bool { return rival.endpoint() != nil && owner.endpoint() != nil })
+}
+
 // A peer whose own claim is refused keeps nobody from a key, and of two that claim one at once one
 // has it.
 func TestARefusedClaimHoldsNoKey(t *testing.T) {

@@ -182,8 +182,11 @@ func (r *TunnelEndpointReconciler) reclaim(ctx context.Context, peer Peer, copie
 				return err
 			}
 			ours, err := j.proved(ctx, peer.LocalNamespace, key)
-			if err != nil || theirs || !ours {
+			if err != nil {
 				return err
+			}
+			if theirs || !ours {
+				continue
 			}
 			if err := client.IgnoreNotFound(r.Client.Delete(ctx, te, client.Preconditions{UID: &te.UID, ResourceVersion: &te.ResourceVersion})); err != nil {
 				return fmt.Errorf("TunnelEndpoint %s/%s: %w", te.Namespace, te.Name, err)
