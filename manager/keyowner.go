@@ -151,16 +151,39 @@ func (r *NetworkConfigReconciler) prove(ctx context.Context, peer Peer, facts Fa
 	if err != nil {
 		return nil //nolint:nilerr // a condition says so
 	}
-	tunnels := len(publicKeysOf(spec.BackendConfig))
-	for _, private := range [][32]byte{facts.Keys.Private, facts.Keys.Next} {
-		if private == ([32]byte{}) || fabric.PublicKeys(private, 1)[0] != facts.PublicKey {
-			continue
-		}
-		if proof := keyring.Prove(private, tunnels, r.Peers.Self, peer.Cluster.ClusterID, theirs); proof != "" {
-			spec.BackendConfig[v1alpha1.ConfigKeyProof] = proof
-		}
+	of := proofOf{facts.Keys, facts.PublicKey, theirs, len(publicKeysOf(spec.BackendConfig))}
+	last, _ := r.proofs.Load(peer.Cluster.ClusterID)
+	p, _ := last.(proof)
+	if p.of != of {
+		p = proof{of, of.prove(r.Peers.Self, peer.Cluster.ClusterID)}
+		r.proofs.Store(peer.Cluster.ClusterID, p)
+	}
+	if p.text != "" {
+		spec.BackendConfig[v1alpha1.ConfigKeyProof] = p.text
 	}
 	return nil
+}
+
+// A proof for a peer is kept, because it takes X25519 twice for each tunnel, and each change of a Node asks for it again.
+type proof struct {
+	of   proofOf
+	text string // empty: there is none
+}
+
+// A proofOf is all that a proof for a peer depends on.
+type proofOf struct {
+	keys           keyring.Ring
+	public, theirs [32]byte
+	tunnels        int
+}
+
+func (of proofOf) prove(self, peer string) string {
+	for _, private := range [][32]byte{of.keys.Private, of.keys.Next} {
+		if private != ([32]byte{}) && fabric.PublicKeys(private, 1)[0] == of.public {
+			return keyring.Prove(private, of.tunnels, self, peer, of.theirs)
+		}
+	}
+	return ""
 }
 
 // reclaim deletes the TunnelEndpoints of other peers with a key that this one proves to have, and the other does not. Who

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"maps"
 	"slices"
+	"sync"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/equality"
@@ -44,7 +45,8 @@ type NetworkConfigReconciler struct {
 	Keys *KeyStore
 	Log  *slog.Logger
 
-	again queue.Queue // peers whose exchange of keys waits
+	again  queue.Queue // peers whose exchange of keys waits
+	proofs sync.Map    // proof by cluster ID
 }
 
 // SetupWithManager makes mgr call Reconcile for each peer that something happened to, and for all
@@ -100,6 +102,7 @@ func (r *NetworkConfigReconciler) everyPeer(ctx context.Context, _ client.Object
 func (r *NetworkConfigReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
 	peer, err := r.Peers.ByID(ctx, req.Name)
 	if errors.Is(err, ErrNoPeer) {
+		r.proofs.Delete(req.Name)
 		return ctrl.Result{}, r.Keys.Forget(ctx, req.Name) // all else that was made for it had an owner or a finalizer
 	}
 	if err != nil {
