@@ -3,11 +3,16 @@ package install
 import (
 	"context"
 	"fmt"
+	"slices"
 	"time"
 
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
@@ -32,31 +37,105 @@ func Hurry(ctx context.Context, c *cluster.Cluster, going *unstructured.Unstruct
 }
 
 // untilNoneGoes waits until none of the definitions among some objects is being deleted any more: one that is applied
-// before goes all the same, with all objects of its kind.
-func untilNoneGoes(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unstructured) error {
+// before goes all the same, with all objects of its kind. held are those for which there is no point in waiting
+// before the components run; installs reports whether they are about to.
+func untilNoneGoes(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unstructured, installs bool) (held []*unstructured.Unstructured, err error) {
 	for _, o := range objects {
 		if o.GetKind() != DefinitionKind.Kind {
 			continue
 		}
-		if _, err := untilGone(ctx, c, o.GetName()); err != nil {
+		if installs {
+			have, err := c.Get(ctx, DefinitionKind, "", o.GetName())
+			if err != nil {
+				return nil, err
+			}
+			ours, err := heldByUs(ctx, c, have)
+			if err != nil {
+				return nil, err
+			}
+			if ours {
+				held = append(held, o)
+				continue
+			}
+		}
+		if err := mustGo(ctx, c, o.GetName(), goes, "nothing was changed"); err != nil {
+			return nil, err
+		}
+	}
+	return held, nil
+}
+
+// finalizers are what components remove from objects that are being deleted.
+var finalizers = []string{isthmus.FinalizerPeering, v1alpha1.FinalizerReplicator, v1alpha1.FinalizerTunnelEndpointCreator, v1alpha1.FinalizerGateway}
+
+// heldByUs reports whether a definition is being deleted and waits for nobody but our components, and no manager is at
+// work.
+func heldByUs(ctx context.Context, c *cluster.Cluster, definition *unstructured.Unstructured) (bool, error) {
+	if definition == nil || definition.GetDeletionTimestamp() == nil {
+		return false, nil
+	}
+	manager, err := cluster.HolderOf(ctx, c, cluster.ManagerLease, false)
+	if err != nil || manager.Name != "" {
+		return false, err
+	}
+	some := false
+	for _, kind := range served(definition) {
+		var objects unstructured.UnstructuredList
+		objects.SetGroupVersionKind(kind)
+		err := c.Client.List(ctx, &objects)
+		if apierrors.IsNotFound(err) || meta.IsNoMatchError(err) {
+			continue // it is gone now
+		}
+		if err != nil {
+			return false, c.Explain("objects of "+cluster.Describe(definition), err)
+		}
+		for i := range objects.Items {
+			for _, f := range objects.Items[i].GetFinalizers() {
+				if some = true; !slices.Contains(finalizers, f) {
+					return false, nil
+				}
+			}
+		}
+	}
+	return some, nil
+}
+
+// defineAgain applies definitions that only our components held, once those have let them go.
+func defineAgain(ctx context.Context, c *cluster.Cluster, held []*unstructured.Unstructured, o Options) error {
+	for _, u := range held {
+		o.Report(fmt.Sprintf("%s: waiting until the manager has taken down the objects of %s, which is being deleted, to make it again", c, cluster.Describe(u)))
+		if err := mustGo(ctx, c, u.GetName(), max(goes, o.Wait), "all else is applied"); err != nil {
 			return err
 		}
-		have, err := c.Get(ctx, DefinitionKind, "", o.GetName())
+		outcome, err := applyManifest(ctx, c, u)
 		if err != nil {
 			return err
 		}
-		if have != nil && have.GetDeletionTimestamp() != nil {
-			return fmt.Errorf("%s: %s is being deleted since %s and is not gone after a minute, perhaps because an object of its kind has a finalizer (kubectl get %s -A); want it gone, then this again: nothing was changed",
-				c, cluster.Describe(have), have.GetDeletionTimestamp().UTC().Format(time.RFC3339), have.GetName())
-		}
+		o.Report(fmt.Sprintf("%s: %s %s", c, cluster.Describe(u), outcome))
 	}
 	return nil
 }
 
-// untilGone waits until the definition of a name is not being deleted any more, for a minute at most. gone is true
-// when there is none.
-func untilGone(ctx context.Context, c *cluster.Cluster, name string) (gone bool, err error) {
-	for deadline := time.Now().Add(time.Minute); ; {
+// mustGo waits until the definition of a name is not being deleted any more. state says how the installation is if that
+// takes too long.
+func mustGo(ctx context.Context, c *cluster.Cluster, name string, patience time.Duration, state string) error {
+	if _, err := untilGone(ctx, c, name, patience); err != nil {
+		return err
+	}
+	have, err := c.Get(ctx, DefinitionKind, "", name)
+	if err != nil || have == nil || have.GetDeletionTimestamp() == nil {
+		return err
+	}
+	return fmt.Errorf("%s: %s is being deleted since %s and is not gone after %v, perhaps because an object of its kind has a finalizer (kubectl get %s -A); want it gone, then this again: %s",
+		c, cluster.Describe(have), have.GetDeletionTimestamp().UTC().Format(time.RFC3339), patience, have.GetName(), state)
+}
+
+// goes is how long a definition may take to go.
+const goes = time.Minute
+
+// untilGone waits until the definition of a name is not being deleted any more. gone is true when there is none.
+func untilGone(ctx context.Context, c *cluster.Cluster, name string, patience time.Duration) (gone bool, err error) {
+	for deadline := time.Now().Add(patience); ; {
 		have, err := c.Get(ctx, DefinitionKind, "", name)
 		if err != nil || have == nil || have.GetDeletionTimestamp() == nil {
 			return have == nil, err

@@ -4,9 +4,14 @@ import (
 	"testing"
 	"time"
 
+	appsv1 "k8s.io/api/apps/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/chart"
 	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/clustertest"
 )
@@ -24,7 +29,7 @@ func TestADefinitionThatDoesNotGoIsHurried(t *testing.T) {
 	}}
 	u.SetGroupVersionKind(DefinitionKind)
 	must(t, c.Client.Create(t.Context(), u))
-	if gone, err := untilGone(t.Context(), c, u.GetName()); err != nil || gone {
+	if gone, err := untilGone(t.Context(), c, u.GetName(), goes); err != nil || gone {
 		t.Fatalf("gone before it is deleted: %v, %v", gone, err)
 	}
 	must(t, c.Client.Delete(t.Context(), u))
@@ -34,7 +39,7 @@ func TestADefinitionThatDoesNotGoIsHurried(t *testing.T) {
 	}
 	ended := make(chan end, 1)
 	go func() {
-		gone, err := untilGone(t.Context(), c, u.GetName())
+		gone, err := untilGone(t.Context(), c, u.GetName(), goes)
 		ended <- end{gone, err}
 	}()
 	for deadline := time.Now().Add(clustertest.Patient); u.GetAnnotations()[annotationHurried] == ""; time.Sleep(50 * time.Millisecond) {
@@ -69,12 +74,16 @@ func TestAnInstallationWaitsForDefinitionsThatGo(t *testing.T) {
 	another.SetKind("Namespace")
 	another.SetName("default")
 	objects := []*unstructured.Unstructured{another, u.DeepCopy()}
-	must(t, untilNoneGoes(t.Context(), c, objects)) // it is not there
+	wait := func() error {
+		_, err := untilNoneGoes(t.Context(), c, objects, true)
+		return err
+	}
+	must(t, wait()) // it is not there
 	must(t, c.Client.Create(t.Context(), u.DeepCopy()))
-	must(t, untilNoneGoes(t.Context(), c, objects)) // it is there and stays
+	must(t, wait()) // it is there and stays
 	must(t, c.Client.Delete(t.Context(), u))
 	ended := make(chan error, 1)
-	go func() { ended <- untilNoneGoes(t.Context(), c, objects) }()
+	go func() { ended <- wait() }()
 	for u.GetAnnotations()[annotationHurried] == "" {
 		must(t, c.Client.Get(t.Context(), client.ObjectKeyFromObject(u), u))
 		select {
@@ -85,4 +94,74 @@ func TestAnInstallationWaitsForDefinitionsThatGo(t *testing.T) {
 	}
 	must(t, c.Client.Patch(t.Context(), u, client.RawPatch("application/merge-patch+json", []byte(`{"metadata":{"finalizers":null}}`))))
 	must(t, <-ended)
+}
+
+// Somebody deleted the definitions after the components were gone: nobody removes our finalizers but the manager that is to be
+// installed.
+func TestAnInstallationDoesNotWaitForFinalizersOfItsOwnManager(t *testing.T) {
+	t.Parallel()
+	c, _ := clustertest.NewCluster(t, "held")
+	var said clustertest.Lines
+	options := Options{Identity: v1alpha1.ClusterIdentity{ClusterName: "held"}, Values: chart.Merge(clustertest.NodePortService(5871, 1), clustertest.WithoutWorkloads), Report: said.Report}
+	must(t, Run(t.Context(), c, options))
+	peering := &isthmus.Peering{
+		ObjectMeta: metav1.ObjectMeta{Name: "peer", Finalizers: []string{isthmus.FinalizerPeering, "test.isthmus.net/late"}},
+		Spec: isthmus.PeeringSpec{Cluster: v1alpha1.ClusterIdentity{ClusterID: "peer", ClusterName: "peer"},
+			TenantNamespace: isthmus.TenantNamespace{Local: "liqo-tenant-peer", Remote: "liqo-tenant-held"}},
+	}
+	must(t, c.Client.Create(t.Context(), peering))
+	definition := &unstructured.Unstructured{}
+	definition.SetGroupVersionKind(DefinitionKind)
+	definition.SetName("peerings.isthmus.net")
+	held := func() bool {
+		t.Helper()
+		have, err := c.Get(t.Context(), DefinitionKind, "", definition.GetName())
+		must(t, err)
+		is, err := heldByUs(t.Context(), c, have)
+		must(t, err)
+		return is
+	}
+	if held() {
+		t.Error("it is not being deleted")
+	}
+	must(t, c.Client.Delete(t.Context(), definition))
+	if held() {
+		t.Error("somebody else's finalizer is there, too")
+	}
+	finalizers := func(text string) {
+		t.Helper()
+		must(t, c.Client.Patch(t.Context(), peering, client.RawPatch("application/merge-patch+json", []byte(`{"metadata":{"finalizers":`+text+`}}`))))
+	}
+	finalizers(`["` + isthmus.FinalizerPeering + `"]`)
+	manager := &clustertest.Manager{Name: "held", Cluster: c}
+	manager.Renew(t)
+	if held() {
+		t.Error("a manager is at work")
+	}
+	manager.Release(t)
+	if !held() {
+		t.Fatal("nobody but the manager to be installed can let it go")
+	}
+	options.Values = clustertest.WithServiceNetwork(t, c, chart.Values{"workloads": true, "networks": chart.Values{"podCIDR": "10.9.0.0/16"}})
+	ended := make(chan error, 1)
+	go func() { ended <- Run(t.Context(), c, options) }()
+	for have := (*unstructured.Unstructured)(nil); have == nil; time.Sleep(50 * time.Millisecond) {
+		var err error
+		have, err = c.Get(t.Context(), appsv1.SchemeGroupVersion.WithKind("Deployment"), c.Namespace, "isthmus-manager")
+		must(t, err)
+		select {
+		case err := <-ended:
+			t.Fatalf("it ends without a manager: %v", err)
+		default:
+		}
+	}
+	finalizers("null") // as the manager does
+	must(t, <-ended)
+	must(t, c.Client.Get(t.Context(), client.ObjectKeyFromObject(definition), definition))
+	if definition.GetDeletionTimestamp() != nil || !servesKind(t.Context(), c, definition) {
+		t.Errorf("%v", definition.Object["metadata"])
+	}
+	if !said.Has("CustomResourceDefinition peerings.isthmus.net created") {
+		t.Error(said)
+	}
 }

@@ -119,7 +119,8 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 	if err != nil {
 		return err
 	}
-	if err := untilNoneGoes(ctx, c, append(services.applied(), objects...)); err != nil {
+	held, err := untilNoneGoes(ctx, c, append(services.applied(), objects...), withWorkloads(chosen))
+	if err != nil {
 		return err
 	}
 	if err := defineServices(ctx, c, services, o.Report); err != nil {
@@ -154,6 +155,9 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 		o.Report(fmt.Sprintf("%s: %s %s", c, cluster.Describe(object), outcome))
 	}
 	if err := remember(ctx, c, keep); err != nil {
+		return err
+	}
+	if err := defineAgain(ctx, c, held, o); err != nil {
 		return err
 	}
 	if err := established(ctx, c, objects); err != nil {
@@ -413,22 +417,29 @@ func established(ctx context.Context, c *cluster.Cluster, manifests []*unstructu
 // servesKind reports whether the kind of a custom resource definition is served. An answer that it may
 // not be listed is one of somebody who knows it.
 func servesKind(ctx context.Context, c *cluster.Cluster, crd *unstructured.Unstructured) bool {
-	group, _, _ := unstructured.NestedString(crd.Object, "spec", "group")
-	kind, _, _ := unstructured.NestedString(crd.Object, "spec", "names", "kind")
-	versions, _, _ := unstructured.NestedSlice(crd.Object, "spec", "versions")
-	for _, v := range versions {
-		version, _ := v.(map[string]any)
-		if served, _ := version["served"].(bool); !served {
-			continue
-		}
-		name, _ := version["name"].(string)
+	for _, kind := range served(crd) {
 		var list unstructured.UnstructuredList
-		list.SetGroupVersionKind(schema.GroupVersionKind{Group: group, Version: name, Kind: kind + "List"})
+		list.SetGroupVersionKind(kind)
 		if err := c.Client.List(ctx, &list, client.Limit(1)); err != nil && !apierrors.IsForbidden(err) {
 			return false
 		}
 	}
 	return true
+}
+
+// served are the kinds of lists of the versions of a custom resource definition that are to be served.
+func served(crd *unstructured.Unstructured) (lists []schema.GroupVersionKind) {
+	group, _, _ := unstructured.NestedString(crd.Object, "spec", "group")
+	kind, _, _ := unstructured.NestedString(crd.Object, "spec", "names", "kind")
+	versions, _, _ := unstructured.NestedSlice(crd.Object, "spec", "versions")
+	for _, v := range versions {
+		version, _ := v.(map[string]any)
+		if is, _ := version["served"].(bool); is {
+			name, _ := version["name"].(string)
+			lists = append(lists, schema.GroupVersionKind{Group: group, Version: name, Kind: kind + "List"})
+		}
+	}
+	return lists
 }
 
 func isEstablished(crd *unstructured.Unstructured) bool {

@@ -265,7 +265,7 @@ func UnnameServices(ctx context.Context, c *cluster.Cluster, keepDefinitions boo
 		}
 	}
 	for _, u := range going {
-		if gone, err := untilGone(ctx, c, u.GetName()); err != nil {
+		if gone, err := untilGone(ctx, c, u.GetName(), goes); err != nil {
 			return err
 		} else if !gone {
 			report(fmt.Sprintf("%s: %s is not gone yet", c, cluster.Describe(u)))
