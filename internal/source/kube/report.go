@@ -64,8 +64,11 @@ func (r *NodeReporter) TellRefused(ctx context.Context, version int64) error {
 }
 
 func (r *NodeReporter) named(err error) error {
-	if meta.IsNoMatchError(err) {
+	switch {
+	case meta.IsNoMatchError(err):
 		err = fmt.Errorf("the API server does not know NodeNetworks; install the CRDs (`isthmus install`): %w", err)
+	case apierrors.IsInvalid(err):
+		err = fmt.Errorf("the API server's definition of NodeNetworks refuses it; if the upgrade left that out (crds.install=false), install the CRDs of this version: %w", err)
 	}
 	if err != nil {
 		return fmt.Errorf("NodeNetworks %s/%s: %w", r.namespace, r.node, err)
