@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
+	apiextensions "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -92,4 +93,31 @@ func TestATenantNamespaceThatSomebodyDeletesFinishes(t *testing.T) {
 			t.Errorf("the event %q does not say %q", last, want)
 		}
 	}
+}
+
+// `isthmus install` starts a manager where our finalizers alone hold definitions that are being deleted.
+func TestAManagerThatStartsLetsGoWhatHoldsDeletedDefinitions(t *testing.T) {
+	a, b := twoSides(t)
+	ready(a, b)
+	b.stop()
+	definitions := make([]*apiextensions.CustomResourceDefinition, 2)
+	for i, name := range []string{"peerings.isthmus.net", "networkconfigs.net.liqo.io"} {
+		definitions[i] = &apiextensions.CustomResourceDefinition{ObjectMeta: metav1.ObjectMeta{Name: name}}
+		b.ok(b.api().Delete(b.ctx, definitions[i]))
+	}
+	b.until("the Peering is being deleted", func() bool {
+		var p isthmus.Peering
+		b.ok(b.api().Get(b.ctx, client.ObjectKeyFromObject(b.peer.peering), &p))
+		return !p.DeletionTimestamp.IsZero()
+	})
+	b.manage()
+	for _, d := range definitions {
+		b.until(d.Name+" is gone", func() bool {
+			crd, err := found(b.ctx, b.api(), client.ObjectKeyFromObject(d), new(apiextensions.CustomResourceDefinition))
+			b.ok(err)
+			return crd == nil
+		})
+	}
+	b.stop()
+	part(a)
 }
