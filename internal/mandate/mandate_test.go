@@ -2,6 +2,7 @@ package mandate
 
 import (
 	"flag"
+	"maps"
 	"math/rand/v2"
 	"slices"
 	"testing"
@@ -20,20 +21,20 @@ type system struct {
 }
 
 var systems = map[string]system{
-	"one voter":                         {1, limits{claims: 2}, []List{list(0, 0)}, false},
-	"a voter is killed":                 {1, limits{claims: 2, kills: 1}, []List{list(0, 0)}, true},
-	"a voter ends":                      {1, limits{claims: 2, ends: 1}, []List{list(0, 0)}, true},
-	"a voter ends and is killed":        {1, limits{claims: 2, ends: 1, kills: 1}, []List{list(0, 0)}, true},
-	"a promise is lost":                 {1, limits{claims: 2, reboots: 1}, []List{list(0, 0)}, false},
-	"of three promises one is lost":     {3, limits{claims: 2, reboots: 1}, []List{list(0, 0, 1, 2)}, true},
-	"a voter ends, its promise is lost": {1, limits{claims: 2, ends: 1, reboots: 1}, []List{list(0, 0)}, true},
-	"a gateway restarts":                {1, limits{claims: 2, restarts: 1}, []List{list(0, 0)}, true},
-	"a gateway releases":                {1, limits{claims: 3, releases: 1}, []List{list(0, 0)}, true},
-	"two voters":                        {2, limits{claims: 2}, []List{list(0, 0, 1)}, true},
-	"three voters":                      {3, limits{claims: 2}, []List{list(0, 0, 1, 2)}, true},
-	"another voter, in two steps":       {2, limits{claims: 2, proposals: 2}, []List{list(0, 0), list(1, 0, 1), list(2, 1)}, true},
-	"two voters fewer":                  {3, limits{claims: 2, proposals: 2}, []List{list(0, 0, 1, 2), list(1, 0, 1), list(2, 1)}, true},
-	"another voter at once":             {2, limits{claims: 2, proposals: 1}, []List{list(0, 0), list(1, 1)}, true},
+	"one voter":                         {1, limits{claims: 2, raises: 1}, []List{list(0, 0)}, false},
+	"a voter is killed":                 {1, limits{claims: 2, raises: 1, kills: 1}, []List{list(0, 0)}, true},
+	"a voter ends":                      {1, limits{claims: 2, raises: 1, ends: 1}, []List{list(0, 0)}, true},
+	"a voter ends and is killed":        {1, limits{claims: 2, raises: 1, ends: 1, kills: 1}, []List{list(0, 0)}, true},
+	"a promise is lost":                 {1, limits{claims: 2, raises: 1, reboots: 1}, []List{list(0, 0)}, false},
+	"of three promises one is lost":     {3, limits{claims: 2, raises: 1, reboots: 1}, []List{list(0, 0, 1, 2)}, true},
+	"a voter ends, its promise is lost": {1, limits{claims: 2, raises: 1, ends: 1, reboots: 1}, []List{list(0, 0)}, true},
+	"a gateway restarts":                {1, limits{claims: 2, raises: 1, restarts: 1}, []List{list(0, 0)}, true},
+	"a gateway releases":                {1, limits{claims: 3, raises: 1, releases: 1}, []List{list(0, 0)}, true},
+	"two voters":                        {2, limits{claims: 2, raises: 1}, []List{list(0, 0, 1)}, true},
+	"three voters":                      {3, limits{claims: 2, raises: 1}, []List{list(0, 0, 1, 2)}, true},
+	"another voter, in two steps":       {2, limits{claims: 2, raises: 1, proposals: 2}, []List{list(0, 0), list(1, 0, 1), list(2, 1)}, true},
+	"two voters fewer":                  {3, limits{claims: 2, raises: 1, proposals: 2}, []List{list(0, 0, 1, 2), list(1, 0, 1), list(2, 1)}, true},
+	"another voter at once":             {2, limits{claims: 2, raises: 1, proposals: 1}, []List{list(0, 0), list(1, 1)}, true},
 }
 
 const (
@@ -53,6 +54,37 @@ func TestNeverTwoMandates(t *testing.T) {
 			t.Logf("%s: %d worlds in %v", name, n, time.Since(begin).Round(time.Millisecond))
 			if w != nil {
 				t.Errorf("%s:\n\t%s", w.violation(), w.history())
+			}
+		})
+	}
+}
+
+// The search visits one world of each key. Others that have it would have to lead to the same keys.
+func TestWorldsOfOneKeyHaveOneFuture(t *testing.T) {
+	for name, s := range systems {
+		t.Run(name, func(t *testing.T) {
+			random := rand.New(rand.NewPCG(26, 28))
+			seen, compared := make(map[string]*world), 0
+			for range 150 {
+				w := newWorld(2, s.voters, s.left, s.lists, nil)
+				for range 2 + random.IntN(40) {
+					var all []*world
+					w.next(func(n *world) { all = append(all, n) })
+					w = all[random.IntN(len(all))]
+					w.violation()
+					key := string(w.key(nil))
+					switch first := seen[key]; {
+					case first == nil:
+						seen[key] = w
+					case !maps.Equal(first.futures(), w.futures()):
+						t.Fatalf("two worlds of one key differ in their futures:\n\t%s\nand\n\t%s", first.history(), w.history())
+					default:
+						compared++
+					}
+				}
+			}
+			if compared < 100 {
+				t.Errorf("%d comparisons", compared)
 			}
 		})
 	}

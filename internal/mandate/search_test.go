@@ -1,6 +1,7 @@
 package mandate
 
 import (
+	"cmp"
 	"encoding/binary"
 	"fmt"
 	"hash/maphash"
@@ -19,8 +20,9 @@ type slot struct {
 	answer Answer
 }
 
-// limits bound what happens in one history beside messages and time.
-type limits struct{ claims, kills, ends, reboots, restarts, releases, proposals int }
+// limits bound what happens in one history beside messages and time. A raise is a claim that a gateway makes again with a
+// higher epoch, because of another one's: two gateways could go on with that for ever.
+type limits struct{ claims, raises, kills, ends, reboots, restarts, releases, proposals int }
 
 // A world is a small system at one moment: all hosts have the same clock, and each may be slow to do anything.
 type world struct {
@@ -32,7 +34,7 @@ type world struct {
 	beaten   []bool   // in this step of time
 	left     limits
 	lists    []List // of the Lease
-	oldest   Time   // age from which nothing distinguishes points of time; a message does not live so long
+	oldest   Time   // a message does not get so old
 	trail    *step
 
 	latest uint64 // epoch of a mandate so far
@@ -105,7 +107,8 @@ func (w *world) clone(what string, i, j int) *world {
 	return &c
 }
 
-// key is the same for worlds that differ in nothing that matters: times are relative, and what is over is over.
+// key is the same for worlds that differ in nothing that matters: times are relative, and what is over is over. A time that
+// is compared with those of messages does not matter once no message is as old.
 func (w *world) key(b []byte) []byte {
 	ahead := func(t Time) { b = append(b, byte(max(t-w.now, 0))) }
 	back := func(t Time) { b = append(b, byte(min(w.now-t, w.oldest))) }
@@ -123,12 +126,18 @@ func (w *world) key(b []byte) []byte {
 	}
 	for i := range w.gateways {
 		g := &w.gateways[i]
+		number(g.list.Version)
+		flag(g.next != nil)
+		if w.idle(i) {
+			b = append(b, 255)
+			continue
+		}
 		number(g.epoch)
 		number(g.seen)
 		number(g.nonce)
-		number(g.list.Version)
-		flag(g.next != nil)
-		back(g.since)
+		if g.epoch != 0 {
+			ahead(g.since + 2*g.timing.Bound)
+		}
 		flag(w.beaten[i])
 	}
 	number(w.latest)
@@ -139,49 +148,64 @@ func (w *world) key(b []byte) []byte {
 		if len(w.lists) > 1 {
 			number(uint64(j))
 		}
+		v := &w.voters[j]
 		for i := range w.gateways {
-			for _, v := range w.gateways[i].votes {
-				if v.voter == w.voters[j].id {
-					back(v.heard)
-					number(v.incarnation)
-					ahead(v.until)
-					flag(v.until > 0)
-					number(v.promise.List)
+			r, m := &w.released[i][j], w.slots[i][j]
+			var heard Time
+			for _, known := range w.gateways[i].votes {
+				if known.voter != v.id || w.idle(i) {
+					continue
 				}
+				heard = known.heard
+				number(known.incarnation)
+				ahead(known.until)
+				flag(known.until > 0)
+				number(known.promise.Epoch)
+				number(known.promise.List)
 			}
-			r, s := &w.released[i][j], &w.slots[i][j]
-			if b = append(b, r.what, s.what); r.what == 1 {
+			if a := m.answer; m.what == 2 && (w.idle(i) || a.Nonce != w.gateways[i].nonce || a.Sent < heard ||
+				a.Sent == heard && a.Granted && !a.Farewell) {
+				m = slot{} // it would be ignored
+			}
+			if r.ask.Epoch < v.promise.Epoch && !w.amnesia {
+				r = new(slot) // epochs of a voter only grow
+			}
+			if b = append(b, r.what, m.what); r.what == 1 {
 				number(r.ask.Epoch)
 				number(r.ask.Nonce)
 				back(r.ask.Sent)
 			}
-			switch s.what {
+			switch m.what { // only the message under way is compared with the last one that came
 			case 1:
-				b = append(b, byte(s.ask.Kind))
-				number(s.ask.Epoch)
-				number(s.ask.List)
-				back(s.ask.Sent)
-				number(s.ask.Nonce)
-				number(s.ask.Heard)
-				flag(s.ask.Holds)
+				b = append(b, byte(m.ask.Kind), byte(1+cmp.Compare(m.ask.Sent, heard)))
+				number(m.ask.Epoch)
+				number(m.ask.List)
+				back(m.ask.Sent)
+				number(m.ask.Nonce)
+				number(m.ask.Heard)
+				flag(m.ask.Holds)
+				flag(v.newer(m.ask))
 			case 2:
-				flag(s.answer.Granted)
-				flag(s.answer.Farewell)
-				promise(s.answer.Promise)
-				back(s.answer.Sent)
-				number(s.answer.Nonce)
-				number(s.answer.Incarnation)
+				b = append(b, byte(1+cmp.Compare(m.answer.Sent, heard)))
+				flag(m.answer.Granted)
+				flag(m.answer.Farewell)
+				promise(m.answer.Promise)
+				back(m.answer.Sent)
+				number(m.answer.Nonce)
+				number(m.answer.Incarnation)
 			}
 		}
-		v := &w.voters[j]
 		number(v.incarnation)
 		promise(v.promise)
 		ahead(v.bound)
 		ahead(v.farewell)
+		flag(v.farewell != 0)
 		flag(v.released)
 		flag(v.empty)
 		number(v.last.Nonce)
-		back(v.last.Sent)
+		if w.left.ends > 0 { // a farewell answers it once more
+			back(v.last.Sent)
+		}
 		columns[j] = string(b[begin:])
 		b = b[:begin]
 	}
@@ -191,11 +215,14 @@ func (w *world) key(b []byte) []byte {
 	for _, c := range columns {
 		b = append(append(b, c...), 254)
 	}
-	for _, n := range []int{w.left.claims, w.left.kills, w.left.ends, w.left.reboots, w.left.restarts, w.left.releases, w.left.proposals, len(w.lists)} {
+	for _, n := range []int{w.left.claims, w.left.raises, w.left.kills, w.left.ends, w.left.reboots, w.left.restarts, w.left.releases, w.left.proposals, len(w.lists)} {
 		b = append(b, byte(n))
 	}
 	return b
 }
+
+// idle reports whether a gateway does nothing any more. Its messages may still be under way.
+func (w *world) idle(i int) bool { return w.gateways[i].epoch == 0 && w.left.claims == 0 }
 
 // next calls yield with each world that can follow.
 func (w *world) next(yield func(*world)) {
@@ -245,7 +272,13 @@ func (w *world) gatewayActs(i int, yield func(*world)) {
 	if g.epoch != 0 && !w.beaten[i] {
 		c := w.clone("%[1]s asks", i, 0)
 		c.beaten[i] = true
-		send(c, c.gateways[i].Tick(c.now, true, false))
+		all := c.gateways[i].Tick(c.now, true, false)
+		if c.gateways[i].epoch > g.epoch {
+			c.left.raises--
+		}
+		if c.left.raises >= 0 {
+			send(c, all)
+		}
 	}
 	if g.epoch != 0 && w.left.releases > 0 {
 		c := w.clone("%[1]s releases", i, 0)
@@ -365,7 +398,7 @@ func (w *world) voterActs(j int, yield func(*world)) {
 			lost := c.clone("the farewell of %[2]s is lost", 0, j)
 			again(lost, &promise)
 			for i := range c.gateways {
-				if c.gateways[i].id == promise.Holder {
+				if c.gateways[i].id == promise.Holder && c.now-answer.Sent < w.oldest {
 					c.slots[i][j] = slot{what: 2, answer: answer}
 				}
 			}
@@ -396,6 +429,17 @@ func (w *world) violation() string {
 		}
 	}
 	return ""
+}
+
+// futures are the keys of all other worlds that can follow.
+func (w *world) futures() map[string]bool {
+	all := make(map[string]bool)
+	w.next(func(n *world) {
+		n.violation()
+		all[string(n.key(nil))] = true
+	})
+	delete(all, string(w.key(nil)))
+	return all
 }
 
 func (w *world) history() string {
