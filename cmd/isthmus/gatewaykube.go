@@ -22,6 +22,7 @@ import (
 	"github.com/spf13/pflag"
 	"k8s.io/apimachinery/pkg/types"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/fabric"
@@ -211,6 +212,11 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 	if err != nil {
 		return err
 	}
+	watching, unwatch := context.WithCancel(ctx)
+	var watch sync.WaitGroup
+	watch.Go(func() { tellStandby(watching, events, replica, log) })
+	defer watch.Wait()
+	defer unwatch()
 	options.PodNetwork, options.Gate = !k.hostNetwork, replica.MaySend
 	options.InBand = k.inBand(replica)
 	link := flowsync.NewLink(options.Flows, k.links(replica))
@@ -307,6 +313,31 @@ func tellPod(ctx context.Context, events *kube.PodEvents, s gateway.Status, log 
 	}
 	if err != nil && ctx.Err() == nil {
 		log.Debug("nobody is told what is wrong", "error", err) // Pod and status say it too
+	}
+}
+
+// standbyInterval is how often a standby looks whether it could take over, to tell people.
+const standbyInterval = 10 * time.Second
+
+// tellStandby tells of a standby that could not take over, until ctx ends.
+func tellStandby(ctx context.Context, events *kube.PodEvents, replica *kube.Gateway, log *slog.Logger) {
+	told := false
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(standbyInterval):
+		}
+		var err error
+		switch why := replica.CannotTakeOver(); {
+		case why != nil:
+			told, err = true, events.Warn(ctx, isthmus.EventCannotTakeOver, why.Error())
+		case told:
+			told, err = false, events.Mended(ctx, "this gateway hears most nodes that vote again")
+		}
+		if err != nil && ctx.Err() == nil {
+			log.Debug("nobody is told that this standby cannot take over", "error", err) // /readyz says it too
+		}
 	}
 }
 

@@ -117,7 +117,7 @@ func TestNodesVote(t *testing.T) {
 		during := startTraffic(t, a, b)
 		filter(t, a.GatewayHost(was), "add chain ip fault on { type filter hook output priority 0; }; add rule ip fault on udp dport 4801 drop")
 		other(t, was)
-		says(t, a, was, 5872, "/readyz", "ok, standby")
+		says(t, a, was, 5872, "/readyz", "503", "this standby cannot take over: of the 3 nodes that vote")
 		time.Sleep(time.Second)
 		for _, o := range during.end(t) {
 			if o.outage > takeover {

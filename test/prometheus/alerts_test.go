@@ -63,6 +63,10 @@ var well = map[string]string{
 	`isthmus_gateway_active{instance="gw",job="g",namespace="n"}`:                                                      "1x400",
 	`isthmus_gateway_active{instance="standby",job="g",namespace="n"}`:                                                 "0x400",
 	`isthmus_gateway_standbys{instance="gw",job="g",namespace="n"}`:                                                    "1x400",
+	`isthmus_gateway_voters{instance="gw",job="g",namespace="n"}`:                                                      "3x400",
+	`isthmus_gateway_voters{instance="standby",job="g",namespace="n"}`:                                                 "3x400",
+	`isthmus_gateway_voters_heard{instance="gw",job="g",namespace="n"}`:                                                "2x400",
+	`isthmus_gateway_voters_heard{instance="standby",job="g",namespace="n"}`:                                           "2x400",
 	`isthmus_gateway_key_rotation_age_seconds{instance="gw",job="g",namespace="n"}`:                                    "0x400",
 	`isthmus_gateway_key_laggards{instance="gw",job="g",namespace="n"}`:                                                "0x400",
 	`isthmus_gateway_source_ok{instance="gw",job="g",namespace="n"}`:                                                   "1x400",
@@ -116,6 +120,7 @@ var faults = []struct {
 	{alert: "IsthmusNoStandby", after: 10, series: map[string]string{`isthmus_gateway_standbys`: "0"}, summary: "No standby"},
 	{alert: "IsthmusNoActiveGateway", after: 5, series: map[string]string{`isthmus_gateway_active`: "_"}, summary: "No gateway"}, // the same
 	{alert: "IsthmusSeveralActiveGateways", after: 1, series: map[string]string{`isthmus_gateway_active{instance="standby"`: "1"}, summary: "2 gateways"},
+	{alert: "IsthmusStandbyCannotTakeOver", after: 5, series: map[string]string{`isthmus_gateway_voters_heard{instance="standby"`: "1"}, summary: "gateway standby does not hear"},
 	{alert: "IsthmusFlowsNotCopied", after: 5, series: map[string]string{`isthmus_gateway_copied_flows_age_seconds`: "90"}, summary: "NAT flows"},
 	{alert: "IsthmusGatewayFlaps", after: 2, series: map[string]string{`isthmus_gateway_takeovers_total`: "+2"}, summary: "times within an hour"},
 	{alert: "IsthmusConfigurationRefused", after: 5, series: map[string]string{`isthmus_config_last_reload_successful`: "0"}, summary: "newest configuration"},

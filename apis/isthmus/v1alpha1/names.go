@@ -94,6 +94,10 @@ const PeerServicesPrefix = "services-"
 // what it warned of is over.
 const EventApplied = "Applied"
 
+// EventCannotTakeOver is the reason of the Event by which a standby gateway says of its own Pod that it does not hear the
+// nodes whose votes it needs.
+const EventCannotTakeOver = "StandbyCannotTakeOver"
+
 // DefaultIdentitySecret is the Secret in the local tenant namespace with which the manager speaks
 // to the peer's API server, unless the Peering names another.
 const DefaultIdentitySecret = "isthmus-identity"

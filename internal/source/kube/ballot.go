@@ -234,9 +234,23 @@ func (e *election) voters() (all, heard int) {
 	return all, len(e.votes.View().Heard)
 }
 
+// hearsLocked reports whether a majority of the voters has answered lately; e.mu is held.
+func (e *election) hearsLocked(v voting.View) bool {
+	heard := 0
+	for _, name := range v.Heard {
+		if _, votes := e.list.Voters[name]; votes {
+			heard++
+		}
+	}
+	return heard > len(e.list.Voters)/2
+}
+
 // judgeVotesLocked decides who is active where votes do; e.mu is held.
-func (e *election) judgeVotesLocked() {
+func (e *election) judgeVotesLocked(now time.Time) {
 	v := e.votes.View()
+	if hears := e.hearsLocked(v); hears || e.hears {
+		e.hears, e.heardAt = hears, now
+	}
 	name := e.name
 	switch {
 	case v.Holds:

@@ -197,3 +197,35 @@ func TestAStandbyThatStartsAgainLearnsWhoIsActive(t *testing.T) {
 		t.Errorf("the active gateway is %q; want %q", e.name, holder)
 	}
 }
+
+// A standby is ready only while it hears enough voters to take over, and reports the silent ones.
+func TestAStandbyThatHearsTooFewVotersIsNotReady(t *testing.T) {
+	list := voting.List{Version: 3, Voters: map[string]netip.Addr{"a": netip.MustParseAddr("192.0.2.1"), "b": netip.MustParseAddr("192.0.2.2"), "c": netip.MustParseAddr("192.0.2.3")}}
+	candidate := voting.NewCandidate("me", netip.Addr{}, func() [32]byte { return [32]byte{} }, quiet)
+	e := &election{identity: "me", name: "you", list: list, log: quiet, changed: newSignal(), votes: &ballot{Candidate: candidate}}
+	now := time.Now()
+	if err := e.cannotTakeOver(now); err == nil || !strings.Contains(err.Error(), "of the 3 nodes that vote, a, b, c do not answer it at UDP port 4801, and it needs the votes of 2") {
+		t.Errorf("a standby that never heard a voter says %v", err)
+	}
+	e.hears = true // until now
+	e.judge(now)
+	if err := e.cannotTakeOver(now.Add(deafMost - 1)); err != nil {
+		t.Errorf("shortly after it heard them it says %v", err)
+	}
+	if e.cannotTakeOver(now.Add(deafMost)) == nil {
+		t.Error("it heard them too long ago, and is ready")
+	}
+	for enough, heard := range map[bool]voting.View{false: {Heard: []string{"b", "stranger"}}, true: {Heard: []string{"b", "c"}}} {
+		if got := e.hearsLocked(heard); got != enough {
+			t.Errorf("with answers of %v it hears enough: %v", heard.Heard, got)
+		}
+	}
+	e.name = "me"
+	if err := e.cannotTakeOver(now.Add(time.Hour)); err != nil {
+		t.Errorf("the active gateway says %v", err)
+	}
+	e.name, e.list = "you", voting.List{}
+	if err := e.cannotTakeOver(now.Add(time.Hour)); err != nil {
+		t.Errorf("where the Lease decides it says %v", err)
+	}
+}

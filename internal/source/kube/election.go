@@ -79,6 +79,8 @@ type election struct {
 	switching    bool        // it is not known whether the Lease or votes decide: a request is under way, or was lost
 	switchedFrom string      // version of the Lease before that request
 	lacking      bool        // the holder has no majority of votes
+	hears        bool        // a majority of the voters has answered lately
+	heardAt      time.Time   // when hears was last true; zero: never
 	may          bool        // this replica can become active
 	renewed      time.Time   // when the last renewal of this replica was sent that succeeded
 	seen         time.Time   // since when the Lease is as it is, in contact with the API server
@@ -382,7 +384,7 @@ func (e *election) judgeLocked(now time.Time) {
 		votes := e.byVotesLocked()
 		e.votes.Allow(e.may && (votes || e.switching || v.confirmed && e.votes.wanted), v.confirmed && !votes, votes || e.switching)
 		if votes && !e.switching {
-			e.judgeVotesLocked()
+			e.judgeVotesLocked(now)
 			return
 		}
 	}
@@ -460,6 +462,28 @@ func (e *election) silence() string {
 		return ""
 	}
 	return fmt.Sprintf("silent: this gateway cannot renew the Lease %s, and Pod %s, which may have taken over, does not answer at UDP port %d", isthmus.LeaseGateway, e.unheard, QuestionPort)
+}
+
+// deafMost is how long a standby may hear too few voters before it is not ready: a beat may be late, and an agent restarts.
+const deafMost = 3 * time.Second
+
+// cannotTakeOver says why this standby would get no mandate, or nil.
+func (e *election) cannotTakeOver(now time.Time) error {
+	if e.votes == nil {
+		return nil
+	}
+	v := e.votes.View()
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if !e.byVotesLocked() || e.name == e.identity || e.hearsLocked(v) || now.Sub(e.heardAt) < deafMost {
+		return nil
+	}
+	silent := maps.Clone(e.list.Voters)
+	for _, name := range v.Heard {
+		delete(silent, name)
+	}
+	return fmt.Errorf("this standby cannot take over: of the %d nodes that vote, %s do not answer it at UDP port %d, and it needs the votes of %d",
+		len(e.list.Voters), strings.Join(slices.Sorted(maps.Keys(silent)), ", "), voting.Port, len(e.list.Voters)/2+1)
 }
 
 // holder is the name that was last seen in the Lease.

@@ -210,6 +210,17 @@ func (g *Gateway) Run(ctx context.Context, serve func(ctx context.Context, begin
 	return err
 }
 
+// CannotTakeOver returns why this replica, a standby, would not become active if the active one ended, or nil.
+func (g *Gateway) CannotTakeOver() error {
+	g.mu.Lock()
+	e := g.election
+	g.mu.Unlock()
+	if e == nil {
+		return nil
+	}
+	return e.cannotTakeOver(time.Now())
+}
+
 // MaySend reports whether this replica may send to peers now. It is asked right before it does.
 func (g *Gateway) MaySend() bool { return g.candidate == nil || g.candidate.Gate.Open() }
 
@@ -391,7 +402,7 @@ func (g *Gateway) refresh(ctx context.Context, cluster v1alpha1.ClusterIdentity)
 
 // Ready returns why this replica cannot become or be active, or nil. A replica that carries on from its
 // snapshot is not ready, because it learns of no change. Neither is a holder of the Lease that may not
-// speak.
+// speak, nor a standby that hears too few voters.
 func (g *Gateway) Ready() error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -399,6 +410,9 @@ func (g *Gateway) Ready() error {
 	if g.election != nil {
 		if silence := g.election.silence(); silence != "" {
 			why = append(why, silence)
+		}
+		if err := g.election.cannotTakeOver(time.Now()); err != nil {
+			why = append(why, err.Error())
 		}
 	}
 	if g.wait == nil {
