@@ -23,8 +23,14 @@ import (
 
 // What the Pods and the Service of the gateway are found by, as with Liqo.
 var (
-	podLabels     = map[string]string{"app.kubernetes.io/name": "gateway", "app.kubernetes.io/component": "networking"}
+	podLabels     = map[string]string{labelName: "gateway", "app.kubernetes.io/component": "networking"}
 	serviceLabels = map[string]string{v1alpha1.LabelGateway: "true"}
+	agentLabels   = map[string]string{labelName: agentName} // of the Pods of route agents, as the chart has them
+)
+
+const (
+	labelName = "app.kubernetes.io/name"
+	agentName = "route-agent"
 )
 
 // writeInterval is how often the writer looks without being told.

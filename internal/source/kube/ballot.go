@@ -31,6 +31,10 @@ const (
 	// quietMost is how long a voter does not answer until another node gets its vote: longer than a node takes to boot.
 	quietMost = 5 * time.Minute
 
+	// agentGone is how long a node may be without the Pod of an agent and votes: longer than a DaemonSet takes to replace one,
+	// and shorter than mandate.Usual.FarewellMandate.
+	agentGone = 10 * time.Second
+
 	// goneMost is how long a majority of the voters' Nodes do not exist until the Lease decides again.
 	goneMost = 30 * time.Second
 )
@@ -134,6 +138,9 @@ type ballot struct {
 	gone   time.Time            // since when a majority of the voters' Nodes do not exist; zero: they do
 	quiet  map[string]time.Time // since when a voter does not answer
 	key    func()               // tells nodes the key by which gateways sign, where the Service has another one
+
+	agents func() *map[string]bool // the nodes with a route agent; nil: all may have one
+	manned map[string]time.Time    // when a node was last seen with one
 }
 
 // voters chooses who votes: those of before as long as there are such nodes, then others in an order that does not change.
@@ -275,9 +282,8 @@ func (e *election) stepVotes(now time.Time) (want *coordinationv1.Lease) {
 	e.mu.Lock()
 	list, transition := e.list, e.transition
 	e.mu.Unlock()
-	nodes := b.Nodes()
 	if !v.Holds {
-		there := 0
+		nodes, there := b.Nodes(), 0
 		for name := range list.Voters {
 			if nodes[name].IsValid() {
 				there++
@@ -304,6 +310,7 @@ func (e *election) stepVotes(now time.Time) (want *coordinationv1.Lease) {
 		return want
 	}
 	next := list
+	nodes := b.electable(now)
 	useful := b.useful(b.Answering(), list.Voters, nodes, now)
 	// Where one of three is away for long, the next one that crashes would silence the gateways.
 	switch off := !b.wanted || min(len(nodes), len(useful)) < votersLeast; {
@@ -325,6 +332,28 @@ func (e *election) stepVotes(now time.Time) (want *coordinationv1.Lease) {
 	}
 	withList(want, next)
 	return want
+}
+
+// electable are the nodes that may vote: those with an agent.
+func (b *ballot) electable(now time.Time) map[string]netip.Addr {
+	nodes, agents := b.Nodes(), b.agents()
+	if agents == nil {
+		return nodes
+	}
+	if b.manned == nil {
+		b.manned = make(map[string]time.Time)
+	}
+	all := make(map[string]netip.Addr)
+	for name, addr := range nodes {
+		if (*agents)[name] {
+			b.manned[name] = now
+		}
+		if at, had := b.manned[name]; had && now.Sub(at) < agentGone {
+			all[name] = addr
+		}
+	}
+	maps.DeleteFunc(b.manned, func(name string, _ time.Time) bool { return !nodes[name].IsValid() })
+	return all
 }
 
 // useful adds to the nodes that answer the voters that have not answered for less than quietMost: these may vote from
@@ -354,7 +383,7 @@ func (b *ballot) try(before voting.List, now time.Time) voting.List {
 	if !b.wanted {
 		return voting.List{}
 	}
-	v := b.View()
+	v, nodes := b.View(), b.electable(now)
 	if b.silent == nil {
 		b.silent = make(map[string]bool)
 	}
@@ -364,12 +393,12 @@ func (b *ballot) try(before voting.List, now time.Time) voting.List {
 				b.silent[name] = true
 			}
 		}
-		if len(b.Nodes())-len(b.silent) < votersLeast {
+		if len(nodes)-len(b.silent) < votersLeast {
 			clear(b.silent) // from the beginning
 		}
 		b.tried = now
 	}
-	chosen := voters(b.Nodes(), b.trial.Voters, b.silent)
+	chosen := voters(nodes, b.trial.Voters, b.silent)
 	if chosen == nil {
 		b.trial, b.tried = voting.List{}, time.Time{}
 		return voting.List{}

@@ -6,6 +6,7 @@ import (
 	"maps"
 	"math/rand/v2"
 	"net/netip"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -228,4 +229,77 @@ func TestAStandbyThatHearsTooFewVotersIsNotReady(t *testing.T) {
 	if err := e.cannotTakeOver(now.Add(time.Hour)); err != nil {
 		t.Errorf("where the Lease decides it says %v", err)
 	}
+}
+
+// A node votes while the Pod of an agent is there, or was until a moment ago: one that is replaced loses no vote.
+func TestANodeWithoutAnAgentDoesNotVote(t *testing.T) {
+	candidate := voting.NewCandidate("me", netip.Addr{}, func() [32]byte { return [32]byte{} }, quiet)
+	nodes := make(map[string]netip.Addr)
+	for i, name := range []string{"a", "b", "c", "d"} {
+		nodes[name] = netip.AddrFrom4([4]byte{192, 0, 2, byte(i)})
+	}
+	candidate.SetNodes(nodes)
+	var agents *map[string]bool
+	b := &ballot{Candidate: candidate, agents: func() *map[string]bool { return agents }}
+	begin := time.Now()
+	for _, tc := range []struct {
+		name   string
+		after  time.Duration
+		agents []string
+		want   string
+	}{
+		{"agents are no Pods", 0, nil, "a b c d"},
+		{"one node has none", 0, []string{"a", "b", "c"}, "a b c"},
+		{"an agent is replaced", time.Minute, []string{"a", "b", "c"}, "a b c"},
+		{"an agent is replaced", time.Minute + agentGone - 1, []string{"a", "b"}, "a b c"},
+		{"an agent is gone", time.Minute + agentGone, []string{"a", "b"}, "a b"},
+		{"an agent has come", time.Minute + agentGone, []string{"a", "b", "d"}, "a b d"},
+	} {
+		if tc.agents != nil {
+			agents = &map[string]bool{}
+			for _, name := range tc.agents {
+				(*agents)[name] = true
+			}
+		}
+		if got := strings.Join(slices.Sorted(maps.Keys(b.electable(begin.Add(tc.after)))), " "); got != tc.want {
+			t.Errorf("%s: %s may vote; want %s", tc.name, got, tc.want)
+		}
+	}
+}
+
+// Which nodes have an agent is known by its Pods, as the cache keeps them.
+func TestWhereAgentsAre(t *testing.T) {
+	pod := func(namespace, name, node string, labels map[string]string) *corev1.Pod {
+		slim, err := slimPod(&corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name, Labels: labels}, Spec: corev1.PodSpec{NodeName: node, HostNetwork: true}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return slim.(*corev1.Pod)
+	}
+	agent := map[string]string{"app.kubernetes.io/name": "route-agent", "pod-template-generation": "1"}
+	var p places
+	if _, ok := p.withAgents("isthmus-system"); ok {
+		t.Error("agents are Pods, although there is none")
+	}
+	pending := pod("isthmus-system", "1", "", agent)
+	if p.set(nil, pending) || !p.set(pending, pod("isthmus-system", "1", "n1", agent)) {
+		t.Error("an agent is news when it has a node")
+	}
+	p.set(nil, pod("isthmus-system", "2", "n1", agent)) // beside the one that it replaces
+	p.set(nil, pod("isthmus-system", "3", "n2", map[string]string{"app.kubernetes.io/name": "manager"}))
+	p.set(nil, pod("default", "1", "n3", agent))
+	check := func(want ...string) {
+		t.Helper()
+		nodes, ok := p.withAgents("isthmus-system")
+		if got := slices.Sorted(maps.Keys(nodes)); !slices.Equal(got, want) || ok != (len(want) > 0) {
+			t.Errorf("agents on %v; want %v", got, want)
+		}
+	}
+	check("n1")
+	if !p.set(pod("isthmus-system", "1", "n1", agent), nil) {
+		t.Error("an agent that goes is no news")
+	}
+	check("n1")
+	p.set(pod("isthmus-system", "2", "n1", agent), nil)
+	check()
 }

@@ -92,7 +92,8 @@ type Gateway struct {
 
 	listen func() (net.PacketConn, error) // for questions of other gateways
 
-	candidate *voting.Candidate // nil: this replica has its node's network, and the Lease alone decides
+	agents    atomic.Pointer[map[string]bool] // the nodes with a route agent's Pod; nil: no agent is known to be a Pod
+	candidate *voting.Candidate               // nil: this replica has its node's network, and the Lease alone decides
 }
 
 // NewGateway connects to nothing yet.
@@ -142,7 +143,7 @@ func (g *Gateway) Run(ctx context.Context, serve func(ctx context.Context, begin
 	defer e.close()
 	e.met = g.keeper.changed.set
 	if g.candidate != nil {
-		e.votes = &ballot{Candidate: g.candidate, wanted: g.o.Votes, key: func() { g.tellKey(ctx) }}
+		e.votes = &ballot{Candidate: g.candidate, wanted: g.o.Votes, key: func() { g.tellKey(ctx) }, agents: g.agents.Load}
 		g.candidate.Change = e.voted.set
 		group.Go(func() { g.candidate.Run(ctx) })
 	}
@@ -396,6 +397,9 @@ func (g *Gateway) refresh(ctx context.Context, cluster v1alpha1.ClusterIdentity)
 			}
 		}
 		g.candidate.SetNodes(nodes)
+		if agents, ok := g.places.withAgents(g.o.Namespace); ok {
+			g.agents.Store(&agents)
+		}
 	}
 	g.publish(Snapshot{Gateway: g.asked.at(site), Problems: problems, Keys: ring, PodNetwork: network, Preshared: g.asked.preshared})
 }

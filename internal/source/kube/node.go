@@ -437,6 +437,9 @@ func slimPod(o any) (any, error) {
 		if isGateway(p, p.Namespace) {
 			slim.Labels, slim.Status.HostIP = podLabels, p.Status.HostIP
 		}
+		if p.Spec.HostNetwork && p.Labels[labelName] == agentName {
+			slim.Labels = agentLabels
+		}
 		return slim, nil
 	}
 	return o, nil

@@ -4,6 +4,7 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
+	"strings"
 	"sync"
 
 	corev1 "k8s.io/api/core/v1"
@@ -22,6 +23,8 @@ type places struct {
 	addrs map[netip.Addr]int      // how many nodes have an address, of any type
 	nodes fabric.Site             // of addrs; not to be changed any more once told
 	told  bool
+
+	agents map[string]string // the route agents' Pods, namespace/name, and their nodes
 }
 
 // handler calls notify for a change after which network may be another.
@@ -56,7 +59,8 @@ func (p *places) set(before, after any) bool {
 		if b, ok := before.(*corev1.Pod); ok {
 			was = b.Spec.NodeName
 		}
-		return p.known.SetPod(now.Namespace+"/"+now.Name, was, now.Spec.NodeName, podsFrom(now))
+		moved := p.setAgent(now)
+		return p.known.SetPod(now.Namespace+"/"+now.Name, was, now.Spec.NodeName, podsFrom(now)) || moved
 	case *isthmus.NodeNetworks:
 		moved := p.known.SetSources(now.Name, fabric.OverlaySourcesFrom(now))
 		return p.known.SetRoutes(now.Name, fabric.NodeRoutesFrom(now)) || moved
@@ -66,12 +70,41 @@ func (p *places) set(before, after any) bool {
 		moved := p.move(was.Name, nil)
 		return p.known.RemoveNode(was.Name) || moved
 	case *corev1.Pod:
-		return p.known.SetPod(was.Namespace+"/"+was.Name, was.Spec.NodeName, "", nil)
+		_, agent := p.agents[was.Namespace+"/"+was.Name]
+		delete(p.agents, was.Namespace+"/"+was.Name)
+		return p.known.SetPod(was.Namespace+"/"+was.Name, was.Spec.NodeName, "", nil) || agent
 	case *isthmus.NodeNetworks:
 		moved := p.known.SetSources(was.Name, nil)
 		return p.known.SetRoutes(was.Name, nil) || moved
 	}
 	return false
+}
+
+// setAgent notes on which node a Pod of a route agent is, and reports whether that is new.
+func (p *places) setAgent(pod *corev1.Pod) bool {
+	id := pod.Namespace + "/" + pod.Name
+	if pod.Labels[labelName] != agentName || pod.Spec.NodeName == "" || p.agents[id] == pod.Spec.NodeName {
+		return false
+	}
+	if p.agents == nil {
+		p.agents = make(map[string]string)
+	}
+	p.agents[id] = pod.Spec.NodeName
+	return true
+}
+
+// withAgents are the nodes with a route agent's Pod in a namespace. ok is false where there are no such Pods: route agents can
+// be started by something else than a DaemonSet.
+func (p *places) withAgents(namespace string) (nodes map[string]bool, ok bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	nodes = make(map[string]bool)
+	for id, node := range p.agents {
+		if strings.HasPrefix(id, namespace+"/") {
+			nodes[node] = true
+		}
+	}
+	return nodes, len(nodes) > 0
 }
 
 // move notes the addresses that a node has now, nil: none, and reports whether any is of no other. What it
