@@ -33,7 +33,6 @@ const patience = expect.Patience
 // An attack is a row of the table and what it does.
 type attack struct {
 	attacker, attempt string
-	before            string // what happened before something stopped it; empty: nobody has tried
 	now               string // what stops it, or what still works
 	open              bool   // it still works
 	run               func(t *testing.T, s *site)
@@ -125,19 +124,19 @@ func table() string {
 	var b strings.Builder
 	b.WriteString(`# Attacks
 
-Made by ` + "`go test ./attacks -run Table -update`" + ` in test/ from the attacks that ` + "`test/attacks`" + ` runs, all against one live fleet
-of three clusters: *a* is the victim, *b* an honest peer, *c* the attacker's. Pods of a and b talk to each other meanwhile
-and lose nothing. The gateways of a are Pods; with ` + "`-long`" + ` the same attacks run against gateways that have the network of their
-nodes. [security.md](security.md) says what is protected, why it holds and what is left.
+For reviewers: the attacks that ` + "`test/attacks`" + ` runs, and their results. Written by ` + "`go test ./attacks -run Table -update`" + ` in test/.
+All attacks run against one live fleet of three clusters: *a* is the victim, *b* an honest peer, *c* the attacker's cluster.
+Meanwhile pods of a and b talk to each other and lose nothing. The gateways of a are Pods; with ` + "`-long`" + ` the same attacks run
+against gateways with ` + "`--host-network`" + `. [security.md](security.md) has the threat model, the defences and the remaining risks.
 `)
 	for _, c := range chapters() {
-		fmt.Fprintf(&b, "\n## %s\n\n| attacker | attempt | before | now |\n|---|---|---|---|\n", c.title)
+		fmt.Fprintf(&b, "\n## %s\n\n| attacker | attempt | result |\n|---|---|---|\n", c.title)
 		for _, a := range c.attacks {
 			now := a.now
 			if a.open {
 				now = "**STILL WORKS:** " + now
 			}
-			fmt.Fprintf(&b, "| %s | %s | %s | %s |\n", a.attacker, a.attempt, a.before, now)
+			fmt.Fprintf(&b, "| %s | %s | %s |\n", a.attacker, a.attempt, now)
 		}
 	}
 	return b.String()

@@ -159,8 +159,8 @@ func endpoint(host string) func(*spec) { return func(n *spec) { n.EndpointIP = h
 
 func claimChapter() chapter {
 	f := &claims{}
-	claim := func(attempt, before, now, reason, addr string, change func(*testing.T, *site) func(*spec)) attack {
-		return attack{attacker: "c, accepted", attempt: attempt, before: before, now: now, run: func(t *testing.T, s *site) {
+	claim := func(attempt, now, reason, addr string, change func(*testing.T, *site) func(*spec)) attack {
+		return attack{attacker: "c, accepted", attempt: attempt, now: now, run: func(t *testing.T, s *site) {
 			s.claim(t, f, reason, change(t, s))
 			if addr != "" {
 				if nodes := s.ledAway(t, netip.MustParseAddr(addr)); nodes != nil {
@@ -172,66 +172,66 @@ func claimChapter() chapter {
 	always := func(change func(*spec)) func(*testing.T, *site) func(*spec) {
 		return func(*testing.T, *site) func(*spec) { return change }
 	}
-	const routed, consent, waits = "the nodes routed it to c within 3 s", v1alpha1.ReasonConsent, "ConsentNeeded; what it had stays"
+	const consent, waits = v1alpha1.ReasonConsent, "ConsentNeeded; the former networks stay"
 	const invalid, wrong, key = v1alpha1.ReasonInvalid, v1alpha1.ReasonEndpoint, v1alpha1.ReasonKeyConflict
 	return chapter{title: "What a peer claims", prepare: func(t *testing.T, s *site) { *f = *s.stopManagerOfC(t) }, attacks: []attack{
-		claim("changes its claim to 8.8.8.0/24", routed, waits, consent, "8.8.8.8", always(pods("8.8.8.0/24"))),
-		claim("changes its claim to a's on-prem network", routed, waits, consent, "192.168.77.10", always(pods("192.168.77.0/24"))),
-		claim("changes its claim to a's on-link network", routed, waits, consent, "172.30.1.10", always(pods("172.30.1.0/24"))),
-		claim("changes its claim to the metadata service, 169.254.169.254/32", "routed", "the API server refuses it", "", "169.254.169.254",
+		claim("changes its claim to 8.8.8.0/24", waits, consent, "8.8.8.8", always(pods("8.8.8.0/24"))),
+		claim("changes its claim to a's on-prem network", waits, consent, "192.168.77.10", always(pods("192.168.77.0/24"))),
+		claim("changes its claim to a's on-link network", waits, consent, "172.30.1.10", always(pods("172.30.1.0/24"))),
+		claim("changes its claim to the metadata service, 169.254.169.254/32", "the API server refuses it", "", "169.254.169.254",
 			always(pods("169.254.169.254/32"))),
-		claim("changes its claim to everything, 0.0.0.0/0", "", "the API server refuses it", "", "1.1.1.1", always(pods("0.0.0.0/0"))),
-		claim("changes its claim to a's Services", "refused or remapped", waits, consent, "10.96.0.1", always(pods("10.96.0.0/16"))),
-		claim("changes its claim to the pods of a", "remapped", waits, consent, "", always(pods("10.244.0.0/24"))),
-		claim("changes its claim to the network that b has at a", "remapped", waits, consent, "", func(t *testing.T, s *site) func(*spec) {
+		claim("changes its claim to everything, 0.0.0.0/0", "the API server refuses it", "", "1.1.1.1", always(pods("0.0.0.0/0"))),
+		claim("changes its claim to a's Services", waits, consent, "10.96.0.1", always(pods("10.96.0.0/16"))),
+		claim("changes its claim to the pods of a", waits, consent, "", always(pods("10.244.0.0/24"))),
+		claim("changes its claim to the network that b has at a", waits, consent, "", func(t *testing.T, s *site) func(*spec) {
 			return pods(endpointOf(t, s.a, s.b).Spec.RemoteNATPodCIDR)
 		}),
-		claim("changes its claim to more of its neighbourhood, 172.20.0.0/16", "routed", waits, consent, "172.20.99.1", always(pods("172.20.0.0/16"))),
-		claim("changes its ExternalCIDR to 9.9.9.0/24", routed, waits, consent, "9.9.9.9", always(func(n *spec) { n.ExternalCIDR = "9.9.9.0/24" })),
-		{attacker: "c, accepted", attempt: "deletes its NetworkConfig and makes it again with another claim, as the first one of a peer",
-			now: waits + ", since networks are granted until un-peering ends", run: func(t *testing.T, s *site) { s.deleteAndClaim(t, f) }},
-		{attacker: "c, accepted", attempt: "deletes its NetworkConfig while pods of a talk to it", before: "everything for it left in the clear",
+		claim("changes its claim to more of the networks around it, 172.20.0.0/16", waits, consent, "172.20.99.1", always(pods("172.20.0.0/16"))),
+		claim("changes its ExternalCIDR to 9.9.9.0/24", waits, consent, "9.9.9.9", always(func(n *spec) { n.ExternalCIDR = "9.9.9.0/24" })),
+		{attacker: "c, accepted", attempt: "deletes its NetworkConfig and recreates it with another claim, as a new peer would",
+			now: waits + ", because allocations last until un-peering ends", run: func(t *testing.T, s *site) { s.deleteAndClaim(t, f) }},
+		{attacker: "c, accepted", attempt: "deletes its NetworkConfig while pods of a talk to it",
 			now: "refused on every node", run: func(t *testing.T, s *site) { s.deleteUnderTraffic(t, f) }},
-		claim("a NetworkConfig addressed to b", "", "refused: Invalid", invalid, "", func(_ *testing.T, s *site) func(*spec) {
+		claim("a NetworkConfig addressed to b", "refused: Invalid", invalid, "", func(_ *testing.T, s *site) func(*spec) {
 			return func(n *spec) { n.RemoteCluster = identity(s.b) }
 		}),
-		claim("its gateway is at a's gateway", "refused", "refused: BadEndpoint", wrong, "", func(_ *testing.T, s *site) func(*spec) {
+		claim("its gateway is at a's gateway", "refused: BadEndpoint", wrong, "", func(_ *testing.T, s *site) func(*spec) {
 			return endpoint(s.a.Nodes[s.gateway].Addr.String())
 		}),
-		claim("its gateway is at another node of a", "refused", "refused: BadEndpoint", wrong, "", func(_ *testing.T, s *site) func(*spec) {
+		claim("its gateway is at another node of a", "refused: BadEndpoint", wrong, "", func(_ *testing.T, s *site) func(*spec) {
 			return endpoint(s.a.Nodes[s.third()].Addr.String())
 		}),
-		claim("its gateway is at a's API server", "a sent it handshakes", "refused: BadEndpoint", wrong, "", func(_ *testing.T, s *site) func(*spec) {
+		claim("its gateway is at a's API server", "refused: BadEndpoint", wrong, "", func(_ *testing.T, s *site) func(*spec) {
 			return endpoint(s.a.Control.Addr.String())
 		}),
-		claim("its gateway is at a Service of a", "refused", "refused: BadEndpoint", wrong, "", always(endpoint("10.96.0.1"))),
-		claim("its gateway is at a pod of a", "refused", "refused: BadEndpoint", wrong, "", always(endpoint("10.244.1.11"))),
-		claim("its gateway is in the network that b has at a", "refused", "refused: BadEndpoint", wrong, "", func(t *testing.T, s *site) func(*spec) {
+		claim("its gateway is at a Service of a", "refused: BadEndpoint", wrong, "", always(endpoint("10.96.0.1"))),
+		claim("its gateway is at a pod of a", "refused: BadEndpoint", wrong, "", always(endpoint("10.244.1.11"))),
+		claim("its gateway is in the network that b has at a", "refused: BadEndpoint", wrong, "", func(t *testing.T, s *site) func(*spec) {
 			return endpoint(s.seen(t, s.a, s.b, s.podOfB().Addr).String())
 		}),
-		claim("its gateway is at 127.0.0.1", "", "the API server refuses it", "", "", always(endpoint("127.0.0.1"))),
-		claim("its gateway is at 255.255.255.255", "", "the API server refuses it", "", "", always(endpoint("255.255.255.255"))),
-		claim("its gateway is at 169.254.169.254", "", "the API server refuses it", "", "", always(endpoint("169.254.169.254"))),
-		claim("its gateway is at 168.63.129.16, where Azure has services for machines", "a sent it handshakes", "refused: Invalid", invalid, "",
+		claim("its gateway is at 127.0.0.1", "the API server refuses it", "", "", always(endpoint("127.0.0.1"))),
+		claim("its gateway is at 255.255.255.255", "the API server refuses it", "", "", always(endpoint("255.255.255.255"))),
+		claim("its gateway is at 169.254.169.254", "the API server refuses it", "", "", always(endpoint("169.254.169.254"))),
+		claim("its gateway is at 168.63.129.16, Azure's metadata service", "refused: Invalid", invalid, "",
 			always(endpoint("168.63.129.16"))),
-		claim("its gateway is at localhost", "", "the API server refuses it", "", "", always(endpoint("localhost"))),
-		{attacker: "c, accepted", attempt: "its gateway is at b's gateway", now: "taken: b throws away what is sealed for another key, and only c is cut off",
+		claim("its gateway is at localhost", "the API server refuses it", "", "", always(endpoint("localhost"))),
+		{attacker: "c, accepted", attempt: "its gateway is at b's gateway", now: "accepted: b drops messages for another key, so only c loses its connection",
 			run: func(t *testing.T, s *site) { s.atGatewayOfB(t, f) }},
-		{attacker: "c, accepted", attempt: "changes address, port and key of its gateway as fast as the API server takes it",
-			now: "a follows, and those who talk to b lose nothing", run: func(t *testing.T, s *site) { s.restless(t, f) }},
-		claim("lists b's public key among its tunnels", "b was cut off, and blamed", "KeyConflict, at c; b keeps its key", key, "", func(t *testing.T, s *site) func(*spec) {
+		{attacker: "c, accepted", attempt: "changes address, port and key of its gateway as fast as the API server accepts it",
+			now: "a follows, and traffic with b loses nothing", run: func(t *testing.T, s *site) { s.restless(t, f) }},
+		claim("lists b's public key among its tunnels", "KeyConflict, at c; b keeps its key", key, "", func(t *testing.T, s *site) func(*spec) {
 			_, public := keysOf(t, s.b)
 			return func(n *spec) { n.BackendConfig[v1alpha1.ConfigTunnels] = "5872:" + public }
 		}),
-		claim("has b's public key as its own", "b was cut off", "KeyConflict, at c", key, "", func(t *testing.T, s *site) func(*spec) {
+		claim("has b's public key as its own", "KeyConflict, at c", key, "", func(t *testing.T, s *site) func(*spec) {
 			_, public := keysOf(t, s.b)
 			return func(n *spec) { n.BackendConfig[v1alpha1.ConfigPublicKey] = public }
 		}),
-		claim("has a's public key as its own", "", "KeyConflict, at c", key, "", func(t *testing.T, s *site) func(*spec) {
+		claim("has a's public key as its own", "KeyConflict, at c", key, "", func(t *testing.T, s *site) func(*spec) {
 			_, public := keysOf(t, s.a)
 			return func(n *spec) { n.BackendConfig[v1alpha1.ConfigPublicKey] = public }
 		}),
-		claim("a public key of low order, with which nothing is secret", "taken", "refused: Invalid", invalid, "", always(func(n *spec) {
+		claim("a public key of low order, which keeps nothing secret", "refused: Invalid", invalid, "", always(func(n *spec) {
 			n.BackendConfig[v1alpha1.ConfigPublicKey] = base64.StdEncoding.EncodeToString(append([]byte{1}, make([]byte, 31)...))
 		})),
 	}}

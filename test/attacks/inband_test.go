@@ -19,24 +19,24 @@ import (
 // inBandChapter has the managers of a and b use the tunnel. c has not agreed to that.
 func inBandChapter() chapter {
 	return chapter{title: "At a's API server, through the tunnel (`spec.inBand` of a and b)", prepare: prepareInBand, attacks: []attack{
-		{attacker: "a pod of b", attempt: "TCP to the port of a's gateway for b's manager", now: "dropped: the source has to be the address of b's gateway, which no pod has",
+		{attacker: "a pod of b", attempt: "TCP to the port of a's gateway for b's manager", now: "dropped: the source must be the address of b's gateway, which no pod has",
 			run: func(t *testing.T, s *site) {
 				s.grows(t, 1, "isthmus_drops_total", `reason="local_source"`, func() { s.refuses(t, s.podOfB().Host, s.inBandPort(t, s.b)) })
 			}},
-		{attacker: "a node of b", attempt: "the same, which leaves with the address of b's gateway (NAPT)", now: "dropped by b's gateway: it alone connects to a peer's gateway",
+		{attacker: "a node of b", attempt: "the same, which leaves with the address of b's gateway (NAPT)", now: "dropped by b's gateway: only it may connect to a peer's gateway",
 			run: func(t *testing.T, s *site) { s.refuses(t, s.b.Nodes[len(s.b.Nodes)-1].Host, s.inBandPort(t, s.b)) }},
 		{attacker: "a pod of b", attempt: "the same in raw packets with the addresses of b's gateway, of a's gateway and of c's",
-			now: "no such packet arrives: a pod's packets have its own address, and b's gateway alone connects to a peer's gateway", run: inBandSpoofed},
+			now: "dropped: a pod must use its own address, and only b's gateway may connect to a peer's gateway", run: inBandSpoofed},
 		{attacker: "c's gateway", attempt: "TCP to the same port with its own address, and with those of b's gateway",
-			now: "dropped: c has not agreed, and a source has to be of the peer whose key opened the message", run: inBandOfAnother},
-		{attacker: "a pod and a node of a", attempt: "TCP to the port of b's gateway for a's manager", now: "dropped by one of the two gateways, as a pod and a node of b",
+			now: "dropped: c has not agreed, and the source must be in the networks of the peer whose key opened the message", run: inBandOfAnother},
+		{attacker: "a pod and a node of a", attempt: "TCP to the port of b's gateway for a's manager", now: "dropped by one of the two gateways, like those of b",
 			run: func(t *testing.T, s *site) {
 				at := netip.AddrPortFrom(external(t, s.a, s.b).Addr().Next(), inband.Port)
 				for _, h := range []*lab.Host{s.podOfA(s.other).Host, s.a.Nodes[s.other].Host} {
 					s.refuses(t, h, at)
 				}
 			}},
-		{attacker: "a pod of a", attempt: "the port of a's gateway for its manager", now: "closed: the handshake needs the gateways' private key. A NetworkPolicy of the chart keeps pods from it, too",
+		{attacker: "a pod of a", attempt: "the port of a's gateway for its manager", now: "closed: the handshake needs the gateways' private key, and a NetworkPolicy of the chart admits only managers",
 			run: inBandStranger},
 	}}
 }

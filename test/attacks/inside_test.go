@@ -43,7 +43,7 @@ func hold(address string) int {
 	return 0
 }
 
-const unprivilegedLock = "the lock is a table of nftables, which only CAP_NET_ADMIN makes"
+const unprivilegedLock = "refused: the lock is an nftables table, which needs CAP_NET_ADMIN"
 
 func lockOfTheAgent(t *testing.T, s *site) {
 	i := s.third()
@@ -223,9 +223,9 @@ func filterDeleted(t *testing.T, s *site) {
 
 // closingChapter has what the gateway answers by carrying nothing.
 func closingChapter() chapter {
-	return chapter{title: "What closes the gateway", closes: true, attacks: []attack{
-		{attacker: "somebody with root in the network of the gateway's Pod", attempt: "takes the packet filter's table for a process of his own",
-			now: "the overlay is taken down, nothing leaves in the clear, and /readyz says so", run: filterTaken},
+	return chapter{title: "Attacks that stop the gateway", closes: true, attacks: []attack{
+		{attacker: "somebody with root in the network of the gateway's Pod", attempt: "makes a process of its own the owner of the packet filter's table",
+			now: "the agent removes the overlay, nothing leaves in the clear, and /readyz reports it", run: filterTaken},
 	}}
 }
 

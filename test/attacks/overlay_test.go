@@ -137,10 +137,10 @@ func (s *site) seesNode(t *testing.T, p *lab.Pod) {
 
 func overlayChapter() chapter {
 	return chapter{title: "Into the overlay", prepare: func(t *testing.T, s *site) { t.Run("Counterproof", s.counterproof) }, attacks: []attack{
-		{attacker: "a pod of a", attempt: "VXLAN to another node as a pod of b", before: "arrived",
-			now: "nothing that is forwarded goes to the overlay's port",
+		{attacker: "a pod of a", attempt: "VXLAN to another node as a pod of b",
+			now: "no forwarded packet reaches the overlay's port",
 			run: func(t *testing.T, s *site) { s.asRemote(t, s.podOfA(s.other).Host, underlay).run(t) }},
-		{attacker: "a pod of a", attempt: "VXLAN to another node as 8.8.8.8", before: "arrived", now: "the same",
+		{attacker: "a pod of a", attempt: "VXLAN to another node as 8.8.8.8", now: "the same",
 			run: func(t *testing.T, s *site) {
 				i := s.asRemote(t, s.podOfA(s.other).Host, underlay)
 				p := s.podOfA(s.third())
@@ -149,49 +149,49 @@ func overlayChapter() chapter {
 				}
 				i.run(t)
 			}},
-		{attacker: "a pod of a", attempt: "VXLAN to the gateway as another pod, to a pod of b", before: "arrived", now: "the same",
+		{attacker: "a pod of a", attempt: "VXLAN to the gateway as another pod, to a pod of b", now: "the same",
 			run: func(t *testing.T, s *site) { s.asPod(t, s.podOfA(s.other).Host, s.addr()).run(t) }},
-		{attacker: "a pod of a that its CNI masquerades to its node's address", attempt: "VXLAN to another node as a pod of b", before: "arrived",
-			now: "dropped on the sending node, before its source is translated",
+		{attacker: "a pod of a that its CNI masquerades to its node's address", attempt: "VXLAN to another node as a pod of b",
+			now: "dropped on the sending node, before source NAT",
 			run: func(t *testing.T, s *site) {
 				p := s.podOfA(s.other)
 				s.masquerade(t, p, netip.MustParsePrefix("172.30.0.0/16"))
 				s.asRemote(t, p.Host, underlay).run(t)
 			}},
 		{attacker: "a pod of a that its CNI masquerades to its node's address", attempt: "VXLAN to the gateway as another pod, to a pod of b",
-			before: "arrived at a gateway in a Pod, which believes nodes", now: "the same: what came by the device of a pod goes to no overlay",
+			now: "dropped: no packet from a pod's device reaches the overlay",
 			run: func(t *testing.T, s *site) {
 				p := s.podOfA(s.other)
 				s.masquerade(t, p, netip.PrefixFrom(s.addr(), 32))
 				s.asPod(t, p.Host, s.addr()).run(t)
-				if s.inPod() { // else nothing that is forwarded goes to the overlay's port
+				if s.inPod() { // else no forwarded packet reaches the overlay's port
 					s.seesNode(t, p)
 				}
 			}},
-		{attacker: "a pod of a", attempt: "VXLAN to its own node's address among the pods", before: "arrived",
-			now: "the outer source has to be another node or a gateway, by the device that leads there",
+		{attacker: "a pod of a", attempt: "VXLAN to its own node's pod-side address",
+			now: "dropped: the outer source must be another node or a gateway, on the device that leads there",
 			run: func(t *testing.T, s *site) { s.asRemote(t, s.a.Pods[2*s.third()+1].Host, inside).run(t) }},
-		{attacker: "a pod of a", attempt: "the same with the gateway's address as the outer source", before: "arrived", now: "the same",
+		{attacker: "a pod of a", attempt: "the same with the gateway's address as the outer source", now: "the same",
 			run: func(t *testing.T, s *site) {
 				i := s.asRemote(t, s.a.Pods[2*s.third()+1].Host, inside)
 				i.source = s.addr()
 				i.run(t)
 			}},
-		{attacker: "a host of the underlay", attempt: "VXLAN to a node as a pod of b", before: "arrived", now: "the outer source has to be another node of the cluster, or a gateway",
+		{attacker: "a host of the underlay", attempt: "VXLAN to a node as a pod of b", now: "dropped: the outer source must be another node of the cluster, or a gateway",
 			run: func(t *testing.T, s *site) { s.asRemote(t, s.a.Control.Host, underlay).run(t) }},
-		{attacker: "a host of the underlay", attempt: "VXLAN to the gateway as a pod of a, to a pod of b", before: "arrived", now: "the same",
+		{attacker: "a host of the underlay", attempt: "VXLAN to the gateway as a pod of a, to a pod of b", now: "the same",
 			run: func(t *testing.T, s *site) {
 				s.reachGateway(t, s.a.Control.Host)
 				s.asPod(t, s.a.Control.Host, s.addr()).run(t)
 			}},
-		{attacker: "a node of c, with c's own overlay", attempt: "VXLAN to a node of a as a pod of b", now: "the same: it is no node of a",
+		{attacker: "a node of c, with c's own overlay", attempt: "VXLAN to a node of a as a pod of b", now: "dropped: it is no node of a",
 			run: func(t *testing.T, s *site) { s.asRemote(t, s.c.Nodes[0].Host, underlay).run(t) }},
-		{attacker: "a pod of c", attempt: "VXLAN through the tunnel to a node's address among the pods", before: "arrived, with answers",
-			now: "no packet from a peer goes to the overlay's port",
+		{attacker: "a pod of c", attempt: "VXLAN through the tunnel to a node's pod-side address",
+			now: "no packet from a peer reaches the overlay's port",
 			run: func(t *testing.T, s *site) {
 				s.asRemote(t, s.podOfC().Host, func(n *lab.Node) netip.Addr { return s.seen(t, s.c, s.a, inside(n)) }).run(t)
 			}},
-		{attacker: "a pod of c", attempt: "the same to the gateway, to a pod of b", before: "arrived", now: "the same",
+		{attacker: "a pod of c", attempt: "the same to the gateway, to a pod of b", now: "the same",
 			run: func(t *testing.T, s *site) {
 				to := inside(s.a.Nodes[s.gateway])
 				if s.inPod() {
@@ -199,16 +199,16 @@ func overlayChapter() chapter {
 				}
 				s.asPod(t, s.podOfC().Host, s.seen(t, s.c, s.a, to)).run(t)
 			}},
-		{attacker: "a pod of c", attempt: "a service of a node (kubelet, metrics) at its address among the pods", before: "HTTP 200",
-			now: "to nodes come answers only, and what was mapped", run: func(t *testing.T, s *site) { s.serviceOfNode(t, s.a.Nodes[s.third()]) }},
-		{attacker: "a pod of c", attempt: "the same of the gateway's node", before: "HTTP 200", now: "the same",
+		{attacker: "a pod of c", attempt: "a service of a node (kubelet, metrics) at its pod-side address",
+			now: "dropped: nodes accept only answers, and connections to mapped endpoints", run: func(t *testing.T, s *site) { s.serviceOfNode(t, s.a.Nodes[s.third()]) }},
+		{attacker: "a pod of c", attempt: "the same of the gateway's node", now: "the same",
 			run: func(t *testing.T, s *site) { s.serviceOfNode(t, s.a.Nodes[s.gateway]) }},
-		{attacker: "a pod of c", attempt: "a NodePort or hostPort at a node's address among the pods, which leads on to pods, nodes and hosts outside, with the node's address",
-			before: "arrived", now: "dropped before the destination is translated", run: func(t *testing.T, s *site) { s.nodePort(t, s.a.Nodes[s.third()]) }},
-		{attacker: "a pod of c", attempt: "the same of the gateway's node", before: "arrived", now: "the same",
+		{attacker: "a pod of c", attempt: "a NodePort or hostPort at a node's pod-side address, and from there pods, nodes and outside hosts with the node's address",
+			now: "dropped before destination NAT", run: func(t *testing.T, s *site) { s.nodePort(t, s.a.Nodes[s.third()]) }},
+		{attacker: "a pod of c", attempt: "the same of the gateway's node", now: "the same",
 			run: func(t *testing.T, s *site) { s.nodePort(t, s.a.Nodes[s.gateway]) }},
 		{attacker: "a host of the underlay", attempt: "ARP in the overlay: the gateway's address there has the attacker's MAC address",
-			now: "the overlay takes no frame of it, and the neighbours are permanent", run: arpInTheOverlay},
+			now: "the overlay accepts no frame from it, and the neighbour entries are permanent", run: arpInTheOverlay},
 	}}
 }
 

@@ -18,12 +18,12 @@ import (
 )
 
 func partingChapter() chapter {
-	return chapter{title: "Who poses as a peer, and who does not go", attacks: []attack{
-		{attacker: "a cluster that copies b's ID and name", attempt: "has itself peered by `isthmus peer`", before: "a's identity Secret was replaced, and it had b's rights",
-			now: "refused: the Peering notes the UID of kube-system and the certificate authority", run: twinOfB},
-		{attacker: "c's identity at a, and c", attempt: "finalizers on a's NetworkConfig and on its own copy, then `isthmus unpeer --force`", before: "un-peering waited for ever, and the identity went on working",
-			now: "the rights go first, then finalizers of others, then the namespace", run: unpeerByForce},
-		{attacker: "c, un-peered", attempt: "goes on with its identity and its tunnel", before: "both worked", now: "Unauthorized; the gateway knows its key no more", run: afterUnpeering},
+	return chapter{title: "Impostors, and peers that do not leave", attacks: []attack{
+		{attacker: "a cluster that copies b's ID and name", attempt: "is peered by `isthmus peer`",
+			now: "refused: the Peering records the UID of kube-system and the CA", run: twinOfB},
+		{attacker: "c's identity at a, and c", attempt: "finalizers on a's NetworkConfig and on its own copy, then `isthmus unpeer --force`",
+			now: "`unpeer` removes the rights first, then foreign finalizers, then the namespace", run: unpeerByForce},
+		{attacker: "c, un-peered", attempt: "keeps using its identity and its tunnel", now: "Unauthorized; the gateway no longer knows its key", run: afterUnpeering},
 	}}
 }
 

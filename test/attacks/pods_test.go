@@ -21,35 +21,35 @@ import (
 const wireGuardPort = 5871
 
 func podChapter() chapter {
-	return chapter{title: "From pods and hosts around", attacks: []attack{
-		{attacker: "a pod of a on the gateway's node", attempt: "packets with the address of a pod of b to a pod of another node", before: "arrived by the overlay",
+	return chapter{title: "From pods and hosts", attacks: []attack{
+		{attacker: "a pod of a on the gateway's node", attempt: "packets with the address of a pod of b to a pod of another node",
 			now: "only the gateway sends a peer's source into the overlay",
 			run: func(t *testing.T, s *site) {
 				p, v := s.onPod(t)
 				s.spoof(t, s.podOfA(s.gateway).Host, s.seen(t, s.a, s.b, s.podOfB().Addr), p.Addr, v)
 			}},
-		{attacker: "a pod of a on another node", attempt: "the same", before: "arrived",
-			now: "dropped on its node: a peer's source comes from the gateway, and by no device of a pod",
+		{attacker: "a pod of a on another node", attempt: "the same",
+			now: "dropped on its node: a peer's source may come only from the gateway, not from a pod's device",
 			run: func(t *testing.T, s *site) {
 				p, v := s.onPod(t)
 				s.spoof(t, s.podOfA(s.other).Host, s.seen(t, s.a, s.b, s.podOfB().Addr), p.Addr, v)
 			}},
-		{attacker: "a pod of a", attempt: "packets with the address of another pod of a to a pod of b", before: "arrived",
-			now: "dropped on its node, where pods have addresses of their nodes' networks; what a pod of the same node has is the CNI's to check",
+		{attacker: "a pod of a", attempt: "packets with the address of another pod of a to a pod of b",
+			now: "dropped on its node, if pods have addresses of their nodes' networks; the CNI must check addresses within a node",
 			run: func(t *testing.T, s *site) {
 				b := s.podOfB()
 				v := listen(t, b.Host, netip.AddrPortFrom(b.Addr, victimPort))
 				s.spoof(t, s.podOfA(s.other).Host, s.podOfA(s.third()).Addr, s.seen(t, s.a, s.b, b.Addr), v)
 			}},
-		{attacker: "a pod of a", attempt: "packets to a pod of b with the address of a host that is nowhere", before: "arrived from the NAPT address: in 20 s one pod took all ports",
-			now: "dropped on its node: a source that no pod has needs its route through the device that the packet came by",
+		{attacker: "a pod of a", attempt: "packets to a pod of b from an address that no host has",
+			now: "dropped on its node: the source needs a route through the device that the packet came by",
 			run: func(t *testing.T, s *site) {
 				b := s.podOfB()
 				v := listen(t, b.Host, netip.AddrPortFrom(b.Addr, victimPort))
 				s.spoof(t, s.podOfA(s.other).Host, netip.MustParseAddr("203.0.113.77"), s.seen(t, s.a, s.b, b.Addr), v)
 			}},
-		{attacker: "a pod of a", attempt: "what is no WireGuard message, and messages of nobody's session, to its own gateway's port",
-			now: "dropped and counted; a gateway looks at keys, not at who sends", run: garbage},
+		{attacker: "a pod of a", attempt: "packets that are no WireGuard messages, and messages of no session, to its own gateway's port",
+			now: "dropped and counted", run: garbage},
 		{attacker: "a pod of a, a pod of c", attempt: "the gateway's and the agents' status, which names all peers and flows", now: "listens on the loopback address",
 			run: func(t *testing.T, s *site) {
 				for _, port := range []uint16{5873, 5875} {
@@ -62,21 +62,21 @@ func podChapter() chapter {
 					s.refuses(t, s.podOfC().Host, netip.AddrPortFrom(s.seen(t, s.c, s.a, inside(s.a.Nodes[s.gateway])), port))
 				}
 			}},
-		{attacker: "a pod of a, a node", attempt: "Liqo's IPAM service on port 6000, to have endpoints mapped", before: "on by default, for everybody",
+		{attacker: "a pod of a, a node", attempt: "maps endpoints by Liqo's IPAM service on port 6000",
 			now: "off by default; here on the manager's loopback address",
 			run: func(t *testing.T, s *site) {
 				for _, from := range []*lab.Host{s.podOfA(s.other).Host, s.a.Nodes[s.gateway].Host} {
 					s.refuses(t, from, netip.AddrPortFrom(s.a.Control.Addr, 6000))
 				}
 			}},
-		{attacker: "a host of the underlay", attempt: "recorded messages of b's gateway again, with its address and its own",
-			now: "dropped as replays; b's endpoint stays where it is", run: replays},
-		{attacker: "a host of the underlay", attempt: "messages for the session of b, sealed by nobody", now: "dropped as forged", run: forged},
-		{attacker: "a host of the underlay, a pod with CAP_NET_RAW", attempt: "ICMP \"fragmentation needed\" about the gateway's own messages to b", before: "the tunnel's MTU sank to 516 octets for ten minutes",
-			now: "below 1280 octets for the outer packet nothing is believed: the tunnel's MTU is 1200 at least, and its messages leave whole",
+		{attacker: "a host of the underlay", attempt: "replays recorded messages of b's gateway, with its address and its own",
+			now: "dropped as replays; b's endpoint is unchanged", run: replays},
+		{attacker: "a host of the underlay", attempt: "forged messages for the session of b", now: "dropped as forged", run: forged},
+		{attacker: "a host of the underlay, a pod with CAP_NET_RAW", attempt: "ICMP \"fragmentation needed\" about the gateway's own messages to b",
+			now: "ignored below 1280 octets for the outer packet: the tunnel's MTU stays at least 1200, and its messages leave whole",
 			run: shrinkPath},
-		{attacker: "a caller of the IPAM", attempt: "map a node, a Service, the API server, a metadata service, the IPAM's own host and a pod of b for c",
-			before: "mapped; the kubelet answered", now: "refused, unless --ipam-allow names it", run: mapForbidden},
+		{attacker: "a caller of the IPAM", attempt: "maps a node, a Service, the API server, a metadata service, the IPAM's own host and a pod of b for c",
+			now: "refused, unless --ipam-allow names it", run: mapForbidden},
 	}}
 }
 

@@ -89,14 +89,14 @@ func rightsChapter() chapter {
 		return func(t *testing.T, s *site) { forbidden(t, as(t, s.c, s.a), requests(s)...) }
 	}
 	return chapter{title: "With a peer's identity at the API server", prepare: func(t *testing.T, s *site) { s.stopManagerOfC(t) }, attacks: []attack{
-		{attacker: "c's identity at a", attempt: "reads Secrets, Pods, Nodes, the IPAM's books, TunnelEndpoints, Peerings and the namespace of b", now: "forbidden",
+		{attacker: "c's identity at a", attempt: "reads Secrets, Pods, Nodes, the IPAM state, TunnelEndpoints, Peerings and the namespace of b", now: "forbidden",
 			run: asC(func(s *site) []request {
 				return get("/api/v1/secrets", "/api/v1/namespaces/"+tenant(s.c)+"/secrets/isthmus-identity", "/api/v1/namespaces/kube-system/secrets",
 					"/api/v1/pods", "/api/v1/nodes", "/api/v1/namespaces", "/api/v1/namespaces/"+fleet.Namespace+"/configmaps", liqo+"/ipamstorages", "/apis/isthmus.net/v1alpha1/networkallocations",
 					liqo+"/tunnelendpoints", liqo+"/networkconfigs", liqo+"/namespaces/"+tenant(s.b)+"/networkconfigs",
 					"/apis/isthmus.net/v1alpha1/peerings", "/apis/coordination.k8s.io/v1/leases")
 			})},
-		{attacker: "c's identity at a", attempt: "makes Pods, runs programs in Pods, makes Roles and bindings, impersonates, asks for tokens of other accounts",
+		{attacker: "c's identity at a", attempt: "creates Pods, runs programs in Pods, creates Roles and bindings, impersonates, requests tokens of other accounts",
 			now: "forbidden", run: asC(func(s *site) []request {
 				own := "/api/v1/namespaces/" + tenant(s.c)
 				return append(append(post("{}", own+"/pods", "/api/v1/namespaces/default/pods", "/api/v1/namespaces/default/pods/a-pod1/exec?command=sh",
@@ -106,7 +106,7 @@ func rightsChapter() chapter {
 					request{method: http.MethodGet, path: "/api/v1/nodes", header: http.Header{"Impersonate-User": {"kubernetes-admin"}, "Impersonate-Group": {"system:masters"}}}),
 					patch(`{"rules":[]}`, "/apis/rbac.authorization.k8s.io/v1/namespaces/"+tenant(s.c)+"/roles/"+peerAccount)...)
 			})},
-		{attacker: "c's identity at a", attempt: "writes a TunnelEndpoint, a NatMapping, a Peering, the books", now: "forbidden", run: asC(func(s *site) []request {
+		{attacker: "c's identity at a", attempt: "writes a TunnelEndpoint, a NatMapping, a Peering, IPAM state", now: "forbidden", run: asC(func(s *site) []request {
 			own := liqo + "/namespaces/" + tenant(s.c)
 			return append(post("{}", own+"/tunnelendpoints", own+"/natmappings", "/apis/isthmus.net/v1alpha1/peerings", liqo+"/ipamstorages", "/apis/isthmus.net/v1alpha1/networkallocations"),
 				patch("{}", own+"/tunnelendpoints/"+identity(s.c).UniqueName(), "/apis/isthmus.net/v1alpha1/peerings/"+identity(s.c).UniqueName())...)
@@ -115,31 +115,31 @@ func rightsChapter() chapter {
 			run: asC(func(*site) []request {
 				return get("/metrics", "/debug/pprof/", "/logs/", "/configz", "/flagz", "/statusz")
 			})},
-		{attacker: "c's identity at a", attempt: "answers its own NetworkConfig: writes its status", before: "taken", now: "forbidden", run: asC(func(s *site) []request {
+		{attacker: "c's identity at a", attempt: "answers its own NetworkConfig: writes its status", now: "forbidden", run: asC(func(s *site) []request {
 			path := liqo + "/namespaces/" + tenant(s.c) + "/networkconfigs/" + identity(s.a).UniqueName()
 			body := `{"status":{"processed":true,"podCIDRNAT":"8.8.8.0/24","externalCIDRNAT":"None"}}`
 			return append(patch(body, path, path+"/status"), request{method: http.MethodPut, path: path + "/status", body: body})
 		})},
-		{attacker: "c's identity at a", attempt: "a finalizer on a's original, which lies beside it", before: "un-peering waited for ever", now: "forbidden",
+		{attacker: "c's identity at a", attempt: "a finalizer on a's original, in the same namespace", now: "forbidden",
 			run: asC(func(s *site) []request {
 				path := liqo + "/namespaces/" + tenant(s.c) + "/networkconfigs/" + identity(s.c).UniqueName()
 				return append(patch(`{"metadata":{"finalizers":["example.com/x"]}}`, path), request{method: http.MethodDelete, path: path},
 					request{method: http.MethodPut, path: path, body: "{}"})
 			})},
-		{attacker: "c's identity at a", attempt: "a finalizer, owner, foreign label or another peer's origin on its copy", before: "taken", now: "refused by the admission policy",
+		{attacker: "c's identity at a", attempt: "a finalizer, owner, foreign label or another peer's origin on its copy", now: "refused by the admission policy",
 			run: relabel},
-		{attacker: "c's identity at a", attempt: "an object of 1 MB: in values, keys, labels, annotations", before: "taken: 2.4 MB/s into etcd",
+		{attacker: "c's identity at a", attempt: "an object of 1 MB: in values, keys, labels, annotations",
 			now: "refused: everything is bounded", run: greatObjects},
-		{attacker: "c's identity at a", attempt: "an object of 1 MB: in metadata.managedFields, which name fields that are not there", before: "taken",
-			now: "refused by the admission policy, which bounds their text", run: greatManagedFields},
-		{attacker: "c's identity at a", attempt: "1,500 NetworkConfigs", before: "1,500 of 1,500", now: "one, under the name that its Role says", run: manyObjects},
-		{attacker: "c's identity at a", attempt: "a token for 100 years, for other audiences, for here and elsewhere", before: "minted",
-			now: "90 days, and the API server's own audiences", run: tokens},
-		{attacker: "c's identity at a", attempt: "as many requests as fit", before: "as many seats as all ServiceAccounts have",
-			now: "a few seats of all peers, by turns; the others do not notice", run: floodOfRequests},
+		{attacker: "c's identity at a", attempt: "an object of 1 MB: in metadata.managedFields, for fields that do not exist",
+			now: "refused by the admission policy", run: greatManagedFields},
+		{attacker: "c's identity at a", attempt: "1,500 NetworkConfigs", now: "one is created, under the name in its Role", run: manyObjects},
+		{attacker: "c's identity at a", attempt: "requests a token for 100 years, for other audiences, for several audiences",
+			now: "at most 90 days, and only the API server's own audiences", run: tokens},
+		{attacker: "c's identity at a", attempt: "as many requests as possible",
+			now: "all peers share a few seats in turn; other clients are not affected", run: floodOfRequests},
 		{attacker: "c's identity at a", attempt: "1,000 watches of its NetworkConfigs at a time", open: true,
-			now: "the API server bounds no watches: Priority and Fairness takes the seat back when one has begun, and admission sees no reads; what helps is " +
-				"a proxy that bounds connections, or un-peering", run: manyWatches},
+			now: "the API server bounds no watches: Priority and Fairness frees the seat when a watch has begun, and admission sees no reads; use " +
+				"a proxy that bounds connections, or un-peer", run: manyWatches},
 	}}
 }
 
@@ -372,13 +372,13 @@ func (s *site) componentOf(t *testing.T, account string) (*rest.Config, client.C
 
 func insideChapter() chapter {
 	return chapter{title: "With a component's token, and beside the components", attacks: []attack{
-		{attacker: "who has the gateway's token", attempt: "another image, command or label for the manager's Pod and for the gateway's own", before: "done",
-			now: "of a gateway's Pod the one label may be changed, of other Pods nothing", run: gatewayPatchesPods},
-		{attacker: "who has the gateway's token", attempt: "leads the gateway's Service elsewhere: selector, ports, external IPs, a peer's address", before: "possible",
-			now: "of the gateway's Service one annotation may be changed, to an IP address", run: gatewayPatchesServices},
-		{attacker: "who has the gateway's token", attempt: "a Secret that is filled with the manager's token; Secrets and Leases of other names", before: "possible",
-			now: "Secret wireguard-pubkey of type Opaque and Lease isthmus-gateway, no others", run: gatewayMakesSecrets},
-		{attacker: "who has the gateway's token", attempt: "reads Secrets of tenant namespaces, asks for tokens, writes NetworkConfigs, Peerings, the books", now: "forbidden",
+		{attacker: "a holder of the gateway's token", attempt: "another image, command or label for the manager's Pod and for the gateway's own",
+			now: "it may change one label of a gateway's Pod, and nothing of other Pods", run: gatewayPatchesPods},
+		{attacker: "a holder of the gateway's token", attempt: "redirects the gateway's Service: selector, ports, external IPs, a peer's address",
+			now: "it may change one annotation of the gateway's Service, to an IP address", run: gatewayPatchesServices},
+		{attacker: "a holder of the gateway's token", attempt: "creates a Secret for the manager's token; Secrets and Leases of other names",
+			now: "it may create only Secret wireguard-pubkey of type Opaque and Lease isthmus-gateway", run: gatewayMakesSecrets},
+		{attacker: "a holder of the gateway's token", attempt: "reads Secrets of tenant namespaces, requests tokens, writes NetworkConfigs, Peerings, IPAM state", now: "forbidden",
 			run: func(t *testing.T, s *site) {
 				config, _ := s.componentOf(t, deploy.GatewayServiceAccount)
 				const liqo = "/apis/net.liqo.io/v1alpha1"
@@ -386,23 +386,23 @@ func insideChapter() chapter {
 					post("{}", "/api/v1/namespaces/"+fleet.Namespace+"/serviceaccounts/isthmus-manager/token", liqo+"/ipamstorages", "/apis/isthmus.net/v1alpha1/networkallocations")...),
 					patch("{}", liqo+"/namespaces/"+tenant(s.c)+"/tunnelendpoints/"+identity(s.c).UniqueName())...)...)
 			}},
-		{attacker: "who has a route agent's token (any node)", attempt: "writes anything, reads Secrets, asks for tokens", now: "forbidden", run: func(t *testing.T, s *site) {
+		{attacker: "a holder of a route agent's token (any node)", attempt: "writes anything, reads Secrets, requests tokens", now: "forbidden", run: func(t *testing.T, s *site) {
 			config, _ := s.componentOf(t, deploy.RouteAgentServiceAccount)
 			const liqo = "/apis/net.liqo.io/v1alpha1"
 			forbidden(t, config, append(append(get("/api/v1/secrets", "/api/v1/namespaces/"+fleet.Namespace+"/secrets/wireguard-pubkey", liqo+"/networkconfigs"),
 				post("{}", "/api/v1/namespaces/"+fleet.Namespace+"/serviceaccounts/isthmus-manager/token", "/api/v1/nodes", liqo+"/ipamstorages", "/apis/isthmus.net/v1alpha1/networkallocations")...),
 				patch("{}", "/api/v1/nodes/a-node1", "/api/v1/nodes/a-node1/status", liqo+"/namespaces/"+tenant(s.c)+"/tunnelendpoints/"+identity(s.c).UniqueName()+"/status")...)...)
 		}},
-		{attacker: "who has the manager's token", attempt: "with its right to share services: Services with selectors, external IPs, of other types, in kube-system, of somebody else; " +
-			"EndpointSlices of other Services", now: "refused by the admission policy: its own Services, which select nothing, and their EndpointSlices", run: managerWritesServices},
-		{attacker: "a mistake in a manifest", attempt: "two managers of one POD_NAME", before: "both led", now: "one leads: POD_UID is a part of the holder's name", run: twoManagers},
-		{attacker: "an unprivileged process of a node", attempt: "takes the agent's lock while the agent restarts", before: "the agent did not start any more",
+		{attacker: "a holder of the manager's token", attempt: "writes Services with selectors or external IPs, of other types, in kube-system, or foreign ones; " +
+			"EndpointSlices of other Services", now: "refused by the admission policy: it may write only its own Services without selectors, and their EndpointSlices", run: managerWritesServices},
+		{attacker: "a mistake in a manifest", attempt: "two managers with one POD_NAME", now: "one leads: the holder's name contains POD_UID", run: twoManagers},
+		{attacker: "an unprivileged process of a node", attempt: "takes the agent's lock while the agent restarts",
 			now: unprivilegedLock, run: lockOfTheAgent},
-		{attacker: "who may write a Node's status (a kubelet's identity)", attempt: "an address inside the network of a peer", before: "the whole cluster's traffic in the clear",
-			now: "the address is not believed, and is a problem that names the Node", run: nodeInAPeersNetwork},
-		{attacker: "who may write a Pod's status (a kubelet's identity)", attempt: "one of its Pods has the address of a pod of another node", before: "it got what peers sent to that pod",
-			now: "not believed where pods have addresses of their nodes' networks, and a problem that names Pod and Node", run: podOfAnother},
-		{attacker: "somebody with root on a node", attempt: "deletes the packet filter", now: "back by its event", run: filterDeleted},
+		{attacker: "a writer of a Node's status (a kubelet's identity)", attempt: "sets an address inside the network of a peer",
+			now: "nodes ignore the address and report a problem that names the Node", run: nodeInAPeersNetwork},
+		{attacker: "a writer of a Pod's status (a kubelet's identity)", attempt: "gives one of its Pods the address of a pod of another node",
+			now: "ignored if pods have addresses of their nodes' networks, with a problem that names Pod and Node", run: podOfAnother},
+		{attacker: "somebody with root on a node", attempt: "deletes the packet filter", now: "restored at the kernel's event", run: filterDeleted},
 	}}
 }
 

@@ -128,8 +128,8 @@ func withSecret(run func(*testing.T, *site)) func(*testing.T, *site) {
 }
 
 func serverChapter() chapter {
-	return chapter{title: "As a peer's API server, or on the way to it", attacks: []attack{
-		{attacker: "who may write an identity Secret, or stands on the way", attempt: "insecure-skip-tls-verify in it", before: "the token went to whoever answered",
+	return chapter{title: "As a peer's API server, or on the path to it", attacks: []attack{
+		{attacker: "a writer of an identity Secret, a host on the path", attempt: "insecure-skip-tls-verify in it",
 			now: "refused: SecretInvalid, nothing is sent", run: withSecret(func(t *testing.T, s *site) {
 				i := s.impostor(t, func(http.ResponseWriter, *http.Request) {})
 				s.identitySecret(t, func(c *clientcmdapi.Cluster) {
@@ -140,7 +140,7 @@ func serverChapter() chapter {
 					t.Errorf("%d requests, %d of them with the token", n, i.tokens.Load())
 				}
 			})},
-		{attacker: "who stands on the way", attempt: "answers in place of the peer's API server, with another certificate", now: "the token is not sent", run: withSecret(func(t *testing.T, s *site) {
+		{attacker: "a host on the path", attempt: "answers in place of the peer's API server, with another certificate", now: "the token is not sent", run: withSecret(func(t *testing.T, s *site) {
 			i := s.impostor(t, func(http.ResponseWriter, *http.Request) {})
 			s.identitySecret(t, func(c *clientcmdapi.Cluster) { c.Server = i.url }) // the authority stays
 			s.identityIs(t, metav1.ConditionFalse, "")
@@ -148,7 +148,7 @@ func serverChapter() chapter {
 				t.Errorf("%d requests with the token", n)
 			}
 		})},
-		{attacker: "c's API server", attempt: "redirects a's manager to a server inside of a", now: "not followed", run: withSecret(func(t *testing.T, s *site) {
+		{attacker: "c's API server", attempt: "redirects a's manager to a server inside a", now: "not followed", run: withSecret(func(t *testing.T, s *site) {
 			var led atomic.Int64
 			stop, err := s.a.Control.Serve("127.0.0.1:8099", http.HandlerFunc(func(http.ResponseWriter, *http.Request) { led.Add(1) }))
 			must(t, err)
@@ -163,7 +163,7 @@ func serverChapter() chapter {
 				t.Errorf("%d requests were led away", n)
 			}
 		})},
-		{attacker: "c's API server", attempt: "answers without end", now: "cut off after 4 MiB; the manager goes on", run: withSecret(func(t *testing.T, s *site) {
+		{attacker: "c's API server", attempt: "sends an endless answer", now: "cut off after 4 MiB; the manager continues", run: withSecret(func(t *testing.T, s *site) {
 			var cut atomic.Int64
 			i := s.impostor(t, func(w http.ResponseWriter, _ *http.Request) {
 				w.Header().Set("Content-Type", "application/json")
@@ -183,9 +183,9 @@ func serverChapter() chapter {
 				return nil
 			})
 		})},
-		{attacker: "c's API server", attempt: "answers that it sees the pods of a as 8.8.0.0/16", now: "taken: it is how c calls them inside of the tunnel, and leads nothing",
+		{attacker: "c's API server", attempt: "answers that it sees the pods of a as 8.8.0.0/16", now: "accepted: c uses these addresses inside the tunnel, and no route here depends on them",
 			run: answersWithTheInternet},
-		{attacker: "c's API server", attempt: "answers with a refusal whose text writes into terminals and logs", now: "printed escaped", run: terminalEscapes},
+		{attacker: "c's API server", attempt: "answers with a refusal that contains terminal control characters", now: "printed escaped", run: terminalEscapes},
 	}}
 }
 

@@ -193,7 +193,7 @@ func servicesChapter() chapter {
 	}
 	return chapter{title: "What a peer exports as services", prepare: func(t *testing.T, s *site) { *f = *s.shareServices(t) }, attacks: []attack{
 		row("endpoints at addresses of a's pods, nodes, gateway, Services and API server, of b's pods, of a metadata service, loopback, multicast",
-			"ForeignAddress: no EndpointSlice has them, since an address has to be one of c's pods, and becomes one in the network that c has at a", func(t *testing.T) {
+			"ForeignAddress: no EndpointSlice has them, because an address must be in c's PodCIDR, and is translated into c's network at a", func(t *testing.T) {
 				own := f.podOfC().Addr.String()
 				s := service("stall", own, f.podOfA(0).Addr.String(), f.a.Nodes[f.gateway].Addr.String(), f.addr().String(), "10.96.0.1", f.a.Control.Addr.String(), f.pod,
 					"169.254.169.254", "127.0.0.1", "224.0.0.1", "255.255.255.255", "0.0.0.0", "::1", "::ffff:ac14:1")
@@ -202,19 +202,19 @@ func servicesChapter() chapter {
 				f.serves(t, "stall", f.here(t, own))
 				f.withdraw(t, s)
 			}),
-		row("endpoints that are no addresses: 0.0.0.0/0, ::/0, IPv4 in IPv6, a zone, a name", "the API server refuses them", func(t *testing.T) {
+		row("invalid endpoint addresses: 0.0.0.0/0, ::/0, IPv4 in IPv6, a zone, a name", "the API server refuses them", func(t *testing.T) {
 			for _, address := range []string{"0.0.0.0/0", "::/0", "10.244.0.0/16", "::ffff:172.20.0.11", "fe80::1%eth0", "evil.example", ""} {
 				f.invalid(t, address, service("stall", address))
 			}
 		}),
-		row("a `since` that the format date-time allows and Go does not parse, which would break a's list of all PeerServices", "the API server refuses it", func(t *testing.T) {
+		row("a `since` that the format date-time allows and Go cannot parse, which would break a's list of all PeerServices", "the API server refuses it", func(t *testing.T) {
 			for _, since := range []string{"2026-01-01t00:00:00z", "2026-01-01T00:00:00+99:99", "2026-01-01T00:00:00x5Z", "2026-01-01T00:00:00ZTx"} {
 				s := service("stall")
 				s.Since = since
 				f.invalid(t, since, s)
 			}
 		}),
-		row("names that are no DNS labels: dots, capitals, wildcards, paths, 64 characters; also of namespaces, ports and hostnames", "the API server refuses them", func(t *testing.T) {
+		row("invalid DNS labels as names: dots, capitals, wildcards, paths, 64 characters; also of namespaces, ports and hostnames", "the API server refuses them", func(t *testing.T) {
 			for _, name := range []string{"a.b", "Shop", "*", "../shop", "-a", "a-", "a\n", strings.Repeat("a", 64), ""} {
 				s := service(name)
 				f.invalid(t, name, s)
@@ -229,8 +229,8 @@ func servicesChapter() chapter {
 				}
 			}
 		}),
-		row("a service in kube-system, in Isthmus's namespace, in its own tenant namespace and that of b; in a namespace that a did not open to it",
-			"NamespaceReserved, also where a agreed to it; NotImported", func(t *testing.T) {
+		row("a service in kube-system, in Isthmus's namespace, in its own tenant namespace and that of b; in a namespace that a does not import from it",
+			"NamespaceReserved, also if a agreed to it; NotImported", func(t *testing.T) {
 				var all []api.ExportedService
 				for namespace, reason := range map[string]string{
 					metav1.NamespaceSystem: services.RefusedReserved, fleet.Namespace: services.RefusedReserved, tenant(f.c): services.RefusedReserved,
@@ -261,9 +261,9 @@ func servicesChapter() chapter {
 			}
 			f.invalid(t, "129 services", all...)
 		}),
-		row("a 17th object, or one of another name; labels, annotations, finalizers and owners on its own; their status; objects of b",
-			"forbidden, or refused by the admission policy: 16 objects, of which c writes the spec", f.beyondItsObjects),
-		row("our labels, and the name of another Service, as exported labels and annotations of a service", "left out: InvalidMetadata", func(t *testing.T) {
+		row("a 17th object, or one of another name; labels, annotations, finalizers and owners on its own objects; their status; objects of b",
+			"forbidden, or refused by the admission policy: c may write the spec of 16 objects", f.beyondItsObjects),
+		row("our labels, and the name of another Service, as exported labels and annotations of a service", "dropped: InvalidMetadata", func(t *testing.T) {
 			own := f.podOfC().Addr.String()
 			s := service("stall", own)
 			s.Labels = map[string]api.MetadataValue{api.LabelService: "shop", "app.kubernetes.io/managed-by": "Helm", "multicluster.kubernetes.io/x": "y"}
@@ -278,7 +278,7 @@ func servicesChapter() chapter {
 			}
 			f.withdraw(t, s)
 		}),
-		row("shop, which b exports, too, with a `since` in the future and another session affinity", "the future counts as now, so b's export is older and decides; the conflict is in the status of c's object", func(t *testing.T) {
+		row("exports shop, as b does, with a `since` in the future and another session affinity", "a future time counts as now, so b's export is older and decides; the status of c's object reports the conflict", func(t *testing.T) {
 			s := f.rival()
 			s.Since = "2100-01-01T00:00:00Z"
 			f.export(t, s)
@@ -287,7 +287,7 @@ func servicesChapter() chapter {
 			f.affinity(t, corev1.ServiceAffinityNone)
 			f.withdraw(t, s)
 		}),
-		row("the same with a `since` of 1970", "taken, in a namespace that a opened to c: the older export decides about ports and affinity, and nothing else; the status of both exports reports the conflict",
+		row("the same with a `since` of 1970", "accepted, in a namespace that a imports from c: the older export decides ports and affinity, nothing else; the status of both exports reports the conflict",
 			func(t *testing.T) {
 				s := f.rival()
 				s.Since = "1970-01-01T00:00:00Z"
@@ -307,8 +307,8 @@ func servicesChapter() chapter {
 				f.withdraw(t, s)
 				f.affinity(t, corev1.ServiceAffinityNone)
 			}),
-		row("an endpoint that comes and goes as fast as the API server takes it", "a follows; b's service and those who talk to b do not notice", f.flap),
-		row("deletes an export and brings it back with another type and other endpoints, as fast as the API server takes it", "a follows; nothing is left of the previous ones",
+		row("an endpoint that comes and goes as fast as the API server accepts it", "a follows; b's service and traffic with b are not affected", f.flap),
+		row("deletes an export and brings it back with another type and other endpoints, as fast as the API server accepts it", "a follows; nothing of the previous exports is left",
 			func(t *testing.T) {
 				own, other := f.podOfC().Addr, f.c.Pods[0].Addr
 				s := service("stall", own.String())

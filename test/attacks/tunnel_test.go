@@ -96,16 +96,16 @@ func (s *site) toPod(t *testing.T) (netip.AddrPort, *victim) {
 func from(a netip.Addr) netip.AddrPort { return netip.AddrPortFrom(a, 9) }
 
 func tunnelChapter() chapter {
-	return chapter{title: "Through the tunnel, by a peer's gateway that is the attacker's", prepare: func(t *testing.T, s *site) {
+	return chapter{title: "Through the tunnel, from the attacker's gateway", prepare: func(t *testing.T, s *site) {
 		s.becomeGateway(t)
 		t.Run("Counterproof", func(t *testing.T) {
 			to, v := s.toPod(t)
 			v.arrives(t, "of c", func() error { return s.rogue.send(datagram(from(s.rogue.pod), to, "of c")) })
 		})
 	}, attacks: []attack{
-		{attacker: "c's gateway", attempt: "packets to a pod with sources of b's pods, of a's own pods and nodes, and of nobody",
-			now: "dropped: the source has to be of the peer whose key opened the message", run: spoofedSources},
-		{attacker: "c's gateway", attempt: "packets to b through a", now: "dropped: a destination is a pod of a, or mapped", run: func(t *testing.T, s *site) {
+		{attacker: "c's gateway", attempt: "packets to a pod from addresses of b's pods, of a's own pods and nodes, and of no host",
+			now: "dropped: the source must be in the networks of the peer whose key opened the message", run: spoofedSources},
+		{attacker: "c's gateway", attempt: "packets to b through a", now: "dropped: the destination must be a pod of a, or mapped", run: func(t *testing.T, s *site) {
 			b := s.podOfB()
 			v := listen(t, b.Host, netip.AddrPortFrom(b.Addr, victimPort))
 			dst := s.seen(t, s.a, s.b, b.Addr)
@@ -114,25 +114,25 @@ func tunnelChapter() chapter {
 		}},
 		{attacker: "c's gateway", attempt: "packets to nodes, Services, loopback, link-local, metadata, broadcast, multicast and overlay addresses of a",
 			now: "the same", run: forbiddenDestinations},
-		{attacker: "c's gateway", attempt: "packets to a's gateway itself, where it is a Pod", now: "to it come answers only", run: gatewayItself},
-		{attacker: "c's gateway", attempt: "what was mapped for b", now: "dropped: mappings are for the peer that they were made for", run: mappedForAnother},
-		{attacker: "c's gateway", attempt: "packets for addresses of a's PodCIDR that no node has", before: "left by the default route, in the clear, with c's source",
+		{attacker: "c's gateway", attempt: "packets to a's gateway itself, where it is a Pod", now: "dropped: it accepts only answers", run: gatewayItself},
+		{attacker: "c's gateway", attempt: "packets to endpoints that are mapped for b", now: "dropped: a mapping is for one peer", run: mappedForAnother},
+		{attacker: "c's gateway", attempt: "packets for addresses of a's PodCIDR that no node has",
 			now: "refused by the gateway, or on its node", run: unallocated},
-		{attacker: "c's gateway", attempt: "ICMP errors and redirects about a flow between a and b: shrink its MTU, cut it, lead it elsewhere",
-			now: "dropped: an error quotes a packet that the peer was sent", run: foreignErrors},
-		{attacker: "c's gateway", attempt: "VXLAN to a node in fragments, the port in the first alone; a second first fragment; overlapping ones",
-			now: "what is whole is judged, and what overlaps is dropped", run: fragments},
+		{attacker: "c's gateway", attempt: "ICMP errors and redirects about a flow between a and b: shrink its MTU, cut it, redirect it",
+			now: "dropped: an error must quote a packet that was sent to this peer", run: foreignErrors},
+		{attacker: "c's gateway", attempt: "VXLAN to a node in fragments, with the port only in the first; a second first fragment; overlapping fragments",
+			now: "complete datagrams are checked, and overlapping fragments are dropped", run: fragments},
 		{attacker: "c's gateway", attempt: "fragmented datagrams whose first, last or middle fragment never arrives",
-			before: "the reassembly of the gateway's node was full: all fragmented IPv4 of that node was lost, of other peers and local pods too",
-			now:    "held by the gateway, bounded for c, until the datagram is complete; the node sees no incomplete datagram", run: incomplete},
-		{attacker: "c's gateway", attempt: "a source route (IP option) by a node to the server behind it", now: "arrives nowhere", run: sourceRoute},
-		{attacker: "c's gateway", attempt: "answers of the connection check in b's name, and about clusters that are none", now: "rejected; b stays Connected",
+
+			now: "held by the gateway, bounded for c, until the datagram is complete; the node sees no incomplete datagram", run: incomplete},
+		{attacker: "c's gateway", attempt: "a source route (IP option) through a node to the server behind it", now: "does not arrive", run: sourceRoute},
+		{attacker: "c's gateway", attempt: "answers of the connection check in b's name, and for clusters that do not exist", now: "rejected; b stays Connected",
 			run: forgedCheck},
-		{attacker: "c's gateway", attempt: "sealed messages with a's API server as their sender, so that a's gateway sends there what is for c (roaming)", before: "done",
-			now: "dropped: where a message comes from is judged as what a peer claims; nodes of a are exempt, since Services relay from there",
+		{attacker: "c's gateway", attempt: "sealed messages with a's API server as their sender, so that a's gateway sends packets for c there (roaming)",
+			now: "dropped: the source of a message is checked like a peer's endpoint; nodes of a are exempt, because Services relay from there",
 			run: roam},
-		{attacker: "c's gateway", attempt: "a service of a node (kubelet, metrics), with a source port that looks like an answer's", before: "HTTP 200",
-			now: "answers belong to a flow that the node began", run: func(t *testing.T, s *site) {
+		{attacker: "c's gateway", attempt: "a service of a node (kubelet, metrics), with a source port that looks like an answer's",
+			now: "dropped: an answer must belong to a flow that the node began", run: func(t *testing.T, s *site) {
 				for _, i := range []int{s.gateway, s.third()} {
 					n := s.a.Nodes[i]
 					v := listen(t, n.Host, netip.AddrPortFrom(inside(n), 10250))
