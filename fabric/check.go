@@ -348,7 +348,7 @@ func checkReal(addr netip.Addr) string {
 	}
 	for _, s := range slices.Concat(specialRanges, metadataRanges) {
 		if s.prefix.Contains(addr.WithZone("")) {
-			return fmt.Sprintf("%v is in %v (%s); want an address that can be reached from our pod network", addr, s.prefix, s.name)
+			return fmt.Sprintf("%v is in %v (%s); want an address that is reachable from our pod network", addr, s.prefix, s.name)
 		}
 	}
 	return ""

@@ -162,7 +162,7 @@ func CheckGrant(c Claim, podSeen, externalSeen netip.Prefix, gateways []netip.Ad
 		for _, addr := range gateways {
 			if seen.Contains(addr) {
 				refusals = append(refusals, Refusal{v1alpha1.ReasonCIDRConflict, Problem{c.Origin, fields[seen],
-					fmt.Sprintf("the receiver would use %v for it, and a gateway of a peer is in there; the receiver has to reserve that network", seen)}})
+					fmt.Sprintf("the receiver would use %v for it, which contains a peer's gateway; reserve that network at the receiver", seen)}})
 				break
 			}
 		}

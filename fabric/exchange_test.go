@@ -189,8 +189,8 @@ func TestCheckGrantRefusesNetworksWithGatewaysInThem(t *testing.T) {
 			[]string{"BadEndpoint spec.endpointIP: 192.0.2.2 is inside 192.0.0.0/18, which the receiver uses for spec.externalCIDR; " +
 				"want an address outside, or another network reserved at the receiver"}},
 		"another's": {"10.246.0.0/18", "10.246.64.0/18", []netip.Addr{ip("10.246.1.1"), ip("10.246.1.2")},
-			[]string{"CIDRConflict spec.podCIDR: the receiver would use 10.246.0.0/18 for it, and a gateway of a peer is in there; " +
-				"the receiver has to reserve that network"}},
+			[]string{"CIDRConflict spec.podCIDR: the receiver would use 10.246.0.0/18 for it, which contains a peer's gateway; " +
+				"reserve that network at the receiver"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if got := refusalTexts(CheckGrant(claimBravo, pfx(c.pod), pfx(c.external), c.gateways)); !slices.Equal(got, c.want) {

@@ -309,9 +309,9 @@ func TestMappingsFromRefuses(t *testing.T) {
 		{entry("172.30.0.8", "010.247.0.9"), `spec.clusterMappings["172.30.0.8"]: value "010.247.0.9" is not an IP address; want one such as 10.0.0.1`, 1},
 		{entry("fe80::1%eth0", "10.247.0.9"), `spec.clusterMappings["fe80::1%eth0"]: key "fe80::1%eth0" is not an IP address; want one such as 10.0.0.1`, 1},
 		{entry("172.30.0.8", "10.248.0.9"), `spec.clusterMappings["172.30.0.8"]: 10.248.0.9 is outside spec.externalCIDR, 10.247.0.0/16; want an address inside`, 1},
-		{entry("127.0.0.1", "10.247.0.9"), `spec.clusterMappings["127.0.0.1"]: key: 127.0.0.1 is in 127.0.0.0/8 (loopback); want an address that can be reached from our pod network`, 1},
-		{entry("169.254.169.254", "10.247.0.9"), `spec.clusterMappings["169.254.169.254"]: key: 169.254.169.254 is in 169.254.0.0/16 (link-local); want an address that can be reached from our pod network`, 1},
-		{entry("224.0.0.1", "10.247.0.9"), `spec.clusterMappings["224.0.0.1"]: key: 224.0.0.1 is in 224.0.0.0/4 (multicast); want an address that can be reached from our pod network`, 1},
+		{entry("127.0.0.1", "10.247.0.9"), `spec.clusterMappings["127.0.0.1"]: key: 127.0.0.1 is in 127.0.0.0/8 (loopback); want an address that is reachable from our pod network`, 1},
+		{entry("169.254.169.254", "10.247.0.9"), `spec.clusterMappings["169.254.169.254"]: key: 169.254.169.254 is in 169.254.0.0/16 (link-local); want an address that is reachable from our pod network`, 1},
+		{entry("224.0.0.1", "10.247.0.9"), `spec.clusterMappings["224.0.0.1"]: key: 224.0.0.1 is in 224.0.0.0/4 (multicast); want an address that is reachable from our pod network`, 1},
 	} {
 		t.Run(test.want, func(t *testing.T) {
 			nm := natMappingB()

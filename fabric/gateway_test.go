@@ -314,7 +314,7 @@ func TestGatewayForLeavesOutMappings(t *testing.T) {
 		{"outside Xa@B", []Mapping{m("172.30.0.1", "10.246.0.5")},
 			[]string{at + `172.30.0.1"]: 10.246.0.5 is outside 10.247.0.0/16, our ExternalCIDR as cluster "` + idB + `" sees it (TunnelEndpoint tenant/b); want an address inside`}},
 		{"another family", []Mapping{m("fd00::1", "10.247.0.5")}, []string{at + `fd00::1"]: fd00::1 is of another family than 10.247.0.5; want addresses of one family`}},
-		{"loopback", []Mapping{m("127.0.0.1", "10.247.0.5")}, []string{at + `127.0.0.1"]: 127.0.0.1 is in 127.0.0.0/8 (loopback); want an address that can be reached from our pod network`}},
+		{"loopback", []Mapping{m("127.0.0.1", "10.247.0.5")}, []string{at + `127.0.0.1"]: 127.0.0.1 is in 127.0.0.0/8 (loopback); want an address that is reachable from our pod network`}},
 		{"two endpoints at one address", []Mapping{m("172.30.0.2", "10.247.0.5"), m("172.30.0.1", "10.247.0.5")},
 			[]string{at + `172.30.0.1"]: 10.247.0.5 is mapped to 2 endpoints; want an address for each`, at + `172.30.0.2"]: 10.247.0.5 is mapped to 2 endpoints; want an address for each`}},
 		{"one endpoint at two addresses", []Mapping{m("172.30.0.1", "10.247.0.6"), m("172.30.0.1", "10.247.0.5")},

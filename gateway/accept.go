@@ -40,7 +40,7 @@ func (g *gateway) wish(w wish) {
 		return
 	}
 	for _, e := range unjoin(err) {
-		g.log.Error("configuration not usable, the last good one stays in force", errorAttrs(e)...)
+		g.log.Error("configuration rejected; the last valid one stays in force", errorAttrs(e)...)
 	}
 }
 
@@ -92,7 +92,7 @@ func (g *gateway) accept(c Config) error {
 			{"flowLog", c.FlowLog != old.FlowLog},
 		} {
 			if f.changed {
-				g.log.Warn("takes effect at the next start only", "field", f.name)
+				g.log.Warn("change takes effect after a restart", "field", f.name)
 			}
 		}
 	}
@@ -124,7 +124,7 @@ func (g *gateway) reapply(ways bool) {
 		if ways { // what was found out about them is lost
 			g.ways.Store(true)
 		}
-		g.log.Error("rules for another MTU", "mtu", survey.tunnel, "error", err) // they differ in MTU and MSS alone
+		g.log.Error("cannot set the NAT rules for a new MTU", "mtu", survey.tunnel, "error", err) // they differ in MTU and MSS alone
 		return
 	}
 	g.put(&survey)

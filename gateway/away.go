@@ -134,7 +134,7 @@ func (c *checker) test(key [32]byte) {
 		answered := !p.newest.Before(at)
 		c.mu.Unlock()
 		if !answered {
-			c.log.Info("peer sends under another session, and does not answer under this one: a new one begins", "peer", p.id)
+			c.log.Info("peer uses another WireGuard session; starting a handshake", "peer", p.id)
 			c.handshake(key)
 		}
 	})

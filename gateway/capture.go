@@ -49,13 +49,13 @@ func (g *gateway) captureHandler() http.Handler {
 			http.Error(w, "another capture is running; there can be one at a time", http.StatusConflict)
 			return
 		}
-		g.log.Info("capture begins", "what", options.Query().Encode())
+		g.log.Info("capture started", "options", options.Query().Encode())
 		g.show(c)
 		defer func() {
 			g.show(nil)
 			g.capturing.Store(nil)
 			s := c.Summary()
-			g.log.Info("capture ended", "packets", s.Packets, "missed", s.Missed, "because", s.Ended)
+			g.log.Info("capture ended", "packets", s.Packets, "missed", s.Missed, "reason", s.Ended)
 		}()
 		control := http.NewResponseController(w)
 		_ = control.SetReadDeadline(time.Time{}) // the bound is the capture's own

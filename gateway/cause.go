@@ -87,54 +87,54 @@ func (e *evidence) cause() Cause {
 	agreed := e.since(e.check.Asked, recently)
 	switch {
 	case e.failed != nil:
-		return Cause{v1alpha1.CauseNotApplied, fmt.Sprintf("this gateway's own machine refuses something that is tried again every second: %s", strings.Join(texts(e.failed), "; "))}
+		return Cause{v1alpha1.CauseNotApplied, fmt.Sprintf("the kernel of this gateway refuses a part of the peer's configuration (retried every second): %s", strings.Join(texts(e.failed), "; "))}
 	case e.check.State == Connected && e.unasked() && e.since(e.source, recently):
-		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer answers, but its own connection check does not arrive, and packets that it sends from addresses outside of %v, "+
-			"under which it is known here, are dropped (source): the two clusters disagree about the peer's pods", e.remote)}
+		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer answers, but its own connection check does not arrive; its packets from addresses outside %v, "+
+			"the peer's networks here, are dropped (source); the clusters disagree about the peer's PodCIDR", e.remote)}
 	case e.check.State == Connected && e.check.Path.State == PathError:
-		return Cause{v1alpha1.CausePathMTU, fmt.Sprintf("the peer answers, but packets of %d octets, the least that every path should take, do not arrive at %s and nobody says so: "+
-			"with WireGuard and outer headers they take %d; mend the link that drops them", e.check.Path.Bytes, at, e.check.Path.Bytes+overheadTo(e.endpoint.Addr()))}
+		return Cause{v1alpha1.CausePathMTU, fmt.Sprintf("the peer answers, but packets of %d octets, which every path should carry, do not arrive at %s, and no ICMP error comes back; "+
+			"with WireGuard and outer headers they have %d octets; repair the link that drops them", e.check.Path.Bytes, at, e.check.Path.Bytes+overheadTo(e.endpoint.Addr()))}
 	case e.check.State == Connected && e.check.Path.Narrow():
 		return Cause{v1alpha1.CauseNarrowPath, "the peer answers, but " + e.check.Path.text()}
 	case e.check.State == Connected:
 		return Cause{v1alpha1.CauseConnected, "the peer answers"}
 	case !e.endpoint.IsValid() && e.unresolved != nil:
-		return Cause{v1alpha1.CauseEndpointName, fmt.Sprintf("%v; correct the name at the name server, or the peer's endpoint", e.unresolved)}
+		return Cause{v1alpha1.CauseEndpointName, fmt.Sprintf("%v; correct the DNS record, or the peer's endpoint", e.unresolved)}
 	case e.check.State == Connecting:
 		return Cause{v1alpha1.CauseConnecting, fmt.Sprintf("waiting for the first answer of %s", at)}
 	case e.signs.Unsent != nil && e.since(e.signs.UnsentAt, ofLate):
-		return Cause{v1alpha1.CauseSendError, fmt.Sprintf("the kernel of this gateway's machine does not send to %s: %s; %s", sentTo, kernelSays(e.signs.Unsent), sendRemedy(e.signs.Unsent))}
+		return Cause{v1alpha1.CauseSendError, fmt.Sprintf("the kernel of this gateway cannot send to %s: %s; %s", sentTo, kernelSays(e.signs.Unsent), sendRemedy(e.signs.Unsent))}
 	case !hears && e.since(e.signs.OtherKey, ofLate):
-		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("handshakes come from %s that are made for another public key than this gateway's: the peer has an old or a wrong key of this cluster; "+
-			"compare it with what `isthmus status --gateway -o wide` says here", at)}
+		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("handshakes from %s are for another public key than this gateway's: the peer has an old or wrong key of this cluster; "+
+			"compare it with the key in `isthmus status --gateway -o wide` here", at)}
 	case !hears && e.since(e.signs.Refused, ofLate):
-		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("handshakes come from %s with this gateway's key, but not from the peer's as it is configured here: "+
-			"this cluster has an old or a wrong key of the peer, or the peer's clock was set back", at)}
+		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("handshakes from %s are for this gateway's key, but not from the peer's key that is configured here: "+
+			"this cluster has an old or wrong key of the peer, or the peer's clock was set back", at)}
 	case e.since(e.signs.Answered, ofLate) && e.signs.Answered.Sub(e.handshake) > time.Second: // else a session came of it
-		return Cause{v1alpha1.CauseAnswersLost, fmt.Sprintf("handshakes of the peer arrive, and our answers do not arrive at %s: something drops UDP from here to there, a firewall of this side or of the peer's", at)}
+		return Cause{v1alpha1.CauseAnswersLost, fmt.Sprintf("handshakes of the peer arrive, but our answers do not arrive at %s: a firewall of this cluster or of the peer drops UDP in that direction", at)}
 	case !hears && e.alone && e.since(e.signs.RelayedOtherKey, ofLate):
-		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("nothing comes from %s, but handshakes for another key than this gateway's come through our Service, which hides where they are from "+
-			"(externalTrafficPolicy: Local does not): if they are this peer's, it has an old or a wrong key of this cluster; compare it with what `isthmus status --gateway -o wide` says here", at)}
+		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("nothing comes from %s, but handshakes for another key than this gateway's come through our Service, which hides their source "+
+			"(externalTrafficPolicy: Local does not): if they are this peer's, it has an old or wrong key of this cluster; compare it with the key in `isthmus status --gateway -o wide` here", at)}
 	case !hears && e.alone && e.since(e.signs.RelayedRefused, ofLate):
-		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("nothing comes from %s, but handshakes with this gateway's key and from a key that no peer has here, or from a clock that was set back, "+
-			"come through our Service, which hides where they are from (externalTrafficPolicy: Local does not): if they are this peer's, this cluster has an old or a wrong key of it", at)}
+		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("nothing comes from %s, but handshakes for this gateway's key, from a key that no peer has here or from a clock that was set back, "+
+			"come through our Service, which hides their source (externalTrafficPolicy: Local does not): if they are this peer's, this cluster has an old or wrong key of it", at)}
 	case e.handshake.IsZero() && e.heard.IsZero() && e.since(e.signs.Earlier, ofLate):
-		return Cause{v1alpha1.CauseNoAnswer, fmt.Sprintf("none of our handshakes is answered, but messages of a session from before come from %s: the peer runs and has not noticed yet; "+
-			"either its key here is a wrong one, or what we send does not arrive, and its next handshake, within half a minute, tells which", at)}
+		return Cause{v1alpha1.CauseNoAnswer, fmt.Sprintf("our handshakes are not answered, but messages of a former session come from %s: the peer runs and still uses that session; "+
+			"either its key here is wrong, or our packets do not arrive; its next handshake, within half a minute, shows which", at)}
 	case e.handshake.IsZero() && e.heard.IsZero():
-		return Cause{v1alpha1.CauseNoAnswer, fmt.Sprintf("nothing has ever come from %s: its gateway does not run, the address or port is another one, or something drops UDP on the way; "+
-			"open that port for UDP at both ends%s", at, e.relayed())}
+		return Cause{v1alpha1.CauseNoAnswer, fmt.Sprintf("nothing has ever come from %s: its gateway does not run, the address or port is wrong, or a firewall drops UDP on the path; "+
+			"allow UDP to that port in both clusters%s", at, e.relayed())}
 	case !hears:
-		return Cause{v1alpha1.CausePeerSilent, fmt.Sprintf("nothing has come from %s%s: its gateway does not run any more, or something drops UDP on the way since then%s", at, e.sinceHeard(), e.relayed())}
+		return Cause{v1alpha1.CausePeerSilent, fmt.Sprintf("nothing has come from %s%s: its gateway has stopped, or a firewall has dropped UDP on the path since then%s", at, e.sinceHeard(), e.relayed())}
 	case !agreed && e.since(e.source, recently):
-		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends from addresses outside of %v, under which it is known here, and its packets are dropped (source): "+
+		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends from addresses outside %v, its networks here, so its packets are dropped (source): "+
 			"the two clusters disagree about the peer's networks", e.remote)}
 	case !agreed && e.since(e.destination, recently):
-		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends to addresses outside of %v, under which it knows us, and its packets are dropped (destination): "+
+		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends to addresses outside %v, our networks at the peer, so its packets are dropped (destination): "+
 			"the two clusters disagree about this cluster's networks", e.local)}
 	}
-	return Cause{v1alpha1.CauseProbeUnanswered, "unanswered: messages of the peer arrive, but no answer to the connection check, and nothing shows why: what this gateway sends may be lost on the way, or dropped there; " +
-		"see there whether it arrives, and what is dropped (source, destination): `isthmus status --gateway`, or the log of Liqo's gateway where the peer is a Liqo"}
+	return Cause{v1alpha1.CauseProbeUnanswered, "unanswered: messages of the peer arrive, but no answer to the connection check, for an unknown reason: our packets may be lost on the path, or dropped by the peer; " +
+		"check there what arrives and what is dropped (source, destination): `isthmus status --gateway`, or the log of Liqo's gateway if the peer is a Liqo"}
 }
 
 // relayed ends a sentence about one of several peers that do not answer, where it is not known whose
@@ -143,7 +143,7 @@ func (e *evidence) relayed() string {
 	if !e.since(e.signs.RelayedOtherKey, ofLate) && !e.since(e.signs.RelayedRefused, ofLate) {
 		return ""
 	}
-	return "; or it is the peer that sends handshakes with a wrong key, of this gateway or of its own, through our Service, which hides where they are from (externalTrafficPolicy: Local does not)"
+	return "; or it is the peer that sends handshakes with a wrong key, of this gateway or of its own, through our Service, which hides their source (externalTrafficPolicy: Local does not)"
 }
 
 func (e *evidence) sinceHeard() string {
@@ -165,13 +165,13 @@ func kernelSays(err error) string {
 func sendRemedy(err error) string {
 	switch {
 	case errors.Is(err, unix.EPERM), errors.Is(err, unix.EACCES):
-		return "a rule of this machine's own packet filter refuses it: allow outgoing UDP"
+		return "a packet filter rule of this host refuses it: allow outgoing UDP"
 	case errors.Is(err, unix.ENETUNREACH), errors.Is(err, unix.EHOSTUNREACH), errors.Is(err, unix.ENETDOWN):
-		return "give this machine a route to it, or set up the link that it had one by"
+		return "add a route to it on this host, or set the link up"
 	case errors.Is(err, unix.EMSGSIZE):
-		return "the way is narrower than the tunnel's MTU: set a smaller one"
+		return "the path MTU is below the tunnel's MTU: set a smaller MTU"
 	}
-	return "see `ip route get` for that address on this machine"
+	return "run `ip route get` for that address on this host"
 }
 
 // failedOf is what could not be made true and concerns a peer: all but what is said of another one.

@@ -46,7 +46,7 @@ func TestTheCauseIsTheFirstThingToMend(t *testing.T) {
 		{"it answers by a path that takes nothing", func(e *evidence) {
 			session(e)
 			e.check.State, e.check.Path = Connected, PathMTU{State: PathError, Bytes: 1200, Ceiling: 1440}
-		}, v1alpha1.CausePathMTU, "they take 1260"},
+		}, v1alpha1.CausePathMTU, "they have 1260 octets"},
 		{"new", func(e *evidence) { e.check.State = Connecting }, v1alpha1.CauseConnecting, "192.0.2.9:5871"},
 		{"our machine", func(e *evidence) {
 			session(e)
@@ -67,15 +67,15 @@ func TestTheCauseIsTheFirstThingToMend(t *testing.T) {
 		{"a handshake from another key", func(e *evidence) { e.signs.Refused = ago(3) }, v1alpha1.CauseWrongKey, "of the peer"},
 		{"a handshake from another key beside a session", func(e *evidence) { session(e); e.signs.Refused = ago(3) }, v1alpha1.CauseProbeUnanswered, "`isthmus status --gateway`"},
 		{"a handshake from another key after a session", func(e *evidence) { e.handshake, e.heard, e.signs.Refused = ago(60), ago(12), ago(3) }, v1alpha1.CauseWrongKey, "of the peer"},
-		{"answers that are lost", func(e *evidence) { e.signs.Answered, e.heard = ago(3), ago(3) }, v1alpha1.CauseAnswersLost, "from here to there"},
-		{"answers that are lost while an older session lasts", func(e *evidence) { session(e); e.signs.Answered = ago(3) }, v1alpha1.CauseAnswersLost, "from here to there"},
+		{"answers that are lost", func(e *evidence) { e.signs.Answered, e.heard = ago(3), ago(3) }, v1alpha1.CauseAnswersLost, "drops UDP in that direction"},
+		{"answers that are lost while an older session lasts", func(e *evidence) { session(e); e.signs.Answered = ago(3) }, v1alpha1.CauseAnswersLost, "drops UDP in that direction"},
 		{"answers of which the session came", func(e *evidence) { session(e); e.handshake, e.signs.Answered = ago(3), ago(3) }, v1alpha1.CauseProbeUnanswered, "arrive"},
 		{"a handshake for another key by way of a Service", func(e *evidence) { e.alone, e.signs.RelayedOtherKey = true, ago(3) }, v1alpha1.CauseWrongKey, "for another key than this gateway's come through our Service"},
 		{"a handshake from another key by way of a Service", func(e *evidence) {
 			e.alone, e.handshake, e.heard, e.signs.RelayedRefused = true, ago(60), ago(12), ago(3)
 		}, v1alpha1.CauseWrongKey, "from a key that no peer has here"},
 		{"somebody else's handshakes by way of a Service beside a session", func(e *evidence) { session(e); e.alone, e.signs.RelayedRefused = true, ago(3) }, v1alpha1.CauseProbeUnanswered, "arrive"},
-		{"somebody else's by way of a Service, and answers that are lost", func(e *evidence) { e.signs.Answered, e.heard, e.signs.RelayedOtherKey = ago(3), ago(12), ago(3) }, v1alpha1.CauseAnswersLost, "from here to there"},
+		{"somebody else's by way of a Service, and answers that are lost", func(e *evidence) { e.signs.Answered, e.heard, e.signs.RelayedOtherKey = ago(3), ago(12), ago(3) }, v1alpha1.CauseAnswersLost, "drops UDP in that direction"},
 		{"the same, with another peer that does not answer", func(e *evidence) { e.signs.RelayedOtherKey = ago(3) }, v1alpha1.CauseNoAnswer, "with a wrong key"},
 		{"the same, after a session", func(e *evidence) { e.handshake, e.heard, e.signs.RelayedRefused = ago(60), ago(12), ago(3) }, v1alpha1.CausePeerSilent, "through our Service"},
 		{"never heard", func(*evidence) {}, v1alpha1.CauseNoAnswer, "nothing has ever come from 192.0.2.9:5871"},
@@ -92,7 +92,7 @@ func TestTheCauseIsTheFirstThingToMend(t *testing.T) {
 		{"its pods alone", func(e *evidence) {
 			session(e)
 			e.check, e.source = CheckResult{State: Connected, Since: ago(60), Asked: ago(11)}, ago(1)
-		}, v1alpha1.CauseRangesDisagree, "the peer's pods"},
+		}, v1alpha1.CauseRangesDisagree, "the peer's PodCIDR"},
 		{"a stray packet of a peer that asks", func(e *evidence) {
 			session(e)
 			e.check, e.source = CheckResult{State: Connected, Since: ago(60), Asked: ago(3)}, ago(1)
@@ -105,7 +105,7 @@ func TestTheCauseIsTheFirstThingToMend(t *testing.T) {
 			session(e)
 			e.check = CheckResult{State: Connected, Since: ago(60)}
 		}, v1alpha1.CauseConnected, "answers"},
-		{"messages of an earlier session", func(e *evidence) { e.signs.Earlier = ago(1) }, v1alpha1.CauseNoAnswer, "of a session from before come from 192.0.2.9:5871"},
+		{"messages of an earlier session", func(e *evidence) { e.signs.Earlier = ago(1) }, v1alpha1.CauseNoAnswer, "of a former session come from 192.0.2.9:5871"},
 		{"its own reasons", session, v1alpha1.CauseProbeUnanswered, "there"},
 	} {
 		e := lost(c.change)

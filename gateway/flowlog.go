@@ -122,7 +122,7 @@ func (l *flowLog) run(done <-chan struct{}) {
 			w.Reset(l.file) // or it would fail for ever
 		}
 		if err != nil && (failed == nil || failed.Error() != err.Error()) {
-			l.log.Error("flow log", "error", err)
+			l.log.Error("cannot write the flow log", "error", err)
 		}
 		failed = err
 	}
@@ -149,7 +149,7 @@ func (l *flowLog) run(done <-chan struct{}) {
 			}
 			flush()
 			if err := l.file.follow(); err != nil {
-				l.log.Error("flow log", "error", err)
+				l.log.Error("cannot write the flow log", "error", err)
 			}
 		}
 	}

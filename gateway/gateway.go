@@ -198,7 +198,7 @@ func open(o Options, c Config) (_ *gateway, err error) {
 		mtu = defaultMTU
 	}
 	for _, w := range c.NAT.Warnings() {
-		o.Log.Warn("bounds of NAT", "warning", w)
+		o.Log.Warn("check the limits of NAT", "warning", w)
 	}
 	g.engine = natengine.New(engineConfig(c))
 	g.metrics = newMetrics(g)
@@ -304,7 +304,7 @@ func (g *gateway) adopt() {
 	}
 	g.adopted = true
 	if n := g.keeper.Activate(running{g.engine, g.ends[0].Now}); n > 0 {
-		g.log.Info("flows of the gateway before adopted", "flows", n)
+		g.log.Info("took over the flows of the former active gateway", "flows", n)
 	}
 }
 
@@ -438,9 +438,9 @@ func (g *gateway) tick(now time.Time) {
 		down := p.down()
 		if down != was.down() {
 			if down {
-				g.log.Warn("no session with peer, dropping its packets", "peer", p.ID)
+				g.log.Warn("no WireGuard session with the peer: dropping its packets", "peer", p.ID)
 			} else {
-				g.log.Info("session with peer is back", "peer", p.ID)
+				g.log.Info("WireGuard session with the peer restored", "peer", p.ID)
 			}
 		}
 		if p.state != nil {

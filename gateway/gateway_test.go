@@ -812,13 +812,13 @@ func TestGatewaysJoinClustersWithTheSamePodCIDR(t *testing.T) {
 			t.Errorf("isthmus_config_last_reload_successful is %q", m)
 		}
 		a.eventually("not logged", func() error { // after it is in the status
-			if !strings.Contains(a.gateway.text(), "configuration not usable") {
+			if !strings.Contains(a.gateway.text(), "configuration rejected") {
 				return errors.New("no line")
 			}
 			return nil
 		})
 		time.Sleep(1500 * time.Millisecond)
-		if n := strings.Count(a.gateway.text(), "configuration not usable"); n != 1 {
+		if n := strings.Count(a.gateway.text(), "configuration rejected"); n != 1 {
 			t.Errorf("logged %d times", n)
 		}
 		a.write("b.yaml", a.peering(b, 246, 250, b.addr))

@@ -22,7 +22,7 @@ type located struct {
 func (g *gateway) locate(peers []*fabric.GatewayPeer, site fabric.Site) {
 	own, err := net.InterfaceAddrs()
 	if err != nil {
-		g.log.Warn("addresses of this host", "error", err)
+		g.log.Warn("cannot read the addresses of this host", "error", err)
 	}
 	addrs := make([]netip.Addr, 0, len(own))
 	for _, a := range own {
@@ -76,7 +76,7 @@ func (g *gateway) put(s *survey) {
 	}
 	for _, p := range undelivered {
 		if !slices.Contains(g.now.undelivered, p) {
-			g.log.Warn("not reached", "problem", p.Error())
+			g.log.Warn("packets cannot be delivered", "problem", p.Error())
 		}
 	}
 	if len(changes) > 0 {
@@ -88,7 +88,7 @@ func (g *gateway) put(s *survey) {
 	failed := errors.Join(errs...)
 	if failed != nil && (g.now.applyErr == nil || g.now.applyErr.Error() != failed.Error()) {
 		for _, e := range unjoin(failed) {
-			g.log.Error("not applied, trying again", "error", e)
+			g.log.Error("cannot apply the configuration; retrying", "error", e)
 		}
 	}
 	g.mu.Lock()

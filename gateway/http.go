@@ -34,7 +34,7 @@ func (g *gateway) listen(c Config) error {
 	}
 	if c.StatusAddress != "" {
 		if err := g.servers.ListenOwner("capture", CaptureSocket, g.captureHandler()); err != nil {
-			g.log.Warn("no captures: another process in this network namespace has their socket", "error", err)
+			g.log.Warn("captures are off: another process in this network namespace owns the capture socket", "error", err)
 		}
 	}
 	return nil

@@ -169,7 +169,7 @@ func (g *gateway) measureWays(peers []peer, all bool) (tunnel int) {
 	ignore := slices.ContainsFunc(ways, func(w underlay) bool { return w.addr.Is4() && w.mtu != 0 && w.mtu < w.inner()+overhead4 })
 	for _, e := range g.ends {
 		if err := e.wire.IgnorePath(ignore); err != nil {
-			g.log.Warn("path MTU", "ignored", ignore, "error", err)
+			g.log.Warn("cannot change how the socket handles the path MTU", "ignored", ignore, "error", err)
 		}
 	}
 	tunnel, each := autoMTUs(ways, g.now.mtu)

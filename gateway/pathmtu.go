@@ -357,9 +357,9 @@ func (c *checker) searchPaths(now time.Time) {
 		was := p.path.PathMTU
 		if p.path.look(now, p.result.RTT) {
 			changed = true
-			c.log.Warn("path MTU", "peer", id, "from", was.Bytes, "to", p.path.Bytes, "ceiling", p.path.Ceiling)
+			c.log.Warn("path MTU changed", "peer", id, "from", was.Bytes, "to", p.path.Bytes, "ceiling", p.path.Ceiling)
 		} else if was.State != PathError && p.path.State == PathError {
-			c.log.Warn("path MTU: the smallest size does not arrive", "peer", id, "size", p.path.Bytes)
+			c.log.Warn("packets of the smallest path MTU are lost", "peer", id, "size", p.path.Bytes)
 		}
 		if p.away || len(messages) >= pathMessages {
 			continue

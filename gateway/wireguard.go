@@ -50,7 +50,7 @@ func wgLogger(log *slog.Logger) *device.Logger {
 	return &device.Logger{
 		Verbosef: func(format string, args ...any) {
 			if log.Enabled(context.Background(), slog.LevelDebug) {
-				log.Debug("wireguard", "text", fmt.Sprintf(format, args...))
+				log.Debug("WireGuard", "text", fmt.Sprintf(format, args...))
 			}
 		},
 		Errorf: func(format string, args ...any) {
@@ -61,7 +61,7 @@ func wgLogger(log *slog.Logger) *device.Logger {
 			}
 			mu.Unlock()
 			if !again {
-				log.Warn("wireguard", "text", fmt.Sprintf(format, args...))
+				log.Warn("WireGuard reports a problem", "text", fmt.Sprintf(format, args...))
 			}
 		},
 	}

@@ -30,8 +30,8 @@ func TestAChangeOfAClaimWaitsForConsent(t *testing.T) {
 	before := p.joined()
 	had, _ := a.store.Book().GrantOf(p.cluster.ClusterID)
 
-	const ask = "ConsentNeeded: spec.podCIDR: is %s now, for which the receiver would use %s; it uses 10.50.0.0/18 until somebody there agrees: " +
-		"spec.claims.consent of its Peering with podCIDR %s and externalCIDR 10.60.0.0/20"
+	const ask = "ConsentNeeded: spec.podCIDR: is %s now; the receiver would use %s; it uses 10.50.0.0/18 until spec.claims.consent of its Peering has " +
+		"podCIDR %s and externalCIDR 10.60.0.0/20"
 	asks := func(claim, use string) string {
 		return strings.NewReplacer("%s now", claim+" now", "use %s;", "use "+use+";", "podCIDR %s and", "podCIDR "+claim+" and").Replace(ask)
 	}
@@ -115,7 +115,7 @@ func TestAnEventSaysThatConsentIsNeeded(t *testing.T) {
 		for len(w.events.Events) > 0 {
 			told += <-w.events.Events + "\n"
 		}
-		return strings.Contains(told, "Warning ConsentNeeded PeerConfigAccepted: "+p.cluster.ClusterName+" ("+p.cluster.ClusterID+") asks by NetworkConfig ") &&
+		return strings.Contains(told, "Warning ConsentNeeded PeerConfigAccepted: "+p.cluster.ClusterName+" ("+p.cluster.ClusterID+") requests in NetworkConfig ") &&
 			strings.Contains(told, "to agree: isthmus peer "+p.peering.Name+" --consent 10.244.64.0/18,10.60.0.0/18")
 	})
 	// Another claim is another question.

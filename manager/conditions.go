@@ -32,7 +32,7 @@ func no(reason, format string, args ...any) verdict {
 	return verdict{metav1.ConditionFalse, reason, fmt.Sprintf(format, args...)}
 }
 
-var unknown = verdict{metav1.ConditionUnknown, isthmus.ReasonUnknown, "not looked at yet"}
+var unknown = verdict{metav1.ConditionUnknown, isthmus.ReasonUnknown, "not checked yet"}
 
 // peeringState is everything that the status of a Peering is made from.
 type peeringState struct {
@@ -49,7 +49,7 @@ type peeringState struct {
 	original            *v1alpha1.NetworkConfig  // ours, nil when there is none
 	copies              []v1alpha1.NetworkConfig // the peer's; two stand for many
 	endpoint            *v1alpha1.TunnelEndpoint // nil when there is none
-	silent              string                   // since when no gateway is at work; empty while one is
+	silent              string                   // since when no gateway is active; empty while one is
 	waiting             string                   // what a Peering that is being deleted waits for
 
 	services servicesState
@@ -128,7 +128,7 @@ func verdictsFor(s peeringState) map[string]verdict {
 	verdicts := make(map[string]verdict)
 	if s.conflict != "" {
 		for _, step := range steps {
-			verdicts[step] = verdict{metav1.ConditionUnknown, isthmus.ReasonConflict, "nothing is done for this Peering"}
+			verdicts[step] = verdict{metav1.ConditionUnknown, isthmus.ReasonConflict, "this Peering is ignored, because it conflicts with another one"}
 		}
 		verdicts[isthmus.ConditionReady] = no(isthmus.ReasonConflict, "%s", s.conflict)
 		return verdicts
@@ -167,14 +167,14 @@ func readyVerdict(s peeringState, verdicts map[string]verdict) verdict {
 		}
 	}
 	if len(s.overlaps) > 0 {
-		return no(isthmus.ReasonOverlap, "%s", s.refused(s.who()+" has networks that somebody here claims by now: ", strings.Join(s.overlaps, "; "),
-			"correct what overlaps, or give the peer other networks: isthmus unpeer "+s.peering.Name+", and isthmus peer"))
+		return no(isthmus.ReasonOverlap, "%s", s.refused(s.who()+" has networks that overlap addresses of this cluster: ", strings.Join(s.overlaps, "; "),
+			"remove the overlap, or give the peer other networks: isthmus unpeer "+s.peering.Name+", then isthmus peer"))
 	}
 	if v := verdicts[isthmus.ConditionConnected]; v.reason == v1alpha1.CauseNarrowPath {
 		return v
 	}
 	if apart != "" {
-		return yes(isthmus.ReasonUnreachable, "traffic flows, but changes of either cluster do not reach the other: "+apart)
+		return yes(isthmus.ReasonUnreachable, "traffic flows, but the clusters cannot exchange changes: "+apart)
 	}
 	return yes(isthmus.ReasonConnected, "traffic can flow")
 }
@@ -191,19 +191,19 @@ func identityVerdict(s peeringState) verdict {
 		return s.identity
 	}
 	if len(s.copies) == 1 && s.copies[0].Spec.BackendConfig[v1alpha1.ConfigInBand] != "true" { // the TunnelEndpoint may be from before
-		return no(isthmus.ReasonUnreachable, "the peer's NetworkConfig here does not say that its Peering has spec.inBand, too (a Liqo's never does), so our gateway passes no manager on: run `isthmus peer --in-band` for both clusters, which carries it, or remove spec.inBand")
+		return no(isthmus.ReasonUnreachable, "spec.inBand: the peer's NetworkConfig does not confirm that its Peering has spec.inBand, too (a Liqo never does), so our gateway does not connect the managers; run `isthmus peer --in-band` for both clusters, or remove spec.inBand")
 	}
 	if connected.status == metav1.ConditionTrue {
 		return s.identity
 	}
-	const again = "run `isthmus peer --in-band` for both clusters again, which carries it"
+	const again = "run `isthmus peer --in-band` for both clusters again, which copies the change"
 	if s.endpoint == nil && s.withdrew() {
-		return no(isthmus.ReasonTunnelDown, "the peer has withdrawn, and with it went the tunnel to its API server: isthmus unpeer %s, or run `isthmus peer --in-band` for both clusters again", s.peering.Name)
+		return no(isthmus.ReasonTunnelDown, "the peer has un-peered, which closed the tunnel to its API server; run isthmus unpeer %s, or `isthmus peer --in-band` for both clusters again", s.peering.Name)
 	}
 	if s.published.status == metav1.ConditionFalse {
-		return no(isthmus.ReasonTunnelDown, "our NetworkConfig has changed, and the way to tell the peer is the tunnel, which is down (%s); unless it comes back by itself, "+again, connected.message)
+		return no(isthmus.ReasonTunnelDown, "our NetworkConfig has changed, but the tunnel that carries changes to the peer is down (%s); if it does not recover, "+again, connected.message)
 	}
-	return no(isthmus.ReasonTunnelDown, "the peer's API server is reached through the tunnel, which is down (%s); if a gateway has got another address or key meanwhile, "+again, connected.message)
+	return no(isthmus.ReasonTunnelDown, "the peer's API server is reached through the tunnel, which is down (%s); if a gateway's address or key has changed since, "+again, connected.message)
 }
 
 func publishedVerdict(s peeringState) verdict {
@@ -211,7 +211,7 @@ func publishedVerdict(s peeringState) verdict {
 	case s.original != nil && s.original.DeletionTimestamp.IsZero():
 		return s.published
 	case len(s.lacking) > 0:
-		return no(isthmus.ReasonPublishing, "there is nothing to publish yet: %s", strings.Join(s.lacking, "; "))
+		return no(isthmus.ReasonPublishing, "nothing to publish yet: %s", strings.Join(s.lacking, "; "))
 	case s.original != nil:
 		return no(isthmus.ReasonPublishing, "our NetworkConfig is being deleted")
 	}
@@ -226,7 +226,7 @@ func answeredVerdict(s peeringState) verdict {
 	case original == nil:
 		return no(isthmus.ReasonWaitingAnswer, "our NetworkConfig is not written yet")
 	case s.unreadable.status == metav1.ConditionFalse:
-		return no(s.unreadable.reason, "%s", s.refusedThere("answers", s.unreadable.message, "its manager has to answer with networks like ours"))
+		return no(s.unreadable.reason, "%s", s.refusedThere("answers", s.unreadable.message, "the peer's manager must answer with networks of the same length"))
 	}
 	accepted := meta.FindStatusCondition(original.Status.Conditions, v1alpha1.ConditionAccepted)
 	switch n := networksOf(original); {
@@ -237,9 +237,9 @@ func answeredVerdict(s peeringState) verdict {
 		return no(isthmus.ReasonWaitingAnswer, "the peer has not answered our NetworkConfig yet")
 	case s.withdrew():
 		return verdict{metav1.ConditionUnknown, isthmus.ReasonPeerWithdrew,
-			fmt.Sprintf("the peer saw our pods %s as %s, and has withdrawn since", n.PodCIDR, n.PodCIDRSeen)}
+			fmt.Sprintf("the peer mapped our PodCIDR %s to %s before it un-peered", n.PodCIDR, n.PodCIDRSeen)}
 	default:
-		return yes(isthmus.ReasonAnswered, fmt.Sprintf("the peer sees our pods %s as %s", n.PodCIDR, n.PodCIDRSeen))
+		return yes(isthmus.ReasonAnswered, fmt.Sprintf("the peer maps our PodCIDR %s to %s", n.PodCIDR, n.PodCIDRSeen))
 	}
 }
 
@@ -264,12 +264,12 @@ func acceptedVerdict(s peeringState) verdict {
 	accepted := cmp.Or(meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted), s.unstored)
 	switch {
 	case accepted == nil:
-		return no(isthmus.ReasonWaitingAnswer, "the NetworkConfig of the peer is here and not answered yet")
+		return no(isthmus.ReasonWaitingAnswer, "the peer's NetworkConfig is not answered yet")
 	case accepted.Status != metav1.ConditionTrue || !nc.Status.Processed:
 		reason := known(accepted.Reason) // in Liqo's RBAC the peer may have written it
 		return no(reason, "%s", s.refusedPeer(nc, reason, accepted.Message))
 	case accepted.ObservedGeneration != nc.Generation && !s.inForceAsSeen(nc):
-		return no(isthmus.ReasonWaitingAnswer, "the NetworkConfig of the peer has changed and is not answered yet")
+		return no(isthmus.ReasonWaitingAnswer, "the peer's NetworkConfig has changed; the new version is not answered yet")
 	default:
 		return yes(isthmus.ReasonAnswered, s.standingText())
 	}
@@ -304,21 +304,21 @@ func hadPeerConfig(p *isthmus.Peering) bool {
 func tunnelEndpointVerdict(s peeringState) verdict {
 	if s.original == nil || len(s.copies) != 1 || !s.original.Status.Processed || !s.copies[0].Status.Processed {
 		if s.endpoint != nil {
-			return no(isthmus.ReasonWaiting, "the TunnelEndpoint is what was agreed upon before; waiting for the exchange of NetworkConfigs")
+			return no(isthmus.ReasonWaiting, "the TunnelEndpoint still has the former networks; waiting for the exchange of NetworkConfigs")
 		}
 		return no(isthmus.ReasonWaiting, "waiting for the exchange of NetworkConfigs")
 	}
 	want, problems := fabric.TunnelEndpointFor(s.original, &s.copies[0], s.peering.Spec.Cluster)
 	switch {
 	case len(problems) > 0:
-		return no(isthmus.ReasonInvalid, "%s", s.refused("what "+s.who()+" and we say does not go together: ", problems[0].Error(),
+		return no(isthmus.ReasonInvalid, "%s", s.refused("our NetworkConfig and that of "+s.who()+" contradict each other: ", problems[0].Error(),
 			fmt.Sprintf("set spec.overrides of the Peerings, or isthmus unpeer %s", s.peering.Name)))
 	case s.endpoint == nil:
 		return no(isthmus.ReasonWaiting, "the TunnelEndpoint is not written yet")
 	case !s.endpoint.DeletionTimestamp.IsZero():
 		return no(isthmus.ReasonWaiting, "the TunnelEndpoint is being deleted")
 	case !equality.Semantic.DeepEqual(s.endpoint.Spec, want):
-		return no(isthmus.ReasonWaiting, "the TunnelEndpoint is not what both sides agreed upon yet")
+		return no(isthmus.ReasonWaiting, "the TunnelEndpoint does not have the agreed networks yet")
 	}
 	return yes(isthmus.ReasonAgreed, "both sides agree")
 }
@@ -343,7 +343,7 @@ func connectedVerdict(s peeringState) verdict {
 	switch c := te.Status.Connection; {
 	case accepted != nil && accepted.Status == metav1.ConditionFalse:
 		return no(isthmus.ReasonInvalid, "%s", sentence(fmt.Sprintf("the gateway refuses TunnelEndpoint %s/%s of %s: ", te.Namespace, te.Name, s.who()),
-			accepted.Message, "it carries nothing for this peer; isthmus unpeer "+s.peering.Name+", or un-peer whoever has the same"))
+			accepted.Message, "it carries no traffic for this peer; run isthmus unpeer "+s.peering.Name+", or un-peer the other peer with the same value"))
 	case because != nil && because.Reason == v1alpha1.CauseWrongKey && s.missedKey():
 		return no(because.Reason, "%s; the key of our gateway rotated, and %s had no session with the new one when the rotation ended", because.Message, s.who())
 	case s.missedKey() && s.published.status != metav1.ConditionTrue && (because == nil || slices.Contains(silent, because.Reason)):
@@ -351,7 +351,7 @@ func connectedVerdict(s peeringState) verdict {
 	case because != nil:
 		return verdict{because.Status, because.Reason, because.Message}
 	case c.Status == v1alpha1.Connected && s.key.required && presharedIn(te) == "":
-		return no(isthmus.ReasonNoKey, "spec.postQuantum is Required, and the gateway reports a session without a preshared key: one from before ends after three minutes, and a gateway of an older version goes on without")
+		return no(isthmus.ReasonNoKey, "spec.postQuantum is Required, but the gateway reports a session without a preshared key; an existing session ends within three minutes, but a gateway of an older version keeps using none")
 	case c.Status == v1alpha1.Connected:
 		return yes(isthmus.ReasonConnected, "the gateway hears the peer")
 	case c.Status == v1alpha1.Connecting:
@@ -359,7 +359,7 @@ func connectedVerdict(s peeringState) verdict {
 	case c.Status == v1alpha1.ConnectionError:
 		return no(isthmus.ReasonLost, "the gateway does not hear %s at %s: %s", s.who(), at, plain(c.StatusMessage))
 	}
-	return no(isthmus.ReasonNoGateway, "no gateway has taken up the TunnelEndpoint yet")
+	return no(isthmus.ReasonNoGateway, "no gateway has written a status of the TunnelEndpoint yet")
 }
 
 // reasonOf is why the tunnel is not connected, or carries less than it should; nil where the gateway

@@ -83,7 +83,7 @@ func TestConditionsOfAPeering(t *testing.T) {
 		{"all is well", func(*peeringState) {}, isthmus.ConditionConnected, isthmus.ReasonConnected, isthmus.ReasonConnected, "traffic can flow"},
 		{"nothing is known", func(s *peeringState) {
 			*s = peeringState{peering: s.peering, identity: unknown, published: unknown}
-		}, isthmus.ConditionIdentity, isthmus.ReasonUnknown, isthmus.ReasonUnknown, "IdentityReady: not looked at yet"},
+		}, isthmus.ConditionIdentity, isthmus.ReasonUnknown, isthmus.ReasonUnknown, "IdentityReady: not checked yet"},
 		{"our side lacks something and nothing is published", func(s *peeringState) {
 			s.lacking, s.original, s.endpoint = []string{"Secret x: not there"}, nil, nil
 		}, isthmus.ConditionPublished, isthmus.ReasonPublishing, isthmus.ReasonLocalSetup, "Secret x: not there"},
@@ -97,7 +97,7 @@ func TestConditionsOfAPeering(t *testing.T) {
 		}, isthmus.ConditionIdentity, isthmus.ReasonUnknown, isthmus.ReasonConnected, "traffic can flow"},
 		{"the peer's API server is away, and traffic flows", func(s *peeringState) {
 			s.identity, s.published = no(isthmus.ReasonUnreachable, "https://b does not answer"), no(isthmus.ReasonPublishing, "not done yet")
-		}, isthmus.ConditionIdentity, isthmus.ReasonUnreachable, isthmus.ReasonUnreachable, "traffic flows, but changes of either cluster do not reach the other: https://b does not answer"},
+		}, isthmus.ConditionIdentity, isthmus.ReasonUnreachable, isthmus.ReasonUnreachable, "traffic flows, but the clusters cannot exchange changes: https://b does not answer"},
 		{"the peer's API server is away, and no traffic flows", func(s *peeringState) {
 			s.identity = no(isthmus.ReasonUnreachable, "https://b does not answer")
 			s.endpoint.Status.Connection = v1alpha1.Connection{Status: v1alpha1.ConnectionError, StatusMessage: "silence"}
@@ -123,11 +123,11 @@ func TestConditionsOfAPeering(t *testing.T) {
 			s.copies, s.endpoint, s.peering.Status.Conditions = nil, nil, remembered(isthmus.ReasonPeerWithdrew)
 		}, isthmus.ConditionPeerConfig, isthmus.ReasonPeerWithdrew, isthmus.ReasonPeerWithdrew, "deleted its NetworkConfig"},
 		{"we refuse the peer", func(s *peeringState) { s.copies[0].Status.Conditions = refusal },
-			isthmus.ConditionPeerConfig, v1alpha1.ReasonKeyConflict, v1alpha1.ReasonKeyConflict, "asks by NetworkConfig tenant/alpha-111111: "},
+			isthmus.ConditionPeerConfig, v1alpha1.ReasonKeyConflict, v1alpha1.ReasonKeyConflict, "requests in NetworkConfig tenant/alpha-111111: "},
 		{"we have not looked at the peer's", func(s *peeringState) { s.copies[0].Status = v1alpha1.NetworkConfigStatus{} },
 			isthmus.ConditionPeerConfig, isthmus.ReasonWaitingAnswer, isthmus.ReasonWaitingAnswer, "not answered yet"},
 		{"what the peer claims has changed, and the answer is to what it claimed before", func(s *peeringState) { s.copies[0].Generation = 2 },
-			isthmus.ConditionPeerConfig, isthmus.ReasonWaitingAnswer, isthmus.ReasonWaitingAnswer, "has changed and is not answered yet"},
+			isthmus.ConditionPeerConfig, isthmus.ReasonWaitingAnswer, isthmus.ReasonWaitingAnswer, "has changed; the new version is not answered yet"},
 		{"the peer has moved, and has the networks that it had", func(s *peeringState) {
 			s.copies[0].Generation = 2
 			s.granted.Pod, s.granted.External, _ = fabric.SeenBy(&s.copies[0])
@@ -139,7 +139,7 @@ func TestConditionsOfAPeering(t *testing.T) {
 		{"conditions are not stored, and we refuse the peer", func(s *peeringState) {
 			s.copies[0].Status.Conditions = nil
 			s.unstored = &refusal[0]
-		}, isthmus.ConditionPeerConfig, v1alpha1.ReasonKeyConflict, v1alpha1.ReasonKeyConflict, "asks by NetworkConfig tenant/alpha-111111: "},
+		}, isthmus.ConditionPeerConfig, v1alpha1.ReasonKeyConflict, v1alpha1.ReasonKeyConflict, "requests in NetworkConfig tenant/alpha-111111: "},
 		{"the peer has two", func(s *peeringState) { s.copies = append(s.copies, s.copies[0]) },
 			isthmus.ConditionPeerConfig, isthmus.ReasonAmbiguous, isthmus.ReasonAmbiguous, "more than one"},
 		{"answers that do not fit", func(s *peeringState) { s.original.Status.PodCIDRNAT = "10.70.0.0/20" },
@@ -147,10 +147,10 @@ func TestConditionsOfAPeering(t *testing.T) {
 		{"no TunnelEndpoint yet", func(s *peeringState) { s.endpoint = nil },
 			isthmus.ConditionTunnelEndpoint, isthmus.ReasonWaiting, isthmus.ReasonWaiting, "not written yet"},
 		{"a TunnelEndpoint that is behind", func(s *peeringState) { s.endpoint.Spec.RemoteNATPodCIDR = "10.99.0.0/18" },
-			isthmus.ConditionTunnelEndpoint, isthmus.ReasonWaiting, isthmus.ReasonWaiting, "agreed upon yet"},
+			isthmus.ConditionTunnelEndpoint, isthmus.ReasonWaiting, isthmus.ReasonWaiting, "the agreed networks yet"},
 		{"no gateway", func(s *peeringState) { s.endpoint.Status = v1alpha1.TunnelEndpointStatus{} },
 			isthmus.ConditionConnected, isthmus.ReasonNoGateway, isthmus.ReasonNoGateway, "no gateway"},
-		{"no gateway any more, whatever was written", func(s *peeringState) { s.silent = "no gateway is at work: since noon" },
+		{"no gateway any more, whatever was written", func(s *peeringState) { s.silent = "no gateway is active: since noon" },
 			isthmus.ConditionConnected, isthmus.ReasonGatewaySilent, isthmus.ReasonGatewaySilent, "since noon"},
 		{"connecting", func(s *peeringState) { s.endpoint.Status.Connection.Status = v1alpha1.Connecting },
 			isthmus.ConditionConnected, isthmus.ReasonConnecting, isthmus.ReasonConnecting, "gw.example.org:31000"},
@@ -202,7 +202,7 @@ func TestConditionsOfAPeering(t *testing.T) {
 				t.Errorf("want 7 conditions and generation 3: %+v", status)
 			}
 			answered := meta.FindStatusCondition(status.Conditions, isthmus.ConditionAnswered)
-			if c.reason == isthmus.ReasonPeerWithdrew && (answered.Status != metav1.ConditionUnknown || !strings.Contains(answered.Message, "has withdrawn")) {
+			if c.reason == isthmus.ReasonPeerWithdrew && (answered.Status != metav1.ConditionUnknown || !strings.Contains(answered.Message, "before it un-peered")) {
 				t.Errorf("the peer has withdrawn, and Answered is %+v", answered)
 			}
 			for _, condition := range status.Conditions {

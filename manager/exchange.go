@@ -93,7 +93,7 @@ func everyExchange(peers Peers, log *slog.Logger) handler.MapFunc {
 	return func(ctx context.Context, _ client.Object) (all []reconcile.Request) {
 		list, err := peers.List(ctx)
 		if err != nil {
-			log.Error("new facts reach no peer", "error", err)
+			log.Error("cannot list the peers; new networks of this cluster wait for the next event", "error", err)
 		}
 		for _, peer := range list {
 			all = append(all, exchangeWith(peer))

@@ -59,7 +59,7 @@ func (x *expiry) run(ctx context.Context) error {
 	defer tick.Stop()
 	for {
 		if err := x.look(ctx, time.Now()); err != nil && ctx.Err() == nil {
-			x.Log.Warn("mapped endpoints could not be looked for; none expires meanwhile", "err", err)
+			x.Log.Warn("cannot look up mapped endpoints; no mapping expires meanwhile", "error", err)
 		}
 		select {
 		case <-ctx.Done():
@@ -104,7 +104,7 @@ func (x *expiry) lookFor(ctx context.Context, e ipam.Endpoint, now time.Time, pa
 		return x.end(ctx, e, what)
 	}
 	if !before {
-		x.Log.Info("a mapped endpoint is gone; its mappings end unless it comes back", "endpoint", e.IP, "was", e.What, "peers", e.For, "in", expiryGrace)
+		x.Log.Info("mapped endpoint is gone; its mappings expire unless it returns", "endpoint", e.IP, "was", e.What, "peers", e.For, "in", expiryGrace)
 	}
 	return nil
 }
@@ -122,7 +122,7 @@ func (x *expiry) end(ctx context.Context, e ipam.Endpoint, is string) error {
 	for _, id := range e.For {
 		if before.Mapped(id, e.IP) && !after.Mapped(id, e.IP) {
 			x.expired.Add(1)
-			x.Log.Warn("a mapping ends because its endpoint is gone", "endpoint", e.IP, "was", e.What, "is", is, "peer", id, "askedFor", before.AskedFor(id, e.IP))
+			x.Log.Warn("mapping expired, because its endpoint is gone", "endpoint", e.IP, "was", e.What, "is", is, "peer", id, "askedFor", before.AskedFor(id, e.IP))
 		}
 	}
 	return nil

@@ -168,11 +168,11 @@ func (k *FactsKeeper) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Resul
 		return k.again(), nil
 	}
 	if facts.FewerTunnels != "" && (!k.known || k.facts.FewerTunnels != facts.FewerTunnels) {
-		k.Log.Warn("peers are told of fewer tunnels than the gateway has", "told", 1+len(facts.Tunnels), "why", facts.FewerTunnels)
+		k.Log.Warn("publishing fewer tunnels than the gateway has", "published", 1+len(facts.Tunnels), "reason", facts.FewerTunnels)
 	}
 	if !k.known || !slices.Equal(k.facts.Missing, facts.Missing) || k.facts.NoEndpoint != facts.NoEndpoint {
 		for _, missing := range slices.Concat(facts.Missing, nonEmpty(facts.NoEndpoint)) {
-			k.Log.Warn("our own side is not complete", "missing", missing)
+			k.Log.Warn("cannot publish this cluster's networks or endpoint yet", "missing", missing)
 		}
 	}
 	k.tellIgnored(facts.Ignored)
@@ -195,7 +195,7 @@ func (k *FactsKeeper) tellIgnored(now []fabric.Problem) {
 		if slices.Contains(k.facts.Ignored, p) {
 			continue
 		}
-		k.Log.Warn("a node's report is not believed", "problem", p.Error())
+		k.Log.Warn("ignored part of a node's report", "problem", p.Error())
 		about := &corev1.ObjectReference{APIVersion: isthmus.GroupVersion.String(), Kind: p.Origin.Kind, Namespace: p.Origin.Namespace, Name: p.Origin.Name}
 		k.Events.Eventf(about, nil, corev1.EventTypeWarning, reasonIgnored, "ReadReport", "%s: %s", p.Field, p.Message)
 	}
@@ -245,7 +245,7 @@ func (k *FactsKeeper) gather(ctx context.Context) (Facts, error) {
 	name := types.NamespacedName{Namespace: k.Namespace, Name: keyring.SecretName}
 	switch err := k.Cache.Get(ctx, name, &secret); {
 	case apierrors.IsNotFound(err):
-		f.Missing = append(f.Missing, fmt.Sprintf("Secret %s: not there yet; the gateway makes it", name))
+		f.Missing = append(f.Missing, fmt.Sprintf("Secret %s: not found; the gateway creates it", name))
 	case err != nil:
 		return f, fmt.Errorf("key of the gateway: %w", err)
 	default:
@@ -290,11 +290,11 @@ func (k *FactsKeeper) configure(ctx context.Context, f *Facts) error {
 		return fmt.Errorf("configure the IPAM: %w", err)
 	}
 	if len(ended) > 0 {
-		k.Log.Warn("networks of former peers are not held any more, since something of this cluster lies in them", "networks", ended)
+		k.Log.Warn("freed networks of former peers, because they overlap this cluster", "networks", ended)
 	}
 	if !slices.Equal(conflicts, k.conflicts) {
 		for _, c := range conflicts {
-			k.Log.Warn("networks overlap; what was given out stays as it is until the peering is made anew", "conflict", c.String())
+			k.Log.Warn("networks overlap; the allocation stays until you unpeer and peer again", "conflict", c.String())
 		}
 		k.conflicts = conflicts
 	}

@@ -73,7 +73,7 @@ func (r *AnswerReconciler) decide(ctx context.Context, peer Peer, nc *v1alpha1.N
 		return grant, claim, []fabric.Refusal{*refusal}, nil
 	}
 	if _, had := before.GrantOf(id); err == nil && !had && after.Left() < fewLeft {
-		r.Log.Warn("the pools are nearly used up; want more of them: --pools", "peersLeft", after.Left(), "pools", after.Own().Pools)
+		r.Log.Warn("address pools are almost exhausted; add pools with --pools", "peersLeft", after.Left(), "pools", after.Own().Pools)
 	}
 	return grant, claim, refusals, err
 }

@@ -22,21 +22,21 @@ func TestAPeeringSaysWhenTheTunnelCannotTellThePeer(t *testing.T) {
 		reason  string
 		message string // a part of it
 	}{
-		{"the tunnel is down", func(*peeringState) {}, isthmus.ReasonTunnelDown, "if a gateway has got another address or key"},
+		{"the tunnel is down", func(*peeringState) {}, isthmus.ReasonTunnelDown, "if a gateway's address or key has changed since"},
 		{"and the peer lacks news of ours", func(s *peeringState) {
 			s.published = no(isthmus.ReasonPublishing, "it is not up to date yet")
 		}, isthmus.ReasonTunnelDown, "our NetworkConfig has changed"},
 		{"the peer was un-peered alone", func(s *peeringState) {
 			s.endpoint, s.copies = nil, nil
 			s.peering.Status.Conditions = []metav1.Condition{{Type: isthmus.ConditionPeerConfig, Reason: isthmus.ReasonAnswered}}
-		}, isthmus.ReasonTunnelDown, "the peer has withdrawn, and with it went the tunnel to its API server: isthmus unpeer"},
+		}, isthmus.ReasonTunnelDown, "the peer has un-peered, which closed the tunnel to its API server; run isthmus unpeer"},
 		{"spec.inBand was set by hand, and no manager gets through to say so", func(s *peeringState) {
 			delete(s.copies[0].Spec.BackendConfig, v1alpha1.ConfigInBand)
 			s.endpoint.Status.Connection.Status = v1alpha1.Connected
-		}, isthmus.ReasonUnreachable, "does not say that its Peering has spec.inBand"},
+		}, isthmus.ReasonUnreachable, "does not confirm that its Peering has spec.inBand"},
 		{"the peer says so, and its TunnelEndpoint is from before", func(s *peeringState) {
 			s.endpoint.Annotations = nil
-		}, isthmus.ReasonTunnelDown, "if a gateway has got another address or key"},
+		}, isthmus.ReasonTunnelDown, "if a gateway's address or key has changed since"},
 		{"the tunnel works", func(s *peeringState) { s.endpoint.Status.Connection.Status = v1alpha1.Connected }, isthmus.ReasonUnreachable, "no answer"},
 		{"no tunnel is needed", func(s *peeringState) { s.peering.Spec.InBand = false }, isthmus.ReasonUnreachable, "no answer"},
 		{"the peer refuses us", func(s *peeringState) { s.identity.reason = isthmus.ReasonUnauthorized }, isthmus.ReasonUnauthorized, "no answer"},

@@ -43,14 +43,14 @@ func (s *ipamService) run(ctx context.Context) error {
 			text = err.Error()
 		}
 		if text != "" && (text != said || time.Since(at) > ipamRepeat) {
-			s.log.Error("virtual kubelets may not reach the IPAM; trying again", "error", text)
+			s.log.Error("cannot update the IPAM's Service; virtual kubelets may not reach it; retrying", "error", text)
 			at = time.Now()
 		}
 		said = text
 		select {
 		case <-ctx.Done():
 			if err := s.leave(); err != nil {
-				s.log.Warn("the IPAM's Service may still lead here", "error", err)
+				s.log.Warn("cannot clear the IPAM's Service; it may still point to this manager", "error", err)
 			}
 			return nil
 		case <-tick.C:
@@ -81,7 +81,7 @@ func (s *ipamService) lead(ctx context.Context) error {
 	if err := s.client.Patch(ctx, want, client.MergeFromWithOptions(have, client.MergeFromWithOptimisticLock{})); err != nil {
 		return fmt.Errorf("EndpointSlice of the IPAM's Service: %w", err)
 	}
-	s.log.Info("the IPAM's Service leads here", "service", s.name, "address", s.addr)
+	s.log.Info("the IPAM's Service points to this manager", "service", s.name, "address", s.addr)
 	return nil
 }
 

@@ -214,7 +214,7 @@ func (r *TunnelEndpointReconciler) reclaim(ctx context.Context, peer Peer, copie
 			if err := client.IgnoreNotFound(r.Client.Delete(ctx, te, client.Preconditions{UID: &te.UID, ResourceVersion: &te.ResourceVersion})); err != nil {
 				return fmt.Errorf("TunnelEndpoint %s/%s: %w", te.Namespace, te.Name, err)
 			}
-			r.Log.Warn("TunnelEndpoint deleted, since another peer has shown that the key is its own", "peer", te.Spec.ClusterIdentity.ClusterID,
+			r.Log.Warn("TunnelEndpoint deleted, because another peer has proved that it owns the key", "peer", te.Spec.ClusterIdentity.ClusterID,
 				"owner", peer.Cluster.ClusterID, "namespace", te.Namespace, "name", te.Name)
 		}
 	}

@@ -119,7 +119,7 @@ func Run(ctx context.Context, o Options) error {
 		if lost {
 			time.Sleep(time.Second) // what was on its way ends, and listeners close
 		}
-		o.Log.Warn("starting again", "reason", err)
+		o.Log.Warn("restarting the controllers", "reason", err)
 	}
 }
 
@@ -384,7 +384,7 @@ func (l *leader) lead(ctx context.Context) error {
 			return fmt.Errorf("%T: %w", r, err)
 		}
 	}
-	l.Log.Info("this manager works")
+	l.Log.Info("manager is the leader and runs its controllers")
 	<-ctx.Done()
 	return nil
 }
@@ -392,7 +392,7 @@ func (l *leader) lead(ctx context.Context) error {
 // begin reads the IPAM state, puts our own networks into it, and learns which networks nodes refuse.
 func (l *leader) begin(ctx context.Context, own *FactsKeeper, warden *Warden) error {
 	if err := l.store.Load(ctx); err != nil {
-		return fmt.Errorf("books of the IPAM: %w", err)
+		return fmt.Errorf("IPAM state: %w", err)
 	}
 	if _, err := own.Reconcile(ctx, ctrl.Request{}); err != nil {
 		return err
@@ -408,7 +408,7 @@ func untilDone(ctx context.Context, log *slog.Logger, f func() error) bool {
 		if err == nil {
 			return true
 		}
-		log.Error("trying again", "error", err, "in", pause.String())
+		log.Error("cannot start yet; retrying", "error", err, "in", pause.String())
 		select {
 		case <-ctx.Done():
 			return false

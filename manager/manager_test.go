@@ -401,7 +401,7 @@ func TestOfTwoManagersOfOneNameOneLeads(t *testing.T) {
 	}
 	// A controller-runtime that is stopped while something is added to it does not end in time, so
 	// none is stopped before all is added.
-	leads := func(i int) bool { return strings.Contains(logs[i].String(), "this manager works") }
+	leads := func(i int) bool { return strings.Contains(logs[i].String(), "manager is the leader") }
 	w.until("one leads", func() bool { return leads(0) || leads(1) })
 	// More than two rounds of asking for the Lease. A machine that stands still meanwhile may take it
 	// away from the first, and the Lease counts that; of two that are one holder it counts nothing.

@@ -60,7 +60,7 @@ func (r *NatMappingReconciler) changed(ctx context.Context, o client.Object) []r
 	ids := r.Store.Book().Peers()
 	var list v1alpha1.NatMappingList
 	if err := r.Client.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
-		r.Log.Error("a change of the books does not reach the NatMappings of peers that are gone", "error", err)
+		r.Log.Error("cannot list NatMappings; those of former peers wait for the next event", "error", err)
 	}
 	for i := range list.Items {
 		ids = append(ids, list.Items[i].Spec.ClusterID)

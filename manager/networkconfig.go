@@ -90,7 +90,7 @@ func (r *NetworkConfigReconciler) peerAt(ctx context.Context, namespace string) 
 func (r *NetworkConfigReconciler) everyPeer(ctx context.Context, _ client.Object) (all []reconcile.Request) {
 	peers, err := r.Peers.List(ctx)
 	if err != nil {
-		r.Log.Error("new facts reach no peer", "error", err)
+		r.Log.Error("cannot list the peers; new networks of this cluster wait for the next event", "error", err)
 	}
 	for _, peer := range peers {
 		all = append(all, requestFor(peer.Cluster.ClusterID))
@@ -113,7 +113,7 @@ func (r *NetworkConfigReconciler) Reconcile(ctx context.Context, req ctrl.Reques
 		return ctrl.Result{}, fmt.Errorf("peer %s: %w", req.Name, err)
 	}
 	for i := range others {
-		r.Log.Info("a second NetworkConfig for the same peer is deleted", "peer", req.Name, "namespace", peer.LocalNamespace, "name", others[i].Name)
+		r.Log.Info("deleted a second NetworkConfig for the same peer", "peer", req.Name, "namespace", peer.LocalNamespace, "name", others[i].Name)
 		err = errors.Join(err, r.remove(ctx, &others[i]))
 	}
 	err = errors.Join(err, r.free(ctx, peer, current))
@@ -161,7 +161,7 @@ func (r *NetworkConfigReconciler) free(ctx context.Context, peer Peer, original 
 		nc.Finalizers = slices.DeleteFunc(nc.Finalizers, foreignFinalizer)
 		err := r.Client.Patch(ctx, nc, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
 		if errs = errors.Join(errs, client.IgnoreNotFound(err)); err == nil {
-			r.Log.Warn("finalizers of others are removed", "namespace", nc.Namespace, "name", nc.Name, "had", before.Finalizers)
+			r.Log.Warn("removed foreign finalizers", "namespace", nc.Namespace, "name", nc.Name, "had", before.Finalizers)
 		}
 	}
 	return errs
@@ -233,7 +233,7 @@ func (r *NetworkConfigReconciler) publishSpec(ctx context.Context, peer Peer, cu
 			if !peer.Replicated() {
 				// Liqo's replicator copies back any answer that it finds. A new NetworkConfig gets a new
 				// answer.
-				r.Log.Info("NetworkConfig is made anew, since our networks have changed", "peer", peer.Cluster.ClusterID, "namespace", want.Namespace, "name", want.Name)
+				r.Log.Info("NetworkConfig recreated, because our networks have changed", "peer", peer.Cluster.ClusterID, "namespace", want.Namespace, "name", want.Name)
 				return r.remove(ctx, current)
 			}
 			metav1.SetMetaDataAnnotation(&want.ObjectMeta, isthmus.AnnotationUnanswered, "true")

@@ -109,7 +109,7 @@ func (r *PeeringReconciler) SetupWithManager(mgr ctrl.Manager) error {
 func (r *PeeringReconciler) peerings(ctx context.Context, which ...client.ListOption) (all []reconcile.Request) {
 	var list isthmus.PeeringList
 	if err := r.Client.List(ctx, &list, which...); err != nil {
-		r.Log.Error("a change reaches no Peering", "error", err)
+		r.Log.Error("cannot list Peerings; a change waits for the next event", "error", err)
 	}
 	for i := range list.Items {
 		all = append(all, requestFor(list.Items[i].Name))
@@ -335,7 +335,7 @@ func (r *PeeringReconciler) force(ctx context.Context, s *peeringState, now time
 	case s.ending:
 		why = "namespace " + nc.Namespace + " is being deleted, and our identity at the peer with it"
 	case peer.abandoned(now):
-		why = fmt.Sprintf("the peer's API server is reached through the tunnel alone, which ends %v after the Peering was deleted", inBandPatience)
+		why = fmt.Sprintf("the peer's API server is reached through the tunnel alone, which closes %v after the Peering was deleted", inBandPatience)
 	default:
 		return nil
 	}
@@ -368,7 +368,7 @@ func waitingFor(s peeringState, now time.Time) string {
 	var all []string
 	peer := peerFrom(s.peering)
 	if te := s.endpoint; te != nil {
-		what := fmt.Sprintf("TunnelEndpoint %s/%s to be gone", te.Namespace, te.Name)
+		what := fmt.Sprintf("TunnelEndpoint %s/%s to be deleted", te.Namespace, te.Name)
 		if len(te.Finalizers) > 0 {
 			what += fmt.Sprintf(" (finalizers %s)", strings.Join(te.Finalizers, ", "))
 		}
@@ -384,7 +384,7 @@ func waitingFor(s peeringState, now time.Time) string {
 		all = append(all, fmt.Sprintf("the peer's API server to delete NetworkConfig %s/%s there (%s); the annotation %s=true ends the wait and leaves it there%s",
 			s.peering.Spec.TenantNamespace.Remote, nc.Name, s.peerSays(), isthmus.AnnotationForce, ends))
 	default:
-		all = append(all, fmt.Sprintf("NetworkConfig %s/%s to be gone", nc.Namespace, nc.Name))
+		all = append(all, fmt.Sprintf("NetworkConfig %s/%s to be deleted", nc.Namespace, nc.Name))
 	}
 	if s.services.left && !peer.abandoned(now) && !s.ending {
 		all = append(all, fmt.Sprintf("the peer's API server to delete our PeerServices in namespace %s there", s.peering.Spec.TenantNamespace.Remote))
@@ -432,10 +432,10 @@ func (r *PeeringReconciler) announce(before, after *isthmus.Peering) {
 			r.Log.Info("peering ready", "peering", after.Name, "message", c.Message)
 			r.Events.Eventf(about, nil, corev1.EventTypeNormal, reason, c.Type, "%s", c.Message)
 		case !ready && isTrue && isthmus.Limited(c) && (old == nil || old.Reason != c.Reason):
-			r.Log.Warn("peering works, and not as it should", "peering", after.Name, "reason", c.Reason, "message", c.Message)
+			r.Log.Warn("peering works, but with limits", "peering", after.Name, "reason", c.Reason, "message", c.Message)
 			r.Events.Eventf(about, nil, corev1.EventTypeWarning, reason, c.Type, "%s", c.Message)
 		case !ready && isTrue && wasTrue && isthmus.Limited(old) && old.Reason != c.Reason:
-			r.Log.Info("peering works as it should again", "peering", after.Name, "was", old.Reason)
+			r.Log.Info("peering works without limits again", "peering", after.Name, "was", old.Reason)
 			r.Events.Eventf(about, nil, corev1.EventTypeNormal, reason, c.Type, "%s is over: %s", old.Reason, c.Message)
 		case !isTrue && wasTrue && !ready && slices.Contains(isthmus.WaitReasons, c.Reason): // the Event of what it waits for is enough
 		case !isTrue && wasTrue, ready && old != nil && !isTrue && eventReason(old) != reason,

@@ -94,7 +94,7 @@ func (k *KeyStore) check(ctx context.Context) {
 	err := k.read(ctx)
 	k.writing.Unlock()
 	if err != nil {
-		k.Log.Warn("preshared keys are not read", "error", err)
+		k.Log.Warn("cannot read the preshared keys", "error", err)
 		return
 	}
 	k.mu.Lock()
@@ -104,7 +104,7 @@ func (k *KeyStore) check(ctx context.Context) {
 		if _, err := k.Peers.ByID(ctx, id); errors.Is(err, ErrNoPeer) {
 			err = k.put(ctx, id, nil)
 			if err != nil {
-				k.Log.Warn("the preshared key of a former peer is not erased", "peer", id, "error", err)
+				k.Log.Warn("cannot erase the preshared key of a former peer", "peer", id, "error", err)
 			}
 		}
 	}
@@ -263,7 +263,7 @@ func (k *KeyStore) create(ctx context.Context) error {
 	err = k.Client.Patch(ctx, secret, client.RawPatch(types.ApplyPatchType, data), client.FieldOwner(component))
 	if err == nil {
 		k.take(secret)
-		k.Log.Info("Secret for preshared keys made", "secret", postquantum.SecretName, "peers", len(states))
+		k.Log.Info("created the Secret for preshared keys", "secret", postquantum.SecretName, "peers", len(states))
 	}
 	return err
 }

@@ -55,7 +55,7 @@ func NewPulse(reader client.Reader, namespace string, log *slog.Logger) *Pulse {
 // Changed gets a value whenever Silent says something else.
 func (p *Pulse) Changed() <-chan event.GenericEvent { return p.changed }
 
-// Silent says since when no gateway is at work, and which one was; empty while one is. Of a cluster
+// Silent says since when no gateway is active, and which one was; empty while one is. Of a cluster
 // that never had the Lease nothing is said: its gateway is configured by files, or not ours.
 func (p *Pulse) Silent() string {
 	p.mu.Lock()
@@ -93,7 +93,7 @@ func (p *Pulse) look(ctx context.Context) {
 		if p.since = (time.Time{}); p.gone.IsZero() {
 			p.gone = now
 		} else if now.Sub(p.gone) >= pulseSilence {
-			p.say(fmt.Sprintf("no gateway is at work: Lease %s/%s is gone, and nobody makes it again; see why the gateways' Pods do not run, or cannot reach the API server", p.Namespace, isthmus.LeaseGateway))
+			p.say(fmt.Sprintf("no gateway is active: Lease %s/%s was deleted and not recreated; check that the gateway Pods run and reach the API server", p.Namespace, isthmus.LeaseGateway))
 		}
 		return
 	case err != nil: // as long as we cannot read it, nobody can renew it
@@ -122,7 +122,7 @@ func (p *Pulse) tell(err error) {
 		unread = err.Error()
 	}
 	if unread != p.unread && unread != "" {
-		p.Log.Warn("whether a gateway is at work is not known; want the rights that `isthmus install` gives, and an API server that answers",
+		p.Log.Warn("cannot read the gateway's Lease, so gateway liveness is unknown; check the manager's RBAC (isthmus install) and the API server",
 			"lease", p.Namespace+"/"+isthmus.LeaseGateway, "error", unread)
 	}
 	p.unread = unread
@@ -130,14 +130,14 @@ func (p *Pulse) tell(err error) {
 
 // sentence says what is wrong and what to do.
 func (p *Pulse) sentence() string {
-	last := "is held by nobody"
+	last := "has no holder"
 	if holder := ptr.Deref(p.lease.HolderIdentity, ""); holder != "" {
-		last = "was held last by " + plain(holder)
+		last = "was last held by " + plain(holder)
 	}
 	if p.lease.RenewTime != nil {
 		last += fmt.Sprintf(" and renewed at %s", p.lease.RenewTime.UTC().Format(time.RFC3339))
 	}
-	return fmt.Sprintf("no gateway is at work: Lease %s/%s %s; see why its Pods do not run, or cannot reach the API server", p.Namespace, isthmus.LeaseGateway, last)
+	return fmt.Sprintf("no gateway is active: Lease %s/%s %s; check that the gateway Pods run and reach the API server", p.Namespace, isthmus.LeaseGateway, last)
 }
 
 // say keeps a sentence and tells those who listen, if it is another one.
@@ -148,7 +148,7 @@ func (p *Pulse) say(sentence string) {
 	if p.silent = sentence; sentence != "" {
 		p.Log.Warn(sentence)
 	} else {
-		p.Log.Info("a gateway is at work again")
+		p.Log.Info("a gateway is active again")
 	}
 	select {
 	case p.changed <- event.GenericEvent{}:

@@ -78,7 +78,7 @@ func (s *peeringState) inForce() string {
 			asSeen(te.Spec.RemoteExternalCIDR, te.Spec.RemoteNATExternalCIDR))
 	}
 	if s.granted != (ipam.Grant{}) {
-		return fmt.Sprintf("nothing is in force, and %v and %v are kept for it here", s.granted.Pod, s.granted.External)
+		return fmt.Sprintf("nothing is in force; %v and %v are reserved for it here", s.granted.Pod, s.granted.External)
 	}
 	return "nothing is in force"
 }
@@ -87,7 +87,7 @@ func asSeen(own, nat string) string { return own + " " + as(own, nat) }
 
 func as(own, nat string) string {
 	if nat == v1alpha1.None || nat == own {
-		return "as it is"
+		return "unchanged"
 	}
 	return "as " + nat
 }
@@ -116,7 +116,7 @@ func (s *peeringState) why(i int, seen string) string {
 
 // refusedPeer says why we do not take the NetworkConfig of the peer.
 func (s *peeringState) refusedPeer(nc *v1alpha1.NetworkConfig, reason, problem string) string {
-	what := fmt.Sprintf("%s asks by NetworkConfig %s/%s: ", s.who(), nc.Namespace, nc.Name)
+	what := fmt.Sprintf("%s requests in NetworkConfig %s/%s: ", s.who(), nc.Namespace, nc.Name)
 	if changes := s.changes(nc); reason == v1alpha1.ReasonConsent && changes != "" {
 		problem = changes
 	}

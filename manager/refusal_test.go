@@ -20,11 +20,11 @@ import (
 // what is in force, what to do.
 func TestEachRefusalSaysWhoAsksForWhatAndWhatToDo(t *testing.T) {
 	const (
-		asks    = "bravo (bbbbbbbb-2222-4222-8222-222222222222) asks by NetworkConfig tenant/alpha-111111: "
+		asks    = "bravo (bbbbbbbb-2222-4222-8222-222222222222) requests in NetworkConfig tenant/alpha-111111: "
 		refuses = "bravo (bbbbbbbb-2222-4222-8222-222222222222) refuses our NetworkConfig tenant/bravo-924e89: "
 		who     = "bravo (bbbbbbbb-2222-4222-8222-222222222222)"
-		there   = "; in force: our podCIDR 10.244.0.0/16 as 10.70.0.0/16, our externalCIDR 10.245.0.0/16 as it is; "
-		stays   = "; in force: its podCIDR 10.244.64.0/18 as 10.246.0.0/18, its externalCIDR 10.60.0.0/18 as it is; "
+		there   = "; in force: our podCIDR 10.244.0.0/16 as 10.70.0.0/16, our externalCIDR 10.245.0.0/16 unchanged; "
+		stays   = "; in force: its podCIDR 10.244.64.0/18 as 10.246.0.0/18, its externalCIDR 10.60.0.0/18 unchanged; "
 	)
 	weRefuse := func(reason, problem string) func(*peeringState) {
 		return func(s *peeringState) {
@@ -74,7 +74,7 @@ func TestEachRefusalSaysWhoAsksForWhatAndWhatToDo(t *testing.T) {
 			weRefuse(v1alpha1.ReasonCIDRConflict, "spec.overrides.podCIDR: overlaps")(s)
 			s.endpoint, s.granted = nil, ipam.Grant{Pod: netip.MustParsePrefix("10.9.0.0/18"), External: netip.MustParsePrefix("10.8.0.0/20")}
 		}, isthmus.ConditionPeerConfig, v1alpha1.ReasonCIDRConflict,
-			asks + "spec.overrides.podCIDR: overlaps; nothing is in force, and 10.9.0.0/18 and 10.8.0.0/20 are kept for it here; " +
+			asks + "spec.overrides.podCIDR: overlaps; nothing is in force; 10.9.0.0/18 and 10.8.0.0/20 are reserved for it here; " +
 				"correct spec.overrides of Peering here, or reserve the network (isthmus manager --reserved)"},
 		{"two NetworkConfigs", func(s *peeringState) { s.copies = append(s.copies, s.copies[0]) }, isthmus.ConditionPeerConfig, isthmus.ReasonAmbiguous,
 			who + " has more than one NetworkConfig in namespace tenant" + stays + "delete all but one of them"},
@@ -105,9 +105,9 @@ func TestEachRefusalSaysWhoAsksForWhatAndWhatToDo(t *testing.T) {
 			refuses + "now  [2J" + there + "correct what that field comes from here, or isthmus unpeer here"},
 		{"an answer that cannot be taken", func(s *peeringState) { s.unreadable = no(v1alpha1.ReasonInvalid, "status.podCIDRNAT: is long") },
 			isthmus.ConditionAnswered, v1alpha1.ReasonInvalid,
-			who + " answers our NetworkConfig tenant/bravo-924e89: status.podCIDRNAT: is long" + there + "its manager has to answer with networks like ours"},
+			who + " answers our NetworkConfig tenant/bravo-924e89: status.podCIDRNAT: is long" + there + "the peer's manager must answer with networks of the same length"},
 		{"answers that do not fit", func(s *peeringState) { s.original.Status.ExternalCIDRNAT = "10.70.0.0/16" }, isthmus.ConditionTunnelEndpoint, isthmus.ReasonInvalid,
-			"what " + who + " and we say does not go together: NetworkConfig tenant/bravo-924e89: status.externalCIDRNAT: 10.70.0.0/16 overlaps our PodCIDR as the peer answered it, " +
+			"our NetworkConfig and that of " + who + " contradict each other: NetworkConfig tenant/bravo-924e89: status.externalCIDRNAT: 10.70.0.0/16 overlaps our PodCIDR as the peer answered it, " +
 				"10.70.0.0/16; want a network of its own" + stays + "set spec.overrides of the Peerings, or isthmus unpeer here"},
 
 		{"an identity that is revoked", func(s *peeringState) {
@@ -129,7 +129,7 @@ func TestEachRefusalSaysWhoAsksForWhatAndWhatToDo(t *testing.T) {
 				Message: "spec.remoteNATPodCIDR: 10.246.0.0/18 overlaps that of another"}}
 		}, isthmus.ConditionConnected, isthmus.ReasonInvalid,
 			"the gateway refuses TunnelEndpoint tenant/bravo-924e89 of " + who + ": spec.remoteNATPodCIDR: 10.246.0.0/18 overlaps that of another; " +
-				"it carries nothing for this peer; isthmus unpeer here, or un-peer whoever has the same"},
+				"it carries no traffic for this peer; run isthmus unpeer here, or un-peer the other peer with the same value"},
 		{"the gateway cannot reach it", func(s *peeringState) {
 			s.endpoint.Status.Connection = v1alpha1.Connection{Status: v1alpha1.ConnectionError, StatusMessage: "gw.example.org is 10.244.0.7, inside our PodCIDR"}
 		}, isthmus.ConditionConnected, isthmus.ReasonLost,
@@ -137,8 +137,8 @@ func TestEachRefusalSaysWhoAsksForWhatAndWhatToDo(t *testing.T) {
 		{"a node in its network", func(s *peeringState) {
 			s.overlaps = []string{"PodCIDR of peer b, 10.246.0.0/18 here, overlaps a node, 10.246.1.5/32 (status.addresses of Node n1)"}
 		}, isthmus.ConditionReady, isthmus.ReasonOverlap,
-			who + " has networks that somebody here claims by now: PodCIDR of peer b, 10.246.0.0/18 here, overlaps a node, 10.246.1.5/32 (status.addresses of Node n1)" + stays +
-				"correct what overlaps, or give the peer other networks: isthmus unpeer here, and isthmus peer"},
+			who + " has networks that overlap addresses of this cluster: PodCIDR of peer b, 10.246.0.0/18 here, overlaps a node, 10.246.1.5/32 (status.addresses of Node n1)" + stays +
+				"remove the overlap, or give the peer other networks: isthmus unpeer here, then isthmus peer"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			for _, long := range []bool{false, true} {
@@ -245,7 +245,7 @@ func TestTheStatusSaysWhyANetworkIsTaken(t *testing.T) {
 	if status.Remote != want {
 		t.Errorf("%+v", status.Remote)
 	}
-	const message = "used here: its podCIDR 10.244.64.0/18 as 10.246.0.0/18, since it overlaps our PodCIDR, 10.244.0.0/16; its externalCIDR 10.60.0.0/18 as it is"
+	const message = "used here: its podCIDR 10.244.64.0/18 as 10.246.0.0/18, since it overlaps our PodCIDR, 10.244.0.0/16; its externalCIDR 10.60.0.0/18 unchanged"
 	if c := meta.FindStatusCondition(status.Conditions, isthmus.ConditionPeerConfig); c.Message != message {
 		t.Errorf("it says %s", c.Message)
 	}

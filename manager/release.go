@@ -45,7 +45,7 @@ func (r *releases) run(ctx context.Context) error {
 	defer tick.Stop()
 	for {
 		if err := r.look(ctx); err != nil && ctx.Err() == nil {
-			r.Log.Warn("released networks stay held until this can be read and written", "err", err)
+			r.Log.Warn("cannot read or write the IPAM state; released networks stay held", "error", err)
 		}
 		select {
 		case <-ctx.Done():
@@ -76,10 +76,10 @@ func (r *releases) look(ctx context.Context) error {
 	for _, id := range abandoned {
 		about := &corev1.ObjectReference{APIVersion: isthmus.GroupVersion.String(), Kind: "NetworkAllocation", Name: fabric.AllocationName(id)}
 		networks, free := book.NetworksOf(id), now.Add(fabric.ReleaseHold).UTC().Format(time.RFC3339)
-		r.Log.Warn("networks of a peer are released, since no object has named it for a day", "peer", id, "networks", networks, "heldUntil", free)
+		r.Log.Warn("released the networks of a peer that no object has named for a day", "peer", id, "networks", networks, "heldUntil", free)
 		r.Events.Eventf(about, nil, corev1.EventTypeWarning, reasonReleased, "ReleaseNetworks",
-			"no Peering, ForeignCluster, NetworkConfig or TunnelEndpoint has named cluster %s for %v, so its networks %v are released; nodes refuse them, and no other cluster gets them, until %s",
-			id, ipam.UnusedGrace, networks, free)
+			"cluster %s: networks %v released, because no Peering, ForeignCluster, NetworkConfig or TunnelEndpoint has named the cluster for %v; nodes refuse them, and no other cluster gets them, until %s",
+			id, networks, ipam.UnusedGrace, free)
 	}
 	return nil
 }

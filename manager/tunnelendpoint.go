@@ -84,7 +84,7 @@ func (r *TunnelEndpointReconciler) SetupWithManager(mgr ctrl.Manager) error {
 func (r *TunnelEndpointReconciler) exchangesWith(ctx context.Context, id string) (all []reconcile.Request) {
 	var list v1alpha1.NetworkConfigList
 	if err := r.Client.List(ctx, &list, client.MatchingFields{indexReceiver: id}, client.UnsafeDisableDeepCopy); err != nil {
-		r.Log.Error("a NatMapping reaches no peer", "error", err)
+		r.Log.Error("cannot list NetworkConfigs; a change of a NatMapping waits for the next event", "error", err)
 	}
 	for i := range list.Items {
 		all = append(all, exchangeOf(&list.Items[i], id)...)

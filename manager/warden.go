@@ -117,11 +117,11 @@ func (w *Warden) Refused(id string, q *queue.Queue, request reconcile.Request) b
 	}
 	for _, node := range w.behind(g) {
 		w.late[node] = w.said[node]
-		w.Log.Warn("peers are told of networks that a node does not refuse: its pods may send to them in the clear; see why its route agent does not work",
+		w.Log.Warn("publishing networks that a node does not refuse yet: its pods may send to them in the clear; check the node's route agent",
 			"node", node, "peer", id, "podCIDR", g.grant.Pod, "externalCIDR", g.grant.External)
 		w.Events.Eventf(&corev1.ObjectReference{APIVersion: isthmus.GroupVersion.String(), Kind: "NodeNetworks", Namespace: w.Namespace, Name: node},
 			nil, corev1.EventTypeWarning, reasonNotRefused, "AwaitRefusal",
-			"node %s has not said within %v that it refuses networks that were granted to a peer, which are used all the same; want its route agent at work", node, w.Patience)
+			"node %s: did not confirm within %v that it refuses the networks of a new peer, which are published anyway; check the node's route agent", node, w.Patience)
 	}
 	delete(w.waiting, request)
 	return true

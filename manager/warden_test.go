@@ -92,7 +92,7 @@ func TestANodeThatDoesNotRefuseIsNamedAndNotWaitedForAgain(t *testing.T) {
 	b := a.partner("b", 2).claims("10.50.0.0/18", "10.60.0.0/20")
 	b.untilAccepted("None None")
 	told := <-a.events.Events
-	if !strings.Contains(told, "Warning NotRefused node n1 has not said within 1ms that it refuses networks that were granted to a peer") {
+	if !strings.Contains(told, "Warning NotRefused node n1: did not confirm within 1ms that it refuses the networks of a new peer") {
 		t.Error(told)
 	}
 	if late := a.nodes.Late(); late != 1 {

@@ -115,7 +115,7 @@ func Run(ctx context.Context, o Options) error {
 	k, err := rtnl.Open(kernel.RouteAgent, o.Log)
 	follows := errors.Is(err, rtnl.ErrOther)
 	if follows {
-		o.Log.Info("following the agent that runs here", "agent", err)
+		o.Log.Info("waiting for the running agent to stop", "agent", err)
 		watch()
 		k, err = a.follow(ctx, failed, func(ctx context.Context) (*rtnl.Kernel, error) { return rtnl.Follow(ctx, kernel.RouteAgent, a.log) })
 	}
@@ -185,7 +185,7 @@ func (a *agent) follow(ctx context.Context, failed chan error, open func(context
 		return nil, context.Cause(ctx)
 	}
 	if err == nil {
-		a.log.Info("the agent before has ended")
+		a.log.Info("the former agent has stopped")
 	}
 	return k, err
 }

@@ -19,7 +19,7 @@ func (a *agent) loop(ctx context.Context, failed <-chan error) error {
 	for {
 		select {
 		case <-ctx.Done():
-			a.log.Info("route agent ended; what it made stays, see --cleanup")
+			a.log.Info("route agent stopped; its routes and rules stay (--cleanup removes them)")
 			return nil
 		case err := <-failed:
 			return fmt.Errorf("source: %w", err)
@@ -183,7 +183,7 @@ func (a *agent) tellReady(ctx context.Context) {
 		}
 		err := a.opts.TellReady(ctx, wrong)
 		if err != nil && !unwritten && ctx.Err() == nil {
-			a.log.Warn("nobody is told what is wrong, trying again", "error", err)
+			a.log.Warn("cannot report the problem on the Node; retrying", "error", err)
 		}
 		unwritten = err != nil
 	}

@@ -116,7 +116,7 @@ func (t *teller) once(ctx context.Context) (wait time.Duration, problems []fabri
 	t.reported = true
 	t.mu.Unlock()
 	set(t.refusing) // a report that was there says what was refused before
-	t.log.Info("told the manager what this node reaches", "networks", len(now.Networks), "resolvers", len(now.Resolvers), "overlayBroken", now.BrokenOverlay.Gateway.IsValid())
+	t.log.Info("reported this node's networks", "networks", len(now.Networks), "resolvers", len(now.Resolvers), "overlayBroken", now.BrokenOverlay.Gateway.IsValid())
 	t.last, t.node, t.at = now, created, time.Now()
 	return wait, problems, nil
 }
@@ -146,7 +146,7 @@ func (a *agent) tellRefused(ctx context.Context) {
 		}
 		if err != nil {
 			if pause == refusedGap {
-				a.log.Warn("the manager does not know what this node refuses, trying again", "error", err)
+				a.log.Warn("cannot report which networks this node refuses; retrying", "error", err)
 			}
 			pause = min(2*pause, lookGap)
 			set(a.refusing)
@@ -270,11 +270,11 @@ func (a *agent) note(now told) {
 	a.told = now
 	a.mu.Unlock()
 	if now.err != nil && (before.err == nil || before.err.Error() != now.err.Error()) {
-		a.log.Error("the manager does not know what this node reaches by itself, trying again", "error", now.err)
+		a.log.Error("cannot report this node's networks; retrying", "error", now.err)
 	}
 	for _, p := range now.problems {
 		if !slices.Contains(before.problems, p) {
-			a.log.Warn("not told", "problem", p.Error())
+			a.log.Warn("left a network out of this node's report", "problem", p.Error())
 		}
 	}
 }

@@ -179,9 +179,9 @@ func (a *agent) probeOverlay(ctx context.Context) {
 			}
 			switch _, is := p.fails(); {
 			case is && !was:
-				a.log.Error("overlay", "problem", p.problem())
+				a.log.Error("cannot reach the gateway through the overlay", "problem", p.problem())
 			case was && !is:
-				a.log.Info("the gateway is reached through the overlay again", "gateway", gateway)
+				a.log.Info("gateway is reachable through the overlay again", "gateway", gateway)
 			}
 			if answer == overlay.NoAnswer || !arrives {
 				wait = probeAgain

@@ -25,42 +25,42 @@ func (a *agent) report(before, now state, changes kernel.Plan) {
 	drift := before.revision == now.revision && before.err == nil
 	for _, o := range changes {
 		if drift {
-			a.log.Warn("repaired", "command", o.Command(""))
+			a.log.Warn("repaired a kernel object", "command", o.Command(""))
 		} else if a.log.Enabled(context.Background(), slog.LevelDebug) { // the text of a filter has all networks
-			a.log.Debug("changed", "command", o.Command(""))
+			a.log.Debug("changed a kernel object", "command", o.Command(""))
 		}
 	}
 	if drift {
 		a.metrics.repaired.Add(float64(len(changes)))
 	} else if len(changes) > 0 {
-		a.log.Info("node changed", "changes", len(changes), "rules", len(now.node.Rules), "routes", len(now.node.Routes))
+		a.log.Info("kernel objects changed", "changes", len(changes), "rules", len(now.node.Rules), "routes", len(now.node.Routes))
 	}
 	if now.err != nil {
 		a.metrics.errors.Inc()
 		if before.err == nil || before.err.Error() != now.err.Error() {
-			a.log.Error("the node is not as it should be, trying again", "error", now.err)
+			a.log.Error("cannot apply the node's configuration; retrying", "error", now.err)
 		}
 	} else if before.err != nil {
-		a.log.Info("the node is as it should be again")
+		a.log.Info("the node's configuration is applied again")
 	}
 	for _, l := range now.limits {
 		if !slices.Contains(before.limits, l) {
-			a.log.Warn("less works on this node than on others", "reason", l.Reason, "message", l.Message)
+			a.log.Warn("this node supports less than other nodes", "reason", l.Reason, "message", l.Message)
 		}
 	}
 	for _, l := range before.limits {
 		if !slices.Contains(now.limits, l) {
-			a.log.Info("works again", "reason", l.Reason, "message", l.Message)
+			a.log.Info("limit of this node is gone", "reason", l.Reason, "message", l.Message)
 		}
 	}
 	for _, p := range now.problems {
 		if !slices.Contains(before.problems, p) {
-			a.log.Warn("refused", "problem", p.Error())
+			a.log.Warn("ignored an invalid object", "problem", p.Error())
 		}
 	}
 	for _, p := range before.problems {
 		if !slices.Contains(now.problems, p) {
-			a.log.Info("no longer refused", "problem", p.Error())
+			a.log.Info("invalid object is gone", "problem", p.Error())
 		}
 	}
 }

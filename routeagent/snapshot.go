@@ -87,7 +87,7 @@ func (a *agent) recall() {
 	}
 	saved, err := readSnapshot(a.opts.StateDirectory)
 	if err != nil {
-		a.log.Error("what is there stays as it is, nothing else is refused until the API server answers", "error", err)
+		a.log.Error("cannot read the snapshot; keeping the present routes until the API server answers", "error", err)
 		a.state.err = err
 		return
 	}
@@ -98,10 +98,10 @@ func (a *agent) recall() {
 	a.grants.hold(saved.Refused)
 	changes, err := a.kernel.Add(fabric.RefusingState(a.grants.networks))
 	if len(changes) > 0 {
-		a.log.Info("refusing what the snapshot says", "networks", len(a.grants.networks), "changes", len(changes))
+		a.log.Info("refusing the networks in the snapshot", "networks", len(a.grants.networks), "changes", len(changes))
 	}
 	if err != nil {
-		a.log.Error("refusing what the snapshot says", "error", err)
+		a.log.Error("cannot refuse the networks in the snapshot", "error", err)
 	}
 	a.state.err = err
 }
@@ -174,6 +174,6 @@ func Cleanup(log *slog.Logger, directory string) error {
 		more, err = k.Apply(kernel.State{})
 		changes = append(changes, more...)
 	}
-	log.Info("everything of route agents is removed", "changes", len(changes))
+	log.Info("removed all objects of the route agent", "changes", len(changes))
 	return err
 }

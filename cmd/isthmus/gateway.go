@@ -126,7 +126,7 @@ func fileSource(dir string, log *slog.Logger) gateway.Source {
 	return func(ctx context.Context, deliver func(gateway.Config, error)) {
 		file.Watch(ctx, dir, func(s file.Snapshot, err error) {
 			for _, open := range s.OpenKeys {
-				log.Warn("others than its owner may use the private key: whoever reads it is this gateway to all peers; chmod 600", "file", open)
+				log.Warn("private key is readable by other users, who could pose as this gateway; run chmod 600", "file", open)
 			}
 			deliver(configOf(s), err)
 		})

@@ -264,7 +264,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 	err = replica.Run(ctx, serve, func() error { return gateway.Clear(options.PodNetwork, log) })
 	if err != nil && ctx.Err() == nil { // the last that this process can say
 		if untold := events.Warn(ctx, "Failed", "the gateway ended: "+err.Error()); untold != nil {
-			log.Warn("nobody is told why", "error", untold)
+			log.Warn("cannot send an Event about the failure", "error", untold)
 		}
 	}
 	return err
@@ -309,10 +309,10 @@ func tellPod(ctx context.Context, events *kube.PodEvents, s gateway.Status, log 
 	if wrong := slices.Concat(s.Config.Errors, s.Config.Problems); len(wrong) > 0 {
 		err = events.Warn(ctx, "NotApplied", strings.Join(wrong, "; "))
 	} else {
-		err = events.Mended(ctx, "the gateway is as it should be again")
+		err = events.Mended(ctx, "the gateway's configuration is applied again")
 	}
 	if err != nil && ctx.Err() == nil {
-		log.Debug("nobody is told what is wrong", "error", err) // Pod and status say it too
+		log.Debug("cannot send an Event", "error", err) // Pod and status say it too
 	}
 }
 
@@ -393,7 +393,7 @@ func (f *front) serve(metricsAddr string, secure *httpserve.Secure, statusAddr s
 	}
 	if statusAddr != "" {
 		if err := servers.ListenOwner("capture", gateway.CaptureSocket, http.HandlerFunc(f.capture)); err != nil {
-			log.Warn("no captures: another process in this network namespace has their socket", "error", err)
+			log.Warn("captures are off: another process in this network namespace owns the capture socket", "error", err)
 		}
 	}
 	servers.Serve()

@@ -105,7 +105,7 @@ servers; probes have "host: 127.0.0.1".`, kernel.OverlayDevice, kernel.OverlayPo
 				}
 				o.TellReady = func(ctx context.Context, problem string) error {
 					if problem == "" {
-						return events.Mended(ctx, "the node is as it should be again")
+						return events.Mended(ctx, "the node's configuration is applied again")
 					}
 					return events.Warn(ctx, "NotApplied", problem)
 				}
@@ -113,7 +113,7 @@ servers; probes have "host: 127.0.0.1".`, kernel.OverlayDevice, kernel.OverlayPo
 			err = routeagent.Run(cmd.Context(), o)
 			if err != nil && cmd.Context().Err() == nil { // the last that this process can say
 				if untold := events.Warn(cmd.Context(), "Failed", "the route agent ended: "+err.Error()); untold != nil {
-					o.Log.Warn("nobody is told why", "error", untold)
+					o.Log.Warn("cannot send an Event about the failure", "error", untold)
 				}
 			}
 			return err

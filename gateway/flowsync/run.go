@@ -160,7 +160,7 @@ func (l *Link) change(ctx context.Context, private [32]byte) {
 		l.expire()
 	}
 	if err != nil {
-		l.o.Log.Error("flows are not copied between gateways", "error", err)
+		l.o.Log.Error("flow copies between gateways are off", "error", err)
 		return
 	}
 	l.config = c
@@ -212,7 +212,7 @@ func (l *Link) say(ctx context.Context, addr netip.Addr, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if text != l.said && err != nil {
-		l.o.Log.Info("flows of the other gateway are not copied, trying again", "gateway", addr, "error", err)
+		l.o.Log.Info("cannot copy the flows of the other gateway; retrying", "gateway", addr, "error", err)
 	}
 	l.said = text
 }
@@ -231,7 +231,7 @@ func (l *Link) listen(ctx context.Context, group *sync.WaitGroup) {
 		}
 		if !said && ctx.Err() == nil {
 			said = true
-			l.o.Log.Warn("other gateways cannot copy the flows of this one: connections may break when another one becomes active", "error", err)
+			l.o.Log.Warn("cannot offer flows to other gateways: connections may break at a takeover", "error", err)
 		}
 		select {
 		case <-ctx.Done():
@@ -317,6 +317,6 @@ func (l *Link) serve(ctx context.Context, conn net.Conn) {
 		cancel()
 	}()
 	if err := l.k.send(ctx, secure); err != nil && ctx.Err() == nil {
-		l.o.Log.Info("flows are not copied to the other gateway any more", "to", conn.RemoteAddr(), "error", err)
+		l.o.Log.Info("stopped copying flows to the other gateway", "to", conn.RemoteAddr(), "error", err)
 	}
 }

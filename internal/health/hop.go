@@ -43,7 +43,7 @@ type Hop struct {
 	Source string       `json:"source"`
 	Since  *metav1.Time `json:"since,omitempty"`
 
-	// FollowsGateway: only the way to the gateway is broken, which follows where no gateway is at work.
+	// FollowsGateway: only the way to the gateway is broken, which follows where no gateway is active.
 	FollowsGateway bool `json:"-"`
 }
 
@@ -52,7 +52,7 @@ func NoneAtWork(h *Hop) bool {
 	return h.Name == HopGateway && (h.State == Broken || h.State == Waits) && !slices.Contains([]string{reasonSeveralActive, reasonNoneMarked, reasonServices}, h.Reason)
 }
 
-// WithoutGateway has the hops wait that are broken because no gateway is at work.
+// WithoutGateway has the hops wait that are broken because no gateway is active.
 func WithoutGateway(hops []Hop) {
 	for i := range hops {
 		if h := &hops[i]; h.FollowsGateway && h.State == Broken {
@@ -129,7 +129,7 @@ var followsSetup = slices.Concat(isthmus.WaitReasons, followsWithdrawal, []strin
 })
 
 // PeeringHops are those of one Peering, by its conditions. before are the cluster's: where the
-// manager is gone, what a condition says is a memory, and where no gateway is at work, what that of
+// manager is gone, what a condition says is a memory, and where no gateway is active, what that of
 // the tunnel says.
 func PeeringHops(cluster string, p *isthmus.Peering, before []Hop) (hops []Hop) {
 	var manager, gateway *Hop
@@ -158,7 +158,7 @@ func PeeringHops(cluster string, p *isthmus.Peering, before []Hop) (hops []Hop) 
 			case manager != nil:
 				hop.State, hop.Text = Unknown, "nobody keeps it up to date; it was: "+hop.Reason+": "+hop.Text
 			case gateway != nil && (step == isthmus.ConditionConnected || step == isthmus.ConditionReady):
-				hop.State, hop.Text = Waits, "no gateway is at work, so that nobody knows"
+				hop.State, hop.Text = Waits, "no gateway is active, so that nobody knows"
 			case isthmus.Limited(condition):
 				if hop.State = Limited; step == isthmus.ConditionReady { // it repeats what is said already
 					continue

@@ -47,7 +47,7 @@ func (s *Servers) ListenPrivate(what, address string, secure *Secure, handler ht
 	}
 	at, err := s.listen(what, address, nil, handler)
 	if tcp, ok := at.(*net.TCPAddr); ok && !tcp.IP.IsLoopback() {
-		s.log.Warn("whoever reaches this address may read what is served there; want a loopback address, or for metrics --metrics-secure",
+		s.log.Warn("everybody who reaches this address can read it; use a loopback address, or --metrics-secure for metrics",
 			"server", what, "address", address)
 	}
 	return at, err

@@ -75,7 +75,7 @@ func (l *ownerListener) Accept() (net.Conn, error) {
 		}
 		if now := time.Now(); l.said.IsZero() || now.Sub(l.said) >= refusalInterval {
 			l.said = now
-			l.log.Warn("refused a user who is not this process's nor root", "socket", l.Addr().String(), "uid", uid, "error", err)
+			l.log.Warn("refused a connection of another user", "socket", l.Addr().String(), "uid", uid, "error", err)
 		}
 		_ = c.Close()
 	}

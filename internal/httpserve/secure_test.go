@@ -138,7 +138,7 @@ func TestWhatOthersMayReadIsWarnedOf(t *testing.T) {
 		if _, err := s.ListenPrivate("metrics", address, nil, http.NotFoundHandler()); err != nil {
 			t.Fatal(err)
 		}
-		if got := strings.Contains(log.String(), "whoever reaches this address"); got != warns {
+		if got := strings.Contains(log.String(), "everybody who reaches this address"); got != warns {
 			t.Errorf("%q: %q", address, log.String())
 		}
 		s.Close()

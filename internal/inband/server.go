@@ -175,7 +175,7 @@ func (s *Server) listen(wanted bool) {
 		if err != nil {
 			if s.failed != err.Error() {
 				s.failed = err.Error()
-				s.o.Log.Error("the manager cannot reach peers through the tunnel", "error", err)
+				s.o.Log.Error("in-band control is off: the manager cannot reach peers through the tunnel", "error", err)
 			}
 			return
 		}
@@ -367,7 +367,7 @@ func (s *Server) Take(from netip.Addr, accept func() (net.Conn, error), refuse f
 		if p.theirCtx.Err() == nil { // it is still a peer
 			p.refused[reasonAPI].Add(1)
 			p.warned.Do(func() {
-				s.o.Log.Warn("in-band: a peer cannot reach our API server", "peer", p.ID, "error", err)
+				s.o.Log.Warn("in-band control: peer cannot reach our API server", "peer", p.ID, "error", err)
 			})
 		}
 		far.Close()

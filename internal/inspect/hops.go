@@ -58,7 +58,7 @@ func clusterHops(ctx context.Context, c *cluster.Cluster) (hops []health.Hop, ma
 	found.CheckGateway(&hops[1], gateway, now)
 	wanted := gatewaysWanted(ctx, c)
 	if wanted == 0 && health.NoneAtWork(&hops[1]) {
-		hops[1].Text, hops[1].Source = "no gateway is at work, because its Deployment wants no Pods; scale it: kubectl -n "+c.Namespace+" scale deployment -l app.kubernetes.io/name=gateway --replicas=2", "Deployments in "+c.Namespace
+		hops[1].Text, hops[1].Source = "no gateway is active, because its Deployment wants no Pods; scale it: kubectl -n "+c.Namespace+" scale deployment -l app.kubernetes.io/name=gateway --replicas=2", "Deployments in "+c.Namespace
 	}
 	if text := found.NoStandby(gateway.Name, wanted); text != "" && !health.NoneAtWork(&hops[1]) {
 		hops = append(hops, health.Hop{Cluster: c.String(), Name: health.HopStandby, State: health.Limited, Reason: health.ReasonNoStandby, Source: "Pods in " + c.Namespace, Text: text})

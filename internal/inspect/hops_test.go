@@ -113,7 +113,7 @@ func TestWhatIsBrokenIsBlamedAndNothingThatFollowsFromIt(t *testing.T) {
 }
 
 func TestWhatTheManagerKnowsOfTheGatewaysIsHeeded(t *testing.T) {
-	silent := named("p", "Unknown(GatewaySilent) x", "Connected=Unknown(GatewaySilent) no gateway is at work")
+	silent := named("p", "Unknown(GatewaySilent) x", "Connected=Unknown(GatewaySilent) no gateway is active")
 	own := []health.Hop{{Cluster: "a", Name: health.HopManager, State: health.Works}, {Cluster: "a", Name: health.HopGateway, State: health.Works},
 		{Cluster: "a", Name: health.HopAgents, State: health.Broken, FollowsGateway: true}, {Cluster: "a", Name: health.HopNodes, State: health.Broken}}
 	health.Heed(own, named("q", "True"))
@@ -125,7 +125,7 @@ func TestWhatTheManagerKnowsOfTheGatewaysIsHeeded(t *testing.T) {
 		t.Error("broken by what is a memory")
 	}
 	own[0].State = health.Works
-	if health.Heed(own, silent); own[1].State != health.Broken || own[1].Reason != isthmus.ReasonGatewaySilent || own[1].Text != "no gateway is at work" {
+	if health.Heed(own, silent); own[1].State != health.Broken || own[1].Reason != isthmus.ReasonGatewaySilent || own[1].Text != "no gateway is active" {
 		t.Errorf("%+v", own[1])
 	}
 	if own[2].State != health.Waits || own[3].State != health.Broken {

@@ -111,11 +111,11 @@ func StatusOf(ctx context.Context, c *cluster.Cluster) (s Status, err error) {
 	return s, nil
 }
 
-// noGateway says why no gateway is at work; empty: one is, or it is not ours.
+// noGateway says why no gateway is active; empty: one is, or it is not ours.
 func (s *Status) noGateway() string {
 	for i := range s.Hops {
 		if h := &s.Hops[i]; health.NoneAtWork(h) {
-			return strings.TrimPrefix(h.Text, "no gateway is at work: ")
+			return strings.TrimPrefix(h.Text, "no gateway is active: ")
 		}
 	}
 	if s.Gateway.Name == "" && !s.Gateway.Absent {
@@ -131,7 +131,7 @@ func (s *Status) doubt() {
 	if s.Manager.Name == "" && !s.Manager.Rolls {
 		why = "no manager is at work, so that this is from before: " + s.Manager.Problem
 	} else if none := s.noGateway(); none != "" {
-		why, reason = "no gateway is at work: "+none, isthmus.ReasonGatewaySilent // as the manager will
+		why, reason = "no gateway is active: "+none, isthmus.ReasonGatewaySilent // as the manager will
 	}
 	if why == "" {
 		return

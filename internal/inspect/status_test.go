@@ -82,7 +82,7 @@ func TestStatusIsATableWithoutSurprises(t *testing.T) {
 				PostQuantum: isthmus.PostQuantumStatus{Key: "none", Why: "waiting for the peer"}}},
 		{ObjectMeta: metav1.ObjectMeta{Name: "c-4d5e6f", Generation: 1}, Spec: isthmus.PeeringSpec{Cluster: v1alpha1.ClusterIdentity{ClusterID: "C", ClusterName: "c"}},
 			Status: isthmus.PeeringStatus{Conditions: conditions("False(NotReady) see there", "Answered=False(Invalid) \x1b]0;title\a\n\u202edesrever",
-				"PeerConfigAccepted=False(KeyConflict) c (C) asks by NetworkConfig x/y: spec.backend_config.publicKey: no",
+				"PeerConfigAccepted=False(KeyConflict) c (C) requests in NetworkConfig x/y: spec.backend_config.publicKey: no",
 				"TunnelEndpointReady=False(Waiting) for the exchange"),
 				Endpoint: "evil\tcell\u009b1m"}},
 	}
@@ -106,7 +106,7 @@ c-4d5e6f  c        no     -      -                -               evil\u0009cell
 
 c-4d5e6f, cluster c (C):
   Answered is False (Invalid): \u001b]0;title\u0007\u000a\u202edesrever
-  PeerConfigAccepted is False (KeyConflict): c (C) asks by NetworkConfig x/y: spec.backend_config.publicKey: no
+  PeerConfigAccepted is False (KeyConflict): c (C) requests in NetworkConfig x/y: spec.backend_config.publicKey: no
 `
 	if got := b.String(); got != want {
 		t.Errorf("got\n%s\nwant\n%s", got, want)
@@ -127,7 +127,7 @@ c-4d5e6f, cluster c (C):
 	s.Gateway = health.Holder{Problem: "Lease x/y is held by nobody"}
 	s.doubt()
 	must(t, s.Print(&b, false))
-	clustertest.Contains(t, b.String(), "gateway none: Lease x/y is held by nobody", "b        unknown", "GatewaySilent", "no gateway is at work")
+	clustertest.Contains(t, b.String(), "gateway none: Lease x/y is held by nobody", "b        unknown", "GatewaySilent", "no gateway is active")
 	if s.Ready() {
 		t.Error("b is ready without a gateway")
 	}

@@ -21,7 +21,7 @@ import (
 
 // NodeHop is what a packet crosses between a Pod's node and the gateway: the rules and the overlay of
 // that node's route agent. An empty node is that of no Pod. Where the way to the gateway is all that
-// is broken, and no gateway is at work, it waits.
+// is broken, and no gateway is active, it waits.
 func NodeHop(ctx context.Context, c *cluster.Cluster, node string) (health.Hop, error) {
 	hop := health.Hop{Cluster: c.String(), Name: "node", State: health.Works, Source: "Nodes, Pods in " + c.Namespace}
 	if node == "" {

@@ -232,7 +232,7 @@ func (r *Reviewer) cannot(kind string, err error) verdict {
 		if apierrors.IsForbidden(err) {
 			want = "the rights that `isthmus install --metrics-auth` gives"
 		}
-		r.log.Warn("requests for metrics are refused, because the API server cannot be asked about them", "kind", kind, "error", err, "want", want)
+		r.log.Warn("cannot authorize requests for metrics; refusing them", "kind", kind, "error", err, "remedy", want)
 	}
-	return verdict{code: http.StatusServiceUnavailable, why: "refused, because the API server cannot be asked whose token this is and what they may do; the log says why"}
+	return verdict{code: http.StatusServiceUnavailable, why: "refused: cannot check the token at the API server; the log has the reason"}
 }

@@ -178,7 +178,7 @@ func TestMetricsAreForThoseWhomTheAPIServerPermits(t *testing.T) {
 	stranger, scraper := "Bearer "+w.token("stranger"), "Bearer "+w.token("scraper")
 
 	// Without the rights to ask, nobody is let in, and the log says what is missing.
-	if code, text := g.ask(scraper); code != http.StatusServiceUnavailable || !strings.Contains(text, "the API server cannot be asked") {
+	if code, text := g.ask(scraper); code != http.StatusServiceUnavailable || !strings.Contains(text, "cannot check the token at the API server") {
 		t.Errorf("%d %q", code, text)
 	}
 	if log := g.log.String(); !strings.Contains(log, "TokenReview") || !strings.Contains(log, "isthmus install --metrics-auth") {
@@ -279,7 +279,7 @@ func TestWithoutAnAPIServerNobodyIsLetIn(t *testing.T) {
 		t.Errorf("within the minute: %d", code)
 	}
 	g.later(2 * remembered)
-	if code, text := g.ask(scraper); code != http.StatusServiceUnavailable || !strings.Contains(text, "the API server cannot be asked") {
+	if code, text := g.ask(scraper); code != http.StatusServiceUnavailable || !strings.Contains(text, "cannot check the token at the API server") {
 		t.Errorf("frozen: %d %q", code, text)
 	}
 	if log := g.log.String(); !strings.Contains(log, "an API server that answers") {

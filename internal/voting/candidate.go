@@ -232,10 +232,10 @@ func (c *Candidate) judge(now mandate.Time) {
 	}
 	switch {
 	case v.Holds && !c.last.Holds:
-		c.Log.Info("nodes have voted for this gateway", "epoch", v.Epoch)
+		c.Log.Info("nodes have elected this gateway", "epoch", v.Epoch)
 		c.beatSoon() // nodes follow who says so
 	case c.last.Holds && !v.Holds:
-		c.Log.Warn("this gateway has no majority of votes any more", "epoch", c.last.Epoch, "answered", v.Heard, "list", v.List)
+		c.Log.Warn("this gateway has lost the majority of votes", "epoch", c.last.Epoch, "answered", v.Heard, "list", v.List)
 	}
 	if v.Epoch != c.last.Epoch {
 		for _, t := range c.told {

@@ -142,7 +142,7 @@ func (v *Voter) fail(err error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	if err != nil && (v.err == nil || v.err.Error() != err.Error()) {
-		v.Log.Warn("this node does not vote on which gateway is active", "error", err)
+		v.Log.Warn("this node cannot vote on the active gateway", "error", err)
 	}
 	v.err = err
 }
@@ -289,7 +289,7 @@ func (v *Voter) read(conn net.PacketConn, strangers *crowd.Crowd) error {
 		v.refused.Add(1)
 		if err := strangers.Refuse(v.gateways); err != nil && !logged {
 			logged = true
-			v.Log.Warn("cannot have the kernel drop datagrams of strangers", "error", err)
+			v.Log.Warn("cannot install the kernel filter against unknown senders", "error", err)
 		}
 	}
 }

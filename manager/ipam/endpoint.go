@@ -227,7 +227,7 @@ func (b Book) NatMapping(id string) (v1alpha1.NatMappingSpec, bool) {
 
 // checkEndpoint says what is wrong with an endpoint that is to be mapped.
 func (b *Book) checkEndpoint(ip netip.Addr) error {
-	const want = "want an address that can be reached from our pod network"
+	const want = "want an address that is reachable from our pod network"
 	switch {
 	case !ip.IsValid() || ip.Zone() != "" || ip.Is4In6():
 		return fmt.Errorf("endpoint %v: is no IP address without a zone and not in mapped form; %s", ip, want)

@@ -48,7 +48,7 @@ func outside(p netip.Prefix, allowed []netip.Prefix) string {
 	}
 	for _, m := range metadata {
 		if m.Overlaps(p) {
-			return fmt.Sprintf("overlaps %v, where clouds have services for their machines", m)
+			return fmt.Sprintf("overlaps %v, which clouds use for metadata services", m)
 		}
 	}
 	return ""
@@ -112,7 +112,7 @@ func (b Book) grant(c Request) (Book, Grant, error) {
 	if old == nil {
 		old = new(account)
 		if len(b.peers) >= MaxPeers {
-			return b, Grant{}, refuse(v1alpha1.ReasonExhausted, "", "there are %d peers already, those included that have left within %v, and no room for more", MaxPeers, fabric.ReleaseHold)
+			return b, Grant{}, refuse(v1alpha1.ReasonExhausted, "", "no room for more than %d peers, including those that left within %v", MaxPeers, fabric.ReleaseHold)
 		}
 	}
 	if refusal := check(c); refusal != nil {
@@ -168,7 +168,7 @@ func (b Book) grant(c Request) (Book, Grant, error) {
 	for _, a := range asks {
 		if !c.Consented && a.needsConsent() && !b.isOurs(a.had) {
 			return b, Grant{}, refuse(v1alpha1.ReasonConsent, "spec."+a.field,
-				"is %v now, for which the receiver would use %v; it uses %v until somebody there agrees: spec.claims.consent of its Peering with podCIDR %v and externalCIDR %v",
+				"is %v now; the receiver would use %v; it uses %v until spec.claims.consent of its Peering has podCIDR %v and externalCIDR %v",
 				a.claim, a.got, a.had, c.Pod, c.External)
 		}
 	}
@@ -257,7 +257,7 @@ func (b *Book) placeAny(a *ask) *fabric.Refusal {
 			name, prefix := b.inTheWay(a.claim)
 			why = fmt.Sprintf("overlaps %s, %v", name, prefix)
 		case a.remap:
-			why = "must not be used as it is (spec.claims.alwaysRemap of the receiver's Peering)"
+			why = "must be remapped (spec.claims.alwaysRemap of the receiver's Peering)"
 		}
 		return refuse(v1alpha1.ReasonExhausted, "spec."+a.field,
 			"%v %s, and no %s is free in the pools %v; want a network that overlaps nothing, or a larger pool%s",

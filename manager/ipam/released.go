@@ -191,7 +191,7 @@ func (b *Book) tooManyHeld(id string, before []replaced) *fabric.Refusal {
 	case !grown || len(b.replaced) <= maxReplaced:
 		return nil
 	}
-	return refuse(v1alpha1.ReasonExhausted, "", "too many networks were replaced within %v, and each is held as long; want the networks that it has, or a change after %s",
+	return refuse(v1alpha1.ReasonExhausted, "", "too many networks were replaced within %v, and each is held that long; keep the present networks, or change them after %s",
 		fabric.ReleaseHold, until(full[0].at))
 }
 

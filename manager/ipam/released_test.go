@@ -240,7 +240,7 @@ func TestPeersThatReplaceNetworksDoNotExhaustWhatOthersMayReplace(t *testing.T) 
 		if err != nil {
 			t.Fatal(err)
 		}
-		const when = "a change after 2026-11-26T12:18:00Z" // when the first of its own is free
+		const when = "change them after 2026-11-26T12:18:00Z" // when the first of its own is free
 		if err := change(fmt.Sprint("hostile-", i), 20+i, 28, noon.Add(time.Hour)); !exhausted(err) || !strings.Contains(err.Error(), when) {
 			t.Fatalf("%v; want %s", err, when)
 		}
@@ -259,7 +259,7 @@ func TestPeersThatReplaceNetworksDoNotExhaustWhatOthersMayReplace(t *testing.T) 
 	if again := restarted(t, b); len(again.replaced) != maxReplaced {
 		t.Errorf("read again %d", len(again.replaced))
 	}
-	if err := change("honest", 60, 19, noon); !exhausted(err) || !strings.Contains(err.Error(), "a change after 2026-11-26T12:00:00Z") {
+	if err := change("honest", 60, 19, noon); !exhausted(err) || !strings.Contains(err.Error(), "change them after 2026-11-26T12:00:00Z") {
 		t.Errorf("beyond the bound of all: %v", err)
 	}
 	// Nothing is let go for which there is no room.

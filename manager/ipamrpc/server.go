@@ -258,7 +258,7 @@ func (s *server) refuse(what string, in interface {
 	GetIp() string
 }, err error) error {
 	err = fmt.Errorf("%s %.100q for cluster %.100q: %w", what, in.GetIp(), in.GetClusterID(), err)
-	s.log.Debug("IPAM service refuses", "err", err)
+	s.log.Debug("IPAM service refuses", "error", err)
 	return err
 }
 

@@ -221,7 +221,7 @@ func (s *Store) adopt(book ipam.Book, session int64, before map[string]allocatio
 				own = c
 			}
 		} else if lost := s.lacks(a.spec, book.NetworksOf(id), before[name].spec.Revision); len(lost) > 0 {
-			s.log.Error("NetworkAllocation was changed by someone else, lacks networks that the cluster has and is written again as it was; want isthmus unpeer instead of an edit",
+			s.log.Error("NetworkAllocation was changed by somebody else and lacks networks in use; restoring it; use isthmus unpeer instead",
 				"name", name, "networks", lost)
 			continue
 		}
@@ -262,7 +262,7 @@ func latestFirst(all map[string]isthmus.NetworkAllocationSpec) []isthmus.Network
 func (s *Store) bookOf(own ipam.Config, all []isthmus.NetworkAllocationSpec) ipam.Book {
 	book, wrong := ipam.FromAllocations(own, slices.DeleteFunc(all, func(spec isthmus.NetworkAllocationSpec) bool { return spec.ClusterID == s.self }))
 	for _, err := range wrong {
-		s.log.Error("a NetworkAllocation makes no sense and is written again", "err", err)
+		s.log.Error("NetworkAllocation is invalid; writing it again", "error", err)
 	}
 	return book
 }
@@ -281,7 +281,7 @@ func (s *Store) freedByHand(book ipam.Book) ipam.Book {
 		})
 	})
 	if len(ended) > 0 {
-		s.log.Warn("released networks are held no longer, since somebody has freed them in their NetworkAllocation", "networks", ended)
+		s.log.Warn("released networks are no longer held, because somebody freed them in the NetworkAllocation", "networks", ended)
 	}
 	return next
 }

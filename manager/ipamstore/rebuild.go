@@ -32,7 +32,7 @@ func (s *Store) readAll(ctx context.Context) (book ipam.Book, err error) {
 		}
 		if kept[a.spec.ClusterID] = a.spec; a.spec.ClusterID == s.self && a.spec.Own != nil {
 			if own, err = ipam.ConfigFrom(a.spec.Own); err != nil {
-				s.log.Error("NetworkAllocation of our own cluster makes no sense", "name", name, "err", err)
+				s.log.Error("NetworkAllocation of this cluster is invalid", "name", name, "error", err)
 			}
 			found = err == nil
 		}
@@ -49,7 +49,7 @@ func (s *Store) readAll(ctx context.Context) (book ipam.Book, err error) {
 			}
 			s.log.Info("imported the IpamStorage", "name", s.object.Name, "peers", len(imported.Peers()))
 		} else {
-			s.log.Error("IpamStorage makes no sense and is made anew from the objects of the peerings", "name", s.object.Name, "err", err)
+			s.log.Error("IpamStorage is invalid; rebuilding the IPAM state from the peerings", "name", s.object.Name, "error", err)
 		}
 	}
 	if book, err = s.withTraces(ctx, own, all, !found); err != nil {
@@ -102,15 +102,15 @@ func (s *Store) withTraces(ctx context.Context, own ipam.Config, all []isthmus.N
 			settled[t.id] = true
 		case !t.grant.Pod.IsValid() || !t.grant.External.IsValid():
 		case has && (settled[t.id] || !t.tunnel):
-			s.log.Warn("two objects disagree about the networks of a peer", "object", t.object, "clusterID", t.id, "kept", had, "ignored", t.grant)
+			s.log.Warn("two objects name different networks of a peer", "object", t.object, "clusterID", t.id, "kept", had, "ignored", t.grant)
 		default:
 			next, _, err := book.Grant(ipam.Request{ID: t.id, Pod: t.grant.Pod, External: t.grant.External, WantPod: t.grant.Pod, WantExternal: t.grant.External})
 			if err != nil {
-				s.log.Error("the IPAM state lacks what a peer has, and cannot give it", "object", t.object, "clusterID", t.id, "lacked", t.grant, "err", err)
+				s.log.Error("cannot restore an allocation that the IPAM state lacks", "object", t.object, "clusterID", t.id, "lacked", t.grant, "error", err)
 				continue
 			}
 			book, settled[t.id], given[t.id] = next, true, true
-			s.log.Warn("the IPAM state lacked what a peer has, and gives it again", "object", t.object, "clusterID", t.id, "lacked", t.grant, "had", had)
+			s.log.Warn("restored an allocation that the IPAM state lacked", "object", t.object, "clusterID", t.id, "lacked", t.grant, "had", had)
 		}
 		if lost || !has {
 			book = book.Answered(t.id, t.podSeen, t.externalSeen)
@@ -152,7 +152,7 @@ func (s *Store) withAllocations(ctx context.Context, book ipam.Book) (ipam.Book,
 		}
 		next, left := book.Regain(spec.ClusterID, lost, now)
 		if len(left) > 0 {
-			s.log.Warn("nodes refused networks for a peer that cannot be held for it, and need not any more", "object", "NetworkAllocation "+name, "clusterID", spec.ClusterID, "networks", left)
+			s.log.Warn("freed networks that nodes refused, because they cannot be held for the peer", "object", "NetworkAllocation "+name, "clusterID", spec.ClusterID, "networks", left)
 		}
 		book = next
 	}

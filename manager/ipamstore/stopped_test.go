@@ -204,7 +204,7 @@ func TestAnIpamStorageThatIsBeingDeletedStopsNothing(t *testing.T) {
 		t.Errorf("%s is written", o.Name)
 	}
 	for _, h := range []*harness{h, another} {
-		if !strings.Contains(h.said(), `msg="the IpamStorage is being deleted`) || !strings.Contains(h.said(), finalizer) {
+		if !strings.Contains(h.said(), `msg="IpamStorage is being deleted`) || !strings.Contains(h.said(), finalizer) {
 			t.Errorf("it said %s", h.said())
 		}
 	}

@@ -290,7 +290,7 @@ func (s *Store) put(ctx context.Context, book ipam.Book) error {
 		s.object.Spec, s.synced = book.Spec(), false // it is not what Book says
 		return err
 	default:
-		s.log.Warn("nodes refuse networks that no peer has any more, until this can be written", "err", err)
+		s.log.Warn("cannot write NetworkAllocations; nodes refuse released networks until then", "error", err)
 		// Refresh follows.
 	}
 	return nil
@@ -350,7 +350,7 @@ func (s *Store) reread(ctx context.Context) error {
 		s.publish(*next)
 	} else if was := book.Spec(); known { // and so does the log
 		if change := patchOf("", diff(&was, &s.object.Spec)); change != nil {
-			s.log.Warn("IpamStorage was changed or deleted by someone else and is written again: it is a copy, and nothing reads it; want isthmus unpeer, or an edit of NetworkAllocations",
+			s.log.Warn("IpamStorage was changed or deleted by somebody else; writing it again, because it is only a copy; use isthmus unpeer, or edit NetworkAllocations",
 				"name", s.object.Name, "change", string(change[:min(len(change), 1000)]))
 		}
 	}
@@ -406,11 +406,11 @@ func (s *Store) find(ctx context.Context) (*v1alpha1.IpamStorage, error) {
 		return cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time), cmp.Compare(a.UID, b.UID))
 	})
 	if going := &items[0]; !going.DeletionTimestamp.IsZero() {
-		s.log.Warn("the IpamStorage is being deleted and is written until its finalizers are gone; then it is made again",
+		s.log.Warn("IpamStorage is being deleted; it is created again when its finalizers are gone",
 			"name", going.Name, "finalizers", going.Finalizers)
 	}
 	for _, other := range items[1:] {
-		s.log.Warn("there is more than one IpamStorage, and only the oldest counts", "counts", items[0].Name, "ignored", other.Name)
+		s.log.Warn("more than one IpamStorage exists; only the oldest is used", "used", items[0].Name, "ignored", other.Name)
 	}
 	return &items[0], nil
 }

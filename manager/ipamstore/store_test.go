@@ -528,7 +528,7 @@ func TestEditsByHand(t *testing.T) {
 				if g, _ := now.Book().GrantOf("b"); g.Pod != pfx("10.246.0.0/16") || !now.Book().Mapped("b", netip.MustParseAddr("198.51.100.7")) || len(now.Book().NetworksOf("d")) > 0 {
 					t.Errorf("%s: b has %v, %v; d %v", when, g, now.Book().Allocation("b"), now.Book().NetworksOf("d"))
 				}
-				if now.agree(); now == h && !strings.Contains(h.said(), "IpamStorage was changed or deleted by someone else") {
+				if now.agree(); now == h && !strings.Contains(h.said(), "IpamStorage was changed or deleted by somebody else") {
 					t.Errorf("%s: log: %s", when, h.said())
 				}
 			}
@@ -610,7 +610,7 @@ func TestOfTwoObjectsThatContradictEachOtherTheLaterOneCounts(t *testing.T) {
 	if g, _ := again.Book().GrantOf("c"); g.Pod.String() != c.Spec.Networks[0] || !again.Book().Mapped("c", netip.MustParseAddr("198.51.100.8")) {
 		t.Errorf("c has %+v", again.Book().Allocation("c"))
 	}
-	if has := again.Book().NetworksOf("b"); len(has) > 0 || !strings.Contains(again.said(), "makes no sense") {
+	if has := again.Book().NetworksOf("b"); len(has) > 0 || !strings.Contains(again.said(), "is invalid") {
 		t.Errorf("b has %v; log: %s", has, again.said())
 	}
 	again.agree()

@@ -35,11 +35,11 @@ func (w *worker) followAuthority(ctx context.Context) {
 	defer cancel()
 	published, err := w.link.publishedAuthority(ctx)
 	if err != nil {
-		w.log.Debug("read the peer's certificate authority", "err", err) // a Liqo, or one that does not allow it
+		w.log.Debug("read the peer's certificate authority", "error", err) // a Liqo, or one that does not allow it
 		return
 	}
 	if err := w.adopt(ctx, published); err != nil {
-		w.log.Warn("follow the peer's certificate authority", "err", err)
+		w.log.Warn("cannot adopt the peer's new certificate authority", "error", err)
 	}
 }
 
@@ -60,7 +60,7 @@ func (w *worker) adopt(ctx context.Context, published string) error {
 	}
 	defer next.close()
 	if again, err := next.publishedAuthority(ctx); err != nil || again != published {
-		w.log.Debug("the peer publishes an authority that does not verify its API server", "err", err)
+		w.log.Debug("the peer publishes an authority that does not verify its API server", "error", err)
 		return nil
 	}
 	config, err := clientcmd.Load(w.secret.Data[isthmus.SecretKubeconfig])
@@ -76,7 +76,7 @@ func (w *worker) adopt(ctx context.Context, published string) error {
 		w.authority = time.Now().Add(w.r.pace.renew) // the Secret may have changed meanwhile
 		return err
 	}
-	w.log.Info("followed the peer's certificate authority", "certificates", len(want))
+	w.log.Info("adopted the peer's new certificate authority", "certificates", len(want))
 	return nil
 }
 

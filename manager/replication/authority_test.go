@@ -190,7 +190,7 @@ func TestARotatedAuthorityIsFollowed(t *testing.T) {
 	// Nothing is followed over a connection that the authority in the Secret does not verify.
 	f.publish(stranger.pem)
 	f.show(t, stranger)
-	p.awaitState(isthmus.ReasonUnreachable, isthmus.ReasonUpToDate, "does not vouch for", "run isthmus peer again")
+	p.awaitState(isthmus.ReasonUnreachable, isthmus.ReasonUpToDate, "does not verify", "run isthmus peer again")
 	time.Sleep(5 * often)
 	if believed() != second.pem {
 		t.Error("an authority was followed over an unverified connection")

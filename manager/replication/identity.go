@@ -131,7 +131,7 @@ func fromKubeconfig(b []byte) (identity, error) {
 	case user.Impersonate != "" || user.ImpersonateUID != "" || len(user.ImpersonateGroups)+len(user.ImpersonateUserExtra) > 0:
 		return identity{}, refused(context.AuthInfo, "as", "impersonation is not supported")
 	case cluster.InsecureSkipTLSVerify:
-		return identity{}, fmt.Errorf("cluster %q: insecure-skip-tls-verify: refused: whoever stands in between would get the token; use certificate-authority-data",
+		return identity{}, fmt.Errorf("cluster %q: insecure-skip-tls-verify: refused: whoever intercepts the connection would get the token; use certificate-authority-data",
 			context.Cluster)
 	case cluster.CertificateAuthority != "":
 		return identity{}, fmt.Errorf("cluster %q: certificate-authority: refused: a Secret must not read files; use certificate-authority-data",

@@ -57,7 +57,7 @@ func TestThePeerIsReachedThroughTheTunnelAlone(t *testing.T) {
 	_, err = l.get(t.Context(), "a")
 	c := failure(id.String(), err)
 	if asked != "b" || c.Reason != isthmus.ReasonUnreachable ||
-		!strings.HasPrefix(c.Message, "the peer's API server, through the tunnel, is not reached: the tunnel to the peer is down; ") {
+		!strings.HasPrefix(c.Message, "the peer's API server, through the tunnel, is unreachable: the tunnel to the peer is down; ") {
 		t.Errorf("asked for %q; %+v", asked, c)
 	}
 }

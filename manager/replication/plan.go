@@ -117,21 +117,21 @@ func (v view) published() Condition {
 	c := v.copies[name]
 	switch {
 	case v.server == "":
-		return Condition{metav1.ConditionUnknown, isthmus.ReasonPublishing, "there is no identity with which to look at the peer"}
+		return Condition{metav1.ConditionUnknown, isthmus.ReasonPublishing, "no usable identity at the peer"}
 	case leaving(v.original) && c == nil && v.listed:
-		return no("%s is gone", where)
+		return no("%s was deleted", where)
 	case leaving(v.original) && c != nil && len(c.Finalizers) > 0 && !c.DeletionTimestamp.IsZero():
-		return no("waiting until %s is gone: the peer still has to remove its finalizers %s", where, quote(strings.Join(c.Finalizers, ", ")))
+		return no("waiting for the deletion of %s: the peer must remove its finalizers %s", where, quote(strings.Join(c.Finalizers, ", ")))
 	case leaving(v.original):
-		return no("waiting until %s is gone", where)
+		return no("waiting for the deletion of %s", where)
 	case !v.listed:
-		return Condition{metav1.ConditionUnknown, isthmus.ReasonPublishing, "the peer has not yet shown what it has of us"}
+		return Condition{metav1.ConditionUnknown, isthmus.ReasonPublishing, "our copy at the peer was not read yet"}
 	case !replicated(v.original, v.peer.ID):
-		return no("there is no NetworkConfig %s for the peer in namespace %s here", name, v.peer.LocalNamespace)
+		return no("no NetworkConfig %s for the peer in namespace %s here", name, v.peer.LocalNamespace)
 	case c == nil:
-		return no("%s is not there yet", where)
+		return no("%s does not exist yet", where)
 	case !c.DeletionTimestamp.IsZero():
-		return no("%s is being deleted by the peer; it is made again when it is gone", where)
+		return no("%s is being deleted by the peer; it is recreated afterwards", where)
 	case !equality.Semantic.DeepEqual(c.Spec, v.original.Spec):
 		return no("%s is not up to date yet", where)
 	}

@@ -226,16 +226,16 @@ func TestPublishedSaysWhatIsWaitedFor(t *testing.T) {
 		status         metav1.ConditionStatus
 		words          string
 	}{
-		{nil, nil, false, metav1.ConditionUnknown, "not yet shown"},
+		{nil, nil, false, metav1.ConditionUnknown, "not read yet"},
 		{nil, nil, true, metav1.ConditionFalse, "no NetworkConfig " + name},
-		{config(name), nil, true, metav1.ConditionFalse, "not there yet"},
+		{config(name), nil, true, metav1.ConditionFalse, "does not exist yet"},
 		{config(name, held, moved), config(name), true, metav1.ConditionFalse, "not up to date"},
 		{config(name, held, processed), config(name), true, metav1.ConditionTrue, "namespace there at https://b"},
 		{config(name, held), config(name, claimed, dying), true, metav1.ConditionFalse, "deleted by the peer"},
-		{config(name, held, dying), config(name), true, metav1.ConditionFalse, "waiting until"},
+		{config(name, held, dying), config(name), true, metav1.ConditionFalse, "waiting for the deletion"},
 		{config(name, held, dying), config(name, claimed, dying), true, metav1.ConditionFalse, v1alpha1.FinalizerTunnelEndpointCreator},
-		{config(name, held, dying), nil, true, metav1.ConditionFalse, "is gone"},
-		{config(name, held, dying), nil, false, metav1.ConditionFalse, "waiting until"},
+		{config(name, held, dying), nil, true, metav1.ConditionFalse, "was deleted"},
+		{config(name, held, dying), nil, false, metav1.ConditionFalse, "waiting for the deletion"},
 	} {
 		v := view{peer: peer, server: "https://b", original: tc.original, copies: map[string]*v1alpha1.NetworkConfig{}, listed: tc.listed}
 		if tc.copy != nil {

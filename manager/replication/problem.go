@@ -66,13 +66,13 @@ func cause(err error) string {
 		return errAnswerTooLong.Error()
 	}
 	if refused := (*inband.RefusedError)(nil); errors.As(err, &refused) {
-		return "is not reached: " + quote(refused.Reason)
+		return "is unreachable: " + quote(refused.Reason)
 	}
 	if what, ok := kubeerr.Cause(err); ok {
 		return quote(what)
 	}
 	if cert := (*tls.CertificateVerificationError)(nil); errors.As(err, &cert) {
-		return "shows a certificate that the CA in the Secret does not vouch for: " + quote(cert.Err.Error())
+		return "has a certificate that the CA in the Secret does not verify: " + quote(cert.Err.Error())
 	}
 	for next := err; next != nil; next = errors.Unwrap(next) {
 		err = next
@@ -100,11 +100,11 @@ func quote(s string) string {
 
 // remedies say what a person can do.
 var remedies = map[string]string{
-	isthmus.ReasonUnauthorized:  "the identity was revoked or has expired: run isthmus peer again, or put a new one into the Secret",
-	isthmus.ReasonForbidden:     "the peer has to grant its Role for networkconfigs in this namespace (isthmus peer repairs it), and leave quota for one; it is tried again by itself",
+	isthmus.ReasonUnauthorized:  "the identity was revoked or has expired: run isthmus peer again, or put a new identity into the Secret",
+	isthmus.ReasonForbidden:     "the peer must have our Role for networkconfigs in this namespace (isthmus peer repairs it), and quota for one; retrying",
 	isthmus.ReasonNamespaceGone: "the peer un-peered, or its tenant namespace was deleted: run isthmus peer again, or isthmus unpeer",
-	isthmus.ReasonRefusedByPeer: "its CRD, an admission policy or a webhook does not take what we publish: run `isthmus install` there, unless it is a Liqo",
-	isthmus.ReasonUnreachable:   "it is tried again at least every half minute",
+	isthmus.ReasonRefusedByPeer: "its CRD, an admission policy or a webhook rejects our object: run `isthmus install` there, unless it is a Liqo",
+	isthmus.ReasonUnreachable:   "retrying at least every 30 seconds",
 }
 
 // failure is the condition for a failed request to server.
@@ -112,10 +112,10 @@ func failure(server string, err error) Condition {
 	reason, text := diagnose(err)
 	remedy := remedies[reason]
 	if cert := (*tls.CertificateVerificationError)(nil); errors.As(err, &cert) {
-		remedy = "if its authority has changed, run isthmus peer again with a kubeconfig that has the new one; else somebody stands in between"
+		remedy = "if its CA has changed, run isthmus peer again with a kubeconfig that has the new CA; otherwise somebody intercepts the connection"
 	}
 	if apierrors.IsAlreadyExists(err) { // and our watch does not show it
-		remedy = "what is there is the peer's own: delete it there"
+		remedy = "the existing object is the peer's own: delete it there"
 	}
 	return Condition{metav1.ConditionFalse, reason, fmt.Sprintf("%s %s; %s", server, text, remedy)}
 }

@@ -57,10 +57,10 @@ func (w *worker) renew(ctx context.Context) {
 	n.next = time.Now().Add(max(w.r.pace.renew, n.token.expires.Sub(now)/10))
 	if err := w.renewToken(ctx); err != nil {
 		n.refusal = cmp.Or(err.Error(), "unknown")
-		w.log.Warn("renew the token", "account", n.token.namespace+"/"+n.token.account, "expires", n.token.expires, "err", err)
+		w.log.Warn("cannot renew the peer's token", "account", n.token.namespace+"/"+n.token.account, "expires", n.token.expires, "error", err)
 		return
 	}
-	w.log.Info("renewed the token", "account", n.token.namespace+"/"+n.token.account)
+	w.log.Info("renewed the peer's token", "account", n.token.namespace+"/"+n.token.account)
 	n.refusal = ""
 }
 

@@ -170,7 +170,7 @@ func TestTheOriginalStaysUntilTheCopyIsGone(t *testing.T) {
 	p := established(t, (*pair).byToken)
 	p.change(away, p.there, func(o *v1alpha1.NetworkConfig) { o.Finalizers = []string{v1alpha1.FinalizerTunnelEndpointCreator} })
 	p.must(home.admin.Delete(t.Context(), p.here()))
-	p.awaitState(isthmus.ReasonIdentityAccepted, isthmus.ReasonPublishing, "waiting until", p.peer.RemoteNamespace, v1alpha1.FinalizerTunnelEndpointCreator)
+	p.awaitState(isthmus.ReasonIdentityAccepted, isthmus.ReasonPublishing, "waiting for the deletion", p.peer.RemoteNamespace, v1alpha1.FinalizerTunnelEndpointCreator)
 	time.Sleep(300 * time.Millisecond)
 	if p.here() == nil {
 		t.Fatal("the original is gone before its copy")
@@ -268,7 +268,7 @@ func TestWhatIsWrongWithTheSecretIsTold(t *testing.T) {
 	p.identify(p.byToken())
 	p.awaitUpToDate()
 	p.must(home.admin.Delete(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: p.peer.LocalNamespace, Name: p.peer.IdentitySecret}}))
-	p.awaitState(isthmus.ReasonSecretMissing, isthmus.ReasonPublishing, "is not there")
+	p.awaitState(isthmus.ReasonSecretMissing, isthmus.ReasonPublishing, "not found")
 }
 
 func TestRefusalsOfThePeerAreToldApart(t *testing.T) {
@@ -542,7 +542,7 @@ func TestAPeerThatIsGoneHoldsTheOriginalAndNothingElse(t *testing.T) {
 	p.identify(withKubeconfig(kubeconfig("https://"+kubetest.Address(1), away.CA(), &clientcmdapi.AuthInfo{Token: p.token()})))
 	p.awaitState(isthmus.ReasonUnreachable, isthmus.ReasonPublishing)
 	p.must(home.admin.Delete(t.Context(), p.here()))
-	p.awaitState(isthmus.ReasonUnreachable, isthmus.ReasonPublishing, "waiting until")
+	p.awaitState(isthmus.ReasonUnreachable, isthmus.ReasonPublishing, "waiting for the deletion")
 	told := p.news()
 	time.Sleep(2 * time.Second)
 	if p.here() == nil {

@@ -163,7 +163,7 @@ func (w *worker) takeSecret(ctx context.Context, c change) bool {
 	case apierrors.IsForbidden(c.err) && w.link == nil: // with one: an API server that has just started may say so too
 		return without(isthmus.ReasonSecretMissing, "%s: we may not read it: %s; run isthmus peer again", where, quote(c.err.Error()))
 	case c.err != nil:
-		w.log.Warn("watch the identity", "secret", where, "err", c.err)
+		w.log.Warn("cannot watch the peer's identity Secret", "secret", where, "error", c.err)
 		return false
 	case c.full && len(c.all) > 0:
 		secret, _ = c.all[0].(*corev1.Secret)
@@ -171,7 +171,7 @@ func (w *worker) takeSecret(ctx context.Context, c change) bool {
 		secret, _ = c.object.(*corev1.Secret)
 	}
 	if secret == nil {
-		return without(isthmus.ReasonSecretMissing, "%s is not there: isthmus peer makes it", where)
+		return without(isthmus.ReasonSecretMissing, "%s: not found; run isthmus peer to create it", where)
 	}
 	id, err := identityFrom(secret)
 	if err == nil {
@@ -181,7 +181,7 @@ func (w *worker) takeSecret(ctx context.Context, c change) bool {
 		return without(isthmus.ReasonSecretInvalid, "%s: %v", where, err)
 	}
 	if err != nil {
-		return without(isthmus.ReasonSecretInvalid, "%s: %v; run isthmus peer again, which makes it anew", where, err)
+		return without(isthmus.ReasonSecretInvalid, "%s: %v; run isthmus peer again, which recreates it", where, err)
 	}
 	w.secret = secret
 	if w.link != nil && w.link.identity == id {
@@ -190,7 +190,7 @@ func (w *worker) takeSecret(ctx context.Context, c change) bool {
 	w.renewal, w.life, w.authority = newRenewal(id.token), id.life(), time.Time{}
 	w.tries.reset() // whatever failed did so with another identity
 	if err := w.connect(ctx, id, 0, &backoff{}); err != nil {
-		return without(isthmus.ReasonSecretInvalid, "%s: %v; run isthmus peer again, which makes it anew", where, err)
+		return without(isthmus.ReasonSecretInvalid, "%s: %v; run isthmus peer again, which recreates it", where, err)
 	}
 	return true
 }
@@ -206,7 +206,7 @@ func (w *worker) keep(o client.Object) {
 
 // accepted notes that the API server accepted our identity.
 func (w *worker) accepted() {
-	w.state.Identity = Condition{metav1.ConditionTrue, isthmus.ReasonIdentityAccepted, w.link.String() + " takes our identity"}
+	w.state.Identity = Condition{metav1.ConditionTrue, isthmus.ReasonIdentityAccepted, w.link.String() + " accepts our identity"}
 }
 
 // blame puts an error of the peer's API server where it belongs: to the identity, or to what we
@@ -266,7 +266,7 @@ func (w *worker) carryOut(ctx context.Context, original *v1alpha1.NetworkConfig)
 		case err == nil:
 		case errors.As(err, &there):
 			w.blame(there.err)
-			w.log.Debug("replicate", "step", a.step.String(), "object", a.name, "err", err)
+			w.log.Debug("replicate", "step", a.step.String(), "object", a.name, "error", err)
 			if reason, _ := diagnose(there.err); breaks(reason) {
 				w.reconnect(ctx)
 				return
@@ -296,7 +296,7 @@ func (w *worker) carryOut(ctx context.Context, original *v1alpha1.NetworkConfig)
 // for. It is not worth a log line that somebody else was faster.
 func (w *worker) again(ctx context.Context, what string, err error) {
 	if ctx.Err() == nil && !apierrors.IsConflict(err) {
-		w.log.Warn("replicate", "step", what, "err", err)
+		w.log.Warn("cannot replicate to the peer; retrying", "step", what, "error", err)
 	}
 	w.retry = time.Now().Add(w.tries.next(w.r.pace))
 }
@@ -306,7 +306,7 @@ func (w *worker) reconnect(ctx context.Context) {
 	id := w.link.identity
 	w.disconnect()
 	if err := w.connect(ctx, id, w.pause.next(w.pace()), w.pause); err != nil {
-		w.log.Error("connect to the peer", "err", err) // it worked before
+		w.log.Error("cannot connect to the peer's API server", "error", err) // it worked before
 	}
 }
 
@@ -423,7 +423,7 @@ func (w *worker) relabel(ctx context.Context, want *v1alpha1.NetworkConfig, exis
 	}
 	maps.Copy(found.Labels, want.Labels)
 	found.Spec = want.Spec
-	w.log.Warn("the copy at the peer has lost its labels and gets them again", "object", want.Name)
+	w.log.Warn("restored the labels of the copy at the peer", "object", want.Name)
 	return w.link.update(ctx, found)
 }
 
@@ -450,12 +450,12 @@ func (w *worker) tell(original *v1alpha1.NetworkConfig) {
 		return
 	}
 	if before.Identity != s.Identity {
-		w.log.Info("identity", "status", s.Identity.Status, "reason", s.Identity.Reason, "message", s.Identity.Message)
+		w.log.Info("identity changed", "status", s.Identity.Status, "reason", s.Identity.Reason, "message", s.Identity.Message)
 	}
 	if before.Published != s.Published {
-		w.log.Info("published", "status", s.Published.Status, "reason", s.Published.Reason, "message", s.Published.Message)
+		w.log.Info("publication changed", "status", s.Published.Status, "reason", s.Published.Reason, "message", s.Published.Message)
 	}
 	if before.Answered != s.Answered && s.Answered.Status != "" {
-		w.log.Warn("answer", "reason", s.Answered.Reason, "message", s.Answered.Message)
+		w.log.Warn("the peer's answer changed", "reason", s.Answered.Reason, "message", s.Answered.Message)
 	}
 }

@@ -86,7 +86,7 @@ func (p Peer) Accept(shard string, s isthmus.ExportedService, where Namespaces, 
 	case problem != "":
 		refuse(RefusedInvalid, "%s", problem)
 	case ShardOf(Key{Namespace: s.Namespace, Name: s.Name}) != shard:
-		refuse(RefusedShard, "the service belongs into PeerServices %s", ShardOf(Key{Namespace: s.Namespace, Name: s.Name}))
+		refuse(RefusedShard, "the service belongs in PeerServices %s", ShardOf(Key{Namespace: s.Namespace, Name: s.Name}))
 	case where.Reserved(s.Namespace):
 		refuse(RefusedReserved, "services are never imported into this namespace")
 	case !Permits(p.Import, s.Namespace):
@@ -119,7 +119,7 @@ func (p Peer) Accept(shard string, s isthmus.ExportedService, where Namespaces, 
 	x.Service.Labels, x.Service.Annotations = taken(s.Labels, true), taken(s.Annotations, false)
 	dropped := len(s.Labels) + len(s.Annotations) - len(x.Service.Labels) - len(x.Service.Annotations)
 	if dropped > 0 {
-		refuse(RefusedMetadata, "%d labels and annotations are not taken", dropped)
+		refuse(RefusedMetadata, "%d labels or annotations were dropped", dropped)
 	}
 	return x, refusals, true
 }
@@ -160,7 +160,7 @@ func invalid(s isthmus.ExportedService) string {
 		return "type has to be ClusterSetIP or Headless"
 	}
 	if s.Type == string(mcs.ClusterSetIP) && len(s.Ports) == 0 {
-		return "a service of type ClusterSetIP has at least one port"
+		return "a service of type ClusterSetIP must have a port"
 	}
 	if len(s.Ports) > maxPorts || len(s.Subsets) > isthmus.MaxSubsets || count(s) > isthmus.MaxExportedEndpoints {
 		return "more ports, subsets or endpoints than the definition allows"
@@ -178,7 +178,7 @@ func invalid(s isthmus.ExportedService) string {
 		case p.Protocol != "TCP" && p.Protocol != "UDP" && p.Protocol != "SCTP":
 			return "a protocol has to be TCP, UDP or SCTP"
 		case p.AppProtocol != "" && len(validation.IsQualifiedName(p.AppProtocol)) > 0:
-			return "an appProtocol has to be a qualified name"
+			return "appProtocol must be a qualified name"
 		case slices.ContainsFunc(s.Ports[:i], func(q isthmus.ExportedPort) bool {
 			return q.Name == p.Name || q.Protocol == p.Protocol && q.Port == p.Port
 		}):
@@ -194,7 +194,7 @@ func invalid(s isthmus.ExportedService) string {
 		}
 		for _, e := range subset.Endpoints {
 			if e.Hostname != "" && !dnsLabel(e.Hostname) || len(validation.IsValidLabelValue(e.Zone)) > 0 {
-				return "a hostname has to be a DNS label, and a zone a label value"
+				return "hostname must be a DNS label, and zone a label value"
 			}
 		}
 	}

@@ -237,7 +237,7 @@ func (c *Controller) known() (all []reconcile.Request) {
 func (c *Controller) offered(ctx context.Context, tenant string) (all []reconcile.Request) {
 	var list isthmus.PeerServicesList
 	if err := c.objects.List(ctx, &list, client.InNamespace(tenant), client.UnsafeDisableDeepCopy); err != nil {
-		c.Log.Error("a change reaches no imported service", "error", err)
+		c.Log.Error("cannot list imported services; a change waits for the next event", "error", err)
 	}
 	for i := range list.Items {
 		for _, s := range list.Items[i].Spec.Services {
@@ -339,7 +339,7 @@ func (c *Controller) reconcile(ctx context.Context, key Key) (time.Duration, err
 			g.refused(Refusal{RefusedForeign, other.Error()})
 			g.after, err = lookAgain, nil // nobody tells when it is gone
 		} else if err != nil && !again(err) {
-			g.refused(Refusal{RefusedFailed, "the importing cluster cannot write the service; the log of its manager says why"})
+			g.refused(Refusal{RefusedFailed, "the importing cluster cannot write the service; see the log of its manager"})
 		}
 	}
 	for _, id := range c.board.setOutcomes(key, g.outcomes) {

@@ -130,7 +130,7 @@ func (a *answerer) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result
 		key := Key{Namespace: s.Namespace, Name: s.Name}
 		o, looked := a.board.outcome(key, peerings[at].Spec.Cluster.ClusterID)
 		if shard := ShardOf(key); shard != object.Name { // no reconcile looks here for it
-			o = outcome{refusals: []Refusal{{RefusedShard, "the service belongs into PeerServices " + shard}}}
+			o = outcome{refusals: []Refusal{{RefusedShard, "the service belongs in PeerServices " + shard}}}
 		} else if !looked {
 			return ctrl.Result{}, nil // its reconcile sends an event
 		}

@@ -141,7 +141,7 @@ func TestGatewayFaults(t *testing.T) {
 			time.Sleep(100 * time.Millisecond)
 		}
 		out, err := f.Isthmus(ctx, "status", "--context", a.Name)
-		if err == nil || !strings.Contains(out, "unknown") || !strings.Contains(out, "no gateway is at work") {
+		if err == nil || !strings.Contains(out, "unknown") || !strings.Contains(out, "no gateway is active") {
 			t.Errorf("status: %v\n%s", err, out)
 		}
 		must(t, a.Start(ctx, fleet.Gateway(0)))

@@ -125,7 +125,7 @@ func partsInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
 		eventually(t, "a has deleted its NetworkConfig at b", func() error {
 			return gone(t, b, v1alpha1.LabelOriginID, a.ID)
 		})
-		tunnelDown(t, b, a, "the peer has withdrawn")
+		tunnelDown(t, b, a, "the peer has un-peered")
 		lists(t, a, map[string]bool{}, b)
 		isthmus(t, f, "unpeer", "--timeout", patience.String(), "--context", b.Name, a.Name)
 	})

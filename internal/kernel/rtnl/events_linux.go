@@ -118,7 +118,7 @@ func (k *Kernel) read(f *os.File, concerns func([]byte) bool, notify func()) {
 			notify()
 		case err != nil:
 			k.memory.following.Store(false)
-			k.log.Warn("netlink events ended, comparing at intervals only", "error", err)
+			k.log.Warn("netlink events stopped; comparing only at intervals", "error", err)
 			return
 		case concerns(buf[:n]):
 			notify()

@@ -39,7 +39,7 @@ func lock(owner kernel.Owner, log *slog.Logger, again bool) (io.Closer, error) {
 		return nil, err
 	}
 	if !again {
-		log.Warn("no nftables of Linux 5.12 or later: any process can hinder this one from seeing that another of its kind runs", "error", err)
+		log.Warn("nftables of Linux 5.12 or later is missing: other processes can hide a second instance from this one", "error", err)
 	}
 	return lockAddress(owner, log)
 }
@@ -155,7 +155,7 @@ func lockAddress(owner kernel.Owner, log *slog.Logger) (io.Closer, error) {
 	if err == nil {
 		args = []any{"address", at.Name, "process", holder.Pid, "user", holder.Uid}
 	}
-	log.Error("a stranger holds the lock of the network namespace; going on without it", args...)
+	log.Error("another user's process holds the lock of this network namespace; continuing without it", args...)
 	return io.NopCloser(nil), nil
 }
 

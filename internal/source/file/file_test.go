@@ -329,7 +329,7 @@ func TestLoadRefuses(t *testing.T) {
 		{map[string]string{"mapping.yaml": strings.Replace(mappingYAML, "10.245.0.9", "10.245.0.1", 1)},
 			[]string{`mapping.yaml: NatMapping nm: spec.clusterMappings["172.30.0.9"]: 10.245.0.1 is the gateway's own address, the first host of 10.245.0.0/16; want another address`}},
 		{map[string]string{"mapping.yaml": strings.Replace(mappingYAML, "172.30.0.9", "127.0.0.1", 1)},
-			[]string{`mapping.yaml: NatMapping nm: spec.clusterMappings["127.0.0.1"]: key: 127.0.0.1 is in 127.0.0.0/8 (loopback); want an address that can be reached from our pod network`}},
+			[]string{`mapping.yaml: NatMapping nm: spec.clusterMappings["127.0.0.1"]: key: 127.0.0.1 is in 127.0.0.0/8 (loopback); want an address that is reachable from our pod network`}},
 		{map[string]string{"x.yaml": strings.Replace(mappingYAML, "nm", "other", 1)},
 			[]string{`x.yaml: NatMapping other: spec.clusterID: cluster "id1" has its mappings in mapping.yaml: NatMapping nm already; want one NatMapping for each cluster`}},
 		{map[string]string{"x.yaml": strings.Replace(peerYAML(2), "11.2.0.0", "11.1.0.0", 1)},

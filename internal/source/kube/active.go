@@ -69,7 +69,7 @@ func (g *Gateway) Write(ctx context.Context, placed func(), report func() (Repor
 	for {
 		w.place(ctx, placed)
 		if r, err := report(); err != nil {
-			w.log.Error("state of the gateway", "error", err)
+			w.log.Error("cannot read the state of the gateway", "error", err)
 		} else {
 			w.statuses(ctx, r)
 			w.rotate(ctx, r)
@@ -167,7 +167,7 @@ func (w *writer) patchFor(ctx context.Context, kind string, have, want client.Ob
 		r.failures++
 		w.metrics.writes.WithLabelValues(kind, "error").Inc()
 		if r.failures == 1 {
-			w.log.Warn("not written, trying again", "object", kind+" "+client.ObjectKeyFromObject(have).String(), "error", err)
+			w.log.Warn("cannot write the object; retrying", "object", kind+" "+client.ObjectKeyFromObject(have).String(), "error", err)
 		}
 	}
 	return err == nil
@@ -298,7 +298,7 @@ func rank(p corev1.Pod, self string) int {
 // say logs what keeps the Pods or the Service from being marked, when it is something else.
 func (w *writer) say(trouble string) {
 	if trouble != w.said && trouble != "" {
-		w.log.Warn("peers may not find the active gateway", "problem", trouble)
+		w.log.Warn("cannot mark the active gateway; peers may not reach it", "problem", trouble)
 	}
 	w.said = trouble
 }

@@ -122,7 +122,7 @@ func (g *Gateway) tellKey(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()
 	if err := g.client.Patch(ctx, want, client.MergeFromWithOptions(have, client.MergeFromWithOptimisticLock{})); err != nil {
-		g.log.Warn("nodes do not know the key by which gateways ask for votes", "error", err)
+		g.log.Warn("cannot publish the key with which gateways sign requests for votes", "error", err)
 	}
 }
 
@@ -269,7 +269,7 @@ func (e *election) judgeVotesLocked(now time.Time) {
 	e.lacking = name == e.identity && !v.Holds
 	if speaking := name == e.identity && (v.Holds || e.speaking); name != e.name || speaking != e.speaking {
 		if name != e.name {
-			e.log.Info("active gateway, by the votes of the nodes", "pod", name, "before", e.name, "epoch", e.transition)
+			e.log.Info("the nodes have elected the active gateway", "pod", name, "former", e.name, "epoch", e.transition)
 		}
 		e.name, e.speaking = name, speaking
 		e.changed.set()
@@ -302,7 +302,7 @@ func (e *election) stepVotes(now time.Time) (want *coordinationv1.Lease) {
 		case b.gone.IsZero():
 			b.gone = now
 		case now.Sub(b.gone) >= goneMost:
-			e.log.Warn("a majority of the nodes that vote do not exist any more: the Lease decides", "voters", slices.Sorted(maps.Keys(list.Voters)))
+			e.log.Warn("most voting nodes no longer exist: the Lease decides which gateway is active", "voters", slices.Sorted(maps.Keys(list.Voters)))
 			want = take(e.lease, e.identity, now)
 			*want.Spec.LeaseTransitions = max(*want.Spec.LeaseTransitions, transition+1)
 			withList(want, voting.List{Version: max(list.Version, v.Newest) + 1})

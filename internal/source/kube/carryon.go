@@ -32,7 +32,7 @@ func (g *Gateway) await(ctx context.Context, e *election, known *remembered, oth
 		case err != nil:
 			misses++
 		case !refused && holder != g.o.Pod:
-			g.log.Info("the snapshot is of no use: another replica has been active since", "pod", holder)
+			g.log.Info("snapshot not used: another replica is active", "pod", holder)
 			known = nil
 			continue
 		default:
@@ -40,7 +40,7 @@ func (g *Gateway) await(ctx context.Context, e *election, known *remembered, oth
 		}
 		if misses == carryOnMisses && ctx.Err() == nil {
 			if e.superseded(others, time.Now()) {
-				g.log.Info("the snapshot is of no use: another gateway answers that it has taken over")
+				g.log.Info("snapshot not used: another gateway answers that it is active")
 				known = nil
 				continue
 			}
@@ -66,7 +66,7 @@ func (g *Gateway) await(ctx context.Context, e *election, known *remembered, oth
 // carryOn makes this replica the active one with what is known.
 func (g *Gateway) carryOn(e *election, known *remembered, others acquaintance) {
 	why := known.from(time.Now())
-	g.log.Warn("active again without having been told", "peers", len(known.snapshot.Gateway.Peers), "reason", why)
+	g.log.Warn("active again from the snapshot, without the API server", "peers", len(known.snapshot.Gateway.Peers), "reason", why)
 	g.keeper.adopt(known)
 	e.carryOn(others)
 	g.mu.Lock()

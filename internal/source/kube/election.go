@@ -199,7 +199,7 @@ func (e *election) step(ctx context.Context) time.Duration {
 // put writes the Lease, and says when to do the next step.
 func (e *election) put(ctx context.Context, want *coordinationv1.Lease, now time.Time) time.Duration {
 	if len(listOf(want).Voters) > 0 != e.byVotes() {
-		e.log.Info("who decides which gateway is active changes", "voters", slices.Sorted(maps.Keys(listOf(want).Voters)))
+		e.log.Info("election of the active gateway switches between Lease and votes", "voters", slices.Sorted(maps.Keys(listOf(want).Voters)))
 		e.mu.Lock()
 		e.switching, e.switchedFrom = true, e.version
 		e.judgeLocked(now)
@@ -347,7 +347,7 @@ func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
 		e.transition = transition
 	}
 	if holder := holderOf(lease); holder != "" && holder != e.name {
-		e.log.Info("active gateway", "pod", holder, "before", e.name)
+		e.log.Info("active gateway changed", "pod", holder, "former", e.name)
 		e.name = holder
 		e.changed.set()
 	}
@@ -390,7 +390,7 @@ func (e *election) judgeLocked(now time.Time) {
 	}
 	r := decide(v)
 	if r.lost {
-		e.log.Warn("another gateway has taken over, and says so", "pod", r.successor)
+		e.log.Warn("another gateway answers that it has taken over", "pod", r.successor)
 		e.name = r.successor
 		e.look.set()    // read the Lease, if that is possible
 		e.changed.set() // also where it did not speak before
@@ -401,9 +401,9 @@ func (e *election) judgeLocked(now time.Time) {
 	}
 	switch e.speaking = r.speak; {
 	case r.unheard != "":
-		e.log.Warn("silent: the Lease cannot be renewed, and another gateway that may have taken over does not answer", "pod", r.unheard)
+		e.log.Warn("stopped sending: cannot renew the Lease, and another gateway that may be active does not answer", "pod", r.unheard)
 	case r.speak:
-		e.log.Info("this gateway may speak")
+		e.log.Info("this gateway may send to peers")
 	}
 	e.changed.set()
 }
@@ -423,7 +423,7 @@ func (e *election) reached(err error) bool {
 	if err != nil && !apierrors.IsNotFound(err) && !apierrors.IsConflict(err) && !apierrors.IsAlreadyExists(err) {
 		if !e.away && !errors.Is(err, context.Canceled) {
 			e.away = true
-			e.log.Warn("Lease not reached", "error", err)
+			e.log.Warn("cannot read or write the Lease", "error", err)
 		}
 		return false
 	}
@@ -433,7 +433,7 @@ func (e *election) reached(err error) bool {
 	e.last = now
 	if e.away {
 		e.away = false
-		e.log.Info("the Lease can be read and written again")
+		e.log.Info("the Lease is readable and writable again")
 	}
 	return true
 }

@@ -186,7 +186,7 @@ func (g *Gateway) Run(ctx context.Context, serve func(ctx context.Context, begin
 		g.writing.Lock() // what it has begun could name this one after the successor has named itself
 		defer g.writing.Unlock()
 		if err := e.release(); err != nil {
-			g.log.Warn("Lease not released; a standby waits until it expires", "error", err)
+			g.log.Warn("cannot release the Lease; a standby waits until it expires", "error", err)
 			return
 		}
 		g.keeper.forget()
@@ -271,7 +271,7 @@ func (g *Gateway) serve(ctx context.Context, e *election, serve func(context.Con
 			g.keeper.changed.set()
 		case acts && !active:
 			if !e.holds() {
-				g.log.Warn("another replica is active: this one is a standby again")
+				g.log.Warn("another replica is active; this one is a standby")
 			}
 			stop()
 			return <-done

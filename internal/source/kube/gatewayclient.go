@@ -175,7 +175,7 @@ func (g *Gateway) questioner(e *election) (*questioner, acquaintance) {
 	}
 	before, known, err := rememberOthers(g.o.StateDirectory)
 	if err != nil {
-		g.log.Error("nothing is known of other gateways until the API server answers", "directory", g.o.StateDirectory, "error", err)
+		g.log.Error("cannot read the saved state of other gateways; waiting for the API server", "directory", g.o.StateDirectory, "error", err)
 	}
 	q.before = before
 	e.recall(known)

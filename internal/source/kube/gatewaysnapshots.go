@@ -40,7 +40,7 @@ func (g *Gateway) publish(s Snapshot) {
 	if all := strings.Join(texts, "\n"); all != g.logged { // only refresh calls this
 		g.logged = all
 		for _, p := range s.Problems {
-			g.log.Warn("left out", "object", p.Origin.String(), "field", p.Field, "problem", p.Message)
+			g.log.Warn("ignored an invalid object", "object", p.Origin.String(), "field", p.Field, "problem", p.Message)
 		}
 	}
 	g.mu.Lock()

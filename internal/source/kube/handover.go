@@ -26,7 +26,7 @@ func (g *Gateway) handOver(ended <-chan struct{}) {
 	for begin := time.Now(); time.Since(begin) < handOverMost; {
 		next, waiting := g.successor()
 		if next != "" {
-			g.log.Info("another gateway has taken over", "pod", next, "after", time.Since(begin).Round(time.Millisecond).String())
+			g.log.Info("handed over to another gateway", "pod", next, "after", time.Since(begin).Round(time.Millisecond).String())
 		}
 		if next != "" || !waiting {
 			return

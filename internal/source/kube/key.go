@@ -105,7 +105,7 @@ func (g *Gateway) createKey(ctx context.Context, inUse keyring.Ring) error {
 	case err != nil:
 		return fmt.Errorf("the Secret %s: %w", client.ObjectKeyFromObject(secret), kubeerr.Plain("the API server", err))
 	}
-	g.log.Info("key Secret made", "secret", keyring.SecretName, "newKey", inUse.Private == [32]byte{})
+	g.log.Info("created the key Secret", "secret", keyring.SecretName, "newKey", inUse.Private == [32]byte{})
 	return nil
 }
 
@@ -135,7 +135,7 @@ func (g *Gateway) tellTunnels(ctx context.Context, secret *corev1.Secret, privat
 			time.AfterFunc(tellInterval, g.look.set)
 		default:
 			g.told = private
-			g.log.Info("key Secret tells of our tunnels", "secret", keyring.SecretName, "tunnels", g.o.Tunnels)
+			g.log.Info("wrote the tunnels into the key Secret", "secret", keyring.SecretName, "tunnels", g.o.Tunnels)
 		}
 	}
 	if g.tellErr == nil {

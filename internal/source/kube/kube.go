@@ -93,7 +93,7 @@ func (o *objects) failed(kind string, err error) {
 	defer o.mu.Unlock()
 	if before := o.trouble[kind]; before == nil || before.Error() != err.Error() {
 		o.trouble[kind] = err
-		o.log.Warn("not read, trying again; what is known stays in force", "kind", kind, "error", err)
+		o.log.Warn("cannot read objects; retrying; the objects read before stay in force", "kind", kind, "error", err)
 	}
 }
 

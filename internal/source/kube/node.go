@@ -102,7 +102,7 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 		now, whole, err := w.see(ctx)
 		if err != nil {
 			if ctx.Err() == nil {
-				log.Error("objects in the cache", "error", err) // a kind that is not watched
+				log.Error("cannot read objects from the cache", "error", err) // a kind that is not watched
 			}
 			return
 		}

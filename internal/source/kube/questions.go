@@ -208,7 +208,7 @@ func (q *questioner) run(ctx context.Context) {
 				}(ended)
 			} else if again = now.Add(listenAgain); !logged {
 				logged = true
-				q.log.Warn("cannot ask the other gateways whether they are active; while the API server does not answer, two could be", "error", err)
+				q.log.Warn("cannot ask other gateways whether they are active: two could be active during an API server outage", "error", err)
 			}
 		}
 		if n := strangers.Open(); n > 0 {
@@ -272,7 +272,7 @@ func (q *questioner) read(conn net.PacketConn, strangers *crowd.Crowd) {
 		}
 		q.refused(refused, 1)
 		if err := strangers.Refuse(q.election.neighbours); err != nil {
-			q.log.Warn("cannot have the kernel drop datagrams of strangers", "error", err)
+			q.log.Warn("cannot install the kernel filter against unknown senders", "error", err)
 		}
 	}
 }

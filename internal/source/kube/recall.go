@@ -33,7 +33,7 @@ func memoryOf(directory string, log *slog.Logger) *nodeMemory {
 	case errors.Is(err, fs.ErrNotExist):
 		return nil
 	case err != nil:
-		log.Warn("what was last known of this node", "error", err)
+		log.Warn("cannot read the saved state of this node", "error", err)
 		return nil
 	case m.Version != nodeMemoryVersion || m.Epoch == 0:
 		return nil
@@ -47,7 +47,7 @@ func (w *nodeWatch) remember(in fabric.NodeIntent) {
 		return
 	}
 	if err := statefile.Write(w.directory, nodeMemoryName, nodeMemoryLimit, nodeMemory{nodeMemoryVersion, w.epoch, in}); err != nil {
-		w.log.Warn("an agent that starts while the API server is away will follow nobody new", "error", err)
+		w.log.Warn("cannot save the state of this node: an agent that starts during an API server outage will not follow a new gateway", "error", err)
 		return
 	}
 	w.remembers = w.epoch
@@ -74,7 +74,7 @@ func (w *nodeWatch) recall(ctx context.Context, elected signal, deliver func(fab
 			if h.Epoch <= m.Epoch || !slices.ContainsFunc(in.Gateways, func(g fabric.GatewayPod) bool { return g.Addr == h.Addr && !g.HostNetwork }) {
 				continue
 			}
-			w.log.Info("following the gateway that the nodes have voted for, by what was known before the start", "pod", h.Pod, "epoch", h.Epoch)
+			w.log.Info("following the elected gateway, based on the state from before the start", "pod", h.Pod, "epoch", h.Epoch)
 			m.Epoch, in.Gateway = h.Epoch, h.Addr
 			deliver(in, nil)
 		}

@@ -60,7 +60,7 @@ func (w *writer) rotate(ctx context.Context, r Report) {
 		want.Data = keyring.Promote(have.Data, ring, now)
 	}
 	if w.patch(ctx, "Secret", have, want, false) {
-		w.log.Info("rotation of the key", "step", string(step), "lagging", lagging)
+		w.log.Info("key rotation advanced", "step", string(step), "lagging", lagging)
 	}
 }
 
@@ -98,7 +98,7 @@ func (w *writer) offered(ctx context.Context, now time.Time) [32]byte {
 		wrong = err.Error()
 	}
 	if w.offer.next = now.Add(offerInterval); wrong != "" && wrong != w.offer.said {
-		w.log.Warn("the key in a Secret that something else maintains is not taken", "secret", keyring.OfferName, "problem", wrong)
+		w.log.Warn("cannot use the offered private key", "secret", keyring.OfferName, "problem", wrong)
 	}
 	w.offer.said = wrong
 	return w.offer.key

@@ -155,10 +155,10 @@ func remember(o GatewayOptions, now time.Time) (*remembered, error) {
 	case err != nil:
 		return nil, err
 	case lease.Namespace != o.Namespace || lease.Pod != o.Pod:
-		o.Log.Info("the snapshot is of another replica", "pod", lease.Namespace+"/"+lease.Pod)
+		o.Log.Info("snapshot not used: it belongs to another replica", "pod", lease.Namespace+"/"+lease.Pod)
 		return nil, nil
 	case age < 0 || age > snapshotLife:
-		o.Log.Info("the snapshot is not of now; another replica may be active since", "active", lease.Active, "longest", snapshotLife)
+		o.Log.Info("snapshot not used: it is too old, and another replica may be active", "active", lease.Active, "longest", snapshotLife)
 		return nil, nil
 	}
 	var key savedKey
@@ -361,7 +361,7 @@ func (k *keeper) keepOthers(known acquaintance) {
 	}
 	k.others = want // if it is not written, it is again with the next change: round says what is wrong with the directory
 	if err := statefile.Write(k.o.StateDirectory, othersFile, smallLimit, want); err != nil {
-		k.o.Log.Warn("what is known of other gateways is not kept", "file", othersFile, "error", err)
+		k.o.Log.Warn("cannot save the state of other gateways", "file", othersFile, "error", err)
 	}
 }
 

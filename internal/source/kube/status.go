@@ -68,7 +68,7 @@ const (
 func (w *writer) statuses(ctx context.Context, report Report) {
 	var endpoints v1alpha1.TunnelEndpointList
 	if err := w.objects.List(ctx, &endpoints, client.UnsafeDisableDeepCopy); err != nil {
-		w.log.Error("TunnelEndpoints", "error", err)
+		w.log.Error("cannot list TunnelEndpoints", "error", err)
 		return
 	}
 	w.mu.Lock()
