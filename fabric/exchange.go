@@ -148,7 +148,7 @@ func CheckClaim(c Claim, receiver Receiver, others Neighbours) (refusals []Refus
 }
 
 // CheckGrant says why two networks cannot be used here for the sender of a claim, sound as they may
-// be in the books. gateways are the endpoints of our peers that lie in one of them.
+// be in the IPAM state. gateways are the endpoints of our peers that lie in one of them.
 func CheckGrant(c Claim, podSeen, externalSeen netip.Prefix, gateways []netip.Addr) (refusals []Refusal) {
 	fields := map[netip.Prefix]string{podSeen: "spec.podCIDR", externalSeen: "spec.externalCIDR"}
 	for _, seen := range []netip.Prefix{podSeen, externalSeen} {

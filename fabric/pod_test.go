@@ -73,7 +73,7 @@ ip rule add priority 422 lookup 4202 protocol 72
 	}
 }
 
-// oneGateway is podIntent where the gateway says in one place that it is active, and the books name
+// oneGateway is podIntent where the gateway says in one place that it is active, and the IPAM state names
 // the networks.
 func oneGateway(t testing.TB, self, gateway string) NodeIntent {
 	in := podIntent(t, self)

@@ -36,11 +36,11 @@ import (
 // A refusal is a condition, not an error. A change of anything that it depends on (the Facts, the
 // Peering, the IPAM state, the other peers) causes a new request.
 type AnswerReconciler struct {
-	Client client.Client
-	Peers  Peers
-	Facts  FactsReader
-	Store  *ipamstore.Store
-	Warden *Warden
+	Client      client.Client
+	Peers       Peers
+	Facts       FactsReader
+	Store       *ipamstore.Store
+	RefusalGate *RefusalGate
 	// FactsChanged gets a value after every change of the Facts.
 	FactsChanged <-chan event.GenericEvent
 	Log          *slog.Logger
@@ -144,7 +144,7 @@ func (r *AnswerReconciler) reconcile(ctx context.Context, req ctrl.Request) erro
 		return r.refuse(ctx, copies, refusals...)
 	}
 	r.waiting.remove(req)
-	if !answerInForce(r.Store.Book(), nc) && !r.Warden.Refused(req.Name, &r.queue, req) {
+	if !answerInForce(r.Store.State(), nc) && !r.RefusalGate.Refused(req.Name, &r.queue, req) {
 		return nil
 	}
 	answer := v1alpha1.NetworkConfigStatus{Processed: true}
@@ -153,7 +153,7 @@ func (r *AnswerReconciler) reconcile(ctx context.Context, req ctrl.Request) erro
 		Message: fmt.Sprintf("podCIDR is %v here, externalCIDR %v", grant.Pod, grant.External)})
 }
 
-// passing reports whether a refusal may end when the books change.
+// passing reports whether a refusal may end when the IPAM state changes.
 func passing(r fabric.Refusal) bool {
 	switch r.Reason {
 	case v1alpha1.ReasonExhausted, v1alpha1.ReasonCIDRConflict, v1alpha1.ReasonEndpoint:
@@ -209,7 +209,7 @@ func (r *AnswerReconciler) refuse(ctx context.Context, copies []v1alpha1.Network
 		switch condition.Reason {
 		case v1alpha1.ReasonNotPeered, v1alpha1.ReasonWrongOrigin: // whose network would it be
 		default:
-			if answerInForce(r.Store.Book(), nc) {
+			if answerInForce(r.Store.State(), nc) {
 				answer = v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: nc.Status.PodCIDRNAT, ExternalCIDRNAT: nc.Status.ExternalCIDRNAT}
 			}
 		}
@@ -228,8 +228,8 @@ func textOf(refusals []fabric.Refusal) string {
 }
 
 // answerInForce reports whether the status of a copy answers what the sender claims, with the
-// networks that it has in the books.
-func answerInForce(b ipam.Book, nc *v1alpha1.NetworkConfig) bool {
+// networks that it has in the IPAM state.
+func answerInForce(b ipam.State, nc *v1alpha1.NetworkConfig) bool {
 	grant, granted := b.GrantOf(nc.Labels[v1alpha1.LabelOriginID])
 	pod, external, answered := fabric.SeenBy(nc)
 	return granted && answered && grant == ipam.Grant{Pod: pod, External: external}

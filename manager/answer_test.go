@@ -485,13 +485,13 @@ func TestNoNetworkHasAGatewayInIt(t *testing.T) {
 	nc.Spec.EndpointIP = "10.249.0.7"
 	a.create(nc)
 	a.until("answered", func() bool { return delta.copied().Status.Processed })
-	grant, _ := a.store.Book().GrantOf(delta.cluster.ClusterID)
+	grant, _ := a.store.State().GrantOf(delta.cluster.ClusterID)
 	for _, p := range []netip.Prefix{grant.Pod, grant.External} {
 		if p.Contains(netip.MustParseAddr("10.249.0.7")) || p.Contains(netip.MustParseAddr("10.246.0.9")) {
 			t.Errorf("a gateway is inside %v", p)
 		}
 	}
-	if nodes := a.store.Book().Own().Nodes; len(nodes) != 1 {
+	if nodes := a.store.State().Own().Nodes; len(nodes) != 1 {
 		t.Errorf("gateways have become nodes: %v", nodes)
 	}
 }
@@ -506,11 +506,11 @@ func TestAnswersFollowTheFacts(t *testing.T) {
 	p.untilAccepted("None None")
 }
 
-func TestAnswersFollowTheBooks(t *testing.T) {
+func TestAnswersFollowTheIPAMState(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.65.0.0/20")
 	p.untilAccepted("10.246.0.0/18 None")
-	_, err := a.store.Update(a.ctx, func(b ipam.Book) (ipam.Book, error) { // as after an edit of the IpamStorage
+	_, err := a.store.Update(a.ctx, func(b ipam.State) (ipam.State, error) { // as after an edit of the IpamStorage
 		b, _, err := b.Release(p.cluster.ClusterID).Grant(ipam.Request{ID: p.cluster.ClusterID,
 			Pod: netip.MustParsePrefix("10.244.0.0/18"), External: netip.MustParsePrefix("10.65.0.0/20"), WantPod: netip.MustParsePrefix("10.8.0.0/18")})
 		return b, err

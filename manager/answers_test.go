@@ -30,13 +30,13 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 )
 
-// answering is a world with the reconcilers of the answering half and real books. The test stands
+// answering is a world with the reconcilers of the answering half and a real store. The test stands
 // in for the other half of the manager and for the peers.
 type answering struct {
 	*world
 	facts *stubFacts
 	store *ipamstore.Store
-	nodes *Warden
+	nodes *RefusalGate
 	mgr   ctrl.Manager
 }
 
@@ -109,14 +109,14 @@ func (a *answering) start() {
 	a.store = ipamstore.New(a.mgr.GetClient(), a.mgr.GetAPIReader(), a.self.ClusterID, log)
 	a.ok(a.store.Load(ctx))
 	a.events = events.NewFakeRecorder(100)
-	a.nodes = &Warden{Cache: a.mgr.GetCache(), Namespace: a.system, Events: a.events, Log: log, Patience: time.Hour}
-	a.nodes.watchBooks(a.store)
+	a.nodes = &RefusalGate{Cache: a.mgr.GetCache(), Namespace: a.system, Events: a.events, Log: log, Patience: time.Hour}
+	a.nodes.watchState(a.store)
 	_, err = a.nodes.Reconcile(ctx, ctrl.Request{})
 	a.ok(err)
 	a.ok(a.nodes.SetupWithManager(a.mgr))
 	a.configure(nil, nil)
 	a.ok((&Answers{
-		Client: a.mgr.GetClient(), Peers: Peers{Reader: a.mgr.GetCache(), Self: a.self.ClusterID}, Facts: a.facts, Store: a.store, Warden: a.nodes,
+		Client: a.mgr.GetClient(), Peers: Peers{Reader: a.mgr.GetCache(), Self: a.self.ClusterID}, Facts: a.facts, Store: a.store, RefusalGate: a.nodes,
 		FactsChanged: a.facts.changed, Log: log,
 	}).SetupWithManager(a.mgr))
 }
@@ -129,11 +129,11 @@ func (l testLog) Write(line []byte) (int, error) {
 	return len(line), nil
 }
 
-// configure tells the books what the Facts say; nil pools are Liqo's.
+// configure tells the IPAM state what the Facts say; nil pools are Liqo's.
 func (a *answering) configure(pools, reserved []netip.Prefix) {
 	a.t.Helper()
 	f, _ := a.facts.Facts(a.ctx)
-	_, err := a.store.Update(a.ctx, func(b ipam.Book) (ipam.Book, error) {
+	_, err := a.store.Update(a.ctx, func(b ipam.State) (ipam.State, error) {
 		next, _ := b.Configure(ipam.Config{PodCIDR: f.PodCIDR, ServiceCIDR: f.ServiceCIDR, ExternalCIDR: f.ExternalCIDR,
 			Pools: pools, Reserved: reserved, Nodes: f.Nodes})
 		return next, nil
@@ -141,7 +141,7 @@ func (a *answering) configure(pools, reserved []netip.Prefix) {
 	a.ok(err)
 }
 
-// cleanUp leaves nothing from which the books of the next test could be rebuilt.
+// cleanUp leaves nothing from which the IPAM state of the next test could be rebuilt.
 func (a *answering) cleanUp() {
 	a.world.cleanUp()
 	var mappings v1alpha1.NatMappingList
@@ -149,7 +149,7 @@ func (a *answering) cleanUp() {
 	for i := range mappings.Items {
 		a.drop(&mappings.Items[i])
 	}
-	a.dropBooks()
+	a.dropState()
 }
 
 func testKey(b byte) (key [32]byte) {
@@ -323,7 +323,7 @@ func (p *partner) mappings() (all []v1alpha1.NatMapping) {
 }
 
 func (p *partner) granted() bool {
-	_, ok := p.a.store.Book().GrantOf(p.cluster.ClusterID)
+	_, ok := p.a.store.State().GrantOf(p.cluster.ClusterID)
 	return ok
 }
 

@@ -25,7 +25,7 @@ func prepare(ctx context.Context, mgr ctrl.Manager, has present) error {
 		return fmt.Errorf("indexes: %w", installFirst(err))
 	}
 	kinds := []client.Object{
-		&v1alpha1.NetworkConfig{}, &v1alpha1.TunnelEndpoint{}, &v1alpha1.NatMapping{}, booksMetadata(),
+		&v1alpha1.NetworkConfig{}, &v1alpha1.TunnelEndpoint{}, &v1alpha1.NatMapping{}, ipamMetadata(),
 		&corev1.Service{}, &corev1.Secret{}, &corev1.Node{}, &isthmus.NodeNetworks{}, &isthmus.NetworkAllocation{},
 	}
 	if has.serviceCIDRs {
@@ -39,9 +39,9 @@ func prepare(ctx context.Context, mgr ctrl.Manager, has present) error {
 	return nil
 }
 
-// booksMetadata is the IpamStorage without what is in it, 300 octets for each peer: of the cache only its
+// ipamMetadata is the IpamStorage without what is in it, 300 octets for each peer: of the cache only its
 // version is asked, and it changes with each peer that comes.
-func booksMetadata() *metav1.PartialObjectMetadata {
+func ipamMetadata() *metav1.PartialObjectMetadata {
 	m := new(metav1.PartialObjectMetadata)
 	m.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind("IpamStorage"))
 	return m

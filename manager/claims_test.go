@@ -28,7 +28,7 @@ func TestAChangeOfAClaimWaitsForConsent(t *testing.T) {
 	p := a.partner("bravo", 2).claims("10.50.0.0/18", "10.60.0.0/20").publish().answer("None", "None")
 	p.untilAccepted("None None")
 	before := p.joined()
-	had, _ := a.store.Book().GrantOf(p.cluster.ClusterID)
+	had, _ := a.store.State().GrantOf(p.cluster.ClusterID)
 
 	const ask = "ConsentNeeded: spec.podCIDR: is %s now; the receiver would use %s; it uses 10.50.0.0/18 until spec.claims.consent of its Peering has " +
 		"podCIDR %s and externalCIDR 10.60.0.0/20"
@@ -37,7 +37,7 @@ func TestAChangeOfAClaimWaitsForConsent(t *testing.T) {
 	}
 	unchanged := func(after string) {
 		t.Helper()
-		if now, _ := a.store.Book().GrantOf(p.cluster.ClusterID); now != had {
+		if now, _ := a.store.State().GrantOf(p.cluster.ClusterID); now != had {
 			t.Errorf("%s the peer has %v", after, now)
 		}
 		if te := p.endpoint(); te.ResourceVersion != before.ResourceVersion {
@@ -163,8 +163,8 @@ func TestTheAddressesOfAPIServersAreKnown(t *testing.T) {
 		w.ok(err)
 	}
 	t.Cleanup(func() { w.ok(w.api().Delete(context.Background(), slice)) })
-	books := new(stubBooks)
-	keeper := &FactsKeeper{Cache: w.api(), Direct: w.api(), Store: books, Cluster: w.self, Namespace: w.system, Log: slog.New(slog.DiscardHandler),
+	store := new(stubStore)
+	keeper := &FactsKeeper{Cache: w.api(), Direct: w.api(), Store: store, Cluster: w.self, Namespace: w.system, Log: slog.New(slog.DiscardHandler),
 		Plan: AddressPlan{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"),
 			ExternalCIDR: netip.MustParsePrefix("10.245.0.0/16")}}
 	facts, err := keeper.gather(w.ctx)
@@ -173,7 +173,7 @@ func TestTheAddressesOfAPIServersAreKnown(t *testing.T) {
 		t.Errorf("API servers %v, want %v", facts.APIServers, want)
 	}
 	for pod, as := range map[string]bool{"192.168.99.0/24": false, "192.168.98.0/24": false, "192.168.96.0/24": true} {
-		_, g, err := books.Book().Grant(ipam.Request{ID: "b", Pod: netip.MustParsePrefix(pod), External: netip.MustParsePrefix("172.20.0.0/20")})
+		_, g, err := store.State().Grant(ipam.Request{ID: "b", Pod: netip.MustParsePrefix(pod), External: netip.MustParsePrefix("172.20.0.0/20")})
 		if w.ok(err); (g.Pod.String() == pod) != as {
 			t.Errorf("%s is %v", pod, g.Pod)
 		}

@@ -56,7 +56,7 @@ type peeringState struct {
 	key      keyState
 	rotates  bool // our key, and peers are told of the next one
 
-	granted  ipam.Grant        // what the books have for the peer; zero: nothing
+	granted  ipam.Grant        // what the IPAM state has for the peer; zero: nothing
 	standing [2]ipam.Standing  // what its claim has here, or would have with consent; zero: it is refused
 	unstored *metav1.Condition // Accepted of the peer's NetworkConfig where the API server stores no conditions; nil: stored, or not answered
 	keyOwner string            // which other peer has a key that it lists, where that is why it is refused

@@ -33,7 +33,7 @@ import (
 )
 
 // A world is one cluster with the reconcilers of our side and stand-ins for what is not ours: the
-// replicator, the books, the answers and the gateway.
+// replicator, the IPAM state, the answers and the gateway.
 type world struct {
 	t      *testing.T
 	other  client.Client // of another API server than that of all tests
@@ -42,7 +42,7 @@ type world struct {
 	system string // the install namespace
 	self   v1alpha1.ClusterIdentity
 	stub   *stubReplicator
-	books  *stubBooks
+	ipam   *stubStore
 	events *events.FakeRecorder
 	stop   func()
 }
@@ -102,28 +102,28 @@ func (r *stubReplicator) has(id string) bool {
 	return false
 }
 
-// stubBooks keep a Book in memory.
-type stubBooks struct {
-	mu   sync.Mutex
-	book ipam.Book
+// A stubStore keeps a State in memory.
+type stubStore struct {
+	mu    sync.Mutex
+	state ipam.State
 }
 
-func (b *stubBooks) Update(_ context.Context, f func(ipam.Book) (ipam.Book, error)) (ipam.Book, error) {
+func (b *stubStore) Update(_ context.Context, f func(ipam.State) (ipam.State, error)) (ipam.State, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	book, err := f(b.book)
+	state, err := f(b.state)
 	if err == nil {
-		b.book = book
+		b.state = state
 	}
-	return b.book, err
+	return b.state, err
 }
 
-func (b *stubBooks) Now(context.Context) (time.Time, error) { return time.Now(), nil }
+func (b *stubStore) Now(context.Context) (time.Time, error) { return time.Now(), nil }
 
-func (b *stubBooks) Book() ipam.Book {
+func (b *stubStore) State() ipam.State {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return b.book
+	return b.state
 }
 
 // newWorld starts the reconcilers. Our PodCIDR is a /16.
@@ -137,7 +137,7 @@ func newWorld(t *testing.T, foreignClusters bool) *world {
 		t: t, prefix: prefix, system: prefix + "-system",
 		self:   v1alpha1.ClusterIdentity{ClusterID: prefix + "-self", ClusterName: prefix + "-self"},
 		stub:   &stubReplicator{states: make(map[string]replication.State), changed: make(chan event.GenericEvent, 1024)},
-		books:  &stubBooks{},
+		ipam:   &stubStore{},
 		events: events.NewFakeRecorder(10_000),
 	}
 	var cancel func()
@@ -156,8 +156,8 @@ func newWorld(t *testing.T, foreignClusters bool) *world {
 	w.ok(addExchangeIndexes(mgr.GetFieldIndexer()))
 	peers := Peers{Reader: mgr.GetCache(), Self: w.self.ClusterID, ForeignClusters: foreignClusters}
 	own := &FactsKeeper{
-		Cache: mgr.GetCache(), Direct: mgr.GetAPIReader(), Store: w.books, Cluster: w.self, Namespace: w.system, Log: log,
-		BooksChanged: make(chan event.GenericEvent), Events: w.events, ServiceCIDRs: servesServiceCIDRs,
+		Cache: mgr.GetCache(), Direct: mgr.GetAPIReader(), Store: w.ipam, Cluster: w.self, Namespace: w.system, Log: log,
+		StateChanged: make(chan event.GenericEvent), Events: w.events, ServiceCIDRs: servesServiceCIDRs,
 		Plan: AddressPlan{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"),
 			ExternalCIDR: netip.MustParsePrefix("10.245.0.0/16")},
 	}
@@ -172,8 +172,8 @@ func newWorld(t *testing.T, foreignClusters bool) *world {
 		own,
 		&feeder{Peers: peers, Replicator: w.stub},
 		&NetworkConfigReconciler{Client: mgr.GetClient(), Peers: peers, Facts: own, FactsChanged: own.Subscribe(), Log: log},
-		&PeeringReconciler{Client: mgr.GetClient(), Peers: peers, Facts: own, Store: w.books, Replicator: w.stub,
-			Pulse:        NewPulse(mgr.GetAPIReader(), w.system, log),
+		&PeeringReconciler{Client: mgr.GetClient(), Peers: peers, Facts: own, Store: w.ipam, Replicator: w.stub,
+			Liveness:     NewLiveness(mgr.GetAPIReader(), w.system, log),
 			FactsChanged: own.Subscribe(), PeerChanged: w.stub.changed, Events: w.events, Log: log},
 	} {
 		w.ok(r.SetupWithManager(mgr))
@@ -206,7 +206,7 @@ func (w *world) cleanUp() {
 			w.drop(o)
 		}
 	}
-	var endpoints v1alpha1.TunnelEndpointList // the books of the next test would be rebuilt from them
+	var endpoints v1alpha1.TunnelEndpointList // the IPAM state of the next test would be rebuilt from them
 	w.ok(w.api().List(w.ctx, &endpoints))
 	for i := range endpoints.Items {
 		if o := &endpoints.Items[i]; strings.HasPrefix(o.Namespace, w.prefix) {
@@ -222,8 +222,8 @@ func (w *world) cleanUp() {
 	}
 }
 
-// dropBooks deletes the IPAM state and what nodes refuse: networks that a test released would be held in the next one.
-func (w *world) dropBooks() {
+// dropState deletes the IPAM state and what nodes refuse: networks that a test released would be held in the next one.
+func (w *world) dropState() {
 	w.t.Helper()
 	for _, kind := range []client.Object{&v1alpha1.IpamStorage{}, &isthmus.NetworkAllocation{}} {
 		w.ok(testClient.DeleteAllOf(context.Background(), kind))

@@ -24,17 +24,17 @@ import (
 // Answers are the reconcilers that turn the NetworkConfigs of both sides of each peering into
 // answers, TunnelEndpoints and NatMappings:
 //
-//	copy ─ AnswerReconciler ─► status of the copy, grant in the books ─┐
+//	copy ─ AnswerReconciler ─► status of the copy, grant in the IPAM state ─┐
 //	original with the peer's answer ──────────────────────────────────┴─ TunnelEndpointReconciler ─► TunnelEndpoint
-//	                                        answer in the books ─ NatMappingReconciler ─► NatMapping ─┘ (exists first)
+//	                                        answer in the IPAM state ─ NatMappingReconciler ─► NatMapping ─┘ (exists first)
 //
 // All fields but FactsChanged may be shared. The IPAM state must be loaded.
 type Answers struct {
-	Client client.Client
-	Peers  Peers
-	Facts  FactsReader
-	Store  *ipamstore.Store
-	Warden *Warden // that watches the Store
+	Client      client.Client
+	Peers       Peers
+	Facts       FactsReader
+	Store       *ipamstore.Store
+	RefusalGate *RefusalGate // that watches the Store
 	// FactsChanged gets a value after every change of the Facts.
 	FactsChanged <-chan event.GenericEvent
 	Log          *slog.Logger
@@ -46,8 +46,8 @@ func (a *Answers) SetupWithManager(mgr ctrl.Manager) error {
 		return fmt.Errorf("indexes: %w", err)
 	}
 	return errors.Join(
-		(&AnswerReconciler{Client: a.Client, Peers: a.Peers, Facts: a.Facts, Store: a.Store, Warden: a.Warden, FactsChanged: a.FactsChanged, Log: a.Log}).SetupWithManager(mgr),
-		(&TunnelEndpointReconciler{Client: a.Client, Peers: a.Peers, Facts: a.Facts, Store: a.Store, Warden: a.Warden, Log: a.Log}).SetupWithManager(mgr),
+		(&AnswerReconciler{Client: a.Client, Peers: a.Peers, Facts: a.Facts, Store: a.Store, RefusalGate: a.RefusalGate, FactsChanged: a.FactsChanged, Log: a.Log}).SetupWithManager(mgr),
+		(&TunnelEndpointReconciler{Client: a.Client, Peers: a.Peers, Facts: a.Facts, Store: a.Store, RefusalGate: a.RefusalGate, Log: a.Log}).SetupWithManager(mgr),
 		(&NatMappingReconciler{Client: a.Client, Store: a.Store, Log: a.Log}).SetupWithManager(mgr),
 	)
 }

@@ -35,13 +35,13 @@ const (
 // address next.
 //
 // The manager does not watch Pods and Services. When an endpoint is mapped it asks what has the
-// address, and the books note that. Of what they note it asks again now and then. An endpoint of
+// address, and the IPAM state records that. It asks again now and then for what the state records. An endpoint of
 // which nobody knew what it was, such as a machine outside of the cluster, stays until it is
 // unmapped.
 type expiry struct {
 	// Reader reads from the API server directly, because a cache would watch all Pods and Services.
 	Reader client.Reader
-	Store  bookkeeper
+	Store  stateStore
 	Log    *slog.Logger
 
 	asked   *rate.Limiter            // look-ups of callers
@@ -49,7 +49,7 @@ type expiry struct {
 	since   map[netip.Addr]time.Time // when an endpoint was found to be gone; run's alone
 }
 
-func newExpiry(reader client.Reader, store bookkeeper, log *slog.Logger) *expiry {
+func newExpiry(reader client.Reader, store stateStore, log *slog.Logger) *expiry {
 	return &expiry{Reader: reader, Store: store, Log: log, asked: rate.NewLimiter(askedPerSecond, askedBurst), since: make(map[netip.Addr]time.Time)}
 }
 
@@ -72,7 +72,7 @@ func (x *expiry) run(ctx context.Context) error {
 // look ends the mappings of what has been gone for the grace period, and at once those of addresses
 // that are something else now. It goes on after an error and returns the first one.
 func (x *expiry) look(ctx context.Context, now time.Time) (first error) {
-	known := x.Store.Book().Known()
+	known := x.Store.State().Known()
 	maps.DeleteFunc(x.since, func(ip netip.Addr, _ time.Time) bool {
 		_, mapped := slices.BinarySearchFunc(known, ip, func(e ipam.Endpoint, ip netip.Addr) int { return e.IP.Compare(ip) })
 		return !mapped
@@ -111,8 +111,8 @@ func (x *expiry) lookFor(ctx context.Context, e ipam.Endpoint, now time.Time, pa
 
 // end ends the mappings of one endpoint.
 func (x *expiry) end(ctx context.Context, e ipam.Endpoint, is string) error {
-	before := x.Store.Book()
-	after, err := x.Store.Update(ctx, func(b ipam.Book) (ipam.Book, error) {
+	before := x.Store.State()
+	after, err := x.Store.Update(ctx, func(b ipam.State) (ipam.State, error) {
 		before = b
 		return b.Expire(e), nil
 	})
@@ -133,10 +133,10 @@ func (x *expiry) what(ctx context.Context, ip netip.Addr) (string, error) {
 	return x.find(ctx, ip, x.asked)
 }
 
-// find says what has an address now, as far as the API server and the books know: a node, a Service,
+// find says what has an address now, as far as the API server and the IPAM state knows: a node, a Service,
 // a peer or a Pod. Empty: nothing that they know. It asks the API server at the given pace.
 func (x *expiry) find(ctx context.Context, ip netip.Addr, pace *rate.Limiter) (string, error) {
-	b := x.Store.Book()
+	b := x.Store.State()
 	if b.IsNode(ip) {
 		return "node", nil
 	}

@@ -17,7 +17,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// An aging is an expiry with books in memory and a clock that the test moves, on a real API server.
+// An aging is an expiry with an IPAM state in memory and a clock that the test moves, on a real API server.
 type aging struct {
 	*world
 	*expiry
@@ -29,7 +29,7 @@ type aging struct {
 func newAging(t *testing.T) *aging {
 	t.Helper()
 	a := &aging{world: bare(t), now: time.Unix(0, 0), nodes: []netip.Addr{netip.MustParseAddr("172.30.0.1"), netip.MustParseAddr("172.30.0.2")}}
-	a.expiry = newExpiry(testClient, new(stubBooks), slog.New(slog.NewTextHandler(&a.log, nil)))
+	a.expiry = newExpiry(testClient, new(stubStore), slog.New(slog.NewTextHandler(&a.log, nil)))
 	a.asked.SetLimit(1000) // sees asks often
 	a.configure()
 	a.joined("p", "172.16.0.0/20")
@@ -37,17 +37,17 @@ func newAging(t *testing.T) *aging {
 	return a
 }
 
-func (a *aging) update(f func(ipam.Book) (ipam.Book, error)) {
+func (a *aging) update(f func(ipam.State) (ipam.State, error)) {
 	a.t.Helper()
 	_, err := a.Store.Update(a.ctx, f)
 	a.ok(err)
 }
 
-// configure tells the books which nodes there are. The pods' network is none of those that pods of
+// configure tells the IPAM state which nodes there are. The pods' network is none of those that pods of
 // the test have.
 func (a *aging) configure() {
 	a.t.Helper()
-	a.update(func(b ipam.Book) (ipam.Book, error) {
+	a.update(func(b ipam.State) (ipam.State, error) {
 		b, _ = b.Configure(ipam.Config{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"),
 			ExternalCIDR: netip.MustParsePrefix("10.245.0.0/20"), Nodes: a.nodes})
 		return b, nil
@@ -57,7 +57,7 @@ func (a *aging) configure() {
 // joined is a peer that has its own network here, and has answered.
 func (a *aging) joined(id, network string) {
 	a.t.Helper()
-	a.update(func(b ipam.Book) (ipam.Book, error) {
+	a.update(func(b ipam.State) (ipam.State, error) {
 		external := netip.MustParsePrefix("192.168.0.0/24")
 		if id != "p" {
 			external = netip.MustParsePrefix("192.168.7.0/25")
@@ -75,7 +75,7 @@ func (a *aging) mapped(ip, want string) {
 	if a.ok(err); what != want {
 		a.t.Errorf("%s is %q, want %q", ip, what, want)
 	}
-	a.update(func(b ipam.Book) (ipam.Book, error) {
+	a.update(func(b ipam.State) (ipam.State, error) {
 		b, _, err := b.MapEndpoint("p", addr)
 		if err != nil {
 			return b, err
@@ -89,7 +89,7 @@ func (a *aging) is(after time.Duration, ips ...string) {
 	a.t.Helper()
 	a.now = a.now.Add(after)
 	a.ok(a.look(a.ctx, a.now))
-	have := a.Store.Book().Spec().EndpointMappings
+	have := a.Store.State().Spec().EndpointMappings
 	delete(have, "169.254.0.1")
 	for _, ip := range ips {
 		if _, mapped := have[ip]; !mapped {
@@ -153,7 +153,7 @@ func TestMappingsOfWhatIsGoneExpire(t *testing.T) {
 	a.sees(service.Spec.ClusterIP, "")
 	a.nodes = a.nodes[1:]
 	a.configure()
-	a.update(func(b ipam.Book) (ipam.Book, error) { return b.Release("q"), nil })
+	a.update(func(b ipam.State) (ipam.State, error) { return b.Release("q"), nil })
 	a.is(time.Minute, all...)
 	a.is(expiryGrace-time.Minute, all...)
 	a.is(time.Minute, "10.9.7.2", "10.9.7.3", "172.30.0.2", "198.51.100.7")
@@ -190,7 +190,7 @@ func TestAnAddressThatIsSomethingElseExpiresAtOnce(t *testing.T) {
 	a.mapped("172.16.17.1", "peer q")
 	a.mapped("172.16.17.2", "peer q")
 	a.is(0, "172.16.17.1", "172.16.17.2")
-	a.update(func(b ipam.Book) (ipam.Book, error) { return b.Release("q"), nil })
+	a.update(func(b ipam.State) (ipam.State, error) { return b.Release("q"), nil })
 	a.joined("r", "172.16.16.0/20")
 	a.is(0)
 }
@@ -206,8 +206,8 @@ func TestNothingExpiresWhileTheAPIServerDoesNotAnswer(t *testing.T) {
 	defer cancel()
 	err := a.look(away, a.now.Add(2*expiryGrace))
 	a.ok(testServer.Thaw())
-	if err == nil || !a.Store.Book().Mapped("p", netip.MustParseAddr("10.9.9.1")) {
-		t.Errorf("%v, mapped %v", err, a.Store.Book().Mapped("p", netip.MustParseAddr("10.9.9.1")))
+	if err == nil || !a.Store.State().Mapped("p", netip.MustParseAddr("10.9.9.1")) {
+		t.Errorf("%v, mapped %v", err, a.Store.State().Mapped("p", netip.MustParseAddr("10.9.9.1")))
 	}
 	a.is(2 * expiryGrace)
 }

@@ -61,11 +61,11 @@ type AddressPlan struct {
 	Pools, Reserved                    []netip.Prefix
 }
 
-// A bookkeeper is the part of ipamstore.Store that our own side needs.
-type bookkeeper interface {
-	Book() ipam.Book
+// A stateStore is the part of ipamstore.Store that our own side needs.
+type stateStore interface {
+	State() ipam.State
 	Now(context.Context) (time.Time, error)
-	Update(context.Context, func(ipam.Book) (ipam.Book, error)) (ipam.Book, error)
+	Update(context.Context, func(ipam.State) (ipam.State, error)) (ipam.State, error)
 }
 
 // A FactsKeeper keeps the Facts of this cluster: it gathers them whenever what they come from
@@ -74,14 +74,14 @@ type bookkeeper interface {
 type FactsKeeper struct {
 	Cache     client.Reader // Services, Secrets, Nodes and NodeNetworks
 	Direct    client.Reader // the API server itself, for what is read once
-	Store     bookkeeper
+	Store     stateStore
 	Cluster   v1alpha1.ClusterIdentity
 	Namespace string // of the gateway's Service and Secret
 	Plan      AddressPlan
 	// ServiceCIDRs: the API server serves that kind, and Cache has it.
 	ServiceCIDRs bool
-	// BooksChanged gets the events of the Store.
-	BooksChanged <-chan event.GenericEvent
+	// StateChanged gets the events of the Store.
+	StateChanged <-chan event.GenericEvent
 	Events       events.EventRecorder
 	Log          *slog.Logger
 
@@ -135,7 +135,7 @@ func (k *FactsKeeper) SetupWithManager(mgr ctrl.Manager) error {
 			UpdateFunc: func(_ context.Context, _ event.UpdateEvent, q requestQueue) { q.AddAfter(requestFor("own"), reportGap) },
 			DeleteFunc: func(_ context.Context, _ event.DeleteEvent, q requestQueue) { q.AddAfter(requestFor("own"), reportGap) },
 		}, builder.WithPredicates(networksChanged)).
-		WatchesRawSource(source.Channel(k.BooksChanged, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, peer client.Object) []reconcile.Request {
+		WatchesRawSource(source.Channel(k.StateChanged, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, peer client.Object) []reconcile.Request {
 			if peer.GetName() != "" {
 				return nil // a peer's entry and not ours
 			}
@@ -150,7 +150,7 @@ var addressesChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) boo
 	return !slices.Equal(before.Status.Addresses, after.Status.Addresses) || !slices.Equal(before.Spec.PodCIDRs, after.Spec.PodCIDRs)
 }}
 
-// networksChanged: what a node refuses is the Warden's.
+// networksChanged: what a node refuses is the RefusalGate's.
 var networksChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
 	before, after := e.ObjectOld.(*isthmus.NodeNetworks).Spec, e.ObjectNew.(*isthmus.NodeNetworks).Spec
 	return !slices.Equal(before.Networks, after.Networks) || !slices.Equal(before.Resolvers, after.Resolvers)
@@ -279,7 +279,7 @@ func (k *FactsKeeper) configure(ctx context.Context, f *Facts) error {
 		conflicts []ipam.Conflict
 		ended     []netip.Prefix
 	)
-	book, err := k.Store.Update(ctx, func(b ipam.Book) (ipam.Book, error) {
+	state, err := k.Store.Update(ctx, func(b ipam.State) (ipam.State, error) {
 		b, conflicts = b.Configure(config)
 		if b, ended = b.Yield(); len(ended) > 0 {
 			conflicts = b.Conflicts()
@@ -298,7 +298,7 @@ func (k *FactsKeeper) configure(ctx context.Context, f *Facts) error {
 		}
 		k.conflicts = conflicts
 	}
-	if f.ExternalCIDR = book.Own().ExternalCIDR; !f.ExternalCIDR.IsValid() {
+	if f.ExternalCIDR = state.Own().ExternalCIDR; !f.ExternalCIDR.IsValid() {
 		f.Missing = append(f.Missing, fmt.Sprintf("ExternalCIDR: the pools have no free /%d; set --pools or --external-cidr", max(20, f.PodCIDR.Bits())))
 	}
 	return nil

@@ -275,7 +275,7 @@ func TestOfANodeItsAddressesCount(t *testing.T) {
 func TestAHoldEndsWhenANodeLiesInTheNetwork(t *testing.T) {
 	p := netip.MustParsePrefix
 	facts := Facts{PodCIDR: p("10.244.0.0/16"), ServiceCIDR: p("10.96.0.0/12")}
-	b := new(stubBooks)
+	b := new(stubStore)
 	k := &FactsKeeper{Store: b, Log: slog.New(slog.DiscardHandler)}
 	configure := func() {
 		t.Helper()
@@ -285,15 +285,15 @@ func TestAHoldEndsWhenANodeLiesInTheNetwork(t *testing.T) {
 	}
 	configure()
 	var err error
-	if b.book, _, err = b.book.Grant(ipam.Request{ID: "b", Pod: p("10.50.0.0/16"), External: p("10.51.0.0/16")}); err != nil {
+	if b.state, _, err = b.state.Grant(ipam.Request{ID: "b", Pod: p("10.50.0.0/16"), External: p("10.51.0.0/16")}); err != nil {
 		t.Fatal(err)
 	}
-	b.book = b.book.Part("b", time.Now())
-	if configure(); len(b.book.NetworksOf("b")) != 2 {
-		t.Errorf("nodes refuse %v of a former peer", b.book.NetworksOf("b"))
+	b.state = b.state.Part("b", time.Now())
+	if configure(); len(b.state.NetworksOf("b")) != 2 {
+		t.Errorf("nodes refuse %v of a former peer", b.state.NetworksOf("b"))
 	}
 	facts.Nodes = []netip.Addr{netip.MustParseAddr("10.50.0.7")}
-	if configure(); !slices.Equal(b.book.NetworksOf("b"), []netip.Prefix{p("10.51.0.0/16")}) || len(k.conflicts) > 0 {
-		t.Errorf("nodes refuse %v of a former peer; conflicts %v", b.book.NetworksOf("b"), k.conflicts)
+	if configure(); !slices.Equal(b.state.NetworksOf("b"), []netip.Prefix{p("10.51.0.0/16")}) || len(k.conflicts) > 0 {
+		t.Errorf("nodes refuse %v of a former peer; conflicts %v", b.state.NetworksOf("b"), k.conflicts)
 	}
 }

@@ -14,7 +14,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// errNotWanted ends a change of the books for a peer that has left meanwhile.
+// errNotWanted ends a change of the IPAM state for a peer that has left meanwhile.
 var errNotWanted = errors.New("the peering is being taken down")
 
 // errTooEarly says that a peer without networks has to wait for the reports of the nodes; see
@@ -27,7 +27,7 @@ const fewLeft = 16
 // decide finds out whether the claim of a peer is taken, and which networks it gets.
 func (r *AnswerReconciler) decide(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig) (ipam.Grant, fabric.Claim, []fabric.Refusal, error) {
 	var grant ipam.Grant
-	j := judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Books: r.Store}
+	j := judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}
 	claim, refusals, err := j.judge(ctx, peer, nc)
 	if err != nil || len(refusals) > 0 {
 		return grant, claim, refusals, err
@@ -35,15 +35,15 @@ func (r *AnswerReconciler) decide(ctx context.Context, peer Peer, nc *v1alpha1.N
 	id := peer.Cluster.ClusterID
 	if facts, err := r.Facts.Facts(ctx); err != nil {
 		return grant, claim, nil, err
-	} else if _, has := r.Store.Book().GrantOf(id); facts.Awaiting && !has {
+	} else if _, has := r.Store.State().GrantOf(id); facts.Awaiting && !has {
 		return grant, claim, nil, errTooEarly
 	}
 	asked, wrong := requestFrom(peer, claim)
 	if wrong != nil {
 		return grant, claim, []fabric.Refusal{{Reason: v1alpha1.ReasonCIDRConflict, Problem: *wrong}}, nil //nolint:nilerr // err is nil here
 	}
-	before := r.Store.Book()
-	after, err := r.Store.Update(ctx, func(b ipam.Book) (ipam.Book, error) {
+	before := r.Store.State()
+	after, err := r.Store.Update(ctx, func(b ipam.State) (ipam.State, error) {
 		// Releases are serialised with this: what is granted after the peer has left would stay for
 		// ever.
 		if now, err := r.Peers.ByID(ctx, id); errors.Is(err, ErrNoPeer) || err == nil && (!now.begun() || now.LocalNamespace != peer.LocalNamespace) {
@@ -106,7 +106,7 @@ func requestFrom(peer Peer, claim fabric.Claim) (r ipam.Request, wrong *fabric.P
 // grantClearOf gives a claim its networks, such that no gateway of a peer is in them if that can be
 // helped: its packets would be routed into a tunnel. inside are the gateways that are in them
 // nevertheless, because networks that were given out stay where they are.
-func grantClearOf(b ipam.Book, claim ipam.Request, gateways func(netip.Prefix) ([]netip.Addr, error)) (next ipam.Book, grant ipam.Grant, inside []netip.Addr, err error) {
+func grantClearOf(b ipam.State, claim ipam.Request, gateways func(netip.Prefix) ([]netip.Addr, error)) (next ipam.State, grant ipam.Grant, inside []netip.Addr, err error) {
 	var avoid []netip.Addr
 	for {
 		asked := b

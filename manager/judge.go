@@ -19,7 +19,7 @@ type judge struct {
 	Reader client.Reader
 	Peers  Peers
 	Facts  FactsReader
-	Books  interface{ Book() ipam.Book }
+	Store  interface{ State() ipam.State }
 }
 
 func (j judge) judge(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig) (fabric.Claim, []fabric.Refusal, error) {
@@ -49,7 +49,7 @@ func (j judge) judge(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig)
 	}
 	var others fabric.Neighbours
 	if addr, err := netip.ParseAddr(claim.Endpoint); err == nil {
-		others.EndpointTunnelled = j.Books.Book().UsedForAnother(peer.Cluster.ClusterID, addr)
+		others.EndpointTunnelled = j.Store.State().UsedForAnother(peer.Cluster.ClusterID, addr)
 	}
 	if others.TakenKeys, err = j.takenKeys(ctx, peer, nc, claim); err != nil {
 		return claim, nil, err

@@ -310,19 +310,19 @@ type leader struct {
 	shared   bool // present.sharedServices
 }
 
-// lead works until ctx ends. Controllers start after the books of the IPAM have been read and our
+// lead works until ctx ends. Controllers start after the IPAM state has been read and our
 // own networks are in them: an answer given earlier could give away what is in use.
 func (l *leader) lead(ctx context.Context) error {
 	own := &FactsKeeper{
 		Cache: l.mgr.GetCache(), Direct: l.mgr.GetAPIReader(), Store: l.store,
-		Cluster: l.Cluster, Namespace: l.Namespace, Plan: l.Plan, ServiceCIDRs: l.services, BooksChanged: l.store.Subscribe(),
+		Cluster: l.Cluster, Namespace: l.Namespace, Plan: l.Plan, ServiceCIDRs: l.services, StateChanged: l.store.Subscribe(),
 		Events: l.mgr.GetEventRecorder(component), Log: l.Log,
 	}
-	warden := &Warden{Cache: l.mgr.GetCache(), Namespace: l.Namespace, Events: l.mgr.GetEventRecorder(component), Log: l.Log, Patience: refusalPatience}
-	warden.watchBooks(l.store)
+	gate := &RefusalGate{Cache: l.mgr.GetCache(), Namespace: l.Namespace, Events: l.mgr.GetEventRecorder(component), Log: l.Log, Patience: refusalPatience}
+	gate.watchState(l.store)
 	l.waits.Store(ptr.To("it has not read the cluster yet"))
 	if !untilDone(ctx, l.Log, func() error {
-		err := l.begin(ctx, own, warden)
+		err := l.begin(ctx, own, gate)
 		if err != nil {
 			l.waits.Store(ptr.To(kubeerr.Plain("the API server", err).Error()))
 		}
@@ -335,9 +335,9 @@ func (l *leader) lead(ctx context.Context) error {
 		ClusterID: l.Cluster.ClusterID, Client: l.client, Cache: l.mgr.GetCache(), Config: l.config, Log: l.Log,
 		Services: l.shared, Withdraw: !l.Options.Services, InBand: l.dialInBand,
 	})
-	pulse := NewPulse(l.mgr.GetAPIReader(), l.Namespace, l.Log)
+	liveness := NewLiveness(l.mgr.GetAPIReader(), l.Namespace, l.Log)
 	keys := &KeyStore{Client: l.client, Direct: l.mgr.GetAPIReader(), Namespace: l.Namespace, Peers: l.peers, Log: l.Log}
-	if err := errors.Join(l.mgr.Add(replicator), l.mgr.Add(pulse), l.mgr.Add(keys)); err != nil {
+	if err := errors.Join(l.mgr.Add(replicator), l.mgr.Add(liveness), l.mgr.Add(keys)); err != nil {
 		return err
 	}
 	if l.IPAM.Address != "" {
@@ -356,7 +356,7 @@ func (l *leader) lead(ctx context.Context) error {
 		}
 	}
 	peering := &PeeringReconciler{
-		Client: l.client, Peers: l.peers, Facts: own, Store: l.store, Replicator: replicator, Pulse: pulse,
+		Client: l.client, Peers: l.peers, Facts: own, Store: l.store, Replicator: replicator, Liveness: liveness,
 		FactsChanged: own.Subscribe(), PeerChanged: replicator.Changed(), Keys: keys,
 		Events: l.mgr.GetEventRecorder(component), Log: l.Log,
 	}
@@ -364,7 +364,7 @@ func (l *leader) lead(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("services: %w", err)
 	}
-	l.leads.Store(&leading{warden, replicator, shared})
+	l.leads.Store(&leading{gate, replicator, shared})
 	releases := &releases{Cache: l.mgr.GetCache(), Peers: l.peers, Store: l.store, Events: l.mgr.GetEventRecorder(component), Log: l.Log}
 	for _, run := range []runtimemanager.RunnableFunc{l.expiry.run, releases.run} {
 		if err := l.mgr.Add(run); err != nil {
@@ -373,10 +373,10 @@ func (l *leader) lead(ctx context.Context) error {
 	}
 	for _, r := range []interface{ SetupWithManager(ctrl.Manager) error }{
 		own,
-		warden,
-		&books{l.store},
+		gate,
+		&ipamRefresher{l.store},
 		&feeder{Peers: l.peers, Replicator: replicator},
-		&Answers{Client: l.client, Peers: l.peers, Facts: own, Store: l.store, Warden: warden, FactsChanged: own.Subscribe(), Log: l.Log},
+		&Answers{Client: l.client, Peers: l.peers, Facts: own, Store: l.store, RefusalGate: gate, FactsChanged: own.Subscribe(), Log: l.Log},
 		&NetworkConfigReconciler{Client: l.client, Peers: l.peers, Facts: own, FactsChanged: own.Subscribe(), Keys: keys, Log: l.Log},
 		peering,
 	} {
@@ -390,14 +390,14 @@ func (l *leader) lead(ctx context.Context) error {
 }
 
 // begin reads the IPAM state, puts our own networks into it, and learns which networks nodes refuse.
-func (l *leader) begin(ctx context.Context, own *FactsKeeper, warden *Warden) error {
+func (l *leader) begin(ctx context.Context, own *FactsKeeper, gate *RefusalGate) error {
 	if err := l.store.Load(ctx); err != nil {
 		return fmt.Errorf("IPAM state: %w", err)
 	}
 	if _, err := own.Reconcile(ctx, ctrl.Request{}); err != nil {
 		return err
 	}
-	_, err := warden.Reconcile(ctx, ctrl.Request{})
+	_, err := gate.Reconcile(ctx, ctrl.Request{})
 	return err
 }
 

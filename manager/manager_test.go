@@ -86,7 +86,7 @@ func bare(t *testing.T) *world {
 	w.create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: w.system}})
 	t.Cleanup(func() {
 		w.cleanUp()
-		w.dropBooks()
+		w.dropState()
 	})
 	return w
 }
@@ -476,7 +476,7 @@ func TestIdentityOfTheCluster(t *testing.T) {
 
 func TestNetworksOfTheClusterAreFoundOut(t *testing.T) {
 	w := bare(t)
-	own := &FactsKeeper{Cache: w.api(), Direct: w.api(), Store: &stubBooks{}, Cluster: w.self, Namespace: w.system, Log: slog.New(slog.DiscardHandler),
+	own := &FactsKeeper{Cache: w.api(), Direct: w.api(), Store: &stubStore{}, Cluster: w.self, Namespace: w.system, Log: slog.New(slog.DiscardHandler),
 		Plan: AddressPlan{ServiceCIDR: servicesWherePlanned()}}
 	f, err := own.gather(w.ctx)
 	w.ok(err)

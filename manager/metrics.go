@@ -58,14 +58,14 @@ func noted(name string, r reconcile.Reconciler) reconcile.Reconciler {
 // a peer vanish with it.
 type collector struct {
 	peers   client.Reader
-	store   interface{ Book() ipam.Book }
+	store   interface{ State() ipam.State }
 	expired *atomic.Uint64
 	leads   *atomic.Pointer[leading] // nil inside: another manager leads
 }
 
 // leading is what only a manager that leads can tell.
 type leading struct {
-	warden     *Warden
+	gate       *RefusalGate
 	replicator *replication.Replicator
 	services   *services.Controller // nil: services are not shared
 }
@@ -100,7 +100,7 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 	}
 	out <- familyExpired.Sample(float64(c.expired.Load()))
 	if l := c.leads.Load(); l != nil {
-		out <- familyLate.Sample(float64(l.warden.Late()))
+		out <- familyLate.Sample(float64(l.gate.Late()))
 		for peer, life := range l.replicator.Lives() {
 			out <- familyExpiry.Sample(float64(life.Expires.Unix()), peer)
 			if !life.Renewal.IsZero() {
@@ -126,9 +126,9 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 		}
 	}
 	reconciled.Collect(out)
-	book := c.store.Book()
-	out <- familyLeft.Sample(book.Left())
-	for _, u := range book.Usage() {
+	state := c.store.State()
+	out <- familyLeft.Sample(state.Left())
+	for _, u := range state.Usage() {
 		out <- familyAddresses.Sample(u.Used, u.Pool.String(), "used")
 		out <- familyAddresses.Sample(u.Free, u.Pool.String(), "free")
 	}

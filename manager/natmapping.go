@@ -26,7 +26,7 @@ import (
 // natMappingPrefix is what the names of NatMappings begin with.
 const natMappingPrefix = "natmapping-"
 
-// NatMappingReconciler keeps one NatMapping for each peer that has answered, as the books of the
+// NatMappingReconciler keeps one NatMapping for each peer that has answered, as the IPAM state of the
 // IPAM have it, and none for anybody else. Requests are named by the cluster ID of the peer.
 type NatMappingReconciler struct {
 	Client client.Client
@@ -34,7 +34,7 @@ type NatMappingReconciler struct {
 	Log    *slog.Logger
 }
 
-// SetupWithManager makes mgr call Reconcile for each peer whose mappings changed in the books or in
+// SetupWithManager makes mgr call Reconcile for each peer whose mappings changed in the IPAM state or in
 // the API. The indexes have to be there.
 func (r *NatMappingReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	return ctrl.NewControllerManagedBy(mgr).Named("natmapping").
@@ -52,12 +52,12 @@ func (r *NatMappingReconciler) SetupWithManager(mgr ctrl.Manager) error {
 		Complete(noted("natmapping", r))
 }
 
-// changed names the peer that an event of the books is about; all when it names none.
+// changed names the peer that an event of the IPAM state is about; all when it names none.
 func (r *NatMappingReconciler) changed(ctx context.Context, o client.Object) []reconcile.Request {
 	if id := o.GetName(); id != "" {
 		return mappedFor(id)
 	}
-	ids := r.Store.Book().Peers()
+	ids := r.Store.State().Peers()
 	var list v1alpha1.NatMappingList
 	if err := r.Client.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
 		r.Log.Error("cannot list NatMappings; those of former peers wait for the next event", "error", err)
@@ -94,7 +94,7 @@ func (r *NatMappingReconciler) reconcile(ctx context.Context, id string) error {
 	if err != nil {
 		return err
 	}
-	spec, wanted := r.Store.Book().NatMapping(id)
+	spec, wanted := r.Store.State().NatMapping(id)
 	kept := -1
 	for i := range all {
 		if wanted && all[i].DeletionTimestamp.IsZero() && (kept < 0 || all[i].Name == natMappingName(id)) {

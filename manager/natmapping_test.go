@@ -11,7 +11,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-func TestNatMappingsFollowTheBooks(t *testing.T) {
+func TestNatMappingsFollowTheIPAMState(t *testing.T) {
 	a := newAnswering(t)
 	bravo := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "172.18.0.0/16")
 	charlie := a.partner("charlie", 3).claims("10.131.0.0/24", "10.132.0.0/20").publish().answer("None", "None")
@@ -19,7 +19,7 @@ func TestNatMappingsFollowTheBooks(t *testing.T) {
 	charlie.joined()
 	untouched := charlie.mappings()[0].ResourceVersion
 
-	_, err := a.store.Update(a.ctx, func(b ipam.Book) (ipam.Book, error) {
+	_, err := a.store.Update(a.ctx, func(b ipam.State) (ipam.State, error) {
 		b, _, err := b.MapEndpoint(bravo.cluster.ClusterID, netip.MustParseAddr("203.0.113.7"))
 		return b, err
 	})
@@ -46,7 +46,7 @@ func TestNatMappingsFollowTheBooks(t *testing.T) {
 	a.ok(testClient.Delete(a.ctx, &nm))
 	a.until("it is made again", func() bool { all := bravo.mappings(); return len(all) == 1 && all[0].UID != uid })
 
-	_, err = a.store.Update(a.ctx, func(b ipam.Book) (ipam.Book, error) {
+	_, err = a.store.Update(a.ctx, func(b ipam.State) (ipam.State, error) {
 		return b.UnmapEndpoint(bravo.cluster.ClusterID, netip.MustParseAddr("203.0.113.7")), nil
 	})
 	a.ok(err)

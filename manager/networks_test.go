@@ -57,9 +57,9 @@ func TestServicesOfALaterServiceCIDRAreReserved(t *testing.T) {
 		w.ok(client.IgnoreNotFound(w.api().Patch(context.Background(), o, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)))))
 	}
 	reserved := func() bool {
-		return slices.Contains(w.books.Book().Own().Reserved, netip.MustParsePrefix("172.29.0.0/24"))
+		return slices.Contains(w.ipam.State().Own().Reserved, netip.MustParsePrefix("172.29.0.0/24"))
 	}
-	guarded := func() string { return w.books.Book().Guarded(netip.MustParseAddr("172.29.0.7")) }
+	guarded := func() string { return w.ipam.State().Guarded(netip.MustParseAddr("172.29.0.7")) }
 	if reserved() {
 		t.Fatal("reserved before it is there")
 	}
@@ -71,7 +71,7 @@ func TestServicesOfALaterServiceCIDRAreReserved(t *testing.T) {
 	if got := guarded(); got != "is a Service, in 172.29.0.0/24" {
 		t.Errorf("what peers get only where a person says so: %q", got)
 	}
-	for _, c := range w.books.Book().Conflicts() {
+	for _, c := range w.ipam.State().Conflicts() {
 		t.Errorf("conflict: %v", c)
 	}
 	drop(later)

@@ -130,7 +130,7 @@ func TestServiceCIDRWithoutItsKindIsFoundElsewhere(t *testing.T) {
 	api := startOldServer(t).client(t)
 	gather := func() Facts {
 		t.Helper()
-		own := &FactsKeeper{Cache: api, Direct: api, Store: &stubBooks{}, Cluster: w.self, Namespace: w.system,
+		own := &FactsKeeper{Cache: api, Direct: api, Store: &stubStore{}, Cluster: w.self, Namespace: w.system,
 			Plan: AddressPlan{PodCIDR: netip.MustParsePrefix("10.32.0.0/19")}, Log: slog.New(slog.DiscardHandler)}
 		f, err := own.gather(w.ctx)
 		w.ok(err)

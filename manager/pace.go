@@ -62,10 +62,10 @@ func (p *pace) forget(id string) {
 // paced returns our NetworkConfig with the answer to follow, and how long the peer's present one has to wait: the former
 // one is followed meanwhile.
 func (r *TunnelEndpointReconciler) paced(id string, original *v1alpha1.NetworkConfig) (*v1alpha1.NetworkConfig, time.Duration) {
-	book := r.Store.Book()
-	was := book.AnswerOf(id)
+	state := r.Store.State()
+	was := state.AnswerOf(id)
 	pod, external, ok := fabric.SeenBy(original)
-	if !ok || !complete(was) || book.Answered(id, pod, external).AnswerOf(id) == was {
+	if !ok || !complete(was) || state.Answered(id, pod, external).AnswerOf(id) == was {
 		return original, 0
 	}
 	wait := r.answers.wait(id, time.Now())

@@ -56,9 +56,9 @@ type PeeringReconciler struct {
 	Client     client.Client
 	Peers      Peers
 	Facts      FactsReader
-	Store      bookkeeper
+	Store      stateStore
 	Replicator replicator
-	Pulse      *Pulse
+	Liveness   *Liveness
 	// FactsChanged receives a value after every change of the Facts. PeerChanged receives the
 	// cluster ID after every change of a State of the replicator.
 	FactsChanged, PeerChanged <-chan event.GenericEvent
@@ -102,7 +102,7 @@ func (r *PeeringReconciler) SetupWithManager(mgr ctrl.Manager) error {
 			return r.peerings(ctx, client.MatchingFields{indexClusterID: o.GetName()})
 		}))).
 		WatchesRawSource(source.Channel(r.FactsChanged, everyPeering)).
-		WatchesRawSource(source.Channel(r.Pulse.Changed(), everyPeering)).
+		WatchesRawSource(source.Channel(r.Liveness.Changed(), everyPeering)).
 		Complete(noted("peering", r))
 }
 
@@ -172,7 +172,7 @@ func (r *PeeringReconciler) reconcile(ctx context.Context, name string) (after t
 
 func (r *PeeringReconciler) gather(ctx context.Context, peering *isthmus.Peering) (s peeringState, err error) {
 	peer := peerFrom(peering)
-	s = peeringState{peering: peering, identity: unknown, published: unknown, silent: r.Pulse.Silent()}
+	s = peeringState{peering: peering, identity: unknown, published: unknown, silent: r.Liveness.Silent()}
 	if s.conflict, err = r.Peers.conflict(ctx, peering); s.conflict != "" || err != nil {
 		return s, err
 	}
@@ -182,7 +182,7 @@ func (r *PeeringReconciler) gather(ctx context.Context, peering *isthmus.Peering
 	}
 	s.self, s.rotates = facts.Cluster, rotates(facts)
 	_, s.lacking = networkConfigFor(facts, peer)
-	for _, c := range r.Store.Book().ConflictsOf(peer.Cluster.ClusterID) {
+	for _, c := range r.Store.State().ConflictsOf(peer.Cluster.ClusterID) {
 		text, err := overlapText(ctx, r.Client, c)
 		if err != nil {
 			return s, err
@@ -280,7 +280,7 @@ func (r *PeeringReconciler) leave(ctx context.Context, s *peeringState) (done bo
 		if err != nil {
 			return false, err
 		}
-		if _, err := r.Store.Update(ctx, func(b ipam.Book) (ipam.Book, error) {
+		if _, err := r.Store.Update(ctx, func(b ipam.State) (ipam.State, error) {
 			return b.Part(s.peering.Spec.Cluster.ClusterID, now), nil
 		}); err != nil {
 			return false, fmt.Errorf("release the networks of the peer: %w", err)

@@ -93,12 +93,12 @@ func TestPeeringIsTakenDownInOrder(t *testing.T) {
 	w.gateway("192.0.2.1")
 	p := w.peer("b")
 	p.join()
-	_, err := w.books.Update(w.ctx, func(b ipam.Book) (ipam.Book, error) {
+	_, err := w.ipam.Update(w.ctx, func(b ipam.State) (ipam.State, error) {
 		b, _, err := b.Grant(ipam.Request{ID: p.cluster.ClusterID, Pod: netip.MustParsePrefix("10.244.64.0/18"), External: netip.MustParsePrefix("10.60.0.0/18")})
 		return b, err
 	})
 	w.ok(err)
-	granted := func() bool { _, ok := w.books.Book().GrantOf(p.cluster.ClusterID); return ok }
+	granted := func() bool { _, ok := w.ipam.State().GrantOf(p.cluster.ClusterID); return ok }
 	p.delete()
 	p.untilIs(isthmus.ConditionReady, isthmus.ReasonUnpeering)
 	w.until("the TunnelEndpoint is gone at once", func() bool { return p.endpoint() == nil })
@@ -111,13 +111,13 @@ func TestPeeringIsTakenDownInOrder(t *testing.T) {
 		m := p.message(isthmus.ConditionReady)
 		return strings.Contains(m, "tenant-at-b/"+p.cluster.UniqueName()) && strings.Contains(m, "connection refused") && strings.Contains(m, isthmus.AnnotationForce)
 	})
-	w.always("the Peering waits, and so do the books", func() bool { return !p.gone() && granted() })
+	w.always("the Peering waits, and so do the IPAM state", func() bool { return !p.gone() && granted() })
 	if !w.stub.has(p.cluster.ClusterID) {
 		t.Error("the replicator must keep the peer until the copy is gone")
 	}
 	p.copyGone()
 	w.until("the Peering is gone", p.gone)
-	if granted() || w.books.Book().ReleasedAt(p.cluster.ClusterID).IsZero() {
+	if granted() || w.ipam.State().ReleasedAt(p.cluster.ClusterID).IsZero() {
 		t.Error("the networks of the peer were not released, or are not held")
 	}
 	w.until("the replicator has let go", func() bool { return !w.stub.has(p.cluster.ClusterID) })

@@ -105,7 +105,7 @@ func (s *peeringState) standingText() string {
 	return "used here: " + strings.Join(texts[:], "; ")
 }
 
-// why says why a network of the peer, 0 for its pods, is here what it is; "" where the books have
+// why says why a network of the peer, 0 for its pods, is here what it is; "" where the IPAM state has
 // moved on since the peer was answered.
 func (s *peeringState) why(i int, seen string) string {
 	if here := s.standing[i].Here; !here.IsValid() || here.String() != seen {
@@ -212,15 +212,15 @@ func (s *peeringState) aboutPeer(v verdict) verdict {
 
 // weigh finds out what the peer's claim means here.
 func (r *PeeringReconciler) weigh(ctx context.Context, s *peeringState, peer Peer) error {
-	book := r.Store.Book()
-	s.granted, _ = book.GrantOf(peer.Cluster.ClusterID)
+	state := r.Store.State()
+	s.granted, _ = state.GrantOf(peer.Cluster.ClusterID)
 	if len(s.copies) != 1 {
 		return nil
 	}
 	nc := &s.copies[0]
 	if claim, problems := fabric.ClaimFrom(nc, fabric.Origin{}); len(problems) == 0 {
 		if asked, wrong := requestFrom(peer, claim); wrong == nil {
-			s.standing, _ = book.Explain(asked) // a refusal is a condition of the NetworkConfig
+			s.standing, _ = state.Explain(asked) // a refusal is a condition of the NetworkConfig
 		}
 	}
 	accepted := meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted)
@@ -243,7 +243,7 @@ func (r *PeeringReconciler) weigh(ctx context.Context, s *peeringState, peer Pee
 // NetworkConfigs drops conditions. It reports the result of the AnswerReconciler: the claim is refused, or
 // the answer in the status is in force. nil: the copy is not answered yet.
 func (r *PeeringReconciler) unstored(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig) (*metav1.Condition, error) {
-	claim, refusals, err := judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Books: r.Store}.judge(ctx, peer, nc)
+	claim, refusals, err := judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}.judge(ctx, peer, nc)
 	if err != nil {
 		return nil, err
 	}
@@ -251,14 +251,14 @@ func (r *PeeringReconciler) unstored(ctx context.Context, peer Peer, nc *v1alpha
 		var refusal *fabric.Refusal
 		if asked, wrong := requestFrom(peer, claim); wrong != nil {
 			refusals = append(refusals, fabric.Refusal{Reason: v1alpha1.ReasonCIDRConflict, Problem: *wrong})
-		} else if _, _, err := r.Store.Book().Grant(asked); errors.As(err, &refusal) {
+		} else if _, _, err := r.Store.State().Grant(asked); errors.As(err, &refusal) {
 			refusals = append(refusals, *refusal)
 		}
 	}
 	switch {
 	case len(refusals) > 0:
 		return &metav1.Condition{Status: metav1.ConditionFalse, Reason: refusals[0].Reason, Message: textOf(refusals)}, nil
-	case answerInForce(r.Store.Book(), nc):
+	case answerInForce(r.Store.State(), nc):
 		return &metav1.Condition{Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonAnswered, ObservedGeneration: nc.Generation}, nil
 	}
 	return nil, nil

@@ -66,7 +66,7 @@ func (r *releases) look(ctx context.Context) error {
 		return err
 	}
 	var abandoned []string
-	book, err := r.Store.Update(ctx, func(b ipam.Book) (next ipam.Book, err error) {
+	state, err := r.Store.Update(ctx, func(b ipam.State) (next ipam.State, err error) {
 		next, abandoned = b.Age(now, func(id string) bool { return named[id] })
 		return next, nil
 	})
@@ -75,7 +75,7 @@ func (r *releases) look(ctx context.Context) error {
 	}
 	for _, id := range abandoned {
 		about := &corev1.ObjectReference{APIVersion: isthmus.GroupVersion.String(), Kind: "NetworkAllocation", Name: fabric.AllocationName(id)}
-		networks, free := book.NetworksOf(id), now.Add(fabric.ReleaseHold).UTC().Format(time.RFC3339)
+		networks, free := state.NetworksOf(id), now.Add(fabric.ReleaseHold).UTC().Format(time.RFC3339)
 		r.Log.Warn("released the networks of a peer that no object has named for a day", "peer", id, "networks", networks, "heldUntil", free)
 		r.Events.Eventf(about, nil, corev1.EventTypeWarning, reasonReleased, "ReleaseNetworks",
 			"cluster %s: networks %v released, because no Peering, ForeignCluster, NetworkConfig or TunnelEndpoint has named the cluster for %v; nodes refuse them, and no other cluster gets them, until %s",

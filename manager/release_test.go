@@ -20,7 +20,7 @@ import (
 // endHolds lets the hold of released networks expire.
 func (a *answering) endHolds() {
 	a.t.Helper()
-	_, err := a.store.Update(a.ctx, func(b ipam.Book) (ipam.Book, error) {
+	_, err := a.store.Update(a.ctx, func(b ipam.State) (ipam.State, error) {
 		next, _ := b.Age(time.Now().Add(fabric.ReleaseHold+time.Second), func(string) bool { return true })
 		if len(next.Changed(b)) == 0 {
 			return b, errors.New("nothing is held")
@@ -37,7 +37,7 @@ func TestNetworksOfAPeerThatVanishedAreReleased(t *testing.T) {
 	there := a.partner("there", 2)
 	gone := a.describe("gone").cluster.ClusterID
 	for i, id := range []string{gone, there.cluster.ClusterID} {
-		_, err := a.store.Update(a.ctx, func(b ipam.Book) (ipam.Book, error) {
+		_, err := a.store.Update(a.ctx, func(b ipam.State) (ipam.State, error) {
 			b, _, err := b.Grant(ipam.Request{ID: id, Pod: netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(150 + i), 0, 0}), 16),
 				External: netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(160 + i), 0, 0}), 20)})
 			return b, err
@@ -55,13 +55,13 @@ func TestNetworksOfAPeerThatVanishedAreReleased(t *testing.T) {
 	a.ok(r.look(a.ctx))
 	now = now.Add(ipam.UnusedGrace - time.Second)
 	a.ok(r.look(a.ctx))
-	if _, has := a.store.Book().GrantOf(gone); !has {
+	if _, has := a.store.State().GrantOf(gone); !has {
 		t.Error("released early")
 	}
 	now = now.Add(time.Second)
 	a.ok(r.look(a.ctx))
-	if at := a.store.Book().ReleasedAt(gone); !at.Equal(now) || len(a.store.Book().NetworksOf(gone)) != 2 {
-		t.Errorf("released at %v, nodes refuse %v", at, a.store.Book().NetworksOf(gone))
+	if at := a.store.State().ReleasedAt(gone); !at.Equal(now) || len(a.store.State().NetworksOf(gone)) != 2 {
+		t.Errorf("released at %v, nodes refuse %v", at, a.store.State().NetworksOf(gone))
 	}
 	select {
 	case e := <-a.events.Events:
@@ -75,10 +75,10 @@ func TestNetworksOfAPeerThatVanishedAreReleased(t *testing.T) {
 	}
 	now = now.Add(fabric.ReleaseHold)
 	a.ok(r.look(a.ctx))
-	if n := a.store.Book().NetworksOf(gone); len(n) > 0 {
+	if n := a.store.State().NetworksOf(gone); len(n) > 0 {
 		t.Errorf("after another day nodes refuse %v", n)
 	}
-	if _, has := a.store.Book().GrantOf(there.cluster.ClusterID); !has {
+	if _, has := a.store.State().GrantOf(there.cluster.ClusterID); !has {
 		t.Error("a peer with a Peering is released")
 	}
 }

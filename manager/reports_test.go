@@ -29,13 +29,13 @@ func (w *world) report(node string, networks []string, resolvers ...string) *ist
 }
 
 // keeper is one whose Reconcile the test calls, in a cluster on 10.244.0.0/16.
-func (w *world) keeper() (*FactsKeeper, *stubBooks, *events.FakeRecorder) {
-	books, told := new(stubBooks), events.NewFakeRecorder(100)
+func (w *world) keeper() (*FactsKeeper, *stubStore, *events.FakeRecorder) {
+	store, told := new(stubStore), events.NewFakeRecorder(100)
 	return &FactsKeeper{
-		Cache: w.api(), Direct: w.api(), Store: books, Cluster: w.self, Namespace: w.system, Events: told, Log: slog.New(slog.DiscardHandler),
+		Cache: w.api(), Direct: w.api(), Store: store, Cluster: w.self, Namespace: w.system, Events: told, Log: slog.New(slog.DiscardHandler),
 		Plan: AddressPlan{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"),
 			ExternalCIDR: netip.MustParsePrefix("10.245.0.0/16")},
-	}, books, told
+	}, store, told
 }
 
 // A peer that claims what any node reaches gets other networks, and those are clear of it as well.
@@ -43,7 +43,7 @@ func TestWhatANodeReachesIsNoPeers(t *testing.T) {
 	w := bare(t)
 	w.report("n1", []string{"172.30.1.0/24", "192.168.77.0/24"}, "192.168.79.53", "2001:db8::53")
 	w.report("n2", []string{"172.30.1.0/24", "10.0.0.0/11", "192.168.32.0/22", "100.64.7.0/24", "fd00:5::/48"})
-	keeper, books, told := w.keeper()
+	keeper, store, told := w.keeper()
 	_, err := keeper.Reconcile(w.ctx, ctrl.Request{})
 	w.ok(err)
 	reached := []string{"172.30.1.0/24", "192.168.77.0/24", "192.168.79.53/32", "10.0.0.0/11", "192.168.32.0/22", "100.64.7.0/24", "fd00:5::/48"}
@@ -65,18 +65,18 @@ func TestWhatANodeReachesIsNoPeers(t *testing.T) {
 		if strings.HasPrefix(pod, "fd") {
 			external = "fd00:7::/64"
 		}
-		_, g, err := books.Book().Grant(ipam.Request{ID: "b", Pod: netip.MustParsePrefix(pod), External: netip.MustParsePrefix(external)})
+		_, g, err := store.State().Grant(ipam.Request{ID: "b", Pod: netip.MustParsePrefix(pod), External: netip.MustParsePrefix(external)})
 		if w.ok(err); (g.Pod.String() == pod) != as {
 			t.Errorf("%s is %v", pod, g.Pod)
 		}
-		for _, r := range append(reached, books.Book().Own().ExternalCIDR.String()) {
+		for _, r := range append(reached, store.State().Own().ExternalCIDR.String()) {
 			if g.Pod.Overlaps(netip.MustParsePrefix(r)) || g.External.Overlaps(netip.MustParsePrefix(r)) {
 				t.Errorf("%s is %v, and a node reaches %s", pod, g, r)
 			}
 		}
 	}
 	// Without room in the pools the peer is refused, and does not learn who our nodes are.
-	_, _, err = books.Book().Grant(ipam.Request{ID: "b", Pod: netip.MustParsePrefix("fd00:5::/56"), External: netip.MustParsePrefix("fd00:7::/64")})
+	_, _, err = store.State().Grant(ipam.Request{ID: "b", Pod: netip.MustParsePrefix("fd00:5::/56"), External: netip.MustParsePrefix("fd00:7::/64")})
 	if err == nil || !strings.Contains(err.Error(), "fd00:5::/56 overlaps a network of a node, fd00:5::/48") {
 		t.Errorf("an IPv6 network of node n2: %v", err)
 	}
@@ -89,13 +89,13 @@ func TestWhatANodeReachesIsNoPeers(t *testing.T) {
 func TestAReportOfEverythingIsIgnoredAndNamesTheNode(t *testing.T) {
 	w := bare(t)
 	r := w.report("n3", []string{"0.0.0.0/0", "128.0.0.0/1", "10.0.0.0/7", "::/0", "192.168.32.0/22"})
-	keeper, books, told := w.keeper()
+	keeper, store, told := w.keeper()
 	for range 2 { // and says so once
 		_, err := keeper.Reconcile(w.ctx, ctrl.Request{})
 		w.ok(err)
 	}
 	for pod, as := range map[string]bool{"192.168.96.0/22": true, "10.50.0.0/18": true, "192.168.32.0/24": false} {
-		_, g, err := books.Book().Grant(ipam.Request{ID: "b", Pod: netip.MustParsePrefix(pod), External: netip.MustParsePrefix("172.20.0.0/20")})
+		_, g, err := store.State().Grant(ipam.Request{ID: "b", Pod: netip.MustParsePrefix(pod), External: netip.MustParsePrefix("172.20.0.0/20")})
 		if w.ok(err); (g.Pod.String() == pod) != as {
 			t.Errorf("%s is %v", pod, g.Pod)
 		}
@@ -120,12 +120,12 @@ func TestANetworkInForceThatANodeReachesLaterIsNamedAndStays(t *testing.T) {
 	w.gateway("192.0.2.1")
 	p := w.peer("b")
 	p.join()
-	_, err := w.books.Update(w.ctx, func(b ipam.Book) (ipam.Book, error) {
+	_, err := w.ipam.Update(w.ctx, func(b ipam.State) (ipam.State, error) {
 		b, _, err := b.Grant(ipam.Request{ID: p.cluster.ClusterID, Pod: netip.MustParsePrefix("10.244.64.0/18"), External: netip.MustParsePrefix("10.60.0.0/18")})
 		return b, err
 	})
 	w.ok(err)
-	had, _ := w.books.Book().GrantOf(p.cluster.ClusterID)
+	had, _ := w.ipam.State().GrantOf(p.cluster.ClusterID)
 	before := p.endpoint()
 
 	r := w.report("n1", []string{"10.60.32.0/24"})
@@ -141,7 +141,7 @@ func TestANetworkInForceThatANodeReachesLaterIsNamedAndStays(t *testing.T) {
 		}
 		return strings.Contains(told, "Warning Overlap Ready: ") && strings.Contains(told, want)
 	})
-	if now, _ := w.books.Book().GrantOf(p.cluster.ClusterID); now != had {
+	if now, _ := w.ipam.State().GrantOf(p.cluster.ClusterID); now != had {
 		t.Errorf("the peer has %v, had %v", now, had)
 	}
 	if now := p.endpoint(); now.Generation != before.Generation {

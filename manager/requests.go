@@ -8,7 +8,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 )
 
-// forRoom is the key of requests that wait for room in the books.
+// forRoom is the key of requests that wait for room in the IPAM state.
 const forRoom = "room"
 
 // requests are requests by keys. The zero value is empty.

@@ -38,12 +38,12 @@ import (
 // Nothing is ever half changed: as long as something does not fit, the TunnelEndpoint stays as it
 // was. It goes when either side withdraws. Its status is the gateway's.
 type TunnelEndpointReconciler struct {
-	Client client.Client
-	Peers  Peers
-	Facts  FactsReader
-	Store  *ipamstore.Store
-	Warden *Warden
-	Log    *slog.Logger
+	Client      client.Client
+	Peers       Peers
+	Facts       FactsReader
+	Store       *ipamstore.Store
+	RefusalGate *RefusalGate
+	Log         *slog.Logger
 
 	queue    queue.Queue
 	answers  pace
@@ -226,7 +226,7 @@ func (r *TunnelEndpointReconciler) release(ctx context.Context, x *exchange) (go
 	if err != nil {
 		return false, err
 	}
-	if _, err := r.Store.Update(ctx, func(b ipam.Book) (ipam.Book, error) {
+	if _, err := r.Store.Update(ctx, func(b ipam.State) (ipam.State, error) {
 		switch peer, err := r.Peers.ByID(ctx, x.id); {
 		case err == nil && !peer.Leaving:
 			return b, errWantedAgain
@@ -289,7 +289,7 @@ func (r *TunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 	if err != nil || spec == nil {
 		return err
 	}
-	if !r.Warden.Refused(x.id, &r.queue, exchangeWith(x.peer)) {
+	if !r.RefusalGate.Refused(x.id, &r.queue, exchangeWith(x.peer)) {
 		return nil // under Liqo's rights the peer may have answered itself
 	}
 	if wait > 0 {
@@ -333,10 +333,10 @@ func (r *TunnelEndpointReconciler) decide(ctx context.Context, x *exchange, orig
 	if accepted != nil && accepted.ObservedGeneration != copied.Generation {
 		return nil, nil // what the peer claims now is not answered yet
 	}
-	if !answerInForce(r.Store.Book(), copied) {
+	if !answerInForce(r.Store.State(), copied) {
 		return nil, nil
 	}
-	_, refusals, err := judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Books: r.Store}.judge(ctx, peer, copied)
+	_, refusals, err := judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}.judge(ctx, peer, copied)
 	if err != nil || len(refusals) > 0 {
 		return nil, err
 	}
@@ -360,7 +360,7 @@ func sameRemote(a, b v1alpha1.TunnelEndpointSpec) bool {
 		a.RemoteExternalCIDR == b.RemoteExternalCIDR && a.RemoteNATExternalCIDR == b.RemoteNATExternalCIDR
 }
 
-// mapped puts the answer of the peer into the books. It is true when the NatMapping is there that
+// mapped puts the answer of the peer into the IPAM state. It is true when the NatMapping is there that
 // goes with it: the gateway finds both or none.
 func (r *TunnelEndpointReconciler) mapped(ctx context.Context, id string, original *v1alpha1.NetworkConfig) (bool, error) {
 	pod, external, ok := fabric.SeenBy(original)
@@ -368,7 +368,7 @@ func (r *TunnelEndpointReconciler) mapped(ctx context.Context, id string, origin
 		return false, nil
 	}
 	var was ipam.Grant
-	book, err := r.Store.Update(ctx, func(b ipam.Book) (ipam.Book, error) {
+	state, err := r.Store.Update(ctx, func(b ipam.State) (ipam.State, error) {
 		was = b.AnswerOf(id)
 		if peer, err := r.Peers.ByID(ctx, id); errors.Is(err, ErrNoPeer) || err == nil && peer.Leaving {
 			return b, errNotWanted
@@ -386,10 +386,10 @@ func (r *TunnelEndpointReconciler) mapped(ctx context.Context, id string, origin
 	if err != nil {
 		return false, fmt.Errorf("note the peer's answer: %w", err)
 	}
-	if answer := book.AnswerOf(id); complete(was) && answer != was && r.answers.count(id, time.Now()) {
-		r.Log.Warn("a peer changes its answer often: from now on one change a minute is followed", "peer", id, "answer", answer)
+	if answer := state.AnswerOf(id); complete(was) && answer != was && r.answers.count(id, time.Now()) {
+		r.Log.Warn("peer changes its answer too often; processing one change a minute", "peer", id, "answer", answer)
 	}
-	want, ok := book.NatMapping(id)
+	want, ok := state.NatMapping(id)
 	if !ok {
 		return false, nil
 	}

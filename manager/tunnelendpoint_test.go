@@ -216,7 +216,7 @@ func (p *partner) held(networks ...string) {
 	p.a.t.Helper()
 	var allocation isthmus.NetworkAllocation
 	p.a.ok(testClient.Get(p.a.ctx, client.ObjectKey{Name: fabric.AllocationName(p.cluster.ClusterID)}, &allocation))
-	if at := p.a.store.Book().ReleasedAt(p.cluster.ClusterID); at.IsZero() || !slices.Equal(allocation.Spec.Networks, networks) || allocation.Spec.ReleasedAt == "" {
+	if at := p.a.store.State().ReleasedAt(p.cluster.ClusterID); at.IsZero() || !slices.Equal(allocation.Spec.Networks, networks) || allocation.Spec.ReleasedAt == "" {
 		p.a.t.Errorf("released at %v, nodes refuse %+v; want %v", at, allocation.Spec, networks)
 	}
 }
@@ -256,8 +256,8 @@ func TestRepeeringLeavesNothingBehind(t *testing.T) {
 		a.ok(testClient.Delete(a.ctx, p.original()))
 		a.ok(testClient.Delete(a.ctx, p.copied()))
 		a.until("all is gone", func() bool { return p.original() == nil && p.copied() == nil && p.endpoint() == nil })
-		if p.granted() || len(p.mappings()) != 0 || len(a.store.Book().Peers()) != 1 { // its networks are held
-			t.Fatalf("round %d: %v are left", i, a.store.Book().Peers())
+		if p.granted() || len(p.mappings()) != 0 || len(a.store.State().Peers()) != 1 { // its networks are held
+			t.Fatalf("round %d: %v are left", i, a.store.State().Peers())
 		}
 		edit(a, p.peering, func(p *isthmus.Peering) { p.Finalizers = nil })
 		a.until("the Peering is gone", func() bool {

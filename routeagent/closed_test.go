@@ -99,7 +99,7 @@ func TestNothingLeavesInTheClearWhateverEnds(t *testing.T) {
 			quiet(fmt.Sprintf("the agent of %s again after %v", n, sig))
 		}
 	}
-	// An agent that starts while the books are wrong knows the networks by its snapshot, or by the
+	// An agent that starts while the IPAM state is wrong knows the networks by its snapshot, or by the
 	// kernel alone.
 	for name, state := range map[string]func(){
 		"":                     func() {},
@@ -111,7 +111,7 @@ func TestNothingLeavesInTheClearWhateverEnds(t *testing.T) {
 		c.in.Tunnels, c.in.Named = nil, nil
 		c.want()
 		c.start(n2)
-		quiet("the books emptied while no agent ran" + name)
+		quiet("the IPAM state emptied while no agent ran" + name)
 		c.in = before
 		c.want()
 		c.ping(c.pod(1).Host, remotePod)

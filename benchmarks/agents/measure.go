@@ -350,13 +350,13 @@ func (p *subject) all() []change {
 			return p.merge(ctx, te(i), true, map[string]any{"status": p.status(i, p.moves%2, 100+i)})
 		}},
 		{"an endpoint is mapped for a peer", 0, func(ctx context.Context, i int) error {
-			return p.inBooks(ctx, func(b ipam.Book) (ipam.Book, error) {
+			return p.inState(ctx, func(b ipam.State) (ipam.State, error) {
 				b, _, err := b.MapEndpoint(p.endpoint(i).Spec.ClusterIdentity.ClusterID, netip.AddrFrom4([4]byte{172, 20, 0, byte(i)}))
 				return b, err
 			})
 		}},
 		{"a peer answers otherwise", 0, func(ctx context.Context, i int) error {
-			return p.inBooks(ctx, func(b ipam.Book) (ipam.Book, error) {
+			return p.inState(ctx, func(b ipam.State) (ipam.State, error) {
 				seen := netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(i % 2 << 5), 0, 0}), ownPods.Bits())
 				return b.Answered(p.endpoint(0).Spec.ClusterIdentity.ClusterID, seen, netip.Prefix{}), nil
 			})
@@ -366,7 +366,7 @@ func (p *subject) all() []change {
 			pod, external := remote(p.peers + i)
 			want := ipam.Request{ID: id, WantPod: netip.MustParsePrefix(pod), WantExternal: netip.MustParsePrefix(external)}
 			want.Pod, want.External = want.WantPod, want.WantExternal
-			return p.inBooks(ctx, func(b ipam.Book) (ipam.Book, error) {
+			return p.inState(ctx, func(b ipam.State) (ipam.State, error) {
 				b, _, err := b.Grant(want)
 				return b, err
 			})
@@ -388,7 +388,7 @@ func (p *subject) all() []change {
 				return err
 			}
 			id := p.endpoint(p.peers + i).Spec.ClusterIdentity.ClusterID
-			return p.inBooks(ctx, func(b ipam.Book) (ipam.Book, error) { return b.Release(id), nil })
+			return p.inState(ctx, func(b ipam.State) (ipam.State, error) { return b.Release(id), nil })
 		}},
 	}
 	if p.role == gatewayRole {
@@ -397,8 +397,8 @@ func (p *subject) all() []change {
 	return append(all, change{"the gateway moves", 2, func(ctx context.Context, _ int) error { p.moves++; return p.move(ctx) }})
 }
 
-// inBooks changes the books of the IPAM as the manager does.
-func (w *world) inBooks(ctx context.Context, f func(ipam.Book) (ipam.Book, error)) error {
+// inState changes the IPAM state as the manager does.
+func (w *world) inState(ctx context.Context, f func(ipam.State) (ipam.State, error)) error {
 	_, err := w.ipam.Update(ctx, f)
 	return err
 }

@@ -167,7 +167,7 @@ func (w *world) fill(ctx context.Context) error {
 	if err := w.store(ctx, w.everything); err != nil {
 		return fmt.Errorf("into etcd: %w", err)
 	}
-	if err := w.api.Create(ctx, w.books()); err != nil {
+	if err := w.api.Create(ctx, w.ipamStorage()); err != nil {
 		return err
 	}
 	w.ipam = ipamstore.New(w.api, w.api, "benchmark", slog.New(slog.DiscardHandler)) // as the manager writes them
@@ -331,8 +331,8 @@ func (w *world) status(i, gateway, latency int) v1alpha1.TunnelEndpointStatus {
 		}}
 }
 
-func (w *world) books() *v1alpha1.IpamStorage {
-	b := &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: "books", Labels: map[string]string{v1alpha1.LabelIpamStorage: "true"}}, Spec: v1alpha1.IpamStorageSpec{
+func (w *world) ipamStorage() *v1alpha1.IpamStorage {
+	b := &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: "ipam", Labels: map[string]string{v1alpha1.LabelIpamStorage: "true"}}, Spec: v1alpha1.IpamStorageSpec{
 		Prefixes: map[string][]byte{}, Pools: []string{"100.64.0.0/10", "11.0.0.0/8"}, ReservedSubnets: []string{}, EndpointMappings: map[string]v1alpha1.EndpointMapping{},
 		NatMappingsConfigured: map[string]v1alpha1.ConfiguredCluster{}, PodCIDR: ownPods.String(), ServiceCIDR: "10.96.0.0/12", ExternalCIDR: "10.112.0.0/20",
 		ClusterSubnets: map[string]v1alpha1.Subnets{}}}

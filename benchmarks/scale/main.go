@@ -1,5 +1,5 @@
 // Command scale says how many peers find networks, when all clusters have the same PodCIDR, and what
-// the books of so many cost.
+// an IPAM state of that size costs.
 //
 //	go run ./benchmarks/scale
 //	go run ./benchmarks/scale -pools 10.0.0.0/8,11.0.0.0/8 -lengths 16
@@ -10,7 +10,7 @@
 //	go run ./benchmarks/scale -growth
 //
 // it says what one more grant costs among so many peers, all with the same PodCIDR: the decision, and the
-// books that are compared and written for it. It needs no root.
+// states that are compared and written for it. It needs no root.
 package main
 
 import (
@@ -50,7 +50,7 @@ func main() {
 			all = append(all, p)
 		}
 	}
-	fmt.Println("| PodCIDR | ExternalCIDR | peers | refused because | ms of CPU for the last 100 | octets of the books |")
+	fmt.Println("| PodCIDR | ExternalCIDR | peers | refused because | ms of CPU for the last 100 | octets of the IPAM state |")
 	fmt.Println("|---|---|---|---|---|---|")
 	for text := range strings.SplitSeq(*lengths, ",") {
 		bits, err := strconv.Atoi(text)
@@ -76,7 +76,7 @@ func fill(pod netip.Prefix, pools []netip.Prefix, asLong bool) error {
 		free := netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 128, 0, 0}), pod.Bits())
 		c.ExternalCIDR = free
 	}
-	b, conflicts := ipam.Book{}.Configure(c)
+	b, conflicts := ipam.State{}.Configure(c)
 	if len(conflicts) > 0 {
 		return fmt.Errorf("%v: %v", pod, conflicts)
 	}
@@ -123,16 +123,16 @@ var grown = []struct {
 // more is how many more peers are granted networks, one after the other, to be measured.
 const more = 5
 
-// grow prints what a grant costs as the books grow.
+// grow prints what a grant costs as the IPAM state grow.
 func grow() error {
-	rows := [][]string{{""}, {"PodCIDR of all"}, {"a grant is decided: CPU, ms"}, {"what a grant changed is found in the books: CPU, ms"}, {"all books as text: CPU, ms"}, {"all books read: CPU, ms"}, {"octets of the books"}}
+	rows := [][]string{{""}, {"PodCIDR of all"}, {"a grant is decided: CPU, ms"}, {"what a grant changed is found in the IPAM state: CPU, ms"}, {"all states as text: CPU, ms"}, {"all states read: CPU, ms"}, {"octets of the IPAM state"}}
 	for _, g := range grown {
 		pod := netip.MustParsePrefix(g.pod)
 		var pools []netip.Prefix
 		for _, text := range g.pools {
 			pools = append(pools, netip.MustParsePrefix(text))
 		}
-		b, conflicts := ipam.Book{}.Configure(ipam.Config{PodCIDR: pod, ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"), Pools: pools})
+		b, conflicts := ipam.State{}.Configure(ipam.Config{PodCIDR: pod, ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"), Pools: pools})
 		if len(conflicts) > 0 {
 			return fmt.Errorf("%v: %v", pod, conflicts)
 		}

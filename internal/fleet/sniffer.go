@@ -38,7 +38,7 @@ func (f *Fleet) stopSniffing() error {
 }
 
 // remotes are the networks that a cluster's peers have there, as the sniffer knows them: from the
-// grant to the end of un-peering, which is when the IPAM's books have forgotten them.
+// grant to the end of un-peering, which is when the IPAM state has forgotten them.
 type remotes struct {
 	tell func(lab.Watched)
 	end  context.CancelFunc
@@ -85,11 +85,11 @@ func (c *Cluster) follow(ctx context.Context, s *lab.Sniffer) error {
 func (c *Cluster) learnChanges(ctx context.Context) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	books, err := c.Client.Watch(ctx, &v1alpha1.IpamStorageList{})
+	storages, err := c.Client.Watch(ctx, &v1alpha1.IpamStorageList{})
 	if err != nil {
 		return
 	}
-	defer books.Stop()
+	defer storages.Stop()
 	peerings, err := c.Client.Watch(ctx, &isthmus.PeeringList{})
 	if err != nil {
 		return
@@ -102,7 +102,7 @@ func (c *Cluster) learnChanges(ctx context.Context) {
 		select {
 		case <-ctx.Done():
 			return
-		case _, more = <-books.ResultChan():
+		case _, more = <-storages.ResultChan():
 		case _, more = <-peerings.ResultChan():
 		}
 	}
@@ -115,20 +115,20 @@ func (c *Cluster) learn(ctx context.Context) error {
 	r := &c.remotes
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	var books v1alpha1.IpamStorageList
+	var storages v1alpha1.IpamStorageList
 	var peerings isthmus.PeeringList
-	for _, list := range []client.ObjectList{&books, &peerings} {
+	for _, list := range []client.ObjectList{&storages, &peerings} {
 		if err := c.Client.List(ctx, list); err != nil {
 			return err
 		}
 	}
-	r.networks = remember(r.networks, books.Items, peerings.Items)
+	r.networks = remember(r.networks, storages.Items, peerings.Items)
 	var w lab.Watched
 	for _, networks := range r.networks {
 		w.Networks = append(w.Networks, networks...)
 	}
-	for i := range books.Items {
-		for endpoint := range books.Items[i].Spec.EndpointMappings {
+	for i := range storages.Items {
+		for endpoint := range storages.Items[i].Spec.EndpointMappings {
 			if addr, err := netip.ParseAddr(endpoint); err == nil {
 				w.Endpoints = append(w.Endpoints, addr)
 			}
@@ -138,16 +138,16 @@ func (c *Cluster) learn(ctx context.Context) error {
 	return nil
 }
 
-// remember returns the networks of peers by what the books say now. Books that are not there say
+// remember returns the networks of peers by what the IPAM state says now. A missing IpamStorage says
 // nothing, and a peer that they do not name any more keeps what it had as long as its Peering
 // stands.
-func remember(known map[string][]netip.Prefix, books []v1alpha1.IpamStorage, peerings []isthmus.Peering) map[string][]netip.Prefix {
-	if len(books) == 0 {
+func remember(known map[string][]netip.Prefix, storages []v1alpha1.IpamStorage, peerings []isthmus.Peering) map[string][]netip.Prefix {
+	if len(storages) == 0 {
 		return known
 	}
 	now := map[string][]netip.Prefix{}
-	for i := range books {
-		for id, subnets := range books[i].Spec.ClusterSubnets {
+	for i := range storages {
+		for id, subnets := range storages[i].Spec.ClusterSubnets {
 			for _, text := range []string{subnets.RemotePodCIDR, subnets.RemoteExternalCIDR} {
 				if network, err := netip.ParsePrefix(text); err == nil { // empty while it is not known
 					now[id] = append(now[id], network)

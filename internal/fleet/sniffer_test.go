@@ -12,7 +12,7 @@ import (
 )
 
 func TestNetworksOfPeersAreRememberedUntilTheEndOfUnpeering(t *testing.T) {
-	books := func(subnets map[string]v1alpha1.Subnets) []v1alpha1.IpamStorage {
+	storages := func(subnets map[string]v1alpha1.Subnets) []v1alpha1.IpamStorage {
 		return []v1alpha1.IpamStorage{{Spec: v1alpha1.IpamStorageSpec{ClusterSubnets: subnets}}}
 	}
 	peering := func(id string, leaves bool) isthmus.Peering {
@@ -34,21 +34,21 @@ func TestNetworksOfPeersAreRememberedUntilTheEndOfUnpeering(t *testing.T) {
 	none := map[string][]netip.Prefix{}
 	for name, tc := range map[string]struct {
 		known    map[string][]netip.Prefix
-		books    []v1alpha1.IpamStorage
+		storages []v1alpha1.IpamStorage
 		peerings []isthmus.Peering
 		want     map[string][]netip.Prefix
 	}{
-		"no books yet":                          {none, nil, []isthmus.Peering{peering("b", false)}, none},
-		"granted":                               {none, books(map[string]v1alpha1.Subnets{"b": b}), nil, had},
-		"half of it":                            {none, books(map[string]v1alpha1.Subnets{"b": {RemotePodCIDR: "10.246.0.0/16"}}), nil, map[string][]netip.Prefix{"b": networks("10.246.0.0/16")}},
-		"the books are deleted":                 {had, nil, nil, had},
-		"the books have lost it":                {had, books(nil), []isthmus.Peering{peering("b", false)}, had},
-		"another claim":                         {had, books(map[string]v1alpha1.Subnets{"b": {RemotePodCIDR: "10.50.0.0/20"}}), []isthmus.Peering{peering("b", false)}, map[string][]netip.Prefix{"b": networks("10.50.0.0/20")}},
-		"being un-peered":                       {had, books(map[string]v1alpha1.Subnets{"b": b}), []isthmus.Peering{peering("b", true)}, had},
-		"un-peered, the Peering is there still": {had, books(nil), []isthmus.Peering{peering("b", true)}, none},
-		"un-peered":                             {had, books(nil), []isthmus.Peering{peering("c", false)}, none},
+		"no IpamStorage yet":                    {none, nil, []isthmus.Peering{peering("b", false)}, none},
+		"granted":                               {none, storages(map[string]v1alpha1.Subnets{"b": b}), nil, had},
+		"half of it":                            {none, storages(map[string]v1alpha1.Subnets{"b": {RemotePodCIDR: "10.246.0.0/16"}}), nil, map[string][]netip.Prefix{"b": networks("10.246.0.0/16")}},
+		"the IPAM state is deleted":             {had, nil, nil, had},
+		"the IPAM state has lost it":            {had, storages(nil), []isthmus.Peering{peering("b", false)}, had},
+		"another claim":                         {had, storages(map[string]v1alpha1.Subnets{"b": {RemotePodCIDR: "10.50.0.0/20"}}), []isthmus.Peering{peering("b", false)}, map[string][]netip.Prefix{"b": networks("10.50.0.0/20")}},
+		"being un-peered":                       {had, storages(map[string]v1alpha1.Subnets{"b": b}), []isthmus.Peering{peering("b", true)}, had},
+		"un-peered, the Peering is there still": {had, storages(nil), []isthmus.Peering{peering("b", true)}, none},
+		"un-peered":                             {had, storages(nil), []isthmus.Peering{peering("c", false)}, none},
 	} {
-		if got := remember(tc.known, tc.books, tc.peerings); !reflect.DeepEqual(got, tc.want) {
+		if got := remember(tc.known, tc.storages, tc.peerings); !reflect.DeepEqual(got, tc.want) {
 			t.Errorf("%s: %v; want %v", name, got, tc.want)
 		}
 	}

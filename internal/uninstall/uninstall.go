@@ -37,7 +37,7 @@ import (
 type Options struct {
 	// Force waits neither for peers nor for nodes that are away: what is left there is said.
 	Force bool
-	// KeepDefinitions leaves the custom resource definitions, and the books of the IPAM in them.
+	// KeepDefinitions leaves the custom resource definitions, and the IPAM state in them.
 	KeepDefinitions bool
 	// BeforeHelm leaves what Helm installed to Helm, which deletes it next, but for the workloads: they
 	// would put back what is cleaned.

@@ -14,7 +14,7 @@ import (
 
 // Clusters returns the sorted IDs of all clusters that have an entry: peers, those with held networks, and
 // those whose previous networks are remembered.
-func (b Book) Clusters() []string {
+func (b State) Clusters() []string {
 	ids := slices.Collect(maps.Keys(b.peers))
 	for _, r := range b.replaced {
 		ids = append(ids, r.id)
@@ -28,7 +28,7 @@ func (b Book) Clusters() []string {
 
 // Allocation returns the entry of a cluster as its NetworkAllocation keeps it, without revisions and freed
 // networks.
-func (b Book) Allocation(id string) isthmus.NetworkAllocationSpec {
+func (b State) Allocation(id string) isthmus.NetworkAllocationSpec {
 	spec := isthmus.NetworkAllocationSpec{ClusterID: id, Networks: texts(b.NetworksOf(id))}
 	for _, r := range b.replaced {
 		if r.id == id {
@@ -92,12 +92,12 @@ func ConfigFrom(own *isthmus.OwnNetworks) (Config, error) {
 	return c, r.err
 }
 
-// FromAllocations returns the Book that NetworkAllocations keep. Where two of them contradict each other the
+// FromAllocations returns the State that NetworkAllocations keep. Where two of them contradict each other the
 // one that comes first counts. Entries and mappings that make no sense are left out, and the errors name them.
 // A manager may have stopped while it wrote a change of our own networks: what an object says of other ones is
 // changed as Configure would have done.
-func FromAllocations(own Config, all []isthmus.NetworkAllocationSpec) (Book, []error) {
-	b := Book{own: own, peers: make(map[string]*account, len(all)), endpoints: make(map[netip.Addr]*endpoint)}
+func FromAllocations(own Config, all []isthmus.NetworkAllocationSpec) (State, []error) {
+	b := State{own: own, peers: make(map[string]*account, len(all)), endpoints: make(map[netip.Addr]*endpoint)}
 	var (
 		wrong  []error
 		taken  tree
@@ -198,7 +198,7 @@ func (r *reader) entry(spec *isthmus.NetworkAllocationSpec, own Config) (p *acco
 }
 
 // restore maps an endpoint for a peer that has an address in local, in maps that are b's alone.
-func (b *Book) restore(p *account, m *isthmus.MappedEndpoint, local netip.Prefix, owners map[netip.Addr]netip.Addr) error {
+func (b *State) restore(p *account, m *isthmus.MappedEndpoint, local netip.Prefix, owners map[netip.Addr]netip.Addr) error {
 	external := b.own.ExternalCIDR
 	if !p.externalSeen.IsValid() || external.IsValid() && !fits(p.externalSeen, external) {
 		return nil // it has left, or its answer is not known: nobody can use it

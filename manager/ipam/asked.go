@@ -25,7 +25,7 @@ var ErrAnothers = errors.New("was mapped by another caller, who alone may undo i
 // Asked records that a caller requested an existing mapping of the peer, and a description of the
 // endpoint, or "" if it is unknown. It changes nothing for a caller that is already recorded, or if
 // there is no mapping.
-func (b Book) Asked(id string, ip netip.Addr, by, what string) (Book, error) {
+func (b State) Asked(id string, ip netip.Addr, by, what string) (State, error) {
 	callers, mapped := b.peers[id].askedFor(ip)
 	if _, known := slices.BinarySearch(callers, by); known || !mapped {
 		return b, nil
@@ -58,7 +58,7 @@ func (b Book) Asked(id string, ip netip.Addr, by, what string) (Book, error) {
 // Withdraw removes a caller's request for a mapping. The mapping stays while another requester has
 // it, unless that one is gone. Any caller may withdraw a mapping without a known requester.
 // Withdrawing a mapping that does not exist changes nothing.
-func (b Book) Withdraw(id string, ip netip.Addr, by string, gone []string) (Book, error) {
+func (b State) Withdraw(id string, ip netip.Addr, by string, gone []string) (State, error) {
 	callers, mapped := b.peers[id].askedFor(ip)
 	if !mapped {
 		return b, nil
@@ -74,7 +74,7 @@ func (b Book) Withdraw(id string, ip netip.Addr, by string, gone []string) (Book
 }
 
 // AskedFor returns who asked for a mapping, sorted. The caller must not change it.
-func (b Book) AskedFor(id string, ip netip.Addr) []string {
+func (b State) AskedFor(id string, ip netip.Addr) []string {
 	callers, _ := b.peers[id].askedFor(ip)
 	return callers
 }
@@ -97,7 +97,7 @@ type Endpoint struct {
 }
 
 // Known returns the endpoints of which it is known what they were, by address.
-func (b Book) Known() (known []Endpoint) {
+func (b State) Known() (known []Endpoint) {
 	for _, ip := range slices.SortedFunc(maps.Keys(b.endpoints), netip.Addr.Compare) {
 		if what := b.endpoints[ip].what; what != "" {
 			known = append(known, Endpoint{IP: ip, What: what, For: b.having(ip)})
@@ -106,7 +106,7 @@ func (b Book) Known() (known []Endpoint) {
 	return known
 }
 
-func (b Book) having(ip netip.Addr) (ids []string) {
+func (b State) having(ip netip.Addr) (ids []string) {
 	for id, p := range b.peers {
 		if _, mapped := p.endpoints[ip]; mapped {
 			ids = append(ids, id)
@@ -118,7 +118,7 @@ func (b Book) having(ip netip.Addr) (ids []string) {
 
 // Expire takes an endpoint that is gone from all who have it. It stays when it is noted as something
 // else meanwhile.
-func (b Book) Expire(e Endpoint) Book {
+func (b State) Expire(e Endpoint) State {
 	if now := b.endpoints[e.IP]; now == nil || now.what != e.What {
 		return b
 	}
@@ -138,15 +138,15 @@ func (p *account) noted() (n int) {
 	return n
 }
 
-// withCallers returns the Book with other callers of a mapping that the peer has.
-func (b Book) withCallers(id string, ip netip.Addr, callers []string) Book {
+// withCallers returns the State with other callers of a mapping that the peer has.
+func (b State) withCallers(id string, ip netip.Addr, callers []string) State {
 	p := *b.peers[id]
 	p.endpoints = withAsked(maps.Clone(p.endpoints), ip, callers)
 	return b.withPeer(id, &p)
 }
 
 // note says what an endpoint is, in a map that is b's alone.
-func (b *Book) note(ip netip.Addr, what string) {
+func (b *State) note(ip netip.Addr, what string) {
 	if e := b.endpoints[ip]; e != nil {
 		next := *e
 		next.what = what

@@ -13,7 +13,7 @@ import (
 )
 
 // asked maps an endpoint for peer b and notes who asked.
-func asked(t *testing.T, b Book, ip, by, what string) Book {
+func asked(t *testing.T, b State, ip, by, what string) State {
 	t.Helper()
 	b, _, err := b.MapEndpoint("b", addr(ip))
 	if err == nil {
@@ -26,7 +26,7 @@ func asked(t *testing.T, b Book, ip, by, what string) Book {
 }
 
 // requests are who asked for what, as the NetworkAllocation of b has it.
-func requests(b Book) string {
+func requests(b State) string {
 	var text []string
 	for _, e := range b.Allocation("b").Endpoints {
 		text = append(text, fmt.Sprintf("%s %v %s", e.IP, e.Requesters, e.Target))
@@ -66,7 +66,7 @@ func TestAllocationsSayWhoAskedAndWhatItWas(t *testing.T) {
 }
 
 func TestWithdrawIsForThoseWhoAsked(t *testing.T) {
-	ip, is := addr("198.51.100.7"), func(b Book) bool { return b.Mapped("b", addr("198.51.100.7")) }
+	ip, is := addr("198.51.100.7"), func(b State) bool { return b.Mapped("b", addr("198.51.100.7")) }
 	b := asked(t, joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16"), "198.51.100.7", "one", "")
 	if next, err := b.Withdraw("b", ip, "another", nil); !errors.Is(err, ErrAnothers) || !is(next) {
 		t.Errorf("by another one: %v", err)

@@ -121,7 +121,7 @@ func TestWhatIsNewWaitsForConsentAndWhatThereWasStays(t *testing.T) {
 func TestAPeerThatKeepsChangingItsClaimGetsNothingNew(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	for range 200 {
-		b, _ := Book{}.Configure(randConfig(rng, 24))
+		b, _ := State{}.Configure(randConfig(rng, 24))
 		next, first, err := b.Grant(Request{ID: "b", Pod: randNetwork(rng, 24), External: randNetwork(rng, 24)})
 		if err != nil {
 			continue
@@ -138,7 +138,7 @@ func TestAPeerThatKeepsChangingItsClaimGetsNothingNew(t *testing.T) {
 	}
 }
 
-// The books say that the peer has a network of ours, by an edit or because ours is another one now.
+// The IPAM state says that the peer has a network of ours, by an edit or because ours is another one now.
 func TestNobodyHasToAgreeThatAPeerGivesOurNetworkBack(t *testing.T) {
 	b := configured(t, ours())
 	b, _ = grant(t, b, Request{ID: "b", Pod: pfx("10.50.0.0/16"), External: pfx("10.60.0.0/20")})

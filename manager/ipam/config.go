@@ -42,7 +42,7 @@ func (c Conflict) String() string {
 // and get new addresses otherwise. Answers of peers that no longer fit the length of our networks
 // are forgotten until they answer again. So is an answer to another PodCIDR, of any length: until
 // the peer answers again, it reaches no address of the new one.
-func (b Book) Configure(c Config) (Book, []Conflict) {
+func (b State) Configure(c Config) (State, []Conflict) {
 	if c.Pools == nil {
 		c.Pools = DefaultPools()
 	}
@@ -88,8 +88,8 @@ func networks(list []netip.Prefix) []netip.Prefix {
 	return out
 }
 
-// fill makes the trees of networks out of the rest of the Book.
-func (b *Book) fill() {
+// fill makes the trees of networks out of the rest of the State.
+func (b *State) fill() {
 	b.taken, b.nodes = tree{}, tree{}
 	for o := range b.obstacles {
 		if o.node {
@@ -109,7 +109,7 @@ func (b *Book) fill() {
 const largestExternal = 20
 
 // inUse reports whether there is a peer that has not left.
-func (b *Book) inUse() bool {
+func (b *State) inUse() bool {
 	for _, p := range b.peers {
 		if p.released.IsZero() {
 			return true
@@ -119,7 +119,7 @@ func (b *Book) inUse() bool {
 }
 
 // chooseExternal picks our ExternalCIDR. The former one stays if it is not in the way.
-func (b *Book) chooseExternal(was netip.Prefix) netip.Prefix {
+func (b *State) chooseExternal(was netip.Prefix) netip.Prefix {
 	pod := b.own.PodCIDR
 	if was.IsValid() && (!pod.IsValid() || was.Addr().BitLen() == pod.Addr().BitLen() && b.free(was)) {
 		return was
@@ -141,7 +141,7 @@ func externalLike(pod netip.Prefix) netip.Prefix {
 
 // readdress makes everything that depends on our own networks fit them again, after the
 // ExternalCIDR and the PodCIDR were others.
-func (b *Book) readdress(was, pods netip.Prefix) {
+func (b *State) readdress(was, pods netip.Prefix) {
 	external := b.own.ExternalCIDR
 	peers := make(map[string]*account, len(b.peers))
 	endpoints := make(map[netip.Addr]*endpoint)
@@ -210,7 +210,7 @@ type obstacle struct {
 }
 
 // obstacles yields everything but the networks of peers.
-func (b *Book) obstacles(yield func(obstacle) bool) {
+func (b *State) obstacles(yield func(obstacle) bool) {
 	all := func(name string, prefixes ...netip.Prefix) bool {
 		for _, p := range prefixes {
 			if p.IsValid() && !yield(obstacle{name: name, prefix: p}) {
@@ -241,7 +241,7 @@ func (b *Book) obstacles(yield func(obstacle) bool) {
 
 // Conflicts returns all overlaps that there are now, ours first, then sorted by peer; for each
 // network of a peer the first one.
-func (b Book) Conflicts() []Conflict {
+func (b State) Conflicts() []Conflict {
 	var conflicts []Conflict
 	own := b.own
 	if !own.ExternalCIDR.IsValid() && own.PodCIDR.IsValid() {
@@ -266,7 +266,7 @@ func (b Book) Conflicts() []Conflict {
 }
 
 // ConflictsOf returns those of one peer's networks.
-func (b Book) ConflictsOf(id string) (conflicts []Conflict) {
+func (b State) ConflictsOf(id string) (conflicts []Conflict) {
 	p, known := b.peers[id]
 	if !known {
 		return nil
@@ -283,7 +283,7 @@ func (b Book) ConflictsOf(id string) (conflicts []Conflict) {
 }
 
 // holder says what overlaps p, leaving out the networks of one peer.
-func (b *Book) holder(p netip.Prefix, except string) obstacle {
+func (b *State) holder(p netip.Prefix, except string) obstacle {
 	for o := range b.obstacles {
 		if o.prefix.Overlaps(p) {
 			return o

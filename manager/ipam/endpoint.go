@@ -22,7 +22,7 @@ var ErrNoConfiguration = errors.New("has no network configuration yet")
 // The endpoint may have any address except in our own ExternalCIDR and in special-purpose ranges,
 // where nothing can be reached. An address in a peer's network is valid: this is how a cluster
 // makes pods of a third cluster reachable.
-func (b Book) MapEndpoint(id string, ip netip.Addr) (Book, netip.Addr, error) {
+func (b State) MapEndpoint(id string, ip netip.Addr) (State, netip.Addr, error) {
 	p := b.peers[id]
 	if err := b.checkEndpoint(ip); err != nil {
 		return b, netip.Addr{}, err
@@ -56,7 +56,7 @@ func (b Book) MapEndpoint(id string, ip netip.Addr) (Book, netip.Addr, error) {
 
 // Mapped reports whether the peer has the endpoint by an address of our ExternalCIDR, the gateway's
 // own apart.
-func (b Book) Mapped(id string, ip netip.Addr) bool {
+func (b State) Mapped(id string, ip netip.Addr) bool {
 	p := b.peers[id]
 	if p == nil {
 		return false
@@ -67,12 +67,12 @@ func (b Book) Mapped(id string, ip netip.Addr) bool {
 
 // KnowsNodes reports whether Configure has named our nodes, without which Guarded knows nothing. Every cluster
 // has nodes, and no object keeps them.
-func (b Book) KnowsNodes() bool { return len(b.own.Nodes) > 0 }
+func (b State) KnowsNodes() bool { return len(b.own.Nodes) > 0 }
 
 // Guarded returns the kind of an endpoint that may be mapped for a peer only if an administrator
 // allows it: nodes, Services, API servers and endpoints of other peers. It is empty for any other
 // endpoint.
-func (b Book) Guarded(ip netip.Addr) string {
+func (b State) Guarded(ip netip.Addr) string {
 	switch {
 	case b.IsNode(ip):
 		return "is an address of a node"
@@ -86,13 +86,13 @@ func (b Book) Guarded(ip netip.Addr) string {
 }
 
 // IsNode reports whether a node or an API server has the address.
-func (b Book) IsNode(ip netip.Addr) bool {
+func (b State) IsNode(ip netip.Addr) bool {
 	_, node := slices.BinarySearchFunc(b.own.Nodes, ip, netip.Addr.Compare)
 	return node
 }
 
 // ServicesAt returns the network of our Services that has the address; the zero value when there is none.
-func (b Book) ServicesAt(ip netip.Addr) netip.Prefix {
+func (b State) ServicesAt(ip netip.Addr) netip.Prefix {
 	for _, network := range append([]netip.Prefix{b.own.ServiceCIDR}, b.own.Services...) {
 		if network.Contains(ip) {
 			return network
@@ -103,7 +103,7 @@ func (b Book) ServicesAt(ip netip.Addr) netip.Prefix {
 
 // PeerAt returns the peer that has the address in one of its networks, and that network; empty when
 // there is none.
-func (b Book) PeerAt(ip netip.Addr) (id string, network netip.Prefix) {
+func (b State) PeerAt(ip netip.Addr) (id string, network netip.Prefix) {
 	for id, p := range b.peers {
 		for _, network := range []netip.Prefix{p.Pod, p.External} {
 			if network.Contains(ip) {
@@ -115,10 +115,10 @@ func (b Book) PeerAt(ip netip.Addr) (id string, network netip.Prefix) {
 }
 
 // RestoreEndpoint maps the endpoint so that the peer reaches it by the address seen, which the peer
-// already uses, in its network for our ExternalCIDR. It serves to rebuild lost IPAM state. The Book
+// already uses, in its network for our ExternalCIDR. It serves to rebuild lost IPAM state. The State
 // is unchanged if the endpoint has another address here, or if that address belongs to another
 // endpoint.
-func (b Book) RestoreEndpoint(id string, ip, seen netip.Addr) Book {
+func (b State) RestoreEndpoint(id string, ip, seen netip.Addr) State {
 	p := b.peers[id]
 	if p == nil || !p.externalSeen.Contains(seen) || b.checkEndpoint(ip) != nil || ip.BitLen() != seen.BitLen() || len(b.endpoints) >= MaxEndpoints-1 {
 		return b
@@ -132,7 +132,7 @@ func (b Book) RestoreEndpoint(id string, ip, seen netip.Addr) Book {
 
 // mapTo lets the peer have the endpoint at the address of our ExternalCIDR that is free or this
 // endpoint's.
-func (b Book) mapTo(id string, ip, addr netip.Addr) Book {
+func (b State) mapTo(id string, ip, addr netip.Addr) State {
 	p := *b.peers[id]
 	if _, mapped := p.endpoints[ip]; mapped {
 		return b
@@ -154,7 +154,7 @@ func (b Book) mapTo(id string, ip, addr netip.Addr) Book {
 
 // UnmapEndpoint undoes MapEndpoint for one peer. When it was the last one, the address is free for
 // another endpoint at once. What is not mapped, and the gateway's own address, stay as they are.
-func (b Book) UnmapEndpoint(id string, ip netip.Addr) Book {
+func (b State) UnmapEndpoint(id string, ip netip.Addr) State {
 	p := b.peers[id]
 	if p == nil {
 		return b
@@ -171,7 +171,7 @@ func (b Book) UnmapEndpoint(id string, ip netip.Addr) Book {
 }
 
 // unmapAll takes the peer off all endpoints. The peer itself is not changed.
-func (b Book) unmapAll(p *account) Book {
+func (b State) unmapAll(p *account) State {
 	if len(p.endpoints) == 0 {
 		return b
 	}
@@ -183,7 +183,7 @@ func (b Book) unmapAll(p *account) Book {
 }
 
 // drop takes one peer off an endpoint in a map that is b's alone.
-func (b *Book) drop(ip netip.Addr) {
+func (b *State) drop(ip netip.Addr) {
 	e := *b.endpoints[ip]
 	if e.peers--; e.peers > 0 {
 		b.endpoints[ip] = &e
@@ -194,7 +194,7 @@ func (b *Book) drop(ip netip.Addr) {
 }
 
 // HomePodIP returns how we see the pod of the peer that has the address ip there.
-func (b Book) HomePodIP(id string, ip netip.Addr) (netip.Addr, error) {
+func (b State) HomePodIP(id string, ip netip.Addr) (netip.Addr, error) {
 	grant, ok := b.GrantOf(id)
 	switch {
 	case !ok:
@@ -207,7 +207,7 @@ func (b Book) HomePodIP(id string, ip netip.Addr) (netip.Addr, error) {
 
 // NatMapping returns what the NatMapping of the peer has to say. It is false until the peer has
 // both claimed its networks and answered.
-func (b Book) NatMapping(id string) (v1alpha1.NatMappingSpec, bool) {
+func (b State) NatMapping(id string) (v1alpha1.NatMappingSpec, bool) {
 	p := b.peers[id]
 	if p == nil || !p.Pod.IsValid() || !p.externalSeen.IsValid() {
 		return v1alpha1.NatMappingSpec{}, false
@@ -226,7 +226,7 @@ func (b Book) NatMapping(id string) (v1alpha1.NatMappingSpec, bool) {
 }
 
 // checkEndpoint says what is wrong with an endpoint that is to be mapped.
-func (b *Book) checkEndpoint(ip netip.Addr) error {
+func (b *State) checkEndpoint(ip netip.Addr) error {
 	const want = "want an address that is reachable from our pod network"
 	switch {
 	case !ip.IsValid() || ip.Zone() != "" || ip.Is4In6():

@@ -13,15 +13,15 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// joined is a Book with a peer that sees our networks under those two.
-func joined(t *testing.T, c Config, pod, external string) Book {
+// joined is a State with a peer that sees our networks under those two.
+func joined(t *testing.T, c Config, pod, external string) State {
 	t.Helper()
 	b, _ := grant(t, configured(t, c), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	b = b.Answered("b", pfx(pod), pfx(external))
 	return b
 }
 
-func mapped(t *testing.T, b Book, id, ip, want string) Book {
+func mapped(t *testing.T, b State, id, ip, want string) State {
 	t.Helper()
 	b, got, err := b.MapEndpoint(id, addr(ip))
 	if err != nil || got != addr(want) {

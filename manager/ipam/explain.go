@@ -16,7 +16,7 @@ type Standing struct {
 
 // Explain returns the networks that a peer has, or would have with consent, for its request, pods
 // first, each with the reason. The error is Grant's. It allocates nothing.
-func (b Book) Explain(c Request) (both [2]Standing, err error) {
+func (b State) Explain(c Request) (both [2]Standing, err error) {
 	c.Consented = true
 	next, got, err := b.Grant(c)
 	if err != nil {
@@ -37,7 +37,7 @@ const givenBefore = "another network was given before"
 
 // why says why a claim is what it is here. b is without the networks of the peer itself. What was
 // given out stays, whatever changes afterwards, so the reason of then may be none by now.
-func (b *Book) why(c Request, field string, claim, here, want netip.Prefix) string {
+func (b *State) why(c Request, field string, claim, here, want netip.Prefix) string {
 	forbidden, overlaps := outside(claim, c.Allowed), ""
 	if !b.free(claim) {
 		by := b.holder(claim, "")

@@ -16,7 +16,7 @@ type former struct {
 }
 
 // remember notes what a peer had. In formers, which nobody changes, the latest is the last.
-func (b *Book) remember(id string, g Grant) {
+func (b *State) remember(id string, g Grant) {
 	if !g.Pod.IsValid() {
 		return
 	}
@@ -28,7 +28,7 @@ func (b *Book) remember(id string, g Grant) {
 }
 
 // forget takes the note away.
-func (b *Book) forget(id string) {
+func (b *State) forget(id string) {
 	for i, f := range b.formers {
 		if f.ID == id {
 			b.formers = slices.Delete(slices.Clone(b.formers), i, i+1)
@@ -38,7 +38,7 @@ func (b *Book) forget(id string) {
 }
 
 // FormerOf returns what a peer had here when it left, while it is away.
-func (b Book) FormerOf(id string) (Grant, bool) {
+func (b State) FormerOf(id string) (Grant, bool) {
 	for _, f := range b.formers {
 		if f.ID == id {
 			return Grant{f.Pod, f.Ext}, true

@@ -28,8 +28,8 @@ func TestAPeerThatComesBackHasItsNetworksAgain(t *testing.T) {
 	}
 }
 
-// restarted is the Book after a restart, of the NetworkAllocations.
-func restarted(t testing.TB, b Book) Book {
+// restarted is the State after a restart, of the NetworkAllocations.
+func restarted(t testing.TB, b State) State {
 	t.Helper()
 	networks := b.own.Networks()
 	own, err := ConfigFrom(&networks)
@@ -150,7 +150,7 @@ func TestLeftIsHowManyMoreGetNetworks(t *testing.T) {
 			t.Errorf("%v: nobody gets anything, and %v are left by Left", c.PodCIDR, b.Left())
 		}
 	}
-	if n := (Book{}).Left(); n != 0 {
+	if n := (State{}).Left(); n != 0 {
 		t.Errorf("%v are left of nothing", n)
 	}
 }

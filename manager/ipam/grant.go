@@ -65,7 +65,7 @@ func contains(n, p netip.Prefix) bool {
 type Grant struct{ Pod, External netip.Prefix }
 
 // GrantOf returns the networks of the peer; false: it has none, or has left.
-func (b Book) GrantOf(id string) (Grant, bool) {
+func (b State) GrantOf(id string) (Grant, bool) {
 	if p := b.peers[id]; p != nil && p.Pod.IsValid() && p.released.IsZero() {
 		return p.Grant, true
 	}
@@ -73,7 +73,7 @@ func (b Book) GrantOf(id string) (Grant, bool) {
 }
 
 // UsedForAnother reports whether addr is inside a network that some peer other than id has here.
-func (b Book) UsedForAnother(id string, addr netip.Addr) bool {
+func (b State) UsedForAnother(id string, addr netip.Addr) bool {
 	for other, p := range b.peers {
 		if other != id && (p.Pod.Contains(addr) || p.External.Contains(addr)) {
 			return true
@@ -82,12 +82,12 @@ func (b Book) UsedForAnother(id string, addr netip.Addr) bool {
 	return slices.ContainsFunc(b.replaced, func(r replaced) bool { return r.id != id && r.network.Contains(addr) })
 }
 
-// Grant allocates the peer its two networks, or none: the error is a *fabric.Refusal, and the Book
+// Grant allocates the peer its two networks, or none: the error is a *fabric.Refusal, and the State
 // is unchanged. A returning peer gets its former networks as far as they are free and permitted.
 // Its current networks stay if they have the claim's family and length and no override demands
 // others, even if the claim has changed, because both sides use them. A network that is held for
 // another peer is not free; one that is held for this peer is.
-func (b Book) Grant(c Request) (Book, Grant, error) {
+func (b State) Grant(c Request) (State, Grant, error) {
 	held, at := b, c.Now
 	if p := b.peers[c.ID]; p != nil && !p.released.IsZero() {
 		at = p.released
@@ -107,7 +107,7 @@ func (b Book) Grant(c Request) (Book, Grant, error) {
 }
 
 // grant is Grant for a peer that has not left.
-func (b Book) grant(c Request) (Book, Grant, error) {
+func (b State) grant(c Request) (State, Grant, error) {
 	old := b.peers[c.ID]
 	if old == nil {
 		old = new(account)
@@ -153,7 +153,7 @@ func (b Book) grant(c Request) (Book, Grant, error) {
 	p.Grant = Grant{Pod: asks[0].got, External: asks[1].got} // for messages; nobody else has it yet
 	changed = changed.withPeer(c.ID, &p)
 	changed.forget(c.ID)
-	for _, place := range []func(*Book, *ask) *fabric.Refusal{(*Book).placeWanted, (*Book).placeBefore, (*Book).placeAny} {
+	for _, place := range []func(*State, *ask) *fabric.Refusal{(*State).placeWanted, (*State).placeBefore, (*State).placeAny} {
 		for i := range asks {
 			if asks[i].got.IsValid() {
 				continue
@@ -195,9 +195,9 @@ func (a *ask) needsConsent() bool {
 }
 
 // isOurs reports whether what a peer is said to have overlaps a network of this cluster, by an edit
-// of the books or because the cluster has changed. It cannot stay, so that nothing waits for
+// of the IPAM state or because the cluster has changed. It cannot stay, so that nothing waits for
 // consent to another one.
-func (b *Book) isOurs(had netip.Prefix) bool {
+func (b *State) isOurs(had netip.Prefix) bool {
 	return had.Overlaps(b.own.PodCIDR) || had.Overlaps(b.own.ServiceCIDR) || had.Overlaps(b.own.ExternalCIDR)
 }
 
@@ -212,7 +212,7 @@ func (a *ask) stays() bool {
 }
 
 // placeWanted puts the network where it has to be, if that is said.
-func (b *Book) placeWanted(a *ask) *fabric.Refusal {
+func (b *State) placeWanted(a *ask) *fabric.Refusal {
 	if !a.want.IsValid() {
 		return nil
 	}
@@ -226,7 +226,7 @@ func (b *Book) placeWanted(a *ask) *fabric.Refusal {
 
 // placeBefore puts the network of a peer that comes back where it was. A Liqo that answered to that
 // keeps to it.
-func (b *Book) placeBefore(a *ask) *fabric.Refusal {
+func (b *State) placeBefore(a *ask) *fabric.Refusal {
 	asItIs := a.before == a.claim
 	if a.before.IsValid() && fits(a.before, a.claim) && b.free(a.before) && !(asItIs && (a.remap || a.outside != "")) {
 		a.got = a.before
@@ -236,14 +236,14 @@ func (b *Book) placeBefore(a *ask) *fabric.Refusal {
 
 // inTheWay is holder for a refusal, which the refused peer reads: who our other peers are is none
 // of its business.
-func (b *Book) inTheWay(p netip.Prefix) (name string, prefix netip.Prefix) {
+func (b *State) inTheWay(p netip.Prefix) (name string, prefix netip.Prefix) {
 	by := b.holder(p, "")
 	return by.name + by.anonymous, by.prefix
 }
 
 // placeAny leaves the network where it is if that is free and permitted, or allocates one. A
 // network as large as a pool is moved if possible: it would leave nothing to allocate from.
-func (b *Book) placeAny(a *ask) *fabric.Refusal {
+func (b *State) placeAny(a *ask) *fabric.Refusal {
 	asItIs := b.free(a.claim) && !a.remap && a.outside == ""
 	if asItIs && !b.coversPool(a.claim) {
 		a.got = a.claim
@@ -269,12 +269,12 @@ func (b *Book) placeAny(a *ask) *fabric.Refusal {
 	return nil
 }
 
-func (b *Book) free(p netip.Prefix) bool {
+func (b *State) free(p netip.Prefix) bool {
 	return !b.taken.overlaps(p) && !b.nodes.overlaps(p) && !slices.ContainsFunc(b.replaced, func(r replaced) bool { return r.network.Overlaps(p) })
 }
 
 // barred returns the networks, besides the taken ones, that no peer gets. They do not split free blocks.
-func (b *Book) barred() tree {
+func (b *State) barred() tree {
 	barred := b.nodes
 	for _, r := range b.replaced {
 		barred = barred.with(r.network)
@@ -282,7 +282,7 @@ func (b *Book) barred() tree {
 	return barred
 }
 
-func (b *Book) coversPool(p netip.Prefix) bool {
+func (b *State) coversPool(p netip.Prefix) bool {
 	for _, pool := range b.own.Pools {
 		if p.Overlaps(pool) && p.Bits() <= pool.Bits() {
 			return true
@@ -293,7 +293,7 @@ func (b *Book) coversPool(p netip.Prefix) bool {
 
 // allocate finds a free network of the family and length of p in the pools, another one than p, and
 // one that no former peer had if there is any.
-func (b *Book) allocate(p netip.Prefix) (netip.Prefix, bool) {
+func (b *State) allocate(p netip.Prefix) (netip.Prefix, bool) {
 	taken := b.taken
 	if b.free(p) {
 		taken = taken.with(p)

@@ -30,9 +30,9 @@ func ours() Config {
 	return Config{PodCIDR: pfx("10.244.0.0/16"), ServiceCIDR: pfx("10.96.0.0/12"), ExternalCIDR: pfx("10.245.0.0/16")}
 }
 
-func configured(t *testing.T, c Config) Book {
+func configured(t *testing.T, c Config) State {
 	t.Helper()
-	b, conflicts := Book{}.Configure(c)
+	b, conflicts := State{}.Configure(c)
 	if len(conflicts) > 0 {
 		t.Fatalf("%+v: conflicts: %v", c, conflicts)
 	}
@@ -46,7 +46,7 @@ func claim(id, pod, external string) Request {
 
 var everywhere = []netip.Prefix{pfx("0.0.0.0/0"), pfx("::/0")}
 
-func grant(t *testing.T, b Book, c Request) (Book, Grant) {
+func grant(t *testing.T, b State, c Request) (State, Grant) {
 	t.Helper()
 	b, g, err := b.Grant(c)
 	if err != nil {
@@ -236,7 +236,7 @@ func TestExhaustionIsARefusalAndEndsWithARelease(t *testing.T) {
 }
 
 // The API server takes requests of 3 MiB, and etcd values of 1.5 MiB.
-func TestABookHasAsManyPeersAsItsObjectMayHave(t *testing.T) {
+func TestAStateHasAsManyPeersAsItsObjectMayHave(t *testing.T) {
 	full := configured(t, ours()).Spec()
 	for i := range MaxPeers {
 		network := func(first byte) string { return fmt.Sprintf("%d.%d.%d.0/24", first, i>>8, i&0xff) }
@@ -320,11 +320,11 @@ func TestExternalCIDRIsChosenAnewOnlyWhileNobodyKnowsIt(t *testing.T) {
 	if next, _ := b.Configure(Config{PodCIDR: pfx("10.244.0.0/18")}); next.Own().ExternalCIDR != pfx("10.245.0.0/16") {
 		t.Errorf("it is in nobody's way, and has become %v", next.Own().ExternalCIDR)
 	}
-	none, conflicts := Book{}.Configure(Config{PodCIDR: pfx("fd00::/48")})
+	none, conflicts := State{}.Configure(Config{PodCIDR: pfx("fd00::/48")})
 	if none.Own().ExternalCIDR.IsValid() || len(conflicts) != 1 || !strings.Contains(conflicts[0].String(), "no ExternalCIDR: no /48 is free") {
 		t.Errorf("no IPv6 pool: %v, %v", none.Own(), conflicts)
 	}
-	if early, conflicts := (Book{}).Configure(Config{}); len(conflicts) > 0 || early.Own().ExternalCIDR.IsValid() {
+	if early, conflicts := (State{}).Configure(Config{}); len(conflicts) > 0 || early.Own().ExternalCIDR.IsValid() {
 		t.Errorf("nothing known: %v", conflicts)
 	}
 }
@@ -336,12 +336,12 @@ func TestOrderOfWhatIsTrueAtOnceDoesNotMatter(t *testing.T) {
 		c.Reserved = append(c.Reserved, randNetwork(rng, 24))
 		c.Nodes = append(c.Nodes, netip.AddrFrom4([4]byte{10, byte(rng.Uint32()), 1, 1}))
 	}
-	b, _ := Book{}.Configure(c)
+	b, _ := State{}.Configure(c)
 	rng.Shuffle(20, func(i, j int) {
 		c.Reserved[i], c.Reserved[j] = c.Reserved[j], c.Reserved[i]
 		c.Nodes[i], c.Nodes[j] = c.Nodes[j], c.Nodes[i]
 	})
-	if other, _ := (Book{}).Configure(c); !same(b, other) {
+	if other, _ := (State{}).Configure(c); !same(b, other) {
 		t.Error("the order of reserved networks or nodes shows")
 	}
 	three := []Request{claim("b", "10.244.0.0/16", "10.245.0.0/16"), claim("c", "10.244.0.0/20", "10.9.0.0/24"), claim("d", "100.64.0.0/11", "10.10.0.0/16")}
@@ -354,39 +354,39 @@ func TestOrderOfWhatIsTrueAtOnceDoesNotMatter(t *testing.T) {
 	}
 }
 
-// A random walk through everything that can happen to a Book.
-func TestWhateverHappensABookStaysSound(t *testing.T) {
+// A random walk through everything that can happen to a State.
+func TestAStateStaysSoundWhateverHappens(t *testing.T) {
 	for seed := range uint64(8) {
 		rng := rand.New(rand.NewPCG(seed, 2))
 		config := randConfig(rng, 24)
-		b, _ := Book{}.Configure(config)
-		var replay func(Book) Book
+		b, _ := State{}.Configure(config)
+		var replay func(State) State
 		for range 150 {
 			id := fmt.Sprint("peer-", rng.IntN(12))
 			ip := netip.AddrFrom4([4]byte{198, 18, 0, byte(rng.IntN(40))})
 			before, spec := b, b.Spec()
 			switch rng.IntN(10) {
 			case 0:
-				replay = func(b Book) Book { return b.Release(id) }
+				replay = func(b State) State { return b.Release(id) }
 			case 1:
 				next := randConfig(rng, 24)
-				replay = func(b Book) Book { b, _ = b.Configure(next); return b }
+				replay = func(b State) State { b, _ = b.Configure(next); return b }
 			case 2, 3:
 				pod, external := randNetwork(rng, 24), randNetwork(rng, 24)
 				if own := b.own; rng.IntN(2) == 0 && own.PodCIDR.IsValid() && own.ExternalCIDR.IsValid() {
 					pod, external = netip.PrefixFrom(pod.Addr(), own.PodCIDR.Bits()).Masked(), netip.PrefixFrom(external.Addr(), own.ExternalCIDR.Bits()).Masked()
 				}
-				replay = func(b Book) Book { return b.Answered(id, pod, external) }
+				replay = func(b State) State { return b.Answered(id, pod, external) }
 			case 4, 5:
-				replay = func(b Book) Book { b, _, _ = b.MapEndpoint(id, ip); return b }
+				replay = func(b State) State { b, _, _ = b.MapEndpoint(id, ip); return b }
 			case 6:
-				replay = func(b Book) Book { return b.UnmapEndpoint(id, ip) }
+				replay = func(b State) State { return b.UnmapEndpoint(id, ip) }
 			default:
 				c := Request{ID: id, Pod: randNetwork(rng, 24), External: randNetwork(rng, 24)}
 				if rng.IntN(5) == 0 {
 					c.WantPod = netip.PrefixFrom(randNetwork(rng, 24).Addr(), c.Pod.Bits()).Masked()
 				}
-				replay = func(b Book) Book {
+				replay = func(b State) State {
 					had, _ := b.GrantOf(c.ID)
 					next, g, err := b.Grant(c)
 					if err == nil && g != had {
@@ -400,7 +400,7 @@ func TestWhateverHappensABookStaysSound(t *testing.T) {
 				t.Fatalf("seed %d: the same question has two answers", seed)
 			}
 			if !reflect.DeepEqual(before.Spec(), spec) {
-				t.Fatalf("seed %d: an older Book changed", seed)
+				t.Fatalf("seed %d: an older State changed", seed)
 			}
 			sound(t, b)
 			if have, want := Delta(before, b); reflect.DeepEqual(have, want) != reflect.DeepEqual(spec, b.Spec()) || len(want.ClusterSubnets) > len(b.peers) {
@@ -414,7 +414,7 @@ func TestWhateverHappensABookStaysSound(t *testing.T) {
 }
 
 // granted checks what was newly given against everything else, one by one.
-func granted(t *testing.T, b Book, c Request, had, got Grant) {
+func granted(t *testing.T, b State, c Request, had, got Grant) {
 	t.Helper()
 	if got.Pod.Bits() != c.Pod.Bits() || got.External.Bits() != c.External.Bits() || got.Pod.Overlaps(got.External) {
 		t.Errorf("%+v got %v", c, got)
@@ -436,8 +436,8 @@ func granted(t *testing.T, b Book, c Request, had, got Grant) {
 	}
 }
 
-// sound checks the Book by its text, and that its text is the whole Book.
-func sound(t *testing.T, b Book) {
+// sound checks the State by its text, and that its text is the whole State.
+func sound(t *testing.T, b State) {
 	t.Helper()
 	spec := b.Spec()
 	back, err := Read(&spec)
@@ -450,7 +450,7 @@ func sound(t *testing.T, b Book) {
 	if again := restarted(t, b); true {
 		again.own.Nodes, again.own.Reached = b.own.Nodes, b.own.Reached
 		if again.fill(); !same(b, again) || !reflect.DeepEqual(b.Clusters(), again.Clusters()) {
-			t.Errorf("FromAllocations makes another Book:\n%+v\n%+v", spec, again.Spec())
+			t.Errorf("FromAllocations makes another State:\n%+v\n%+v", spec, again.Spec())
 		}
 		for _, id := range b.Clusters() {
 			if !reflect.DeepEqual(b.Allocation(id), again.Allocation(id)) {
@@ -459,7 +459,7 @@ func sound(t *testing.T, b Book) {
 		}
 	}
 	if !same(b, back) {
-		t.Errorf("Read(Spec(b)) is another Book:\n%+v\n%+v", spec, back.Spec())
+		t.Errorf("Read(Spec(b)) is another State:\n%+v\n%+v", spec, back.Spec())
 	}
 	for _, id := range b.Peers() {
 		nm, ok := b.NatMapping(id)
@@ -477,7 +477,7 @@ func sound(t *testing.T, b Book) {
 }
 
 // same compares everything, down to the shape of the trees, which follows from what is in them.
-func same(a, b Book) bool {
+func same(a, b State) bool {
 	if !reflect.DeepEqual(a.Spec(), b.Spec()) || !slices.Equal(a.own.Nodes, b.own.Nodes) {
 		return false
 	}
@@ -509,7 +509,7 @@ func TestChangedNamesThosePeersOnly(t *testing.T) {
 }
 
 func TestConflictsOfAPeerThatHasNothingAreNone(t *testing.T) {
-	if got := (Book{}).ConflictsOf("nobody"); got != nil {
+	if got := (State{}).ConflictsOf("nobody"); got != nil {
 		t.Errorf("%v", got)
 	}
 }

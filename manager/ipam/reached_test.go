@@ -16,7 +16,7 @@ func TestGrantsAreClearOfWhatNodesReach(t *testing.T) {
 		for range 1 + rng.IntN(12) {
 			c.Reached = append(c.Reached, Reached{Prefix: randNetwork(rng, 32), Node: "n1"})
 		}
-		b, _ := Book{}.Configure(c)
+		b, _ := State{}.Configure(c)
 		if !b.Own().ExternalCIDR.IsValid() || slices.ContainsFunc(c.Reached, func(r Reached) bool { return r.Prefix.Overlaps(b.Own().ExternalCIDR) }) {
 			t.Fatalf("ExternalCIDR %v beside %v", b.Own().ExternalCIDR, c.Reached)
 		}

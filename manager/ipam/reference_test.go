@@ -78,7 +78,7 @@ func TestGrantIsWhatTheSlowReferenceSays(t *testing.T) {
 		rng := rand.New(rand.NewPCG(seed, 1))
 		c := randConfig(rng, unit)
 		c.ExternalCIDR = randNetwork(rng, unit)
-		b, _ := Book{}.Configure(c)
+		b, _ := State{}.Configure(c)
 		ids := []string{}
 		for step := range 40 {
 			if len(ids) > 0 && rng.IntN(4) == 0 { // holes, so that best fit has something to choose
@@ -108,8 +108,8 @@ func TestGrantIsWhatTheSlowReferenceSays(t *testing.T) {
 	}
 }
 
-// takenBy is read from the Book's data, not from its tree.
-func takenBy(b Book) []netip.Prefix {
+// takenBy is read from the State's data, not from its tree.
+func takenBy(b State) []netip.Prefix {
 	taken := append([]netip.Prefix{b.own.PodCIDR, b.own.ServiceCIDR, b.own.ExternalCIDR}, b.own.Reserved...)
 	for _, s := range []string{"0.0.0.0/8", "127.0.0.0/8", "169.254.0.0/16", "224.0.0.0/4", "255.255.192.0/18"} {
 		taken = append(taken, pfx(s))

@@ -38,7 +38,7 @@ func (r replaced) compare(other replaced) int {
 // and no other peer gets them. The peer's answer and the endpoints that were mapped for it alone are
 // forgotten. A peer that has left, or has no networks, is as good as parted. Networks that Yield names are
 // not held.
-func (b Book) Part(id string, now time.Time) Book {
+func (b State) Part(id string, now time.Time) State {
 	p := b.peers[id]
 	switch {
 	case p == nil || !p.released.IsZero():
@@ -55,17 +55,17 @@ func (b Book) Part(id string, now time.Time) Book {
 
 // Yield ends the hold of each network that overlaps something of this cluster: one of our networks,
 // a reserved one, a node or an API server. Nodes that kept refusing such a network would cut off
-// our own hosts. It returns the networks whose hold ended; if there are none, the Book is
+// our own hosts. It returns the networks whose hold ended; if there are none, the State is
 // unchanged.
 //
 // Networks that nodes merely reach do not count: they are foreign, and may even lead to a former
 // peer. The other network of a former peer stays held. If there is no room for it, both stay held.
-func (b Book) Yield() (next Book, ended []netip.Prefix) {
+func (b State) Yield() (next State, ended []netip.Prefix) {
 	return b.EndHolds(func(_ string, p netip.Prefix) bool { return b.inOurWay(p) })
 }
 
 // EndHolds ends the hold of those networks of peers of which over says so, as Yield does, and returns them.
-func (b Book) EndHolds(over func(id string, p netip.Prefix) bool) (next Book, ended []netip.Prefix) {
+func (b State) EndHolds(over func(id string, p netip.Prefix) bool) (next State, ended []netip.Prefix) {
 	next = b
 	next.replaced = nil
 	for _, r := range b.replaced {
@@ -102,7 +102,7 @@ func (b Book) EndHolds(over func(id string, p netip.Prefix) bool) (next Book, en
 }
 
 // inOurWay reports whether something of this cluster lies in p.
-func (b *Book) inOurWay(p netip.Prefix) bool {
+func (b *State) inOurWay(p netip.Prefix) bool {
 	if b.isOurs(p) || slices.ContainsFunc(b.own.Reserved, p.Overlaps) {
 		return true
 	}
@@ -115,7 +115,7 @@ func stored(t time.Time) time.Time { return t.UTC().Truncate(time.Second) }
 
 // hold notes which networks a peer gives up that gets others: they are held since then. What it has again
 // is not held any more.
-func (b *Book) hold(id string, now, had Grant, at time.Time) {
+func (b *State) hold(id string, now, had Grant, at time.Time) {
 	again := func(p netip.Prefix) bool { return contains(now.Pod, p) || contains(now.External, p) }
 	var kept []replaced
 	for _, r := range b.replaced {
@@ -134,10 +134,10 @@ func (b *Book) hold(id string, now, had Grant, at time.Time) {
 	}
 }
 
-// Regain holds networks for a peer that nodes refuse and of which the Book knows nothing, as if it had
+// Regain holds networks for a peer that nodes refuse and of which the State knows nothing, as if it had
 // released them now. Of a peer that is not known the first two are those that it had, which it has again
 // when it comes back. left are networks that something else lies in, or for which there is no room.
-func (b Book) Regain(id string, networks []netip.Prefix, now time.Time) (next Book, left []netip.Prefix) {
+func (b State) Regain(id string, networks []netip.Prefix, now time.Time) (next State, left []netip.Prefix) {
 	next = b
 	if b.peers[id] == nil && len(networks) > 1 {
 		pod, external := networks[0], networks[1]
@@ -160,7 +160,7 @@ func (b Book) Regain(id string, networks []netip.Prefix, now time.Time) (next Bo
 }
 
 // full reports whether no further network can be held for a peer.
-func (b *Book) full(id string) bool {
+func (b *State) full(id string) bool {
 	ofOne := 0
 	for _, r := range b.replaced {
 		if r.id == id {
@@ -171,7 +171,7 @@ func (b *Book) full(id string) bool {
 }
 
 // overlapsAnother reports whether p overlaps a network of another peer than id, also a held one.
-func (b *Book) overlapsAnother(id string, p netip.Prefix) bool {
+func (b *State) overlapsAnother(id string, p netip.Prefix) bool {
 	for other, a := range b.peers {
 		if other != id && (a.Pod.Overlaps(p) || a.External.Overlaps(p)) {
 			return true
@@ -181,7 +181,7 @@ func (b *Book) overlapsAnother(id string, p netip.Prefix) bool {
 }
 
 // tooManyHeld refuses a change by which more is held for a peer than was before, beyond the bounds.
-func (b *Book) tooManyHeld(id string, before []replaced) *fabric.Refusal {
+func (b *State) tooManyHeld(id string, before []replaced) *fabric.Refusal {
 	others := func(r replaced) bool { return r.id != id }
 	ofOne := slices.DeleteFunc(slices.Clone(b.replaced), others)
 	full := b.replaced // the first is free first
@@ -196,7 +196,7 @@ func (b *Book) tooManyHeld(id string, before []replaced) *fabric.Refusal {
 }
 
 // NetworksOf returns the networks of a peer that nodes refuse outside of a tunnel: present and held ones.
-func (b Book) NetworksOf(id string) (all []netip.Prefix) {
+func (b State) NetworksOf(id string) (all []netip.Prefix) {
 	if p := b.peers[id]; p != nil && p.Pod.IsValid() {
 		all = append(all, p.Pod, p.External)
 	}
@@ -209,18 +209,18 @@ func (b Book) NetworksOf(id string) (all []netip.Prefix) {
 }
 
 // ReleasedAt returns when a peer left whose networks are held; zero: no such peer.
-func (b Book) ReleasedAt(id string) time.Time {
+func (b State) ReleasedAt(id string) time.Time {
 	if p := b.peers[id]; p != nil {
 		return p.released
 	}
 	return time.Time{}
 }
 
-// Age brings the Book to a time: holds end that have lasted long enough, or as Yield says, and peers that no
+// Age brings the State to a time: holds end that have lasted long enough, or as Yield says, and peers that no
 // object has named for UnusedGrace are released, whose IDs it returns. named says which peers some object names.
 //
 // A recorded time in the future comes from a wrong clock and counts as now.
-func (b Book) Age(now time.Time, named func(id string) bool) (next Book, abandoned []string) {
+func (b State) Age(now time.Time, named func(id string) bool) (next State, abandoned []string) {
 	now = stored(now)
 	next = b
 	for _, id := range b.Peers() {
@@ -268,7 +268,7 @@ func heldObstacle(id string, network netip.Prefix, at time.Time) obstacle {
 func until(released time.Time) string { return released.Add(fabric.ReleaseHold).Format(time.RFC3339) }
 
 // freeSoon names the held network that becomes free first and would fit the claim; empty: none.
-func (b *Book) freeSoon(claim netip.Prefix) string {
+func (b *State) freeSoon(claim netip.Prefix) string {
 	var first replaced
 	held, now := 0, b.replaced
 	for id, p := range b.peers {

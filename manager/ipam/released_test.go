@@ -154,11 +154,11 @@ func TestNetworksInWhichSomethingOfOursLiesAreNotHeld(t *testing.T) {
 		other := claim("b", "10.60.0.0/16", "10.51.0.0/16")
 		other.WantPod, other.Now = pfx("10.60.0.0/16"), noon
 		moved, _ := grant(t, peered, other)
-		for when, b := range map[string]Book{"it has others": moved, "it left": peered.Part("b", noon)} {
+		for when, b := range map[string]State{"it has others": moved, "it left": peered.Part("b", noon)} {
 			changed, _ := b.Configure(c)
-			for _, next := range []func() Book{
-				func() Book { b, _ := changed.Yield(); return b },
-				func() Book { b, _ := changed.Age(noon, func(string) bool { return true }); return b },
+			for _, next := range []func() State{
+				func() State { b, _ := changed.Yield(); return b },
+				func() State { b, _ := changed.Age(noon, func(string) bool { return true }); return b },
 			} {
 				if b := next(); slices.Contains(b.NetworksOf("b"), had.Pod) || !takesBack(b, changed) {
 					t.Errorf("%s, %s: nodes refuse %v", name, when, b.NetworksOf("b"))
@@ -362,7 +362,7 @@ func TestNoAddressIsAllocatedToAnotherClusterWithinADay(t *testing.T) {
 	}
 }
 
-// What nodes refuse for a peer and the Book has lost is held for it, also beside a part of it that the peer has.
+// What nodes refuse for a peer and the State has lost is held for it, also beside a part of it that the peer has.
 // What is another's, or ours, is not.
 func TestLostNetworksAreHeldForTheirPeer(t *testing.T) {
 	b, _ := grant(t, configured(t, ours()), claim("b", "10.66.0.0/17", "10.67.0.0/20"))
@@ -387,7 +387,7 @@ func TestLostNetworksAreHeldForTheirPeer(t *testing.T) {
 }
 
 // takesBack reports whether nodes may stop refusing a network of a peer that they had to refuse before.
-func takesBack(is, since Book) bool {
+func takesBack(is, since State) bool {
 	return slices.ContainsFunc(is.Changed(since), func(id string) bool {
 		now := is.NetworksOf(id)
 		return slices.ContainsFunc(since.NetworksOf(id), func(was netip.Prefix) bool { return !slices.Contains(now, was) })

@@ -11,22 +11,22 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// Spec returns the Book, except its nodes, in Liqo's format. Fields are never nil. Liqo's prefixes
+// Spec returns the State, except its nodes, in Liqo's format. Fields are never nil. Liqo's prefixes
 // stay empty, because they follow from the other fields.
-func (b Book) Spec() v1alpha1.IpamStorageSpec {
+func (b State) Spec() v1alpha1.IpamStorageSpec {
 	return b.part(slices.Collect(maps.Keys(b.peers)), slices.Collect(maps.Keys(b.endpoints)))
 }
 
-// Delta returns the parts of the Specs of two Books that differ, and the little else that a
-// comparison needs. If one Book was made from the other by changing a few peers, the cost depends
+// Delta returns the parts of the Specs of two States that differ, and the little else that a
+// comparison needs. If one State was made from the other by changing a few peers, the cost depends
 // on these, not on all peers.
-func Delta(was, is Book) (have, want v1alpha1.IpamStorageSpec) {
+func Delta(was, is State) (have, want v1alpha1.IpamStorageSpec) {
 	if !was.own.sameNetworks(is.own) {
 		return was.Spec(), is.Spec()
 	}
 	ids, ips := is.Changed(was), make(map[netip.Addr]struct{})
 	for _, id := range ids {
-		for _, b := range []Book{was, is} {
+		for _, b := range []State{was, is} {
 			if p := b.peers[id]; p != nil {
 				for ip := range p.endpoints {
 					ips[ip] = struct{}{}
@@ -40,7 +40,7 @@ func Delta(was, is Book) (have, want v1alpha1.IpamStorageSpec) {
 
 // part is the Spec with no peers but those, and no endpoints but those, among which have to be all
 // of the peers.
-func (b Book) part(ids []string, ips []netip.Addr) v1alpha1.IpamStorageSpec {
+func (b State) part(ids []string, ips []netip.Addr) v1alpha1.IpamStorageSpec {
 	spec := v1alpha1.IpamStorageSpec{
 		Prefixes:              map[string][]byte{},
 		Pools:                 texts(b.own.Pools),
@@ -119,19 +119,19 @@ func nat(seen, own netip.Prefix) string {
 	return text(seen)
 }
 
-// Read makes a Book from the spec of an IpamStorage, as Liqo or Spec writes it. The error names the
+// Read makes a State from the spec of an IpamStorage, as Liqo or Spec writes it. The error names the
 // first invalid field, in the order of their names. Read ignores fields that follow from others:
 // prefixes, natMappingsConfigured, and the mappings of the gateway's own address. The spec has no
 // nodes, so the caller has to call Configure.
-func Read(spec *v1alpha1.IpamStorageSpec) (Book, error) {
+func Read(spec *v1alpha1.IpamStorageSpec) (State, error) {
 	if n := len(spec.ClusterSubnets); n > MaxPeers {
-		return Book{}, fmt.Errorf("spec.clusterSubnets: has %d peers; want at most %d", n, MaxPeers)
+		return State{}, fmt.Errorf("spec.clusterSubnets: has %d peers; want at most %d", n, MaxPeers)
 	}
 	if n := len(spec.EndpointMappings); n > MaxEndpoints {
-		return Book{}, fmt.Errorf("spec.endpointMappings: has %d endpoints; want at most %d", n, MaxEndpoints)
+		return State{}, fmt.Errorf("spec.endpointMappings: has %d endpoints; want at most %d", n, MaxEndpoints)
 	}
 	var (
-		b Book
+		b State
 		r reader
 	)
 	b.own.Pools = r.list("spec.pools", spec.Pools)
@@ -142,12 +142,12 @@ func Read(spec *v1alpha1.IpamStorageSpec) (Book, error) {
 	b.own.ServiceCIDR = r.optional("spec.serviceCIDR", spec.ServiceCIDR)
 	b.own.ExternalCIDR = r.optional("spec.externalCIDR", spec.ExternalCIDR)
 	if r.err != nil {
-		return Book{}, r.err
+		return State{}, r.err
 	}
 	b.peers = r.peers(spec.ClusterSubnets, &b.own)
 	b.endpoints = r.endpoints(spec.EndpointMappings, b.own.ExternalCIDR, b.peers)
 	if r.err != nil {
-		return Book{}, r.err
+		return State{}, r.err
 	}
 	b.fill()
 	b.readdress(b.own.ExternalCIDR, b.own.PodCIDR)
@@ -290,7 +290,7 @@ func (r *reader) endpoints(mappings map[string]v1alpha1.EndpointMapping, externa
 		case owners[addr] != "":
 			r.fail(field+".ExternalCIDROriginalIP", "%v is that of endpoint %s already; want one of its own", addr, owners[addr])
 		}
-		if err := (&Book{own: Config{ExternalCIDR: external}}).checkEndpoint(ip); err != nil {
+		if err := (&State{own: Config{ExternalCIDR: external}}).checkEndpoint(ip); err != nil {
 			r.fail(field, "%v", err)
 		}
 		if ip.BitLen() != external.Addr().BitLen() {

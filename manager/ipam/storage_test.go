@@ -66,9 +66,9 @@ func TestSpecIsReadableAndComplete(t *testing.T) {
 	if err != nil || string(text) != readable {
 		t.Errorf("got %v\n%s", err, text)
 	}
-	var zero Book
+	var zero State
 	if text, err = yaml.Marshal(zero.Spec()); err != nil || strings.Contains(string(text), "null") {
-		t.Errorf("the zero Book: %v\n%s", err, text)
+		t.Errorf("the zero State: %v\n%s", err, text)
 	}
 }
 
@@ -145,8 +145,8 @@ func TestReadNamesTheFieldThatMakesNoSense(t *testing.T) {
 		if err == nil || !strings.HasPrefix(err.Error(), tc.want) || len(err.Error()) > 500 {
 			t.Errorf("got %v, want %s...", err, tc.want)
 		}
-		if !reflect.DeepEqual(b, Book{}) {
-			t.Errorf("%v: half a Book", err)
+		if !reflect.DeepEqual(b, State{}) {
+			t.Errorf("%v: half a State", err)
 		}
 	}
 }
@@ -159,7 +159,7 @@ func readSpec(t testing.TB, text string) (spec v1alpha1.IpamStorageSpec) {
 	return spec
 }
 
-// Whatever a person makes of the object: it is refused or it is a sound Book.
+// Whatever a person makes of the object: it is refused or it is a sound State.
 func FuzzRead(f *testing.F) {
 	f.Add(readable)
 	f.Add(strings.ReplaceAll(readable, "10.24", "fd00::10.24"))

@@ -167,7 +167,7 @@ func TestWhoMappedMayUnmapAndNobodyElse(t *testing.T) {
 			unmap := func(k kubelet) error {
 				return k.call("UnmapEndpointIP", &UnmapRequest{ClusterID: id, Ip: "203.0.113.80"}, &UnmapResponse{})
 			}
-			isMapped := func() bool { return testStore.Book().Mapped(id, netip.MustParseAddr("203.0.113.80")) }
+			isMapped := func() bool { return testStore.State().Mapped(id, netip.MustParseAddr("203.0.113.80")) }
 			mapIt := func(k kubelet) {
 				t.Helper()
 				if err := k.call("MapEndpointIP", &MapRequest{ClusterID: id, Ip: "203.0.113.80"}, &MapResponse{}); err != nil {
@@ -206,7 +206,7 @@ func TestWhoMappedMayUnmapAfterARestartAndNobodyElse(t *testing.T) {
 	first := listen(t, Options{TLS: config})
 	dial(t, first, "127.0.0.1", servers.caller(one)).mapIP("india", "203.0.113.81", "10.201.7.2")
 
-	// Another process reads the books.
+	// Another process reads the IPAM state.
 	store := ipamstore.New(testClient, testClient, "us", slog.New(slog.DiscardHandler))
 	if err := store.Load(t.Context()); err != nil {
 		t.Fatal(err)
@@ -215,33 +215,33 @@ func TestWhoMappedMayUnmapAfterARestartAndNobodyElse(t *testing.T) {
 	unmap := func(shows tls.Certificate) error {
 		return dial(t, again, "127.0.0.1", servers.caller(shows)).call("UnmapEndpointIP", &UnmapRequest{ClusterID: "india", Ip: "203.0.113.81"}, &UnmapResponse{})
 	}
-	mapped := func() bool { return store.Book().Mapped("india", netip.MustParseAddr("203.0.113.81")) }
+	mapped := func() bool { return store.State().Mapped("india", netip.MustParseAddr("203.0.113.81")) }
 	if err := unmap(other); err == nil || !strings.Contains(err.Error(), "another caller") || !mapped() {
 		t.Errorf("somebody else's is unmapped: %v, mapped %v", err, mapped())
 	}
 	// Nothing is mapped until it is known which addresses are those of our nodes.
-	own := testStore.Book().Own()
+	own := testStore.State().Own()
 	for _, ip := range []string{own.Nodes[0].String(), "203.0.113.81"} {
 		if err := dial(t, again, "127.0.0.1", servers.caller(one)).call("MapEndpointIP", &MapRequest{ClusterID: "india", Ip: ip}, &MapResponse{}); err == nil || !strings.Contains(err.Error(), "not known yet") {
 			t.Errorf("%s: %v", ip, err)
 		}
 	}
-	if _, err := store.Update(t.Context(), func(b ipam.Book) (ipam.Book, error) { b, _ = b.Configure(own); return b, nil }); err != nil {
+	if _, err := store.Update(t.Context(), func(b ipam.State) (ipam.State, error) { b, _ = b.Configure(own); return b, nil }); err != nil {
 		t.Fatal(err)
 	}
 	dial(t, again, "127.0.0.1", servers.caller(one)).mapIP("india", "203.0.113.81", "10.201.7.2") // as a kubelet that starts again
 	if err := unmap(one); err != nil || mapped() {
 		t.Errorf("its own: %v, mapped %v", err, mapped())
 	}
-	// Who asked for a mapping of Liqo's books is not known: it is anybody's.
-	if _, err := store.Update(t.Context(), func(b ipam.Book) (ipam.Book, error) {
+	// Who asked for a mapping of Liqo's IPAM state is not known: it is anybody's.
+	if _, err := store.Update(t.Context(), func(b ipam.State) (ipam.State, error) {
 		b, _, err := b.MapEndpoint("india", netip.MustParseAddr("203.0.113.81"))
 		return b, err
 	}); err != nil || !mapped() {
 		t.Fatal(err)
 	}
 	if err := unmap(other); err != nil || mapped() {
-		t.Errorf("of Liqo's books: %v, mapped %v", err, mapped())
+		t.Errorf("of Liqo's IPAM state: %v, mapped %v", err, mapped())
 	}
 }
 
@@ -272,7 +272,7 @@ func TestWhatAPodAskedForThatIsGoneHoldsNothing(t *testing.T) {
 		_, err := s.unmapEndpointIP(as(address), &UnmapRequest{ClusterID: "lima", Ip: "203.0.113.82"})
 		return err
 	}
-	mapped := func() bool { return testStore.Book().Mapped("lima", netip.MustParseAddr("203.0.113.82")) }
+	mapped := func() bool { return testStore.State().Mapped("lima", netip.MustParseAddr("203.0.113.82")) }
 	mapIt("10.244.7.7")
 	if err := unmap("10.244.8.8"); err == nil || !mapped() {
 		t.Errorf("that of a Pod that is there: %v, mapped %v", err, mapped())
@@ -297,7 +297,7 @@ func TestWhatAPodAskedForThatIsGoneHoldsNothing(t *testing.T) {
 func TestNodesServicesAndNetworksOfPeersAreMappedOnlyWhereAllowed(t *testing.T) {
 	peer(t, "juliett", "10.200.0.0/16", "10.201.7.0/24")
 	peer(t, "kilo", "10.200.0.0/16", "10.201.7.0/24")
-	grant, _ := testStore.Book().GrantOf("kilo")
+	grant, _ := testStore.State().GrantOf("kilo")
 	guarded := map[string]string{
 		"192.0.2.65": "node", "::ffff:192.0.2.66": "node", "10.96.0.1": "a Service", "10.111.255.255": "a Service",
 		grant.Pod.Addr().Next().String(): `a network of cluster "kilo"`, grant.External.Addr().Next().String(): `a network of cluster "kilo"`,
@@ -309,12 +309,12 @@ func TestNodesServicesAndNetworksOfPeersAreMappedOnlyWhereAllowed(t *testing.T) 
 			t.Errorf("%s: %v, want %s", ip, err, want)
 		}
 	}
-	before := testStore.Book()
+	before := testStore.State()
 	none := dial(t, listen(t, Options{Plain: true}), "127.0.0.1", insecure.NewCredentials())
 	for ip, want := range guarded {
 		refuses(none, ip, want)
 	}
-	if changed := testStore.Book().Changed(before); len(changed) > 0 {
+	if changed := testStore.State().Changed(before); len(changed) > 0 {
 		t.Errorf("what was refused changed %v", changed)
 	}
 	some := dial(t, listen(t, Options{Plain: true, Allow: []netip.Prefix{pfx("192.0.2.65/32"), pfx("10.96.0.1/32"), grant.Pod}}), "127.0.0.1", insecure.NewCredentials())

@@ -2,7 +2,7 @@
 // state. Virtual kubelets request the address by which a peer reaches an endpoint of ours, and the
 // address by which we reach a pod of the peer.
 //
-//	caller ─► gate: connections ─► TLS: who it is ─► rate ─► guarded? ─► the Book, which notes who asked
+//	caller ─► gate: connections ─► TLS: who it is ─► rate ─► guarded? ─► the State, which notes who asked
 //
 // Liqo's kubelets use neither authentication nor TLS, so any client that reaches the port could
 // decide which endpoints peers reach. Callers therefore need a client certificate, unless
@@ -154,14 +154,14 @@ func (s *server) mapEndpoint(ctx context.Context, id, text string) (seen netip.A
 	if err != nil {
 		return seen, err
 	}
-	if !s.store.Book().KnowsNodes() {
+	if !s.store.State().KnowsNodes() {
 		return seen, errors.New("the nodes and Services of this cluster are not known yet, so that nobody knows whether the endpoint is one of them; try again")
 	}
-	if what := s.store.Book().Guarded(ip); what != "" && !slices.ContainsFunc(s.allow, func(p netip.Prefix) bool { return p.Contains(ip) }) {
+	if what := s.store.State().Guarded(ip); what != "" && !slices.ContainsFunc(s.allow, func(p netip.Prefix) bool { return p.Contains(ip) }) {
 		return seen, fmt.Errorf("%s; want --ipam-allow with a network that it is in, if peers are to reach it", what)
 	}
 	caller, what := callerOf(ctx), ""
-	now := s.store.Book()
+	now := s.store.State()
 	next, seen, err := now.MapEndpoint(id, ip)
 	if err == nil && s.what != nil && next.Mapped(id, ip) && !slices.Contains(now.AskedFor(id, ip), caller) {
 		what, err = s.what(ctx, ip)
@@ -169,7 +169,7 @@ func (s *server) mapEndpoint(ctx context.Context, id, text string) (seen netip.A
 	if err != nil {
 		return seen, err
 	}
-	err = s.update(ctx, func(b ipam.Book) (next ipam.Book, err error) {
+	err = s.update(ctx, func(b ipam.State) (next ipam.State, err error) {
 		if next, seen, err = b.MapEndpoint(id, ip); err == nil {
 			next, err = next.Asked(id, ip, caller, what)
 		}
@@ -192,7 +192,7 @@ func (s *server) unmapEndpoint(ctx context.Context, id, text string) error {
 		return err
 	}
 	caller, gone := callerOf(ctx), s.gone(ctx, id, ip)
-	return s.update(ctx, func(b ipam.Book) (ipam.Book, error) { return b.Withdraw(id, ip, caller, gone) })
+	return s.update(ctx, func(b ipam.State) (ipam.State, error) { return b.Withdraw(id, ip, caller, gone) })
 }
 
 // gone returns those who asked for a mapping by the address of a Pod that is no more. A virtual
@@ -202,7 +202,7 @@ func (s *server) gone(ctx context.Context, id string, ip netip.Addr) (gone []str
 	if s.what == nil {
 		return nil
 	}
-	b := s.store.Book()
+	b := s.store.State()
 	pods := b.Own().PodCIDR
 	for _, by := range b.AskedFor(id, ip) {
 		text, plain := strings.CutPrefix(by, byAddress)
@@ -220,7 +220,7 @@ func (s *server) gone(ctx context.Context, id string, ip netip.Addr) (gone []str
 func (s *server) getHomePodIP(_ context.Context, in *GetHomePodIPRequest) (*GetHomePodIPResponse, error) {
 	ip, err := parse(in.GetClusterID(), in.GetIp())
 	if err == nil {
-		ip, err = s.store.Book().HomePodIP(in.GetClusterID(), ip)
+		ip, err = s.store.State().HomePodIP(in.GetClusterID(), ip)
 	}
 	if err != nil {
 		return nil, s.refuse("home address of pod", in, err)
@@ -230,7 +230,7 @@ func (s *server) getHomePodIP(_ context.Context, in *GetHomePodIPRequest) (*GetH
 
 func (s *server) belongsToPodCIDR(_ context.Context, in *BelongsRequest) (*BelongsResponse, error) {
 	ip, err := parseIP(in.GetIp())
-	pods := s.store.Book().Own().PodCIDR
+	pods := s.store.State().Own().PodCIDR
 	if err == nil && !pods.IsValid() {
 		err = errors.New("the PodCIDR is not known yet")
 	}
@@ -240,10 +240,10 @@ func (s *server) belongsToPodCIDR(_ context.Context, in *BelongsRequest) (*Belon
 	return &BelongsResponse{Belongs: pods.Contains(ip)}, nil
 }
 
-// update changes the Book. What is so already is answered without the API server: most questions
+// update changes the State. What is so already is answered without the API server: most questions
 // are asked again and again.
-func (s *server) update(ctx context.Context, change func(ipam.Book) (ipam.Book, error)) error {
-	now := s.store.Book()
+func (s *server) update(ctx context.Context, change func(ipam.State) (ipam.State, error)) error {
+	now := s.store.State()
 	if next, err := change(now); err != nil || len(next.Changed(now)) == 0 {
 		return err
 	}

@@ -96,7 +96,7 @@ func newStore(ctx context.Context, server *kubetest.Server) (*ipamstore.Store, e
 		}
 		time.Sleep(20 * time.Millisecond)
 	}
-	_, err = s.Update(ctx, func(b ipam.Book) (ipam.Book, error) {
+	_, err = s.Update(ctx, func(b ipam.State) (ipam.State, error) {
 		b, _ = b.Configure(ipam.Config{PodCIDR: pfx("10.244.0.0/16"), ServiceCIDR: pfx("10.96.0.0/12"), ExternalCIDR: pfx("10.245.0.0/24"),
 			Nodes: []netip.Addr{netip.MustParseAddr("192.0.2.66"), netip.MustParseAddr("192.0.2.65")}})
 		return b, nil
@@ -128,7 +128,7 @@ func listen(t *testing.T, o Options) (address string) {
 	return listenWith(t, o, testStore)
 }
 
-// listenWith starts one on top of the books as some process has them.
+// listenWith starts one on top of the IPAM state as some process has it.
 func listenWith(t *testing.T, o Options, store *ipamstore.Store) (address string) {
 	t.Helper()
 	if testing.Short() {
@@ -189,7 +189,7 @@ func (k kubelet) unmapIP(id, ip string) {
 // peer is a cluster with networks like ours, which sees us under those two.
 func peer(t *testing.T, id, podSeen, externalSeen string) {
 	t.Helper()
-	_, err := testStore.Update(t.Context(), func(b ipam.Book) (ipam.Book, error) {
+	_, err := testStore.Update(t.Context(), func(b ipam.State) (ipam.State, error) {
 		b, _, err := b.Grant(ipam.Request{ID: id, Pod: pfx("10.244.0.0/16"), External: pfx("10.245.0.0/24")})
 		return b.Answered(id, pfx(podSeen), pfx(externalSeen)), err
 	})
@@ -197,7 +197,7 @@ func peer(t *testing.T, id, podSeen, externalSeen string) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		if _, err := testStore.Update(context.Background(), func(b ipam.Book) (ipam.Book, error) { return b.Release(id), nil }); err != nil {
+		if _, err := testStore.Update(context.Background(), func(b ipam.State) (ipam.State, error) { return b.Release(id), nil }); err != nil {
 			t.Error(err)
 		}
 	})
@@ -217,10 +217,10 @@ func TestAVirtualKubeletMapsEndpoints(t *testing.T) {
 	k.mapIP("bravo", "::ffff:198.51.100.1", "10.201.7.2")
 	k.mapIP("charlie", "198.51.100.1", "10.245.0.2")
 	k.mapIP("charlie", "10.96.0.1", "10.245.0.3") // the API server's ClusterIP
-	third, _ := testStore.Book().GrantOf("bravo")
+	third, _ := testStore.State().GrantOf("bravo")
 	k.mapIP("charlie", third.Pod.Addr().Next().String(), "10.245.0.4") // a pod of bravo, for charlie
 
-	nm, _ := testStore.Book().NatMapping("charlie")
+	nm, _ := testStore.State().NatMapping("charlie")
 	want := v1alpha1.EndpointMap{"169.254.0.1": "10.245.0.1", "198.51.100.1": "10.245.0.2", "10.96.0.1": "10.245.0.3", third.Pod.Addr().Next().String(): "10.245.0.4"}
 	if !reflect.DeepEqual(nm.ClusterMappings, want) {
 		t.Errorf("NatMapping %v, want %v", nm.ClusterMappings, want)
@@ -239,7 +239,7 @@ func TestAVirtualKubeletMapsEndpoints(t *testing.T) {
 func TestAVirtualKubeletAsksForHomeAddresses(t *testing.T) {
 	k := newKubelet(t)
 	peer(t, "delta", "10.200.0.0/16", "10.201.7.0/24")
-	g, _ := testStore.Book().GrantOf("delta")
+	g, _ := testStore.State().GrantOf("delta")
 	a := g.Pod.Addr().As4()
 	var home GetHomePodIPResponse
 	if err := k.call("GetHomePodIP", &GetHomePodIPRequest{ClusterID: "delta", Ip: "10.244.3.4"}, &home); err != nil || home.GetHomeIP() != fmt.Sprintf("%d.%d.3.4", a[0], a[1]) {
@@ -256,7 +256,7 @@ func TestAVirtualKubeletAsksForHomeAddresses(t *testing.T) {
 func TestBadQuestionsGetErrorsLikeLiqos(t *testing.T) {
 	k := newKubelet(t)
 	peer(t, "echo", "10.200.0.0/16", "10.201.7.0/24")
-	before := testStore.Book()
+	before := testStore.State()
 	for _, tc := range []struct {
 		method, id, ip, want string
 	}{
@@ -294,7 +294,7 @@ func TestBadQuestionsGetErrorsLikeLiqos(t *testing.T) {
 	if err := k.call("MapNetworkEndpoint", &MapRequest{}, &MapResponse{}); status.Code(err) != codes.Unimplemented {
 		t.Errorf("a method that is not there: %v", err)
 	}
-	if changed := testStore.Book().Changed(before); len(changed) > 0 {
+	if changed := testStore.State().Changed(before); len(changed) > 0 {
 		t.Errorf("bad questions changed %v", changed)
 	}
 }

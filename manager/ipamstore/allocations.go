@@ -81,9 +81,9 @@ func (s *Store) sameAllocations(ctx context.Context) (bool, error) {
 	return same, nil
 }
 
-// unallocated are the clusters by the names of those NetworkAllocations that may not say what a Book does.
+// unallocated are the clusters by the names of those NetworkAllocations that may not say what a State does.
 // An object with another name than its cluster's is nobody's, and of the cluster "".
-func (s *Store) unallocated(book ipam.Book) map[string]string {
+func (s *Store) unallocated(state ipam.State) map[string]string {
 	names := make(map[string]string)
 	if !s.allocated {
 		for name, a := range s.allocations {
@@ -92,9 +92,9 @@ func (s *Store) unallocated(book ipam.Book) map[string]string {
 			}
 		}
 	}
-	ids := book.Changed(s.Book())
+	ids := state.Changed(s.State())
 	if !s.allocated {
-		ids = book.Clusters()
+		ids = state.Clusters()
 	}
 	for _, id := range append(ids, s.self) {
 		if id != "" {
@@ -104,23 +104,23 @@ func (s *Store) unallocated(book ipam.Book) map[string]string {
 	return names
 }
 
-// allocate makes NetworkAllocations say what the Book does of some clusters, by the names of the objects.
+// allocate makes NetworkAllocations say what the State does of some clusters, by the names of the objects.
 // With more it only adds networks: that comes before the IpamStorage, and what is freed after it, so that no
 // agent misses a network of the IpamStorage at any moment. It goes on after an error, and returns all of them:
 // the API server answers Conflict, NotFound or AlreadyExists when an object is not as it was read last.
-func (s *Store) allocate(ctx context.Context, book ipam.Book, clusters map[string]string, more bool) error {
+func (s *Store) allocate(ctx context.Context, state ipam.State, clusters map[string]string, more bool) error {
 	var failed []error
 	now := isthmus.UTCTimeOf(time.Now())
 	for _, name := range slices.Sorted(maps.Keys(clusters)) {
 		have, exists := s.allocations[name]
-		want := s.allocationOf(book, clusters[name])
+		want := s.allocationOf(state, clusters[name])
 		gone := without(slices.Concat(have.spec.Networks, have.cut), want.Networks)
 		onlyFreed := more && len(gone) > 0 && len(want.Networks) == len(want.Held) && want.Seen == nil && len(without(want.Networks, have.spec.Networks)) == 0
 		if exists && onlyFreed || !exists && len(want.Networks) == 0 && want.Own == nil && want.Seen == nil {
 			continue
 		}
 		var cut []string
-		if more { // those of the Book have a place
+		if more { // those of the State have a place
 			place := max(0, min(len(gone), maxNetworks-len(want.Networks)))
 			for _, n := range gone[:place] {
 				want.Networks = append(want.Networks, n)
@@ -143,16 +143,16 @@ func without(list, other []string) []string {
 	return slices.DeleteFunc(slices.Clone(list), func(n string) bool { return slices.Contains(other, n) })
 }
 
-// allocationOf is what a Book says of a cluster, without revisions.
-func (s *Store) allocationOf(book ipam.Book, id string) isthmus.NetworkAllocationSpec {
+// allocationOf is what a State says of a cluster, without revisions.
+func (s *Store) allocationOf(state ipam.State, id string) isthmus.NetworkAllocationSpec {
 	if id == "" {
 		return isthmus.NetworkAllocationSpec{}
 	}
 	if id == s.self {
-		own := book.Own().Networks()
+		own := state.Own().Networks()
 		return isthmus.NetworkAllocationSpec{ClusterID: id, Own: &own}
 	}
-	return book.Allocation(id)
+	return state.Allocation(id)
 }
 
 // writeAllocation writes an object, unless it says that already, and frees networks that it named. Those of
@@ -205,11 +205,11 @@ func nextRevision(last int64, now time.Time) int64 {
 	return max(fabric.Revision(last, now)+1, now.UnixMilli())
 }
 
-// adopt returns the Book with what managers have written after a session of ours, before which the
+// adopt returns the State with what managers have written after a session of ours, before which the
 // NetworkAllocations were read as before; nil: nothing.
-func (s *Store) adopt(book ipam.Book, session int64, before map[string]allocation) *ipam.Book {
+func (s *Store) adopt(state ipam.State, session int64, before map[string]allocation) *ipam.State {
 	theirs := make(map[string]isthmus.NetworkAllocationSpec)
-	own := book.Own()
+	own := state.Own()
 	for name, a := range s.allocations {
 		id := a.spec.ClusterID
 		if a.version == before[name].version || a.spec.Session <= session || a.spec.Session > s.session || fabric.AllocationName(id) != name {
@@ -220,7 +220,7 @@ func (s *Store) adopt(book ipam.Book, session int64, before map[string]allocatio
 				c.Nodes, c.Reached, c.Services = own.Nodes, own.Reached, own.Services // the object does not keep them
 				own = c
 			}
-		} else if lost := s.lacks(a.spec, book.NetworksOf(id), before[name].spec.Revision); len(lost) > 0 {
+		} else if lost := s.lacks(a.spec, state.NetworksOf(id), before[name].spec.Revision); len(lost) > 0 {
 			s.log.Error("NetworkAllocation was changed by somebody else and lacks networks in use; restoring it; use isthmus unpeer instead",
 				"name", name, "networks", lost)
 			continue
@@ -231,14 +231,14 @@ func (s *Store) adopt(book ipam.Book, session int64, before map[string]allocatio
 		return nil
 	}
 	var all []isthmus.NetworkAllocationSpec
-	for _, id := range book.Clusters() {
+	for _, id := range state.Clusters() {
 		if _, newer := theirs[id]; !newer {
-			spec := book.Allocation(id)
+			spec := state.Allocation(id)
 			spec.Revision = before[fabric.AllocationName(id)].spec.Revision
 			all = append(all, spec)
 		}
 	}
-	next := s.bookOf(own, append(latestFirst(theirs), all...))
+	next := s.stateOf(own, append(latestFirst(theirs), all...))
 	return &next
 }
 
@@ -258,23 +258,23 @@ func latestFirst(all map[string]isthmus.NetworkAllocationSpec) []isthmus.Network
 	})
 }
 
-// bookOf is the Book that NetworkAllocations keep, the one that counts most first.
-func (s *Store) bookOf(own ipam.Config, all []isthmus.NetworkAllocationSpec) ipam.Book {
-	book, wrong := ipam.FromAllocations(own, slices.DeleteFunc(all, func(spec isthmus.NetworkAllocationSpec) bool { return spec.ClusterID == s.self }))
+// stateOf is the State that NetworkAllocations keep, the one that counts most first.
+func (s *Store) stateOf(own ipam.Config, all []isthmus.NetworkAllocationSpec) ipam.State {
+	state, wrong := ipam.FromAllocations(own, slices.DeleteFunc(all, func(spec isthmus.NetworkAllocationSpec) bool { return spec.ClusterID == s.self }))
 	for _, err := range wrong {
 		s.log.Error("NetworkAllocation is invalid; writing it again", "error", err)
 	}
-	return book
+	return state
 }
 
 // freedByHand ends the holds of networks that somebody has freed in a NetworkAllocation: with a revision higher
 // than that of the object when we wrote it last. A network that a peer has stays.
-func (s *Store) freedByHand(book ipam.Book) ipam.Book {
+func (s *Store) freedByHand(state ipam.State) ipam.State {
 	if s.allocated {
-		return book // nobody has changed one
+		return state // nobody has changed one
 	}
 	now := time.Now()
-	next, ended := book.EndHolds(func(id string, p netip.Prefix) bool {
+	next, ended := state.EndHolds(func(id string, p netip.Prefix) bool {
 		a := s.allocations[fabric.AllocationName(id)]
 		return !slices.Contains(a.spec.Networks, p.String()) && slices.ContainsFunc(a.spec.Freed, func(f isthmus.FreedNetwork) bool {
 			return f.Network == p.String() && fabric.Revision(f.Revision, now) > a.known

@@ -66,7 +66,7 @@ func want(t *testing.T, when string, networks ...string) {
 
 func grant(t *testing.T, s *Store, id, pod, external string) {
 	t.Helper()
-	if _, err := s.Update(t.Context(), func(b ipam.Book) (ipam.Book, error) {
+	if _, err := s.Update(t.Context(), func(b ipam.State) (ipam.State, error) {
 		b, _, err := b.Grant(claim(id, pod, external))
 		return b, err
 	}); err != nil {
@@ -89,7 +89,7 @@ func patched(t *testing.T, id, patch string) {
 	}
 }
 
-func TestNetworkAllocationsSayWhatTheBookDoes(t *testing.T) {
+func TestNetworkAllocationsHaveTheState(t *testing.T) {
 	h := fresh(t)
 	want(t, "no peers")
 	if all := allocations(t); len(all.OwnPods) != 1 || all.OwnPods[0] != ours.PodCIDR || len(all.Own) != 2 || all.Own[1] != ours.ServiceCIDR || all.Revision == 0 {
@@ -102,12 +102,12 @@ func TestNetworkAllocationsSayWhatTheBookDoes(t *testing.T) {
 	if o := allocationOf(t, "Cluster_C"); o.Spec.ClusterID != "Cluster_C" || o.Spec.ReleasedAt != "" || len(o.Spec.Freed) > 0 {
 		t.Errorf("%+v", o.Spec)
 	}
-	h.update(func(b ipam.Book) ipam.Book { return b.Part("b", time.Now()) })
+	h.update(func(b ipam.State) ipam.State { return b.Part("b", time.Now()) })
 	was := allocationOf(t, "b").Spec
 	if was.ReleasedAt == "" || len(was.Networks) != 2 {
 		t.Errorf("a peer has left: %+v", was)
 	}
-	h.update(func(b ipam.Book) ipam.Book { return b.Release("b") })
+	h.update(func(b ipam.State) ipam.State { return b.Release("b") })
 	want(t, "its networks are free", "10.66.0.0/16", "10.67.0.0/20")
 	is := allocationOf(t, "b").Spec
 	if is.ReleasedAt != "" || is.Previous == nil || len(is.Freed) != 2 || is.Freed[0].Network != "10.64.0.0/16" || is.Freed[0].Revision != is.Revision || is.Revision <= was.Revision {
@@ -164,10 +164,10 @@ func TestNetworkAllocationsSayWhatTheBookDoes(t *testing.T) {
 	// The first manager still believes to lead: what it writes is about what there is now.
 	another := loaded(t)
 	another.grant(claim("d", "10.68.0.0/16", "10.69.0.0/20"))
-	another.update(func(b ipam.Book) ipam.Book { return b.Release("Cluster_C") })
+	another.update(func(b ipam.State) ipam.State { return b.Release("Cluster_C") })
 	grant(t, h.Store, "e", "10.70.0.0/16", "10.71.0.0/20")
 	want(t, "after another manager", "10.68.0.0/16", "10.69.0.0/20", "10.70.0.0/16", "10.71.0.0/20")
-	if _, has := h.Book().GrantOf("Cluster_C"); has {
+	if _, has := h.State().GrantOf("Cluster_C"); has {
 		t.Error("what another manager has released is back")
 	}
 }
@@ -187,17 +187,17 @@ func TestTheRevisionRisesWithEachChangeOfNetworksAndOnlyThen(t *testing.T) {
 		}
 		last = now
 	}
-	release := func(id string) { h.update(func(b ipam.Book) ipam.Book { return b.Release(id) }) }
+	release := func(id string) { h.update(func(b ipam.State) ipam.State { return b.Release(id) }) }
 	step("an answer", false, func() { h.answered("b", "10.246.0.0/16", "10.247.0.0/16") })
 	step("a mapping", false, func() { h.mapEndpoint("b", "198.51.100.7") })
 	step("another peer", false, func() { h.grant(claim("c", "10.244.0.0/16", "10.245.0.0/16")) })
 	old, before := h.agree(), allocationOf(t, "b")
-	step("it leaves", false, func() { h.update(func(b ipam.Book) ipam.Book { return b.Part("b", time.Now()) }) })
+	step("it leaves", false, func() { h.update(func(b ipam.State) ipam.State { return b.Part("b", time.Now()) }) })
 	step("its networks are free", true, func() { release("b") })
 	step("nothing to release", false, func() { release("b") })
 	step("a grant again", true, func() { h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16")) })
 	step("another network", true, func() {
-		h.update(func(b ipam.Book) ipam.Book {
+		h.update(func(b ipam.State) ipam.State {
 			r := claim("b", "10.244.0.0/16", "10.245.0.0/16")
 			r.WantPod = pfx("10.66.0.0/16")
 			b, _, err := b.Grant(r)
@@ -216,7 +216,7 @@ func TestTheRevisionRisesWithEachChangeOfNetworksAndOnlyThen(t *testing.T) {
 		}
 	}
 	step("older objects, restored", true, func() { restore(); refresh(t, h) })
-	if g, _ := h.Book().GrantOf("b"); g.Pod != pfx("10.66.0.0/16") {
+	if g, _ := h.State().GrantOf("b"); g.Pod != pfx("10.66.0.0/16") {
 		t.Errorf("b has %v of older objects", g)
 	}
 	step("all are deleted", true, func() {
@@ -280,23 +280,23 @@ func TestNodesRefuseAllThatTheIpamStorageHasAtAnyMoment(t *testing.T) {
 	h := fresh(t)
 	s := &stopping{Client: h.client}
 	h.client = s
-	if _, err := h.Update(t.Context(), func(b ipam.Book) (ipam.Book, error) { b, _ = b.Configure(ours); return b, nil }); err != nil {
+	if _, err := h.Update(t.Context(), func(b ipam.State) (ipam.State, error) { b, _ = b.Configure(ours); return b, nil }); err != nil {
 		t.Fatal(err)
 	}
 	whole := func(when string) {
 		t.Helper()
 		named := texts(allocations(t).Named)
-		var books v1alpha1.IpamStorageList
-		if err := testClient.List(t.Context(), &books); err != nil {
+		var storages v1alpha1.IpamStorageList
+		if err := testClient.List(t.Context(), &storages); err != nil {
 			t.Fatal(err)
 		}
-		for _, id := range slices.Sorted(maps.Keys(books.Items[0].Spec.ClusterSubnets)) {
-			if p := books.Items[0].Spec.ClusterSubnets[id].RemotePodCIDR; !slices.Contains(named, p) {
+		for _, id := range slices.Sorted(maps.Keys(storages.Items[0].Spec.ClusterSubnets)) {
+			if p := storages.Items[0].Spec.ClusterSubnets[id].RemotePodCIDR; !slices.Contains(named, p) {
 				t.Errorf("%s: %s has %v, and nodes refuse %v", when, id, p, named)
 			}
 		}
 	}
-	change := func(f func(ipam.Book) (ipam.Book, error)) {
+	change := func(f func(ipam.State) (ipam.State, error)) {
 		t.Helper()
 		for _, at := range []string{"NetworkAllocation", "PartialObjectMetadata"} {
 			s.at = at
@@ -311,18 +311,18 @@ func TestNodesRefuseAllThatTheIpamStorageHasAtAnyMoment(t *testing.T) {
 		}
 		whole("done")
 	}
-	change(func(b ipam.Book) (ipam.Book, error) {
+	change(func(b ipam.State) (ipam.State, error) {
 		b, _, err := b.Grant(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
 		return b, err
 	})
 	want(t, "granted", "10.64.0.0/16", "10.65.0.0/20")
-	change(func(b ipam.Book) (ipam.Book, error) { // another network in the place of the first
+	change(func(b ipam.State) (ipam.State, error) { // another network in the place of the first
 		b, _, err := b.Release("b").Grant(ipam.Request{ID: "b", Pod: pfx("10.80.0.0/16"), External: pfx("10.81.0.0/20"), WantPod: pfx("10.80.0.0/16"), WantExternal: pfx("10.81.0.0/20")})
 		return b, err
 	})
 	want(t, "another network", "10.80.0.0/16", "10.81.0.0/20")
 	s.at = "NetworkAllocation" // freed, and nodes do not know it yet
-	if _, err := h.Update(t.Context(), func(b ipam.Book) (ipam.Book, error) { return b.Release("b"), nil }); err != nil {
+	if _, err := h.Update(t.Context(), func(b ipam.State) (ipam.State, error) { return b.Release("b"), nil }); err != nil {
 		t.Fatal(err)
 	}
 	want(t, "not freed yet", "10.80.0.0/16", "10.81.0.0/20")
@@ -348,7 +348,7 @@ func TestWhatIsNotWrittenYetHasNoVersion(t *testing.T) {
 	grant(t, another.Store, "c", "10.66.0.0/16", "10.67.0.0/20")
 	patched(t, "b", `{"spec":{"networks":null}}`)
 	var seen []int64
-	h.Observe(func(_ ipam.Book, version func(string) int64) { seen = append(seen, version("b")) })
+	h.Observe(func(_ ipam.State, version func(string) int64) { seen = append(seen, version("b")) })
 	refresh(t, h)
 	o := allocationOf(t, "b")
 	if seen = seen[1:]; len(seen) < 2 || seen[0] != NotWritten || seen[len(seen)-1] != fabric.Version(o.ResourceVersion) || len(o.Spec.Networks) != 2 {
@@ -369,7 +369,7 @@ func TestAFullObjectKeepsNobodyOut(t *testing.T) {
 	if err := testClient.Create(t.Context(), full); err != nil {
 		t.Fatal(err)
 	}
-	give := func(b ipam.Book) (ipam.Book, error) {
+	give := func(b ipam.State) (ipam.State, error) {
 		b, _, err := b.Grant(claim("b", "10.64.0.0/16", "10.65.0.0/16"))
 		return b, err
 	}
@@ -404,23 +404,23 @@ func (unread) List(context.Context, client.ObjectList, ...client.ListOption) err
 }
 
 // The IpamStorage is written, a NetworkAllocation is another one, and the API server does not say which: the
-// Book is as it was, and so is the IpamStorage after the next write.
+// State is as it was, and so is the IpamStorage after the next write.
 func TestTheIpamStorageIsComparedWithWhatWasWrittenLast(t *testing.T) {
 	h := fresh(t)
 	grant(t, h.Store, "b", "10.64.0.0/16", "10.65.0.0/16")
 	s, reader := &stopping{Client: h.client, at: "NetworkAllocation b", err: apierrors.NewConflict(schema.GroupResource{}, "b", nil)}, h.reader
 	h.client, h.reader = s, unread{reader}
-	if _, err := h.Update(t.Context(), func(b ipam.Book) (ipam.Book, error) { return b.Release("b"), nil }); err == nil {
+	if _, err := h.Update(t.Context(), func(b ipam.State) (ipam.State, error) { return b.Release("b"), nil }); err == nil {
 		t.Error("written all the same")
 	}
 	if _, has := object(t).Spec.ClusterSubnets["b"]; has {
 		t.Error("the IpamStorage is not written")
 	}
 	s.at, h.reader = "", reader
-	h.update(func(b ipam.Book) ipam.Book { return b })
-	_, has := h.Book().GrantOf("b")
+	h.update(func(b ipam.State) ipam.State { return b })
+	_, has := h.State().GrantOf("b")
 	if _, written := object(t).Spec.ClusterSubnets["b"]; !has || !written {
-		t.Errorf("the Book has it: %v, the IpamStorage: %v", has, written)
+		t.Errorf("the State has it: %v, the IpamStorage: %v", has, written)
 	}
 	want(t, "afterwards", "10.64.0.0/16", "10.65.0.0/16")
 }
@@ -430,12 +430,12 @@ func TestAnErrorOfOneObjectIsNoOthers(t *testing.T) {
 	h := fresh(t)
 	s := &stopping{Client: h.client, at: "NetworkAllocation b"}
 	h.client = s
-	if _, err := h.Update(t.Context(), func(book ipam.Book) (ipam.Book, error) {
-		book, _, err := book.Grant(claim("b", "10.64.0.0/16", "10.65.0.0/16"))
+	if _, err := h.Update(t.Context(), func(state ipam.State) (ipam.State, error) {
+		state, _, err := state.Grant(claim("b", "10.64.0.0/16", "10.65.0.0/16"))
 		if err == nil {
-			book, _, err = book.Grant(claim("c", "10.66.0.0/16", "10.67.0.0/16"))
+			state, _, err = state.Grant(claim("c", "10.66.0.0/16", "10.67.0.0/16"))
 		}
-		return book, err
+		return state, err
 	}); err == nil || !strings.Contains(err.Error(), "NetworkAllocation b: stopped") {
 		t.Error(err)
 	}

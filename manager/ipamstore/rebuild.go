@@ -18,11 +18,11 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// readAll makes the Book with which to begin, of the NetworkAllocations. Where there is none of our own
+// readAll makes the State with which to begin, of the NetworkAllocations. Where there is none of our own
 // cluster an IpamStorage is imported, which a Liqo has left; it has what no NetworkAllocation has.
-func (s *Store) readAll(ctx context.Context) (book ipam.Book, err error) {
+func (s *Store) readAll(ctx context.Context) (state ipam.State, err error) {
 	if err := s.readAllocations(ctx); err != nil {
-		return book, err
+		return state, err
 	}
 	var own ipam.Config
 	found, kept := false, make(map[string]isthmus.NetworkAllocationSpec)
@@ -52,17 +52,17 @@ func (s *Store) readAll(ctx context.Context) (book ipam.Book, err error) {
 			s.log.Error("IpamStorage is invalid; rebuilding the IPAM state from the peerings", "name", s.object.Name, "error", err)
 		}
 	}
-	if book, err = s.withTraces(ctx, own, all, !found); err != nil {
-		return book, fmt.Errorf("compare the IPAM state with the objects of the peerings: %w", err)
+	if state, err = s.withTraces(ctx, own, all, !found); err != nil {
+		return state, fmt.Errorf("compare the IPAM state with the objects of the peerings: %w", err)
 	}
-	return s.withAllocations(ctx, book)
+	return s.withAllocations(ctx, state)
 }
 
 // withTraces gives peers what their TunnelEndpoints name, where NetworkAllocations say something else:
 // somebody edited or deleted one, or restored an older one, while no manager ran. A change of ours that had
 // not got to the TunnelEndpoint is made again. NetworkConfigs count only where all is lost, only for the peer
 // in whose tenant namespace they are, and only where they contradict nothing, because it may write there.
-func (s *Store) withTraces(ctx context.Context, own ipam.Config, all []isthmus.NetworkAllocationSpec, lost bool) (book ipam.Book, err error) {
+func (s *Store) withTraces(ctx context.Context, own ipam.Config, all []isthmus.NetworkAllocationSpec, lost bool) (state ipam.State, err error) {
 	var (
 		endpoints  v1alpha1.TunnelEndpointList
 		configs    v1alpha1.NetworkConfigList
@@ -75,7 +75,7 @@ func (s *Store) withTraces(ctx context.Context, own ipam.Config, all []isthmus.N
 	}
 	for _, list := range lists {
 		if err := s.reader.List(ctx, list); err != nil {
-			return book, err
+			return state, err
 		}
 	}
 	tenants := make(map[string]string) // clusterID by tenant namespace
@@ -90,13 +90,13 @@ func (s *Store) withTraces(ctx context.Context, own ipam.Config, all []isthmus.N
 			own.PodCIDR = cmp.Or(own.PodCIDR, t.pod)
 			own.ExternalCIDR = cmp.Or(own.ExternalCIDR, t.external)
 		}
-		configured, _ := ipam.Book{}.Configure(own)
+		configured, _ := ipam.State{}.Configure(own)
 		own = configured.Own()
 	}
-	book = s.bookOf(own, all)
+	state = s.stateOf(own, all)
 	settled, given := make(map[string]bool), make(map[string]bool) // peers that have what a trace names, and that had something else
 	for _, t := range traces {
-		had, has := book.GrantOf(t.id)
+		had, has := state.GrantOf(t.id)
 		switch {
 		case has && had == t.grant:
 			settled[t.id] = true
@@ -104,16 +104,16 @@ func (s *Store) withTraces(ctx context.Context, own ipam.Config, all []isthmus.N
 		case has && (settled[t.id] || !t.tunnel):
 			s.log.Warn("two objects name different networks of a peer", "object", t.object, "clusterID", t.id, "kept", had, "ignored", t.grant)
 		default:
-			next, _, err := book.Grant(ipam.Request{ID: t.id, Pod: t.grant.Pod, External: t.grant.External, WantPod: t.grant.Pod, WantExternal: t.grant.External})
+			next, _, err := state.Grant(ipam.Request{ID: t.id, Pod: t.grant.Pod, External: t.grant.External, WantPod: t.grant.Pod, WantExternal: t.grant.External})
 			if err != nil {
 				s.log.Error("cannot restore an allocation that the IPAM state lacks", "object", t.object, "clusterID", t.id, "lacked", t.grant, "error", err)
 				continue
 			}
-			book, settled[t.id], given[t.id] = next, true, true
+			state, settled[t.id], given[t.id] = next, true, true
 			s.log.Warn("restored an allocation that the IPAM state lacked", "object", t.object, "clusterID", t.id, "lacked", t.grant, "had", had)
 		}
 		if lost || !has {
-			book = book.Answered(t.id, t.podSeen, t.externalSeen)
+			state = state.Answered(t.id, t.podSeen, t.externalSeen)
 		}
 	}
 	for i := range mappings.Items {
@@ -125,41 +125,41 @@ func (s *Store) withTraces(ctx context.Context, own ipam.Config, all []isthmus.N
 			ip, err1 := netip.ParseAddr(real)
 			seen, err2 := netip.ParseAddr(spec.ClusterMappings[real])
 			if err1 == nil && err2 == nil {
-				book = book.RestoreEndpoint(spec.ClusterID, ip, seen)
+				state = state.RestoreEndpoint(spec.ClusterID, ip, seen)
 			}
 		}
 	}
-	return book, nil
+	return state, nil
 }
 
 // withAllocations holds the networks that only NetworkAllocations name: nodes refuse them, and the time of
-// their release is unknown. The Book has lost them, or a manager was stopped before it freed them.
-func (s *Store) withAllocations(ctx context.Context, book ipam.Book) (ipam.Book, error) {
+// their release is unknown. The State has lost them, or a manager was stopped before it freed them.
+func (s *Store) withAllocations(ctx context.Context, state ipam.State) (ipam.State, error) {
 	now, err := s.Now(ctx)
 	if err != nil {
-		return book, err
+		return state, err
 	}
 	for _, name := range slices.Sorted(maps.Keys(s.allocations)) {
 		spec := s.allocations[name].spec
 		var lost []netip.Prefix
 		for _, text := range spec.Networks {
-			if p := parse(text); !slices.Contains(book.NetworksOf(spec.ClusterID), p) {
+			if p := parse(text); !slices.Contains(state.NetworksOf(spec.ClusterID), p) {
 				lost = append(lost, p)
 			}
 		}
 		if len(lost) == 0 || spec.ClusterID == s.self || fabric.AllocationName(spec.ClusterID) != name {
 			continue
 		}
-		next, left := book.Regain(spec.ClusterID, lost, now)
+		next, left := state.Regain(spec.ClusterID, lost, now)
 		if len(left) > 0 {
 			s.log.Warn("freed networks that nodes refused, because they cannot be held for the peer", "object", "NetworkAllocation "+name, "clusterID", spec.ClusterID, "networks", left)
 		}
-		book = next
+		state = next
 	}
-	return book, nil
+	return state, nil
 }
 
-// A trace is what one object says about a lost Book.
+// A trace is what one object says about a lost State.
 type trace struct {
 	object, id            string
 	tunnel                bool         // it is a TunnelEndpoint, which is ours

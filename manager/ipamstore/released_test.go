@@ -26,7 +26,7 @@ func TestAgentsReadHeldNetworksUntilTheManagerEndsTheHold(t *testing.T) {
 	shorter.Pod, shorter.Now = pfx("10.66.0.0/17"), noon
 	h.grant(shorter)
 	revision := allocations(t).Revision
-	h.update(func(b ipam.Book) ipam.Book { return b.Part("b", noon) })
+	h.update(func(b ipam.State) ipam.State { return b.Part("b", noon) })
 	h.agree()
 	b, c := allocationOf(t, "b").Spec, allocationOf(t, "c").Spec
 	if now := allocations(t).Revision; b.ReleasedAt != isthmus.UTCTimeOf(noon) || len(c.Held) != 1 || c.Held[0].Network != "10.66.0.0/16" || c.Held[0].ReleasedAt != isthmus.UTCTimeOf(noon) || now != revision {
@@ -45,7 +45,7 @@ func TestAgentsReadHeldNetworksUntilTheManagerEndsTheHold(t *testing.T) {
 	agents("after a restart")
 	age := func(now time.Time) {
 		t.Helper()
-		again.update(func(b ipam.Book) ipam.Book { b, _ = b.Age(now, func(string) bool { return true }); return b })
+		again.update(func(b ipam.State) ipam.State { b, _ = b.Age(now, func(string) bool { return true }); return b })
 	}
 	age(noon.Add(fabric.ReleaseHold - time.Second))
 	agents("before the end")
@@ -56,7 +56,7 @@ func TestAgentsReadHeldNetworksUntilTheManagerEndsTheHold(t *testing.T) {
 	// Somebody takes the time out: the networks stay, and the time is back.
 	patched(t, "b", `{"spec":{"releasedAt":null}}`)
 	refresh(t, again)
-	if got := again.Book().NetworksOf("b"); !slices.Equal(got, []netip.Prefix{had.Pod, had.External}) || allocationOf(t, "b").Spec.ReleasedAt == "" {
+	if got := again.State().NetworksOf("b"); !slices.Equal(got, []netip.Prefix{had.Pod, had.External}) || allocationOf(t, "b").Spec.ReleasedAt == "" {
 		t.Errorf("without the time: %v", got)
 	}
 
@@ -93,7 +93,7 @@ func TestAnIPAMStateMadeAnewFreesNothing(t *testing.T) {
 		t.Errorf("%+v", now)
 	}
 	again.grant(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
-	again.update(func(b ipam.Book) ipam.Book { return b.Release("b") })
+	again.update(func(b ipam.State) ipam.State { return b.Release("b") })
 	if now := allocations(t); len(now.Freed) != 2 || now.Freed[0].Revision <= before {
 		t.Errorf("revision %d, and freed are %v", before, now.Freed)
 	}
@@ -105,7 +105,7 @@ func TestAHoldEndsWhenSomebodyFreesTheNetwork(t *testing.T) {
 	h := fresh(t)
 	h.grant(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
 	h.grant(claim("c", "10.66.0.0/16", "10.67.0.0/20"))
-	h.update(func(b ipam.Book) ipam.Book { return b.Part("b", time.Now()) })
+	h.update(func(b ipam.State) ipam.State { return b.Part("b", time.Now()) })
 	free := func(id string, revision int64) {
 		t.Helper()
 		o := allocationOf(t, id)
@@ -124,7 +124,7 @@ func TestAHoldEndsWhenSomebodyFreesTheNetwork(t *testing.T) {
 	want(t, "a peer that has it", "10.64.0.0/16", "10.65.0.0/20", "10.66.0.0/16", "10.67.0.0/20")
 	free("b", time.Now().UnixMilli()+1)
 	want(t, "freed", "10.66.0.0/16", "10.67.0.0/20")
-	if left := h.Book().NetworksOf("b"); len(left) > 0 || len(h.agree().Spec.ClusterSubnets) != 1 {
+	if left := h.State().NetworksOf("b"); len(left) > 0 || len(h.agree().Spec.ClusterSubnets) != 1 {
 		t.Errorf("b has %v", left)
 	}
 }
@@ -133,16 +133,16 @@ func TestAHoldEndsWhenSomebodyFreesTheNetwork(t *testing.T) {
 func TestHeldNetworksOutliveTheIPAMState(t *testing.T) {
 	h := fresh(t)
 	had := h.grant(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
-	h.update(func(b ipam.Book) ipam.Book { return b.Part("b", time.Now()) })
+	h.update(func(b ipam.State) ipam.State { return b.Part("b", time.Now()) })
 	if err := testClient.DeleteAllOf(t.Context(), &v1alpha1.IpamStorage{}); err != nil {
 		t.Fatal(err)
 	}
 	again := loaded(t)
 	want(t, "rebuilt", "10.64.0.0/16", "10.65.0.0/20")
-	if again.Book().ReleasedAt("b").IsZero() {
+	if again.State().ReleasedAt("b").IsZero() {
 		t.Error("the networks are not held")
 	}
-	again.update(func(b ipam.Book) ipam.Book { b, _ = b.Configure(ours); return b })
+	again.update(func(b ipam.State) ipam.State { b, _ = b.Configure(ours); return b })
 	if g := again.grant(claim("c", "10.64.0.0/16", "10.67.0.0/20")); g.Pod.Overlaps(had.Pod) {
 		t.Errorf("c has %v of %v", g, had)
 	}

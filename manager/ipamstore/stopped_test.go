@@ -63,12 +63,12 @@ func TestAManagerThatIsKilledWithinAChangeOfOurNetworksLosesNothing(t *testing.T
 					h.mapEndpoint(id, fmt.Sprintf("198.51.100.%d", 9-last))
 				}
 			}
-			want, _ := h.Book().Configure(next)
+			want, _ := h.State().Configure(next)
 			k := &killed{h.client, writes}
 			h.client = k
-			_, _ = h.Update(t.Context(), func(b ipam.Book) (ipam.Book, error) { b, _ = b.Configure(next); return b, nil })
+			_, _ = h.Update(t.Context(), func(b ipam.State) (ipam.State, error) { b, _ = b.Configure(next); return b, nil })
 			again := loaded(t)
-			got := again.update(func(b ipam.Book) ipam.Book { b, _ = b.Configure(next); return b })
+			got := again.update(func(b ipam.State) ipam.State { b, _ = b.Configure(next); return b })
 			for _, id := range peers {
 				if got, want := got.Allocation(id), want.Allocation(id); !reflect.DeepEqual(got, want) {
 					t.Errorf("%s: %s has\n%+v\nwant\n%+v", when, id, got, want)
@@ -103,14 +103,14 @@ func TestAnswersAndMappingsLeaveTheVersionThatNodesReport(t *testing.T) {
 	same("an answer")
 	h.mapEndpoint("b", "198.51.100.7")
 	same("a mapping")
-	h.update(func(b ipam.Book) ipam.Book { return b.Part("b", time.Now()) })
+	h.update(func(b ipam.State) ipam.State { return b.Part("b", time.Now()) })
 	same("it leaves")
 	h = loaded(t)
 	same("another manager")
 	patched(t, "b", `{"spec":{"networksSince":{"resourceVersion":1}}}`)
 	refresh(t, h)
 	same("an edit")
-	h.update(func(b ipam.Book) ipam.Book { return b.Release("b") })
+	h.update(func(b ipam.State) ipam.State { return b.Release("b") })
 	h.grant(claim("b", "10.66.0.0/16", "10.65.0.0/20"))
 	o := allocationOf(t, "b")
 	if now := h.versionOf("b"); now != fabric.Version(o.ResourceVersion) || now != allocations(t).Version {
@@ -214,7 +214,7 @@ func TestAnIpamStorageThatIsBeingDeletedStopsNothing(t *testing.T) {
 	if o := another.agree(); o.DeletionTimestamp != nil || o.UID == going.UID {
 		t.Errorf("%s is there still", o.Name)
 	}
-	if g := []string{"b", "c", "d", "e"}; len(another.Book().Peers()) != len(g) {
-		t.Errorf("peers are %v", another.Book().Peers())
+	if g := []string{"b", "c", "d", "e"}; len(another.State().Peers()) != len(g) {
+		t.Errorf("peers are %v", another.State().Peers())
 	}
 }

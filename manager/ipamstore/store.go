@@ -1,7 +1,7 @@
-// Package ipamstore keeps the Book of package ipam in one NetworkAllocation for each cluster, where people
+// Package ipamstore keeps the State of package ipam in one NetworkAllocation for each cluster, where people
 // can read it and a restart finds it again. Route agents and gateways read the same objects.
 //
-//	Load ──► Book ──► Update ──► NetworkAllocations ──► IpamStorage ──► what is freed ──► Book
+//	Load ──► State ──► Update ──► NetworkAllocations ──► IpamStorage ──► what is freed ──► State
 //	          ▲                        │ conflict: somebody else wrote
 //	          └──────── read again ◄───┘
 //
@@ -51,7 +51,7 @@ var errUnread = apierrors.NewConflict(schema.GroupResource{Group: v1alpha1.Group
 // errNotAllocated says that Refresh has to be called again.
 var errNotAllocated = errors.New("NetworkAllocations do not have the IPAM state yet")
 
-// A Store keeps one Book. Its methods may be called concurrently.
+// A Store keeps one State. Its methods may be called concurrently.
 type Store struct {
 	client client.Client
 	reader client.Reader
@@ -59,17 +59,17 @@ type Store struct {
 
 	now func(context.Context) (time.Time, error) // what Now returns
 
-	book atomic.Pointer[ipam.Book]
+	state atomic.Pointer[ipam.State]
 
 	mu          sync.Mutex // one update at a time
 	loaded      bool
 	object      *v1alpha1.IpamStorage // as read last; nil when there is none
-	synced      bool                  // object has what Book says, and its version is current, though its spec may not be
+	synced      bool                  // object has what State says, and its version is current, though its spec may not be
 	self        string                // our own cluster ID, whose NetworkAllocation has our own networks
 	allocations map[string]allocation // NetworkAllocations by name, as read or written last
 	session     int64                 // ours: the resourceVersion of the IpamStorage when we began to write
 	read        int64                 // the session at the begin of which we have read all; not session: read first
-	allocated   bool                  // these have what Book says
+	allocated   bool                  // these have what State says
 	revision    int64                 // the highest that was read or written
 	subscribers []chan event.GenericEvent
 	observers   []Observer
@@ -80,17 +80,17 @@ type Store struct {
 
 // An update is one call of Update. All but f belongs to the goroutine that holds Store.mu.
 type update struct {
-	f    func(ipam.Book) (ipam.Book, error)
-	done bool // and book and err are the result
-	book ipam.Book
-	err  error
+	f     func(ipam.State) (ipam.State, error)
+	done  bool // and state and err are the result
+	state ipam.State
+	err   error
 }
 
 // New makes a Store of the cluster with the given ID. c writes; it may read from a cache. reader reads from
 // the API server itself.
 func New(c client.Client, reader client.Reader, clusterID string, log *slog.Logger) *Store {
 	s := &Store{client: c, reader: reader, self: clusterID, log: log, now: func(context.Context) (time.Time, error) { return time.Now(), nil }}
-	s.book.Store(new(ipam.Book))
+	s.state.Store(new(ipam.State))
 	return s
 }
 
@@ -101,11 +101,11 @@ func (s *Store) WithClock(now func(context.Context) (time.Time, error)) { s.now 
 // Now returns the time for releasing networks and for ending holds.
 func (s *Store) Now(ctx context.Context) (time.Time, error) { return s.now(ctx) }
 
-// Book returns the Book as it is now; the zero Book before Load.
-func (s *Store) Book() ipam.Book { return *s.book.Load() }
+// State returns the State as it is now; the zero State before Load.
+func (s *Store) State() ipam.State { return *s.state.Load() }
 
 // Load reads the NetworkAllocations. When there is none of our own cluster, Load imports the IpamStorage, or
-// makes the Book of the objects that were made from it: TunnelEndpoints, NetworkConfigs and NatMappings. It
+// makes the State of the objects that were made from it: TunnelEndpoints, NetworkConfigs and NatMappings. It
 // may be called again after an error.
 func (s *Store) Load(ctx context.Context) error {
 	s.mu.Lock()
@@ -121,14 +121,14 @@ func (s *Store) Load(ctx context.Context) error {
 		if err != nil {
 			continue // another one was quicker
 		}
-		book, err := s.readAll(ctx)
+		state, err := s.readAll(ctx)
 		if err != nil {
 			return err
 		}
 		s.read = s.session
-		switch err := s.put(ctx, book); {
+		switch err := s.put(ctx, state); {
 		case err == nil:
-			s.publish(book)
+			s.publish(state)
 			s.loaded = true
 			return nil
 		case !stale(err) || ctx.Err() != nil:
@@ -137,13 +137,13 @@ func (s *Store) Load(ctx context.Context) error {
 	}
 }
 
-// Update changes the Book by f, writes the difference and returns the new Book, or the old one and
+// Update changes the State by f, writes the difference and returns the new State, or the old one and
 // an error. If another process has written meanwhile, Update calls f again, so f must be pure. It
 // returns f's error unchanged and then writes nothing. It does not write if nothing changes.
 //
 // Updates that arrive during a write are written together by the first of them, because a patch of
 // many entries costs the API server no more than a patch of one.
-func (s *Store) Update(ctx context.Context, f func(ipam.Book) (ipam.Book, error)) (ipam.Book, error) {
+func (s *Store) Update(ctx context.Context, f func(ipam.State) (ipam.State, error)) (ipam.State, error) {
 	u := &update{f: f}
 	s.queueMu.Lock()
 	s.queue = append(s.queue, u)
@@ -152,18 +152,18 @@ func (s *Store) Update(ctx context.Context, f func(ipam.Book) (ipam.Book, error)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if u.done {
-		return u.book, u.err
+		return u.state, u.err
 	}
 	s.queueMu.Lock()
 	s.queue = slices.DeleteFunc(s.queue, func(o *update) bool { return o == u })
 	together := append([]*update{u}, s.queue...)
 	s.queueMu.Unlock()
 	if !s.loaded {
-		return s.Book(), ErrNotLoaded
+		return s.State(), ErrNotLoaded
 	}
-	book, err := s.write(ctx, func(b ipam.Book) (ipam.Book, error) {
+	state, err := s.write(ctx, func(b ipam.State) (ipam.State, error) {
 		for _, u := range together {
-			var next ipam.Book
+			var next ipam.State
 			if next, u.err = u.f(b); u.err == nil {
 				b = next
 			}
@@ -171,15 +171,15 @@ func (s *Store) Update(ctx context.Context, f func(ipam.Book) (ipam.Book, error)
 		return b, nil
 	})
 	if err != nil {
-		return book, err // it may be about our ctx: the others try for themselves
+		return state, err // it may be about our ctx: the others try for themselves
 	}
 	for _, u := range together {
-		u.done, u.book = true, book
+		u.done, u.state = true, state
 	}
 	s.queueMu.Lock()
 	s.queue = slices.DeleteFunc(s.queue, func(o *update) bool { return o.done })
 	s.queueMu.Unlock()
-	return u.book, u.err
+	return u.state, u.err
 }
 
 // Refresh checks whether another program has changed or deleted the IpamStorage or a
@@ -208,7 +208,7 @@ func (s *Store) Refresh(ctx context.Context) error {
 			return err
 		}
 	}
-	_, err = s.write(ctx, func(b ipam.Book) (ipam.Book, error) { return b, nil })
+	_, err = s.write(ctx, func(b ipam.State) (ipam.State, error) { return b, nil })
 	if err == nil && !s.allocated {
 		return errNotAllocated // nothing else would bring us back
 	}
@@ -227,29 +227,29 @@ func (s *Store) Subscribe() <-chan event.GenericEvent {
 	return ch
 }
 
-// An Observer gets a Book, and with it the resourceVersions of the peers' NetworkAllocations.
-type Observer func(book ipam.Book, version func(id string) int64)
+// An Observer gets a State, and with it the resourceVersions of the peers' NetworkAllocations.
+type Observer func(state ipam.State, version func(id string) int64)
 
 // NotWritten is a resourceVersion that no agent reports: that of an allocation which is still to be written.
 const NotWritten = math.MaxInt64
 
-// Observe calls f with the current Book, and then with each Book that was written, in order and
+// Observe calls f with the current State, and then with each State that was written, in order and
 // without omissions, because others may have read any of them. f must be fast, and must not call
 // the Store.
 func (s *Store) Observe(f Observer) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	f(s.Book(), s.versionOf)
+	f(s.State(), s.versionOf)
 	s.observers = append(s.observers, f)
 }
 
-// write brings the objects to what f makes of the Book, less the holds that somebody has ended by hand.
-func (s *Store) write(ctx context.Context, f func(ipam.Book) (ipam.Book, error)) (ipam.Book, error) {
+// write brings the objects to what f makes of the State, less the holds that somebody has ended by hand.
+func (s *Store) write(ctx context.Context, f func(ipam.State) (ipam.State, error)) (ipam.State, error) {
 	for {
-		book := s.Book()
-		next, err := f(s.freedByHand(book))
+		state := s.State()
+		next, err := f(s.freedByHand(state))
 		if err != nil {
-			return book, err
+			return state, err
 		}
 		err = s.put(ctx, next)
 		switch {
@@ -257,29 +257,29 @@ func (s *Store) write(ctx context.Context, f func(ipam.Book) (ipam.Book, error))
 			s.publish(next)
 			return next, nil
 		case !stale(err) || ctx.Err() != nil:
-			return book, err
+			return state, err
 		}
 		if err := s.reread(ctx); err != nil {
-			return s.Book(), err
+			return s.State(), err
 		}
 	}
 }
 
-// put makes the NetworkAllocations and the object say what the Book says. The API server answers Conflict,
+// put makes the NetworkAllocations and the object say what the State says. The API server answers Conflict,
 // NotFound or AlreadyExists when one is no longer what was read last.
-func (s *Store) put(ctx context.Context, book ipam.Book) error {
+func (s *Store) put(ctx context.Context, state ipam.State) error {
 	if s.read != s.session {
 		return errUnread
 	}
-	clusters := s.unallocated(book)
+	clusters := s.unallocated(state)
 	s.allocated = false // until all of it is done
-	if err := s.allocate(ctx, book, clusters, true); err != nil {
+	if err := s.allocate(ctx, state, clusters, true); err != nil {
 		return err
 	}
-	if err := s.mirror(ctx, book); err != nil {
+	if err := s.mirror(ctx, state); err != nil {
 		return err
 	}
-	switch err := s.allocate(ctx, book, clusters, false); {
+	switch err := s.allocate(ctx, state, clusters, false); {
 	case err == nil:
 		s.allocated = true
 		for name, a := range s.allocations {
@@ -287,7 +287,7 @@ func (s *Store) put(ctx context.Context, book ipam.Book) error {
 			s.allocations[name] = a
 		}
 	case stale(err): // somebody may have freed what we name
-		s.object.Spec, s.synced = book.Spec(), false // it is not what Book says
+		s.object.Spec, s.synced = state.Spec(), false // it is not what State says
 		return err
 	default:
 		s.log.Warn("cannot write NetworkAllocations; nodes refuse released networks until then", "error", err)
@@ -296,13 +296,13 @@ func (s *Store) put(ctx context.Context, book ipam.Book) error {
 	return nil
 }
 
-// mirror makes the IpamStorage say what the Book says.
-func (s *Store) mirror(ctx context.Context, book ipam.Book) error {
+// mirror makes the IpamStorage say what the State says.
+func (s *Store) mirror(ctx context.Context, state ipam.State) error {
 	var have, want v1alpha1.IpamStorageSpec
 	if s.synced {
-		have, want = ipam.Delta(s.Book(), book)
+		have, want = ipam.Delta(s.State(), state)
 	} else {
-		have, want = s.object.Spec, book.Spec()
+		have, want = s.object.Spec, state.Spec()
 	}
 	if patch := patchOf(s.object.ResourceVersion, diff(&have, &want)); patch != nil {
 		// The answer comes without the spec, which would be as long as all peers together.
@@ -324,7 +324,7 @@ func metadata() *metav1.PartialObjectMetadata {
 	return m
 }
 
-// reread takes over what another manager has written. It leaves the rest as it is in the Book, which write
+// reread takes over what another manager has written. It leaves the rest as it is in the State, which write
 // then puts back.
 func (s *Store) reread(ctx context.Context) error {
 	object, err := s.find(ctx)
@@ -345,10 +345,10 @@ func (s *Store) reread(ctx context.Context) error {
 		return err
 	}
 	s.read = s.session
-	book := s.Book()
-	if next := s.adopt(book, session, before); next != nil {
+	state := s.State()
+	if next := s.adopt(state, session, before); next != nil {
 		s.publish(*next)
-	} else if was := book.Spec(); known { // and so does the log
+	} else if was := state.Spec(); known { // and so does the log
 		if change := patchOf("", diff(&was, &s.object.Spec)); change != nil {
 			s.log.Warn("IpamStorage was changed or deleted by somebody else; writing it again, because it is only a copy; use isthmus unpeer, or edit NetworkAllocations",
 				"name", s.object.Name, "change", string(change[:min(len(change), 1000)]))
@@ -366,7 +366,7 @@ const ipamStorage = "ipamstorage-isthmus"
 // read afterwards has all that was given out before. The error is a conflict when another one was quicker.
 func (s *Store) takeOver(ctx context.Context, object *v1alpha1.IpamStorage) (err error) {
 	if object == nil {
-		object = &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: ipamStorage, GenerateName: "ipamstorage-", Labels: map[string]string{v1alpha1.LabelIpamStorage: "true"}}, Spec: ipam.Book{}.Spec()}
+		object = &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: ipamStorage, GenerateName: "ipamstorage-", Labels: map[string]string{v1alpha1.LabelIpamStorage: "true"}}, Spec: ipam.State{}.Spec()}
 		err = s.client.Create(ctx, object)
 	} else {
 		answer := metadata()
@@ -421,10 +421,10 @@ func blank(spec *v1alpha1.IpamStorageSpec) bool {
 }
 
 // versionOf is the resourceVersion of a peer's NetworkAllocation, or NotWritten where that does not name what
-// the peer has in the Book.
+// the peer has in the State.
 func (s *Store) versionOf(id string) int64 {
 	a := s.allocations[fabric.AllocationName(id)]
-	g, _ := s.Book().GrantOf(id)
+	g, _ := s.State().GrantOf(id)
 	for _, p := range []netip.Prefix{g.Pod, g.External} {
 		if p.IsValid() && !slices.Contains(a.spec.Networks, p.String()) {
 			return NotWritten
@@ -433,10 +433,10 @@ func (s *Store) versionOf(id string) int64 {
 	return a.since
 }
 
-// publish makes next the Book, and tells the observers, since NetworkAllocations may be others, and the
+// publish makes next the State, and tells the observers, since NetworkAllocations may be others, and the
 // subscribers which peers changed.
-func (s *Store) publish(next ipam.Book) {
-	was := s.book.Swap(&next)
+func (s *Store) publish(next ipam.State) {
+	was := s.state.Swap(&next)
 	for _, f := range s.observers {
 		f(next, s.versionOf)
 	}

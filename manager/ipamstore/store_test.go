@@ -145,13 +145,13 @@ func fresh(t *testing.T) *harness {
 	if err := h.Load(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	h.update(func(b ipam.Book) ipam.Book { b, _ = b.Configure(ours); return b })
+	h.update(func(b ipam.State) ipam.State { b, _ = b.Configure(ours); return b })
 	return h
 }
 
-func (h *harness) update(f func(ipam.Book) ipam.Book) ipam.Book {
+func (h *harness) update(f func(ipam.State) ipam.State) ipam.State {
 	h.t.Helper()
-	b, err := h.Update(h.t.Context(), func(b ipam.Book) (ipam.Book, error) { return f(b), nil })
+	b, err := h.Update(h.t.Context(), func(b ipam.State) (ipam.State, error) { return f(b), nil })
 	if err != nil {
 		h.t.Fatal(err)
 	}
@@ -160,7 +160,7 @@ func (h *harness) update(f func(ipam.Book) ipam.Book) ipam.Book {
 
 func (h *harness) grant(c ipam.Request) (g ipam.Grant) {
 	h.t.Helper()
-	_, err := h.Update(h.t.Context(), func(b ipam.Book) (next ipam.Book, err error) {
+	_, err := h.Update(h.t.Context(), func(b ipam.State) (next ipam.State, err error) {
 		next, g, err = b.Grant(c)
 		return next, err
 	})
@@ -172,12 +172,12 @@ func (h *harness) grant(c ipam.Request) (g ipam.Grant) {
 
 func (h *harness) answered(id, pod, external string) {
 	h.t.Helper()
-	h.update(func(b ipam.Book) ipam.Book { return b.Answered(id, pfx(pod), pfx(external)) })
+	h.update(func(b ipam.State) ipam.State { return b.Answered(id, pfx(pod), pfx(external)) })
 }
 
 func (h *harness) mapEndpoint(id, ip string) (seen netip.Addr) {
 	h.t.Helper()
-	_, err := h.Update(h.t.Context(), func(b ipam.Book) (next ipam.Book, err error) {
+	_, err := h.Update(h.t.Context(), func(b ipam.State) (next ipam.State, err error) {
 		next, seen, err = b.MapEndpoint(id, netip.MustParseAddr(ip))
 		return next, err
 	})
@@ -197,12 +197,12 @@ func object(t *testing.T) *v1alpha1.IpamStorage {
 	return &list.Items[0]
 }
 
-// agree checks that the object says what the Book says.
+// agree checks that the object says what the State says.
 func (h *harness) agree() *v1alpha1.IpamStorage {
 	h.t.Helper()
 	o := object(h.t)
-	if got, want := o.Spec, h.Book().Spec(); !reflect.DeepEqual(got, want) {
-		h.t.Errorf("the object says\n%+v\nthe Book\n%+v", got, want)
+	if got, want := o.Spec, h.State().Spec(); !reflect.DeepEqual(got, want) {
+		h.t.Errorf("the object says\n%+v\nthe State\n%+v", got, want)
 	}
 	return o
 }
@@ -257,7 +257,7 @@ func TestARestartFindsEverythingAndWritesNothing(t *testing.T) {
 	if got := again.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16")); got != g {
 		t.Errorf("another network: %v, was %v", got, g)
 	}
-	again.update(func(b ipam.Book) ipam.Book { b, _ = b.Configure(ours); return b })
+	again.update(func(b ipam.State) ipam.State { b, _ = b.Configure(ours); return b })
 	if got := again.mapEndpoint("b", "198.51.100.7"); got != netip.MustParseAddr("10.247.0.2") {
 		t.Errorf("another address: %v", got)
 	}
@@ -275,7 +275,7 @@ func TestARestartFindsEverythingAndWritesNothing(t *testing.T) {
 // ask maps an endpoint as somebody's.
 func (h *harness) ask(id, ip, by, what string) {
 	h.t.Helper()
-	if _, err := h.Update(h.t.Context(), func(b ipam.Book) (ipam.Book, error) {
+	if _, err := h.Update(h.t.Context(), func(b ipam.State) (ipam.State, error) {
 		b, _, err := b.MapEndpoint(id, netip.MustParseAddr(ip))
 		if err != nil {
 			return b, err
@@ -299,7 +299,7 @@ func TestARestartKnowsWhoAskedForAMapping(t *testing.T) {
 
 	h.sent()
 	again := loaded(t)
-	if got := again.Book().Allocation("b").Endpoints; !reflect.DeepEqual(got, want) {
+	if got := again.State().Allocation("b").Endpoints; !reflect.DeepEqual(got, want) {
 		t.Errorf("after a restart: %+v", got)
 	}
 	if methods, _, _ := again.sent(); !slices.Equal(methods, []string{"GET", "PATCH"}) {
@@ -308,10 +308,10 @@ func TestARestartKnowsWhoAskedForAMapping(t *testing.T) {
 	// Both processes write; neither forgets what the other one noted.
 	h.ask("b", "198.51.100.8", "certificate CN=one", "")
 	again.ask("b", "198.51.100.9", "certificate CN=another", "")
-	if by := again.Book().AskedFor("b", netip.MustParseAddr("198.51.100.8")); !slices.Equal(by, []string{"certificate CN=one"}) {
+	if by := again.State().AskedFor("b", netip.MustParseAddr("198.51.100.8")); !slices.Equal(by, []string{"certificate CN=one"}) {
 		t.Errorf("what the other process noted: %v", by)
 	}
-	again.update(func(b ipam.Book) ipam.Book { return b.Release("b") })
+	again.update(func(b ipam.State) ipam.State { return b.Release("b") })
 	if got := allocationOf(t, "b").Spec.Endpoints; len(got) > 0 {
 		t.Errorf("nothing is mapped any more, but noted: %+v", got)
 	}
@@ -319,7 +319,7 @@ func TestARestartKnowsWhoAskedForAMapping(t *testing.T) {
 
 func TestAnUpdateIsOneSmallPatchHoweverManyPeersThereAre(t *testing.T) {
 	h := fresh(t)
-	h.update(func(b ipam.Book) ipam.Book {
+	h.update(func(b ipam.State) ipam.State {
 		for i := range 500 {
 			b, _, _ = b.Grant(claim(fmt.Sprint("peer-", i), "10.244.0.0/20", "10.245.0.0/20"))
 			b = b.Answered(fmt.Sprint("peer-", i), ours.PodCIDR, b.Own().ExternalCIDR)
@@ -327,16 +327,16 @@ func TestAnUpdateIsOneSmallPatchHoweverManyPeersThereAre(t *testing.T) {
 		return b
 	})
 	h.sent()
-	for name, f := range map[string]func(ipam.Book) (ipam.Book, error){
-		"a grant": func(b ipam.Book) (ipam.Book, error) {
+	for name, f := range map[string]func(ipam.State) (ipam.State, error){
+		"a grant": func(b ipam.State) (ipam.State, error) {
 			b, _, err := b.Grant(claim("one-more", "10.244.0.0/20", "10.245.0.0/20"))
 			return b, err
 		},
-		"a release": func(b ipam.Book) (ipam.Book, error) { return b.Release("peer-77"), nil },
-		"an answer": func(b ipam.Book) (ipam.Book, error) {
+		"a release": func(b ipam.State) (ipam.State, error) { return b.Release("peer-77"), nil },
+		"an answer": func(b ipam.State) (ipam.State, error) {
 			return b.Answered("peer-78", pfx("10.1.0.0/16"), pfx("10.2.0.0/16")), nil
 		},
-		"an endpoint": func(b ipam.Book) (ipam.Book, error) {
+		"an endpoint": func(b ipam.State) (ipam.State, error) {
 			b, _, err := b.MapEndpoint("peer-79", netip.MustParseAddr("198.51.100.7"))
 			return b, err
 		},
@@ -352,8 +352,8 @@ func TestAnUpdateIsOneSmallPatchHoweverManyPeersThereAre(t *testing.T) {
 	}
 	h.agree()
 	h.sent()
-	h.update(func(b ipam.Book) ipam.Book { b, _ = b.Configure(ours); return b })
-	h.update(func(b ipam.Book) ipam.Book { return b.Release("nobody") })
+	h.update(func(b ipam.State) ipam.State { b, _ = b.Configure(ours); return b })
+	h.update(func(b ipam.State) ipam.State { return b.Release("nobody") })
 	if methods, _, _ := h.sent(); len(methods) > 0 {
 		t.Errorf("nothing changed, but %v", methods)
 	}
@@ -375,7 +375,7 @@ func TestUpdatesThatComeTogetherAreWrittenTogether(t *testing.T) {
 			if i == gone {
 				ctx = cancelled
 			}
-			_, errs[i] = h.Update(ctx, func(b ipam.Book) (_ ipam.Book, err error) {
+			_, errs[i] = h.Update(ctx, func(b ipam.State) (_ ipam.State, err error) {
 				if i == 0 {
 					return b.Release("nobody"), refused
 				}
@@ -392,13 +392,13 @@ func TestUpdatesThatComeTogetherAreWrittenTogether(t *testing.T) {
 	h.Store.mu.Unlock()
 	group.Wait()
 	for i, err := range errs {
-		have, ok := h.Book().GrantOf(fmt.Sprint("peer-", i))
+		have, ok := h.State().GrantOf(fmt.Sprint("peer-", i))
 		switch {
 		case i == 0 && (err != refused || ok): //nolint:errorlint // it has to be that very error
-			t.Errorf("the update that has an error returned %v; the Book has %v", err, have)
+			t.Errorf("the update that has an error returned %v; the State has %v", err, have)
 		case i == gone: // another one may have written it, or not
 		case i > 0 && (err != nil || have != granted[i]):
-			t.Errorf("peer-%d: %v, was told %v, the Book has %v", i, err, granted[i], have)
+			t.Errorf("peer-%d: %v, was told %v, the State has %v", i, err, granted[i], have)
 		}
 	}
 	if methods, _, _ := h.sent(); len(methods) > 2 {
@@ -414,9 +414,9 @@ func TestAnErrorWritesNothing(t *testing.T) {
 	h := fresh(t)
 	h.sent()
 	want := errors.New("no")
-	before := h.Book()
-	got, err := h.Update(t.Context(), func(b ipam.Book) (ipam.Book, error) { return b.Release("b"), want })
-	if err != want || len(got.Changed(before)) > 0 || len(h.Book().Changed(before)) > 0 { //nolint:errorlint // it has to be that very error
+	before := h.State()
+	got, err := h.Update(t.Context(), func(b ipam.State) (ipam.State, error) { return b.Release("b"), want })
+	if err != want || len(got.Changed(before)) > 0 || len(h.State().Changed(before)) > 0 { //nolint:errorlint // it has to be that very error
 		t.Errorf("got %v", err)
 	}
 	if methods, _, _ := h.sent(); len(methods) > 0 {
@@ -427,11 +427,13 @@ func TestAnErrorWritesNothing(t *testing.T) {
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if _, err := h.Update(ctx, func(b ipam.Book) (ipam.Book, error) { return b.Answered("b", ours.PodCIDR, b.Own().ExternalCIDR), nil }); err == nil {
+	if _, err := h.Update(ctx, func(b ipam.State) (ipam.State, error) {
+		return b.Answered("b", ours.PodCIDR, b.Own().ExternalCIDR), nil
+	}); err == nil {
 		t.Error("a write that was never made is taken for done")
 	}
-	if len(h.Book().Peers()) > 0 {
-		t.Error("the Book has what the object does not")
+	if len(h.State().Peers()) > 0 {
+		t.Error("the State has what the object does not")
 	}
 }
 
@@ -444,7 +446,7 @@ func TestTwoStoresNeverLoseAnUpdateNorGiveOutTheSame(t *testing.T) {
 		wg.Go(func() {
 			for j := range each {
 				id := fmt.Sprintf("peer-%d-%d", i, j)
-				_, err := h.Update(t.Context(), func(b ipam.Book) (ipam.Book, error) {
+				_, err := h.Update(t.Context(), func(b ipam.State) (ipam.State, error) {
 					b, _, err := b.Grant(claim(id, "10.244.0.0/20", "10.245.0.0/24"))
 					if err != nil {
 						return b, err
@@ -474,7 +476,7 @@ func TestTwoStoresNeverLoseAnUpdateNorGiveOutTheSame(t *testing.T) {
 			t.Error(err)
 		}
 		h.agree()
-		if nodes := h.Book().Own().Nodes; h == a && !slices.Equal(nodes, ours.Nodes) {
+		if nodes := h.State().Own().Nodes; h == a && !slices.Equal(nodes, ours.Nodes) {
 			t.Errorf("the nodes were forgotten: %v", nodes)
 		}
 	}
@@ -507,7 +509,7 @@ func TestEditsByHand(t *testing.T) {
 		{"an endpoint of nobody", func(s *v1alpha1.IpamStorageSpec) {
 			s.EndpointMappings["198.51.100.7"].ClusterMappings["who"] = v1alpha1.ClusterMapping{ExternalCIDRNattedIP: "10.1.1.1"}
 		}},
-		{"an emptied object", func(s *v1alpha1.IpamStorageSpec) { *s = ipam.Book{}.Spec() }},
+		{"an emptied object", func(s *v1alpha1.IpamStorageSpec) { *s = ipam.State{}.Spec() }},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			h := fresh(t)
@@ -522,11 +524,11 @@ func TestEditsByHand(t *testing.T) {
 				"a look":    func() *harness { refresh(t, h); return h },
 				"a restart": func() *harness { return loaded(t) },
 			} {
-				h.update(func(b ipam.Book) ipam.Book { return b.Release("c") })
+				h.update(func(b ipam.State) ipam.State { return b.Release("c") })
 				edit(t, func(o *v1alpha1.IpamStorage) { tc.edit(&o.Spec) })
 				now := notice()
-				if g, _ := now.Book().GrantOf("b"); g.Pod != pfx("10.246.0.0/16") || !now.Book().Mapped("b", netip.MustParseAddr("198.51.100.7")) || len(now.Book().NetworksOf("d")) > 0 {
-					t.Errorf("%s: b has %v, %v; d %v", when, g, now.Book().Allocation("b"), now.Book().NetworksOf("d"))
+				if g, _ := now.State().GrantOf("b"); g.Pod != pfx("10.246.0.0/16") || !now.State().Mapped("b", netip.MustParseAddr("198.51.100.7")) || len(now.State().NetworksOf("d")) > 0 {
+					t.Errorf("%s: b has %v, %v; d %v", when, g, now.State().Allocation("b"), now.State().NetworksOf("d"))
 				}
 				if now.agree(); now == h && !strings.Contains(h.said(), "IpamStorage was changed or deleted by somebody else") {
 					t.Errorf("%s: log: %s", when, h.said())
@@ -607,10 +609,10 @@ func TestOfTwoObjectsThatContradictEachOtherTheLaterOneCounts(t *testing.T) {
 		t.Fatal(err)
 	}
 	again := loaded(t)
-	if g, _ := again.Book().GrantOf("c"); g.Pod.String() != c.Spec.Networks[0] || !again.Book().Mapped("c", netip.MustParseAddr("198.51.100.8")) {
-		t.Errorf("c has %+v", again.Book().Allocation("c"))
+	if g, _ := again.State().GrantOf("c"); g.Pod.String() != c.Spec.Networks[0] || !again.State().Mapped("c", netip.MustParseAddr("198.51.100.8")) {
+		t.Errorf("c has %+v", again.State().Allocation("c"))
 	}
-	if has := again.Book().NetworksOf("b"); len(has) > 0 || !strings.Contains(again.said(), "is invalid") {
+	if has := again.State().NetworksOf("b"); len(has) > 0 || !strings.Contains(again.said(), "is invalid") {
 		t.Errorf("b has %v; log: %s", has, again.said())
 	}
 	again.agree()
@@ -639,7 +641,7 @@ func TestAGrantWhileAnotherStarts(t *testing.T) {
 	if err := s.Load(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if _, granted := s.Book().GrantOf("c"); !granted || len(object(t).Spec.ClusterSubnets) != 2 {
+	if _, granted := s.State().GrantOf("c"); !granted || len(object(t).Spec.ClusterSubnets) != 2 {
 		t.Error("what was granted meanwhile is gone")
 	}
 	if named := allocations(t).Named; len(named) != 4 {
@@ -658,7 +660,7 @@ func TestWhatATunnelNamesIsGivenAgain(t *testing.T) {
 		h.answered(id, fmt.Sprintf("10.%d.0.0/16", 70+i), fmt.Sprintf("10.%d.0.0/16", 80+i))
 		h.mapEndpoint(id, "198.51.100.7")
 	}
-	makeTraces(t, h.Book(), "b-0001")
+	makeTraces(t, h.State(), "b-0001")
 	want := h.agree()
 	for name, change := range map[string]func(o *isthmus.NetworkAllocation) error{
 		"deleted": func(o *isthmus.NetworkAllocation) error { return testClient.Delete(t.Context(), o) },
@@ -714,7 +716,7 @@ func TestOfSeveralObjectsTheOldestCounts(t *testing.T) {
 	h := fresh(t)
 	h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	other := &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: "a-younger-one", UID: "", Labels: map[string]string{v1alpha1.LabelIpamStorage: "true"}}}
-	other.Spec = ipam.Book{}.Spec()
+	other.Spec = ipam.State{}.Spec()
 	if err := testClient.Create(t.Context(), other); err != nil {
 		t.Fatal(err)
 	}
@@ -728,7 +730,7 @@ func TestOfSeveralObjectsTheOldestCounts(t *testing.T) {
 	}
 }
 
-func TestLostBooksAreRebuiltFromWhatWasMadeOfThem(t *testing.T) {
+func TestALostStateIsRebuiltFromWhatWasMadeOfIt(t *testing.T) {
 	h := fresh(t)
 	for i, id := range []string{"b-0001", "c-0002"} {
 		h.grant(claim(id, "10.244.0.0/16", "10.245.0.0/16"))
@@ -738,11 +740,11 @@ func TestLostBooksAreRebuiltFromWhatWasMadeOfThem(t *testing.T) {
 	h.mapEndpoint("b-0001", "198.51.100.1")
 	h.mapEndpoint("b-0001", "198.51.100.2")
 	h.mapEndpoint("c-0002", "198.51.100.2")
-	h.update(func(b ipam.Book) ipam.Book { return b.UnmapEndpoint("b-0001", netip.MustParseAddr("198.51.100.1")) })
+	h.update(func(b ipam.State) ipam.State { return b.UnmapEndpoint("b-0001", netip.MustParseAddr("198.51.100.1")) })
 	want := h.agree().Spec
 
 	for _, id := range []string{"b-0001", "c-0002", "d-0003"} {
-		makeTraces(t, h.Book(), id)
+		makeTraces(t, h.State(), id)
 	}
 	// A peer claims the network of another one in its own namespace, and writes about a cluster
 	// that it is not.
@@ -752,7 +754,7 @@ func TestLostBooksAreRebuiltFromWhatWasMadeOfThem(t *testing.T) {
 	create(t, networkConfig(namespace(t, ""), "nobody", "nobody", "10.244.0.0/16", "10.67.0.0/16"))
 
 	for _, lose := range []func(*v1alpha1.IpamStorage){ // and no NetworkAllocation is left
-		func(o *v1alpha1.IpamStorage) { o.Spec = ipam.Book{}.Spec() },
+		func(o *v1alpha1.IpamStorage) { o.Spec = ipam.State{}.Spec() },
 		func(o *v1alpha1.IpamStorage) {
 			o.Spec.ClusterSubnets["b-0001"] = v1alpha1.Subnets{RemotePodCIDR: "10.0.0.0/7"}
 		},
@@ -769,7 +771,7 @@ func TestLostBooksAreRebuiltFromWhatWasMadeOfThem(t *testing.T) {
 			edit(t, lose)
 		}
 		again := loaded(t)
-		again.update(func(b ipam.Book) ipam.Book { b, _ = b.Configure(ours); return b })
+		again.update(func(b ipam.State) ipam.State { b, _ = b.Configure(ours); return b })
 		if got := again.agree().Spec; !reflect.DeepEqual(got, want) {
 			t.Errorf("rebuilt\n%+v\nwant\n%+v\nlog: %s", got, want, again.said())
 		}
@@ -779,9 +781,9 @@ func TestLostBooksAreRebuiltFromWhatWasMadeOfThem(t *testing.T) {
 	}
 }
 
-// makeTraces makes the objects that follow from the Book for one peer: for d, which has not
+// makeTraces makes the objects that follow from the State for one peer: for d, which has not
 // answered, the copy alone.
-func makeTraces(t *testing.T, b ipam.Book, id string) {
+func makeTraces(t *testing.T, b ipam.State, id string) {
 	t.Helper()
 	ns := namespace(t, id)
 	g, _ := b.GrantOf(id)
@@ -895,7 +897,7 @@ func TestSubscribersHearWhoChangedAndNeverHoldUpAnybody(t *testing.T) {
 	c := ours
 	c.Reserved = []netip.Prefix{pfx("10.9.0.0/16")}
 	h.answered("b", "10.72.0.0/16", "10.71.0.0/16")
-	h.update(func(b ipam.Book) ipam.Book { b, _ = b.Configure(c); return b })
+	h.update(func(b ipam.State) ipam.State { b, _ = b.Configure(c); return b })
 	if got := names(lively); !slices.Equal(got, []string{""}) {
 		t.Errorf("our own networks changed, heard %v", got)
 	}
@@ -903,8 +905,8 @@ func TestSubscribersHearWhoChangedAndNeverHoldUpAnybody(t *testing.T) {
 
 // Every patch is what its name says: applied as RFC 7386 demands, it makes one spec the other.
 func TestAPatchMakesOneSpecTheOther(t *testing.T) {
-	base, _ := ipam.Book{}.Configure(ours)
-	join := func(b ipam.Book, ids ...string) ipam.Book {
+	base, _ := ipam.State{}.Configure(ours)
+	join := func(b ipam.State, ids ...string) ipam.State {
 		for _, id := range ids {
 			b, _, _ = b.Grant(claim(id, "10.244.0.0/16", "10.245.0.0/16"))
 			b = b.Answered(id, pfx("10.7.0.0/16"), pfx("10.8.0.0/16"))
@@ -914,11 +916,11 @@ func TestAPatchMakesOneSpecTheOther(t *testing.T) {
 		return b
 	}
 	other, _ := join(base, "b").Configure(ipam.Config{PodCIDR: pfx("10.200.0.0/18"), ExternalCIDR: pfx("172.20.0.0/16")})
-	books := map[string]ipam.Book{"zero": {}, "base": base, "b": join(base, "b"), "bc": join(base, "b", "c"), "bcd": join(base, "b", "c", "d"),
+	states := map[string]ipam.State{"zero": {}, "base": base, "b": join(base, "b"), "bc": join(base, "b", "c"), "bcd": join(base, "b", "c", "d"),
 		"cd": join(base, "b", "c", "d").Release("b"), "other": other,
 		"unmapped": join(base, "b", "c").UnmapEndpoint("b", netip.MustParseAddr("198.51.100.1"))}
-	for from, a := range books {
-		for to, b := range books {
+	for from, a := range states {
+		for to, b := range states {
 			whole, want := a.Spec(), b.Spec()
 			have, part := ipam.Delta(a, b)
 			for name, patch := range map[string][]byte{"whole": patchOf("1", diff(&whole, &want)), "delta": patchOf("1", diff(&have, &part))} {
@@ -980,7 +982,7 @@ func merge(target, patch any) any {
 func TestARestartKnowsWhatPeersHadThatHaveLeft(t *testing.T) {
 	h := fresh(t)
 	had := h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
-	h.update(func(b ipam.Book) ipam.Book { return b.Release("b") })
+	h.update(func(b ipam.State) ipam.State { return b.Release("b") })
 	if got := allocationOf(t, "b").Spec.Previous; got == nil || *got != (isthmus.NetworkPair{PodCIDR: had.Pod.String(), ExternalCIDR: had.External.String()}) {
 		t.Errorf("the object says %v", got)
 	}
@@ -999,12 +1001,12 @@ func TestARestartKnowsWhatPeersHadThatHaveLeft(t *testing.T) {
 	}
 
 	// Who deletes the object of a peer that has left has it forgotten by the next manager.
-	again.update(func(b ipam.Book) ipam.Book { return b.Release("b") })
+	again.update(func(b ipam.State) ipam.State { return b.Release("b") })
 	if err := testClient.Delete(t.Context(), &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: "b"}}); err != nil {
 		t.Fatal(err)
 	}
 	refresh(t, again)
-	if _, known := loaded(t).Book().FormerOf("b"); known {
+	if _, known := loaded(t).State().FormerOf("b"); known {
 		t.Error("b is remembered")
 	}
 }
@@ -1016,15 +1018,15 @@ func TestWhatNodesReachOutlivesAWriteOfSomebodyElse(t *testing.T) {
 	reached := ours
 	reached.Reached = []ipam.Reached{{Prefix: pfx("10.70.0.0/16"), Node: "n1"}}
 	reached.Services = []netip.Prefix{pfx("172.29.0.0/24")}
-	h.update(func(b ipam.Book) ipam.Book { b, _ = b.Configure(reached); return b })
-	loaded(t).update(func(b ipam.Book) ipam.Book {
+	h.update(func(b ipam.State) ipam.State { b, _ = b.Configure(reached); return b })
+	loaded(t).update(func(b ipam.State) ipam.State {
 		c := ours
 		c.Reserved = []netip.Prefix{pfx("10.80.0.0/16")}
 		b, _ = b.Configure(c)
 		return b
 	})
 	refresh(t, h)
-	own := h.Book().Own()
+	own := h.State().Own()
 	if !slices.Equal(own.Reached, reached.Reached) || !slices.Equal(own.Nodes, reached.Nodes) || !slices.Equal(own.Services, reached.Services) || len(own.Reserved) != 1 {
 		t.Errorf("nodes %v reach %v, reserved are %v", own.Nodes, own.Reached, own.Reserved)
 	}

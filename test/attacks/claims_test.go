@@ -87,7 +87,7 @@ func (s *site) stopManagerOfC(t *testing.T) *claims {
 // API server where that is "", and nothing to move; then it takes the change back.
 func (s *site) claim(t *testing.T, f *claims, reason string, change func(*spec)) {
 	t.Helper()
-	b, books := endpointOf(t, s.a, s.b), s.books(t)
+	b, allocations := endpointOf(t, s.a, s.b), s.allocations(t)
 	err := s.edit(t, f.client, func(nc *v1alpha1.NetworkConfig) { change(&nc.Spec) })
 	switch {
 	case reason == "":
@@ -107,8 +107,8 @@ func (s *site) claim(t *testing.T, f *claims, reason string, change func(*spec))
 	if now := endpointOf(t, s.a, s.c).Spec; fmt.Sprint(now) != fmt.Sprint(f.had) {
 		t.Errorf("the TunnelEndpoint of c is %+v; it was %+v", now, f.had)
 	}
-	if now := s.books(t); now != books {
-		t.Errorf("the books say %s; they said %s", now, books)
+	if now := s.allocations(t); now != allocations {
+		t.Errorf("the IPAM state says %s; it said %s", now, allocations)
 	}
 	s.recovered(t, f)
 }
@@ -122,8 +122,8 @@ func (s *site) recovered(t *testing.T, f *claims) {
 	}
 }
 
-// books are the networks that the peers of a have.
-func (s *site) books(t *testing.T) string {
+// allocations are the networks that the peers of a have.
+func (s *site) allocations(t *testing.T) string {
 	t.Helper()
 	var list v1alpha1.IpamStorageList
 	must(t, s.a.Client.List(t.Context(), &list))

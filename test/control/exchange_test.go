@@ -254,15 +254,15 @@ func agreed(t *testing.T, sites ...*site) {
 		wrong = nil
 		for _, s := range sites {
 			inUse := map[string]netip.Prefix{}
-			books := s.books()
-			inUse["own pods"], inUse["own Services"], inUse["own ExternalCIDR"] = prefix(books.PodCIDR), prefix(books.ServiceCIDR), prefix(books.ExternalCIDR)
+			ipamStorage := s.ipamStorage()
+			inUse["own pods"], inUse["own Services"], inUse["own ExternalCIDR"] = prefix(ipamStorage.PodCIDR), prefix(ipamStorage.ServiceCIDR), prefix(ipamStorage.ExternalCIDR)
 			for _, other := range sites {
 				if s == other {
 					continue
 				}
 				wrong = append(wrong, s.wrong(other)...)
-				inUse["pods of "+other.name] = prefix(books.ClusterSubnets[other.id].RemotePodCIDR)
-				inUse["ExternalCIDR of "+other.name] = prefix(books.ClusterSubnets[other.id].RemoteExternalCIDR)
+				inUse["pods of "+other.name] = prefix(ipamStorage.ClusterSubnets[other.id].RemotePodCIDR)
+				inUse["ExternalCIDR of "+other.name] = prefix(ipamStorage.ClusterSubnets[other.id].RemoteExternalCIDR)
 			}
 			names := slices.Sorted(maps.Keys(inUse))
 			for i, x := range names {
@@ -273,13 +273,13 @@ func agreed(t *testing.T, sites ...*site) {
 				}
 			}
 			n, held := 0, s.released() // of peers that have left
-			for id := range books.ClusterSubnets {
+			for id := range ipamStorage.ClusterSubnets {
 				if !slices.Contains(held, id) {
 					n++
 				}
 			}
 			if n != len(sites)-1 {
-				wrong = append(wrong, fmt.Sprintf("%s: books of %d peers", s.name, n))
+				wrong = append(wrong, fmt.Sprintf("%s: IpamStorage of %d peers", s.name, n))
 			}
 		}
 		return strings.Join(wrong, "\n"), len(wrong) == 0
@@ -320,7 +320,7 @@ func (s *site) wrong(other *site) (all []string) {
 			complain("NetworkConfig %s/%s is being deleted", o.Namespace, o.Name)
 		}
 	}
-	books := s.books()
+	ipamStorage := s.ipamStorage()
 	same("labels of the original", original.Labels, map[string]string{
 		"liqo.io/replication": "true", "liqo.io/remoteID": other.id, "liqo.io/ownership": "netcfgCreator",
 	})
@@ -329,7 +329,7 @@ func (s *site) wrong(other *site) (all []string) {
 	secret := &corev1.Secret{}
 	s.get(types.NamespacedName{Namespace: installed, Name: "wireguard-pubkey"}, secret)
 	same("spec of the original", withoutWords(original.Spec), v1alpha1.NetworkConfigSpec{
-		RemoteCluster: other.cluster(), PodCIDR: s.podCIDR, ExternalCIDR: books.ExternalCIDR,
+		RemoteCluster: other.cluster(), PodCIDR: s.podCIDR, ExternalCIDR: ipamStorage.ExternalCIDR,
 		EndpointIP: fmt.Sprintf("203.0.113.%d", s.name[0]-'a'+1), BackendType: "wireguard",
 		BackendConfig: v1alpha1.BackendConfig{"port": "5871", "publicKey": string(secret.Data["publicKey"])},
 	})
@@ -380,20 +380,20 @@ func (s *site) wrong(other *site) (all []string) {
 	}
 
 	// How each sees the other.
-	podSeen, externalSeen := seenAs(original.Status.PodCIDRNAT, s.podCIDR), seenAs(original.Status.ExternalCIDRNAT, books.ExternalCIDR)
+	podSeen, externalSeen := seenAs(original.Status.PodCIDRNAT, s.podCIDR), seenAs(original.Status.ExternalCIDRNAT, ipamStorage.ExternalCIDR)
 	podHere, externalHere := seenAs(answered.Status.PodCIDRNAT, other.podCIDR), seenAs(answered.Status.ExternalCIDRNAT, answered.Spec.ExternalCIDR)
-	same("books about the peer", books.ClusterSubnets[other.id], v1alpha1.Subnets{
+	same("IpamStorage about the peer", ipamStorage.ClusterSubnets[other.id], v1alpha1.Subnets{
 		RemotePodCIDR: podHere, RemoteExternalCIDR: externalHere,
 		LocalNATPodCIDR: original.Status.PodCIDRNAT, LocalNATExternalCIDR: original.Status.ExternalCIDRNAT,
 	})
 	first := prefix(externalSeen).Addr().Next().String()
-	mapped := books.EndpointMappings["169.254.0.1"]
-	same("own address of the tunnel", mapped.ExternalCIDROriginalIP, prefix(books.ExternalCIDR).Addr().Next().String())
+	mapped := ipamStorage.EndpointMappings["169.254.0.1"]
+	same("own address of the tunnel", mapped.ExternalCIDROriginalIP, prefix(ipamStorage.ExternalCIDR).Addr().Next().String())
 	same("address of the tunnel for the peer", mapped.ClusterMappings[other.id].ExternalCIDRNattedIP, first)
-	if _, ok := books.NatMappingsConfigured[other.id]; !ok {
+	if _, ok := ipamStorage.NatMappingsConfigured[other.id]; !ok {
 		complain("natMappingsConfigured lacks it")
 	}
-	same("opaque part of the books", len(books.Prefixes), 0)
+	same("opaque part of the IPAM state", len(ipamStorage.Prefixes), 0)
 	mapping := s.natMapping(other)
 	if mapping == nil {
 		complain("not one NatMapping")
@@ -414,7 +414,7 @@ func (s *site) wrong(other *site) (all []string) {
 		}
 	}
 	same("local networks of the Peering", peering.Status.Local, isthmus.Networks{
-		PodCIDR: s.podCIDR, PodCIDRSeen: podSeen, ExternalCIDR: books.ExternalCIDR, ExternalCIDRSeen: externalSeen,
+		PodCIDR: s.podCIDR, PodCIDRSeen: podSeen, ExternalCIDR: ipamStorage.ExternalCIDR, ExternalCIDRSeen: externalSeen,
 	})
 	remote := peering.Status.Remote
 	if remote.PodCIDRWhy == "" || remote.ExternalCIDRWhy == "" {

@@ -64,7 +64,7 @@ func testEdits(t *testing.T, a, b *site) {
 	mapping := func(change func(*v1alpha1.NatMapping)) func(client.Object) {
 		return func(o client.Object) { change(o.(*v1alpha1.NatMapping)) }
 	}
-	books := func(change func(*v1alpha1.IpamStorageSpec)) func(client.Object) {
+	ipamStorage := func(change func(*v1alpha1.IpamStorageSpec)) func(client.Object) {
 		return func(o client.Object) { change(&o.(*v1alpha1.IpamStorage).Spec) }
 	}
 	original, copied := key(a.tenant(b), b), key(b.tenant(a), b)
@@ -125,27 +125,27 @@ func testEdits(t *testing.T, a, b *site) {
 		{name: "labels of the NatMapping removed", at: a, object: &v1alpha1.NatMapping{}, key: types.NamespacedName{Name: a.natMapping(b).Name},
 			edit: func(o client.Object) { o.SetLabels(nil) }},
 		{name: "NatMapping deleted", at: a, object: &v1alpha1.NatMapping{}, key: types.NamespacedName{Name: a.natMapping(b).Name}},
-		{name: "books emptied", at: a, object: &v1alpha1.IpamStorage{}, key: types.NamespacedName{Name: storage.Items[0].Name},
-			edit: books(func(s *v1alpha1.IpamStorageSpec) {
+		{name: "IpamStorage emptied", at: a, object: &v1alpha1.IpamStorage{}, key: types.NamespacedName{Name: storage.Items[0].Name},
+			edit: ipamStorage(func(s *v1alpha1.IpamStorageSpec) {
 				*s = v1alpha1.IpamStorageSpec{Prefixes: map[string][]byte{}, Pools: []string{}, ReservedSubnets: []string{},
 					ClusterSubnets: map[string]v1alpha1.Subnets{}, EndpointMappings: map[string]v1alpha1.EndpointMapping{},
 					NatMappingsConfigured: map[string]v1alpha1.ConfiguredCluster{}}
 			})},
-		{name: "nonsense in the books", at: a, object: &v1alpha1.IpamStorage{}, key: types.NamespacedName{Name: storage.Items[0].Name},
-			edit: books(func(s *v1alpha1.IpamStorageSpec) {
+		{name: "nonsense in the IPAM state", at: a, object: &v1alpha1.IpamStorage{}, key: types.NamespacedName{Name: storage.Items[0].Name},
+			edit: ipamStorage(func(s *v1alpha1.IpamStorageSpec) {
 				entry := s.ClusterSubnets[b.id]
 				entry.RemotePodCIDR = s.PodCIDR
 				s.ClusterSubnets[b.id] = entry
 			}), moves: true},
-		{name: "entry in the books removed", at: a, object: &v1alpha1.IpamStorage{}, key: types.NamespacedName{Name: storage.Items[0].Name},
-			edit: books(func(s *v1alpha1.IpamStorageSpec) { delete(s.ClusterSubnets, b.id) })},
-		{name: "other network in the books", at: a, object: &v1alpha1.IpamStorage{}, key: types.NamespacedName{Name: storage.Items[0].Name},
-			edit: books(func(s *v1alpha1.IpamStorageSpec) {
+		{name: "entry in the IPAM state removed", at: a, object: &v1alpha1.IpamStorage{}, key: types.NamespacedName{Name: storage.Items[0].Name},
+			edit: ipamStorage(func(s *v1alpha1.IpamStorageSpec) { delete(s.ClusterSubnets, b.id) })},
+		{name: "other network in the IPAM state", at: a, object: &v1alpha1.IpamStorage{}, key: types.NamespacedName{Name: storage.Items[0].Name},
+			edit: ipamStorage(func(s *v1alpha1.IpamStorageSpec) {
 				entry := s.ClusterSubnets[b.id]
 				entry.RemotePodCIDR = "10.200.64.0/18"
 				s.ClusterSubnets[b.id] = entry
 			})},
-		{name: "books deleted", at: a, object: &v1alpha1.IpamStorage{}, key: types.NamespacedName{Name: storage.Items[0].Name}},
+		{name: "IpamStorage deleted", at: a, object: &v1alpha1.IpamStorage{}, key: types.NamespacedName{Name: storage.Items[0].Name}},
 	}
 	for _, e := range edits {
 		specs := func() [2]v1alpha1.TunnelEndpointSpec {

@@ -60,7 +60,7 @@ func TestHostile(t *testing.T) {
 	b.killManager()
 
 	f := &foe{a: a, b: b, c: c, name: a.cluster().UniqueName(), namespace: a.tenant(b), client: liqoRights(t, a, b)}
-	f.good, f.agreed, f.mapping, f.subnets = f.mine().Spec, a.tunnelEndpoint(b).Spec, a.natMapping(b).Spec, a.books().ClusterSubnets[b.id]
+	f.good, f.agreed, f.mapping, f.subnets = f.mine().Spec, a.tunnelEndpoint(b).Spec, a.natMapping(b).Spec, a.ipamStorage().ClusterSubnets[b.id]
 	var table []string
 	for _, part := range []struct {
 		name string
@@ -283,7 +283,7 @@ func (f *foe) settled() {
 	f.a.t.Helper()
 	f.a.eventually("the TunnelEndpoints as they were", func() (string, bool) {
 		te, c, nc := f.a.tunnelEndpoint(f.b), f.a.tunnelEndpoint(f.c), f.a.networkConfig(f.a.tenant(f.c), f.a)
-		mapping, subnets := f.a.natMapping(f.b), f.a.books().ClusterSubnets[f.b.id]
+		mapping, subnets := f.a.natMapping(f.b), f.a.ipamStorage().ClusterSubnets[f.b.id]
 		return fmt.Sprintf("with b %+v\nwith c %+v\nNatMapping %+v\nbooks %+v", te, c, mapping, subnets), te != nil &&
 			equality.Semantic.DeepEqual(te.Spec, f.agreed) && mapping != nil && equality.Semantic.DeepEqual(mapping.Spec, f.mapping) &&
 			subnets == f.subnets && c != nil && c.Spec.EndpointIP == nc.Spec.EndpointIP && c.Spec.RemoteNATPodCIDR == v1alpha1.None
@@ -458,10 +458,10 @@ func (f *foe) testClaims(t *testing.T) (table []string) {
 // harmless fails where networks in use at a overlap.
 func (f *foe) harmless(what string) {
 	f.a.t.Helper()
-	books := f.a.books()
-	inUse := map[string]string{"our pods": books.PodCIDR, "our Services": books.ServiceCIDR, "our ExternalCIDR": books.ExternalCIDR,
+	ipamStorage := f.a.ipamStorage()
+	inUse := map[string]string{"our pods": ipamStorage.PodCIDR, "our Services": ipamStorage.ServiceCIDR, "our ExternalCIDR": ipamStorage.ExternalCIDR,
 		"node 1": "198.51.100.10/32", "node 2": "10.200.1.5/32"}
-	for id, s := range books.ClusterSubnets {
+	for id, s := range ipamStorage.ClusterSubnets {
 		inUse["pods of "+id], inUse["ExternalCIDR of "+id] = s.RemotePodCIDR, s.RemoteExternalCIDR
 	}
 	names := slices.Sorted(maps.Keys(inUse))
@@ -773,7 +773,7 @@ func (f *foe) events() int {
 
 // testComings deletes and creates the NetworkConfig again and again.
 func (f *foe) testComings(t *testing.T) {
-	books := f.a.books().ClusterSubnets[f.b.id]
+	ipamStorage := f.a.ipamStorage().ClusterSubnets[f.b.id]
 	for range 15 {
 		nc := f.mine()
 		if err := f.client.Delete(t.Context(), nc); err != nil {
@@ -783,9 +783,9 @@ func (f *foe) testComings(t *testing.T) {
 		f.publish()
 	}
 	f.a.ready(f.b)
-	f.a.eventually(fmt.Sprintf("the networks that were, %+v", books), func() (string, bool) {
-		now := f.a.books().ClusterSubnets[f.b.id]
-		return fmt.Sprintf("%+v", now), now == books
+	f.a.eventually(fmt.Sprintf("the networks that were, %+v", ipamStorage), func() (string, bool) {
+		now := f.a.ipamStorage().ClusterSubnets[f.b.id]
+		return fmt.Sprintf("%+v", now), now == ipamStorage
 	})
 }
 

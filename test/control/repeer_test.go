@@ -32,7 +32,7 @@ func TestRepeering(t *testing.T) {
 	for _, s := range sites {
 		s.clean()
 	}
-	start := map[*site]v1alpha1.IpamStorageSpec{a: a.books(), b: b.books()}
+	start := map[*site]v1alpha1.IpamStorageSpec{a: a.ipamStorage(), b: b.ipamStorage()}
 	rejoin(a, b)
 	networks := a.tunnelEndpoint(b).Spec
 	disjoin(a, b)
@@ -49,8 +49,8 @@ func TestRepeering(t *testing.T) {
 		}
 		for _, s := range sites {
 			s.clean()
-			if got := s.books(); !equality.Semantic.DeepEqual(got, start[s]) {
-				t.Errorf("books of %s:\n%+v\nat the start:\n%+v", s.name, got, start[s])
+			if got := s.ipamStorage(); !equality.Semantic.DeepEqual(got, start[s]) {
+				t.Errorf("IpamStorage of %s:\n%+v\nat the start:\n%+v", s.name, got, start[s])
 			}
 			s.eventually(fmt.Sprintf("as few goroutines and as little memory of %s after %d peerings as before, %v", s.name, times, before[s]), func() (string, bool) {
 				now := s.atRest()

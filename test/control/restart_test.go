@@ -78,7 +78,7 @@ var joining = []moment{
 	{"networks granted", atA, &v1alpha1.IpamStorageList{}, seen(func(o client.Object) bool { return len(o.(*v1alpha1.IpamStorage).Spec.ClusterSubnets) > 0 })},
 	{"copy answered", atB, &v1alpha1.NetworkConfigList{}, seen(both(theirs, answered))},
 	{"answer brought back", atA, &v1alpha1.NetworkConfigList{}, seen(both(ours, answered))},
-	{"answer in the books", atA, &v1alpha1.IpamStorageList{}, seen(func(o client.Object) bool { return len(o.(*v1alpha1.IpamStorage).Spec.NatMappingsConfigured) > 0 })},
+	{"answer in the IPAM state", atA, &v1alpha1.IpamStorageList{}, seen(func(o client.Object) bool { return len(o.(*v1alpha1.IpamStorage).Spec.NatMappingsConfigured) > 0 })},
 	{"NatMapping created", atA, &v1alpha1.NatMappingList{}, seen(whatever)},
 	{"finalizer of the copy", atA, &v1alpha1.NetworkConfigList{}, seen(both(theirs, holds(v1alpha1.FinalizerTunnelEndpointCreator)))},
 	{"TunnelEndpoint created", atA, &v1alpha1.TunnelEndpointList{}, seen(whatever)},
@@ -106,7 +106,7 @@ func (m moment) await(t *testing.T, a, b *site, then func()) func() bool {
 	t.Helper()
 	at := m.at(a, b)
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
-	// From now on, so that a moment that the books remember from the peering before is not mistaken
+	// From now on, so that a moment that the IPAM state remember from the peering before is not mistaken
 	// for this one.
 	now := m.list.DeepCopyObject().(client.ObjectList)
 	if err := at.client.List(ctx, now); err != nil {
@@ -146,10 +146,10 @@ func TestManagerKilledAtEveryStep(t *testing.T) {
 	a.clean()
 	b.clean()
 
-	empty := map[*site]v1alpha1.IpamStorageSpec{a: a.books(), b: b.books()}
+	empty := map[*site]v1alpha1.IpamStorageSpec{a: a.ipamStorage(), b: b.ipamStorage()}
 	rejoin(a, b)
 	agreed(t, a, b)
-	full := map[*site]v1alpha1.IpamStorageSpec{a: a.books(), b: b.books()}
+	full := map[*site]v1alpha1.IpamStorageSpec{a: a.ipamStorage(), b: b.ipamStorage()}
 	disjoin(a, b)
 	a.clean()
 	b.clean()
@@ -183,8 +183,8 @@ func TestManagerKilledAtEveryStep(t *testing.T) {
 				agreed(t, a, b)
 				joined := time.Since(began)
 				for _, s := range sites {
-					if got := s.books(); !equality.Semantic.DeepEqual(got, full[s]) {
-						t.Errorf("books of %s:\n%+v\nwithout the kill:\n%+v", s.name, got, full[s])
+					if got := s.ipamStorage(); !equality.Semantic.DeepEqual(got, full[s]) {
+						t.Errorf("IpamStorage of %s:\n%+v\nwithout the kill:\n%+v", s.name, got, full[s])
 					}
 				}
 				began = time.Now()
@@ -196,8 +196,8 @@ func TestManagerKilledAtEveryStep(t *testing.T) {
 				}
 				for _, s := range sites {
 					s.clean()
-					if got := s.books(); !equality.Semantic.DeepEqual(got, empty[s]) {
-						t.Errorf("books of %s:\n%+v\nat the start:\n%+v", s.name, got, empty[s])
+					if got := s.ipamStorage(); !equality.Semantic.DeepEqual(got, empty[s]) {
+						t.Errorf("IpamStorage of %s:\n%+v\nat the start:\n%+v", s.name, got, empty[s])
 					}
 				}
 				t.Logf("joined after %v, parted after %v", joined.Round(time.Millisecond), time.Since(began).Round(time.Millisecond))

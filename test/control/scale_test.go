@@ -382,11 +382,11 @@ func (w *world) ranges(number int) {
 			all = append(all, p)
 		}
 	}
-	books, err := json.Marshal(w.home.books())
+	ipamStorage, err := json.Marshal(w.home.ipamStorage())
 	if err != nil {
 		w.t.Fatal(err)
 	}
-	w.t.Logf("%d of %d PodCIDRs are remapped; the IpamStorage has %d KiB", remapped, number, len(books)>>10)
+	w.t.Logf("%d of %d PodCIDRs are remapped; the IpamStorage has %d KiB", remapped, number, len(ipamStorage)>>10)
 }
 
 // settle waits until nothing was written for four seconds.

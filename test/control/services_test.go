@@ -631,7 +631,7 @@ func (f *seller) testExports(t *testing.T) {
 
 // external is an address that a maps endpoints to.
 func (f *seller) external(host byte) string {
-	bytes := prefix(f.a.books().ExternalCIDR).Addr().As4()
+	bytes := prefix(f.a.ipamStorage().ExternalCIDR).Addr().As4()
 	bytes[3] = host
 	return netip.AddrFrom4(bytes).String()
 }

@@ -596,8 +596,8 @@ func (s *site) list(list client.ObjectList, options ...client.ListOption) {
 	})
 }
 
-// books returns what the only IpamStorage says, nothing unless there is exactly one.
-func (s *site) books() v1alpha1.IpamStorageSpec {
+// ipamStorage returns what the only IpamStorage says, nothing unless there is exactly one.
+func (s *site) ipamStorage() v1alpha1.IpamStorageSpec {
 	s.t.Helper()
 	var list v1alpha1.IpamStorageList
 	s.list(&list)
@@ -633,18 +633,18 @@ func (s *site) leftovers() (all []string) {
 			s.t.Fatal(err)
 		}
 	}
-	books, held := s.books(), s.released()
-	for _, id := range slices.Sorted(maps.Keys(books.ClusterSubnets)) {
+	ipamStorage, held := s.ipamStorage(), s.released()
+	for _, id := range slices.Sorted(maps.Keys(ipamStorage.ClusterSubnets)) {
 		if slices.Contains(held, id) { // for a day
 			continue
 		}
-		all = append(all, fmt.Sprintf("books of %s: %+v", id, books.ClusterSubnets[id]))
+		all = append(all, fmt.Sprintf("IpamStorage of %s: %+v", id, ipamStorage.ClusterSubnets[id]))
 	}
-	for ip, m := range books.EndpointMappings {
-		all = append(all, fmt.Sprintf("books: endpoint %s: %+v", ip, m))
+	for ip, m := range ipamStorage.EndpointMappings {
+		all = append(all, fmt.Sprintf("IpamStorage: endpoint %s: %+v", ip, m))
 	}
-	for id := range books.NatMappingsConfigured {
-		all = append(all, "books: NatMapping of "+id)
+	for id := range ipamStorage.NatMappingsConfigured {
+		all = append(all, "IpamStorage: NatMapping of "+id)
 	}
 	return all
 }

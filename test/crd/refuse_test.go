@@ -224,7 +224,7 @@ func refusals() []refusal {
 	add(nm, "spec.clusterMappings", numbered(16385), "Too many")
 	add(nm, "spec.clusterMappings", nil, "Required value")
 
-	// The books of the IPAM.
+	// The IPAM state.
 	for _, f := range []string{"spec.podCIDR", "spec.externalCIDR", "spec.serviceCIDR"} {
 		for _, v := range []string{"10.244.0.1/16", "10.244.0.0", "None", "x"} {
 			add(ipam, f, v, mustBeStored)

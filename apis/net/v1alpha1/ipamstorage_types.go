@@ -2,13 +2,13 @@ package v1alpha1
 
 import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-// StoredCIDR is a network in the books of the IPAM, empty while it is not known. Which networks
+// StoredCIDR is a network in the IPAM state, empty while it is not known. Which networks
 // make sense is the IPAM's business: reserved ones may be of any kind and length.
 // +kubebuilder:validation:MaxLength=43
 // +kubebuilder:validation:XValidation:rule="self.size() == 0 || (isCIDR(self) && string(cidr(self).masked()) == self)",message="must be empty or a network in canonical CIDR notation",reason=FieldValueInvalid
 type StoredCIDR = string
 
-// StoredNATCIDR is the answer of a peer in the books of the IPAM: a network, None, or empty while
+// StoredNATCIDR is the answer of a peer in the IPAM state: a network, None, or empty while
 // there is no answer.
 // +kubebuilder:validation:MaxLength=43
 // +kubebuilder:validation:XValidation:rule="self.size() == 0 || self == 'None' || (isCIDR(self) && string(cidr(self).masked()) == self)",message="must be empty, None or a network in canonical CIDR notation",reason=FieldValueInvalid
@@ -19,7 +19,7 @@ type StoredNATCIDR = string
 // +kubebuilder:validation:XValidation:rule="isCIDR(self) && string(cidr(self).masked()) == self",message="must be a network in canonical CIDR notation",reason=FieldValueInvalid
 type ListedCIDR = string
 
-// StoredIP is an IP address in the books of the IPAM. A pattern checks it, because there may be too
+// StoredIP is an IP address in the IPAM state. A pattern checks it, because there may be too
 // many for a CEL rule.
 // +kubebuilder:validation:MaxLength=45
 // +kubebuilder:validation:Pattern=`^((25[0-5]|(2[0-4]|1[0-9]|[1-9]|)[0-9])([.](25[0-5]|(2[0-4]|1[0-9]|[1-9]|)[0-9])){3}|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*)$`
@@ -95,7 +95,7 @@ type IpamStorageSpec struct {
 	NatMappingsConfigured map[string]ConfiguredCluster `json:"natMappingsConfigured"`
 }
 
-// IpamStorage is the only object of its kind in a cluster: the books of the IPAM. It has no status.
+// IpamStorage is the only object of its kind in a cluster: the IPAM state. It has no status.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:resource:path=ipamstorages,scope=Cluster,categories=liqo

@@ -42,7 +42,7 @@ func (a *answering) refuses(node string, all bool) {
 	a.ok(err)
 }
 
-// awaited waits until the Warden waits for so many nodes.
+// awaited waits until the RefusalGate waits for so many nodes.
 func (a *answering) awaited(n int) {
 	a.t.Helper()
 	a.until("the reports are read", func() bool {
@@ -61,19 +61,19 @@ func TestANetworkIsToldWhenAllNodesRefuseIt(t *testing.T) {
 	a.awaited(2)
 
 	b := a.partner("b", 2).claims("10.50.0.0/18", "10.60.0.0/20")
-	a.until("its networks are in the books", b.granted)
+	a.until("its networks are in the IPAM state", b.granted)
 	a.always("it is not answered", func() bool { return !b.told() })
 	a.refuses("n1", true)
 	a.always("it is not answered for one node", func() bool { return !b.told() })
 	a.refuses("n2", true)
 	b.untilAccepted("None None")
 
-	// What an agent says of the books as they were before counts, and so does all that comes later.
+	// What an agent says of the older IPAM state counts, and so does all that comes later.
 	c := a.partner("c", 3).claims("10.51.0.0/18", "10.61.0.0/20")
-	a.until("its networks are in the books", c.granted)
+	a.until("its networks are in the IPAM state", c.granted)
 	a.refuses("n1", true)
 	d := a.partner("d", 4).claims("10.52.0.0/18", "10.62.0.0/20")
-	a.until("its networks are in the books", d.granted)
+	a.until("its networks are in the IPAM state", d.granted)
 	a.always("neither is answered", func() bool { return !c.told() && !d.told() })
 	a.refuses("n2", true)
 	c.untilAccepted("None None")
@@ -107,26 +107,26 @@ func TestANodeThatDoesNotRefuseIsNamedAndNotWaitedForAgain(t *testing.T) {
 	a.refuses("n1", true) // it is there again
 	a.until("the report is read", func() bool { return a.nodes.Late() == 0 })
 	d := a.partner("d", 4).claims("10.52.0.0/18", "10.62.0.0/20")
-	a.until("its networks are in the books", d.granted)
+	a.until("its networks are in the IPAM state", d.granted)
 	a.always("it is waited for again", func() bool { return !d.told() })
 	a.refuses("n1", true)
 	d.untilAccepted("None None")
 }
 
-// A network is in the books before its NetworkAllocation is written: nobody is told of it until then,
+// A network is in the IPAM state before its NetworkAllocation is written: nobody is told of it until then,
 // however long that takes.
 func TestNobodyIsToldOfANetworkThatIsNotWritten(t *testing.T) {
-	book, _ := ipam.Book{}.Configure(ipam.Config{PodCIDR: netip.MustParsePrefix("10.64.0.0/14"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12")})
-	book, _, err := book.Grant(ipam.Request{ID: "b", Pod: netip.MustParsePrefix("10.50.0.0/18"), External: netip.MustParsePrefix("10.60.0.0/20")})
+	state, _ := ipam.State{}.Configure(ipam.Config{PodCIDR: netip.MustParsePrefix("10.64.0.0/14"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12")})
+	state, _, err := state.Grant(ipam.Request{ID: "b", Pod: netip.MustParsePrefix("10.50.0.0/18"), External: netip.MustParsePrefix("10.60.0.0/20")})
 	if err != nil {
 		t.Fatal(err)
 	}
-	w := &Warden{Log: slog.New(slog.NewTextHandler(t.Output(), nil))}
+	w := &RefusalGate{Log: slog.New(slog.NewTextHandler(t.Output(), nil))}
 	for _, step := range []struct {
 		version int64
 		told    bool
 	}{{ipamstore.NotWritten, false}, {7, true}, {9, false}, {9, false}, {7, true}, {ipamstore.NotWritten, false}, {ipamstore.NotWritten, false}} {
-		w.Observe(book, func(string) int64 { return step.version })
+		w.Observe(state, func(string) int64 { return step.version })
 		if w.said["n1"], w.Patience = 8, time.Hour; step.version == ipamstore.NotWritten { // patience is about nodes
 			w.Patience = 0
 			delete(w.said, "n1")
@@ -137,7 +137,7 @@ func TestNobodyIsToldOfANetworkThatIsNotWritten(t *testing.T) {
 		}
 	}
 	w.said["n1"] = 8
-	w.Observe(book, func(string) int64 { return 8 })
+	w.Observe(state, func(string) int64 { return 8 })
 	if len(w.waiting) > 0 {
 		t.Error("it is written and refused, and nobody is woken")
 	}

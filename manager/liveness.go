@@ -18,20 +18,20 @@ import (
 )
 
 const (
-	pulseInterval = 2 * time.Second
-	// pulseSilence is how long the Lease may stay as it is: longer than a standby takes to follow, which
+	livenessInterval = 2 * time.Second
+	// livenessTimeout is how long the Lease may stay as it is: longer than a standby takes to follow, which
 	// the Lease lets after 7 s, and than two renewals that a slow API server does not answer (4.5 s each, with
 	// the pause) and the one after them, 2 s later.
-	pulseSilence = 12 * time.Second
+	livenessTimeout = 12 * time.Second
 	// clockSkew is what the clocks of two machines may differ by.
 	clockSkew = 30 * time.Second
 )
 
-// A Pulse tracks the liveness of the gateways by the Lease that the active one renews. Without an
+// A Liveness tracks the liveness of the gateways by the Lease that the active one renews. Without an
 // active gateway, the connection status of a TunnelEndpoint is stale. Age is measured by this
 // machine's clock from when it first saw the current renewal, because the gateway's clock may
 // differ. Its methods may be called concurrently.
-type Pulse struct {
+type Liveness struct {
 	Reader    client.Reader // the API server itself
 	Namespace string        // of the Lease
 	Log       *slog.Logger
@@ -47,25 +47,25 @@ type Pulse struct {
 	silent string
 }
 
-// NewPulse makes a Pulse of a gateway that is at work until shown otherwise.
-func NewPulse(reader client.Reader, namespace string, log *slog.Logger) *Pulse {
-	return &Pulse{Reader: reader, Namespace: namespace, Log: log, changed: make(chan event.GenericEvent, 1)}
+// NewLiveness makes a Liveness of a gateway that is at work until shown otherwise.
+func NewLiveness(reader client.Reader, namespace string, log *slog.Logger) *Liveness {
+	return &Liveness{Reader: reader, Namespace: namespace, Log: log, changed: make(chan event.GenericEvent, 1)}
 }
 
 // Changed gets a value whenever Silent says something else.
-func (p *Pulse) Changed() <-chan event.GenericEvent { return p.changed }
+func (p *Liveness) Changed() <-chan event.GenericEvent { return p.changed }
 
 // Silent says since when no gateway is active, and which one was; empty while one is. Of a cluster
 // that never had the Lease nothing is said: its gateway is configured by files, or not ours.
-func (p *Pulse) Silent() string {
+func (p *Liveness) Silent() string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.silent
 }
 
 // Start looks at the Lease until ctx ends.
-func (p *Pulse) Start(ctx context.Context) error {
-	tick := time.NewTicker(pulseInterval)
+func (p *Liveness) Start(ctx context.Context) error {
+	tick := time.NewTicker(livenessInterval)
 	defer tick.Stop()
 	for {
 		p.look(ctx)
@@ -77,8 +77,8 @@ func (p *Pulse) Start(ctx context.Context) error {
 	}
 }
 
-func (p *Pulse) look(ctx context.Context) {
-	ctx, cancel := context.WithTimeout(ctx, pulseInterval)
+func (p *Liveness) look(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, livenessInterval)
 	defer cancel()
 	var lease coordinationv1.Lease
 	err := p.Reader.Get(ctx, types.NamespacedName{Namespace: p.Namespace, Name: isthmus.LeaseGateway}, &lease)
@@ -92,7 +92,7 @@ func (p *Pulse) look(ctx context.Context) {
 	case apierrors.IsNotFound(err): // somebody has deleted it, and whoever is at work makes it again
 		if p.since = (time.Time{}); p.gone.IsZero() {
 			p.gone = now
-		} else if now.Sub(p.gone) >= pulseSilence {
+		} else if now.Sub(p.gone) >= livenessTimeout {
 			p.say(fmt.Sprintf("no gateway is active: Lease %s/%s was deleted and not recreated; check that the gateway Pods run and reach the API server", p.Namespace, isthmus.LeaseGateway))
 		}
 		return
@@ -101,7 +101,7 @@ func (p *Pulse) look(ctx context.Context) {
 	case p.since.IsZero():
 		p.lease, p.since = lease.Spec, now
 		// A manager that starts must not call ready what the one before knew to be silent.
-		if r := lease.Spec.RenewTime; !p.looked && r != nil && now.Sub(r.Time) >= pulseSilence+clockSkew {
+		if r := lease.Spec.RenewTime; !p.looked && r != nil && now.Sub(r.Time) >= livenessTimeout+clockSkew {
 			p.say(p.sentence())
 		}
 		p.looked = true
@@ -109,14 +109,14 @@ func (p *Pulse) look(ctx context.Context) {
 	case !p.lease.RenewTime.Equal(lease.Spec.RenewTime) || ptr.Deref(p.lease.HolderIdentity, "") != ptr.Deref(lease.Spec.HolderIdentity, ""):
 		p.lease, p.since = lease.Spec, now
 		p.say("")
-	case now.Sub(p.since) >= pulseSilence:
+	case now.Sub(p.since) >= livenessTimeout:
 		p.say(p.sentence())
 	}
 }
 
 // tell logs once why nobody knows whether a gateway is at work, such as rights from before this was
 // asked.
-func (p *Pulse) tell(err error) {
+func (p *Liveness) tell(err error) {
 	unread := ""
 	if err != nil && !apierrors.IsNotFound(err) {
 		unread = err.Error()
@@ -129,7 +129,7 @@ func (p *Pulse) tell(err error) {
 }
 
 // sentence says what is wrong and what to do.
-func (p *Pulse) sentence() string {
+func (p *Liveness) sentence() string {
 	last := "has no holder"
 	if holder := ptr.Deref(p.lease.HolderIdentity, ""); holder != "" {
 		last = "was last held by " + plain(holder)
@@ -141,7 +141,7 @@ func (p *Pulse) sentence() string {
 }
 
 // say keeps a sentence and tells those who listen, if it is another one.
-func (p *Pulse) say(sentence string) {
+func (p *Liveness) say(sentence string) {
 	if sentence == p.silent {
 		return
 	}

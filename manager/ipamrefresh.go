@@ -16,28 +16,28 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 )
 
-// books has the Store look at its objects when somebody else may have written or deleted it. Most
+// ipamRefresher has the Store look at its objects when somebody else may have written or deleted it. Most
 // events are of our own writes; a second is given to them, so that a hundred peers coming at once
 // are not a hundred looks.
-type books struct {
+type ipamRefresher struct {
 	store *ipamstore.Store
 }
 
 // SetupWithManager makes mgr call Reconcile a second after the IpamStorage or a NetworkAllocation changed.
-func (b *books) SetupWithManager(mgr ctrl.Manager) error {
+func (r *ipamRefresher) SetupWithManager(mgr ctrl.Manager) error {
 	type queue = workqueue.TypedRateLimitingInterface[reconcile.Request]
-	later := func(q queue) { q.AddAfter(requestFor("books"), time.Second) }
+	later := func(q queue) { q.AddAfter(requestFor("ipamstate"), time.Second) }
 	look := handler.Funcs{
 		UpdateFunc: func(_ context.Context, _ event.UpdateEvent, q queue) { later(q) },
 		DeleteFunc: func(_ context.Context, _ event.TypedDeleteEvent[client.Object], q queue) { later(q) },
 	}
 	allocations := look // nobody else makes one that is needed, but somebody may
 	allocations.CreateFunc = func(_ context.Context, _ event.CreateEvent, q queue) { later(q) }
-	return ctrl.NewControllerManagedBy(mgr).Named("books").WatchesMetadata(&v1alpha1.IpamStorage{}, look).
-		Watches(&isthmus.NetworkAllocation{}, allocations).Complete(noted("books", b))
+	return ctrl.NewControllerManagedBy(mgr).Named("ipamstate").WatchesMetadata(&v1alpha1.IpamStorage{}, look).
+		Watches(&isthmus.NetworkAllocation{}, allocations).Complete(noted("ipamstate", r))
 }
 
 // Reconcile has the Store look.
-func (b *books) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, error) {
-	return ctrl.Result{}, b.store.Refresh(ctx)
+func (r *ipamRefresher) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, error) {
+	return ctrl.Result{}, r.store.Refresh(ctx)
 }

@@ -26,7 +26,7 @@ import (
 )
 
 const (
-	// refusalPatience is a Warden's Patience. Agents refuse within a tenth of a second, and of
+	// refusalPatience is a RefusalGate's Patience. Agents refuse within a tenth of a second, and of
 	// thousands the last one has said so within two.
 	refusalPatience = 5 * time.Second
 	// refusalGap is how long reports are gathered before they are read together.
@@ -36,17 +36,17 @@ const (
 // reasonNotRefused is that of the Event about a node that does not refuse what was granted.
 const reasonNotRefused = "NotRefused"
 
-// A Warden is the convergence gate: it knows which allocated networks all nodes refuse, so that the
+// A RefusalGate is the convergence gate: it knows which allocated networks all nodes refuse, so that the
 // manager publishes no network that a node would still send to in the clear:
 //
-//	books ─► NetworkAllocation ─► route agent refuses it ─► NodeNetworks.spec.refusedResourceVersion ─► Warden ─► answer, TunnelEndpoint
+//	IPAM state ─► NetworkAllocation ─► route agent refuses it ─► NodeNetworks.spec.refusedResourceVersion ─► RefusalGate ─► answer, TunnelEndpoint
 //
 // An agent that reports a resourceVersion refuses the networks of all objects up to that version.
 // The gate does not wait for a node that never reported one: it has no agent. After it has waited
 // for a node in vain, it does not wait for that node again until the node reports a new version.
 //
 // Its methods may be called concurrently.
-type Warden struct {
+type RefusalGate struct {
 	Cache     client.Reader // NodeNetworks
 	Namespace string        // of the installation
 	Events    events.EventRecorder
@@ -66,7 +66,7 @@ type Warden struct {
 type granted struct {
 	grant   ipam.Grant
 	version int64     // the resourceVersion of the NetworkAllocation with it
-	at      time.Time // when it came into the books
+	at      time.Time // when it came into the IPAM state
 }
 
 type await struct {
@@ -74,16 +74,16 @@ type await struct {
 	queue *queue.Queue
 }
 
-// Observe learns of each version of the books.
-func (w *Warden) Observe(book ipam.Book, version func(id string) int64) {
+// Observe learns of each version of the IPAM state.
+func (w *RefusalGate) Observe(state ipam.State, version func(id string) int64) {
 	now := make(map[string]granted)
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.waiting == nil {
 		w.said, w.late, w.waiting = make(map[string]int64), make(map[string]int64), make(map[reconcile.Request]await)
 	}
-	for _, id := range book.Peers() {
-		g, ok := book.GrantOf(id)
+	for _, id := range state.Peers() {
+		g, ok := state.GrantOf(id)
 		if !ok {
 			continue
 		}
@@ -98,7 +98,7 @@ func (w *Warden) Observe(book ipam.Book, version func(id string) int64) {
 
 // Refused reports whether the networks of a peer may be published. If not, it adds the request to
 // the queue as soon as they may.
-func (w *Warden) Refused(id string, q *queue.Queue, request reconcile.Request) bool {
+func (w *RefusalGate) Refused(id string, q *queue.Queue, request reconcile.Request) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	g, ok := w.granted[id]
@@ -128,7 +128,7 @@ func (w *Warden) Refused(id string, q *queue.Queue, request reconcile.Request) b
 }
 
 // behind are the nodes that are waited for with a grant. The caller holds w.mu.
-func (w *Warden) behind(g granted) (nodes []string) {
+func (w *RefusalGate) behind(g granted) (nodes []string) {
 	for node, version := range w.said {
 		if _, late := w.late[node]; !late && version < g.version {
 			nodes = append(nodes, node)
@@ -139,16 +139,16 @@ func (w *Warden) behind(g granted) (nodes []string) {
 }
 
 // Late are the nodes that do not refuse what they should, as far as somebody has waited for them.
-func (w *Warden) Late() int {
+func (w *RefusalGate) Late() int {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return len(w.late)
 }
 
 // SetupWithManager makes mgr call Reconcile soon after a node says that it refuses something else.
-func (w *Warden) SetupWithManager(mgr ctrl.Manager) error {
+func (w *RefusalGate) SetupWithManager(mgr ctrl.Manager) error {
 	soon := func(q requestQueue) { q.AddAfter(requestFor("refused"), refusalGap) }
-	return ctrl.NewControllerManagedBy(mgr).Named("warden").
+	return ctrl.NewControllerManagedBy(mgr).Named("refusalgate").
 		Watches(&isthmus.NodeNetworks{}, handler.Funcs{
 			CreateFunc: func(_ context.Context, _ event.CreateEvent, q requestQueue) { soon(q) },
 			UpdateFunc: func(_ context.Context, _ event.UpdateEvent, q requestQueue) { soon(q) },
@@ -156,11 +156,11 @@ func (w *Warden) SetupWithManager(mgr ctrl.Manager) error {
 		}, builder.WithPredicates(predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
 			return e.ObjectOld.(*isthmus.NodeNetworks).Spec.RefusedResourceVersion != e.ObjectNew.(*isthmus.NodeNetworks).Spec.RefusedResourceVersion
 		}})).
-		Complete(noted("warden", w))
+		Complete(noted("refusalgate", w))
 }
 
 // Reconcile reads the nodes' reports, and queues the requests that waited for them.
-func (w *Warden) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, error) {
+func (w *RefusalGate) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, error) {
 	var reports isthmus.NodeNetworksList
 	if err := w.Cache.List(ctx, &reports, client.InNamespace(w.Namespace), client.UnsafeDisableDeepCopy); err != nil {
 		return ctrl.Result{}, fmt.Errorf("what nodes refuse: %w", err)
@@ -183,7 +183,7 @@ func (w *Warden) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, er
 }
 
 // wake has those reconciled who need not wait any more. The caller holds w.mu.
-func (w *Warden) wake() {
+func (w *RefusalGate) wake() {
 	least := int64(ipamstore.NotWritten - 1)
 	for node, version := range w.said {
 		if _, late := w.late[node]; !late {
@@ -198,5 +198,5 @@ func (w *Warden) wake() {
 	}
 }
 
-// watchBooks has the Warden learn of all that a Store writes.
-func (w *Warden) watchBooks(store *ipamstore.Store) { store.Observe(w.Observe) }
+// watchState has the RefusalGate learn of all that a Store writes.
+func (w *RefusalGate) watchState(store *ipamstore.Store) { store.Observe(w.Observe) }

@@ -20,32 +20,32 @@ import (
 )
 
 // Whatever somebody does to the IpamStorage and the NetworkAllocation, nothing leaves in the clear (the sniffer looks), also while
-// no manager runs and agents are killed meanwhile: nodes go on, and the manager puts the books right.
+// no manager runs and agents are killed meanwhile: nodes go on, and the manager puts the IPAM state right.
 // A peering that ends in order is forgotten.
-func TestWhateverSomebodyDoesToTheBooksNothingLeavesInTheClear(t *testing.T) {
+func TestWhateverSomebodyDoesToTheIPAMStateNothingLeavesInTheClear(t *testing.T) {
 	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{inPods(clusterSpec("10.244.0.0/16", 2)), inPods(clusterSpec("10.244.64.0/19", 2))}})
 	a, b := f.Clusters[0], f.Clusters[1]
-	books := func() *v1alpha1.IpamStorage {
+	ipamStorage := func() *v1alpha1.IpamStorage {
 		t.Helper()
 		var list v1alpha1.IpamStorageList
 		must(t, a.Client.List(t.Context(), &list))
 		if len(list.Items) != 1 {
-			t.Fatalf("%d books", len(list.Items))
+			t.Fatalf("%d IpamStorage", len(list.Items))
 		}
 		return &list.Items[0]
 	}
-	eventually(t, "the first books", func() error {
+	eventually(t, "the first IpamStorage", func() error {
 		var list v1alpha1.IpamStorageList
 		if err := a.Client.List(t.Context(), &list); err != nil || len(list.Items) == 0 {
 			return fmt.Errorf("%d of them (%w)", len(list.Items), err)
 		}
 		return nil
 	})
-	before := books()
+	before := ipamStorage()
 	peer(t, f, a, b)
 	podsToPods(t, a, b)
 	from, to := podOn(t, a, 1), seen(t, a, b, podOn(t, b, 0).Addr)
-	granted := books()
+	granted := ipamStorage()
 	id := ""
 	for id = range granted.Spec.ClusterSubnets {
 	}
@@ -65,7 +65,7 @@ func TestWhateverSomebodyDoesToTheBooksNothingLeavesInTheClear(t *testing.T) {
 	edit := func(change func(*v1alpha1.IpamStorage)) func() {
 		return func() {
 			t.Helper()
-			eventually(t, "an edit", func() error { o := books(); change(o); return a.Client.Update(t.Context(), o) })
+			eventually(t, "an edit", func() error { o := ipamStorage(); change(o); return a.Client.Update(t.Context(), o) })
 		}
 	}
 	for _, e := range []struct {
@@ -81,9 +81,9 @@ func TestWhateverSomebodyDoesToTheBooksNothingLeavesInTheClear(t *testing.T) {
 				ClusterSubnets: map[string]v1alpha1.Subnets{}, EndpointMappings: map[string]v1alpha1.EndpointMapping{}, NatMappingsConfigured: map[string]v1alpha1.ConfiguredCluster{}}
 		})},
 		{"those of before the peering", edit(func(o *v1alpha1.IpamStorage) { o.Spec = before.Spec })},
-		{"deleted", func() { must(t, a.Client.Delete(t.Context(), books())) }},
+		{"deleted", func() { must(t, a.Client.Delete(t.Context(), ipamStorage())) }},
 		{"deleted, and older ones made", func() {
-			must(t, a.Client.Delete(t.Context(), books()))
+			must(t, a.Client.Delete(t.Context(), ipamStorage()))
 			o := before.DeepCopy()
 			o.ObjectMeta = metav1.ObjectMeta{Name: o.Name, Labels: o.Labels}
 			must(t, a.Client.Create(t.Context(), o))
@@ -98,7 +98,7 @@ func TestWhateverSomebodyDoesToTheBooksNothingLeavesInTheClear(t *testing.T) {
 		{"a NetworkAllocation deleted", func() { must(t, a.Client.Delete(t.Context(), allocation())) }},
 		{"all deleted", func() {
 			must(t, a.Client.DeleteAllOf(t.Context(), &ours.NetworkAllocation{}))
-			must(t, a.Client.Delete(t.Context(), books()))
+			must(t, a.Client.Delete(t.Context(), ipamStorage()))
 		}},
 	} {
 		for _, running := range []bool{true, false} {
@@ -112,11 +112,11 @@ func TestWhateverSomebodyDoesToTheBooksNothingLeavesInTheClear(t *testing.T) {
 					must(t, a.Kill(fleet.Agent(1)))
 					must(t, a.Start(t.Context(), fleet.Agent(1)))
 					if _, err := firstPing(t.Context(), from.Host, func() (netip.Addr, error) { return to, nil }); err != nil {
-						t.Errorf("while the books are wrong: %v", err)
+						t.Errorf("while the IPAM state is wrong: %v", err)
 					}
 					must(t, a.Start(t.Context(), fleet.Manager))
 				}
-				eventually(t, "the books as they were", func() error {
+				eventually(t, "the former IPAM state", func() error {
 					var list v1alpha1.IpamStorageList
 					must(t, a.Client.List(t.Context(), &list))
 					if len(list.Items) != 1 || list.Items[0].Spec.ClusterSubnets[id] != granted.Spec.ClusterSubnets[id] {
@@ -141,7 +141,7 @@ func TestWhateverSomebodyDoesToTheBooksNothingLeavesInTheClear(t *testing.T) {
 	// networks until the manager says that they need not.
 	allocated = allocation()
 	isthmus(t, f, "unpeer", "--context", a.Name, "--remote-context", b.Name)
-	if held, o := books(), allocation(); held.Spec.ClusterSubnets[id].RemotePodCIDR != granted.Spec.ClusterSubnets[id].RemotePodCIDR ||
+	if held, o := ipamStorage(), allocation(); held.Spec.ClusterSubnets[id].RemotePodCIDR != granted.Spec.ClusterSubnets[id].RemotePodCIDR ||
 		o.Spec.Revision != allocated.Spec.Revision || !slices.Equal(o.Spec.Networks, allocated.Spec.Networks) {
 		t.Errorf("after un-peering: %+v, %+v", held.Spec.ClusterSubnets, o.Spec)
 	}
@@ -175,8 +175,8 @@ func TestWhateverSomebodyDoesToTheBooksNothingLeavesInTheClear(t *testing.T) {
 			return err
 		})
 	}
-	eventually(t, "the books without it", func() error { // nodes go by the NetworkAllocation
-		if o := books(); len(o.Spec.ClusterSubnets) > 0 {
+	eventually(t, "the IPAM state without it", func() error { // nodes go by the NetworkAllocation
+		if o := ipamStorage(); len(o.Spec.ClusterSubnets) > 0 {
 			return fmt.Errorf("%+v", o.Spec.ClusterSubnets)
 		}
 		return nil

@@ -1,13 +1,13 @@
 // Package ipam allocates networks for peers, and addresses of the ExternalCIDR for endpoints that
-// are not pods. Its state is a value, the Book, without client, clock or lock: the same requests in
-// the same order always get the same results.
+// are not pods. Its State is a value without client, clock or lock: the same requests in the same
+// order always get the same results.
 //
 //	Config  ─ Configure ─┐                      ┌─ Allocation ─► NetworkAllocations
-//	Request ─ Grant ─────┼─► Book (immutable) ──┼─ Spec ─► IpamStorage, for Liqo's components
+//	Request ─ Grant ─────┼─► State (immutable) ─┼─ Spec ─► IpamStorage, for Liqo's components
 //	answer  ─ Answered ──┤                      ├─ NatMapping
 //	FromAllocations ─────┘                      └─ HomePodIP, GrantOf, ...
 //
-// Read makes a Book of the IpamStorage of a Liqo that was here before.
+// Read makes a State of the IpamStorage of a Liqo that was here before.
 //
 // The choices are Liqo's (docs/liqo-v0.md, section 5): a network that overlaps nothing is used
 // unchanged. Any other one is replaced by a free network of the same length from the smallest free
@@ -26,19 +26,19 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// Bounds of a Book are those of the IpamStorage that keeps it.
+// Bounds of a State are those of the IpamStorage that keeps it.
 const (
-	// MaxPeers is how many peers a Book has at most. The text of one has 320 octets in its object, of
-	// which etcd takes 1.5 MiB (TestTheBooksOfAllPeersFitOneObject).
+	// MaxPeers is how many peers a State has at most. The text of one has 320 octets in its object, of
+	// which etcd takes 1.5 MiB (TestTheStateOfAllPeersFitsOneObject).
 	MaxPeers = 4096
-	// MaxEndpoints is how many mapped endpoints a Book has at most, with the gateway's own.
+	// MaxEndpoints is how many mapped endpoints a State has at most, with the gateway's own.
 	MaxEndpoints = 16384
 	// MaxEndpointsOfPeer is how many are mapped for one peer at most. Its NetworkAllocation names each of
 	// them, in 150 octets at most beside the names of callers.
 	MaxEndpointsOfPeer = 4096
 )
 
-// Config has the networks and addresses of a Book's own cluster. A zero prefix is not known yet.
+// Config has the networks and addresses of a State's own cluster. A zero prefix is not known yet.
 // Host bits of a prefix are ignored.
 type Config struct {
 	PodCIDR, ServiceCIDR netip.Prefix
@@ -108,21 +108,21 @@ func DefaultPools() []netip.Prefix {
 	}
 }
 
-// A Book is the IPAM state: all allocations and holds. It is immutable: methods return a new Book,
-// so the old one may be read concurrently and kept for comparison. The zero Book is empty and has
+// A State is the IPAM state: all allocations and holds. It is immutable: methods return a new State,
+// so the old one may be read concurrently and kept for comparison. The zero State is empty and has
 // no pools.
-type Book struct {
+type State struct {
 	own       Config
-	peers     map[string]*account      // neither the map nor an account is changed once it is in a Book
+	peers     map[string]*account      // the map and its accounts never change once they are in a State
 	endpoints map[netip.Addr]*endpoint // by real address, without the gateway's own
 	taken     tree                     // all networks that no peer can get, those of peers among them
 	nodes     tree                     // addresses of nodes, and what they reach
-	formers   []former                 // peers that have left; never changed once it is in a Book
+	formers   []former                 // peers that have left; never changed once it is in a State
 	replaced  []replaced               // networks of peers that have others now, held; never changed, as formers
 	addresses tree                     // of the ExternalCIDR, those in use or unusable
 }
 
-// An account is all that the books have of one peer. Grant is zero until it has claimed, each of
+// An account is all that the IPAM state has of one peer. Grant is zero until it has claimed, each of
 // the others until it has answered.
 type account struct {
 	Grant
@@ -147,7 +147,7 @@ type endpoint struct {
 }
 
 // Own returns the Config as it is in effect: with pools and ExternalCIDR.
-func (b Book) Own() Config {
+func (b State) Own() Config {
 	c := b.own
 	c.Pools, c.Reserved, c.Services = slices.Clone(c.Pools), slices.Clone(c.Reserved), slices.Clone(c.Services)
 	c.Nodes, c.Reached = slices.Clone(c.Nodes), slices.Clone(c.Reached)
@@ -155,14 +155,14 @@ func (b Book) Own() Config {
 }
 
 // Peers returns the sorted IDs of all peers that have a network, also a held one, or have answered.
-func (b Book) Peers() []string { return slices.Sorted(maps.Keys(b.peers)) }
+func (b State) Peers() []string { return slices.Sorted(maps.Keys(b.peers)) }
 
 // Answered records the networks by which the peer sees our PodCIDR and ExternalCIDR. They equal our own
 // if the peer does not remap them. From the first answer on, the gateway's own address is mapped to
 // the first host of the ExternalCIDR, for the connection check. A zero prefix, or one that does not
 // fit ours (another family or length, or no network that pods can have), keeps the previous value.
 // Answers may overlap any network here, because only the peer uses them.
-func (b Book) Answered(id string, podSeen, externalSeen netip.Prefix) Book {
+func (b State) Answered(id string, podSeen, externalSeen netip.Prefix) State {
 	old := b.peers[id]
 	if old == nil {
 		if fabric.CheckClusterID(id) != "" || len(b.peers) >= MaxPeers {
@@ -187,7 +187,7 @@ func (b Book) Answered(id string, podSeen, externalSeen netip.Prefix) Book {
 }
 
 // AnswerOf returns how a peer sees our PodCIDR and our ExternalCIDR, as far as it has answered.
-func (b Book) AnswerOf(id string) (seen Grant) {
+func (b State) AnswerOf(id string) (seen Grant) {
 	if p := b.peers[id]; p != nil {
 		seen = Grant{Pod: p.podSeen, External: p.externalSeen}
 	}
@@ -202,7 +202,7 @@ func fits(seen, own netip.Prefix) bool {
 // Release forgets the peer: its answer, and the endpoints that were mapped for it alone. Its networks are
 // free at once, but a returning peer gets them again if they are still free. Unknown peers count as
 // released. Part comes before Release when a peer leaves.
-func (b Book) Release(id string) Book {
+func (b State) Release(id string) State {
 	p := b.peers[id]
 	if p == nil {
 		return b
@@ -215,9 +215,9 @@ func (b Book) Release(id string) Book {
 	return b
 }
 
-// withPeer returns the Book with another state of a peer, whose networks are accounted for by the
+// withPeer returns the State with another state of a peer, whose networks are accounted for by the
 // caller.
-func (b Book) withPeer(id string, p *account) Book {
+func (b State) withPeer(id string, p *account) State {
 	peers := make(map[string]*account, len(b.peers)+1)
 	maps.Copy(peers, b.peers)
 	peers[id] = p
@@ -226,9 +226,9 @@ func (b Book) withPeer(id string, p *account) Book {
 }
 
 // Changed returns the sorted IDs of the peers whose networks, answers or mappings differ from those
-// in the older Book. It is fast if this Book was made from the older one. For Books of different
+// in the older State. It is fast if this State was made from the older one. For States of different
 // origin it may also return peers that are equal.
-func (b Book) Changed(since Book) []string {
+func (b State) Changed(since State) []string {
 	var changed []string
 	for id, p := range b.peers {
 		if since.peers[id] != p {
@@ -257,7 +257,7 @@ type PoolUsage struct {
 
 // Usage returns how full the pools are, in their order. Whatever cannot be given to a peer counts
 // as used, the cluster's own networks among it.
-func (b Book) Usage() []PoolUsage {
+func (b State) Usage() []PoolUsage {
 	usage := make([]PoolUsage, len(b.own.Pools))
 	for i, pool := range b.own.Pools {
 		used := b.taken.used(pool)
@@ -268,7 +268,7 @@ func (b Book) Usage() []PoolUsage {
 
 // Left returns how many more peers with networks as long as ours get networks out of the pools, as
 // far as the present holes go; 0 while our own networks are not known.
-func (b Book) Left() float64 {
+func (b State) Left() float64 {
 	pod, external := b.own.PodCIDR, b.own.ExternalCIDR
 	if !pod.IsValid() || !external.IsValid() {
 		return 0

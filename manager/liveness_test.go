@@ -83,7 +83,7 @@ func TestAGatewayThatRenewsNothingIsSilent(t *testing.T) {
 				if c.first != nil {
 					c.first(r)
 				}
-				p := NewPulse(r, "isthmus-system", slog.New(slog.DiscardHandler))
+				p := NewLiveness(r, "isthmus-system", slog.New(slog.DiscardHandler))
 				p.look(t.Context())
 				if got := p.Silent(); got != "" {
 					t.Errorf("silent at the first look: %s", got)
@@ -109,7 +109,7 @@ func TestAGatewayThatRenewsNothingIsSilent(t *testing.T) {
 func TestTwoRenewalsMayFail(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := &leaseReader{holder: "gateway-1", renewed: time.Now()}
-		p := NewPulse(r, "isthmus-system", slog.New(slog.DiscardHandler))
+		p := NewLiveness(r, "isthmus-system", slog.New(slog.DiscardHandler))
 		p.look(t.Context())
 		time.Sleep(11 * time.Second)
 		if p.look(t.Context()); p.Silent() != "" {
@@ -126,13 +126,13 @@ func TestTwoRenewalsMayFail(t *testing.T) {
 func TestAManagerThatStartsDoesNotBelieveAnOldLease(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := &leaseReader{holder: "gateway-1", renewed: time.Now().Add(-time.Minute)}
-		p := NewPulse(r, "isthmus-system", slog.New(slog.DiscardHandler))
+		p := NewLiveness(r, "isthmus-system", slog.New(slog.DiscardHandler))
 		p.look(t.Context())
 		if got := p.Silent(); !strings.Contains(got, "gateway-1 and renewed at") {
 			t.Errorf("silent: %q", got)
 		}
 		r.renewed = time.Now()
-		time.Sleep(pulseInterval)
+		time.Sleep(livenessInterval)
 		if p.look(t.Context()); p.Silent() != "" {
 			t.Errorf("silent although renewed: %q", p.Silent())
 		}
