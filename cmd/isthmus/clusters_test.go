@@ -190,7 +190,7 @@ func TestTwoClustersByTheCommandLine(t *testing.T) {
 	if out := run(0, "", "install", "--without-workloads", "--context", "a"); strings.Contains(out, "created") || strings.Contains(out, "changed\n") && !strings.Contains(out, "unchanged\n") {
 		t.Errorf("the second time:\n%s", out)
 	}
-	run(1, "a: waiting for a manager|a: no manager is at work: Lease isthmus-system/isthmus-manager is not there|b: no manager", peer("a", "b", "--timeout", "1s")...)
+	run(1, "a: waiting for a manager|a: no manager is active: Lease isthmus-system/isthmus-manager is not there|b: no manager", peer("a", "b", "--timeout", "1s")...)
 	run(0, "cluster a (|manager none|no peerings", "status", "--context", "a")
 
 	a, b := clientOf(t, config, "a"), clientOf(t, config, "b")

@@ -165,7 +165,7 @@ func TestAnArchiveHasWhatIsNeededAndNoSecret(t *testing.T) {
 	}
 	files := gathered(t, c)
 	for name, want := range map[string][]string{
-		"summary.md":                            {"cluster paris", "paris-1", "## Diagnosis", "no manager is at work", "| gateway |", "pods/gateway/status.json: "},
+		"summary.md":                            {"cluster paris", "paris-1", "## Diagnosis", "no manager is active", "| gateway |", "pods/gateway/status.json: "},
 		"status.yaml":                           {"name: oslo"},
 		"diagnosis.yaml":                        {"hop: manager"},
 		"secrets.yaml":                          {"name: isthmus-key", "name: privateKey", "octets: 44"},

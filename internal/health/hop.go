@@ -56,7 +56,7 @@ func NoneAtWork(h *Hop) bool {
 func WithoutGateway(hops []Hop) {
 	for i := range hops {
 		if h := &hops[i]; h.FollowsGateway && h.State == Broken {
-			h.State, h.Text = Waits, "the gateway is not reached, as none is at work"
+			h.State, h.Text = Waits, "the gateway is not reached, because none is active"
 		}
 	}
 }
@@ -78,11 +78,11 @@ func LeaseHop(cluster, name, lease string, h Holder, remedy string) Hop {
 	hop := Hop{Cluster: cluster, Name: name, State: Works, Source: lease, Since: h.since}
 	switch {
 	case h.Name != "":
-		hop.Text = safetext.Of(h.Name) + " is at work"
+		hop.Text = safetext.Of(h.Name) + " is active"
 	case h.Absent && name == HopGateway: // it is configured by files, or not ours
 		hop.State, hop.Text = Unknown, h.Problem+", so that no gateway of this cluster was ever elected; "+remedy
 	default:
-		hop.State, hop.Text = Broken, "no "+name+" is at work: "+h.Problem+"; "+remedy
+		hop.State, hop.Text = Broken, "no "+name+" is active: "+h.Problem+"; "+remedy
 		if name == HopGateway { // the word that the manager has for it, which knows it earlier
 			hop.Reason = isthmus.ReasonGatewaySilent
 		}

@@ -48,7 +48,7 @@ func clusterHops(ctx context.Context, c *cluster.Cluster) (hops []health.Hop, ma
 	if hops[0].State == health.Broken {
 		if text := managersRoll(ctx, c, now); text != "" {
 			manager.Problem, manager.Rolls = text+": "+manager.Problem, true
-			hops[0].State, hops[0].Text, hops[0].Source = health.Limited, "no manager is at work for the moment: "+manager.Problem, "Deployments in "+c.Namespace
+			hops[0].State, hops[0].Text, hops[0].Source = health.Limited, "no manager is active for the moment: "+manager.Problem, "Deployments in "+c.Namespace
 		}
 	}
 	if mayNot {
@@ -109,8 +109,8 @@ func nodeHops(ctx context.Context, c *cluster.Cluster, found health.Components) 
 	return hops, nil
 }
 
-// kernelHop is what route agents say that their nodes lack, as far as these are there; false: nothing.
-// What drops packets is broken, the rest is limited.
+// kernelHop returns the kernel features that route agents report as missing, for nodes that exist; false: none.
+// A missing feature that drops packets makes the hop broken, any other makes it limited.
 func kernelHop(ctx context.Context, c *cluster.Cluster, nodes []corev1.Node) (health.Hop, bool) {
 	hop := health.Hop{Cluster: c.String(), Name: health.HopKernels, State: health.Limited, Source: "NodeNetworks in " + c.Namespace}
 	var reports isthmus.NodeNetworksList

@@ -135,13 +135,13 @@ func TestWhatTheManagerKnowsOfTheGatewaysIsHeeded(t *testing.T) {
 
 func TestADiagnosisIsPrintedWithoutSurprises(t *testing.T) {
 	at := metav1.Time{Time: time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)}
-	d := &health.Diagnosis{Hops: []health.Hop{{Cluster: "a", Name: health.HopManager, State: health.Works, Text: "m-1 is at work", Since: &at},
+	d := &health.Diagnosis{Hops: []health.Hop{{Cluster: "a", Name: health.HopManager, State: health.Works, Text: "m-1 is active", Since: &at},
 		{Cluster: "a", Peering: "b-1a2b3c\x1b", Name: "tunnel", State: health.Broken, Reason: "WrongKey", Text: "another key", Since: &at}}, NotAsked: []string{"the other side"}}
 	d.Broken = health.FirstBroken(d.Hops)
 	var b strings.Builder
 	must(t, d.Print(&b))
 	const want = `a
-  manager          works    m-1 is at work
+  manager          works    m-1 is active
 a, b-1a2b3c\u001b
   tunnel           broken   WrongKey: another key (since 2026-11-22T12:00:00Z)
 not asked: the other side

@@ -179,7 +179,7 @@ func (s *side) checkManager(ctx context.Context, o PeerOptions) error {
 		case err != nil || h.Name != "":
 			return err
 		case time.Now().After(deadline):
-			return fmt.Errorf("%s: no manager is at work: %s. Start `isthmus manager`, or use --timeout 0 to set up without waiting for it", s.Cluster, h.Problem)
+			return fmt.Errorf("%s: no manager is active: %s. Start `isthmus manager`, or use --timeout 0 to set up without waiting for it", s.Cluster, h.Problem)
 		case !told:
 			o.Report(fmt.Sprintf("%s: waiting for a manager: %s", s.Cluster, h.Problem))
 		}

@@ -226,7 +226,7 @@ func (f *teardown) peeringGone(ctx context.Context, o UnpeerOptions) (string, er
 		}
 		if manager.Name == "" && !f.abandoned {
 			f.abandoned = true
-			o.Report(fmt.Sprintf("%s: no manager is at work (%s), so what it made is taken down without one", f.Cluster, manager.Problem))
+			o.Report(fmt.Sprintf("%s: no manager is active (%s), so what it made is taken down without one", f.Cluster, manager.Problem))
 		}
 		if manager.Name == "" {
 			if err := f.takeDown(ctx, &p); err != nil {

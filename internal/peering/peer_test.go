@@ -228,7 +228,7 @@ func TestPeerRefusesBeforeItWrites(t *testing.T) {
 	must(t, p.A.Client.Create(t.Context(), New("taken", v1alpha1.ClusterIdentity{ClusterID: "other", ClusterName: "other"}, "x", "y")))
 	refused("a name that is taken", p.A, p.B, PeerOptions{Name: "taken"}, "Peering taken is for the cluster")
 	p.Managers[1].Release(t)
-	refused("manager away", p.A, p.B, PeerOptions{}, "no-b: no manager is at work: Lease install-no/isthmus-manager is held by nobody")
+	refused("manager away", p.A, p.B, PeerOptions{}, "no-b: no manager is active: Lease install-no/isthmus-manager is held by nobody")
 	p.Managers[1].Renew(t)
 	must(t, p.B.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: theirs, Labels: map[string]string{v1alpha1.LabelTenantClusterID: "x"}}}))
 	refused("foreign namespace", p.A, p.B, PeerOptions{}, "Namespace "+theirs+" belongs to the cluster x")

@@ -172,7 +172,7 @@ func TestForcedUnpeerNeedsNoManager(t *testing.T) {
 	must(t, p.A.Client.Create(t.Context(), ours))
 	err := Unpeer(t.Context(), p.A, nil, UnpeerOptions{Name: "alone-b", Force: true, Timeout: clustertest.Patient, Report: p.Report})
 	said := p.Said()
-	if err != nil || strings.Count(said, "no manager is at work") != 1 {
+	if err != nil || strings.Count(said, "no manager is active") != 1 {
 		t.Fatalf("%v\n%s", err, said)
 	}
 	if !clustertest.Gone(t, p.A, &isthmus.Peering{}, p.B.Identity.UniqueName()) || !clustertest.Gone(t, p.A, &corev1.Namespace{}, ns) {
