@@ -83,7 +83,7 @@ func NamedSince(uid, resourceVersion string, spec *isthmus.NetworkAllocationSpec
 	return min(since.ResourceVersion, now)
 }
 
-// AllocationsFrom reads all NetworkAllocations, in any order. It skips what is no network and reports it.
+// AllocationsFrom reads all NetworkAllocations, in any order. It skips invalid networks and reports them.
 func AllocationsFrom(all []isthmus.NetworkAllocation, now time.Time) (a Allocations, problems []Problem) {
 	for i := range all {
 		spec := &all[i].Spec

@@ -153,7 +153,7 @@ func (e *evidence) sinceHeard() string {
 	return " since " + e.heard.UTC().Format("15:04:05") + " UTC"
 }
 
-// kernelSays is the kernel's own word in an error.
+// kernelSays returns the kernel's own text from an error.
 func kernelSays(err error) string {
 	if no := unix.Errno(0); errors.As(err, &no) {
 		return no.Error()

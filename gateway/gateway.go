@@ -265,7 +265,7 @@ func (g *gateway) close() error {
 	return err
 }
 
-// left is what stays when the gateway ends.
+// left returns the kernel objects that stay when the gateway ends.
 func (g *gateway) left() kernel.State {
 	if g.podNetwork {
 		return fabric.GatewayPodLeft(g.now.wanted())

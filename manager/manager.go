@@ -1,6 +1,6 @@
 // Package manager is the control plane of one cluster: it exchanges NetworkConfigs with the peers,
 // answers theirs, and makes the TunnelEndpoints and NatMappings that gateways and route agents
-// carry out.
+// apply.
 package manager
 
 import (

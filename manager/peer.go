@@ -55,7 +55,7 @@ type Peer struct {
 // Replicated reports whether we carry the NetworkConfig to the peer ourselves.
 func (p Peer) Replicated() bool { return p.IdentitySecret != "" }
 
-// inBandLeft returns how long a peer that is left in band is waited for at most. The tunnel ends then, and with it the
+// inBandLeft returns the longest wait for a peer that leaves in band. Then the tunnel closes, and with it the
 // only path to the peer's API server.
 func (p Peer) inBandLeft(now time.Time) time.Duration {
 	return min(max(p.Left.Add(inBandPatience).Sub(now), 0), inBandPatience)

@@ -373,7 +373,7 @@ func presharedIn(te *v1alpha1.TunnelEndpoint) string {
 	return te.Status.Connection.PeerConfiguration[v1alpha1.ConfigPreshared]
 }
 
-// keyState is what a Peering says of its preshared key.
+// keyState is the state of the preshared key in a Peering.
 type keyState struct {
 	required bool
 	use      string // the exchange that made the key in use; empty: there is none

@@ -237,7 +237,7 @@ func (c *crossing) begin(kind flowKind, k *key, other addr) (to addr, port int, 
 	return c.touch(&f)
 }
 
-// place ends the general path: it rewrites the packet to the address and port that were found, or refuses
+// place ends the general path: it rewrites the packet to the chosen address and port, or refuses
 // it. Outbound, it passes the decision to the other fragments of the datagram.
 func (c *crossing) place(to addr, port int, drop Drop) Verdict {
 	var released *[][]byte

@@ -288,8 +288,8 @@ func (s *fragmentStore) admit(v *packet.View, r *rule, now tick, e *Engine) (to 
 	return to, decided, drop
 }
 
-// decide enters what becomes of the datagram of v and returns the fragments that waited for it.
-// There may be nothing to enter any more: the datagram gave way, or the rule did.
+// decide stores the decision on the datagram of v and returns the fragments that waited for it.
+// The datagram's entry may be gone: it was evicted, or its rule was removed.
 func (s *fragmentStore) decide(v *packet.View, r *rule, to addr, drop Drop) (held [][]byte, _ Drop) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -27,7 +27,7 @@ type way struct {
 	To        string   `json:"to"`
 	Hops      []wayHop `json:"hops"`
 	Arrives   bool     `json:"arrives"`
-	// Leaves is set where the packet leaves for a peer that was not asked, so that nobody says whether
+	// Leaves is set if the packet leaves for a peer that was not queried, so that it is unknown whether
 	// it arrives.
 	Leaves bool `json:"leaves,omitempty"`
 	// Verdict says whether it arrives, and else where it ends and why, in a sentence.

@@ -327,8 +327,8 @@ func (p *peer) breakSilence() {
 	p.begin()
 }
 
-// ask has a handshake begun, by another goroutine, since making an initiation takes longer than
-// sealing a hundred packets.
+// ask requests a handshake from another goroutine, because making an initiation takes longer than
+// encrypting a hundred packets.
 func (p *peer) ask(at int64) {
 	if asked := p.asked.Load(); asked == 0 || time.Duration(at-asked) >= askAgain {
 		p.asked.Store(at)

@@ -212,7 +212,7 @@ func (p *peer) signs(table *peerTable, now time.Time) Signs {
 	return s
 }
 
-// Signs is what the tunnel has seen of one peer that may say why it has no session.
+// Signs are events of one peer's tunnel that may explain why it has no session.
 func (t *Tunnel) Signs(state *natengine.PeerState) Signs {
 	table := t.peers.Load()
 	p := table.byState[state]

@@ -16,7 +16,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/pinned"
 )
 
-// Port is the TCP port at which gateways tell each other their flows.
+// Port is the TCP port at which gateways copy flows from each other.
 const Port = 5870
 
 // purpose of the keys by which gateways know each other.

@@ -60,7 +60,7 @@ func explainArgs(cmd *cobra.Command) {
 	}
 }
 
-// Nearest returns the word that somebody may have meant who wrote said: at most two letters are
+// Nearest returns the word that was probably meant by said: at most two letters are
 // different, missing or too many, or said is how it begins. "" when there is none.
 func Nearest(said string, words []string) string {
 	best, least := "", 3

@@ -77,7 +77,7 @@ type process struct {
 	// hinder is what a shell does before it becomes the component, in a mount namespace of its own;
 	// empty: nothing.
 	hinder string
-	// caps are the capabilities of its container, as setpriv(1) has them; empty: it is in none.
+	// caps are the capabilities of its container, in the notation of setpriv(1); empty: no container.
 	caps string
 
 	cmd  *lab.Cmd

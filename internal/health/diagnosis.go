@@ -99,7 +99,7 @@ func Between(a, b *Side) []Hop {
 	return all
 }
 
-// stands reports whether a hop of a side's Peering is known not to work.
+// stands reports whether a hop of a side's Peering is known to be broken.
 func stands(hops []Hop, at, step string) bool {
 	return slices.ContainsFunc(hops, func(h Hop) bool {
 		return h.Cluster == at && h.Name == StepNames[step] && (h.State == Broken || h.State == Waits)

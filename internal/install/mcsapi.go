@@ -60,8 +60,8 @@ type servicesPlan struct {
 	advice      string                       // what a person has to do; empty: nothing
 }
 
-// planServices finds out what there is to do where services are on; nil: they are off. It writes nothing, so
-// what cannot be is known before anything is changed.
+// planServices plans the changes for services; nil: services are off. It writes nothing, so
+// an impossible plan is reported before anything changes.
 func planServices(ctx context.Context, c *cluster.Cluster, chosen chart.Values, o Options) (*servicesPlan, error) {
 	configure := o.ConfigureDNS != nil && *o.ConfigureDNS
 	if !WithServices(chosen) {

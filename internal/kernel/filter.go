@@ -18,8 +18,8 @@ type Filter struct {
 	Pods      string // networks of all pods of the cluster, IPv4
 	Underlay  string // devices by which our node reaches the others
 	Bridges   string // of which a Bridge keeps pods off gateways, and by which other nodes reach these
-	// Gateways are addresses of gateways that are Pods, IPv4: what they send to the overlay of other
-	// nodes, and get from there, a node forwards.
+	// Gateways are IPv4 addresses of gateways that are Pods. A node forwards their packets to and from
+	// the overlay of other nodes.
 	Gateways string
 }
 

@@ -150,7 +150,7 @@ func (n *Node) waitReady(ctx context.Context, since time.Time) error {
 			return false, nil //nolint:nilerr // the wait goes on, and its error says this one
 		}
 		for _, c := range node.Status.Conditions {
-			// The API has whole seconds.
+			// The API has a resolution of one second.
 			if c.Type == corev1.NodeReady && !c.LastHeartbeatTime.Add(time.Second).Before(since) && isReady(&node) {
 				return true, nil
 			}

@@ -24,10 +24,10 @@ import (
 //	                   │ tap
 //	                   └─► filter in the kernel ─► reader: leak?
 //
-// There is a tap, a packet socket, on the port of every node, and it gets what the node sends, each
-// packet once. A node has no other device by which a packet for a peer could leave: its others lead
+// Every node's port has a tap, a packet socket, which gets each packet that the node sends
+// once. No other device of a node could carry a packet for a peer away: the others lead
 // to its own pods, to the server outside the cluster, into the overlay and into the gateway. Control
-// planes are not watched, since nobody leads packets through them, nor is what they may forge.
+// planes are not watched, because no packets for peers pass them.
 //
 // Its methods may be used from several goroutines.
 type Sniffer struct {

@@ -1,15 +1,15 @@
-// Package postquantum agrees with a peer on a preshared key that a recorder with a quantum computer does not
-// find: an exchange by ML-KEM-768 (FIPS 203) in what each side publishes for the other.
+// Package postquantum agrees with a peer on a preshared key that an attacker cannot compute who records
+// traffic and later has a quantum computer: an ML-KEM-768 exchange (FIPS 203) in published objects.
 //
 //	lower cluster ID  ── key ────────────►  higher cluster ID
 //	                  ◄─ answer, its tag ──
 //	                  ── tag ────────────►
 //
-// Each side is a State, which Step moves on by what the peer publishes. What a side publishes is a function
-// of its State. So a manager that stores the State first and then publishes may stop between any two of these, and
-// goes on from there. Each tag shows that its sender has the preshared key; before that nobody uses it.
+// Each side is a State, which Step advances by the peer's publication. A side's own publication is a function
+// of its State. So a manager that stores the State before it publishes may stop at any point and
+// continue from there. Each tag proves that its sender has the preshared key; nobody uses the key earlier.
 //
-// Nothing here says who the peer is: that is up to those who may write its objects.
+// This package does not authenticate the peer: anybody who may write its objects can act as the peer.
 package postquantum
 
 import (

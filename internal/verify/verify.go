@@ -20,7 +20,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// Options say what to verify.
+// Options select the checks.
 type Options struct {
 	Only  Only
 	Sizes map[string][]int // by protocol; those that are missing are of Sizes
@@ -201,8 +201,8 @@ func pick(checks []Check, which []int) []Check {
 	return some
 }
 
-// send has one Pod send. Its node may be gone, which nobody says to a connection that leads there:
-// it has the time that the Pod may take, and a bit.
+// send makes one Pod send packets. A connection to a node that is gone gets no error, so it has a timeout:
+// the time that the Pod may take, and a margin.
 func (m *member) send(ctx context.Context, checks []Check, once bool) []Result {
 	requests := make([]Request, len(checks))
 	for i, c := range checks {

@@ -72,7 +72,7 @@ type Voter struct {
 	known, expected, strange *rate.Limiter
 }
 
-// A place is what a voter has to be told before it can vote.
+// A place has the values that a voter needs before it can vote.
 type place struct {
 	Addr netip.Addr        `json:"addr"` // of the node; zero: not known yet
 	Key  ed25519.PublicKey `json:"key"`  // of the gateways; nil: nodes do not vote, or it is not known yet

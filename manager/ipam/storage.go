@@ -208,7 +208,7 @@ func (r *reader) network(field, value string) netip.Prefix {
 	return p
 }
 
-// seen reads how a peer sees one of our networks.
+// seen reads the network that stands for one of ours at a peer.
 func (r *reader) seen(field, value string, own netip.Prefix, ownField string) netip.Prefix {
 	if value == "" {
 		return netip.Prefix{}

@@ -438,8 +438,8 @@ func (e *election) reached(err error) bool {
 	return true
 }
 
-// active reports whether this replica is the active one: it holds the Lease, as far as it knows, and may
-// speak to peers.
+// active reports whether this replica is active: it believes that it holds the Lease, and it may
+// send to peers.
 func (e *election) active() bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()

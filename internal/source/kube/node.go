@@ -264,9 +264,9 @@ func (w *nodeWatch) active(services []corev1.Service, gateways []fabric.GatewayP
 	return h.Addr
 }
 
-// activeGateway is the one that the Service of the gateway names, if it is one of the Pods and on the
-// node that the Service names: an older gateway that takes over writes the node alone. Zero: it
-// names none, or there is more than one Service.
+// activeGateway returns the gateway that the gateway's Service names, if it is one of the Pods and on the
+// node that the Service names: an older gateway that takes over writes only the node. Zero: the Service
+// names none, or there are several Services.
 func activeGateway(services []corev1.Service, gateways []fabric.GatewayPod) netip.Addr {
 	if len(services) != 1 {
 		return netip.Addr{}
