@@ -22,7 +22,7 @@ import (
 	"github.com/spf13/pflag"
 	"k8s.io/apimachinery/pkg/types"
 
-	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	isthmusv1alpha1 "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/fabric"
@@ -331,7 +331,7 @@ func tellStandby(ctx context.Context, events *kube.PodEvents, replica *kube.Gate
 		var err error
 		switch why := replica.CannotTakeOver(); {
 		case why != nil:
-			told, err = true, events.Warn(ctx, isthmus.EventCannotTakeOver, why.Error())
+			told, err = true, events.Warn(ctx, isthmusv1alpha1.EventCannotTakeOver, why.Error())
 		case told:
 			told, err = false, events.Mended(ctx, "this gateway hears most nodes that vote again")
 		}
