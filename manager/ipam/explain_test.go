@@ -25,7 +25,7 @@ func TestEveryNetworkOfAPeerHasAReason(t *testing.T) {
 		"always":        {func(r *Request) { r.AlwaysRemap = true }, "10.50.64.0/18: spec.claims.alwaysRemap of the Peering says so"},
 		"wanted":        {func(r *Request) { r.WantPod = pfx("10.9.0.0/18") }, "10.9.0.0/18: spec.overrides.podCIDR of the Peering says so"},
 		"a whole pool":  {func(r *Request) { r.Pod = pfx("192.168.0.0/16") }, "10.246.0.0/16: it overlaps the address of a node or an API server, 192.168.77.4/32"},
-		"a cloud's own": {func(r *Request) { r.Pod = pfx("100.100.0.0/17") }, "10.246.0.0/17: it overlaps 100.100.100.200/32, where clouds have services for their machines"},
+		"a cloud's own": {func(r *Request) { r.Pod = pfx("100.100.0.0/17") }, "10.246.0.0/17: it overlaps 100.100.100.200/32, which clouds use for metadata services"},
 	} {
 		r := Request{ID: "b", Pod: pfx("10.50.0.0/18"), External: pfx("10.60.0.0/20")}
 		tc.change(&r)

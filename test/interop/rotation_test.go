@@ -33,20 +33,21 @@ const (
 func TestRotationWithWireGuardGo(t *testing.T) {
 	s := newSite(t)
 	s.handshake()
-	length, every, settle, streams := 15*time.Second, 5*time.Second, time.Second, 4
+	// A machine that does other work loses datagrams in one of the two runs alone. A rotation that closed the tunnel
+	// for a second would lose ten times as many as the short form allows.
+	length, every, settle, streams, allowed := 15*time.Second, 5*time.Second, time.Second, 4, 10
 	if *long {
-		length, every, settle, streams = 10*time.Minute, 20*time.Second, 10*time.Second, 50
+		length, every, settle, streams, allowed = 10*time.Minute, 20*time.Second, 10*time.Second, 50, lostByRotation
 	}
-	// A machine that does other work loses datagrams in one of the two runs alone.
 	for try := range 3 {
 		control := s.traffic(length, every, streams, func() {})
 		rotated := s.traffic(length, every, streams, func() { s.rotate(settle) })
 		t.Logf("control: %v", control)
 		t.Logf("%d rotations: %v", len(rotated.gaps), rotated)
-		if rotated.lost <= control.lost+lostByRotation*len(rotated.gaps) {
+		if rotated.lost <= control.lost+allowed*len(rotated.gaps) {
 			break
 		} else if try == 2 {
-			t.Errorf("%d datagrams lost by %d rotations, %d without: want %d more for each at most", rotated.lost, len(rotated.gaps), control.lost, lostByRotation)
+			t.Errorf("%d datagrams lost by %d rotations, %d without: want %d more for each at most", rotated.lost, len(rotated.gaps), control.lost, allowed)
 		}
 	}
 }
