@@ -92,8 +92,9 @@ var (
 	pemKey = regexp.MustCompile(`-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----(?:(?:\s|\\[nr])+[A-Za-z-]+: [^\n\\]*)*[A-Za-z0-9+/=\s\\]*(?:-----END [A-Z0-9 ]*PRIVATE KEY-----)?`)
 	jwt    = regexp.MustCompile(`eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]*)?`)
 	bearer = regexp.MustCompile(`(?i)\b(bearer|basic) +[A-Za-z0-9._~+/=-]{8,}`)
-	// A field whose name says that its value is secret, in YAML, JSON, an environment or a header.
-	named    = regexp.MustCompile(`(?i)((?:[\w.-]*(?:password|passwd|secret[_-]?key|client-key-data|private[_-]?key|preshared[_-]?key|access[_-]?key|api[_-]?key|auth[_-]?token|id-token|refresh-token)|\btoken)\\?["']?\s*[:=]\s*\\?["']?)([^\s"'\\,}\[]{4,})`)
+	// A field whose name says that its value is secret, in YAML, JSON, an environment or a header. The value may begin like a
+	// path, as one base64 text in 64 does. A path has another name, such as privateKeyFile.
+	named    = regexp.MustCompile(`(?i)((?:[\w.-]*(?:password|passwd|secret[_-]?key|client-key-data|private[_-]?key|gateway[_-]?key|preshared[_-]?key|access[_-]?key|api[_-]?key|auth[_-]?token|id-token|refresh-token)|\btoken)\\?["']?\s*[:=]\s*\\?["']?)[^\s"'\\,}\[]{4,}`)
 	userinfo = regexp.MustCompile(`(://)[^/\s:@"']+:[^/\s@"']+@`)
 	// 32 octets, as WireGuard has its keys, and longer pieces in which something may be.
 	blob       = regexp.MustCompile(`[A-Za-z0-9+/_-]{40,}={0,2}`)
@@ -114,15 +115,7 @@ func (r *Redactor) text(text []byte, depth int) []byte {
 	out = pemKey.ReplaceAll(out, mark)
 	out = jwt.ReplaceAll(out, mark)
 	out = bearer.ReplaceAll(out, []byte("$1 "+Mark))
-	out = named.ReplaceAllFunc(out, func(found []byte) []byte {
-		parts := named.FindSubmatch(found)
-		raw, err := base64.StdEncoding.DecodeString(string(parts[2]))
-		key := err == nil && len(raw) >= 24           // one in 64 keys begins like a path
-		if file := parts[2][0] == '/' && !key; file { // where a secret lies is none
-			return found
-		}
-		return append(bytes.Clone(parts[1]), mark...)
-	})
+	out = named.ReplaceAll(out, []byte("${1}"+Mark))
 	out = userinfo.ReplaceAll(out, []byte("$1"+Mark+"@"))
 	if depth == 0 {
 		return out

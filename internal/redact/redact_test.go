@@ -121,6 +121,7 @@ func TestHostileTextsTakeNoLonger(t *testing.T) {
 func FuzzRedact(f *testing.F) {
 	f.Add([]byte("hunter2222"), []byte("before "), []byte(" after"), uint8(0))
 	f.Add([]byte(token), []byte("token: "), []byte("\n"), uint8(2))
+	f.Add([]byte("hunter2222"), []byte("map["), []byte("]"), uint8(1))
 	f.Fuzz(func(t *testing.T, secret, before, after []byte, form uint8) {
 		if len(bytes.TrimSpace(secret)) < least || bytes.Contains([]byte(Mark), bytes.TrimSpace(secret)) || len(secret) > 1<<10 {
 			t.Skip()
@@ -138,15 +139,25 @@ func FuzzRedact(f *testing.F) {
 		if !bytes.Equal(in, kept) {
 			t.Error("the input was changed")
 		}
+		name := []string{"presharedKey=", "gatewayKey: "}[form%2]
+		text = []byte(base64.StdEncoding.EncodeToString(secret))
+		out = new(Redactor).Text(bytes.Join([][]byte{before, []byte("\n" + name + "/"), text, after}, nil))
+		if bytes.Contains(out, text) && !bytes.Contains(before, text) && !bytes.Contains(after, text) {
+			t.Errorf("%q of %s is still in %q", text, name, out)
+		}
 	})
 }
 
-func TestAKeyThatBeginsLikeAPathIsHidden(t *testing.T) {
-	for text, hidden := range map[string]bool{
-		`"privateKey":"/LEWVMYgZjUd+2SMfcoL7r0eWSOzjJB4ZcC1ryibMKw="`: true,
-		`private_key: /var/lib/isthmus/private.key`:                   false,
-	} {
-		if out := string(new(Redactor).Text([]byte(text))); strings.Contains(out, Mark) != hidden {
+func TestAValueThatBeginsLikeAPathIsHidden(t *testing.T) {
+	const key = "/LEWVMYgZjUd+2SMfcoL7r0eWSOzjJB4ZcC1ryibMKw="
+	for _, text := range []string{`"privateKey":"` + key + `"`, "map[presharedKey:" + key + "]", "presharedKey=" + key + ";", "(presharedKey=" + key + ")", "presharedKey=" + key + ".",
+		"gatewayKey: " + key, "gateway_key=" + key + "].", "gateway-key: " + key, "password: /LEWVMYgZ", "password: /LEWVMYgZ)"} {
+		if out := string(new(Redactor).Text([]byte(text))); strings.Contains(out, "LEWVMYgZ") || !strings.Contains(out, Mark) {
+			t.Errorf("%s: %s", text, out)
+		}
+	}
+	for _, text := range []string{"privateKeyFile: /var/lib/isthmus/private.key", `"nextPrivateKeyFile":"/var/lib/isthmus/next.key"`, "password_dir=/etc/passwords"} {
+		if out := string(new(Redactor).Text([]byte(text))); out != text {
 			t.Errorf("%s: %s", text, out)
 		}
 	}
