@@ -93,8 +93,9 @@ var (
 	jwt    = regexp.MustCompile(`eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]*)?`)
 	bearer = regexp.MustCompile(`(?i)\b(bearer|basic) +[A-Za-z0-9._~+/=-]{8,}`)
 	// A field whose name says that its value is secret, in YAML, JSON, an environment or a header. The value may begin like a
-	// path, as one base64 text in 64 does. A path has another name, such as privateKeyFile.
-	named    = regexp.MustCompile(`(?i)((?:[\w.-]*(?:password|passwd|secret[_-]?key|client-key-data|private[_-]?key|gateway[_-]?key|preshared[_-]?key|access[_-]?key|api[_-]?key|auth[_-]?token|id-token|refresh-token)|\btoken)\\?["']?\s*[:=]\s*\\?["']?)[^\s"'\\,}\[]{4,}`)
+	// path, as one base64 text in 64 does. A path has another name, such as privateKeyFile. A field without a value may come
+	// right before another one.
+	named    = regexp.MustCompile(`(?i)((?:(?:[\w.-]*(?:password|passwd|secret[_-]?key|client-key-data|private[_-]?key|gateway[_-]?key|preshared[_-]?key|access[_-]?key|api[_-]?key|auth[_-]?token|id-token|refresh-token)|\btoken)\\?["']?\s*[:=]\s*\\?["']?)+)[^\s"'\\,}\[]{4,}`)
 	userinfo = regexp.MustCompile(`(://)[^/\s:@"']+:[^/\s@"']+@`)
 	// 32 octets, as WireGuard has its keys, and longer pieces in which something may be.
 	blob       = regexp.MustCompile(`[A-Za-z0-9+/_-]{40,}={0,2}`)
