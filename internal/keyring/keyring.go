@@ -245,6 +245,9 @@ func stamp(at time.Time) []byte { return []byte(at.UTC().Format(time.RFC3339)) }
 // with the former key arrives.
 const Settled = 10 * time.Second
 
+// OfferGone is how long the Secret OfferName has to be absent until keys rotate by age again.
+const OfferGone = time.Hour
+
 // Seen is what the active gateway knows when it decides on the next step of a rotation.
 type Seen struct {
 	Now       time.Time
@@ -253,6 +256,7 @@ type Seen struct {
 	Moved     time.Duration // how long there have been none
 	Age       time.Duration // age at which a key is rotated; 0: at none
 	Offered   [32]byte      // private key in the Secret OfferName; zero: there is none. It says when the key rotates, and no age does.
+	Gone      time.Duration // how long the Secret OfferName has been absent each time this gateway looked
 	Untold    bool          // peers are connected, and all of them lag: the fault is ours, and nobody may know the next key
 	Patience  time.Duration // after which the next key becomes the current one although peers lag; 0: never
 }
@@ -278,9 +282,9 @@ func (r Ring) Step(s Seen) Step {
 			}
 			return Nothing
 		}
-		// Once a key has been offered, age counts no more: an offer that is gone for a moment would end in a key that
-		// nobody offered, and that key would stay.
-		if s.Age > 0 && r.Offered == ([32]byte{}) && !r.Since.IsZero() && s.Now.Sub(r.Since) >= s.Age {
+		// If keys were offered before, the Secret may be absent for a moment only. A rotation by age would then replace the
+		// offered key for good, because no key is taken twice.
+		if s.Age > 0 && (r.Offered == ([32]byte{}) || s.Gone >= OfferGone) && !r.Since.IsZero() && s.Now.Sub(r.Since) >= s.Age {
 			return Start
 		}
 		return Nothing

@@ -74,6 +74,9 @@ func TestStepsOfARotation(t *testing.T) {
 		{"it was taken before", keyring.Take(aged, read(t, aged), private, start), keyring.Seen{Now: start, Offered: private}, keyring.Nothing},
 		{"it was taken and replaced", keyring.Replace(keyring.Take(aged, read(t, aged), private, start), next, start), keyring.Seen{Now: start, Offered: private}, keyring.Nothing},
 		{"an old key, but another one maintains keys", keyring.Take(aged, read(t, aged), private, start), keyring.Seen{Now: start.Add(time.Hour), Age: time.Hour, Offered: private}, keyring.Nothing},
+		{"the Secret of the offer was not found just now", keyring.Take(aged, read(t, aged), private, start), keyring.Seen{Now: start.Add(time.Hour), Age: time.Hour, Gone: keyring.OfferGone - 1}, keyring.Nothing},
+		{"it has been gone for long", keyring.Take(aged, read(t, aged), private, start), keyring.Seen{Now: start.Add(time.Hour), Age: time.Hour, Gone: keyring.OfferGone}, keyring.Start},
+		{"it has been gone for long, and the key is young", keyring.Take(aged, read(t, aged), private, start), keyring.Seen{Now: start.Add(time.Minute), Age: time.Hour, Gone: keyring.OfferGone}, keyring.Nothing},
 		{"another key is offered during a rotation", begun, keyring.Seen{Now: start, Offered: keyring.New()}, keyring.Nothing},
 		{"it is over", promoted, keyring.Seen{Now: start}, keyring.Nothing},
 	} {

@@ -35,8 +35,8 @@ func (w *writer) rotate(ctx context.Context, r Report) {
 		w.moved, w.moving = now, ring.Next
 	}
 	w.metrics.rotation.Store(&rotationState{ring, lagging})
-	offered := w.offered(ctx, now)
-	step := ring.Step(keyring.Seen{Now: now, Answering: r.Rotation.Next == ring.Next, Offered: offered, Lagging: len(lagging), Moved: now.Sub(w.moved), Untold: untold(r, lagging),
+	offered, gone := w.offered(ctx, now)
+	step := ring.Step(keyring.Seen{Now: now, Answering: r.Rotation.Next == ring.Next, Offered: offered, Gone: gone, Lagging: len(lagging), Moved: now.Sub(w.moved), Untold: untold(r, lagging),
 		Age: w.o.RotateKeys, Patience: w.o.RotationPatience})
 	if step == keyring.Nothing {
 		return
@@ -69,21 +69,32 @@ const offerInterval = 10 * time.Second
 
 // offer is what was read of it.
 type offer struct {
-	key  [32]byte // zero: there is none
-	next time.Time
-	said string // what is wrong with it
+	key    [32]byte  // zero: there is none
+	absent time.Time // since when each read has found no Secret; zero: the last read found it or failed
+	next   time.Time
+	said   string // what is wrong with it
 }
 
-// offered is the private key in the Secret that something else maintains; zero: there is none.
-func (w *writer) offered(ctx context.Context, now time.Time) [32]byte {
-	if now.Before(w.offer.next) {
-		return w.offer.key
+// offered is the private key in the Secret that something else maintains, and how long that Secret has been absent. Both are
+// zero if it is there without a key; gone is zero if the last read failed.
+func (w *writer) offered(ctx context.Context, now time.Time) (key [32]byte, gone time.Duration) {
+	if !now.Before(w.offer.next) {
+		w.readOffer(ctx, now)
 	}
+	if !w.offer.absent.IsZero() {
+		gone = now.Sub(w.offer.absent)
+	}
+	return w.offer.key, gone
+}
+
+func (w *writer) readOffer(ctx context.Context, now time.Time) {
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()
 	var secret corev1.Secret
 	wrong := ""
 	err := w.client.Get(ctx, client.ObjectKey{Namespace: w.o.Namespace, Name: keyring.OfferName}, &secret)
+	absent := w.offer.absent
+	w.offer.absent = time.Time{}
 	if err == nil {
 		w.offer.key, err = keyring.Key(secret.Data, keyring.FieldPrivate)
 		if err == nil && w.offer.key == ([32]byte{}) {
@@ -94,6 +105,9 @@ func (w *writer) offered(ctx context.Context, now time.Time) [32]byte {
 		}
 	} else if apierrors.IsNotFound(err) {
 		w.offer.key = [32]byte{}
+		if w.offer.absent = absent; absent.IsZero() {
+			w.offer.absent = now
+		}
 	} else if apierrors.IsForbidden(err) { // else what was read before stays: the API server may be away
 		wrong = err.Error()
 	}
@@ -101,7 +115,6 @@ func (w *writer) offered(ctx context.Context, now time.Time) [32]byte {
 		w.log.Warn("cannot use the offered private key", "secret", keyring.OfferName, "problem", wrong)
 	}
 	w.offer.said = wrong
-	return w.offer.key
 }
 
 // due says whether the Secret may be written now.

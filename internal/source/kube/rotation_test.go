@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -56,12 +57,39 @@ func TestAnOfferedKeyThatMayNotBeReadIsToldOnce(t *testing.T) {
 		})}}
 		now := time.Now()
 		for i := range 3 {
-			if key := w.offered(t.Context(), now.Add(time.Duration(i)*offerInterval)); key != ([32]byte{}) {
+			if key, _ := w.offered(t.Context(), now.Add(time.Duration(i)*offerInterval)); key != ([32]byte{}) {
 				t.Errorf("%v: a key", tc.err)
 			}
 		}
 		if told := strings.Count(log.String(), keyring.OfferName); (told > 0) != (tc.told > 0) || strings.Count(log.String(), "\n") != tc.told {
 			t.Errorf("%v: log: %s", tc.err, log.String())
+		}
+	}
+}
+
+// Age rotates the key again after the Secret is deleted, and not because one read does not find it.
+func TestAnOfferIsGoneWhileEveryReadFindsNone(t *testing.T) {
+	absent := apierrors.NewNotFound(schema.GroupResource{Resource: "secrets"}, keyring.OfferName)
+	var err error
+	offered := keyring.New()
+	w := &writer{Gateway: &Gateway{log: slog.New(slog.DiscardHandler), client: interceptor.NewClient(nil, interceptor.Funcs{
+		Get: func(_ context.Context, _ client.WithWatch, _ client.ObjectKey, o client.Object, _ ...client.GetOption) error {
+			o.(*corev1.Secret).Data = map[string][]byte{keyring.FieldPrivate: keyring.Text(offered)}
+			return err
+		},
+	})}}
+	now := time.Now()
+	for i, tc := range []struct {
+		err  error
+		want time.Duration
+	}{
+		{nil, 0}, {absent, 0}, {absent, offerInterval}, {absent, 2 * offerInterval}, {nil, 0}, {absent, 0}, {absent, offerInterval},
+		{apierrors.NewForbidden(schema.GroupResource{Resource: "secrets"}, keyring.OfferName, errors.New("no rights")), 0}, {absent, 0}, {absent, offerInterval},
+		{errors.New("connection refused"), 0}, {absent, 0},
+	} {
+		err = tc.err
+		if _, gone := w.offered(t.Context(), now.Add(time.Duration(i)*offerInterval)); gone != tc.want {
+			t.Errorf("read %d, %v: gone for %v, want %v", i, err, gone, tc.want)
 		}
 	}
 }
