@@ -111,7 +111,11 @@ func abortRotation(ctx context.Context, c *cluster.Cluster, secret *corev1.Secre
 	if err := writeKeys(ctx, c, secret, want); err != nil {
 		return err
 	}
-	report(fmt.Sprintf("the rotation is aborted: the key stays %s, and no peer was told of %s", shortKey(ring.Private), shortKey(ring.Next)))
+	text := fmt.Sprintf("the rotation is aborted: the key stays %s, and no peer was told of %s", shortKey(ring.Private), shortKey(ring.Next))
+	if fabric.PublicKeys(ring.Next, 1)[0] == ring.Offered {
+		text += fmt.Sprintf("; gateways do not take that key again: for a rotation, put another one into the Secret %s", keyring.OfferName)
+	}
+	report(text)
 	return nil
 }
 

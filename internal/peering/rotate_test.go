@@ -50,6 +50,8 @@ func TestARotationIsAbortedWhileNobodyWasTold(t *testing.T) {
 	private, next, now := keyring.New(), keyring.New(), time.Now()
 	first := keyring.Replace(map[string][]byte{}, private, now)
 	begun := keyring.Begin(first, next, now)
+	taken := keyring.Take(first, keyring.Ring{Private: private}, next, now)
+	replaced := keyring.Begin(taken, keyring.New(), now)
 	ring, _, err := keyring.Read(begun)
 	if err != nil {
 		t.Fatal(err)
@@ -57,13 +59,17 @@ func TestARotationIsAbortedWhileNobodyWasTold(t *testing.T) {
 	for name, tc := range map[string]struct {
 		data map[string][]byte
 		want string // the error; empty: it is aborted
+		last bool   // the key is not taken again
 	}{
-		"begun":   {begun, ""},
-		"told":    {keyring.Publish(begun, ring, 1, now), "accept the present one no more"},
-		"not one": {first, "no rotation"},
+		"begun":                {begun, "", false},
+		"told":                 {keyring.Publish(begun, ring, 1, now), "accept the present one no more", false},
+		"not one":              {first, "no rotation", false},
+		"offered":              {taken, "", true},
+		"begun after an offer": {replaced, "", false},
 	} {
 		var written *corev1.Secret
-		err := RotateKey(t.Context(), clusterWith(tc.data, &written), RotateOptions{Abort: true, Report: func(string) {}})
+		said := ""
+		err := RotateKey(t.Context(), clusterWith(tc.data, &written), RotateOptions{Abort: true, Report: func(line string) { said += line }})
 		switch {
 		case tc.want != "":
 			if err == nil || !strings.Contains(err.Error(), tc.want) || written != nil {
@@ -74,6 +80,9 @@ func TestARotationIsAbortedWhileNobodyWasTold(t *testing.T) {
 		default:
 			if ring, wrong, err := keyring.Read(written.Data); err != nil || wrong != nil || ring.Private != private || ring.Next != ([32]byte{}) {
 				t.Errorf("%s: %v, %v", name, err, wrong)
+			}
+			if strings.Contains(said, keyring.OfferName) != tc.last {
+				t.Errorf("%s: %s", name, said)
 			}
 		}
 	}
