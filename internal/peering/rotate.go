@@ -114,6 +114,8 @@ func abortRotation(ctx context.Context, c *cluster.Cluster, secret *corev1.Secre
 	text := fmt.Sprintf("the rotation is aborted: the key stays %s, and no peer was told of %s", shortKey(ring.Private), shortKey(ring.Next))
 	if fabric.PublicKeys(ring.Next, 1)[0] == ring.Offered {
 		text += fmt.Sprintf("; gateways do not take that key again: for a rotation, put another one into the Secret %s", keyring.OfferName)
+	} else {
+		text += "; if it began by the age of the key, the gateway begins another one within seconds: set gateway.rotateKeys of the chart to 0s before you abort"
 	}
 	report(text)
 	return nil
