@@ -1,7 +1,7 @@
 package kernel
 
 // IPDrops are the reasons for which the kernel's IP drops packets, each with a sentence and the kernel's counters
-// of it (/proc/net/snmp and snmp6).
+// of it (/proc/net/snmp and snmp6, and DeviceDrops).
 var IPDrops = []struct {
 	Reason, Explain string
 	Counters        []string
@@ -13,4 +13,9 @@ var IPDrops = []struct {
 	{"reassembly", "a fragment whose datagram was not complete before the timeout, or had no room", []string{"ReasmFails"}},
 	{"too_big", "it is larger than the path MTU and must not be fragmented", []string{"FragFails", "InTooBigErrors"}},
 	{"discarded", "a policy or a lack of memory", []string{"InDiscards", "OutDiscards"}},
+	{"device", "a device of Isthmus did not take it: the queue of the TUN is full if the gateway does not read in time", []string{DeviceDrops}},
 }
+
+// DeviceDrops is the counter of packets that devices of Isthmus, whose names begin with "isthmus", dropped instead of
+// sending (/proc/net/dev). IP does not count them.
+const DeviceDrops = "isthmus*: transmit drop"

@@ -64,7 +64,7 @@ dashboard divides by packets.
 	for _, r := range kernel.DropReasons {
 		fmt.Fprintf(&b, "| `%s` | %s |\n", r.Reason, r.Explain)
 	}
-	b.WriteString("\n## Reasons of isthmus_kernel_ip_drops_total\n\nThe kernel's own counters, of IPv4 and IPv6 together.\n\n| reason | meaning | in /proc/net/snmp |\n| --- | --- | --- |\n")
+	b.WriteString("\n## Reasons of isthmus_kernel_ip_drops_total\n\nThe kernel's own counters, of IPv4 and IPv6 together.\n\n| reason | meaning | in /proc/net/snmp or dev |\n| --- | --- | --- |\n")
 	for _, r := range kernel.IPDrops {
 		fmt.Fprintf(&b, "| `%s` | %s | `%s` |\n", r.Reason, r.Explain, strings.Join(r.Counters, "` `"))
 	}

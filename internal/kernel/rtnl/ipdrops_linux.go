@@ -8,7 +8,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// DroppedByIP counts the packets that IP, both versions, has dropped in the network namespace of the calling thread, by
+// DroppedByIP counts the packets that IP, both versions, and devices of Isthmus have dropped in the network namespace of the calling thread, by
 // the reasons of kernel.IPDrops.
 func DroppedByIP() (map[string]uint64, error) {
 	counters := make(map[string]uint64)
@@ -20,6 +20,11 @@ func DroppedByIP() (map[string]uint64, error) {
 	if v6, err := os.ReadFile("/proc/thread-self/net/snmp6"); err == nil { // not there without IPv6
 		addSNMP6(counters, string(v6))
 	}
+	devices, err := os.ReadFile("/proc/thread-self/net/dev")
+	if err != nil {
+		return nil, err
+	}
+	addDevices(counters, string(devices))
 	dropped := make(map[string]uint64, len(kernel.IPDrops))
 	for _, d := range kernel.IPDrops {
 		for _, name := range d.Counters {
@@ -57,6 +62,19 @@ func addSNMP6(to map[string]uint64, text string) {
 				n, _ := strconv.ParseUint(f[1], 10, 64)
 				to[name] += n
 			}
+		}
+	}
+}
+
+// addDevices adds what devices of Isthmus dropped: a line for each device, of eight received counters and eight
+// transmitted ones.
+func addDevices(to map[string]uint64, text string) {
+	const transmitDrop = 8 + 3
+	for line := range strings.Lines(text) {
+		name, values, _ := strings.Cut(strings.TrimSpace(line), ":")
+		if f := strings.Fields(values); strings.HasPrefix(name, "isthmus") && len(f) > transmitDrop {
+			n, _ := strconv.ParseUint(f[transmitDrop], 10, 64)
+			to[kernel.DeviceDrops] += n
 		}
 	}
 }

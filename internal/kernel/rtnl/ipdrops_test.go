@@ -1,6 +1,7 @@
 package rtnl
 
 import (
+	"errors"
 	"maps"
 	"net"
 	"os"
@@ -101,11 +102,64 @@ func TestWhatIPDropsIsCounted(t *testing.T) {
 	}
 }
 
+// What finds the TUN's queue full is counted: nobody reads it here.
+func TestWhatTheTUNDoesNotTakeIsCounted(t *testing.T) {
+	f, err := NewNamespace()
+	if err != nil {
+		t.Skip(err)
+	}
+	defer f.Close()
+	if err := Do(f, func() error {
+		fd, err := unix.Open("/dev/net/tun", unix.O_RDWR|unix.O_CLOEXEC, 0)
+		if err != nil {
+			t.Skip(err)
+		}
+		defer unix.Close(fd)
+		r, err := unix.NewIfreq("isthmus0")
+		if err != nil {
+			return err
+		}
+		r.SetUint16(unix.IFF_TUN | unix.IFF_NO_PI)
+		if err := unix.IoctlIfreq(fd, unix.TUNSETIFF, r); err != nil {
+			return err
+		}
+		s, err := unix.Socket(unix.AF_PACKET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+		if err != nil {
+			return err
+		}
+		defer unix.Close(s)
+		r.SetUint16(unix.IFF_UP)
+		if err := unix.IoctlIfreq(s, unix.SIOCSIFFLAGS, r); err != nil {
+			return err
+		}
+		device, err := net.InterfaceByName("isthmus0")
+		if err != nil {
+			return err
+		}
+		const sent, queue = 800, 500 // TUN_READQ_SIZE (drivers/net/tun.c)
+		for range sent {
+			err := unix.Sendto(s, make([]byte, 28), 0, &unix.SockaddrLinklayer{Ifindex: device.Index, Protocol: 8})
+			if err != nil && !errors.Is(err, unix.ENOBUFS) {
+				return err
+			}
+		}
+		dropped, err := DroppedByIP()
+		if n := dropped["device"]; n < sent-queue {
+			t.Errorf("%d of %d are counted, and the queue holds %d", n, sent, queue)
+		}
+		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+}
+
 func TestTheKernelsTextIsRead(t *testing.T) {
 	got := make(map[string]uint64)
 	addSNMP(got, "Ip: Forwarding InHdrErrors ReasmFails\nIp: 1 2 3\nIcmp: InMsgs InHdrErrors\nIcmp: 7 9\n")
 	addSNMP6(got, "Ip6ReasmFails                   \t4\nIcmp6InMsgs\t8\nIp6InTruncatedPkts\t5\n")
-	if want := map[string]uint64{"Forwarding": 1, "InHdrErrors": 2, "ReasmFails": 7, "InTruncatedPkts": 5}; !maps.Equal(got, want) {
+	addDevices(got, "Inter-|   Receive |  Transmit\n face |bytes packets\n    lo: 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16\n"+
+		"isthmus0: 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16\nisthmus.vxlan:1 2 3 4 5 6 7 8 9 10 11 30 13 14 15 16\n")
+	if want := map[string]uint64{"Forwarding": 1, "InHdrErrors": 2, "ReasmFails": 7, "InTruncatedPkts": 5, kernel.DeviceDrops: 42}; !maps.Equal(got, want) {
 		t.Errorf("%v, want %v", got, want)
 	}
 	all := make(map[string]uint64)
@@ -118,7 +172,7 @@ func TestTheKernelsTextIsRead(t *testing.T) {
 	addSNMP6(all, string(v6))
 	for _, d := range kernel.IPDrops {
 		for _, name := range d.Counters {
-			if _, is := all[name]; !is && len(v6) > 0 {
+			if _, is := all[name]; !is && len(v6) > 0 && name != kernel.DeviceDrops {
 				t.Errorf("%s: the kernel has no counter %s", d.Reason, name)
 			}
 		}
