@@ -59,6 +59,9 @@ func TestTheSnifferSeesWhatANodeThatDoesNotRefuseSends(t *testing.T) {
 		return nil
 	})
 	for _, l := range f.Sniffer.Take() {
+		if strings.HasPrefix(l.Packet, "TCP ") {
+			continue // a busy machine has not ended the connections of before
+		}
 		if want := fmt.Sprintf("ICMP %v -> %v, 84 octets", from.Addr, to); l.Node != a.Nodes[at].Name || !l.Network.Contains(to) || !strings.HasPrefix(l.Packet, want) {
 			t.Errorf("%v; want %s from %s", l, want, a.Nodes[at])
 		}
