@@ -324,13 +324,7 @@ func (s *Streams) Left() int {
 	return len(s.stack.RegisteredEndpoints()) + len(s.stack.CleanupEndpoints())
 }
 
-// A Sender is a peer in the eyes of the endpoint.
-type Sender struct{ p peer }
-
-// DeliverFrom is deliver.
-func (l *Local) DeliverFrom(s *Sender, b []byte) bool { return l.deliver(&s.p, b) }
-
-// LocalQueueLen is how many packets to one peer wait.
+// LocalQueueLen is how many packets to one destination wait.
 const LocalQueueLen = localQueueLen
 
 // Waiting is how many packets of streams wait for the reader.

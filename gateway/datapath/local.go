@@ -19,8 +19,8 @@ import (
 )
 
 const (
-	// localQueueLen bounds the packets to one peer that a TCP/IP stack has sent and the reader has not fetched
-	// yet. The newest is dropped and counted as DropLocalQueue.
+	// localQueueLen bounds the packets to one destination that a TCP/IP stack has sent and the reader has not
+	// fetched yet. The newest is dropped and counted as DropLocalQueue.
 	localQueueLen = 256
 
 	localNIC = 1
@@ -177,9 +177,8 @@ func (l *Local) next(p []byte) (n, size int) {
 func (l *Local) hasPadded() bool { return l.out.peek().size > 0 }
 
 // deliver passes one whole packet to the stack, which copies it, and reports whether the stack took it. Answers
-// (ICMP echo) may be queued before it returns, in the room of the peer that the packet came from; nil: it came
-// from none.
-func (l *Local) deliver(from *peer, b []byte) bool {
+// (ICMP echo) may be queued before it returns.
+func (l *Local) deliver(b []byte) bool {
 	protocol := ipv4.ProtocolNumber
 	if b[0]>>4 == 6 {
 		protocol = ipv6.ProtocolNumber
@@ -188,8 +187,6 @@ func (l *Local) deliver(from *peer, b []byte) bool {
 	l.delivering.Lock()
 	defer l.delivering.Unlock()
 	before := l.refused()
-	l.link.by.Store(from)
-	defer l.link.by.Store(nil)
 	l.link.InjectInbound(protocol, pkt)
 	pkt.DecRef()
 	return l.refused() == before
@@ -201,13 +198,11 @@ func (l *Local) refused() uint64 {
 	return s.IP.MalformedPacketsReceived.Value() + s.ICMP.V4.PacketsReceived.Invalid.Value() + s.ICMP.V6.PacketsReceived.Invalid.Value()
 }
 
-// localLink is the link of a TCP/IP stack. It queues what the stack sends, for each peer that it answers apart, and
-// else for each destination: a peer that makes the stack send a lot takes no room from other peers. The queue of
-// channel.Endpoint is not used.
+// localLink is the link of a TCP/IP stack. It queues what the stack sends, for each destination apart: a peer that
+// makes the stack send a lot takes no room from other peers. The queue of channel.Endpoint is not used.
 type localLink struct {
 	*channel.Endpoint
 	out            turns
-	by             atomic.Pointer[peer] // that the stack answers; nil: none
 	wake, overflow atomic.Pointer[func()]
 }
 
@@ -228,7 +223,7 @@ func (l *localLink) WritePackets(pkts stack.PacketBufferList) (int, tcpip.Error)
 		view := pkt.ToView()
 		b := view.ToSlice()
 		view.Release()
-		if l.out.push(datagram{at: netip.AddrPortFrom(destination(b), 0), by: l.by.Load(), b: b}) {
+		if l.out.push(datagram{at: netip.AddrPortFrom(destination(b), 0), b: b}) {
 			queued++
 		} else {
 			l.called(&l.overflow)
