@@ -83,7 +83,8 @@ func (s *side) told(p *isthmus.Peering) bool {
 }
 
 // carry does once what our manager does as soon as there is a tunnel: our NetworkConfig goes to the peer, and the peer's
-// answer comes back.
+// answer comes back. It sets carried when the peer has a NetworkConfig that says spec.inBand: until the manager has looked,
+// conditions are true of the way without the tunnel.
 func (s *side) carry(ctx context.Context) error {
 	original := &v1alpha1.NetworkConfig{}
 	name := client.ObjectKey{Namespace: s.namespace, Name: s.peer.Identity.UniqueName()}
@@ -108,6 +109,7 @@ func (s *side) carry(ctx context.Context) error {
 		}
 		return nil
 	}
+	s.carried = want.Spec.BackendConfig[v1alpha1.ConfigInBand] == "true"
 	answer, answered := netconfig.AnswerTo(original, there)
 	if !answered || equality.Semantic.DeepEqual(answer, original.Status) {
 		return nil

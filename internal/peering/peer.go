@@ -267,7 +267,7 @@ func (w *waiter) wait(ctx context.Context, timeout time.Duration) error {
 		there := 0
 		var awaited error
 		for i, s := range w.sides {
-			if s.inBand && !s.told(s.peering) {
+			if s.inBand && !(s.carried && s.told(s.peering)) {
 				s.uncarried = s.carry(ctx)
 			}
 			if w.look(ctx, i, s, first && w.quiet) {
@@ -308,7 +308,7 @@ func (w *waiter) look(ctx context.Context, i int, s *side, quiet bool) bool {
 		}
 		w.told[i][t] = true
 	}
-	return health.IsTrue(p, w.goal) && remapped(p) && (!s.inBand || s.told(p))
+	return health.IsTrue(p, w.goal) && remapped(p) && (!s.inBand || s.carried && s.told(p))
 }
 
 // tell says in a sentence what has become true on side s.

@@ -40,6 +40,7 @@ type side struct {
 	shares    bool              // services may be shared with peers here: `isthmus install --services`
 	inBand    bool              // our manager and the peer's go through the tunnel
 	inBandCA  []byte            // of the peer's API server, in PEM, as it is known in its own cluster; with inBand
+	carried   bool              // the peer has our NetworkConfig, with inBand
 	uncarried error             // why the exchange could not be carried, the last time
 	services  []string          // namespaces whose services a person chose to share with the peer; nil: no change
 }
