@@ -33,9 +33,9 @@ var binary, kube string
 
 func TestMain(m *testing.M) { os.Exit(programs.Run(m, &binary, &kube)) }
 
-// seats bounds the fleets that stand at a time: each has a dozen processes and a GiB for each cluster, and three of
-// them keep two cores busy for long enough to fail tests.
-var seats = make(chan struct{}, 2)
+// seats bounds the fleets that stand at a time: each has a dozen processes and a GiB for each cluster, and two of
+// them beside the other packages keep two cores busy for long enough to fail tests.
+var seats = make(chan struct{}, 1)
 
 // up makes a fleet that ends with the test, after the ends of all logs if it failed. The test fails
 // when a node has sent a packet for a peer in the clear. It runs beside others from here on.
