@@ -60,7 +60,7 @@ func TestTheSnifferSeesWhatANodeThatDoesNotRefuseSends(t *testing.T) {
 	})
 	for _, l := range f.Sniffer.Take() {
 		if strings.HasPrefix(l.Packet, "TCP ") {
-			continue // a busy machine has not ended the connections of before
+			continue // on a busy machine an earlier connection is still ending
 		}
 		if want := fmt.Sprintf("ICMP %v -> %v, 84 octets", from.Addr, to); l.Node != a.Nodes[at].Name || !l.Network.Contains(to) || !strings.HasPrefix(l.Packet, want) {
 			t.Errorf("%v; want %s from %s", l, want, a.Nodes[at])
