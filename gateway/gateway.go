@@ -149,6 +149,9 @@ type gateway struct {
 	acting     bool                            // run's goroutine's, as adopted: Options.Begin is closed
 	adopted    bool
 
+	yielding sync.Once
+	relayed  atomic.Uint64 // packets of nodes since yield
+
 	wake chan struct{} // something may differ now: compare
 	ways atomic.Bool   // and ask the kernel for the way to every peer
 	done chan struct{} // ends sweep
@@ -303,7 +306,7 @@ func (g *gateway) adopt() {
 		return
 	}
 	g.adopted = true
-	if n := g.keeper.Activate(running{g.engine, g.ends[0].Now}); n > 0 {
+	if n := g.keeper.Activate(running{g.engine, g.ends}); n > 0 {
 		g.log.Info("took over the flows of the former active gateway", "flows", n)
 	}
 }

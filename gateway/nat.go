@@ -15,16 +15,19 @@ func engineConfig(c Config) natengine.Config {
 	return e
 }
 
-// running are the flows of a gateway that runs.
+// running are the flows and tunnels of a gateway that runs.
 type running struct {
 	*natengine.Engine
-	now func() time.Duration
+	ends []*tunnelEnd
 }
 
 // Adopt implements flowsync.Flows.
 func (r running) Adopt(peer string, f natengine.Flow) natengine.Drop {
-	return r.Engine.Adopt(peer, f, r.now())
+	return r.Engine.Adopt(peer, f, r.ends[0].Now())
 }
+
+// Bring implements flowsync.Flows.
+func (r running) Bring(tunnel int, p []byte) { r.ends[min(tunnel, len(r.ends)-1)].Bring(p) }
 
 // Bounds of the NAT engine and how much of them is used. Each bound has a series, so that an alert
 // can compare the two.

@@ -110,6 +110,11 @@ func (r Running) Status() Status { return r.g.status(0) }
 // Ready says why the gateway carries nothing, or nil.
 func (r Running) Ready() error { return r.g.unready() }
 
+// Yield relays what nodes send to peers from now on to the gateways that copy the flows of this one
+// (Options.Flows), and no more of it to the peers: another gateway is to be active. What peers send is
+// delivered until the end. It returns when nothing is under way to a peer.
+func (r Running) Yield() { r.g.yield() }
+
 // StatusHandler answers /status and /trace, as on Config.StatusAddress.
 func (r Running) StatusHandler() http.Handler { return r.g.statusHandler() }
 

@@ -14,6 +14,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -189,6 +190,12 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 	log := options.Log
 	k.source.Log = log
 	kube.UseLogger(log)
+	var acting atomic.Pointer[gateway.Running] // nil: this replica does not act
+	k.source.Yield = func() {
+		if r := acting.Load(); r != nil {
+			r.Yield()
+		}
+	}
 	replica, err := kube.NewGateway(k.source)
 	if err != nil {
 		return err
@@ -240,6 +247,8 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 		options.Beside = func(ctx context.Context, r gateway.Running) {
 			front.set(&r)
 			defer front.set(nil)
+			acting.Store(&r)
+			defer acting.Store(nil)
 			time.AfterFunc(2*nodesFollow, call) // without an API server nobody is told
 			replica.Write(ctx, placed, func() (kube.Report, error) {
 				s := r.Status()

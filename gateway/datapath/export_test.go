@@ -16,6 +16,9 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
+// MaxBrought is the bound of Bring.
+const MaxBrought = maxBrought
+
 // The two halves of a Tunnel between link and engine, without what seals and opens.
 
 // Attach gives the tunnel an in-process endpoint, which its Close will close.

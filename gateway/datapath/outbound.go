@@ -93,8 +93,10 @@ func (b *batch) give(peer *natengine.PeerState, p []byte) {
 // Close.
 func (o *outbound) read(b *batch) error {
 	o.tap.begin()
+	o.divert()
 	o.readKept(b)
 	o.readLocal(b)
+	o.readBrought(b)
 	var err error
 	for !b.full {
 		wait := b.n == 0
@@ -106,7 +108,9 @@ func (o *outbound) read(b *batch) error {
 			if errors.Is(err, ErrWoken) {
 				err = nil
 				o.tap.begin()
-				if o.readLocal(b); o.t.look.Load() {
+				o.divert()
+				o.readLocal(b)
+				if o.readBrought(b); o.t.look.Load() {
 					break
 				}
 				continue
@@ -115,6 +119,10 @@ func (o *outbound) read(b *batch) error {
 				err = nil
 			}
 			break
+		}
+		if d := o.t.diverted.Load(); d != nil {
+			d.f(o.scratch[:n])
+			continue
 		}
 		o.outbound(b, o.scratch[:n])
 	}

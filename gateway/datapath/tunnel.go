@@ -69,6 +69,9 @@ type Tunnel struct {
 
 	capture atomic.Pointer[captured] // nil: none
 
+	diverted atomic.Pointer[diversion] // nil: packets of the link go to peers
+	brought  parcels                   // from another gateway
+
 	waiting atomic.Bool // packets wait for a session
 	look    atomic.Bool // one of these sessions may be there, or packets may have waited too long
 	out     outbound    // state of the outbound goroutine

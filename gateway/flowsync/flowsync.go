@@ -3,6 +3,7 @@
 //
 //	active ── TLS over TCP ──► standby      all flows, then each change
 //	standby ─────────────────► a gateway that has just started and knows none: its copy
+//	active, as it ends ──────► standby      packets that nodes still send to it
 //
 // All gateways of an installation share the WireGuard private key. A key derived from it is what each end of a
 // connection proves to have. Where the private key is replaced, connections end and are made again with the next one;
@@ -31,6 +32,8 @@ type Flows interface {
 	EachFlow(f func(peer string, flow natengine.Flow), between func() bool)
 	Follow(f func(peer string, flow natengine.Flow, ended bool)) (stop func())
 	Adopt(peer string, flow natengine.Flow) natengine.Drop
+	// Bring sends a packet, virtio header first, as if the link of a tunnel had delivered it. It does not keep p.
+	Bring(tunnel int, p []byte)
 }
 
 // A table has the states of flows, by peer and identity.
@@ -82,16 +85,22 @@ type Keeper struct {
 	fresh   *table    // of a connection that has not yet told of all flows; nil: none
 	heard   time.Time // when copy was last known to be complete; at first, when the Keeper was made
 	counts  Counts
+
+	followers map[*queue]bool // of the connections that tell each change
+	held      held
 }
 
 // NewKeeper has no flows.
-func NewKeeper() *Keeper { return &Keeper{heard: time.Now()} }
+func NewKeeper() *Keeper { return &Keeper{heard: time.Now(), followers: make(map[*queue]bool)} }
 
-// Counts are of flows that were told.
+// Counts are of flows that were told, and of packets that were relayed.
 type Counts struct {
 	Adopted uint64                    // by this gateway when it became active, or since
 	Refused map[natengine.Drop]uint64 // not adopted, by reason
 	Omitted uint64                    // not copied, because of MaxFlows
+
+	Relayed   uint64 // packets of the gateway before that this one took
+	Unrelayed uint64 // and those that it dropped, because they were too many or waited too long
 }
 
 // Activate makes this gateway the active one: flows become its own and adopt the copied ones,
@@ -111,6 +120,7 @@ func (k *Keeper) Activate(flows Flows) (adopted int) {
 		*k.fresh = table{}
 	}
 	k.copy, k.fresh = table{}, nil
+	k.bringHeld()
 	k.mu.Unlock()
 	done := make(chan struct{})
 	go func() { // ends when the copy does, or with Deactivate
@@ -216,6 +226,7 @@ type receiver struct {
 	table   table
 	age     time.Duration
 	all     bool   // all flows have been told
+	parcel  []byte // the packet at hand, which may have several frames
 	listed  func() // called after each list of all flows; nil: nobody waits
 }
 

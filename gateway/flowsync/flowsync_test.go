@@ -30,12 +30,15 @@ import (
 // A running is an engine as a gateway that runs has it.
 type running struct {
 	*natengine.Engine
-	now func() time.Duration
+	now     func() time.Duration
+	brought chan parcel
 }
 
 func (r running) Adopt(peer string, f natengine.Flow) natengine.Drop {
 	return r.Engine.Adopt(peer, f, r.now())
 }
+
+func (r running) Bring(tunnel int, p []byte) { r.brought <- parcel{tunnel, slices.Clone(p)} }
 
 func newRunning(t testing.TB, pods string) running {
 	e := natengine.New(natengine.Config{})
@@ -44,7 +47,7 @@ func newRunning(t testing.TB, pods string) running {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return running{e, func() time.Duration { return 0 }}
+	return running{e, func() time.Duration { return 0 }, make(chan parcel, 1<<16)}
 }
 
 // open opens the nth flow of a node, whose port has to change.
@@ -537,6 +540,8 @@ func FuzzReceive(f *testing.F) {
 	w.records([]record{{"b", flows[0], false}, {"b", flows[1], false}, {"c", flows[0], false}, {"b", flows[0], true}})
 	w.frame(frameEnd)
 	w.frame(frameBeat)
+	w.parcel(parcel{1, make([]byte, maxParcel)})
+	w.parcel(parcel{0, []byte{1, 2, 3}})
 	w.begin(false, 0)
 	w.frame(frameEnd)
 	w.w.Flush()
@@ -558,6 +563,13 @@ func FuzzReceive(f *testing.F) {
 		}
 		if n != k.State().Copied || k.fresh != nil {
 			t.Errorf("%d flows, counted %d; a list is under way: %v", n, k.State().Copied, k.fresh != nil)
+		}
+		octets := 0
+		for _, one := range k.held.all {
+			octets += len(one.p)
+		}
+		if octets != k.held.octets || octets > relayMost {
+			t.Errorf("packets of %d octets wait, counted %d", octets, k.held.octets)
 		}
 	})
 }

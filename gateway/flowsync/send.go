@@ -27,6 +27,9 @@ type queue struct {
 	all  []record
 	lost bool
 	wake chan struct{}
+
+	parcels []parcel // they follow the changes from before them
+	octets  int      // of parcels
 }
 
 func (q *queue) add(peer string, f natengine.Flow, ended bool) {
@@ -37,6 +40,10 @@ func (q *queue) add(peer string, f natengine.Flow, ended bool) {
 		q.lost = true
 	}
 	q.mu.Unlock()
+	q.wakeUp()
+}
+
+func (q *queue) wakeUp() {
 	select {
 	case q.wake <- struct{}{}:
 	default:
@@ -110,14 +117,19 @@ func flush(conn net.Conn, w writer) error {
 func (k *Keeper) sendRunning(ctx context.Context, conn net.Conn, w writer, running Flows, changes int) error {
 	q := &queue{wake: make(chan struct{}, 1)}
 	defer running.Follow(q.add)()
+	defer k.follow(q)()
 	var spare []record
 	pass := func() error {
+		parcels := q.takeParcels()
 		all, lost := q.take(spare)
 		if lost {
 			return errLost
 		}
 		w.records(all)
 		spare = all
+		for _, one := range parcels {
+			w.parcel(one)
+		}
 		return nil
 	}
 	w.begin(true, 0)
@@ -145,7 +157,9 @@ func (k *Keeper) sendRunning(ctx context.Context, conn net.Conn, w writer, runni
 		case <-ctx.Done():
 			return ctx.Err()
 		case <-q.wake:
-			time.Sleep(gather)
+			if !q.hurries() {
+				time.Sleep(gather)
+			}
 			if err := pass(); err != nil {
 				return err
 			}

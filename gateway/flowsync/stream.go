@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/isthmus-net/isthmus/natengine"
+	"github.com/isthmus-net/isthmus/packet"
 )
 
 // A stream is a list of frames: the length of what follows (2 octets, big endian), the kind (1 octet), and
@@ -16,6 +17,7 @@ import (
 //	frameBegin         1 octet: 1 of the active gateway, else 0; 4 octets: milliseconds since the copy was complete
 //	frameFlow, ended   1 octet: length of the peer's ID; the ID; flows of natengine.FlowSize octets
 //	frameEnd, beat     nothing
+//	framePacket        1 octet: index of the tunnel, plus 128 where the packet goes on in the next frame; octets of a packet
 //
 // frameBegin starts a list of all flows, which frameEnd ends; frames of flows that end may be among it. Afterwards come
 // the changes, and frameBeat at least once in beatInterval. A stream may begin again.
@@ -25,11 +27,14 @@ const (
 	frameEnded
 	frameEnd
 	frameBeat
+	framePacket
 )
 
 const (
 	beatInterval = time.Second
 	maxFrame     = 32 << 10
+	maxParcel    = packet.VirtioHeaderLen + 65535
+	goesOn       = 128 // see framePacket
 )
 
 // writer makes a stream.
@@ -87,6 +92,16 @@ func (w writer) records(all []record) {
 	}
 }
 
+// parcel writes a packet.
+func (w writer) parcel(one parcel) {
+	const most = maxFrame - 2
+	rest := one.p
+	for ; len(rest) > most; rest = rest[most:] {
+		w.frame(framePacket, []byte{byte(one.tunnel) | goesOn}, rest[:most])
+	}
+	w.frame(framePacket, []byte{byte(one.tunnel)}, rest)
+}
+
 // receive gives r a stream until it ends, and returns why. beat is called after each frame.
 func (r *receiver) receive(from io.Reader, beat func()) error {
 	buffered := bufio.NewReaderSize(from, 64<<10)
@@ -126,6 +141,12 @@ func (r *receiver) receive(from io.Reader, beat func()) error {
 			}
 		case kind == frameBeat && len(rest) == 0:
 			r.beat()
+		case kind == framePacket && len(rest) > 1 && r.active && len(r.parcel)+len(rest)-1 <= maxParcel:
+			r.parcel = append(r.parcel, rest[1:]...)
+			if rest[0] < goesOn {
+				r.k.brought(parcel{int(rest[0]), r.parcel})
+				r.parcel = nil
+			}
 		default:
 			return fmt.Errorf("a frame of kind %d with %d octets", kind, len(rest))
 		}

@@ -157,14 +157,19 @@ func TestNodesVote(t *testing.T) {
 
 	t.Run("ActiveStops", func(t *testing.T) {
 		was := active(t, a)
+		from, to := podOn(t, a, 2), podOn(t, b, 1)
 		during := startTraffic(t, a, b)
-		must(t, a.Stop(fleet.Gateway(was)))
+		l := echoes(t, from, to, seen(t, a, b, to.Addr), 1, 4*time.Second, 4*time.Second, func() { must(t, a.Stop(fleet.Gateway(was))) })
 		other(t, was)
-		time.Sleep(time.Second)
+		t.Logf("a planned move: %v", l)
 		for _, o := range during.end(t) {
 			if o.outage > takeover {
 				t.Errorf("pings were lost over %v; want at most %v", o.outage, takeover)
 			}
+		}
+		// What nodes sent to the former gateway after it had released the votes is not lost.
+		if n, err := a.Metric(t.Context(), "isthmus_gateway_relayed_packets_total", `result="sent"`); err != nil || n == 0 {
+			t.Errorf("%v packets of the former gateway were sent: %v", n, err)
 		}
 		must(t, a.Start(t.Context(), fleet.Gateway(was)))
 		podsToPods(t, a, b)

@@ -51,6 +51,9 @@ type GatewayOptions struct {
 	// RotateKeys is the age at which the key is rotated; 0: at none. RotationPatience is how long a rotation waits for
 	// peers; 0: for ever.
 	RotateKeys, RotationPatience time.Duration
+	// Yield, if any, is called when this replica is about to release the votes of the nodes. When it
+	// returns, the replica sends peers nothing more of what nodes send.
+	Yield func()
 }
 
 // A Gateway is one replica of the gateway as the API server knows it. Its methods may be called
@@ -185,6 +188,9 @@ func (g *Gateway) Run(ctx context.Context, serve func(ctx context.Context, begin
 		close(g.leaving)
 		g.writing.Lock() // what it has begun could name this one after the successor has named itself
 		defer g.writing.Unlock()
+		if e.byVotes() && g.o.Yield != nil {
+			g.o.Yield()
+		}
 		if err := e.release(); err != nil {
 			g.log.Warn("cannot release the Lease; a standby waits until it expires", "error", err)
 			return

@@ -1,0 +1,80 @@
+package datapath_test
+
+import (
+	"context"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/isthmus-net/isthmus/gateway/datapath"
+	"github.com/isthmus-net/isthmus/gateway/datapath/memlink"
+	"github.com/isthmus-net/isthmus/natengine"
+	"github.com/isthmus-net/isthmus/packet"
+)
+
+// A packet that is diverted and brought back passes as if nothing had been done with it, whatever it is.
+func TestDivertedPacketsAreNotAlteredAndMayBeBrought(t *testing.T) {
+	network := &memlink.Network{}
+	a, b := startGateways(t, network, plans[0], datapath.Options{})
+	var diverted atomic.Int64
+	a.tunnel.Divert(func(p []byte) {
+		diverted.Add(1)
+		a.tunnel.Bring(p)
+	})
+	transfers(t, a, b, 2, 1<<20)
+	if err := echoUDP(a, a.node, b, b.pod, 50, false, nil); err != nil {
+		t.Error(err)
+	}
+	if diverted.Load() == 0 {
+		t.Error("no packet was diverted")
+	}
+	checkHealthy(t, a, b)
+}
+
+// When Divert has returned, a gateway sends no peer what its link delivers: nor what was under way in superpackets.
+func TestNothingIsUnderWayAfterDivert(t *testing.T) {
+	for range 10 {
+		network := &memlink.Network{}
+		a, b := startGateways(t, network, plans[0], datapath.Options{})
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			_ = transfer(ctx, a, a.pod, b, b.pod, 8000, 32<<20) // it ends with ctx
+		}()
+		sent := func() uint64 { n, _ := a.engine.Peers()[0].Traffic(natengine.Outbound); return n }
+		for sent() < 2000 {
+			time.Sleep(time.Millisecond)
+		}
+		a.tunnel.Divert(func([]byte) {})
+		before := sent()
+		time.Sleep(20 * time.Millisecond)
+		if after := sent(); after != before {
+			t.Errorf("%d packets were sent after Divert", after-before)
+		}
+		cancel()
+		<-done
+	}
+}
+
+// Packets wait for a tunnel that is not up yet. Those for which there is no room are counted.
+func TestBroughtPacketsWaitForTheTunnel(t *testing.T) {
+	engine := natengine.New(natengine.Config{})
+	tunnel := datapath.New(memlink.NewLink("mem", tunnelMTU), new(memlink.Network).Bind(self), engine, nil, datapath.Options{})
+	defer tunnel.Close()
+	p := make([]byte, packet.VirtioHeaderLen+60000)
+	for range datapath.MaxBrought/len(p) + 3 {
+		tunnel.Bring(p)
+	}
+	if n := drops(engine, natengine.Outbound, natengine.DropNoMandate); n != 3 {
+		t.Errorf("%d packets were dropped; want 3", n)
+	}
+	if err := tunnel.Up(newKey(1).private, 5871); err != nil {
+		t.Fatal(err)
+	}
+	for end := time.Now().Add(time.Minute); drops(engine, natengine.Outbound, natengine.DropMalformed) != datapath.MaxBrought/uint64(len(p)); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("%d packets were handled; want %d", drops(engine, natengine.Outbound, natengine.DropMalformed), datapath.MaxBrought/len(p))
+		}
+	}
+}

@@ -1,0 +1,117 @@
+package flowsync
+
+import (
+	"slices"
+	"time"
+)
+
+// Bounds of packets that a gateway relays while it ends.
+const (
+	relayMost = 4 << 20     // octets that wait for one connection, or for this gateway to become active
+	relayFor  = time.Second // a packet waits for that
+)
+
+// A parcel is a packet for a peer, virtio header first.
+type parcel struct {
+	tunnel int // whose link delivered it
+	p      []byte
+}
+
+// Relay sends a packet for a peer, virtio header first, to the gateways that copy the flows of this
+// one. The one that becomes active sends it to the peer. Relay copies p, does not block, and reports
+// whether a connection had room.
+func (k *Keeper) Relay(tunnel int, p []byte) bool {
+	one := parcel{tunnel, slices.Clone(p)}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	taken := false
+	for q := range k.followers {
+		taken = q.addParcel(one) || taken
+	}
+	return taken
+}
+
+// follow lets a connection have what Relay is given, until the result is called.
+func (k *Keeper) follow(q *queue) (end func()) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.followers[q] = true
+	return func() {
+		k.mu.Lock()
+		defer k.mu.Unlock()
+		delete(k.followers, q)
+	}
+}
+
+func (q *queue) addParcel(one parcel) bool {
+	q.mu.Lock()
+	full := q.octets+len(one.p) > relayMost
+	if !full {
+		q.parcels = append(q.parcels, one)
+		q.octets += len(one.p)
+	}
+	q.mu.Unlock()
+	q.wakeUp()
+	return !full
+}
+
+// takeParcels returns what waits.
+func (q *queue) takeParcels() (all []parcel) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	all, q.parcels, q.octets = q.parcels, nil, 0
+	return all
+}
+
+// hurries reports whether something waits that should not be gathered.
+func (q *queue) hurries() bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return len(q.parcels) > 0
+}
+
+// held are relayed packets that wait until this gateway is active.
+type held struct {
+	all    []parcel
+	octets int
+	newest time.Time
+}
+
+// expire drops what is too old and returns how many that were.
+func (h *held) expire(now time.Time) (n int) {
+	if now.Sub(h.newest) > relayFor {
+		n = len(h.all)
+		*h = held{}
+	}
+	return n
+}
+
+// brought takes a packet that another gateway has relayed.
+func (k *Keeper) brought(one parcel) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.running != nil {
+		k.counts.Relayed++
+		k.running.Bring(one.tunnel, one.p)
+		return
+	}
+	now := time.Now()
+	k.counts.Unrelayed += uint64(k.held.expire(now))
+	if k.held.octets+len(one.p) > relayMost {
+		k.counts.Unrelayed++
+		return
+	}
+	k.held.all = append(k.held.all, one)
+	k.held.octets += len(one.p)
+	k.held.newest = now
+}
+
+// bringHeld gives the running gateway the packets that wait for it. With mu.
+func (k *Keeper) bringHeld() {
+	k.counts.Unrelayed += uint64(k.held.expire(time.Now()))
+	for _, one := range k.held.all {
+		k.running.Bring(one.tunnel, one.p)
+	}
+	k.counts.Relayed += uint64(len(k.held.all))
+	k.held = held{}
+}

@@ -1,0 +1,95 @@
+package flowsync
+
+import (
+	"bytes"
+	"math/rand/v2"
+	"testing"
+	"time"
+)
+
+// What a gateway relays while it ends waits for the next one, and arrives in order and whole, of whatever size it is.
+func TestRelayedPacketsReachTheNextGateway(t *testing.T) {
+	p := newPlace()
+	p.set(one, true, 1)
+	p.set(two, false, 1)
+	before, after, a, b := newRunning(t, "10.246.0.0/16"), newRunning(t, "10.246.0.0/16"), NewKeeper(), NewKeeper()
+	a.Activate(before)
+	if a.Relay(0, []byte("nobody")) {
+		t.Error("a packet is relayed to nobody")
+	}
+	_, die := p.start(t, a, one)
+	defer die()
+	_, end := p.start(t, b, two)
+	defer end()
+	before.open(t, 0)
+	eventually(t, "copy", func() bool { return b.State().Copied == 2 })
+	rng := rand.NewChaCha8([32]byte{1})
+	var want []parcel
+	relay := func(n, size int) {
+		for i := range n {
+			one := parcel{i % 3, make([]byte, size)}
+			_, _ = rng.Read(one.p)
+			if want = append(want, one); !a.Relay(one.tunnel, one.p) {
+				t.Fatal("there is no room for a packet")
+			}
+		}
+	}
+	relay(20, 60)
+	relay(3, maxParcel)
+	relay(1, maxFrame-2)
+	relay(1, maxFrame-1)
+	held := func() int {
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		return len(b.held.all)
+	}
+	eventually(t, "packets that wait", func() bool { return held() == len(want) })
+	b.mu.Lock()
+	b.held.newest = time.Now() // on a busy machine too
+	b.mu.Unlock()
+	b.Activate(after)
+	relay(20, 1500)
+	for i, w := range want {
+		if got := <-after.brought; got.tunnel != w.tunnel || !bytes.Equal(got.p, w.p) {
+			t.Fatalf("packet %d is another one, of %d octets; want %d", i, len(got.p), len(w.p))
+		}
+	}
+	if c := b.State().Counts; c.Relayed != uint64(len(want)) || c.Unrelayed != 0 {
+		t.Errorf("counts %+v", c)
+	}
+}
+
+// A gateway that does not become active keeps no packets.
+func TestRelayedPacketsThatWaitAreBounded(t *testing.T) {
+	k := NewKeeper()
+	p := make([]byte, 60000)
+	const fit = relayMost / 60000
+	for range fit + 2 {
+		k.brought(parcel{0, p})
+	}
+	if c := k.State().Counts; len(k.held.all) != fit || c.Unrelayed != 2 {
+		t.Errorf("%d packets wait and %d are dropped; want %d and 2", len(k.held.all), c.Unrelayed, fit)
+	}
+	k.held.newest = time.Now().Add(-2 * relayFor)
+	k.brought(parcel{0, p})
+	if c := k.State().Counts; len(k.held.all) != 1 || c.Unrelayed != fit+2 {
+		t.Errorf("%d packets wait and %d are dropped; want 1 and %d", len(k.held.all), c.Unrelayed, fit+2)
+	}
+	k.held.newest = time.Now().Add(-2 * relayFor)
+	r := newRunning(t, "10.246.0.0/16")
+	k.Activate(r)
+	if c := k.State().Counts; len(r.brought) != 0 || c.Unrelayed != fit+3 {
+		t.Errorf("%d packets are sent that are too old, and %d are dropped; want 0 and %d", len(r.brought), c.Unrelayed, fit+3)
+	}
+	q := &queue{wake: make(chan struct{}, 1)}
+	defer k.follow(q)()
+	taken := 0
+	for range fit + 2 {
+		if k.Relay(0, p) {
+			taken++
+		}
+	}
+	if taken != fit || len(q.takeParcels()) != fit || !k.Relay(0, p) {
+		t.Errorf("%d packets wait for a connection; want %d, and room again", taken, fit)
+	}
+}
