@@ -174,6 +174,8 @@ const (
 	WireguardVersion = wireguardVersion
 	MaxStaged        = maxStaged
 	MaxStagedBytes   = maxStagedBytes
+	LaggardSilence   = laggardSilence
+	LaggardLook      = laggardLook
 )
 
 // Staging is staging.

@@ -163,6 +163,7 @@ type packets struct {
 	in     chan []byte
 	events chan tun.Event
 	once   sync.Once
+	answer func(number uint32) // may be nil
 	mu     sync.Mutex
 	got    []uint32
 }
@@ -182,7 +183,11 @@ func (p *packets) Write(bufs [][]byte, offset int) (int, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, b := range bufs {
-		p.got = append(p.got, binary.BigEndian.Uint32(b[offset+28:]))
+		n := binary.BigEndian.Uint32(b[offset+28:])
+		p.got = append(p.got, n)
+		if p.answer != nil {
+			p.answer(n)
+		}
 	}
 	return len(bufs), nil
 }

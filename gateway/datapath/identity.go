@@ -218,6 +218,11 @@ func (t *Tunnel) prepare(private [32]byte) error {
 			p.dev.Start()
 		}
 	}
+	if t.laggards == nil {
+		t.laggards = time.AfterFunc(laggardLook, t.lookForLaggards)
+	} else {
+		t.laggards.Reset(laggardLook)
+	}
 	return nil
 }
 

@@ -73,6 +73,7 @@ var (
 	peerChain       = fieldOf[device.Peer, [blake2s.Size]byte]("handshake", "chainKey")
 	peerPreshared   = fieldOf[device.Peer, device.NoisePresharedKey]("handshake", "presharedKey")
 	peerEphemeral   = fieldOf[device.Peer, device.NoisePrivateKey]("handshake", "localEphemeral")
+	peerInitiated   = fieldOf[device.Peer, time.Time]("handshake", "lastSentHandshake")
 
 	peerStatic = fieldOf[device.Peer, [device.NoisePublicKeySize]byte]("handshake", "precomputedStaticStatic")
 

@@ -79,7 +79,7 @@ func BenchmarkPresharedKey(b *testing.B) {
 	}
 }
 
-func benchTunnel(b *testing.B, keys PresharedKeys, n int) (*Tunnel, *ecdh.PrivateKey, []*ecdh.PrivateKey) {
+func benchTunnel(t testing.TB, keys PresharedKeys, n int) (*Tunnel, *ecdh.PrivateKey, []*ecdh.PrivateKey) {
 	engine := natengine.New(natengine.Config{})
 	rules := make([]natengine.Peer, n)
 	for i := range rules {
@@ -87,12 +87,12 @@ func benchTunnel(b *testing.B, keys PresharedKeys, n int) (*Tunnel, *ecdh.Privat
 		rules[i] = natengine.Peer{ID: fmt.Sprintf("%04d", i), RemotePods: []netip.Prefix{pods}}
 	}
 	if err := engine.SetPeers(rules); err != nil {
-		b.Fatal(err)
+		t.Fatal(err)
 	}
 	tunnel, own := New(silent{}, bind.New(), engine, nil, Options{}), noise.NewKey()
-	b.Cleanup(func() { _ = tunnel.Close() })
+	t.Cleanup(func() { _ = tunnel.Close() })
 	if err := tunnel.SetPrivateKey([32]byte(own.Bytes())); err != nil {
-		b.Fatal(err)
+		t.Fatal(err)
 	}
 	far, peers := make([]*ecdh.PrivateKey, n), make([]Peer, n)
 	for i, state := range engine.Peers() {
@@ -100,7 +100,7 @@ func benchTunnel(b *testing.B, keys PresharedKeys, n int) (*Tunnel, *ecdh.Privat
 		peers[i] = Peer{State: state, Key: [32]byte(far[i].PublicKey().Bytes()), Preshared: keys}
 	}
 	if err := tunnel.SetPeers(peers); err != nil {
-		b.Fatal(err)
+		t.Fatal(err)
 	}
 	for dev := range tunnel.peers.Load().byDevice {
 		dev.Start()

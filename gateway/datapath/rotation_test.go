@@ -225,18 +225,34 @@ func TestOctetsOfAPeerOnlyGrow(t *testing.T) {
 	})
 }
 
+const wireGuardLatency, wireGuardStep = 15 * time.Millisecond, 10 * time.Millisecond
+
 // A peer that only knows WireGuard has its former peer removed and the new one added. It loses what is under way, and what comes
 // until its next packet has made a session: the responder may not use that before the initiator has (section 5.4.3).
 func TestAPeerWithWireGuardGoLosesOneHandshake(t *testing.T) {
-	const latency, step = 15 * time.Millisecond, 10 * time.Millisecond
+	rotateBesideWireGuardGo(t, false, 4*wireGuardLatency)
+}
+
+// One that only answers begins no handshake. It loses what comes until its silence is noticed, too.
+func TestAPeerWithWireGuardGoThatOnlyAnswersIsHelped(t *testing.T) {
+	rotateBesideWireGuardGo(t, true, datapath.LaggardSilence+datapath.LaggardLook+4*wireGuardLatency)
+}
+
+// rotateBesideWireGuardGo rotates the key of a gateway that sends a packet in each step to a peer with wireguard-go. The peer
+// answers each, or sends one by itself. No packets may be lost for longer than most.
+func rotateBesideWireGuardGo(t *testing.T, answers bool, most time.Duration) {
 	synctest.Test(t, func(t *testing.T) {
 		keys := orderedKeys(true)
 		p := newPair(t, keys)
 		a, b := p.ends[0], p.ends[1]
 		b.Close()
-		theirs := &wire{Bind: p.network.Bind(b.place.Addr()), delay: latency}
-		a.wire.delay = latency
+		theirs := &wire{Bind: p.network.Bind(b.place.Addr()), delay: wireGuardLatency}
+		a.wire.delay = wireGuardLatency
 		packets := &packets{in: make(chan []byte, 10), events: make(chan tun.Event)}
+		send := func(n uint32) { packets.in <- numbered(a.to, podOf(0), n, 100) }
+		if answers {
+			packets.answer = send
+		}
 		dev := device.NewDevice(packets, theirs, device.NewLogger(device.LogLevelSilent, ""))
 		defer dev.Close()
 		know := func(former, public [32]byte) {
@@ -269,8 +285,10 @@ func TestAPeerWithWireGuardGoLosesOneHandshake(t *testing.T) {
 				r.set(t, next, key{})
 			}
 			a.send(t, n)
-			packets.in <- numbered(a.to, podOf(0), n, 100)
-			time.Sleep(step)
+			if !answers {
+				send(n)
+			}
+			time.Sleep(wireGuardStep)
 		}
 		time.Sleep(time.Second)
 		synctest.Wait()
@@ -278,11 +296,41 @@ func TestAPeerWithWireGuardGoLosesOneHandshake(t *testing.T) {
 		defer packets.mu.Unlock()
 		a.mu.Lock()
 		defer a.mu.Unlock()
-		const most = uint32(4*latency/step) + 1
 		for way, got := range map[string]int{"from": len(a.got), "to": len(packets.got)} {
-			if lost := all - got; lost < 0 || lost > int(most) {
-				t.Errorf("%d packets %s the peer lost: want %d at most", lost, way, most)
+			if lost := all - got; lost < 0 || lost > int(most/wireGuardStep)+1 {
+				t.Errorf("%d packets %s the peer lost: want %d at most", lost, way, most/wireGuardStep+1)
 			}
+		}
+	})
+}
+
+// A peer that answers, or has nothing to answer, gets no handshake with the next key. A silent one gets them ever more rarely.
+func TestOnlySilentPeersAreSentTheNextKey(t *testing.T) {
+	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
+		r, next := &rotating{end: a, now: a.key}, numberedKey(7)
+		b.on = func(n uint32) { b.send(t, n) }
+		r.set(t, a.key, next)
+		time.Sleep(20 * time.Second)
+		talk := func(d time.Duration) (handshakes int) {
+			a.wire.forget()
+			for range d / (10 * time.Millisecond) {
+				a.send(t, 1)
+				time.Sleep(10 * time.Millisecond)
+			}
+			synctest.Wait()
+			return len(a.wire.messages(initiations))
+		}
+		if n := talk(30 * time.Second); n > 0 {
+			t.Errorf("%d handshakes with a peer that answers", n)
+		}
+		b.wire.dropAll(everything)
+		if n := talk(10 * time.Second); n != 4 { // after 0.25, 1.25, 3.25 and 6.25 s, each up to 0.1 s later
+			t.Errorf("%d handshakes with a silent peer in 10 s", n)
+		}
+		b.wire.dropAll(nil)
+		talk(time.Second)
+		if n := talk(20 * time.Second); n > 0 {
+			t.Errorf("%d handshakes with a peer that answers again", n)
 		}
 	})
 }

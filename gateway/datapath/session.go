@@ -54,6 +54,9 @@ type peer struct {
 	replaced         time.Time     // when a session with the new key was seen; with t.mu
 	received0, sent0 atomic.Uint64 // octets of peers that it has replaced
 
+	introductions int       // since it fell silent, see laggards.go; with t.mu
+	introduced    time.Time // when the last one was; with t.mu
+
 	staged staging // the outbound goroutine's
 
 	// Limits for the in-process endpoint: messages, for each address of the peer's gateway, and all other

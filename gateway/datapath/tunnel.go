@@ -83,6 +83,7 @@ type Tunnel struct {
 	port     uint16                                   // 0: there is no socket
 	receiver sync.WaitGroup                           // of its goroutines
 	sweep    *time.Timer                              // for retired peers; nil: there were none
+	laggards *time.Timer                              // runs while our key rotates; nil: it never did
 	up       bool
 	closed   bool
 }
@@ -296,8 +297,10 @@ func (t *Tunnel) Close() error {
 	for _, p := range t.peers.Load().byDevice {
 		p.stop()
 	}
-	if t.sweep != nil {
-		t.sweep.Stop()
+	for _, timer := range []*time.Timer{t.sweep, t.laggards} {
+		if timer != nil {
+			timer.Stop()
+		}
 	}
 	err = errors.Join(err, t.unlisten())
 	for _, id := range t.ids.Load().all() {
