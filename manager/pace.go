@@ -1,6 +1,7 @@
 package manager
 
 import (
+	"maps"
 	"sync"
 	"time"
 
@@ -11,50 +12,74 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// How often one peer changes its answer. Its networks it cannot flip: a wider one needs consent.
+// What a peer can flip as often as it likes is followed changesAtOnce times, and then once in a while. Its networks
+// it cannot flip: a wider one needs consent.
 const (
 	changesAtOnce = 8
-	changeEvery   = time.Minute
+	answerEvery   = time.Minute // each change of an answer is an event for every node,
+	gatewayEvery  = time.Second // of an endpoint or a key one for the gateways
 )
 
-// A pace bounds how often each peer changes its answer, since each change of a NetworkAllocation is an event for
-// every node.
-// Its zero value is ready for use. Its methods may be called concurrently.
+// A pace bounds how often each peer changes something. Its methods may be called concurrently.
 type pace struct {
+	every time.Duration
+
 	mu    sync.Mutex
-	peers map[string]*rate.Limiter // of all peers that ever changed something; one has 100 octets
+	peers map[string]*rate.Limiter // of the peers that have changed it
 }
 
-// wait counts a change and returns 0, or returns how long the peer has to wait with it. last reports whether the
-// next one has to wait, if it came now.
-func (p *pace) wait(id string, now time.Time) (wait time.Duration, last bool) {
+// wait returns how long a peer has to wait with a change that comes now. Asking costs nothing.
+func (p *pace) wait(id string, now time.Time) time.Duration {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	l := p.peers[id]
+	if l == nil {
+		return 0
+	}
+	return max(0, time.Duration((1-l.TokensAt(now))*float64(p.every)))
+}
+
+// count counts a change that was written. last reports whether the next one has to wait, if it came now.
+func (p *pace) count(id string, now time.Time) (last bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.peers == nil {
 		p.peers = make(map[string]*rate.Limiter)
 	}
 	if p.peers[id] == nil {
-		p.peers[id] = rate.NewLimiter(rate.Every(changeEvery), changesAtOnce)
+		p.peers[id] = rate.NewLimiter(rate.Every(p.every), changesAtOnce)
 	}
-	r := p.peers[id].ReserveN(now, 1)
-	if wait = r.DelayFrom(now); wait > 0 {
-		r.CancelAt(now)
-		return wait, false
-	}
-	return 0, p.peers[id].TokensAt(now) < 1
+	return p.peers[id].AllowN(now, 1) && p.peers[id].TokensAt(now) < 1
 }
 
-// tooSoon returns how long the peer's former answer stays in force because it has changed too often; 0: not at all.
-func (r *TunnelEndpointReconciler) tooSoon(id string, original *v1alpha1.NetworkConfig) time.Duration {
+// forget forgets a peer that has left.
+func (p *pace) forget(id string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	delete(p.peers, id)
+}
+
+// paced returns our NetworkConfig with the answer to follow, and how long the peer's present one has to wait: the former
+// one is followed meanwhile.
+func (r *TunnelEndpointReconciler) paced(id string, original *v1alpha1.NetworkConfig) (*v1alpha1.NetworkConfig, time.Duration) {
 	state := r.Store.State()
-	pod, external, ok := fabric.SeenBy(original)
 	was := state.AnswerOf(id)
-	if !ok || was == (ipam.Grant{}) || state.Answered(id, pod, external).AnswerOf(id) == was {
-		return 0
+	pod, external, ok := fabric.SeenBy(original)
+	if !ok || !complete(was) || state.Answered(id, pod, external).AnswerOf(id) == was {
+		return original, 0
 	}
-	wait, last := r.answers.wait(id, time.Now())
-	if last {
-		r.Log.Warn("peer changes its answer too often; processing one change a minute", "peer", id, "answer", was)
+	wait := r.answers.wait(id, time.Now())
+	if wait > 0 {
+		original = original.DeepCopy()
+		original.Status.PodCIDRNAT, original.Status.ExternalCIDRNAT = was.Pod.String(), was.External.String()
 	}
-	return wait
+	return original, wait
+}
+
+// complete reports whether a peer has answered both our networks. It does so for nothing when it has before.
+func complete(answer ipam.Grant) bool { return answer.Pod.IsValid() && answer.External.IsValid() }
+
+// sameGateway reports whether two have the same gateway of the peer: its endpoint and its keys.
+func sameGateway(a, b v1alpha1.TunnelEndpointSpec) bool {
+	return a.EndpointIP == b.EndpointIP && a.BackendType == b.BackendType && maps.Equal(a.BackendConfig, b.BackendConfig)
 }

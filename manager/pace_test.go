@@ -1,35 +1,47 @@
 package manager
 
 import (
+	"context"
+	"fmt"
+	"log/slog"
 	"testing"
 	"time"
 
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/util/workqueue"
+	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
 func TestAPeerChangesAFewTimesAtOnceAndThenOnceAMinute(t *testing.T) {
-	var p pace
+	p := pace{every: time.Minute}
 	now := time.Now()
 	for i := range changesAtOnce {
-		if wait, last := p.wait("b", now); wait != 0 || last != (i == changesAtOnce-1) {
-			t.Errorf("change %d waits for %v, is the last one: %v", i, wait, last)
+		if wait := p.wait("b", now); wait != 0 {
+			t.Errorf("change %d waits for %v", i, wait)
+		}
+		if last := p.count("b", now); last != (i == changesAtOnce-1) {
+			t.Errorf("change %d is the last one: %v", i, last)
 		}
 	}
-	for range 100 { // being refused costs nothing
-		if wait, last := p.wait("b", now); wait <= 0 || wait > changeEvery || last {
-			t.Fatalf("one too many waits for %v, %v", wait, last)
+	for range 100 { // asking costs nothing
+		if wait := p.wait("b", now); wait <= 0 || wait > time.Minute {
+			t.Fatalf("one too many waits for %v", wait)
 		}
 	}
-	if wait, _ := p.wait("c", now); wait != 0 {
+	if wait := p.wait("c", now); wait != 0 {
 		t.Errorf("another peer waits for %v", wait)
 	}
 	done := 0
 	for range 600 { // seconds
 		now = now.Add(time.Second)
-		if wait, _ := p.wait("b", now); wait == 0 {
+		if p.wait("b", now) == 0 {
+			p.count("b", now)
 			done++
 		}
 	}
@@ -38,8 +50,8 @@ func TestAPeerChangesAFewTimesAtOnceAndThenOnceAMinute(t *testing.T) {
 	}
 }
 
-// Every node reads a peer's NetworkAllocation whenever it changes.
-func TestAPeerThatFlipsItsAnswerSoonChangesNothing(t *testing.T) {
+// Every node reads a peer's NetworkAllocation whenever it changes. A new endpoint or key is no event for nodes.
+func TestAPeerThatFlipsItsAnswerSoonChangesNothingButItsGateway(t *testing.T) {
 	a := newAnswering(t)
 	b := a.partner("b", 2).claims("10.64.0.0/16", "10.65.0.0/20").publish().answer("None", "None")
 	b.joined()
@@ -50,11 +62,121 @@ func TestAPeerThatFlipsItsAnswerSoonChangesNothing(t *testing.T) {
 	}
 	before := allocation()
 	seen := []string{"10.80.0.0/16", "10.81.0.0/16"}
-	for i := range 4 * changesAtOnce {
+	for i := range 2 * changesAtOnce {
 		b.answer(seen[i%2], "None")
 		if i < changesAtOnce {
 			a.until("it is followed", func() bool { return b.endpoint().Spec.LocalNATPodCIDR == seen[i%2] })
 		}
 	}
-	a.always("it is not followed any more", func() bool { return allocation() == before+changesAtOnce })
+	followed := seen[(changesAtOnce-1)%2]
+	b.answer("10.82.0.0/16", "None")
+	edit(a, b.copied(), func(nc *v1alpha1.NetworkConfig) {
+		nc.Spec.EndpointIP, nc.Spec.BackendConfig[v1alpha1.ConfigPublicKey] = "192.0.2.99", testKeyText(9)
+	})
+	a.until("a new endpoint and a new key are followed", func() bool {
+		spec := b.endpoint().Spec
+		return spec.EndpointIP == "192.0.2.99" && spec.BackendConfig[v1alpha1.ConfigPublicKey] == testKeyText(9)
+	})
+	a.always("the answer is not followed any more", func() bool {
+		return allocation() == before+changesAtOnce && b.endpoint().Spec.LocalNATPodCIDR == followed
+	})
+}
+
+func TestAPeerThatFlipsItsEndpointIsFollowedOnceASecond(t *testing.T) {
+	a := newAnswering(t)
+	b := a.partner("b", 2).claims("10.64.0.0/16", "10.65.0.0/20").publish().answer("None", "None")
+	before, began := b.joined().Generation, time.Now()
+	last := ""
+	for i := range 6 * changesAtOnce {
+		last = fmt.Sprintf("192.0.2.%d", 100+i)
+		edit(a, b.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = last })
+		a.until("it is accepted", func() bool { return accepted(b.copied()) == "None None" })
+	}
+	a.until("the last one is followed", func() bool { return b.endpoint().Spec.EndpointIP == last })
+	if changes, most := b.endpoint().Generation-before, changesAtOnce+int64(time.Since(began)/gatewayEvery); changes > most {
+		t.Errorf("%d changes in %v; want at most %d", changes, time.Since(began), most)
+	}
+}
+
+// pacing is a reconciler that a test calls itself.
+func (a *answering) pacing() *TunnelEndpointReconciler {
+	return &TunnelEndpointReconciler{
+		Client: a.mgr.GetClient(), Peers: Peers{Reader: a.mgr.GetCache(), Self: a.self.ClusterID}, Store: a.store, Log: slog.New(slog.DiscardHandler),
+		answers: pace{every: answerEvery}, gateways: pace{every: gatewayEvery},
+	}
+}
+
+// later records what is added to the queue of a controller after a while.
+type later struct {
+	workqueue.TypedRateLimitingInterface[reconcile.Request] // nil
+	after                                                   map[reconcile.Request]time.Duration
+}
+
+func (l later) AddAfter(r reconcile.Request, after time.Duration) { l.after[r] = after }
+
+// What is followed meanwhile may lead to nothing, and no event may come when the answer's turn has come.
+func TestAnAnswerThatWaitsIsLookedAtAgain(t *testing.T) {
+	a := newAnswering(t)
+	b := a.partner("b", 2).claims("10.64.0.0/16", "10.65.0.0/20").publish().answer("None", "None")
+	b.joined()
+	r, id := a.pacing(), b.cluster.ClusterID
+	r.Facts = &stubFacts{} // whose networks are others: there is nothing to write
+	queue := later{after: make(map[reconcile.Request]time.Duration)}
+	a.ok(r.queue.Source().Start(a.ctx, queue))
+	for range changesAtOnce {
+		r.answers.count(id, time.Now())
+	}
+	x, err := r.gather(a.ctx, ctrl.Request{NamespacedName: types.NamespacedName{Namespace: b.ns, Name: id}})
+	a.ok(err)
+	x.originals[0].Status.PodCIDRNAT = "10.80.0.0/16"
+	a.ok(r.join(a.ctx, x))
+	if wait := queue.after[exchangeWith(x.peer)]; wait <= 0 || wait > answerEvery {
+		t.Errorf("it is looked at again after %v", wait)
+	}
+}
+
+func TestAnAnswerThatCouldNotBeWrittenCostsNothing(t *testing.T) {
+	a := newAnswering(t)
+	b := a.partner("b", 2).claims("10.64.0.0/16", "10.65.0.0/20").publish().answer("None", "None")
+	b.joined()
+	r, id := a.pacing(), b.cluster.ClusterID
+	original := b.original()
+	ended, end := context.WithCancel(a.ctx)
+	end()
+	for i := range 2 * changesAtOnce {
+		original.Status.PodCIDRNAT = fmt.Sprintf("10.%d.0.0/16", 80+i)
+		if _, err := r.mapped(ended, id, original); err == nil {
+			t.Fatal("it was written")
+		}
+	}
+	if wait := r.answers.wait(id, time.Now()); wait != 0 {
+		t.Errorf("the next answer waits for %v", wait)
+	}
+	for i := range changesAtOnce {
+		original.Status.PodCIDRNAT = fmt.Sprintf("10.%d.0.0/16", 80+i)
+		_, err := r.mapped(a.ctx, id, original)
+		a.ok(err)
+	}
+	if wait := r.answers.wait(id, time.Now()); wait == 0 {
+		t.Error("what was written costs nothing")
+	}
+}
+
+// A peer cannot have the pace of another one forgotten by a NetworkConfig that names it.
+func TestThePaceOfAPeerGoesWithIt(t *testing.T) {
+	a := newAnswering(t)
+	r, now := a.pacing(), time.Now()
+	left := a.prefix + "-left"
+	for range changesAtOnce {
+		r.answers.count(left, now)
+		r.gateways.count(left, now)
+	}
+	a.ok(r.end(a.ctx, &exchange{id: left, elsewhere: true}))
+	if r.answers.wait(left, now) == 0 || r.gateways.wait(left, now) == 0 {
+		t.Error("the pace of a peer with another namespace is forgotten")
+	}
+	a.ok(r.end(a.ctx, &exchange{id: left}))
+	if len(r.answers.peers)+len(r.gateways.peers) > 0 {
+		t.Error("the pace of a peer that has left stays")
+	}
 }

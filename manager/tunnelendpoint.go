@@ -45,14 +45,16 @@ type TunnelEndpointReconciler struct {
 	RefusalGate *RefusalGate
 	Log         *slog.Logger
 
-	queue   queue.Queue
-	answers pace
+	queue    queue.Queue
+	answers  pace
+	gateways pace
 }
 
 // SetupWithManager makes mgr call Reconcile for each peer that something happened to. The indexes
 // have to be there. The Facts need no watch: when they matter, they change a NetworkConfig or the
 // condition of one.
 func (r *TunnelEndpointReconciler) SetupWithManager(mgr ctrl.Manager) error {
+	r.answers.every, r.gateways.every = answerEvery, gatewayEvery
 	b := ctrl.NewControllerManagedBy(mgr).Named("tunnelendpoint").
 		WithOptions(controller.Options{MaxConcurrentReconciles: workers}).
 		Watches(&v1alpha1.NetworkConfig{}, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
@@ -206,6 +208,8 @@ func (r *TunnelEndpointReconciler) end(ctx context.Context, x *exchange) error {
 		if gone, err := r.release(ctx, x); err != nil || !gone {
 			return err
 		}
+		r.answers.forget(x.id)
+		r.gateways.forget(x.id)
 	}
 	for i := range x.originals {
 		if err := r.letGo(ctx, &x.originals[i]); err != nil {
@@ -280,16 +284,16 @@ func (r *TunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 	if err := r.reclaim(ctx, x.peer, copied); err != nil {
 		return err
 	}
+	original, wait := r.paced(x.id, original)
+	if wait > 0 { // also when nothing comes of the former answer
+		r.queue.Add(exchangeWith(x.peer), wait)
+	}
 	spec, err := r.decide(ctx, x, original, copied)
 	if err != nil || spec == nil {
 		return err
 	}
 	if !r.RefusalGate.Refused(x.id, &r.queue, exchangeWith(x.peer)) {
 		return nil // under Liqo's rights the peer may have answered itself
-	}
-	if wait := r.tooSoon(x.id, original); wait > 0 {
-		r.queue.Add(exchangeWith(x.peer), wait)
-		return nil
 	}
 	if ready, err := r.mapped(ctx, x.id, original); err != nil || !ready {
 		return err
@@ -363,7 +367,9 @@ func (r *TunnelEndpointReconciler) mapped(ctx context.Context, id string, origin
 	if !ok {
 		return false, nil
 	}
+	var was ipam.Grant
 	state, err := r.Store.Update(ctx, func(b ipam.State) (ipam.State, error) {
+		was = b.AnswerOf(id)
 		if peer, err := r.Peers.ByID(ctx, id); errors.Is(err, ErrNoPeer) || err == nil && peer.Leaving {
 			return b, errNotWanted
 		} else if err != nil {
@@ -379,6 +385,9 @@ func (r *TunnelEndpointReconciler) mapped(ctx context.Context, id string, origin
 	}
 	if err != nil {
 		return false, fmt.Errorf("note the peer's answer: %w", err)
+	}
+	if answer := state.AnswerOf(id); complete(was) && answer != was && r.answers.count(id, time.Now()) {
+		r.Log.Warn("peer changes its answer too often; processing one change a minute", "peer", id, "answer", answer)
 	}
 	want, ok := state.NatMapping(id)
 	if !ok {
@@ -429,6 +438,11 @@ func (r *TunnelEndpointReconciler) write(ctx context.Context, peer Peer, origina
 		{APIVersion: v1alpha1.GroupVersion.String(), Kind: "NetworkConfig", Name: original.Name, UID: original.UID},
 		*metav1.NewControllerRef(peer.Owner, gvk),
 	}
+	moves := !sameGateway(current.Spec, spec)
+	if wait := r.gateways.wait(peer.Cluster.ClusterID, time.Now()); moves && wait > 0 {
+		r.queue.Add(exchangeWith(peer), wait)
+		return nil
+	}
 	switch {
 	case apierrors.IsNotFound(err):
 		if err = r.Client.Create(ctx, want); err == nil {
@@ -445,6 +459,9 @@ func (r *TunnelEndpointReconciler) write(ctx context.Context, peer Peer, origina
 	}
 	if err != nil {
 		return fmt.Errorf("TunnelEndpoint %s: %w", name, err)
+	}
+	if moves {
+		r.gateways.count(peer.Cluster.ClusterID, time.Now())
 	}
 	return nil
 }
