@@ -479,6 +479,7 @@ func (h *handshakes) forgot(m []byte) bool {
 		return false
 	}
 	delete(h.forgotten, index)
+	p.preshared.crossed()
 	p.crossed(time.Since(p.begun.at))
 	return true
 }

@@ -134,6 +134,27 @@ func (s *preshared) choose(private *device.NoisePrivateKey, m []byte) {
 		s.settle(0)
 	case ok && r.madeWith(s.keys.Former):
 		s.use(s.keys.Former)
+		time.AfterFunc(presharedGrace, s.tryKey)
+	}
+}
+
+// tryKey makes the next response with the new key, after one of the peer has been read with the former one. Else two sides that
+// begin handshakes in turn would both answer with the former key for ever.
+func (s *preshared) tryKey() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.keys.Changing && !s.settled {
+		s.use(s.keys.Key)
+	}
+}
+
+// crossed notes that nothing comes of the last response, since two handshakes have crossed. Whether the peer has the new key is
+// as open as before.
+func (s *preshared) crossed() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.keys.Changing && !s.settled {
+		s.use(s.sent)
 	}
 }
 

@@ -161,6 +161,62 @@ func exchanges(t *testing.T, a, b *end, rng *rand.Rand) {
 	}
 }
 
+// The side that has a new preshared key first has read a response with the former one by then. From the moment when both have
+// it, two handshakes are enough, also when the two sides begin them in turn.
+func TestSidesThatBeginHandshakesInTurnUseANewPresharedKey(t *testing.T) {
+	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
+		keys := shareFirst(t, a, b)
+		a.preshare(t, keys)
+		a.Handshake(b.key.public)
+		time.Sleep(6 * time.Second)
+		b.preshare(t, keys)
+		for _, e := range []*end{b, a} {
+			e.Handshake(e.other.key.public)
+			time.Sleep(6 * time.Second)
+		}
+		if synctest.Wait(); !a.preshared() || !b.preshared() {
+			t.Errorf("the session has the new preshared key: %v and %v", a.preshared(), b.preshared())
+		}
+	})
+}
+
+// Two sides that always begin at the same moment use it, too.
+func TestSidesThatBeginHandshakesAtOnceUseANewPresharedKey(t *testing.T) {
+	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
+		keys := shareFirst(t, a, b)
+		for _, e := range []*end{a, b} {
+			e.preshare(t, keys)
+			e.wire.mu.Lock()
+			e.wire.delay = 20 * time.Millisecond
+			e.wire.mu.Unlock()
+		}
+		for range 2 {
+			a.Handshake(b.key.public)
+			b.Handshake(a.key.public)
+			time.Sleep(6 * time.Second)
+		}
+		if synctest.Wait(); !a.preshared() || !b.preshared() {
+			t.Errorf("the session has the new preshared key: %v and %v", a.preshared(), b.preshared())
+		}
+	})
+}
+
+// shareFirst gives both ends a preshared key and a session with it, and returns what they have once it changes.
+func shareFirst(t *testing.T, a, b *end) datapath.PresharedKeys {
+	t.Helper()
+	first, second := [32]byte{1}, [32]byte{2}
+	for _, e := range []*end{a, b} {
+		e.preshare(t, datapath.PresharedKeys{Key: first})
+	}
+	time.Sleep(6 * time.Second)
+	a.Handshake(b.key.public)
+	time.Sleep(6 * time.Second)
+	if synctest.Wait(); !a.preshared() || !b.preshared() {
+		t.Fatal("there is no session with the first preshared key")
+	}
+	return datapath.PresharedKeys{Key: second, Former: first, Changing: true}
+}
+
 // A key that only one side has makes no session, and none is said to be protected.
 func TestAPresharedKeyOfOneSideMakesNoSession(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
