@@ -31,7 +31,7 @@ var (
 	familyLeftOut   = families.Gauge("gateway_left_out_objects", "Objects that are ignored, in whole or in part, because they are invalid.", "kind")
 	familyTakeovers = families.Counter("gateway_takeovers_total", "How often this gateway became active.")
 	familyWrites    = families.Counter("gateway_api_writes_total", "Writes to the API server, by kind of object and by result.", "kind", "result")
-	familyStandbys  = families.Gauge("gateway_standbys", "Other gateways that answer the active one and can take over. A standby, and a gateway without another Pod, has no series.")
+	familyStandbys  = families.Gauge("gateway_standbys", "Other gateways that answer the active one. Where nodes vote, isthmus_gateway_voters_heard shows whether they can take over. A standby, and a gateway without another Pod, has no series.")
 	familyVoters    = families.Gauge("gateway_voters", "Nodes that vote on which gateway is active; 0: the Lease decides.")
 	familyVotes     = families.Gauge("gateway_voters_heard", "Nodes that vote and have answered this gateway within 0.9 s.")
 	familyKeyAge    = families.Gauge("gateway_key_age_seconds", "Age of the WireGuard private key. Only of the active gateway.")

@@ -457,8 +457,8 @@ func (e *election) neighbours() map[netip.Addr]bool {
 	return all
 }
 
-// standbys is how many other gateways answer and could take over; ok is false where there is no other
-// one.
+// standbys is how many other gateways answer; ok is false where there is no other one. Whether one hears enough of the nodes
+// that vote, it alone knows.
 func (e *election) standbys(now time.Time) (n int, ok bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
