@@ -2,8 +2,10 @@ package install
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
+	"sync"
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -100,20 +102,31 @@ func heldByUs(ctx context.Context, c *cluster.Cluster, definition *unstructured.
 	return some, nil
 }
 
-// defineAgain applies definitions that only our components held, once those have let them go.
+// defineAgain applies definitions that only our components held, each once those have let it go: a manager that starts
+// meanwhile needs all of them.
 func defineAgain(ctx context.Context, c *cluster.Cluster, held []*unstructured.Unstructured, o Options) error {
-	for _, u := range held {
-		o.Report(fmt.Sprintf("%s: waiting until the manager has taken down the objects of %s, which is being deleted, to make it again", c, cluster.Describe(u)))
-		if err := mustGo(ctx, c, u.GetName(), max(goes, o.Wait), "all else is applied"); err != nil {
-			return err
-		}
-		outcome, err := applyManifest(ctx, c, u)
-		if err != nil {
-			return err
-		}
-		o.Report(fmt.Sprintf("%s: %s %s", c, cluster.Describe(u), outcome))
+	var group sync.WaitGroup
+	var reporting sync.Mutex
+	report := func(format string, args ...any) {
+		reporting.Lock()
+		defer reporting.Unlock()
+		o.Report(fmt.Sprintf(format, args...))
 	}
-	return nil
+	errs := make([]error, len(held))
+	for i, u := range held {
+		group.Go(func() {
+			report("%s: waiting until the manager has taken down the objects of %s, which is being deleted, to make it again", c, cluster.Describe(u))
+			if errs[i] = mustGo(ctx, c, u.GetName(), max(goes, o.Wait), "all else is applied"); errs[i] != nil {
+				return
+			}
+			var outcome cluster.Outcome
+			if outcome, errs[i] = applyManifest(ctx, c, u); errs[i] == nil {
+				report("%s: %s %s", c, cluster.Describe(u), outcome)
+			}
+		})
+	}
+	group.Wait()
+	return errors.Join(errs...)
 }
 
 // mustGo waits until the definition of a name is not being deleted any more. state says how the installation is if that

@@ -58,6 +58,48 @@ func TestADefinitionThatDoesNotGoIsHurried(t *testing.T) {
 	}
 }
 
+// A manager that has let one definition go needs it, while others still go.
+func TestADefinitionIsMadeAgainWhileAnotherOneGoes(t *testing.T) {
+	t.Parallel()
+	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A})
+	var held []*unstructured.Unstructured
+	for _, name := range []string{"first", "second"} {
+		u := &unstructured.Unstructured{Object: map[string]any{
+			"metadata": map[string]any{"name": name + "s.test.isthmus.net", "annotations": map[string]any{annotationSchema: "1"}},
+			"spec": map[string]any{"group": "test.isthmus.net", "scope": "Cluster", "names": map[string]any{"plural": name + "s", "kind": name},
+				"versions": []any{map[string]any{"name": "v1", "served": true, "storage": true,
+					"schema": map[string]any{"openAPIV3Schema": map[string]any{"type": "object"}}}}},
+		}}
+		u.SetGroupVersionKind(DefinitionKind)
+		held = append(held, u)
+		going := u.DeepCopy()
+		going.SetFinalizers([]string{"test.isthmus.net/late"})
+		must(t, c.Client.Create(t.Context(), going))
+		must(t, c.Client.Delete(t.Context(), going))
+	}
+	letGo := func(u *unstructured.Unstructured) {
+		t.Helper()
+		must(t, c.Client.Patch(t.Context(), u.DeepCopy(), client.RawPatch("application/merge-patch+json", []byte(`{"metadata":{"finalizers":null}}`))))
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- defineAgain(t.Context(), c, held, Options{Report: func(string) {}}) }()
+	letGo(held[1])
+	for deadline := time.Now().Add(clustertest.Patient); ; time.Sleep(50 * time.Millisecond) {
+		have, err := c.Get(t.Context(), DefinitionKind, "", held[1].GetName())
+		if must(t, err); have != nil && have.GetDeletionTimestamp() == nil {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatal("it is not made again")
+		}
+	}
+	letGo(held[0])
+	must(t, <-ended)
+	for _, u := range held {
+		must(t, c.Client.Delete(t.Context(), u))
+	}
+}
+
 // What is applied to a definition that is being deleted goes with it.
 func TestAnInstallationWaitsForDefinitionsThatGo(t *testing.T) {
 	t.Parallel()
