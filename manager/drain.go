@@ -21,13 +21,6 @@ const (
 	drainPatience = 15 * time.Second
 )
 
-// draining reports whether a Peering that is deleted keeps its tunnel for the clients of shared services.
-func draining(p *isthmus.Peering) bool {
-	shares := len(p.Spec.Services.Export)+len(p.Spec.Services.Import) > 0
-	return !p.DeletionTimestamp.IsZero() && shares && p.Annotations[isthmus.AnnotationDrained] != "true" &&
-		p.Annotations[isthmus.AnnotationForce] != "true"
-}
-
 // A drain is that of one Peering. Its zero value has not begun.
 type drain struct {
 	begun     time.Time

@@ -9,39 +9,9 @@ import (
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
-	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 )
-
-// Indexes of the cache, by which a reconcile of one peer reads what belongs to that peer and
-// nothing else. Peerings and ForeignClusters have the same ones.
-const (
-	indexClusterID       = "spec.cluster.clusterID"
-	indexTenantNamespace = "spec.tenantNamespace.local"
-)
-
-// addIndexes makes the indexes of Peers.
-func addIndexes(ctx context.Context, indexer client.FieldIndexer, foreignClusters bool) error {
-	if err := indexer.IndexField(ctx, &isthmus.Peering{}, indexClusterID, func(o client.Object) []string {
-		return []string{o.(*isthmus.Peering).Spec.Cluster.ClusterID}
-	}); err != nil {
-		return err
-	}
-	if err := indexer.IndexField(ctx, &isthmus.Peering{}, indexTenantNamespace, func(o client.Object) []string {
-		return []string{o.(*isthmus.Peering).Spec.TenantNamespace.Local}
-	}); err != nil || !foreignClusters {
-		return err
-	}
-	if err := indexer.IndexField(ctx, &ForeignCluster{}, indexClusterID, func(o client.Object) []string {
-		return []string{o.(*ForeignCluster).Spec.ClusterIdentity.ClusterID}
-	}); err != nil {
-		return err
-	}
-	return indexer.IndexField(ctx, &ForeignCluster{}, indexTenantNamespace, func(o client.Object) []string {
-		return []string{o.(*ForeignCluster).Status.TenantNamespace.Local}
-	})
-}
 
 // Indexes of the cache for the exchange of NetworkConfigs.
 const (

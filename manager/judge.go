@@ -3,9 +3,11 @@ package manager
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"net/netip"
 
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
@@ -55,4 +57,29 @@ func (j judge) judge(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig)
 		return claim, nil, err
 	}
 	return claim, fabric.CheckClaim(claim, receiver, others), nil
+}
+
+// unstored returns the condition Accepted for a copy that has none, because Liqo's definition of
+// NetworkConfigs drops conditions. It reports the result of the AnswerReconciler: the claim is refused, or
+// the answer in the status is in force. nil: the copy is not answered yet.
+func (r *PeeringReconciler) unstored(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig) (*metav1.Condition, error) {
+	claim, refusals, err := judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}.judge(ctx, peer, nc)
+	if err != nil {
+		return nil, err
+	}
+	if len(refusals) == 0 {
+		var refusal *fabric.Refusal
+		if asked, wrong := requestFrom(peer, claim); wrong != nil {
+			refusals = append(refusals, fabric.Refusal{Reason: v1alpha1.ReasonCIDRConflict, Problem: *wrong})
+		} else if _, _, err := r.Store.State().Grant(asked); errors.As(err, &refusal) {
+			refusals = append(refusals, *refusal)
+		}
+	}
+	switch {
+	case len(refusals) > 0:
+		return &metav1.Condition{Status: metav1.ConditionFalse, Reason: refusals[0].Reason, Message: textOf(refusals)}, nil
+	case answerInForce(r.Store.State(), nc):
+		return &metav1.Condition{Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonAnswered, ObservedGeneration: nc.Generation}, nil
+	}
+	return nil, nil
 }

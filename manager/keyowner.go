@@ -248,6 +248,31 @@ func (j judge) acceptedBefore(ctx context.Context, nc *v1alpha1.NetworkConfig, k
 	return false, nil
 }
 
+// keyOwner says which other peer has a key of a NetworkConfig; "" when none has. The peer that asks
+// is not told: its condition says that somebody has it.
+func keyOwner(ctx context.Context, reader client.Reader, nc *v1alpha1.NetworkConfig) (string, error) {
+	var list v1alpha1.TunnelEndpointList
+	if err := reader.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
+		return "", fmt.Errorf("TunnelEndpoints: %w", err)
+	}
+	keys := publicKeysOf(nc.Spec.BackendConfig)
+	var first *v1alpha1.TunnelEndpoint
+	for i := range list.Items {
+		te := &list.Items[i]
+		if te.Namespace == nc.Namespace || first != nil && compareAge(first, te) < 0 {
+			continue
+		}
+		if slices.ContainsFunc(publicKeysOf(te.Spec.BackendConfig), func(key string) bool { return slices.Contains(keys, key) }) {
+			first = te
+		}
+	}
+	if first == nil {
+		return "", nil
+	}
+	id := first.Spec.ClusterIdentity
+	return fmt.Sprintf("%s (%s) has it, by TunnelEndpoint %s/%s", id.ClusterName, id.ClusterID, first.Namespace, first.Name), nil
+}
+
 // standing is 2 for a copy whose present content we accepted, 1 for a copy whose earlier content we
 // accepted, and 0 for all others. A copy that is edited to list the key of another peer thereby ranks
 // behind that peer. Where the API server stores no conditions, an answered copy is only known to have been

@@ -9,7 +9,6 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/metric"
@@ -39,20 +38,6 @@ var (
 	familyBehind     = families.Gauge("services_behind_seconds", "How long the peer has lacked the current version of exported services; 0: it has them.", "peer")
 	familyLate       = families.Gauge("manager_nodes_not_refusing", "Nodes that did not report in time that they refuse the networks of peers, and have reported nothing since. Only of the active manager.")
 )
-
-// reconciled is of the process, as are the metrics of controller-runtime beside which it stands.
-var reconciled = prometheus.NewGaugeVec(prometheus.GaugeOpts(familyReconciled.Options()), familyReconciled.Labels)
-
-// noted is a reconciler whose successes are seen in the metrics.
-func noted(name string, r reconcile.Reconciler) reconcile.Reconciler {
-	return reconcile.Func(func(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
-		result, err := r.Reconcile(ctx, request)
-		if err == nil {
-			reconciled.WithLabelValues(name).SetToCurrentTime()
-		}
-		return result, err
-	})
-}
 
 // collector reads the manager's own series from where they are when somebody asks, so that those of
 // a peer vanish with it.

@@ -21,6 +21,10 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
+// inBandPatience is how long a tunnel that managers use stays at most when the Peering is deleted, and how long
+// the peer is waited for.
+const inBandPatience = 30 * time.Second
+
 // ErrNoPeer says that nobody wants to be joined with a cluster.
 var ErrNoPeer = errors.New("no peering with this cluster")
 
@@ -208,6 +212,17 @@ func (p Peers) neighbours(ctx context.Context, peering *isthmus.Peering) []*isth
 	return found
 }
 
+// peerings returns the Peerings that count. They are not to be changed.
+func (p Peers) peerings(ctx context.Context) (all []*isthmus.Peering, err error) {
+	peers, err := p.List(ctx)
+	for _, peer := range peers {
+		if peering, ok := peer.Owner.(*isthmus.Peering); ok {
+			all = append(all, peering)
+		}
+	}
+	return all, err
+}
+
 // watch makes b reconcile what requests says when a peer comes, changes (its status apart) or goes.
 func (p Peers) watch(b *builder.Builder, requests func(Peer) []reconcile.Request) *builder.Builder {
 	b = b.Watches(&isthmus.Peering{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) (all []reconcile.Request) {
@@ -236,13 +251,6 @@ var peeringChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool 
 		!slices.Equal(a.GetFinalizers(), b.GetFinalizers()) || !maps.Equal(a.GetAnnotations(), b.GetAnnotations())
 }}
 
-// requestFor names what is reconciled by the ID of a cluster.
-func requestFor(id string) reconcile.Request {
-	var r reconcile.Request
-	r.Name = id
-	return r
-}
-
 // oldest returns the Peering that is right when several are for the same cluster or namespace.
 // There has to be one.
 func oldest(items []isthmus.Peering) *isthmus.Peering {
@@ -253,13 +261,6 @@ func oldest(items []isthmus.Peering) *isthmus.Peering {
 		}
 	}
 	return best
-}
-
-// compareAge is negative when a comes before b: the older first, of the same age the one with the
-// smaller UID.
-func compareAge(a, b client.Object) int {
-	at, bt := a.GetCreationTimestamp(), b.GetCreationTimestamp()
-	return cmp.Or(at.Compare(bt.Time), cmp.Compare(a.GetUID(), b.GetUID()))
 }
 
 func peerFrom(p *isthmus.Peering) Peer {
@@ -282,4 +283,20 @@ func peerFrom(p *isthmus.Peering) Peer {
 		Draining:        draining(p),
 		Owner:           p,
 	}
+}
+
+// draining reports whether a Peering that is deleted keeps its tunnel for the clients of shared services.
+func draining(p *isthmus.Peering) bool {
+	shares := len(p.Spec.Services.Export)+len(p.Spec.Services.Import) > 0
+	return !p.DeletionTimestamp.IsZero() && shares && p.Annotations[isthmus.AnnotationDrained] != "true" &&
+		p.Annotations[isthmus.AnnotationForce] != "true"
+}
+
+// needsTunnel returns for how long the tunnel to a peer that is left stays at most, because our NetworkConfig has still
+// to be deleted there, through it. A peer that refuses that does not keep the tunnel.
+func needsTunnel(p Peer, original *v1alpha1.NetworkConfig, now time.Time) time.Duration {
+	if !p.InBand || !p.Leaving || p.Forced || original == nil || !controllerutil.ContainsFinalizer(original, v1alpha1.FinalizerReplicator) {
+		return 0
+	}
+	return p.inBandLeft(now)
 }

@@ -31,15 +31,6 @@ import (
 	"github.com/isthmus-net/isthmus/manager/services"
 )
 
-const (
-	workers = 16                     // per controller: a slow write holds up a few peers, not all
-	soon    = 100 * time.Millisecond // when the cache was behind what we know
-
-	// inBandPatience is how long a tunnel that managers use stays at most when the Peering is deleted, and how long
-	// the peer is waited for.
-	inBandPatience = 30 * time.Second
-)
-
 // reasonLeftBehind is that of the Event about what a forced un-peering leaves.
 const reasonLeftBehind = "LeftBehind"
 
@@ -241,18 +232,6 @@ func told(peering *isthmus.Peering, condition string) verdict {
 	return verdict{c.Status, c.Reason, c.Message}
 }
 
-// found reads an object; nil when there is none.
-func found[T client.Object](ctx context.Context, reader client.Reader, name types.NamespacedName, into T) (T, error) {
-	var none T
-	switch err := reader.Get(ctx, name, into); {
-	case apierrors.IsNotFound(err):
-		return none, nil
-	case err != nil:
-		return none, fmt.Errorf("%T %s: %w", into, name, err)
-	}
-	return into, nil
-}
-
 // leave goes on with the removal of a Peering, as far as it goes now; done says that nothing is
 // left. The NetworkConfig is deleted by its own reconciler.
 func (r *PeeringReconciler) leave(ctx context.Context, s *peeringState) (done bool, err error) {
@@ -308,15 +287,6 @@ func (r *PeeringReconciler) deleteCopies(ctx context.Context, peer Peer) error {
 		}
 	}
 	return nil
-}
-
-// needsTunnel returns for how long the tunnel to a peer that is left stays at most, because our NetworkConfig has still
-// to be deleted there, through it. A peer that refuses that does not keep the tunnel.
-func needsTunnel(p Peer, original *v1alpha1.NetworkConfig, now time.Time) time.Duration {
-	if !p.InBand || !p.Leaving || p.Forced || original == nil || !controllerutil.ContainsFinalizer(original, v1alpha1.FinalizerReplicator) {
-		return 0
-	}
-	return p.inBandLeft(now)
 }
 
 // force ends the wait for the peer, if that is wanted, and says what stays there. It is wanted too

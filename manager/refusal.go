@@ -2,7 +2,6 @@ package manager
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -237,56 +236,6 @@ func (r *PeeringReconciler) weigh(ctx context.Context, s *peeringState, peer Pee
 	var err error
 	s.keyOwner, err = keyOwner(ctx, r.Client, nc)
 	return err
-}
-
-// unstored returns the condition Accepted for a copy that has none, because Liqo's definition of
-// NetworkConfigs drops conditions. It reports the result of the AnswerReconciler: the claim is refused, or
-// the answer in the status is in force. nil: the copy is not answered yet.
-func (r *PeeringReconciler) unstored(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig) (*metav1.Condition, error) {
-	claim, refusals, err := judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}.judge(ctx, peer, nc)
-	if err != nil {
-		return nil, err
-	}
-	if len(refusals) == 0 {
-		var refusal *fabric.Refusal
-		if asked, wrong := requestFrom(peer, claim); wrong != nil {
-			refusals = append(refusals, fabric.Refusal{Reason: v1alpha1.ReasonCIDRConflict, Problem: *wrong})
-		} else if _, _, err := r.Store.State().Grant(asked); errors.As(err, &refusal) {
-			refusals = append(refusals, *refusal)
-		}
-	}
-	switch {
-	case len(refusals) > 0:
-		return &metav1.Condition{Status: metav1.ConditionFalse, Reason: refusals[0].Reason, Message: textOf(refusals)}, nil
-	case answerInForce(r.Store.State(), nc):
-		return &metav1.Condition{Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonAnswered, ObservedGeneration: nc.Generation}, nil
-	}
-	return nil, nil
-}
-
-// keyOwner says which other peer has a key of a NetworkConfig; "" when none has. The peer that asks
-// is not told: its condition says that somebody has it.
-func keyOwner(ctx context.Context, reader client.Reader, nc *v1alpha1.NetworkConfig) (string, error) {
-	var list v1alpha1.TunnelEndpointList
-	if err := reader.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
-		return "", fmt.Errorf("TunnelEndpoints: %w", err)
-	}
-	keys := publicKeysOf(nc.Spec.BackendConfig)
-	var first *v1alpha1.TunnelEndpoint
-	for i := range list.Items {
-		te := &list.Items[i]
-		if te.Namespace == nc.Namespace || first != nil && compareAge(first, te) < 0 {
-			continue
-		}
-		if slices.ContainsFunc(publicKeysOf(te.Spec.BackendConfig), func(key string) bool { return slices.Contains(keys, key) }) {
-			first = te
-		}
-	}
-	if first == nil {
-		return "", nil
-	}
-	id := first.Spec.ClusterIdentity
-	return fmt.Sprintf("%s (%s) has it, by TunnelEndpoint %s/%s", id.ClusterName, id.ClusterID, first.Namespace, first.Name), nil
 }
 
 // overlapText says what overlaps a network of the peer, and which Node it is if it is one.

@@ -2,11 +2,8 @@ package manager
 
 import (
 	"context"
-	"fmt"
 	"net/netip"
-	"strings"
 
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/event"
 	runtimemanager "sigs.k8s.io/controller-runtime/pkg/manager"
@@ -80,78 +77,4 @@ func forward(ctx context.Context, from <-chan event.GenericEvent, to ...chan<- e
 			return
 		}
 	}
-}
-
-// peerings returns the Peerings that count. They are not to be changed.
-func (p Peers) peerings(ctx context.Context) (all []*isthmus.Peering, err error) {
-	peers, err := p.List(ctx)
-	for _, peer := range peers {
-		if peering, ok := peer.Owner.(*isthmus.Peering); ok {
-			all = append(all, peering)
-		}
-	}
-	return all, err
-}
-
-// servicesState is what the condition ServicesShared is made from.
-type servicesState struct {
-	on      bool
-	lacking string // why no services are shared
-	looked  bool   // at the peer's API server
-	counted bool   // each of the peer's services was looked at
-	sharing replication.Sharing
-	imports services.Imports
-	left    bool // of a Peering that is deleted: PeerServices of ours are at the peer
-}
-
-func (r *PeeringReconciler) gatherServices(ctx context.Context, s *peeringState) {
-	s.services = servicesState{on: r.Services != nil || r.ServicesLacking != "", lacking: r.ServicesLacking}
-	if r.Services == nil {
-		return
-	}
-	id := s.peering.Spec.Cluster.ClusterID
-	s.services.sharing, s.services.looked = r.Services.Sharing(id)
-	s.services.imports, s.services.counted = r.Services.Imports(id), r.Services.Looked(ctx, id, s.peering.Spec.TenantNamespace.Local)
-	// A peer that does not answer is waited for only where something of ours was seen; the NetworkConfig is
-	// waited for anyway.
-	s.services.left = s.services.looked && !s.services.sharing.Withdrawn
-}
-
-// servicesVerdict decides the condition ServicesShared; nil: there is none.
-func servicesVerdict(s peeringState) *verdict {
-	spec, is := s.peering.Spec.Services, s.services
-	if !is.on || len(spec.Export)+len(spec.Import) == 0 || s.conflict != "" || !s.peering.DeletionTimestamp.IsZero() {
-		return nil
-	}
-	v := func(v verdict) *verdict { return &v }
-	c := is.sharing.Condition
-	switch {
-	case is.lacking != "":
-		return v(no(isthmus.ReasonLocalSetup, "%s", is.lacking))
-	case len(spec.Export) > 0 && !is.looked, !is.counted:
-		if before := told(s.peering, isthmus.ConditionServicesShared); before != unknown {
-			return &before
-		}
-		return v(no(isthmus.ReasonSharing, "the peer and its services were not looked at yet"))
-	case len(spec.Export) > 0 && c.Status == metav1.ConditionFalse:
-		return v(no(c.Reason, "%s", c.Message))
-	}
-	text := fmt.Sprintf("%d services of the peer are served here", is.imports.Served)
-	if c.Status == metav1.ConditionTrue {
-		text += "; " + c.Message
-	}
-	var refused []string
-	if n := is.imports.Refused; n > 0 {
-		refused = append(refused, fmt.Sprintf("%d services of the peer are not served here as it exports them: see the status of PeerServices in namespace %s", n, s.peering.Spec.TenantNamespace.Local))
-	}
-	if n := len(is.sharing.Refused); n > 0 {
-		refused = append(refused, fmt.Sprintf("the peer does not serve %d of our services as we export them: see the conditions of their ServiceExports", n))
-	}
-	if foreign := is.imports.Foreign; len(foreign) > 0 {
-		refused = append(refused, "another implementation has "+strings.Join(foreign, ", "))
-	}
-	if len(refused) > 0 {
-		return v(yes(isthmus.ReasonPartlyRefused, text+"; "+strings.Join(refused, "; ")))
-	}
-	return v(yes(isthmus.ReasonShared, text))
 }

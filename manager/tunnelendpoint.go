@@ -512,3 +512,12 @@ func compareBool(a, b bool) int {
 	}
 	return -1
 }
+
+// presharedIn is the exchange that made the key of the present sessions, as the gateway says; empty: they
+// have none, or not all of them.
+func presharedIn(te *v1alpha1.TunnelEndpoint) string {
+	if te == nil {
+		return ""
+	}
+	return te.Status.Connection.PeerConfiguration[v1alpha1.ConfigPreshared]
+}

@@ -1,0 +1,35 @@
+package manager
+
+import (
+	"context"
+	"fmt"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+)
+
+// namespaceProblem says why nothing can be made in a namespace, or "".
+func namespaceProblem(ctx context.Context, reader client.Reader, name string) (string, error) {
+	var ns metav1.PartialObjectMetadata
+	ns.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("Namespace"))
+	switch err := reader.Get(ctx, types.NamespacedName{Name: name}, &ns); {
+	case apierrors.IsNotFound(err):
+		return fmt.Sprintf("tenant namespace %s: not there; `isthmus peer` creates it", name), nil
+	case err != nil:
+		return "", fmt.Errorf("namespace %s: %w", name, err)
+	case !ns.DeletionTimestamp.IsZero():
+		return fmt.Sprintf("tenant namespace %s: is being deleted; once it is gone, `isthmus peer` creates it again", name), nil
+	}
+	return "", nil
+}
+
+// namespaceEnding reports whether a namespace is being deleted.
+func namespaceEnding(ctx context.Context, reader client.Reader, name string) (bool, error) {
+	var ns metav1.PartialObjectMetadata
+	ns.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("Namespace"))
+	err := reader.Get(ctx, types.NamespacedName{Name: name}, &ns)
+	return err == nil && !ns.DeletionTimestamp.IsZero(), client.IgnoreNotFound(err)
+}

@@ -1,0 +1,61 @@
+package manager
+
+import (
+	"cmp"
+	"context"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/postquantum"
+)
+
+// keyState is the state of the preshared key in a Peering.
+type keyState struct {
+	required bool
+	use      string // the exchange that made the key in use; empty: there is none
+	progress postquantum.Progress
+	problem  error // why nothing is stored
+}
+
+func (r *PeeringReconciler) gatherKey(ctx context.Context, s *peeringState, peer Peer) {
+	s.key.required = peer.KeyRequired
+	if r.Keys == nil || s.original == nil {
+		return
+	}
+	state, err := r.Keys.State(ctx, peer.Cluster.ClusterID)
+	if s.key.use = state.Use.ID; err == nil && len(s.copies) == 1 {
+		// What the step makes is thrown away: the NetworkConfig's reconciler makes it, too, and stores it.
+		_, s.key.progress, err = stepOf(state, r.Peers.Self, s.original.Spec.BackendConfig, peer.Cluster.ClusterID, s.copies[0].Spec.BackendConfig)
+	}
+	s.key.problem = cmp.Or(err, r.Keys.Problem(peer.Cluster.ClusterID))
+}
+
+// why says why there is no session with a preshared key.
+func (k keyState) why() string {
+	if k.problem != nil {
+		return plain(k.problem.Error())
+	}
+	switch k.progress {
+	case postquantum.NotOffers:
+		return "the peer takes part in no exchange of keys, like a Liqo and an older Isthmus"
+	case postquantum.Malformed:
+		return "what the peer publishes is neither an ML-KEM key nor an answer to one"
+	case postquantum.Other:
+		return "the peer has not answered our present key yet"
+	case postquantum.Altered:
+		return "the tag of what the peer publishes is wrong: it is not what the peer made, or not of this exchange"
+	case postquantum.Agreed:
+		return "it is agreed upon, and the gateways have made no session with it yet"
+	}
+	return "waiting for the peer"
+}
+
+// postQuantum says what the gateway has told of the sessions with the peer. Without a gateway nobody knows.
+func (s *peeringState) postQuantum() isthmus.PostQuantumStatus {
+	switch {
+	case s.endpoint == nil || s.silent != "":
+		return isthmus.PostQuantumStatus{}
+	case presharedIn(s.endpoint) != "":
+		return isthmus.PostQuantumStatus{Key: isthmus.KeyMLKEM}
+	}
+	return isthmus.PostQuantumStatus{Key: isthmus.KeyNone, Why: fit(s.key.why(), 1024)}
+}
