@@ -110,7 +110,7 @@ func (a *answering) start() {
 	a.ok(a.store.Load(ctx))
 	a.events = events.NewFakeRecorder(100)
 	a.nodes = &RefusalGate{Cache: a.mgr.GetCache(), Namespace: a.system, Events: a.events, Log: log, Patience: time.Hour}
-	a.nodes.watchState(a.store)
+	a.store.Observe(a.nodes.Observe)
 	_, err = a.nodes.Reconcile(ctx, ctrl.Request{})
 	a.ok(err)
 	a.ok(a.nodes.SetupWithManager(a.mgr))

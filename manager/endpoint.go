@@ -187,14 +187,14 @@ func portsFrom(first uint16, n int) []uint16 {
 	return ports
 }
 
-// furtherTunnels returns the further tunnels of our gateway as the peer is told of them: where the
-// Peering overrides the port, at those that follow it.
-func furtherTunnels(f Facts, p Peer) []fabric.TunnelEnd {
-	if p.Overrides.Port == 0 {
+// tunnelsAt returns the further tunnels of our gateway as a peer is told of them: where its Peering
+// overrides the port, at those that follow it. Zero: it does not.
+func (f Facts) tunnelsAt(port uint16) []fabric.TunnelEnd {
+	if port == 0 {
 		return f.Tunnels
 	}
 	further := slices.Clone(f.Tunnels)
-	ports := portsFrom(uint16(p.Overrides.Port), 1+len(further))
+	ports := portsFrom(port, 1+len(further))
 	for i := range ports[1:] {
 		further[i].Port = ports[1+i]
 	}

@@ -41,7 +41,7 @@ const (
 type expiry struct {
 	// Reader reads from the API server directly, because a cache would watch all Pods and Services.
 	Reader client.Reader
-	Store  stateStore
+	Store  expiryStore
 	Log    *slog.Logger
 
 	asked   *rate.Limiter            // look-ups of callers
@@ -49,7 +49,13 @@ type expiry struct {
 	since   map[netip.Addr]time.Time // when an endpoint was found to be gone; run's alone
 }
 
-func newExpiry(reader client.Reader, store stateStore, log *slog.Logger) *expiry {
+// An expiryStore is the part of ipamstore.Store that an expiry uses.
+type expiryStore interface {
+	State() ipam.State
+	Update(context.Context, func(ipam.State) (ipam.State, error)) (ipam.State, error)
+}
+
+func newExpiry(reader client.Reader, store expiryStore, log *slog.Logger) *expiry {
 	return &expiry{Reader: reader, Store: store, Log: log, asked: rate.NewLimiter(askedPerSecond, askedBurst), since: make(map[netip.Addr]time.Time)}
 }
 

@@ -61,20 +61,15 @@ type AddressPlan struct {
 	Pools, Reserved                    []netip.Prefix
 }
 
-// A stateStore is the part of ipamstore.Store that our own side needs.
-type stateStore interface {
-	State() ipam.State
-	Now(context.Context) (time.Time, error)
-	Update(context.Context, func(ipam.State) (ipam.State, error)) (ipam.State, error)
-}
-
 // A FactsKeeper keeps the Facts of this cluster: it gathers them whenever what they come from
 // changes, gives the IPAM the networks among them, and tells subscribers. Its methods may be called
 // concurrently.
 type FactsKeeper struct {
-	Cache     client.Reader // Services, Secrets, Nodes and NodeNetworks
-	Direct    client.Reader // the API server itself, for what is read once
-	Store     stateStore
+	Cache  client.Reader // Services, Secrets, Nodes and NodeNetworks
+	Direct client.Reader // the API server itself, for what is read once
+	Store  interface {   // the part of ipamstore.Store that is used
+		Update(context.Context, func(ipam.State) (ipam.State, error)) (ipam.State, error)
+	}
 	Cluster   v1alpha1.ClusterIdentity
 	Namespace string // of the gateway's Service and Secret
 	Plan      AddressPlan

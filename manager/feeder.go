@@ -18,7 +18,7 @@ const pauseOfFeeder = 50 * time.Millisecond
 // because its copy has to be deleted.
 type feeder struct {
 	Peers      Peers
-	Replicator replicator
+	Replicator interface{ Set([]replication.Target) }
 }
 
 // SetupWithManager makes mgr call Reconcile when a peer comes, changes or goes.

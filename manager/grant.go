@@ -103,6 +103,17 @@ func requestFrom(peer Peer, claim fabric.Claim) (r ipam.Request, wrong *fabric.P
 	return r, wrong
 }
 
+// standingOf explains which networks the claim of a peer has here, or would have with consent; zero where it is refused,
+// of which a condition of the NetworkConfig says why.
+func standingOf(state ipam.State, peer Peer, nc *v1alpha1.NetworkConfig) (standing [2]ipam.Standing) {
+	if claim, problems := fabric.ClaimFrom(nc, fabric.Origin{}); len(problems) == 0 {
+		if asked, wrong := requestFrom(peer, claim); wrong == nil {
+			standing, _ = state.Explain(asked)
+		}
+	}
+	return standing
+}
+
 // grantClearOf gives a claim its networks, such that no gateway of a peer is in them if that can be
 // helped: its packets would be routed into a tunnel. inside are the gateways that are in them
 // nevertheless, because networks that were given out stay where they are.

@@ -76,7 +76,7 @@ func TestTheTunnelStaysUntilOurNetworkConfigIsDeletedThroughIt(t *testing.T) {
 		{"not through the tunnel", Peer{Leaving: true, Left: left}, held, 0},
 		{"not leaving", Peer{InBand: true}, held, 0},
 	} {
-		if got := needsTunnel(c.peer, c.original, left.Add(10*time.Second)); got != c.want {
+		if got := c.peer.needsTunnel(c.original, left.Add(10*time.Second)); got != c.want {
 			t.Errorf("%s: %v, want %v", c.name, got, c.want)
 		}
 	}

@@ -44,7 +44,7 @@ func (j judge) judge(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig)
 		PublicKey: facts.PublicKey, Pod: facts.PodCIDR, Service: facts.ServiceCIDR, External: facts.ExternalCIDR,
 		Nodes: facts.Nodes, APIServers: facts.APIServers,
 		Endpoint: facts.Endpoint, Port: cmp.Or(uint16(peer.Overrides.Port), facts.Port),
-		Tunnels: furtherTunnels(facts, peer),
+		Tunnels: facts.tunnelsAt(uint16(peer.Overrides.Port)),
 	}
 	if peer.Overrides.Address != nil {
 		receiver.Endpoint = *peer.Overrides.Address
@@ -62,8 +62,8 @@ func (j judge) judge(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig)
 // unstored returns the condition Accepted for a copy that has none, because Liqo's definition of
 // NetworkConfigs drops conditions. It reports the result of the AnswerReconciler: the claim is refused, or
 // the answer in the status is in force. nil: the copy is not answered yet.
-func (r *PeeringReconciler) unstored(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig) (*metav1.Condition, error) {
-	claim, refusals, err := judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}.judge(ctx, peer, nc)
+func (j judge) unstored(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig) (*metav1.Condition, error) {
+	claim, refusals, err := j.judge(ctx, peer, nc)
 	if err != nil {
 		return nil, err
 	}
@@ -71,14 +71,14 @@ func (r *PeeringReconciler) unstored(ctx context.Context, peer Peer, nc *v1alpha
 		var refusal *fabric.Refusal
 		if asked, wrong := requestFrom(peer, claim); wrong != nil {
 			refusals = append(refusals, fabric.Refusal{Reason: v1alpha1.ReasonCIDRConflict, Problem: *wrong})
-		} else if _, _, err := r.Store.State().Grant(asked); errors.As(err, &refusal) {
+		} else if _, _, err := j.Store.State().Grant(asked); errors.As(err, &refusal) {
 			refusals = append(refusals, *refusal)
 		}
 	}
 	switch {
 	case len(refusals) > 0:
 		return &metav1.Condition{Status: metav1.ConditionFalse, Reason: refusals[0].Reason, Message: textOf(refusals)}, nil
-	case answerInForce(r.Store.State(), nc):
+	case answerInForce(j.Store.State(), nc):
 		return &metav1.Condition{Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonAnswered, ObservedGeneration: nc.Generation}, nil
 	}
 	return nil, nil

@@ -13,6 +13,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/kubeerr"
 )
 
 func hasForeignClusters(kinds *discovery.DiscoveryClient) (bool, error) {
@@ -52,7 +53,7 @@ func whatIsThere(ctx context.Context, kinds *discovery.DiscoveryClient, direct c
 // canList reports whether a kind is served, and we may list it.
 func canList(ctx context.Context, direct client.Reader, list client.ObjectList) (bool, error) {
 	err := direct.List(ctx, list, client.Limit(1))
-	return err == nil, ignoreUnknown(err)
+	return err == nil, kubeerr.IgnoreUnknown(err)
 }
 
 // looksForAbsence is how often in a row a kind must be missing before it counts as removed. An API server

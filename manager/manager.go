@@ -52,6 +52,10 @@ const renewDeadline = 10 * time.Second
 // lookForKinds is the interval of the check whether Liqo was installed, which takes a few small requests.
 const lookForKinds = 30 * time.Second
 
+// refusalPatience is the Patience of the RefusalGate. Agents refuse within a tenth of a second, and of
+// thousands the last one has said so within two.
+const refusalPatience = 5 * time.Second
+
 // Options say what Run runs.
 type Options struct {
 	// Kubeconfig is the path of a kubeconfig of this cluster; empty means the service account of
@@ -319,7 +323,7 @@ func (l *leader) lead(ctx context.Context) error {
 		Events: l.mgr.GetEventRecorder(component), Log: l.Log,
 	}
 	gate := &RefusalGate{Cache: l.mgr.GetCache(), Namespace: l.Namespace, Events: l.mgr.GetEventRecorder(component), Log: l.Log, Patience: refusalPatience}
-	gate.watchState(l.store)
+	l.store.Observe(gate.Observe)
 	l.waits.Store(ptr.To("it has not read the cluster yet"))
 	if !untilDone(ctx, l.Log, func() error {
 		err := l.begin(ctx, own, gate)

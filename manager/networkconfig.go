@@ -273,6 +273,19 @@ func (r *NetworkConfigReconciler) withdraw(ctx context.Context, current *v1alpha
 	return r.Client.Patch(ctx, current, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
 }
 
+// originalFor returns our NetworkConfig for a peer without an answer to our former networks; nil when there is none.
+// problem says why the object with its name is not ours, or is "".
+func originalFor(ctx context.Context, reader client.Reader, peer Peer) (nc *v1alpha1.NetworkConfig, problem string, err error) {
+	name := types.NamespacedName{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}
+	if nc, err = found(ctx, reader, name, new(v1alpha1.NetworkConfig)); nc == nil || err != nil {
+		return nil, "", err
+	}
+	if problem = notOurs(nc, peer); problem != "" {
+		return nil, problem, nil
+	}
+	return believed(nc), "", nil
+}
+
 // believed returns our NetworkConfig without an answer to our former networks.
 func believed(nc *v1alpha1.NetworkConfig) *v1alpha1.NetworkConfig {
 	if nc.Annotations[isthmus.AnnotationUnanswered] == "" {
@@ -336,7 +349,7 @@ func networkConfigFor(f Facts, p Peer) (spec v1alpha1.NetworkConfigSpec, problem
 		return spec, problems
 	}
 	spec = fabric.NetworkConfigFor(fabric.Claim{
-		Pod: f.PodCIDR, External: f.ExternalCIDR, Endpoint: endpoint, Port: port, PublicKey: f.PublicKey, Tunnels: furtherTunnels(f, p),
+		Pod: f.PodCIDR, External: f.ExternalCIDR, Endpoint: endpoint, Port: port, PublicKey: f.PublicKey, Tunnels: f.tunnelsAt(uint16(p.Overrides.Port)),
 	}, p.Cluster)
 	if p.InBand {
 		spec.BackendConfig[v1alpha1.ConfigInBand] = "true"

@@ -13,12 +13,12 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 	networkingv1 "k8s.io/api/networking/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/yaml"
 
+	"github.com/isthmus-net/isthmus/internal/kubeerr"
 	"github.com/isthmus-net/isthmus/internal/owncluster"
 )
 
@@ -117,7 +117,7 @@ func (k *FactsKeeper) checkPodCIDR(ctx context.Context, f *Facts, nodes []corev1
 	for more, page := true, ""; more; more = page != "" {
 		var pods corev1.PodList
 		err := k.Direct.List(ctx, &pods, client.Limit(500), client.Continue(page), client.MatchingFields{"status.phase": string(corev1.PodRunning), "spec.hostNetwork": "false"})
-		if ignoreUnknown(err) != nil {
+		if kubeerr.IgnoreUnknown(err) != nil {
 			return fmt.Errorf("addresses of Pods: %w", err)
 		}
 		in := apierrors.IsForbidden(err) || slices.ContainsFunc(pods.Items, func(p corev1.Pod) bool { // else nobody can say
@@ -167,7 +167,7 @@ func (k *FactsKeeper) readKubeadm(ctx context.Context) error {
 // ConfigMap, or a missing permission to read it, is no error.
 func (k *FactsKeeper) kubeadm(ctx context.Context) (pods, services []netip.Prefix, err error) {
 	var cm corev1.ConfigMap
-	if err := k.Direct.Get(ctx, types.NamespacedName{Namespace: metav1.NamespaceSystem, Name: "kubeadm-config"}, &cm); ignoreUnknown(err) != nil {
+	if err := k.Direct.Get(ctx, types.NamespacedName{Namespace: metav1.NamespaceSystem, Name: "kubeadm-config"}, &cm); kubeerr.IgnoreUnknown(err) != nil {
 		return nil, nil, fmt.Errorf("configuration of kubeadm: %w", err)
 	}
 	pods, services = kubeadmSubnets(cm.Data["ClusterConfiguration"])
@@ -184,7 +184,7 @@ func (k *FactsKeeper) readServices(ctx context.Context) error {
 		return nil
 	}
 	var cidr networkingv1.ServiceCIDR
-	if err := k.Direct.Get(ctx, types.NamespacedName{Name: "kubernetes"}, &cidr); ignoreUnknown(err) != nil {
+	if err := k.Direct.Get(ctx, types.NamespacedName{Name: "kubernetes"}, &cidr); kubeerr.IgnoreUnknown(err) != nil {
 		return fmt.Errorf("network of the services: %w", err)
 	}
 	if k.detected.services = prefixes(cidr.Spec.CIDRs); len(k.detected.services) > 0 {
@@ -198,20 +198,11 @@ func (k *FactsKeeper) readServices(ctx context.Context) error {
 		return nil
 	}
 	var servers corev1.PodList
-	if err := k.Direct.List(ctx, &servers, client.InNamespace(metav1.NamespaceSystem), client.MatchingLabels{"component": "kube-apiserver"}); ignoreUnknown(err) != nil {
+	if err := k.Direct.List(ctx, &servers, client.InNamespace(metav1.NamespaceSystem), client.MatchingLabels{"component": "kube-apiserver"}); kubeerr.IgnoreUnknown(err) != nil {
 		return fmt.Errorf("flags of API servers: %w", err)
 	}
 	k.detected.services = prefixes(strings.Split(owncluster.Flag(servers.Items, "service-cluster-ip-range"), ","))
 	return nil
-}
-
-// ignoreUnknown returns nil for an object that does not exist, that we may not read, or whose kind the API
-// server does not serve.
-func ignoreUnknown(err error) error {
-	if apierrors.IsNotFound(err) || apierrors.IsForbidden(err) || meta.IsNoMatchError(err) {
-		return nil
-	}
-	return err
 }
 
 // apiServers returns the addresses behind the Service kubernetes. Not being permitted to read them

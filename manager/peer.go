@@ -79,6 +79,15 @@ func (p Peer) begun() bool {
 	return !p.Leaving
 }
 
+// needsTunnel returns for how long the tunnel to a peer that is left stays at most, because our NetworkConfig has still
+// to be deleted there, through it. A peer that refuses that does not keep the tunnel.
+func (p Peer) needsTunnel(original *v1alpha1.NetworkConfig, now time.Time) time.Duration {
+	if !p.InBand || !p.Leaving || p.Forced || original == nil || !controllerutil.ContainsFinalizer(original, v1alpha1.FinalizerReplicator) {
+		return 0
+	}
+	return p.inBandLeft(now)
+}
+
 // Peers finds the peers of this cluster. It reads a cache with the indexes that addIndexes makes;
 // its methods may be called concurrently.
 //
@@ -290,13 +299,4 @@ func draining(p *isthmus.Peering) bool {
 	shares := len(p.Spec.Services.Export)+len(p.Spec.Services.Import) > 0
 	return !p.DeletionTimestamp.IsZero() && shares && p.Annotations[isthmus.AnnotationDrained] != "true" &&
 		p.Annotations[isthmus.AnnotationForce] != "true"
-}
-
-// needsTunnel returns for how long the tunnel to a peer that is left stays at most, because our NetworkConfig has still
-// to be deleted there, through it. A peer that refuses that does not keep the tunnel.
-func needsTunnel(p Peer, original *v1alpha1.NetworkConfig, now time.Time) time.Duration {
-	if !p.InBand || !p.Leaving || p.Forced || original == nil || !controllerutil.ContainsFinalizer(original, v1alpha1.FinalizerReplicator) {
-		return 0
-	}
-	return p.inBandLeft(now)
 }

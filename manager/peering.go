@@ -34,22 +34,26 @@ import (
 // reasonLeftBehind is that of the Event about what a forced un-peering leaves.
 const reasonLeftBehind = "LeftBehind"
 
-// A replicator carries NetworkConfigs to the peers; see replication.Replicator.
-type replicator interface {
-	Set(peers []replication.Target)
-	State(id string) (replication.State, bool)
+// A stateStore is the part of ipamstore.Store that the removal of a Peering needs.
+type stateStore interface {
+	State() ipam.State
+	Now(context.Context) (time.Time, error)
+	Update(context.Context, func(ipam.State) (ipam.State, error)) (ipam.State, error)
 }
 
 // PeeringReconciler tells the story of each Peering in its status, and takes a Peering that is
 // deleted down in the right order: shared services, TunnelEndpoint, NetworkConfig and its copy at the
 // peer, networks of the IPAM, finalizer.
 type PeeringReconciler struct {
-	Client     client.Client
-	Peers      Peers
-	Facts      FactsReader
-	Store      stateStore
-	Replicator replicator
-	Liveness   *Liveness
+	Client client.Client
+	Peers  Peers
+	Facts  FactsReader
+	Store  stateStore
+	// Replicator knows how far our NetworkConfigs have come; see replication.Replicator.
+	Replicator interface {
+		State(id string) (replication.State, bool)
+	}
+	Liveness *Liveness
 	// FactsChanged receives a value after every change of the Facts. PeerChanged receives the
 	// cluster ID after every change of a State of the replicator.
 	FactsChanged, PeerChanged <-chan event.GenericEvent
@@ -189,15 +193,12 @@ func (r *PeeringReconciler) gather(ctx context.Context, peering *isthmus.Peering
 		return s, err
 	}
 	name := types.NamespacedName{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}
-	if s.original, err = found(ctx, r.Client, name, new(v1alpha1.NetworkConfig)); err != nil {
+	original, problem, err := originalFor(ctx, r.Client, peer)
+	if err != nil {
 		return s, err
 	}
-	if s.original != nil {
-		if problem := notOurs(s.original, peer); problem != "" {
-			s.original, s.lacking = nil, append(s.lacking, problem)
-		} else {
-			s.original = believed(s.original)
-		}
+	if s.original = original; problem != "" {
+		s.lacking = append(s.lacking, problem)
 	}
 	if s.endpoint, err = found(ctx, r.Client, name, new(v1alpha1.TunnelEndpoint)); err != nil {
 		return s, err
@@ -237,7 +238,7 @@ func told(peering *isthmus.Peering, condition string) verdict {
 func (r *PeeringReconciler) leave(ctx context.Context, s *peeringState) (done bool, err error) {
 	if s.conflict == "" {
 		peer, began := peerFrom(s.peering), time.Now()
-		still := needsTunnel(peer, s.original, began)
+		still := peer.needsTunnel(s.original, began)
 		if s.endpoint != nil && s.endpoint.DeletionTimestamp.IsZero() && still == 0 {
 			if err := r.Client.Delete(ctx, s.endpoint, client.Preconditions{UID: &s.endpoint.UID}); client.IgnoreNotFound(err) != nil {
 				return false, fmt.Errorf("TunnelEndpoint %s/%s: %w", s.endpoint.Namespace, s.endpoint.Name, err)

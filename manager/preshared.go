@@ -48,7 +48,7 @@ const (
 // manager that leads writes and gateways read. Its methods may be called concurrently, but for one peer by
 // one goroutine at a time.
 type KeyStore struct {
-	Client    client.Client
+	Client    client.Client // with a field owner
 	Direct    client.Reader // not cached
 	Namespace string
 	Peers     Peers
@@ -258,7 +258,7 @@ func (k *KeyStore) create(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	err = k.Client.Patch(ctx, secret, client.RawPatch(types.ApplyPatchType, data), client.FieldOwner(component))
+	err = k.Client.Patch(ctx, secret, client.RawPatch(types.ApplyPatchType, data))
 	if err == nil {
 		k.take(secret)
 		k.Log.Info("created the Secret for preshared keys", "secret", postquantum.SecretName, "peers", len(states))

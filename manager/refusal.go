@@ -13,7 +13,6 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
-	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/keyring"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
@@ -217,15 +216,11 @@ func (r *PeeringReconciler) weigh(ctx context.Context, s *peeringState, peer Pee
 		return nil
 	}
 	nc := &s.copies[0]
-	if claim, problems := fabric.ClaimFrom(nc, fabric.Origin{}); len(problems) == 0 {
-		if asked, wrong := requestFrom(peer, claim); wrong == nil {
-			s.standing, _ = state.Explain(asked) // a refusal is a condition of the NetworkConfig
-		}
-	}
+	s.standing = standingOf(state, peer, nc)
 	accepted := meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted)
 	if accepted == nil {
 		var err error
-		if s.unstored, err = r.unstored(ctx, peer, nc); err != nil {
+		if s.unstored, err = (judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}).unstored(ctx, peer, nc); err != nil {
 			return err
 		}
 		accepted = s.unstored

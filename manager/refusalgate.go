@@ -25,13 +25,8 @@ import (
 	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
-const (
-	// refusalPatience is a RefusalGate's Patience. Agents refuse within a tenth of a second, and of
-	// thousands the last one has said so within two.
-	refusalPatience = 5 * time.Second
-	// refusalGap is how long reports are gathered before they are read together.
-	refusalGap = 20 * time.Millisecond
-)
+// refusalGap is how long reports are gathered before they are read together.
+const refusalGap = 20 * time.Millisecond
 
 // reasonNotRefused is that of the Event about a node that does not refuse what was granted.
 const reasonNotRefused = "NotRefused"
@@ -197,6 +192,3 @@ func (w *RefusalGate) wake() {
 		}
 	}
 }
-
-// watchState has the RefusalGate learn of all that a Store writes.
-func (w *RefusalGate) watchState(store *ipamstore.Store) { store.Observe(w.Observe) }

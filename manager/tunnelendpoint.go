@@ -160,7 +160,7 @@ func (r *TunnelEndpointReconciler) reconcile(ctx context.Context, req ctrl.Reque
 		return 0, err
 	}
 	if !x.wanted {
-		if after = needsTunnel(x.peer, x.original(), time.Now()); after == 0 {
+		if after = x.peer.needsTunnel(x.original(), time.Now()); after == 0 {
 			return 0, r.end(ctx, x)
 		}
 	}
