@@ -24,8 +24,10 @@ import (
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/controllers"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
+	"github.com/isthmus-net/isthmus/manager/peers"
 	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
@@ -37,7 +39,7 @@ import (
 // Peering, the IPAM state, the other peers) causes a new request.
 type AnswerReconciler struct {
 	Client      client.Client
-	Peers       Peers
+	Peers       peers.Peers
 	Facts       FactsReader
 	Store       *ipamstore.Store
 	RefusalGate *RefusalGate
@@ -57,7 +59,7 @@ type AnswerReconciler struct {
 // have to be there.
 func (r *AnswerReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	b := ctrl.NewControllerManagedBy(mgr).Named("answer").
-		WithOptions(controller.Options{MaxConcurrentReconciles: workers}).
+		WithOptions(controller.Options{MaxConcurrentReconciles: controllers.Workers}).
 		Watches(&v1alpha1.NetworkConfig{}, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
 			origin := o.GetLabels()[v1alpha1.LabelOriginID]
 			if origin == "" {
@@ -80,7 +82,7 @@ func (r *AnswerReconciler) SetupWithManager(mgr ctrl.Manager) error {
 			}
 			return all
 		})))
-	return r.Peers.watch(b, func(p Peer) []reconcile.Request { return []reconcile.Request{exchangeWith(p)} }).Complete(noted("answer", r))
+	return r.Peers.Watch(b, func(p peers.Peer) []reconcile.Request { return []reconcile.Request{exchangeWith(p)} }).Complete(controllers.Noted("answer", r))
 }
 
 // claimantsOf are the requests about those who claim one of the keys of a gateway: one may have
@@ -97,7 +99,7 @@ func (r *AnswerReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctr
 	err := r.reconcile(ctx, req)
 	switch {
 	case apierrors.IsConflict(err):
-		return ctrl.Result{RequeueAfter: soon}, nil // the cache is behind
+		return ctrl.Result{RequeueAfter: controllers.Soon}, nil // the cache is behind
 	case apierrors.IsInvalid(err):
 		// No repetition changes that. Whatever is edited comes back here.
 		return ctrl.Result{}, reconcile.TerminalError(fmt.Errorf("NetworkConfig of %s in %s: %w", req.Name, req.Namespace, err))
@@ -121,7 +123,7 @@ func (r *AnswerReconciler) reconcile(ctx context.Context, req ctrl.Request) erro
 		return err
 	case refusal != nil:
 		return r.refuseStranger(ctx, copies, *refusal)
-	case !peer.begun():
+	case !peer.Begun():
 		return nil
 	case len(copies) > 1:
 		return r.refuse(ctx, copies, fabric.Refusal{Reason: v1alpha1.ReasonAmbiguous, Problem: fabric.Problem{
@@ -164,21 +166,21 @@ func passing(r fabric.Refusal) bool {
 
 // sender finds out whose NetworkConfigs with the given origin in a namespace are. A refusal says
 // that they are not a peer's.
-func sender(ctx context.Context, peers Peers, namespace, origin string) (Peer, *fabric.Refusal, error) {
+func sender(ctx context.Context, all peers.Peers, namespace, origin string) (peers.Peer, *fabric.Refusal, error) {
 	const field = "metadata.labels[" + v1alpha1.LabelOriginID + "]"
 	refusal := func(reason, format string, args ...any) *fabric.Refusal {
 		return &fabric.Refusal{Reason: reason, Problem: fabric.Problem{Field: field, Message: fmt.Sprintf(format, args...)}}
 	}
-	peer, err := peers.ByNamespace(ctx, namespace)
+	peer, err := all.ByNamespace(ctx, namespace)
 	switch {
-	case errors.Is(err, ErrNoPeer):
-		return Peer{}, refusal(v1alpha1.ReasonNotPeered, "nobody here wants to be joined with cluster %s in namespace %s", origin, namespace), nil
+	case errors.Is(err, peers.ErrNoPeer):
+		return peers.Peer{}, refusal(v1alpha1.ReasonNotPeered, "nobody here wants to be joined with cluster %s in namespace %s", origin, namespace), nil
 	case err != nil:
-		return Peer{}, nil, err
+		return peers.Peer{}, nil, err
 	case peer.Cluster.ClusterID != origin:
-		return Peer{}, refusal(v1alpha1.ReasonWrongOrigin, "is %q, but namespace %s is for cluster %s", origin, namespace, peer.Cluster.ClusterID), nil
+		return peers.Peer{}, refusal(v1alpha1.ReasonWrongOrigin, "is %q, but namespace %s is for cluster %s", origin, namespace, peer.Cluster.ClusterID), nil
 	case peer.Leaving && !peer.Draining:
-		return Peer{}, refusal(v1alpha1.ReasonNotPeered, "the peering with cluster %s is being taken down here", origin), nil
+		return peers.Peer{}, refusal(v1alpha1.ReasonNotPeered, "the peering with cluster %s is being taken down here", origin), nil
 	}
 	return peer, nil, nil
 }

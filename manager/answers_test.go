@@ -26,8 +26,10 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/manager/controllers"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
+	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
 // answering is a world with the reconcilers of the answering half and a real store. The test stands
@@ -116,7 +118,7 @@ func (a *answering) start() {
 	a.ok(a.nodes.SetupWithManager(a.mgr))
 	a.configure(nil, nil)
 	a.ok((&Answers{
-		Client: a.mgr.GetClient(), Peers: Peers{Reader: a.mgr.GetCache(), Self: a.self.ClusterID}, Facts: a.facts, Store: a.store, RefusalGate: a.nodes,
+		Client: a.mgr.GetClient(), Peers: peers.Peers{Reader: a.mgr.GetCache(), Self: a.self.ClusterID}, Facts: a.facts, Store: a.store, RefusalGate: a.nodes,
 		FactsChanged: a.facts.changed, Log: log,
 	}).SetupWithManager(a.mgr))
 }
@@ -216,7 +218,7 @@ func (p *partner) claims(pod, external string) *partner {
 // copied is that NetworkConfig as it is now, nil when there is none.
 func (p *partner) copied() *v1alpha1.NetworkConfig {
 	p.a.t.Helper()
-	nc, err := found(p.a.ctx, testClient, client.ObjectKey{Namespace: p.ns, Name: p.a.self.UniqueName()}, new(v1alpha1.NetworkConfig))
+	nc, err := controllers.Found(p.a.ctx, testClient, client.ObjectKey{Namespace: p.ns, Name: p.a.self.UniqueName()}, new(v1alpha1.NetworkConfig))
 	p.a.ok(err)
 	return nc
 }
@@ -283,12 +285,12 @@ func (p *partner) publish() *partner {
 	var peering isthmus.Peering
 	p.a.ok(testClient.Get(p.a.ctx, client.ObjectKeyFromObject(p.peering), &peering))
 	facts, _ := p.a.facts.Facts(p.a.ctx)
-	spec, problems := networkConfigFor(facts, peerFrom(&peering))
+	spec, problems := networkConfigFor(facts, peers.From(&peering))
 	if len(problems) > 0 {
 		p.a.t.Fatal(problems)
 	}
 	nc := &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Namespace: p.ns, Name: p.cluster.UniqueName()}}
-	p.a.ok(shape(nc, peerFrom(&peering), spec, testClient.Scheme()))
+	p.a.ok(shape(nc, peers.From(&peering), spec, testClient.Scheme()))
 	p.a.create(nc)
 	return p
 }

@@ -17,11 +17,12 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/keyring"
+	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
 // prepare does what every manager does, leader or not: indexes, caches, health.
 func prepare(ctx context.Context, mgr ctrl.Manager, has present) error {
-	if err := addIndexes(ctx, mgr.GetFieldIndexer(), has.foreignClusters); err != nil {
+	if err := peers.AddIndexes(ctx, mgr.GetFieldIndexer(), has.foreignClusters); err != nil {
 		return fmt.Errorf("indexes: %w", installFirst(err))
 	}
 	kinds := []client.Object{

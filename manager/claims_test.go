@@ -19,6 +19,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/manager/ipam"
+	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
 // A peer that was accepted edits its NetworkConfig. What it has stays in force, on the way to it,
@@ -139,12 +140,12 @@ func TestConsentIsToOneClaim(t *testing.T) {
 		{PodCIDR: "10.50.0.0/16", ExternalCIDR: "10.60.0.0/20"}: false,
 		{PodCIDR: "10.50.0.0/18", ExternalCIDR: "10.60.0.0/18"}: false,
 	} {
-		r, wrong := requestFrom(Peer{Claims: isthmus.Claims{Consent: &consent, Allowed: []string{"8.0.0.0/8"}}}, claim)
+		r, wrong := requestFrom(peers.Peer{Claims: isthmus.Claims{Consent: &consent, Allowed: []string{"8.0.0.0/8"}}}, claim)
 		if wrong != nil || r.Consented != want || len(r.Allowed) != 1 {
 			t.Errorf("%+v: %+v, %v", consent, r, wrong)
 		}
 	}
-	if _, wrong := requestFrom(Peer{Claims: isthmus.Claims{Allowed: []string{"8.0.0.0"}}}, claim); wrong == nil || wrong.Field != "spec.claims.allowed" {
+	if _, wrong := requestFrom(peers.Peer{Claims: isthmus.Claims{Allowed: []string{"8.0.0.0"}}}, claim); wrong == nil || wrong.Field != "spec.claims.allowed" {
 		t.Errorf("no network: %v", wrong)
 	}
 }

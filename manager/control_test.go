@@ -28,7 +28,9 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/keyring"
+	"github.com/isthmus-net/isthmus/manager/controllers"
 	"github.com/isthmus-net/isthmus/manager/ipam"
+	"github.com/isthmus-net/isthmus/manager/peers"
 	"github.com/isthmus-net/isthmus/manager/replication"
 )
 
@@ -154,7 +156,7 @@ func newWorld(t *testing.T, foreignClusters bool) *world {
 	w.ok(err)
 	w.ok(prepare(w.ctx, mgr, present{foreignClusters: foreignClusters, serviceCIDRs: servesServiceCIDRs}))
 	w.ok(addExchangeIndexes(mgr.GetFieldIndexer()))
-	peers := Peers{Reader: mgr.GetCache(), Self: w.self.ClusterID, ForeignClusters: foreignClusters}
+	peers := peers.Peers{Reader: mgr.GetCache(), Self: w.self.ClusterID, ForeignClusters: foreignClusters}
 	own := &FactsKeeper{
 		Cache: mgr.GetCache(), Direct: mgr.GetAPIReader(), Store: w.ipam, Cluster: w.self, Namespace: w.system, Log: log,
 		StateChanged: make(chan event.GenericEvent), Events: w.events, ServiceCIDRs: servesServiceCIDRs,
@@ -354,14 +356,14 @@ func (r *remote) key() types.NamespacedName {
 // original returns our NetworkConfig for the peer, nil when there is none.
 func (r *remote) original() *v1alpha1.NetworkConfig {
 	r.w.t.Helper()
-	nc, err := found(r.w.ctx, r.w.api(), r.key(), new(v1alpha1.NetworkConfig))
+	nc, err := controllers.Found(r.w.ctx, r.w.api(), r.key(), new(v1alpha1.NetworkConfig))
 	r.w.ok(err)
 	return nc
 }
 
 func (r *remote) endpoint() *v1alpha1.TunnelEndpoint {
 	r.w.t.Helper()
-	te, err := found(r.w.ctx, r.w.api(), r.key(), new(v1alpha1.TunnelEndpoint))
+	te, err := controllers.Found(r.w.ctx, r.w.api(), r.key(), new(v1alpha1.TunnelEndpoint))
 	r.w.ok(err)
 	return te
 }

@@ -10,6 +10,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
 const (
@@ -67,7 +68,7 @@ func (d *drains) next(id types.UID, now time.Time, shared bool) (left time.Durat
 // drain keeps the tunnel of a Peering that is deleted until clients have left its services. Package services
 // has begun to withdraw them. It returns how long that takes at most; zero: it is done.
 func (r *PeeringReconciler) drain(ctx context.Context, s *peeringState) (time.Duration, error) {
-	if s.conflict != "" || !peerFrom(s.peering).Draining {
+	if s.conflict != "" || !peers.From(s.peering).Draining {
 		return 0, nil
 	}
 	if r.Services != nil && !s.ending {

@@ -3,10 +3,6 @@ package manager
 import (
 	"testing"
 	"time"
-
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-
-	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
 func TestTheTunnelStaysWhileClientsLeaveServices(t *testing.T) {
@@ -29,22 +25,4 @@ func TestTheTunnelStaysWhileClientsLeaveServices(t *testing.T) {
 			}
 		}
 	}
-}
-
-func TestOnlyAPeeringThatSharesServicesIsDrained(t *testing.T) {
-	now := metav1.Now()
-	is := func(want bool, change func(*isthmus.Peering)) {
-		t.Helper()
-		p := &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{DeletionTimestamp: &now, Annotations: map[string]string{}}}
-		p.Spec.Services.Import = []isthmus.ServiceNamespace{"prod"}
-		change(p)
-		if peer := peerFrom(p); peer.Draining != want || peer.Leaving == p.DeletionTimestamp.IsZero() || peer.begun() && peer.Leaving {
-			t.Errorf("%+v: draining %v, leaving %v; want %v", p, peer.Draining, peer.Leaving, want)
-		}
-	}
-	is(true, func(*isthmus.Peering) {})
-	is(false, func(p *isthmus.Peering) { p.DeletionTimestamp = nil })
-	is(false, func(p *isthmus.Peering) { p.Spec.Services = isthmus.Services{} })
-	is(false, func(p *isthmus.Peering) { p.Annotations[isthmus.AnnotationDrained] = "true" })
-	is(false, func(p *isthmus.Peering) { p.Annotations[isthmus.AnnotationForce] = "true" })
 }

@@ -18,7 +18,9 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/manager/controllers"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
+	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
 // Answers are the reconcilers that turn the NetworkConfigs of both sides of each peering into
@@ -31,7 +33,7 @@ import (
 // All fields but FactsChanged may be shared. The IPAM state must be loaded.
 type Answers struct {
 	Client      client.Client
-	Peers       Peers
+	Peers       peers.Peers
 	Facts       FactsReader
 	Store       *ipamstore.Store
 	RefusalGate *RefusalGate // that watches the Store
@@ -63,7 +65,7 @@ func copiesOf(ctx context.Context, reader client.Reader, namespace, origin strin
 	if err := reader.List(ctx, &list, client.InNamespace(namespace), client.MatchingFields{indexOrigin: origin}, client.UnsafeDisableDeepCopy); err != nil {
 		return nil, fmt.Errorf("NetworkConfigs of the peer: %w", err)
 	}
-	slices.SortFunc(list.Items, func(a, b v1alpha1.NetworkConfig) int { return compareAge(&a, &b) })
+	slices.SortFunc(list.Items, func(a, b v1alpha1.NetworkConfig) int { return controllers.CompareAge(&a, &b) })
 	copies := make([]v1alpha1.NetworkConfig, min(len(list.Items), maxCopies))
 	for i := range copies {
 		list.Items[i].DeepCopyInto(&copies[i])
@@ -74,7 +76,7 @@ func copiesOf(ctx context.Context, reader client.Reader, namespace, origin strin
 func alive(nc v1alpha1.NetworkConfig) bool { return nc.DeletionTimestamp.IsZero() }
 
 // exchangeWith is the request about a peer.
-func exchangeWith(p Peer) reconcile.Request {
+func exchangeWith(p peers.Peer) reconcile.Request {
 	return reconcile.Request{NamespacedName: types.NamespacedName{Namespace: p.LocalNamespace, Name: p.Cluster.ClusterID}}
 }
 
@@ -89,7 +91,7 @@ func exchangeOf(o client.Object, ids ...string) (all []reconcile.Request) {
 }
 
 // everyExchange names all peers.
-func everyExchange(peers Peers, log *slog.Logger) handler.MapFunc {
+func everyExchange(peers peers.Peers, log *slog.Logger) handler.MapFunc {
 	return func(ctx context.Context, _ client.Object) (all []reconcile.Request) {
 		list, err := peers.List(ctx)
 		if err != nil {

@@ -30,6 +30,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/keyring"
+	"github.com/isthmus-net/isthmus/manager/controllers"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
@@ -115,7 +116,7 @@ func (k *FactsKeeper) Subscribe() <-chan event.GenericEvent {
 // SetupWithManager makes mgr call Reconcile after every change.
 func (k *FactsKeeper) SetupWithManager(mgr ctrl.Manager) error {
 	something := handler.EnqueueRequestsFromMapFunc(func(context.Context, client.Object) []reconcile.Request {
-		return []reconcile.Request{requestFor("own")}
+		return []reconcile.Request{controllers.RequestFor("own")}
 	})
 	c := ctrl.NewControllerManagedBy(mgr).Named("own")
 	if k.ServiceCIDRs {
@@ -126,17 +127,23 @@ func (k *FactsKeeper) SetupWithManager(mgr ctrl.Manager) error {
 		Watches(&corev1.Secret{}, something).
 		Watches(&corev1.Node{}, something, builder.WithPredicates(addressesChanged)).
 		Watches(&isthmus.NodeNetworks{}, handler.Funcs{
-			CreateFunc: func(_ context.Context, _ event.CreateEvent, q requestQueue) { q.AddAfter(requestFor("own"), reportGap) },
-			UpdateFunc: func(_ context.Context, _ event.UpdateEvent, q requestQueue) { q.AddAfter(requestFor("own"), reportGap) },
-			DeleteFunc: func(_ context.Context, _ event.DeleteEvent, q requestQueue) { q.AddAfter(requestFor("own"), reportGap) },
+			CreateFunc: func(_ context.Context, _ event.CreateEvent, q requestQueue) {
+				q.AddAfter(controllers.RequestFor("own"), reportGap)
+			},
+			UpdateFunc: func(_ context.Context, _ event.UpdateEvent, q requestQueue) {
+				q.AddAfter(controllers.RequestFor("own"), reportGap)
+			},
+			DeleteFunc: func(_ context.Context, _ event.DeleteEvent, q requestQueue) {
+				q.AddAfter(controllers.RequestFor("own"), reportGap)
+			},
 		}, builder.WithPredicates(networksChanged)).
 		WatchesRawSource(source.Channel(k.StateChanged, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, peer client.Object) []reconcile.Request {
 			if peer.GetName() != "" {
 				return nil // a peer's entry and not ours
 			}
-			return []reconcile.Request{requestFor("own")}
+			return []reconcile.Request{controllers.RequestFor("own")}
 		}))).
-		Complete(noted("own", k))
+		Complete(controllers.Noted("own", k))
 }
 
 // addressesChanged: of a Node nothing else is read but the networks of its pods, and thousands of them tell all the time that they are well.

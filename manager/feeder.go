@@ -7,6 +7,8 @@ import (
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
+	"github.com/isthmus-net/isthmus/manager/controllers"
+	"github.com/isthmus-net/isthmus/manager/peers"
 	"github.com/isthmus-net/isthmus/manager/replication"
 )
 
@@ -17,14 +19,14 @@ const pauseOfFeeder = 50 * time.Millisecond
 // that it has one request for any change. A peer stays among them until its Peering is gone,
 // because its copy has to be deleted.
 type feeder struct {
-	Peers      Peers
+	Peers      peers.Peers
 	Replicator interface{ Set([]replication.Target) }
 }
 
 // SetupWithManager makes mgr call Reconcile when a peer comes, changes or goes.
 func (f *feeder) SetupWithManager(mgr ctrl.Manager) error {
-	all := []reconcile.Request{requestFor("peers")}
-	return f.Peers.watch(ctrl.NewControllerManagedBy(mgr).Named("peers"), func(Peer) []reconcile.Request { return all }).Complete(noted("peers", f))
+	all := []reconcile.Request{controllers.RequestFor("peers")}
+	return f.Peers.Watch(ctrl.NewControllerManagedBy(mgr).Named("peers"), func(peers.Peer) []reconcile.Request { return all }).Complete(controllers.Noted("peers", f))
 }
 
 // Reconcile hands over the peers.

@@ -15,6 +15,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
 // installLiqo installs the CRD of ForeignClusters for one test.
@@ -72,7 +73,7 @@ func (r *remote) foreignObject(peeringType, incoming, outgoing string) *unstruct
 			},
 		},
 	}}
-	fc.SetGroupVersionKind(foreignClusterVersion.WithKind("ForeignCluster"))
+	fc.SetGroupVersionKind(peers.ForeignClusterVersion.WithKind("ForeignCluster"))
 	return fc
 }
 
@@ -125,22 +126,4 @@ func TestForeignClustersAreServedLikePeerings(t *testing.T) {
 		return owner != nil && owner.Kind == "Peering"
 	})
 	w.until("we replicate now", func() bool { return w.stub.has(incoming.cluster.ClusterID) })
-}
-
-func TestForeignClusterWithoutIdentityOrNamespaceIsNoPeerYet(t *testing.T) {
-	for _, change := range []func(*ForeignCluster){
-		func(f *ForeignCluster) { f.Spec.ClusterIdentity.ClusterID = "" },
-		func(f *ForeignCluster) { f.Status.TenantNamespace.Local = "" },
-	} {
-		var f ForeignCluster
-		f.Spec.ClusterIdentity, f.Status.TenantNamespace.Local = bravo, "tenant"
-		f.Status.PeeringConditions = []PeeringCondition{{"IncomingPeering", "Established"}}
-		if _, ok := peerFromForeign(&f); !ok {
-			t.Fatal("the sound one is no peer")
-		}
-		change(&f)
-		if _, ok := peerFromForeign(&f); ok {
-			t.Errorf("%+v is a peer", f)
-		}
-	}
 }

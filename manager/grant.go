@@ -12,6 +12,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/manager/ipam"
+	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
 // errNotWanted ends a change of the IPAM state for a peer that has left meanwhile.
@@ -25,7 +26,7 @@ var errTooEarly = errors.New("not all nodes have said what they reach")
 const fewLeft = 16
 
 // decide finds out whether the claim of a peer is taken, and which networks it gets.
-func (r *AnswerReconciler) decide(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig) (ipam.Grant, fabric.Claim, []fabric.Refusal, error) {
+func (r *AnswerReconciler) decide(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig) (ipam.Grant, fabric.Claim, []fabric.Refusal, error) {
 	var grant ipam.Grant
 	j := judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}
 	claim, refusals, err := j.judge(ctx, peer, nc)
@@ -46,7 +47,7 @@ func (r *AnswerReconciler) decide(ctx context.Context, peer Peer, nc *v1alpha1.N
 	after, err := r.Store.Update(ctx, func(b ipam.State) (ipam.State, error) {
 		// Releases are serialised with this: what is granted after the peer has left would stay for
 		// ever.
-		if now, err := r.Peers.ByID(ctx, id); errors.Is(err, ErrNoPeer) || err == nil && (!now.begun() || now.LocalNamespace != peer.LocalNamespace) {
+		if now, err := r.Peers.ByID(ctx, id); errors.Is(err, peers.ErrNoPeer) || err == nil && (!now.Begun() || now.LocalNamespace != peer.LocalNamespace) {
 			return b, errNotWanted
 		} else if err != nil {
 			return b, err
@@ -79,7 +80,7 @@ func (r *AnswerReconciler) decide(ctx context.Context, peer Peer, nc *v1alpha1.N
 }
 
 // requestFrom is what is asked of the IPAM for a claim, as the Peering has it.
-func requestFrom(peer Peer, claim fabric.Claim) (r ipam.Request, wrong *fabric.Problem) {
+func requestFrom(peer peers.Peer, claim fabric.Claim) (r ipam.Request, wrong *fabric.Problem) {
 	r = ipam.Request{ID: peer.Cluster.ClusterID, Pod: claim.Pod, External: claim.External, AlwaysRemap: peer.Claims.AlwaysRemap}
 	read := func(field, text string) (p netip.Prefix) {
 		p, err := netip.ParsePrefix(text)
@@ -105,7 +106,7 @@ func requestFrom(peer Peer, claim fabric.Claim) (r ipam.Request, wrong *fabric.P
 
 // standingOf explains which networks the claim of a peer has here, or would have with consent; zero where it is refused,
 // of which a condition of the NetworkConfig says why.
-func standingOf(state ipam.State, peer Peer, nc *v1alpha1.NetworkConfig) (standing [2]ipam.Standing) {
+func standingOf(state ipam.State, peer peers.Peer, nc *v1alpha1.NetworkConfig) (standing [2]ipam.Standing) {
 	if claim, problems := fabric.ClaimFrom(nc, fabric.Origin{}); len(problems) == 0 {
 		if asked, wrong := requestFrom(peer, claim); wrong == nil {
 			standing, _ = state.Explain(asked)
@@ -150,7 +151,7 @@ func grantClearOf(b ipam.State, claim ipam.Request, gateways func(netip.Prefix) 
 
 // gatewaysIn returns the gateways of peers, the claim's own among them, whose addresses are in a
 // network.
-func gatewaysIn(ctx context.Context, reader client.Reader, peer Peer, claim fabric.Claim, p netip.Prefix) (found []netip.Addr, err error) {
+func gatewaysIn(ctx context.Context, reader client.Reader, peer peers.Peer, claim fabric.Claim, p netip.Prefix) (found []netip.Addr, err error) {
 	var list v1alpha1.TunnelEndpointList
 	if err := reader.List(ctx, &list, client.MatchingFields{indexGatewayIn: p.String()}); err != nil {
 		return nil, fmt.Errorf("gateways in %v: %w", p, err)

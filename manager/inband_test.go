@@ -12,6 +12,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
 // A tunnel that is down cannot carry the news that would mend it.
@@ -58,34 +59,10 @@ func TestAPeeringSaysWhenTheTunnelCannotTellThePeer(t *testing.T) {
 	}
 }
 
-func TestTheTunnelStaysUntilOurNetworkConfigIsDeletedThroughIt(t *testing.T) {
-	left := time.Unix(1000, 0)
-	held := &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Finalizers: []string{v1alpha1.FinalizerReplicator}}}
-	for _, c := range []struct {
-		name     string
-		peer     Peer
-		original *v1alpha1.NetworkConfig
-		want     time.Duration
-	}{
-		{"still there", Peer{InBand: true, Leaving: true, Left: left}, held, inBandPatience - 10*time.Second},
-		{"the peer refuses for ever", Peer{InBand: true, Leaving: true, Left: left.Add(-inBandPatience)}, held, 0},
-		{"the API server's clock is ahead", Peer{InBand: true, Leaving: true, Left: left.Add(time.Hour)}, held, inBandPatience},
-		{"deleted", Peer{InBand: true, Leaving: true, Left: left}, &v1alpha1.NetworkConfig{}, 0},
-		{"never made", Peer{InBand: true, Leaving: true, Left: left}, nil, 0},
-		{"not waited for", Peer{InBand: true, Leaving: true, Left: left, Forced: true}, held, 0},
-		{"not through the tunnel", Peer{Leaving: true, Left: left}, held, 0},
-		{"not leaving", Peer{InBand: true}, held, 0},
-	} {
-		if got := c.peer.needsTunnel(c.original, left.Add(10*time.Second)); got != c.want {
-			t.Errorf("%s: %v, want %v", c.name, got, c.want)
-		}
-	}
-}
-
 // Where both Peerings are deleted, neither gateway lets the peer's manager through.
 func TestAPeerThatIsLeftInBandIsWaitedForAsLongAsTheTunnelStays(t *testing.T) {
 	left := metav1.NewTime(time.Date(2026, 11, 28, 12, 0, 0, 0, time.UTC))
-	ends := left.Add(inBandPatience)
+	ends := left.Add(peers.InBandPatience)
 	for _, c := range []struct {
 		name string
 		edit func(*isthmus.Peering)
@@ -102,7 +79,7 @@ func TestAPeerThatIsLeftInBandIsWaitedForAsLongAsTheTunnelStays(t *testing.T) {
 		s.peering.Spec.InBand, s.peering.DeletionTimestamp = true, &left
 		s.endpoint, s.original, s.services.left = nil, nil, true
 		c.edit(s.peering)
-		if got := peerFrom(s.peering).abandoned(c.now); got != c.want {
+		if got := peers.From(s.peering).Abandoned(c.now); got != c.want {
 			t.Errorf("%s: abandoned %t", c.name, got)
 		}
 		if waits := waitingFor(s, c.now); (waits == "") != c.want {
@@ -143,11 +120,11 @@ func TestTheTunnelCarriesControlWhereBothSidesWantIt(t *testing.T) {
 	facts := Facts{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ExternalCIDR: netip.MustParsePrefix("10.245.0.0/16"), Endpoint: "192.0.2.1", Port: 5871, PublicKey: testKey(1)}
 	for _, ours := range []bool{false, true} {
 		for _, theirs := range []bool{false, true} {
-			spec, problems := networkConfigFor(facts, Peer{Cluster: v1alpha1.ClusterIdentity{ClusterID: "b", ClusterName: "b"}, InBand: theirs})
+			spec, problems := networkConfigFor(facts, peers.Peer{Cluster: v1alpha1.ClusterIdentity{ClusterID: "b", ClusterName: "b"}, InBand: theirs})
 			if len(problems) > 0 {
 				t.Fatal(problems)
 			}
-			if got := inBand(Peer{InBand: ours}, &v1alpha1.NetworkConfig{Spec: spec}); got != (ours && theirs) {
+			if got := inBand(peers.Peer{InBand: ours}, &v1alpha1.NetworkConfig{Spec: spec}); got != (ours && theirs) {
 				t.Errorf("ours %t, theirs %t: %t", ours, theirs, got)
 			}
 		}

@@ -13,6 +13,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/manager/controllers"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 )
 
@@ -26,7 +27,7 @@ type ipamRefresher struct {
 // SetupWithManager makes mgr call Reconcile a second after the IpamStorage or a NetworkAllocation changed.
 func (r *ipamRefresher) SetupWithManager(mgr ctrl.Manager) error {
 	type queue = workqueue.TypedRateLimitingInterface[reconcile.Request]
-	later := func(q queue) { q.AddAfter(requestFor("ipamstate"), time.Second) }
+	later := func(q queue) { q.AddAfter(controllers.RequestFor("ipamstate"), time.Second) }
 	look := handler.Funcs{
 		UpdateFunc: func(_ context.Context, _ event.UpdateEvent, q queue) { later(q) },
 		DeleteFunc: func(_ context.Context, _ event.TypedDeleteEvent[client.Object], q queue) { later(q) },
@@ -34,7 +35,7 @@ func (r *ipamRefresher) SetupWithManager(mgr ctrl.Manager) error {
 	allocations := look // nobody else makes one that is needed, but somebody may
 	allocations.CreateFunc = func(_ context.Context, _ event.CreateEvent, q queue) { later(q) }
 	return ctrl.NewControllerManagedBy(mgr).Named("ipamstate").WatchesMetadata(&v1alpha1.IpamStorage{}, look).
-		Watches(&isthmus.NetworkAllocation{}, allocations).Complete(noted("ipamstate", r))
+		Watches(&isthmus.NetworkAllocation{}, allocations).Complete(controllers.Noted("ipamstate", r))
 }
 
 // Reconcile has the Store look.

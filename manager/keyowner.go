@@ -15,6 +15,8 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/keyring"
+	"github.com/isthmus-net/isthmus/manager/controllers"
+	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
 // takenKeys returns the keys of a claim that another peer has: not who says so first, because
@@ -22,7 +24,7 @@ import (
 // whose tunnel has it, or else whose claim was accepted with it. A peer that lists among its own
 // what is another's already is the one that is refused. Only when two tunnels have a key, by an edit
 // or from before, it is the older one's, as in fabric.GatewayFor.
-func (j judge) takenKeys(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig, claim fabric.Claim) (taken [][32]byte, err error) {
+func (j judge) takenKeys(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig, claim fabric.Claim) (taken [][32]byte, err error) {
 	for _, key := range claim.Keys() {
 		another, err := j.taken(ctx, peer, nc, keyText(key))
 		if err != nil {
@@ -35,7 +37,7 @@ func (j judge) takenKeys(ctx context.Context, peer Peer, nc *v1alpha1.NetworkCon
 	return taken, nil
 }
 
-func (j judge) taken(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig, key string) (bool, error) {
+func (j judge) taken(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig, key string) (bool, error) {
 	provers, err := j.provers(ctx, key)
 	if err != nil || len(provers) > 0 && !slices.Contains(provers, nc.Namespace) {
 		return err == nil, err
@@ -45,7 +47,7 @@ func (j judge) taken(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig,
 		return false, err
 	}
 	if len(tunnels) > 0 { // one of a peer that proves nothing stays until reclaim deletes it, so that no gateway sees the key twice
-		first := slices.MinFunc(tunnels, func(a, b v1alpha1.TunnelEndpoint) int { return compareAge(&a, &b) })
+		first := slices.MinFunc(tunnels, func(a, b v1alpha1.TunnelEndpoint) int { return controllers.CompareAge(&a, &b) })
 		return first.Namespace != peer.LocalNamespace, nil
 	}
 	return j.acceptedBefore(ctx, nc, key, provers)
@@ -90,7 +92,7 @@ func (j judge) provers(ctx context.Context, key string) (all []string, err error
 // it got its tunnel with it.
 func (j judge) proved(ctx context.Context, namespace, key string) (bool, error) {
 	peer, err := j.Peers.ByNamespace(ctx, namespace)
-	if errors.Is(err, ErrNoPeer) || err == nil && peer.Leaving && !peer.Draining {
+	if errors.Is(err, peers.ErrNoPeer) || err == nil && peer.Leaving && !peer.Draining {
 		return false, nil
 	}
 	if err != nil {
@@ -142,7 +144,7 @@ func remembers(te *v1alpha1.TunnelEndpoint, key string) bool {
 }
 
 // prove adds to what a peer is told that we have the private keys. Until the peer has told us its public key there is no proof.
-func (r *NetworkConfigReconciler) prove(ctx context.Context, peer Peer, facts Facts, spec *v1alpha1.NetworkConfigSpec) error {
+func (r *NetworkConfigReconciler) prove(ctx context.Context, peer peers.Peer, facts Facts, spec *v1alpha1.NetworkConfigSpec) error {
 	copies, err := copiesOf(ctx, r.Client, peer.LocalNamespace, peer.Cluster.ClusterID)
 	if err != nil || len(copies) != 1 {
 		return err
@@ -188,7 +190,7 @@ func (of proofOf) prove(self, peer string) string {
 
 // reclaim deletes the TunnelEndpoints of other peers with a key that this one proves to have, and the other does not. Who
 // listed the key first, before its owner told us of it, has no tunnel by it anyway.
-func (r *TunnelEndpointReconciler) reclaim(ctx context.Context, peer Peer, copied *v1alpha1.NetworkConfig) error {
+func (r *TunnelEndpointReconciler) reclaim(ctx context.Context, peer peers.Peer, copied *v1alpha1.NetworkConfig) error {
 	j := judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}
 	for _, key := range publicKeysOf(copied.Spec.BackendConfig) {
 		tunnels, err := j.tunnelsWith(ctx, key)
@@ -237,7 +239,7 @@ func (j judge) acceptedBefore(ctx context.Context, nc *v1alpha1.NetworkConfig, k
 		if len(provers) > 0 && !slices.Contains(provers, other.Namespace) {
 			continue
 		}
-		if other.Namespace == nc.Namespace || theirs == 0 || theirs < mine || theirs == mine && compareAge(other, nc) > 0 {
+		if other.Namespace == nc.Namespace || theirs == 0 || theirs < mine || theirs == mine && controllers.CompareAge(other, nc) > 0 {
 			continue
 		}
 		_, stranger, err := sender(ctx, j.Peers, other.Namespace, other.Labels[v1alpha1.LabelOriginID])
@@ -259,7 +261,7 @@ func keyOwner(ctx context.Context, reader client.Reader, nc *v1alpha1.NetworkCon
 	var first *v1alpha1.TunnelEndpoint
 	for i := range list.Items {
 		te := &list.Items[i]
-		if te.Namespace == nc.Namespace || first != nil && compareAge(first, te) < 0 {
+		if te.Namespace == nc.Namespace || first != nil && controllers.CompareAge(first, te) < 0 {
 			continue
 		}
 		if slices.ContainsFunc(publicKeysOf(te.Spec.BackendConfig), func(key string) bool { return slices.Contains(keys, key) }) {

@@ -12,6 +12,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/keyring"
+	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
 func TestAProofIsMadeAgainWhenAKeyChangesAlone(t *testing.T) {
@@ -27,8 +28,8 @@ func TestAProofIsMadeAgainWhenAKeyChangesAlone(t *testing.T) {
 		}
 		return nil
 	}})
-	r := &NetworkConfigReconciler{Client: api, Peers: Peers{Reader: api, Self: "a"}}
-	peer := Peer{Cluster: v1alpha1.ClusterIdentity{ClusterID: "b"}}
+	r := &NetworkConfigReconciler{Client: api, Peers: peers.Peers{Reader: api, Self: "a"}}
+	peer := peers.Peer{Cluster: v1alpha1.ClusterIdentity{ClusterID: "b"}}
 	facts := Facts{PublicKey: fabric.PublicKeys(ours, 1)[0], Keys: keyring.Ring{Private: ours}}
 	prove := func(tunnels string) string {
 		t.Helper()

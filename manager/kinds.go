@@ -14,15 +14,16 @@ import (
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/kubeerr"
+	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
 func hasForeignClusters(kinds *discovery.DiscoveryClient) (bool, error) {
-	list, err := kinds.ServerResourcesForGroupVersion(foreignClusterVersion.String())
+	list, err := kinds.ServerResourcesForGroupVersion(peers.ForeignClusterVersion.String())
 	if apierrors.IsNotFound(err) {
 		return false, nil
 	}
 	if err != nil {
-		return false, fmt.Errorf("kinds of %s: %w", foreignClusterVersion, err)
+		return false, fmt.Errorf("kinds of %s: %w", peers.ForeignClusterVersion, err)
 	}
 	for _, r := range list.APIResources {
 		if r.Kind == "ForeignCluster" {

@@ -40,6 +40,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/owncluster"
 	"github.com/isthmus-net/isthmus/manager/ipamrpc"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
+	"github.com/isthmus-net/isthmus/manager/peers"
 	"github.com/isthmus-net/isthmus/manager/replication"
 )
 
@@ -282,7 +283,7 @@ func newLeader(o Options, cfg *rest.Config, mgr ctrl.Manager, has present) (*lea
 	l := &leader{
 		Options: o, mgr: mgr,
 		client: client.WithFieldOwner(mgr.GetClient(), component),
-		peers:  Peers{Reader: mgr.GetCache(), Self: o.Cluster.ClusterID, ForeignClusters: has.foreignClusters},
+		peers:  peers.Peers{Reader: mgr.GetCache(), Self: o.Cluster.ClusterID, ForeignClusters: has.foreignClusters},
 		config: cfg,
 		leads:  new(atomic.Pointer[leading]),
 		waits:  new(atomic.Pointer[string]),
@@ -304,7 +305,7 @@ type leader struct {
 	Options
 	mgr      ctrl.Manager
 	client   client.Client
-	peers    Peers
+	peers    peers.Peers
 	store    *ipamstore.Store
 	expiry   *expiry
 	leads    *atomic.Pointer[leading]

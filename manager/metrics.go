@@ -2,7 +2,9 @@ package manager
 
 import (
 	"context"
+	"slices"
 	"strconv"
+	"strings"
 	"sync/atomic"
 	"time"
 
@@ -12,6 +14,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/metric"
+	"github.com/isthmus-net/isthmus/manager/controllers"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/replication"
 	"github.com/isthmus-net/isthmus/manager/services"
@@ -20,23 +23,26 @@ import (
 var families metric.Catalogue
 
 // Families are the manager's own metrics, by name.
-func Families() []*metric.Family { return families.Families() }
+func Families() []*metric.Family {
+	all := append(families.Families(), controllers.Families()...)
+	slices.SortFunc(all, func(a, b *metric.Family) int { return strings.Compare(a.Name, b.Name) })
+	return all
+}
 
 var (
-	familyPeering    = families.Gauge("manager_peering_ready", "1 if the Peering is Ready, else 0; reason is that of the condition.", "peering", "peer", "reason")
-	familyQuantum    = families.Gauge("manager_peering_post_quantum", "1 if all sessions with the peer have a preshared key by ML-KEM-768, else 0; required is true if spec.postQuantum is Required. No series while this is unknown.", "peering", "peer", "required")
-	familyExpiry     = families.Gauge("manager_identity_expiry_timestamp_seconds", "When the identity at the peer expires. Only of the active manager; no series if it does not expire.", "peer")
-	familyRenewal    = families.Gauge("manager_identity_renewal_timestamp_seconds", "When the manager begins to renew the token of the identity at the peer: after a tenth of its lifetime. No series for a certificate.", "peer")
-	familyReconciled = families.Gauge("manager_reconcile_success_timestamp_seconds", "When a controller last completed a reconciliation; no series before the first time.", "controller")
-	familyAddresses  = families.Gauge("ipam_addresses", "Addresses of a pool for peers' networks, used and free; our own networks count as used.", "pool", "state")
-	familyLeft       = families.Gauge("ipam_peers_left", "Number of further peers, with networks as large as ours, for which the pools have room; 0 while ours are unknown.")
-	familyExpired    = families.Counter("ipam_mappings_expired_total", "Mappings that ended because the Pod, node, Service or peer behind them was gone.")
-	familyShared     = families.Gauge("services_exported", "Services of this cluster with a valid ServiceExport. Only of the active manager, with --services.")
-	familyImported   = families.Gauge("services_imported", "Services of a peer that this cluster serves.", "peer")
-	familyEndpoints  = families.Gauge("services_imported_endpoints", "Endpoints of the imported services of a peer.", "peer")
-	familyRefused    = families.Gauge("services_refused", "Services that are refused in whole or in part; by: this cluster or the peer.", "peer", "by")
-	familyBehind     = families.Gauge("services_behind_seconds", "How long the peer has lacked the current version of exported services; 0: it has them.", "peer")
-	familyLate       = families.Gauge("manager_nodes_not_refusing", "Nodes that did not report in time that they refuse the networks of peers, and have reported nothing since. Only of the active manager.")
+	familyPeering   = families.Gauge("manager_peering_ready", "1 if the Peering is Ready, else 0; reason is that of the condition.", "peering", "peer", "reason")
+	familyQuantum   = families.Gauge("manager_peering_post_quantum", "1 if all sessions with the peer have a preshared key by ML-KEM-768, else 0; required is true if spec.postQuantum is Required. No series while this is unknown.", "peering", "peer", "required")
+	familyExpiry    = families.Gauge("manager_identity_expiry_timestamp_seconds", "When the identity at the peer expires. Only of the active manager; no series if it does not expire.", "peer")
+	familyRenewal   = families.Gauge("manager_identity_renewal_timestamp_seconds", "When the manager begins to renew the token of the identity at the peer: after a tenth of its lifetime. No series for a certificate.", "peer")
+	familyAddresses = families.Gauge("ipam_addresses", "Addresses of a pool for peers' networks, used and free; our own networks count as used.", "pool", "state")
+	familyLeft      = families.Gauge("ipam_peers_left", "Number of further peers, with networks as large as ours, for which the pools have room; 0 while ours are unknown.")
+	familyExpired   = families.Counter("ipam_mappings_expired_total", "Mappings that ended because the Pod, node, Service or peer behind them was gone.")
+	familyShared    = families.Gauge("services_exported", "Services of this cluster with a valid ServiceExport. Only of the active manager, with --services.")
+	familyImported  = families.Gauge("services_imported", "Services of a peer that this cluster serves.", "peer")
+	familyEndpoints = families.Gauge("services_imported_endpoints", "Endpoints of the imported services of a peer.", "peer")
+	familyRefused   = families.Gauge("services_refused", "Services that are refused in whole or in part; by: this cluster or the peer.", "peer", "by")
+	familyBehind    = families.Gauge("services_behind_seconds", "How long the peer has lacked the current version of exported services; 0: it has them.", "peer")
+	familyLate      = families.Gauge("manager_nodes_not_refusing", "Nodes that did not report in time that they refuse the networks of peers, and have reported nothing since. Only of the active manager.")
 )
 
 // collector reads the manager's own series from where they are when somebody asks, so that those of
@@ -56,7 +62,10 @@ type leading struct {
 }
 
 // Describe says which series there may be.
-func (c *collector) Describe(out chan<- *prometheus.Desc) { families.Describe(out) }
+func (c *collector) Describe(out chan<- *prometheus.Desc) {
+	families.Describe(out)
+	controllers.Reconciled.Describe(out)
+}
 
 // Collect sends the series.
 func (c *collector) Collect(out chan<- prometheus.Metric) {
@@ -110,7 +119,7 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 			out <- familyBehind.Sample(behind, id)
 		}
 	}
-	reconciled.Collect(out)
+	controllers.Reconciled.Collect(out)
 	state := c.store.State()
 	out <- familyLeft.Sample(state.Left())
 	for _, u := range state.Usage() {

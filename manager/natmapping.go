@@ -20,6 +20,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/source"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/manager/controllers"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 )
 
@@ -38,7 +39,7 @@ type NatMappingReconciler struct {
 // the API. The indexes have to be there.
 func (r *NatMappingReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	return ctrl.NewControllerManagedBy(mgr).Named("natmapping").
-		WithOptions(controller.Options{MaxConcurrentReconciles: workers}).
+		WithOptions(controller.Options{MaxConcurrentReconciles: controllers.Workers}).
 		Watches(&v1alpha1.NatMapping{}, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
 			return mappedFor(append(valueOf(o, v1alpha1.LabelClusterID), o.(*v1alpha1.NatMapping).Spec.ClusterID)...)
 		})).
@@ -49,7 +50,7 @@ func (r *NatMappingReconciler) SetupWithManager(mgr ctrl.Manager) error {
 			}
 			return nil
 		})).
-		Complete(noted("natmapping", r))
+		Complete(controllers.Noted("natmapping", r))
 }
 
 // changed names the peer that an event of the IPAM state is about; all when it names none.
@@ -70,7 +71,7 @@ func (r *NatMappingReconciler) changed(ctx context.Context, o client.Object) []r
 
 func mappedFor(ids ...string) (all []reconcile.Request) {
 	for _, id := range ids {
-		all = append(all, requestFor(id))
+		all = append(all, controllers.RequestFor(id))
 	}
 	return all
 }
@@ -80,7 +81,7 @@ func (r *NatMappingReconciler) Reconcile(ctx context.Context, req ctrl.Request) 
 	err := r.reconcile(ctx, req.Name)
 	switch {
 	case apierrors.IsConflict(err), apierrors.IsAlreadyExists(err):
-		return ctrl.Result{RequeueAfter: soon}, nil // the cache is behind
+		return ctrl.Result{RequeueAfter: controllers.Soon}, nil // the cache is behind
 	case apierrors.IsInvalid(err):
 		return ctrl.Result{}, reconcile.TerminalError(fmt.Errorf("NatMapping of %s: %w", req.Name, err))
 	case err != nil:
@@ -184,6 +185,6 @@ func natMappingsOf(ctx context.Context, reader client.Reader, id string) ([]v1al
 		return nm.Name != natMappingName(id) && slices.ContainsFunc(append(valueOf(&nm, v1alpha1.LabelClusterID), nm.Spec.ClusterID),
 			func(other string) bool { return nm.Name == natMappingName(other) })
 	})
-	slices.SortFunc(list.Items, func(a, b v1alpha1.NatMapping) int { return compareAge(&a, &b) })
+	slices.SortFunc(list.Items, func(a, b v1alpha1.NatMapping) int { return controllers.CompareAge(&a, &b) })
 	return list.Items, nil
 }

@@ -30,6 +30,8 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/controllers"
+	"github.com/isthmus-net/isthmus/manager/peers"
 	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
@@ -37,7 +39,7 @@ import (
 // the peer about its network: the original. Requests are named by the cluster ID of the peer.
 type NetworkConfigReconciler struct {
 	Client client.Client
-	Peers  Peers
+	Peers  peers.Peers
 	Facts  FactsReader
 	// FactsChanged gets a value after every change of the Facts.
 	FactsChanged <-chan event.GenericEvent
@@ -53,15 +55,15 @@ type NetworkConfigReconciler struct {
 // when the Facts changed.
 func (r *NetworkConfigReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	b := ctrl.NewControllerManagedBy(mgr).Named("networkconfig").
-		WithOptions(controller.Options{MaxConcurrentReconciles: workers}).
+		WithOptions(controller.Options{MaxConcurrentReconciles: controllers.Workers}).
 		Watches(&v1alpha1.NetworkConfig{}, handler.EnqueueRequestsFromMapFunc(r.peerOf)).
 		Watches(&v1alpha1.TunnelEndpoint{}, handler.EnqueueRequestsFromMapFunc(r.peerOf), builder.WithPredicates(presharedChanged)).
 		WatchesMetadata(&corev1.Namespace{}, handler.EnqueueRequestsFromMapFunc(r.peerIn)).
 		WatchesRawSource(r.again.Source()).
 		WatchesRawSource(source.Channel(r.FactsChanged, handler.EnqueueRequestsFromMapFunc(r.everyPeer)))
-	return r.Peers.watch(b, func(p Peer) []reconcile.Request {
-		return []reconcile.Request{requestFor(p.Cluster.ClusterID)}
-	}).Complete(noted("networkconfig", r))
+	return r.Peers.Watch(b, func(p peers.Peer) []reconcile.Request {
+		return []reconcile.Request{controllers.RequestFor(p.Cluster.ClusterID)}
+	}).Complete(controllers.Noted("networkconfig", r))
 }
 
 // peerOf names the peer that a NetworkConfig belongs to, by where it lies: its labels are what
@@ -84,7 +86,7 @@ func (r *NetworkConfigReconciler) peerAt(ctx context.Context, namespace string) 
 	if err != nil {
 		return nil
 	}
-	return []reconcile.Request{requestFor(peer.Cluster.ClusterID)}
+	return []reconcile.Request{controllers.RequestFor(peer.Cluster.ClusterID)}
 }
 
 func (r *NetworkConfigReconciler) everyPeer(ctx context.Context, _ client.Object) (all []reconcile.Request) {
@@ -93,7 +95,7 @@ func (r *NetworkConfigReconciler) everyPeer(ctx context.Context, _ client.Object
 		r.Log.Error("cannot list the peers; new networks of this cluster wait for the next event", "error", err)
 	}
 	for _, peer := range peers {
-		all = append(all, requestFor(peer.Cluster.ClusterID))
+		all = append(all, controllers.RequestFor(peer.Cluster.ClusterID))
 	}
 	return all
 }
@@ -101,7 +103,7 @@ func (r *NetworkConfigReconciler) everyPeer(ctx context.Context, _ client.Object
 // Reconcile makes, corrects or deletes the original for the peer.
 func (r *NetworkConfigReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
 	peer, err := r.Peers.ByID(ctx, req.Name)
-	if errors.Is(err, ErrNoPeer) {
+	if errors.Is(err, peers.ErrNoPeer) {
 		r.proofs.Delete(req.Name)
 		return ctrl.Result{}, r.Keys.Forget(ctx, req.Name) // all else that was made for it had an owner or a finalizer
 	}
@@ -121,11 +123,11 @@ func (r *NetworkConfigReconciler) Reconcile(ctx context.Context, req ctrl.Reques
 	case err != nil:
 	case peer.Leaving && !peer.Draining && current != nil:
 		err = r.remove(ctx, current)
-	case peer.begun():
+	case peer.Begun():
 		err = r.publish(ctx, peer, current)
 	}
 	if apierrors.IsAlreadyExists(err) || apierrors.IsConflict(err) {
-		return ctrl.Result{RequeueAfter: soon}, nil // the cache is behind
+		return ctrl.Result{RequeueAfter: controllers.Soon}, nil // the cache is behind
 	}
 	if err != nil {
 		return ctrl.Result{}, fmt.Errorf("peer %s: NetworkConfig %s/%s: %w", req.Name, peer.LocalNamespace, peer.Cluster.UniqueName(), err)
@@ -137,7 +139,7 @@ func (r *NetworkConfigReconciler) Reconcile(ctx context.Context, req ctrl.Reques
 // whatever else of the peering is being deleted. Who cannot vouch for the one who is to remove a
 // finalizer cannot wait for it: a peer that once could write here would hold up the end of the
 // peering.
-func (r *NetworkConfigReconciler) free(ctx context.Context, peer Peer, original *v1alpha1.NetworkConfig) error {
+func (r *NetworkConfigReconciler) free(ctx context.Context, peer peers.Peer, original *v1alpha1.NetworkConfig) error {
 	var copies v1alpha1.NetworkConfigList
 	if err := r.Client.List(ctx, &copies, client.InNamespace(peer.LocalNamespace), client.Limit(maxRefused),
 		client.MatchingLabels{v1alpha1.LabelOriginID: peer.Cluster.ClusterID}); err != nil {
@@ -176,7 +178,7 @@ func foreignFinalizer(name string) bool {
 
 // originals returns the original for the peer, nil when there is none, and others that call
 // themselves that. Its name is fixed, so that the copy's is.
-func (r *NetworkConfigReconciler) originals(ctx context.Context, peer Peer) (current *v1alpha1.NetworkConfig, others []v1alpha1.NetworkConfig, err error) {
+func (r *NetworkConfigReconciler) originals(ctx context.Context, peer peers.Peer) (current *v1alpha1.NetworkConfig, others []v1alpha1.NetworkConfig, err error) {
 	current = new(v1alpha1.NetworkConfig)
 	name := types.NamespacedName{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}
 	switch err := r.Client.Get(ctx, name, current); {
@@ -196,7 +198,7 @@ func (r *NetworkConfigReconciler) originals(ctx context.Context, peer Peer) (cur
 }
 
 // publish writes what the peer is to know, if it is known and not there yet.
-func (r *NetworkConfigReconciler) publish(ctx context.Context, peer Peer, current *v1alpha1.NetworkConfig) error {
+func (r *NetworkConfigReconciler) publish(ctx context.Context, peer peers.Peer, current *v1alpha1.NetworkConfig) error {
 	switch {
 	case current == nil:
 	case !current.DeletionTimestamp.IsZero(), notOurs(current, peer) != "":
@@ -220,7 +222,7 @@ func (r *NetworkConfigReconciler) publish(ctx context.Context, peer Peer, curren
 }
 
 // publishSpec makes the original be what the peer is to know.
-func (r *NetworkConfigReconciler) publishSpec(ctx context.Context, peer Peer, current *v1alpha1.NetworkConfig, spec v1alpha1.NetworkConfigSpec) error {
+func (r *NetworkConfigReconciler) publishSpec(ctx context.Context, peer peers.Peer, current *v1alpha1.NetworkConfig, spec v1alpha1.NetworkConfigSpec) error {
 	if current != nil {
 		want := current.DeepCopy()
 		if err := shape(want, peer, spec, r.Client.Scheme()); err != nil {
@@ -244,7 +246,7 @@ func (r *NetworkConfigReconciler) publishSpec(ctx context.Context, peer Peer, cu
 		}
 		return err
 	}
-	if problem, err := namespaceProblem(ctx, r.Client, peer.LocalNamespace); problem != "" || err != nil {
+	if problem, err := peers.NamespaceProblem(ctx, r.Client, peer.LocalNamespace); problem != "" || err != nil {
 		return err
 	}
 	want := &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}}
@@ -275,9 +277,9 @@ func (r *NetworkConfigReconciler) withdraw(ctx context.Context, current *v1alpha
 
 // originalFor returns our NetworkConfig for a peer without an answer to our former networks; nil when there is none.
 // problem says why the object with its name is not ours, or is "".
-func originalFor(ctx context.Context, reader client.Reader, peer Peer) (nc *v1alpha1.NetworkConfig, problem string, err error) {
+func originalFor(ctx context.Context, reader client.Reader, peer peers.Peer) (nc *v1alpha1.NetworkConfig, problem string, err error) {
 	name := types.NamespacedName{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}
-	if nc, err = found(ctx, reader, name, new(v1alpha1.NetworkConfig)); nc == nil || err != nil {
+	if nc, err = controllers.Found(ctx, reader, name, new(v1alpha1.NetworkConfig)); nc == nil || err != nil {
 		return nil, "", err
 	}
 	if problem = notOurs(nc, peer); problem != "" {
@@ -297,7 +299,7 @@ func believed(nc *v1alpha1.NetworkConfig) *v1alpha1.NetworkConfig {
 }
 
 // shape gives nc what an original for the peer has, and leaves the rest.
-func shape(nc *v1alpha1.NetworkConfig, peer Peer, spec v1alpha1.NetworkConfigSpec, scheme *runtime.Scheme) error {
+func shape(nc *v1alpha1.NetworkConfig, peer peers.Peer, spec v1alpha1.NetworkConfigSpec, scheme *runtime.Scheme) error {
 	nc.Spec = spec
 	if nc.Labels == nil {
 		nc.Labels = make(map[string]string)
@@ -318,7 +320,7 @@ func shape(nc *v1alpha1.NetworkConfig, peer Peer, spec v1alpha1.NetworkConfigSpe
 
 // notOurs says why the object with the name of our original is not that, or "". The peer may create
 // objects in its tenant namespace, also of that name.
-func notOurs(nc *v1alpha1.NetworkConfig, peer Peer) string {
+func notOurs(nc *v1alpha1.NetworkConfig, peer peers.Peer) string {
 	if origin, ok := nc.Labels[v1alpha1.LabelOriginID]; ok && !metav1.IsControlledBy(nc, peer.Owner) {
 		return fmt.Sprintf("NetworkConfig %s/%s has the name of ours, but comes from cluster %q (label %s); delete it",
 			nc.Namespace, nc.Name, origin, v1alpha1.LabelOriginID)
@@ -335,7 +337,7 @@ func (r *NetworkConfigReconciler) remove(ctx context.Context, nc *v1alpha1.Netwo
 
 // networkConfigFor decides what the peer is told about this cluster. The problems are sentences
 // that say what keeps us from telling it anything.
-func networkConfigFor(f Facts, p Peer) (spec v1alpha1.NetworkConfigSpec, problems []string) {
+func networkConfigFor(f Facts, p peers.Peer) (spec v1alpha1.NetworkConfigSpec, problems []string) {
 	endpoint, port := f.Endpoint, f.Port
 	if p.Overrides.Address != nil {
 		endpoint = *p.Overrides.Address

@@ -18,6 +18,8 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/keyring"
+	"github.com/isthmus-net/isthmus/manager/controllers"
+	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
 func TestNetworkConfigSaysTheFactsUnlessThePeeringOverridesThem(t *testing.T) {
@@ -58,7 +60,7 @@ func TestNetworkConfigSaysTheFactsUnlessThePeeringOverridesThem(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			facts := all
 			c.change(&facts)
-			spec, problems := networkConfigFor(facts, Peer{Cluster: bravo, Overrides: c.overrides})
+			spec, problems := networkConfigFor(facts, peers.Peer{Cluster: bravo, Overrides: c.overrides})
 			if text := strings.Join(problems, "\n"); (text == "") != (c.problem == "") || !strings.Contains(text, c.problem) {
 				t.Fatalf("problems %q, want %q", text, c.problem)
 			}
@@ -142,7 +144,7 @@ func TestNetworkConfigEditedByHandIsPutRight(t *testing.T) {
 	second.ObjectMeta = metav1.ObjectMeta{Namespace: p.ns, Name: "aaa-first-in-the-alphabet", Labels: second.Labels}
 	w.create(second)
 	w.until("a second one is deleted", func() bool {
-		nc, err := found(w.ctx, w.api(), client.ObjectKeyFromObject(second), new(v1alpha1.NetworkConfig))
+		nc, err := controllers.Found(w.ctx, w.api(), client.ObjectKeyFromObject(second), new(v1alpha1.NetworkConfig))
 		w.ok(err)
 		return nc == nil
 	})

@@ -16,6 +16,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
 func TestAPeerChangesAFewTimesAtOnceAndThenOnceAMinute(t *testing.T) {
@@ -101,7 +102,7 @@ func TestAPeerThatFlipsItsEndpointIsFollowedOnceASecond(t *testing.T) {
 // pacing is a reconciler that a test calls itself.
 func (a *answering) pacing() *TunnelEndpointReconciler {
 	return &TunnelEndpointReconciler{
-		Client: a.mgr.GetClient(), Peers: Peers{Reader: a.mgr.GetCache(), Self: a.self.ClusterID}, Store: a.store, Log: slog.New(slog.DiscardHandler),
+		Client: a.mgr.GetClient(), Peers: peers.Peers{Reader: a.mgr.GetCache(), Self: a.self.ClusterID}, Store: a.store, Log: slog.New(slog.DiscardHandler),
 		answers: pace{every: answerEvery}, gateways: pace{every: gatewayEvery},
 	}
 }

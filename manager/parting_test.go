@@ -13,6 +13,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/manager/controllers"
 	"github.com/isthmus-net/isthmus/manager/replication"
 )
 
@@ -64,7 +65,7 @@ func TestACopyThatThePeerWantsToKeepGoesWhenItIsDeleted(t *testing.T) {
 	})
 	w.ok(w.api().Delete(w.ctx, theirs))
 	w.until("the copy is gone", func() bool {
-		nc, err := found(w.ctx, w.api(), client.ObjectKeyFromObject(theirs), new(v1alpha1.NetworkConfig))
+		nc, err := controllers.Found(w.ctx, w.api(), client.ObjectKeyFromObject(theirs), new(v1alpha1.NetworkConfig))
 		w.ok(err)
 		return nc == nil
 	})
@@ -77,7 +78,7 @@ func TestATenantNamespaceThatSomebodyDeletesFinishes(t *testing.T) {
 	p.join()
 	w.ok(w.api().Delete(w.ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: p.ns}}))
 	w.until("the namespace is gone", func() bool {
-		ns, err := found(w.ctx, w.api(), types.NamespacedName{Name: p.ns}, new(corev1.Namespace))
+		ns, err := controllers.Found(w.ctx, w.api(), types.NamespacedName{Name: p.ns}, new(corev1.Namespace))
 		w.ok(err)
 		return ns == nil
 	})
@@ -113,7 +114,7 @@ func TestAManagerThatStartsLetsGoWhatHoldsDeletedDefinitions(t *testing.T) {
 	b.manage()
 	for _, d := range definitions {
 		b.until(d.Name+" is gone", func() bool {
-			crd, err := found(b.ctx, b.api(), client.ObjectKeyFromObject(d), new(apiextensions.CustomResourceDefinition))
+			crd, err := controllers.Found(b.ctx, b.api(), client.ObjectKeyFromObject(d), new(apiextensions.CustomResourceDefinition))
 			b.ok(err)
 			return crd == nil
 		})

@@ -26,7 +26,9 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/manager/controllers"
 	"github.com/isthmus-net/isthmus/manager/ipam"
+	"github.com/isthmus-net/isthmus/manager/peers"
 	"github.com/isthmus-net/isthmus/manager/replication"
 	"github.com/isthmus-net/isthmus/manager/services"
 )
@@ -46,7 +48,7 @@ type stateStore interface {
 // peer, networks of the IPAM, finalizer.
 type PeeringReconciler struct {
 	Client client.Client
-	Peers  Peers
+	Peers  peers.Peers
 	Facts  FactsReader
 	Store  stateStore
 	// Replicator knows how far our NetworkConfigs have come; see replication.Replicator.
@@ -71,7 +73,7 @@ type PeeringReconciler struct {
 // SetupWithManager makes mgr call Reconcile for each Peering that something happened to.
 func (r *PeeringReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	inNamespace := handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
-		return r.peerings(ctx, client.MatchingFields{indexTenantNamespace: o.GetNamespace()})
+		return r.peerings(ctx, client.MatchingFields{peers.IndexTenantNamespace: o.GetNamespace()})
 	})
 	everyPeering := handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, _ client.Object) []reconcile.Request {
 		return r.peerings(ctx)
@@ -81,24 +83,24 @@ func (r *PeeringReconciler) SetupWithManager(mgr ctrl.Manager) error {
 		b = b.WatchesRawSource(r.Services.Imported().Source())
 	}
 	return b.
-		WithOptions(controller.Options{MaxConcurrentReconciles: workers}).
+		WithOptions(controller.Options{MaxConcurrentReconciles: controllers.Workers}).
 		Watches(&isthmus.Peering{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) (all []reconcile.Request) {
-			for _, peering := range r.Peers.neighbours(ctx, o.(*isthmus.Peering)) {
-				all = append(all, requestFor(peering.Name))
+			for _, peering := range r.Peers.Neighbours(ctx, o.(*isthmus.Peering)) {
+				all = append(all, controllers.RequestFor(peering.Name))
 			}
 			return all
 		})). // also after our own writes: a status that was compared with an old one has to be compared again
 		Watches(&v1alpha1.NetworkConfig{}, inNamespace).
 		Watches(&v1alpha1.TunnelEndpoint{}, inNamespace).
 		WatchesMetadata(&corev1.Namespace{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
-			return r.peerings(ctx, client.MatchingFields{indexTenantNamespace: o.GetName()})
+			return r.peerings(ctx, client.MatchingFields{peers.IndexTenantNamespace: o.GetName()})
 		})).
 		WatchesRawSource(source.Channel(r.PeerChanged, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
-			return r.peerings(ctx, client.MatchingFields{indexClusterID: o.GetName()})
+			return r.peerings(ctx, client.MatchingFields{peers.IndexClusterID: o.GetName()})
 		}))).
 		WatchesRawSource(source.Channel(r.FactsChanged, everyPeering)).
 		WatchesRawSource(source.Channel(r.Liveness.Changed(), everyPeering)).
-		Complete(noted("peering", r))
+		Complete(controllers.Noted("peering", r))
 }
 
 func (r *PeeringReconciler) peerings(ctx context.Context, which ...client.ListOption) (all []reconcile.Request) {
@@ -107,7 +109,7 @@ func (r *PeeringReconciler) peerings(ctx context.Context, which ...client.ListOp
 		r.Log.Error("cannot list Peerings; a change waits for the next event", "error", err)
 	}
 	for i := range list.Items {
-		all = append(all, requestFor(list.Items[i].Name))
+		all = append(all, controllers.RequestFor(list.Items[i].Name))
 	}
 	return all
 }
@@ -117,7 +119,7 @@ func (r *PeeringReconciler) peerings(ctx context.Context, which ...client.ListOp
 func (r *PeeringReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
 	after, err := r.reconcile(ctx, req.Name)
 	if apierrors.IsConflict(err) {
-		return ctrl.Result{RequeueAfter: soon}, nil // the cache is behind
+		return ctrl.Result{RequeueAfter: controllers.Soon}, nil // the cache is behind
 	}
 	if err != nil {
 		return ctrl.Result{}, fmt.Errorf("peering %s: %w", req.Name, err)
@@ -155,8 +157,8 @@ func (r *PeeringReconciler) reconcile(ctx context.Context, name string) (after t
 			if done || err != nil {
 				return 0, err
 			}
-			if peer := peerFrom(&peering); peer.InBand {
-				after = peer.inBandLeft(time.Now())
+			if peer := peers.From(&peering); peer.InBand {
+				after = peer.InBandLeft(time.Now())
 			}
 		}
 	} else if err := r.force(ctx, &state, time.Now()); err != nil {
@@ -166,9 +168,9 @@ func (r *PeeringReconciler) reconcile(ctx context.Context, name string) (after t
 }
 
 func (r *PeeringReconciler) gather(ctx context.Context, peering *isthmus.Peering) (s peeringState, err error) {
-	peer := peerFrom(peering)
+	peer := peers.From(peering)
 	s = peeringState{peering: peering, identity: unknown, published: unknown, silent: r.Liveness.Silent()}
-	if s.conflict, err = r.Peers.conflict(ctx, peering); s.conflict != "" || err != nil {
+	if s.conflict, err = r.Peers.Conflict(ctx, peering); s.conflict != "" || err != nil {
 		return s, err
 	}
 	facts, err := r.Facts.Facts(ctx)
@@ -184,12 +186,12 @@ func (r *PeeringReconciler) gather(ctx context.Context, peering *isthmus.Peering
 		}
 		s.overlaps = append(s.overlaps, text)
 	}
-	if problem, err := namespaceProblem(ctx, r.Client, peer.LocalNamespace); err != nil {
+	if problem, err := peers.NamespaceProblem(ctx, r.Client, peer.LocalNamespace); err != nil {
 		return s, err
 	} else if problem != "" {
 		s.tenant, s.lacking = problem, append([]string{problem}, s.lacking...)
 	}
-	if s.ending, err = namespaceEnding(ctx, r.Client, peer.LocalNamespace); err != nil {
+	if s.ending, err = peers.NamespaceEnding(ctx, r.Client, peer.LocalNamespace); err != nil {
 		return s, err
 	}
 	name := types.NamespacedName{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}
@@ -200,7 +202,7 @@ func (r *PeeringReconciler) gather(ctx context.Context, peering *isthmus.Peering
 	if s.original = original; problem != "" {
 		s.lacking = append(s.lacking, problem)
 	}
-	if s.endpoint, err = found(ctx, r.Client, name, new(v1alpha1.TunnelEndpoint)); err != nil {
+	if s.endpoint, err = controllers.Found(ctx, r.Client, name, new(v1alpha1.TunnelEndpoint)); err != nil {
 		return s, err
 	}
 	var copies v1alpha1.NetworkConfigList
@@ -237,8 +239,8 @@ func told(peering *isthmus.Peering, condition string) verdict {
 // left. The NetworkConfig is deleted by its own reconciler.
 func (r *PeeringReconciler) leave(ctx context.Context, s *peeringState) (done bool, err error) {
 	if s.conflict == "" {
-		peer, began := peerFrom(s.peering), time.Now()
-		still := peer.needsTunnel(s.original, began)
+		peer, began := peers.From(s.peering), time.Now()
+		still := peer.NeedsTunnel(s.original, began)
 		if s.endpoint != nil && s.endpoint.DeletionTimestamp.IsZero() && still == 0 {
 			if err := r.Client.Delete(ctx, s.endpoint, client.Preconditions{UID: &s.endpoint.UID}); client.IgnoreNotFound(err) != nil {
 				return false, fmt.Errorf("TunnelEndpoint %s/%s: %w", s.endpoint.Namespace, s.endpoint.Name, err)
@@ -277,7 +279,7 @@ func (r *PeeringReconciler) leave(ctx context.Context, s *peeringState) (done bo
 
 // deleteCopies deletes what a peer that is left in band has here. Its manager is not let through any more, and may be
 // taking leave itself.
-func (r *PeeringReconciler) deleteCopies(ctx context.Context, peer Peer) error {
+func (r *PeeringReconciler) deleteCopies(ctx context.Context, peer peers.Peer) error {
 	copies, err := copiesOf(ctx, r.Client, peer.LocalNamespace, peer.Cluster.ClusterID)
 	if err != nil {
 		return err
@@ -300,13 +302,13 @@ func (r *PeeringReconciler) force(ctx context.Context, s *peeringState, now time
 	}
 	const unpeeringForced = "un-peering was forced"
 	var why string
-	switch peer := peerFrom(s.peering); {
+	switch peer := peers.From(s.peering); {
 	case peer.Leaving && peer.Forced:
 		why = unpeeringForced
 	case s.ending:
 		why = "namespace " + nc.Namespace + " is being deleted, and our identity at the peer with it"
-	case peer.abandoned(now):
-		why = fmt.Sprintf("the peer's API server is reached through the tunnel alone, which closes %v after the Peering was deleted", inBandPatience)
+	case peer.Abandoned(now):
+		why = fmt.Sprintf("the peer's API server is reached through the tunnel alone, which closes %v after the Peering was deleted", peers.InBandPatience)
 	default:
 		return nil
 	}
@@ -337,7 +339,7 @@ func (s *peeringState) peerSays() string {
 // waitingFor says what has to be gone before a Peering can go, or "".
 func waitingFor(s peeringState, now time.Time) string {
 	var all []string
-	peer := peerFrom(s.peering)
+	peer := peers.From(s.peering)
 	if te := s.endpoint; te != nil {
 		what := fmt.Sprintf("TunnelEndpoint %s/%s to be deleted", te.Namespace, te.Name)
 		if len(te.Finalizers) > 0 {
@@ -350,14 +352,14 @@ func waitingFor(s peeringState, now time.Time) string {
 	case controllerutil.ContainsFinalizer(nc, v1alpha1.FinalizerReplicator):
 		ends := ""
 		if peer.InBand {
-			ends = fmt.Sprintf(", and so does the end of the tunnel at %s", peer.Left.Add(inBandPatience).UTC().Format(time.TimeOnly+"Z"))
+			ends = fmt.Sprintf(", and so does the end of the tunnel at %s", peer.Left.Add(peers.InBandPatience).UTC().Format(time.TimeOnly+"Z"))
 		}
 		all = append(all, fmt.Sprintf("the peer's API server to delete NetworkConfig %s/%s there (%s); the annotation %s=true ends the wait and leaves it there%s",
 			s.peering.Spec.TenantNamespace.Remote, nc.Name, s.peerSays(), isthmus.AnnotationForce, ends))
 	default:
 		all = append(all, fmt.Sprintf("NetworkConfig %s/%s to be deleted", nc.Namespace, nc.Name))
 	}
-	if s.services.left && !peer.abandoned(now) && !s.ending {
+	if s.services.left && !peer.Abandoned(now) && !s.ending {
 		all = append(all, fmt.Sprintf("the peer's API server to delete our PeerServices in namespace %s there", s.peering.Spec.TenantNamespace.Remote))
 	}
 	return strings.Join(all, "; ")

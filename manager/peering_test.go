@@ -15,6 +15,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/manager/controllers"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/replication"
 )
@@ -25,7 +26,7 @@ func (r *remote) delete() {
 }
 
 func (r *remote) gone() bool {
-	p, err := found(r.w.ctx, r.w.api(), types.NamespacedName{Name: r.peering.Name}, new(isthmus.Peering))
+	p, err := controllers.Found(r.w.ctx, r.w.api(), types.NamespacedName{Name: r.peering.Name}, new(isthmus.Peering))
 	r.w.ok(err)
 	return p == nil
 }

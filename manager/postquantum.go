@@ -6,6 +6,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/postquantum"
+	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
 // keyState is the state of the preshared key in a Peering.
@@ -16,7 +17,7 @@ type keyState struct {
 	problem  error // why nothing is stored
 }
 
-func (r *PeeringReconciler) gatherKey(ctx context.Context, s *peeringState, peer Peer) {
+func (r *PeeringReconciler) gatherKey(ctx context.Context, s *peeringState, peer peers.Peer) {
 	s.key.required = peer.KeyRequired
 	if r.Keys == nil || s.original == nil {
 		return

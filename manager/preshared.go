@@ -23,6 +23,8 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/postquantum"
+	"github.com/isthmus-net/isthmus/manager/controllers"
+	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
 const (
@@ -51,7 +53,7 @@ type KeyStore struct {
 	Client    client.Client // with a field owner
 	Direct    client.Reader // not cached
 	Namespace string
-	Peers     Peers
+	Peers     peers.Peers
 	Log       *slog.Logger
 
 	writing sync.Mutex // held while the Secret is read or written
@@ -99,7 +101,7 @@ func (k *KeyStore) check(ctx context.Context) {
 	ids := slices.Collect(maps.Keys(k.states))
 	k.mu.Unlock()
 	for _, id := range ids {
-		if _, err := k.Peers.ByID(ctx, id); errors.Is(err, ErrNoPeer) {
+		if _, err := k.Peers.ByID(ctx, id); errors.Is(err, peers.ErrNoPeer) {
 			err = k.put(ctx, id, nil)
 			if err != nil {
 				k.Log.Warn("cannot erase the preshared key of a former peer", "peer", id, "error", err)
@@ -300,7 +302,7 @@ func (k *KeyStore) write(ctx context.Context, states map[string][]byte) error {
 // agree moves the exchange with a peer on, stores where it stands, and puts into spec what the peer has to
 // know of it. With an error it leaves in spec what is published already: a Secret that cannot be written
 // keeps nothing else from the peer.
-func (r *NetworkConfigReconciler) agree(ctx context.Context, peer Peer, current *v1alpha1.NetworkConfig, spec *v1alpha1.NetworkConfigSpec) error {
+func (r *NetworkConfigReconciler) agree(ctx context.Context, peer peers.Peer, current *v1alpha1.NetworkConfig, spec *v1alpha1.NetworkConfigSpec) error {
 	if r.Keys == nil || !peer.Replicated() {
 		return nil
 	}
@@ -312,7 +314,7 @@ func (r *NetworkConfigReconciler) agree(ctx context.Context, peer Peer, current 
 	return err
 }
 
-func (r *NetworkConfigReconciler) step(ctx context.Context, peer Peer, spec *v1alpha1.NetworkConfigSpec) (postquantum.Words, error) {
+func (r *NetworkConfigReconciler) step(ctx context.Context, peer peers.Peer, spec *v1alpha1.NetworkConfigSpec) (postquantum.Words, error) {
 	id := peer.Cluster.ClusterID
 	state, err := r.Keys.State(ctx, id)
 	if err != nil {
@@ -334,7 +336,7 @@ func (r *NetworkConfigReconciler) step(ctx context.Context, peer Peer, spec *v1a
 		r.again.Add(reconcile.Request{NamespacedName: types.NamespacedName{Name: id}}, exchangePause)
 		return was.Words(), nil
 	}
-	te, err := found(ctx, r.Client, types.NamespacedName{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}, new(v1alpha1.TunnelEndpoint))
+	te, err := controllers.Found(ctx, r.Client, types.NamespacedName{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}, new(v1alpha1.TunnelEndpoint))
 	if err != nil {
 		return nil, err
 	}

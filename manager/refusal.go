@@ -15,6 +15,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/keyring"
 	"github.com/isthmus-net/isthmus/manager/ipam"
+	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
 // A refusal is told in one line: who asks for what, by which field of which object; what is in
@@ -209,7 +210,7 @@ func (s *peeringState) aboutPeer(v verdict) verdict {
 }
 
 // weigh finds out what the peer's claim means here.
-func (r *PeeringReconciler) weigh(ctx context.Context, s *peeringState, peer Peer) error {
+func (r *PeeringReconciler) weigh(ctx context.Context, s *peeringState, peer peers.Peer) error {
 	state := r.Store.State()
 	s.granted, _ = state.GrantOf(peer.Cluster.ClusterID)
 	if len(s.copies) != 1 {

@@ -20,6 +20,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/manager/controllers"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 	"github.com/isthmus-net/isthmus/manager/queue"
@@ -142,7 +143,7 @@ func (w *RefusalGate) Late() int {
 
 // SetupWithManager makes mgr call Reconcile soon after a node says that it refuses something else.
 func (w *RefusalGate) SetupWithManager(mgr ctrl.Manager) error {
-	soon := func(q requestQueue) { q.AddAfter(requestFor("refused"), refusalGap) }
+	soon := func(q requestQueue) { q.AddAfter(controllers.RequestFor("refused"), refusalGap) }
 	return ctrl.NewControllerManagedBy(mgr).Named("refusalgate").
 		Watches(&isthmus.NodeNetworks{}, handler.Funcs{
 			CreateFunc: func(_ context.Context, _ event.CreateEvent, q requestQueue) { soon(q) },
@@ -151,7 +152,7 @@ func (w *RefusalGate) SetupWithManager(mgr ctrl.Manager) error {
 		}, builder.WithPredicates(predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
 			return e.ObjectOld.(*isthmus.NodeNetworks).Spec.RefusedResourceVersion != e.ObjectNew.(*isthmus.NodeNetworks).Spec.RefusedResourceVersion
 		}})).
-		Complete(noted("refusalgate", w))
+		Complete(controllers.Noted("refusalgate", w))
 }
 
 // Reconcile reads the nodes' reports, and queues the requests that waited for them.

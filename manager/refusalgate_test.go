@@ -16,6 +16,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/controllers"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 	"github.com/isthmus-net/isthmus/manager/queue"
@@ -132,7 +133,7 @@ func TestNobodyIsToldOfANetworkThatIsNotWritten(t *testing.T) {
 			delete(w.said, "n1")
 		}
 		var q queue.Queue
-		if told := w.Refused("b", &q, requestFor("b")); told != step.told || (len(w.waiting) == 0) != step.told {
+		if told := w.Refused("b", &q, controllers.RequestFor("b")); told != step.told || (len(w.waiting) == 0) != step.told {
 			t.Errorf("version %d: told %v, %d wait", step.version, told, len(w.waiting))
 		}
 	}

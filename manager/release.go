@@ -19,6 +19,7 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
+	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
 // releaseInterval is the interval of the search for expired holds and for peers without objects.
@@ -33,7 +34,7 @@ const reasonReleased = "NetworksReleased"
 // are in the IPAM state, so a restart of the manager does not reset them.
 type releases struct {
 	Cache  client.Reader
-	Peers  Peers
+	Peers  peers.Peers
 	Store  *ipamstore.Store
 	Events events.EventRecorder
 	Log    *slog.Logger
@@ -90,7 +91,7 @@ func (r *releases) named(ctx context.Context) (map[string]bool, error) {
 		peerings  isthmus.PeeringList
 		configs   v1alpha1.NetworkConfigList
 		endpoints v1alpha1.TunnelEndpointList
-		foreign   ForeignClusterList
+		foreign   peers.ForeignClusterList
 	)
 	lists := []client.ObjectList{&peerings, &configs, &endpoints}
 	if r.Peers.ForeignClusters {

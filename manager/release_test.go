@@ -15,6 +15,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/manager/ipam"
+	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
 // endHolds lets the hold of released networks expire.
@@ -46,7 +47,7 @@ func TestNetworksOfAPeerThatVanishedAreReleased(t *testing.T) {
 	}
 	now := time.Date(2026, 11, 25, 12, 0, 0, 0, time.UTC)
 	a.store.WithClock(func(context.Context) (time.Time, error) { return now, nil })
-	r := &releases{Cache: a.mgr.GetCache(), Peers: Peers{Reader: a.mgr.GetCache(), Self: a.self.ClusterID}, Store: a.store, Events: a.events, Log: slog.New(slog.DiscardHandler)}
+	r := &releases{Cache: a.mgr.GetCache(), Peers: peers.Peers{Reader: a.mgr.GetCache(), Self: a.self.ClusterID}, Store: a.store, Events: a.events, Log: slog.New(slog.DiscardHandler)}
 	a.until("the cache has the Peering", func() bool {
 		named, err := r.named(a.ctx)
 		a.ok(err)

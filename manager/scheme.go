@@ -9,11 +9,12 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
 // newScheme knows all kinds that a manager reads or writes.
 func newScheme() (*runtime.Scheme, error) {
 	scheme := runtime.NewScheme()
-	addForeignClusters(scheme)
+	peers.AddForeignClusters(scheme)
 	return scheme, errors.Join(clientgoscheme.AddToScheme(scheme), isthmus.AddToScheme(scheme), v1alpha1.AddToScheme(scheme), mcs.Install(scheme))
 }

@@ -41,7 +41,7 @@ func (l *leader) shareServices(own FactsReader, replicator *replication.Replicat
 	peering.PeerChanged = forPeerings
 	c, err := services.New(services.Options{
 		Config: l.config, Client: l.client, Cache: l.mgr.GetCache(), Self: l.Cluster, Namespace: l.Namespace,
-		Peerings: l.peers.peerings,
+		Peerings: l.peers.Peerings,
 		Pods: func(ctx context.Context) (netip.Prefix, error) {
 			facts, err := own.Facts(ctx)
 			return facts.PodCIDR, err

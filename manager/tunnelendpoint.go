@@ -26,8 +26,10 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/controllers"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
+	"github.com/isthmus-net/isthmus/manager/peers"
 	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
@@ -39,7 +41,7 @@ import (
 // was. It goes when either side withdraws. Its status is the gateway's.
 type TunnelEndpointReconciler struct {
 	Client      client.Client
-	Peers       Peers
+	Peers       peers.Peers
 	Facts       FactsReader
 	Store       *ipamstore.Store
 	RefusalGate *RefusalGate
@@ -56,7 +58,7 @@ type TunnelEndpointReconciler struct {
 func (r *TunnelEndpointReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	r.answers.every, r.gateways.every = answerEvery, gatewayEvery
 	b := ctrl.NewControllerManagedBy(mgr).Named("tunnelendpoint").
-		WithOptions(controller.Options{MaxConcurrentReconciles: workers}).
+		WithOptions(controller.Options{MaxConcurrentReconciles: controllers.Workers}).
 		Watches(&v1alpha1.NetworkConfig{}, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
 			return exchangeOf(o, o.GetLabels()[v1alpha1.LabelOriginID], o.GetLabels()[v1alpha1.LabelRemoteID])
 		})).
@@ -76,7 +78,7 @@ func (r *TunnelEndpointReconciler) SetupWithManager(mgr ctrl.Manager) error {
 			}
 			return nil
 		})))
-	return r.Peers.watch(b, func(p Peer) []reconcile.Request { return []reconcile.Request{exchangeWith(p)} }).Complete(noted("tunnelendpoint", r))
+	return r.Peers.Watch(b, func(p peers.Peer) []reconcile.Request { return []reconcile.Request{exchangeWith(p)} }).Complete(controllers.Noted("tunnelendpoint", r))
 }
 
 // exchangesWith names the peer in every namespace where there is a NetworkConfig for it, also when
@@ -97,7 +99,7 @@ func (r *TunnelEndpointReconciler) Reconcile(ctx context.Context, req ctrl.Reque
 	after, err := r.reconcile(ctx, req)
 	switch {
 	case apierrors.IsConflict(err), apierrors.IsAlreadyExists(err):
-		return ctrl.Result{RequeueAfter: soon}, nil // the cache is behind
+		return ctrl.Result{RequeueAfter: controllers.Soon}, nil // the cache is behind
 	case apierrors.IsInvalid(err):
 		return ctrl.Result{}, reconcile.TerminalError(fmt.Errorf("exchange with %s in %s: %w", req.Name, req.Namespace, err))
 	case err != nil:
@@ -109,7 +111,7 @@ func (r *TunnelEndpointReconciler) Reconcile(ctx context.Context, req ctrl.Reque
 // An exchange is all that there is about one peer in one namespace.
 type exchange struct {
 	id        string
-	peer      Peer                      // zero unless wanted or leaving
+	peer      peers.Peer                // zero unless wanted or leaving
 	wanted    bool                      // the namespace is that of a peer which does not leave, or has not been drained yet
 	elsewhere bool                      // the cluster is a peer, but not in this namespace
 	originals []v1alpha1.NetworkConfig  // that call themselves ours; the right one first
@@ -121,7 +123,7 @@ func (r *TunnelEndpointReconciler) gather(ctx context.Context, req ctrl.Request)
 	x := &exchange{id: req.Name}
 	peer, err := r.Peers.ByID(ctx, x.id)
 	switch {
-	case errors.Is(err, ErrNoPeer):
+	case errors.Is(err, peers.ErrNoPeer):
 	case err != nil:
 		return nil, err
 	case peer.LocalNamespace != req.Namespace:
@@ -140,7 +142,7 @@ func (r *TunnelEndpointReconciler) gather(ctx context.Context, req ctrl.Request)
 				return compareBool(b.Name == right, a.Name == right)
 			}
 		}
-		return compareAge(&a, &b)
+		return controllers.CompareAge(&a, &b)
 	})
 	if x.copies, err = copiesOf(ctx, r.Client, req.Namespace, x.id); err != nil {
 		return nil, err
@@ -160,14 +162,14 @@ func (r *TunnelEndpointReconciler) reconcile(ctx context.Context, req ctrl.Reque
 		return 0, err
 	}
 	if !x.wanted {
-		if after = x.peer.needsTunnel(x.original(), time.Now()); after == 0 {
+		if after = x.peer.NeedsTunnel(x.original(), time.Now()); after == 0 {
 			return 0, r.end(ctx, x)
 		}
 	}
 	switch {
 	case x.peer.Leaving:
 		return after, r.shut(ctx, x)
-	case !x.peer.begun():
+	case !x.peer.Begun():
 		return 0, nil
 	}
 	return 0, r.join(ctx, x)
@@ -230,7 +232,7 @@ func (r *TunnelEndpointReconciler) release(ctx context.Context, x *exchange) (go
 		switch peer, err := r.Peers.ByID(ctx, x.id); {
 		case err == nil && !peer.Leaving:
 			return b, errWantedAgain
-		case err != nil && !errors.Is(err, ErrNoPeer):
+		case err != nil && !errors.Is(err, peers.ErrNoPeer):
 			return b, err
 		}
 		return b.Part(x.id, now), nil
@@ -370,7 +372,7 @@ func (r *TunnelEndpointReconciler) mapped(ctx context.Context, id string, origin
 	var was ipam.Grant
 	state, err := r.Store.Update(ctx, func(b ipam.State) (ipam.State, error) {
 		was = b.AnswerOf(id)
-		if peer, err := r.Peers.ByID(ctx, id); errors.Is(err, ErrNoPeer) || err == nil && peer.Leaving {
+		if peer, err := r.Peers.ByID(ctx, id); errors.Is(err, peers.ErrNoPeer) || err == nil && peer.Leaving {
 			return b, errNotWanted
 		} else if err != nil {
 			return b, err
@@ -401,12 +403,12 @@ func (r *TunnelEndpointReconciler) mapped(ctx context.Context, id string, origin
 
 // inBand reports whether both sides want their managers to go through the tunnel. One side's wish would open our API server
 // to whoever has the address of a gateway that knows nothing of it: in a Liqo cluster that is every node.
-func inBand(peer Peer, copied *v1alpha1.NetworkConfig) bool {
+func inBand(peer peers.Peer, copied *v1alpha1.NetworkConfig) bool {
 	return peer.InBand && copied.Spec.BackendConfig[v1alpha1.ConfigInBand] == "true"
 }
 
 // write creates or corrects the TunnelEndpoint.
-func (r *TunnelEndpointReconciler) write(ctx context.Context, peer Peer, original, copied *v1alpha1.NetworkConfig, spec v1alpha1.TunnelEndpointSpec) error {
+func (r *TunnelEndpointReconciler) write(ctx context.Context, peer peers.Peer, original, copied *v1alpha1.NetworkConfig, spec v1alpha1.TunnelEndpointSpec) error {
 	facts, err := r.Facts.Facts(ctx)
 	if err != nil {
 		return err

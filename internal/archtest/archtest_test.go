@@ -99,6 +99,9 @@ func TestEachRuleCatchesItsBreach(t *testing.T) {
 		{file("internal/peering", "peer.go", Module+"/internal/install"), "arrows point one way"},
 		{file("internal/peering", "peer.go", Module+"/internal/place"), "arrows point one way"},
 		{file("internal/install", "install.go", Module+"/internal/inspect"), "arrows point one way"},
+		{file("manager", "manager.go", Module+"/manager/peers", Module+"/manager/ipam"), ""},
+		{file("manager/peers", "peer.go", Module+"/manager/controllers"), ""},
+		{file("manager/controllers", "controllers.go", Module+"/manager/peers"), "arrows point one way in manager"},
 	} {
 		var caught []string
 		for _, r := range Rules {

@@ -58,7 +58,11 @@ var Rules = []Rule{
 	{"gVisor stays in gateway", onlyIn([]string{"gvisor.dev/gvisor"}, inPackage("gateway"))},
 
 	{"arrows point one way", downwards},
+	{"arrows point one way in manager", inOrder(managerRooms)},
 }
+
+// managerRooms are the packages of the manager's controllers, from the bottom: each may import those before it.
+var managerRooms = []string{"manager/controllers", "manager/peers", "manager"}
 
 // layers, from the bottom: a package may import those below its own layer, and its own tree. The
 // longest match counts.
@@ -109,6 +113,19 @@ func downwards(f File) string {
 		}
 	}
 	return ""
+}
+
+// inOrder: each package of a list imports only those of the list that stand before it.
+func inOrder(rooms []string) func(File) string {
+	return func(f File) string {
+		mine := slices.Index(rooms, f.Package)
+		for _, imp := range f.ours() {
+			if its := slices.Index(rooms, imp); its > mine && mine >= 0 {
+				return fmt.Sprintf("imports %s, which lies above it", imp)
+			}
+		}
+		return ""
+	}
 }
 
 func layerOf(pkg string) (layer int, tree string, ok bool) {

@@ -1,4 +1,4 @@
-package manager
+package peers
 
 import (
 	"context"
@@ -11,8 +11,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// namespaceProblem says why nothing can be made in a namespace, or "".
-func namespaceProblem(ctx context.Context, reader client.Reader, name string) (string, error) {
+// NamespaceProblem says why nothing can be made in a namespace, or "".
+func NamespaceProblem(ctx context.Context, reader client.Reader, name string) (string, error) {
 	var ns metav1.PartialObjectMetadata
 	ns.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("Namespace"))
 	switch err := reader.Get(ctx, types.NamespacedName{Name: name}, &ns); {
@@ -26,8 +26,8 @@ func namespaceProblem(ctx context.Context, reader client.Reader, name string) (s
 	return "", nil
 }
 
-// namespaceEnding reports whether a namespace is being deleted.
-func namespaceEnding(ctx context.Context, reader client.Reader, name string) (bool, error) {
+// NamespaceEnding reports whether a namespace is being deleted.
+func NamespaceEnding(ctx context.Context, reader client.Reader, name string) (bool, error) {
 	var ns metav1.PartialObjectMetadata
 	ns.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("Namespace"))
 	err := reader.Get(ctx, types.NamespacedName{Name: name}, &ns)

@@ -1,4 +1,7 @@
-package manager
+// Package peers finds the clusters that this one is to be joined with: by Peerings or, under Liqo's
+// control plane, by ForeignClusters. It decides which of several objects for one cluster counts, and for
+// how long a peer that is left is waited for. It only reads, from the cache of the manager.
+package peers
 
 import (
 	"cmp"
@@ -19,11 +22,12 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/manager/controllers"
 )
 
-// inBandPatience is how long a tunnel that managers use stays at most when the Peering is deleted, and how long
+// InBandPatience is how long a tunnel that managers use stays at most when the Peering is deleted, and how long
 // the peer is waited for.
-const inBandPatience = 30 * time.Second
+const InBandPatience = 30 * time.Second
 
 // ErrNoPeer says that nobody wants to be joined with a cluster.
 var ErrNoPeer = errors.New("no peering with this cluster")
@@ -59,36 +63,36 @@ type Peer struct {
 // Replicated reports whether we carry the NetworkConfig to the peer ourselves.
 func (p Peer) Replicated() bool { return p.IdentitySecret != "" }
 
-// inBandLeft returns the longest wait for a peer that leaves in band. Then the tunnel closes, and with it the
+// InBandLeft returns the longest wait for a peer that leaves in band. Then the tunnel closes, and with it the
 // only path to the peer's API server.
-func (p Peer) inBandLeft(now time.Time) time.Duration {
-	return min(max(p.Left.Add(inBandPatience).Sub(now), 0), inBandPatience)
+func (p Peer) InBandLeft(now time.Time) time.Duration {
+	return min(max(p.Left.Add(InBandPatience).Sub(now), 0), InBandPatience)
 }
 
-// abandoned reports whether nobody waits any more for a peer that is left.
-func (p Peer) abandoned(now time.Time) bool {
-	return p.Leaving && (p.Forced || p.InBand && p.inBandLeft(now) == 0)
+// Abandoned reports whether nobody waits any more for a peer that is left.
+func (p Peer) Abandoned(now time.Time) bool {
+	return p.Leaving && (p.Forced || p.InBand && p.InBandLeft(now) == 0)
 }
 
-// begun reports whether something may be made for the peer: not before there is the finalizer that
+// Begun reports whether something may be made for the peer: not before there is the finalizer that
 // sees to its removal.
-func (p Peer) begun() bool {
+func (p Peer) Begun() bool {
 	if _, ours := p.Owner.(*isthmus.Peering); ours && !controllerutil.ContainsFinalizer(p.Owner, isthmus.FinalizerPeering) {
 		return false
 	}
 	return !p.Leaving
 }
 
-// needsTunnel returns for how long the tunnel to a peer that is left stays at most, because our NetworkConfig has still
+// NeedsTunnel returns for how long the tunnel to a peer that is left stays at most, because our NetworkConfig has still
 // to be deleted there, through it. A peer that refuses that does not keep the tunnel.
-func (p Peer) needsTunnel(original *v1alpha1.NetworkConfig, now time.Time) time.Duration {
+func (p Peer) NeedsTunnel(original *v1alpha1.NetworkConfig, now time.Time) time.Duration {
 	if !p.InBand || !p.Leaving || p.Forced || original == nil || !controllerutil.ContainsFinalizer(original, v1alpha1.FinalizerReplicator) {
 		return 0
 	}
-	return p.inBandLeft(now)
+	return p.InBandLeft(now)
 }
 
-// Peers finds the peers of this cluster. It reads a cache with the indexes that addIndexes makes;
+// Peers finds the peers of this cluster. It reads a cache with the indexes that AddIndexes makes;
 // its methods may be called concurrently.
 //
 // A Peering is ignored if an older one (at the same age, one with a smaller UID) names the same
@@ -104,12 +108,12 @@ type Peers struct {
 
 // ByID returns the peer with the given cluster ID, or ErrNoPeer.
 func (p Peers) ByID(ctx context.Context, id string) (Peer, error) {
-	return p.one(ctx, indexClusterID, id)
+	return p.one(ctx, IndexClusterID, id)
 }
 
 // ByNamespace returns the peer whose tenant namespace here is the given one, or ErrNoPeer.
 func (p Peers) ByNamespace(ctx context.Context, namespace string) (Peer, error) {
-	return p.one(ctx, indexTenantNamespace, namespace)
+	return p.one(ctx, IndexTenantNamespace, namespace)
 }
 
 // List returns all peers, sorted by cluster ID. They share memory with the cache, so the caller must
@@ -125,9 +129,9 @@ func (p Peers) List(ctx context.Context) ([]Peer, error) {
 	for i := range peerings.Items {
 		byAge[i] = &peerings.Items[i]
 	}
-	slices.SortFunc(byAge, func(a, b *isthmus.Peering) int { return compareAge(a, b) })
+	slices.SortFunc(byAge, func(a, b *isthmus.Peering) int { return controllers.CompareAge(a, b) })
 	for _, peering := range byAge {
-		peer := peerFrom(peering)
+		peer := From(peering)
 		id, ns := peer.Cluster.ClusterID, peer.LocalNamespace
 		if id != p.Self && !ids[id] && !namespaces[ns] {
 			byID[id] = peer
@@ -139,7 +143,7 @@ func (p Peers) List(ctx context.Context) ([]Peer, error) {
 		if err := p.Reader.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
 			return nil, fmt.Errorf("foreign clusters: %w", err)
 		}
-		slices.SortFunc(list.Items, func(a, b ForeignCluster) int { return compareAge(&a, &b) })
+		slices.SortFunc(list.Items, func(a, b ForeignCluster) int { return controllers.CompareAge(&a, &b) })
 		for i := range list.Items {
 			peer, ok := peerFromForeign(&list.Items[i])
 			id, ns := peer.Cluster.ClusterID, peer.LocalNamespace
@@ -161,14 +165,14 @@ func (p Peers) one(ctx context.Context, index, value string) (Peer, error) {
 	}
 	if len(list.Items) > 0 {
 		first := oldest(list.Items)
-		conflict, err := p.conflict(ctx, first)
+		conflict, err := p.Conflict(ctx, first)
 		switch {
 		case err != nil:
 			return Peer{}, err
 		case conflict != "":
 			return Peer{}, none
 		}
-		return peerFrom(first), nil
+		return From(first), nil
 	}
 	if !p.ForeignClusters {
 		return Peer{}, none
@@ -176,15 +180,15 @@ func (p Peers) one(ctx context.Context, index, value string) (Peer, error) {
 	return p.oneForeign(ctx, index, value)
 }
 
-// conflict says why nobody is joined because of a Peering, or "".
-func (p Peers) conflict(ctx context.Context, peering *isthmus.Peering) (string, error) {
+// Conflict says why nobody is joined because of a Peering, or "".
+func (p Peers) Conflict(ctx context.Context, peering *isthmus.Peering) (string, error) {
 	id, ns := peering.Spec.Cluster.ClusterID, peering.Spec.TenantNamespace.Local
 	if id == p.Self {
 		return fmt.Sprintf("spec.cluster.clusterID: %s is this cluster itself; want that of another one", id), nil
 	}
 	for _, same := range []struct{ index, value, what string }{
-		{indexClusterID, id, "is for the same cluster"},
-		{indexTenantNamespace, ns, "has the same tenant namespace " + ns},
+		{IndexClusterID, id, "is for the same cluster"},
+		{IndexTenantNamespace, ns, "has the same tenant namespace " + ns},
 	} {
 		var list isthmus.PeeringList
 		if err := p.Reader.List(ctx, &list, client.MatchingFields{same.index: same.value}); err != nil {
@@ -193,20 +197,20 @@ func (p Peers) conflict(ctx context.Context, peering *isthmus.Peering) (string, 
 		if len(list.Items) == 0 {
 			continue
 		}
-		if first := oldest(list.Items); compareAge(first, peering) < 0 {
+		if first := oldest(list.Items); controllers.CompareAge(first, peering) < 0 {
 			return fmt.Sprintf("Peering %s is older and %s; delete one of them", first.Name, same.what), nil
 		}
 	}
 	return "", nil
 }
 
-// neighbours returns the Peerings that a change of the given one may concern: all for the same
+// Neighbours returns the Peerings that a change of the given one may concern: all for the same
 // cluster or with the same tenant namespace, itself included.
-func (p Peers) neighbours(ctx context.Context, peering *isthmus.Peering) []*isthmus.Peering {
+func (p Peers) Neighbours(ctx context.Context, peering *isthmus.Peering) []*isthmus.Peering {
 	found := []*isthmus.Peering{peering}
 	for index, value := range map[string]string{
-		indexClusterID:       peering.Spec.Cluster.ClusterID,
-		indexTenantNamespace: peering.Spec.TenantNamespace.Local,
+		IndexClusterID:       peering.Spec.Cluster.ClusterID,
+		IndexTenantNamespace: peering.Spec.TenantNamespace.Local,
 	} {
 		var list isthmus.PeeringList
 		if err := p.Reader.List(ctx, &list, client.MatchingFields{index: value}); err != nil {
@@ -221,8 +225,8 @@ func (p Peers) neighbours(ctx context.Context, peering *isthmus.Peering) []*isth
 	return found
 }
 
-// peerings returns the Peerings that count. They are not to be changed.
-func (p Peers) peerings(ctx context.Context) (all []*isthmus.Peering, err error) {
+// Peerings returns the Peerings that count. They are not to be changed.
+func (p Peers) Peerings(ctx context.Context) (all []*isthmus.Peering, err error) {
 	peers, err := p.List(ctx)
 	for _, peer := range peers {
 		if peering, ok := peer.Owner.(*isthmus.Peering); ok {
@@ -232,11 +236,11 @@ func (p Peers) peerings(ctx context.Context) (all []*isthmus.Peering, err error)
 	return all, err
 }
 
-// watch makes b reconcile what requests says when a peer comes, changes (its status apart) or goes.
-func (p Peers) watch(b *builder.Builder, requests func(Peer) []reconcile.Request) *builder.Builder {
+// Watch makes b reconcile what requests says when a peer comes, changes (its status apart) or goes.
+func (p Peers) Watch(b *builder.Builder, requests func(Peer) []reconcile.Request) *builder.Builder {
 	b = b.Watches(&isthmus.Peering{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) (all []reconcile.Request) {
-		for _, peering := range p.neighbours(ctx, o.(*isthmus.Peering)) {
-			all = append(all, requests(peerFrom(peering))...)
+		for _, peering := range p.Neighbours(ctx, o.(*isthmus.Peering)) {
+			all = append(all, requests(From(peering))...)
 		}
 		return all
 	}), builder.WithPredicates(peeringChanged))
@@ -265,14 +269,15 @@ var peeringChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool 
 func oldest(items []isthmus.Peering) *isthmus.Peering {
 	best := &items[0]
 	for i := range items {
-		if compareAge(&items[i], best) < 0 {
+		if controllers.CompareAge(&items[i], best) < 0 {
 			best = &items[i]
 		}
 	}
 	return best
 }
 
-func peerFrom(p *isthmus.Peering) Peer {
+// From returns the peer that a Peering is for.
+func From(p *isthmus.Peering) Peer {
 	var left time.Time
 	if p.DeletionTimestamp != nil {
 		left = p.DeletionTimestamp.Time

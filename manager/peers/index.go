@@ -1,4 +1,4 @@
-package manager
+package peers
 
 import (
 	"context"
@@ -11,28 +11,28 @@ import (
 // Indexes of the cache, by which a reconcile of one peer reads what belongs to that peer and
 // nothing else. Peerings and ForeignClusters have the same ones.
 const (
-	indexClusterID       = "spec.cluster.clusterID"
-	indexTenantNamespace = "spec.tenantNamespace.local"
+	IndexClusterID       = "spec.cluster.clusterID"
+	IndexTenantNamespace = "spec.tenantNamespace.local"
 )
 
-// addIndexes makes the indexes of Peers.
-func addIndexes(ctx context.Context, indexer client.FieldIndexer, foreignClusters bool) error {
-	if err := indexer.IndexField(ctx, &isthmus.Peering{}, indexClusterID, func(o client.Object) []string {
+// AddIndexes makes the indexes of Peers.
+func AddIndexes(ctx context.Context, indexer client.FieldIndexer, foreignClusters bool) error {
+	if err := indexer.IndexField(ctx, &isthmus.Peering{}, IndexClusterID, func(o client.Object) []string {
 		return []string{o.(*isthmus.Peering).Spec.Cluster.ClusterID}
 	}); err != nil {
 		return err
 	}
-	if err := indexer.IndexField(ctx, &isthmus.Peering{}, indexTenantNamespace, func(o client.Object) []string {
+	if err := indexer.IndexField(ctx, &isthmus.Peering{}, IndexTenantNamespace, func(o client.Object) []string {
 		return []string{o.(*isthmus.Peering).Spec.TenantNamespace.Local}
 	}); err != nil || !foreignClusters {
 		return err
 	}
-	if err := indexer.IndexField(ctx, &ForeignCluster{}, indexClusterID, func(o client.Object) []string {
+	if err := indexer.IndexField(ctx, &ForeignCluster{}, IndexClusterID, func(o client.Object) []string {
 		return []string{o.(*ForeignCluster).Spec.ClusterIdentity.ClusterID}
 	}); err != nil {
 		return err
 	}
-	return indexer.IndexField(ctx, &ForeignCluster{}, indexTenantNamespace, func(o client.Object) []string {
+	return indexer.IndexField(ctx, &ForeignCluster{}, IndexTenantNamespace, func(o client.Object) []string {
 		return []string{o.(*ForeignCluster).Status.TenantNamespace.Local}
 	})
 }

@@ -1,4 +1,4 @@
-package manager
+package peers
 
 import (
 	"context"
@@ -13,9 +13,10 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// peeringList is a reader of Peerings with the indexes of addIndexes.
+// peeringList is a reader of Peerings with the indexes of AddIndexes.
 type peeringList []isthmus.Peering
 
 func (peeringList) Get(context.Context, client.ObjectKey, client.Object, ...client.GetOption) error {
@@ -27,8 +28,8 @@ func (l peeringList) List(_ context.Context, into client.ObjectList, opts ...cli
 	o.ApplyOptions(opts)
 	list := into.(*isthmus.PeeringList)
 	for _, p := range l {
-		id, byID := indexed(o, indexClusterID)
-		ns, byNamespace := indexed(o, indexTenantNamespace)
+		id, byID := indexed(o, IndexClusterID)
+		ns, byNamespace := indexed(o, IndexTenantNamespace)
 		if (!byID || p.Spec.Cluster.ClusterID == id) && (!byNamespace || p.Spec.TenantNamespace.Local == ns) {
 			list.Items = append(list.Items, *p.DeepCopy())
 		}
@@ -80,7 +81,7 @@ func TestEveryWayToFindAPeerFindsTheSameOne(t *testing.T) {
 		}
 		for i := range all {
 			p := &all[i]
-			conflict, err := peers.conflict(t.Context(), p)
+			conflict, err := peers.Conflict(t.Context(), p)
 			if err != nil || (conflict == "") != chosen[p.Name] {
 				t.Fatalf("%s is chosen: %t, and its conflict is %q (%v)", p.Name, chosen[p.Name], conflict, err)
 			}
@@ -89,6 +90,48 @@ func TestEveryWayToFindAPeerFindsTheSameOne(t *testing.T) {
 			} else if err != nil && !errors.Is(err, ErrNoPeer) {
 				t.Fatal(err)
 			}
+		}
+	}
+}
+
+func TestOnlyAPeeringThatSharesServicesIsDrained(t *testing.T) {
+	now := metav1.Now()
+	is := func(want bool, change func(*isthmus.Peering)) {
+		t.Helper()
+		p := &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{DeletionTimestamp: &now, Annotations: map[string]string{}}}
+		p.Spec.Services.Import = []isthmus.ServiceNamespace{"prod"}
+		change(p)
+		if peer := From(p); peer.Draining != want || peer.Leaving == p.DeletionTimestamp.IsZero() || peer.Begun() && peer.Leaving {
+			t.Errorf("%+v: draining %v, leaving %v; want %v", p, peer.Draining, peer.Leaving, want)
+		}
+	}
+	is(true, func(*isthmus.Peering) {})
+	is(false, func(p *isthmus.Peering) { p.DeletionTimestamp = nil })
+	is(false, func(p *isthmus.Peering) { p.Spec.Services = isthmus.Services{} })
+	is(false, func(p *isthmus.Peering) { p.Annotations[isthmus.AnnotationDrained] = "true" })
+	is(false, func(p *isthmus.Peering) { p.Annotations[isthmus.AnnotationForce] = "true" })
+}
+
+func TestTheTunnelStaysUntilOurNetworkConfigIsDeletedThroughIt(t *testing.T) {
+	left := time.Unix(1000, 0)
+	held := &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Finalizers: []string{v1alpha1.FinalizerReplicator}}}
+	for _, c := range []struct {
+		name     string
+		peer     Peer
+		original *v1alpha1.NetworkConfig
+		want     time.Duration
+	}{
+		{"still there", Peer{InBand: true, Leaving: true, Left: left}, held, InBandPatience - 10*time.Second},
+		{"the peer refuses for ever", Peer{InBand: true, Leaving: true, Left: left.Add(-InBandPatience)}, held, 0},
+		{"the API server's clock is ahead", Peer{InBand: true, Leaving: true, Left: left.Add(time.Hour)}, held, InBandPatience},
+		{"deleted", Peer{InBand: true, Leaving: true, Left: left}, &v1alpha1.NetworkConfig{}, 0},
+		{"never made", Peer{InBand: true, Leaving: true, Left: left}, nil, 0},
+		{"not waited for", Peer{InBand: true, Leaving: true, Left: left, Forced: true}, held, 0},
+		{"not through the tunnel", Peer{Leaving: true, Left: left}, held, 0},
+		{"not leaving", Peer{InBand: true}, held, 0},
+	} {
+		if got := c.peer.NeedsTunnel(c.original, left.Add(10*time.Second)); got != c.want {
+			t.Errorf("%s: %v, want %v", c.name, got, c.want)
 		}
 	}
 }

@@ -1,4 +1,4 @@
-package manager
+package peers
 
 import (
 	"context"
@@ -12,10 +12,11 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/manager/controllers"
 )
 
-// foreignClusterVersion is the API of Liqo's control plane.
-var foreignClusterVersion = schema.GroupVersion{Group: "discovery.liqo.io", Version: "v1alpha1"}
+// ForeignClusterVersion is the API of Liqo's control plane.
+var ForeignClusterVersion = schema.GroupVersion{Group: "discovery.liqo.io", Version: "v1alpha1"}
 
 // A ForeignCluster has the fields of Liqo's ForeignCluster that networking needs. It must only be
 // read: a write would lose all other fields.
@@ -70,9 +71,10 @@ func (l *ForeignClusterList) DeepCopyObject() runtime.Object {
 	return &c
 }
 
-func addForeignClusters(scheme *runtime.Scheme) {
-	scheme.AddKnownTypes(foreignClusterVersion, &ForeignCluster{}, &ForeignClusterList{})
-	metav1.AddToGroupVersion(scheme, foreignClusterVersion)
+// AddForeignClusters adds the kind to a scheme.
+func AddForeignClusters(scheme *runtime.Scheme) {
+	scheme.AddKnownTypes(ForeignClusterVersion, &ForeignCluster{}, &ForeignClusterList{})
+	metav1.AddToGroupVersion(scheme, ForeignClusterVersion)
 }
 
 // peerFromForeign reads a ForeignCluster; false means that it is not one for us (yet): without
@@ -106,12 +108,12 @@ func (p Peers) oneForeign(ctx context.Context, index, value string) (Peer, error
 	if len(list.Items) == 0 {
 		return Peer{}, none
 	}
-	first := slices.MinFunc(list.Items, func(a, b ForeignCluster) int { return compareAge(&a, &b) })
+	first := slices.MinFunc(list.Items, func(a, b ForeignCluster) int { return controllers.CompareAge(&a, &b) })
 	peer, ok := peerFromForeign(&first)
 	if !ok || peer.Cluster.ClusterID == p.Self {
 		return Peer{}, none
 	}
-	for index, value := range map[string]string{indexClusterID: peer.Cluster.ClusterID, indexTenantNamespace: peer.LocalNamespace} {
+	for index, value := range map[string]string{IndexClusterID: peer.Cluster.ClusterID, IndexTenantNamespace: peer.LocalNamespace} {
 		var peerings isthmus.PeeringList
 		if err := p.Reader.List(ctx, &peerings, client.MatchingFields{index: value}); err != nil {
 			return Peer{}, fmt.Errorf("peerings with %s %q: %w", index, value, err)
