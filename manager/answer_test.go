@@ -19,6 +19,7 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/keyring"
 	"github.com/isthmus-net/isthmus/manager/ipam"
+	"github.com/isthmus-net/isthmus/manager/managertest"
 )
 
 func isConflict(err error) bool { return apierrors.IsConflict(err) }
@@ -42,9 +43,9 @@ func TestAnswersAreStickyAndSurviveARestart(t *testing.T) {
 	p.untilAccepted("10.246.0.0/20 10.247.0.0/16")
 
 	before := a.versions()
-	a.stop()
+	a.Stop()
 	a.start()
-	a.always("a restart writes nothing", func() bool { return maps.Equal(a.versions(), before) })
+	a.Always("a restart writes nothing", func() bool { return maps.Equal(a.versions(), before) })
 	a.partner("charlie", 3).claims("10.244.0.0/16", "10.245.0.0/16").untilAccepted("10.240.0.0/16 10.241.0.0/16")
 }
 
@@ -75,15 +76,15 @@ func TestHostileClaimsAreRefusedWithAConditionThatNamesTheField(t *testing.T) {
 		{"special", func(nc *v1alpha1.NetworkConfig) { nc.Spec.PodCIDR, nc.Spec.ExternalCIDR = "100::/64", "fd00::/64" },
 			"Invalid: spec.podCIDR: 100::/64 overlaps 100::/64 (discard-only, RFC 6666); want a network that pods can have"},
 		{"addressed", func(nc *v1alpha1.NetworkConfig) { nc.Spec.RemoteCluster.ClusterID = "another" },
-			"Invalid: spec.cluster.clusterID: is \"another\"; want " + a.self.ClusterID + ", the receiver"},
-		{"origin", func(nc *v1alpha1.NetworkConfig) { nc.Labels[v1alpha1.LabelOriginID] = bravo.cluster.ClusterID },
-			"WrongOrigin: metadata.labels[liqo.io/originID]: is \"" + bravo.cluster.ClusterID + "\", but namespace " + a.prefix +
-				"-tenant-origin is for cluster " + a.prefix + ".origin"},
+			"Invalid: spec.cluster.clusterID: is \"another\"; want " + a.Self.ClusterID + ", the receiver"},
+		{"origin", func(nc *v1alpha1.NetworkConfig) { nc.Labels[v1alpha1.LabelOriginID] = bravo.Cluster.ClusterID },
+			"WrongOrigin: metadata.labels[liqo.io/originID]: is \"" + bravo.Cluster.ClusterID + "\", but namespace " + a.Prefix +
+				"-tenant-origin is for cluster " + a.Prefix + ".origin"},
 	} {
 		p := a.partner(c.name, byte(10+i))
 		nc := p.claim("10.244.64.0/18", "10.64.0.0/20")
 		c.change(nc)
-		a.create(nc)
+		a.Create(nc)
 		p.untilAccepted(c.want)
 		if p.granted() || p.copied().Status.PodCIDRNAT != "" {
 			t.Errorf("%s: refused, and yet it got networks: %+v", c.name, p.copied().Status)
@@ -96,7 +97,7 @@ func TestOverlapsAreNoneOfTheRefused(t *testing.T) {
 	a := newAnswering(t)
 	for i, pod := range []string{"10.96.0.0/12", "172.30.0.0/24", "10.244.0.0/16", "10.245.0.0/16"} {
 		p := a.partner(fmt.Sprint("p", i), byte(20+i)).claims(pod, "192.168.0.0/24")
-		a.until("answered", func() bool { return p.copied().Status.Processed })
+		a.Until("answered", func() bool { return p.copied().Status.Processed })
 		for _, seen := range []string{p.copied().Status.PodCIDRNAT, p.copied().Status.ExternalCIDRNAT} {
 			if seen == "None" {
 				continue
@@ -127,14 +128,14 @@ func TestExhaustionEndsWhenAnotherPeerLeaves(t *testing.T) {
 	bravo := a.partner("bravo", 2).claims("10.244.0.0/16", "10.64.0.0/20")
 	bravo.untilAccepted("172.16.0.0/16 None")
 	charlie := a.partner("charlie", 3).claims("10.244.0.0/16", "10.65.0.0/20")
-	a.until("exhausted", func() bool { return strings.HasPrefix(accepted(charlie.copied()), "Exhausted: ") })
-	a.ok(testClient.Delete(a.ctx, bravo.peering))
-	a.until("it says until when", func() bool {
+	a.Until("exhausted", func() bool { return strings.HasPrefix(accepted(charlie.copied()), "Exhausted: ") })
+	a.OK(managertest.Client.Delete(a.Ctx, bravo.Peering))
+	a.Until("it says until when", func() bool {
 		return strings.Contains(accepted(charlie.copied()), "; 172.16.0.0/16 was released and is free at ")
 	})
 	a.endHolds()
 	charlie.untilAccepted("172.16.0.0/16 None")
-	bravo.untilAccepted("NotPeered: metadata.labels[liqo.io/originID]: the peering with cluster " + bravo.cluster.ClusterID + " is being taken down here")
+	bravo.untilAccepted("NotPeered: metadata.labels[liqo.io/originID]: the peering with cluster " + bravo.Cluster.ClusterID + " is being taken down here")
 }
 
 func TestOverridesAreFollowedOrRefused(t *testing.T) {
@@ -144,12 +145,12 @@ func TestOverridesAreFollowedOrRefused(t *testing.T) {
 	}).claims("10.64.0.0/18", "10.65.0.0/20")
 	bravo.untilAccepted("10.9.0.0/18 10.8.0.0/20")
 	charlie := a.partner("charlie", 3, func(p *isthmus.Peering) { p.Spec.Overrides.PodCIDR = ptr.To("10.9.0.0/16") }).claims("10.66.0.0/16", "10.67.0.0/20")
-	a.until("refused", func() bool {
+	a.Until("refused", func() bool {
 		return strings.HasPrefix(accepted(charlie.copied()), "CIDRConflict: spec.overrides.podCIDR: 10.9.0.0/16 overlaps")
 	})
-	edit(a, bravo.peering, func(p *isthmus.Peering) { p.Spec.Overrides = isthmus.Overrides{PodCIDR: ptr.To("10.10.0.0/18")} })
+	edit(a, bravo.Peering, func(p *isthmus.Peering) { p.Spec.Overrides = isthmus.Overrides{PodCIDR: ptr.To("10.10.0.0/18")} })
 	bravo.untilAccepted("10.10.0.0/18 10.8.0.0/20")
-	a.until("it says until when", func() bool { return strings.Contains(accepted(charlie.copied()), " stays refused until ") })
+	a.Until("it says until when", func() bool { return strings.Contains(accepted(charlie.copied()), " stays refused until ") })
 	a.endHolds()
 	charlie.untilAccepted("10.9.0.0/16 None")
 }
@@ -168,12 +169,12 @@ func TestAKeyStaysWithThePeerThatHasIt(t *testing.T) {
 	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = testKeyText(4) })
 	older.untilAccepted("None None")
 	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["tunnels"] = "5872:" + testKeyText(5) })
-	a.until("the TunnelEndpoint has the further key", func() bool { return owner.endpoint().Spec.BackendConfig["tunnels"] != "" })
+	a.Until("the TunnelEndpoint has the further key", func() bool { return owner.Endpoint().Spec.BackendConfig["tunnels"] != "" })
 	edit(a, older.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = testKeyText(5) })
 	older.untilAccepted("KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster (None None)")
 	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { delete(nc.Spec.BackendConfig, "tunnels") })
 	older.untilAccepted("None None")
-	a.until("the TunnelEndpoint has the new key", func() bool { return owner.endpoint().Spec.BackendConfig["publicKey"] == testKeyText(4) })
+	a.Until("the TunnelEndpoint has the new key", func() bool { return owner.Endpoint().Spec.BackendConfig["publicKey"] == testKeyText(4) })
 }
 
 // A peer that was here before another one cannot push it out by listing its key among its own
@@ -188,17 +189,17 @@ func TestAKeyAmongTheTunnelsOfAnOlderPeerDoesNotPushItsOwnerOut(t *testing.T) {
 		nc.Spec.BackendConfig["tunnels"] = "5872:" + testKeyText(7) + ",5873:" + testKeyText(3)
 	})
 	thief.untilAccepted("KeyConflict: spec.backend_config.tunnels: tunnel 2 has the key of another peer of the receiver; want keys for each cluster (None None)")
-	if after := thief.endpoint(); after.ResourceVersion != before.ResourceVersion {
+	if after := thief.Endpoint(); after.ResourceVersion != before.ResourceVersion {
 		t.Errorf("the thief's TunnelEndpoint has changed: %+v", after.Spec.BackendConfig)
 	}
 	owner.untilAccepted("None None")
-	if after := owner.endpoint(); after.ResourceVersion != owned.ResourceVersion {
+	if after := owner.Endpoint(); after.ResourceVersion != owned.ResourceVersion {
 		t.Errorf("the owner's TunnelEndpoint has changed: %+v", after.Spec.BackendConfig)
 	}
 	// The owner gives it up, and whoever asked second has it then.
 	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = testKeyText(4) })
 	thief.untilAccepted("None None")
-	a.until("the TunnelEndpoint has the tunnels", func() bool { return thief.endpoint().Spec.BackendConfig["tunnels"] != "" })
+	a.Until("the TunnelEndpoint has the tunnels", func() bool { return thief.Endpoint().Spec.BackendConfig["tunnels"] != "" })
 }
 
 // A claim that was accepted has its key before there is a tunnel, also against a peer that is older
@@ -217,13 +218,13 @@ func TestAKeyIsThePeersWhoseClaimWasAcceptedFirst(t *testing.T) {
 		owner.untilAccepted("None None")
 	}
 	steal()
-	a.stop()
+	a.Stop()
 	a.start()
 	edit(a, thief.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = "192.0.2.77" }) // to have it judged again
 	thief.untilAccepted(refused)
 	// The owner says something new, which does not cost it the key.
 	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = "192.0.2.78" })
-	a.until("the owner is answered again", func() bool {
+	a.Until("the owner is answered again", func() bool {
 		nc := owner.copied()
 		return nc.Generation > 1 && accepted(nc) == "None None"
 	})
@@ -236,7 +237,7 @@ func TestAKeyIsThePeersWhoseClaimWasAcceptedFirst(t *testing.T) {
 	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = testKeyText(3) })
 	owner.untilAccepted("None None")
 	steal()
-	a.ok(testClient.Delete(a.ctx, owner.peering))
+	a.OK(managertest.Client.Delete(a.Ctx, owner.Peering))
 	thief.untilAccepted("None None")
 }
 
@@ -258,10 +259,10 @@ func TestAKeyIsThePeersThatProvesIt(t *testing.T) {
 			}
 		})
 	}
-	proofOf := func(p *partner) string { return keyring.Prove(next, 1, p.cluster.ClusterID, a.self.ClusterID, told) }
+	proofOf := func(p *partner) string { return keyring.Prove(next, 1, p.Cluster.ClusterID, a.Self.ClusterID, told) }
 	const refused = "KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster (None None)"
 	claim(thief, public, "")
-	a.until("the thief's tunnel has the key", func() bool { return thief.endpoint().Spec.BackendConfig[v1alpha1.ConfigPublicKey] == public })
+	a.Until("the thief's tunnel has the key", func() bool { return thief.Endpoint().Spec.BackendConfig[v1alpha1.ConfigPublicKey] == public })
 	claim(owner, public, "")
 	owner.untilAccepted(refused)
 	claim(owner, public, proofOf(thief)) // it proves nothing of the owner
@@ -269,8 +270,8 @@ func TestAKeyIsThePeersThatProvesIt(t *testing.T) {
 	claim(owner, public, proofOf(owner))
 	owner.untilAccepted("None None")
 	thief.untilAccepted(refused)
-	a.until("the owner's tunnel has the key, and the thief has none", func() bool {
-		return owner.endpoint().Spec.BackendConfig[v1alpha1.ConfigPublicKey] == public && thief.endpoint() == nil
+	a.Until("the owner's tunnel has the key, and the thief has none", func() bool {
+		return owner.Endpoint().Spec.BackendConfig[v1alpha1.ConfigPublicKey] == public && thief.Endpoint() == nil
 	})
 	claim(thief, public, proofOf(owner))
 	thief.untilAccepted(refused)
@@ -293,23 +294,23 @@ func TestAKeyStaysWithThePeerThatProvedItWhenOursRotates(t *testing.T) {
 	claim := func(p *partner, receiver [32]byte) {
 		edit(a, p.copied(), func(nc *v1alpha1.NetworkConfig) {
 			nc.Spec.BackendConfig[v1alpha1.ConfigPublicKey] = public
-			nc.Spec.BackendConfig[v1alpha1.ConfigKeyProof] = keyring.Prove(theirs, 1, p.cluster.ClusterID, a.self.ClusterID, fabric.PublicKeys(receiver, 1)[0])
+			nc.Spec.BackendConfig[v1alpha1.ConfigKeyProof] = keyring.Prove(theirs, 1, p.Cluster.ClusterID, a.Self.ClusterID, fabric.PublicKeys(receiver, 1)[0])
 		})
 	}
 	owner := a.partner("owner", 2).claims("10.64.0.0/18", "10.65.0.0/20").publish().answer("None", "None")
 	owner.joined()
 	claim(owner, ours)
-	a.until("the owner's proof is noted", func() bool { return owner.endpoint().Annotations[isthmus.AnnotationKeyProved] == public })
+	a.Until("the owner's proof is noted", func() bool { return owner.Endpoint().Annotations[isthmus.AnnotationKeyProved] == public })
 	thief := a.partner("thief", 3).claims("10.66.0.0/16", "10.67.0.0/16").publish().answer("None", "None")
 	thief.joined()
 	a.facts.change(func(f *Facts) { f.PublicKey, f.Keys.Private = fabric.PublicKeys(next, 1)[0], next })
 	claim(thief, next)
 	thief.untilAccepted("KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster (None None)")
-	a.always("the owner has its tunnel", func() bool { return owner.endpoint() != nil && accepted(owner.copied()) == "None None" })
+	a.Always("the owner has its tunnel", func() bool { return owner.Endpoint() != nil && accepted(owner.copied()) == "None None" })
 	// It is another's once the owner has another one.
 	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig[v1alpha1.ConfigPublicKey] = testKeyText(4) })
 	thief.untilAccepted("None None")
-	a.until("what the owner proved is forgotten", func() bool { return owner.endpoint().Annotations[isthmus.AnnotationKeyProved] == "" })
+	a.Until("what the owner proved is forgotten", func() bool { return owner.Endpoint().Annotations[isthmus.AnnotationKeyProved] == "" })
 }
 
 // Of the keys that a peer proves, each is taken back by itself from whoever proves nothing.
@@ -325,7 +326,7 @@ func TestAKeyThatAnotherProvesTooKeepsNoThiefInAnother(t *testing.T) {
 				config[v1alpha1.ConfigTunnels] = fabric.FormatTunnels([]fabric.TunnelEnd{{Port: 5872, PublicKey: keys[1]}})
 			}
 			if proved > 0 {
-				config[v1alpha1.ConfigKeyProof] = keyring.Prove(shared, proved, p.cluster.ClusterID, a.self.ClusterID, told)
+				config[v1alpha1.ConfigKeyProof] = keyring.Prove(shared, proved, p.Cluster.ClusterID, a.Self.ClusterID, told)
 			}
 		})
 	}
@@ -337,13 +338,13 @@ func TestAKeyThatAnotherProvesTooKeepsNoThiefInAnother(t *testing.T) {
 	thief.joined()
 	claim(rival, 1, keys[0])
 	claim(thief, 0, keys[1])
-	a.until("rival and thief have a tunnel with a key each", func() bool {
-		return rival.endpoint().Annotations[isthmus.AnnotationKeyProved] == keyText(keys[0]) &&
-			thief.endpoint().Spec.BackendConfig[v1alpha1.ConfigPublicKey] == keyText(keys[1])
+	a.Until("rival and thief have a tunnel with a key each", func() bool {
+		return rival.Endpoint().Annotations[isthmus.AnnotationKeyProved] == keyText(keys[0]) &&
+			thief.Endpoint().Spec.BackendConfig[v1alpha1.ConfigPublicKey] == keyText(keys[1])
 	})
 	claim(owner, 2, keys...)
-	a.until("the thief has no tunnel", func() bool { return thief.endpoint() == nil })
-	a.always("whoever proves a key keeps its tunnel", func() bool { return rival.endpoint() != nil && owner.endpoint() != nil })
+	a.Until("the thief has no tunnel", func() bool { return thief.Endpoint() == nil })
+	a.Always("whoever proves a key keeps its tunnel", func() bool { return rival.Endpoint() != nil && owner.Endpoint() != nil })
 }
 
 // A peer whose own claim is refused keeps nobody from a key, and of two that claim one at once one
@@ -353,8 +354,8 @@ func TestARefusedClaimHoldsNoKey(t *testing.T) {
 	refused := a.partner("refused", 2)
 	nc := refused.claim("10.64.0.0/18", "10.65.0.0/20")
 	nc.Spec.EndpointIP, nc.Spec.BackendConfig["publicKey"] = "10.244.1.1", testKeyText(3)
-	a.create(nc)
-	a.until("it is refused, and older than the next", func() bool {
+	a.Create(nc)
+	a.Until("it is refused, and older than the next", func() bool {
 		nc := refused.copied()
 		return strings.HasPrefix(accepted(nc), "BadEndpoint: ") && time.Now().Unix() > nc.CreationTimestamp.Unix()
 	})
@@ -362,7 +363,7 @@ func TestARefusedClaimHoldsNoKey(t *testing.T) {
 	edit(a, refused.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = "192.0.2.2" })
 	refused.untilAccepted("KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster")
 
-	a.stop()
+	a.Stop()
 	one, other := a.partner("one", 7), a.partner("other", 7)
 	one.claims("10.68.0.0/18", "10.69.0.0/20")
 	other.claims("10.70.0.0/18", "10.71.0.0/20")
@@ -371,8 +372,8 @@ func TestARefusedClaimHoldsNoKey(t *testing.T) {
 		x, y := accepted(one.copied()), accepted(other.copied())
 		return x == "None None" && strings.HasPrefix(y, "KeyConflict: ") || y == "None None" && strings.HasPrefix(x, "KeyConflict: ")
 	}
-	a.until("one of them has the key", decided)
-	a.always("that stays", decided)
+	a.Until("one of them has the key", decided)
+	a.Always("that stays", decided)
 }
 
 func TestTwoNetworkConfigsOfOnePeerAreAmbiguous(t *testing.T) {
@@ -381,18 +382,18 @@ func TestTwoNetworkConfigsOfOnePeerAreAmbiguous(t *testing.T) {
 	before := p.joined()
 	second := p.claim("100.99.0.0/18", "100.98.0.0/20")
 	second.Name = "second"
-	a.create(second)
+	a.Create(second)
 	const message = "Ambiguous: there is more than one NetworkConfig of this cluster in namespace %s; want one"
-	want := fmt.Sprintf(message, p.ns)
+	want := fmt.Sprintf(message, p.NS)
 	p.untilAccepted(want + " (10.246.0.0/18 None)")
-	a.until("the second is refused, too", func() bool {
-		a.ok(testClient.Get(a.ctx, client.ObjectKeyFromObject(second), second))
+	a.Until("the second is refused, too", func() bool {
+		a.OK(managertest.Client.Get(a.Ctx, client.ObjectKeyFromObject(second), second))
 		return accepted(second) == want
 	})
-	if after := p.endpoint(); after.ResourceVersion != before.ResourceVersion {
+	if after := p.Endpoint(); after.ResourceVersion != before.ResourceVersion {
 		t.Errorf("the TunnelEndpoint changed from %+v to %+v", before, after)
 	}
-	a.ok(testClient.Delete(a.ctx, second))
+	a.OK(managertest.Client.Delete(a.Ctx, second))
 	p.untilAccepted("10.246.0.0/18 None")
 }
 
@@ -408,19 +409,19 @@ func TestAForgedStatusIsPutRight(t *testing.T) {
 		}
 	})
 	p.untilAccepted("10.246.0.0/18 None")
-	a.until("the conditions are ours again", func() bool { return len(p.copied().Status.Conditions) == 1 })
+	a.Until("the conditions are ours again", func() bool { return len(p.copied().Status.Conditions) == 1 })
 }
 
 func TestStrangersGetNothing(t *testing.T) {
 	a := newAnswering(t)
 	r := a.describe("stranger") // without a Peering
 	p := &partner{remote: r, a: a, key: 9}
-	a.create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: r.ns}})
+	a.Create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: r.NS}})
 	p.claims("10.244.0.0/18", "10.65.0.0/20").untilAccepted("NotPeered: metadata.labels[liqo.io/originID]: nobody here wants to be joined with cluster " +
-		r.cluster.ClusterID + " in namespace " + r.ns)
+		r.Cluster.ClusterID + " in namespace " + r.NS)
 	// Until somebody does.
-	r.peering.Finalizers = []string{isthmus.FinalizerPeering}
-	a.create(r.peering)
+	r.Peering.Finalizers = []string{isthmus.FinalizerPeering}
+	a.Create(r.Peering)
 	p.untilAccepted("10.246.0.0/18 None")
 }
 
@@ -429,7 +430,7 @@ func TestAFloodOfNetworkConfigsIsMostlyIgnored(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("flood", 2)
 	other := a.partner("other", 3)
-	a.stop() // the first, if it came alone for a moment, would be answered
+	a.Stop() // the first, if it came alone for a moment, would be answered
 	for i := range 60 {
 		if i == 10 {
 			a.start()
@@ -439,12 +440,12 @@ func TestAFloodOfNetworkConfigsIsMostlyIgnored(t *testing.T) {
 		if i%2 == 0 {
 			nc.Labels[v1alpha1.LabelOriginID] = fmt.Sprint("origin-", i)
 		}
-		a.create(nc)
+		a.Create(nc)
 	}
 	other.claims("10.244.0.0/18", "10.65.0.0/20").untilAccepted("10.246.0.0/18 None")
 	answers := func() (ambiguous, all int) {
 		var list v1alpha1.NetworkConfigList
-		a.ok(testClient.List(a.ctx, &list, client.InNamespace(p.ns)))
+		a.OK(managertest.Client.List(a.Ctx, &list, client.InNamespace(p.NS)))
 		for i := range list.Items {
 			switch text := accepted(&list.Items[i]); {
 			case text == "no answer":
@@ -457,7 +458,7 @@ func TestAFloodOfNetworkConfigsIsMostlyIgnored(t *testing.T) {
 		}
 		return ambiguous, all
 	}
-	a.until("the oldest are refused", func() bool { ambiguous, _ := answers(); return ambiguous >= maxRefused })
+	a.Until("the oldest are refused", func() bool { ambiguous, _ := answers(); return ambiguous >= maxRefused })
 	if ambiguous, all := answers(); all > 60-20 {
 		t.Errorf("%d objects got a condition, %d of them since they are ambiguous", all, ambiguous)
 	}
@@ -471,11 +472,11 @@ func TestNoNetworkHasAGatewayInIt(t *testing.T) {
 	bravo := a.partner("bravo", 2)
 	nc := bravo.claim("100.64.0.0/18", "100.65.0.0/20")
 	nc.Spec.EndpointIP = "10.246.0.9" // an underlay out of the pools
-	a.create(nc)
+	a.Create(nc)
 	bravo.publish().answer("None", "None").joined()
-	a.until("the cache has it", func() bool {
+	a.Until("the cache has it", func() bool {
 		var list v1alpha1.TunnelEndpointList
-		a.ok(a.mgr.GetClient().List(a.ctx, &list, client.InNamespace(bravo.ns)))
+		a.OK(a.mgr.GetClient().List(a.Ctx, &list, client.InNamespace(bravo.NS)))
 		return len(list.Items) == 1
 	})
 	a.partner("charlie", 3).claims("10.244.0.0/16", "10.245.0.0/16").untilAccepted("10.247.0.0/16 10.240.0.0/16")
@@ -483,9 +484,9 @@ func TestNoNetworkHasAGatewayInIt(t *testing.T) {
 	delta := a.partner("delta", 4)
 	nc = delta.claim("10.244.0.0/17", "10.249.0.0/20")
 	nc.Spec.EndpointIP = "10.249.0.7"
-	a.create(nc)
-	a.until("answered", func() bool { return delta.copied().Status.Processed })
-	grant, _ := a.store.State().GrantOf(delta.cluster.ClusterID)
+	a.Create(nc)
+	a.Until("answered", func() bool { return delta.copied().Status.Processed })
+	grant, _ := a.store.State().GrantOf(delta.Cluster.ClusterID)
 	for _, p := range []netip.Prefix{grant.Pod, grant.External} {
 		if p.Contains(netip.MustParseAddr("10.249.0.7")) || p.Contains(netip.MustParseAddr("10.246.0.9")) {
 			t.Errorf("a gateway is inside %v", p)
@@ -510,11 +511,11 @@ func TestAnswersFollowTheIPAMState(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.65.0.0/20")
 	p.untilAccepted("10.246.0.0/18 None")
-	_, err := a.store.Update(a.ctx, func(b ipam.State) (ipam.State, error) { // as after an edit of the IpamStorage
-		b, _, err := b.Release(p.cluster.ClusterID).Grant(ipam.Request{ID: p.cluster.ClusterID,
+	_, err := a.store.Update(a.Ctx, func(b ipam.State) (ipam.State, error) { // as after an edit of the IpamStorage
+		b, _, err := b.Release(p.Cluster.ClusterID).Grant(ipam.Request{ID: p.Cluster.ClusterID,
 			Pod: netip.MustParsePrefix("10.244.0.0/18"), External: netip.MustParsePrefix("10.65.0.0/20"), WantPod: netip.MustParsePrefix("10.8.0.0/18")})
 		return b, err
 	})
-	a.ok(err)
+	a.OK(err)
 	p.untilAccepted("10.8.0.0/18 None")
 }

@@ -6,7 +6,6 @@ import (
 	"encoding/base64"
 	"fmt"
 	"log/slog"
-	"math/rand/v2"
 	"net/netip"
 	"sync"
 	"testing"
@@ -29,6 +28,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/controllers"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
+	"github.com/isthmus-net/isthmus/manager/managertest"
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
@@ -65,20 +65,15 @@ func (f *stubFacts) change(change func(*Facts)) {
 // newAnswering starts the reconcilers in a cluster on 10.244.0.0/16.
 func newAnswering(t *testing.T) *answering {
 	t.Helper()
-	if testing.Short() {
-		t.Skip("needs an API server")
-	}
-	prefix := fmt.Sprintf("ans-%06x", rand.N(1<<24))
-	self := v1alpha1.ClusterIdentity{ClusterID: prefix + "-self", ClusterName: prefix + "-self"}
+	w := managertest.Make(t, "ans")
 	a := &answering{
-		world: &world{t: t, prefix: prefix, system: prefix + "-system", self: self, stop: func() {}},
+		world: &world{World: w},
 		facts: &stubFacts{changed: make(chan event.GenericEvent, 16), facts: Facts{
-			Cluster: self, PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"),
+			Cluster: w.Self, PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"),
 			ExternalCIDR: netip.MustParsePrefix("10.245.0.0/16"), Nodes: []netip.Addr{netip.MustParseAddr("172.30.0.1")},
 			Endpoint: "198.51.100.1", Port: 5871, PublicKey: testKey(1),
 		}},
 	}
-	a.ctx = context.Background()
 	t.Cleanup(a.cleanUp)
 	a.start()
 	return a
@@ -86,72 +81,72 @@ func newAnswering(t *testing.T) *answering {
 
 // start starts a manager, the first one or one after another.
 func (a *answering) start() {
-	a.t.Helper()
+	a.T.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
 	scheme, err := newScheme()
-	a.ok(err)
-	log := slog.New(slog.NewTextHandler(testLog{a.t}, &slog.HandlerOptions{Level: slog.LevelDebug}))
-	a.mgr, err = ctrl.NewManager(testConfig, ctrl.Options{
-		Scheme: scheme, Cache: cacheOptions(a.system), Metrics: metricsserver.Options{BindAddress: "0"},
+	a.OK(err)
+	log := slog.New(slog.NewTextHandler(testLog{a.T}, &slog.HandlerOptions{Level: slog.LevelDebug}))
+	a.mgr, err = ctrl.NewManager(managertest.Config, ctrl.Options{
+		Scheme: scheme, Cache: cacheOptions(a.System), Metrics: metricsserver.Options{BindAddress: "0"},
 		Controller: config.Controller{SkipNameValidation: ptr.To(true)},
 	})
-	a.ok(err)
-	a.ok(prepare(ctx, a.mgr, present{}))
+	a.OK(err)
+	a.OK(prepare(ctx, a.mgr, present{}))
 	ended := make(chan error, 1)
 	go func() { ended <- a.mgr.Start(ctx) }()
-	a.stop = sync.OnceFunc(func() {
+	a.Stop = sync.OnceFunc(func() {
 		cancel()
 		if err := <-ended; err != nil {
-			a.t.Error(err)
+			a.T.Error(err)
 		}
 	})
 	if !a.mgr.GetCache().WaitForCacheSync(ctx) {
-		a.t.Fatal("caches are not filled")
+		a.T.Fatal("caches are not filled")
 	}
-	a.store = ipamstore.New(a.mgr.GetClient(), a.mgr.GetAPIReader(), a.self.ClusterID, log)
-	a.ok(a.store.Load(ctx))
+	a.store = ipamstore.New(a.mgr.GetClient(), a.mgr.GetAPIReader(), a.Self.ClusterID, log)
+	a.OK(a.store.Load(ctx))
 	a.events = events.NewFakeRecorder(100)
-	a.nodes = &RefusalGate{Cache: a.mgr.GetCache(), Namespace: a.system, Events: a.events, Log: log, Patience: time.Hour}
+	a.nodes = &RefusalGate{Cache: a.mgr.GetCache(), Namespace: a.System, Events: a.events, Log: log, Patience: time.Hour}
 	a.store.Observe(a.nodes.Observe)
 	_, err = a.nodes.Reconcile(ctx, ctrl.Request{})
-	a.ok(err)
-	a.ok(a.nodes.SetupWithManager(a.mgr))
+	a.OK(err)
+	a.OK(a.nodes.SetupWithManager(a.mgr))
 	a.configure(nil, nil)
-	a.ok((&Answers{
-		Client: a.mgr.GetClient(), Peers: peers.Peers{Reader: a.mgr.GetCache(), Self: a.self.ClusterID}, Facts: a.facts, Store: a.store, RefusalGate: a.nodes,
+	a.OK((&Answers{
+		Client: a.mgr.GetClient(), Peers: peers.Peers{Reader: a.mgr.GetCache(), Self: a.Self.ClusterID}, Facts: a.facts, Store: a.store, RefusalGate: a.nodes,
 		FactsChanged: a.facts.changed, Log: log,
 	}).SetupWithManager(a.mgr))
 }
 
 // testLog writes to the log of the test.
-type testLog struct{ t *testing.T }
+type testLog struct{ T *testing.T }
 
 func (l testLog) Write(line []byte) (int, error) {
-	l.t.Log(string(bytes.TrimSpace(line)))
+	l.T.Log(string(bytes.TrimSpace(line)))
 	return len(line), nil
 }
 
 // configure tells the IPAM state what the Facts say; nil pools are Liqo's.
 func (a *answering) configure(pools, reserved []netip.Prefix) {
-	a.t.Helper()
-	f, _ := a.facts.Facts(a.ctx)
-	_, err := a.store.Update(a.ctx, func(b ipam.State) (ipam.State, error) {
+	a.T.Helper()
+	f, _ := a.facts.Facts(a.Ctx)
+	_, err := a.store.Update(a.Ctx, func(b ipam.State) (ipam.State, error) {
 		next, _ := b.Configure(ipam.Config{PodCIDR: f.PodCIDR, ServiceCIDR: f.ServiceCIDR, ExternalCIDR: f.ExternalCIDR,
 			Pools: pools, Reserved: reserved, Nodes: f.Nodes})
 		return next, nil
 	})
-	a.ok(err)
+	a.OK(err)
 }
 
 // cleanUp leaves nothing from which the IPAM state of the next test could be rebuilt.
 func (a *answering) cleanUp() {
-	a.world.cleanUp()
+	a.World.CleanUp()
 	var mappings v1alpha1.NatMappingList
-	a.ok(testClient.List(a.ctx, &mappings))
+	a.OK(managertest.Client.List(a.Ctx, &mappings))
 	for i := range mappings.Items {
-		a.drop(&mappings.Items[i])
+		a.Drop(&mappings.Items[i])
 	}
-	a.dropState()
+	a.DropState()
 }
 
 func testKey(b byte) (key [32]byte) {
@@ -175,26 +170,26 @@ type partner struct {
 
 // partner makes a peer with a Peering that the other half of the manager has taken up.
 func (a *answering) partner(name string, key byte, change ...func(*isthmus.Peering)) *partner {
-	a.t.Helper()
+	a.T.Helper()
 	r := a.describe(name)
 	for _, f := range change {
-		f(r.peering)
+		f(r.Peering)
 	}
-	controllerutil.AddFinalizer(r.peering, isthmus.FinalizerPeering)
-	a.create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: r.ns}})
-	a.create(r.peering)
+	controllerutil.AddFinalizer(r.Peering, isthmus.FinalizerPeering)
+	a.Create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: r.NS}})
+	a.Create(r.Peering)
 	return &partner{remote: r, a: a, key: key}
 }
 
 // claim is the NetworkConfig that the partner's replicator brings.
 func (p *partner) claim(pod, external string) *v1alpha1.NetworkConfig {
 	return &v1alpha1.NetworkConfig{
-		ObjectMeta: metav1.ObjectMeta{Namespace: p.ns, Name: p.a.self.UniqueName(), Labels: map[string]string{
+		ObjectMeta: metav1.ObjectMeta{Namespace: p.NS, Name: p.a.Self.UniqueName(), Labels: map[string]string{
 			v1alpha1.LabelReplication: "false", v1alpha1.LabelReplicated: "true",
-			v1alpha1.LabelOriginID: p.cluster.ClusterID, v1alpha1.LabelRemoteID: p.a.self.ClusterID,
+			v1alpha1.LabelOriginID: p.Cluster.ClusterID, v1alpha1.LabelRemoteID: p.a.Self.ClusterID,
 		}},
 		Spec: v1alpha1.NetworkConfigSpec{
-			RemoteCluster: p.a.self, PodCIDR: pod, ExternalCIDR: external,
+			RemoteCluster: p.a.Self, PodCIDR: pod, ExternalCIDR: external,
 			EndpointIP: fmt.Sprintf("192.0.2.%d", p.key), BackendType: v1alpha1.BackendWireGuard,
 			BackendConfig: v1alpha1.BackendConfig{v1alpha1.ConfigPublicKey: testKeyText(p.key), v1alpha1.ConfigPort: "5871"},
 		},
@@ -210,28 +205,28 @@ func (p *partner) told() bool {
 
 // claims creates that NetworkConfig.
 func (p *partner) claims(pod, external string) *partner {
-	p.a.t.Helper()
-	p.a.create(p.claim(pod, external))
+	p.a.T.Helper()
+	p.a.Create(p.claim(pod, external))
 	return p
 }
 
 // copied is that NetworkConfig as it is now, nil when there is none.
 func (p *partner) copied() *v1alpha1.NetworkConfig {
-	p.a.t.Helper()
-	nc, err := controllers.Found(p.a.ctx, testClient, client.ObjectKey{Namespace: p.ns, Name: p.a.self.UniqueName()}, new(v1alpha1.NetworkConfig))
-	p.a.ok(err)
+	p.a.T.Helper()
+	nc, err := controllers.Found(p.a.Ctx, managertest.Client, client.ObjectKey{Namespace: p.NS, Name: p.a.Self.UniqueName()}, new(v1alpha1.NetworkConfig))
+	p.a.OK(err)
 	return nc
 }
 
 // edit changes an object as often as it takes.
 func edit[T client.Object](a *answering, o T, change func(T)) {
-	a.t.Helper()
-	a.until("the object can be written", func() bool {
-		a.ok(testClient.Get(a.ctx, client.ObjectKeyFromObject(o), o))
+	a.T.Helper()
+	a.Until("the object can be written", func() bool {
+		a.OK(managertest.Client.Get(a.Ctx, client.ObjectKeyFromObject(o), o))
 		change(o)
-		err := testClient.Update(a.ctx, o)
+		err := managertest.Client.Update(a.Ctx, o)
 		if err != nil && !isConflict(err) {
-			a.t.Fatal(err)
+			a.T.Fatal(err)
 		}
 		return err == nil
 	})
@@ -239,13 +234,13 @@ func edit[T client.Object](a *answering, o T, change func(T)) {
 
 // editStatus is edit for the status.
 func editStatus[T client.Object](a *answering, o T, change func(T)) {
-	a.t.Helper()
-	a.until("the status can be written", func() bool {
-		a.ok(testClient.Get(a.ctx, client.ObjectKeyFromObject(o), o))
+	a.T.Helper()
+	a.Until("the status can be written", func() bool {
+		a.OK(managertest.Client.Get(a.Ctx, client.ObjectKeyFromObject(o), o))
 		change(o)
-		err := testClient.Status().Update(a.ctx, o)
+		err := managertest.Client.Status().Update(a.Ctx, o)
 		if err != nil && !isConflict(err) {
-			a.t.Fatal(err)
+			a.T.Fatal(err)
 		}
 		return err == nil
 	})
@@ -270,35 +265,35 @@ func accepted(nc *v1alpha1.NetworkConfig) string {
 
 // untilAccepted waits for the answer, as accepted prints it.
 func (p *partner) untilAccepted(want string) {
-	p.a.t.Helper()
+	p.a.T.Helper()
 	defer func() {
-		if p.a.t.Failed() {
-			p.a.t.Logf("%s: is   %s\nwant %s", p.cluster.ClusterID, accepted(p.copied()), want)
+		if p.a.T.Failed() {
+			p.a.T.Logf("%s: is   %s\nwant %s", p.Cluster.ClusterID, accepted(p.copied()), want)
 		}
 	}()
-	p.a.until("the answer is "+want, func() bool { return accepted(p.copied()) == want })
+	p.a.Until("the answer is "+want, func() bool { return accepted(p.copied()) == want })
 }
 
 // publish makes our NetworkConfig for the partner, as the other half would.
 func (p *partner) publish() *partner {
-	p.a.t.Helper()
+	p.a.T.Helper()
 	var peering isthmus.Peering
-	p.a.ok(testClient.Get(p.a.ctx, client.ObjectKeyFromObject(p.peering), &peering))
-	facts, _ := p.a.facts.Facts(p.a.ctx)
+	p.a.OK(managertest.Client.Get(p.a.Ctx, client.ObjectKeyFromObject(p.Peering), &peering))
+	facts, _ := p.a.facts.Facts(p.a.Ctx)
 	spec, problems := networkConfigFor(facts, peers.From(&peering))
 	if len(problems) > 0 {
-		p.a.t.Fatal(problems)
+		p.a.T.Fatal(problems)
 	}
-	nc := &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Namespace: p.ns, Name: p.cluster.UniqueName()}}
-	p.a.ok(shape(nc, peers.From(&peering), spec, testClient.Scheme()))
-	p.a.create(nc)
+	nc := &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Namespace: p.NS, Name: p.Cluster.UniqueName()}}
+	p.a.OK(shape(nc, peers.From(&peering), spec, managertest.Client.Scheme()))
+	p.a.Create(nc)
 	return p
 }
 
 // answer is what the partner answers us, brought back by the replicator.
 func (p *partner) answer(podNAT, externalNAT string) *partner {
-	p.a.t.Helper()
-	editStatus(p.a, p.original(), func(nc *v1alpha1.NetworkConfig) {
+	p.a.T.Helper()
+	editStatus(p.a, p.Original(), func(nc *v1alpha1.NetworkConfig) {
 		nc.Status = v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: podNAT, ExternalCIDRNAT: externalNAT}
 	})
 	return p
@@ -306,18 +301,18 @@ func (p *partner) answer(podNAT, externalNAT string) *partner {
 
 // joined waits for the TunnelEndpoint and returns it.
 func (p *partner) joined() *v1alpha1.TunnelEndpoint {
-	p.a.t.Helper()
-	p.a.until("the TunnelEndpoint is there", func() bool { te := p.endpoint(); return te != nil && te.DeletionTimestamp.IsZero() })
-	return p.endpoint()
+	p.a.T.Helper()
+	p.a.Until("the TunnelEndpoint is there", func() bool { te := p.Endpoint(); return te != nil && te.DeletionTimestamp.IsZero() })
+	return p.Endpoint()
 }
 
 // mappings are the NatMappings for the partner.
 func (p *partner) mappings() (all []v1alpha1.NatMapping) {
-	p.a.t.Helper()
+	p.a.T.Helper()
 	var list v1alpha1.NatMappingList
-	p.a.ok(testClient.List(p.a.ctx, &list))
+	p.a.OK(managertest.Client.List(p.a.Ctx, &list))
 	for _, nm := range list.Items {
-		if nm.Spec.ClusterID == p.cluster.ClusterID {
+		if nm.Spec.ClusterID == p.Cluster.ClusterID {
 			all = append(all, nm)
 		}
 	}
@@ -325,34 +320,34 @@ func (p *partner) mappings() (all []v1alpha1.NatMapping) {
 }
 
 func (p *partner) granted() bool {
-	_, ok := p.a.store.State().GrantOf(p.cluster.ClusterID)
+	_, ok := p.a.store.State().GrantOf(p.Cluster.ClusterID)
 	return ok
 }
 
 // versions are the resource versions of everything that the reconcilers write.
 func (a *answering) versions() map[string]string {
-	a.t.Helper()
+	a.T.Helper()
 	all := make(map[string]string)
 	note := func(kind string, o client.Object) {
 		all[kind+" "+o.GetNamespace()+"/"+o.GetName()] = o.GetResourceVersion()
 	}
 	var configs v1alpha1.NetworkConfigList
-	a.ok(testClient.List(a.ctx, &configs))
+	a.OK(managertest.Client.List(a.Ctx, &configs))
 	for i := range configs.Items {
 		note("NetworkConfig", &configs.Items[i])
 	}
 	var endpoints v1alpha1.TunnelEndpointList
-	a.ok(testClient.List(a.ctx, &endpoints))
+	a.OK(managertest.Client.List(a.Ctx, &endpoints))
 	for i := range endpoints.Items {
 		note("TunnelEndpoint", &endpoints.Items[i])
 	}
 	var mappings v1alpha1.NatMappingList
-	a.ok(testClient.List(a.ctx, &mappings))
+	a.OK(managertest.Client.List(a.Ctx, &mappings))
 	for i := range mappings.Items {
 		note("NatMapping", &mappings.Items[i])
 	}
 	var allocations isthmus.NetworkAllocationList
-	a.ok(testClient.List(a.ctx, &allocations))
+	a.OK(managertest.Client.List(a.Ctx, &allocations))
 	for i := range allocations.Items {
 		note("NetworkAllocation", &allocations.Items[i])
 	}

@@ -29,7 +29,7 @@ func TestAChangeOfAClaimWaitsForConsent(t *testing.T) {
 	p := a.partner("bravo", 2).claims("10.50.0.0/18", "10.60.0.0/20").publish().answer("None", "None")
 	p.untilAccepted("None None")
 	before := p.joined()
-	had, _ := a.store.State().GrantOf(p.cluster.ClusterID)
+	had, _ := a.store.State().GrantOf(p.Cluster.ClusterID)
 
 	const ask = "ConsentNeeded: spec.podCIDR: is %s now; the receiver would use %s; it uses 10.50.0.0/18 until spec.claims.consent of its Peering has " +
 		"podCIDR %s and externalCIDR 10.60.0.0/20"
@@ -38,10 +38,10 @@ func TestAChangeOfAClaimWaitsForConsent(t *testing.T) {
 	}
 	unchanged := func(after string) {
 		t.Helper()
-		if now, _ := a.store.State().GrantOf(p.cluster.ClusterID); now != had {
+		if now, _ := a.store.State().GrantOf(p.Cluster.ClusterID); now != had {
 			t.Errorf("%s the peer has %v", after, now)
 		}
-		if te := p.endpoint(); te.ResourceVersion != before.ResourceVersion {
+		if te := p.Endpoint(); te.ResourceVersion != before.ResourceVersion {
 			t.Errorf("%s the TunnelEndpoint is %+v", after, te.Spec)
 		}
 	}
@@ -51,7 +51,7 @@ func TestAChangeOfAClaimWaitsForConsent(t *testing.T) {
 	}
 	consent := func(pod string) {
 		t.Helper()
-		edit(a, p.peering, func(peering *isthmus.Peering) {
+		edit(a, p.Peering, func(peering *isthmus.Peering) {
 			peering.Spec.Claims.Consent = &isthmus.Consent{PodCIDR: pod, ExternalCIDR: "10.60.0.0/20"}
 		})
 	}
@@ -70,7 +70,7 @@ func TestAChangeOfAClaimWaitsForConsent(t *testing.T) {
 	p.untilAccepted(asks("10.48.0.0/14", "10.48.0.0/14"))
 	consent("10.48.0.0/14")
 	p.untilAccepted("None None")
-	a.until("the TunnelEndpoint follows", func() bool { return p.endpoint().Spec.RemotePodCIDR == "10.48.0.0/14" })
+	a.Until("the TunnelEndpoint follows", func() bool { return p.Endpoint().Spec.RemotePodCIDR == "10.48.0.0/14" })
 }
 
 func TestAClaimOutsideOfPrivateSpaceIsRemappedUnlessThePeeringAllowsIt(t *testing.T) {
@@ -81,51 +81,51 @@ func TestAClaimOutsideOfPrivateSpaceIsRemappedUnlessThePeeringAllowsIt(t *testin
 	}
 	for i, pod := range []string{"8.8.8.0/24", "100.100.0.0/17", "172.0.0.0/11"} {
 		p := a.partner(fmt.Sprint("moved", i), byte(10+i)).claims(pod, fmt.Sprintf("192.168.%d.0/24", i))
-		a.until(pod+" is remapped", func() bool { pod, external := remapped(p); return pod && !external })
+		a.Until(pod+" is remapped", func() bool { pod, external := remapped(p); return pod && !external })
 	}
 	a.partner("allowed", 4, func(p *isthmus.Peering) { p.Spec.Claims.Allowed = []string{"203.0.112.0/20"} }).
 		claims("203.0.113.0/24", "192.168.201.0/24").untilAccepted("None None")
 	always := a.partner("always", 6, func(p *isthmus.Peering) { p.Spec.Claims.AlwaysRemap = true }).claims("192.168.32.0/22", "192.168.202.0/24")
-	a.until("the one that is always remapped is", func() bool { pod, external := remapped(always); return pod && external })
+	a.Until("the one that is always remapped is", func() bool { pod, external := remapped(always); return pod && external })
 	// A person who demands it later needs to agree to nothing else.
 	later := a.partner("later", 7).claims("192.168.64.0/22", "192.168.203.0/24")
 	later.untilAccepted("None None")
-	edit(a, later.peering, func(p *isthmus.Peering) { p.Spec.Claims.AlwaysRemap = true })
-	a.until("it is remapped, too", func() bool { pod, external := remapped(later); return pod && external })
+	edit(a, later.Peering, func(p *isthmus.Peering) { p.Spec.Claims.AlwaysRemap = true })
+	a.Until("it is remapped, too", func() bool { pod, external := remapped(later); return pod && external })
 }
 
 func TestAnEventSaysThatConsentIsNeeded(t *testing.T) {
 	w := newWorld(t, false)
-	w.gateway("192.0.2.1")
+	w.Gateway("192.0.2.1")
 	p := w.peer("b")
 	p.join()
 	var copies v1alpha1.NetworkConfigList
-	w.ok(w.api().List(w.ctx, &copies))
+	w.OK(w.API().List(w.Ctx, &copies))
 	for i := range copies.Items {
 		nc := &copies.Items[i]
-		if nc.Namespace != p.ns || nc.Labels[v1alpha1.LabelOriginID] != p.cluster.ClusterID {
+		if nc.Namespace != p.NS || nc.Labels[v1alpha1.LabelOriginID] != p.Cluster.ClusterID {
 			continue
 		}
 		meta.SetStatusCondition(&nc.Status.Conditions, metav1.Condition{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionFalse,
 			Reason: v1alpha1.ReasonConsent, Message: "spec.podCIDR: is 192.168.32.0/22 now"})
-		w.ok(w.api().Status().Update(w.ctx, nc))
+		w.OK(w.API().Status().Update(w.Ctx, nc))
 	}
-	p.untilIs(isthmus.ConditionPeerConfig, v1alpha1.ReasonConsent)
+	p.UntilIs(isthmus.ConditionPeerConfig, v1alpha1.ReasonConsent)
 	told := ""
-	w.until("an Event says so", func() bool {
+	w.Until("an Event says so", func() bool {
 		for len(w.events.Events) > 0 {
 			told += <-w.events.Events + "\n"
 		}
-		return strings.Contains(told, "Warning ConsentNeeded PeerConfigAccepted: "+p.cluster.ClusterName+" ("+p.cluster.ClusterID+") requests in NetworkConfig ") &&
-			strings.Contains(told, "to agree: isthmus peer "+p.peering.Name+" --consent 10.244.64.0/18,10.60.0.0/18")
+		return strings.Contains(told, "Warning ConsentNeeded PeerConfigAccepted: "+p.Cluster.ClusterName+" ("+p.Cluster.ClusterID+") requests in NetworkConfig ") &&
+			strings.Contains(told, "to agree: isthmus peer "+p.Peering.Name+" --consent 10.244.64.0/18,10.60.0.0/18")
 	})
 	// Another claim is another question.
-	theirs := p.theirs()
-	w.ok(w.api().Get(w.ctx, client.ObjectKeyFromObject(theirs), theirs))
+	theirs := p.Theirs()
+	w.OK(w.API().Get(w.Ctx, client.ObjectKeyFromObject(theirs), theirs))
 	theirs.Spec.PodCIDR = "192.168.32.0/22"
-	w.ok(w.api().Update(w.ctx, theirs))
+	w.OK(w.API().Update(w.Ctx, theirs))
 	told = ""
-	w.until("an Event says so again", func() bool {
+	w.Until("an Event says so again", func() bool {
 		for len(w.events.Events) > 0 {
 			told += <-w.events.Events + "\n"
 		}
@@ -158,24 +158,24 @@ func TestTheAddressesOfAPIServersAreKnown(t *testing.T) {
 		AddressType: discoveryv1.AddressTypeIPv4,
 		Endpoints:   []discoveryv1.Endpoint{{Addresses: []string{"192.168.99.7"}}, {Addresses: []string{"192.168.98.7"}}},
 	}
-	if err := w.api().Create(w.ctx, slice); apierrors.IsAlreadyExists(err) {
+	if err := w.API().Create(w.Ctx, slice); apierrors.IsAlreadyExists(err) {
 		t.Skip("this API server writes its own addresses")
 	} else {
-		w.ok(err)
+		w.OK(err)
 	}
-	t.Cleanup(func() { w.ok(w.api().Delete(context.Background(), slice)) })
+	t.Cleanup(func() { w.OK(w.API().Delete(context.Background(), slice)) })
 	store := new(stubStore)
-	keeper := &FactsKeeper{Cache: w.api(), Direct: w.api(), Store: store, Cluster: w.self, Namespace: w.system, Log: slog.New(slog.DiscardHandler),
+	keeper := &FactsKeeper{Cache: w.API(), Direct: w.API(), Store: store, Cluster: w.Self, Namespace: w.System, Log: slog.New(slog.DiscardHandler),
 		Plan: AddressPlan{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"),
 			ExternalCIDR: netip.MustParsePrefix("10.245.0.0/16")}}
-	facts, err := keeper.gather(w.ctx)
-	w.ok(err)
+	facts, err := keeper.gather(w.Ctx)
+	w.OK(err)
 	if want := []netip.Addr{netip.MustParseAddr("192.168.98.7"), netip.MustParseAddr("192.168.99.7")}; !slices.Equal(facts.APIServers, want) {
 		t.Errorf("API servers %v, want %v", facts.APIServers, want)
 	}
 	for pod, as := range map[string]bool{"192.168.99.0/24": false, "192.168.98.0/24": false, "192.168.96.0/24": true} {
 		_, g, err := store.State().Grant(ipam.Request{ID: "b", Pod: netip.MustParsePrefix(pod), External: netip.MustParsePrefix("172.20.0.0/20")})
-		if w.ok(err); (g.Pod.String() == pod) != as {
+		if w.OK(err); (g.Pod.String() == pod) != as {
 			t.Errorf("%s is %v", pod, g.Pod)
 		}
 	}

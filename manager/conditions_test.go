@@ -11,11 +11,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
-)
-
-const (
-	someKey    = "AQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQE="
-	anotherKey = "AgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgI="
+	"github.com/isthmus-net/isthmus/manager/managertest"
 )
 
 var bravo = v1alpha1.ClusterIdentity{ClusterID: "bbbbbbbb-2222-4222-8222-222222222222", ClusterName: "bravo"}
@@ -29,7 +25,7 @@ func agreedState(t *testing.T) peeringState {
 		Spec: v1alpha1.NetworkConfigSpec{
 			RemoteCluster: bravo, PodCIDR: "10.244.0.0/16", ExternalCIDR: "10.245.0.0/16",
 			EndpointIP: "192.0.2.1", BackendType: v1alpha1.BackendWireGuard,
-			BackendConfig: v1alpha1.BackendConfig{v1alpha1.ConfigPort: "5871", v1alpha1.ConfigPublicKey: someKey},
+			BackendConfig: v1alpha1.BackendConfig{v1alpha1.ConfigPort: "5871", v1alpha1.ConfigPublicKey: managertest.SomeKey},
 		},
 		Status: v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: "10.70.0.0/16", ExternalCIDRNAT: v1alpha1.None},
 	}
@@ -39,7 +35,7 @@ func agreedState(t *testing.T) peeringState {
 			RemoteCluster: v1alpha1.ClusterIdentity{ClusterID: "aaaaaaaa", ClusterName: "alpha"},
 			PodCIDR:       "10.244.64.0/18", ExternalCIDR: "10.60.0.0/18",
 			EndpointIP: "gw.example.org", BackendType: v1alpha1.BackendWireGuard,
-			BackendConfig: v1alpha1.BackendConfig{v1alpha1.ConfigPort: "31000", v1alpha1.ConfigPublicKey: anotherKey},
+			BackendConfig: v1alpha1.BackendConfig{v1alpha1.ConfigPort: "31000", v1alpha1.ConfigPublicKey: managertest.AnotherKey},
 		},
 		Status: v1alpha1.NetworkConfigStatus{
 			Processed: true, PodCIDRNAT: "10.246.0.0/18", ExternalCIDRNAT: v1alpha1.None,

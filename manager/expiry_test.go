@@ -15,6 +15,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/isthmus-net/isthmus/manager/ipam"
+	"github.com/isthmus-net/isthmus/manager/managertest"
 )
 
 // An aging is an expiry with an IPAM state in memory and a clock that the test moves, on a real API server.
@@ -29,24 +30,24 @@ type aging struct {
 func newAging(t *testing.T) *aging {
 	t.Helper()
 	a := &aging{world: bare(t), now: time.Unix(0, 0), nodes: []netip.Addr{netip.MustParseAddr("172.30.0.1"), netip.MustParseAddr("172.30.0.2")}}
-	a.expiry = newExpiry(testClient, new(stubStore), slog.New(slog.NewTextHandler(&a.log, nil)))
+	a.expiry = newExpiry(managertest.Client, new(stubStore), slog.New(slog.NewTextHandler(&a.log, nil)))
 	a.asked.SetLimit(1000) // sees asks often
 	a.configure()
 	a.joined("p", "172.16.0.0/20")
-	a.ok(client.IgnoreAlreadyExists(testClient.Create(a.ctx, &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: a.system, Name: "default"}})))
+	a.OK(client.IgnoreAlreadyExists(managertest.Client.Create(a.Ctx, &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: a.System, Name: "default"}})))
 	return a
 }
 
 func (a *aging) update(f func(ipam.State) (ipam.State, error)) {
-	a.t.Helper()
-	_, err := a.Store.Update(a.ctx, f)
-	a.ok(err)
+	a.T.Helper()
+	_, err := a.Store.Update(a.Ctx, f)
+	a.OK(err)
 }
 
 // configure tells the IPAM state which nodes there are. The pods' network is none of those that pods of
 // the test have.
 func (a *aging) configure() {
-	a.t.Helper()
+	a.T.Helper()
 	a.update(func(b ipam.State) (ipam.State, error) {
 		b, _ = b.Configure(ipam.Config{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"),
 			ExternalCIDR: netip.MustParsePrefix("10.245.0.0/20"), Nodes: a.nodes})
@@ -56,7 +57,7 @@ func (a *aging) configure() {
 
 // joined is a peer that has its own network here, and has answered.
 func (a *aging) joined(id, network string) {
-	a.t.Helper()
+	a.T.Helper()
 	a.update(func(b ipam.State) (ipam.State, error) {
 		external := netip.MustParsePrefix("192.168.0.0/24")
 		if id != "p" {
@@ -69,11 +70,11 @@ func (a *aging) joined(id, network string) {
 
 // mapped maps an endpoint for peer p, as the service does.
 func (a *aging) mapped(ip, want string) {
-	a.t.Helper()
+	a.T.Helper()
 	addr := netip.MustParseAddr(ip)
-	what, err := a.what(a.ctx, addr)
-	if a.ok(err); what != want {
-		a.t.Errorf("%s is %q, want %q", ip, what, want)
+	what, err := a.what(a.Ctx, addr)
+	if a.OK(err); what != want {
+		a.T.Errorf("%s is %q, want %q", ip, what, want)
 	}
 	a.update(func(b ipam.State) (ipam.State, error) {
 		b, _, err := b.MapEndpoint("p", addr)
@@ -86,46 +87,46 @@ func (a *aging) mapped(ip, want string) {
 
 // is checks which endpoints are mapped after a look, some time after the one before.
 func (a *aging) is(after time.Duration, ips ...string) {
-	a.t.Helper()
+	a.T.Helper()
 	a.now = a.now.Add(after)
-	a.ok(a.look(a.ctx, a.now))
+	a.OK(a.look(a.Ctx, a.now))
 	have := a.Store.State().Spec().EndpointMappings
 	delete(have, "169.254.0.1")
 	for _, ip := range ips {
 		if _, mapped := have[ip]; !mapped {
-			a.t.Errorf("%s is not mapped any more after %v", ip, after)
+			a.T.Errorf("%s is not mapped any more after %v", ip, after)
 		}
 		delete(have, ip)
 	}
 	for ip := range have {
-		a.t.Errorf("%s is still mapped after %v", ip, after)
+		a.T.Errorf("%s is still mapped after %v", ip, after)
 	}
 }
 
 // pod makes a Pod with an address, and returns what removes it.
 func (a *aging) pod(name, ip string, phase corev1.PodPhase) (remove func()) {
-	a.t.Helper()
-	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: a.system, Name: name}, Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "main", Image: "isthmus:1"}}}}
+	a.T.Helper()
+	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: a.System, Name: name}, Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "main", Image: "isthmus:1"}}}}
 	pod.Spec.HostNetwork = slices.Contains(a.nodes, netip.MustParseAddr(ip))
-	a.create(pod)
+	a.Create(pod)
 	pod.Status.Phase, pod.Status.PodIP, pod.Status.PodIPs = phase, ip, []corev1.PodIP{{IP: ip}}
-	a.ok(testClient.Status().Update(a.ctx, pod))
+	a.OK(managertest.Client.Status().Update(a.Ctx, pod))
 	if phase == corev1.PodRunning && !pod.Spec.HostNetwork {
 		a.sees(ip, "pod")
 	}
 	return func() {
-		a.t.Helper()
-		a.ok(testClient.Delete(a.ctx, pod, client.GracePeriodSeconds(0)))
+		a.T.Helper()
+		a.OK(managertest.Client.Delete(a.Ctx, pod, client.GracePeriodSeconds(0)))
 		a.sees(ip, "")
 	}
 }
 
 // sees waits until the memory of the API server has what was written.
 func (a *aging) sees(ip, want string) {
-	a.t.Helper()
-	a.until(ip+" is "+want, func() bool {
-		what, err := a.what(a.ctx, netip.MustParseAddr(ip))
-		a.ok(err)
+	a.T.Helper()
+	a.Until(ip+" is "+want, func() bool {
+		what, err := a.what(a.Ctx, netip.MustParseAddr(ip))
+		a.OK(err)
 		return what == want
 	})
 }
@@ -137,8 +138,8 @@ func TestMappingsOfWhatIsGoneExpire(t *testing.T) {
 	a.pod("stays", "10.9.7.2", corev1.PodRunning)
 	a.pod("done", "10.9.7.3", corev1.PodSucceeded)   // which has no address any more
 	a.pod("shares", "172.30.0.1", corev1.PodRunning) // its node's address
-	service := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: a.system, Name: "gone"}, Spec: corev1.ServiceSpec{Ports: []corev1.ServicePort{{Port: 80}}}}
-	a.create(service)
+	service := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: a.System, Name: "gone"}, Spec: corev1.ServiceSpec{Ports: []corev1.ServicePort{{Port: 80}}}}
+	a.Create(service)
 	a.sees(service.Spec.ClusterIP, "service")
 	for ip, want := range map[string]string{"10.9.7.1": "pod", "10.9.7.2": "pod", "10.9.7.3": "", "172.30.0.1": "node", "172.30.0.2": "node",
 		service.Spec.ClusterIP: "service", "172.16.17.1": "peer q", "198.51.100.7": ""} {
@@ -149,7 +150,7 @@ func TestMappingsOfWhatIsGoneExpire(t *testing.T) {
 	a.is(24*time.Hour, all...)
 
 	removePod()
-	a.ok(testClient.Delete(a.ctx, service))
+	a.OK(managertest.Client.Delete(a.Ctx, service))
 	a.sees(service.Spec.ClusterIP, "")
 	a.nodes = a.nodes[1:]
 	a.configure()
@@ -201,11 +202,11 @@ func TestNothingExpiresWhileTheAPIServerDoesNotAnswer(t *testing.T) {
 	a.mapped("10.9.9.1", "pod")
 	remove()
 	a.is(0, "10.9.9.1")
-	a.ok(testServer.Freeze())
-	away, cancel := context.WithTimeout(a.ctx, time.Second)
+	a.OK(managertest.Server.Freeze())
+	away, cancel := context.WithTimeout(a.Ctx, time.Second)
 	defer cancel()
 	err := a.look(away, a.now.Add(2*expiryGrace))
-	a.ok(testServer.Thaw())
+	a.OK(managertest.Server.Thaw())
 	if err == nil || !a.Store.State().Mapped("p", netip.MustParseAddr("10.9.9.1")) {
 		t.Errorf("%v, mapped %v", err, a.Store.State().Mapped("p", netip.MustParseAddr("10.9.9.1")))
 	}

@@ -194,20 +194,20 @@ func TestPeersAreToldOfNoPublicKeyWithoutAPrivateOne(t *testing.T) {
 	now := time.Now()
 	data := keyring.Begin(keyring.Replace(map[string][]byte{}, private, now), next, now)
 	ring, _, err := keyring.Read(data)
-	w.ok(err)
-	secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: w.system, Name: keyring.SecretName}, Data: keyring.Publish(data, ring, 1, now)}
-	w.create(secret)
+	w.OK(err)
+	secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: w.System, Name: keyring.SecretName}, Data: keyring.Publish(data, ring, 1, now)}
+	w.Create(secret)
 	keeper, _, _ := w.keeper()
 	told := func(want [32]byte, what string) {
 		t.Helper()
-		f, err := keeper.gather(w.ctx)
-		if w.ok(err); f.PublicKey != fabric.PublicKeys(want, 1)[0] {
+		f, err := keeper.gather(w.Ctx)
+		if w.OK(err); f.PublicKey != fabric.PublicKeys(want, 1)[0] {
 			t.Errorf("%s: another key is told", what)
 		}
 	}
 	told(next, "both halves")
 	delete(secret.Data, keyring.FieldNext)
-	w.ok(w.api().Update(w.ctx, secret))
+	w.OK(w.API().Update(w.Ctx, secret))
 	told(private, "a public key alone")
 }
 

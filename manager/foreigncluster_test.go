@@ -15,6 +15,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/manager/managertest"
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
@@ -24,20 +25,20 @@ func installLiqo(t *testing.T) {
 	if testing.Short() {
 		t.Skip("needs an API server")
 	}
-	kinds, err := discovery.NewDiscoveryClientForConfig(testConfig)
+	kinds, err := discovery.NewDiscoveryClientForConfig(managertest.Config)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := applyCRDs(t.Context(), testClient, "testdata/liqo"); err != nil {
+	if err := managertest.ApplyCRDs(t.Context(), managertest.Client, "testdata/liqo"); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
 		crd := &apiextensions.CustomResourceDefinition{ObjectMeta: metav1.ObjectMeta{Name: "foreignclusters.discovery.liqo.io"}}
-		if err := testClient.Delete(context.Background(), crd); err != nil {
+		if err := managertest.Client.Delete(context.Background(), crd); err != nil {
 			t.Error(err)
 		}
 		for { // the next test wants neither the CRD nor that its kind is still served
-			gone := apierrors.IsNotFound(testClient.Get(context.Background(), client.ObjectKeyFromObject(crd), crd))
+			gone := apierrors.IsNotFound(managertest.Client.Get(context.Background(), client.ObjectKeyFromObject(crd), crd))
 			if served, err := hasForeignClusters(kinds); gone && !served && err == nil {
 				return
 			}
@@ -48,24 +49,24 @@ func installLiqo(t *testing.T) {
 
 // foreign creates a ForeignCluster for a peer as Liqo's controllers write it.
 func (r *remote) foreign(peeringType, incoming, outgoing string) {
-	r.w.t.Helper()
+	r.w.T.Helper()
 	fc := r.foreignObject(peeringType, incoming, outgoing)
 	status := fc.Object["status"]
-	r.w.create(fc)
+	r.w.Create(fc)
 	fc.Object["status"] = status
-	r.w.ok(r.w.api().Status().Update(r.w.ctx, fc))
-	r.w.t.Cleanup(func() { r.w.drop(fc) })
+	r.w.OK(r.w.API().Status().Update(r.w.Ctx, fc))
+	r.w.T.Cleanup(func() { r.w.Drop(fc) })
 }
 
 func (r *remote) foreignObject(peeringType, incoming, outgoing string) *unstructured.Unstructured {
 	fc := &unstructured.Unstructured{Object: map[string]any{
-		"metadata": map[string]any{"name": r.cluster.ClusterName, "labels": map[string]any{"discovery.liqo.io/cluster-id": r.cluster.ClusterID}},
+		"metadata": map[string]any{"name": r.Cluster.ClusterName, "labels": map[string]any{"discovery.liqo.io/cluster-id": r.Cluster.ClusterID}},
 		"spec": map[string]any{
-			"clusterIdentity": map[string]any{"clusterID": r.cluster.ClusterID, "clusterName": r.cluster.ClusterName},
+			"clusterIdentity": map[string]any{"clusterID": r.Cluster.ClusterID, "clusterName": r.Cluster.ClusterName},
 			"foreignAuthUrl":  "https://192.0.2.9", "peeringType": peeringType,
 		},
 		"status": map[string]any{
-			"tenantNamespace": map[string]any{"local": r.ns, "remote": "liqo-tenant-us"},
+			"tenantNamespace": map[string]any{"local": r.NS, "remote": "liqo-tenant-us"},
 			"peeringConditions": []any{
 				map[string]any{"type": "IncomingPeering", "status": incoming},
 				map[string]any{"type": "OutgoingPeering", "status": outgoing},
@@ -80,50 +81,50 @@ func (r *remote) foreignObject(peeringType, incoming, outgoing string) *unstruct
 func TestForeignClustersAreServedLikePeerings(t *testing.T) {
 	installLiqo(t)
 	w := newWorld(t, true)
-	w.gateway("192.0.2.1")
+	w.Gateway("192.0.2.1")
 	peer := func(name, peeringType, incoming, outgoing string) *remote {
 		r := w.describe(name)
-		w.create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: r.ns}})
+		w.Create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: r.NS}})
 		r.foreign(peeringType, incoming, outgoing)
 		return r
 	}
 	incoming, outgoing := peer("in", "OutOfBand", "Established", "None"), peer("out", "OutOfBand", "None", "Established")
 	pending, inBand := peer("pending", "OutOfBand", "None", "Pending"), peer("inband", "InBand", "Established", "Established")
 	for _, r := range []*remote{incoming, outgoing} {
-		nc := r.untilPublished()
-		if owner := metav1.GetControllerOf(nc); owner == nil || owner.Kind != "ForeignCluster" || owner.Name != r.cluster.ClusterName || owner.APIVersion != "discovery.liqo.io/v1alpha1" {
+		nc := r.UntilPublished()
+		if owner := metav1.GetControllerOf(nc); owner == nil || owner.Kind != "ForeignCluster" || owner.Name != r.Cluster.ClusterName || owner.APIVersion != "discovery.liqo.io/v1alpha1" {
 			t.Errorf("controlled by %+v", owner)
 		}
-		if nc.Labels[v1alpha1.LabelRemoteID] != r.cluster.ClusterID || nc.Name != r.cluster.UniqueName() {
+		if nc.Labels[v1alpha1.LabelRemoteID] != r.Cluster.ClusterID || nc.Name != r.Cluster.UniqueName() {
 			t.Errorf("%s with labels %v", nc.Name, nc.Labels)
 		}
 	}
-	w.always("nothing for those that are not peered, or peered by Liqo's CLI", func() bool { return pending.original() == nil && inBand.original() == nil })
-	if w.stub.has(incoming.cluster.ClusterID) {
+	w.Always("nothing for those that are not peered, or peered by Liqo's CLI", func() bool { return pending.Original() == nil && inBand.Original() == nil })
+	if w.stub.has(incoming.Cluster.ClusterID) {
 		t.Error("Liqo's crd-replicator replicates for ForeignClusters, not we")
 	}
 
 	// Liqo's replicator copies back any answer that it finds at the peer. So a change of networks makes a
 	// new NetworkConfig, whose answer is for the new networks.
-	nc := incoming.original()
+	nc := incoming.Original()
 	edited := nc.DeepCopy()
 	edited.Spec.PodCIDR = "10.200.0.0/16"
-	w.ok(w.api().Patch(w.ctx, edited, client.MergeFrom(nc)))
-	w.until("our NetworkConfig is another one", func() bool {
-		now := incoming.original()
+	w.OK(w.API().Patch(w.Ctx, edited, client.MergeFrom(nc)))
+	w.Until("our NetworkConfig is another one", func() bool {
+		now := incoming.Original()
 		return now != nil && now.UID != nc.UID && now.Spec.PodCIDR == nc.Spec.PodCIDR
 	})
 
 	fc := outgoing.foreignObject("OutOfBand", "None", "None")
-	w.ok(w.api().Status().Patch(w.ctx, fc, client.RawPatch(types.MergePatchType,
+	w.OK(w.API().Status().Patch(w.Ctx, fc, client.RawPatch(types.MergePatchType,
 		[]byte(`{"status":{"peeringConditions":[{"type":"OutgoingPeering","status":"None"}]}}`))))
-	w.until("what was made goes when the peering ends", func() bool { return outgoing.original() == nil })
+	w.Until("what was made goes when the peering ends", func() bool { return outgoing.Original() == nil })
 
 	// A Peering for the same cluster takes over.
-	w.create(incoming.peering)
-	w.until("the Peering owns it", func() bool {
-		owner := metav1.GetControllerOf(incoming.original())
+	w.Create(incoming.Peering)
+	w.Until("the Peering owns it", func() bool {
+		owner := metav1.GetControllerOf(incoming.Original())
 		return owner != nil && owner.Kind == "Peering"
 	})
-	w.until("we replicate now", func() bool { return w.stub.has(incoming.cluster.ClusterID) })
+	w.Until("we replicate now", func() bool { return w.stub.has(incoming.Cluster.ClusterID) })
 }

@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
-	"math/rand/v2"
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
@@ -44,11 +43,12 @@ import (
 	"github.com/isthmus-net/isthmus/internal/owncluster"
 	"github.com/isthmus-net/isthmus/internal/postquantum"
 	"github.com/isthmus-net/isthmus/manager/ipamrpc"
+	"github.com/isthmus-net/isthmus/manager/managertest"
 )
 
 // runManager runs the whole manager until the test or stop ends it.
 func (w *world) runManager(o Options) (stop func()) {
-	w.t.Helper()
+	w.T.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
 	go func() { ended <- Run(ctx, o) }()
@@ -63,32 +63,15 @@ func (w *world) runManager(o Options) (stop func()) {
 		case err := <-ended:
 			switch {
 			case err != nil && strings.Contains(err.Error(), "grace period"): // a machine that stands still for ten seconds
-				w.t.Logf("the manager ended with: %v", err)
+				w.T.Logf("the manager ended with: %v", err)
 			case err != nil:
-				w.t.Errorf("the manager ended with: %v", err)
+				w.T.Errorf("the manager ended with: %v", err)
 			}
 		case <-time.After(time.Minute):
-			w.t.Error("the manager does not end")
+			w.T.Error("the manager does not end")
 		}
 	}
 	return stop
-}
-
-// bare is a world without reconcilers: for tests that run the whole manager.
-func bare(t *testing.T) *world {
-	t.Helper()
-	if testing.Short() {
-		t.Skip("needs an API server")
-	}
-	prefix := fmt.Sprintf("own-%06x", rand.N(1<<24))
-	w := &world{t: t, ctx: context.Background(), prefix: prefix, system: prefix + "-system", stop: func() {}}
-	w.self = v1alpha1.ClusterIdentity{ClusterID: prefix + "-self", ClusterName: prefix + "-self"}
-	w.create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: w.system}})
-	t.Cleanup(func() {
-		w.cleanUp()
-		w.dropState()
-	})
-	return w
 }
 
 // A side is one of two clusters with API servers of their own, its manager, and stand-ins for its
@@ -109,7 +92,7 @@ type side struct {
 // the first one, and peers them as ` + "`isthmus peer`" + ` would.
 func twoSides(t *testing.T) (a, b *side) {
 	t.Helper()
-	return twoSidesWith(t, connect)
+	return twoSidesWith(t, managertest.Connect)
 }
 
 // twoSidesWith is twoSides with a function that returns the ways to the server of the second side, after
@@ -117,28 +100,28 @@ func twoSides(t *testing.T) (a, b *side) {
 func twoSidesWith(t *testing.T, connect func(context.Context, *kubetest.Server) (*rest.Config, client.Client, error), edits ...func(*side)) (a, b *side) {
 	t.Helper()
 	w := bare(t)
-	a = &side{world: w, server: testServer, pods: "10.200.0.0/17"}
+	a = &side{world: w, server: managertest.Server, pods: "10.200.0.0/17"}
 	server, err := kubetest.Start(t.Context(), kubetest.Options{Name: "manager-peer", Controllers: true})
-	w.ok(err)
-	t.Cleanup(func() { w.ok(server.Stop()) })
+	w.OK(err)
+	t.Cleanup(func() { w.OK(server.Stop()) })
 	_, api, err := connect(t.Context(), server)
-	w.ok(err)
-	v := &world{t: t, other: api, ctx: w.ctx, prefix: w.prefix, system: w.system, stop: func() {}}
-	v.self = v1alpha1.ClusterIdentity{ClusterID: w.prefix + "-that", ClusterName: w.prefix + "-that"}
-	v.create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: v.system}})
+	w.OK(err)
+	v := &world{World: &managertest.World{T: t, Other: api, Ctx: w.Ctx, Prefix: w.Prefix, System: w.System, Stop: func() {}}}
+	v.Self = v1alpha1.ClusterIdentity{ClusterID: w.Prefix + "-that", ClusterName: w.Prefix + "-that"}
+	v.Create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: v.System}})
 	b = &side{world: v, server: server, pods: "10.200.64.0/19"}
 	for _, s := range []*side{a, b} {
-		s.create(&corev1.ConfigMap{
-			ObjectMeta: metav1.ObjectMeta{Namespace: s.system, Name: "isthmus-cluster", Labels: map[string]string{"app.kubernetes.io/name": "clusterid-configmap"}},
-			Data:       map[string]string{"CLUSTER_ID": s.self.ClusterID, "CLUSTER_NAME": s.self.ClusterName},
+		s.Create(&corev1.ConfigMap{
+			ObjectMeta: metav1.ObjectMeta{Namespace: s.System, Name: "isthmus-cluster", Labels: map[string]string{"app.kubernetes.io/name": "clusterid-configmap"}},
+			Data:       map[string]string{"CLUSTER_ID": s.Self.ClusterID, "CLUSTER_NAME": s.Self.ClusterName},
 		})
 		for _, edit := range edits {
 			edit(s)
 		}
 		s.manage()
 	}
-	a.gatewayWith("192.0.2.1", someKey)
-	b.gatewayWith("192.0.2.2", anotherKey)
+	a.GatewayWith("192.0.2.1", managertest.SomeKey)
+	b.GatewayWith("192.0.2.2", managertest.AnotherKey)
 	for _, s := range [][2]*side{{a, b}, {b, a}} {
 		s[0].peerWith(s[1])
 	}
@@ -166,93 +149,93 @@ func (l *lines) String() string {
 // permit makes the ServiceAccount's rights of deploy/rbac, in the namespace of the test, and
 // returns a kubeconfig of a client that has those and no others.
 func (s *side) permit() (kubeconfig string) {
-	s.t.Helper()
+	s.T.Helper()
 	text, err := os.ReadFile("../deploy/rbac/manager.yaml")
-	s.ok(err)
+	s.OK(err)
 	if s.services {
 		more, err := os.ReadFile("../deploy/optional/services.yaml")
-		s.ok(err)
+		s.OK(err)
 		text = append(append(text, "\n---\n"...), more...)
 	}
 	for _, document := range strings.Split(string(text), "\n---\n") {
 		var o unstructured.Unstructured
-		s.ok(yaml.Unmarshal([]byte(strings.ReplaceAll(document, "isthmus-system", s.system)), &o.Object))
-		s.ok(client.IgnoreAlreadyExists(s.api().Create(s.ctx, &o)))
-		s.t.Cleanup(func() { s.ok(client.IgnoreNotFound(s.api().Delete(context.Background(), &o))) })
+		s.OK(yaml.Unmarshal([]byte(strings.ReplaceAll(document, "isthmus-system", s.System)), &o.Object))
+		s.OK(client.IgnoreAlreadyExists(s.API().Create(s.Ctx, &o)))
+		s.T.Cleanup(func() { s.OK(client.IgnoreNotFound(s.API().Delete(context.Background(), &o))) })
 	}
-	cert, key, err := s.server.ClientCert("system:serviceaccount:"+s.system+":isthmus-manager", "system:serviceaccounts", "system:authenticated")
-	s.ok(err)
+	cert, key, err := s.server.ClientCert("system:serviceaccount:"+s.System+":isthmus-manager", "system:serviceaccounts", "system:authenticated")
+	s.OK(err)
 	config, err := clientcmd.Load(s.server.Kubeconfig())
-	s.ok(err)
+	s.OK(err)
 	for _, user := range config.AuthInfos {
 		user.ClientCertificateData, user.ClientKeyData = cert, key
 	}
-	kubeconfig = filepath.Join(s.t.TempDir(), "kubeconfig")
-	s.ok(clientcmd.WriteToFile(*config, kubeconfig))
+	kubeconfig = filepath.Join(s.T.TempDir(), "kubeconfig")
+	s.OK(clientcmd.WriteToFile(*config, kubeconfig))
 	return kubeconfig
 }
 
 // manage runs the manager of a side, with the rights that it has in a cluster.
 func (s *side) manage() {
-	s.t.Helper()
-	kubeconfig, plan := s.permit(), AddressPlan{PodCIDR: netip.MustParsePrefix(s.pods), ServiceCIDR: servicesWherePlanned()}
+	s.T.Helper()
+	kubeconfig, plan := s.permit(), AddressPlan{PodCIDR: netip.MustParsePrefix(s.pods), ServiceCIDR: managertest.ServicesWherePlanned()}
 	if s.old {
-		kubeconfig, plan.ServiceCIDR = startOldServer(s.t).kubeconfig(s.t), netip.MustParsePrefix("10.96.0.0/12")
+		kubeconfig, plan.ServiceCIDR = startOldServer(s.T).kubeconfig(s.T), netip.MustParsePrefix("10.96.0.0/12")
 	}
-	if s.health = kubetest.Address(9443); s.server == testServer {
+	if s.health = kubetest.Address(9443); s.server == managertest.Server {
 		s.metrics = kubetest.Address(9443)
 	}
 	s.stop = s.runManager(Options{
-		Kubeconfig: kubeconfig, Namespace: s.system, LeaderElect: true, Services: s.services,
+		Kubeconfig: kubeconfig, Namespace: s.System, LeaderElect: true, Services: s.services,
 		Log:           slog.New(slog.NewTextHandler(&s.log, &slog.HandlerOptions{Level: slog.LevelWarn})),
 		Plan:          plan,
 		HealthAddress: s.health, MetricsAddress: s.metrics, IPAM: ipamrpc.Options{Address: kubetest.Address(9443), Plain: true},
 	})
-	s.t.Cleanup(s.stop)
+	s.T.Cleanup(s.stop)
 }
 
 // peerWith makes namespace, identity and Peering for the other side.
 func (s *side) peerWith(other *side) {
-	s.t.Helper()
-	s.peer = &remote{w: s.world, cluster: other.self, ns: other.self.TenantNamespace(), peering: &isthmus.Peering{
-		ObjectMeta: metav1.ObjectMeta{Name: other.self.UniqueName()},
-		Spec: isthmus.PeeringSpec{Cluster: other.self,
-			TenantNamespace: isthmus.TenantNamespace{Local: other.self.TenantNamespace(), Remote: s.self.TenantNamespace()}},
-	}}
-	s.create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: s.peer.ns}})
-	name := metav1.ObjectMeta{Namespace: s.peer.ns, Name: isthmus.DefaultIdentitySecret}
-	s.create(&rbacv1.Role{ObjectMeta: name, Rules: []rbacv1.PolicyRule{{
+	s.T.Helper()
+	s.peer = &remote{w: s.world, Remote: &managertest.Remote{W: s.World, Cluster: other.Self, NS: other.Self.TenantNamespace(), Peering: &isthmus.Peering{
+		ObjectMeta: metav1.ObjectMeta{Name: other.Self.UniqueName()},
+		Spec: isthmus.PeeringSpec{Cluster: other.Self,
+			TenantNamespace: isthmus.TenantNamespace{Local: other.Self.TenantNamespace(), Remote: s.Self.TenantNamespace()}},
+	}}}
+	s.Create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: s.peer.NS}})
+	name := metav1.ObjectMeta{Namespace: s.peer.NS, Name: isthmus.DefaultIdentitySecret}
+	s.Create(&rbacv1.Role{ObjectMeta: name, Rules: []rbacv1.PolicyRule{{
 		APIGroups: []string{""}, Resources: []string{"secrets"}, ResourceNames: []string{name.Name}, Verbs: []string{"get", "list", "watch", "patch"},
 	}}})
-	s.create(&rbacv1.RoleBinding{ObjectMeta: name, RoleRef: rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "Role", Name: name.Name},
-		Subjects: []rbacv1.Subject{{Kind: "ServiceAccount", Namespace: s.system, Name: "isthmus-manager"}}})
-	s.create(&corev1.Secret{ObjectMeta: name,
+	s.Create(&rbacv1.RoleBinding{ObjectMeta: name, RoleRef: rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "Role", Name: name.Name},
+		Subjects: []rbacv1.Subject{{Kind: "ServiceAccount", Namespace: s.System, Name: "isthmus-manager"}}})
+	s.Create(&corev1.Secret{ObjectMeta: name,
 		Data: map[string][]byte{isthmus.SecretKubeconfig: other.server.Kubeconfig()}})
-	s.create(s.peer.peering)
+	s.Create(s.peer.Peering)
 }
 
 // connected says, for the gateway, that the tunnel works.
 func (s *side) connected() {
-	s.t.Helper()
-	s.until("there is a TunnelEndpoint", func() bool { return s.peer.endpoint() != nil })
-	te := s.peer.endpoint()
+	s.T.Helper()
+	s.Until("there is a TunnelEndpoint", func() bool { return s.peer.Endpoint() != nil })
+	te := s.peer.Endpoint()
 	te.Status.Connection.Status = v1alpha1.Connected
-	s.ok(s.api().Status().Update(s.ctx, te))
+	s.OK(s.API().Status().Update(s.Ctx, te))
 }
 
 // preshared is what a side stores of the exchange of a preshared key with another one.
 func (s *side) preshared(with *side) (state postquantum.State) {
-	s.t.Helper()
+	s.T.Helper()
 	var secret corev1.Secret
-	s.ok(s.api().Get(s.ctx, types.NamespacedName{Namespace: s.system, Name: postquantum.SecretName}, &secret))
-	s.ok(json.Unmarshal(secret.Data[with.self.ClusterID], &state))
+	s.OK(s.API().Get(s.Ctx, types.NamespacedName{Namespace: s.System, Name: postquantum.SecretName}, &secret))
+	s.OK(json.Unmarshal(secret.Data[with.Self.ClusterID], &state))
 	return state
 }
 
 // atRest returns the versions of all objects when the two sides have exchanged a preshared key, which they do last.
 func atRest(a, b *side) (versions string) {
-	a.t.Helper()
-	a.until("both sides have a preshared key, and nothing is written", func() bool {
+	a.T.Helper()
+	a.Until("both sides have a preshared key, and nothing is written", func() bool {
 		versions = a.versions() + b.versions()
 		time.Sleep(time.Second)
 		ours := a.preshared(b).Use
@@ -266,14 +249,14 @@ func TestTwoManagersNegotiateAndPart(t *testing.T) {
 	a, b := twoSides(t)
 	started := time.Now()
 	for _, s := range []*side{a, b} {
-		s.peer.untilIs(isthmus.ConditionTunnelEndpoint, isthmus.ReasonAgreed)
+		s.peer.UntilIs(isthmus.ConditionTunnelEndpoint, isthmus.ReasonAgreed)
 	}
 	t.Logf("TunnelEndpoints on both sides after %v", time.Since(started))
 	for _, s := range []*side{a, b} {
 		s.connected()
-		s.peer.untilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
+		s.peer.UntilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
 	}
-	as, bs := a.peer.status(), b.peer.status()
+	as, bs := a.peer.Status(), b.peer.Status()
 	for _, n := range []*isthmus.Networks{&as.Remote, &bs.Remote} {
 		if n.PodCIDRWhy == "" || n.ExternalCIDRWhy == "" {
 			t.Errorf("nobody says why: %+v", n)
@@ -289,9 +272,9 @@ func TestTwoManagersNegotiateAndPart(t *testing.T) {
 	for url, want := range map[string]string{
 		"http://" + a.health + "/healthz":  "ok",
 		"http://" + a.health + "/readyz":   "ok",
-		"http://" + a.metrics + "/metrics": fmt.Sprintf(`isthmus_manager_peering_ready{peer=%q,peering=%q,reason="Connected"} 1`, b.self.ClusterID, a.peer.peering.Name),
+		"http://" + a.metrics + "/metrics": fmt.Sprintf(`isthmus_manager_peering_ready{peer=%q,peering=%q,reason="Connected"} 1`, b.Self.ClusterID, a.peer.Peering.Name),
 	} {
-		a.until(fmt.Sprintf("%s says %q", url, want), func() bool { return strings.Contains(get(t, url), want) }) // the cache may be behind
+		a.Until(fmt.Sprintf("%s says %q", url, want), func() bool { return strings.Contains(get(t, url), want) }) // the cache may be behind
 	}
 
 	// A manager that starts again finds everything as it is and writes nothing.
@@ -301,13 +284,13 @@ func TestTwoManagersNegotiateAndPart(t *testing.T) {
 	}
 	a.stop()
 	var lease coordinationv1.Lease
-	a.ok(a.api().Get(a.ctx, types.NamespacedName{Namespace: a.system, Name: component}, &lease))
+	a.OK(a.API().Get(a.Ctx, types.NamespacedName{Namespace: a.System, Name: component}, &lease))
 	if holder := lease.Spec.HolderIdentity; holder != nil && *holder != "" {
 		t.Errorf("the lease is still held by %q", *holder)
 	}
 	a.manage()
-	a.until("it leads again", func() bool {
-		a.ok(a.api().Get(a.ctx, types.NamespacedName{Namespace: a.system, Name: component}, &lease))
+	a.Until("it leads again", func() bool {
+		a.OK(a.API().Get(a.Ctx, types.NamespacedName{Namespace: a.System, Name: component}, &lease))
 		return lease.Spec.HolderIdentity != nil && *lease.Spec.HolderIdentity != ""
 	})
 	time.Sleep(2 * time.Second)
@@ -317,21 +300,21 @@ func TestTwoManagersNegotiateAndPart(t *testing.T) {
 
 	// One side parts: the other one says so and keeps nothing that works.
 	b.peer.delete()
-	b.until("the Peering of the one side is gone", b.peer.gone)
-	a.peer.untilIs(isthmus.ConditionPeerConfig, isthmus.ReasonPeerWithdrew)
-	a.until("the other side has no TunnelEndpoint", func() bool { return a.peer.endpoint() == nil })
+	b.Until("the Peering of the one side is gone", b.peer.gone)
+	a.peer.UntilIs(isthmus.ConditionPeerConfig, isthmus.ReasonPeerWithdrew)
+	a.Until("the other side has no TunnelEndpoint", func() bool { return a.peer.Endpoint() == nil })
 	a.peer.delete()
-	a.until("the Peering of the other side is gone", a.peer.gone)
+	a.Until("the Peering of the other side is gone", a.peer.gone)
 	for _, s := range []*side{a, b} {
 		var mappings v1alpha1.NatMappingList
-		s.ok(s.api().List(s.ctx, &mappings))
+		s.OK(s.API().List(s.Ctx, &mappings))
 		for i := range mappings.Items {
-			if strings.HasPrefix(mappings.Items[i].Spec.ClusterID, s.prefix) {
+			if strings.HasPrefix(mappings.Items[i].Spec.ClusterID, s.Prefix) {
 				t.Errorf("NatMapping %s has stayed", mappings.Items[i].Name)
 			}
 		}
 		var configs v1alpha1.NetworkConfigList
-		s.ok(s.api().List(s.ctx, &configs, client.InNamespace(s.peer.ns)))
+		s.OK(s.API().List(s.Ctx, &configs, client.InNamespace(s.peer.NS)))
 		if n := len(configs.Items); n > 0 {
 			t.Errorf("%d NetworkConfigs have stayed", n)
 		}
@@ -339,7 +322,7 @@ func TestTwoManagersNegotiateAndPart(t *testing.T) {
 		for line := range strings.Lines(s.log.String()) {
 			// What stop cuts off in the middle ends with an error.
 			if strings.Contains(line, "forbidden") || strings.Contains(line, "Reconciler error") && !strings.Contains(line, "context canceled") {
-				t.Errorf("the manager of %s had trouble: %s", s.self.ClusterName, line)
+				t.Errorf("the manager of %s had trouble: %s", s.Self.ClusterName, line)
 			}
 		}
 	}
@@ -360,11 +343,11 @@ func TestTwoManagersNegotiateAndPart(t *testing.T) {
 
 // versions are the resource versions of all objects of the peering.
 func (s *side) versions() string {
-	s.t.Helper()
+	s.T.Helper()
 	var all strings.Builder
 	for _, list := range []client.ObjectList{&isthmus.PeeringList{}, &v1alpha1.NetworkConfigList{}, &v1alpha1.TunnelEndpointList{}, &v1alpha1.NatMappingList{}, &isthmus.NetworkAllocationList{}} {
-		s.ok(s.api().List(s.ctx, list))
-		s.ok(meta.EachListItem(list, func(o runtime.Object) error {
+		s.OK(s.API().List(s.Ctx, list))
+		s.OK(meta.EachListItem(list, func(o runtime.Object) error {
 			m, err := meta.Accessor(o)
 			fmt.Fprintf(&all, "%T %s %s\n", o, m.GetName(), m.GetResourceVersion())
 			return err
@@ -393,7 +376,7 @@ func TestOfTwoManagersOfOneNameOneLeads(t *testing.T) {
 	var stops [2]func()
 	for i := range logs {
 		stops[i] = w.runManager(Options{
-			Kubeconfig: kubeconfigOf(t), Namespace: w.system, LeaderElect: true, Name: "isthmus-manager", Cluster: w.self,
+			Kubeconfig: kubeconfigOf(t), Namespace: w.System, LeaderElect: true, Name: "isthmus-manager", Cluster: w.Self,
 			Log:  slog.New(slog.NewTextHandler(&logs[i], nil)),
 			Plan: AddressPlan{PodCIDR: netip.MustParsePrefix("10.200.0.0/17")},
 		})
@@ -402,13 +385,13 @@ func TestOfTwoManagersOfOneNameOneLeads(t *testing.T) {
 	// A controller-runtime that is stopped while something is added to it does not end in time, so
 	// none is stopped before all is added.
 	leads := func(i int) bool { return strings.Contains(logs[i].String(), "manager is the leader") }
-	w.until("one leads", func() bool { return leads(0) || leads(1) })
+	w.Until("one leads", func() bool { return leads(0) || leads(1) })
 	// More than two rounds of asking for the Lease. A machine that stands still meanwhile may take it
 	// away from the first, and the Lease counts that; of two that are one holder it counts nothing.
 	time.Sleep(5 * time.Second)
 	if both := leads(0) && leads(1); both {
 		var lease coordinationv1.Lease
-		w.ok(w.api().Get(w.ctx, types.NamespacedName{Namespace: w.system, Name: component}, &lease))
+		w.OK(w.API().Get(w.Ctx, types.NamespacedName{Namespace: w.System, Name: component}, &lease))
 		if ptr.Deref(lease.Spec.LeaseTransitions, 0) == 0 {
 			t.Errorf("both lead: %+v", lease.Spec)
 		}
@@ -430,7 +413,7 @@ func TestOfTwoManagersOfOneNameOneLeads(t *testing.T) {
 func kubeconfigOf(t *testing.T) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "kubeconfig")
-	if err := testServer.WriteKubeconfig(path); err != nil {
+	if err := managertest.Server.WriteKubeconfig(path); err != nil {
 		t.Fatal(err)
 	}
 	return path
@@ -439,17 +422,17 @@ func kubeconfigOf(t *testing.T) string {
 func TestIdentityOfTheCluster(t *testing.T) {
 	w := bare(t)
 	var kubeSystem corev1.Namespace
-	w.ok(w.api().Get(w.ctx, types.NamespacedName{Name: "kube-system"}, &kubeSystem))
+	w.OK(w.API().Get(w.Ctx, types.NamespacedName{Name: "kube-system"}, &kubeSystem))
 	uid := string(kubeSystem.UID)
 	cm := func(name, id, clusterName string) *corev1.ConfigMap {
 		return &corev1.ConfigMap{
-			ObjectMeta: metav1.ObjectMeta{Namespace: w.system, Name: name, Labels: map[string]string{"app.kubernetes.io/name": "clusterid-configmap"}},
+			ObjectMeta: metav1.ObjectMeta{Namespace: w.System, Name: name, Labels: map[string]string{"app.kubernetes.io/name": "clusterid-configmap"}},
 			Data:       map[string]string{"CLUSTER_ID": id, "CLUSTER_NAME": clusterName},
 		}
 	}
 	check := func(what string, said, want v1alpha1.ClusterIdentity, problem string) {
 		t.Helper()
-		got, err := identify(w.ctx, w.api(), w.system, said)
+		got, err := identify(w.Ctx, w.API(), w.System, said)
 		if problem != "" {
 			if !errors.Is(err, owncluster.ErrUnknown) || !strings.Contains(err.Error(), problem) {
 				t.Errorf("%s: %v, want %q", what, err, problem)
@@ -466,20 +449,20 @@ func TestIdentityOfTheCluster(t *testing.T) {
 	check("said", id("x", "y"), id("x", "y"), "")
 	check("name said, ID from kube-system", id("", "y"), id(uid, "y"), "")
 	check("nothing at all", id("", ""), id("", ""), "want --cluster-name")
-	w.create(cm("one", "from-map", "named"))
+	w.Create(cm("one", "from-map", "named"))
 	check("ConfigMap", id("", ""), id("from-map", "named"), "")
 	check("a flag goes before the ConfigMap", id("x", ""), id("x", "named"), "")
-	w.create(cm("two", "other", "other"))
+	w.Create(cm("two", "other", "other"))
 	check("two ConfigMaps", id("", ""), id("", ""), "has 2 ConfigMaps")
 	check("bad ID", id("a b", "y"), id("", ""), "character")
 }
 
 func TestNetworksOfTheClusterAreFoundOut(t *testing.T) {
 	w := bare(t)
-	own := &FactsKeeper{Cache: w.api(), Direct: w.api(), Store: &stubStore{}, Cluster: w.self, Namespace: w.system, Log: slog.New(slog.DiscardHandler),
-		Plan: AddressPlan{ServiceCIDR: servicesWherePlanned()}}
-	f, err := own.gather(w.ctx)
-	w.ok(err)
+	own := &FactsKeeper{Cache: w.API(), Direct: w.API(), Store: &stubStore{}, Cluster: w.Self, Namespace: w.System, Log: slog.New(slog.DiscardHandler),
+		Plan: AddressPlan{ServiceCIDR: managertest.ServicesWherePlanned()}}
+	f, err := own.gather(w.Ctx)
+	w.OK(err)
 	if f.PodCIDR.IsValid() || !strings.Contains(strings.Join(f.Missing, "\n"), "set --pod-cidr") {
 		t.Errorf("without kubeadm: PodCIDR %v, missing %q", f.PodCIDR, f.Missing)
 	}
@@ -487,16 +470,16 @@ func TestNetworksOfTheClusterAreFoundOut(t *testing.T) {
 		ObjectMeta: metav1.ObjectMeta{Namespace: "kube-system", Name: "kubeadm-config"},
 		Data:       map[string]string{"ClusterConfiguration": "kind: ClusterConfiguration\nnetworking:\n  podSubnet: 10.32.0.0/19\n"},
 	}
-	w.create(kubeadm)
-	t.Cleanup(func() { w.ok(w.api().Delete(context.Background(), kubeadm)) })
-	f, err = own.gather(w.ctx)
-	w.ok(err)
+	w.Create(kubeadm)
+	t.Cleanup(func() { w.OK(w.API().Delete(context.Background(), kubeadm)) })
+	f, err = own.gather(w.Ctx)
+	w.OK(err)
 	if f.PodCIDR.String() != "10.32.0.0/19" || f.ServiceCIDR.String() != "10.96.0.0/12" || !f.ExternalCIDR.IsValid() {
 		t.Errorf("with kubeadm: %+v", f)
 	}
 	own.Plan.ServiceCIDR = netip.MustParsePrefix("10.32.16.0/24")
-	f, err = own.gather(w.ctx)
-	w.ok(err)
+	f, err = own.gather(w.Ctx)
+	w.OK(err)
 	if !strings.Contains(strings.Join(f.Missing, "\n"), "overlaps ServiceCIDR") {
 		t.Errorf("overlap: missing %q", f.Missing)
 	}
@@ -506,7 +489,7 @@ func TestInstallationOfLiqoIsNoticed(t *testing.T) {
 	if testing.Short() {
 		t.Skip("needs an API server")
 	}
-	kinds, err := discovery.NewDiscoveryClientForConfig(testConfig)
+	kinds, err := discovery.NewDiscoveryClientForConfig(managertest.Config)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -515,12 +498,12 @@ func TestInstallationOfLiqoIsNoticed(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	direct, err := client.New(testConfig, client.Options{Scheme: scheme})
+	direct, err := client.New(managertest.Config, client.Options{Scheme: scheme})
 	if err != nil {
 		t.Fatal(err)
 	}
 	look := func(ctx context.Context) (present, error) { return whatIsThere(ctx, kinds, direct, false) }
-	go watchKinds(t.Context(), look, present{serviceCIDRs: servesServiceCIDRs}, 50*time.Millisecond, func() { close(changed) })
+	go watchKinds(t.Context(), look, present{serviceCIDRs: managertest.ServesServiceCIDRs}, 50*time.Millisecond, func() { close(changed) })
 	select {
 	case <-changed:
 		t.Fatal("noticed before it happened")

@@ -9,6 +9,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/manager/ipam"
+	"github.com/isthmus-net/isthmus/manager/managertest"
 )
 
 func TestNatMappingsFollowTheIPAMState(t *testing.T) {
@@ -19,38 +20,38 @@ func TestNatMappingsFollowTheIPAMState(t *testing.T) {
 	charlie.joined()
 	untouched := charlie.mappings()[0].ResourceVersion
 
-	_, err := a.store.Update(a.ctx, func(b ipam.State) (ipam.State, error) {
-		b, _, err := b.MapEndpoint(bravo.cluster.ClusterID, netip.MustParseAddr("203.0.113.7"))
+	_, err := a.store.Update(a.Ctx, func(b ipam.State) (ipam.State, error) {
+		b, _, err := b.MapEndpoint(bravo.Cluster.ClusterID, netip.MustParseAddr("203.0.113.7"))
 		return b, err
 	})
-	a.ok(err)
-	a.until("the endpoint is mapped", func() bool { return bravo.mappings()[0].Spec.ClusterMappings["203.0.113.7"] == "172.18.0.2" })
+	a.OK(err)
+	a.Until("the endpoint is mapped", func() bool { return bravo.mappings()[0].Spec.ClusterMappings["203.0.113.7"] == "172.18.0.2" })
 	spec := bravo.mappings()[0].Spec
 	if charlie.mappings()[0].ResourceVersion != untouched {
 		t.Error("the NatMapping of another peer was written")
 	}
 
 	nm := bravo.mappings()[0]
-	if nm.Labels[v1alpha1.LabelNatMapping] != "true" || nm.Labels[v1alpha1.LabelClusterID] != bravo.cluster.ClusterID {
+	if nm.Labels[v1alpha1.LabelNatMapping] != "true" || nm.Labels[v1alpha1.LabelClusterID] != bravo.Cluster.ClusterID {
 		t.Errorf("labels are %v", nm.Labels)
 	}
 	edit(a, &nm, func(nm *v1alpha1.NatMapping) {
 		nm.Spec.ClusterMappings, nm.Labels = v1alpha1.EndpointMap{"203.0.113.9": "172.18.0.9"}, nil
 	})
-	a.until("the edit is undone", func() bool {
+	a.Until("the edit is undone", func() bool {
 		now := bravo.mappings()[0]
-		return maps.Equal(now.Spec.ClusterMappings, spec.ClusterMappings) && now.Labels[v1alpha1.LabelClusterID] == bravo.cluster.ClusterID &&
+		return maps.Equal(now.Spec.ClusterMappings, spec.ClusterMappings) && now.Labels[v1alpha1.LabelClusterID] == bravo.Cluster.ClusterID &&
 			now.Labels[v1alpha1.LabelNatMapping] == "true"
 	})
 	uid := nm.UID
-	a.ok(testClient.Delete(a.ctx, &nm))
-	a.until("it is made again", func() bool { all := bravo.mappings(); return len(all) == 1 && all[0].UID != uid })
+	a.OK(managertest.Client.Delete(a.Ctx, &nm))
+	a.Until("it is made again", func() bool { all := bravo.mappings(); return len(all) == 1 && all[0].UID != uid })
 
-	_, err = a.store.Update(a.ctx, func(b ipam.State) (ipam.State, error) {
-		return b.UnmapEndpoint(bravo.cluster.ClusterID, netip.MustParseAddr("203.0.113.7")), nil
+	_, err = a.store.Update(a.Ctx, func(b ipam.State) (ipam.State, error) {
+		return b.UnmapEndpoint(bravo.Cluster.ClusterID, netip.MustParseAddr("203.0.113.7")), nil
 	})
-	a.ok(err)
-	a.until("the endpoint is not mapped any more", func() bool {
+	a.OK(err)
+	a.Until("the endpoint is not mapped any more", func() bool {
 		return maps.Equal(bravo.mappings()[0].Spec.ClusterMappings, v1alpha1.EndpointMap{"169.254.0.1": "172.18.0.1"})
 	})
 }
@@ -67,19 +68,19 @@ func TestOneNatMappingForAPeerAndNoneForStrangers(t *testing.T) {
 				ClusterMappings: v1alpha1.EndpointMap{"169.254.0.1": "10.8.0.1"}},
 		}
 	}
-	second, leftover := stray(bravo.cluster.ClusterID), stray(a.prefix+".nobody")
-	a.create(second)
-	a.create(leftover)
+	second, leftover := stray(bravo.Cluster.ClusterID), stray(a.Prefix+".nobody")
+	a.Create(second)
+	a.Create(leftover)
 	nobody := &partner{remote: a.describe("nobody"), a: a}
-	a.until("there is one for the peer and none for nobody", func() bool {
+	a.Until("there is one for the peer and none for nobody", func() bool {
 		all := bravo.mappings()
 		return len(all) == 1 && all[0].UID == first.UID && len(nobody.mappings()) == 0
 	})
 	// One that changes sides by an edit: each peer has its own again.
 	charlie := a.partner("charlie", 3).claims("10.131.0.0/24", "10.132.0.0/20").publish().answer("None", "None")
 	charlie.joined()
-	edit(a, &first, func(nm *v1alpha1.NatMapping) { nm.Spec.ClusterID = charlie.cluster.ClusterID })
-	a.until("each has one", func() bool {
+	edit(a, &first, func(nm *v1alpha1.NatMapping) { nm.Spec.ClusterID = charlie.Cluster.ClusterID })
+	a.Until("each has one", func() bool {
 		b, c := bravo.mappings(), charlie.mappings()
 		return len(b) == 1 && len(c) == 1 && b[0].Spec.PodCIDR == "10.246.0.0/18" && c[0].Spec.PodCIDR == "10.131.0.0/24"
 	})
@@ -91,11 +92,11 @@ func TestNatMappingsOfTheTimeBeforeTheStart(t *testing.T) {
 	a := newAnswering(t)
 	bravo := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None")
 	bravo.joined()
-	a.stop()
+	a.Stop()
 	nm := bravo.mappings()[0]
-	a.ok(testClient.Delete(a.ctx, &nm))
-	a.ok(testClient.Delete(a.ctx, bravo.endpoint()))
+	a.OK(managertest.Client.Delete(a.Ctx, &nm))
+	a.OK(managertest.Client.Delete(a.Ctx, bravo.Endpoint()))
 	a.start()
-	a.until("the NatMapping is there", func() bool { return len(bravo.mappings()) == 1 })
+	a.Until("the NatMapping is there", func() bool { return len(bravo.mappings()) == 1 })
 	bravo.joined()
 }

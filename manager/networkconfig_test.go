@@ -19,11 +19,12 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/keyring"
 	"github.com/isthmus-net/isthmus/manager/controllers"
+	"github.com/isthmus-net/isthmus/manager/managertest"
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
 func TestNetworkConfigSaysTheFactsUnlessThePeeringOverridesThem(t *testing.T) {
-	key, err := base64.StdEncoding.DecodeString(someKey)
+	key, err := base64.StdEncoding.DecodeString(managertest.SomeKey)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -76,7 +77,7 @@ func TestNetworkConfigSaysTheFactsUnlessThePeeringOverridesThem(t *testing.T) {
 				spec.EndpointIP != want.EndpointIP || spec.BackendType != want.BackendType {
 				t.Errorf("got %+v\nwant %+v", spec, want)
 			}
-			wantBackend := v1alpha1.BackendConfig{"publicKey": someKey, "port": c.port}
+			wantBackend := v1alpha1.BackendConfig{"publicKey": managertest.SomeKey, "port": c.port}
 			if c.tunnels != "" {
 				wantBackend["tunnels"] = c.tunnels
 			}
@@ -89,21 +90,21 @@ func TestNetworkConfigSaysTheFactsUnlessThePeeringOverridesThem(t *testing.T) {
 
 func TestNetworkConfigIsLiqosObject(t *testing.T) {
 	w := newWorld(t, false)
-	w.gateway("192.0.2.1")
+	w.Gateway("192.0.2.1")
 	p := w.peer("b")
-	nc := p.untilPublished()
+	nc := p.UntilPublished()
 	var service corev1.Service
-	w.ok(w.api().Get(w.ctx, types.NamespacedName{Namespace: w.system, Name: "isthmus-gateway"}, &service))
-	if nc.Spec.PodCIDR != "10.244.0.0/16" || nc.Spec.EndpointIP != "192.0.2.1" || nc.Spec.RemoteCluster != p.cluster ||
+	w.OK(w.API().Get(w.Ctx, types.NamespacedName{Namespace: w.System, Name: "isthmus-gateway"}, &service))
+	if nc.Spec.PodCIDR != "10.244.0.0/16" || nc.Spec.EndpointIP != "192.0.2.1" || nc.Spec.RemoteCluster != p.Cluster ||
 		netip.MustParsePrefix(nc.Spec.ExternalCIDR).Bits() != 16 || int32(atoi(nc.Spec.BackendConfig["port"])) != service.Spec.Ports[0].NodePort {
 		t.Errorf("spec is %+v", nc.Spec)
 	}
-	for label, want := range map[string]string{"liqo.io/replication": "true", "liqo.io/remoteID": p.cluster.ClusterID, "liqo.io/ownership": "netcfgCreator"} {
+	for label, want := range map[string]string{"liqo.io/replication": "true", "liqo.io/remoteID": p.Cluster.ClusterID, "liqo.io/ownership": "netcfgCreator"} {
 		if nc.Labels[label] != want {
 			t.Errorf("label %s is %q, want %q", label, nc.Labels[label], want)
 		}
 	}
-	if len(nc.Labels) != 3 || len(nc.OwnerReferences) != 1 || !metav1.IsControlledBy(nc, p.peering) {
+	if len(nc.Labels) != 3 || len(nc.OwnerReferences) != 1 || !metav1.IsControlledBy(nc, p.Peering) {
 		t.Errorf("labels %v, owners %v", nc.Labels, nc.OwnerReferences)
 	}
 }
@@ -117,19 +118,19 @@ func atoi(s string) (n int) {
 
 func TestNetworkConfigEditedByHandIsPutRight(t *testing.T) {
 	w := newWorld(t, false)
-	w.gateway("192.0.2.1")
+	w.Gateway("192.0.2.1")
 	p := w.peer("b")
-	right := p.untilPublished()
+	right := p.UntilPublished()
 	same := func() bool {
-		nc := p.original()
+		nc := p.Original()
 		return nc != nil && nc.DeletionTimestamp.IsZero() && nc.Spec.EndpointIP == right.Spec.EndpointIP && len(nc.Spec.BackendConfig) == 2 &&
-			len(nc.Labels) == 3 && nc.Labels[v1alpha1.LabelRemoteID] == p.cluster.ClusterID && nc.Labels[v1alpha1.LabelReplication] == "true" &&
+			len(nc.Labels) == 3 && nc.Labels[v1alpha1.LabelRemoteID] == p.Cluster.ClusterID && nc.Labels[v1alpha1.LabelReplication] == "true" &&
 			len(nc.OwnerReferences) == 1
 	}
 	edit := func(what, patch string) {
 		t.Helper()
-		w.ok(w.api().Patch(w.ctx, p.original(), client.RawPatch(types.MergePatchType, []byte(patch))))
-		w.until(what+" is put right", same)
+		w.OK(w.API().Patch(w.Ctx, p.Original(), client.RawPatch(types.MergePatchType, []byte(patch))))
+		w.Until(what+" is put right", same)
 	}
 	edit("the endpoint", `{"spec":{"endpointIP":"203.0.113.66"}}`)
 	edit("a key too many", `{"spec":{"backend_config":{"extra":"1"}}}`)
@@ -137,15 +138,15 @@ func TestNetworkConfigEditedByHandIsPutRight(t *testing.T) {
 	edit("the labels of a copy", `{"metadata":{"labels":{"liqo.io/replicated":"true","liqo.io/originID":"x"}}}`)
 	edit("no owner", `{"metadata":{"ownerReferences":null}}`)
 
-	w.ok(w.api().Delete(w.ctx, p.original()))
-	w.until("a deleted one is made anew", func() bool { nc := p.original(); return nc != nil && nc.UID != right.UID && same() })
+	w.OK(w.API().Delete(w.Ctx, p.Original()))
+	w.Until("a deleted one is made anew", func() bool { nc := p.Original(); return nc != nil && nc.UID != right.UID && same() })
 
-	second := p.original().DeepCopy()
-	second.ObjectMeta = metav1.ObjectMeta{Namespace: p.ns, Name: "aaa-first-in-the-alphabet", Labels: second.Labels}
-	w.create(second)
-	w.until("a second one is deleted", func() bool {
-		nc, err := controllers.Found(w.ctx, w.api(), client.ObjectKeyFromObject(second), new(v1alpha1.NetworkConfig))
-		w.ok(err)
+	second := p.Original().DeepCopy()
+	second.ObjectMeta = metav1.ObjectMeta{Namespace: p.NS, Name: "aaa-first-in-the-alphabet", Labels: second.Labels}
+	w.Create(second)
+	w.Until("a second one is deleted", func() bool {
+		nc, err := controllers.Found(w.Ctx, w.API(), client.ObjectKeyFromObject(second), new(v1alpha1.NetworkConfig))
+		w.OK(err)
 		return nc == nil
 	})
 	if !same() {
@@ -157,29 +158,29 @@ func TestNetworkConfigEditedByHandIsPutRight(t *testing.T) {
 // our NetworkConfig, and meanwhile no reader sees an agreement.
 func TestWithOtherNetworksTheAnswerIsWithdrawn(t *testing.T) {
 	w := newWorld(t, false)
-	w.gateway("192.0.2.1")
+	w.Gateway("192.0.2.1")
 	p := w.peer("b")
 	p.join()
-	nc := p.original()
+	nc := p.Original()
 	nc.Spec.PodCIDR = "10.200.0.0/16" // so that ours are others than those that are written
-	w.ok(w.api().Update(w.ctx, nc))
-	w.until("our network is back, and the answer and its mark are gone", func() bool {
-		nc := p.original()
+	w.OK(w.API().Update(w.Ctx, nc))
+	w.Until("our network is back, and the answer and its mark are gone", func() bool {
+		nc := p.Original()
 		return nc.Spec.PodCIDR == "10.244.0.0/16" && !nc.Status.Processed && nc.Status.PodCIDRNAT == "" && nc.Annotations[isthmus.AnnotationUnanswered] == ""
 	})
-	p.untilIs(isthmus.ConditionAnswered, isthmus.ReasonWaitingAnswer)
-	p.untilIs(isthmus.ConditionTunnelEndpoint, isthmus.ReasonWaiting)
+	p.UntilIs(isthmus.ConditionAnswered, isthmus.ReasonWaitingAnswer)
+	p.UntilIs(isthmus.ConditionTunnelEndpoint, isthmus.ReasonWaiting)
 
 	// So they are where nobody knows any more what to publish.
-	w.ok(w.api().Delete(w.ctx, &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: w.system, Name: "isthmus-gateway"}}))
-	p.untilIs(isthmus.ConditionReady, isthmus.ReasonLocalSetup)
-	nc = p.original()
+	w.OK(w.API().Delete(w.Ctx, &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: w.System, Name: "isthmus-gateway"}}))
+	p.UntilIs(isthmus.ConditionReady, isthmus.ReasonLocalSetup)
+	nc = p.Original()
 	nc.Annotations = map[string]string{isthmus.AnnotationUnanswered: "true"}
-	w.ok(w.api().Update(w.ctx, nc))
-	w.until("the mark is gone again", func() bool { return p.original().Annotations[isthmus.AnnotationUnanswered] == "" })
+	w.OK(w.API().Update(w.Ctx, nc))
+	w.Until("the mark is gone again", func() bool { return p.Original().Annotations[isthmus.AnnotationUnanswered] == "" })
 
 	// Readers in between see no agreement either.
-	nc = p.original()
+	nc = p.Original()
 	nc.Status = v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: v1alpha1.None, ExternalCIDRNAT: v1alpha1.None}
 	nc.Annotations = map[string]string{isthmus.AnnotationUnanswered: "true"}
 	if got := believed(nc); got.Status.Processed || !nc.Status.Processed {
@@ -189,13 +190,13 @@ func TestWithOtherNetworksTheAnswerIsWithdrawn(t *testing.T) {
 
 func TestChangeOfTheGatewayIsPublishedToAllPeersAtOnce(t *testing.T) {
 	w := newWorld(t, false)
-	w.gateway("192.0.2.1")
+	w.Gateway("192.0.2.1")
 	peers := []*remote{w.peer("b"), w.peer("c"), w.peer("d")}
 	for _, p := range peers {
-		p.untilPublished()
+		p.UntilPublished()
 	}
 	var service corev1.Service
-	name := types.NamespacedName{Namespace: w.system, Name: "isthmus-gateway"}
+	name := types.NamespacedName{Namespace: w.System, Name: "isthmus-gateway"}
 	for _, c := range []struct {
 		what, patch string
 		done        func(v1alpha1.NetworkConfigSpec) bool
@@ -207,63 +208,63 @@ func TestChangeOfTheGatewayIsPublishedToAllPeersAtOnce(t *testing.T) {
 				return s.EndpointIP == "vpn.example.org" && s.BackendConfig["port"] == "443"
 			}},
 	} {
-		w.ok(w.api().Get(w.ctx, name, &service))
+		w.OK(w.API().Get(w.Ctx, name, &service))
 		start := time.Now()
-		w.ok(w.api().Patch(w.ctx, &service, client.RawPatch(types.MergePatchType, []byte(c.patch))))
+		w.OK(w.API().Patch(w.Ctx, &service, client.RawPatch(types.MergePatchType, []byte(c.patch))))
 		for _, p := range peers {
-			w.until(c.what+" is published", func() bool { return c.done(p.original().Spec) })
+			w.Until(c.what+" is published", func() bool { return c.done(p.Original().Spec) })
 		}
 		if took := time.Since(start); took > 30*time.Second {
 			t.Errorf("%s: published after %v", c.what, took)
 		}
 	}
 	var secret corev1.Secret
-	w.ok(w.api().Get(w.ctx, types.NamespacedName{Namespace: w.system, Name: keyring.SecretName}, &secret))
-	secret.Data["publicKey"] = []byte(anotherKey)
-	w.ok(w.api().Update(w.ctx, &secret))
+	w.OK(w.API().Get(w.Ctx, types.NamespacedName{Namespace: w.System, Name: keyring.SecretName}, &secret))
+	secret.Data["publicKey"] = []byte(managertest.AnotherKey)
+	w.OK(w.API().Update(w.Ctx, &secret))
 	for _, p := range peers {
-		w.until("another key is published", func() bool { return p.original().Spec.BackendConfig["publicKey"] == anotherKey })
+		w.Until("another key is published", func() bool { return p.Original().Spec.BackendConfig["publicKey"] == managertest.AnotherKey })
 	}
 
 	// Of the tunnels, those with a key and a port are published, whichever comes first.
 	secret.Data["tunnels"] = []byte(testKeyText(21) + "," + testKeyText(22))
-	w.ok(w.api().Update(w.ctx, &secret))
-	w.always("tunnels without ports are not published", func() bool { return len(peers[0].original().Spec.BackendConfig) == 2 })
-	w.ok(w.api().Get(w.ctx, name, &service))
-	w.ok(w.api().Patch(w.ctx, &service, client.RawPatch(types.MergePatchType, []byte(
+	w.OK(w.API().Update(w.Ctx, &secret))
+	w.Always("tunnels without ports are not published", func() bool { return len(peers[0].Original().Spec.BackendConfig) == 2 })
+	w.OK(w.API().Get(w.Ctx, name, &service))
+	w.OK(w.API().Patch(w.Ctx, &service, client.RawPatch(types.MergePatchType, []byte(
 		`{"metadata":{"annotations":{"liqo.io/override-port":null}},"spec":{"ports":[`+
 			`{"name":"wireguard","port":5871,"protocol":"UDP"},{"name":"wireguard-1","port":5872,"protocol":"UDP"}]}}`))))
-	w.ok(w.api().Get(w.ctx, name, &service))
+	w.OK(w.API().Get(w.Ctx, name, &service))
 	first := fmt.Sprintf("%d:%s", service.Spec.Ports[1].NodePort, testKeyText(21))
 	for _, p := range peers {
-		w.until("the tunnel is published", func() bool { return p.original().Spec.BackendConfig["tunnels"] == first })
+		w.Until("the tunnel is published", func() bool { return p.Original().Spec.BackendConfig["tunnels"] == first })
 	}
 	delete(secret.Data, "tunnels")
-	w.ok(w.api().Update(w.ctx, &secret))
+	w.OK(w.API().Update(w.Ctx, &secret))
 	for _, p := range peers {
-		w.until("the tunnel is taken back", func() bool { return len(p.original().Spec.BackendConfig) == 2 })
+		w.Until("the tunnel is taken back", func() bool { return len(p.Original().Spec.BackendConfig) == 2 })
 	}
 
 	// An unusable key publishes nothing, and what was published stays.
 	secret.Data["publicKey"] = []byte("not base64")
-	w.ok(w.api().Update(w.ctx, &secret))
-	w.until("the Peering says so", func() bool {
-		return strings.Contains(peers[0].message(isthmus.ConditionReady), "publicKey is not base64")
+	w.OK(w.API().Update(w.Ctx, &secret))
+	w.Until("the Peering says so", func() bool {
+		return strings.Contains(peers[0].Message(isthmus.ConditionReady), "publicKey is not base64")
 	})
-	w.always("the last good key stays", func() bool { return peers[0].original().Spec.BackendConfig["publicKey"] == anotherKey })
+	w.Always("the last good key stays", func() bool { return peers[0].Original().Spec.BackendConfig["publicKey"] == managertest.AnotherKey })
 }
 
 func TestPeerCannotSquatTheNameOfOurNetworkConfig(t *testing.T) {
 	w := newWorld(t, false)
 	p := w.describe("b")
-	w.create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: p.ns}})
-	squatter := p.theirs()
-	squatter.Name = p.cluster.UniqueName()
-	w.create(squatter)
-	w.gateway("192.0.2.1")
-	w.create(p.peering)
-	w.until("the Peering names it", func() bool { return strings.Contains(p.message(isthmus.ConditionReady), "has the name of ours") })
-	w.always("it stays as it is", func() bool { return p.original().Labels[v1alpha1.LabelOriginID] == p.cluster.ClusterID })
-	w.ok(w.api().Delete(w.ctx, squatter))
-	w.until("ours comes when it is gone", func() bool { nc := p.original(); return nc != nil && metav1.IsControlledBy(nc, p.peering) })
+	w.Create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: p.NS}})
+	squatter := p.Theirs()
+	squatter.Name = p.Cluster.UniqueName()
+	w.Create(squatter)
+	w.Gateway("192.0.2.1")
+	w.Create(p.Peering)
+	w.Until("the Peering names it", func() bool { return strings.Contains(p.Message(isthmus.ConditionReady), "has the name of ours") })
+	w.Always("it stays as it is", func() bool { return p.Original().Labels[v1alpha1.LabelOriginID] == p.Cluster.ClusterID })
+	w.OK(w.API().Delete(w.Ctx, squatter))
+	w.Until("ours comes when it is gone", func() bool { nc := p.Original(); return nc != nil && metav1.IsControlledBy(nc, p.Peering) })
 }

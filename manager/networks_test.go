@@ -17,6 +17,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/manager/managertest"
 )
 
 func TestNetworksOutsideOfOneHaveEveryAddressOutsideOnce(t *testing.T) {
@@ -45,16 +47,16 @@ func TestNetworksOutsideOfOneHaveEveryAddressOutsideOnce(t *testing.T) {
 
 func TestServicesOfALaterServiceCIDRAreReserved(t *testing.T) {
 	w := newWorld(t, false)
-	if !servesServiceCIDRs {
+	if !managertest.ServesServiceCIDRs {
 		t.Skip("this API server has no ServiceCIDRs")
 	}
 	serviceCIDR := func(name, cidr string) *networkingv1.ServiceCIDR {
-		return &networkingv1.ServiceCIDR{ObjectMeta: metav1.ObjectMeta{Name: w.prefix + name}, Spec: networkingv1.ServiceCIDRSpec{CIDRs: []string{cidr}}}
+		return &networkingv1.ServiceCIDR{ObjectMeta: metav1.ObjectMeta{Name: w.Prefix + name}, Spec: networkingv1.ServiceCIDRSpec{CIDRs: []string{cidr}}}
 	}
 	inside, later := serviceCIDR("-inside", "10.111.0.0/16"), serviceCIDR("-later", "172.29.0.0/24") // ours is 10.96.0.0/12
 	drop := func(o *networkingv1.ServiceCIDR) {
-		w.ok(client.IgnoreNotFound(w.api().Delete(context.Background(), o)))
-		w.ok(client.IgnoreNotFound(w.api().Patch(context.Background(), o, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)))))
+		w.OK(client.IgnoreNotFound(w.API().Delete(context.Background(), o)))
+		w.OK(client.IgnoreNotFound(w.API().Patch(context.Background(), o, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)))))
 	}
 	reserved := func() bool {
 		return slices.Contains(w.ipam.State().Own().Reserved, netip.MustParsePrefix("172.29.0.0/24"))
@@ -64,10 +66,10 @@ func TestServicesOfALaterServiceCIDRAreReserved(t *testing.T) {
 		t.Fatal("reserved before it is there")
 	}
 	for _, o := range []*networkingv1.ServiceCIDR{inside, later} {
-		w.create(o)
+		w.Create(o)
 		t.Cleanup(func() { drop(o) })
 	}
-	w.until("it is reserved", reserved)
+	w.Until("it is reserved", reserved)
 	if got := guarded(); got != "is a Service, in 172.29.0.0/24" {
 		t.Errorf("what peers get only where a person says so: %q", got)
 	}
@@ -75,7 +77,7 @@ func TestServicesOfALaterServiceCIDRAreReserved(t *testing.T) {
 		t.Errorf("conflict: %v", c)
 	}
 	drop(later)
-	w.until("it is free again", func() bool { return !reserved() && guarded() == "" })
+	w.Until("it is free again", func() bool { return !reserved() && guarded() == "" })
 }
 
 // A pods is a reader that has Pods, of which it gives a page at a time, and counts how often they are listed.

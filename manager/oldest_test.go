@@ -27,6 +27,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
+	"github.com/isthmus-net/isthmus/manager/managertest"
 )
 
 // An oldServer makes the API server of all tests look like Kubernetes 1.31 and 1.32: it does not serve the
@@ -44,11 +45,11 @@ type failure struct {
 
 func startOldServer(t *testing.T) *oldServer {
 	t.Helper()
-	transport, err := rest.TransportFor(testConfig)
+	transport, err := rest.TransportFor(managertest.Config)
 	if err != nil {
 		t.Fatal(err)
 	}
-	target, err := url.Parse(testConfig.Host)
+	target, err := url.Parse(managertest.Config.Host)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -130,22 +131,22 @@ func TestServiceCIDRWithoutItsKindIsFoundElsewhere(t *testing.T) {
 	api := startOldServer(t).client(t)
 	gather := func() Facts {
 		t.Helper()
-		own := &FactsKeeper{Cache: api, Direct: api, Store: &stubStore{}, Cluster: w.self, Namespace: w.system,
+		own := &FactsKeeper{Cache: api, Direct: api, Store: &stubStore{}, Cluster: w.Self, Namespace: w.System,
 			Plan: AddressPlan{PodCIDR: netip.MustParsePrefix("10.32.0.0/19")}, Log: slog.New(slog.DiscardHandler)}
-		f, err := own.gather(w.ctx)
-		w.ok(err)
+		f, err := own.gather(w.Ctx)
+		w.OK(err)
 		return f
 	}
 	if f := gather(); f.ServiceCIDR.IsValid() || !strings.Contains(strings.Join(f.Missing, "\n"), "set --service-cidr") {
 		t.Errorf("nothing has it: %v, missing %q", f.ServiceCIDR, f.Missing)
 	}
 	server := &corev1.Pod{
-		ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "kube-apiserver-" + w.prefix, Labels: map[string]string{"component": "kube-apiserver"}},
+		ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "kube-apiserver-" + w.Prefix, Labels: map[string]string{"component": "kube-apiserver"}},
 		Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "kube-apiserver", Image: "example.org/kube-apiserver:v1.32.0",
 			Command: []string{"kube-apiserver", "--service-cluster-ip-range=10.97.0.0/16"}}}},
 	}
-	w.until("namespace kube-system takes Pods", func() bool { return w.api().Create(w.ctx, server.DeepCopy()) == nil })
-	t.Cleanup(func() { w.ok(w.api().Delete(context.Background(), server, client.GracePeriodSeconds(0))) })
+	w.Until("namespace kube-system takes Pods", func() bool { return w.API().Create(w.Ctx, server.DeepCopy()) == nil })
+	t.Cleanup(func() { w.OK(w.API().Delete(context.Background(), server, client.GracePeriodSeconds(0))) })
 	if f := gather(); f.ServiceCIDR.String() != "10.97.0.0/16" || len(f.Missing) != 1 { // and no key
 		t.Errorf("flags of the API server: %v, missing %q", f.ServiceCIDR, f.Missing)
 	}
@@ -153,8 +154,8 @@ func TestServiceCIDRWithoutItsKindIsFoundElsewhere(t *testing.T) {
 		ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "kubeadm-config"},
 		Data:       map[string]string{"ClusterConfiguration": "networking:\n  serviceSubnet: 10.98.0.0/16\n"},
 	}
-	w.create(kubeadm)
-	t.Cleanup(func() { w.ok(w.api().Delete(context.Background(), kubeadm)) })
+	w.Create(kubeadm)
+	t.Cleanup(func() { w.OK(w.API().Delete(context.Background(), kubeadm)) })
 	if f := gather(); f.ServiceCIDR.String() != "10.98.0.0/16" {
 		t.Errorf("kubeadm: %v, missing %q", f.ServiceCIDR, f.Missing)
 	}
@@ -162,10 +163,10 @@ func TestServiceCIDRWithoutItsKindIsFoundElsewhere(t *testing.T) {
 
 // A manager of Kubernetes 1.31 or 1.32 peers like any other once it is told the ServiceCIDR.
 func TestManagerWithoutServiceCIDRsPeers(t *testing.T) {
-	a, b := twoSidesWith(t, connect, func(s *side) { s.old = s.server == testServer })
+	a, b := twoSidesWith(t, managertest.Connect, func(s *side) { s.old = s.server == managertest.Server })
 	for _, s := range []*side{a, b} {
 		s.connected()
-		s.peer.untilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
+		s.peer.UntilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
 	}
 	if ready := get(t, "http://"+a.health+"/readyz"); ready != "ok\n" {
 		t.Errorf("readyz: %q", ready)
@@ -174,7 +175,7 @@ func TestManagerWithoutServiceCIDRsPeers(t *testing.T) {
 		s.peer.delete()
 	}
 	for _, s := range []*side{a, b} {
-		s.until("the Peering is gone", s.peer.gone)
+		s.Until("the Peering is gone", s.peer.gone)
 	}
 }
 
@@ -189,12 +190,12 @@ func TestManagerThatCannotBeginIsNotReady(t *testing.T) {
 	for i := range health {
 		health[i] = kubetest.Address(9443)
 		t.Cleanup(w.runManager(Options{
-			Kubeconfig: old.kubeconfig(t), Namespace: w.system, LeaderElect: true, Cluster: w.self, HealthAddress: health[i],
+			Kubeconfig: old.kubeconfig(t), Namespace: w.System, LeaderElect: true, Cluster: w.Self, HealthAddress: health[i],
 			Log: slog.New(slog.DiscardHandler),
 		}))
 	}
 	var ready [2]string
-	w.until("one waits and one is ready", func() bool {
+	w.Until("one waits and one is ready", func() bool {
 		for i := range health {
 			ready[i] = get(t, "http://"+health[i]+"/readyz")
 		}
@@ -205,7 +206,7 @@ func TestManagerThatCannotBeginIsNotReady(t *testing.T) {
 		t.Errorf("the one that leads: %q", ready[1])
 	}
 	old.fail.Store(&failure{configuration, http.StatusInternalServerError})
-	w.until("the one that waits says what the API server answers", func() bool {
+	w.Until("the one that waits says what the API server answers", func() bool {
 		for i := range health {
 			ready[i] = get(t, "http://"+health[i]+"/readyz")
 		}
@@ -213,7 +214,7 @@ func TestManagerThatCannotBeginIsNotReady(t *testing.T) {
 		return ready[0] == "ok\n" && strings.Contains(ready[1], "configuration of kubeadm: ") && strings.Contains(ready[1], "the disk of etcd is full")
 	})
 	old.fail.Store(nil)
-	w.until("both are ready", func() bool {
+	w.Until("both are ready", func() bool {
 		return get(t, "http://"+health[0]+"/readyz") == "ok\n" && get(t, "http://"+health[1]+"/readyz") == "ok\n"
 	})
 }

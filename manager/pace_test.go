@@ -16,6 +16,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/managertest"
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
@@ -58,7 +59,7 @@ func TestAPeerThatFlipsItsAnswerSoonChangesNothingButItsGateway(t *testing.T) {
 	b.joined()
 	allocation := func() int64 {
 		var o isthmus.NetworkAllocation
-		a.ok(testClient.Get(a.ctx, client.ObjectKey{Name: fabric.AllocationName(b.cluster.ClusterID)}, &o))
+		a.OK(managertest.Client.Get(a.Ctx, client.ObjectKey{Name: fabric.AllocationName(b.Cluster.ClusterID)}, &o))
 		return o.Generation
 	}
 	before := allocation()
@@ -66,7 +67,7 @@ func TestAPeerThatFlipsItsAnswerSoonChangesNothingButItsGateway(t *testing.T) {
 	for i := range 2 * changesAtOnce {
 		b.answer(seen[i%2], "None")
 		if i < changesAtOnce {
-			a.until("it is followed", func() bool { return b.endpoint().Spec.LocalNATPodCIDR == seen[i%2] })
+			a.Until("it is followed", func() bool { return b.Endpoint().Spec.LocalNATPodCIDR == seen[i%2] })
 		}
 	}
 	followed := seen[(changesAtOnce-1)%2]
@@ -74,12 +75,12 @@ func TestAPeerThatFlipsItsAnswerSoonChangesNothingButItsGateway(t *testing.T) {
 	edit(a, b.copied(), func(nc *v1alpha1.NetworkConfig) {
 		nc.Spec.EndpointIP, nc.Spec.BackendConfig[v1alpha1.ConfigPublicKey] = "192.0.2.99", testKeyText(9)
 	})
-	a.until("a new endpoint and a new key are followed", func() bool {
-		spec := b.endpoint().Spec
+	a.Until("a new endpoint and a new key are followed", func() bool {
+		spec := b.Endpoint().Spec
 		return spec.EndpointIP == "192.0.2.99" && spec.BackendConfig[v1alpha1.ConfigPublicKey] == testKeyText(9)
 	})
-	a.always("the answer is not followed any more", func() bool {
-		return allocation() == before+changesAtOnce && b.endpoint().Spec.LocalNATPodCIDR == followed
+	a.Always("the answer is not followed any more", func() bool {
+		return allocation() == before+changesAtOnce && b.Endpoint().Spec.LocalNATPodCIDR == followed
 	})
 }
 
@@ -91,10 +92,10 @@ func TestAPeerThatFlipsItsEndpointIsFollowedOnceASecond(t *testing.T) {
 	for i := range 6 * changesAtOnce {
 		last = fmt.Sprintf("192.0.2.%d", 100+i)
 		edit(a, b.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = last })
-		a.until("it is accepted", func() bool { return accepted(b.copied()) == "None None" })
+		a.Until("it is accepted", func() bool { return accepted(b.copied()) == "None None" })
 	}
-	a.until("the last one is followed", func() bool { return b.endpoint().Spec.EndpointIP == last })
-	if changes, most := b.endpoint().Generation-before, changesAtOnce+int64(time.Since(began)/gatewayEvery); changes > most {
+	a.Until("the last one is followed", func() bool { return b.Endpoint().Spec.EndpointIP == last })
+	if changes, most := b.Endpoint().Generation-before, changesAtOnce+int64(time.Since(began)/gatewayEvery); changes > most {
 		t.Errorf("%d changes in %v; want at most %d", changes, time.Since(began), most)
 	}
 }
@@ -102,7 +103,7 @@ func TestAPeerThatFlipsItsEndpointIsFollowedOnceASecond(t *testing.T) {
 // pacing is a reconciler that a test calls itself.
 func (a *answering) pacing() *TunnelEndpointReconciler {
 	return &TunnelEndpointReconciler{
-		Client: a.mgr.GetClient(), Peers: peers.Peers{Reader: a.mgr.GetCache(), Self: a.self.ClusterID}, Store: a.store, Log: slog.New(slog.DiscardHandler),
+		Client: a.mgr.GetClient(), Peers: peers.Peers{Reader: a.mgr.GetCache(), Self: a.Self.ClusterID}, Store: a.store, Log: slog.New(slog.DiscardHandler),
 		answers: pace{every: answerEvery}, gateways: pace{every: gatewayEvery},
 	}
 }
@@ -120,17 +121,17 @@ func TestAnAnswerThatWaitsIsLookedAtAgain(t *testing.T) {
 	a := newAnswering(t)
 	b := a.partner("b", 2).claims("10.64.0.0/16", "10.65.0.0/20").publish().answer("None", "None")
 	b.joined()
-	r, id := a.pacing(), b.cluster.ClusterID
+	r, id := a.pacing(), b.Cluster.ClusterID
 	r.Facts = &stubFacts{} // whose networks are others: there is nothing to write
 	queue := later{after: make(map[reconcile.Request]time.Duration)}
-	a.ok(r.queue.Source().Start(a.ctx, queue))
+	a.OK(r.queue.Source().Start(a.Ctx, queue))
 	for range changesAtOnce {
 		r.answers.count(id, time.Now())
 	}
-	x, err := r.gather(a.ctx, ctrl.Request{NamespacedName: types.NamespacedName{Namespace: b.ns, Name: id}})
-	a.ok(err)
+	x, err := r.gather(a.Ctx, ctrl.Request{NamespacedName: types.NamespacedName{Namespace: b.NS, Name: id}})
+	a.OK(err)
 	x.originals[0].Status.PodCIDRNAT = "10.80.0.0/16"
-	a.ok(r.join(a.ctx, x))
+	a.OK(r.join(a.Ctx, x))
 	if wait := queue.after[exchangeWith(x.peer)]; wait <= 0 || wait > answerEvery {
 		t.Errorf("it is looked at again after %v", wait)
 	}
@@ -140,9 +141,9 @@ func TestAnAnswerThatCouldNotBeWrittenCostsNothing(t *testing.T) {
 	a := newAnswering(t)
 	b := a.partner("b", 2).claims("10.64.0.0/16", "10.65.0.0/20").publish().answer("None", "None")
 	b.joined()
-	r, id := a.pacing(), b.cluster.ClusterID
-	original := b.original()
-	ended, end := context.WithCancel(a.ctx)
+	r, id := a.pacing(), b.Cluster.ClusterID
+	original := b.Original()
+	ended, end := context.WithCancel(a.Ctx)
 	end()
 	for i := range 2 * changesAtOnce {
 		original.Status.PodCIDRNAT = fmt.Sprintf("10.%d.0.0/16", 80+i)
@@ -155,8 +156,8 @@ func TestAnAnswerThatCouldNotBeWrittenCostsNothing(t *testing.T) {
 	}
 	for i := range changesAtOnce {
 		original.Status.PodCIDRNAT = fmt.Sprintf("10.%d.0.0/16", 80+i)
-		_, err := r.mapped(a.ctx, id, original)
-		a.ok(err)
+		_, err := r.mapped(a.Ctx, id, original)
+		a.OK(err)
 	}
 	if wait := r.answers.wait(id, time.Now()); wait == 0 {
 		t.Error("what was written costs nothing")
@@ -167,16 +168,16 @@ func TestAnAnswerThatCouldNotBeWrittenCostsNothing(t *testing.T) {
 func TestThePaceOfAPeerGoesWithIt(t *testing.T) {
 	a := newAnswering(t)
 	r, now := a.pacing(), time.Now()
-	left := a.prefix + "-left"
+	left := a.Prefix + "-left"
 	for range changesAtOnce {
 		r.answers.count(left, now)
 		r.gateways.count(left, now)
 	}
-	a.ok(r.end(a.ctx, &exchange{id: left, elsewhere: true}))
+	a.OK(r.end(a.Ctx, &exchange{id: left, elsewhere: true}))
 	if r.answers.wait(left, now) == 0 || r.gateways.wait(left, now) == 0 {
 		t.Error("the pace of a peer with another namespace is forgotten")
 	}
-	a.ok(r.end(a.ctx, &exchange{id: left}))
+	a.OK(r.end(a.Ctx, &exchange{id: left}))
 	if len(r.answers.peers)+len(r.gateways.peers) > 0 {
 		t.Error("the pace of a peer that has left stays")
 	}

@@ -195,37 +195,37 @@ func TestTheLongestMessageFitsIntoAnEvent(t *testing.T) {
 // The Peering says which peer has the key, and which Node the address; the peer is told neither.
 func TestARefusalNamesWhoHasWhatIsAskedFor(t *testing.T) {
 	w := newWorld(t, false)
-	w.gateway("192.0.2.1")
+	w.Gateway("192.0.2.1")
 	p := w.peer("b")
 	p.join()
 	owner := w.describe("owner")
-	w.create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: owner.ns}})
-	te := &v1alpha1.TunnelEndpoint{ObjectMeta: metav1.ObjectMeta{Namespace: owner.ns, Name: "o"}, Spec: p.endpoint().Spec}
-	te.Spec.ClusterIdentity = owner.cluster
-	w.create(te)
-	theirs := p.theirs()
-	w.ok(w.api().Get(w.ctx, client.ObjectKeyFromObject(theirs), theirs))
+	w.Create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: owner.NS}})
+	te := &v1alpha1.TunnelEndpoint{ObjectMeta: metav1.ObjectMeta{Namespace: owner.NS, Name: "o"}, Spec: p.Endpoint().Spec}
+	te.Spec.ClusterIdentity = owner.Cluster
+	w.Create(te)
+	theirs := p.Theirs()
+	w.OK(w.API().Get(w.Ctx, client.ObjectKeyFromObject(theirs), theirs))
 	meta.SetStatusCondition(&theirs.Status.Conditions, metav1.Condition{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionFalse,
 		Reason: v1alpha1.ReasonKeyConflict, Message: "spec.backend_config.publicKey: is the key of another peer"})
-	w.ok(w.api().Status().Update(w.ctx, theirs))
-	p.untilIs(isthmus.ConditionReady, v1alpha1.ReasonKeyConflict)
-	want := "(" + owner.cluster.ClusterName + " (" + owner.cluster.ClusterID + ") has it, by TunnelEndpoint " + owner.ns + "/o)"
-	w.until("the condition says "+want, func() bool {
-		w.stub.say(p.cluster.ClusterID, replicated) // the cache may have seen the owner last
-		return strings.Contains(p.message(isthmus.ConditionPeerConfig), want)
+	w.OK(w.API().Status().Update(w.Ctx, theirs))
+	p.UntilIs(isthmus.ConditionReady, v1alpha1.ReasonKeyConflict)
+	want := "(" + owner.Cluster.ClusterName + " (" + owner.Cluster.ClusterID + ") has it, by TunnelEndpoint " + owner.NS + "/o)"
+	w.Until("the condition says "+want, func() bool {
+		w.stub.say(p.Cluster.ClusterID, replicated) // the cache may have seen the owner last
+		return strings.Contains(p.Message(isthmus.ConditionPeerConfig), want)
 	})
 	for _, c := range []struct{ other, want string }{
-		{"192.0.2.77/32", " (status.addresses of Node " + w.prefix + "-n)"}, {"192.0.2.78/32", ""}, {"192.0.2.0/24", ""},
+		{"192.0.2.77/32", " (status.addresses of Node " + w.Prefix + "-n)"}, {"192.0.2.78/32", ""}, {"192.0.2.0/24", ""},
 	} {
 		if c.want != "" {
-			node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: w.prefix + "-n"}}
-			w.create(node)
-			t.Cleanup(func() { w.ok(w.api().Delete(w.ctx, node)) })
+			node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: w.Prefix + "-n"}}
+			w.Create(node)
+			t.Cleanup(func() { w.OK(w.API().Delete(w.Ctx, node)) })
 			node.Status.Addresses = []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: "192.0.2.77"}}
-			w.ok(w.api().Status().Update(w.ctx, node))
+			w.OK(w.API().Status().Update(w.Ctx, node))
 		}
 		conflict := ipam.Conflict{Peer: "b", Network: "PodCIDR", Prefix: netip.MustParsePrefix("192.0.2.0/25"), With: "a node", Other: netip.MustParsePrefix(c.other)}
-		if got, err := overlapText(w.ctx, w.api(), conflict); err != nil || got != conflict.String()+c.want {
+		if got, err := overlapText(w.Ctx, w.API(), conflict); err != nil || got != conflict.String()+c.want {
 			t.Errorf("%s, %v", got, err)
 		}
 	}

@@ -24,29 +24,29 @@ import (
 
 // refuses makes the report of a node say that it refuses all that is allocated, or nothing yet.
 func (a *answering) refuses(node string, all bool) {
-	a.t.Helper()
+	a.T.Helper()
 	revision := int64(1)
 	if all {
 		var list isthmus.NetworkAllocationList
-		a.ok(a.api().List(a.ctx, &list))
+		a.OK(a.API().List(a.Ctx, &list))
 		now, problems := fabric.AllocationsFrom(list.Items, time.Now())
 		if len(problems) > 0 {
-			a.t.Fatal(problems)
+			a.T.Fatal(problems)
 		}
 		revision = max(revision, now.Version)
 	}
-	r := &isthmus.NodeNetworks{ObjectMeta: metav1.ObjectMeta{Namespace: a.system, Name: node}, Spec: isthmus.NodeNetworksSpec{RefusedResourceVersion: revision}}
-	err := a.api().Create(a.ctx, r)
+	r := &isthmus.NodeNetworks{ObjectMeta: metav1.ObjectMeta{Namespace: a.System, Name: node}, Spec: isthmus.NodeNetworksSpec{RefusedResourceVersion: revision}}
+	err := a.API().Create(a.Ctx, r)
 	if apierrors.IsAlreadyExists(err) {
-		err = a.api().Patch(a.ctx, r, client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"spec":{"refusedResourceVersion":%d}}`, revision)))
+		err = a.API().Patch(a.Ctx, r, client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"spec":{"refusedResourceVersion":%d}}`, revision)))
 	}
-	a.ok(err)
+	a.OK(err)
 }
 
 // awaited waits until the RefusalGate waits for so many nodes.
 func (a *answering) awaited(n int) {
-	a.t.Helper()
-	a.until("the reports are read", func() bool {
+	a.T.Helper()
+	a.Until("the reports are read", func() bool {
 		a.nodes.mu.Lock()
 		defer a.nodes.mu.Unlock()
 		return len(a.nodes.said) == n
@@ -55,30 +55,30 @@ func (a *answering) awaited(n int) {
 
 func TestANetworkIsToldWhenAllNodesRefuseIt(t *testing.T) {
 	a := newAnswering(t)
-	a.create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: a.system}})
+	a.Create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: a.System}})
 	a.refuses("n1", false)
 	a.refuses("n2", false)
-	a.create(&isthmus.NodeNetworks{ObjectMeta: metav1.ObjectMeta{Namespace: a.system, Name: "older"}}) // says nothing
+	a.Create(&isthmus.NodeNetworks{ObjectMeta: metav1.ObjectMeta{Namespace: a.System, Name: "older"}}) // says nothing
 	a.awaited(2)
 
 	b := a.partner("b", 2).claims("10.50.0.0/18", "10.60.0.0/20")
-	a.until("its networks are in the IPAM state", b.granted)
-	a.always("it is not answered", func() bool { return !b.told() })
+	a.Until("its networks are in the IPAM state", b.granted)
+	a.Always("it is not answered", func() bool { return !b.told() })
 	a.refuses("n1", true)
-	a.always("it is not answered for one node", func() bool { return !b.told() })
+	a.Always("it is not answered for one node", func() bool { return !b.told() })
 	a.refuses("n2", true)
 	b.untilAccepted("None None")
 
 	// What an agent says of the older IPAM state counts, and so does all that comes later.
 	c := a.partner("c", 3).claims("10.51.0.0/18", "10.61.0.0/20")
-	a.until("its networks are in the IPAM state", c.granted)
+	a.Until("its networks are in the IPAM state", c.granted)
 	a.refuses("n1", true)
 	d := a.partner("d", 4).claims("10.52.0.0/18", "10.62.0.0/20")
-	a.until("its networks are in the IPAM state", d.granted)
-	a.always("neither is answered", func() bool { return !c.told() && !d.told() })
+	a.Until("its networks are in the IPAM state", d.granted)
+	a.Always("neither is answered", func() bool { return !c.told() && !d.told() })
 	a.refuses("n2", true)
 	c.untilAccepted("None None")
-	a.always("one node is behind", func() bool { return !d.told() })
+	a.Always("one node is behind", func() bool { return !d.told() })
 	a.refuses("n1", true)
 	d.untilAccepted("None None")
 }
@@ -86,7 +86,7 @@ func TestANetworkIsToldWhenAllNodesRefuseIt(t *testing.T) {
 // A node whose agent does not answer holds nobody up for long, and never again until it does.
 func TestANodeThatDoesNotRefuseIsNamedAndNotWaitedForAgain(t *testing.T) {
 	a := newAnswering(t)
-	a.create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: a.system}})
+	a.Create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: a.System}})
 	a.nodes.Patience = time.Millisecond
 	a.refuses("n1", false)
 	a.awaited(1)
@@ -106,10 +106,10 @@ func TestANodeThatDoesNotRefuseIsNamedAndNotWaitedForAgain(t *testing.T) {
 	c.untilAccepted("None None")
 
 	a.refuses("n1", true) // it is there again
-	a.until("the report is read", func() bool { return a.nodes.Late() == 0 })
+	a.Until("the report is read", func() bool { return a.nodes.Late() == 0 })
 	d := a.partner("d", 4).claims("10.52.0.0/18", "10.62.0.0/20")
-	a.until("its networks are in the IPAM state", d.granted)
-	a.always("it is waited for again", func() bool { return !d.told() })
+	a.Until("its networks are in the IPAM state", d.granted)
+	a.Always("it is waited for again", func() bool { return !d.told() })
 	a.refuses("n1", true)
 	d.untilAccepted("None None")
 }

@@ -20,15 +20,15 @@ import (
 
 // endHolds lets the hold of released networks expire.
 func (a *answering) endHolds() {
-	a.t.Helper()
-	_, err := a.store.Update(a.ctx, func(b ipam.State) (ipam.State, error) {
+	a.T.Helper()
+	_, err := a.store.Update(a.Ctx, func(b ipam.State) (ipam.State, error) {
 		next, _ := b.Age(time.Now().Add(fabric.ReleaseHold+time.Second), func(string) bool { return true })
 		if len(next.Changed(b)) == 0 {
 			return b, errors.New("nothing is held")
 		}
 		return next, nil
 	})
-	a.ok(err)
+	a.OK(err)
 }
 
 // A peer vanished while no manager ran, because finalizers were removed or definitions deleted. Its
@@ -36,31 +36,31 @@ func (a *answering) endHolds() {
 func TestNetworksOfAPeerThatVanishedAreReleased(t *testing.T) {
 	a := newAnswering(t)
 	there := a.partner("there", 2)
-	gone := a.describe("gone").cluster.ClusterID
-	for i, id := range []string{gone, there.cluster.ClusterID} {
-		_, err := a.store.Update(a.ctx, func(b ipam.State) (ipam.State, error) {
+	gone := a.describe("gone").Cluster.ClusterID
+	for i, id := range []string{gone, there.Cluster.ClusterID} {
+		_, err := a.store.Update(a.Ctx, func(b ipam.State) (ipam.State, error) {
 			b, _, err := b.Grant(ipam.Request{ID: id, Pod: netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(150 + i), 0, 0}), 16),
 				External: netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(160 + i), 0, 0}), 20)})
 			return b, err
 		})
-		a.ok(err)
+		a.OK(err)
 	}
 	now := time.Date(2026, 11, 25, 12, 0, 0, 0, time.UTC)
 	a.store.WithClock(func(context.Context) (time.Time, error) { return now, nil })
-	r := &releases{Cache: a.mgr.GetCache(), Peers: peers.Peers{Reader: a.mgr.GetCache(), Self: a.self.ClusterID}, Store: a.store, Events: a.events, Log: slog.New(slog.DiscardHandler)}
-	a.until("the cache has the Peering", func() bool {
-		named, err := r.named(a.ctx)
-		a.ok(err)
-		return named[there.cluster.ClusterID]
+	r := &releases{Cache: a.mgr.GetCache(), Peers: peers.Peers{Reader: a.mgr.GetCache(), Self: a.Self.ClusterID}, Store: a.store, Events: a.events, Log: slog.New(slog.DiscardHandler)}
+	a.Until("the cache has the Peering", func() bool {
+		named, err := r.named(a.Ctx)
+		a.OK(err)
+		return named[there.Cluster.ClusterID]
 	})
-	a.ok(r.look(a.ctx))
+	a.OK(r.look(a.Ctx))
 	now = now.Add(ipam.UnusedGrace - time.Second)
-	a.ok(r.look(a.ctx))
+	a.OK(r.look(a.Ctx))
 	if _, has := a.store.State().GrantOf(gone); !has {
 		t.Error("released early")
 	}
 	now = now.Add(time.Second)
-	a.ok(r.look(a.ctx))
+	a.OK(r.look(a.Ctx))
 	if at := a.store.State().ReleasedAt(gone); !at.Equal(now) || len(a.store.State().NetworksOf(gone)) != 2 {
 		t.Errorf("released at %v, nodes refuse %v", at, a.store.State().NetworksOf(gone))
 	}
@@ -75,11 +75,11 @@ func TestNetworksOfAPeerThatVanishedAreReleased(t *testing.T) {
 		t.Error("no Event")
 	}
 	now = now.Add(fabric.ReleaseHold)
-	a.ok(r.look(a.ctx))
+	a.OK(r.look(a.Ctx))
 	if n := a.store.State().NetworksOf(gone); len(n) > 0 {
 		t.Errorf("after another day nodes refuse %v", n)
 	}
-	if _, has := a.store.State().GrantOf(there.cluster.ClusterID); !has {
+	if _, has := a.store.State().GrantOf(there.Cluster.ClusterID); !has {
 		t.Error("a peer with a Peering is released")
 	}
 }

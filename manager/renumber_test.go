@@ -13,6 +13,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
+	"github.com/isthmus-net/isthmus/manager/managertest"
 )
 
 // connectToLiqo is connect for a server with Liqo's definitions of the kinds of net.liqo.io.
@@ -36,37 +37,37 @@ func connectToLiqo(t *testing.T) func(context.Context, *kubetest.Server) (*rest.
 				return nil, nil, err
 			}
 		}
-		return connectWith(ctx, server, dir)
+		return managertest.ConnectWith(ctx, server, dir)
 	}
 }
 
 // ready brings both sides to Ready.
 func ready(sides ...*side) {
 	for _, s := range sides {
-		s.t.Helper()
-		s.peer.untilIs(isthmus.ConditionTunnelEndpoint, isthmus.ReasonAgreed)
+		s.T.Helper()
+		s.peer.UntilIs(isthmus.ConditionTunnelEndpoint, isthmus.ReasonAgreed)
 		s.connected()
 	}
 	for _, s := range sides {
-		s.peer.untilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
+		s.peer.UntilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
 	}
 }
 
 // renumber restarts the manager of a side with another PodCIDR. The manager of the other side may or may
 // not run.
 func (s *side) renumber(pods string) {
-	s.t.Helper()
+	s.T.Helper()
 	s.stop()
 	s.pods = pods
 	s.manage()
-	s.until("the other network is published here", func() bool { return s.peer.original().Spec.PodCIDR == pods })
+	s.Until("the other network is published here", func() bool { return s.peer.Original().Spec.PodCIDR == pods })
 }
 
 // claims returns the copy of the other side's NetworkConfig.
 func (s *side) claims(other *side) *v1alpha1.NetworkConfig {
-	s.t.Helper()
+	s.T.Helper()
 	nc := new(v1alpha1.NetworkConfig)
-	s.ok(s.api().Get(s.ctx, client.ObjectKey{Namespace: s.peer.ns, Name: s.self.UniqueName()}, nc))
+	s.OK(s.API().Get(s.Ctx, client.ObjectKey{Namespace: s.peer.NS, Name: s.Self.UniqueName()}, nc))
 	return nc
 }
 
@@ -75,15 +76,15 @@ func (s *side) claims(other *side) *v1alpha1.NetworkConfig {
 func TestAnAnswerCountsForTheNetworksThatItAnswers(t *testing.T) {
 	a, b := twoSides(t)
 	ready(a, b)
-	before := a.peer.endpoint().Spec
+	before := a.peer.Endpoint().Spec
 	b.stop()
 	a.renumber("10.210.0.0/17")
-	a.until("the peer's API server has it", func() bool { return b.claims(a).Spec.PodCIDR == a.pods })
-	a.peer.untilIs(isthmus.ConditionAnswered, isthmus.ReasonWaitingAnswer)
-	a.peer.untilIs(isthmus.ConditionTunnelEndpoint, isthmus.ReasonWaiting)
-	a.always("the TunnelEndpoint is what both sides have agreed upon", func() bool {
-		is := a.peer.endpoint().Spec
-		return is.LocalPodCIDR == before.LocalPodCIDR && is.LocalNATPodCIDR == before.LocalNATPodCIDR && !a.peer.is(isthmus.ConditionAnswered, isthmus.ReasonAnswered)
+	a.Until("the peer's API server has it", func() bool { return b.claims(a).Spec.PodCIDR == a.pods })
+	a.peer.UntilIs(isthmus.ConditionAnswered, isthmus.ReasonWaitingAnswer)
+	a.peer.UntilIs(isthmus.ConditionTunnelEndpoint, isthmus.ReasonWaiting)
+	a.Always("the TunnelEndpoint is what both sides have agreed upon", func() bool {
+		is := a.peer.Endpoint().Spec
+		return is.LocalPodCIDR == before.LocalPodCIDR && is.LocalNATPodCIDR == before.LocalNATPodCIDR && !a.peer.Is(isthmus.ConditionAnswered, isthmus.ReasonAnswered)
 	})
 	b.manage()
 	agreed(a, b)
@@ -97,7 +98,7 @@ func TestBesideLiqosDefinitionsAPeeringBecomesReady(t *testing.T) {
 	a, b := twoSidesWith(t, connectToLiqo(t))
 	ready(a, b)
 	before := atRest(a, b)
-	a.always("nothing is written at rest", func() bool { return a.versions()+b.versions() == before })
+	a.Always("nothing is written at rest", func() bool { return a.versions()+b.versions() == before })
 	a.renumber("10.210.0.0/17")
 	agreed(a, b)
 	ready(a, b)
@@ -107,19 +108,19 @@ func TestBesideLiqosDefinitionsAPeeringBecomesReady(t *testing.T) {
 // part ends the peering, so that the next test starts with an empty IPAM state.
 func part(sides ...*side) {
 	for _, s := range sides {
-		s.t.Helper()
+		s.T.Helper()
 		s.peer.delete()
 	}
 	for _, s := range sides {
-		s.until("the Peering is gone", s.peer.gone)
+		s.Until("the Peering is gone", s.peer.gone)
 	}
 }
 
 // agreed waits until the TunnelEndpoints of both sides have the pods of one.
 func agreed(s, other *side) {
-	s.t.Helper()
-	s.until("both sides use the other network", func() bool {
-		here, there := s.peer.endpoint(), other.peer.endpoint()
+	s.T.Helper()
+	s.Until("both sides use the other network", func() bool {
+		here, there := s.peer.Endpoint(), other.peer.Endpoint()
 		return here != nil && there != nil && here.Spec.LocalPodCIDR == s.pods && there.Spec.RemotePodCIDR == s.pods &&
 			seen(s.pods, here.Spec.LocalNATPodCIDR) == seen(s.pods, there.Spec.RemoteNATPodCIDR)
 	})

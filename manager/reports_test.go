@@ -20,11 +20,11 @@ import (
 
 // report makes what the agent of a node writes, for as long as the test lasts.
 func (w *world) report(node string, networks []string, resolvers ...string) *isthmus.NodeNetworks {
-	w.t.Helper()
-	r := &isthmus.NodeNetworks{ObjectMeta: metav1.ObjectMeta{Namespace: w.system, Name: node},
+	w.T.Helper()
+	r := &isthmus.NodeNetworks{ObjectMeta: metav1.ObjectMeta{Namespace: w.System, Name: node},
 		Spec: isthmus.NodeNetworksSpec{Networks: networks, Resolvers: resolvers}}
-	w.create(r)
-	w.t.Cleanup(func() { w.drop(r) })
+	w.Create(r)
+	w.T.Cleanup(func() { w.Drop(r) })
 	return r
 }
 
@@ -32,7 +32,7 @@ func (w *world) report(node string, networks []string, resolvers ...string) *ist
 func (w *world) keeper() (*FactsKeeper, *stubStore, *events.FakeRecorder) {
 	store, told := new(stubStore), events.NewFakeRecorder(100)
 	return &FactsKeeper{
-		Cache: w.api(), Direct: w.api(), Store: store, Cluster: w.self, Namespace: w.system, Events: told, Log: slog.New(slog.DiscardHandler),
+		Cache: w.API(), Direct: w.API(), Store: store, Cluster: w.Self, Namespace: w.System, Events: told, Log: slog.New(slog.DiscardHandler),
 		Plan: AddressPlan{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"),
 			ExternalCIDR: netip.MustParsePrefix("10.245.0.0/16")},
 	}, store, told
@@ -44,8 +44,8 @@ func TestWhatANodeReachesIsNoPeers(t *testing.T) {
 	w.report("n1", []string{"172.30.1.0/24", "192.168.77.0/24"}, "192.168.79.53", "2001:db8::53")
 	w.report("n2", []string{"172.30.1.0/24", "10.0.0.0/11", "192.168.32.0/22", "100.64.7.0/24", "fd00:5::/48"})
 	keeper, store, told := w.keeper()
-	_, err := keeper.Reconcile(w.ctx, ctrl.Request{})
-	w.ok(err)
+	_, err := keeper.Reconcile(w.Ctx, ctrl.Request{})
+	w.OK(err)
 	reached := []string{"172.30.1.0/24", "192.168.77.0/24", "192.168.79.53/32", "10.0.0.0/11", "192.168.32.0/22", "100.64.7.0/24", "fd00:5::/48"}
 	for pod, as := range map[string]bool{
 		"172.30.1.0/24":   false, // on-link
@@ -66,7 +66,7 @@ func TestWhatANodeReachesIsNoPeers(t *testing.T) {
 			external = "fd00:7::/64"
 		}
 		_, g, err := store.State().Grant(ipam.Request{ID: "b", Pod: netip.MustParsePrefix(pod), External: netip.MustParsePrefix(external)})
-		if w.ok(err); (g.Pod.String() == pod) != as {
+		if w.OK(err); (g.Pod.String() == pod) != as {
 			t.Errorf("%s is %v", pod, g.Pod)
 		}
 		for _, r := range append(reached, store.State().Own().ExternalCIDR.String()) {
@@ -91,12 +91,12 @@ func TestAReportOfEverythingIsIgnoredAndNamesTheNode(t *testing.T) {
 	r := w.report("n3", []string{"0.0.0.0/0", "128.0.0.0/1", "10.0.0.0/7", "::/0", "192.168.32.0/22"})
 	keeper, store, told := w.keeper()
 	for range 2 { // and says so once
-		_, err := keeper.Reconcile(w.ctx, ctrl.Request{})
-		w.ok(err)
+		_, err := keeper.Reconcile(w.Ctx, ctrl.Request{})
+		w.OK(err)
 	}
 	for pod, as := range map[string]bool{"192.168.96.0/22": true, "10.50.0.0/18": true, "192.168.32.0/24": false} {
 		_, g, err := store.State().Grant(ipam.Request{ID: "b", Pod: netip.MustParsePrefix(pod), External: netip.MustParsePrefix("172.20.0.0/20")})
-		if w.ok(err); (g.Pod.String() == pod) != as {
+		if w.OK(err); (g.Pod.String() == pod) != as {
 			t.Errorf("%s is %v", pod, g.Pod)
 		}
 	}
@@ -106,8 +106,8 @@ func TestAReportOfEverythingIsIgnoredAndNamesTheNode(t *testing.T) {
 	if text := <-told.Events; !strings.Contains(text, `Warning Ignored spec.networks: node "n3" says that it has "0.0.0.0/0" and 3 more`) {
 		t.Error(text)
 	}
-	facts, err := keeper.Facts(w.ctx)
-	w.ok(err)
+	facts, err := keeper.Facts(w.Ctx)
+	w.OK(err)
 	if len(facts.Reached) != 1 || len(facts.Ignored) != 1 || facts.Ignored[0].Origin.Name != r.Name {
 		t.Errorf("%+v", facts)
 	}
@@ -117,38 +117,38 @@ func TestAReportOfEverythingIsIgnoredAndNamesTheNode(t *testing.T) {
 // node and the network, until one of them is gone.
 func TestANetworkInForceThatANodeReachesLaterIsNamedAndStays(t *testing.T) {
 	w := newWorld(t, false)
-	w.gateway("192.0.2.1")
+	w.Gateway("192.0.2.1")
 	p := w.peer("b")
 	p.join()
-	_, err := w.ipam.Update(w.ctx, func(b ipam.State) (ipam.State, error) {
-		b, _, err := b.Grant(ipam.Request{ID: p.cluster.ClusterID, Pod: netip.MustParsePrefix("10.244.64.0/18"), External: netip.MustParsePrefix("10.60.0.0/18")})
+	_, err := w.ipam.Update(w.Ctx, func(b ipam.State) (ipam.State, error) {
+		b, _, err := b.Grant(ipam.Request{ID: p.Cluster.ClusterID, Pod: netip.MustParsePrefix("10.244.64.0/18"), External: netip.MustParsePrefix("10.60.0.0/18")})
 		return b, err
 	})
-	w.ok(err)
-	had, _ := w.ipam.State().GrantOf(p.cluster.ClusterID)
-	before := p.endpoint()
+	w.OK(err)
+	had, _ := w.ipam.State().GrantOf(p.Cluster.ClusterID)
+	before := p.Endpoint()
 
 	r := w.report("n1", []string{"10.60.32.0/24"})
-	p.untilIs(isthmus.ConditionReady, isthmus.ReasonOverlap)
-	want := "ExternalCIDR of peer " + p.cluster.ClusterID + ", 10.60.0.0/18 here, overlaps a network of node n1, 10.60.32.0/24"
-	if m := p.message(isthmus.ConditionReady); !strings.Contains(m, want) {
+	p.UntilIs(isthmus.ConditionReady, isthmus.ReasonOverlap)
+	want := "ExternalCIDR of peer " + p.Cluster.ClusterID + ", 10.60.0.0/18 here, overlaps a network of node n1, 10.60.32.0/24"
+	if m := p.Message(isthmus.ConditionReady); !strings.Contains(m, want) {
 		t.Errorf("Ready says %q, want %q", m, want)
 	}
 	told := ""
-	w.until("an Event says so", func() bool {
+	w.Until("an Event says so", func() bool {
 		for len(w.events.Events) > 0 {
 			told += <-w.events.Events + "\n"
 		}
 		return strings.Contains(told, "Warning Overlap Ready: ") && strings.Contains(told, want)
 	})
-	if now, _ := w.ipam.State().GrantOf(p.cluster.ClusterID); now != had {
+	if now, _ := w.ipam.State().GrantOf(p.Cluster.ClusterID); now != had {
 		t.Errorf("the peer has %v, had %v", now, had)
 	}
-	if now := p.endpoint(); now.Generation != before.Generation {
+	if now := p.Endpoint(); now.Generation != before.Generation {
 		t.Errorf("the TunnelEndpoint is %+v", now.Spec)
 	}
-	w.ok(w.api().Delete(w.ctx, r))
-	p.untilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
+	w.OK(w.API().Delete(w.Ctx, r))
+	p.UntilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
 }
 
 func TestAPeerWithoutNetworksWaitsForTheReportsOfTheNodes(t *testing.T) {
@@ -159,23 +159,23 @@ func TestAPeerWithoutNetworksWaitsForTheReportsOfTheNodes(t *testing.T) {
 	late := a.partner("late", 3).claims("192.168.32.0/22", "10.62.0.0/20")
 	edit(a, early.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = "192.0.2.99" })
 	early.untilAccepted("None None") // whoever has networks is answered
-	a.always("it is not answered, and gets nothing", func() bool { return accepted(late.copied()) == "no answer" && !late.granted() })
+	a.Always("it is not answered, and gets nothing", func() bool { return accepted(late.copied()) == "no answer" && !late.granted() })
 	a.facts.change(func(f *Facts) { f.Awaiting = false })
 	late.untilAccepted("None None")
 }
 
 func TestTheReportsOfNodesAreAwaitedForAWhile(t *testing.T) {
 	w := bare(t)
-	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: w.prefix + "-n1"}}
-	w.create(node)
-	t.Cleanup(func() { w.ok(w.api().Delete(context.Background(), node)) })
+	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: w.Prefix + "-n1"}}
+	w.Create(node)
+	t.Cleanup(func() { w.OK(w.API().Delete(context.Background(), node)) })
 	keeper, _, _ := w.keeper()
 	awaits := func() bool {
 		t.Helper()
-		result, err := keeper.Reconcile(w.ctx, ctrl.Request{})
-		w.ok(err)
-		facts, err := keeper.Facts(w.ctx)
-		w.ok(err)
+		result, err := keeper.Reconcile(w.Ctx, ctrl.Request{})
+		w.OK(err)
+		facts, err := keeper.Facts(w.Ctx)
+		w.OK(err)
 		if facts.Awaiting && result.RequeueAfter > time.Second {
 			t.Errorf("it looks again after %v", result.RequeueAfter)
 		}

@@ -26,44 +26,45 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
+	"github.com/isthmus-net/isthmus/manager/managertest"
 	"github.com/isthmus-net/isthmus/manager/services"
 )
 
 // sharing makes a side share services, with the same PodCIDR as the other one.
 func sharing(s *side) {
-	s.t.Helper()
+	s.T.Helper()
 	for _, text := range [][]byte{mcscrd.ServiceExportCRD, mcscrd.ServiceImportCRD} {
 		var crd apiextensions.CustomResourceDefinition
-		s.ok(yaml.Unmarshal(text, &crd))
-		s.ok(client.IgnoreAlreadyExists(s.api().Create(s.ctx, &crd)))
+		s.OK(yaml.Unmarshal(text, &crd))
+		s.OK(client.IgnoreAlreadyExists(s.API().Create(s.Ctx, &crd)))
 	}
-	s.until("the kinds are served", func() bool {
-		ok, err := canShare(s.ctx, s.api())
+	s.Until("the kinds are served", func() bool {
+		ok, err := canShare(s.Ctx, s.API())
 		return ok && err == nil
 	})
 	s.pods, s.services = "10.200.0.0/17", true
-	s.create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: s.prod()}})
+	s.Create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: s.prod()}})
 }
 
-func (s *side) prod() string { return s.prefix + "-prod" }
+func (s *side) prod() string { return s.Prefix + "-prod" }
 
 // joined waits until the tunnel works, and says what services are shared.
 func (s *side) joined(export, imports []string) {
-	s.t.Helper()
+	s.T.Helper()
 	s.connected()
 	s.consent(export, imports)
-	s.peer.untilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
+	s.peer.UntilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
 }
 
 func (s *side) consent(export, imports []string) {
-	s.t.Helper()
-	s.until("the Peering is edited", func() bool {
+	s.T.Helper()
+	s.Until("the Peering is edited", func() bool {
 		var p isthmus.Peering
-		s.ok(s.api().Get(s.ctx, client.ObjectKeyFromObject(s.peer.peering), &p))
+		s.OK(s.API().Get(s.Ctx, client.ObjectKeyFromObject(s.peer.Peering), &p))
 		p.Spec.Services = isthmus.Services{Export: export, Import: imports}
-		err := s.api().Update(s.ctx, &p)
+		err := s.API().Update(s.Ctx, &p)
 		if !apierrors.IsConflict(err) {
-			s.ok(err)
+			s.OK(err)
 		}
 		return err == nil
 	})
@@ -71,8 +72,8 @@ func (s *side) consent(export, imports []string) {
 
 // serve makes a Service with one port, an EndpointSlice with the given addresses, and its export.
 func (s *side) serve(name string, addresses ...string) *discoveryv1.EndpointSlice {
-	s.t.Helper()
-	s.create(&corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: s.prod(), Name: name}, Spec: corev1.ServiceSpec{
+	s.T.Helper()
+	s.Create(&corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: s.prod(), Name: name}, Spec: corev1.ServiceSpec{
 		Ports: []corev1.ServicePort{{Name: "http", Port: 80}},
 	}})
 	slice := &discoveryv1.EndpointSlice{
@@ -82,25 +83,25 @@ func (s *side) serve(name string, addresses ...string) *discoveryv1.EndpointSlic
 	for _, a := range addresses {
 		slice.Endpoints = append(slice.Endpoints, discoveryv1.Endpoint{Addresses: []string{a}, Conditions: discoveryv1.EndpointConditions{Ready: ptr.To(true)}})
 	}
-	s.create(slice)
-	s.create(&mcs.ServiceExport{ObjectMeta: metav1.ObjectMeta{Namespace: s.prod(), Name: name}})
+	s.Create(slice)
+	s.Create(&mcs.ServiceExport{ObjectMeta: metav1.ObjectMeta{Namespace: s.prod(), Name: name}})
 	return slice
 }
 
 // shared is what there is for a service: import, Service and endpoints, each with its cluster.
 func (s *side) shared(name string) string {
-	s.t.Helper()
+	s.T.Helper()
 	var found []string
 	key := services.Key{Namespace: s.prod(), Name: name}
 	var i mcs.ServiceImport
-	err := s.api().Get(s.ctx, key, &i)
-	s.ok(client.IgnoreNotFound(err))
+	err := s.API().Get(s.Ctx, key, &i)
+	s.OK(client.IgnoreNotFound(err))
 	if err == nil {
 		found = append(found, fmt.Sprintf("import %s", i.Spec.Type))
 	}
 	var svc corev1.Service
-	err = s.api().Get(s.ctx, services.Key{Namespace: key.Namespace, Name: services.DerivedName(key)}, &svc)
-	s.ok(client.IgnoreNotFound(err))
+	err = s.API().Get(s.Ctx, services.Key{Namespace: key.Namespace, Name: services.DerivedName(key)}, &svc)
+	s.OK(client.IgnoreNotFound(err))
 	if err == nil {
 		if !slices.Equal(i.Spec.IPs, svc.Spec.ClusterIPs) || i.Annotations[services.AnnotationDerived] != svc.Name {
 			found = append(found, "addresses differ")
@@ -108,11 +109,11 @@ func (s *side) shared(name string) string {
 		found = append(found, "service")
 	}
 	var list discoveryv1.EndpointSliceList
-	s.ok(s.api().List(s.ctx, &list, client.InNamespace(key.Namespace), client.MatchingLabels{mcs.LabelServiceName: name}))
+	s.OK(s.API().List(s.Ctx, &list, client.InNamespace(key.Namespace), client.MatchingLabels{mcs.LabelServiceName: name}))
 	var ends []string
 	for _, slice := range list.Items {
 		for _, e := range slice.Endpoints {
-			text := fmt.Sprintf("%s %s:%d", strings.TrimPrefix(slice.Labels[mcs.LabelSourceCluster], s.prefix+"-"), e.Addresses[0], *slice.Ports[0].Port)
+			text := fmt.Sprintf("%s %s:%d", strings.TrimPrefix(slice.Labels[mcs.LabelSourceCluster], s.Prefix+"-"), e.Addresses[0], *slice.Ports[0].Port)
 			if !*e.Conditions.Ready {
 				text += "!"
 			}
@@ -124,14 +125,14 @@ func (s *side) shared(name string) string {
 }
 
 func (s *side) untilShared(name, want string) {
-	s.t.Helper()
+	s.T.Helper()
 	got := ""
 	defer func() {
-		if s.t.Failed() {
-			s.t.Logf("%s has %q, want %q\n%s", s.self.ClusterName, got, want, s.log.String())
+		if s.T.Failed() {
+			s.T.Logf("%s has %q, want %q\n%s", s.Self.ClusterName, got, want, s.log.String())
 		}
 	}()
-	s.until(want, func() bool {
+	s.Until(want, func() bool {
 		got = s.shared(name)
 		return got == want
 	})
@@ -139,15 +140,15 @@ func (s *side) untilShared(name, want string) {
 
 // untilExport waits until a condition of a ServiceExport has a reason.
 func (s *side) untilExport(name string, condition mcs.ServiceExportConditionType, reason mcs.ServiceExportConditionReason) {
-	s.t.Helper()
+	s.T.Helper()
 	var e mcs.ServiceExport
 	defer func() {
-		if s.t.Failed() {
-			s.t.Logf("%+v", e.Status)
+		if s.T.Failed() {
+			s.T.Logf("%+v", e.Status)
 		}
 	}()
-	s.until(fmt.Sprintf("%s is %s", condition, reason), func() bool {
-		s.ok(s.api().Get(s.ctx, services.Key{Namespace: s.prod(), Name: name}, &e))
+	s.Until(fmt.Sprintf("%s is %s", condition, reason), func() bool {
+		s.OK(s.API().Get(s.Ctx, services.Key{Namespace: s.prod(), Name: name}, &e))
 		c := meta.FindStatusCondition(e.Status.Conditions, string(condition))
 		return c != nil && c.Reason == string(reason)
 	})
@@ -155,30 +156,30 @@ func (s *side) untilExport(name string, condition mcs.ServiceExportConditionType
 
 // tunnel says, for the gateway, how the tunnel is.
 func (s *side) tunnel(status v1alpha1.ConnectionStatus) {
-	s.t.Helper()
-	te := s.peer.endpoint()
+	s.T.Helper()
+	te := s.peer.Endpoint()
 	te.Status.Connection.Status = status
-	s.ok(s.api().Status().Update(s.ctx, te))
+	s.OK(s.API().Status().Update(s.Ctx, te))
 }
 
 // tunnelStays reports whether there is a TunnelEndpoint that nobody has deleted.
 func (s *side) tunnelStays() bool {
-	s.t.Helper()
-	te := s.peer.endpoint()
+	s.T.Helper()
+	te := s.peer.Endpoint()
 	return te != nil && te.DeletionTimestamp.IsZero()
 }
 
 func (s *side) unpeer() {
-	s.t.Helper()
+	s.T.Helper()
 	s.peer.delete()
-	s.until("the Peering is gone", s.peer.gone)
+	s.Until("the Peering is gone", s.peer.gone)
 }
 
 func TestServicesAreSharedBetweenClustersWithTheSamePodCIDR(t *testing.T) {
-	a, b := twoSidesWith(t, connect, sharing)
+	a, b := twoSidesWith(t, managertest.Connect, sharing)
 	b.joined([]string{b.prod()}, nil)
 	a.joined(nil, []string{"*"})
-	seen := netip.MustParsePrefix(a.peer.status().Remote.PodCIDRSeen)
+	seen := netip.MustParsePrefix(a.peer.Status().Remote.PodCIDRSeen)
 	if seen.String() == b.pods {
 		t.Fatal("the pods of b have to be seen elsewhere")
 	}
@@ -197,23 +198,23 @@ func TestServicesAreSharedBetweenClustersWithTheSamePodCIDR(t *testing.T) {
 	b.untilExport("shop", mcs.ServiceExportConditionValid, mcs.ServiceExportReasonValid)
 	b.untilExport("shop", mcs.ServiceExportConditionReady, mcs.ServiceExportReasonExported)
 	b.untilExport("shop", mcs.ServiceExportConditionConflict, mcs.ServiceExportReasonNoConflicts)
-	a.peer.untilIs(isthmus.ConditionServicesShared, isthmus.ReasonShared)
-	b.peer.untilIs(isthmus.ConditionServicesShared, isthmus.ReasonShared)
+	a.peer.UntilIs(isthmus.ConditionServicesShared, isthmus.ReasonShared)
+	b.peer.UntilIs(isthmus.ConditionServicesShared, isthmus.ReasonShared)
 
 	// What nobody has checked in a ServiceExport and in a slice that a user wrote harms no other service of the shard.
 	odd := sameShard(b.prod(), "shop")
 	zone := b.serve(odd, "10.200.3.3")
 	zone.Endpoints[0].Zone = ptr.To(strings.Repeat("z", 300))
-	b.ok(b.api().Update(b.ctx, zone))
+	b.OK(b.API().Update(b.Ctx, zone))
 	var export mcs.ServiceExport
-	b.ok(b.api().Get(b.ctx, services.Key{Namespace: b.prod(), Name: odd}, &export))
+	b.OK(b.API().Get(b.Ctx, services.Key{Namespace: b.prod(), Name: odd}, &export))
 	export.Spec.ExportedLabels = map[string]string{strings.Repeat("k", 400): "v", "team": strings.Repeat("v", 600)}
-	b.ok(b.api().Update(b.ctx, &export))
+	b.OK(b.API().Update(b.Ctx, &export))
 	b.untilExport(odd, mcs.ServiceExportConditionReady, mcs.ServiceExportReasonExported)
 	a.untilShared(odd, "import ClusterSetIP, service, "+at("10.200.3.3"))
 
 	slice.Endpoints[1].Conditions.Ready = ptr.To(false)
-	b.ok(b.api().Update(b.ctx, slice))
+	b.OK(b.API().Update(b.Ctx, slice))
 	a.untilShared("shop", "import ClusterSetIP, service, "+at("10.200.0.5")+", "+at("10.200.1.6")+"!")
 
 	// A cluster whose tunnel is down leaves, as soon as another one has the service, too.
@@ -227,14 +228,14 @@ func TestServicesAreSharedBetweenClustersWithTheSamePodCIDR(t *testing.T) {
 	a.consent(nil, nil)
 	a.untilShared("shop", "import ClusterSetIP, service, self 10.200.0.9:8080")
 	b.untilExport("shop", mcs.ServiceExportConditionReady, mcs.ServiceExportReasonFailed)
-	a.ok(a.api().Delete(a.ctx, &mcs.ServiceExport{ObjectMeta: metav1.ObjectMeta{Namespace: a.prod(), Name: "shop"}}))
+	a.OK(a.API().Delete(a.Ctx, &mcs.ServiceExport{ObjectMeta: metav1.ObjectMeta{Namespace: a.prod(), Name: "shop"}}))
 	a.untilShared("shop", "")
 	a.consent(nil, []string{a.prod()})
 	a.untilShared("shop", "import ClusterSetIP, service, "+at("10.200.0.5")+", "+at("10.200.1.6")+"!")
 	b.untilExport("shop", mcs.ServiceExportConditionReady, mcs.ServiceExportReasonExported)
 	b.consent(nil, nil)
 	a.untilShared("shop", "")
-	b.until("the peer has nothing of ours", func() bool { return a.offers() == 0 })
+	b.Until("the peer has nothing of ours", func() bool { return a.offers() == 0 })
 	b.consent([]string{"*"}, nil)
 	a.untilShared("shop", "import ClusterSetIP, service, "+at("10.200.0.5")+", "+at("10.200.1.6")+"!")
 
@@ -244,9 +245,9 @@ func TestServicesAreSharedBetweenClustersWithTheSamePodCIDR(t *testing.T) {
 		s.stop()
 		s.manage()
 	}
-	b.ok(b.api().Get(b.ctx, client.ObjectKeyFromObject(slice), slice))
+	b.OK(b.API().Get(b.Ctx, client.ObjectKeyFromObject(slice), slice))
 	slice.Labels["after"] = "restart" // once this is there, the start is over
-	b.ok(b.api().Update(b.ctx, slice))
+	b.OK(b.API().Update(b.Ctx, slice))
 	b.serve("late", "10.200.2.2")
 	a.untilShared("late", "import ClusterSetIP, service, "+at("10.200.2.2"))
 	if after := a.sharedVersions() + b.sharedVersions(); after != before {
@@ -255,7 +256,7 @@ func TestServicesAreSharedBetweenClustersWithTheSamePodCIDR(t *testing.T) {
 
 	// The tunnel stays until the endpoints have left.
 	b.peer.delete()
-	b.until("the Peering is gone, and the endpoints before the tunnel", func() bool {
+	b.Until("the Peering is gone, and the endpoints before the tunnel", func() bool {
 		apart := !a.tunnelStays() || !b.tunnelStays()
 		if shop := a.shared("shop"); apart && shop != "" {
 			t.Errorf("a has %s without a tunnel", shop)
@@ -270,7 +271,7 @@ func TestServicesAreSharedBetweenClustersWithTheSamePodCIDR(t *testing.T) {
 		s.stop()
 		for line := range strings.Lines(s.log.String()) {
 			if strings.Contains(line, "forbidden") || strings.Contains(line, "Reconciler error") && !strings.Contains(line, "context canceled") {
-				t.Errorf("the manager of %s had trouble: %s", s.self.ClusterName, line)
+				t.Errorf("the manager of %s had trouble: %s", s.Self.ClusterName, line)
 			}
 		}
 	}
@@ -288,23 +289,23 @@ func sameShard(namespace, name string) string {
 
 // offers are the PeerServices of the peer.
 func (s *side) offers() int {
-	s.t.Helper()
+	s.T.Helper()
 	var list isthmus.PeerServicesList
-	s.ok(s.api().List(s.ctx, &list, client.InNamespace(s.peer.ns)))
+	s.OK(s.API().List(s.Ctx, &list, client.InNamespace(s.peer.NS)))
 	return len(list.Items)
 }
 
 // sharedVersions are the resource versions of what is made for the service shop.
 func (s *side) sharedVersions() string {
-	s.t.Helper()
+	s.T.Helper()
 	var i mcs.ServiceImport
 	key := services.Key{Namespace: s.prod(), Name: "shop"}
-	s.ok(s.api().Get(s.ctx, key, &i))
+	s.OK(s.API().Get(s.Ctx, key, &i))
 	var svc corev1.Service
-	s.ok(s.api().Get(s.ctx, services.Key{Namespace: key.Namespace, Name: services.DerivedName(key)}, &svc))
+	s.OK(s.API().Get(s.Ctx, services.Key{Namespace: key.Namespace, Name: services.DerivedName(key)}, &svc))
 	text := fmt.Sprintln(i.Name, i.ResourceVersion, svc.Name, svc.ResourceVersion)
 	var list discoveryv1.EndpointSliceList
-	s.ok(s.api().List(s.ctx, &list, client.InNamespace(key.Namespace), client.MatchingLabels{mcs.LabelServiceName: "shop"}))
+	s.OK(s.API().List(s.Ctx, &list, client.InNamespace(key.Namespace), client.MatchingLabels{mcs.LabelServiceName: "shop"}))
 	for _, slice := range list.Items {
 		text += fmt.Sprintln(slice.Name, slice.ResourceVersion)
 	}
@@ -314,61 +315,61 @@ func (s *side) sharedVersions() string {
 // A foreign ServiceImport or Service in the place of ours is not changed, nor are the conditions of our
 // ServiceExport. The importer's Peering names the service. All other services are shared.
 func TestObjectsOfAnotherImplementationAreLeftAlone(t *testing.T) {
-	a, b := twoSidesWith(t, connect, sharing)
+	a, b := twoSidesWith(t, managertest.Connect, sharing)
 	theirs := &mcs.ServiceImport{
 		ObjectMeta: metav1.ObjectMeta{Namespace: a.prod(), Name: "shop", Labels: map[string]string{"example.com/of": "another"}, Annotations: map[string]string{services.AnnotationDerived: "another-shop"}},
 		Spec:       mcs.ServiceImportSpec{Type: mcs.ClusterSetIP, IPs: []string{"192.0.2.99"}, Ports: []mcs.ServicePort{{Port: 443}}},
 	}
-	a.create(theirs)
+	a.Create(theirs)
 	key := services.Key{Namespace: a.prod(), Name: "cart"}
 	service := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: a.prod(), Name: services.DerivedName(key)}, Spec: corev1.ServiceSpec{Ports: []corev1.ServicePort{{Port: 443}}}}
-	a.create(service)
+	a.Create(service)
 	b.joined([]string{b.prod()}, nil)
 	a.joined(nil, []string{"*"})
 	for i, name := range []string{"shop", "cart", "till"} {
 		b.serve(name, fmt.Sprintf("10.200.0.%d", 5+i))
 	}
-	a.until("another service is shared", func() bool { return strings.Contains(a.shared("till"), "service, that ") })
+	a.Until("another service is shared", func() bool { return strings.Contains(a.shared("till"), "service, that ") })
 	untouched := func() bool {
 		t.Helper()
 		var i mcs.ServiceImport
-		a.ok(a.api().Get(a.ctx, client.ObjectKeyFromObject(theirs), &i))
+		a.OK(a.API().Get(a.Ctx, client.ObjectKeyFromObject(theirs), &i))
 		var s corev1.Service
-		a.ok(a.api().Get(a.ctx, client.ObjectKeyFromObject(service), &s))
+		a.OK(a.API().Get(a.Ctx, client.ObjectKeyFromObject(service), &s))
 		var list discoveryv1.EndpointSliceList
-		a.ok(a.api().List(a.ctx, &list, client.InNamespace(a.prod()), client.MatchingLabels{mcs.LabelServiceName: "shop"}))
+		a.OK(a.API().List(a.Ctx, &list, client.InNamespace(a.prod()), client.MatchingLabels{mcs.LabelServiceName: "shop"}))
 		var carts discoveryv1.EndpointSliceList
-		a.ok(a.api().List(a.ctx, &carts, client.InNamespace(a.prod()), client.MatchingLabels{mcs.LabelServiceName: "cart"}))
+		a.OK(a.API().List(a.Ctx, &carts, client.InNamespace(a.prod()), client.MatchingLabels{mcs.LabelServiceName: "cart"}))
 		derived := services.Key{Namespace: a.prod(), Name: services.DerivedName(services.Key{Namespace: a.prod(), Name: "shop"})}
 		return i.ResourceVersion == theirs.ResourceVersion && s.ResourceVersion == service.ResourceVersion && len(list.Items)+len(carts.Items) == 0 &&
-			apierrors.IsNotFound(a.api().Get(a.ctx, derived, &corev1.Service{})) && apierrors.IsNotFound(a.api().Get(a.ctx, key, &mcs.ServiceImport{}))
+			apierrors.IsNotFound(a.API().Get(a.Ctx, derived, &corev1.Service{})) && apierrors.IsNotFound(a.API().Get(a.Ctx, key, &mcs.ServiceImport{}))
 	}
-	a.always("the objects of others are untouched", untouched)
+	a.Always("the objects of others are untouched", untouched)
 	names := "another implementation has " + a.prod() + "/cart, " + a.prod() + "/shop"
-	a.until("the Peering says "+names, func() bool { return strings.Contains(a.peer.message(isthmus.ConditionServicesShared), names) })
+	a.Until("the Peering says "+names, func() bool { return strings.Contains(a.peer.Message(isthmus.ConditionServicesShared), names) })
 	for _, s := range []*side{a, b} {
-		s.peer.untilIs(isthmus.ConditionServicesShared, isthmus.ReasonPartlyRefused)
-		s.peer.untilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
+		s.peer.UntilIs(isthmus.ConditionServicesShared, isthmus.ReasonPartlyRefused)
+		s.peer.UntilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
 	}
 	b.untilExport("shop", mcs.ServiceExportConditionReady, mcs.ServiceExportReasonFailed)
 	b.untilExport("till", mcs.ServiceExportConditionReady, mcs.ServiceExportReasonExported)
 
 	a.serve("shop", "10.200.0.9")
-	a.always("our export and the objects of others are untouched", func() bool {
+	a.Always("our export and the objects of others are untouched", func() bool {
 		var e mcs.ServiceExport
-		a.ok(a.api().Get(a.ctx, client.ObjectKeyFromObject(theirs), &e))
+		a.OK(a.API().Get(a.Ctx, client.ObjectKeyFromObject(theirs), &e))
 		return len(e.Status.Conditions) == 0 && untouched()
 	})
 
 	// Once the foreign objects are gone, ours take their place.
-	a.ok(a.api().Delete(a.ctx, theirs))
-	a.until("the service is shared", func() bool {
+	a.OK(a.API().Delete(a.Ctx, theirs))
+	a.Until("the service is shared", func() bool {
 		return strings.HasPrefix(a.shared("shop"), "import ClusterSetIP, service, self 10.200.0.9:8080, that ")
 	})
-	a.ok(a.api().Delete(a.ctx, service))
-	a.until("the other one, too", func() bool { return strings.HasPrefix(a.shared("cart"), "import ClusterSetIP, service, that ") })
+	a.OK(a.API().Delete(a.Ctx, service))
+	a.Until("the other one, too", func() bool { return strings.HasPrefix(a.shared("cart"), "import ClusterSetIP, service, that ") })
 	for _, s := range []*side{a, b} {
-		s.peer.untilIs(isthmus.ConditionServicesShared, isthmus.ReasonShared)
+		s.peer.UntilIs(isthmus.ConditionServicesShared, isthmus.ReasonShared)
 	}
 }
 
@@ -393,20 +394,20 @@ func TestPeerWithoutTheKindIsReadyAllTheSame(t *testing.T) {
 				return nil, nil, err
 			}
 		}
-		return connectWith(ctx, server, dir)
+		return managertest.ConnectWith(ctx, server, dir)
 	}, func(s *side) {
-		if s.server == testServer {
+		if s.server == managertest.Server {
 			sharing(s)
 		}
 	})
 	a.joined([]string{a.prod()}, []string{a.prod()})
 	b.connected()
-	b.peer.untilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
+	b.peer.UntilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
 	a.serve("shop", "10.200.0.5")
-	a.peer.untilIs(isthmus.ConditionServicesShared, isthmus.ReasonNotSupported)
+	a.peer.UntilIs(isthmus.ConditionServicesShared, isthmus.ReasonNotSupported)
 	a.untilExport("shop", mcs.ServiceExportConditionReady, mcs.ServiceExportReasonFailed)
 	a.untilShared("shop", "import ClusterSetIP, service, self 10.200.0.5:8080") // here it is served
-	a.always("the Peering is Ready", func() bool { return a.peer.is(isthmus.ConditionReady, isthmus.ReasonConnected) })
+	a.Always("the Peering is Ready", func() bool { return a.peer.Is(isthmus.ConditionReady, isthmus.ReasonConnected) })
 
 	// Un-peering waits for nothing that cannot be there.
 	a.unpeer()

@@ -17,6 +17,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/managertest"
 )
 
 func holds(nc *v1alpha1.NetworkConfig) bool {
@@ -28,11 +29,11 @@ func TestTunnelEndpointJoinsBothSides(t *testing.T) {
 	p := a.partner("bravo", 2)
 	p.claims("10.244.0.0/18", "10.130.0.0/20").untilAccepted("10.246.0.0/18 None")
 	p.publish()
-	a.always("there is no TunnelEndpoint before the peer has answered", func() bool { return p.endpoint() == nil })
+	a.Always("there is no TunnelEndpoint before the peer has answered", func() bool { return p.Endpoint() == nil })
 	p.answer("172.16.0.0/16", "None")
 	te := p.joined()
 	want := v1alpha1.TunnelEndpointSpec{
-		ClusterIdentity: p.cluster,
+		ClusterIdentity: p.Cluster,
 		LocalPodCIDR:    "10.244.0.0/16", LocalNATPodCIDR: "172.16.0.0/16",
 		LocalExternalCIDR: "10.245.0.0/16", LocalNATExternalCIDR: "None",
 		RemotePodCIDR: "10.244.0.0/18", RemoteNATPodCIDR: "10.246.0.0/18",
@@ -43,15 +44,15 @@ func TestTunnelEndpointJoinsBothSides(t *testing.T) {
 	if !reflect.DeepEqual(te.Spec, want) {
 		t.Errorf("got  %+v\nwant %+v", te.Spec, want)
 	}
-	if te.Labels[v1alpha1.LabelClusterID] != p.cluster.ClusterID {
+	if te.Labels[v1alpha1.LabelClusterID] != p.Cluster.ClusterID {
 		t.Errorf("labels are %v", te.Labels)
 	}
 	var peering isthmus.Peering
-	a.ok(testClient.Get(a.ctx, client.ObjectKeyFromObject(p.peering), &peering))
-	if owners := te.OwnerReferences; len(owners) != 2 || owners[0].UID != p.original().UID || owners[0].Controller != nil || !metav1.IsControlledBy(te, &peering) {
+	a.OK(managertest.Client.Get(a.Ctx, client.ObjectKeyFromObject(p.Peering), &peering))
+	if owners := te.OwnerReferences; len(owners) != 2 || owners[0].UID != p.Original().UID || owners[0].Controller != nil || !metav1.IsControlledBy(te, &peering) {
 		t.Errorf("owners are %+v", owners)
 	}
-	if !holds(p.original()) || !holds(p.copied()) {
+	if !holds(p.Original()) || !holds(p.copied()) {
 		t.Error("the finalizer is not on both NetworkConfigs")
 	}
 	mappings := p.mappings()
@@ -64,7 +65,7 @@ func TestTunnelEndpointJoinsBothSides(t *testing.T) {
 	}
 	before := a.versions()
 	a.facts.change(func(*Facts) {})
-	a.always("nothing is written at rest", func() bool { return maps.Equal(a.versions(), before) })
+	a.Always("nothing is written at rest", func() bool { return maps.Equal(a.versions(), before) })
 }
 
 // The peer chooses what its answer says, and may write both NetworkConfigs.
@@ -77,27 +78,27 @@ func TestHostileAnswersAreNotFollowed(t *testing.T) {
 		{"240.0.0.0/8", "None"},            // refused by the API server: another length
 		{"fd00::/16", "None"},
 	} {
-		nc := p.original()
+		nc := p.Original()
 		nc.Status = v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: answer[0], ExternalCIDRNAT: answer[1]}
-		_ = testClient.Status().Update(a.ctx, nc)
-		a.always(fmt.Sprintf("no TunnelEndpoint out of %v", answer), func() bool { return p.endpoint() == nil && len(p.mappings()) == 0 })
+		_ = managertest.Client.Status().Update(a.Ctx, nc)
+		a.Always(fmt.Sprintf("no TunnelEndpoint out of %v", answer), func() bool { return p.Endpoint() == nil && len(p.mappings()) == 0 })
 	}
 	p.answer("172.16.0.0/16", "None")
 	before := p.joined()
 
-	stays := func() bool { return p.endpoint().ResourceVersion == before.ResourceVersion }
+	stays := func() bool { return p.Endpoint().ResourceVersion == before.ResourceVersion }
 	p.answer("172.16.0.0/16", "172.16.0.0/16")
-	a.always("what was agreed upon stays", stays)
+	a.Always("what was agreed upon stays", stays)
 	p.answer("172.16.0.0/16", "None")
-	edit(a, p.original(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.PodCIDR = "10.77.0.0/16" })
-	a.always("it stays, too, when somebody edits what we say", stays)
-	edit(a, p.original(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.PodCIDR = "10.244.0.0/16" })
+	edit(a, p.Original(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.PodCIDR = "10.77.0.0/16" })
+	a.Always("it stays, too, when somebody edits what we say", stays)
+	edit(a, p.Original(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.PodCIDR = "10.244.0.0/16" })
 	p.answer("172.17.0.0/16", "172.18.0.0/16")
-	a.until("the TunnelEndpoint follows", func() bool { return p.endpoint().Spec.LocalNATExternalCIDR == "172.18.0.0/16" })
+	a.Until("the TunnelEndpoint follows", func() bool { return p.Endpoint().Spec.LocalNATExternalCIDR == "172.18.0.0/16" })
 	if mappings := p.mappings(); len(mappings) != 1 || mappings[0].Spec.ClusterMappings["169.254.0.1"] != "172.18.0.1" {
 		t.Errorf("NatMappings are %+v", mappings)
 	}
-	if uid := p.endpoint().UID; uid != before.UID {
+	if uid := p.Endpoint().UID; uid != before.UID {
 		t.Error("the TunnelEndpoint is another one")
 	}
 }
@@ -109,21 +110,21 @@ func TestATunnelFollowsItsPeerWhileNetworksAreRefused(t *testing.T) {
 	p.untilAccepted("10.246.0.0/18 None")
 	before := p.joined()
 	taken := "10.244.64.0/18" // in our PodCIDR
-	edit(a, p.peering, func(peering *isthmus.Peering) { peering.Spec.Overrides.PodCIDR = &taken })
+	edit(a, p.Peering, func(peering *isthmus.Peering) { peering.Spec.Overrides.PodCIDR = &taken })
 	refused := func() bool {
 		nc := p.copied()
 		c := meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted)
 		return c != nil && c.Status == metav1.ConditionFalse && c.ObservedGeneration == nc.Generation
 	}
-	a.until("the override is refused", refused)
+	a.Until("the override is refused", refused)
 	edit(a, p.copied(), func(nc *v1alpha1.NetworkConfig) {
 		nc.Spec.EndpointIP, nc.Spec.BackendConfig["publicKey"] = "192.0.2.77", testKeyText(77)
 	})
-	a.until("the TunnelEndpoint has the new endpoint and key", func() bool {
-		spec := p.endpoint().Spec
+	a.Until("the TunnelEndpoint has the new endpoint and key", func() bool {
+		spec := p.Endpoint().Spec
 		return spec.EndpointIP == "192.0.2.77" && spec.BackendConfig["publicKey"] == testKeyText(77) && spec.RemoteNATPodCIDR == before.Spec.RemoteNATPodCIDR
 	})
-	now := p.endpoint()
+	now := p.Endpoint()
 	for name, change := range map[string]func(*v1alpha1.NetworkConfigSpec){
 		"another network":                  func(s *v1alpha1.NetworkConfigSpec) { s.PodCIDR, s.EndpointIP = "10.50.0.0/18", "192.0.2.78" },
 		"an endpoint that it would tunnel": func(s *v1alpha1.NetworkConfigSpec) { s.EndpointIP = "10.246.0.9" },
@@ -131,8 +132,8 @@ func TestATunnelFollowsItsPeerWhileNetworksAreRefused(t *testing.T) {
 	} {
 		was := p.copied().DeepCopy().Spec
 		edit(a, p.copied(), func(nc *v1alpha1.NetworkConfig) { change(&nc.Spec) })
-		a.until(name+" is refused", refused)
-		a.always(name+" is not followed", func() bool { return p.endpoint().ResourceVersion == now.ResourceVersion })
+		a.Until(name+" is refused", refused)
+		a.Always(name+" is not followed", func() bool { return p.Endpoint().ResourceVersion == now.ResourceVersion })
 		edit(a, p.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec = was })
 	}
 }
@@ -141,21 +142,21 @@ func TestTunnelEndpointIsPutRightByHandAndItsStatusIsNot(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None")
 	spec := p.joined().Spec
-	editStatus(a, p.endpoint(), func(te *v1alpha1.TunnelEndpoint) { te.Status.GatewayIP = "172.30.0.1" })
-	edit(a, p.endpoint(), func(te *v1alpha1.TunnelEndpoint) {
+	editStatus(a, p.Endpoint(), func(te *v1alpha1.TunnelEndpoint) { te.Status.GatewayIP = "172.30.0.1" })
+	edit(a, p.Endpoint(), func(te *v1alpha1.TunnelEndpoint) {
 		te.Spec.EndpointIP, te.Spec.RemoteNATPodCIDR, te.OwnerReferences, te.Labels = "203.0.113.1", "None", nil, nil
 		te.Spec.RemotePodCIDR = "10.9.0.0/18"
 	})
-	a.until("it is as it was", func() bool {
-		te := p.endpoint()
-		return reflect.DeepEqual(te.Spec, spec) && len(te.OwnerReferences) == 2 && te.Labels[v1alpha1.LabelClusterID] == p.cluster.ClusterID
+	a.Until("it is as it was", func() bool {
+		te := p.Endpoint()
+		return reflect.DeepEqual(te.Spec, spec) && len(te.OwnerReferences) == 2 && te.Labels[v1alpha1.LabelClusterID] == p.Cluster.ClusterID
 	})
-	if ip := p.endpoint().Status.GatewayIP; ip != "172.30.0.1" {
+	if ip := p.Endpoint().Status.GatewayIP; ip != "172.30.0.1" {
 		t.Errorf("gatewayIP is %q", ip)
 	}
-	uid := p.endpoint().UID
-	a.ok(testClient.Delete(a.ctx, p.endpoint()))
-	a.until("it is made again", func() bool { te := p.endpoint(); return te != nil && te.UID != uid })
+	uid := p.Endpoint().UID
+	a.OK(managertest.Client.Delete(a.Ctx, p.Endpoint()))
+	a.Until("it is made again", func() bool { te := p.Endpoint(); return te != nil && te.UID != uid })
 }
 
 func TestWhenThePeerWithdrawsTheTunnelEndpointGoesAndTheNetworksStay(t *testing.T) {
@@ -163,25 +164,25 @@ func TestWhenThePeerWithdrawsTheTunnelEndpointGoesAndTheNetworksStay(t *testing.
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None")
 	te := p.joined()
 	edit(a, te, func(te *v1alpha1.TunnelEndpoint) { controllerutil.AddFinalizer(te, v1alpha1.FinalizerGateway) })
-	a.ok(testClient.Delete(a.ctx, p.copied()))
-	a.until("the NetworkConfig does not wait for the gateway", func() bool { return p.copied() == nil })
-	a.until("the TunnelEndpoint is deleted", func() bool { return !p.endpoint().DeletionTimestamp.IsZero() })
-	if !p.granted() || !holds(p.original()) || len(p.mappings()) != 1 {
+	a.OK(managertest.Client.Delete(a.Ctx, p.copied()))
+	a.Until("the NetworkConfig does not wait for the gateway", func() bool { return p.copied() == nil })
+	a.Until("the TunnelEndpoint is deleted", func() bool { return !p.Endpoint().DeletionTimestamp.IsZero() })
+	if !p.granted() || !holds(p.Original()) || len(p.mappings()) != 1 {
 		t.Error("more went than the TunnelEndpoint")
 	}
 	// It is back before the gateway has let go.
 	p.claims("10.244.0.0/18", "10.130.0.0/20").untilAccepted("10.246.0.0/18 None")
-	a.always("the old one is still there", func() bool { return p.endpoint().UID == te.UID })
-	edit(a, p.endpoint(), func(te *v1alpha1.TunnelEndpoint) { te.Finalizers = nil })
-	a.until("there is a new one", func() bool { now := p.endpoint(); return now != nil && now.UID != te.UID })
+	a.Always("the old one is still there", func() bool { return p.Endpoint().UID == te.UID })
+	edit(a, p.Endpoint(), func(te *v1alpha1.TunnelEndpoint) { te.Finalizers = nil })
+	a.Until("there is a new one", func() bool { now := p.Endpoint(); return now != nil && now.UID != te.UID })
 }
 
 func TestOurNetworkConfigDeletedByHandCostsNoNetworks(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None")
 	p.joined()
-	a.ok(testClient.Delete(a.ctx, p.original()))
-	a.until("ours is gone, and what was made of it", func() bool { return p.original() == nil && p.endpoint() == nil })
+	a.OK(managertest.Client.Delete(a.Ctx, p.Original()))
+	a.Until("ours is gone, and what was made of it", func() bool { return p.Original() == nil && p.Endpoint() == nil })
 	if !p.granted() {
 		t.Error("the networks are free, and the Peering is still there")
 	}
@@ -195,29 +196,29 @@ func TestUnpeeringTakesDownInOrder(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None")
 	edit(a, p.joined(), func(te *v1alpha1.TunnelEndpoint) { controllerutil.AddFinalizer(te, v1alpha1.FinalizerGateway) })
-	a.ok(testClient.Delete(a.ctx, p.peering)) // its finalizer is the other half's
-	a.until("the TunnelEndpoint is deleted", func() bool { return !p.endpoint().DeletionTimestamp.IsZero() })
-	a.ok(testClient.Delete(a.ctx, p.original()))
-	a.always("all waits for the gateway", func() bool {
-		return p.original() != nil && holds(p.original()) && p.granted() && len(p.mappings()) == 1
+	a.OK(managertest.Client.Delete(a.Ctx, p.Peering)) // its finalizer is the other half's
+	a.Until("the TunnelEndpoint is deleted", func() bool { return !p.Endpoint().DeletionTimestamp.IsZero() })
+	a.OK(managertest.Client.Delete(a.Ctx, p.Original()))
+	a.Always("all waits for the gateway", func() bool {
+		return p.Original() != nil && holds(p.Original()) && p.granted() && len(p.mappings()) == 1
 	})
-	a.until("the peer is not held up", func() bool { return !holds(p.copied()) })
-	edit(a, p.endpoint(), func(te *v1alpha1.TunnelEndpoint) { te.Finalizers = nil })
-	a.until("ours is gone", func() bool { return p.original() == nil })
+	a.Until("the peer is not held up", func() bool { return !holds(p.copied()) })
+	edit(a, p.Endpoint(), func(te *v1alpha1.TunnelEndpoint) { te.Finalizers = nil })
+	a.Until("ours is gone", func() bool { return p.Original() == nil })
 	if p.granted() || len(p.mappings()) != 0 {
 		t.Error("networks or NatMapping are still there")
 	}
 	p.held("10.246.0.0/18", "10.130.0.0/20")
-	p.untilAccepted("NotPeered: metadata.labels[liqo.io/originID]: the peering with cluster " + p.cluster.ClusterID + " is being taken down here")
+	p.untilAccepted("NotPeered: metadata.labels[liqo.io/originID]: the peering with cluster " + p.Cluster.ClusterID + " is being taken down here")
 }
 
 // held checks that nodes still refuse the networks of a partner that has left.
 func (p *partner) held(networks ...string) {
-	p.a.t.Helper()
+	p.a.T.Helper()
 	var allocation isthmus.NetworkAllocation
-	p.a.ok(testClient.Get(p.a.ctx, client.ObjectKey{Name: fabric.AllocationName(p.cluster.ClusterID)}, &allocation))
-	if at := p.a.store.State().ReleasedAt(p.cluster.ClusterID); at.IsZero() || !slices.Equal(allocation.Spec.Networks, networks) || allocation.Spec.ReleasedAt == "" {
-		p.a.t.Errorf("released at %v, nodes refuse %+v; want %v", at, allocation.Spec, networks)
+	p.a.OK(managertest.Client.Get(p.a.Ctx, client.ObjectKey{Name: fabric.AllocationName(p.Cluster.ClusterID)}, &allocation))
+	if at := p.a.store.State().ReleasedAt(p.Cluster.ClusterID); at.IsZero() || !slices.Equal(allocation.Spec.Networks, networks) || allocation.Spec.ReleasedAt == "" {
+		p.a.T.Errorf("released at %v, nodes refuse %+v; want %v", at, allocation.Spec, networks)
 	}
 }
 
@@ -227,13 +228,13 @@ func TestWhatIsLeftOfAPeerThatIsGoneIsTakenDown(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None")
 	p.joined()
-	edit(a, p.original(), func(nc *v1alpha1.NetworkConfig) { nc.OwnerReferences = nil })
-	edit(a, p.peering, func(p *isthmus.Peering) { p.Finalizers = nil })
-	a.ok(testClient.Delete(a.ctx, p.peering))
-	a.until("the TunnelEndpoint is gone", func() bool { return p.endpoint() == nil })
-	a.ok(testClient.Delete(a.ctx, p.original()))
-	a.until("all is gone", func() bool {
-		return p.original() == nil && !p.granted() && len(p.mappings()) == 0 && !holds(p.copied())
+	edit(a, p.Original(), func(nc *v1alpha1.NetworkConfig) { nc.OwnerReferences = nil })
+	edit(a, p.Peering, func(p *isthmus.Peering) { p.Finalizers = nil })
+	a.OK(managertest.Client.Delete(a.Ctx, p.Peering))
+	a.Until("the TunnelEndpoint is gone", func() bool { return p.Endpoint() == nil })
+	a.OK(managertest.Client.Delete(a.Ctx, p.Original()))
+	a.Until("all is gone", func() bool {
+		return p.Original() == nil && !p.granted() && len(p.mappings()) == 0 && !holds(p.copied())
 	})
 	p.held("10.246.0.0/18", "10.130.0.0/20")
 }
@@ -247,27 +248,27 @@ func TestRepeeringLeavesNothingBehind(t *testing.T) {
 		if i == 0 {
 			p = a.partner("bravo", 2)
 		} else {
-			p.peering.Finalizers = []string{isthmus.FinalizerPeering}
-			a.create(p.peering)
+			p.Peering.Finalizers = []string{isthmus.FinalizerPeering}
+			a.Create(p.Peering)
 		}
 		p.claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None").joined()
 		p.untilAccepted("10.246.0.0/18 None") // not one more each time
-		a.ok(testClient.Delete(a.ctx, p.peering))
-		a.ok(testClient.Delete(a.ctx, p.original()))
-		a.ok(testClient.Delete(a.ctx, p.copied()))
-		a.until("all is gone", func() bool { return p.original() == nil && p.copied() == nil && p.endpoint() == nil })
+		a.OK(managertest.Client.Delete(a.Ctx, p.Peering))
+		a.OK(managertest.Client.Delete(a.Ctx, p.Original()))
+		a.OK(managertest.Client.Delete(a.Ctx, p.copied()))
+		a.Until("all is gone", func() bool { return p.Original() == nil && p.copied() == nil && p.Endpoint() == nil })
 		if p.granted() || len(p.mappings()) != 0 || len(a.store.State().Peers()) != 1 { // its networks are held
 			t.Fatalf("round %d: %v are left", i, a.store.State().Peers())
 		}
-		edit(a, p.peering, func(p *isthmus.Peering) { p.Finalizers = nil })
-		a.until("the Peering is gone", func() bool {
-			return apierrors.IsNotFound(testClient.Get(a.ctx, client.ObjectKeyFromObject(p.peering), p.peering))
+		edit(a, p.Peering, func(p *isthmus.Peering) { p.Finalizers = nil })
+		a.Until("the Peering is gone", func() bool {
+			return apierrors.IsNotFound(managertest.Client.Get(a.Ctx, client.ObjectKeyFromObject(p.Peering), p.Peering))
 		})
 		if i == 0 {
 			goroutines = runtime.NumGoroutine()
 		}
 	}
-	a.until(fmt.Sprintf("there are no more goroutines than after the first round, %d", goroutines), func() bool {
+	a.Until(fmt.Sprintf("there are no more goroutines than after the first round, %d", goroutines), func() bool {
 		return runtime.NumGoroutine() <= goroutines+5 // less what is still at work on the last events
 	})
 }

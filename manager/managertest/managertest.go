@@ -1,0 +1,143 @@
+// Package managertest has what the tests of the manager's packages share: an API server with our CRDs for each
+// package, a cluster in it for each test, and its peers as a test sees them.
+package managertest
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	networkingv1 "k8s.io/api/networking/v1"
+	apiextensions "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/yaml"
+
+	"github.com/isthmus-net/isthmus/internal/kubeerr"
+	"github.com/isthmus-net/isthmus/internal/kubetest"
+)
+
+// The API server of all tests of a package, with our CRDs. A test uses namespaces and cluster
+// IDs of its own, and does not run in parallel with others that use it, because managers see
+// everything.
+var (
+	Server *kubetest.Server
+	Config *rest.Config
+	Client client.Client // straight to the API server, without a cache
+
+	ServesServiceCIDRs bool // Kubernetes 1.31 and 1.32 do not
+)
+
+// Two public keys.
+const (
+	SomeKey    = "AQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQE="
+	AnotherKey = "AgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgI="
+)
+
+// Main runs the tests of a package beside an API server, or without one where the tests are to be short, and ends
+// the process. TestMain calls it.
+func Main(m *testing.M, name string) {
+	flag.Parse()
+	code := 1
+	err := func() (err error) {
+		if testing.Short() {
+			code = m.Run()
+			return nil
+		}
+		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute) // the first time it is built
+		defer cancel()
+		if Server, err = kubetest.Start(ctx, kubetest.Options{Name: name, Controllers: true}); err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, Server.Stop()) }()
+		if Config, Client, err = Connect(ctx, Server); err != nil {
+			return err
+		}
+		err = Client.List(ctx, &networkingv1.ServiceCIDRList{}, client.Limit(1))
+		if ServesServiceCIDRs = err == nil; kubeerr.IgnoreUnknown(err) != nil {
+			return err
+		}
+		code = m.Run()
+		return nil
+	}()
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+	}
+	os.Exit(code)
+}
+
+// ServicesWherePlanned is the ServiceCIDR of an AddressPlan for the Server: invalid where a manager finds it
+// out by itself.
+func ServicesWherePlanned() (cidr netip.Prefix) {
+	if !ServesServiceCIDRs {
+		cidr = netip.MustParsePrefix("10.96.0.0/12")
+	}
+	return cidr
+}
+
+// Root is the path of the module from the folder of a test.
+func Root() string {
+	dir := "."
+	for {
+		if _, err := os.Stat(filepath.Join(dir, "go.mod")); err == nil || len(dir) > 100 {
+			return dir
+		}
+		dir = filepath.Join(dir, "..")
+	}
+}
+
+// Connect returns the ways to a server, after our CRDs are there.
+func Connect(ctx context.Context, server *kubetest.Server) (*rest.Config, client.Client, error) {
+	return ConnectWith(ctx, server, filepath.Join(Root(), "deploy/crds"))
+}
+
+// ConnectWith is Connect with the CRDs in a folder.
+func ConnectWith(ctx context.Context, server *kubetest.Server, crds string) (*rest.Config, client.Client, error) {
+	cfg, err := server.Config()
+	if err != nil {
+		return nil, nil, err
+	}
+	api, err := server.Client()
+	if err != nil {
+		return nil, nil, err
+	}
+	return cfg, api, ApplyCRDs(ctx, api, crds)
+}
+
+// ApplyCRDs creates the CRDs in a folder and waits until they are served.
+func ApplyCRDs(ctx context.Context, api client.Client, dir string) error {
+	files, err := filepath.Glob(filepath.Join(dir, "*.yaml"))
+	if err != nil || len(files) == 0 {
+		return fmt.Errorf("CRDs in %s: none (%w)", dir, err)
+	}
+	for _, file := range files {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			return err
+		}
+		var crd apiextensions.CustomResourceDefinition
+		if err := yaml.UnmarshalStrict(text, &crd); err != nil {
+			return fmt.Errorf("%s: %w", file, err)
+		}
+		if err := api.Create(ctx, &crd); err != nil {
+			return fmt.Errorf("%s: %w", file, err)
+		}
+		var list unstructured.UnstructuredList
+		list.SetGroupVersionKind(schema.GroupVersionKind{Group: crd.Spec.Group, Version: crd.Spec.Versions[0].Name, Kind: crd.Spec.Names.ListKind})
+		for err := api.List(ctx, &list); err != nil; err = api.List(ctx, &list) { // each kind is served at a time of its own
+			if ctx.Err() != nil {
+				return fmt.Errorf("%s: %w", file, err)
+			}
+			time.Sleep(20 * time.Millisecond)
+		}
+	}
+	return nil
+}

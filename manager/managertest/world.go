@@ -1,0 +1,168 @@
+package managertest
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/keyring"
+)
+
+// A World is one cluster in which a test runs reconcilers, or the whole manager. Its name is in the names of all
+// that the test makes.
+type World struct {
+	T      *testing.T
+	Other  client.Client // of another API server than that of all tests
+	Ctx    context.Context
+	Prefix string // of the names of everything in it
+	System string // the install namespace
+	Self   v1alpha1.ClusterIdentity
+	Stop   func() // ends the reconcilers, if there are some
+}
+
+// Make makes a World without reconcilers and without objects, which the caller cleans up.
+func Make(t *testing.T, prefix string) *World {
+	t.Helper()
+	if testing.Short() {
+		t.Skip("needs an API server")
+	}
+	prefix = fmt.Sprintf("%s-%06x", prefix, rand.N(1<<24))
+	return &World{
+		T: t, Ctx: context.Background(), Prefix: prefix, System: prefix + "-system", Stop: func() {},
+		Self: v1alpha1.ClusterIdentity{ClusterID: prefix + "-self", ClusterName: prefix + "-self"},
+	}
+}
+
+// New makes a World without reconcilers, with the namespace of an installation, for as long as the test lasts.
+func New(t *testing.T) *World {
+	t.Helper()
+	w := Make(t, "own")
+	w.Create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: w.System}})
+	t.Cleanup(func() {
+		w.CleanUp()
+		w.DropState()
+	})
+	return w
+}
+
+// API goes straight to the API server.
+func (w *World) API() client.Client {
+	if w.Other != nil {
+		return w.Other
+	}
+	return Client
+}
+
+// CleanUp ends the reconcilers and removes what the test made, finalizers or not.
+func (w *World) CleanUp() {
+	w.Stop()
+	w.Ctx = context.Background()
+	var peerings isthmus.PeeringList
+	w.OK(w.API().List(w.Ctx, &peerings))
+	for i := range peerings.Items {
+		if o := &peerings.Items[i]; strings.HasPrefix(o.Name, w.Prefix) {
+			w.Drop(o)
+		}
+	}
+	var configs v1alpha1.NetworkConfigList
+	w.OK(w.API().List(w.Ctx, &configs))
+	for i := range configs.Items {
+		if o := &configs.Items[i]; strings.HasPrefix(o.Namespace, w.Prefix) {
+			w.Drop(o)
+		}
+	}
+	var endpoints v1alpha1.TunnelEndpointList // the IPAM state of the next test would be rebuilt from them
+	w.OK(w.API().List(w.Ctx, &endpoints))
+	for i := range endpoints.Items {
+		if o := &endpoints.Items[i]; strings.HasPrefix(o.Namespace, w.Prefix) {
+			w.Drop(o)
+		}
+	}
+	var namespaces corev1.NamespaceList
+	w.OK(w.API().List(w.Ctx, &namespaces))
+	for i := range namespaces.Items {
+		if o := &namespaces.Items[i]; strings.HasPrefix(o.Name, w.Prefix) {
+			w.OK(client.IgnoreNotFound(w.API().Delete(w.Ctx, o)))
+		}
+	}
+}
+
+// DropState deletes the IPAM state and what nodes refuse: networks that a test released would be held in the next one.
+func (w *World) DropState() {
+	w.T.Helper()
+	for _, kind := range []client.Object{&v1alpha1.IpamStorage{}, &isthmus.NetworkAllocation{}} {
+		w.OK(Client.DeleteAllOf(context.Background(), kind))
+	}
+}
+
+// Drop deletes an object whatever finalizers it has.
+func (w *World) Drop(o client.Object) {
+	w.T.Helper()
+	w.OK(client.IgnoreNotFound(w.API().Delete(w.Ctx, o)))
+	w.OK(client.IgnoreNotFound(w.API().Patch(w.Ctx, o, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)))))
+}
+
+// OK fails the test if there is an error.
+func (w *World) OK(err error) {
+	w.T.Helper()
+	if err != nil {
+		w.T.Fatal(err)
+	}
+}
+
+// Create creates an object.
+func (w *World) Create(o client.Object) {
+	w.T.Helper()
+	w.OK(w.API().Create(w.Ctx, o))
+}
+
+// Until waits for something to become true.
+func (w *World) Until(what string, f func() bool) {
+	w.T.Helper()
+	for deadline := time.Now().Add(time.Minute); !f(); time.Sleep(10 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			w.T.Fatalf("still not: %s", what)
+		}
+	}
+}
+
+// Always fails if something is not true at any moment of a short while.
+func (w *World) Always(what string, f func() bool) {
+	w.T.Helper()
+	for deadline := time.Now().Add(700 * time.Millisecond); time.Now().Before(deadline); time.Sleep(20 * time.Millisecond) {
+		if !f() {
+			w.T.Fatalf("not any more: %s", what)
+		}
+	}
+}
+
+// Gateway makes what the gateway would: the key Secret, and the Service with the annotation of the
+// active one.
+func (w *World) Gateway(nodeIP string) {
+	w.T.Helper()
+	w.GatewayWith(nodeIP, SomeKey)
+}
+
+// GatewayWith is Gateway with a public key.
+func (w *World) GatewayWith(nodeIP, key string) {
+	w.T.Helper()
+	w.Create(&corev1.Secret{
+		ObjectMeta: metav1.ObjectMeta{Namespace: w.System, Name: keyring.SecretName, Labels: map[string]string{v1alpha1.LabelKey: "wireguard"}},
+		Data:       map[string][]byte{"publicKey": []byte(key), "privateKey": []byte("not ours to read")},
+	})
+	w.Create(&corev1.Service{
+		ObjectMeta: metav1.ObjectMeta{Namespace: w.System, Name: "isthmus-gateway", Labels: map[string]string{v1alpha1.LabelGateway: "true"},
+			Annotations: map[string]string{v1alpha1.AnnotationGatewayNodeIP: nodeIP}},
+		Spec: corev1.ServiceSpec{Type: corev1.ServiceTypeNodePort, Ports: []corev1.ServicePort{{Name: "wireguard", Port: 5871, Protocol: corev1.ProtocolUDP}}},
+	})
+}
