@@ -25,6 +25,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/manager/controllers"
+	"github.com/isthmus-net/isthmus/manager/facts"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 	"github.com/isthmus-net/isthmus/manager/peers"
@@ -40,7 +41,7 @@ import (
 type AnswerReconciler struct {
 	Client      client.Client
 	Peers       peers.Peers
-	Facts       FactsReader
+	Facts       facts.Reader
 	Store       *ipamstore.Store
 	RefusalGate *RefusalGate
 	// FactsChanged gets a value after every change of the Facts.

@@ -18,6 +18,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/keyring"
+	"github.com/isthmus-net/isthmus/manager/facts"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/managertest"
 )
@@ -59,9 +60,9 @@ func TestHostileClaimsAreRefusedWithAConditionThatNamesTheField(t *testing.T) {
 		change func(*v1alpha1.NetworkConfig)
 		want   string
 	}{
-		{"our-key", func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = testKeyText(1) },
+		{"our-key", func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = managertest.KeyText(1) },
 			"KeyConflict: spec.backend_config.publicKey: is the public key of the receiver itself; want that of the sender's gateway"},
-		{"peers-key", func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = testKeyText(2) },
+		{"peers-key", func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = managertest.KeyText(2) },
 			"KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster"},
 		{"pod", func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = "10.244.1.1" },
 			"BadEndpoint: spec.endpointIP: 10.244.1.1 is inside 10.244.0.0/16, the receiver's PodCIDR; want an address outside"},
@@ -162,19 +163,19 @@ func TestAKeyStaysWithThePeerThatHasIt(t *testing.T) {
 	older.untilAccepted("None None")
 	owner := a.partner("owner", 3).claims("10.66.0.0/16", "10.67.0.0/16").publish().answer("None", "None")
 	owner.joined()
-	edit(a, older.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = testKeyText(3) })
+	edit(a, older.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = managertest.KeyText(3) })
 	older.untilAccepted("KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster (None None)")
 	owner.untilAccepted("None None")
 	// A key that changes is a key that is free.
-	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = testKeyText(4) })
+	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = managertest.KeyText(4) })
 	older.untilAccepted("None None")
-	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["tunnels"] = "5872:" + testKeyText(5) })
+	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["tunnels"] = "5872:" + managertest.KeyText(5) })
 	a.Until("the TunnelEndpoint has the further key", func() bool { return owner.Endpoint().Spec.BackendConfig["tunnels"] != "" })
-	edit(a, older.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = testKeyText(5) })
+	edit(a, older.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = managertest.KeyText(5) })
 	older.untilAccepted("KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster (None None)")
 	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { delete(nc.Spec.BackendConfig, "tunnels") })
 	older.untilAccepted("None None")
-	a.Until("the TunnelEndpoint has the new key", func() bool { return owner.Endpoint().Spec.BackendConfig["publicKey"] == testKeyText(4) })
+	a.Until("the TunnelEndpoint has the new key", func() bool { return owner.Endpoint().Spec.BackendConfig["publicKey"] == managertest.KeyText(4) })
 }
 
 // A peer that was here before another one cannot push it out by listing its key among its own
@@ -186,7 +187,7 @@ func TestAKeyAmongTheTunnelsOfAnOlderPeerDoesNotPushItsOwnerOut(t *testing.T) {
 	owner := a.partner("owner", 3).claims("10.66.0.0/16", "10.67.0.0/16").publish().answer("None", "None")
 	owned := owner.joined()
 	edit(a, thief.copied(), func(nc *v1alpha1.NetworkConfig) {
-		nc.Spec.BackendConfig["tunnels"] = "5872:" + testKeyText(7) + ",5873:" + testKeyText(3)
+		nc.Spec.BackendConfig["tunnels"] = "5872:" + managertest.KeyText(7) + ",5873:" + managertest.KeyText(3)
 	})
 	thief.untilAccepted("KeyConflict: spec.backend_config.tunnels: tunnel 2 has the key of another peer of the receiver; want keys for each cluster (None None)")
 	if after := thief.Endpoint(); after.ResourceVersion != before.ResourceVersion {
@@ -197,7 +198,7 @@ func TestAKeyAmongTheTunnelsOfAnOlderPeerDoesNotPushItsOwnerOut(t *testing.T) {
 		t.Errorf("the owner's TunnelEndpoint has changed: %+v", after.Spec.BackendConfig)
 	}
 	// The owner gives it up, and whoever asked second has it then.
-	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = testKeyText(4) })
+	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = managertest.KeyText(4) })
 	thief.untilAccepted("None None")
 	a.Until("the TunnelEndpoint has the tunnels", func() bool { return thief.Endpoint().Spec.BackendConfig["tunnels"] != "" })
 }
@@ -213,7 +214,7 @@ func TestAKeyIsThePeersWhoseClaimWasAcceptedFirst(t *testing.T) {
 	const refused = "KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster (None None)"
 	steal := func() {
 		t.Helper()
-		edit(a, thief.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = testKeyText(3) })
+		edit(a, thief.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = managertest.KeyText(3) })
 		thief.untilAccepted(refused)
 		owner.untilAccepted("None None")
 	}
@@ -230,11 +231,11 @@ func TestAKeyIsThePeersWhoseClaimWasAcceptedFirst(t *testing.T) {
 	})
 	thief.untilAccepted(refused)
 	// It gives the key up, by another one and by leaving, and whoever asked second has it then.
-	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = testKeyText(4) })
+	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = managertest.KeyText(4) })
 	thief.untilAccepted("None None")
-	edit(a, thief.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = testKeyText(2) })
+	edit(a, thief.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = managertest.KeyText(2) })
 	thief.untilAccepted("None None")
-	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = testKeyText(3) })
+	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = managertest.KeyText(3) })
 	owner.untilAccepted("None None")
 	steal()
 	a.OK(managertest.Client.Delete(a.Ctx, owner.Peering))
@@ -246,7 +247,7 @@ func TestAKeyIsThePeersThatProvesIt(t *testing.T) {
 	a := newAnswering(t)
 	ours, next := keyring.New(), keyring.New()
 	told, public := fabric.PublicKeys(ours, 1)[0], keyText(fabric.PublicKeys(next, 1)[0])
-	a.facts.change(func(f *Facts) { f.PublicKey, f.Keys.Private = told, ours })
+	a.facts.change(func(f *facts.Facts) { f.PublicKey, f.Keys.Private = told, ours })
 	owner := a.partner("owner", 2).claims("10.64.0.0/18", "10.65.0.0/20").publish().answer("None", "None")
 	owner.joined()
 	thief := a.partner("thief", 3).claims("10.66.0.0/16", "10.67.0.0/16").publish().answer("None", "None")
@@ -275,11 +276,11 @@ func TestAKeyIsThePeersThatProvesIt(t *testing.T) {
 	})
 	claim(thief, public, proofOf(owner))
 	thief.untilAccepted(refused)
-	claim(thief, testKeyText(3), "")
+	claim(thief, managertest.KeyText(3), "")
 	thief.untilAccepted("None None")
 	thief.joined()
 	// Our own key rotates, too, and the owner has not heard of it.
-	a.facts.change(func(f *Facts) { f.Keys.Private, f.Keys.Next = keyring.New(), ours })
+	a.facts.change(func(f *facts.Facts) { f.Keys.Private, f.Keys.Next = keyring.New(), ours })
 	claim(thief, public, "")
 	thief.untilAccepted(refused)
 	owner.untilAccepted("None None")
@@ -290,7 +291,7 @@ func TestAKeyStaysWithThePeerThatProvedItWhenOursRotates(t *testing.T) {
 	a := newAnswering(t)
 	ours, next, theirs := keyring.New(), keyring.New(), keyring.New()
 	public := keyText(fabric.PublicKeys(theirs, 1)[0])
-	a.facts.change(func(f *Facts) { f.PublicKey, f.Keys.Private = fabric.PublicKeys(ours, 1)[0], ours })
+	a.facts.change(func(f *facts.Facts) { f.PublicKey, f.Keys.Private = fabric.PublicKeys(ours, 1)[0], ours })
 	claim := func(p *partner, receiver [32]byte) {
 		edit(a, p.copied(), func(nc *v1alpha1.NetworkConfig) {
 			nc.Spec.BackendConfig[v1alpha1.ConfigPublicKey] = public
@@ -303,12 +304,14 @@ func TestAKeyStaysWithThePeerThatProvedItWhenOursRotates(t *testing.T) {
 	a.Until("the owner's proof is noted", func() bool { return owner.Endpoint().Annotations[isthmus.AnnotationKeyProved] == public })
 	thief := a.partner("thief", 3).claims("10.66.0.0/16", "10.67.0.0/16").publish().answer("None", "None")
 	thief.joined()
-	a.facts.change(func(f *Facts) { f.PublicKey, f.Keys.Private = fabric.PublicKeys(next, 1)[0], next })
+	a.facts.change(func(f *facts.Facts) { f.PublicKey, f.Keys.Private = fabric.PublicKeys(next, 1)[0], next })
 	claim(thief, next)
 	thief.untilAccepted("KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster (None None)")
 	a.Always("the owner has its tunnel", func() bool { return owner.Endpoint() != nil && accepted(owner.copied()) == "None None" })
 	// It is another's once the owner has another one.
-	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig[v1alpha1.ConfigPublicKey] = testKeyText(4) })
+	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) {
+		nc.Spec.BackendConfig[v1alpha1.ConfigPublicKey] = managertest.KeyText(4)
+	})
 	thief.untilAccepted("None None")
 	a.Until("what the owner proved is forgotten", func() bool { return owner.Endpoint().Annotations[isthmus.AnnotationKeyProved] == "" })
 }
@@ -318,7 +321,7 @@ func TestAKeyThatAnotherProvesTooKeepsNoThiefInAnother(t *testing.T) {
 	a := newAnswering(t)
 	ours, shared := keyring.New(), keyring.New()
 	told, keys := fabric.PublicKeys(ours, 1)[0], fabric.PublicKeys(shared, 2)
-	a.facts.change(func(f *Facts) { f.PublicKey, f.Keys.Private = told, ours })
+	a.facts.change(func(f *facts.Facts) { f.PublicKey, f.Keys.Private = told, ours })
 	claim := func(p *partner, proved int, keys ...[32]byte) {
 		edit(a, p.copied(), func(nc *v1alpha1.NetworkConfig) {
 			config := nc.Spec.BackendConfig
@@ -353,7 +356,7 @@ func TestARefusedClaimHoldsNoKey(t *testing.T) {
 	a := newAnswering(t)
 	refused := a.partner("refused", 2)
 	nc := refused.claim("10.64.0.0/18", "10.65.0.0/20")
-	nc.Spec.EndpointIP, nc.Spec.BackendConfig["publicKey"] = "10.244.1.1", testKeyText(3)
+	nc.Spec.EndpointIP, nc.Spec.BackendConfig["publicKey"] = "10.244.1.1", managertest.KeyText(3)
 	a.Create(nc)
 	a.Until("it is refused, and older than the next", func() bool {
 		nc := refused.copied()
@@ -501,9 +504,9 @@ func TestAnswersFollowTheFacts(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.64.0.0/18", "10.65.0.0/20")
 	p.untilAccepted("None None")
-	a.facts.change(func(f *Facts) { f.Nodes = append(f.Nodes, netip.MustParseAddr("192.0.2.2")) })
+	a.facts.change(func(f *facts.Facts) { f.Nodes = append(f.Nodes, netip.MustParseAddr("192.0.2.2")) })
 	p.untilAccepted("BadEndpoint: spec.endpointIP: 192.0.2.2 is a node of the receiver; want the address of the sender's gateway (None None)")
-	a.facts.change(func(f *Facts) { f.Nodes = f.Nodes[:1] })
+	a.facts.change(func(f *facts.Facts) { f.Nodes = f.Nodes[:1] })
 	p.untilAccepted("None None")
 }
 
@@ -518,4 +521,17 @@ func TestAnswersFollowTheIPAMState(t *testing.T) {
 	})
 	a.OK(err)
 	p.untilAccepted("10.8.0.0/18 None")
+}
+
+func TestAPeerWithoutNetworksWaitsForTheReportsOfTheNodes(t *testing.T) {
+	a := newAnswering(t)
+	early := a.partner("early", 2).claims("10.50.0.0/18", "10.60.0.0/20")
+	early.untilAccepted("None None")
+	a.facts.change(func(f *facts.Facts) { f.Awaiting = true })
+	late := a.partner("late", 3).claims("192.168.32.0/22", "10.62.0.0/20")
+	edit(a, early.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = "192.0.2.99" })
+	early.untilAccepted("None None") // whoever has networks is answered
+	a.Always("it is not answered, and gets nothing", func() bool { return accepted(late.copied()) == "no answer" && !late.granted() })
+	a.facts.change(func(f *facts.Facts) { f.Awaiting = false })
+	late.untilAccepted("None None")
 }

@@ -3,7 +3,6 @@ package manager
 import (
 	"bytes"
 	"context"
-	"encoding/base64"
 	"fmt"
 	"log/slog"
 	"net/netip"
@@ -26,6 +25,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/manager/controllers"
+	"github.com/isthmus-net/isthmus/manager/facts"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 	"github.com/isthmus-net/isthmus/manager/managertest"
@@ -45,17 +45,17 @@ type answering struct {
 // stubFacts are what a test says.
 type stubFacts struct {
 	mu      sync.Mutex
-	facts   Facts
+	facts   facts.Facts
 	changed chan event.GenericEvent
 }
 
-func (f *stubFacts) Facts(context.Context) (Facts, error) {
+func (f *stubFacts) Facts(context.Context) (facts.Facts, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.facts, nil
 }
 
-func (f *stubFacts) change(change func(*Facts)) {
+func (f *stubFacts) change(change func(*facts.Facts)) {
 	f.mu.Lock()
 	change(&f.facts)
 	f.mu.Unlock()
@@ -68,10 +68,10 @@ func newAnswering(t *testing.T) *answering {
 	w := managertest.Make(t, "ans")
 	a := &answering{
 		world: &world{World: w},
-		facts: &stubFacts{changed: make(chan event.GenericEvent, 16), facts: Facts{
+		facts: &stubFacts{changed: make(chan event.GenericEvent, 16), facts: facts.Facts{
 			Cluster: w.Self, PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"),
 			ExternalCIDR: netip.MustParsePrefix("10.245.0.0/16"), Nodes: []netip.Addr{netip.MustParseAddr("172.30.0.1")},
-			Endpoint: "198.51.100.1", Port: 5871, PublicKey: testKey(1),
+			Endpoint: "198.51.100.1", Port: 5871, PublicKey: managertest.Key(1),
 		}},
 	}
 	t.Cleanup(a.cleanUp)
@@ -149,18 +149,6 @@ func (a *answering) cleanUp() {
 	a.DropState()
 }
 
-func testKey(b byte) (key [32]byte) {
-	for i := range key {
-		key[i] = b
-	}
-	return key
-}
-
-func testKeyText(b byte) string {
-	key := testKey(b)
-	return base64.StdEncoding.EncodeToString(key[:])
-}
-
 // A partner is a peer that exchanges NetworkConfigs with us.
 type partner struct {
 	*remote
@@ -191,7 +179,7 @@ func (p *partner) claim(pod, external string) *v1alpha1.NetworkConfig {
 		Spec: v1alpha1.NetworkConfigSpec{
 			RemoteCluster: p.a.Self, PodCIDR: pod, ExternalCIDR: external,
 			EndpointIP: fmt.Sprintf("192.0.2.%d", p.key), BackendType: v1alpha1.BackendWireGuard,
-			BackendConfig: v1alpha1.BackendConfig{v1alpha1.ConfigPublicKey: testKeyText(p.key), v1alpha1.ConfigPort: "5871"},
+			BackendConfig: v1alpha1.BackendConfig{v1alpha1.ConfigPublicKey: managertest.KeyText(p.key), v1alpha1.ConfigPort: "5871"},
 		},
 	}
 }

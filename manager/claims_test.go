@@ -1,16 +1,11 @@
 package manager
 
 import (
-	"context"
 	"fmt"
-	"log/slog"
 	"net/netip"
-	"slices"
 	"strings"
 	"testing"
 
-	discoveryv1 "k8s.io/api/discovery/v1"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -18,7 +13,6 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
-	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
@@ -147,36 +141,5 @@ func TestConsentIsToOneClaim(t *testing.T) {
 	}
 	if _, wrong := requestFrom(peers.Peer{Claims: isthmus.Claims{Allowed: []string{"8.0.0.0"}}}, claim); wrong == nil || wrong.Field != "spec.claims.allowed" {
 		t.Errorf("no network: %v", wrong)
-	}
-}
-
-// The API server is behind an address that no Node has. A network with it is not taken as it is.
-func TestTheAddressesOfAPIServersAreKnown(t *testing.T) {
-	w := bare(t)
-	slice := &discoveryv1.EndpointSlice{
-		ObjectMeta:  metav1.ObjectMeta{Namespace: "default", Name: "kubernetes", Labels: map[string]string{discoveryv1.LabelServiceName: "kubernetes"}},
-		AddressType: discoveryv1.AddressTypeIPv4,
-		Endpoints:   []discoveryv1.Endpoint{{Addresses: []string{"192.168.99.7"}}, {Addresses: []string{"192.168.98.7"}}},
-	}
-	if err := w.API().Create(w.Ctx, slice); apierrors.IsAlreadyExists(err) {
-		t.Skip("this API server writes its own addresses")
-	} else {
-		w.OK(err)
-	}
-	t.Cleanup(func() { w.OK(w.API().Delete(context.Background(), slice)) })
-	store := new(stubStore)
-	keeper := &FactsKeeper{Cache: w.API(), Direct: w.API(), Store: store, Cluster: w.Self, Namespace: w.System, Log: slog.New(slog.DiscardHandler),
-		Plan: AddressPlan{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"),
-			ExternalCIDR: netip.MustParsePrefix("10.245.0.0/16")}}
-	facts, err := keeper.gather(w.Ctx)
-	w.OK(err)
-	if want := []netip.Addr{netip.MustParseAddr("192.168.98.7"), netip.MustParseAddr("192.168.99.7")}; !slices.Equal(facts.APIServers, want) {
-		t.Errorf("API servers %v, want %v", facts.APIServers, want)
-	}
-	for pod, as := range map[string]bool{"192.168.99.0/24": false, "192.168.98.0/24": false, "192.168.96.0/24": true} {
-		_, g, err := store.State().Grant(ipam.Request{ID: "b", Pod: netip.MustParsePrefix(pod), External: netip.MustParsePrefix("172.20.0.0/20")})
-		if w.OK(err); (g.Pod.String() == pod) != as {
-			t.Errorf("%s is %v", pod, g.Pod)
-		}
 	}
 }

@@ -6,7 +6,6 @@ import (
 	"net/netip"
 	"sync"
 	"testing"
-	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -21,7 +20,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
-	"github.com/isthmus-net/isthmus/manager/ipam"
+	"github.com/isthmus-net/isthmus/manager/facts"
 	"github.com/isthmus-net/isthmus/manager/managertest"
 	"github.com/isthmus-net/isthmus/manager/peers"
 	"github.com/isthmus-net/isthmus/manager/replication"
@@ -32,7 +31,7 @@ import (
 type world struct {
 	*managertest.World
 	stub   *stubReplicator
-	ipam   *stubStore
+	ipam   *managertest.Store
 	events *events.FakeRecorder
 }
 
@@ -101,37 +100,13 @@ func (r *stubReplicator) has(id string) bool {
 	return false
 }
 
-// A stubStore keeps a State in memory.
-type stubStore struct {
-	mu    sync.Mutex
-	state ipam.State
-}
-
-func (b *stubStore) Update(_ context.Context, f func(ipam.State) (ipam.State, error)) (ipam.State, error) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	state, err := f(b.state)
-	if err == nil {
-		b.state = state
-	}
-	return b.state, err
-}
-
-func (b *stubStore) Now(context.Context) (time.Time, error) { return time.Now(), nil }
-
-func (b *stubStore) State() ipam.State {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.state
-}
-
 // newWorld starts the reconcilers. Our PodCIDR is a /16.
 func newWorld(t *testing.T, foreignClusters bool) *world {
 	t.Helper()
 	w := &world{
 		World:  managertest.Make(t, "own"),
 		stub:   &stubReplicator{states: make(map[string]replication.State), changed: make(chan event.GenericEvent, 1024)},
-		ipam:   &stubStore{},
+		ipam:   &managertest.Store{},
 		events: events.NewFakeRecorder(10_000),
 	}
 	var cancel func()
@@ -149,10 +124,10 @@ func newWorld(t *testing.T, foreignClusters bool) *world {
 	w.OK(prepare(w.Ctx, mgr, present{foreignClusters: foreignClusters, serviceCIDRs: managertest.ServesServiceCIDRs}))
 	w.OK(addExchangeIndexes(mgr.GetFieldIndexer()))
 	peers := peers.Peers{Reader: mgr.GetCache(), Self: w.Self.ClusterID, ForeignClusters: foreignClusters}
-	own := &FactsKeeper{
+	own := &facts.Keeper{
 		Cache: mgr.GetCache(), Direct: mgr.GetAPIReader(), Store: w.ipam, Cluster: w.Self, Namespace: w.System, Log: log,
 		StateChanged: make(chan event.GenericEvent), Events: w.events, ServiceCIDRs: managertest.ServesServiceCIDRs,
-		Plan: AddressPlan{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"),
+		Plan: facts.AddressPlan{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"),
 			ExternalCIDR: netip.MustParsePrefix("10.245.0.0/16")},
 	}
 	ended := make(chan error, 1)

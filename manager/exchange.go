@@ -19,6 +19,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/manager/controllers"
+	"github.com/isthmus-net/isthmus/manager/facts"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
@@ -34,7 +35,7 @@ import (
 type Answers struct {
 	Client      client.Client
 	Peers       peers.Peers
-	Facts       FactsReader
+	Facts       facts.Reader
 	Store       *ipamstore.Store
 	RefusalGate *RefusalGate // that watches the Store
 	// FactsChanged gets a value after every change of the Facts.

@@ -30,7 +30,7 @@ type aging struct {
 func newAging(t *testing.T) *aging {
 	t.Helper()
 	a := &aging{world: bare(t), now: time.Unix(0, 0), nodes: []netip.Addr{netip.MustParseAddr("172.30.0.1"), netip.MustParseAddr("172.30.0.2")}}
-	a.expiry = newExpiry(managertest.Client, new(stubStore), slog.New(slog.NewTextHandler(&a.log, nil)))
+	a.expiry = newExpiry(managertest.Client, new(managertest.Store), slog.New(slog.NewTextHandler(&a.log, nil)))
 	a.asked.SetLimit(1000) // sees asks often
 	a.configure()
 	a.joined("p", "172.16.0.0/20")

@@ -12,6 +12,8 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/manager/facts"
+	"github.com/isthmus-net/isthmus/manager/managertest"
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
@@ -117,7 +119,7 @@ func TestTheActiveGatewayIsWhereItsServiceSays(t *testing.T) {
 }
 
 func TestTheTunnelCarriesControlWhereBothSidesWantIt(t *testing.T) {
-	facts := Facts{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ExternalCIDR: netip.MustParsePrefix("10.245.0.0/16"), Endpoint: "192.0.2.1", Port: 5871, PublicKey: testKey(1)}
+	facts := facts.Facts{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ExternalCIDR: netip.MustParsePrefix("10.245.0.0/16"), Endpoint: "192.0.2.1", Port: 5871, PublicKey: managertest.Key(1)}
 	for _, ours := range []bool{false, true} {
 		for _, theirs := range []bool{false, true} {
 			spec, problems := networkConfigFor(facts, peers.Peer{Cluster: v1alpha1.ClusterIdentity{ClusterID: "b", ClusterName: "b"}, InBand: theirs})

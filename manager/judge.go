@@ -12,6 +12,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/facts"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
@@ -21,7 +22,7 @@ import (
 type judge struct {
 	Reader client.Reader
 	Peers  peers.Peers
-	Facts  FactsReader
+	Facts  facts.Reader
 	Store  interface{ State() ipam.State }
 }
 
@@ -45,7 +46,7 @@ func (j judge) judge(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkC
 		PublicKey: facts.PublicKey, Pod: facts.PodCIDR, Service: facts.ServiceCIDR, External: facts.ExternalCIDR,
 		Nodes: facts.Nodes, APIServers: facts.APIServers,
 		Endpoint: facts.Endpoint, Port: cmp.Or(uint16(peer.Overrides.Port), facts.Port),
-		Tunnels: facts.tunnelsAt(uint16(peer.Overrides.Port)),
+		Tunnels: facts.TunnelsAt(uint16(peer.Overrides.Port)),
 	}
 	if peer.Overrides.Address != nil {
 		receiver.Endpoint = *peer.Overrides.Address

@@ -16,6 +16,7 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/keyring"
 	"github.com/isthmus-net/isthmus/manager/controllers"
+	"github.com/isthmus-net/isthmus/manager/facts"
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
@@ -144,7 +145,7 @@ func remembers(te *v1alpha1.TunnelEndpoint, key string) bool {
 }
 
 // prove adds to what a peer is told that we have the private keys. Until the peer has told us its public key there is no proof.
-func (r *NetworkConfigReconciler) prove(ctx context.Context, peer peers.Peer, facts Facts, spec *v1alpha1.NetworkConfigSpec) error {
+func (r *NetworkConfigReconciler) prove(ctx context.Context, peer peers.Peer, facts facts.Facts, spec *v1alpha1.NetworkConfigSpec) error {
 	copies, err := copiesOf(ctx, r.Client, peer.LocalNamespace, peer.Cluster.ClusterID)
 	if err != nil || len(copies) != 1 {
 		return err

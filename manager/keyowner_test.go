@@ -12,6 +12,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/keyring"
+	"github.com/isthmus-net/isthmus/manager/facts"
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
@@ -30,7 +31,7 @@ func TestAProofIsMadeAgainWhenAKeyChangesAlone(t *testing.T) {
 	}})
 	r := &NetworkConfigReconciler{Client: api, Peers: peers.Peers{Reader: api, Self: "a"}}
 	peer := peers.Peer{Cluster: v1alpha1.ClusterIdentity{ClusterID: "b"}}
-	facts := Facts{PublicKey: fabric.PublicKeys(ours, 1)[0], Keys: keyring.Ring{Private: ours}}
+	facts := facts.Facts{PublicKey: fabric.PublicKeys(ours, 1)[0], Keys: keyring.Ring{Private: ours}}
 	prove := func(tunnels string) string {
 		t.Helper()
 		spec := v1alpha1.NetworkConfigSpec{BackendConfig: v1alpha1.BackendConfig{v1alpha1.ConfigTunnels: tunnels}}

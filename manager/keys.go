@@ -9,6 +9,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/keyring"
+	"github.com/isthmus-net/isthmus/manager/facts"
 )
 
 // keys are the WireGuard keys of the sessions with the peer, as the gateway reports them. was is the status before. Without
@@ -43,7 +44,7 @@ func (s *peeringState) missedKey() bool {
 }
 
 // rotates reports whether peers are told of the next key of our gateway.
-func rotates(f Facts) bool {
+func rotates(f facts.Facts) bool {
 	return f.Keys.Next != ([32]byte{}) && f.PublicKey == fabric.PublicKeys(f.Keys.Next, 1)[0]
 }
 

@@ -10,10 +10,11 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/keyring"
+	"github.com/isthmus-net/isthmus/manager/managertest"
 )
 
 func TestKeysOfAPeering(t *testing.T) {
-	text := func(n byte) v1alpha1.ConfigValue { return v1alpha1.ConfigValue(keyring.Text(testKey(n))) }
+	text := func(n byte) v1alpha1.ConfigValue { return v1alpha1.ConfigValue(keyring.Text(managertest.Key(n))) }
 	first, second := metav1.NewTime(time.Unix(1000, 0)), metav1.NewTime(time.Unix(2000, 0))
 	s := peeringState{}
 	if got := s.keys(isthmus.KeysStatus{Ours: "x"}, first); got != (isthmus.KeysStatus{}) {
@@ -23,12 +24,12 @@ func TestKeysOfAPeering(t *testing.T) {
 	s.endpoint.Spec.BackendConfig = v1alpha1.BackendConfig{v1alpha1.ConfigPublicKey: text(2)}
 	s.original.Spec.BackendConfig = v1alpha1.BackendConfig{v1alpha1.ConfigPublicKey: text(1)}
 	k := s.keys(isthmus.KeysStatus{}, first)
-	if k.Ours != "" || k.Lags || k.OursSince != nil || k.Theirs != keyring.Fingerprint(testKey(2)) {
+	if k.Ours != "" || k.Lags || k.OursSince != nil || k.Theirs != keyring.Fingerprint(managertest.Key(2)) {
 		t.Errorf("without a session: %+v", k)
 	}
 	s.endpoint.Status.Connection.PeerConfiguration = v1alpha1.PeerConfiguration{v1alpha1.ConfigOwnKey: text(1)}
 	k = s.keys(k, second)
-	if k.Ours != keyring.Fingerprint(testKey(1)) || k.Lags || !k.OursSince.Equal(&second) || !k.TheirsSince.Equal(&first) {
+	if k.Ours != keyring.Fingerprint(managertest.Key(1)) || k.Lags || !k.OursSince.Equal(&second) || !k.TheirsSince.Equal(&first) {
 		t.Errorf("with a session: %+v", k)
 	}
 	s.original.Spec.BackendConfig[v1alpha1.ConfigPublicKey] = text(3)
@@ -39,7 +40,7 @@ func TestKeysOfAPeering(t *testing.T) {
 
 // Whoever patience cuts off is named until it has a session with the new key.
 func TestAPeerThatMissedARotationIsNamed(t *testing.T) {
-	text := func(n byte) v1alpha1.ConfigValue { return v1alpha1.ConfigValue(keyring.Text(testKey(n))) }
+	text := func(n byte) v1alpha1.ConfigValue { return v1alpha1.ConfigValue(keyring.Text(managertest.Key(n))) }
 	s := peeringState{peering: new(isthmus.Peering), original: new(v1alpha1.NetworkConfig), endpoint: new(v1alpha1.TunnelEndpoint)}
 	s.peering.Spec.Cluster.ClusterName = "bravo"
 	s.original.Spec.BackendConfig = v1alpha1.BackendConfig{v1alpha1.ConfigPublicKey: text(3)}

@@ -38,6 +38,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubeerr"
 	"github.com/isthmus-net/isthmus/internal/metric"
 	"github.com/isthmus-net/isthmus/internal/owncluster"
+	"github.com/isthmus-net/isthmus/manager/facts"
 	"github.com/isthmus-net/isthmus/manager/ipamrpc"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 	"github.com/isthmus-net/isthmus/manager/peers"
@@ -67,7 +68,7 @@ type Options struct {
 	// Cluster is this cluster. What is empty is found out, see identify.
 	Cluster v1alpha1.ClusterIdentity
 	// Plan is what a person said about the networks of this cluster.
-	Plan AddressPlan
+	Plan facts.AddressPlan
 	// LeaderElect lets several managers run, of which one works.
 	LeaderElect bool
 	// Name is that of this manager among them, such as its Pod's, for people.
@@ -318,7 +319,7 @@ type leader struct {
 // lead works until ctx ends. Controllers start after the IPAM state has been read and our
 // own networks are in them: an answer given earlier could give away what is in use.
 func (l *leader) lead(ctx context.Context) error {
-	own := &FactsKeeper{
+	own := &facts.Keeper{
 		Cache: l.mgr.GetCache(), Direct: l.mgr.GetAPIReader(), Store: l.store,
 		Cluster: l.Cluster, Namespace: l.Namespace, Plan: l.Plan, ServiceCIDRs: l.services, StateChanged: l.store.Subscribe(),
 		Events: l.mgr.GetEventRecorder(component), Log: l.Log,
@@ -395,7 +396,7 @@ func (l *leader) lead(ctx context.Context) error {
 }
 
 // begin reads the IPAM state, puts our own networks into it, and learns which networks nodes refuse.
-func (l *leader) begin(ctx context.Context, own *FactsKeeper, gate *RefusalGate) error {
+func (l *leader) begin(ctx context.Context, own *facts.Keeper, gate *RefusalGate) error {
 	if err := l.store.Load(ctx); err != nil {
 		return fmt.Errorf("IPAM state: %w", err)
 	}

@@ -42,6 +42,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/leaktest"
 	"github.com/isthmus-net/isthmus/internal/owncluster"
 	"github.com/isthmus-net/isthmus/internal/postquantum"
+	"github.com/isthmus-net/isthmus/manager/facts"
 	"github.com/isthmus-net/isthmus/manager/ipamrpc"
 	"github.com/isthmus-net/isthmus/manager/managertest"
 )
@@ -178,7 +179,7 @@ func (s *side) permit() (kubeconfig string) {
 // manage runs the manager of a side, with the rights that it has in a cluster.
 func (s *side) manage() {
 	s.T.Helper()
-	kubeconfig, plan := s.permit(), AddressPlan{PodCIDR: netip.MustParsePrefix(s.pods), ServiceCIDR: managertest.ServicesWherePlanned()}
+	kubeconfig, plan := s.permit(), facts.AddressPlan{PodCIDR: netip.MustParsePrefix(s.pods), ServiceCIDR: managertest.ServicesWherePlanned()}
 	if s.old {
 		kubeconfig, plan.ServiceCIDR = startOldServer(s.T).kubeconfig(s.T), netip.MustParsePrefix("10.96.0.0/12")
 	}
@@ -378,7 +379,7 @@ func TestOfTwoManagersOfOneNameOneLeads(t *testing.T) {
 		stops[i] = w.runManager(Options{
 			Kubeconfig: kubeconfigOf(t), Namespace: w.System, LeaderElect: true, Name: "isthmus-manager", Cluster: w.Self,
 			Log:  slog.New(slog.NewTextHandler(&logs[i], nil)),
-			Plan: AddressPlan{PodCIDR: netip.MustParsePrefix("10.200.0.0/17")},
+			Plan: facts.AddressPlan{PodCIDR: netip.MustParsePrefix("10.200.0.0/17")},
 		})
 		t.Cleanup(stops[i])
 	}
@@ -455,34 +456,6 @@ func TestIdentityOfTheCluster(t *testing.T) {
 	w.Create(cm("two", "other", "other"))
 	check("two ConfigMaps", id("", ""), id("", ""), "has 2 ConfigMaps")
 	check("bad ID", id("a b", "y"), id("", ""), "character")
-}
-
-func TestNetworksOfTheClusterAreFoundOut(t *testing.T) {
-	w := bare(t)
-	own := &FactsKeeper{Cache: w.API(), Direct: w.API(), Store: &stubStore{}, Cluster: w.Self, Namespace: w.System, Log: slog.New(slog.DiscardHandler),
-		Plan: AddressPlan{ServiceCIDR: managertest.ServicesWherePlanned()}}
-	f, err := own.gather(w.Ctx)
-	w.OK(err)
-	if f.PodCIDR.IsValid() || !strings.Contains(strings.Join(f.Missing, "\n"), "set --pod-cidr") {
-		t.Errorf("without kubeadm: PodCIDR %v, missing %q", f.PodCIDR, f.Missing)
-	}
-	kubeadm := &corev1.ConfigMap{
-		ObjectMeta: metav1.ObjectMeta{Namespace: "kube-system", Name: "kubeadm-config"},
-		Data:       map[string]string{"ClusterConfiguration": "kind: ClusterConfiguration\nnetworking:\n  podSubnet: 10.32.0.0/19\n"},
-	}
-	w.Create(kubeadm)
-	t.Cleanup(func() { w.OK(w.API().Delete(context.Background(), kubeadm)) })
-	f, err = own.gather(w.Ctx)
-	w.OK(err)
-	if f.PodCIDR.String() != "10.32.0.0/19" || f.ServiceCIDR.String() != "10.96.0.0/12" || !f.ExternalCIDR.IsValid() {
-		t.Errorf("with kubeadm: %+v", f)
-	}
-	own.Plan.ServiceCIDR = netip.MustParsePrefix("10.32.16.0/24")
-	f, err = own.gather(w.Ctx)
-	w.OK(err)
-	if !strings.Contains(strings.Join(f.Missing, "\n"), "overlaps ServiceCIDR") {
-		t.Errorf("overlap: missing %q", f.Missing)
-	}
 }
 
 func TestInstallationOfLiqoIsNoticed(t *testing.T) {

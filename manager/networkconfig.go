@@ -31,6 +31,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/manager/controllers"
+	"github.com/isthmus-net/isthmus/manager/facts"
 	"github.com/isthmus-net/isthmus/manager/peers"
 	"github.com/isthmus-net/isthmus/manager/queue"
 )
@@ -40,7 +41,7 @@ import (
 type NetworkConfigReconciler struct {
 	Client client.Client
 	Peers  peers.Peers
-	Facts  FactsReader
+	Facts  facts.Reader
 	// FactsChanged gets a value after every change of the Facts.
 	FactsChanged <-chan event.GenericEvent
 	// Keys are preshared keys; nil: peers are offered none.
@@ -337,7 +338,7 @@ func (r *NetworkConfigReconciler) remove(ctx context.Context, nc *v1alpha1.Netwo
 
 // networkConfigFor decides what the peer is told about this cluster. The problems are sentences
 // that say what keeps us from telling it anything.
-func networkConfigFor(f Facts, p peers.Peer) (spec v1alpha1.NetworkConfigSpec, problems []string) {
+func networkConfigFor(f facts.Facts, p peers.Peer) (spec v1alpha1.NetworkConfigSpec, problems []string) {
 	endpoint, port := f.Endpoint, f.Port
 	if p.Overrides.Address != nil {
 		endpoint = *p.Overrides.Address
@@ -351,7 +352,7 @@ func networkConfigFor(f Facts, p peers.Peer) (spec v1alpha1.NetworkConfigSpec, p
 		return spec, problems
 	}
 	spec = fabric.NetworkConfigFor(fabric.Claim{
-		Pod: f.PodCIDR, External: f.ExternalCIDR, Endpoint: endpoint, Port: port, PublicKey: f.PublicKey, Tunnels: f.tunnelsAt(uint16(p.Overrides.Port)),
+		Pod: f.PodCIDR, External: f.ExternalCIDR, Endpoint: endpoint, Port: port, PublicKey: f.PublicKey, Tunnels: f.TunnelsAt(uint16(p.Overrides.Port)),
 	}, p.Cluster)
 	if p.InBand {
 		spec.BackendConfig[v1alpha1.ConfigInBand] = "true"

@@ -19,6 +19,7 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/keyring"
 	"github.com/isthmus-net/isthmus/manager/controllers"
+	"github.com/isthmus-net/isthmus/manager/facts"
 	"github.com/isthmus-net/isthmus/manager/managertest"
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
@@ -28,35 +29,35 @@ func TestNetworkConfigSaysTheFactsUnlessThePeeringOverridesThem(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	all := Facts{
+	all := facts.Facts{
 		PodCIDR: netip.MustParsePrefix("10.1.0.0/18"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"), ExternalCIDR: netip.MustParsePrefix("10.2.0.0/18"),
 		Endpoint: "192.0.2.1", Port: 31871, PublicKey: [32]byte(key),
 	}
-	two := func(f *Facts) {
-		f.Tunnels = []fabric.TunnelEnd{{PublicKey: testKey(2), Port: 31900}, {PublicKey: testKey(3), Port: 31899}}
+	two := func(f *facts.Facts) {
+		f.Tunnels = []fabric.TunnelEnd{{PublicKey: managertest.Key(2), Port: 31900}, {PublicKey: managertest.Key(3), Port: 31899}}
 	}
 	address := "vpn.example.org"
 	for _, c := range []struct {
 		name           string
-		change         func(*Facts)
+		change         func(*facts.Facts)
 		overrides      isthmus.Overrides
 		endpoint, port string
 		tunnels        string
 		problem        string
 	}{
-		{"as it is", func(*Facts) {}, isthmus.Overrides{}, "192.0.2.1", "31871", "", ""},
-		{"with three tunnels", two, isthmus.Overrides{}, "192.0.2.1", "31871", "31900:" + testKeyText(2) + ",31899:" + testKeyText(3), ""},
-		{"the port of three tunnels overridden", two, isthmus.Overrides{Port: 443}, "192.0.2.1", "443", "444:" + testKeyText(2) + ",445:" + testKeyText(3), ""},
-		{"the last port but one for three tunnels", two, isthmus.Overrides{Port: 65534}, "192.0.2.1", "65534", "65535:" + testKeyText(2), ""},
+		{"as it is", func(*facts.Facts) {}, isthmus.Overrides{}, "192.0.2.1", "31871", "", ""},
+		{"with three tunnels", two, isthmus.Overrides{}, "192.0.2.1", "31871", "31900:" + managertest.KeyText(2) + ",31899:" + managertest.KeyText(3), ""},
+		{"the port of three tunnels overridden", two, isthmus.Overrides{Port: 443}, "192.0.2.1", "443", "444:" + managertest.KeyText(2) + ",445:" + managertest.KeyText(3), ""},
+		{"the last port but one for three tunnels", two, isthmus.Overrides{Port: 65534}, "192.0.2.1", "65534", "65535:" + managertest.KeyText(2), ""},
 		{"the last port for three tunnels", two, isthmus.Overrides{Port: 65535}, "192.0.2.1", "65535", "", ""},
-		{"address overridden", func(*Facts) {}, isthmus.Overrides{Address: &address}, address, "31871", "", ""},
-		{"port overridden", func(*Facts) {}, isthmus.Overrides{Port: 443}, "192.0.2.1", "443", "", ""},
-		{"an override makes up for what is not known", func(f *Facts) { f.Endpoint, f.Port, f.NoEndpoint = "", 0, "no Service" },
+		{"address overridden", func(*facts.Facts) {}, isthmus.Overrides{Address: &address}, address, "31871", "", ""},
+		{"port overridden", func(*facts.Facts) {}, isthmus.Overrides{Port: 443}, "192.0.2.1", "443", "", ""},
+		{"an override makes up for what is not known", func(f *facts.Facts) { f.Endpoint, f.Port, f.NoEndpoint = "", 0, "no Service" },
 			isthmus.Overrides{Address: &address, Port: 443}, address, "443", "", ""},
-		{"half an override does not", func(f *Facts) { f.Endpoint, f.Port, f.NoEndpoint = "", 0, "no Service" },
+		{"half an override does not", func(f *facts.Facts) { f.Endpoint, f.Port, f.NoEndpoint = "", 0, "no Service" },
 			isthmus.Overrides{Address: &address}, "", "", "", "no Service"},
-		{"something is missing", func(f *Facts) { f.Missing = []string{"PodCIDR: set --pod-cidr"} }, isthmus.Overrides{}, "", "", "", "set --pod-cidr"},
-		{"an address that no peer would take", func(f *Facts) { f.Endpoint = "127.0.0.1" }, isthmus.Overrides{}, "", "", "", "spec.endpointIP"},
+		{"something is missing", func(f *facts.Facts) { f.Missing = []string{"PodCIDR: set --pod-cidr"} }, isthmus.Overrides{}, "", "", "", "set --pod-cidr"},
+		{"an address that no peer would take", func(f *facts.Facts) { f.Endpoint = "127.0.0.1" }, isthmus.Overrides{}, "", "", "", "spec.endpointIP"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			facts := all
@@ -227,7 +228,7 @@ func TestChangeOfTheGatewayIsPublishedToAllPeersAtOnce(t *testing.T) {
 	}
 
 	// Of the tunnels, those with a key and a port are published, whichever comes first.
-	secret.Data["tunnels"] = []byte(testKeyText(21) + "," + testKeyText(22))
+	secret.Data["tunnels"] = []byte(managertest.KeyText(21) + "," + managertest.KeyText(22))
 	w.OK(w.API().Update(w.Ctx, &secret))
 	w.Always("tunnels without ports are not published", func() bool { return len(peers[0].Original().Spec.BackendConfig) == 2 })
 	w.OK(w.API().Get(w.Ctx, name, &service))
@@ -235,7 +236,7 @@ func TestChangeOfTheGatewayIsPublishedToAllPeersAtOnce(t *testing.T) {
 		`{"metadata":{"annotations":{"liqo.io/override-port":null}},"spec":{"ports":[`+
 			`{"name":"wireguard","port":5871,"protocol":"UDP"},{"name":"wireguard-1","port":5872,"protocol":"UDP"}]}}`))))
 	w.OK(w.API().Get(w.Ctx, name, &service))
-	first := fmt.Sprintf("%d:%s", service.Spec.Ports[1].NodePort, testKeyText(21))
+	first := fmt.Sprintf("%d:%s", service.Spec.Ports[1].NodePort, managertest.KeyText(21))
 	for _, p := range peers {
 		w.Until("the tunnel is published", func() bool { return p.Original().Spec.BackendConfig["tunnels"] == first })
 	}

@@ -23,10 +23,12 @@ import (
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
+	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
+	"github.com/isthmus-net/isthmus/manager/facts"
 	"github.com/isthmus-net/isthmus/manager/managertest"
 )
 
@@ -129,11 +131,13 @@ func (s *oldServer) kubeconfig(t *testing.T) string {
 func TestServiceCIDRWithoutItsKindIsFoundElsewhere(t *testing.T) {
 	w := bare(t)
 	api := startOldServer(t).client(t)
-	gather := func() Facts {
+	gather := func() facts.Facts {
 		t.Helper()
-		own := &FactsKeeper{Cache: api, Direct: api, Store: &stubStore{}, Cluster: w.Self, Namespace: w.System,
-			Plan: AddressPlan{PodCIDR: netip.MustParsePrefix("10.32.0.0/19")}, Log: slog.New(slog.DiscardHandler)}
-		f, err := own.gather(w.Ctx)
+		own := &facts.Keeper{Cache: api, Direct: api, Store: &managertest.Store{}, Cluster: w.Self, Namespace: w.System,
+			Plan: facts.AddressPlan{PodCIDR: netip.MustParsePrefix("10.32.0.0/19")}, Log: slog.New(slog.DiscardHandler)}
+		_, err := own.Reconcile(w.Ctx, ctrl.Request{})
+		w.OK(err)
+		f, err := own.Facts(w.Ctx)
 		w.OK(err)
 		return f
 	}

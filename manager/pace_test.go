@@ -73,11 +73,11 @@ func TestAPeerThatFlipsItsAnswerSoonChangesNothingButItsGateway(t *testing.T) {
 	followed := seen[(changesAtOnce-1)%2]
 	b.answer("10.82.0.0/16", "None")
 	edit(a, b.copied(), func(nc *v1alpha1.NetworkConfig) {
-		nc.Spec.EndpointIP, nc.Spec.BackendConfig[v1alpha1.ConfigPublicKey] = "192.0.2.99", testKeyText(9)
+		nc.Spec.EndpointIP, nc.Spec.BackendConfig[v1alpha1.ConfigPublicKey] = "192.0.2.99", managertest.KeyText(9)
 	})
 	a.Until("a new endpoint and a new key are followed", func() bool {
 		spec := b.Endpoint().Spec
-		return spec.EndpointIP == "192.0.2.99" && spec.BackendConfig[v1alpha1.ConfigPublicKey] == testKeyText(9)
+		return spec.EndpointIP == "192.0.2.99" && spec.BackendConfig[v1alpha1.ConfigPublicKey] == managertest.KeyText(9)
 	})
 	a.Always("the answer is not followed any more", func() bool {
 		return allocation() == before+changesAtOnce && b.Endpoint().Spec.LocalNATPodCIDR == followed

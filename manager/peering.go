@@ -27,6 +27,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/manager/controllers"
+	"github.com/isthmus-net/isthmus/manager/facts"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/peers"
 	"github.com/isthmus-net/isthmus/manager/replication"
@@ -49,7 +50,7 @@ type stateStore interface {
 type PeeringReconciler struct {
 	Client client.Client
 	Peers  peers.Peers
-	Facts  FactsReader
+	Facts  facts.Reader
 	Store  stateStore
 	// Replicator knows how far our NetworkConfigs have come; see replication.Replicator.
 	Replicator interface {

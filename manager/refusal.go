@@ -14,6 +14,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/keyring"
+	"github.com/isthmus-net/isthmus/manager/facts"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
@@ -244,7 +245,7 @@ func overlapText(ctx context.Context, reader client.Reader, c ipam.Conflict) (st
 		return "", fmt.Errorf("nodes: %w", err)
 	}
 	for i := range nodes.Items {
-		if slices.Contains(nodeAddresses(nodes.Items[i:i+1]), c.Other.Addr()) {
+		if slices.Contains(facts.NodeAddresses(nodes.Items[i:i+1]), c.Other.Addr()) {
 			return fmt.Sprintf("%s (status.addresses of Node %s)", c, nodes.Items[i].Name), nil
 		}
 	}

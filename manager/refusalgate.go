@@ -11,6 +11,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/client-go/tools/events"
+	"k8s.io/client-go/util/workqueue"
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -154,6 +155,9 @@ func (w *RefusalGate) SetupWithManager(mgr ctrl.Manager) error {
 		}})).
 		Complete(controllers.Noted("refusalgate", w))
 }
+
+// A requestQueue is where watches put what is to be reconciled.
+type requestQueue = workqueue.TypedRateLimitingInterface[reconcile.Request]
 
 // Reconcile reads the nodes' reports, and queues the requests that waited for them.
 func (w *RefusalGate) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, error) {

@@ -27,6 +27,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/manager/controllers"
+	"github.com/isthmus-net/isthmus/manager/facts"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 	"github.com/isthmus-net/isthmus/manager/peers"
@@ -42,7 +43,7 @@ import (
 type TunnelEndpointReconciler struct {
 	Client      client.Client
 	Peers       peers.Peers
-	Facts       FactsReader
+	Facts       facts.Reader
 	Store       *ipamstore.Store
 	RefusalGate *RefusalGate
 	Log         *slog.Logger

@@ -17,6 +17,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/facts"
 	"github.com/isthmus-net/isthmus/manager/managertest"
 )
 
@@ -39,7 +40,7 @@ func TestTunnelEndpointJoinsBothSides(t *testing.T) {
 		RemotePodCIDR: "10.244.0.0/18", RemoteNATPodCIDR: "10.246.0.0/18",
 		RemoteExternalCIDR: "10.130.0.0/20", RemoteNATExternalCIDR: "None",
 		EndpointIP: "192.0.2.2", BackendType: "wireguard",
-		BackendConfig: v1alpha1.BackendConfig{"publicKey": testKeyText(2), "port": "5871"},
+		BackendConfig: v1alpha1.BackendConfig{"publicKey": managertest.KeyText(2), "port": "5871"},
 	}
 	if !reflect.DeepEqual(te.Spec, want) {
 		t.Errorf("got  %+v\nwant %+v", te.Spec, want)
@@ -64,7 +65,7 @@ func TestTunnelEndpointJoinsBothSides(t *testing.T) {
 		t.Errorf("the NatMapping is %+v", spec)
 	}
 	before := a.versions()
-	a.facts.change(func(*Facts) {})
+	a.facts.change(func(*facts.Facts) {})
 	a.Always("nothing is written at rest", func() bool { return maps.Equal(a.versions(), before) })
 }
 
@@ -118,17 +119,17 @@ func TestATunnelFollowsItsPeerWhileNetworksAreRefused(t *testing.T) {
 	}
 	a.Until("the override is refused", refused)
 	edit(a, p.copied(), func(nc *v1alpha1.NetworkConfig) {
-		nc.Spec.EndpointIP, nc.Spec.BackendConfig["publicKey"] = "192.0.2.77", testKeyText(77)
+		nc.Spec.EndpointIP, nc.Spec.BackendConfig["publicKey"] = "192.0.2.77", managertest.KeyText(77)
 	})
 	a.Until("the TunnelEndpoint has the new endpoint and key", func() bool {
 		spec := p.Endpoint().Spec
-		return spec.EndpointIP == "192.0.2.77" && spec.BackendConfig["publicKey"] == testKeyText(77) && spec.RemoteNATPodCIDR == before.Spec.RemoteNATPodCIDR
+		return spec.EndpointIP == "192.0.2.77" && spec.BackendConfig["publicKey"] == managertest.KeyText(77) && spec.RemoteNATPodCIDR == before.Spec.RemoteNATPodCIDR
 	})
 	now := p.Endpoint()
 	for name, change := range map[string]func(*v1alpha1.NetworkConfigSpec){
 		"another network":                  func(s *v1alpha1.NetworkConfigSpec) { s.PodCIDR, s.EndpointIP = "10.50.0.0/18", "192.0.2.78" },
 		"an endpoint that it would tunnel": func(s *v1alpha1.NetworkConfigSpec) { s.EndpointIP = "10.246.0.9" },
-		"our own key":                      func(s *v1alpha1.NetworkConfigSpec) { s.BackendConfig["publicKey"] = testKeyText(1) },
+		"our own key":                      func(s *v1alpha1.NetworkConfigSpec) { s.BackendConfig["publicKey"] = managertest.KeyText(1) },
 	} {
 		was := p.copied().DeepCopy().Spec
 		edit(a, p.copied(), func(nc *v1alpha1.NetworkConfig) { change(&nc.Spec) })

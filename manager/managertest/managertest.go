@@ -4,20 +4,25 @@ package managertest
 
 import (
 	"context"
+	"encoding/base64"
 	"errors"
 	"flag"
 	"fmt"
+	"log/slog"
 	"net/netip"
 	"os"
 	"path/filepath"
 	"testing"
 	"time"
 
+	"github.com/go-logr/logr"
 	networkingv1 "k8s.io/api/networking/v1"
 	apiextensions "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/client-go/rest"
+	"k8s.io/klog/v2"
+	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/yaml"
 
@@ -42,10 +47,26 @@ const (
 	AnotherKey = "AgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgI="
 )
 
+// Key is a key of 32 equal octets.
+func Key(b byte) (key [32]byte) {
+	for i := range key {
+		key[i] = b
+	}
+	return key
+}
+
+// KeyText is a Key as text.
+func KeyText(b byte) string {
+	key := Key(b)
+	return base64.StdEncoding.EncodeToString(key[:])
+}
+
 // Main runs the tests of a package beside an API server, or without one where the tests are to be short, and ends
 // the process. TestMain calls it.
 func Main(m *testing.M, name string) {
 	flag.Parse()
+	ctrl.SetLogger(logr.Discard())
+	klog.SetSlogLogger(slog.New(slog.DiscardHandler))
 	code := 1
 	err := func() (err error) {
 		if testing.Short() {

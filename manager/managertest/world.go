@@ -166,3 +166,13 @@ func (w *World) GatewayWith(nodeIP, key string) {
 		Spec: corev1.ServiceSpec{Type: corev1.ServiceTypeNodePort, Ports: []corev1.ServicePort{{Name: "wireguard", Port: 5871, Protocol: corev1.ProtocolUDP}}},
 	})
 }
+
+// Report makes what the agent of a node writes, for as long as the test lasts.
+func (w *World) Report(node string, networks []string, resolvers ...string) *isthmus.NodeNetworks {
+	w.T.Helper()
+	r := &isthmus.NodeNetworks{ObjectMeta: metav1.ObjectMeta{Namespace: w.System, Name: node},
+		Spec: isthmus.NodeNetworksSpec{Networks: networks, Resolvers: resolvers}}
+	w.Create(r)
+	w.T.Cleanup(func() { w.Drop(r) })
+	return r
+}

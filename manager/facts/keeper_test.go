@@ -1,4 +1,4 @@
-package manager
+package facts
 
 import (
 	"fmt"
@@ -17,6 +17,7 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/keyring"
 	"github.com/isthmus-net/isthmus/manager/ipam"
+	"github.com/isthmus-net/isthmus/manager/managertest"
 )
 
 func gatewayService(kind corev1.ServiceType, annotations map[string]string) corev1.Service {
@@ -148,7 +149,7 @@ func TestTunnelsHaveAKeyAndAPort(t *testing.T) {
 	keys := func(which ...byte) string {
 		texts := make([]string, len(which))
 		for i, k := range which {
-			texts[i] = testKeyText(k)
+			texts[i] = managertest.KeyText(k)
 		}
 		return strings.Join(texts, ",")
 	}
@@ -157,7 +158,7 @@ func TestTunnelsHaveAKeyAndAPort(t *testing.T) {
 		sixteen[i] = byte(10 + i)
 	}
 	end := func(key byte, port uint16) fabric.TunnelEnd {
-		return fabric.TunnelEnd{PublicKey: testKey(key), Port: port}
+		return fabric.TunnelEnd{PublicKey: managertest.Key(key), Port: port}
 	}
 	var fifteen []fabric.TunnelEnd
 	for i, k := range sixteen[:15] {
@@ -180,7 +181,7 @@ func TestTunnelsHaveAKeyAndAPort(t *testing.T) {
 		{keys(sixteen...), portsFrom(31000, 20), fifteen, "Secret ns/wireguard-pubkey: data.tunnels: key 16 is one too many; want at most 15"},
 	} {
 		secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: "wireguard-pubkey"}, Data: map[string][]byte{"tunnels": []byte(c.keys)}}
-		got, fewer := tunnelsOf(secret, keyring.FieldTunnels, testKey(1), c.ports)
+		got, fewer := tunnelsOf(secret, keyring.FieldTunnels, managertest.Key(1), c.ports)
 		if !slices.Equal(got, c.want) || fewer != c.fewer {
 			t.Errorf("%q with %v: got %v, %q; want %v, %q", c.keys, c.ports, got, fewer, c.want, c.fewer)
 		}
@@ -189,7 +190,7 @@ func TestTunnelsHaveAKeyAndAPort(t *testing.T) {
 
 // A next public key to which no gateway answers would cut off every peer that is told of it.
 func TestPeersAreToldOfNoPublicKeyWithoutAPrivateOne(t *testing.T) {
-	w := bare(t)
+	w := managertest.New(t)
 	private, next := keyring.New(), keyring.New()
 	now := time.Now()
 	data := keyring.Begin(keyring.Replace(map[string][]byte{}, private, now), next, now)
@@ -197,7 +198,7 @@ func TestPeersAreToldOfNoPublicKeyWithoutAPrivateOne(t *testing.T) {
 	w.OK(err)
 	secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: w.System, Name: keyring.SecretName}, Data: keyring.Publish(data, ring, 1, now)}
 	w.Create(secret)
-	keeper, _, _ := w.keeper()
+	keeper, _, _ := newKeeper(w)
 	told := func(want [32]byte, what string) {
 		t.Helper()
 		f, err := keeper.gather(w.Ctx)
@@ -235,7 +236,7 @@ func TestNodeAddressesAreSortedAndAreAddresses(t *testing.T) {
 		}
 		return n
 	}
-	got := nodeAddresses([]corev1.Node{node("192.0.2.9", "node-1"), node("192.0.2.10", "192.0.2.9", "2001:db8::1")})
+	got := NodeAddresses([]corev1.Node{node("192.0.2.9", "node-1"), node("192.0.2.10", "192.0.2.9", "2001:db8::1")})
 	want := []netip.Addr{netip.MustParseAddr("192.0.2.9"), netip.MustParseAddr("192.0.2.10"), netip.MustParseAddr("2001:db8::1")}
 	if !slices.Equal(got, want) {
 		t.Errorf("got %v, want %v", got, want)
@@ -275,8 +276,8 @@ func TestOfANodeItsAddressesCount(t *testing.T) {
 func TestAHoldEndsWhenANodeLiesInTheNetwork(t *testing.T) {
 	p := netip.MustParsePrefix
 	facts := Facts{PodCIDR: p("10.244.0.0/16"), ServiceCIDR: p("10.96.0.0/12")}
-	b := new(stubStore)
-	k := &FactsKeeper{Store: b, Log: slog.New(slog.DiscardHandler)}
+	b := new(managertest.Store)
+	k := &Keeper{Store: b, Log: slog.New(slog.DiscardHandler)}
 	configure := func() {
 		t.Helper()
 		if err := k.configure(t.Context(), &facts); err != nil {
@@ -284,16 +285,17 @@ func TestAHoldEndsWhenANodeLiesInTheNetwork(t *testing.T) {
 		}
 	}
 	configure()
-	var err error
-	if b.state, _, err = b.state.Grant(ipam.Request{ID: "b", Pod: p("10.50.0.0/16"), External: p("10.51.0.0/16")}); err != nil {
+	if _, err := b.Update(t.Context(), func(s ipam.State) (ipam.State, error) {
+		s, _, err := s.Grant(ipam.Request{ID: "b", Pod: p("10.50.0.0/16"), External: p("10.51.0.0/16")})
+		return s.Part("b", time.Now()), err
+	}); err != nil {
 		t.Fatal(err)
 	}
-	b.state = b.state.Part("b", time.Now())
-	if configure(); len(b.state.NetworksOf("b")) != 2 {
-		t.Errorf("nodes refuse %v of a former peer", b.state.NetworksOf("b"))
+	if configure(); len(b.State().NetworksOf("b")) != 2 {
+		t.Errorf("nodes refuse %v of a former peer", b.State().NetworksOf("b"))
 	}
 	facts.Nodes = []netip.Addr{netip.MustParseAddr("10.50.0.7")}
-	if configure(); !slices.Equal(b.state.NetworksOf("b"), []netip.Prefix{p("10.51.0.0/16")}) || len(k.conflicts) > 0 {
-		t.Errorf("nodes refuse %v of a former peer; conflicts %v", b.state.NetworksOf("b"), k.conflicts)
+	if configure(); !slices.Equal(b.State().NetworksOf("b"), []netip.Prefix{p("10.51.0.0/16")}) || len(k.conflicts) > 0 {
+		t.Errorf("nodes refuse %v of a former peer; conflicts %v", b.State().NetworksOf("b"), k.conflicts)
 	}
 }

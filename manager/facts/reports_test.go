@@ -1,37 +1,29 @@
-package manager
+package facts
 
 import (
 	"context"
 	"log/slog"
 	"net/netip"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/tools/events"
 	ctrl "sigs.k8s.io/controller-runtime"
 
-	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
-	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/manager/ipam"
+	"github.com/isthmus-net/isthmus/manager/managertest"
 )
 
-// report makes what the agent of a node writes, for as long as the test lasts.
-func (w *world) report(node string, networks []string, resolvers ...string) *isthmus.NodeNetworks {
-	w.T.Helper()
-	r := &isthmus.NodeNetworks{ObjectMeta: metav1.ObjectMeta{Namespace: w.System, Name: node},
-		Spec: isthmus.NodeNetworksSpec{Networks: networks, Resolvers: resolvers}}
-	w.Create(r)
-	w.T.Cleanup(func() { w.Drop(r) })
-	return r
-}
-
-// keeper is one whose Reconcile the test calls, in a cluster on 10.244.0.0/16.
-func (w *world) keeper() (*FactsKeeper, *stubStore, *events.FakeRecorder) {
-	store, told := new(stubStore), events.NewFakeRecorder(100)
-	return &FactsKeeper{
+// newKeeper is one whose Reconcile the test calls, in a cluster on 10.244.0.0/16.
+func newKeeper(w *managertest.World) (*Keeper, *managertest.Store, *events.FakeRecorder) {
+	store, told := new(managertest.Store), events.NewFakeRecorder(100)
+	return &Keeper{
 		Cache: w.API(), Direct: w.API(), Store: store, Cluster: w.Self, Namespace: w.System, Events: told, Log: slog.New(slog.DiscardHandler),
 		Plan: AddressPlan{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"),
 			ExternalCIDR: netip.MustParsePrefix("10.245.0.0/16")},
@@ -40,10 +32,10 @@ func (w *world) keeper() (*FactsKeeper, *stubStore, *events.FakeRecorder) {
 
 // A peer that claims what any node reaches gets other networks, and those are clear of it as well.
 func TestWhatANodeReachesIsNoPeers(t *testing.T) {
-	w := bare(t)
-	w.report("n1", []string{"172.30.1.0/24", "192.168.77.0/24"}, "192.168.79.53", "2001:db8::53")
-	w.report("n2", []string{"172.30.1.0/24", "10.0.0.0/11", "192.168.32.0/22", "100.64.7.0/24", "fd00:5::/48"})
-	keeper, store, told := w.keeper()
+	w := managertest.New(t)
+	w.Report("n1", []string{"172.30.1.0/24", "192.168.77.0/24"}, "192.168.79.53", "2001:db8::53")
+	w.Report("n2", []string{"172.30.1.0/24", "10.0.0.0/11", "192.168.32.0/22", "100.64.7.0/24", "fd00:5::/48"})
+	keeper, store, told := newKeeper(w)
 	_, err := keeper.Reconcile(w.Ctx, ctrl.Request{})
 	w.OK(err)
 	reached := []string{"172.30.1.0/24", "192.168.77.0/24", "192.168.79.53/32", "10.0.0.0/11", "192.168.32.0/22", "100.64.7.0/24", "fd00:5::/48"}
@@ -87,9 +79,9 @@ func TestWhatANodeReachesIsNoPeers(t *testing.T) {
 
 // A node that wants all peers refused is named, and refuses none by that.
 func TestAReportOfEverythingIsIgnoredAndNamesTheNode(t *testing.T) {
-	w := bare(t)
-	r := w.report("n3", []string{"0.0.0.0/0", "128.0.0.0/1", "10.0.0.0/7", "::/0", "192.168.32.0/22"})
-	keeper, store, told := w.keeper()
+	w := managertest.New(t)
+	r := w.Report("n3", []string{"0.0.0.0/0", "128.0.0.0/1", "10.0.0.0/7", "::/0", "192.168.32.0/22"})
+	keeper, store, told := newKeeper(w)
 	for range 2 { // and says so once
 		_, err := keeper.Reconcile(w.Ctx, ctrl.Request{})
 		w.OK(err)
@@ -113,63 +105,12 @@ func TestAReportOfEverythingIsIgnoredAndNamesTheNode(t *testing.T) {
 	}
 }
 
-// What comes later breaks nothing that is in force: it is a condition and an Event that name the
-// node and the network, until one of them is gone.
-func TestANetworkInForceThatANodeReachesLaterIsNamedAndStays(t *testing.T) {
-	w := newWorld(t, false)
-	w.Gateway("192.0.2.1")
-	p := w.peer("b")
-	p.join()
-	_, err := w.ipam.Update(w.Ctx, func(b ipam.State) (ipam.State, error) {
-		b, _, err := b.Grant(ipam.Request{ID: p.Cluster.ClusterID, Pod: netip.MustParsePrefix("10.244.64.0/18"), External: netip.MustParsePrefix("10.60.0.0/18")})
-		return b, err
-	})
-	w.OK(err)
-	had, _ := w.ipam.State().GrantOf(p.Cluster.ClusterID)
-	before := p.Endpoint()
-
-	r := w.report("n1", []string{"10.60.32.0/24"})
-	p.UntilIs(isthmus.ConditionReady, isthmus.ReasonOverlap)
-	want := "ExternalCIDR of peer " + p.Cluster.ClusterID + ", 10.60.0.0/18 here, overlaps a network of node n1, 10.60.32.0/24"
-	if m := p.Message(isthmus.ConditionReady); !strings.Contains(m, want) {
-		t.Errorf("Ready says %q, want %q", m, want)
-	}
-	told := ""
-	w.Until("an Event says so", func() bool {
-		for len(w.events.Events) > 0 {
-			told += <-w.events.Events + "\n"
-		}
-		return strings.Contains(told, "Warning Overlap Ready: ") && strings.Contains(told, want)
-	})
-	if now, _ := w.ipam.State().GrantOf(p.Cluster.ClusterID); now != had {
-		t.Errorf("the peer has %v, had %v", now, had)
-	}
-	if now := p.Endpoint(); now.Generation != before.Generation {
-		t.Errorf("the TunnelEndpoint is %+v", now.Spec)
-	}
-	w.OK(w.API().Delete(w.Ctx, r))
-	p.UntilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
-}
-
-func TestAPeerWithoutNetworksWaitsForTheReportsOfTheNodes(t *testing.T) {
-	a := newAnswering(t)
-	early := a.partner("early", 2).claims("10.50.0.0/18", "10.60.0.0/20")
-	early.untilAccepted("None None")
-	a.facts.change(func(f *Facts) { f.Awaiting = true })
-	late := a.partner("late", 3).claims("192.168.32.0/22", "10.62.0.0/20")
-	edit(a, early.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = "192.0.2.99" })
-	early.untilAccepted("None None") // whoever has networks is answered
-	a.Always("it is not answered, and gets nothing", func() bool { return accepted(late.copied()) == "no answer" && !late.granted() })
-	a.facts.change(func(f *Facts) { f.Awaiting = false })
-	late.untilAccepted("None None")
-}
-
 func TestTheReportsOfNodesAreAwaitedForAWhile(t *testing.T) {
-	w := bare(t)
+	w := managertest.New(t)
 	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: w.Prefix + "-n1"}}
 	w.Create(node)
 	t.Cleanup(func() { w.OK(w.API().Delete(context.Background(), node)) })
-	keeper, _, _ := w.keeper()
+	keeper, _, _ := newKeeper(w)
 	awaits := func() bool {
 		t.Helper()
 		result, err := keeper.Reconcile(w.Ctx, ctrl.Request{})
@@ -190,8 +131,67 @@ func TestTheReportsOfNodesAreAwaitedForAWhile(t *testing.T) {
 		t.Error("a node never reports, and all wait for ever")
 	}
 	keeper.began = time.Now().Add(time.Hour)
-	w.report(node.Name, nil)
+	w.Report(node.Name, nil)
 	if awaits() {
 		t.Error("all nodes have reported, and somebody waits")
+	}
+}
+
+// The API server is behind an address that no Node has. A network with it is not taken as it is.
+func TestTheAddressesOfAPIServersAreKnown(t *testing.T) {
+	w := managertest.New(t)
+	slice := &discoveryv1.EndpointSlice{
+		ObjectMeta:  metav1.ObjectMeta{Namespace: "default", Name: "kubernetes", Labels: map[string]string{discoveryv1.LabelServiceName: "kubernetes"}},
+		AddressType: discoveryv1.AddressTypeIPv4,
+		Endpoints:   []discoveryv1.Endpoint{{Addresses: []string{"192.168.99.7"}}, {Addresses: []string{"192.168.98.7"}}},
+	}
+	if err := w.API().Create(w.Ctx, slice); apierrors.IsAlreadyExists(err) {
+		t.Skip("this API server writes its own addresses")
+	} else {
+		w.OK(err)
+	}
+	t.Cleanup(func() { w.OK(w.API().Delete(context.Background(), slice)) })
+	store := new(managertest.Store)
+	keeper := &Keeper{Cache: w.API(), Direct: w.API(), Store: store, Cluster: w.Self, Namespace: w.System, Log: slog.New(slog.DiscardHandler),
+		Plan: AddressPlan{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"),
+			ExternalCIDR: netip.MustParsePrefix("10.245.0.0/16")}}
+	facts, err := keeper.gather(w.Ctx)
+	w.OK(err)
+	if want := []netip.Addr{netip.MustParseAddr("192.168.98.7"), netip.MustParseAddr("192.168.99.7")}; !slices.Equal(facts.APIServers, want) {
+		t.Errorf("API servers %v, want %v", facts.APIServers, want)
+	}
+	for pod, as := range map[string]bool{"192.168.99.0/24": false, "192.168.98.0/24": false, "192.168.96.0/24": true} {
+		_, g, err := store.State().Grant(ipam.Request{ID: "b", Pod: netip.MustParsePrefix(pod), External: netip.MustParsePrefix("172.20.0.0/20")})
+		if w.OK(err); (g.Pod.String() == pod) != as {
+			t.Errorf("%s is %v", pod, g.Pod)
+		}
+	}
+}
+
+func TestNetworksOfTheClusterAreFoundOut(t *testing.T) {
+	w := managertest.New(t)
+	own := &Keeper{Cache: w.API(), Direct: w.API(), Store: &managertest.Store{}, Cluster: w.Self, Namespace: w.System, Log: slog.New(slog.DiscardHandler),
+		Plan: AddressPlan{ServiceCIDR: managertest.ServicesWherePlanned()}}
+	f, err := own.gather(w.Ctx)
+	w.OK(err)
+	if f.PodCIDR.IsValid() || !strings.Contains(strings.Join(f.Missing, "\n"), "set --pod-cidr") {
+		t.Errorf("without kubeadm: PodCIDR %v, missing %q", f.PodCIDR, f.Missing)
+	}
+	kubeadm := &corev1.ConfigMap{
+		ObjectMeta: metav1.ObjectMeta{Namespace: "kube-system", Name: "kubeadm-config"},
+		Data:       map[string]string{"ClusterConfiguration": "kind: ClusterConfiguration\nnetworking:\n  podSubnet: 10.32.0.0/19\n"},
+	}
+	w.Create(kubeadm)
+	t.Cleanup(func() { w.OK(w.API().Delete(context.Background(), kubeadm)) })
+	f, err = own.gather(w.Ctx)
+	w.OK(err)
+	if f.PodCIDR.String() != "10.32.0.0/19" || f.ServiceCIDR.String() != "10.96.0.0/12" || !f.ExternalCIDR.IsValid() {
+		t.Errorf("with kubeadm: %+v", f)
+	}
+	own.Plan.ServiceCIDR = netip.MustParsePrefix("10.32.16.0/24")
+	f, err = own.gather(w.Ctx)
+	w.OK(err)
+	if !strings.Contains(strings.Join(f.Missing, "\n"), "overlaps ServiceCIDR") {
+		t.Errorf("overlap: missing %q", f.Missing)
 	}
 }

@@ -1,4 +1,4 @@
-package manager
+package facts
 
 import (
 	"cmp"
@@ -187,9 +187,9 @@ func portsFrom(first uint16, n int) []uint16 {
 	return ports
 }
 
-// tunnelsAt returns the further tunnels of our gateway as a peer is told of them: where its Peering
+// TunnelsAt returns the further tunnels of our gateway as a peer is told of them: where its Peering
 // overrides the port, at those that follow it. Zero: it does not.
-func (f Facts) tunnelsAt(port uint16) []fabric.TunnelEnd {
+func (f Facts) TunnelsAt(port uint16) []fabric.TunnelEnd {
 	if port == 0 {
 		return f.Tunnels
 	}

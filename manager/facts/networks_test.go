@@ -1,24 +1,17 @@
-package manager
+package facts
 
 import (
 	"context"
-	"errors"
 	"math/rand/v2"
 	"net/netip"
 	"slices"
 	"strconv"
 	"strings"
 	"testing"
-	"testing/synctest"
-	"time"
 
 	corev1 "k8s.io/api/core/v1"
-	networkingv1 "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-
-	"github.com/isthmus-net/isthmus/manager/managertest"
 )
 
 func TestNetworksOutsideOfOneHaveEveryAddressOutsideOnce(t *testing.T) {
@@ -43,41 +36,6 @@ func TestNetworksOutsideOfOneHaveEveryAddressOutsideOnce(t *testing.T) {
 	if got := outside(six, netip.MustParsePrefix("10.96.0.0/12")); !slices.Equal(got, six) {
 		t.Errorf("of another family: %v", got)
 	}
-}
-
-func TestServicesOfALaterServiceCIDRAreReserved(t *testing.T) {
-	w := newWorld(t, false)
-	if !managertest.ServesServiceCIDRs {
-		t.Skip("this API server has no ServiceCIDRs")
-	}
-	serviceCIDR := func(name, cidr string) *networkingv1.ServiceCIDR {
-		return &networkingv1.ServiceCIDR{ObjectMeta: metav1.ObjectMeta{Name: w.Prefix + name}, Spec: networkingv1.ServiceCIDRSpec{CIDRs: []string{cidr}}}
-	}
-	inside, later := serviceCIDR("-inside", "10.111.0.0/16"), serviceCIDR("-later", "172.29.0.0/24") // ours is 10.96.0.0/12
-	drop := func(o *networkingv1.ServiceCIDR) {
-		w.OK(client.IgnoreNotFound(w.API().Delete(context.Background(), o)))
-		w.OK(client.IgnoreNotFound(w.API().Patch(context.Background(), o, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)))))
-	}
-	reserved := func() bool {
-		return slices.Contains(w.ipam.State().Own().Reserved, netip.MustParsePrefix("172.29.0.0/24"))
-	}
-	guarded := func() string { return w.ipam.State().Guarded(netip.MustParseAddr("172.29.0.7")) }
-	if reserved() {
-		t.Fatal("reserved before it is there")
-	}
-	for _, o := range []*networkingv1.ServiceCIDR{inside, later} {
-		w.Create(o)
-		t.Cleanup(func() { drop(o) })
-	}
-	w.Until("it is reserved", reserved)
-	if got := guarded(); got != "is a Service, in 172.29.0.0/24" {
-		t.Errorf("what peers get only where a person says so: %q", got)
-	}
-	for _, c := range w.ipam.State().Conflicts() {
-		t.Errorf("conflict: %v", c)
-	}
-	drop(later)
-	w.Until("it is free again", func() bool { return !reserved() && guarded() == "" })
 }
 
 // A pods is a reader that has Pods, of which it gives a page at a time, and counts how often they are listed.
@@ -121,7 +79,7 @@ func TestPodCIDRInWhichNothingIsCountsAsMissing(t *testing.T) {
 		"hundreds of Pods, all outside":     {[]corev1.Node{node("10.246.1.0/24")}, slices.Repeat([]corev1.Pod{pod("10.1.1.1")}, 1000), "correct --pod-cidr"},
 	} {
 		reader := &pods{items: tc.pods}
-		own := &FactsKeeper{Direct: reader}
+		own := &Keeper{Direct: reader}
 		for range 2 {
 			f := Facts{PodCIDR: netip.MustParsePrefix("10.244.0.0/16")}
 			if err := own.checkPodCIDR(t.Context(), &f, tc.nodes); err != nil {
@@ -134,57 +92,5 @@ func TestPodCIDRInWhichNothingIsCountsAsMissing(t *testing.T) {
 		if tc.missing == "" && reader.lists > 1+len(tc.pods)/500 {
 			t.Errorf("%s: Pods are listed again after one was found", name)
 		}
-	}
-}
-
-func TestAKindIsGoneWhenSeveralLooksInARowMissIt(t *testing.T) {
-	with, without := present{foreignClusters: true, serviceCIDRs: true}, present{serviceCIDRs: true}
-	for name, tc := range map[string]struct {
-		had   present
-		looks []present // the last one again and again
-		after int       // looks
-	}{
-		"gone for good":       {with, []present{without}, looksForAbsence},
-		"back in between":     {with, []present{without, without, without, with, without}, 4 + looksForAbsence},
-		"an error in between": {with, []present{without, {}, without}, 1 + looksForAbsence},
-		"there at last":       {without, []present{without, with}, 2},
-	} {
-		synctest.Test(t, func(t *testing.T) {
-			n, began := 0, time.Now()
-			changed := false
-			watchKinds(t.Context(), func(context.Context) (present, error) {
-				p := tc.looks[min(n, len(tc.looks)-1)]
-				if n++; p == (present{}) {
-					return p, errors.New("no answer")
-				}
-				return p, nil
-			}, tc.had, time.Second, func() { changed = true })
-			if looked := int(time.Since(began) / time.Second); !changed || looked != tc.after {
-				t.Errorf("%s: after %d looks, want %d", name, looked, tc.after)
-			}
-		})
-	}
-}
-
-// owned is a reader that has one TunnelEndpoint.
-type owned struct {
-	client.Reader
-	by string
-}
-
-func (o owned) List(_ context.Context, list client.ObjectList, _ ...client.ListOption) error {
-	list.(*metav1.PartialObjectMetadataList).Items = []metav1.PartialObjectMetadata{{ObjectMeta: metav1.ObjectMeta{Namespace: "n", Name: "te",
-		OwnerReferences: []metav1.OwnerReference{{Kind: "NetworkConfig"}, {Kind: o.by}}}}}
-	return nil
-}
-
-func TestAManagerThatStartsDoubtsThatForeignClustersWithTunnelsAreGone(t *testing.T) {
-	for n := 1; n <= looksForAbsence; n++ {
-		if err := doubtAbsence(t.Context(), owned{by: "ForeignCluster"}, n); (err == nil) != (n == looksForAbsence) {
-			t.Errorf("look %d: %v", n, err)
-		}
-	}
-	if err := doubtAbsence(t.Context(), owned{by: "Peering"}, 1); err != nil {
-		t.Errorf("no ForeignCluster has a tunnel: %v", err)
 	}
 }

@@ -1,4 +1,4 @@
-package manager
+package facts
 
 import (
 	"context"
@@ -62,10 +62,10 @@ type AddressPlan struct {
 	Pools, Reserved                    []netip.Prefix
 }
 
-// A FactsKeeper keeps the Facts of this cluster: it gathers them whenever what they come from
+// A Keeper keeps the Facts of this cluster: it gathers them whenever what they come from
 // changes, gives the IPAM the networks among them, and tells subscribers. Its methods may be called
 // concurrently.
-type FactsKeeper struct {
+type Keeper struct {
 	Cache  client.Reader // Services, Secrets, Nodes and NodeNetworks
 	Direct client.Reader // the API server itself, for what is read once
 	Store  interface {   // the part of ipamstore.Store that is used
@@ -94,7 +94,7 @@ type FactsKeeper struct {
 }
 
 // Facts returns what was gathered last.
-func (k *FactsKeeper) Facts(context.Context) (Facts, error) {
+func (k *Keeper) Facts(context.Context) (Facts, error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if !k.known {
@@ -105,7 +105,7 @@ func (k *FactsKeeper) Facts(context.Context) (Facts, error) {
 
 // Subscribe returns a channel that gets a value after every change of the Facts; several changes
 // may be one value.
-func (k *FactsKeeper) Subscribe() <-chan event.GenericEvent {
+func (k *Keeper) Subscribe() <-chan event.GenericEvent {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	c := make(chan event.GenericEvent, 1)
@@ -114,10 +114,11 @@ func (k *FactsKeeper) Subscribe() <-chan event.GenericEvent {
 }
 
 // SetupWithManager makes mgr call Reconcile after every change.
-func (k *FactsKeeper) SetupWithManager(mgr ctrl.Manager) error {
+func (k *Keeper) SetupWithManager(mgr ctrl.Manager) error {
 	something := handler.EnqueueRequestsFromMapFunc(func(context.Context, client.Object) []reconcile.Request {
 		return []reconcile.Request{controllers.RequestFor("own")}
 	})
+	later := func(q requestQueue) { q.AddAfter(controllers.RequestFor("own"), reportGap) }
 	c := ctrl.NewControllerManagedBy(mgr).Named("own")
 	if k.ServiceCIDRs {
 		c.Watches(&networkingv1.ServiceCIDR{}, something, builder.WithPredicates(predicate.GenerationChangedPredicate{}))
@@ -127,15 +128,9 @@ func (k *FactsKeeper) SetupWithManager(mgr ctrl.Manager) error {
 		Watches(&corev1.Secret{}, something).
 		Watches(&corev1.Node{}, something, builder.WithPredicates(addressesChanged)).
 		Watches(&isthmus.NodeNetworks{}, handler.Funcs{
-			CreateFunc: func(_ context.Context, _ event.CreateEvent, q requestQueue) {
-				q.AddAfter(controllers.RequestFor("own"), reportGap)
-			},
-			UpdateFunc: func(_ context.Context, _ event.UpdateEvent, q requestQueue) {
-				q.AddAfter(controllers.RequestFor("own"), reportGap)
-			},
-			DeleteFunc: func(_ context.Context, _ event.DeleteEvent, q requestQueue) {
-				q.AddAfter(controllers.RequestFor("own"), reportGap)
-			},
+			CreateFunc: func(_ context.Context, _ event.CreateEvent, q requestQueue) { later(q) },
+			UpdateFunc: func(_ context.Context, _ event.UpdateEvent, q requestQueue) { later(q) },
+			DeleteFunc: func(_ context.Context, _ event.DeleteEvent, q requestQueue) { later(q) },
 		}, builder.WithPredicates(networksChanged)).
 		WatchesRawSource(source.Channel(k.StateChanged, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, peer client.Object) []reconcile.Request {
 			if peer.GetName() != "" {
@@ -159,7 +154,7 @@ var networksChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool
 }}
 
 // Reconcile gathers the Facts.
-func (k *FactsKeeper) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, error) {
+func (k *Keeper) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, error) {
 	facts, err := k.gather(ctx)
 	if err != nil {
 		return ctrl.Result{}, fmt.Errorf("facts of this cluster: %w", err)
@@ -192,7 +187,7 @@ func (k *FactsKeeper) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Resul
 
 // tellIgnored makes an Event of each report that is not believed, on the object, so that people see
 // which node it is. Events that differ in nothing but their words become one that is counted.
-func (k *FactsKeeper) tellIgnored(now []fabric.Problem) {
+func (k *Keeper) tellIgnored(now []fabric.Problem) {
 	for _, p := range now {
 		if slices.Contains(k.facts.Ignored, p) {
 			continue
@@ -204,7 +199,7 @@ func (k *FactsKeeper) tellIgnored(now []fabric.Problem) {
 }
 
 // again says when to look again for what nobody tells us about.
-func (k *FactsKeeper) again() ctrl.Result {
+func (k *Keeper) again() ctrl.Result {
 	if k.facts.Awaiting {
 		return ctrl.Result{RequeueAfter: time.Second}
 	}
@@ -214,7 +209,7 @@ func (k *FactsKeeper) again() ctrl.Result {
 	return ctrl.Result{RequeueAfter: retryFacts}
 }
 
-func (k *FactsKeeper) gather(ctx context.Context) (Facts, error) {
+func (k *Keeper) gather(ctx context.Context) (Facts, error) {
 	f := Facts{Cluster: k.Cluster}
 	if err := k.networks(ctx, &f); err != nil {
 		return f, err
@@ -227,7 +222,7 @@ func (k *FactsKeeper) gather(ctx context.Context) (Facts, error) {
 	if err := k.Cache.List(ctx, &nodes); err != nil {
 		return f, fmt.Errorf("nodes: %w", err)
 	}
-	f.Nodes = nodeAddresses(nodes.Items)
+	f.Nodes = NodeAddresses(nodes.Items)
 	err := k.reports(ctx, &f, nodes.Items)
 	if err != nil {
 		return f, err
@@ -268,7 +263,7 @@ func (k *FactsKeeper) gather(ctx context.Context) (Facts, error) {
 }
 
 // configure gives the IPAM our networks and learns the ExternalCIDR.
-func (k *FactsKeeper) configure(ctx context.Context, f *Facts) error {
+func (k *Keeper) configure(ctx context.Context, f *Facts) error {
 	if !f.PodCIDR.IsValid() || !f.ServiceCIDR.IsValid() || f.PodCIDR.Overlaps(f.ServiceCIDR) {
 		return nil // an answer on the ground of half of it would be wrong
 	}
@@ -308,7 +303,7 @@ func (k *FactsKeeper) configure(ctx context.Context, f *Facts) error {
 
 // reports reads what the nodes say that they reach, and where one says nothing the networks of its
 // pods, as far as they are none of the PodCIDR.
-func (k *FactsKeeper) reports(ctx context.Context, f *Facts, nodes []corev1.Node) error {
+func (k *Keeper) reports(ctx context.Context, f *Facts, nodes []corev1.Node) error {
 	if k.began.IsZero() {
 		k.began = time.Now()
 	}
@@ -357,8 +352,8 @@ func unreported(nodes []corev1.Node, reported map[string]bool, podCIDR netip.Pre
 	return all, wide
 }
 
-// nodeAddresses returns the IP addresses of all nodes, sorted.
-func nodeAddresses(nodes []corev1.Node) (all []netip.Addr) {
+// NodeAddresses returns the IP addresses of all nodes, sorted.
+func NodeAddresses(nodes []corev1.Node) (all []netip.Addr) {
 	for i := range nodes {
 		for _, a := range nodes[i].Status.Addresses {
 			if addr, err := netip.ParseAddr(a.Address); err == nil { // host names are not

@@ -1,4 +1,4 @@
-package manager
+package facts
 
 import (
 	"context"
@@ -29,7 +29,7 @@ type detected struct{ pods, services []netip.Prefix }
 // networks finds PodCIDR and ServiceCIDR: what a person said, else what the cluster's configuration
 // says. The pod networks of nodes say nothing: the smallest network around them may be too small
 // for the next node, or too large.
-func (k *FactsKeeper) networks(ctx context.Context, f *Facts) error {
+func (k *Keeper) networks(ctx context.Context, f *Facts) error {
 	if f.PodCIDR = k.Plan.PodCIDR; !f.PodCIDR.IsValid() {
 		if err := k.readKubeadm(ctx); err != nil {
 			return err
@@ -69,7 +69,7 @@ func (k *FactsKeeper) networks(ctx context.Context, f *Facts) error {
 
 // serviceCIDRs returns the networks of all ServiceCIDRs, starting with those of the cluster's first one,
 // kubernetes. Others may come and go at any time. There are none if the kind is not served.
-func (k *FactsKeeper) serviceCIDRs(ctx context.Context) (all []netip.Prefix, err error) {
+func (k *Keeper) serviceCIDRs(ctx context.Context) (all []netip.Prefix, err error) {
 	if !k.ServiceCIDRs {
 		return nil, nil
 	}
@@ -109,7 +109,7 @@ func outside(all []netip.Prefix, inner netip.Prefix) (rest []netip.Prefix) {
 
 // checkPodCIDR adds a sentence to f.Missing when the PodCIDR contains no node's podCIDR and no Pod. A CNI
 // that allocates addresses by itself does not use the podCIDRs of nodes.
-func (k *FactsKeeper) checkPodCIDR(ctx context.Context, f *Facts, nodes []corev1.Node) error {
+func (k *Keeper) checkPodCIDR(ctx context.Context, f *Facts, nodes []corev1.Node) error {
 	network, node := strayNode(f.PodCIDR, nodes)
 	if node == "" || k.podsIn == f.PodCIDR {
 		return nil
@@ -154,7 +154,7 @@ func strayNode(podCIDR netip.Prefix, nodes []corev1.Node) (stray netip.Prefix, n
 }
 
 // readKubeadm reads the networks of pods from kubeadm's configuration.
-func (k *FactsKeeper) readKubeadm(ctx context.Context) error {
+func (k *Keeper) readKubeadm(ctx context.Context) error {
 	if len(k.detected.pods) > 0 {
 		return nil
 	}
@@ -165,7 +165,7 @@ func (k *FactsKeeper) readKubeadm(ctx context.Context) error {
 
 // kubeadm returns the networks in kubeadm's configuration, at most one of each family. A missing
 // ConfigMap, or a missing permission to read it, is no error.
-func (k *FactsKeeper) kubeadm(ctx context.Context) (pods, services []netip.Prefix, err error) {
+func (k *Keeper) kubeadm(ctx context.Context) (pods, services []netip.Prefix, err error) {
 	var cm corev1.ConfigMap
 	if err := k.Direct.Get(ctx, types.NamespacedName{Namespace: metav1.NamespaceSystem, Name: "kubeadm-config"}, &cm); kubeerr.IgnoreUnknown(err) != nil {
 		return nil, nil, fmt.Errorf("configuration of kubeadm: %w", err)
@@ -179,7 +179,7 @@ const serviceSources = "ServiceCIDR kubernetes, ConfigMap kube-system/kubeadm-co
 
 // readServices reads the network of the Services where ServiceCIDR is not served (Kubernetes 1.31 and
 // 1.32). There only the cluster's configuration has it, if it is visible.
-func (k *FactsKeeper) readServices(ctx context.Context) error {
+func (k *Keeper) readServices(ctx context.Context) error {
 	if len(k.detected.services) > 0 {
 		return nil
 	}
@@ -207,7 +207,7 @@ func (k *FactsKeeper) readServices(ctx context.Context) error {
 
 // apiServers returns the addresses behind the Service kubernetes. Not being permitted to read them
 // is the same as not finding them.
-func (k *FactsKeeper) apiServers(ctx context.Context) ([]netip.Addr, error) {
+func (k *Keeper) apiServers(ctx context.Context) ([]netip.Addr, error) {
 	if now := time.Now(); now.Sub(k.serversRead) < apiServerInterval/2 { // each heartbeat of a node brings us here
 		return k.servers, nil
 	}

@@ -1,4 +1,7 @@
-package manager
+// Package facts finds out what a cluster knows about itself: its networks, where peers reach its gateway, the keys of
+// the gateway, and what its nodes reach without it. It gives the IPAM those networks, and decides nothing about
+// peers. The manager runs its Keeper; everybody else reads the Facts.
+package facts
 
 import (
 	"context"
@@ -46,7 +49,7 @@ type Facts struct {
 	FewerTunnels string
 }
 
-// A FactsReader knows the Facts.
-type FactsReader interface {
+// A Reader knows the Facts.
+type Reader interface {
 	Facts(ctx context.Context) (Facts, error)
 }

@@ -1,0 +1,64 @@
+package manager
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+)
+
+func TestAKindIsGoneWhenSeveralLooksInARowMissIt(t *testing.T) {
+	with, without := present{foreignClusters: true, serviceCIDRs: true}, present{serviceCIDRs: true}
+	for name, tc := range map[string]struct {
+		had   present
+		looks []present // the last one again and again
+		after int       // looks
+	}{
+		"gone for good":       {with, []present{without}, looksForAbsence},
+		"back in between":     {with, []present{without, without, without, with, without}, 4 + looksForAbsence},
+		"an error in between": {with, []present{without, {}, without}, 1 + looksForAbsence},
+		"there at last":       {without, []present{without, with}, 2},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			n, began := 0, time.Now()
+			changed := false
+			watchKinds(t.Context(), func(context.Context) (present, error) {
+				p := tc.looks[min(n, len(tc.looks)-1)]
+				if n++; p == (present{}) {
+					return p, errors.New("no answer")
+				}
+				return p, nil
+			}, tc.had, time.Second, func() { changed = true })
+			if looked := int(time.Since(began) / time.Second); !changed || looked != tc.after {
+				t.Errorf("%s: after %d looks, want %d", name, looked, tc.after)
+			}
+		})
+	}
+}
+
+// owned is a reader that has one TunnelEndpoint.
+type owned struct {
+	client.Reader
+	by string
+}
+
+func (o owned) List(_ context.Context, list client.ObjectList, _ ...client.ListOption) error {
+	list.(*metav1.PartialObjectMetadataList).Items = []metav1.PartialObjectMetadata{{ObjectMeta: metav1.ObjectMeta{Namespace: "n", Name: "te",
+		OwnerReferences: []metav1.OwnerReference{{Kind: "NetworkConfig"}, {Kind: o.by}}}}}
+	return nil
+}
+
+func TestAManagerThatStartsDoubtsThatForeignClustersWithTunnelsAreGone(t *testing.T) {
+	for n := 1; n <= looksForAbsence; n++ {
+		if err := doubtAbsence(t.Context(), owned{by: "ForeignCluster"}, n); (err == nil) != (n == looksForAbsence) {
+			t.Errorf("look %d: %v", n, err)
+		}
+	}
+	if err := doubtAbsence(t.Context(), owned{by: "Peering"}, 1); err != nil {
+		t.Errorf("no ForeignCluster has a tunnel: %v", err)
+	}
+}
