@@ -15,6 +15,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/exchange"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
@@ -350,7 +351,7 @@ func connectedVerdict(s peeringState) verdict {
 		return no(isthmus.ReasonKeyMissed, "the key of our gateway rotated, and %s had not moved to the new one when the rotation ended; the tunnel is down until its manager reads our NetworkConfig", s.who())
 	case because != nil:
 		return verdict{because.Status, because.Reason, because.Message}
-	case c.Status == v1alpha1.Connected && s.key.required && presharedIn(te) == "":
+	case c.Status == v1alpha1.Connected && s.key.required && exchange.PresharedIn(te) == "":
 		return no(isthmus.ReasonNoKey, "spec.postQuantum is Required, but the gateway reports a session without a preshared key; an existing session ends within three minutes, but a gateway of an older version keeps using none")
 	case c.Status == v1alpha1.Connected:
 		return yes(isthmus.ReasonConnected, "the gateway hears the peer")

@@ -20,6 +20,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/exchange"
 	"github.com/isthmus-net/isthmus/manager/facts"
 	"github.com/isthmus-net/isthmus/manager/managertest"
 	"github.com/isthmus-net/isthmus/manager/peers"
@@ -122,7 +123,7 @@ func newWorld(t *testing.T, foreignClusters bool) *world {
 	})
 	w.OK(err)
 	w.OK(prepare(w.Ctx, mgr, present{foreignClusters: foreignClusters, serviceCIDRs: managertest.ServesServiceCIDRs}))
-	w.OK(addExchangeIndexes(mgr.GetFieldIndexer()))
+	w.OK(exchange.AddIndexes(mgr.GetFieldIndexer()))
 	peers := peers.Peers{Reader: mgr.GetCache(), Self: w.Self.ClusterID, ForeignClusters: foreignClusters}
 	own := &facts.Keeper{
 		Cache: mgr.GetCache(), Direct: mgr.GetAPIReader(), Store: w.ipam, Cluster: w.Self, Namespace: w.System, Log: log,
@@ -140,7 +141,7 @@ func newWorld(t *testing.T, foreignClusters bool) *world {
 	for _, r := range []interface{ SetupWithManager(ctrl.Manager) error }{
 		own,
 		&feeder{Peers: peers, Replicator: w.stub},
-		&NetworkConfigReconciler{Client: mgr.GetClient(), Peers: peers, Facts: own, FactsChanged: own.Subscribe(), Log: log},
+		&exchange.NetworkConfigReconciler{Client: mgr.GetClient(), Peers: peers, Facts: own, FactsChanged: own.Subscribe(), Log: log},
 		&PeeringReconciler{Client: mgr.GetClient(), Peers: peers, Facts: own, Store: w.ipam, Replicator: w.stub,
 			Liveness:     NewLiveness(mgr.GetAPIReader(), w.System, log),
 			FactsChanged: own.Subscribe(), PeerChanged: w.stub.changed, Events: w.events, Log: log},

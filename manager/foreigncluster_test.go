@@ -1,51 +1,18 @@
 package manager
 
 import (
-	"context"
 	"testing"
-	"time"
 
 	corev1 "k8s.io/api/core/v1"
-	apiextensions "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/client-go/discovery"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/manager/managertest"
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
-
-// installLiqo installs the CRD of ForeignClusters for one test.
-func installLiqo(t *testing.T) {
-	t.Helper()
-	if testing.Short() {
-		t.Skip("needs an API server")
-	}
-	kinds, err := discovery.NewDiscoveryClientForConfig(managertest.Config)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := managertest.ApplyCRDs(t.Context(), managertest.Client, "testdata/liqo"); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		crd := &apiextensions.CustomResourceDefinition{ObjectMeta: metav1.ObjectMeta{Name: "foreignclusters.discovery.liqo.io"}}
-		if err := managertest.Client.Delete(context.Background(), crd); err != nil {
-			t.Error(err)
-		}
-		for { // the next test wants neither the CRD nor that its kind is still served
-			gone := apierrors.IsNotFound(managertest.Client.Get(context.Background(), client.ObjectKeyFromObject(crd), crd))
-			if served, err := hasForeignClusters(kinds); gone && !served && err == nil {
-				return
-			}
-			time.Sleep(50 * time.Millisecond)
-		}
-	})
-}
 
 // foreign creates a ForeignCluster for a peer as Liqo's controllers write it.
 func (r *remote) foreign(peeringType, incoming, outgoing string) {
@@ -79,7 +46,7 @@ func (r *remote) foreignObject(peeringType, incoming, outgoing string) *unstruct
 }
 
 func TestForeignClustersAreServedLikePeerings(t *testing.T) {
-	installLiqo(t)
+	managertest.InstallLiqo(t)
 	w := newWorld(t, true)
 	w.Gateway("192.0.2.1")
 	peer := func(name, peeringType, incoming, outgoing string) *remote {

@@ -12,8 +12,6 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
-	"github.com/isthmus-net/isthmus/manager/facts"
-	"github.com/isthmus-net/isthmus/manager/managertest"
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
@@ -115,20 +113,5 @@ func TestTheActiveGatewayIsWhereItsServiceSays(t *testing.T) {
 	})
 	if want := []netip.Addr{netip.MustParseAddr("10.244.0.9"), netip.MustParseAddr("192.0.2.1")}; !slices.Equal(got, want) {
 		t.Errorf("%v, want %v", got, want)
-	}
-}
-
-func TestTheTunnelCarriesControlWhereBothSidesWantIt(t *testing.T) {
-	facts := facts.Facts{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ExternalCIDR: netip.MustParsePrefix("10.245.0.0/16"), Endpoint: "192.0.2.1", Port: 5871, PublicKey: managertest.Key(1)}
-	for _, ours := range []bool{false, true} {
-		for _, theirs := range []bool{false, true} {
-			spec, problems := networkConfigFor(facts, peers.Peer{Cluster: v1alpha1.ClusterIdentity{ClusterID: "b", ClusterName: "b"}, InBand: theirs})
-			if len(problems) > 0 {
-				t.Fatal(problems)
-			}
-			if got := inBand(peers.Peer{InBand: ours}, &v1alpha1.NetworkConfig{Spec: spec}); got != (ours && theirs) {
-				t.Errorf("ours %t, theirs %t: %t", ours, theirs, got)
-			}
-		}
 	}
 }

@@ -38,6 +38,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubeerr"
 	"github.com/isthmus-net/isthmus/internal/metric"
 	"github.com/isthmus-net/isthmus/internal/owncluster"
+	"github.com/isthmus-net/isthmus/manager/exchange"
 	"github.com/isthmus-net/isthmus/manager/facts"
 	"github.com/isthmus-net/isthmus/manager/ipamrpc"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
@@ -324,7 +325,7 @@ func (l *leader) lead(ctx context.Context) error {
 		Cluster: l.Cluster, Namespace: l.Namespace, Plan: l.Plan, ServiceCIDRs: l.services, StateChanged: l.store.Subscribe(),
 		Events: l.mgr.GetEventRecorder(component), Log: l.Log,
 	}
-	gate := &RefusalGate{Cache: l.mgr.GetCache(), Namespace: l.Namespace, Events: l.mgr.GetEventRecorder(component), Log: l.Log, Patience: refusalPatience}
+	gate := &exchange.RefusalGate{Cache: l.mgr.GetCache(), Namespace: l.Namespace, Events: l.mgr.GetEventRecorder(component), Log: l.Log, Patience: refusalPatience}
 	l.store.Observe(gate.Observe)
 	l.waits.Store(ptr.To("it has not read the cluster yet"))
 	if !untilDone(ctx, l.Log, func() error {
@@ -342,7 +343,7 @@ func (l *leader) lead(ctx context.Context) error {
 		Services: l.shared, Withdraw: !l.Options.Services, InBand: l.dialInBand,
 	})
 	liveness := NewLiveness(l.mgr.GetAPIReader(), l.Namespace, l.Log)
-	keys := &KeyStore{Client: l.client, Direct: l.mgr.GetAPIReader(), Namespace: l.Namespace, Peers: l.peers, Log: l.Log}
+	keys := &exchange.KeyStore{Client: l.client, Direct: l.mgr.GetAPIReader(), Namespace: l.Namespace, Peers: l.peers, Log: l.Log}
 	if err := errors.Join(l.mgr.Add(replicator), l.mgr.Add(liveness), l.mgr.Add(keys)); err != nil {
 		return err
 	}
@@ -371,8 +372,8 @@ func (l *leader) lead(ctx context.Context) error {
 		return fmt.Errorf("services: %w", err)
 	}
 	l.leads.Store(&leading{gate, replicator, shared})
-	releases := &releases{Cache: l.mgr.GetCache(), Peers: l.peers, Store: l.store, Events: l.mgr.GetEventRecorder(component), Log: l.Log}
-	for _, run := range []runtimemanager.RunnableFunc{l.expiry.run, releases.run} {
+	releases := &exchange.Releases{Cache: l.mgr.GetCache(), Peers: l.peers, Store: l.store, Events: l.mgr.GetEventRecorder(component), Log: l.Log}
+	for _, run := range []runtimemanager.RunnableFunc{l.expiry.run, releases.Run} {
 		if err := l.mgr.Add(run); err != nil {
 			return err
 		}
@@ -382,8 +383,8 @@ func (l *leader) lead(ctx context.Context) error {
 		gate,
 		&ipamRefresher{l.store},
 		&feeder{Peers: l.peers, Replicator: replicator},
-		&Answers{Client: l.client, Peers: l.peers, Facts: own, Store: l.store, RefusalGate: gate, FactsChanged: own.Subscribe(), Log: l.Log},
-		&NetworkConfigReconciler{Client: l.client, Peers: l.peers, Facts: own, FactsChanged: own.Subscribe(), Keys: keys, Log: l.Log},
+		&exchange.Answers{Client: l.client, Peers: l.peers, Facts: own, Store: l.store, RefusalGate: gate, FactsChanged: own.Subscribe(), Log: l.Log},
+		&exchange.NetworkConfigReconciler{Client: l.client, Peers: l.peers, Facts: own, FactsChanged: own.Subscribe(), Keys: keys, Log: l.Log},
 		peering,
 	} {
 		if err := r.SetupWithManager(l.mgr); err != nil {
@@ -396,7 +397,7 @@ func (l *leader) lead(ctx context.Context) error {
 }
 
 // begin reads the IPAM state, puts our own networks into it, and learns which networks nodes refuse.
-func (l *leader) begin(ctx context.Context, own *facts.Keeper, gate *RefusalGate) error {
+func (l *leader) begin(ctx context.Context, own *facts.Keeper, gate *exchange.RefusalGate) error {
 	if err := l.store.Load(ctx); err != nil {
 		return fmt.Errorf("IPAM state: %w", err)
 	}

@@ -300,12 +300,12 @@ func TestTwoManagersNegotiateAndPart(t *testing.T) {
 	}
 
 	// One side parts: the other one says so and keeps nothing that works.
-	b.peer.delete()
-	b.Until("the Peering of the one side is gone", b.peer.gone)
+	b.peer.Delete()
+	b.Until("the Peering of the one side is gone", b.peer.Gone)
 	a.peer.UntilIs(isthmus.ConditionPeerConfig, isthmus.ReasonPeerWithdrew)
 	a.Until("the other side has no TunnelEndpoint", func() bool { return a.peer.Endpoint() == nil })
-	a.peer.delete()
-	a.Until("the Peering of the other side is gone", a.peer.gone)
+	a.peer.Delete()
+	a.Until("the Peering of the other side is gone", a.peer.Gone)
 	for _, s := range []*side{a, b} {
 		var mappings v1alpha1.NatMappingList
 		s.OK(s.API().List(s.Ctx, &mappings))
@@ -482,7 +482,7 @@ func TestInstallationOfLiqoIsNoticed(t *testing.T) {
 		t.Fatal("noticed before it happened")
 	case <-time.After(300 * time.Millisecond):
 	}
-	installLiqo(t)
+	managertest.InstallLiqo(t)
 	select {
 	case <-changed:
 	case <-time.After(time.Minute):

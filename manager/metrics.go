@@ -15,6 +15,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/metric"
 	"github.com/isthmus-net/isthmus/manager/controllers"
+	"github.com/isthmus-net/isthmus/manager/exchange"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/replication"
 	"github.com/isthmus-net/isthmus/manager/services"
@@ -56,7 +57,7 @@ type collector struct {
 
 // leading is what only a manager that leads can tell.
 type leading struct {
-	gate       *RefusalGate
+	gate       *exchange.RefusalGate
 	replicator *replication.Replicator
 	services   *services.Controller // nil: services are not shared
 }

@@ -176,10 +176,10 @@ func TestManagerWithoutServiceCIDRsPeers(t *testing.T) {
 		t.Errorf("readyz: %q", ready)
 	}
 	for _, s := range []*side{a, b} {
-		s.peer.delete()
+		s.peer.Delete()
 	}
 	for _, s := range []*side{a, b} {
-		s.Until("the Peering is gone", s.peer.gone)
+		s.Until("the Peering is gone", s.peer.Gone)
 	}
 }
 

@@ -45,8 +45,8 @@ func TestAFinalizerOfThePeerDoesNotHoldUpUnpeering(t *testing.T) {
 	p.UntilIs(isthmus.ConditionIdentity, isthmus.ReasonUnreachable)
 	p.keep(p.Original(), ofPeer)
 	w.OK(w.API().Patch(w.Ctx, p.Peering.DeepCopy(), client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"annotations":{"`+isthmus.AnnotationForce+`":"true"}}}`))))
-	p.delete()
-	w.Until("the Peering is gone", p.gone)
+	p.Delete()
+	w.Until("the Peering is gone", p.Gone)
 	if nc := p.Original(); nc != nil {
 		t.Errorf("our NetworkConfig has stayed: %v", nc.Finalizers)
 	}

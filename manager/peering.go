@@ -27,6 +27,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/manager/controllers"
+	"github.com/isthmus-net/isthmus/manager/exchange"
 	"github.com/isthmus-net/isthmus/manager/facts"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/peers"
@@ -66,7 +67,7 @@ type PeeringReconciler struct {
 	Services        *services.Controller
 	ServicesLacking string
 	// Keys are preshared keys; nil: peers are offered none.
-	Keys *KeyStore
+	Keys *exchange.KeyStore
 
 	drains drains
 }
@@ -179,7 +180,7 @@ func (r *PeeringReconciler) gather(ctx context.Context, peering *isthmus.Peering
 		return s, err
 	}
 	s.self, s.rotates = facts.Cluster, rotates(facts)
-	_, s.lacking = networkConfigFor(facts, peer)
+	_, s.lacking = exchange.NetworkConfigFor(facts, peer)
 	for _, c := range r.Store.State().ConflictsOf(peer.Cluster.ClusterID) {
 		text, err := overlapText(ctx, r.Client, c)
 		if err != nil {
@@ -196,7 +197,7 @@ func (r *PeeringReconciler) gather(ctx context.Context, peering *isthmus.Peering
 		return s, err
 	}
 	name := types.NamespacedName{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}
-	original, problem, err := originalFor(ctx, r.Client, peer)
+	original, problem, err := exchange.OriginalFor(ctx, r.Client, peer)
 	if err != nil {
 		return s, err
 	}
@@ -281,7 +282,7 @@ func (r *PeeringReconciler) leave(ctx context.Context, s *peeringState) (done bo
 // deleteCopies deletes what a peer that is left in band has here. Its manager is not let through any more, and may be
 // taking leave itself.
 func (r *PeeringReconciler) deleteCopies(ctx context.Context, peer peers.Peer) error {
-	copies, err := copiesOf(ctx, r.Client, peer.LocalNamespace, peer.Cluster.ClusterID)
+	copies, err := exchange.CopiesOf(ctx, r.Client, peer.LocalNamespace, peer.Cluster.ClusterID)
 	if err != nil {
 		return err
 	}

@@ -11,33 +11,12 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
-	"github.com/isthmus-net/isthmus/manager/controllers"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/replication"
 )
-
-func (r *remote) delete() {
-	r.w.T.Helper()
-	r.w.OK(r.w.API().Delete(r.w.Ctx, r.Peering))
-}
-
-func (r *remote) gone() bool {
-	p, err := controllers.Found(r.w.Ctx, r.w.API(), types.NamespacedName{Name: r.Peering.Name}, new(isthmus.Peering))
-	r.w.OK(err)
-	return p == nil
-}
-
-// copyGone does what the replicator does when the copy is gone.
-func (r *remote) copyGone() {
-	r.w.T.Helper()
-	nc := r.Original()
-	controllerutil.RemoveFinalizer(nc, v1alpha1.FinalizerReplicator)
-	r.w.OK(r.w.API().Update(r.w.Ctx, nc))
-}
 
 func TestPeeringTellsItsStoryStepByStep(t *testing.T) {
 	w := newWorld(t, false)
@@ -100,7 +79,7 @@ func TestPeeringIsTakenDownInOrder(t *testing.T) {
 	})
 	w.OK(err)
 	granted := func() bool { _, ok := w.ipam.State().GrantOf(p.Cluster.ClusterID); return ok }
-	p.delete()
+	p.Delete()
 	p.UntilIs(isthmus.ConditionReady, isthmus.ReasonUnpeering)
 	w.Until("the TunnelEndpoint is gone at once", func() bool { return p.Endpoint() == nil })
 	w.Until("our NetworkConfig is being deleted", func() bool { return !p.Original().DeletionTimestamp.IsZero() })
@@ -112,12 +91,12 @@ func TestPeeringIsTakenDownInOrder(t *testing.T) {
 		m := p.Message(isthmus.ConditionReady)
 		return strings.Contains(m, "tenant-at-b/"+p.Cluster.UniqueName()) && strings.Contains(m, "connection refused") && strings.Contains(m, isthmus.AnnotationForce)
 	})
-	w.Always("the Peering waits, and so do the IPAM state", func() bool { return !p.gone() && granted() })
+	w.Always("the Peering waits, and so do the IPAM state", func() bool { return !p.Gone() && granted() })
 	if !w.stub.has(p.Cluster.ClusterID) {
 		t.Error("the replicator must keep the peer until the copy is gone")
 	}
-	p.copyGone()
-	w.Until("the Peering is gone", p.gone)
+	p.CopyGone()
+	w.Until("the Peering is gone", p.Gone)
 	if granted() || w.ipam.State().ReleasedAt(p.Cluster.ClusterID).IsZero() {
 		t.Error("the networks of the peer were not released, or are not held")
 	}
@@ -135,8 +114,8 @@ func TestForcedUnpeeringWaitsForNobodyAndSaysWhatStays(t *testing.T) {
 	force := client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"annotations":{"`+isthmus.AnnotationForce+`":"true"}}}`))
 	w.OK(w.API().Patch(w.Ctx, p.Peering.DeepCopy(), force))
 	w.Always("without a deletion it means nothing", func() bool { return p.Original().DeletionTimestamp.IsZero() })
-	p.delete()
-	w.Until("the Peering is gone", p.gone)
+	p.Delete()
+	w.Until("the Peering is gone", p.Gone)
 	var last string
 	for len(w.events.Events) > 0 {
 		if e := <-w.events.Events; strings.Contains(e, reasonLeftBehind) {
@@ -155,8 +134,8 @@ func TestPeeringDeletedBeforeAnythingWasMadeIsGoneAtOnce(t *testing.T) {
 	p := w.describe("b")
 	w.Create(p.Peering)
 	p.UntilIs(isthmus.ConditionReady, isthmus.ReasonLocalSetup)
-	p.delete()
-	w.Until("the Peering is gone", p.gone)
+	p.Delete()
+	w.Until("the Peering is gone", p.Gone)
 }
 
 func TestPeerThatWithdrawsIsToldFromOneThatNeverCame(t *testing.T) {
@@ -204,13 +183,13 @@ func TestOfTwoPeeringsForOneClusterTheOlderOneCounts(t *testing.T) {
 	self.UntilIs(isthmus.ConditionReady, isthmus.ReasonConflict)
 
 	w.Always("the loser makes nothing", func() bool { return rival.Original() == nil })
-	squatter.delete()
-	w.Until("a loser goes without touching the other's", squatter.gone)
+	squatter.Delete()
+	w.Until("a loser goes without touching the other's", squatter.Gone)
 	if p.Original() == nil || !p.Original().DeletionTimestamp.IsZero() {
 		t.Error("the winner has lost its NetworkConfig")
 	}
-	p.delete()
-	w.Until("the winner is gone", p.gone)
+	p.Delete()
+	w.Until("the winner is gone", p.Gone)
 	rival.UntilPublished()
 	rival.UntilIs(isthmus.ConditionReady, isthmus.ReasonUnknown) // its replicator says nothing here
 }
@@ -275,4 +254,43 @@ func TestTheNamespacesOfAPeeringAreSetOnce(t *testing.T) {
 		}
 		w.OK(w.API().Delete(w.Ctx, p))
 	}
+}
+
+func TestAnEventSaysThatConsentIsNeeded(t *testing.T) {
+	w := newWorld(t, false)
+	w.Gateway("192.0.2.1")
+	p := w.peer("b")
+	p.join()
+	var copies v1alpha1.NetworkConfigList
+	w.OK(w.API().List(w.Ctx, &copies))
+	for i := range copies.Items {
+		nc := &copies.Items[i]
+		if nc.Namespace != p.NS || nc.Labels[v1alpha1.LabelOriginID] != p.Cluster.ClusterID {
+			continue
+		}
+		meta.SetStatusCondition(&nc.Status.Conditions, metav1.Condition{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionFalse,
+			Reason: v1alpha1.ReasonConsent, Message: "spec.podCIDR: is 192.168.32.0/22 now"})
+		w.OK(w.API().Status().Update(w.Ctx, nc))
+	}
+	p.UntilIs(isthmus.ConditionPeerConfig, v1alpha1.ReasonConsent)
+	told := ""
+	w.Until("an Event says so", func() bool {
+		for len(w.events.Events) > 0 {
+			told += <-w.events.Events + "\n"
+		}
+		return strings.Contains(told, "Warning ConsentNeeded PeerConfigAccepted: "+p.Cluster.ClusterName+" ("+p.Cluster.ClusterID+") requests in NetworkConfig ") &&
+			strings.Contains(told, "to agree: isthmus peer "+p.Peering.Name+" --consent 10.244.64.0/18,10.60.0.0/18")
+	})
+	// Another claim is another question.
+	theirs := p.Theirs()
+	w.OK(w.API().Get(w.Ctx, client.ObjectKeyFromObject(theirs), theirs))
+	theirs.Spec.PodCIDR = "192.168.32.0/22"
+	w.OK(w.API().Update(w.Ctx, theirs))
+	told = ""
+	w.Until("an Event says so again", func() bool {
+		for len(w.events.Events) > 0 {
+			told += <-w.events.Events + "\n"
+		}
+		return strings.Contains(told, "--consent 192.168.32.0/22,10.60.0.0/18")
+	})
 }

@@ -6,6 +6,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/postquantum"
+	"github.com/isthmus-net/isthmus/manager/exchange"
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
@@ -25,7 +26,7 @@ func (r *PeeringReconciler) gatherKey(ctx context.Context, s *peeringState, peer
 	state, err := r.Keys.State(ctx, peer.Cluster.ClusterID)
 	if s.key.use = state.Use.ID; err == nil && len(s.copies) == 1 {
 		// What the step makes is thrown away: the NetworkConfig's reconciler makes it, too, and stores it.
-		_, s.key.progress, err = stepOf(state, r.Peers.Self, s.original.Spec.BackendConfig, peer.Cluster.ClusterID, s.copies[0].Spec.BackendConfig)
+		_, s.key.progress, err = exchange.StepOf(state, r.Peers.Self, s.original.Spec.BackendConfig, peer.Cluster.ClusterID, s.copies[0].Spec.BackendConfig)
 	}
 	s.key.problem = cmp.Or(err, r.Keys.Problem(peer.Cluster.ClusterID))
 }
@@ -55,7 +56,7 @@ func (s *peeringState) postQuantum() isthmus.PostQuantumStatus {
 	switch {
 	case s.endpoint == nil || s.silent != "":
 		return isthmus.PostQuantumStatus{}
-	case presharedIn(s.endpoint) != "":
+	case exchange.PresharedIn(s.endpoint) != "":
 		return isthmus.PostQuantumStatus{Key: isthmus.KeyMLKEM}
 	}
 	return isthmus.PostQuantumStatus{Key: isthmus.KeyNone, Why: fit(s.key.why(), 1024)}

@@ -14,6 +14,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/keyring"
+	"github.com/isthmus-net/isthmus/manager/exchange"
 	"github.com/isthmus-net/isthmus/manager/facts"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/peers"
@@ -218,11 +219,11 @@ func (r *PeeringReconciler) weigh(ctx context.Context, s *peeringState, peer pee
 		return nil
 	}
 	nc := &s.copies[0]
-	s.standing = standingOf(state, peer, nc)
+	s.standing = exchange.StandingOf(state, peer, nc)
 	accepted := meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted)
 	if accepted == nil {
 		var err error
-		if s.unstored, err = (judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}).unstored(ctx, peer, nc); err != nil {
+		if s.unstored, err = (exchange.Judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}).Unstored(ctx, peer, nc); err != nil {
 			return err
 		}
 		accepted = s.unstored
@@ -231,7 +232,7 @@ func (r *PeeringReconciler) weigh(ctx context.Context, s *peeringState, peer pee
 		return nil
 	}
 	var err error
-	s.keyOwner, err = keyOwner(ctx, r.Client, nc)
+	s.keyOwner, err = exchange.KeyOwner(ctx, r.Client, nc)
 	return err
 }
 

@@ -109,10 +109,10 @@ func TestBesideLiqosDefinitionsAPeeringBecomesReady(t *testing.T) {
 func part(sides ...*side) {
 	for _, s := range sides {
 		s.T.Helper()
-		s.peer.delete()
+		s.peer.Delete()
 	}
 	for _, s := range sides {
-		s.Until("the Peering is gone", s.peer.gone)
+		s.Until("the Peering is gone", s.peer.Gone)
 	}
 }
 

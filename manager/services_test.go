@@ -171,8 +171,8 @@ func (s *side) tunnelStays() bool {
 
 func (s *side) unpeer() {
 	s.T.Helper()
-	s.peer.delete()
-	s.Until("the Peering is gone", s.peer.gone)
+	s.peer.Delete()
+	s.Until("the Peering is gone", s.peer.Gone)
 }
 
 func TestServicesAreSharedBetweenClustersWithTheSamePodCIDR(t *testing.T) {
@@ -255,13 +255,13 @@ func TestServicesAreSharedBetweenClustersWithTheSamePodCIDR(t *testing.T) {
 	}
 
 	// The tunnel stays until the endpoints have left.
-	b.peer.delete()
+	b.peer.Delete()
 	b.Until("the Peering is gone, and the endpoints before the tunnel", func() bool {
 		apart := !a.tunnelStays() || !b.tunnelStays()
 		if shop := a.shared("shop"); apart && shop != "" {
 			t.Errorf("a has %s without a tunnel", shop)
 		}
-		return apart && b.peer.gone()
+		return apart && b.peer.Gone()
 	})
 	if n := a.offers(); n != 0 {
 		t.Errorf("%d PeerServices have stayed", n)

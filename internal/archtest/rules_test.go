@@ -62,7 +62,7 @@ var Rules = []Rule{
 }
 
 // managerRooms are the packages of the manager's controllers, from the bottom: each may import those before it.
-var managerRooms = []string{"manager/controllers", "manager/peers", "manager/facts", "manager"}
+var managerRooms = []string{"manager/controllers", "manager/peers", "manager/facts", "manager/exchange", "manager"}
 
 // layers, from the bottom: a package may import those below its own layer, and its own tree. The
 // longest match counts.

@@ -6,6 +6,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
@@ -115,4 +116,25 @@ func (r *Remote) Theirs() *v1alpha1.NetworkConfig {
 			BackendConfig: v1alpha1.BackendConfig{v1alpha1.ConfigPort: "31000", v1alpha1.ConfigPublicKey: AnotherKey},
 		},
 	}
+}
+
+// Delete deletes the Peering.
+func (r *Remote) Delete() {
+	r.W.T.Helper()
+	r.W.OK(r.W.API().Delete(r.W.Ctx, r.Peering))
+}
+
+// Gone reports whether the Peering is gone.
+func (r *Remote) Gone() bool {
+	p, err := controllers.Found(r.W.Ctx, r.W.API(), types.NamespacedName{Name: r.Peering.Name}, new(isthmus.Peering))
+	r.W.OK(err)
+	return p == nil
+}
+
+// CopyGone does what the replicator does when the copy is gone.
+func (r *Remote) CopyGone() {
+	r.W.T.Helper()
+	nc := r.Original()
+	controllerutil.RemoveFinalizer(nc, v1alpha1.FinalizerReplicator)
+	r.W.OK(r.W.API().Update(r.W.Ctx, nc))
 }

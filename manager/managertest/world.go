@@ -2,6 +2,7 @@ package managertest
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"strings"
@@ -10,12 +11,20 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
+	clientgoscheme "k8s.io/client-go/kubernetes/scheme"
+	"k8s.io/utils/ptr"
+	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/config"
+	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
+	mcs "sigs.k8s.io/mcs-api/pkg/apis/v1beta1"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/keyring"
+	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
 // A World is one cluster in which a test runs reconcilers, or the whole manager. Its name is in the names of all
@@ -53,6 +62,20 @@ func New(t *testing.T) *World {
 		w.DropState()
 	})
 	return w
+}
+
+// Manager makes a manager of controllers whose cache has the indexes of package peers. It is not started.
+func (w *World) Manager(foreignClusters bool) ctrl.Manager {
+	w.T.Helper()
+	scheme := runtime.NewScheme()
+	peers.AddForeignClusters(scheme)
+	w.OK(errors.Join(clientgoscheme.AddToScheme(scheme), isthmus.AddToScheme(scheme), v1alpha1.AddToScheme(scheme), mcs.Install(scheme)))
+	mgr, err := ctrl.NewManager(Config, ctrl.Options{
+		Scheme: scheme, Metrics: metricsserver.Options{BindAddress: "0"}, Controller: config.Controller{SkipNameValidation: ptr.To(true)},
+	})
+	w.OK(err)
+	w.OK(peers.AddIndexes(w.Ctx, mgr.GetFieldIndexer(), foreignClusters))
+	return mgr
 }
 
 // API goes straight to the API server.

@@ -1,4 +1,4 @@
-package manager
+package exchange
 
 import (
 	"context"
@@ -111,7 +111,7 @@ func (r *AnswerReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctr
 }
 
 func (r *AnswerReconciler) reconcile(ctx context.Context, req ctrl.Request) error {
-	copies, err := copiesOf(ctx, r.Client, req.Namespace, req.Name)
+	copies, err := CopiesOf(ctx, r.Client, req.Namespace, req.Name)
 	copies = slices.DeleteFunc(copies, func(nc v1alpha1.NetworkConfig) bool { return !alive(nc) })
 	r.waiting.remove(req)
 	r.claimants.remove(req)

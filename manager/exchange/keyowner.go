@@ -1,4 +1,4 @@
-package manager
+package exchange
 
 import (
 	"context"
@@ -25,7 +25,7 @@ import (
 // whose tunnel has it, or else whose claim was accepted with it. A peer that lists among its own
 // what is another's already is the one that is refused. Only when two tunnels have a key, by an edit
 // or from before, it is the older one's, as in fabric.GatewayFor.
-func (j judge) takenKeys(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig, claim fabric.Claim) (taken [][32]byte, err error) {
+func (j Judge) takenKeys(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig, claim fabric.Claim) (taken [][32]byte, err error) {
 	for _, key := range claim.Keys() {
 		another, err := j.taken(ctx, peer, nc, keyText(key))
 		if err != nil {
@@ -38,7 +38,7 @@ func (j judge) takenKeys(ctx context.Context, peer peers.Peer, nc *v1alpha1.Netw
 	return taken, nil
 }
 
-func (j judge) taken(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig, key string) (bool, error) {
+func (j Judge) taken(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig, key string) (bool, error) {
 	provers, err := j.provers(ctx, key)
 	if err != nil || len(provers) > 0 && !slices.Contains(provers, nc.Namespace) {
 		return err == nil, err
@@ -55,7 +55,7 @@ func (j judge) taken(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkC
 }
 
 // tunnelsWith are the TunnelEndpoints with a key. One that is being deleted is no gateway's any more.
-func (j judge) tunnelsWith(ctx context.Context, key string) ([]v1alpha1.TunnelEndpoint, error) {
+func (j Judge) tunnelsWith(ctx context.Context, key string) ([]v1alpha1.TunnelEndpoint, error) {
 	var list v1alpha1.TunnelEndpointList
 	if err := j.Reader.List(ctx, &list, client.MatchingFields{indexPublicKey: key}); err != nil {
 		return nil, fmt.Errorf("TunnelEndpoints with the same key: %w", err)
@@ -65,7 +65,7 @@ func (j judge) tunnelsWith(ctx context.Context, key string) ([]v1alpha1.TunnelEn
 
 // provers are the namespaces of the peers that prove to have a key that more than one claims; none: nobody does, or nobody
 // disputes it.
-func (j judge) provers(ctx context.Context, key string) (all []string, err error) {
+func (j Judge) provers(ctx context.Context, key string) (all []string, err error) {
 	var list v1alpha1.NetworkConfigList
 	if err := j.Reader.List(ctx, &list, client.MatchingFields{indexPublicKey: key}, client.UnsafeDisableDeepCopy); err != nil {
 		return nil, fmt.Errorf("NetworkConfigs with the same key: %w", err)
@@ -91,7 +91,7 @@ func (j judge) provers(ctx context.Context, key string) (all []string, err error
 
 // proved reports whether the peer with a tenant namespace claims a key and proves that it has the private one, or did when
 // it got its tunnel with it.
-func (j judge) proved(ctx context.Context, namespace, key string) (bool, error) {
+func (j Judge) proved(ctx context.Context, namespace, key string) (bool, error) {
 	peer, err := j.Peers.ByNamespace(ctx, namespace)
 	if errors.Is(err, peers.ErrNoPeer) || err == nil && peer.Leaving && !peer.Draining {
 		return false, nil
@@ -99,7 +99,7 @@ func (j judge) proved(ctx context.Context, namespace, key string) (bool, error) 
 	if err != nil {
 		return false, err
 	}
-	copies, err := copiesOf(ctx, j.Reader, namespace, peer.Cluster.ClusterID)
+	copies, err := CopiesOf(ctx, j.Reader, namespace, peer.Cluster.ClusterID)
 	if err != nil {
 		return false, err
 	}
@@ -146,7 +146,7 @@ func remembers(te *v1alpha1.TunnelEndpoint, key string) bool {
 
 // prove adds to what a peer is told that we have the private keys. Until the peer has told us its public key there is no proof.
 func (r *NetworkConfigReconciler) prove(ctx context.Context, peer peers.Peer, facts facts.Facts, spec *v1alpha1.NetworkConfigSpec) error {
-	copies, err := copiesOf(ctx, r.Client, peer.LocalNamespace, peer.Cluster.ClusterID)
+	copies, err := CopiesOf(ctx, r.Client, peer.LocalNamespace, peer.Cluster.ClusterID)
 	if err != nil || len(copies) != 1 {
 		return err
 	}
@@ -192,7 +192,7 @@ func (of proofOf) prove(self, peer string) string {
 // reclaim deletes the TunnelEndpoints of other peers with a key that this one proves to have, and the other does not. Who
 // listed the key first, before its owner told us of it, has no tunnel by it anyway.
 func (r *TunnelEndpointReconciler) reclaim(ctx context.Context, peer peers.Peer, copied *v1alpha1.NetworkConfig) error {
-	j := judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}
+	j := Judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}
 	for _, key := range publicKeysOf(copied.Spec.BackendConfig) {
 		tunnels, err := j.tunnelsWith(ctx, key)
 		if err != nil {
@@ -228,7 +228,7 @@ func (r *TunnelEndpointReconciler) reclaim(ctx context.Context, peer peers.Peer,
 // tunnel for, before the given one was. The conditions in the NetworkConfigs say so, which a restart
 // finds again. Of two that were accepted at once the older one counts. Where somebody proves to have the
 // key, all others do not count.
-func (j judge) acceptedBefore(ctx context.Context, nc *v1alpha1.NetworkConfig, key string, provers []string) (bool, error) {
+func (j Judge) acceptedBefore(ctx context.Context, nc *v1alpha1.NetworkConfig, key string, provers []string) (bool, error) {
 	var list v1alpha1.NetworkConfigList
 	if err := j.Reader.List(ctx, &list, client.MatchingFields{indexPublicKey: key}, client.UnsafeDisableDeepCopy); err != nil {
 		return false, fmt.Errorf("NetworkConfigs with the same key: %w", err)
@@ -251,9 +251,9 @@ func (j judge) acceptedBefore(ctx context.Context, nc *v1alpha1.NetworkConfig, k
 	return false, nil
 }
 
-// keyOwner says which other peer has a key of a NetworkConfig; "" when none has. The peer that asks
+// KeyOwner says which other peer has a key of a NetworkConfig; "" when none has. The peer that asks
 // is not told: its condition says that somebody has it.
-func keyOwner(ctx context.Context, reader client.Reader, nc *v1alpha1.NetworkConfig) (string, error) {
+func KeyOwner(ctx context.Context, reader client.Reader, nc *v1alpha1.NetworkConfig) (string, error) {
 	var list v1alpha1.TunnelEndpointList
 	if err := reader.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
 		return "", fmt.Errorf("TunnelEndpoints: %w", err)

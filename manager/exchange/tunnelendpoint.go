@@ -1,4 +1,4 @@
-package manager
+package exchange
 
 import (
 	"context"
@@ -145,7 +145,7 @@ func (r *TunnelEndpointReconciler) gather(ctx context.Context, req ctrl.Request)
 		}
 		return controllers.CompareAge(&a, &b)
 	})
-	if x.copies, err = copiesOf(ctx, r.Client, req.Namespace, x.id); err != nil {
+	if x.copies, err = CopiesOf(ctx, r.Client, req.Namespace, x.id); err != nil {
 		return nil, err
 	}
 	var endpoints v1alpha1.TunnelEndpointList
@@ -339,7 +339,7 @@ func (r *TunnelEndpointReconciler) decide(ctx context.Context, x *exchange, orig
 	if !answerInForce(r.Store.State(), copied) {
 		return nil, nil
 	}
-	_, refusals, err := judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}.judge(ctx, peer, copied)
+	_, refusals, err := Judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}.judge(ctx, peer, copied)
 	if err != nil || len(refusals) > 0 {
 		return nil, err
 	}
@@ -516,9 +516,9 @@ func compareBool(a, b bool) int {
 	return -1
 }
 
-// presharedIn is the exchange that made the key of the present sessions, as the gateway says; empty: they
+// PresharedIn is the exchange that made the key of the present sessions, as the gateway says; empty: they
 // have none, or not all of them.
-func presharedIn(te *v1alpha1.TunnelEndpoint) string {
+func PresharedIn(te *v1alpha1.TunnelEndpoint) string {
 	if te == nil {
 		return ""
 	}

@@ -1,4 +1,4 @@
-package manager
+package exchange
 
 import (
 	"context"
@@ -28,7 +28,7 @@ const fewLeft = 16
 // decide finds out whether the claim of a peer is taken, and which networks it gets.
 func (r *AnswerReconciler) decide(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig) (ipam.Grant, fabric.Claim, []fabric.Refusal, error) {
 	var grant ipam.Grant
-	j := judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}
+	j := Judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}
 	claim, refusals, err := j.judge(ctx, peer, nc)
 	if err != nil || len(refusals) > 0 {
 		return grant, claim, refusals, err
@@ -104,9 +104,9 @@ func requestFrom(peer peers.Peer, claim fabric.Claim) (r ipam.Request, wrong *fa
 	return r, wrong
 }
 
-// standingOf explains which networks the claim of a peer has here, or would have with consent; zero where it is refused,
+// StandingOf explains which networks the claim of a peer has here, or would have with consent; zero where it is refused,
 // of which a condition of the NetworkConfig says why.
-func standingOf(state ipam.State, peer peers.Peer, nc *v1alpha1.NetworkConfig) (standing [2]ipam.Standing) {
+func StandingOf(state ipam.State, peer peers.Peer, nc *v1alpha1.NetworkConfig) (standing [2]ipam.Standing) {
 	if claim, problems := fabric.ClaimFrom(nc, fabric.Origin{}); len(problems) == 0 {
 		if asked, wrong := requestFrom(peer, claim); wrong == nil {
 			standing, _ = state.Explain(asked)

@@ -1,4 +1,4 @@
-package manager
+package exchange
 
 import (
 	"bytes"
@@ -14,13 +14,10 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/tools/events"
-	"k8s.io/utils/ptr"
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-	"sigs.k8s.io/controller-runtime/pkg/config"
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 	"sigs.k8s.io/controller-runtime/pkg/event"
-	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
@@ -32,14 +29,15 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-// answering is a world with the reconcilers of the answering half and a real store. The test stands
+// answering is a cluster with the reconcilers of the answering half and a real store. The test stands
 // in for the other half of the manager and for the peers.
 type answering struct {
-	*world
-	facts *stubFacts
-	store *ipamstore.Store
-	nodes *RefusalGate
-	mgr   ctrl.Manager
+	*managertest.World
+	events *events.FakeRecorder
+	facts  *stubFacts
+	store  *ipamstore.Store
+	nodes  *RefusalGate
+	mgr    ctrl.Manager
 }
 
 // stubFacts are what a test says.
@@ -67,7 +65,7 @@ func newAnswering(t *testing.T) *answering {
 	t.Helper()
 	w := managertest.Make(t, "ans")
 	a := &answering{
-		world: &world{World: w},
+		World: w,
 		facts: &stubFacts{changed: make(chan event.GenericEvent, 16), facts: facts.Facts{
 			Cluster: w.Self, PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"),
 			ExternalCIDR: netip.MustParsePrefix("10.245.0.0/16"), Nodes: []netip.Addr{netip.MustParseAddr("172.30.0.1")},
@@ -83,15 +81,8 @@ func newAnswering(t *testing.T) *answering {
 func (a *answering) start() {
 	a.T.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
-	scheme, err := newScheme()
-	a.OK(err)
 	log := slog.New(slog.NewTextHandler(testLog{a.T}, &slog.HandlerOptions{Level: slog.LevelDebug}))
-	a.mgr, err = ctrl.NewManager(managertest.Config, ctrl.Options{
-		Scheme: scheme, Cache: cacheOptions(a.System), Metrics: metricsserver.Options{BindAddress: "0"},
-		Controller: config.Controller{SkipNameValidation: ptr.To(true)},
-	})
-	a.OK(err)
-	a.OK(prepare(ctx, a.mgr, present{}))
+	a.mgr = a.Manager(false)
 	ended := make(chan error, 1)
 	go func() { ended <- a.mgr.Start(ctx) }()
 	a.Stop = sync.OnceFunc(func() {
@@ -108,7 +99,7 @@ func (a *answering) start() {
 	a.events = events.NewFakeRecorder(100)
 	a.nodes = &RefusalGate{Cache: a.mgr.GetCache(), Namespace: a.System, Events: a.events, Log: log, Patience: time.Hour}
 	a.store.Observe(a.nodes.Observe)
-	_, err = a.nodes.Reconcile(ctx, ctrl.Request{})
+	_, err := a.nodes.Reconcile(ctx, ctrl.Request{})
 	a.OK(err)
 	a.OK(a.nodes.SetupWithManager(a.mgr))
 	a.configure(nil, nil)
@@ -151,7 +142,7 @@ func (a *answering) cleanUp() {
 
 // A partner is a peer that exchanges NetworkConfigs with us.
 type partner struct {
-	*remote
+	*managertest.Remote
 	a   *answering
 	key byte // each has another
 }
@@ -159,14 +150,14 @@ type partner struct {
 // partner makes a peer with a Peering that the other half of the manager has taken up.
 func (a *answering) partner(name string, key byte, change ...func(*isthmus.Peering)) *partner {
 	a.T.Helper()
-	r := a.describe(name)
+	r := a.Describe(name)
 	for _, f := range change {
 		f(r.Peering)
 	}
 	controllerutil.AddFinalizer(r.Peering, isthmus.FinalizerPeering)
 	a.Create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: r.NS}})
 	a.Create(r.Peering)
-	return &partner{remote: r, a: a, key: key}
+	return &partner{Remote: r, a: a, key: key}
 }
 
 // claim is the NetworkConfig that the partner's replicator brings.
@@ -268,7 +259,7 @@ func (p *partner) publish() *partner {
 	var peering isthmus.Peering
 	p.a.OK(managertest.Client.Get(p.a.Ctx, client.ObjectKeyFromObject(p.Peering), &peering))
 	facts, _ := p.a.facts.Facts(p.a.Ctx)
-	spec, problems := networkConfigFor(facts, peers.From(&peering))
+	spec, problems := NetworkConfigFor(facts, peers.From(&peering))
 	if len(problems) > 0 {
 		p.a.T.Fatal(problems)
 	}

@@ -1,4 +1,4 @@
-package manager
+package exchange
 
 import (
 	"cmp"
@@ -75,7 +75,7 @@ func (r *NetworkConfigReconciler) peerOf(ctx context.Context, o client.Object) [
 
 // presharedChanged leaves out all of a TunnelEndpoint but the key of its sessions.
 var presharedChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
-	return presharedIn(e.ObjectOld.(*v1alpha1.TunnelEndpoint)) != presharedIn(e.ObjectNew.(*v1alpha1.TunnelEndpoint))
+	return PresharedIn(e.ObjectOld.(*v1alpha1.TunnelEndpoint)) != PresharedIn(e.ObjectNew.(*v1alpha1.TunnelEndpoint))
 }}
 
 func (r *NetworkConfigReconciler) peerIn(ctx context.Context, namespace client.Object) []reconcile.Request {
@@ -211,7 +211,7 @@ func (r *NetworkConfigReconciler) publish(ctx context.Context, peer peers.Peer, 
 	if err != nil {
 		return err
 	}
-	spec, problems := networkConfigFor(facts, peer)
+	spec, problems := NetworkConfigFor(facts, peer)
 	if len(problems) > 0 {
 		return nil // the Peering says so
 	}
@@ -276,9 +276,9 @@ func (r *NetworkConfigReconciler) withdraw(ctx context.Context, current *v1alpha
 	return r.Client.Patch(ctx, current, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
 }
 
-// originalFor returns our NetworkConfig for a peer without an answer to our former networks; nil when there is none.
+// OriginalFor returns our NetworkConfig for a peer without an answer to our former networks; nil when there is none.
 // problem says why the object with its name is not ours, or is "".
-func originalFor(ctx context.Context, reader client.Reader, peer peers.Peer) (nc *v1alpha1.NetworkConfig, problem string, err error) {
+func OriginalFor(ctx context.Context, reader client.Reader, peer peers.Peer) (nc *v1alpha1.NetworkConfig, problem string, err error) {
 	name := types.NamespacedName{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}
 	if nc, err = controllers.Found(ctx, reader, name, new(v1alpha1.NetworkConfig)); nc == nil || err != nil {
 		return nil, "", err
@@ -336,9 +336,9 @@ func (r *NetworkConfigReconciler) remove(ctx context.Context, nc *v1alpha1.Netwo
 	return client.IgnoreNotFound(r.Client.Delete(ctx, nc, client.Preconditions{UID: &nc.UID}))
 }
 
-// networkConfigFor decides what the peer is told about this cluster. The problems are sentences
+// NetworkConfigFor decides what the peer is told about this cluster. The problems are sentences
 // that say what keeps us from telling it anything.
-func networkConfigFor(f facts.Facts, p peers.Peer) (spec v1alpha1.NetworkConfigSpec, problems []string) {
+func NetworkConfigFor(f facts.Facts, p peers.Peer) (spec v1alpha1.NetworkConfigSpec, problems []string) {
 	endpoint, port := f.Endpoint, f.Port
 	if p.Overrides.Address != nil {
 		endpoint = *p.Overrides.Address

@@ -1,4 +1,4 @@
-package manager
+package exchange
 
 import (
 	"context"
@@ -24,7 +24,8 @@ const (
 	indexMappedFor = "mappedFor" // NatMappings, by the cluster ID of the peer
 )
 
-func addExchangeIndexes(indexer client.FieldIndexer) error {
+// AddIndexes makes these indexes.
+func AddIndexes(indexer client.FieldIndexer) error {
 	ctx := context.Background() // it waits for nothing
 	return errors.Join(
 		indexer.IndexField(ctx, &v1alpha1.NetworkConfig{}, indexOrigin, func(o client.Object) []string {

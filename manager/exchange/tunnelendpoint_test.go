@@ -1,8 +1,9 @@
-package manager
+package exchange
 
 import (
 	"fmt"
 	"maps"
+	"net/netip"
 	"reflect"
 	"runtime"
 	"slices"
@@ -19,6 +20,7 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/manager/facts"
 	"github.com/isthmus-net/isthmus/manager/managertest"
+	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
 func holds(nc *v1alpha1.NetworkConfig) bool {
@@ -245,7 +247,7 @@ func TestRepeeringLeavesNothingBehind(t *testing.T) {
 	rounds := 12
 	var goroutines int
 	for i := range rounds {
-		p := &partner{remote: a.describe("bravo"), a: a, key: 2}
+		p := &partner{Remote: a.Describe("bravo"), a: a, key: 2}
 		if i == 0 {
 			p = a.partner("bravo", 2)
 		} else {
@@ -286,5 +288,20 @@ func TestNetworksAroundAnAddress(t *testing.T) {
 	}
 	if six := networksAround("2001:db8::1"); !slices.Contains(six, "2001:db8::/32") {
 		t.Errorf("IPv6: %v", six)
+	}
+}
+
+func TestTheTunnelCarriesControlWhereBothSidesWantIt(t *testing.T) {
+	facts := facts.Facts{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ExternalCIDR: netip.MustParsePrefix("10.245.0.0/16"), Endpoint: "192.0.2.1", Port: 5871, PublicKey: managertest.Key(1)}
+	for _, ours := range []bool{false, true} {
+		for _, theirs := range []bool{false, true} {
+			spec, problems := NetworkConfigFor(facts, peers.Peer{Cluster: v1alpha1.ClusterIdentity{ClusterID: "b", ClusterName: "b"}, InBand: theirs})
+			if len(problems) > 0 {
+				t.Fatal(problems)
+			}
+			if got := inBand(peers.Peer{InBand: ours}, &v1alpha1.NetworkConfig{Spec: spec}); got != (ours && theirs) {
+				t.Errorf("ours %t, theirs %t: %t", ours, theirs, got)
+			}
+		}
 	}
 }

@@ -1,14 +1,10 @@
-package manager
+package exchange
 
 import (
 	"fmt"
 	"net/netip"
 	"strings"
 	"testing"
-
-	"k8s.io/apimachinery/pkg/api/meta"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
@@ -86,45 +82,6 @@ func TestAClaimOutsideOfPrivateSpaceIsRemappedUnlessThePeeringAllowsIt(t *testin
 	later.untilAccepted("None None")
 	edit(a, later.Peering, func(p *isthmus.Peering) { p.Spec.Claims.AlwaysRemap = true })
 	a.Until("it is remapped, too", func() bool { pod, external := remapped(later); return pod && external })
-}
-
-func TestAnEventSaysThatConsentIsNeeded(t *testing.T) {
-	w := newWorld(t, false)
-	w.Gateway("192.0.2.1")
-	p := w.peer("b")
-	p.join()
-	var copies v1alpha1.NetworkConfigList
-	w.OK(w.API().List(w.Ctx, &copies))
-	for i := range copies.Items {
-		nc := &copies.Items[i]
-		if nc.Namespace != p.NS || nc.Labels[v1alpha1.LabelOriginID] != p.Cluster.ClusterID {
-			continue
-		}
-		meta.SetStatusCondition(&nc.Status.Conditions, metav1.Condition{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionFalse,
-			Reason: v1alpha1.ReasonConsent, Message: "spec.podCIDR: is 192.168.32.0/22 now"})
-		w.OK(w.API().Status().Update(w.Ctx, nc))
-	}
-	p.UntilIs(isthmus.ConditionPeerConfig, v1alpha1.ReasonConsent)
-	told := ""
-	w.Until("an Event says so", func() bool {
-		for len(w.events.Events) > 0 {
-			told += <-w.events.Events + "\n"
-		}
-		return strings.Contains(told, "Warning ConsentNeeded PeerConfigAccepted: "+p.Cluster.ClusterName+" ("+p.Cluster.ClusterID+") requests in NetworkConfig ") &&
-			strings.Contains(told, "to agree: isthmus peer "+p.Peering.Name+" --consent 10.244.64.0/18,10.60.0.0/18")
-	})
-	// Another claim is another question.
-	theirs := p.Theirs()
-	w.OK(w.API().Get(w.Ctx, client.ObjectKeyFromObject(theirs), theirs))
-	theirs.Spec.PodCIDR = "192.168.32.0/22"
-	w.OK(w.API().Update(w.Ctx, theirs))
-	told = ""
-	w.Until("an Event says so again", func() bool {
-		for len(w.events.Events) > 0 {
-			told += <-w.events.Events + "\n"
-		}
-		return strings.Contains(told, "--consent 192.168.32.0/22,10.60.0.0/18")
-	})
 }
 
 func TestConsentIsToOneClaim(t *testing.T) {

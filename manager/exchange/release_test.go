@@ -1,17 +1,13 @@
-package manager
+package exchange
 
 import (
 	"context"
 	"errors"
 	"log/slog"
-	"net/http"
-	"net/http/httptest"
 	"net/netip"
 	"strings"
 	"testing"
 	"time"
-
-	"k8s.io/client-go/rest"
 
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/manager/ipam"
@@ -36,7 +32,7 @@ func (a *answering) endHolds() {
 func TestNetworksOfAPeerThatVanishedAreReleased(t *testing.T) {
 	a := newAnswering(t)
 	there := a.partner("there", 2)
-	gone := a.describe("gone").Cluster.ClusterID
+	gone := a.Describe("gone").Cluster.ClusterID
 	for i, id := range []string{gone, there.Cluster.ClusterID} {
 		_, err := a.store.Update(a.Ctx, func(b ipam.State) (ipam.State, error) {
 			b, _, err := b.Grant(ipam.Request{ID: id, Pod: netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(150 + i), 0, 0}), 16),
@@ -47,7 +43,7 @@ func TestNetworksOfAPeerThatVanishedAreReleased(t *testing.T) {
 	}
 	now := time.Date(2026, 11, 25, 12, 0, 0, 0, time.UTC)
 	a.store.WithClock(func(context.Context) (time.Time, error) { return now, nil })
-	r := &releases{Cache: a.mgr.GetCache(), Peers: peers.Peers{Reader: a.mgr.GetCache(), Self: a.Self.ClusterID}, Store: a.store, Events: a.events, Log: slog.New(slog.DiscardHandler)}
+	r := &Releases{Cache: a.mgr.GetCache(), Peers: peers.Peers{Reader: a.mgr.GetCache(), Self: a.Self.ClusterID}, Store: a.store, Events: a.events, Log: slog.New(slog.DiscardHandler)}
 	a.Until("the cache has the Peering", func() bool {
 		named, err := r.named(a.Ctx)
 		a.OK(err)
@@ -81,29 +77,5 @@ func TestNetworksOfAPeerThatVanishedAreReleased(t *testing.T) {
 	}
 	if _, has := a.store.State().GrantOf(there.Cluster.ClusterID); !has {
 		t.Error("a peer with a Peering is released")
-	}
-}
-
-func TestTheTimeIsThatOfTheAPIServer(t *testing.T) {
-	date := "Sun, 06 Nov 1994 08:49:37 GMT"
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		w.Header()["Date"] = []string{date}
-		w.WriteHeader(http.StatusForbidden) // its answer does not matter
-	}))
-	defer server.Close()
-	now, err := serverClock(&rest.Config{Host: server.URL})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if at, err := now(t.Context()); err != nil || at.Unix() != 784111777 {
-		t.Errorf("%v, %v", at, err)
-	}
-	date = ""
-	if at, err := now(t.Context()); err == nil {
-		t.Errorf("without a Date: %v", at)
-	}
-	server.Close()
-	if at, err := now(t.Context()); err == nil {
-		t.Errorf("without a server: %v", at)
 	}
 }

@@ -1,4 +1,4 @@
-package manager
+package exchange
 
 import (
 	"cmp"
@@ -17,16 +17,16 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-// A judge finds out whether the claim of a peer may be taken. It looks at what we hold true
+// A Judge finds out whether the claim of a peer may be taken. It looks at what we hold true
 // ourselves: in Liqo's RBAC the peer may write any status.
-type judge struct {
+type Judge struct {
 	Reader client.Reader
 	Peers  peers.Peers
 	Facts  facts.Reader
 	Store  interface{ State() ipam.State }
 }
 
-func (j judge) judge(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig) (fabric.Claim, []fabric.Refusal, error) {
+func (j Judge) judge(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig) (fabric.Claim, []fabric.Refusal, error) {
 	claim, problems := fabric.ClaimFrom(nc, fabric.Origin{})
 	if id := nc.Spec.RemoteCluster.ClusterID; id != j.Peers.Self {
 		problems = append(problems, fabric.Problem{Field: "spec.cluster.clusterID", Message: fmt.Sprintf("is %q; want %s, the receiver", id, j.Peers.Self)})
@@ -61,10 +61,10 @@ func (j judge) judge(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkC
 	return claim, fabric.CheckClaim(claim, receiver, others), nil
 }
 
-// unstored returns the condition Accepted for a copy that has none, because Liqo's definition of
+// Unstored returns the condition Accepted for a copy that has none, because Liqo's definition of
 // NetworkConfigs drops conditions. It reports the result of the AnswerReconciler: the claim is refused, or
 // the answer in the status is in force. nil: the copy is not answered yet.
-func (j judge) unstored(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig) (*metav1.Condition, error) {
+func (j Judge) Unstored(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig) (*metav1.Condition, error) {
 	claim, refusals, err := j.judge(ctx, peer, nc)
 	if err != nil {
 		return nil, err

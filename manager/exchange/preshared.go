@@ -1,4 +1,4 @@
-package manager
+package exchange
 
 import (
 	"bytes"
@@ -320,7 +320,7 @@ func (r *NetworkConfigReconciler) step(ctx context.Context, peer peers.Peer, spe
 	if err != nil {
 		return nil, err
 	}
-	copies, err := copiesOf(ctx, r.Client, peer.LocalNamespace, id)
+	copies, err := CopiesOf(ctx, r.Client, peer.LocalNamespace, id)
 	if err != nil {
 		return nil, err
 	}
@@ -328,7 +328,7 @@ func (r *NetworkConfigReconciler) step(ctx context.Context, peer peers.Peer, spe
 		return state.Words(), nil
 	}
 	was := state
-	state, _, err = stepOf(state, r.Peers.Self, spec.BackendConfig, id, copies[0].Spec.BackendConfig)
+	state, _, err = StepOf(state, r.Peers.Self, spec.BackendConfig, id, copies[0].Spec.BackendConfig)
 	if err != nil {
 		return nil, err
 	}
@@ -340,7 +340,7 @@ func (r *NetworkConfigReconciler) step(ctx context.Context, peer peers.Peer, spe
 	if err != nil {
 		return nil, err
 	}
-	if use := state.Use.ID; use != "" && presharedIn(te) == use {
+	if use := state.Use.ID; use != "" && PresharedIn(te) == use {
 		state = state.Settled()
 	}
 	if err := r.Keys.Put(ctx, id, state); err != nil {
@@ -349,8 +349,8 @@ func (r *NetworkConfigReconciler) step(ctx context.Context, peer peers.Peer, spe
 	return state.Words(), nil
 }
 
-// stepOf is a step of the exchange by what both sides publish.
-func stepOf(state postquantum.State, self string, ours v1alpha1.BackendConfig, id string, theirs v1alpha1.BackendConfig) (postquantum.State, postquantum.Progress, error) {
+// StepOf is a step of the exchange by what both sides publish.
+func StepOf(state postquantum.State, self string, ours v1alpha1.BackendConfig, id string, theirs v1alpha1.BackendConfig) (postquantum.State, postquantum.Progress, error) {
 	return state.Step(identityOf(self, ours), identityOf(id, theirs), postquantum.WordsIn(theirs))
 }
 

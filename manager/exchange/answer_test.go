@@ -1,4 +1,4 @@
-package manager
+package exchange
 
 import (
 	"fmt"
@@ -417,8 +417,8 @@ func TestAForgedStatusIsPutRight(t *testing.T) {
 
 func TestStrangersGetNothing(t *testing.T) {
 	a := newAnswering(t)
-	r := a.describe("stranger") // without a Peering
-	p := &partner{remote: r, a: a, key: 9}
+	r := a.Describe("stranger") // without a Peering
+	p := &partner{Remote: r, a: a, key: 9}
 	a.Create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: r.NS}})
 	p.claims("10.244.0.0/18", "10.65.0.0/20").untilAccepted("NotPeered: metadata.labels[liqo.io/originID]: nobody here wants to be joined with cluster " +
 		r.Cluster.ClusterID + " in namespace " + r.NS)

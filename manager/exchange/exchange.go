@@ -1,4 +1,12 @@
-package manager
+// Package exchange is the exchange of NetworkConfigs with the peers: it publishes ours, answers theirs with networks
+// of the IPAM, agrees on preshared keys, and joins both sides into the TunnelEndpoint and the NatMapping of each
+// peer. A RefusalGate holds an answer back until the nodes refuse its networks. Releases frees the networks of a
+// peer that is gone.
+//
+// It owns NetworkConfigs, TunnelEndpoints, NatMappings and the Secret of preshared keys. The manager runs its
+// controllers. Package peerings asks it why something is not agreed yet, and deletes TunnelEndpoints when a
+// Peering goes.
+package exchange
 
 import (
 	"context"
@@ -45,7 +53,7 @@ type Answers struct {
 
 // SetupWithManager makes mgr run the three, and its cache index what they look up.
 func (a *Answers) SetupWithManager(mgr ctrl.Manager) error {
-	if err := addExchangeIndexes(mgr.GetFieldIndexer()); err != nil {
+	if err := AddIndexes(mgr.GetFieldIndexer()); err != nil {
 		return fmt.Errorf("indexes: %w", err)
 	}
 	return errors.Join(
@@ -59,9 +67,9 @@ func (a *Answers) SetupWithManager(mgr ctrl.Manager) error {
 // these are enough to refuse and to clean up, a few at a time.
 const maxCopies = 64
 
-// copiesOf returns the NetworkConfigs of a sender in a namespace, the oldest first, and the oldest
+// CopiesOf returns the NetworkConfigs of a sender in a namespace, the oldest first, and the oldest
 // maxCopies of a flood.
-func copiesOf(ctx context.Context, reader client.Reader, namespace, origin string) ([]v1alpha1.NetworkConfig, error) {
+func CopiesOf(ctx context.Context, reader client.Reader, namespace, origin string) ([]v1alpha1.NetworkConfig, error) {
 	var list v1alpha1.NetworkConfigList
 	if err := reader.List(ctx, &list, client.InNamespace(namespace), client.MatchingFields{indexOrigin: origin}, client.UnsafeDisableDeepCopy); err != nil {
 		return nil, fmt.Errorf("NetworkConfigs of the peer: %w", err)

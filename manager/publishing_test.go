@@ -1,9 +1,7 @@
 package manager
 
 import (
-	"encoding/base64"
 	"fmt"
-	"maps"
 	"net/netip"
 	"strings"
 	"testing"
@@ -16,78 +14,10 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
-	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/keyring"
 	"github.com/isthmus-net/isthmus/manager/controllers"
-	"github.com/isthmus-net/isthmus/manager/facts"
 	"github.com/isthmus-net/isthmus/manager/managertest"
-	"github.com/isthmus-net/isthmus/manager/peers"
 )
-
-func TestNetworkConfigSaysTheFactsUnlessThePeeringOverridesThem(t *testing.T) {
-	key, err := base64.StdEncoding.DecodeString(managertest.SomeKey)
-	if err != nil {
-		t.Fatal(err)
-	}
-	all := facts.Facts{
-		PodCIDR: netip.MustParsePrefix("10.1.0.0/18"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"), ExternalCIDR: netip.MustParsePrefix("10.2.0.0/18"),
-		Endpoint: "192.0.2.1", Port: 31871, PublicKey: [32]byte(key),
-	}
-	two := func(f *facts.Facts) {
-		f.Tunnels = []fabric.TunnelEnd{{PublicKey: managertest.Key(2), Port: 31900}, {PublicKey: managertest.Key(3), Port: 31899}}
-	}
-	address := "vpn.example.org"
-	for _, c := range []struct {
-		name           string
-		change         func(*facts.Facts)
-		overrides      isthmus.Overrides
-		endpoint, port string
-		tunnels        string
-		problem        string
-	}{
-		{"as it is", func(*facts.Facts) {}, isthmus.Overrides{}, "192.0.2.1", "31871", "", ""},
-		{"with three tunnels", two, isthmus.Overrides{}, "192.0.2.1", "31871", "31900:" + managertest.KeyText(2) + ",31899:" + managertest.KeyText(3), ""},
-		{"the port of three tunnels overridden", two, isthmus.Overrides{Port: 443}, "192.0.2.1", "443", "444:" + managertest.KeyText(2) + ",445:" + managertest.KeyText(3), ""},
-		{"the last port but one for three tunnels", two, isthmus.Overrides{Port: 65534}, "192.0.2.1", "65534", "65535:" + managertest.KeyText(2), ""},
-		{"the last port for three tunnels", two, isthmus.Overrides{Port: 65535}, "192.0.2.1", "65535", "", ""},
-		{"address overridden", func(*facts.Facts) {}, isthmus.Overrides{Address: &address}, address, "31871", "", ""},
-		{"port overridden", func(*facts.Facts) {}, isthmus.Overrides{Port: 443}, "192.0.2.1", "443", "", ""},
-		{"an override makes up for what is not known", func(f *facts.Facts) { f.Endpoint, f.Port, f.NoEndpoint = "", 0, "no Service" },
-			isthmus.Overrides{Address: &address, Port: 443}, address, "443", "", ""},
-		{"half an override does not", func(f *facts.Facts) { f.Endpoint, f.Port, f.NoEndpoint = "", 0, "no Service" },
-			isthmus.Overrides{Address: &address}, "", "", "", "no Service"},
-		{"something is missing", func(f *facts.Facts) { f.Missing = []string{"PodCIDR: set --pod-cidr"} }, isthmus.Overrides{}, "", "", "", "set --pod-cidr"},
-		{"an address that no peer would take", func(f *facts.Facts) { f.Endpoint = "127.0.0.1" }, isthmus.Overrides{}, "", "", "", "spec.endpointIP"},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			facts := all
-			c.change(&facts)
-			spec, problems := networkConfigFor(facts, peers.Peer{Cluster: bravo, Overrides: c.overrides})
-			if text := strings.Join(problems, "\n"); (text == "") != (c.problem == "") || !strings.Contains(text, c.problem) {
-				t.Fatalf("problems %q, want %q", text, c.problem)
-			}
-			if c.problem != "" {
-				return
-			}
-			want := v1alpha1.NetworkConfigSpec{
-				RemoteCluster: bravo, PodCIDR: "10.1.0.0/18", ExternalCIDR: "10.2.0.0/18", EndpointIP: c.endpoint, BackendType: "wireguard",
-			}
-			got := spec.BackendConfig
-			spec.BackendConfig = nil
-			if spec.RemoteCluster != want.RemoteCluster || spec.PodCIDR != want.PodCIDR || spec.ExternalCIDR != want.ExternalCIDR ||
-				spec.EndpointIP != want.EndpointIP || spec.BackendType != want.BackendType {
-				t.Errorf("got %+v\nwant %+v", spec, want)
-			}
-			wantBackend := v1alpha1.BackendConfig{"publicKey": managertest.SomeKey, "port": c.port}
-			if c.tunnels != "" {
-				wantBackend["tunnels"] = c.tunnels
-			}
-			if !maps.Equal(got, wantBackend) {
-				t.Errorf("backend_config is %v, want %v", got, wantBackend)
-			}
-		})
-	}
-}
 
 func TestNetworkConfigIsLiqosObject(t *testing.T) {
 	w := newWorld(t, false)
@@ -108,13 +38,6 @@ func TestNetworkConfigIsLiqosObject(t *testing.T) {
 	if len(nc.Labels) != 3 || len(nc.OwnerReferences) != 1 || !metav1.IsControlledBy(nc, p.Peering) {
 		t.Errorf("labels %v, owners %v", nc.Labels, nc.OwnerReferences)
 	}
-}
-
-func atoi(s string) (n int) {
-	for _, c := range s {
-		n = 10*n + int(c-'0')
-	}
-	return n
 }
 
 func TestNetworkConfigEditedByHandIsPutRight(t *testing.T) {
@@ -179,14 +102,6 @@ func TestWithOtherNetworksTheAnswerIsWithdrawn(t *testing.T) {
 	nc.Annotations = map[string]string{isthmus.AnnotationUnanswered: "true"}
 	w.OK(w.API().Update(w.Ctx, nc))
 	w.Until("the mark is gone again", func() bool { return p.Original().Annotations[isthmus.AnnotationUnanswered] == "" })
-
-	// Readers in between see no agreement either.
-	nc = p.Original()
-	nc.Status = v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: v1alpha1.None, ExternalCIDRNAT: v1alpha1.None}
-	nc.Annotations = map[string]string{isthmus.AnnotationUnanswered: "true"}
-	if got := believed(nc); got.Status.Processed || !nc.Status.Processed {
-		t.Errorf("believed: %+v of %+v", got.Status, nc.Status)
-	}
 }
 
 func TestChangeOfTheGatewayIsPublishedToAllPeersAtOnce(t *testing.T) {
@@ -268,4 +183,11 @@ func TestPeerCannotSquatTheNameOfOurNetworkConfig(t *testing.T) {
 	w.Always("it stays as it is", func() bool { return p.Original().Labels[v1alpha1.LabelOriginID] == p.Cluster.ClusterID })
 	w.OK(w.API().Delete(w.Ctx, squatter))
 	w.Until("ours comes when it is gone", func() bool { nc := p.Original(); return nc != nil && metav1.IsControlledBy(nc, p.Peering) })
+}
+
+func atoi(s string) (n int) {
+	for _, c := range s {
+		n = 10*n + int(c-'0')
+	}
+	return n
 }

@@ -1,4 +1,4 @@
-package manager
+package exchange
 
 import (
 	"maps"
@@ -71,7 +71,7 @@ func TestOneNatMappingForAPeerAndNoneForStrangers(t *testing.T) {
 	second, leftover := stray(bravo.Cluster.ClusterID), stray(a.Prefix+".nobody")
 	a.Create(second)
 	a.Create(leftover)
-	nobody := &partner{remote: a.describe("nobody"), a: a}
+	nobody := &partner{Remote: a.Describe("nobody"), a: a}
 	a.Until("there is one for the peer and none for nobody", func() bool {
 		all := bravo.mappings()
 		return len(all) == 1 && all[0].UID == first.UID && len(nobody.mappings()) == 0

@@ -1,16 +1,12 @@
-package manager
+package exchange
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"io"
 	"log/slog"
-	"net/http"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/events"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -29,10 +25,10 @@ const releaseInterval = 5 * time.Minute
 // peer.
 const reasonReleased = "NetworksReleased"
 
-// releases ends holds of released networks after fabric.ReleaseHold. It also releases the networks of
+// Releases ends holds of released networks after fabric.ReleaseHold. It also releases the networks of
 // peers that vanished without un-peering, once no object has named them for ipam.UnusedGrace. Both times
 // are in the IPAM state, so a restart of the manager does not reset them.
-type releases struct {
+type Releases struct {
 	Cache  client.Reader
 	Peers  peers.Peers
 	Store  *ipamstore.Store
@@ -40,8 +36,8 @@ type releases struct {
 	Log    *slog.Logger
 }
 
-// run calls look every releaseInterval until ctx ends.
-func (r *releases) run(ctx context.Context) error {
+// Run calls look every releaseInterval until ctx ends.
+func (r *Releases) Run(ctx context.Context) error {
 	tick := time.NewTicker(releaseInterval)
 	defer tick.Stop()
 	for {
@@ -57,7 +53,7 @@ func (r *releases) run(ctx context.Context) error {
 }
 
 // look updates the IPAM state to the present time.
-func (r *releases) look(ctx context.Context) error {
+func (r *Releases) look(ctx context.Context) error {
 	named, err := r.named(ctx)
 	if err != nil {
 		return err
@@ -86,7 +82,7 @@ func (r *releases) look(ctx context.Context) error {
 }
 
 // named returns the clusters that objects of a peering name.
-func (r *releases) named(ctx context.Context) (map[string]bool, error) {
+func (r *Releases) named(ctx context.Context) (map[string]bool, error) {
 	var (
 		peerings  isthmus.PeeringList
 		configs   v1alpha1.NetworkConfigList
@@ -118,39 +114,4 @@ func (r *releases) named(ctx context.Context) (map[string]bool, error) {
 		named[endpoints.Items[i].Spec.ClusterIdentity.ClusterID] = true
 	}
 	return named, nil
-}
-
-// serverClock returns the API server's time, to a second: the Date of any response (RFC 9110, section
-// 6.6.1). So setting this machine's clock cannot end a hold.
-func serverClock(cfg *rest.Config) (func(context.Context) (time.Time, error), error) {
-	cfg = rest.CopyConfig(cfg)
-	cfg.Timeout = 10 * time.Second
-	web, err := rest.HTTPClientFor(cfg)
-	if err != nil {
-		return nil, err
-	}
-	base, _, err := rest.DefaultServerUrlFor(cfg)
-	if err != nil {
-		return nil, err
-	}
-	at := base.JoinPath("version").String()
-	return func(ctx context.Context) (time.Time, error) {
-		request, err := http.NewRequestWithContext(ctx, http.MethodGet, at, nil)
-		if err != nil {
-			return time.Time{}, err
-		}
-		answer, err := web.Do(request)
-		if err != nil {
-			return time.Time{}, fmt.Errorf("time of the API server: %w", err)
-		}
-		defer answer.Body.Close()
-		if _, err := io.Copy(io.Discard, io.LimitReader(answer.Body, 1<<16)); err != nil { // so that the connection is used again
-			return time.Time{}, fmt.Errorf("time of the API server: %w", err)
-		}
-		date, err := http.ParseTime(answer.Header.Get("Date"))
-		if err != nil {
-			return time.Time{}, errors.New("time of the API server: its answer has no Date")
-		}
-		return date, nil
-	}, nil
 }

@@ -1,0 +1,47 @@
+package manager
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"time"
+
+	"k8s.io/client-go/rest"
+)
+
+// serverClock returns the API server's time, to a second: the Date of any response (RFC 9110, section
+// 6.6.1). So setting this machine's clock cannot end a hold.
+func serverClock(cfg *rest.Config) (func(context.Context) (time.Time, error), error) {
+	cfg = rest.CopyConfig(cfg)
+	cfg.Timeout = 10 * time.Second
+	web, err := rest.HTTPClientFor(cfg)
+	if err != nil {
+		return nil, err
+	}
+	base, _, err := rest.DefaultServerUrlFor(cfg)
+	if err != nil {
+		return nil, err
+	}
+	at := base.JoinPath("version").String()
+	return func(ctx context.Context) (time.Time, error) {
+		request, err := http.NewRequestWithContext(ctx, http.MethodGet, at, nil)
+		if err != nil {
+			return time.Time{}, err
+		}
+		answer, err := web.Do(request)
+		if err != nil {
+			return time.Time{}, fmt.Errorf("time of the API server: %w", err)
+		}
+		defer answer.Body.Close()
+		if _, err := io.Copy(io.Discard, io.LimitReader(answer.Body, 1<<16)); err != nil { // so that the connection is used again
+			return time.Time{}, fmt.Errorf("time of the API server: %w", err)
+		}
+		date, err := http.ParseTime(answer.Header.Get("Date"))
+		if err != nil {
+			return time.Time{}, errors.New("time of the API server: its answer has no Date")
+		}
+		return date, nil
+	}, nil
+}
