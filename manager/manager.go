@@ -1,6 +1,13 @@
-// Package manager is the control plane of one cluster: it exchanges NetworkConfigs with the peers,
-// answers theirs, and makes the TunnelEndpoints and NatMappings that gateways and route agents
-// apply.
+// Package manager is the control plane of one cluster. It is elected, fills the cache that all read, runs the
+// controllers of the packages below it, and serves their metrics:
+//
+//	manager ─► peerings ─► exchange ─┬► facts ─┐
+//	                                 └► peers ─┴► controllers
+//
+// Package facts finds out what this cluster is, and package peers whom it is to be joined with. Package exchange
+// publishes NetworkConfigs, answers those of the peers, and makes the TunnelEndpoints and NatMappings that
+// gateways and route agents apply. Package peerings reports on all that in the statuses of Peerings. The
+// others (ipam, ipamstore, ipamrpc, queue, replication, services) import none of these.
 package manager
 
 import (
@@ -42,6 +49,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/facts"
 	"github.com/isthmus-net/isthmus/manager/ipamrpc"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
+	"github.com/isthmus-net/isthmus/manager/peerings"
 	"github.com/isthmus-net/isthmus/manager/peers"
 	"github.com/isthmus-net/isthmus/manager/replication"
 )
@@ -342,7 +350,7 @@ func (l *leader) lead(ctx context.Context) error {
 		ClusterID: l.Cluster.ClusterID, Client: l.client, Cache: l.mgr.GetCache(), Config: l.config, Log: l.Log,
 		Services: l.shared, Withdraw: !l.Options.Services, InBand: l.dialInBand,
 	})
-	liveness := NewLiveness(l.mgr.GetAPIReader(), l.Namespace, l.Log)
+	liveness := peerings.NewLiveness(l.mgr.GetAPIReader(), l.Namespace, l.Log)
 	keys := &exchange.KeyStore{Client: l.client, Direct: l.mgr.GetAPIReader(), Namespace: l.Namespace, Peers: l.peers, Log: l.Log}
 	if err := errors.Join(l.mgr.Add(replicator), l.mgr.Add(liveness), l.mgr.Add(keys)); err != nil {
 		return err
@@ -362,7 +370,7 @@ func (l *leader) lead(ctx context.Context) error {
 			return err
 		}
 	}
-	peering := &PeeringReconciler{
+	peering := &peerings.Reconciler{
 		Client: l.client, Peers: l.peers, Facts: own, Store: l.store, Replicator: replicator, Liveness: liveness,
 		FactsChanged: own.Subscribe(), PeerChanged: replicator.Changed(), Keys: keys,
 		Events: l.mgr.GetEventRecorder(component), Log: l.Log,
@@ -382,7 +390,7 @@ func (l *leader) lead(ctx context.Context) error {
 		own,
 		gate,
 		&ipamRefresher{l.store},
-		&feeder{Peers: l.peers, Replicator: replicator},
+		&peerings.Feeder{Peers: l.peers, Replicator: replicator},
 		&exchange.Answers{Client: l.client, Peers: l.peers, Facts: own, Store: l.store, RefusalGate: gate, FactsChanged: own.Subscribe(), Log: l.Log},
 		&exchange.NetworkConfigReconciler{Client: l.client, Peers: l.peers, Facts: own, FactsChanged: own.Subscribe(), Keys: keys, Log: l.Log},
 		peering,

@@ -81,7 +81,7 @@ type side struct {
 	*world
 	server          *kubetest.Server
 	pods            string
-	peer            *remote // the other side, as this one has it
+	peer            *managertest.Remote // the other side, as this one has it
 	stop            func()
 	health, metrics string
 	services        bool  // they are shared
@@ -198,11 +198,11 @@ func (s *side) manage() {
 // peerWith makes namespace, identity and Peering for the other side.
 func (s *side) peerWith(other *side) {
 	s.T.Helper()
-	s.peer = &remote{w: s.world, Remote: &managertest.Remote{W: s.World, Cluster: other.Self, NS: other.Self.TenantNamespace(), Peering: &isthmus.Peering{
+	s.peer = &managertest.Remote{W: s.World, Cluster: other.Self, NS: other.Self.TenantNamespace(), Peering: &isthmus.Peering{
 		ObjectMeta: metav1.ObjectMeta{Name: other.Self.UniqueName()},
 		Spec: isthmus.PeeringSpec{Cluster: other.Self,
 			TenantNamespace: isthmus.TenantNamespace{Local: other.Self.TenantNamespace(), Remote: s.Self.TenantNamespace()}},
-	}}}
+	}}
 	s.Create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: s.peer.NS}})
 	name := metav1.ObjectMeta{Namespace: s.peer.NS, Name: isthmus.DefaultIdentitySecret}
 	s.Create(&rbacv1.Role{ObjectMeta: name, Rules: []rbacv1.PolicyRule{{

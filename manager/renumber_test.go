@@ -119,6 +119,12 @@ func part(sides ...*side) {
 // agreed waits until the TunnelEndpoints of both sides have the pods of one.
 func agreed(s, other *side) {
 	s.T.Helper()
+	seen := func(own, nat string) string {
+		if nat == v1alpha1.None {
+			return own
+		}
+		return nat
+	}
 	s.Until("both sides use the other network", func() bool {
 		here, there := s.peer.Endpoint(), other.peer.Endpoint()
 		return here != nil && there != nil && here.Spec.LocalPodCIDR == s.pods && there.Spec.RemotePodCIDR == s.pods &&

@@ -11,6 +11,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/manager/facts"
+	"github.com/isthmus-net/isthmus/manager/peerings"
 	"github.com/isthmus-net/isthmus/manager/replication"
 	"github.com/isthmus-net/isthmus/manager/services"
 )
@@ -29,7 +30,7 @@ func canShare(ctx context.Context, direct client.Reader) (bool, error) {
 }
 
 // shareServices makes what shares Services, if that is wanted and possible.
-func (l *leader) shareServices(own facts.Reader, replicator *replication.Replicator, peering *PeeringReconciler) (*services.Controller, error) {
+func (l *leader) shareServices(own facts.Reader, replicator *replication.Replicator, peering *peerings.Reconciler) (*services.Controller, error) {
 	if !l.Options.Services {
 		return nil, nil //nolint:nilnil // it is off
 	}

@@ -1,4 +1,4 @@
-package manager
+package peerings
 
 import (
 	"context"
@@ -23,7 +23,7 @@ type servicesState struct {
 	left    bool // of a Peering that is deleted: PeerServices of ours are at the peer
 }
 
-func (r *PeeringReconciler) gatherServices(ctx context.Context, s *peeringState) {
+func (r *Reconciler) gatherServices(ctx context.Context, s *peeringState) {
 	s.services = servicesState{on: r.Services != nil || r.ServicesLacking != "", lacking: r.ServicesLacking}
 	if r.Services == nil {
 		return

@@ -1,4 +1,4 @@
-package manager
+package peerings
 
 import (
 	"context"
@@ -212,7 +212,7 @@ func (s *peeringState) aboutPeer(v verdict) verdict {
 }
 
 // weigh finds out what the peer's claim means here.
-func (r *PeeringReconciler) weigh(ctx context.Context, s *peeringState, peer peers.Peer) error {
+func (r *Reconciler) weigh(ctx context.Context, s *peeringState, peer peers.Peer) error {
 	state := r.Store.State()
 	s.granted, _ = state.GrantOf(peer.Cluster.ClusterID)
 	if len(s.copies) != 1 {

@@ -1,4 +1,4 @@
-package manager
+package peerings
 
 import (
 	"context"
@@ -10,12 +10,9 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/tools/events"
-	"k8s.io/utils/ptr"
 	ctrl "sigs.k8s.io/controller-runtime"
-	"sigs.k8s.io/controller-runtime/pkg/config"
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 	"sigs.k8s.io/controller-runtime/pkg/event"
-	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
@@ -44,12 +41,6 @@ type remote struct {
 
 // peer makes a Peering with a cluster, and its tenant namespace.
 func (w *world) peer(name string) *remote { return &remote{w.Peer(name), w} }
-
-// bare is a world without reconcilers: for tests that run the whole manager.
-func bare(t *testing.T) *world {
-	t.Helper()
-	return &world{World: managertest.New(t)}
-}
 
 // describe returns that peer without making anything.
 func (w *world) describe(name string) *remote { return &remote{w.Describe(name), w} }
@@ -114,15 +105,8 @@ func newWorld(t *testing.T, foreignClusters bool) *world {
 	w.Ctx, cancel = context.WithCancel(context.Background())
 	w.Create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: w.System}})
 
-	scheme, err := newScheme()
-	w.OK(err)
 	log := slog.New(slog.DiscardHandler)
-	mgr, err := ctrl.NewManager(managertest.Config, ctrl.Options{
-		Scheme: scheme, Cache: cacheOptions(w.System), Metrics: metricsserver.Options{BindAddress: "0"},
-		Controller: config.Controller{SkipNameValidation: ptr.To(true)},
-	})
-	w.OK(err)
-	w.OK(prepare(w.Ctx, mgr, present{foreignClusters: foreignClusters, serviceCIDRs: managertest.ServesServiceCIDRs}))
+	mgr := w.Manager(foreignClusters)
 	w.OK(exchange.AddIndexes(mgr.GetFieldIndexer()))
 	peers := peers.Peers{Reader: mgr.GetCache(), Self: w.Self.ClusterID, ForeignClusters: foreignClusters}
 	own := &facts.Keeper{
@@ -136,13 +120,13 @@ func newWorld(t *testing.T, foreignClusters bool) *world {
 	if !mgr.GetCache().WaitForCacheSync(w.Ctx) {
 		t.Fatal("caches are not filled")
 	}
-	_, err = own.Reconcile(w.Ctx, ctrl.Request{})
+	_, err := own.Reconcile(w.Ctx, ctrl.Request{})
 	w.OK(err)
 	for _, r := range []interface{ SetupWithManager(ctrl.Manager) error }{
 		own,
-		&feeder{Peers: peers, Replicator: w.stub},
+		&Feeder{Peers: peers, Replicator: w.stub},
 		&exchange.NetworkConfigReconciler{Client: mgr.GetClient(), Peers: peers, Facts: own, FactsChanged: own.Subscribe(), Log: log},
-		&PeeringReconciler{Client: mgr.GetClient(), Peers: peers, Facts: own, Store: w.ipam, Replicator: w.stub,
+		&Reconciler{Client: mgr.GetClient(), Peers: peers, Facts: own, Store: w.ipam, Replicator: w.stub,
 			Liveness:     NewLiveness(mgr.GetAPIReader(), w.System, log),
 			FactsChanged: own.Subscribe(), PeerChanged: w.stub.changed, Events: w.events, Log: log},
 	} {

@@ -1,4 +1,4 @@
-package manager
+package peerings
 
 import (
 	"context"
@@ -15,22 +15,22 @@ import (
 // pauseOfFeeder is the least time between two looks at all peers.
 const pauseOfFeeder = 50 * time.Millisecond
 
-// feeder tells the replicator which peers there are: always all of them, however many changed, so
+// A Feeder tells the replicator which peers there are: always all of them, however many changed, so
 // that it has one request for any change. A peer stays among them until its Peering is gone,
 // because its copy has to be deleted.
-type feeder struct {
+type Feeder struct {
 	Peers      peers.Peers
 	Replicator interface{ Set([]replication.Target) }
 }
 
 // SetupWithManager makes mgr call Reconcile when a peer comes, changes or goes.
-func (f *feeder) SetupWithManager(mgr ctrl.Manager) error {
+func (f *Feeder) SetupWithManager(mgr ctrl.Manager) error {
 	all := []reconcile.Request{controllers.RequestFor("peers")}
 	return f.Peers.Watch(ctrl.NewControllerManagedBy(mgr).Named("peers"), func(peers.Peer) []reconcile.Request { return all }).Complete(controllers.Noted("peers", f))
 }
 
 // Reconcile hands over the peers.
-func (f *feeder) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, error) {
+func (f *Feeder) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, error) {
 	peers, err := f.Peers.List(ctx)
 	if err != nil {
 		return ctrl.Result{}, err

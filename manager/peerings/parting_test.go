@@ -1,11 +1,10 @@
-package manager
+package peerings
 
 import (
 	"strings"
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
-	apiextensions "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -94,31 +93,4 @@ func TestATenantNamespaceThatSomebodyDeletesFinishes(t *testing.T) {
 			t.Errorf("the event %q does not say %q", last, want)
 		}
 	}
-}
-
-// `isthmus install` starts a manager where our finalizers alone hold definitions that are being deleted.
-func TestAManagerThatStartsLetsGoWhatHoldsDeletedDefinitions(t *testing.T) {
-	a, b := twoSides(t)
-	ready(a, b)
-	b.stop()
-	definitions := make([]*apiextensions.CustomResourceDefinition, 2)
-	for i, name := range []string{"peerings.isthmus.net", "networkconfigs.net.liqo.io"} {
-		definitions[i] = &apiextensions.CustomResourceDefinition{ObjectMeta: metav1.ObjectMeta{Name: name}}
-		b.OK(b.API().Delete(b.Ctx, definitions[i]))
-	}
-	b.Until("the Peering is being deleted", func() bool {
-		var p isthmus.Peering
-		b.OK(b.API().Get(b.Ctx, client.ObjectKeyFromObject(b.peer.Peering), &p))
-		return !p.DeletionTimestamp.IsZero()
-	})
-	b.manage()
-	for _, d := range definitions {
-		b.Until(d.Name+" is gone", func() bool {
-			crd, err := controllers.Found(b.Ctx, b.API(), client.ObjectKeyFromObject(d), new(apiextensions.CustomResourceDefinition))
-			b.OK(err)
-			return crd == nil
-		})
-	}
-	b.stop()
-	part(a)
 }

@@ -1,4 +1,4 @@
-package manager
+package peerings
 
 import (
 	"net/netip"
@@ -15,6 +15,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/manager/ipam"
+	"github.com/isthmus-net/isthmus/manager/managertest"
 	"github.com/isthmus-net/isthmus/manager/replication"
 )
 
@@ -239,7 +240,7 @@ func TestNothingIsWrittenAtRest(t *testing.T) {
 }
 
 func TestTheNamespacesOfAPeeringAreSetOnce(t *testing.T) {
-	w := bare(t)
+	w := managertest.New(t)
 	for field, change := range map[string]func(*isthmus.TenantNamespace){
 		"local":  func(n *isthmus.TenantNamespace) { n.Local = w.Prefix + "-y" },
 		"remote": func(n *isthmus.TenantNamespace) { n.Remote = w.Prefix + "-y" },

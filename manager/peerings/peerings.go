@@ -1,4 +1,10 @@
-package manager
+// Package peerings reports the state of each Peering in its status and in Events, and takes a Peering that is deleted
+// down in the right order: shared services, TunnelEndpoint, NetworkConfig and its copy at the peer, networks,
+// finalizer. It watches the gateway's Lease, without which the state of a tunnel is stale.
+//
+// It owns the status and the finalizer of Peerings, and reads the objects of package exchange. The manager runs its
+// controllers.
+package peerings
 
 import (
 	"context"
@@ -45,10 +51,10 @@ type stateStore interface {
 	Update(context.Context, func(ipam.State) (ipam.State, error)) (ipam.State, error)
 }
 
-// PeeringReconciler tells the story of each Peering in its status, and takes a Peering that is
+// A Reconciler tells the story of each Peering in its status, and takes a Peering that is
 // deleted down in the right order: shared services, TunnelEndpoint, NetworkConfig and its copy at the
 // peer, networks of the IPAM, finalizer.
-type PeeringReconciler struct {
+type Reconciler struct {
 	Client client.Client
 	Peers  peers.Peers
 	Facts  facts.Reader
@@ -73,7 +79,7 @@ type PeeringReconciler struct {
 }
 
 // SetupWithManager makes mgr call Reconcile for each Peering that something happened to.
-func (r *PeeringReconciler) SetupWithManager(mgr ctrl.Manager) error {
+func (r *Reconciler) SetupWithManager(mgr ctrl.Manager) error {
 	inNamespace := handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
 		return r.peerings(ctx, client.MatchingFields{peers.IndexTenantNamespace: o.GetNamespace()})
 	})
@@ -105,7 +111,7 @@ func (r *PeeringReconciler) SetupWithManager(mgr ctrl.Manager) error {
 		Complete(controllers.Noted("peering", r))
 }
 
-func (r *PeeringReconciler) peerings(ctx context.Context, which ...client.ListOption) (all []reconcile.Request) {
+func (r *Reconciler) peerings(ctx context.Context, which ...client.ListOption) (all []reconcile.Request) {
 	var list isthmus.PeeringList
 	if err := r.Client.List(ctx, &list, which...); err != nil {
 		r.Log.Error("cannot list Peerings; a change waits for the next event", "error", err)
@@ -118,7 +124,7 @@ func (r *PeeringReconciler) peerings(ctx context.Context, which ...client.ListOp
 
 // Reconcile brings the status of one Peering up to date and goes on with its removal if that is
 // wanted.
-func (r *PeeringReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
+func (r *Reconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
 	after, err := r.reconcile(ctx, req.Name)
 	if apierrors.IsConflict(err) {
 		return ctrl.Result{RequeueAfter: controllers.Soon}, nil // the cache is behind
@@ -130,7 +136,7 @@ func (r *PeeringReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ct
 }
 
 // reconcile returns after which time it has to be called again; zero: an event calls it.
-func (r *PeeringReconciler) reconcile(ctx context.Context, name string) (after time.Duration, err error) {
+func (r *Reconciler) reconcile(ctx context.Context, name string) (after time.Duration, err error) {
 	var peering isthmus.Peering
 	if err := r.Client.Get(ctx, types.NamespacedName{Name: name}, &peering); err != nil {
 		return 0, client.IgnoreNotFound(err)
@@ -169,7 +175,7 @@ func (r *PeeringReconciler) reconcile(ctx context.Context, name string) (after t
 	return after, r.write(ctx, state)
 }
 
-func (r *PeeringReconciler) gather(ctx context.Context, peering *isthmus.Peering) (s peeringState, err error) {
+func (r *Reconciler) gather(ctx context.Context, peering *isthmus.Peering) (s peeringState, err error) {
 	peer := peers.From(peering)
 	s = peeringState{peering: peering, identity: unknown, published: unknown, silent: r.Liveness.Silent()}
 	if s.conflict, err = r.Peers.Conflict(ctx, peering); s.conflict != "" || err != nil {
@@ -239,7 +245,7 @@ func told(peering *isthmus.Peering, condition string) verdict {
 
 // leave goes on with the removal of a Peering, as far as it goes now; done says that nothing is
 // left. The NetworkConfig is deleted by its own reconciler.
-func (r *PeeringReconciler) leave(ctx context.Context, s *peeringState) (done bool, err error) {
+func (r *Reconciler) leave(ctx context.Context, s *peeringState) (done bool, err error) {
 	if s.conflict == "" {
 		peer, began := peers.From(s.peering), time.Now()
 		still := peer.NeedsTunnel(s.original, began)
@@ -281,7 +287,7 @@ func (r *PeeringReconciler) leave(ctx context.Context, s *peeringState) (done bo
 
 // deleteCopies deletes what a peer that is left in band has here. Its manager is not let through any more, and may be
 // taking leave itself.
-func (r *PeeringReconciler) deleteCopies(ctx context.Context, peer peers.Peer) error {
+func (r *Reconciler) deleteCopies(ctx context.Context, peer peers.Peer) error {
 	copies, err := exchange.CopiesOf(ctx, r.Client, peer.LocalNamespace, peer.Cluster.ClusterID)
 	if err != nil {
 		return err
@@ -297,7 +303,7 @@ func (r *PeeringReconciler) deleteCopies(ctx context.Context, peer peers.Peer) e
 // force ends the wait for the peer, if that is wanted, and says what stays there. It is wanted too
 // when somebody deletes the tenant namespace: our identity at the peer goes with it, and with the
 // identity the way to delete anything there. The same is true when the tunnel of a peer that is left in band ends.
-func (r *PeeringReconciler) force(ctx context.Context, s *peeringState, now time.Time) error {
+func (r *Reconciler) force(ctx context.Context, s *peeringState, now time.Time) error {
 	nc := s.original
 	if nc == nil || nc.DeletionTimestamp.IsZero() || !controllerutil.ContainsFinalizer(nc, v1alpha1.FinalizerReplicator) {
 		return nil
@@ -368,7 +374,7 @@ func waitingFor(s peeringState, now time.Time) string {
 }
 
 // write writes the status if it differs, and an Event for each transition.
-func (r *PeeringReconciler) write(ctx context.Context, s peeringState) error {
+func (r *Reconciler) write(ctx context.Context, s peeringState) error {
 	want := s.peering.DeepCopy()
 	want.Status = statusFor(s)
 	if equality.Semantic.DeepEqual(want.Status, s.peering.Status) {
@@ -389,7 +395,7 @@ func (r *PeeringReconciler) write(ctx context.Context, s peeringState) error {
 // A peer can change its NetworkConfig as often as it likes. So that this does not fill our API
 // server, Events that differ in nothing but their words become one that is counted: they refer to
 // the Peering without its version, and their reason is never one that the peer chose.
-func (r *PeeringReconciler) announce(before, after *isthmus.Peering) {
+func (r *Reconciler) announce(before, after *isthmus.Peering) {
 	about := &corev1.ObjectReference{APIVersion: isthmus.GroupVersion.String(), Kind: "Peering", Name: after.Name, UID: after.UID}
 	for i := range after.Status.Conditions {
 		c := &after.Status.Conditions[i]

@@ -1,4 +1,4 @@
-package manager
+package peerings
 
 import (
 	"context"
@@ -67,7 +67,7 @@ func (d *drains) next(id types.UID, now time.Time, shared bool) (left time.Durat
 
 // drain keeps the tunnel of a Peering that is deleted until clients have left its services. Package services
 // has begun to withdraw them. It returns how long that takes at most; zero: it is done.
-func (r *PeeringReconciler) drain(ctx context.Context, s *peeringState) (time.Duration, error) {
+func (r *Reconciler) drain(ctx context.Context, s *peeringState) (time.Duration, error) {
 	if s.conflict != "" || !peers.From(s.peering).Draining {
 		return 0, nil
 	}

@@ -1,4 +1,4 @@
-package manager
+package peerings
 
 import (
 	"cmp"
@@ -18,7 +18,7 @@ type keyState struct {
 	problem  error // why nothing is stored
 }
 
-func (r *PeeringReconciler) gatherKey(ctx context.Context, s *peeringState, peer peers.Peer) {
+func (r *Reconciler) gatherKey(ctx context.Context, s *peeringState, peer peers.Peer) {
 	s.key.required = peer.KeyRequired
 	if r.Keys == nil || s.original == nil {
 		return
