@@ -32,13 +32,13 @@ import (
 	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
-// AnswerReconciler answers the NetworkConfigs of the peers: it validates their claims, has the IPAM
+// answerReconciler answers the NetworkConfigs of the peers: it validates their claims, has the IPAM
 // allocate networks for them, and writes the result into their status. A request is named by the
 // tenant namespace and the cluster ID in the label liqo.io/originID.
 //
 // A refusal is a condition, not an error. A change of anything that it depends on (the Facts, the
 // Peering, the IPAM state, the other peers) causes a new request.
-type AnswerReconciler struct {
+type answerReconciler struct {
 	Client      client.Client
 	Peers       peers.Peers
 	Facts       facts.Reader
@@ -58,7 +58,7 @@ type AnswerReconciler struct {
 
 // SetupWithManager makes mgr call Reconcile for each peer that something happened to. The indexes
 // have to be there.
-func (r *AnswerReconciler) SetupWithManager(mgr ctrl.Manager) error {
+func (r *answerReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	b := ctrl.NewControllerManagedBy(mgr).Named("answer").
 		WithOptions(controller.Options{MaxConcurrentReconciles: controllers.Workers}).
 		Watches(&v1alpha1.NetworkConfig{}, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
@@ -88,7 +88,7 @@ func (r *AnswerReconciler) SetupWithManager(mgr ctrl.Manager) error {
 
 // claimantsOf are the requests about those who claim one of the keys of a gateway: one may have
 // changed hands.
-func (r *AnswerReconciler) claimantsOf(config v1alpha1.BackendConfig) (all []reconcile.Request) {
+func (r *answerReconciler) claimantsOf(config v1alpha1.BackendConfig) (all []reconcile.Request) {
 	for _, key := range publicKeysOf(config) {
 		all = append(all, r.claimants.with(key)...)
 	}
@@ -96,7 +96,7 @@ func (r *AnswerReconciler) claimantsOf(config v1alpha1.BackendConfig) (all []rec
 }
 
 // Reconcile answers the copies of one sender in one namespace.
-func (r *AnswerReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
+func (r *answerReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
 	err := r.reconcile(ctx, req)
 	switch {
 	case apierrors.IsConflict(err):
@@ -110,7 +110,7 @@ func (r *AnswerReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctr
 	return ctrl.Result{}, nil
 }
 
-func (r *AnswerReconciler) reconcile(ctx context.Context, req ctrl.Request) error {
+func (r *answerReconciler) reconcile(ctx context.Context, req ctrl.Request) error {
 	copies, err := CopiesOf(ctx, r.Client, req.Namespace, req.Name)
 	copies = slices.DeleteFunc(copies, func(nc v1alpha1.NetworkConfig) bool { return !alive(nc) })
 	r.waiting.remove(req)
@@ -147,7 +147,7 @@ func (r *AnswerReconciler) reconcile(ctx context.Context, req ctrl.Request) erro
 		return r.refuse(ctx, copies, refusals...)
 	}
 	r.waiting.remove(req)
-	if !answerInForce(r.Store.State(), nc) && !r.RefusalGate.Refused(req.Name, &r.queue, req) {
+	if !answerInForce(r.Store.State(), nc) && !r.RefusalGate.refused(req.Name, &r.queue, req) {
 		return nil
 	}
 	answer := v1alpha1.NetworkConfigStatus{Processed: true}
@@ -191,7 +191,7 @@ func sender(ctx context.Context, all peers.Peers, namespace, origin string) (pee
 const maxRefused = 16
 
 // refuseStranger refuses what lies in a namespace where it does not belong.
-func (r *AnswerReconciler) refuseStranger(ctx context.Context, copies []v1alpha1.NetworkConfig, refusal fabric.Refusal) error {
+func (r *answerReconciler) refuseStranger(ctx context.Context, copies []v1alpha1.NetworkConfig, refusal fabric.Refusal) error {
 	var list v1alpha1.NetworkConfigList
 	if err := r.Client.List(ctx, &list, client.InNamespace(copies[0].Namespace), client.Limit(maxRefused+1), client.UnsafeDisableDeepCopy); err != nil {
 		return fmt.Errorf("count the others: %w", err)
@@ -204,7 +204,7 @@ func (r *AnswerReconciler) refuseStranger(ctx context.Context, copies []v1alpha1
 
 // refuse says in the oldest of the copies why they are refused. An answer that was given before
 // stays as long as it is still right.
-func (r *AnswerReconciler) refuse(ctx context.Context, copies []v1alpha1.NetworkConfig, refusals ...fabric.Refusal) (err error) {
+func (r *answerReconciler) refuse(ctx context.Context, copies []v1alpha1.NetworkConfig, refusals ...fabric.Refusal) (err error) {
 	condition := metav1.Condition{Status: metav1.ConditionFalse, Reason: refusals[0].Reason, Message: textOf(refusals)}
 	for i := range copies[:min(len(copies), maxRefused)] {
 		nc := &copies[i]
@@ -240,7 +240,7 @@ func answerInForce(b ipam.State, nc *v1alpha1.NetworkConfig) bool {
 
 // write updates the status of a copy if the stored status would change. We own all of it, so conditions
 // that the sender wrote there are removed.
-func (r *AnswerReconciler) write(ctx context.Context, nc *v1alpha1.NetworkConfig, answer v1alpha1.NetworkConfigStatus, accepted metav1.Condition) error {
+func (r *answerReconciler) write(ctx context.Context, nc *v1alpha1.NetworkConfig, answer v1alpha1.NetworkConfigStatus, accepted metav1.Condition) error {
 	if old := meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted); old != nil {
 		answer.Conditions = []metav1.Condition{*old}
 	}

@@ -35,9 +35,9 @@ import (
 // Answers are the reconcilers that turn the NetworkConfigs of both sides of each peering into
 // answers, TunnelEndpoints and NatMappings:
 //
-//	copy ─ AnswerReconciler ─► status of the copy, grant in the IPAM state ─┐
-//	original with the peer's answer ──────────────────────────────────┴─ TunnelEndpointReconciler ─► TunnelEndpoint
-//	                                        answer in the IPAM state ─ NatMappingReconciler ─► NatMapping ─┘ (exists first)
+//	copy ─ answerReconciler ─► status of the copy, grant in the IPAM state ─┐
+//	original with the peer's answer ──────────────────────────────────┴─ tunnelEndpointReconciler ─► TunnelEndpoint
+//	                                        answer in the IPAM state ─ natMappingReconciler ─► NatMapping ─┘ (exists first)
 //
 // All fields but FactsChanged may be shared. The IPAM state must be loaded.
 type Answers struct {
@@ -57,9 +57,9 @@ func (a *Answers) SetupWithManager(mgr ctrl.Manager) error {
 		return fmt.Errorf("indexes: %w", err)
 	}
 	return errors.Join(
-		(&AnswerReconciler{Client: a.Client, Peers: a.Peers, Facts: a.Facts, Store: a.Store, RefusalGate: a.RefusalGate, FactsChanged: a.FactsChanged, Log: a.Log}).SetupWithManager(mgr),
-		(&TunnelEndpointReconciler{Client: a.Client, Peers: a.Peers, Facts: a.Facts, Store: a.Store, RefusalGate: a.RefusalGate, Log: a.Log}).SetupWithManager(mgr),
-		(&NatMappingReconciler{Client: a.Client, Store: a.Store, Log: a.Log}).SetupWithManager(mgr),
+		(&answerReconciler{Client: a.Client, Peers: a.Peers, Facts: a.Facts, Store: a.Store, RefusalGate: a.RefusalGate, FactsChanged: a.FactsChanged, Log: a.Log}).SetupWithManager(mgr),
+		(&tunnelEndpointReconciler{Client: a.Client, Peers: a.Peers, Facts: a.Facts, Store: a.Store, RefusalGate: a.RefusalGate, Log: a.Log}).SetupWithManager(mgr),
+		(&natMappingReconciler{Client: a.Client, Store: a.Store, Log: a.Log}).SetupWithManager(mgr),
 	)
 }
 

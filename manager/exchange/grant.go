@@ -26,7 +26,7 @@ var errTooEarly = errors.New("not all nodes have said what they reach")
 const fewLeft = 16
 
 // decide finds out whether the claim of a peer is taken, and which networks it gets.
-func (r *AnswerReconciler) decide(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig) (ipam.Grant, fabric.Claim, []fabric.Refusal, error) {
+func (r *answerReconciler) decide(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig) (ipam.Grant, fabric.Claim, []fabric.Refusal, error) {
 	var grant ipam.Grant
 	j := Judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}
 	claim, refusals, err := j.judge(ctx, peer, nc)

@@ -62,7 +62,7 @@ func (j Judge) judge(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkC
 }
 
 // Unstored returns the condition Accepted for a copy that has none, because Liqo's definition of
-// NetworkConfigs drops conditions. It reports the result of the AnswerReconciler: the claim is refused, or
+// NetworkConfigs drops conditions. It reports the result of the answerReconciler: the claim is refused, or
 // the answer in the status is in force. nil: the copy is not answered yet.
 func (j Judge) Unstored(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig) (*metav1.Condition, error) {
 	claim, refusals, err := j.judge(ctx, peer, nc)

@@ -191,7 +191,7 @@ func (of proofOf) prove(self, peer string) string {
 
 // reclaim deletes the TunnelEndpoints of other peers with a key that this one proves to have, and the other does not. Who
 // listed the key first, before its owner told us of it, has no tunnel by it anyway.
-func (r *TunnelEndpointReconciler) reclaim(ctx context.Context, peer peers.Peer, copied *v1alpha1.NetworkConfig) error {
+func (r *tunnelEndpointReconciler) reclaim(ctx context.Context, peer peers.Peer, copied *v1alpha1.NetworkConfig) error {
 	j := Judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}
 	for _, key := range publicKeysOf(copied.Spec.BackendConfig) {
 		tunnels, err := j.tunnelsWith(ctx, key)

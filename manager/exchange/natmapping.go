@@ -27,9 +27,9 @@ import (
 // natMappingPrefix is what the names of NatMappings begin with.
 const natMappingPrefix = "natmapping-"
 
-// NatMappingReconciler keeps one NatMapping for each peer that has answered, as the IPAM state of the
+// natMappingReconciler keeps one NatMapping for each peer that has answered, as the IPAM state of the
 // IPAM have it, and none for anybody else. Requests are named by the cluster ID of the peer.
-type NatMappingReconciler struct {
+type natMappingReconciler struct {
 	Client client.Client
 	Store  *ipamstore.Store
 	Log    *slog.Logger
@@ -37,7 +37,7 @@ type NatMappingReconciler struct {
 
 // SetupWithManager makes mgr call Reconcile for each peer whose mappings changed in the IPAM state or in
 // the API. The indexes have to be there.
-func (r *NatMappingReconciler) SetupWithManager(mgr ctrl.Manager) error {
+func (r *natMappingReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	return ctrl.NewControllerManagedBy(mgr).Named("natmapping").
 		WithOptions(controller.Options{MaxConcurrentReconciles: controllers.Workers}).
 		Watches(&v1alpha1.NatMapping{}, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
@@ -54,7 +54,7 @@ func (r *NatMappingReconciler) SetupWithManager(mgr ctrl.Manager) error {
 }
 
 // changed names the peer that an event of the IPAM state is about; all when it names none.
-func (r *NatMappingReconciler) changed(ctx context.Context, o client.Object) []reconcile.Request {
+func (r *natMappingReconciler) changed(ctx context.Context, o client.Object) []reconcile.Request {
 	if id := o.GetName(); id != "" {
 		return mappedFor(id)
 	}
@@ -77,7 +77,7 @@ func mappedFor(ids ...string) (all []reconcile.Request) {
 }
 
 // Reconcile makes, corrects or deletes the NatMapping of one peer.
-func (r *NatMappingReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
+func (r *natMappingReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
 	err := r.reconcile(ctx, req.Name)
 	switch {
 	case apierrors.IsConflict(err), apierrors.IsAlreadyExists(err):
@@ -90,7 +90,7 @@ func (r *NatMappingReconciler) Reconcile(ctx context.Context, req ctrl.Request) 
 	return ctrl.Result{}, nil
 }
 
-func (r *NatMappingReconciler) reconcile(ctx context.Context, id string) error {
+func (r *natMappingReconciler) reconcile(ctx context.Context, id string) error {
 	all, err := natMappingsOf(ctx, r.Client, id)
 	if err != nil {
 		return err
@@ -133,7 +133,7 @@ func (r *NatMappingReconciler) reconcile(ctx context.Context, id string) error {
 
 // create makes the NatMapping of a peer. Its name looks generated, as Liqo's is, but follows from
 // the cluster ID: a cache that is behind cannot lead to a second.
-func (r *NatMappingReconciler) create(ctx context.Context, id string, spec v1alpha1.NatMappingSpec) error {
+func (r *natMappingReconciler) create(ctx context.Context, id string, spec v1alpha1.NatMappingSpec) error {
 	nm := &v1alpha1.NatMapping{
 		ObjectMeta: metav1.ObjectMeta{
 			GenerateName: natMappingPrefix,
@@ -151,7 +151,7 @@ func (r *NatMappingReconciler) create(ctx context.Context, id string, spec v1alp
 
 // remove takes the label away before it deletes, as Liqo does: watches with that label see a
 // deletion even if finalizers hold the object.
-func (r *NatMappingReconciler) remove(ctx context.Context, nm *v1alpha1.NatMapping) error {
+func (r *natMappingReconciler) remove(ctx context.Context, nm *v1alpha1.NatMapping) error {
 	if _, labelled := nm.Labels[v1alpha1.LabelNatMapping]; labelled {
 		before := nm.DeepCopy()
 		delete(nm.Labels, v1alpha1.LabelNatMapping)

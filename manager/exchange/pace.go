@@ -61,7 +61,7 @@ func (p *pace) forget(id string) {
 
 // paced returns our NetworkConfig with the answer to follow, and how long the peer's present one has to wait: the former
 // one is followed meanwhile.
-func (r *TunnelEndpointReconciler) paced(id string, original *v1alpha1.NetworkConfig) (*v1alpha1.NetworkConfig, time.Duration) {
+func (r *tunnelEndpointReconciler) paced(id string, original *v1alpha1.NetworkConfig) (*v1alpha1.NetworkConfig, time.Duration) {
 	state := r.Store.State()
 	was := state.AnswerOf(id)
 	pod, external, ok := fabric.SeenBy(original)

@@ -101,8 +101,8 @@ func TestAPeerThatFlipsItsEndpointIsFollowedOnceASecond(t *testing.T) {
 }
 
 // pacing is a reconciler that a test calls itself.
-func (a *answering) pacing() *TunnelEndpointReconciler {
-	return &TunnelEndpointReconciler{
+func (a *answering) pacing() *tunnelEndpointReconciler {
+	return &tunnelEndpointReconciler{
 		Client: a.mgr.GetClient(), Peers: peers.Peers{Reader: a.mgr.GetCache(), Self: a.Self.ClusterID}, Store: a.store, Log: slog.New(slog.DiscardHandler),
 		answers: pace{every: answerEvery}, gateways: pace{every: gatewayEvery},
 	}

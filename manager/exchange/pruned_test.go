@@ -37,8 +37,8 @@ func (s pruningStatus) Patch(_ context.Context, o client.Object, _ client.Patch,
 // would be.
 func TestAStatusThatCannotHaveConditionsIsNotWrittenAgain(t *testing.T) {
 	api := new(pruning)
-	var r *AnswerReconciler
-	restart := func() { r = &AnswerReconciler{Client: api, Log: slog.New(slog.DiscardHandler)} }
+	var r *answerReconciler
+	restart := func() { r = &answerReconciler{Client: api, Log: slog.New(slog.DiscardHandler)} }
 	restart()
 	for _, step := range []struct {
 		name    string

@@ -93,9 +93,9 @@ func (w *RefusalGate) Observe(state ipam.State, version func(id string) int64) {
 	w.wake()
 }
 
-// Refused reports whether the networks of a peer may be published. If not, it adds the request to
+// refused reports whether the networks of a peer may be published. If not, it adds the request to
 // the queue as soon as they may.
-func (w *RefusalGate) Refused(id string, q *queue.Queue, request reconcile.Request) bool {
+func (w *RefusalGate) refused(id string, q *queue.Queue, request reconcile.Request) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	g, ok := w.granted[id]

@@ -133,7 +133,7 @@ func TestNobodyIsToldOfANetworkThatIsNotWritten(t *testing.T) {
 			delete(w.said, "n1")
 		}
 		var q queue.Queue
-		if told := w.Refused("b", &q, controllers.RequestFor("b")); told != step.told || (len(w.waiting) == 0) != step.told {
+		if told := w.refused("b", &q, controllers.RequestFor("b")); told != step.told || (len(w.waiting) == 0) != step.told {
 			t.Errorf("version %d: told %v, %d wait", step.version, told, len(w.waiting))
 		}
 	}

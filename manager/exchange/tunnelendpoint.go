@@ -34,13 +34,13 @@ import (
 	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
-// TunnelEndpointReconciler joins the two NetworkConfigs of each peering to the one TunnelEndpoint
+// tunnelEndpointReconciler joins the two NetworkConfigs of each peering to the one TunnelEndpoint
 // that gateway and route agents carry out, and takes it down with them. Requests are named by the
 // tenant namespace and the cluster ID of the peer.
 //
 // Nothing is ever half changed: as long as something does not fit, the TunnelEndpoint stays as it
 // was. It goes when either side withdraws. Its status is the gateway's.
-type TunnelEndpointReconciler struct {
+type tunnelEndpointReconciler struct {
 	Client      client.Client
 	Peers       peers.Peers
 	Facts       facts.Reader
@@ -56,7 +56,7 @@ type TunnelEndpointReconciler struct {
 // SetupWithManager makes mgr call Reconcile for each peer that something happened to. The indexes
 // have to be there. The Facts need no watch: when they matter, they change a NetworkConfig or the
 // condition of one.
-func (r *TunnelEndpointReconciler) SetupWithManager(mgr ctrl.Manager) error {
+func (r *tunnelEndpointReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	r.answers.every, r.gateways.every = answerEvery, gatewayEvery
 	b := ctrl.NewControllerManagedBy(mgr).Named("tunnelendpoint").
 		WithOptions(controller.Options{MaxConcurrentReconciles: controllers.Workers}).
@@ -84,7 +84,7 @@ func (r *TunnelEndpointReconciler) SetupWithManager(mgr ctrl.Manager) error {
 
 // exchangesWith names the peer in every namespace where there is a NetworkConfig for it, also when
 // nobody wants to be joined with it any more.
-func (r *TunnelEndpointReconciler) exchangesWith(ctx context.Context, id string) (all []reconcile.Request) {
+func (r *tunnelEndpointReconciler) exchangesWith(ctx context.Context, id string) (all []reconcile.Request) {
 	var list v1alpha1.NetworkConfigList
 	if err := r.Client.List(ctx, &list, client.MatchingFields{indexReceiver: id}, client.UnsafeDisableDeepCopy); err != nil {
 		r.Log.Error("cannot list NetworkConfigs; a change of a NatMapping waits for the next event", "error", err)
@@ -96,7 +96,7 @@ func (r *TunnelEndpointReconciler) exchangesWith(ctx context.Context, id string)
 }
 
 // Reconcile makes, corrects or deletes the TunnelEndpoint of one peer.
-func (r *TunnelEndpointReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
+func (r *tunnelEndpointReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
 	after, err := r.reconcile(ctx, req)
 	switch {
 	case apierrors.IsConflict(err), apierrors.IsAlreadyExists(err):
@@ -120,7 +120,7 @@ type exchange struct {
 	endpoints []v1alpha1.TunnelEndpoint // for the peer
 }
 
-func (r *TunnelEndpointReconciler) gather(ctx context.Context, req ctrl.Request) (*exchange, error) {
+func (r *tunnelEndpointReconciler) gather(ctx context.Context, req ctrl.Request) (*exchange, error) {
 	x := &exchange{id: req.Name}
 	peer, err := r.Peers.ByID(ctx, x.id)
 	switch {
@@ -157,7 +157,7 @@ func (r *TunnelEndpointReconciler) gather(ctx context.Context, req ctrl.Request)
 }
 
 // reconcile returns after which time it has to be called again; zero: an event calls it.
-func (r *TunnelEndpointReconciler) reconcile(ctx context.Context, req ctrl.Request) (after time.Duration, err error) {
+func (r *tunnelEndpointReconciler) reconcile(ctx context.Context, req ctrl.Request) (after time.Duration, err error) {
 	x, err := r.gather(ctx, req)
 	if err != nil {
 		return 0, err
@@ -177,7 +177,7 @@ func (r *TunnelEndpointReconciler) reconcile(ctx context.Context, req ctrl.Reque
 }
 
 // shut keeps the manager of a peer that is left from our API server, while the tunnel stays for ours or for clients.
-func (r *TunnelEndpointReconciler) shut(ctx context.Context, x *exchange) error {
+func (r *tunnelEndpointReconciler) shut(ctx context.Context, x *exchange) error {
 	for i := range x.endpoints {
 		te := &x.endpoints[i]
 		if now := te.Annotations[isthmus.AnnotationInBand]; now == "" || now == isthmus.InBandLeaving || !te.DeletionTimestamp.IsZero() {
@@ -195,7 +195,7 @@ func (r *TunnelEndpointReconciler) shut(ctx context.Context, x *exchange) error 
 // end takes down what there is for a cluster that is no peer here (any more). What the gateways and
 // route agents still hold (they have finalizers on the TunnelEndpoint) is nobody else's until they
 // have let go.
-func (r *TunnelEndpointReconciler) end(ctx context.Context, x *exchange) error {
+func (r *tunnelEndpointReconciler) end(ctx context.Context, x *exchange) error {
 	if err := r.deleteEndpoints(ctx, x); err != nil {
 		return err
 	}
@@ -224,7 +224,7 @@ func (r *TunnelEndpointReconciler) end(ctx context.Context, x *exchange) error {
 
 // release releases the networks of a peer, which are held from then on. It returns false until the
 // NatMapping, which follows the IPAM state, is gone.
-func (r *TunnelEndpointReconciler) release(ctx context.Context, x *exchange) (gone bool, err error) {
+func (r *tunnelEndpointReconciler) release(ctx context.Context, x *exchange) (gone bool, err error) {
 	now, err := r.Store.Now(ctx)
 	if err != nil {
 		return false, err
@@ -249,7 +249,7 @@ func (r *TunnelEndpointReconciler) release(ctx context.Context, x *exchange) (go
 var errWantedAgain = errors.New("there is a new peering with the cluster")
 
 // join makes the TunnelEndpoint be what both sides agreed upon.
-func (r *TunnelEndpointReconciler) join(ctx context.Context, x *exchange) error {
+func (r *tunnelEndpointReconciler) join(ctx context.Context, x *exchange) error {
 	live := slices.DeleteFunc(slices.Clone(x.copies), func(nc v1alpha1.NetworkConfig) bool { return !alive(nc) })
 	original := x.original()
 	if len(live) == 0 || original != nil && !alive(*original) {
@@ -295,7 +295,7 @@ func (r *TunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 	if err != nil || spec == nil {
 		return err
 	}
-	if !r.RefusalGate.Refused(x.id, &r.queue, exchangeWith(x.peer)) {
+	if !r.RefusalGate.refused(x.id, &r.queue, exchangeWith(x.peer)) {
 		return nil // under Liqo's rights the peer may have answered itself
 	}
 	if ready, err := r.mapped(ctx, x.id, original); err != nil || !ready {
@@ -323,7 +323,7 @@ func (x *exchange) original() *v1alpha1.NetworkConfig {
 //
 // A refusal is often about the networks alone, such as a spec.overrides that is not free. It leaves those
 // as they are that the tunnel has, and the rest of the claim, such as a new endpoint or key, is followed.
-func (r *TunnelEndpointReconciler) decide(ctx context.Context, x *exchange, original, copied *v1alpha1.NetworkConfig) (*v1alpha1.TunnelEndpointSpec, error) {
+func (r *tunnelEndpointReconciler) decide(ctx context.Context, x *exchange, original, copied *v1alpha1.NetworkConfig) (*v1alpha1.TunnelEndpointSpec, error) {
 	peer := x.peer
 	facts, err := r.Facts.Facts(ctx)
 	if err != nil {
@@ -365,7 +365,7 @@ func sameRemote(a, b v1alpha1.TunnelEndpointSpec) bool {
 
 // mapped puts the answer of the peer into the IPAM state. It is true when the NatMapping is there that
 // goes with it: the gateway finds both or none.
-func (r *TunnelEndpointReconciler) mapped(ctx context.Context, id string, original *v1alpha1.NetworkConfig) (bool, error) {
+func (r *tunnelEndpointReconciler) mapped(ctx context.Context, id string, original *v1alpha1.NetworkConfig) (bool, error) {
 	pod, external, ok := fabric.SeenBy(original)
 	if !ok {
 		return false, nil
@@ -409,7 +409,7 @@ func inBand(peer peers.Peer, copied *v1alpha1.NetworkConfig) bool {
 }
 
 // write creates or corrects the TunnelEndpoint.
-func (r *TunnelEndpointReconciler) write(ctx context.Context, peer peers.Peer, original, copied *v1alpha1.NetworkConfig, spec v1alpha1.TunnelEndpointSpec) error {
+func (r *tunnelEndpointReconciler) write(ctx context.Context, peer peers.Peer, original, copied *v1alpha1.NetworkConfig, spec v1alpha1.TunnelEndpointSpec) error {
 	facts, err := r.Facts.Facts(ctx)
 	if err != nil {
 		return err
@@ -470,7 +470,7 @@ func (r *TunnelEndpointReconciler) write(ctx context.Context, peer peers.Peer, o
 }
 
 // deleteEndpoints deletes the TunnelEndpoints of a peer, if that is not done yet.
-func (r *TunnelEndpointReconciler) deleteEndpoints(ctx context.Context, x *exchange) error {
+func (r *tunnelEndpointReconciler) deleteEndpoints(ctx context.Context, x *exchange) error {
 	for i := range x.endpoints {
 		te := &x.endpoints[i]
 		if !te.DeletionTimestamp.IsZero() {
@@ -485,16 +485,16 @@ func (r *TunnelEndpointReconciler) deleteEndpoints(ctx context.Context, x *excha
 }
 
 // hold keeps a NetworkConfig until what was made of it is gone.
-func (r *TunnelEndpointReconciler) hold(ctx context.Context, nc *v1alpha1.NetworkConfig) error {
+func (r *tunnelEndpointReconciler) hold(ctx context.Context, nc *v1alpha1.NetworkConfig) error {
 	return r.finalizer(ctx, nc, controllerutil.AddFinalizer)
 }
 
 // letGo is the opposite of hold.
-func (r *TunnelEndpointReconciler) letGo(ctx context.Context, nc *v1alpha1.NetworkConfig) error {
+func (r *tunnelEndpointReconciler) letGo(ctx context.Context, nc *v1alpha1.NetworkConfig) error {
 	return r.finalizer(ctx, nc, controllerutil.RemoveFinalizer)
 }
 
-func (r *TunnelEndpointReconciler) finalizer(ctx context.Context, nc *v1alpha1.NetworkConfig, change func(client.Object, string) bool) error {
+func (r *tunnelEndpointReconciler) finalizer(ctx context.Context, nc *v1alpha1.NetworkConfig, change func(client.Object, string) bool) error {
 	before := nc.DeepCopy()
 	if !change(nc, v1alpha1.FinalizerTunnelEndpointCreator) {
 		return nil
