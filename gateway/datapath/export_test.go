@@ -329,7 +329,13 @@ func (s *Streams) Left() int {
 	return len(s.stack.RegisteredEndpoints()) + len(s.stack.CleanupEndpoints())
 }
 
-// LocalQueueLen is how many packets to one destination wait.
+// A Sender is a peer that sends to the endpoint.
+type Sender struct{ p peer }
+
+// DeliverFrom is deliver.
+func (l *Local) DeliverFrom(s *Sender, b []byte) bool { return l.deliver(&s.p, b) }
+
+// LocalQueueLen is how many packets wait in one queue of the stack's link.
 const LocalQueueLen = localQueueLen
 
 // Waiting is how many packets of streams wait for the reader.

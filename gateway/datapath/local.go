@@ -19,8 +19,8 @@ import (
 )
 
 const (
-	// localQueueLen bounds the packets to one destination that a TCP/IP stack has sent and the reader has not
-	// fetched yet. The newest is dropped and counted as DropLocalQueue.
+	// localQueueLen bounds the packets in one queue of a localLink that the reader has not fetched yet. The
+	// newest is dropped and counted as DropLocalQueue.
 	localQueueLen = 256
 
 	localNIC = 1
@@ -177,8 +177,8 @@ func (l *Local) next(p []byte) (n, size int) {
 func (l *Local) hasPadded() bool { return l.out.peek().size > 0 }
 
 // deliver passes one whole packet to the stack, which copies it, and reports whether the stack took it. Answers
-// (ICMP echo) may be queued before it returns.
-func (l *Local) deliver(b []byte) bool {
+// (ICMP echo) may be queued before it returns. from is the peer that sent the packet, nil for none.
+func (l *Local) deliver(from *peer, b []byte) bool {
 	protocol := ipv4.ProtocolNumber
 	if b[0]>>4 == 6 {
 		protocol = ipv6.ProtocolNumber
@@ -187,6 +187,8 @@ func (l *Local) deliver(b []byte) bool {
 	l.delivering.Lock()
 	defer l.delivering.Unlock()
 	before := l.refused()
+	l.link.answers.Store(from)
+	defer l.link.answers.Store(nil)
 	l.link.InjectInbound(protocol, pkt)
 	pkt.DecRef()
 	return l.refused() == before
@@ -198,11 +200,14 @@ func (l *Local) refused() uint64 {
 	return s.IP.MalformedPacketsReceived.Value() + s.ICMP.V4.PacketsReceived.Invalid.Value() + s.ICMP.V6.PacketsReceived.Invalid.Value()
 }
 
-// localLink is the link of a TCP/IP stack. It queues what the stack sends, for each destination apart: a peer that
-// makes the stack send a lot takes no room from other peers. The queue of channel.Endpoint is not used.
+// localLink is the link of a TCP/IP stack. Answers that the stack sends during deliver wait in one queue per peer,
+// all else waits in one queue per destination: a peer that makes the stack send a lot takes no room from other
+// peers. The link of Streams has no deliver, so all segments of a connection wait in one queue, in order. The queue
+// of channel.Endpoint is not used.
 type localLink struct {
 	*channel.Endpoint
 	out            turns
+	answers        atomic.Pointer[peer] // the peer whose packet deliver handles; nil: none
 	wake, overflow atomic.Pointer[func()]
 }
 
@@ -223,7 +228,7 @@ func (l *localLink) WritePackets(pkts stack.PacketBufferList) (int, tcpip.Error)
 		view := pkt.ToView()
 		b := view.ToSlice()
 		view.Release()
-		if l.out.push(datagram{at: netip.AddrPortFrom(destination(b), 0), b: b}) {
+		if l.out.push(datagram{at: netip.AddrPortFrom(destination(b), 0), by: l.answers.Load(), b: b}) {
 			queued++
 		} else {
 			l.called(&l.overflow)

@@ -53,42 +53,56 @@ func (b *bucket) take(now time.Duration, n, rate, burst int64) bool {
 // A datagram is an entry of turns.
 type datagram struct {
 	at   netip.AddrPort // inbound: source; outbound: destination
+	by   *peer          // outbound: the peer that is answered; nil: at is queued by its address
 	b    []byte         // inbound: payload; outbound: whole packet; owned
 	size int            // outbound: octets to pad the packet to; 0: none
 }
 
+// A party has a queue in turns: an answered peer, or an address.
+type party struct {
+	peer *peer
+	addr netip.Addr
+}
+
+func (d datagram) party() party {
+	if d.by != nil {
+		return party{peer: d.by}
+	}
+	return party{addr: d.at.Addr()}
+}
+
 const (
-	turnsEach = 32   // datagrams of one address, unless turns says otherwise
-	turnsAll  = 4096 // of all addresses; one datagram per address always fits
+	turnsEach = 32   // datagrams of one party, unless turns says otherwise
+	turnsAll  = 4096 // of all parties; one datagram per party always fits
 )
 
-// turns is a fair queue of datagrams. It serves addresses in turn, and each address has its own room, so a
-// flood from one address delays another by at most one datagram. Datagrams of one address stay in order.
+// turns is a fair queue of datagrams. It serves parties in turn, and each party has its own room, so a
+// flood of one party delays another by at most one datagram. Datagrams of one party stay in order.
 // The zero value is empty. Safe for concurrent use.
 type turns struct {
-	each int          // datagrams of one address; 0: turnsEach
+	each int          // datagrams of one party; 0: turnsEach
 	n    atomic.Int64 // datagrams; testing an empty queue costs one load
 	mu   sync.Mutex   // guards what follows
-	of   map[netip.Addr][]datagram
-	next []netip.Addr // addresses with datagrams, in the order of turns
+	of   map[party][]datagram
+	next []party // parties with datagrams, in the order of turns
 }
 
 // push adds a datagram and reports whether there was room.
 func (t *turns) push(d datagram) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	addr := d.at.Addr()
-	waiting := t.of[addr]
+	of := d.party()
+	waiting := t.of[of]
 	if len(waiting) == cmp.Or(t.each, turnsEach) || len(waiting) > 0 && t.n.Load() >= turnsAll {
 		return false
 	}
 	if t.of == nil {
-		t.of = make(map[netip.Addr][]datagram)
+		t.of = make(map[party][]datagram)
 	}
 	if len(waiting) == 0 {
-		t.next = append(t.next, addr)
+		t.next = append(t.next, of)
 	}
-	t.of[addr] = append(waiting, d)
+	t.of[of] = append(waiting, d)
 	t.n.Add(1)
 	return true
 }
@@ -103,14 +117,14 @@ func (t *turns) pop() (d datagram, ok bool) {
 	if len(t.next) == 0 {
 		return datagram{}, false
 	}
-	addr := t.next[0]
+	of := t.next[0]
 	t.next = t.next[1:]
-	waiting := t.of[addr]
+	waiting := t.of[of]
 	if d = waiting[0]; len(waiting) == 1 {
-		delete(t.of, addr)
+		delete(t.of, of)
 	} else {
 		waiting[0] = datagram{}
-		t.of[addr], t.next = waiting[1:], append(t.next, addr)
+		t.of[of], t.next = waiting[1:], append(t.next, of)
 	}
 	t.n.Add(-1)
 	return d, true
@@ -187,7 +201,7 @@ func (p *Port) Send(message []byte, to netip.AddrPort, size int) error {
 		return err
 	}
 	link := p.local.link
-	if p.local.out.push(datagram{to, b, size}) {
+	if p.local.out.push(datagram{at: to, b: b, size: size}) {
 		link.called(&link.wake)
 	} else {
 		link.called(&link.overflow)
@@ -247,7 +261,7 @@ func (t *Tunnel) toLocal(p *peer, v *packet.View, now time.Duration) natengine.D
 		return natengine.DropBadChecksum
 	}
 	stack, why := useOf(v)
-	if stack && !t.local.deliver(v.Bytes()) && why == natengine.DropNone {
+	if stack && !t.local.deliver(p, v.Bytes()) && why == natengine.DropNone {
 		why = natengine.DropMalformed
 	}
 	return why

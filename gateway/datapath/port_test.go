@@ -279,6 +279,35 @@ func TestEndpointCountsWhatItDoesNotAnswer(t *testing.T) {
 	}
 }
 
+// A peer chooses its source addresses, and thereby the destinations of the answers.
+func TestAnswersToOnePeerTakeOneTurnWhateverItsAddresses(t *testing.T) {
+	local, err := datapath.NewLocal(self, netip.Addr{}, 1420)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer local.Close()
+	var flooder, honest datapath.Sender
+	for i := range byte(datapath.OtherBurst) {
+		local.DeliverFrom(&flooder, echo4(netip.AddrFrom4([4]byte{10, 71, 0, 1 + i}), self, 1, 1))
+	}
+	from := netip.MustParseAddr("10.72.0.1")
+	local.DeliverFrom(&honest, echo4(from, self, 1, 1))
+	b, before := make([]byte, 2048), 0
+	for {
+		n := local.Next(b)
+		if n == 0 {
+			t.Fatal("no answer")
+		}
+		if netip.AddrFrom4([4]byte(b[16:20])) == from {
+			break
+		}
+		before++
+	}
+	if before > 1 {
+		t.Errorf("the answer waits for %d of another peer; want 1 at most", before)
+	}
+}
+
 // The limit of a peer does not depend on how its messages are interleaved with others. Anybody may send
 // messages with an unknown index in between.
 func TestBoundOfTheEndpointHoldsWhateverComesInBetween(t *testing.T) {

@@ -77,7 +77,7 @@ func (o *outbound) splitOrTell(v *packet.View, limit int, peer *natengine.PeerSt
 		}
 	case natengine.Deliver:
 		if o.t.local != nil { // else a host has forged its address
-			o.t.local.deliver(answer)
+			o.t.local.deliver(nil, answer)
 		}
 	}
 	return false
