@@ -55,6 +55,10 @@ const (
 	provenEvery, provenBurst     = time.Second / 20, 20
 	guestEvery, guestBurst       = time.Second / 500, 200
 
+	// movePause is the least time between two moves of a peer: the time in which a budget fills. So a peer that
+	// sends from many addresses has two budgets: that of one of them, and that of its configured address.
+	movePause = knownBurst * knownEvery
+
 	// maxBudgets bounds the sources whose budgets are stored, not counting peers.
 	maxBudgets = 8192
 
@@ -329,17 +333,23 @@ type heard struct {
 	peers map[netip.Addr]int // number of peers at an address
 }
 
-// note records the address of a peer. It costs one comparison while the peer stays there.
-func (h *heard) note(p *peer, from conn.Endpoint) {
+// whereabouts is the address of a peer, and since when it counts.
+type whereabouts struct {
+	addr  netip.Addr
+	since time.Time
+}
+
+// note records the address of a peer. A peer that has moved counts at its new address not before movePause after
+// its last move: the budget there may be full. It costs one comparison while the peer stays there.
+func (h *heard) note(p *peer, from conn.Endpoint, now time.Time) {
 	addr := from.DstIP()
-	if was := p.heardAt.Load(); was == nil || *was != addr {
-		to := addr // addr itself stays on the stack: each run comes by here
-		h.move(p, &to)
+	if was := p.heardAt.Load(); was == nil || was.addr != addr && now.Sub(was.since) >= movePause {
+		h.move(p, &whereabouts{addr, now})
 	}
 }
 
 // move records a new address of a peer; nil: the peer is removed, and later calls have no effect.
-func (h *heard) move(p *peer, to *netip.Addr) {
+func (h *heard) move(p *peer, to *whereabouts) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	was := p.heardAt.Load()
@@ -347,8 +357,8 @@ func (h *heard) move(p *peer, to *netip.Addr) {
 		return
 	}
 	if was != nil {
-		if h.peers[was.Unmap()]--; h.peers[was.Unmap()] == 0 {
-			delete(h.peers, was.Unmap())
+		if h.peers[was.addr.Unmap()]--; h.peers[was.addr.Unmap()] == 0 {
+			delete(h.peers, was.addr.Unmap())
 		}
 	}
 	p.heardAt.Store(to)
@@ -358,7 +368,7 @@ func (h *heard) move(p *peer, to *netip.Addr) {
 	if h.peers == nil {
 		h.peers = make(map[netip.Addr]int)
 	}
-	h.peers[to.Unmap()]++
+	h.peers[to.addr.Unmap()]++
 }
 
 // at is how many peers are at an address.

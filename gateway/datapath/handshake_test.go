@@ -313,6 +313,67 @@ func TestAKnownPeerIsBackAtOnceWhileOthersFlood(t *testing.T) {
 	})
 }
 
+// roam has a peer of an end send 40,000 initiations in ten seconds: 20 each from 2,000 addresses, at which it shows
+// itself first.
+func (e *end) roam(t *testing.T, to *end, nth func(i int) netip.Addr) {
+	t.Helper()
+	r := datapath.NewReceiver(to.Tunnel)
+	for i := range 2000 {
+		from := to.wire.Endpoint(netip.AddrPortFrom(nth(i), 5871))
+		r.Receive([][]byte{e.Seal(to.key.public, nil)}, from)
+		var flood [][]byte
+		for n := range uint32(20) {
+			flood = append(flood, initiationFor(to.key.public, 20*uint32(i)+n))
+		}
+		r.Receive(flood, from)
+		time.Sleep(5 * time.Millisecond)
+	}
+}
+
+// A peer that roams has the budget of one address at a time, and its other initiations are those of a stranger.
+// Meanwhile a restarted peer is back at once.
+func TestAPeerThatRoamsHasOneBudget(t *testing.T) {
+	for _, tc := range []struct {
+		name string
+		nth  func(i int) netip.Addr
+	}{
+		{"IPv4", func(i int) netip.Addr { return netip.AddrFrom4([4]byte{198, 18, byte(i >> 8), byte(i)}) }},
+		{"one network of IPv6", func(i int) netip.Addr {
+			return netip.AddrFrom16([16]byte{0x20, 0x01, 0x0d, 0xb8, 14: byte(i >> 8), 15: byte(i)})
+		}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				p := newPair(t, orderedKeys(true))
+				a, b := p.ends[0], p.ends[1]
+				c := p.third(t)
+				b.setPeers(t, datapath.Peer{State: b.state(t, "0"), Key: a.key.public, Endpoint: a.place},
+					datapath.Peer{State: b.state(t, "2"), Key: c.key.public, Endpoint: c.place})
+				before := b.drops(natengine.Inbound, natengine.DropHandshakeRefused)
+				var restart sync.WaitGroup
+				restart.Go(func() {
+					time.Sleep(5*time.Second + 300*time.Microsecond)
+					a.send(t, 1)
+					time.Sleep(10 * time.Millisecond)
+					b.mu.Lock()
+					defer b.mu.Unlock()
+					if !slices.Equal(b.got, []uint32{1}) {
+						t.Errorf("packets %v of the peer came within 10 ms", b.got)
+					}
+				})
+				c.roam(t, b, tc.nth)
+				restart.Wait()
+				synctest.Wait()
+				// Each six times: the burst of an address, and what it gains in two seconds. And what strangers may send.
+				most := uint64(6*(20+20) + 100 + 10*200)
+				if n := b.drops(natengine.Inbound, natengine.DropHandshakeRefused) - before; n > most {
+					t.Errorf("the device had to read %d initiations of one peer: want %d at most", n, most)
+				}
+			})
+		})
+	}
+}
+
 // An unknown source gets in with a cookie. So does a peer whose own address is forged.
 func TestCookiesLetAPeerInWhileOthersFlood(t *testing.T) {
 	for _, forged := range []bool{false, true} {
@@ -364,7 +425,8 @@ func TestEachRefusedHandshakeIsCounted(t *testing.T) {
 	})
 }
 
-// A peer is known at its configured address and where it was heard last, and nowhere after its removal.
+// A peer is known at its configured address and where it was heard last, and nowhere after its removal. It moves once
+// in two seconds.
 func TestAPeerIsKnownWhereItIs(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		elsewhere := netip.MustParseAddr("192.0.2.66")
@@ -377,7 +439,11 @@ func TestAPeerIsKnownWhereItIs(t *testing.T) {
 		}
 		knows(a.place.Addr(), true)
 		knows(elsewhere, false)
-		b.tell(t, s, a.Seal(b.key.public, numbered(podOf(0), podOf(1), 1, 60)))
+		moves := func() { b.tell(t, s, a.Seal(b.key.public, numbered(podOf(0), podOf(1), 1, 60))) }
+		moves()
+		knows(elsewhere, false)
+		time.Sleep(2 * time.Second)
+		moves()
 		knows(elsewhere, true)
 		b.SetRelays(func(at netip.Addr) bool { return at == elsewhere })
 		knows(elsewhere, false)

@@ -321,7 +321,7 @@ func (in *inbound) openFor(p *peer, k *device.Keypair) {
 	}
 	p.sit(k, from) // first, see send
 	p.dev.SetEndpointFromPacket(from)
-	in.t.heard.note(p, from)
+	in.t.heard.note(p, from, in.now)
 	peerReceived.of(p.dev).Add(uint64(r.octets))
 	p.received(k, in.now, data)
 	for i := range r.messages {

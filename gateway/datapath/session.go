@@ -82,10 +82,10 @@ type peer struct {
 	answered       atomic.Int64 // when the last of them was
 	made           atomic.Int64 // creation time of the last session, see session
 	unsent         atomic.Pointer[unsent]
-	heardAt        atomic.Pointer[netip.Addr] // where it was last heard from; set by heard
-	gone           bool                       // the peer is removed; guarded by heard
-	renewed        atomic.Int64               // creation time of the session that receive asked to renew
-	doubted        atomic.Int64               // when it was last said that the peer may have another session
+	heardAt        atomic.Pointer[whereabouts] // set by heard
+	gone           bool                        // the peer is removed; guarded by heard
+	renewed        atomic.Int64                // creation time of the session that receive asked to renew
+	doubted        atomic.Int64                // when it was last said that the peer may have another session
 
 	seat   atomic.Pointer[seat]   // of the session under which the peer last sent; nil: it was placed elsewhere since
 	called atomic.Pointer[called] // the peer's last handshake that was answered
