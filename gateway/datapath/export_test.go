@@ -319,6 +319,12 @@ func (r Replay) First(counter uint64) bool {
 // SameLock reports whether two peers share one lock.
 func SameLock(a, b Replay) bool { return a.p != b.p && a.p.windows == b.p.windows }
 
+// Cookie is the cookie reply to a handshake message from an address.
+func (t *Tunnel) Cookie(m []byte, to conn.Endpoint) *device.MessageCookieReply {
+	reply, _ := t.current().checker.Load().CreateReply(m, binary.LittleEndian.Uint32(m[4:]), to.DstToBytes()) // never fails
+	return reply
+}
+
 // AskForCookies makes the secret that cookies are checked with.
 func (t *Tunnel) AskForCookies() {
 	_, _ = t.current().checker.Load().CreateReply(make([]byte, device.MessageInitiationSize), 0, nil)

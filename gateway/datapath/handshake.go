@@ -48,8 +48,9 @@ const (
 	devicePause = time.Millisecond
 
 	// Budgets for handshakes: interval and burst. A peer starts one handshake in five seconds, and an
-	// address has a budget for each peer there. All other sources share one budget. A source that
-	// returned a cookie has its own; such sources share another one where no peer is.
+	// address has a budget for each peer there. All other sources share one budget. An address (IPv6: a
+	// /64 network) that returned a cookie has a second budget for each peer there. If no peer is there,
+	// it has one, and shares another with all such addresses.
 	knownEvery, knownBurst       = time.Second / 10, 20
 	strangerEvery, strangerBurst = time.Second / 200, 100
 	provenEvery, provenBurst     = time.Second / 20, 20
@@ -240,14 +241,14 @@ func (h *handshakes) admit(m []byte, from conn.Endpoint, peers int, now time.Tim
 	if bytes.Equal(m[len(m)-len(noMAC2):], noMAC2[:]) || !checker.CheckMAC2(m, source) {
 		return natengine.DropHandshakeQueue, true
 	}
-	proven := budget{addr: addr, proven: true}
+	proven, n := budget{addr: addr, proven: true}, max(1, peers)
 	switch {
-	case peers > 1 || t.relay(addr): // many peers, one address
+	case t.relay(addr): // many peers, one address; guests bound them all
 		proven.source = string(source)
-	case addr.Is6(): // a host has many of these
+	case addr.Is6(): // a host has many addresses of its network
 		proven.addr = netip.PrefixFrom(addr, 64).Masked().Addr()
 	}
-	if t.budgets.spend(proven, now, provenEvery, provenBurst) &&
+	if t.budgets.spend(proven, now, provenEvery/time.Duration(n), provenBurst*n) &&
 		(peers > 0 || t.budgets.spend(budget{proven: true}, now, guestEvery, guestBurst)) {
 		return natengine.DropNone, false
 	}

@@ -12,6 +12,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"golang.zx2c4.com/wireguard/conn"
 	"golang.zx2c4.com/wireguard/device"
 	"golang.zx2c4.com/wireguard/tun"
 
@@ -402,6 +403,49 @@ func TestCookiesLetAPeerInWhileOthersFlood(t *testing.T) {
 			})
 		})
 	}
+}
+
+// provenFor is initiationFor with the cookie of an end for a source.
+func provenFor(to *end, n uint32, from conn.Endpoint) []byte {
+	m := initiationFor(to.key.public, n)
+	var g device.CookieGenerator
+	g.Init(to.key.public)
+	g.AddMacs(m)
+	g.ConsumeReply(to.Cookie(m, from))
+	g.AddMacs(m)
+	return m
+}
+
+// Whoever is behind an address of several peers has many ports there, and gets a cookie for each.
+func TestPortsOfOneAddressShareItsBudget(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPair(t, orderedKeys(true))
+		a, b := p.ends[0], p.ends[1]
+		c := p.third(t)
+		a.Handshake(b.key.public)
+		time.Sleep(3 * time.Second) // until both may move
+		synctest.Wait()
+		at := netip.MustParseAddr("192.0.2.66")
+		r := datapath.NewReceiver(b.Tunnel)
+		for _, e := range []*end{a, c} {
+			r.Receive([][]byte{e.Seal(b.key.public, nil)}, b.wire.Endpoint(netip.AddrPortFrom(at, 1)))
+		}
+		before := b.drops(natengine.Inbound, natengine.DropHandshakeRefused)
+		for port := range uint16(200) {
+			from := b.wire.Endpoint(netip.AddrPortFrom(at, 1000+port))
+			var flood [][]byte
+			for n := range uint32(20) {
+				flood = append(flood, provenFor(b, 20*uint32(port)+n, from))
+			}
+			r.Receive(flood, from)
+		}
+		time.Sleep(time.Second) // the device pauses between batches
+		synctest.Wait()
+		const want = 2*20 + 2*20 // bursts of two peers, without a cookie and with one
+		if n := b.drops(natengine.Inbound, natengine.DropHandshakeRefused) - before; n != want {
+			t.Errorf("the device had to read %d initiations from one address: want %d", n, want)
+		}
+	})
 }
 
 func TestEachRefusedHandshakeIsCounted(t *testing.T) {
