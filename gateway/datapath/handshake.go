@@ -55,6 +55,8 @@ const (
 	strangerEvery, strangerBurst = time.Second / 200, 100
 	provenEvery, provenBurst     = time.Second / 20, 20
 	guestEvery, guestBurst       = time.Second / 500, 200
+	// Anybody can ask for cookies.
+	cookieEvery, cookieBurst = time.Second / 10_000, 200
 
 	// movePause is the least time between two moves of a peer: the time in which a budget fills. So a peer that
 	// sends from many addresses has two budgets: that of one of them, and that of its configured address.
@@ -196,7 +198,9 @@ func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int,
 			return n, nil
 		}
 		if m.unproven {
-			h.sendCookie(&m)
+			if h.sendCookie(&m); n > 0 { // messages in hand wait for no second one
+				return n, nil
+			}
 			continue
 		}
 		if h.forgot(m.b[:m.n]) {
@@ -211,8 +215,8 @@ func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int,
 }
 
 // admit says why the device may not process a message from an address of that many peers. One that exceeds
-// its budget is unproven: its sender gets a cookie. A cookie reply carries no MAC, so it has to name a handshake
-// of ours.
+// its budget may be unproven: its sender gets a cookie. A cookie reply carries no MAC, so it has to name a
+// handshake of ours.
 func (h *handshakes) admit(m []byte, from conn.Endpoint, peers int, now time.Time) (why natengine.Drop, unproven bool) {
 	if m[0] == device.MessageCookieReplyType { // as cheap for the device as this check
 		if dev, _ := lookup(h.of.dev, binary.LittleEndian.Uint32(m[4:])); dev == nil {
@@ -239,7 +243,7 @@ func (h *handshakes) admit(m []byte, from conn.Endpoint, peers int, now time.Tim
 	}
 	source := from.DstToBytes()
 	if bytes.Equal(m[len(m)-len(noMAC2):], noMAC2[:]) || !checker.CheckMAC2(m, source) {
-		return natengine.DropHandshakeQueue, true
+		return natengine.DropHandshakeQueue, t.budgets.spend(budget{cookie: true}, now, cookieEvery, cookieBurst)
 	}
 	proven, n := budget{addr: addr, proven: true}, max(1, peers)
 	switch {
@@ -270,11 +274,12 @@ func (h *handshakes) sendCookie(msg *handshake) {
 }
 
 // budget identifies the budget of a handshake: the address of a peer, a source that returned a cookie or,
-// as the zero value, all other sources.
+// as the zero value, all other sources. Or it is that of cookies.
 type budget struct {
 	addr   netip.Addr
 	source string // behind a relay: address and port
 	proven bool
+	cookie bool // of the cookies that we send
 }
 
 // budgets holds the time at which each budget is full again (GCRA). A full budget uses no memory. The zero

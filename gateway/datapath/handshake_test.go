@@ -448,6 +448,27 @@ func TestPortsOfOneAddressShareItsBudget(t *testing.T) {
 	})
 }
 
+// Anybody can ask for a cookie.
+func TestCookiesAreSentAtABoundedRate(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPair(t, orderedKeys(true))
+		b := p.ends[1]
+		r, from := datapath.NewReceiver(b.Tunnel), b.wire.Endpoint(netip.MustParseAddrPort("192.0.2.66:1"))
+		for i := range uint32(500) { // 50,000 in half a second
+			var flood [][]byte
+			for n := range uint32(100) {
+				flood = append(flood, initiationFor(b.key.public, 100*i+n))
+			}
+			r.Receive(flood, from)
+			time.Sleep(time.Millisecond)
+		}
+		synctest.Wait()
+		if n := len(b.wire.messages(cookies)); n < 4000 || n > 5200 {
+			t.Errorf("%d cookies in half a second: want 5,000, and 200 at once", n)
+		}
+	})
+}
+
 func TestEachRefusedHandshakeIsCounted(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		s := p.stranger(t, "192.0.2.66")

@@ -3,8 +3,15 @@ package datapath
 import (
 	"encoding/binary"
 	"math/rand/v2"
+	"net/netip"
 	"testing"
 	"time"
+
+	"golang.zx2c4.com/wireguard/conn"
+	"golang.zx2c4.com/wireguard/device"
+
+	"github.com/isthmus-net/isthmus/gateway/bind"
+	"github.com/isthmus-net/isthmus/natengine"
 )
 
 // peersHandshake is message number n of a peer.
@@ -59,6 +66,40 @@ func TestHandshakesSucceedWhenMoreComeThanCanBeAnswered(t *testing.T) {
 	}
 	if connected < peers || connected < answered*9/10 {
 		t.Errorf("%d of %d peers connected, by %d answers", connected, peers, answered)
+	}
+}
+
+// countingWire counts what is sent.
+type countingWire struct {
+	Wire
+	sent int
+}
+
+func (w *countingWire) Send(bufs [][]byte, _ conn.Endpoint) error {
+	w.sent += len(bufs)
+	return nil
+}
+
+// A handshake that the device may have does not wait until a flood of others has its cookies.
+func TestAHandshakeWaitsForOneCookieAtMost(t *testing.T) {
+	wire := &countingWire{Wire: bind.New()}
+	tunnel := New(silent{}, wire, natengine.New(natengine.Config{}), nil, Options{})
+	defer tunnel.Close()
+	h, from := tunnel.current().bind, wire.Endpoint(netip.MustParseAddrPort("192.0.2.66:1"))
+	initiation := handshake{from: from, n: device.MessageInitiationSize}
+	initiation.b[0] = device.MessageInitiationType
+	h.known.push(initiation)
+	initiation.unproven = true
+	for range 10 {
+		h.others.push(initiation)
+	}
+	bufs := make([][]byte, handshakeBatch)
+	for i := range bufs {
+		bufs[i] = make([]byte, device.MessageInitiationSize)
+	}
+	n, err := h.receive(nil, bufs, make([]int, len(bufs)), make([]conn.Endpoint, len(bufs)))
+	if n != 1 || err != nil || wire.sent > 1 {
+		t.Errorf("the device got %d messages after %d cookies (%v): want 1 after 1", n, wire.sent, err)
 	}
 }
 
