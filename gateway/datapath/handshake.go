@@ -218,17 +218,17 @@ func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int,
 // its budget may be unproven: its sender gets a cookie. A cookie reply carries no MAC, so it has to name a
 // handshake of ours.
 func (h *handshakes) admit(m []byte, from conn.Endpoint, peers int, now time.Time) (why natengine.Drop, unproven bool) {
-	if m[0] == device.MessageCookieReplyType { // as cheap for the device as this check
+	checker, reply := h.of.checker.Load(), m[0] == device.MessageCookieReplyType
+	if reply {
 		if dev, _ := lookup(h.of.dev, binary.LittleEndian.Uint32(m[4:])); dev == nil {
 			return natengine.DropHandshakeRefused, false
 		}
-		return natengine.DropNone, false
-	}
-	checker := h.of.checker.Load()
-	ours := checker.CheckMAC1(m)
-	h.t.came(m, from, ours)
-	if !ours {
-		return natengine.DropHandshakeKey, false
+	} else {
+		ours := checker.CheckMAC1(m)
+		h.t.came(m, from, ours)
+		if !ours {
+			return natengine.DropHandshakeKey, false
+		}
 	}
 	t := h.t
 	t.admission.Lock()
@@ -240,6 +240,9 @@ func (h *handshakes) admit(m []byte, from conn.Endpoint, peers int, now time.Tim
 		}
 	} else if t.budgets.spend(budget{}, now, strangerEvery, strangerBurst) {
 		return natengine.DropNone, false
+	}
+	if reply {
+		return natengine.DropHandshakeQueue, false
 	}
 	source := from.DstToBytes()
 	if bytes.Equal(m[len(m)-len(noMAC2):], noMAC2[:]) || !checker.CheckMAC2(m, source) {

@@ -448,6 +448,21 @@ func TestPortsOfOneAddressShareItsBudget(t *testing.T) {
 	})
 }
 
+// A peer knows an index of ours, that of its session, and can send cookie replies for it.
+func TestCookieRepliesHaveTheBudgetOfHandshakes(t *testing.T) {
+	inPair(t, func(t *testing.T, p *pair, a, b *end) {
+		reply := make([]byte, device.MessageCookieReplySize)
+		reply[0] = device.MessageCookieReplyType
+		copy(reply[4:8], a.Seal(b.key.public, nil)[4:8])
+		time.Sleep(2 * time.Second) // the handshake of the pair is paid
+		const n = 5000
+		datapath.NewReceiver(b.Tunnel).Receive(slices.Repeat([][]byte{reply}, n), b.wire.Endpoint(a.place))
+		if got := b.drops(natengine.Inbound, natengine.DropHandshakeQueue); got != n-20 {
+			t.Errorf("%d of %d counted as beyond the budget: want %d", got, n, n-20)
+		}
+	})
+}
+
 // Anybody can ask for a cookie.
 func TestCookiesAreSentAtABoundedRate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
