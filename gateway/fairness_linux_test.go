@@ -22,6 +22,7 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/net/ipv4"
 	"golang.zx2c4.com/wireguard/conn"
 	"golang.zx2c4.com/wireguard/device"
 
@@ -564,6 +565,18 @@ func same(m []byte) func(n int) [][]byte {
 	return func(n int) [][]byte { return batch[:n] }
 }
 
+// sealed are at least n messages that seal a packet of the hostile peer. Its wire goes on recording: a keepalive that it sent after
+// these messages were sealed would turn them all into replays.
+func (f *fairness) sealed(b []byte, n int) (all [][]byte) {
+	for f.hostile.wire.record(true); len(all) < n; all = append(all, f.hostile.wire.record(true)...) {
+		for range 400 {
+			inject(f.hostile, b)
+		}
+		time.Sleep(time.Millisecond)
+	}
+	return append(all, f.hostile.wire.record(true)...)
+}
+
 // podsFlood sends small packets of a pod of the hostile peer.
 func (f *fairness) podsFlood() func(n int) int {
 	return f.flood(fairPacket(hostileID, victimPod, fairPort, 0, 36), podsRate)
@@ -572,16 +585,7 @@ func (f *fairness) podsFlood() func(n int) int {
 // flood sends one packet of the hostile peer again and again. Enough of them for this rate are sealed in advance, so sending is
 // the only cost.
 func (f *fairness) flood(b []byte, rate int) func(n int) int {
-	var all [][]byte
-	for f.hostile.wire.record(true); len(all) < rate*int(f.time/time.Second); {
-		for range 400 {
-			inject(f.hostile, b)
-		}
-		time.Sleep(time.Millisecond)
-		all = append(all, f.hostile.wire.record(true)...)
-	}
-	// It records on: a keepalive sent after these messages were sealed would turn them all into replays.
-	all = append(all, f.hostile.wire.record(true)...)
+	all := f.sealed(b, rate*int(f.time/time.Second))
 	return batches(f.hostile.wire.Bind, f.at, func(n int) [][]byte {
 		n = min(n, len(all))
 		part := all[:n]
@@ -665,6 +669,35 @@ var attacks = []attack{
 	}, func(f *fairness) uint64 {
 		return f.nobodys(natengine.DropHandshakeQueue) + f.nobodys(natengine.DropHandshakeRefused)
 	}},
+	{"a peer that roams through 2,000 addresses sends 10,000 initiations a second", 10_500, (*fairness).roaming, func(f *fairness) uint64 {
+		return f.ofPods() + f.nobodys(natengine.DropReceiveQueue) + f.nobodys(natengine.DropHandshakeQueue) + f.nobodys(natengine.DropHandshakeRefused)
+	}},
+}
+
+// roaming has the hostile peer show itself by a packet at each of its addresses before it sends 20 initiations from there.
+func (f *fairness) roaming() func(n int) int {
+	socket, err := net.ListenUDP("udp4", nil)
+	if err != nil {
+		f.t.Fatal(err)
+	}
+	f.t.Cleanup(func() { _ = socket.Close() })
+	const each = 21
+	c, initiation, packets := ipv4.NewPacketConn(socket), f.initiations(), f.sealed(fairPacket(hostileID, victimPod, fairPort, 0, 36), 4000)
+	i := 0
+	return func(n int) (sent int) {
+		for range n {
+			m, at := initiation(), i/each
+			if i%each == 0 {
+				m = packets[at%len(packets)]
+			}
+			from := netip.AddrFrom4([4]byte{127, 65, byte(at % 2000 >> 8), byte(at % 2000)})
+			if _, err := c.WriteTo(m, &ipv4.ControlMessage{Src: from.AsSlice()}, net.UDPAddrFromAddrPort(f.at)); err == nil {
+				sent++
+			}
+			i++
+		}
+		return sent
+	}
 }
 
 // initiations makes initiations whose first MAC is right.
@@ -720,7 +753,9 @@ func (f *fairness) run() {
 	for _, a := range attacks {
 		judge(a.name, func() ([]string, string) { return f.attack(&a) })
 	}
-	judge("an honest peer starts again meanwhile", f.restart)
+	for _, a := range attacks[len(attacks)-2:] { // those by initiations
+		judge("an honest peer starts again while "+a.name, func() ([]string, string) { return f.restart(&a) })
+	}
 	t.Logf("%d peers, GOMAXPROCS=1\n\n%s\n", f.peers, strings.Join(f.rows, "\n"))
 	if busy != "" && !t.Failed() {
 		t.Skip(busy)
@@ -770,20 +805,21 @@ func (r *noticed) times() string {
 	return strings.Join(cells, " | ")
 }
 
-// restart measures how soon a restarted peer is back while others send initiations for its victim's key.
-func (f *fairness) restart() (failed []string, busy string) {
+// restart measures how soon a restarted peer is back during an attack.
+func (f *fairness) restart(a *attack) (failed []string, busy string) {
+	time.Sleep(100 * time.Millisecond) // the device takes one handshake of a peer in 20 ms
 	quiet := f.returns()
 	if quiet > time.Second {
 		return nil, fmt.Sprintf("even in quiet a peer is back after %v", quiet)
 	}
 	stop, done := make(chan struct{}), make(chan int)
-	send := f.stranger(f.initiations())
-	go func() { done <- paced(stop, 10_000, send) }()
+	send := a.prepare(f)
+	go func() { done <- paced(stop, a.rate, send) }()
 	time.Sleep(500 * time.Millisecond)
 	took := f.returns()
 	close(stop)
 	sent := <-done
-	f.rows = append(f.rows, fmt.Sprintf("| a peer starts again while %d initiations come | %d | back after %v, quiet %v | | | | |", sent, sent, took.Round(time.Millisecond), quiet.Round(time.Millisecond)))
+	f.rows = append(f.rows, fmt.Sprintf("| a peer starts again while %s | %d | back after %v, quiet %v | | | | |", a.name, sent, took.Round(time.Millisecond), quiet.Round(time.Millisecond)))
 	if most := 5*quiet + 1500*time.Millisecond; took > most {
 		failed = append(failed, fmt.Sprintf("it is back after %v: want %v at most", took, most))
 	}
