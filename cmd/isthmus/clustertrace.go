@@ -362,7 +362,7 @@ func (w *way) judge() way {
 	return *w
 }
 
-// printWays prints for people. What clusters say was escaped where it was read.
+// printWays prints the ways for people. Text from clusters was escaped when it was read.
 func printWays(out io.Writer, ways []way) error {
 	for i, w := range ways {
 		if i > 0 {
