@@ -21,7 +21,7 @@ func (g *gateway) wish(w wish) {
 			if reflect.DeepEqual(w.config.PodNetwork, g.now.config.PodNetwork) && w.config.Gateway.Site.Equal(g.now.config.Gateway.Site) {
 				return
 			}
-			g.mu.Lock() // only nodes and pods are others, and where no peer's gateway can be: rules and peers stay as they are
+			g.mu.Lock() // only nodes, pods and addresses that no peer's gateway can have differ: rules and peers stay
 			g.now.config = w.config
 			g.mu.Unlock()
 			g.reapply(false)
@@ -65,8 +65,8 @@ func errorAttrs(err error) []any {
 	return attrs
 }
 
-// accept puts a configuration into force, as a whole. An error means that nothing has changed; what
-// could not be made true is in applyErr.
+// accept puts a whole configuration into force. After an error nothing has changed. The parts that could not
+// be applied are in applyErr.
 func (g *gateway) accept(c Config) error {
 	gw := c.Gateway
 	if err := checkMTU(c.MTU, gw.Peers); err != nil {
@@ -107,21 +107,21 @@ func (g *gateway) accept(c Config) error {
 	}
 	g.put(&survey)
 	g.mu.Lock()
-	g.now.generation++ // only now: who waits for it finds what it says
+	g.now.generation++ // last: when a caller sees the generation, it is in force
 	g.now.reloaded = time.Now()
 	g.mu.Unlock()
 	g.log.Info("configuration in force", "generation", g.now.generation, "peers", len(gw.Peers))
 	return nil
 }
 
-// reapply makes the configuration in force true again, whatever changed around it; ways says that ways to
-// peers may be others. After a failure it is all of it.
+// reapply applies the configuration in force again, because its surroundings changed; ways: routes to peers
+// may have changed, too. After a failure it applies all of it.
 func (g *gateway) reapply(ways bool) {
 	peers := g.now.wanted()
 	g.locate(peers, g.now.config.Gateway.Site)
 	survey := g.survey(g.now.config, peers, ways)
 	if err := g.setRules(&survey); err != nil {
-		if ways { // what was found out about them is lost
+		if ways { // the result of the probes is lost
 			g.ways.Store(true)
 		}
 		g.log.Error("cannot set the NAT rules for a new MTU", "mtu", survey.tunnel, "error", err) // they differ in MTU and MSS alone
