@@ -19,12 +19,12 @@ import (
 // Port is the TCP port at which gateways copy flows from each other.
 const Port = 5870
 
-// purpose of the keys by which gateways know each other.
+// purpose is the HKDF label of the key by which gateways authenticate each other.
 const purpose = "isthmus gateway flows"
 
 // Timing of connections.
 const (
-	look             = 250 * time.Millisecond // at what others there are
+	look             = 250 * time.Millisecond // at the list of other gateways
 	again            = time.Second            // after a connection has ended or failed
 	listenAgain      = 5 * time.Second
 	handshakeTimeout = 3 * time.Second
@@ -32,8 +32,8 @@ const (
 	awaitMost        = time.Second
 )
 
-// Bounds of incoming connections. Whoever has not proved to have the key takes none of the places of gateways that the
-// API server names.
+// Bounds of incoming connections. Clients that have not proved to have the key take no places from the gateways that
+// the API server names.
 const (
 	strangersMost = 8  // from addresses of no gateway
 	strangersRate = 10 // of these in a second: a handshake takes CPU that packets need
@@ -56,7 +56,7 @@ type Link struct {
 	k *Keeper
 	o Options
 
-	settled chan struct{} // closed when those that were known first have told what they have, or cannot
+	settled chan struct{} // closed when each gateway that was known at the start has sent its flows, or cannot
 
 	mu       sync.Mutex
 	config   *tls.Config // nil: the key is not known yet
@@ -64,7 +64,7 @@ type Link struct {
 	expire   context.CancelFunc // ends what uses config
 	incoming map[netip.Addr]int // connections by address
 	strange  *rate.Limiter      // of connections of strangers
-	said     string             // the last that was logged
+	said     string             // the last message that was logged
 }
 
 // NewLink makes a link that Run starts.
@@ -82,7 +82,7 @@ func (l *Link) Await(ctx context.Context) {
 	}
 }
 
-// Run tells and asks others until ctx ends.
+// Run sends flows to other gateways and gets theirs, until ctx ends.
 func (l *Link) Run(ctx context.Context) {
 	var group sync.WaitGroup
 	defer group.Wait()
