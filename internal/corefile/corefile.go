@@ -84,7 +84,7 @@ func addZone(text string) (string, error) {
 	return text[:last] + zone + text[last:begin] + line + text[begin:], nil
 }
 
-// block is what Add writes after the zones of kubernetes where it has no block.
+// block returns the block that Add writes after the zones of the plugin kubernetes, if the plugin has none.
 func block(ending, indent string) string {
 	return " " + Zone + " {" + ending + indent + "    " + option + " " + Zone + " " + markBlock + ending + indent + "}"
 }
