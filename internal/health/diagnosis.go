@@ -106,14 +106,14 @@ func stands(hops []Hop, at, step string) bool {
 	})
 }
 
-// told reports whether something is broken already that a Peering's Ready would repeat.
+// told reports whether a broken hop already shows the fault that Ready of a Peering would repeat.
 func told(hops []Hop) bool {
 	first := FirstBroken(hops)
 	return first != nil && !comesLast(first)
 }
 
-// blameOne leaves one of the two sides of a tunnel broken, that which FirstBroken names: the other
-// one sees the same fault from its side.
+// blameOne keeps one of the two sides of a tunnel broken, the one that FirstBroken names, because the other
+// side shows the same fault.
 func blameOne(hops []Hop) {
 	tunnel := StepNames[isthmus.ConditionConnected]
 	var tunnels []Hop
