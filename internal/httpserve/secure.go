@@ -65,10 +65,10 @@ type certificate struct {
 
 	mu    sync.Mutex
 	pair  *tls.Certificate // nil: not read yet
-	times [2]time.Time     // of the files when they were read
+	times [2]time.Time     // modification times of the files that pair was read from
 }
 
-// get reads the files when they are other ones. While they are broken, the last good ones count.
+// get reads the files again when they have changed. While they are invalid, it returns the last valid certificate.
 func (c *certificate) get(*tls.ClientHelloInfo) (*tls.Certificate, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
