@@ -26,14 +26,15 @@ const (
 	nfAccept = 1
 )
 
-// A foreignRule is a rule of others, as far as it is looked at.
+// A foreignRule has the properties that matter here of another program's rule.
 type foreignRule struct {
 	handle  uint64
 	comment string
 	refuses bool // it drops or rejects everything
 }
 
-// rulesOf reads the rules of a chain, in their order. Package nftables knows not all expressions.
+// rulesOf reads the rules of a chain, in their order. It parses them itself, because package nftables does
+// not know all expressions.
 func rulesOf(t *nftables.Table, chain string) (all []foreignRule, err error) {
 	c, err := nfnl.Dial(unix.NETLINK_NETFILTER, nil)
 	if err != nil {
@@ -195,7 +196,7 @@ type forwarding struct {
 	before  uint64 // handle of the rule that refuses everything; 0: the policy does
 	ours    []foreignRule
 	right   bool // ours are those of accept, where they should be
-	fixed   bool // it cannot be changed soundly
+	fixed   bool // it cannot be changed safely
 }
 
 // add evaluates the next rule of the chain.
@@ -294,7 +295,7 @@ func gatewaysOf(a kernel.Accept) (all []netip.Addr) {
 	return all
 }
 
-// lookForward reads the chains of nftables; false: they cannot be read, and are what they were.
+// lookForward reads the chains of nftables. If it cannot, it returns false and keeps the known ones.
 func (k *Kernel) lookForward() bool {
 	now, err := readForwarding()
 	if err != nil {
@@ -309,14 +310,15 @@ func (k *Kernel) lookForward() bool {
 	return true
 }
 
-// lookLegacy reads that of iptables-legacy.
+// lookLegacy reads the chain of iptables-legacy.
 func (k *Kernel) lookLegacy() {
 	k.legacy = time.Now()
 	k.forward = append(slices.DeleteFunc(k.forward, func(f forwarding) bool { return f.accept.Program == kernel.IptablesLegacy }), legacyForwarding()...)
 }
 
-// acceptsIn are those that are there as they should be, or are to go, and those that are needed where
-// any are wanted. Of a chain that cannot be changed soundly nothing is asked: Limits tells.
+// acceptsIn returns have, the accept rules that exist and are right or have to go, and want, the needed ones.
+// It needs rules in each chain that drops packets, if any are wanted. It skips chains that cannot be changed
+// safely, which Limits reports.
 func (k *Kernel) acceptsIn(wanted []kernel.Accept) (have, want []kernel.Accept) {
 	for _, f := range k.forward {
 		if f.fixed {
@@ -335,7 +337,7 @@ func (k *Kernel) acceptsIn(wanted []kernel.Accept) (have, want []kernel.Accept) 
 	return have, want
 }
 
-// changeAccept takes away what is there of ours in a chain, and adds what is needed, in one step.
+// changeAccept removes our rules from a chain and adds the needed ones, in one transaction.
 func (k *Kernel) changeAccept(remove bool, a kernel.Accept) error {
 	if a.Program == kernel.IptablesLegacy {
 		err := changeLegacy(remove, a)
@@ -385,7 +387,7 @@ func (k *Kernel) changeAccept(remove bool, a kernel.Accept) error {
 // errOwned: the table has the flag owner, as those of firewalld have.
 var errOwned = errors.New("the table belongs to a process, which alone may change it")
 
-// refusal says what it costs that an Accept could not be made, and what to do.
+// refusal describes the effect of an Accept that could not be made, and the remedy.
 func refusal(a kernel.Accept, err error) kernel.Limit {
 	remedy := "`" + kernel.Op{Object: a}.Command("") + "`"
 	switch {

@@ -16,33 +16,33 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// rereadInterval is how long at most what is there is not read again although no event says that it
-// is another: a kernel that forgets to tell of something is mended then. It is drawn between half of
-// it and all of it, so that not all nodes read at once. Only tests change it.
+// rereadInterval is the longest time between two complete reads of the kernel's objects. They repair
+// what a lost event has hidden. Each interval is a random one between half of it and all of it, so that
+// nodes do not read at the same time. Only tests change it.
 var rereadInterval = 10 * time.Minute
 
-// memory is what the kernel has, as far as it was read, changed by us since, and changed by nobody
-// else: each change is an event, which says who made it. To read thousands of routes for every
-// event costs a node more than to keep them.
+// memory is a copy of the kernel's objects: the last read, and our changes since. Each change is an event
+// that names its sender, so a foreign change makes the copy stale. A copy of thousands of routes costs a
+// node less than to read them at every event.
 type memory struct {
 	state *kernel.State // nil: nothing is known. Apply's alone
-	until time.Time     // it is to be read again
+	until time.Time     // of the next complete read
 
 	following atomic.Bool // events are read
-	stale     atomic.Bool // somebody else changed something of ours
-	filter    atomic.Bool // or of our tables of nftables, or of a chain that forwards
-	// chains are the names of chains of nftables that look at what is forwarded, each with a zero.
+	stale     atomic.Bool // a foreign change of our objects
+	filter    atomic.Bool // a foreign change of our nftables tables, or of a chain for forwarded packets
+	// chains are the names of the nftables chains for forwarded packets, each with a zero at its end.
 	chains atomic.Pointer[[][]byte]
 
 	mu      sync.Mutex
-	written [2]map[neighbor]neighborValue // what we have made of neighbours, by namespace
+	written [2]map[neighbor]neighborValue // the neighbours that we have written, by namespace
 	commits []commit                      // the last transactions of nftables that we began
 	ports   [2][]uint32                   // of our netlink sockets, by namespace
-	devices [2]map[int]bool               // indices of those that concern us; true: what hangs on them is ours
+	devices [2]map[int]bool               // indices of the devices that concern us; true: routes and addresses on them are ours
 }
 
-// newHandle opens the socket by which a namespace is changed, and notes its port: events that our
-// own changes cause carry it (rtnl_notify, net/core/rtnetlink.c).
+// newHandle opens the socket for changes of a namespace, and notes its port, which the events of our
+// own changes carry (rtnl_notify, net/core/rtnetlink.c).
 func (k *Kernel) newHandle(in kernel.Namespace) (err error) {
 	before := netlinkPorts()
 	k.handles[in], err = netlink.NewHandle(unix.NETLINK_ROUTE)

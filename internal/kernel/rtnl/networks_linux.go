@@ -130,8 +130,8 @@ func Routes() ([]kernel.Route, error) {
 	return all, err
 }
 
-// untilWhole calls list until nothing has changed while it was read. Where something always does,
-// it returns all that was ever found.
+// untilWhole calls list until the kernel reports that nothing changed during the dump. After five
+// interrupted dumps it returns everything that any of them found.
 func untilWhole[T any](list func() ([]T, error)) (all []T, err error) {
 	for range 5 {
 		found, err := list()
@@ -147,7 +147,7 @@ func untilWhole[T any](list func() ([]T, error)) (all []T, err error) {
 
 // WatchNetworks calls notify whenever what Networks returns may have changed, until ctx ends.
 func (k *Kernel) WatchNetworks(ctx context.Context, notify func()) error {
-	f, err := subscribe(unix.NETLINK_ROUTE, unix.RTNLGRP_LINK, // no message tells of the routes that go with a link
+	f, err := subscribe(unix.NETLINK_ROUTE, unix.RTNLGRP_LINK, // routes that disappear with a link cause no message
 		unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR, unix.RTNLGRP_IPV4_ROUTE, unix.RTNLGRP_IPV6_ROUTE)
 	if err != nil {
 		return fmt.Errorf("netlink events of networks: %w", err)
@@ -156,7 +156,7 @@ func (k *Kernel) WatchNetworks(ctx context.Context, notify func()) error {
 	return nil
 }
 
-// reachesOthers says of events whether they may be about more than routes of ours, of which there are
+// reachesOthers reports whether an event may concern more than our own routes, of which there are
 // thousands.
 func reachesOthers(b []byte) bool {
 	messages, err := syscall.ParseNetlinkMessage(b)
