@@ -372,8 +372,8 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup, e *electio
 	return nil
 }
 
-// refresh gathers what the objects say, decides and publishes. Where Nodes or Pods are others, as they are all
-// the time in a large cluster, it does not read again what peers ask for.
+// refresh reads the objects, decides and publishes. If only Nodes or Pods have changed, as they do all the time in
+// a large cluster, it does not read the peers' objects again.
 func (g *Gateway) refresh(ctx context.Context, cluster v1alpha1.ClusterIdentity) {
 	g.mu.Lock()
 	inUse := g.wish.snapshot.Keys
