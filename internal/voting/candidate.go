@@ -150,7 +150,7 @@ func (c *Candidate) Fence() {
 	c.machine.Propose(l, clock())
 }
 
-// SetNodes says which nodes there are, which follow the holder.
+// SetNodes sets the nodes of the cluster, which follow the holder.
 func (c *Candidate) SetNodes(nodes map[string]netip.Addr) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -158,15 +158,15 @@ func (c *Candidate) SetNodes(nodes map[string]netip.Addr) {
 	maps.DeleteFunc(c.told, func(name string, _ *telling) bool { return !nodes[name].IsValid() })
 }
 
-// Nodes are those of SetNodes, not to be changed.
+// Nodes returns the nodes of SetNodes. The caller must not change them.
 func (c *Candidate) Nodes() map[string]netip.Addr {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.nodes
 }
 
-// Answering is which nodes have answered lately to this candidate, which holds a mandate by votes: voters within a second,
-// others within three times tellAgain.
+// Answering returns the nodes that have answered this candidate, which has a mandate by votes, lately: voters within a
+// second, others within three times tellAgain.
 func (c *Candidate) Answering() map[string]netip.Addr {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -186,8 +186,8 @@ func (c *Candidate) Answering() map[string]netip.Addr {
 	return all
 }
 
-// Allow says whether the candidate may claim, whether the Lease gives its gateway a mandate, and whether the Gate is open
-// during a mandate by votes only, or always.
+// Allow sets whether the candidate may claim a mandate, whether the Lease gives its gateway one, and whether the Gate is
+// open only during a mandate by votes, or always.
 func (c *Candidate) Allow(may, lease, gated bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -219,7 +219,7 @@ func (c *Candidate) view(now mandate.Time) View {
 	return v
 }
 
-// judge sets the gate, and tells of changes; c.mu is held.
+// judge sets the gate, and reports changes; c.mu is held.
 func (c *Candidate) judge(now mandate.Time) {
 	if c.gated {
 		c.Gate.until.Store(int64(c.machine.Until()))
@@ -233,7 +233,7 @@ func (c *Candidate) judge(now mandate.Time) {
 	switch {
 	case v.Holds && !c.last.Holds:
 		c.Log.Info("nodes have elected this gateway", "epoch", v.Epoch)
-		c.beatSoon() // nodes follow who says so
+		c.beatSoon() // nodes follow this gateway when they get its message
 	case c.last.Holds && !v.Holds:
 		c.Log.Warn("this gateway has lost the majority of votes", "epoch", c.last.Epoch, "answered", v.Heard, "list", v.List)
 	}
@@ -246,7 +246,7 @@ func (c *Candidate) judge(now mandate.Time) {
 	c.Change()
 }
 
-// Run asks until ctx ends, and opens the port again when that fails.
+// Run asks for votes until ctx ends. If the port fails, it opens it again.
 func (c *Candidate) Run(ctx context.Context) {
 	listen := c.Listen
 	if listen == nil {
