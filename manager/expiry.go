@@ -134,13 +134,13 @@ func (x *expiry) end(ctx context.Context, e ipam.Endpoint, is string) error {
 	return nil
 }
 
-// what is find for callers, and may be called concurrently.
+// what is find at the pace for callers. It may be called concurrently.
 func (x *expiry) what(ctx context.Context, ip netip.Addr) (string, error) {
 	return x.find(ctx, ip, x.asked)
 }
 
-// find says what has an address now, as far as the API server and the IPAM state knows: a node, a Service,
-// a peer or a Pod. Empty: nothing that they know. It asks the API server at the given pace.
+// find returns the present owner of an address: a node, a Service, a peer or a Pod, or "" if neither the IPAM state
+// nor the API server knows one. It asks the API server at the given pace.
 func (x *expiry) find(ctx context.Context, ip netip.Addr, pace *rate.Limiter) (string, error) {
 	b := x.Store.State()
 	if b.IsNode(ip) {
@@ -152,7 +152,7 @@ func (x *expiry) find(ctx context.Context, ip netip.Addr, pace *rate.Limiter) (s
 	if id, _ := b.PeerAt(ip); id != "" {
 		return "peer " + id, nil
 	}
-	// What has ended has given its address back, and what shares its node's has none.
+	// Pods that have ended have released their address, and Pods with hostNetwork have none of their own.
 	return x.first(ctx, pace, "pod", "Pod", fields.AndSelectors(
 		fields.OneTermEqualSelector("status.podIP", ip.String()),
 		fields.OneTermEqualSelector("spec.hostNetwork", "false"),
