@@ -131,7 +131,7 @@ func (b *State) chooseExternal(was netip.Prefix) netip.Prefix {
 	return chosen
 }
 
-// externalLike is a network as long as an ExternalCIDR beside that PodCIDR.
+// externalLike returns a network of the length of an ExternalCIDR beside that PodCIDR.
 func externalLike(pod netip.Prefix) netip.Prefix {
 	if pod.Addr().Is4() && pod.Bits() < largestExternal {
 		return netip.PrefixFrom(pod.Addr(), largestExternal)
@@ -139,8 +139,8 @@ func externalLike(pod netip.Prefix) netip.Prefix {
 	return pod
 }
 
-// readdress makes everything that depends on our own networks fit them again, after the
-// ExternalCIDR and the PodCIDR were others.
+// readdress adapts the mapped addresses and the peers' answers after a change of our own networks. The
+// former ExternalCIDR is was, the former PodCIDR is pods.
 func (b *State) readdress(was, pods netip.Prefix) {
 	external := b.own.ExternalCIDR
 	peers := make(map[string]*account, len(b.peers))
