@@ -195,9 +195,9 @@ func (s *server) unmapEndpoint(ctx context.Context, id, text string) error {
 	return s.update(ctx, func(b ipam.State) (ipam.State, error) { return b.Withdraw(id, ip, caller, gone) })
 }
 
-// gone returns those who asked for a mapping by the address of a Pod that is no more. A virtual
-// kubelet that is known by its address has another one after it was started again, and would keep
-// for ever what it asked for by the old one.
+// gone returns the requesters of a mapping that are known by the address of a Pod that no longer exists.
+// A virtual kubelet without a certificate gets another address when it restarts, so its mappings under
+// the former address would stay for ever.
 func (s *server) gone(ctx context.Context, id string, ip netip.Addr) (gone []string) {
 	if s.what == nil {
 		return nil
