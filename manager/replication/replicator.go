@@ -91,9 +91,9 @@ type Options struct {
 	Log    *slog.Logger
 	// Services makes workers export services, see Share.
 	Services bool
-	// Withdraw makes workers delete what was exported while Services was set, which it is not now.
+	// Withdraw makes workers delete earlier exports. It requires that Services is not set.
 	Withdraw bool
-	// InBand connects to the API server of a peer through the tunnel; nil: there is no way.
+	// InBand connects to the API server of a peer through the tunnel; nil: no tunnel carries connections.
 	InBand func(ctx context.Context, peer string) (net.Conn, error)
 	// Now is the clock for the age of tokens. Default: time.Now.
 	Now func() time.Time
@@ -109,17 +109,17 @@ type Replicator struct {
 	changed chan event.GenericEvent
 
 	mu       sync.Mutex
-	peers    map[string]Target // as Set said
+	peers    map[string]Target // from Set
 	workers  map[string]*worker
-	ending   map[string]*worker // the last one of each ID that was let go, until it has ended
+	ending   map[string]*worker // the last worker of each ID that was stopped, until it has ended
 	byHome   map[string]*worker // by LocalNamespace
 	ctx      context.Context    // of Start; nil before and after
 	running  sync.WaitGroup
 	states   map[string]State
-	shares   map[string]map[string]isthmus.PeerServicesSpec // as Share said, by ID
+	shares   map[string]map[string]isthmus.PeerServicesSpec // from Share, by ID
 	sharings map[string]Sharing                             // without Behind
 	behind   map[string]time.Time                           // Sharing.Behind
-	news     map[string]struct{}                            // IDs whose State changed and that Changed has not told yet
+	news     map[string]struct{}                            // IDs whose State changed and that Changed has not sent yet
 	bell     chan struct{}
 }
 
