@@ -78,7 +78,7 @@ func (id *identity) up(port uint16) error {
 
 func (t *Tunnel) current() *identity { return t.ids.Load().current }
 
-// all are the identities that there are.
+// all returns the identities that exist, the current one first.
 func (i *identities) all() []*identity {
 	if i.next == nil {
 		return []*identity{i.current}
@@ -280,7 +280,7 @@ func (t *Tunnel) promote() {
 	t.lookSoon()
 }
 
-// keep removes the peers of which may is false from the table. With t.mu.
+// keep removes the peers for which may returns false from the table. With t.mu.
 func (t *Tunnel) keep(may func(p *peer) bool) {
 	table := t.peers.Load().clone()
 	for dev, p := range table.byDevice {
@@ -311,7 +311,7 @@ func (t *peerTable) without(p *peer) {
 	}
 }
 
-// living are the peers with which handshakes are possible. The slice is the caller's.
+// living returns the peers of a state that may make handshakes. The caller owns the slice.
 func (t *peerTable) living(state *natengine.PeerState) []*peer {
 	p := t.byState[state]
 	if p == nil {
@@ -326,7 +326,7 @@ func (t *peerTable) living(state *natengine.PeerState) []*peer {
 	return all
 }
 
-// newest returns the session that seals for a peer, and by which of its peers it goes; nil: there is none.
+// newest returns the session that encrypts for a peer, and the peer of the table that has it; nil: there is none.
 func (t *peerTable) newest(p *peer, now time.Time) (*peer, *device.Keypair) {
 	k := p.sending(now)
 	if len(t.also) == 0 {
@@ -349,20 +349,20 @@ func (t *peerTable) newest(p *peer, now time.Time) (*peer, *device.Keypair) {
 }
 
 const (
-	// retiredGrace is how long the sessions with the former key of a peer stay after there is one with the new key: as long as
-	// packets are under way.
+	// retiredGrace is how long the sessions with a peer's former key stay after the first session with the new key: as long
+	// as packets may be under way.
 	retiredGrace = 10 * time.Second
-	// retiredMost is how long they stay without one: three handshakes. A key that leads nowhere is a fault that
-	// somebody has to see, and a thief's session has to end.
+	// retiredMost is how long they stay without such a session: three handshakes. Longer would hide a wrong key, and keep a
+	// thief's session open.
 	retiredMost = 15 * time.Second
 	// maxRetired is how many peers with former keys a peer may have: two for each identity.
 	maxRetired = 4
-	// retiredLook is how often they are looked at.
+	// retiredLook is the interval of checks for sessions to end.
 	retiredLook = time.Second
 )
 
-// retire keeps the sessions of a peer that has got another key, and lets it make no new ones: whoever has stolen the former
-// key begins none. It reports false if there is no session to keep. With t.mu.
+// retire keeps the sessions of a peer whose key was replaced, but lets it begin no new ones, because somebody may have stolen
+// the former key. It returns false if there is no session to keep. With t.mu.
 func (p *peer) retire() bool {
 	k := peerKeypairs.of(p.dev)
 	if k.Current() == nil && keypairsNext.of(k).Load() == nil {
@@ -384,7 +384,7 @@ func (t *Tunnel) retireFor(table, old *peerTable, fresh *peer) {
 	if was == nil || was.key == fresh.key {
 		return
 	}
-	// Where the peer is, it has shown by its former key.
+	// The former key has shown the peer's address.
 	if e := endpointOf(was.dev); e != nil {
 		fresh.dev.SetEndpointFromPacket(e)
 		if at, ok := t.places[was.key]; ok {

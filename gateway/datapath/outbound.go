@@ -27,10 +27,10 @@ type outbound struct {
 	scratch   []byte // a packet of the link, virtio header first
 	header    packet.VirtioHeader
 	view      packet.View
-	segmenter packet.Segmenter     // what of the last superpacket did not fit the batch; works in scratch
+	segmenter packet.Segmenter     // segments of the last superpacket that did not fit the batch; uses scratch
 	released  [][]byte             // fragments that did not fit the batch, owned
-	peer      *natengine.PeerState // of the packet at hand, and of what did not fit
-	padTo     int                  // size that the packet at hand is padded to, 0: none
+	peer      *natengine.PeerState // of the current packet, and of the segments that did not fit
+	padTo     int                  // size that the current packet is padded to, 0: none
 	big       tooBig
 	traffic   traffic
 	now       time.Duration
@@ -63,21 +63,21 @@ func (o *outbound) run() {
 	}
 }
 
-// A taker is given the packets of a batch, one after the other.
-type taker interface {
-	// take takes a packet, whole, with complete checksums and at most as large as the MTU of its
-	// peer, but for padding, which may follow it and may make it as large as any. The octets are the taker's, to read and to change, until take returns. more says
-	// whether there is room for another packet.
+// A sink gets the packets of a batch, one after the other.
+type sink interface {
+	// take takes one whole packet, with complete checksums and no larger than the MTU of its peer. Padding
+	// may follow it, up to most octets together. The sink may change the octets until take returns. more
+	// reports whether there is room for another packet.
 	take(peer *natengine.PeerState, p []byte) (more bool)
 
-	// most is the largest packet that it takes now, in octets. It may grow while the batch is empty.
+	// most is the largest packet that the sink takes now, in octets. It may grow while the batch is empty.
 	most() int
 }
 
-// batch is what is read at once: packets until the link has no more, or until the taker is full. A
-// superpacket of more segments than that goes on in the next batch.
+// batch has the packets of one read: until the link has no more, or until the sink is full. A
+// superpacket with more segments continues in the next batch.
 type batch struct {
-	to    taker
+	to    sink
 	n     int // packets taken
 	full  bool
 	timed bool // the clock was read for this batch
@@ -101,7 +101,7 @@ func (o *outbound) read(b *batch) error {
 	for !b.full {
 		wait := b.n == 0
 		if wait {
-			b.timed = false // whatever comes, it comes later
+			b.timed = false // the next packet may come much later
 		}
 		var n int
 		if n, err = o.t.link.Read(o.scratch, wait); err != nil {
@@ -130,7 +130,7 @@ func (o *outbound) read(b *batch) error {
 	return err
 }
 
-// readKept hands on what the batch before had no place for.
+// readKept passes on the packets for which the previous batch had no room.
 func (o *outbound) readKept(b *batch) {
 	for o.segmenter.Remaining() > 0 && !b.full {
 		b.give(o.peer, o.segmenter.Next())

@@ -59,8 +59,8 @@ func newSealer(t *Tunnel, shown *tap) sealer {
 	return s
 }
 
-// fit makes room for packets of the MTU. It only grows: the batch before may have left packets of
-// the size that it had.
+// fit makes room for packets of the MTU. Room only grows, because the previous batch may have left
+// larger packets.
 func (s *sealer) fit(mtu int) {
 	s.mtu = mtu
 	if mtu > s.large {
@@ -70,13 +70,13 @@ func (s *sealer) fit(mtu int) {
 	}
 }
 
-// slotFor is what the message of a packet takes of the slab: whole cache lines.
+// slotFor returns the room that the message of a packet takes in the slab: whole cache lines.
 func slotFor(size int) int {
 	return (headerLen + size + device.PaddingMultiple - 1 + tagLen + 63) &^ 63
 }
 
-// most implements taker. The first packet of a batch, for which the goroutine may have waited long,
-// meets the MTU of now.
+// most implements sink. The goroutine may have waited long for the first packet of a batch, so it
+// reads the MTU again.
 func (s *sealer) most() int {
 	if s.taken == 0 {
 		s.fit(s.t.MTU())
@@ -84,7 +84,7 @@ func (s *sealer) most() int {
 	return s.large
 }
 
-// take implements taker.
+// take implements sink.
 func (s *sealer) take(state *natengine.PeerState, p []byte) (more bool) {
 	if s.taken == 0 {
 		s.begin()
