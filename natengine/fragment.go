@@ -128,7 +128,7 @@ const minMTU6 = 1280
 
 // join holds an inbound fragment until its datagram is complete, and then handles the datagram like any
 // packet. A drop is counted once for each fragment.
-func (c *crossing) join() Verdict {
+func (c *translation) join() Verdict {
 	if _, _, _, drop := c.reach(); drop != DropNone {
 		return c.refuse(drop)
 	}
@@ -153,7 +153,7 @@ func (c *crossing) join() Verdict {
 
 // joined translates the datagram of these fragments. The packet becomes the datagram or its first
 // fragment, unless it is dropped.
-func (c *crossing) joined(fragments [][]byte) Verdict {
+func (c *translation) joined(fragments [][]byte) Verdict {
 	whole, err := packet.Join(fragments)
 	if err != nil {
 		return c.refuse(DropFragment)
@@ -207,7 +207,7 @@ func (s *fragmentStore) join(v *packet.View, now tick, e *Engine) (fragments [][
 // fragment records an outbound fragment. done: nothing is left to do, because the fragment follows the
 // first one, waits for it, or is refused. Otherwise it is the first fragment, and the caller finds its
 // flow and calls firstFragment.
-func (c *crossing) fragment() (verdict Verdict, done bool) {
+func (c *translation) fragment() (verdict Verdict, done bool) {
 	s := &c.r.peer.fragments[Outbound]
 	var to addr
 	var drop Drop
@@ -231,7 +231,7 @@ func (c *crossing) fragment() (verdict Verdict, done bool) {
 // firstFragment tells the store what becomes of the datagram of which the packet is the first
 // outbound fragment, as it came, and returns the fragments that were waiting, translated. The datagram may
 // have to be dropped after all.
-func (c *crossing) firstFragment(to addr, drop Drop) (*[][]byte, Drop) {
+func (c *translation) firstFragment(to addr, drop Drop) (*[][]byte, Drop) {
 	s := &c.r.peer.fragments[Outbound]
 	held, drop := s.decide(c.v, c.r.rule, to, drop)
 	if len(held) == 0 {

@@ -52,7 +52,7 @@ func quoteKey(q *packet.Quote, dir Direction, near, remote addr) (k key, ok bool
 }
 
 // quotedFlow is the flow that the quoted packet belongs to, whose ends are near and far.
-func (c *crossing) quotedFlow(q *packet.Quote, near, far addr) (match, bool) {
+func (c *translation) quotedFlow(q *packet.Quote, near, far addr) (match, bool) {
 	k, ok := quoteKey(q, c.dir, near, far)
 	if !ok {
 		return match{}, false
@@ -62,7 +62,7 @@ func (c *crossing) quotedFlow(q *packet.Quote, near, far addr) (match, bool) {
 
 // inboundError translates an error about a packet that we sent. Its outer source is an address of
 // the peer and stays.
-func (c *crossing) inboundError() Verdict {
+func (c *translation) inboundError() Verdict {
 	v, r := c.v, c.r
 	var q packet.Quote
 	if drop := quote(v, &q); drop != DropNone {
@@ -106,7 +106,7 @@ func (c *crossing) inboundError() Verdict {
 // reports: a pod as the peer sees it, the end of the flow as the peer addressed it, the gateway
 // itself as the address under which the peer checks it, anybody else as the NAPT address. None of
 // them needs a flow, and a traceroute can tell them apart.
-func (c *crossing) outboundError() Verdict {
+func (c *translation) outboundError() Verdict {
 	r, src := c.r, c.near
 	var q packet.Quote
 	if drop := quote(c.v, &q); drop != DropNone {

@@ -123,7 +123,7 @@ func TestLookaheadFindsTheEntryThatThePacketHits(t *testing.T) {
 		var v packet.View
 		parse(t, &v, b)
 		ahead.Add(&v)
-		c := crossing{v: &v, near: source(&v), far: destination(&v)}
+		c := translation{v: &v, near: source(&v), far: destination(&v)}
 		k, _ := c.key()
 		f, ok := table.find(Outbound, &k)
 		if w := ahead.wanted[i]; ahead.n != i+1 || !ok || w.table.candidate(w.slots, w.tag) != f.entry {

@@ -67,7 +67,7 @@ func (e *Engine) TooBig(v *packet.View, mtu int, buf []byte, now time.Duration) 
 	if w.Parse(buf[:n], packet.ChecksumComplete) != nil {
 		return nil, Discard
 	}
-	c := crossing{e: e, v: &w, r: r, dir: Inbound, now: tickOf(now), near: destination(&w), far: source(&w), tr: &Trace{}} // traced, so that it counts nothing
+	c := translation{e: e, v: &w, r: r, dir: Inbound, now: tickOf(now), near: destination(&w), far: source(&w), tr: &Trace{}} // traced, so that it counts nothing
 	verdict := c.inboundError()
 	if verdict.Action == Discard {
 		return nil, Discard

@@ -8,7 +8,7 @@ import (
 
 // opening is a flow that a packet begins.
 type opening struct {
-	*crossing
+	*translation
 	kind          flowKind
 	class         portClass
 	k             *key // the packet's
@@ -20,9 +20,9 @@ type opening struct {
 
 // open adds the flow that the packet begins: k is its tuple and other what our end becomes. It
 // returns the flow, which another packet may have opened in the meantime.
-func (c *crossing) open(kind flowKind, k *key, other addr) (match, Drop) {
+func (c *translation) open(kind flowKind, k *key, other addr) (match, Drop) {
 	o := opening{
-		crossing: c, kind: kind, class: classOf(protoOf(k.word), k.near.is4()), k: k, other: other, local: k.near, mapped: other, owner: k.near,
+		translation: c, kind: kind, class: classOf(protoOf(k.word), k.near.is4()), k: k, other: other, local: k.near, mapped: other, owner: k.near,
 	}
 	if kind == endpointFlow {
 		o.local, o.mapped, o.owner = other, k.near, k.remote

@@ -2,8 +2,8 @@ package natengine
 
 import "github.com/isthmus-net/isthmus/packet"
 
-// crossing is a packet on the general path. outbound or inbound has it on the stack.
-type crossing struct {
+// translation is the work on one packet of the general path. It lives on the stack of outbound or inbound.
+type translation struct {
 	e    *Engine
 	v    *packet.View
 	r    *remote // of far; nil when no peer has it
@@ -17,7 +17,7 @@ type crossing struct {
 // outbound is the general path of a packet to the tunnel, r the remote of its destination or nil.
 // With a trace v has to be a copy, and nothing else changes.
 func (e *Engine) outbound(v *packet.View, r *remote, now tick, tr *Trace) Verdict {
-	c := crossing{e: e, v: v, r: r, dir: Outbound, now: now, near: source(v), far: destination(v), tr: tr}
+	c := translation{e: e, v: v, r: r, dir: Outbound, now: now, near: source(v), far: destination(v), tr: tr}
 	src := c.near
 	switch {
 	case r == nil:
@@ -52,7 +52,7 @@ func (e *Engine) outbound(v *packet.View, r *remote, now tick, tr *Trace) Verdic
 // flowOut finds or opens the flow of an outbound packet: the reply of a mapped endpoint leaves as
 // the peer addressed it, a pod without a flow by the prefix map, as seen, everything else from the
 // NAPT address. seen is zero for what is no pod.
-func (c *crossing) flowOut(m *podMap, seen addr) (to addr, port int, drop Drop) {
+func (c *translation) flowOut(m *podMap, seen addr) (to addr, port int, drop Drop) {
 	k, ok := c.key()
 	if ok {
 		if f, ok := c.find(&k); ok {
@@ -83,14 +83,14 @@ func (c *crossing) flowOut(m *podMap, seen addr) (to addr, port int, drop Drop) 
 }
 
 // midConnection reports whether the packet is a TCP segment other than a SYN without ACK.
-func (c *crossing) midConnection() bool {
+func (c *translation) midConnection() bool {
 	return c.v.Proto() == packet.TCP && c.v.TCPFlags()&(packet.TCPSyn|packet.TCPAck) != packet.TCPSyn
 }
 
 // inbound is the general path of a packet out of the tunnel, r the remote of its source or nil; see
 // outbound.
 func (e *Engine) inbound(v *packet.View, r *remote, now tick, tr *Trace) Verdict {
-	c := crossing{e: e, v: v, r: r, dir: Inbound, now: now, near: destination(v), far: source(v), tr: tr}
+	c := translation{e: e, v: v, r: r, dir: Inbound, now: now, near: destination(v), far: source(v), tr: tr}
 	switch {
 	case r == nil:
 		return c.refuse(DropNoPeer)
@@ -117,7 +117,7 @@ func (e *Engine) inbound(v *packet.View, r *remote, now tick, tr *Trace) Verdict
 
 // reach finds the target of an inbound packet: the pod by the prefix map, the mapped endpoint, or neither
 // at the NAPT address, which only flows can use.
-func (c *crossing) reach() (local addr, pod bool, endpoint addr, drop Drop) {
+func (c *translation) reach() (local addr, pod bool, endpoint addr, drop Drop) {
 	r, dst := c.r.rule, c.near
 	m := &r.pods[dst.family()]
 	local, pod = m.mapIn(dst)
@@ -144,7 +144,7 @@ func (e *Engine) offLimits(a addr, is4 bool) bool {
 // a prefix that is one address leads to its pod, which is zero for other prefixes; a flow to a
 // mapped endpoint, which is zero where nothing is mapped, only the pods of the peer may open
 // (docs/liqo-v0.md, section 7.3).
-func (c *crossing) flowIn(pod, endpoint addr) (to addr, port int, drop Drop) {
+func (c *translation) flowIn(pod, endpoint addr) (to addr, port int, drop Drop) {
 	k, ok := c.key()
 	if ok {
 		if f, ok := c.find(&k); ok {
@@ -167,7 +167,7 @@ func (c *crossing) flowIn(pod, endpoint addr) (to addr, port int, drop Drop) {
 // tells which of the two it is for: it leaves from the address that the client spoke to last. What
 // could open no flow ends none, nor does a segment other than a SYN end that of an established
 // connection: it is a late one of a connection that was before.
-func (c *crossing) turn(pod addr) {
+func (c *translation) turn(pod addr) {
 	if c.tr != nil || !c.r.rule.isEndpoint(pod) || begins(c.v) != DropNone {
 		return
 	}
@@ -188,7 +188,7 @@ func (c *crossing) turn(pod addr) {
 
 // key is the key of the packet. ok is false for an ICMP message that is no query: it has no
 // identifier by which a flow could be told.
-func (c *crossing) key() (k key, ok bool) {
+func (c *translation) key() (k key, ok bool) {
 	v := c.v
 	var nearPort, remotePort uint16
 	switch classOf(v.Proto(), v.Is4()) {
@@ -207,18 +207,18 @@ func (c *crossing) key() (k key, ok bool) {
 }
 
 // find is the flow that the packet belongs to.
-func (c *crossing) find(k *key) (match, bool) {
+func (c *translation) find(k *key) (match, bool) {
 	f, ok := c.r.peer.flows.find(c.dir, k)
 	return f, ok && !f.expired(&c.e.lifetimes, c.now)
 }
 
 // follow records the packet in its flow and says what our end becomes.
-func (c *crossing) follow(f *match) (to addr, port int, drop Drop) {
+func (c *translation) follow(f *match) (to addr, port int, drop Drop) {
 	c.tr.known(f)
 	return c.touch(f)
 }
 
-func (c *crossing) touch(f *match) (to addr, port int, drop Drop) {
+func (c *translation) touch(f *match) (to addr, port int, drop Drop) {
 	if c.tr == nil {
 		c.r.peer.flows.touch(f, c.v, c.dir, c.now)
 	}
@@ -226,7 +226,7 @@ func (c *crossing) touch(f *match) (to addr, port int, drop Drop) {
 }
 
 // begin opens the flow of a packet that may open one; our end becomes other.
-func (c *crossing) begin(kind flowKind, k *key, other addr) (to addr, port int, drop Drop) {
+func (c *translation) begin(kind flowKind, k *key, other addr) (to addr, port int, drop Drop) {
 	if drop := begins(c.v); drop != DropNone {
 		return addr{}, samePort, drop
 	}
@@ -239,7 +239,7 @@ func (c *crossing) begin(kind flowKind, k *key, other addr) (to addr, port int, 
 
 // place ends the general path: it rewrites the packet to the chosen address and port, or refuses
 // it. Outbound, it passes the decision to the other fragments of the datagram.
-func (c *crossing) place(to addr, port int, drop Drop) Verdict {
+func (c *translation) place(to addr, port int, drop Drop) Verdict {
 	var released *[][]byte
 	if c.tr == nil && c.v.IsFragment() {
 		released, drop = c.firstFragment(to, drop)
@@ -253,7 +253,7 @@ func (c *crossing) place(to addr, port int, drop Drop) Verdict {
 }
 
 // refuse discards the packet and counts it, unless it is only traced.
-func (c *crossing) refuse(d Drop) Verdict {
+func (c *translation) refuse(d Drop) Verdict {
 	var p *PeerState
 	if c.r != nil {
 		p = c.r.peer
@@ -266,10 +266,12 @@ func (c *crossing) refuse(d Drop) Verdict {
 }
 
 // forward rewrites our end of the packet.
-func (c *crossing) forward(to addr, port int) Verdict { return c.e.forward(c.v, c.r, c.dir, to, port) }
+func (c *translation) forward(to addr, port int) Verdict {
+	return c.e.forward(c.v, c.r, c.dir, to, port)
+}
 
 // pass rewrites our end of a packet that belongs to no flow.
-func (c *crossing) pass(to addr) Verdict {
+func (c *translation) pass(to addr) Verdict {
 	verdict := c.forward(to, samePort)
 	if c.tr == nil && c.r.mss != 0 && c.v.TCPFlags()&packet.TCPSyn != 0 {
 		c.e.connects(c.v, c.r, c.dir, c.near) // which bounds the MSS once more, to the same
