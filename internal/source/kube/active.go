@@ -76,13 +76,13 @@ func (g *Gateway) Write(ctx context.Context, placed func(), report func() (Repor
 		}
 		w.forget()
 		g.mu.Lock()
-		wished := g.wished
+		replaced := g.replaced
 		g.mu.Unlock()
 		select {
 		case <-ctx.Done():
 			return
 		case <-tick.C:
-		case <-wished: // an object has changed
+		case <-replaced: // an object has changed
 			select {
 			case <-ctx.Done():
 				return

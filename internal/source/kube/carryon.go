@@ -71,7 +71,7 @@ func (g *Gateway) carryOn(e *election, known *remembered, others acquaintance) {
 	e.carryOn(others)
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if !g.wish.valid { // else the API server has answered just now
-		g.wishLocked(wish{snapshot: known.snapshot, err: why, valid: true, remembered: why})
+	if !g.desired.valid { // else the API server has answered just now
+		g.setDesired(desired{snapshot: known.snapshot, err: why, valid: true, remembered: why})
 	}
 }

@@ -79,8 +79,8 @@ type Gateway struct {
 	started  *election // nil until Run
 	election *election // the same, nil until the first Snapshot
 	wait     error     // why there is no Snapshot of the API server's yet
-	wish     wish
-	wished   chan struct{} // closed when wish is replaced
+	desired  desired
+	replaced chan struct{} // closed when desired is replaced
 	keyTries time.Time     // when the Secret may be made again
 	logged   string        // problems that were logged
 
@@ -105,7 +105,7 @@ func NewGateway(o GatewayOptions) (*Gateway, error) {
 		o.Log = slog.Default()
 	}
 	o.Tunnels = max(o.Tunnels, 1)
-	g := &Gateway{o: o, log: o.Log, look: newSignal(), prepared: make(chan struct{}), leaving: make(chan struct{}), wished: make(chan struct{}), wait: errors.New("starting")}
+	g := &Gateway{o: o, log: o.Log, look: newSignal(), prepared: make(chan struct{}), leaving: make(chan struct{}), replaced: make(chan struct{}), wait: errors.New("starting")}
 	g.keeper = newKeeper(o, g.look.set)
 	g.listen = func() (net.PacketConn, error) { return listenAt(o.PodIP) }
 	g.places.known.Self = o.Node
@@ -350,10 +350,10 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup, e *electio
 		g.mu.Lock()
 		defer g.mu.Unlock()
 		switch {
-		case g.wish.valid && g.wish.remembered == nil:
+		case g.desired.valid && g.desired.remembered == nil:
 			return nil
-		case g.wish.err != nil:
-			return g.wish.err
+		case g.desired.err != nil:
+			return g.desired.err
 		}
 		return errors.New("the first look at the objects")
 	})
@@ -366,7 +366,7 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup, e *electio
 	g.reading.Store(true)
 	g.mu.Lock()
 	g.wait = nil
-	peers := len(g.wish.snapshot.Gateway.Peers)
+	peers := len(g.desired.snapshot.Gateway.Peers)
 	g.mu.Unlock()
 	g.log.Info("objects read", "cluster", cluster.ClusterID, "name", cluster.ClusterName, "peers", peers)
 	return nil
@@ -376,7 +376,7 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup, e *electio
 // a large cluster, it does not read the peers' objects again.
 func (g *Gateway) refresh(ctx context.Context, cluster v1alpha1.ClusterIdentity) {
 	g.mu.Lock()
-	inUse := g.wish.snapshot.Keys
+	inUse := g.desired.snapshot.Keys
 	g.mu.Unlock()
 	ring, mismatch, err := g.key(ctx, inUse)
 	site, unknown := g.site(ctx)
@@ -384,9 +384,9 @@ func (g *Gateway) refresh(ctx context.Context, cluster v1alpha1.ClusterIdentity)
 	if err = errors.Join(err, unknown, unreachable, g.ask(ctx, cluster, ring)); err != nil {
 		g.mu.Lock()
 		defer g.mu.Unlock()
-		next := g.wish
+		next := g.desired
 		next.err = errors.Join(next.remembered, err)
-		g.wishLocked(next)
+		g.setDesired(next)
 		return
 	}
 	problems := slices.Concat(mismatch, g.asked.problems, g.keeper.problems())
@@ -431,7 +431,7 @@ func (g *Gateway) Ready() error {
 		}
 		return nil
 	}
-	for _, err := range []error{g.wish.remembered, g.wait, g.keeper.problem()} {
+	for _, err := range []error{g.desired.remembered, g.wait, g.keeper.problem()} {
 		if err != nil {
 			why = append(why, err.Error())
 		}

@@ -237,7 +237,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 			t.Error("not active")
 		}
 		r.mu.Lock()
-		id := r.wish.snapshot.Gateway.ClusterID
+		id := r.desired.snapshot.Gateway.ClusterID
 		r.mu.Unlock()
 		var ns corev1.Namespace
 		if err := s.client.Get(t.Context(), client.ObjectKey{Name: "kube-system"}, &ns); err != nil || id != string(ns.UID) {
@@ -259,7 +259,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 			within(t, text, func() error {
 				r.mu.Lock()
 				defer r.mu.Unlock()
-				if got := r.wish.snapshot.Gateway.Site.CheckEndpoint(netip.MustParseAddr(text)); !strings.HasSuffix(got, why) || why == "" && got != "" {
+				if got := r.desired.snapshot.Gateway.Site.CheckEndpoint(netip.MustParseAddr(text)); !strings.HasSuffix(got, why) || why == "" && got != "" {
 					return fmt.Errorf("%q, want %q", got, why)
 				}
 				return nil
@@ -329,8 +329,8 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		keys := make(map[[32]byte]bool)
 		for _, r := range replicas {
 			r.mu.Lock()
-			keys[r.wish.snapshot.Keys.Private] = true
-			if got := r.wish.snapshot.Gateway; got.ClusterID != "id-self" || got.ClusterName != "self" {
+			keys[r.desired.snapshot.Keys.Private] = true
+			if got := r.desired.snapshot.Gateway; got.ClusterID != "id-self" || got.ClusterName != "self" {
 				t.Errorf("identity %s %s", got.ClusterID, got.ClusterName)
 			}
 			r.mu.Unlock()
@@ -498,7 +498,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		within(t, "it says so", func() error { // a refusal that came too late is tried again
 			r.mu.Lock()
 			defer r.mu.Unlock()
-			if problems := r.wish.snapshot.Problems; len(problems) != 1 || problems[0].Field != "data.tunnels" || !strings.Contains(problems[0].Message, "forbidden") {
+			if problems := r.desired.snapshot.Problems; len(problems) != 1 || problems[0].Field != "data.tunnels" || !strings.Contains(problems[0].Message, "forbidden") {
 				return fmt.Errorf("problems %v", problems)
 			}
 			return nil
@@ -553,7 +553,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		within(t, "the new peer", func() error {
 			r.mu.Lock()
 			defer r.mu.Unlock()
-			if len(r.wish.snapshot.Gateway.Peers) != 1 {
+			if len(r.desired.snapshot.Gateway.Peers) != 1 {
 				return errors.New("no peer")
 			}
 			return nil

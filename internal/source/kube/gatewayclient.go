@@ -168,7 +168,7 @@ func (g *Gateway) questioner(e *election) (*questioner, acquaintance) {
 		private: func() [32]byte {
 			g.mu.Lock()
 			defer g.mu.Unlock()
-			return g.wish.snapshot.Keys.Gateways
+			return g.desired.snapshot.Keys.Gateways
 		}}
 	if g.o.StateDirectory == "" {
 		return q, acquaintance{}

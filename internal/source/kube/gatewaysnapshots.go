@@ -14,24 +14,24 @@ import (
 	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
-// A Snapshot is what the objects ask of the gateway, complete.
+// A Snapshot is the complete configuration of the gateway that the objects ask for.
 type Snapshot struct {
 	Gateway    fabric.Gateway
-	Problems   []fabric.Problem // of the objects that were left out: one that is broken concerns no other
+	Problems   []fabric.Problem // of the objects that were left out; the others are not affected
 	Keys       keyring.Ring
 	PodNetwork fabric.PodNetwork       // where a replica delivers that has a network of its own
 	Preshared  map[string]PresharedKey // by cluster ID; never modified
 }
 
-// wish is the last Snapshot, and whether it is what is wanted now.
-type wish struct {
+// desired is the last Snapshot, and whether it is up to date.
+type desired struct {
 	snapshot   Snapshot
-	err        error // why snapshot is an old one
+	err        error // why snapshot is out of date
 	valid      bool
-	remembered error // it is of the state directory, since when and why; nil: of the API server
+	remembered error // why it is that of the state directory, and since when; nil: it is of the API server
 }
 
-// publish makes a Snapshot of the API server's the wish.
+// publish makes a Snapshot of the API server's objects the desired one.
 func (g *Gateway) publish(s Snapshot) {
 	texts := make([]string, len(s.Problems))
 	for i, p := range s.Problems {
@@ -45,27 +45,26 @@ func (g *Gateway) publish(s Snapshot) {
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	g.wishLocked(wish{snapshot: s, valid: true})
+	g.setDesired(desired{snapshot: s, valid: true})
 }
 
-// wishLocked replaces the wish; g.mu is held.
-func (g *Gateway) wishLocked(next wish) {
-	g.wish = next
+// setDesired replaces g.desired; g.mu is held.
+func (g *Gateway) setDesired(next desired) {
+	g.desired = next
 	if next.valid {
 		g.shared = next.snapshot.Keys.Gateways
 	}
-	close(g.wished)
-	g.wished = make(chan struct{})
+	close(g.replaced)
+	g.replaced = make(chan struct{})
 }
 
 // Snapshots calls deliver with the present Snapshot and with each that differs from the one before,
-// until ctx ends. An error says why the Snapshot before it is not what is wanted now; it stays in
-// force.
+// until ctx ends. An error is the reason why the previous Snapshot is out of date; it stays in force.
 func (g *Gateway) Snapshots(ctx context.Context, deliver func(Snapshot, error)) {
-	var last wish
+	var last desired
 	for {
 		g.mu.Lock()
-		w, wished := g.wish, g.wished
+		w, replaced := g.desired, g.replaced
 		g.mu.Unlock()
 		repaired := last.err != nil && w.err == nil
 		if w.valid && (repaired || !last.valid || !reflect.DeepEqual(w.snapshot, last.snapshot)) {
@@ -80,7 +79,7 @@ func (g *Gateway) Snapshots(ctx context.Context, deliver func(Snapshot, error)) 
 		select {
 		case <-ctx.Done():
 			return
-		case <-wished:
+		case <-replaced:
 		}
 	}
 }

@@ -1,6 +1,6 @@
-// Package kube is the Kubernetes side of gateway and route agent: it watches the objects that say
-// what is wanted and hands them on as fabric's values, and for the gateway it elects the active
-// replica and writes what became of the wish.
+// Package kube is the Kubernetes side of gateway and route agent: it watches the objects that
+// configure them and delivers them as fabric's values. For the gateway it also elects the active
+// replica, and writes the status of the tunnels.
 //
 //	TunnelEndpoints, NatMappings, key Secret ─ watch ─► Snapshot ─► gateway
 //	TunnelEndpoint.status, labels, annotation ◄─ write ─ Report ◄──┘

@@ -61,7 +61,7 @@ func (m *gatewayMetrics) Collect(out chan<- prometheus.Metric) {
 	_, active := m.g.Active()
 	out <- familyActive.Sample(truth[active])
 	m.g.mu.Lock()
-	e, w := m.g.election, m.g.wish
+	e, w := m.g.election, m.g.desired
 	m.g.mu.Unlock()
 	if e != nil {
 		if n, others := e.standbys(time.Now()); active && others {

@@ -23,14 +23,14 @@ type Rotation struct {
 // rotate takes the next step of a rotation, as the Secret says where it stands (package keyring).
 func (w *writer) rotate(ctx context.Context, r Report) {
 	w.mu.Lock()
-	wish := w.wish
+	desired := w.desired
 	w.mu.Unlock()
-	ring := wish.snapshot.Keys
-	if !wish.valid || wish.err != nil || wish.remembered != nil { // what the Secret says now is not known
+	ring := desired.snapshot.Keys
+	if !desired.valid || desired.err != nil || desired.remembered != nil { // what the Secret says now is not known
 		return
 	}
 	now := time.Now()
-	lagging := lagging(wish.snapshot, r)
+	lagging := lagging(desired.snapshot, r)
 	if ring.Next == ([32]byte{}) || r.Rotation.Next != ring.Next || len(lagging) > 0 || w.moving != ring.Next {
 		w.moved, w.moving = now, ring.Next
 	}

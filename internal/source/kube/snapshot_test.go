@@ -405,7 +405,7 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 		serves(t, r, true)
 		files(t, o, 4)
 		r.mu.Lock()
-		before := r.wish.snapshot
+		before := r.desired.snapshot
 		r.mu.Unlock()
 		way.cut()
 		r.stop() // it cannot release the Lease
@@ -432,7 +432,7 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 			t.Error("it was not active all the time")
 		}
 		r.mu.Lock()
-		after := r.wish
+		after := r.desired
 		r.mu.Unlock()
 		if after.err != nil || after.remembered != nil || !reflect.DeepEqual(after.snapshot, before) {
 			t.Errorf("afterwards %+v", after)
@@ -522,8 +522,8 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 			}
 			r.mu.Lock()
 			defer r.mu.Unlock()
-			if len(r.wish.snapshot.Problems) > 0 {
-				return errors.New(r.wish.snapshot.Problems[0].Error())
+			if len(r.desired.snapshot.Problems) > 0 {
+				return errors.New(r.desired.snapshot.Problems[0].Error())
 			}
 			return nil
 		})

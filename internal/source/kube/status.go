@@ -72,14 +72,14 @@ func (w *writer) statuses(ctx context.Context, report Report) {
 		return
 	}
 	w.mu.Lock()
-	wish := w.wish
+	desired := w.desired
 	w.mu.Unlock()
 	problems := make(map[fabric.Origin][]fabric.Problem)
-	for _, p := range wish.snapshot.Problems {
+	for _, p := range desired.snapshot.Problems {
 		problems[p.Origin] = append(problems[p.Origin], p)
 	}
 	chosen := make(map[fabric.Origin]bool)
-	for _, p := range wish.snapshot.Gateway.Peers {
+	for _, p := range desired.snapshot.Gateway.Peers {
 		chosen[p.Origin] = true
 	}
 	peers := make(map[string]PeerReport, len(report.Peers))
