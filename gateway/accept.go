@@ -8,26 +8,27 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-type wish struct {
+// An update is a new configuration, or the reason why there is none.
+type update struct {
 	config Config
 	err    error
 }
 
-// wish takes a new configuration, or the reason why there is none.
-func (g *gateway) wish(w wish) {
-	err := w.err
+// update puts a new configuration into force, or reports why there is none.
+func (g *gateway) update(u update) {
+	err := u.err
 	if err == nil {
-		if g.now.configErr == nil && w.config.samePeers(g.now.config) {
-			if reflect.DeepEqual(w.config.PodNetwork, g.now.config.PodNetwork) && w.config.Gateway.Site.Equal(g.now.config.Gateway.Site) {
+		if g.now.configErr == nil && u.config.samePeers(g.now.config) {
+			if reflect.DeepEqual(u.config.PodNetwork, g.now.config.PodNetwork) && u.config.Gateway.Site.Equal(g.now.config.Gateway.Site) {
 				return
 			}
 			g.mu.Lock() // only nodes, pods and addresses that no peer's gateway can have differ: rules and peers stay
-			g.now.config = w.config
+			g.now.config = u.config
 			g.mu.Unlock()
 			g.reapply(false)
 			return
 		}
-		err = g.accept(w.config)
+		err = g.accept(u.config)
 	}
 	if err == nil {
 		return

@@ -73,11 +73,11 @@ func Run(ctx context.Context, o Options) error {
 	var source sync.WaitGroup
 	defer source.Wait()
 	defer cancel()
-	wishes := make(chan wish)
+	updates := make(chan update)
 	source.Go(func() {
 		o.Source(ctx, func(c Config, err error) {
 			select {
-			case wishes <- wish{c, err}:
+			case updates <- update{c, err}:
 			case <-ctx.Done():
 			}
 		})
@@ -86,15 +86,15 @@ func Run(ctx context.Context, o Options) error {
 	select {
 	case <-ctx.Done():
 		return nil
-	case w := <-wishes:
-		if w.err != nil {
-			return fmt.Errorf("configuration: %w", w.err)
+	case u := <-updates:
+		if u.err != nil {
+			return fmt.Errorf("configuration: %w", u.err)
 		}
-		g, err := open(o, w.config)
+		g, err := open(o, u.config)
 		if err != nil {
 			return err
 		}
-		err = g.run(ctx, w.config, wishes, o)
+		err = g.run(ctx, u.config, updates, o)
 		return errors.Join(err, g.close())
 	}
 }
@@ -347,8 +347,8 @@ func (g *gateway) begin(c Config) error {
 	return nil
 }
 
-// run applies the first configuration and then whatever comes.
-func (g *gateway) run(ctx context.Context, c Config, wishes <-chan wish, o Options) error {
+// run applies the first configuration, then the updates.
+func (g *gateway) run(ctx context.Context, c Config, updates <-chan update, o Options) error {
 	start, begin := g.begin, o.Begin
 	if begin != nil {
 		select {
@@ -395,8 +395,8 @@ func (g *gateway) run(ctx context.Context, c Config, wishes <-chan wish, o Optio
 			return nil
 		case name := <-gone:
 			return fmt.Errorf("the TUN %s is gone", name)
-		case w := <-wishes:
-			g.wish(w)
+		case u := <-updates:
+			g.update(u)
 		case <-g.wake:
 			if compare == nil {
 				compare = time.After(compareDelay)

@@ -16,7 +16,7 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// Config is a complete wish. A later one replaces it.
+// Config is a complete configuration. A later one replaces it.
 type Config struct {
 	Gateway    fabric.Gateway   // as fabric.GatewayFor decided; never modified
 	Refused    []fabric.Problem // what was left out of it, to show
