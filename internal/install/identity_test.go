@@ -24,9 +24,9 @@ func TestAnIdentityIsChosenOnceAndForEver(t *testing.T) {
 	}
 	have := id("X", "x")
 	for _, tc := range []struct {
-		have       *v1alpha1.ClusterIdentity
-		wish, want v1alpha1.ClusterIdentity
-		err        string
+		have        *v1alpha1.ClusterIdentity
+		flags, want v1alpha1.ClusterIdentity
+		err         string
 	}{
 		{nil, id("", "a"), id("uid", "a"), ""},
 		{nil, id("me", "a"), id("me", "a"), ""},
@@ -39,9 +39,9 @@ func TestAnIdentityIsChosenOnceAndForEver(t *testing.T) {
 		{&have, id("X", ""), have, ""},
 		{&have, id("", "y"), id("", ""), "it is x (X) already, not y (X)"},
 	} {
-		got, err := chooseIdentity(tc.have, tc.wish, "uid")
+		got, err := chooseIdentity(tc.have, tc.flags, "uid")
 		if tc.err == "" && (err != nil || got != tc.want) || tc.err != "" && (err == nil || !strings.Contains(err.Error(), tc.err)) {
-			t.Errorf("%v, %v: %v, %v", tc.have, tc.wish, got, err)
+			t.Errorf("%v, %v: %v, %v", tc.have, tc.flags, got, err)
 		}
 	}
 	if longest := id("X", strings.Repeat("a", 44)).TenantNamespace(); len(longest) > 63 {

@@ -368,21 +368,21 @@ func applyManifest(ctx context.Context, c *cluster.Cluster, u *unstructured.Unst
 	return c.Apply(ctx, u)
 }
 
-// chooseIdentity says who the cluster is from what it is now (nil: nobody yet), what is wished, and
-// the UID of kube-system.
-func chooseIdentity(have *v1alpha1.ClusterIdentity, wish v1alpha1.ClusterIdentity, uid string) (v1alpha1.ClusterIdentity, error) {
+// chooseIdentity returns the identity of the cluster: the present one (nil: none yet), or the wanted one, with
+// the UID of kube-system as its default ID. A wanted identity that differs from the present one is an error.
+func chooseIdentity(have *v1alpha1.ClusterIdentity, want v1alpha1.ClusterIdentity, uid string) (v1alpha1.ClusterIdentity, error) {
 	if have != nil {
-		wish = v1alpha1.ClusterIdentity{ClusterID: cmp.Or(wish.ClusterID, have.ClusterID), ClusterName: cmp.Or(wish.ClusterName, have.ClusterName)}
-		if wish != *have {
-			return wish, fmt.Errorf("it is %s (%s) already, not %s (%s): peers know it by that, so un-peer and delete its ConfigMap first",
-				safetext.Of(have.ClusterName), safetext.Of(have.ClusterID), safetext.Of(wish.ClusterName), safetext.Of(wish.ClusterID))
+		want = v1alpha1.ClusterIdentity{ClusterID: cmp.Or(want.ClusterID, have.ClusterID), ClusterName: cmp.Or(want.ClusterName, have.ClusterName)}
+		if want != *have {
+			return want, fmt.Errorf("it is %s (%s) already, not %s (%s): peers know it by that, so un-peer and delete its ConfigMap first",
+				safetext.Of(have.ClusterName), safetext.Of(have.ClusterID), safetext.Of(want.ClusterName), safetext.Of(want.ClusterID))
 		}
 	}
-	if wish.ClusterName == "" {
-		return wish, errors.New("want --cluster-name, which its peers will call it")
+	if want.ClusterName == "" {
+		return want, errors.New("want --cluster-name, which its peers will call it")
 	}
-	wish.ClusterID = cmp.Or(wish.ClusterID, uid)
-	return wish, cluster.CheckIdentity(wish)
+	want.ClusterID = cmp.Or(want.ClusterID, uid)
+	return want, cluster.CheckIdentity(want)
 }
 
 // established waits until the custom resources are served, so that whoever comes next finds them.
