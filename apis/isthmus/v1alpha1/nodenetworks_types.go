@@ -26,45 +26,45 @@ type NodeNetworksSpec struct {
 	// +listType=atomic
 	// +optional
 	Resolvers []net.IPAddress `json:"resolvers,omitempty"`
-	// RefusedResourceVersion is the highest resourceVersion with which a NetworkAllocation that the node has read
-	// named its networks first. The node refuses what was named up to that one. The manager tells nobody of a
-	// network before all nodes that report one have reached that of the network. So resource versions of one kind have to be
-	// numbers that rise. Kubernetes promises that since 1.35; with etcd they always were.
+	// RefusedResourceVersion is the highest resourceVersion at which a NetworkAllocation first named networks, as
+	// far as the node has read. The node refuses all networks that were named up to it. The manager publishes a
+	// network when every node that reports a version has reached the network's. So resource versions of one kind have
+	// to be numbers that rise. Kubernetes promises that since 1.35; with etcd they always were.
 	// +kubebuilder:validation:Minimum=1
 	// +optional
 	RefusedResourceVersion int64 `json:"refusedResourceVersion,omitempty"`
-	// BrokenOverlay is there while packets of the node do not reach the gateway through the overlay,
-	// or do not come back, though others do by the underlay.
+	// BrokenOverlay is set while probes of the gateway through the overlay fail, in either direction,
+	// although probes through the underlay succeed.
 	// +optional
 	BrokenOverlay *BrokenOverlay `json:"brokenOverlay,omitempty"`
-	// OverlaySources are addresses of the node among those of pods, such as a CNI's devices have. Its
-	// packets to a gateway that is a Pod may come from them.
+	// OverlaySources are addresses of the node that lie in pod networks, such as those of a CNI's devices.
+	// The node's packets to a gateway that is a Pod may have them as their source.
 	// +kubebuilder:validation:MaxItems=16
 	// +listType=atomic
 	// +optional
 	OverlaySources []net.IPAddress `json:"overlaySources,omitempty"`
-	// Routes are the node's routes by another host. Where that is a node of the cluster, a gateway on this node
-	// sends there through the overlay what is for a mapped endpoint: the answers take the same way, as strict
-	// reverse path filters demand.
+	// Routes are the node's routes with another host as next hop. If that host is a node of the cluster, a gateway
+	// on this node sends packets for a mapped endpoint to it through the overlay. Answers take the same path, as
+	// strict reverse path filters demand.
 	// +kubebuilder:validation:MaxItems=128
 	// +listType=atomic
 	// +optional
 	Routes []NodeRoute `json:"routes,omitempty"`
-	// Problems are what keeps pods of this node from reaching peers, from being reached, or from
-	// being known by their addresses, as far as the agent sees it.
+	// Problems are the faults that the agent knows of: pods of this node and peers do not reach each
+	// other, or peers see another address than the pod's.
 	// +kubebuilder:validation:MaxItems=16
 	// +listType=atomic
 	// +optional
 	Problems []NodeProblem `json:"problems,omitempty"`
 }
 
-// BrokenOverlay is a way that carries nothing.
+// BrokenOverlay is a path through the overlay that carries no packets.
 type BrokenOverlay struct {
 	// Gateway is the address of the gateway at the other end.
 	Gateway net.IPAddress `json:"gateway"`
-	// Since is when the first of the probes was sent that say so.
+	// Since is when the first of the failed probes was sent.
 	Since UTCTime `json:"since"`
-	// Back is true where packets of the node reach the gateway, and those from there do not arrive.
+	// Back is true if packets of the node reach the gateway, but packets of the gateway do not arrive.
 	// +optional
 	Back bool `json:"back,omitempty"`
 }
@@ -76,21 +76,21 @@ type NodeRoute struct {
 	Via net.IPAddress `json:"via"`
 }
 
-// NodeProblem is something that does not work on a node, or less well than elsewhere.
+// NodeProblem is a fault or a limit of a node.
 type NodeProblem struct {
 	// Reason is PodsMasqueraded, ForwardingRefused, ForwardingUncertain, GatewayOutOfReach, GatewayUnguarded, SnapshotNotKept,
-	// NodeDoesNotVote or, of something that an object says, Refused.
+	// NodeDoesNotVote, or Refused for a value of an object.
 	// +kubebuilder:validation:MaxLength=64
 	// +kubebuilder:validation:Pattern=`^[A-Za-z]+$`
 	Reason string `json:"reason"`
-	// Message says what it costs, why, and what to do.
+	// Message has the effect, the cause and the remedy.
 	// +kubebuilder:validation:MaxLength=512
 	Message string `json:"message"`
 }
 
-// NodeNetworks says what one node of the cluster reaches without Isthmus; its name is that of the
-// Node. No peer gets a network that overlaps one of these. A report takes from peers and gives nothing to
-// anybody; its routes are those of packets that its own node gets from the gateway anyway.
+// NodeNetworks lists the networks that one node of the cluster reaches without Isthmus; it has the name
+// of the Node. No peer gets a network that overlaps one of them. A report can only shrink what peers may
+// use: its routes concern only packets that its own node gets from the gateway anyway.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:resource:path=nodenetworks,singular=nodenetworks,scope=Namespaced,categories=isthmus
