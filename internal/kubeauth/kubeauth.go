@@ -1,11 +1,11 @@
-// Package kubeauth lets those read over HTTP whom the API server knows and permits it, as
-// controller-runtime's filter WithAuthenticationAndAuthorization does, without all that
-// k8s.io/apiserver brings along.
+// Package kubeauth answers HTTP requests of clients that the API server knows and permits, as
+// controller-runtime's filter WithAuthenticationAndAuthorization does, without the dependencies of
+// k8s.io/apiserver.
 //
 //	Authorization: Bearer TOKEN ─ TokenReview ─► user, groups ─ SubjectAccessReview ─► may get /metrics
 //
-// Whoever cannot be judged is refused. An answer of the API server counts for a minute, also after
-// the token was revoked.
+// Without an answer of the API server it refuses. An answer counts for a minute, even if the token
+// is revoked meanwhile.
 package kubeauth
 
 import (
@@ -53,7 +53,7 @@ type Reviewer struct {
 	now    func() time.Time
 
 	mu              sync.Mutex
-	allowed, denied map[key]verdict
+	allowed, denied map[key]decision
 	asking          map[key]*question
 	complained      time.Time
 }
@@ -61,17 +61,17 @@ type Reviewer struct {
 // key is the SHA-256 of method, path and token: tokens are not kept.
 type key [sha256.Size]byte
 
-// verdict is what becomes of a request.
-type verdict struct {
-	code  int // HTTP status; 200: it is answered
+// decision is the answer to a request for permission.
+type decision struct {
+	code  int // HTTP status; 200: permitted
 	why   string
-	until time.Time // when the API server is asked again
+	until time.Time // when it expires, and the API server is asked again
 }
 
-// question is one that is under way. Who asks the same meanwhile waits for its answer.
+// question is one under way to the API server. Requests with the same key wait for its decision.
 type question struct {
-	done    chan struct{}
-	verdict verdict // once done is closed
+	done     chan struct{}
+	decision decision // once done is closed
 }
 
 // New returns a Reviewer that asks with the identity of config. It connects to nothing yet.
@@ -93,14 +93,14 @@ func New(config *rest.Config, log *slog.Logger) (*Reviewer, error) {
 	return &Reviewer{
 		tokens: tokens.TokenReviews(), access: access.SubjectAccessReviews(), log: log,
 		limit: rate.NewLimiter(perSecond, burst), now: time.Now,
-		allowed: make(map[key]verdict), denied: make(map[key]verdict), asking: make(map[key]*question),
+		allowed: make(map[key]decision), denied: make(map[key]decision), asking: make(map[key]*question),
 	}, nil
 }
 
-// Guard lets h answer the requests of those who may, judged by method and path.
+// Guard passes requests to h whose token permits method and path.
 func (r *Reviewer) Guard(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
-		v := r.judge(req)
+		v := r.decide(req)
 		switch v.code {
 		case http.StatusOK:
 			h.ServeHTTP(w, req)
@@ -114,11 +114,11 @@ func (r *Reviewer) Guard(h http.Handler) http.Handler {
 	})
 }
 
-// judge answers from memory, waits for an answer that is on its way, or asks.
-func (r *Reviewer) judge(req *http.Request) verdict {
+// decide returns a remembered decision, waits for one under way, or asks the API server.
+func (r *Reviewer) decide(req *http.Request) decision {
 	scheme, token, _ := strings.Cut(req.Header.Get("Authorization"), " ")
 	if token = strings.TrimSpace(token); !strings.EqualFold(scheme, "Bearer") || token == "" {
-		return verdict{code: http.StatusUnauthorized, why: "want a bearer token of this cluster"}
+		return decision{code: http.StatusUnauthorized, why: "want a bearer token of this cluster"}
 	}
 	verb, path := strings.ToLower(req.Method), req.URL.Path
 	k := key(sha256.Sum256([]byte(verb + " " + path + " " + token)))
@@ -138,14 +138,14 @@ func (r *Reviewer) judge(req *http.Request) verdict {
 		r.mu.Unlock()
 		select {
 		case <-q.done:
-			return q.verdict
+			return q.decision
 		case <-req.Context().Done():
-			return verdict{code: http.StatusServiceUnavailable, why: "gave up"}
+			return decision{code: http.StatusServiceUnavailable, why: "gave up"}
 		}
 	}
-	if !known && !r.limit.AllowN(now, 1) { // who was allowed before is not kept out by a flood
+	if !known && !r.limit.AllowN(now, 1) { // a token that was allowed before does not count, so a flood does not lock it out
 		r.mu.Unlock()
-		return verdict{code: http.StatusTooManyRequests, why: "too many tokens that are not known; try again"}
+		return decision{code: http.StatusTooManyRequests, why: "too many tokens that are not known; try again"}
 	}
 	q = &question{done: make(chan struct{})}
 	r.asking[k] = q
@@ -153,18 +153,18 @@ func (r *Reviewer) judge(req *http.Request) verdict {
 
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(req.Context()), patience) // others may wait for it
 	defer cancel()
-	q.verdict = r.review(ctx, token, verb, path)
+	q.decision = r.review(ctx, token, verb, path)
 	r.mu.Lock()
 	delete(r.asking, k)
-	q.verdict.until = r.now().Add(remembered)
-	r.remember(k, q.verdict)
+	q.decision.until = r.now().Add(remembered)
+	r.remember(k, q.decision)
 	r.mu.Unlock()
 	close(q.done)
-	return q.verdict
+	return q.decision
 }
 
-// remember keeps what the API server has said. That it said nothing is not kept.
-func (r *Reviewer) remember(k key, v verdict) {
+// remember stores a decision of the API server, but not that the API server made none.
+func (r *Reviewer) remember(k key, v decision) {
 	switch v.code {
 	case http.StatusOK:
 		delete(r.denied, k)
@@ -175,8 +175,8 @@ func (r *Reviewer) remember(k key, v verdict) {
 	}
 }
 
-// keep puts a verdict in, in place of the oldest where there is no room.
-func keep(all map[key]verdict, k key, v verdict, most int) {
+// keep stores a decision. If there is no room, it replaces the oldest.
+func keep(all map[key]decision, k key, v decision, most int) {
 	if _, there := all[k]; !there && len(all) >= most {
 		var oldest key
 		var until time.Time
@@ -191,13 +191,13 @@ func keep(all map[key]verdict, k key, v verdict, most int) {
 }
 
 // review asks the API server who sends the token, and whether they may.
-func (r *Reviewer) review(ctx context.Context, token, verb, path string) verdict {
+func (r *Reviewer) review(ctx context.Context, token, verb, path string) decision {
 	who, err := r.tokens.Create(ctx, &authentication.TokenReview{Spec: authentication.TokenReviewSpec{Token: token}}, metav1.CreateOptions{})
 	if err != nil {
 		return r.cannot("TokenReview", err)
 	}
 	if !who.Status.Authenticated {
-		return verdict{code: http.StatusUnauthorized, why: "the API server does not know this token; want one of this cluster"}
+		return decision{code: http.StatusUnauthorized, why: "the API server does not know this token; want one of this cluster"}
 	}
 	user := who.Status.User
 	extra := make(map[string]authorization.ExtraValue, len(user.Extra))
@@ -212,15 +212,15 @@ func (r *Reviewer) review(ctx context.Context, token, verb, path string) verdict
 		return r.cannot("SubjectAccessReview", err)
 	}
 	if !may.Status.Allowed {
-		return verdict{code: http.StatusForbidden, why: fmt.Sprintf("user %q may not %s %s; want a ClusterRole with nonResourceURLs, such as isthmus-metrics-reader",
+		return decision{code: http.StatusForbidden, why: fmt.Sprintf("user %q may not %s %s; want a ClusterRole with nonResourceURLs, such as isthmus-metrics-reader",
 			user.Username, verb, path)}
 	}
-	return verdict{code: http.StatusOK}
+	return decision{code: http.StatusOK}
 }
 
-// cannot refuses, because the API server has not answered. The log has the reason, which is none of
-// a stranger's business.
-func (r *Reviewer) cannot(kind string, err error) verdict {
+// cannot refuses, because the API server has not answered. Only the log has the reason, since the client is
+// unknown.
+func (r *Reviewer) cannot(kind string, err error) decision {
 	r.mu.Lock()
 	say := r.now().Sub(r.complained) > complain
 	if say {
@@ -234,5 +234,5 @@ func (r *Reviewer) cannot(kind string, err error) verdict {
 		}
 		r.log.Warn("cannot authorize requests for metrics; refusing them", "kind", kind, "error", err, "remedy", want)
 	}
-	return verdict{code: http.StatusServiceUnavailable, why: "refused: cannot check the token at the API server; the log has the reason"}
+	return decision{code: http.StatusServiceUnavailable, why: "refused: cannot check the token at the API server; the log has the reason"}
 }

@@ -295,9 +295,9 @@ func TestWithoutAnAPIServerNobodyIsLetIn(t *testing.T) {
 }
 
 func TestWhatIsRememberedIsBounded(t *testing.T) {
-	all, begin := make(map[key]verdict), time.Unix(1_700_000_000, 0)
+	all, begin := make(map[key]decision), time.Unix(1_700_000_000, 0)
 	for i := range 100 {
-		keep(all, key{byte(i)}, verdict{code: i, until: begin.Add(time.Duration(i) * time.Second)}, 10)
+		keep(all, key{byte(i)}, decision{code: i, until: begin.Add(time.Duration(i) * time.Second)}, 10)
 	}
 	for i := range 100 {
 		if _, there := all[key{byte(i)}]; there != (i >= 90) {
