@@ -28,14 +28,14 @@ func TestADeciderDecidesAsANewOne(t *testing.T) {
 	for step := range 2000 {
 		switch rng.IntN(10) {
 		case 0:
-			in.Granted = append(slices.Clone(in.Granted), networks(1+rng.IntN(2))...)
+			in.Allocated = append(slices.Clone(in.Allocated), networks(1+rng.IntN(2))...)
 		case 1:
-			if len(in.Granted) > 0 {
-				at := rng.IntN(len(in.Granted))
-				in.Granted = slices.Delete(slices.Clone(in.Granted), at, at+1)
+			if len(in.Allocated) > 0 {
+				at := rng.IntN(len(in.Allocated))
+				in.Allocated = slices.Delete(slices.Clone(in.Allocated), at, at+1)
 			}
 		case 2:
-			in.Granted = networks(rng.IntN(5))
+			in.Allocated = networks(rng.IntN(5))
 		case 3, 4:
 			in.Gateway = []netip.Addr{{}, ip("10.244.2.254"), ip("10.244.3.254"), ip("10.244.9.9")}[rng.IntN(4)]
 		case 5:

@@ -210,7 +210,7 @@ func TestNodeRefusesWhatAGatewayDeliversThatItDoesNotKnowOf(t *testing.T) {
 		return all
 	}
 	in := nodeIntent(t, "n1") // where the gateway is
-	in.Granted = []netip.Prefix{pfx("10.80.0.0/20"), pfx("fd80::/64")}
+	in.Allocated = []netip.Prefix{pfx("10.80.0.0/20"), pfx("fd80::/64")}
 	if got := guards(in); !slices.Equal(got, []string{"false 10.80.0.0/20", "true fd80::/64"}) {
 		t.Errorf("with the gateway of another peer here: %v", got)
 	}
@@ -240,9 +240,9 @@ func refuses(n kernel.State, to netip.Addr) bool {
 	return false
 }
 
-// Nothing that anybody but the IPAM says makes a granted network leave by the default route.
-func TestNodeNeverLetsAGrantedNetworkLeaveInTheClear(t *testing.T) {
-	granted := []netip.Prefix{pfx("10.246.0.0/16"), pfx("10.247.0.0/16"), pfx("10.99.0.0/20"), pfx("fd00:246::/48")}
+// Nothing that anybody but the IPAM says makes an allocated network leave by the default route.
+func TestNodeNeverLetsAnAllocatedNetworkLeaveInTheClear(t *testing.T) {
+	allocated := []netip.Prefix{pfx("10.246.0.0/16"), pfx("10.247.0.0/16"), pfx("10.99.0.0/20"), pfx("fd00:246::/48")}
 	for name, change := range map[string]func(*NodeIntent){
 		"all is well":               func(*NodeIntent) {},
 		"no TunnelEndpoint":         func(in *NodeIntent) { in.Tunnels = nil },
@@ -263,7 +263,7 @@ func TestNodeNeverLetsAGrantedNetworkLeaveInTheClear(t *testing.T) {
 		"the overlay is the network's": func(in *NodeIntent) { in.Tunnels[0].Peer.Remote.PodSeen = pfx("240.0.0.0/8") },
 	} {
 		in := nodeIntent(t, "n2")
-		in.Granted = granted
+		in.Allocated = allocated
 		change(&in)
 		n, _ := NodeFor(in)
 		for _, to := range []string{"10.246.0.9", "10.247.255.255", "10.99.1.1", "fd00:246::9"} {
@@ -398,7 +398,7 @@ func TestNodeBelievesOverlayPacketsOfTheOtherNodesOnly(t *testing.T) {
 	in.Nodes[0].Addrs = append(in.Nodes[0].Addrs, ip("10.244.9.9"), ip("192.0.2.7"), ip("fd00::11")) // one of the pods' networks
 	in.Nodes[2].Addrs = append(in.Nodes[2].Addrs, ip("192.0.2.9"))                                   // only the first is the overlay's
 	in.Nodes = append(in.Nodes, ClusterNode{Name: "n4", Addrs: []netip.Addr{ip("10.246.0.9")}})      // in the peer's network
-	in.Granted = []netip.Prefix{pfx("10.99.0.0/16"), pfx("10.246.8.0/24"), pfx("fd00:246::/48")}
+	in.Allocated = []netip.Prefix{pfx("10.99.0.0/16"), pfx("10.246.8.0/24"), pfx("fd00:246::/48")}
 	in.UnderlayDevices = []string{"eth0"}
 	n, _ := NodeFor(in)
 	want := kernel.Filter{Nodes: "172.30.1.12 172.30.1.13", Own: "172.30.1.11 192.0.2.7", Pods: "10.244.0.0/16", Underlay: "eth0",

@@ -40,9 +40,9 @@ type NodeIntent struct {
 	Tunnels []Tunnel
 	// Allocations are what the NetworkAllocations say.
 	Allocations
-	// Granted are the networks of peers that a node refuses: those that are named, and those that were
-	// and that nobody has freed. The agent, which remembers them, fills them in.
-	Granted []netip.Prefix
+	// Allocated are the networks of peers that a node refuses: those that objects name, and those that they
+	// have named and not freed. The agent, which remembers them, fills them in.
+	Allocated []netip.Prefix
 }
 
 // Trust finds out whether the pods of a node are where its podCIDRs say, and leaves out the Pods that
@@ -61,7 +61,7 @@ func (in *NodeIntent) Sort() {
 	})
 	slices.SortFunc(in.Gateways, func(a, b GatewayPod) int { return cmp.Or(a.Addr.Compare(b.Addr), a.Host.Compare(b.Host)) })
 	slices.SortFunc(in.Tunnels, func(a, b Tunnel) int { return a.Peer.Origin.compare(b.Peer.Origin) })
-	for _, networks := range [][]netip.Prefix{in.Granted, in.Own, in.OwnPods} {
+	for _, networks := range [][]netip.Prefix{in.Allocated, in.Own, in.OwnPods} {
 		if !slices.IsSortedFunc(networks, netip.Prefix.Compare) { // one that is may be somebody else's, too
 			slices.SortFunc(networks, netip.Prefix.Compare)
 		}
@@ -225,10 +225,10 @@ func withoutHost(p netip.Prefix) bool {
 // intent and is not to be changed.
 func (in *NodeIntent) Refused() []netip.Prefix {
 	odd := func(p netip.Prefix) bool { return !p.IsValid() || p.Overlaps(overlayNetwork) }
-	if len(in.Tunnels) == 0 && InOrder(in.Granted) && !slices.ContainsFunc(in.Granted, odd) {
-		return in.Granted
+	if len(in.Tunnels) == 0 && InOrder(in.Allocated) && !slices.ContainsFunc(in.Allocated, odd) {
+		return in.Allocated
 	}
-	all := slices.Clone(in.Granted)
+	all := slices.Clone(in.Allocated)
 	for _, t := range in.Tunnels {
 		all = append(all, t.Peer.Remote.PodSeen, t.Peer.Remote.ExternalSeen)
 	}

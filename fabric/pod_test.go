@@ -78,7 +78,7 @@ ip rule add priority 422 lookup 4202 protocol 72
 func oneGateway(t testing.TB, self, gateway string) NodeIntent {
 	in := podIntent(t, self)
 	in.Tunnels, in.Gateway = nil, ip(gateway)
-	in.Granted = []netip.Prefix{pfx("10.246.0.0/16"), pfx("10.247.0.0/16")}
+	in.Allocated = []netip.Prefix{pfx("10.246.0.0/16"), pfx("10.247.0.0/16")}
 	in.OwnPods = []netip.Prefix{pfx("10.244.0.0/16")}
 	in.Nodes = slices.DeleteFunc(in.Nodes, func(n ClusterNode) bool { return n.Name != self })
 	in.Trust(self)
@@ -110,7 +110,7 @@ func TestAMoveOfTheGatewayChangesNoRoute(t *testing.T) {
 	before, after := oneGateway(t, "n3", "10.244.1.254"), oneGateway(t, "n3", "10.244.2.254")
 	for i := range 100 {
 		p := netip.PrefixFrom(netip.AddrFrom4([4]byte{100, 64, byte(i), 0}), 24)
-		before.Granted, after.Granted = append(before.Granted, p), append(after.Granted, p)
+		before.Allocated, after.Allocated = append(before.Allocated, p), append(after.Allocated, p)
 	}
 	was, _ := NodeFor(before)
 	is, problems := NodeFor(after)

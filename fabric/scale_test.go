@@ -16,7 +16,7 @@ func manyPeers(n int) NodeIntent {
 		Nodes:    []ClusterNode{{Name: "n1", Addrs: []netip.Addr{ip("172.30.1.11")}, PodCIDRs: []netip.Prefix{pfx("10.244.1.0/24")}}},
 		Gateways: []GatewayPod{{Addr: ip("10.244.2.254"), Host: ip("172.30.1.12")}, {Addr: ip("10.244.3.254"), Host: ip("172.30.1.13")}}}
 	for i := range n {
-		in.Granted = append(in.Granted, netip.PrefixFrom(netip.AddrFrom4([4]byte{100, byte(64 + i>>8), byte(i), 0}), 24),
+		in.Allocated = append(in.Allocated, netip.PrefixFrom(netip.AddrFrom4([4]byte{100, byte(64 + i>>8), byte(i), 0}), 24),
 			netip.PrefixFrom(netip.AddrFrom4([4]byte{11, byte(i >> 8), byte(i), 0}), 24))
 	}
 	in.Sort()
@@ -49,7 +49,7 @@ func BenchmarkNodeAdded(b *testing.B) {
 					PodCIDRs: []netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(128 + i>>8), byte(i), 0}), 24)}})
 			}
 			var peers []*GatewayPeer
-			for _, p := range manyPeers(1000).Granted {
+			for _, p := range manyPeers(1000).Allocated {
 				peers = append(peers, &GatewayPeer{AllowedIPs: [2]netip.Prefix{p, {}}})
 			}
 			more := in

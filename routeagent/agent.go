@@ -213,18 +213,18 @@ type agent struct {
 	hops     []fabric.NodeRoute // routes of the node by other hosts
 	reported bool               // there is a report of this node
 
-	events  atomic.Bool    // something may have changed around us
-	looked  time.Time      // when it was last looked what is around us; the loop's alone
-	ways    ways           // the last that were found; the loop's alone
-	reach   reach          // the last that was found; the loop's alone
-	grants  grants         // what peers have; the loop's alone
-	decider fabric.Decider // the loop's alone
-	decided decided        // the loop's alone
-	refused []netip.Prefix // what the last comparison refused; the loop's alone
-	looksAt netip.Prefix   // where ledElsewhere goes on; the loop's alone
-	led     netip.Prefix   // what it found, zero: none; the loop's alone
-	ledBy   string         // the device of that
-	saved   *snapshot      // nil: there is none that is good. The loop's alone
+	events      atomic.Bool    // something may have changed around us
+	looked      time.Time      // when it was last looked what is around us; the loop's alone
+	ways        ways           // the last that were found; the loop's alone
+	reach       reach          // the last that was found; the loop's alone
+	allocations allocations    // what peers have; the loop's alone
+	decider     fabric.Decider // the loop's alone
+	decided     decided        // the loop's alone
+	refused     []netip.Prefix // what the last comparison refused; the loop's alone
+	looksAt     netip.Prefix   // where ledElsewhere goes on; the loop's alone
+	led         netip.Prefix   // what it found, zero: none; the loop's alone
+	ledBy       string         // the device of that
+	saved       *snapshot      // nil: there is none that is good. The loop's alone
 }
 
 // state is the outcome of the last comparison.

@@ -67,10 +67,10 @@ func (a *agent) read(in fabric.NodeIntent, revision int) {
 	}
 	in.Self = a.opts.Node
 	was := a.decided
-	held := a.grants.read(in.Allocations)
-	in.Granted = a.grants.networks
+	held := a.allocations.read(in.Allocations)
+	in.Allocated = a.allocations.networks
 	a.decided = decided{revision: revision, intent: in, refused: was.refused, held: held}
-	if was.revision == 0 || len(in.Tunnels)+len(was.intent.Tunnels) > 0 || !slices.Equal(in.Granted, was.intent.Granted) {
+	if was.revision == 0 || len(in.Tunnels)+len(was.intent.Tunnels) > 0 || !slices.Equal(in.Allocated, was.intent.Allocated) {
 		a.decided.refused = in.Refused()
 	}
 }

@@ -289,11 +289,11 @@ func TestWhatLeadsOneOfManyNetworksElsewhereIsFound(t *testing.T) {
 	in := fabric.NodeIntent{Self: n.Name}
 	for i := range 5 * manyNetworks {
 		p := netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 200, byte(i), 0}), 24)
-		in.Granted = append(in.Granted, p)
+		in.Allocated = append(in.Allocated, p)
 		c.run(n.Host, "ip route add unreachable %v", p)
 	}
 	a.decided.refused = in.Refused()
-	elsewhere := in.Granted[4*manyNetworks+3]
+	elsewhere := in.Allocated[4*manyNetworks+3]
 	finds := func(look bool, news ...netip.Prefix) (said bool) {
 		t.Helper()
 		for _, p := range a.ledElsewhere(in.Self, look, news) {
@@ -309,7 +309,7 @@ func TestWhatLeadsOneOfManyNetworksElsewhereIsFound(t *testing.T) {
 	}
 	c.run(n.Host, "ip route del unreachable %v", elsewhere)
 	c.run(n.Host, "ip route add %v via 172.30.1.1", elsewhere)
-	if finds(false) || !finds(false, in.Granted[0], elsewhere) || !finds(false) {
+	if finds(false) || !finds(false, in.Allocated[0], elsewhere) || !finds(false) {
 		t.Error("a new one is not looked at, or not said again")
 	}
 	a.led = netip.Prefix{}

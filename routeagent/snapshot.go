@@ -76,7 +76,7 @@ func (a *agent) restore(refused func() ([]netip.Prefix, error)) error {
 	if err != nil {
 		return fmt.Errorf("what an agent before refused: %w", err)
 	}
-	a.grants.hold(unexplained(slices.DeleteFunc(left, func(p netip.Prefix) bool { return has(a.grants.networks, p) })))
+	a.allocations.hold(unexplained(slices.DeleteFunc(left, func(p netip.Prefix) bool { return has(a.allocations.networks, p) })))
 	return nil
 }
 
@@ -95,10 +95,10 @@ func (a *agent) recall() {
 		return
 	}
 	a.saved = saved
-	a.grants.hold(saved.Refused)
-	changes, err := a.kernel.Add(fabric.RefusingState(a.grants.networks))
+	a.allocations.hold(saved.Refused)
+	changes, err := a.kernel.Add(fabric.RefusingState(a.allocations.networks))
 	if len(changes) > 0 {
-		a.log.Info("refusing the networks in the snapshot", "networks", len(a.grants.networks), "changes", len(changes))
+		a.log.Info("refusing the networks in the snapshot", "networks", len(a.allocations.networks), "changes", len(changes))
 	}
 	if err != nil {
 		a.log.Error("cannot refuse the networks in the snapshot", "error", err)
@@ -132,10 +132,10 @@ func has(list []netip.Prefix, p netip.Prefix) bool {
 // save keeps what is refused for an agent that starts when nobody can be asked. Networks that only tunnels
 // name are in it too.
 func (a *agent) save(refused []netip.Prefix) error {
-	now := &snapshot{snapshotVersion, a.grants.known}
-	if !slices.Equal(refused, a.grants.networks) {
-		others := slices.DeleteFunc(slices.Clone(refused), func(p netip.Prefix) bool { return has(a.grants.networks, p) })
-		known := slices.DeleteFunc(slices.Clone(a.grants.known), func(k fabric.Allocation) bool { return !has(refused, k.Network) })
+	now := &snapshot{snapshotVersion, a.allocations.known}
+	if !slices.Equal(refused, a.allocations.networks) {
+		others := slices.DeleteFunc(slices.Clone(refused), func(p netip.Prefix) bool { return has(a.allocations.networks, p) })
+		known := slices.DeleteFunc(slices.Clone(a.allocations.known), func(k fabric.Allocation) bool { return !has(refused, k.Network) })
 		now.Refused = fabric.Latest(append(known, unexplained(others)...))
 	}
 	if a.opts.StateDirectory == "" || a.saved != nil && slices.Equal(now.Refused, a.saved.Refused) {

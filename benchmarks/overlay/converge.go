@@ -82,8 +82,8 @@ func (c *cluster) converge(p *probe, change string, size int, filter bool) (floa
 		case moves:
 			before = c.intent(size, size, gatewayNodes[1-i%2])
 		case joins:
-			before.Granted = before.Refused()
-			before.Tunnels, after.Granted = before.Tunnels[1:], before.Granted
+			before.Allocated = before.Refused()
+			before.Tunnels, after.Allocated = before.Tunnels[1:], before.Allocated
 		case grants:
 			before.Tunnels = before.Tunnels[1:]
 		}

@@ -202,7 +202,7 @@ func (r *row) become(peers int) (k *rtnl.Kernel, err error) {
 	}
 	for i := range peers {
 		pod, external := remote(i)
-		in.Granted = append(in.Granted, pod, external)
+		in.Allocated = append(in.Allocated, pod, external)
 	}
 	want, problems := fabric.NodeFor(in)
 	if len(problems) > 0 {

@@ -61,7 +61,7 @@ func TestANetworkGoesWhenItIsFreedAndNotBefore(t *testing.T) {
 		"left, and there are no objects":       {left: by("", unknownRevision, both...), read: []fabric.Allocations{says(nil, nil)}, want: both, told: true},
 		"nothing ever":                         {read: []fabric.Allocations{says(nil, nil)}},
 	} {
-		var g grants
+		var g allocations
 		g.hold(tc.left)
 		told := false
 		for range 2 { // reading the same again changes nothing
@@ -100,15 +100,15 @@ func TestASnapshotIsReadAsItWasWritten(t *testing.T) {
 // Where the kernel does not say what it refuses, a comparison would take away what no object names.
 func TestAnAgentThatDoesNotKnowWhatTheKernelRefusesEnds(t *testing.T) {
 	a, p := &agent{}, netip.MustParsePrefix("10.200.0.0/16")
-	if err := a.restore(func() ([]netip.Prefix, error) { return []netip.Prefix{p}, nil }); err != nil || !slices.Equal(a.grants.known, unexplained([]netip.Prefix{p})) {
-		t.Errorf("%v, %v", a.grants.known, err)
+	if err := a.restore(func() ([]netip.Prefix, error) { return []netip.Prefix{p}, nil }); err != nil || !slices.Equal(a.allocations.known, unexplained([]netip.Prefix{p})) {
+		t.Errorf("%v, %v", a.allocations.known, err)
 	}
 	if err := a.restore(func() ([]netip.Prefix, error) { return nil, errors.New("interrupted") }); err == nil || err.Error() != "what an agent before refused: interrupted" {
 		t.Error(err)
 	}
-	a.grants = grants{}
-	a.grants.hold([]fabric.Allocation{{Object: "b", Network: p, Revision: 7}}) // by the snapshot
-	if err := a.restore(func() ([]netip.Prefix, error) { return []netip.Prefix{p}, nil }); err != nil || len(a.grants.known) != 1 {
-		t.Errorf("explained: %v, %v", a.grants.known, err)
+	a.allocations = allocations{}
+	a.allocations.hold([]fabric.Allocation{{Object: "b", Network: p, Revision: 7}}) // by the snapshot
+	if err := a.restore(func() ([]netip.Prefix, error) { return []netip.Prefix{p}, nil }); err != nil || len(a.allocations.known) != 1 {
+		t.Errorf("explained: %v, %v", a.allocations.known, err)
 	}
 }

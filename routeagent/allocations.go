@@ -9,10 +9,10 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// grants are the networks of peers as an agent knows them. A network stays as long as one of the
-// NetworkAllocations that have named it has not freed it with a higher revision. What another one frees, or
-// an object that is missing, edited or restored from a backup, takes nothing back: no peering has ended with it.
-type grants struct {
+// allocations are the networks of peers as an agent knows them. A network stays until each NetworkAllocation
+// that has named it has freed it with a higher revision. An object that is missing, edited or restored from a
+// backup frees nothing, because no peering has ended with it.
+type allocations struct {
 	known    []fabric.Allocation // sorted: what objects name, and have not freed since; the revision is the highest that named it
 	networks []netip.Prefix      // of known
 }
@@ -22,9 +22,9 @@ type grants struct {
 const unknownRevision = 0
 
 // hold adds what an agent before us refused.
-func (g *grants) hold(all []fabric.Allocation) { g.take(slices.Concat(g.known, all)) }
+func (g *allocations) hold(all []fabric.Allocation) { g.take(slices.Concat(g.known, all)) }
 
-func (g *grants) take(known []fabric.Allocation) {
+func (g *allocations) take(known []fabric.Allocation) {
 	g.known = fabric.Latest(known)
 	if networks := networksOf(g.known); !slices.Equal(networks, g.networks) {
 		g.networks = networks // otherwise the list stays the same one
@@ -32,7 +32,7 @@ func (g *grants) take(known []fabric.Allocation) {
 }
 
 // read takes what the objects say, and returns a problem when they lack networks that were not freed.
-func (g *grants) read(now fabric.Allocations) []fabric.Problem {
+func (g *allocations) read(now fabric.Allocations) []fabric.Problem {
 	all := slices.Clone(now.Named)
 	var lacking []string
 	for _, had := range g.known {
