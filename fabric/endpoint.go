@@ -7,10 +7,10 @@ import (
 	"slices"
 )
 
-// A Site is what is known of where our own cluster is, and of where the tunnels lead: no gateway of
-// a peer can be there. It is read-only. The zero Site is nowhere.
+// A Site has the addresses of our own cluster, and the networks behind the tunnels: no gateway of a peer
+// can have one of them. It is read-only. The zero Site has no addresses.
 type Site struct {
-	Networks []SiteNetwork         // may overlap, in the order in which they are asked
+	Networks []SiteNetwork         // may overlap; the first one that contains an address counts
 	Addrs    map[netip.Addr]string // single addresses, and what ends the sentence "192.0.2.1 is ..."
 	Relays   map[netip.Addr]bool   // those of Addrs by which Services relay messages of peers
 }
@@ -39,8 +39,8 @@ func (s Site) With(addrs []netip.Addr, what string) Site {
 	return s
 }
 
-// WithRelays is With for addresses of nodes. A message of a peer may come from there: where a
-// Service of the gateway leads to another node, the first one translates the source to its own.
+// WithRelays is With for addresses of nodes. A message of a peer may come from one of them: a node that
+// forwards a connection to the gateway's Service to another node replaces the source by its own address.
 func (s Site) WithRelays(addrs []netip.Addr, what string) Site {
 	s = s.With(addrs, what)
 	all := make(map[netip.Addr]bool, len(s.Relays)+len(addrs))

@@ -91,7 +91,7 @@ func specOf(p Peer) v1alpha1.TunnelEndpointSpec {
 	}
 }
 
-// NetworkConfigFor is what ClaimFrom reads as c, addressed to a cluster.
+// NetworkConfigFor returns the spec that ClaimFrom reads as c, addressed to a cluster.
 func NetworkConfigFor(c Claim, to v1alpha1.ClusterIdentity) v1alpha1.NetworkConfigSpec {
 	return v1alpha1.NetworkConfigSpec{
 		RemoteCluster: to,
