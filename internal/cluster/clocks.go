@@ -6,9 +6,9 @@ import (
 	"time"
 )
 
-// A serverClock is how far the API server's clock is ahead of ours, by what its answers say (RFC 9110,
-// section 6.6.1): their Date is of a moment between question and answer, to a second. Each answer bounds
-// the difference further.
+// A serverClock measures how far the API server's clock is ahead of ours, by the header Date of its answers (RFC
+// 9110, section 6.6.1). Date is a moment between request and answer, in whole seconds, so each answer narrows the
+// bounds of the difference.
 type serverClock struct {
 	mu        sync.Mutex
 	known     bool
@@ -25,21 +25,21 @@ func (s *serverClock) heard(date, sent, received time.Time) {
 	s.low, s.high, s.known = low, high, true
 }
 
-// ahead is 0 where the two may be the same; false: no answer had a time.
+// ahead returns the difference within the bounds that is nearest to 0; false: no answer had a Date.
 func (s *serverClock) ahead() (time.Duration, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return max(s.low, min(s.high, 0)), s.known
 }
 
-// atLeast is the least that it may be, which makes nothing older than it is.
+// atLeast returns the lower bound of the difference: with it nothing looks older than it is.
 func (s *serverClock) atLeast() (time.Duration, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.low, s.known
 }
 
-// listening hears the answers to what a client asks.
+// listening measures by the answers to a client's requests.
 func (s *serverClock) listening(to http.RoundTripper) http.RoundTripper {
 	return roundTripper(func(r *http.Request) (*http.Response, error) {
 		sent := time.Now()

@@ -143,8 +143,8 @@ func load(a Access) (config *rest.Config, name string, err error) {
 	return config, name, nil
 }
 
-// HasKubeconfig reports whether a cluster is meant where none is named: there is a kubeconfig where
-// kubectl looks for it, or we run in a Pod.
+// HasKubeconfig reports whether there is a default cluster: kubectl would find a kubeconfig, or we run in a
+// Pod.
 func HasKubeconfig() bool {
 	for _, file := range clientcmd.NewDefaultClientConfigLoadingRules().Precedence {
 		if _, err := os.Stat(file); err == nil {
@@ -154,12 +154,12 @@ func HasKubeconfig() bool {
 	return os.Getenv("KUBERNETES_SERVICE_HOST") != ""
 }
 
-// String is how messages call the cluster.
+// String returns the name of the cluster for messages.
 func (c *Cluster) String() string {
 	return safetext.Of(cmp.Or(c.Identity.ClusterName, c.Context))
 }
 
-// The ConfigMap that says who the cluster is: that of Liqo's, found by its label.
+// The ConfigMap with the identity of the cluster, in Liqo's format, found by its label.
 const (
 	IdentityConfigMap  = "isthmus-cluster"
 	LabelName          = "app.kubernetes.io/name"
@@ -168,8 +168,8 @@ const (
 	KeyClusterName     = "CLUSTER_NAME"
 )
 
-// Identify asks the cluster who it is. What is not installed is an error that says how to install
-// it, unless the cluster is a Liqo's.
+// Identify reads the identity of the cluster. Without an installation the error has the command to install
+// Isthmus, unless the cluster runs Liqo.
 func (c *Cluster) Identify(ctx context.Context) error {
 	if err := c.ReadUID(ctx); err != nil {
 		return err
@@ -191,8 +191,8 @@ func (c *Cluster) Identify(ctx context.Context) error {
 	return nil
 }
 
-// notInstalled says what to do about a cluster without an identity. If somebody has deleted the namespace of the
-// installation, the Peerings are still there.
+// notInstalled returns an error with the remedy for a cluster without an identity. If somebody has deleted the
+// namespace of the installation, the Peerings still exist.
 func (c *Cluster) notInstalled(ctx context.Context) error {
 	var peerings isthmus.PeeringList
 	when, more := "", ""
