@@ -220,7 +220,7 @@ func (k *Kernel) concernsOne(in kernel.Namespace, m *syscall.NetlinkMessage) (st
 	return true, true
 }
 
-// wroteNeighbor reports whether an event of a neighbour says what we have made of it.
+// wroteNeighbor reports whether the neighbour in an event has the value that we wrote.
 func (k *Kernel) wroteNeighbor(in kernel.Namespace, index int, m *syscall.NetlinkMessage) bool {
 	to, _ := rawAttribute(m, unix.SizeofNdMsg, unix.NDA_DST)
 	lladdr, _ := rawAttribute(m, unix.SizeofNdMsg, unix.NDA_LLADDR)
