@@ -14,20 +14,20 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// places follows the Nodes and Pods of a cluster, and what agents say of Nodes, one change after the other: to list and compare
-// a hundred thousand Pods for each that comes or goes takes most of a second.
+// places follows the Nodes and Pods of a cluster, and the agents' reports, change by change. To list and compare a hundred
+// thousand Pods after each change would take most of a second.
 type places struct {
 	mu    sync.Mutex
 	known fabric.PodPlaces        // empty where the gateway has its node's network: it delivers nothing
 	has   map[string][]netip.Addr // the addresses of a node that are counted in addrs
 	addrs map[netip.Addr]int      // how many nodes have an address, of any type
-	nodes fabric.Site             // of addrs; not to be changed any more once told
-	told  bool
+	nodes fabric.Site             // of addrs; read-only once told is set
+	told  bool                    // a caller has nodes, so the next change copies it
 
 	agents map[string]string // the route agents' Pods, namespace/name, and their nodes
 }
 
-// handler calls notify for a change after which network may be another.
+// handler calls notify after a change that may affect network.
 func (p *places) handler(notify func()) toolscache.ResourceEventHandler {
 	set := func(before, after any) {
 		if p.set(before, after) {
@@ -46,7 +46,7 @@ func (p *places) handler(notify func()) toolscache.ResourceEventHandler {
 	}
 }
 
-// set takes a change of one object; nil: it is not there.
+// set applies a change of one object; nil: the object does not exist.
 func (p *places) set(before, after any) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
