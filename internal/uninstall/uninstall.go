@@ -129,8 +129,7 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 	return nil
 }
 
-// everyObject is what Install may have made, with all options and whatever was chosen, the
-// namespace not among it.
+// everyObject returns all objects that Install may have created, with any options, except the namespace.
 func everyObject(ctx context.Context, c *cluster.Cluster) ([]*unstructured.Unstructured, error) {
 	chosen, err := install.Remembered(ctx, c)
 	if err != nil {
