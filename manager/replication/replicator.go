@@ -146,7 +146,7 @@ func (r *Replicator) NeedLeaderElection() bool { return true }
 // Start replicates until ctx is done and returns when all workers have ended. Call it once.
 func (r *Replicator) Start(ctx context.Context) error {
 	config := rest.CopyConfig(r.opts.Config)
-	config.QPS = -1                                  // ownTurns, and each worker pauses after a failure
+	config.QPS = -1                                  // no limit here: ownTurns limits concurrency, and each worker pauses after a failure
 	config.ContentType = runtime.ContentTypeProtobuf // as all else that reads core kinds; half the work of JSON
 	core, err := corev1client.NewForConfig(config)
 	if err != nil {
