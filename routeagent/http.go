@@ -169,7 +169,7 @@ func (a *agent) canFollow() error {
 		return fmt.Errorf("this one finds no Node that is called %q", in.Self)
 	}
 	if a.opts.StateDirectory != "" {
-		if _, err := readSnapshot(a.opts.StateDirectory); errors.Is(err, fs.ErrPermission) { // another error ends with the next snapshot
+		if _, err := readSnapshot(a.opts.StateDirectory); errors.Is(err, fs.ErrPermission) { // the next snapshot repairs any other error
 			return fmt.Errorf("this one may not read what that has left: %w", err)
 		}
 	}
@@ -180,9 +180,9 @@ func (a *agent) canFollow() error {
 	return nil
 }
 
-// Started is nil when the agent of a Pod in this network namespace runs, or knows all that it needs to
-// follow the one that does, and could read the kernel's state. It is for startup probes: /readyz is of the agent that runs, and on a node
-// with two it is the older one's.
+// Started returns nil when the agent of a Pod in this network namespace runs, or is ready to follow the running
+// one: it has its configuration, and could read the kernel's state. It is for startup probes, because /readyz
+// belongs to the running agent, which is the older one if a node has two.
 func Started(ctx context.Context, pod string) error {
 	if pod == "" {
 		return errors.New("no UID of a Pod")
