@@ -3,37 +3,37 @@ package v1alpha1
 import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 // AllocatedNetwork is a network of a peer in CIDR notation. A pattern checks it, because there may be too
-// many for a CEL rule; readers refuse what it lets through and is no network.
+// many for a CEL rule; readers refuse other text that matches it.
 // +kubebuilder:validation:MaxLength=43
 // +kubebuilder:validation:Pattern=`^[0-9A-Fa-f:.]+/[0-9]{1,3}$`
 type AllocatedNetwork = string
 
-// NetworkAllocationSpec is all that is kept of one cluster. The manager writes it. Nodes read networks,
+// NetworkAllocationSpec is the IPAM state of one cluster. The manager writes it. Nodes read networks,
 // networksSince, freed and own; the manager reads the rest when it starts. It is atomic so that
 // managedFields, which thousands of nodes read, do not list its fields.
 // +structType=atomic
 type NetworkAllocationSpec struct {
-	// ClusterID is the cluster. It is the object's name too where a name can be it.
+	// ClusterID is the ID of the cluster. It is also the object's name, if it is a valid name.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=63
 	ClusterID string `json:"clusterID"`
 	// Revision grows with each change of the networks, over all objects. An object with a lower revision
-	// than one that was read before is an older one. It is at least the time of the change in
-	// milliseconds; one more than a day ahead counts as none.
+	// than before is an older version of it. A revision is at least the time of the change in
+	// milliseconds; agents ignore one that is over a day ahead.
 	// +kubebuilder:validation:Minimum=1
 	Revision int64 `json:"revision"`
-	// Networks are those that stand for the peer's here: first that of its pods, then that of its mapped
-	// endpoints, then those of held. Every node refuses packets for them outside of the tunnel.
+	// Networks stand for the peer's networks here: first that of its pods, then that of its mapped
+	// endpoints, then the held ones. Every node refuses packets for them outside of the tunnel.
 	// +kubebuilder:validation:MaxItems=32
 	// +listType=atomic
 	// +optional
 	Networks []AllocatedNetwork `json:"networks,omitempty"`
-	// NetworksSince is since when this object names these networks; absent: since its resourceVersion. So
-	// nodes report nothing when only the rest of the object changes.
+	// NetworksSince is the version that first named these networks; absent: the resourceVersion of this
+	// object. So nodes report nothing when only other fields change.
 	// +optional
 	NetworksSince *NetworksSince `json:"networksSince,omitempty"`
-	// Freed are networks that were the peer's, the latest last. Nodes need not refuse one any more, unless
-	// another object has named it, or this one with a higher revision.
+	// Freed are former networks of the peer, the latest last. Nodes stop refusing one, unless another
+	// object has named it, or this one with a higher revision.
 	// +kubebuilder:validation:MaxItems=32
 	// +listType=atomic
 	// +optional
@@ -42,44 +42,44 @@ type NetworkAllocationSpec struct {
 	// +optional
 	Own *OwnNetworks `json:"own,omitempty"`
 
-	// Session is that of the manager that wrote this. It grows with each manager that begins to write. A
-	// manager takes over what a later session has written, and overwrites any other change. 0: no manager
-	// has written this.
+	// Session is the number of the manager that wrote this object; each manager that begins to write has a
+	// higher one. A manager takes over the changes of a later session, and overwrites any other change. 0: no
+	// manager has written this object.
 	// +kubebuilder:validation:Minimum=1
 	// +optional
 	Session int64 `json:"session,omitempty"`
 	// ReleasedAt is when the peer left. Its networks are held for a day from then on.
 	// +optional
 	ReleasedAt UTCTime `json:"releasedAt,omitempty"`
-	// UnusedSince is since when no object of a peering names the peer.
+	// UnusedSince is when the last object of a peering that names the peer disappeared.
 	// +optional
 	UnusedSince UTCTime `json:"unusedSince,omitempty"`
-	// Held are those of networks that the peer has no more.
+	// Held are the networks that the peer no longer has.
 	// +kubebuilder:validation:MaxItems=32
 	// +listType=atomic
 	// +optional
 	Held []HeldNetwork `json:"held,omitempty"`
-	// Previous are the networks that the peer had when it left, after the hold. It has them again when it
-	// comes back and they are free.
+	// Previous are the networks that the peer had when it left, after the hold. If the peer comes back, it
+	// gets them again while they are free.
 	// +optional
 	Previous *NetworkPair `json:"previous,omitempty"`
 	// Seen is how the peer sees our PodCIDR and our ExternalCIDR: its answer.
 	// +optional
 	Seen *NetworkPair `json:"seen,omitempty"`
-	// Local are our networks for which seen stands, and in which the addresses of endpoints are. They differ from
-	// own while a change of ours is being written.
+	// Local are our networks that seen stands for, and that contain the addresses of endpoints. They differ from own
+	// while a change of our networks is being written.
 	// +optional
 	Local *NetworkPair `json:"local,omitempty"`
-	// Endpoints are those that are mapped for the peer, by address.
+	// Endpoints are the endpoints that are mapped for the peer, sorted by address.
 	// +kubebuilder:validation:MaxItems=4096
 	// +listType=atomic
 	// +optional
 	Endpoints []MappedEndpoint `json:"endpoints,omitempty"`
 }
 
-// NetworksSince is the resourceVersion with which an object first named its networks. It counts only with
-// the revision and the UID that the object has, since an older manager changes networks and leaves it, and
-// a backup has that of another object.
+// NetworksSince is the resourceVersion at which an object first named its networks. It counts only if revision
+// and UID are those of the object, because an older manager changes networks without it, and a backup
+// contains that of another object.
 type NetworksSince struct {
 	// +kubebuilder:validation:Minimum=1
 	ResourceVersion int64 `json:"resourceVersion"`
@@ -91,18 +91,18 @@ type NetworksSince struct {
 	UID string `json:"uid"`
 }
 
-// FreedNetwork is a network that a peer has given up.
+// FreedNetwork is a former network of a peer that nodes need not refuse.
 type FreedNetwork struct {
 	Network AllocatedNetwork `json:"network"`
-	// Revision is the one in which it was freed.
+	// Revision is the revision in which it was freed.
 	// +kubebuilder:validation:Minimum=1
 	Revision int64 `json:"revision"`
 }
 
-// HeldNetwork is a network that a peer has given up, and that nodes refuse for a day.
+// HeldNetwork is a released network that nodes refuse for a day.
 type HeldNetwork struct {
 	Network AllocatedNetwork `json:"network"`
-	// ReleasedAt is when the peer gave it up.
+	// ReleasedAt is when it was released.
 	ReleasedAt UTCTime `json:"releasedAt"`
 }
 
@@ -116,13 +116,13 @@ type NetworkPair struct {
 
 // MappedEndpoint is an endpoint of ours that a peer reaches by an address of our ExternalCIDR.
 type MappedEndpoint struct {
-	// IP is the endpoint.
+	// IP is the address of the endpoint.
 	// +kubebuilder:validation:MaxLength=39
 	IP string `json:"ip"`
-	// Address stands for it, and is the same for all peers.
+	// Address is the address that peers use for it, the same for all of them.
 	// +kubebuilder:validation:MaxLength=39
 	Address string `json:"address"`
-	// Requesters are the callers of the IPAM that asked for it; none: not known.
+	// Requesters are the callers of the IPAM that requested the mapping; none: not known.
 	// +kubebuilder:validation:MaxItems=4096
 	// +kubebuilder:validation:items:MaxLength=256
 	// +listType=atomic

@@ -34,7 +34,7 @@ func (in EndpointMap) DeepCopy() EndpointMap { return maps.Clone(in) }
 
 // NatMappingStatus has nothing that Liqo would know.
 type NatMappingStatus struct {
-	// Conditions say what became of this object in this cluster. Liqo has none.
+	// Conditions are the state of this object in this cluster. Liqo has none.
 	// +optional
 	// +listType=map
 	// +listMapKey=type

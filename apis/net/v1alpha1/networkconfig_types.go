@@ -35,7 +35,7 @@ type NetworkConfigStatus struct {
 	// ExternalCIDRNAT is the same for spec.externalCIDR.
 	// +optional
 	ExternalCIDRNAT NATCIDR `json:"externalCIDRNAT,omitempty"`
-	// Conditions say what became of this object in this cluster. Liqo has none.
+	// Conditions are the state of this object in this cluster. Liqo has none.
 	// +optional
 	// +listType=map
 	// +listMapKey=type

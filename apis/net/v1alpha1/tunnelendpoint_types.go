@@ -149,7 +149,7 @@ type TunnelEndpointStatus struct {
 	// Connection is the state of the tunnel.
 	// +optional
 	Connection Connection `json:"connection,omitzero"`
-	// Conditions say what became of this object in this cluster. Liqo has none.
+	// Conditions are the state of this object in this cluster. Liqo has none.
 	// +optional
 	// +listType=map
 	// +listMapKey=type
@@ -160,7 +160,7 @@ type TunnelEndpointStatus struct {
 	Conditions []metav1.Condition `json:"conditions,omitempty" patchStrategy:"merge" patchMergeKey:"type"`
 }
 
-// TunnelEndpoint is one peer with both answers joined. The gateway makes it true. It never leaves
+// TunnelEndpoint is one peer with both answers joined. The gateway applies it. It never leaves
 // its cluster.
 //
 // +kubebuilder:object:root=true
