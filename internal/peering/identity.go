@@ -25,8 +25,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// tokenLife is how long an identity is wished to last. API servers may grant less; the manager
-// renews it in time.
+// tokenLife is the requested life of an identity. Some API servers shorten it; the manager renews it
+// in time.
 const tokenLife = 90 * 24 * time.Hour
 
 // giveIdentity sees to it that s has an identity at its peer that works, and says what it did;

@@ -143,8 +143,8 @@ func (l *link) delete(ctx context.Context, name string, uid types.UID) error {
 	return l.request(http.MethodDelete).Name(name).Body(metav1.NewPreconditionDeleteOptions(string(uid))).Do(ctx).Error()
 }
 
-// wishedLife is the life of a new token. Most API servers grant it, some shorten it.
-const wishedLife = 90 * 24 * time.Hour
+// tokenLife is the requested life of a new token. Some API servers shorten it.
+const tokenLife = 90 * 24 * time.Hour
 
 // publishedAuthority returns the certificates by which the peer's API server wants to be known, in
 // PEM: every namespace of Kubernetes has them in this ConfigMap.
@@ -164,7 +164,7 @@ func (l *link) publishedAuthority(ctx context.Context) (string, error) {
 
 // newToken asks for a token of the same account, for the same audience, bound to the same Secret.
 func (l *link) newToken(ctx context.Context, old serviceToken) (string, error) {
-	seconds := int64(wishedLife / time.Second)
+	seconds := int64(tokenLife / time.Second)
 	ask := &authv1.TokenRequest{Spec: authv1.TokenRequestSpec{Audiences: old.audiences, ExpirationSeconds: &seconds}}
 	if old.secret != "" {
 		ask.Spec.BoundObjectRef = &authv1.BoundObjectReference{
