@@ -246,7 +246,7 @@ func (s *portSet) choose(want uint16, class portClass, random bool) (port uint16
 // portCount is the number of ports in each range that TCP and UDP may have, even and odd ones.
 var portCount = [2][2]uint32{{511, 512}, {32256, 32256}}
 
-// inRange picks a random free port of a range, of the parity wished if there is one. It looks only
+// inRange picks a random free port of a range, of the wanted parity if there is one. It looks only
 // where there is one to be found, so that a flood of new flows costs little when all ports are
 // taken.
 func (s *portSet) inRange(r portRange, parity uint16) (port uint16, ok bool) {
