@@ -38,7 +38,7 @@ type failure struct {
 // What must not happen even once; after a panic the rest of the package has not run, either.
 var finalWords = []string{"DATA RACE", "in the clear", "panic:"}
 
-// nothingLeft is what a sniffer says of an underlay on which nothing was in the clear.
+// nothingLeft is a sniffer's report if no packet was in the clear.
 const nothingLeft = " 0 of them in the clear"
 
 // tally counts tests and keeps the output of those whose fate is not known yet. Several `go test`

@@ -16,5 +16,5 @@ var ErrNotReady = errors.New("not in time")
 // ErrNoPeering says that a name is neither that of a Peering nor of anything that one left.
 var ErrNoPeering = errors.New("no such peering")
 
-// Patience is how long a step may take before a person is told what it waits for.
+// Patience is how long a step may take before the command reports what it waits for.
 const Patience = time.Second

@@ -1,4 +1,4 @@
-// Package diff compares what is wanted with what is there.
+// Package diff compares a desired state with the actual one.
 package diff
 
 import "slices"

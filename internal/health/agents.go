@@ -79,7 +79,7 @@ func CheckKernels(reports []isthmus.NodeNetworks, nodes []corev1.Node) (HopState
 var pastTheNode = isthmus.NodeProblem{Reason: "PodsPassBy", Message: "OVN-Kubernetes has shared gateways: what pods send to peers passes the node's kernel by and leaves in the clear; " +
 	"want local gateways (`--gateway-mode local`, on OpenShift `gatewayConfig.routingViaHost: true`)"}
 
-// sharedGateway reports whether OVN-Kubernetes says of a node that its pods leave by br-ex.
+// sharedGateway reports whether pods of a node leave by br-ex, as OVN-Kubernetes annotates the node.
 func sharedGateway(n *corev1.Node) bool {
 	var networks map[string]struct {
 		Mode string `json:"mode"`

@@ -24,7 +24,7 @@ type Components struct {
 	Pods     []corev1.Pod
 	Services []string                          // by which peers reach the gateway; nil: they may not be listed
 	Events   map[string]string                 // the latest warning of each Pod, by its name
-	Broken   map[string]*isthmus.BrokenOverlay // what route agents say of their overlays, by node
+	Broken   map[string]*isthmus.BrokenOverlay // reports of route agents, by node
 	Refuses  map[string]string                 // what they say that drops packets of pods, by node
 }
 
@@ -99,7 +99,7 @@ func eventTime(e *corev1.Event) time.Time {
 	return at
 }
 
-// problem says why a Pod is not at work, and what it says of that itself; empty: it is.
+// problem returns why a Pod does not work, with the Pod's own message; empty: it works.
 func (f Components) problem(p *corev1.Pod) string {
 	why := PodProblem(p)
 	if event := f.Events[p.Name]; why != "" && event != "" {

@@ -44,7 +44,7 @@ func sharesServices(ctx context.Context, c *cluster.Cluster) bool {
 	if chosen, err := install.Remembered(ctx, c); err == nil && install.WithServices(chosen) {
 		return true
 	}
-	var d appsv1.Deployment // a help: who may not read it is told nothing of services
+	var d appsv1.Deployment // optional: without the right to read it there is no hop for services
 	if c.Client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: deploy.ManagerServiceAccount}, &d) != nil {
 		return false
 	}
@@ -254,7 +254,7 @@ func (s *ServiceCounts) add(p *isthmus.PeerServices) {
 	}
 }
 
-// servicesHop is what became of the services that a peer exports.
+// servicesHop reports how many of the services that a peer exports are served here.
 func servicesHop(c *cluster.Cluster, p *isthmus.Peering, counts map[string]*ServiceCounts) health.Hop {
 	hop := health.Hop{Cluster: c.String(), Peering: p.Name, Name: health.HopServices, State: health.Works, Source: "PeerServices in " + p.Spec.TenantNamespace.Local}
 	s := counts[p.Spec.TenantNamespace.Local]

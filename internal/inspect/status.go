@@ -60,7 +60,7 @@ type Row struct {
 	Remote    isthmus.Networks         `json:"remote"`    // its networks, and as we see them
 	Endpoint  string                   `json:"endpoint,omitempty"`
 	Latency   string                   `json:"latency,omitempty"`
-	// PostQuantum is the kind of the tunnel's preshared key; zero where nobody knows.
+	// PostQuantum is the kind of the tunnel's preshared key; zero: not known.
 	PostQuantum isthmus.PostQuantumStatus `json:"postQuantum,omitzero"`
 	// Keys are the WireGuard keys of the present sessions.
 	Keys isthmus.KeysStatus `json:"keys,omitzero"`
@@ -269,7 +269,7 @@ func printRow(w io.Writer, cells ...string) {
 	fmt.Fprintln(w, strings.Join(cells, "\t"))
 }
 
-// identitiesUntil says of each Peering until when the identity at the peer is good.
+// identitiesUntil returns when the identity of each Peering at the peer expires.
 func identitiesUntil(ctx context.Context, c *cluster.Cluster, peerings []isthmus.Peering) []*metav1.Time {
 	all := make([]*metav1.Time, len(peerings))
 	var group sync.WaitGroup

@@ -212,7 +212,7 @@ func prune(ctx context.Context, c *cluster.Cluster, o Options, chosen, found cha
 	return nil
 }
 
-// appliedByUs reports whether apply has written an object, whoever else has.
+// appliedByUs reports whether apply has written an object; others may have, too.
 func appliedByUs(u *unstructured.Unstructured) bool {
 	return slices.ContainsFunc(u.GetManagedFields(), func(f metav1.ManagedFieldsEntry) bool {
 		return f.Manager == cluster.FieldManager && f.Operation == metav1.ManagedFieldsOperationApply
@@ -385,7 +385,7 @@ func chooseIdentity(have *v1alpha1.ClusterIdentity, want v1alpha1.ClusterIdentit
 	return want, cluster.CheckIdentity(want)
 }
 
-// established waits until the custom resources are served, so that whoever comes next finds them.
+// established waits until the API server serves the custom resources, which the next steps need.
 // The condition is not enough: the API server sets it before it serves the kind, under load by
 // seconds.
 func established(ctx context.Context, c *cluster.Cluster, manifests []*unstructured.Unstructured) error {

@@ -110,7 +110,7 @@ func (a Accept) rules(matches []string, format string) []string {
 	return matches
 }
 
-// A Limit is what rules of others in a kernel, or the kernel itself, keep from working, as far as can
+// A Limit is what foreign rules in a kernel, or the kernel itself, keep from working, as far as can
 // be seen.
 type Limit struct {
 	Reason  string // a word in CamelCase, such as ForwardingRefused

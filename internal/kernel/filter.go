@@ -114,7 +114,7 @@ func AddressElements(sorted []netip.Addr) string {
 // bridge.
 const FilterTable = "isthmus"
 
-// FilterPriority is that of the chains with a hook, but prerouting: before the rules of others,
+// FilterPriority is that of the chains with a hook, but prerouting: before foreign rules,
 // which may still drop what these let pass. TranslationPriority is that of prerouting: after the
 // connections are known (-200) and before others change destinations (-100). RawPriority is before
 // the connections are known.
@@ -187,7 +187,7 @@ func (c FilterChain) Kind() string {
 // that the packet came by. Otherwise one pod could send as thousands of hosts, take all of the
 // gateway's NAPT ports towards a peer, and have the answers leave in the clear.
 //
-// Whatever leads a packet for a peer elsewhere (a rule of others before ours, a route that a redirect
+// Whatever leads a packet for a peer elsewhere (a foreign rule before ours, a route that a redirect
 // made, somebody who took our routes away), it leaves by a device of ours or not at all. Within the
 // node, by lo, it may go.
 //

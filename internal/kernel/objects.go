@@ -24,7 +24,7 @@ const (
 	Inner                  // the gateway's own, without a name
 )
 
-// State is what there is, or should be, as far as it is one owner's. What is not in a wanted State
+// State is the actual or the desired state of one owner's objects. What is not in a wanted State
 // has to go. The order of the fields is the order in which to add.
 type State struct {
 	Bridges   []Bridge    // none or one
@@ -108,7 +108,7 @@ type (
 		In       Namespace
 		Prefix   netip.Prefix
 		Type     RouteType
-		Via      netip.Addr // zero: whoever has the address is on the device
+		Via      netip.Addr // zero: the destination is on the device's link
 		Src      netip.Addr // of packets of the node's own that have none yet; zero: the kernel finds one
 		Dev      string     // see Devs; Unicast only
 		Table    int
@@ -151,7 +151,7 @@ type RouteType uint8
 // The types of routes.
 const (
 	Unicast     RouteType = iota // by Dev
-	Unreachable                  // the sender is told so
+	Unreachable                  // the sender gets an ICMP error
 	Throw                        // the next rule is asked
 )
 

@@ -6,7 +6,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 )
 
-// Forbidden reports whether an error is about the rights of whoever asks, as far as it is one.
+// Forbidden reports whether an error is about the caller's rights.
 func Forbidden(err error) bool {
 	if err == nil {
 		return false

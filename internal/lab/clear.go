@@ -150,7 +150,7 @@ func number(a netip.Addr) uint32 {
 	return binary.BigEndian.Uint32(b[:])
 }
 
-// ipHeader is what a leak is told by.
+// ipHeader has the fields by which a leak is recognised.
 type ipHeader struct {
 	src, dst netip.Addr
 	protocol uint8

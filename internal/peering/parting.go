@@ -22,7 +22,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// A teardown is what there is to be removed from one cluster.
+// A teardown is the list of objects to remove from one cluster.
 type teardown struct {
 	*cluster.Cluster
 	peer      v1alpha1.ClusterIdentity

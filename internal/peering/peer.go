@@ -152,7 +152,7 @@ func check(ctx context.Context, a, b *side, o PeerOptions) error {
 
 // setUp writes what is missing: rights on both sides before identities, so that each works when it
 // is there, and Peerings last, so that the managers find all that they need. Before all of it go
-// the rights of whoever was the peer before.
+// the rights of the former peer.
 func setUp(ctx context.Context, a, b *side, o PeerOptions) (changed bool, err error) {
 	for _, step := range []func(*side) (string, error){
 		func(s *side) (string, error) { return s.revokeAnother(ctx) },

@@ -26,13 +26,13 @@ const (
 	peerPrecedence = 850
 )
 
-// A side is one cluster of a peering, and what there is to be in it.
+// A side is one cluster of a peering, and the desired objects there.
 type side struct {
 	*cluster.Cluster
 	peer      *side
 	namespace string            // the tenant namespace here
 	secret    string            // of our identity at the peer, in it
-	peering   *isthmus.Peering  // what there is to be, or is
+	peering   *isthmus.Peering  // desired, or existing
 	exists    bool              // the Peering is there already
 	pinned    map[string]string // annotations that say which cluster the peer is
 	another   bool              // than the one that the Peering was made with

@@ -28,7 +28,7 @@ type Place struct {
 	By   string         // the name that led here, and to what else it leads; empty: no name of an imported Service
 }
 
-// String is how a person is told of a place.
+// String returns the place for people.
 func (p Place) String() string {
 	text := p.Addr.String()
 	if p.Addr.Port() == 0 {

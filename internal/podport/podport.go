@@ -23,7 +23,7 @@ import (
 const protocol = "portforward.k8s.io"
 
 // Client returns a client all of whose connections lead to that port of the Pod, whatever the URL
-// says. Whoever uses it needs the right to create pods/portforward.
+// says. It needs the right to create pods/portforward.
 func Client(config *rest.Config, namespace, pod string, port uint16) (*http.Client, error) {
 	dialer, err := dialerTo(config, namespace, pod)
 	if err != nil {
@@ -94,7 +94,7 @@ func open(dialer httpstream.Dialer, port uint16) (*conn, error) {
 	}
 	c := &conn{connection: connection, failed: make(chan error, 1)}
 	if agreed != protocol {
-		_ = connection.Close() // the error is told
+		_ = connection.Close() // the first error is returned
 		return nil, fmt.Errorf("the API server speaks %q, want %q", agreed, protocol)
 	}
 	header := http.Header{}
@@ -103,7 +103,7 @@ func open(dialer httpstream.Dialer, port uint16) (*conn, error) {
 	header.Set(corev1.StreamType, corev1.StreamTypeError)
 	problems, err := connection.CreateStream(header)
 	if err != nil {
-		_ = connection.Close() // the error is told
+		_ = connection.Close() // the first error is returned
 		return nil, err
 	}
 	problems.Close() // nothing is written to it
@@ -116,7 +116,7 @@ func open(dialer httpstream.Dialer, port uint16) (*conn, error) {
 	}()
 	header.Set(corev1.StreamType, corev1.StreamTypeData)
 	if c.Stream, err = connection.CreateStream(header); err != nil {
-		_ = connection.Close() // the error is told
+		_ = connection.Close() // the first error is returned
 		return nil, err
 	}
 	return c, nil
@@ -126,7 +126,7 @@ func open(dialer httpstream.Dialer, port uint16) (*conn, error) {
 type conn struct {
 	httpstream.Stream
 	connection httpstream.Connection
-	failed     chan error // what the kubelet says of it at the end
+	failed     chan error // the kubelet's error at the end
 }
 
 // Read says why nothing comes, where the kubelet says so.
@@ -150,7 +150,7 @@ func (c *conn) Close() error {
 	return c.connection.Close()
 }
 
-// There are no deadlines: whoever waits closes the connection.
+// There are no deadlines: a caller that waits too long closes the connection.
 func (c *conn) SetDeadline(time.Time) error      { return nil }
 func (c *conn) SetReadDeadline(time.Time) error  { return nil }
 func (c *conn) SetWriteDeadline(time.Time) error { return nil }

@@ -25,7 +25,7 @@ type Redactor struct {
 // least is how long a secret is that can be looked for: shorter ones are parts of words.
 const least = 8
 
-// Secret tells of a secret. Of one in PEM, each line of its body counts by itself.
+// Secret adds a secret. Of one in PEM, each line of its body counts by itself.
 func (r *Redactor) Secret(value []byte) {
 	value = bytes.TrimSpace(value)
 	if len(value) < least {
@@ -67,7 +67,7 @@ func (r *Redactor) Secret(value []byte) {
 	slices.SortFunc(r.order, func(a, b string) int { return len(b) - len(a) })
 }
 
-// Public tells of a WireGuard public key, which stays.
+// Public adds a WireGuard public key, which stays.
 func (r *Redactor) Public(key string) {
 	if r.public == nil {
 		r.public = make(map[string]bool)

@@ -71,7 +71,7 @@ dashboard divides by packets.
 	return b.String(), nil
 }
 
-// unit is what a name says of its unit, by the conventions of Prometheus.
+// unit returns the unit in a metric's name, by the conventions of Prometheus.
 func unit(name string) string {
 	name = strings.TrimSuffix(name, "_total")
 	for _, u := range []struct{ suffix, text string }{

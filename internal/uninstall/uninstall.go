@@ -358,7 +358,7 @@ func removeObjects(ctx context.Context, c *cluster.Cluster, o Options, objects [
 		}
 		return err
 	}
-	var pods corev1.PodList // versions before marked namespaces of others as ours
+	var pods corev1.PodList // earlier versions marked foreign namespaces as ours
 	if err := c.Client.List(ctx, &pods, client.InNamespace(c.Namespace)); err != nil {
 		return c.Explain("Pods in "+c.Namespace, err)
 	}

@@ -21,7 +21,7 @@ import (
 // nobody can delete it, and there is no deadline for it.
 const idle = 10 * time.Minute
 
-// CheckPods refuses what is not NAMESPACE/NAME, and what is there twice.
+// CheckPods refuses names that are not NAMESPACE/NAME, and duplicates.
 func CheckPods(given []string) error {
 	for i, text := range given {
 		namespace, name, _ := strings.Cut(text, "/")

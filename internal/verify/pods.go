@@ -65,7 +65,7 @@ func newSite(c *cluster.Cluster, run, image string, given []string) *site {
 	return &site{Cluster: c, run: run, image: image, given: given, control: uint16(20000 + rand.N(10000))}
 }
 
-// make makes the Pods and waits until they do what they are told.
+// make creates the Pods and waits until they accept requests.
 func (s *site) make(ctx context.Context) error {
 	if len(s.given) > 0 {
 		return s.borrow(ctx)
@@ -236,7 +236,7 @@ func endOfWait(ctx context.Context, last error) error {
 	return last
 }
 
-// state is what the kubelet says of a container.
+// state returns the state that the kubelet reports of a container.
 func state(p *corev1.Pod) string {
 	for _, c := range p.Status.ContainerStatuses {
 		if text := stateOf(c); text != "" {
@@ -288,7 +288,7 @@ func (m *member) ask(ctx context.Context, method, path string, in, out any) erro
 	return json.Unmarshal(text, out)
 }
 
-// remove deletes the Pods of this run, and those of others that have ended.
+// remove deletes the Pods of this run, and those of other runs that have ended.
 func (s *site) remove(ctx context.Context) error {
 	if len(s.given) > 0 {
 		return s.part(ctx)

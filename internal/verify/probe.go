@@ -23,7 +23,7 @@ import (
 )
 
 const (
-	// maxSize bounds a payload, maxRequests what one Pod is told at once.
+	// maxSize bounds a payload, maxRequests the requests that a Pod gets at once.
 	maxSize, maxRequests = 16 << 20, 1000
 	// senders is how many requests a Pod has under way.
 	senders = 8
@@ -37,7 +37,7 @@ const (
 	maxConnections = 64
 )
 
-// A Request is what one Pod is told to send.
+// A Request is the order to one Pod to send packets.
 type Request struct {
 	Protocol string `json:"protocol"`
 	Host     string `json:"host"`           // an address, or a name that the sender resolves
@@ -235,7 +235,7 @@ func portOf(a net.Addr) uint16 {
 	return at.Port()
 }
 
-// run sends what it is told.
+// run sends the packets of a request.
 func run(w http.ResponseWriter, r *http.Request) {
 	var requests []Request
 	if err := json.NewDecoder(io.LimitReader(r.Body, 1<<20)).Decode(&requests); err != nil || len(requests) > maxRequests {

@@ -10,7 +10,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// A Result is what became of a check.
+// A Result is the result of a check.
 type Result struct {
 	Check
 	Answer

@@ -94,7 +94,7 @@ type telling struct {
 }
 
 const (
-	tellMost  = 20               // beats in which a node is told of a mandate
+	tellMost  = 20               // beats in which a node gets notice of a mandate
 	tellAgain = 10 * time.Second // then so often, as one may have been away
 )
 
@@ -393,7 +393,7 @@ func (c *Candidate) beatSoon() {
 	}
 }
 
-// from reports whether a datagram came from a node. Whoever forges that keeps the node from being told for tellAgain, by us.
+// from reports whether a datagram came from a node. A forged one delays our next notice to the node by tellAgain.
 func (c *Candidate) from(name string, from net.Addr) bool {
 	u, ok := from.(*net.UDPAddr)
 	return ok && u.AddrPort().Addr().Unmap() == c.nodes[name]

@@ -147,7 +147,7 @@ func (v *Voter) fail(err error) {
 	v.err = err
 }
 
-// Run votes until ctx ends. Whoever starts after it on the same node keeps its promise.
+// Run votes until ctx ends. Its successor on the node keeps its promise.
 func (v *Voter) Run(ctx context.Context) {
 	for {
 		v.mu.Lock()
@@ -299,7 +299,7 @@ func isTimeout(err error) bool {
 	return errors.As(err, &e) && e.Timeout()
 }
 
-// receive answers a datagram; false: it refuses it. When the holder of the vote releases it, the gateway that waits is told at once, too.
+// receive answers a datagram; false: it refuses it. When the holder of the vote releases it, the waiting gateway is notified at once.
 func (v *Voter) receive(b []byte, from net.Addr, send func([]byte, net.Addr)) bool {
 	a, ok := openAsk(b)
 	if !ok {

@@ -109,7 +109,7 @@ func (k *Kernel) changeSourceNAT(remove bool, want kernel.SourceNAT) error {
 // the tables of the namespace are of the generation that was read, and the next one is what was written
 // then, and need not be read again. have is what was read last with the wanted chains, nil for none.
 func (k *Kernel) changeTable(remove bool, have func() *table, want table, remember func()) error {
-	doubt := func() { // somebody else's transaction may have been taken for ours, and then no event tells of it
+	doubt := func() { // a foreign transaction may have been taken for ours, and then causes no event
 		k.memory.filter.Store(true)
 		k.busy = true
 	}

@@ -67,7 +67,7 @@ func (k *Kernel) Events(ctx context.Context, notify func()) error {
 	return nil
 }
 
-// concernsFilter says of events of nftables whether they may be about our tables or a chain that
+// concernsFilter reports whether events of nftables may concern our tables or a chain that
 // forwards. Others change their tables often. A message about a rule, a set or a chain names its table,
 // and one about a chain or a rule the chain.
 func (k *Kernel) concernsFilter(b []byte) bool {
@@ -146,7 +146,7 @@ func subscribe(protocol int, groups ...int) (*os.File, error) {
 	return os.NewFile(uintptr(fd), "netlink"), nil
 }
 
-// concerns says of events whether what we know of the owner's objects is stale, and whether to
+// concerns reports whether events make our copy of the owner's objects stale, and whether to
 // compare because something around them changed: the devices of the ways to others, addresses, the
 // settings of all devices. It leaves out what a busy node has most of, which is the devices, routes
 // and neighbours of pods that come and go, and what we have done ourselves. In doubt it says yes.
@@ -199,7 +199,7 @@ func (k *Kernel) concernsOne(in kernel.Namespace, m *syscall.NetlinkMessage) (st
 		if name, ok := text(m, unix.SizeofIfInfomsg, unix.IFLA_IFNAME); !ok || strings.HasPrefix(name, kernel.TunPrefix) {
 			return true, true
 		}
-		// With a device go the routes by it, and no event tells of these.
+		// Routes disappear with their device, without an event of their own.
 		concerns, _ := k.memory.device(in, int(int32(binary.NativeEndian.Uint32(m.Data[4:]))))
 		return concerns, concerns
 	case unix.RTM_NEWADDR, unix.RTM_DELADDR:

@@ -106,7 +106,7 @@ type tablesRead struct {
 	bridges    []kernel.Bridge
 }
 
-// haveTables reads the tables, and the chains of others that forward, unless no table of the namespace has
+// haveTables reads the tables, and the foreign chains for forwarded packets, unless no table of the namespace has
 // changed since they were last read, or only by us.
 func (k *Kernel) haveTables() tablesRead {
 	now := k.generation() // before they are read: what changes meanwhile is read again

@@ -188,8 +188,8 @@ func matchIn(b []byte) (name, text string) {
 	return name, text
 }
 
-// A forwarding is a chain of others by which they look at what is forwarded, and what it does with
-// what nobody accepts.
+// A forwarding is a foreign chain for forwarded packets, and its effect on packets that no rule
+// accepts.
 type forwarding struct {
 	accept  kernel.Accept
 	refuses bool   // at its end
@@ -403,7 +403,7 @@ func refusal(a kernel.Accept, err error) kernel.Limit {
 // masqueradeCost is what it costs that pods are masqueraded.
 const masqueradeCost = "peers then see one address for all pods of the node, and their network policies cannot tell pods apart"
 
-// Limits are what rules of others keep from working between pods and peers, and what an Apply could
+// Limits are what foreign rules keep from working between pods and peers, and what an Apply could
 // not make of what is optional: as far as can be seen, of the wanted SourceNAT. Without look the rules of
 // others are those that were read last.
 func (k *Kernel) Limits(want kernel.SourceNAT, look bool) []kernel.Limit {
@@ -417,7 +417,7 @@ func (k *Kernel) Limits(want kernel.SourceNAT, look bool) []kernel.Limit {
 	return all
 }
 
-// earlyNAT are the Limits by chains of others that translate before ours.
+// earlyNAT are the Limits by foreign chains that translate before ours.
 func earlyNAT() (all []kernel.Limit) {
 	c, err := nftables.New(nftables.AsLasting())
 	if err != nil {

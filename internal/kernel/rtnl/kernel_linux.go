@@ -37,10 +37,10 @@ type Kernel struct {
 	nft     *nfnl.Conn           // for what is asked often of nftables; nil: none is open
 	index   map[kernel.Place]int // of devices
 	tables  tablesRead
-	forward []forwarding   // chains of others
+	forward []forwarding   // foreign chains
 	legacy  time.Time      // when those of iptables-legacy were read, of which no event tells
 	unmade  []kernel.Limit // what is optional and could not be made
-	theirs  []kernel.Limit // by rules of others, as they were read last
+	theirs  []kernel.Limit // by foreign rules, as last read
 	failed  struct{ nat, bridge error }
 	busy    bool // others had the lock of iptables-legacy at the last Apply, or changed nftables in its middle
 	bridged bool // there was a Bridge after the last Apply that read what there was
@@ -224,7 +224,7 @@ func (k *Kernel) Refused() (all []netip.Prefix, err error) {
 	return all, err
 }
 
-// apply carries out the plan; after is what there is when all of it succeeded, nil if that is not
+// apply carries out the plan; after is the state when all of it succeeded, nil if that is not
 // known.
 func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) kernel.Plan, after func(kernel.State, kernel.Plan) *kernel.State) (kernel.Plan, error) {
 	have, err := k.remembered(want)

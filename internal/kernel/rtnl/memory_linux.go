@@ -71,7 +71,7 @@ func netlinkPorts() map[int]uint32 {
 	return all
 }
 
-// remembered is what there is of the owner: from memory, if nobody has changed it since.
+// remembered returns the objects of the owner, from memory if nobody has changed them since.
 func (k *Kernel) remembered(want kernel.State) (kernel.State, error) {
 	m := &k.memory
 	if m.state == nil || !m.following.Load() || m.stale.Load() || time.Now().After(m.until) || !k.hasLinks(want) {

@@ -16,7 +16,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// have reads what is there of the owner. want is only asked which values of /proc/sys to read, and
+// have reads the owner's objects. want is only asked which values of /proc/sys to read, and
 // which devices beside the owner's.
 func (k *Kernel) have(want kernel.State) (kernel.State, error) {
 	places := slices.Clone(k.owner.Devices)
@@ -59,7 +59,7 @@ func (k *Kernel) have(want kernel.State) (kernel.State, error) {
 		s.Filters, s.SourceNAT, s.Bridges = have.filters, have.sourceNAT, have.bridges
 	}
 	if k.owner.NAT {
-		k.lookForward() // a table that goes with its process is no new generation, and no event tells of it
+		k.lookForward() // a table that goes with its process is no new generation, and causes no event
 		k.lookLegacy()
 	}
 	return s, errors.Join(errs...)
@@ -213,7 +213,7 @@ func withoutFamily(family int, err error) bool {
 	return family == netlink.FAMILY_V6 && (errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.EAFNOSUPPORT))
 }
 
-// change carries out one operation. Adding what is there and removing what is gone is success.
+// change carries out one operation. Adding what exists and removing what is gone is success.
 func (k *Kernel) change(o kernel.Op) (err error) {
 	if o.Remove {
 		defer func() { err = ignore(err, unix.ESRCH, unix.ENOENT, unix.ENODEV, unix.EADDRNOTAVAIL) }()

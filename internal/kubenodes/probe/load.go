@@ -111,7 +111,7 @@ func (l *Load) run(ctx context.Context) {
 	}
 }
 
-// ask sends one request and notes what became of it.
+// ask sends one request and notes its result.
 func (l *Load) ask(ctx context.Context, from uint16) {
 	begin := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, loadPatience)

@@ -83,7 +83,7 @@ func untilSettled(dir string, load func(string) (Snapshot, fingerprint, error)) 
 		if read.equal(fingerprintOf(dir, read.keys)) {
 			return snapshot, read, err
 		}
-		time.Sleep(50 * time.Millisecond) // whoever writes needs a moment to finish
+		time.Sleep(50 * time.Millisecond) // the writer needs a moment to finish
 	}
 	return Snapshot{}, fingerprint{}, fmt.Errorf("%s: %w", dir, errUnsettled)
 }

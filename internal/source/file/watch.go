@@ -12,8 +12,8 @@ import (
 // How Watch looks at the directory.
 const (
 	pollInterval   = time.Second
-	settleInterval = 200 * time.Millisecond // no change for so long: whoever wrote is done
-	settleLimit    = 10 * time.Second       // then what is there is read, even if it still changes
+	settleInterval = 200 * time.Millisecond // no change for so long: the writer has finished
+	settleLimit    = 10 * time.Second       // then the files are read, even if they still change
 )
 
 // Watch calls back with the content of the directory: once at the start, and again whenever what

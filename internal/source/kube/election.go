@@ -42,7 +42,7 @@ const (
 //     restart (see remember). While it cannot renew the Lease it asks the other gateways, and is
 //     silent where one does not answer (see decide).
 //   - A standby does not take an expired Lease while its holder answers, and speaks. It renews the Lease in the
-//     holder's name when the holder does not, so that whoever reads it knows a gateway is at work.
+//     holder's name when the holder does not, so that readers know that a gateway is active.
 //   - Time without contact to the API server does not count: a standby cannot tell an active
 //     replica that died from one that could not reach the API server either, and gives it another
 //     leaseDuration to show itself.
@@ -354,7 +354,7 @@ func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
 	e.judgeLocked(now)
 }
 
-// viewLocked is what this replica knows; e.mu is held. What the Lease says of others is left to begin.
+// viewLocked is what this replica knows; e.mu is held. The Lease's data about other replicas is left to begin.
 func (e *election) viewLocked(now time.Time) view {
 	v := view{claim: claim{holds: e.name == e.identity, transition: e.transition}, reads: e.readsLocked()}
 	v.confirmed = v.holds && !e.renewed.IsZero() && now.Sub(e.renewed) < leaseDuration-stopEarly

@@ -29,7 +29,7 @@ const (
 	maxNote   = 1024 // of an Event, as the API server has it
 )
 
-// PodEvents tells of a component by Events of its own Pod, where people look first who see that the
+// PodEvents reports on a component by Events of its own Pod, where people look first who see that the
 // Pod is not ready. An Event is written before the call returns, since a component that cannot go on
 // ends next. Methods may be called concurrently; those of a nil PodEvents do nothing.
 type PodEvents struct {
@@ -101,7 +101,7 @@ func (e *PodEvents) tell(ctx context.Context, kind, reason, note string) error {
 	return err
 }
 
-// due notes that something is told, unless the same was told less than tellAgain ago.
+// due notes that a message is sent. It returns false if the same was sent less than tellAgain ago.
 func (e *PodEvents) due(what string, now time.Time) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()

@@ -118,7 +118,7 @@ func (g *Gateway) podNetwork() (n fabric.PodNetwork, err error) {
 	return n, nil
 }
 
-// watchReports watches what agents say of their nodes, and returns when that was read once or is not
+// watchReports watches the agents' reports, and returns when that was read once or is not
 // to be had for now: a Role of an older version does not allow it, and few clusters need it.
 func (g *Gateway) watchReports(ctx context.Context, group *sync.WaitGroup) {
 	settled := make(chan struct{})

@@ -91,7 +91,7 @@ func writeReport(ctx context.Context, api client.Client, namespace, node string,
 		}},
 		Spec: n.Spec(),
 	}
-	// A patch names each field, so that an empty one takes away what is there.
+	// A patch has each field, so that an empty one removes the old value.
 	patch, err := json.Marshal(map[string]any{
 		"metadata": map[string]any{"ownerReferences": report.OwnerReferences},
 		"spec": map[string]any{"networks": append([]string{}, report.Spec.Networks...), "resolvers": append([]string{}, report.Spec.Resolvers...),

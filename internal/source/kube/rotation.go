@@ -154,7 +154,7 @@ func untold(r Report, lagging []string) bool {
 	return connected > 0
 }
 
-// rotationState is what metrics say of the key.
+// rotationState is the state of a rotation for the metrics.
 type rotationState struct {
 	ring    keyring.Ring
 	lagging []string
