@@ -16,7 +16,7 @@ func refuse(reason, field, format string, args ...any) *fabric.Refusal {
 	return &fabric.Refusal{Reason: reason, Problem: fabric.Problem{Field: field, Message: fmt.Sprintf(format, args...)}}
 }
 
-// A Request is what is asked for a peer: networks that stand for those that it claims.
+// A Request asks for networks for a peer: those that stand for the claimed ones here.
 type Request struct {
 	ID            string
 	Pod, External netip.Prefix // as the peer has them
@@ -34,8 +34,8 @@ type Request struct {
 	Consented bool
 }
 
-// private is what anybody may use: RFC 1918, 6598 and 4193. Whoever claims another network would
-// get traffic that is meant for somebody in the Internet.
+// private is what anybody may use: RFC 1918, 6598 and 4193. A peer with another network would
+// get traffic for hosts of the Internet.
 var private = []netip.Prefix{
 	netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("172.16.0.0/12"), netip.MustParsePrefix("192.168.0.0/16"),
 	netip.MustParsePrefix("100.64.0.0/10"), netip.MustParsePrefix("fc00::/7"),

@@ -143,7 +143,7 @@ func without(list, other []string) []string {
 	return slices.DeleteFunc(slices.Clone(list), func(n string) bool { return slices.Contains(other, n) })
 }
 
-// allocationOf is what a State says of a cluster, without revisions.
+// allocationOf returns the allocation of a cluster in a State, without revisions.
 func (s *Store) allocationOf(state ipam.State, id string) isthmus.NetworkAllocationSpec {
 	if id == "" {
 		return isthmus.NetworkAllocationSpec{}

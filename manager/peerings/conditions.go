@@ -55,7 +55,7 @@ type peeringState struct {
 
 	services servicesState
 	key      keyState
-	rotates  bool // our key, and peers are told of the next one
+	rotates  bool // our key rotates, and peers get the next one
 
 	granted  ipam.Grant        // what the IPAM state has for the peer; zero: nothing
 	standing [2]ipam.Standing  // what its claim has here, or would have with consent; zero: it is refused
@@ -111,7 +111,7 @@ func statusFor(s peeringState) isthmus.PeeringStatus {
 	return status
 }
 
-// remoteNetworks are those of the peer as it was answered; while it is not, those that are in force.
+// remoteNetworks returns the peer's networks of our answer or, while there is no answer, those in force.
 func remoteNetworks(s peeringState) isthmus.Networks {
 	n := networksOf(&s.copies[0])
 	if te := s.endpoint; te != nil && n.PodCIDRSeen == "" {

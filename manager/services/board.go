@@ -18,7 +18,7 @@ type board struct {
 	omitted  map[string]map[Key]bool          // exports for which a peer has no room, by its cluster ID
 }
 
-// An outcome is what became of the export of one peer.
+// An outcome is the state of the import of one peer's service.
 type outcome struct {
 	served    bool
 	endpoints int
@@ -106,7 +106,7 @@ func (b *board) omits(id string, key Key) bool {
 	return b.omitted[id][key]
 }
 
-// setOutcomes notes what became of a service of the peers, by cluster ID, and returns the peers for which
+// setOutcomes stores the outcomes of a service, by cluster ID, and returns the peers for which
 // that is news.
 func (b *board) setOutcomes(key Key, now map[string]outcome) (changed []string) {
 	b.mu.Lock()
@@ -130,7 +130,7 @@ func (b *board) setOutcomes(key Key, now map[string]outcome) (changed []string) 
 	return changed
 }
 
-// outcome returns what became of a service of a peer; false: it was not looked at.
+// outcome returns that of a service of a peer; false: it was not checked yet.
 func (b *board) outcome(key Key, id string) (outcome, bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -138,7 +138,7 @@ func (b *board) outcome(key Key, id string) (outcome, bool) {
 	return o, ok
 }
 
-// Imports sums up what became of the exports of a peer.
+// Imports sums up the outcomes of a peer's services.
 type Imports struct {
 	Served, Endpoints int
 	// Refused has services that are not served, or not as they were exported.

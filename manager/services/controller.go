@@ -337,7 +337,7 @@ func (c *Controller) reconcile(ctx context.Context, key Key) (time.Duration, err
 		err = c.apply(ctx, have, merged)
 		if other := errForeign(""); errors.As(err, &other) {
 			g.refused(Refusal{RefusedForeign, other.Error()})
-			g.after, err = lookAgain, nil // nobody tells when it is gone
+			g.after, err = lookAgain, nil // no event reports that it is gone
 		} else if err != nil && !again(err) {
 			g.refused(Refusal{RefusedFailed, "the importing cluster cannot write the service; see the log of its manager"})
 		}
@@ -359,7 +359,7 @@ func (c *Controller) reconcile(ctx context.Context, key Key) (time.Duration, err
 	return g.after, err
 }
 
-// gather reads what there is about a service.
+// gather reads all objects of a service.
 func (c *Controller) gather(ctx context.Context, key Key) (g gathered, err error) {
 	g = gathered{key: key, outcomes: make(map[string]outcome)}
 	if g.peerings, err = c.Peerings(ctx); err != nil {
