@@ -32,14 +32,14 @@ const DefaultFlowLogRate = 1000
 // flowQueue bounds the events that wait to be written. What comes on top is left out and counted.
 const flowQueue = 4096
 
-// flowLog writes what the engine tells of flows. The engine never waits for it.
+// flowLog writes the engine's events of flows. The engine never waits for it.
 type flowLog struct {
 	queue   chan natengine.FlowEvent
 	omitted atomic.Uint64
 	limit   *rate.Limiter
 	file    *reopened
 	names   atomic.Pointer[map[string]string] // of peers, by ID; never modified
-	owner   func(netip.Addr) fabric.Owner     // of an address of this cluster; nil: nobody knows
+	owner   func(netip.Addr) fabric.Owner     // of an address of this cluster; nil: owners are not known
 	log     *slog.Logger
 }
 

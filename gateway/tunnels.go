@@ -308,7 +308,7 @@ func (g *gateway) working(now time.Time) map[string]fabric.TunnelSet {
 }
 
 // cutTunnels leaves each peer those further tunnels that we have an end for. One that is as it was
-// before, in old, sorted alike, is the same one: whoever compares them later compares pointers.
+// before, in old, sorted alike, is the same one, so that a later comparison is one of pointers.
 func (g *gateway) cutTunnels(peers []*fabric.GatewayPeer, old []peer) []*fabric.GatewayPeer {
 	peers = slices.Clone(peers)
 	j := 0

@@ -51,7 +51,7 @@ type FlowEvent struct {
 	Lasted    time.Duration  // of FlowClosed: from its first packet to its last, to 0.13 s
 }
 
-// flowEvents is whom an engine tells of flows.
+// flowEvents are the receivers of an engine's flow events.
 type flowEvents struct {
 	observer  atomic.Pointer[observer]    // nil: nobody
 	followers atomic.Pointer[[]*follower] // nil: nobody
@@ -78,7 +78,7 @@ func (e *Engine) Observe(f func(FlowEvent), sample int) {
 // another says whether an event is to be told that belongs to no flow of the table.
 func (o *observer) another() bool { return o.others.Add(1)%o.sample == 0 }
 
-// tell tells of a flow that is in the table. With mu.
+// tell reports a flow of the table. With mu.
 func (t *flowTable) tell(i uint32, change FlowChange, dir Direction, end FlowEnd) {
 	o := t.events.observer.Load()
 	if o == nil {
@@ -107,7 +107,7 @@ func (t *flowTable) tell(i uint32, change FlowChange, dir Direction, end FlowEnd
 	o.f(ev)
 }
 
-// refused tells of a packet that is discarded, as it came.
+// refused reports a packet that is discarded, as it came.
 func (e *Engine) refused(v *packet.View, p *PeerState, dir Direction, d Drop) {
 	o := e.events.observer.Load()
 	if o == nil || !o.another() {

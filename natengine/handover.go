@@ -72,7 +72,7 @@ func (e *entry) handed() Flow {
 	return Flow{out.near, in.near, out.remote, e.word.Load() &^ (stateLive | stateQueued)}
 }
 
-// A follower is told of flows; see Engine.Follow.
+// A follower gets changes of flows; see Engine.Follow.
 type follower struct {
 	f func(peer string, flow Flow, ended bool)
 }

@@ -92,7 +92,7 @@ const (
 
 	// Counted by the gateway around the engine.
 	DropVirtioHeader  // virtio-net header contradicts its packet
-	DropTooBig        // larger than the MTU towards its peer and not to be fragmented; its sender is told, see TooBig
+	DropTooBig        // larger than the MTU towards its peer and not to be fragmented; its sender gets an ICMP error, see TooBig
 	DropTUNWrite      // the kernel refused the packet
 	DropLocalQueue    // queue of the in-process endpoint is full
 	DropLocalSource   // a message or connection to the in-process endpoint of a gateway that is not from a gateway

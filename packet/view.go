@@ -121,7 +121,7 @@ func (v *View) fragment(off int, more bool, before int) Error {
 	return 0
 }
 
-// parseTransport proves the transport header and decides what becomes of the checksum.
+// parseTransport checks the transport header and decides how the checksum changes.
 func (v *View) parseTransport(csum ChecksumState) Error {
 	v.payload = v.transport
 	v.sum, v.ports, v.icmp, v.pseudo = 0, false, false, false

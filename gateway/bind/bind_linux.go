@@ -77,7 +77,7 @@ func (b *Bind) Listen(port uint16) ([]func(b *Batch, wait bool) error, uint16, e
 		if err == nil {
 			b.v4, b.v6 = v4, v6
 			if b.ignore {
-				_ = v4.ignorePath(true) // it is tried again by whoever wants it
+				_ = v4.ignorePath(true) // callers that need it try again
 			}
 			var receive []func(*Batch, bool) error
 			for _, s := range []*socket{v4, v6} {

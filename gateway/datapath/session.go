@@ -176,7 +176,7 @@ func (p *peer) stop() {
 	}
 }
 
-// A deadline is a timer that is armed by whoever sees a reason first and finds out when it fires
+// A deadline is a timer that the first goroutine with a reason arms, and that finds out when it fires
 // what has become of the reason. Arming one that is armed costs a load.
 type deadline struct {
 	timer *time.Timer

@@ -64,7 +64,7 @@ type Tunnel struct {
 	relays  atomic.Pointer[func(netip.Addr) bool] // nil: from nowhere
 	relayed place                                 // what came from there
 
-	doubts   atomic.Pointer[func(key [32]byte)] // nil: nobody is told
+	doubts   atomic.Pointer[func(key [32]byte)] // nil: doubts are not reported
 	searched atomic.Int64                       // when strange last looked for a peer
 
 	capture atomic.Pointer[captured] // nil: none

@@ -50,7 +50,7 @@ func (w writer) frame(kind byte, parts ...[]byte) {
 	var head [3]byte
 	binary.BigEndian.PutUint16(head[:], uint16(n))
 	head[2] = kind
-	_, _ = w.w.Write(head[:]) // Flush tells of errors
+	_, _ = w.w.Write(head[:]) // Flush returns the error
 	for _, p := range parts {
 		_, _ = w.w.Write(p)
 	}
