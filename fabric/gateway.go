@@ -13,8 +13,8 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// Gateway is what a gateway has to make true, complete: a peer that is not in it has to go.
-// GatewayFor makes it; whoever has one treats it as read-only.
+// Gateway is the complete desired state of a gateway: a peer that it lacks has to go.
+// GatewayFor makes it. It is read-only.
 type Gateway struct {
 	ClusterID, ClusterName string         // our own cluster, to show
 	Peers                  []*GatewayPeer // sorted by ID

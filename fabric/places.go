@@ -83,7 +83,7 @@ func (p *PodPlaces) disown(o Owner, pods []NodePod) {
 // tally counts addresses of pods with IPv4 on a node.
 type tally struct{ inside, outside int }
 
-// SetNode says what there is of a node, and reports whether that is new.
+// SetNode sets the state of a node, and reports whether it is new.
 func (p *PodPlaces) SetNode(n ClusterNode) bool {
 	was, known := p.nodes[n.Name]
 	if known && was.Created == n.Created && slices.Equal(was.Addrs, n.Addrs) && slices.Equal(was.PodCIDRs, n.PodCIDRs) {

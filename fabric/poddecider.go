@@ -119,7 +119,7 @@ func (m *PodDecider) follow(in PodNetwork) bool {
 	}
 	m.in = in
 	if len(change.unsound)+len(change.problems) > 0 {
-		var left []Problem // those of others
+		var left []Problem // those of other objects
 		for _, p := range m.problems {
 			if !slices.Contains(change.unsound, p) {
 				left = append(left, p)

@@ -6,7 +6,7 @@ import (
 )
 
 // A prefixIndex finds the networks that an address is in without reading all of them: it asks once for
-// each length that there is. Each has the number of whoever it belongs to.
+// each length that there is. Each has the number of its owner.
 type prefixIndex struct {
 	lengths [2][]int // of IPv4 and IPv6, ascending
 	in      map[netip.Prefix][]int

@@ -32,7 +32,7 @@ const (
 	compareGap    = 100 * time.Millisecond // at least between two comparisons: events come in bursts
 	retryInterval = time.Second            // after a failure
 	busyInterval  = 100 * time.Millisecond // while others change iptables-legacy, or nftables
-	// limitsInterval is how long rules of others are not read again, of which nobody tells.
+	// limitsInterval is the time between reads of foreign rules, whose changes cause no events.
 	limitsInterval = 9 * time.Second
 )
 
@@ -198,7 +198,7 @@ type agent struct {
 	metrics *metrics
 	wake    chan struct{} // compare again
 	moved   chan struct{} // what the node reaches without us may have changed
-	urgent  chan struct{} // and do not wait: networks or gateways of peers are others
+	urgent  chan struct{} // and do not wait: networks or gateways of peers have changed
 
 	refusing chan struct{} // what the node refuses may have to be told
 	has      atomic.Bool   // the kernel, which no other agent has

@@ -111,7 +111,7 @@ func forwards() error {
 // them, in turn.
 const manyNetworks = 16
 
-// ledElsewhere names a network of a peer that something of others leads away from our routes. Our
+// ledElsewhere names a network of a peer whose packets a foreign rule or route keeps from our routes. Our
 // packet filter drops what goes there. Without look it looks at those that are new.
 func (a *agent) ledElsewhere(self string, look bool, news []netip.Prefix) []fabric.Problem {
 	refused := func(p netip.Prefix) (int, bool) {
@@ -164,7 +164,7 @@ type reach struct {
 	limits    []kernel.Limit
 }
 
-// limits are what rules of others keep from working, while there are peers. Without look these are as
+// limits are what foreign rules keep from working, while there are peers. Without look these are as
 // they were.
 func (a *agent) limits(node kernel.State, in fabric.NodeIntent, look bool) []kernel.Limit {
 	if len(node.SourceNAT) == 0 || node.SourceNAT[0].Remote == "" {

@@ -97,7 +97,7 @@ func (a *agent) compare() bool {
 	}
 	a.mu.Unlock()
 	if revision == 0 {
-		return true // what is there stays
+		return true // the state in the kernel stays
 	}
 
 	now := state{revision: revision, node: before.node, refused: before.refused, applied: before.applied, limits: before.limits}

@@ -19,7 +19,7 @@ import (
 // How often the agent looks what its node reaches without us, and tells it.
 const (
 	lookTogether = 200 * time.Millisecond // after an event, for those that come with it
-	lookInterval = 30 * time.Second       // without any event: nobody tells of DNS servers
+	lookInterval = 30 * time.Second       // without any event: changes of DNS servers cause none
 	tellInterval = time.Hour              // somebody may have deleted what was told
 	tellPatience = time.Minute            // the longest pause after a failure
 	tellTimeout  = 30 * time.Second

@@ -115,7 +115,7 @@ func networksOf(list []fabric.Allocation) []netip.Prefix {
 	return slices.Compact(networks)
 }
 
-// unexplained are networks of which nobody knows which object named them.
+// unexplained returns allocations for networks that no known object names.
 func unexplained(all []netip.Prefix) (known []fabric.Allocation) {
 	for _, p := range all {
 		known = append(known, fabric.Allocation{Network: p, Revision: unknownRevision})

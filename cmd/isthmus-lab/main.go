@@ -56,7 +56,7 @@ A lab exists until "isthmus-lab down" or a reboot.
 	return root
 }
 
-// needsRoot keeps a command from saying half of what there is: only root sees the processes of a
+// needsRoot keeps a command from reporting only a part: only root sees the processes of a
 // lab.
 func needsRoot(do func(*cobra.Command, []string) error) func(*cobra.Command, []string) error {
 	return func(cmd *cobra.Command, args []string) error {

@@ -17,7 +17,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipamrpc"
 )
 
-// managerFlags are what the manager is told, as text where it has to be read.
+// managerFlags are the manager's flags, as text where they have to be parsed.
 type managerFlags struct {
 	options                            manager.Options
 	podCIDR, serviceCIDR, externalCIDR string
