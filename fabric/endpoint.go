@@ -98,55 +98,55 @@ func checkWith(addr netip.Addr, site func(netip.Addr) string) string {
 	return site(addr)
 }
 
-// A Judge is a Site that can be asked often: where each message comes from, and where each peer is. What
-// an answer costs hardly depends on the number of networks, of which each peer has two. It is immutable.
-type Judge struct {
+// A SiteIndex checks addresses as its Site does, but fast enough for each message: the cost hardly depends on
+// the number of networks, of which each peer has two. It is immutable.
+type SiteIndex struct {
 	site     Site
 	networks *prefixIndex // of site.Networks
 }
 
-// Judge makes a Judge of a Site.
-func (s Site) Judge() *Judge {
-	j := &Judge{site: s, networks: &prefixIndex{in: make(map[netip.Prefix][]int, len(s.Networks))}}
+// Index makes the index of a Site.
+func (s Site) Index() *SiteIndex {
+	x := &SiteIndex{site: s, networks: &prefixIndex{in: make(map[netip.Prefix][]int, len(s.Networks))}}
 	for i := range s.Networks {
-		j.networks.add(s.Networks[i].Prefix, i)
+		x.networks.add(s.Networks[i].Prefix, i)
 	}
-	return j
+	return x
 }
 
-// find is the number of a network that an address is in, which Services relay from or not; -1: none.
-func (j *Judge) find(addr netip.Addr, relay bool) int {
-	return j.networks.find(addr, func(i int) bool { return j.site.Networks[i].Relay == relay })
+// find returns the number of a network that contains an address, and that Services relay from or not; -1: none.
+func (x *SiteIndex) find(addr netip.Addr, relay bool) int {
+	return x.networks.find(addr, func(i int) bool { return x.site.Networks[i].Relay == relay })
 }
 
-// CheckEndpoint is that of the Site.
-func (j *Judge) CheckEndpoint(addr netip.Addr) string {
+// CheckEndpoint returns what CheckEndpoint of the Site returns.
+func (x *SiteIndex) CheckEndpoint(addr netip.Addr) string {
 	return checkWith(addr, func(addr netip.Addr) string {
-		first := -1 // the first of those that it is in
-		j.networks.find(addr, func(i int) bool {
+		first := -1 // the first network that contains it
+		x.networks.find(addr, func(i int) bool {
 			if first < 0 || i < first {
 				first = i
 			}
 			return false
 		})
-		return j.site.is(addr, first)
+		return x.site.is(addr, first)
 	})
 }
 
-// CheckSource says why no message of a peer comes from addr, or "". Where a message came from is
-// where answers go, so it is judged as an endpoint is, but for addresses that Services relay from.
-func (j *Judge) CheckSource(addr netip.Addr) string {
-	if j.site.Relays[addr.Unmap().WithZone("")] {
+// CheckSource returns the reason why no message of a peer comes from addr, or "". Answers go to the source of a
+// message, so a source is checked like an endpoint, except addresses that Services relay from.
+func (x *SiteIndex) CheckSource(addr netip.Addr) string {
+	if x.site.Relays[addr.Unmap().WithZone("")] {
 		return ""
 	}
-	return checkWith(addr, func(addr netip.Addr) string { return j.site.is(addr, j.find(addr, false)) })
+	return checkWith(addr, func(addr netip.Addr) string { return x.site.is(addr, x.find(addr, false)) })
 }
 
-// RelaysFrom reports whether Services relay messages of peers from addr, so that it says nothing of
-// who sent them.
-func (j *Judge) RelaysFrom(addr netip.Addr) bool {
+// RelaysFrom reports whether Services relay messages of peers from addr, so that the address does not identify
+// the sender.
+func (x *SiteIndex) RelaysFrom(addr netip.Addr) bool {
 	addr = addr.Unmap().WithZone("")
-	return j.site.Relays[addr] || j.find(addr, true) >= 0
+	return x.site.Relays[addr] || x.find(addr, true) >= 0
 }
 
 // endpointRanges are where no gateway is, besides specialRanges and metadataRanges. Pods may be

@@ -50,8 +50,8 @@ func TestTheSiteOfAGatewayHasAllThatIsKnown(t *testing.T) {
 	}
 }
 
-// A Judge says the same as its Site, word for word, whatever networks overlap.
-func TestAJudgeSaysWhatItsSiteSays(t *testing.T) {
+// A SiteIndex returns the same text as its Site, whatever networks overlap.
+func TestASiteIndexReturnsWhatItsSiteReturns(t *testing.T) {
 	rng := rand.New(rand.NewPCG(7, 8))
 	addr := func() netip.Addr {
 		a := [4]byte{10, byte(rng.IntN(4)), byte(rng.IntN(4)), byte(rng.IntN(256))}
@@ -78,18 +78,18 @@ func TestAJudgeSaysWhatItsSiteSays(t *testing.T) {
 		}
 		site = site.With([]netip.Addr{addr(), addr()}, "an API server").WithRelays([]netip.Addr{addr()}, "a node")
 		still.Addrs = site.Addrs
-		judge := site.Judge()
+		index := site.Index()
 		for range 50 {
 			a := addr()
 			want := site.CheckEndpoint(a)
-			if got := judge.CheckEndpoint(a); got != want {
+			if got := index.CheckEndpoint(a); got != want {
 				t.Fatalf("%v of %+v: %q, want %q", a, site, got, want)
 			}
 			if want != "" {
 				refused++
 			}
 			may := site.Relays[a.Unmap()] || still.CheckEndpoint(a) == ""
-			if got := judge.CheckSource(a); (got == "") != may {
+			if got := index.CheckSource(a); (got == "") != may {
 				t.Fatalf("%v of %+v as a source: %q", a, site, got)
 			}
 		}
@@ -103,15 +103,15 @@ func TestAJudgeSaysWhatItsSiteSays(t *testing.T) {
 func TestMessagesMayComeFromWhereServicesRelay(t *testing.T) {
 	site := Site{Networks: []SiteNetwork{{Prefix: pfx("10.244.0.0/16"), What: "our PodCIDR", Relay: true}, {Prefix: pfx("10.96.0.0/12"), What: "our ServiceCIDR"}}}.
 		With([]netip.Addr{ip("172.30.1.2"), ip("172.30.1.11")}, "an API server of ours").WithRelays([]netip.Addr{ip("172.30.1.11")}, "a node of ours")
-	judge := site.Judge()
+	index := site.Index()
 	for addr, may := range map[string]bool{
 		"198.51.100.1": true, "172.30.1.11": true, "10.244.3.1": true, "::ffff:172.30.1.11": true,
 		"172.30.1.2": false, "10.96.0.1": false, "127.0.0.1": false, "169.254.169.254": false, "64:ff9b::a60:1": false,
 	} {
-		if wrong := judge.CheckSource(ip(addr)); (wrong == "") != may {
+		if wrong := index.CheckSource(ip(addr)); (wrong == "") != may {
 			t.Errorf("%s: %q", addr, wrong)
 		}
-		if got := judge.RelaysFrom(ip(addr)); got != (may && addr != "198.51.100.1") {
+		if got := index.RelaysFrom(ip(addr)); got != (may && addr != "198.51.100.1") {
 			t.Errorf("%s: relayed from there: %v", addr, got)
 		}
 		if wrong := site.CheckEndpoint(ip(addr)); (wrong == "") != (addr == "198.51.100.1") {

@@ -31,7 +31,7 @@ const (
 // cannot, because WireGuard has found the peer where it is, roaming included. Methods may be called
 // concurrently.
 //
-// fabric.Site judges literals and every answer alike. An answer that it refuses replaces none that
+// fabric.Site checks literals and every answer alike. An answer that it refuses replaces none that
 // is in use, so that a name server that lies cuts nobody off. An address in use is given up when
 // the Site changes so that it is refused.
 type resolver struct {
@@ -48,16 +48,16 @@ type resolver struct {
 	last  []*fabric.GatewayPeer // as set got them
 	round uint64                // of set
 	site  fabric.Site
-	judge *fabric.Judge // of site
+	index *fabric.SiteIndex // of site
 
-	// What each message is judged by. It is made anew with the peers, and never modified.
+	// What the source of each message is checked by. It is replaced with the peers, and never modified.
 	sources atomic.Pointer[sources]
 }
 
-// sources are where messages of peers may come from: wherever a gateway of a peer can be, from where a
-// Service relays it, and from where one is said to be.
+// sources are the addresses that messages of peers may come from: those that a gateway of a peer can have, those
+// that Services relay from, and those that peers name.
 type sources struct {
-	judge *fabric.Judge
+	index *fabric.SiteIndex
 	said  map[netip.Addr]bool
 }
 
@@ -81,8 +81,8 @@ type location struct {
 }
 
 func newResolver(lookup func(context.Context, string) ([]netip.Addr, error), changed func(), log *slog.Logger) *resolver {
-	r := &resolver{lookup: lookup, changed: changed, log: log, peers: make(map[string]*location), judge: fabric.Site{}.Judge()}
-	r.sources.Store(&sources{judge: r.judge})
+	r := &resolver{lookup: lookup, changed: changed, log: log, peers: make(map[string]*location), index: fabric.Site{}.Index()}
+	r.sources.Store(&sources{index: r.index})
 	r.ctx, r.cancel = context.WithCancel(context.Background())
 	return r
 }
@@ -100,7 +100,7 @@ func (r *resolver) set(peers []*fabric.GatewayPeer, site fabric.Site) (changed b
 	defer r.mu.Unlock()
 	same := site.Equal(r.site)
 	if !same {
-		r.site, r.judge = site, site.Judge()
+		r.site, r.index = site, site.Index()
 	}
 	if same && slices.Equal(peers, r.last) { // the same ones, not only as they were
 		return false
@@ -127,7 +127,7 @@ func (r *resolver) set(peers []*fabric.GatewayPeer, site fabric.Site) (changed b
 		maps.DeleteFunc(r.peers, func(_ string, l *location) bool { return l.round != r.round })
 	}
 	if changed {
-		all := &sources{r.judge, make(map[netip.Addr]bool, len(peers))}
+		all := &sources{r.index, make(map[netip.Addr]bool, len(peers))}
 		for _, l := range r.peers {
 			if literal, err := netip.ParseAddr(l.host); l.literal && err == nil {
 				all.said[literal.Unmap()] = true
@@ -140,20 +140,20 @@ func (r *resolver) set(peers []*fabric.GatewayPeer, site fabric.Site) (changed b
 	return changed
 }
 
-// mayCome says whether a message of a peer may come from an address. An address that a Node claims
-// later is refused as a place to send to, until its peer shows itself there. It is asked for each
-// message that comes from elsewhere than the one before, takes no lock and reads no list.
+// mayCome reports whether a message of a peer may come from an address. If a Node gets the address later, the
+// gateway does not send there until the peer has sent from it. The gateway calls mayCome for each message that
+// has another source than the previous one, so it takes no lock and reads no list.
 func (r *resolver) mayCome(addr netip.Addr) bool {
 	s := r.sources.Load()
-	return s.judge.CheckSource(addr) == "" || s.said[addr.Unmap()]
+	return s.index.CheckSource(addr) == "" || s.said[addr.Unmap()]
 }
 
 // relaysFrom says whether Services relay messages of peers from an address.
-func (r *resolver) relaysFrom(addr netip.Addr) bool { return r.sources.Load().judge.RelaysFrom(addr) }
+func (r *resolver) relaysFrom(addr netip.Addr) bool { return r.sources.Load().index.RelaysFrom(addr) }
 
 // try gives up what is refused now, and takes a literal address that is not refused any more.
 func (r *resolver) try(id string, l *location) {
-	if l.latest.IsValid() && r.judge.CheckEndpoint(l.latest) != "" {
+	if l.latest.IsValid() && r.index.CheckEndpoint(l.latest) != "" {
 		l.latest = netip.Addr{}
 	}
 	addr := l.addr
@@ -161,7 +161,7 @@ func (r *resolver) try(id string, l *location) {
 		addr, _ = netip.ParseAddr(l.host)
 		addr = addr.Unmap()
 	}
-	switch wrong := r.judge.CheckEndpoint(addr); {
+	switch wrong := r.index.CheckEndpoint(addr); {
 	case !addr.IsValid(): // a name that has not been looked up
 	case wrong == "":
 		if l.addr = addr; l.literal {
@@ -257,7 +257,7 @@ func (r *resolver) resolve(id string, l *location) {
 	r.mu.Lock()
 	var answer netip.Addr
 	if err == nil {
-		answer, err = choose(addrs, l.addr, r.judge)
+		answer, err = choose(addrs, l.addr, r.index)
 	}
 	first := l.err == nil || err != nil && err.Error() != l.err.Error()
 	if l.busy = false; err != nil {
@@ -282,7 +282,7 @@ func (r *resolver) resolve(id string, l *location) {
 }
 
 // choose picks the address to use out of the answers. It returns none that site refuses.
-func choose(addrs []netip.Addr, current netip.Addr, site *fabric.Judge) (netip.Addr, error) {
+func choose(addrs []netip.Addr, current netip.Addr, site *fabric.SiteIndex) (netip.Addr, error) {
 	var usable []netip.Addr
 	err := errors.New("no address")
 	for _, a := range addrs {

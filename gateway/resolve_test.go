@@ -263,7 +263,7 @@ func TestChooseReturnsNothingThatIsRefused(t *testing.T) {
 			answers = append(answers, one())
 		}
 		current := one()
-		got, err := choose(answers, current, here.Judge())
+		got, err := choose(answers, current, here.Index())
 		fine := slices.ContainsFunc(answers, func(a netip.Addr) bool { return here.CheckEndpoint(a) == "" })
 		switch {
 		case got.IsValid() && here.CheckEndpoint(got) != "":
