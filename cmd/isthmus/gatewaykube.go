@@ -249,7 +249,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 			defer front.set(nil)
 			acting.Store(&r)
 			defer acting.Store(nil)
-			time.AfterFunc(2*nodesFollow, call) // without an API server nobody is told
+			time.AfterFunc(2*nodesFollow, call) // without an API server there is nobody to notify
 			replica.Write(ctx, placed, func() (kube.Report, error) {
 				s := r.Status()
 				tellPod(ctx, events, s, log)

@@ -402,8 +402,8 @@ func (r *tunnelEndpointReconciler) mapped(ctx context.Context, id string, origin
 	}), err
 }
 
-// inBand reports whether both sides want their managers to go through the tunnel. One side's wish would open our API server
-// to whoever has the address of a gateway that knows nothing of it: in a Liqo cluster that is every node.
+// inBand reports whether both sides want their managers to go through the tunnel. If ours alone decided, our API server would
+// be open to every host that has the address of the peer's gateway: in a Liqo cluster that is every node.
 func inBand(peer peers.Peer, copied *v1alpha1.NetworkConfig) bool {
 	return peer.InBand && copied.Spec.BackendConfig[v1alpha1.ConfigInBand] == "true"
 }

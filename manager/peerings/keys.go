@@ -43,7 +43,7 @@ func (s *peeringState) missedKey() bool {
 		s.keys(s.peering.Status.Keys, metav1.Time{}).Lags
 }
 
-// rotates reports whether peers are told of the next key of our gateway.
+// rotates reports whether peers get the next key of our gateway.
 func rotates(f facts.Facts) bool {
 	return f.Keys.Next != ([32]byte{}) && f.PublicKey == fabric.PublicKeys(f.Keys.Next, 1)[0]
 }
