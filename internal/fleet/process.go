@@ -270,15 +270,18 @@ func (c *Cluster) StateDirectory(name string) string { return filepath.Join(c.di
 
 // Running reports whether a component runs.
 func (c *Cluster) Running(name string) bool {
-	c.mu.Lock()
 	p := c.processes[name]
-	running := p != nil && p.cmd != nil
+	if p == nil {
+		return false
+	}
+	c.mu.Lock()
+	started, done := p.cmd != nil, p.done
 	c.mu.Unlock()
-	if !running {
+	if !started {
 		return false
 	}
 	select {
-	case <-p.done:
+	case <-done:
 		return false
 	default:
 		return true
