@@ -216,21 +216,26 @@ func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int,
 
 // admit says why the device may not process a message from an address of that many peers. One that exceeds
 // its budget may be unproven: its sender gets a cookie. A cookie reply carries no MAC, so it has to name a
-// handshake of ours.
+// handshake of ours. It is charged to the peer of that handshake: who forges the peer's address must not keep the
+// peer's cookies from us.
 func (h *handshakes) admit(m []byte, from conn.Endpoint, peers int, now time.Time) (why natengine.Drop, unproven bool) {
-	checker, reply := h.of.checker.Load(), m[0] == device.MessageCookieReplyType
-	if reply {
-		if dev, _ := lookup(h.of.dev, binary.LittleEndian.Uint32(m[4:])); dev == nil {
+	t, checker := h.t, h.of.checker.Load()
+	if m[0] == device.MessageCookieReplyType {
+		dev, _ := lookup(h.of.dev, binary.LittleEndian.Uint32(m[4:]))
+		if dev == nil {
 			return natengine.DropHandshakeRefused, false
 		}
-	} else {
-		ours := checker.CheckMAC1(m)
-		h.t.came(m, from, ours)
-		if !ours {
-			return natengine.DropHandshakeKey, false
+		t.admission.Lock()
+		defer t.admission.Unlock()
+		if t.budgets.spend(budget{replies: dev}, now, knownEvery, knownBurst) {
+			return natengine.DropNone, false
 		}
+		return natengine.DropHandshakeQueue, false
 	}
-	t := h.t
+	ours := checker.CheckMAC1(m)
+	if t.came(m, from, ours); !ours {
+		return natengine.DropHandshakeKey, false
+	}
 	t.admission.Lock()
 	defer t.admission.Unlock()
 	addr := from.DstIP()
@@ -241,12 +246,9 @@ func (h *handshakes) admit(m []byte, from conn.Endpoint, peers int, now time.Tim
 	} else if t.budgets.spend(budget{}, now, strangerEvery, strangerBurst) {
 		return natengine.DropNone, false
 	}
-	if reply {
-		return natengine.DropHandshakeQueue, false
-	}
 	source := from.DstToBytes()
 	if bytes.Equal(m[len(m)-len(noMAC2):], noMAC2[:]) || !checker.CheckMAC2(m, source) {
-		return natengine.DropHandshakeQueue, t.budgets.spend(budget{cookie: true}, now, cookieEvery, cookieBurst)
+		return natengine.DropHandshakeQueue, t.budgets.spend(budget{cookie: true, proven: peers > 0}, now, cookieEvery, cookieBurst)
 	}
 	proven, n := budget{addr: addr, proven: true}, max(1, peers)
 	switch {
@@ -277,12 +279,14 @@ func (h *handshakes) sendCookie(msg *handshake) {
 }
 
 // budget identifies the budget of a handshake: the address of a peer, a source that returned a cookie or,
-// as the zero value, all other sources. Or it is that of cookies.
+// as the zero value, all other sources. Or it is that of cookies, sent or received.
 type budget struct {
 	addr   netip.Addr
 	source string // behind a relay: address and port
 	proven bool
-	cookie bool // of the cookies that we send
+	cookie bool // of the cookies that we send; with proven: to addresses of peers
+
+	replies *device.Peer // cookie replies to handshakes with this peer
 }
 
 // budgets holds the time at which each budget is full again (GCRA). A full budget uses no memory. The zero
