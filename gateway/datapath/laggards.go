@@ -45,6 +45,9 @@ func (t *Tunnel) lookForLaggards() {
 func (t *peerTable) laggards(next *identity, now time.Time) (all []*peer) {
 	for state, others := range t.also {
 		p := t.byState[state]
+		if p == nil { // it has our next key itself
+			continue
+		}
 		since := p.unanswered.Load()
 		silent := since != 0 && time.Duration(p.t.at(now)-since) >= laggardSilence
 		for _, q := range others {
