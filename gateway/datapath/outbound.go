@@ -121,7 +121,10 @@ func (o *outbound) read(b *batch) error {
 			break
 		}
 		if d := o.t.diverted.Load(); d != nil {
-			d.f(o.scratch[:n])
+			if d.f(o.scratch[:n]); b.n > 0 {
+				break // what is in the batch does not wait until the link has no more
+			}
+			o.divert()
 			continue
 		}
 		o.outbound(b, o.scratch[:n])

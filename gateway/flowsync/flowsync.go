@@ -87,6 +87,7 @@ type Keeper struct {
 	counts  Counts
 
 	followers map[*queue]bool // of the connections that tell each change
+	adopted   bool            // running has the copied flows, or as many as it waited for
 	held      held
 }
 
@@ -99,7 +100,7 @@ type Counts struct {
 	Refused map[natengine.Drop]uint64 // not adopted, by reason
 	Omitted uint64                    // not copied, because of MaxFlows
 
-	Relayed   uint64 // packets of the gateway before that this one took
+	Relayed   uint64 // packets of the gateway before that this one gave to its tunnels
 	Unrelayed uint64 // and those that it dropped, because they were too many or waited too long
 }
 
@@ -120,7 +121,6 @@ func (k *Keeper) Activate(flows Flows) (adopted int) {
 		*k.fresh = table{}
 	}
 	k.copy, k.fresh = table{}, nil
-	k.bringHeld()
 	k.mu.Unlock()
 	done := make(chan struct{})
 	go func() { // ends when the copy does, or with Deactivate
@@ -139,6 +139,10 @@ func (k *Keeper) Activate(flows Flows) (adopted int) {
 	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
+	if k.changes == changes {
+		k.adopted = true
+		k.bringHeld()
+	}
 	return int(k.counts.Adopted - before)
 }
 
@@ -169,7 +173,7 @@ func (k *Keeper) adoptAll(t table, established bool, changes int) bool {
 func (k *Keeper) Deactivate() {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	k.running = nil
+	k.running, k.adopted = nil, false
 	k.changes++
 	k.heard = time.Now()
 }
@@ -227,7 +231,7 @@ type receiver struct {
 	age     time.Duration
 	all     bool   // all flows have been told
 	parcel  []byte // the packet at hand, which may have several frames
-	listed  func() // called after each list of all flows; nil: nobody waits
+	listed  func() // called after each list of all flows; nil: nobody waits, and the connection is that to the active gateway
 }
 
 // begin takes the first frame of a list of all flows.

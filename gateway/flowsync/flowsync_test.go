@@ -38,7 +38,7 @@ func (r running) Adopt(peer string, f natengine.Flow) natengine.Drop {
 	return r.Engine.Adopt(peer, f, r.now())
 }
 
-func (r running) Bring(tunnel int, p []byte) { r.brought <- parcel{tunnel, slices.Clone(p)} }
+func (r running) Bring(tunnel int, p []byte) { r.brought <- parcel{tunnel: tunnel, p: slices.Clone(p)} }
 
 func newRunning(t testing.TB, pods string) running {
 	e := natengine.New(natengine.Config{})
@@ -540,8 +540,8 @@ func FuzzReceive(f *testing.F) {
 	w.records([]record{{"b", flows[0], false}, {"b", flows[1], false}, {"c", flows[0], false}, {"b", flows[0], true}})
 	w.frame(frameEnd)
 	w.frame(frameBeat)
-	w.parcel(parcel{1, make([]byte, maxParcel)})
-	w.parcel(parcel{0, []byte{1, 2, 3}})
+	w.parcel(parcel{tunnel: 1, p: make([]byte, maxParcel)})
+	w.parcel(parcel{p: []byte{1, 2, 3}})
 	w.begin(false, 0)
 	w.frame(frameEnd)
 	w.w.Flush()

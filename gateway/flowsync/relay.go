@@ -15,13 +15,14 @@ const (
 type parcel struct {
 	tunnel int // whose link delivered it
 	p      []byte
+	at     time.Time // when it was received; zero at the gateway that relays
 }
 
 // Relay sends a packet for a peer, virtio header first, to the gateways that copy the flows of this
 // one. The one that becomes active sends it to the peer. Relay copies p, does not block, and reports
 // whether a connection had room.
 func (k *Keeper) Relay(tunnel int, p []byte) bool {
-	one := parcel{tunnel, slices.Clone(p)}
+	one := parcel{tunnel: tunnel, p: slices.Clone(p)}
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	taken := false
@@ -70,18 +71,18 @@ func (q *queue) hurries() bool {
 	return len(q.parcels) > 0
 }
 
-// held are relayed packets that wait until this gateway is active.
+// held are relayed packets that wait until this gateway is active and has adopted the flows, oldest first.
 type held struct {
 	all    []parcel
 	octets int
-	newest time.Time
 }
 
 // expire drops what is too old and returns how many that were.
 func (h *held) expire(now time.Time) (n int) {
-	if now.Sub(h.newest) > relayFor {
-		n = len(h.all)
-		*h = held{}
+	for len(h.all) > 0 && now.Sub(h.all[0].at) > relayFor {
+		h.octets -= len(h.all[0].p)
+		h.all = h.all[1:]
+		n++
 	}
 	return n
 }
@@ -90,20 +91,18 @@ func (h *held) expire(now time.Time) (n int) {
 func (k *Keeper) brought(one parcel) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	if k.running != nil {
+	if k.adopted {
 		k.counts.Relayed++
 		k.running.Bring(one.tunnel, one.p)
 		return
 	}
-	now := time.Now()
-	k.counts.Unrelayed += uint64(k.held.expire(now))
+	k.counts.Unrelayed += uint64(k.held.expire(one.at))
 	if k.held.octets+len(one.p) > relayMost {
 		k.counts.Unrelayed++
 		return
 	}
 	k.held.all = append(k.held.all, one)
 	k.held.octets += len(one.p)
-	k.held.newest = now
 }
 
 // bringHeld gives the running gateway the packets that wait for it. With mu.

@@ -27,7 +27,7 @@ func TestRelayedPacketsReachTheNextGateway(t *testing.T) {
 	var want []parcel
 	relay := func(n, size int) {
 		for i := range n {
-			one := parcel{i % 3, make([]byte, size)}
+			one := parcel{tunnel: i % 3, p: make([]byte, size)}
 			_, _ = rng.Read(one.p)
 			if want = append(want, one); !a.Relay(one.tunnel, one.p) {
 				t.Fatal("there is no room for a packet")
@@ -45,7 +45,9 @@ func TestRelayedPacketsReachTheNextGateway(t *testing.T) {
 	}
 	eventually(t, "packets that wait", func() bool { return held() == len(want) })
 	b.mu.Lock()
-	b.held.newest = time.Now() // on a busy machine too
+	for i := range b.held.all { // on a busy machine too
+		b.held.all[i].at = time.Now()
+	}
 	b.mu.Unlock()
 	b.Activate(after)
 	relay(20, 1500)
@@ -64,18 +66,21 @@ func TestRelayedPacketsThatWaitAreBounded(t *testing.T) {
 	k := NewKeeper()
 	p := make([]byte, 60000)
 	const fit = relayMost / 60000
+	now := time.Now()
 	for range fit + 2 {
-		k.brought(parcel{0, p})
+		k.brought(parcel{p: p, at: now})
 	}
 	if c := k.State().Counts; len(k.held.all) != fit || c.Unrelayed != 2 {
 		t.Errorf("%d packets wait and %d are dropped; want %d and 2", len(k.held.all), c.Unrelayed, fit)
 	}
-	k.held.newest = time.Now().Add(-2 * relayFor)
-	k.brought(parcel{0, p})
-	if c := k.State().Counts; len(k.held.all) != 1 || c.Unrelayed != fit+2 {
-		t.Errorf("%d packets wait and %d are dropped; want 1 and %d", len(k.held.all), c.Unrelayed, fit+2)
+	k.held.all[fit-1].at = now.Add(relayFor)
+	k.brought(parcel{p: p, at: now.Add(relayFor + 1)})
+	if c := k.State().Counts; len(k.held.all) != 2 || k.held.octets != 2*len(p) || c.Unrelayed != fit+1 {
+		t.Errorf("%d packets wait and %d are dropped; want 2 and %d", len(k.held.all), c.Unrelayed, fit+1)
 	}
-	k.held.newest = time.Now().Add(-2 * relayFor)
+	for i := range k.held.all {
+		k.held.all[i].at = now.Add(-2 * relayFor)
+	}
 	r := newRunning(t, "10.246.0.0/16")
 	k.Activate(r)
 	if c := k.State().Counts; len(r.brought) != 0 || c.Unrelayed != fit+3 {

@@ -144,7 +144,9 @@ func (r *receiver) receive(from io.Reader, beat func()) error {
 		case kind == framePacket && len(rest) > 1 && r.active && len(r.parcel)+len(rest)-1 <= maxParcel:
 			r.parcel = append(r.parcel, rest[1:]...)
 			if rest[0] < goesOn {
-				r.k.brought(parcel{int(rest[0]), r.parcel})
+				if r.listed == nil { // a second connection to the same gateway may be there
+					r.k.brought(parcel{tunnel: int(rest[0]), p: r.parcel, at: time.Now()})
+				}
 				r.parcel = nil
 			}
 		default:
