@@ -200,7 +200,8 @@ func (c *Cluster) podIdentity(ctx context.Context, account, name string) (string
 }
 
 func (c *Cluster) tokenFor(ctx context.Context, account, file string, bound *authenticationv1.BoundObjectReference) (string, error) {
-	token := &authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{BoundObjectRef: bound}}
+	const life = int64(24 * time.Hour / time.Second) // nobody renews it, as a kubelet does
+	token := &authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{BoundObjectRef: bound, ExpirationSeconds: new(life)}}
 	sa := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: Namespace, Name: account}}
 	if err := c.Client.SubResource("token").Create(ctx, sa, token); err != nil {
 		return "", fmt.Errorf("token of ServiceAccount %s: %w", account, err)

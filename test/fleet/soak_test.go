@@ -44,6 +44,7 @@ func TestSoak(t *testing.T) {
 	at := seen(t, a, b, to.Addr)
 	var h history
 	var total loss
+	defer func() { t.Logf("%v; %d rounds\n%s", total, len(h.at), h.table()) }() // of what there was before something failed, too
 	begin := time.Now()
 	for n := 0; time.Since(begin) < *soak; n++ {
 		l := echoes(t, from, to, at, 1, soakRound, soakRound, func() { churn(t, f, n, to, at) })
@@ -56,7 +57,6 @@ func TestSoak(t *testing.T) {
 			break
 		}
 	}
-	t.Logf("%v; %d rounds\n%s", total, len(h.at), h.table())
 	for _, grown := range h.grown() {
 		t.Error(grown)
 	}
@@ -189,6 +189,9 @@ func (h *history) add(at time.Duration, s sample) {
 }
 
 func (h *history) names() (names []string) {
+	if len(h.samples) == 0 {
+		return nil
+	}
 	for name := range h.samples[0] {
 		names = append(names, name)
 	}
