@@ -31,9 +31,9 @@ func (t *Tunnel) Divert(f func(p []byte)) {
 	}
 }
 
-// divert notes that a batch begins after which f gets all packets, and that nothing is left of the batch before.
+// divert notes that the batch is empty, so that nothing is under way, and that f gets all packets to come.
 func (o *outbound) divert() {
-	if d := o.t.diverted.Load(); d != nil && o.segmenter.Remaining() == 0 && len(o.released) == 0 {
+	if d := o.t.diverted.Load(); d != nil {
 		d.once.Do(func() { close(d.begun) })
 	}
 }

@@ -1,7 +1,8 @@
 package datapath_test
 
 import (
-	"context"
+	"runtime"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -31,29 +32,49 @@ func TestDivertedPacketsAreNotAlteredAndMayBeBrought(t *testing.T) {
 	checkHealthy(t, a, b)
 }
 
-// When Divert has returned, a gateway sends no peer what its link delivers: nor what was under way in superpackets.
+// When Divert has returned, a gateway sends no peer what its link delivers, and a pod that never stops sending does not
+// keep it waiting.
 func TestNothingIsUnderWayAfterDivert(t *testing.T) {
-	for range 10 {
-		network := &memlink.Network{}
-		a, b := startGateways(t, network, plans[0], datapath.Options{})
-		ctx, cancel := context.WithCancel(t.Context())
-		done := make(chan struct{})
-		go func() {
-			defer close(done)
-			_ = transfer(ctx, a, a.pod, b, b.pod, 8000, 32<<20) // it ends with ctx
-		}()
+	for range 5 {
+		a, b := startGateways(t, &memlink.Network{}, plans[0], datapath.Options{})
+		p := plain(udp4(at(a.pod, 9), at(b.seen(b.pod), 9), make([]byte, 400)))
+		stop := make(chan struct{})
+		var flood sync.WaitGroup
+		for range 4 {
+			flood.Go(func() {
+				for {
+					select {
+					case <-stop:
+						return
+					default:
+						if !a.link.Inject(p) {
+							runtime.Gosched()
+						}
+					}
+				}
+			})
+		}
 		sent := func() uint64 { n, _ := a.engine.Peers()[0].Traffic(natengine.Outbound); return n }
-		for sent() < 2000 {
+		for sent() < 5000 {
 			time.Sleep(time.Millisecond)
 		}
-		a.tunnel.Divert(func([]byte) {})
-		before := sent()
-		time.Sleep(20 * time.Millisecond)
-		if after := sent(); after != before {
-			t.Errorf("%d packets were sent after Divert", after-before)
+		returned := make(chan struct{})
+		go func() {
+			defer close(returned)
+			a.tunnel.Divert(func([]byte) { time.Sleep(10 * time.Microsecond) }) // slower than the flood
+		}()
+		select {
+		case <-returned:
+			before := sent()
+			time.Sleep(20 * time.Millisecond)
+			if after := sent(); after != before {
+				t.Errorf("%d packets were sent after Divert", after-before)
+			}
+		case <-time.After(time.Minute):
+			t.Error("Divert waits for the flood to end")
 		}
-		cancel()
-		<-done
+		close(stop)
+		flood.Wait()
 	}
 }
 

@@ -93,7 +93,6 @@ func (b *batch) give(peer *natengine.PeerState, p []byte) {
 // Close.
 func (o *outbound) read(b *batch) error {
 	o.tap.begin()
-	o.divert()
 	o.readKept(b)
 	o.readLocal(b)
 	o.readBrought(b)
@@ -102,13 +101,13 @@ func (o *outbound) read(b *batch) error {
 		wait := b.n == 0
 		if wait {
 			b.timed = false // the next packet may come much later
+			o.divert()
 		}
 		var n int
 		if n, err = o.t.link.Read(o.scratch, wait); err != nil {
 			if errors.Is(err, ErrWoken) {
 				err = nil
 				o.tap.begin()
-				o.divert()
 				o.readLocal(b)
 				if o.readBrought(b); o.t.look.Load() {
 					break
@@ -124,7 +123,6 @@ func (o *outbound) read(b *batch) error {
 			if d.f(o.scratch[:n]); b.n > 0 {
 				break // what is in the batch does not wait until the link has no more
 			}
-			o.divert()
 			continue
 		}
 		o.outbound(b, o.scratch[:n])
