@@ -1,0 +1,164 @@
+package main
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"sync"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"github.com/isthmus-net/isthmus/gateway"
+	"github.com/isthmus-net/isthmus/internal/httpserve"
+	"github.com/isthmus-net/isthmus/internal/source/kube"
+)
+
+// front answers over HTTP, whether or not this replica is the active one.
+type front struct {
+	replica *kube.Gateway
+	own     *prometheus.Registry // of the replica
+	idle    *prometheus.Registry // of the process; a running gateway has it among its own
+
+	mu      sync.RWMutex // held for reading while running is used
+	running *gateway.Running
+}
+
+// set waits until nobody uses the one before.
+func (f *front) set(r *gateway.Running) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.running = r
+}
+
+// yield has the running gateway, if there is one, relay what nodes send to peers.
+func (f *front) yield() {
+	f.mu.RLock()
+	defer f.mu.RUnlock()
+	if f.running != nil {
+		f.running.Yield()
+	}
+}
+
+// serve answers until stop is called.
+func (f *front) serve(metricsAddr string, secure *httpserve.Secure, statusAddr string, log *slog.Logger) (stop func(), err error) {
+	servers := httpserve.New(log)
+	for _, l := range []struct {
+		flag, address string
+		secure        *httpserve.Secure
+		handler       http.Handler
+	}{{"--metrics-address", metricsAddr, secure, f.metrics(secure)}, {"--status-address", statusAddr, nil, f.private()}} {
+		if _, err := servers.ListenPrivate(l.flag, l.address, l.secure, l.handler); err != nil {
+			servers.Close()
+			return nil, err
+		}
+	}
+	if statusAddr != "" {
+		if err := servers.ListenOwner("capture", gateway.CaptureSocket, http.HandlerFunc(f.capture)); err != nil {
+			log.Warn("captures are off: another process in this network namespace owns the capture socket", "error", err)
+		}
+	}
+	servers.Serve()
+	return servers.Close, nil
+}
+
+// private is for whoever may read the status, which includes the metrics.
+func (f *front) private() http.Handler {
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /metrics", f.using(f.scrape))
+	mux.HandleFunc("/", f.using(f.status))
+	return mux
+}
+
+func (f *front) scrape(w http.ResponseWriter, r *http.Request) {
+	all := gateway.Gatherers{f.own, f.idle}
+	if f.running != nil {
+		all[1] = f.running.Gatherer()
+	}
+	promhttp.HandlerFor(all, promhttp.HandlerOpts{DisableCompression: true}).ServeHTTP(w, r)
+}
+
+// capture goes on for long: unlike status, it must not keep the gateway from its end.
+func (f *front) capture(w http.ResponseWriter, r *http.Request) {
+	f.mu.RLock()
+	running := f.running
+	f.mu.RUnlock()
+	if running == nil {
+		f.using(f.status)(w, r)
+		return
+	}
+	running.CaptureHandler().ServeHTTP(w, r)
+}
+
+func (f *front) metrics(secure *httpserve.Secure) http.Handler {
+	mux := http.NewServeMux()
+	mux.Handle("GET /metrics", secure.Guarded(f.using(f.scrape)))
+	// Alive: it answers. Neither a peer nor an API server that is away must get the process killed.
+	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
+	// Ready: it is active and the data plane is there, or it could become active.
+	mux.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) {
+		pod, self := f.replica.Active()
+		f.mu.RLock()
+		running := f.running != nil
+		err := f.replica.Ready()
+		if running {
+			err = errors.Join(err, f.running.Ready())
+		}
+		f.mu.RUnlock()
+		switch {
+		case err != nil:
+			http.Error(w, err.Error(), http.StatusServiceUnavailable)
+		case running:
+			fmt.Fprintln(w, "ok, active")
+		case self:
+			http.Error(w, "becoming active", http.StatusServiceUnavailable)
+		case pod == "":
+			http.Error(w, "no gateway is active", http.StatusServiceUnavailable)
+		default:
+			fmt.Fprintf(w, "ok, standby for %s\n", pod)
+		}
+	})
+	return mux
+}
+
+// using lets a handler use f.running. Its answer is sent afterwards, since whoever asked may be
+// slow and the gateway may want to end.
+func (f *front) using(handler http.HandlerFunc) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		answer := answer{header: w.Header(), code: http.StatusOK}
+		f.mu.RLock()
+		handler(&answer, r)
+		f.mu.RUnlock()
+		w.WriteHeader(answer.code)
+		_, _ = answer.body.WriteTo(w) // an error here is the client's
+	}
+}
+
+// answer is a http.ResponseWriter in memory.
+type answer struct {
+	header http.Header
+	code   int
+	body   bytes.Buffer
+}
+
+func (a *answer) Header() http.Header         { return a.header }
+func (a *answer) WriteHeader(code int)        { a.code = code }
+func (a *answer) Write(b []byte) (int, error) { return a.body.Write(b) }
+
+func (f *front) status(w http.ResponseWriter, r *http.Request) {
+	if f.running == nil {
+		pod, _ := f.replica.Active()
+		reason := "this gateway is a standby; the active one is Pod " + pod
+		if pod == "" {
+			reason = "no gateway is active yet"
+		}
+		if err := f.replica.Ready(); err != nil {
+			reason = "this gateway waits: " + err.Error()
+		}
+		http.Error(w, reason, http.StatusServiceUnavailable)
+		return
+	}
+	f.running.StatusHandler().ServeHTTP(w, r)
+}
