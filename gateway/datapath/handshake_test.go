@@ -416,7 +416,7 @@ func provenFor(to *end, n uint32, from conn.Endpoint) []byte {
 	return m
 }
 
-// Whoever is behind an address of several peers has many ports there, and gets a cookie for each.
+// A host behind the address of several peers has many ports there, and gets a cookie for each.
 func TestPortsOfOneAddressShareItsBudget(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, orderedKeys(true))

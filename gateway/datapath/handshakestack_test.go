@@ -80,7 +80,7 @@ func (w *countingWire) Send(bufs [][]byte, _ conn.Endpoint) error {
 	return nil
 }
 
-// A handshake that the device may have does not wait until a flood of others has its cookies.
+// A handshake that the device may have does not wait until the sources of a flood have their cookies.
 func TestAHandshakeWaitsForOneCookieAtMost(t *testing.T) {
 	wire := &countingWire{Wire: bind.New()}
 	tunnel := New(silent{}, wire, natengine.New(natengine.Config{}), nil, Options{})
