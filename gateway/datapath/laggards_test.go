@@ -43,6 +43,21 @@ func TestSilentPeersTakeTurns(t *testing.T) {
 	}
 }
 
+// A peer that the current identity refuses, since its key is our next one, is nobody's laggard.
+func TestAPeerWithoutACurrentIdentityIsNoLaggard(t *testing.T) {
+	tunnel, own, _ := benchTunnel(t, PresharedKeys{}, 1)
+	if err := tunnel.SetKeys([32]byte(own.Bytes()), [32]byte(noise.NewKey().Bytes())); err != nil {
+		t.Fatal(err)
+	}
+	tunnel.mu.Lock()
+	defer tunnel.mu.Unlock()
+	table := tunnel.peers.Load().clone()
+	clear(table.byState)
+	if all := table.laggards(tunnel.ids.Load().next, time.Now()); len(all) != 0 {
+		t.Errorf("%d laggards", len(all))
+	}
+}
+
 // peers are those of an identity.
 func (id *identity) peers(table *peerTable) (all []*peer) {
 	for _, p := range table.byDevice {

@@ -1,7 +1,10 @@
 package flowsync
 
 import (
+	"bufio"
 	"bytes"
+	"errors"
+	"io"
 	"math/rand/v2"
 	"testing"
 	"time"
@@ -58,6 +61,27 @@ func TestRelayedPacketsReachTheNextGateway(t *testing.T) {
 	}
 	if c := b.State().Counts; c.Relayed != uint64(len(want)) || c.Unrelayed != 0 {
 		t.Errorf("counts %+v", c)
+	}
+}
+
+// Where a gateway has two connections to the active one, it takes each packet once.
+func TestOnlyTheConnectionThatFollowsTakesPackets(t *testing.T) {
+	for name, listed := range map[string]func(){"follows": nil, "asked": func() {}} {
+		var b bytes.Buffer
+		w := writer{bufio.NewWriter(&b)}
+		w.begin(true, 0)
+		w.parcel(parcel{p: []byte{1, 2, 3}})
+		if err := w.w.Flush(); err != nil {
+			t.Fatal(err)
+		}
+		k := NewKeeper()
+		r := receiver{k: k, listed: listed}
+		if err := r.receive(&b, func() {}); !errors.Is(err, io.EOF) {
+			t.Fatal(err)
+		}
+		if got := len(k.held.all); got != map[bool]int{true: 1, false: 0}[listed == nil] {
+			t.Errorf("%s: %d packets", name, got)
+		}
 	}
 }
 
