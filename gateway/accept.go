@@ -22,7 +22,9 @@ func (g *gateway) update(u update) {
 			if reflect.DeepEqual(u.config.PodNetwork, g.now.config.PodNetwork) && u.config.Gateway.Site.Equal(g.now.config.Gateway.Site) {
 				return
 			}
-			g.mu.Lock() // only nodes, pods and addresses that no peer's gateway can have differ: rules and peers stay
+			// only Nodes, Pods and addresses that no peer's gateway can have differ: keep rules and
+			// peers
+			g.mu.Lock()
 			g.now.config = u.config
 			g.mu.Unlock()
 			g.reapply(false)
@@ -45,7 +47,7 @@ func (g *gateway) update(u update) {
 	}
 }
 
-// unjoin takes errors.Join apart.
+// unjoin returns the errors of an errors.Join.
 func unjoin(err error) []error {
 	if j, ok := err.(interface{ Unwrap() []error }); ok {
 		var all []error
@@ -57,7 +59,7 @@ func unjoin(err error) []error {
 	return []error{err}
 }
 
-// errorAttrs spells a problem out for the log.
+// errorAttrs returns the log attributes of a problem.
 func errorAttrs(err error) []any {
 	attrs := []any{"error", err}
 	if p := (fabric.Problem{}); errors.As(err, &p) {
@@ -103,7 +105,7 @@ func (g *gateway) accept(c Config) error {
 	if g.flows != nil {
 		g.flows.name(gw.Peers)
 	}
-	if g.acting { // the rules are there, and no packet is read yet
+	if g.acting { // the rules are in force, and no packet has been read yet
 		g.adopt()
 	}
 	g.put(&survey)
@@ -115,17 +117,19 @@ func (g *gateway) accept(c Config) error {
 	return nil
 }
 
-// reapply applies the configuration in force again, because its surroundings changed; ways: routes to peers
-// may have changed, too. After a failure it applies all of it.
+// reapply applies the configuration in force again after a change around the gateway. ways says
+// that routes to peers may have changed, too. After a failed attempt it applies the whole
+// configuration.
 func (g *gateway) reapply(ways bool) {
 	peers := g.now.wanted()
 	g.locate(peers, g.now.config.Gateway.Site)
 	survey := g.survey(g.now.config, peers, ways)
 	if err := g.setRules(&survey); err != nil {
-		if ways { // the result of the probes is lost
+		if ways { // otherwise the result of the probes would be lost
 			g.ways.Store(true)
 		}
-		g.log.Error("cannot set the NAT rules for a new MTU", "mtu", survey.tunnel, "error", err) // they differ in MTU and MSS alone
+		// they differ only in MTU and MSS
+		g.log.Error("cannot set the NAT rules for a new MTU", "mtu", survey.tunnel, "error", err)
 		return
 	}
 	g.put(&survey)

@@ -10,26 +10,28 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 )
 
-// A peer that is away is looked for by handshakes alone. wireguard-go would begin one every five
-// seconds for each, which with a thousand away is 3 % of a core and delays packets; so all together
-// get a few a second, after a first one each. Who comes back begins one himself, and is answered at
-// once in any case.
+// Handshakes show whether a peer that is away has returned. wireguard-go would begin one every five
+// seconds for each such peer. With a thousand of them this takes 3 % of a core and delays packets.
+// So each peer gets one handshake at first, and then all such peers together get a few a second. A
+// peer that returns begins a handshake itself, and is answered at once.
 //
-// Where some are answered, others may have got lost: on a machine that has no time left, the queue of
-// handshakes runs full, or wireguard-go thinks itself under load and asks who answers for a cookie.
-// Then they are begun again as fast as the first ones, as long as some are answered.
+// If only some handshakes are answered, others may have been lost: on a busy machine, the queue of
+// handshakes overflows, or wireguard-go asks for cookies because it believes itself under load. The
+// lost ones are then begun again at the pace of the first ones, as long as some are answered.
 const (
-	awayAfter         = 2 * time.Second // without a session since it was configured
-	mostPerSecond     = 250             // handshakes, so that packets do not wait for them; with peers that were never tried at once
-	leastPerSecond    = 20              // with all others
+	awayAfter = 2 * time.Second // without a session since its configuration
+	// handshakes, so that packets do not wait for them; with peers that were never tried all at
+	// once
+	mostPerSecond     = 250
+	leastPerSecond    = 20              // with all other peers
 	handshakePatience = 3 * time.Second // for an answer; after five seconds wireguard-go tries again by itself
-	handshakesLost    = 8               // for each that is answered, and as many are begun all the same
-	handshakesOver    = 8               // seconds over which they are counted, about
+	handshakesLost    = 8               // unanswered handshakes that are begun again, for each one that is answered
+	handshakesOver    = 8               // seconds over which answers are counted, about
 )
 
-// sessions takes notice of which peers have a WireGuard session; call it once a second. It says
-// with which of the others a handshake is to be begun now, and on behalf of which wireguard-go
-// shall do nothing more by itself. With few of them away it may.
+// sessions records which peers have a WireGuard session. The caller calls it once a second. It
+// returns the peers that now get a handshake, and those with which wireguard-go must begin none by
+// itself. If few peers are away, wireguard-go may go on by itself.
 func (c *checker) sessions(stats map[[32]byte]datapath.Stats, now time.Time) (try, rest [][32]byte) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -50,11 +52,11 @@ func (c *checker) sessions(stats map[[32]byte]datapath.Stats, now time.Time) (tr
 			continue
 		case p.away:
 		case !never:
-			p.away, p.tried, p.rests = true, now, false // wireguard-go has tried until now
+			p.away, p.tried, p.rests = true, now, false // wireguard-go tried until now
 		case now.Sub(p.begun) <= awayAfter:
 			continue
 		default:
-			p.away, p.tried, p.rests = true, p.begun, false // by its first PING
+			p.away, p.tried, p.rests = true, p.begun, false // its first PING began the handshake
 		}
 		if s.Endpoint.IsValid() {
 			away = append(away, p)
@@ -75,7 +77,7 @@ func (c *checker) sessions(stats map[[32]byte]datapath.Stats, now time.Time) (tr
 	pause := max(device.RekeyTimeout, time.Duration(len(away))*time.Second/time.Duration(again))
 	slices.SortFunc(away, func(a, b *checked) int { return cmp.Or(a.tried.Compare(b.tried), cmp.Compare(a.id, b.id)) })
 	first := mostPerSecond
-	for _, p := range away { // those that were never tried come first
+	for _, p := range away { // peers that were never tried come first
 		left, due := &again, now.Sub(p.tried) >= pause
 		if p.tried.IsZero() {
 			left, due = &first, true
@@ -95,10 +97,11 @@ func (c *checker) sessions(stats map[[32]byte]datapath.Stats, now time.Time) (tr
 	return try, rest
 }
 
-// doubtPatience is how much longer than a round trip a peer has for the answer that says that it still has our session.
+// doubtPatience is added to the round trip: a peer that still has our session answers within both.
 const doubtPatience = 300 * time.Millisecond
 
-// doubt is told that a peer sends under a session that is not ours. It does not wait: where many are in doubt, some stay so.
+// doubt notes that a peer sends under a session that we do not have. It does not block: if many
+// peers do so at once, it ignores some.
 func (c *checker) doubt(key [32]byte) {
 	select {
 	case c.doubts <- key:
@@ -106,8 +109,8 @@ func (c *checker) doubt(key [32]byte) {
 	}
 }
 
-// test pings a peer of which there is a doubt, and begins a handshake when there is no answer. Without it, WireGuard begins one
-// after 15 seconds.
+// test pings a peer after doubt, and begins a handshake if no answer comes. WireGuard alone would
+// begin one after 15 seconds.
 func (c *checker) test(key [32]byte) {
 	c.mu.Lock()
 	var p *checked
@@ -140,7 +143,7 @@ func (c *checker) test(key [32]byte) {
 	})
 }
 
-// reach looks for the peers that are away, in every tunnel, by the stats of each.
+// reach looks in every tunnel for peers that are away, by the statistics of the tunnel.
 func (g *gateway) reach(stats []map[[32]byte]datapath.Stats, now time.Time) {
 	for i, e := range g.ends {
 		if try, rest := e.checker.sessions(stats[i], now); len(try)+len(rest) > 0 {
@@ -149,11 +152,11 @@ func (g *gateway) reach(stats []map[[32]byte]datapath.Stats, now time.Time) {
 	}
 }
 
-// rekeyTime is how long a new preshared key is tried. Its peer has it within seconds.
+// rekeyTime is how long handshakes try a new preshared key. The peer gets the key within seconds.
 const rekeyTime = 30 * time.Second
 
-// rekey begins handshakes with peers whose sessions were made before they got a preshared key. Without it
-// these sessions would carry packets for two minutes more.
+// rekey begins handshakes with peers whose sessions are older than their preshared key. Otherwise
+// these sessions would carry packets for two more minutes.
 func (g *gateway) rekey(peers []peer, now time.Time) {
 	try, left := make([][][32]byte, len(g.ends)), mostPerSecond
 	for i := range peers {
@@ -176,8 +179,8 @@ func (g *gateway) rekey(peers []peer, now time.Time) {
 	}
 }
 
-// reach begins handshakes with some peers and ends the attempts with others. It takes its time,
-// most of a second, so that packets do not wait for so many handshakes.
+// reach begins handshakes with the peers of try, and ends the attempts with those of rest. It
+// spreads them over most of a second, so that packets do not wait for many handshakes at once.
 func (e *tunnelEnd) reach(try, rest [][32]byte, done <-chan struct{}) {
 	pause := time.NewTicker(900 * time.Millisecond / time.Duration(len(try)+len(rest)))
 	defer pause.Stop()

@@ -9,18 +9,18 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/capture"
 )
 
-// CaptureSocket is the name of the abstract socket, in the gateway's own network namespace or its
-// host's, at which CaptureHandler answers root and the gateway's own user. A capture shows the
-// addresses of all traffic and, on request, its content.
+// CaptureSocket is the name of an abstract socket in the network namespace of the gateway or its
+// host. There CaptureHandler answers root and the gateway's own user only, because a capture shows
+// the addresses of all traffic and, on request, its content.
 const CaptureSocket = "isthmus-gateway-capture"
 
-// CaptureSummary is a trailer of the answer: what the capture came to, as JSON of capture.Summary.
+// CaptureSummary is a trailer of the answer: the capture.Summary as JSON.
 const CaptureSummary = "Isthmus-Capture"
 
-// captureWrite is how long a reader may leave a piece of the file unread.
+// captureWrite is how long a client may take to read a piece of the file.
 const captureWrite = 10 * time.Second
 
-// captureHandler answers GET /capture with a file of pcapng, as long as the capture goes on.
+// captureHandler answers GET /capture with a pcapng file that grows until the capture ends.
 func (g *gateway) captureHandler() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /capture", func(w http.ResponseWriter, r *http.Request) {
@@ -58,27 +58,27 @@ func (g *gateway) captureHandler() http.Handler {
 			g.log.Info("capture ended", "packets", s.Packets, "missed", s.Missed, "reason", s.Ended)
 		}()
 		control := http.NewResponseController(w)
-		_ = control.SetReadDeadline(time.Time{}) // the bound is the capture's own
+		_ = control.SetReadDeadline(time.Time{}) // the capture has its own bound
 		w.Header().Set("Content-Type", "application/x-pcapng")
 		w.Header().Set("Trailer", CaptureSummary)
 		_ = c.WriteTo(r.Context(), writerFunc(func(b []byte) (int, error) {
 			_ = control.SetWriteDeadline(time.Now().Add(captureWrite))
 			return w.Write(b)
-		}), control.Flush) // an error is the client's
+		}), control.Flush) // an error is the client's fault
 		summary, _ := json.Marshal(c.Summary()) // three plain fields
 		w.Header().Set(CaptureSummary, string(summary))
 	})
 	return mux
 }
 
-// show shows the packets of all tunnels.
+// show sets the capture for all tunnels.
 func (g *gateway) show(c *capture.Capture) {
 	for _, e := range g.ends {
 		e.SetCapture(c)
 	}
 }
 
-// endCapture ends the capture that runs, if any, so that nobody waits for its reader.
+// endCapture ends a running capture, so that nothing waits for its reader.
 func (g *gateway) endCapture() {
 	if c := g.capturing.Load(); c != nil {
 		c.End("the gateway ends")

@@ -14,54 +14,55 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// A Cause is why a peer is connected or not: a word out of a closed list (v1alpha1.Causes), and a
-// sentence for people with what was seen and what to do. Status, metrics, TunnelEndpoint and
-// Peering say the same.
+// A Cause says why a peer is connected or not: a word from a closed list (v1alpha1.Causes), and a
+// sentence that names the observation and the remedy. Status, metrics, TunnelEndpoint and Peering
+// show the same Cause.
 type Cause struct {
 	Reason string
 	Text   string
 }
 
-// What the decision is made of has to be of late.
+// How recent an observation must be to count as evidence.
 const (
-	// recently is for what comes every two seconds from a peer that lives: a PING.
+	// recently is for events that a live peer causes every two seconds: PINGs.
 	recently = 3 * checkInterval
-	// ofLate is for what comes every five seconds from a peer that looks for us: a handshake. With
-	// many peers away it comes less often, see away.go.
+	// ofLate is for events that an unconnected peer causes every five seconds: handshakes. With
+	// many peers away they are rarer, see away.go.
 	ofLate = 20 * time.Second
 )
 
-// evidence is all that the cause is decided from.
+// evidence is the input of the decision about one peer.
 type evidence struct {
 	now        time.Time
 	check      CheckResult
-	endpoint   netip.AddrPort // where the peer is; zero: nowhere yet
-	hidden     bool           // endpoint is an address from which our Service relays, which hides where the peer is
-	configured string         // endpoint as it is configured
-	unresolved error          // why there is no address, or an old one
-	failed     error          // what the gateway's own machine refuses, of this peer or of all
+	endpoint   netip.AddrPort // current endpoint of the peer; zero: none yet
+	hidden     bool           // endpoint is an address of our own Service's relay, which hides the peer's address
+	configured string         // endpoint in the configuration
+	unresolved error          // why the name has no address, or an outdated one
+	failed     error          // what the local machine refuses, for this peer or for all
 	handshake  time.Time      // of the present session; zero: never
-	heard      time.Time      // when something authentic came last; zero: never
+	heard      time.Time      // last authentic message; zero: never
 	signs      datapath.Signs
-	alone      bool // no other peer is without an answer
-	// When packets of the peer were last dropped because of their source, and their destination.
+	alone      bool // every other peer answers
+	// When packets of the peer were last dropped because of their source, and because of their
+	// destination.
 	source, destination time.Time
 	remote, local       ranges
 }
 
-// ranges are two networks, as a sentence names them.
+// ranges are the two networks that a message names.
 type ranges struct{ pods, external netip.Prefix }
 
 func (n ranges) String() string { return fmt.Sprintf("%v and %v", n.pods, n.external) }
 
-// since reports whether something happened, and not longer than that ago.
+// since reports whether something happened at most that long ago.
 func (e *evidence) since(at time.Time, atMost time.Duration) bool {
 	return !at.IsZero() && e.now.Sub(at) <= atMost
 }
 
-// unasked reports whether no PING of a peer has come for as long as it takes to be lost, which a peer
-// that knows the way sends every two seconds. Those come from the network address of its pods, so
-// that this end alone finds out where the two disagree about these and about nothing else.
+// unasked reports whether the PINGs of the peer are missing. A peer that can reach us sends one
+// every two seconds. PINGs come from the network address of the peer's pods. So this side alone
+// notices when the two disagree about that network, and only about that one.
 func (e *evidence) unasked() bool {
 	last := e.check.Since
 	if e.check.Asked.After(last) {
@@ -70,8 +71,8 @@ func (e *evidence) unasked() bool {
 	return e.now.Sub(last) > checkThreshold*checkInterval
 }
 
-// cause decides. The first thing to mend comes first: what is wrong on this machine, then with the
-// address, with the way, with the keys, with the ranges.
+// cause decides. It reports the first thing to mend: first problems of this machine, then of the
+// address, the path, the keys and the networks.
 func (e *evidence) cause() Cause {
 	sentTo := e.configured
 	if e.endpoint.IsValid() {
@@ -81,9 +82,9 @@ func (e *evidence) cause() Cause {
 	if e.hidden {
 		at = e.configured + " (our Service hides the source of what comes from there)"
 	}
-	hears := e.since(e.heard, recently) // so that there is a session, whatever else comes from there
-	// Its own PINGs are from and for addresses that were agreed upon: what is dropped beside them is
-	// some pod's, and no reason why nothing is answered.
+	hears := e.since(e.heard, recently) // so a session exists, whatever else comes from there
+	// PINGs of the peer use addresses that both sides agree upon. Other dropped packets belong to
+	// some pod, and are no reason for missing answers.
 	agreed := e.since(e.check.Asked, recently)
 	switch {
 	case e.failed != nil:
@@ -110,7 +111,7 @@ func (e *evidence) cause() Cause {
 	case !hears && e.since(e.signs.Refused, ofLate):
 		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("handshakes from %s are for this gateway's key, but not from the peer's key that is configured here: "+
 			"this cluster has an old or wrong key of the peer, or the peer's clock was set back", at)}
-	case e.since(e.signs.Answered, ofLate) && e.signs.Answered.Sub(e.handshake) > time.Second: // else a session came of it
+	case e.since(e.signs.Answered, ofLate) && e.signs.Answered.Sub(e.handshake) > time.Second: // otherwise the answer has made a session
 		return Cause{v1alpha1.CauseAnswersLost, fmt.Sprintf("handshakes of the peer arrive, but our answers do not arrive at %s: a firewall of this cluster or of the peer drops UDP in that direction", at)}
 	case !hears && e.alone && e.since(e.signs.RelayedOtherKey, ofLate):
 		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("nothing comes from %s, but handshakes for another key than this gateway's come through our Service, which hides their source "+
@@ -137,8 +138,8 @@ func (e *evidence) cause() Cause {
 		"check there what arrives and what is dropped (source, destination): `isthmus status --gateway`, or the log of Liqo's gateway if the peer is a Liqo"}
 }
 
-// relayed ends a sentence about one of several peers that do not answer, where it is not known whose
-// handshakes come by way of a Service.
+// relayed ends a message about one of several unconnected peers when handshakes arrive through a
+// Service, so that their sender is not known.
 func (e *evidence) relayed() string {
 	if !e.since(e.signs.RelayedOtherKey, ofLate) && !e.since(e.signs.RelayedRefused, ofLate) {
 		return ""
@@ -153,7 +154,7 @@ func (e *evidence) sinceHeard() string {
 	return " since " + e.heard.UTC().Format("15:04:05") + " UTC"
 }
 
-// kernelSays returns the kernel's own text from an error.
+// kernelSays returns the kernel's own text of an error.
 func kernelSays(err error) string {
 	if no := unix.Errno(0); errors.As(err, &no) {
 		return no.Error()
@@ -161,7 +162,7 @@ func kernelSays(err error) string {
 	return err.Error()
 }
 
-// sendRemedy says what to do about what the kernel says.
+// sendRemedy returns the remedy for an error of the kernel.
 func sendRemedy(err error) string {
 	switch {
 	case errors.Is(err, unix.EPERM), errors.Is(err, unix.EACCES):
@@ -174,7 +175,7 @@ func sendRemedy(err error) string {
 	return "run `ip route get` for that address on this host"
 }
 
-// failedOf is what could not be made true and concerns a peer: all but what is said of another one.
+// failedOf returns the errors that concern a peer: all except those that name another peer.
 func failedOf(id string, failed error) error {
 	var of []error
 	for _, e := range unjoin(failed) {
@@ -185,7 +186,7 @@ func failedOf(id string, failed error) error {
 	return errors.Join(of...)
 }
 
-// causeOf is that of a peer.
+// causeOf returns the cause of a peer's state.
 func (g *gateway) causeOf(v *view, failed error, now time.Time) Cause {
 	first := v.leading()
 	e := evidence{

@@ -12,10 +12,9 @@ import (
 )
 
 // Liqo's connection check (docs/liqo-v0.md, section 8): UDP port 12345 of the gateways' own
-// addresses, one JSON object a message. Each side sends PING to the other every two seconds and
-// answers the other's with PONG. What is sent and how the state follows is Liqo's to the letter,
-// because Liqo makes the readiness of a virtual node depend on it; what is believed is less, see
-// take.
+// addresses, one JSON object a message. Each side sends PING every two seconds and answers PING
+// with PONG. Messages and states follow Liqo to the letter, because Liqo derives the readiness of a
+// virtual node from them. The checker accepts fewer PONGs than Liqo, see take.
 const (
 	checkInterval  = 2 * time.Second
 	checkThreshold = 5 // intervals without an answer until the peer counts as lost
@@ -23,15 +22,16 @@ const (
 	checkMaxLen    = 512 // octets of a message; a real one has about 113, and Liqo reads 1024
 	checkMaxColons = 16  // bounds the members of a message; a real one has 6
 
-	// checkWindow is over how many probes loss is measured: one minute's.
+	// checkWindow is the number of probes over which loss is measured: those of one minute.
 	checkWindow = 30
 
-	// checkSlots is into how many turns of checkStep an interval is divided, among which the peers
-	// are shared out: PINGs to a thousand at once would not fit the in-process endpoint's queue,
-	// and would hold up packets on the same processor.
+	// checkSlots is the number of turns of checkStep in an interval. Each peer has one turn: PINGs
+	// to a thousand peers at once would overflow the queue of the in-process endpoint, and delay
+	// packets on the same processor.
 	checkSlots = 100
 	checkStep  = checkInterval / checkSlots
-	checkFirst = 64 // new peers that are pinged at once; of more the rest counts as away, see sessions
+	// new peers that are pinged at once; if more are new, the rest counts as away, see sessions
+	checkFirst = 64
 
 	// pathMessages is about how many path probes are sent at once, because packets wait meanwhile.
 	pathMessages = 128
@@ -46,7 +46,7 @@ const (
 	Disconnected CheckState = "Error"      // no answer for ten seconds
 )
 
-// Message is the explanation that Liqo gives with the state.
+// Message returns Liqo's explanation of the state.
 func (s CheckState) Message() string {
 	switch s {
 	case Connected:
@@ -59,13 +59,13 @@ func (s CheckState) Message() string {
 
 // checkMessage is the JSON object, its fields in Liqo's order.
 type checkMessage struct {
-	ClusterID string `json:"clusterID"` // in a PING: the cluster that is pinged; a PONG repeats it
+	ClusterID string `json:"clusterID"` // in a PING: the cluster that is pinged; in a PONG: the same
 	MsgType   string `json:"msgType"`
 	Timestamp string `json:"timeStamp"` // RFC 3339 with nanoseconds, of the PING, by the pinger's clock
 }
 
-// checkPeer is what the check has to know of a peer. When anything of it changes, the peer begins
-// anew as Connecting, except for its key and for where a connected one is, see moved.
+// checkPeer is the configuration of a peer for the check. If it changes, the peer starts again as
+// Connecting. Exceptions are its key, and the endpoint of a connected peer, see moved.
 type checkPeer struct {
 	id       string
 	probe    netip.AddrPort
@@ -73,24 +73,24 @@ type checkPeer struct {
 	key      [32]byte
 	endpoint string
 	port     uint16
-	// threshold is after how many intervals without an answer the peer counts as lost; 0:
-	// checkThreshold.
+	// threshold is the number of intervals without an answer after which the peer counts as lost;
+	// 0: checkThreshold.
 	threshold int
 }
 
-// CheckResult is what the check found out about one peer.
+// CheckResult is the result of the check for one peer.
 type CheckResult struct {
 	State    CheckState
-	RTT      time.Duration // of the last answer; 0 when not connected
+	RTT      time.Duration // by the last answer; 0 when not connected
 	Loss     float64       // share of the probes of the last minute without an answer, 0 to 1
-	Sent     int           // probes that Loss is made of
-	Since    time.Time     // of the state
+	Sent     int           // number of probes in Loss
+	Since    time.Time     // start of the state
 	Answered time.Time     // last answer; zero: never
-	Asked    time.Time     // when the last PING of the peer was answered; zero: never
+	Asked    time.Time     // when we last answered a PING of the peer; zero: never
 	Path     PathMTU
 }
 
-// late reports whether the last answer is more than that many intervals ago.
+// late reports whether the last answer is older than that many intervals.
 func (r *CheckResult) late(now time.Time, intervals int) bool {
 	return now.Sub(r.Answered) > time.Duration(intervals)*checkInterval+r.RTT
 }
@@ -103,21 +103,21 @@ type checkPort interface {
 	Close()
 }
 
-// checker is both roles of the check for all peers. Methods may be called concurrently.
+// checker has both roles of the check for all peers. Methods may be called concurrently.
 type checker struct {
 	port checkPort
 	log  *slog.Logger
-	rtt  func(id string, rtt time.Duration) // called for each answer
+	rtt  func(id string, rtt time.Duration) // called with the round trip of each answer
 	path pathProber
 
-	handshake func(key [32]byte) // begins one with a peer; set before the first doubt
+	handshake func(key [32]byte) // begins a handshake with a peer; set before the first call of doubt
 
-	fresh  chan struct{} // there are peers that were never pinged
+	fresh  chan struct{} // holds a token while there are peers that were never pinged
 	doubts chan [32]byte // keys of peers, see doubt
 	done   chan struct{}
 	wg     sync.WaitGroup
 
-	more time.Time   // when the next new peers may be pinged; send's
+	more time.Time   // when the next new peers may be pinged; used by send only
 	held atomic.Bool // new peers are not pinged yet
 
 	rejected [numRejections]atomic.Uint64
@@ -125,9 +125,9 @@ type checker struct {
 
 	mu    sync.Mutex
 	peers map[string]*checked
-	at    map[netip.Addr]*checked // by the address from which a peer asks
+	at    map[netip.Addr]*checked // by the address from which a peer pings
 	slots [checkSlots][]*checked
-	// Handshakes in a second of late that were answered, and that were not, see sessions.
+	// Handshakes of the last seconds, per second: answered, and not answered, see sessions.
 	answers struct{ answered, lost float64 }
 }
 
@@ -136,14 +136,14 @@ type checked struct {
 	checkPeer
 	result CheckResult
 	slot   int
-	begun  time.Time // when it was configured
-	newest time.Time // sending time of the newest PING that was answered
+	begun  time.Time // when the peer was configured
+	newest time.Time // sending time of the newest answered PING
 
-	away  bool      // it has no session, see sessions
-	back  bool      // it has one again, and was not pinged since
+	away  bool      // the peer has no session, see sessions
+	back  bool      // the peer has a session again, and was not pinged since
 	tried time.Time // when a handshake was last begun
-	rests bool      // that one was given up
-	waits bool      // it may still be answered
+	rests bool      // that handshake was given up
+	waits bool      // that handshake may still be answered
 
 	sent [checkWindow]probe // ring
 	n    int                // probes ever sent
@@ -156,11 +156,11 @@ type probe struct {
 	answered bool
 }
 
-// A pathProber is what searches for the path MTU need; the zero value is for a checker that does
-// not search.
+// A pathProber connects the search for the path MTU. The zero value is for a checker that does not
+// search.
 type pathProber struct {
-	send    func(text []byte, to netip.AddrPort, size int) // a message in a packet of that size, octets
-	changed func()                                         // another size is in force
+	send    func(text []byte, to netip.AddrPort, size int) // sends a message in a packet of size octets
+	changed func()                                         // called when another size is in force
 }
 
 // newChecker starts both roles on port, which it owns.
@@ -179,7 +179,7 @@ func (c *checker) close() {
 	c.wg.Wait()
 }
 
-// set replaces the peers. One that did not change keeps its state.
+// set replaces the peers. An unchanged peer keeps its state.
 func (c *checker) set(peers []checkPeer) {
 	stay := make(map[string]bool, len(peers))
 	for i := range peers {
@@ -196,7 +196,7 @@ func (c *checker) set(peers []checkPeer) {
 	c.change(peers, gone)
 }
 
-// change is set with all others as they are.
+// change is set for the changed and removed peers only.
 func (c *checker) change(peers []checkPeer, gone []string) {
 	now := time.Now()
 	c.mu.Lock()
@@ -230,9 +230,10 @@ func (c *checker) change(peers []checkPeer, gone []string) {
 	}
 }
 
-// moved gives a peer another key or endpoint, and reports whether it stays the peer it was: a rotation keeps
-// its sessions, and so does a peer whose gateway moved while it was connected. That one is pinged at once and
-// stays connected until it has not answered for as long as any other. The caller holds c.mu.
+// moved gives a peer another key or endpoint, and reports whether the peer keeps its state. It does
+// after a rotation of the key, which keeps sessions, and if it was connected while its gateway
+// moved. The checker then pings it at once, and it stays connected until the usual threshold. The
+// caller holds c.mu.
 func (c *checker) moved(p *checked, to checkPeer, now time.Time) bool {
 	from := p.checkPeer
 	rotated := from
@@ -251,7 +252,7 @@ func (c *checker) moved(p *checked, to checkPeer, now time.Time) bool {
 	return true
 }
 
-// forget makes no more of a peer, if it is one. The caller holds c.mu.
+// forget removes a peer, if there is one. The caller holds c.mu.
 func (c *checker) forget(p *checked) {
 	if p == nil {
 		return
@@ -271,7 +272,7 @@ func (c *checker) look() {
 	}
 }
 
-// hold has nobody pinged for the first time until released is closed.
+// hold delays the first PINGs to all peers until released is closed.
 func (c *checker) hold(released <-chan struct{}) {
 	c.held.Store(true)
 	c.wg.Go(func() {
@@ -284,7 +285,7 @@ func (c *checker) hold(released <-chan struct{}) {
 	})
 }
 
-// results are the findings by peer ID.
+// results returns the results by peer ID.
 func (c *checker) results() map[string]CheckResult {
 	now := time.Now()
 	c.mu.Lock()
@@ -307,8 +308,8 @@ func (c *checker) connected(id string) bool {
 	return p != nil && p.result.State == Connected
 }
 
-// send pings a new peer at once and every peer each interval, when its turn comes, and looks in
-// between who has not answered.
+// send pings a new peer at once, and every peer once per interval at its turn. In between it looks
+// for peers that have not answered.
 func (c *checker) send() {
 	began, turn := time.Now(), 1
 	turns := time.NewTimer(checkInterval)
@@ -342,7 +343,7 @@ func (c *checker) send() {
 	}
 }
 
-// idle is how many turns from this one on nobody is pinged in.
+// idle returns the number of turns without a PING, from this one on.
 func (c *checker) idle(turn int) int {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -354,7 +355,8 @@ func (c *checker) idle(turn int) int {
 	return checkSlots
 }
 
-// due is whom to ping in a turn: not who was pinged a moment ago for the first time, or is to be.
+// due returns the peers to ping in a turn. It leaves out peers whose first PING was sent a moment
+// ago, or is still to be sent.
 func (c *checker) due(turn int) (peers []*checked) {
 	now := time.Now()
 	c.mu.Lock()
@@ -374,7 +376,7 @@ func (c *checker) due(turn int) (peers []*checked) {
 	return peers
 }
 
-// pingNew pings peers that never were, or are back, some of them in each step.
+// pingNew pings some of the peers that were never pinged, or are back.
 func (c *checker) pingNew() {
 	now := time.Now()
 	if now.Before(c.more) || c.held.Load() {
@@ -398,8 +400,8 @@ func (c *checker) pingNew() {
 	c.ping(peers)
 }
 
-// ping pings peers. What goes to one that is away counts as sent, but is not: it could only wait
-// for a session, in 64 KiB of memory.
+// ping pings peers. A PING to a peer that is away counts as sent, but is not sent: it could only
+// wait for a session and occupy memory.
 func (c *checker) ping(peers []*checked) {
 	type ping struct {
 		to   netip.AddrPort
@@ -425,7 +427,7 @@ func (c *checker) ping(peers []*checked) {
 	}
 }
 
-// observe finds the peers that have not answered for too long.
+// observe changes the state of peers that have not answered for too long.
 func (c *checker) observe(now time.Time) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -441,7 +443,7 @@ func (c *checker) observe(now time.Time) {
 	}
 }
 
-// loss is the share of unanswered probes. One sent less than an interval ago may still be answered
+// loss returns the share of unanswered probes. A probe of the last interval may still be answered
 // and does not count yet.
 func (p *checked) loss(now time.Time) (share float64, of int) {
 	lost := 0

@@ -8,8 +8,8 @@ import (
 	"time"
 )
 
-// rejection is why a message of the check was ignored. The list is closed; the strings are the
-// metrics label.
+// rejection is the reason why a message of the check was ignored. The list is closed; the strings
+// are values of the metric's label.
 type rejection uint8
 
 const (
@@ -18,7 +18,7 @@ const (
 	rejectType                       // neither PING nor PONG
 	rejectSource                     // from an address that is not that peer's
 	rejectPeer                       // a PONG about a cluster that is no peer
-	rejectTimestamp                  // a PONG to no PING of ours, or to one that is answered
+	rejectTimestamp                  // a PONG to no PING of ours, or to an answered one
 	numRejections
 )
 
@@ -34,7 +34,7 @@ func (c *checker) receive() {
 	}
 }
 
-// message handles one message. Every invalid message is counted and has no other effect.
+// message handles one message. An invalid message is only counted.
 func (c *checker) message(b []byte, from netip.AddrPort) {
 	if len(b) > checkMaxLen {
 		c.reject(rejectOversize)
@@ -60,13 +60,13 @@ func (c *checker) message(b []byte, from netip.AddrPort) {
 	}
 }
 
-// answer sends the same object back, now a PONG. Neither the cluster ID nor the time is looked at:
-// they are the pinger's own business. An answer is no longer than its question and goes to the peer
-// that asked, so nothing can be amplified.
+// answer returns the object as a PONG. It does not check the cluster ID and the time, which only
+// the pinger uses. An answer is no longer than the PING and goes to the same peer, so it cannot
+// amplify.
 func (c *checker) answer(m checkMessage, from netip.AddrPort) {
 	m.MsgType = "PONG"
 	text, err := json.Marshal(m)
-	if err != nil || len(text) > checkMaxLen { // escapes may grow
+	if err != nil || len(text) > checkMaxLen { // the JSON escapes may be longer
 		c.reject(rejectOversize)
 		return
 	}
@@ -85,13 +85,13 @@ func (c *checker) answer(m checkMessage, from netip.AddrPort) {
 		return
 	}
 	c.answered.Add(1)
-	_ = c.port.Send(text, from, 0) // as above
+	_ = c.port.Send(text, from, 0) // a lost answer counts as missing at the peer
 }
 
-// take takes a PONG. It is believed only if it comes from the address that was pinged and repeats
-// the time of one of our own PINGs to the nanosecond: a peer cannot speak for another, nor for the
-// past or the future. The round trip is taken from our own record of that PING, so that a step of
-// the clock or a made-up time does not matter.
+// take handles a PONG. It accepts only one that comes from the pinged address and repeats the time
+// of one of our own PINGs to the nanosecond. So a peer can neither speak for another peer nor
+// invent a round trip. The round trip is measured by our own record of that PING, so steps of the
+// wall clock do not matter.
 func (c *checker) take(m checkMessage, stamp time.Time, from netip.AddrPort) {
 	now := time.Now()
 	c.mu.Lock()
@@ -110,7 +110,8 @@ func (c *checker) take(m checkMessage, stamp time.Time, from netip.AddrPort) {
 	if i < 0 {
 		ofPath := p.path.answer(stamp)
 		if ofPath {
-			p.result.Answered = now // the path's probes are PINGs, too, and say as well that the peer is there
+			// probes of the path MTU are PINGs, too, and show as well that the peer lives
+			p.result.Answered = now
 		}
 		c.mu.Unlock()
 		if !ofPath {
@@ -120,7 +121,7 @@ func (c *checker) take(m checkMessage, stamp time.Time, from netip.AddrPort) {
 	}
 	p.sent[i].answered = true
 	at := p.sent[i].at
-	if at.Before(p.newest) { // overtaken by a newer one: not lost, but old news
+	if at.Before(p.newest) { // a newer answer came first: this one is late, not lost
 		c.mu.Unlock()
 		return
 	}

@@ -6,15 +6,16 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// How long a gateway in a Pod goes on at its end.
+// How long a gateway in a Pod goes on after it was asked to end.
 const (
-	drainMost  = 3 * time.Second        // whatever comes
-	drainQuiet = 250 * time.Millisecond // when neither nodes nor peers have sent anything for so long: they have followed another gateway
+	drainMost = 3 * time.Second // in any case
+	// without packets from nodes and peers: they have followed another gateway
+	drainQuiet = 250 * time.Millisecond
 	drainLook  = 50 * time.Millisecond
 )
 
-// yield relays what nodes send to peers to the gateway that is active next, instead of sending it. When yield returns, nothing
-// is under way to a peer.
+// yield relays packets for peers to the gateway that becomes active, instead of sending them. When
+// yield returns, no packet is on its way to a peer.
 func (g *gateway) yield() {
 	if g.keeper == nil {
 		return
@@ -31,7 +32,7 @@ func (g *gateway) yield() {
 	})
 }
 
-// drain carries on until nodes and peers have followed another gateway, or send nothing anyway.
+// drain delays the end until nodes and peers follow another gateway, or send nothing.
 func (g *gateway) drain() {
 	begin := time.Now()
 	sent, since := uint64(0), begin

@@ -8,14 +8,14 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// dropTimes knows when packets were last dropped, to a second, by looking at the counters once a
-// second: a drop itself costs no more. Methods may be called concurrently.
+// dropTimes records when packets were last dropped, to a second. It reads the counters once a
+// second, so a drop itself costs no more. Methods may be called concurrently.
 type dropTimes struct {
 	mu   sync.Mutex
 	seen map[dropKey]dropSeen
 }
 
-// dropKey is one counter; a nil peer stands for packets of none.
+// dropKey identifies one counter; a nil peer is for packets that belong to no peer.
 type dropKey struct {
 	peer      *natengine.PeerState
 	direction natengine.Direction
@@ -24,11 +24,11 @@ type dropKey struct {
 
 type dropSeen struct {
 	count uint64
-	at    time.Time // when it was last seen to grow
+	at    time.Time // when look last saw it grow
 }
 
-// look takes notice of the counters, without a lock of the engine's. Those that are 0 take no room,
-// and those of peers that are gone are forgotten.
+// look reads the counters, without a lock of the engine. It stores nothing for counters that are 0,
+// and removes those of removed peers.
 func (d *dropTimes) look(e *natengine.Engine, now time.Time) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -61,15 +61,15 @@ func (d *dropTimes) look(e *natengine.Engine, now time.Time) {
 	}
 }
 
-// last is when a counter was last seen to grow; zero: it has not been.
+// last returns when look last saw a counter grow; zero: never.
 func (d *dropTimes) last(peer *natengine.PeerState, direction natengine.Direction, reason natengine.Drop) time.Time {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return d.seen[dropKey{peer, direction, reason}].at
 }
 
-// lastOf is when a counter last grew that has this count now: one that grew since somebody looked at
-// it did so just now.
+// lastOf returns when a counter that is count now last grew. If it has grown since the last look,
+// that is now.
 func (d *dropTimes) lastOf(peer *natengine.PeerState, direction natengine.Direction, reason natengine.Drop, count uint64, now time.Time) time.Time {
 	d.mu.Lock()
 	defer d.mu.Unlock()

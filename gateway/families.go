@@ -12,7 +12,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/metric"
 )
 
-// families are the gateway's.
+// families are the metrics of the gateway.
 var families metric.Catalogue
 
 // Families are the metrics of a running gateway, by name.
@@ -32,13 +32,13 @@ func counter(name, help string, labels ...string) *family {
 	return families.Counter(name, help, labels...)
 }
 
-// labels are those of a series, sorted by name. Series may share them; nobody changes them.
+// labels are the labels of a series, sorted by name. Series may share them, so nobody changes them.
 type labels []*dto.LabelPair
 
-// labelled makes labels of names and values in turns.
+// labelled makes labels from alternating names and values.
 func labelled(pairs ...string) labels { return labels(nil).with(pairs...) }
 
-// with returns the labels and some more.
+// with returns the labels with others added.
 func (l labels) with(pairs ...string) labels {
 	all := append(make(labels, 0, len(l)+len(pairs)/2), l...)
 	for i := 0; i < len(pairs); i += 2 {
@@ -48,11 +48,11 @@ func (l labels) with(pairs ...string) labels {
 	return all
 }
 
-// A scrape collects the series of one answer.
+// A scrape collects the series for one request.
 type scrape struct {
 	families map[*family]*dto.MetricFamily
 
-	// What is left of larger pieces of memory, so that a series is no allocation of its own.
+	// Rests of larger allocations, so that a series needs no allocation of its own.
 	metrics  []dto.Metric
 	gauges   []dto.Gauge
 	counters []dto.Counter
@@ -62,7 +62,7 @@ type scrape struct {
 // scrapeChunk is how many series share a piece of memory.
 const scrapeChunk = 512
 
-// next takes one element of a piece of memory, and a new piece when that is used up.
+// next returns one element of an allocation, and makes a new allocation when that is used up.
 func next[T any](rest *[]T) *T {
 	if len(*rest) == 0 {
 		*rest = make([]T, scrapeChunk)
@@ -72,7 +72,7 @@ func next[T any](rest *[]T) *T {
 	return p
 }
 
-// add adds one series. No two of a family have the same labels.
+// add adds one series. Its labels must be unique in the family.
 func (s *scrape) add(f *family, v float64, l labels) {
 	all := s.families[f]
 	if all == nil {
@@ -91,15 +91,15 @@ func (s *scrape) add(f *family, v float64, l labels) {
 	all.Metric = append(all.Metric, m)
 }
 
-// count adds a series of a counter that most peers never need, once there is something to count.
+// count adds a series of a counter that is 0 for most peers, unless it is 0.
 func (s *scrape) count(f *family, n uint64, l labels, more ...string) {
 	if n > 0 {
 		s.add(f, float64(n), l.with(more...))
 	}
 }
 
-// Gatherers joins the families of gatherers that have no name in common. It does not compare each
-// series with all others, as prometheus.Gatherers does.
+// Gatherers joins the families of several gatherers, which must have no name in common. Unlike
+// prometheus.Gatherers it does not compare each series with all others.
 type Gatherers []prometheus.Gatherer
 
 // Gather implements prometheus.Gatherer.

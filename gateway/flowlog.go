@@ -19,17 +19,17 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// FlowLog says where flows are logged, as lines of JSON. The zero value logs none.
+// FlowLog says where and how flows are logged, as lines of JSON. The zero value logs none.
 type FlowLog struct {
-	File      string // name of a file, which is appended to, or "-" for standard output; empty: none
-	Sample    int    // one flow in so many, from 1; 0 means 1
-	PerSecond int    // at most so many lines; 0 means DefaultFlowLogRate
+	File      string // name of the file to append to, or "-" for standard output; empty: no log
+	Sample    int    // log one flow in Sample; 0 means 1
+	PerSecond int    // largest number of lines a second; 0 means DefaultFlowLogRate
 }
 
 // DefaultFlowLogRate is how many lines a second a flow log has at most.
 const DefaultFlowLogRate = 1000
 
-// flowQueue bounds the events that wait to be written. What comes on top is left out and counted.
+// flowQueue bounds the events that wait for the writer. Further ones are left out and counted.
 const flowQueue = 4096
 
 // flowLog writes the engine's events of flows. The engine never waits for it.
@@ -39,8 +39,9 @@ type flowLog struct {
 	limit   *rate.Limiter
 	file    *reopened
 	names   atomic.Pointer[map[string]string] // of peers, by ID; never modified
-	owner   func(netip.Addr) fabric.Owner     // of an address of this cluster; nil: owners are not known
-	log     *slog.Logger
+	// returns the owner of an address of this cluster; nil: owners are not known
+	owner func(netip.Addr) fabric.Owner
+	log   *slog.Logger
 }
 
 // FlowRecord is a line of the flow log.
@@ -52,14 +53,16 @@ type FlowRecord struct {
 	Kind      string    `json:"kind,omitempty"`      // "napt", "endpoint" or "pod"
 	Direction string    `json:"direction,omitempty"` // of the first packet, or the refused one: "outbound" or "inbound"
 	Protocol  string    `json:"protocol,omitempty"`
-	Local     string    `json:"local,omitempty"`     // our end
-	LocalPod  string    `json:"localPod,omitempty"`  // namespace/name of the pod that has its address when the line is written, if one has
-	LocalNode string    `json:"localNode,omitempty"` // the node on which that pod is, or that has the address itself
-	Mapped    string    `json:"mapped,omitempty"`    // our end as the peer knows it
-	Remote    string    `json:"remote,omitempty"`    // the peer's end
-	Reason    string    `json:"reason,omitempty"`    // of "closed" and "refused"
-	Seconds   *float64  `json:"seconds,omitempty"`   // of "closed": from the first packet to the last
-	Count     uint64    `json:"count,omitempty"`     // of "omitted": lines left out since the last such line
+	Local     string    `json:"local,omitempty"` // our end
+	// namespace/name of the pod that has the address when the line is written, if any
+	LocalPod string `json:"localPod,omitempty"`
+	// node of that pod, or the node that has the address itself
+	LocalNode string   `json:"localNode,omitempty"`
+	Mapped    string   `json:"mapped,omitempty"`  // our end as the peer knows it
+	Remote    string   `json:"remote,omitempty"`  // the peer's end
+	Reason    string   `json:"reason,omitempty"`  // of "closed" and "refused"
+	Seconds   *float64 `json:"seconds,omitempty"` // of "closed": from the first packet to the last
+	Count     uint64   `json:"count,omitempty"`   // of "omitted": lines left out since the last such line
 }
 
 // openFlowLog opens the file, so that a wrong name is an error at the start.
@@ -77,7 +80,7 @@ func openFlowLog(c FlowLog, owner func(netip.Addr) fabric.Owner, log *slog.Logge
 	}, nil
 }
 
-// name says what peers are called from now on. It may be called while run does its work.
+// name sets the names of peers. It may be called while run works.
 func (l *flowLog) name(peers []*fabric.GatewayPeer) {
 	names := make(map[string]string, len(peers))
 	for _, p := range peers {
@@ -114,12 +117,12 @@ func (l *flowLog) run(done <-chan struct{}) {
 	var failed error
 	write := func(r FlowRecord) {
 		r.Time = time.Now().UTC()
-		_ = lines.Encode(r) // Flush says it again
+		_ = lines.Encode(r) // Flush returns the error again
 	}
 	flush := func() {
 		err := w.Flush()
 		if err != nil {
-			w.Reset(l.file) // or it would fail for ever
+			w.Reset(l.file) // otherwise all later writes would fail
 		}
 		if err != nil && (failed == nil || failed.Error() != err.Error()) {
 			l.log.Error("cannot write the flow log", "error", err)
@@ -142,7 +145,7 @@ func (l *flowLog) run(done <-chan struct{}) {
 			if len(l.queue) == 0 {
 				flush()
 			}
-			_ = l.limit.Wait(ctx) // whose end is seen above
+			_ = l.limit.Wait(ctx) // the loop above notices its end
 		case <-tick.C:
 			if n := l.omitted.Swap(0); n > 0 {
 				write(FlowRecord{Event: "omitted", Count: n})
@@ -163,7 +166,8 @@ func (l *flowLog) record(ev natengine.FlowEvent) FlowRecord {
 			r.PeerName = (*names)[r.Peer]
 		}
 	}
-	// Of what was refused inbound our end is as the peer calls it: here another may have that address.
+	// A refused inbound packet has our end as the peer calls it. The same address may mean another
+	// pod here.
 	if l.owner != nil && (ev.Change != natengine.FlowRefused || ev.Direction == natengine.Outbound) {
 		whose := l.owner(ev.Local.Addr())
 		r.LocalPod, r.LocalNode = whose.Pod, whose.Node
@@ -187,7 +191,7 @@ func endOf(a netip.AddrPort) string {
 	return end(a)
 }
 
-// reopened is a file that is appended to and, when another program has moved it away, made again.
+// reopened is a file to append to. It is made again after another program has moved it away.
 type reopened struct {
 	name string
 	io.WriteCloser
@@ -207,7 +211,7 @@ func (r *reopened) open() (err error) {
 	return err
 }
 
-// follow opens the file again when it is not the one of that name any more.
+// follow opens the file again when its name no longer leads to it.
 func (r *reopened) follow() error {
 	f, ok := r.WriteCloser.(*os.File)
 	if !ok {
@@ -228,7 +232,7 @@ func (r *reopened) follow() error {
 	return f.Close()
 }
 
-// standard is not closed.
+// standard output is not closed.
 type standard struct{ io.Writer }
 
 func (standard) Close() error { return nil }

@@ -45,11 +45,11 @@ const (
 	// compareDelay collects the netlink events of one change; with it a deleted route is back well
 	// within a second.
 	compareDelay = 100 * time.Millisecond
-	// compareInterval is for events that were lost.
+	// compareInterval is the interval of the comparison that makes up for lost events.
 	compareInterval = 10 * time.Second
 
-	// sessionGone: WireGuard refuses a session older than 180 s (REJECT_AFTER_TIME) and has tried a
-	// new one since 120 s.
+	// sessionGone is the age at which WireGuard refuses a session (REJECT_AFTER_TIME, 180 s). It
+	// has tried to make a new one since 120 s.
 	sessionGone = 195 * time.Second
 	// sessionFirst is how long a new peer may take for its first handshake before its packets are
 	// dropped rather than queued.
@@ -99,8 +99,8 @@ func Run(ctx context.Context, o Options) error {
 	}
 }
 
-// Clear removes the refusing routes that a gateway left in the network namespace of the process.
-// They keep packets for its peers from leaving in the clear. It is for a process that does not
+// Clear removes the unreachable routes that a gateway left in the network namespace of the process.
+// They keep packets for its peers from leaving in the clear. Clear is for a process that does not
 // become a gateway, on a node whose route agent refuses such packets, and for the end of an
 // installation. It does not touch objects of a running gateway. podNetwork is as in Options.
 func Clear(podNetwork bool, log *slog.Logger) error {
@@ -128,15 +128,15 @@ type gateway struct {
 	log     *slog.Logger
 	version string
 	started time.Time
-	ready   func() error // Options.Ready; nil: always
+	ready   func() error // Options.Ready; nil: always ready
 
 	host   *rtnl.Kernel
-	mtuTo  func(addr netip.Addr, links map[int]int) (int, error) // host's
+	mtuTo  func(addr netip.Addr, links map[int]int) (int, error) // of the host
 	engine *natengine.Engine
-	ends   []*tunnelEnd // of the tunnels; the first is always there
+	ends   []*tunnelEnd // one for each tunnel; the first always exists
 
 	podNetwork bool              // Options.PodNetwork
-	delivery   fabric.PodDecider // run alone; what it needs where podNetwork is
+	delivery   fabric.PodDecider // used by run only, if podNetwork
 	udpOffload bool              // UDP superpackets cross the TUN
 	resolver   *resolver
 	metrics    *metrics
@@ -146,39 +146,39 @@ type gateway struct {
 	flows      *flowLog                        // nil: none
 	keeper     *flowsync.Keeper                // nil: none
 	inBand     *inBand                         // nil: none
-	acting     bool                            // run's goroutine's, as adopted: Options.Begin is closed
+	acting     bool                            // Options.Begin is closed; used by run's goroutine only
 	adopted    bool
 
 	yielding sync.Once
-	relayed  atomic.Uint64 // packets of nodes since yield
+	relayed  atomic.Uint64 // packets relayed since yield
 
-	wake chan struct{} // something may differ now: compare
-	ways atomic.Bool   // and ask the kernel for the way to every peer
+	wake chan struct{} // something may have changed: compare
+	ways atomic.Bool   // also ask the kernel for the route to every peer
 	done chan struct{} // ends sweep
 	wg   sync.WaitGroup
 
-	located located      // run's goroutine's, as the next
-	objects kernel.State // on the gateway's host, as they were last wanted
+	located located      // used by run's goroutine only, as objects
+	objects kernel.State // the last wanted objects on the gateway's host
 
-	mu  sync.RWMutex // guards what follows; written by run's goroutine alone
+	mu  sync.RWMutex // guards now, which only run's goroutine writes
 	now current
 }
 
-// current is what is in force and what is known about it.
+// current is the configuration in force and its results.
 type current struct {
 	config      Config
 	peers       []peer
 	mtu         int              // of the tunnel, octets
-	generation  int              // configurations applied
-	reloaded    time.Time        // last of them
+	generation  int              // number of applied configurations
+	reloaded    time.Time        // when the last one was applied
 	configErr   error            // why the newest configuration is not in force
-	applyErr    error            // what of the configuration could not be made true
-	undelivered []fabric.Problem // of nodes and networks that the gateway in a Pod does not reach
+	applyErr    error            // what of the configuration could not be applied
+	undelivered []fabric.Problem // nodes and networks that a gateway in a Pod cannot reach
 	ready       bool
 }
 
-// open makes everything that can fail before the first packet. Nothing outside the process and its
-// unnamed namespace has changed when it returns.
+// open does everything that can fail before the first packet. When it returns, nothing outside the
+// process and its unnamed namespace has changed.
 func open(o Options, c Config) (_ *gateway, err error) {
 	g := &gateway{log: o.Log, version: o.Version, started: time.Now(), ready: o.Ready, keeper: o.Flows, podNetwork: o.PodNetwork,
 		wake: make(chan struct{}, 1), done: make(chan struct{})}
@@ -244,8 +244,8 @@ func lookupHost(ctx context.Context, host string) ([]netip.Addr, error) {
 	return net.DefaultResolver.LookupNetIP(ctx, "ip", host)
 }
 
-// close ends the gateway and removes what it made: first what leads packets here, then what would
-// have handled them. What refuses packets stays.
+// close ends the gateway and removes its objects: first the routes to it, then the handlers of the
+// packets. Unreachable routes stay.
 func (g *gateway) close() error {
 	close(g.done)
 	if g.keeper != nil {
@@ -254,7 +254,7 @@ func (g *gateway) close() error {
 	g.endCapture()
 	g.servers.Close()
 	var err error
-	if g.now.generation > 0 { // else what a gateway before it left stays
+	if g.now.generation > 0 { // otherwise keep the objects of the previous gateway
 		_, err = g.host.Apply(g.left())
 	}
 	g.resolver.close()
@@ -300,7 +300,7 @@ func (g *gateway) sweep() {
 	}
 }
 
-// adopt takes over the flows of the gateway before, once.
+// adopt takes over the flows of the previous gateway, once.
 func (g *gateway) adopt() {
 	if g.keeper == nil || g.adopted {
 		return
@@ -311,7 +311,7 @@ func (g *gateway) adopt() {
 	}
 }
 
-// first takes the first configuration.
+// first waits for the first configuration.
 func (g *gateway) first(c Config) error {
 	if err := g.accept(c); err != nil {
 		return fmt.Errorf("configuration: %w", err)
@@ -319,8 +319,8 @@ func (g *gateway) first(c Config) error {
 	return g.now.applyErr // at the start this is a missing privilege or the like
 }
 
-// begin opens the sockets and takes the configuration as if it were the first. Where it was prepared, packets already wait in
-// the TUNs: they are read last, when there are flows and peers.
+// begin opens the sockets and applies the configuration as the first one. If it was prepared,
+// packets already wait in the TUNs. They are read last, once there are flows and peers.
 func (g *gateway) begin(c Config) error {
 	prepared := g.now.generation > 0
 	if g.acting = true; prepared {
@@ -328,7 +328,7 @@ func (g *gateway) begin(c Config) error {
 	} else if err := g.startEnds(c); err != nil {
 		return err
 	}
-	newer := g.now.configErr // why c is not the newest one
+	newer := g.now.configErr // why the newest configuration is not c
 	g.mu.Lock()
 	g.now.peers, g.now.generation = nil, 0
 	g.mu.Unlock()
@@ -426,7 +426,7 @@ func (g *gateway) run(ctx context.Context, c Config, updates <-chan update, o Op
 	}
 }
 
-// tick looks after the sessions, once a second.
+// tick checks the sessions, once a second.
 func (g *gateway) tick(now time.Time) {
 	stats := make([]map[[32]byte]datapath.Stats, len(g.ends))
 	for i, e := range g.ends {
@@ -450,7 +450,7 @@ func (g *gateway) tick(now time.Time) {
 			p.state.SetDown(down)
 		}
 		g.resolver.heard(p.ID, now.Sub(p.heard()) < silence)
-		// A peer that went silent where it roamed to, in one tunnel, may be back where it is configured.
+		// A peer that fell silent after it had roamed may be back at its configured endpoint.
 		at, _ := g.resolver.endpoint(p.ID)
 		for i, s := range p.sessions {
 			theirs, _ := theirEnd(p.GatewayPeer, i)
@@ -460,7 +460,7 @@ func (g *gateway) tick(now time.Time) {
 			}
 		}
 		if p.session.stats.Endpoint.Addr() != was.session.stats.Endpoint.Addr() {
-			changed = true // the way to it may have another MTU
+			changed = true // the route to it may have another MTU
 			if was.session.stats.Endpoint.IsValid() {
 				g.ends[0].checker.otherPath(p.ID)
 			}

@@ -11,14 +11,14 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 )
 
-// located is what locate was told last, and made of it.
+// located has the last arguments of locate, and their results.
 type located struct {
 	site, all fabric.Site
 	own       []netip.Addr
 }
 
-// locate tells the resolver where peers may be. No peer is at an address of the host, which changes
-// without a new configuration.
+// locate tells the resolver at which addresses peers may be: not at an address of the gateway's
+// host. Those addresses change without a new configuration.
 func (g *gateway) locate(peers []*fabric.GatewayPeer, site fabric.Site) {
 	own, err := net.InterfaceAddrs()
 	if err != nil {
@@ -42,8 +42,8 @@ func (g *gateway) locate(peers []*fabric.GatewayPeer, site fabric.Site) {
 	}
 }
 
-// put makes everything but the engine's rules true, which are swapped already. It goes on after a
-// failure; what failed is tried again every second.
+// put applies everything except the engine's rules, which are already in force. It goes on after an
+// error. What failed is tried again every second.
 func (g *gateway) put(s *survey) {
 	if was := g.now.mtu; s.tunnel != was {
 		if was != 0 {
@@ -69,7 +69,8 @@ func (g *gateway) put(s *survey) {
 	if g.host.Busy() {
 		g.compareSoon()
 	}
-	if errors.Is(err, rtnl.ErrFilter) { // without it the overlay would take packets from anybody
+	// without the filter, the overlay would accept packets from anybody
+	if errors.Is(err, rtnl.ErrFilter) {
 		if _, err := g.host.Apply(g.left()); err != nil {
 			errs = append(errs, err)
 		}
@@ -96,11 +97,11 @@ func (g *gateway) put(s *survey) {
 	g.mu.Unlock()
 }
 
-// fewNodes are enough to see what MTU the routes of a Pod have: some CNIs set it there, and not on the
-// Pod's device. They are the same for all.
+// fewNodes nodes are enough to find the MTU of a Pod's routes, which is the same for all nodes.
+// Some CNIs set it on the routes, and not on the Pod's device.
 const fewNodes = 16
 
-// objectsFor are the kernel's objects for the peers.
+// objectsFor returns the kernel objects for the peers.
 func (g *gateway) objectsFor(s *survey) (kernel.State, []fabric.Problem, error) {
 	if !g.podNetwork && !s.routed {
 		return g.objects, nil, nil

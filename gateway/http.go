@@ -47,9 +47,9 @@ func (g *gateway) scrapeHandler() http.Handler {
 func (g *gateway) metricsHandler() http.Handler {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", g.scrapeHandler())
-	// Alive: it answers. A peer that is away must not get the process killed.
+	// Alive means that it answers. A peer that is away must not kill the process.
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
-	// Ready: TUN, socket, routes and packet filter are there.
+	// Ready means that TUN, socket, routes and packet filter exist.
 	mux.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) {
 		if err := g.unready(); err != nil {
 			http.Error(w, err.Error(), http.StatusServiceUnavailable)
@@ -60,7 +60,7 @@ func (g *gateway) metricsHandler() http.Handler {
 	return mux
 }
 
-// unready says why the data plane carries nothing, or nil. What one peer lacks is no reason.
+// unready returns why the data plane carries no packets, or nil. A fault of one peer is no reason.
 func (g *gateway) unready() error {
 	switch now := g.current(); {
 	case !now.ready:
@@ -73,7 +73,8 @@ func (g *gateway) unready() error {
 
 func (g *gateway) statusHandler() http.Handler {
 	mux := http.NewServeMux()
-	mux.Handle("GET /metrics", g.scrapeHandler()) // whoever may read the status may read these without a token
+	// everybody who may read the status may read the metrics without a token
+	mux.Handle("GET /metrics", g.scrapeHandler())
 	mux.HandleFunc("GET /status", func(w http.ResponseWriter, r *http.Request) {
 		flows := 0
 		if s := r.FormValue("flows"); s != "" {
@@ -120,5 +121,5 @@ func writeJSON(w http.ResponseWriter, v any) {
 	w.Header().Set("Content-Type", "application/json")
 	e := json.NewEncoder(w)
 	e.SetIndent("", "  ")
-	_ = e.Encode(v) // an error here is the client's
+	_ = e.Encode(v) // an error is the client's fault
 }

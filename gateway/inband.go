@@ -14,18 +14,19 @@ import (
 
 // InBand says how a gateway serves managers: see package inband.
 type InBand struct {
-	Listen func() (net.Listener, error)                // for the manager of this cluster
+	Listen func() (net.Listener, error)                // listens for the manager of this cluster
 	Key    func() [32]byte                             // the gateways' private key
 	API    func(ctx context.Context) (net.Conn, error) // connects to the API server of this cluster
 }
 
-// inBand joins a Server with the in-process endpoint of the first tunnel. nil does nothing.
+// inBand connects a Server with the in-process endpoint of the first tunnel. A nil inBand does
+// nothing.
 type inBand struct {
 	server *inband.Server
 	end    *tunnelEnd
 
 	mu      sync.Mutex
-	streams *datapath.Streams // nil: no peer has agreed so far
+	streams *datapath.Streams // nil: no peer has agreed yet
 }
 
 func newInBand(o InBand, end *tunnelEnd, log *slog.Logger) *inBand {
@@ -34,7 +35,7 @@ func newInBand(o InBand, end *tunnelEnd, log *slog.Logger) *inBand {
 	return b
 }
 
-// set tells which peers have agreed. The port in the tunnel opens with the first of them.
+// set replaces the peers that have agreed. The first one opens the port in the tunnel.
 func (b *inBand) set(peers []peer) error {
 	if b == nil {
 		return nil
@@ -66,7 +67,7 @@ func (b *inBand) dial(ctx context.Context, gateway netip.Addr) (net.Conn, error)
 	b.mu.Lock()
 	streams := b.streams
 	b.mu.Unlock()
-	return streams.Dial(ctx, gateway) // the Server has peers, so they are open
+	return streams.Dial(ctx, gateway) // the Server has peers, so streams are open
 }
 
 // observe adds the metrics.

@@ -6,23 +6,22 @@ import (
 	measures "runtime/metrics"
 )
 
-// The garbage collector lets a heap grow to twice what is in use before it collects. A gateway
-// makes little garbage, but with a million flows, whose tables it never has to look into, twice is
-// 100 MiB more for nothing. So what may lie about is bounded, which costs a collection every few
-// seconds where there is much, and changes nothing where there is little.
+// The garbage collector lets a heap grow to twice its live size before it collects. A gateway makes
+// little garbage. But with a million flows, twice the live size wastes 100 MiB, although the
+// collector need not scan their tables. So we cap uncollected garbage. A large heap then costs a
+// collection every few seconds; a small one is unaffected.
 const (
 	maxGarbage   = 24 << 20
 	minGCPercent = 10
 )
 
-// collector keeps the garbage collector's target. The zero value is ready; it is used by one
-// goroutine.
+// collector sets the garbage collector's target. The zero value is ready; one goroutine uses it.
 type collector struct {
 	percent int
 	sample  [1]measures.Sample
 }
 
-// adjust sets the target for the heap as the last collection left it, unless the environment has
+// adjust sets the target by the heap's size after the last collection, unless the environment sets
 // one (GOGC).
 func (c *collector) adjust() {
 	if os.Getenv("GOGC") != "" {
@@ -40,7 +39,7 @@ func (c *collector) adjust() {
 	}
 }
 
-// gcPercent is the GOGC for so much memory in use.
+// gcPercent returns the GOGC for a live heap of that size.
 func gcPercent(live uint64) int {
 	return int(min(100, max(minGCPercent, 100*maxGarbage/max(live, 1))))
 }

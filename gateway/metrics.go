@@ -16,16 +16,16 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// metrics are the gateway's Prometheus series. Nearly all are read from where they are counted when
-// somebody asks, so that a peer's series vanish with it. "Receive" and "inbound" are from the
-// tunnel, "transmit" and "outbound" towards it. The label peer is the cluster ID; isthmus_peer_info
-// has its name.
+// metrics are the gateway's Prometheus series. Most are read from the live counters at each scrape,
+// so that a peer's series vanish with the peer. "Receive" and "inbound" are from the tunnel,
+// "transmit" and "outbound" towards it. The label peer is the cluster ID; isthmus_peer_info has its
+// name.
 //
-// There are many peers, so each has few series: drops, events and results are there from the first
-// one on, ports for the families that the peer has, and the round trips of all peers share a
-// histogram. A new metric is a family below and a line in ofGateway or ofPeer.
+// There are many peers, so each has few series: those of drops, events and results appear with
+// their first count, those of ports only for the address families of the peer, and the round trips
+// of all peers share a histogram. A new metric is a family below and a line in ofGateway or ofPeer.
 type metrics struct {
-	registry *prometheus.Registry // of the process, and what is counted here
+	registry *prometheus.Registry // of the process, and of metrics counted here
 	gateway  *gateway
 
 	rtt     prometheus.Histogram
@@ -105,7 +105,7 @@ func (m *metrics) Gather() ([]*dto.MetricFamily, error) {
 	return Gatherers{prometheus.GathererFunc(m.own), m.registry}.Gather()
 }
 
-// own are the series that are read when somebody asks.
+// own are the series that are read at each scrape.
 func (m *metrics) own() ([]*dto.MetricFamily, error) {
 	s := scrape{families: make(map[*family]*dto.MetricFamily)}
 	now, stats := m.gateway.current(), m.gateway.engine.Stats()
@@ -121,7 +121,7 @@ func (m *metrics) own() ([]*dto.MetricFamily, error) {
 	return slices.Collect(maps.Values(s.families)), nil
 }
 
-// ofGateway adds the series that there are once.
+// ofGateway adds the series of the gateway as a whole.
 func (m *metrics) ofGateway(s *scrape, now current, stats natengine.Stats) {
 	g := m.gateway
 	s.add(familyGeneration, float64(now.generation), nil)
@@ -142,14 +142,14 @@ func (m *metrics) ofGateway(s *scrape, now current, stats natengine.Stats) {
 		refused += e.wire.SegmentationRefused()
 	}
 	s.count(familySegments, refused, nil)
-	if g.podNetwork { // else the filter is the route agent's
-		if dropped, err := rtnl.Dropped(); err == nil { // an error is a series less
+	if g.podNetwork { // otherwise the filter is the route agent's
+		if dropped, err := rtnl.Dropped(); err == nil { // after an error the series is missing
 			for reason, n := range dropped {
 				s.count(familyFiltered, n, nil, "reason", reason)
 			}
 		}
 	}
-	_ = g.host.Inside(func() error { // an error is a series less
+	_ = g.host.Inside(func() error { // after an error the series is missing
 		dropped, err := rtnl.DroppedByIP()
 		for reason, n := range dropped {
 			s.count(familyKernel, n, nil, "reason", reason)

@@ -7,32 +7,32 @@ const (
 	MaxDatagram = 65535
 
 	slabLen   = 512<<10 + MaxDatagram
-	slabAlign = 64 // of a datagram: a cache line
+	slabAlign = 64 // slabs hold datagrams at multiples of a cache line
 )
 
-// Batch holds received datagrams, one after the other in its own memory. The kernel may have joined
-// several of one size. Until Reset the caller may read and change the octets. Not for concurrent use. The
-// zero value is empty.
+// A Batch holds received datagrams, one behind the other in its own memory. The kernel may have
+// joined several datagrams of one size. The caller may read and change the octets until Reset. Not
+// for concurrent use. The zero value is empty.
 type Batch struct {
-	// More: the last call stopped because it had received enough. The socket may have more.
+	// More: the last call stopped at its limit. The socket may have more datagrams.
 	More bool
 	// Lost counts the datagrams that the kernel dropped because the socket was full, as reported since
 	// Reset. The kernel counts datagrams that it joined as one.
 	Lost uint64
 
-	slab     []byte // nil until it is needed
+	slab     []byte // nil before the first use
 	used     int    // octets of slab
-	kept     int    // octets of slab up to the end of the last message that was kept
-	taken    int    // where the last message that was taken begins
+	kept     int    // octets of slab up to the end of the last kept message
+	taken    int    // start of the last message that Next returned
 	received []received
-	at       int // the first that is not yet taken as a whole
+	at       int // first datagram with messages that Next has not returned
 }
 
-// received is what one recvmsg(2) gave.
+// received is a datagram of one recvmsg(2), or several that the kernel joined.
 type received struct {
 	from    conn.Endpoint
-	at, end int // the rest of it in the slab
-	segment int // length of each message but the last; 0: there is one only
+	at, end int // the part of slab that Next has not returned
+	segment int // length of each message except the last; 0: a single message
 }
 
 // Space returns the memory for the next datagram: MaxDatagram octets, or nil when the batch is full.
@@ -60,10 +60,10 @@ func (b *Batch) Received(n, segment int, from conn.Endpoint) {
 
 func aligned(n int) int { return (n + slabAlign - 1) &^ (slabAlign - 1) }
 
-// Empty reports whether all of it was taken.
+// Empty reports whether Next has returned all messages.
 func (b *Batch) Empty() bool { return b.at == len(b.received) }
 
-// Next takes the next message and says where it came from. It is nil when there is none left.
+// Next returns the next message and its sender, or nil if none is left.
 func (b *Batch) Next() ([]byte, conn.Endpoint) {
 	if b.at == len(b.received) {
 		return nil, nil
@@ -81,8 +81,8 @@ func (b *Batch) Next() ([]byte, conn.Endpoint) {
 	return m, from
 }
 
-// Keep keeps the message that Next has just taken, until Reset. It moves the message to where messages before
-// it were not kept, and returns it.
+// Keep keeps the last message of Next until Reset. It moves the message into the room of earlier
+// messages that were not kept, and returns it there.
 func (b *Batch) Keep(m []byte) []byte {
 	at := b.taken
 	if to := aligned(b.kept); to+slabAlign <= at {
@@ -93,7 +93,7 @@ func (b *Batch) Keep(m []byte) []byte {
 	return m
 }
 
-// Pack reclaims the memory of messages that were taken and not kept. All must have been taken.
+// Pack reclaims the memory of messages that were not kept. Next must have returned all messages.
 func (b *Batch) Pack() {
 	b.received, b.used, b.at = b.received[:0], aligned(b.kept), 0
 }

@@ -44,40 +44,40 @@ const (
 // Bind is a pair of UDP sockets, IPv4 and IPv6, on one port. All methods may be used concurrently.
 // The zero value is ready.
 type Bind struct {
-	// Gate, if any, is asked right before each system call that sends; while it returns false, Send fails with ErrShut. It is
-	// set before the first Listen, and called concurrently.
+	// Gate, if not nil, is called right before each system call that sends. While it returns false,
+	// Send fails with ErrShut. Set it before the first Listen. It is called concurrently.
 	Gate func() bool
 
-	mu     sync.RWMutex // guards the two; held to read by senders
+	mu     sync.RWMutex // guards v4 and v6; senders hold it to read
 	v4, v6 *socket
 	ignore bool // see IgnorePath
 
 	refused atomic.Uint64 // see SegmentationRefused
 }
 
-// ErrShut says that the Gate was shut.
+// ErrShut reports that the Gate returned false.
 var ErrShut = errors.New("this gateway has no mandate to send")
 
 // New returns a closed Bind.
 func New() *Bind { return new(Bind) }
 
-// Listen binds port, 0 for a free one, for both families, or for the one that the machine has. An
-// occupied port is syscall.EADDRINUSE. Each of the functions appends to a Batch what is there, and
-// waits for a datagram first where wait says so; one goroutine calls it, and gets net.ErrClosed after
-// Close.
+// Listen binds port, or a free one if port is 0. It binds both address families, or the only one of
+// the machine. If the port is occupied, the error is syscall.EADDRINUSE. Each of the returned
+// functions appends available datagrams to a Batch. With wait, it first waits for a datagram. One
+// goroutine calls it, and it returns net.ErrClosed after Close.
 func (b *Bind) Listen(port uint16) ([]func(b *Batch, wait bool) error, uint16, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.v4 != nil || b.v6 != nil {
 		return nil, 0, conn.ErrBindAlreadyOpen
 	}
-	const attempts = 100 // to find a port that is free for both families
+	const attempts = 100 // to find a port that is free in both families
 	for try := 1; ; try++ {
 		v4, v6, actual, err := b.openBoth(port)
 		if err == nil {
 			b.v4, b.v6 = v4, v6
 			if b.ignore {
-				_ = v4.ignorePath(true) // callers that need it try again
+				_ = v4.ignorePath(true) // callers that depend on it call IgnorePath again
 			}
 			var receive []func(*Batch, bool) error
 			for _, s := range []*socket{v4, v6} {
@@ -120,9 +120,10 @@ func (b *Bind) Close() error {
 	return err
 }
 
-// IgnorePath makes IPv4 datagrams leave whole and without DF, whatever the kernel believes of the
-// path, and the kernel believe no ICMP error about them; false is how sockets begin. It is for a
-// path that is said to be smaller than any: datagrams arrive by it as well if that is true.
+// IgnorePath lets IPv4 datagrams leave unfragmented and without DF, whatever path MTU the kernel
+// has learnt, and makes the kernel ignore ICMP errors about them. A socket starts with false. The
+// gateway uses it for a path with an implausibly small reported MTU. If the report is true, routers
+// fragment the datagrams, which still arrive.
 func (b *Bind) IgnorePath(ignore bool) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -141,11 +142,11 @@ func (b *Bind) IgnorePath(ignore bool) error {
 // route cannot segment. The datagrams were sent one by one.
 func (b *Bind) SegmentationRefused() uint64 { return b.refused.Load() }
 
-// Endpoint is a place to send to. Its local address is the kernel's choice.
+// Endpoint returns a remote address. The kernel chooses the local address.
 func (b *Bind) Endpoint(at netip.AddrPort) conn.Endpoint { return newEndpoint(at, netip.Addr{}) }
 
-// Send sends datagrams to an Endpoint, in order, and goes on after an error; Unsent says how many of
-// them an error concerns. It waits while the socket's buffer is full.
+// Send sends datagrams to an Endpoint, in order, and goes on after an error. Unsent returns how
+// many of them did not leave. Send blocks while the socket's buffer is full.
 func (b *Bind) Send(bufs [][]byte, ep conn.Endpoint) error {
 	e, ok := ep.(*endpoint)
 	if !ok {
@@ -163,11 +164,11 @@ func (b *Bind) Send(bufs [][]byte, ep conn.Endpoint) error {
 	return s.send(bufs, e)
 }
 
-// socket is one of the two.
+// socket is the IPv4 or the IPv6 socket of a Bind.
 type socket struct {
 	conn    *net.UDPConn
 	raw     syscall.RawConn
-	refused *atomic.Uint64 // of the Bind
+	refused *atomic.Uint64 // Bind.refused
 
 	senders sync.Pool // of *sender
 	in      receiver
@@ -210,7 +211,7 @@ func prepare(network, _ string, c syscall.RawConn) error {
 	return errors.Join(control, err)
 }
 
-// ignorePath does nothing to a socket that is not there.
+// ignorePath does nothing on a nil socket.
 func (s *socket) ignorePath(ignore bool) (err error) {
 	if s == nil {
 		return nil
@@ -225,7 +226,7 @@ func (s *socket) ignorePath(ignore bool) (err error) {
 
 func (s *socket) port() uint16 { return s.conn.LocalAddr().(*net.UDPAddr).AddrPort().Port() }
 
-// close closes a socket that may be nil.
+// close closes a socket, which may be nil.
 func (s *socket) close() error {
 	if s == nil {
 		return nil

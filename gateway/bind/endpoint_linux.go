@@ -11,15 +11,16 @@ import (
 	"golang.zx2c4.com/wireguard/conn"
 )
 
-// endpoint is the remote address of a peer and, once a datagram has come from there, the local
-// address that it came to: replies leave from it, since a peer behind NAT or a firewall expects
-// them from where it sends to. It is immutable but for ClearSrc and what the kernel refuses, and all
-// holders share it.
+// endpoint is the remote address of a peer and the local address at which the last datagram from
+// there arrived. Replies leave from this local address, because a peer behind NAT or a firewall
+// expects them from it. All holders share an endpoint. It is immutable, except for ClearSrc and
+// refused.
 type endpoint struct {
 	dst     netip.AddrPort
-	src     netip.Addr // zero: let the kernel choose
+	src     netip.Addr // zero: the kernel chooses
 	cleared atomic.Bool
-	refused atomic.Pointer[time.Time] // when the kernel refused to segment for it; nil: never
+	// when the kernel last refused to segment for this endpoint; nil: never
+	refused atomic.Pointer[time.Time]
 
 	name    [unix.SizeofSockaddrInet6]byte // dst as a sockaddr
 	nameLen uint32

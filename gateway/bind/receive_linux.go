@@ -10,19 +10,19 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxEndpoints bounds the memory of remote addresses: spoofed sources must not fill it. A gateway
-// has a few per peer; when it is full it is begun anew.
+// maxEndpoints bounds the cache of remote addresses, because spoofed sources must not fill memory.
+// A gateway has a few addresses per peer. A full cache is emptied.
 const maxEndpoints = 4096
 
-// maxReceive messages, or a full Batch, are received before they are processed. Messages that are received
-// together are coalesced for the pods. With half of this value one TCP stream was a tenth slower; with
-// twice the value, no faster.
+// maxReceive messages, or a full Batch, are received before any is processed. Messages of one batch
+// can be coalesced for the pods. With half of this value one TCP stream was a tenth slower; with
+// twice the value it was no faster.
 const maxReceive = 384
 
 // overflowSpace is the length of the control message of SO_RXQ_OVFL on a 64-bit machine.
 const overflowSpace = 24
 
-// remote names a remote end and the local address that it talks to.
+// remote is a remote address with the local address that it sends to.
 type remote struct {
 	dst netip.AddrPort
 	src netip.Addr
@@ -41,7 +41,7 @@ type receiver struct {
 	lost    uint32 // dropped datagrams, as the kernel last reported
 
 	endpoints map[remote]*endpoint
-	last      *endpoint // most datagrams come from where the one before came from
+	last      *endpoint // most datagrams come from the same address as the previous one
 	lastName  [unix.SizeofSockaddrInet6]byte
 	lastInfo  [16]byte
 }
@@ -72,8 +72,8 @@ func (in *receiver) recvmsg(fd uintptr) {
 	}
 }
 
-// receive appends available datagrams to a batch. With wait it waits for the first one; without, there may
-// be none.
+// receive appends available datagrams to a batch. With wait it waits for the first one. Without
+// wait it may append none.
 func (s *socket) receive(b *Batch, wait bool) error {
 	in := &s.in
 	b.More = true
@@ -97,7 +97,8 @@ func (s *socket) receive(b *Batch, wait bool) error {
 			return in.errno
 		}
 		c := in.controls()
-		b.Received(in.n, c.segment, in.endpoint(c.source)) // empty ones too, so that they are counted
+		// empty datagrams too, so that they are counted
+		b.Received(in.n, c.segment, in.endpoint(c.source))
 		if c.overflow {
 			b.Lost += uint64(c.lost - in.lost) // both wrap
 			in.lost = c.lost
@@ -150,7 +151,7 @@ func (in *receiver) endpoint(source []byte) *endpoint {
 	}
 	r := remote{dst: addrPort(name), src: localAddr(name, source)}
 	e := in.endpoints[r]
-	if e == nil || e.cleared.Load() { // cleared, and now there is news from the same place
+	if e == nil || e.cleared.Load() { // cleared, and now the same address has sent again
 		if len(in.endpoints) >= maxEndpoints {
 			clear(in.endpoints)
 		}
@@ -172,7 +173,7 @@ func addrPort(name []byte) netip.AddrPort {
 	return netip.AddrPortFrom(withZone(netip.AddrFrom16([16]byte(name[8:24])), name), port)
 }
 
-// localAddr is the local address of the PKTINFO, in the zone of the remote one.
+// localAddr returns the local address of a PKTINFO, in the zone of the remote address.
 func localAddr(name, source []byte) netip.Addr {
 	a, ok := netip.AddrFromSlice(source)
 	if !ok || a.IsUnspecified() {
@@ -184,8 +185,8 @@ func localAddr(name, source []byte) netip.Addr {
 	return a
 }
 
-// withZone adds the scope of a sockaddr_in6 to a link-local address. Zones are numbers here, since
-// nobody has to read them.
+// withZone adds the scope of a sockaddr_in6 to a link-local address, as a number: nobody has to
+// read it.
 func withZone(a netip.Addr, name []byte) netip.Addr {
 	if scope := binary.NativeEndian.Uint32(name[24:]); scope != 0 && a.IsLinkLocalUnicast() {
 		return a.WithZone(strconv.FormatUint(uint64(scope), 10))

@@ -11,14 +11,14 @@ import (
 // gsoSpace is what UDP_SEGMENT takes as a control message on a 64-bit machine.
 const gsoSpace = 24
 
-// sender is the scratch of one Send. The device sends from one goroutine per peer.
+// sender is the scratch of one Send. The datapath sends from one goroutine per peer.
 type sender struct {
 	header  unix.Msghdr
 	iovecs  [maxSegments]unix.Iovec
 	control [pktinfoSpace + gsoSpace]byte
 	errno   unix.Errno
 	gate    func() bool // may be nil
-	shut    bool        // the gate, at the last call
+	shut    bool        // result of gate at the last call
 	try     func(fd uintptr)
 	wait    func(fd uintptr) bool
 }
@@ -57,11 +57,11 @@ type SendError struct {
 
 func (e *SendError) Error() string { return fmt.Sprintf("%d datagrams not sent: %v", e.Unsent, e.Err) }
 
-// Unwrap returns what the kernel said.
+// Unwrap returns the kernel's errors.
 func (e *SendError) Unwrap() error { return e.Err }
 
-// Unsent is how many of n datagrams an error of Send says did not leave: all of them, unless it
-// says otherwise.
+// Unsent returns how many of n datagrams did not leave, by an error of Send. Any other error
+// concerns all n.
 func Unsent(err error, n int) int {
 	if e := (*SendError)(nil); errors.As(err, &e) {
 		return e.Unsent
@@ -69,8 +69,8 @@ func Unsent(err error, n int) int {
 	return n
 }
 
-// send sends datagrams to e, in order and as few calls as the kernel allows. It goes on after an
-// error and returns a SendError.
+// send sends datagrams to e, in order and with as few calls as possible. It goes on after an error
+// and returns a SendError.
 func (s *socket) send(bufs [][]byte, e *endpoint) error {
 	m := s.senders.Get().(*sender)
 	defer s.senders.Put(m)
@@ -108,8 +108,8 @@ func (s *socket) send(bufs [][]byte, e *endpoint) error {
 	return nil
 }
 
-// sameSize is how many of the first datagrams may go as one: they are of one size, but that the
-// last may be shorter.
+// sameSize returns how many of the first datagrams fit one call: all have one size, and the last
+// may be shorter.
 func sameSize(bufs [][]byte) int {
 	size := len(bufs[0])
 	total := size
@@ -128,14 +128,14 @@ func sameSize(bufs [][]byte) int {
 	return n
 }
 
-// refusesGSO says that the datagrams may still pass one by one: the device cannot do it (EIO), or a
-// segment exceeds the path MTU, where single datagrams are fragmented (EINVAL, EMSGSIZE;
-// __ip_append_data in net/ipv4/ip_output.c).
+// refusesGSO reports whether the datagrams may still leave one by one: the device cannot segment
+// (EIO), or a segment exceeds the path MTU, where the kernel fragments single datagrams (EINVAL,
+// EMSGSIZE; __ip_append_data in net/ipv4/ip_output.c).
 func refusesGSO(err error) bool {
 	return errors.Is(err, unix.EIO) || errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EMSGSIZE)
 }
 
-// sendOne sends datagrams that go as one.
+// sendOne sends datagrams with one call.
 func (s *socket) sendOne(m *sender, bufs [][]byte, e *endpoint) error {
 	for i, b := range bufs {
 		m.iovecs[i].Base = unsafe.SliceData(b)
@@ -151,13 +151,13 @@ func (s *socket) sendOne(m *sender, bufs [][]byte, e *endpoint) error {
 	return err
 }
 
-// refusesSource says that the address may not be ours any more, or has no way to the peer
-// (ip_route_output_key_hash_rcu in net/ipv4/route.c).
+// refusesSource reports whether the host may have lost the source address, or its route from there
+// to the peer (ip_route_output_key_hash_rcu in net/ipv4/route.c).
 func refusesSource(err error) bool {
 	return errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENETUNREACH) || errors.Is(err, unix.EADDRNOTAVAIL)
 }
 
-// sendFrom makes one sendmsg of what is in m, with the source of e or without.
+// sendFrom makes one sendmsg call of m, with the source address of e or without.
 func (s *socket) sendFrom(m *sender, bufs [][]byte, e *endpoint, source bool) error {
 	control := 0
 	if source {
@@ -172,8 +172,7 @@ func (s *socket) sendFrom(m *sender, bufs [][]byte, e *endpoint, source bool) er
 		m.header.Control = &m.control[0]
 	}
 	m.header.SetControllen(control)
-	// Not RawConn.Write at once: it holds a lock for the whole call, and there is one sending
-	// goroutine per peer.
+	// Not RawConn.Write: it holds a lock for the whole call, and each peer has a sending goroutine.
 	err := s.raw.Control(m.try)
 	if err == nil && m.errno == unix.EAGAIN {
 		err = s.raw.Write(m.wait)

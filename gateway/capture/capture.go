@@ -17,13 +17,13 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// Place is where in the gateway a packet was seen. Each is an interface of the file.
+// A Place is the point in the gateway where a packet was seen. Each is an interface of the file.
 type Place uint8
 
 const (
-	BeforeNAT Place = iota // as the engine got it
-	AfterNAT               // as the engine left it
-	Tunnel                 // inside of the tunnel: as it was sealed, or opened
+	BeforeNAT Place = iota // the packet before the NAT engine
+	AfterNAT               // the packet after the NAT engine
+	Tunnel                 // inside of the tunnel: before encryption, or after decryption
 	Underlay               // outside: the WireGuard message
 
 	numPlaces
@@ -46,14 +46,14 @@ func PlaceNames() []string { return slices.Clone(placeNames[:]) }
 // String is the name of the interface.
 func (p Place) String() string { return placeNames[p] }
 
-// bufferSize bounds what waits for the reader, and there are two of them: one that is filled while
-// the other is written.
+// bufferSize bounds the packets that wait for the reader. A capture has two such buffers: it fills
+// one while it writes the other.
 const bufferSize = 1 << 20
 
-// flushInterval is how long a packet waits for the reader at most, unless many come.
+// flushInterval is the longest that a packet waits for the reader, unless many packets arrive.
 const flushInterval = 100 * time.Millisecond
 
-// A Capture takes packets until one of its bounds is reached or End is called. All methods except
+// A Capture takes packets until it reaches one of its bounds, or until End. All methods except
 // WriteTo may be called concurrently.
 type Capture struct {
 	Options
@@ -69,7 +69,7 @@ type Capture struct {
 	bytes   int64
 	taken   [numPlaces]uint64
 	missed  [numPlaces]uint64
-	gap     [numPlaces]uint64 // missed since the last that was taken
+	gap     [numPlaces]uint64 // missed since the last packet in the file
 	ended   string
 }
 
@@ -82,7 +82,7 @@ func New(o Options, program string, names map[string]string) *Capture {
 	return c
 }
 
-// PeerName is a peer as people know it.
+// PeerName returns the peer's name, as users know it.
 func (c *Capture) PeerName(p *natengine.PeerState) string {
 	if name := c.names[p.ID()]; name != "" {
 		return name
@@ -90,14 +90,14 @@ func (c *Capture) PeerName(p *natengine.PeerState) string {
 	return p.ID()
 }
 
-// Wants says whether packets at a place with this direction, peer and fate are captured. A caller
-// asks it before it goes to the length of a comment.
+// Wants reports whether the capture takes packets with this place, direction, peer and fate.
+// Callers ask before they compose a comment.
 func (c *Capture) Wants(p Place, dir natengine.Direction, peer *natengine.PeerState, drop natengine.Drop) bool {
 	return c.wants(p, dir) && c.WantsPeer(peer) && c.WantsDrop(drop)
 }
 
-// Add takes a packet of length octets, of which parts, one behind the other, are kept. Nothing of
-// them is kept by reference, and the call never waits for a reader.
+// Add takes a packet of length octets. parts, one behind the other, are the kept octets of it. Add
+// copies them and never waits for a reader.
 func (c *Capture) Add(p Place, dir natengine.Direction, length int, comment string, parts ...[]byte) {
 	size := 0
 	for _, part := range parts {
@@ -132,7 +132,7 @@ func (c *Capture) Add(p Place, dir natengine.Direction, length int, comment stri
 	}
 }
 
-// End ends the capture; why is for the reader. The first reason counts.
+// End ends the capture. why is the reason for the reader; the first reason stays.
 func (c *Capture) End(why string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -150,10 +150,10 @@ func (c *Capture) end(why string) {
 type Summary struct {
 	Packets int    // in the file
 	Missed  uint64 // for which the reader was too slow
-	Ended   string // "packets", "bytes", "duration", or the reason that End was given
+	Ended   string // "packets", "bytes", "duration", or the argument of End
 }
 
-// Summary is what the capture came to so far.
+// Summary returns the counts up to now.
 func (c *Capture) Summary() Summary {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -164,8 +164,8 @@ func (c *Capture) Summary() Summary {
 	return s
 }
 
-// WriteTo writes the file to w, until the capture ends, which it does when ctx ends or w returns an
-// error. It is called once. flush is called after each piece.
+// WriteTo writes the file to w until the capture ends. The capture also ends when ctx is done or w
+// returns an error. Call it once. It calls flush after each piece.
 func (c *Capture) WriteTo(ctx context.Context, w io.Writer, flush func() error) error {
 	over := time.NewTimer(c.Duration)
 	defer over.Stop()
@@ -201,12 +201,12 @@ func (c *Capture) WriteTo(ctx context.Context, w io.Writer, flush func() error) 
 		case <-over.C:
 			c.End("duration")
 		case <-ctx.Done():
-			c.End("interrupted") // the reader may still take the rest
+			c.End("interrupted") // w may still take the rest
 		}
 	}
 }
 
-// statistics appends what stands at the end of the file.
+// statistics appends the last blocks of the file.
 func (c *Capture) statistics(b []byte) []byte {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -13,7 +13,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// Defaults and maxima of a capture.
+// Default and maximum bounds of a capture.
 const (
 	DefaultPackets  = 100_000
 	DefaultBytes    = 64 << 20
@@ -24,18 +24,18 @@ const (
 	MaxSnap         = 65535
 )
 
-// Options say what is captured and when it ends. DefaultOptions fills it.
+// Options select the packets of a capture, and bound it. Start from DefaultOptions.
 type Options struct {
 	Places     []Place               // nil: all
 	Directions []natengine.Direction // nil: both
-	Peer       string                // cluster ID or, as a person writes it, name; empty: all
-	Drops      []natengine.Drop      // packets dropped for one of these reasons alone
-	Dropped    bool                  // packets dropped for any reason alone
+	Peer       string                // cluster ID or name of the peer; empty: all peers
+	Drops      []natengine.Drop      // only packets dropped for one of these reasons
+	Dropped    bool                  // only dropped packets, for any reason
 	Proto      uint8                 // upper-layer protocol; 0: all. packet.ICMP is ICMPv6 too
-	Ends       [2]netip.AddrPort     // both ends, in either order; the zero Addr and port 0 are any
+	Ends       [2]netip.AddrPort     // both ends, in either order; the zero Addr and port 0 match all
 
-	// Snap is how many octets of each packet are kept; 0: its headers, and nothing that a pod has
-	// written.
+	// Snap is how many octets of each packet the file keeps; 0: only the headers, without anything
+	// that a pod has written.
 	Snap int
 
 	Packets  int           // records
@@ -43,17 +43,17 @@ type Options struct {
 	Duration time.Duration // of the capture
 }
 
-// DefaultOptions are everything that passes, headers only, within the default bounds.
+// DefaultOptions select all packets, headers only, within the default bounds.
 func DefaultOptions() Options {
 	return Options{Packets: DefaultPackets, Bytes: DefaultBytes, Duration: DefaultDuration}
 }
 
-// Protocols are the names of protocols that Proto may have.
+// Protocols are the names that the parameter "proto" accepts.
 var Protocols = []string{"tcp", "udp", "icmp"}
 
 var protocols = map[string]uint8{"tcp": packet.TCP, "udp": packet.UDP, "icmp": packet.ICMP}
 
-// Query is the options as parameters of a URL; Parse is its reverse.
+// Query returns the options as parameters of a URL. Parse reverses it.
 func (o Options) Query() url.Values {
 	q := url.Values{}
 	for _, p := range o.Places {
@@ -88,7 +88,7 @@ func (o Options) Query() url.Values {
 	return q
 }
 
-// Any is how an end is written that may be anything.
+// Any is the text for an end that matches all addresses and ports.
 const Any = "any"
 
 func endText(e netip.AddrPort) string {
@@ -130,7 +130,7 @@ func ParseEnd(s string) (netip.AddrPort, error) {
 	return netip.AddrPortFrom(at.Addr().Unmap(), at.Port()), nil
 }
 
-// Parse reads the parameters of a URL, of which all may be missing.
+// Parse reads the options from parameters of a URL, all of which are optional.
 func Parse(q url.Values) (Options, error) {
 	o := DefaultOptions()
 	for name, values := range q {
@@ -228,7 +228,7 @@ func (o *Options) parse(name, value string) error {
 	return err
 }
 
-// DropNames are the reasons that Options.Drops may have.
+// DropNames are the accepted reasons to drop.
 func DropNames() (names []string) {
 	for _, d := range natengine.Drops() {
 		names = append(names, d.String())
@@ -236,13 +236,13 @@ func DropNames() (names []string) {
 	return names
 }
 
-// wants says whether packets at a place are captured at all.
+// wants reports whether the options select a place.
 func (o *Options) wants(p Place, dir natengine.Direction) bool {
 	return (len(o.Places) == 0 || slices.Contains(o.Places, p)) && (len(o.Directions) == 0 || slices.Contains(o.Directions, dir))
 }
 
-// WantsDrop says whether packets with this fate are captured; natengine.DropNone is that of one
-// that goes on.
+// WantsDrop reports whether the options select packets with this fate; natengine.DropNone is the
+// fate of a packet that is not dropped.
 func (o *Options) WantsDrop(d natengine.Drop) bool {
 	switch {
 	case len(o.Drops) > 0:
@@ -253,22 +253,22 @@ func (o *Options) WantsDrop(d natengine.Drop) bool {
 	return true
 }
 
-// WantsPeer says whether packets of the peer are captured; nil: the peer is not known.
+// WantsPeer reports whether the options select packets of the peer; nil: unknown peer.
 func (o *Options) WantsPeer(p *natengine.PeerState) bool {
 	return o.Peer == "" || p != nil && p.ID() == o.Peer
 }
 
-// Narrow says whether ends or a protocol are asked for.
+// Narrow reports whether the options select by ends or protocol.
 func (o *Options) Narrow() bool { return o.Proto != 0 || o.Ends != [2]netip.AddrPort{} }
 
-// WantsEnds says whether a packet with these ends is captured.
+// WantsEnds reports whether the options select a packet with these ends.
 func (o *Options) WantsEnds(t natengine.Tuple) bool {
 	a, b := o.Ends[0], o.Ends[1]
 	return o.wantsProto(t.Proto) && (is(a, t.Src) && is(b, t.Dst) || is(a, t.Dst) && is(b, t.Src))
 }
 
-// WantsRemote says whether a packet may be captured whose end at the peer, which NAT leaves as it
-// is, is this one, whatever becomes of the other.
+// WantsRemote reports whether the options may select a packet with this remote end, whatever its
+// local end is. NAT does not change the remote end.
 func (o *Options) WantsRemote(proto uint8, remote netip.AddrPort) bool {
 	return o.wantsProto(proto) && (is(o.Ends[0], remote) || is(o.Ends[1], remote))
 }
@@ -277,7 +277,7 @@ func (o *Options) wantsProto(proto uint8) bool {
 	return o.Proto == 0 || o.Proto == proto || o.Proto == packet.ICMP && proto == packet.ICMPv6
 }
 
-// is says whether an end is one that is wanted.
+// is reports whether the end matches.
 func is(want, have netip.AddrPort) bool {
 	return (!want.Addr().IsValid() || want.Addr() == have.Addr()) && (want.Port() == 0 || want.Port() == have.Port())
 }

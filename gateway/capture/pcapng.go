@@ -17,7 +17,7 @@ const (
 	blockPacket     = 6
 
 	byteOrderMagic = 0x1a2b3c4d
-	linkTypeRaw    = 101 // IPv4 or IPv6, told by the version (LINKTYPE_RAW)
+	linkTypeRaw    = 101 // IPv4 or IPv6, by the version field (LINKTYPE_RAW)
 
 	optionEnd         = 0
 	optionComment     = 1
@@ -37,7 +37,7 @@ const (
 
 var le = binary.LittleEndian
 
-// block appends a block with what fill appends as its body.
+// block appends a block. fill appends its body.
 func block(b []byte, kind uint32, fill func([]byte) []byte) []byte {
 	start := len(b)
 	b = le.AppendUint32(b, kind)
@@ -48,7 +48,7 @@ func block(b []byte, kind uint32, fill func([]byte) []byte) []byte {
 	return le.AppendUint32(b, size)
 }
 
-// option appends an option; an empty value is none.
+// option appends an option, unless its value is empty.
 func option(b []byte, code uint16, value string) []byte {
 	value = value[:min(len(value), math.MaxUint16)]
 	if value == "" {
@@ -65,7 +65,7 @@ func option64(b []byte, code uint16, value uint64) []byte {
 	return le.AppendUint64(b, value)
 }
 
-// optionTime appends an option that is a time: the upper half of it comes first.
+// optionTime appends an option that holds a time, the upper half first.
 func optionTime(b []byte, code uint16, at time.Time) []byte {
 	ns := uint64(at.UnixNano())
 	return option64(b, code, ns>>32|ns<<32)
@@ -73,7 +73,7 @@ func optionTime(b []byte, code uint16, at time.Time) []byte {
 
 func endOfOptions(b []byte) []byte { return le.AppendUint32(b, optionEnd) }
 
-// pad brings what is size octets long to a multiple of four.
+// pad pads a field of size octets to a multiple of four.
 func pad(b []byte, size int) []byte {
 	for range -size & 3 {
 		b = append(b, 0)
@@ -81,7 +81,7 @@ func pad(b []byte, size int) []byte {
 	return b
 }
 
-// header appends what stands before the packets.
+// header appends the blocks before the first packet.
 func header(b []byte, program string, snap int) []byte {
 	b = block(b, blockSection, func(b []byte) []byte {
 		b = le.AppendUint32(b, byteOrderMagic)
@@ -104,7 +104,7 @@ func header(b []byte, program string, snap int) []byte {
 	return b
 }
 
-// packetBlock appends a packet. lost is how many before it at the same place are missing.
+// packetBlock appends a packet. lost is the number of packets missing before it at the same place.
 func packetBlock(b []byte, p Place, at time.Time, dir natengine.Direction, length int, lost uint64, comment string, parts ...[]byte) []byte {
 	return block(b, blockPacket, func(b []byte) []byte {
 		ns, size := uint64(at.UnixNano()), 0
@@ -134,10 +134,10 @@ func packetBlock(b []byte, p Place, at time.Time, dir natengine.Direction, lengt
 	})
 }
 
-// packetRoom is the most that packetBlock appends for size octets.
+// packetRoom is the most that packetBlock appends for a packet of size octets.
 func packetRoom(size, comment int) int { return 4*8 + size + 3 + 8 + 12 + 4 + comment + 3 + 4 }
 
-// statistics appends the numbers of one place.
+// statistics appends the counts of one place.
 func statistics(b []byte, p Place, from, to time.Time, passed, missed uint64) []byte {
 	return block(b, blockStatistics, func(b []byte) []byte {
 		now := uint64(to.UnixNano())

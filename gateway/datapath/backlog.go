@@ -79,8 +79,8 @@ type backlog struct {
 
 func (b *backlog) empty() bool { return b.first == nil }
 
-// push queues a message of a peer, or of no peer (nil), which was just taken from its slab. It reports false
-// when there is no room.
+// push queues a message of a peer, or of no peer (nil). The message is the last one taken from its
+// slab. push reports false when there is no room.
 func (b *backlog) push(p *peer, w waiting) bool {
 	q := b.queues[p]
 	if q == nil {
@@ -157,7 +157,7 @@ func (b *backlog) pop() waiting {
 		delete(b.queues, q.peer)
 		*q = queue{messages: q.messages[:0]}
 		b.spare = append(b.spare, q)
-	} else if q.first >= 1024 && q.first > len(q.messages)/2 { // moves no more than were taken
+	} else if q.first >= 1024 && q.first > len(q.messages)/2 { // moves at most as many messages as were taken
 		n := copy(q.messages, q.messages[q.first:])
 		clear(q.messages[n:])
 		q.messages, q.first = q.messages[:n], 0

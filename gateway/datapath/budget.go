@@ -10,26 +10,26 @@ import (
 	"golang.zx2c4.com/wireguard/device"
 )
 
-// budget identifies the budget of a handshake: the address of a peer, a source that returned a cookie or,
-// as the zero value, all other sources. Or it is that of cookies, sent or received.
+// budget identifies a budget: of handshakes from the address of a peer, from a source that returned
+// a cookie, or, as the zero value, from all other sources. Or of cookies that are sent or received.
 type budget struct {
 	addr   netip.Addr
 	source string // behind a relay: address and port
 	proven bool
-	cookie bool // of the cookies that we send; with proven: to addresses of peers
+	cookie bool // of the cookies that we send; with proven: of those to addresses of peers
 
 	replies *device.Peer // cookie replies to handshakes with this peer
 }
 
-// budgets holds the time at which each budget is full again (GCRA). A full budget uses no memory. The zero
-// value is ready.
+// budgets stores for each budget when it is full again (GCRA). A full budget uses no memory. The
+// zero value is ready.
 type budgets struct {
 	spent map[budget]time.Time
 	swept time.Time // when full budgets were last removed
 }
 
-// spend takes one token from a budget that gains one per every and holds at most burst. It reports false
-// when the budget is empty.
+// spend takes one token from a budget that gains one per interval every and holds at most burst. It
+// reports false when the budget is empty.
 func (b *budgets) spend(k budget, now time.Time, every time.Duration, burst int) bool {
 	at, ok := b.spent[k]
 	if at.Before(now) {
@@ -52,8 +52,8 @@ func (b *budgets) spend(k budget, now time.Time, every time.Duration, burst int)
 	return true
 }
 
-// peersAt is how many peers are at an address: as many as were heard from there last, or one that is
-// configured there. Addresses of relays are nobody's.
+// peersAt returns the number of peers at an address: those last heard from there, or else one that
+// is configured there. An address of a relay has none.
 func (t *Tunnel) peersAt(addr netip.Addr) (n int) {
 	addr = addr.Unmap()
 	if n = t.heard.at(addr); n == 0 && t.peers.Load().byAddr[addr] != nil {
@@ -71,21 +71,22 @@ func (t *Tunnel) relay(addr netip.Addr) bool {
 	return relays != nil && (*relays)(addr)
 }
 
-// heard holds the addresses at which peers were last heard by authentic messages. Methods may be called
+// heard holds the addresses from which peers last sent authentic messages. Methods may be called
 // concurrently.
 type heard struct {
 	mu    sync.RWMutex
 	peers map[netip.Addr]int // number of peers at an address
 }
 
-// whereabouts is the address of a peer, and since when it counts.
+// whereabouts is the address of a peer, and since when the peer counts there.
 type whereabouts struct {
 	addr  netip.Addr
 	since time.Time
 }
 
-// note records the address of a peer. A peer that has moved counts at its new address not before movePause after
-// its last move: the budget there may be full. It costs one comparison while the peer stays there.
+// note records the address of a peer. A peer that moves counts at its new address only movePause
+// after its last move, because the budget there may be full. For an unchanged address, note costs
+// one comparison.
 func (h *heard) note(p *peer, from conn.Endpoint, now time.Time) {
 	addr := from.DstIP()
 	if was := p.heardAt.Load(); was == nil || was.addr != addr && now.Sub(was.since) >= movePause {
@@ -93,7 +94,7 @@ func (h *heard) note(p *peer, from conn.Endpoint, now time.Time) {
 	}
 }
 
-// move records a new address of a peer; nil: the peer is removed, and later calls have no effect.
+// move records a new address of a peer; nil removes the peer, and later calls have no effect.
 func (h *heard) move(p *peer, to *whereabouts) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -116,7 +117,7 @@ func (h *heard) move(p *peer, to *whereabouts) {
 	h.peers[to.addr.Unmap()]++
 }
 
-// at is how many peers are at an address.
+// at returns the number of peers at an address.
 func (h *heard) at(addr netip.Addr) int {
 	h.mu.RLock()
 	defer h.mu.RUnlock()

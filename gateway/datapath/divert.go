@@ -10,17 +10,17 @@ import (
 // maxBrought bounds the octets that wait in a Tunnel for its outbound goroutine after Bring.
 const maxBrought = 4 << 20
 
-// A diversion has f take the packets of the link.
+// A diversion hands the packets of the link to f.
 type diversion struct {
 	f     func(p []byte)
-	begun chan struct{} // closed when no packet is under way that f was not given
+	begun chan struct{} // closed when f gets every packet, and none is still on its way to a peer
 	once  sync.Once
 }
 
 // Divert gives f each packet that the link delivers from now on, virtio header first, instead of
-// sending it to a peer. When Divert returns, each packet from before has been sent, dropped, or waits
-// for a session. The outbound goroutine calls f, which must neither block nor keep the packet. Packets
-// of the in-process endpoint and of Bring go on to peers. Once, after Up.
+// sending it to a peer. When Divert returns, all earlier packets are sent, dropped, or wait for a
+// session. The outbound goroutine calls f, which must neither block nor keep the packet. Packets of
+// the in-process endpoint and of Bring still go to peers. Call Divert once, after Up.
 func (t *Tunnel) Divert(f func(p []byte)) {
 	d := &diversion{f: f, begun: make(chan struct{})}
 	t.diverted.Store(d)
@@ -31,15 +31,15 @@ func (t *Tunnel) Divert(f func(p []byte)) {
 	}
 }
 
-// divert notes that the batch is empty, so that nothing is under way, and that f gets all packets to come.
+// divert notes that the batch is empty. So no packet is on its way, and f gets all later packets.
 func (o *outbound) divert() {
 	if d := o.t.diverted.Load(); d != nil {
 		d.once.Do(func() { close(d.begun) })
 	}
 }
 
-// Bring sends a packet, virtio header first, as if the link had delivered it. It copies the packet. One
-// for which there is no room is dropped and counted as DropNoMandate. Before Up packets wait.
+// Bring sends a packet, virtio header first, as if the link had delivered it. It copies the packet.
+// If there is no room, it drops the packet and counts it as DropNoMandate. Before Up packets wait.
 func (t *Tunnel) Bring(p []byte) {
 	if !t.brought.push(p) {
 		t.engine.Count(nil, natengine.Outbound, natengine.DropNoMandate)
@@ -48,7 +48,7 @@ func (t *Tunnel) Bring(p []byte) {
 	t.link.Wake()
 }
 
-// readBrought hands on packets of Bring. When it leaves some in the queue, the batch is full.
+// readBrought hands on packets of Bring. If some remain queued, the batch is full.
 func (o *outbound) readBrought(b *batch) {
 	for !b.full {
 		n := o.t.brought.pop(o.scratch)
@@ -59,9 +59,9 @@ func (o *outbound) readBrought(b *batch) {
 	}
 }
 
-// parcels are packets that wait, first in first out.
+// parcels is a queue of packets, first in first out.
 type parcels struct {
-	some   atomic.Bool // there are any; it spares most batches the lock
+	some   atomic.Bool // the queue is not empty; testing this spares most batches the lock
 	mu     sync.Mutex
 	all    [][]byte
 	octets int
@@ -79,7 +79,7 @@ func (q *parcels) push(p []byte) bool {
 	return true
 }
 
-// pop copies the oldest into p and returns its length, 0 for none.
+// pop copies the oldest packet into p and returns its length, 0 if the queue is empty.
 func (q *parcels) pop(p []byte) int {
 	if !q.some.Load() {
 		return 0

@@ -113,13 +113,15 @@ type handshakes struct {
 	mu     sync.Mutex
 	closed chan struct{} // nil while not open
 
-	crossings sync.Mutex       // guards what follows, and begun of peers
-	forgotten map[uint32]*peer // by sender's index: handshakes that the device forgot when it answered one of the peer
+	crossings sync.Mutex // guards forgotten, and begun of peers
+	// by sender's index: our handshakes that the device forgot when it answered one from the same
+	// peer
+	forgotten map[uint32]*peer
 }
 
-// initiation is the handshake that was begun last with a peer.
+// initiation is our last handshake initiation to a peer.
 type initiation struct {
-	index uint32 // of the sender; the answer names it
+	index uint32 // sender index, which the answer repeats
 	at    time.Time
 }
 
@@ -132,7 +134,7 @@ func newHandshakes(of *identity) *handshakes {
 	}
 }
 
-// offer gives the device a handshake message that came at now, and keeps a copy. It never waits.
+// offer queues a copy of a handshake message, received at now, for the device. It never blocks.
 func (h *handshakes) offer(m []byte, from conn.Endpoint, now time.Time) {
 	peers := h.t.peersAt(from.DstIP())
 	why, unproven := h.admit(m, from, peers, now)
@@ -143,7 +145,8 @@ func (h *handshakes) offer(m []byte, from conn.Endpoint, now time.Time) {
 		if peers > 0 {
 			stack = h.known
 		}
-		if lost, dropped := stack.push(msg); dropped && !lost.unproven { // those are counted when they come
+		// unproven messages are counted on arrival
+		if lost, dropped := stack.push(msg); dropped && !lost.unproven {
 			h.refuse(lost.b[:lost.n], lost.from, natengine.DropHandshakeQueue)
 		}
 	}
@@ -179,8 +182,8 @@ func (h *handshakes) next(closed <-chan struct{}, wait bool) (m handshake, ok bo
 	}
 }
 
-// receive fills bufs with messages for the device and waits for the first of them. The others that it takes
-// get a cookie.
+// receive fills bufs with messages for the device and waits for the first of them. Unproven
+// messages only get a cookie.
 func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int, eps []conn.Endpoint) (int, error) {
 	for handshakesWaiting(h.of.dev) > deviceHandshakes {
 		select {
@@ -197,7 +200,7 @@ func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int,
 			return n, nil
 		}
 		if m.unproven {
-			if h.sendCookie(&m); n > 0 { // messages in hand wait for no second one
+			if h.sendCookie(&m); n > 0 { // with messages in hand, do not wait for another
 				return n, nil
 			}
 			continue
@@ -213,10 +216,11 @@ func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int,
 	}
 }
 
-// admit says why the device may not process a message from an address of that many peers. One that exceeds
-// its budget may be unproven: its sender gets a cookie. A cookie reply carries no MAC, so it has to name a
-// handshake of ours. It is charged to the peer of that handshake: who forges the peer's address must not keep the
-// peer's cookies from us.
+// admit returns the reason why the device may not process a message, or none. peers is the number
+// of peers at its address. A message that exceeds its budget may be unproven: its sender then gets
+// a cookie. A cookie reply carries no MAC, so it must name a handshake of ours, and that peer's
+// budget is charged. Otherwise somebody who forges the peer's address could keep the peer's cookies
+// from us.
 func (h *handshakes) admit(m []byte, from conn.Endpoint, peers int, now time.Time) (why natengine.Drop, unproven bool) {
 	t, checker := h.t, h.of.checker.Load()
 	if m[0] == device.MessageCookieReplyType {
@@ -251,9 +255,9 @@ func (h *handshakes) admit(m []byte, from conn.Endpoint, peers int, now time.Tim
 	}
 	proven, n := budget{addr: addr, proven: true}, max(1, peers)
 	switch {
-	case t.relay(addr): // many peers, one address; guests bound them all
+	case t.relay(addr): // many peers share the address, and guests bounds them all
 		proven.source = string(source)
-	case addr.Is6(): // a host has many addresses of its network
+	case addr.Is6(): // a host has many addresses in its network
 		proven.addr = netip.PrefixFrom(addr, 64).Masked().Addr()
 	}
 	if t.budgets.spend(proven, now, provenEvery/time.Duration(n), provenBurst*n) &&
@@ -263,10 +267,10 @@ func (h *handshakes) admit(m []byte, from conn.Endpoint, peers int, now time.Tim
 	return natengine.DropHandshakeQueue, false
 }
 
-// noMAC2 is the second MAC of a message without a cookie, which is most of a flood.
+// noMAC2 is the second MAC of a message without a cookie: most messages of a flood have it.
 var noMAC2 [16]byte
 
-// sendCookie answers a message with a cookie. One that is lost is asked for again.
+// sendCookie answers a message with a cookie. If the cookie is lost, the sender asks again.
 func (h *handshakes) sendCookie(msg *handshake) {
 	m := msg.b[:msg.n]
 	reply, err := h.of.checker.Load().CreateReply(m, binary.LittleEndian.Uint32(m[4:]), msg.from.DstToBytes())
@@ -277,7 +281,8 @@ func (h *handshakes) sendCookie(msg *handshake) {
 	_ = h.Send([][]byte{b}, msg.from)
 }
 
-// Open implements conn.Bind. The wire is the Tunnel's, because it has several devices while its key changes.
+// Open implements conn.Bind. The Tunnel opens the wire itself, because it has several devices while
+// its key rotates.
 func (h *handshakes) Open(port uint16) ([]conn.ReceiveFunc, uint16, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -303,9 +308,9 @@ func (h *handshakes) Close() error {
 	return nil
 }
 
-// Send sends the device's messages, which are handshakes and keepalives, and the data messages of the
-// outbound goroutine. The device chose the sender index of a handshake, so the index identifies the
-// peer.
+// Send sends the device's messages, which are handshakes and keepalives, and the data messages of
+// the outbound goroutine. The device chose the sender index of a handshake, so the index identifies
+// the peer.
 func (h *handshakes) Send(bufs [][]byte, to conn.Endpoint) error {
 	m := bufs[0]
 	alone := len(bufs) == 1 && len(m) <= device.MessageHandshakeSize
@@ -313,7 +318,7 @@ func (h *handshakes) Send(bufs [][]byte, to conn.Endpoint) error {
 		if c := h.t.capture.Load(); c != nil && (binary.LittleEndian.Uint32(m) != device.MessageTransportType || len(m) == device.MessageKeepaliveSize) {
 			c.handshake(h.t, natengine.Outbound, m, to, natengine.DropNone)
 		}
-		h.observe(binary.LittleEndian.Uint32(m), m, to) // first, as in flush
+		h.observe(binary.LittleEndian.Uint32(m), m, to) // before sending, as in flush
 	}
 	err := h.t.wire.Send(bufs, to)
 	if err != nil && alone {
@@ -324,7 +329,7 @@ func (h *handshakes) Send(bufs [][]byte, to conn.Endpoint) error {
 	return err
 }
 
-// peerOf is whom a handshake message of the device's is for, nil when that is not known.
+// peerOf returns the peer for which the device made a handshake message; nil: unknown.
 func (h *handshakes) peerOf(m []byte) *peer {
 	switch binary.LittleEndian.Uint32(m) {
 	case device.MessageInitiationType, device.MessageResponseType:
@@ -334,12 +339,13 @@ func (h *handshakes) peerOf(m []byte) *peer {
 	return nil
 }
 
-// observe learns from a message of the device's what the timers of data and the packets that wait
-// have to know.
+// observe updates the timers of data, and wakes the sender of waiting packets, by a message that
+// the device sends.
 func (h *handshakes) observe(messageType uint32, m []byte, to conn.Endpoint) {
 	switch messageType {
 	case device.MessageTransportType:
-		if len(m) == device.MessageKeepaliveSize { // after an answer to our handshake, among others
+		// the device sends one after an answer to our handshake, for example
+		if len(m) == device.MessageKeepaliveSize {
 			h.t.lookSoon()
 		}
 	case device.MessageCookieReplyType:
@@ -365,7 +371,7 @@ func (h *handshakes) observe(messageType uint32, m []byte, to conn.Endpoint) {
 			p.begun = initiation{index, time.Now()}
 			return
 		}
-		p.receivedAny() // since the peer has sent an initiation, which was authentic
+		p.receivedAny() // the device responds only to an authentic initiation
 		p.answers.Add(1)
 		p.answered.Store(h.t.at(time.Now()))
 		if time.Since(p.begun.at) < device.RekeyTimeout {
@@ -374,8 +380,8 @@ func (h *handshakes) observe(messageType uint32, m []byte, to conn.Endpoint) {
 	}
 }
 
-// forgot reports whether a message is the answer to a handshake that the device has forgotten, and so
-// would refuse.
+// forgot reports whether a message answers a handshake that the device has forgotten, so that it
+// would refuse the answer.
 func (h *handshakes) forgot(m []byte) bool {
 	if m[0] != device.MessageResponseType {
 		return false
@@ -393,7 +399,7 @@ func (h *handshakes) forgot(m []byte) bool {
 	return true
 }
 
-// forget makes no more of what was begun with a peer.
+// forget removes the record of our handshake with a peer.
 func (h *handshakes) forget(p *peer) {
 	h.crossings.Lock()
 	defer h.crossings.Unlock()

@@ -12,7 +12,7 @@ type handshakeStack struct {
 
 	mu    sync.Mutex
 	ring  []handshake
-	first int // the oldest
+	first int // index of the oldest
 	n     int
 }
 
@@ -20,8 +20,9 @@ func newHandshakeStack(most int) *handshakeStack {
 	return &handshakeStack{ready: make(chan struct{}, 1), ring: make([]handshake, most)}
 }
 
-// push adds a message, for which the oldest may have to go. One that is unproven makes none go, and has only
-// a part of the places. dropped reports whether a message, lost, was dropped.
+// push adds a message. If the stack is full, the oldest one is dropped. An unproven message
+// displaces none, and only a part of the places is open to it. dropped reports whether push dropped
+// a message, which lost describes.
 func (s *handshakeStack) push(m handshake) (lost handshake, dropped bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -42,7 +43,7 @@ func (s *handshakeStack) push(m handshake) (lost handshake, dropped bool) {
 	return lost, dropped
 }
 
-// pop takes the newest message, if there is one.
+// pop returns the newest message, if there is one.
 func (s *handshakeStack) pop() (m handshake, ok bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -34,7 +34,7 @@ type identity struct {
 
 	public  atomic.Pointer[device.NoisePublicKey]
 	private atomic.Pointer[device.NoisePrivateKey]
-	checker atomic.Pointer[device.CookieChecker] // knows messages that were made for our public key
+	checker atomic.Pointer[device.CookieChecker] // recognises messages made for our public key
 }
 
 // identities are the current one and the next one; nil: no rotation is in progress.
@@ -57,7 +57,7 @@ func (id *identity) setPublic(key device.NoisePublicKey) {
 	id.checker.Store(checker)
 }
 
-// setPrivate changes the key; all sessions end. With t.mu.
+// setPrivate changes the key, which ends all sessions. The caller holds t.mu.
 func (id *identity) setPrivate(private, public [32]byte) error {
 	if err := id.dev.SetPrivateKey(private); err != nil {
 		return fmt.Errorf("private key: %w", err)
@@ -86,7 +86,7 @@ func (i *identities) all() []*identity {
 	return []*identity{i.current, i.next}
 }
 
-// lookup finds what a receiver index stands for, see the function of that name.
+// lookup returns the keypair and the peer of a receiver index, see the function of that name.
 func (t *Tunnel) lookup(index uint32) (*device.Peer, *device.Keypair) {
 	ids := t.ids.Load()
 	dev, k := lookup(ids.current.dev, index)
@@ -98,8 +98,8 @@ func (t *Tunnel) lookup(index uint32) (*device.Peer, *device.Keypair) {
 	return dev, k
 }
 
-// identityOf is the identity that a handshake message is for. One that is for none goes to the current one, which
-// refuses it.
+// identityOf returns the identity for which a handshake message was made. If there is none, it
+// returns the current identity, which refuses the message.
 func (t *Tunnel) identityOf(m []byte) *identity {
 	ids := t.ids.Load()
 	if ids.next == nil {
@@ -115,7 +115,7 @@ func (t *Tunnel) identityOf(m []byte) *identity {
 	return ids.current
 }
 
-// peerOf is whom a handshake message of a device's is for, nil when that is not known.
+// peerOf returns the peer for which a device made a handshake message; nil: unknown.
 func (t *Tunnel) peerOf(m []byte) *peer {
 	for _, id := range t.ids.Load().all() {
 		if p := id.bind.peerOf(m); p != nil {
@@ -128,9 +128,9 @@ func (t *Tunnel) peerOf(m []byte) *peer {
 // SetPrivateKey is SetKeys without a next key.
 func (t *Tunnel) SetPrivateKey(private [32]byte) error { return t.SetKeys(private, [32]byte{}) }
 
-// SetKeys changes our keys. The tunnel answers to both; the zero key for next says that there is none. When next
-// becomes current, its sessions stay and those of the former key end. Any other current key ends all sessions. The
-// same keys change nothing.
+// SetKeys changes our keys. The tunnel answers to both. The zero value of next means no next key.
+// When next becomes the current key, its sessions stay and those of the former key end. Any other
+// new current key ends all sessions. Calling SetKeys again with the same keys changes nothing.
 func (t *Tunnel) SetKeys(private, next [32]byte) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -140,7 +140,7 @@ func (t *Tunnel) SetKeys(private, next [32]byte) error {
 	return t.setKeys(private, next)
 }
 
-// NextKey is the next private key, to which the tunnel answers; zero: there is none.
+// NextKey returns the next private key, to which the tunnel answers, too; zero: none.
 func (t *Tunnel) NextKey() [32]byte {
 	if next := t.ids.Load().next; next != nil {
 		return *next.private.Load()
@@ -171,21 +171,21 @@ func (t *Tunnel) setKeys(private, next [32]byte) error {
 	return t.prepare(next)
 }
 
-// replace gives the current identity another key. With t.mu.
+// replace gives the current identity another key. The caller holds t.mu.
 func (t *Tunnel) replace(private [32]byte) error {
 	public, err := curve25519.X25519(private[:], curve25519.Basepoint)
 	if err != nil {
 		return fmt.Errorf("private key: %w", err)
 	}
 	t.withdraw()
-	// The device would remove a peer with our own key, but not tell, and wait for its timers with
-	// its key locked, which they may wait for.
+	// The device silently removes a peer that has our own key. It then waits for the peer's timers
+	// while it holds its key's lock, for which those timers may wait.
 	own := t.current()
 	t.keep(func(p *peer) bool { return !p.retired.Load() && p.key != device.NoisePublicKey(public) })
 	return own.setPrivate(private, [32]byte(public))
 }
 
-// prepare adds the next identity, with all peers. With t.mu.
+// prepare adds the next identity, with all peers. The caller holds t.mu.
 func (t *Tunnel) prepare(private [32]byte) error {
 	public, err := curve25519.X25519(private[:], curve25519.Basepoint)
 	if err != nil {
@@ -226,7 +226,8 @@ func (t *Tunnel) prepare(private [32]byte) error {
 	return nil
 }
 
-// newTwin makes the peer of the next identity that is the same as one of the current identity. With t.mu.
+// newTwin makes the peer of the next identity that corresponds to one of the current identity. The
+// caller holds t.mu.
 func newTwin(id *identity, p *peer) (*peer, error) {
 	if p.key == *id.public.Load() {
 		return nil, errors.New("its public key is our next one")
@@ -244,7 +245,7 @@ func newTwin(id *identity, p *peer) (*peer, error) {
 	return q, nil
 }
 
-// withdraw ends the next identity. With t.mu.
+// withdraw ends the next identity. The caller holds t.mu.
 func (t *Tunnel) withdraw() {
 	ids := t.ids.Load()
 	if ids.next == nil {
@@ -255,7 +256,7 @@ func (t *Tunnel) withdraw() {
 	ids.next.dev.Close()
 }
 
-// promote makes the next identity the current one, and ends that. With t.mu.
+// promote makes the next identity the current one, and ends the former one. The caller holds t.mu.
 func (t *Tunnel) promote() {
 	ids := t.ids.Load()
 	old := t.peers.Load()
@@ -280,7 +281,7 @@ func (t *Tunnel) promote() {
 	t.lookSoon()
 }
 
-// keep removes the peers for which may returns false from the table. With t.mu.
+// keep removes from the table the peers for which may returns false. The caller holds t.mu.
 func (t *Tunnel) keep(may func(p *peer) bool) {
 	table := t.peers.Load().clone()
 	for dev, p := range table.byDevice {
@@ -297,7 +298,7 @@ func (t *Tunnel) keep(may func(p *peer) bool) {
 	t.publish(table)
 }
 
-// clone is a copy that may be modified, but for the slices in also.
+// clone returns a copy that may be modified, except for the slices in also.
 func (t *peerTable) clone() *peerTable {
 	return &peerTable{byState: maps.Clone(t.byState), also: maps.Clone(t.also), byDevice: maps.Clone(t.byDevice),
 		at: maps.Clone(t.at), byAddr: t.byAddr}
@@ -311,7 +312,7 @@ func (t *peerTable) without(p *peer) {
 	}
 }
 
-// living returns the peers of a state that may make handshakes. The caller owns the slice.
+// living returns the peers of a state that may begin handshakes. The caller owns the slice.
 func (t *peerTable) living(state *natengine.PeerState) []*peer {
 	p := t.byState[state]
 	if p == nil {
@@ -326,7 +327,8 @@ func (t *peerTable) living(state *natengine.PeerState) []*peer {
 	return all
 }
 
-// newest returns the session that encrypts for a peer, and the peer of the table that has it; nil: there is none.
+// newest returns the session that encrypts for a peer, and the table's peer with that session; nil:
+// none.
 func (t *peerTable) newest(p *peer, now time.Time) (*peer, *device.Keypair) {
 	k := p.sending(now)
 	if len(t.also) == 0 {
@@ -349,20 +351,21 @@ func (t *peerTable) newest(p *peer, now time.Time) (*peer, *device.Keypair) {
 }
 
 const (
-	// retiredGrace is how long the sessions with a peer's former key stay after the first session with the new key: as long
-	// as packets may be under way.
+	// retiredGrace is how long sessions with a peer's former key outlive the first session with its
+	// new key: as long as packets may be on their way.
 	retiredGrace = 10 * time.Second
-	// retiredMost is how long they stay without such a session: three handshakes. Longer would hide a wrong key, and keep a
-	// thief's session open.
+	// retiredMost is how long they live without such a session: the time of three handshakes. A
+	// longer time would hide a wrong key, and keep the session of somebody who stole the key.
 	retiredMost = 15 * time.Second
 	// maxRetired is how many peers with former keys a peer may have: two for each identity.
 	maxRetired = 4
-	// retiredLook is the interval of checks for sessions to end.
+	// retiredLook is the interval at which retired peers are checked.
 	retiredLook = time.Second
 )
 
-// retire keeps the sessions of a peer whose key was replaced, but lets it begin no new ones, because somebody may have stolen
-// the former key. It returns false if there is no session to keep. With t.mu.
+// retire keeps the sessions of a peer whose key was replaced, but lets it begin no new ones,
+// because somebody may have stolen the former key. It returns false if there is no session to keep.
+// The caller holds t.mu.
 func (p *peer) retire() bool {
 	k := peerKeypairs.of(p.dev)
 	if k.Current() == nil && keypairsNext.of(k).Load() == nil {
@@ -370,7 +373,7 @@ func (p *peer) retire() bool {
 	}
 	mu := peerHandshakeMu.of(p.dev)
 	mu.Lock()
-	clear(peerStatic.of(p.dev)[:]) // the device begins and answers no handshake without it
+	clear(peerStatic.of(p.dev)[:]) // without it the device neither begins nor answers handshakes
 	mu.Unlock()
 	(*peerRetransmit.of(p.dev)).Del()
 	p.retiredAt = time.Now()
@@ -378,13 +381,14 @@ func (p *peer) retire() bool {
 	return true
 }
 
-// retireFor takes the peers with a former key of want into the table, and begins handshakes with the new one. With t.mu.
+// retireFor adds the peers that have former keys of want to the table, and begins handshakes with
+// the new key. The caller holds t.mu.
 func (t *Tunnel) retireFor(table, old *peerTable, fresh *peer) {
 	was := old.byState[fresh.state]
 	if was == nil || was.key == fresh.key {
 		return
 	}
-	// The former key has shown the peer's address.
+	// The peer with the former key knows the current address.
 	if e := endpointOf(was.dev); e != nil {
 		fresh.dev.SetEndpointFromPacket(e)
 		if at, ok := t.places[was.key]; ok {
@@ -403,7 +407,7 @@ func (t *Tunnel) retireFor(table, old *peerTable, fresh *peer) {
 	}
 }
 
-// limitRetired removes the oldest of too many retired peers from a table. With t.mu.
+// limitRetired removes the oldest of too many retired peers from a table. The caller holds t.mu.
 func (t *peerTable) limitRetired(state *natengine.PeerState) {
 	retired := 0
 	for _, p := range slices.Backward(t.also[state]) {
@@ -417,7 +421,7 @@ func (t *peerTable) limitRetired(state *natengine.PeerState) {
 	}
 }
 
-// sweepRetired removes retired peers when they are not needed any more.
+// sweepRetired removes retired peers that are not needed any more.
 func (t *Tunnel) sweepRetired() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -462,7 +466,8 @@ func (t *Tunnel) sweepRetired() {
 	}
 }
 
-// follow tells the device where the peer is, if another of its peers knows better.
+// follow gives the device the peer's address, if another device peer of the same peer has a newer
+// session.
 func (p *peer) follow(table *peerTable) {
 	if len(table.also) == 0 {
 		return
@@ -474,17 +479,17 @@ func (p *peer) follow(table *peerTable) {
 	}
 }
 
-// wanted are the keys that set was given.
+// wanted returns the keys of the last set.
 func (s *preshared) wanted() PresharedKeys {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.keys
 }
 
-// key is the public key.
+// key returns the public key.
 func (id *identity) key() [32]byte { return *id.public.Load() }
 
-// latest is the one of the peers of p with the newest session.
+// latest returns p or the other device peer of the same peer that has the newest session.
 func (t *peerTable) latest(p *peer, now time.Time) *peer {
 	if len(t.also) == 0 {
 		return p
@@ -497,6 +502,7 @@ func (t *peerTable) latest(p *peer, now time.Time) *peer {
 	return p
 }
 
-// octetsReceived and octetsSent are what was counted for a peer, and for those that it has replaced.
+// octetsReceived and octetsSent return the octets of a peer, including those of the peers that it
+// replaced.
 func (p *peer) octetsReceived() uint64 { return p.received0.Load() + peerReceived.of(p.dev).Load() }
 func (p *peer) octetsSent() uint64     { return p.sent0.Load() + peerSent.of(p.dev).Load() }

@@ -37,20 +37,20 @@ type inbound struct {
 	backlog backlog
 	taken   []*slab // slabs of the backlog messages being decrypted
 
-	source struct { // of the last message
+	source struct { // source of the last message
 		from  conn.Endpoint
 		judge *func(netip.Addr) bool
 		may   bool
 	}
-	sender struct { // of the last queued message
-		session bool // some session has the index; otherwise the rest is unset
+	sender struct { // sender of the last queued message
+		session bool // some session has the index; otherwise the other fields are unset
 		index   uint32
 		from    conn.Endpoint
 		peer    *peer
 	}
 }
 
-// run is data messages that came one behind the other under one index.
+// run is a sequence of data messages with one receiver index.
 type run struct {
 	index    uint32
 	messages []message
@@ -58,7 +58,7 @@ type run struct {
 	packets  [][]byte
 }
 
-// message is a data message, which becomes the packet in it.
+// message is a data message, and after decryption the packet in it.
 type message struct {
 	b       []byte // nil: refused
 	counter uint64
@@ -70,7 +70,7 @@ func newInbound(t *Tunnel) *inbound {
 	return &inbound{t: t, tap: shown, write: newWriter(t, shown)}
 }
 
-// receiveAll handles what next receives until the socket is closed.
+// receiveAll handles the datagrams of next until the socket is closed.
 func (in *inbound) receiveAll(next func(b *bind.Batch, wait bool) error) {
 	for {
 		if err := in.drain(next); errors.Is(err, net.ErrClosed) {
@@ -147,7 +147,7 @@ func (in *inbound) room() *slab {
 	return in.slab
 }
 
-// release records that messages of slabs are done.
+// release records that messages of slabs are no longer used.
 func (in *inbound) release() {
 	for i, s := range in.taken {
 		if s.waiting--; s.waiting == 0 && s != in.slab {
@@ -157,7 +157,7 @@ func (in *inbound) release() {
 		in.taken[i] = nil
 	}
 	in.taken = in.taken[:0]
-	if in.backlog.empty() && len(in.free) > keptSlabs { // the flood is over
+	if in.backlog.empty() && len(in.free) > keptSlabs { // the flood has ended
 		in.slabs -= len(in.free) - keptSlabs
 		clear(in.free[keptSlabs:])
 		in.free = in.free[:keptSlabs]
@@ -165,10 +165,11 @@ func (in *inbound) release() {
 	}
 }
 
-// wait puts a data message into the queue of its peer.
+// wait queues a data message for its peer.
 func (in *inbound) wait(m []byte, from conn.Endpoint, s *slab) {
 	p, session := in.senderOf(m, from)
-	if !session { // nobody can ever open it: it takes no place from a peer that has just moved
+	// no session can open it: it must not displace a message of a peer that has just moved
+	if !session {
 		in.refuse(nil, m, from, natengine.DropTunnelSession)
 		in.t.strange(from, in.now)
 		return
@@ -203,7 +204,7 @@ func (in *inbound) senderOf(m []byte, from conn.Endpoint) (p *peer, session bool
 	return p, session
 }
 
-// samePlace reports whether two endpoints are one remote address and port.
+// samePlace reports whether two endpoints have the same remote address and port.
 func samePlace(a, b conn.Endpoint) bool {
 	if a == b {
 		return true
@@ -227,14 +228,14 @@ func (in *inbound) work() {
 	in.release()
 }
 
-// accept handles one message of a batch. The caller calls open after the last one.
+// accept handles one message of a batch. After the last one, the caller calls open.
 func (in *inbound) accept(m []byte, from conn.Endpoint) {
 	if in.sort(m, from) {
 		in.add(m, from)
 	}
 }
 
-// add puts a data message into the run at hand.
+// add appends a data message to the run at hand.
 func (in *inbound) add(m []byte, from conn.Endpoint) {
 	if index := binary.LittleEndian.Uint32(m[4:]); index != in.run.index {
 		in.open()
@@ -243,7 +244,8 @@ func (in *inbound) add(m []byte, from conn.Endpoint) {
 	in.run.messages = append(in.run.messages, message{b: m, counter: binary.LittleEndian.Uint64(m[8:]), from: from})
 }
 
-// sort reports whether a message is data. It queues handshakes for the device and refuses everything else.
+// sort reports whether a message is data. It queues handshakes for the device and refuses all other
+// messages.
 func (in *inbound) sort(m []byte, from conn.Endpoint) bool {
 	if !in.mayCome(from) {
 		in.refuse(nil, m, from, natengine.DropTunnelSource)
@@ -269,7 +271,8 @@ func (in *inbound) sort(m []byte, from conn.Endpoint) bool {
 	return false
 }
 
-// mayCome says whether messages may come from there. Those of one source are mostly together.
+// mayCome reports whether messages may come from an endpoint. It remembers the last one, because
+// consecutive messages mostly have the same source.
 func (in *inbound) mayCome(from conn.Endpoint) bool {
 	f := in.t.mayCome.Load()
 	if f == nil {
@@ -281,7 +284,7 @@ func (in *inbound) mayCome(from conn.Endpoint) bool {
 	return in.source.may
 }
 
-// open opens the run at hand, in the place of the messages, and writes its packets.
+// open decrypts the run at hand in place, and writes its packets.
 func (in *inbound) open() {
 	r := &in.run
 	if len(r.messages) == 0 {
@@ -300,7 +303,7 @@ func (in *inbound) open() {
 	r.messages, r.octets = r.messages[:0], 0
 }
 
-// openFor opens the run at hand under the keypair of a peer.
+// openFor decrypts the run at hand with the keypair of a peer.
 func (in *inbound) openFor(p *peer, k *device.Keypair) {
 	r := &in.run
 	aead := *keypairReceive.of(k)
@@ -319,7 +322,7 @@ func (in *inbound) openFor(p *peer, k *device.Keypair) {
 	if from == nil {
 		return
 	}
-	p.sit(k, from) // first, see send
+	p.sit(k, from) // before anything is sent, see send
 	p.dev.SetEndpointFromPacket(from)
 	in.t.heard.note(p, from, in.now)
 	peerReceived.of(p.dev).Add(uint64(r.octets))
@@ -343,15 +346,16 @@ func (in *inbound) openFor(p *peer, k *device.Keypair) {
 		r.packets = append(r.packets, m.b[headerLen:headerLen+size])
 	}
 	if len(r.packets) > 0 {
-		_ = in.write.packets(p, r.packets) // drops are counted there; the end of the link ends the outbound goroutine
+		// packets counts its drops; the outbound goroutine notices the end of the link
+		_ = in.write.packets(p, r.packets)
 		clear(r.packets)
 		r.packets = r.packets[:0]
 	}
 }
 
-// first refuses what was received before. It says where the last message came from that was not,
-// nil for none, and whether one of them was more than a keepalive. Only opened messages come here,
-// so forged ones move no window.
+// first refuses replayed messages. It returns the endpoint of the last message that it did not
+// refuse, nil for none, and whether any of those messages was more than a keepalive. It gets opened
+// messages only, so forged ones move no window.
 func (in *inbound) first(p *peer, k *device.Keypair) (from conn.Endpoint, data bool) {
 	r := &in.run
 	window := keypairWindow.of(k)
@@ -373,7 +377,7 @@ func (in *inbound) first(p *peer, k *device.Keypair) (from conn.Endpoint, data b
 	return from, data
 }
 
-// refuse counts a message, or what was in it.
+// refuse counts a refused message, or the packet in it.
 func (in *inbound) refuse(peer *natengine.PeerState, m []byte, from conn.Endpoint, why natengine.Drop) {
 	in.t.engine.Count(peer, natengine.Inbound, why)
 	if in.tap.on() && !in.tap.to.Narrow() {
@@ -381,8 +385,8 @@ func (in *inbound) refuse(peer *natengine.PeerState, m []byte, from conn.Endpoin
 	}
 }
 
-// show shows a message that was opened, and the packet in it. The message's tag is gone, but not its
-// header.
+// show shows an opened message and its packet to a capture. The message still has its header, but
+// not its tag.
 func (in *inbound) show(peer *natengine.PeerState, m *message, size int) {
 	p := m.b[headerLen : headerLen+size]
 	if headers, wanted := in.tap.wantsInner(peer, p, false, time.Duration(in.t.at(in.now))); wanted {
@@ -397,8 +401,8 @@ func (in *inbound) showKeepalive(peer *natengine.PeerState, m *message) {
 	}
 }
 
-// packetLen is the length that an IP packet says it has, without WireGuard's padding; negative when
-// it cannot be.
+// packetLen returns the length in the header of an IP packet, which excludes WireGuard's padding;
+// negative if it is invalid.
 func packetLen(p []byte) int {
 	size := -1
 	switch {

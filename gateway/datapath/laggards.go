@@ -24,7 +24,7 @@ const (
 	laggardPause = time.Second
 )
 
-// lookForLaggards begins handshakes with the next key, and comes back until the rotation ends.
+// lookForLaggards begins handshakes with the next key, and runs again until the rotation ends.
 func (t *Tunnel) lookForLaggards() {
 	t.mu.Lock()
 	next := t.ids.Load().next
@@ -41,11 +41,12 @@ func (t *Tunnel) lookForLaggards() {
 	}
 }
 
-// laggards returns peers of the next identity that have no session while those of the current one are silent. With t.mu.
+// laggards returns peers of the next identity that have no session and whose current session is
+// silent. The caller holds t.mu.
 func (t *peerTable) laggards(next *identity, now time.Time) (all []*peer) {
 	for state, others := range t.also {
 		p := t.byState[state]
-		if p == nil { // it has our next key itself
+		if p == nil { // its own public key is our next key
 			continue
 		}
 		since := p.unanswered.Load()

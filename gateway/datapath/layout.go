@@ -15,10 +15,10 @@ import (
 	"golang.zx2c4.com/wireguard/replay"
 )
 
-// This file is all that the package knows of wireguard-go beyond what that exports: the keys of a
-// session, and what the device remembers of a peer and of a handshake with it. TestTheReviewedVersionIsTheOneOfTheModule fails
-// when go.mod names another version, and a process whose wireguard-go lacks a field, or has it with
-// another type, ends before main.
+// This file contains everything the package knows about unexported parts of wireguard-go: the keys
+// of a session, and the device's record of a peer and of a handshake.
+// TestTheReviewedVersionIsTheOneOfTheModule fails when go.mod names another version. If a field is
+// missing or has another type, the process ends before main.
 
 // wireguardVersion is the version of golang.zx2c4.com/wireguard whose device package was read for
 // this file. An update of the module needs a person who reads what changed in
@@ -26,11 +26,11 @@ import (
 // package and then changes this constant.
 const wireguardVersion = "v0.0.0-20260522210424-ecfc5a8d5446"
 
-// A field is an unexported field of type F in a struct S.
+// A field is the path to an unexported field of type F in a struct S.
 type field[S, F any] struct{ offset uintptr }
 
-// fieldOf finds a field by its names from the outside in. It panics when there is none of that name
-// and type.
+// fieldOf finds a field by its names, outermost first. It panics if there is none with these names
+// and this type.
 func fieldOf[S, F any](names ...string) field[S, F] {
 	in, offset := reflect.TypeFor[S](), uintptr(0)
 	for _, name := range names {
@@ -49,12 +49,12 @@ func fieldOf[S, F any](names ...string) field[S, F] {
 	return field[S, F]{offset}
 }
 
-// of is the field of s.
+// of returns a pointer to the field in s.
 func (f field[S, F]) of(s *S) *F { return (*F)(unsafe.Add(unsafe.Pointer(s), f.offset)) }
 
-// The fields of a Keypair do not change once it can be found, but for two: nonces are drawn from an
-// atomic counter that the device shares, so that a nonce drawn by either is never drawn again; the
-// replay window is the package's alone, because the device never sees a data message.
+// The fields of a Keypair do not change once lookup can find it, with two exceptions. Nonces come
+// from an atomic counter that the device shares, so no nonce is used twice. The replay window
+// belongs to this package alone, because the device never sees a data message.
 var (
 	deviceIndexTable = fieldOf[device.Device, device.IndexTable]("indexTable")
 	entryPeer        = fieldOf[device.IndexTableEntry, *device.Peer]("peer")
@@ -120,14 +120,15 @@ var refusals = [...]string{
 	"Received invalid response message from %s",
 }
 
-// lookup finds what a receiver index stands for: the keypair is nil for an index that nobody has
-// and for that of a handshake under way. It takes the read lock of the device's index table.
+// lookup returns the keypair and the peer of a receiver index. The keypair is nil if nobody has the
+// index, or if it belongs to a handshake in progress. lookup takes the read lock of the device's
+// index table.
 func lookup(d *device.Device, index uint32) (*device.Peer, *device.Keypair) {
 	entry := deviceIndexTable.of(d).Lookup(index)
 	return *entryPeer.of(&entry), *entryKeypair.of(&entry)
 }
 
-// endpointOf is where the device sends messages for a peer, nil when it does not know.
+// endpointOf returns the endpoint to which the device sends messages for a peer; nil: unknown.
 func endpointOf(p *device.Peer) conn.Endpoint {
 	mu := peerEndpointMu.of(p)
 	mu.Lock()

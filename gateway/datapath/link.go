@@ -16,13 +16,13 @@ type Link interface {
 	// no packet is there. With wait it blocks until there is a packet, until Wake (ErrWoken) or
 	// until Close (os.ErrClosed). Any other error is the end of the link.
 	Read(p []byte, wait bool) (int, error)
-	// Wake makes the Read that is blocked, or else the next one that would wait, return ErrWoken.
-	// Several calls before that count as one. What the caller published before Wake, the reader
-	// sees after ErrWoken.
+	// Wake makes the blocked Read, or else the next Read that would block, return ErrWoken. Several
+	// calls before that count as one. Everything published before Wake is visible to the reader
+	// after ErrWoken.
 	Wake()
 	// Write sends one packet made of the concatenation of bufs, the first of which starts with the
 	// virtio header. It does not keep bufs. An error means that this packet was lost; os.ErrClosed
-	// that all later ones will be too.
+	// means that all later ones will be lost, too.
 	Write(bufs [][]byte) error
 	// Name is the interface name.
 	Name() string
@@ -33,8 +33,8 @@ type Link interface {
 }
 
 var (
-	// ErrAgain says that a Read without wait found no packet.
+	// ErrAgain means that a Read without wait found no packet.
 	ErrAgain = errors.New("no packet")
-	// ErrWoken says that Wake ended a waiting Read.
+	// ErrWoken means that Wake ended a waiting Read.
 	ErrWoken = errors.New("woken")
 )

@@ -35,13 +35,14 @@ const (
 type Local struct {
 	stack   *stack.Stack
 	link    *localLink
-	addrs   [2]netip.Addr // IPv4, IPv6; zero: none
+	addrs   [2]netip.Addr // IPv4, IPv6; zero: no address
 	port    atomic.Pointer[Port]
 	streams atomic.Pointer[Streams]
 	out     turns // whole packets of the port, by destination
 	closed  atomic.Bool
 
-	delivering sync.Mutex // held by deliver, so that what the stack refuses meanwhile is its packet
+	// deliver holds it, so that it can attribute the stack's refusals to its packet
+	delivering sync.Mutex
 }
 
 // NewLocal makes an endpoint with an IPv4 address (Liqo's 169.254.0.1), an IPv6 address, or both;
@@ -58,8 +59,8 @@ func NewLocal(addr4, addr6 netip.Addr, mtu int) (*Local, error) {
 		link:  newLocalLink(uint32(mtu)),
 		addrs: [2]netip.Addr{addr4, addr6},
 	}
-	// The stack has one limit for all peers, which one peer could use up. Each peer has its own limit
-	// instead, see peer.others.
+	// The stack has one limit for all peers, which a single peer could exhaust. Instead each peer
+	// has its own limit, see peer.others.
 	l.stack.SetICMPLimit(rate.Inf)
 	if err := configure(l.stack, l.link, l.addrs); err != nil {
 		l.Close()
@@ -68,7 +69,7 @@ func NewLocal(addr4, addr6 netip.Addr, mtu int) (*Local, error) {
 	return l, nil
 }
 
-// configure gives a stack the addresses, IPv4 and IPv6, and routes everything to its link.
+// configure gives a stack its IPv4 and IPv6 address, and routes everything to its link.
 func configure(s *stack.Stack, link *localLink, addrs [2]netip.Addr) error {
 	if err := s.CreateNIC(localNIC, link); err != nil {
 		return fmt.Errorf("interface: %s", err)
@@ -95,7 +96,7 @@ func configure(s *stack.Stack, link *localLink, addrs [2]netip.Addr) error {
 	return nil
 }
 
-// udp builds a whole packet of the endpoint.
+// udp builds a whole packet that the endpoint sends.
 func (l *Local) udp(payload []byte, from uint16, to netip.AddrPort) ([]byte, error) {
 	headers, src := header.IPv4MinimumSize, l.addrs[0]
 	if to.Addr().Is6() {
@@ -121,7 +122,7 @@ func (l *Local) udp(payload []byte, from uint16, to netip.AddrPort) ([]byte, err
 	copy(u.Payload(), payload)
 	sum := header.PseudoHeaderChecksum(udp.ProtocolNumber, ours, theirs, uint16(size))
 	if sum = ^u.CalculateChecksum(checksum.Checksum(payload, sum)); sum == 0 {
-		sum = 0xffff // zero would say that there is none
+		sum = 0xffff // zero would mean that there is no checksum
 	}
 	u.SetChecksum(sum)
 	return b, nil
@@ -151,7 +152,7 @@ func (l *Local) Close() {
 	l.link.Endpoint.Close()
 }
 
-// attach sets the functions to call when a queue has got a packet, and when it had no room for one.
+// attach sets the functions to call after a queue gets a packet, and after one overflows.
 func (l *Local) attach(wake, overflow func()) {
 	l.link.overflow.Store(&overflow)
 	l.link.wake.Store(&wake)
@@ -161,7 +162,7 @@ func (l *Local) attach(wake, overflow func()) {
 // the size to pad it to, 0 for no padding. Packets of the port go first: they are few, and they decide
 // whether peers count as connected.
 func (l *Local) next(p []byte) (n, size int) {
-	if d, ok := l.out.pop(); ok { // one load, as below: this is asked once per batch
+	if d, ok := l.out.pop(); ok { // one atomic load, as below, because this runs once per batch
 		return copy(p, d.b), d.size
 	}
 	if n := l.link.next(p); n > 0 {
@@ -173,7 +174,7 @@ func (l *Local) next(p []byte) (n, size int) {
 	return 0, 0
 }
 
-// hasPadded says whether the next packet is to be padded.
+// hasPadded reports whether the next packet has to be padded.
 func (l *Local) hasPadded() bool { return l.out.peek().size > 0 }
 
 // deliver passes one whole packet to the stack, which copies it, and reports whether the stack took it. Answers
@@ -194,7 +195,8 @@ func (l *Local) deliver(from *peer, b []byte) bool {
 	return l.refused() == before
 }
 
-// refused is how many packets the stack has refused: malformed IP options, ICMP messages that are too short.
+// refused returns the number of packets that the stack has refused: malformed IP options, ICMP
+// messages that are too short.
 func (l *Local) refused() uint64 {
 	s := l.stack.Stats()
 	return s.IP.MalformedPacketsReceived.Value() + s.ICMP.V4.PacketsReceived.Invalid.Value() + s.ICMP.V6.PacketsReceived.Invalid.Value()
@@ -221,7 +223,7 @@ func (l *localLink) next(p []byte) int {
 	return copy(p, d.b)
 }
 
-// WritePackets queues what has room and counts the rest.
+// WritePackets queues the packets that fit and counts the others.
 func (l *localLink) WritePackets(pkts stack.PacketBufferList) (int, tcpip.Error) {
 	queued := 0
 	for _, pkt := range pkts.AsSlice() {
@@ -240,7 +242,7 @@ func (l *localLink) WritePackets(pkts stack.PacketBufferList) (int, tcpip.Error)
 	return queued, nil
 }
 
-// destination is that of a packet of the stack.
+// destination returns the destination of a packet of the stack.
 func destination(b []byte) netip.Addr {
 	if b[0]>>4 == 4 {
 		return netip.AddrFrom4([4]byte(b[16:20]))
@@ -248,7 +250,7 @@ func destination(b []byte) netip.Addr {
 	return netip.AddrFrom16([16]byte(b[24:40]))
 }
 
-// called calls what is set, if anything is.
+// called calls f, unless it is nil.
 func (l *localLink) called(f *atomic.Pointer[func()]) {
 	if f := f.Load(); f != nil {
 		(*f)()

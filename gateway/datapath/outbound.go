@@ -27,9 +27,9 @@ type outbound struct {
 	scratch   []byte // a packet of the link, virtio header first
 	header    packet.VirtioHeader
 	view      packet.View
-	segmenter packet.Segmenter     // segments of the last superpacket that did not fit the batch; uses scratch
-	released  [][]byte             // fragments that did not fit the batch, owned
-	peer      *natengine.PeerState // of the current packet, and of the segments that did not fit
+	segmenter packet.Segmenter     // segments of the last superpacket that exceeded the batch; uses scratch
+	released  [][]byte             // fragments that exceeded the batch, owned
+	peer      *natengine.PeerState // of the current packet, and of the remaining segments
 	padTo     int                  // size that the current packet is padded to, 0: none
 	big       tooBig
 	traffic   traffic
@@ -65,12 +65,13 @@ func (o *outbound) run() {
 
 // A sink gets the packets of a batch, one after the other.
 type sink interface {
-	// take takes one whole packet, with complete checksums and no larger than the MTU of its peer. Padding
-	// may follow it, up to most octets together. The sink may change the octets until take returns. more
-	// reports whether there is room for another packet.
+	// take takes one whole packet, with complete checksums and no larger than the MTU of its peer.
+	// The slice may have a capacity for padding, up to most octets in total. The sink may change
+	// the octets until take returns. more reports whether there is room for another packet.
 	take(peer *natengine.PeerState, p []byte) (more bool)
 
-	// most is the largest packet that the sink takes now, in octets. It may grow while the batch is empty.
+	// most returns the size in octets of the largest packet that the sink accepts now. It may grow
+	// while the batch is empty.
 	most() int
 }
 
@@ -78,7 +79,7 @@ type sink interface {
 // superpacket with more segments continues in the next batch.
 type batch struct {
 	to    sink
-	n     int // packets taken
+	n     int // number of packets
 	full  bool
 	timed bool // the clock was read for this batch
 }
@@ -88,8 +89,8 @@ func (b *batch) give(peer *natengine.PeerState, p []byte) {
 	b.full = !b.to.take(peer, p)
 }
 
-// read fills a batch. It waits for the first packet only, and returns without one when it is woken
-// for packets that wait for a session. The only error is the end of the link, os.ErrClosed after
+// read fills a batch. It waits only for the first packet. It returns an empty batch when packets
+// that wait for a session need attention. The only error is the end of the link, os.ErrClosed after
 // Close.
 func (o *outbound) read(b *batch) error {
 	o.tap.begin()
@@ -121,7 +122,7 @@ func (o *outbound) read(b *batch) error {
 		}
 		if d := o.t.diverted.Load(); d != nil {
 			if d.f(o.scratch[:n]); b.n > 0 {
-				break // what is in the batch does not wait until the link has no more
+				break // packets of the batch must not wait for more from the link
 			}
 			continue
 		}
@@ -131,7 +132,7 @@ func (o *outbound) read(b *batch) error {
 	return err
 }
 
-// readKept passes on the packets for which the previous batch had no room.
+// readKept passes on the packets that exceeded the previous batch.
 func (o *outbound) readKept(b *batch) {
 	for o.segmenter.Remaining() > 0 && !b.full {
 		b.give(o.peer, o.segmenter.Next())
@@ -141,7 +142,7 @@ func (o *outbound) readKept(b *batch) {
 	}
 }
 
-// readReleased hands on fragments that the engine had held, or that were made here.
+// readReleased hands on fragments that the engine had held, or that this goroutine made.
 func (o *outbound) readReleased(b *batch) {
 	i := 0
 	for ; i < len(o.released) && !b.full; i++ {
@@ -152,14 +153,14 @@ func (o *outbound) readReleased(b *batch) {
 	o.released = o.released[:rest]
 }
 
-// readLocal hands on packets of the in-process endpoint. When it leaves some in the queue, the
-// batch is not empty, so that Read will not wait. A padded packet has a batch of its own: as a segment of
-// a UDP superpacket it would pass virtual links that drop its size.
+// readLocal hands on packets of the in-process endpoint. If some remain queued, the batch is not
+// empty, so Read will not wait. A padded packet gets a batch of its own: as a segment of a UDP
+// superpacket it would pass virtual links that drop packets of its size.
 func (o *outbound) readLocal(b *batch) {
 	if o.t.local == nil {
 		return
 	}
-	// While scratch belongs to a superpacket that goes on, the batch is full.
+	// While scratch still holds segments of a superpacket, the batch is full.
 	for first := b.n; !b.full && b.n-first < localBurst; {
 		if b.n > 0 && o.t.local.hasPadded() {
 			b.full = true
@@ -199,7 +200,7 @@ func (o *outbound) outbound(b *batch, p []byte) {
 	o.translate(b, gsoSize, false)
 }
 
-// discard counts a packet that does not come as far as the engine.
+// discard counts a packet that does not reach the engine.
 func (o *outbound) discard(p []byte, why natengine.Drop) {
 	o.t.engine.Count(nil, natengine.Outbound, why)
 	if o.tap.on() {
@@ -219,9 +220,9 @@ func (o *outbound) parse(p []byte) (gsoSize int, drop natengine.Drop) {
 	return gsoSize, natengine.DropNone
 }
 
-// translate gives the parsed packet to the engine and does what it says. local says that the packet
-// is the in-process endpoint's, which may talk to a peer that counts as down: its packets are how
-// the peer is found to be back.
+// translate passes the parsed packet to the engine and carries out the verdict. local marks a
+// packet of the in-process endpoint. It may go to a peer that counts as down, because it is how the
+// peer is found to be back.
 func (o *outbound) translate(b *batch, gsoSize int, local bool) {
 	if !b.timed {
 		o.now, b.timed = o.t.Now(), true
@@ -234,7 +235,7 @@ func (o *outbound) translate(b *batch, gsoSize int, local bool) {
 		o.show(v, gsoSize, local)
 	}
 	if v.Action != natengine.Forward {
-		return // discarded and counted by the engine, or held
+		return // the engine has counted the packet or holds it
 	}
 	if v.Peer.Down() && !local {
 		for range 1 + len(v.Released()) {
@@ -261,11 +262,11 @@ func (o *outbound) show(v natengine.Verdict, gsoSize int, local bool) {
 	o.tap.crossed(&o.view, v, drop, segments, nil, o.now)
 }
 
-// release hands on the fragments that the packet before them has set free.
+// release hands on the fragments that the engine released after the packet before them.
 func (o *outbound) release(b *batch, v natengine.Verdict) {
 	for _, p := range v.Released() {
 		if most := limit(b, v.Peer); len(p) > most {
-			if o.view.Parse(p, packet.ChecksumComplete) == nil { // it did when it came
+			if o.view.Parse(p, packet.ChecksumComplete) == nil { // it parsed on arrival
 				o.splitOrTell(&o.view, most, v.Peer)
 			}
 			continue
@@ -303,8 +304,8 @@ func (o *outbound) forward(b *batch, gsoSize int, peer *natengine.PeerState) {
 	o.readKept(b)
 }
 
-// padded is a packet with zeros behind it where it is to be padded: then it lies at the beginning of
-// scratch.
+// padded returns the packet, with zeros behind it if it has to be padded. Such a packet lies at the
+// beginning of scratch.
 func (o *outbound) padded(p []byte, most int) []byte {
 	if size := min(o.padTo, most); size > len(p) {
 		clear(o.scratch[len(p):size])

@@ -11,13 +11,13 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// peerTable is never modified after it was published.
+// peerTable is immutable once it is published.
 type peerTable struct {
 	byState  map[*natengine.PeerState]*peer   // of the current identity
-	also     map[*natengine.PeerState][]*peer // of the next one, and retired ones
-	byDevice map[*device.Peer]*peer           // all
-	at       map[*peer]netip.Addr             // where each is configured
-	byAddr   map[netip.Addr]*place            // what is there
+	also     map[*natengine.PeerState][]*peer // peers of the next identity, and retired ones
+	byDevice map[*device.Peer]*peer           // all peers
+	at       map[*peer]netip.Addr             // configured address of each peer
+	byAddr   map[netip.Addr]*place            // places by address
 }
 
 func newPeerTable(peers int) *peerTable {
@@ -29,9 +29,9 @@ func newPeerTable(peers int) *peerTable {
 	}
 }
 
-// A Peer is a peer of the engine, its public key, and where it is; the zero AddrPort leaves that as
-// it is, unless Refused says that nothing may be sent to where it was set to be: then nothing is
-// sent to the peer until it has sent something, wherever from.
+// A Peer is a peer of the engine, its public key, and its endpoint. The zero AddrPort keeps the
+// endpoint. With Refused, nothing may be sent to the endpoint that was set before: the tunnel sends
+// nothing to the peer until the peer has sent something, from any address.
 type Peer struct {
 	State    *natengine.PeerState
 	Key      [32]byte
@@ -40,14 +40,14 @@ type Peer struct {
 	// Gateway holds the two addresses of the peer's gateway inside the tunnel: the source of its messages,
 	// and the address at which it answers. The Port accepts messages only from these.
 	Gateway   [2]netip.Addr
-	Streams   bool // the peer's gateway may use the Streams, and we those of the peer
+	Streams   bool // this gateway and the peer's may use each other's Streams
 	Preshared PresharedKeys
 }
 
-// SetPeers replaces the peers. Call it after each change of the engine's: what a peer may send is
-// what the engine's rules say, so a range that moves from one to another does so in one step there.
-// A peer that stays keeps its sessions; where it is, is set when Endpoint is another than the last
-// time, since a peer may roam.
+// SetPeers replaces the peers. Call it after each change of the engine's rules, which decide what a
+// peer may send: a range that moves between two peers moves there in one step. A peer that stays
+// keeps its sessions. Its endpoint is set only if Endpoint has changed since the last call, because
+// the peer may have roamed.
 func (t *Tunnel) SetPeers(peers []Peer) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -57,8 +57,8 @@ func (t *Tunnel) SetPeers(peers []Peer) error {
 	return t.set(newPeerTable(len(peers)), peers)
 }
 
-// Change is SetPeers with all peers that there are, but for those that changed, new ones among them, and
-// those that are gone.
+// Change updates the peers as SetPeers does. It takes only the changed and new peers, and those to
+// remove.
 func (t *Tunnel) Change(changed []Peer, gone []*natengine.PeerState) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -94,7 +94,7 @@ func (t *Tunnel) Change(changed []Peer, gone []*natengine.PeerState) error {
 	return t.set(table, changed)
 }
 
-// set adds peers to a table, which is in force then. With t.mu.
+// set adds peers to a table, which then comes into force. The caller holds t.mu.
 func (t *Tunnel) set(table *peerTable, peers []Peer) error {
 	old, ids := t.peers.Load(), t.ids.Load()
 	var errs []error
@@ -135,7 +135,7 @@ func (t *Tunnel) set(table *peerTable, peers []Peer) error {
 	t.publish(table)
 	for _, p := range fresh {
 		if t.up {
-			p.dev.Start() // only now, so that its first message finds it in the table
+			p.dev.Start() // only now, so that its first message finds the peer in the table
 			if table.replaces(p) {
 				p.initiation.arm(0)
 			}
@@ -145,14 +145,15 @@ func (t *Tunnel) set(table *peerTable, peers []Peer) error {
 	return errors.Join(errs...)
 }
 
-// member returns the peer of an identity that a Peer is, and whether it is new. With t.mu.
+// member returns the identity's peer for a Peer, and whether it is new. The caller holds t.mu.
 func (t *Tunnel) member(table, old *peerTable, id *identity, want Peer) (p *peer, isNew bool, err error) {
 	key := device.NoisePublicKey(want.Key)
 	if key == *id.public.Load() {
 		return nil, false, errors.New("its public key is our own")
 	}
 	dev := id.dev.LookupPeer(key)
-	if p = old.byDevice[dev]; p != nil && p.retired.Load() { // it has its former key again, or somebody else has
+	// the former key is in use again, by this peer or by another one
+	if p = old.byDevice[dev]; p != nil && p.retired.Load() {
 		delete(table.byDevice, dev)
 		table.without(p)
 		p.stop()
@@ -176,12 +177,12 @@ func (t *Tunnel) member(table, old *peerTable, id *identity, want Peer) (p *peer
 	return newPeer(id, want.State, key, dev, p), true, nil
 }
 
-// replaces reports whether a peer has retired ones.
+// replaces reports whether a peer has retired predecessors.
 func (t *peerTable) replaces(p *peer) bool {
 	return slices.ContainsFunc(t.also[p.state], func(q *peer) bool { return q.retired.Load() })
 }
 
-// place sets the endpoint of a peer and the addresses of its gateway. With t.mu.
+// place sets the endpoint of a peer and the addresses of its gateway. The caller holds t.mu.
 func (t *Tunnel) place(table *peerTable, want Peer) {
 	was, placed := t.places[want.Key]
 	for _, p := range append([]*peer{table.byState[want.State]}, table.also[want.State]...) {
@@ -203,15 +204,15 @@ func (t *Tunnel) place(table *peerTable, want Peer) {
 	}
 }
 
-// leave makes the device forget where a peer is, if that is where it was set to be: where it has
-// roamed to, it has shown by its key.
+// leave makes the device forget the configured endpoint of a peer. If the peer has roamed, it has
+// proved its new endpoint by its key, and keeps it.
 func leave(dev *device.Peer, was netip.AddrPort) {
 	if at, ok := endpointOf(dev).(interface{ AddrPort() netip.AddrPort }); ok && at.AddrPort() == was {
 		dev.SetEndpointFromPacket(nil)
 	}
 }
 
-// publish replaces the table, and ends what is not in it any more.
+// publish puts a table into force, and ends the peers that it lacks.
 func (t *Tunnel) publish(table *peerTable) {
 	old := t.peers.Swap(table)
 	for dev, p := range old.byDevice {
@@ -219,7 +220,9 @@ func (t *Tunnel) publish(table *peerTable) {
 		if now == p {
 			continue
 		}
-		p.stop() // first: a timer that began a handshake with a removed peer would leave its index in the device's table for ever
+		// before the removal: a timer that began a handshake with a removed peer would leave its
+		// index in the device's table for ever
+		p.stop()
 		if now != nil {
 			continue
 		}
@@ -230,7 +233,7 @@ func (t *Tunnel) publish(table *peerTable) {
 		if heir == nil || heir.key != p.key {
 			delete(t.places, p.key)
 		}
-		if heir != nil { // what is counted for a peer never becomes less
+		if heir != nil { // the counters of a peer never decrease
 			heir.received0.Add(p.octetsReceived())
 			heir.sent0.Add(p.octetsSent())
 		}

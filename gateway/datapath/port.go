@@ -53,12 +53,12 @@ func (b *bucket) take(now time.Duration, n, rate, burst int64) bool {
 // A datagram is an entry of turns.
 type datagram struct {
 	at   netip.AddrPort // inbound: source; outbound: destination
-	by   *peer          // outbound: the peer that is answered; nil: at is queued by its address
+	by   *peer          // outbound: the peer whose message is answered; nil: queued by destination address
 	b    []byte         // inbound: payload; outbound: whole packet; owned
 	size int            // outbound: octets to pad the packet to; 0: none
 }
 
-// A party has a queue in turns: an answered peer, or an address.
+// A party is the owner of a queue in turns: a peer that gets answers, or an address.
 type party struct {
 	peer *peer
 	addr netip.Addr
@@ -73,7 +73,7 @@ func (d datagram) party() party {
 
 const (
 	turnsEach = 32   // datagrams of one party, unless turns says otherwise
-	turnsAll  = 4096 // of all parties; one datagram per party always fits
+	turnsAll  = 4096 // of all parties; there is always room for one datagram per party
 )
 
 // turns is a fair queue of datagrams. It serves parties in turn, and each party has its own room, so a
@@ -81,7 +81,7 @@ const (
 // The zero value is empty. Safe for concurrent use.
 type turns struct {
 	each int          // datagrams of one party; 0: turnsEach
-	n    atomic.Int64 // datagrams; testing an empty queue costs one load
+	n    atomic.Int64 // number of datagrams; testing an empty queue costs one load
 	mu   sync.Mutex   // guards what follows
 	of   map[party][]datagram
 	next []party // parties with datagrams, in the order of turns

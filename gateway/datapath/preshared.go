@@ -26,7 +26,7 @@ import (
 type PresharedKeys struct {
 	ID  string // of Key, for Stats
 	Key [32]byte
-	// Former counts while Changing: until there is a session with Key.
+	// Former counts while Changing is set: until there is a session with Key.
 	Former   [32]byte
 	Changing bool
 }
@@ -42,8 +42,8 @@ func (PresharedKeys) LogValue() slog.Value { return slog.StringValue(hidden) }
 
 const hidden = "(preshared keys)"
 
-// presharedGrace is for a handshake that was under way when a key changed: how long it may take from the
-// moment when the device reads the key to that when there is a session.
+// presharedGrace is for a handshake in progress when a key changes: the longest time from when the
+// device reads the key until there is a session.
 const presharedGrace = time.Second
 
 // preshared are the keys of one peer of a device. Methods may be called concurrently.
@@ -51,15 +51,15 @@ type preshared struct {
 	mu      sync.Mutex
 	dev     *device.Peer
 	keys    PresharedKeys
-	begun   bool            // keys were set: handshakes with others may be under way
+	begun   bool            // keys were set before: handshakes with other keys may be in progress
 	settled bool            // only keys.Key is used
-	since   time.Time       // sessions made from then on were made with it
-	certain *device.Keypair // one that was, too; may be nil
-	next    [32]byte        // what the device has
-	sent    [32]byte        // what it made the last response with
+	since   time.Time       // sessions made later have keys.Key
+	certain *device.Keypair // an earlier session that has it, too; may be nil
+	next    [32]byte        // the device's present key
+	sent    [32]byte        // the key of the device's last response
 }
 
-// set changes the keys. The running session stays.
+// set changes the keys. The current session stays.
 func (s *preshared) set(keys PresharedKeys) {
 	if !keys.Changing {
 		keys.Former = [32]byte{}
@@ -68,14 +68,14 @@ func (s *preshared) set(keys PresharedKeys) {
 	defer s.mu.Unlock()
 	grace := presharedGrace
 	if !s.begun {
-		grace = 0 // the sessions of a gateway that takes over are made within a second
+		grace = 0 // a gateway that takes over makes its sessions within a second
 	}
 	s.begun = true
 	if s.keys == keys {
 		return
 	}
 	if s.settled && s.keys.Key == keys.Key {
-		s.keys = keys // a session has shown already that the peer has the key
+		s.keys = keys // a session has already shown that the peer has the key
 		return
 	}
 	s.keys, s.settled, s.certain = keys, false, nil
@@ -84,7 +84,7 @@ func (s *preshared) set(keys PresharedKeys) {
 	}
 }
 
-// use gives the device a key. With s.mu.
+// use gives the device a key. The caller holds s.mu.
 func (s *preshared) use(key [32]byte) {
 	mu := peerHandshakeMu.of(s.dev)
 	mu.Lock()
@@ -92,7 +92,7 @@ func (s *preshared) use(key [32]byte) {
 	s.next, *peerPreshared.of(s.dev) = key, key
 }
 
-// settle ends a change. With s.mu.
+// settle ends a change. The caller holds s.mu.
 func (s *preshared) settle(grace time.Duration) {
 	s.use(s.keys.Key)
 	s.settled, s.since = true, time.Now().Add(grace)
@@ -121,7 +121,7 @@ func (s *preshared) confirmed(k *device.Keypair) {
 	}
 }
 
-// choose gives the device the key that a response was made with.
+// choose gives the device the key with which a response was made.
 func (s *preshared) choose(private *device.NoisePrivateKey, m []byte) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -138,8 +138,9 @@ func (s *preshared) choose(private *device.NoisePrivateKey, m []byte) {
 	}
 }
 
-// tryKey makes the next response with the new key, after one of the peer has been read with the former one. Else two sides that
-// begin handshakes in turn would both answer with the former key for ever.
+// tryKey makes the next response with the new key, after the peer's last response had the former
+// one. Otherwise two sides that begin handshakes in turn would both answer with the former key for
+// ever.
 func (s *preshared) tryKey() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -148,8 +149,8 @@ func (s *preshared) tryKey() {
 	}
 }
 
-// crossed notes that nothing comes of the last response, since two handshakes have crossed. Whether the peer has the new key is
-// as open as before.
+// crossed notes that the last response is void, because two handshakes have crossed. It is still
+// not known whether the peer has the new key, so the next response tries the same one.
 func (s *preshared) crossed() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -158,8 +159,8 @@ func (s *preshared) crossed() {
 	}
 }
 
-// protects reports whether a session was made with a preshared key, and with the present one, and the ID of
-// that.
+// protects reports whether a session was made with the present preshared key, which is not zero. id
+// is the key's ID.
 func (s *preshared) protects(k *device.Keypair) (id string, ok bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -170,7 +171,7 @@ func (s *preshared) protects(k *device.Keypair) (id string, ok bool) {
 	return id, ok
 }
 
-// choose has the peer of a response choose the key for it, before the device reads the response.
+// choose gives the peer of a response the key for it, before the device reads the response.
 func (h *handshakes) choose(m []byte) {
 	if m[0] != device.MessageResponseType {
 		return
@@ -181,13 +182,13 @@ func (h *handshakes) choose(m []byte) {
 	}
 }
 
-// A response is what the initiator has when the next thing in it is the preshared key.
+// A response is the state of the initiator before it mixes in the preshared key.
 type response struct {
 	chain, hash [blake2s.Size]byte
-	tag         []byte // of the empty field
+	tag         []byte // tag of the empty field
 }
 
-// readResponse does what the device will do with a response, up to the preshared key.
+// readResponse repeats the device's work on a response up to the preshared key.
 func readResponse(dev *device.Peer, private *device.NoisePrivateKey, m []byte) (r response, ok bool) {
 	mu := peerHandshakeMu.of(dev)
 	mu.RLock()
@@ -212,7 +213,7 @@ func (r *response) mix(b []byte) {
 	r.hash = blake2s.Sum256(append(r.hash[:], b...))
 }
 
-// madeWith reports whether a preshared key is the one of the response.
+// madeWith reports whether the response was made with a preshared key.
 func (r response) madeWith(preshared [32]byte) bool {
 	var tau, key [blake2s.Size]byte
 	device.KDF3(&r.chain, &tau, &key, r.chain[:], preshared[:])

@@ -17,39 +17,38 @@ const (
 	headerLen = device.MessageTransportHeaderSize
 	tagLen    = 16
 
-	// What is sealed before it is sent. With half of the octets and less TCP was slower, with twice
-	// not faster; what waits here, for half a millisecond at most, would else wait in the queue of
-	// the TUN.
+	// Bounds of a batch that is sealed before it is sent. Packets wait at most half a millisecond
+	// here, and would otherwise wait in the queue of the TUN. With half of the octets or less, TCP
+	// was slower; with twice as many it was not faster.
 	slabLen  = 512 << 10 // octets of messages, about
 	maxBatch = 512       // packets
 )
 
-// sealer is the second half of the outbound goroutine: it makes a message of each packet as soon as
-// that is there, out of the place where it lies, and sends the messages of a run of packets for one
-// peer.
+// sealer is the second half of the outbound goroutine. It encrypts each packet at once, out of the
+// memory that holds it, and sends the messages of a run of packets for one peer together.
 type sealer struct {
 	t     *Tunnel
 	tap   *tap   // of the outbound goroutine, whose batch this is
 	slab  []byte // messages: header, packet, padding, tag
-	slot  int    // the most that one takes
+	slot  int    // octets of slab for one message at most
 	used  int    // octets of slab
-	large int    // largest packet
+	large int    // size of the largest packet
 	mtu   int
 	nonce [12]byte
 
-	// Of the batch at hand.
-	taken int // packets
+	// State of the batch at hand.
+	taken int // number of packets
 	table *peerTable
 	now   time.Time
 
-	// Of the run at hand.
+	// State of the run at hand.
 	state   *natengine.PeerState
-	peer    *peer           // nil: the tunnel does not have it (yet)
-	via     *peer           // of keypair
-	keypair *device.Keypair // nil: its packets have to wait
+	peer    *peer           // nil: the tunnel does not (yet) have the peer
+	via     *peer           // the device peer that has keypair
+	keypair *device.Keypair // nil: packets have to wait
 	sealed  [][]byte
 
-	staged []*peer // those with packets that wait
+	staged []*peer // peers with waiting packets
 	expiry *time.Timer
 }
 
@@ -59,8 +58,8 @@ func newSealer(t *Tunnel, shown *tap) sealer {
 	return s
 }
 
-// fit makes room for packets of the MTU. Room only grows, because the previous batch may have left
-// larger packets.
+// fit makes room for packets of the tunnel's MTU. Room only grows, because the previous batch may
+// have left larger packets.
 func (s *sealer) fit(mtu int) {
 	s.mtu = mtu
 	if mtu > s.large {
@@ -70,7 +69,7 @@ func (s *sealer) fit(mtu int) {
 	}
 }
 
-// slotFor returns the room that the message of a packet takes in the slab: whole cache lines.
+// slotFor returns the octets of slab for a packet's message: whole cache lines.
 func slotFor(size int) int {
 	return (headerLen + size + device.PaddingMultiple - 1 + tagLen + 63) &^ 63
 }
@@ -102,7 +101,7 @@ func (s *sealer) take(state *natengine.PeerState, p []byte) (more bool) {
 // begin begins a batch.
 func (s *sealer) begin() { s.table, s.now = s.t.peers.Load(), time.Now() }
 
-// turnTo sends what is sealed and begins the run of another peer, with what waits for it.
+// turnTo sends the sealed messages and begins the run of another peer with its waiting packets.
 func (s *sealer) turnTo(state *natengine.PeerState, p *peer) {
 	s.flush()
 	s.state, s.peer, s.keypair = state, p, nil
@@ -117,12 +116,12 @@ func (s *sealer) turnTo(state *natengine.PeerState, p *peer) {
 		p.staged.drop()
 	}
 	if len(p.staged.ring) > 0 {
-		s.keypair = nil // its nonces have run out in between
+		s.keypair = nil // the waiting packets have used up its nonces
 	}
 }
 
-// seal makes a message of a packet, which came by the batch at hand or has waited since an earlier
-// one. It says no when the session has no nonce left.
+// seal encrypts a packet. came says that the packet is from the batch at hand, and has not waited.
+// It returns false when the session has no nonce left.
 func (s *sealer) seal(p []byte, came bool) bool {
 	k := s.keypair
 	counter := keypairNonce.of(k).Add(1) - 1
@@ -154,13 +153,12 @@ func (s *sealer) seal(p []byte, came bool) bool {
 	return true
 }
 
-// flush sends what is sealed, after which the slab is free.
+// flush sends the sealed messages, after which the slab is free.
 func (s *sealer) flush() {
 	if len(s.sealed) == 0 {
 		return
 	}
-	// Noted first: noted afterwards, it would be taken for later than what the peer answers at
-	// once.
+	// Note it before sending. Otherwise it would count as later than the peer's immediate answer.
 	s.via.sent(s.keypair, s.now)
 	if err := s.via.send(s.keypair, s.sealed, s.now); err != nil {
 		reason := natengine.DropTunnelSend
@@ -174,8 +172,8 @@ func (s *sealer) flush() {
 	s.sealed, s.used = s.sealed[:0], 0
 }
 
-// finish ends a batch. Until the next one the sealer holds no key and no peer, which may end
-// meanwhile.
+// finish ends a batch. It drops the references to keys and peers, which may end before the next
+// batch.
 func (s *sealer) finish() {
 	s.flush()
 	if s.t.look.Swap(false) && len(s.staged) > 0 {
@@ -184,12 +182,12 @@ func (s *sealer) finish() {
 	s.taken, s.table, s.state, s.peer, s.via, s.keypair = 0, nil, nil, nil, nil, nil
 }
 
-// sendStaged looks after what waits, for all peers: after the first packet of one began to wait,
-// and whenever lookSoon asks for it, as a new session and the expiry do.
+// sendStaged sends or expires the waiting packets of all peers. It runs after the first packet of a
+// peer began to wait, and after lookSoon, which new sessions and the expiry call.
 func (s *sealer) sendStaged() {
 	s.begin()
 	s.staged = slices.DeleteFunc(s.staged, func(p *peer) bool {
-		if s.table.byDevice[p.dev] != p { // removed, or another by now
+		if s.table.byDevice[p.dev] != p { // the peer was removed or replaced
 			s.count(p.state, len(p.staged.ring), natengine.DropTunnelQueue)
 			p.staged = staging{}
 			return true
@@ -204,7 +202,7 @@ func (s *sealer) sendStaged() {
 	}
 }
 
-// stage keeps a packet for a peer that has no session, and has one begun.
+// stage keeps a packet for a peer without a session, and begins a handshake.
 func (s *sealer) stage(p []byte) {
 	if s.peer == nil {
 		s.count(s.state, 1, natengine.DropPeerDown)
@@ -217,11 +215,11 @@ func (s *sealer) stage(p []byte) {
 	if len(s.peer.staged.ring) == 0 && !slices.Contains(s.staged, s.peer) {
 		s.staged = append(s.staged, s.peer)
 		s.t.waiting.Store(true)
-		s.t.look.Store(true) // the session may have come in between
+		s.t.look.Store(true) // a session may have been made meanwhile
 	}
 	s.count(s.state, s.peer.staged.push(p, time.Duration(at)), natengine.DropTunnelQueue)
 	s.peer.ask(at)
-	for _, q := range s.table.also[s.state] { // nobody knows which of our keys the peer has
+	for _, q := range s.table.also[s.state] { // it is not known which of our keys the peer has
 		if !q.retired.Load() {
 			q.ask(at)
 		}

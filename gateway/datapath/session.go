@@ -15,33 +15,34 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// A session is a device.Keypair: two keys, a counter of nonces, a replay window, two indices and
-// its age. wireguard-go's device makes it by a handshake, finds it by its index, puts it in the
-// place of the one before and forgets it. What happens to data under it, and the timers that data
-// moves (WireGuard paper, section 6), are here.
+// A session is a device.Keypair: two keys, a counter of nonces, a replay window, two indices and a
+// creation time. wireguard-go's device makes it by a handshake, finds it by its index, and replaces
+// it by the next one. This file has the rest: the data under a session, and the timers that data
+// moves (WireGuard paper, section 6).
 
 const (
 	// crossedPause is the least time between two initiations of handshakes that cross: their
-	// timestamps have to differ by 17 ms (package tai64n), and a peer takes one in 20 ms.
+	// timestamps have to differ by 17 ms (package tai64n), and a peer accepts one in 20 ms.
 	crossedPause = 100 * time.Millisecond
-	// crossedGrace is how much longer than that and a round trip the side waits that does not go
-	// first.
+	// crossedGrace is how much longer the side with the higher key waits, beyond crossedPause and a
+	// round trip.
 	crossedGrace = 50 * time.Millisecond
 
 	// askAgain is the least time between two requests for a handshake with one peer. The device
 	// itself sends no two initiations within RekeyTimeout.
 	askAgain = time.Second
 
-	// confirmMost is how long a session goes on where it is after the peer has begun another one from elsewhere. The first message
-	// under that one ends it, usually within a round trip.
+	// confirmMost is how long messages still go to the previous address after the peer has begun
+	// another session from elsewhere. The first message under the other session ends this, usually
+	// within a round trip.
 	confirmMost = time.Second
 
 	silenceTimeout = device.KeepaliveTimeout + device.RekeyTimeout
 	lastMinute     = device.RejectAfterTime - device.KeepaliveTimeout - device.RekeyTimeout
 )
 
-// A peer is a peer of a tunnel: what the engine calls it, its keys in the device, packets that wait
-// for a session, and the timers of its data. Times are of Tunnel.Now; 0 says that there was none.
+// A peer is a peer of a tunnel: its peer in the engine, its keys in the device, packets that wait
+// for a session, and the timers of its data. Times are those of Tunnel.Now; 0 means never.
 type peer struct {
 	t     *Tunnel
 	of    *identity
@@ -49,56 +50,59 @@ type peer struct {
 	key   device.NoisePublicKey
 	dev   *device.Peer
 
-	retired          atomic.Bool   // it has another key by now: its sessions last, and there will be no new ones
+	// the peer has another key: existing sessions last, and no new ones are made
+	retired          atomic.Bool
 	retiredAt        time.Time     // with t.mu
-	replaced         time.Time     // when a session with the new key was seen; with t.mu
-	received0, sent0 atomic.Uint64 // octets of peers that it has replaced
+	replaced         time.Time     // when a session with the new key was first seen; with t.mu
+	received0, sent0 atomic.Uint64 // octets of the peers that it replaced
 
-	introductions int       // since it fell silent, see laggards.go; with t.mu
-	introduced    time.Time // when the last one was; with t.mu
+	introductions int       // since the peer fell silent, see laggards.go; with t.mu
+	introduced    time.Time // time of the last one; with t.mu
 
-	staged staging // the outbound goroutine's
+	staged staging // used by the outbound goroutine only
 
-	// Limits for the in-process endpoint: messages, for each address of the peer's gateway, and all other
-	// packets.
+	// Limits for packets to the in-process endpoint: messages, for each address of the peer's
+	// gateway, and all other packets.
 	gateway  atomic.Pointer[[2]netip.Addr] // Peer.Gateway; nil: none
 	messages [2]bucket
 	others   bucket
 	segments bucket      // of streams
 	streams  atomic.Bool // Peer.Streams
 
-	// windows guards the replay windows of all keypairs of dev, because messages may arrive over IPv4 and
-	// IPv6 at once. A peer shares it with its predecessor for the same dev, which an inbound goroutine may
-	// still use.
+	// windows guards the replay windows of all keypairs of dev, because messages may arrive over
+	// IPv4 and IPv6 at once. A peer shares it with its predecessor that has the same dev, because
+	// an inbound goroutine may still use the predecessor.
 	windows *sync.Mutex
-	// preshared, too: its keys are those of dev.
+	// preshared has the keys of dev, so it is shared in the same way.
 	preshared *preshared
 
-	unanswered     atomic.Int64 // first data sent since anything was received
-	unacknowledged atomic.Int64 // first data received since anything was sent
-	more           atomic.Bool  // more data was received since
-	asked          atomic.Int64 // when a handshake was last asked for
-	answers        atomic.Int64 // handshakes of the peer that were answered
-	answered       atomic.Int64 // when the last of them was
+	unanswered     atomic.Int64 // time of the first data sent since the last message received
+	unacknowledged atomic.Int64 // time of the first data received since the last message sent
+	more           atomic.Bool  // further data was received since
+	asked          atomic.Int64 // time of the last request for a handshake
+	answers        atomic.Int64 // number of handshakes of the peer that the device answered
+	answered       atomic.Int64 // time of the last of them
 	made           atomic.Int64 // creation time of the last session, see session
 	unsent         atomic.Pointer[unsent]
 	heardAt        atomic.Pointer[whereabouts] // set by heard
 	gone           bool                        // the peer is removed; guarded by heard
-	renewed        atomic.Int64                // creation time of the session that receive asked to renew
-	doubted        atomic.Int64                // when it was last said that the peer may have another session
+	renewed        atomic.Int64                // creation time of the session that received asked to renew
+	doubted        atomic.Int64                // time of the last report that the peer may have another session
 
-	seat   atomic.Pointer[seat]   // of the session under which the peer last sent; nil: it was placed elsewhere since
-	called atomic.Pointer[called] // the peer's last handshake that was answered
+	// endpoint of the session under which the peer last sent; nil: its endpoint was set since
+	seat   atomic.Pointer[seat]
+	called atomic.Pointer[called] // the peer's last answered initiation
 
-	crossedAt atomic.Int64 // answers when two handshakes had crossed
-	begun     initiation   // the last one here, guarded by handshakes.crossings
+	crossedAt atomic.Int64 // value of answers when two handshakes crossed
+	begun     initiation   // our last initiation, guarded by handshakes.crossings
 
-	mu                                       sync.Mutex // held while a timer acts, so that none acts after stop
+	// held while a timer acts, so that no timer acts after stop
+	mu                                       sync.Mutex
 	stopped                                  bool
 	keepalive, silence, initiation, crossing deadline
 }
 
-// newPeer makes a peer that replaces old, which had the same dev; nil: there was none.
+// newPeer makes a peer. old is the predecessor with the same dev; nil: none.
 func newPeer(of *identity, state *natengine.PeerState, key device.NoisePublicKey, dev *device.Peer, old *peer) *peer {
 	p := &peer{t: of.t, of: of, state: state, key: key, dev: dev, windows: new(sync.Mutex), preshared: &preshared{dev: dev}}
 	if old != nil {
@@ -118,20 +122,20 @@ func (p *peer) deadlines() []*deadline {
 	return []*deadline{&p.keepalive, &p.silence, &p.initiation, &p.crossing}
 }
 
-// A seat is where messages under a session come from. It names the session by the peer's index: a keypair that is kept keeps its
-// keys.
+// A seat is the endpoint from which messages under a session come. The peer's index names the
+// session, so that a seat keeps no keypair and its keys alive.
 type seat struct {
 	session uint32
 	at      conn.Endpoint
 }
 
-// called is where an initiation came from that was answered, and when.
+// called is the endpoint and the time of an answered initiation.
 type called struct {
 	from conn.Endpoint
 	at   time.Time
 }
 
-// sit notes where messages under k come from.
+// sit records the endpoint from which messages under k come.
 func (p *peer) sit(k *device.Keypair, from conn.Endpoint) {
 	session := *keypairRemote.of(k)
 	if was := p.seat.Load(); was == nil || was.session != session || !samePlace(was.at, from) {
@@ -139,9 +143,10 @@ func (p *peer) sit(k *device.Keypair, from conn.Endpoint) {
 	}
 }
 
-// send sends messages that are sealed under k. The device sends to where it last heard the peer, an initiation included. That may
-// come from another gateway of the peer's cluster, which does not know the session at hand. Until that gateway has confirmed its
-// own, the one before takes what is sent.
+// send sends messages encrypted with k. The device sends to the endpoint where it last heard the
+// peer, initiations included. An initiation may come from another gateway of the peer's cluster,
+// which does not have this session. So until that gateway has confirmed its own session, messages
+// go to the previous endpoint.
 func (p *peer) send(k *device.Keypair, messages [][]byte, now time.Time) error {
 	s, at := p.seat.Load(), endpointOf(p.dev)
 	if s == nil || s.session != *keypairRemote.of(k) || samePlace(s.at, at) {
@@ -164,7 +169,7 @@ func (p *peer) gatewayOf(a netip.Addr) int {
 	return -1
 }
 
-// stop ends the timers. None acts afterwards.
+// stop ends the timers. None of them acts afterwards.
 func (p *peer) stop() {
 	p.of.bind.forget(p)
 	p.t.heard.move(p, nil)
@@ -176,8 +181,8 @@ func (p *peer) stop() {
 	}
 }
 
-// A deadline is a timer that the first goroutine with a reason arms, and that finds out when it fires
-// what has become of the reason. Arming one that is armed costs a load.
+// A deadline is a timer. Any goroutine with a reason arms it, and it checks the reason again when
+// it fires. Arming an armed deadline costs a load.
 type deadline struct {
 	timer *time.Timer
 	armed atomic.Bool
@@ -189,7 +194,7 @@ func (d *deadline) arm(after time.Duration) {
 	}
 }
 
-// act runs what a deadline is for. It may arm the deadline again.
+// act runs the function of a deadline. The function may arm the deadline again.
 func (p *peer) act(d *deadline, f func()) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -199,7 +204,7 @@ func (p *peer) act(d *deadline, f func()) {
 	}
 }
 
-// sending is the keypair to seal with, nil while there is none that may be used (section 6.1).
+// sending returns the keypair that encrypts; nil: there is no usable one (section 6.1).
 func (p *peer) sending(now time.Time) *device.Keypair {
 	k := peerKeypairs.of(p.dev).Current()
 	if k == nil || !fresh(k, now) || keypairNonce.of(k).Load() >= device.RejectAfterMessages {
@@ -208,7 +213,7 @@ func (p *peer) sending(now time.Time) *device.Keypair {
 	return k
 }
 
-// fresh reports whether messages under k may be sent and accepted.
+// fresh reports whether k is young enough to send and to accept messages.
 func fresh(k *device.Keypair, now time.Time) bool {
 	return now.Sub(*keypairCreated.of(k)) < device.RejectAfterTime
 }
@@ -227,7 +232,7 @@ func (p *peer) sent(k *device.Keypair, now time.Time) {
 	}
 }
 
-// sentAny notes that the peer was sent something that it can authenticate: it needs no keepalive.
+// sentAny notes that the peer was sent an authentic message, so it needs no keepalive.
 func (p *peer) sentAny() {
 	if p.unacknowledged.Load() != 0 {
 		p.more.Store(false)
@@ -235,8 +240,8 @@ func (p *peer) sentAny() {
 	}
 }
 
-// received notes that messages under k were received at now, of which none was received before;
-// data says that one of them was more than a keepalive.
+// received notes that messages under k were received at now, none of them replayed. data says that
+// one of them was more than a keepalive.
 func (p *peer) received(k *device.Keypair, now time.Time, data bool) {
 	at := p.t.at(now)
 	p.receivedAny()
@@ -248,7 +253,7 @@ func (p *peer) received(k *device.Keypair, now time.Time, data bool) {
 			p.more.Store(true)
 		}
 	}
-	if p.dev.ReceivedWithKeypair(k) { // the first message under the keypair that we made as responder
+	if p.dev.ReceivedWithKeypair(k) { // k was made as responder, and this is its first message
 		p.confirmed()
 		p.preshared.confirmed(k)
 	}
@@ -260,15 +265,15 @@ func (p *peer) received(k *device.Keypair, now time.Time, data bool) {
 	}
 }
 
-// receivedAny notes that the peer has sent something authentic.
+// receivedAny notes that the peer has sent an authentic message.
 func (p *peer) receivedAny() {
 	if p.unanswered.Load() != 0 {
 		p.unanswered.Store(0)
 	}
 }
 
-// confirmed does what the device's own receiver would: the session is there, for the device too,
-// which stops repeating an initiation of its own.
+// confirmed repeats what the device's own receiver would do for a confirmed session, so that the
+// device stops repeating its initiation.
 func (p *peer) confirmed() {
 	(*peerRetransmit.of(p.dev)).Del()
 	peerAttempts.of(p.dev).Store(0)
@@ -298,7 +303,7 @@ func (p *peer) acknowledge() {
 	more := p.more.Swap(false)
 	p.unacknowledged.Store(0)
 	if p.t.peers.Load().latest(p, time.Now()) != p {
-		return // a newer session carries what we send, and the other end may have forgotten this one
+		return // a newer session carries our data, and the peer may have dropped this one
 	}
 	p.dev.SendKeepalive()
 	if more {
@@ -307,13 +312,14 @@ func (p *peer) acknowledge() {
 	}
 }
 
-// breakSilence begins a handshake when nothing came back for data that was sent (section 6.5).
+// breakSilence begins a handshake when the peer has not answered data (section 6.5).
 func (p *peer) breakSilence() {
 	since := p.unanswered.Load()
 	if since == 0 {
 		return
 	}
-	if k := peerKeypairs.of(p.dev).Current(); k != nil { // which its answer made, or its confirmation
+	// the answer to it, or its confirmation, made the session
+	if k := peerKeypairs.of(p.dev).Current(); k != nil {
 		since = max(since, p.t.at(*keypairCreated.of(k)))
 	}
 	if left := silenceTimeout - time.Duration(p.t.at(time.Now())-since); left > 0 {
@@ -322,10 +328,10 @@ func (p *peer) breakSilence() {
 	}
 	p.unanswered.Store(0)
 	if p.t.peers.Load().latest(p, time.Now()) != p {
-		return // a newer session carries what we send, and has its own silence
+		return // a newer session carries our data, and has its own silence
 	}
 	if e := endpointOf(p.dev); e != nil {
-		e.ClearSrc() // in case that is what is wrong
+		e.ClearSrc() // the source address may be the cause
 	}
 	p.begin()
 }
@@ -339,8 +345,8 @@ func (p *peer) ask(at int64) {
 	}
 }
 
-// begin begins a handshake. The device begins none within RekeyTimeout of the last one; when it has
-// nothing under way either, begin comes back.
+// begin begins a handshake. The device begins none within RekeyTimeout of the last one. If it has
+// no handshake in progress either, begin runs again later.
 func (p *peer) begin() {
 	table := p.t.peers.Load()
 	if p.retired.Load() {
@@ -351,18 +357,18 @@ func (p *peer) begin() {
 	}
 	p.follow(table)
 	if p.dev.SendHandshakeInitiation(false) != nil {
-		return // the device has logged why not, and tries again unless that cannot help
+		return // the device has logged the reason, and tries again if that can help
 	}
 	if !(*peerRetransmit.of(p.dev)).IsPending() && p.sending(time.Now()) == nil {
 		p.initiation.arm(askAgain)
 	}
 }
 
-// crossed is called when the peer has answered a handshake that was begun here roundTrip ago, and
-// that the device has forgotten since, because it answered one of the peer's: the two have crossed.
-// The peer has forgotten its own too, so that both would begin again after RekeyTimeout. Here the
-// side with the lower public key does so at once. The other one does when nothing comes of that,
-// for instance because the peer is not an Isthmus.
+// crossed runs when the peer answers our handshake, begun roundTrip ago, after the device has
+// dropped it to answer one of the peer's: the two have crossed. The peer has dropped its own
+// handshake, too, so both would begin again only after RekeyTimeout. Instead the side with the
+// lower public key begins at once. The other side begins if that does not help, for example because
+// the peer is not an Isthmus.
 func (p *peer) crossed(roundTrip time.Duration) {
 	if roundTrip >= device.RekeyTimeout {
 		return
@@ -379,9 +385,9 @@ func (p *peer) uncross() {
 	if p.answers.Load() != p.crossedAt.Load() || p.sending(time.Now()) != nil || !(*peerRetransmit.of(p.dev)).IsPending() {
 		return
 	}
-	p.dev.ExpireCurrentKeypairs() // among them none that may be used; the device takes this for a new start
+	p.dev.ExpireCurrentKeypairs() // no usable session is among them; the device then begins anew
 	p.begin()
 }
 
-// jitter keeps peers from beginning at the same moment.
+// jitter keeps peers from beginning handshakes at the same moment.
 func jitter() time.Duration { return rand.N(device.RekeyTimeoutJitterMaxMs * time.Millisecond) }

@@ -13,21 +13,20 @@ import (
 )
 
 // Signs are observations of a tunnel that may explain why a peer has no session. A zero time means
-// never. Any sender that can forge the peer's address can cause the first three, so they serve to
-// explain and never to decide.
+// never. Anybody who can forge the peer's address can cause the first three. So Signs explain, and
+// nothing is decided by them.
 type Signs struct {
-	// OtherKey is when a handshake last came from the peer's address that was made for another
-	// public key than ours (its mac1 is wrong, section 5.4.4 of the WireGuard paper).
+	// OtherKey is when a handshake from the peer's address was last made for another public key
+	// than ours (its mac1 is wrong, section 5.4.4 of the WireGuard paper).
 	OtherKey time.Time
-	// Refused is when a handshake last came from there that was made for our key and that we did
-	// not answer: its public key is no peer's, or its timestamp is not newer than that of one
-	// before.
+	// Refused is when a handshake from that address was last made for our key and got no answer:
+	// its public key is no peer's, or its timestamp is not newer than that of an earlier one.
 	Refused time.Time
-	// Earlier is when a data message last came from there under a session that there is none of here:
-	// one from before this tunnel knew the peer, or from before its key changed.
+	// Earlier is when a data message last came from that address under a session that we do not
+	// have: one from before this tunnel knew the peer, or from before its key changed.
 	Earlier time.Time
-	// RelayedOtherKey and RelayedRefused are the same for handshakes that our Services relayed. All
-	// peers share them, because any sender may use a relay.
+	// RelayedOtherKey and RelayedRefused are the same for handshakes through the relays of our
+	// Services. All peers share them, because any sender may use a relay.
 	RelayedOtherKey, RelayedRefused time.Time
 	// Answered is when we last answered a handshake of the peer.
 	Answered time.Time
@@ -36,26 +35,26 @@ type Signs struct {
 	UnsentAt time.Time
 }
 
-// refusedAfter is how long a handshake may wait for our answer until it counts as refused: the
-// device has several workers, and a busy machine.
+// refusedAfter is how long a handshake may wait for our answer until it counts as refused. The
+// device has several workers, and the machine may be busy.
 const refusedAfter = 2 * time.Second
 
-// searchPause is the least time between two searches for the peer at a place. One takes some ten microseconds with a thousand
-// peers.
+// searchPause is the least time between two searches for the peer at an address. A search takes
+// some ten microseconds with a thousand peers.
 const searchPause = 10 * time.Millisecond
 
-// A place is an address that peers are configured at, with what came from there that no session
-// explains. Peers behind one address share it, and all that come by way of a Service.
+// A place is the configured address of one or several peers, with the unexplained messages from
+// there. Peers behind one address share it. All messages through a Service share another one.
 type place struct {
 	mu       sync.Mutex
 	otherKey time.Time
 	index    uint32    // of the last handshake for our key
-	came     time.Time // when that was; zero: it was answered
-	refused  time.Time // when one came that was not
-	earlier  time.Time // when data came under a session that there is none of
+	came     time.Time // time of that handshake; zero: it was answered
+	refused  time.Time // when a handshake was last refused
+	earlier  time.Time // when data last came under a session that we do not have
 }
 
-// signs is a copy of what is known of a place.
+// signs is a copy of the signs of a place.
 func (p *place) signs(now time.Time) (s Signs) {
 	if p == nil {
 		return s
@@ -66,14 +65,14 @@ func (p *place) signs(now time.Time) (s Signs) {
 	return Signs{OtherKey: p.otherKey, Refused: p.refused, Earlier: p.earlier}
 }
 
-// settle gives up on the answer to the last handshake. With mu.
+// settle records an old unanswered handshake as refused. The caller holds mu.
 func (p *place) settle(now time.Time) {
 	if !p.came.IsZero() && now.Sub(p.came) > refusedAfter {
 		p.refused = p.came
 	}
 }
 
-// placeAt is where messages come from that have that source; nil: where nothing is noted.
+// placeAt returns the place of a source address; nil: no signs are recorded for it.
 func (t *Tunnel) placeAt(addr netip.Addr) *place {
 	if p := t.peers.Load().byAddr[addr.Unmap()]; p != nil {
 		return p
@@ -84,8 +83,8 @@ func (t *Tunnel) placeAt(addr netip.Addr) *place {
 	return nil
 }
 
-// came notes a handshake message that came from a place, before the device sees it; ours says that it
-// was made for our key. Where no peer is it costs no more than to find that out.
+// came notes a handshake message from a place, before the device sees it. ours says that it was
+// made for our key. For an address without peers it costs one lookup.
 func (t *Tunnel) came(m []byte, from conn.Endpoint, ours bool) {
 	if m[0] != device.MessageInitiationType {
 		return
@@ -105,8 +104,9 @@ func (t *Tunnel) came(m []byte, from conn.Endpoint, ours bool) {
 	p.index, p.came = binary.LittleEndian.Uint32(m[4:]), now
 }
 
-// strange notes data under a session that there is none of. Where it comes from where a peer is, that peer may have
-// forgotten our session, and sends under one that another gateway of ours made. Anybody can forge that: see SetDoubts.
+// strange notes data of an unknown session. If it comes from the address of a peer, that peer may
+// have dropped our session and use one with another gateway of ours. Anybody can forge such data:
+// see SetDoubts.
 func (t *Tunnel) strange(from conn.Endpoint, now time.Time) {
 	addr := from.DstIP().Unmap()
 	table := t.peers.Load()
@@ -129,7 +129,7 @@ func (t *Tunnel) strange(from conn.Endpoint, now time.Time) {
 	}
 }
 
-// doubt has a handshake begun where there is no session, and else asks whether the peer still has it.
+// doubt begins a handshake with a peer that has no session, and otherwise has the session tested.
 func (p *peer) doubt(now time.Time) {
 	at := p.t.at(now)
 	if p.sending(now) == nil {
@@ -157,12 +157,12 @@ func (t *Tunnel) answered(index uint32, to conn.Endpoint) {
 		return
 	}
 	p.came = time.Time{}
-	if p != &t.relayed { // there, an answer to one peer explains nothing of another
+	if p != &t.relayed { // an answer to one peer behind a relay explains nothing about another
 		p.refused, p.otherKey = time.Time{}, time.Time{}
 	}
 }
 
-// placesOf are the places where peers are configured to be. One that stays keeps what is known of it.
+// placesOf returns the places of the configured addresses. An address that stays keeps its signs.
 func placesOf(at map[*peer]netip.Addr, old map[netip.Addr]*place) map[netip.Addr]*place {
 	all := make(map[netip.Addr]*place, len(at))
 	for _, addr := range at {
@@ -176,21 +176,21 @@ func placesOf(at map[*peer]netip.Addr, old map[netip.Addr]*place) map[netip.Addr
 	return all
 }
 
-// unsent is a message that the kernel refused.
+// unsent is a send error of the kernel, and its time.
 type unsent struct {
 	err error
 	at  time.Time
 }
 
-// fail notes why messages for a peer were not sent. Only what the kernel says first is kept for a
-// second: a flood that cannot be sent costs no more.
+// fail notes why messages for a peer were not sent. It keeps the first error for a second, so that
+// a flood of failing messages costs no more.
 func (p *peer) fail(err error, now time.Time) {
 	if was := p.unsent.Load(); was == nil || now.Sub(was.at) > time.Second {
 		p.unsent.Store(&unsent{err, now})
 	}
 }
 
-// signs is what is known of a peer. A session explains whatever came before it.
+// signs returns the signs of a peer. A session explains everything before it.
 func (p *peer) signs(table *peerTable, now time.Time) Signs {
 	s := table.byAddr[table.at[p]].signs(now)
 	relayed := p.t.relayed.signs(now)
@@ -212,7 +212,7 @@ func (p *peer) signs(table *peerTable, now time.Time) Signs {
 	return s
 }
 
-// Signs are events of one peer's tunnel that may explain why it has no session.
+// Signs returns the events that may explain why a peer has no session.
 func (t *Tunnel) Signs(state *natengine.PeerState) Signs {
 	table := t.peers.Load()
 	p := table.byState[state]

@@ -5,23 +5,23 @@ import (
 	"time"
 )
 
-// What a peer without a session may have waiting. A first flight of TCP, or a burst of datagrams in
-// one superpacket, fits.
+// Bounds of the packets that wait for a peer's session. The first flight of a TCP connection, or a
+// burst of datagrams in one superpacket, fits.
 const (
 	maxStaged      = 128       // packets
 	maxStagedBytes = 256 << 10 // octets
 	stagedTimeout  = 10 * time.Second
 )
 
-// staging holds packets for a peer until it has a session. The oldest gives way. The zero value is
-// empty.
+// staging holds packets for a peer until it has a session. When it is full, it drops the oldest.
+// The zero value is empty.
 type staging struct {
-	ring  [][]byte // packets from first on, in order
+	ring  [][]byte // packets in order, the oldest at first
 	times []time.Duration
 	bytes int
 }
 
-// push keeps a copy of p and says how many packets gave way.
+// push keeps a copy of p and returns how many packets it dropped for it.
 func (s *staging) push(p []byte, now time.Duration) (gone int) {
 	for len(s.ring) > 0 && (len(s.ring) == maxStaged || s.bytes+len(p) > maxStagedBytes) {
 		s.drop()
@@ -33,7 +33,7 @@ func (s *staging) push(p []byte, now time.Duration) (gone int) {
 	return gone
 }
 
-// expire drops what has waited for too long and says how many packets that were.
+// expire drops packets that have waited too long and returns their number.
 func (s *staging) expire(now time.Duration) (gone int) {
 	for len(s.ring) > 0 && now-s.times[0] >= stagedTimeout {
 		s.drop()
@@ -42,7 +42,7 @@ func (s *staging) expire(now time.Duration) (gone int) {
 	return gone
 }
 
-// drop forgets the oldest packet; there has to be one.
+// drop drops the oldest packet; there must be one.
 func (s *staging) drop() {
 	s.bytes -= len(s.ring[0])
 	s.ring[0] = nil

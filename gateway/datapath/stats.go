@@ -7,21 +7,21 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// Stats is what is known of one peer.
+// Stats describes one peer.
 type Stats struct {
-	Endpoint  netip.AddrPort // where its last packet came from, else as configured; zero: not known
+	Endpoint  netip.AddrPort // source of its last packet, else as configured; zero: unknown
 	Handshake time.Time      // when the present session was made, with a monotonic clock reading; zero: never
 	Received  uint64         // octets of WireGuard messages
 	Sent      uint64
-	// Preshared says that the present session was made with the peer's PresharedKeys.Key, whose ID is
-	// PresharedID.
+	// Preshared says that the present session was made with PresharedKeys.Key of the peer, whose ID
+	// is PresharedID.
 	Preshared   bool
 	PresharedID string
 	// Own is our public key that the present session was made with; zero: there is no session.
 	Own [32]byte
 }
 
-// Stats is what is known of the peers, by public key.
+// Stats returns the Stats of all peers, by public key.
 func (t *Tunnel) Stats() map[[32]byte]Stats {
 	table, now := t.peers.Load(), time.Now()
 	all := make(map[[32]byte]Stats, len(table.byState))
@@ -46,15 +46,15 @@ func (t *Tunnel) Stats() map[[32]byte]Stats {
 	return all
 }
 
-// traffic adds up what one batch carries, so that the counters of a peer, which other goroutines
-// read, are touched once per batch and peer.
+// traffic adds up the packets of one batch. Other goroutines read the counters of a peer, so each
+// batch touches them once per peer.
 type traffic struct {
 	direction      natengine.Direction
 	peer           *natengine.PeerState
 	packets, bytes int
 }
 
-// add counts packets and octets of IP, as they travel through the tunnel.
+// add counts packets and octets of IP, as in the tunnel.
 func (t *traffic) add(peer *natengine.PeerState, packets, bytes int) {
 	if peer != t.peer {
 		t.flush()

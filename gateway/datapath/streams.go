@@ -36,7 +36,8 @@ const (
 	// streamClosing is how long Close waits for the other end before it resets the connection.
 	streamClosing = time.Second
 
-	// streamsOpening bounds the handshakes of all peers. Accept bounds those of each.
+	// streamsOpening bounds the unfinished handshakes of all peers. The caller of Accept bounds
+	// those of each peer.
 	streamsOpening = 4096
 )
 
@@ -51,13 +52,13 @@ type Streams struct {
 	link   *localLink
 }
 
-// A StreamRequest is a peer that wants to connect. One of its methods is to be called, once.
+// A StreamRequest is a peer's request to connect. Call Accept or Refuse, once.
 type StreamRequest struct {
 	From    netip.Addr // of the peer's gateway, as this cluster sees it
 	request *tcp.ForwarderRequest
 }
 
-// Accept completes the handshake. It takes as long as the peer makes it.
+// Accept completes the handshake. The peer can delay it.
 func (r *StreamRequest) Accept() (net.Conn, error) {
 	var queue waiter.Queue
 	ep, err := r.request.CreateEndpoint(&queue)
@@ -71,7 +72,7 @@ func (r *StreamRequest) Accept() (net.Conn, error) {
 // Refuse answers with a reset.
 func (r *StreamRequest) Refuse() { r.request.Complete(true) }
 
-// A stream is a connection of which nothing is left after Close.
+// A stream is a connection that leaves nothing in memory after Close.
 type stream struct {
 	*gonet.TCPConn
 	ep   tcpip.Endpoint
@@ -88,8 +89,8 @@ func bounded(ep tcpip.Endpoint) {
 	_ = ep.SetSockOpt(&timeout) // never fails
 }
 
-// Close sends what is written already, if the other end takes it soon. Otherwise it would stay in memory as long as that
-// end acknowledges probes of its closed window.
+// Close sends the data already written, if the other end accepts it soon. Otherwise the connection
+// would stay in memory as long as that end acknowledges probes of its closed window.
 func (s *stream) Close() error {
 	s.once.Do(func() {
 		_ = s.SetDeadline(time.Unix(1, 0))
@@ -103,7 +104,7 @@ func (s *stream) Close() error {
 	return nil
 }
 
-// closing reports whether the other end has still to take something or to end its direction.
+// closing reports whether the other end still has data to receive, or has not closed its direction.
 func (s *stream) closing() bool {
 	switch tcp.EndpointState(s.ep.State()) {
 	case tcp.StateEstablished, tcp.StateFinWait1, tcp.StateFinWait2, tcp.StateCloseWait, tcp.StateClosing, tcp.StateLastAck:
@@ -194,9 +195,9 @@ func (s *Streams) has(v *packet.View) bool {
 	return s != nil && v.Proto() == packet.TCP && !fragment && (v.DstPort() == s.number || v.SrcPort() == s.number)
 }
 
-// deliver passes a segment of a peer to the stack, or returns the reason why not.
+// deliver passes a segment of a peer to the stack, or returns the reason to drop it.
 func (s *Streams) deliver(p *peer, v *packet.View, now time.Duration) natengine.Drop {
-	// A peer connects from the address that its messages come from, and answers from the one that it is called at.
+	// A peer connects from the address of its messages, and answers from the address that we dial.
 	from := p.gatewayOf(v.Src())
 	switch {
 	case from != 0 && (from < 0 || v.SrcPort() != s.number), from == 0 && v.DstPort() != s.number:

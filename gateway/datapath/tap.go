@@ -17,8 +17,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// SetCapture shows packets to c from the next batch on, to nobody when c is nil. The capture is
-// asked and filled by the goroutines of the road; it never makes them wait.
+// SetCapture shows packets to c from the next batch on; nil ends this. The goroutines of the data
+// path call the capture, which never makes them wait.
 func (t *Tunnel) SetCapture(c *capture.Capture) {
 	if c == nil {
 		t.capture.Store(nil)
@@ -28,36 +28,37 @@ func (t *Tunnel) SetCapture(c *capture.Capture) {
 	t.link.Wake() // the outbound goroutine may wait for the first packet of a batch
 }
 
-// captured is a capture and what its packets need of the tunnel. The port is that of the beginning:
-// asking for it would wait for a socket that closes and waits for its goroutine.
+// captured is a capture with the names and the port that its comments need. The port is the one at
+// the beginning: asking for the present one could wait for a socket that is being closed and that
+// waits for this goroutine.
 type captured struct {
 	*capture.Capture
 	port uint16
 }
 
 const (
-	// tapHead holds the headers of a packet as they were before NAT, and of an ICMP error all that
-	// NAT may change.
+	// tapHead is room for the headers of a packet before NAT, and for all of an ICMP error that NAT
+	// may change.
 	tapHead = 2048
-	// tapWhole bounds what of a packet an explanation needs whole.
+	// tapWhole bounds the packets that a trace needs whole.
 	tapWhole = 2048
 )
 
-// tap is what one goroutine of the road shows to a capture, and its scratch. While there is none,
-// to is nil and nothing here is called: callers ask on first.
+// tap shows the packets of one goroutine to a capture. It owns its scratch. Without a capture, to
+// is nil and no method is called: callers test on first.
 type tap struct {
 	t   *Tunnel
 	dir natengine.Direction
-	to  *captured // of the batch at hand; one load
+	to  *captured // nil or the capture, for the batch at hand; loaded once
 
 	head     [tapHead]byte // of the packet before NAT
 	kept     int
 	size     int // of the packet before NAT, or of the run
 	checksum packet.ChecksumState
 	before   natengine.Tuple
-	headers  int  // octets of its headers
-	fragment bool // it is one, which inbound may become the whole datagram
-	wanted   bool // the packet that crossed last, and so its segments
+	headers  int  // octets of the packet's headers
+	fragment bool // the packet is a fragment, from which inbound may make the whole datagram
+	wanted   bool // the capture takes the last packet that passed the engine, and so its segments
 
 	view   packet.View
 	small  [tapHead]byte
@@ -65,20 +66,20 @@ type tap struct {
 		telling
 		comment string
 	}
-	last struct { // what was found out about ends, since packets of a flow come together
+	last struct { // result of the last wantsEnds, because packets of a flow come together
 		to     *captured
 		tuple  natengine.Tuple
 		wanted bool
 	}
 }
 
-// begin looks for a capture, once a batch.
+// begin looks for a capture, once per batch.
 func (p *tap) begin() { p.to = p.t.capture.Load() }
 
-// on says whether there is one.
+// on reports whether there is a capture.
 func (p *tap) on() bool { return p.to != nil }
 
-// came remembers a packet or run before the engine changes its headers.
+// came saves a packet or run before the engine changes its headers.
 func (p *tap) came(v *packet.View) {
 	b := v.Bytes()
 	p.headers = headersOf(v)
@@ -90,8 +91,8 @@ func (p *tap) came(v *packet.View) {
 	p.size, p.checksum, p.before = v.Len(), v.Checksum(), natengine.TupleOf(v, p.dir)
 }
 
-// crossed shows the packet that came, and what the engine has made of it. segments is how many
-// packets of the tunnel it is, tail the payload of the second and later ones of a run.
+// crossed shows the packet before and after the engine. segments is the number of packets in the
+// tunnel. tail holds the payloads of the second and later packets of a run.
 func (p *tap) crossed(v *packet.View, verdict natengine.Verdict, drop natengine.Drop, segments int, tail [][]byte, now time.Duration) {
 	c := p.to
 	after := p.before
@@ -109,7 +110,7 @@ func (p *tap) crossed(v *packet.View, verdict natengine.Verdict, drop natengine.
 		head := p.head[:min(p.kept, keep)]
 		rest := body[min(len(head), len(body)):]
 		if p.fragment && p.dir == natengine.Inbound {
-			rest = nil // of the datagram
+			rest = nil // of the whole datagram
 		}
 		p.add(capture.BeforeNAT, p.size, comment, keep, head, rest, tail)
 	}
@@ -118,7 +119,7 @@ func (p *tap) crossed(v *packet.View, verdict natengine.Verdict, drop natengine.
 	}
 }
 
-// keep is how many octets of a packet with these headers are kept.
+// keep returns how many octets of a packet with these headers to keep.
 func (p *tap) keep(headers int) int {
 	if p.to.Snap > 0 {
 		return p.to.Snap
@@ -126,7 +127,7 @@ func (p *tap) keep(headers int) int {
 	return headers
 }
 
-// add shows the first keep octets of a packet that consists of pieces.
+// add shows the first keep octets of a packet that consists of several pieces.
 func (p *tap) add(place capture.Place, size int, comment string, keep int, head, rest []byte, tail [][]byte) {
 	var parts [2 + 64][]byte
 	n := 0
@@ -145,7 +146,7 @@ func (p *tap) add(place capture.Place, size int, comment string, keep int, head,
 	p.to.Add(place, p.dir, size, comment, parts[:n]...)
 }
 
-// told is story, made once for packets of a flow that come one behind the other.
+// told returns story, computed once for consecutive packets of a flow.
 func (p *tap) told(verdict natengine.Verdict, drop natengine.Drop, after natengine.Tuple, segments int, now time.Duration) string {
 	if verdict.Action == natengine.Hold || len(verdict.Released()) > 0 {
 		return p.story(verdict, drop, after, segments, now)
@@ -157,7 +158,7 @@ func (p *tap) told(verdict natengine.Verdict, drop natengine.Drop, after natengi
 	return p.latest.comment
 }
 
-// telling is what a story is about. Rules may change from one second to the next.
+// telling is the input of a story. Rules may change between two seconds.
 type telling struct {
 	to            *captured
 	peer          *natengine.PeerState
@@ -167,7 +168,8 @@ type telling struct {
 	second        int64
 }
 
-// story is the comment: whose packet it is, which rule rewrote it to what, or why it was dropped.
+// story returns the comment: the packet's peer, and the rule that rewrote it, or the reason for the
+// drop.
 func (p *tap) story(verdict natengine.Verdict, drop natengine.Drop, after natengine.Tuple, segments int, now time.Duration) string {
 	var b strings.Builder
 	if verdict.Peer != nil {
@@ -210,7 +212,7 @@ func endText(a netip.AddrPort) string {
 	return a.String()
 }
 
-// rule is the rule that the engine has followed for the packet that came.
+// rule describes the rule by which the engine handled the packet.
 func (p *tap) rule(now time.Duration) string {
 	trace, ok := p.trace(p.head[:p.kept], p.checksum, now)
 	switch {
@@ -222,8 +224,8 @@ func (p *tap) rule(now time.Duration) string {
 	return trace.Rule
 }
 
-// trace asks the engine what it would do with the packet of which b is the beginning: the headers,
-// or all of it. Lengths are mended to what is there.
+// trace asks the engine for its verdict on a packet that begins with b: the headers, or all of it.
+// It corrects the lengths in the headers accordingly.
 func (p *tap) trace(b []byte, checksum packet.ChecksumState, now time.Duration) (natengine.Trace, bool) {
 	small := p.small[:copy(p.small[:], b)]
 	if !shorten(small) || p.view.Parse(small, checksum) != nil {
@@ -232,7 +234,8 @@ func (p *tap) trace(b []byte, checksum packet.ChecksumState, now time.Duration) 
 	return p.t.engine.Trace(&p.view, p.dir, now), true
 }
 
-// shorten makes the beginning of a packet a packet. It says no when there is too little of it.
+// shorten turns the beginning of a packet into a valid packet. It returns false when the beginning
+// is too short.
 func shorten(b []byte) bool {
 	udp := -1
 	switch {
@@ -255,8 +258,8 @@ func shorten(b []byte) bool {
 	return true
 }
 
-// headersOf is how many octets of a packet are headers; of an ICMP error the quoted ones too, as
-// far as they have no options.
+// headersOf returns how many octets of a packet are headers. For an ICMP error this includes the
+// quoted headers without options.
 func headersOf(v *packet.View) int {
 	n := v.PayloadOffset()
 	if v.IsICMPError() {
@@ -267,13 +270,13 @@ func headersOf(v *packet.View) int {
 	return min(n, len(v.Bytes()))
 }
 
-// dropped shows a packet that is dropped elsewhere than by the engine.
+// dropped shows a packet that was dropped outside the engine.
 func (p *tap) dropped(place capture.Place, peer *natengine.PeerState, b []byte, why natengine.Drop) {
 	p.packet(place, peer, b, why, dropText(why))
 }
 
-// packet shows a packet b with a comment of its own. One that does not parse keeps what may be an
-// IP header.
+// packet shows a packet b with its own comment. If b does not parse, it shows at most the length of
+// an IP header.
 func (p *tap) packet(place capture.Place, peer *natengine.PeerState, b []byte, drop natengine.Drop, comment string) {
 	c := p.to
 	if !c.Wants(place, p.dir, peer, drop) {
@@ -293,9 +296,9 @@ func (p *tap) packet(place capture.Place, peer *natengine.PeerState, b []byte, d
 	p.add(place, len(b), comment, p.keep(headers), b, nil, nil)
 }
 
-// inner shows a packet of the outbound goroutine inside the tunnel, and says whether it is one that
-// is captured. crossed says that the packet is of the one that crossed the engine last, whose ends
-// are known before and after NAT.
+// inner shows a packet inside the tunnel, by the outbound goroutine, and reports whether the
+// capture takes it. crossed says that it belongs to the packet that passed the engine last, whose
+// ends before and after NAT are known.
 func (p *tap) inner(peer *natengine.PeerState, b []byte, crossed bool) bool {
 	headers, wanted := p.wantsInner(peer, b, crossed && p.wanted, 0)
 	if wanted {
@@ -304,7 +307,8 @@ func (p *tap) inner(peer *natengine.PeerState, b []byte, crossed bool) bool {
 	return wanted
 }
 
-// wantsInner says whether a packet inside the tunnel is captured, and how long its headers are.
+// wantsInner reports whether the capture takes a packet inside the tunnel, and returns the length
+// of its headers.
 func (p *tap) wantsInner(peer *natengine.PeerState, b []byte, known bool, now time.Duration) (headers int, wanted bool) {
 	c := p.to
 	if !c.WantsPeer(peer) || !c.WantsDrop(natengine.DropNone) || p.view.Parse(b, packet.ChecksumComplete) != nil {
@@ -325,8 +329,8 @@ func (p *tap) showInner(peer *natengine.PeerState, b []byte, headers int) {
 	p.add(capture.Tunnel, len(b), way+" peer "+p.to.PeerName(peer), p.keep(headers), b, nil, nil)
 }
 
-// wantsEnds says whether the ends of the packet in view are wanted, as they are or as the engine
-// will make them.
+// wantsEnds reports whether the capture selects the ends of the packet in view, before or after
+// NAT.
 func (p *tap) wantsEnds(b []byte, now time.Duration) bool {
 	c, v := p.to, &p.view
 	tuple := natengine.TupleOf(v, p.dir)
@@ -338,7 +342,7 @@ func (p *tap) wantsEnds(b []byte, now time.Duration) bool {
 		remote = tuple.Dst
 	}
 	if p.dir == natengine.Outbound || !v.IsICMPError() && !c.WantsRemote(tuple.Proto, remote) {
-		return false // on the way out NAT is behind it
+		return false // outbound, NAT has already happened
 	}
 	if p.last.to == c && p.last.tuple == tuple {
 		return p.last.wanted
@@ -353,7 +357,7 @@ func (p *tap) wantsEnds(b []byte, now time.Duration) bool {
 	return wanted
 }
 
-// outer shows a WireGuard message. Of data it keeps the header alone: the packet in it is shown
+// outer shows a WireGuard message. It keeps only the header of a data message: its packet is shown
 // inside the tunnel.
 func (p *tap) outer(peer *natengine.PeerState, m []byte, at conn.Endpoint, drop natengine.Drop) {
 	if p.to.Wants(capture.Underlay, p.dir, peer, drop) {
@@ -368,8 +372,8 @@ func (p *tap) nameOf(peer *natengine.PeerState) string {
 	return p.to.PeerName(peer)
 }
 
-// handshake shows a message of the device's, or for it. Nothing in one that comes says whose it is
-// that a stranger could not write too, so that its peer is known by where it is configured to be.
+// handshake shows a handshake message, received or sent. A stranger could write any received one.
+// So the peer is the one that is configured at the address.
 func (c *captured) handshake(t *Tunnel, dir natengine.Direction, m []byte, at conn.Endpoint, drop natengine.Drop) {
 	if c.Narrow() {
 		return
@@ -378,7 +382,7 @@ func (c *captured) handshake(t *Tunnel, dir natengine.Direction, m []byte, at co
 	table := t.peers.Load()
 	if to := t.peerOf(m); dir == natengine.Outbound && to != nil {
 		peer = to.state
-	} else if table.byAddr[at.DstIP().Unmap()] != nil { // else a flood of strangers would have all peers looked at
+	} else if table.byAddr[at.DstIP().Unmap()] != nil { // otherwise a flood of strangers would make it search all peers
 		for p, addr := range table.at {
 			if addr == at.DstIP().Unmap() {
 				peer = p.state
@@ -401,7 +405,7 @@ var messageNames = map[uint32]string{
 	device.MessageCookieReplyType: "cookie reply", device.MessageTransportType: "data",
 }
 
-// message adds a WireGuard message with headers made for it.
+// message adds a WireGuard message behind generated headers.
 func (c *captured) message(dir natengine.Direction, peer string, m []byte, at conn.Endpoint, drop natengine.Drop) {
 	if at == nil {
 		return
@@ -434,7 +438,7 @@ func (c *captured) message(dir natengine.Direction, peer string, m []byte, at co
 	}
 	body, tail := m, []byte(nil)
 	if len(m) == 0 || len(m) != handshakeLen(kind) {
-		// What was behind the header may be in clear by now.
+		// The octets behind the header may be decrypted by now.
 		body, tail = m[:min(len(m), headerLen)], noContent[:min(len(m)-min(len(m), headerLen), len(noContent))]
 	}
 	remote := netip.AddrPortFrom(at.DstIP().Unmap(), 0)
@@ -451,5 +455,5 @@ func (c *captured) message(dir natengine.Direction, peer string, m []byte, at co
 	c.Add(capture.Underlay, dir, len(h)+len(m), comment, h, body, tail)
 }
 
-// noContent stands for the content of a data message: Wireshark calls one malformed that has less.
+// noContent replaces the content of a data message. Wireshark calls a shorter message malformed.
 var noContent [tagLen]byte

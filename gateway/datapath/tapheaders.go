@@ -7,8 +7,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// udpHeader appends the IP and UDP header of a datagram. An address that is not known is the
-// unspecified one.
+// udpHeader appends the IP and UDP header of a datagram. An unknown address is written as the
+// unspecified address.
 func udpHeader(b []byte, src, dst netip.AddrPort, data []byte) []byte {
 	be := binary.BigEndian
 	size := 8 + len(data)
@@ -21,7 +21,7 @@ func udpHeader(b []byte, src, dst netip.AddrPort, data []byte) []byte {
 		b = be.AppendUint16(b, src.Port())
 		b = be.AppendUint16(b, dst.Port())
 		b = be.AppendUint16(b, uint16(size))
-		return append(b, 0, 0) // none, as IPv4 allows
+		return append(b, 0, 0) // no checksum, as IPv4 allows
 	}
 	s, d := as16(src.Addr()), as16(dst.Addr())
 	b = append(b, 0x60, 0, 0, 0, 0, 0, packet.UDP, 64)

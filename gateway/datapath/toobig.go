@@ -8,13 +8,13 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// tooBig is the scratch for packets that are larger than the way to their peer.
+// tooBig is the scratch for packets larger than the path to their peer allows.
 type tooBig struct {
 	answer [packet.VirtioHeaderLen + packet.MaxTooBig]byte // to the sender, virtio header first
 	view   packet.View                                     // of a segment of a superpacket
 }
 
-// limit is the largest packet that may go to the peer in this batch.
+// limit returns the size of the largest packet that may go to the peer in this batch.
 func limit(b *batch, peer *natengine.PeerState) int {
 	most := b.to.most()
 	if mtu := peer.MTU(); mtu != 0 {
@@ -24,8 +24,8 @@ func limit(b *batch, peer *natengine.PeerState) int {
 }
 
 // tooBig handles a translated packet, or a superpacket with segments of gsoSize, that is larger
-// than limit: what the sender allows to be cut is cut into fragments, anything else is dropped and,
-// where that may be, answered.
+// than limit. It fragments the packet if the sender allows that. Otherwise it drops the packet and
+// answers with an ICMP error where permitted.
 func (o *outbound) tooBig(b *batch, gsoSize, limit int, peer *natengine.PeerState) {
 	if gsoSize == 0 {
 		o.splitOrTell(&o.view, limit, peer)
@@ -42,7 +42,7 @@ func (o *outbound) tooBig(b *batch, gsoSize, limit int, peer *natengine.PeerStat
 			o.t.engine.Count(peer, natengine.Outbound, dropOf(err))
 			continue
 		}
-		if !o.splitOrTell(&o.big.view, limit, peer) { // for all of them
+		if !o.splitOrTell(&o.big.view, limit, peer) { // one error for all segments
 			*s = packet.Segmenter{}
 			break
 		}
@@ -50,8 +50,8 @@ func (o *outbound) tooBig(b *batch, gsoSize, limit int, peer *natengine.PeerStat
 	o.readReleased(b)
 }
 
-// splitOrTell queues the fragments of v. When it may not be cut it drops it, tells the sender, and
-// says false.
+// splitOrTell queues the fragments of v. If v may not be fragmented, it drops v, sends the ICMP
+// error, and returns false.
 func (o *outbound) splitOrTell(v *packet.View, limit int, peer *natengine.PeerState) bool {
 	if fragments := v.Split(limit, uint16(1+rand.N(1<<16-1))); fragments != nil {
 		for _, f := range fragments {
@@ -76,7 +76,7 @@ func (o *outbound) splitOrTell(v *packet.View, limit int, peer *natengine.PeerSt
 			o.t.engine.Count(peer, natengine.Inbound, natengine.DropTUNWrite)
 		}
 	case natengine.Deliver:
-		if o.t.local != nil { // else a host has forged its address
+		if o.t.local != nil { // otherwise a host has forged our address
 			o.t.local.deliver(nil, answer)
 		}
 	}

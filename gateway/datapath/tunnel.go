@@ -33,9 +33,9 @@ import (
 
 // Options of a Tunnel. The zero value is the default.
 type Options struct {
-	// CoalesceUDP joins equal-sized UDP datagrams of one flow into UDP superpackets for the link,
-	// until it refuses one with EINVAL. The kernel takes them from Linux 6.2 on; tun.TrustsUSO says
-	// more.
+	// CoalesceUDP joins UDP datagrams of one flow and size into superpackets for the link, until
+	// the link refuses one with EINVAL. The kernel accepts them from Linux 6.2 on; see
+	// tun.TrustsUSO.
 	CoalesceUDP bool
 	// Logger gets the log lines of wireguard-go's device; nil discards them.
 	Logger *device.Logger
@@ -51,7 +51,7 @@ type Tunnel struct {
 	start   time.Time
 	mtu     atomic.Int64
 
-	coalesceUDP atomic.Bool // and the link has not refused it
+	coalesceUDP atomic.Bool // requested, and the link has not refused a UDP superpacket
 
 	ids   atomic.Pointer[identities]
 	heard heard
@@ -60,36 +60,36 @@ type Tunnel struct {
 	admission sync.Mutex // guards budgets
 	budgets   budgets    // of handshakes
 
-	mayCome atomic.Pointer[func(netip.Addr) bool] // nil: from everywhere
-	relays  atomic.Pointer[func(netip.Addr) bool] // nil: from nowhere
-	relayed place                                 // what came from there
+	mayCome atomic.Pointer[func(netip.Addr) bool] // allowed sources of messages; nil: all
+	relays  atomic.Pointer[func(netip.Addr) bool] // addresses of relays; nil: none
+	relayed place                                 // signs of messages through relays
 
 	doubts   atomic.Pointer[func(key [32]byte)] // nil: doubts are not reported
-	searched atomic.Int64                       // when strange last looked for a peer
+	searched atomic.Int64                       // when strange last searched for a peer
 
 	capture atomic.Pointer[captured] // nil: none
 
-	diverted atomic.Pointer[diversion] // nil: packets of the link go to peers
+	diverted atomic.Pointer[diversion] // nil: the link's packets go to peers
 	brought  parcels                   // from another gateway
 
 	waiting atomic.Bool // packets wait for a session
-	look    atomic.Bool // one of these sessions may be there, or packets may have waited too long
+	look    atomic.Bool // such a session may exist now, or packets may have waited too long
 	out     outbound    // state of the outbound goroutine
 	running sync.WaitGroup
-	ended   chan struct{} // the link is gone, or Close was called
+	ended   chan struct{} // closed when the link is gone, or by Close
 
-	mu       sync.Mutex                               // guards what follows: configuration
-	places   map[device.NoisePublicKey]netip.AddrPort // as they were last set
+	mu       sync.Mutex                               // guards the configuration, which follows
+	places   map[device.NoisePublicKey]netip.AddrPort // the endpoints of the last set
 	port     uint16                                   // 0: there is no socket
-	receiver sync.WaitGroup                           // of its goroutines
-	sweep    *time.Timer                              // for retired peers; nil: there were none
-	laggards *time.Timer                              // runs while our key rotates; nil: it never did
+	receiver sync.WaitGroup                           // goroutines of the socket
+	sweep    *time.Timer                              // for retired peers; nil: there was never one
+	laggards *time.Timer                              // runs while our key rotates; nil: there was no rotation
 	up       bool
 	closed   bool
 }
 
 // New joins a link, a wire, an engine and, unless nil, an in-process endpoint. The Tunnel owns
-// link, wire and local: its Close closes them. Nothing travels before Up.
+// link, wire and local: its Close closes them. It carries nothing before Up.
 func New(link Link, wire Wire, engine *natengine.Engine, local *Local, o Options) *Tunnel {
 	return newTunnel(link, wire, engine, local, time.Now(), o)
 }
@@ -137,7 +137,7 @@ func (t *Tunnel) logger() *device.Logger {
 // same engine must be called with it too.
 func (t *Tunnel) Now() time.Duration { return time.Since(t.start) }
 
-// at is a time as peers keep it: never 0, which stands for none.
+// at converts a time to the form that peers store: never 0, which means never.
 func (t *Tunnel) at(now time.Time) int64 { return max(1, int64(now.Sub(t.start))) }
 
 // when converts the result of at back to a time, zero for none. Its age is right even if the wall clock
@@ -149,8 +149,8 @@ func (t *Tunnel) when(at int64, now time.Time) time.Time {
 	return now.Add(time.Duration(at - t.at(now)))
 }
 
-// Up gives the tunnel its private key, opens its port, 0 for a free one, and begins. Once. A next key that SetKeys
-// was given stays.
+// Up sets the private key, opens the port, 0 for a free one, and starts the tunnel. Call it once. A
+// next key from SetKeys stays.
 func (t *Tunnel) Up(private [32]byte, port uint16) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -170,7 +170,8 @@ func (t *Tunnel) Up(private [32]byte, port uint16) error {
 	return nil
 }
 
-// listen opens the wire, for data and handshakes, and starts a goroutine that receives for each of its sockets. With t.mu.
+// listen opens the wire, for data and handshakes, and starts a goroutine that receives for each of
+// its sockets. The caller holds t.mu.
 func (t *Tunnel) listen(port uint16) error {
 	sockets, port, err := t.wire.Listen(port)
 	if err != nil {
@@ -183,7 +184,8 @@ func (t *Tunnel) listen(port uint16) error {
 	return nil
 }
 
-// unlisten closes the wire and waits for its goroutines. None of them waits for t.mu or a device. With t.mu.
+// unlisten closes the wire and waits for its goroutines, none of which waits for t.mu or a device.
+// The caller holds t.mu.
 func (t *Tunnel) unlisten() error {
 	if t.port == 0 {
 		return nil
@@ -201,8 +203,8 @@ func (t *Tunnel) Port() uint16 {
 	return t.port
 }
 
-// SetPort moves the tunnel to another UDP port. When that fails there is no socket until it is
-// called again.
+// SetPort moves the tunnel to another UDP port. After an error there is no socket until the next
+// call.
 func (t *Tunnel) SetPort(port uint16) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -213,14 +215,14 @@ func (t *Tunnel) SetPort(port uint16) error {
 		return err
 	}
 	var errs []error
-	for _, id := range t.ids.Load().all() { // it forgets the source addresses of peers
+	for _, id := range t.ids.Load().all() { // forget the source addresses of peers
 		errs = append(errs, id.dev.IpcSet(fmt.Sprintf("listen_port=%d\n", t.port)))
 	}
 	return errors.Join(errs...)
 }
 
-// SetMTU changes the largest packet of the tunnel, in octets: no message is padded beyond it. The
-// link's own MTU is the caller's business.
+// SetMTU changes the size of the largest packet in the tunnel, in octets. Padding never makes a
+// message larger. The caller sets the link's own MTU.
 func (t *Tunnel) SetMTU(mtu int) {
 	t.mtu.Store(int64(mtu))
 	if t.local != nil {
@@ -231,21 +233,22 @@ func (t *Tunnel) SetMTU(mtu int) {
 // MTU is the largest packet of the tunnel in octets.
 func (t *Tunnel) MTU() int { return int(t.mtu.Load()) }
 
-// SetSources says from where messages of peers may come. Others are dropped before anything else is
-// done with them: where a message came from is where answers go (roaming), and whoever has a key may
-// forge the source. It is asked once for each source, and again after each call.
+// SetSources sets the test for the sources of messages. The tunnel drops messages from other
+// sources before anything else, because answers go to the source of the last message (roaming), and
+// anybody who has a key may forge a source. The tunnel remembers the result for each source until
+// the next call of SetSources.
 func (t *Tunnel) SetSources(mayCome func(netip.Addr) bool) { t.mayCome.Store(&mayCome) }
 
-// SetRelays says from which addresses Services of ours relay messages of peers: a handshake from
-// there says nothing of who sent it.
+// SetRelays sets the test for addresses from which our own Services relay messages of peers. A
+// handshake from such an address does not show its sender.
 func (t *Tunnel) SetRelays(relays func(netip.Addr) bool) { t.relays.Store(&relays) }
 
-// SetDoubts sets a function that is called when data of an unknown session comes from the address
-// of a peer that has a session here, at most once in five seconds for each peer. Anybody can forge
-// such data, so it proves nothing. f must not block.
+// SetDoubts sets a function for data of an unknown session that comes from the address of a peer
+// that has a session here. It is called at most once in five seconds for each peer. Anybody can
+// forge such data, so it proves nothing. f must not block.
 func (t *Tunnel) SetDoubts(f func(key [32]byte)) { t.doubts.Store(&f) }
 
-// Forget makes the next SetPeers set the peer's endpoint again, wherever it roamed to meanwhile.
+// Forget makes the next SetPeers set the peer's endpoint again, even if the peer has roamed.
 func (t *Tunnel) Forget(key [32]byte) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -259,13 +262,13 @@ func (t *Tunnel) Handshake(key [32]byte) {
 	if p := t.peer(key); p != nil {
 		for _, q := range table.living(p.state) {
 			q.follow(table)
-			_ = q.dev.SendHandshakeInitiation(false) // the device has logged why not
+			_ = q.dev.SendHandshakeInitiation(false) // the device has logged the reason
 		}
 	}
 }
 
-// Rest ends the attempts to reach a peer, until there is a packet for it. Its session, if it has
-// one by now, stays.
+// Rest ends the attempts to reach a peer until there is a packet for it. A session that it has by
+// now stays.
 func (t *Tunnel) Rest(key [32]byte) {
 	if p := t.peer(key); p != nil {
 		for _, q := range t.peers.Load().living(p.state) {
@@ -313,7 +316,7 @@ func (t *Tunnel) Close() error {
 	return err
 }
 
-// lookSoon makes the outbound goroutine look after the packets that wait, if any do.
+// lookSoon makes the outbound goroutine look after waiting packets, if there are any.
 func (t *Tunnel) lookSoon() {
 	if t.waiting.Load() {
 		t.look.Store(true)
@@ -321,7 +324,7 @@ func (t *Tunnel) lookSoon() {
 	}
 }
 
-// dropOf names the reason to drop a packet that does not parse.
+// dropOf returns the reason to drop a packet that does not parse.
 func dropOf(err error) natengine.Drop {
 	if errors.Is(err, packet.ErrTinyFragment) || errors.Is(err, packet.ErrFragmentRange) {
 		return natengine.DropFragment

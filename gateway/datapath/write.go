@@ -11,17 +11,16 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// writer is the second half of an inbound goroutine, and its scratch: packets that came out of the
-// tunnel are joined to runs, translated, and written to the link or handed to the in-process
-// endpoint.
+// writer is the second half of an inbound goroutine, and its scratch. It joins decrypted packets to
+// runs, translates them, and writes them to the link or hands them to the in-process endpoint.
 type writer struct {
 	t         *Tunnel
 	tap       *tap // of the inbound goroutine, whose batch this is
 	coalescer packet.Coalescer
 	ahead     natengine.Lookahead
 	header    [packet.VirtioHeaderLen]byte
-	vector    [][]byte // header, packet, payloads: what one Link.Write takes
-	whole     []byte   // a run put together for who takes packets only
+	vector    [][]byte // header, packet, payloads: the arguments of one Link.Write
+	whole     []byte   // a run as one packet, for readers that know no runs
 	segmenter packet.Segmenter
 	view      packet.View
 	local     packet.View // a packet for the in-process endpoint
@@ -35,8 +34,8 @@ func newWriter(t *Tunnel, shown *tap) writer {
 	return writer{t: t, tap: shown, traffic: traffic{direction: natengine.Inbound}}
 }
 
-// packets translates packets of one peer, in order. Their octets are changed, and not kept. Packets
-// that are dropped are counted and are no error; os.ErrClosed means that the link is closed.
+// packets translates packets of one peer, in order. It changes their octets and does not keep them.
+// Dropped packets are counted and are no error; os.ErrClosed means that the link is closed.
 func (w *writer) packets(from *peer, packets [][]byte) error {
 	peer := from.state
 	w.from, w.now, w.closed = from, w.t.Now(), false
@@ -67,8 +66,8 @@ func (w *writer) packets(from *peer, packets [][]byte) error {
 	return nil
 }
 
-// run handles one run. The key that opened its packets tells whose they are; the engine drops them
-// when their source is not an address of that peer.
+// run handles one run. The key that opened its packets identifies the peer; the engine drops
+// packets whose source is not an address of that peer.
 func (w *writer) run(peer *natengine.PeerState, run *packet.Run) {
 	if w.tap.on() {
 		w.tap.came(&run.View)
@@ -84,14 +83,14 @@ func (w *writer) run(peer *natengine.PeerState, run *packet.Run) {
 		w.writeRun(v.Peer, run)
 	case natengine.Deliver:
 		w.traffic.add(v.Peer, run.Segments, run.View.Len()+(run.Segments-1)*run.View.PayloadOffset())
-		// Packet by packet: its sockets know no superpackets.
+		// Packet by packet, because the sockets of the endpoint know no superpackets.
 		w.each(v.Peer, run, func(p []byte) { w.deliver(v.Peer, p) })
-	case natengine.Discard: // the engine has counted one packet
+	case natengine.Discard: // the engine has counted one packet of the run
 		for range run.Segments - 1 {
 			w.t.engine.Count(v.Peer, natengine.Inbound, v.Drop)
 		}
 		return
-	default: // held
+	default: // the engine holds it
 		return
 	}
 	for _, p := range v.Released() {
@@ -104,8 +103,8 @@ func (w *writer) run(peer *natengine.PeerState, run *packet.Run) {
 	}
 }
 
-// writeRun writes a run to the link, as a superpacket where it is more than one packet. A link that
-// refuses those of UDP, as some kernels do, gets no more of them.
+// writeRun writes a run to the link, as a superpacket if it has several packets. If the link
+// refuses UDP superpackets, as some kernels do, it sends no more of them.
 func (w *writer) writeRun(peer *natengine.PeerState, run *packet.Run) {
 	err := w.writeLink(run.Header, run.View.Bytes(), run.Tail)
 	if run.Segments > 1 && run.View.Proto() == packet.UDP && errors.Is(err, syscall.EINVAL) {
@@ -127,7 +126,7 @@ func (w *writer) writeLink(h packet.VirtioHeader, head []byte, tail [][]byte) er
 	return err
 }
 
-// written counts packets that the link did not take.
+// written counts packets that the link did not accept.
 func (w *writer) written(peer *natengine.PeerState, packets int, err error) {
 	if err == nil {
 		return
@@ -138,7 +137,7 @@ func (w *writer) written(peer *natengine.PeerState, packets int, err error) {
 	}
 }
 
-// each calls f with each packet of a run, complete and in order; f does not keep it.
+// each calls f with each packet of a run, complete and in order; f must not keep it.
 func (w *writer) each(peer *natengine.PeerState, run *packet.Run, f func([]byte)) {
 	if run.Segments == 1 {
 		f(run.View.Bytes())
@@ -161,9 +160,9 @@ func (w *writer) each(peer *natengine.PeerState, run *packet.Run, f func([]byte)
 	}
 }
 
-// deliver hands one packet to the in-process endpoint, or counts why not.
+// deliver hands one packet to the in-process endpoint, or counts the reason for its drop.
 func (w *writer) deliver(peer *natengine.PeerState, p []byte) {
-	why := natengine.DropLocalQueue // there is none
+	why := natengine.DropLocalQueue // there is no endpoint
 	if w.t.local != nil {
 		if err := w.local.Parse(p, packet.ChecksumComplete); err != nil {
 			why = dropOf(err)

@@ -1,13 +1,13 @@
-// Package flowsync copies the NAT flows of the active gateway to the others, so that connections survive when another
-// one becomes active.
+// Package flowsync copies the NAT flows of the active gateway to the others, so that connections
+// survive when another one becomes active.
 //
 //	active ── TLS over TCP ──► standby      all flows, then each change
-//	standby ─────────────────► a gateway that has just started and knows none: its copy
+//	standby ─────────────────► a gateway that has just started and has no flows: its copy
 //	active, as it ends ──────► standby      packets that nodes still send to it
 //
-// All gateways of an installation share the WireGuard private key. A key derived from it is what each end of a
-// connection proves to have. Where the private key is replaced, connections end and are made again with the next one;
-// copies stay.
+// All gateways of an installation share the WireGuard private key. Both ends of a connection prove
+// that they have a key derived from it. When the private key is replaced, connections end and are
+// made again with the next key; copies stay.
 package flowsync
 
 import (
@@ -19,15 +19,17 @@ import (
 
 // Bounds of a copy.
 const (
-	// MaxFlows is how many flows a copy has at most; what comes on top is left out and counted.
+	// MaxFlows bounds the flows of a copy. Further ones are left out and counted.
 	MaxFlows = 1 << 20
-	// keepFor is how long a copy counts that nobody keeps up to date: as long as most flows live without a packet.
+	// keepFor is how long a copy stays valid without updates: as long as most flows live without a
+	// packet.
 	keepFor = 5 * time.Minute
-	// adoptMost is how long a gateway that becomes active waits for its copy: a million flows take seconds.
+	// adoptMost is how long a new active gateway waits until it has adopted its copy: a million
+	// flows take seconds.
 	adoptMost = 250 * time.Millisecond
 )
 
-// Flows are those of a gateway that runs. A natengine.Engine is most of it.
+// Flows are the flows of a running gateway. A natengine.Engine implements most of it.
 type Flows interface {
 	EachFlow(f func(peer string, flow natengine.Flow), between func() bool)
 	Follow(f func(peer string, flow natengine.Flow, ended bool)) (stop func())
@@ -36,7 +38,7 @@ type Flows interface {
 	Bring(tunnel int, p []byte)
 }
 
-// A table has the states of flows, by peer and identity.
+// A table holds flows, by peer and identity.
 type table struct {
 	flows map[string]map[natengine.Flow]uint8
 	n     int
@@ -75,39 +77,39 @@ func (t *table) remove(peer string, f natengine.Flow) {
 	}
 }
 
-// A Keeper has the flows of one gateway: a copy of the active one's while it is a standby, its own while it is active.
-// Its methods may be called concurrently.
+// A Keeper holds the flows of one gateway. While the gateway is a standby, they are a copy of the
+// active gateway's flows. While it is active, they are its own. Methods may be called concurrently.
 type Keeper struct {
 	mu      sync.Mutex
 	running Flows // nil: this gateway is not the active one
-	changes int   // of running
+	changes int   // how often running was set or cleared
 	copy    table
-	fresh   *table    // of a connection that has not yet told of all flows; nil: none
-	heard   time.Time // when copy was last known to be complete; at first, when the Keeper was made
+	fresh   *table    // of a connection that is still sending its list of all flows; nil: none
+	heard   time.Time // when copy was last complete; at first, when the Keeper was made
 	counts  Counts
 
-	followers map[*queue]bool // of the connections that tell each change
-	adopted   bool            // running has the copied flows, or as many as it waited for
+	followers map[*queue]bool // queues of the connections that send each change
+	adopted   bool            // running has adopted the copied flows, or has stopped waiting
 	held      held
 }
 
 // NewKeeper has no flows.
 func NewKeeper() *Keeper { return &Keeper{heard: time.Now(), followers: make(map[*queue]bool)} }
 
-// Counts are of flows that were told, and of packets that were relayed.
+// Counts counts received flows and relayed packets.
 type Counts struct {
-	Adopted uint64                    // by this gateway when it became active, or since
+	Adopted uint64                    // when this gateway became active, or later
 	Refused map[natengine.Drop]uint64 // not adopted, by reason
 	Omitted uint64                    // not copied, because of MaxFlows
 
-	Relayed   uint64 // packets of the gateway before that this one gave to its tunnels
-	Unrelayed uint64 // and those that it dropped, because they were too many or waited too long
+	Relayed   uint64 // packets of the previous gateway that this one gave to its tunnels
+	Unrelayed uint64 // packets of the previous gateway that were dropped: too many, or too old
 }
 
-// Activate makes this gateway the active one: flows become its own and adopt the copied ones,
-// established flows first. It returns the number of adopted flows when it has adopted all, or after
-// adoptMost; it then adopts the rest in the background. Flows that open connections still deliver
-// are adopted, too.
+// Activate makes this gateway the active one. flows becomes its own and adopts the copied flows,
+// established ones first. Activate returns the number of adopted flows when all are adopted, or
+// after adoptMost; the rest then follows in the background. Flows that open connections still
+// deliver are adopted, too.
 func (k *Keeper) Activate(flows Flows) (adopted int) {
 	k.mu.Lock()
 	before := k.counts.Adopted
@@ -123,7 +125,7 @@ func (k *Keeper) Activate(flows Flows) (adopted int) {
 	k.copy, k.fresh = table{}, nil
 	k.mu.Unlock()
 	done := make(chan struct{})
-	go func() { // ends when the copy does, or with Deactivate
+	go func() { // ends after the last flow, or with Deactivate
 		defer close(done)
 		for _, established := range []bool{true, false} {
 			for _, t := range all {
@@ -146,8 +148,8 @@ func (k *Keeper) Activate(flows Flows) (adopted int) {
 	return int(k.counts.Adopted - before)
 }
 
-// adoptAll adopts those flows of a table that are established, or those that are not. It reports false when another
-// gateway is active meanwhile.
+// adoptAll adopts the flows of a table that are established, or those that are not. It returns
+// false if the gateway was deactivated meanwhile.
 func (k *Keeper) adoptAll(t table, established bool, changes int) bool {
 	for peer, of := range t.flows {
 		for id, state := range of {
@@ -169,7 +171,7 @@ func (k *Keeper) adoptAll(t table, established bool, changes int) bool {
 	return true
 }
 
-// Deactivate says that this gateway is not the active one any more.
+// Deactivate makes this gateway a standby.
 func (k *Keeper) Deactivate() {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -178,12 +180,12 @@ func (k *Keeper) Deactivate() {
 	k.heard = time.Now()
 }
 
-// adopt has the running gateway adopt a flow. With mu.
+// adopt lets the running gateway adopt a flow. The caller holds mu.
 func (k *Keeper) adopt(peer string, f natengine.Flow) {
 	switch drop := k.running.Adopt(peer, f); drop {
 	case natengine.DropNone:
 		k.counts.Adopted++
-	case natengine.DropFlowClash: // a packet has opened it, or it was told twice
+	case natengine.DropFlowClash: // a packet has opened the flow, or it was received twice
 	default:
 		if k.counts.Refused == nil {
 			k.counts.Refused = make(map[natengine.Drop]uint64)
@@ -192,22 +194,22 @@ func (k *Keeper) adopt(peer string, f natengine.Flow) {
 	}
 }
 
-// expire forgets a copy that is too old. With mu.
+// expire drops a copy that is too old. The caller holds mu.
 func (k *Keeper) expire(now time.Time) {
 	if now.Sub(k.heard) > keepFor {
 		k.copy = table{}
 	}
 }
 
-// A State is what a Keeper has, for people and metrics.
+// A State describes a Keeper, for status and metrics.
 type State struct {
 	Active bool
 	Copied int           // flows in the copy
-	Age    time.Duration // since the copy was last known to be complete, or since the start; 0 of the active gateway
+	Age    time.Duration // since the copy was last complete, or since the start; 0 while active
 	Counts Counts
 }
 
-// State describes what there is.
+// State returns the present State.
 func (k *Keeper) State() State {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -222,19 +224,21 @@ func (k *Keeper) State() State {
 	return s
 }
 
-// A receiver takes what one connection tells.
+// A receiver takes the flows of one connection.
 type receiver struct {
 	k       *Keeper
 	changes int  // Keeper.changes when the list began
 	active  bool // the other end is the active gateway
 	table   table
 	age     time.Duration
-	all     bool   // all flows have been told
+	all     bool   // the list of all flows is complete
 	parcel  []byte // the packet at hand, which may have several frames
-	listed  func() // called after each list of all flows; nil: nobody waits, and the connection is that to the active gateway
+	// called after each list of all flows; nil: nobody waits, and the other end is the active
+	// gateway
+	listed func()
 }
 
-// begin takes the first frame of a list of all flows.
+// begin handles the first frame of a list of all flows.
 func (r *receiver) begin(active bool, age time.Duration) {
 	r.k.mu.Lock()
 	defer r.k.mu.Unlock()
@@ -244,13 +248,13 @@ func (r *receiver) begin(active bool, age time.Duration) {
 	}
 }
 
-// flow takes a flow that is there, or was until now.
+// flow handles a flow that exists, or has ended.
 func (r *receiver) flow(peer string, f natengine.Flow, ended bool) {
 	r.k.mu.Lock()
 	defer r.k.mu.Unlock()
 	switch {
 	case r.k.running != nil:
-		if !ended { // else it ends here by itself
+		if !ended { // an ended flow expires here by itself
 			r.k.adopt(peer, f)
 		}
 	case ended:
@@ -260,7 +264,7 @@ func (r *receiver) flow(peer string, f natengine.Flow, ended bool) {
 	}
 }
 
-// into is the table that the connection fills. With mu.
+// into returns the table for the connection's flows. The caller holds mu.
 func (r *receiver) into() *table {
 	if r.all {
 		return &r.k.copy
@@ -268,7 +272,8 @@ func (r *receiver) into() *table {
 	return &r.table
 }
 
-// end takes the last frame of a list: it replaces the copy, unless it is a copy itself and there is one already.
+// end handles the last frame of a list. The list replaces the copy, unless it is only a standby's
+// copy and this Keeper has one.
 func (r *receiver) end() {
 	r.k.mu.Lock()
 	defer r.k.mu.Unlock()
@@ -284,7 +289,7 @@ func (r *receiver) end() {
 	r.table = table{}
 }
 
-// beat says that the other end has told all that there is.
+// beat notes that the other end has sent everything it has.
 func (r *receiver) beat() {
 	r.k.mu.Lock()
 	defer r.k.mu.Unlock()
@@ -293,8 +298,8 @@ func (r *receiver) beat() {
 	}
 }
 
-// over reports whether this gateway was the active one meanwhile and is a standby again: the flows that were told in that
-// time are in no copy, so that it needs a new list.
+// over reports whether this gateway has been active meanwhile and is a standby again. Flows
+// received in that time are in no copy, so it needs a new list.
 func (r *receiver) over() bool {
 	r.k.mu.Lock()
 	defer r.k.mu.Unlock()

@@ -5,17 +5,17 @@ import (
 	"time"
 )
 
-// Bounds of packets that a gateway relays while it ends.
+// Bounds of the packets that an ending gateway relays.
 const (
-	relayMost = 4 << 20     // octets that wait for one connection, or for this gateway to become active
-	relayFor  = time.Second // a packet waits for that
+	relayMost = 4 << 20     // octets that wait for one connection, or until this gateway is active
+	relayFor  = time.Second // longest wait of a packet for that
 )
 
 // A parcel is a packet for a peer, virtio header first.
 type parcel struct {
-	tunnel int // whose link delivered it
+	tunnel int // tunnel whose link delivered the packet
 	p      []byte
-	at     time.Time // when it was received; zero at the gateway that relays
+	at     time.Time // when this gateway received the packet; zero at the gateway that relays
 }
 
 // Relay sends a packet for a peer, virtio header first, to the gateways that copy the flows of this
@@ -32,7 +32,7 @@ func (k *Keeper) Relay(tunnel int, p []byte) bool {
 	return taken
 }
 
-// follow lets a connection have what Relay is given, until the result is called.
+// follow gives a connection the packets of Relay, until the caller calls the result.
 func (k *Keeper) follow(q *queue) (end func()) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -56,7 +56,7 @@ func (q *queue) addParcel(one parcel) bool {
 	return !full
 }
 
-// takeParcels returns what waits.
+// takeParcels returns the waiting packets.
 func (q *queue) takeParcels() (all []parcel) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -64,20 +64,21 @@ func (q *queue) takeParcels() (all []parcel) {
 	return all
 }
 
-// hurries reports whether something waits that should not be gathered.
+// hurries reports whether a packet waits, which must not be delayed to gather more.
 func (q *queue) hurries() bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	return len(q.parcels) > 0
 }
 
-// held are relayed packets that wait until this gateway is active and has adopted the flows, oldest first.
+// held are relayed packets, oldest first. They wait until this gateway is active and has adopted
+// the flows.
 type held struct {
 	all    []parcel
 	octets int
 }
 
-// expire drops what is too old and returns how many that were.
+// expire drops packets that are too old and returns their number.
 func (h *held) expire(now time.Time) (n int) {
 	for len(h.all) > 0 && now.Sub(h.all[0].at) > relayFor {
 		h.octets -= len(h.all[0].p)
@@ -87,7 +88,7 @@ func (h *held) expire(now time.Time) (n int) {
 	return n
 }
 
-// brought takes a packet that another gateway has relayed.
+// brought handles a packet that another gateway has relayed.
 func (k *Keeper) brought(one parcel) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -105,7 +106,7 @@ func (k *Keeper) brought(one parcel) {
 	k.held.octets += len(one.p)
 }
 
-// bringHeld gives the running gateway the packets that wait for it. With mu.
+// bringHeld gives the waiting packets to the running gateway. The caller holds mu.
 func (k *Keeper) bringHeld() {
 	k.counts.Unrelayed += uint64(k.held.expire(time.Now()))
 	for _, one := range k.held.all {

@@ -24,19 +24,19 @@ const purpose = "isthmus gateway flows"
 
 // Timing of connections.
 const (
-	look             = 250 * time.Millisecond // at the list of other gateways
-	again            = time.Second            // after a connection has ended or failed
+	look             = 250 * time.Millisecond // between two looks at the list of other gateways
+	again            = time.Second            // pause after a connection has ended or failed
 	listenAgain      = 5 * time.Second
 	handshakeTimeout = 3 * time.Second
 	readTimeout      = 5 * beatInterval
 	awaitMost        = time.Second
 )
 
-// Bounds of incoming connections. Clients that have not proved to have the key take no places from the gateways that
-// the API server names.
+// Bounds of incoming connections. Clients that have not proved that they have the key must not
+// displace the gateways that the API server names.
 const (
-	strangersMost = 8  // from addresses of no gateway
-	strangersRate = 10 // of these in a second: a handshake takes CPU that packets need
+	strangersMost = 8  // from addresses that are no gateway's
+	strangersRate = 10 // of these per second: a handshake takes CPU that packets need
 	strangersOnce = 16 // at once
 	addressMost   = 2  // from one address
 )
@@ -46,34 +46,34 @@ type Options struct {
 	Listen func() (net.Listener, error)
 	Dial   func(ctx context.Context, to netip.Addr) (net.Conn, error)
 	Key    func() [32]byte // the WireGuard private key; zero: not known yet
-	// Others are the addresses of the other gateways of the installation; true: of the active one.
+	// Others returns the addresses of the other gateways of the installation; true: the active one.
 	Others func() map[netip.Addr]bool
 	Log    *slog.Logger
 }
 
-// A Link connects the Keeper of a gateway with those of the others.
+// A Link connects the Keeper of a gateway with the Keepers of the others.
 type Link struct {
 	k *Keeper
 	o Options
 
-	settled chan struct{} // closed when each gateway that was known at the start has sent its flows, or cannot
+	settled chan struct{} // closed when every gateway known at the start has sent its flows, or cannot
 
 	mu       sync.Mutex
 	config   *tls.Config // nil: the key is not known yet
 	expired  context.Context
-	expire   context.CancelFunc // ends what uses config
+	expire   context.CancelFunc // ends the connections that use config
 	incoming map[netip.Addr]int // connections by address
-	strange  *rate.Limiter      // of connections of strangers
-	said     string             // the last message that was logged
+	strange  *rate.Limiter      // limits connections of strangers
+	said     string             // last logged message
 }
 
-// NewLink makes a link that Run starts.
+// NewLink makes a link. Run starts it.
 func NewLink(k *Keeper, o Options) *Link {
 	return &Link{k: k, o: o, settled: make(chan struct{}), incoming: make(map[netip.Addr]int), strange: rate.NewLimiter(strangersRate, strangersOnce)}
 }
 
-// Await waits until the gateways that were known at the start have sent their flows, for at most a
-// second. A gateway that restarts and stays active has lost its flows, but another one has a copy.
+// Await waits until the gateways known at the start have sent their flows, for at most a second. A
+// gateway that restarts and stays active has lost its flows, but another one has a copy.
 func (l *Link) Await(ctx context.Context) {
 	select {
 	case <-l.settled:
@@ -93,7 +93,7 @@ func (l *Link) Run(ctx context.Context) {
 	var private [32]byte
 	first := true
 	asked := make(map[netip.Addr]bool)
-	var following netip.Addr // whose changes come
+	var following netip.Addr // the gateway whose changes arrive
 	var unfollow context.CancelFunc = func() {}
 	ended := make(chan netip.Addr)
 	next := make(map[netip.Addr]time.Time)
@@ -151,7 +151,7 @@ func (l *Link) Run(ctx context.Context) {
 	}
 }
 
-// change ends connections under the key before and makes the next ones with this one.
+// change ends connections with the former key and makes the next ones with this one.
 func (l *Link) change(ctx context.Context, private [32]byte) {
 	c, err := pinned.Config(private, purpose)
 	l.mu.Lock()
@@ -167,15 +167,15 @@ func (l *Link) change(ctx context.Context, private [32]byte) {
 	l.expired, l.expire = context.WithCancel(ctx)
 }
 
-// keyed is what connections are made with now, and what ends them.
+// keyed returns the TLS configuration for connections now, and the context that ends them.
 func (l *Link) keyed() (*tls.Config, context.Context) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.config, l.expired
 }
 
-// ask takes what another gateway tells until it ends, which the active one does not. listed is called after each list of all that
-// it has; nil: nobody waits.
+// ask receives flows of another gateway until the connection ends. The active gateway does not end
+// it. listed is called after each list of all flows; nil: nobody waits.
 func (l *Link) ask(ctx context.Context, addr netip.Addr, listed func()) {
 	config, expired := l.keyed()
 	dialing, cancel := context.WithTimeout(ctx, handshakeTimeout)
@@ -200,7 +200,7 @@ func (l *Link) ask(ctx context.Context, addr netip.Addr, listed func()) {
 	l.say(ctx, addr, err)
 }
 
-// say logs why flows of another gateway are not copied, when it is something else.
+// say logs why the flows of another gateway are not copied, unless it has just logged the same.
 func (l *Link) say(ctx context.Context, addr netip.Addr, err error) {
 	if ctx.Err() != nil {
 		return
@@ -217,7 +217,7 @@ func (l *Link) say(ctx context.Context, addr netip.Addr, err error) {
 	l.said = text
 }
 
-// listen answers until ctx ends.
+// listen accepts connections until ctx ends.
 func (l *Link) listen(ctx context.Context, group *sync.WaitGroup) {
 	said := false
 	for ctx.Err() == nil {
@@ -248,7 +248,7 @@ func (l *Link) accept(ctx context.Context, listener net.Listener, group *sync.Wa
 			if failures++; failures > 100 || errors.Is(err, net.ErrClosed) {
 				return err
 			}
-			time.Sleep(look) // no file descriptor is left, or the like
+			time.Sleep(look) // no file descriptor is left, for example
 			continue
 		}
 		failures = 0
@@ -268,7 +268,7 @@ func (l *Link) accept(ctx context.Context, listener net.Listener, group *sync.Wa
 	}
 }
 
-// enter counts a connection that has come, unless there are too many.
+// enter counts a new connection, unless there are too many.
 func (l *Link) enter(addr netip.Addr) bool {
 	gateways := l.o.Others()
 	_, known := gateways[addr]
@@ -295,7 +295,7 @@ func (l *Link) leave(addr netip.Addr) {
 	}
 }
 
-// serve tells another gateway, if it has the key.
+// serve sends the flows to another gateway if it has the key.
 func (l *Link) serve(ctx context.Context, conn net.Conn) {
 	config, expired := l.keyed()
 	if config == nil {
@@ -313,7 +313,8 @@ func (l *Link) serve(ctx context.Context, conn net.Conn) {
 		return
 	}
 	go func() { // ends with the connection
-		_, _ = secure.Read(make([]byte, 1)) // the other end says nothing
+		// the other end sends nothing, so this returns when it closes
+		_, _ = secure.Read(make([]byte, 1))
 		cancel()
 	}()
 	if err := l.k.send(ctx, secure); err != nil && ctx.Err() == nil {

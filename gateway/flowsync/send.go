@@ -13,22 +13,23 @@ import (
 )
 
 const (
-	// queueMost is how many changes wait for one connection at most. One that is slower begins again with all flows.
+	// queueMost bounds the changes that wait for one connection. A connection that is too slow
+	// begins again with all flows.
 	queueMost = 1 << 16
-	// gather is how long changes are gathered before they are sent.
+	// gather is how long changes are collected before they are sent.
 	gather = 5 * time.Millisecond
 	// writeTimeout bounds one write.
 	writeTimeout = 5 * time.Second
 )
 
-// A queue has what is to be sent on one connection. The engine never waits for it.
+// A queue holds the data to send on one connection. The engine never waits for it.
 type queue struct {
 	mu   sync.Mutex
 	all  []record
 	lost bool
 	wake chan struct{}
 
-	parcels []parcel // they follow the changes from before them
+	parcels []parcel // sent after the changes that came before them
 	octets  int      // of parcels
 }
 
@@ -50,7 +51,7 @@ func (q *queue) wakeUp() {
 	}
 }
 
-// take returns what waits, to be overwritten by a later add when spare is given back by the next take.
+// take returns the waiting changes. The caller passes the previous result back as spare, for reuse.
 func (q *queue) take(spare []record) (all []record, lost bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -58,11 +59,11 @@ func (q *queue) take(spare []record) (all []record, lost bool) {
 	return all, q.lost
 }
 
-// errLost says that changes were lost, and everything has to be sent again.
+// errLost means that changes were lost, and everything has to be sent again.
 var errLost = errors.New("changes were lost")
 
-// send tells the other end of conn of all flows and, while this gateway is the active one, of each change, until ctx or
-// the connection ends.
+// send sends all flows to the other end of conn and, while this gateway is the active one, each
+// change, until ctx or the connection ends.
 func (k *Keeper) send(ctx context.Context, conn net.Conn) error {
 	w := writer{bufio.NewWriterSize(conn, 64<<10)}
 	for {
@@ -75,7 +76,7 @@ func (k *Keeper) send(ctx context.Context, conn net.Conn) error {
 		if err := k.sendRunning(ctx, conn, w, running, changes); !errors.Is(err, errLost) {
 			return err
 		}
-		select { // a flood of flows must not make this a loop of lists
+		select { // a flood of flows must not make this send list after list
 		case <-ctx.Done():
 			return ctx.Err()
 		case <-time.After(again):

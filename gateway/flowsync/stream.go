@@ -37,7 +37,7 @@ const (
 	goesOn       = 128 // see framePacket
 )
 
-// writer makes a stream.
+// writer writes a stream.
 type writer struct {
 	w *bufio.Writer
 }
@@ -65,14 +65,14 @@ func (w writer) begin(active bool, age time.Duration) {
 	w.frame(frameBegin, b[:])
 }
 
-// record is a flow that is there, or was until now.
+// record is a flow that exists, or has ended.
 type record struct {
 	peer  string
 	flow  natengine.Flow
 	ended bool
 }
 
-// records writes them in order, those of one peer and kind that follow each other in one frame.
+// records writes flows in order. Consecutive flows of one peer and kind share a frame.
 func (w writer) records(all []record) {
 	var body []byte
 	for len(all) > 0 {
@@ -102,7 +102,8 @@ func (w writer) parcel(one parcel) {
 	w.frame(framePacket, []byte{byte(one.tunnel)}, rest)
 }
 
-// receive gives r a stream until it ends, and returns why. beat is called after each frame.
+// receive reads a stream into r until the stream ends, and returns the reason. It calls beat after
+// each frame.
 func (r *receiver) receive(from io.Reader, beat func()) error {
 	buffered := bufio.NewReaderSize(from, 64<<10)
 	body := make([]byte, maxFrame)
@@ -144,7 +145,7 @@ func (r *receiver) receive(from io.Reader, beat func()) error {
 		case kind == framePacket && len(rest) > 1 && r.active && len(r.parcel)+len(rest)-1 <= maxParcel:
 			r.parcel = append(r.parcel, rest[1:]...)
 			if rest[0] < goesOn {
-				if r.listed == nil { // a second connection to the same gateway may be there
+				if r.listed == nil { // r may have a second connection to the same gateway
 					r.k.brought(parcel{tunnel: int(rest[0]), p: r.parcel, at: time.Now()})
 				}
 				r.parcel = nil

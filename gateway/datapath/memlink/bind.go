@@ -21,9 +21,9 @@ const bindQueueLen = 4096
 
 // Network connects Binds by address. The zero value drops packets only if a queue overflows.
 type Network struct {
-	// Loss and Reorder are the shares (0 to 1) of WireGuard's data messages that are lost, and that
-	// are held back until the next one to the same receiver has passed; handshake messages always
-	// pass, because their retry takes five seconds. Seed makes the choice repeatable. Set them
+	// Loss and Reorder are the shares (0 to 1) of WireGuard data messages that are lost, and that
+	// are held back until the next one to the same receiver has passed. Handshake messages always
+	// pass, because their retry takes five seconds. Seed makes the choice repeatable. Set all three
 	// before use.
 	Loss, Reorder float64
 	Seed          uint64
@@ -37,7 +37,8 @@ type Network struct {
 // Lost counts the datagrams lost by Loss.
 func (n *Network) Lost() uint64 { return n.lost.Load() }
 
-// Overflowed counts the datagrams that a full queue or an absent receiver cost.
+// Overflowed counts the datagrams that were lost because a queue was full or the receiver was
+// absent.
 func (n *Network) Overflowed() uint64 { return n.overflowed.Load() }
 
 // Reordered counts the datagrams that were overtaken.
@@ -122,7 +123,7 @@ func (b *Bind) Listen(port uint16) ([]func(*bind.Batch, bool) error, uint16, err
 	return []func(*bind.Batch, bool) error{receive}, port, nil
 }
 
-// open makes the bind known in its network. The channel is closed by Close.
+// open registers the bind in its network. Close closes the returned channel.
 func (b *Bind) open(port uint16) (closed chan struct{}, actual uint16, err error) {
 	if port == 0 {
 		port = 51820
@@ -148,7 +149,7 @@ func (b *Bind) open(port uint16) (closed chan struct{}, actual uint16, err error
 	return b.closed, port, nil
 }
 
-// receive waits for a datagram and takes up to most of those that are there, while take wants more.
+// receive waits for a datagram, and then takes at most most datagrams while take returns true.
 func (b *Bind) receive(closed <-chan struct{}, most int, take func(i int, d *datagram) (more bool)) (int, error) {
 	select {
 	case <-closed:

@@ -25,9 +25,9 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// Host is what lies behind a Link: one TCP/IP stack that owns several addresses, pods and nodes
-// alike. It offloads as the kernel does (TCP superpackets with partial checksums) and checks what
-// it is given as the kernel does.
+// Host is the network behind a Link: one TCP/IP stack that owns several addresses, of pods and
+// nodes alike. It offloads as the kernel does (TCP superpackets with partial checksums) and checks
+// packets as the kernel does.
 type Host struct {
 	Stack *stack.Stack
 	ep    *hostEndpoint
@@ -40,7 +40,7 @@ const hostNIC = 1
 type HostOptions struct {
 	Addrs []netip.Addr
 	TSO   bool // superpackets with partial checksums
-	MTU   int  // of the pods' interfaces; 0: the link's. The link may have a smaller one, as a tunnel does
+	MTU   int  // MTU of the pods' interfaces; 0: the link's, which may be smaller, as a tunnel's is
 }
 
 // NewHost attaches a stack to the link. Close ends it.
@@ -75,8 +75,8 @@ func NewHost(link *Link, o HostOptions) (*Host, error) {
 	return h, nil
 }
 
-// Receive is what takes packets from the gateway. A test that wants to see them sets its own
-// function with OnReceive and calls this one from there.
+// Receive handles packets from the gateway. A test that inspects them sets its own function with
+// OnReceive, which then calls Receive.
 func (h *Host) Receive(bufs [][]byte) error { return h.ep.receive(bufs) }
 
 // Close ends the stack; the link stays open.
@@ -93,8 +93,8 @@ func (h *Host) Superpackets() (sent, received uint64) {
 // BadHeaders counts the packets from the gateway that a kernel would have refused.
 func (h *Host) BadHeaders() uint64 { return h.ep.bad.Load() }
 
-// TooBig counts the packets that did not fit the link's MTU. Where a kernel would answer with an
-// ICMP error, they vanish.
+// TooBig counts the packets that exceeded the link's MTU. They are lost without the ICMP error that
+// a kernel would send.
 func (h *Host) TooBig() uint64 { return h.ep.tooBig.Load() }
 
 // BadChecksums counts the packets from the gateway that the stack found damaged.
@@ -198,7 +198,7 @@ const (
 	gsoUDPL4          = 5
 )
 
-// hostEndpoint is the stack's side of the link.
+// hostEndpoint connects the stack to the link.
 type hostEndpoint struct {
 	link       *Link
 	tso        bool
@@ -208,7 +208,7 @@ type hostEndpoint struct {
 	superOut, superIn, bad, tooBig atomic.Uint64
 }
 
-// WritePackets sends with a virtio header what the stack has made.
+// WritePackets sends the packets of the stack, each with a virtio header.
 func (e *hostEndpoint) WritePackets(pkts stack.PacketBufferList) (int, tcpip.Error) {
 	for _, pkt := range pkts.AsSlice() {
 		var hdr packet.VirtioHeader
@@ -221,7 +221,8 @@ func (e *hostEndpoint) WritePackets(pkts stack.PacketBufferList) (int, tcpip.Err
 					hdr.GSOType = gsoTCPv6
 				}
 				hdr.GSOSize = gso.MSS
-				hdr.HdrLen = uint16(pkt.Size()) // as the kernel may fill it in on a forwarding path
+				// on a forwarding path, the kernel may fill it in like this
+				hdr.HdrLen = uint16(pkt.Size())
 				e.superOut.Add(1)
 			}
 		}
@@ -237,8 +238,8 @@ func (e *hostEndpoint) WritePackets(pkts stack.PacketBufferList) (int, tcpip.Err
 	return pkts.Len(), nil
 }
 
-// receive checks the virtio header, finishes the checksum and hands the packet to the stack, which
-// verifies it: so the partial checksum is proved to be right.
+// receive checks the virtio header, completes the checksum and hands the packet to the stack. The
+// stack verifies the checksum, which proves that the partial one was right.
 func (e *hostEndpoint) receive(bufs [][]byte) error {
 	var b []byte
 	for _, part := range bufs {
@@ -258,7 +259,7 @@ func (e *hostEndpoint) receive(bufs [][]byte) error {
 	return nil
 }
 
-// splitUDP cuts a UDP superpacket into datagrams, which go to the socket one by one; gVisor takes
+// splitUDP cuts a UDP superpacket into datagrams, which reach the socket one by one; gVisor accepts
 // TCP superpackets as they are.
 func splitUDP(p []byte, size int) [][]byte {
 	if size == 0 {
@@ -310,9 +311,8 @@ func (e *hostEndpoint) deliver(b []byte) {
 	pkt.DecRef()
 }
 
-// check is a plain reading of virtio_net_hdr_to_skb (include/linux/virtio_net.h) and of the IP
-// length checks; it shares nothing with package packet but the header's layout. A superpacket
-// leaves with its checksum completed.
+// check follows virtio_net_hdr_to_skb (include/linux/virtio_net.h) and the IP length checks. It
+// shares only the header's layout with package packet. It completes the checksum of a superpacket.
 func (e *hostEndpoint) check(b []byte) error {
 	if len(b) < packet.VirtioHeaderLen+20 {
 		return fmt.Errorf("packet of %d octets", len(b))
@@ -344,7 +344,7 @@ func (e *hostEndpoint) check(b []byte) error {
 		if hdrLen+gsoSize > e.link.MTU() {
 			return fmt.Errorf("GSO size %d with header %d above MTU %d", gsoSize, hdrLen, e.link.MTU())
 		}
-	} else if len(p) > e.link.MTU() && (!v4 || p[6]&0x40 != 0) { // a kernel cuts it where it has to
+	} else if len(p) > e.link.MTU() && (!v4 || p[6]&0x40 != 0) { // a kernel would fragment it
 		return fmt.Errorf("packet of %d octets above MTU %d", len(p), e.link.MTU())
 	}
 	if flags&flagNeedsChecksum != 0 {

@@ -1,10 +1,10 @@
-// Package memlink puts the gateway's data path between hosts and a network that are memory: tests
-// need no kernel, no privileges and no real addresses.
+// Package memlink puts the gateway's data path between hosts and a network in memory: tests need no
+// kernel, no privileges and no real addresses.
 //
 //	Host (gVisor) ⇄ Link (a TUN) ⇄ datapath ⇄ wireguard-go ⇄ Bind ⇄ Bind ⇄ …
 //
-// A Link behaves as a Linux TUN with virtio-net header and offloads does: it drops what does not
-// fit its queue, and what is written to it is handled before Write returns.
+// A Link behaves as a Linux TUN with virtio-net header and offloads does: it drops packets that
+// exceed its queue, and it handles a written packet before Write returns.
 package memlink
 
 import (
@@ -40,8 +40,8 @@ type Link struct {
 
 var _ datapath.Link = (*Link)(nil)
 
-// NewLink returns a link whose host side is silent: Inject sends to the gateway, OnReceive takes
-// what the gateway writes. mtu is in octets.
+// NewLink returns a link whose host side does nothing yet: Inject sends to the gateway, OnReceive
+// sets the receiver of its packets. mtu is in octets.
 func NewLink(name string, mtu int) *Link {
 	l := &Link{
 		name:   name,
@@ -55,8 +55,8 @@ func NewLink(name string, mtu int) *Link {
 }
 
 // Inject sends one packet from the host to the gateway: the concatenation of bufs, virtio header
-// first. It copies bufs. It never waits: like a TUN it drops the packet when the queue is full,
-// counts it, and says false.
+// first. It copies bufs. It never blocks: like a TUN it drops the packet when the queue is full,
+// counts it, and returns false.
 func (l *Link) Inject(bufs ...[]byte) bool {
 	b := (*l.buffers.Get().(*[]byte))[:0]
 	for _, part := range bufs {
@@ -77,7 +77,7 @@ func (l *Link) Inject(bufs ...[]byte) bool {
 	}
 }
 
-// Dropped counts the packets that Inject found no place for.
+// Dropped counts the packets that Inject dropped because the queue was full.
 func (l *Link) Dropped() uint64 { return l.dropped.Load() }
 
 // OnReceive sets the function that takes packets from the gateway. The goroutine that writes packets
