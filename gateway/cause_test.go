@@ -106,7 +106,7 @@ func TestTheCauseIsTheFirstThingToMend(t *testing.T) {
 			e.check = CheckResult{State: Connected, Since: ago(60)}
 		}, v1alpha1.CauseConnected, "answers"},
 		{"messages of an earlier session", func(e *evidence) { e.signs.Earlier = ago(1) }, v1alpha1.CauseNoAnswer, "of a former session come from 192.0.2.9:5871"},
-		{"its own reasons", session, v1alpha1.CauseProbeUnanswered, "there"},
+		{"its own reasons", session, v1alpha1.CauseProbeUnanswered, "or the log of Liqo's gateway"},
 	} {
 		e := lost(c.change)
 		got := e.cause()
@@ -150,11 +150,7 @@ func TestWhatFailsForOnePeerIsNotTheCauseOfAnother(t *testing.T) {
 func TestAPeerIsAloneWhereAllOthersAnswer(t *testing.T) {
 	g := without(t, alphaBravo, charlie)
 	for _, tc := range []struct{ first, second CheckState }{{Connected, Connected}, {Disconnected, Connected}, {Connected, Disconnected}, {Disconnected, Connecting}} {
-		c := g.ends[0].checker
-		views := g.views(g.now, g.engine.Stats())
-		c.mu.Lock()
-		c.peers[views[0].ID].result.State, c.peers[views[1].ID].result.State = tc.first, tc.second
-		c.mu.Unlock()
+		g.ends[0].finds(map[string]CheckState{g.now.peers[0].ID: tc.first, g.now.peers[1].ID: tc.second})
 		for i, v := range g.views(g.now, g.engine.Stats()) {
 			lost, other := []CheckState{tc.first, tc.second}[i], []CheckState{tc.second, tc.first}[i]
 			if lost != Connected && v.alone != (other == Connected) {
@@ -202,10 +198,7 @@ func TestTheReasonIsAMetricWhilePacketsDoNotGoBothWays(t *testing.T) {
 	if text := g.scrape(t); !strings.Contains(text, series+`peer="`+bravo+`",reason="`+v1alpha1.CauseConnecting+`"} 1`+"\n") {
 		t.Errorf("no reason of a peer that has not answered:\n%s", text)
 	}
-	c := g.ends[0].checker
-	c.mu.Lock()
-	c.peers[bravo].result.State = Connected
-	c.mu.Unlock()
+	g.ends[0].finds(map[string]CheckState{bravo: Connected})
 	if text := g.scrape(t); strings.Contains(text, series) {
 		t.Error("a reason of a peer that answers")
 	}
@@ -225,11 +218,8 @@ func TestATraceSaysThatThePeerIsDown(t *testing.T) {
 		}
 		return steps
 	}
-	c := g.ends[0].checker
 	for state, want := range map[CheckState]string{Disconnected: v1alpha1.CauseNoAnswer + ": nothing has ever come from", Connected: ""} {
-		c.mu.Lock()
-		c.peers[bravo].result.State = state
-		c.mu.Unlock()
+		g.ends[0].finds(map[string]CheckState{bravo: state})
 		if s := trace()[0]; s.PeerName != "bravo" || s.Drop != "" || !strings.HasPrefix(s.PeerDown, want) || want == "" && s.PeerDown != "" {
 			t.Errorf("%s: %+v", state, s)
 		}

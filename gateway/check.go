@@ -88,6 +88,7 @@ type CheckResult struct {
 	Answered time.Time     // last answer; zero: never
 	Asked    time.Time     // when we last answered a PING of the peer; zero: never
 	Path     PathMTU
+	Away     bool // without a session: it gets nothing but handshakes
 }
 
 // late reports whether the last answer is older than that many intervals.
@@ -285,27 +286,19 @@ func (c *checker) hold(released <-chan struct{}) {
 	})
 }
 
-// results returns the results by peer ID.
-func (c *checker) results() map[string]CheckResult {
+// observe returns the result for one peer; zero: the check does not have that peer.
+func (c *checker) observe(id string) CheckResult {
 	now := time.Now()
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	all := make(map[string]CheckResult, len(c.peers))
-	for id, p := range c.peers {
-		r := p.result
-		r.Loss, r.Sent = p.loss(now)
-		r.Path = p.path.PathMTU
-		all[id] = r
-	}
-	return all
-}
-
-// connected reports whether a peer answers.
-func (c *checker) connected(id string) bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
 	p := c.peers[id]
-	return p != nil && p.result.State == Connected
+	if p == nil {
+		return CheckResult{}
+	}
+	r := p.result
+	r.Loss, r.Sent = p.loss(now)
+	r.Path, r.Away = p.path.PathMTU, p.away
+	return r
 }
 
 // send pings a new peer at once, and every peer once per interval at its turn. In between it looks
@@ -336,7 +329,7 @@ func (c *checker) send() {
 				c.ping(c.due(turn))
 			}
 		case <-looks.C:
-			c.observe(time.Now())
+			c.findLate(time.Now())
 		case <-paths.C:
 			c.searchPaths(time.Now())
 		}
@@ -427,8 +420,8 @@ func (c *checker) ping(peers []*checked) {
 	}
 }
 
-// observe changes the state of peers that have not answered for too long.
-func (c *checker) observe(now time.Time) {
+// findLate changes the state of peers that have not answered for too long.
+func (c *checker) findLate(now time.Time) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for _, p := range c.peers {

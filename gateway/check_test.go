@@ -113,7 +113,7 @@ func bubbleWith(t *testing.T, silent bool, test func(c *checker, l *liqo, result
 		c := newChecker(l.socket, quiet, func(string, time.Duration) {}, pathProber{})
 		defer c.close()
 		c.set([]checkPeer{bravoPeer})
-		test(c, l, func() CheckResult { synctest.Wait(); return c.results()[bravo] })
+		test(c, l, func() CheckResult { synctest.Wait(); return c.observe(bravo) })
 	})
 }
 
@@ -215,8 +215,8 @@ func TestCheckBeginsAnewForAPeerThatChangedOnly(t *testing.T) {
 			t.Errorf("changed: %+v", r)
 		}
 		c.set(nil)
-		if n := len(c.results()); n != 0 {
-			t.Errorf("%d results for no peers", n)
+		if r := result(); r != (CheckResult{}) {
+			t.Errorf("%+v for no peer", r)
 		}
 	})
 }
@@ -366,7 +366,7 @@ func FuzzCheckMessage(f *testing.F) {
 		if rejected+uint64(sent) != 1 {
 			t.Errorf("%q: answered %d, rejected %d", b, sent, rejected)
 		}
-		if c.results()[bravo].State != Connecting {
+		if c.observe(bravo).State != Connecting {
 			t.Error("believed")
 		}
 	})
@@ -632,7 +632,7 @@ func TestCheckLooksForPeersThatAreAway(t *testing.T) {
 			if tc.rests != (len(rested) == tc.peers) || !tc.rests && len(rested) != 0 {
 				t.Errorf("%d of %d handshakes are given up", len(rested), tc.peers)
 			}
-			if r := c.results()[peers[0].id]; r.State != Disconnected || r.Loss != 1 || r.Sent < 29 {
+			if r := c.observe(peers[0].id); r.State != Disconnected || r.Loss != 1 || r.Sent < 29 {
 				t.Errorf("%+v", r)
 			}
 			before := sent.Load()

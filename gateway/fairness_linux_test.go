@@ -433,15 +433,15 @@ func (f *fairness) notice(d time.Duration) (r noticed) {
 		}
 		r.lost[kind] = 1 - float64(len(all))/float64(max(1, asked[kind]))
 	}
-	r.check = [2]CheckResult{f.honest.checker.results()["victim"], f.victim.checker.results()[fmt.Sprint(honestID)]}
+	r.check = [2]CheckResult{f.honest.checker.observe("victim"), f.victim.checker.observe(fmt.Sprint(honestID))}
 	r.crowd = f.connected()
 	return r
 }
 
 // connected is how many peers of the crowd have a check that is answered, by the victim.
 func (f *fairness) connected() (n int) {
-	for id, r := range f.victim.checker.results() {
-		if k, _ := strconv.Atoi(id); k >= crowdFirst && r.State == Connected {
+	for k := crowdFirst; k < f.peers; k++ {
+		if f.victim.checker.observe(fmt.Sprint(k)).State == Connected {
 			n++
 		}
 	}
@@ -721,7 +721,7 @@ func (f *fairness) run() {
 	t := f.t
 	inject(f.hostile, fairPacket(hostileID, victimPod, fairPort, 0, 36)) // it has a session
 	for end := time.Now().Add(10 * f.time); time.Now().Before(end); time.Sleep(50 * time.Millisecond) {
-		if f.honest.checker.results()["victim"].State == Connected && f.victim.checker.results()[fmt.Sprint(honestID)].State == Connected && f.connected() == f.crowd {
+		if f.honest.checker.observe("victim").State == Connected && f.victim.checker.observe(fmt.Sprint(honestID)).State == Connected && f.connected() == f.crowd {
 			break
 		}
 	}

@@ -432,7 +432,6 @@ func (g *gateway) tick(now time.Time) {
 	for i, e := range g.ends {
 		stats[i] = e.Stats()
 	}
-	working := g.working(now)
 	peers := slices.Clone(g.now.peers)
 	changed := false
 	for i := range peers {
@@ -465,7 +464,7 @@ func (g *gateway) tick(now time.Time) {
 				g.ends[0].checker.otherPath(p.ID)
 			}
 		}
-		changed = changed || p.inUse != working[p.ID]
+		changed = changed || p.inUse != g.working(p.ID, now)
 	}
 	g.mu.Lock()
 	g.now.peers = peers

@@ -31,7 +31,8 @@ type inBand struct {
 
 func newInBand(o InBand, end *tunnelEnd, log *slog.Logger) *inBand {
 	b := &inBand{end: end}
-	b.server = inband.NewServer(inband.Options{Listen: o.Listen, Key: o.Key, API: o.API, Dial: b.dial, Connected: end.checker.connected, Log: log})
+	b.server = inband.NewServer(inband.Options{Listen: o.Listen, Key: o.Key, API: o.API, Dial: b.dial, Log: log,
+		Connected: func(id string) bool { return end.observe(id).State == Connected }})
 	return b
 }
 

@@ -132,13 +132,11 @@ func (g *gateway) measure(c Config, peers []peer, all bool) (tunnel int) {
 	} else {
 		tunnel = g.measureWays(peers, all)
 	}
-	narrow := g.ends[0].checker.narrowPaths()
 	for i := range peers {
 		p := &peers[i]
-		if p.mtu = p.way; len(narrow) > 0 {
-			if mtu, is := narrow[p.ID]; is {
-				p.mtu = min(mtu, p.way)
-			}
+		p.mtu = p.way
+		if path := g.ends[0].observe(p.ID).Path; path.Narrow() {
+			p.mtu = min(path.Bytes, p.way)
 		}
 	}
 	return tunnel

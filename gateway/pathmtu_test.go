@@ -243,12 +243,12 @@ func TestPathSearchAsksWhoeverAnswersPINGs(t *testing.T) {
 				wants := func(bytes int, state PathState) {
 					t.Helper()
 					synctest.Wait()
-					r := c.results()[bravo]
+					r := c.observe(bravo)
 					if r.Path.Bytes != bytes || r.Path.State != state || r.Loss != 0 || r.State != Connected {
 						t.Errorf("%+v, want %d %s", r, bytes, state)
 					}
-					if n := c.narrowPaths(); (bytes == 1440) != (len(n) == 0) || bytes != 1440 && n[bravo] != bytes {
-						t.Errorf("narrow paths %v", n)
+					if r.Path.Narrow() != (bytes != 1440) {
+						t.Errorf("narrow: %t with %d octets", r.Path.Narrow(), bytes)
 					}
 				}
 				time.Sleep(10 * time.Second)
@@ -296,7 +296,7 @@ func TestAnswersToProbesOfThePathSayThatThePeerIsThere(t *testing.T) {
 		defer c.close()
 		c.set([]checkPeer{bravoPeer})
 		c.limitPath(bravo, minAutoMTU, 1440)
-		state := func() CheckState { synctest.Wait(); return c.results()[bravo].State }
+		state := func() CheckState { synctest.Wait(); return c.observe(bravo).State }
 		time.Sleep(10 * time.Second)
 		mu.Lock()
 		deaf = true

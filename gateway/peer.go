@@ -137,7 +137,6 @@ func (g *gateway) survey(c Config, want []*fabric.GatewayPeer, ways bool) survey
 	all := g.now.generation == 0 || g.now.applyErr != nil || c.PrivateKey != g.now.config.PrivateKey || c.NextKey != g.now.config.NextKey
 	s := survey{peers: make([]peer, len(want)), all: all}
 	now, old := time.Now(), g.now.peers
-	inUse := g.working(now)
 	before := make([]int, len(want)) // where they are in old, -1: nowhere
 	j := 0
 	for i, w := range want {
@@ -152,7 +151,7 @@ func (g *gateway) survey(c Config, want []*fabric.GatewayPeer, ways bool) survey
 		if p.GatewayPeer == nil || p.PublicKey != w.PublicKey {
 			p.session = session{since: now}
 		}
-		p.GatewayPeer, p.inUse, p.forgotten = w, inUse[w.ID], false
+		p.GatewayPeer, p.inUse, p.forgotten = w, g.working(w.ID, now), false
 		p.preshared = c.Preshared[w.ID]
 	}
 	s.gone = append(s.gone, old[j:]...)
@@ -291,11 +290,11 @@ func (g *gateway) views(now current, stats natengine.Stats) []view {
 		views[i], at[p.ID] = v, i
 	}
 	for i, e := range g.ends {
-		tunnel, checks := e.Stats(), e.checker.results()
+		tunnel := e.Stats()
 		for k := range views {
 			v := &views[k]
 			if theirs, ok := theirEnd(v.GatewayPeer, i); ok {
-				v.tunnels = append(v.tunnels, tunnelView{theirs.PublicKey, checks[v.ID], tunnel[theirs.PublicKey], v.inUse.Has(i) || i == 0 && v.inUse == 0})
+				v.tunnels = append(v.tunnels, tunnelView{theirs.PublicKey, e.observe(v.ID), tunnel[theirs.PublicKey], v.inUse.Has(i) || i == 0 && v.inUse == 0})
 			}
 		}
 	}

@@ -30,6 +30,7 @@ func changing(t *testing.T) *gateway {
 	g.ends[0].checker.close()
 	for _, e := range g.ends {
 		e.checker = &checker{port: newSocket(nil), log: quiet, fresh: make(chan struct{}, 1), done: make(chan struct{}), peers: make(map[string]*checked), at: make(map[netip.Addr]*checked)}
+		e.observe = e.checker.observe
 	}
 	g.now = current{}
 	return g
@@ -223,12 +224,14 @@ func TestAChangeOfPeersIsWhatAGatewayToldAllWouldDo(t *testing.T) {
 				}
 			}
 		}), nil)
-		for id := range checks {
-			state := Connecting
-			if connected[id] {
-				state = Connected
+		for _, e := range []*tunnelEnd{g.ends[1], ref.ends[1]} {
+			states := make(map[string]CheckState)
+			for id := range checks {
+				if states[id] = Connecting; connected[id] {
+					states[id] = Connected
+				}
 			}
-			checks[id].result.State, ref.ends[1].checker.peers[id].result.State = state, state
+			e.finds(states)
 		}
 		if rng.IntN(4) == 0 { // where a peer is becomes known, and is refused before anybody asked
 			g.resolver.set(g.now.wanted(), fabric.Site{})

@@ -1,6 +1,7 @@
 package gateway
 
 import (
+	"cmp"
 	"encoding/json"
 	"net/http"
 	"net/http/httptest"
@@ -48,6 +49,7 @@ func without(t testing.TB, peers ...fabric.Peer) *gateway {
 		Tunnel:  datapath.New(memlink.NewLink("mem", 1440), wire, g.engine, nil, datapath.Options{}),
 		checker: newChecker(newSocket(func([]byte, netip.AddrPort) {}), quiet, g.metrics.observeRTT, pathProber{}),
 	}}
+	g.ends[0].observe = g.ends[0].checker.observe
 	g.resolver = newResolver(nil, func() {}, quiet)
 	t.Cleanup(func() { g.resolver.close(); g.closeEnds() })
 	g.put0(t, peers...)
@@ -82,6 +84,15 @@ func (g *gateway) put0(t testing.TB, peers ...fabric.Peer) {
 	g.now.config, g.now.mtu, g.now.ready = c, 1440, true
 	g.now.generation++
 	g.now.reloaded = time.Now()
+}
+
+// finds makes the connection check of an end find peers in these states.
+func (e *tunnelEnd) finds(states map[string]CheckState) {
+	e.observe = func(id string) CheckResult {
+		r := e.checker.observe(id)
+		r.State = cmp.Or(states[id], r.State)
+		return r
+	}
 }
 
 // send puts a packet through the engine and returns whether it passed.

@@ -37,6 +37,7 @@ type tunnelEnd struct {
 	*datapath.Tunnel
 	local   *datapath.Local
 	checker *checker
+	observe func(id string) CheckResult // checker's
 	wire    *bind.Bind
 	link    *tun.Device
 }
@@ -94,7 +95,7 @@ func (g *gateway) openEnd(o Options, i, mtu int) (_ *tunnelEnd, err error) {
 func newTunnelEnd(t *datapath.Tunnel, local *datapath.Local, c *checker, wire *bind.Bind, link *tun.Device) *tunnelEnd {
 	c.handshake = t.Handshake
 	t.SetDoubts(c.doubt)
-	return &tunnelEnd{t, local, c, wire, link}
+	return &tunnelEnd{t, local, c, c.observe, wire, link}
 }
 
 // startEnds opens the sockets.
@@ -284,27 +285,21 @@ func (e tunnelView) status(tunnel int, now time.Time) TunnelStatus {
 	return s
 }
 
-// working returns the tunnels that carry flows, by peer. A peer without an entry uses the first one, so there
-// is none for a peer with a single tunnel.
-func (g *gateway) working(now time.Time) map[string]fabric.TunnelSet {
-	sets := make(map[string]fabric.TunnelSet)
+// working returns the tunnels that carry the flows of a peer. For a peer with a single tunnel, the set is empty:
+// the peer uses the first one.
+func (g *gateway) working(id string, now time.Time) (set fabric.TunnelSet) {
 	for i, e := range g.ends[1:] {
-		for id, r := range e.checker.results() {
-			if r.State == Connected {
-				sets[id] = sets[id].With(i + 1)
-			}
+		if e.observe(id).State == Connected {
+			set = set.With(i + 1)
 		}
 	}
-	if len(sets) == 0 {
-		return sets
+	if set == 0 {
+		return 0
 	}
-	first := g.ends[0].checker.results()
-	for id, set := range sets {
-		if r := first[id]; r.State == Connected && !r.late(now, severalThreshold) {
-			sets[id] = set.With(0)
-		}
+	if r := g.ends[0].observe(id); r.State == Connected && !r.late(now, severalThreshold) {
+		set = set.With(0)
 	}
-	return sets
+	return set
 }
 
 // cutTunnels leaves each peer those further tunnels that we have an end for. One that is as it was

@@ -43,9 +43,9 @@ func TestFlowsAreInTheTunnelsThatAnswer(t *testing.T) {
 		{"the second, found first", Connecting, Connected, time.Hour, 0b10},
 		{"the second, the first silent for three intervals", Connected, Connected, 3 * checkInterval, 0b10},
 	} {
-		first, second := g.ends[0].checker.peers[p.ID], g.ends[1].checker.peers[p.ID]
-		first.result.State, first.result.Answered, second.result.State = tc.first, now.Add(-tc.answered), tc.second
-		if got := g.working(now)[p.ID]; got != tc.want {
+		g.ends[0].observe = func(string) CheckResult { return CheckResult{State: tc.first, Answered: now.Add(-tc.answered)} }
+		g.ends[1].observe = func(string) CheckResult { return CheckResult{State: tc.second} }
+		if got := g.working(p.ID, now); got != tc.want {
 			t.Errorf("%s: flows are in the tunnels %b; want %b", tc.name, got, tc.want)
 		}
 		p.inUse = tc.want
