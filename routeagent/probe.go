@@ -46,10 +46,10 @@ func (s OverlayStatus) fails() (since time.Time, is bool) {
 // problem is a sentence for people.
 func (s OverlayStatus) problem() string {
 	if !s.Broken {
-		return fmt.Sprintf("nothing comes from the gateway at %v through the overlay since %s, though pods send, and packets to it arrive: while peers are connected, something between the gateway's node and this one drops VXLAN in that direction; let UDP %d pass between nodes",
+		return fmt.Sprintf("packets of this node's pods reach the gateway at %v through the overlay, but none comes back (noticed at %s): while peers are connected, something between the gateway's node and this one drops VXLAN in that direction; let UDP %d pass between nodes",
 			s.Gateway, s.Back.Since.UTC().Format("15:04:05 UTC"), kernel.OverlayPort)
 	}
-	return fmt.Sprintf("the gateway at %v is not reached through the overlay since %s, but is by the underlay: something between this node and that of the gateway drops VXLAN; let UDP %d pass between nodes",
+	return fmt.Sprintf("the underlay reaches the gateway at %v, but the overlay does not (noticed at %s): something between this node and that of the gateway drops VXLAN; let UDP %d pass between nodes",
 		s.Gateway, s.Since.UTC().Format("15:04:05 UTC"), kernel.OverlayPort)
 }
 

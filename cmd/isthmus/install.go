@@ -71,6 +71,9 @@ no cluster.`,
 				return clusterError(err)
 			}
 			what := "installed; peer it with another cluster: isthmus peer --context " + cmp.Or(access.Context, "THIS") + " --remote-context OTHER"
+			if f.services {
+				what += " --services NAMESPACE"
+			}
 			if o.Wait == 0 {
 				what = "applied; whether the components run was not waited for: isthmus status"
 			}

@@ -180,9 +180,9 @@ func AgentsOf(nodes []corev1.Node, found Components, sets []appsv1.DaemonSet) (a
 			problem := found.problem(p)
 			if o := found.Broken[n.Name]; o != nil {
 				a.Unreached++
-				says := "says that the gateway at %s is not reached through the overlay since %s, but is by the underlay: let UDP %d pass between nodes"
+				says := "says that the underlay reaches the gateway at %s, but the overlay does not (noticed at %s): let UDP %d pass between nodes"
 				if o.Back {
-					says = "says that nothing comes from the gateway at %s through the overlay since %s, though pods send, and packets to it arrive: let UDP %d pass between nodes, in both directions"
+					says = "says that its packets reach the gateway at %s through the overlay, but none comes back (noticed at %s): let UDP %d pass between nodes, in both directions"
 				}
 				problem = strings.TrimPrefix(problem+", and ", ", and ") + fmt.Sprintf(says, safetext.Of(o.Gateway), safetext.Of(o.Since), kernel.OverlayPort)
 			}
