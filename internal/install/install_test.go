@@ -174,7 +174,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	}
 	before := service()
 	forget()
-	must(t, install(chart.Values{"networks": chart.Values{"podCIDR": "10.9.0.0/16"}}))
+	must(t, install(clustertest.WithServiceNetwork(t, c, chart.Values{"networks": chart.Values{"podCIDR": "10.9.0.0/16"}})))
 	if after := service(); !clustertest.SameJSON(before.Spec, after.Spec) || !said.Has("stays LoadBalancer with 4 UDP ports from 7000 up") {
 		t.Errorf("the Service was\n%+v\nand is\n%+v\n%s", before.Spec, after.Spec, strings.Join(said, "\n"))
 	}
