@@ -28,13 +28,15 @@ func TestALiqoIsReachedByTheProxyOfItsIdentity(t *testing.T) {
 			t.Error(err)
 			return
 		}
-		w.WriteHeader(http.StatusOK)
+		// A client that has the answer goes on at once, and the server would take its first octet. So the
+		// answer is written when the connection is ours.
 		from, _, err := http.NewResponseController(w).Hijack()
 		if err != nil {
 			t.Error(err)
 			to.Close()
 			return
 		}
+		_, _ = io.WriteString(from, "HTTP/1.1 200 OK\r\n\r\n")
 		go func() {
 			_, _ = io.Copy(to, from)
 			to.Close()
