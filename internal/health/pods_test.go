@@ -171,6 +171,24 @@ func TestWarningsOfWhatIsOverAreNotShown(t *testing.T) {
 	}
 }
 
+func TestAPodOrNodeThatIsNotReadySaysWhy(t *testing.T) {
+	for _, tc := range []struct{ reason, message, pod, node string }{
+		{"ContainersNotReady", "containers with unready status: [gateway]", "is not ready: containers with unready status: [gateway]", "containers with unready status: [gateway]"},
+		{"ContainersNotReady", "", "is not ready: ContainersNotReady", "ContainersNotReady"},
+	} {
+		p := &corev1.Pod{Status: corev1.PodStatus{Phase: corev1.PodRunning, Conditions: []corev1.PodCondition{
+			{Type: corev1.PodReady, Status: corev1.ConditionFalse, Reason: tc.reason, Message: tc.message}}}}
+		if got := PodProblem(p); got != tc.pod {
+			t.Errorf("a Pod with reason %s and message %q: %q, want %q", tc.reason, tc.message, got, tc.pod)
+		}
+		n := &corev1.Node{Status: corev1.NodeStatus{Conditions: []corev1.NodeCondition{
+			{Type: corev1.NodeReady, Status: corev1.ConditionFalse, Reason: tc.reason, Message: tc.message}}}}
+		if got := notReady(n); got != tc.node {
+			t.Errorf("a Node with reason %s and message %q: %q, want %q", tc.reason, tc.message, got, tc.node)
+		}
+	}
+}
+
 func TestSeveralVersionsAreTold(t *testing.T) {
 	pod := func(account, image string) corev1.Pod {
 		return corev1.Pod{Spec: corev1.PodSpec{ServiceAccountName: account, Containers: []corev1.Container{{Image: image}}}}
