@@ -14,6 +14,7 @@ import (
 	coordinationv1 "k8s.io/api/coordination/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmusv1alpha1 "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
@@ -91,6 +92,22 @@ func TestCommandsForClustersSayWhatTheyWant(t *testing.T) {
 		if code != 2 || !strings.Contains(errs, tc.want) || out != "" {
 			t.Errorf("%q: code %d, stderr %q, stdout %q", tc.args, code, errs, out)
 		}
+	}
+}
+
+// Client libraries log through klog, by default on standard error.
+func TestWhatClientLibrariesLogIsNotPrinted(t *testing.T) {
+	noCluster(t)
+	var text bytes.Buffer
+	klog.LogToStderr(false)
+	klog.SetOutput(&text)
+	defer klog.LogToStderr(true)
+	klog.ClearLogger()
+	isthmus("", "status", "--kubeconfig", unreachableCluster(t))
+	klog.ErrorS(nil, "Failed to watch")
+	klog.Flush()
+	if text.Len() > 0 {
+		t.Errorf("printed: %s", text.String())
 	}
 }
 
@@ -184,10 +201,11 @@ func TestTwoClustersByTheCommandLine(t *testing.T) {
 	}
 	run(1, "a: namespace isthmus-system has no ConfigMap|run `isthmus install --context a --cluster-name NAME`", "peer", "--context", "a", "--remote-context", "b")
 	run(1, "want --cluster-name", "install", "--without-workloads", "--context", "a")
-	run(0, "a: Namespace isthmus-system created|CustomResourceDefinition peerings.isthmus.net created|Service isthmus-system/isthmus-gateway created",
+	run(0, "a: Namespace isthmus-system created|CustomResourceDefinition peerings.isthmus.net created|Service isthmus-system/isthmus-gateway created|"+
+		"a: installed; peer it with another cluster: isthmus peer --context a --remote-context OTHER",
 		"install", "--without-workloads", "--context", "a", "--cluster-name", "a", "--gateway-service", "NodePort")
 	run(0, "b: Role isthmus-system/isthmus-gateway created", "install", "--without-workloads", "--context", "b", "--cluster-name", "b", "--cluster-id", "bbbb")
-	if out := run(0, "", "install", "--without-workloads", "--context", "a"); strings.Contains(out, "created") || strings.Contains(out, "changed\n") && !strings.Contains(out, "unchanged\n") {
+	if out := run(0, "a: applied; whether the components run was not waited for: isthmus status", "install", "--without-workloads", "--context", "a", "--timeout", "0"); strings.Contains(out, "created") || strings.Contains(out, "changed\n") && !strings.Contains(out, "unchanged\n") {
 		t.Errorf("the second time:\n%s", out)
 	}
 	run(1, "a: waiting for a manager|a: no manager is active: Lease isthmus-system/isthmus-manager is not there|b: no manager", peer("a", "b", "--timeout", "1s")...)
