@@ -210,6 +210,10 @@ func refusedByCommands(t *testing.T, a, liqo *site) {
 		{"peer", "--kubeconfig", kubeconfig, "--remote-kubeconfig", a.kubeconfig},
 		{"unpeer", "--kubeconfig", a.kubeconfig, "--remote-kubeconfig", kubeconfig},
 		{"peer", "alpha", "--kubeconfig", kubeconfig, "--consent", "10.244.0.0/16,10.245.0.0/16"},
+		{"status", "--kubeconfig", kubeconfig},
+		{"diagnose", "--kubeconfig", kubeconfig},
+		{"diagnose", "--kubeconfig", a.kubeconfig, "--remote-kubeconfig", kubeconfig},
+		{"verify", "--kubeconfig", a.kubeconfig, "--remote-kubeconfig", kubeconfig},
 	} {
 		out, err := a.isthmus(args...)
 		if err == nil || !strings.Contains(out, "is a Liqo without Isthmus") || !strings.Contains(out, "docs/liqo.md") || strings.Contains(out, "isthmus install") {
