@@ -88,7 +88,6 @@ type CheckResult struct {
 	Answered time.Time     // last answer; zero: never
 	Asked    time.Time     // when we last answered a PING of the peer; zero: never
 	Path     PathMTU
-	Away     bool // without a session: it gets nothing but handshakes
 }
 
 // late reports whether the last answer is older than that many intervals.
@@ -297,7 +296,7 @@ func (c *checker) observe(id string) CheckResult {
 	}
 	r := p.result
 	r.Loss, r.Sent = p.loss(now)
-	r.Path, r.Away = p.path.PathMTU, p.away
+	r.Path = p.path.PathMTU
 	return r
 }
 

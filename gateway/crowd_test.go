@@ -284,11 +284,13 @@ func TestAStepOfTheWallClockCutsOffNobody(t *testing.T) {
 			}
 			c.end.checker.sessions(stats, now)
 			away := 0
-			for _, p := range c.peers {
-				if c.end.checker.observe(p.ID).Away {
+			c.end.checker.mu.Lock()
+			for _, p := range c.end.checker.peers {
+				if p.away {
 					away++
 				}
 			}
+			c.end.checker.mu.Unlock()
 			if old != (away == len(c.peers)) || !old && away > 0 {
 				t.Fatalf("clock stepped by %v, old session %t: %d peers are away", d, old, away)
 			}

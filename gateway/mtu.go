@@ -132,11 +132,12 @@ func (g *gateway) measure(c Config, peers []peer, all bool) (tunnel int) {
 	} else {
 		tunnel = g.measureWays(peers, all)
 	}
+	narrow := g.ends[0].checker.narrowPaths()
 	for i := range peers {
 		p := &peers[i]
 		p.mtu = p.way
-		if path := g.ends[0].observe(p.ID).Path; path.Narrow() {
-			p.mtu = min(path.Bytes, p.way)
+		if mtu, is := narrow[p.ID]; is {
+			p.mtu = min(mtu, p.way)
 		}
 	}
 	return tunnel

@@ -329,6 +329,19 @@ func (c *checker) otherPath(id string) {
 	}
 }
 
+// narrowPaths returns the sizes of paths that take less than the kernel knows, in octets by peer.
+func (c *checker) narrowPaths() map[string]int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	narrow := make(map[string]int)
+	for id, p := range c.peers {
+		if p.path.Narrow() {
+			narrow[id] = p.path.Bytes
+		}
+	}
+	return narrow
+}
+
 // searchPaths sends the probes of all peers that are due.
 func (c *checker) searchPaths(now time.Time) {
 	type message struct {

@@ -247,8 +247,8 @@ func TestPathSearchAsksWhoeverAnswersPINGs(t *testing.T) {
 					if r.Path.Bytes != bytes || r.Path.State != state || r.Loss != 0 || r.State != Connected {
 						t.Errorf("%+v, want %d %s", r, bytes, state)
 					}
-					if r.Path.Narrow() != (bytes != 1440) {
-						t.Errorf("narrow: %t with %d octets", r.Path.Narrow(), bytes)
+					if n := c.narrowPaths(); (bytes == 1440) != (len(n) == 0) || bytes != 1440 && n[bravo] != bytes {
+						t.Errorf("narrow paths %v", n)
 					}
 				}
 				time.Sleep(10 * time.Second)

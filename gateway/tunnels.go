@@ -37,7 +37,7 @@ type tunnelEnd struct {
 	*datapath.Tunnel
 	local   *datapath.Local
 	checker *checker
-	observe func(id string) CheckResult // checker's
+	observe func(id string) CheckResult // checker.observe; tests replace it
 	wire    *bind.Bind
 	link    *tun.Device
 }
@@ -285,8 +285,8 @@ func (e tunnelView) status(tunnel int, now time.Time) TunnelStatus {
 	return s
 }
 
-// working returns the tunnels that carry the flows of a peer. For a peer with a single tunnel, the set is empty:
-// the peer uses the first one.
+// working returns the tunnels that carry the flows of a peer. The empty set means the first one, as
+// for every peer with a single tunnel.
 func (g *gateway) working(id string, now time.Time) (set fabric.TunnelSet) {
 	for i, e := range g.ends[1:] {
 		if e.observe(id).State == Connected {
