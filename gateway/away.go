@@ -19,11 +19,9 @@ import (
 // handshakes overflows, or wireguard-go asks for cookies because it believes itself under load. The
 // lost ones are then begun again at the pace of the first ones, as long as some are answered.
 const (
-	awayAfter = 2 * time.Second // without a session since its configuration
-	// handshakes, so that packets do not wait for them; with peers that were never tried all at
-	// once
-	mostPerSecond     = 250
-	leastPerSecond    = 20              // with all other peers
+	awayAfter         = 2 * time.Second // without a session since its configuration
+	mostPerSecond     = 250             // handshakes with peers never tried before; packets wait for more
+	leastPerSecond    = 20              // handshakes with all other peers
 	handshakePatience = 3 * time.Second // for an answer; after five seconds wireguard-go tries again by itself
 	handshakesLost    = 8               // unanswered handshakes that are begun again, for each one that is answered
 	handshakesOver    = 8               // seconds over which answers are counted, about

@@ -11,7 +11,7 @@ import (
 // gsoSpace is what UDP_SEGMENT takes as a control message on a 64-bit machine.
 const gsoSpace = 24
 
-// sender is the scratch of one Send. The datapath sends from one goroutine per peer.
+// sender is the scratch of one Send. The device sends from one goroutine per peer.
 type sender struct {
 	header  unix.Msghdr
 	iovecs  [maxSegments]unix.Iovec

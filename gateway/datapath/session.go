@@ -123,7 +123,7 @@ func (p *peer) deadlines() []*deadline {
 }
 
 // A seat is the endpoint from which messages under a session come. The peer's index names the
-// session, so that a seat keeps no keypair and its keys alive.
+// session: a pointer to the keypair would keep its keys in memory.
 type seat struct {
 	session uint32
 	at      conn.Endpoint
