@@ -62,10 +62,11 @@ func TestAnAgentIsMissedOnEveryNodeThatHasNoneAtWork(t *testing.T) {
 	reports := []isthmus.NodeNetworks{{ObjectMeta: metav1.ObjectMeta{Name: "n2"}, Spec: isthmus.NodeNetworksSpec{
 		BrokenOverlay: &isthmus.BrokenOverlay{Gateway: "10.0.0.9", Since: "2026-11-22T12:00:00Z"}}}, {ObjectMeta: metav1.ObjectMeta{Name: "n5"}}}
 	reports = append(reports, *reports[0].DeepCopy())
-	reports[2].Name = "n3"
-	broken := []string{"Node n2: Pod a2 is not ready: no netlink, and says that the underlay reaches the gateway at 10.0.0.9, but the overlay does not (noticed at 2026-11-22T12:00:00Z)" +
-		": let UDP 4800 pass between nodes",
-		"Node n3: Pod a3 says that the underlay reaches the gateway at 10.0.0.9, but the overlay does not (noticed at 2026-11-22T12:00:00Z): let UDP 4800 pass between nodes", "Node n5: Pod a5 is Pending"}
+	reports[2].Name, reports[2].Spec.BrokenOverlay.Back = "n3", true
+	broken := []string{"Node n2: Pod a2 is not ready: no netlink, and says that the underlay reaches the gateway at 10.0.0.9, but the overlay does not (noticed at 2026-11-22T12:00:00Z): " +
+		"let UDP 4800 pass between nodes",
+		"Node n3: Pod a3 says that its packets reach the gateway at 10.0.0.9 through the overlay, but none comes back (noticed at 2026-11-22T12:00:00Z): " +
+			"let UDP 4800 pass between nodes, in both directions", "Node n5: Pod a5 is Pending"}
 	for _, tc := range []struct {
 		name  string
 		nodes []corev1.Node
