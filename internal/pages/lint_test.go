@@ -127,12 +127,23 @@ func TestReadmeAndDecisionsAreShort(t *testing.T) {
 	}
 }
 
-// The lists name pages that exist.
+// The lists name pages that exist, and docs/README.md names each decision by its title.
 func TestListsOfPagesAreUpToDate(t *testing.T) {
 	all := pages(t)
 	for _, name := range generated {
 		if _, ok := all[name]; !ok {
 			t.Errorf("%s does not exist any more", name)
+		}
+	}
+	for name, text := range all {
+		file, ok := strings.CutPrefix(name, "docs/decisions/")
+		if !ok {
+			continue
+		}
+		first, _, _ := strings.Cut(text, "\n")
+		number, title, _ := strings.Cut(strings.TrimPrefix(first, "# "), ". ")
+		if row := "| [" + number + "](decisions/" + file + ") | " + title + " |\n"; !strings.Contains(all["docs/README.md"], row) {
+			t.Errorf("docs/README.md: want the row %s", row)
 		}
 	}
 }
