@@ -358,11 +358,11 @@ func (h *handshakes) observe(messageType uint32, m []byte, to conn.Endpoint) {
 		if p == nil {
 			return
 		}
+		index := binary.LittleEndian.Uint32(m[4:])
 		if messageType == device.MessageResponseType {
-			p.preshared.responded()
+			p.preshared.responded(index)
 			p.called.Store(&called{to, time.Now()})
 		}
-		index := binary.LittleEndian.Uint32(m[4:])
 		p.sentAny()
 		h.crossings.Lock()
 		defer h.crossings.Unlock()

@@ -74,6 +74,7 @@ var (
 	peerPreshared   = fieldOf[device.Peer, device.NoisePresharedKey]("handshake", "presharedKey")
 	peerEphemeral   = fieldOf[device.Peer, device.NoisePrivateKey]("handshake", "localEphemeral")
 	peerInitiated   = fieldOf[device.Peer, time.Time]("handshake", "lastSentHandshake")
+	peerIndex       = fieldOf[device.Peer, uint32]("handshake", "localIndex") // 0 once there is a keypair
 
 	peerStatic = fieldOf[device.Peer, [device.NoisePublicKeySize]byte]("handshake", "precomputedStaticStatic")
 
@@ -86,6 +87,7 @@ var (
 	keypairInitiator = fieldOf[device.Keypair, bool]("isInitiator")
 	keypairCreated   = fieldOf[device.Keypair, time.Time]("created")
 	keypairRemote    = fieldOf[device.Keypair, uint32]("remoteIndex")
+	keypairLocal     = fieldOf[device.Keypair, uint32]("localIndex")
 )
 
 // handshakesWaiting returns how many handshake messages wait in the device.

@@ -57,6 +57,12 @@ type preshared struct {
 	certain *device.Keypair // an earlier session that has it, too; may be nil
 	next    [32]byte        // the device's present key
 	sent    [32]byte        // the key of the device's last response
+	made    keyOfResponse   // of the response that the device had made when its key changed
+}
+
+type keyOfResponse struct {
+	index uint32 // the response's sender index
+	key   [32]byte
 }
 
 // set changes the keys. The current session stays.
@@ -84,11 +90,19 @@ func (s *preshared) set(keys PresharedKeys) {
 	}
 }
 
-// use gives the device a key. The caller holds s.mu.
+// use gives the device a key. A response that the device has made and not sent keeps the key of
+// before, so use notes which one that is. The caller holds s.mu.
 func (s *preshared) use(key [32]byte) {
 	mu := peerHandshakeMu.of(s.dev)
 	mu.Lock()
 	defer mu.Unlock()
+	index := *peerIndex.of(s.dev)
+	if k := keypairsNext.of(peerKeypairs.of(s.dev)).Load(); index == 0 && k != nil {
+		index = *keypairLocal.of(k)
+	}
+	if index != s.made.index {
+		s.made = keyOfResponse{index, s.next}
+	}
 	s.next, *peerPreshared.of(s.dev) = key, key
 }
 
@@ -98,13 +112,16 @@ func (s *preshared) settle(grace time.Duration) {
 	s.settled, s.since = true, time.Now().Add(grace)
 }
 
-// responded notes that the device has sent a response.
-func (s *preshared) responded() {
+// responded notes that the device sends a response, by its sender index.
+func (s *preshared) responded(index uint32) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	switch s.sent = s.next; {
+	if s.sent = s.next; index == s.made.index {
+		s.sent = s.made.key
+	}
+	switch {
 	case s.settled || !s.keys.Changing:
-	case s.next == s.keys.Key:
+	case s.sent == s.keys.Key:
 		s.use(s.keys.Former)
 	default:
 		s.use(s.keys.Key)
@@ -154,8 +171,12 @@ func (s *preshared) tryKey() {
 func (s *preshared) crossed() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.keys.Changing && !s.settled {
-		s.use(s.sent)
+	switch {
+	case s.settled || !s.keys.Changing:
+	case s.sent == s.keys.Former:
+		s.use(s.keys.Former)
+	default: // the keys may have changed since that response
+		s.use(s.keys.Key)
 	}
 }
 

@@ -43,10 +43,11 @@ func BenchmarkPresharedKey(b *testing.B) {
 				if dev == nil {
 					b.Fatal("an initiation was refused")
 				}
-				if _, err := tunnel.current().dev.CreateMessageResponse(dev); err != nil {
+				response, err := tunnel.current().dev.CreateMessageResponse(dev)
+				if err != nil {
 					b.Fatal(err)
 				}
-				tunnel.peers.Load().byDevice[dev].preshared.responded()
+				tunnel.peers.Load().byDevice[dev].preshared.responded(response.Sender)
 			}
 		})
 		if name == "one" {

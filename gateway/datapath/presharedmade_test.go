@@ -1,0 +1,79 @@
+package datapath
+
+import (
+	"encoding/binary"
+	"testing"
+	"time"
+
+	"golang.zx2c4.com/wireguard/device"
+
+	"github.com/isthmus-net/isthmus/internal/noise"
+)
+
+// While a preshared key changes, the device's key may change after it has made a response and before it sends
+// it. What the response was made with counts, so that no session is said to have a key that it lacks.
+func TestAResponseHasTheKeyThatItWasMadeWith(t *testing.T) {
+	former, key := [32]byte{1}, [32]byte{2}
+	for name, step := range map[string]func(*device.Peer) error{
+		"before its session": func(*device.Peer) error { return nil },
+		"with its session":   (*device.Peer).BeginSymmetricSession,
+	} {
+		t.Run(name, func(t *testing.T) {
+			tunnel, own, far := benchTunnel(t, PresharedKeys{Key: key, Former: former, Changing: true}, 1)
+			dev := tunnel.current().dev
+			var s *preshared
+			for _, p := range tunnel.peers.Load().byDevice {
+				s = p.preshared
+			}
+			answer := func() uint32 {
+				t.Helper()
+				time.Sleep(50 * time.Millisecond) // the device takes one initiation of a peer in 20 ms
+				m, _ := noise.Initiate(far[0], own.PublicKey(), time.Now())
+				var initiation device.MessageInitiation
+				if _, err := binary.Decode(m, binary.LittleEndian, &initiation); err != nil {
+					t.Fatal(err)
+				}
+				peer := dev.ConsumeMessageInitiation(&initiation)
+				if peer == nil {
+					t.Fatal("an initiation was refused")
+				}
+				response, err := dev.CreateMessageResponse(peer)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if err := step(peer); err != nil {
+					t.Fatal(err)
+				}
+				return response.Sender
+			}
+			s.responded(answer())
+			if s.sent != key || s.next != former {
+				t.Fatalf("the first response has key %d, the next one would have %d", s.sent[0], s.next[0])
+			}
+			index := answer()
+			s.tryKey()
+			s.tryKey()
+			s.responded(index)
+			if s.sent != former || s.next != key {
+				t.Errorf("a response with the former key counts as one with key %d, the next one would have %d", s.sent[0], s.next[0])
+			}
+			s.responded(answer())
+			if s.sent != key {
+				t.Errorf("the response after it has key %d", s.sent[0])
+			}
+		})
+	}
+}
+
+// Two handshakes may cross after the keys were replaced: the next response has one of the present keys.
+func TestHandshakesThatCrossUseNoReplacedKey(t *testing.T) {
+	tunnel, _, _ := benchTunnel(t, PresharedKeys{Key: [32]byte{1}}, 1)
+	for _, p := range tunnel.peers.Load().byDevice {
+		s := p.preshared
+		s.sent = [32]byte{1}
+		s.set(PresharedKeys{Key: [32]byte{3}, Former: [32]byte{2}, Changing: true})
+		if s.crossed(); s.next != [32]byte{3} {
+			t.Errorf("the next response has key %d", s.next[0])
+		}
+	}
+}
