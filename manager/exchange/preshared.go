@@ -18,7 +18,6 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
@@ -300,8 +299,8 @@ func (k *KeyStore) write(ctx context.Context, states map[string][]byte) error {
 }
 
 // agree moves the exchange with a peer on, stores where it stands, and puts into spec what the peer has to
-// know of it. With an error it leaves in spec what is published already: a Secret that cannot be written
-// keeps nothing else from the peer.
+// know of it. If it cannot store the state, it leaves in spec what is published already: a Secret that
+// cannot be written, or that is full, keeps nothing else from the peer.
 func (r *NetworkConfigReconciler) agree(ctx context.Context, peer peers.Peer, current *v1alpha1.NetworkConfig, spec *v1alpha1.NetworkConfigSpec) error {
 	if r.Keys == nil || !peer.Replicated() {
 		return nil
@@ -311,6 +310,11 @@ func (r *NetworkConfigReconciler) agree(ctx context.Context, peer peers.Peer, cu
 		words = postquantum.WordsIn(current.Spec.BackendConfig)
 	}
 	maps.Copy(spec.BackendConfig, words)
+	if errors.Is(err, errPresharedFull) {
+		// The Peering says so. There is room once another peer has gone.
+		r.again.Add(controllers.RequestFor(peer.Cluster.ClusterID), presharedCheck)
+		return nil
+	}
 	return err
 }
 
@@ -333,7 +337,7 @@ func (r *NetworkConfigReconciler) step(ctx context.Context, peer peers.Peer, spe
 		return nil, err
 	}
 	if state.ID != was.ID && !r.Keys.MayBegin(id) {
-		r.again.Add(reconcile.Request{NamespacedName: types.NamespacedName{Name: id}}, exchangePause)
+		r.again.Add(controllers.RequestFor(id), exchangePause)
 		return was.Words(), nil
 	}
 	te, err := controllers.Found(ctx, r.Client, types.NamespacedName{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}, new(v1alpha1.TunnelEndpoint))

@@ -2,15 +2,24 @@ package exchange
 
 import (
 	"context"
+	"encoding/base64"
 	"errors"
 	"fmt"
+	"maps"
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/client-go/util/workqueue"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/noise"
 	"github.com/isthmus-net/isthmus/internal/postquantum"
+	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
 func TestAFullSecretKeepsNoPeerThatIsInItFromANewKey(t *testing.T) {
@@ -34,6 +43,52 @@ func TestAFullSecretKeepsNoPeerThatIsInItFromANewKey(t *testing.T) {
 	}
 	if err := errors.Join(k.Put(t.Context(), "old", postquantum.State{ID: "x"}), k.Problem("old")); err != nil || writes != 1 {
 		t.Errorf("a peer that is in it: %v, %d writes", err, writes)
+	}
+}
+
+// A peer that finds the Secret full is told all else, and is looked at again without an error.
+func TestAFullSecretKeepsNothingElseFromAPeer(t *testing.T) {
+	config := func() v1alpha1.BackendConfig {
+		return v1alpha1.BackendConfig{v1alpha1.ConfigPublicKey: base64.StdEncoding.EncodeToString(noise.NewKey().PublicKey().Bytes())}
+	}
+	ours, theirs := config(), config()
+	offered, _, err := StepOf(postquantum.State{}, "b", theirs, "a", ours)
+	if err != nil {
+		t.Fatal(err)
+	}
+	maps.Copy(theirs, offered.Words())
+	k := &KeyStore{states: map[string][]byte{"other": make([]byte, maxPreshared+1)}, version: "1"}
+	api := interceptor.NewClient(nil, interceptor.Funcs{
+		List: func(_ context.Context, _ client.WithWatch, list client.ObjectList, _ ...client.ListOption) error {
+			list.(*v1alpha1.NetworkConfigList).Items = []v1alpha1.NetworkConfig{{Spec: v1alpha1.NetworkConfigSpec{BackendConfig: theirs}}}
+			return nil
+		},
+		Get: func(context.Context, client.WithWatch, client.ObjectKey, client.Object, ...client.GetOption) error {
+			return apierrors.NewNotFound(schema.GroupResource{}, "")
+		},
+	})
+	r := &NetworkConfigReconciler{Client: api, Peers: peers.Peers{Self: "a"}, Keys: k}
+	peer := peers.Peer{IdentitySecret: "identity"}
+	peer.Cluster.ClusterID = "b"
+	spec := v1alpha1.NetworkConfigSpec{BackendConfig: ours}
+	if err := r.agree(t.Context(), peer, nil, &spec); err != nil || len(spec.BackendConfig) != 1 {
+		t.Errorf("%v; published: %v", err, spec.BackendConfig)
+	}
+	waiting := workqueue.NewTypedRateLimitingQueue(workqueue.DefaultTypedControllerRateLimiter[reconcile.Request]())
+	defer waiting.ShutDown()
+	if err := r.again.Source().Start(t.Context(), waiting); err != nil || waiting.Len() != 1 {
+		t.Errorf("%v; %d requests wait, want 1", err, waiting.Len())
+	}
+	clear(k.states)
+	k.states["b"] = []byte("{}")
+	spec.BackendConfig = ours
+	k.Client = interceptor.NewClient(nil, interceptor.Funcs{
+		Patch: func(context.Context, client.WithWatch, client.Object, client.Patch, ...client.PatchOption) error {
+			return nil
+		},
+	})
+	if err := r.agree(t.Context(), peer, nil, &spec); err != nil || len(spec.BackendConfig) < 2 {
+		t.Errorf("with room: %v; published: %v", err, spec.BackendConfig)
 	}
 }
 
