@@ -8,7 +8,6 @@ import (
 	"maps"
 	"net"
 	"net/netip"
-	"os"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -507,7 +506,7 @@ func (m *market) phase(name string, f func()) {
 	m.mu.Unlock()
 	m.audits.next()
 	profiled := m.profile(strings.ReplaceAll(name, " ", "-"))
-	cpu, theirs, server := m.home.cpu(), m.b.cpu(), m.apiServer()
+	cpu, theirs, server := m.home.cpu(), m.b.cpu(), m.home.apiServerCPU()
 	read, sent := m.toHome.read.Load(), m.fromB.sent.Load()
 	events, octets := m.slices.sent()
 	began := time.Now()
@@ -516,7 +515,7 @@ func (m *market) phase(name string, f func()) {
 	m.come()
 	m.settle()
 	profiled()
-	cpu, theirs, server = m.home.cpu()-cpu, m.b.cpu()-theirs, m.apiServer()-server
+	cpu, theirs, server = m.home.cpu()-cpu, m.b.cpu()-theirs, m.home.apiServerCPU()-server
 	asked := m.audits.next()
 	eventsNow, octetsNow := m.slices.sent()
 	all := m.slices.took(m.written)
@@ -535,25 +534,6 @@ func (m *market) phase(name string, f func()) {
 	m.figure("an exporting manager: writes in its cluster", "%s", asked.of("b"))
 	m.figure("each kube-proxy: events; MiB", "%s", fmt.Sprintf("%d; %.1f", eventsNow-events, float64(octetsNow-octets)/(1<<20)))
 	m.t.Logf("%s: %s", name, asked.per(1))
-}
-
-// apiServer is the CPU time of the importer's API server so far.
-func (m *market) apiServer() time.Duration {
-	m.t.Helper()
-	all, err := filepath.Glob("/proc/[0-9]*/cmdline")
-	if err != nil {
-		m.t.Fatal(err)
-	}
-	_, port, _ := strings.Cut(strings.TrimPrefix(m.home.server.URL(), "https://"), ":")
-	for _, name := range all {
-		b, _ := os.ReadFile(name) // it may have ended
-		if words := strings.Split(string(b), "\x00"); filepath.Base(words[0]) == "kube-apiserver" && slices.Contains(words, "--secure-port="+port) {
-			pid, _ := strconv.Atoi(strings.Split(name, "/")[2])
-			return m.home.cpuOf(pid)
-		}
-	}
-	m.t.Fatal("no API server of the importer")
-	return 0
 }
 
 // of are the writes of one origin, by kind.

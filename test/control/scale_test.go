@@ -125,7 +125,8 @@ func TestManyPeerings(t *testing.T) {
 	profiled = w.profile("restart")
 	w.restarted(began, number)
 	profiled()
-	w.atRest("after the restart", rest/2)
+	idle = w.atRest("after the restart", rest/2)
+	w.rotate(peers, idle)
 }
 
 // A remote is a cluster that joins ours: what it says of itself, and what its manager would answer
@@ -565,6 +566,25 @@ func (s *site) cpuOf(pid int) (sum time.Duration) {
 		}
 	}
 	return sum
+}
+
+// apiServerCPU is the CPU time of the API server so far.
+func (s *site) apiServerCPU() time.Duration {
+	s.t.Helper()
+	all, err := filepath.Glob("/proc/[0-9]*/cmdline")
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	_, port, _ := strings.Cut(strings.TrimPrefix(s.server.URL(), "https://"), ":")
+	for _, name := range all {
+		b, _ := os.ReadFile(name) // it may have ended
+		if words := strings.Split(string(b), "\x00"); filepath.Base(words[0]) == "kube-apiserver" && slices.Contains(words, "--secure-port="+port) {
+			pid, _ := strconv.Atoi(strings.Split(name, "/")[2])
+			return s.cpuOf(pid)
+		}
+	}
+	s.t.Fatal("no API server")
+	return 0
 }
 
 func (s *site) load() (u load) {
