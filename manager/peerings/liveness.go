@@ -23,6 +23,9 @@ const (
 	// the Lease lets after 7 s, and than two renewals that a slow API server does not answer (4.5 s each, with
 	// the pause) and the one after them, 2 s later.
 	livenessTimeout = 12 * time.Second
+	// releasedTimeout is how long a Lease may have no holder. A standby takes it within 2 s; a gateway
+	// without a standby that starts again takes it as soon as its Pod runs.
+	releasedTimeout = 6 * time.Second
 	// clockSkew is what the clocks of two machines may differ by.
 	clockSkew = 30 * time.Second
 )
@@ -109,7 +112,7 @@ func (p *Liveness) look(ctx context.Context) {
 	case !p.lease.RenewTime.Equal(lease.Spec.RenewTime) || ptr.Deref(p.lease.HolderIdentity, "") != ptr.Deref(lease.Spec.HolderIdentity, ""):
 		p.lease, p.since = lease.Spec, now
 		p.say("")
-	case now.Sub(p.since) >= livenessTimeout:
+	case now.Sub(p.since) >= livenessTimeout, ptr.Deref(p.lease.HolderIdentity, "") == "" && now.Sub(p.since) >= releasedTimeout:
 		p.say(p.sentence())
 	}
 }

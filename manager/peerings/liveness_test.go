@@ -122,6 +122,22 @@ func TestTwoRenewalsMayFail(t *testing.T) {
 	})
 }
 
+// A gateway that ends releases the Lease. Without a standby nobody takes it.
+func TestAReleasedLeaseIsNotWaitedForAsLong(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := &leaseReader{holder: "gateway-1", renewed: time.Now()}
+		p := NewLiveness(r, "isthmus-system", slog.New(slog.DiscardHandler))
+		p.look(t.Context())
+		r.holder = ""
+		for second := range 9 {
+			if p.look(t.Context()); (p.Silent() != "") != (second >= 6) {
+				t.Errorf("%d s after the release: %q", second, p.Silent())
+			}
+			time.Sleep(time.Second)
+		}
+	})
+}
+
 // The clocks here may differ by half a minute and no more.
 func TestAManagerThatStartsDoesNotBelieveAnOldLease(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
