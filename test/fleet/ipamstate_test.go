@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"sync"
 	"testing"
 	"time"
 
@@ -15,6 +16,7 @@ import (
 	ours "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/fleet"
+	"github.com/isthmus-net/isthmus/internal/install"
 	own "github.com/isthmus-net/isthmus/internal/kernel"
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
@@ -140,7 +142,7 @@ func TestWhateverSomebodyDoesToTheIPAMStateNothingLeavesInTheClear(t *testing.T)
 	// Pods that still talk to the former peer send nothing in the clear, and nodes go on to refuse its
 	// networks until the manager says that they need not.
 	allocated = allocation()
-	isthmus(t, f, "unpeer", "--context", a.Name, "--remote-context", b.Name)
+	whilePinging(t, from.Host, to, func() { isthmus(t, f, "unpeer", "--context", a.Name, "--remote-context", b.Name) })
 	if held, o := ipamStorage(), allocation(); held.Spec.ClusterSubnets[id].RemotePodCIDR != granted.Spec.ClusterSubnets[id].RemotePodCIDR ||
 		o.Spec.Revision != allocated.Spec.Revision || !slices.Equal(o.Spec.Networks, allocated.Spec.Networks) {
 		t.Errorf("after un-peering: %+v, %+v", held.Spec.ClusterSubnets, o.Spec)
@@ -152,18 +154,22 @@ func TestWhateverSomebodyDoesToTheIPAMStateNothingLeavesInTheClear(t *testing.T)
 		})
 		return left, err
 	}
-	for _, n := range a.Nodes {
-		if left, err := refusing(n.Do); err != nil || len(left) == 0 {
-			t.Errorf("%s refuses nothing after un-peering (%v)", n.Name, err)
+	refused := func(after string) {
+		t.Helper()
+		for _, n := range a.Nodes {
+			if left, err := refusing(n.Do); err != nil || len(left) == 0 {
+				t.Errorf("%s refuses nothing after %s (%v)", n.Name, after, err)
+			}
+		}
+		if leaks := f.Sniffer.Report(); leaks.Leaked > 0 {
+			t.Errorf("in the clear after %s: %v", after, leaks)
 		}
 	}
+	refused("un-peering")
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
 	defer cancel()
 	if _, err := firstPing(ctx, from.Host, func() (netip.Addr, error) { return to, nil }); err == nil {
 		t.Error("the former peer answers")
-	}
-	if leaks := f.Sniffer.Report(); leaks.Leaked > 0 {
-		t.Errorf("in the clear after un-peering: %v", leaks)
 	}
 	endHolds(t, a)
 	for _, n := range a.Nodes {
@@ -184,4 +190,38 @@ func TestWhateverSomebodyDoesToTheIPAMStateNothingLeavesInTheClear(t *testing.T)
 	if o := allocation(); len(o.Spec.Networks) > 0 || o.Spec.Revision <= allocated.Spec.Revision {
 		t.Errorf("released: %+v", o.Spec)
 	}
+
+	// kubectl delete crd peerings.isthmus.net un-peers, too.
+	peer(t, f, a, b)
+	podsToPods(t, a, b)
+	whilePinging(t, from.Host, seen(t, a, b, podOn(t, b, 0).Addr), func() {
+		crd := &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Name: "peerings." + ours.GroupVersion.Group}}
+		crd.SetGroupVersionKind(install.DefinitionKind)
+		must(t, a.Client.Delete(t.Context(), crd))
+		eventually(t, "no TunnelEndpoint", func() error {
+			var list v1alpha1.TunnelEndpointList
+			if err := a.Client.List(t.Context(), &list); err != nil || len(list.Items) > 0 {
+				return fmt.Errorf("%d of them (%w)", len(list.Items), err)
+			}
+			return nil
+		})
+	})
+	refused("the deletion of the Peerings' definition")
+}
+
+// whilePinging calls do while a pod sends to an address, and for two seconds more.
+func whilePinging(t *testing.T, from *lab.Host, to netip.Addr, do func()) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(t.Context())
+	var pinging sync.WaitGroup
+	pinging.Go(func() {
+		for ctx.Err() == nil {
+			_, _ = from.PingWith(ctx, to, lab.PingOptions{Wait: 50 * time.Millisecond})
+			time.Sleep(20 * time.Millisecond)
+		}
+	})
+	do()
+	time.Sleep(2 * time.Second)
+	cancel()
+	pinging.Wait()
 }
