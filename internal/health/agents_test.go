@@ -2,6 +2,7 @@ package health
 
 import (
 	"reflect"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -127,5 +128,20 @@ func TestWhatNodesLackIsNamedWithTheNodes(t *testing.T) {
 	var b strings.Builder
 	if err := d.Print(&b); err != nil || !strings.Contains(b.String(), "less than it should: a: node problems: PodsMasqueraded on n1: no NAT") || !d.Fine() {
 		t.Errorf("%v %s", err, b.String())
+	}
+}
+
+// The hops of both clusters alternate on the path, and each cluster is one block in print.
+func TestADiagnosisHasOneBlockForEachCluster(t *testing.T) {
+	d := Diagnosis{Hops: []Hop{{Cluster: "a", Name: "manager", State: Works}, {Cluster: "b", Name: "manager", State: Works},
+		{Cluster: "a", Peering: "b-1", Name: "tunnel", State: Works}, {Cluster: "a", Name: "gateway", State: Works}}}
+	var b strings.Builder
+	if err := d.Print(&b); err != nil {
+		t.Fatal(err)
+	}
+	got := regexp.MustCompile(`(?m)^(\S.*|  \S+)`).FindAllString(b.String(), -1)
+	want := []string{"a", "  manager", "  gateway", "b", "  manager", "a, b-1", "  tunnel", "everything works that was looked at"}
+	if !slices.Equal(got, want) {
+		t.Errorf("%q, want %q", got, want)
 	}
 }

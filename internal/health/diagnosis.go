@@ -130,35 +130,44 @@ func blameOne(hops []Hop) {
 	}
 }
 
-// Print writes a diagnosis for people. Nothing that others wrote reaches the terminal unescaped.
+// Print writes a diagnosis for people, the hops of each cluster and peering together. Nothing that
+// others wrote reaches the terminal unescaped.
 func (d *Diagnosis) Print(w io.Writer) error {
-	heading := func(h *Hop) string {
-		if h.Peering == "" {
-			return h.Cluster
-		}
-		return h.Cluster + ", " + safetext.Of(h.Peering)
-	}
-	last := ""
+	var headings []string
+	hops := make(map[string][]*Hop)
 	for i := range d.Hops {
 		h := &d.Hops[i]
-		if at := heading(h); at != last {
-			fmt.Fprintln(w, at)
-			last = at
+		heading := h.Cluster
+		if h.Peering != "" {
+			heading += ", " + safetext.Of(h.Peering)
 		}
-		since := ""
-		if h.Since != nil && !h.Since.IsZero() && h.State != Works {
-			since = " (since " + h.Since.UTC().Format(time.RFC3339) + ")"
+		if hops[heading] == nil {
+			headings = append(headings, heading)
 		}
-		text := h.Text
-		if h.Reason != "" && h.State != Works {
-			text = h.Reason + ": " + text
+		hops[heading] = append(hops[heading], h)
+	}
+	for _, heading := range headings {
+		fmt.Fprintln(w, heading)
+		for _, h := range hops[heading] {
+			h.print(w)
 		}
-		fmt.Fprintf(w, "  %-16s %-8s %s%s\n", h.Name, h.State, text, since)
 	}
 	for _, n := range d.NotAsked {
 		fmt.Fprintf(w, "not asked: %s\n", n)
 	}
 	return d.conclude(w)
+}
+
+func (h *Hop) print(w io.Writer) {
+	since := ""
+	if h.Since != nil && !h.Since.IsZero() && h.State != Works {
+		since = " (since " + h.Since.UTC().Format(time.RFC3339) + ")"
+	}
+	text := h.Text
+	if h.Reason != "" && h.State != Works {
+		text = h.Reason + ": " + text
+	}
+	fmt.Fprintf(w, "  %-16s %-8s %s%s\n", h.Name, h.State, text, since)
 }
 
 // conclude says what to act on.
