@@ -167,7 +167,7 @@ func (c *Cluster) create(ctx context.Context, o client.Object) error {
 	}
 	switch with.(type) {
 	case *corev1.Node, *corev1.Pod:
-		with.SetResourceVersion(o.GetResourceVersion())
+		with.SetResourceVersion("") // Kubelets may have changed it meanwhile
 		with.SetUID(o.GetUID())
 		if err := c.Client.Status().Update(ctx, with); err != nil {
 			return fmt.Errorf("status of %s: %w", kind, err)

@@ -17,6 +17,9 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
 
 	"github.com/isthmus-net/isthmus/internal/fleet"
 	"github.com/isthmus-net/isthmus/internal/lab"
@@ -308,6 +311,13 @@ func followed(t *testing.T, s *troubleSite) {
 	from, to := s.a.Pods[0], s.b.Pods[len(s.b.Pods)-1]
 	there := seen(t, s.a, s.b, to.Addr)
 	back := seen(t, s.b, s.a, from.Addr) // what b sees of a
+	// A Service that only the other cluster has.
+	of := metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, Name: "there"}
+	must(t, s.b.Client.Create(t.Context(), &corev1.Service{ObjectMeta: of, Spec: corev1.ServiceSpec{Ports: []corev1.ServicePort{{Name: "web", Port: 80}}}}))
+	of.Labels = map[string]string{discoveryv1.LabelServiceName: of.Name}
+	must(t, s.b.Client.Create(t.Context(), &discoveryv1.EndpointSlice{ObjectMeta: of, AddressType: discoveryv1.AddressTypeIPv4,
+		Endpoints: []discoveryv1.Endpoint{{Addresses: []string{to.Addr.String()}, Conditions: discoveryv1.EndpointConditions{Ready: ptr.To(true)}}},
+		Ports:     []discoveryv1.EndpointPort{{Name: ptr.To("web"), Port: ptr.To[int32](8080)}}}))
 	for _, c := range []struct {
 		args []string
 		says []string
@@ -315,6 +325,7 @@ func followed(t *testing.T, s *troubleSite) {
 		{[]string{from.Addr.String(), there.String()}, []string{"Pod default/" + from.Name, "source " + from.Addr.String(), "becomes " + back.String(), "not asked: with --remote-context", "it leaves for " + s.b.Name + ";", "the answer arrives"}},
 		{[]string{"default/" + from.Name, "default/" + to.Name + ":80", "--remote-context", s.b.Name},
 			[]string{there.String() + ":80", "becomes " + to.Addr.String() + ":80", "Node " + to.Node.Name + ": its route agent is ready", "tcp answer", "it arrives", "the answer arrives"}},
+		{[]string{"default/" + from.Name, "svc/there:80", "--remote-context", s.b.Name}, []string{there.String() + ":8080", "becomes " + to.Addr.String() + ":8080", "it arrives"}},
 		{[]string{s.a.Nodes[0].Addr.String(), there.String(), "icmp", "--remote-context", s.b.Name}, []string{"no Pod of the cluster has the address", "it arrives", "by the flow that the packet made"}},
 	} {
 		out, err := s.Isthmus(t.Context(), append([]string{"trace", "--context", s.a.Name}, c.args...)...)
@@ -333,6 +344,7 @@ func followed(t *testing.T, s *troubleSite) {
 		"no peer has 192.0.2.1":         {from.Addr.String(), "192.0.2.1"},
 		"Pod default/nobody: not found": {"default/nobody", there.String()},
 		"has no port 81":                {from.Addr.String(), "svc/kubernetes:81"},
+		"\"there\" not found":           {from.Addr.String(), "svc/there:80"},
 	} {
 		out, err := s.Isthmus(t.Context(), append([]string{"trace", "--context", s.a.Name}, args...)...)
 		if exit := (interface{ ExitCode() int })(nil); !errors.As(err, &exit) || exit.ExitCode() != 1 || !strings.Contains(out, want) {
