@@ -137,6 +137,9 @@ func TestTrafficComesBackAfterEachFault(t *testing.T) {
 			return whileSlow(c, 10*time.Second, func() error { return c.Client.Delete(ctx, p) })
 		}},
 		{"API server killed and started", func(ctx context.Context, c *kubenodes.Cluster) error { return c.Server.RestartAPIServer(ctx) }},
+		{"node of the active gateway hears no API server for 20 s", func(ctx context.Context, c *kubenodes.Cluster) error {
+			return whileDeaf(20*time.Second, func(*kubenodes.Node) []netip.Addr { return []netip.Addr{c.Control.Addr} })(ctx, c)
+		}},
 		{"node of the active gateway crashes, and boots", crashActive},
 	} {
 		for _, c := range w.set.Clusters {
