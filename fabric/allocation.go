@@ -13,8 +13,8 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// AllocationName is the name of the NetworkAllocation of a cluster: its ID, or a hash of it where the ID is
-// no name of an object. The hash is longer than any ID, so that it is no other cluster's ID.
+// AllocationName returns the name of a cluster's NetworkAllocation: the cluster ID, or its hash if the
+// ID is no valid object name. The hash is longer than any ID, so it cannot be another cluster's ID.
 func AllocationName(clusterID string) string {
 	if isObjectName(clusterID) {
 		return clusterID
@@ -23,7 +23,7 @@ func AllocationName(clusterID string) string {
 	return hex.EncodeToString(sum[:])
 }
 
-// isObjectName reports whether a cluster ID is a subdomain (RFC 1123), as names of objects have to be.
+// isObjectName reports whether a cluster ID is an RFC 1123 subdomain, which an object name must be.
 func isObjectName(clusterID string) bool {
 	return !slices.ContainsFunc(strings.Split(clusterID, "."), func(label string) bool {
 		other := func(c rune) bool { return (c < 'a' || c > 'z') && (c < '0' || c > '9') && c != '-' }
@@ -31,31 +31,31 @@ func isObjectName(clusterID string) bool {
 	})
 }
 
-// An Allocation is a network that a NetworkAllocation names or frees, with the revision in which it does.
+// An Allocation is a network that a NetworkAllocation names or frees, and the revision that does so.
 type Allocation struct {
-	Object   string       `json:"object,omitempty"` // its name
+	Object   string       `json:"object,omitempty"` // name of the NetworkAllocation
 	Network  netip.Prefix `json:"network"`
 	Revision int64        `json:"revision"`
 }
 
-// Allocations is the joint content of a cluster's NetworkAllocations. Lists are sorted by network, then
-// by object. They have each network of an object once, with its highest revision.
+// Allocations is the combined content of all NetworkAllocations. Named and Freed are sorted by network,
+// then by object, and hold each network of an object once, with its highest revision.
 type Allocations struct {
 	Named, Freed []Allocation
 	// Revision is the highest revision of allocated and freed networks; 0 if there are none.
 	Revision int64
-	// Version is the highest resourceVersion with which an object named its networks first; 0: there are no
-	// objects.
+	// Version is the highest resourceVersion at which an object first named its current networks; 0 if
+	// there are no objects.
 	Version int64
-	// Own are the networks of our own pods and Services as far as they are known, OwnPods that of the pods.
+	// Own holds the known networks of our own pods and Services, OwnPods that of the pods alone.
 	Own, OwnPods []netip.Prefix
 }
 
-// revisionAhead is how far ahead of the clock a revision may be, for clocks that differ.
+// revisionAhead is how far ahead of our clock a revision may be, because clocks differ.
 const revisionAhead = 24 * time.Hour
 
-// Revision returns a revision that was read, or 0 when it does not count. The manager's are times in
-// milliseconds, or little above. No later one would be above one that is far ahead of the clock.
+// Revision returns n, or 0 if n is negative or far ahead of now. The manager takes revisions from its
+// clock, in milliseconds. No later revision would exceed one that is far ahead of the clock.
 func Revision(n int64, now time.Time) int64 {
 	if n < 0 || n > now.Add(revisionAhead).UnixMilli() {
 		return 0
@@ -63,8 +63,8 @@ func Revision(n int64, now time.Time) int64 {
 	return n
 }
 
-// Version reads a resourceVersion; 0: it is no number. Those of one kind are numbers that rise, as
-// Kubernetes promises since 1.35, and etcd always has it.
+// Version parses a resourceVersion; it returns 0 if text is no number. The resourceVersions of one kind
+// are increasing numbers: Kubernetes guarantees that since 1.35, and with etcd it was always so.
 func Version(text string) int64 {
 	n, err := strconv.ParseInt(text, 10, 64)
 	if err != nil {
@@ -73,8 +73,9 @@ func Version(text string) int64 {
 	return n
 }
 
-// NamedSince returns the resourceVersion with which a NetworkAllocation named its networks first, by what it
-// says and its UID and resourceVersion now. It is never above that, also where the API server's state is restored.
+// NamedSince returns the resourceVersion at which a NetworkAllocation first named its current networks.
+// If spec records none for this UID and revision, it returns the object's current resourceVersion. The
+// result never exceeds the current one, even after a restore of the API server's state.
 func NamedSince(uid, resourceVersion string, spec *isthmus.NetworkAllocationSpec) int64 {
 	now, since := Version(resourceVersion), spec.NetworksSince
 	if since == nil || since.UID != uid || since.Revision != spec.Revision {
@@ -126,7 +127,7 @@ func OwnIn(all []isthmus.NetworkAllocation, now time.Time) (own isthmus.OwnNetwo
 	return own
 }
 
-// allocated reads one; zero: it is none.
+// allocated parses a network. It reports an invalid one and returns the zero Prefix for it.
 func (r *report) allocated(field, text string) netip.Prefix {
 	p, err := netip.ParsePrefix(text)
 	if err != nil || p.Bits() == 0 {
@@ -142,7 +143,7 @@ func Latest(list []Allocation) []Allocation {
 	return slices.CompactFunc(list, func(a, b Allocation) bool { return a.Compare(b) == 0 })
 }
 
-// Compare is the order of networks, and for one of them that of objects. It does not compare revisions.
+// Compare orders by network, then by object. It ignores revisions.
 func (a Allocation) Compare(b Allocation) int {
 	return cmp.Or(a.Network.Compare(b.Network), strings.Compare(a.Object, b.Object))
 }

@@ -1,11 +1,16 @@
-// Package fabric computes the desired state: it turns a complete snapshot of the objects (Intent)
-// into the state that the gateway has to apply (Gateway). All its functions are pure: they do no
-// I/O, read no clock, write no log, and do not depend on the order of their input.
+// Package fabric decides what the other packages apply. It turns complete snapshots of Kubernetes
+// objects into the desired state of a gateway or a node, and two NetworkConfigs into a
+// TunnelEndpoint. It does no I/O, reads no clock and writes no log, and the order of its input does
+// not matter.
 //
 //	TunnelEndpoint ─ PeerFrom ─┐
 //	                           ├─ Attach ─► Intent ─ GatewayFor ─► Gateway
 //	NatMapping ─ MappingsFrom ─┘               │                     ├─ Peers: WireGuard peer, NAT rules, probe
 //	                                           └► []Problem          └─ RoutePrefixes
+//
+//	Gateway.Peers ─ GatewayHostFor, or GatewayPodFor in a Pod ─► kernel.State of the gateway
+//	NodeIntent ─ NodeFor ─► kernel.State of a node
+//	two NetworkConfigs ─ TunnelEndpointFor ─► TunnelEndpoint
 //
 // Only liqo.go reads and writes the oddities of Liqo's JSON: the literal "None", the map of strings
 // backend_config, and addresses as text. Elsewhere addresses are netip values, and the zero
@@ -18,6 +23,7 @@
 // A refusal is a Problem that names the object, the field, the value found and the value expected.
 // A refused peer or mapping never affects the others.
 //
-// All functions may be called concurrently. Arguments are only read; results share no memory with
-// them.
+// Functions may be called concurrently. Results may share memory with arguments, so callers modify
+// neither. Functions and methods that work in place say so. GatewayDecider, Decider, PodDecider and
+// PodPlaces keep state between calls; only one goroutine may use each of them.
 package fabric

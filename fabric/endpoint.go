@@ -7,12 +7,12 @@ import (
 	"slices"
 )
 
-// A Site has the addresses of our own cluster, and the networks behind the tunnels: no gateway of a peer
-// can have one of them. It is read-only. The zero Site has no addresses.
+// A Site holds the addresses of our own cluster and the networks behind the tunnels. No peer's gateway
+// can have one of these addresses. It is read-only. The zero Site has no addresses.
 type Site struct {
 	Networks []SiteNetwork         // may overlap; the first one that contains an address counts
-	Addrs    map[netip.Addr]string // single addresses, and what ends the sentence "192.0.2.1 is ..."
-	Relays   map[netip.Addr]bool   // those of Addrs by which Services relay messages of peers
+	Addrs    map[netip.Addr]string // single addresses; the value ends the sentence "192.0.2.1 is ..."
+	Relays   map[netip.Addr]bool   // those of Addrs from which Services relay messages of peers
 }
 
 // A SiteNetwork is a network in which no gateway of a peer can be.
@@ -28,7 +28,7 @@ func (s Site) Equal(other Site) bool {
 	return (same || slices.Equal(s.Networks, other.Networks)) && maps.Equal(s.Addrs, other.Addrs) && maps.Equal(s.Relays, other.Relays)
 }
 
-// With returns the Site with further addresses, all of them called what.
+// With returns the Site with more addresses, all described by what (see Addrs).
 func (s Site) With(addrs []netip.Addr, what string) Site {
 	all := make(map[netip.Addr]string, len(s.Addrs)+len(addrs))
 	maps.Copy(all, s.Addrs)
@@ -39,8 +39,8 @@ func (s Site) With(addrs []netip.Addr, what string) Site {
 	return s
 }
 
-// WithRelays is With for addresses of nodes. A message of a peer may come from one of them: a node that
-// forwards a connection to the gateway's Service to another node replaces the source by its own address.
+// WithRelays is With for addresses of nodes. A peer's message may come from one of them: a node that
+// forwards packets for the gateway's Service to another node replaces the source by its own address.
 func (s Site) WithRelays(addrs []netip.Addr, what string) Site {
 	s = s.With(addrs, what)
 	all := make(map[netip.Addr]bool, len(s.Relays)+len(addrs))
@@ -53,9 +53,9 @@ func (s Site) WithRelays(addrs []netip.Addr, what string) Site {
 }
 
 // CheckEndpoint returns the reason why no gateway of a peer can be at addr, or "". A peer chooses
-// the address, or the name that resolves to it, and we send UDP packets there. It checks both:
-// literals where they are read and claimed, and every address again before the gateway uses it,
-// because a DNS server may give a different answer each time.
+// the address, or the name that resolves to it, and we send UDP packets there. Callers check a literal
+// address when they read it, and every address again before the gateway uses it, because a DNS server
+// may give a different answer each time.
 func (s Site) CheckEndpoint(addr netip.Addr) string {
 	return checkWith(addr, func(addr netip.Addr) string {
 		i := slices.IndexFunc(s.Networks, func(n SiteNetwork) bool { return n.Prefix.Contains(addr) })
@@ -63,7 +63,8 @@ func (s Site) CheckEndpoint(addr netip.Addr) string {
 	})
 }
 
-// is says what an address is, which is in the network of that number, or in none where it is -1.
+// is returns how the Site describes addr, which lies in s.Networks[in], or in no network if in is -1.
+// It returns "" if addr is none of the Site's.
 func (s Site) is(addr netip.Addr, in int) string {
 	if in >= 0 {
 		return fmt.Sprintf("%v is inside %v, %s", addr, s.Networks[in].Prefix, s.Networks[in].What)
@@ -74,7 +75,7 @@ func (s Site) is(addr netip.Addr, in int) string {
 	return ""
 }
 
-// checkWith is Site.CheckEndpoint, with what a Site has to say of an address.
+// checkWith implements CheckEndpoint. site returns the reason why a Site excludes an address, or "".
 func checkWith(addr netip.Addr, site func(netip.Addr) string) string {
 	if !addr.IsValid() {
 		return "there is no address"
@@ -98,8 +99,8 @@ func checkWith(addr netip.Addr, site func(netip.Addr) string) string {
 	return site(addr)
 }
 
-// A SiteIndex checks addresses as its Site does, but fast enough for each message: the cost hardly depends on
-// the number of networks, of which each peer has two. It is immutable.
+// A SiteIndex checks addresses as its Site does, but fast enough for each message: the cost hardly
+// depends on the number of networks, of which each peer adds two. It is immutable.
 type SiteIndex struct {
 	site     Site
 	networks *prefixIndex // of site.Networks
@@ -114,15 +115,15 @@ func (s Site) Index() *SiteIndex {
 	return x
 }
 
-// find returns the number of a network that contains an address, and that Services relay from or not; -1: none.
+// find returns the number of a network that contains addr and whose Relay field equals relay, or -1.
 func (x *SiteIndex) find(addr netip.Addr, relay bool) int {
 	return x.networks.find(addr, func(i int) bool { return x.site.Networks[i].Relay == relay })
 }
 
-// CheckEndpoint returns what CheckEndpoint of the Site returns.
+// CheckEndpoint returns the same as Site.CheckEndpoint.
 func (x *SiteIndex) CheckEndpoint(addr netip.Addr) string {
 	return checkWith(addr, func(addr netip.Addr) string {
-		first := -1 // the first network that contains it
+		first := -1 // lowest number of a network that contains addr
 		x.networks.find(addr, func(i int) bool {
 			if first < 0 || i < first {
 				first = i
@@ -133,8 +134,9 @@ func (x *SiteIndex) CheckEndpoint(addr netip.Addr) string {
 	})
 }
 
-// CheckSource returns the reason why no message of a peer comes from addr, or "". Answers go to the source of a
-// message, so a source is checked like an endpoint, except addresses that Services relay from.
+// CheckSource returns the reason why no message of a peer can come from addr, or "". Replies go to the
+// source of a message, so it is checked like an endpoint. Only addresses from which Services relay are
+// exempt.
 func (x *SiteIndex) CheckSource(addr netip.Addr) string {
 	if x.site.Relays[addr.Unmap().WithZone("")] {
 		return ""
@@ -142,22 +144,22 @@ func (x *SiteIndex) CheckSource(addr netip.Addr) string {
 	return checkWith(addr, func(addr netip.Addr) string { return x.site.is(addr, x.find(addr, false)) })
 }
 
-// RelaysFrom reports whether Services relay messages of peers from addr, so that the address does not identify
-// the sender.
+// RelaysFrom reports whether Services relay messages of peers from addr, so that the address does not
+// identify the sender.
 func (x *SiteIndex) RelaysFrom(addr netip.Addr) bool {
 	addr = addr.Unmap().WithZone("")
 	return x.site.Relays[addr] || x.find(addr, true) >= 0
 }
 
-// endpointRanges are where no gateway is, besides specialRanges and metadataRanges. Pods may be
-// there (GKE allows class E).
+// endpointRanges cannot contain a gateway, in addition to specialRanges and metadataRanges. Pods may
+// have such addresses (GKE allows class E).
 var endpointRanges = []specialRange{
 	{netip.MustParsePrefix("240.0.0.0/4"), "reserved, RFC 1112"},
 }
 
-// Networks whose addresses have an IPv4 address in them, which packets go to in the end.
+// Networks of IPv6 addresses that embed the IPv4 address to which packets go in the end.
 var (
-	nat64     = netip.MustParsePrefix("64:ff9b::/96") // of networks without IPv4, where DNS64 answers with it
+	nat64     = netip.MustParsePrefix("64:ff9b::/96") // DNS64 returns it in networks without IPv4
 	sixToFour = netip.MustParsePrefix("2002::/16")
 	teredo    = netip.MustParsePrefix("2001::/32")
 )
@@ -171,7 +173,7 @@ func embedded(addr netip.Addr) (v4 netip.Addr, how string) {
 		return netip.AddrFrom4([4]byte(b[12:16])), "NAT64, RFC 6052"
 	case sixToFour.Contains(addr):
 		return netip.AddrFrom4([4]byte(b[2:6])), "6to4, RFC 3056"
-	case teredo.Contains(addr): // the client's, inverted
+	case teredo.Contains(addr): // the client's address, its bits inverted
 		return netip.AddrFrom4([4]byte{^b[12], ^b[13], ^b[14], ^b[15]}), "Teredo, RFC 4380"
 	}
 	return netip.Addr{}, ""

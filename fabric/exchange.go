@@ -14,14 +14,14 @@ import (
 type Claim struct {
 	Pod       netip.Prefix // Pb, the sender's PodCIDR
 	External  netip.Prefix // Xb, its ExternalCIDR
-	Endpoint  string       // where its gateway is reached: IP address or DNS name
+	Endpoint  string       // of its gateway: IP address or DNS name
 	Port      uint16       // UDP
 	PublicKey [32]byte     // WireGuard
-	Tunnels   []TunnelEnd  // the further ones; nil: none
+	Tunnels   []TunnelEnd  // additional tunnels; nil if none
 	Origin    Origin
 }
 
-// Keys returns the public keys of all tunnels, the first one's first.
+// Keys returns the public keys of all tunnels, in order, starting with tunnel 0.
 func (c Claim) Keys() [][32]byte {
 	keys := make([][32]byte, 0, 1+len(c.Tunnels))
 	for _, t := range ends(c.PublicKey, c.Port, c.Tunnels) {
@@ -30,9 +30,9 @@ func (c Claim) Keys() [][32]byte {
 	return keys
 }
 
-// ClaimFrom reads the spec of a NetworkConfig, but for whom it is addressed to. It asks again for
-// everything that the CRD asks for, because an object may be older than the rules, and reports all
-// that is wrong at once; with any problem the claim is zero. o names the object in messages.
+// ClaimFrom reads the spec of a NetworkConfig, except its addressee. It repeats the checks of the
+// CRD, because an object may be older than these rules. It reports all problems at once; with any
+// problem the claim is zero. o names the object in messages.
 func ClaimFrom(nc *v1alpha1.NetworkConfig, o Origin) (Claim, []Problem) {
 	spec := &nc.Spec
 	r := report{origin: o}
@@ -58,7 +58,7 @@ func ClaimFrom(nc *v1alpha1.NetworkConfig, o Origin) (Claim, []Problem) {
 		r.addAt(at.endpoint, "%s", wrong)
 	}
 	c.Port, c.PublicKey, c.Tunnels = r.backend(at, spec.BackendType, spec.BackendConfig)
-	if wrong := CheckPublicKey(c.PublicKey); wrong != "" && c.PublicKey != ([32]byte{}) { // zero was not read
+	if wrong := CheckPublicKey(c.PublicKey); wrong != "" && c.PublicKey != ([32]byte{}) { // backend has reported a zero key
 		r.addAt(at.publicKey, "%s", wrong)
 	}
 	r.tunnels(at.tunnels, c.PublicKey, c.Port, c.Tunnels)
@@ -68,18 +68,18 @@ func ClaimFrom(nc *v1alpha1.NetworkConfig, o Origin) (Claim, []Problem) {
 	return c, nil
 }
 
-// A Receiver is our own side as far as the claim of a peer must not touch it. What is zero is not
-// known and collides with nothing.
+// A Receiver holds the values of our own side that a peer's claim must not collide with. Zero fields
+// are unknown and collide with nothing.
 type Receiver struct {
 	PublicKey              [32]byte
 	Pod, Service, External netip.Prefix
 	Nodes, APIServers      []netip.Addr
 	Endpoint               string // as published to this peer
 	Port                   uint16
-	Tunnels                []TunnelEnd // the further ones, as published to this peer
+	Tunnels                []TunnelEnd // additional tunnels, as published to this peer
 }
 
-// site is the receiver in words for the peer.
+// site returns the receiver's addresses, described in words for the peer.
 func (r Receiver) site() Site {
 	return Site{Networks: []SiteNetwork{
 		{Prefix: r.Pod, What: "the receiver's PodCIDR; want an address outside"},
@@ -89,20 +89,20 @@ func (r Receiver) site() Site {
 		With(r.Nodes, "a node of the receiver; want the address of the sender's gateway")
 }
 
-// Neighbours is what a claim meets among our other peers.
+// Neighbours lists the conflicts of a claim with our other peers.
 type Neighbours struct {
-	TakenKeys         [][32]byte // public keys of the claim that another peer has, for whichever tunnel, and had first
+	TakenKeys         [][32]byte // the claim's public keys that another peer had first, for any tunnel
 	EndpointTunnelled bool       // the endpoint is inside a network in use here for another peer
 }
 
-// A Refusal is a Problem with the reason that the condition Accepted gives for it.
+// A Refusal is a Problem with its reason for the condition Accepted.
 type Refusal struct {
 	Reason string // one of the reasons of v1alpha1.ConditionAccepted
 	Problem
 }
 
-// CheckClaim says why the claim of a peer cannot be taken here. The messages go to the peer, so
-// they tell nothing about other peers.
+// CheckClaim returns the reasons to refuse a peer's claim. The peer gets to read the messages, so they
+// reveal nothing about other peers.
 func CheckClaim(c Claim, receiver Receiver, others Neighbours) (refusals []Refusal) {
 	refuse := func(reason, field, format string, args ...any) {
 		refusals = append(refusals, Refusal{reason, Problem{c.Origin, field, fmt.Sprintf(format, args...)}})
@@ -136,7 +136,7 @@ func CheckClaim(c Claim, receiver Receiver, others Neighbours) (refusals []Refus
 	}
 	addr, err := netip.ParseAddr(c.Endpoint)
 	if err != nil {
-		return refusals // the gateway looks at what the name resolves to
+		return refusals // a DNS name: the gateway checks the addresses that it resolves to
 	}
 	if wrong := receiver.site().CheckEndpoint(addr); wrong != "" {
 		refuse(v1alpha1.ReasonEndpoint, endpointField, "%s", wrong)
@@ -147,8 +147,8 @@ func CheckClaim(c Claim, receiver Receiver, others Neighbours) (refusals []Refus
 	return refusals
 }
 
-// CheckGrant says why two networks cannot be used here for the sender of a claim, sound as they may
-// be in the IPAM state. gateways are the endpoints of our peers that lie in one of them.
+// CheckGrant returns the reasons why we cannot use two networks for the sender of a claim, even though
+// the IPAM state allows them. gateways are the endpoints of our peers that lie in one of them.
 func CheckGrant(c Claim, podSeen, externalSeen netip.Prefix, gateways []netip.Addr) (refusals []Refusal) {
 	fields := map[netip.Prefix]string{podSeen: "spec.podCIDR", externalSeen: "spec.externalCIDR"}
 	for _, seen := range []netip.Prefix{podSeen, externalSeen} {
@@ -170,15 +170,14 @@ func CheckGrant(c Claim, podSeen, externalSeen netip.Prefix, gateways []netip.Ad
 	return refusals
 }
 
-// sameHost reports whether two endpoints are the same text for resolvers.
+// sameHost compares two endpoints as a resolver does: without case and a trailing dot.
 func sameHost(a, b string) bool {
 	return a != "" && strings.EqualFold(strings.TrimSuffix(a, "."), strings.TrimSuffix(b, "."))
 }
 
-// TunnelEndpointFor joins the two NetworkConfigs of a peering: original is ours with the peer's
-// answer in its status, copied is the peer's with our answer. The result is one that PeerFrom
-// takes, or there are problems, which name the fields of the NetworkConfigs. peer is the remote
-// cluster.
+// TunnelEndpointFor joins the two NetworkConfigs of a peering: original is ours, with the peer's
+// answer in its status; copied is the peer's, with our answer. It returns a spec that PeerFrom accepts,
+// or problems that name the fields of the NetworkConfigs. peer is the remote cluster.
 func TunnelEndpointFor(original, copied *v1alpha1.NetworkConfig, peer v1alpha1.ClusterIdentity) (v1alpha1.TunnelEndpointSpec, []Problem) {
 	at := placesInExchange(originOf(original), originOf(copied))
 	var r report
@@ -211,8 +210,7 @@ func originOf(nc *v1alpha1.NetworkConfig) Origin {
 	return Origin{Kind: "NetworkConfig", Namespace: nc.Namespace, Name: nc.Name}
 }
 
-// placesInExchange says from which field of which NetworkConfig the values of a Peer are: ours, or
-// the peer's.
+// placesInExchange returns the places of a Peer's values in our NetworkConfig and in the peer's.
 func placesInExchange(ours, theirs Origin) places {
 	at := places{
 		id:                 placeIn(ours, "spec.cluster.clusterID"),

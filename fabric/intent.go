@@ -8,9 +8,9 @@ import (
 	"strings"
 )
 
-// GatewayAddr is the gateway's own address inside its cluster: what Liqo gives its tunnel device
-// and calls the endpoint 169.254.0.1 in a NatMapping. It never travels through the tunnel; there it
-// is the first host of Xa@B.
+// GatewayAddr is the gateway's own address inside its cluster. Liqo gives it to its tunnel device and
+// lists it in a NatMapping as the endpoint 169.254.0.1. It never travels through the tunnel: a peer
+// uses the first host of Xa@B instead.
 var GatewayAddr = netip.AddrFrom4([4]byte{169, 254, 0, 1})
 
 // GatewayAddr6 is GatewayAddr for peers whose networks are IPv6, which Liqo does not have. It lies
@@ -40,13 +40,13 @@ func FirstHost(p netip.Prefix) netip.Addr {
 	return first
 }
 
-// Networks are the two networks of one cluster, each as it is there and as the other side of a
-// peering sees it.
+// Networks are the two networks of one cluster, each as the cluster itself uses it and as the other
+// side of a peering sees it.
 type Networks struct {
 	Pod     netip.Prefix // PodCIDR, as in its own cluster
 	PodSeen netip.Prefix // the PodCIDR as the other side sees it; equals Pod when not remapped
 
-	External     netip.Prefix // ExternalCIDR: addresses that stand for endpoints that are no pods
+	External     netip.Prefix // ExternalCIDR: its addresses stand for endpoints that are not pods
 	ExternalSeen netip.Prefix // the ExternalCIDR as the other side sees it; equals External when not remapped
 }
 
@@ -59,20 +59,21 @@ type Mapping struct {
 // Peer is what we know of one remote cluster. PeerFrom makes it.
 type Peer struct {
 	ID   string // cluster ID of the remote cluster; a Kubernetes label value
-	Name string // its name for people; may be empty
+	Name string // display name; may be empty
 
 	Local  Networks // ours: Pod = Pa, PodSeen = Pa@B, External = Xa, ExternalSeen = Xa@B
 	Remote Networks // the peer's: Pod = Pb, PodSeen = Pb@A, External = Xb, ExternalSeen = Xb@A
 
-	Endpoint  string   // where its gateway is reached: IP address or DNS name, without port
+	Endpoint  string   // of its gateway: IP address or DNS name, without port
 	Port      uint16   // UDP, never 0
 	PublicKey [32]byte // WireGuard, never all zero
 
-	// Tunnels are the ends of the further tunnels, if any: its first element is tunnel 1.
+	// Tunnels are the peer's ends of additional tunnels, if any. Tunnels[0] is tunnel 1; PublicKey and
+	// Port belong to tunnel 0.
 	Tunnels []TunnelEnd
 
-	InBand bool // the managers of both clusters go through the tunnel
-	// InBandLeaving says that our manager alone still does, for the peering ends.
+	InBand bool // the managers of both clusters connect through the tunnel
+	// InBandLeaving says that only our manager still does, because the peering is ending.
 	InBandLeaving bool
 
 	Mappings []Mapping // endpoints of ours that the peer may reach; Attach fills it in
@@ -81,8 +82,8 @@ type Peer struct {
 	MappingsOrigin Origin // the object Mappings were read from; zero when there is none
 
 	// Created is the creation time of the object in seconds since 1970, 0 when unknown. Of two
-	// peers that contradict each other the older one is kept, so that a newcomer cannot displace a
-	// peer by claiming what is its.
+	// conflicting peers GatewayFor keeps the older, so that a new one cannot displace it by claiming its
+	// networks or its key.
 	Created int64
 }
 
@@ -93,29 +94,29 @@ type MappingSet struct {
 	Origin   Origin    // the object they were read from
 }
 
-// Waiting names a set of mappings whose peer is not there (yet). That is no Problem: in Kubernetes
-// the NatMapping of a new peering usually comes first.
+// Waiting names a set of mappings whose peer does not exist (yet). That is no Problem: the NatMapping
+// of a new peering usually exists before its TunnelEndpoint.
 type Waiting struct {
 	ID     string // cluster ID of the missing peer
 	Origin Origin // the object that waits for it
 }
 
-// Intent is the complete snapshot of what is wanted: a peer that is not in it is not wanted any
-// more. The zero Intent is a gateway without peers.
+// Intent is the complete snapshot from which GatewayFor decides: a peer that is missing from it gets
+// removed. The zero Intent is a gateway without peers.
 type Intent struct {
 	ClusterID   string     // our own cluster; empty when unknown
-	ClusterName string     // for people
+	ClusterName string     // for display
 	PublicKey   [32]byte   // our own WireGuard public key; all zero when unknown
-	FurtherKeys [][32]byte // the public keys of our further tunnels, also of those that are not in use; nil when unknown
+	FurtherKeys [][32]byte // public keys of our additional tunnels, in use or not; nil when unknown
 	Peers       []Peer     // in any order
 	Waiting     []Waiting  // in any order; see Attach
-	Site        Site       // where our cluster is, as far as peers do not say it
+	Site        Site       // our cluster's addresses; GatewayFor adds the networks that Peers contain
 }
 
-// Attach gives every peer the mappings made for its cluster ID. It returns new peers in the order
-// of the given ones, the sets whose peer is missing, and a Problem for every further set of a
-// cluster that has one already (the set whose Origin sorts first is used). Peers that share a
-// cluster ID all get the set; GatewayFor will refuse all but one of them.
+// Attach gives each peer the mappings of its cluster ID. It returns copies of the peers in the same
+// order, the sets whose peer is missing, and a Problem for each duplicate: of several sets for one
+// cluster, it uses the one whose Origin sorts first. Peers that share a cluster ID all get the set;
+// GatewayFor refuses all but one of them.
 func Attach(peers []Peer, sets []MappingSet) (attached []Peer, waiting []Waiting, problems []Problem) {
 	sets = slices.SortedFunc(slices.Values(sets), func(a, b MappingSet) int {
 		return cmp.Or(a.Origin.compare(b.Origin), cmp.Compare(a.ID, b.ID),
@@ -152,7 +153,7 @@ func (m Mapping) compare(o Mapping) int {
 	return cmp.Or(m.Seen.Compare(o.Seen), m.Real.Compare(o.Real))
 }
 
-// Origin says which object something was read from, for messages. Fields that do not apply are
+// Origin names the object from which something was read, for messages. Fields that do not apply are
 // empty.
 type Origin struct {
 	File      string // base name, only when read from a file
@@ -161,7 +162,7 @@ type Origin struct {
 	Name      string
 }
 
-// String returns "peers.yaml: TunnelEndpoint tenant/name", less what is empty.
+// String returns "peers.yaml: TunnelEndpoint tenant/name", without empty parts.
 func (o Origin) String() string {
 	object := o.Name
 	switch {
@@ -182,15 +183,14 @@ func (o Origin) compare(p Origin) int {
 		cmp.Compare(o.Namespace, p.Namespace), cmp.Compare(o.Name, p.Name))
 }
 
-// Problem is a refusal. It is an error, so that several can be joined by errors.Join; being
-// comparable, two of them are the same when they are ==.
+// Problem is a refusal. It is an error, so that errors.Join can join several, and comparable with ==.
 type Problem struct {
-	Origin  Origin // the object that has it
+	Origin  Origin // the object at fault
 	Field   string // JSON path within the object, "spec.remotePodCIDR"; may be empty
-	Message string // what was found and what is wanted
+	Message string // the value found and the value expected
 }
 
-// Error returns "file: Kind namespace/name: field: message", less what is empty.
+// Error returns "file: Kind namespace/name: field: message", without empty parts.
 func (p Problem) Error() string {
 	parts := make([]string, 0, 3)
 	for _, s := range []string{p.Origin.String(), p.Field, p.Message} {

@@ -50,7 +50,7 @@ func canonical(key [32]byte) bool {
 	return bytes.Compare(key[:], prime) < 0
 }
 
-// lowOrder are the points of low order of Curve25519 and its twist but zero, as canonical
+// lowOrder holds the points of low order of Curve25519 and its twist, except zero, as canonical
 // u-coordinates: 1, the two of order 8, and -1.
 var lowOrder = [][32]byte{
 	{1},

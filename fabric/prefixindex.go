@@ -5,14 +5,14 @@ import (
 	"slices"
 )
 
-// A prefixIndex finds the networks that an address is in without reading all of them: it asks once for
-// each length that there is. Each has the number of its owner.
+// A prefixIndex finds the networks that contain an address with one map lookup per prefix length in
+// use. Each network has a number that the caller chooses, such as the index of its owner.
 type prefixIndex struct {
-	lengths [2][]int // of IPv4 and IPv6, ascending
+	lengths [2][]int // in use, of IPv4 and IPv6, ascending
 	in      map[netip.Prefix][]int
 }
 
-// newPrefixIndex numbers networks as they are in the list.
+// newPrefixIndex numbers each network by its position in the list.
 func newPrefixIndex(all []netip.Prefix) *prefixIndex {
 	x := &prefixIndex{in: make(map[netip.Prefix][]int, len(all))}
 	for i, p := range all {
@@ -36,8 +36,8 @@ func (x *prefixIndex) add(p netip.Prefix, number int) {
 	x.in[p] = append(x.in[p], number)
 }
 
-// find returns the first number of a network that an address is in for which accept says yes, the
-// widest network first; -1: there is none. A nil accept says yes.
+// find returns the first number that accept approves among the networks that contain a, the widest
+// network first, or -1. A nil accept approves every number.
 func (x *prefixIndex) find(a netip.Addr, accept func(number int) bool) int {
 	if !a.IsValid() {
 		return -1
