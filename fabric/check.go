@@ -12,7 +12,7 @@ import (
 
 // report collects problems.
 type report struct {
-	origin   Origin // of the object that add is about
+	origin   Origin // of the object to which add attributes problems
 	problems []Problem
 }
 
@@ -29,7 +29,7 @@ func (r *report) at(field string) place { return placeIn(r.origin, field) }
 type place struct {
 	origin Origin
 	field  string // JSON path
-	words  string // how problems of other values call it
+	words  string // its name in problems of other values
 }
 
 func placeIn(o Origin, field string) place { return place{o, field, field} }
@@ -48,9 +48,9 @@ func quote(s string) string {
 	return strconv.Quote(s[:cut]) + "..."
 }
 
-// CheckClusterID returns what is wrong with a cluster ID, or "". It has to be a Kubernetes label
-// value, because that is how Liqo finds the objects of a peer (label clusterID), and it is a label
-// of every metric.
+// CheckClusterID returns what is wrong with a cluster ID, or "". It must be a Kubernetes label
+// value, because Liqo finds the objects of a peer by the label clusterID. It is also a label of
+// every metric.
 func CheckClusterID(id string) string {
 	const want = "want at most 63 letters, digits, '-', '_' and '.', beginning and ending with a letter or digit"
 	switch {
@@ -67,8 +67,8 @@ func CheckClusterID(id string) string {
 	return ""
 }
 
-// CheckClusterName returns what is wrong with a cluster name, or "". Names are shown to people, so
-// that little is asked of them.
+// CheckClusterName returns what is wrong with a cluster name, or "". Names are only displayed, so
+// any printable text will do.
 func CheckClusterName(name string) string {
 	const want = "want at most 253 printable characters"
 	if len(name) > 253 {
@@ -86,13 +86,14 @@ func isAlphanumeric(c byte) bool {
 	return '0' <= c && c <= '9' || 'a' <= c && c <= 'z' || 'A' <= c && c <= 'Z'
 }
 
-// specialRange is a range that can belong to no cluster's pods. 240.0.0.0/4 is not among them:
-// clusters do use it for pods (GKE allows class E).
+// A specialRange is a range of addresses with a special purpose, and its name for messages.
 type specialRange struct {
 	prefix netip.Prefix
 	name   string
 }
 
+// specialRanges cannot belong to any cluster's pods. 240.0.0.0/4 is not among them: clusters do use
+// it for pods (GKE allows class E).
 var specialRanges = []specialRange{
 	{netip.MustParsePrefix("0.0.0.0/8"), "this network, RFC 1122"},
 	{netip.MustParsePrefix("127.0.0.0/8"), "loopback"},
@@ -105,9 +106,9 @@ var specialRanges = []specialRange{
 	{netip.MustParsePrefix("ff00::/8"), "multicast"},
 }
 
-// metadataRanges are where clouds show a machine its credentials, besides link-local addresses;
-// natengine leads no peer to those of IPv6. A network of pods may contain them, an endpoint may not
-// be one (2026-11).
+// metadataRanges contain, besides link-local addresses, the services from which a cloud's machines
+// get their credentials (checked 2026-11). A pod network may contain them, but an endpoint may not
+// be one. natengine also drops packets of peers to those of IPv6.
 var metadataRanges = []specialRange{
 	{netip.MustParsePrefix("fd00:ec2::/32"), "services of Amazon's machines"},
 	{netip.MustParsePrefix("fd20:ce::254/128"), "the metadata service of Google's machines"},
@@ -120,7 +121,7 @@ var metadataRanges = []specialRange{
 // addresses.
 func MetadataRanges() []netip.Prefix { return prefixesOf(metadataRanges) }
 
-// SpecialRanges returns the networks that can belong to no cluster's pods.
+// SpecialRanges returns the networks that cannot belong to any cluster's pods.
 func SpecialRanges() []netip.Prefix { return prefixesOf(specialRanges) }
 
 func prefixesOf(ranges []specialRange) []netip.Prefix {
@@ -140,7 +141,8 @@ func special(p netip.Prefix) (specialRange, bool) {
 	return specialRange{}, false
 }
 
-// pair is one network in its two forms, with the places they came from.
+// A pair is one network as its own cluster uses it and as the other side sees it, and where we read
+// both.
 type pair struct {
 	own, seen     netip.Prefix
 	ownAt, seenAt place
@@ -163,8 +165,8 @@ func (p *Peer) pairs(at places) (localPod, localExternal, remotePod, remoteExter
 		pair{p.Remote.External, p.Remote.ExternalSeen, at.remoteExternal, at.remoteExternalSeen}
 }
 
-// check finds everything that is wrong with the peer taken alone. It is the whole meaning of a
-// valid peer; reading text comes before it. at says where the values came from.
+// check returns everything that is wrong with the peer by itself, without regard to other peers. It
+// alone defines a valid peer; parsing comes before it. at says where the values were read.
 func (p *Peer) check(at places) []Problem {
 	var r report
 	if wrong := CheckClusterID(p.ID); wrong != "" {
@@ -203,8 +205,8 @@ func (p *Peer) check(at places) []Problem {
 	return r.problems
 }
 
-// network checks one network and its remapping; false means that comparing it with others makes no
-// sense.
+// network checks one network and its remapping. It returns false if comparing n with other networks
+// makes no sense.
 func (r *report) network(n pair) bool {
 	sound := r.prefix(n.ownAt, n.own)
 	if !n.remapped() {
@@ -223,9 +225,9 @@ func (r *report) network(n pair) bool {
 	return sound
 }
 
-// CheckNetwork says what is wrong with a network of pods or mapped endpoints by itself, or "". The
-// bounds of its length are those of the CRD: room for the network address, which belongs to NAPT,
-// and for a first host.
+// CheckNetwork returns what is wrong with a network of pods or of mapped endpoints by itself, or
+// "". It allows the same prefix lengths as the CRD: even the longest leaves room for the network
+// address, which NAPT uses, and for a first host.
 func CheckNetwork(p netip.Prefix) string {
 	shortest := 8
 	if !p.Addr().Is4() {
@@ -245,7 +247,7 @@ func CheckNetwork(p netip.Prefix) string {
 	return ""
 }
 
-// prefix is CheckNetwork for a report.
+// prefix adds what CheckNetwork finds to the report. It returns whether p is valid.
 func (r *report) prefix(at place, p netip.Prefix) bool {
 	wrong := CheckNetwork(p)
 	if wrong != "" {
@@ -289,8 +291,8 @@ func family(p netip.Prefix) string {
 	return "IPv6"
 }
 
-// checkEndpoint says what is wrong with the address of a peer's gateway, or "". A peer chooses this
-// value, and we send UDP packets there.
+// checkEndpoint returns what is wrong with the endpoint of a peer's gateway, or "". A peer chooses
+// this value, and we send UDP packets there.
 func checkEndpoint(s string) string {
 	const want = "want the IP address or DNS name of the peer's gateway"
 	if s == "" {
@@ -312,8 +314,8 @@ func checkEndpoint(s string) string {
 	return ""
 }
 
-// checkName checks a DNS name: RFC 1123 labels, plus '_' which the DNS allows and some providers
-// use, and a dot at the end if wanted.
+// checkName returns what is wrong with a DNS name, or "". It accepts RFC 1123 labels, '_', which
+// the DNS allows and some providers use, and an optional dot at the end.
 func checkName(s string) string {
 	name := strings.TrimSuffix(s, ".")
 	if len(name) > 253 {
@@ -336,12 +338,12 @@ func checkName(s string) string {
 	case label == "localhost":
 		return "is this host"
 	case strings.Trim(label, "0123456789") == "" || isHex && strings.Trim(hex, "0123456789abcdef") == "":
-		return "ends in a number, but is no IP address" // no top-level name is one (RFC 3696), and resolvers disagree
+		return "ends in a number, but is no IP address" // no top-level domain is a number (RFC 3696), and resolvers disagree on it
 	}
 	return ""
 }
 
-// checkReal says what is wrong with the endpoint of a mapping, or "".
+// checkReal returns what is wrong with the endpoint of a mapping, or "".
 func checkReal(addr netip.Addr) string {
 	if addr == GatewayAddr || addr == GatewayAddr6 {
 		return ""

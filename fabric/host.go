@@ -11,8 +11,8 @@ import (
 // The next hops of the veth between host and gateway. There is no ARP on it: both hardware
 // addresses are fixed and the neighbours permanent, so nothing can expire.
 var (
-	HopGateway4 = netip.MustParseAddr("169.254.100.1") // the host's way into the gateway
-	hopHost4    = netip.MustParseAddr("169.254.100.2") // the gateway's way back
+	HopGateway4 = netip.MustParseAddr("169.254.100.1") // from the host into the gateway
+	hopHost4    = netip.MustParseAddr("169.254.100.2") // from the gateway back to the host
 	hopGateway6 = netip.MustParseAddr("fe80::a9fe:6401")
 	hopHost6    = netip.MustParseAddr("fe80::a9fe:6402")
 
@@ -20,18 +20,19 @@ var (
 	// address is not suitable. Like GatewayAddr6 it is in the discard-only prefix.
 	Router6 = netip.MustParseAddr("100::a9fe:6401")
 
-	// hopTun6 is the next hop out of a TUN, where one is needed: the kernel shares out IPv6 among
-	// gateways only (fib6_qualifies_for_ecmp in include/net/ip6_fib.h). A TUN asks nobody for it.
+	// hopTun6 is the next hop of IPv6 routes to several TUNs: the kernel balances IPv6 only among
+	// routes with a next hop (fib6_qualifies_for_ecmp in include/net/ip6_fib.h). A TUN resolves no
+	// neighbours, so nobody needs to have the address.
 	hopTun6 = netip.MustParseAddr("fe80::1")
 
 	macHost    = kernel.MAC{2, 'i', 's', 't', 'h', 2}
 	macGateway = kernel.MAC{2, 'i', 's', 't', 'h', 1}
 )
 
-// metric6 is what IPv6 makes of an unset metric.
+// metric6 is the metric that the kernel gives an IPv6 route without one.
 const metric6 = 1024
 
-// TunName is the device of a tunnel in the gateway's namespace.
+// TunName returns the name of a tunnel's TUN in the gateway's namespace.
 func TunName(tunnel int) string { return kernel.TunPrefix + strconv.Itoa(tunnel) }
 
 // TunnelSet holds the tunnels that carry the flows to a peer, bit i for tunnel i. The empty set means the
@@ -41,10 +42,10 @@ type TunnelSet uint16
 // Has reports whether the tunnel is in the set.
 func (s TunnelSet) Has(tunnel int) bool { return s>>tunnel&1 != 0 }
 
-// With returns the set with one tunnel more.
+// With returns the set with tunnel added.
 func (s TunnelSet) With(tunnel int) TunnelSet { return s | 1<<tunnel }
 
-// devs returns the TUNs among which the kernel shares out the flows to a peer.
+// devs returns the TUNs among which the kernel distributes the flows to a peer.
 func (s TunnelSet) devs() string {
 	var names []string
 	for i := range MaxTunnels {
@@ -58,20 +59,19 @@ func (s TunnelSet) devs() string {
 	return kernel.Devs(names...)
 }
 
-// GatewayHostFor decides what both namespaces of a gateway hold so that packets for its peers reach
-// the TUNs, of which there are that many, and everything else that leaves a TUN reaches the host.
-// inUse holds the tunnels that carry flows, by peer. A peer without an entry uses the first one.
+// GatewayHostFor computes the kernel state of both namespaces of a gateway: packets for its peers
+// reach the TUNs, and everything else that leaves a TUN reaches the host. tunnels is the number of
+// TUNs. inUse holds the tunnels that carry flows, by peer ID; without an entry it is tunnel 0.
 //
-// Where several tunnels lead to a peer, the kernel of the gateway's namespace picks one by the hash
-// of addresses and ports, so that a flow stays in its tunnel. Fragments are without ports, and stay
+// If several tunnels lead to a peer, the kernel chooses one by the hash of addresses and ports, so
+// that a flow stays in its tunnel. Fragments have no ports; they are hashed by addresses and stay
 // together.
 //
-// The veth has the MTU of the tunnel at both ends. A pod's packet that is too big is then refused
-// by the host, whose answer (fragmentation needed, packet too big) reaches the pod from an address
-// it knows; a superpacket passes, since the kernel asks for the size of its segments. One that fits
-// this MTU, which is the largest of all peers, but not its own peer's, is answered by the engine. A
-// packet from a peer with a larger tunnel is answered by the gateway's namespace like one from a
-// pod, so that the sender learns the smaller of the two.
+// Both ends of the veth have the MTU of the tunnel, the largest of all peers. The host therefore
+// refuses a larger packet of a pod, and the pod gets the ICMP error from an address that it knows.
+// A superpacket passes, because the kernel compares the size of its segments. The engine answers a
+// packet that fits this MTU but not that of its peer. If a peer with a larger tunnel sends a packet
+// that is too large, the gateway's namespace answers it, so that the sender learns the smaller MTU.
 func GatewayHostFor(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunnels int) kernel.State {
 	type remote struct {
 		prefix netip.Prefix
@@ -98,7 +98,7 @@ func GatewayHostFor(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunne
 			{In: kernel.Inner, Name: kernel.VethGateway, MTU: mtu, MAC: macGateway, Up: true},
 		},
 	}
-	s.Routes = make([]kernel.Route, 0, 3*len(remotes)+3) // three for each, and those of the ends
+	s.Routes = make([]kernel.Route, 0, 3*len(remotes)+3) // three for each network, and those of the veth
 	for i := range tunnels {
 		s.Links = append(s.Links, kernel.Link{In: kernel.Inner, Name: TunName(i), MTU: mtu, Up: true})
 	}
@@ -109,8 +109,8 @@ func GatewayHostFor(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunne
 		}
 		s.Routes = append(s.Routes, r)
 	}
-	// family connects the two ends. router is a source for the ICMP errors of the gateway's kernel.
-	// It is not GatewayAddr: that one lives inside the engine.
+	// family connects the two ends of the veth in one family. router is the source of the
+	// namespace's ICMP errors. It cannot be GatewayAddr, which belongs to the engine.
 	family := func(hopGateway, hopHost, router netip.Addr) {
 		s.Addresses = append(s.Addresses, kernel.Address{In: kernel.Inner, Dev: kernel.VethGateway, Prefix: netip.PrefixFrom(router, router.BitLen())})
 		s.Neighbors = append(s.Neighbors,
@@ -134,15 +134,15 @@ func GatewayHostFor(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunne
 				inside.Via = hopTun6
 			}
 		}
-		route(inside) // first: a moment with the host's route alone would be a loop
+		route(inside) // first, because the host's route alone would be a loop
 		route(kernel.Route{Prefix: r.prefix, Via: hop, Dev: kernel.VethHost, Table: kernel.GatewayTable})
 		route(kernel.Route{Prefix: r.prefix, Type: kernel.Unreachable, Table: kernel.GatewayTable, Metric: kernel.UnreachableMetric})
 	}
 	return s
 }
 
-// GatewayHostLeft is the state that a gateway leaves on its host when it ends or is killed: the
-// routes that refuse packets for its peers, which could only leave in the clear.
+// GatewayHostLeft returns the state that a gateway leaves on its host when it stops or is killed:
+// the routes that refuse packets for its peers, which would otherwise leave unencrypted.
 func GatewayHostLeft(peers []*GatewayPeer) (left kernel.State) {
 	s := GatewayHostFor(peers, nil, 0, 0)
 	for _, r := range s.Routes {
@@ -156,14 +156,15 @@ func GatewayHostLeft(peers []*GatewayPeer) (left kernel.State) {
 	return left
 }
 
-// gatewaySettings: the gateway's namespace forwards, believes the engine about sources (reverse
-// path filtering would drop a peer's packet for another peer's mapped endpoint), and never tells a
-// peer of a better way (a packet may leave by the TUN it came from). The devices themselves say
-// nothing over IPv6 that nobody asked for, because the tunnel would count it as dropped. Several
-// tunnels are chosen among by addresses and ports, not by addresses alone.
-//
-// IPv4 is forwarded by its devices, not by ip_forward, because netlink sets that, and a container's
-// /proc/sys is read-only.
+// gatewaySettings returns the sysctls of the gateway's namespace, and of the veth on the host:
+//   - The namespace forwards. For IPv4 that is set per device, not by ip_forward, because netlink
+//     can set the former, and a container's /proc/sys is read-only.
+//   - Reverse path filtering is off: the engine checks sources, and the filter would drop a peer's
+//     packet for another peer's mapped endpoint.
+//   - Redirects are off, because a packet may leave by the TUN through which it came.
+//   - Devices get no IPv6 link-local address. What they would send from it unasked, the tunnel
+//     would count as dropped.
+//   - The hash that chooses among several tunnels includes ports.
 func gatewaySettings(six bool, tunnels int) (all []kernel.Setting) {
 	inner := func(path, value string) {
 		all = append(all, kernel.Setting{In: kernel.Inner, Path: "net/" + path, Value: value})

@@ -7,34 +7,35 @@ import (
 	"slices"
 )
 
-// PodPlaces knows where the nodes and pods of a cluster are, and which of the pods are not where the
-// podCIDRs of their nodes say: those alone matter to a gateway that is a Pod. A change costs what it
-// changes. It is an empty cluster at first, and not safe for concurrent use.
+// PodPlaces tracks the nodes and pods of a cluster for a gateway that is a Pod. Only pods outside
+// their node's podCIDRs matter to such a gateway, and PodPlaces keeps these apart. The cost of an
+// update depends on the update, not on the size of the cluster. The zero value is an empty cluster.
+// It is not safe for concurrent use.
 type PodPlaces struct {
-	Self string // node of the gateway; not to be changed
+	Self string // name of the gateway's node; must not change after the first call
 
 	nodes   map[string]ClusterNode
-	sources map[string][]netip.Addr // ClusterNode.Sources, by node
-	routes  []NodeRoute             // ClusterNode.Routes, of Self
-	sorted  []ClusterNode           // by name; nil: to be made
-	pods    map[string]map[string][]NodePod
-	away    map[string]map[string][]NodePod // those of pods with an address outside of their node's networks
-	counts  map[string]tally
-	seen    int // nodes that are known and have pods with IPv4
-	holding int // those of them all of whose pods are inside
+	sources map[string][]netip.Addr         // ClusterNode.Sources, by node
+	routes  []NodeRoute                     // ClusterNode.Routes, of Self
+	sorted  []ClusterNode                   // by name; nil until the first call of Network
+	pods    map[string]map[string][]NodePod // by node and ID
+	away    map[string]map[string][]NodePod // those of pods outside their node's podCIDRs
+	counts  map[string]tally                // by node
+	seen    int                             // known nodes that have pods with IPv4
+	holding int                             // those of them whose pods are all inside the podCIDRs
 
-	owners map[netip.Addr]Owner // see Owner; nil: to be made when somebody asks
+	owners map[netip.Addr]Owner // see Owner; nil: the next call of Owner builds it
 }
 
-// An Owner is the pod that has an address, or the node where Pod is empty.
+// An Owner is the pod that has an address or, if Pod is empty, the node that has it.
 type Owner struct {
 	Pod  string // namespace/name
-	Node string // on which the pod is
+	Node string // the pod's node, or the node itself
 }
 
-// Owner says whose an address is, by what the API server has of Pods and Nodes: a name to show, by
-// which nothing is decided. It is zero when nobody has the address, or two have. The first call makes
-// an index, which changes of Pods then keep.
+// Owner returns who has an address according to the API server's Pods and Nodes. The result is for
+// display; do not base decisions on it. It is zero if nobody has the address, or more than one. The
+// first call builds an index, which SetPod keeps up to date.
 func (p *PodPlaces) Owner(addr netip.Addr) Owner {
 	if p.owners == nil {
 		p.owners = make(map[netip.Addr]Owner)
@@ -59,7 +60,7 @@ func (p *PodPlaces) Owner(addr netip.Addr) Owner {
 	return p.owners[addr]
 }
 
-// own puts an address into the index; that of two owners is nobody's.
+// own adds an address to the index. An address with two owners gets the zero Owner.
 func (p *PodPlaces) own(addr netip.Addr, o Owner) {
 	if other, has := p.owners[addr]; has && other != o {
 		o = Owner{}
@@ -67,8 +68,8 @@ func (p *PodPlaces) own(addr netip.Addr, o Owner) {
 	p.owners[addr] = o
 }
 
-// disown takes the addresses of a pod out of the index, and has it made again when another owner may
-// be left.
+// disown removes a pod's addresses from the index. If an address had more than one owner, it
+// discards the index, because the index does not know who is left.
 func (p *PodPlaces) disown(o Owner, pods []NodePod) {
 	for _, pod := range pods {
 		if now, has := p.owners[pod.Addr]; now == o {
@@ -80,10 +81,11 @@ func (p *PodPlaces) disown(o Owner, pods []NodePod) {
 	}
 }
 
-// tally counts addresses of pods with IPv4 on a node.
+// A tally counts the IPv4 addresses of a node's pods inside and outside its podCIDRs.
 type tally struct{ inside, outside int }
 
-// SetNode sets the state of a node, and reports whether it is new.
+// SetNode sets the state of a node, and reports whether it changed. It ignores Sources and Routes,
+// which SetSources and SetRoutes set.
 func (p *PodPlaces) SetNode(n ClusterNode) bool {
 	was, known := p.nodes[n.Name]
 	if known && was.Created == n.Created && slices.Equal(was.Addrs, n.Addrs) && slices.Equal(was.PodCIDRs, n.PodCIDRs) {
@@ -96,7 +98,7 @@ func (p *PodPlaces) SetNode(n ClusterNode) bool {
 	return true
 }
 
-// RemoveNode says that a node is gone, and reports whether that is new.
+// RemoveNode removes a node, and reports whether it was known.
 func (p *PodPlaces) RemoveNode(name string) bool {
 	if _, known := p.nodes[name]; !known {
 		return false
@@ -122,8 +124,8 @@ func (p *PodPlaces) SetSources(node string, all []netip.Addr) bool {
 	return true
 }
 
-// SetRoutes says which routes the gateway's node has, and reports whether that is new. Those of other nodes
-// do not matter.
+// SetRoutes sets the routes of the gateway's node, and reports whether they changed. It ignores
+// those of other nodes.
 func (p *PodPlaces) SetRoutes(node string, all []NodeRoute) bool {
 	if node != p.Self || slices.Equal(p.routes, all) {
 		return false
@@ -133,8 +135,8 @@ func (p *PodPlaces) SetRoutes(node string, all []NodeRoute) bool {
 	return true
 }
 
-// resort puts a node where it belongs in the list, as it is now, or takes it out. Lists that were given
-// out stay as they are.
+// resort replaces, inserts or removes a node in p.sorted. It makes a new list, because Network has
+// returned the old one to callers.
 func (p *PodPlaces) resort(name string) {
 	if p.sorted == nil {
 		return
@@ -156,7 +158,7 @@ func (p *PodPlaces) resort(name string) {
 	p.sorted = slices.Concat(p.sorted[:at], now, rest)
 }
 
-// replace changes a node by f, and counts its pods again.
+// replace calls f to change a node, and counts the node's pods again.
 func (p *PodPlaces) replace(name string, f func()) {
 	p.owners = nil
 	all := p.pods[name]
@@ -213,7 +215,7 @@ func (p *PodPlaces) SetPod(id, was, node string, pods []NodePod) bool {
 	return changed || trusted != p.trusted()
 }
 
-// add counts a pod.
+// add counts the addresses of a pod, and notes those outside its node's podCIDRs in p.away.
 func (p *PodPlaces) add(node, id string, pods []NodePod) {
 	now, away := p.counts[node], false
 	for _, pod := range pods {
@@ -235,7 +237,7 @@ func (p *PodPlaces) inside(pod NodePod) bool {
 	return slices.ContainsFunc(p.nodes[pod.Node].PodCIDRs, func(c netip.Prefix) bool { return c.Contains(pod.Addr) })
 }
 
-// count sets the counts of a node.
+// count replaces the tally of a node, and updates seen and holding.
 func (p *PodPlaces) count(name string, now tally) {
 	if _, known := p.nodes[name]; known {
 		was := p.counts[name]
@@ -256,14 +258,14 @@ func holds(c tally) int {
 	return 0
 }
 
-// trusted is podCIDRsHold.
+// trusted returns what podCIDRsHold would return.
 func (p *PodPlaces) trusted() bool {
 	_, known := p.nodes[p.Self]
 	return known && holds(p.counts[p.Self]) == 1 && 2*p.holding >= p.seen
 }
 
-// Network is what a gateway in a Pod of that address has to know, as PodNetwork.Sort makes it. The
-// lists are not to be changed.
+// Network returns what a gateway whose Pod has the given address needs to know, as after
+// PodNetwork.Sort. Callers must not modify the lists.
 func (p *PodPlaces) Network(pod netip.Addr) PodNetwork {
 	if p.sorted == nil {
 		p.sorted = slices.SortedFunc(maps.Values(p.nodes), func(a, b ClusterNode) int { return cmp.Compare(a.Name, b.Name) })

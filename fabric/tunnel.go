@@ -13,31 +13,30 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// MaxTunnels is the most tunnels that join two gateways.
+// MaxTunnels is the maximum number of tunnels between two gateways.
 const MaxTunnels = 16
 
-// A TunnelEnd is one end of one of several tunnels between the same two gateways. Each has a key
-// and a UDP port of its own, so that it has sessions, goroutines and sockets of its own at both
-// ends, and with them cores.
+// A TunnelEnd is one end of one of several tunnels between the same two gateways. Each tunnel has
+// its own key and UDP port, and so at both ends its own sessions, goroutines and socket, which lets
+// several cores share the work.
 //
-// The first tunnel of a gateway is the one that Liqo knows. The others follow in the order of its
-// list, and the i-th of one side is joined with the i-th of the other: a side that has fewer, or
-// knows nothing of it, gets as many as it has.
+// Tunnel 0 is the only one that Liqo knows. Tunnel i of one side joins tunnel i of the other, so
+// the side with fewer tunnels decides how many there are.
 type TunnelEnd struct {
 	PublicKey [32]byte // WireGuard, never all zero
 	Port      uint16   // UDP, never 0
 }
 
-// TunnelKey is the WireGuard private key of tunnel i of the gateway with the given private key,
-// which is that of tunnel 0. The others are derived from it (HKDF with SHA-256, RFC 5869), so that
-// there is still one secret to keep, to share between replicas and to replace.
+// TunnelKey returns the WireGuard private key of tunnel i of a gateway. private is the gateway's
+// key and that of tunnel 0. The other keys are derived from it (HKDF with SHA-256, RFC 5869), so
+// that there is only one secret to keep, to share between replicas and to replace.
 func TunnelKey(private [32]byte, i int) [32]byte {
 	if i == 0 {
 		return private
 	}
 	b, err := hkdf.Key(sha256.New, private[:], nil, fmt.Sprintf("isthmus tunnel %d", i), len(private))
 	if err != nil {
-		panic(err) // longer than 255 hashes, which the type excludes
+		panic(err) // only for keys longer than 255 hashes
 	}
 	key := [32]byte(b)
 	key[0] &= 248 // RFC 7748, section 5
@@ -45,7 +44,7 @@ func TunnelKey(private [32]byte, i int) [32]byte {
 	return key
 }
 
-// PublicKeys are the WireGuard public keys of the first n tunnels of the gateway with the given
+// PublicKeys returns the WireGuard public keys of the first n tunnels of the gateway with the given
 // private key.
 func PublicKeys(private [32]byte, n int) [][32]byte {
 	keys := make([][32]byte, n)
@@ -53,15 +52,15 @@ func PublicKeys(private [32]byte, n int) [][32]byte {
 		key := TunnelKey(private, i)
 		k, err := ecdh.X25519().NewPrivateKey(key[:])
 		if err != nil {
-			panic(err) // of another length, which the type excludes
+			panic(err) // only for keys of another length
 		}
 		keys[i] = [32]byte(k.PublicKey().Bytes())
 	}
 	return keys
 }
 
-// FormatTunnels writes the further tunnels of a gateway as they are published: what
-// v1alpha1.ConfigTunnels holds. No tunnels are the empty string, for which there is no such key.
+// FormatTunnels formats the additional tunnels of a gateway as they are published under the key
+// v1alpha1.ConfigTunnels. It returns "" if there are none; that key is then absent.
 func FormatTunnels(further []TunnelEnd) string {
 	entries := make([]string, len(further))
 	for i, t := range further {
@@ -70,15 +69,15 @@ func FormatTunnels(further []TunnelEnd) string {
 	return strings.Join(entries, ",")
 }
 
-// ParseTunnels reads what FormatTunnels writes, and nothing else, so that one list has one text.
-// Whether the ends contradict each other is left to whoever knows tunnel 0. The error names the
-// tunnel that is wrong.
+// ParseTunnels accepts exactly what FormatTunnels writes, so that each list has only one spelling.
+// It does not look for conflicts between tunnels, because it does not know tunnel 0. The error
+// names the invalid tunnel.
 func ParseTunnels(s string) ([]TunnelEnd, error) {
 	const want = "want PORT:PUBLICKEY, with a comma between two"
 	if s == "" {
 		return nil, errors.New("is empty; " + want + ", or nothing of this name")
 	}
-	if n := strings.Count(s, ",") + 1; n >= MaxTunnels { // before anything is made of it
+	if n := strings.Count(s, ",") + 1; n >= MaxTunnels { // before allocating anything for it
 		return nil, tooManyTunnels(n)
 	}
 	var further []TunnelEnd
@@ -112,13 +111,13 @@ func parsePort(s string) (uint16, bool) {
 
 const tunnelsField = "spec.backend_config." + v1alpha1.ConfigTunnels
 
-// ends returns all tunnels of a gateway in order, the first included.
+// ends returns all tunnels of a gateway in order, starting with tunnel 0.
 func ends(key [32]byte, port uint16, further []TunnelEnd) []TunnelEnd {
 	return append([]TunnelEnd{{key, port}}, further...)
 }
 
-// tunnels checks the further tunnels of a gateway, with the first one: each needs sessions and a
-// socket of its own.
+// tunnels checks the additional tunnels of a gateway. Each must differ from all others, and from
+// tunnel 0, in key and port, because it needs its own sessions and its own socket.
 func (r *report) tunnels(at place, key [32]byte, port uint16, further []TunnelEnd) {
 	if len(further) >= MaxTunnels {
 		r.addAt(at, "%v", tooManyTunnels(len(further)))
