@@ -23,22 +23,21 @@ const (
 // any other and hardly anybody else uses.
 var overlayNetwork = netip.MustParsePrefix("240.0.0.0/8")
 
-// gatewayHop is the next hop of a node's routes to a gateway that is a Pod. It stands for whichever
-// is the active one, by its MAC address: a gateway that moves changes one neighbour, and no route,
-// however many peers there are. The address is nobody's (RFC 7600, section 4.8) and never in a
-// packet.
+// gatewayHop is the next hop of a node's routes to a gateway that is a Pod. Its neighbour entry has
+// the MAC address of the active gateway, so a failover changes one neighbour and no route, however
+// many peers there are. It is the IPv4 dummy address (RFC 7600, section 4.8), which no packet has.
 var gatewayHop = netip.AddrFrom4([4]byte{192, 0, 0, 8})
 
-// OverlayMAC is the MAC address of a node's overlay device, so that the others know it without
-// asking: 0x66, which is a locally administered unicast address, and five octets of a hash. Liqo
-// has the same with another hash.
+// OverlayMAC returns the MAC address of a node's overlay device: 0x66, which marks a locally
+// administered unicast address, and five octets of a hash of the node's name. Other nodes compute
+// it and need no ARP. Liqo does the same with another hash.
 func OverlayMAC(node string) kernel.MAC {
 	sum := sha256.Sum256([]byte("isthmus-" + node))
 	return kernel.MAC{0x66, sum[0], sum[1], sum[2], sum[3], sum[4]}
 }
 
-// OverlayAddr is a node's address in the overlay, as in Liqo: 240 and the last three octets of the
-// node's IPv4 address.
+// OverlayAddr returns a node's address in the overlay, as in Liqo: 240 and the last three octets of
+// the node's IPv4 address.
 func OverlayAddr(node netip.Addr) netip.Addr {
 	a := node.As4()
 	a[0] = overlayNetwork.Addr().As4()[0]
@@ -56,8 +55,8 @@ func OverlayAddr(node netip.Addr) netip.Addr {
 // cloud's anti-spoofing sees an unexpected address. Traffic within the cluster does not change.
 //
 // Packets for a network of a peer leave only on these paths. Without a path (no gateway yet, IPv6
-// on another node, a peer that GatewayFor refuses) they are refused from the allocation of the
-// network on. Packets of a peer to pods that the overlay does not reach are refused, too.
+// on another node, a peer that GatewayFor refuses) the node refuses them as soon as the network is
+// allocated. It also refuses packets of a peer to pods that the overlay does not reach.
 //
 // GatewayFor decides which peers are valid, as in the gateway. An address of a node inside a peer's
 // network is ignored. If two nodes have the same overlay address, the older one keeps it. If our
@@ -69,13 +68,13 @@ func NodeFor(in NodeIntent) (kernel.State, []Problem) { return new(Decider).Node
 // goroutine may use it, and callers must not modify the result.
 type Decider struct {
 	refused []netip.Prefix
-	src     netip.Addr // of routes to the gateway; zero: there are none
-	made    bool
+	src     netip.Addr     // of routes to the gateway; zero: there are none
+	made    bool           // routes were computed for refused and src
 	routes  []kernel.Route // in the order of Route.Compare
-	remote  kernel.Remote  // of the networks
+	remote  kernel.Remote  // refused, as sets of the filter
 }
 
-// NodeFor is the function of that name.
+// NodeFor returns the same as the function NodeFor.
 func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	nodes := slices.SortedFunc(slices.Values(in.Nodes), olderNode)
 	at := slices.IndexFunc(nodes, func(n ClusterNode) bool { return n.Name == in.Self })
@@ -115,7 +114,7 @@ func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	d.guard(here)
 	if routes := m.peers(d.refused, d.src); len(d.node.Routes) == 0 {
 		d.sort()
-		d.node.Routes = routes // in order as they were made
+		d.node.Routes = routes // already sorted
 	} else {
 		d.node.Routes = append(d.node.Routes, routes...)
 		d.sort()
@@ -123,14 +122,15 @@ func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	return d.node, SortProblems(d.problems)
 }
 
-// take forgets what was made of other networks. It is asked before peers.
+// take discards the cache if the networks have changed. NodeFor calls it before peers.
 func (m *Decider) take(refused []netip.Prefix) {
 	if !m.made || !slices.Equal(refused, m.refused) {
 		*m = Decider{refused: refused, remote: kernel.RemoteOf(refused)}
 	}
 }
 
-// peers are the routes of the networks: to the gateway with a source, and those that refuse.
+// peers returns the routes of all networks of peers: to the gateway, if src is valid, and those
+// that refuse. It caches them.
 func (m *Decider) peers(refused []netip.Prefix, src netip.Addr) []kernel.Route {
 	if m.made && src == m.src {
 		return m.routes
@@ -149,7 +149,7 @@ func (m *Decider) peers(refused []netip.Prefix, src netip.Addr) []kernel.Route {
 	return m.routes
 }
 
-// everythingOf has all addresses of each family that is among the networks, IPv4 first.
+// everythingOf returns 0.0.0.0/0 and ::/0, each only if one of the networks is of its family.
 func everythingOf(networks []netip.Prefix) (all []netip.Prefix) {
 	for _, none := range []netip.Addr{netip.IPv4Unspecified(), netip.IPv6Unspecified()} {
 		of := func(p netip.Prefix) bool { return p.Addr().BitLen() == none.BitLen() }
@@ -162,16 +162,16 @@ func everythingOf(networks []netip.Prefix) (all []netip.Prefix) {
 
 type nodeDecision struct {
 	self     ClusterNode
-	slim     bool                      // no gateway has a host's network: other nodes do not matter
+	slim     bool                      // all gateways are Pods: other nodes do not matter
 	one      bool                      // one gateway has all peers
-	gateways map[netip.Addr]GatewayPod // those with a network of their own that a tunnel names
+	gateways map[netip.Addr]GatewayPod // see NodeIntent.Ways
 	nodes    []ClusterNode             // the oldest first
 	refused  []netip.Prefix            // networks of peers
-	remote   kernel.Remote             // of the refused
+	remote   kernel.Remote             // refused, as sets of the filter
 	src      netip.Addr                // of routes to the one gateway; zero: there are none
-	trusted  bool                      // pods are where the podCIDRs of nodes say
+	trusted  bool                      // see podCIDRsHold
 	overlay  map[string]netip.Addr     // overlay addresses by name of the node
-	outer    []netip.Addr              // from which a gateway in a Pod takes outer packets, sorted
+	outer    []netip.Addr              // sorted; a gateway in a Pod accepts outer packets from them
 	node     kernel.State
 	problems []Problem
 }
@@ -180,13 +180,14 @@ func (d *nodeDecision) problem(o Origin, field, format string, args ...any) {
 	d.problems = append(d.problems, Problem{o, field, fmt.Sprintf(format, args...)})
 }
 
-// RefusingState is the part of every node's State that refuses the networks, which are sorted.
+// RefusingState returns the part of every node's State that refuses packets for networks, which
+// must be sorted.
 func RefusingState(networks []netip.Prefix) kernel.State {
 	return kernel.State{Routes: appendRefusing(nil, networks), Rules: refusingRules(networks)}
 }
 
-// appendRefusing adds the routes that are asked when no other of ours leads anywhere, in the order of the
-// networks.
+// appendRefusing appends the routes that refuse a network if no other route of ours matches, in the
+// order of the networks.
 func appendRefusing(all []kernel.Route, networks []netip.Prefix) []kernel.Route {
 	for _, p := range networks {
 		all = append(all, kernel.Route{Prefix: p, Type: kernel.Unreachable, Table: kernel.RefuseTable, Metric: kernel.UnreachableMetric, Protocol: kernel.NodeProtocol})
@@ -201,13 +202,13 @@ func refusingRules(networks []netip.Prefix) (all []kernel.Rule) {
 	return all
 }
 
-// disbelieve leaves out addresses of nodes that are in networks of peers. Who can write the status
-// of one Node must not make the others send there without the tunnel.
+// disbelieve drops addresses of nodes that lie in networks of peers. Otherwise write access to the
+// status of one Node would make other nodes send there without the tunnel.
 func (d *nodeDecision) disbelieve() {
 	find := func(a netip.Addr) int {
 		return slices.IndexFunc(d.refused, func(p netip.Prefix) bool { return p.Contains(a) })
 	}
-	if len(d.nodes) > 16 { // an index of few addresses takes longer than to look for them
+	if len(d.nodes) > 16 { // for fewer, the index costs more than it saves
 		remote := newPrefixIndex(d.refused)
 		find = func(a netip.Addr) int { return remote.find(a, nil) }
 	}
@@ -222,7 +223,7 @@ func (d *nodeDecision) disbelieve() {
 	}
 }
 
-// believe takes the gateways that are not where only a peer can be.
+// believe keeps gateways whose address is outside every peer's network.
 func (d *nodeDecision) believe(in NodeIntent) {
 	d.gateways = make(map[netip.Addr]GatewayPod)
 	for _, g := range in.Ways() {
@@ -234,7 +235,8 @@ func (d *nodeDecision) believe(in NodeIntent) {
 	}
 }
 
-// findOverlays gives nodes their overlay addresses.
+// findOverlays computes the overlay addresses of nodes. Of two nodes with the same one the older
+// keeps it.
 func (d *nodeDecision) findOverlays() {
 	d.overlay = make(map[string]netip.Addr, len(d.nodes))
 	taken := make(map[netip.Addr]ClusterNode, len(d.nodes))
@@ -259,8 +261,8 @@ func (d *nodeDecision) findOverlays() {
 	}
 }
 
-// addOverlay adds our overlay device, and the ways to gateways and, where one of them has a host's
-// network, to every other node.
+// addOverlay adds our overlay device, with neighbours and FDB entries for gateways and, if one of
+// them uses its host's network, for every other node.
 func (d *nodeDecision) addOverlay(own netip.Addr, underlayMTU int) {
 	if underlayMTU == 0 {
 		underlayMTU = defaultUnderlay
@@ -272,7 +274,7 @@ func (d *nodeDecision) addOverlay(own netip.Addr, underlayMTU int) {
 	s.Links = []kernel.Link{{Name: dev, MAC: OverlayMAC(d.self.Name), MTU: mtu, Up: true}}
 	s.Settings = []kernel.Setting{
 		{Path: "net/ipv4/conf/" + dev + "/forwarding", Value: "1"},
-		{Path: "net/ipv4/conf/" + dev + "/rp_filter", Value: "2"}, // a pod of another node comes by it before we know where that pod is
+		{Path: "net/ipv4/conf/" + dev + "/rp_filter", Value: "2"}, // a new pod's packets may precede its route
 	}
 	for addr := range d.gateways {
 		mac := GatewayMAC(addr)
@@ -282,7 +284,7 @@ func (d *nodeDecision) addOverlay(own netip.Addr, underlayMTU int) {
 		}
 		s.Neighbors = append(s.Neighbors, kernel.Neighbor{Dev: dev, Addr: addr, MAC: mac})
 	}
-	if d.slim { // nothing goes back to the gateway that came from it
+	if d.slim { // what came from the gateway must not go back to it
 		d.rule(kernel.Rule{Priority: kernel.OverlayRulePriority, Iif: dev, Table: kernel.RefuseTable})
 		return
 	}
@@ -298,8 +300,8 @@ func (d *nodeDecision) addOverlay(own netip.Addr, underlayMTU int) {
 	}
 }
 
-// addFilter keeps others out of the overlay, and peers from our node itself. ownPods are the networks
-// of the cluster's pods.
+// addFilter keeps foreign hosts out of the overlay, and peers away from our node itself. ownPods
+// are the networks of the cluster's pods.
 func (d *nodeDecision) addFilter(ownPods []netip.Prefix, in NodeIntent) {
 	var nodes, own, gateways []netip.Addr
 	var elsewhere []netip.Prefix
@@ -349,15 +351,16 @@ func (d *nodeDecision) addFilter(ownPods []netip.Prefix, in NodeIntent) {
 	d.node.Filters = []kernel.Filter{filter}
 }
 
-// addSourceNAT lets pods keep their addresses towards peers, whatever their CNI masquerades, and has
-// FORWARD of iptables let them pass.
+// addSourceNAT lets pods keep their addresses towards peers, whatever their CNI masquerades. It
+// also accepts packets of pods and of our node's gateways in foreign forward chains, see
+// kernel.Accept.
 func (d *nodeDecision) addSourceNAT(in NodeIntent, ownPods []netip.Prefix) {
 	if len(d.node.Devices) == 0 {
 		return // no packet leaves for a peer
 	}
 	s := kernel.SourceNATSets{Local: d.localPods(in), Pods: d.podNetworks(in, ownPods), Underlay: in.UnderlayDevices, Self: d.self.Underlay()}
 	d.node.SourceNAT = []kernel.SourceNAT{kernel.SourceNATFor(s).WithSet("remote", d.remote.Networks)}
-	var here []netip.Addr // those of our node, standing by or not
+	var here []netip.Addr // gateways on our node, active or not
 	for _, g := range in.Gateways {
 		if !g.HostNetwork && slices.Contains(d.self.Addrs, g.Host) {
 			here = append(here, g.Addr)
@@ -388,15 +391,15 @@ func (d *nodeDecision) podNetworks(in NodeIntent, ownPods []netip.Prefix) []neti
 	return all
 }
 
-// nameStrangers says when pods of our node are in none of the networks by which peers know our pods:
-// they come as strangers, by the gateway's address.
+// nameStrangers reports pods of our node outside of all networks by which peers know our pods.
+// Peers see the gateway's address in the place of theirs.
 func (d *nodeDecision) nameStrangers(in NodeIntent, ownPods []netip.Prefix) {
 	if len(d.node.Devices) == 0 || len(ownPods) == 0 {
 		return
 	}
 	known := func(p netip.Prefix) bool { return insideAny(p, ownPods) }
 	stranger := ""
-	if d.trusted { // the pods themselves may not be told
+	if d.trusted { // in.Pods may be empty then
 		for _, p := range validOf(d.self.PodCIDRs) {
 			if p.Addr().Is4() && !known(p) {
 				stranger = "those of " + p.String()
@@ -424,9 +427,9 @@ func (d *nodeDecision) nameStrangers(in NodeIntent, ownPods []netip.Prefix) {
 		strings.Join(slices.Compact(names), ", "), stranger)
 }
 
-// toGateway leads to all networks of peers by the one gateway. It refuses what it does not carry, and
-// what has no route here, because the gateway is not known or its device is gone, is refused by the
-// table that is asked last.
+// toGateway sends packets for all networks of peers to the one gateway. If the gateway is unknown
+// or the overlay is missing, there is no route to it, and the routes in RefuseTable refuse the
+// packets.
 func (d *nodeDecision) toGateway(gateway netip.Addr) {
 	if _, known := d.gateways[gateway]; !known {
 		d.problem(Origin{Kind: "Service", Name: "of the gateway"}, "metadata.annotations", "%v is no address of a Pod of the gateway; want that of the active one", gateway)

@@ -9,45 +9,45 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// NodeIntent is the complete snapshot from which a node of a cluster knows what it has to do. Lists
-// are in any order.
+// NodeIntent is the complete snapshot from which NodeFor computes the state of a node. Its lists
+// may have any order.
 type NodeIntent struct {
 	Self string // name of our node
 	// UnderlayMTU is the smallest MTU of the paths of outer packets, in octets; 0 means 1500.
 	UnderlayMTU int
-	// UnderlayDevices are those with our node's address and those by which it reaches other nodes,
-	// as far as they are known.
+	// UnderlayDevices are the known devices that have our node's address or lead to other nodes.
 	UnderlayDevices []string
 	// Routes are those of our node.
 	Routes []NodeRoute
-	// Bridges are those by which gateways' Pods are reached, and Uplinks the ports of these that lead to
-	// other nodes. Bridged says that our node keeps pods on them off the gateways.
+	// Bridges are the bridges through which our node reaches gateways' Pods, and Uplinks their
+	// ports that lead to other nodes. Bridged says that our kernel.Bridge is in place, which keeps
+	// pods on these bridges away from the gateways' overlay port.
 	Bridges, Uplinks []string
 	Bridged          bool
 	Nodes            []ClusterNode
 	Pods             []NodePod
 	Gateways         []GatewayPod
-	// OnlyPods says that all gateways are Pods with networks of their own. What a node has to know of
-	// nodes then is itself, and of pods its own.
+	// OnlyPods says that all gateways are Pods with their own network. The node then needs to know
+	// only itself and its own pods.
 	OnlyPods bool
 	// Gateway is the address of the active gateway, which reports it in one place for all peers. It is
 	// set only with OnlyPods. All peers' networks are then behind it, so Tunnels may be missing. If it is
 	// zero, each Tunnel has the address of its gateway.
 	Gateway netip.Addr
-	// Trusted says, where OnlyPods, that the pods of our node are where its podCIDRs say; Pods need not
-	// be known then, else those of our node. See Trust.
+	// Trusted says, with OnlyPods, that the pods of our node have addresses from its podCIDRs. Pods
+	// may then be empty; otherwise they must include those of our node. See Trust.
 	Trusted bool
 	Tunnels []Tunnel
-	// Allocations are what the NetworkAllocations say.
+	// Allocations is the content of the NetworkAllocations.
 	Allocations
-	// Allocated are the networks of peers that a node refuses: those that objects name, and those that they
-	// have named and not freed. The agent, which remembers them, fills them in.
+	// Allocated are the networks of peers that a node refuses: those that NetworkAllocations name,
+	// and those that they named earlier and have not freed. The agent remembers these and sets the
+	// field.
 	Allocated []netip.Prefix
 }
 
-// Trust finds out whether the pods of a node are where its podCIDRs say, and leaves out the Pods that
-// matter to nobody then: all of them, so that one that comes or goes changes nothing, or those of
-// other nodes.
+// Trust sets Trusted for the node self, and drops the Pods that do not matter to it: all of them if
+// Trusted, so that pods come and go without a change of the intent, otherwise those of other nodes.
 func (in *NodeIntent) Trust(self string) {
 	in.Trusted = podCIDRsHold(in.Nodes, self, in.Pods)
 	in.Pods = slices.DeleteFunc(slices.Clone(in.Pods), func(p NodePod) bool { return in.Trusted || p.Node != self })
@@ -62,7 +62,7 @@ func (in *NodeIntent) Sort() {
 	slices.SortFunc(in.Gateways, func(a, b GatewayPod) int { return cmp.Or(a.Addr.Compare(b.Addr), a.Host.Compare(b.Host)) })
 	slices.SortFunc(in.Tunnels, func(a, b Tunnel) int { return a.Peer.Origin.compare(b.Peer.Origin) })
 	for _, networks := range [][]netip.Prefix{in.Allocated, in.Own, in.OwnPods} {
-		if !slices.IsSortedFunc(networks, netip.Prefix.Compare) { // one that is may be somebody else's, too
+		if !slices.IsSortedFunc(networks, netip.Prefix.Compare) { // a sorted one may be shared
 			slices.SortFunc(networks, netip.Prefix.Compare)
 		}
 	}
@@ -71,18 +71,18 @@ func (in *NodeIntent) Sort() {
 // ClusterNode is one node of our own cluster.
 type ClusterNode struct {
 	Name     string
-	Addrs    []netip.Addr   // InternalIPs, the node's first choice first
-	PodCIDRs []netip.Prefix // networks of which the node gives addresses to its pods, if it has such
-	Sources  []netip.Addr   // others from which its packets to a Pod may come, as its agent says
-	Routes   []NodeRoute    // as its agent says; of the gateway's node alone
-	Created  int64          // seconds since 1970; of two nodes that contradict each other the older is kept
+	Addrs    []netip.Addr   // InternalIPs, in the order of the Node
+	PodCIDRs []netip.Prefix // networks from which the node's pods get addresses, if it has any
+	Sources  []netip.Addr   // more sources of its packets to a Pod, as its agent reports
+	Routes   []NodeRoute    // as its agent reports; only for the gateway's node
+	Created  int64          // seconds since 1970; of two conflicting nodes the older is kept
 }
 
 func olderNode(a, b ClusterNode) int {
 	return cmp.Or(cmp.Compare(a.Created, b.Created), cmp.Compare(a.Name, b.Name))
 }
 
-// Underlay is the address between which the overlay runs: the first of IPv4, zero if there is none.
+// Underlay returns the node's outer address in the overlay: its first IPv4 address, or zero.
 func (n ClusterNode) Underlay() netip.Addr {
 	for _, a := range n.Addrs {
 		if a.Is4() {
@@ -96,25 +96,27 @@ func (n ClusterNode) Underlay() netip.Addr {
 type NodePod struct {
 	Name    string // namespace/name
 	Addr    netip.Addr
-	Node    string // where it runs; empty: nowhere yet
+	Node    string // where it runs; empty until it is scheduled
 	Created int64  // seconds since 1970; of two pods with one address the younger has it
 }
 
 // A GatewayPod is one replica of our gateway, active or not.
 type GatewayPod struct {
 	Addr        netip.Addr // of the Pod
-	Host        netip.Addr // of its node, behind which a CNI may hide it
-	HostNetwork bool       // it has no network of its own, and its node forwards for it
+	Host        netip.Addr // of its node; a CNI may use it as the source of the Pod's packets
+	HostNetwork bool       // it uses its node's network, and the node forwards for it
 }
 
 // A Tunnel is a peer and the gateway by which it is reached.
 type Tunnel struct {
-	Peer    Peer
-	Gateway netip.Addr // status.gatewayIP, that of a GatewayPod or an InternalIP of a node; zero: no gateway is active yet
+	Peer Peer
+	// Gateway is status.gatewayIP: the address of a GatewayPod or an InternalIP of a node. It is
+	// zero while no gateway is active.
+	Gateway netip.Addr
 }
 
-// TunnelFrom reads a TunnelEndpoint as PeerFrom does, and where its gateway is. With any problem
-// the tunnel is zero.
+// TunnelFrom reads a TunnelEndpoint as PeerFrom does, and its gateway from the status. With any
+// problem the tunnel is zero.
 func TunnelFrom(te *v1alpha1.TunnelEndpoint, o Origin) (Tunnel, []Problem) {
 	peer, problems := PeerFrom(te, o)
 	r := report{origin: o, problems: problems}
@@ -132,7 +134,8 @@ func TunnelFrom(te *v1alpha1.TunnelEndpoint, o Origin) (Tunnel, []Problem) {
 	return Tunnel{peer, gateway}, nil
 }
 
-// Ways are the gateways with networks of their own that tunnels name: one, but for moments.
+// Ways returns the gateways that are Pods with their own network and that Gateway or a tunnel
+// names. There is more than one only for moments.
 func (in *NodeIntent) Ways() (ways []GatewayPod) {
 	for _, g := range in.Gateways {
 		named := in.Gateway == g.Addr || !in.Gateway.IsValid() && slices.ContainsFunc(in.Tunnels, func(t Tunnel) bool { return t.Gateway == g.Addr })
@@ -143,8 +146,9 @@ func (in *NodeIntent) Ways() (ways []GatewayPod) {
 	return ways
 }
 
-// Carriers are the addresses to which outer packets of our node go, and those of other nodes at which it
-// is looked how they are reached: gateways' Pods and their nodes, or the nodes that our own talks to.
+// Carriers returns the destinations of our node's outer packets, from which the agent learns the
+// MTU, and the addresses of nodes, from which it learns the underlay devices. They are gateways'
+// Pods and their nodes, or the nodes with which ours exchanges packets.
 func (in *NodeIntent) Carriers() (outer, nodes []netip.Addr) {
 	at := slices.IndexFunc(in.Nodes, func(n ClusterNode) bool { return n.Name == in.Self })
 	if at < 0 {
@@ -164,7 +168,7 @@ func (in *NodeIntent) Carriers() (outer, nodes []netip.Addr) {
 		}
 	}
 	here := func(t Tunnel) bool { return t.Gateway.IsValid() && slices.Contains(own, t.Gateway) }
-	if !in.OnlyPods && slices.ContainsFunc(in.Tunnels, here) { // it delivers to all
+	if !in.OnlyPods && slices.ContainsFunc(in.Tunnels, here) { // our node delivers to all others
 		for _, n := range in.Nodes {
 			if a := n.Underlay(); a.IsValid() && n.Name != in.Self && !slices.Contains(own, a) {
 				nodes, outer = append(nodes, a), append(outer, a)
@@ -174,8 +178,8 @@ func (in *NodeIntent) Carriers() (outer, nodes []netip.Addr) {
 	return outer, nodes
 }
 
-// Elsewhere is an address that only a pod of another node can have, as far as that is known, where a
-// gateway is a Pod; zero: none.
+// Elsewhere returns an address that only a pod of another node can have, as far as known. It is
+// zero if there is none, or without OnlyPods.
 func (in *NodeIntent) Elsewhere() netip.Addr {
 	at := slices.IndexFunc(in.Nodes, func(n ClusterNode) bool { return n.Name == in.Self })
 	if at < 0 || !in.OnlyPods {
@@ -191,7 +195,7 @@ func (in *NodeIntent) Elsewhere() netip.Addr {
 	return netip.Addr{}
 }
 
-// PodNetworks are the networks of our pods, by the NetworkAllocations and by what tunnels name.
+// PodNetworks returns the networks of our pods that NetworkAllocations or tunnels name.
 func (in *NodeIntent) PodNetworks() []netip.Prefix {
 	all := slices.Clone(in.OwnPods)
 	for _, t := range in.Tunnels {
@@ -202,7 +206,8 @@ func (in *NodeIntent) PodNetworks() []netip.Prefix {
 	return all
 }
 
-// InOrder reports whether networks are as Refused returns them: each once, sorted, without bits of hosts.
+// InOrder reports whether networks are as Refused returns them: sorted, each once, without host
+// bits.
 func InOrder(networks []netip.Prefix) bool {
 	for i, p := range networks {
 		if !withoutHost(p) || i > 0 && networks[i-1].Compare(p) >= 0 {
@@ -212,7 +217,7 @@ func InOrder(networks []netip.Prefix) bool {
 	return true
 }
 
-// withoutHost reports whether p is p.Masked(), of thousands at a time.
+// withoutHost reports whether p equals p.Masked(), fast enough for thousands of networks.
 func withoutHost(p netip.Prefix) bool {
 	if p.IsValid() && p.Addr().Is4() {
 		a := p.Addr().As4()
@@ -221,8 +226,8 @@ func withoutHost(p netip.Prefix) bool {
 	return p == p.Masked()
 }
 
-// Refused are all networks of peers, whether there is a way to them or not. The list may be that of the
-// intent and is not to be changed.
+// Refused returns all networks of peers, with or without a path to them. Callers must not modify
+// the result, which may be in.Allocated.
 func (in *NodeIntent) Refused() []netip.Prefix {
 	odd := func(p netip.Prefix) bool { return !p.IsValid() || p.Overlaps(overlayNetwork) }
 	if len(in.Tunnels) == 0 && InOrder(in.Allocated) && !slices.ContainsFunc(in.Allocated, odd) {
@@ -249,7 +254,8 @@ func validOf(networks []netip.Prefix) (valid []netip.Prefix) {
 	return valid
 }
 
-// without returns the networks of p that are in none of the taken.
+// without splits p, which is IPv4, into networks that overlap none of taken, and leaves out the
+// rest.
 func without(p netip.Prefix, taken []netip.Prefix) []netip.Prefix {
 	overlaps := func(t netip.Prefix) bool { return t.Overlaps(p) }
 	if !slices.ContainsFunc(taken, overlaps) {
@@ -263,7 +269,8 @@ func without(p netip.Prefix, taken []netip.Prefix) []netip.Prefix {
 	return append(without(netip.PrefixFrom(p.Addr(), p.Bits()+1), taken), without(netip.PrefixFrom(netip.AddrFrom4(upper), p.Bits()+1), taken)...)
 }
 
-// lastButOne is the address before the last of a network, or the last where there are only two, IPv4.
+// lastButOne returns the last but one address of an IPv4 network, or the last if there are at most
+// two.
 func lastButOne(p netip.Prefix) netip.Addr {
 	a := p.Addr().As4()
 	for i := p.Bits(); i < 32; i++ {
@@ -275,10 +282,10 @@ func lastButOne(p netip.Prefix) netip.Addr {
 	return netip.AddrFrom4(a)
 }
 
-// podCIDRsHold reports whether the cluster's pods have addresses of the podCIDRs of their nodes.
-// Some CNIs have an address management of their own, and these networks then mean nothing. Whoever
-// may write the status of one node's Pods must not decide it for others: all pods of our node, and
-// those of half of the nodes with pods, have to be where they should.
+// podCIDRsHold reports whether the cluster's pods have addresses from the podCIDRs of their nodes.
+// Some CNIs assign addresses in their own way, and podCIDRs then mean nothing. All pods of our node
+// and those of at least half of the nodes with pods must match, so that write access to the status
+// of one node's Pods does not decide it for other nodes.
 func podCIDRsHold(nodes []ClusterNode, self string, pods []NodePod) bool {
 	networks := make(map[string][]netip.Prefix, len(nodes))
 	for _, n := range nodes {

@@ -12,7 +12,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// Bounds of a report are those of the CRD.
+// Bounds of a report, as in the CRD.
 const (
 	maxNodeNetworks = 256 // of each family
 	maxResolvers    = 16
@@ -23,34 +23,34 @@ const (
 
 	// WidestNodeNetwork is the length of the widest network that a node may keep from peers. A
 	// route to a wider one is a default route in disguise (VPN clients split it into 0.0.0.0/1 and
-	// 128.0.0.0/1), or the attempt of a node to have all peers refused.
+	// 128.0.0.0/1), or a node's attempt to block all peers.
 	WidestNodeNetwork = 8
 )
 
-// NodeNetworks are what a node of our own cluster reaches without us: no network of a peer may be
-// put in its place.
+// NodeNetworks is a node's report of what it reaches without the tunnel. No peer may get one of
+// these networks.
 type NodeNetworks struct {
-	Networks  []netip.Prefix // apart from each other, sorted
+	Networks  []netip.Prefix // disjoint, sorted
 	Resolvers []netip.Addr   // DNS servers, sorted
-	Refused   int64          // the highest resourceVersion of the NetworkAllocations that it refuses; 0: not known
-	Sources   []netip.Addr   // of its packets to a gateway that is a Pod, beside its InternalIPs; sorted
+	Refused   int64          // it refuses what NetworkAllocations name up to this resourceVersion; 0: unknown
+	Sources   []netip.Addr   // of its packets to a gateway's Pod, besides InternalIPs; sorted
 	Routes    []NodeRoute    // sorted
-	Problems  []kernel.Limit // what pods of the node lack towards peers
+	Problems  []kernel.Limit // what does not work between pods of the node and peers
 
-	BrokenOverlay BrokenOverlay // zero: packets of the node reach the gateway, as far as is known
+	BrokenOverlay BrokenOverlay // zero: as far as known, the overlay to the gateway works
 }
 
-// NodeRoute is a route of the main table of a node to a network of IPv4 by another host.
+// NodeRoute is an IPv4 route via another host in the main table of a node.
 type NodeRoute struct {
 	Network netip.Prefix
 	Via     netip.Addr
 }
 
-// BrokenOverlay says that a node's packets do not reach a gateway through the overlay.
+// BrokenOverlay says that packets between a node and a gateway get lost in the overlay.
 type BrokenOverlay struct {
 	Gateway netip.Addr
-	Since   time.Time // to a second, as it is stored
-	Back    bool      // packets reach the gateway, and those from there do not arrive
+	Since   time.Time // in whole seconds, as the API stores it
+	Back    bool      // only packets from the gateway to the node get lost
 }
 
 // NodeNetworksOf makes the report of a node from its networks and resolvers. The report leaves out
@@ -86,8 +86,8 @@ func NodeNetworksOf(node string, have, own []netip.Prefix, resolvers []netip.Add
 	return n, SortProblems(problems)
 }
 
-// NodeNetworksFrom reads a report. A node may write anything into its own: what is no network, or
-// wider than any that a node may keep from peers, is left out and is a problem, one for each report.
+// NodeNetworksFrom reads a report. A node can write anything into its own, so this ignores networks
+// that are invalid or wider than WidestNodeNetwork, and returns one Problem for all of them.
 func NodeNetworksFrom(from *isthmus.NodeNetworks) (n NodeNetworks, problems []Problem) {
 	r := report{origin: Origin{Kind: "NodeNetworks", Namespace: from.Namespace, Name: from.Name}}
 	wrong, first := 0, ""
@@ -113,7 +113,7 @@ func NodeNetworksFrom(from *isthmus.NodeNetworks) (n NodeNetworks, problems []Pr
 	return n, r.problems
 }
 
-// Spec is the report as the API has it.
+// Spec returns the report in the form of the API. It cuts Problems to the bounds of the CRD.
 func (n NodeNetworks) Spec() (spec isthmus.NodeNetworksSpec) {
 	for _, p := range n.Networks {
 		spec.Networks = append(spec.Networks, p.String())
@@ -138,13 +138,13 @@ func (n NodeNetworks) Spec() (spec isthmus.NodeNetworksSpec) {
 	return spec
 }
 
-// Equal reports whether both reach the same, with the same problems.
+// Equal reports whether all fields but Refused are equal.
 func (n NodeNetworks) Equal(other NodeNetworks) bool {
 	return n.BrokenOverlay == other.BrokenOverlay && slices.Equal(n.Networks, other.Networks) && slices.Equal(n.Resolvers, other.Resolvers) && slices.Equal(n.Problems, other.Problems) && slices.Equal(n.Sources, other.Sources) && slices.Equal(n.Routes, other.Routes)
 }
 
-// OverlaySourcesOf are those of a node's addresses that are among pods', which a CNI may put in the
-// place of its InternalIP when it talks to a Pod.
+// OverlaySourcesOf returns those of a node's addresses that lie in pods' networks, at most 16. A
+// CNI may use one instead of the InternalIP as source of the node's packets to a Pod.
 func OverlaySourcesOf(addrs []netip.Addr, pods []netip.Prefix) (all []netip.Addr) {
 	for _, a := range addrs {
 		if a.Is4() && insideAny(hostPrefix(a), pods) {
@@ -156,7 +156,7 @@ func OverlaySourcesOf(addrs []netip.Addr, pods []netip.Prefix) (all []netip.Addr
 	return all[:min(len(all), maxNodeSources)]
 }
 
-// OverlaySourcesFrom reads those of a report. What is no address is left out.
+// OverlaySourcesFrom reads these addresses from a report, and ignores invalid ones.
 func OverlaySourcesFrom(from *isthmus.NodeNetworks) (all []netip.Addr) {
 	for _, text := range from.Spec.OverlaySources {
 		if addr, err := netip.ParseAddr(text); err == nil && addr.Is4() {
@@ -166,9 +166,10 @@ func OverlaySourcesFrom(from *isthmus.NodeNetworks) (all []netip.Addr) {
 	return all
 }
 
-// NodeRoutesOf are the routes of a node by which mapped endpoints may be reached: none into networks of the
-// cluster's own pods and Services, of which a CNI may have thousands. Where there are too many, those by one of
-// some nodes come first, and last those by the hop of a default route, which is hardly ever a node.
+// NodeRoutesOf returns the routes of a node through which it may reach mapped endpoints. It leaves
+// out routes into own, the networks of the cluster's pods and Services, of which a CNI may have
+// thousands. If more than 128 are left, it keeps those via one of nodes first, and those via the
+// next hop of a default route last, because that is hardly ever a node.
 func NodeRoutesOf(have []kernel.Route, own []netip.Prefix, nodes []netip.Addr) (all []NodeRoute) {
 	const byNode, byAnother, byRouter = 0, 1, 2
 	ranks := make(map[netip.Addr]int)
@@ -210,9 +211,9 @@ func NodeRoutesFrom(from *isthmus.NodeNetworks) []NodeRoute {
 	return NodeRoutesOf(all, nil, nil)
 }
 
-// atMost merges networks of one family into no more than limit, which is enough for all there are
-// of length WidestNodeNetwork: it cuts those that are longer to the greatest length at which there
-// are few enough.
+// atMost merges networks of one family until there are at most limit. It cuts longer prefixes to
+// the greatest length at which there are few enough. limit must be at least the number of networks
+// of length WidestNodeNetwork in a family.
 func atMost(limit int, networks []netip.Prefix) []netip.Prefix {
 	merged := mergeNetworks(networks)
 	if len(merged) <= limit {
@@ -226,7 +227,7 @@ func atMost(limit int, networks []netip.Prefix) []netip.Prefix {
 		}
 		return mergeNetworks(short)
 	}
-	// With less to cut there are never fewer.
+	// Shorter prefixes never give more networks, so a binary search finds the length.
 	steps := sort.Search(longest-WidestNodeNetwork, func(i int) bool { return len(cut(longest-i)) <= limit })
 	return cut(longest - steps)
 }
@@ -234,7 +235,7 @@ func atMost(limit int, networks []netip.Prefix) []netip.Prefix {
 // mergeNetworks sorts networks and joins those of which one contains the other, or which are the
 // halves of one that is not wider than WidestNodeNetwork. It works in place.
 func mergeNetworks(networks []netip.Prefix) []netip.Prefix {
-	slices.SortFunc(networks, netip.Prefix.Compare) // what contains others comes before them
+	slices.SortFunc(networks, netip.Prefix.Compare) // a network sorts before those inside it
 	out := networks[:0]
 	for _, p := range networks {
 		if len(out) > 0 && contains(out[len(out)-1], p) {
