@@ -13,13 +13,13 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// Gateway is the complete desired state of a gateway: a peer that it lacks has to go.
+// Gateway is the complete desired state of a gateway: a peer that it lacks must be removed.
 // GatewayFor makes it. It is read-only.
 type Gateway struct {
-	ClusterID, ClusterName string         // our own cluster, to show
+	ClusterID, ClusterName string         // our own cluster, for display
 	Peers                  []*GatewayPeer // sorted by ID
-	Waiting                []Waiting      // mappings whose peer is missing, sorted; nothing to apply, only to show
-	Site                   Site           // where no peer's gateway can be: our own networks and those of all peers are in it
+	Waiting                []Waiting      // mappings without a peer, sorted; only for display
+	Site                   Site           // with our networks and all peers', which cannot contain a gateway
 }
 
 // Equal reports whether all fields of both are equal.
@@ -33,11 +33,11 @@ type GatewayPeer struct {
 	PublicKey [32]byte
 	Endpoint  string // IP address or DNS name
 	Port      uint16
-	Tunnels   []TunnelEnd // the further ones, for which all else holds as well; nil: none
+	Tunnels   []TunnelEnd // additional tunnels, which share all other fields; nil if none
 
 	// InBand says that the peer's gateway may reach our API server, and our manager the peer's.
 	InBand bool
-	// InBandLeaving says that our manager alone may still do so, for the peering ends.
+	// InBandLeaving says that only our manager may still do so, because the peering is ending.
 	InBandLeaving bool
 
 	// AllowedIPs are exactly Pb@A and Xb@A, in this order (docs/liqo-v0.md, section 6.2). They
@@ -45,7 +45,7 @@ type GatewayPeer struct {
 	AllowedIPs [2]netip.Prefix
 
 	// Rules are for the NAT engine, whose SetPeers accepts the rules of all peers of one Gateway
-	// together. MTU and MSS in them are the gateway's to set: they follow from the way to the peer.
+	// together. The gateway sets MTU and MSS in them, which depend on the path to the peer.
 	Rules natengine.Peer
 
 	// Probe is where the connection check sends its PINGs: the first host of Xb@A, UDP port 12345
@@ -55,15 +55,15 @@ type GatewayPeer struct {
 	Origin Origin // the object this peer was read from
 }
 
-// GatewayFor computes the desired state of the gateway. It is the only function that does: sources
-// call it and deliver the result, and the gateway applies it.
+// GatewayFor computes the desired state of the gateway. It and GatewayDecider are the only ones
+// that do: sources call them and deliver the result, and the gateway applies it.
 //
-// A peer is refused if it is invalid, or if it contradicts an accepted one: by the same cluster ID,
-// the same public key, or a network as we see it that overlaps a network of another peer or our own
-// networks towards another peer. Our own networks towards a peer are those that it has answered, so
-// they differ until all peers have followed a change. Of two peers the first by age, then ID, then
-// origin is accepted. An invalid mapping is left out alone: its address gets no answer, and the
-// peer's pods stay connected. Problems are sorted.
+// A peer is refused if it is invalid, or if it conflicts with an accepted one: by the same cluster
+// ID, the same public key, or a network as we see it that overlaps a network of another peer or our
+// own networks towards another peer. Our own networks can differ between peers while they change,
+// because each peer answers the change by itself. Of two conflicting peers the first by age, then
+// ID, then origin is accepted. An invalid mapping is left out by itself: its address does not
+// answer, and the peer's pods stay connected. Problems are sorted.
 //
 // The gateway's own address is always mapped to the first host of Xa@B, with or without a
 // NatMapping that says so: the peer sends its connection check there and nowhere else. A NatMapping
@@ -129,11 +129,11 @@ func gatewayPeer(p *Peer, endpoints []natengine.Endpoint) *GatewayPeer {
 	}
 }
 
-// byAge orders peers so that of two that contradict each other the one to keep comes first. It is
-// total but for peers that are equal in every respect.
+// byAge orders peers so that of two conflicting ones the one to keep comes first. Only identical
+// peers are equal in this order.
 func byAge(a, b Peer) int {
 	order := cmp.Or(
-		cmp.Compare(a.Created, b.Created), // unknown is 0 and counts as oldest: such a file was written by hand, on purpose
+		cmp.Compare(a.Created, b.Created), // 0, unknown, is oldest: somebody wrote that file by hand
 		cmp.Compare(a.ID, b.ID),
 		a.Origin.compare(b.Origin),
 	)
@@ -143,8 +143,8 @@ func byAge(a, b Peer) int {
 	return order
 }
 
-// endpointsFor makes the engine's endpoints out of a peer's mappings and the gateway's own address,
-// sorted by the address seen.
+// endpointsFor returns the engine's endpoints: those of a peer's mappings and the gateway's own
+// address, sorted by the address seen.
 func endpointsFor(p *Peer) ([]natengine.Endpoint, []Problem) {
 	var (
 		r        = report{origin: p.MappingsOrigin}
@@ -165,7 +165,7 @@ func endpointsFor(p *Peer) ([]natengine.Endpoint, []Problem) {
 		field := "spec.clusterMappings[" + quote(m.Real.String()) + "]"
 		switch {
 		case m == self:
-			// said explicitly what holds anyway
+			// already in the list
 		case !m.Real.IsValid() || !m.Seen.IsValid():
 			r.add(field, "has no address; want an endpoint and the address at which cluster %s sees it", quote(p.ID))
 		case !external.Contains(m.Seen):
@@ -190,11 +190,11 @@ func endpointsFor(p *Peer) ([]natengine.Endpoint, []Problem) {
 	return endpoints, r.problems
 }
 
-// keeper remembers the peers that are kept, to find contradictions with them.
+// A keeper remembers accepted peers, to find conflicts with them.
 type keeper struct {
 	id    string     // our own cluster ID
 	own   [][32]byte // our own public keys
-	local []*local   // our own networks, sorted by prefix; few, because they differ between peers only during a change
+	local []*local   // our own networks, sorted; more than two only during a change
 	ids   map[string]*Peer
 	keys  map[[32]byte]*Peer // of all tunnels
 	nets  []*occupied        // disjoint, sorted by address
@@ -205,11 +205,12 @@ func newKeeper(in Intent) keeper {
 	return keeper{id: in.ClusterID, own: append([][32]byte{in.PublicKey}, in.FurtherKeys...), ids: map[string]*Peer{}, keys: map[[32]byte]*Peer{}}
 }
 
-// local is one of our networks as peers know it, of pods or of mapped endpoints.
+// A local is one of our own networks, of pods or of mapped endpoints, as the TunnelEndpoints of
+// peers have it.
 type local struct {
 	prefix netip.Prefix
 	pods   bool
-	peers  int   // number of peers that know it
+	peers  int   // number of peers that have it
 	peer   *Peer // the first of them
 }
 
@@ -235,13 +236,13 @@ func (l *local) name() string {
 	return "our ExternalCIDR"
 }
 
-// gate is the literal address of a peer's gateway.
+// A gate is the literal address of a peer's gateway.
 type gate struct {
 	addr netip.Addr
 	peer *Peer
 }
 
-// occupied is a network that is in use here for a peer.
+// An occupied is a network that we use for a peer.
 type occupied struct {
 	prefix netip.Prefix
 	field  string
@@ -271,7 +272,7 @@ func (k *keeper) keep(p *Peer) {
 	}
 }
 
-// drop removes a peer that was kept.
+// drop removes an accepted peer.
 func (k *keeper) drop(p *Peer) {
 	for _, l := range localsOf(p) {
 		at, _ := slices.BinarySearchFunc(k.local, l, (*local).compare)
@@ -296,8 +297,8 @@ func (k *keeper) drop(p *Peer) {
 	}
 }
 
-// site adds to a Site what the peers that are kept say: our own networks, and those that the host
-// routes into the tunnel, where the tunnel's own packets would go as well.
+// site adds to a Site the networks of accepted peers: our own, and those that the host routes into
+// the tunnel. With an endpoint in one of the latter, the tunnel's own packets would go there, too.
 func (k *keeper) site(s Site) Site {
 	s.Networks = append(slices.Grow([]SiteNetwork(nil), len(s.Networks)+len(k.local)+len(k.nets)), s.Networks...)
 	for _, l := range k.local {
@@ -309,13 +310,14 @@ func (k *keeper) site(s Site) Site {
 	return s
 }
 
-// gateAt returns where in k.gates the first address that is not below addr is, or belongs.
+// gateAt returns the index in k.gates of the first address that is not below addr.
 func (k *keeper) gateAt(addr netip.Addr) int {
 	at, _ := slices.BinarySearchFunc(k.gates, addr, func(g *gate, a netip.Addr) int { return g.addr.Compare(a) })
 	return at
 }
 
-// find returns where prefix belongs in k.nets, or the first of those it overlaps.
+// find returns the index at which prefix belongs in k.nets, and a network that it overlaps, if any.
+// For a network in k.nets, at is its index.
 func (k *keeper) find(prefix netip.Prefix) (at int, overlapped *occupied) {
 	at, _ = slices.BinarySearchFunc(k.nets, prefix, func(o *occupied, p netip.Prefix) int {
 		return o.prefix.Addr().Compare(p.Addr())
@@ -330,7 +332,8 @@ func (k *keeper) find(prefix netip.Prefix) (at int, overlapped *occupied) {
 	return at, nil
 }
 
-// check finds what p, sound by itself, contradicts.
+// check returns the conflicts of p, which is valid by itself, with accepted peers and with
+// ourselves.
 func (k *keeper) check(p *Peer) []Problem {
 	at := placesInTunnelEndpoint(p.Origin)
 	var r report
@@ -364,7 +367,7 @@ func (k *keeper) check(p *Peer) []Problem {
 	}
 	for _, n := range []pair{remotePod, remoteExternal} {
 		for _, l := range k.local {
-			if n.seen.Overlaps(l.prefix) && l.prefix != p.Local.Pod && l.prefix != p.Local.External { // else p is wrong by itself
+			if n.seen.Overlaps(l.prefix) && l.prefix != p.Local.Pod && l.prefix != p.Local.External { // the peer's own check covers those
 				r.addAt(n.at(), "%v overlaps %v, which is %s for cluster %s (%s); want a network of its own",
 					n.seen, l.prefix, l.name(), quote(l.peer.ID), l.peer.Origin)
 			}
@@ -400,9 +403,9 @@ func (g Gateway) RoutePrefixes() []netip.Prefix {
 	return prefixes
 }
 
-// String prints the gateway as a plan: the WireGuard peer as wg(8) would be told, the host routes
-// and the address translation in words. The same Gateway prints the same, and two that differ in
-// what has to be done print differently.
+// String prints the gateway as a plan: the WireGuard peer as a wg(8) command, the host routes, and
+// the address translation in words. Two Gateways print the same if and only if there is the same to
+// do for them.
 func (g Gateway) String() string {
 	var b strings.Builder
 	for _, p := range g.Peers {

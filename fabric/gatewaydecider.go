@@ -6,26 +6,26 @@ import (
 )
 
 // A GatewayDecider computes the result of GatewayFor for successive Intents. While no two peers
-// contradict each other, it compares all peers but computes only the changed ones. The zero value
-// is ready. Only one goroutine may use it, and callers must not modify the result.
+// conflict, it compares all peers but computes only the changed ones. The zero value is ready. Only
+// one goroutine may use it, and callers must not modify the result.
 type GatewayDecider struct {
-	in     Intent // as it was decided last, without Peers
+	in     Intent // the last one, without Peers
 	kept   keeper
-	peers  map[string]*decidedPeer // nil: two contradict each other, or nothing was decided yet
+	peers  map[string]*decidedPeer // nil: two peers conflict, or there was no Intent yet
 	gw     Gateway
-	wrong  int    // peers that there is something wrong with, by themselves
-	intent uint64 // how many there were
+	wrong  int    // number of peers with Problems
+	intent uint64 // number of Intents so far
 }
 
-// decidedPeer is what was decided of a peer, which contradicts no other.
+// A decidedPeer is the decision about a peer that conflicts with no other.
 type decidedPeer struct {
 	peer   Peer
 	kept   bool
 	wrong  []Problem
-	intent uint64 // number of the last one that it was in
+	intent uint64 // number of the last Intent that had the peer
 }
 
-// GatewayFor is the function of that name.
+// GatewayFor returns the same as the function GatewayFor.
 func (d *GatewayDecider) GatewayFor(in Intent) (Gateway, []Problem) {
 	peers := in.Peers
 	in.Peers = nil
@@ -49,8 +49,8 @@ func (d *GatewayDecider) GatewayFor(in Intent) (Gateway, []Problem) {
 	return d.gw, SortProblems(problems)
 }
 
-// decide takes other peers and another Site. It returns false where two peers contradict each other, and
-// what it has decided so far is of no use then.
+// decide applies new peers and a new Site to the result. It returns false if two peers conflict;
+// the result is then invalid.
 func (d *GatewayDecider) decide(peers []Peer, site Site) bool {
 	d.intent++
 	var changed []*Peer
@@ -84,7 +84,7 @@ func (d *GatewayDecider) decide(peers []Peer, site Site) bool {
 		}
 		return true
 	}
-	networks := false // others than before
+	networks := false // whether networks of peers have changed
 	out := make(map[string]bool, len(changed)+len(gone))
 	leave := func(p *decidedPeer) {
 		if len(p.wrong) > 0 {
@@ -99,7 +99,7 @@ func (d *GatewayDecider) decide(peers []Peer, site Site) bool {
 		leave(p)
 		networks = networks || p.kept
 	}
-	for _, p := range changed { // all of them first: a network may move from one to another
+	for _, p := range changed { // before any check: a network may move from one to another
 		leave(d.peers[p.ID])
 	}
 	var in []*GatewayPeer
@@ -129,14 +129,14 @@ func (d *GatewayDecider) decide(peers []Peer, site Site) bool {
 	return true
 }
 
-// equal reports whether both say the same.
+// equal reports whether all fields of both are equal.
 func (p *Peer) equal(q *Peer) bool {
 	return p.ID == q.ID && p.Name == q.Name && p.Local == q.Local && p.Remote == q.Remote && p.Endpoint == q.Endpoint && p.Port == q.Port && p.InBand == q.InBand && p.InBandLeaving == q.InBandLeaving &&
 		p.PublicKey == q.PublicKey && slices.Equal(p.Tunnels, q.Tunnels) && slices.Equal(p.Mappings, q.Mappings) &&
 		p.Origin == q.Origin && p.MappingsOrigin == q.MappingsOrigin && p.Created == q.Created
 }
 
-// merged are peers sorted by ID without some, and with others.
+// merged returns peers without those in out and with those of in, sorted by ID.
 func merged(peers []*GatewayPeer, out map[string]bool, in []*GatewayPeer) []*GatewayPeer {
 	all := slices.Grow([]*GatewayPeer(nil), len(peers)-len(out)+len(in))
 	slices.SortFunc(in, func(a, b *GatewayPeer) int { return cmp.Compare(a.ID, b.ID) })

@@ -10,20 +10,20 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// This file is the one place where values become what Liqo's objects hold, and back: CIDRs as text,
-// "None" for a network that is used as it is, and the map of strings called backend_config.
+// Only this file converts values to the form of Liqo's objects, and back: CIDRs as text, "None" for
+// a network that is not remapped, and the map of strings called backend_config.
 
-// places are where the values of a Peer came from.
+// places names the fields from which the values of a Peer were read.
 type places struct {
 	id, name                                                     place
 	localPod, localPodSeen, localExternal, localExternalSeen     place
 	remotePod, remotePodSeen, remoteExternal, remoteExternalSeen place
 	endpoint, backendType, port, publicKey, tunnels              place
-	localAnswer, remoteAnswer                                    place // of NetworkConfigs alone
+	localAnswer, remoteAnswer                                    place // only of NetworkConfigs
 }
 
-// gatewayIn says that what is about the remote gateway is of the object o; a TunnelEndpoint has the
-// same fields for it as a NetworkConfig.
+// gatewayIn sets the places of the remote gateway's values to fields of the object o.
+// TunnelEndpoint and NetworkConfig have the same fields for these.
 func (at *places) gatewayIn(o Origin) {
 	at.endpoint, at.backendType = placeIn(o, "spec.endpointIP"), placeIn(o, "spec.backendType")
 	at.port, at.publicKey = placeIn(o, "spec.backend_config.port"), placeIn(o, "spec.backend_config.publicKey")
@@ -47,9 +47,9 @@ func placesInTunnelEndpoint(o Origin) places {
 	return at
 }
 
-// PeerFrom reads a TunnelEndpoint. It asks for everything the gateway relies upon and reports all
-// that is wrong at once; with any problem the peer is zero. The status of the object is not looked
-// at. o names the object in messages.
+// PeerFrom reads a TunnelEndpoint, except its status. It checks everything that the gateway relies
+// on and reports all problems at once; with any problem the peer is zero. o names the object in
+// messages.
 func PeerFrom(te *v1alpha1.TunnelEndpoint, o Origin) (Peer, []Problem) {
 	spec, at := &te.Spec, placesInTunnelEndpoint(o)
 	var r report
@@ -73,7 +73,7 @@ func PeerFrom(te *v1alpha1.TunnelEndpoint, o Origin) (Peer, []Problem) {
 	return r.checked(p, at)
 }
 
-// specOf is what PeerFrom reads as p, which is sound.
+// specOf returns the spec that PeerFrom reads as p, which must be valid.
 func specOf(p Peer) v1alpha1.TunnelEndpointSpec {
 	return v1alpha1.TunnelEndpointSpec{
 		ClusterIdentity:       v1alpha1.ClusterIdentity{ClusterID: p.ID, ClusterName: p.Name},
@@ -127,13 +127,13 @@ func natText(own, seen netip.Prefix) string {
 	return seen.String()
 }
 
-// SeenBy reads an answer of another cluster: the networks that it uses for the two of the sender.
-// It is false where the answer is absent or makes no sense.
+// SeenBy reads the answer of another cluster: the networks that it uses for the sender's PodCIDR
+// and ExternalCIDR. ok is false if the answer is absent or invalid.
 func SeenBy(nc *v1alpha1.NetworkConfig) (pod, external netip.Prefix, ok bool) {
 	if !nc.Status.Processed {
 		return pod, external, false
 	}
-	var r report // of problems that nobody asks for
+	var r report // only counted
 	var p, e pair
 	p.own, p.seen = r.remapped(place{}, nc.Spec.PodCIDR, place{}, nc.Status.PodCIDRNAT)
 	e.own, e.seen = r.remapped(place{}, nc.Spec.ExternalCIDR, place{}, nc.Status.ExternalCIDRNAT)
@@ -143,10 +143,10 @@ func SeenBy(nc *v1alpha1.NetworkConfig) (pod, external netip.Prefix, ok bool) {
 	return p.seen, e.seen, true
 }
 
-// MappingsFrom reads a NatMapping. The result holds the entries that are sound, sorted by the
-// address seen; each other entry has a Problem. Without a usable cluster ID or ExternalCIDR no
-// entry is sound. Whether spec.externalCIDR is still the one of the peer is not known here;
-// GatewayFor sees to it.
+// MappingsFrom reads a NatMapping. It returns the valid entries, sorted by the address seen, and a
+// Problem for each other one. Without a valid cluster ID or ExternalCIDR no entry is valid. It
+// cannot know whether spec.externalCIDR is still that of the peer; GatewayFor checks the addresses
+// against the peer's.
 func MappingsFrom(nm *v1alpha1.NatMapping, o Origin) (clusterID string, mappings []Mapping, problems []Problem) {
 	r := report{origin: o}
 	if wrong := CheckClusterID(nm.Spec.ClusterID); wrong != "" {
@@ -180,13 +180,13 @@ func MappingsFrom(nm *v1alpha1.NatMapping, o Origin) (clusterID string, mappings
 	return nm.Spec.ClusterID, mappings, SortProblems(r.problems)
 }
 
-// checked returns a peer that was read, or everything that is wrong with it.
+// checked returns a peer that was read or, with any problem, all problems of reading and of check.
 func (r *report) checked(p Peer, at places) (Peer, []Problem) {
 	type field struct {
 		origin Origin
 		path   string
 	}
-	unread := make(map[field]bool, len(r.problems)) // is zero now, and check would report it again
+	unread := make(map[field]bool, len(r.problems)) // zero in p, so check would report it again
 	for _, problem := range r.problems {
 		unread[field{problem.Origin, problem.Field}] = true
 	}
@@ -207,7 +207,7 @@ func (r *report) remapped(at place, value string, natAt place, nat string) (own,
 	switch nat {
 	case v1alpha1.None:
 		return own, own
-	case "": // not the same: a real gateway refuses it, so that an answer half written is not taken for one
+	case "": // unlike None, it is invalid for Liqo, too: a half-written answer must not count
 		r.addAt(natAt, "is empty; want a CIDR or \"None\"")
 		return own, netip.Prefix{}
 	}
@@ -243,8 +243,8 @@ func (r *report) addr(field, which, value string) netip.Addr {
 	return addr
 }
 
-// backend reads how a gateway is reached besides its address. Tunnels are what a Liqo does not
-// write.
+// backend reads the port, the public key and the additional tunnels of a gateway. Liqo does not
+// write the latter.
 func (r *report) backend(at places, backendType string, config v1alpha1.BackendConfig) (port uint16, key [32]byte, further []TunnelEnd) {
 	if backendType != v1alpha1.BackendWireGuard {
 		r.addAt(at.backendType, "is %s; want %q", quote(backendType), v1alpha1.BackendWireGuard)

@@ -9,8 +9,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// addTunnels adds rules and routes for the remote networks; here are those of which the gateway is
-// on our node, and own are the PodCIDRs of our cluster, by what their tunnels say.
+// addTunnels adds rules and routes for the networks of peers. here are the networks whose gateway
+// is on our node, and own the PodCIDRs of our cluster that their tunnels name.
 func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, here []netip.Prefix) {
 	peers := make([]Peer, len(tunnels))
 	gateways := make(map[Origin]netip.Addr, len(tunnels))
@@ -33,7 +33,7 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, here []netip.Prefix) {
 	for _, p := range kept.Peers {
 		gateway := gateways[p.Origin]
 		if !gateway.IsValid() {
-			continue // nowhere to go yet
+			continue // no gateway yet
 		}
 		if g, ok := d.gateways[gateway]; ok {
 			d.toPod(p, g)
@@ -42,7 +42,7 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, here []netip.Prefix) {
 		if !d.carries(p) {
 			continue
 		}
-		if d.slim { // the table that is asked last refuses it; all tunnels of a gateway say the same
+		if d.slim { // RefuseTable refuses it; one Problem for each gateway is enough
 			if !slices.Contains(strangers, gateway) {
 				strangers = append(strangers, gateway)
 				d.problem(p.Origin, "status.gatewayIP", "%v is no address of a Pod of the gateway; want that of the active one", gateway)
@@ -73,8 +73,8 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, here []netip.Prefix) {
 	return own, here
 }
 
-// toPod leads to a peer whose gateway is a Pod. The source of what the node itself sends is an
-// address of the node that the gateway knows, and answers to which are for no pod.
+// toPod adds the routes to a peer whose gateway is a Pod. Packets of the node itself get its
+// underlay address as source: the gateway knows it, and replies to it cannot be for a pod.
 func (d *nodeDecision) toPod(p *GatewayPeer, g GatewayPod) {
 	for i, prefix := range p.AllowedIPs {
 		if prefix.Addr().Is6() {
@@ -93,7 +93,7 @@ func (d *nodeDecision) toPod(p *GatewayPeer, g GatewayPod) {
 	}
 }
 
-// remoteField is the field of a TunnelEndpoint that a network of AllowedIPs is in.
+// remoteField returns the field of the TunnelEndpoint that contains p.AllowedIPs[i].
 func remoteField(p *GatewayPeer, i int) string {
 	if own := [2]netip.Prefix{p.Remote.Pod, p.Remote.External}[i]; own != p.AllowedIPs[i] {
 		return [2]string{"spec.remoteNATPodCIDR", "spec.remoteNATExternalCIDR"}[i]
@@ -101,7 +101,7 @@ func remoteField(p *GatewayPeer, i int) string {
 	return [2]string{"spec.remotePodCIDR", "spec.remoteExternalCIDR"}[i]
 }
 
-// carries says whether the overlay can carry the networks of a peer.
+// carries reports whether the overlay can carry the networks of a peer.
 func (d *nodeDecision) carries(p *GatewayPeer) bool {
 	before := len(d.problems)
 	for i, prefix := range p.AllowedIPs {
@@ -118,10 +118,11 @@ func (d *nodeDecision) carries(p *GatewayPeer) bool {
 	return len(d.problems) == before
 }
 
-// guard refuses what comes out of a gateway on our node for a peer of which we do not know yet that
-// its gateway is here: it delivers from its TunnelEndpoint on, and says where it is a moment later.
-// Without the rules of addTunnels its packets would go to other nodes by the CNI's routes, in the
-// clear. While no gateway is known to be here, one rule for each family does it for all peers.
+// guard refuses packets that a gateway on our node delivers for a peer before we know that the
+// peer's gateway is here: a gateway delivers as soon as it has the TunnelEndpoint, and writes its
+// address there a moment later. Without the rules of addTunnels the CNI's routes would take such
+// packets to other nodes, unencrypted. While no gateway is known to be here, one rule per family
+// covers all peers.
 func (d *nodeDecision) guard(here []netip.Prefix) {
 	if len(here) == 0 {
 		for _, everything := range everythingOf(d.refused) {
@@ -136,14 +137,14 @@ func (d *nodeDecision) guard(here []netip.Prefix) {
 	}
 }
 
-// addPods adds the routes to pods on other nodes, for the rules of the gateway's node: one for the
-// network of each node, and one for each pod that is not where these networks say. A CNI with an
-// address management of its own has many such; where there is none, a Pod with an address of
-// another node's network is not believed: who may write the status of its own node's Pods would get
-// what peers send to others.
+// addPods adds the routes from the gateway's node to pods on other nodes: one for each podCIDR, and
+// one for each pod outside its node's podCIDRs. A CNI that assigns addresses in its own way has
+// many such pods. If pods are trusted to be in their node's podCIDRs, a Pod with an address from
+// another node's is ignored: otherwise write access to the status of one node's Pods could divert
+// what peers send to pods of other nodes.
 //
-// What a peer sends to an address of own, our PodCIDRs, that is none of these is refused: by the
-// default route it may reach somebody outside of the cluster.
+// Packets of a peer to any other address in own, our PodCIDRs, are refused, because the default
+// route could take them out of the cluster.
 func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 	type network struct {
 		prefix netip.Prefix
@@ -152,14 +153,14 @@ func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 	var networks []network // disjoint, sorted
 	find := func(p netip.Prefix) (at int, overlapped string, overlaps bool) {
 		at, _ = slices.BinarySearchFunc(networks, p, func(n network, p netip.Prefix) int { return n.prefix.Addr().Compare(p.Addr()) })
-		for i := max(at-1, 0); i <= at && i < len(networks); i++ { // disjoint prefixes: both neighbours are enough
+		for i := max(at-1, 0); i <= at && i < len(networks); i++ { // disjoint: both neighbours are enough
 			if networks[i].prefix.Overlaps(p) {
 				return at, networks[i].node, true
 			}
 		}
 		return at, "", false
 	}
-	for _, n := range d.nodes { // thousands, which hardly ever overlap
+	for _, n := range d.nodes { // there may be thousands, which hardly ever overlap
 		for _, p := range n.PodCIDRs {
 			if p.IsValid() && p.Addr().Is4() {
 				networks = append(networks, network{p.Masked(), n.Name})
@@ -172,7 +173,7 @@ func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 		disjoint = disjoint && !networks[i-1].prefix.Overlaps(networks[i].prefix)
 	}
 	if !disjoint {
-		networks = nil // one after the other: the older node has it
+		networks = nil // add them one by one below: the older node keeps an overlap
 	}
 	isNode := make(map[netip.Addr]bool, len(d.nodes))
 	byName := make(map[string]int, len(d.nodes))
@@ -208,7 +209,7 @@ func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 				d.route(kernel.Route{Prefix: p, Type: kernel.Throw, Table: kernel.NodeTable})
 				continue
 			}
-			own = append(own, p) // what comes from a peer does not go there beside the overlay
+			own = append(own, p) // packets of peers must not bypass the overlay
 		}
 	}
 	d.addRest(own)
@@ -248,9 +249,9 @@ func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 	}
 }
 
-// addRest refuses what is left of the networks of our pods. Nodes get what is for their own addresses
-// by the overlay, where their filter looks at it: answers to what they sent themselves, or for
-// others, and what is for them as mapped endpoints.
+// addRest refuses packets for all other addresses in the networks of our pods. Packets for
+// addresses of nodes go through the overlay, where the node's filter checks them: replies to what
+// the node sent or masqueraded, and packets for mapped endpoints on the node.
 func (d *nodeDecision) addRest(own []netip.Prefix) {
 	slices.SortFunc(own, netip.Prefix.Compare)
 	own = slices.DeleteFunc(slices.Compact(own), func(p netip.Prefix) bool { return !p.Addr().Is4() })
@@ -270,10 +271,11 @@ func (d *nodeDecision) addRest(own []netip.Prefix) {
 	}
 }
 
-// addRoutes leads to a mapped endpoint behind another node through the overlay, where the main table of the
-// gateway's node leads by that node's address. Its answers come through the overlay, and a strict reverse
-// path filter takes no packet with a source to which it would answer by another device. A route into a
-// network of pods, nodes or peers is none to an endpoint.
+// addRoutes sends packets for a mapped endpoint through the overlay if the main table of the
+// gateway's node reaches the endpoint via another node. The endpoint's replies come through the
+// overlay, and strict reverse path filtering drops a packet if the route to its source uses another
+// device. Routes into networks of pods, peers or the overlay are ignored, because no endpoint is
+// there.
 func (d *nodeDecision) addRoutes(routes []NodeRoute, own []netip.Prefix) {
 	if len(routes) == 0 {
 		return

@@ -12,16 +12,16 @@ import (
 // network.
 type PodNetwork struct {
 	Pod   netip.Addr // address of the gateway's Pod, IPv4
-	Node  string     // name of its Node, behind which mapped endpoints outside of the cluster are
+	Node  string     // name of its Node, through which it reaches endpoints outside of the cluster
 	Nodes []ClusterNode
-	Pods  []NodePod // with addresses that are in no network of their node
-	// Trusted: pods are where the podCIDRs of nodes say, so that a Pod with an address of another
-	// node's network is not believed. Sort finds out.
+	Pods  []NodePod // those outside their node's podCIDRs
+	// Trusted says that pods have addresses from their node's podCIDRs (see podCIDRsHold), so that
+	// a Pod with an address from another node's is ignored. Sort sets it.
 	Trusted bool
 }
 
-// Sort brings the lists into an order that depends on nothing but what is in them, and leaves out
-// the pods that are where the networks of their nodes say.
+// Sort sorts the lists by content, sets Trusted, and removes the pods inside their node's podCIDRs.
+// It works in place.
 func (n *PodNetwork) Sort() {
 	all := make(map[string][]netip.Prefix, len(n.Nodes))
 	for _, node := range n.Nodes {
@@ -35,8 +35,8 @@ func (n *PodNetwork) Sort() {
 	in.Sort()
 }
 
-// GatewayMAC is the MAC address of the overlay device of a gateway that is a Pod, so that nodes know
-// it without asking. No Node has such a name.
+// GatewayMAC returns the MAC address of the overlay device of a gateway that is a Pod, which nodes
+// compute like that of a node. No Node can have this name.
 func GatewayMAC(pod netip.Addr) kernel.MAC { return OverlayMAC("gateway " + pod.String()) }
 
 // GatewayPodFor computes the kernel state of a gateway that is a Pod: packets from the overlay go
@@ -101,7 +101,7 @@ func decidePod(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunnels, u
 		}
 		s.Settings = append(s.Settings, kernel.Setting{Path: "net/ipv6/conf/" + name + "/addr_gen_mode", Value: "1"})
 	}
-	if tunnels > 1 { // else all that two pods say to each other takes one tunnel
+	if tunnels > 1 { // otherwise all flows between two pods take the same tunnel
 		s.Settings = append(s.Settings, kernel.Setting{Path: "net/ipv4/fib_multipath_hash_policy", Value: "1", Optional: true})
 	}
 
@@ -123,26 +123,26 @@ func decidePod(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunnels, u
 	return d
 }
 
-// finishRoutes makes the routes of nodes those of a gateway in a Pod.
+// finishRoutes turns routes that were made for a node into those of a gateway in a Pod.
 func (d *nodeDecision) finishRoutes() {
 	s := &d.node
 	for i := range s.Routes {
 		r := &s.Routes[i]
-		if r.Protocol = kernel.GatewayProtocol; r.Type == kernel.Throw { // its way is unknown, and eth0 is none
+		if r.Protocol = kernel.GatewayProtocol; r.Type == kernel.Throw { // the path is unknown, and must not be eth0
 			r.Type, r.Metric = kernel.Unreachable, kernel.UnreachableMetric
 		}
 	}
-	s.Routes = firstOfEach(s.Routes) // an address of a node may be among those of pods
+	s.Routes = firstOfEach(s.Routes) // a node and a pod may have the same address
 }
 
-// sortedIPv4 are the addresses of IPv4, each once.
+// sortedIPv4 returns the IPv4 addresses among all, each once. It works in place.
 func sortedIPv4(all []netip.Addr) []netip.Addr {
 	all = slices.DeleteFunc(all, func(a netip.Addr) bool { return !a.Is4() })
 	slices.SortFunc(all, netip.Addr.Compare)
 	return slices.Compact(all)
 }
 
-// firstOfEach leaves out routes that contradict one before; they may be many.
+// firstOfEach removes routes that conflict with an earlier one. There may be many.
 func firstOfEach(routes []kernel.Route) []kernel.Route {
 	type key struct {
 		addr          [16]byte
@@ -158,9 +158,9 @@ func firstOfEach(routes []kernel.Route) []kernel.Route {
 	})
 }
 
-// disbelievePods leaves out addresses of nodes that are pods': that of our own Pod and, while pods
-// are where podCIDRs say, those inside another node's. Who can write the status of one Node must not
-// get what is for a pod of another.
+// disbelievePods drops addresses of nodes that belong to pods: that of our own Pod and, if Trusted,
+// those inside another node's podCIDRs. Otherwise write access to the status of one Node could
+// divert packets for pods of another.
 func (d *nodeDecision) disbelievePods(own netip.Addr) {
 	var pods prefixIndex // by node
 	for i, n := range d.nodes {
@@ -186,8 +186,9 @@ func (d *nodeDecision) disbelievePods(own netip.Addr) {
 	}
 }
 
-// toNodes adds the overlay's ways to the nodes, and to their own addresses; of two nodes with one
-// address the older has it. Whatever else mapped endpoints are, our own node is asked.
+// toNodes adds neighbours and FDB entries for the nodes, and routes to their addresses. Of two
+// nodes with the same address the older keeps it. Packets for other addresses, such as mapped
+// endpoints, go to our own node.
 func (d *nodeDecision) toNodes(in PodNetwork) {
 	slices.SortFunc(d.nodes, olderNode)
 	const dev = kernel.OverlayDevice
@@ -220,8 +221,8 @@ func (d *nodeDecision) toNodes(in PodNetwork) {
 	}
 }
 
-// outerSources are the addresses that outer packets of nodes come from. A node's agent is not believed
-// that its node has the address of a pod elsewhere, as far as these are known.
+// outerSources returns the source addresses of nodes' outer packets. Of those that a node's agent
+// reports it ignores any that belongs, as far as known, to a pod, another node or a peer.
 func (d *nodeDecision) outerSources(in PodNetwork) (all []netip.Addr) {
 	pods := make(map[netip.Addr]bool, len(in.Pods))
 	for _, p := range in.Pods {
@@ -259,8 +260,8 @@ func (d *nodeDecision) outerSources(in PodNetwork) (all []netip.Addr) {
 	return all
 }
 
-// GatewayPodLeft is what a gateway leaves in its Pod when it ends, or another one is active: what
-// refuses packets for its peers.
+// GatewayPodLeft returns the state that a gateway leaves in its Pod when it stops or is no longer
+// active: the routes and rules that refuse packets for its peers.
 func GatewayPodLeft(peers []*GatewayPeer) (left kernel.State) {
 	s, _ := GatewayPodFor(peers, nil, 0, 0, 0, PodNetwork{})
 	for _, r := range s.Routes {

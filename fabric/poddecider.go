@@ -18,17 +18,17 @@ type PodDecider struct {
 	made     bool
 	peers    []*GatewayPeer
 	further  map[string]TunnelSet
-	mtus     [3]int // of TUNs, their number, that of the underlay
+	mtus     [3]int // mtu, tunnels, underlayMTU
 	in       PodNetwork
 	state    kernel.State
 	problems []Problem
 
 	sources []netip.Addr // in the filter, sorted
-	used    prefixSet    // by nodes, pods and peers
+	used    prefixSet    // addresses and networks of nodes, pods and peers
 	own     []netip.Prefix
 }
 
-// GatewayPodFor is the function of that name.
+// GatewayPodFor returns the same as the function GatewayPodFor.
 func (m *PodDecider) GatewayPodFor(peers []*GatewayPeer, further map[string]TunnelSet, mtu, tunnels, underlayMTU int, in PodNetwork) (kernel.State, []Problem) {
 	mtus := [3]int{mtu, tunnels, underlayMTU}
 	if m.made && mtus == m.mtus && m.samePeers(peers, further) &&
@@ -53,15 +53,15 @@ func (m *PodDecider) GatewayPodFor(peers []*GatewayPeer, further map[string]Tunn
 	return m.state, m.problems
 }
 
-// samePeers reports whether nothing is another of what is decided by of peers. Where they are, and by
-// which keys, is not.
+// samePeers reports whether all values of peers on which GatewayPodFor depends are the same.
+// Endpoints and keys are not among them.
 func (m *PodDecider) samePeers(peers []*GatewayPeer, further map[string]TunnelSet) bool {
 	return len(peers) == len(m.peers) && (sameList(peers, m.peers) || slices.EqualFunc(peers, m.peers, func(a, b *GatewayPeer) bool {
 		return a == b || a.ID == b.ID && a.AllowedIPs == b.AllowedIPs && a.Local.Pod == b.Local.Pod && a.Origin == b.Origin
 	})) && maps.Equal(further, m.further)
 }
 
-// sameList reports whether two lists are one and the same.
+// sameList reports whether two lists share the same memory.
 func sameList[T any](a, b []T) bool {
 	return len(a) == len(b) && unsafe.SliceData(a) == unsafe.SliceData(b)
 }
@@ -71,10 +71,11 @@ func (n ClusterNode) equal(other ClusterNode) bool {
 		slices.Equal(n.PodCIDRs, other.PodCIDRs) && slices.Equal(n.Sources, other.Sources) && slices.Equal(n.Routes, other.Routes)
 }
 
-// mostFollowed is how many nodes may be others before all is decided anew.
+// mostFollowed is how many nodes may change in an incremental update.
 const mostFollowed = 32
 
-// follow takes nodes that have come, gone or changed; false: what is decided is not to be used any more.
+// follow applies added, removed and changed nodes to the state. If it returns false, the state is
+// invalid and must be computed again.
 func (m *PodDecider) follow(in PodNetwork) bool {
 	if sameList(in.Nodes, m.in.Nodes) {
 		return true
@@ -135,7 +136,7 @@ func (m *PodDecider) follow(in PodNetwork) bool {
 	return true
 }
 
-// prefixes are all addresses and networks of a node.
+// prefixes returns all addresses and networks of a node.
 func (n ClusterNode) prefixes() []netip.Prefix {
 	return usedBy(slices.Concat(n.Addrs, n.Sources), n.PodCIDRs)
 }
@@ -154,8 +155,9 @@ func usedBy(addrs []netip.Addr, networks []netip.Prefix) (all []netip.Prefix) {
 	return all
 }
 
-// alone reports whether a node, which is not in m.used, contradicts and serves no other, no pod, no mapped
-// endpoint and no peer: then what is decided for it and what is decided for them do not depend on each other.
+// alone reports whether a node, which is not in m.used, is independent of everything else: it
+// shares no address or network with another node, a pod or a peer, and runs no pod and has no route
+// that the state depends on. Its objects can then be added and removed without looking at others.
 func (m *PodDecider) alone(n ClusterNode) bool {
 	if n.Name == "" || n.Name == m.in.Node || m.routed(n) || slices.ContainsFunc(m.in.Pods, func(p NodePod) bool { return p.Node == n.Name }) {
 		return false
@@ -166,7 +168,7 @@ func (m *PodDecider) alone(n ClusterNode) bool {
 	})
 }
 
-// routed reports whether the gateway's node has a route by another one, or to it.
+// routed reports whether the gateway's node has a route via the node n, or to it.
 func (m *PodDecider) routed(n ClusterNode) bool {
 	at := slices.IndexFunc(m.in.Nodes, func(own ClusterNode) bool { return own.Name == m.in.Node })
 	return at >= 0 && slices.ContainsFunc(m.in.Nodes[at].Routes, func(r NodeRoute) bool {
@@ -174,14 +176,14 @@ func (m *PodDecider) routed(n ClusterNode) bool {
 	})
 }
 
-// A podChange is what nodes that are alone add and take away.
+// A podChange collects what independent nodes add to the state, and what they remove.
 type podChange struct {
 	fdb       listChange[kernel.FDBEntry]
 	neighbors listChange[kernel.Neighbor]
 	routes    listChange[kernel.Route]
 	sources   listChange[netip.Addr]
 
-	problems, unsound []Problem // of those that come, and of those that go
+	problems, unsound []Problem // of added nodes, and of removed ones
 }
 
 func (c *podChange) of(n ClusterNode, trusted, come bool) {
@@ -192,7 +194,7 @@ func (c *podChange) of(n ClusterNode, trusted, come bool) {
 	d.finishRoutes()
 	for _, p := range d.problems {
 		switch {
-		case p.Origin.Name != n.Name: // that there is no way for all else
+		case p.Origin.Name != n.Name: // about the gateway's own node, which is not in this list
 		case come:
 			c.problems = append(c.problems, p)
 		default:
@@ -205,7 +207,7 @@ func (c *podChange) of(n ClusterNode, trusted, come bool) {
 	c.sources.note(come, sortedIPv4(d.outerSources(PodNetwork{}))...)
 }
 
-// A listChange is what comes into a sorted list, and what goes.
+// A listChange holds what to add to a sorted list, and what to remove.
 type listChange[T comparable] struct{ come, gone []T }
 
 func (c *listChange[T]) note(come bool, all ...T) {
@@ -216,7 +218,7 @@ func (c *listChange[T]) note(come bool, all ...T) {
 	}
 }
 
-// in returns the list with the change in it; the one before stays as it is.
+// in returns a new list with the change applied. It does not modify list.
 func (c *listChange[T]) in(list []T, compare func(a, b T) int) []T {
 	if len(c.come)+len(c.gone) == 0 {
 		return list
@@ -247,10 +249,10 @@ func (c *listChange[T]) in(list []T, compare func(a, b T) int) []T {
 	return append(now, list[from:]...)
 }
 
-// A prefixSet is a multiset of networks, addresses among them, of which some may be inside others.
+// A prefixSet is a multiset of networks and addresses, which may overlap.
 type prefixSet struct {
 	sorted  []netip.Prefix
-	lengths [2][129]int // how many there are, of IPv4 and IPv6
+	lengths [2][129]int // number of networks by length, of IPv4 and IPv6
 }
 
 func (s *prefixSet) fill(all []netip.Prefix) {
@@ -270,17 +272,17 @@ func (s *prefixSet) add(p netip.Prefix) {
 	*s.length(p, p.Bits())++
 }
 
-// remove takes away one of a network that is there.
+// remove removes p once. It must be in the set.
 func (s *prefixSet) remove(p netip.Prefix) {
 	at, _ := slices.BinarySearchFunc(s.sorted, p, netip.Prefix.Compare)
 	s.sorted = slices.Delete(s.sorted, at, at+1)
 	*s.length(p, p.Bits())--
 }
 
-// overlaps reports whether any network contains one, or is in it.
+// overlaps reports whether any network of the set contains p or lies in it.
 func (s *prefixSet) overlaps(p netip.Prefix) bool {
 	at, is := slices.BinarySearchFunc(s.sorted, p, netip.Prefix.Compare)
-	if is || at < len(s.sorted) && p.Overlaps(s.sorted[at]) { // those inside follow
+	if is || at < len(s.sorted) && p.Overlaps(s.sorted[at]) { // networks inside p sort right after it
 		return true
 	}
 	for bits := range p.Bits() {
