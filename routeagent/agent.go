@@ -1,12 +1,14 @@
 // Package routeagent applies the result of fabric.NodeFor on one node of a cluster: the VXLAN
-// device between the nodes, and the routes and rules by which packets of pods reach the gateway and
-// answers return on the same path.
+// device between the nodes, and the routes and rules that take packets of pods to the gateway and
+// replies back on the same path. It also reports to the manager what the node reaches without the
+// tunnel, and which networks of peers the node refuses.
 //
 //	Nodes, Pods, TunnelEndpoints ─► fabric.NodeIntent ─ fabric.NodeFor ─► kernel.State ─ rtnl ─► kernel
 //	                                                                         netlink events ─┘ (compare again)
 //
-// The kernel holds the only record of the applied state. So an agent that follows a killed one
-// finds everything in place and changes nothing.
+// An agent owns the kernel objects of kernel.RouteAgent in its network namespace, where only one
+// runs at a time. The kernel holds the only record of the applied state. So an agent that follows a
+// killed one finds everything in place and changes nothing.
 package routeagent
 
 import (
@@ -29,20 +31,21 @@ import (
 
 // How often the agent compares.
 const (
-	compareGap    = 100 * time.Millisecond // at least between two comparisons: events come in bursts
+	compareGap    = 100 * time.Millisecond // minimum between two comparisons: events come in bursts
 	retryInterval = time.Second            // after a failure
 	busyInterval  = 100 * time.Millisecond // while others change iptables-legacy, or nftables
 	// limitsInterval is the time between reads of foreign rules, whose changes cause no events.
 	limitsInterval = 9 * time.Second
 )
 
-// compareInterval is how long it does not compare without any event. Only tests change it.
+// compareInterval is the time between comparisons without an event. Only tests change it.
 var compareInterval = 10 * time.Second
 
-// A Source delivers the complete intent, and what is wrong with the objects it was read from: once
-// when everything is known for the first time, and again after every change. Self and UnderlayMTU
-// are filled in by the agent. It returns when ctx ends, or with an error when it cannot go on. It
-// does not call deliver twice at a time, and delivers nothing rather than less than it knew before.
+// A Source delivers the complete intent, and the problems of the objects that it was read from:
+// first when it knows everything, and again after every change. The agent sets Self, Allocated, and
+// what it finds out about the node itself. A Source returns when ctx ends, or with an error when it
+// cannot go on. It makes one call of deliver at a time, and delivers nothing rather than less than
+// it knew before.
 type Source func(ctx context.Context, deliver func(fabric.NodeIntent, []fabric.Problem)) error
 
 // Options of Run.
@@ -53,36 +56,39 @@ type Options struct {
 	Version        string
 	MetricsAddress string // TCP host:port of /metrics, /healthz and /readyz; empty: none
 	StatusAddress  string // TCP host:port of /status; empty: none
-	StateDirectory string // of the snapshot; empty: none is kept
+	StateDirectory string // of the snapshot; empty: the agent keeps none
 	// Tell stores for the manager which networks the node reaches without the tunnel. It may be
 	// nil, and is never called concurrently.
 	Tell func(context.Context, fabric.NodeNetworks) error
 	// TellRefused stores the resourceVersion of the NetworkAllocations up to which the node refuses
 	// packets, in addition to what Tell stores. It may be nil, and is never called concurrently.
 	TellRefused func(context.Context, int64) error
-	// TellReady stores for people why the node is not ready; "" means that it is. It may be nil. It
+	// TellReady stores for users why the node is not ready; "" means that it is. It may be nil. It
 	// is called once a second, and never concurrently.
 	TellReady func(ctx context.Context, problem string) error
 	Voter     Voter  // nil: the node does not vote on which gateway is active
 	Resolvers string // path of the node's resolv.conf(5)
-	// MetricsSecure guards /metrics, and all of MetricsAddress is TLS then; nil: anybody may read.
+	// MetricsSecure guards /metrics and makes all of MetricsAddress TLS; nil: anybody may read.
 	MetricsSecure *httpserve.Secure
-	Pod           string // UID of the agent's Pod, by which Started finds it; empty: none
+	Pod           string // UID of the agent's Pod, by which Started finds the agent; empty: none
 }
 
 // A Voter gives the node's vote on which gateway is active.
 type Voter interface {
 	Run(ctx context.Context)
-	Err() error // why the node does not vote although it should; nil: it does. It may be called while Run runs, as the next.
-	// Refused is how many datagrams were read and refused, and how many the kernel dropped because too many came.
+	// Err returns why the node does not vote although it should, or nil. It and Refused may be
+	// called while Run runs.
+	Err() error
+	// Refused returns how many datagrams were read and refused, and how many the kernel dropped
+	// unread because too many came.
 	Refused() (read, unread uint64)
 }
 
 // Run applies the source's state to the network namespace of the process until ctx ends, and then
 // returns nil. It leaves the kernel's objects in place, so that no packet for a remote network
 // bypasses the tunnel while no agent runs; Cleanup removes them. Until the source delivers for the
-// first time, the objects of the previous agent stay in force, and networks in the snapshot are
-// refused; after a reboot there is only the snapshot. If the source fails, Run returns its error.
+// first time, the objects of the previous agent stay in force, and Run refuses the networks in the
+// snapshot. After a reboot only the snapshot is left. If the source fails, Run returns its error.
 //
 // While another agent runs in the namespace, Run only follows the source, and takes over as soon as
 // that agent ends, so an upgrade leaves no node without an agent. Until then it neither changes the
@@ -126,7 +132,7 @@ func Run(ctx context.Context, o Options) error {
 		return err
 	}
 	defer k.Close()
-	defer source.Wait() // it may use the kernel
+	defer source.Wait() // before k.Close: these goroutines use the kernel
 	defer cancel()
 	a.kernel = k
 	if err := a.restore(k.Refused); err != nil {
@@ -163,8 +169,9 @@ func Run(ctx context.Context, o Options) error {
 	return a.loop(ctx, failed)
 }
 
-// follow waits, in open, until the agent that runs here has ended. An error of the source that open
-// no longer heeds stays in failed, which has room for one, for the loop.
+// follow calls open, which waits until the agent that runs here has ended. If the source fails,
+// open ends with that error. An error that comes too late for open stays in failed, which has room
+// for one.
 func (a *agent) follow(ctx context.Context, failed chan error, open func(context.Context) (*rtnl.Kernel, error)) (*rtnl.Kernel, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	done := make(chan struct{})
@@ -190,18 +197,18 @@ func (a *agent) follow(ctx context.Context, failed chan error, open func(context
 	return k, err
 }
 
-// agent is one run. Only loop touches the kernel.
+// agent is one run. Only loop changes the kernel. mu guards the fields from intent to reported.
 type agent struct {
 	opts    Options
 	log     *slog.Logger
 	kernel  *rtnl.Kernel
 	metrics *metrics
 	wake    chan struct{} // compare again
-	moved   chan struct{} // what the node reaches without us may have changed
-	urgent  chan struct{} // and do not wait: networks or gateways of peers have changed
+	moved   chan struct{} // the node's report may have changed
+	urgent  chan struct{} // with wake, do not wait: networks or gateways of peers have changed
 
-	refusing chan struct{} // what the node refuses may have to be told
-	has      atomic.Bool   // the kernel, which no other agent has
+	refusing chan struct{} // TellRefused may have news
+	has      atomic.Bool   // this agent has the kernel, and no other one
 
 	mu       sync.Mutex
 	intent   *fabric.NodeIntent // nil: not delivered yet
@@ -210,28 +217,28 @@ type agent struct {
 	state    state
 	told     told
 	overlay  OverlayStatus
-	hops     []fabric.NodeRoute // routes of the node by other hosts
-	reported bool               // there is a report of this node
+	hops     []fabric.NodeRoute // routes of the node via other hosts
+	reported bool               // Tell has stored a report of this node
 
-	events      atomic.Bool    // something may have changed around us
-	looked      time.Time      // when it was last looked what is around us; the loop's alone
-	ways        ways           // the last that were found; the loop's alone
-	reach       reach          // the last that was found; the loop's alone
-	allocations allocations    // what peers have; the loop's alone
-	decider     fabric.Decider // the loop's alone
-	decided     decided        // the loop's alone
-	refused     []netip.Prefix // what the last comparison refused; the loop's alone
-	looksAt     netip.Prefix   // where ledElsewhere goes on; the loop's alone
-	led         netip.Prefix   // what it found, zero: none; the loop's alone
-	ledBy       string         // the device of that
-	saved       *snapshot      // nil: there is none that is good. The loop's alone
+	events      atomic.Bool    // the kernel has reported changes
+	looked      time.Time      // when the loop last probed routes and foreign rules; the loop's own
+	ways        ways           // result of the last probe; the loop's own
+	reach       reach          // result of the last probe; the loop's own
+	allocations allocations    // networks of peers; the loop's own
+	decider     fabric.Decider // the loop's own
+	decided     decided        // the loop's own
+	refused     []netip.Prefix // what the last comparison refused; the loop's own
+	looksAt     netip.Prefix   // where ledElsewhere goes on; the loop's own
+	led         netip.Prefix   // what ledElsewhere found, zero: nothing; the loop's own
+	ledBy       string         // device of led; the loop's own
+	saved       *snapshot      // nil: there is no valid one; the loop's own
 }
 
 // state is the outcome of the last comparison.
 type state struct {
 	revision int // of the intent compared with; 0: none yet
 	node     kernel.State
-	refused  int64 // up to this resourceVersion of the NetworkAllocations; 0: not known
+	refused  int64 // up to this resourceVersion of NetworkAllocations; 0: not known
 	problems []fabric.Problem
 	limits   []kernel.Limit
 	err      error
@@ -257,10 +264,10 @@ func (a *agent) deliver(in fabric.NodeIntent, broken []fabric.Problem) {
 	}
 }
 
-// notify says "compare again".
+// notify makes the loop compare again.
 func (a *agent) notify() { set(a.wake) }
 
-// happened is notify for events of the kernel.
+// happened handles an event of the kernel: the next comparison also probes again.
 func (a *agent) happened() {
 	a.events.Store(true)
 	a.notify()

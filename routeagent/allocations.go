@@ -13,25 +13,28 @@ import (
 // that has named it has freed it with a higher revision. An object that is missing, edited or restored from a
 // backup frees nothing, because no peering has ended with it.
 type allocations struct {
-	known    []fabric.Allocation // sorted: what objects name, and have not freed since; the revision is the highest that named it
-	networks []netip.Prefix      // of known
+	// known are the networks that objects have named and not freed since, sorted, each with the
+	// highest revision that named it.
+	known    []fabric.Allocation
+	networks []netip.Prefix // of known
 }
 
-// unknownRevision is that of networks which an agent before us refused, when no snapshot says which object
-// named them. What frees one may be any object, and has to be newer than all that we read first.
+// unknownRevision marks a network that a previous agent refused, if no snapshot says which object
+// named it. Any object can free it, with a revision above all that we read first.
 const unknownRevision = 0
 
-// hold adds what an agent before us refused.
+// hold adds networks that a previous agent refused.
 func (g *allocations) hold(all []fabric.Allocation) { g.take(slices.Concat(g.known, all)) }
 
 func (g *allocations) take(known []fabric.Allocation) {
 	g.known = fabric.Latest(known)
 	if networks := networksOf(g.known); !slices.Equal(networks, g.networks) {
-		g.networks = networks // otherwise the list stays the same one
+		g.networks = networks // otherwise keep the old list
 	}
 }
 
-// read takes what the objects say, and returns a problem when they lack networks that were not freed.
+// read applies the content of the NetworkAllocations. It returns a Problem if they lack networks
+// that they have not freed.
 func (g *allocations) read(now fabric.Allocations) []fabric.Problem {
 	all := slices.Clone(now.Named)
 	var lacking []string
@@ -63,7 +66,8 @@ func (g *allocations) read(now fabric.Allocations) []fabric.Problem {
 		"no object names %s, and the object that is named here has not freed them: they stay as they are, and refused where there is no tunnel; want them named again, or in spec.freed of that object with a revision of now in milliseconds", some)}}
 }
 
-// freed reports whether the object of one has freed it since, or any object where that is not known.
+// freed reports whether the object that named had.Network has freed it since, or, if that object is
+// unknown, any object.
 func freed(had fabric.Allocation, list []fabric.Allocation) bool {
 	for _, f := range from(list, had.Network) {
 		if f.Network != had.Network {
@@ -76,7 +80,7 @@ func freed(had fabric.Allocation, list []fabric.Allocation) bool {
 	return false
 }
 
-// from is the part of a sorted list that begins with a network.
+// from returns the rest of a sorted list, beginning with the network p.
 func from(list []fabric.Allocation, p netip.Prefix) []fabric.Allocation {
 	at, _ := slices.BinarySearchFunc(list, p, func(a fabric.Allocation, p netip.Prefix) int { return a.Network.Compare(p) })
 	return list[at:]

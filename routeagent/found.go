@@ -15,10 +15,11 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// manyWays is how many ways of outer packets are looked at after events; of more it is done at intervals.
+// manyWays is how many destinations of outer packets may be probed after each event. More are
+// probed only every limitsInterval.
 const manyWays = 100
 
-// ways is what was found out of an intent's.
+// ways caches what was found out about the paths of outer packets.
 type ways struct {
 	at           time.Time
 	own          netip.Addr
@@ -30,9 +31,10 @@ type ways struct {
 	bridges, uplinks []string
 }
 
-// underlay are the device with the node's address and those by which it reaches other nodes, and the
-// least MTU of the ways that outer packets take: a CNI may have an overlay of its own, and the node's
-// address may be on lo. Where no way is known it is that of the device. Without look it is as it was.
+// underlay returns the device with the node's address and those by which it reaches other nodes,
+// and the smallest MTU on the paths of outer packets. That need not be the MTU of the device with
+// the address: a CNI may have its own overlay, and the address may be on lo. It is used if no path
+// is known. Without look the cached result is returned if it is for the same addresses.
 func (a *agent) underlay(own netip.Addr, in fabric.NodeIntent, look bool) ([]string, int, error) {
 	outer, nodes := in.Carriers()
 	w := &a.ways
@@ -55,13 +57,14 @@ func (a *agent) underlay(own netip.Addr, in fabric.NodeIntent, look bool) ([]str
 	}
 	w.at, w.own, w.outer, w.nodes, w.devices, w.mtu = time.Now(), own, outer, nodes, devices, cmp.Or(least, mtu)
 	if err != nil {
-		w.own = netip.Addr{} // it is asked again
+		w.own = netip.Addr{} // ask again next time
 	}
 	return w.devices, w.mtu, err
 }
 
-// bridges are those by which gateways' Pods are reached, here or on another node, and the ports of these
-// that lead to other nodes. Without look they are as they were.
+// bridges returns the bridges by which our node reaches gateways' Pods, on this node or another,
+// and their ports that lead to other nodes. Without look the cached result is returned if it is for
+// the same gateways.
 func (a *agent) bridges(in fabric.NodeIntent, look bool) (names, uplinks []string) {
 	w, gateways := &a.ways, in.Ways()
 	if !look && slices.Equal(w.gateways, gateways) {
@@ -81,8 +84,8 @@ func (a *agent) bridges(in fabric.NodeIntent, look bool) (names, uplinks []strin
 	return names, uplinks
 }
 
-// refuseNew refuses networks that are new before anything else is done: the packet filter alone
-// takes ten milliseconds, and pods may know the networks already.
+// refuseNew refuses new networks before the rest of the state is applied: the packet filter alone
+// takes ten milliseconds, and pods may already send to the networks.
 func (a *agent) refuseNew(refused []netip.Prefix) (news []netip.Prefix, changes kernel.Plan, err error) {
 	news, _, _ = diff.Of(a.refused, refused, func(p netip.Prefix) netip.Prefix { return p })
 	if len(news) > 0 {
@@ -94,8 +97,8 @@ func (a *agent) refuseNew(refused []netip.Prefix) (news []netip.Prefix, changes 
 	return news, changes, err
 }
 
-// forwards says what is wrong when the node does not forward packets at all. That is the owner's to
-// change, or the CNI's.
+// forwards returns an error if the node does not forward packets at all. Only the owner or the CNI
+// may change that.
 func forwards() error {
 	b, err := os.ReadFile("/proc/sys/net/ipv4/ip_forward")
 	if err != nil {
@@ -107,12 +110,12 @@ func forwards() error {
 	return nil
 }
 
-// manyNetworks is how many networks of peers are looked up at a time: with those that follow all of
-// them, in turn.
+// manyNetworks is how many networks of peers ledElsewhere looks up at a time. It takes turns
+// through all.
 const manyNetworks = 16
 
-// ledElsewhere names a network of a peer whose packets a foreign rule or route keeps from our routes. Our
-// packet filter drops what goes there. Without look it looks at those that are new.
+// ledElsewhere reports a network of a peer whose packets a foreign rule or route diverts from our
+// routes. Our packet filter drops these packets. Without look it checks only new networks.
 func (a *agent) ledElsewhere(self string, look bool, news []netip.Prefix) []fabric.Problem {
 	refused := func(p netip.Prefix) (int, bool) {
 		return slices.BinarySearchFunc(a.decided.refused, p, netip.Prefix.Compare)
@@ -124,13 +127,13 @@ func (a *agent) ledElsewhere(self string, look bool, news []netip.Prefix) []fabr
 	led := func(p netip.Prefix) bool {
 		if p.Addr().Is4() && p.Bits() <= 30 {
 			name, err := a.kernel.DeviceTo(p.Addr().Next(), names)
-			if err == nil && name != "lo" && !strings.HasPrefix(name, kernel.TunPrefix) { // an error: it is refused
+			if err == nil && name != "lo" && !strings.HasPrefix(name, kernel.TunPrefix) { // an error means refused
 				a.led, a.ledBy = p, name
 			}
 		}
 		return a.led.IsValid()
 	}
-	if look { // from the one that comes after those of the last time, or was found then
+	if look { // go on after those of the last time, or at the one that was found then
 		first, _ := refused(a.looksAt)
 		for i := range min(manyNetworks, len(a.decided.refused)) {
 			p := a.decided.refused[(first+i)%len(a.decided.refused)]
@@ -157,15 +160,15 @@ func (a *agent) ledElsewhere(self string, look bool, news []netip.Prefix) []fabr
 // nowhere is an address that only the default route leads to (TEST-NET-1, RFC 5737).
 var nowhere = netip.AddrFrom4([4]byte{192, 0, 2, 1})
 
-// reach is whether other nodes reach a gateway's Pod here, as far as that was found out.
+// reach caches whether other nodes can reach a gateway's Pod on this node.
 type reach struct {
-	elsewhere netip.Addr // from this address
+	elsewhere netip.Addr // see NodeIntent.Elsewhere
 	bridged   bool
 	limits    []kernel.Limit
 }
 
-// limits are what foreign rules keep from working, while there are peers. Without look these are as
-// they were.
+// limits returns what foreign rules keep from working. It returns nothing while there are no peers.
+// Without look cached results are returned.
 func (a *agent) limits(node kernel.State, in fabric.NodeIntent, look bool) []kernel.Limit {
 	if len(node.SourceNAT) == 0 || node.SourceNAT[0].Remote == "" {
 		a.reach = reach{}
@@ -178,8 +181,9 @@ func (a *agent) limits(node kernel.State, in fabric.NodeIntent, look bool) []ker
 	return append(a.kernel.Limits(node.SourceNAT[0], look), a.reach.limits...)
 }
 
-// withFiles replaces the Limits of what the node keeps in files. All traffic passes without these: the snapshot is for a boot at
-// which the API server does not answer, and a gateway needs the votes of most nodes, not of all.
+// withFiles replaces the Limits about files in which the node keeps state. All traffic passes
+// without these files: the snapshot is for a boot without an API server, and a gateway needs the
+// votes of most nodes, not of all.
 func (a *agent) withFiles(limits []kernel.Limit, unsaved error) []kernel.Limit {
 	limits = slices.DeleteFunc(slices.Clone(limits), func(l kernel.Limit) bool {
 		return l.Reason == kernel.LimitSnapshot || l.Reason == kernel.LimitVote
@@ -198,15 +202,15 @@ func (a *agent) withFiles(limits []kernel.Limit, unsaved error) []kernel.Limit {
 	return limits
 }
 
-// outOfReach is the Limit that other nodes do not reach a gateway's Pod here, if that is so, from an
-// address elsewhere.
+// outOfReach returns a Limit if other nodes cannot reach a gateway's Pod on this node. elsewhere is
+// an address that only a pod of another node can have.
 func (a *agent) outOfReach(elsewhere netip.Addr, in fabric.NodeIntent) []kernel.Limit {
 	if !elsewhere.IsValid() {
 		return nil
 	}
 	name, kind, err := a.kernel.KindTo(elsewhere)
 	if out, _, unknown := a.kernel.KindTo(nowhere); unknown == nil && out == name {
-		return nil // by the default route: nobody has the address
+		return nil // by the default route, so nobody has the address
 	}
 	if uplinks, unknown := a.kernel.Uplinks(name); kind == "bridge" && unknown == nil && len(uplinks) > 0 && (in.Bridged || !slices.Contains(in.Bridges, name)) {
 		return nil

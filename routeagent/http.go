@@ -29,18 +29,18 @@ import (
 type Status struct {
 	Node     string    `json:"node"`
 	Version  string    `json:"version"`
-	Ready    bool      `json:"ready"`            // all that is wanted is there
-	Error    string    `json:"error,omitempty"`  // why not
-	Applied  time.Time `json:"applied,omitzero"` // when all was last there
-	Problems []string  `json:"problems"`         // objects that were refused, or parts of them, and functions that foreign rules keep from working
-	Commands string    `json:"commands"`         // what should be, as commands, one a line
+	Ready    bool      `json:"ready"`            // state applied, overlay works
+	Error    string    `json:"error,omitempty"`  // why not ready
+	Applied  time.Time `json:"applied,omitzero"` // when the state was last applied completely
+	Problems []string  `json:"problems"`         // refused objects; functions that foreign rules break
+	Commands string    `json:"commands"`         // the desired state as commands, one per line
 
 	// Dropped is how many packets the packet filter of the node has dropped, by reason (kernel.DropReasons).
 	Dropped map[string]uint64 `json:"dropped,omitempty"`
-	Overlay *OverlayStatus    `json:"overlay,omitempty"` // the way to the active gateway; nil: there is none
+	Overlay *OverlayStatus    `json:"overlay,omitempty"` // path to the active gateway, if any
 }
 
-// ready is nil when all that is wanted is there.
+// ready returns nil if the desired state is applied.
 func (s state) ready() error {
 	if s.err == nil && s.revision == 0 {
 		return errors.New("waiting for Nodes, Pods and NetworkAllocations")
@@ -48,7 +48,7 @@ func (s state) ready() error {
 	return s.err
 }
 
-// ready says why pods of the node may not reach peers, as far as the agent knows.
+// ready returns the reason known to the agent why pods of the node may not reach peers, or nil.
 func (a *agent) ready() error {
 	if err := a.current().ready(); err != nil {
 		return err
@@ -126,10 +126,10 @@ func (a *agent) listen() (*httpserve.Servers, error) {
 	return s, nil
 }
 
-// startedSocket is where an agent says that its Pod has started.
+// startedSocket is the name of the socket at which an agent tells Started that its Pod has started.
 func startedSocket(pod string) string { return "isthmus-route-agent-" + pod }
 
-// tellStarted answers Started until it is closed.
+// tellStarted answers Started until the result is closed.
 func (a *agent) tellStarted() (*httpserve.Servers, error) {
 	s := httpserve.New(a.log)
 	if a.opts.Pod == "" {
@@ -151,8 +151,8 @@ func (a *agent) tellStarted() (*httpserve.Servers, error) {
 	return s, nil
 }
 
-// canFollow says what keeps this agent from taking over, as far as that shows without a change of the
-// kernel: an agent that says it has started ends the one that runs.
+// canFollow returns what would keep this agent from taking over, as far as that shows without a
+// change of the kernel. As soon as this agent has started, Kubernetes stops the one that runs.
 func (a *agent) canFollow() error {
 	a.mu.Lock()
 	var in fabric.NodeIntent

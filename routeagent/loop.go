@@ -27,7 +27,7 @@ func (a *agent) loop(ctx context.Context, failed <-chan error) error {
 		case <-timer.C:
 		}
 		select {
-		case <-a.urgent: // it is being done
+		case <-a.urgent: // the comparison below covers it
 		default:
 		}
 		switch {
@@ -47,20 +47,20 @@ func (a *agent) loop(ctx context.Context, failed <-chan error) error {
 	}
 }
 
-// decided is what was read of an intent, and decided for it. It is the same until the intent is another, or
-// what the node says of itself.
+// decided caches what was read from an intent and decided for it. It stays valid until the intent
+// changes, or what the agent finds out about its node.
 type decided struct {
 	revision int
-	intent   fabric.NodeIntent // without what only the node itself can say
+	intent   fabric.NodeIntent // without what the agent finds out about its node
 	refused  []netip.Prefix    // all networks of peers
 	held     []fabric.Problem  // of reading them
 
-	from     *fabric.NodeIntent // with that, as it was decided; nil: it was not yet
+	from     *fabric.NodeIntent // the complete intent that was decided last; nil: none yet
 	node     kernel.State
 	problems []fabric.Problem
 }
 
-// read takes an intent, unless it was read before.
+// read prepares an intent, unless it has that revision already.
 func (a *agent) read(in fabric.NodeIntent, revision int) {
 	if a.decided.revision == revision {
 		return
@@ -75,8 +75,8 @@ func (a *agent) read(in fabric.NodeIntent, revision int) {
 	}
 }
 
-// decide decides what our node has to be, unless it was decided from the same before: in is the intent
-// with what the node itself says.
+// decide computes the state of our node, unless nothing has changed since the last time. in is the
+// complete intent, with what the agent has found out about its node.
 func (a *agent) decide(in fabric.NodeIntent) {
 	d := &a.decided
 	if d.from != nil && slices.Equal(d.from.Routes, in.Routes) && d.from.UnderlayMTU == in.UnderlayMTU && d.from.Bridged == in.Bridged && slices.Equal(d.from.UnderlayDevices, in.UnderlayDevices) &&
@@ -87,7 +87,7 @@ func (a *agent) decide(in fabric.NodeIntent) {
 	d.node, d.problems = a.decider.NodeFor(in)
 }
 
-// compare makes the kernel's state what it should be now; false means that some of it failed.
+// compare makes the kernel's state what it should be now. It returns false if some of that failed.
 func (a *agent) compare() bool {
 	a.mu.Lock()
 	revision, broken, before, hops := a.revision, a.broken, a.state, a.hops
@@ -101,7 +101,8 @@ func (a *agent) compare() bool {
 	}
 
 	now := state{revision: revision, node: before.node, refused: before.refused, applied: before.applied, limits: before.limits}
-	// What is around us an intent does not change. Of routes of others no event is heeded.
+	// A new intent alone is no reason to probe again. Foreign routes change without an event that
+	// we watch.
 	look := a.events.Swap(false) || time.Since(a.looked) > limitsInterval || before.err != nil
 	if look {
 		a.looked = time.Now()
@@ -111,7 +112,7 @@ func (a *agent) compare() bool {
 	self := slices.IndexFunc(in.Nodes, func(n fabric.ClusterNode) bool { return n.Name == in.Self })
 	var changes kernel.Plan
 	if self < 0 {
-		// The Node is made anew, or --node-name is wrong: no reason to cut off what works.
+		// The Node is being recreated, or --node-name is wrong: no reason to cut off what works.
 		refusing, _ := fabric.NodeFor(in)
 		changes, _ = a.kernel.Add(refusing)
 		now.err = fmt.Errorf("no Node is called %q; want the name of the one on which the agent runs", in.Self)
@@ -127,11 +128,11 @@ func (a *agent) compare() bool {
 		now.node, now.problems = a.decided.node, slices.Clone(a.decided.problems)
 		news, first, failed := a.refuseNew(a.decided.refused)
 		if failed == nil {
-			if len(news) > 0 { // before anybody relies on it: the node may boot without an API server
-				_ = a.save(a.decided.refused) // it is tried again below
+			if len(news) > 0 { // before peers rely on it: the node may boot without an API server
+				_ = a.save(a.decided.refused) // tried again below
 			}
 			now.refused = in.Version
-			a.say(now.refused) // before the rest, for which nobody has to wait
+			a.say(now.refused) // early, because peers wait for this and not for the rest
 		}
 		changes, err = a.kernel.Apply(now.node)
 		changes, err = append(first, changes...), errors.Join(failed, err)
@@ -142,7 +143,7 @@ func (a *agent) compare() bool {
 		}
 		now.problems = append(now.problems, a.ledElsewhere(in.Self, look, news)...)
 		if len(in.Bridges) > 0 && a.kernel.Bridged() != in.Bridged {
-			a.notify() // the packet filter may go by it now, or may no longer
+			a.notify() // the packet filter depends on it
 		}
 		now.err = errors.Join(err, unknownMTU, forwards())
 		accepted := slices.ContainsFunc(changes, func(o kernel.Op) bool { _, is := o.Object.(kernel.Accept); return is })
@@ -159,12 +160,12 @@ func (a *agent) compare() bool {
 	a.state = now
 	a.mu.Unlock()
 	if before.revision == 0 || !slices.Equal(reportedOf(a.opts.Node, before), reportedOf(a.opts.Node, now)) {
-		set(a.moved) // the first report waits for it
+		set(a.moved) // the node's report contains it, and the first report waits for this
 	}
 	return now.err == nil && unsaved == nil
 }
 
-// tellReady tells people of what lasts longer than it takes to be mended.
+// tellReady reports problems that persist for two checks, until ctx ends.
 func (a *agent) tellReady(ctx context.Context) {
 	tick := time.NewTicker(retryInterval)
 	defer tick.Stop()
@@ -189,7 +190,7 @@ func (a *agent) tellReady(ctx context.Context) {
 	}
 }
 
-// say has the manager told what the node refuses, if that is news.
+// say has tellRefused report what the node refuses, if that has changed.
 func (a *agent) say(refused int64) {
 	a.mu.Lock()
 	news := a.state.refused != refused

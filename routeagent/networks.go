@@ -16,41 +16,43 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 )
 
-// How often the agent looks what its node reaches without us, and tells it.
+// How often the agent reads what its node reaches without the tunnel, and reports it.
 const (
-	lookTogether = 200 * time.Millisecond // after an event, for those that come with it
+	lookTogether = 200 * time.Millisecond // after an event, because more may follow
 	lookInterval = 30 * time.Second       // without any event: changes of DNS servers cause none
-	tellInterval = time.Hour              // somebody may have deleted what was told
+	tellInterval = time.Hour              // somebody may have deleted the report
 	tellPatience = time.Minute            // the longest pause after a failure
 	tellTimeout  = 30 * time.Second
-	// tellSpread is for each node of the cluster: a change of all nodes at once, such as an address
-	// of a Service, does not come to the API server at once.
+	// tellSpread times the number of nodes is the longest delay of a report. If all nodes change at
+	// once, as by a new address of a Service, their reports do not reach the API server at once.
 	tellSpread = 2 * time.Millisecond
-	// lookGap is between two looks. Where there are a million routes a look takes seconds: it is
-	// multiplied by lookShare, so that no more than that part of a processor is spent.
+	// lookGap is the minimum time between two reads. With a million routes a read takes seconds.
+	// The pause is therefore at least lookShare times as long as the read, so that it costs at most
+	// a fiftieth of a processor.
 	lookGap   = 2 * time.Second
 	lookShare = 50
-	// refusedSpread is tellSpread for what the nodes refuse: peers wait for the last of them.
+	// refusedSpread is tellSpread for TellRefused. It is short, because peers wait for the last
+	// node.
 	refusedSpread = 300 * time.Microsecond
-	refusedGap    = 100 * time.Millisecond // after one was told
+	refusedGap    = 100 * time.Millisecond // after TellRefused
 )
 
-// told is the outcome of the last look.
+// told is the outcome of the last attempt to report.
 type told struct {
 	problems []fabric.Problem
-	err      error // why the manager does not know
+	err      error // why the manager has no current report
 }
 
-// A teller remembers what the manager was told last.
+// A teller remembers the last report.
 type teller struct {
 	*agent
 	last fabric.NodeNetworks
-	node int64 // when our Node was made
+	node int64 // creation time of our Node then
 	at   time.Time
 }
 
-// tell keeps the manager informed of what the node reaches without us, until ctx ends. It writes
-// when that changes, and hardly ever else: there may be five thousand nodes.
+// tell reports what the node reaches without the tunnel, until ctx ends. Apart from changes it
+// hardly ever writes, because there may be five thousand nodes.
 func (a *agent) tell(ctx context.Context) {
 	t := &teller{agent: a}
 	pause := lookGap // after a failure
@@ -84,7 +86,8 @@ func (a *agent) tell(ctx context.Context) {
 	}
 }
 
-// once looks, tells what has changed, and says how long not to look again.
+// once reads the node's networks, reports them if they have changed, and returns how long to wait
+// before the next read.
 func (t *teller) once(ctx context.Context) (wait time.Duration, problems []fabric.Problem, err error) {
 	own, nodes, created := t.ourselves()
 	if nodes == 0 {
@@ -92,7 +95,7 @@ func (t *teller) once(ctx context.Context) (wait time.Duration, problems []fabri
 	}
 	begin := time.Now()
 	if state := t.current(); state.revision == 0 {
-		return 0, nil, nil // it is not known what the node refuses; comparing brings us back
+		return 0, nil, nil // what the node refuses is unknown; the first comparison sets moved
 	}
 	now, problems, err := t.look(own)
 	if o := t.lastOverlay(); o.Broken || o.Back.Broken {
@@ -115,14 +118,14 @@ func (t *teller) once(ctx context.Context) (wait time.Duration, problems []fabri
 	t.mu.Lock()
 	t.reported = true
 	t.mu.Unlock()
-	set(t.refusing) // a report that was there says what was refused before
+	set(t.refusing) // Tell does not update Refused in an existing report
 	t.log.Info("reported this node's networks", "networks", len(now.Networks), "resolvers", len(now.Resolvers), "overlayBroken", now.BrokenOverlay.Gateway.IsValid())
 	t.last, t.node, t.at = now, created, time.Now()
 	return wait, problems, nil
 }
 
-// tellRefused keeps the manager informed of which networks of peers the node refuses, until ctx
-// ends. It has a goroutine of its own, since peers wait for it, and looks at networks may take long.
+// tellRefused reports which networks of peers the node refuses, until ctx ends. It has its own
+// goroutine, because peers wait for it, and reading the node's networks may take long.
 func (a *agent) tellRefused(ctx context.Context) {
 	pause := refusedGap
 	for {
@@ -133,7 +136,7 @@ func (a *agent) tellRefused(ctx context.Context) {
 		}
 		_, nodes, _ := a.ourselves()
 		if !a.hasReported() {
-			continue // the first report says it, and brings us back
+			continue // the first report contains it, and sets refusing
 		}
 		if !sleep(ctx, rand.N(refusedSpread*time.Duration(nodes+1))) {
 			return
@@ -165,8 +168,7 @@ func (a *agent) hasReported() bool {
 	return a.reported
 }
 
-// ourselves returns our own networks, how many nodes there are, and when ours
-// was made.
+// ourselves returns our own networks, the number of nodes, and the creation time of ours.
 func (a *agent) ourselves() (own []netip.Prefix, nodes int, created int64) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -176,7 +178,7 @@ func (a *agent) ourselves() (own []netip.Prefix, nodes int, created int64) {
 	return a.intent.Own, len(a.intent.Nodes), madeAt(a.intent, a.opts.Node)
 }
 
-// nodes are the addresses of the nodes that the agent knows.
+// nodes returns the addresses of the nodes that the agent knows.
 func (a *agent) nodes() (all []netip.Addr) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -198,7 +200,7 @@ func (a *agent) pods() []netip.Prefix {
 	return a.intent.PodNetworks()
 }
 
-// madeAt is when the Node of a name was made; 0: there is none.
+// madeAt returns the creation time of a Node, or 0 if there is none of that name.
 func madeAt(in *fabric.NodeIntent, name string) int64 {
 	for _, n := range in.Nodes {
 		if n.Name == name {
@@ -208,7 +210,7 @@ func madeAt(in *fabric.NodeIntent, name string) int64 {
 	return 0
 }
 
-// look reads what the node reaches without us.
+// look reads the content of the report, except BrokenOverlay and Refused.
 func (a *agent) look(own []netip.Prefix) (fabric.NodeNetworks, []fabric.Problem, error) {
 	have, err := rtnl.Networks()
 	if err != nil {
@@ -227,7 +229,8 @@ func (a *agent) look(own []netip.Prefix) (fabric.NodeNetworks, []fabric.Problem,
 	return n, problems, errors.Join(err, unknown, unread)
 }
 
-// lead has the node be as its routes by other hosts say. A gateway that is a Pod reads them in the report.
+// lead hands the node's routes via other hosts to the next comparison. If all gateways are Pods,
+// only they need the routes, and read them from the report.
 func (a *agent) lead(routes []fabric.NodeRoute) {
 	a.mu.Lock()
 	news := !slices.Equal(a.hops, routes)
@@ -263,7 +266,7 @@ func resolversIn(path string) (all []netip.Addr, err error) {
 	return all, nil
 }
 
-// note keeps the outcome for the status, and logs what is new.
+// note stores the outcome for the status, and logs what is new.
 func (a *agent) note(now told) {
 	a.mu.Lock()
 	before := a.told
@@ -285,7 +288,7 @@ func (a *agent) lastTold() told {
 	return a.told
 }
 
-// sleep reports whether ctx has not ended meanwhile.
+// sleep waits for d. It returns false if ctx ends first.
 func sleep(ctx context.Context, d time.Duration) bool {
 	select {
 	case <-ctx.Done():

@@ -15,7 +15,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/overlay"
 )
 
-// How often. Only tests change it.
+// How often the agent probes. Only tests change these.
 var (
 	probeInterval = overlay.Interval
 	probeAgain    = overlay.Again
@@ -28,11 +28,11 @@ var (
 type OverlayStatus struct {
 	Gateway netip.Addr `json:"gateway"`
 	overlay.State
-	// Back is the way from the gateway to the node.
+	// Back is the path from the gateway to the node.
 	Back overlay.State `json:"back,omitzero"`
 }
 
-// fails reports whether it is broken, in one direction at least, and since when.
+// fails reports whether the path is broken in at least one direction, and since when.
 func (s OverlayStatus) fails() (since time.Time, is bool) {
 	switch {
 	case s.Broken:
@@ -43,7 +43,7 @@ func (s OverlayStatus) fails() (since time.Time, is bool) {
 	return time.Time{}, false
 }
 
-// problem is a sentence for people.
+// problem describes the failure in a sentence for users.
 func (s OverlayStatus) problem() string {
 	if !s.Broken {
 		return fmt.Sprintf("packets of this node's pods reach the gateway at %v through the overlay, but none comes back (noticed at %s): while peers are connected, something between the gateway's node and this one drops VXLAN in that direction; let UDP %d pass between nodes",
@@ -53,7 +53,8 @@ func (s OverlayStatus) problem() string {
 		s.Gateway, s.Since.UTC().Format("15:04:05 UTC"), kernel.OverlayPort)
 }
 
-// probeTarget is the gateway to probe and an address of a peer behind it, in IPv4: of the nth of its peers.
+// probeTarget returns the gateway to probe, and an IPv4 address of a peer behind it. nth chooses
+// the peer.
 func probeTarget(in *fabric.NodeIntent, nth int) (gateway, remote netip.Addr, ok bool) {
 	var remotes []netip.Addr
 	if gateway = in.Gateway; gateway.Is4() {
@@ -79,20 +80,20 @@ func probeTarget(in *fabric.NodeIntent, nth int) (gateway, remote netip.Addr, ok
 
 // A backProbe finds out whether packets come back from the gateway.
 type backProbe struct {
-	received, sent uint64 // by the overlay's device, when it was last looked
-	own            uint64 // datagrams of ours since then
+	received, sent uint64 // packets of the overlay device, at the last call of suspects
+	own            uint64 // our own datagrams since then
 
-	// answer are addresses of peers whose gateways have answered while packets came, those that did it
-	// last at the end. That one has no answer tells nothing if it never had any (a Liqo's need not
-	// answer), nor if the peer is away: so several are asked.
+	// answer holds addresses of peers whose gateways have answered, the most recent last. A missing
+	// answer means nothing if the peer never answered (Liqo's gateway need not) or is offline, so
+	// several peers are asked.
 	answer []netip.Addr
 }
 
-// backPeers is how many peers are asked at once.
+// backPeers is the maximum number of peers in answer, which are asked at once.
 const backPeers = 8
 
-// asks are the peers to ask: those that have answered before when something is wrong, and else the one
-// whose turn it is, once.
+// asks returns the peers to ask. If the path is suspected to be broken, these are the peers that
+// have answered before. Otherwise it is remote, unless that has answered already.
 func (p *backProbe) asks(suspected bool, remote netip.Addr) []netip.Addr {
 	switch {
 	case suspected:
@@ -109,16 +110,17 @@ func (p *backProbe) answered(remote netip.Addr) {
 	p.answer = p.answer[max(0, len(p.answer)-backPeers):]
 }
 
-// suspects reports whether nothing came by the overlay since it was asked last though pods have sent,
-// and something has come before: there is no other reason for that than one-way traffic or a fault.
+// suspects reports whether pods have sent since its last call, but nothing has come through the
+// overlay, although something had before. Only one-way traffic or a fault explains that.
 func (p *backProbe) suspects(received, sent uint64) bool {
 	silent := received == p.received && received > 0 && sent > p.sent+p.own
 	p.received, p.sent, p.own = received, sent, 0
 	return silent
 }
 
-// ask sends datagrams that live as far as gateways of peers: past ours, which is one hop as a Pod and
-// two on a host's network. It reports whether one was answered by the overlay.
+// ask sends each peer two datagrams that expire at its gateway: with TTL 2 if our gateway is a Pod,
+// which is one hop, and with TTL 3 if it is on a host's network, which is two. It reports whether
+// any answer came through the overlay.
 func (p *backProbe) ask(ctx context.Context, remotes []netip.Addr, device int) (came bool) {
 	all := slices.Clone(remotes)
 	answered := make([]bool, len(all))
@@ -140,7 +142,8 @@ func (p *backProbe) ask(ctx context.Context, remotes []netip.Addr, device int) (
 	return came
 }
 
-// probeOverlay looks from time to time whether the gateway is reached, until ctx ends.
+// probeOverlay probes from time to time whether packets reach the gateway and come back, until ctx
+// ends.
 func (a *agent) probeOverlay(ctx context.Context) {
 	var p OverlayStatus
 	var back backProbe
@@ -164,7 +167,8 @@ func (a *agent) probeOverlay(ctx context.Context) {
 			p.Take(began, answer != overlay.NoAnswer, control)
 			back.own++
 			arrives := true
-			// Without a way on the gateway has no tunnel to that peer, and answers nobody.
+			// Any other answer means that the gateway has no tunnel to that peer, so nobody would
+			// answer.
 			if index, received, sent, err := rtnl.Counters(kernel.OverlayDevice); err == nil && answer == overlay.WayOn {
 				news := received != back.received
 				suspected := back.suspects(received, sent) || p.Back.Doubted() && !news
@@ -196,7 +200,7 @@ func (a *agent) probeOverlay(ctx context.Context) {
 		a.overlay = p
 		a.mu.Unlock()
 		if news {
-			set(a.moved) // the manager is told
+			set(a.moved) // the node's report contains it
 		}
 	}
 }

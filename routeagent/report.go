@@ -8,8 +8,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// reportedOf is what others have to know of a state: what is wrong with the node, not with objects that
-// all nodes read.
+// reportedOf returns the part of a state that belongs into the node's report: problems of this
+// node, not those of objects that all nodes read.
 func reportedOf(node string, s state) []kernel.Limit {
 	all := slices.Clone(s.limits)
 	for _, p := range s.problems {
@@ -20,13 +20,13 @@ func reportedOf(node string, s state) []kernel.Limit {
 	return all
 }
 
-// report logs and counts what a comparison brought, and says nothing twice.
+// report logs and counts the result of a comparison. It does not log again what has not changed.
 func (a *agent) report(before, now state, changes kernel.Plan) {
 	drift := before.revision == now.revision && before.err == nil
 	for _, o := range changes {
 		if drift {
 			a.log.Warn("repaired a kernel object", "command", o.Command(""))
-		} else if a.log.Enabled(context.Background(), slog.LevelDebug) { // the text of a filter has all networks
+		} else if a.log.Enabled(context.Background(), slog.LevelDebug) { // a filter's text has all networks
 			a.log.Debug("changed a kernel object", "command", o.Command(""))
 		}
 	}

@@ -17,17 +17,17 @@ import (
 	"github.com/isthmus-net/isthmus/internal/statefile"
 )
 
-// snapshot is what an agent has to know before it can ask anybody: after a reboot the kernel holds
-// nothing of ours, and a packet for a remote network would leave by the default route.
+// A snapshot is what an agent must know before it reaches an API server: after a reboot the kernel
+// has no object of ours, and a packet for a remote network would leave by the default route.
 type snapshot struct {
 	Version int      `json:"version"`
 	Refused networks `json:"refused"`
 }
 
-// networks are those of peers, with the objects that named them last.
+// networks are the networks of peers, with the NetworkAllocations that named them.
 type networks []fabric.Allocation
 
-// UnmarshalJSON implements json.Unmarshaler. An agent of version 1 wrote networks alone.
+// UnmarshalJSON implements json.Unmarshaler. Version 1 contains networks alone.
 func (n *networks) UnmarshalJSON(text []byte) error {
 	var alone []netip.Prefix
 	if json.Unmarshal(text, &alone) == nil {
@@ -66,10 +66,11 @@ func readSnapshot(directory string) (*snapshot, error) {
 	return &s, nil
 }
 
-// restore refuses what the snapshot says, before anything is read from anywhere. It adds only: what
-// an agent before left stays, also what the kernel refuses and no snapshot knows of. A snapshot that
-// cannot be read is told until a good one has replaced it. After an error nothing may be compared, which
-// would take away what is left: refused is what the kernel refuses.
+// restore refuses the networks in the snapshot, before the agent knows anything else. It only adds:
+// what a previous agent left stays, including networks that the kernel refuses and the snapshot
+// lacks. refused returns those of the kernel. If it fails, the agent must not compare, because that
+// would remove them. An unreadable snapshot is an error of the node until the first comparison,
+// which writes a new one.
 func (a *agent) restore(refused func() ([]netip.Prefix, error)) error {
 	a.recall()
 	left, err := refused()
@@ -80,7 +81,7 @@ func (a *agent) restore(refused func() ([]netip.Prefix, error)) error {
 	return nil
 }
 
-// recall refuses what the snapshot says.
+// recall reads the snapshot and refuses its networks.
 func (a *agent) recall() {
 	if a.opts.StateDirectory == "" {
 		return
@@ -106,7 +107,7 @@ func (a *agent) recall() {
 	a.state.err = err
 }
 
-// networksOf are those of a sorted list.
+// networksOf returns the networks of a sorted list, each once.
 func networksOf(list []fabric.Allocation) []netip.Prefix {
 	networks := make([]netip.Prefix, len(list))
 	for i, a := range list {
@@ -123,14 +124,14 @@ func unexplained(all []netip.Prefix) (known []fabric.Allocation) {
 	return known
 }
 
-// has looks for a network in a sorted list.
+// has reports whether a sorted list contains a network.
 func has(list []netip.Prefix, p netip.Prefix) bool {
 	_, found := slices.BinarySearchFunc(list, p, netip.Prefix.Compare)
 	return found
 }
 
-// save keeps what is refused for an agent that starts when nobody can be asked. Networks that only tunnels
-// name are in it too.
+// save writes the snapshot if it has changed. It contains all refused networks, also those that
+// only tunnels name.
 func (a *agent) save(refused []netip.Prefix) error {
 	now := &snapshot{snapshotVersion, a.allocations.known}
 	if !slices.Equal(refused, a.allocations.networks) {
@@ -148,7 +149,7 @@ func (a *agent) save(refused []netip.Prefix) error {
 	return nil
 }
 
-// cleanupPatience is how long others may change iptables-legacy while it is cleaned up.
+// cleanupPatience is how long Cleanup tries again while other programs change iptables-legacy.
 const cleanupPatience = 30 * time.Second
 
 // Cleanup removes everything that route agents made in the network namespace of the process, and
