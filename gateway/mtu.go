@@ -17,32 +17,33 @@ const (
 	overhead4 = 60
 	overhead6 = 80
 
-	// padding is what WireGuard pads a packet to, but never beyond the MTU of the device. So a
-	// packet for a peer with a smaller MTU must not be padded beyond that one: it is a multiple.
+	// WireGuard pads a packet to a multiple of padding, but never beyond the MTU of the device. A
+	// smaller MTU of a peer must therefore be a multiple of padding, or a padded packet would
+	// exceed it.
 	padding = 16
 
-	// defaultMTU is for a way that is not known yet: Ethernet.
+	// defaultMTU is for a path that is not known yet: Ethernet.
 	defaultMTU = 1500 - overhead4
-	// minAutoMTU fits into 1280 octets under either outer header, and minAutoMTU6 is what IPv6 asks
-	// of a link (RFC 8200, section 5). Both are multiples of padding. Who claims that less passes is
-	// mostly somebody who forged an ICMP error; on such an underlay routers cut the outer packets,
-	// see bind.IgnorePath.
+	// minAutoMTU fits into 1280 octets under either outer header, and minAutoMTU6 is what IPv6
+	// requires of a link (RFC 8200, section 5). Both are multiples of padding. A report of a
+	// smaller path MTU is mostly a forged ICMP error; if it is true, routers fragment the outer
+	// packets, see bind.IgnorePath.
 	minAutoMTU  = 1280 - overhead6
 	minAutoMTU6 = 1280
-	// maxAutoMTU is for jumbo frames. More is found on loopback and on virtual links only, whose
-	// size says nothing about the path behind them.
+	// maxAutoMTU is for jumbo frames. Only loopback and virtual links have more, and their MTU says
+	// nothing about the path behind them.
 	maxAutoMTU = 9000 - overhead4
 )
 
-// underlay is the way to one peer.
+// An underlay is the path to one peer.
 type underlay struct {
 	addr netip.Addr
-	mtu  int  // of the way; 0: not known
-	last int  // what it gave the peer for an MTU in the tunnel, 0: nothing yet
+	mtu  int  // of the path; 0: unknown
+	last int  // MTU in the tunnel that this path gave last; 0: none yet
 	six  bool // IPv6 goes through the tunnel
 }
 
-// leastMTU is what every path to a peer should take.
+// leastMTU returns the size of packets that every path to a peer should carry.
 func leastMTU(p *fabric.GatewayPeer) int {
 	if inner6(p) {
 		return minAutoMTU6
@@ -50,14 +51,14 @@ func leastMTU(p *fabric.GatewayPeer) int {
 	return minAutoMTU
 }
 
-// inner6 says whether IPv6 goes through the tunnel to a peer.
+// inner6 reports whether IPv6 goes through the tunnel to a peer.
 func inner6(p *fabric.GatewayPeer) bool {
 	return p.AllowedIPs[0].Addr().Is6() || p.AllowedIPs[1].Addr().Is6()
 }
 
-// autoMTUs gives each peer the largest packet that fits into one outer packet on the way to it, and
-// the device the largest of these, or last when no way is known. A way that is not known any more
-// is taken for what it was, and one that never was for Ethernet.
+// autoMTUs returns for each peer the size of the largest packet that fits into one outer packet on
+// the path to it. For the device it returns the largest of these, or last if no path is known. A
+// path that is no longer known keeps its last value, and one that never was counts as Ethernet.
 func autoMTUs(ways []underlay, last int) (tunnel int, each []int) {
 	each = make([]int, len(ways))
 	for i := range ways {
@@ -74,7 +75,8 @@ func autoMTUs(ways []underlay, last int) (tunnel int, each []int) {
 	return tunnel, each
 }
 
-// inner is what fits into one outer packet, 0 when the way never was known.
+// inner returns the size of packets that fit into one outer packet, or 0 if the path was never
+// known.
 func (w *underlay) inner() int {
 	if w.mtu == 0 {
 		return w.last
@@ -97,15 +99,15 @@ func overheadTo(outer netip.Addr) int {
 // header. The engine takes 20 more off for IPv6.
 func mssFor(mtu int) uint16 { return uint16(mtu - 40) }
 
-// rulesFor are the rules for a peer to which packets of an MTU may go.
+// rulesFor returns the rules for a peer, with the MTU towards it.
 func rulesFor(p *fabric.GatewayPeer, mtu int) natengine.Peer {
 	r := p.Rules
 	r.MTU, r.MSS = uint16(mtu), mssFor(mtu)
 	return r
 }
 
-// checkMTU says what is wrong with an MTU that is asked for, 0 for none: IPv6 has no link below
-// 1280 octets, and Linux takes it away from a device that has less.
+// checkMTU returns what is wrong with a configured MTU; 0 is none. IPv6 has no link below 1280
+// octets, and Linux disables it on a device with less.
 func checkMTU(mtu int, peers []*fabric.GatewayPeer) error {
 	if mtu == 0 || mtu >= minAutoMTU6 {
 		return nil
@@ -119,11 +121,12 @@ func checkMTU(mtu int, peers []*fabric.GatewayPeer) error {
 	return nil
 }
 
-// measure finds the MTU of the tunnel and towards each of peers. Where c leaves it to us, that is what
-// the kernel says about the way to every peer whose address is known: where it is, else where it is
-// configured to be. That includes what routers on the way have said; the kernel remembers it for ten
-// minutes, and tells nobody of it. It is asked about peers that are somewhere else now, and with all
-// about each. Either is lowered to what the path takes.
+// measure finds the MTU of the tunnel and towards each of peers. If c sets none, it derives them
+// from the MTU that the kernel knows for the path to a peer: to its current address, or else to the
+// configured one. That includes what routers on the path have reported, which the kernel remembers
+// for ten minutes without an event. The kernel is asked only about peers whose address has changed,
+// and with all about each. A peer whose path drops packets of that size gets a smaller MTU, see
+// narrowPaths.
 func (g *gateway) measure(c Config, peers []peer, all bool) (tunnel int) {
 	if tunnel = c.MTU; tunnel != 0 {
 		for i := range peers {
@@ -149,15 +152,15 @@ func (g *gateway) measureWays(peers []peer, all bool) (tunnel int) {
 		p := &peers[i]
 		at := p.at
 		if e := p.session.stats.Endpoint; e.IsValid() {
-			at = e // it may have roamed, or never have had a name
+			at = e // the peer may have roamed, or its name was never resolved
 		}
 		if addr := at.Addr(); addr.IsValid() && (all || addr != p.asked) {
-			if asked++; asked%32 == 0 { // a millisecond or so, which packets wait for where there is one processor
+			if asked++; asked%32 == 0 { // about every millisecond, let packets through
 				time.Sleep(time.Millisecond)
 			}
 			mtu, err := g.mtuTo(addr, links)
 			if err != nil {
-				g.log.Debug("no way to the peer", "peer", p.ID, "error", err) // nothing to be too large for
+				g.log.Debug("no way to the peer", "peer", p.ID, "error", err) // then no packet is too large
 			}
 			p.asked, p.kernel = addr, mtu
 		} else if !addr.IsValid() {

@@ -7,7 +7,7 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// engineConfig adds to the bounds of a configuration the addresses that are the gateway's.
+// engineConfig returns the configuration of the engine: c.NAT with the gateway's own addresses.
 func engineConfig(c Config) natengine.Config {
 	e := c.NAT
 	e.Self4, e.Self6 = fabric.GatewayAddr, fabric.GatewayAddr6
@@ -15,7 +15,7 @@ func engineConfig(c Config) natengine.Config {
 	return e
 }
 
-// running are the flows and tunnels of a gateway that runs.
+// running gives package flowsync the flows and tunnels of a running gateway.
 type running struct {
 	*natengine.Engine
 	ends []*tunnelEnd
@@ -47,7 +47,8 @@ var (
 	familyTimeout       = gauge("nat_timeout_seconds", "How long a NAT flow, or a held fragment, lasts without a packet.", "of")
 )
 
-// addBounds adds what all peers have in common.
+// addBounds adds the bounds that are the same for all peers, and the use of those of the whole
+// engine.
 func addBounds(s *scrape, c natengine.Config, stats natengine.Stats) {
 	s.add(familySessions, float64(stats.Flows), nil)
 	s.add(familyLimit, float64(stats.MaxFlows), nil)
@@ -70,7 +71,7 @@ func addBounds(s *scrape, c natengine.Config, stats natengine.Stats) {
 	}
 }
 
-// addUse adds what one peer uses of its bounds. Ports are of the family of its networks.
+// addUse adds how much of its bounds one peer uses. Ports are those of the family of its networks.
 func addUse(s *scrape, peer labels, is4 bool, use natengine.PeerStats) {
 	s.add(familyPeerFlows, float64(use.Flows), peer)
 	s.add(familyPeerLimit, float64(use.MaxFlows), peer)

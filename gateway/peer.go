@@ -10,32 +10,31 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// A peer is what the control loop knows of one peer. The loop alone makes and replaces it, as a
-// value; what is published in current is never modified. What runs beside the loop keeps its own
-// account of a peer and is asked for it by view: the engine, the ends of the tunnels, the
-// connection checks, the resolver.
+// A peer is what the control loop knows about one peer. Only the loop makes and replaces it, as a
+// value; one that is published in current is never modified. The engine, the tunnels, the
+// connection checks and the resolver keep their own data about a peer, which a view collects.
 type peer struct {
-	*fabric.GatewayPeer                  // as it should be; never modified, and another one when something of it changes
-	session             session          // in the first tunnel, as seen from outside
-	further             []session        // in the further ones; never modified, and nil for a peer with one tunnel
-	at                  netip.AddrPort   // where it is configured to be; zero: not known
-	refused             bool             // it must not be sent to where it was before
-	asked               netip.Addr       // of which the kernel was asked how large packets may be; zero: of none
-	kernel              int              // what it said: MTU of the way, octets; 0: there is none
-	way                 int              // largest packet that fits the way to it, by what the kernel knows, octets
-	mtu                 int              // largest packet towards it: less where the path drops such packets
-	inUse               fabric.TunnelSet // tunnels that carry flows; empty: the first one
-	forgotten           bool             // the tunnels have to be told where it is again
+	*fabric.GatewayPeer                  // desired state; replaced when it changes, never modified
+	session             session          // in tunnel 0
+	further             []session        // in additional tunnels, nil if none; never modified
+	at                  netip.AddrPort   // where its configured endpoint is; zero: unknown
+	refused             bool             // we must not send to its last address any more
+	asked               netip.Addr       // for which the kernel gave its path MTU; zero: none
+	kernel              int              // that MTU, in octets; 0: there is no path
+	way                 int              // largest packet in the tunnel for this path, in octets
+	mtu                 int              // largest packet towards it; below way if the path drops those
+	inUse               fabric.TunnelSet // tunnels that carry flows; empty: tunnel 0
+	forgotten           bool             // the tunnels need its endpoint again
 	preshared           datapath.PresharedKeys
-	keyed               time.Time // when it got another one; zero: it has had this one from the start
-	rekeyed             time.Time // when a handshake was last begun for that
+	keyed               time.Time // when the preshared key last changed; zero: never
+	rekeyed             time.Time // when that last started a handshake
 	state               *natengine.PeerState
 }
 
-// session is what a peer's WireGuard session looks like from outside.
+// A session is what the control loop knows about a peer's WireGuard session in one tunnel.
 type session struct {
-	key      [32]byte  // the peer's, of a further tunnel
-	since    time.Time // configured
+	key      [32]byte  // the peer's public key; only in additional tunnels
+	since    time.Time // when the peer was configured
 	received uint64
 	heard    time.Time // when received last grew
 	down     bool
@@ -43,9 +42,9 @@ type session struct {
 	stats    datapath.Stats // at the last look
 }
 
-// after returns the session a moment later. Both now and the handshake have monotonic clock readings, so a
-// step of the wall clock changes no age. A peer that is heard is not down, because no message is accepted
-// under a session of that age.
+// after returns the session, updated from stats. Both now and the handshake have monotonic clock
+// readings, so a step of the wall clock changes no age. down does not depend on heard: WireGuard
+// accepts no message in a session that old.
 func (s session) after(stats datapath.Stats, now time.Time) session {
 	s.stats = stats
 	if stats.Received != s.received {
@@ -59,7 +58,7 @@ func (s session) after(stats datapath.Stats, now time.Time) session {
 	return s
 }
 
-// sessions returns the sessions in all tunnels, that in the first one first.
+// sessions yields the sessions in all tunnels, in order.
 func (p *peer) sessions(yield func(tunnel int, s *session) bool) {
 	if !yield(0, &p.session) {
 		return
@@ -81,7 +80,7 @@ func (p *peer) down() bool {
 	return true
 }
 
-// heard returns when something authentic last came from the peer, in any tunnel; zero: never.
+// heard returns when an authenticated message last came from the peer, in any tunnel; zero: never.
 func (p *peer) heard() (last time.Time) {
 	for _, s := range p.sessions {
 		if s.heard.After(last) {
@@ -91,7 +90,7 @@ func (p *peer) heard() (last time.Time) {
 	return last
 }
 
-// look updates the sessions by the stats of each tunnel.
+// look updates the sessions from the stats of each tunnel.
 func (p *peer) look(stats []map[[32]byte]datapath.Stats, now time.Time) {
 	p.session = p.session.after(stats[0][p.PublicKey], now)
 	if len(p.Tunnels) == 0 {
@@ -110,7 +109,7 @@ func (p *peer) look(stats []map[[32]byte]datapath.Stats, now time.Time) {
 	}
 }
 
-// wanted are the peers as they should be. The slice is the caller's.
+// wanted returns the desired state of all peers. The caller owns the slice.
 func (c current) wanted() []*fabric.GatewayPeer {
 	all := make([]*fabric.GatewayPeer, len(c.peers))
 	for i, p := range c.peers {
@@ -119,25 +118,26 @@ func (c current) wanted() []*fabric.GatewayPeer {
 	return all
 }
 
-// A survey is what there should be, beside what is in force, and what of it is different. What nobody
-// changed costs a comparison.
+// A survey is the new state of all peers, and how it differs from the one in force. A peer that has
+// not changed costs one comparison.
 type survey struct {
 	peers  []peer // sorted by ID
 	tunnel int    // MTU of the tunnel, octets
-	all    bool   // whatever is the same is to be made true again, too
-	ruled  []int  // peers with other rules for the engine
-	other  []int  // peers of which tunnels and connection checks have to know something else
-	gone   []peer // as they were
-	routed bool   // other networks lead to other tunnels
+	all    bool   // apply everything again, changed or not
+	ruled  []int  // peers whose rules for the engine have changed
+	other  []int  // peers that have changed for tunnels and connection checks
+	gone   []peer // removed peers, in their last state
+	routed bool   // the routes to the tunnels have changed
 }
 
-// survey looks where peers are and how large packets to them may be, see measure, and compares. At the
-// start, after a failure and with another key, nothing is taken to be as it was.
+// survey locates the peers, measures the MTU towards them (see measure; ways is its all) and
+// compares the result with what is in force. At the start, after a failure and with a new key,
+// everything counts as changed.
 func (g *gateway) survey(c Config, want []*fabric.GatewayPeer, ways bool) survey {
 	all := g.now.generation == 0 || g.now.applyErr != nil || c.PrivateKey != g.now.config.PrivateKey || c.NextKey != g.now.config.NextKey
 	s := survey{peers: make([]peer, len(want)), all: all}
 	now, old := time.Now(), g.now.peers
-	before := make([]int, len(want)) // where they are in old, -1: nowhere
+	before := make([]int, len(want)) // index in old; -1: not there
 	j := 0
 	for i, w := range want {
 		for ; j < len(old) && old[j].ID < w.ID; j++ {
@@ -212,26 +212,28 @@ func (g *gateway) setRules(s *survey) error {
 	return nil
 }
 
-// view is a peer with what those beside the loop know of it now. Status and metrics are made of it.
+// A view is a peer with the current data of the engine, tunnels, connection checks and resolver.
+// Status and metrics are made from it.
 type view struct {
 	*peer
 	tunnels    []tunnelView // to it, in order
 	nat        natengine.PeerStats
-	translated bool           // nat is known: the engine is the first to forget a peer that is removed
+	translated bool           // nat is valid; the engine forgets a removed peer before others do
 	resolved   netip.AddrPort // address of the configured endpoint
-	unresolved error          // why there is none, or an old one
-	alone      bool           // no other peer is without an answer
+	unresolved error          // why resolved is missing or outdated
+	alone      bool           // all other peers answer
 }
 
-// tunnelView is one tunnel to a peer.
+// A tunnelView is one tunnel to a peer.
 type tunnelView struct {
 	key   [32]byte // the peer's
 	check CheckResult
 	stats datapath.Stats
-	inUse bool // the kernel gives it its share of the flows
+	inUse bool // it carries a share of the flows
 }
 
-// leading returns the tunnel by which the peer is described: the first one that carries flows.
+// leading returns the tunnel that stands for the peer in its status: the first one that carries
+// flows.
 func (v *view) leading() *tunnelView {
 	for i := range v.tunnels {
 		if v.tunnels[i].inUse {
@@ -241,8 +243,8 @@ func (v *view) leading() *tunnelView {
 	return &v.tunnels[0]
 }
 
-// presharedID is the ID of the preshared key that protects all sessions with the peer; empty: one has none, or there are no
-// sessions.
+// presharedID returns the ID of the preshared key that protects all sessions with the peer. It is
+// empty if a session has none, if they differ, or if there is no session.
 func (v *view) presharedID() (id string) {
 	for _, e := range v.tunnels {
 		switch of := e.stats.PresharedID; {
@@ -256,7 +258,8 @@ func (v *view) presharedID() (id string) {
 	return id
 }
 
-// lags reports whether the peer has no session with the next key, in a tunnel that has any session.
+// lags reports whether a session with the peer does not use our next key yet, or there is no
+// session.
 func (v *view) lags(next [][32]byte) bool {
 	moved := false
 	for i, e := range v.tunnels {
@@ -271,7 +274,7 @@ func (v *view) lags(next [][32]byte) bool {
 	return !moved
 }
 
-// octets are those of WireGuard messages in all tunnels.
+// octets returns the octets of WireGuard messages in all tunnels.
 func (v *view) octets() (received, sent uint64) {
 	for _, e := range v.tunnels {
 		received += e.stats.Received
@@ -280,7 +283,7 @@ func (v *view) octets() (received, sent uint64) {
 	return received, sent
 }
 
-// views looks at the peers of now. stats are the engine's.
+// views returns a view of each peer of now, in the same order. stats are the engine's.
 func (g *gateway) views(now current, stats natengine.Stats) []view {
 	views, at := make([]view, len(now.peers)), make(map[string]int, len(now.peers))
 	for i := range now.peers {
