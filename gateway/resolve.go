@@ -15,28 +15,27 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// How often a name is looked up: seldom while its peer is heard, soon while it is not.
+// How often a name is looked up: seldom while its peer is heard, often while it is not.
 const (
 	lookupInterval = time.Minute
 	lookupRetry    = 10 * time.Second
 	lookupTimeout  = 5 * time.Second
-	// silence is how long a peer may send nothing before its address is doubted. A peer that is
-	// there answers our probe every two seconds.
+	// silence is how long a peer may send nothing before we look for another address. A peer that
+	// is online answers our probe every two seconds.
 	silence = 15 * time.Second
 )
 
-// resolver says where each peer's gateway is. Literal addresses are answers by themselves; names
-// are looked up, preferring IPv4, and the previous answer is kept while it is still among the
-// results (docs/liqo-v0.md, section 6.2). A new answer for a peer that can be heard waits until it
-// cannot, because WireGuard has found the peer where it is, roaming included. Methods may be called
-// concurrently.
+// A resolver knows where each peer's gateway is. It looks up names and prefers IPv4; it keeps the
+// previous address while that is among the answers (docs/liqo-v0.md, section 6.2). While a peer is
+// heard, a new answer waits, because WireGuard has found the peer where it is, roaming included.
+// Methods may be called concurrently.
 //
-// fabric.Site checks literals and every answer alike. An answer that it refuses replaces none that
-// is in use, so that a name server that lies cuts nobody off. An address in use is given up when
-// the Site changes so that it is refused.
+// fabric.Site checks literal addresses and every answer. A refused answer never replaces an address
+// in use, so that a lying name server cuts nobody off. The resolver gives up an address in use only
+// when the Site changes and refuses it.
 type resolver struct {
 	lookup  func(ctx context.Context, host string) ([]netip.Addr, error)
-	changed func() // an endpoint is another one now; called from any goroutine
+	changed func() // called from any goroutine after an endpoint has changed
 	log     *slog.Logger
 
 	ctx    context.Context
@@ -45,39 +44,39 @@ type resolver struct {
 
 	mu    sync.Mutex
 	peers map[string]*location
-	last  []*fabric.GatewayPeer // as set got them
-	round uint64                // of set
+	last  []*fabric.GatewayPeer // of the last call of set
+	round uint64                // number of calls of set that changed something
 	site  fabric.Site
 	index *fabric.SiteIndex // of site
 
-	// What the source of each message is checked by. It is replaced with the peers, and never modified.
+	// sources is what mayCome checks. set replaces it, and nobody modifies it.
 	sources atomic.Pointer[sources]
 }
 
-// sources are the addresses that messages of peers may come from: those that a gateway of a peer can have, those
-// that Services relay from, and those that peers name.
+// sources are the addresses from which messages of peers may come: those that a peer's gateway can
+// have, those that Services relay from, and those in said.
 type sources struct {
 	index *fabric.SiteIndex
-	said  map[netip.Addr]bool
+	said  map[netip.Addr]bool // literal endpoints of peers, and addresses that were given up
 }
 
-// location is where one peer is.
+// A location is where one peer is.
 type location struct {
 	host string
 	port uint16
 
 	literal bool
-	addr    netip.Addr // in use; zero: not known yet, or given up
-	was     netip.Addr // what was given up last
+	addr    netip.Addr // in use; zero: unknown yet, or given up
+	was     netip.Addr // the last one that was given up
 	latest  netip.Addr // last answer, taken over when the peer is silent
 	err     error      // of the last lookup, or why addr was given up
-	gaveUp  bool       // what was in use has been refused since, and nothing has been found instead
+	gaveUp  bool       // the address in use was given up, and there is no new one yet
 
 	silent bool
 	next   time.Time // of the next lookup
 	busy   bool      // one is under way
 
-	round uint64 // of set, the last one that it was in
+	round uint64 // of the last set that had this peer
 }
 
 func newResolver(lookup func(context.Context, string) ([]netip.Addr, error), changed func(), log *slog.Logger) *resolver {
@@ -93,8 +92,8 @@ func (r *resolver) close() {
 	r.done.Wait()
 }
 
-// set replaces the peers, and where they cannot be; false: nothing of that is new. One whose name
-// stays keeps its answer, unless that is refused now.
+// set replaces the peers and the Site, and reports whether anything has changed. A peer whose
+// endpoint stays keeps its address, unless the Site refuses that now.
 func (r *resolver) set(peers []*fabric.GatewayPeer, site fabric.Site) (changed bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -102,7 +101,7 @@ func (r *resolver) set(peers []*fabric.GatewayPeer, site fabric.Site) (changed b
 	if !same {
 		r.site, r.index = site, site.Index()
 	}
-	if same && slices.Equal(peers, r.last) { // the same ones, not only as they were
+	if same && slices.Equal(peers, r.last) { // the same pointers
 		return false
 	}
 	r.last = peers
@@ -111,7 +110,7 @@ func (r *resolver) set(peers []*fabric.GatewayPeer, site fabric.Site) (changed b
 	for _, p := range peers {
 		l := r.peers[p.ID]
 		renamed := l == nil || l.host != p.Endpoint
-		if renamed { // another location: a lookup of the old name may be under way
+		if renamed { // a new location, because a lookup of the old name may be under way
 			changed = true
 			_, err := netip.ParseAddr(p.Endpoint)
 			l = &location{host: p.Endpoint, literal: err == nil}
@@ -140,18 +139,19 @@ func (r *resolver) set(peers []*fabric.GatewayPeer, site fabric.Site) (changed b
 	return changed
 }
 
-// mayCome reports whether a message of a peer may come from an address. If a Node gets the address later, the
-// gateway does not send there until the peer has sent from it. The gateway calls mayCome for each message that
-// has another source than the previous one, so it takes no lock and reads no list.
+// mayCome reports whether a message of a peer may come from an address. It also accepts an address
+// that the Site refuses since a Node has it, if a peer has named it before; the gateway sends there
+// only after the peer has sent from it. The gateway calls mayCome for each message whose source
+// differs from that of the previous one, so it takes no lock and reads no list.
 func (r *resolver) mayCome(addr netip.Addr) bool {
 	s := r.sources.Load()
 	return s.index.CheckSource(addr) == "" || s.said[addr.Unmap()]
 }
 
-// relaysFrom says whether Services relay messages of peers from an address.
+// relaysFrom reports whether Services relay messages of peers from an address.
 func (r *resolver) relaysFrom(addr netip.Addr) bool { return r.sources.Load().index.RelaysFrom(addr) }
 
-// try gives up what is refused now, and takes a literal address that is not refused any more.
+// try gives up an address that the Site refuses, and takes a literal address that it allows.
 func (r *resolver) try(id string, l *location) {
 	if l.latest.IsValid() && r.index.CheckEndpoint(l.latest) != "" {
 		l.latest = netip.Addr{}
@@ -179,8 +179,8 @@ func (r *resolver) try(id string, l *location) {
 	}
 }
 
-// endpoint is where to send packets for the peer; zero when its name has never been resolved, or
-// what it was resolved to is refused. err says why.
+// endpoint returns where to send packets for the peer. It is zero if the name was never resolved,
+// or if the address is refused. The error is that of the last lookup, or the refusal.
 func (r *resolver) endpoint(id string) (netip.AddrPort, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -194,8 +194,8 @@ func (r *resolver) endpoint(id string) (netip.AddrPort, error) {
 	return netip.AddrPortFrom(l.addr, l.port), l.err
 }
 
-// locate says of each peer where to send packets for it, and whether they must not go where they went
-// before.
+// locate sets in each peer where to send packets for it (at), and whether they must not go to its
+// last address any more (refused).
 func (r *resolver) locate(peers []peer) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -211,7 +211,7 @@ func (r *resolver) locate(peers []peer) {
 	}
 }
 
-// heard says whether the peer sent something lately.
+// heard notes whether the peer has sent something lately.
 func (r *resolver) heard(id string, heard bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -227,7 +227,7 @@ func (r *resolver) heard(id string, heard bool) {
 	}
 }
 
-// take makes the last answer the one in use; true when that is another.
+// take uses the latest answer from now on, and reports whether that is another address.
 func (l *location) take() bool {
 	if !l.latest.IsValid() || l.latest == l.addr {
 		return false
@@ -281,7 +281,7 @@ func (r *resolver) resolve(id string, l *location) {
 	}
 }
 
-// choose picks the address to use out of the answers. It returns none that site refuses.
+// choose returns the address to use out of the answers, never one that site refuses.
 func choose(addrs []netip.Addr, current netip.Addr, site *fabric.SiteIndex) (netip.Addr, error) {
 	var usable []netip.Addr
 	err := errors.New("no address")

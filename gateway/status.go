@@ -15,16 +15,17 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// Status is the answer of /status. Sizes are in octets, times in seconds; what is unknown is left
-// out.
+// Status is the answer of /status. Sizes are in octets and times in seconds. Unknown values are
+// left out.
 type Status struct {
 	Version     string `json:"version"`
 	ClusterID   string `json:"clusterID"`
 	ClusterName string `json:"clusterName,omitempty"`
 	PublicKey   string `json:"publicKey"`
-	// NextPublicKey is that of the key to which all tunnels answer, too; empty: there is none.
+	// NextPublicKey belongs to the key that all tunnels accept, too, while the key rotates; empty
+	// if none.
 	NextPublicKey string    `json:"nextPublicKey,omitempty"`
-	NextKey       Key       `json:"-"` // the private one
+	NextKey       Key       `json:"-"` // the private key of NextPublicKey
 	ListenPort    uint16    `json:"listenPort"`
 	Started       time.Time `json:"started"`
 	Ready         bool      `json:"ready"`
@@ -35,9 +36,9 @@ type Status struct {
 	Host      Way    `json:"host"`
 	TUN       string `json:"tun"`
 	MTU       int    `json:"mtu"`
-	MTUAuto   bool   `json:"mtuAuto"` // derived from the ways to the peers
-	// UDPOffload says whether UDP superpackets cross the TUN: because they were asked for, and the
-	// kernel has them.
+	MTUAuto   bool   `json:"mtuAuto"` // derived from the paths to the peers
+	// UDPOffload says whether UDP superpackets cross the TUN: they are enabled, and the kernel
+	// supports them.
 	UDPOffload bool `json:"udpOffload"`
 
 	Config   ConfigStatus   `json:"config"`
@@ -47,11 +48,12 @@ type Status struct {
 	Waiting  []string       `json:"waiting,omitempty"`
 	Check    CheckStatus    `json:"check"`
 
-	// Flows are in the answer of /status?flows=N only.
+	// Flows are only in the answer of /status?flows=N.
 	Flows []FlowStatus `json:"flows,omitempty"`
 }
 
-// Way is how nodes reach the gateway: its host by a veth, or all by the overlay.
+// Way is how nodes reach the gateway: through its host's veth, or through the overlay if it is a
+// Pod.
 type Way struct {
 	Interface string     `json:"interface"`
 	Index     int        `json:"index"` // of the interface; 0 while it is missing
@@ -63,8 +65,8 @@ type ConfigStatus struct {
 	Generation int       `json:"generation"`
 	Since      time.Time `json:"since"`
 	Errors     []string  `json:"errors,omitempty"`   // why the newest configuration is not in force
-	Problems   []string  `json:"problems,omitempty"` // what could not be made true and is tried again
-	Refused    []string  `json:"refused,omitempty"`  // what was left out of it, each with object and field
+	Problems   []string  `json:"problems,omitempty"` // what could not be applied; it is tried again
+	Refused    []string  `json:"refused,omitempty"`  // what it leaves out, with object and field
 }
 
 // SessionsStatus is the state of the NAT engine over all peers.
@@ -85,8 +87,8 @@ type PeerStatus struct {
 	ID      string     `json:"id"`
 	Name    string     `json:"name,omitempty"`
 	State   CheckState `json:"state"`          // Connected, Connecting or Error, by the connection check
-	Reason  string     `json:"reason"`         // why, in a word: v1alpha1.Causes
-	Message string     `json:"message"`        // and in a sentence
+	Reason  string     `json:"reason"`         // of the state, in a word: v1alpha1.Causes
+	Message string     `json:"message"`        // the reason in a sentence
 	Since   time.Time  `json:"since"`          // of the state
 	Down    bool       `json:"down,omitempty"` // no WireGuard session for long: packets to it are dropped
 	Problem string     `json:"problem,omitempty"`
@@ -95,11 +97,11 @@ type PeerStatus struct {
 	Configured string         `json:"configuredEndpoint"`
 	Resolved   netip.AddrPort `json:"resolvedEndpoint,omitzero"` // address of the configured one
 	PublicKey  string         `json:"publicKey"`
-	OwnKey     string         `json:"ownPublicKey,omitempty"`      // our key that the present session was made with
+	OwnKey     string         `json:"ownPublicKey,omitempty"`      // our key of the present session
 	Lags       bool           `json:"lagsBehindKey,omitempty"`     // it has no session with our next key
-	Preshared  string         `json:"presharedExchange,omitempty"` // which made the preshared key of the sessions in all tunnels
+	Preshared  string         `json:"presharedExchange,omitempty"` // exchange of the sessions' preshared key
 
-	LastHeard     *time.Time `json:"lastHeard,omitempty"` // when something authentic came last
+	LastHeard     *time.Time `json:"lastHeard,omitempty"` // when an authenticated message last came
 	LastHandshake *time.Time `json:"lastHandshake,omitempty"`
 	HandshakeAge  float64    `json:"handshakeAgeSeconds,omitempty"`
 	RTT           float64    `json:"rttSeconds,omitempty"`
@@ -152,7 +154,7 @@ type RulesStatus struct {
 	LocalPods      netip.Prefix     `json:"localPodCIDR"`       // as it is here
 	LocalPodsThere netip.Prefix     `json:"localPodCIDRThere"`  // as the peer sees it
 	LocalExternal  netip.Prefix     `json:"localExternalThere"` // as the peer sees it
-	NAPT           netip.Addr       `json:"naptAddress"`        // what everything that is no pod looks like there
+	NAPT           netip.Addr       `json:"naptAddress"`        // the peer sees it as source of all but pods
 	Endpoints      []EndpointStatus `json:"endpoints,omitempty"`
 	MSS            uint16           `json:"mss,omitempty"`
 }
@@ -169,7 +171,7 @@ type DropStatus struct {
 	Reason    string     `json:"reason"`
 	Packets   uint64     `json:"packets"`
 	Text      string     `json:"text"`
-	LastSeen  *time.Time `json:"lastSeen,omitempty"` // when the last of them was, to a second
+	LastSeen  *time.Time `json:"lastSeen,omitempty"` // time of the last one, to a second
 }
 
 // FlowStatus is one NAT flow.
@@ -182,18 +184,18 @@ type FlowStatus struct {
 	Remote   netip.AddrPort `json:"remote"`
 	State    string         `json:"state"`
 	Idle     float64        `json:"idleSeconds"`
-	Expires  float64        `json:"expiresSeconds"` // until it expires if nothing comes
+	Expires  float64        `json:"expiresSeconds"` // until it expires if no packet comes
 }
 
-// current is a copy of what is in force. What it points to is never modified.
+// current returns a copy of what is in force. Nobody modifies what it points to.
 func (g *gateway) current() current {
 	g.mu.RLock()
 	defer g.mu.RUnlock()
 	return g.now
 }
 
-// failed is what keeps a peer's packets from being delivered: what could not be made true, or a way
-// that a gateway in a Pod does not have to the peer or to its own node.
+// failed returns what keeps a peer's packets from being delivered: what could not be applied or,
+// for a gateway in a Pod, why it has no path to the peer or to its own node.
 func (c *current) failed(peer fabric.Origin) error {
 	err := c.applyErr
 	for _, p := range c.undelivered {
@@ -204,7 +206,7 @@ func (c *current) failed(peer fabric.Origin) error {
 	return err
 }
 
-// nextKey is the next key, if all tunnels answer to it.
+// nextKey returns the next key if all tunnels accept it, and otherwise the zero Key.
 func (g *gateway) nextKey(c Config) Key {
 	if c.NextKey == (Key{}) {
 		return Key{}
@@ -217,7 +219,7 @@ func (g *gateway) nextKey(c Config) Key {
 	return c.NextKey
 }
 
-// status describes the gateway, with at most that many flows.
+// status describes the gateway, with at most flows NAT flows.
 func (g *gateway) status(flows int) Status {
 	now := g.current()
 	checker := g.ends[0].checker
@@ -279,7 +281,7 @@ func (g *gateway) status(flows int) Status {
 		next = fabric.PublicKeys(s.NextKey, len(g.ends))
 		s.NextPublicKey = base64.StdEncoding.EncodeToString(next[0][:])
 	}
-	s.Peers = make([]PeerStatus, 0, len(views)) // it is asked for once a second, and one is most of a KiB
+	s.Peers = make([]PeerStatus, 0, len(views)) // once: one is nearly a KiB
 	for i := range views {
 		s.Peers = append(s.Peers, g.peerStatus(&views[i], &now, next, at))
 	}
@@ -292,7 +294,7 @@ func (g *gateway) status(flows int) Status {
 	return s
 }
 
-// peerStatus describes a peer. next are our next public keys; nil: no rotation goes on.
+// peerStatus describes a peer. next are our next public keys, or nil without a rotation.
 func (g *gateway) peerStatus(p *view, now *current, next [][32]byte, at time.Time) PeerStatus {
 	first, cause := p.leading(), g.causeOf(p, now.failed(p.Origin), at)
 	ps := PeerStatus{
@@ -373,7 +375,7 @@ func texts(err error) []string {
 func publicKey(private Key) []byte {
 	k, err := ecdh.X25519().NewPrivateKey(private[:])
 	if err != nil {
-		return nil // of another length, which the type excludes
+		return nil // only for keys of another length
 	}
 	return k.PublicKey().Bytes()
 }

@@ -37,12 +37,12 @@ type TraceStep struct {
 	NewDst   string `json:"newDst,omitempty"`
 	Action   string `json:"action"` // "forward", "deliver", "hold" or "discard"
 	Drop     string `json:"drop,omitempty"`
-	Text     string `json:"text,omitempty"` // of the drop, for people
-	// PeerDown says why the peer does not answer: what is forwarded to it will not arrive.
+	Text     string `json:"text,omitempty"` // explains Drop to users
+	// PeerDown says why the peer does not answer, so that a forwarded packet will not arrive.
 	PeerDown string `json:"peerDown,omitempty"`
 }
 
-// What a packet has when nobody says.
+// Ports and ICMP identifier of a packet if the query has none.
 const (
 	traceSrcPort = 40000
 	traceDstPort = 80
@@ -81,7 +81,7 @@ func Trace(e *natengine.Engine, q TraceQuery, now time.Duration) ([]TraceStep, e
 		trace := e.Trace(&v, d, now)
 		if trace.Drop == natengine.DropNone && d == natengine.Outbound {
 			for _, p := range e.Peers() {
-				if p.ID() == trace.Peer && p.Down() { // the datapath looks at that, not the engine
+				if p.ID() == trace.Peer && p.Down() { // the datapath drops these, not the engine
 					trace.Action, trace.Drop = natengine.Discard, natengine.DropPeerDown
 				}
 			}
@@ -108,8 +108,8 @@ func Trace(e *natengine.Engine, q TraceQuery, now time.Duration) ([]TraceStep, e
 	if err != nil {
 		return nil, err
 	}
-	// The same addresses can make sense both ways, when both clusters see each other under the same
-	// range.
+	// The same addresses can make sense in both directions, if both clusters see each other under
+	// the same range.
 	switch noPeer := natengine.DropNoPeer.String(); {
 	case out.Drop == noPeer && in.Drop != noPeer:
 		return []TraceStep{in}, nil
@@ -144,7 +144,7 @@ func end(ap netip.AddrPort) string {
 	return ap.String()
 }
 
-// packet is a whole IP packet that may begin a flow: a TCP SYN, a UDP datagram without data, an
+// packet makes an IP packet that may begin a flow: a TCP SYN, a UDP datagram without data, or an
 // ICMP echo request.
 func (q TraceQuery) packet() ([]byte, error) {
 	src, dst := q.Src.Addr(), q.Dst.Addr()
@@ -215,7 +215,7 @@ func (q TraceQuery) packet() ([]byte, error) {
 	return append(b, t...), nil
 }
 
-// onesSum is the ones'-complement sum of an even number of octets (RFC 1071).
+// onesSum returns the ones'-complement sum of an even number of octets (RFC 1071).
 func onesSum(b []byte) uint16 {
 	var sum uint32
 	for i := 0; i+1 < len(b); i += 2 {
@@ -227,7 +227,7 @@ func onesSum(b []byte) uint16 {
 	return uint16(sum)
 }
 
-// TraceOffline is Trace with the engine that a configuration would give, without flows.
+// TraceOffline is Trace with a new engine made from a configuration, which has no flows.
 func TraceOffline(c Config, q TraceQuery) ([]TraceStep, error) {
 	mtu := c.MTU
 	if mtu == 0 {

@@ -13,7 +13,7 @@ import (
 	"golang.zx2c4.com/wireguard/device"
 )
 
-// portFree tries a UDP port of both families, as the device will.
+// portFree returns an error if the device could not use a UDP port, in either family.
 func portFree(port uint16) error {
 	for _, network := range []string{"udp4", "udp6"} {
 		c, err := net.ListenPacket(network, hostPort("", port))
@@ -39,9 +39,9 @@ func portError(err error, port uint16) error {
 	return fmt.Errorf("wireguard: %w", err)
 }
 
-// wgLogger hands the device's messages to log: chatter as debug, errors as warnings, of which each
-// kind at most every half minute, because one peer that is away makes the device complain with
-// every handshake it tries.
+// wgLogger passes the device's messages to log: details at debug level, errors as warnings. It logs
+// each kind of error at most every half minute, because an unreachable peer causes one with every
+// handshake that the device tries.
 func wgLogger(log *slog.Logger) *device.Logger {
 	var (
 		mu   sync.Mutex

@@ -7,7 +7,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// controlSocket asks and tells the kernel about one interface. A socket belongs to the network
+// A controlSocket reads and sets properties of one interface. A socket belongs to the network
 // namespace in which it was made, so it reaches the interface from any thread.
 type controlSocket struct {
 	mu   sync.Mutex // guards fd against use after close
@@ -58,8 +58,8 @@ func (c *controlSocket) setMTU(mtu int) error {
 	return nil
 }
 
-// noMulticast switches multicast off on the interface: an IPv6 router would otherwise report its
-// memberships there, to nobody.
+// noMulticast switches multicast off on the interface. An IPv6 router would otherwise report its
+// memberships there, although nobody listens.
 func (c *controlSocket) noMulticast() error {
 	flags, err := c.ioctl(unix.SIOCGIFFLAGS, 0)
 	if err != nil {

@@ -11,6 +11,9 @@
 //
 // The runtime's poller does the waiting, never poll(2): a blocking system call holds one of the
 // scheduler's processors until the monitor thread takes it away.
+//
+// Package gateway opens a Device for each tunnel and owns it. Package datapath reads and writes it,
+// from one reading goroutine and any number of writing ones.
 package tun
 
 import (
@@ -52,9 +55,9 @@ type Options struct {
 	USO bool
 }
 
-// TrustsUSO reports whether UDP superpackets behind a TUN are known to get through whatever follows
-// on this kernel, VXLAN above all, which they have broken elsewhere. That is Linux 6.18, the oldest
-// on which the scripts of test/ have passed with them, and later.
+// TrustsUSO reports whether this kernel is known to handle UDP superpackets from a TUN correctly,
+// above all when it sends them into VXLAN, which they have broken on others. That is Linux 6.18,
+// the oldest on which the scripts of test/ have passed with them, and later.
 func TrustsUSO() bool {
 	var name unix.Utsname
 	return unix.Uname(&name) == nil && trustsUSO(unix.ByteSliceToString(name.Release[:]))
@@ -101,10 +104,10 @@ type Device struct {
 
 var _ datapath.Link = (*Device)(nil)
 
-// Open makes the interface name (at most 15 octets; a "%d" in it is replaced by the kernel) with
-// the given MTU in octets in the network namespace of the calling thread, where it and its control
-// socket stay whatever thread is used later. The interface goes away with Close. It is not brought
-// up and has no multicast.
+// Open makes an interface with the given MTU, in octets, in the network namespace of the calling
+// thread. It stays there, whichever thread uses it later. name has at most 15 octets; the kernel
+// replaces a "%d" in it. Open does not bring the interface up, and switches multicast off. Close
+// removes it.
 func Open(name string, mtu int, o Options) (*Device, error) {
 	d, err := open(name, mtu, o)
 	if err != nil {
@@ -257,8 +260,8 @@ func (d *Device) Read(p []byte, wait bool) (int, error) {
 	return 0, fmt.Errorf("tun %s: read: %w", d.name, d.readErrno) // EBADFD: the interface was deleted
 }
 
-// read is one nonblocking read(2). The raw system call is right here since it cannot block: it
-// spares the scheduler two bookkeeping steps per packet.
+// read does one nonblocking read(2). It can use a raw system call, because it cannot block. That
+// saves the scheduler two steps of bookkeeping per packet.
 func (d *Device) read(fd uintptr) {
 	for {
 		n, _, errno := unix.RawSyscall(unix.SYS_READ, fd, uintptr(unsafe.Pointer(&d.readBuf[0])), uintptr(len(d.readBuf)))
@@ -277,7 +280,7 @@ func (d *Device) Wake() {
 	}
 }
 
-// writer is the scratch of one Write: the vector and the callback that uses it.
+// A writer is the scratch of one Write: the vector and the callback that uses it.
 type writer struct {
 	iovecs []unix.Iovec
 	n      int
@@ -286,7 +289,7 @@ type writer struct {
 }
 
 func newWriter() *writer {
-	w := &writer{iovecs: make([]unix.Iovec, 0, 130)} // wireguard's largest batch in one run, its header, its first packet
+	w := &writer{iovecs: make([]unix.Iovec, 0, 130)} // WireGuard's largest batch as one run, and two more
 	w.writev = func(fd uintptr) {
 		for {
 			n, _, errno := unix.RawSyscall(unix.SYS_WRITEV, fd, uintptr(unsafe.Pointer(&w.iovecs[0])), uintptr(len(w.iovecs)))
@@ -336,7 +339,7 @@ func (d *Device) Write(bufs [][]byte) error {
 	return nil
 }
 
-// Name is the interface name at the time of Open.
+// Name returns the interface name at the time of Open.
 func (d *Device) Name() string { return d.name }
 
 // Offloads returns what the probe at Open has switched on.
