@@ -13,8 +13,8 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// AllocationName returns the name of a cluster's NetworkAllocation: the cluster ID, or its hash if the
-// ID is no valid object name. The hash is longer than any ID, so it cannot be another cluster's ID.
+// AllocationName returns the name of a cluster's NetworkAllocation: the cluster ID, or its hash if
+// the ID is no valid object name. The hash is longer than any ID, so it is no other cluster's ID.
 func AllocationName(clusterID string) string {
 	if isObjectName(clusterID) {
 		return clusterID
@@ -31,21 +31,21 @@ func isObjectName(clusterID string) bool {
 	})
 }
 
-// An Allocation is a network that a NetworkAllocation names or frees, and the revision that does so.
+// An Allocation is a network that a NetworkAllocation names or frees, and the revision of that.
 type Allocation struct {
 	Object   string       `json:"object,omitempty"` // name of the NetworkAllocation
 	Network  netip.Prefix `json:"network"`
 	Revision int64        `json:"revision"`
 }
 
-// Allocations is the combined content of all NetworkAllocations. Named and Freed are sorted by network,
-// then by object, and hold each network of an object once, with its highest revision.
+// Allocations is the combined content of all NetworkAllocations. Named and Freed are sorted by
+// network, then by object, and hold each network of an object once, with its highest revision.
 type Allocations struct {
 	Named, Freed []Allocation
 	// Revision is the highest revision of allocated and freed networks; 0 if there are none.
 	Revision int64
-	// Version is the highest resourceVersion at which an object first named its current networks; 0 if
-	// there are no objects.
+	// Version is the highest resourceVersion at which an object first named its current networks; 0
+	// if there are no objects.
 	Version int64
 	// Own holds the known networks of our own pods and Services, OwnPods that of the pods alone.
 	Own, OwnPods []netip.Prefix
@@ -54,8 +54,8 @@ type Allocations struct {
 // revisionAhead is how far ahead of our clock a revision may be, because clocks differ.
 const revisionAhead = 24 * time.Hour
 
-// Revision returns n, or 0 if n is negative or far ahead of now. The manager takes revisions from its
-// clock, in milliseconds. No later revision would exceed one that is far ahead of the clock.
+// Revision returns n, or 0 if n is negative or far ahead of now. The manager takes revisions from
+// its clock, in milliseconds. No later revision would exceed one that is far ahead of the clock.
 func Revision(n int64, now time.Time) int64 {
 	if n < 0 || n > now.Add(revisionAhead).UnixMilli() {
 		return 0
@@ -63,8 +63,8 @@ func Revision(n int64, now time.Time) int64 {
 	return n
 }
 
-// Version parses a resourceVersion; it returns 0 if text is no number. The resourceVersions of one kind
-// are increasing numbers: Kubernetes guarantees that since 1.35, and with etcd it was always so.
+// Version parses a resourceVersion; it returns 0 if text is no number. The resourceVersions of one
+// kind are increasing numbers: Kubernetes guarantees that since 1.35, and etcd always did.
 func Version(text string) int64 {
 	n, err := strconv.ParseInt(text, 10, 64)
 	if err != nil {
@@ -73,9 +73,10 @@ func Version(text string) int64 {
 	return n
 }
 
-// NamedSince returns the resourceVersion at which a NetworkAllocation first named its current networks.
-// If spec records none for this UID and revision, it returns the object's current resourceVersion. The
-// result never exceeds the current one, even after a restore of the API server's state.
+// NamedSince returns the resourceVersion at which a NetworkAllocation first named its current
+// networks. If spec records none for this UID and revision, it returns the object's current
+// resourceVersion. The result never exceeds the current one, even after a restore of the API
+// server's state.
 func NamedSince(uid, resourceVersion string, spec *isthmus.NetworkAllocationSpec) int64 {
 	now, since := Version(resourceVersion), spec.NetworksSince
 	if since == nil || since.UID != uid || since.Revision != spec.Revision {
@@ -84,7 +85,8 @@ func NamedSince(uid, resourceVersion string, spec *isthmus.NetworkAllocationSpec
 	return min(since.ResourceVersion, now)
 }
 
-// AllocationsFrom reads all NetworkAllocations, in any order. It skips invalid networks and reports them.
+// AllocationsFrom reads all NetworkAllocations, in any order. It skips and reports invalid
+// networks.
 func AllocationsFrom(all []isthmus.NetworkAllocation, now time.Time) (a Allocations, problems []Problem) {
 	for i := range all {
 		spec := &all[i].Spec
@@ -115,8 +117,8 @@ func AllocationsFrom(all []isthmus.NetworkAllocation, now time.Time) (a Allocati
 	return a, problems
 }
 
-// OwnIn returns the networks of our own cluster. After a change of our cluster ID several objects may
-// have such networks; the object with the highest revision counts.
+// OwnIn returns the networks of our own cluster. After a change of our cluster ID several objects
+// may have such networks; the object with the highest revision counts.
 func OwnIn(all []isthmus.NetworkAllocation, now time.Time) (own isthmus.OwnNetworks) {
 	latest := int64(-1)
 	for i := range all {
@@ -137,7 +139,7 @@ func (r *report) allocated(field, text string) netip.Prefix {
 	return p.Masked()
 }
 
-// Latest sorts a list by network and object, and keeps the highest revision of each. It works in place.
+// Latest sorts a list by network and object, in place, and keeps the highest revision of each.
 func Latest(list []Allocation) []Allocation {
 	slices.SortFunc(list, func(a, b Allocation) int { return cmp.Or(a.Compare(b), cmp.Compare(b.Revision, a.Revision)) })
 	return slices.CompactFunc(list, func(a, b Allocation) bool { return a.Compare(b) == 0 })

@@ -25,5 +25,5 @@
 //
 // Functions may be called concurrently. Results may share memory with arguments, so callers modify
 // neither. Functions and methods that work in place say so. GatewayDecider, Decider, PodDecider and
-// PodPlaces keep state between calls; only one goroutine may use each of them.
+// PodPlaces keep state between calls and are not safe for concurrent use.
 package fabric

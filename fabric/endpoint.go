@@ -7,8 +7,8 @@ import (
 	"slices"
 )
 
-// A Site holds the addresses of our own cluster and the networks behind the tunnels. No peer's gateway
-// can have one of these addresses. It is read-only. The zero Site has no addresses.
+// A Site holds the addresses of our own cluster and the networks behind the tunnels. No peer's
+// gateway can have one of these addresses. It is read-only. The zero Site has no addresses.
 type Site struct {
 	Networks []SiteNetwork         // may overlap; the first one that contains an address counts
 	Addrs    map[netip.Addr]string // single addresses; the value ends the sentence "192.0.2.1 is ..."
@@ -39,8 +39,9 @@ func (s Site) With(addrs []netip.Addr, what string) Site {
 	return s
 }
 
-// WithRelays is With for addresses of nodes. A peer's message may come from one of them: a node that
-// forwards packets for the gateway's Service to another node replaces the source by its own address.
+// WithRelays is With for addresses of nodes. A peer's message may come from one of them: a node
+// that forwards packets for the gateway's Service to another node replaces the source by its own
+// address.
 func (s Site) WithRelays(addrs []netip.Addr, what string) Site {
 	s = s.With(addrs, what)
 	all := make(map[netip.Addr]bool, len(s.Relays)+len(addrs))
@@ -53,9 +54,9 @@ func (s Site) WithRelays(addrs []netip.Addr, what string) Site {
 }
 
 // CheckEndpoint returns the reason why no gateway of a peer can be at addr, or "". A peer chooses
-// the address, or the name that resolves to it, and we send UDP packets there. Callers check a literal
-// address when they read it, and every address again before the gateway uses it, because a DNS server
-// may give a different answer each time.
+// the address, or the name that resolves to it, and we send UDP packets there. Callers check a
+// literal address when they read it, and every address again before the gateway uses it, because a
+// DNS server may give a different answer each time.
 func (s Site) CheckEndpoint(addr netip.Addr) string {
 	return checkWith(addr, func(addr netip.Addr) string {
 		i := slices.IndexFunc(s.Networks, func(n SiteNetwork) bool { return n.Prefix.Contains(addr) })
@@ -63,8 +64,8 @@ func (s Site) CheckEndpoint(addr netip.Addr) string {
 	})
 }
 
-// is returns how the Site describes addr, which lies in s.Networks[in], or in no network if in is -1.
-// It returns "" if addr is none of the Site's.
+// is returns how the Site describes addr, which lies in s.Networks[in], or in none if in is -1. It
+// returns "" if addr is none of the Site's.
 func (s Site) is(addr netip.Addr, in int) string {
 	if in >= 0 {
 		return fmt.Sprintf("%v is inside %v, %s", addr, s.Networks[in].Prefix, s.Networks[in].What)
@@ -75,7 +76,7 @@ func (s Site) is(addr netip.Addr, in int) string {
 	return ""
 }
 
-// checkWith implements CheckEndpoint. site returns the reason why a Site excludes an address, or "".
+// checkWith implements CheckEndpoint. site returns why a Site excludes an address, or "".
 func checkWith(addr netip.Addr, site func(netip.Addr) string) string {
 	if !addr.IsValid() {
 		return "there is no address"
@@ -115,7 +116,7 @@ func (s Site) Index() *SiteIndex {
 	return x
 }
 
-// find returns the number of a network that contains addr and whose Relay field equals relay, or -1.
+// find returns the number of a network that contains addr and has this Relay value, or -1.
 func (x *SiteIndex) find(addr netip.Addr, relay bool) int {
 	return x.networks.find(addr, func(i int) bool { return x.site.Networks[i].Relay == relay })
 }
@@ -134,9 +135,9 @@ func (x *SiteIndex) CheckEndpoint(addr netip.Addr) string {
 	})
 }
 
-// CheckSource returns the reason why no message of a peer can come from addr, or "". Replies go to the
-// source of a message, so it is checked like an endpoint. Only addresses from which Services relay are
-// exempt.
+// CheckSource returns the reason why no message of a peer can come from addr, or "". Replies go to
+// the source of a message, so it is checked like an endpoint. Only addresses from which Services
+// relay are exempt.
 func (x *SiteIndex) CheckSource(addr netip.Addr) string {
 	if x.site.Relays[addr.Unmap().WithZone("")] {
 		return ""
@@ -144,15 +145,15 @@ func (x *SiteIndex) CheckSource(addr netip.Addr) string {
 	return checkWith(addr, func(addr netip.Addr) string { return x.site.is(addr, x.find(addr, false)) })
 }
 
-// RelaysFrom reports whether Services relay messages of peers from addr, so that the address does not
-// identify the sender.
+// RelaysFrom reports whether Services relay messages of peers from addr, so that the address does
+// not identify the sender.
 func (x *SiteIndex) RelaysFrom(addr netip.Addr) bool {
 	addr = addr.Unmap().WithZone("")
 	return x.site.Relays[addr] || x.find(addr, true) >= 0
 }
 
-// endpointRanges cannot contain a gateway, in addition to specialRanges and metadataRanges. Pods may
-// have such addresses (GKE allows class E).
+// endpointRanges cannot contain a gateway, in addition to specialRanges and metadataRanges. Pods
+// may have such addresses (GKE allows class E).
 var endpointRanges = []specialRange{
 	{netip.MustParsePrefix("240.0.0.0/4"), "reserved, RFC 1112"},
 }

@@ -68,8 +68,8 @@ func ClaimFrom(nc *v1alpha1.NetworkConfig, o Origin) (Claim, []Problem) {
 	return c, nil
 }
 
-// A Receiver holds the values of our own side that a peer's claim must not collide with. Zero fields
-// are unknown and collide with nothing.
+// A Receiver holds the values of our own side that a peer's claim must not collide with. Zero
+// fields are unknown and collide with nothing.
 type Receiver struct {
 	PublicKey              [32]byte
 	Pod, Service, External netip.Prefix
@@ -101,8 +101,8 @@ type Refusal struct {
 	Problem
 }
 
-// CheckClaim returns the reasons to refuse a peer's claim. The peer gets to read the messages, so they
-// reveal nothing about other peers.
+// CheckClaim returns the reasons to refuse a peer's claim. The peer gets to read the messages, so
+// they reveal nothing about other peers.
 func CheckClaim(c Claim, receiver Receiver, others Neighbours) (refusals []Refusal) {
 	refuse := func(reason, field, format string, args ...any) {
 		refusals = append(refusals, Refusal{reason, Problem{c.Origin, field, fmt.Sprintf(format, args...)}})
@@ -147,8 +147,8 @@ func CheckClaim(c Claim, receiver Receiver, others Neighbours) (refusals []Refus
 	return refusals
 }
 
-// CheckGrant returns the reasons why we cannot use two networks for the sender of a claim, even though
-// the IPAM state allows them. gateways are the endpoints of our peers that lie in one of them.
+// CheckGrant returns the reasons why we cannot use two networks for the sender of a claim, even
+// though the IPAM state allows them. gateways are our peers' endpoints inside one of them.
 func CheckGrant(c Claim, podSeen, externalSeen netip.Prefix, gateways []netip.Addr) (refusals []Refusal) {
 	fields := map[netip.Prefix]string{podSeen: "spec.podCIDR", externalSeen: "spec.externalCIDR"}
 	for _, seen := range []netip.Prefix{podSeen, externalSeen} {
@@ -176,8 +176,8 @@ func sameHost(a, b string) bool {
 }
 
 // TunnelEndpointFor joins the two NetworkConfigs of a peering: original is ours, with the peer's
-// answer in its status; copied is the peer's, with our answer. It returns a spec that PeerFrom accepts,
-// or problems that name the fields of the NetworkConfigs. peer is the remote cluster.
+// answer in its status; copied is the peer's, with our answer. It returns a spec that PeerFrom
+// accepts, or problems that name the fields of the NetworkConfigs. peer is the remote cluster.
 func TunnelEndpointFor(original, copied *v1alpha1.NetworkConfig, peer v1alpha1.ClusterIdentity) (v1alpha1.TunnelEndpointSpec, []Problem) {
 	at := placesInExchange(originOf(original), originOf(copied))
 	var r report

@@ -35,8 +35,8 @@ const metric6 = 1024
 // TunName returns the name of a tunnel's TUN in the gateway's namespace.
 func TunName(tunnel int) string { return kernel.TunPrefix + strconv.Itoa(tunnel) }
 
-// TunnelSet holds the tunnels that carry the flows to a peer, bit i for tunnel i. The empty set means the
-// first tunnel.
+// TunnelSet holds the tunnels that carry the flows to a peer, bit i for tunnel i. The empty set
+// means the first tunnel.
 type TunnelSet uint16
 
 // Has reports whether the tunnel is in the set.

@@ -8,9 +8,9 @@ import (
 	"strings"
 )
 
-// GatewayAddr is the gateway's own address inside its cluster. Liqo gives it to its tunnel device and
-// lists it in a NatMapping as the endpoint 169.254.0.1. It never travels through the tunnel: a peer
-// uses the first host of Xa@B instead.
+// GatewayAddr is the gateway's own address inside its cluster. Liqo gives it to its tunnel device
+// and lists it in a NatMapping as the endpoint 169.254.0.1. It never travels through the tunnel: a
+// peer uses the first host of Xa@B instead.
 var GatewayAddr = netip.AddrFrom4([4]byte{169, 254, 0, 1})
 
 // GatewayAddr6 is GatewayAddr for peers whose networks are IPv6, which Liqo does not have. It lies
@@ -68,8 +68,8 @@ type Peer struct {
 	Port      uint16   // UDP, never 0
 	PublicKey [32]byte // WireGuard, never all zero
 
-	// Tunnels are the peer's ends of additional tunnels, if any. Tunnels[0] is tunnel 1; PublicKey and
-	// Port belong to tunnel 0.
+	// Tunnels are the peer's ends of additional tunnels, if any. Tunnels[0] is tunnel 1; PublicKey
+	// and Port belong to tunnel 0.
 	Tunnels []TunnelEnd
 
 	InBand bool // the managers of both clusters connect through the tunnel
@@ -82,8 +82,8 @@ type Peer struct {
 	MappingsOrigin Origin // the object Mappings were read from; zero when there is none
 
 	// Created is the creation time of the object in seconds since 1970, 0 when unknown. Of two
-	// conflicting peers GatewayFor keeps the older, so that a new one cannot displace it by claiming its
-	// networks or its key.
+	// conflicting peers GatewayFor keeps the older, so that a new one cannot displace it by
+	// claiming its networks or its key.
 	Created int64
 }
 
@@ -94,15 +94,15 @@ type MappingSet struct {
 	Origin   Origin    // the object they were read from
 }
 
-// Waiting names a set of mappings whose peer does not exist (yet). That is no Problem: the NatMapping
-// of a new peering usually exists before its TunnelEndpoint.
+// Waiting names a set of mappings whose peer does not exist (yet). That is no Problem: the
+// NatMapping of a new peering usually exists before its TunnelEndpoint.
 type Waiting struct {
 	ID     string // cluster ID of the missing peer
 	Origin Origin // the object that waits for it
 }
 
-// Intent is the complete snapshot from which GatewayFor decides: a peer that is missing from it gets
-// removed. The zero Intent is a gateway without peers.
+// Intent is the complete snapshot from which GatewayFor decides: a peer that is missing from it
+// gets removed. The zero Intent is a gateway without peers.
 type Intent struct {
 	ClusterID   string     // our own cluster; empty when unknown
 	ClusterName string     // for display
@@ -183,7 +183,7 @@ func (o Origin) compare(p Origin) int {
 		cmp.Compare(o.Namespace, p.Namespace), cmp.Compare(o.Name, p.Name))
 }
 
-// Problem is a refusal. It is an error, so that errors.Join can join several, and comparable with ==.
+// Problem is a refusal. It is an error, for errors.Join, and comparable with ==.
 type Problem struct {
 	Origin  Origin // the object at fault
 	Field   string // JSON path within the object, "spec.remotePodCIDR"; may be empty

@@ -30,9 +30,9 @@ type NodeIntent struct {
 	// OnlyPods says that all gateways are Pods with their own network. The node then needs to know
 	// only itself and its own pods.
 	OnlyPods bool
-	// Gateway is the address of the active gateway, which reports it in one place for all peers. It is
-	// set only with OnlyPods. All peers' networks are then behind it, so Tunnels may be missing. If it is
-	// zero, each Tunnel has the address of its gateway.
+	// Gateway is the address of the active gateway, which reports it in one place for all peers. It
+	// is set only with OnlyPods. All peers' networks are then behind it, so Tunnels may be missing.
+	// If it is zero, each Tunnel has the address of its gateway.
 	Gateway netip.Addr
 	// Trusted says, with OnlyPods, that the pods of our node have addresses from its podCIDRs. Pods
 	// may then be empty; otherwise they must include those of our node. See Trust.

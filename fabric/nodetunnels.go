@@ -112,7 +112,7 @@ func (d *nodeDecision) carries(p *GatewayPeer) bool {
 		case prefix.Addr().Is6() && len(d.nodes) > 1:
 			d.problem(p.Origin, field, "%v is IPv6, which the overlay between nodes does not carry; only pods on the gateway's node reach it", prefix)
 		case prefix.Addr().Is6():
-			return false // nothing to carry
+			return false // there is no other node
 		}
 	}
 	return len(d.problems) == before

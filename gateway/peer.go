@@ -27,7 +27,7 @@ type peer struct {
 	forgotten           bool             // the tunnels need its endpoint again
 	preshared           datapath.PresharedKeys
 	keyed               time.Time // when the preshared key last changed; zero: never
-	rekeyed             time.Time // when that last started a handshake
+	rekeyed             time.Time // when a new preshared key last started a handshake
 	state               *natengine.PeerState
 }
 
@@ -38,7 +38,7 @@ type session struct {
 	received uint64
 	heard    time.Time // when received last grew
 	down     bool
-	asserted time.Time      // when its endpoint was last set again
+	asserted time.Time      // when we last set its endpoint again
 	stats    datapath.Stats // at the last look
 }
 
@@ -248,7 +248,7 @@ func (v *view) leading() *tunnelView {
 func (v *view) presharedID() (id string) {
 	for _, e := range v.tunnels {
 		switch of := e.stats.PresharedID; {
-		case e.stats.Handshake.IsZero() || time.Since(e.stats.Handshake) > sessionGone: // a tunnel that a firewall blocks
+		case e.stats.Handshake.IsZero() || time.Since(e.stats.Handshake) > sessionGone: // no session: a firewall may block the tunnel
 		case of == "" || id != "" && of != id:
 			return ""
 		default:
@@ -264,7 +264,7 @@ func (v *view) lags(next [][32]byte) bool {
 	moved := false
 	for i, e := range v.tunnels {
 		switch {
-		case e.stats.Handshake.IsZero() || time.Since(e.stats.Handshake) > sessionGone: // a tunnel that a firewall blocks
+		case e.stats.Handshake.IsZero() || time.Since(e.stats.Handshake) > sessionGone: // no session: a firewall may block the tunnel
 		case e.stats.Own != next[i]:
 			return true
 		default:

@@ -139,10 +139,11 @@ func (r *resolver) set(peers []*fabric.GatewayPeer, site fabric.Site) (changed b
 	return changed
 }
 
-// mayCome reports whether a message of a peer may come from an address. It also accepts an address
-// that the Site refuses since a Node has it, if a peer has named it before; the gateway sends there
-// only after the peer has sent from it. The gateway calls mayCome for each message whose source
-// differs from that of the previous one, so it takes no lock and reads no list.
+// mayCome reports whether a message of a peer may come from an address. It also accepts literal
+// endpoints and previous addresses that the Site refuses now, for example because a Node has them.
+// The gateway sends there only after the peer has sent from them. The gateway calls mayCome for
+// each message whose source differs from that of the previous one, so it takes no lock and reads no
+// list.
 func (r *resolver) mayCome(addr netip.Addr) bool {
 	s := r.sources.Load()
 	return s.index.CheckSource(addr) == "" || s.said[addr.Unmap()]

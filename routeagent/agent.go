@@ -3,8 +3,9 @@
 // replies back on the same path. It also reports to the manager what the node reaches without the
 // tunnel, and which networks of peers the node refuses.
 //
-//	Nodes, Pods, TunnelEndpoints ─► fabric.NodeIntent ─ fabric.NodeFor ─► kernel.State ─ rtnl ─► kernel
-//	                                                                         netlink events ─┘ (compare again)
+//	Nodes, Pods, TunnelEndpoints, NetworkAllocations ─► fabric.NodeIntent
+//	fabric.NodeIntent ─ fabric.NodeFor ─► kernel.State ─ rtnl ─► kernel
+//	                                         netlink events ─┘ (compare again)
 //
 // An agent owns the kernel objects of kernel.RouteAgent in its network namespace, where only one
 // runs at a time. The kernel holds the only record of the applied state. So an agent that follows a
@@ -197,7 +198,8 @@ func (a *agent) follow(ctx context.Context, failed chan error, open func(context
 	return k, err
 }
 
-// agent is one run. Only loop changes the kernel. mu guards the fields from intent to reported.
+// agent is one run. Only the goroutine of Run changes the kernel. mu guards the fields from intent
+// to reported.
 type agent struct {
 	opts    Options
 	log     *slog.Logger
@@ -205,7 +207,7 @@ type agent struct {
 	metrics *metrics
 	wake    chan struct{} // compare again
 	moved   chan struct{} // the node's report may have changed
-	urgent  chan struct{} // with wake, do not wait: networks or gateways of peers have changed
+	urgent  chan struct{} // skip compareGap: networks or gateways of peers have changed
 
 	refusing chan struct{} // TellRefused may have news
 	has      atomic.Bool   // this agent has the kernel, and no other one

@@ -9,9 +9,9 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// allocations are the networks of peers as an agent knows them. A network stays until each NetworkAllocation
-// that has named it has freed it with a higher revision. An object that is missing, edited or restored from a
-// backup frees nothing, because no peering has ended with it.
+// allocations are the networks of peers as an agent knows them. A network stays until each
+// NetworkAllocation that has named it has freed it with a higher revision. An object that is
+// missing, edited or restored from a backup frees nothing, because no peering has ended with it.
 type allocations struct {
 	// known are the networks that objects have named and not freed since, sorted, each with the
 	// highest revision that named it.
@@ -20,7 +20,8 @@ type allocations struct {
 }
 
 // unknownRevision marks a network that a previous agent refused, if no snapshot says which object
-// named it. Any object can free it, with a revision above all that we read first.
+// named it. read replaces it by the highest revision that it finds. Any object can then free the
+// network with a higher one.
 const unknownRevision = 0
 
 // hold adds networks that a previous agent refused.

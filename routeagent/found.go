@@ -33,8 +33,9 @@ type ways struct {
 
 // underlay returns the device with the node's address and those by which it reaches other nodes,
 // and the smallest MTU on the paths of outer packets. That need not be the MTU of the device with
-// the address: a CNI may have its own overlay, and the address may be on lo. It is used if no path
-// is known. Without look the cached result is returned if it is for the same addresses.
+// the address: a CNI may have its own overlay, and the address may be on lo. The device's MTU is
+// used only if no path is known. Without look the cached result is returned if it is for the same
+// addresses.
 func (a *agent) underlay(own netip.Addr, in fabric.NodeIntent, look bool) ([]string, int, error) {
 	outer, nodes := in.Carriers()
 	w := &a.ways
@@ -110,8 +111,8 @@ func forwards() error {
 	return nil
 }
 
-// manyNetworks is how many networks of peers ledElsewhere looks up at a time. It takes turns
-// through all.
+// manyNetworks is how many networks of peers ledElsewhere looks up at a time. Successive calls go
+// through all of them.
 const manyNetworks = 16
 
 // ledElsewhere reports a network of a peer whose packets a foreign rule or route diverts from our

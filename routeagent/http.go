@@ -35,7 +35,8 @@ type Status struct {
 	Problems []string  `json:"problems"`         // refused objects; functions that foreign rules break
 	Commands string    `json:"commands"`         // the desired state as commands, one per line
 
-	// Dropped is how many packets the packet filter of the node has dropped, by reason (kernel.DropReasons).
+	// Dropped is how many packets the packet filter of the node has dropped, by reason
+	// (kernel.DropReasons).
 	Dropped map[string]uint64 `json:"dropped,omitempty"`
 	Overlay *OverlayStatus    `json:"overlay,omitempty"` // path to the active gateway, if any
 }
@@ -180,9 +181,9 @@ func (a *agent) canFollow() error {
 	return nil
 }
 
-// Started returns nil when the agent of a Pod in this network namespace runs, or is ready to follow the running
-// one: it has its configuration, and could read the kernel's state. It is for startup probes, because /readyz
-// belongs to the running agent, which is the older one if a node has two.
+// Started returns nil when the agent of a Pod in this network namespace runs, or is ready to follow
+// the running one: it has its configuration, and could read the kernel's state. It is for startup
+// probes, because /readyz belongs to the running agent, which is the older one if a node has two.
 func Started(ctx context.Context, pod string) error {
 	if pod == "" {
 		return errors.New("no UID of a Pod")
@@ -280,7 +281,7 @@ func (m *metrics) Collect(out chan<- prometheus.Metric) {
 	} {
 		out <- familyObjects.Sample(float64(n), kind)
 	}
-	if dropped, err := rtnl.Dropped(); err == nil { // an error is a series less
+	if dropped, err := rtnl.Dropped(); err == nil { // after an error the series is missing
 		for reason, n := range dropped {
 			out <- familyDropped.Sample(float64(n), reason)
 		}
