@@ -358,7 +358,7 @@ func (k *keeper) check(p *Peer) []Problem {
 		}
 	}
 	localPod, localExternal, remotePod, remoteExternal := p.pairs(at)
-	// Either would send packets of one peer into the tunnel of another.
+	// An overlap would send packets of one peer into the tunnel of another.
 	for _, n := range []pair{localPod, localExternal} {
 		if _, other := k.find(n.own); other != nil {
 			r.addAt(n.ownAt, "%v overlaps %v of cluster %s (%s: %s); want a network that no peer has here",
@@ -376,7 +376,7 @@ func (k *keeper) check(p *Peer) []Problem {
 			r.addAt(n.at(), "%v overlaps %v of cluster %s (%s: %s); want a network that no other peer has here",
 				n.seen, other.prefix, quote(other.peer.ID), other.peer.Origin, other.field)
 		}
-		// Either would send the UDP packets of one tunnel into another.
+		// Such a network would take the UDP packets of one tunnel into another.
 		if i := k.gateAt(n.seen.Addr()); i < len(k.gates) && n.seen.Contains(k.gates[i].addr) {
 			g := k.gates[i]
 			r.addAt(n.at(), "%v contains %v, the gateway of cluster %s (%s: spec.endpointIP); want a network without gateways of peers",

@@ -52,7 +52,7 @@ type Networks struct {
 
 // Mapping makes one endpoint of our cluster reachable from a peer.
 type Mapping struct {
-	Real netip.Addr // the endpoint e, as our cluster reaches it
+	Real netip.Addr // the endpoint, as our cluster reaches it
 	Seen netip.Addr // the address within Xa@B by which the peer reaches it
 }
 

@@ -92,8 +92,7 @@ type Options struct {
 	Begin <-chan struct{}
 
 	// Flows, if not nil, has the flows of the previous gateway, which this one adopts before it
-	// handles the first packet. From then on the other gateways copy
-	// the flows of this one from it.
+	// handles the first packet. From then on the other gateways copy this one's flows from it.
 	Flows *flowsync.Keeper
 
 	// InBand, if not nil, lets managers use the tunnel to the peers that agreed to it.
