@@ -148,10 +148,10 @@ type TrafficStatus struct {
 
 // RulesStatus has the translations for one peer.
 type RulesStatus struct {
-	RemotePods     netip.Prefix     `json:"remotePodCIDR"`      // as it is there
+	RemotePods     netip.Prefix     `json:"remotePodCIDR"`      // as the peer uses it
 	RemotePodsHere netip.Prefix     `json:"remotePodCIDRHere"`  // as we see it
 	RemoteExternal netip.Prefix     `json:"remoteExternalHere"` // as we see it
-	LocalPods      netip.Prefix     `json:"localPodCIDR"`       // as it is here
+	LocalPods      netip.Prefix     `json:"localPodCIDR"`       // as we use it
 	LocalPodsThere netip.Prefix     `json:"localPodCIDRThere"`  // as the peer sees it
 	LocalExternal  netip.Prefix     `json:"localExternalThere"` // as the peer sees it
 	NAPT           netip.Addr       `json:"naptAddress"`        // the peer sees it as source of all but pods

@@ -96,7 +96,7 @@ func (a *agent) listen() (*httpserve.Servers, error) {
 	metrics, status := http.NewServeMux(), http.NewServeMux()
 	scrape := promhttp.HandlerFor(a.metrics.registry, promhttp.HandlerOpts{})
 	metrics.Handle("GET /metrics", a.opts.MetricsSecure.Guarded(scrape))
-	status.Handle("GET /metrics", scrape) // whoever may read the status may read these without a token
+	status.Handle("GET /metrics", scrape) // no token: a client of the status may read these
 	metrics.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
 	metrics.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) {
 		if err := a.ready(); err != nil {
