@@ -49,15 +49,15 @@ type answerReconciler struct {
 	Log          *slog.Logger
 
 	queue     queue.Queue
-	waiting   requests // for a network or an address to become free
-	claimants requests // of keys, to tell them when one changes hands
+	waiting   requests // for a network or an address to become free, keyed by forRoom
+	claimants requests // for a public key that another peer may give up, keyed by that key
 
 	// pruned is true while the API server drops conditions: Liqo's definition of NetworkConfigs has none.
 	pruned atomic.Bool
 }
 
-// SetupWithManager makes mgr call Reconcile for each peer that something happened to. The indexes
-// have to be there.
+// SetupWithManager makes mgr call Reconcile for each peer whose inputs changed. Call AddIndexes
+// first.
 func (r *answerReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	b := ctrl.NewControllerManagedBy(mgr).Named("answer").
 		WithOptions(controller.Options{MaxConcurrentReconciles: controllers.Workers}).
@@ -78,7 +78,7 @@ func (r *answerReconciler) SetupWithManager(mgr ctrl.Manager) error {
 				return everyExchange(r.Peers, r.Log)(ctx, o)
 			}
 			all := r.waiting.with(forRoom)
-			if peer, err := r.Peers.ByID(ctx, o.GetName()); err == nil { // its networks may have been changed by hand
+			if peer, err := r.Peers.ByID(ctx, o.GetName()); err == nil { // somebody may have edited its networks
 				all = append(all, exchangeWith(peer))
 			}
 			return all
@@ -86,8 +86,7 @@ func (r *answerReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	return r.Peers.Watch(b, func(p peers.Peer) []reconcile.Request { return []reconcile.Request{exchangeWith(p)} }).Complete(controllers.Noted("answer", r))
 }
 
-// claimantsOf are the requests about those who claim one of the keys of a gateway: one may have
-// changed hands.
+// claimantsOf returns the requests that claim one of the keys in config: a key may be free now.
 func (r *answerReconciler) claimantsOf(config v1alpha1.BackendConfig) (all []reconcile.Request) {
 	for _, key := range publicKeysOf(config) {
 		all = append(all, r.claimants.with(key)...)
@@ -102,7 +101,7 @@ func (r *answerReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctr
 	case apierrors.IsConflict(err):
 		return ctrl.Result{RequeueAfter: controllers.Soon}, nil // the cache is behind
 	case apierrors.IsInvalid(err):
-		// No repetition changes that. Whatever is edited comes back here.
+		// A retry would fail the same way. An edit of the object causes a new request.
 		return ctrl.Result{}, reconcile.TerminalError(fmt.Errorf("NetworkConfig of %s in %s: %w", req.Name, req.Namespace, err))
 	case err != nil:
 		return ctrl.Result{}, fmt.Errorf("NetworkConfig of %s in %s: %w", req.Name, req.Namespace, err)
@@ -131,7 +130,7 @@ func (r *answerReconciler) reconcile(ctx context.Context, req ctrl.Request) erro
 			Message: fmt.Sprintf("there is more than one NetworkConfig of this cluster in namespace %s; want one", req.Namespace)}})
 	}
 	nc := &copies[0]
-	// Before it is decided, so that what becomes free meanwhile is not missed.
+	// Register before deciding, so that no release in between is missed.
 	r.waiting.add(req, forRoom)
 	r.claimants.add(req, publicKeysOf(nc.Spec.BackendConfig)...)
 	grant, claim, refusals, err := r.decide(ctx, peer, nc)
@@ -165,8 +164,8 @@ func passing(r fabric.Refusal) bool {
 	return false
 }
 
-// sender finds out whose NetworkConfigs with the given origin in a namespace are. A refusal says
-// that they are not a peer's.
+// sender returns the peer that the NetworkConfigs with an origin label in a namespace belong to. It
+// returns a refusal if they belong to no peer.
 func sender(ctx context.Context, all peers.Peers, namespace, origin string) (peers.Peer, *fabric.Refusal, error) {
 	const field = "metadata.labels[" + v1alpha1.LabelOriginID + "]"
 	refusal := func(reason, format string, args ...any) *fabric.Refusal {
@@ -186,11 +185,11 @@ func sender(ctx context.Context, all peers.Peers, namespace, origin string) (pee
 	return peer, nil, nil
 }
 
-// maxRefused is how many objects of one namespace get a condition that says why they are refused. A
-// peer may fill its namespace; that must not keep us writing.
+// maxRefused bounds how many objects of one namespace get a condition that explains their refusal.
+// A peer can fill its namespace, and must not cause unbounded writes.
 const maxRefused = 16
 
-// refuseStranger refuses what lies in a namespace where it does not belong.
+// refuseStranger refuses the NetworkConfigs in a namespace where their origin does not belong.
 func (r *answerReconciler) refuseStranger(ctx context.Context, copies []v1alpha1.NetworkConfig, refusal fabric.Refusal) error {
 	var list v1alpha1.NetworkConfigList
 	if err := r.Client.List(ctx, &list, client.InNamespace(copies[0].Namespace), client.Limit(maxRefused+1), client.UnsafeDisableDeepCopy); err != nil {
@@ -202,15 +201,15 @@ func (r *answerReconciler) refuseStranger(ctx context.Context, copies []v1alpha1
 	return r.refuse(ctx, copies, refusal)
 }
 
-// refuse says in the oldest of the copies why they are refused. An answer that was given before
-// stays as long as it is still right.
+// refuse writes the reasons into the conditions of the copies, the oldest maxRefused at most. An
+// earlier answer stays as long as it is still correct.
 func (r *answerReconciler) refuse(ctx context.Context, copies []v1alpha1.NetworkConfig, refusals ...fabric.Refusal) (err error) {
 	condition := metav1.Condition{Status: metav1.ConditionFalse, Reason: refusals[0].Reason, Message: textOf(refusals)}
 	for i := range copies[:min(len(copies), maxRefused)] {
 		nc := &copies[i]
 		var answer v1alpha1.NetworkConfigStatus
 		switch condition.Reason {
-		case v1alpha1.ReasonNotPeered, v1alpha1.ReasonWrongOrigin: // whose network would it be
+		case v1alpha1.ReasonNotPeered, v1alpha1.ReasonWrongOrigin: // no peer whose networks they could be
 		default:
 			if answerInForce(r.Store.State(), nc) {
 				answer = v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: nc.Status.PodCIDRNAT, ExternalCIDRNAT: nc.Status.ExternalCIDRNAT}
@@ -255,7 +254,7 @@ func (r *answerReconciler) write(ctx context.Context, nc *v1alpha1.NetworkConfig
 	}
 	want := nc.DeepCopy()
 	want.Status = answer
-	// The lock, because the answer is to the spec that was read.
+	// The optimistic lock, because the answer is only correct for the spec that was read.
 	if err := r.Client.Status().Patch(ctx, want, client.MergeFromWithOptions(nc, client.MergeFromWithOptimisticLock{})); err != nil {
 		return client.IgnoreNotFound(err)
 	}

@@ -1,11 +1,11 @@
-// Package exchange is the exchange of NetworkConfigs with the peers: it publishes ours, answers theirs with networks
-// of the IPAM, agrees on preshared keys, and joins both sides into the TunnelEndpoint and the NatMapping of each
-// peer. A RefusalGate holds an answer back until the nodes refuse its networks. Releases frees the networks of a
-// peer that is gone.
+// Package exchange implements the exchange of NetworkConfigs with the peers. It publishes ours and
+// answers theirs with networks from the IPAM. It agrees on preshared keys, and joins both sides
+// into the TunnelEndpoint and the NatMapping of each peer. A RefusalGate holds an answer back until
+// the nodes refuse its networks. Releases frees the networks of a peer that is gone.
 //
-// It owns NetworkConfigs, TunnelEndpoints, NatMappings and the Secret of preshared keys. The manager runs its
-// controllers. Package peerings asks it why something is not agreed yet, and deletes TunnelEndpoints when a
-// Peering goes.
+// It owns NetworkConfigs, TunnelEndpoints, NatMappings and the Secret of preshared keys. The
+// manager runs its controllers. Package peerings asks it why something is not agreed yet, and
+// deletes TunnelEndpoints when a Peering goes.
 package exchange
 
 import (
@@ -39,19 +39,20 @@ import (
 //	original with the peer's answer ──────────────────────────────────┴─ tunnelEndpointReconciler ─► TunnelEndpoint
 //	                                        answer in the IPAM state ─ natMappingReconciler ─► NatMapping ─┘ (exists first)
 //
-// All fields but FactsChanged may be shared. The IPAM state must be loaded.
+// All fields but FactsChanged may be shared. The Store must be loaded.
 type Answers struct {
 	Client      client.Client
 	Peers       peers.Peers
 	Facts       facts.Reader
 	Store       *ipamstore.Store
-	RefusalGate *RefusalGate // that watches the Store
+	RefusalGate *RefusalGate // must observe the Store
 	// FactsChanged gets a value after every change of the Facts.
 	FactsChanged <-chan event.GenericEvent
 	Log          *slog.Logger
 }
 
-// SetupWithManager makes mgr run the three, and its cache index what they look up.
+// SetupWithManager makes mgr run the three reconcilers, and its cache index the fields they look
+// up.
 func (a *Answers) SetupWithManager(mgr ctrl.Manager) error {
 	if err := AddIndexes(mgr.GetFieldIndexer()); err != nil {
 		return fmt.Errorf("indexes: %w", err)
@@ -63,12 +64,11 @@ func (a *Answers) SetupWithManager(mgr ctrl.Manager) error {
 	)
 }
 
-// maxCopies bounds what is looked at of the NetworkConfigs of one sender. One is right, so that
-// these are enough to refuse and to clean up, a few at a time.
+// maxCopies bounds how many NetworkConfigs of one sender are read. A correct sender has one. With
+// 64, a flood can be refused and cleaned up a few objects at a time.
 const maxCopies = 64
 
-// CopiesOf returns the NetworkConfigs of a sender in a namespace, the oldest first, and the oldest
-// maxCopies of a flood.
+// CopiesOf returns the NetworkConfigs of a sender in a namespace, oldest first, at most maxCopies.
 func CopiesOf(ctx context.Context, reader client.Reader, namespace, origin string) ([]v1alpha1.NetworkConfig, error) {
 	var list v1alpha1.NetworkConfigList
 	if err := reader.List(ctx, &list, client.InNamespace(namespace), client.MatchingFields{indexOrigin: origin}, client.UnsafeDisableDeepCopy); err != nil {
@@ -84,12 +84,12 @@ func CopiesOf(ctx context.Context, reader client.Reader, namespace, origin strin
 
 func alive(nc v1alpha1.NetworkConfig) bool { return nc.DeletionTimestamp.IsZero() }
 
-// exchangeWith is the request about a peer.
+// exchangeWith returns the request for a peer.
 func exchangeWith(p peers.Peer) reconcile.Request {
 	return reconcile.Request{NamespacedName: types.NamespacedName{Namespace: p.LocalNamespace, Name: p.Cluster.ClusterID}}
 }
 
-// exchangeOf are the requests about an object and the clusters that it names.
+// exchangeOf returns the requests for the clusters ids in the namespace of o.
 func exchangeOf(o client.Object, ids ...string) (all []reconcile.Request) {
 	for _, id := range ids {
 		if id != "" {
@@ -99,7 +99,7 @@ func exchangeOf(o client.Object, ids ...string) (all []reconcile.Request) {
 	return all
 }
 
-// everyExchange names all peers.
+// everyExchange returns a map function that requests all peers.
 func everyExchange(peers peers.Peers, log *slog.Logger) handler.MapFunc {
 	return func(ctx context.Context, _ client.Object) (all []reconcile.Request) {
 		list, err := peers.List(ctx)
@@ -113,7 +113,7 @@ func everyExchange(peers peers.Peers, log *slog.Logger) handler.MapFunc {
 	}
 }
 
-// notStatusAlone leaves out what only changed a status.
+// notStatusAlone drops updates that only changed the status.
 var notStatusAlone = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
 	a, b := e.ObjectOld, e.ObjectNew
 	return a.GetGeneration() != b.GetGeneration() || a.GetUID() != b.GetUID() ||

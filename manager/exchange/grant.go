@@ -15,17 +15,17 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-// errNotWanted ends a change of the IPAM state for a peer that has left meanwhile.
+// errNotWanted aborts an update of the IPAM state because the peer has left meanwhile.
 var errNotWanted = errors.New("the peering is being taken down")
 
-// errTooEarly says that a peer without networks has to wait for the reports of the nodes; see
-// Facts.Awaiting, whose change brings it back.
+// errTooEarly means that a new peer has to wait until the nodes have reported; see Facts.Awaiting.
+// A change of the Facts causes a new request.
 var errTooEarly = errors.New("not all nodes have said what they reach")
 
-// fewLeft is how many further peers may get networks when it is time to say so.
+// fewLeft is the number of further peers with room in the pools below which a warning is logged.
 const fewLeft = 16
 
-// decide finds out whether the claim of a peer is taken, and which networks it gets.
+// decide validates the claim of a peer and allocates its networks.
 func (r *answerReconciler) decide(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig) (ipam.Grant, fabric.Claim, []fabric.Refusal, error) {
 	var grant ipam.Grant
 	j := Judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}
@@ -45,8 +45,8 @@ func (r *answerReconciler) decide(ctx context.Context, peer peers.Peer, nc *v1al
 	}
 	before := r.Store.State()
 	after, err := r.Store.Update(ctx, func(b ipam.State) (ipam.State, error) {
-		// Releases are serialised with this: what is granted after the peer has left would stay for
-		// ever.
+		// Peers are looked up inside Update, which serialises with releases: an allocation made
+		// after the peer has left would never be released.
 		if now, err := r.Peers.ByID(ctx, id); errors.Is(err, peers.ErrNoPeer) || err == nil && (!now.Begun() || now.LocalNamespace != peer.LocalNamespace) {
 			return b, errNotWanted
 		} else if err != nil {
@@ -54,7 +54,7 @@ func (r *answerReconciler) decide(ctx context.Context, peer peers.Peer, nc *v1al
 		}
 		gateways := func(p netip.Prefix) ([]netip.Addr, error) { return gatewaysIn(ctx, r.Client, peer, claim, p) }
 		next, got, inside, err := grantClearOf(b, asked, gateways)
-		if had, has := b.GrantOf(id); err == nil && has && got != had { // what it had is held from now on
+		if had, has := b.GrantOf(id); err == nil && has && got != had { // the previous networks go on hold
 			if asked.Now, err = r.Store.Now(ctx); err == nil {
 				next, got, inside, err = grantClearOf(b, asked, gateways)
 				next, _ = next.Yield()
@@ -79,7 +79,7 @@ func (r *answerReconciler) decide(ctx context.Context, peer peers.Peer, nc *v1al
 	return grant, claim, refusals, err
 }
 
-// requestFrom is what is asked of the IPAM for a claim, as the Peering has it.
+// requestFrom builds the IPAM request for a claim, with the options of the Peering.
 func requestFrom(peer peers.Peer, claim fabric.Claim) (r ipam.Request, wrong *fabric.Problem) {
 	r = ipam.Request{ID: peer.Cluster.ClusterID, Pod: claim.Pod, External: claim.External, AlwaysRemap: peer.Claims.AlwaysRemap}
 	read := func(field, text string) (p netip.Prefix) {
@@ -104,8 +104,8 @@ func requestFrom(peer peers.Peer, claim fabric.Claim) (r ipam.Request, wrong *fa
 	return r, wrong
 }
 
-// StandingOf explains which networks the claim of a peer has here, or would have with consent; zero where it is refused,
-// of which a condition of the NetworkConfig says why.
+// StandingOf explains which networks the claim of a peer has here, or would have with consent. It
+// is zero for an invalid claim; a condition of the NetworkConfig says why.
 func StandingOf(state ipam.State, peer peers.Peer, nc *v1alpha1.NetworkConfig) (standing [2]ipam.Standing) {
 	if claim, problems := fabric.ClaimFrom(nc, fabric.Origin{}); len(problems) == 0 {
 		if asked, wrong := requestFrom(peer, claim); wrong == nil {
@@ -115,9 +115,9 @@ func StandingOf(state ipam.State, peer peers.Peer, nc *v1alpha1.NetworkConfig) (
 	return standing
 }
 
-// grantClearOf gives a claim its networks, such that no gateway of a peer is in them if that can be
-// helped: its packets would be routed into a tunnel. inside are the gateways that are in them
-// nevertheless, because networks that were given out stay where they are.
+// grantClearOf allocates networks for a claim and avoids those that contain the gateway of a peer:
+// packets to that gateway would be routed into a tunnel. inside has the gateways that they contain
+// nevertheless, because existing allocations do not move.
 func grantClearOf(b ipam.State, claim ipam.Request, gateways func(netip.Prefix) ([]netip.Addr, error)) (next ipam.State, grant ipam.Grant, inside []netip.Addr, err error) {
 	var avoid []netip.Addr
 	for {
@@ -149,8 +149,8 @@ func grantClearOf(b ipam.State, claim ipam.Request, gateways func(netip.Prefix) 
 	}
 }
 
-// gatewaysIn returns the gateways of peers, the claim's own among them, whose addresses are in a
-// network.
+// gatewaysIn returns the addresses of peers' gateways in a network, including the gateway of the
+// claim itself.
 func gatewaysIn(ctx context.Context, reader client.Reader, peer peers.Peer, claim fabric.Claim, p netip.Prefix) (found []netip.Addr, err error) {
 	var list v1alpha1.TunnelEndpointList
 	if err := reader.List(ctx, &list, client.MatchingFields{indexGatewayIn: p.String()}); err != nil {
@@ -158,7 +158,7 @@ func gatewaysIn(ctx context.Context, reader client.Reader, peer peers.Peer, clai
 	}
 	for i := range list.Items {
 		if list.Items[i].Namespace == peer.LocalNamespace {
-			continue // perhaps it was there before
+			continue // its gateway may have moved; claim.Endpoint counts instead
 		}
 		if addr, err := netip.ParseAddr(list.Items[i].Spec.EndpointIP); err == nil {
 			found = append(found, addr)

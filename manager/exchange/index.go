@@ -13,20 +13,20 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// Indexes of the cache for the exchange of NetworkConfigs.
+// Names of the cache indexes for the exchange of NetworkConfigs.
 const (
-	indexOrigin    = "originID"  // copies, by the cluster ID of the sender
-	indexReceiver  = "remoteID"  // originals, by the cluster ID of the receiver
-	indexPublicKey = "publicKey" // TunnelEndpoints and copies, by each key of the peer's gateway
-	// indexGatewayIn has TunnelEndpoints by every network that their gateway's address is inside,
-	// so that those in one network are a single look-up.
+	indexOrigin    = "originID"  // copies by the cluster ID of the sender
+	indexReceiver  = "remoteID"  // originals by the cluster ID of the receiver
+	indexPublicKey = "publicKey" // TunnelEndpoints and copies by each key of the peer's gateway
+	// indexGatewayIn has TunnelEndpoints by every network that contains their gateway's address, so
+	// that one look-up finds all gateways in a network.
 	indexGatewayIn = "gatewayIn"
-	indexMappedFor = "mappedFor" // NatMappings, by the cluster ID of the peer
+	indexMappedFor = "mappedFor" // NatMappings by the cluster ID of the peer
 )
 
-// AddIndexes makes these indexes.
+// AddIndexes adds these indexes to the cache.
 func AddIndexes(indexer client.FieldIndexer) error {
-	ctx := context.Background() // it waits for nothing
+	ctx := context.Background() // IndexField does not block
 	return errors.Join(
 		indexer.IndexField(ctx, &v1alpha1.NetworkConfig{}, indexOrigin, func(o client.Object) []string {
 			return valueOf(o, v1alpha1.LabelOriginID)
@@ -58,7 +58,7 @@ func AddIndexes(indexer client.FieldIndexer) error {
 // publicKeysOf returns the keys of all tunnels, as text.
 func publicKeysOf(config v1alpha1.BackendConfig) []string {
 	keys := []string{config[v1alpha1.ConfigPublicKey]}
-	further, _ := fabric.ParseTunnels(config[v1alpha1.ConfigTunnels]) // absent, or no gateway takes it
+	further, _ := fabric.ParseTunnels(config[v1alpha1.ConfigTunnels]) // an invalid list has no keys; no gateway accepts it
 	for _, t := range further {
 		keys = append(keys, keyText(t.PublicKey))
 	}
@@ -74,7 +74,8 @@ func valueOf(o client.Object, label string) []string {
 	return nil
 }
 
-// networksAround returns all networks of pods that an address can be inside; none for a DNS name.
+// networksAround returns every prefix around an address that could be an allocated network; none
+// for a DNS name.
 func networksAround(endpoint string) (all []string) {
 	addr, err := netip.ParseAddr(endpoint)
 	if err != nil {

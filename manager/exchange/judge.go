@@ -17,8 +17,8 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-// A Judge finds out whether the claim of a peer may be taken. It looks at what we hold true
-// ourselves: in Liqo's RBAC the peer may write any status.
+// A Judge validates the claims of peers. It trusts only this cluster's own state, because under
+// Liqo's RBAC a peer may write any status.
 type Judge struct {
 	Reader client.Reader
 	Peers  peers.Peers
@@ -62,8 +62,9 @@ func (j Judge) judge(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkC
 }
 
 // Unstored returns the condition Accepted for a copy that has none, because Liqo's definition of
-// NetworkConfigs drops conditions. It reports the result of the answerReconciler: the claim is refused, or
-// the answer in the status is in force. nil: the copy is not answered yet.
+// NetworkConfigs drops conditions. It derives what the answerReconciler decided: the claim is
+// refused, or the answer in the status is in force. It returns nil for a copy that is not answered
+// yet.
 func (j Judge) Unstored(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig) (*metav1.Condition, error) {
 	claim, refusals, err := j.judge(ctx, peer, nc)
 	if err != nil {

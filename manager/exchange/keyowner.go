@@ -20,11 +20,13 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-// takenKeys returns the keys of a claim that another peer has: not who says so first, because
-// public keys are public, but who proves to have the private key. Where nobody does, or both, it is
-// whose tunnel has it, or else whose claim was accepted with it. A peer that lists among its own
-// what is another's already is the one that is refused. Only when two tunnels have a key, by an edit
-// or from before, it is the older one's, as in fabric.GatewayFor.
+// takenKeys returns the keys of a claim that belong to another peer. Public keys are public, so
+// being the first to list one counts least. The first of these rules that decides wins:
+//
+//  1. A peer that proves to have the private key has it, and peers without a proof do not.
+//  2. The peer whose TunnelEndpoint has the key has it; of two such peers, which an edit by hand can
+//     cause, the one with the older TunnelEndpoint, as in fabric.GatewayFor.
+//  3. The peer whose claim was accepted with it has it.
 func (j Judge) takenKeys(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig, claim fabric.Claim) (taken [][32]byte, err error) {
 	for _, key := range claim.Keys() {
 		another, err := j.taken(ctx, peer, nc, keyText(key))
@@ -47,14 +49,16 @@ func (j Judge) taken(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkC
 	if err != nil {
 		return false, err
 	}
-	if len(tunnels) > 0 { // one of a peer that proves nothing stays until reclaim deletes it, so that no gateway sees the key twice
+	// The TunnelEndpoint of a peer without a proof counts until reclaim has deleted it, so that no
+	// gateway sees the key twice.
+	if len(tunnels) > 0 {
 		first := slices.MinFunc(tunnels, func(a, b v1alpha1.TunnelEndpoint) int { return controllers.CompareAge(&a, &b) })
 		return first.Namespace != peer.LocalNamespace, nil
 	}
 	return j.acceptedBefore(ctx, nc, key, provers)
 }
 
-// tunnelsWith are the TunnelEndpoints with a key. One that is being deleted is no gateway's any more.
+// tunnelsWith returns the TunnelEndpoints with a key, except those that are being deleted.
 func (j Judge) tunnelsWith(ctx context.Context, key string) ([]v1alpha1.TunnelEndpoint, error) {
 	var list v1alpha1.TunnelEndpointList
 	if err := j.Reader.List(ctx, &list, client.MatchingFields{indexPublicKey: key}); err != nil {
@@ -63,8 +67,8 @@ func (j Judge) tunnelsWith(ctx context.Context, key string) ([]v1alpha1.TunnelEn
 	return slices.DeleteFunc(list.Items, func(te v1alpha1.TunnelEndpoint) bool { return !te.DeletionTimestamp.IsZero() }), nil
 }
 
-// provers are the namespaces of the peers that prove to have a key that more than one claims; none: nobody does, or nobody
-// disputes it.
+// provers returns the namespaces of the peers that prove to have a key, if more than one peer
+// claims it; else none.
 func (j Judge) provers(ctx context.Context, key string) (all []string, err error) {
 	var list v1alpha1.NetworkConfigList
 	if err := j.Reader.List(ctx, &list, client.MatchingFields{indexPublicKey: key}, client.UnsafeDisableDeepCopy); err != nil {
@@ -89,8 +93,8 @@ func (j Judge) provers(ctx context.Context, key string) (all []string, err error
 	return all, nil
 }
 
-// proved reports whether the peer with a tenant namespace claims a key and proves that it has the private one, or did when
-// it got its tunnel with it.
+// proved reports whether the peer of a tenant namespace claims a key and proves to have the private
+// key now, or proved it when its TunnelEndpoint got the key.
 func (j Judge) proved(ctx context.Context, namespace, key string) (bool, error) {
 	peer, err := j.Peers.ByNamespace(ctx, namespace)
 	if errors.Is(err, peers.ErrNoPeer) || err == nil && peer.Leaving && !peer.Draining {
@@ -115,8 +119,8 @@ func (j Judge) proved(ctx context.Context, namespace, key string) (bool, error) 
 	return err == nil && proves(copies[0].Spec.BackendConfig, facts.Keys, j.Peers.Self, peer.Cluster.ClusterID), err
 }
 
-// proves reports whether what a peer publishes shows that it has the private keys of its tunnels. It may know our current
-// or our next key.
+// proves reports whether config proves possession of the private keys of all its tunnels. The proof
+// may be made for our current key or our next one.
 func proves(config v1alpha1.BackendConfig, ours keyring.Ring, self, peer string) bool {
 	var keys [][32]byte
 	for _, text := range publicKeysOf(config) {
@@ -131,8 +135,9 @@ func proves(config v1alpha1.BackendConfig, ours keyring.Ring, self, peer string)
 	})
 }
 
-// remember notes on a TunnelEndpoint which of its keys its peer proves to have. What is noted stays for as long as the peer
-// has the key: a thief of it can prove it sooner than its owner when our key has rotated.
+// remember records on a TunnelEndpoint which of its keys the peer has proved. A record lasts as
+// long as the peer has the key. Otherwise a thief of a private key could take it over after a
+// rotation of our key, by proving it sooner than its owner.
 func remember(te *v1alpha1.TunnelEndpoint, proves bool) {
 	keys := slices.DeleteFunc(publicKeysOf(te.Spec.BackendConfig), func(key string) bool { return !proves && !remembers(te, key) })
 	if delete(te.Annotations, isthmus.AnnotationKeyProved); len(keys) > 0 {
@@ -144,7 +149,8 @@ func remembers(te *v1alpha1.TunnelEndpoint, key string) bool {
 	return slices.Contains(strings.Fields(te.Annotations[isthmus.AnnotationKeyProved]), key)
 }
 
-// prove adds to what a peer is told that we have the private keys. Until the peer has told us its public key there is no proof.
+// prove adds our proof of possession to the spec for a peer. The proof needs the peer's public key;
+// without one, prove adds nothing.
 func (r *NetworkConfigReconciler) prove(ctx context.Context, peer peers.Peer, facts facts.Facts, spec *v1alpha1.NetworkConfigSpec) error {
 	copies, err := CopiesOf(ctx, r.Client, peer.LocalNamespace, peer.Cluster.ClusterID)
 	if err != nil || len(copies) != 1 {
@@ -167,13 +173,14 @@ func (r *NetworkConfigReconciler) prove(ctx context.Context, peer peers.Peer, fa
 	return nil
 }
 
-// A proof for a peer is kept, because it takes X25519 twice for each tunnel, and each change of a Node asks for it again.
+// A proof is cached by peer: making one takes two X25519 operations for each tunnel, and every
+// change of a Node asks for it again.
 type proof struct {
 	of   proofOf
 	text string // empty: there is none
 }
 
-// A proofOf is all that a proof for a peer depends on.
+// A proofOf holds all inputs of a proof for a peer, apart from its cluster ID.
 type proofOf struct {
 	keys           keyring.Ring
 	public, theirs [32]byte
@@ -189,8 +196,8 @@ func (of proofOf) prove(self, peer string) string {
 	return ""
 }
 
-// reclaim deletes the TunnelEndpoints of other peers with a key that this one proves to have, and the other does not. Who
-// listed the key first, before its owner told us of it, has no tunnel by it anyway.
+// reclaim deletes the TunnelEndpoints of other peers with a key that this peer proves to have and
+// the other does not. So a peer that listed a foreign key before its owner did cannot keep it.
 func (r *tunnelEndpointReconciler) reclaim(ctx context.Context, peer peers.Peer, copied *v1alpha1.NetworkConfig) error {
 	j := Judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}
 	for _, key := range publicKeysOf(copied.Spec.BackendConfig) {
@@ -224,10 +231,10 @@ func (r *tunnelEndpointReconciler) reclaim(ctx context.Context, peer peers.Peer,
 	return nil
 }
 
-// acceptedBefore reports whether the claim of another peer was accepted with a key that nobody has a
-// tunnel for, before the given one was. The conditions in the NetworkConfigs say so, which a restart
-// finds again. Of two that were accepted at once the older one counts. Where somebody proves to have the
-// key, all others do not count.
+// acceptedBefore reports whether the claim of another peer was accepted with a key before the given
+// one was; no TunnelEndpoint has that key. It reads the conditions of the NetworkConfigs, which
+// survive a restart. If both were accepted, the older object wins. If provers is not empty, only
+// their claims count.
 func (j Judge) acceptedBefore(ctx context.Context, nc *v1alpha1.NetworkConfig, key string, provers []string) (bool, error) {
 	var list v1alpha1.NetworkConfigList
 	if err := j.Reader.List(ctx, &list, client.MatchingFields{indexPublicKey: key}, client.UnsafeDisableDeepCopy); err != nil {
@@ -251,8 +258,8 @@ func (j Judge) acceptedBefore(ctx context.Context, nc *v1alpha1.NetworkConfig, k
 	return false, nil
 }
 
-// KeyOwner says which other peer has a key of a NetworkConfig; "" when none has. The peer that asks
-// is not told: its condition says that somebody has it.
+// KeyOwner names the other peer that has a key of nc, for people in this cluster; "" when none has.
+// The condition that the claimant reads does not name the owner.
 func KeyOwner(ctx context.Context, reader client.Reader, nc *v1alpha1.NetworkConfig) (string, error) {
 	var list v1alpha1.TunnelEndpointList
 	if err := reader.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
@@ -276,10 +283,9 @@ func KeyOwner(ctx context.Context, reader client.Reader, nc *v1alpha1.NetworkCon
 	return fmt.Sprintf("%s (%s) has it, by TunnelEndpoint %s/%s", id.ClusterName, id.ClusterID, first.Namespace, first.Name), nil
 }
 
-// standing is 2 for a copy whose present content we accepted, 1 for a copy whose earlier content we
-// accepted, and 0 for all others. A copy that is edited to list the key of another peer thereby ranks
-// behind that peer. Where the API server stores no conditions, an answered copy is only known to have been
-// accepted once.
+// standing ranks a copy: 2 if we accepted its present content, 1 if we accepted earlier content, 0
+// otherwise. So a copy edited to list another peer's key ranks behind that peer. Where the API
+// server stores no conditions, an answered copy ranks 1.
 func standing(nc *v1alpha1.NetworkConfig) int {
 	accepted := meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted)
 	switch {

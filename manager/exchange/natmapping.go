@@ -24,19 +24,19 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 )
 
-// natMappingPrefix is what the names of NatMappings begin with.
+// natMappingPrefix is the prefix of the names of NatMappings.
 const natMappingPrefix = "natmapping-"
 
-// natMappingReconciler keeps one NatMapping for each peer that has answered, as the IPAM state of the
-// IPAM have it, and none for anybody else. Requests are named by the cluster ID of the peer.
+// natMappingReconciler keeps one NatMapping for each peer with an answer in the IPAM state, and
+// deletes all others. Requests are named by the cluster ID of the peer.
 type natMappingReconciler struct {
 	Client client.Client
 	Store  *ipamstore.Store
 	Log    *slog.Logger
 }
 
-// SetupWithManager makes mgr call Reconcile for each peer whose mappings changed in the IPAM state or in
-// the API. The indexes have to be there.
+// SetupWithManager makes mgr call Reconcile for each peer whose mappings changed in the IPAM state
+// or in the API. Call AddIndexes first.
 func (r *natMappingReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	return ctrl.NewControllerManagedBy(mgr).Named("natmapping").
 		WithOptions(controller.Options{MaxConcurrentReconciles: controllers.Workers}).
@@ -45,7 +45,7 @@ func (r *natMappingReconciler) SetupWithManager(mgr ctrl.Manager) error {
 		})).
 		WatchesRawSource(source.Channel(r.Store.Subscribe(), handler.EnqueueRequestsFromMapFunc(r.changed))).
 		WatchesRawSource(source.Func(func(ctx context.Context, q workqueue.TypedRateLimitingInterface[reconcile.Request]) error {
-			for _, request := range r.changed(ctx, new(v1alpha1.NatMapping)) { // nothing is known of the time before the start
+			for _, request := range r.changed(ctx, new(v1alpha1.NatMapping)) { // events before the start are unknown, so check all peers
 				q.Add(request)
 			}
 			return nil
@@ -53,7 +53,8 @@ func (r *natMappingReconciler) SetupWithManager(mgr ctrl.Manager) error {
 		Complete(controllers.Noted("natmapping", r))
 }
 
-// changed names the peer that an event of the IPAM state is about; all when it names none.
+// changed returns the request for the peer of an IPAM event; requests for all peers when it names
+// none.
 func (r *natMappingReconciler) changed(ctx context.Context, o client.Object) []reconcile.Request {
 	if id := o.GetName(); id != "" {
 		return mappedFor(id)
@@ -131,8 +132,8 @@ func (r *natMappingReconciler) reconcile(ctx context.Context, id string) error {
 	return nil
 }
 
-// create makes the NatMapping of a peer. Its name looks generated, as Liqo's is, but follows from
-// the cluster ID: a cache that is behind cannot lead to a second.
+// create makes the NatMapping of a peer. Its name looks generated, as Liqo's does, but is derived
+// from the cluster ID, so that a stale cache cannot cause a second one.
 func (r *natMappingReconciler) create(ctx context.Context, id string, spec v1alpha1.NatMappingSpec) error {
 	nm := &v1alpha1.NatMapping{
 		ObjectMeta: metav1.ObjectMeta{
@@ -149,8 +150,8 @@ func (r *natMappingReconciler) create(ctx context.Context, id string, spec v1alp
 	return nil
 }
 
-// remove takes the label away before it deletes, as Liqo does: watches with that label see a
-// deletion even if finalizers hold the object.
+// remove takes the label away before it deletes, as Liqo does: watches that select by the label
+// then see a deletion even while finalizers hold the object.
 func (r *natMappingReconciler) remove(ctx context.Context, nm *v1alpha1.NatMapping) error {
 	if _, labelled := nm.Labels[v1alpha1.LabelNatMapping]; labelled {
 		before := nm.DeepCopy()
@@ -174,8 +175,8 @@ func natMappingName(id string) string {
 	return natMappingPrefix + hex.EncodeToString(sum[:5])
 }
 
-// natMappingsOf returns the NatMappings for a peer, the oldest first. Where label and specification
-// disagree, which takes an edit by hand, the name decides.
+// natMappingsOf returns the NatMappings for a peer, oldest first. Label and spec can only disagree
+// after an edit by hand; then the name decides.
 func natMappingsOf(ctx context.Context, reader client.Reader, id string) ([]v1alpha1.NatMapping, error) {
 	var list v1alpha1.NatMappingList
 	if err := reader.List(ctx, &list, client.MatchingFields{indexMappedFor: id}); err != nil {

@@ -36,23 +36,23 @@ import (
 	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
-// NetworkConfigReconciler keeps, for each peer, the one NetworkConfig in which this cluster tells
-// the peer about its network: the original. Requests are named by the cluster ID of the peer.
+// NetworkConfigReconciler keeps one NetworkConfig for each peer, which describes this cluster's
+// network to it: the original. Requests are named by the cluster ID of the peer.
 type NetworkConfigReconciler struct {
 	Client client.Client
 	Peers  peers.Peers
 	Facts  facts.Reader
 	// FactsChanged gets a value after every change of the Facts.
 	FactsChanged <-chan event.GenericEvent
-	// Keys are preshared keys; nil: peers are offered none.
+	// Keys stores preshared keys; nil: none are offered to peers.
 	Keys *KeyStore
 	Log  *slog.Logger
 
-	again  queue.Queue // peers whose exchange of keys waits
-	proofs sync.Map    // proof by cluster ID
+	again  queue.Queue // peers whose key exchange waits
+	proofs sync.Map    // cluster ID → proof
 }
 
-// SetupWithManager makes mgr call Reconcile for each peer that something happened to, and for all
+// SetupWithManager makes mgr call Reconcile for each peer whose inputs changed, and for all peers
 // when the Facts changed.
 func (r *NetworkConfigReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	b := ctrl.NewControllerManagedBy(mgr).Named("networkconfig").
@@ -67,13 +67,13 @@ func (r *NetworkConfigReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	}).Complete(controllers.Noted("networkconfig", r))
 }
 
-// peerOf names the peer that a NetworkConfig belongs to, by where it lies: its labels are what
-// somebody may have broken, and a copy may have taken our name.
+// peerOf returns the request for the peer that a NetworkConfig belongs to. It goes by the
+// namespace: somebody may have broken the labels, and a copy may use the name of our original.
 func (r *NetworkConfigReconciler) peerOf(ctx context.Context, o client.Object) []reconcile.Request {
 	return r.peerAt(ctx, o.GetNamespace())
 }
 
-// presharedChanged leaves out all of a TunnelEndpoint but the key of its sessions.
+// presharedChanged drops updates of a TunnelEndpoint that leave the key of its sessions.
 var presharedChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
 	return PresharedIn(e.ObjectOld.(*v1alpha1.TunnelEndpoint)) != PresharedIn(e.ObjectNew.(*v1alpha1.TunnelEndpoint))
 }}
@@ -106,7 +106,7 @@ func (r *NetworkConfigReconciler) Reconcile(ctx context.Context, req ctrl.Reques
 	peer, err := r.Peers.ByID(ctx, req.Name)
 	if errors.Is(err, peers.ErrNoPeer) {
 		r.proofs.Delete(req.Name)
-		return ctrl.Result{}, r.Keys.Forget(ctx, req.Name) // all else that was made for it had an owner or a finalizer
+		return ctrl.Result{}, r.Keys.Forget(ctx, req.Name) // owners and finalizers take care of everything else
 	}
 	if err != nil {
 		return ctrl.Result{}, fmt.Errorf("peer %s: %w", req.Name, err)
@@ -136,10 +136,9 @@ func (r *NetworkConfigReconciler) Reconcile(ctx context.Context, req ctrl.Reques
 	return ctrl.Result{}, nil
 }
 
-// free removes finalizers that are neither ours nor Kubernetes': from our original always, and from
-// whatever else of the peering is being deleted. Who cannot vouch for the one who is to remove a
-// finalizer cannot wait for it: a peer that once could write here would hold up the end of the
-// peering.
+// free removes foreign finalizers from our original, and from copies that are being deleted. Nobody
+// here can tell whether the controller behind a foreign finalizer exists, and a peer that could
+// once write here must not be able to block the end of the peering.
 func (r *NetworkConfigReconciler) free(ctx context.Context, peer peers.Peer, original *v1alpha1.NetworkConfig) error {
 	var copies v1alpha1.NetworkConfigList
 	if err := r.Client.List(ctx, &copies, client.InNamespace(peer.LocalNamespace), client.Limit(maxRefused),
@@ -170,15 +169,15 @@ func (r *NetworkConfigReconciler) free(ctx context.Context, peer peers.Peer, ori
 	return errs
 }
 
-// foreignFinalizer reports whether nobody here waits for a finalizer of a NetworkConfig: neither
-// Isthmus nor Liqo, whose finalizers are the same, nor the garbage collector.
+// foreignFinalizer reports whether a finalizer of a NetworkConfig is neither ours nor the garbage
+// collector's. Liqo's finalizers have the same names as ours.
 func foreignFinalizer(name string) bool {
 	return !slices.Contains([]string{v1alpha1.FinalizerReplicator, v1alpha1.FinalizerTunnelEndpointCreator,
 		metav1.FinalizerDeleteDependents, metav1.FinalizerOrphanDependents}, name)
 }
 
-// originals returns the original for the peer, nil when there is none, and others that call
-// themselves that. Its name is fixed, so that the copy's is.
+// originals returns the original for the peer, or nil, and others labelled as our original. The
+// original has a fixed name, which the copy inherits.
 func (r *NetworkConfigReconciler) originals(ctx context.Context, peer peers.Peer) (current *v1alpha1.NetworkConfig, others []v1alpha1.NetworkConfig, err error) {
 	current = new(v1alpha1.NetworkConfig)
 	name := types.NamespacedName{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}
@@ -198,14 +197,14 @@ func (r *NetworkConfigReconciler) originals(ctx context.Context, peer peers.Peer
 	return current, others, nil
 }
 
-// publish writes what the peer is to know, if it is known and not there yet.
+// publish writes the original, once all that it needs is known.
 func (r *NetworkConfigReconciler) publish(ctx context.Context, peer peers.Peer, current *v1alpha1.NetworkConfig) error {
 	switch {
 	case current == nil:
 	case !current.DeletionTimestamp.IsZero(), notOurs(current, peer) != "":
-		return nil // a deleted one is made anew when it is gone
+		return nil // a deleted object is recreated when it is gone
 	case current.Annotations[isthmus.AnnotationUnanswered] != "":
-		return r.withdraw(ctx, current) // whatever this cluster knows of itself now
+		return r.withdraw(ctx, current) // even while the Facts are incomplete
 	}
 	facts, err := r.Facts.Facts(ctx)
 	if err != nil {
@@ -222,7 +221,7 @@ func (r *NetworkConfigReconciler) publish(ctx context.Context, peer peers.Peer, 
 	return errors.Join(r.publishSpec(ctx, peer, current, spec), keys)
 }
 
-// publishSpec makes the original be what the peer is to know.
+// publishSpec creates or corrects the original.
 func (r *NetworkConfigReconciler) publishSpec(ctx context.Context, peer peers.Peer, current *v1alpha1.NetworkConfig, spec v1alpha1.NetworkConfigSpec) error {
 	if current != nil {
 		want := current.DeepCopy()
@@ -234,8 +233,8 @@ func (r *NetworkConfigReconciler) publishSpec(ctx context.Context, peer peers.Pe
 		}
 		if spec.PodCIDR != current.Spec.PodCIDR || spec.ExternalCIDR != current.Spec.ExternalCIDR {
 			if !peer.Replicated() {
-				// Liqo's replicator copies back any answer that it finds. A new NetworkConfig gets a new
-				// answer.
+				// Liqo's replicator copies back whichever answer it finds. Only a new NetworkConfig
+				// gets a new answer.
 				r.Log.Info("NetworkConfig recreated, because our networks have changed", "peer", peer.Cluster.ClusterID, "namespace", want.Namespace, "name", want.Name)
 				return r.remove(ctx, current)
 			}
@@ -261,8 +260,8 @@ func (r *NetworkConfigReconciler) publishSpec(ctx context.Context, peer peers.Pe
 	return err
 }
 
-// withdraw removes an answer to our former networks from our NetworkConfig, and then the annotation that
-// marks it. The replicator then copies back an answer to the new networks.
+// withdraw removes an answer to our previous networks from our NetworkConfig, and then the
+// annotation that marks it. The replicator then copies back an answer to the new networks.
 func (r *NetworkConfigReconciler) withdraw(ctx context.Context, current *v1alpha1.NetworkConfig) error {
 	if !equality.Semantic.DeepEqual(current.Status, v1alpha1.NetworkConfigStatus{}) {
 		before := current.DeepCopy()
@@ -276,8 +275,8 @@ func (r *NetworkConfigReconciler) withdraw(ctx context.Context, current *v1alpha
 	return r.Client.Patch(ctx, current, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
 }
 
-// OriginalFor returns our NetworkConfig for a peer without an answer to our former networks; nil when there is none.
-// problem says why the object with its name is not ours, or is "".
+// OriginalFor returns our NetworkConfig for a peer, without an answer to our previous networks; nil
+// if there is none. problem says why the object with its name is not ours, or is "".
 func OriginalFor(ctx context.Context, reader client.Reader, peer peers.Peer) (nc *v1alpha1.NetworkConfig, problem string, err error) {
 	name := types.NamespacedName{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}
 	if nc, err = controllers.Found(ctx, reader, name, new(v1alpha1.NetworkConfig)); nc == nil || err != nil {
@@ -289,7 +288,7 @@ func OriginalFor(ctx context.Context, reader client.Reader, peer peers.Peer) (nc
 	return believed(nc), "", nil
 }
 
-// believed returns our NetworkConfig without an answer to our former networks.
+// believed returns our NetworkConfig without an answer to our previous networks.
 func believed(nc *v1alpha1.NetworkConfig) *v1alpha1.NetworkConfig {
 	if nc.Annotations[isthmus.AnnotationUnanswered] == "" {
 		return nc
@@ -299,7 +298,7 @@ func believed(nc *v1alpha1.NetworkConfig) *v1alpha1.NetworkConfig {
 	return nc
 }
 
-// shape gives nc what an original for the peer has, and leaves the rest.
+// shape sets everything that an original for the peer needs, and keeps the rest.
 func shape(nc *v1alpha1.NetworkConfig, peer peers.Peer, spec v1alpha1.NetworkConfigSpec, scheme *runtime.Scheme) error {
 	nc.Spec = spec
 	if nc.Labels == nil {
@@ -315,12 +314,12 @@ func shape(nc *v1alpha1.NetworkConfig, peer peers.Peer, spec v1alpha1.NetworkCon
 	if metav1.IsControlledBy(nc, peer.Owner) {
 		return nil
 	}
-	nc.OwnerReferences = nil // of a peer before this one, or by a stranger's hand
+	nc.OwnerReferences = nil // left by an earlier Peering or set by a stranger
 	return controllerutil.SetControllerReference(peer.Owner, nc, scheme)
 }
 
-// notOurs says why the object with the name of our original is not that, or "". The peer may create
-// objects in its tenant namespace, also of that name.
+// notOurs explains why the object with the name of our original is not ours, or returns "". The
+// peer may create objects in its tenant namespace, also with that name.
 func notOurs(nc *v1alpha1.NetworkConfig, peer peers.Peer) string {
 	if origin, ok := nc.Labels[v1alpha1.LabelOriginID]; ok && !metav1.IsControlledBy(nc, peer.Owner) {
 		return fmt.Sprintf("NetworkConfig %s/%s has the name of ours, but comes from cluster %q (label %s); delete it",
@@ -336,8 +335,8 @@ func (r *NetworkConfigReconciler) remove(ctx context.Context, nc *v1alpha1.Netwo
 	return client.IgnoreNotFound(r.Client.Delete(ctx, nc, client.Preconditions{UID: &nc.UID}))
 }
 
-// NetworkConfigFor decides what the peer is told about this cluster. The problems are sentences
-// that say what keeps us from telling it anything.
+// NetworkConfigFor decides the spec that a peer gets from this cluster. problems are sentences that
+// explain why there is none yet.
 func NetworkConfigFor(f facts.Facts, p peers.Peer) (spec v1alpha1.NetworkConfigSpec, problems []string) {
 	endpoint, port := f.Endpoint, f.Port
 	if p.Overrides.Address != nil {

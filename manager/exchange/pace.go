@@ -12,23 +12,24 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// What a peer can flip as often as it likes is followed changesAtOnce times, and then once in a while. Its networks
-// it cannot flip: a wider one needs consent.
+// A peer can change its answer, endpoint and keys as often as it likes. We follow changesAtOnce
+// changes at once and then one per interval. It cannot flip its networks: a wider one needs
+// consent.
 const (
 	changesAtOnce = 8
-	answerEvery   = time.Minute // each change of an answer is an event for every node,
-	gatewayEvery  = time.Second // of an endpoint or a key one for the gateways
+	answerEvery   = time.Minute // because each new answer is an event for every node
+	gatewayEvery  = time.Second // because a new endpoint or key is an event for the gateways only
 )
 
-// A pace bounds how often each peer changes something. Its methods may be called concurrently.
+// A pace limits how often each peer may change something. Its methods may be called concurrently.
 type pace struct {
 	every time.Duration
 
 	mu    sync.Mutex
-	peers map[string]*rate.Limiter // of the peers that have changed it
+	peers map[string]*rate.Limiter // by cluster ID; only peers that have changed something
 }
 
-// wait returns how long a peer has to wait with a change that comes now. Asking costs nothing.
+// wait returns how long a change that arrives now has to wait. It does not count the change.
 func (p *pace) wait(id string, now time.Time) time.Duration {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -39,7 +40,8 @@ func (p *pace) wait(id string, now time.Time) time.Duration {
 	return max(0, time.Duration((1-l.TokensAt(now))*float64(p.every)))
 }
 
-// count counts a change that was written. last reports whether the next one has to wait, if it came now.
+// count counts a change that was written. last reports whether an immediate next one would have to
+// wait.
 func (p *pace) count(id string, now time.Time) (last bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -52,15 +54,15 @@ func (p *pace) count(id string, now time.Time) (last bool) {
 	return p.peers[id].AllowN(now, 1) && p.peers[id].TokensAt(now) < 1
 }
 
-// forget forgets a peer that has left.
+// forget drops the state of a peer that has left.
 func (p *pace) forget(id string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	delete(p.peers, id)
 }
 
-// paced returns our NetworkConfig with the answer to follow, and how long the peer's present one has to wait: the former
-// one is followed meanwhile.
+// paced returns our NetworkConfig with the answer to use, and how long the peer's present answer
+// has to wait. While it waits, the previous answer is used.
 func (r *tunnelEndpointReconciler) paced(id string, original *v1alpha1.NetworkConfig) (*v1alpha1.NetworkConfig, time.Duration) {
 	state := r.Store.State()
 	was := state.AnswerOf(id)
@@ -76,10 +78,11 @@ func (r *tunnelEndpointReconciler) paced(id string, original *v1alpha1.NetworkCo
 	return original, wait
 }
 
-// complete reports whether a peer has answered both our networks. It does so for nothing when it has before.
+// complete reports whether an answer covers both our networks. Only changes of a complete answer
+// are paced.
 func complete(answer ipam.Grant) bool { return answer.Pod.IsValid() && answer.External.IsValid() }
 
-// sameGateway reports whether two have the same gateway of the peer: its endpoint and its keys.
+// sameGateway reports whether both specs have the same endpoint and keys of the peer's gateway.
 func sameGateway(a, b v1alpha1.TunnelEndpointSpec) bool {
 	return a.EndpointIP == b.EndpointIP && a.BackendType == b.BackendType && maps.Equal(a.BackendConfig, b.BackendConfig)
 }

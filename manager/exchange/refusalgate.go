@@ -27,10 +27,10 @@ import (
 	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
-// refusalGap is how long reports are gathered before they are read together.
+// refusalGap is the time for which changed reports are collected before they are read together.
 const refusalGap = 20 * time.Millisecond
 
-// reasonNotRefused is that of the Event about a node that does not refuse what was granted.
+// reasonNotRefused is the reason of the Event about a node that does not refuse allocated networks.
 const reasonNotRefused = "NotRefused"
 
 // A RefusalGate is the convergence gate: it knows which allocated networks all nodes refuse, so that the
@@ -39,8 +39,8 @@ const reasonNotRefused = "NotRefused"
 //	IPAM state ─► NetworkAllocation ─► route agent refuses it ─► NodeNetworks.spec.refusedResourceVersion ─► RefusalGate ─► answer, TunnelEndpoint
 //
 // An agent that reports a resourceVersion refuses the networks of all objects up to that version.
-// The gate does not wait for a node that never reported one: it has no agent. After it has waited
-// for a node in vain, it does not wait for that node again until the node reports a new version.
+// The gate does not wait for nodes that have never reported one: they have no agent. If it has
+// waited for a node in vain, it ignores that node until the node reports another version.
 //
 // Its methods may be called concurrently.
 type RefusalGate struct {
@@ -54,16 +54,16 @@ type RefusalGate struct {
 
 	mu      sync.Mutex
 	granted map[string]granted
-	said    map[string]int64            // by node: the resourceVersion up to which it refuses
-	late    map[string]int64            // by node that is not waited for: the same
-	waiting map[reconcile.Request]await // for nodes
+	said    map[string]int64            // node → resourceVersion up to which it refuses
+	late    map[string]int64            // the same, of nodes that the gate no longer waits for
+	waiting map[reconcile.Request]await // requests that wait for nodes
 }
 
-// granted is what a peer has.
+// granted is the allocation of a peer.
 type granted struct {
 	grant   ipam.Grant
-	version int64     // the resourceVersion of the NetworkAllocation with it
-	at      time.Time // when it came into the IPAM state
+	version int64     // resourceVersion of its NetworkAllocation
+	at      time.Time // when it entered the IPAM state
 }
 
 type await struct {
@@ -71,7 +71,7 @@ type await struct {
 	queue *queue.Queue
 }
 
-// Observe learns of each version of the IPAM state.
+// Observe takes over each version of the IPAM state.
 func (w *RefusalGate) Observe(state ipam.State, version func(id string) int64) {
 	now := make(map[string]granted)
 	w.mu.Lock()
@@ -94,14 +94,14 @@ func (w *RefusalGate) Observe(state ipam.State, version func(id string) int64) {
 }
 
 // refused reports whether the networks of a peer may be published. If not, it adds the request to
-// the queue as soon as they may.
+// the queue once they may be.
 func (w *RefusalGate) refused(id string, q *queue.Queue, request reconcile.Request) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	g, ok := w.granted[id]
 	if g.version == ipamstore.NotWritten {
 		w.waiting[request] = await{id, q}
-		return false // Observe follows
+		return false // Observe will be called once it is written
 	}
 	if !ok || w.behind(g) == nil {
 		delete(w.waiting, request)
@@ -124,7 +124,8 @@ func (w *RefusalGate) refused(id string, q *queue.Queue, request reconcile.Reque
 	return true
 }
 
-// behind are the nodes that are waited for with a grant. The caller holds w.mu.
+// behind returns the nodes that the gate waits for and that do not refuse g yet. The caller holds
+// w.mu.
 func (w *RefusalGate) behind(g granted) (nodes []string) {
 	for node, version := range w.said {
 		if _, late := w.late[node]; !late && version < g.version {
@@ -135,14 +136,14 @@ func (w *RefusalGate) behind(g granted) (nodes []string) {
 	return nodes
 }
 
-// Late are the nodes that do not refuse what they should, as far as somebody has waited for them.
+// Late returns the number of nodes that did not confirm in time that they refuse a network.
 func (w *RefusalGate) Late() int {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return len(w.late)
 }
 
-// SetupWithManager makes mgr call Reconcile soon after a node says that it refuses something else.
+// SetupWithManager makes mgr call Reconcile soon after a node reports another resourceVersion.
 func (w *RefusalGate) SetupWithManager(mgr ctrl.Manager) error {
 	soon := func(q requestQueue) { q.AddAfter(controllers.RequestFor("refused"), refusalGap) }
 	return ctrl.NewControllerManagedBy(mgr).Named("refusalgate").
@@ -156,7 +157,7 @@ func (w *RefusalGate) SetupWithManager(mgr ctrl.Manager) error {
 		Complete(controllers.Noted("refusalgate", w))
 }
 
-// A requestQueue is where watches put what is to be reconciled.
+// A requestQueue is the queue of a controller.
 type requestQueue = workqueue.TypedRateLimitingInterface[reconcile.Request]
 
 // Reconcile reads the nodes' reports, and queues the requests that waited for them.
@@ -182,7 +183,7 @@ func (w *RefusalGate) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Resul
 	return ctrl.Result{}, nil
 }
 
-// wake has those reconciled who need not wait any more. The caller holds w.mu.
+// wake queues the requests that need not wait any more. The caller holds w.mu.
 func (w *RefusalGate) wake() {
 	least := int64(ipamstore.NotWritten - 1)
 	for node, version := range w.said {

@@ -18,10 +18,10 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-// releaseInterval is the interval of the search for expired holds and for peers without objects.
+// releaseInterval is how often look searches for expired holds and for peers without objects.
 const releaseInterval = 5 * time.Minute
 
-// reasonReleased is the reason of the Event for networks that were released because no object named their
+// reasonReleased is the reason of the Event about networks released because no object named their
 // peer.
 const reasonReleased = "NetworksReleased"
 
@@ -52,7 +52,7 @@ func (r *Releases) Run(ctx context.Context) error {
 	}
 }
 
-// look updates the IPAM state to the present time.
+// look applies the present time to the IPAM state.
 func (r *Releases) look(ctx context.Context) error {
 	named, err := r.named(ctx)
 	if err != nil {
@@ -81,7 +81,7 @@ func (r *Releases) look(ctx context.Context) error {
 	return nil
 }
 
-// named returns the clusters that objects of a peering name.
+// named returns the IDs of the clusters that the objects of any peering name.
 func (r *Releases) named(ctx context.Context) (map[string]bool, error) {
 	var (
 		peerings  isthmus.PeeringList

@@ -11,7 +11,8 @@ import (
 // forRoom is the key of requests that wait for room in the IPAM state.
 const forRoom = "room"
 
-// requests are requests by keys. The zero value is empty.
+// requests is a set of requests that can be looked up by key. The zero value is empty. Its methods
+// may be called concurrently.
 type requests struct {
 	mu    sync.Mutex
 	byKey map[string]map[reconcile.Request]struct{}

@@ -34,12 +34,12 @@ import (
 	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
-// tunnelEndpointReconciler joins the two NetworkConfigs of each peering to the one TunnelEndpoint
-// that gateway and route agents carry out, and takes it down with them. Requests are named by the
+// tunnelEndpointReconciler joins the two NetworkConfigs of each peering into the one TunnelEndpoint
+// that the gateway and the route agents apply, and removes it with them. Requests are named by the
 // tenant namespace and the cluster ID of the peer.
 //
-// Nothing is ever half changed: as long as something does not fit, the TunnelEndpoint stays as it
-// was. It goes when either side withdraws. Its status is the gateway's.
+// It makes no partial changes: while the two NetworkConfigs disagree, the TunnelEndpoint stays. It
+// is deleted when either side withdraws. The gateway writes its status.
 type tunnelEndpointReconciler struct {
 	Client      client.Client
 	Peers       peers.Peers
@@ -53,9 +53,8 @@ type tunnelEndpointReconciler struct {
 	gateways pace
 }
 
-// SetupWithManager makes mgr call Reconcile for each peer that something happened to. The indexes
-// have to be there. The Facts need no watch: when they matter, they change a NetworkConfig or the
-// condition of one.
+// SetupWithManager makes mgr call Reconcile for each peer whose inputs changed. Call AddIndexes
+// first. The Facts need no watch: a relevant change also changes a NetworkConfig or its condition.
 func (r *tunnelEndpointReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	r.answers.every, r.gateways.every = answerEvery, gatewayEvery
 	b := ctrl.NewControllerManagedBy(mgr).Named("tunnelendpoint").
@@ -74,7 +73,7 @@ func (r *tunnelEndpointReconciler) SetupWithManager(mgr ctrl.Manager) error {
 			if o.GetName() == "" {
 				return everyExchange(r.Peers, r.Log)(ctx, o)
 			}
-			if peer, err := r.Peers.ByID(ctx, o.GetName()); err == nil { // its answer may have been taken out by hand
+			if peer, err := r.Peers.ByID(ctx, o.GetName()); err == nil { // somebody may have edited its answer
 				return []reconcile.Request{exchangeWith(peer)}
 			}
 			return nil
@@ -82,8 +81,8 @@ func (r *tunnelEndpointReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	return r.Peers.Watch(b, func(p peers.Peer) []reconcile.Request { return []reconcile.Request{exchangeWith(p)} }).Complete(controllers.Noted("tunnelendpoint", r))
 }
 
-// exchangesWith names the peer in every namespace where there is a NetworkConfig for it, also when
-// nobody wants to be joined with it any more.
+// exchangesWith returns a request for the peer in every namespace with a NetworkConfig for it, also
+// where no Peering wants it any more.
 func (r *tunnelEndpointReconciler) exchangesWith(ctx context.Context, id string) (all []reconcile.Request) {
 	var list v1alpha1.NetworkConfigList
 	if err := r.Client.List(ctx, &list, client.MatchingFields{indexReceiver: id}, client.UnsafeDisableDeepCopy); err != nil {
@@ -109,14 +108,14 @@ func (r *tunnelEndpointReconciler) Reconcile(ctx context.Context, req ctrl.Reque
 	return ctrl.Result{RequeueAfter: after}, nil
 }
 
-// An exchange is all that there is about one peer in one namespace.
+// An exchange holds all objects about one peer in one namespace.
 type exchange struct {
 	id        string
-	peer      peers.Peer                // zero unless wanted or leaving
-	wanted    bool                      // the namespace is that of a peer which does not leave, or has not been drained yet
+	peer      peers.Peer                // zero if the namespace is not that of a peer
+	wanted    bool                      // it is, and the peer does not leave, or still drains
 	elsewhere bool                      // the cluster is a peer, but not in this namespace
-	originals []v1alpha1.NetworkConfig  // that call themselves ours; the right one first
-	copies    []v1alpha1.NetworkConfig  // of the peer, the oldest first
+	originals []v1alpha1.NetworkConfig  // labelled as ours, the one with the right name first
+	copies    []v1alpha1.NetworkConfig  // from the peer, oldest first
 	endpoints []v1alpha1.TunnelEndpoint // for the peer
 }
 
@@ -156,7 +155,7 @@ func (r *tunnelEndpointReconciler) gather(ctx context.Context, req ctrl.Request)
 	return x, nil
 }
 
-// reconcile returns after which time it has to be called again; zero: an event calls it.
+// reconcile returns when to call it again; zero: the next event does.
 func (r *tunnelEndpointReconciler) reconcile(ctx context.Context, req ctrl.Request) (after time.Duration, err error) {
 	x, err := r.gather(ctx, req)
 	if err != nil {
@@ -176,7 +175,8 @@ func (r *tunnelEndpointReconciler) reconcile(ctx context.Context, req ctrl.Reque
 	return 0, r.join(ctx, x)
 }
 
-// shut keeps the manager of a peer that is left from our API server, while the tunnel stays for ours or for clients.
+// shut withdraws the access of a leaving peer's manager to our API server. The tunnel stays for our
+// manager or for clients.
 func (r *tunnelEndpointReconciler) shut(ctx context.Context, x *exchange) error {
 	for i := range x.endpoints {
 		te := &x.endpoints[i]
@@ -192,9 +192,9 @@ func (r *tunnelEndpointReconciler) shut(ctx context.Context, x *exchange) error 
 	return nil
 }
 
-// end takes down what there is for a cluster that is no peer here (any more). What the gateways and
-// route agents still hold (they have finalizers on the TunnelEndpoint) is nobody else's until they
-// have let go.
+// end removes everything for a cluster that is not, or no longer, a peer in this namespace.
+// Gateways and route agents have finalizers on the TunnelEndpoint: its networks are only released
+// after they have stopped using them.
 func (r *tunnelEndpointReconciler) end(ctx context.Context, x *exchange) error {
 	if err := r.deleteEndpoints(ctx, x); err != nil {
 		return err
@@ -205,7 +205,7 @@ func (r *tunnelEndpointReconciler) end(ctx context.Context, x *exchange) error {
 		}
 	}
 	if len(x.endpoints) > 0 || slices.ContainsFunc(x.originals, alive) {
-		return nil // somebody deletes ours, too
+		return nil // NetworkConfigReconciler deletes the originals
 	}
 	if !x.elsewhere {
 		if gone, err := r.release(ctx, x); err != nil || !gone {
@@ -222,7 +222,7 @@ func (r *tunnelEndpointReconciler) end(ctx context.Context, x *exchange) error {
 	return nil
 }
 
-// release releases the networks of a peer, which are held from then on. It returns false until the
+// release releases the networks of a peer, which puts them on hold. It returns false until the
 // NatMapping, which follows the IPAM state, is gone.
 func (r *tunnelEndpointReconciler) release(ctx context.Context, x *exchange) (gone bool, err error) {
 	now, err := r.Store.Now(ctx)
@@ -238,7 +238,7 @@ func (r *tunnelEndpointReconciler) release(ctx context.Context, x *exchange) (go
 		}
 		return b.Part(x.id, now), nil
 	}); errors.Is(err, errWantedAgain) {
-		return false, nil // and its Peering has made another request
+		return false, nil // the new Peering has caused another request
 	} else if err != nil {
 		return false, fmt.Errorf("release the networks of the peer: %w", err)
 	}
@@ -248,13 +248,13 @@ func (r *tunnelEndpointReconciler) release(ctx context.Context, x *exchange) (go
 
 var errWantedAgain = errors.New("there is a new peering with the cluster")
 
-// join makes the TunnelEndpoint be what both sides agreed upon.
+// join makes the TunnelEndpoint match the agreement of both sides.
 func (r *tunnelEndpointReconciler) join(ctx context.Context, x *exchange) error {
 	live := slices.DeleteFunc(slices.Clone(x.copies), func(nc v1alpha1.NetworkConfig) bool { return !alive(nc) })
 	original := x.original()
 	if len(live) == 0 || original != nil && !alive(*original) {
-		// One side has withdrawn. Ours is a mistake then, because the Peering stays, and with it
-		// the networks that the peer knows.
+		// One side has withdrawn. If it is ours, somebody deleted it by mistake: the Peering stays,
+		// and so do the networks that the peer knows.
 		if err := r.deleteEndpoints(ctx, x); err != nil {
 			return err
 		}
@@ -288,7 +288,7 @@ func (r *tunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 		return err
 	}
 	original, wait := r.paced(x.id, original)
-	if wait > 0 { // also when nothing comes of the former answer
+	if wait > 0 { // even if the previous answer leads nowhere
 		r.queue.Add(exchangeWith(x.peer), wait)
 	}
 	spec, err := r.decide(ctx, x, original, copied)
@@ -296,7 +296,7 @@ func (r *tunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 		return err
 	}
 	if !r.RefusalGate.refused(x.id, &r.queue, exchangeWith(x.peer)) {
-		return nil // under Liqo's rights the peer may have answered itself
+		return nil // under Liqo's rights the peer may have written the answer itself
 	}
 	if ready, err := r.mapped(ctx, x.id, original); err != nil || !ready {
 		return err
@@ -307,7 +307,7 @@ func (r *tunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 	return r.write(ctx, x.peer, original, copied, *spec)
 }
 
-// original is our NetworkConfig, nil when there is none.
+// original returns our NetworkConfig, or nil.
 func (x *exchange) original() *v1alpha1.NetworkConfig {
 	if len(x.originals) == 0 || x.originals[0].Name != x.peer.Cluster.UniqueName() {
 		return nil
@@ -315,14 +315,14 @@ func (x *exchange) original() *v1alpha1.NetworkConfig {
 	return &x.originals[0]
 }
 
-// decide returns what the TunnelEndpoint has to be; nil: what there is stays, since something is
-// still on its way, or does not fit and a condition says so.
+// decide returns the TunnelEndpoint that should exist. nil: keep the present one, because something
+// has not arrived yet, or because of a problem that a condition reports.
 //
-// The peer may write both NetworkConfigs and, in Liqo's RBAC, their status. So what is ours in them
-// is compared with what we know: an edit is not followed in the moment before it is undone.
+// The peer may write both NetworkConfigs and, under Liqo's RBAC, their status. So decide compares
+// our parts of them with our own state, and ignores an edit that is about to be undone.
 //
-// A refusal is often about the networks alone, such as a spec.overrides that is not free. It leaves those
-// as they are that the tunnel has, and the rest of the claim, such as a new endpoint or key, is followed.
+// A refusal is often about the networks alone, such as a spec.overrides that is not free. Then the
+// tunnel keeps its networks, and takes the rest of the claim, such as a new endpoint or key.
 func (r *tunnelEndpointReconciler) decide(ctx context.Context, x *exchange, original, copied *v1alpha1.NetworkConfig) (*v1alpha1.TunnelEndpointSpec, error) {
 	peer := x.peer
 	facts, err := r.Facts.Facts(ctx)
@@ -334,7 +334,7 @@ func (r *tunnelEndpointReconciler) decide(ctx context.Context, x *exchange, orig
 	}
 	accepted := meta.FindStatusCondition(copied.Status.Conditions, v1alpha1.ConditionAccepted)
 	if accepted != nil && accepted.ObservedGeneration != copied.Generation {
-		return nil, nil // what the peer claims now is not answered yet
+		return nil, nil // the present claim is not answered yet
 	}
 	if !answerInForce(r.Store.State(), copied) {
 		return nil, nil
@@ -357,14 +357,15 @@ func (r *tunnelEndpointReconciler) decide(ctx context.Context, x *exchange, orig
 	return &spec, nil
 }
 
-// sameRemote reports whether two have the same networks of the peer, as it has them and as they are here.
+// sameRemote reports whether both specs have the same networks of the peer, original and
+// translated.
 func sameRemote(a, b v1alpha1.TunnelEndpointSpec) bool {
 	return a.RemotePodCIDR == b.RemotePodCIDR && a.RemoteNATPodCIDR == b.RemoteNATPodCIDR &&
 		a.RemoteExternalCIDR == b.RemoteExternalCIDR && a.RemoteNATExternalCIDR == b.RemoteNATExternalCIDR
 }
 
-// mapped puts the answer of the peer into the IPAM state. It is true when the NatMapping is there that
-// goes with it: the gateway finds both or none.
+// mapped puts the answer of the peer into the IPAM state. It returns true once the matching
+// NatMapping exists, so that the gateway never sees a TunnelEndpoint without it.
 func (r *tunnelEndpointReconciler) mapped(ctx context.Context, id string, original *v1alpha1.NetworkConfig) (bool, error) {
 	pod, external, ok := fabric.SeenBy(original)
 	if !ok {
@@ -379,7 +380,7 @@ func (r *tunnelEndpointReconciler) mapped(ctx context.Context, id string, origin
 			return b, err
 		}
 		if _, granted := b.GrantOf(id); !granted {
-			return b, errNotWanted // it was taken back meanwhile
+			return b, errNotWanted // released meanwhile
 		}
 		return b.Answered(id, pod, external), nil
 	})
@@ -402,8 +403,9 @@ func (r *tunnelEndpointReconciler) mapped(ctx context.Context, id string, origin
 	}), err
 }
 
-// inBand reports whether both sides want their managers to go through the tunnel. If ours alone decided, our API server would
-// be open to every host that has the address of the peer's gateway: in a Liqo cluster that is every node.
+// inBand reports whether both sides want their managers to use the tunnel. If our side alone
+// decided, our API server would be open to every host with the address of the peer's gateway; in a
+// Liqo cluster that is every node.
 func inBand(peer peers.Peer, copied *v1alpha1.NetworkConfig) bool {
 	return peer.InBand && copied.Spec.BackendConfig[v1alpha1.ConfigInBand] == "true"
 }
@@ -452,7 +454,7 @@ func (r *tunnelEndpointReconciler) write(ctx context.Context, peer peers.Peer, o
 			r.Log.Info("TunnelEndpoint created", "peer", peer.Cluster.ClusterID, "namespace", name.Namespace, "name", name.Name)
 		}
 	case !current.DeletionTimestamp.IsZero():
-		return nil // made anew when it is gone
+		return nil // recreated when it is gone
 	case equality.Semantic.DeepEqual(&current, want):
 		return nil
 	default:
@@ -469,7 +471,7 @@ func (r *tunnelEndpointReconciler) write(ctx context.Context, peer peers.Peer, o
 	return nil
 }
 
-// deleteEndpoints deletes the TunnelEndpoints of a peer, if that is not done yet.
+// deleteEndpoints deletes the TunnelEndpoints of a peer.
 func (r *tunnelEndpointReconciler) deleteEndpoints(ctx context.Context, x *exchange) error {
 	for i := range x.endpoints {
 		te := &x.endpoints[i]
@@ -484,12 +486,12 @@ func (r *tunnelEndpointReconciler) deleteEndpoints(ctx context.Context, x *excha
 	return nil
 }
 
-// hold keeps a NetworkConfig until what was made of it is gone.
+// hold keeps a NetworkConfig until everything that was made from it is gone.
 func (r *tunnelEndpointReconciler) hold(ctx context.Context, nc *v1alpha1.NetworkConfig) error {
 	return r.finalizer(ctx, nc, controllerutil.AddFinalizer)
 }
 
-// letGo is the opposite of hold.
+// letGo undoes hold.
 func (r *tunnelEndpointReconciler) letGo(ctx context.Context, nc *v1alpha1.NetworkConfig) error {
 	return r.finalizer(ctx, nc, controllerutil.RemoveFinalizer)
 }
@@ -499,7 +501,7 @@ func (r *tunnelEndpointReconciler) finalizer(ctx context.Context, nc *v1alpha1.N
 	if !change(nc, v1alpha1.FinalizerTunnelEndpointCreator) {
 		return nil
 	}
-	// The list is replaced as a whole, and others have finalizers in it.
+	// The patch replaces the whole list, which has finalizers of other controllers, too.
 	if err := r.Client.Patch(ctx, nc, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{})); client.IgnoreNotFound(err) != nil {
 		return fmt.Errorf("finalizer of NetworkConfig %s/%s: %w", nc.Namespace, nc.Name, err)
 	}
@@ -516,8 +518,8 @@ func compareBool(a, b bool) int {
 	return -1
 }
 
-// PresharedIn is the exchange that made the key of the present sessions, as the gateway says; empty: they
-// have none, or not all of them.
+// PresharedIn returns the ID of the exchange whose key all present sessions use, as the gateway
+// reports it; empty: some or all sessions use none.
 func PresharedIn(te *v1alpha1.TunnelEndpoint) string {
 	if te == nil {
 		return ""

@@ -15,9 +15,9 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// endpointOf returns where peers reach the gateway, by the rules of Liqo, or a sentence that explains why
-// that is unknown. The first port is the gateway's; those that follow are of further tunnels. Unlike Liqo,
-// it uses a node's ExternalIP if there is one.
+// endpointOf returns the host and ports at which peers reach the gateway, by Liqo's rules, or a
+// sentence that explains why they are unknown. The first port is the gateway's; the others belong
+// to its further tunnels. Unlike Liqo, endpointOf prefers a node's ExternalIP.
 func endpointOf(namespace string, services []corev1.Service, nodes []corev1.Node) (host string, ports []uint16, missing string) {
 	const label = v1alpha1.LabelGateway + "=true"
 	if len(services) != 1 {
@@ -57,9 +57,8 @@ func endpointOf(namespace string, services []corev1.Service, nodes []corev1.Node
 	return host, ports, ""
 }
 
-// servicePorts returns the ports of a Service for the tunnels in their order, up to the first that
-// it does not have over UDP, and what is missing there. That of tunnel 0 may have any name when it
-// is the only one.
+// servicePorts returns the UDP ports of a Service for tunnels 0, 1 and so on. It stops at the first
+// tunnel without a UDP port, and missing says so. A Service's only port may have any name.
 func servicePorts(s *corev1.Service) (ports []corev1.ServicePort, missing string) {
 	for i := range fabric.MaxTunnels {
 		name := v1alpha1.TunnelPortName(i)
@@ -78,8 +77,8 @@ func servicePorts(s *corev1.Service) (ports []corev1.ServicePort, missing string
 	return ports, ""
 }
 
-// exposed returns what the Service itself says, and what it does not. The ports are as in
-// endpointOf.
+// exposed returns the endpoint that the Service itself states, and sentences about missing parts.
+// The ports are as in endpointOf.
 func exposed(s *corev1.Service, nodes []corev1.Node) (host string, ports []uint16, noHost, noPort string) {
 	all, missing := servicePorts(s)
 	if len(all) == 0 {
@@ -108,7 +107,7 @@ func exposed(s *corev1.Service, nodes []corev1.Node) (host string, ports []uint1
 	}
 	for _, p := range all {
 		if number(p) == 0 {
-			break // not given out yet
+			break // not allocated yet
 		}
 		ports = append(ports, uint16(number(p)))
 	}
@@ -138,7 +137,7 @@ func outerAddress(inner string, families []corev1.IPFamily, nodes []corev1.Node)
 	if at < 0 {
 		return inner
 	}
-	for _, family := range families { // the main one first: a node need not be reached by the other
+	for _, family := range families { // the primary family first: a node need not be reachable by the other
 		for _, kind := range []corev1.NodeAddressType{corev1.NodeExternalIP, corev1.NodeInternalIP} {
 			for _, a := range nodes[at].Status.Addresses {
 				if addr, err := netip.ParseAddr(a.Address); err == nil && a.Type == kind && addr.Is4() == (family == corev1.IPv4Protocol) {
@@ -150,8 +149,9 @@ func outerAddress(inner string, families []corev1.IPFamily, nodes []corev1.Node)
 	return inner
 }
 
-// tunnelsOf joins the keys of the gateway's further tunnels with the ports that its Service has for
-// them, or for as many as have both; fewer says why not for all. field has the keys, and first is the key of tunnel 0.
+// tunnelsOf pairs the keys of the gateway's further tunnels with the ports of its Service. fewer
+// says why some tunnel has no pair. field names the keys in the Secret; first is the key of tunnel
+// 0.
 func tunnelsOf(secret *corev1.Secret, field string, first [32]byte, ports []uint16) (further []fabric.TunnelEnd, fewer string) {
 	text := strings.TrimSpace(string(secret.Data[field]))
 	if text == "" {
@@ -187,8 +187,8 @@ func portsFrom(first uint16, n int) []uint16 {
 	return ports
 }
 
-// TunnelsAt returns the further tunnels of our gateway as a peer is told of them: where its Peering
-// overrides the port, at those that follow it. Zero: it does not.
+// TunnelsAt returns our gateway's further tunnels for a peer whose Peering overrides the port: they
+// have the ports after it. Zero: no override.
 func (f Facts) TunnelsAt(port uint16) []fabric.TunnelEnd {
 	if port == 0 {
 		return f.Tunnels

@@ -1,6 +1,7 @@
-// Package facts finds out what a cluster knows about itself: its networks, where peers reach its gateway, the keys of
-// the gateway, and what its nodes reach without it. It gives the IPAM those networks, and decides nothing about
-// peers. The manager runs its Keeper; everybody else reads the Facts.
+// Package facts finds out what a cluster knows about itself: its networks, its gateway's endpoint
+// and keys, and the networks that its nodes reach without the gateway. It gives these networks to
+// the IPAM, and decides nothing about peers. The manager runs its Keeper; everybody else reads the
+// Facts.
 package facts
 
 import (
@@ -23,33 +24,33 @@ type Facts struct {
 	ExternalCIDR netip.Prefix
 	Nodes        []netip.Addr   // addresses of the nodes, sorted
 	APIServers   []netip.Addr   // addresses behind the Service of the API server, sorted
-	Reached      []ipam.Reached // what nodes reach without us, as they report it
+	Reached      []ipam.Reached // networks that nodes reach without us, as they report them
 	Endpoint     string         // where peers reach our gateway: IP address or DNS name
 	Port         uint16         // UDP
 	PublicKey    [32]byte       // WireGuard
-	Keys         keyring.Ring   // the current and the next private key; nothing else of the ring
+	Keys         keyring.Ring   // only the current and the next private key of the ring
 	// Tunnels are the gateway's tunnels after the first one, which Port and PublicKey describe.
-	// There are as many as have both a key and a port of the Service.
+	// Only tunnels with both a key and a Service port are listed.
 	Tunnels []fabric.TunnelEnd
 
-	// Awaiting is true during the first seconds of a manager, while nodes have not reported which
-	// networks they reach. Meanwhile no peer gets its first networks.
+	// Awaiting is true during the first seconds of a manager, while some nodes have not reported
+	// which networks they reach. Meanwhile new peers get no networks.
 	Awaiting bool
-	// Ignored are reports that are ignored, in whole or in part.
+	// Ignored lists reports that are ignored, in whole or in part.
 	Ignored []fabric.Problem
 
-	// Missing has a sentence for each thing without which no NetworkConfig can be published, such
-	// as `Secret isthmus-system/wireguard-pubkey: not there yet; the gateway makes it`.
+	// Missing has a sentence for each fact that is missing before a NetworkConfig can be published,
+	// such as `Secret isthmus-system/wireguard-pubkey: not there yet; the gateway makes it`.
 	Missing []string
 	// NoEndpoint is such a sentence about Endpoint or Port, which a Peering may override; empty
 	// when both are known.
 	NoEndpoint string
-	// FewerTunnels is such a sentence about the first key without a port, or the first key that is
-	// none; empty when all that the gateway has are in Tunnels.
+	// FewerTunnels is such a sentence about the first key that is invalid or has no port; empty
+	// when Tunnels has all of the gateway's tunnels.
 	FewerTunnels string
 }
 
-// A Reader knows the Facts.
+// A Reader returns the Facts.
 type Reader interface {
 	Facts(ctx context.Context) (Facts, error)
 }

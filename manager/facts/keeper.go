@@ -36,64 +36,64 @@ import (
 
 const (
 	retryFacts = 30 * time.Second
-	// apiServerInterval is how long the addresses of API servers are believed, of which nobody
-	// tells us.
+	// apiServerInterval is how long the addresses of API servers are used before they are read
+	// again. Nothing watches them.
 	apiServerInterval = time.Minute
-	// reportPatience is how long a manager that begins waits for the reports of all nodes before it
-	// gives networks to peers that have none yet. Agents that start with it report within a second
+	// reportPatience is how long a manager waits after its start for the reports of all nodes
+	// before it allocates networks to new peers. Agents that start with it report within a second
 	// or two; nodes without an agent, such as virtual ones, never do.
 	reportPatience = 10 * time.Second
 )
 
-// reportGap is how long the reports of nodes are gathered before they are read together: thousands
-// come when the agents start, and a node may change its own as often as it likes.
+// reportGap is the time for which changed reports are collected before they are read together.
+// Thousands arrive when the agents start, and a node may change its own as often as it likes.
 const reportGap = 500 * time.Millisecond
 
-// A requestQueue is where watches put what is to be reconciled.
+// A requestQueue is the queue of a controller.
 type requestQueue = workqueue.TypedRateLimitingInterface[reconcile.Request]
 
-// reasonIgnored is that of the Event about a report that is not believed.
+// reasonIgnored is the reason of the Event about a report that is ignored.
 const reasonIgnored = "Ignored"
 
-// An AddressPlan is what a person said about the networks of this cluster. The zero prefix means:
-// find out.
+// An AddressPlan is the operator's configuration of this cluster's networks. A zero prefix means:
+// detect it.
 type AddressPlan struct {
 	PodCIDR, ServiceCIDR, ExternalCIDR netip.Prefix
 	Pools, Reserved                    []netip.Prefix
 }
 
-// A Keeper keeps the Facts of this cluster: it gathers them whenever what they come from
-// changes, gives the IPAM the networks among them, and tells subscribers. Its methods may be called
+// A Keeper keeps the Facts of this cluster: it gathers them whenever their sources change, gives
+// the networks among them to the IPAM, and notifies subscribers. Its methods may be called
 // concurrently.
 type Keeper struct {
 	Cache  client.Reader // Services, Secrets, Nodes and NodeNetworks
-	Direct client.Reader // the API server itself, for what is read once
-	Store  interface {   // the part of ipamstore.Store that is used
+	Direct client.Reader // the API server itself, for objects that are read once
+	Store  interface {   // the methods of ipamstore.Store that are used
 		Update(context.Context, func(ipam.State) (ipam.State, error)) (ipam.State, error)
 	}
 	Cluster   v1alpha1.ClusterIdentity
 	Namespace string // of the gateway's Service and Secret
 	Plan      AddressPlan
-	// ServiceCIDRs: the API server serves that kind, and Cache has it.
+	// ServiceCIDRs is true if the API server serves that kind; Cache then has it.
 	ServiceCIDRs bool
 	// StateChanged gets the events of the Store.
 	StateChanged <-chan event.GenericEvent
 	Events       events.EventRecorder
 	Log          *slog.Logger
 
-	began       time.Time // when it gathered first
+	began       time.Time // when gather first ran
 	mu          sync.Mutex
 	facts       Facts
 	known       bool
 	detected    detected
-	podsIn      netip.Prefix // a PodCIDR in which Pods were seen
-	servers     []netip.Addr // of the API, as read last
+	podsIn      netip.Prefix // the PodCIDR in which Pods were seen
+	servers     []netip.Addr // API servers as last read
 	serversRead time.Time
 	conflicts   []ipam.Conflict
 	subscribers []chan event.GenericEvent
 }
 
-// Facts returns what was gathered last.
+// Facts returns the Facts as gathered last.
 func (k *Keeper) Facts(context.Context) (Facts, error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -103,8 +103,8 @@ func (k *Keeper) Facts(context.Context) (Facts, error) {
 	return k.facts, nil
 }
 
-// Subscribe returns a channel that gets a value after every change of the Facts; several changes
-// may be one value.
+// Subscribe returns a channel that gets a value after changes of the Facts; one value may stand for
+// several changes.
 func (k *Keeper) Subscribe() <-chan event.GenericEvent {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -134,20 +134,21 @@ func (k *Keeper) SetupWithManager(mgr ctrl.Manager) error {
 		}, builder.WithPredicates(networksChanged)).
 		WatchesRawSource(source.Channel(k.StateChanged, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, peer client.Object) []reconcile.Request {
 			if peer.GetName() != "" {
-				return nil // a peer's entry and not ours
+				return nil // the allocation of a peer, not our networks
 			}
 			return []reconcile.Request{controllers.RequestFor("own")}
 		}))).
 		Complete(controllers.Noted("own", k))
 }
 
-// addressesChanged: of a Node nothing else is read but the networks of its pods, and thousands of them tell all the time that they are well.
+// addressesChanged drops heartbeats of Nodes. Of a Node we read only its addresses and pod
+// networks.
 var addressesChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
 	before, after := e.ObjectOld.(*corev1.Node), e.ObjectNew.(*corev1.Node)
 	return !slices.Equal(before.Status.Addresses, after.Status.Addresses) || !slices.Equal(before.Spec.PodCIDRs, after.Spec.PodCIDRs)
 }}
 
-// networksChanged: what a node refuses is the RefusalGate's.
+// networksChanged drops updates of fields that only the RefusalGate reads.
 var networksChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
 	before, after := e.ObjectOld.(*isthmus.NodeNetworks).Spec, e.ObjectNew.(*isthmus.NodeNetworks).Spec
 	return !slices.Equal(before.Networks, after.Networks) || !slices.Equal(before.Resolvers, after.Resolvers)
@@ -179,14 +180,14 @@ func (k *Keeper) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, er
 	for _, c := range k.subscribers {
 		select {
 		case c <- event.GenericEvent{}:
-		default: // the value in it will be read after now
+		default: // the value already in it has not been read, so it covers this change
 		}
 	}
 	return k.again(), nil
 }
 
-// tellIgnored makes an Event of each report that is not believed, on the object, so that people see
-// which node it is. Events that differ in nothing but their words become one that is counted.
+// tellIgnored records an Event on each ignored report, so that people see which node it is. Events
+// that differ only in their note are counted as one.
 func (k *Keeper) tellIgnored(now []fabric.Problem) {
 	for _, p := range now {
 		if slices.Contains(k.facts.Ignored, p) {
@@ -198,7 +199,7 @@ func (k *Keeper) tellIgnored(now []fabric.Problem) {
 	}
 }
 
-// again says when to look again for what nobody tells us about.
+// again returns when to look again at sources without a watch.
 func (k *Keeper) again() ctrl.Result {
 	if k.facts.Awaiting {
 		return ctrl.Result{RequeueAfter: time.Second}
@@ -265,7 +266,7 @@ func (k *Keeper) gather(ctx context.Context) (Facts, error) {
 // configure gives the IPAM our networks and learns the ExternalCIDR.
 func (k *Keeper) configure(ctx context.Context, f *Facts) error {
 	if !f.PodCIDR.IsValid() || !f.ServiceCIDR.IsValid() || f.PodCIDR.Overlaps(f.ServiceCIDR) {
-		return nil // an answer on the ground of half of it would be wrong
+		return nil // with one network missing, the result would be wrong
 	}
 	n := k.Plan
 	config := ipam.Config{
@@ -301,8 +302,8 @@ func (k *Keeper) configure(ctx context.Context, f *Facts) error {
 	return nil
 }
 
-// reports reads what the nodes say that they reach, and where one says nothing the networks of its
-// pods, as far as they are none of the PodCIDR.
+// reports reads the networks that nodes report. For a node without a report it uses the networks of
+// the node's pods outside of the PodCIDR.
 func (k *Keeper) reports(ctx context.Context, f *Facts, nodes []corev1.Node) error {
 	if k.began.IsZero() {
 		k.began = time.Now()
@@ -331,9 +332,10 @@ func (k *Keeper) reports(ctx context.Context, f *Facts, nodes []corev1.Node) err
 	return nil
 }
 
-// unreported are the networks of pods on nodes of which no agent has told anything, and never may where
-// none runs: as far as they are outside of the PodCIDR, nothing else says that they are in use. Like a
-// report they keep nothing from peers that is wider than any cluster's pods.
+// unreported returns the pod networks outside of the PodCIDR of nodes whose agent has not reported,
+// which may have no agent at all: nothing else says that these networks are in use. As with
+// reports, networks wider than any cluster's pod network are returned as wide and take nothing from
+// peers.
 func unreported(nodes []corev1.Node, reported map[string]bool, podCIDR netip.Prefix) (all []ipam.Reached, wide []fabric.Problem) {
 	for i := range nodes {
 		name := nodes[i].Name

@@ -26,9 +26,9 @@ import (
 // of a cluster, so they are read only once. services is unused where ServiceCIDRs are watched.
 type detected struct{ pods, services []netip.Prefix }
 
-// networks finds PodCIDR and ServiceCIDR: what a person said, else what the cluster's configuration
-// says. The pod networks of nodes say nothing: the smallest network around them may be too small
-// for the next node, or too large.
+// networks sets PodCIDR and ServiceCIDR from the AddressPlan, else from the cluster's
+// configuration. It does not derive them from the podCIDRs of nodes: the smallest network around
+// those may be too small for the next node, or too large.
 func (k *Keeper) networks(ctx context.Context, f *Facts) error {
 	if f.PodCIDR = k.Plan.PodCIDR; !f.PodCIDR.IsValid() {
 		if err := k.readKubeadm(ctx); err != nil {
@@ -89,14 +89,15 @@ func (k *Keeper) serviceCIDRs(ctx context.Context) (all []netip.Prefix, err erro
 	return all, nil
 }
 
-// outside returns the addresses of all networks except those of inner, as sorted networks.
+// outside returns the addresses in all but not in inner, as sorted networks.
 func outside(all []netip.Prefix, inner netip.Prefix) (rest []netip.Prefix) {
 	for _, p := range all {
 		if !p.Overlaps(inner) {
 			rest = append(rest, p)
 			continue
 		}
-		for bits := p.Bits() + 1; bits <= inner.Bits(); bits++ { // the half that does not hold inner, then that of the other half, and so on
+		// First the half of p without inner, then the half of the rest without inner, and so on.
+		for bits := p.Bits() + 1; bits <= inner.Bits(); bits++ {
 			half := inner.Addr().AsSlice()
 			half[(bits-1)/8] ^= 0x80 >> ((bits - 1) % 8)
 			addr, _ := netip.AddrFromSlice(half)
@@ -120,7 +121,7 @@ func (k *Keeper) checkPodCIDR(ctx context.Context, f *Facts, nodes []corev1.Node
 		if kubeerr.IgnoreUnknown(err) != nil {
 			return fmt.Errorf("addresses of Pods: %w", err)
 		}
-		in := apierrors.IsForbidden(err) || slices.ContainsFunc(pods.Items, func(p corev1.Pod) bool { // else nobody can say
+		in := apierrors.IsForbidden(err) || slices.ContainsFunc(pods.Items, func(p corev1.Pod) bool { // if forbidden, nobody can tell
 			addr, err := netip.ParseAddr(p.Status.PodIP)
 			return err == nil && f.PodCIDR.Contains(addr)
 		})
@@ -205,10 +206,10 @@ func (k *Keeper) readServices(ctx context.Context) error {
 	return nil
 }
 
-// apiServers returns the addresses behind the Service kubernetes. Not being permitted to read them
-// is the same as not finding them.
+// apiServers returns the addresses behind the Service kubernetes; none if they are missing or
+// reading them is forbidden.
 func (k *Keeper) apiServers(ctx context.Context) ([]netip.Addr, error) {
-	if now := time.Now(); now.Sub(k.serversRead) < apiServerInterval/2 { // each heartbeat of a node brings us here
+	if now := time.Now(); now.Sub(k.serversRead) < apiServerInterval/2 { // every heartbeat of a node leads here
 		return k.servers, nil
 	}
 	var slice discoveryv1.EndpointSlice
@@ -236,7 +237,7 @@ func addressesIn(slice discoveryv1.EndpointSlice) (all []netip.Addr) {
 }
 
 // kubeadmSubnets returns networking.podSubnet and networking.serviceSubnet, one network per family,
-// the main one first.
+// the primary one first.
 func kubeadmSubnets(clusterConfiguration string) (pods, services []netip.Prefix) {
 	var config struct {
 		Networking struct {
@@ -254,7 +255,7 @@ func prefixes(texts []string) (all []netip.Prefix) {
 	for _, text := range texts {
 		p, err := netip.ParsePrefix(strings.TrimSpace(text))
 		if err != nil {
-			return nil // half of a list is not what was meant
+			return nil // a partial list would be misleading
 		}
 		all = append(all, p.Masked())
 	}
