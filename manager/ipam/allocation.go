@@ -26,8 +26,8 @@ func (b State) Clusters() []string {
 	return slices.Compact(ids)
 }
 
-// Allocation returns the entry of a cluster as its NetworkAllocation keeps it, without revisions and freed
-// networks.
+// Allocation returns the entry of a cluster as its NetworkAllocation stores it, without revisions
+// and freed networks.
 func (b State) Allocation(id string) isthmus.NetworkAllocationSpec {
 	spec := isthmus.NetworkAllocationSpec{ClusterID: id, Networks: texts(b.NetworksOf(id))}
 	for _, r := range b.replaced {
@@ -60,7 +60,7 @@ func pairOf(pod, external netip.Prefix) *isthmus.NetworkPair {
 	return &isthmus.NetworkPair{PodCIDR: text(pod), ExternalCIDR: text(external)}
 }
 
-// behind returns those of our networks that a peer has answered for.
+// behind returns those of our networks for which a peer has sent an answer.
 func (c Config) behind(p *account) (pod, external netip.Prefix) {
 	if p.podSeen.IsValid() {
 		pod = c.PodCIDR
@@ -78,13 +78,14 @@ func timeOf(t time.Time) isthmus.UTCTime {
 	return isthmus.UTCTimeOf(t)
 }
 
-// Networks returns the networks of a Config as the NetworkAllocation of our own cluster keeps them.
+// Networks returns the networks of a Config as the NetworkAllocation of our own cluster stores
+// them.
 func (c Config) Networks() isthmus.OwnNetworks {
 	return isthmus.OwnNetworks{PodCIDR: text(c.PodCIDR), ServiceCIDR: text(c.ServiceCIDR), ExternalCIDR: text(c.ExternalCIDR),
 		Pools: texts(c.Pools), Reserved: texts(c.Reserved)}
 }
 
-// ConfigFrom reads what Networks wrote.
+// ConfigFrom parses the result of Networks.
 func ConfigFrom(own *isthmus.OwnNetworks) (Config, error) {
 	var r reader
 	c := Config{PodCIDR: r.optional("spec.own.podCIDR", own.PodCIDR), ServiceCIDR: r.optional("spec.own.serviceCIDR", own.ServiceCIDR),
@@ -92,16 +93,17 @@ func ConfigFrom(own *isthmus.OwnNetworks) (Config, error) {
 	return c, r.err
 }
 
-// FromAllocations returns the State that NetworkAllocations keep. Where two of them contradict each other the
-// one that comes first counts. Entries and mappings that make no sense are left out, and the errors name them.
-// A manager may have stopped while it wrote a change of our own networks: what an object says of other ones is
-// changed as Configure would have done.
+// FromAllocations restores the State from NetworkAllocations. If two of them contradict each other,
+// the first one wins. Invalid entries and mappings are left out, and the errors name them.
+//
+// A manager may have stopped while it wrote a change of our own networks. Objects that still name
+// our previous networks are adapted as Configure would have done.
 func FromAllocations(own Config, all []isthmus.NetworkAllocationSpec) (State, []error) {
 	b := State{own: own, peers: make(map[string]*account, len(all)), endpoints: make(map[netip.Addr]*endpoint)}
 	var (
 		wrong  []error
 		taken  tree
-		owners = make(map[netip.Addr]netip.Addr) // endpoints by their addresses
+		owners = make(map[netip.Addr]netip.Addr) // address → endpoint
 	)
 	for i := range all {
 		spec := &all[i]
@@ -147,7 +149,8 @@ func FromAllocations(own Config, all []isthmus.NetworkAllocationSpec) (State, []
 	return b, wrong
 }
 
-// entry reads the networks of one cluster, and the one of ours in which its mapped endpoints have addresses.
+// entry parses the entry of one cluster. local is the ExternalCIDR of ours that has the addresses
+// of its mapped endpoints.
 func (r *reader) entry(spec *isthmus.NetworkAllocationSpec, own Config) (p *account, local netip.Prefix, held []replaced) {
 	if wrong := fabric.CheckClusterID(spec.ClusterID); wrong != "" {
 		r.fail("spec.clusterID", "%s", wrong)
@@ -182,7 +185,7 @@ func (r *reader) entry(spec *isthmus.NetworkAllocationSpec, own Config) (p *acco
 	if spec.UnusedSince != "" {
 		p.unused = r.time("spec.unusedSince", spec.UnusedSince)
 	}
-	if spec.Seen != nil { // readdress forgets those that do not fit our networks
+	if spec.Seen != nil { // readdress drops those that do not fit our networks
 		p.podSeen, p.externalSeen = r.network("spec.seen.podCIDR", spec.Seen.PodCIDR), r.network("spec.seen.externalCIDR", spec.Seen.ExternalCIDR)
 	}
 	local = own.ExternalCIDR
@@ -197,11 +200,11 @@ func (r *reader) entry(spec *isthmus.NetworkAllocationSpec, own Config) (p *acco
 	return p, local, held
 }
 
-// restore maps an endpoint for a peer that has an address in local, in maps that are b's alone.
+// restore maps the endpoint m for the peer p, in maps that only b uses. m.Address is in local.
 func (b *State) restore(p *account, m *isthmus.MappedEndpoint, local netip.Prefix, owners map[netip.Addr]netip.Addr) error {
 	external := b.own.ExternalCIDR
 	if !p.externalSeen.IsValid() || external.IsValid() && !fits(p.externalSeen, external) {
-		return nil // it has left, or its answer is not known: nobody can use it
+		return nil // the peer has left or has not answered, so it cannot use the mapping
 	}
 	ip, err := netip.ParseAddr(m.IP)
 	if err == nil {

@@ -8,18 +8,18 @@ import (
 	"slices"
 )
 
-// Bounds of what is noted about mappings.
+// Bounds of the recorded requests for mappings.
 const (
 	// MaxAsked is how many mappings one caller may have.
 	MaxAsked = 4096
-	// MaxNotes bounds the names of the callers who have asked for mappings of one peer, in bytes. They are
-	// in one object.
+	// MaxNotes bounds the total length of the recorded callers of one peer's mappings, in bytes.
+	// One object has to hold them.
 	MaxNotes = 144 << 10
 	// maxCaller bounds the name of a caller, in bytes.
 	maxCaller = 256
 )
 
-// ErrAnothers is returned for a mapping that another caller has requested.
+// ErrAnothers means that another caller has requested the mapping.
 var ErrAnothers = errors.New("was mapped by another caller, who alone may undo it")
 
 // Asked records that a caller requested an existing mapping of the peer, and a description of the
@@ -73,7 +73,7 @@ func (b State) Withdraw(id string, ip netip.Addr, by string, gone []string) (Sta
 	return b.withCallers(id, ip, others), nil
 }
 
-// AskedFor returns who asked for a mapping, sorted. The caller must not change it.
+// AskedFor returns the callers that requested a mapping, sorted. The result must not be changed.
 func (b State) AskedFor(id string, ip netip.Addr) []string {
 	callers, _ := b.peers[id].askedFor(ip)
 	return callers
@@ -87,16 +87,16 @@ func (p *account) askedFor(ip netip.Addr) (callers []string, mapped bool) {
 	return callers, mapped
 }
 
-// An Endpoint is one that is mapped.
+// An Endpoint is a mapped endpoint.
 type Endpoint struct {
 	IP netip.Addr
 	// What is the kind of endpoint at the time of the request, as passed to Asked.
 	What string
-	// For are the peers that have it, sorted.
+	// For has the IDs of the peers that it is mapped for, sorted.
 	For []string
 }
 
-// Known returns the endpoints of which it is known what they were, by address.
+// Known returns the mapped endpoints whose kind is known, sorted by address.
 func (b State) Known() (known []Endpoint) {
 	for _, ip := range slices.SortedFunc(maps.Keys(b.endpoints), netip.Addr.Compare) {
 		if what := b.endpoints[ip].what; what != "" {
@@ -116,8 +116,8 @@ func (b State) having(ip netip.Addr) (ids []string) {
 	return ids
 }
 
-// Expire takes an endpoint that is gone from all who have it. It stays when it is noted as something
-// else meanwhile.
+// Expire unmaps an endpoint that is gone, for all peers. It changes nothing if the kind of the
+// endpoint has changed meanwhile.
 func (b State) Expire(e Endpoint) State {
 	if now := b.endpoints[e.IP]; now == nil || now.what != e.What {
 		return b
@@ -128,7 +128,7 @@ func (b State) Expire(e Endpoint) State {
 	return b
 }
 
-// noted is how long the names of callers are together.
+// noted returns the length of the recorded callers, in bytes of JSON.
 func (p *account) noted() (n int) {
 	for _, callers := range p.endpoints {
 		for _, by := range callers {
@@ -138,14 +138,14 @@ func (p *account) noted() (n int) {
 	return n
 }
 
-// withCallers returns the State with other callers of a mapping that the peer has.
+// withCallers returns the State with callers as the requesters of an existing mapping of the peer.
 func (b State) withCallers(id string, ip netip.Addr, callers []string) State {
 	p := *b.peers[id]
 	p.endpoints = withAsked(maps.Clone(p.endpoints), ip, callers)
 	return b.withPeer(id, &p)
 }
 
-// note says what an endpoint is, in a map that is b's alone.
+// note records the kind of an endpoint, in a map that only b uses.
 func (b *State) note(ip netip.Addr, what string) {
 	if e := b.endpoints[ip]; e != nil {
 		next := *e
@@ -154,7 +154,7 @@ func (b *State) note(ip netip.Addr, what string) {
 	}
 }
 
-// withCaller returns a new list with one more, sorted, each once.
+// withCaller returns callers with by inserted in order. It does not change callers.
 func withCaller(callers []string, by string) []string {
 	i, known := slices.BinarySearch(callers, by)
 	if known {

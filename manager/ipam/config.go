@@ -9,20 +9,20 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// special are the networks that no peer can have.
+// special are the special-purpose ranges, which no peer can have.
 var special = fabric.SpecialRanges()
 
-// A Conflict is an overlap that came about after a network was given out, because something about
-// this cluster changed since, or by an edit.
+// A Conflict is an overlap that arose after a network was allocated, because this cluster has
+// changed or somebody has edited an object.
 type Conflict struct {
-	Peer    string       // whose network it is, as used here; empty: ours
+	Peer    string       // the peer that has the network, as used here; empty: it is ours
 	Network string       // "PodCIDR", "ServiceCIDR" or "ExternalCIDR"
 	Prefix  netip.Prefix // zero: no ExternalCIDR could be chosen
 	With    string       // what it overlaps, such as "our ServiceCIDR"
 	Other   netip.Prefix
 }
 
-// String is a sentence for people.
+// String returns a sentence for people.
 func (c Conflict) String() string {
 	if !c.Prefix.IsValid() {
 		return "no ExternalCIDR: " + c.With
@@ -34,14 +34,14 @@ func (c Conflict) String() string {
 	return fmt.Sprintf("%s, %v here, overlaps %s, %v", whose, c.Prefix, c.With, c.Other)
 }
 
-// Configure sets the current configuration of this cluster. It may be called at any time: allocated
+// Configure sets the current configuration of this cluster. It may be called at any time. Allocated
 // networks stay unchanged, and so does an ExternalCIDR that was chosen while there was any peer.
-// The conflicts are those of Conflicts.
+// The returned conflicts are those of Conflicts.
 //
-// When the ExternalCIDR changes, mapped endpoints keep their host bits if it has the same length,
-// and get new addresses otherwise. Answers of peers that no longer fit the length of our networks
-// are forgotten until they answer again. So is an answer to another PodCIDR, of any length: until
-// the peer answers again, it reaches no address of the new one.
+// If the ExternalCIDR changes to one of the same length, mapped endpoints keep their host bits;
+// otherwise they get new addresses. The answers of peers are forgotten if they no longer fit the
+// length of our networks, or if the PodCIDR changes at all: until a peer answers again, it cannot
+// reach the new PodCIDR.
 func (b State) Configure(c Config) (State, []Conflict) {
 	if c.Pools == nil {
 		c.Pools = DefaultPools()
@@ -63,7 +63,7 @@ func (b State) Configure(c Config) (State, []Conflict) {
 
 	was, pods := b.own.ExternalCIDR, b.own.PodCIDR
 	if !own.ExternalCIDR.IsValid() && b.inUse() {
-		own.ExternalCIDR = was // they may know it
+		own.ExternalCIDR = was // peers may know it
 	}
 	if own.ExternalCIDR.IsValid() && own.Equal(b.own) {
 		return b, b.Conflicts()
@@ -88,7 +88,7 @@ func networks(list []netip.Prefix) []netip.Prefix {
 	return out
 }
 
-// fill makes the trees of networks out of the rest of the State.
+// fill computes the trees of networks from the rest of the State.
 func (b *State) fill() {
 	b.taken, b.nodes = tree{}, tree{}
 	for o := range b.obstacles {
@@ -103,9 +103,9 @@ func (b *State) fill() {
 	}
 }
 
-// largestExternal is the length of an ExternalCIDR of IPv4 that nobody asked for. It has room for
-// 4,093 endpoints, and each peer has to find as much. That of Liqo is as large as the PodCIDR, so
-// that every peer takes twice what it needs.
+// largestExternal is the prefix length of an IPv4 ExternalCIDR that we choose ourselves, unless the
+// PodCIDR is smaller. It has room for 4,093 endpoints. Every peer has to find a free network of
+// that length, so we choose less than Liqo, whose ExternalCIDR is as large as its PodCIDR.
 const largestExternal = 20
 
 // inUse reports whether there is a peer that has not left.
@@ -118,7 +118,7 @@ func (b *State) inUse() bool {
 	return false
 }
 
-// chooseExternal picks our ExternalCIDR. The former one stays if it is not in the way.
+// chooseExternal picks our ExternalCIDR. It keeps the previous one if nothing overlaps it.
 func (b *State) chooseExternal(was netip.Prefix) netip.Prefix {
 	pod := b.own.PodCIDR
 	if was.IsValid() && (!pod.IsValid() || was.Addr().BitLen() == pod.Addr().BitLen() && b.free(was)) {
@@ -131,7 +131,7 @@ func (b *State) chooseExternal(was netip.Prefix) netip.Prefix {
 	return chosen
 }
 
-// externalLike returns a network of the length of an ExternalCIDR beside that PodCIDR.
+// externalLike returns some network with the length of the ExternalCIDR for a PodCIDR.
 func externalLike(pod netip.Prefix) netip.Prefix {
 	if pod.Addr().Is4() && pod.Bits() < largestExternal {
 		return netip.PrefixFrom(pod.Addr(), largestExternal)
@@ -139,8 +139,8 @@ func externalLike(pod netip.Prefix) netip.Prefix {
 	return pod
 }
 
-// readdress adapts the mapped addresses and the peers' answers after a change of our own networks. The
-// former ExternalCIDR is was, the former PodCIDR is pods.
+// readdress adapts mapped addresses and the peers' answers to a change of our own networks. was and
+// pods are the previous ExternalCIDR and PodCIDR.
 func (b *State) readdress(was, pods netip.Prefix) {
 	external := b.own.ExternalCIDR
 	peers := make(map[string]*account, len(b.peers))
@@ -199,17 +199,17 @@ func (b *State) readdress(was, pods netip.Prefix) {
 	b.peers, b.endpoints = peers, endpoints
 }
 
-// An obstacle is something that no peer's network may overlap.
+// An obstacle is a network or address that no peer's network may overlap.
 type obstacle struct {
-	name string // where somebody has it, it ends with "of "
-	// whose it is, such as "node n1", for people here. A peer reads anonymous instead: who our nodes
-	// and our other peers are is none of its business.
+	name string // ends with "of " if whose follows
+	// whose is the owner, such as "node n1", for messages in this cluster. Messages to a peer use
+	// anonymous instead, because they must not disclose our nodes and our other peers.
 	whose, anonymous string
 	prefix           netip.Prefix
-	node             bool // it comes and goes with a node
+	node             bool // belongs to a node, and changes with it
 }
 
-// obstacles yields everything but the networks of peers.
+// obstacles yields all obstacles except the networks of peers.
 func (b *State) obstacles(yield func(obstacle) bool) {
 	all := func(name string, prefixes ...netip.Prefix) bool {
 		for _, p := range prefixes {
@@ -239,8 +239,8 @@ func (b *State) obstacles(yield func(obstacle) bool) {
 	}
 }
 
-// Conflicts returns all overlaps that there are now, ours first, then sorted by peer; for each
-// network of a peer the first one.
+// Conflicts returns all present overlaps: first ours, then at most one for each network of a peer,
+// sorted by peer.
 func (b State) Conflicts() []Conflict {
 	var conflicts []Conflict
 	own := b.own
@@ -251,8 +251,8 @@ func (b State) Conflicts() []Conflict {
 	ours := []Conflict{{Network: "PodCIDR", Prefix: own.PodCIDR}, {Network: "ServiceCIDR", Prefix: own.ServiceCIDR}, {Network: "ExternalCIDR", Prefix: own.ExternalCIDR}}
 	for i, n := range ours {
 		for o := range b.obstacles {
-			itself := slices.ContainsFunc(ours[i:], func(c Conflict) bool { return "our "+c.Network == o.name }) // or said by a later one
-			// Nodes among pods are normal: clouds give both addresses out of one network.
+			itself := slices.ContainsFunc(ours[i:], func(c Conflict) bool { return "our "+c.Network == o.name }) // or the later network reports it
+			// Nodes inside the PodCIDR are normal: clouds allocate both from one network.
 			if !itself && n.Prefix.Overlaps(o.prefix) && (!o.node || n.Network == "ExternalCIDR") {
 				n.With, n.Other = o.name+o.whose, o.prefix
 				conflicts = append(conflicts, n)
@@ -265,7 +265,7 @@ func (b State) Conflicts() []Conflict {
 	return conflicts
 }
 
-// ConflictsOf returns those of one peer's networks.
+// ConflictsOf returns the conflicts of one peer's networks.
 func (b State) ConflictsOf(id string) (conflicts []Conflict) {
 	p, known := b.peers[id]
 	if !known {
@@ -282,7 +282,8 @@ func (b State) ConflictsOf(id string) (conflicts []Conflict) {
 	return conflicts
 }
 
-// holder says what overlaps p, leaving out the networks of one peer.
+// holder returns the first obstacle or network that overlaps p, ignoring the networks of peer
+// except.
 func (b *State) holder(p netip.Prefix, except string) obstacle {
 	for o := range b.obstacles {
 		if o.prefix.Overlaps(p) {

@@ -11,7 +11,7 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// ErrNoConfiguration says that a peer has no networks here, or has not said yet how it sees ours.
+// ErrNoConfiguration means that a peer has no networks here, or has not answered yet.
 var ErrNoConfiguration = errors.New("has no network configuration yet")
 
 // MapEndpoint returns the address by which the peer reaches our endpoint ip. A pod's address is
@@ -54,8 +54,8 @@ func (b State) MapEndpoint(id string, ip netip.Addr) (State, netip.Addr, error) 
 	return b.mapTo(id, ip, addr), move(addr, p.externalSeen), nil
 }
 
-// Mapped reports whether the peer has the endpoint by an address of our ExternalCIDR, the gateway's
-// own apart.
+// Mapped reports whether the endpoint is mapped for the peer to an address of our ExternalCIDR. The
+// gateway's own address does not count.
 func (b State) Mapped(id string, ip netip.Addr) bool {
 	p := b.peers[id]
 	if p == nil {
@@ -65,8 +65,8 @@ func (b State) Mapped(id string, ip netip.Addr) bool {
 	return mapped
 }
 
-// KnowsNodes reports whether Configure has named our nodes, without which Guarded knows nothing. Every cluster
-// has nodes, and no object keeps them.
+// KnowsNodes reports whether Configure has been called with nodes. Before that Guarded cannot tell.
+// Every cluster has nodes, and they are not stored in any object.
 func (b State) KnowsNodes() bool { return len(b.own.Nodes) > 0 }
 
 // Guarded returns the kind of an endpoint that may be mapped for a peer only if an administrator
@@ -91,7 +91,8 @@ func (b State) IsNode(ip netip.Addr) bool {
 	return node
 }
 
-// ServicesAt returns the network of our Services that has the address; the zero value when there is none.
+// ServicesAt returns the network of our Services that contains the address; the zero value if none
+// does.
 func (b State) ServicesAt(ip netip.Addr) netip.Prefix {
 	for _, network := range append([]netip.Prefix{b.own.ServiceCIDR}, b.own.Services...) {
 		if network.Contains(ip) {
@@ -101,8 +102,8 @@ func (b State) ServicesAt(ip netip.Addr) netip.Prefix {
 	return netip.Prefix{}
 }
 
-// PeerAt returns the peer that has the address in one of its networks, and that network; empty when
-// there is none.
+// PeerAt returns the peer with a network here that contains the address, and that network; zero
+// values if there is none.
 func (b State) PeerAt(ip netip.Addr) (id string, network netip.Prefix) {
 	for id, p := range b.peers {
 		for _, network := range []netip.Prefix{p.Pod, p.External} {
@@ -114,10 +115,9 @@ func (b State) PeerAt(ip netip.Addr) (id string, network netip.Prefix) {
 	return "", netip.Prefix{}
 }
 
-// RestoreEndpoint maps the endpoint so that the peer reaches it by the address seen, which the peer
-// already uses, in its network for our ExternalCIDR. It serves to rebuild lost IPAM state. The State
-// is unchanged if the endpoint has another address here, or if that address belongs to another
-// endpoint.
+// RestoreEndpoint maps the endpoint to the address seen, by which the peer already reaches it, in
+// the peer's network for our ExternalCIDR. It rebuilds lost IPAM state. The State is unchanged if
+// the endpoint has another address here, or if that address belongs to another endpoint.
 func (b State) RestoreEndpoint(id string, ip, seen netip.Addr) State {
 	p := b.peers[id]
 	if p == nil || !p.externalSeen.Contains(seen) || b.checkEndpoint(ip) != nil || ip.BitLen() != seen.BitLen() || len(b.endpoints) >= MaxEndpoints-1 {
@@ -130,8 +130,7 @@ func (b State) RestoreEndpoint(id string, ip, seen netip.Addr) State {
 	return b.mapTo(id, ip, addr)
 }
 
-// mapTo lets the peer have the endpoint at the address of our ExternalCIDR that is free or this
-// endpoint's.
+// mapTo maps the endpoint for the peer to addr, which must be free or already that endpoint's.
 func (b State) mapTo(id string, ip, addr netip.Addr) State {
 	p := *b.peers[id]
 	if _, mapped := p.endpoints[ip]; mapped {
@@ -152,8 +151,8 @@ func (b State) mapTo(id string, ip, addr netip.Addr) State {
 	return b.withPeer(id, &p)
 }
 
-// UnmapEndpoint undoes MapEndpoint for one peer. When it was the last one, the address is free for
-// another endpoint at once. What is not mapped, and the gateway's own address, stay as they are.
+// UnmapEndpoint undoes MapEndpoint for one peer. If it was the last one, the address is free at
+// once. An endpoint that is not mapped, and the gateway's own address, stay unchanged.
 func (b State) UnmapEndpoint(id string, ip netip.Addr) State {
 	p := b.peers[id]
 	if p == nil {
@@ -170,7 +169,7 @@ func (b State) UnmapEndpoint(id string, ip netip.Addr) State {
 	return b.withPeer(id, &changed)
 }
 
-// unmapAll takes the peer off all endpoints. The peer itself is not changed.
+// unmapAll removes a peer from all its endpoints. It leaves the peer's own record unchanged.
 func (b State) unmapAll(p *account) State {
 	if len(p.endpoints) == 0 {
 		return b
@@ -182,7 +181,7 @@ func (b State) unmapAll(p *account) State {
 	return b
 }
 
-// drop takes one peer off an endpoint in a map that is b's alone.
+// drop removes one peer from an endpoint, in a map that only b uses.
 func (b *State) drop(ip netip.Addr) {
 	e := *b.endpoints[ip]
 	if e.peers--; e.peers > 0 {
@@ -193,7 +192,7 @@ func (b *State) drop(ip netip.Addr) {
 	b.addresses = b.addresses.without(host(e.addr))
 }
 
-// HomePodIP returns how we see the pod of the peer that has the address ip there.
+// HomePodIP returns the address here of a pod that has the address ip in the peer's cluster.
 func (b State) HomePodIP(id string, ip netip.Addr) (netip.Addr, error) {
 	grant, ok := b.GrantOf(id)
 	switch {
@@ -205,8 +204,8 @@ func (b State) HomePodIP(id string, ip netip.Addr) (netip.Addr, error) {
 	return move(ip, grant.Pod), nil
 }
 
-// NatMapping returns what the NatMapping of the peer has to say. It is false until the peer has
-// both claimed its networks and answered.
+// NatMapping returns the spec of the peer's NatMapping. It returns false until the peer both has
+// networks here and has answered.
 func (b State) NatMapping(id string) (v1alpha1.NatMappingSpec, bool) {
 	p := b.peers[id]
 	if p == nil || !p.Pod.IsValid() || !p.externalSeen.IsValid() {
@@ -225,7 +224,7 @@ func (b State) NatMapping(id string) (v1alpha1.NatMappingSpec, bool) {
 	}, true
 }
 
-// checkEndpoint says what is wrong with an endpoint that is to be mapped.
+// checkEndpoint explains why an endpoint cannot be mapped, or returns nil.
 func (b *State) checkEndpoint(ip netip.Addr) error {
 	const want = "want an address that is reachable from our pod network"
 	switch {
@@ -252,7 +251,7 @@ func gatewayAddr(external netip.Prefix) netip.Addr {
 	return fabric.GatewayAddr
 }
 
-// firstHost is the address that stands for the gateway, for the connection check.
+// firstHost returns the address that represents the gateway in the connection check.
 func firstHost(external netip.Prefix) netip.Addr {
 	if !external.IsValid() {
 		return netip.Addr{}
@@ -260,7 +259,7 @@ func firstHost(external netip.Prefix) netip.Addr {
 	return fabric.FirstHost(external)
 }
 
-// withAsked puts a mapping and those who asked for it into a map, which may be nil.
+// withAsked adds a mapping and its requesters to m, which may be nil.
 func withAsked(m map[netip.Addr][]string, ip netip.Addr, callers []string) map[netip.Addr][]string {
 	if m == nil {
 		m = make(map[netip.Addr][]string)

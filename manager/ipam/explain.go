@@ -9,13 +9,13 @@ import (
 
 // A Standing is one network of a peer as this cluster sees it, with the reason.
 type Standing struct {
-	Claim netip.Prefix // as the peer has it
-	Here  netip.Prefix // equal to Claim when it is used as it is
+	Claim netip.Prefix // as the peer uses it
+	Here  netip.Prefix // as this cluster uses it; equal to Claim if not remapped
 	Why   string       // a clause, such as "it overlaps our PodCIDR, 10.244.0.0/16"
 }
 
-// Explain returns the networks that a peer has, or would have with consent, for its request, pods
-// first, each with the reason. The error is Grant's. It allocates nothing.
+// Explain returns the networks that a peer has, or would have with consent, for its request, each
+// with the reason; pods come first. The error is that of Grant. The State does not change.
 func (b State) Explain(c Request) (both [2]Standing, err error) {
 	c.Consented = true
 	next, got, err := b.Grant(c)
@@ -32,11 +32,11 @@ func (b State) Explain(c Request) (both [2]Standing, err error) {
 	return both, nil
 }
 
-// givenBefore is why a network is not used as it is where nothing forbids that any more.
+// givenBefore is the reason for a remapped network whose original reason no longer exists.
 const givenBefore = "another network was given before"
 
-// why says why a claim is what it is here. b is without the networks of the peer itself. What was
-// given out stays, whatever changes afterwards, so the reason of then may be none by now.
+// why explains why a claim has the network here. b is the State without the peer's own networks. An
+// allocation outlives its reason, so the original reason may no longer exist.
 func (b *State) why(c Request, field string, claim, here, want netip.Prefix) string {
 	forbidden, overlaps := outside(claim, c.Allowed), ""
 	if !b.free(claim) {
@@ -64,7 +64,7 @@ func (b *State) why(c Request, field string, claim, here, want netip.Prefix) str
 	return givenBefore
 }
 
-// space says why a network may be used as it is where it is free.
+// space explains which rule permits a network unchanged.
 func space(claim netip.Prefix, allowed []netip.Prefix) string {
 	if i := slices.IndexFunc(private, func(n netip.Prefix) bool { return contains(n, claim) }); i >= 0 {
 		rfc := 1918

@@ -5,17 +5,18 @@ import (
 	"slices"
 )
 
-// MaxFormer is how many peers that have left are remembered, the latest ones.
+// MaxFormer is how many peers that have left are remembered; the oldest are dropped first.
 const MaxFormer = 256
 
-// A former is what a peer had here when it left. A Liqo keeps the first answer that it gets, so the
-// peer has it again when it comes back, and others get something else while there is anything else.
+// A former records the networks that a peer had here when it left. A Liqo keeps the first answer
+// that it gets, so a returning peer needs the same networks again, and other peers get them last.
 type former struct {
 	ID       string
 	Pod, Ext netip.Prefix
 }
 
-// remember notes what a peer had. In formers, which nobody changes, the latest is the last.
+// remember records the networks of a peer that leaves, as the last entry of a new slice: published
+// slices never change.
 func (b *State) remember(id string, g Grant) {
 	if !g.Pod.IsValid() {
 		return
@@ -27,7 +28,7 @@ func (b *State) remember(id string, g Grant) {
 	b.formers = append(slices.Clone(b.formers), former{id, g.Pod, g.External})
 }
 
-// forget takes the note away.
+// forget removes the record.
 func (b *State) forget(id string) {
 	for i, f := range b.formers {
 		if f.ID == id {
@@ -37,7 +38,7 @@ func (b *State) forget(id string) {
 	}
 }
 
-// FormerOf returns what a peer had here when it left, while it is away.
+// FormerOf returns the networks that a peer had here when it left, until it comes back.
 func (b State) FormerOf(id string) (Grant, bool) {
 	for _, f := range b.formers {
 		if f.ID == id {

@@ -10,38 +10,38 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// refuse makes the error of a request that gets nothing; field is of the NetworkConfig, or of the
-// Peering for a wanted network.
+// refuse returns the refusal of a request. field is one of the NetworkConfig, or of the Peering for
+// an override.
 func refuse(reason, field, format string, args ...any) *fabric.Refusal {
 	return &fabric.Refusal{Reason: reason, Problem: fabric.Problem{Field: field, Message: fmt.Sprintf(format, args...)}}
 }
 
-// A Request asks for networks for a peer: those that stand for the claimed ones here.
+// A Request asks for networks that represent a peer's claimed networks here.
 type Request struct {
 	ID            string
-	Pod, External netip.Prefix // as the peer has them
-	// WantPod and WantExternal are the networks that have to stand for them here; zero: any.
+	Pod, External netip.Prefix // as the peer uses them
+	// WantPod and WantExternal are the networks to use for them here, by override; zero: any.
 	WantPod, WantExternal netip.Prefix
-	// Allowed are networks outside of private space that may be used as they are.
+	// Allowed are networks outside of private space that may be used unchanged.
 	Allowed []netip.Prefix
-	// AlwaysRemap: neither network may be used as it is.
+	// AlwaysRemap is true if neither network may be used unchanged.
 	AlwaysRemap bool
-	// Now is the present time. Networks that the peer has and does not get again are held from then on;
-	// zero: they are free at once.
+	// Now is the present time. Networks that the peer has but does not keep are held from then on;
+	// if Now is zero, they are free at once.
 	Now time.Time
 	// Consented is true if an administrator has agreed to this claim, so the peer may get new
 	// addresses for it.
 	Consented bool
 }
 
-// private is what anybody may use: RFC 1918, 6598 and 4193. A peer with another network would
-// get traffic for hosts of the Internet.
+// private is the private space of RFC 1918, 6598 and 4193, which any peer may use. A peer with
+// another network would get traffic meant for hosts of the Internet.
 var private = []netip.Prefix{
 	netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("172.16.0.0/12"), netip.MustParsePrefix("192.168.0.0/16"),
 	netip.MustParsePrefix("100.64.0.0/10"), netip.MustParsePrefix("fc00::/7"),
 }
 
-// outside says what forbids to use p as it is wherever it is free, or "".
+// outside explains which rule forbids to use p unchanged even if it is free, or returns "".
 func outside(p netip.Prefix, allowed []netip.Prefix) string {
 	if !slices.ContainsFunc(slices.Concat(private, allowed), func(n netip.Prefix) bool { return contains(n, p) }) {
 		return "is neither in private space (RFC 1918, 6598 and 4193) nor among spec.claims.allowed of the receiver's Peering"
@@ -60,11 +60,11 @@ func contains(n, p netip.Prefix) bool {
 	return n.IsValid() && n.Bits() <= p.Bits() && n.Contains(p.Addr())
 }
 
-// A Grant has the networks of a peer as this cluster sees them. They equal the claimed ones unless
+// A Grant has the networks of a peer as this cluster uses them. They equal the claimed ones unless
 // they are remapped.
 type Grant struct{ Pod, External netip.Prefix }
 
-// GrantOf returns the networks of the peer; false: it has none, or has left.
+// GrantOf returns the networks of the peer; false: it has none or has left.
 func (b State) GrantOf(id string) (Grant, bool) {
 	if p := b.peers[id]; p != nil && p.Pod.IsValid() && p.released.IsZero() {
 		return p.Grant, true
@@ -82,11 +82,13 @@ func (b State) UsedForAnother(id string, addr netip.Addr) bool {
 	return slices.ContainsFunc(b.replaced, func(r replaced) bool { return r.id != id && r.network.Contains(addr) })
 }
 
-// Grant allocates the peer its two networks, or none: the error is a *fabric.Refusal, and the State
-// is unchanged. A returning peer gets its former networks as far as they are free and permitted.
-// Its current networks stay if they have the claim's family and length and no override demands
-// others, even if the claim has changed, because both sides use them. A network that is held for
-// another peer is not free; one that is held for this peer is.
+// Grant allocates the peer its two networks, or none: then the error is a *fabric.Refusal and the
+// State is unchanged.
+//
+//   - A returning peer gets its previous networks as far as they are free and permitted.
+//   - Its current networks stay if they have the claim's family and length and no override demands
+//     others. That holds even if the claim has changed, because both sides use them.
+//   - A network held for another peer is not free; one held for this peer is.
 func (b State) Grant(c Request) (State, Grant, error) {
 	held, at := b, c.Now
 	if p := b.peers[c.ID]; p != nil && !p.released.IsZero() {
@@ -106,7 +108,7 @@ func (b State) Grant(c Request) (State, Grant, error) {
 	return next, g, nil
 }
 
-// grant is Grant for a peer that has not left.
+// grant implements Grant for a peer that has not left.
 func (b State) grant(c Request) (State, Grant, error) {
 	old := b.peers[c.ID]
 	if old == nil {
@@ -129,8 +131,8 @@ func (b State) grant(c Request) (State, Grant, error) {
 		asks[i].remap, asks[i].outside = c.AlwaysRemap, outside(asks[i].claim, c.Allowed)
 	}
 
-	// What stays keeps its place, then the wanted networks get theirs, so that nothing is allocated
-	// where one of them has to go.
+	// Kept networks come first, then overrides, so that nothing is allocated in the place of an
+	// override.
 	changed := b
 	changed.replaced = slices.DeleteFunc(slices.Clone(b.replaced), func(r replaced) bool { return r.id == c.ID })
 	for i := range asks {
@@ -141,7 +143,7 @@ func (b State) grant(c Request) (State, Grant, error) {
 		}
 	}
 	if asks[0].got.IsValid() && asks[1].got.IsValid() {
-		if !old.unused.IsZero() { // somebody uses them again
+		if !old.unused.IsZero() { // an object names the peer again
 			p := *old
 			p.unused = time.Time{}
 			b = b.withPeer(c.ID, &p)
@@ -150,7 +152,7 @@ func (b State) grant(c Request) (State, Grant, error) {
 	}
 	p := *old
 	p.unused = time.Time{}
-	p.Grant = Grant{Pod: asks[0].got, External: asks[1].got} // for messages; nobody else has it yet
+	p.Grant = Grant{Pod: asks[0].got, External: asks[1].got} // for messages; p is not published yet
 	changed = changed.withPeer(c.ID, &p)
 	changed.forget(c.ID)
 	for _, place := range []func(*State, *ask) *fabric.Refusal{(*State).placeWanted, (*State).placeBefore, (*State).placeAny} {
@@ -176,27 +178,27 @@ func (b State) grant(c Request) (State, Grant, error) {
 	return changed, p.Grant, nil
 }
 
-// An ask is one network of a claim on its way through Grant.
+// An ask is one network of a claim while Grant places it.
 type ask struct {
 	field     string
 	claim     netip.Prefix
 	want, had netip.Prefix // zero: none
-	before    netip.Prefix // that it had when it left; zero: none
-	remap     bool         // it may not be used as it is: the Peering says so
-	outside   string       // why it may not be used as it is, else; or ""
+	before    netip.Prefix // when it left; zero: none
+	remap     bool         // the Peering forbids to use it unchanged
+	outside   string       // another reason not to use it unchanged; or ""
 	got       netip.Prefix
 }
 
-// needsConsent reports whether the peer would get addresses that it has not had, by a change of its
-// own claim. What a person here demands, they have agreed to.
+// needsConsent reports whether a change of the peer's own claim would give it addresses that it has
+// not had. An option of our Peering counts as consent.
 func (a *ask) needsConsent() bool {
 	byUs := a.want.IsValid() || a.remap && a.had == a.claim
 	return a.had.IsValid() && !byUs && !contains(a.had, a.got)
 }
 
-// isOurs reports whether what a peer is said to have overlaps a network of this cluster, by an edit
-// of the IPAM state or because the cluster has changed. It cannot stay, so that nothing waits for
-// consent to another one.
+// isOurs reports whether a peer's current network overlaps a network of this cluster, because
+// somebody edited the IPAM state or the cluster has changed. Such a network cannot stay, so its
+// replacement needs no consent.
 func (b *State) isOurs(had netip.Prefix) bool {
 	return had.Overlaps(b.own.PodCIDR) || had.Overlaps(b.own.ServiceCIDR) || had.Overlaps(b.own.ExternalCIDR)
 }
@@ -211,7 +213,7 @@ func (a *ask) stays() bool {
 	return a.had.IsValid() && a.had.Addr().BitLen() == a.claim.Addr().BitLen() && a.had.Bits() == a.claim.Bits()
 }
 
-// placeWanted puts the network where it has to be, if that is said.
+// placeWanted places the network where an override demands it, if there is one.
 func (b *State) placeWanted(a *ask) *fabric.Refusal {
 	if !a.want.IsValid() {
 		return nil
@@ -224,8 +226,8 @@ func (b *State) placeWanted(a *ask) *fabric.Refusal {
 	return nil
 }
 
-// placeBefore puts the network of a peer that comes back where it was. A Liqo that answered to that
-// keeps to it.
+// placeBefore places the network of a returning peer where it was. A Liqo keeps to the networks
+// that it answered for.
 func (b *State) placeBefore(a *ask) *fabric.Refusal {
 	asItIs := a.before == a.claim
 	if a.before.IsValid() && fits(a.before, a.claim) && b.free(a.before) && !(asItIs && (a.remap || a.outside != "")) {
@@ -234,15 +236,16 @@ func (b *State) placeBefore(a *ask) *fabric.Refusal {
 	return nil
 }
 
-// inTheWay is holder for a refusal, which the refused peer reads: who our other peers are is none
-// of its business.
+// inTheWay is holder for a refusal, which the refused peer reads: it must not disclose our other
+// peers.
 func (b *State) inTheWay(p netip.Prefix) (name string, prefix netip.Prefix) {
 	by := b.holder(p, "")
 	return by.name + by.anonymous, by.prefix
 }
 
-// placeAny leaves the network where it is if that is free and permitted, or allocates one. A
-// network as large as a pool is moved if possible: it would leave nothing to allocate from.
+// placeAny keeps the claimed network if it is free and permitted; otherwise it allocates one. A
+// network that covers a pool is remapped if possible, because it would leave nothing to allocate
+// from.
 func (b *State) placeAny(a *ask) *fabric.Refusal {
 	asItIs := b.free(a.claim) && !a.remap && a.outside == ""
 	if asItIs && !b.coversPool(a.claim) {
@@ -273,7 +276,8 @@ func (b *State) free(p netip.Prefix) bool {
 	return !b.taken.overlaps(p) && !b.nodes.overlaps(p) && !slices.ContainsFunc(b.replaced, func(r replaced) bool { return r.network.Overlaps(p) })
 }
 
-// barred returns the networks, besides the taken ones, that no peer gets. They do not split free blocks.
+// barred returns the networks that no peer gets, apart from the taken ones. They do not split free
+// blocks.
 func (b *State) barred() tree {
 	barred := b.nodes
 	for _, r := range b.replaced {
@@ -291,8 +295,8 @@ func (b *State) coversPool(p netip.Prefix) bool {
 	return false
 }
 
-// allocate finds a free network of the family and length of p in the pools, another one than p, and
-// one that no former peer had if there is any.
+// allocate finds a free network with the family and length of p in the pools, but not p itself. It
+// prefers networks that no former peer had.
 func (b *State) allocate(p netip.Prefix) (netip.Prefix, bool) {
 	taken := b.taken
 	if b.free(p) {
@@ -322,7 +326,7 @@ func (b *State) allocate(p netip.Prefix) (netip.Prefix, bool) {
 	return netip.Prefix{}, false
 }
 
-// check says what is wrong with a claim by itself.
+// check validates a claim by itself.
 func check(c Request) *fabric.Refusal {
 	invalid := func(field, format string, args ...any) *fabric.Refusal {
 		return refuse(v1alpha1.ReasonInvalid, field, format, args...)

@@ -12,18 +12,18 @@ import (
 )
 
 const (
-	// UnusedGrace is how long a peer may be named by no object of a peering before its networks are
+	// UnusedGrace is how long no object of a peering may name a peer before its networks are
 	// released.
 	UnusedGrace = 24 * time.Hour
-	// maxReplaced bounds the networks that are held though their peers have others, of all peers and of
-	// one.
+	// maxReplaced and maxReplacedOfOne bound the held networks of peers that have others by now: of
+	// all peers together, and of one peer.
 	maxReplaced, maxReplacedOfOne = 512, 8
-	// maxHeldOfOne is how many networks that it has no more are held for one peer in any case: a
-	// NetworkAllocation names them beside the two that the peer has.
+	// maxHeldOfOne bounds all networks held for one peer, apart from the two that it has: its
+	// NetworkAllocation lists them all.
 	maxHeldOfOne = 30
 )
 
-// A replaced network is held after its peer got another one.
+// A replaced network was released when its peer got another one, and is held since.
 type replaced struct {
 	id      string
 	network netip.Prefix
@@ -34,10 +34,9 @@ func (r replaced) compare(other replaced) int {
 	return cmp.Or(r.at.Compare(other.at), cmp.Compare(r.id, other.id), r.network.Compare(other.network))
 }
 
-// Part releases the networks of a peer that leaves: they are held from then on, so that nodes refuse them
-// and no other peer gets them. The peer's answer and the endpoints that were mapped for it alone are
-// forgotten. A peer that has left, or has no networks, is as good as parted. Networks that Yield names are
-// not held.
+// Part releases the networks of a peer that leaves, and holds them: nodes refuse them and no other
+// peer gets them. It forgets the peer's answer and unmaps its endpoints. Networks that Yield would
+// return are not held. A peer that has left, or has no networks, counts as parted.
 func (b State) Part(id string, now time.Time) State {
 	p := b.peers[id]
 	switch {
@@ -64,7 +63,8 @@ func (b State) Yield() (next State, ended []netip.Prefix) {
 	return b.EndHolds(func(_ string, p netip.Prefix) bool { return b.inOurWay(p) })
 }
 
-// EndHolds ends the hold of those networks of peers of which over says so, as Yield does, and returns them.
+// EndHolds ends the hold of the networks for which over returns true, and returns them. It handles
+// the other network of a former peer as Yield does.
 func (b State) EndHolds(over func(id string, p netip.Prefix) bool) (next State, ended []netip.Prefix) {
 	next = b
 	next.replaced = nil
@@ -84,7 +84,7 @@ func (b State) EndHolds(over func(id string, p netip.Prefix) bool) (next State, 
 			continue
 		}
 		pod, external := over(id, p.Pod), over(id, p.External)
-		rest := Grant{} // what stays held
+		rest := Grant{} // the network that stays held
 		switch {
 		case !pod && !external, pod != external && len(next.replaced) >= maxReplaced:
 			continue
@@ -101,7 +101,7 @@ func (b State) EndHolds(over func(id string, p netip.Prefix) bool) (next State, 
 	return next, ended
 }
 
-// inOurWay reports whether something of this cluster lies in p.
+// inOurWay reports whether p overlaps something of this cluster, as Yield defines it.
 func (b *State) inOurWay(p netip.Prefix) bool {
 	if b.isOurs(p) || slices.ContainsFunc(b.own.Reserved, p.Overlaps) {
 		return true
@@ -110,11 +110,11 @@ func (b *State) inOurWay(p netip.Prefix) bool {
 	return i < len(b.own.Nodes) && p.Contains(b.own.Nodes[i])
 }
 
-// stored rounds a time as an object does.
+// stored rounds a time to the resolution of stored objects.
 func stored(t time.Time) time.Time { return t.UTC().Truncate(time.Second) }
 
-// hold notes which networks a peer gives up that gets others: they are held since then. What it has again
-// is not held any more.
+// hold holds the networks in had that are not in now, from the time at on, and ends holds of
+// networks that are in now.
 func (b *State) hold(id string, now, had Grant, at time.Time) {
 	again := func(p netip.Prefix) bool { return contains(now.Pod, p) || contains(now.External, p) }
 	var kept []replaced
@@ -134,9 +134,10 @@ func (b *State) hold(id string, now, had Grant, at time.Time) {
 	}
 }
 
-// Regain holds networks for a peer that nodes refuse and of which the State knows nothing, as if it had
-// released them now. Of a peer that is not known the first two are those that it had, which it has again
-// when it comes back. left are networks that something else lies in, or for which there is no room.
+// Regain holds networks that nodes refuse for a peer and that the State does not know, as if the
+// peer had released them now. If the peer is unknown, the first two count as its last networks,
+// which it gets again when it returns. left are the networks that cannot be held: they are in use,
+// or there is no room.
 func (b State) Regain(id string, networks []netip.Prefix, now time.Time) (next State, left []netip.Prefix) {
 	next = b
 	if b.peers[id] == nil && len(networks) > 1 {
@@ -159,7 +160,7 @@ func (b State) Regain(id string, networks []netip.Prefix, now time.Time) (next S
 	return next, left
 }
 
-// full reports whether no further network can be held for a peer.
+// full reports whether no further network can be held for the peer.
 func (b *State) full(id string) bool {
 	ofOne := 0
 	for _, r := range b.replaced {
@@ -170,7 +171,7 @@ func (b *State) full(id string) bool {
 	return ofOne >= maxHeldOfOne || len(b.replaced) >= maxReplaced
 }
 
-// overlapsAnother reports whether p overlaps a network of another peer than id, also a held one.
+// overlapsAnother reports whether p overlaps a network of a peer other than id, present or held.
 func (b *State) overlapsAnother(id string, p netip.Prefix) bool {
 	for other, a := range b.peers {
 		if other != id && (a.Pod.Overlaps(p) || a.External.Overlaps(p)) {
@@ -180,11 +181,12 @@ func (b *State) overlapsAnother(id string, p netip.Prefix) bool {
 	return slices.ContainsFunc(b.replaced, func(r replaced) bool { return r.id != id && r.network.Overlaps(p) })
 }
 
-// tooManyHeld refuses a change by which more is held for a peer than was before, beyond the bounds.
+// tooManyHeld refuses a change that holds more networks for a peer than before and exceeds the
+// bounds.
 func (b *State) tooManyHeld(id string, before []replaced) *fabric.Refusal {
 	others := func(r replaced) bool { return r.id != id }
 	ofOne := slices.DeleteFunc(slices.Clone(b.replaced), others)
-	full := b.replaced // the first is free first
+	full := b.replaced // sorted: the first one is free first
 	switch grown := len(b.replaced) > len(before); {
 	case grown && len(ofOne) > maxReplacedOfOne:
 		full = ofOne
@@ -195,7 +197,8 @@ func (b *State) tooManyHeld(id string, before []replaced) *fabric.Refusal {
 		fabric.ReleaseHold, until(full[0].at))
 }
 
-// NetworksOf returns the networks of a peer that nodes refuse outside of a tunnel: present and held ones.
+// NetworksOf returns the networks of a peer that nodes refuse outside of a tunnel, both present and
+// held.
 func (b State) NetworksOf(id string) (all []netip.Prefix) {
 	if p := b.peers[id]; p != nil && p.Pod.IsValid() {
 		all = append(all, p.Pod, p.External)
@@ -208,7 +211,7 @@ func (b State) NetworksOf(id string) (all []netip.Prefix) {
 	return all
 }
 
-// ReleasedAt returns when a peer left whose networks are held; zero: no such peer.
+// ReleasedAt returns when a peer left whose networks are held; zero: there is no such peer.
 func (b State) ReleasedAt(id string) time.Time {
 	if p := b.peers[id]; p != nil {
 		return p.released
@@ -216,8 +219,9 @@ func (b State) ReleasedAt(id string) time.Time {
 	return time.Time{}
 }
 
-// Age brings the State to a time: holds end that have lasted long enough, or as Yield says, and peers that no
-// object has named for UnusedGrace are released, whose IDs it returns. named says which peers some object names.
+// Age brings the State to the present time. It ends holds that have lasted long enough, and those
+// that Yield ends. It releases peers that no object has named for UnusedGrace, and returns their
+// IDs. named reports whether an object names a peer.
 //
 // A recorded time in the future comes from a wrong clock and counts as now.
 func (b State) Age(now time.Time, named func(id string) bool) (next State, abandoned []string) {
@@ -267,7 +271,8 @@ func heldObstacle(id string, network netip.Prefix, at time.Time) obstacle {
 
 func until(released time.Time) string { return released.Add(fabric.ReleaseHold).Format(time.RFC3339) }
 
-// freeSoon names the held network that becomes free first and would fit the claim; empty: none.
+// freeSoon returns a clause about the held network that is free first and would fit the claim, or
+// "".
 func (b *State) freeSoon(claim netip.Prefix) string {
 	var first replaced
 	held, now := 0, b.replaced

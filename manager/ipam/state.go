@@ -7,7 +7,7 @@
 //	answer  ─ Answered ──┤                      ├─ NatMapping
 //	FromAllocations ─────┘                      └─ HomePodIP, GrantOf, ...
 //
-// Read makes a State of the IpamStorage of a Liqo that was here before.
+// Read makes a State from the IpamStorage of an earlier Liqo installation.
 //
 // The choices are Liqo's (docs/liqo-v0.md, section 5): a network that overlaps nothing is used
 // unchanged. Any other one is replaced by a free network of the same length from the smallest free
@@ -26,15 +26,15 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// Bounds of a State are those of the IpamStorage that keeps it.
+// Bounds of a State, which follow from the objects that store it.
 const (
-	// MaxPeers is how many peers a State has at most. The text of one has 320 octets in its object, of
-	// which etcd takes 1.5 MiB (TestTheStateOfAllPeersFitsOneObject).
+	// MaxPeers bounds the peers of a State. A peer takes 320 octets in the IpamStorage, and etcd
+	// accepts 1.5 MiB (TestTheStateOfAllPeersFitsOneObject).
 	MaxPeers = 4096
-	// MaxEndpoints is how many mapped endpoints a State has at most, with the gateway's own.
+	// MaxEndpoints bounds the mapped endpoints of a State, including the gateway's own.
 	MaxEndpoints = 16384
-	// MaxEndpointsOfPeer is how many are mapped for one peer at most. Its NetworkAllocation names each of
-	// them, in 150 octets at most beside the names of callers.
+	// MaxEndpointsOfPeer bounds the endpoints mapped for one peer. Its NetworkAllocation lists
+	// them, each in at most 150 octets besides the names of callers.
 	MaxEndpointsOfPeer = 4096
 )
 
@@ -43,33 +43,32 @@ const (
 type Config struct {
 	PodCIDR, ServiceCIDR netip.Prefix
 	// ExternalCIDR is the network for our endpoints that are no pods. Zero: keep the one chosen
-	// before, or choose one as soon as PodCIDR is known, of that length but no larger than /20.
+	// before, or choose one once PodCIDR is known, of that length but no larger than /20.
 	ExternalCIDR netip.Prefix
 	// Pools are the networks to allocate from, in this order; nil: DefaultPools. Reserved are
 	// networks that no peer gets.
 	Pools, Reserved []netip.Prefix
-	// Services are the reserved networks that have addresses of Services outside of ServiceCIDR. What Spec
-	// keeps does not say which these are.
+	// Services are those of the reserved networks that contain addresses of Services outside of
+	// ServiceCIDR. Spec stores them only as reserved networks.
 	Services []netip.Prefix
-	// Nodes are addresses that no peer's network may contain, including those of API servers.
-	// Because they change with the cluster, Spec contains neither them nor the networks that nodes
-	// reach.
+	// Nodes are addresses that no peer's network may contain, including those of API servers. Spec
+	// contains neither them nor Reached, because they change with the cluster.
 	Nodes []netip.Addr
-	// Reached is what nodes reach without us.
+	// Reached lists the networks that nodes reach without us.
 	Reached []Reached
 }
 
-// Reached is a network that a node says it reaches, so that no peer gets it.
+// Reached is a network that a node reports to reach, so that no peer gets it.
 type Reached struct {
 	Prefix   netip.Prefix
-	Node     string // one of those that say so
-	Resolver bool   // the node asks it for names
+	Node     string // one of the nodes that report it
+	Resolver bool   // it is the address of a DNS server of the node
 }
 
 // MergeReached sorts the networks that nodes reach and removes those inside another one. It works
 // in place.
 func MergeReached(all []Reached) []Reached {
-	slices.SortFunc(all, func(a, b Reached) int { // what contains others comes before them
+	slices.SortFunc(all, func(a, b Reached) int { // a network comes before those inside it
 		c := a.Prefix.Compare(b.Prefix)
 		if c == 0 && a.Resolver != b.Resolver {
 			if c = 1; b.Resolver {
@@ -87,7 +86,7 @@ func MergeReached(all []Reached) []Reached {
 	return out
 }
 
-// Equal reports whether both say the same, in the same order.
+// Equal reports whether both are the same, including the order.
 func (c Config) Equal(other Config) bool {
 	return c.sameNetworks(other) && slices.Equal(c.Services, other.Services) && slices.Equal(c.Nodes, other.Nodes) && slices.Equal(c.Reached, other.Reached)
 }
@@ -97,8 +96,8 @@ func (c Config) sameNetworks(other Config) bool {
 		slices.Equal(c.Pools, other.Pools) && slices.Equal(c.Reserved, other.Reserved)
 }
 
-// DefaultPools returns the pools of Liqo, in their order, and then the space of RFC 6598, for whoever
-// has used them up.
+// DefaultPools returns Liqo's pools in their order, and after them the space of RFC 6598 as a
+// reserve.
 func DefaultPools() []netip.Prefix {
 	return []netip.Prefix{
 		netip.MustParsePrefix("10.0.0.0/8"),
@@ -113,28 +112,28 @@ func DefaultPools() []netip.Prefix {
 // no pools.
 type State struct {
 	own       Config
-	peers     map[string]*account      // the map and its accounts never change once they are in a State
+	peers     map[string]*account      // neither the map nor its accounts change once a State has them
 	endpoints map[netip.Addr]*endpoint // by real address, without the gateway's own
-	taken     tree                     // all networks that no peer can get, those of peers among them
-	nodes     tree                     // addresses of nodes, and what they reach
-	formers   []former                 // peers that have left; never changed once it is in a State
-	replaced  []replaced               // networks of peers that have others now, held; never changed, as formers
-	addresses tree                     // of the ExternalCIDR, those in use or unusable
+	taken     tree                     // all networks unavailable to peers, including those of peers
+	nodes     tree                     // addresses of nodes, and the networks that nodes reach
+	formers   []former                 // peers that have left; immutable
+	replaced  []replaced               // held networks of peers that have others by now; immutable
+	addresses tree                     // addresses of the ExternalCIDR that are in use or unusable
 }
 
-// An account is all that the IPAM state has of one peer. Grant is zero until it has claimed, each of
-// the others until it has answered.
+// An account is the IPAM state of one peer. Grant is zero until the peer has claimed networks, and
+// podSeen and externalSeen are zero until it has answered.
 type account struct {
 	Grant
-	released              time.Time    // when the peer left; its networks are held since then. Zero: it has not left
-	unused                time.Time    // since when no object names the peer; zero: some do, or nobody has looked
+	released              time.Time    // when the peer left, and its hold began; zero: it has not left
+	unused                time.Time    // since when no object names the peer; zero: some do, or nobody has checked
 	podSeen, externalSeen netip.Prefix // how it sees our PodCIDR and ExternalCIDR
-	// endpoints are the real addresses mapped for it, without the gateway's own, each with those who
-	// asked for it, sorted; with nobody where that is not known.
+	// endpoints are the real addresses mapped for the peer, without the gateway's own, each with
+	// its sorted requesters; none if they are unknown.
 	endpoints map[netip.Addr][]string
 }
 
-// empty reports whether there is nothing to keep of a peer.
+// empty reports whether nothing of the peer needs to be stored.
 func (p *account) empty() bool {
 	return !p.Pod.IsValid() && !p.podSeen.IsValid() && !p.externalSeen.IsValid()
 }
@@ -142,11 +141,11 @@ func (p *account) empty() bool {
 // An endpoint has an address out of our ExternalCIDR.
 type endpoint struct {
 	addr  netip.Addr
-	peers int    // that it is mapped for
-	what  string // it was when somebody asked for it, see Asked; empty: not known
+	peers int    // number of peers that it is mapped for
+	what  string // its kind when it was requested, see Asked; empty: unknown
 }
 
-// Own returns the Config as it is in effect: with pools and ExternalCIDR.
+// Own returns the Config in effect, with pools and ExternalCIDR filled in.
 func (b State) Own() Config {
 	c := b.own
 	c.Pools, c.Reserved, c.Services = slices.Clone(c.Pools), slices.Clone(c.Reserved), slices.Clone(c.Services)
@@ -154,7 +153,7 @@ func (b State) Own() Config {
 	return c
 }
 
-// Peers returns the sorted IDs of all peers that have a network, also a held one, or have answered.
+// Peers returns the sorted IDs of all peers that have a network, present or held, or have answered.
 func (b State) Peers() []string { return slices.Sorted(maps.Keys(b.peers)) }
 
 // Answered records the networks by which the peer sees our PodCIDR and ExternalCIDR. They equal our own
@@ -186,7 +185,8 @@ func (b State) Answered(id string, podSeen, externalSeen netip.Prefix) State {
 	return b.withPeer(id, &p)
 }
 
-// AnswerOf returns how a peer sees our PodCIDR and our ExternalCIDR, as far as it has answered.
+// AnswerOf returns the networks by which a peer sees our PodCIDR and ExternalCIDR; zero without an
+// answer.
 func (b State) AnswerOf(id string) (seen Grant) {
 	if p := b.peers[id]; p != nil {
 		seen = Grant{Pod: p.podSeen, External: p.externalSeen}
@@ -194,14 +194,14 @@ func (b State) AnswerOf(id string) (seen Grant) {
 	return seen
 }
 
-// fits reports whether seen can stand for own.
+// fits reports whether seen can represent own at a peer.
 func fits(seen, own netip.Prefix) bool {
 	return own.IsValid() && fabric.CheckNetwork(seen) == "" && seen.Addr().BitLen() == own.Addr().BitLen() && seen.Bits() == own.Bits()
 }
 
-// Release forgets the peer: its answer, and the endpoints that were mapped for it alone. Its networks are
-// free at once, but a returning peer gets them again if they are still free. Unknown peers count as
-// released. Part comes before Release when a peer leaves.
+// Release removes a peer: its answer and the endpoints mapped for it alone. Its networks are free
+// at once, but the peer gets them again if it returns while they are free. It does nothing for an
+// unknown peer. A peer that leaves is first parted with Part.
 func (b State) Release(id string) State {
 	p := b.peers[id]
 	if p == nil {
@@ -215,8 +215,8 @@ func (b State) Release(id string) State {
 	return b
 }
 
-// withPeer returns the State with another state of a peer, whose networks are accounted for by the
-// caller.
+// withPeer returns the State with p as the account of the peer. The caller updates the trees of
+// networks.
 func (b State) withPeer(id string, p *account) State {
 	peers := make(map[string]*account, len(b.peers)+1)
 	maps.Copy(peers, b.peers)
@@ -249,14 +249,14 @@ func (b State) Changed(since State) []string {
 	return slices.Compact(changed)
 }
 
-// PoolUsage says how full a pool is, in addresses.
+// PoolUsage is the usage of a pool, in addresses.
 type PoolUsage struct {
 	Pool       netip.Prefix
 	Free, Used float64
 }
 
-// Usage returns how full the pools are, in their order. Whatever cannot be given to a peer counts
-// as used, the cluster's own networks among it.
+// Usage returns the usage of the pools, in their order. Addresses that no peer can get count as
+// used, including those of the cluster's own networks.
 func (b State) Usage() []PoolUsage {
 	usage := make([]PoolUsage, len(b.own.Pools))
 	for i, pool := range b.own.Pools {
@@ -266,8 +266,8 @@ func (b State) Usage() []PoolUsage {
 	return usage
 }
 
-// Left returns how many more peers with networks as long as ours get networks out of the pools, as
-// far as the present holes go; 0 while our own networks are not known.
+// Left returns how many more peers, with networks as long as ours, the pools have room for in their
+// present state; 0 while our own networks are unknown.
 func (b State) Left() float64 {
 	pod, external := b.own.PodCIDR, b.own.ExternalCIDR
 	if !pod.IsValid() || !external.IsValid() {

@@ -17,9 +17,9 @@ func (b State) Spec() v1alpha1.IpamStorageSpec {
 	return b.part(slices.Collect(maps.Keys(b.peers)), slices.Collect(maps.Keys(b.endpoints)))
 }
 
-// Delta returns the parts of the Specs of two States that differ, and the little else that a
+// Delta returns the differing parts of the Specs of two States, plus the little else that a
 // comparison needs. If one State was made from the other by changing a few peers, the cost depends
-// on these, not on all peers.
+// on those peers only.
 func Delta(was, is State) (have, want v1alpha1.IpamStorageSpec) {
 	if !was.own.sameNetworks(is.own) {
 		return was.Spec(), is.Spec()
@@ -38,8 +38,7 @@ func Delta(was, is State) (have, want v1alpha1.IpamStorageSpec) {
 	return was.part(ids, of), is.part(ids, of)
 }
 
-// part is the Spec with no peers but those, and no endpoints but those, among which have to be all
-// of the peers.
+// part is the Spec of the given peers and endpoints. ips must include all endpoints of the peers.
 func (b State) part(ids []string, ips []netip.Addr) v1alpha1.IpamStorageSpec {
 	spec := v1alpha1.IpamStorageSpec{
 		Prefixes:              map[string][]byte{},
@@ -67,7 +66,7 @@ func (b State) part(ids []string, ips []netip.Addr) v1alpha1.IpamStorageSpec {
 		ClusterMappings:        make(map[string]v1alpha1.ClusterMapping),
 	}
 	for _, p := range b.peers {
-		if p.externalSeen.IsValid() { // then the gateway's own address is mapped, whoever the peer is
+		if p.externalSeen.IsValid() { // the gateway's own address is mapped for every peer that has answered
 			spec.EndpointMappings[gatewayAddr(b.own.ExternalCIDR).String()] = gateway
 			break
 		}
@@ -119,8 +118,8 @@ func nat(seen, own netip.Prefix) string {
 	return text(seen)
 }
 
-// Read makes a State from the spec of an IpamStorage, as Liqo or Spec writes it. The error names the
-// first invalid field, in the order of their names. Read ignores fields that follow from others:
+// Read makes a State from the spec of an IpamStorage as Liqo or Spec writes it. The error names the
+// first invalid field, in alphabetical order. Read ignores fields that follow from others:
 // prefixes, natMappingsConfigured, and the mappings of the gateway's own address. The spec has no
 // nodes, so the caller has to call Configure.
 func Read(spec *v1alpha1.IpamStorageSpec) (State, error) {
@@ -154,8 +153,7 @@ func Read(spec *v1alpha1.IpamStorageSpec) (State, error) {
 	return b, nil
 }
 
-// A reader remembers the first thing that is wrong; after that its results are of no use, but
-// harmless.
+// A reader records the first error. Results after an error are useless but harmless.
 type reader struct{ err error }
 
 func (r *reader) fail(field, format string, args ...any) {
@@ -164,7 +162,7 @@ func (r *reader) fail(field, format string, args ...any) {
 	}
 }
 
-// quote prints what may be a megabyte of anything.
+// quote quotes input that may be long.
 func quote(s string) string {
 	if len(s) > 100 {
 		s = s[:100] + "..."
@@ -181,7 +179,7 @@ func (r *reader) prefix(field, value string) netip.Prefix {
 	return p
 }
 
-// list is never nil, which Configure would take for DefaultPools.
+// list never returns nil, which Configure would replace with DefaultPools.
 func (r *reader) list(field string, values []string) []netip.Prefix {
 	out := []netip.Prefix{}
 	for i, v := range values {
@@ -197,7 +195,7 @@ func (r *reader) optional(field, value string) netip.Prefix {
 	return r.prefix(field, value)
 }
 
-// network reads an optional network that pods can have.
+// network parses an optional network, and checks that pods can have it.
 func (r *reader) network(field, value string) netip.Prefix {
 	p := r.optional(field, value)
 	if p.IsValid() {
@@ -208,7 +206,7 @@ func (r *reader) network(field, value string) netip.Prefix {
 	return p
 }
 
-// seen reads the network that stands for one of ours at a peer.
+// seen parses the network that represents one of ours at a peer.
 func (r *reader) seen(field, value string, own netip.Prefix, ownField string) netip.Prefix {
 	if value == "" {
 		return netip.Prefix{}
@@ -264,7 +262,7 @@ func (r *reader) peers(subnets map[string]v1alpha1.Subnets, own *Config) map[str
 	return peers
 }
 
-// endpoints reads the mappings, and notes them in the peers that they are for.
+// endpoints parses the mappings, and adds them to their peers.
 func (r *reader) endpoints(mappings map[string]v1alpha1.EndpointMapping, external netip.Prefix, peers map[string]*account) map[netip.Addr]*endpoint {
 	endpoints := make(map[netip.Addr]*endpoint, len(mappings))
 	owners := make(map[netip.Addr]string, len(mappings))
@@ -284,7 +282,7 @@ func (r *reader) endpoints(mappings map[string]v1alpha1.EndpointMapping, externa
 		case gateway && addr != first:
 			r.fail(field+".ExternalCIDROriginalIP", "%v is not the first host of spec.externalCIDR; want %v", addr, first)
 		case gateway:
-			continue // follows from the answers
+			continue // derived from the answers
 		case !external.Contains(addr) || addr == external.Addr() || addr == first || addr == lastAddr(external):
 			r.fail(field+".ExternalCIDROriginalIP", "%v is no address for endpoints; want one in %v, neither its first two nor its last", addr, external)
 		case owners[addr] != "":

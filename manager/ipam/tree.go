@@ -6,30 +6,30 @@ import (
 	"net/netip"
 )
 
-// A tree is a persistent set of networks of one family or both. A network may be in it several
-// times, and inside of another one. Changing a tree copies the nodes on one path, so that every
-// older tree stays what it was.
+// A tree is a persistent set of networks of one family or both. It may contain a network several
+// times, and networks inside each other. A change copies the nodes on one path and leaves older
+// trees intact.
 type tree struct{ v4, v6 *node }
 
-// A node is the network that its path spells. What is below a nil node is free.
+// A node represents the network that its path spells. A nil node has nothing but free space below.
 type node struct {
 	child [2]*node
-	count int     // how often this very network is in the tree
+	count int     // how often the tree contains exactly this network
 	free  lengths // of the largest free blocks below
 }
 
-// lengths is a set of prefix lengths from 1 to 128; bit n-1 is length n. Length 0, the whole
-// family, counts as 1: no pool is that large.
+// lengths is a set of prefix lengths from 1 to 128; bit n-1 stands for length n. Length 0, the
+// whole family, is stored as 1: no pool is that large.
 type lengths [2]uint64
 
 func (l lengths) has(bits int) bool     { i := max(bits, 1) - 1; return l[i/64]>>(i%64)&1 != 0 }
 func (l *lengths) add(bits int)         { i := max(bits, 1) - 1; l[i/64] |= 1 << (i % 64) }
 func (l *lengths) addAll(other lengths) { l[0] |= other[0]; l[1] |= other[1] }
 
-// with returns the tree with p in it once more.
+// with returns the tree with p added once.
 func (t tree) with(p netip.Prefix) tree { return t.change(p, +1) }
 
-// without returns the tree with p, which is in it, in it once less.
+// without returns the tree with p, which it must contain, removed once.
 func (t tree) without(p netip.Prefix) tree { return t.change(p, -1) }
 
 func (t tree) change(p netip.Prefix, delta int) tree {
@@ -70,7 +70,7 @@ func change(old *node, p netip.Prefix, depth, delta int) *node {
 	return &n
 }
 
-// at returns the node of p, and whether p or a network around it is in the tree.
+// at returns the node of p, or of the network in the tree that covers it, and whether there is one.
 func (t tree) at(p netip.Prefix) (n *node, covered bool) {
 	n = t.v6
 	if p.Addr().Is4() {
@@ -106,9 +106,9 @@ func (t tree) alone(p netip.Prefix) bool {
 	return n.count == 1 && n.child == [2]*node{}
 }
 
-// fit finds a free network of the given length in the pool, as Liqo's allocator does: in the
-// smallest free block that is large enough, the lowest one of several. What avoid has in it is left
-// out too, but does not cut free blocks into smaller ones.
+// fit finds a free network of the given length in the pool as Liqo's allocator does: in the
+// smallest sufficient free block, and there the lowest one. It also skips networks in avoid, but
+// these do not split free blocks into smaller ones.
 func (t tree) fit(pool netip.Prefix, bits int, avoid tree) (netip.Prefix, bool) {
 	n, covered := t.at(pool)
 	if covered || bits < pool.Bits() {
@@ -128,8 +128,8 @@ func (t tree) fit(pool netip.Prefix, bits int, avoid tree) (netip.Prefix, bool) 
 	return netip.Prefix{}, false
 }
 
-// room returns how many networks of the given length are free in the pool, beside one another. What
-// avoid has in it is not free either.
+// room returns how many disjoint networks of the given length are free in the pool. Networks in
+// avoid are not free.
 func (t tree) room(pool netip.Prefix, bits int, avoid tree) float64 {
 	n, covered := t.at(pool)
 	a, avoided := avoid.at(pool)
@@ -139,7 +139,7 @@ func (t tree) room(pool netip.Prefix, bits int, avoid tree) float64 {
 	return room(n, a, bits-pool.Bits())
 }
 
-// room counts in a network that is so many bits shorter than what is looked for.
+// room does so for a network bits shorter than the networks that it counts.
 func room(n, avoid *node, bits int) float64 {
 	switch {
 	case n == nil && avoid == nil:
@@ -160,8 +160,8 @@ func room(n, avoid *node, bits int) float64 {
 	return sum
 }
 
-// blocks yields the largest free blocks that have the given length, from the lowest up; p is the
-// network of n.
+// blocks yields the maximal free blocks of the given length in ascending order; p is the network of
+// n.
 func (n *node) blocks(p netip.Prefix, length int) iter.Seq[netip.Prefix] {
 	return func(yield func(netip.Prefix) bool) { n.eachBlock(p, length, yield) }
 }
@@ -176,8 +176,7 @@ func (n *node) eachBlock(p netip.Prefix, length int, yield func(netip.Prefix) bo
 	return n.child[0].eachBlock(half(p, 0), length, yield) && n.child[1].eachBlock(half(p, 1), length, yield)
 }
 
-// clear returns the lowest network of the given length in p, the network of n, that has nothing in
-// it.
+// clear returns the lowest empty network of the given length in p, which is the network of n.
 func (n *node) clear(p netip.Prefix, bits int) (netip.Prefix, bool) {
 	switch {
 	case n == nil:
