@@ -19,7 +19,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// A verdict is a condition without its type and time.
+// A verdict is a condition without type and time.
 type verdict struct {
 	status          metav1.ConditionStatus
 	reason, message string
@@ -35,41 +35,41 @@ func no(reason, format string, args ...any) verdict {
 
 var unknown = verdict{metav1.ConditionUnknown, isthmus.ReasonUnknown, "not checked yet"}
 
-// peeringState is everything that the status of a Peering is made from.
+// peeringState has all inputs of a Peering's status.
 type peeringState struct {
 	peering  *isthmus.Peering
 	self     v1alpha1.ClusterIdentity
-	conflict string   // why nobody is joined because of it, or ""
-	lacking  []string // what keeps us from publishing
-	overlaps []string // of the peer's networks, as used here, with something of ours that came later
-	tenant   string   // what is wrong with the tenant namespace, or ""
+	conflict string   // why the Peering is ignored, or ""
+	lacking  []string // reasons why we cannot publish our NetworkConfig
+	overlaps []string // overlaps of the peer's networks here with networks that this cluster got later
+	tenant   string   // problem of the tenant namespace, or ""
 	ending   bool     // the tenant namespace is being deleted
 
 	identity, published verdict                  // from the replicator
-	unreadable          verdict                  // False when the API server here does not take the peer's answer; else zero
-	original            *v1alpha1.NetworkConfig  // ours, nil when there is none
-	copies              []v1alpha1.NetworkConfig // the peer's; two stand for many
-	endpoint            *v1alpha1.TunnelEndpoint // nil when there is none
-	silent              string                   // since when no gateway is active; empty while one is
-	waiting             string                   // what a Peering that is being deleted waits for
+	unreadable          verdict                  // False if the API server here rejects the peer's answer; else zero
+	original            *v1alpha1.NetworkConfig  // ours; nil if there is none
+	copies              []v1alpha1.NetworkConfig // the peer's; at most two are read
+	endpoint            *v1alpha1.TunnelEndpoint // nil if there is none
+	silent              string                   // why no gateway is active, see Liveness.Silent; empty while one is
+	waiting             string                   // what the deletion of the Peering waits for
 
 	services servicesState
 	key      keyState
-	rotates  bool // our key rotates, and peers get the next one
+	rotates  bool // our key rotates, and peers get the next key
 
-	granted  ipam.Grant        // what the IPAM state has for the peer; zero: nothing
-	standing [2]ipam.Standing  // what its claim has here, or would have with consent; zero: it is refused
-	unstored *metav1.Condition // Accepted of the peer's NetworkConfig where the API server stores no conditions; nil: stored, or not answered
-	keyOwner string            // which other peer has a key that it lists, where that is why it is refused
+	granted  ipam.Grant        // allocation of the peer; zero: none
+	standing [2]ipam.Standing  // networks of its claim here, or with consent; zero: the claim is refused
+	unstored *metav1.Condition // Accepted of the peer's NetworkConfig if the API server cannot store it; nil: stored, or no answer yet
+	keyOwner string            // the other peer that has a key of the claim, if the claim is refused for that
 }
 
-// steps are the conditions in the order in which they become true, without Ready.
+// steps are the conditions except Ready, in the order in which they become true.
 var steps = []string{
 	isthmus.ConditionIdentity, isthmus.ConditionPublished, isthmus.ConditionAnswered,
 	isthmus.ConditionPeerConfig, isthmus.ConditionTunnelEndpoint, isthmus.ConditionConnected,
 }
 
-// statusFor decides the status of a Peering. Times apart, it is a function of s.
+// statusFor computes the status of a Peering. It is a function of s, apart from times.
 func statusFor(s peeringState) isthmus.PeeringStatus {
 	old := &s.peering.Status
 	verdicts := verdictsFor(s)
@@ -91,7 +91,7 @@ func statusFor(s peeringState) isthmus.PeeringStatus {
 		})
 	}
 	if s.conflict != "" {
-		return status // what lies in the namespace is another Peering's
+		return status // the objects in the namespace belong to another Peering
 	}
 	if s.original != nil {
 		status.Local = networksOf(s.original)
@@ -111,7 +111,8 @@ func statusFor(s peeringState) isthmus.PeeringStatus {
 	return status
 }
 
-// remoteNetworks returns the peer's networks of our answer or, while there is no answer, those in force.
+// remoteNetworks returns the peer's networks from our answer; without an answer, those of the
+// TunnelEndpoint.
 func remoteNetworks(s peeringState) isthmus.Networks {
 	n := networksOf(&s.copies[0])
 	if te := s.endpoint; te != nil && n.PodCIDRSeen == "" {
@@ -124,7 +125,7 @@ func remoteNetworks(s peeringState) isthmus.Networks {
 	return n
 }
 
-// verdictsFor decides the conditions, by their types.
+// verdictsFor computes all conditions, by type.
 func verdictsFor(s peeringState) map[string]verdict {
 	verdicts := make(map[string]verdict)
 	if s.conflict != "" {
@@ -148,21 +149,21 @@ func readyVerdict(s peeringState, verdicts map[string]verdict) verdict {
 	if !s.peering.DeletionTimestamp.IsZero() {
 		return no(isthmus.ReasonUnpeering, "waiting for %s", cmp.Or(s.waiting, "the rest to be removed"))
 	}
-	apart := "" // why no change of either cluster reaches the other
+	apart := "" // why the clusters cannot exchange changes
 	for _, step := range steps {
 		v := verdicts[step]
 		switch {
 		case v.status == metav1.ConditionTrue:
 		case apart != "" && step == isthmus.ConditionPublished:
 		case v.status == metav1.ConditionUnknown && (step == isthmus.ConditionIdentity || step == isthmus.ConditionPublished) && carries(verdicts) &&
-			meta.IsStatusConditionTrue(s.peering.Status.Conditions, isthmus.ConditionReady): // it is looked at again
+			meta.IsStatusConditionTrue(s.peering.Status.Conditions, isthmus.ConditionReady): // not checked again yet; Ready stays True
 		case step == isthmus.ConditionIdentity && v.reason == isthmus.ReasonUnreachable && carries(verdicts):
 			apart = v.message
-		case len(s.lacking) > 0: // the first cause; without it the others may be fine
+		case len(s.lacking) > 0: // the first cause; it may explain the others
 			return no(isthmus.ReasonLocalSetup, "%s", strings.Join(s.lacking, "; "))
 		case v.reason == isthmus.ReasonGatewaySilent:
 			return v
-		case step == isthmus.ConditionAnswered && v.reason == isthmus.ReasonPeerWithdrew: // the next one says more
+		case step == isthmus.ConditionAnswered && v.reason == isthmus.ReasonPeerWithdrew: // ConditionPeerConfig says more
 		default:
 			return no(v.reason, "%s: %s", step, v.message)
 		}
@@ -180,18 +181,19 @@ func readyVerdict(s peeringState, verdicts map[string]verdict) verdict {
 	return yes(isthmus.ReasonConnected, "traffic can flow")
 }
 
-// carries reports whether packets pass by what both sides agreed, whatever their API servers do.
+// carries reports whether the tunnel carries packets as agreed, even if an API server is
+// unreachable.
 func carries(verdicts map[string]verdict) bool {
 	return verdicts[isthmus.ConditionTunnelEndpoint].status == metav1.ConditionTrue && verdicts[isthmus.ConditionConnected].status == metav1.ConditionTrue
 }
 
-// identityVerdict says what it means that the peer is not reached, where it is reached through the tunnel.
+// identityVerdict explains an unreachable API server of a peer that is reached through the tunnel.
 func identityVerdict(s peeringState) verdict {
 	connected := connectedVerdict(s)
 	if !s.peering.Spec.InBand || s.identity.reason != isthmus.ReasonUnreachable {
 		return s.identity
 	}
-	if len(s.copies) == 1 && s.copies[0].Spec.BackendConfig[v1alpha1.ConfigInBand] != "true" { // the TunnelEndpoint may be from before
+	if len(s.copies) == 1 && s.copies[0].Spec.BackendConfig[v1alpha1.ConfigInBand] != "true" { // the TunnelEndpoint may be older
 		return no(isthmus.ReasonUnreachable, "spec.inBand: the peer's NetworkConfig does not confirm that its Peering has spec.inBand, too (a Liqo never does), so our gateway does not connect the managers; run `isthmus peer --in-band` for both clusters, or remove spec.inBand")
 	}
 	if connected.status == metav1.ConditionTrue {
@@ -219,8 +221,8 @@ func publishedVerdict(s peeringState) verdict {
 	return no(isthmus.ReasonPublishing, "our NetworkConfig is not written yet")
 }
 
-// answeredVerdict reads the answer that the peer wrote and the replicator brought back. Its words
-// are the peer's.
+// answeredVerdict evaluates the peer's answer, which the replicator copied back. Its message quotes
+// the peer.
 func answeredVerdict(s peeringState) verdict {
 	original := s.original
 	switch {
@@ -251,7 +253,7 @@ func peerConfigVerdict(s peeringState) verdict {
 			s.remedyHere(&s.copies[0], v1alpha1.ReasonAmbiguous)))
 	case len(s.copies) == 1 && s.copies[0].DeletionTimestamp.IsZero():
 		return acceptedVerdict(s)
-	case s.tenant != "": // whatever the peer does, its NetworkConfig cannot be here
+	case s.tenant != "": // no NetworkConfig can arrive in that case
 		return no(isthmus.ReasonWaitingPeer, "%s", s.tenant)
 	case s.withdrew():
 		return no(isthmus.ReasonPeerWithdrew, "%s has deleted its NetworkConfig in namespace %s: it un-peered, or its tenant namespace was deleted; isthmus unpeer %s, or isthmus peer for both clusters",
@@ -267,7 +269,7 @@ func acceptedVerdict(s peeringState) verdict {
 	case accepted == nil:
 		return no(isthmus.ReasonWaitingAnswer, "the peer's NetworkConfig is not answered yet")
 	case accepted.Status != metav1.ConditionTrue || !nc.Status.Processed:
-		reason := known(accepted.Reason) // in Liqo's RBAC the peer may have written it
+		reason := known(accepted.Reason) // under Liqo's RBAC the peer may have written it
 		return no(reason, "%s", s.refusedPeer(nc, reason, accepted.Message))
 	case accepted.ObservedGeneration != nc.Generation && !s.inForceAsSeen(nc):
 		return no(isthmus.ReasonWaitingAnswer, "the peer's NetworkConfig has changed; the new version is not answered yet")
@@ -276,20 +278,19 @@ func acceptedVerdict(s peeringState) verdict {
 	}
 }
 
-// inForceAsSeen reports whether the answer in a copy, read against the present claim, has the networks
-// that the peer has in the IPAM state. An answer to an older claim does not.
+// inForceAsSeen reports whether the answer in a copy, applied to the present claim, yields the
+// networks allocated for the peer. The answer to an older claim does not.
 func (s peeringState) inForceAsSeen(nc *v1alpha1.NetworkConfig) bool {
 	pod, external, answered := fabric.SeenBy(nc)
 	return answered && s.granted == ipam.Grant{Pod: pod, External: external}
 }
 
-// withdrew reports whether the peer's NetworkConfig was here, and is gone or going.
+// withdrew reports whether the peer's NetworkConfig existed here and is deleted or being deleted.
 func (s peeringState) withdrew() bool {
 	return len(s.copies) == 1 && !s.copies[0].DeletionTimestamp.IsZero() || len(s.copies) == 0 && hadPeerConfig(s.peering)
 }
 
-// hadPeerConfig reports whether a NetworkConfig of the peer was seen before: the condition
-// remembers it.
+// hadPeerConfig reports whether a NetworkConfig of the peer has existed. The condition keeps that.
 func hadPeerConfig(p *isthmus.Peering) bool {
 	c := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionPeerConfig)
 	if c == nil {
@@ -324,7 +325,7 @@ func tunnelEndpointVerdict(s peeringState) verdict {
 	return yes(isthmus.ReasonAgreed, "both sides agree")
 }
 
-// silent are the causes that say no more than that nothing is heard.
+// silent are the causes that only mean that nothing arrives.
 var silent = []string{v1alpha1.CauseConnecting, v1alpha1.CauseNoAnswer, v1alpha1.CausePeerSilent}
 
 func connectedVerdict(s peeringState) verdict {
@@ -332,7 +333,7 @@ func connectedVerdict(s peeringState) verdict {
 	if te == nil {
 		return no(isthmus.ReasonWaiting, "there is no TunnelEndpoint yet")
 	}
-	if s.silent != "" { // whatever the TunnelEndpoint says, it is from before
+	if s.silent != "" { // the status of the TunnelEndpoint is stale
 		return verdict{metav1.ConditionUnknown, isthmus.ReasonGatewaySilent, s.silent}
 	}
 	if s.key.required && s.key.use == "" {
@@ -363,9 +364,9 @@ func connectedVerdict(s peeringState) verdict {
 	return no(isthmus.ReasonNoGateway, "no gateway has written a status of the TunnelEndpoint yet")
 }
 
-// reasonOf is why the tunnel is not connected, or carries less than it should; nil where the gateway
-// does not say so. A gateway of a version without the condition leaves one that was there as it is,
-// and writes status.connection alone: the condition counts only where both have the same message.
+// reasonOf returns why the tunnel is not connected or is limited; nil if the gateway gives no
+// reason. A gateway version without the condition leaves an existing one unchanged and only writes
+// status.connection. So the condition counts only if both have the same message.
 func reasonOf(status *v1alpha1.TunnelEndpointStatus) *metav1.Condition {
 	c := meta.FindStatusCondition(status.Conditions, v1alpha1.ConditionConnected)
 	if c == nil || !slices.Contains(v1alpha1.Causes, c.Reason) || c.Reason == v1alpha1.CauseConnected ||
@@ -375,7 +376,7 @@ func reasonOf(status *v1alpha1.TunnelEndpointStatus) *metav1.Condition {
 	return c
 }
 
-// networksOf returns the networks of the sender of nc, and as the receiver has answered.
+// networksOf returns the networks of the sender of nc, and those in the receiver's answer.
 func networksOf(nc *v1alpha1.NetworkConfig) isthmus.Networks {
 	n := isthmus.Networks{PodCIDR: nc.Spec.PodCIDR, ExternalCIDR: nc.Spec.ExternalCIDR}
 	if nc.Status.Processed {
@@ -395,7 +396,7 @@ func endpointText(host string, config v1alpha1.BackendConfig) string {
 	return net.JoinHostPort(host, config[v1alpha1.ConfigPort])
 }
 
-// plain returns words of another cluster such that they fit into a message.
+// plain makes text from another cluster safe to use in a message.
 func plain(s string) string {
 	const limit = 500
 	s = strings.Map(func(r rune) rune {

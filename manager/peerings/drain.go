@@ -14,22 +14,23 @@ import (
 )
 
 const (
-	// drainTime is how long the tunnel stays after the services have left both clusters' slices. kube-proxy
-	// waits up to a second before it follows a slice, and needs more in a large cluster.
+	// drainTime is how long the tunnel stays after both clusters have removed the shared services
+	// from their slices. kube-proxy follows a slice within about a second, and later in a large
+	// cluster.
 	drainTime = 5 * time.Second
-	// drainPatience is how long the tunnel stays at most. A peer whose API server does not answer keeps our
-	// services for ever.
+	// drainPatience bounds how long the tunnel stays. A peer whose API server does not answer never
+	// removes our services.
 	drainPatience = 15 * time.Second
 )
 
-// A drain is that of one Peering. Its zero value has not begun.
+// A drain is the state of draining one Peering. The zero value has not begun.
 type drain struct {
 	begun     time.Time
-	withdrawn time.Time // since when no cluster has services of the other one; zero: one has
+	withdrawn time.Time // since when no cluster has services of the other; zero: one still has some
 }
 
-// next returns d at a later time, where shared says whether a cluster still has services of the other one, and how
-// long the tunnel has to stay from then on.
+// next returns d at the time now, and how long the tunnel has to stay from then on. shared is true
+// while a cluster has services of the other.
 func (d drain) next(now time.Time, shared bool) (drain, time.Duration) {
 	if d.begun.IsZero() {
 		d.begun = now
@@ -46,7 +47,7 @@ func (d drain) next(now time.Time, shared bool) (drain, time.Duration) {
 	return d, max(left, 0)
 }
 
-// drains are those of all Peerings that are being deleted.
+// drains has the drain of each Peering that is being deleted.
 type drains struct {
 	mu sync.Mutex
 	of map[types.UID]drain
@@ -65,8 +66,8 @@ func (d *drains) next(id types.UID, now time.Time, shared bool) (left time.Durat
 	return left
 }
 
-// drain keeps the tunnel of a Peering that is deleted until clients have left its services. Package services
-// has begun to withdraw them. It returns how long that takes at most; zero: it is done.
+// drain keeps the tunnel of a deleted Peering until clients have left its services, which package
+// services withdraws. It returns the maximum remaining time; zero: done.
 func (r *Reconciler) drain(ctx context.Context, s *peeringState) (time.Duration, error) {
 	if s.conflict != "" || !peers.From(s.peering).Draining {
 		return 0, nil
@@ -78,7 +79,7 @@ func (r *Reconciler) drain(ctx context.Context, s *peeringState) (time.Duration,
 			return left, nil
 		}
 	}
-	// The annotation lets the other reconcilers go on.
+	// The annotation tells the other reconcilers to go on.
 	patch := client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"metadata":{"annotations":{%q:"true"}}}`, isthmus.AnnotationDrained))
 	if err := r.Client.Patch(ctx, s.peering, patch); client.IgnoreNotFound(err) != nil {
 		return 0, fmt.Errorf("note that the services are drained: %w", err)

@@ -12,11 +12,11 @@ import (
 	"github.com/isthmus-net/isthmus/manager/replication"
 )
 
-// pauseOfFeeder is the least time between two looks at all peers.
+// pauseOfFeeder is the minimum time between two lists of all peers.
 const pauseOfFeeder = 50 * time.Millisecond
 
-// A Feeder tells the replicator which peers there are: always all of them, however many changed, so
-// that it has one request for any change. A peer stays among them until its Peering is gone,
+// A Feeder passes the list of all peers to the replicator. It always passes the whole list, so one
+// request stands for any number of changes. A peer stays in the list until its Peering is gone,
 // because its copy has to be deleted.
 type Feeder struct {
 	Peers      peers.Peers
@@ -29,7 +29,7 @@ func (f *Feeder) SetupWithManager(mgr ctrl.Manager) error {
 	return f.Peers.Watch(ctrl.NewControllerManagedBy(mgr).Named("peers"), func(peers.Peer) []reconcile.Request { return all }).Complete(controllers.Noted("peers", f))
 }
 
-// Reconcile hands over the peers.
+// Reconcile passes the peers.
 func (f *Feeder) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, error) {
 	peers, err := f.Peers.List(ctx)
 	if err != nil {
@@ -45,7 +45,9 @@ func (f *Feeder) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, er
 		}
 	}
 	f.Replicator.Set(ours)
-	select { // of many changes at once the first one counts now and the others together, or each would cost as much as all peers
+	// The first of many changes takes effect at once and the rest together. Otherwise each change
+	// would cost a list of all peers.
+	select {
 	case <-time.After(pauseOfFeeder):
 	case <-ctx.Done():
 	}

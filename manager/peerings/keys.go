@@ -12,8 +12,9 @@ import (
 	"github.com/isthmus-net/isthmus/manager/facts"
 )
 
-// keys are the WireGuard keys of the sessions with the peer, as the gateway reports them. was is the status before. Without
-// a session it has that of the last one, so that a peer which had moved to the next key does not lag when it is away.
+// keys returns the WireGuard keys of the sessions with the peer, as the gateway reports them. was
+// is the previous status. Without a session the key of the last one stays, so that a peer that
+// already used the next key does not count as lagging while it is away.
 func (s *peeringState) keys(was isthmus.KeysStatus, now metav1.Time) isthmus.KeysStatus {
 	if s.endpoint == nil {
 		return isthmus.KeysStatus{}
@@ -21,7 +22,7 @@ func (s *peeringState) keys(was isthmus.KeysStatus, now metav1.Time) isthmus.Key
 	own := shortKey(s.endpoint.Status.Connection.PeerConfiguration[v1alpha1.ConfigOwnKey])
 	k := isthmus.KeysStatus{Ours: cmp.Or(own, was.Ours), Theirs: shortKey(s.endpoint.Spec.BackendConfig[v1alpha1.ConfigPublicKey])}
 	if s.original != nil && k.Ours != shortKey(s.original.Spec.BackendConfig[v1alpha1.ConfigPublicKey]) {
-		k.Lags = k.Ours != "" || s.rotates || was.Lags // a peer without any session lags from a rotation on
+		k.Lags = k.Ours != "" || s.rotates || was.Lags // a peer without any session lags once a rotation begins
 	}
 	since := func(is, before string, at *metav1.Time) *metav1.Time {
 		switch {
@@ -36,7 +37,8 @@ func (s *peeringState) keys(was isthmus.KeysStatus, now metav1.Time) isthmus.Key
 	return k
 }
 
-// missedKey reports whether our key has rotated without the peer, which has no tunnel until it knows the present one.
+// missedKey reports whether the peer missed a rotation of our key. It has no tunnel until it gets
+// the present key.
 func (s *peeringState) missedKey() bool {
 	c := s.endpoint.Status.Connection
 	return !s.rotates && c.Status != v1alpha1.Connected && c.PeerConfiguration[v1alpha1.ConfigOwnKey] == "" &&
@@ -48,7 +50,7 @@ func rotates(f facts.Facts) bool {
 	return f.Keys.Next != ([32]byte{}) && f.PublicKey == fabric.PublicKeys(f.Keys.Next, 1)[0]
 }
 
-// shortKey is a public key for people; empty: it is none.
+// shortKey returns a short form of a public key for people; empty if text is no key.
 func shortKey(text string) string {
 	key, err := fabric.ParseKey(text)
 	if err != nil {

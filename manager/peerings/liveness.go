@@ -19,21 +19,22 @@ import (
 
 const (
 	livenessInterval = 2 * time.Second
-	// livenessTimeout is how long the Lease may stay as it is: longer than a standby takes to follow, which
-	// the Lease lets after 7 s, and than two renewals that a slow API server does not answer (4.5 s each, with
-	// the pause) and the one after them, 2 s later.
+	// livenessTimeout is how long the Lease may stay unchanged. It is longer than a takeover by a
+	// standby, which may acquire the Lease after 7 s. It is also longer than two renewals that a
+	// slow API server does not answer (4.5 s each, including the pause) plus the next one, 2 s
+	// later.
 	livenessTimeout = 12 * time.Second
-	// releasedTimeout is how long a Lease may have no holder. A standby takes it within 2 s; a gateway
-	// without a standby that starts again takes it as soon as its Pod runs.
+	// releasedTimeout is how long a Lease may have no holder. A standby takes it within 2 s. A
+	// gateway without a standby takes it as soon as its Pod runs again.
 	releasedTimeout = 6 * time.Second
-	// clockSkew is what the clocks of two machines may differ by.
+	// clockSkew is the tolerated difference between the clocks of two machines.
 	clockSkew = 30 * time.Second
 )
 
-// A Liveness tracks the liveness of the gateways by the Lease that the active one renews. Without an
-// active gateway, the connection status of a TunnelEndpoint is stale. Age is measured by this
-// machine's clock from when it first saw the current renewal, because the gateway's clock may
-// differ. Its methods may be called concurrently.
+// A Liveness tracks whether a gateway is active, by the Lease that the active one renews. Without
+// an active gateway, the connection status of a TunnelEndpoint is stale. It measures age by its own
+// clock, from when it first saw the current renewal, because the gateway's clock may differ. Its
+// methods may be called concurrently.
 type Liveness struct {
 	Reader    client.Reader // the API server itself
 	Namespace string        // of the Lease
@@ -43,30 +44,31 @@ type Liveness struct {
 
 	mu     sync.Mutex
 	looked bool
-	unread string // why the Lease could not be read the last time
+	unread string // why the last read of the Lease failed
 	lease  coordinationv1.LeaseSpec
-	since  time.Time // when the Lease was first seen like this; zero: begin anew
-	gone   time.Time // since when a Lease that was there is not; zero: it is
+	since  time.Time // when the Lease was first seen in this state; zero: start again
+	gone   time.Time // since when a Lease that existed is missing; zero: it exists
 	silent string
 }
 
-// NewLiveness makes a Liveness of a gateway that is at work until shown otherwise.
+// NewLiveness makes a Liveness that takes the gateway for active until it learns otherwise.
 func NewLiveness(reader client.Reader, namespace string, log *slog.Logger) *Liveness {
 	return &Liveness{Reader: reader, Namespace: namespace, Log: log, changed: make(chan event.GenericEvent, 1)}
 }
 
-// Changed gets a value whenever Silent says something else.
+// Changed gets a value whenever the result of Silent changes.
 func (p *Liveness) Changed() <-chan event.GenericEvent { return p.changed }
 
-// Silent says since when no gateway is active, and which one was; empty while one is. Of a cluster
-// that never had the Lease nothing is said: its gateway is configured by files, or not ours.
+// Silent returns a sentence that says since when no gateway is active and which one was the last;
+// empty while one is active. It is also empty if the Lease has never existed: then the gateway is
+// configured by files, or is not ours.
 func (p *Liveness) Silent() string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.silent
 }
 
-// Start looks at the Lease until ctx ends.
+// Start reads the Lease regularly until ctx ends.
 func (p *Liveness) Start(ctx context.Context) error {
 	tick := time.NewTicker(livenessInterval)
 	defer tick.Stop()
@@ -92,18 +94,19 @@ func (p *Liveness) look(ctx context.Context) {
 	case apierrors.IsNotFound(err) && !p.looked:
 		p.since = time.Time{}
 		p.say("")
-	case apierrors.IsNotFound(err): // somebody has deleted it, and whoever is at work makes it again
+	case apierrors.IsNotFound(err): // somebody deleted it; an active gateway recreates it
 		if p.since = (time.Time{}); p.gone.IsZero() {
 			p.gone = now
 		} else if now.Sub(p.gone) >= livenessTimeout {
 			p.say(fmt.Sprintf("no gateway is active: Lease %s/%s was deleted and not recreated; check that the gateway Pods run and reach the API server", p.Namespace, isthmus.LeaseGateway))
 		}
 		return
-	case err != nil: // as long as we cannot read it, nobody can renew it
+	case err != nil: // while we cannot read it, the gateway probably cannot renew it
 		p.since = time.Time{}
 	case p.since.IsZero():
 		p.lease, p.since = lease.Spec, now
-		// A manager that starts must not call ready what the one before knew to be silent.
+		// A restarted manager must not report Ready if its predecessor knew that no gateway is
+		// active.
 		if r := lease.Spec.RenewTime; !p.looked && r != nil && now.Sub(r.Time) >= livenessTimeout+clockSkew {
 			p.say(p.sentence())
 		}
@@ -117,8 +120,7 @@ func (p *Liveness) look(ctx context.Context) {
 	}
 }
 
-// tell logs once why nobody knows whether a gateway is at work, such as rights from before this was
-// asked.
+// tell logs once why liveness is unknown, for example because the manager's RBAC rules are too old.
 func (p *Liveness) tell(err error) {
 	unread := ""
 	if err != nil && !apierrors.IsNotFound(err) {
@@ -131,7 +133,7 @@ func (p *Liveness) tell(err error) {
 	p.unread = unread
 }
 
-// sentence says what is wrong and what to do.
+// sentence explains the problem and the remedy.
 func (p *Liveness) sentence() string {
 	last := "has no holder"
 	if holder := ptr.Deref(p.lease.HolderIdentity, ""); holder != "" {
@@ -143,7 +145,7 @@ func (p *Liveness) sentence() string {
 	return fmt.Sprintf("no gateway is active: Lease %s/%s %s; check that the gateway Pods run and reach the API server", p.Namespace, isthmus.LeaseGateway, last)
 }
 
-// say keeps a sentence and tells those who listen, if it is another one.
+// say stores a sentence, and notifies the reader of Changed if it is new.
 func (p *Liveness) say(sentence string) {
 	if sentence == p.silent {
 		return
@@ -155,6 +157,6 @@ func (p *Liveness) say(sentence string) {
 	}
 	select {
 	case p.changed <- event.GenericEvent{}:
-	default: // the value in it will be read after now
+	default: // the value already in it has not been read, so it covers this change
 	}
 }

@@ -1,9 +1,10 @@
-// Package peerings reports the state of each Peering in its status and in Events, and takes a Peering that is deleted
-// down in the right order: shared services, TunnelEndpoint, NetworkConfig and its copy at the peer, networks,
-// finalizer. It watches the gateway's Lease, without which the state of a tunnel is stale.
+// Package peerings reports the state of each Peering in its status and in Events. It also takes
+// down deleted Peerings in the right order: shared services, TunnelEndpoint, NetworkConfig and its
+// copy at the peer, networks, finalizer. It watches the gateway's Lease, because without an active
+// gateway the state of a tunnel is stale.
 //
-// It owns the status and the finalizer of Peerings, and reads the objects of package exchange. The manager runs its
-// controllers.
+// It owns the status and the finalizer of Peerings, and reads the objects of package exchange. The
+// manager runs its controllers.
 package peerings
 
 import (
@@ -41,7 +42,8 @@ import (
 	"github.com/isthmus-net/isthmus/manager/services"
 )
 
-// reasonLeftBehind is that of the Event about what a forced un-peering leaves.
+// reasonLeftBehind is the reason of the Event about objects that a forced un-peering leaves at the
+// peer.
 const reasonLeftBehind = "LeftBehind"
 
 // A stateStore is the part of ipamstore.Store that the removal of a Peering needs.
@@ -51,34 +53,33 @@ type stateStore interface {
 	Update(context.Context, func(ipam.State) (ipam.State, error)) (ipam.State, error)
 }
 
-// A Reconciler tells the story of each Peering in its status, and takes a Peering that is
-// deleted down in the right order: shared services, TunnelEndpoint, NetworkConfig and its copy at the
-// peer, networks of the IPAM, finalizer.
+// A Reconciler reports the state of each Peering in its status and takes down deleted Peerings, as
+// the package comment describes.
 type Reconciler struct {
 	Client client.Client
 	Peers  peers.Peers
 	Facts  facts.Reader
 	Store  stateStore
-	// Replicator knows how far our NetworkConfigs have come; see replication.Replicator.
+	// Replicator reports the progress of our NetworkConfigs; see replication.Replicator.
 	Replicator interface {
 		State(id string) (replication.State, bool)
 	}
 	Liveness *Liveness
-	// FactsChanged receives a value after every change of the Facts. PeerChanged receives the
-	// cluster ID after every change of a State of the replicator.
+	// FactsChanged gets a value after every change of the Facts. PeerChanged gets the cluster ID
+	// after every change of a State of the replicator.
 	FactsChanged, PeerChanged <-chan event.GenericEvent
 	Events                    events.EventRecorder
 	Log                       *slog.Logger
-	// Services shares Services; nil: it is off, or, with ServicesLacking, cannot.
+	// Services shares Services; nil: sharing is off or, with ServicesLacking, impossible.
 	Services        *services.Controller
 	ServicesLacking string
-	// Keys are preshared keys; nil: peers are offered none.
+	// Keys stores preshared keys; nil: none are offered to peers.
 	Keys *exchange.KeyStore
 
 	drains drains
 }
 
-// SetupWithManager makes mgr call Reconcile for each Peering that something happened to.
+// SetupWithManager makes mgr call Reconcile for each Peering whose inputs changed.
 func (r *Reconciler) SetupWithManager(mgr ctrl.Manager) error {
 	inNamespace := handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
 		return r.peerings(ctx, client.MatchingFields{peers.IndexTenantNamespace: o.GetNamespace()})
@@ -97,7 +98,9 @@ func (r *Reconciler) SetupWithManager(mgr ctrl.Manager) error {
 				all = append(all, controllers.RequestFor(peering.Name))
 			}
 			return all
-		})). // also after our own writes: a status that was compared with an old one has to be compared again
+			// Our own status writes count, too: a status that was computed from an old object has to be
+			// computed again.
+		})).
 		Watches(&v1alpha1.NetworkConfig{}, inNamespace).
 		Watches(&v1alpha1.TunnelEndpoint{}, inNamespace).
 		WatchesMetadata(&corev1.Namespace{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
@@ -122,8 +125,7 @@ func (r *Reconciler) peerings(ctx context.Context, which ...client.ListOption) (
 	return all
 }
 
-// Reconcile brings the status of one Peering up to date and goes on with its removal if that is
-// wanted.
+// Reconcile updates the status of one Peering, and continues its removal if it is deleted.
 func (r *Reconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
 	after, err := r.reconcile(ctx, req.Name)
 	if apierrors.IsConflict(err) {
@@ -135,7 +137,7 @@ func (r *Reconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Resu
 	return ctrl.Result{RequeueAfter: after}, nil
 }
 
-// reconcile returns after which time it has to be called again; zero: an event calls it.
+// reconcile returns when to call it again; zero: the next event does.
 func (r *Reconciler) reconcile(ctx context.Context, name string) (after time.Duration, err error) {
 	var peering isthmus.Peering
 	if err := r.Client.Get(ctx, types.NamespacedName{Name: name}, &peering); err != nil {
@@ -144,7 +146,7 @@ func (r *Reconciler) reconcile(ctx context.Context, name string) (after time.Dur
 	leaving := !peering.DeletionTimestamp.IsZero()
 	switch has := controllerutil.ContainsFinalizer(&peering, isthmus.FinalizerPeering); {
 	case leaving && !has:
-		return 0, nil // others' finalizers
+		return 0, nil // only finalizers of other controllers are left
 	case !leaving && !has:
 		before := peering.DeepCopy()
 		controllerutil.AddFinalizer(&peering, isthmus.FinalizerPeering)
@@ -225,7 +227,7 @@ func (r *Reconciler) gather(ctx context.Context, peering *isthmus.Peering) (s pe
 	r.gatherServices(ctx, &s)
 	r.gatherKey(ctx, &s, peer)
 	state, looked := r.Replicator.State(peer.Cluster.ClusterID)
-	if !looked { // what the manager before us saw holds until we have looked: a restart is no news
+	if !looked { // after a restart, the last status holds until we have checked
 		s.identity, s.published = told(peering, isthmus.ConditionIdentity), told(peering, isthmus.ConditionPublished)
 		return s, nil
 	}
@@ -234,17 +236,17 @@ func (r *Reconciler) gather(ctx context.Context, peering *isthmus.Peering) (s pe
 	return s, nil
 }
 
-// told returns what the status says already.
+// told returns a condition from the stored status.
 func told(peering *isthmus.Peering, condition string) verdict {
 	c := meta.FindStatusCondition(peering.Status.Conditions, condition)
-	if c == nil || c.Reason == isthmus.ReasonConflict { // there was one, and what it hid was not looked at
+	if c == nil || c.Reason == isthmus.ReasonConflict { // the conflict prevented a check
 		return unknown
 	}
 	return verdict{c.Status, c.Reason, c.Message}
 }
 
-// leave goes on with the removal of a Peering, as far as it goes now; done says that nothing is
-// left. The NetworkConfig is deleted by its own reconciler.
+// leave continues the removal of a Peering as far as possible. done means that nothing is left. The
+// NetworkConfig's own reconciler deletes it.
 func (r *Reconciler) leave(ctx context.Context, s *peeringState) (done bool, err error) {
 	if s.conflict == "" {
 		peer, began := peers.From(s.peering), time.Now()
@@ -265,7 +267,8 @@ func (r *Reconciler) leave(ctx context.Context, s *peeringState) (done bool, err
 				return false, err
 			}
 		}
-		// Where our NetworkConfig never came to be, the peer's may have got networks.
+		// Usually exchange has released the networks. But the peer may have got some without a
+		// NetworkConfig of ours.
 		now, err := r.Store.Now(ctx)
 		if err != nil {
 			return false, err
@@ -285,8 +288,8 @@ func (r *Reconciler) leave(ctx context.Context, s *peeringState) (done bool, err
 	return true, err
 }
 
-// deleteCopies deletes what a peer that is left in band has here. Its manager is not let through any more, and may be
-// taking leave itself.
+// deleteCopies deletes the NetworkConfigs here of a peer that was reached in band. Its manager has
+// no access any more, and may be un-peering, too.
 func (r *Reconciler) deleteCopies(ctx context.Context, peer peers.Peer) error {
 	copies, err := exchange.CopiesOf(ctx, r.Client, peer.LocalNamespace, peer.Cluster.ClusterID)
 	if err != nil {
@@ -300,9 +303,9 @@ func (r *Reconciler) deleteCopies(ctx context.Context, peer peers.Peer) error {
 	return nil
 }
 
-// force ends the wait for the peer, if that is wanted, and says what stays there. It is wanted too
-// when somebody deletes the tenant namespace: our identity at the peer goes with it, and with the
-// identity the way to delete anything there. The same is true when the tunnel of a peer that is left in band ends.
+// force ends the wait for the peer, and reports the objects that stay there. That happens on
+// request; when somebody deletes the tenant namespace, which has the identity that we need to
+// delete anything at the peer; and when the tunnel closes through which we reached the peer.
 func (r *Reconciler) force(ctx context.Context, s *peeringState, now time.Time) error {
 	nc := s.original
 	if nc == nil || nc.DeletionTimestamp.IsZero() || !controllerutil.ContainsFinalizer(nc, v1alpha1.FinalizerReplicator) {
@@ -326,17 +329,17 @@ func (r *Reconciler) force(ctx context.Context, s *peeringState, now time.Time) 
 		return fmt.Errorf("NetworkConfig %s/%s: %w", nc.Namespace, nc.Name, err)
 	}
 	if why == unpeeringForced && s.peering.Annotations[isthmus.AnnotationForce] == isthmus.ForceCarried {
-		return nil // nothing stays there
+		return nil // nothing stays at the peer
 	}
 	left := fmt.Sprintf("%s: NetworkConfig %s/%s may stay at the peer, cluster %s (%s)",
 		why, s.peering.Spec.TenantNamespace.Remote, nc.Name, s.peering.Spec.Cluster.ClusterID, s.peerSays())
-	left = fit(left, 1024) // an Event takes no more
+	left = fit(left, 1024) // the limit of an Event
 	r.Log.Warn(left, "peering", s.peering.Name)
 	r.Events.Eventf(s.peering, nil, corev1.EventTypeWarning, reasonLeftBehind, "ForceUnpeer", "%s", left)
 	return nil
 }
 
-// peerSays is what is known about the way to the peer's API server.
+// peerSays returns what the replicator knows about our access to the peer's API server.
 func (s *peeringState) peerSays() string {
 	if s.identity.status != metav1.ConditionTrue {
 		return s.identity.message
@@ -344,7 +347,7 @@ func (s *peeringState) peerSays() string {
 	return s.published.message
 }
 
-// waitingFor says what has to be gone before a Peering can go, or "".
+// waitingFor lists the objects that must be gone before the Peering can go, or returns "".
 func waitingFor(s peeringState, now time.Time) string {
 	var all []string
 	peer := peers.From(s.peering)
@@ -373,15 +376,15 @@ func waitingFor(s peeringState, now time.Time) string {
 	return strings.Join(all, "; ")
 }
 
-// write writes the status if it differs, and an Event for each transition.
+// write updates the status if it differs, and records an Event for each transition.
 func (r *Reconciler) write(ctx context.Context, s peeringState) error {
 	want := s.peering.DeepCopy()
 	want.Status = statusFor(s)
 	if equality.Semantic.DeepEqual(want.Status, s.peering.Status) {
 		return nil
 	}
-	// The lock, because the conditions remember what was there before: they must not be computed
-	// from an old status.
+	// The optimistic lock, because conditions depend on their previous state: they must not be
+	// computed from an old status.
 	if err := r.Client.Status().Patch(ctx, want, client.MergeFromWithOptions(s.peering, client.MergeFromWithOptimisticLock{})); err != nil {
 		return client.IgnoreNotFound(err)
 	}
@@ -389,12 +392,12 @@ func (r *Reconciler) write(ctx context.Context, s peeringState) error {
 	return nil
 }
 
-// announce makes Events of what a person may want to hear of: Ready changes, something that was
-// fine is not any more, or the peer claims what somebody has to agree to.
+// announce records Events that people should see: Ready changes, a condition is no longer True, or
+// the peer's claim needs consent.
 //
-// A peer can change its NetworkConfig as often as it likes. So that this does not fill our API
-// server, Events that differ in nothing but their words become one that is counted: they refer to
-// the Peering without its version, and their reason is never one that the peer chose.
+// A peer can change its NetworkConfig as often as it likes. To keep that from filling our API
+// server, Events that differ only in their note are counted as one: they refer to the Peering
+// without its resourceVersion, and the peer never chooses their reason.
 func (r *Reconciler) announce(before, after *isthmus.Peering) {
 	about := &corev1.ObjectReference{APIVersion: isthmus.GroupVersion.String(), Kind: "Peering", Name: after.Name, UID: after.UID}
 	for i := range after.Status.Conditions {
@@ -405,7 +408,7 @@ func (r *Reconciler) announce(before, after *isthmus.Peering) {
 		reason := eventReason(c)
 		switch {
 		case !after.DeletionTimestamp.IsZero():
-			if ready && (old == nil || old.Reason != c.Reason) { // all else is meant to end
+			if ready && (old == nil || old.Reason != c.Reason) { // only Ready is of interest during removal
 				r.Log.Info("peering is taken down", "peering", after.Name, "message", c.Message)
 				r.Events.Eventf(about, nil, corev1.EventTypeNormal, reason, c.Type, "%s", c.Message)
 			}
@@ -418,7 +421,7 @@ func (r *Reconciler) announce(before, after *isthmus.Peering) {
 		case !ready && isTrue && wasTrue && isthmus.Limited(old) && old.Reason != c.Reason:
 			r.Log.Info("peering works without limits again", "peering", after.Name, "was", old.Reason)
 			r.Events.Eventf(about, nil, corev1.EventTypeNormal, reason, c.Type, "%s is over: %s", old.Reason, c.Message)
-		case !isTrue && wasTrue && !ready && slices.Contains(isthmus.WaitReasons, c.Reason): // the Event of what it waits for is enough
+		case !isTrue && wasTrue && !ready && slices.Contains(isthmus.WaitReasons, c.Reason): // the condition that it waits for has an Event already
 		case !isTrue && wasTrue, ready && old != nil && !isTrue && eventReason(old) != reason,
 			c.Type == isthmus.ConditionPeerConfig && c.Reason == v1alpha1.ReasonConsent && old != nil && old.Message != c.Message:
 			r.Log.Warn("peering has a problem", "peering", after.Name, "condition", c.Type, "reason", c.Reason, "message", c.Message)
@@ -427,8 +430,8 @@ func (r *Reconciler) announce(before, after *isthmus.Peering) {
 	}
 }
 
-// eventReason is the reason of the Event about a condition that is not true. Ready has that of
-// another condition as its own, which has an Event of its own.
+// eventReason returns the reason of the Event about a condition that is not true. Ready repeats the
+// reason of another condition, which has its own Event.
 func eventReason(c *metav1.Condition) string {
 	switch c.Type {
 	case isthmus.ConditionAnswered:
@@ -441,7 +444,7 @@ func eventReason(c *metav1.Condition) string {
 	return c.Reason
 }
 
-// verdictOf reads what the replicator says, or returns silent when it says nothing.
+// verdictOf converts a condition of the replicator; an empty one becomes silent.
 func verdictOf(c replication.Condition, silent verdict) verdict {
 	if c.Status == "" {
 		return silent

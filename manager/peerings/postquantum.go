@@ -13,9 +13,9 @@ import (
 // keyState is the state of the preshared key in a Peering.
 type keyState struct {
 	required bool
-	use      string // the exchange that made the key in use; empty: there is none
+	use      string // the exchange that made the key in use; empty: no key is in use
 	progress postquantum.Progress
-	problem  error // why nothing is stored
+	problem  error // why no key is stored
 }
 
 func (r *Reconciler) gatherKey(ctx context.Context, s *peeringState, peer peers.Peer) {
@@ -25,13 +25,14 @@ func (r *Reconciler) gatherKey(ctx context.Context, s *peeringState, peer peers.
 	}
 	state, err := r.Keys.State(ctx, peer.Cluster.ClusterID)
 	if s.key.use = state.Use.ID; err == nil && len(s.copies) == 1 {
-		// What the step makes is thrown away: the NetworkConfig's reconciler makes it, too, and stores it.
+		// The step's result is discarded: the reconciler of the NetworkConfig takes the same step
+		// and stores it.
 		_, s.key.progress, err = exchange.StepOf(state, r.Peers.Self, s.original.Spec.BackendConfig, peer.Cluster.ClusterID, s.copies[0].Spec.BackendConfig)
 	}
 	s.key.problem = cmp.Or(err, r.Keys.Problem(peer.Cluster.ClusterID))
 }
 
-// why says why there is no session with a preshared key.
+// why explains why no session uses a preshared key.
 func (k keyState) why() string {
 	if k.problem != nil {
 		return plain(k.problem.Error())
@@ -51,7 +52,8 @@ func (k keyState) why() string {
 	return "waiting for the peer"
 }
 
-// postQuantum says what the gateway has told of the sessions with the peer. Without a gateway nobody knows.
+// postQuantum returns what the gateway reports about the sessions with the peer. Without an active
+// gateway that is unknown.
 func (s *peeringState) postQuantum() isthmus.PostQuantumStatus {
 	switch {
 	case s.endpoint == nil || s.silent != "":

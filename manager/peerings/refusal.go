@@ -20,20 +20,20 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-// A refusal is told in one line: who asks for what, by which field of which object; what is in
-// force meanwhile; what to do about it. The words in the middle may be the peer's, and are what is
-// cut when there are too many.
+// A refusal is reported in one line: the requester and the request, with object and field; the
+// networks in force meanwhile; the remedy. The middle part may quote the peer, and is shortened if
+// the line is too long.
 
 const (
-	// maxMessage bounds the message of a condition, in octets: as much as an Event takes (1024),
-	// with the name of the condition, of which there are two for Ready.
+	// maxMessage bounds the message of a condition, in octets. An Event takes 1024, which include
+	// the name of the condition; for Ready these are two names.
 	maxMessage = 1000
 	maxRefusal = maxMessage - len(isthmus.ConditionTunnelEndpoint+": ")
-	// maxWhy is that of status.remote.podCIDRWhy.
+	// maxWhy bounds status.remote.podCIDRWhy, in octets.
 	maxWhy = 512
 )
 
-// fit cuts a text to so many octets.
+// fit shortens a text to the given number of octets.
 func fit(s string, octets int) string {
 	if len(s) <= octets {
 		return s
@@ -41,13 +41,13 @@ func fit(s string, octets int) string {
 	return strings.ToValidUTF8(s[:max(0, octets-3)], "") + "..."
 }
 
-// who is the peer.
+// who names the peer.
 func (s *peeringState) who() string {
 	c := s.peering.Spec.Cluster
 	return fmt.Sprintf("%s (%s)", c.ClusterName, c.ClusterID)
 }
 
-// refused makes the message of a refusal of the peer.
+// refused returns the message of our refusal of the peer.
 func (s *peeringState) refused(who, what, remedy string) string {
 	tail := s.inForce()
 	if remedy != "" {
@@ -56,7 +56,7 @@ func (s *peeringState) refused(who, what, remedy string) string {
 	return sentence(who, what, tail)
 }
 
-// refusedThere makes that of a refusal by the peer, which is about our networks.
+// refusedThere returns the message of the peer's refusal of our networks.
 func (s *peeringState) refusedThere(verb, what, remedy string) string {
 	tail := "nothing is in force"
 	if te := s.endpoint; te != nil && te.DeletionTimestamp.IsZero() {
@@ -67,12 +67,12 @@ func (s *peeringState) refusedThere(verb, what, remedy string) string {
 	return sentence(who, what, tail+"; "+remedy)
 }
 
-// sentence cuts what comes in the middle.
+// sentence shortens what to make the message fit.
 func sentence(who, what, tail string) string {
 	return who + fit(plain(what), maxRefusal-len(who)-len("; ")-len(tail)) + "; " + tail
 }
 
-// inForce says which networks the peer has here now.
+// inForce describes the peer's networks that are in force here.
 func (s *peeringState) inForce() string {
 	if te := s.endpoint; te != nil && te.DeletionTimestamp.IsZero() {
 		return fmt.Sprintf("in force: its podCIDR %s, its externalCIDR %s", asSeen(te.Spec.RemotePodCIDR, te.Spec.RemoteNATPodCIDR),
@@ -93,7 +93,7 @@ func as(own, nat string) string {
 	return "as " + nat
 }
 
-// standingText says what the networks of the peer are here, and why.
+// standingText describes the networks of the peer here, and why they are these.
 func (s *peeringState) standingText() string {
 	names, texts := [2]string{"podCIDR", "externalCIDR"}, [2]string{}
 	n := networksOf(&s.copies[0])
@@ -106,8 +106,8 @@ func (s *peeringState) standingText() string {
 	return "used here: " + strings.Join(texts[:], "; ")
 }
 
-// why says why a network of the peer, 0 for its pods, is here what it is; "" where the IPAM state has
-// moved on since the peer was answered.
+// why explains a network of the peer here; i is 0 for pods and 1 for the ExternalCIDR. It returns
+// "" if the IPAM state has changed since the answer.
 func (s *peeringState) why(i int, seen string) string {
 	if here := s.standing[i].Here; !here.IsValid() || here.String() != seen {
 		return ""
@@ -115,7 +115,7 @@ func (s *peeringState) why(i int, seen string) string {
 	return fit(s.standing[i].Why, maxWhy)
 }
 
-// refusedPeer says why we do not take the NetworkConfig of the peer.
+// refusedPeer explains why we refuse the NetworkConfig of the peer.
 func (s *peeringState) refusedPeer(nc *v1alpha1.NetworkConfig, reason, problem string) string {
 	what := fmt.Sprintf("%s requests in NetworkConfig %s/%s: ", s.who(), nc.Namespace, nc.Name)
 	if changes := s.changes(nc); reason == v1alpha1.ReasonConsent && changes != "" {
@@ -127,7 +127,7 @@ func (s *peeringState) refusedPeer(nc *v1alpha1.NetworkConfig, reason, problem s
 	return s.refused(what, problem, s.remedyHere(nc, reason))
 }
 
-// changes says what the peer claims instead of what is in force, and what it would have here.
+// changes describes how the peer's claim differs from the networks in force, and its networks here.
 func (s *peeringState) changes(nc *v1alpha1.NetworkConfig) string {
 	had := [2]string{}
 	if s.endpoint != nil {
@@ -148,7 +148,7 @@ func (s *peeringState) changes(nc *v1alpha1.NetworkConfig) string {
 	return strings.Join(all, "; ")
 }
 
-// remedyHere says what to do where we refuse the peer.
+// remedyHere returns the remedy if we refuse the peer.
 func (s *peeringState) remedyHere(nc *v1alpha1.NetworkConfig, reason string) string {
 	peering, peer := s.peering.Name, s.peering.Spec.Cluster.ClusterName
 	switch reason {
@@ -169,7 +169,7 @@ func (s *peeringState) remedyHere(nc *v1alpha1.NetworkConfig, reason string) str
 	return fmt.Sprintf("%s has to correct that field; isthmus unpeer %s ends the peering", peer, peering)
 }
 
-// remedyThere says what to do where the peer refuses us.
+// remedyThere returns the remedy if the peer refuses us.
 func (s *peeringState) remedyThere(reason string) string {
 	peering, peer := s.peering.Name, s.peering.Spec.Cluster.ClusterName
 	switch reason {
@@ -192,8 +192,8 @@ func (s *peeringState) remedyThere(reason string) string {
 	return "correct what that field comes from here, or isthmus unpeer " + peering
 }
 
-// known returns the reason that a peer gives for its refusal if it is one of those that there are:
-// it becomes the label of a metric, among others.
+// known returns the reason of the peer's refusal if it is one that we know, because it becomes the
+// label of a metric.
 func known(reason string) string {
 	switch reason {
 	case v1alpha1.ReasonNotPeered, v1alpha1.ReasonWrongOrigin, v1alpha1.ReasonKeyConflict, v1alpha1.ReasonEndpoint, v1alpha1.ReasonExhausted,
@@ -203,7 +203,7 @@ func known(reason string) string {
 	return v1alpha1.ReasonInvalid
 }
 
-// aboutPeer adds to what the replicator found wrong whose API server it is about.
+// aboutPeer adds the peer's name to a problem that the replicator found.
 func (s *peeringState) aboutPeer(v verdict) verdict {
 	if v.status == metav1.ConditionFalse && v.reason != isthmus.ReasonPublishing && s.peering.DeletionTimestamp.IsZero() {
 		v.message = s.refused(s.who()+": ", v.message, "")
@@ -211,7 +211,7 @@ func (s *peeringState) aboutPeer(v verdict) verdict {
 	return v
 }
 
-// weigh finds out what the peer's claim means here.
+// weigh evaluates the peer's claim against the IPAM state.
 func (r *Reconciler) weigh(ctx context.Context, s *peeringState, peer peers.Peer) error {
 	state := r.Store.State()
 	s.granted, _ = state.GrantOf(peer.Cluster.ClusterID)
@@ -236,7 +236,7 @@ func (r *Reconciler) weigh(ctx context.Context, s *peeringState, peer peers.Peer
 	return err
 }
 
-// overlapText says what overlaps a network of the peer, and which Node it is if it is one.
+// overlapText describes the overlap with a network of the peer, and names the Node if it is one.
 func overlapText(ctx context.Context, reader client.Reader, c ipam.Conflict) (string, error) {
 	if !c.Other.IsSingleIP() {
 		return c.String(), nil

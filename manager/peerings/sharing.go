@@ -12,15 +12,15 @@ import (
 	"github.com/isthmus-net/isthmus/manager/services"
 )
 
-// servicesState is what the condition ServicesShared is made from.
+// servicesState has the inputs of the condition ServicesShared.
 type servicesState struct {
 	on      bool
 	lacking string // why no services are shared
-	looked  bool   // at the peer's API server
-	counted bool   // each of the peer's services was looked at
+	looked  bool   // the peer's API server was checked
+	counted bool   // each of the peer's services was checked
 	sharing replication.Sharing
 	imports services.Imports
-	left    bool // of a Peering that is deleted: PeerServices of ours are at the peer
+	left    bool // the peer still has PeerServices of ours
 }
 
 func (r *Reconciler) gatherServices(ctx context.Context, s *peeringState) {
@@ -31,12 +31,12 @@ func (r *Reconciler) gatherServices(ctx context.Context, s *peeringState) {
 	id := s.peering.Spec.Cluster.ClusterID
 	s.services.sharing, s.services.looked = r.Services.Sharing(id)
 	s.services.imports, s.services.counted = r.Services.Imports(id), r.Services.Looked(ctx, id, s.peering.Spec.TenantNamespace.Local)
-	// A peer that does not answer is waited for only where something of ours was seen; the NetworkConfig is
-	// waited for anyway.
+	// Without an answer from the peer, wait only if it had something of ours. The removal of the
+	// NetworkConfig waits for the peer anyway.
 	s.services.left = s.services.looked && !s.services.sharing.Withdrawn
 }
 
-// servicesVerdict decides the condition ServicesShared; nil: there is none.
+// servicesVerdict computes the condition ServicesShared; nil: the Peering does not have it.
 func servicesVerdict(s peeringState) *verdict {
 	spec, is := s.peering.Spec.Services, s.services
 	if !is.on || len(spec.Export)+len(spec.Import) == 0 || s.conflict != "" || !s.peering.DeletionTimestamp.IsZero() {
