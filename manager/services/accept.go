@@ -17,28 +17,29 @@ import (
 // A Peer is an exporting cluster.
 type Peer struct {
 	ID      string   // clusterID
-	Cluster string   // its name in DNS, see ClusterNames
+	Cluster string   // its name in DNS; see ClusterNames
 	Import  []string // namespaces into which its services are imported
-	Pods    Remap    // zero: both sides have not agreed on networks
-	Down    bool     // its tunnel carries nothing
+	Pods    Remap    // zero: the clusters have not agreed on networks yet
+	Down    bool     // the tunnel to it is down
 }
 
 // An Export is what one cluster contributes to a service.
 type Export struct {
 	ID      string
 	Cluster string
-	// Since decides conflicts.
+	// Since is the age of the export. The oldest export wins a conflict.
 	Since   isthmus.UTCTime
 	Service isthmus.ExportedService
-	// Addresses maps an endpoint's address in Service to its address in this cluster. Endpoints that
-	// must not be used are missing. For this cluster's own exports the two addresses are equal.
+	// Addresses maps the address of an endpoint in Service to its address in this cluster.
+	// Endpoints that must not be used are missing. For this cluster's own exports the two addresses
+	// are equal.
 	Addresses map[string]netip.Addr
-	// Nodes is that of Own.
+	// Nodes is Own.Nodes.
 	Nodes map[string]string
 	Down  bool
 }
 
-// OwnExport is the contribution of this cluster.
+// OwnExport returns the contribution of this cluster.
 func OwnExport(id, cluster string, own Own) Export {
 	x := Export{ID: id, Cluster: cluster, Since: own.Service.Since, Service: own.Service, Nodes: own.Nodes, Addresses: make(map[string]netip.Addr)}
 	for _, subset := range own.Service.Subsets {
@@ -51,33 +52,34 @@ func OwnExport(id, cluster string, own Own) Export {
 	return x
 }
 
-// Refusals, as the status of PeerServices lists them. The conflicts of ServiceExports are further ones.
+// Reasons for refusals, listed in the status of PeerServices along with the conflicts of
+// ServiceExports.
 const (
-	RefusedShard     = "WrongShard"        // the service is not in the object where it belongs
-	RefusedInvalid   = "Invalid"           // a name, port or type is none
-	RefusedReserved  = "NamespaceReserved" // nothing is imported there
+	RefusedShard     = "WrongShard"        // the service is in an object where it does not belong
+	RefusedInvalid   = "Invalid"           // an invalid name, port or type
+	RefusedReserved  = "NamespaceReserved" // nothing may be imported into the namespace
 	RefusedConsent   = "NotImported"       // the Peering here does not import into the namespace
-	RefusedNamespace = "NamespaceMissing"  // there is no such namespace here
-	RefusedNetworks  = "NetworksPending"   // both clusters have not agreed on networks yet
-	RefusedAddress   = "ForeignAddress"    // endpoints outside the PodCIDR of the peer; the others are served
-	RefusedMetadata  = "InvalidMetadata"   // labels or annotations that this cluster does not take; the service is served
-	RefusedForeign   = "ForeignObject"     // an object of somebody else is in the place of ours
-	RefusedFailed    = "NotWritten"        // the API server of the importing cluster refuses an object of ours
+	RefusedNamespace = "NamespaceMissing"  // the namespace does not exist here
+	RefusedNetworks  = "NetworksPending"   // the clusters have not agreed on networks yet
+	RefusedAddress   = "ForeignAddress"    // endpoints outside of the peer's PodCIDR; the others are served
+	RefusedMetadata  = "InvalidMetadata"   // labels or annotations that this cluster rejects; the service is served
+	RefusedForeign   = "ForeignObject"     // an object of somebody else has the name of ours
+	RefusedFailed    = "NotWritten"        // the API server of the importing cluster rejects an object of ours
 )
 
 // A Refusal is one line of the status of PeerServices.
 type Refusal struct{ Reason, Message string }
 
-// Namespaces knows those of this cluster.
+// Namespaces answers questions about the namespaces of this cluster.
 type Namespaces interface {
 	// Reserved reports whether services are never imported into a namespace.
 	Reserved(name string) bool
-	// Exists reports whether there is such a namespace.
+	// Exists reports whether the namespace exists.
 	Exists(name string) bool
 }
 
-// Accept takes one service out of the PeerServices of a name. It returns false when nothing of the service
-// is served here. Refusals say why, or which part is not served.
+// Accept checks one service in the PeerServices named shard. It returns false if nothing of the
+// service is served here. Refusals explain that, or list the parts that are not served.
 func (p Peer) Accept(shard string, s isthmus.ExportedService, where Namespaces, now time.Time) (x Export, refusals []Refusal, ok bool) {
 	refuse := func(reason, format string, args ...any) {
 		refusals = append(refusals, Refusal{reason, fmt.Sprintf(format, args...)})
@@ -124,7 +126,7 @@ func (p Peer) Accept(shard string, s isthmus.ExportedService, where Namespaces, 
 	return x, refusals, true
 }
 
-// taken returns what an object of ours may have of exported labels or annotations; nil: nothing.
+// taken returns the exported labels or annotations that our objects may have; nil: none.
 func taken(m map[string]isthmus.MetadataValue, labels bool) map[string]isthmus.MetadataValue {
 	kept := maps.Clone(m)
 	maps.DeleteFunc(kept, func(k string, v isthmus.MetadataValue) bool {
@@ -136,8 +138,8 @@ func taken(m map[string]isthmus.MetadataValue, labels bool) map[string]isthmus.M
 	return kept
 }
 
-// guarded reports whether a key is none of a label, or has a meaning to us or to the Multi-Cluster Services
-// API: a peer must not set it.
+// guarded reports whether a peer must not set the key: it is invalid as a label, or has a meaning
+// to us or to the Multi-Cluster Services API.
 func guarded(key string) bool {
 	if len(validation.IsQualifiedName(key)) > 0 || key == "app.kubernetes.io/managed-by" {
 		return true
@@ -150,8 +152,8 @@ func guarded(key string) bool {
 
 func dnsLabel(name string) bool { return len(validation.IsDNS1123Label(name)) == 0 }
 
-// invalid says what is wrong with a service, or "". The API server checks the same; this is for one whose
-// definition is older or was edited.
+// invalid explains why a service is invalid, or returns "". The API server validates the same,
+// unless its CRD is older or was edited.
 func invalid(s isthmus.ExportedService) string {
 	if !dnsLabel(s.Namespace) || !dnsLabel(s.Name) {
 		return "namespace and name have to be DNS labels"

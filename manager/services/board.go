@@ -10,12 +10,13 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// A board has what the reconciles of single services found, for those that look at all of them.
+// A board collects the results of reconciling single services, for the code that needs all of them.
+// Its methods may be called concurrently.
 type board struct {
 	mu       sync.Mutex
-	own      map[Key]*isthmus.ExportedService // exports of this cluster; nil: looked at, and invalid
-	outcomes map[Key]map[string]outcome       // by cluster ID of the exporter
-	omitted  map[string]map[Key]bool          // exports for which a peer has no room, by its cluster ID
+	own      map[Key]*isthmus.ExportedService // exports of this cluster; nil: checked and invalid
+	outcomes map[Key]map[string]outcome       // by service, and by cluster ID of the exporter
+	omitted  map[string]map[Key]bool          // exports that do not fit into a peer's shards, by its cluster ID
 }
 
 // An outcome is the state of the import of one peer's service.
@@ -33,14 +34,14 @@ func newBoard() *board {
 	return &board{own: make(map[Key]*isthmus.ExportedService), outcomes: make(map[Key]map[string]outcome), omitted: make(map[string]map[Key]bool)}
 }
 
-// setOwn notes an export of this cluster.
+// setOwn records an export of this cluster.
 func (b *board) setOwn(key Key, s *isthmus.ExportedService) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.own[key] = s
 }
 
-// dropOwn notes that there is no export. It reports whether there was one.
+// dropOwn removes an export. It reports whether there was one.
 func (b *board) dropOwn(key Key) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -49,7 +50,7 @@ func (b *board) dropOwn(key Key) bool {
 	return was
 }
 
-// looked reports whether the export was looked at.
+// looked reports whether the export has been checked.
 func (b *board) looked(key Key) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -57,14 +58,14 @@ func (b *board) looked(key Key) bool {
 	return ok
 }
 
-// ownKeys are the exports of this cluster, also those that are invalid.
+// ownKeys returns the exports of this cluster, including invalid ones.
 func (b *board) ownKeys() []Key {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return slices.Collect(maps.Keys(b.own))
 }
 
-// exports returns the valid exports of this cluster, sorted. They are not to be changed.
+// exports returns the valid exports of this cluster, sorted. They must not be changed.
 func (b *board) exports() (all []isthmus.ExportedService) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -79,7 +80,8 @@ func (b *board) exports() (all []isthmus.ExportedService) {
 	return all
 }
 
-// setOmitted notes the exports for which a peer has no room, and returns those for which that is news.
+// setOmitted records the exports that do not fit into a peer's shards. It returns the exports for
+// which that changed.
 func (b *board) setOmitted(id string, keys []Key) (changed []Key) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -99,15 +101,15 @@ func (b *board) setOmitted(id string, keys []Key) (changed []Key) {
 	return changed
 }
 
-// omits reports whether a peer has no room for an export.
+// omits reports whether an export does not fit into the peer's shards.
 func (b *board) omits(id string, key Key) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.omitted[id][key]
 }
 
-// setOutcomes stores the outcomes of a service, by cluster ID, and returns the peers for which
-// that is news.
+// setOutcomes records the outcomes of a service, by cluster ID. It returns the peers whose outcome
+// changed.
 func (b *board) setOutcomes(key Key, now map[string]outcome) (changed []string) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -130,7 +132,7 @@ func (b *board) setOutcomes(key Key, now map[string]outcome) (changed []string) 
 	return changed
 }
 
-// outcome returns that of a service of a peer; false: it was not checked yet.
+// outcome returns the outcome for one peer's service; false: it has not been checked yet.
 func (b *board) outcome(key Key, id string) (outcome, bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -141,9 +143,9 @@ func (b *board) outcome(key Key, id string) (outcome, bool) {
 // Imports sums up the outcomes of a peer's services.
 type Imports struct {
 	Served, Endpoints int
-	// Refused has services that are not served, or not as they were exported.
+	// Refused counts services that are not served, or only with changes.
 	Refused int
-	// Foreign has those in whose place is an object of another implementation, sorted.
+	// Foreign lists services whose name is taken by an object of another implementation, sorted.
 	Foreign []string
 }
 
@@ -170,7 +172,7 @@ func (b *board) imports(id string) (sum Imports) {
 	return sum
 }
 
-// keys are all services that the board knows.
+// keys returns all services on the board.
 func (b *board) keys() []Key {
 	b.mu.Lock()
 	defer b.mu.Unlock()

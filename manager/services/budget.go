@@ -15,22 +15,23 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// The budget of one peer, in looks at a service. A service costs one, and one more for each hundred of its endpoints, which is
-// an EndpointSlice that may have to be written.
+// The budget of one peer, in tokens. Reconciling a service costs one token, plus one for each
+// hundred of its endpoints: that is an EndpointSlice that may have to be written.
 const (
 	looksPerSecond = 100
-	looksInTurn    = 500 // then all other peers go first
+	looksInTurn    = 500 // after spending these, a peer queues behind all others
 	// looksAtOnce is enough for all services that a peer can have.
 	looksAtOnce = isthmus.PeerServicesShards * (isthmus.MaxExportedServices + isthmus.MaxExportedEndpoints/100)
 
-	behindOthers = handler.LowPriority - 1                    // of what does not go in turn, also when a manager starts
-	looksPause   = looksAtOnce / looksPerSecond * time.Second // a service waits so long where the budget is used up
+	behindOthers = handler.LowPriority - 1                    // the priority of such a peer's services, also while a manager starts
+	looksPause   = looksAtOnce / looksPerSecond * time.Second // the delay of a service whose peer has no tokens left
 )
 
-// budgets bounds how much work peers cause by changes of their PeerServices, by tenant namespace. One goroutine uses it.
+// budgets bounds how much work each peer can cause by changing its PeerServices, by tenant
+// namespace. Only one goroutine may use it.
 type budgets map[string]*rate.Limiter
 
-// charge returns how a service that has changed is enqueued.
+// charge spends the tokens for a changed service, and returns how to enqueue it.
 func (b budgets) charge(tenant string, s *isthmus.ExportedService, now time.Time) (o priorityqueue.AddOpts) {
 	left := b[tenant]
 	if left == nil {
@@ -46,7 +47,8 @@ func (b budgets) charge(tenant string, s *isthmus.ExportedService, now time.Time
 	return o
 }
 
-// differing enqueues the services that differ between two versions of PeerServices, at the expense of the peer.
+// differing enqueues the services that differ between two versions of PeerServices, and charges the
+// peer.
 func differing(b budgets) handler.TypedFuncs[*isthmus.PeerServices, reconcile.Request] {
 	type workQueue = workqueue.TypedRateLimitingInterface[reconcile.Request]
 	add := func(q workQueue, tenant string, all ...*isthmus.ExportedService) {

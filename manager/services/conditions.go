@@ -15,7 +15,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// condition writes the conditions of our ServiceExport.
+// condition writes the conditions of the ServiceExport.
 func (c *Controller) condition(ctx context.Context, g gathered, merged Merged) error {
 	want := g.export.DeepCopy()
 	for _, condition := range c.conditions(ctx, g, merged) {
@@ -62,7 +62,8 @@ func joined(set map[string]bool) string {
 	return strings.Join(all, ",")
 }
 
-// readiness decides the condition Ready by what the peers have. Conflicts that they report are added.
+// readiness computes the condition Ready from the state at the peers. It adds conflicts that they
+// report to conflicts.
 func (c *Controller) readiness(ctx context.Context, g gathered, conflicts map[string]bool, texts *[]string) metav1.Condition {
 	var have, pending, failed []string
 	for _, p := range g.peerings {
@@ -77,7 +78,7 @@ func (c *Controller) readiness(ctx context.Context, g gathered, conflicts map[st
 			var differs, others []string
 			for reason := range strings.SplitSeq(r.Reason, ",") {
 				switch {
-				case !slices.Contains(conflictReasons, reason): // the peer may write anything
+				case !slices.Contains(conflictReasons, reason): // a peer may write anything
 					others = append(others, reason)
 				case !conflicts[reason]:
 					differs, conflicts[reason] = append(differs, reason), true
@@ -126,10 +127,11 @@ func (c *Controller) readiness(ctx context.Context, g gathered, conflicts map[st
 	return conditionOf(mcs.ServiceExportConditionReady, metav1.ConditionTrue, mcs.ServiceExportReasonExported, fit("exported to "+strings.Join(have, ", ")+left, maxMessage))
 }
 
-// maxMessage bounds the message of a condition, and maxRefusal that of a refused service.
+// maxMessage bounds the message of a condition, and maxRefusal that of a refused service, in
+// octets.
 const maxMessage, maxRefusal = 4096, 512
 
-// fit bounds a message.
+// fit shortens a message to at most most octets.
 func fit(s string, most int) string {
 	if len(s) > most {
 		s = strings.ToValidUTF8(s[:most], "")

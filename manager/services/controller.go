@@ -42,11 +42,12 @@ import (
 	"github.com/isthmus-net/isthmus/manager/replication"
 )
 
-// Patience is how long a tunnel is not connected before the endpoints behind it leave rotation. A gateway has
-// heard nothing for ten seconds when it says that it is not. This is for one that has just started.
+// Patience is how long a tunnel may be disconnected before its endpoints become unready. A gateway
+// only reports a disconnect after ten seconds of silence; Patience is for a tunnel that has just
+// started.
 const Patience = 3 * time.Second
 
-// A Replicator carries PeerServices to the peers; see replication.Replicator.
+// A Replicator writes PeerServices to the peers; see replication.Replicator.
 type Replicator interface {
 	Share(id string, want map[string]isthmus.PeerServicesSpec)
 	Sharing(id string) (replication.Sharing, bool)
@@ -56,37 +57,37 @@ type Replicator interface {
 type Options struct {
 	Config    *rest.Config // of our own API server
 	Client    client.Client
-	Cache     cache.Cache // the manager's: Peerings, TunnelEndpoints, and Namespaces as metadata
+	Cache     cache.Cache // the manager's cache of Peerings, TunnelEndpoints, and Namespaces as metadata
 	Self      net.ClusterIdentity
 	Namespace string // of the installation
-	// Peerings returns those that count, without those that conflict with an older one.
+	// Peerings returns the Peerings without those that conflict with an older one.
 	Peerings func(context.Context) ([]*isthmus.Peering, error)
-	// Pods returns the PodCIDR of this cluster; invalid: not known yet.
+	// Pods returns the PodCIDR of this cluster; an invalid prefix means that it is not known yet.
 	Pods func(context.Context) (netip.Prefix, error)
 	Replicator
-	// PeerChanged gets a value named by the cluster ID after every change of a Sharing.
+	// PeerChanged gets a value with the cluster ID after every change of a Sharing.
 	PeerChanged <-chan event.GenericEvent
 	Log         *slog.Logger
 }
 
-// A Controller shares Services with peers. Its reconciles of single services make what Merge says and
-// write the conditions of ServiceExports; see also exporter and answerer.
+// A Controller shares Services with peers. It reconciles single services: it applies the result of
+// Merge and writes the conditions of ServiceExports. See also exporter and answerer.
 type Controller struct {
 	Options
 	objects cache.Cache // Services, ServiceExports, ServiceImports, PeerServices, and our EndpointSlices
 	sources *sources
 	board   *board
 
-	again    queue.Queue // services to look at again
-	exported queue.Queue // of the exporter
+	again    queue.Queue // services to reconcile again
+	exported queue.Queue // the queue of the exporter
 	answers  queue.Queue // PeerServices whose status may have changed
 	imported queue.Queue // peers whose Imports changed
 
 	mu   sync.Mutex
-	down map[string]time.Time // since when tunnels are not connected, by cluster ID
+	down map[string]time.Time // since when each tunnel is disconnected, by cluster ID
 }
 
-// New returns a Controller. Nothing happens before SetupWithManager.
+// New returns a Controller, which does nothing before SetupWithManager.
 func New(o Options) (*Controller, error) {
 	c := &Controller{
 		Options: o, board: newBoard(), down: make(map[string]time.Time),
@@ -114,23 +115,23 @@ func New(o Options) (*Controller, error) {
 	return c, err
 }
 
-// Imported has the name of a Peering after each change of its Imports.
+// Imported gets the name of a Peering after each change of its Imports.
 func (c *Controller) Imported() *queue.Queue { return &c.imported }
 
-// Imports sums up what is imported from a peer.
+// Imports summarises the imports from a peer.
 func (c *Controller) Imports(id string) Imports { return c.board.imports(id) }
 
-// Looked reports whether each service that the peer of a tenant namespace exports to us was looked at: a manager that
-// starts does not know at once what it serves.
+// Looked reports whether all services that the peer of a tenant namespace exports to us have been
+// checked. Just after a start they have not.
 func (c *Controller) Looked(ctx context.Context, id, tenant string) bool {
 	var list isthmus.PeerServicesList
 	if err := c.objects.List(ctx, &list, client.InNamespace(tenant), client.UnsafeDisableDeepCopy); err != nil {
-		return false // the cache has not started
+		return false // the cache has not started yet
 	}
 	for i := range list.Items {
 		for _, s := range list.Items[i].Spec.Services {
 			key := Key{Namespace: s.Namespace, Name: s.Name}
-			if _, looked := c.board.outcome(key, id); !looked && ShardOf(key) == list.Items[i].Name { // no reconcile looks for one elsewhere
+			if _, looked := c.board.outcome(key, id); !looked && ShardOf(key) == list.Items[i].Name { // a service in the wrong shard is never reconciled
 				return false
 			}
 		}
@@ -138,7 +139,7 @@ func (c *Controller) Looked(ctx context.Context, id, tenant string) bool {
 	return true
 }
 
-// Exports is the number of valid exports of this cluster.
+// Exports returns the number of valid exports of this cluster.
 func (c *Controller) Exports() int { return len(c.board.exports()) }
 
 // SetupWithManager makes mgr run the Controller.
@@ -181,7 +182,7 @@ func (c *Controller) SetupWithManager(mgr ctrl.Manager) error {
 		WatchesRawSource(source.Kind(c.objects, &isthmus.PeerServices{}, differing(budgets{}))).
 		WatchesRawSource(source.Kind[client.Object](c.Cache, &net.TunnelEndpoint{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
 			return c.offered(ctx, o.GetNamespace())
-		}), predicate.GenerationChangedPredicate{})). // not for each latency
+		}), predicate.GenerationChangedPredicate{})). // ignores status updates, such as the latency
 		WatchesRawSource(source.Kind[client.Object](c.Cache, &isthmus.Peering{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
 			return append(c.known(), c.offered(ctx, o.(*isthmus.Peering).Spec.TenantNamespace.Local)...)
 		}), peeringChanged)).
@@ -196,7 +197,7 @@ func (c *Controller) SetupWithManager(mgr ctrl.Manager) error {
 		WatchesRawSource(c.again.Source()).
 		WatchesRawSource(source.Channel(c.PeerChanged, handler.Funcs{
 			GenericFunc: func(_ context.Context, _ event.GenericEvent, q workqueue.TypedRateLimitingInterface[reconcile.Request]) {
-				for _, k := range c.board.ownKeys() { // their conditions say what peers answer
+				for _, k := range c.board.ownKeys() { // their conditions depend on the peers' answers
 					q.(priorityqueue.PriorityQueue[reconcile.Request]).AddWithOpts(priorityqueue.AddOpts{After: peersPause, Priority: ptr.To(behindOthers)}, request(k.Namespace, k.Name))
 				}
 			},
@@ -208,11 +209,12 @@ func (c *Controller) SetupWithManager(mgr ctrl.Manager) error {
 	return errors.Join((&exporter{Controller: c}).setup(mgr), (&answerer{c}).setup(mgr))
 }
 
-// peersPause is how long conditions wait for what peers answer or export: a peer may change that all the time, and
-// nobody's services and Peerings are looked at more often for that.
+// peersPause is how long conditions wait before they follow changes of peers' answers or exports. A
+// peer may change these all the time, and must not cause more frequent checks of other services and
+// Peerings.
 const peersPause = time.Second
 
-// peeringChanged leaves out what is no concern of services, such as the latency.
+// peeringChanged drops updates that do not matter to services, such as the latency.
 var peeringChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
 	a, b := e.ObjectOld.(*isthmus.Peering), e.ObjectNew.(*isthmus.Peering)
 	was, is := meta.FindStatusCondition(a.Status.Conditions, isthmus.ConditionConnected), meta.FindStatusCondition(b.Status.Conditions, isthmus.ConditionConnected)
@@ -220,12 +222,12 @@ var peeringChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool 
 		(was == nil) != (is == nil) || was != nil && (was.Status != is.Status || was.Reason != is.Reason)
 }}
 
-// exports reports whether there is a ServiceExport of a name.
+// exports reports whether a ServiceExport with this name exists.
 func (c *Controller) exports(ctx context.Context, k Key) bool {
 	return c.objects.Get(ctx, k, &mcs.ServiceExport{}) == nil
 }
 
-// known are the services that were looked at before.
+// known returns requests for the services on the board.
 func (c *Controller) known() (all []reconcile.Request) {
 	for _, k := range c.board.keys() {
 		all = append(all, reconcile.Request{NamespacedName: k})
@@ -233,7 +235,8 @@ func (c *Controller) known() (all []reconcile.Request) {
 	return all
 }
 
-// offered are the services that the peer of a tenant namespace exports to us; of all peers, without one.
+// offered returns requests for the services that the peer of a tenant namespace exports to us; for
+// those of all peers if tenant is "".
 func (c *Controller) offered(ctx context.Context, tenant string) (all []reconcile.Request) {
 	var list isthmus.PeerServicesList
 	if err := c.objects.List(ctx, &list, client.InNamespace(tenant), client.UnsafeDisableDeepCopy); err != nil {
@@ -247,8 +250,8 @@ func (c *Controller) offered(ctx context.Context, tenant string) (all []reconcil
 	return all
 }
 
-// displaced returns the service whose derived Service has the given name. A foreign Service of that name has
-// no label that says so.
+// displaced returns the request for the service whose derived Service has the given name. It finds
+// the service by name, because a foreign Service with that name does not have our label.
 func (c *Controller) displaced(k Key) (all []reconcile.Request) {
 	if !strings.HasPrefix(k.Name, derivedPrefix) {
 		return nil
@@ -267,7 +270,7 @@ func request(namespace, name string) reconcile.Request {
 	return reconcile.Request{NamespacedName: Key{Namespace: namespace, Name: name}}
 }
 
-// Reconcile makes one service what its exports say.
+// Reconcile makes the objects of one service match its exports.
 func (c *Controller) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
 	after, err := c.reconcile(ctx, req.NamespacedName)
 	switch {
@@ -279,26 +282,27 @@ func (c *Controller) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Resu
 	return ctrl.Result{RequeueAfter: after}, nil
 }
 
-// A gathered is everything that a service is made from.
+// A gathered has all inputs of a service.
 type gathered struct {
 	key       Key
 	export    *mcs.ServiceExport // nil: this cluster does not export it
-	invalid   *Invalid           // why export exports nothing
+	invalid   *Invalid           // why export is invalid; nil: it is valid
 	ownExport *Export
 	outcomes  map[string]outcome // of the peers' exports, by cluster ID
-	exports   []Export           // that count, that of this cluster included
+	exports   []Export           // valid exports, including that of this cluster
 	wait      bool               // the endpoints of our Service are not known yet
-	after     time.Duration      // look again then; zero: no need
+	after     time.Duration      // when to reconcile again; zero: on the next event
 	peerings  []*isthmus.Peering
 }
 
-// lookAgain is how long a service waits where an EndpointSlice of somebody else is in the way.
+// lookAgain is how often a service is checked while a foreign EndpointSlice has the name of one of
+// ours.
 const lookAgain = time.Minute
 
-// again reports whether the cache was behind.
+// again reports whether an error means that the cache was behind.
 func again(err error) bool { return apierrors.IsConflict(err) || apierrors.IsAlreadyExists(err) }
 
-// refused notes that no peer's export is served.
+// refused records that no peer's export is served.
 func (g *gathered) refused(why Refusal) {
 	for id, o := range g.outcomes {
 		o.served, o.endpoints = false, 0
@@ -321,7 +325,7 @@ func (c *Controller) reconcile(ctx context.Context, key Key) (time.Duration, err
 	switch {
 	case foreign != "":
 		g.refused(Refusal{RefusedForeign, foreign})
-		err = c.remove(ctx, have.ours()) // nobody would change or remove them later
+		err = c.remove(ctx, have.ours()) // nothing else would update or remove them later
 	case len(g.exports) == 0:
 		err = c.remove(ctx, have)
 	default:
@@ -337,7 +341,7 @@ func (c *Controller) reconcile(ctx context.Context, key Key) (time.Duration, err
 		err = c.apply(ctx, have, merged)
 		if other := errForeign(""); errors.As(err, &other) {
 			g.refused(Refusal{RefusedForeign, other.Error()})
-			g.after, err = lookAgain, nil // no event reports that it is gone
+			g.after, err = lookAgain, nil // no event reports that the foreign object is gone
 		} else if err != nil && !again(err) {
 			g.refused(Refusal{RefusedFailed, "the importing cluster cannot write the service; see the log of its manager"})
 		}
@@ -353,19 +357,19 @@ func (c *Controller) reconcile(ctx context.Context, key Key) (time.Duration, err
 	if err != nil {
 		return 0, err
 	}
-	if g.export != nil && foreign == "" { // else the conditions are those of another implementation
+	if g.export != nil && foreign == "" { // otherwise another implementation writes the conditions
 		err = c.condition(ctx, g, merged)
 	}
 	return g.after, err
 }
 
-// gather reads all objects of a service.
+// gather reads all inputs of a service.
 func (c *Controller) gather(ctx context.Context, key Key) (g gathered, err error) {
 	g = gathered{key: key, outcomes: make(map[string]outcome)}
 	if g.peerings, err = c.Peerings(ctx); err != nil {
 		return g, err
 	}
-	slices.SortFunc(g.peerings, func(a, b *isthmus.Peering) int { // the names of clusters go by age
+	slices.SortFunc(g.peerings, func(a, b *isthmus.Peering) int { // ClusterNames depends on the order by age
 		return a.CreationTimestamp.Compare(b.CreationTimestamp.Time)
 	})
 	clusters := []net.ClusterIdentity{c.Self}
@@ -434,7 +438,7 @@ func (c *Controller) gatherOwn(ctx context.Context, g *gathered, name string, wh
 		many = &Invalid{reasonTooMany, fmt.Sprintf("%d ServiceExports of this namespace are exported, and no more are", exportsMost)}
 		svc, g.after = nil, lookAgain
 	}
-	if svc == nil { // the name may be none of a label, by which no API server lets anybody watch
+	if svc == nil { // the name may be invalid as a label value, so nobody could watch by it
 		c.sources.forget(g.key)
 	} else if endpoints, g.wait = c.sources.slices(g.key); g.wait {
 		return nil
@@ -458,8 +462,8 @@ func (c *Controller) gatherOwn(ctx context.Context, g *gathered, name string, wh
 	return nil
 }
 
-// peer describes an exporter. left is when its tunnel counts as down, if it is not connected and does not
-// yet.
+// peer describes an exporting cluster. left is the time until its tunnel counts as down, if it is
+// disconnected but does not count as down yet.
 func (c *Controller) peer(ctx context.Context, p *isthmus.Peering, name string, now time.Time) (peer Peer, left time.Duration, err error) {
 	id := p.Spec.Cluster.ClusterID
 	peer = Peer{ID: id, Cluster: name, Import: p.Spec.Services.Import}
@@ -487,10 +491,10 @@ func (c *Controller) peer(ctx context.Context, p *isthmus.Peering, name string, 
 	}
 	since, known := c.down[id]
 	if !known {
-		since = connected.LastTransitionTime.Time // a manager that starts knows since when
+		since = connected.LastTransitionTime.Time // survives a restart of the manager
 		c.down[id] = since
 	}
-	// It took longer than our patience until a gateway counted as silent.
+	// By the time a gateway counts as silent, our patience has run out.
 	if left = since.Add(Patience).Sub(now); left <= 0 || connected.Reason == isthmus.ReasonGatewaySilent {
 		peer.Down, left = true, 0
 	}

@@ -20,21 +20,22 @@ import (
 // Own is an export of this cluster.
 type Own struct {
 	Service isthmus.ExportedService
-	// Nodes has the node of each endpoint, by address. It stays in this cluster.
+	// Nodes maps the address of each endpoint to its node. It stays in this cluster.
 	Nodes map[string]string
 }
 
-// Invalid says why a ServiceExport exports nothing. Its reason is one of the condition Valid.
+// Invalid explains why a ServiceExport exports nothing. Its reason is one of the condition Valid.
 type Invalid struct {
 	Reason  mcs.ServiceExportConditionReason
 	Message string
 }
 
-// reasonTooMany is that of an export beyond exportsMost. The Multi-Cluster Services API has no word for it.
+// reasonTooMany is the reason of exports beyond exportsMost. The Multi-Cluster Services API defines
+// none.
 const reasonTooMany mcs.ServiceExportConditionReason = "TooManyExports"
 
-// ExportOf makes what a ServiceExport exports of its Service (nil: there is none) and the Service's
-// EndpointSlices.
+// ExportOf computes the export of a ServiceExport from its Service (nil if there is none) and the
+// Service's EndpointSlices.
 func ExportOf(export *mcs.ServiceExport, svc *corev1.Service, endpoints []*discoveryv1.EndpointSlice) (Own, *Invalid) {
 	switch {
 	case svc == nil:
@@ -82,8 +83,8 @@ func exported(m map[string]string) map[string]isthmus.MetadataValue {
 }
 
 // subsetsOf groups endpoints by the ports where they listen. The result is sorted, so that the same
-// endpoints are always the same text. An address that several slices have counts once, ready if it is
-// ready in one of them.
+// endpoints always give the same text. An address in several slices counts once; it is ready if it
+// is ready in any of them.
 func subsetsOf(endpoints []*discoveryv1.EndpointSlice, nodes map[string]string) []isthmus.EndpointSubset {
 	groups := make(map[string]*isthmus.EndpointSubset)
 	index := make(map[string]map[string]int) // group, address: where it is in the group
@@ -100,7 +101,7 @@ func subsetsOf(endpoints []*discoveryv1.EndpointSlice, nodes map[string]string) 
 		}
 		for i := range slice.Endpoints {
 			e := &slice.Endpoints[i]
-			if len(e.Addresses) == 0 { // consumers take the first one
+			if len(e.Addresses) == 0 { // consumers use the first address
 				continue
 			}
 			made := isthmus.ExportedEndpoint{
@@ -142,15 +143,15 @@ func targetsOf(ports []discoveryv1.EndpointPort) (all []isthmus.TargetPort) {
 	return all
 }
 
-// LeftOut counts the endpoints that a peer does not get.
+// LeftOut counts the endpoints that ForPeers leaves out.
 type LeftOut struct {
-	NoPod   int // their address is none of a pod, such as those of Pods on the network of their node
-	TooMany int // beyond the bounds of PeerServices
+	NoPod   int // their address is outside of the PodCIDR, such as those of Pods on the host network
+	TooMany int // they exceed the bounds of PeerServices
 }
 
-// bounded drops what the definition of PeerServices does not take: a peer's API server would refuse
-// the other services of the shard as well. Nobody has checked what a ServiceExport and EndpointSlices that a
-// user wrote have in these fields.
+// bounded drops everything that the CRD of PeerServices rejects; otherwise the peer's API server
+// would reject the other services of the shard, too. Users write ServiceExports and EndpointSlices
+// themselves, and nothing has validated these fields.
 func bounded(s isthmus.ExportedService) isthmus.ExportedService {
 	s.Ports = s.Ports[:min(len(s.Ports), maxPorts)]
 	s.Labels, s.Annotations = boundedMetadata(s.Labels), boundedMetadata(s.Annotations)
@@ -188,8 +189,8 @@ func boundedTargets(targets []isthmus.TargetPort) []isthmus.TargetPort {
 	return kept[:min(len(kept), maxPorts)]
 }
 
-// ForPeers returns the export with the endpoints that peers can reach, which are those in our PodCIDR,
-// and what it leaves out.
+// ForPeers returns the export with the endpoints that peers can reach, which are those in our
+// PodCIDR, and counts those that it leaves out.
 func ForPeers(s isthmus.ExportedService, pods netip.Prefix) (isthmus.ExportedService, LeftOut) {
 	s = bounded(s)
 	var left LeftOut
@@ -227,10 +228,11 @@ func count(s isthmus.ExportedService) (n int) {
 	return n
 }
 
-// maxOctets bounds a shard, as JSON: etcd takes 1.5 MiB at once.
+// maxOctets bounds a shard, in octets of JSON: etcd accepts 1.5 MiB at once.
 const maxOctets = 1 << 20
 
-// octets is more than s has as JSON. Characters of labels and annotations may take six there.
+// octets returns an upper bound of the size of s as JSON. A character of a label or an annotation
+// may take six octets.
 func octets(s isthmus.ExportedService) int {
 	n := 600
 	for _, m := range []map[string]isthmus.MetadataValue{s.Labels, s.Annotations} {
@@ -253,17 +255,17 @@ func octets(s isthmus.ExportedService) int {
 	return n
 }
 
-// part is how much of a shard a service takes; 1: all of it.
+// part returns the fraction of a shard that a service takes.
 func part(s isthmus.ExportedService) float64 {
 	return max(1./isthmus.MaxExportedServices, float64(count(s))/isthmus.MaxExportedEndpoints, float64(octets(s))/maxOctets)
 }
 
-// share is the part of a shard that a namespace has before the others get more than that.
+// share is the fraction of a shard that each namespace gets before any namespace gets more.
 const share = 1. / 4
 
-// Shards distributes exports over PeerServices, by name. Each shard has room for so many services,
-// endpoints and octets. The older exports come first, but for those with which their namespace exceeds its share.
-// omitted has no room.
+// Shards distributes exports over PeerServices, by name. The number of services, endpoints and
+// octets in each shard is bounded. Older exports come first, but exports with which a namespace
+// exceeds its share come last. omitted lists exports without a place.
 func Shards(exports []isthmus.ExportedService) (shards map[string]isthmus.PeerServicesSpec, omitted []Key) {
 	byAge := slices.Clone(exports)
 	slices.SortFunc(byAge, func(a, b isthmus.ExportedService) int {

@@ -19,17 +19,18 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// An exporter hands the exports of this cluster to the Replicator, all of one peer together.
+// An exporter passes the exports of this cluster to the Replicator, all exports for one peer
+// together.
 type exporter struct {
 	*Controller
-	complete bool // each export was looked at once; one goroutine alone has this
+	complete bool // each export has been checked once; only the reconciling goroutine uses it
 }
 
-// pause of the exporter and the answerer: of many changes at once the first one counts now and the others
-// together.
+// pause is how long the exporter and the answerer wait between two runs. The first of many changes
+// takes effect at once, and the rest together.
 const pause = 50 * time.Millisecond
 
-// allExports is the name of the one request of the exporter.
+// allExports is the name of the only request of the exporter.
 const allExports = "exports"
 
 func (e *exporter) setup(mgr ctrl.Manager) error {
@@ -41,7 +42,7 @@ func (e *exporter) setup(mgr ctrl.Manager) error {
 		Complete(e)
 }
 
-// Reconcile hands over the exports.
+// Reconcile passes the exports to the Replicator.
 func (e *exporter) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, error) {
 	peerings, err := e.Peerings(ctx)
 	if err != nil {
@@ -51,7 +52,8 @@ func (e *exporter) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, 
 	if err != nil || !pods.IsValid() {
 		return ctrl.Result{RequeueAfter: time.Second}, err
 	}
-	for _, p := range peerings { // whatever is not known yet of the others
+	// Withdraw first from peers that leave: this must not wait until all exports are known.
+	for _, p := range peerings {
 		if !p.DeletionTimestamp.IsZero() {
 			e.Share(p.Spec.Cluster.ClusterID, nil)
 		}
@@ -63,7 +65,7 @@ func (e *exporter) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, 
 	if err := e.objects.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
 		return ctrl.Result{}, fmt.Errorf("ServiceExports: %w", err)
 	}
-	for i := range list.Items { // after a start, services that were not looked at yet would be withdrawn
+	for i := range list.Items { // right after a start, unchecked services would be withdrawn
 		if s := &list.Items[i]; !e.complete && s.DeletionTimestamp.IsZero() && !e.board.looked(client.ObjectKeyFromObject(s)) {
 			return ctrl.Result{RequeueAfter: 2 * pause}, nil
 		}
@@ -93,7 +95,7 @@ func (e *exporter) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, 
 	return ctrl.Result{}, nil
 }
 
-// An answerer writes into the status of PeerServices which of their services are not served.
+// An answerer writes the refused services into the status of PeerServices.
 type answerer struct{ *Controller }
 
 func (a *answerer) setup(mgr ctrl.Manager) error {
@@ -106,7 +108,7 @@ func (a *answerer) setup(mgr ctrl.Manager) error {
 		Complete(a)
 }
 
-// Reconcile writes one status.
+// Reconcile writes the status of one PeerServices.
 func (a *answerer) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
 	select { // most services of an object change together
 	case <-time.After(pause):
@@ -129,10 +131,10 @@ func (a *answerer) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result
 	for _, s := range object.Spec.Services {
 		key := Key{Namespace: s.Namespace, Name: s.Name}
 		o, looked := a.board.outcome(key, peerings[at].Spec.Cluster.ClusterID)
-		if shard := ShardOf(key); shard != object.Name { // no reconcile looks here for it
+		if shard := ShardOf(key); shard != object.Name { // it is never reconciled
 			o = outcome{refusals: []Refusal{{RefusedShard, "the service belongs in PeerServices " + shard}}}
 		} else if !looked {
-			return ctrl.Result{}, nil // its reconcile sends an event
+			return ctrl.Result{}, nil // its reconcile requests this again
 		}
 		if len(o.refusals) == 0 {
 			continue

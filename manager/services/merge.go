@@ -20,24 +20,24 @@ import (
 	net "github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// Merged is what a cluster has to have for one service of several clusters. Owners are not set.
+// Merged has the objects that a cluster needs for one service. Owners are not set.
 type Merged struct {
-	Import  *mcs.ServiceImport          // without spec.ips, and without their families unless headless
+	Import  *mcs.ServiceImport          // without spec.ips; without spec.ipFamilies unless headless
 	Service *corev1.Service             // nil: the service is headless
 	Slices  []discoveryv1.EndpointSlice // sorted by name
-	// Conflicts are the properties in which the exports differ, sorted by reason.
+	// Conflicts lists the properties in which the exports differ, sorted by reason.
 	Conflicts []Conflict
 }
 
-// A Conflict is a property that exports of the same service do not have in common. The oldest export
-// decides; of the same age, that of the smaller cluster ID.
+// A Conflict is a property that differs between exports of the same service. The oldest export
+// wins; among exports of the same age, the one with the smaller cluster ID.
 type Conflict struct {
 	Reason  mcs.ServiceExportConditionReason
 	What    string // the property, or the ports
-	Message string // names clusters
+	Message string // names the clusters
 }
 
-// conflictReasons are those that a Conflict may have.
+// conflictReasons are the possible reasons of a Conflict.
 var conflictReasons = []string{
 	string(mcs.ServiceExportReasonTypeConflict), string(mcs.ServiceExportReasonPortConflict),
 	string(mcs.ServiceExportReasonSessionAffinityConflict), string(mcs.ServiceExportReasonSessionAffinityConfigConflict),
@@ -45,7 +45,8 @@ var conflictReasons = []string{
 	string(mcs.ServiceExportReasonLabelsConflict), string(mcs.ServiceExportReasonAnnotationsConflict),
 }
 
-// Merge joins the exports of one service, at least one, of a cluster each. Their order does not matter.
+// Merge merges the exports of one service. There must be at least one, and one for each cluster at
+// most. Their order does not matter.
 func Merge(key Key, exports []Export) Merged {
 	byAge := slices.Clone(exports)
 	slices.SortFunc(byAge, func(a, b Export) int { return cmp.Or(strings.Compare(a.Since, b.Since), strings.Compare(a.ID, b.ID)) })
@@ -93,12 +94,12 @@ func Merge(key Key, exports []Export) Merged {
 	for _, x := range byAge {
 		withdrawn, ports := x.Down && replaced(x, byAge, ports), ports
 		if kind == mcs.Headless && portless(x) {
-			ports = nil // else an export with ports would take those without out of DNS
+			ports = nil // otherwise an export with ports would remove those without from DNS
 		}
 		m.Slices = append(m.Slices, slicesOf(key, x, ports, withdrawn)...)
 	}
 	slices.SortFunc(m.Slices, func(a, b discoveryv1.EndpointSlice) int { return strings.Compare(a.Name, b.Name) })
-	if kind == mcs.Headless { // else the addresses of the derived Service decide
+	if kind == mcs.Headless { // otherwise the addresses of the derived Service decide
 		m.Import.Spec.IPFamilies = familiesOf(m.Slices)
 	}
 	return m
@@ -115,11 +116,12 @@ func familiesOf(all []discoveryv1.EndpointSlice) (families []corev1.IPFamily) {
 	return families
 }
 
-// mergePorts returns the union of the ports of all exports. A port that contradicts one of an older export,
-// by its name or by its number, is left out. The conflict is nil if all exports have the same ports.
+// mergePorts returns the union of the ports of all exports. It leaves out a port with the name or
+// number of a different port in an older export. The conflict is nil if all exports have the same
+// ports.
 func mergePorts(byAge []Export) (ports []isthmus.ExportedPort, conflict *Conflict) {
 	contradicts := func(p, q isthmus.ExportedPort) bool {
-		// Of several ports each has a name.
+		// With more than one port, each needs a name.
 		return q.Name == p.Name || q.Protocol == p.Protocol && q.Port == p.Port || q.Name == "" || p.Name == ""
 	}
 	var owners, names, texts []string
@@ -164,7 +166,7 @@ func mergePorts(byAge []Export) (ports []isthmus.ExportedPort, conflict *Conflic
 	return ports, conflict
 }
 
-// portText is a port as people read it.
+// portText formats a port for people.
 func portText(p isthmus.ExportedPort) string {
 	return strings.TrimSpace(fmt.Sprintf("%s %s/%d", p.Name, p.Protocol, p.Port))
 }
@@ -212,19 +214,20 @@ func plainMetadata(m map[string]isthmus.MetadataValue) map[string]string {
 	return all
 }
 
-// derivedService stands for the service in this cluster. It selects nothing: its endpoints are our slices.
+// derivedService returns the Service that represents the service in this cluster. It has no
+// selector: its endpoints are our slices.
 func derivedService(key Key, i *mcs.ServiceImport) *corev1.Service {
 	s := &corev1.Service{
 		ObjectMeta: metav1.ObjectMeta{Namespace: key.Namespace, Name: DerivedName(key), Labels: map[string]string{LabelService: key.Name}},
 		Spec: corev1.ServiceSpec{
 			Type: corev1.ServiceTypeClusterIP, SessionAffinity: i.Spec.SessionAffinity, SessionAffinityConfig: i.Spec.SessionAffinityConfig,
 			InternalTrafficPolicy: i.Spec.InternalTrafficPolicy,
-			// Endpoints are IPv4, also where the cluster prefers IPv6 for Services.
+			// Endpoints are IPv4, even where the cluster prefers IPv6 for Services.
 			IPFamilies: []corev1.IPFamily{corev1.IPv4Protocol}, IPFamilyPolicy: ptr.To(corev1.IPFamilyPolicySingleStack),
 		},
 	}
-	// PreferSameZone is another name of PreferClose that older API servers do not know. No slice of ours has
-	// hints, without which PreferSameNode means nothing.
+	// PreferSameZone is a synonym of PreferClose that older API servers do not know. PreferSameNode
+	// needs hints, which our slices do not have.
 	switch ptr.Deref(i.Spec.TrafficDistribution, "") {
 	case corev1.ServiceTrafficDistributionPreferClose, corev1.ServiceTrafficDistributionPreferSameZone:
 		s.Spec.TrafficDistribution = ptr.To(corev1.ServiceTrafficDistributionPreferClose)
@@ -237,13 +240,13 @@ func derivedService(key Key, i *mcs.ServiceImport) *corev1.Service {
 	return s
 }
 
-// portless reports whether an export has addresses alone, which a headless one may.
+// portless reports whether an export has only addresses, as a headless one may.
 func portless(x Export) bool {
 	return importType(x.Service) == mcs.Headless && len(x.Service.Ports) == 0
 }
 
-// served returns the ports of a subset that the service has as the export has them. kube-proxy finds a port
-// in a slice by its name alone, so that one with another number must not be there.
+// served returns the ports of a subset that the merged service has unchanged. kube-proxy matches
+// the ports of a slice by name only, so a port with another number must not be in it.
 func served(x Export, subset isthmus.EndpointSubset, merged []isthmus.ExportedPort) (all []discoveryv1.EndpointPort) {
 	for _, p := range x.Service.Ports {
 		if !slices.ContainsFunc(merged, func(q isthmus.ExportedPort) bool {
@@ -265,10 +268,10 @@ func served(x Export, subset isthmus.EndpointSubset, merged []isthmus.ExportedPo
 	return all
 }
 
-// replaced reports whether other clusters, whose tunnels work, serve each port of an export that is down.
-// Otherwise its endpoints stay as they are: a guess is better than nothing.
+// replaced reports whether clusters with a working tunnel serve every port of an export that is
+// down. Otherwise its endpoints stay: they may still work.
 func replaced(x Export, all []Export, merged []isthmus.ExportedPort) bool {
-	const anyPort = " " // is no name
+	const anyPort = " " // not a valid name
 	names := func(x Export, readyOnly bool) map[string]bool {
 		have := make(map[string]bool)
 		for _, subset := range x.Service.Subsets {
@@ -302,25 +305,25 @@ func replaced(x Export, all []Export, merged []isthmus.ExportedPort) bool {
 	return true
 }
 
-// maxSlice is how many endpoints an API server takes in an EndpointSlice.
+// maxSlice is the maximum number of endpoints that an API server accepts in an EndpointSlice.
 const maxSlice = 1000
 
-// sliceSize is how many endpoints an EndpointSlice has on average, as Kubernetes fills its own.
+// sliceSize is the average number of endpoints of our EndpointSlices, as in those of Kubernetes.
 const sliceSize = 100
 
-// slicesOf returns the EndpointSlices for one export. Endpoints find their slice by a hash of their
-// address, so that one that comes or goes changes one slice.
+// slicesOf returns the EndpointSlices for one export. A hash of its address puts each endpoint into
+// a slice, so that adding or removing one changes one slice.
 func slicesOf(key Key, x Export, ports []isthmus.ExportedPort, withdrawn bool) (all []discoveryv1.EndpointSlice) {
 	derived := DerivedName(key)
 	made := make(map[string]*discoveryv1.EndpointSlice)
 	type place struct {
 		address, ports string
 	}
-	seen := make(map[place]bool) // an endpoint is in one slice
+	seen := make(map[place]bool) // each endpoint is in one slice only
 	for _, subset := range x.Service.Subsets {
 		listen := served(x, subset, ports)
 		if len(listen) == 0 && len(ports) > 0 {
-			continue // no ports in a slice mean all ports
+			continue // a slice without ports would mean all ports
 		}
 		slots := uint32(1)
 		for int(slots)*sliceSize < len(subset.Endpoints) {
@@ -347,7 +350,7 @@ func slicesOf(key Key, x Export, ports []isthmus.ExportedPort, withdrawn bool) (
 			_, _ = h.Write([]byte(e.Address))
 			var name string
 			var slice *discoveryv1.EndpointSlice
-			for full := 0; ; full++ { // an exporter may choose addresses that all have one hash
+			for full := 0; ; full++ { // an exporter may choose addresses with equal hashes
 				at := slot{family, h.Sum32() % slots, full}
 				if name = names[at]; name == "" {
 					name = derived + "-" + digest(16, x.ID, text, string(family), fmt.Sprint(at.number, slots, full))
@@ -409,8 +412,9 @@ func portsText(ports []discoveryv1.EndpointPort) string {
 	return b.String()
 }
 
-// ClusterNames returns the name of each cluster in DNS and in labels: its clusterName where that is a DNS
-// label and no cluster before it in the list has it, else its clusterID or a digest of that.
+// ClusterNames returns the name of each cluster in DNS and in labels. It is the clusterName if that
+// is a DNS label and unique among earlier clusters in the list, else the clusterID or a digest of
+// it.
 func ClusterNames(clusters []net.ClusterIdentity) map[string]string {
 	names, taken := make(map[string]string, len(clusters)), make(map[string]bool, len(clusters))
 	for _, c := range clusters {

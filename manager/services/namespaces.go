@@ -15,7 +15,7 @@ import (
 // namespaces implements Namespaces.
 type namespaces struct {
 	c        *Controller
-	ctx      context.Context //nolint:containedctx // of one reconcile
+	ctx      context.Context //nolint:containedctx // lives as long as one reconcile
 	peerings []*isthmus.Peering
 }
 

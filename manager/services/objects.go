@@ -19,7 +19,7 @@ import (
 	mcs "sigs.k8s.io/mcs-api/pkg/apis/v1beta1"
 )
 
-// An existing is what the cluster has for a service.
+// An existing has the objects that the cluster has for a service.
 type existing struct {
 	key     Key
 	imports *mcs.ServiceImport // nil: none
@@ -27,10 +27,11 @@ type existing struct {
 	slices  map[string]*discoveryv1.EndpointSlice
 }
 
-// indexService is an index of the cache: EndpointSlices by LabelService. A namespace may have thousands.
+// indexService is the cache index of EndpointSlices by LabelService. A namespace may have
+// thousands.
 const indexService = "service"
 
-// read returns what the cache has. The objects are not to be changed.
+// read reads the objects from the cache. They must not be changed.
 func (c *Controller) read(ctx context.Context, key Key) (have existing, err error) {
 	have = existing{key: key, slices: make(map[string]*discoveryv1.EndpointSlice)}
 	var i mcs.ServiceImport
@@ -57,7 +58,7 @@ func (c *Controller) read(ctx context.Context, key Key) (have existing, err erro
 	return have, nil
 }
 
-// foreign names an object of somebody else in the place of ours, or is empty.
+// foreign describes a foreign object with the name of one of ours, or returns "".
 func (e existing) foreign() string {
 	if e.imports != nil && e.imports.Labels[LabelService] != e.key.Name {
 		return "the ServiceImport of this name belongs to another implementation of the Multi-Cluster Services API"
@@ -68,7 +69,7 @@ func (e existing) foreign() string {
 	return ""
 }
 
-// ours are those objects that depend on a ServiceImport.
+// ours returns our objects that depend on a ServiceImport.
 func (e existing) ours() existing {
 	e.imports = nil
 	if e.service != nil && e.service.Labels[LabelService] != e.key.Name {
@@ -77,12 +78,12 @@ func (e existing) ours() existing {
 	return e
 }
 
-// errForeign says that an object of somebody else has the name of an EndpointSlice of ours.
+// errForeign is the name of a foreign EndpointSlice with the name of one of ours.
 type errForeign string
 
 func (e errForeign) Error() string { return "EndpointSlice " + string(e) + " is not ours" }
 
-// remove deletes what is ours.
+// remove deletes our objects.
 func (c *Controller) remove(ctx context.Context, have existing) (err error) {
 	for _, name := range slices.Sorted(maps.Keys(have.slices)) {
 		err = errors.Join(err, c.delete(ctx, have.slices[name]))
@@ -106,8 +107,9 @@ func (c *Controller) delete(ctx context.Context, o client.Object) error {
 	return nil
 }
 
-// apply writes what differs: first the import, which owns the others, then the Service, whose addresses the
-// import gets, and the slices. New slices come before old ones go.
+// apply writes the objects that differ: first the ServiceImport, which owns the others, then the
+// Service, whose addresses go into the ServiceImport, then the slices. It adds slices before it
+// deletes others.
 func (c *Controller) apply(ctx context.Context, have existing, want Merged) error {
 	i, err := c.applyImport(ctx, have.imports, want.Import)
 	if err != nil || i == nil {
@@ -128,7 +130,7 @@ func (c *Controller) apply(ctx context.Context, have existing, want Merged) erro
 		slice := &want.Slices[n]
 		slice.OwnerReferences = owners
 		if err := c.applySlice(ctx, have.slices[slice.Name], slice); errors.As(err, new(errForeign)) {
-			foreign = err // the others are served
+			foreign = err // the other slices are still served
 		} else if err != nil {
 			return err
 		}
@@ -147,7 +149,8 @@ func (c *Controller) apply(ctx context.Context, have existing, want Merged) erro
 	return errors.Join(foreign, c.completeImport(ctx, i, ips, want.Import))
 }
 
-// applyImport returns the import, or nil while an older one of the name is being deleted.
+// applyImport returns the ServiceImport, or nil while a previous one with its name is being
+// deleted.
 func (c *Controller) applyImport(ctx context.Context, have, want *mcs.ServiceImport) (*mcs.ServiceImport, error) {
 	if have == nil {
 		made := want.DeepCopy()
@@ -167,11 +170,11 @@ func (c *Controller) applyImport(ctx context.Context, have, want *mcs.ServiceImp
 	return changed, wrap("ServiceImport", c.Client.Patch(ctx, changed, client.MergeFrom(have)))
 }
 
-// completeImport writes what is known once the other objects are there.
+// completeImport writes the fields that depend on the other objects.
 func (c *Controller) completeImport(ctx context.Context, i *mcs.ServiceImport, ips []string, merged *mcs.ServiceImport) error {
 	families := merged.Spec.IPFamilies
 	if merged.Spec.Type == mcs.Headless && len(families) == 0 {
-		families = i.Spec.IPFamilies // its endpoints are gone for a moment
+		families = i.Spec.IPFamilies // its endpoints may be gone only for a moment
 	}
 	for _, ip := range ips {
 		families = append(families, map[bool]corev1.IPFamily{false: corev1.IPv4Protocol, true: corev1.IPv6Protocol}[strings.Contains(ip, ":")])
@@ -200,13 +203,13 @@ func (c *Controller) applyService(ctx context.Context, have, want *corev1.Servic
 		return made, wrap("create derived Service", c.Client.Create(ctx, made))
 	}
 	changed := have.DeepCopy()
-	maps.Copy(changed.Labels, want.Labels) // other controllers add theirs
+	maps.Copy(changed.Labels, want.Labels) // keeps the labels of other controllers
 	changed.OwnerReferences = want.OwnerReferences
 	w, s := want.Spec.DeepCopy(), &changed.Spec
 	s.Type, s.Ports, s.Selector, s.ExternalIPs, s.TrafficDistribution = w.Type, w.Ports, nil, nil, w.TrafficDistribution
 	s.InternalTrafficPolicy = ptr.To(ptr.Deref(w.InternalTrafficPolicy, corev1.ServiceInternalTrafficPolicyCluster))
 	if s.SessionAffinity = w.SessionAffinity; w.SessionAffinityConfig != nil || w.SessionAffinity == corev1.ServiceAffinityNone {
-		s.SessionAffinityConfig = w.SessionAffinityConfig // else what the API server has filled in
+		s.SessionAffinityConfig = w.SessionAffinityConfig // otherwise keeps the API server's default
 	}
 	if equality.Semantic.DeepEqual(have.Spec, changed.Spec) && maps.Equal(have.Labels, changed.Labels) && equality.Semantic.DeepEqual(have.OwnerReferences, changed.OwnerReferences) {
 		return have, nil
@@ -217,13 +220,13 @@ func (c *Controller) applyService(ctx context.Context, have, want *corev1.Servic
 func (c *Controller) applySlice(ctx context.Context, have, want *discoveryv1.EndpointSlice) error {
 	if have == nil {
 		err := c.Client.Create(ctx, want.DeepCopy())
-		if apierrors.IsAlreadyExists(err) && !c.sources.exists(ctx, want) { // the cache has those with our label alone
+		if apierrors.IsAlreadyExists(err) && !c.sources.exists(ctx, want) { // the cache only has slices with our label
 			return errForeign(want.Name)
 		}
 		return wrap("create EndpointSlice", err)
 	}
-	if have.AddressType != want.AddressType { // which nobody may change; somebody has made it anew
-		return c.delete(ctx, have) // an event follows
+	if have.AddressType != want.AddressType { // the field is immutable; somebody has recreated the object
+		return c.delete(ctx, have) // the deletion causes an event
 	}
 	changed := have.DeepCopy()
 	maps.Copy(changed.Labels, want.Labels)

@@ -7,8 +7,10 @@
 //	        ▼                                                   │
 //	ExportedService ── Shards, package replication ──► PeerServices ── Peer.Accept
 //
-// Pure functions decide, without a client and without a clock. A Controller reads their inputs and writes
-// their results.
+// Pure functions decide, without a client or a clock. A Controller reads their inputs and writes
+// their results. It owns the ServiceImports, Services and EndpointSlices with LabelService, the
+// status of PeerServices, and the conditions of ServiceExports. The manager runs it; package
+// peerings reads its Imports.
 //
 // A peer is hostile until proven otherwise. It sends its pods' own addresses, and the importer translates
 // them into the network that it uses for that peer. No other address of a peer gets into a slice.
@@ -29,21 +31,21 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// Labels and annotations of what the importer writes.
+// Labels and annotations of the importer's objects.
 const (
 	// LabelService marks our ServiceImports, Services and EndpointSlices. Its value is the name of
 	// the multi-cluster service. Objects without it are never changed.
 	LabelService = isthmus.LabelService
 	// ManagedBy is the value of endpointslice.kubernetes.io/managed-by on our slices.
 	ManagedBy = "isthmus.net"
-	// AnnotationDerived on a ServiceImport names the Service that stands for it here.
+	// AnnotationDerived on a ServiceImport names its derived Service in this cluster.
 	AnnotationDerived = "multicluster.kubernetes.io/derived-service"
 )
 
 // A Key names a service.
 type Key = types.NamespacedName
 
-// ShardOf returns the name of the PeerServices that a service belongs into. Both sides compute it.
+// ShardOf returns the name of the PeerServices where a service belongs. Both sides compute it.
 func ShardOf(k Key) string {
 	h := fnv.New32a()
 	_, _ = h.Write([]byte(k.Namespace + "/" + k.Name))
@@ -52,14 +54,14 @@ func ShardOf(k Key) string {
 
 func shardName(n int) string { return fmt.Sprintf("%s%d", isthmus.PeerServicesPrefix, n) }
 
-// derivedPrefix begins the names of our Services and EndpointSlices, and of no others that we may write.
+// derivedPrefix is the prefix of the names of our Services and EndpointSlices. We write no others.
 const derivedPrefix = "derived-"
 
-// DerivedName is the name of the Service that stands for a service of several clusters. Nobody finds another
-// service that has the same in a lifetime.
+// DerivedName returns the name of the Service that represents a service of several clusters here.
+// Its digest is long enough that nobody can find another service with the same name.
 func DerivedName(k Key) string { return derivedPrefix + digest(16, k.Namespace, k.Name) }
 
-// digest returns n characters that differ where parts differ, and that may be part of any name.
+// digest returns n characters, valid in any name, that differ for different parts.
 func digest(n int, parts ...string) string {
 	h := sha256.New()
 	for _, p := range parts {
@@ -68,16 +70,16 @@ func digest(n int, parts ...string) string {
 	return strings.ToLower(base32.HexEncoding.WithPadding(base32.NoPadding).EncodeToString(h.Sum(nil)))[:n]
 }
 
-// Permits reports whether a list of namespaces in a Peering has the given one.
+// Permits reports whether a namespace list in a Peering contains the namespace.
 func Permits(list []string, namespace string) bool {
 	return slices.Contains(list, "*") || slices.Contains(list, namespace)
 }
 
-// system are namespaces that no service is shared from or into.
+// system lists the namespaces from and into which no service is shared.
 var system = []string{"kube-system", "kube-public", "kube-node-lease"}
 
-// A Remap moves the addresses of a peer's pods into the network that we use for them, as NETMAP does: the
-// network bits change, the host bits stay. Both networks have the same length.
+// A Remap translates the addresses of a peer's pods into the network that we use for them, as
+// NETMAP does: the network bits change, the host bits stay. Both networks have the same length.
 type Remap struct{ From, To netip.Prefix }
 
 // Map returns the address here of a pod of the peer. It returns false for any address outside From.
@@ -100,13 +102,13 @@ func (r Remap) Map(addr netip.Addr) (netip.Addr, bool) {
 	return moved, ok
 }
 
-// hostnameOf is the hostname of an endpoint without one: its address in its own cluster, which stays the
-// same when this cluster uses another network for the peer.
+// hostnameOf returns the hostname of an endpoint that has none: its address in its own cluster,
+// which stays the same when this cluster uses another network for the peer.
 func hostnameOf(addr netip.Addr) string {
 	return strings.NewReplacer(".", "-", ":", "-").Replace(addr.StringExpanded())
 }
 
-// importType is the type of a ServiceImport, as ExportedServices name it.
+// importType returns the ServiceImport type of an ExportedService.
 func importType(s isthmus.ExportedService) mcs.ServiceImportType {
 	if s.Type == string(mcs.Headless) {
 		return mcs.Headless

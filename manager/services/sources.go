@@ -14,14 +14,15 @@ import (
 	toolscache "k8s.io/client-go/tools/cache"
 )
 
-// sources watch the EndpointSlices of exported Services, of each by its label: most endpoints of a cluster
-// belong to Services that nobody exports.
+// sources watches the EndpointSlices of exported Services, each Service with its own watch by
+// label: most endpoints of a cluster belong to Services that nobody exports. Its methods may be
+// called concurrently.
 type sources struct {
 	client  discoveryclient.EndpointSlicesGetter
 	changed func(Key)
 
 	mu      sync.Mutex
-	ctx     context.Context // of run; nil before and after
+	ctx     context.Context // the context of run; nil before and after
 	running sync.WaitGroup
 	of      map[Key]*origin
 }
@@ -43,7 +44,7 @@ func newSources(config *rest.Config, changed func(Key)) (*sources, error) {
 	return &sources{client: client, changed: changed, of: make(map[Key]*origin)}, nil
 }
 
-// run lets sources work until ctx is done, and returns when all watches have ended.
+// run allows watches until ctx is done, and returns when all have ended.
 func (s *sources) run(ctx context.Context) {
 	s.mu.Lock()
 	s.ctx = ctx
@@ -55,10 +56,10 @@ func (s *sources) run(ctx context.Context) {
 	s.running.Wait()
 }
 
-// exportsMost is how many Services of one namespace are watched. Each watch takes some 80 KB.
+// exportsMost bounds the watched Services of one namespace. Each watch takes some 80 KB.
 const exportsMost = 512
 
-// room reports whether a Service is watched, or could be.
+// room reports whether a Service is watched or could be.
 func (s *sources) room(key Key) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -74,8 +75,8 @@ func (s *sources) room(key Key) bool {
 	return n < exportsMost
 }
 
-// slices returns the EndpointSlices of a Service, which are not to be changed. wait is true until they are
-// known; then changed is called.
+// slices returns the EndpointSlices of a Service, which must not be changed. wait is true until
+// they are known; then changed is called.
 func (s *sources) slices(key Key) (all []*discoveryv1.EndpointSlice, wait bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -95,8 +96,8 @@ func (s *sources) slices(key Key) (all []*discoveryv1.EndpointSlice, wait bool) 
 	return all, false
 }
 
-// exists asks the API server whether there is an EndpointSlice of this name, service and manager. It is true while
-// nobody knows.
+// exists asks the API server for the EndpointSlice of this name. It returns false only if there is
+// one with another service or manager.
 func (s *sources) exists(ctx context.Context, want *discoveryv1.EndpointSlice) bool {
 	list, err := s.client.EndpointSlices(want.Namespace).List(ctx, metav1.ListOptions{FieldSelector: "metadata.name=" + want.Name})
 	return err != nil || len(list.Items) == 0 || list.Items[0].Labels[LabelService] == want.Labels[LabelService] &&
@@ -113,7 +114,7 @@ func (s *sources) forget(key Key) {
 	}
 }
 
-// start begins to watch. s.mu is held.
+// start begins a watch. The caller holds s.mu.
 func (s *sources) start(key Key) *origin {
 	ctx, cancel := context.WithCancel(s.ctx)
 	api, label := s.client.EndpointSlices(key.Namespace), discoveryv1.LabelServiceName+"="+key.Name
@@ -145,7 +146,7 @@ func (s *sources) start(key Key) *origin {
 	s.running.Go(func() { controller.RunWithContext(ctx) })
 	s.running.Go(func() {
 		if toolscache.WaitForCacheSync(ctx.Done(), controller.HasSynced) {
-			tell() // a Service without endpoints has no event
+			tell() // a Service without endpoints causes no event
 		}
 	})
 	return src
