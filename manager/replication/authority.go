@@ -14,28 +14,28 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// Bounds of what a peer publishes as its authority: it goes into a Secret of ours. A rotation takes two
-// certificates.
+// Bounds of the certificate authority that a peer publishes, because it goes into a Secret of ours.
+// During a rotation there are two certificates.
 const (
 	maxAuthority    = 64 << 10 // octets
 	maxCertificates = 16
 )
 
-// followAuthority writes the certificate authority that the peer publishes into the Secret. It is read
-// over a connection that the authority in the Secret verifies, and taken only if it verifies the same
-// API server: one that is reached through a load balancer may have a certificate of another authority.
-// So a rotation is followed while both authorities are valid. Later the connection fails, and nothing is
-// followed.
+// followAuthority copies the certificate authority that the peer publishes into the identity
+// Secret. It reads it over a connection that the present authority verifies. It adopts the new
+// authority only if that verifies the same API server, because an API server behind a load balancer
+// may have a certificate of another authority. So it can follow a rotation while both authorities
+// are valid, but not later.
 func (w *worker) followAuthority(ctx context.Context) {
 	if now := time.Now(); w.link.ca == "" || w.link.user == "" || now.Before(w.authority) {
-		return // known by the system's authorities, or from a Secret of Liqo's
+		return // the system's authorities verify it, or the Secret is Liqo's
 	}
 	w.authority = time.Now().Add(w.r.pace.authority)
 	ctx, cancel := context.WithTimeout(ctx, 2*w.r.pace.request)
 	defer cancel()
 	published, err := w.link.publishedAuthority(ctx)
 	if err != nil {
-		w.log.Debug("read the peer's certificate authority", "error", err) // a Liqo, or one that does not allow it
+		w.log.Debug("read the peer's certificate authority", "error", err) // the peer is a Liqo, or does not permit this
 		return
 	}
 	if err := w.adopt(ctx, published); err != nil {
@@ -65,7 +65,7 @@ func (w *worker) adopt(ctx context.Context, published string) error {
 	}
 	config, err := clientcmd.Load(w.secret.Data[isthmus.SecretKubeconfig])
 	if err != nil || config.Contexts[config.CurrentContext] == nil || config.Clusters[config.Contexts[config.CurrentContext].Cluster] == nil {
-		return errors.New("the Secret is no kubeconfig") // it was when the link was made
+		return errors.New("the Secret is no kubeconfig") // it was one when the link was made
 	}
 	config.Clusters[config.Contexts[config.CurrentContext].Cluster].CertificateAuthorityData = []byte(published)
 	kubeconfig, err := clientcmd.Write(*config)
@@ -73,14 +73,14 @@ func (w *worker) adopt(ctx context.Context, published string) error {
 		return err
 	}
 	if err := w.replaceKubeconfig(ctx, kubeconfig); err != nil {
-		w.authority = time.Now().Add(w.r.pace.renew) // the Secret may have changed meanwhile
+		w.authority = time.Now().Add(w.r.pace.renew) // the Secret may have changed meanwhile, so try again soon
 		return err
 	}
 	w.log.Info("adopted the peer's new certificate authority", "certificates", len(want))
 	return nil
 }
 
-// certificates returns the certificates of a PEM text, sorted and each once.
+// certificates returns the certificates in a PEM text, sorted and without duplicates.
 func certificates(text string) (all []string, err error) {
 	if len(text) > maxAuthority {
 		return nil, fmt.Errorf("%d octets; want at most %d", len(text), maxAuthority)

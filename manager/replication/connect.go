@@ -14,7 +14,7 @@ import (
 
 func (w *worker) secretFeed() feed {
 	secrets := w.r.secrets.Secrets(w.peer.LocalNamespace)
-	only := "metadata.name=" + w.peer.IdentitySecret // RBAC knows it by this as a request for one object
+	only := "metadata.name=" + w.peer.IdentitySecret // RBAC treats this as a request for one object
 	return feed{
 		list: func(ctx context.Context, o metav1.ListOptions) ([]client.Object, metav1.ListInterface, error) {
 			o.FieldSelector = only
@@ -35,8 +35,8 @@ func (w *worker) secretFeed() feed {
 	}
 }
 
-// connect makes a link and follows the copies over it, after a delay, with pauses of the given
-// series of failures. What is known about the copies stays, unless it is from another API server.
+// connect makes a link and, after delay, follows the copies over it. pause counts failures across
+// links. The known copies stay, unless they are from another API server.
 func (w *worker) connect(ctx context.Context, id identity, delay time.Duration, pause *backoff) error {
 	next, err := newLink(&w.r.pool, id, w.peer.RemoteNamespace)
 	if err != nil {
@@ -76,7 +76,7 @@ func (w *worker) connect(ctx context.Context, id identity, delay time.Duration, 
 	return nil
 }
 
-// disconnect ends the link, if there is one.
+// disconnect closes the link, if there is one.
 func (w *worker) disconnect() {
 	if w.link == nil {
 		return
@@ -85,7 +85,7 @@ func (w *worker) disconnect() {
 	w.link, w.unlink, w.remote, w.up, w.retry = nil, nil, nil, false, time.Time{}
 }
 
-// takeRemote notes what the peer's API server said.
+// takeRemote applies a change from the peer's API server.
 func (w *worker) takeRemote(c change) {
 	switch {
 	case c.err != nil:
@@ -107,7 +107,7 @@ func (w *worker) takeRemote(c change) {
 	}
 }
 
-// A remoteError came from the peer's API server, or from the way there.
+// A remoteError is an error of the peer's API server or of the connection to it.
 type remoteError struct{ err error }
 
 func (e *remoteError) Error() string { return e.err.Error() }

@@ -13,47 +13,47 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// pace has the intervals and bounds of workers.
+// pace has the intervals and limits of workers.
 type pace struct {
-	request  time.Duration // bound of one request other than a watch
-	watch    time.Duration // how long one watch lasts at most, if the server does not end it before
-	ask      time.Duration // how often it is asked meanwhile whether it still takes our identity; 0: never
-	settled  time.Duration // a watch that lasted so long ends a series of failures
-	min, max time.Duration // pause after the first failure in a series, and after any
-	renew    time.Duration // least time between two attempts to renew a token
-	// authority is how often the certificate authority is read that the peer publishes.
+	request  time.Duration // timeout of a request other than a watch
+	watch    time.Duration // maximum duration of a watch; the server may end it earlier
+	ask      time.Duration // interval of the checks during a watch that the server still accepts our identity; 0: never
+	settled  time.Duration // a watch of this duration ends a series of failures
+	min, max time.Duration // pause after the first failure in a series, and maximum pause
+	renew    time.Duration // minimum time between two attempts to renew a token
+	// authority is the interval of reads of the certificate authority that the peer publishes.
 	authority time.Duration
 
-	// turns bounds the requests of all workers that wait for an answer together, where they go to one
-	// API server; nil: nothing does.
+	// turns limits how many requests of all workers to one API server wait for an answer at the
+	// same time; nil: unlimited.
 	turns chan struct{}
 }
 
-// usual is the pace outside of tests. A watch lasts as long as the server lets it, mostly half an hour
-// to an hour. An API server does not end the watches of an identity that it no longer accepts, and
-// one that is gone without a word ends nothing either: one small request a minute notices both, at a
-// tenth of what a new watch costs both sides.
+// usual is the pace outside of tests. A watch lasts as long as the server permits, usually between
+// half an hour and an hour. An API server does not end the watches of an identity that it no longer
+// accepts, and a server that vanishes ends nothing either. One small request a minute notices both,
+// and costs both sides a tenth of a new watch.
 var usual = pace{
 	request: 10 * time.Second, watch: 2 * time.Hour, ask: 45 * time.Second, settled: 10 * time.Second,
 	min: 500 * time.Millisecond, max: 30 * time.Second, renew: 10 * time.Second, authority: time.Hour,
 }
 
-// ownTurns is how many of all workers ask our own API server at a time. It has a queue for each client,
-// mostly of some hundred requests, and refuses what does not find room in it (429): a manager that
-// starts among a thousand peers lists and watches as many Secrets.
+// ownTurns limits the concurrent requests of all workers to our own API server. It queues some
+// hundred requests for each client, and rejects more with 429. A manager that starts with a
+// thousand peers lists and watches a thousand Secrets.
 const ownTurns = 16
 
-// own is the pace of all workers together at our own API server, whose right to say who we are nobody
-// doubts.
+// own returns the pace at our own API server, which all workers share. There our identity needs no
+// checks.
 func (p pace) own() pace {
 	p.ask = 0
 	p.turns = make(chan struct{}, ownTurns)
 	return p
 }
 
-// turn waits until one more request may be sent, and returns what to call when it was answered. One
-// without an answer holds up the others for no longer than a request may take. It fails when ctx ends
-// first.
+// turn waits until one more request may be sent. The caller calls answered when it has the answer;
+// a request that times out blocks the others for no longer than its timeout. turn fails when ctx
+// ends first.
 func (p pace) turn(ctx context.Context) (answered func(), err error) {
 	if p.turns == nil {
 		return func() {}, nil
@@ -68,14 +68,14 @@ func (p pace) turn(ctx context.Context) (answered func(), err error) {
 	}
 }
 
-// backoff counts the failures of a series. The zero value has seen none.
+// backoff counts the failures of a series. The zero value has counted none.
 type backoff struct{ failures int }
 
-// next returns the pause after one more failure: twice the last one, at most max, and at random up
-// to half of it less, so that many workers do not come back together.
+// next returns the pause after one more failure: twice the previous one, at most max, minus a
+// random part of up to a half, so that many workers do not return at the same time.
 func (b *backoff) next(p pace) time.Duration {
 	d := p.max
-	if b.failures < 20 { // 2^20 times anything is more than max
+	if b.failures < 20 { // min<<20 is more than any max
 		d = min(p.max, p.min<<b.failures)
 		b.failures++
 	}
@@ -84,28 +84,28 @@ func (b *backoff) next(p pace) time.Duration {
 
 func (b *backoff) reset() { b.failures = 0 }
 
-// A change is what follow found: an error, or all objects that there are, or one that changed.
+// A change is one result of follow: an error, the complete list of objects, or one changed object.
 type change struct {
 	err    error
 	full   bool
-	all    []client.Object // with full
-	more   bool            // with full: there are more objects than these
-	object client.Object   // without full
+	all    []client.Object // only if full
+	more   bool            // only if full: the list was cut off
+	object client.Object   // only if not full
 	gone   bool            // object was deleted
 }
 
-// A feed lists and watches some objects of an API server.
+// A feed lists and watches objects of an API server.
 type feed struct {
 	list  func(ctx context.Context, o metav1.ListOptions) (all []client.Object, meta metav1.ListInterface, err error)
 	watch func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error)
 }
 
-// maxListed bounds the objects of a feed that follow looks at. Where all is well there is one.
+// maxListed bounds the objects of a feed that follow reads. Normally there is one.
 const maxListed = 64
 
-// follow tells emit what a feed has and how that changes, until ctx is done. It lists, watches from
-// there on, and lists again after anything that may have lost an event. While it runs, b belongs to
-// it.
+// follow passes the objects of a feed and their changes to emit, until ctx is done. It lists,
+// watches from that version on, and lists again whenever it may have missed an event. While it
+// runs, only follow may use b.
 func (p pace) follow(ctx context.Context, f feed, b *backoff, emit func(change)) {
 	for ctx.Err() == nil {
 		c, version := p.list(ctx, f)
@@ -139,8 +139,8 @@ func (p pace) list(ctx context.Context, f feed) (c change, version string) {
 	return change{full: true, all: all, more: meta.GetContinue() != ""}, meta.GetResourceVersion()
 }
 
-// watchOnce watches from version on and moves it along. It reports whether the next watch can begin
-// there at once, because this one ended in good order and not suspiciously soon.
+// watchOnce watches from version on and advances it. It reports whether another watch may follow at
+// once, because this one ended without an error and not too soon.
 func (p pace) watchOnce(ctx context.Context, f feed, version *string, b *backoff, emit func(change)) bool {
 	answered, err := p.turn(ctx)
 	if err != nil {
@@ -148,7 +148,7 @@ func (p pace) watchOnce(ctx context.Context, f feed, version *string, b *backoff
 	}
 	var asking sync.WaitGroup
 	defer asking.Wait()
-	ctx, cancel := context.WithTimeout(ctx, p.watch) // in case the server does not end it
+	ctx, cancel := context.WithTimeout(ctx, p.watch) // in case the server never ends it
 	defer cancel()
 	began := time.Now()
 	defer func() {
@@ -188,7 +188,7 @@ func (p pace) watchOnce(ctx context.Context, f feed, version *string, b *backoff
 				emit(change{err: err})
 			}
 			return false
-		case !ok: // nothing that a server of ours would send
+		case !ok: // no API server should send that
 			emit(change{err: errors.New("the watch sent something that is no object")})
 			return false
 		case e.Type != watch.Bookmark:
@@ -198,7 +198,8 @@ func (p pace) watchOnce(ctx context.Context, f feed, version *string, b *backoff
 	}
 }
 
-// keepAsking lists once in a while, out of the server's memory, until that fails or ctx is done.
+// keepAsking sends a list request from the server's cache regularly, until one fails or ctx is
+// done.
 func (p pace) keepAsking(ctx context.Context, f feed, refused chan<- error) {
 	for {
 		select {

@@ -20,18 +20,18 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// An endpoint is an API server and the TLS identity for it. Peers with the same endpoint share
+// An endpoint is an API server and our TLS configuration for it. Peers with the same endpoint share
 // connections.
 type endpoint struct {
-	server     string // https URL, without a slash at the end
-	serverName string // that its certificate has to be for; empty: the host of server
-	proxy      string // URL; empty: as the environment says
-	ca         string // PEM; empty: the system's
-	cert, key  string // PEM; both empty: a token is used
+	server     string // name that its certificate must have; empty: the host of server
+	serverName string // URL; empty: from the environment
+	proxy      string // PEM; empty: the system's authorities
+	ca         string // PEM; both empty: authentication by token
+	cert, key  string // cluster ID of the peer that the tunnel leads to; empty: no tunnel
 	inBand     string // cluster ID of the peer whose tunnel leads there; empty: none
 }
 
-// String is how messages call the API server.
+// String returns the API server's name in messages.
 func (e endpoint) String() string {
 	if e.inBand != "" {
 		return "the peer's API server, through the tunnel,"
@@ -39,11 +39,11 @@ func (e endpoint) String() string {
 	return e.server
 }
 
-// An identity is all that it takes to speak to the peer's API server.
+// An identity has everything that is needed to access the peer's API server.
 type identity struct {
 	endpoint
 	token string
-	user  string // of the kubeconfig, to which token belongs
+	user  string // user of the kubeconfig that token belongs to
 }
 
 // Keys of Liqo's identity Secret.
@@ -55,9 +55,8 @@ const (
 	liqoProxy  = "proxyURL"
 )
 
-// identityFrom reads an identity Secret: a kubeconfig or Liqo's certificate. The Secret is data:
-// identityFrom refuses whatever would make us run a program or read a file. The error names the key
-// or field of the Secret.
+// identityFrom parses an identity Secret: a kubeconfig or Liqo's certificate. It rejects fields
+// that would make us run a program or read a file. The error names the key or field of the Secret.
 func identityFrom(s *corev1.Secret) (id identity, err error) {
 	switch {
 	case len(s.Data[isthmus.SecretKubeconfig]) > 0:
@@ -81,20 +80,21 @@ func identityFrom(s *corev1.Secret) (id identity, err error) {
 	return id, nil
 }
 
-// errInBand and errOutOfBand are for an identity that does not go with spec.inBand.
+// errInBand and errOutOfBand mean that an identity does not fit spec.inBand.
 var (
 	errInBand    = errors.New("is a Liqo's, and spec.inBand is for two clusters with Isthmus: remove it from the Peering")
 	errOutOfBand = errors.New("is for the way through the tunnel, and the Peering does not have spec.inBand")
 )
 
-// through says by which way the API server is to be reached.
+// through checks that the identity fits spec.inBand of the Peering. In band, it directs the
+// identity through the tunnel.
 func (id *identity) through(p Target) error {
 	switch {
 	case p.InBand && id.user == "":
 		return errInBand
 	case p.InBand:
 		id.inBand, id.proxy = p.ID, ""
-	case id.server == isthmus.InBandServer: // here that would be our own
+	case id.server == isthmus.InBandServer: // would be our own API server
 		return errOutOfBand
 	}
 	return nil
@@ -104,7 +104,7 @@ func (id *identity) through(p Target) error {
 func fromKubeconfig(b []byte) (identity, error) {
 	config, err := clientcmd.Load(b)
 	if err != nil {
-		return identity{}, errors.New("not a kubeconfig") // the parser's words may quote keys
+		return identity{}, errors.New("not a kubeconfig") // the parser's error may quote keys
 	}
 	context := config.Contexts[config.CurrentContext]
 	if context == nil {
@@ -150,7 +150,7 @@ func refused(user, field, why string) error {
 	return fmt.Errorf("user %q: %s: refused: %s", user, field, why)
 }
 
-// complete checks an identity and brings it into the one form in which equal ones are equal.
+// complete validates an identity and normalises it, so that equal identities compare equal.
 func (id *identity) complete() error {
 	u, err := url.Parse(id.server)
 	switch {
@@ -172,7 +172,7 @@ func (id *identity) complete() error {
 	return err
 }
 
-// tlsConfig quotes no keys or certificates in errors.
+// tlsConfig returns the TLS configuration. Its errors quote no keys or certificates.
 func (e endpoint) tlsConfig() (*tls.Config, error) {
 	c := &tls.Config{MinVersion: tls.VersionTLS12, ServerName: e.serverName}
 	if e.ca != "" {
@@ -190,7 +190,7 @@ func (e endpoint) tlsConfig() (*tls.Config, error) {
 	return c, nil
 }
 
-// life is what token and certificate say; zero where neither says anything.
+// life returns the times in the token and the certificate; zero if neither has any.
 func (id identity) life() (l Life) {
 	if t, ok := readToken(id.token); ok {
 		l = Life{t.expires, t.renewal()}
@@ -202,7 +202,7 @@ func (id identity) life() (l Life) {
 	return l
 }
 
-// withToken returns the kubeconfig with another token of the user.
+// withToken returns the kubeconfig with another token for the user.
 func withToken(kubeconfig []byte, user, token string) ([]byte, error) {
 	config, err := clientcmd.Load(kubeconfig)
 	if err != nil {
@@ -214,16 +214,16 @@ func withToken(kubeconfig []byte, user, token string) ([]byte, error) {
 	return clientcmd.Write(*config)
 }
 
-// A serviceToken is what the token of a ServiceAccount says about itself. Nobody here verifies it:
-// it only says when to ask for a new one, and for what.
+// A serviceToken has the claims of a ServiceAccount token. Nothing here verifies them: they only
+// decide when to request a new token, and for which account.
 type serviceToken struct {
 	issued, expires    time.Time
 	namespace, account string
 	audiences          []string
-	secret, secretUID  string // to which it is bound, if to any: it ends with this Secret
+	secret, secretUID  string // Secret that it is bound to, if any: it expires with that
 }
 
-// readToken returns what a token says; false unless it is that of a ServiceAccount and expires.
+// readToken parses a token; false unless it belongs to a ServiceAccount and expires.
 func readToken(token string) (serviceToken, bool) {
 	parts := strings.Split(token, ".")
 	if len(parts) != 3 {
@@ -261,14 +261,14 @@ func readToken(token string) (serviceToken, bool) {
 		namespace: k.Namespace, account: k.Account.Name, secret: k.Secret.Name, secretUID: k.Secret.UID,
 	}
 	var one string
-	if json.Unmarshal(claims.Audience, &one) == nil && one != "" { // RFC 7519, 4.1.3: a string or several
+	if json.Unmarshal(claims.Audience, &one) == nil && one != "" { // RFC 7519, 4.1.3: one string or a list
 		t.audiences = []string{one}
 	} else {
-		_ = json.Unmarshal(claims.Audience, &t.audiences) // none: the API server's own
+		_ = json.Unmarshal(claims.Audience, &t.audiences) // absent: the API server itself
 	}
 	return t, true
 }
 
-// renewal is the time at which a tenth of the token's life is over. A cluster that is switched off
-// then has nine tenths of it left, whatever the API server grants.
+// renewal returns the time when a tenth of the token's life is over. A cluster that is switched off
+// then has nine tenths left to return, for any life that the API server grants.
 func (t serviceToken) renewal() time.Time { return t.issued.Add(t.expires.Sub(t.issued) / 10) }

@@ -26,25 +26,25 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// maxAnswer bounds the octets of one answer of a peer's API server, after decompression; a watch
-// that reaches it begins again. An object that etcd accepts is below 1.5 MiB, and one that we made
-// far below.
+// maxAnswer bounds one response of a peer's API server, in octets after decompression. A watch that
+// reaches it is restarted. etcd accepts objects below 1.5 MiB, and those that we write are far
+// smaller.
 const maxAnswer = 4 << 20
 
 var errAnswerTooLong = fmt.Errorf("sent more than %d MiB at once", maxAnswer>>20)
 
-// A link is a client of a peer's API server that knows NetworkConfigs and PeerServices in one namespace,
-// and can ask for a token and for the certificate authority.
+// A link is a client of a peer's API server. It accesses NetworkConfigs and PeerServices in one
+// namespace, and can request a token and read the certificate authority.
 type link struct {
 	identity
 	namespace    string
 	configs      rest.Interface // of net.liqo.io/v1alpha1
-	peerServices rest.Interface // of isthmus.net/v1alpha1; a Liqo has none
+	peerServices rest.Interface // of isthmus.net/v1alpha1; absent at a Liqo
 	core         rest.Interface // of v1
 	pool         *pool
 }
 
-// newLink returns a link, which sends nothing before its first use. The caller closes it.
+// newLink returns a link. It sends nothing before its first use. The caller must close it.
 func newLink(p *pool, id identity, namespace string) (*link, error) {
 	transport, err := p.get(id.endpoint)
 	if err != nil {
@@ -53,8 +53,8 @@ func newLink(p *pool, id identity, namespace string) (*link, error) {
 	l := &link{identity: id, namespace: namespace, pool: p}
 	client := &http.Client{
 		Transport: guarded{next: transport, token: id.token, limit: maxAnswer},
-		// Following a redirect would send our token, or requests from inside our network, wherever
-		// the peer likes.
+		// A redirect would let the peer direct our token, or requests from inside our network, to
+		// any server.
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 	}
 	large := *client
@@ -72,12 +72,12 @@ func newLink(p *pool, id identity, namespace string) (*link, error) {
 
 func (l *link) close() { l.pool.put(l.endpoint) }
 
-// codecs and parameters are for all kinds that travel over a link.
+// codecs and parameters are for all kinds that a link accesses.
 var codecs, parameters = func() (serializer.CodecFactory, runtime.ParameterCodec) {
 	s := runtime.NewScheme()
 	for _, add := range []func(*runtime.Scheme) error{v1alpha1.AddToScheme, isthmus.AddToScheme, authv1.AddToScheme} {
 		if err := add(s); err != nil {
-			panic(err) // of two kinds of the same name
+			panic(err) // two kinds have the same name
 		}
 	}
 	metav1.AddToGroupVersion(s, schema.GroupVersion{Version: "v1"})
@@ -95,13 +95,12 @@ func restClient(server string, gv schema.GroupVersion, c *http.Client) (rest.Int
 	}, c)
 }
 
-// request prepares a request for the NetworkConfigs. The client does not repeat it: the worker
-// knows better when.
+// request prepares a request for the NetworkConfigs. The client does not retry; the worker does.
 func (l *link) request(verb string) *rest.Request {
 	return l.configs.Verb(verb).Namespace(l.namespace).Resource("networkconfigs").MaxRetries(0)
 }
 
-// feed has the NetworkConfigs that the cluster with the ID origin replicated for the peer.
+// feed returns the NetworkConfigs that the cluster origin replicated to the peer.
 func (l *link) feed(origin, peer string) feed {
 	labels := v1alpha1.LabelOriginID + "=" + origin + "," + v1alpha1.LabelRemoteID + "=" + peer + "," + v1alpha1.LabelReplicated + "=true"
 	return feed{
@@ -146,8 +145,8 @@ func (l *link) delete(ctx context.Context, name string, uid types.UID) error {
 // tokenLife is the requested life of a new token. Some API servers shorten it.
 const tokenLife = 90 * 24 * time.Hour
 
-// publishedAuthority returns the certificates by which the peer's API server wants to be known, in
-// PEM: every namespace of Kubernetes has them in this ConfigMap.
+// publishedAuthority returns the certificate authority that the peer's API server publishes, in
+// PEM. Kubernetes writes it into a ConfigMap in every namespace.
 func (l *link) publishedAuthority(ctx context.Context) (string, error) {
 	b, err := l.core.Get().Namespace(l.namespace).Resource("configmaps").Name(isthmus.ConfigMapRootCA).MaxRetries(0).DoRaw(ctx)
 	if err != nil {
@@ -162,7 +161,7 @@ func (l *link) publishedAuthority(ctx context.Context) (string, error) {
 	return published.Data["ca.crt"], nil
 }
 
-// newToken asks for a token of the same account, for the same audience, bound to the same Secret.
+// newToken requests a token for the same account and audience, bound to the same Secret.
 func (l *link) newToken(ctx context.Context, old serviceToken) (string, error) {
 	seconds := int64(tokenLife / time.Second)
 	ask := &authv1.TokenRequest{Spec: authv1.TokenRequestSpec{Audiences: old.audiences, ExpirationSeconds: &seconds}}
@@ -177,7 +176,7 @@ func (l *link) newToken(ctx context.Context, old serviceToken) (string, error) {
 	return answer.Status.Token, err
 }
 
-// guarded adds the token to each request and bounds each answer.
+// guarded adds the token to each request and bounds each response.
 type guarded struct {
 	next  http.RoundTripper
 	token string
@@ -197,7 +196,7 @@ func (g guarded) RoundTrip(req *http.Request) (*http.Response, error) {
 	return resp, nil
 }
 
-// bounded is a body of at most left octets; reading more is an error.
+// bounded is a body of at most left octets; reading more fails.
 type bounded struct {
 	io.ReadCloser
 	left int
@@ -212,8 +211,8 @@ func (b *bounded) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// A pool shares connections among links to the same endpoint and closes them with the last one. The
-// zero value is empty.
+// A pool shares connections between the links to an endpoint, and closes them when the last link
+// closes. The zero value is empty. Its methods may be called concurrently.
 type pool struct {
 	inBand func(ctx context.Context, peer string) (net.Conn, error) // Options.InBand
 
@@ -230,9 +229,8 @@ type users struct {
 	conns map[net.Conn]struct{}
 }
 
-// dial keeps track of the connection until it is closed: the transport does not close one on which
-// a request was just given up, and an identity that is no longer ours must not live on in a
-// connection.
+// dial tracks the connection until it is closed. The transport does not close a connection right
+// after a cancelled request, and no connection may outlive its identity.
 func (u *users) dial(ctx context.Context, network, address string) (net.Conn, error) {
 	c, err := u.connect(ctx, network, address)
 	if err != nil {
@@ -240,7 +238,7 @@ func (u *users) dial(ctx context.Context, network, address string) (net.Conn, er
 	}
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	if u.conns == nil { // closed meanwhile
+	if u.conns == nil { // the last link was closed meanwhile
 		c.Close()
 		return nil, net.ErrClosed
 	}
@@ -306,8 +304,7 @@ func (p *pool) get(e endpoint) (http.RoundTripper, error) {
 		Proxy: proxy, TLSClientConfig: config, ForceAttemptHTTP2: true, DialContext: u.dial,
 		TLSHandshakeTimeout: 10 * time.Second, ResponseHeaderTimeout: 10 * time.Second, IdleConnTimeout: 90 * time.Second,
 		MaxIdleConnsPerHost: 2, MaxResponseHeaderBytes: 64 << 10,
-		// These pings notice a peer that froze or whose packets vanish, although a watch expects
-		// nothing.
+		// Pings notice a peer that froze, or whose packets are lost. A watch would wait forever.
 		HTTP2: &http.HTTP2Config{SendPingTimeout: 15 * time.Second, PingTimeout: 10 * time.Second},
 	}
 	p.users[e] = u

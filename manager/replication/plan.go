@@ -21,24 +21,24 @@ type step uint8
 const (
 	hold    step = iota // set our finalizer on the original, before there is a copy
 	create              // the copy
-	update              // the copy, whoever changed it
-	answer              // take the copy's status over into the original
+	update              // the copy, if anything in it differs
+	answer              // copy the copy's status into the original
 	remove              // a copy
-	release             // ask whether the copy is really gone, then drop our finalizer
+	release             // check that the copy is gone, then remove our finalizer
 )
 
 func (s step) String() string {
 	return [...]string{"hold", "create", "update", "answer", "remove", "release"}[s]
 }
 
-// An action is a step and the copy that it is about, by name.
+// An action is a step and the name of its copy.
 type action struct {
 	step step
 	name string
 }
 
-// replicated reports whether the original shall have a copy at the peer. An object that says
-// otherwise, or that is addressed to another cluster, is none of our business.
+// replicated reports whether the original should have a copy at the peer. We ignore objects without
+// the label, and those for another cluster.
 func replicated(original *v1alpha1.NetworkConfig, peer string) bool {
 	return original != nil && original.DeletionTimestamp.IsZero() &&
 		original.Labels[v1alpha1.LabelReplication] == "true" && original.Labels[v1alpha1.LabelRemoteID] == peer
@@ -49,10 +49,11 @@ func leaving(original *v1alpha1.NetworkConfig) bool {
 	return original != nil && !original.DeletionTimestamp.IsZero() && slices.Contains(original.Finalizers, v1alpha1.FinalizerReplicator)
 }
 
-// plan returns what turns the copies into what the original says, and the original's status into
-// the copy's, in this order. Copies of ours without an original are removed. original may be nil.
+// plan returns the actions that make the copies match the original, and then the original's status
+// match the copy's. Copies without an original are removed. original may be nil.
 //
-// In band a copy that is being deleted counts as gone: with it the peer ends the tunnel, and nobody can ask later.
+// In band, a copy that is being deleted counts as gone: the peer closes the tunnel when it is
+// deleted, so nobody could check later.
 func plan(peer Target, original *v1alpha1.NetworkConfig, copies map[string]*v1alpha1.NetworkConfig) (actions []action) {
 	wanted := ""
 	if replicated(original, peer.ID) {
@@ -77,9 +78,9 @@ func plan(peer Target, original *v1alpha1.NetworkConfig, copies map[string]*v1al
 	switch c := copies[wanted]; {
 	case c == nil:
 		actions = append(actions, action{create, wanted})
-	case !c.DeletionTimestamp.IsZero(): // a new one when it is gone
+	case !c.DeletionTimestamp.IsZero(): // recreated when it is gone
 	case stale(c, original):
-		actions = append(actions, action{remove, wanted}) // a new one when it is gone
+		actions = append(actions, action{remove, wanted}) // recreated when it is gone
 	default:
 		if !equality.Semantic.DeepEqual(c.Spec, original.Spec) || c.Labels[v1alpha1.LabelReplication] != "false" {
 			actions = append(actions, action{update, wanted})
@@ -91,23 +92,23 @@ func plan(peer Target, original *v1alpha1.NetworkConfig, copies map[string]*v1al
 	return actions
 }
 
-// stale reports whether the copy has an answer to our former networks that could not be told apart from an
-// answer to the new ones: a Liqo does not record which networks it has answered. Such a copy is replaced,
-// and the status of the new copy answers the new networks.
+// stale reports whether the copy has an answer of a Liqo to our previous networks. A Liqo does not
+// record which networks it has answered, so the answer could pass for one to the new networks. Such
+// a copy is replaced, and the status of the new copy answers the new networks.
 func stale(c, original *v1alpha1.NetworkConfig) bool {
 	return c.Status.Processed && !netconfig.SameNetworks(c, original) && meta.FindStatusCondition(c.Status.Conditions, v1alpha1.ConditionAccepted) == nil
 }
 
-// A view is what a worker knows about its peer when it tells its State.
+// A view has the inputs of the condition Published.
 type view struct {
 	peer     Target
 	server   string // "" without an identity
 	original *v1alpha1.NetworkConfig
 	copies   map[string]*v1alpha1.NetworkConfig
-	listed   bool // copies were seen at this server, if not just now
+	listed   bool // copies were listed at this server, perhaps a while ago
 }
 
-// published says whether the copy equals the original, as far as the worker has seen.
+// published reports whether the copy equals the original, as far as the worker has seen.
 func (v view) published() Condition {
 	where := fmt.Sprintf("NetworkConfig %s in namespace %s at %s", v.peer.Cluster.UniqueName(), v.peer.RemoteNamespace, v.server)
 	no := func(format string, args ...any) Condition {

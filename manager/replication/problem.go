@@ -18,9 +18,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubeerr"
 )
 
-// diagnose says why a request to the peer's API server went wrong: a reason of package
-// apis/isthmus/v1alpha1, and what the server said or did. The text is the same for the same cause,
-// however often we try: it has no ports of ours and no times of day.
+// diagnose explains why a request to the peer's API server failed: with a reason of package
+// apis/isthmus/v1alpha1, and with the server's response or behaviour. The text is the same for
+// every attempt: it has none of our ports and no times.
 func diagnose(err error) (reason, text string) {
 	var status apierrors.APIStatus
 	if !errors.As(err, &status) || !kubeerr.Answered(err) {
@@ -41,8 +41,8 @@ func diagnose(err error) (reason, text string) {
 	}
 }
 
-// message is what a server says. It sorts the faults of an invalid object, because the server lists
-// them in any order.
+// message returns the server's message. It sorts the causes of an invalid object, because the
+// server lists them in random order.
 func message(s metav1.Status) string {
 	if s.Reason != metav1.StatusReasonInvalid || s.Details == nil || len(s.Details.Causes) < 2 {
 		return s.Message
@@ -60,7 +60,7 @@ func missingNamespace(s apierrors.APIStatus) bool {
 	return s.Status().Code == http.StatusNotFound && d != nil && d.Kind == "namespaces"
 }
 
-// cause finds what is stable in an error of the network.
+// cause returns the constant part of a network error.
 func cause(err error) string {
 	if errors.Is(err, errAnswerTooLong) {
 		return errAnswerTooLong.Error()
@@ -80,11 +80,11 @@ func cause(err error) string {
 	return "does not answer: " + quote(err.Error())
 }
 
-// maxQuote bounds in octets what is quoted of an API server, so that what to do about it still fits
-// into the message of a condition.
+// maxQuote bounds quoted text of an API server, in octets, so that the remedy fits into the message
+// of a condition, too.
 const maxQuote = 450
 
-// quote makes a peer's text fit for a message: one line of bounded length.
+// quote makes text of a peer safe for a message: one line of bounded length.
 func quote(s string) string {
 	if len(s) > 4*maxQuote {
 		s = s[:4*maxQuote]
@@ -98,7 +98,7 @@ func quote(s string) string {
 	return s
 }
 
-// remedies say what a person can do.
+// remedies has the remedy for each reason.
 var remedies = map[string]string{
 	isthmus.ReasonUnauthorized:  "the identity was revoked or has expired: run isthmus peer again, or put a new identity into the Secret",
 	isthmus.ReasonForbidden:     "the peer must have our Role for networkconfigs in this namespace (isthmus peer repairs it), and quota for one; retrying",
@@ -107,21 +107,20 @@ var remedies = map[string]string{
 	isthmus.ReasonUnreachable:   "retrying at least every 30 seconds",
 }
 
-// failure is the condition for a failed request to server.
+// failure returns the condition for a failed request to the server.
 func failure(server string, err error) Condition {
 	reason, text := diagnose(err)
 	remedy := remedies[reason]
 	if cert := (*tls.CertificateVerificationError)(nil); errors.As(err, &cert) {
 		remedy = "if its CA has changed, run isthmus peer again with a kubeconfig that has the new CA; otherwise somebody intercepts the connection"
 	}
-	if apierrors.IsAlreadyExists(err) { // and our watch does not show it
+	if apierrors.IsAlreadyExists(err) { // but our watch does not show it
 		remedy = "the existing object is the peer's own: delete it there"
 	}
 	return Condition{metav1.ConditionFalse, reason, fmt.Sprintf("%s %s; %s", server, text, remedy)}
 }
 
-// breaks reports whether a reason is about the identity or the way to the server, not about one
-// request.
+// breaks reports whether a reason concerns the identity or the connection, rather than one request.
 func breaks(reason string) bool {
 	return reason == isthmus.ReasonUnauthorized || reason == isthmus.ReasonUnreachable
 }

@@ -14,12 +14,12 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// A renewal belongs to the identity's token, if that expires.
+// A renewal is the state of renewing the identity's token.
 type renewal struct {
 	token   serviceToken // zero: nothing to renew
-	next    time.Time    // when to look again, by the real clock; zero: now
-	tried   bool         // to renew it
-	refusal string       // why that did not work
+	next    time.Time    // next check, by the real clock; zero: now
+	tried   bool         // a renewal was tried
+	refusal string       // why it failed
 }
 
 func newRenewal(token string) (r renewal) {
@@ -36,9 +36,9 @@ func (r renewal) warning() string {
 	return fmt.Sprintf("; its token expires %s and is not renewed: %s", r.token.expires.Format(time.RFC3339), r.refusal)
 }
 
-// renew asks for a new token when a tenth of the life of this one is over, and writes it into
-// the Secret, from where it comes back like any other change. A refusal changes only the State: the
-// token is good until it expires.
+// renew requests a new token once a tenth of the token's life is over, and writes it into the
+// Secret; from there it arrives like any other change. A failure only changes the State, because
+// the old token stays valid until it expires.
 func (w *worker) renew(ctx context.Context) {
 	n := &w.renewal
 	if n.token.expires.IsZero() {
@@ -53,7 +53,7 @@ func (w *worker) renew(ctx context.Context) {
 		return
 	}
 	n.tried = true
-	// A tenth of what remains: often enough to succeed in time, and never in a hurry.
+	// Retry after a tenth of the remaining life: often enough to succeed in time, without haste.
 	n.next = time.Now().Add(max(w.r.pace.renew, n.token.expires.Sub(now)/10))
 	if err := w.renewToken(ctx); err != nil {
 		n.refusal = cmp.Or(err.Error(), "unknown")
@@ -64,8 +64,8 @@ func (w *worker) renew(ctx context.Context) {
 	n.refusal = ""
 }
 
-// maxToken bounds a token, which goes into a Secret of ours; those of API servers have one or two
-// KiB.
+// maxToken bounds a token, in octets, because it goes into a Secret of ours. Tokens of API servers
+// have one or two KiB.
 const maxToken = 16 << 10
 
 func (w *worker) renewToken(ctx context.Context) error {
@@ -92,7 +92,7 @@ func (w *worker) renewToken(ctx context.Context) error {
 	return w.replaceKubeconfig(ctx, kubeconfig)
 }
 
-// replaceKubeconfig writes the Secret, unless somebody else has written another identity.
+// replaceKubeconfig writes the Secret, unless somebody has changed it meanwhile.
 func (w *worker) replaceKubeconfig(ctx context.Context, kubeconfig []byte) error {
 	patch, err := json.Marshal(map[string]any{
 		"metadata": map[string]string{"resourceVersion": w.secret.ResourceVersion},

@@ -1,19 +1,24 @@
-// Package replication carries our NetworkConfigs to the API servers of the peers and their answers
-// back, as Liqo's crd-replicator does:
+// Package replication replicates our NetworkConfigs to the API servers of the peers, and their
+// answers back, as Liqo's crd-replicator does:
 //
 //	         here                                            at the peer
 //	original UniqueName(peer) ── spec, labels once ──► copy UniqueName(peer)
 //	in LocalNamespace         ◄──────── status ─────── in RemoteNamespace
 //
-// Each peer has a worker of its own, a goroutine that owns all that is known about this peer. Three
-// sources tell it to compare again, and nothing more: the identity Secret (one object, watched by
-// name), the copies at the peer, and the original in the manager's cache. Nothing that happens at
-// one peer can hold up another.
+// Each peer has its own worker, a goroutine that owns all state about this peer. Three sources
+// trigger a new comparison, and carry no other meaning: the identity Secret (one object, watched by
+// name), the copies at the peer, and the original in the manager's cache. One peer cannot delay
+// another.
 //
 //	Secret ──follow──► worker ──► link (client of the peer's API server) ──follow──► worker: plan, do, State
 //
-// A peer is hostile until proven otherwise. The client bounds what the peer's API server sends in
-// size, rate and time, and follows no redirects; the CRD here judges its answer.
+// A peer is hostile until proven otherwise. The client bounds the size, rate and duration of
+// responses of the peer's API server, and follows no redirects. The CRD here validates the peer's
+// answer.
+//
+// The package owns the copies at the peers and the status and a finalizer of our NetworkConfigs.
+// The manager runs the Replicator. Package peerings sets the peers and reads the States, and
+// package services sets the exports.
 package replication
 
 import (
@@ -37,49 +42,48 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// A Target is a peer to replicate to. Two equal Targets are the same work.
+// A Target is a peer to replicate to. Equal Targets need the same work.
 type Target struct {
 	ID              string                   // clusterID of the peer
-	Cluster         v1alpha1.ClusterIdentity // the original has its UniqueName
-	LocalNamespace  string                   // tenant namespace here, with the original and the identity Secret
-	RemoteNamespace string                   // tenant namespace at the peer, for the copy
+	Cluster         v1alpha1.ClusterIdentity // its UniqueName is the name of the original
+	LocalNamespace  string                   // tenant namespace here, of the original and the identity Secret
+	RemoteNamespace string                   // tenant namespace at the peer, of the copy
 	IdentitySecret  string                   // empty: Liqo's crd-replicator replicates for this peer
 	InBand          bool                     // the peer's API server is reached through the tunnel
 }
 
-// A Condition is what State says about one thing. Its message stays the same until something
-// changes.
+// A Condition is one part of a State. Its message stays the same until something changes.
 type Condition struct {
-	Status  metav1.ConditionStatus // empty: nothing to say
+	Status  metav1.ConditionStatus // empty: unknown
 	Reason  string
 	Message string
 }
 
-// State says how the replication to a peer goes. Reasons are those of package
+// State is the progress of the replication to a peer. Reasons are those of package
 // apis/isthmus/v1alpha1.
 type State struct {
-	// Identity: whether the peer's API server takes our identity (ConditionIdentity).
+	// Identity is ConditionIdentity: whether the peer's API server accepts our identity.
 	Identity Condition
 	// Published is ConditionPublished: whether the copy at the peer equals the original. While the
-	// peer does not answer, it keeps its last value, and becomes False if the original has changed
-	// since. While the original is being deleted, its message names what the deletion waits for.
+	// peer does not answer, it keeps its last value, but becomes False if the original has changed
+	// since. While the original is being deleted, its message says why the deletion has to wait.
 	Published Condition
 	// Answered is empty, or False with ReasonInvalid when the API server here refuses the peer's
 	// answer: the original then keeps its last good status.
 	Answered Condition
-	// Life is that of the identity.
+	// Life is the life of the identity.
 	Life Life
 }
 
-// Life is what an identity says of its own end. Zero times are not known, or never.
+// Life has the times in an identity. A zero time is unknown or never.
 type Life struct {
-	Expires time.Time // its token or certificate, whichever is first
-	Renewal time.Time // its token is renewed from then on
+	Expires time.Time // expiry of its token or certificate, whichever is first
+	Renewal time.Time // when its token is renewed
 }
 
-// Options of a Replicator. All are required but Log and Now.
+// Options of a Replicator. ClusterID, Client, Cache and Config are required.
 type Options struct {
-	// ClusterID is our own.
+	// ClusterID is the ID of our own cluster.
 	ClusterID string
 	// Client writes finalizers and statuses of the originals.
 	Client client.Client
@@ -91,39 +95,41 @@ type Options struct {
 	Log    *slog.Logger
 	// Services makes workers export services, see Share.
 	Services bool
-	// Withdraw makes workers delete earlier exports. It requires that Services is not set.
+	// Withdraw makes workers delete earlier exports. It must not be set together with Services.
 	Withdraw bool
-	// InBand connects to the API server of a peer through the tunnel; nil: no tunnel carries connections.
+	// InBand connects to the API server of a peer through the tunnel; nil: the tunnel is never
+	// used.
 	InBand func(ctx context.Context, peer string) (net.Conn, error)
 	// Now is the clock for the age of tokens. Default: time.Now.
 	Now func() time.Time
 }
 
-// A Replicator replicates to any number of peers. Its methods may be called concurrently.
+// A Replicator replicates to any number of peers. Its methods may be called concurrently, except
+// Share.
 type Replicator struct {
 	opts    Options
-	pace    pace // at the peers
-	own     pace // at our own API server, of all workers together
+	pace    pace // at each peer
+	own     pace // at our own API server, for all workers together
 	secrets corev1client.SecretsGetter
 	pool    pool
 	changed chan event.GenericEvent
 
 	mu       sync.Mutex
-	peers    map[string]Target // from Set
+	peers    map[string]Target // as passed to Set
 	workers  map[string]*worker
-	ending   map[string]*worker // the last worker of each ID that was stopped, until it has ended
+	ending   map[string]*worker // the last stopped worker of each ID, while it still runs
 	byHome   map[string]*worker // by LocalNamespace
-	ctx      context.Context    // of Start; nil before and after
+	ctx      context.Context    // the context of Start; nil before and after
 	running  sync.WaitGroup
 	states   map[string]State
-	shares   map[string]map[string]isthmus.PeerServicesSpec // from Share, by ID
+	shares   map[string]map[string]isthmus.PeerServicesSpec // as passed to Share, by cluster ID
 	sharings map[string]Sharing                             // without Behind
-	behind   map[string]time.Time                           // Sharing.Behind
-	news     map[string]struct{}                            // IDs whose State changed and that Changed has not sent yet
+	behind   map[string]time.Time                           // Sharing.Behind by cluster ID
+	news     map[string]struct{}                            // IDs with changes that Changed has not sent yet
 	bell     chan struct{}
 }
 
-// New returns a Replicator without peers. Nothing happens before Start.
+// New returns a Replicator without peers. It does nothing before Start.
 func New(o Options) *Replicator {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
@@ -146,8 +152,8 @@ func (r *Replicator) NeedLeaderElection() bool { return true }
 // Start replicates until ctx is done and returns when all workers have ended. Call it once.
 func (r *Replicator) Start(ctx context.Context) error {
 	config := rest.CopyConfig(r.opts.Config)
-	config.QPS = -1                                  // no limit here: ownTurns limits concurrency, and each worker pauses after a failure
-	config.ContentType = runtime.ContentTypeProtobuf // as all else that reads core kinds; half the work of JSON
+	config.QPS = -1                                  // no limit here: ownTurns limits concurrency, and each worker backs off
+	config.ContentType = runtime.ContentTypeProtobuf // half the work of JSON
 	core, err := corev1client.NewForConfig(config)
 	if err != nil {
 		return fmt.Errorf("client for identity Secrets: %w", err)
@@ -168,8 +174,8 @@ func (r *Replicator) Start(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("watch NetworkConfigs: %w", err)
 	}
-	defer informer.RemoveEventHandler(registration) //nolint:errcheck // of an informer that has ended
-	if !r.opts.Cache.WaitForCacheSync(ctx) {        // an original that is not seen yet would cost the peer its copy
+	defer informer.RemoveEventHandler(registration) //nolint:errcheck // the informer may have ended
+	if !r.opts.Cache.WaitForCacheSync(ctx) {        // a worker would delete the copy of an original that the cache does not have yet
 		return nil
 	}
 
@@ -182,7 +188,7 @@ func (r *Replicator) Start(ctx context.Context) error {
 	r.tell(ctx)
 
 	r.mu.Lock()
-	r.ctx = nil // no more workers
+	r.ctx = nil // start no more workers
 	r.mu.Unlock()
 	r.running.Wait()
 	return nil
@@ -197,10 +203,10 @@ func (r *Replicator) observe(object any) {
 	}
 }
 
-// Set says which peers there are, all of them. It may be called at any time and returns at once. It
-// dismisses the worker of a peer that is gone or has changed; what lies at that peer stays as it
-// is. Peers without an identity Secret are left out. Of several with the same ID or the same local
-// namespace the first one counts.
+// Set sets the list of all peers. It may be called at any time and returns at once. It stops the
+// worker of a peer that is gone or has changed; the objects at that peer stay. It ignores peers
+// without an identity Secret, and all but the first of several with the same ID or the same local
+// namespace.
 func (r *Replicator) Set(peers []Target) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -224,7 +230,8 @@ func (r *Replicator) Set(peers []Target) {
 	r.peers = want
 }
 
-// employ starts the worker of a peer, after the one that had its ID before has ended. r.mu is held.
+// employ starts the worker of a peer, once the previous one with its ID has ended. The caller holds
+// r.mu.
 func (r *Replicator) employ(p Target) {
 	ctx, cancel := context.WithCancel(r.ctx)
 	w := newWorker(r, p, cancel)
@@ -244,7 +251,7 @@ func (r *Replicator) employ(p Target) {
 	})
 }
 
-// dismiss lets the worker of a peer end. r.mu is held.
+// dismiss stops the worker of a peer. The caller holds r.mu.
 func (r *Replicator) dismiss(id string) {
 	delete(r.states, id)
 	delete(r.sharings, id)
@@ -261,8 +268,8 @@ func (r *Replicator) dismiss(id string) {
 	r.ending[id] = w
 }
 
-// State returns how the replication to a peer goes. It returns false before the worker has found
-// out anything, and for peers that Set left out.
+// State returns the progress of the replication to a peer. It returns false until the worker knows
+// something, and for peers that Set ignored.
 func (r *Replicator) State(id string) (State, bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -270,7 +277,7 @@ func (r *Replicator) State(id string) (State, bool) {
 	return s, ok
 }
 
-// Lives are those of the identities that end, by cluster ID.
+// Lives returns the life of each identity that expires, by cluster ID.
 func (r *Replicator) Lives() map[string]Life {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -283,13 +290,13 @@ func (r *Replicator) Lives() map[string]Life {
 	return all
 }
 
-// Changed returns a channel with an event for each peer whose State changed; the name of its object
-// is the cluster ID. Changes that nobody has received yet are one event. There is one channel,
-// never closed.
+// Changed returns a channel with an event for each peer whose State or Sharing changed; the name of
+// its object is the cluster ID. Changes of a peer that nobody has received yet become one event.
+// There is one channel, which is never closed.
 func (r *Replicator) Changed() <-chan event.GenericEvent { return r.changed }
 
-// Enqueue says that a NetworkConfig here changed. The Replicator watches the cache and calls it
-// itself.
+// Enqueue makes a worker compare again, because a NetworkConfig here changed. The Replicator
+// watches the cache and calls it by itself.
 func (r *Replicator) Enqueue(namespace, name string) {
 	r.mu.Lock()
 	w := r.byHome[namespace]
@@ -299,12 +306,11 @@ func (r *Replicator) Enqueue(namespace, name string) {
 	}
 }
 
-// report keeps the state that a worker found, and tells the rest of the manager when it differs
-// from the one before.
+// report stores the state that a worker reports. It triggers Changed if the state is new.
 func (r *Replicator) report(w *worker, s State) (before State, changed bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.workers[w.peer.ID] != w { // let go meanwhile
+	if r.workers[w.peer.ID] != w { // dismissed meanwhile
 		return State{}, false
 	}
 	before, known := r.states[w.peer.ID]
@@ -317,7 +323,7 @@ func (r *Replicator) report(w *worker, s State) (before State, changed bool) {
 	return before, true
 }
 
-// tell feeds Changed until ctx is done. Workers never wait for its reader.
+// tell feeds Changed until ctx is done. Workers never wait for the reader of Changed.
 func (r *Replicator) tell(ctx context.Context) {
 	for {
 		r.mu.Lock()
@@ -339,10 +345,10 @@ func (r *Replicator) tell(ctx context.Context) {
 	}
 }
 
-// ring makes the reader look again; the channel has room for one.
+// ring makes the reader look again. The channel must have room for one value.
 func ring(bell chan<- struct{}) {
 	select {
 	case bell <- struct{}{}:
-	default: // it is going to look anyway
+	default: // the reader will look anyway
 	}
 }

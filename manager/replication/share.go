@@ -19,26 +19,26 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// maxServicesAnswer is maxAnswer for PeerServices: a list has up to 16 of them, with at most 2,500
-// endpoints each.
+// maxServicesAnswer is maxAnswer for PeerServices: a list has up to 16 of them, each with at most
+// 2,500 endpoints.
 const maxServicesAnswer = 16 << 20
 
-// coalesce is how long a sharer waits for further changes before it writes.
+// coalesce is how long a sharer collects changes before it writes.
 const coalesce = 200 * time.Millisecond
 
-// atATime is how many objects a sharer writes at the same time. All peers of an importer together have some ten
-// requests there.
+// atATime is how many objects a sharer writes concurrently. All exporters together get some ten
+// concurrent requests at an importer's API server.
 const atATime = 4
 
-// Sharing says how the export of services to a peer goes.
+// Sharing is the progress of the export of services to a peer.
 type Sharing struct {
-	// Condition is empty while nothing is exported, and nothing of ours lies at the peer.
+	// Condition is empty while nothing is exported and the peer has nothing of ours.
 	Condition Condition
-	// Withdrawn: the peer has no PeerServices of ours, or cannot have any.
+	// Withdrawn is true if the peer has no PeerServices of ours, or cannot have any.
 	Withdrawn bool
-	// Refused are services that the peer does not serve as we export them.
+	// Refused lists services that the peer does not serve as we export them.
 	Refused []isthmus.RefusedService
-	// Behind is since when the peer lacks what it shall have. Zero: it has all.
+	// Behind is since when the peer lacks some of our exports. Zero: it has all.
 	Behind time.Time
 }
 
@@ -46,13 +46,14 @@ func (s Sharing) equal(o Sharing) bool {
 	return s.Condition == o.Condition && s.Withdrawn == o.Withdrawn && slices.Equal(s.Refused, o.Refused)
 }
 
-// Share says which PeerServices a peer shall have, by name. The Replicator keeps want, which the caller
-// does not change any more. Before the first call it leaves alone what the peer has. One goroutine calls it.
+// Share sets the PeerServices that a peer should have, by name. The Replicator keeps want, which
+// must not be changed any more. Until the first call for a peer its PeerServices stay. Only one
+// goroutine may call Share.
 func (r *Replicator) Share(id string, want map[string]isthmus.PeerServicesSpec) {
 	r.mu.Lock()
 	before := r.shares[id]
 	r.mu.Unlock()
-	same := maps.EqualFunc(before, want, isthmus.PeerServicesSpec.Equal) // not while others wait for r.mu
+	same := maps.EqualFunc(before, want, isthmus.PeerServicesSpec.Equal) // compare before taking r.mu, because it takes long
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if !same {
@@ -73,7 +74,7 @@ func (r *Replicator) Sharing(id string) (Sharing, bool) {
 	return s, ok
 }
 
-// lacks notes whether a peer lacks something that it shall have. r.mu is held.
+// lacks records since when a peer lacks some of our exports. The caller holds r.mu.
 func (r *Replicator) lacks(id string, something bool) {
 	switch {
 	case !something:
@@ -83,15 +84,16 @@ func (r *Replicator) lacks(id string, something bool) {
 	}
 }
 
-// A sharer keeps the PeerServices at one peer what Share said, over one link. Its worker goes on meanwhile:
-// services that change all the time hold up no NetworkConfig. With Withdraw it ends as soon as the peer has none.
+// A sharer keeps the PeerServices at one peer equal to those passed to Share, over one link. It
+// runs beside its worker, so that frequent changes of services do not delay NetworkConfigs. With
+// Withdraw it ends once the peer has none.
 type sharer struct {
 	w    *worker
 	link *link
 
 	have   map[string]*isthmus.PeerServices
 	listed bool
-	over   bool // with Withdraw: the peer has none
+	over   bool // with Withdraw: the peer has none left
 	tries  backoff
 	retry  <-chan time.Time
 }
@@ -102,7 +104,7 @@ func (s *sharer) run(ctx context.Context) {
 	go func() {
 		defer close(finished)
 		p := s.w.pace()
-		p.max = 2 * p.max // a peer without the kind is asked all the time
+		p.max = 2 * p.max // a peer without the CRD is asked again and again
 		p.follow(ctx, s.link.servicesFeed(), &backoff{}, deliver(ctx, changes))
 	}()
 	defer func() {
@@ -130,7 +132,7 @@ func (s *sharer) run(ctx context.Context) {
 	}
 }
 
-// take notes what the peer's API server said.
+// take applies a change from the peer's API server.
 func (s *sharer) take(c change) {
 	keep := func(o client.Object) {
 		if p, ok := o.(*isthmus.PeerServices); ok && len(s.have) < maxListed {
@@ -153,7 +155,7 @@ func (s *sharer) take(c change) {
 	}
 }
 
-// fail reports why a request failed. What breaks the link is the worker's concern.
+// fail reports why a request failed. The worker handles errors that break the link.
 func (s *sharer) fail(err error, reading bool) {
 	reason, text := diagnose(err)
 	switch {
@@ -180,7 +182,7 @@ func (s *sharer) wanted() map[string]isthmus.PeerServicesSpec {
 	return s.w.r.shares[s.w.peer.ID]
 }
 
-// sync writes what differs.
+// sync writes the objects that differ.
 func (s *sharer) sync(ctx context.Context) {
 	s.w.r.mu.Lock()
 	want, said := s.w.r.shares[s.w.peer.ID]
@@ -210,7 +212,7 @@ func (s *sharer) sync(ctx context.Context) {
 		}
 		s.report(sharing, false)
 		return
-	case !apierrors.IsConflict(failed) && !apierrors.IsAlreadyExists(failed): // the watch is going to tell
+	case !apierrors.IsConflict(failed) && !apierrors.IsAlreadyExists(failed): // otherwise the watch will bring the present object
 		s.fail(failed, false)
 	}
 	s.retry = time.After(s.tries.next(s.w.r.pace))
@@ -227,7 +229,7 @@ func services(want map[string]isthmus.PeerServicesSpec) string {
 	return fmt.Sprintf("%d exported services", n)
 }
 
-// writeAll writes what differs, several objects at a time: the peer may be far away.
+// writeAll writes the objects that differ, several at a time: the peer may be far away.
 func (s *sharer) writeAll(ctx context.Context, want map[string]isthmus.PeerServicesSpec) (failed error) {
 	type result struct {
 		made *isthmus.PeerServices
@@ -235,7 +237,7 @@ func (s *sharer) writeAll(ctx context.Context, want map[string]isthmus.PeerServi
 	}
 	var differ []string
 	for name, spec := range want {
-		if is := s.have[name]; is == nil || is.DeletionTimestamp.IsZero() && !is.Spec.Equal(spec) { // a deleted one is made again when it is gone
+		if is := s.have[name]; is == nil || is.DeletionTimestamp.IsZero() && !is.Spec.Equal(spec) { // an object being deleted is recreated when it is gone
 			differ = append(differ, name)
 		}
 	}
@@ -259,7 +261,7 @@ func (s *sharer) writeAll(ctx context.Context, want map[string]isthmus.PeerServi
 	return failed
 }
 
-// write creates an object, or changes what the peer has.
+// write creates or updates an object at the peer.
 func (s *sharer) write(ctx context.Context, is *isthmus.PeerServices, name string, spec isthmus.PeerServicesSpec) (*isthmus.PeerServices, error) {
 	ctx, cancel := context.WithTimeout(ctx, s.w.r.pace.request)
 	defer cancel()
@@ -274,7 +276,7 @@ func (s *sharer) write(ctx context.Context, is *isthmus.PeerServices, name strin
 		return s.link.services(http.MethodPut).Name(name).Body(is).Do(ctx).Into(&made)
 	}
 	err := put()
-	if apierrors.IsConflict(err) { // the peer has answered what was there before
+	if apierrors.IsConflict(err) { // the peer has written the status of an older version
 		is = new(isthmus.PeerServices)
 		if err := s.link.services(http.MethodGet).Name(name).Do(ctx).Into(is); err != nil || !is.DeletionTimestamp.IsZero() {
 			return is, err
@@ -295,7 +297,7 @@ func (s *sharer) remove(ctx context.Context, o *isthmus.PeerServices) error {
 	return err
 }
 
-// seen is what the peer has now. A refusal counts if it is about the present content.
+// seen returns the state at the peer. A refusal counts if it is about the present content.
 func (s *sharer) seen() (sharing Sharing) {
 	sharing.Withdrawn = s.listed && len(s.have) == 0
 	for _, name := range slices.Sorted(maps.Keys(s.have)) {
@@ -309,10 +311,10 @@ func (s *sharer) seen() (sharing Sharing) {
 	return sharing
 }
 
-// report keeps what a sharer found, and tells the rest of the manager when it differs from before.
+// report stores the state that a sharer reports. It triggers Changed if the state is new.
 func (s *sharer) report(sharing Sharing, lacks bool) {
 	r, id := s.w.r, s.w.peer.ID
-	if r.opts.Withdraw { // nobody asks
+	if r.opts.Withdraw { // nobody reads it
 		s.over = sharing.Withdrawn
 		return
 	}
@@ -336,7 +338,8 @@ func (l *link) services(verb string) *rest.Request {
 	return l.peerServices.Verb(verb).Namespace(l.namespace).Resource("peerservices").MaxRetries(0)
 }
 
-// servicesFeed has the PeerServices in the tenant namespace at the peer. We alone write them there.
+// servicesFeed returns the PeerServices in the tenant namespace at the peer. Only we write them
+// there.
 func (l *link) servicesFeed() feed {
 	return feed{
 		list: func(ctx context.Context, o metav1.ListOptions) ([]client.Object, metav1.ListInterface, error) {

@@ -23,38 +23,38 @@ import (
 	"github.com/isthmus-net/isthmus/internal/netconfig"
 )
 
-// A worker replicates to one peer. All fields below done belong to run.
+// A worker replicates to one peer. Only run uses the fields below done.
 type worker struct {
 	r      *Replicator
 	peer   Target
-	name   string // of the original and the copy
+	name   string // name of the original and the copy
 	log    *slog.Logger
 	cancel context.CancelFunc
 	wake   chan struct{} // the original changed
-	share  chan struct{} // what to export changed
+	share  chan struct{} // the exports changed
 	done   chan struct{}
 
-	secret *corev1.Secret // nil: none, or not seen yet
+	secret *corev1.Secret // nil: does not exist, or not read yet
 	link   *link          // nil: no usable identity
-	unlink func()         // ends what feeds remote
-	remote chan change    // from the peer; nil without link
-	pause  *backoff       // of the way to the peer; what feeds remote uses it
-	tries  backoff        // of steps that failed
-	retry  time.Time      // of them; zero: none did
+	unlink func()         // stops the sender of remote
+	remote chan change    // changes at the peer; nil without link
+	pause  *backoff       // backoff of the connection; only the sender of remote may use it while it runs
+	tries  backoff        // backoff of failed steps
+	retry  time.Time      // when to retry them; zero: none failed
 
-	copies map[string]*v1alpha1.NetworkConfig // at the peer, that are ours
-	listed bool                               // copies are from this API server, if not from just now
-	up     bool                               // it answered last time
+	copies map[string]*v1alpha1.NetworkConfig // our copies at the peer, by name
+	listed bool                               // copies were listed at this API server, perhaps a while ago
+	up     bool                               // the last request succeeded
 
-	// The last answer that was written into the original, and how the API server here stored it: Liqo's
-	// definition drops the condition.
+	// answer is the last answer written into the original, and stored is the status that our API
+	// server made of it: Liqo's CRD drops the condition.
 	answer, stored v1alpha1.NetworkConfigStatus
 
 	state   State
 	renewal renewal
-	life    Life // of the identity
+	life    Life // life of the identity
 
-	authority time.Time // when to read the peer's authority again, by the real clock; zero: now
+	authority time.Time // when to read the peer's certificate authority again, by the real clock; zero: now
 }
 
 func newWorker(r *Replicator, p Target, cancel context.CancelFunc) *worker {
@@ -64,7 +64,7 @@ func newWorker(r *Replicator, p Target, cancel context.CancelFunc) *worker {
 	}
 }
 
-// run works until ctx is done.
+// run replicates until ctx is done.
 func (w *worker) run(ctx context.Context) {
 	secrets := make(chan change)
 	finished := make(chan struct{})
@@ -77,7 +77,8 @@ func (w *worker) run(ctx context.Context) {
 		<-finished
 	}()
 
-	// A peer that changes its objects without end, or undoes what we do, costs two rounds a second.
+	// A peer that changes its objects all the time, or undoes our changes, causes two rounds a
+	// second.
 	limiter := rate.NewLimiter(2, 10)
 	dirty := false
 	for {
@@ -111,8 +112,8 @@ func (w *worker) run(ctx context.Context) {
 	}
 }
 
-// pace is the replicator's. Through the tunnel the peer is tried more often: a gateway says at once that the tunnel is
-// down, and when it is up again, the peer's answers wait for us.
+// pace returns the pace at the peer. Through the tunnel, pauses are shorter: the gateway reports at
+// once that the tunnel is down, and once it is up again, the peer's answers are waiting.
 func (w *worker) pace() pace {
 	p := w.r.pace
 	if w.peer.InBand {
@@ -121,10 +122,10 @@ func (w *worker) pace() pace {
 	return p
 }
 
-// inBandPause is the longest pause between two attempts through the tunnel.
+// inBandPause is the maximum pause between two attempts through the tunnel.
 const inBandPause = 4 * time.Second
 
-// deliver returns a function that hands updates to the reader of a channel.
+// deliver returns a function that sends changes to a channel until ctx is done.
 func deliver(ctx context.Context, to chan<- change) func(change) {
 	return func(c change) {
 		select {
@@ -134,7 +135,7 @@ func deliver(ctx context.Context, to chan<- change) func(change) {
 	}
 }
 
-// due is the time of the next thing to do that no event announces.
+// due returns the next time when work is due that no event triggers.
 func (w *worker) due() time.Time {
 	at := w.retry
 	if !w.up {
@@ -149,7 +150,7 @@ func (w *worker) due() time.Time {
 }
 
 // takeSecret makes the link for the Secret and reports whether anything changed. While our own API
-// server is away, the last Secret counts.
+// server is unreachable, the last Secret stays in use.
 func (w *worker) takeSecret(ctx context.Context, c change) bool {
 	where := fmt.Sprintf("Secret %s/%s", w.peer.LocalNamespace, w.peer.IdentitySecret)
 	without := func(reason, format string, args ...any) bool {
@@ -160,7 +161,7 @@ func (w *worker) takeSecret(ctx context.Context, c change) bool {
 	}
 	var secret *corev1.Secret
 	switch {
-	case apierrors.IsForbidden(c.err) && w.link == nil: // with one: an API server that has just started may say so too
+	case apierrors.IsForbidden(c.err) && w.link == nil: // with a link, this may be an API server that has just started
 		return without(isthmus.ReasonSecretMissing, "%s: we may not read it: %s; run isthmus peer again", where, quote(c.err.Error()))
 	case c.err != nil:
 		w.log.Warn("cannot watch the peer's identity Secret", "secret", where, "error", c.err)
@@ -188,7 +189,7 @@ func (w *worker) takeSecret(ctx context.Context, c change) bool {
 		return false
 	}
 	w.renewal, w.life, w.authority = newRenewal(id.token), id.life(), time.Time{}
-	w.tries.reset() // whatever failed did so with another identity
+	w.tries.reset() // earlier failures were those of another identity
 	if err := w.connect(ctx, id, 0, &backoff{}); err != nil {
 		return without(isthmus.ReasonSecretInvalid, "%s: %v; run isthmus peer again, which recreates it", where, err)
 	}
@@ -197,20 +198,20 @@ func (w *worker) takeSecret(ctx context.Context, c change) bool {
 
 func (w *worker) keep(o client.Object) {
 	c, ok := o.(*v1alpha1.NetworkConfig)
-	if !ok || c.Name != w.name && len(w.copies) >= maxListed { // orphans beyond that are seen at the next list
+	if !ok || c.Name != w.name && len(w.copies) >= maxListed { // the next list has further orphans
 		return
 	}
 	c.ManagedFields = nil
 	w.copies[c.Name] = c
 }
 
-// accepted notes that the API server accepted our identity.
+// accepted records that the API server accepted our identity.
 func (w *worker) accepted() {
 	w.state.Identity = Condition{metav1.ConditionTrue, isthmus.ReasonIdentityAccepted, w.link.String() + " accepts our identity"}
 }
 
-// blame puts an error of the peer's API server where it belongs: to the identity, or to what we
-// publish.
+// blame assigns an error of the peer's API server to the condition that it concerns: Identity or
+// Published.
 func (w *worker) blame(err error) {
 	c := failure(w.link.String(), err)
 	switch {
@@ -225,11 +226,11 @@ func (w *worker) blame(err error) {
 	}
 }
 
-// sync compares, carries out the plan, and tells the State.
+// sync compares, carries out the plan, and reports the State.
 func (w *worker) sync(ctx context.Context) {
 	w.retry = time.Time{}
 	original, err := w.original(ctx)
-	if err != nil { // of the cache: a kind that is not there, or the end
+	if err != nil { // the cache has no such kind, or ends
 		w.again(ctx, "read the original", err)
 		return
 	}
@@ -242,7 +243,7 @@ func (w *worker) sync(ctx context.Context) {
 	w.tell(original)
 }
 
-// original returns the original as the cache has it, nil if there is none.
+// original returns the original from the cache, or nil.
 func (w *worker) original(ctx context.Context) (*v1alpha1.NetworkConfig, error) {
 	var o v1alpha1.NetworkConfig
 	err := w.r.opts.Cache.Get(ctx, types.NamespacedName{Namespace: w.peer.LocalNamespace, Name: w.name}, &o)
@@ -252,10 +253,10 @@ func (w *worker) original(ctx context.Context) (*v1alpha1.NetworkConfig, error) 
 	return &o, err
 }
 
-// carryOut does what plan says. A failure does not keep it from the other steps, except that it
-// publishes nothing on which it could not set the finalizer.
+// carryOut carries out the plan. It continues after a failed step, but without our finalizer on the
+// original it publishes nothing.
 func (w *worker) carryOut(ctx context.Context, original *v1alpha1.NetworkConfig) {
-	w.state.Published = Condition{} // what failed is tried again now, or is not wanted any more
+	w.state.Published = Condition{} // failed steps are retried now or are obsolete
 	failed := false
 	for _, a := range plan(w.peer, original, w.copies) {
 		err := w.do(ctx, a, original)
@@ -292,8 +293,8 @@ func (w *worker) carryOut(ctx context.Context, original *v1alpha1.NetworkConfig)
 	}
 }
 
-// again asks for another round after a pause, because our own API server did not do what we asked
-// for. It is not worth a log line that somebody else was faster.
+// again requests another round after a pause, because a request to our own API server failed. A
+// conflict is normal and not logged.
 func (w *worker) again(ctx context.Context, what string, err error) {
 	if ctx.Err() == nil && !apierrors.IsConflict(err) {
 		w.log.Warn("cannot replicate to the peer; retrying", "step", what, "error", err)
@@ -301,17 +302,17 @@ func (w *worker) again(ctx context.Context, what string, err error) {
 	w.retry = time.Now().Add(w.tries.next(w.r.pace))
 }
 
-// reconnect makes a new link to the peer, after a pause.
+// reconnect makes a new link to the peer after a pause.
 func (w *worker) reconnect(ctx context.Context) {
 	id := w.link.identity
 	w.disconnect()
 	if err := w.connect(ctx, id, w.pause.next(w.pace()), w.pause); err != nil {
-		w.log.Error("cannot connect to the peer's API server", "error", err) // it worked before
+		w.log.Error("cannot connect to the peer's API server", "error", err) // unexpected, because it worked before
 	}
 }
 
-// do carries out one action and notes its result, so that the next comparison need not wait for an
-// event.
+// do carries out one action and records its result, so that the next comparison need not wait for
+// an event.
 func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkConfig) error {
 	ctx, cancel := context.WithTimeout(ctx, w.r.pace.request)
 	defer cancel()
@@ -336,10 +337,10 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 	case update:
 		c := w.copies[a.name].DeepCopy()
 		c.Spec = *original.Spec.DeepCopy()
-		c.Labels[v1alpha1.LabelReplication] = "false" // the others are those that we found it by
+		c.Labels[v1alpha1.LabelReplication] = "false" // its other labels are right, because we found it by them
 		made, err := w.link.update(ctx, c)
 		switch {
-		case apierrors.IsConflict(err), apierrors.IsNotFound(err): // the watch is going to tell
+		case apierrors.IsConflict(err), apierrors.IsNotFound(err): // the watch will bring the present object
 			w.retry = time.Now().Add(w.tries.next(w.r.pace))
 			return nil
 		case err != nil:
@@ -355,7 +356,7 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 		}
 		base := original.DeepCopy()
 		original.Status = is
-		// The lock, because the answer is to the spec that was read.
+		// The optimistic lock, because the answer is only correct for the spec that was read.
 		err := w.r.opts.Client.Status().Patch(ctx, original, client.MergeFromWithOptions(base, client.MergeFromWithOptimisticLock{}))
 		if err == nil {
 			w.answer, w.stored = is, original.Status
@@ -369,21 +370,21 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 		case apierrors.IsNotFound(err):
 			delete(w.copies, a.name)
 			return nil
-		case apierrors.IsConflict(err): // another object by now
+		case apierrors.IsConflict(err): // somebody has replaced the object
 			w.retry = time.Now().Add(w.tries.next(w.r.pace))
 			return nil
 		case err == nil && w.peer.InBand && leaving(original) && original.Name == a.name:
-			return w.letGo(ctx, original) // with the copy the peer ends the tunnel, and nobody can ask whether it is gone
+			return w.letGo(ctx, original) // the peer closes the tunnel with the copy, so nobody can check later
 		}
 		return remotely(err)
 
 	case release:
-		if w.copies[a.name] != nil { // it is being deleted, see plan
+		if w.copies[a.name] != nil { // it is being deleted; see plan
 			return w.letGo(ctx, original)
 		}
 		found, err := w.link.get(ctx, a.name)
 		if err == nil && found.Labels[v1alpha1.LabelOriginID] == w.r.opts.ClusterID {
-			w.keep(found) // made so recently that the watch has not told yet
+			w.keep(found) // just created; the watch has not reported it yet
 			w.retry = time.Now().Add(w.tries.next(w.r.pace))
 			return nil
 		}
@@ -403,9 +404,9 @@ func (w *worker) letGo(ctx context.Context, original *v1alpha1.NetworkConfig) er
 	return client.IgnoreNotFound(err)
 }
 
-// relabel turns the object in the place of the copy into the copy, after its labels were removed. It
-// leaves an original of the peer alone, and deletes an object that answers other networks. exists is then
-// the reason why there is no copy.
+// relabel restores the labels of the object with the name of the copy, which makes it the copy
+// again. It leaves an original of the peer alone, and deletes an object with an answer to other
+// networks. It returns exists, the error of create, if there is still no copy.
 func (w *worker) relabel(ctx context.Context, want *v1alpha1.NetworkConfig, exists error) (*v1alpha1.NetworkConfig, error) {
 	found, err := w.link.get(ctx, want.Name)
 	if err != nil {
@@ -415,7 +416,7 @@ func (w *worker) relabel(ctx context.Context, want *v1alpha1.NetworkConfig, exis
 	if found.Labels[v1alpha1.LabelReplication] == "true" && !received || !found.DeletionTimestamp.IsZero() {
 		return nil, exists
 	}
-	if stale(found, want) { // it is made anew when it is gone
+	if stale(found, want) { // recreated when it is gone
 		return nil, cmp.Or(w.link.delete(ctx, found.Name, found.UID), exists)
 	}
 	if found.Labels == nil {
@@ -435,7 +436,7 @@ func (w *worker) tell(original *v1alpha1.NetworkConfig) {
 		v.server = w.link.String()
 	}
 	if s.Identity.Status == "" {
-		return // the worker has found out nothing yet
+		return // the worker knows nothing yet
 	}
 	if warning := w.renewal.warning(); warning != "" && s.Identity.Status == metav1.ConditionTrue {
 		s.Identity.Reason = isthmus.ReasonNotRenewed
