@@ -21,22 +21,23 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// maxNetworks is how many networks a NetworkAllocation names at most, and frees at most, by its schema.
+// maxNetworks bounds the networks, and also the freed networks, of a NetworkAllocation; its schema
+// has the same bound.
 const maxNetworks = 32
 
-// An allocation is one NetworkAllocation, as it was read or written last.
+// An allocation is one NetworkAllocation as last read or written.
 type allocation struct {
 	uid     types.UID
 	version string
-	since   int64 // the version that named its networks first, as far as we know
+	since   int64 // the first version with its networks, as far as we know
 	spec    isthmus.NetworkAllocationSpec
-	known   int64    // its revision when we read it first or wrote it last
-	cut     []string // networks that it named, and for which there was no place any more; to be freed
-	pending bool     // we have written it, and nothing is given out by that yet
+	known   int64    // its revision when we first read it or last wrote it
+	cut     []string // networks that it no longer has room for; still to be freed
+	pending bool     // we wrote it, but the write that makes it count has not followed yet
 }
 
-// sinceWith is since when the object is as given now. A node that refuses the networks of an earlier version
-// need not report a later one with the same.
+// sinceWith returns the first version with the networks of now. A node that refuses the networks of
+// that version need not report a later one.
 func (a allocation) sinceWith(now *isthmus.NetworkAllocation) int64 {
 	same := a.uid == now.UID && a.spec.Revision == now.Spec.Revision && slices.Equal(a.spec.Networks, now.Spec.Networks)
 	if !same || a.since > fabric.Version(now.ResourceVersion) {
@@ -45,7 +46,7 @@ func (a allocation) sinceWith(now *isthmus.NetworkAllocation) int64 {
 	return a.since
 }
 
-// readAllocations reads them all.
+// readAllocations reads all NetworkAllocations.
 func (s *Store) readAllocations(ctx context.Context) error {
 	var list isthmus.NetworkAllocationList
 	if err := s.reader.List(ctx, &list); err != nil {
@@ -57,7 +58,7 @@ func (s *Store) readAllocations(ctx context.Context) error {
 	for i := range list.Items {
 		o := &list.Items[i]
 		was := before[o.Name]
-		// A write of ours whose answer was lost is one of our session that we do not know.
+		// An unknown version of our own session is a write of ours whose answer was lost.
 		pending := was.pending && was.version == o.ResourceVersion || was.version != o.ResourceVersion && o.Spec.Session == s.read
 		s.allocations[o.Name] = allocation{o.UID, o.ResourceVersion, was.sinceWith(o), o.Spec, cmp.Or(was.known, o.Spec.Revision), was.cut, pending}
 		s.revision = max(s.revision, fabric.Revision(o.Spec.Revision, now))
@@ -68,7 +69,7 @@ func (s *Store) readAllocations(ctx context.Context) error {
 	return nil
 }
 
-// sameAllocations reports whether they are as they were read or written last.
+// sameAllocations reports whether all NetworkAllocations are as last read or written.
 func (s *Store) sameAllocations(ctx context.Context) (bool, error) {
 	var list isthmus.NetworkAllocationList
 	if err := s.client.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
@@ -81,8 +82,8 @@ func (s *Store) sameAllocations(ctx context.Context) (bool, error) {
 	return same, nil
 }
 
-// unallocated are the clusters by the names of those NetworkAllocations that may not say what a State does.
-// An object with another name than its cluster's is nobody's, and of the cluster "".
+// unallocated returns the NetworkAllocations that may differ from the State: object name → cluster
+// ID. An object whose name does not fit its cluster ID gets the cluster ID "".
 func (s *Store) unallocated(state ipam.State) map[string]string {
 	names := make(map[string]string)
 	if !s.allocated {
@@ -104,10 +105,11 @@ func (s *Store) unallocated(state ipam.State) map[string]string {
 	return names
 }
 
-// allocate makes NetworkAllocations say what the State does of some clusters, by the names of the objects.
-// With more it only adds networks: that comes before the IpamStorage, and what is freed after it, so that no
-// agent misses a network of the IpamStorage at any moment. It goes on after an error, and returns all of them:
-// the API server answers Conflict, NotFound or AlreadyExists when an object is not as it was read last.
+// allocate writes the State of some clusters into their NetworkAllocations. clusters maps object
+// names to cluster IDs. With more, it only adds networks. That happens before the write of the
+// IpamStorage, and networks are freed after it, so that agents never lack a network of the
+// IpamStorage. It continues after an error, and returns all errors. The API server answers
+// Conflict, NotFound or AlreadyExists if an object is not as last read.
 func (s *Store) allocate(ctx context.Context, state ipam.State, clusters map[string]string, more bool) error {
 	var failed []error
 	now := isthmus.UTCTimeOf(time.Now())
@@ -120,7 +122,7 @@ func (s *Store) allocate(ctx context.Context, state ipam.State, clusters map[str
 			continue
 		}
 		var cut []string
-		if more { // those of the State have a place
+		if more { // networks of the State come first
 			place := max(0, min(len(gone), maxNetworks-len(want.Networks)))
 			for _, n := range gone[:place] {
 				want.Networks = append(want.Networks, n)
@@ -138,12 +140,12 @@ func (s *Store) allocate(ctx context.Context, state ipam.State, clusters map[str
 	return errors.Join(failed...)
 }
 
-// without returns those of a list that another one has not.
+// without returns the elements of list that are not in other.
 func without(list, other []string) []string {
 	return slices.DeleteFunc(slices.Clone(list), func(n string) bool { return slices.Contains(other, n) })
 }
 
-// allocationOf returns the allocation of a cluster in a State, without revisions.
+// allocationOf returns the NetworkAllocation of a cluster according to a State, without revisions.
 func (s *Store) allocationOf(state ipam.State, id string) isthmus.NetworkAllocationSpec {
 	if id == "" {
 		return isthmus.NetworkAllocationSpec{}
@@ -155,8 +157,8 @@ func (s *Store) allocationOf(state ipam.State, id string) isthmus.NetworkAllocat
 	return state.Allocation(id)
 }
 
-// writeAllocation writes an object, unless it says that already, and frees networks that it named. Those of
-// cut it frees the next time.
+// writeAllocation writes an object unless it is up to date, and frees the networks in gone. It
+// remembers those in cut, to be freed by the next write.
 func (s *Store) writeAllocation(ctx context.Context, name string, want isthmus.NetworkAllocationSpec, gone, cut []string) error {
 	was, exists := s.allocations[name]
 	have, now := was.spec, time.Now()
@@ -165,7 +167,7 @@ func (s *Store) writeAllocation(ctx context.Context, name string, want isthmus.N
 		return fabric.Revision(f.Revision, now) == 0 || slices.Contains(gone, f.Network)
 	})
 	counts := fabric.Revision(have.Revision, now) > 0 && have.Session <= s.session && (have.Session > 0 || len(want.Networks) == 0)
-	counts = counts && (!was.pending || have.Session == s.session) // others adopt it only from this session
+	counts = counts && (!was.pending || have.Session == s.session) // other managers adopt it only with this session
 	counts = counts && fabric.NamedSince(string(was.uid), was.version, &have) == was.since
 	want.NetworksSince = have.NetworksSince
 	if exists && len(gone) == 0 && counts && equality.Semantic.DeepEqual(have, want) {
@@ -199,14 +201,14 @@ func (s *Store) writeAllocation(ctx context.Context, name string, want isthmus.N
 	return nil
 }
 
-// nextRevision is higher than those before, also than those that a restored backup has forgotten. One before
-// that does not count any more, because the clock was set back, is none.
+// nextRevision returns a revision higher than all previous ones, including those that a restored
+// backup lacks. If the clock was set back, a revision from the future does not count.
 func nextRevision(last int64, now time.Time) int64 {
 	return max(fabric.Revision(last, now)+1, now.UnixMilli())
 }
 
-// adopt returns the State with what managers have written after a session of ours, before which the
-// NetworkAllocations were read as before; nil: nothing.
+// adopt returns the State with the entries that managers wrote after one of our sessions; nil if
+// there are none. before has the NetworkAllocations as we read them last.
 func (s *Store) adopt(state ipam.State, session int64, before map[string]allocation) *ipam.State {
 	theirs := make(map[string]isthmus.NetworkAllocationSpec)
 	own := state.Own()
@@ -217,7 +219,7 @@ func (s *Store) adopt(state ipam.State, session int64, before map[string]allocat
 		}
 		if id == s.self && a.spec.Own != nil {
 			if c, err := ipam.ConfigFrom(a.spec.Own); err == nil {
-				c.Nodes, c.Reached, c.Services = own.Nodes, own.Reached, own.Services // the object does not keep them
+				c.Nodes, c.Reached, c.Services = own.Nodes, own.Reached, own.Services // the object does not store these
 				own = c
 			}
 		} else if lost := s.lacks(a.spec, state.NetworksOf(id), before[name].spec.Revision); len(lost) > 0 {
@@ -242,7 +244,8 @@ func (s *Store) adopt(state ipam.State, session int64, before map[string]allocat
 	return &next
 }
 
-// lacks are those of some networks that an object neither names nor has freed with a higher revision.
+// lacks returns the networks of had that an object neither has nor has freed with a higher
+// revision.
 func (s *Store) lacks(spec isthmus.NetworkAllocationSpec, had []netip.Prefix, revision int64) []netip.Prefix {
 	return slices.DeleteFunc(slices.Clone(had), func(p netip.Prefix) bool {
 		return slices.Contains(spec.Networks, p.String()) || slices.ContainsFunc(spec.Freed, func(f isthmus.FreedNetwork) bool {
@@ -251,14 +254,14 @@ func (s *Store) lacks(spec isthmus.NetworkAllocationSpec, had []netip.Prefix, re
 	})
 }
 
-// latestFirst are the entries that managers have written, the latest first.
+// latestFirst returns entries that managers wrote, the latest first.
 func latestFirst(all map[string]isthmus.NetworkAllocationSpec) []isthmus.NetworkAllocationSpec {
 	return slices.SortedFunc(maps.Values(all), func(x, y isthmus.NetworkAllocationSpec) int {
 		return cmp.Or(cmp.Compare(y.Session, x.Session), cmp.Compare(y.Revision, x.Revision), cmp.Compare(x.ClusterID, y.ClusterID))
 	})
 }
 
-// stateOf is the State that NetworkAllocations keep, the one that counts most first.
+// stateOf returns the State stored in NetworkAllocations. Earlier entries in all take precedence.
 func (s *Store) stateOf(own ipam.Config, all []isthmus.NetworkAllocationSpec) ipam.State {
 	state, wrong := ipam.FromAllocations(own, slices.DeleteFunc(all, func(spec isthmus.NetworkAllocationSpec) bool { return spec.ClusterID == s.self }))
 	for _, err := range wrong {
@@ -267,11 +270,11 @@ func (s *Store) stateOf(own ipam.Config, all []isthmus.NetworkAllocationSpec) ip
 	return state
 }
 
-// freedByHand ends the holds of networks that somebody has freed in a NetworkAllocation: with a revision higher
-// than that of the object when we wrote it last. A network that a peer has stays.
+// freedByHand ends the holds of networks that somebody freed in a NetworkAllocation, with a
+// revision higher than our last one. Networks in use stay.
 func (s *Store) freedByHand(state ipam.State) ipam.State {
 	if s.allocated {
-		return state // nobody has changed one
+		return state // no object has been changed
 	}
 	now := time.Now()
 	next, ended := state.EndHolds(func(id string, p netip.Prefix) bool {
@@ -286,7 +289,7 @@ func (s *Store) freedByHand(state ipam.State) ipam.State {
 	return next
 }
 
-// stale reports whether an object is not what was read or written last.
+// stale reports whether an error means that an object is not as last read or written.
 func stale(err error) bool {
 	var all interface{ Unwrap() []error }
 	if errors.As(err, &all) {

@@ -10,8 +10,8 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// diff returns the JSON merge patch that gives an IpamStorage the wanted spec, without what is the
-// same: it is as long as the difference.
+// diff returns the spec of a JSON merge patch that turns have into want. It has only the fields
+// that differ.
 func diff(have, want *v1alpha1.IpamStorageSpec) map[string]any {
 	spec := make(map[string]any)
 	set := func(field string, differs bool, value any) {
@@ -54,16 +54,17 @@ func diff(have, want *v1alpha1.IpamStorageSpec) map[string]any {
 	return spec
 }
 
-// patchOf returns the merge patch with a patch of the spec, or nil if that is empty. It names the version
-// of the object, so that it cannot undo what somebody else wrote.
+// patchOf returns the merge patch with the given patch of the spec, or nil if that is empty. The
+// patch names the resourceVersion, so that it cannot undo another write.
 func patchOf(version string, spec map[string]any) []byte {
 	if len(spec) == 0 {
 		return nil
 	}
-	// One empty entry strips managedFields. They would be longer than all the rest, cost the API
-	// server more than the write itself, and come back with every answer; the object has one writer.
+	// One empty entry removes managedFields. They would be longer than all the rest, cost the API
+	// server more than the write itself, and come back with every response; the object has one
+	// writer.
 	metadata := map[string]any{"resourceVersion": version, "managedFields": []any{map[string]any{}},
-		"annotations": map[string]any{isthmus.AnnotationTakenOver: nil}} // it has done what it is for: the version is another one
+		"annotations": map[string]any{isthmus.AnnotationTakenOver: nil}} // the write has changed the version, so the annotation is obsolete
 	patch, err := json.Marshal(map[string]any{"metadata": metadata, "spec": spec})
 	if err != nil {
 		panic(err) // maps of strings can be marshalled
@@ -71,19 +72,19 @@ func patchOf(version string, spec map[string]any) []byte {
 	return patch
 }
 
-// fields are those of a value as JSON has them.
+// fields returns the JSON fields of a value.
 func fields(v any) (m map[string]any) {
 	text, err := json.Marshal(v)
 	if err == nil {
 		err = json.Unmarshal(text, &m)
 	}
 	if err != nil {
-		panic(err) // a struct of ours
+		panic(err) // our own structs can be marshalled
 	}
 	return m
 }
 
-// mergePatch is the JSON merge patch that makes one value another.
+// mergePatch returns the JSON merge patch that turns have into want.
 func mergePatch(have, want map[string]any) map[string]any {
 	patch := entries(have, want)
 	for key, value := range patch {
@@ -95,8 +96,7 @@ func mergePatch(have, want map[string]any) map[string]any {
 	return patch
 }
 
-// entries is the merge patch of one map: new and changed entries, and null for those that have to
-// go.
+// entries returns the merge patch of one map: new and changed entries, and null for removed ones.
 func entries[V any](have, want map[string]V) map[string]any {
 	patch := make(map[string]any)
 	for key, w := range want {

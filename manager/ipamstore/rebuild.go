@@ -18,8 +18,9 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// readAll makes the State with which to begin, of the NetworkAllocations. Where there is none of our own
-// cluster an IpamStorage is imported, which a Liqo has left; it has what no NetworkAllocation has.
+// readAll builds the initial State from the NetworkAllocations. If our own cluster has none, it
+// first imports the IpamStorage that a Liqo left: its entries fill in for missing
+// NetworkAllocations.
 func (s *Store) readAll(ctx context.Context) (state ipam.State, err error) {
 	if err := s.readAllocations(ctx); err != nil {
 		return state, err
@@ -58,10 +59,11 @@ func (s *Store) readAll(ctx context.Context) (state ipam.State, err error) {
 	return s.withAllocations(ctx, state)
 }
 
-// withTraces gives peers what their TunnelEndpoints name, where NetworkAllocations say something else:
-// somebody edited or deleted one, or restored an older one, while no manager ran. A change of ours that had
-// not got to the TunnelEndpoint is made again. NetworkConfigs count only where all is lost, only for the peer
-// in whose tenant namespace they are, and only where they contradict nothing, because it may write there.
+// withTraces restores allocations from TunnelEndpoints where NetworkAllocations differ from them:
+// somebody edited, deleted or restored one while no manager ran. It also reverts an allocation of
+// ours that has not reached the TunnelEndpoint; that is then made again. Because a peer may write
+// NetworkConfigs, these count only if all is lost, only for the peer of their tenant namespace, and
+// only if they contradict nothing.
 func (s *Store) withTraces(ctx context.Context, own ipam.Config, all []isthmus.NetworkAllocationSpec, lost bool) (state ipam.State, err error) {
 	var (
 		endpoints  v1alpha1.TunnelEndpointList
@@ -78,7 +80,7 @@ func (s *Store) withTraces(ctx context.Context, own ipam.Config, all []isthmus.N
 			return state, err
 		}
 	}
-	tenants := make(map[string]string) // clusterID by tenant namespace
+	tenants := make(map[string]string) // tenant namespace → cluster ID
 	for i := range namespaces.Items {
 		if id := namespaces.Items[i].Labels[v1alpha1.LabelTenantClusterID]; id != "" {
 			tenants[namespaces.Items[i].Name] = id
@@ -94,7 +96,7 @@ func (s *Store) withTraces(ctx context.Context, own ipam.Config, all []isthmus.N
 		own = configured.Own()
 	}
 	state = s.stateOf(own, all)
-	settled, given := make(map[string]bool), make(map[string]bool) // peers that have what a trace names, and that had something else
+	settled, given := make(map[string]bool), make(map[string]bool) // peers that have the networks of a trace, and peers that had others before
 	for _, t := range traces {
 		had, has := state.GrantOf(t.id)
 		switch {
@@ -132,8 +134,9 @@ func (s *Store) withTraces(ctx context.Context, own ipam.Config, all []isthmus.N
 	return state, nil
 }
 
-// withAllocations holds the networks that only NetworkAllocations name: nodes refuse them, and the time of
-// their release is unknown. The State has lost them, or a manager was stopped before it freed them.
+// withAllocations holds the networks that only NetworkAllocations have: nodes refuse them, and the
+// time of their release is unknown. Either the State has lost them, or a manager was stopped before
+// it freed them.
 func (s *Store) withAllocations(ctx context.Context, state ipam.State) (ipam.State, error) {
 	now, err := s.Now(ctx)
 	if err != nil {
@@ -159,16 +162,16 @@ func (s *Store) withAllocations(ctx context.Context, state ipam.State) (ipam.Sta
 	return state, nil
 }
 
-// A trace is what one object says about a lost State.
+// A trace has the parts of a lost State that one object shows.
 type trace struct {
 	object, id            string
-	tunnel                bool         // it is a TunnelEndpoint, which is ours
-	pod, external         netip.Prefix // ours
+	tunnel                bool         // from a TunnelEndpoint, which only we write
+	pod, external         netip.Prefix // networks of our cluster
 	podSeen, externalSeen netip.Prefix
 	grant                 ipam.Grant
 }
 
-// tracesOf reads the objects, the most trustworthy first.
+// tracesOf returns the traces in the objects, the most trustworthy first.
 func tracesOf(endpoints []v1alpha1.TunnelEndpoint, configs []v1alpha1.NetworkConfig, tenants map[string]string) []trace {
 	var traces []trace
 	slices.SortFunc(endpoints, func(a, b v1alpha1.TunnelEndpoint) int { return older(&a, &b) })
@@ -213,7 +216,7 @@ func older(a, b client.Object) int {
 	return cmp.Or(a.GetCreationTimestamp().Compare(b.GetCreationTimestamp().Time), cmp.Compare(a.GetUID(), b.GetUID()))
 }
 
-// seen reads a NAT field together with the network it is about.
+// seen parses a NAT field; None stands for the original network.
 func seen(nat, own string) netip.Prefix {
 	if nat == v1alpha1.None {
 		nat = own

@@ -1,13 +1,14 @@
-// Package ipamstore keeps the State of package ipam in one NetworkAllocation for each cluster, where people
-// can read it and a restart finds it again. Route agents and gateways read the same objects.
+// Package ipamstore stores the State of package ipam in one NetworkAllocation for each cluster.
+// They survive a restart, and people can read them. Route agents and gateways read the same
+// objects. The manager that leads owns the Store; all controllers change the State through Update.
 //
-//	Load ──► State ──► Update ──► NetworkAllocations ──► IpamStorage ──► what is freed ──► State
+//	Load ──► State ──► Update ──► NetworkAllocations ──► IpamStorage ──► freed networks ──► State
 //	          ▲                        │ conflict: somebody else wrote
 //	          └──────── read again ◄───┘
 //
 // The IpamStorage is a copy in Liqo's format for Liqo's components. It is read once, to import the
 // state of a Liqo, if there is no NetworkAllocation of our own cluster. It is written after each
-// allocation; a changed resourceVersion shows a manager that another one has allocated something
+// allocation. A changed resourceVersion shows a manager that another one has allocated something
 // meanwhile.
 //
 // A write of another manager is accepted if its stateRevision is higher than ours and it removes no
@@ -42,71 +43,72 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// ErrNotLoaded says that Load has to succeed first.
+// ErrNotLoaded means that Load has to succeed first.
 var ErrNotLoaded = errors.New("the IPAM state is not loaded yet")
 
-// errUnread says that another manager's writes have to be read first.
+// errUnread means that the writes of another manager have to be read first.
 var errUnread = apierrors.NewConflict(schema.GroupResource{Group: v1alpha1.GroupVersion.Group, Resource: "ipamstorages"}, "", errors.New("another manager has written"))
 
-// errNotAllocated says that Refresh has to be called again.
+// errNotAllocated means that Refresh has to be called again.
 var errNotAllocated = errors.New("NetworkAllocations do not have the IPAM state yet")
 
-// A Store keeps one State. Its methods may be called concurrently.
+// A Store stores one State. Its methods may be called concurrently.
 type Store struct {
 	client client.Client
 	reader client.Reader
 	log    *slog.Logger
 
-	now func(context.Context) (time.Time, error) // what Now returns
+	now func(context.Context) (time.Time, error) // implements Now
 
 	state atomic.Pointer[ipam.State]
 
 	mu          sync.Mutex // one update at a time
 	loaded      bool
-	object      *v1alpha1.IpamStorage // as read last; nil when there is none
-	synced      bool                  // object has what State says, and its version is current, though its spec may not be
-	self        string                // our own cluster ID, whose NetworkAllocation has our own networks
-	allocations map[string]allocation // NetworkAllocations by name, as read or written last
-	session     int64                 // ours: the resourceVersion of the IpamStorage when we began to write
-	read        int64                 // the session at the begin of which we have read all; not session: read first
-	allocated   bool                  // these have what State says
-	revision    int64                 // the highest that was read or written
+	object      *v1alpha1.IpamStorage // as last read; nil if it does not exist
+	synced      bool                  // object has the State and its version is current; its spec need not be
+	self        string                // ID of our own cluster, whose NetworkAllocation has our own networks
+	allocations map[string]allocation // by name, as last read or written
+	session     int64                 // resourceVersion of the IpamStorage when we began to write
+	read        int64                 // session for which all objects were read; if it is not session, read first
+	allocated   bool                  // all allocations match the State
+	revision    int64                 // the highest one read or written
 	subscribers []chan event.GenericEvent
 	observers   []Observer
 
 	queueMu sync.Mutex
-	queue   []*update // that wait for mu, or for the goroutine that has it
+	queue   []*update // updates that wait for mu, or are in progress
 }
 
-// An update is one call of Update. All but f belongs to the goroutine that holds Store.mu.
+// An update is one call of Update. Only the goroutine that holds Store.mu may use fields other than
+// f.
 type update struct {
 	f     func(ipam.State) (ipam.State, error)
-	done  bool // and state and err are the result
+	done  bool // state and err are set
 	state ipam.State
 	err   error
 }
 
-// New makes a Store of the cluster with the given ID. c writes; it may read from a cache. reader reads from
-// the API server itself.
+// New makes a Store for the cluster with the given ID. c writes, and may read from a cache. reader
+// reads from the API server itself.
 func New(c client.Client, reader client.Reader, clusterID string, log *slog.Logger) *Store {
 	s := &Store{client: c, reader: reader, self: clusterID, log: log, now: func(context.Context) (time.Time, error) { return time.Now(), nil }}
 	s.state.Store(new(ipam.State))
 	return s
 }
 
-// WithClock sets the clock of the Store, such as the API server's. It is called before Load. The default
+// WithClock sets the clock of the Store, such as the API server's. Call it before Load. The default
 // is this machine's clock.
 func (s *Store) WithClock(now func(context.Context) (time.Time, error)) { s.now = now }
 
-// Now returns the time for releasing networks and for ending holds.
+// Now returns the time to use for releases and holds.
 func (s *Store) Now(ctx context.Context) (time.Time, error) { return s.now(ctx) }
 
-// State returns the State as it is now; the zero State before Load.
+// State returns the current State; before Load it is zero.
 func (s *Store) State() ipam.State { return *s.state.Load() }
 
-// Load reads the NetworkAllocations. When there is none of our own cluster, Load imports the IpamStorage, or
-// makes the State of the objects that were made from it: TunnelEndpoints, NetworkConfigs and NatMappings. It
-// may be called again after an error.
+// Load reads the NetworkAllocations. If our own cluster has none, Load imports the IpamStorage. If
+// that is missing or invalid, it rebuilds the State from TunnelEndpoints, NetworkConfigs and NatMappings.
+// It may be called again after an error.
 func (s *Store) Load(ctx context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -119,7 +121,7 @@ func (s *Store) Load(ctx context.Context) error {
 			return err
 		}
 		if err != nil {
-			continue // another one was quicker
+			continue // another manager was faster
 		}
 		state, err := s.readAll(ctx)
 		if err != nil {
@@ -133,16 +135,17 @@ func (s *Store) Load(ctx context.Context) error {
 			return nil
 		case !stale(err) || ctx.Err() != nil:
 			return err
-		} // somebody, such as the leader before, has written since: what was granted there counts
+		} // a previous leader has written meanwhile, and its allocations count
 	}
 }
 
-// Update changes the State by f, writes the difference and returns the new State, or the old one and
-// an error. If another process has written meanwhile, Update calls f again, so f must be pure. It
-// returns f's error unchanged and then writes nothing. It does not write if nothing changes.
+// Update changes the State by f, writes the difference and returns the new State, or the old one
+// and an error. If another process has written meanwhile, Update calls f again, so f must be pure.
+// If f fails, Update writes nothing and returns f's error unchanged. It does not write if nothing
+// changes.
 //
-// Updates that arrive during a write are written together by the first of them, because a patch of
-// many entries costs the API server no more than a patch of one.
+// The first of several updates that arrive during a write writes them all together, because a patch
+// of many entries costs the API server no more than a patch of one.
 func (s *Store) Update(ctx context.Context, f func(ipam.State) (ipam.State, error)) (ipam.State, error) {
 	u := &update{f: f}
 	s.queueMu.Lock()
@@ -171,7 +174,7 @@ func (s *Store) Update(ctx context.Context, f func(ipam.State) (ipam.State, erro
 		return b, nil
 	})
 	if err != nil {
-		return state, err // it may be about our ctx: the others try for themselves
+		return state, err // it may be about our ctx, so the other callers try by themselves
 	}
 	for _, u := range together {
 		u.done, u.state = true, state
@@ -210,15 +213,15 @@ func (s *Store) Refresh(ctx context.Context) error {
 	}
 	_, err = s.write(ctx, func(b ipam.State) (ipam.State, error) { return b, nil })
 	if err == nil && !s.allocated {
-		return errNotAllocated // nothing else would bring us back
+		return errNotAllocated // no event would trigger another Refresh
 	}
 	return err
 }
 
 // Subscribe returns a channel with an event after every change. The name of its object is the ID of
-// the peer whose networks, answer or mappings changed, or empty when more did: our own networks, or
-// all. Events of one peer that nobody has received yet become one event. A Store never waits for a
-// subscriber.
+// the peer whose networks, answer or mappings changed. An empty name stands for our own networks or
+// all peers. Events of one peer that nobody has received yet become one event. A Store never waits
+// for a subscriber.
 func (s *Store) Subscribe() <-chan event.GenericEvent {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -227,15 +230,14 @@ func (s *Store) Subscribe() <-chan event.GenericEvent {
 	return ch
 }
 
-// An Observer gets a State, and with it the resourceVersions of the peers' NetworkAllocations.
+// An Observer gets a State and the resourceVersions of the peers' NetworkAllocations.
 type Observer func(state ipam.State, version func(id string) int64)
 
-// NotWritten is a resourceVersion that no agent reports: that of an allocation which is still to be written.
+// NotWritten is the resourceVersion of an allocation that is not written yet. No agent reports it.
 const NotWritten = math.MaxInt64
 
-// Observe calls f with the current State, and then with each State that was written, in order and
-// without omissions, because others may have read any of them. f must be fast, and must not call
-// the Store.
+// Observe calls f with the current State, and then with every State that was written, in order:
+// others may have read any of them. f must be fast, and must not call the Store.
 func (s *Store) Observe(f Observer) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -243,7 +245,7 @@ func (s *Store) Observe(f Observer) {
 	s.observers = append(s.observers, f)
 }
 
-// write brings the objects to what f makes of the State, less the holds that somebody has ended by hand.
+// write applies f to the State, without holds that somebody ended by hand, and writes the result.
 func (s *Store) write(ctx context.Context, f func(ipam.State) (ipam.State, error)) (ipam.State, error) {
 	for {
 		state := s.State()
@@ -265,14 +267,14 @@ func (s *Store) write(ctx context.Context, f func(ipam.State) (ipam.State, error
 	}
 }
 
-// put makes the NetworkAllocations and the object say what the State says. The API server answers Conflict,
-// NotFound or AlreadyExists when one is no longer what was read last.
+// put writes the State into the NetworkAllocations and the IpamStorage. The API server answers
+// Conflict, NotFound or AlreadyExists if one of them is not as last read.
 func (s *Store) put(ctx context.Context, state ipam.State) error {
 	if s.read != s.session {
 		return errUnread
 	}
 	clusters := s.unallocated(state)
-	s.allocated = false // until all of it is done
+	s.allocated = false // until all is written
 	if err := s.allocate(ctx, state, clusters, true); err != nil {
 		return err
 	}
@@ -286,17 +288,17 @@ func (s *Store) put(ctx context.Context, state ipam.State) error {
 			a.pending = false
 			s.allocations[name] = a
 		}
-	case stale(err): // somebody may have freed what we name
-		s.object.Spec, s.synced = state.Spec(), false // it is not what State says
+	case stale(err): // somebody may have freed a network of the State
+		s.object.Spec, s.synced = state.Spec(), false // it does not equal the State of the Store
 		return err
 	default:
 		s.log.Warn("cannot write NetworkAllocations; nodes refuse released networks until then", "error", err)
-		// Refresh follows.
+		// The next Refresh tries again.
 	}
 	return nil
 }
 
-// mirror makes the IpamStorage say what the State says.
+// mirror writes the State into the IpamStorage.
 func (s *Store) mirror(ctx context.Context, state ipam.State) error {
 	var have, want v1alpha1.IpamStorageSpec
 	if s.synced {
@@ -305,7 +307,7 @@ func (s *Store) mirror(ctx context.Context, state ipam.State) error {
 		have, want = s.object.Spec, state.Spec()
 	}
 	if patch := patchOf(s.object.ResourceVersion, diff(&have, &want)); patch != nil {
-		// The answer comes without the spec, which would be as long as all peers together.
+		// The response has no spec, which would be as long as all peers together.
 		answer := metadata()
 		answer.Name = s.object.Name
 		if err := s.client.Patch(ctx, answer, client.RawPatch(types.MergePatchType, patch)); err != nil {
@@ -317,27 +319,27 @@ func (s *Store) mirror(ctx context.Context, state ipam.State) error {
 	return nil
 }
 
-// metadata is that of an IpamStorage.
+// metadata returns an empty IpamStorage, for its metadata only.
 func metadata() *metav1.PartialObjectMetadata {
 	m := new(metav1.PartialObjectMetadata)
 	m.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind("IpamStorage"))
 	return m
 }
 
-// reread takes over what another manager has written. It leaves the rest as it is in the State, which write
-// then puts back.
+// reread adopts the writes of other managers. It ignores all other changes, which write then
+// reverts.
 func (s *Store) reread(ctx context.Context) error {
 	object, err := s.find(ctx)
 	if err != nil {
 		return err
 	}
 	if object != nil && object.ResourceVersion == s.object.ResourceVersion && s.read == s.session {
-		return s.readAllocations(ctx) // what is not ours no manager has written
+		return s.readAllocations(ctx) // no other manager has written, so nothing is adopted
 	}
 	session, before, known := s.read, s.allocations, s.synced
 	if err := s.takeOver(ctx, object); err != nil {
 		if stale(err) {
-			err = nil // another one was quicker: write comes back
+			err = nil // another manager was faster; write tries again
 		}
 		return err
 	}
@@ -348,7 +350,7 @@ func (s *Store) reread(ctx context.Context) error {
 	state := s.State()
 	if next := s.adopt(state, session, before); next != nil {
 		s.publish(*next)
-	} else if was := state.Spec(); known { // and so does the log
+	} else if was := state.Spec(); known { // the State is known, so the change can be logged
 		if change := patchOf("", diff(&was, &s.object.Spec)); change != nil {
 			s.log.Warn("IpamStorage was changed or deleted by somebody else; writing it again, because it is only a copy; use isthmus unpeer, or edit NetworkAllocations",
 				"name", s.object.Name, "change", string(change[:min(len(change), 1000)]))
@@ -357,13 +359,14 @@ func (s *Store) reread(ctx context.Context) error {
 	return nil
 }
 
-// ipamStorage is the name of the IpamStorage where no Liqo has left one. It is fixed, so that of two managers
-// only one makes it.
+// ipamStorage is the name of the IpamStorage if no Liqo left one. It is fixed, so that only one of
+// two managers can create it.
 const ipamStorage = "ipamstorage-isthmus"
 
-// takeOver begins a session with a write of the IpamStorage, which is what find has found. A manager with an
-// earlier session gives out nothing after that: its next write of the IpamStorage is a conflict. So what is
-// read afterwards has all that was given out before. The error is a conflict when another one was quicker.
+// takeOver begins a session by writing the IpamStorage; object is the result of find. From then on,
+// a manager with an earlier session cannot allocate: its next write of the IpamStorage conflicts.
+// So everything allocated before can be read now. The error is a conflict if another manager was
+// faster.
 func (s *Store) takeOver(ctx context.Context, object *v1alpha1.IpamStorage) (err error) {
 	if object == nil {
 		object = &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: ipamStorage, GenerateName: "ipamstorage-", Labels: map[string]string{v1alpha1.LabelIpamStorage: "true"}}, Spec: ipam.State{}.Spec()}
@@ -379,7 +382,7 @@ func (s *Store) takeOver(ctx context.Context, object *v1alpha1.IpamStorage) (err
 	if stale(err) {
 		select {
 		case <-ctx.Done():
-		case <-time.After(rand.N(100 * time.Millisecond)): // the other one may have work to do
+		case <-time.After(rand.N(100 * time.Millisecond)): // let the other manager finish its work
 		}
 	}
 	if err != nil {
@@ -389,8 +392,8 @@ func (s *Store) takeOver(ctx context.Context, object *v1alpha1.IpamStorage) (err
 	return nil
 }
 
-// find returns the oldest IpamStorage, or nil. One that is being deleted counts until it is gone: another one of its
-// name cannot be made before, and finalizers do not keep anybody from writing it.
+// find returns the oldest IpamStorage, or nil. One that is being deleted counts until it is gone:
+// nobody can create another one with its name before, and it can still be written.
 func (s *Store) find(ctx context.Context) (*v1alpha1.IpamStorage, error) {
 	var list v1alpha1.IpamStorageList
 	if err := s.reader.List(ctx, &list); err != nil {
@@ -415,13 +418,13 @@ func (s *Store) find(ctx context.Context) (*v1alpha1.IpamStorage, error) {
 	return &items[0], nil
 }
 
-// blank reports whether nothing was ever kept in the spec.
+// blank reports whether the spec never stored anything.
 func blank(spec *v1alpha1.IpamStorageSpec) bool {
 	return len(spec.ClusterSubnets) == 0 && len(spec.EndpointMappings) == 0 && spec.PodCIDR == "" && spec.ServiceCIDR == "" && spec.ExternalCIDR == ""
 }
 
-// versionOf is the resourceVersion of a peer's NetworkAllocation, or NotWritten where that does not name what
-// the peer has in the State.
+// versionOf returns the resourceVersion of a peer's NetworkAllocation, or NotWritten if that lacks
+// networks of the peer in the State.
 func (s *Store) versionOf(id string) int64 {
 	a := s.allocations[fabric.AllocationName(id)]
 	g, _ := s.State().GrantOf(id)
@@ -433,8 +436,8 @@ func (s *Store) versionOf(id string) int64 {
 	return a.since
 }
 
-// publish makes next the State, and tells the observers, since NetworkAllocations may be others, and the
-// subscribers which peers changed.
+// publish replaces the State. It notifies all observers, because versions may have changed, and
+// subscribers of the peers that changed.
 func (s *Store) publish(next ipam.State) {
 	was := s.state.Swap(&next)
 	for _, f := range s.observers {
@@ -452,8 +455,8 @@ func (s *Store) publish(next ipam.State) {
 	}
 }
 
-// send never blocks: it takes back what nobody has received yet and joins it with what is new. Only
-// one goroutine sends.
+// send never blocks: it takes back the events that nobody has received yet and merges them with the
+// new ones. Only one goroutine may send to ch.
 func send(ch chan event.GenericEvent, names []string) {
 	pending := make(map[string]bool)
 	for waiting := true; waiting; {
