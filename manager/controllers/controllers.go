@@ -1,6 +1,6 @@
-// Package controllers has what the controllers of the manager share: how many requests each works on at a
-// time, when it tries again, how requests are named, and the metric of its last success. All packages of
-// the manager may use it; it uses none of them.
+// Package controllers has what all controllers of the manager share: the number of concurrent
+// reconciles, the retry delay, the naming of requests, and the metric of the last success. All
+// packages of the manager may import it; it imports none of them.
 package controllers
 
 import (
@@ -19,11 +19,11 @@ import (
 )
 
 const (
-	Workers = 16                     // per controller: a slow write holds up a few peers, not all
-	Soon    = 100 * time.Millisecond // when the cache was behind what we know
+	Workers = 16                     // concurrent reconciles of a controller: a slow write delays a few peers, not all
+	Soon    = 100 * time.Millisecond // the delay of a retry after the cache was behind
 )
 
-// RequestFor names what is reconciled by the ID of a cluster.
+// RequestFor returns the request for a cluster ID.
 func RequestFor(id string) reconcile.Request {
 	var r reconcile.Request
 	r.Name = id
@@ -32,15 +32,15 @@ func RequestFor(id string) reconcile.Request {
 
 var families metric.Catalogue
 
-// Families are the metrics of controllers, by name.
+// Families returns the metrics of controllers, by name.
 func Families() []*metric.Family { return families.Families() }
 
 var familyReconciled = families.Gauge("manager_reconcile_success_timestamp_seconds", "When a controller last completed a reconciliation; no series before the first time.", "controller")
 
-// Reconciled is of the process, as are the metrics of controller-runtime beside which it stands.
+// Reconciled is registered once per process, like the metrics of controller-runtime.
 var Reconciled = prometheus.NewGaugeVec(prometheus.GaugeOpts(familyReconciled.Options()), familyReconciled.Labels)
 
-// Noted is a reconciler whose successes are seen in the metrics.
+// Noted wraps a reconciler so that its successes appear in the metrics.
 func Noted(name string, r reconcile.Reconciler) reconcile.Reconciler {
 	return reconcile.Func(func(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
 		result, err := r.Reconcile(ctx, request)
@@ -51,14 +51,13 @@ func Noted(name string, r reconcile.Reconciler) reconcile.Reconciler {
 	})
 }
 
-// CompareAge is negative when a comes before b: the older first, of the same age the one with the
-// smaller UID.
+// CompareAge orders objects by age, the oldest first, and by UID if their age is the same.
 func CompareAge(a, b client.Object) int {
 	at, bt := a.GetCreationTimestamp(), b.GetCreationTimestamp()
 	return cmp.Or(at.Compare(bt.Time), cmp.Compare(a.GetUID(), b.GetUID()))
 }
 
-// Found reads an object; nil when there is none.
+// Found reads an object; nil if it does not exist.
 func Found[T client.Object](ctx context.Context, reader client.Reader, name types.NamespacedName, into T) (T, error) {
 	var none T
 	switch err := reader.Get(ctx, name, into); {

@@ -15,7 +15,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/controllers"
 )
 
-// ForeignClusterVersion is the API of Liqo's control plane.
+// ForeignClusterVersion is the API version of Liqo's control plane.
 var ForeignClusterVersion = schema.GroupVersion{Group: "discovery.liqo.io", Version: "v1alpha1"}
 
 // A ForeignCluster has the fields of Liqo's ForeignCluster that networking needs. It must only be
@@ -26,8 +26,8 @@ type ForeignCluster struct {
 
 	Spec struct {
 		ClusterIdentity v1alpha1.ClusterIdentity `json:"clusterIdentity"`
-		// PeeringType is OutOfBand (also when empty) or InBand. In the second case Liqo's CLI
-		// exchanges the NetworkConfigs.
+		// PeeringType is OutOfBand (also if empty) or InBand. With InBand, Liqo's CLI exchanges the
+		// NetworkConfigs.
 		PeeringType string `json:"peeringType,omitempty"`
 	} `json:"spec"`
 	Status struct {
@@ -77,9 +77,9 @@ func AddForeignClusters(scheme *runtime.Scheme) {
 	metav1.AddToGroupVersion(scheme, ForeignClusterVersion)
 }
 
-// peerFromForeign reads a ForeignCluster; false means that it is not one for us (yet): without
-// identity or tenant namespace, or in-band. One without an established peering is a peer that
-// leaves, so that what was made for it goes.
+// peerFromForeign returns the peer of a ForeignCluster. It returns false for one without identity
+// or tenant namespace, and for in-band peerings. A ForeignCluster without an established peering is
+// a leaving peer, so its objects get removed.
 func peerFromForeign(f *ForeignCluster) (Peer, bool) {
 	tenant := f.Status.TenantNamespace
 	if f.Spec.ClusterIdentity.ClusterID == "" || tenant.Local == "" || f.Spec.PeeringType != "" && f.Spec.PeeringType != "OutOfBand" {
@@ -97,8 +97,8 @@ func peerFromForeign(f *ForeignCluster) (Peer, bool) {
 	}, true
 }
 
-// oneForeign returns the peer with the given value of an index among the ForeignClusters. No
-// Peering has that value.
+// oneForeign finds a peer among the ForeignClusters by the value of an index. The caller has
+// checked that no Peering has that value.
 func (p Peers) oneForeign(ctx context.Context, index, value string) (Peer, error) {
 	none := fmt.Errorf("%q: %w", value, ErrNoPeer)
 	var list ForeignClusterList

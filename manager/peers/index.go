@@ -8,14 +8,14 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// Indexes of the cache, by which a reconcile of one peer reads what belongs to that peer and
-// nothing else. Peerings and ForeignClusters have the same ones.
+// Names of the cache indexes that let a reconcile read only the objects of one peer. Peerings and
+// ForeignClusters have the same indexes.
 const (
 	IndexClusterID       = "spec.cluster.clusterID"
 	IndexTenantNamespace = "spec.tenantNamespace.local"
 )
 
-// AddIndexes makes the indexes of Peers.
+// AddIndexes adds the indexes that Peers needs.
 func AddIndexes(ctx context.Context, indexer client.FieldIndexer, foreignClusters bool) error {
 	if err := indexer.IndexField(ctx, &isthmus.Peering{}, IndexClusterID, func(o client.Object) []string {
 		return []string{o.(*isthmus.Peering).Spec.Cluster.ClusterID}

@@ -11,7 +11,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// NamespaceProblem says why nothing can be made in a namespace, or "".
+// NamespaceProblem explains why nothing can be created in a namespace, or returns "".
 func NamespaceProblem(ctx context.Context, reader client.Reader, name string) (string, error) {
 	var ns metav1.PartialObjectMetadata
 	ns.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("Namespace"))

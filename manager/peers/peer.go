@@ -1,6 +1,6 @@
-// Package peers finds the clusters that this one is to be joined with: by Peerings or, under Liqo's
-// control plane, by ForeignClusters. It decides which of several objects for one cluster counts, and for
-// how long a peer that is left is waited for. It only reads, from the cache of the manager.
+// Package peers lists the clusters to peer with, from Peerings or, under Liqo's control plane, from
+// ForeignClusters. It decides which of several objects for one cluster is used, and how long to
+// wait for a leaving peer. It only reads, from the cache of the manager.
 package peers
 
 import (
@@ -25,15 +25,15 @@ import (
 	"github.com/isthmus-net/isthmus/manager/controllers"
 )
 
-// InBandPatience is how long a tunnel that managers use stays at most when the Peering is deleted, and how long
-// the peer is waited for.
+// InBandPatience bounds how long a tunnel that managers use stays after the Peering is deleted, and
+// how long we wait for the peer.
 const InBandPatience = 30 * time.Second
 
-// ErrNoPeer says that nobody wants to be joined with a cluster.
+// ErrNoPeer means that no object asks for a peering with the cluster.
 var ErrNoPeer = errors.New("no peering with this cluster")
 
-// A Peer is a cluster that we are to be joined with, whoever said so: a Peering or, under Liqo's
-// control plane, a ForeignCluster.
+// A Peer is a cluster to peer with, according to a Peering or, under Liqo's control plane, a
+// ForeignCluster.
 type Peer struct {
 	Cluster v1alpha1.ClusterIdentity
 	// LocalNamespace is the tenant namespace here; RemoteNamespace is the one at the peer.
@@ -41,41 +41,41 @@ type Peer struct {
 	// Overrides and Claims are those of the Peering.
 	Overrides isthmus.Overrides
 	Claims    isthmus.Claims
-	// KeyRequired says that without a preshared key the tunnel is to stay down.
+	// KeyRequired is true if the tunnel must stay down without a preshared key.
 	KeyRequired bool
-	// InBand says that the managers go through the tunnel.
+	// InBand is true if the managers use the tunnel.
 	InBand bool
 	// IdentitySecret is the name of the Secret in LocalNamespace with our identity at the peer;
 	// empty if Liqo's crd-replicator copies the objects.
 	IdentitySecret string
-	// Leaving says that the peering is being taken down. Nothing new is made for it. Forced says
-	// that nobody waits for the peer any more.
+	// Leaving is true while the peering is being taken down; nothing new is made for it. Forced is
+	// true if nobody waits for the peer any more.
 	Leaving, Forced bool
-	// Left is when that began.
+	// Left is when Leaving began.
 	Left time.Time
-	// Draining is true for a peer that is being un-peered while clients of shared services may
-	// still use the tunnel, so everything stays for some seconds. See drain.
+	// Draining is true for a leaving peer while clients of shared services may still use the
+	// tunnel. Then everything stays for some seconds; see package peerings.
 	Draining bool
 	// Owner is the Peering or the ForeignCluster.
 	Owner client.Object
 }
 
-// Replicated reports whether we carry the NetworkConfig to the peer ourselves.
+// Replicated reports whether we replicate the NetworkConfig to the peer ourselves.
 func (p Peer) Replicated() bool { return p.IdentitySecret != "" }
 
-// InBandLeft returns the longest wait for a peer that leaves in band. Then the tunnel closes, and with it the
-// only path to the peer's API server.
+// InBandLeft returns the remaining time to wait for a peer that leaves in band. Then the tunnel
+// closes, which is the only path to the peer's API server.
 func (p Peer) InBandLeft(now time.Time) time.Duration {
 	return min(max(p.Left.Add(InBandPatience).Sub(now), 0), InBandPatience)
 }
 
-// Abandoned reports whether nobody waits any more for a peer that is left.
+// Abandoned reports whether we have stopped waiting for a leaving peer.
 func (p Peer) Abandoned(now time.Time) bool {
 	return p.Leaving && (p.Forced || p.InBand && p.InBandLeft(now) == 0)
 }
 
-// Begun reports whether something may be made for the peer: not before there is the finalizer that
-// sees to its removal.
+// Begun reports whether objects may be made for the peer. The Peering needs the finalizer first,
+// which ensures their removal.
 func (p Peer) Begun() bool {
 	if _, ours := p.Owner.(*isthmus.Peering); ours && !controllerutil.ContainsFinalizer(p.Owner, isthmus.FinalizerPeering) {
 		return false
@@ -83,8 +83,9 @@ func (p Peer) Begun() bool {
 	return !p.Leaving
 }
 
-// NeedsTunnel returns for how long the tunnel to a peer that is left stays at most, because our NetworkConfig has still
-// to be deleted there, through it. A peer that refuses that does not keep the tunnel.
+// NeedsTunnel returns the maximum time for which the tunnel to a leaving peer stays. We need it to
+// delete our NetworkConfig at the peer. The limit keeps a peer that refuses the deletion from
+// holding the tunnel.
 func (p Peer) NeedsTunnel(original *v1alpha1.NetworkConfig, now time.Time) time.Duration {
 	if !p.InBand || !p.Leaving || p.Forced || original == nil || !controllerutil.ContainsFinalizer(original, v1alpha1.FinalizerReplicator) {
 		return 0
@@ -102,7 +103,7 @@ type Peers struct {
 	Reader client.Reader
 	// Self is the ID of this cluster.
 	Self string
-	// ForeignClusters says that they exist in this cluster and are to be read.
+	// ForeignClusters is true if this cluster serves that kind; then they are read, too.
 	ForeignClusters bool
 }
 
@@ -156,7 +157,7 @@ func (p Peers) List(ctx context.Context) ([]Peer, error) {
 	return slices.SortedFunc(maps.Values(byID), func(a, b Peer) int { return cmp.Compare(a.Cluster.ClusterID, b.Cluster.ClusterID) }), nil
 }
 
-// one returns the peer with the given value of an index.
+// one finds a peer by the value of an index.
 func (p Peers) one(ctx context.Context, index, value string) (Peer, error) {
 	none := fmt.Errorf("%q: %w", value, ErrNoPeer)
 	var list isthmus.PeeringList
@@ -180,7 +181,7 @@ func (p Peers) one(ctx context.Context, index, value string) (Peer, error) {
 	return p.oneForeign(ctx, index, value)
 }
 
-// Conflict says why nobody is joined because of a Peering, or "".
+// Conflict explains why a Peering is ignored, or returns "".
 func (p Peers) Conflict(ctx context.Context, peering *isthmus.Peering) (string, error) {
 	id, ns := peering.Spec.Cluster.ClusterID, peering.Spec.TenantNamespace.Local
 	if id == p.Self {
@@ -204,8 +205,8 @@ func (p Peers) Conflict(ctx context.Context, peering *isthmus.Peering) (string, 
 	return "", nil
 }
 
-// Neighbours returns the Peerings that a change of the given one may concern: all for the same
-// cluster or with the same tenant namespace, itself included.
+// Neighbours returns the Peerings that a change of the given one may affect: those for the same
+// cluster or tenant namespace, including itself.
 func (p Peers) Neighbours(ctx context.Context, peering *isthmus.Peering) []*isthmus.Peering {
 	found := []*isthmus.Peering{peering}
 	for index, value := range map[string]string{
@@ -214,7 +215,7 @@ func (p Peers) Neighbours(ctx context.Context, peering *isthmus.Peering) []*isth
 	} {
 		var list isthmus.PeeringList
 		if err := p.Reader.List(ctx, &list, client.MatchingFields{index: value}); err != nil {
-			continue // without the index nothing works, and others say so
+			continue // nothing works without the index, and other code reports that
 		}
 		for i := range list.Items {
 			if list.Items[i].UID != peering.UID {
@@ -225,7 +226,7 @@ func (p Peers) Neighbours(ctx context.Context, peering *isthmus.Peering) []*isth
 	return found
 }
 
-// Peerings returns the Peerings that count. They are not to be changed.
+// Peerings returns the Peerings that are not ignored. They must not be changed.
 func (p Peers) Peerings(ctx context.Context) (all []*isthmus.Peering, err error) {
 	peers, err := p.List(ctx)
 	for _, peer := range peers {
@@ -236,7 +237,8 @@ func (p Peers) Peerings(ctx context.Context) (all []*isthmus.Peering, err error)
 	return all, err
 }
 
-// Watch makes b reconcile what requests says when a peer comes, changes (its status apart) or goes.
+// Watch makes b reconcile the given requests when a peer appears, disappears or changes other than
+// in its status.
 func (p Peers) Watch(b *builder.Builder, requests func(Peer) []reconcile.Request) *builder.Builder {
 	b = b.Watches(&isthmus.Peering{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) (all []reconcile.Request) {
 		for _, peering := range p.Neighbours(ctx, o.(*isthmus.Peering)) {
@@ -256,7 +258,7 @@ func (p Peers) Watch(b *builder.Builder, requests func(Peer) []reconcile.Request
 	return b
 }
 
-// peeringChanged leaves out what only the status writer did.
+// peeringChanged drops updates that only changed the status.
 var peeringChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
 	a, b := e.ObjectOld, e.ObjectNew
 	return a.GetGeneration() != b.GetGeneration() || a.GetUID() != b.GetUID() ||
@@ -264,8 +266,8 @@ var peeringChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool 
 		!slices.Equal(a.GetFinalizers(), b.GetFinalizers()) || !maps.Equal(a.GetAnnotations(), b.GetAnnotations())
 }}
 
-// oldest returns the Peering that is right when several are for the same cluster or namespace.
-// There has to be one.
+// oldest returns the Peering to use when several are for the same cluster or namespace. items must
+// not be empty.
 func oldest(items []isthmus.Peering) *isthmus.Peering {
 	best := &items[0]
 	for i := range items {
@@ -276,7 +278,7 @@ func oldest(items []isthmus.Peering) *isthmus.Peering {
 	return best
 }
 
-// From returns the peer that a Peering is for.
+// From returns the peer of a Peering.
 func From(p *isthmus.Peering) Peer {
 	var left time.Time
 	if p.DeletionTimestamp != nil {
@@ -299,7 +301,7 @@ func From(p *isthmus.Peering) Peer {
 	}
 }
 
-// draining reports whether a Peering that is deleted keeps its tunnel for the clients of shared services.
+// draining reports whether a deleted Peering still keeps its tunnel for clients of shared services.
 func draining(p *isthmus.Peering) bool {
 	shares := len(p.Spec.Services.Export)+len(p.Spec.Services.Import) > 0
 	return !p.DeletionTimestamp.IsZero() && shares && p.Annotations[isthmus.AnnotationDrained] != "true" &&

@@ -1,4 +1,4 @@
-// Package queue lets others than its watches add to the queue of a controller.
+// Package queue lets other code than its watches add requests to a controller's queue.
 package queue
 
 import (
@@ -11,15 +11,15 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/source"
 )
 
-// A Queue is that of one controller. The controller may reconcile before it hands the queue over; what is
-// added by then is added later. Its zero value is ready for use, by several goroutines.
+// A Queue is the queue of one controller. Requests added before the controller has started wait for
+// its start. The zero value is ready for use. Its methods may be called concurrently.
 type Queue struct {
 	mu    sync.Mutex
-	queue workqueue.TypedRateLimitingInterface[reconcile.Request] // nil: not handed over yet
+	queue workqueue.TypedRateLimitingInterface[reconcile.Request] // nil: the controller has not started
 	early []reconcile.Request
 }
 
-// Source hands over the queue of the controller that watches it.
+// Source returns a source to watch: by starting it, the controller passes its queue to q.
 func (q *Queue) Source() source.Source {
 	return source.Func(func(_ context.Context, queue workqueue.TypedRateLimitingInterface[reconcile.Request]) error {
 		q.mu.Lock()
@@ -33,7 +33,7 @@ func (q *Queue) Source() source.Source {
 	})
 }
 
-// Add adds a request after a while, and does not wait.
+// Add adds a request after a delay. It does not block.
 func (q *Queue) Add(r reconcile.Request, after time.Duration) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
