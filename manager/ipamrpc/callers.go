@@ -18,22 +18,22 @@ import (
 )
 
 const (
-	// maxConnections bounds the connections, maxPerAddress those from one address: an idle one
-	// costs some 25 KiB.
+	// maxConnections bounds all connections, maxPerAddress those from one address. An idle
+	// connection costs some 25 KiB.
 	maxConnections = 256
 	maxPerAddress  = 16
-	// perSecond and burst bound the requests of one caller. A virtual kubelet that starts asks for
-	// all its endpoints.
+	// perSecond and burst limit the requests of one caller. A virtual kubelet requests all its
+	// endpoints when it starts.
 	perSecond = 100
 	burst     = 1000
-	// maxCallers bounds the callers that are remembered. What one of them may have mapped is
-	// ipam.MaxAsked.
+	// maxCallers bounds the callers whose rate is tracked. ipam.MaxAsked bounds the mappings of
+	// each.
 	maxCallers = 1024
 )
 
-// TLS returns what a server needs that knows callers by their certificates: its own certificate and
-// key, and the authority of theirs, all of them files in PEM. They are read again for each
-// connection, so that renewed ones count at once.
+// TLS returns the configuration of a server that identifies callers by client certificates. It
+// takes the server's own certificate and key, and the callers' certificate authority, as PEM files.
+// They are read again for each connection, so that renewed files take effect at once.
 func TLS(cert, key, clientCA string) (*tls.Config, error) {
 	load := func() (*tls.Config, error) {
 		pair, err := tls.LoadX509KeyPair(cert, key)
@@ -59,10 +59,10 @@ func TLS(cert, key, clientCA string) (*tls.Config, error) {
 	return c, nil
 }
 
-// byAddress begins the name of a caller of whom only the address is known.
+// byAddress is the prefix of the name of a caller that is only known by its address.
 const byAddress = "address "
 
-// callerOf returns who asks: the subject of its certificate or, without TLS, its address.
+// callerOf returns the caller's name: the subject of its certificate or, without TLS, its address.
 func callerOf(ctx context.Context) string {
 	p, ok := grpcpeer.FromContext(ctx)
 	if !ok {
@@ -81,7 +81,7 @@ func hostOf(a net.Addr) netip.Addr {
 	return netip.Addr{}
 }
 
-// callers bounds the requests of each caller. Its methods may be called concurrently.
+// callers limits the requests of each caller. Its methods may be called concurrently.
 type callers struct {
 	mu    sync.Mutex
 	known map[string]*rate.Limiter
@@ -89,14 +89,14 @@ type callers struct {
 
 func newCallers() *callers { return &callers{known: make(map[string]*rate.Limiter)} }
 
-// admit counts a request of a caller. It is an error when there are too many of them, or of
-// callers.
+// admit counts a request of a caller. It returns an error if the caller sends too many, or if there
+// are too many callers.
 func (c *callers) admit(name string, now time.Time) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	limiter := c.known[name]
 	if limiter == nil {
-		if len(c.known) >= maxCallers { // those who were silent are as good as new
+		if len(c.known) >= maxCallers { // a full bucket is the same as a new one
 			maps.DeleteFunc(c.known, func(_ string, l *rate.Limiter) bool { return l.TokensAt(now) >= burst })
 		}
 		if len(c.known) >= maxCallers {
@@ -111,8 +111,8 @@ func (c *callers) admit(name string, now time.Time) error {
 	return nil
 }
 
-// A gate is a listener that closes what is too much, instead of letting it wait: whoever holds
-// connections open would keep others waiting for ever.
+// A gate is a listener that closes excess connections. If it let them wait, clients that hold
+// connections open could block others for ever.
 type gate struct {
 	net.Listener
 
@@ -140,7 +140,7 @@ func (g *gate) Accept() (net.Conn, error) {
 		if !full {
 			return &passed{Conn: conn, leave: sync.OnceFunc(func() { g.left(host) })}, nil
 		}
-		_ = conn.Close() // of somebody whom nobody answers
+		_ = conn.Close() // nobody will answer it
 	}
 }
 

@@ -1,5 +1,5 @@
-// Package managertest has what the tests of the manager's packages share: an API server with our CRDs for each
-// package, a cluster in it for each test, and its peers as a test sees them.
+// Package managertest supports the tests of the manager's packages. It provides an API server with
+// our CRDs for each package, a cluster in it for each test, and simulated peers.
 package managertest
 
 import (
@@ -30,13 +30,13 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
-// The API server of all tests of a package, with our CRDs. A test uses namespaces and cluster
-// IDs of its own, and does not run in parallel with others that use it, because managers see
-// everything.
+// The API server of all tests of a package, with our CRDs. A test uses its own namespaces and
+// cluster IDs. It does not run in parallel with other tests that use the server, because managers
+// see all namespaces.
 var (
 	Server *kubetest.Server
 	Config *rest.Config
-	Client client.Client // straight to the API server, without a cache
+	Client client.Client // reads and writes without a cache
 
 	ServesServiceCIDRs bool // Kubernetes 1.31 and 1.32 do not
 )
@@ -47,7 +47,7 @@ const (
 	AnotherKey = "AgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgI="
 )
 
-// Key is a key of 32 equal octets.
+// Key returns a key of 32 equal octets.
 func Key(b byte) (key [32]byte) {
 	for i := range key {
 		key[i] = b
@@ -55,14 +55,14 @@ func Key(b byte) (key [32]byte) {
 	return key
 }
 
-// KeyText is a Key as text.
+// KeyText returns a Key as text.
 func KeyText(b byte) string {
 	key := Key(b)
 	return base64.StdEncoding.EncodeToString(key[:])
 }
 
-// Main runs the tests of a package beside an API server, or without one where the tests are to be short, and ends
-// the process. TestMain calls it.
+// Main starts an API server, runs the tests of a package, and ends the process. With -short there
+// is no API server. TestMain calls it.
 func Main(m *testing.M, name string) {
 	flag.Parse()
 	ctrl.SetLogger(logr.Discard())
@@ -73,7 +73,7 @@ func Main(m *testing.M, name string) {
 			code = m.Run()
 			return nil
 		}
-		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute) // the first time it is built
+		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute) // the first run builds the server
 		defer cancel()
 		if Server, err = kubetest.Start(ctx, kubetest.Options{Name: name, Controllers: true}); err != nil {
 			return err
@@ -95,8 +95,8 @@ func Main(m *testing.M, name string) {
 	os.Exit(code)
 }
 
-// ServicesWherePlanned is the ServiceCIDR of an AddressPlan for the Server: invalid where a manager finds it
-// out by itself.
+// ServicesWherePlanned returns the ServiceCIDR for an AddressPlan; an invalid prefix if a manager
+// can detect it on the Server.
 func ServicesWherePlanned() (cidr netip.Prefix) {
 	if !ServesServiceCIDRs {
 		cidr = netip.MustParsePrefix("10.96.0.0/12")
@@ -104,7 +104,7 @@ func ServicesWherePlanned() (cidr netip.Prefix) {
 	return cidr
 }
 
-// Root is the path of the module from the folder of a test.
+// Root returns the path of the module relative to the directory of a test.
 func Root() string {
 	dir := "."
 	for {
@@ -115,12 +115,12 @@ func Root() string {
 	}
 }
 
-// Connect returns the ways to a server, after our CRDs are there.
+// Connect installs our CRDs and returns the configuration and a client of the server.
 func Connect(ctx context.Context, server *kubetest.Server) (*rest.Config, client.Client, error) {
 	return ConnectWith(ctx, server, filepath.Join(Root(), "deploy/crds"))
 }
 
-// ConnectWith is Connect with the CRDs in a folder.
+// ConnectWith is Connect with the CRDs in a directory.
 func ConnectWith(ctx context.Context, server *kubetest.Server, crds string) (*rest.Config, client.Client, error) {
 	cfg, err := server.Config()
 	if err != nil {
@@ -133,7 +133,7 @@ func ConnectWith(ctx context.Context, server *kubetest.Server, crds string) (*re
 	return cfg, api, ApplyCRDs(ctx, api, crds)
 }
 
-// ApplyCRDs creates the CRDs in a folder and waits until they are served.
+// ApplyCRDs creates the CRDs in a directory and waits until they are served.
 func ApplyCRDs(ctx context.Context, api client.Client, dir string) error {
 	files, err := filepath.Glob(filepath.Join(dir, "*.yaml"))
 	if err != nil || len(files) == 0 {
@@ -153,7 +153,7 @@ func ApplyCRDs(ctx context.Context, api client.Client, dir string) error {
 		}
 		var list unstructured.UnstructuredList
 		list.SetGroupVersionKind(schema.GroupVersionKind{Group: crd.Spec.Group, Version: crd.Spec.Versions[0].Name, Kind: crd.Spec.Names.ListKind})
-		for err := api.List(ctx, &list); err != nil; err = api.List(ctx, &list) { // each kind is served at a time of its own
+		for err := api.List(ctx, &list); err != nil; err = api.List(ctx, &list) { // the kinds are not served all at once
 			if ctx.Err() != nil {
 				return fmt.Errorf("%s: %w", file, err)
 			}

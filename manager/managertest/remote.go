@@ -13,8 +13,8 @@ import (
 	"github.com/isthmus-net/isthmus/manager/controllers"
 )
 
-// A Remote is a peer cluster as a test sees it: it writes what the peer, its replicator, the
-// answering half of our manager and our gateway would write.
+// A Remote simulates a peer cluster: it writes the objects that the peer, its replicator, our
+// answering controller and our gateway would write.
 type Remote struct {
 	W       *World
 	Cluster v1alpha1.ClusterIdentity
@@ -22,7 +22,7 @@ type Remote struct {
 	NS      string
 }
 
-// Peer makes a Peering with a cluster, and its tenant namespace.
+// Peer makes a Peering with a cluster, and the tenant namespace.
 func (w *World) Peer(name string) *Remote {
 	w.T.Helper()
 	r := w.Describe(name)
@@ -31,7 +31,7 @@ func (w *World) Peer(name string) *Remote {
 	return r
 }
 
-// Describe returns the peer that Peer makes, without making anything.
+// Describe returns the peer that Peer would make, without making objects.
 func (w *World) Describe(name string) *Remote {
 	c := v1alpha1.ClusterIdentity{ClusterID: w.Prefix + "." + name, ClusterName: w.Prefix + "-" + name}
 	ns := w.Prefix + "-tenant-" + name
@@ -41,7 +41,7 @@ func (w *World) Describe(name string) *Remote {
 	}}
 }
 
-// Status returns the Peering's status now.
+// Status returns the present status of the Peering.
 func (r *Remote) Status() isthmus.PeeringStatus {
 	var p isthmus.Peering
 	if err := r.W.API().Get(r.W.Ctx, client.ObjectKeyFromObject(r.Peering), &p); err != nil {
@@ -103,7 +103,7 @@ func (r *Remote) UntilPublished() *v1alpha1.NetworkConfig {
 	return r.Original()
 }
 
-// Theirs is the peer's NetworkConfig: pods in a /18 that overlaps ours.
+// Theirs returns the peer's NetworkConfig: its pods are in a /18 that overlaps our PodCIDR.
 func (r *Remote) Theirs() *v1alpha1.NetworkConfig {
 	return &v1alpha1.NetworkConfig{
 		ObjectMeta: metav1.ObjectMeta{Namespace: r.NS, Name: r.W.Self.UniqueName(), Labels: map[string]string{
@@ -131,7 +131,7 @@ func (r *Remote) Gone() bool {
 	return p == nil
 }
 
-// CopyGone does what the replicator does when the copy is gone.
+// CopyGone simulates the replicator after it has seen that the copy is gone.
 func (r *Remote) CopyGone() {
 	r.W.T.Helper()
 	nc := r.Original()

@@ -8,7 +8,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// A Store keeps the IPAM state in memory.
+// A Store holds the IPAM state in memory. Its methods may be called concurrently.
 type Store struct {
 	mu    sync.Mutex
 	state ipam.State

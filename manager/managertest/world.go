@@ -27,19 +27,19 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-// A World is one cluster in which a test runs reconcilers, or the whole manager. Its name is in the names of all
-// that the test makes.
+// A World is one cluster in which a test runs reconcilers, or the whole manager. The names of all
+// its objects contain its prefix.
 type World struct {
 	T      *testing.T
-	Other  client.Client // of another API server than that of all tests
+	Other  client.Client // client of another API server; nil: that of all tests
 	Ctx    context.Context
-	Prefix string // of the names of everything in it
+	Prefix string // part of the names of all its objects
 	System string // the install namespace
 	Self   v1alpha1.ClusterIdentity
-	Stop   func() // ends the reconcilers, if there are some
+	Stop   func() // stops the reconcilers, if any
 }
 
-// Make makes a World without reconcilers and without objects, which the caller cleans up.
+// Make makes a World without reconcilers or objects. The caller cleans up.
 func Make(t *testing.T, prefix string) *World {
 	t.Helper()
 	if testing.Short() {
@@ -52,7 +52,8 @@ func Make(t *testing.T, prefix string) *World {
 	}
 }
 
-// New makes a World without reconcilers, with the namespace of an installation, for as long as the test lasts.
+// New makes a World without reconcilers, with an installation namespace. It lasts as long as the
+// test.
 func New(t *testing.T) *World {
 	t.Helper()
 	w := Make(t, "own")
@@ -64,7 +65,8 @@ func New(t *testing.T) *World {
 	return w
 }
 
-// Manager makes a manager of controllers whose cache has the indexes of package peers. It is not started.
+// Manager returns a controller manager whose cache has the indexes of package peers. It is not
+// started.
 func (w *World) Manager(foreignClusters bool) ctrl.Manager {
 	w.T.Helper()
 	scheme := runtime.NewScheme()
@@ -78,7 +80,7 @@ func (w *World) Manager(foreignClusters bool) ctrl.Manager {
 	return mgr
 }
 
-// API goes straight to the API server.
+// API returns a client without a cache.
 func (w *World) API() client.Client {
 	if w.Other != nil {
 		return w.Other
@@ -86,7 +88,7 @@ func (w *World) API() client.Client {
 	return Client
 }
 
-// CleanUp ends the reconcilers and removes what the test made, finalizers or not.
+// CleanUp stops the reconcilers and removes the test's objects, ignoring finalizers.
 func (w *World) CleanUp() {
 	w.Stop()
 	w.Ctx = context.Background()
@@ -104,7 +106,7 @@ func (w *World) CleanUp() {
 			w.Drop(o)
 		}
 	}
-	var endpoints v1alpha1.TunnelEndpointList // the IPAM state of the next test would be rebuilt from them
+	var endpoints v1alpha1.TunnelEndpointList // otherwise the next test would rebuild its IPAM state from them
 	w.OK(w.API().List(w.Ctx, &endpoints))
 	for i := range endpoints.Items {
 		if o := &endpoints.Items[i]; strings.HasPrefix(o.Namespace, w.Prefix) {
@@ -120,7 +122,8 @@ func (w *World) CleanUp() {
 	}
 }
 
-// DropState deletes the IPAM state and what nodes refuse: networks that a test released would be held in the next one.
+// DropState deletes the IPAM state and the nodes' reports. Otherwise networks that a test released
+// would be on hold in the next.
 func (w *World) DropState() {
 	w.T.Helper()
 	for _, kind := range []client.Object{&v1alpha1.IpamStorage{}, &isthmus.NetworkAllocation{}} {
@@ -128,7 +131,7 @@ func (w *World) DropState() {
 	}
 }
 
-// Drop deletes an object whatever finalizers it has.
+// Drop deletes an object, ignoring finalizers.
 func (w *World) Drop(o client.Object) {
 	w.T.Helper()
 	w.OK(client.IgnoreNotFound(w.API().Delete(w.Ctx, o)))
@@ -159,7 +162,7 @@ func (w *World) Until(what string, f func() bool) {
 	}
 }
 
-// Always fails if something is not true at any moment of a short while.
+// Always fails the test if f returns false at some moment of a short period.
 func (w *World) Always(what string, f func() bool) {
 	w.T.Helper()
 	for deadline := time.Now().Add(700 * time.Millisecond); time.Now().Before(deadline); time.Sleep(20 * time.Millisecond) {
@@ -169,14 +172,14 @@ func (w *World) Always(what string, f func() bool) {
 	}
 }
 
-// Gateway makes what the gateway would: the key Secret, and the Service with the annotation of the
-// active one.
+// Gateway makes the objects of a gateway: the Secret with the key, and the Service annotated with
+// the active gateway.
 func (w *World) Gateway(nodeIP string) {
 	w.T.Helper()
 	w.GatewayWith(nodeIP, SomeKey)
 }
 
-// GatewayWith is Gateway with a public key.
+// GatewayWith is Gateway with the given public key.
 func (w *World) GatewayWith(nodeIP, key string) {
 	w.T.Helper()
 	w.Create(&corev1.Secret{
@@ -190,7 +193,7 @@ func (w *World) GatewayWith(nodeIP, key string) {
 	})
 }
 
-// Report makes what the agent of a node writes, for as long as the test lasts.
+// Report makes the report of a node's agent, for as long as the test lasts.
 func (w *World) Report(node string, networks []string, resolvers ...string) *isthmus.NodeNetworks {
 	w.T.Helper()
 	r := &isthmus.NodeNetworks{ObjectMeta: metav1.ObjectMeta{Namespace: w.System, Name: node},
