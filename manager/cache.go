@@ -20,7 +20,8 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-// prepare does what every manager does, leader or not: indexes, caches, health.
+// prepare sets up everything that a manager needs whether it leads or not: indexes, caches and
+// health checks.
 func prepare(ctx context.Context, mgr ctrl.Manager, has present) error {
 	if err := peers.AddIndexes(ctx, mgr.GetFieldIndexer(), has.foreignClusters); err != nil {
 		return fmt.Errorf("indexes: %w", installFirst(err))
@@ -40,15 +41,15 @@ func prepare(ctx context.Context, mgr ctrl.Manager, has present) error {
 	return nil
 }
 
-// ipamMetadata is the IpamStorage without what is in it, 300 octets for each peer: of the cache only its
-// version is asked, and it changes with each peer that comes.
+// ipamMetadata returns the IpamStorage as metadata only. The cache is only asked for its version,
+// and the spec, with 300 octets for each peer, changes with every new peer.
 func ipamMetadata() *metav1.PartialObjectMetadata {
 	m := new(metav1.PartialObjectMetadata)
 	m.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind("IpamStorage"))
 	return m
 }
 
-// installFirst says what to do about an API server that does not know our kinds, or not all.
+// installFirst adds the remedy to the error of an API server without some of our CRDs.
 func installFirst(err error) error {
 	if meta.IsNoMatchError(err) {
 		return fmt.Errorf("%w: the CRDs have to be installed first, see `isthmus install`", err)
@@ -56,9 +57,9 @@ func installFirst(err error) error {
 	return err
 }
 
-// cacheOptions restrict the cache to what is read: of Secrets and Services the gateway's, of Nodes
-// the addresses, of Namespaces the names. The reports of nodes are those in our namespace, since
-// that is where the API server sees to it that a node writes its own.
+// cacheOptions restrict the cache to the data that is read: the gateway's Secrets and Services, the
+// addresses of Nodes, the names of Namespaces. It has the reports of nodes only from our namespace,
+// because only there does the API server make sure that each node writes just its own.
 func cacheOptions(namespace string) cache.Options {
 	only := func(c cache.Config) cache.ByObject {
 		return cache.ByObject{Namespaces: map[string]cache.Config{namespace: c}}

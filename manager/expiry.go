@@ -20,33 +20,34 @@ import (
 )
 
 const (
-	// expiryInterval is how often mapped endpoints are looked for, expiryGrace how long one is away
-	// before its mappings end: a Pod or node that is made anew under its old address keeps them.
+	// expiryInterval is how often mapped endpoints are looked up. expiryGrace is how long an
+	// endpoint must be gone before its mappings end: a Pod or node that is recreated with its old
+	// address keeps them.
 	expiryInterval = 5 * time.Minute
 	expiryGrace    = time.Hour
-	// For each look-up the API server goes through all Pods in its memory, which takes it some 2 µs
-	// each. Our own are lookupsPerSecond after the first lookupBurst, those of callers (all together)
-	// askedPerSecond after the first askedBurst.
+	// For each look-up the API server scans all Pods in its memory, which takes some 2 µs per Pod.
+	// Our own look-ups are limited by lookupsPerSecond and lookupBurst, those for all callers
+	// together by askedPerSecond and askedBurst.
 	lookupsPerSecond, lookupBurst = 1, 20
 	askedPerSecond, askedBurst    = 10, 100
 )
 
-// An expiry ends mappings of endpoints that are gone, so that a peer does not reach what gets their
-// address next.
+// An expiry ends the mappings of endpoints that are gone, so that a peer does not reach the next
+// owner of the address.
 //
-// The manager does not watch Pods and Services. When an endpoint is mapped it asks what has the
-// address, and the IPAM state records that. It asks again now and then for what the state records. An endpoint of
-// which nobody knew what it was, such as a machine outside of the cluster, stays until it is
-// unmapped.
+// The manager does not watch Pods and Services. When an endpoint is mapped, expiry looks up the
+// owner of the address, and the IPAM state records its kind. Later it looks up the recorded
+// endpoints at intervals. An endpoint of unknown kind, such as a machine outside of the cluster,
+// stays until it is unmapped.
 type expiry struct {
 	// Reader reads from the API server directly, because a cache would watch all Pods and Services.
 	Reader client.Reader
 	Store  expiryStore
 	Log    *slog.Logger
 
-	asked   *rate.Limiter            // look-ups of callers
-	expired atomic.Uint64            // mappings
-	since   map[netip.Addr]time.Time // when an endpoint was found to be gone; run's alone
+	asked   *rate.Limiter            // limits the look-ups for callers
+	expired atomic.Uint64            // number of expired mappings
+	since   map[netip.Addr]time.Time // when an endpoint was found to be gone; only run uses it
 }
 
 // An expiryStore is the part of ipamstore.Store that an expiry uses.
@@ -59,7 +60,7 @@ func newExpiry(reader client.Reader, store expiryStore, log *slog.Logger) *expir
 	return &expiry{Reader: reader, Store: store, Log: log, asked: rate.NewLimiter(askedPerSecond, askedBurst), since: make(map[netip.Addr]time.Time)}
 }
 
-// run looks now and then, until ctx ends.
+// run looks up all endpoints at intervals, until ctx ends.
 func (x *expiry) run(ctx context.Context) error {
 	tick := time.NewTicker(expiryInterval)
 	defer tick.Stop()
@@ -75,8 +76,8 @@ func (x *expiry) run(ctx context.Context) error {
 	}
 }
 
-// look ends the mappings of what has been gone for the grace period, and at once those of addresses
-// that are something else now. It goes on after an error and returns the first one.
+// look ends the mappings of endpoints that have been gone for the grace period. If the owner of the
+// address has changed, it ends them at once. It continues after an error and returns the first one.
 func (x *expiry) look(ctx context.Context, now time.Time) (first error) {
 	known := x.Store.State().Known()
 	maps.DeleteFunc(x.since, func(ip netip.Addr, _ time.Time) bool {
@@ -115,7 +116,7 @@ func (x *expiry) lookFor(ctx context.Context, e ipam.Endpoint, now time.Time, pa
 	return nil
 }
 
-// end ends the mappings of one endpoint.
+// end ends the mappings of one endpoint. is is the new kind of its address, or "".
 func (x *expiry) end(ctx context.Context, e ipam.Endpoint, is string) error {
 	before := x.Store.State()
 	after, err := x.Store.Update(ctx, func(b ipam.State) (ipam.State, error) {
@@ -134,13 +135,13 @@ func (x *expiry) end(ctx context.Context, e ipam.Endpoint, is string) error {
 	return nil
 }
 
-// what is find at the pace for callers. It may be called concurrently.
+// what is find with the limit for callers. It may be called concurrently.
 func (x *expiry) what(ctx context.Context, ip netip.Addr) (string, error) {
 	return x.find(ctx, ip, x.asked)
 }
 
-// find returns the present owner of an address: a node, a Service, a peer or a Pod, or "" if neither the IPAM state
-// nor the API server knows one. It asks the API server at the given pace.
+// find returns the kind of the present owner of an address: a node, a Service, a peer or a Pod; ""
+// if neither the IPAM state nor the API server knows one. pace limits requests to the API server.
 func (x *expiry) find(ctx context.Context, ip netip.Addr, pace *rate.Limiter) (string, error) {
 	b := x.Store.State()
 	if b.IsNode(ip) {
@@ -152,7 +153,7 @@ func (x *expiry) find(ctx context.Context, ip netip.Addr, pace *rate.Limiter) (s
 	if id, _ := b.PeerAt(ip); id != "" {
 		return "peer " + id, nil
 	}
-	// Pods that have ended have released their address, and Pods with hostNetwork have none of their own.
+	// Pods that have ended have released their address, and Pods with hostNetwork have none.
 	return x.first(ctx, pace, "pod", "Pod", fields.AndSelectors(
 		fields.OneTermEqualSelector("status.podIP", ip.String()),
 		fields.OneTermEqualSelector("spec.hostNetwork", "false"),
@@ -160,15 +161,15 @@ func (x *expiry) find(ctx context.Context, ip netip.Addr, pace *rate.Limiter) (s
 		fields.OneTermNotEqualSelector("status.phase", string(corev1.PodFailed))))
 }
 
-// first returns the given word if there is an object that the selector finds.
+// first returns word if the selector matches some object.
 func (x *expiry) first(ctx context.Context, pace *rate.Limiter, word, kind string, selector fields.Selector) (string, error) {
 	if err := pace.Wait(ctx); err != nil {
 		return "", err
 	}
 	var list metav1.PartialObjectMetadataList
 	list.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind(kind + "List"))
-	// Version 0 is what the API server has in its memory; another one would make some of them read
-	// all objects from etcd.
+	// Version 0 is answered from the API server's memory; with another one, some API servers would
+	// read all objects from etcd.
 	err := x.Reader.List(ctx, &list, &client.ListOptions{FieldSelector: selector, Raw: &metav1.ListOptions{ResourceVersion: "0"}})
 	if err != nil {
 		return "", fmt.Errorf("look for a %s by %v: %w", kind, selector, err)

@@ -17,9 +17,9 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 )
 
-// ipamRefresher has the Store look at its objects when somebody else may have written or deleted it. Most
-// events are of our own writes; a second is given to them, so that a hundred peers coming at once
-// are not a hundred looks.
+// ipamRefresher refreshes the Store after somebody else may have changed its objects. Most events
+// come from our own writes. A delay of a second merges them, so that a hundred new peers do not
+// cause a hundred refreshes.
 type ipamRefresher struct {
 	store *ipamstore.Store
 }
@@ -32,13 +32,13 @@ func (r *ipamRefresher) SetupWithManager(mgr ctrl.Manager) error {
 		UpdateFunc: func(_ context.Context, _ event.UpdateEvent, q queue) { later(q) },
 		DeleteFunc: func(_ context.Context, _ event.TypedDeleteEvent[client.Object], q queue) { later(q) },
 	}
-	allocations := look // nobody else makes one that is needed, but somebody may
+	allocations := look // somebody may create one with a name that we do not use
 	allocations.CreateFunc = func(_ context.Context, _ event.CreateEvent, q queue) { later(q) }
 	return ctrl.NewControllerManagedBy(mgr).Named("ipamstate").WatchesMetadata(&v1alpha1.IpamStorage{}, look).
 		Watches(&isthmus.NetworkAllocation{}, allocations).Complete(controllers.Noted("ipamstate", r))
 }
 
-// Reconcile has the Store look.
+// Reconcile refreshes the Store.
 func (r *ipamRefresher) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, error) {
 	return ctrl.Result{}, r.store.Refresh(ctx)
 }

@@ -13,26 +13,26 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// ipamLook is how often the manager that leads looks whether the IPAM's Service leads to it: one small
-// request.
+// ipamLook is how often the leading manager checks that the IPAM's Service points to it, with one
+// small request.
 const ipamLook = 3 * time.Second
 
-// ipamRepeat is how often it is said again that it does not.
+// ipamRepeat is how often a failure to do so is logged again.
 const ipamRepeat = time.Minute
 
-// An ipamService leads the IPAM's Service to us. The Service has no selector, and an EndpointSlice of
-// its own name: a Service with one would name managers that do not lead, at which nobody answers.
+// An ipamService points the IPAM's Service at the leading manager. The Service has no selector but
+// an EndpointSlice of the same name. A selector would add standby managers, which do not answer.
 type ipamService struct {
 	client    client.Client
 	reader    client.Reader // of the API server, no cache: there is no right to list
 	namespace string
-	name      string     // of Service and EndpointSlice
-	addr      netip.Addr // ours
+	name      string     // name of the Service and the EndpointSlice
+	addr      netip.Addr // address of this manager
 	log       *slog.Logger
 }
 
-// run keeps the Service ours until ctx ends. Then it leads nowhere until another manager writes itself:
-// our address may be another Pod's soon.
+// run keeps the Service pointed at us until ctx ends. Then it marks us as not ready, because
+// another Pod may soon have our address.
 func (s *ipamService) run(ctx context.Context) error {
 	said, at := "", time.Time{}
 	tick := time.NewTicker(ipamLook)
@@ -58,13 +58,13 @@ func (s *ipamService) run(ctx context.Context) error {
 	}
 }
 
-// lead writes the EndpointSlice, unless it is as it should be, or somebody else writes it meanwhile.
+// lead writes the EndpointSlice, unless it is correct already or somebody else writes it meanwhile.
 func (s *ipamService) lead(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, ipamLook)
 	defer cancel()
 	have := &discoveryv1.EndpointSlice{}
 	if err := s.reader.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: s.name}, have); err != nil {
-		if apierrors.IsNotFound(err) { // there is no right to create one
+		if apierrors.IsNotFound(err) { // we have no permission to create one
 			return fmt.Errorf("EndpointSlice %s of the IPAM's Service is gone: apply the chart again", s.name)
 		}
 		return fmt.Errorf("EndpointSlice of the IPAM's Service: %w", err)
@@ -85,7 +85,7 @@ func (s *ipamService) lead(ctx context.Context) error {
 	return nil
 }
 
-// leave says that we are not ready any more, where the EndpointSlice still names us.
+// leave marks us as not ready, if the EndpointSlice still names us.
 func (s *ipamService) leave() error {
 	ctx, cancel := context.WithTimeout(context.Background(), ipamLook)
 	defer cancel()
@@ -94,7 +94,7 @@ func (s *ipamService) leave() error {
 		return client.IgnoreNotFound(err)
 	}
 	if e := have.Endpoints; len(e) != 1 || len(e[0].Addresses) != 1 || e[0].Addresses[0] != s.addr.String() {
-		return nil // another one leads
+		return nil // another manager leads
 	}
 	want := have.DeepCopy()
 	want.Endpoints[0].Conditions.Ready = ptr.To(false)

@@ -33,11 +33,11 @@ func hasForeignClusters(kinds *discovery.DiscoveryClient) (bool, error) {
 	return false, nil
 }
 
-// present are kinds that a cluster need not have.
+// present tells which optional kinds a cluster has.
 type present struct {
 	foreignClusters bool // of Liqo's control plane
-	serviceCIDRs    bool // they are there, since Kubernetes 1.33, and we may list them
-	sharedServices  bool // the kinds that Options.Services needs are there, and we may list them; false without it
+	serviceCIDRs    bool // served since Kubernetes 1.33, and we may list them
+	sharedServices  bool // the kinds that Options.Services needs are served, and we may list them; false without the option
 }
 
 func whatIsThere(ctx context.Context, kinds *discovery.DiscoveryClient, direct client.Reader, services bool) (p present, err error) {
@@ -51,19 +51,20 @@ func whatIsThere(ctx context.Context, kinds *discovery.DiscoveryClient, direct c
 	return p, err
 }
 
-// canList reports whether a kind is served, and we may list it.
+// canList reports whether a kind is served and we may list it.
 func canList(ctx context.Context, direct client.Reader, list client.ObjectList) (bool, error) {
 	err := direct.List(ctx, list, client.Limit(1))
 	return err == nil, kubeerr.IgnoreUnknown(err)
 }
 
-// looksForAbsence is how often in a row a kind must be missing before it counts as removed. An API server
-// that starts or lags behind does not serve custom resources for a moment, and without ForeignClusters the
-// manager takes down the tunnels of all their peers.
+// looksForAbsence is how often in a row a kind must be missing before it counts as removed. An API
+// server that starts or lags behind does not serve custom resources for a moment. Without
+// ForeignClusters the manager would take down the tunnels of all their peers.
 const looksForAbsence = 4
 
-// doubtAbsence returns an error if ForeignClusters are missing for the n-th time at the start of a manager
-// while TunnelEndpoints still belong to some, so that the absence is not credible yet.
+// doubtAbsence returns an error if ForeignClusters are missing, for the n-th time since the start,
+// while TunnelEndpoints still belong to some. After looksForAbsence times it believes that they are
+// gone.
 func doubtAbsence(ctx context.Context, direct client.Reader, n int) error {
 	if n >= looksForAbsence {
 		return nil

@@ -1,13 +1,15 @@
-// Package manager is the control plane of one cluster. It is elected, fills the cache that all read, runs the
-// controllers of the packages below it, and serves their metrics:
+// Package manager is the control plane of one cluster. It takes part in leader election, fills the
+// shared cache, runs the controllers of the packages below it, and serves their metrics.
+// cmd/isthmus calls Run:
 //
 //	manager ─► peerings ─► exchange ─┬► facts ─┐
 //	                                 └► peers ─┴► controllers
 //
-// Package facts finds out what this cluster is, and package peers whom it is to be joined with. Package exchange
-// publishes NetworkConfigs, answers those of the peers, and makes the TunnelEndpoints and NatMappings that
-// gateways and route agents apply. Package peerings reports on all that in the statuses of Peerings. The
-// others (ipam, ipamstore, ipamrpc, queue, replication, services) import none of these.
+// Package facts finds out what this cluster is, and package peers lists its peers. Package exchange
+// publishes NetworkConfigs, answers those of the peers, and makes the TunnelEndpoints and
+// NatMappings that gateways and route agents apply. Package peerings reports all that in the
+// statuses of Peerings. The other packages (ipam, ipamstore, ipamrpc, queue, replication, services)
+// import none of these.
 package manager
 
 import (
@@ -54,68 +56,69 @@ import (
 	"github.com/isthmus-net/isthmus/manager/replication"
 )
 
-// component is the name of the Lease and the reporter of Events.
+// component names the Lease and the reporter of Events.
 const component = "isthmus-manager"
 
-// renewDeadline is how long a leader goes on without its Lease; controller-runtime's.
+// renewDeadline is how long a leader works without renewing its Lease; controller-runtime's
+// default.
 const renewDeadline = 10 * time.Second
 
-// lookForKinds is the interval of the check whether Liqo was installed, which takes a few small requests.
+// lookForKinds is how often watchKinds checks whether Liqo was installed, with a few small
+// requests.
 const lookForKinds = 30 * time.Second
 
-// refusalPatience is the Patience of the RefusalGate. Agents refuse within a tenth of a second, and of
-// thousands the last one has said so within two.
+// refusalPatience is the Patience of the RefusalGate. An agent refuses new networks within a tenth
+// of a second; with thousands of nodes the last report arrives within two.
 const refusalPatience = 5 * time.Second
 
-// Options say what Run runs.
+// Options of Run.
 type Options struct {
 	// Kubeconfig is the path of a kubeconfig of this cluster; empty means the service account of
 	// the Pod that we run in.
 	Kubeconfig string
-	// Namespace is where the gateway's Service and Secret are, and our Lease.
+	// Namespace contains the gateway's Service and Secret, and our Lease.
 	Namespace string
-	// Cluster is this cluster. What is empty is found out, see identify.
+	// Cluster is the identity of this cluster. Empty fields are detected; see identify.
 	Cluster v1alpha1.ClusterIdentity
-	// Plan is what a person said about the networks of this cluster.
+	// Plan is the operator's configuration of this cluster's networks.
 	Plan facts.AddressPlan
-	// LeaderElect lets several managers run, of which one works.
+	// LeaderElect allows several managers, of which one leads.
 	LeaderElect bool
-	// Name is that of this manager among them, such as its Pod's, for people.
+	// Name identifies this manager to people, such as the name of its Pod.
 	Name string
-	// Instance tells it from others that are called the same, such as the UID of its Pod: one that
-	// was killed and started again as the same instance goes on at once. Empty: another one at each
-	// start, which waits until the Lease of the one before is over.
+	// Instance is unique among managers, such as the UID of the Pod. A manager that restarts with
+	// the same Instance leads again at once. Empty: each start uses a new one, and waits until the
+	// previous Lease has expired.
 	Instance string
-	// Version is what isthmus_build_info says.
+	// Version is the version in isthmus_build_info.
 	Version string
-	// IPAM is Liqo's gRPC service; without an Address there is none.
+	// IPAM configures Liqo's gRPC service; it is off without an Address.
 	IPAM ipamrpc.Options
-	// IPAMService is a Service without a selector, and the EndpointSlice of its name, which lead to the
-	// IPAM of the manager that works, at PodIP. Empty: somebody else sees to it.
+	// IPAMService names a Service without a selector and its EndpointSlice, which this manager
+	// points to PodIP while it leads. Empty: it leaves them alone.
 	IPAMService string
 	PodIP       netip.Addr
-	// Services shares Services with peers that agree to it. It needs the kinds of the Multi-Cluster
-	// Services API and further rights.
+	// Services shares Services with peers that do so, too. It needs the CRDs of the Multi-Cluster
+	// Services API and further permissions.
 	Services bool
 	// MetricsAddress and HealthAddress are TCP addresses to listen on, such as ":5876"; empty means
-	// not to.
-	// The registry of metrics is that of the process: of several managers in one process only one
-	// can have a MetricsAddress.
+	// off. Metrics are registered once per process, so only one of several managers in a process
+	// may have a MetricsAddress.
 	MetricsAddress, HealthAddress string
-	// MetricsSecure guards what is at MetricsAddress; nil: anybody may read.
+	// MetricsSecure protects MetricsAddress; nil: anybody may read.
 	MetricsSecure *httpserve.Secure
 	Log           *slog.Logger
 }
 
-// errAgain ends a run whose cluster has got another set of kinds since.
+// errAgain ends a run because the kinds that the cluster serves have changed.
 var errAgain = errors.New("ForeignClusters, ServiceCIDRs or the kinds of shared services have come or gone")
 
-// lostLease is the text of controller-runtime's error, which has no name.
+// lostLease is the text of an error of controller-runtime that is not exported.
 const lostLease = "leader election lost"
 
-// Run is the manager until ctx ends. It waits for an API server that does not answer. When the
-// lease is lost, mostly because the API server was away for ten seconds, all work is given up and
-// it stands for election again.
+// Run runs the manager until ctx ends. It waits for an API server that does not answer. If it loses
+// the Lease, usually because the API server was unreachable for ten seconds, it stops all
+// controllers and takes part in the election again.
 func Run(ctx context.Context, o Options) error {
 	logToSlog(o.Log)
 	cfg, err := restConfig(o.Kubeconfig)
@@ -132,7 +135,7 @@ func Run(ctx context.Context, o Options) error {
 			return err
 		}
 		if lost {
-			time.Sleep(time.Second) // what was on its way ends, and listeners close
+			time.Sleep(time.Second) // for requests to end and listeners to close
 		}
 		o.Log.Warn("restarting the controllers", "reason", err)
 	}
@@ -140,8 +143,8 @@ func Run(ctx context.Context, o Options) error {
 
 var logOnce sync.Once
 
-// logToSlog sends what the Kubernetes libraries log to log: of the whole process, and the first one
-// for good, since they have no other way.
+// logToSlog directs the logs of the Kubernetes libraries to log. They log per process, so only the
+// first call has an effect.
 func logToSlog(log *slog.Logger) {
 	logOnce.Do(func() {
 		ctrl.SetLogger(logr.FromSlogHandler(log.Handler()))
@@ -154,20 +157,22 @@ func restConfig(kubeconfig string) (*rest.Config, error) {
 	if err != nil {
 		return nil, err
 	}
-	cfg.QPS = -1 // the API server has its own fairness; a burst of peerings must not wait for ours
+	cfg.QPS = -1 // the API server limits clients itself; our own limit would only delay bursts of peerings
 	cfg.UserAgent = component
-	cfg.WarningHandler = rest.NoWarnings{} // each of Liqo's finalizers is worth one, for the lack of a slash
+	cfg.WarningHandler = rest.NoWarnings{} // Liqo's finalizers have no slash, and each causes a warning
 	return cfg, nil
 }
 
-// leaseClient returns what the election alone uses: thousands of requests may be on their way when peers
-// come or a manager starts among them, and a Lease that is not renewed in time ends all work. done
-// closes its connection.
+// leaseClient returns a client that only the election uses. Thousands of other requests may be
+// waiting when a manager starts, and a Lease that is not renewed in time ends all work. done closes
+// its connections.
 func leaseClient(cfg *rest.Config) (leases coordination.LeasesGetter, done func(), err error) {
 	cfg = rest.AddUserAgent(rest.CopyConfig(cfg), "leader-election")
 	cfg.Timeout = renewDeadline / 2
 	cfg.QPS, cfg.Burst = 5, 10
-	cfg.NextProtos = []string{"http/1.1"} // one of HTTP/2 would be shared with all other requests, and outlives a network that is away
+	// An HTTP/2 connection would be shared with all other requests, and would outlive a network
+	// failure.
+	cfg.NextProtos = []string{"http/1.1"}
 	web, err := rest.HTTPClientFor(cfg)
 	if err != nil {
 		return nil, nil, err
@@ -176,7 +181,7 @@ func leaseClient(cfg *rest.Config) (leases coordination.LeasesGetter, done func(
 	return client, func() { utilnet.CloseIdleConnectionsFor(web.Transport) }, err
 }
 
-// runOnce runs the manager for the kinds that the cluster has now.
+// runOnce runs the manager for the kinds that the cluster serves now.
 func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -228,8 +233,8 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 		LeaderElectionResourceLockInterface: lock,
 		RenewDeadline:                       ptr.To(renewDeadline),
 		GracefulShutdownTimeout:             ptr.To(10 * time.Second),
-		Metrics:                             metricsserver.Options{BindAddress: "0"},             // none: listen has bounds
-		Controller:                          config.Controller{SkipNameValidation: ptr.To(true)}, // errAgain makes them anew
+		Metrics:                             metricsserver.Options{BindAddress: "0"},             // off: listen serves them with limits
+		Controller:                          config.Controller{SkipNameValidation: ptr.To(true)}, // after errAgain, controllers with the same names start again
 	})
 	if err != nil {
 		return installFirst(err)
@@ -273,7 +278,7 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 	return nil
 }
 
-// leaseLock is the managers' Lease, nil without an election. done ends its client.
+// leaseLock returns the managers' Lease; nil without an election. done ends its client.
 func leaseLock(o Options, cfg *rest.Config) (lock resourcelock.Interface, done func(), err error) {
 	if !o.LeaderElect {
 		return nil, func() {}, nil
@@ -310,7 +315,7 @@ func newLeader(o Options, cfg *rest.Config, mgr ctrl.Manager, has present) (*lea
 	return l, nil
 }
 
-// A leader is the part of a manager that only one at a time has.
+// A leader is the part of a manager that only runs while it leads.
 type leader struct {
 	Options
 	mgr      ctrl.Manager
@@ -319,14 +324,14 @@ type leader struct {
 	store    *ipamstore.Store
 	expiry   *expiry
 	leads    *atomic.Pointer[leading]
-	waits    *atomic.Pointer[string] // why this leader has not begun its work; nil inside: it has, or does not lead
+	waits    *atomic.Pointer[string] // why this leader cannot begin its work; nil inside: it has begun, or does not lead
 	config   *rest.Config
 	services bool // present.serviceCIDRs
 	shared   bool // present.sharedServices
 }
 
-// lead works until ctx ends. Controllers start after the IPAM state has been read and our
-// own networks are in them: an answer given earlier could give away what is in use.
+// lead works until ctx ends. Controllers start once the IPAM state has been read and contains our
+// own networks: an earlier answer could allocate a network that is in use.
 func (l *leader) lead(ctx context.Context) error {
 	own := &facts.Keeper{
 		Cache: l.mgr.GetCache(), Direct: l.mgr.GetAPIReader(), Store: l.store,
@@ -404,7 +409,7 @@ func (l *leader) lead(ctx context.Context) error {
 	return nil
 }
 
-// begin reads the IPAM state, puts our own networks into it, and learns which networks nodes refuse.
+// begin loads the IPAM state, adds our own networks, and reads which networks nodes refuse.
 func (l *leader) begin(ctx context.Context, own *facts.Keeper, gate *exchange.RefusalGate) error {
 	if err := l.store.Load(ctx); err != nil {
 		return fmt.Errorf("IPAM state: %w", err)
@@ -416,7 +421,7 @@ func (l *leader) begin(ctx context.Context, own *facts.Keeper, gate *exchange.Re
 	return err
 }
 
-// untilDone calls f until it succeeds, with growing pauses. It is false when ctx ended before that.
+// untilDone calls f until it succeeds, with growing pauses. It returns false if ctx ends first.
 func untilDone(ctx context.Context, log *slog.Logger, f func() error) bool {
 	for pause := 250 * time.Millisecond; ; pause = min(2*pause, 10*time.Second) {
 		err := f()
@@ -432,8 +437,8 @@ func untilDone(ctx context.Context, log *slog.Logger, f func() error) bool {
 	}
 }
 
-// untilAnswered is untilDone, but gives up when the API server answers and its answer is not going
-// to change.
+// untilAnswered is untilDone, but gives up if the API server answers with an error that a retry
+// would not change.
 func untilAnswered(ctx context.Context, log *slog.Logger, f func() error) error {
 	var final error
 	untilDone(ctx, log, func() error {
@@ -447,8 +452,8 @@ func untilAnswered(ctx context.Context, log *slog.Logger, f func() error) error 
 	return final
 }
 
-// identify completes the identity of this cluster. The manager needs a name, too: it becomes a part
-// of object names.
+// identify completes the identity of this cluster. The manager needs a name, because it is part of
+// object names.
 func identify(ctx context.Context, reader client.Reader, namespace string, said v1alpha1.ClusterIdentity) (v1alpha1.ClusterIdentity, error) {
 	id, err := owncluster.Identify(ctx, reader, namespace, said)
 	if err == nil && id.ClusterName == "" {

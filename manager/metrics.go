@@ -23,7 +23,7 @@ import (
 
 var families metric.Catalogue
 
-// Families are the manager's own metrics, by name.
+// Families returns the manager's own metrics, by name.
 func Families() []*metric.Family {
 	all := append(families.Families(), controllers.Families()...)
 	slices.SortFunc(all, func(a, b *metric.Family) int { return strings.Compare(a.Name, b.Name) })
@@ -46,7 +46,7 @@ var (
 	familyLate      = families.Gauge("manager_nodes_not_refusing", "Nodes that did not report in time that they refuse the networks of peers, and have reported nothing since. Only of the active manager.")
 )
 
-// collector reads the manager's own series from where they are when somebody asks, so that those of
+// collector reads the manager's own series from their sources at each scrape, so that the series of
 // a peer vanish with it.
 type collector struct {
 	peers   client.Reader
@@ -55,14 +55,14 @@ type collector struct {
 	leads   *atomic.Pointer[leading] // nil inside: another manager leads
 }
 
-// leading is what only a manager that leads can tell.
+// leading has the sources that only a leading manager has.
 type leading struct {
 	gate       *exchange.RefusalGate
 	replicator *replication.Replicator
-	services   *services.Controller // nil: services are not shared
+	services   *services.Controller // nil: sharing of services is off
 }
 
-// Describe says which series there may be.
+// Describe sends the descriptions of all series.
 func (c *collector) Describe(out chan<- *prometheus.Desc) {
 	families.Describe(out)
 	controllers.Reconciled.Describe(out)

@@ -12,7 +12,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-// newScheme knows all kinds that a manager reads or writes.
+// newScheme returns a scheme with all kinds that a manager reads or writes.
 func newScheme() (*runtime.Scheme, error) {
 	scheme := runtime.NewScheme()
 	peers.AddForeignClusters(scheme)

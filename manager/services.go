@@ -16,10 +16,10 @@ import (
 	"github.com/isthmus-net/isthmus/manager/services"
 )
 
-// servicesLacking says what a manager with --services needs.
+// servicesLacking is the message if the preconditions of --services are missing.
 const servicesLacking = "the API server does not serve ServiceExports, ServiceImports (multicluster.x-k8s.io/v1beta1) and PeerServices, or this manager may not read them; want `isthmus install --services`"
 
-// canShare reports whether the kinds of shared services are there, and we may list them.
+// canShare reports whether the kinds for shared services are served and we may list them.
 func canShare(ctx context.Context, direct client.Reader) (bool, error) {
 	for _, list := range []client.ObjectList{&mcs.ServiceExportList{}, &mcs.ServiceImportList{}, &isthmus.PeerServicesList{}} {
 		if can, err := canList(ctx, direct, list); !can || err != nil {
@@ -29,7 +29,7 @@ func canShare(ctx context.Context, direct client.Reader) (bool, error) {
 	return true, nil
 }
 
-// shareServices makes what shares Services, if that is wanted and possible.
+// shareServices sets up the sharing of Services, if it is enabled and possible.
 func (l *leader) shareServices(own facts.Reader, replicator *replication.Replicator, peering *peerings.Reconciler) (*services.Controller, error) {
 	if !l.Options.Services {
 		return nil, nil //nolint:nilnil // it is off
@@ -63,7 +63,7 @@ func (l *leader) shareServices(own facts.Reader, replicator *replication.Replica
 	return c, c.SetupWithManager(l.mgr)
 }
 
-// forward hands each event to all receivers, until ctx is done.
+// forward sends each event to all receivers, until ctx is done.
 func forward(ctx context.Context, from <-chan event.GenericEvent, to ...chan<- event.GenericEvent) {
 	for {
 		select {
