@@ -24,13 +24,13 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// loader collects what the files of one directory hold.
+// loader collects the objects in the files of one directory.
 type loader struct {
 	gateways []gatewayObject
-	unread   bool // something could not be read, which may have been the Gateway
+	unread   bool // a file could not be read, and may have had the Gateway
 	peers    []fabric.Peer
 	mappings []fabric.MappingSet
-	seen     map[fabric.Origin]string // object without file → the file it is in
+	seen     map[fabric.Origin]string // object without File → the file that has it
 	problems []fabric.Problem
 }
 
@@ -43,11 +43,12 @@ func (l *loader) problem(origin fabric.Origin, field, format string, args ...any
 	l.problems = append(l.problems, fabric.Problem{Origin: origin, Field: field, Message: fmt.Sprintf(format, args...)})
 }
 
-// file reads all documents of one file. JSON is read as such: it is nearly, but not quite, a subset
-// of the YAML that the decoder knows (surrogate pairs).
+// file reads all documents of one file. It uses the JSON decoder for JSON, because the YAML decoder
+// does not accept all of JSON (surrogate pairs).
 func (l *loader) file(name string, data []byte) {
 	origin := fabric.Origin{File: name}
-	// An editor or a full disk leaves such a file. Whoever wants a peer gone removes it.
+	// An editor or a full disk can leave an empty file. To remove a peer, its file has to be
+	// removed.
 	if len(bytes.TrimSpace(data)) == 0 {
 		l.problem(origin, "", "is empty; want an object, a comment, or no such file")
 		return
@@ -57,14 +58,14 @@ func (l *loader) file(name string, data []byte) {
 		return
 	}
 	decoder := yaml.NewDecoder(bytes.NewReader(data))
-	decoder.SetStrict(true) // a key given twice is an error
+	decoder.SetStrict(true) // a duplicate key is an error
 	for n := 1; ; n++ {
 		var value any
 		err := decoder.Decode(&value)
 		switch broken := (*yaml.TypeError)(nil); {
 		case errors.Is(err, io.EOF):
 			return
-		case errors.As(err, &broken): // this document is lost, the next can still be read
+		case errors.As(err, &broken): // only this document is lost; the next one can still be read
 			for _, text := range broken.Errors {
 				l.yamlProblem(origin, text)
 			}
@@ -73,7 +74,7 @@ func (l *loader) file(name string, data []byte) {
 			l.yamlProblem(origin, err.Error())
 			return
 		case value == nil:
-			continue // an empty document, or comments alone
+			continue // an empty document, or only comments
 		}
 		where := ""
 		if n > 1 {
@@ -99,8 +100,8 @@ func (l *loader) yamlProblem(origin fabric.Origin, text string) {
 	match := yamlLine.FindStringSubmatch(text)
 	message := printable(text[len(match[0]):])
 	line, _ := strconv.Atoi(match[1])
-	// The decoder counts from zero in errors of its grammar and leaves a line zero out, but counts
-	// from one in all others (go.yaml.in/yaml/v2 v2.4.4, decode.go, fail).
+	// In grammar errors, the decoder counts lines from zero, and omits the line if it is zero. In
+	// all other errors it counts from one (go.yaml.in/yaml/v2 v2.4.4, decode.go, fail).
 	if line == 0 || slices.ContainsFunc(grammarErrors, func(s string) bool { return strings.HasPrefix(message, s) }) {
 		line++
 	}
@@ -116,7 +117,7 @@ var grammarErrors = []string{
 	"did not find expected ',' or",
 }
 
-// jsonValue turns what the YAML decoder makes into what encoding/json takes.
+// jsonValue converts a value of the YAML decoder for encoding/json.
 func jsonValue(v any) (any, error) {
 	switch v := v.(type) {
 	case map[any]any:
@@ -150,8 +151,8 @@ func jsonValue(v any) (any, error) {
 	return v, nil
 }
 
-// object reads one object, or the objects of a List. where says which part of the file it is, for
-// as long as no name does.
+// object reads one object, or the objects of a List. where names its place in the file until its
+// name is known.
 func (l *loader) object(origin fabric.Origin, where string, raw []byte) {
 	var head struct {
 		APIVersion string `json:"apiVersion"`
@@ -211,8 +212,8 @@ func (l *loader) first(origin fabric.Origin, where string) bool {
 	return true
 }
 
-// tunnelEndpoint reads one TunnelEndpoint. Only what is used is decoded: status and the fields a
-// server adds can be whatever they like.
+// tunnelEndpoint reads one TunnelEndpoint. It ignores the status and fields that a server adds,
+// even if they are invalid.
 func (l *loader) tunnelEndpoint(origin fabric.Origin, raw []byte) {
 	var object struct {
 		Metadata struct {
@@ -254,8 +255,8 @@ func (l *loader) natMapping(origin fabric.Origin, raw []byte) {
 	}
 }
 
-// decode reads raw into v, case-sensitively as an API server does. Unknown fields pass, because a
-// later Liqo may have more; duplicate ones do not.
+// decode reads raw into v, case-sensitively as an API server does. It accepts unknown fields,
+// because a later Liqo may have more, and rejects duplicate ones.
 func (l *loader) decode(origin fabric.Origin, raw []byte, v any) bool {
 	duplicates, err := json.UnmarshalStrict(raw, v, json.DisallowDuplicateFields)
 	if err != nil {
@@ -265,7 +266,7 @@ func (l *loader) decode(origin fabric.Origin, raw []byte, v any) bool {
 	return !l.strictProblems(origin, duplicates)
 }
 
-// strictProblems reports fields that are unknown or there twice; false means none.
+// strictProblems reports unknown and duplicate fields; it returns false if there are none.
 func (l *loader) strictProblems(origin fabric.Origin, errs []error) bool {
 	for _, err := range errs {
 		field, what := "", printable(err.Error())
@@ -284,8 +285,8 @@ func (l *loader) strictProblems(origin fabric.Origin, errs []error) bool {
 	return len(errs) > 0
 }
 
-// decodeProblem reports an error of the JSON decoder. A value is never repeated, since a wrong
-// place may hold a key.
+// decodeProblem reports an error of the JSON decoder. It never quotes a value, because a key may be
+// in the wrong field.
 func (l *loader) decodeProblem(origin fabric.Origin, where string, err error) {
 	var wrong *stdjson.UnmarshalTypeError
 	if !errors.As(err, &wrong) {
@@ -303,8 +304,8 @@ func (l *loader) decodeProblem(origin fabric.Origin, where string, err error) {
 	l.problem(origin, strings.TrimSpace(where+" "+printable(wrong.Field)), "is of type %s; want %s", found, want)
 }
 
-// printable makes a string from outside safe to print: as it is when it is short and plain, else
-// quoted and cut.
+// printable makes a string from outside safe to print: unchanged if it is short and plain, else
+// quoted and shortened.
 func printable(s string) string {
 	plain := utf8.ValidString(s) && !strings.ContainsFunc(s, func(r rune) bool { return !unicode.IsPrint(r) })
 	if short := cut(s); !plain || short != s {
@@ -313,7 +314,7 @@ func printable(s string) string {
 	return s
 }
 
-// cut shortens a string from outside to what a name in Kubernetes can have.
+// cut shortens a string from outside to the maximum length of a Kubernetes name.
 func cut(s string) string {
 	const limit = 253
 	if len(s) > limit {

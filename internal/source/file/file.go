@@ -1,17 +1,18 @@
-// Package file reads what a gateway has to be from a directory: the same TunnelEndpoint and
-// NatMapping objects that `kubectl get -o yaml` prints, and one file of our own for the gateway
-// itself. A bug report is such a directory, and so is a test case.
+// Package file reads the configuration of a gateway from a directory. The directory has the same
+// TunnelEndpoint and NatMapping objects that `kubectl get -o yaml` prints, and one file of our own
+// for the gateway itself. A bug report is such a directory, and so is a test case. It only reads;
+// the gateway command calls Watch, and `isthmus trace` calls Load.
 //
 //	dir/gateway.yaml     kind Gateway, see GatewayFile
-//	dir/private.key      the WireGuard key, wherever privateKeyFile says
-//	dir/next.key         the next one while the key rotates, wherever nextPrivateKeyFile says
+//	dir/private.key      the WireGuard key; privateKeyFile has its name
+//	dir/next.key         the next key during a rotation; nextPrivateKeyFile has its name
 //	dir/*.yaml           TunnelEndpoint, NatMapping: one object, several
 //	                     documents, or kind List; JSON as well
 //
 //	files ─ decode ─► objects ─ fabric.PeerFrom, MappingsFrom, Attach, GatewayFor ─► Snapshot
 //
-// A directory is taken as a whole or not at all: with any problem there is no Snapshot, so that the
-// caller keeps the last good one, and the error holds all problems at once.
+// A directory is accepted as a whole or not at all. With any problem there is no Snapshot, so the
+// caller keeps the last valid one, and the error has all problems at once.
 package file
 
 import (
@@ -27,8 +28,8 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// Bounds on what is read. A larger file is refused, because whatever it is, it is not the
-// configuration of a gateway: 16 MiB hold some ten thousand peers.
+// Bounds of the files. A larger file is rejected because it cannot be the configuration of a
+// gateway: 16 MiB hold some ten thousand peers.
 const (
 	MaxFileSize = 16 << 20 // bytes of one file
 	MaxFiles    = 4096     // files of one directory
@@ -40,14 +41,14 @@ type Snapshot struct {
 	File       GatewayFile
 	PrivateKey PrivateKey     // of File.PrivateKeyFile
 	NextKey    PrivateKey     // of File.NextPrivateKeyFile; zero: the key does not rotate
-	Gateway    fabric.Gateway // decided without a Problem
-	// OpenKeys name the files with private keys that others than their owners may use, each with its
-	// mode, such as "private.key (0644)".
+	Gateway    fabric.Gateway // has no Problem
+	// OpenKeys lists the files with private keys that other users can access, each with its mode,
+	// such as "private.key (0644)".
 	OpenKeys []string
 }
 
-// PrivateKey is a WireGuard private key. It prints as "(private key)", so that it does not get into
-// a log by accident.
+// PrivateKey is a WireGuard private key. It prints as "(private key)", so that it cannot get into a
+// log by accident.
 type PrivateKey [32]byte
 
 const hiddenKey = "(private key)"
@@ -58,25 +59,25 @@ func (PrivateKey) Format(f fmt.State, _ rune) { fmt.Fprint(f, hiddenKey) }
 // MarshalText hides the key from JSON, YAML and structured logs.
 func (PrivateKey) MarshalText() ([]byte, error) { return []byte(hiddenKey), nil }
 
-// Load reads a directory. It looks at regular files (and symbolic links to such) called *.yaml,
-// *.yml or *.json that do not begin with a dot, which leaves out the ..data directories of a
-// mounted ConfigMap.
+// Load reads a directory. It reads regular files, and symbolic links to them, named *.yaml, *.yml
+// or *.json. It skips names with a leading dot, such as the ..data directories of a mounted
+// ConfigMap.
 //
-// The error joins all problems by errors.Join, sorted; those found in the contents are of type
-// fabric.Problem. It names files and fields and never holds a private key. A directory that is
-// being written while it is read is read again; if that does not end within about a second, that is
-// the error.
+// The error joins all problems by errors.Join, sorted; problems in the contents have the type
+// fabric.Problem. It names files and fields, and never contains a private key. If the directory
+// changes while Load reads it, Load reads it again, and fails if the changes do not end within
+// about a second.
 func Load(dir string) (Snapshot, error) {
 	snapshot, _, err := loadSettled(dir)
 	return snapshot, err
 }
 
-// errUnsettled says that files change faster than they can be read.
+// errUnsettled means that the files change faster than they can be read.
 var errUnsettled = errors.New("files keep changing while they are read")
 
 func loadSettled(dir string) (Snapshot, fingerprint, error) { return untilSettled(dir, load) }
 
-// untilSettled reads with load until the files are still the same afterwards.
+// untilSettled calls load until the files have not changed meanwhile.
 func untilSettled(dir string, load func(string) (Snapshot, fingerprint, error)) (Snapshot, fingerprint, error) {
 	for range 20 {
 		snapshot, read, err := load(dir)
@@ -123,15 +124,15 @@ func load(dir string) (Snapshot, fingerprint, error) {
 	return snapshot, read, err
 }
 
-// content is what is in a file, or why that is not known.
+// content is the content of a file, or the error of reading it.
 type content struct {
 	name string
 	data []byte
 	err  error
 }
 
-// parse makes a snapshot of the contents of files. It calls key at most once for the content of
-// each file with a private key.
+// parse makes a Snapshot from the contents of files. It calls key at most once for each file with a
+// private key.
 func parse(contents []content, key func(name string) content) (Snapshot, error) {
 	l := loader{seen: map[fabric.Origin]string{}}
 	for _, c := range contents {
@@ -163,7 +164,7 @@ func parse(contents []content, key func(name string) content) (Snapshot, error) 
 	return snapshot, nil
 }
 
-// list returns the names of the files to look at, sorted.
+// list returns the names of the files to read, sorted.
 func list(dir string) ([]string, error) {
 	d, err := os.Open(dir)
 	if err != nil {
@@ -196,8 +197,8 @@ func list(dir string) ([]string, error) {
 
 var errDirectory = errors.New("is a directory")
 
-// readFile reads a regular file of at most limit bytes. info describes it when it was opened, nil
-// if it could not be.
+// readFile reads a regular file of at most limit bytes. info describes it at the time of opening;
+// it is nil if that failed.
 func readFile(path string, limit int64) (data []byte, info os.FileInfo, err error) {
 	if info, err = os.Stat(path); err != nil {
 		return nil, nil, withoutPath(err)
@@ -205,7 +206,7 @@ func readFile(path string, limit int64) (data []byte, info os.FileInfo, err erro
 	switch {
 	case info.IsDir():
 		return nil, info, errDirectory
-	case !info.Mode().IsRegular(): // opening a FIFO would wait for a writer
+	case !info.Mode().IsRegular(): // opening a FIFO would block until there is a writer
 		return nil, info, errors.New("is not a regular file")
 	}
 	f, err := os.Open(path)
@@ -225,7 +226,7 @@ func readFile(path string, limit int64) (data []byte, info os.FileInfo, err erro
 	return data, info, nil
 }
 
-// withoutPath takes the path out of an error that is printed next to it.
+// withoutPath removes the path from an error, because the message names it anyway.
 func withoutPath(err error) error {
 	if p := (*os.PathError)(nil); errors.As(err, &p) {
 		return p.Err
@@ -233,7 +234,7 @@ func withoutPath(err error) error {
 	return err
 }
 
-// theGateway returns the one Gateway object. What it cannot use is zero.
+// theGateway returns the only Gateway object. Unusable fields are zero.
 func (l *loader) theGateway() GatewayFile {
 	if len(l.gateways) == 0 {
 		if !l.unread {
@@ -247,7 +248,7 @@ func (l *loader) theGateway() GatewayFile {
 	return l.gateways[0].file
 }
 
-// privateKey makes a key of the content of a file. Its messages never hold any of it.
+// privateKey parses the content of a key file. Its messages never contain any of it.
 func (l *loader) privateKey(field string, c content) PrivateKey {
 	origin := l.gateways[0].origin
 	if c.err != nil {
@@ -261,7 +262,7 @@ func (l *loader) privateKey(field string, c content) PrivateKey {
 	return key
 }
 
-// decide puts everything together and has it decided as a whole.
+// decide builds the Intent and lets package fabric decide on it as a whole.
 func (l *loader) decide(g GatewayFile, key PrivateKey) fabric.Gateway {
 	in := fabric.Intent{ClusterID: g.ClusterID, ClusterName: g.ClusterName}
 	if key != (PrivateKey{}) {

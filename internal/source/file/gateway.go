@@ -12,13 +12,13 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// GatewayAPIVersion and GatewayKind mark the object that GatewayFile describes.
+// GatewayAPIVersion and GatewayKind identify the object that GatewayFile describes.
 const (
 	GatewayAPIVersion = "isthmus.net/v1alpha1"
 	GatewayKind       = "Gateway"
 )
 
-// The fields that name the files with keys.
+// The fields with the names of key files.
 const (
 	fieldKey     = "privateKeyFile"
 	fieldNextKey = "nextPrivateKeyFile"
@@ -27,19 +27,19 @@ const (
 // Defaults of the fields that a Gateway object may leave out.
 const (
 	DefaultListenPort     = 5871             // Liqo's port
-	DefaultMetricsAddress = "127.0.0.1:5872" // Liqo's port for metrics; the kubelet is on the same machine
+	DefaultMetricsAddress = "127.0.0.1:5872" // Liqo's port for metrics; the kubelet reads it on the same machine
 	DefaultStatusAddress  = "127.0.0.1:5873" // for the CLI on the same machine
 )
 
 // Bounds of the fields that are numbers.
 const (
-	MinMTU   = 576     // what every IPv4 host has to accept (RFC 791)
-	MaxMTU   = 65475   // 65535 less outer IPv4 and UDP headers (28) and WireGuard's header and tag (32)
-	MaxFlows = 1 << 26 // more would be some ten gigabytes
+	MinMTU   = 576     // every IPv4 host has to accept this size (RFC 791)
+	MaxMTU   = 65475   // 65535 minus outer IPv4 and UDP headers (28) and WireGuard's header and tag (32)
+	MaxFlows = 1 << 26 // more would need some ten gigabytes
 )
 
-// GatewayFile is the gateway's own part of the configuration, not a Kubernetes object. Marshalled
-// to YAML or JSON and loaded again, it is the same.
+// GatewayFile is the gateway's own part of the configuration. It is not a Kubernetes object.
+// Marshalling it to YAML or JSON and loading that returns the same value.
 //
 //	apiVersion: isthmus.net/v1alpha1
 //	kind: Gateway
@@ -53,30 +53,30 @@ type GatewayFile struct {
 	ClusterID   string `json:"clusterID"`             // our own cluster; a Kubernetes label value
 	ClusterName string `json:"clusterName,omitempty"` // for people; may be empty
 
-	// PrivateKeyFile holds our WireGuard private key, in base64 as wg(8) prints it. A relative name
-	// is relative to the directory of the configuration.
+	// PrivateKeyFile names the file with our WireGuard private key, in base64 as wg(8) prints it. A
+	// relative name is relative to the directory of the configuration.
 	PrivateKeyFile string `json:"privateKeyFile"`
 
-	// NextPrivateKeyFile holds the next private key while our key rotates. The gateway answers to
-	// both keys. Empty, the default: no rotation.
+	// NextPrivateKeyFile names the file with the next private key during a rotation of our key. The
+	// gateway then responds to both keys. Empty, the default: no rotation.
 	NextPrivateKeyFile string `json:"nextPrivateKeyFile,omitempty"`
 
 	ListenPort     uint16 `json:"listenPort,omitempty"`     // UDP, default 5871
-	Tunnels        int    `json:"tunnels,omitempty"`        // at most this many to one peer, on UDP ports from listenPort upwards, default 1
+	Tunnels        int    `json:"tunnels,omitempty"`        // at most this many for each peer, on UDP ports from listenPort upwards, default 1
 	MTU            MTU    `json:"mtu"`                      // of the tunnel in octets, or "auto" (default)
 	MetricsAddress string `json:"metricsAddress,omitempty"` // TCP "host:port" of /metrics, /healthz, /readyz, default "127.0.0.1:5872"
 	StatusAddress  string `json:"statusAddress,omitempty"`  // TCP "host:port" of the JSON status, default "127.0.0.1:5873"
 
-	// FlowLog is the file to which a line of JSON is appended for flows that open, close or are
-	// refused; "-" is standard output. Empty, the default: no log.
+	// FlowLog is the file to which a line of JSON is appended for each flow that opens, closes or
+	// is refused; "-" is standard output. Empty, the default: no log.
 	FlowLog          string `json:"flowLog,omitempty"`
-	FlowLogSample    int    `json:"flowLogSample,omitempty"`    // log one flow in so many, default 1
-	FlowLogPerSecond int    `json:"flowLogPerSecond,omitempty"` // log at most so many lines, default 1000
+	FlowLogSample    int    `json:"flowLogSample,omitempty"`    // log one of this many flows, default 1
+	FlowLogPerSecond int    `json:"flowLogPerSecond,omitempty"` // log at most this many lines, default 1000
 
 	NAT
 }
 
-// MaxFlowLog is the most that FlowLogSample and FlowLogPerSecond may be.
+// MaxFlowLog is the maximum of FlowLogSample and FlowLogPerSecond.
 const MaxFlowLog = 1_000_000
 
 // MTU is an MTU in octets. The zero value is AutoMTU; its JSON is "auto".
@@ -93,7 +93,7 @@ func (m MTU) MarshalJSON() ([]byte, error) {
 	return strconv.AppendInt(nil, int64(m), 10), nil
 }
 
-// UnmarshalJSON takes a number from MinMTU to MaxMTU, or "auto".
+// UnmarshalJSON accepts a number from MinMTU to MaxMTU, or "auto".
 func (m *MTU) UnmarshalJSON(b []byte) error {
 	if string(b) == `"auto"` {
 		*m = AutoMTU
@@ -115,7 +115,7 @@ func (m MTU) String() string {
 	return strconv.Itoa(int(m))
 }
 
-// integer reads a JSON number; wrong says what is wrong with it, or is "".
+// integer parses a JSON number; wrong describes an error, or is "".
 func integer(b []byte, least, most int64) (n int64, wrong string) {
 	n, err := strconv.ParseInt(string(b), 10, 64)
 	if err != nil || n < least || n > most {
@@ -128,8 +128,8 @@ func integer(b []byte, least, most int64) (n int64, wrong string) {
 	return n, ""
 }
 
-// gateway reads the Gateway object: strictly, because a misspelt field of our own would silently be
-// a default.
+// gateway reads the Gateway object. It rejects unknown fields, because a misspelt field of ours
+// would silently get its default.
 func (l *loader) gateway(origin fabric.Origin, raw []byte) {
 	// Numbers stay raw, so that each wrong one has its own message.
 	var in struct {
@@ -183,7 +183,7 @@ func (l *loader) gateway(origin fabric.Origin, raw []byte) {
 		l.problem(origin, fieldKey, "is empty; want the name of the file with the WireGuard private key")
 	}
 	for field, name := range map[string]string{fieldKey: g.PrivateKeyFile, fieldNextKey: g.NextPrivateKeyFile} {
-		if strings.HasSuffix(name, "=") { // as all keys in base64 do
+		if strings.HasSuffix(name, "=") { // as every key in base64 does
 			l.problem(origin, field, "looks like a key (not shown); want the name of a file that holds it")
 		}
 	}
@@ -229,7 +229,7 @@ func (l *loader) gateway(origin fabric.Origin, raw []byte) {
 	}
 }
 
-// address reads a TCP listen address into to, which keeps its default when value is empty.
+// address parses a TCP listen address into to, which keeps its default if value is empty.
 func (l *loader) address(origin fabric.Origin, field, value string, to *string) {
 	if value == "" {
 		return

@@ -11,11 +11,11 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// NAT is the part of GatewayFile about the bounds and timeouts of the NAT engine. What is left out,
-// or 0, is the engine's default, which natengine.Config documents.
+// NAT has the bounds and timeouts of the NAT engine in GatewayFile. An omitted field, or 0, means
+// the engine's default; see natengine.Config.
 type NAT nat[int, bool, Duration]
 
-// natRaw has the fields of NAT as they are written, so that each wrong one has its own message.
+// natRaw has the fields of NAT unparsed, so that each invalid one has its own message.
 type natRaw nat[stdjson.RawMessage, stdjson.RawMessage, stdjson.RawMessage]
 
 type nat[number, truth, duration any] struct {
@@ -36,7 +36,7 @@ type nat[number, truth, duration any] struct {
 	FragmentTimeout        duration `json:"fragmentTimeout,omitempty"`
 }
 
-// Config is the configuration of the engine; the caller adds the addresses.
+// Config returns the configuration of the engine, without addresses, which the caller adds.
 func (n NAT) Config() natengine.Config {
 	return natengine.Config{
 		MaxFlows: n.MaxFlows, MaxFlowsPerPeer: n.MaxFlowsPerPeer, MaxFlowsPerHost: n.MaxFlowsPerHost, RandomPorts: n.RandomPorts,
@@ -58,7 +58,7 @@ type NATField struct {
 	Value NATValue
 }
 
-// NATValue reads and writes a field. Set refuses what is out of bounds and says what is wanted.
+// NATValue reads and writes a field. Set rejects values out of bounds, and names the bounds.
 type NATValue interface {
 	Set(text string) error
 	String() string
@@ -88,7 +88,7 @@ func (n *NAT) Fields() []NATField {
 	}
 }
 
-// read sets the fields that raw has. Fields lists them in the order of the struct.
+// read sets the fields that raw has. Fields must list them in the order of the struct.
 func (n *NAT) read(raw *natRaw, problem func(field, format string, args ...any)) {
 	written := reflect.ValueOf(raw).Elem()
 	for i, f := range n.Fields() {
@@ -146,16 +146,16 @@ func (v *truth) setJSON(raw stdjson.RawMessage) error {
 	return v.Set(string(raw))
 }
 
-// A Duration is written as "5m" or "2h4m"; 0 is written as nothing.
+// A Duration is written like "5m" or "2h4m"; 0 is written as an empty string.
 type Duration time.Duration
 
-// Bounds of a Duration but 0.
+// Bounds of a Duration other than 0.
 const (
 	MinTimeout = time.Second
 	MaxTimeout = 30 * 24 * time.Hour
 )
 
-// Set takes "0" and from MinTimeout to MaxTimeout.
+// Set accepts "0", and durations from MinTimeout to MaxTimeout.
 func (v *Duration) Set(text string) error {
 	d, err := time.ParseDuration(text)
 	if err != nil || d != 0 && (d < MinTimeout || d > MaxTimeout) {
@@ -176,16 +176,16 @@ func (v *Duration) String() string {
 	return time.Duration(*v).String()
 }
 
-// Type is "duration".
+// Type returns "duration".
 func (v *Duration) Type() string { return "duration" }
 
-// MarshalText is what Set takes.
+// MarshalText returns text that Set accepts.
 func (v Duration) MarshalText() ([]byte, error) { return []byte(v.String()), nil }
 
 func (v *Duration) setJSON(raw stdjson.RawMessage) error {
 	var text string
 	if stdjson.Unmarshal(raw, &text) != nil {
-		text = "-" // a number has no unit
+		text = "-" // a number without a unit is invalid
 	}
 	return v.Set(text)
 }

@@ -9,30 +9,30 @@ import (
 	"time"
 )
 
-// How Watch looks at the directory.
+// Timing of Watch.
 const (
 	pollInterval   = time.Second
-	settleInterval = 200 * time.Millisecond // no change for so long: the writer has finished
-	settleLimit    = 10 * time.Second       // then the files are read, even if they still change
+	settleInterval = 200 * time.Millisecond // after this time without a change, the writer has finished
+	settleLimit    = 10 * time.Second       // after this time the files are read even if they still change
 )
 
-// Watch calls back with the content of the directory: once at the start, and again whenever what
-// Load returns has changed, be it to another Snapshot, to an error, from one error to another, or
-// back to the Snapshot before the error. Files that are written again with the same content are no
-// change. It returns when ctx ends, and never calls back after that, nor twice at a time.
+// Watch calls callback with the content of the directory: once at the start, and again whenever the
+// result of Load changes. That includes a change to an error, to another error, or back to the
+// previous Snapshot. Rewriting files with the same content is no change. It returns when ctx ends.
+// It never calls back after that, nor twice at a time.
 //
-// Watch polls once a second, because that works with every file system and with the way a mounted
-// ConfigMap is swapped (one symbolic link for all files), where an inotify watch on a file dies. It
-// compares name, inode, size and modification time, waits until they have been the same for 200 ms
-// and reads then, so that a file is rarely seen half written. A change is reported within about 1.5
-// s.
+// Watch polls once a second. That works with every file system, and with a mounted ConfigMap, which
+// is replaced by changing one symbolic link for all files; an inotify watch on a file would break
+// there. It compares name, inode, size and modification time, and reads the files once these have
+// been stable for 200 ms, so that it rarely sees a half-written file. It reports a change within
+// about 1.5 s.
 func Watch(ctx context.Context, dir string, callback func(Snapshot, error)) {
 	var (
 		last    Snapshot
 		lastErr string
 		first   = true
 		loaded  fingerprint
-		confirm bool // read once more: a file may have changed within the resolution of its time
+		confirm bool // read once more: a file may have changed within the resolution of its timestamp
 		poll    = time.NewTicker(pollInterval)
 	)
 	defer poll.Stop()
@@ -66,7 +66,7 @@ func Watch(ctx context.Context, dir string, callback func(Snapshot, error)) {
 	}
 }
 
-// settle waits until the directory has stayed the same for a while; false means that ctx has ended.
+// settle waits until the directory has been stable for a while; it returns false if ctx ends first.
 func settle(ctx context.Context, dir string, before fingerprint) bool {
 	for range settleLimit / settleInterval {
 		select {
@@ -83,7 +83,7 @@ func settle(ctx context.Context, dir string, before fingerprint) bool {
 	return true
 }
 
-// fingerprint tells whether files have changed without reading them.
+// fingerprint detects changes of files without reading them.
 type fingerprint struct {
 	err   string   // why the directory cannot be listed
 	keys  []string // paths of the private keys, as far as known
@@ -92,7 +92,7 @@ type fingerprint struct {
 
 type stamp struct {
 	name string
-	info os.FileInfo // nil when the file is not there
+	info os.FileInfo // nil if the file does not exist
 }
 
 func fingerprintOf(dir string, keys []string) fingerprint {
