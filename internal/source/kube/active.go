@@ -21,11 +21,11 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// What the Pods and the Service of the gateway are found by, as with Liqo.
+// Labels of the gateway's Pods and Service, as in Liqo.
 var (
 	podLabels     = map[string]string{labelName: "gateway", "app.kubernetes.io/component": "networking"}
 	serviceLabels = map[string]string{v1alpha1.LabelGateway: "true"}
-	agentLabels   = map[string]string{labelName: agentName} // of the Pods of route agents, as the chart has them
+	agentLabels   = map[string]string{labelName: agentName} // labels of the route agents' Pods, as in the chart
 )
 
 const (
@@ -33,17 +33,18 @@ const (
 	agentName = "route-agent"
 )
 
-// writeInterval is how often the writer looks without being told.
+// writeInterval is how often Write checks the objects without an event.
 const writeInterval = time.Second
 
-// Write updates the API objects while this replica is the active one: the label of the active Pod, the
-// annotation of the Service, and the status of each TunnelEndpoint. It calls report about once a second
-// for the state of the running gateway, and placed after each attempt to write the Service. It returns
-// when ctx ends or another replica is to take over, and leaves all objects unchanged then.
+// Write updates the API objects while this replica is the active one: the label of the active Pod,
+// the annotation of the Service, and the status of each TunnelEndpoint. It calls report about once
+// a second for the state of the running gateway, and placed after each attempt to write the
+// Service. It returns when ctx ends or another replica takes over, and leaves all objects unchanged
+// then.
 //
-// Write begins after the first complete read of the API server. A replica that runs from its snapshot
-// has no API server to write to. It writes only what differs. Each object has its own retries, so a
-// failing write delays no other object.
+// Write begins after the first complete read of the API server. A replica that runs from its
+// snapshot has no API server to write to. It writes only differences. Each object has its own
+// retries, so a failing write delays no other object.
 func (g *Gateway) Write(ctx context.Context, placed func(), report func() (Report, error)) {
 	g.writing.Lock()
 	defer g.writing.Unlock()
@@ -86,7 +87,7 @@ func (g *Gateway) Write(ctx context.Context, placed func(), report func() (Repor
 			select {
 			case <-ctx.Done():
 				return
-			case <-time.After(coalesceMost): // for the gateway to take it up
+			case <-time.After(coalesceMost): // lets the gateway apply it first
 			}
 		}
 	}
@@ -96,28 +97,28 @@ func (g *Gateway) Write(ctx context.Context, placed func(), report func() (Repor
 type writer struct {
 	*Gateway
 	memory map[types.UID]*memory
-	said   string // about Pods and Service
+	said   string // last logged problem with Pods and Service
 
 	moving [32]byte  // the next key of the last round
 	moved  time.Time // since when no peer lags
 	offer  offer
 }
 
-// memory is what is remembered of one object that is written.
+// memory is the state of one written object.
 type memory struct {
-	version string    // that was written to: a cache that still has it is late
+	version string    // version that we patched; a cache that still has it is stale
 	written time.Time // last success
 	retries retries
-	cost    retries       // of the deletion cost, which may be refused where the rest is not
+	cost    retries       // retries for the deletion cost, which may be forbidden separately
 	rtt     time.Duration // smoothed
-	said    said          // the object's status says this; zero: not, or not known
+	said    said          // source of the object's present status; zero: unknown
 	pruned  bool          // the API server drops the conditions of the object's status
-	seen    bool          // in this round
+	seen    bool          // in the present round
 }
 
-// retries are when what could not be written is tried again.
+// retries control when a failed write is repeated.
 type retries struct {
-	next     time.Time // not before
+	next     time.Time // earliest time
 	failures int
 }
 
@@ -131,7 +132,7 @@ func (w *writer) of(o client.Object) *memory {
 	return m
 }
 
-// due says whether an object may be written now.
+// due reports whether an object may be written now.
 func (m *memory) due(o client.Object, now time.Time) bool { return m.dueFor(o, &m.retries, now) }
 
 func (m *memory) dueFor(o client.Object, r *retries, now time.Time) bool {
@@ -139,12 +140,13 @@ func (m *memory) dueFor(o client.Object, r *retries, now time.Time) bool {
 }
 
 // patch writes the difference between two versions of an object, unless somebody else has changed
-// it since. It returns true when the API server took the patch; want is then the object as stored.
+// it since. It returns true if the API server accepted the patch; want is then the object as
+// stored.
 func (w *writer) patch(ctx context.Context, kind string, have, want client.Object, status bool) bool {
 	return w.patchFor(ctx, kind, have, want, status, &w.of(have).retries)
 }
 
-// patchFor is patch for a part of an object that has retries of its own.
+// patchFor is patch with separate retries for a part of the object.
 func (w *writer) patchFor(ctx context.Context, kind string, have, want client.Object, status bool, r *retries) bool {
 	m := w.of(have)
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
@@ -173,7 +175,7 @@ func (w *writer) patchFor(ctx context.Context, kind string, have, want client.Ob
 	return err == nil
 }
 
-// forget ends a round: what was not seen in it is gone.
+// forget ends a round: it drops the state of objects that no longer exist.
 func (w *writer) forget() {
 	for uid, m := range w.memory {
 		if !m.seen {
@@ -203,10 +205,10 @@ func (w *writer) place(ctx context.Context, placed func()) {
 
 	now := time.Now()
 	if len(services.Items) == 1 && node.IsValid() {
-		w.lead(ctx, &services.Items[0], node, now) // first: the nodes follow it
+		w.lead(ctx, &services.Items[0], node, now) // first, because the nodes follow it
 	}
 	placed()
-	// The active one first: until it is marked, the Service leads peers nowhere.
+	// The active Pod first: until it has the label, the Service has no endpoint for peers.
 	slices.SortFunc(pods.Items, func(a, b corev1.Pod) int { return cmp.Compare(rank(a, w.o.Pod), rank(b, w.o.Pod)) })
 	for i := range pods.Items {
 		have := &pods.Items[i]
@@ -221,8 +223,8 @@ func (w *writer) place(ctx context.Context, placed func()) {
 		want.Labels[v1alpha1.LabelGateway] = role
 		w.patch(ctx, "Pod", have, want, false)
 	}
-	// By itself and with retries of its own, since an older policy refuses it: a Pod that becomes the active one
-	// gets its label at once.
+	// A separate patch with its own retries, because older RBAC rules forbid it, and the label must
+	// not wait for it.
 	for i := range pods.Items {
 		have, cost := &pods.Items[i], ""
 		if have.Name == w.o.Pod {
@@ -244,14 +246,14 @@ func (w *writer) place(ctx context.Context, placed func()) {
 	}
 }
 
-// costOfActive has a Deployment end standbys first, so that the active gateway moves once while all are
-// replaced.
+// costOfActive is the pod deletion cost of the active gateway. It makes a Deployment end standbys
+// first, so that an update of all replicas moves the active gateway only once.
 const costOfActive = "1"
 
-// lead has the Service lead nodes to this replica.
+// lead points the nodes to this replica, through annotations of the Service.
 func (w *writer) lead(ctx context.Context, have *corev1.Service, node netip.Addr, now time.Time) {
 	marks := map[string]string{v1alpha1.AnnotationGatewayNodeIP: node.String()}
-	if w.o.Node != "" { // else agents ask which node it is on, and there with which device
+	if w.o.Node != "" { // otherwise agents get node and device from the TunnelEndpoints
 		marks[isthmus.AnnotationGateways] = w.o.PodIP.String()
 	}
 	if v := w.votes(); v.wanted || have.Annotations[isthmus.AnnotationVotes] != "" {
@@ -268,7 +270,7 @@ func (w *writer) lead(ctx context.Context, have *corev1.Service, node netip.Addr
 	w.patch(ctx, "Service", have, want, false)
 }
 
-// nodeAddr is the address of our node, at which its port leads to us; zero: not known yet.
+// nodeAddr returns the address of our node, whose port forwards to us; zero: not known yet.
 func (w *writer) nodeAddr(ctx context.Context) netip.Addr {
 	if w.o.Node == "" {
 		return w.o.PodIP
@@ -283,7 +285,7 @@ func (w *writer) nodeAddr(ctx context.Context) netip.Addr {
 	return netip.Addr{}
 }
 
-// isGateway says whether a Pod is a replica of the gateway in a namespace.
+// isGateway reports whether a Pod is a replica of the gateway in a namespace.
 func isGateway(p *corev1.Pod, namespace string) bool {
 	return p.Namespace == namespace && labels.SelectorFromSet(podLabels).Matches(labels.Set(p.Labels))
 }
@@ -295,7 +297,7 @@ func rank(p corev1.Pod, self string) int {
 	return 1
 }
 
-// say logs what keeps the Pods or the Service from being marked, when it is something else.
+// say logs a new problem that keeps the Pods or the Service from being marked.
 func (w *writer) say(trouble string) {
 	if trouble != w.said && trouble != "" {
 		w.log.Warn("cannot mark the active gateway; peers may not reach it", "problem", trouble)
@@ -306,7 +308,7 @@ func (w *writer) say(trouble string) {
 func text(labels map[string]string) string {
 	b, err := json.Marshal(labels)
 	if err != nil {
-		panic(err) // strings
+		panic(err) // strings can be marshalled
 	}
 	return string(b)
 }

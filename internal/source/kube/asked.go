@@ -13,7 +13,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
-// ask reads what peers ask for, if that may be something else than before.
+// ask evaluates the objects of the peers, if they may have changed.
 func (g *Gateway) ask(ctx context.Context, cluster v1alpha1.ClusterIdentity, ring keyring.Ring) error {
 	private := ring.Private
 	keys := g.preshared.read(ctx, g.o.Namespace)
@@ -37,26 +37,27 @@ func (g *Gateway) ask(ctx context.Context, cluster v1alpha1.ClusterIdentity, rin
 	return nil
 }
 
-// asked is what the objects of peers ask for, wherever our own cluster is.
+// asked is the configuration that the peers' objects ask for, independent of the addresses of our
+// own cluster.
 type asked struct {
 	private  [32]byte
-	gateway  fabric.Gateway // for a cluster that is nowhere
+	gateway  fabric.Gateway // for an empty Site
 	problems []fabric.Problem
 	saved    savedObjects // without places
 
-	secret, preshared map[string]PresharedKey // as the Secret has them, and as handshakes may use them
+	secret, preshared map[string]PresharedKey // as in the Secret, and as handshakes may use them
 
-	ours, networks []fabric.SiteNetwork // of the last site, and with those of peers
+	ours, networks []fabric.SiteNetwork // networks of the last Site, and the same with those of peers
 }
 
-// gatewayFor has it decided what the objects ask for. What is wrong is left out; each problem names
-// the object and the field.
+// gatewayFor decides the configuration that the objects ask for. It leaves out invalid objects;
+// each problem names the object and the field.
 func gatewayFor(cluster v1alpha1.ClusterIdentity, private [32]byte, site fabric.Site, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) (fabric.Gateway, []fabric.Problem) {
 	a := askedFor(new(fabric.GatewayDecider), cluster, private, endpoints, mappings)
 	return a.at(site), a.problems
 }
 
-// askedFor decides with d, for which what stays the same costs a comparison.
+// askedFor does so with d, which only compares objects that have not changed.
 func askedFor(d *fabric.GatewayDecider, cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) asked {
 	keys := fabric.PublicKeys(private, fabric.MaxTunnels)
 	in := fabric.Intent{ClusterID: cluster.ClusterID, ClusterName: cluster.ClusterName, PublicKey: keys[0], FurtherKeys: keys[1:]}
@@ -66,7 +67,7 @@ func askedFor(d *fabric.GatewayDecider, cluster v1alpha1.ClusterIdentity, privat
 	for i := range endpoints {
 		te := &endpoints[i]
 		if !te.DeletionTimestamp.IsZero() {
-			continue // somebody's finalizer holds it; we are done with it
+			continue // only a finalizer still holds it; we are done with it
 		}
 		peer, wrong := fabric.PeerFrom(te, originOf(te))
 		problems = append(problems, wrong...)
@@ -93,9 +94,9 @@ func askedFor(d *fabric.GatewayDecider, cluster v1alpha1.ClusterIdentity, privat
 	return asked{private: private, gateway: gw, problems: fabric.SortProblems(append(problems, wrong...))}
 }
 
-// at is the gateway of a cluster that is at site, to which peers add networks and nothing else.
+// at returns the gateway at a Site. Peers only add networks to that.
 func (a *asked) at(site fabric.Site) fabric.Gateway {
-	if a.networks == nil || !slices.Equal(site.Networks, a.ours) { // else the same list again, which is soon compared
+	if a.networks == nil || !slices.Equal(site.Networks, a.ours) { // otherwise pass the same slice, which is compared quickly
 		a.ours, a.networks = site.Networks, slices.Concat(site.Networks, a.gateway.Site.Networks)
 	}
 	gw := a.gateway

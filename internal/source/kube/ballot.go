@@ -21,25 +21,29 @@ import (
 )
 
 const (
-	// votersMost and votersLeast bound how many nodes vote. With two, one that crashes would silence the gateways.
+	// votersMost and votersLeast bound how many nodes vote. With two voters, one that crashes would
+	// silence the gateways.
 	votersMost  = 9
 	votersLeast = 3
 
-	// trialMost is how long all voters of a list have to answer before it is tried without those that do not.
+	// trialMost is how long all voters of a list have to answer. After that, the trial goes on
+	// without the silent ones.
 	trialMost = 5 * time.Second
 
-	// quietMost is how long a voter does not answer until another node gets its vote: longer than a node takes to boot.
+	// quietMost is how long a voter may be silent before another node replaces it. It is longer
+	// than the boot of a node.
 	quietMost = 5 * time.Minute
 
-	// agentGone is how long a node may be without the Pod of an agent and votes: longer than a DaemonSet takes to replace one,
-	// and shorter than mandate.Usual.FarewellMandate.
+	// agentGone is how long a node may be without a route agent's Pod and still vote. It is longer
+	// than a DaemonSet takes to replace a Pod, and shorter than mandate.Usual.FarewellMandate.
 	agentGone = 10 * time.Second
 
-	// goneMost is how long a majority of the voters' Nodes do not exist until the Lease decides again.
+	// goneMost is how long the Nodes of a majority of voters must be missing before the Lease
+	// decides again.
 	goneMost = 30 * time.Second
 )
 
-// listOf is the list in a Lease. Without voters the Lease decides.
+// listOf returns the list of voters in a Lease. Without voters, the Lease decides.
 func listOf(lease *coordinationv1.Lease) (l voting.List) {
 	if lease == nil {
 		return l
@@ -57,7 +61,7 @@ func withList(lease *coordinationv1.Lease, l voting.List) {
 	}
 	b, err := json.Marshal(l)
 	if err != nil {
-		panic(err) // strings and addresses
+		panic(err) // strings and addresses can be marshalled
 	}
 	if lease.Annotations == nil {
 		lease.Annotations = make(map[string]string)
@@ -65,24 +69,24 @@ func withList(lease *coordinationv1.Lease, l voting.List) {
 	lease.Annotations[isthmus.AnnotationVoters] = string(b)
 }
 
-// votesMark is AnnotationVotes.
+// votesMark is the value of AnnotationVotes.
 type votesMark struct {
 	Epoch  int32  `json:"epoch"`
 	Key    []byte `json:"key"`
 	Voting bool   `json:"voting"` // votes decide, not the Lease
-	wanted bool   // or are to
+	wanted bool   // votes are to decide, or do already
 }
 
-// String is the annotation.
+// String returns the annotation.
 func (m votesMark) String() string {
 	b, err := json.Marshal(m)
 	if err != nil {
-		panic(err) // numbers and octets
+		panic(err) // numbers and octets can be marshalled
 	}
 	return string(b)
 }
 
-// votesOf reads what String returned. Anything else is nobody's vote.
+// votesOf parses the result of String. For anything else it returns the zero votesMark.
 func votesOf(annotation string) (m votesMark) {
 	if json.Unmarshal([]byte(annotation), &m) != nil || len(m.Key) != ed25519.PublicKeySize {
 		return votesMark{}
@@ -90,7 +94,7 @@ func votesOf(annotation string) (m votesMark) {
 	return m
 }
 
-// votes is what nodes have to know to vote.
+// votes returns what nodes need to know to vote.
 func (g *Gateway) votes() votesMark {
 	g.mu.Lock()
 	e, shared := g.election, g.shared
@@ -103,7 +107,8 @@ func (g *Gateway) votes() votesMark {
 	return votesMark{e.transition, voting.KeyOf(shared).Public().(ed25519.PublicKey), e.byVotesLocked(), e.votes.wanted || e.byVotesLocked()}
 }
 
-// tellKey writes the key into the Service where it has another one: without it no node votes, and no gateway can become active.
+// tellKey writes the public key into the Service if it has another one. Without it no node votes,
+// and no gateway can become active.
 func (g *Gateway) tellKey(ctx context.Context) {
 	var services corev1.ServiceList
 	if !g.reading.Load() || g.objects.List(ctx, &services) != nil || len(services.Items) != 1 {
@@ -126,24 +131,25 @@ func (g *Gateway) tellKey(ctx context.Context) {
 	}
 }
 
-// ballot is the part of an election that concerns votes. Of the election's run alone, but for what nodes and the list of
-// the election say.
+// ballot is the part of an election that concerns votes. Only the election's run may use it, except
+// for Candidate, wanted and the list of the election.
 type ballot struct {
 	*voting.Candidate
 	wanted bool // the installation wants votes
 
-	trial  voting.List          // that the holder of the Lease tries
-	tried  time.Time            // since when
-	silent map[string]bool      // nodes that did not answer in a trial
-	gone   time.Time            // since when a majority of the voters' Nodes do not exist; zero: they do
-	quiet  map[string]time.Time // since when a voter does not answer
-	key    func()               // tells nodes the key by which gateways sign, where the Service has another one
+	trial  voting.List          // list that the holder of the Lease tries
+	tried  time.Time            // since when it tries
+	silent map[string]bool      // nodes that did not answer in the trial
+	gone   time.Time            // since when the Nodes of a majority of voters are missing; zero: they exist
+	quiet  map[string]time.Time // since when each silent voter is silent
+	key    func()               // writes the key for checking gateways' signatures into the Service, if it has another one
 
-	agents func() *map[string]bool // the nodes with a route agent; nil: all may have one
-	manned map[string]time.Time    // when a node was last seen with one
+	agents func() *map[string]bool // nodes with a route agent; nil: all may have one
+	manned map[string]time.Time    // when each node was last seen with an agent
 }
 
-// voters chooses who votes: those of before as long as there are such nodes, then others in an order that does not change.
+// voters chooses the nodes that vote: present voters first as long as they exist, then others in a
+// stable order.
 func voters(nodes, before map[string]netip.Addr, without map[string]bool) map[string]netip.Addr {
 	var all []string
 	for name := range nodes {
@@ -151,7 +157,7 @@ func voters(nodes, before map[string]netip.Addr, without map[string]bool) map[st
 			all = append(all, name)
 		}
 	}
-	n := min(votersMost, len(all)-(len(all)+1)%2) // an odd number
+	n := min(votersMost, len(all)-(len(all)+1)%2) // an odd number, so that there is a clear majority
 	if n < votersLeast {
 		return nil
 	}
@@ -174,12 +180,12 @@ func voters(nodes, before map[string]netip.Addr, without map[string]bool) map[st
 	return chosen
 }
 
-// step is the list that is one voter nearer to want; the same one where there is nothing to change.
+// step returns a list that is one voter closer to want, or have if nothing differs.
 func step(have voting.List, want map[string]netip.Addr) voting.List {
 	next := voting.List{Version: have.Version + 1, Voters: maps.Clone(have.Voters)}
 	for _, name := range slices.Sorted(maps.Keys(want)) {
 		if at, ok := have.Voters[name]; ok && at != want[name] {
-			next.Voters[name] = want[name] // the same node elsewhere
+			next.Voters[name] = want[name] // the node has another address
 			return next
 		}
 	}
@@ -207,7 +213,7 @@ func step(have voting.List, want map[string]netip.Addr) voting.List {
 	return next
 }
 
-// byVotesLocked reports whether votes decide, as far as is known; e.mu is held.
+// byVotesLocked reports whether votes decide, as far as this replica knows. The caller holds e.mu.
 func (e *election) byVotesLocked() bool { return e.votes != nil && len(e.list.Voters) > 0 }
 
 func (e *election) byVotes() bool {
@@ -216,24 +222,24 @@ func (e *election) byVotes() bool {
 	return e.byVotesLocked()
 }
 
-// mute reports whether votes decide, and this replica has none.
+// mute reports whether votes decide and this replica does not have a majority.
 func (e *election) mute() bool { return e.byVotes() && !e.votes.View().Holds }
 
-// newestList is the newest one that this replica has read.
+// newestList returns the newest list of voters that this replica has read.
 func (e *election) newestList() voting.List {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return e.list
 }
 
-// sinceSeen is since when the Lease is as it is.
+// sinceSeen returns when the Lease was first seen in its present version.
 func (e *election) sinceSeen() time.Time {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return e.seen
 }
 
-// voters is how many nodes vote, and how many of them have answered lately.
+// voters returns how many nodes vote, and how many of them have answered recently.
 func (e *election) voters() (all, heard int) {
 	e.mu.Lock()
 	all = len(e.list.Voters)
@@ -241,7 +247,8 @@ func (e *election) voters() (all, heard int) {
 	return all, len(e.votes.View().Heard)
 }
 
-// hearsLocked reports whether a majority of the voters has answered lately; e.mu is held.
+// hearsLocked reports whether a majority of the voters has answered recently. The caller holds
+// e.mu.
 func (e *election) hearsLocked(v voting.View) bool {
 	heard := 0
 	for _, name := range v.Heard {
@@ -252,7 +259,7 @@ func (e *election) hearsLocked(v voting.View) bool {
 	return heard > len(e.list.Voters)/2
 }
 
-// judgeVotesLocked decides who is active where votes do; e.mu is held.
+// judgeVotesLocked decides who is active while votes decide. The caller holds e.mu.
 func (e *election) judgeVotesLocked(now time.Time) {
 	v := e.votes.View()
 	if hears := e.hearsLocked(v); hears || e.hears {
@@ -276,7 +283,8 @@ func (e *election) judgeVotesLocked(now time.Time) {
 	}
 }
 
-// stepVotes is step where votes decide: the Lease says to others who is active, and which nodes vote.
+// stepVotes is step while votes decide. Then the Lease only publishes who is active and which nodes
+// vote.
 func (e *election) stepVotes(now time.Time) (want *coordinationv1.Lease) {
 	v, b := e.votes.View(), e.votes
 	e.mu.Lock()
@@ -291,9 +299,9 @@ func (e *election) stepVotes(now time.Time) (want *coordinationv1.Lease) {
 		}
 		majority := len(list.Voters)/2 + 1
 		switch gone := len(nodes) > 0 && there < majority && len(v.Heard) < majority; {
-		case e.lease == nil || standDown(e.lease, e.identity, e.sinceSeen(), now) > 0: // somebody is at work
+		case e.lease == nil || standDown(e.lease, e.identity, e.sinceSeen(), now) > 0: // another gateway is active
 			b.gone = time.Time{}
-		case !gone && v.Newest > list.Version: // the Lease is older than what nodes have stored
+		case !gone && v.Newest > list.Version: // the Lease is older than the state of the nodes
 			want = e.lease.DeepCopy()
 			withList(want, voting.List{Version: v.Newest, Voters: list.Voters})
 		case !gone:
@@ -312,7 +320,7 @@ func (e *election) stepVotes(now time.Time) (want *coordinationv1.Lease) {
 	next := list
 	nodes := b.electable(now)
 	useful := b.useful(b.Answering(), list.Voters, nodes, now)
-	// Where one of three is away for long, the next one that crashes would silence the gateways.
+	// With two voters left of three, the next one that crashes would silence the gateways.
 	switch off := !b.wanted || min(len(nodes), len(useful)) < votersLeast; {
 	case off && v.List == list.Version:
 		b.Fence()
@@ -334,7 +342,7 @@ func (e *election) stepVotes(now time.Time) (want *coordinationv1.Lease) {
 	return want
 }
 
-// electable are the nodes that may vote: those with an agent.
+// electable returns the nodes that may vote, which are those with an agent.
 func (b *ballot) electable(now time.Time) map[string]netip.Addr {
 	nodes, agents := b.Nodes(), b.agents()
 	if agents == nil {
@@ -356,8 +364,9 @@ func (b *ballot) electable(now time.Time) map[string]netip.Addr {
 	return all
 }
 
-// useful adds to the nodes that answer the voters that have not answered for less than quietMost: these may vote from
-// now on. One that does not answer is as bad as a vote against the holder.
+// useful adds to the answering nodes in all the voters that have been silent for less than
+// quietMost, and returns all. These nodes may vote from now on. A silent voter counts like a vote
+// against the holder.
 func (b *ballot) useful(all, list, nodes map[string]netip.Addr, now time.Time) map[string]netip.Addr {
 	if b.quiet == nil {
 		b.quiet = make(map[string]time.Time)
@@ -377,8 +386,8 @@ func (b *ballot) useful(all, list, nodes map[string]netip.Addr, now time.Time) m
 	return all
 }
 
-// try lets the holder of the Lease ask nodes for their votes, before votes decide. It returns the list to write once all of
-// them have given theirs; the zero List: not yet.
+// try makes the holder of the Lease collect votes before votes decide. It returns the list to write
+// once all voters of a list have voted for it; until then, the zero List.
 func (b *ballot) try(before voting.List, now time.Time) voting.List {
 	if !b.wanted {
 		return voting.List{}
@@ -394,7 +403,7 @@ func (b *ballot) try(before voting.List, now time.Time) voting.List {
 			}
 		}
 		if len(nodes)-len(b.silent) < votersLeast {
-			clear(b.silent) // from the beginning
+			clear(b.silent) // start again with all nodes
 		}
 		b.tried = now
 	}
@@ -404,7 +413,7 @@ func (b *ballot) try(before voting.List, now time.Time) voting.List {
 		return voting.List{}
 	}
 	version := before.Version + 1
-	if v.Newest > b.trial.Version { // refused: an election that nobody remembers got further
+	if v.Newest > b.trial.Version { // rejected: a forgotten earlier election used higher versions
 		version = max(version, v.Newest+1)
 	}
 	if !maps.Equal(chosen, b.trial.Voters) || b.trial.Version < version {

@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-// remember returns what the state directory says to carry on with, if it says anything.
+// remember returns the snapshot in the state directory, or nil if there is none to carry on with.
 func (g *Gateway) remember() *remembered {
 	if g.o.StateDirectory == "" {
 		return nil
@@ -18,13 +18,13 @@ func (g *Gateway) remember() *remembered {
 	return known
 }
 
-// carryOnMisses is how many times in a row, a second apart, the Lease could not be read when a
-// replica carries on by what it remembers: while it was away another one may have taken over, and
-// one lost packet is no outage.
+// carryOnMisses is how many reads of the Lease in a row, a second apart, must fail before a replica
+// carries on from its snapshot. While it was down another one may have taken over, and one lost
+// packet is no outage.
 const carryOnMisses = 2
 
-// await returns when everything has been read, or when this replica carries on with what is known
-// since it cannot be told of a successor.
+// await returns once everything has been read. It returns earlier if this replica carries on with
+// known, because the API server cannot tell whether there is a successor.
 func (g *Gateway) await(ctx context.Context, e *election, known *remembered, others acquaintance) error {
 	for misses := 0; known != nil; {
 		holder, refused, err := e.ask(ctx)
@@ -63,7 +63,7 @@ func (g *Gateway) await(ctx context.Context, e *election, known *remembered, oth
 	}
 }
 
-// carryOn makes this replica the active one with what is known.
+// carryOn makes this replica the active one with the state in known.
 func (g *Gateway) carryOn(e *election, known *remembered, others acquaintance) {
 	why := known.from(time.Now())
 	g.log.Warn("active again from the snapshot, without the API server", "peers", len(known.snapshot.Gateway.Peers), "reason", why)
@@ -71,7 +71,7 @@ func (g *Gateway) carryOn(e *election, known *remembered, others acquaintance) {
 	e.carryOn(others)
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if !g.desired.valid { // else the API server has answered just now
+	if !g.desired.valid { // otherwise the API server has answered just now
 		g.setDesired(desired{snapshot: known.snapshot, err: why, valid: true, remembered: why})
 	}
 }

@@ -24,81 +24,79 @@ import (
 	"github.com/isthmus-net/isthmus/internal/voting"
 )
 
-// Timing of the election, Liqo's but for the renew deadline, which there is none of.
+// Timing of the election, as Liqo's, but without a renew deadline.
 const (
 	leaseDuration = 7 * time.Second
 	retryPeriod   = 2 * time.Second
 	leaseTimeout  = 2500 * time.Millisecond // of one request
 
-	// contactGap is a time without an answer that cannot come from slowness.
+	// contactGap is a time without a response that slow requests cannot explain.
 	contactGap = retryPeriod + leaseTimeout + time.Second/2
 )
 
-// election decides which replica is active, by what is written in the Lease alone:
+// election elects the active replica by the Lease alone, unless nodes vote (see ballot):
 //
-//   - This replica becomes active when it has written its name into the Lease, because nobody's was
-//     there or the Lease had not changed for leaseDuration.
-//   - It stays active, with or without an API server, until it reads another name, also over a
-//     restart (see remember). While it cannot renew the Lease it asks the other gateways, and is
-//     silent where one does not answer (see decide).
-//   - A standby does not take an expired Lease while its holder answers, and speaks. It renews the Lease in the
-//     holder's name when the holder does not, so that readers know that a gateway is active.
-//   - Time without contact to the API server does not count: a standby cannot tell an active
-//     replica that died from one that could not reach the API server either, and gives it another
-//     leaseDuration to show itself.
+//   - A replica becomes active by writing its name into the Lease, if the Lease has no holder or has not changed for
+//     leaseDuration.
+//   - It stays active until it reads another name, even without an API server and across a restart (see remember). While
+//     it cannot renew the Lease it asks the other gateways, and falls silent if one does not answer (see decide).
+//   - A standby does not take an expired Lease while its holder answers and speaks. It renews the Lease in the holder's
+//     name if the holder does not, so that readers know that a gateway is active.
+//   - Time without contact to the API server does not count. A standby cannot tell whether the active replica died or
+//     lost the API server, too, so it gives it another leaseDuration to renew.
 //
-// client-go's elector differs in each of these: it gives up when it could not renew for a
-// while, and the first to find the API server back takes over. It also looks at the Lease only
-// every two to four seconds; this one is told of changes, and takes over as soon as the Lease has
-// expired. The Lease itself means the same to both.
+// client-go's elector differs in each of these: it gives up when it cannot renew for a while, and
+// then the first replica to reach the API server takes over. It also reads the Lease only every two
+// to four seconds; this one learns of changes from a watch, and takes over as soon as the Lease has
+// expired. The Lease itself has the same meaning for both.
 //
-// Of the holder it is said that it is active when it may also speak to peers.
+// The holder counts as active if it may also speak to peers.
 type election struct {
 	leases   coordination.LeaseInterface
-	web      *http.Client // of leases alone
+	web      *http.Client // used only for leases
 	identity string
-	id       gatewayID // of identity
+	id       gatewayID // hash of identity
 	log      *slog.Logger
-	changed  signal        // what holder or active returns
-	met      func()        // another gateway has answered for the first time; may be nil
-	look     signal        // something happened to the Lease
-	voted    signal        // something happened to the votes
-	votes    *ballot       // nil: the Lease alone decides
-	cached   func() string // its holder by the watch, which may be late
+	changed  signal        // the result of holder or active changed
+	met      func()        // called when another gateway answers for the first time; may be nil
+	look     signal        // the Lease changed
+	voted    signal        // the votes changed
+	votes    *ballot       // nil: nodes never vote
+	cached   func() string // the holder of the Lease according to the watch, which may be behind
 
-	// Of run alone.
+	// Only run uses these.
 	lease   *coordinationv1.Lease // as last read or written; nil: unknown, or there is none
-	version string                // that was seen first at seen
-	vouched time.Time             // when the Lease was last renewed in its holder's name
+	version string                // version of the Lease at the time seen
+	vouched time.Time             // when this replica last renewed the Lease in its holder's name
 	written time.Time             // when this replica last wrote the Lease
 
 	mu           sync.Mutex
-	name         string      // in the Lease when it was last seen, or who has the votes; not emptied when it is freed
-	transition   int32       // of that Lease, or the epoch of the votes
-	list         voting.List // of that Lease
-	switching    bool        // it is not known whether the Lease or votes decide: a request is under way, or was lost
+	name         string      // last holder seen in the Lease, or elected by votes; kept when the Lease is freed
+	transition   int32       // transitions of that Lease, or epoch of the votes
+	list         voting.List // list of voters in that Lease
+	switching    bool        // unknown whether the Lease or votes decide: a request is pending or was lost
 	switchedFrom string      // version of the Lease before that request
-	lacking      bool        // the holder has no majority of votes
-	hears        bool        // a majority of the voters has answered lately
+	lacking      bool        // this replica is the holder but lacks a majority of votes
+	hears        bool        // a majority of the voters has answered recently
 	heardAt      time.Time   // when hears was last true; zero: never
-	may          bool        // this replica can become active
-	renewed      time.Time   // when the last renewal of this replica was sent that succeeded
-	seen         time.Time   // since when the Lease is as it is, in contact with the API server
-	last         time.Time   // contact with the API server
+	may          bool        // this replica may become active
+	renewed      time.Time   // when the last successful renewal by this replica was sent
+	seen         time.Time   // when the present version of the Lease was first seen, counting only time with contact to the API server
+	last         time.Time   // last contact with the API server
 	away         bool
-	taking       bool   // a request is under way, or was lost, that makes this replica the holder
+	taking       bool   // a request that makes this replica the holder is pending or was lost
 	speaking     bool   // the holder may speak
-	unheard      string // the Pod for which the holder may not; empty: it may
+	unheard      string // the Pod that keeps the holder from speaking; empty: none
 	others       map[gatewayID]*other
 }
 
 func newElection(config *rest.Config, namespace, identity string, cached func() string, log *slog.Logger) (*election, error) {
 	config = rest.CopyConfig(config)
 	config.Timeout = leaseTimeout
-	config.QPS, config.Burst = 5, 10 // of its own, so that no other request can delay it
-	// A connection of its own, which ends with a request that got no answer. One of HTTP/2 would
-	// stay, and after an outage of the network every request would wait for TCP's next
-	// retransmission on it, which gets as rare as once in two minutes.
+	config.QPS, config.Burst = 5, 10 // separate limits, so that no other request can delay it
+	// A separate connection, which ends with a request that gets no response. An HTTP/2 connection
+	// would stay open, and after a network outage every request would wait for TCP's next
+	// retransmission on it. These become as rare as once in two minutes.
 	config.NextProtos = []string{"http/1.1"}
 	web, err := rest.HTTPClientFor(config)
 	if err != nil {
@@ -117,10 +115,10 @@ func electionWith(leases coordination.LeaseInterface, identity string, cached fu
 	return &election{leases: leases, identity: identity, id: idOf(identity), cached: cached, log: log, changed: newSignal(), look: newSignal(), voted: newSignal(), others: make(map[gatewayID]*other)}
 }
 
-// run takes part until ctx ends.
+// run takes part in the election until ctx ends.
 func (e *election) run(ctx context.Context) {
 	counted := newSignal()
-	if e.votes != nil { // a request to the API server must not hold up a mandate
+	if e.votes != nil { // judge at once, even while a request to the API server is pending
 		var group sync.WaitGroup
 		defer group.Wait()
 		group.Go(func() {
@@ -147,16 +145,16 @@ func (e *election) run(ctx context.Context) {
 				waiting = !e.counted(time.Now())
 			case <-e.look:
 				if e.holds() && e.cached() == e.identity && !e.mute() {
-					continue // its own doing
+					continue // our own write caused this
 				}
-				e.lease, waiting = nil, false // read it
+				e.lease, waiting = nil, false // read the Lease
 			}
 		}
 	}
 }
 
-// step reads the Lease, writes it if this replica is to be or to stay its holder, and says when to
-// do so again at the latest.
+// step reads the Lease, and writes it if this replica is the holder or should become it. It returns
+// the maximum delay until the next step.
 func (e *election) step(ctx context.Context) time.Duration {
 	if e.lease == nil || !e.holds() || e.mute() {
 		lease, err := e.leases.Get(ctx, isthmus.LeaseGateway, metav1.GetOptions{})
@@ -184,11 +182,11 @@ func (e *election) step(ctx context.Context) time.Duration {
 		return min(wait, retryPeriod)
 	}
 	want := take(e.lease, e.identity, now)
-	if l := listOf(want); len(l.Voters) > 0 { // this replica does not ask for votes
+	if l := listOf(want); len(l.Voters) > 0 { // this replica does not support votes
 		withList(want, voting.List{Version: l.Version + 1})
 	}
 	if e.lease == nil {
-		*want.Spec.LeaseTransitions += e.lastTransition() // of one that was deleted: numbers only grow
+		*want.Spec.LeaseTransitions += e.lastTransition() // the Lease was deleted, but transitions must only grow
 	}
 	if e.votes != nil && holderOf(e.lease) == e.identity && e.confirmed(now) {
 		withList(want, e.votes.try(e.newestList(), now))
@@ -196,7 +194,7 @@ func (e *election) step(ctx context.Context) time.Duration {
 	return e.put(ctx, want, now)
 }
 
-// put writes the Lease, and says when to do the next step.
+// put writes the Lease, and returns the delay until the next step.
 func (e *election) put(ctx context.Context, want *coordinationv1.Lease, now time.Time) time.Duration {
 	if len(listOf(want).Voters) > 0 != e.byVotes() {
 		e.log.Info("election of the active gateway switches between Lease and votes", "voters", slices.Sorted(maps.Keys(listOf(want).Voters)))
@@ -206,7 +204,7 @@ func (e *election) put(ctx context.Context, want *coordinationv1.Lease, now time
 		e.mu.Unlock()
 	}
 	lease, err := e.write(ctx, want)
-	if !e.reached(err) || err != nil { // in case of a conflict another replica was faster
+	if !e.reached(err) || err != nil { // a conflict means that another replica was faster
 		e.lease = nil
 		return retryPeriod / 10
 	}
@@ -218,7 +216,7 @@ func (e *election) put(ctx context.Context, want *coordinationv1.Lease, now time
 	return retryPeriod
 }
 
-// counted reports whether votes that have changed ask for a step.
+// counted reports whether changed votes require a step.
 func (e *election) counted(now time.Time) bool {
 	v := e.votes.View()
 	if e.byVotes() {
@@ -233,9 +231,9 @@ func (e *election) confirmed(now time.Time) bool {
 	return e.viewLocked(now).confirmed
 }
 
-// begin says how long to leave the Lease alone. When that is 0 and this replica is not the holder, it promises
-// nothing any more until it has read what became of its request. vouch says that the holder answers, but does not
-// renew the Lease.
+// begin returns how long to leave the Lease alone. If that is 0 and this replica is not the holder,
+// it makes no further promises until it has read the result of its request. vouch is true if the
+// holder answers but does not renew the Lease.
 func (e *election) begin(now time.Time) (wait time.Duration, vouch bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -246,8 +244,8 @@ func (e *election) begin(now time.Time) (wait time.Duration, vouch bool) {
 	return r.wait, r.deferring && now.Sub(e.seen) >= vouchAfter
 }
 
-// vouch renews the Lease in the name of its holder. It does not count as a sign of the holder: a holder that stops
-// answering is followed as soon as it would have been without this.
+// vouch renews the Lease in the name of its holder. This does not count as a sign of life: if the
+// holder stops answering, the takeover comes as soon as without it.
 func (e *election) vouch(ctx context.Context, now time.Time) {
 	e.vouched = now
 	lease := e.lease.DeepCopy()
@@ -265,14 +263,14 @@ func (e *election) write(ctx context.Context, lease *coordinationv1.Lease) (*coo
 	return e.leases.Update(ctx, lease, metav1.UpdateOptions{})
 }
 
-// standDown says how long a replica has to leave the Lease alone; 0: write it now. seen is when it
-// was first seen as it is, in contact with the API server.
+// standDown returns how long a replica has to leave the Lease alone; 0: it may write now. seen is
+// when the present version was first seen, counting only time with contact to the API server.
 func standDown(lease *coordinationv1.Lease, identity string, seen, now time.Time) time.Duration {
 	if holder := holderOf(lease); holder == "" || holder == identity {
 		return 0
 	}
 	duration := leaseDuration
-	if len(listOf(lease).Voters) > 0 { // nodes vote, and its holder may be one that they voted for
+	if len(listOf(lease).Voters) > 0 { // nodes vote, and may have elected the holder
 		return max(0, seen.Add(goneMost).Sub(now))
 	}
 	if s := lease.Spec.LeaseDurationSeconds; s != nil && *s > 0 {
@@ -308,7 +306,7 @@ func holderOf(lease *coordinationv1.Lease) string {
 	return *lease.Spec.HolderIdentity
 }
 
-// observe notes what the Lease says.
+// observe evaluates a Lease that was read or written.
 func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
 	e.lease = lease
 	version := ""
@@ -322,7 +320,7 @@ func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
 	}
 	e.taking = false
 	e.switching = e.switching && version == e.switchedFrom // the request may still arrive
-	// One that was deleted gives nobody the right to go by the Lease, and versions only grow.
+	// A deleted Lease does not end the votes, and versions of the list only grow.
 	if l := listOf(lease); lease != nil && (l.Version >= e.list.Version || len(l.Voters) > 0 || len(e.list.Voters) > 0) {
 		e.list = l
 	}
@@ -338,7 +336,8 @@ func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
 	if lease != nil && lease.Spec.LeaseTransitions != nil {
 		transition = *lease.Spec.LeaseTransitions
 	}
-	// Votes may be newer. A replica that has started again knows the number of the last takeover, and nobody's name.
+	// Votes may be newer than the Lease. A restarted replica knows the number of the last takeover
+	// but no name.
 	if e.byVotesLocked() && (transition < e.transition || transition == e.transition && e.name != "") {
 		e.judgeLocked(now)
 		return
@@ -354,7 +353,8 @@ func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
 	e.judgeLocked(now)
 }
 
-// viewLocked is what this replica knows; e.mu is held. The Lease's data about other replicas is left to begin.
+// viewLocked returns the state that this replica knows, without the Lease's data about other
+// replicas, which begin adds. The caller holds e.mu.
 func (e *election) viewLocked(now time.Time) view {
 	v := view{claim: claim{holds: e.name == e.identity, transition: e.transition}, reads: e.readsLocked()}
 	v.confirmed = v.holds && !e.renewed.IsZero() && now.Sub(e.renewed) < leaseDuration-stopEarly
@@ -367,10 +367,10 @@ func (e *election) viewLocked(now time.Time) view {
 	return v
 }
 
-// readsLocked reports whether the API server has answered when it was last asked; e.mu is held.
+// readsLocked reports whether the API server answered the last request. The caller holds e.mu.
 func (e *election) readsLocked() bool { return !e.away && !e.last.IsZero() }
 
-// judge decides anew whether this replica may speak: time alone can end that.
+// judge decides again whether this replica may speak. The passing of time alone can end that.
 func (e *election) judge(now time.Time) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -392,8 +392,8 @@ func (e *election) judgeLocked(now time.Time) {
 	if r.lost {
 		e.log.Warn("another gateway answers that it has taken over", "pod", r.successor)
 		e.name = r.successor
-		e.look.set()    // read the Lease, if that is possible
-		e.changed.set() // also where it did not speak before
+		e.look.set()    // read the Lease if possible
+		e.changed.set() // even if it did not speak before
 	}
 	e.unheard = r.unheard
 	if r.speak == e.speaking {
@@ -408,14 +408,14 @@ func (e *election) judgeLocked(now time.Time) {
 	e.changed.set()
 }
 
-// lastTransition is how often the Lease has been taken over, as far as this replica knows.
+// lastTransition returns how often the Lease has been taken over, as far as this replica knows.
 func (e *election) lastTransition() int32 {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return e.transition
 }
 
-// reached notes whether the API server answered: with an error about the Lease it did, too.
+// reached records whether the API server answered. An error about the Lease is an answer, too.
 func (e *election) reached(err error) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -438,18 +438,18 @@ func (e *election) reached(err error) bool {
 	return true
 }
 
-// active reports whether this replica is active: it believes that it holds the Lease, and it may
-// send to peers.
+// active reports whether this replica is active: it is the holder as far as it knows, and may send
+// to peers.
 func (e *election) active() bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return e.name == e.identity && e.speaking
 }
 
-// holds reports whether this replica was named in the Lease when it was last seen.
+// holds reports whether this replica was the last known holder.
 func (e *election) holds() bool { return e.holder() == e.identity }
 
-// silence says why the holder may not speak; empty: it may, or is not the holder.
+// silence explains why the holder may not speak; empty: it may, or this replica is not the holder.
 func (e *election) silence() string {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -464,10 +464,11 @@ func (e *election) silence() string {
 	return fmt.Sprintf("silent: this gateway cannot renew the Lease %s, and Pod %s, which may have taken over, does not answer at UDP port %d", isthmus.LeaseGateway, e.unheard, QuestionPort)
 }
 
-// deafMost is how long a standby may hear too few voters before it is not ready: a beat may be late, and an agent restarts.
+// deafMost is how long a standby may hear too few voters before it is not ready. A message may be
+// late, and agents restart.
 const deafMost = 3 * time.Second
 
-// cannotTakeOver says why this standby would get no mandate, or nil.
+// cannotTakeOver explains why this standby would not get a majority of votes, or returns nil.
 func (e *election) cannotTakeOver(now time.Time) error {
 	if e.votes == nil {
 		return nil
@@ -486,22 +487,22 @@ func (e *election) cannotTakeOver(now time.Time) error {
 		len(e.list.Voters), strings.Join(slices.Sorted(maps.Keys(silent)), ", "), voting.Port, len(e.list.Voters)/2+1)
 }
 
-// holder is the name that was last seen in the Lease.
+// holder returns the last known holder.
 func (e *election) holder() string {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return e.name
 }
 
-// lastContact is when the Lease was last read or written.
+// lastContact returns when the Lease was last read or written.
 func (e *election) lastContact() time.Time {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return e.last
 }
 
-// ask reads the Lease without taking part. A refusal is an answer, too: the API server is there,
-// and somebody may have wanted it.
+// ask reads the Lease without taking part. refused is true if that is forbidden: the API server
+// answers, and the lack of permission may be intended.
 func (e *election) ask(ctx context.Context) (holder string, refused bool, err error) {
 	lease, err := e.leases.Get(ctx, isthmus.LeaseGateway, metav1.GetOptions{})
 	switch {
@@ -515,8 +516,8 @@ func (e *election) ask(ctx context.Context) (holder string, refused bool, err er
 	return holderOf(lease), false, nil
 }
 
-// carryOn makes this replica the holder by what it remembers, until it reads or hears of another one. To
-// be called before run. Gateways that had answered in its earlier life have to answer again before it
+// carryOn makes this replica the holder according to its snapshot, until it learns of another one.
+// Call it before run. Gateways that answered before the restart have to answer again before it
 // speaks.
 func (e *election) carryOn(known acquaintance) {
 	e.mu.Lock()
@@ -527,8 +528,8 @@ func (e *election) carryOn(known acquaintance) {
 	e.judgeLocked(time.Now())
 }
 
-// superseded reports whether another gateway has answered that this one, which held the Lease when it knew what is
-// known, does not hold it any more.
+// superseded reports whether another gateway has answered that this one no longer holds the Lease,
+// which it held at the time of known.
 func (e *election) superseded(known acquaintance, now time.Time) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -537,7 +538,7 @@ func (e *election) superseded(known acquaintance, now time.Time) bool {
 	return decide(v).lost
 }
 
-// recall notes the gateways that had answered in an earlier life of this one.
+// recall restores the gateways that answered before a restart of this one.
 func (e *election) recall(known acquaintance) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -554,7 +555,7 @@ func (e *election) recall(known acquaintance) {
 	}
 }
 
-// stand says whether this replica can become active.
+// stand sets whether this replica may become active.
 func (e *election) stand(may bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -562,11 +563,11 @@ func (e *election) stand(may bool) {
 	e.judgeLocked(time.Now())
 }
 
-// close is the last use of the election.
+// close closes the connections. Nothing else may be called after it.
 func (e *election) close() { utilnet.CloseIdleConnectionsFor(e.web.Transport) }
 
-// release frees the Lease if this replica holds it, so that a standby need not wait. To be called
-// when run has returned.
+// release frees the Lease if this replica holds it, so that a standby need not wait. Call it after
+// run has returned.
 func (e *election) release() error {
 	if e.byVotes() {
 		e.votes.Release()

@@ -23,27 +23,27 @@ import (
 )
 
 const (
-	// tellAgain is how often an Event is repeated while what it says lasts: the API server forgets
+	// tellAgain is how often an Event is repeated while its cause lasts. The API server deletes
 	// Events after an hour.
 	tellAgain = 10 * time.Minute
-	maxNote   = 1024 // of an Event, as the API server has it
+	maxNote   = 1024 // the API server's limit for a note
 )
 
-// PodEvents reports on a component by Events of its own Pod, where people look first who see that the
-// Pod is not ready. An Event is written before the call returns, since a component that cannot go on
-// ends next. Methods may be called concurrently; those of a nil PodEvents do nothing.
+// PodEvents records Events on a component's own Pod, where people look first if the Pod is not
+// ready. Each call writes its Event before it returns, because a component that cannot go on exits
+// next. Its methods may be called concurrently; those of a nil PodEvents do nothing.
 type PodEvents struct {
 	api       client.Client
 	component string
 	about     corev1.ObjectReference
 
 	mu   sync.Mutex
-	last string // reason and note
+	last string // reason and note of the last Event
 	at   time.Time
 }
 
-// NewPodEvents makes one for a Pod. uid may be empty: `kubectl get events` has the Event then, and
-// `kubectl describe pod` has not.
+// NewPodEvents returns the PodEvents of a Pod. uid may be empty: then `kubectl get events` shows
+// the Events, and `kubectl describe pod` does not.
 func NewPodEvents(config *rest.Config, component, namespace, pod string, uid types.UID) (*PodEvents, error) {
 	scheme := runtime.NewScheme()
 	if err := eventsv1.AddToScheme(scheme); err != nil {
@@ -59,12 +59,12 @@ func NewPodEvents(config *rest.Config, component, namespace, pod string, uid typ
 		about: corev1.ObjectReference{APIVersion: "v1", Kind: "Pod", Namespace: namespace, Name: pod, UID: uid}}, nil
 }
 
-// Warn tells that something is wrong, once every ten minutes while it is the same.
+// Warn records a problem, and repeats it every ten minutes while it stays the same.
 func (e *PodEvents) Warn(ctx context.Context, reason, note string) error {
 	return e.tell(ctx, corev1.EventTypeWarning, reason, note)
 }
 
-// Mended tells that what Warn told of is over; where nothing was told it does nothing.
+// Mended records the end of the last problem; without one it does nothing.
 func (e *PodEvents) Mended(ctx context.Context, note string) error {
 	if e == nil {
 		return nil
@@ -94,14 +94,15 @@ func (e *PodEvents) tell(ctx context.Context, kind, reason, note string) error {
 	err := e.write(ctx, kind, reason, note, now)
 	if err != nil {
 		e.mu.Lock()
-		e.last = "" // to be tried again
+		e.last = "" // try again
 		e.mu.Unlock()
 		err = fmt.Errorf("event of Pod %s/%s: %w", e.about.Namespace, e.about.Name, err)
 	}
 	return err
 }
 
-// due notes that a message is sent. It returns false if the same was sent less than tellAgain ago.
+// due records that a message is sent now. It returns false if the same one was sent less than
+// tellAgain ago.
 func (e *PodEvents) due(what string, now time.Time) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -112,11 +113,11 @@ func (e *PodEvents) due(what string, now time.Time) bool {
 	return true
 }
 
-// write makes the Event, or counts it where the same one was written before.
+// write creates the Event, or increases its count if it exists.
 func (e *PodEvents) write(ctx context.Context, kind, reason, note string, now time.Time) error {
 	hash := fnv.New64a()
 	fmt.Fprintf(hash, "%s\n%s", reason, note)
-	host, _ := os.Hostname() // "" is refused, and the error says so
+	host, _ := os.Hostname() // an empty name is rejected, and the error says so
 	event := &eventsv1.Event{
 		ObjectMeta:          metav1.ObjectMeta{Namespace: e.about.Namespace, Name: fmt.Sprintf("%s.%016x", strings.TrimRight(e.about.Name[:min(len(e.about.Name), 200)], "-."), hash.Sum64())},
 		EventTime:           metav1.NewMicroTime(now),

@@ -9,23 +9,23 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// further is objects that are watched as long as they are wanted.
+// further watches some kinds of objects while they are needed.
 type further struct {
 	*nodeWatch
 	kinds  map[client.Object]cache.ByObject
 	notify signal
 
-	stop context.CancelFunc // nil: it is not wanted. see's own
+	stop context.CancelFunc // nil: not wanted. Only see uses it
 
-	got     *objects // nil: they are not known. Under mu, as what follows
-	refused bool     // the API server does not let us read them, or not yet
+	got     *objects // nil: not known. Guarded by mu, like the next field
+	refused bool     // the API server forbids us to read them, perhaps only for now
 }
 
 func (w *nodeWatch) further(kinds map[client.Object]cache.ByObject, notify signal) *further {
 	return &further{nodeWatch: w, kinds: kinds, notify: notify}
 }
 
-// want begins or ends the watch.
+// want starts or stops the watch.
 func (f *further) want(ctx context.Context, wanted bool) {
 	switch {
 	case !wanted && f.stop != nil:
@@ -50,7 +50,7 @@ func (f *further) watch(ctx context.Context) {
 		f.mu.Unlock()
 		f.look.set()
 	}
-	got, err := f.open(ctx, f.kinds, waiting) // by an API server that may not know them
+	got, err := f.open(ctx, f.kinds, waiting) // the API server may not know these kinds
 	if err != nil {
 		return // ctx has ended
 	}
@@ -65,7 +65,7 @@ func (f *further) watch(ctx context.Context) {
 	f.notify.set()
 }
 
-// known is what is watched, nil while it is not known.
+// known returns the watched objects, or nil until they have been read.
 func (f *further) known() (got *objects, refused bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

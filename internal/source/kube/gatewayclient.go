@@ -28,7 +28,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/owncluster"
 )
 
-// restConfig is for watches: few and long requests.
+// restConfig returns a configuration for watches, which are few long requests.
 func (g *Gateway) restConfig() *rest.Config {
 	config := rest.CopyConfig(g.o.Config)
 	config.QPS = -1
@@ -37,11 +37,11 @@ func (g *Gateway) restConfig() *rest.Config {
 }
 
 // patient repeats a request while there is no connection to the API server. The reflectors of
-// client-go would try ever more rarely, up to a minute apart, which spares an API server that
-// thousands of nodes watch; the few gateways can be there as soon as it is back.
+// client-go would wait up to a minute between attempts, to protect an API server that thousands of
+// nodes watch. The few gateways may return at once.
 type patient struct {
 	next http.RoundTripper
-	on   *atomic.Bool // until then an error is reported at once
+	on   *atomic.Bool // while false, an error is returned at once
 }
 
 // RoundTrip implements http.RoundTripper.
@@ -59,7 +59,7 @@ func (p *patient) RoundTrip(r *http.Request) (*http.Response, error) {
 	}
 }
 
-// kinds are what is watched.
+// kinds returns the watched kinds.
 func (g *Gateway) kinds() map[client.Object]cache.ByObject {
 	here := map[string]cache.Config{g.o.Namespace: {}}
 	kinds := map[client.Object]cache.ByObject{
@@ -69,7 +69,7 @@ func (g *Gateway) kinds() map[client.Object]cache.ByObject {
 		&corev1.Node{}:               {Transform: slimNode},
 		&discoveryv1.EndpointSlice{}: {Namespaces: map[string]cache.Config{
 			metav1.NamespaceDefault: {FieldSelector: fields.OneTermEqualSelector("metadata.name", "kubernetes")}}},
-		&corev1.Secret{}:        {Namespaces: named(g.o.Namespace, keyring.SecretName)}, // see presharedKeys for the only other one
+		&corev1.Secret{}:        {Namespaces: named(g.o.Namespace, keyring.SecretName)}, // presharedKeys watches the only other Secret
 		&coordinationv1.Lease{}: {Namespaces: named(g.o.Namespace, isthmus.LeaseGateway)},
 		&corev1.Pod{}:           g.pods(here),
 		&corev1.Service{}:       {Namespaces: here, Label: labels.SelectorFromSet(serviceLabels)},
@@ -80,12 +80,13 @@ func (g *Gateway) kinds() map[client.Object]cache.ByObject {
 	return kinds
 }
 
-// named is one object.
+// named selects one object.
 func named(namespace, name string) map[string]cache.Config {
 	return map[string]cache.Config{namespace: {FieldSelector: fields.OneTermEqualSelector("metadata.name", name)}}
 }
 
-// pods are those of the gateway; a replica that delivers by itself has to know where all are.
+// pods selects the gateway's Pods. A replica that delivers by itself needs the locations of all
+// Pods.
 func (g *Gateway) pods(here map[string]cache.Config) cache.ByObject {
 	if g.o.Node == "" {
 		return cache.ByObject{Namespaces: here, Label: labels.SelectorFromSet(podLabels)}
@@ -93,18 +94,19 @@ func (g *Gateway) pods(here map[string]cache.Config) cache.ByObject {
 	all := reachablePods()
 	all.Transform = func(o any) (any, error) {
 		if p, ok := o.(*corev1.Pod); ok && isGateway(p, g.o.Namespace) {
-			return o, nil // it is written, too
+			return o, nil // we also write it, so it must be complete
 		}
 		return slimPod(o)
 	}
 	return all
 }
 
-// Owner says whose an address of the cluster is, by the Pods and Nodes that a gateway in a Pod follows
-// to deliver. One on the host's network delivers nothing and knows nobody. It may be called concurrently.
+// Owner returns the owner of an address in the cluster, according to the Pods and Nodes that a
+// gateway in a Pod watches for delivery. A host-network gateway does not deliver, and knows no
+// owners. It may be called concurrently.
 func (g *Gateway) Owner(addr netip.Addr) fabric.Owner { return g.places.owner(addr) }
 
-// podNetwork is where a replica delivers that has a network of its own.
+// podNetwork returns the network into which a replica with its own network namespace delivers.
 func (g *Gateway) podNetwork() (n fabric.PodNetwork, err error) {
 	if g.o.Node == "" {
 		return n, nil
@@ -118,21 +120,20 @@ func (g *Gateway) podNetwork() (n fabric.PodNetwork, err error) {
 	return n, nil
 }
 
-// watchReports watches the agents' reports, and returns when that was read once or is not
-// to be had for now: a Role of an older version does not allow it, and few clusters need it.
+// watchReports watches the agents' reports. It returns once they were read, or cannot be read for
+// now: an older Role forbids it, and few clusters need it.
 func (g *Gateway) watchReports(ctx context.Context, group *sync.WaitGroup) {
 	settled := make(chan struct{})
 	settle := sync.OnceFunc(func() { close(settled) })
 	group.Go(func() {
 		defer settle()
-		// It only gives up with ctx; the cache logs what is wrong.
+		// It returns an error only when ctx ends; the cache logs problems.
 		_ = g.objects.watchBy(ctx, g.places.handler(g.look.set), func(error) { settle() }, &isthmus.NodeNetworks{})
 	})
 	<-settled
 }
 
-// waiter returns a function that says what is being waited for, in the log whenever it is something
-// else and twice a minute.
+// waiter returns a function that logs what we wait for, whenever that changes and twice a minute.
 func (g *Gateway) waiter() func(error) {
 	var said time.Time
 	var last string
@@ -150,18 +151,18 @@ func (g *Gateway) waiter() func(error) {
 	}
 }
 
-// identity finds out who we are. With an ID the gateway is not in need of the API server: the name
-// is for people.
+// identity returns the identity of our cluster. With a configured ID it does not need the API
+// server, because the name is only for people.
 func (g *Gateway) identity(ctx context.Context) (v1alpha1.ClusterIdentity, error) {
 	if g.o.Cluster.ClusterID != "" {
-		return g.o.Cluster, nil // the command line has checked it
+		return g.o.Cluster, nil // validated with the command line
 	}
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()
 	return owncluster.Identify(ctx, g.client, g.o.Namespace, g.o.Cluster)
 }
 
-// questioner returns the questioner of e, and the stored state of the other gateways.
+// questioner returns the questioner of e, and the saved state about the other gateways.
 func (g *Gateway) questioner(e *election) (*questioner, acquaintance) {
 	q := &questioner{election: e, listen: g.listen, log: g.log,
 		refused: func(why string, n uint32) { g.metrics.refused.WithLabelValues(why).Add(float64(n)) },

@@ -14,24 +14,24 @@ import (
 	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
-// A Snapshot is the complete configuration of the gateway that the objects ask for.
+// A Snapshot is the complete configuration of the gateway according to the objects.
 type Snapshot struct {
 	Gateway    fabric.Gateway
-	Problems   []fabric.Problem // of the objects that were left out; the others are not affected
+	Problems   []fabric.Problem // of objects that were left out; they do not affect the others
 	Keys       keyring.Ring
-	PodNetwork fabric.PodNetwork       // where a replica delivers that has a network of its own
+	PodNetwork fabric.PodNetwork       // where a replica with its own network namespace delivers
 	Preshared  map[string]PresharedKey // by cluster ID; never modified
 }
 
-// desired is the last Snapshot, and whether it is up to date.
+// desired is the last Snapshot with its validity.
 type desired struct {
 	snapshot   Snapshot
 	err        error // why snapshot is out of date
 	valid      bool
-	remembered error // why it is that of the state directory, and since when; nil: it is of the API server
+	remembered error // set if snapshot comes from the state directory: why, and since when
 }
 
-// publish makes a Snapshot of the API server's objects the desired one.
+// publish sets a Snapshot from the API server's objects.
 func (g *Gateway) publish(s Snapshot) {
 	texts := make([]string, len(s.Problems))
 	for i, p := range s.Problems {
@@ -48,7 +48,7 @@ func (g *Gateway) publish(s Snapshot) {
 	g.setDesired(desired{snapshot: s, valid: true})
 }
 
-// setDesired replaces g.desired; g.mu is held.
+// setDesired replaces g.desired. The caller holds g.mu.
 func (g *Gateway) setDesired(next desired) {
 	g.desired = next
 	if next.valid {
@@ -58,8 +58,8 @@ func (g *Gateway) setDesired(next desired) {
 	g.replaced = make(chan struct{})
 }
 
-// Snapshots calls deliver with the present Snapshot and with each that differs from the one before,
-// until ctx ends. An error is the reason why the previous Snapshot is out of date; it stays in force.
+// Snapshots calls deliver with the present Snapshot and with each different one, until ctx ends. An
+// error says why the previous Snapshot is out of date; it stays in force.
 func (g *Gateway) Snapshots(ctx context.Context, deliver func(Snapshot, error)) {
 	var last desired
 	for {
@@ -84,15 +84,15 @@ func (g *Gateway) Snapshots(ctx context.Context, deliver func(Snapshot, error)) 
 	}
 }
 
-// SharedKey is keyring.Ring.Gateways; zero: it is not known yet. A replica that restarts knows it by its state
-// directory, before the API server answers.
+// SharedKey returns keyring.Ring.Gateways; zero: not known yet. After a restart, it is known from
+// the state directory before the API server answers.
 func (g *Gateway) SharedKey() [32]byte {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	return g.shared
 }
 
-// DialAPIServer connects to the API server that this gateway reads from.
+// DialAPIServer connects to this gateway's API server.
 func (g *Gateway) DialAPIServer(ctx context.Context) (net.Conn, error) {
 	server, _, err := rest.DefaultServerUrlFor(g.o.Config)
 	if err != nil {
@@ -101,7 +101,8 @@ func (g *Gateway) DialAPIServer(ctx context.Context) (net.Conn, error) {
 	return new(net.Dialer).DialContext(ctx, "tcp", net.JoinHostPort(server.Hostname(), cmp.Or(server.Port(), "443")))
 }
 
-// Others are the addresses of the other gateways of the installation; true: of the active one.
+// Others returns the addresses of the installation's other gateways; the value is true for the
+// active one.
 func (g *Gateway) Others() map[netip.Addr]bool {
 	g.mu.Lock()
 	e := g.started
@@ -112,8 +113,8 @@ func (g *Gateway) Others() map[netip.Addr]bool {
 	return e.neighbours()
 }
 
-// Active returns the name of the active replica's Pod, empty while it is not known, and whether
-// this is it.
+// Active returns the name of the active replica's Pod, empty if unknown, and whether that is this
+// replica.
 func (g *Gateway) Active() (pod string, self bool) {
 	g.mu.Lock()
 	e := g.election

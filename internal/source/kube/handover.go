@@ -13,15 +13,15 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// handOverMost is how long a replica that ends waits for another one to take over: a standby that sees
-// no change of the Lease reads it every retryPeriod.
+// handOverMost is how long an ending replica waits for another one to take over. A standby that
+// misses a change of the Lease reads it every retryPeriod. handOverLook is how often it checks.
 const (
 	handOverMost = 4 * time.Second
 	handOverLook = 10 * time.Millisecond
 )
 
-// handOver returns when another replica has taken over what this one carries, or when there is nobody
-// to wait for. Until then this one goes on to carry it.
+// handOver returns once another replica has taken over the traffic, or if there is no other
+// replica. Until then this replica keeps carrying it.
 func (g *Gateway) handOver(ended <-chan struct{}) {
 	for begin := time.Now(); time.Since(begin) < handOverMost; {
 		next, waiting := g.successor()
@@ -39,15 +39,15 @@ func (g *Gateway) handOver(ended <-chan struct{}) {
 	}
 }
 
-// successor is the Pod of another gateway that holds the Lease and to which the Service leads the nodes: what the Service alone
-// names may be the gateway before this one, when it could not be written since, or anything. Without one, waiting
-// says whether there is a gateway that could become it. Gateways that have their nodes' networks do not
-// wait: the nodes ask the TunnelEndpoints where these are.
+// successor returns the Pod of another gateway that both holds the Lease and is named by the
+// Service. The Service alone is not enough: it may still name an earlier gateway. Without a
+// successor, waiting reports whether some gateway could become it. Host-network gateways do not
+// wait, because the nodes find them through the TunnelEndpoints.
 func (g *Gateway) successor() (pod string, waiting bool) {
 	if g.o.Node == "" || !g.reading.Load() {
 		return "", false
 	}
-	ctx := context.Background() // these are in memory
+	ctx := context.Background() // these reads are from memory
 	var pods corev1.PodList
 	var services corev1.ServiceList
 	if g.objects.List(ctx, &pods, client.InNamespace(g.o.Namespace), client.MatchingLabels(podLabels)) != nil || g.objects.List(ctx, &services) != nil {
@@ -58,7 +58,7 @@ func (g *Gateway) successor() (pod string, waiting bool) {
 		if p.Name == g.o.Pod || !p.DeletionTimestamp.IsZero() {
 			continue
 		}
-		waiting = waiting || p.Status.Phase == corev1.PodRunning // a container that has died is seen late; it costs a while of waiting
+		waiting = waiting || p.Status.Phase == corev1.PodRunning // a dead container may still count as running, which only costs time
 		for _, s := range services.Items {
 			if p.Name == holder && p.Status.PodIP != "" && s.Annotations[isthmus.AnnotationGateways] == p.Status.PodIP {
 				return p.Name, true
@@ -68,10 +68,10 @@ func (g *Gateway) successor() (pod string, waiting bool) {
 	return "", waiting
 }
 
-// holder is who has the Lease by the watch, which may be late; empty: nobody, or not known, as before everything
-// has been read once.
+// holder returns the holder of the Lease according to the watch, which may be behind; empty: none,
+// or unknown because not everything has been read.
 func (g *Gateway) holder(ctx context.Context) string {
-	if !g.reading.Load() { // then objects may not be there, and is being written
+	if !g.reading.Load() { // objects may be nil or being set until then
 		return ""
 	}
 	var lease coordinationv1.Lease
@@ -81,7 +81,7 @@ func (g *Gateway) holder(ctx context.Context) string {
 	return holderOf(&lease)
 }
 
-// meet lets e follow the Pods of the other gateways.
+// meet passes the Pods of the other gateways to e.
 func (g *Gateway) meet(e *election) toolscache.ResourceEventHandler {
 	set := func(o any) {
 		p, ok := o.(*corev1.Pod)
@@ -92,7 +92,7 @@ func (g *Gateway) meet(e *election) toolscache.ResourceEventHandler {
 			e.unsee(p.Name)
 			return
 		}
-		addr, _ := netip.ParseAddr(p.Status.PodIP) // invalid: it has none yet
+		addr, _ := netip.ParseAddr(p.Status.PodIP) // invalid: no address yet
 		e.see(p.Name, addr, !p.DeletionTimestamp.IsZero())
 	}
 	return toolscache.ResourceEventHandlerFuncs{

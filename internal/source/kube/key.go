@@ -19,17 +19,17 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubeerr"
 )
 
-// Labels of the Secret that the gateways make; package keyring says what is in it.
+// Labels of the Secret that gateways create; package keyring defines its data.
 const (
 	keyLabelValue = "wireguard"
-	// labelManagedBy is on the Secret when we have made it: `isthmus uninstall` deletes no other one, such
-	// as that of a Liqo in the same namespace.
+	// labelManagedBy marks a Secret that we created. `isthmus uninstall` deletes no other Secret,
+	// such as one of a Liqo in the same namespace.
 	labelManagedBy = "app.kubernetes.io/managed-by"
 	managedBy      = "isthmus"
 )
 
-// keyFrom reads the keys. A wrong public key is only reported: peers are told what no
-// gateway has, but those that know better go on.
+// keyFrom parses the keys. A wrong public key is only a problem: peers get a key that no gateway
+// has, but peers that know the right one are not affected.
 func keyFrom(secret *corev1.Secret) (ring keyring.Ring, problems []fabric.Problem, err error) {
 	origin := fabric.Origin{Kind: "Secret", Namespace: secret.Namespace, Name: secret.Name}
 	private, err := keyring.Key(secret.Data, keyring.FieldPrivate)
@@ -61,7 +61,7 @@ func publicKey(private [32]byte) []byte {
 	return fabric.PublicKeys(private, 1)[0][:]
 }
 
-// keySecret is the Secret with keys that are in use already, or with a new one.
+// keySecret returns the Secret with the keys in use, or with a new key.
 func keySecret(namespace string, ring keyring.Ring, tunnels int, now time.Time) *corev1.Secret {
 	data := make(map[string][]byte)
 	if ring.Private == ([32]byte{}) {
@@ -75,7 +75,7 @@ func keySecret(namespace string, ring keyring.Ring, tunnels int, now time.Time) 
 	if ring.Offered != ([32]byte{}) {
 		data[keyring.FieldOffered] = keyring.Text(ring.Offered)
 	}
-	if ring.Next != ([32]byte{}) { // some peers may know it alone
+	if ring.Next != ([32]byte{}) { // some peers may only know this one
 		data = keyring.Begin(data, ring.Next, now)
 	}
 	if r, _, err := keyring.Read(data); err == nil {
@@ -92,8 +92,8 @@ func keySecret(namespace string, ring keyring.Ring, tunnels int, now time.Time) 
 	}
 }
 
-// createKey makes the Secret, with the keys in use where there are any, so that its loss costs no
-// connection. Of several replicas one succeeds; the others will read what it made.
+// createKey creates the Secret. It contains the keys in use, if any, so that the loss of the Secret
+// breaks no connection. Only one of several replicas succeeds; the others then read the result.
 func (g *Gateway) createKey(ctx context.Context, inUse keyring.Ring) error {
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()
@@ -109,13 +109,13 @@ func (g *Gateway) createKey(ctx context.Context, inUse keyring.Ring) error {
 	return nil
 }
 
-// tellInterval is how long after a failure the Secret is written again.
+// tellInterval is the delay before a failed write of the Secret is repeated.
 const tellInterval = 10 * time.Second
 
-// tellTunnels makes data.tunnels true for this replica, once for each private key. Replicas of
-// another number of tunnels, as there are while one is being changed, each say theirs when they
-// start, and the last one is right. What is no number of tunnels of this key is corrected at any
-// time. The problem is that it cannot be.
+// tellTunnels writes this replica's tunnels into data.tunnels, once for each private key. While the
+// number of tunnels is being changed, replicas differ; each writes its own when it starts, and the
+// last one is right. A value that does not belong to this key is corrected at any time. It returns
+// a problem if the write fails.
 func (g *Gateway) tellTunnels(ctx context.Context, secret *corev1.Secret, private [32]byte) []fabric.Problem {
 	have, want := string(secret.Data[keyring.FieldTunnels]), keyring.Tunnels(private, g.o.Tunnels)
 	switch {
@@ -129,7 +129,7 @@ func (g *Gateway) tellTunnels(ctx context.Context, secret *corev1.Secret, privat
 		g.tellErr = g.writeTunnels(ctx, secret, want)
 		switch {
 		case apierrors.IsConflict(g.tellErr) || apierrors.IsNotFound(g.tellErr):
-			g.tellErr = nil // the cache is behind, and what it misses brings us here again
+			g.tellErr = nil // the cache is behind; its update leads here again
 		case g.tellErr != nil:
 			g.tellAgain = now.Add(tellInterval)
 			time.AfterFunc(tellInterval, g.look.set)
@@ -155,8 +155,8 @@ func (g *Gateway) writeTunnels(ctx context.Context, secret *corev1.Secret, tunne
 	return g.client.Patch(ctx, with, client.MergeFromWithOptions(secret, client.MergeFromWithOptimisticLock{}))
 }
 
-// key reads the keys, or sees to it that there is one. The problems are of keys that can be used
-// all the same.
+// key reads the keys, or creates the Secret if it is missing. Keys with a problem can be used
+// nevertheless.
 func (g *Gateway) key(ctx context.Context, inUse keyring.Ring) (keyring.Ring, []fabric.Problem, error) {
 	var secret corev1.Secret
 	err := g.objects.Get(ctx, client.ObjectKey{Namespace: g.o.Namespace, Name: keyring.SecretName}, &secret)
@@ -173,13 +173,13 @@ func (g *Gateway) key(ctx context.Context, inUse keyring.Ring) (keyring.Ring, []
 	missing := fmt.Errorf("the Secret %s/%s: not there", g.o.Namespace, keyring.SecretName)
 	if now := time.Now(); now.After(g.keyTries) {
 		g.keyTries = now.Add(time.Second)
-		time.AfterFunc(time.Second, g.look.set) // whether or not this succeeds
+		time.AfterFunc(time.Second, g.look.set) // whether this succeeds or not
 		if err := g.createKey(ctx, inUse); err != nil {
 			missing = err
 		}
 	}
 	if inUse.Private != ([32]byte{}) {
-		return inUse, nil, nil // nothing is worse for the peers yet
+		return inUse, nil, nil // no harm to the peers yet
 	}
 	return inUse, nil, missing
 }

@@ -1,13 +1,14 @@
-// Package kube is the Kubernetes side of gateway and route agent: it watches the objects that
-// configure them and delivers them as fabric's values. For the gateway it also elects the active
-// replica, and writes the status of the tunnels.
+// Package kube is the Kubernetes side of gateway and route agent. It watches the objects that
+// configure them, and delivers these as values of package fabric. For the gateway it also elects
+// the active replica, writes the status of the TunnelEndpoints, and rotates the key Secret. For a
+// node it writes the agent's report. cmd/isthmus makes one Gateway or calls WatchNode.
 //
 //	TunnelEndpoints, NatMappings, key Secret ─ watch ─► Snapshot ─► gateway
 //	TunnelEndpoint.status, labels, annotation ◄─ write ─ Report ◄──┘
 //
-// An event only says "look again": every look takes all objects from the cache, so that a lost or
-// repeated event is harmless. While the API server is away the last snapshot stays in force, for
-// ever.
+// An event only triggers another look. Every look reads all objects from the cache, so lost or
+// repeated events are harmless. While the API server is away, the last Snapshot stays in force
+// without a time limit.
 package kube
 
 import (
@@ -43,28 +44,28 @@ func UseLogger(log *slog.Logger) {
 	ctrllog.SetLogger(logr.FromSlogHandler(log.Handler()))
 }
 
-// newScheme knows the kinds that are read and written here.
+// newScheme returns a scheme with the kinds that this package reads and writes.
 func newScheme() *runtime.Scheme {
 	scheme := runtime.NewScheme()
 	for _, add := range []func(*runtime.Scheme) error{corev1.AddToScheme, coordinationv1.AddToScheme, discoveryv1.AddToScheme, v1alpha1.AddToScheme, isthmus.AddToScheme} {
 		if err := add(scheme); err != nil {
-			panic(err) // two Go types for one kind: not at run time
+			panic(err) // two Go types for one kind, which no input can cause
 		}
 	}
 	return scheme
 }
 
-// objects is a cache of the objects that are watched.
+// objects is a cache of the watched objects.
 type objects struct {
 	cache.Cache
 	log *slog.Logger
 
 	mu      sync.Mutex
-	trouble map[string]error // kind → why it is not read at the moment
+	trouble map[string]error // kind → why it cannot be read at the moment
 }
 
-// newObjects makes a cache of exactly the given kinds, each restricted to what is needed of it. It
-// asks the API server whether it has them.
+// newObjects makes a cache of exactly the given kinds, each restricted to the objects that are
+// needed. It asks the API server whether it serves them.
 func newObjects(config *rest.Config, kinds map[client.Object]cache.ByObject, log *slog.Logger) (*objects, error) {
 	o := &objects{log: log, trouble: make(map[string]error)}
 	var err error
@@ -83,10 +84,10 @@ func newObjects(config *rest.Config, kinds map[client.Object]cache.ByObject, log
 	return o, err
 }
 
-// failed notes why a kind could not be read; the informer tries again by itself, every few seconds.
+// failed records why a kind could not be read. The informer retries by itself every few seconds.
 func (o *objects) failed(kind string, err error) {
 	if apierrors.IsResourceExpired(err) || apierrors.IsGone(err) {
-		return // an old resource version: it lists again
+		return // an old resource version; the informer lists again
 	}
 	kind = kind[strings.LastIndexByte(kind, '.')+1:] // "*v1alpha1.TunnelEndpoint"
 	o.mu.Lock()
@@ -97,9 +98,9 @@ func (o *objects) failed(kind string, err error) {
 	}
 }
 
-// watch starts the cache, calls notify for every change of the kinds, and returns when each has
-// been read once. It gives up only when ctx ends. waiting is told, about once a second, what is
-// being waited for.
+// watch starts the cache, calls notify for every change of the kinds, and returns once each has
+// been read. It fails only if ctx ends. About once a second it calls waiting with the present
+// problem.
 func (o *objects) watch(ctx context.Context, notify func(), waiting func(error), kinds ...client.Object) error {
 	return o.watchBy(ctx, toolscache.ResourceEventHandlerFuncs{
 		AddFunc: func(any) { notify() },
@@ -112,7 +113,8 @@ func (o *objects) watch(ctx context.Context, notify func(), waiting func(error),
 	}, waiting, kinds...)
 }
 
-// watchBy is watch with a handler of changes. When it returns the handler has had all that was read.
+// watchBy is watch with a handler of changes. When it returns, the handler has received all objects
+// read so far.
 func (o *objects) watchBy(ctx context.Context, handler toolscache.ResourceEventHandler, waiting func(error), kinds ...client.Object) error {
 	for _, kind := range kinds {
 		name := strings.TrimPrefix(fmt.Sprintf("%T", kind), "*")
@@ -147,21 +149,21 @@ func (o *objects) watchBy(ctx context.Context, handler toolscache.ResourceEventH
 	return nil
 }
 
-// sameButVersion reports whether nothing has changed of an object that anybody here reads: the
-// transforms of the cache leave out the rest. Each Node of a cluster tells its API server every few
-// minutes that it is well, and with thousands of them there is always one.
+// sameButVersion reports whether an object has not changed in any field that we read: the
+// transforms of the cache drop all other fields. Every Node sends a heartbeat every few minutes,
+// and with thousands of Nodes there is always one.
 func sameButVersion(before, after any) bool {
 	a, ok := before.(client.Object)
 	b, also := after.(client.Object)
 	if !ok || !also {
 		return false
 	}
-	a = a.DeepCopyObject().(client.Object) // the cache's own
+	a = a.DeepCopyObject().(client.Object) // the original belongs to the cache
 	a.SetResourceVersion(b.GetResourceVersion())
 	return equality.Semantic.DeepEqual(a, b)
 }
 
-// retry calls try until it succeeds or ctx ends, soon at first, then once a second.
+// retry calls try until it succeeds or ctx ends, at first quickly, then once a second.
 func retry(ctx context.Context, waiting func(error), try func() error) error {
 	pause := 10 * time.Millisecond
 	for {
@@ -194,15 +196,15 @@ func (s signal) set() {
 	}
 }
 
-// Changes of one cause come together: they are waited for as long as more keep coming, but not for
-// ever.
+// Changes with one cause arrive together. Therefore coalesce waits until none has arrived for
+// coalesceQuiet, but at most for coalesceMost.
 const (
 	coalesceQuiet = 20 * time.Millisecond
 	coalesceMost  = 200 * time.Millisecond
 )
 
-// coalesce calls look once for each group of signals, until ctx ends. It calls look at once for one
-// that is urgent, and then not again for coalesceQuiet.
+// coalesce calls look once for each group of signals, until ctx ends. It calls look at once for an
+// urgent signal, and then not again for coalesceQuiet.
 func (s signal) coalesce(ctx context.Context, urgent signal, look func()) {
 	for {
 		select {

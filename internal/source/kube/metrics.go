@@ -9,18 +9,18 @@ import (
 	"github.com/isthmus-net/isthmus/internal/metric"
 )
 
-// gatewayMetrics are the series of the gateway's Kubernetes side. They are there on a standby, too.
+// gatewayMetrics has the series of the gateway's Kubernetes side. A standby exports them, too.
 type gatewayMetrics struct {
 	g         *Gateway
 	takeovers prometheus.Counter
 	writes    *prometheus.CounterVec
 	refused   *prometheus.CounterVec
-	rotation  atomic.Pointer[rotationState] // of the active one, as of its last round; nil: there was none
+	rotation  atomic.Pointer[rotationState] // written by the active replica in each round; nil: no round yet
 }
 
 var families metric.Catalogue
 
-// Families are the metrics of a gateway's Kubernetes side, by name.
+// Families returns the metrics of a gateway's Kubernetes side, by name.
 func Families() []*metric.Family { return families.Families() }
 
 var (

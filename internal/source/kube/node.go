@@ -27,26 +27,26 @@ import (
 	"github.com/isthmus-net/isthmus/internal/voting"
 )
 
-// WatchNode watches what the route agent of the node called self has to know: its Node and the Pods
-// on it, the Pods of the gateway, the NetworkAllocations, and the Service of the gateway, which says who
-// the active one is. Where that is not enough it watches more, as long as it is not:
+// WatchNode watches the objects that the route agent of node self needs: its Node and the Pods on
+// it, the Pods of the gateway, the NetworkAllocations, and the gateway's Service, which names the
+// active gateway. If these are not enough, it watches more for as long as needed:
 //
-//   - TunnelEndpoints, where the NetworkAllocations do not say which networks are our own, or the Service
-//     does not name a Pod of the gateway;
-//   - all Nodes, Pods and TunnelEndpoints, where a gateway has its node's network, or none was seen
+//   - TunnelEndpoints, if the NetworkAllocations do not name our own networks, or the Service does not
+//     name a Pod of the gateway;
+//   - all Nodes, Pods and TunnelEndpoints, if a gateway uses the host network, or no gateway has been seen
 //     yet.
 //
-// It calls deliver with everything when all of that has been read once, and again after every change
-// that says something new, never twice at a time. Self and UnderlayMTU of the intent are empty. A
-// TunnelEndpoint that is broken is left out and is among the problems.
+// It calls deliver once everything has been read, and again after every relevant change, never
+// twice at a time. Self and UnderlayMTU of the intent are empty. An invalid TunnelEndpoint is left
+// out and reported as a problem.
 //
-// Gateways are Pods with the gateway's labels in namespace, that of the installation.
+// Gateways are the Pods with the gateway's labels in namespace, which is that of the installation.
 //
 // It only reads, and returns when ctx ends. While the API server is away it delivers nothing, so
-// that what is known stays in force.
+// that the last intent stays in force.
 //
-// The voter, if not nil, gets told what it has to know, and says which gateway the nodes have voted for, also while the API
-// server is away.
+// A voter that is not nil gets the data that it needs to vote. It reports which gateway the nodes
+// have elected, even while the API server is away.
 func WatchNode(ctx context.Context, config *rest.Config, namespace, self string, voter *voting.Voter, log *slog.Logger, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
 	config = rest.CopyConfig(config)
 	config.QPS = -1 // few and long requests
@@ -107,14 +107,14 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 			return
 		}
 		if w.last == nil && !whole {
-			return // an agent that has just begun would take away what another one made
+			return // an agent that has just started would remove what its predecessor made
 		}
 		if w.last == nil || !reflect.DeepEqual(now, w.last) {
 			recalled()
 			w.last = now
 			deliver(now.intent, now.problems)
 			w.remember(now.intent)
-		} else if w.epoch != w.remembers { // nodes vote now, or do not any more
+		} else if w.epoch != w.remembers { // nodes began or stopped to vote
 			w.remember(now.intent)
 		}
 	}
@@ -123,35 +123,35 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 	return nil
 }
 
-// nodeWatch is one WatchNode.
+// nodeWatch is the state of one WatchNode.
 type nodeWatch struct {
 	config          *rest.Config
 	namespace, self string
 	voter           voter  // nil: the node does not vote
-	directory       string // of what is remembered; empty: nothing is
+	directory       string // of the saved intent; empty: nothing is saved
 	log             *slog.Logger
 	look, urgent    signal
 	waiting         func(error)
 	group           sync.WaitGroup
 
-	few  *objects // what is watched in any case
-	mine *objects // the Pods of our node
-	only bool     // what see saw last; its own, as is last
+	few  *objects // objects that are always watched
+	mine *objects // the Pods on our node
+	only bool     // from the last look; only see uses it and last
 	last *nodeSnapshot
 
-	place       *further // the Service of the gateway
+	place       *further // the gateway's Service
 	allocations *further // NetworkAllocations
 	tunnels     *further // TunnelEndpoints
 	all         *further // all Nodes and Pods
 
-	read      readAllocations // see's own, as what follows
-	epoch     uint64          // of the active gateway, where nodes vote; else 0
-	remembers uint64          // epoch of when something was last remembered
+	read      readAllocations // only see uses this and the following fields
+	epoch     uint64          // epoch of the active gateway if nodes vote; else 0
+	remembers uint64          // epoch at the last save
 
 	mu sync.Mutex
 }
 
-// voter is a voting.Voter.
+// voter is the part of voting.Voter that is used.
 type voter interface {
 	Set(ed25519.PublicKey)
 	At(netip.Addr)
@@ -159,15 +159,15 @@ type voter interface {
 	Holder() voting.Holder
 }
 
-// readAllocations are NetworkAllocations as they were read last. With a thousand peers reading them takes a
-// millisecond, which a pod that comes must not cost.
+// readAllocations caches the result of parsing the NetworkAllocations. With a thousand peers,
+// parsing takes a millisecond, which is too much for every new Pod.
 type readAllocations struct {
 	versions map[types.UID]string
 	said     fabric.Allocations
 	problems []fabric.Problem
 }
 
-// from returns what the objects say. The lists stay the same ones as long as the objects do.
+// from returns the content of the objects. The slices stay the same ones until an object changes.
 func (r *readAllocations) from(all []isthmus.NetworkAllocation) (fabric.Allocations, []fabric.Problem) {
 	changed := func(o isthmus.NetworkAllocation) bool { return r.versions[o.UID] != o.ResourceVersion }
 	if len(all) != len(r.versions) || slices.ContainsFunc(all, changed) {
@@ -176,7 +176,7 @@ func (r *readAllocations) from(all []isthmus.NetworkAllocation) (fabric.Allocati
 			r.versions[all[i].UID] = all[i].ResourceVersion
 		}
 		was := r.said
-		if r.said, r.problems = fabric.AllocationsFrom(all, time.Now()); len(r.said.Own) == 0 { // the manager makes a deleted object again
+		if r.said, r.problems = fabric.AllocationsFrom(all, time.Now()); len(r.said.Own) == 0 { // the manager recreates a deleted object
 			r.said.Own, r.said.OwnPods = was.Own, was.OwnPods
 		}
 	}
@@ -185,24 +185,24 @@ func (r *readAllocations) from(all []isthmus.NetworkAllocation) (fabric.Allocati
 
 // open makes a cache that ends with ctx.
 func (w *nodeWatch) open(ctx context.Context, kinds map[client.Object]cache.ByObject, waiting func(error)) (o *objects, err error) {
-	err = retry(ctx, waiting, func() (err error) { // it asks the API server whether it has the kinds
+	err = retry(ctx, waiting, func() (err error) { // newObjects asks the API server for the kinds
 		o, err = newObjects(w.config, kinds, w.log)
 		return err
 	})
 	if err == nil {
-		w.group.Go(func() { _ = o.Start(ctx) }) // it only ends with ctx
+		w.group.Go(func() { _ = o.Start(ctx) }) // it ends only with ctx
 	}
 	return o, err
 }
 
-// see looks at all that is known; whole says whether that is all that is wanted.
+// see reads the known objects. whole reports whether these are all objects that are needed.
 func (w *nodeWatch) see(ctx context.Context) (now *nodeSnapshot, whole bool, err error) {
 	var pods corev1.PodList
 	if err := w.few.List(ctx, &pods, client.UnsafeDisableDeepCopy); err != nil {
 		return nil, false, err
 	}
 	hosts := slices.ContainsFunc(pods.Items, func(p corev1.Pod) bool { return p.Spec.HostNetwork })
-	w.only = !hosts && (w.only || len(pods.Items) > 0) // where all are gone, the next one is like them
+	w.only = !hosts && (w.only || len(pods.Items) > 0) // if all gateways are gone, expect new ones of the same kind
 	now = &nodeSnapshot{}
 	in := &now.intent
 	in.OnlyPods = w.only
@@ -225,27 +225,27 @@ func (w *nodeWatch) see(ctx context.Context) (now *nodeSnapshot, whole bool, err
 		}
 		in.Gateway = w.active(services.Items, in.Gateways)
 	}
-	undecided := place == nil && !refused || allocations == nil // whether TunnelEndpoints are needed; a moment at the start
+	undecided := place == nil && !refused || allocations == nil // it is not known yet whether TunnelEndpoints are needed, for a moment at the start
 	w.all.want(ctx, !w.only)
 	w.tunnels.want(ctx, !in.Gateway.IsValid() && !undecided)
 	all, _ := w.all.known()
 	tunnels, _ := w.tunnels.known()
 	whole = allocations != nil && (w.only || all != nil) && (in.Gateway.IsValid() || tunnels != nil)
 	err = w.snapshot(ctx, now, all, tunnels)
-	if w.last != nil && !in.Gateway.IsValid() && tunnels == nil { // where gateways were stays in force meanwhile
+	if w.last != nil && !in.Gateway.IsValid() && tunnels == nil { // until then, the last locations of gateways stay in force
 		in.Gateway, in.Tunnels = w.last.intent.Gateway, w.last.intent.Tunnels
 	}
 	return now, whole, err
 }
 
-// active is the gateway that the nodes have voted for, or that the Service names, whichever is newer.
+// active returns the gateway that the nodes elected or that the Service names, whichever is newer.
 func (w *nodeWatch) active(services []corev1.Service, gateways []fabric.GatewayPod) netip.Addr {
 	named := activeGateway(services, gateways)
 	if w.voter == nil || len(services) != 1 {
 		return named
 	}
 	votes := votesOf(services[0].Annotations[isthmus.AnnotationVotes])
-	if votes.Key != nil { // a Service that was made anew takes no vote away
+	if votes.Key != nil { // a recreated Service must not take the vote away
 		w.voter.Set(votes.Key)
 	}
 	addrs := make(map[netip.Addr]bool)
@@ -264,9 +264,9 @@ func (w *nodeWatch) active(services []corev1.Service, gateways []fabric.GatewayP
 	return h.Addr
 }
 
-// activeGateway returns the gateway that the gateway's Service names, if it is one of the Pods and on the
-// node that the Service names: an older gateway that takes over writes only the node. Zero: the Service
-// names none, or there are several Services.
+// activeGateway returns the gateway that the gateway's Service names. It must be one of the Pods,
+// and on the node that the Service names, because an older gateway that takes over only writes the
+// node. Zero: there is none, or there are several Services.
 func activeGateway(services []corev1.Service, gateways []fabric.GatewayPod) netip.Addr {
 	if len(services) != 1 {
 		return netip.Addr{}
@@ -279,7 +279,7 @@ func activeGateway(services []corev1.Service, gateways []fabric.GatewayPod) neti
 	return addr
 }
 
-// reachablePods are those that may have an address.
+// reachablePods selects the Pods that may have an address in this cluster.
 func reachablePods() cache.ByObject {
 	visible, err := labels.NewRequirement(v1alpha1.LabelShadowPod, selection.NotEquals, []string{"true"})
 	if err != nil {
@@ -287,12 +287,12 @@ func reachablePods() cache.ByObject {
 	}
 	return cache.ByObject{
 		Transform: slimPod,
-		Label:     labels.NewSelector().Add(*visible), // a shadow Pod has an address in another cluster
+		Label:     labels.NewSelector().Add(*visible), // a shadow Pod has its address in another cluster
 		Field:     notEnded(),
 	}
 }
 
-// notEnded: a Pod that has ended has no address any more.
+// notEnded selects Pods that have not ended: those have released their address.
 func notEnded() fields.Selector {
 	return fields.AndSelectors(
 		fields.OneTermNotEqualSelector("status.phase", string(corev1.PodSucceeded)),
@@ -304,8 +304,8 @@ type nodeSnapshot struct {
 	problems []fabric.Problem
 }
 
-// snapshot fills in what is in the caches; all and tunnels may be nil. A cache lists in no particular
-// order, so that everything is sorted.
+// snapshot adds the objects in the caches to s; all and tunnels may be nil. Caches list in random
+// order, so it sorts everything.
 func (w *nodeWatch) snapshot(ctx context.Context, s *nodeSnapshot, all, tunnels *objects) error {
 	var nodes corev1.NodeList
 	var pods corev1.PodList
@@ -323,7 +323,7 @@ func (w *nodeWatch) snapshot(ctx context.Context, s *nodeSnapshot, all, tunnels 
 		}
 	}
 	if w.voter != nil && !slices.ContainsFunc(nodes.Items, func(n corev1.Node) bool { return n.Name == w.self }) {
-		w.voter.At(netip.Addr{}) // a node that was deleted has no vote
+		w.voter.At(netip.Addr{}) // a deleted Node has no vote
 	}
 	for i := range nodes.Items {
 		n := nodeFrom(&nodes.Items[i])
@@ -381,7 +381,7 @@ func podsFrom(p *corev1.Pod) (pods []fabric.NodePod) {
 	return pods
 }
 
-// gatewayFrom are the addresses of a replica of the gateway.
+// gatewayFrom returns the addresses of a replica of the gateway.
 func gatewayFrom(p *corev1.Pod) (all []fabric.GatewayPod) {
 	host, _ := netip.ParseAddr(p.Status.HostIP)
 	for _, s := range p.Status.PodIPs {
@@ -392,8 +392,8 @@ func gatewayFrom(p *corev1.Pod) (all []fabric.GatewayPod) {
 	return all
 }
 
-// slimNode, slimPod, slimAllocation, slimEndpoint and slimService keep what is read of an object: on a large cluster every agent
-// has every Pod in memory.
+// slimNode, slimPod, slimAllocation, slimEndpoint and slimService drop the fields that we do not
+// read: on a large cluster every agent has all Pods in memory.
 func slimAllocation(o any) (any, error) {
 	if n, ok := o.(*isthmus.NetworkAllocation); ok {
 		since := isthmus.NetworksSince{ResourceVersion: fabric.NamedSince(string(n.UID), n.ResourceVersion, &n.Spec), Revision: n.Spec.Revision, UID: string(n.UID)}
@@ -445,7 +445,7 @@ func slimPod(o any) (any, error) {
 	return o, nil
 }
 
-// slimReport keeps of a node's report what a gateway reads.
+// slimReport drops the fields of a node's report that a gateway does not read.
 func slimReport(o any) (any, error) {
 	if n, ok := o.(*isthmus.NodeNetworks); ok {
 		return &isthmus.NodeNetworks{ObjectMeta: slimMeta(n.ObjectMeta), Spec: isthmus.NodeNetworksSpec{OverlaySources: n.Spec.OverlaySources, Routes: n.Spec.Routes}}, nil

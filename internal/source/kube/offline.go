@@ -12,9 +12,10 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// GatewayOf is what the gateway of a cluster has to do by the objects as they are now, and what is
-// left out of it, for whoever wants to know without asking the gateway. It reads TunnelEndpoints,
-// NatMappings, Nodes, NetworkAllocations and the addresses of the API servers, of which host is one.
+// GatewayOf returns the configuration of a cluster's gateway according to the present objects, and
+// the problems of those left out, for tools that do not ask the gateway. It reads TunnelEndpoints,
+// NatMappings, Nodes, NetworkAllocations and the addresses of the API servers, one of which is at
+// host.
 func GatewayOf(ctx context.Context, reader client.Reader, host string, cluster v1alpha1.ClusterIdentity) (gw fabric.Gateway, leftOut []fabric.Problem, err error) {
 	var nodes corev1.NodeList
 	if err := reader.List(ctx, &nodes); err != nil {
@@ -35,6 +36,6 @@ func GatewayOf(ctx context.Context, reader client.Reader, host string, cluster v
 			return gw, nil, fmt.Errorf("list %T: %w", list, err)
 		}
 	}
-	gw, leftOut = gatewayFor(cluster, [32]byte{}, site, endpoints.Items, mappings.Items) // the rules need no key
+	gw, leftOut = gatewayFor(cluster, [32]byte{}, site, endpoints.Items, mappings.Items) // the rules do not depend on the key
 	return gw, leftOut, nil
 }

@@ -14,20 +14,22 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// places follows the Nodes and Pods of a cluster, and the agents' reports, change by change. To list and compare a hundred
-// thousand Pods after each change would take most of a second.
+// places tracks the Nodes and Pods of a cluster and the agents' reports, incrementally. Listing and
+// comparing a hundred thousand Pods after each change would take most of a second. Its methods may
+// be called concurrently.
 type places struct {
 	mu    sync.Mutex
-	known fabric.PodPlaces        // empty where the gateway has its node's network: it delivers nothing
-	has   map[string][]netip.Addr // the addresses of a node that are counted in addrs
-	addrs map[netip.Addr]int      // how many nodes have an address, of any type
-	nodes fabric.Site             // of addrs; read-only once told is set
-	told  bool                    // a caller has nodes, so the next change copies it
+	known fabric.PodPlaces        // empty for a host-network gateway, which does not deliver
+	has   map[string][]netip.Addr // node → its addresses as counted in addrs
+	addrs map[netip.Addr]int      // address of any type → number of nodes that have it
+	nodes fabric.Site             // Site with addrs; read-only once told is set
+	told  bool                    // a caller has nodes, so the next change must copy it
 
-	agents map[string]string // the route agents' Pods, namespace/name, and their nodes
+	agents map[string]string // namespace/name of route agents' Pods → their node
 }
 
-// handler calls notify after a change that may affect network.
+// handler returns an event handler that calls notify after a change that may affect site or
+// network.
 func (p *places) handler(notify func()) toolscache.ResourceEventHandler {
 	set := func(before, after any) {
 		if p.set(before, after) {
@@ -46,7 +48,8 @@ func (p *places) handler(notify func()) toolscache.ResourceEventHandler {
 	}
 }
 
-// set applies a change of one object; nil: the object does not exist.
+// set applies a change of one object; nil: the object does not exist. It reports whether a result
+// may change.
 func (p *places) set(before, after any) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -80,7 +83,7 @@ func (p *places) set(before, after any) bool {
 	return false
 }
 
-// setAgent notes on which node a Pod of a route agent is, and reports whether that is new.
+// setAgent records the node of a route agent's Pod, and reports whether that is new.
 func (p *places) setAgent(pod *corev1.Pod) bool {
 	id := pod.Namespace + "/" + pod.Name
 	if pod.Labels[labelName] != agentName || pod.Spec.NodeName == "" || p.agents[id] == pod.Spec.NodeName {
@@ -93,8 +96,8 @@ func (p *places) setAgent(pod *corev1.Pod) bool {
 	return true
 }
 
-// withAgents are the nodes with a route agent's Pod in a namespace. ok is false where there are no such Pods: route agents can
-// be started by something else than a DaemonSet.
+// withAgents returns the nodes with a route agent's Pod in a namespace. ok is false if there are no
+// such Pods: route agents need not be started by a DaemonSet.
 func (p *places) withAgents(namespace string) (nodes map[string]bool, ok bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -107,8 +110,9 @@ func (p *places) withAgents(namespace string) (nodes map[string]bool, ok bool) {
 	return nodes, len(nodes) > 0
 }
 
-// move notes the addresses that a node has now, nil: none, and reports whether any is of no other. What it
-// had is what was counted, and not what an event says: that can be of a version nobody was told of.
+// move records the present addresses of a node; nil: it has none. It reports whether the set of all
+// nodes' addresses changed. The previous addresses are those counted, not those in the event, whose
+// old version may never have been delivered.
 func (p *places) move(node string, come []netip.Addr) (moved bool) {
 	gone := p.has[node]
 	if slices.Equal(gone, come) {
@@ -141,7 +145,7 @@ func (p *places) move(node string, come []netip.Addr) (moved bool) {
 	return moved
 }
 
-// site is where the nodes are.
+// site returns a Site with the addresses of the nodes.
 func (p *places) site() fabric.Site {
 	p.mu.Lock()
 	defer p.mu.Unlock()

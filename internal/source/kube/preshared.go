@@ -20,9 +20,10 @@ import (
 	"github.com/isthmus-net/isthmus/internal/postquantum"
 )
 
-// A PresharedKey is what handshakes with a peer may use; see datapath.PresharedKeys. The zero value is none.
+// A PresharedKey is the key that handshakes with a peer may use; see datapath.PresharedKeys. The
+// zero value is none.
 type PresharedKey struct {
-	ID       string             `json:"id,omitempty"` // of the exchange that made Key
+	ID       string             `json:"id,omitempty"` // the exchange that made Key
 	Key      postquantum.Secret `json:"presharedKey,omitzero"`
 	Former   postquantum.Secret `json:"formerPresharedKey,omitzero"`
 	Changing bool               `json:"changing,omitempty"`
@@ -31,18 +32,18 @@ type PresharedKey struct {
 // LogValue hides the keys from loggers that print JSON.
 func (PresharedKey) LogValue() slog.Value { return slog.StringValue("(preshared key)") }
 
-// presharedKeys follow the Secret with the preshared keys. It is not among the other objects because a
-// cache watches one Secret by name.
+// presharedKeys watches the Secret with the preshared keys. It has its own cache, because a cache
+// can watch only one Secret by name.
 type presharedKeys struct {
 	objects *objects
-	synced  atomic.Bool             // the Secret was read once; until then a look at the cache would wait
-	version string                  // of the Secret that keys are of
+	synced  atomic.Bool             // the Secret was read once; reading the cache earlier would block
+	version string                  // version of the Secret that keys is from
 	keys    map[string]PresharedKey // by cluster ID; never modified
 }
 
-// watchPreshared returns when the Secret was read once: before that no handshake may begin, since the peer may
-// accept the present key alone. A Role of an older version does not allow to read it; the manager has the same
-// Role's version, and agrees on no keys then.
+// watchPreshared returns once the Secret was read. No handshake may begin earlier, because the peer
+// may accept only the present key. An older Role forbids to read the Secret. The manager then has
+// an older Role, too, and agrees on no keys.
 func (g *Gateway) watchPreshared(ctx context.Context, group *sync.WaitGroup, waiting func(error)) error {
 	kinds := map[client.Object]cache.ByObject{&corev1.Secret{}: {Namespaces: named(g.o.Namespace, postquantum.SecretName)}}
 	err := retry(ctx, waiting, func() (err error) {
@@ -52,12 +53,12 @@ func (g *Gateway) watchPreshared(ctx context.Context, group *sync.WaitGroup, wai
 	if err != nil {
 		return err
 	}
-	group.Go(func() { _ = g.preshared.objects.Start(ctx) }) // it only ends with ctx
+	group.Go(func() { _ = g.preshared.objects.Start(ctx) }) // it ends only with ctx
 	settled := make(chan struct{})
 	settle := sync.OnceFunc(func() { close(settled) })
 	group.Go(func() {
 		defer settle()
-		err := g.preshared.objects.watch(ctx, g.look.set, func(err error) { // it only gives up with ctx
+		err := g.preshared.objects.watch(ctx, g.look.set, func(err error) { // it fails only if ctx ends
 			if apierrors.IsForbidden(err) {
 				settle()
 			} else {
@@ -71,8 +72,8 @@ func (g *Gateway) watchPreshared(ctx context.Context, group *sync.WaitGroup, wai
 	return ctx.Err()
 }
 
-// read returns the keys. What was read before stays in force when somebody deletes the Secret: the manager makes
-// it anew.
+// read returns the keys. If somebody deletes the Secret, the keys read before stay in force until
+// the manager recreates it.
 func (p *presharedKeys) read(ctx context.Context, namespace string) map[string]PresharedKey {
 	var secret corev1.Secret
 	if !p.synced.Load() {
@@ -85,7 +86,7 @@ func (p *presharedKeys) read(ctx context.Context, namespace string) map[string]P
 	for id, data := range secret.Data {
 		var s postquantum.State
 		if json.Unmarshal(data, &s) != nil {
-			continue // the manager begins anew
+			continue // the manager starts again
 		}
 		keys[id] = PresharedKey{ID: s.Use.ID, Key: s.Use.Secret, Former: s.Former.Secret, Changing: s.Changing()}
 	}
@@ -93,8 +94,8 @@ func (p *presharedKeys) read(ctx context.Context, namespace string) map[string]P
 	return keys
 }
 
-// demand leaves out the TunnelEndpoints that want a preshared key and have none, and lets those with one
-// accept no handshake without.
+// demand leaves out the TunnelEndpoints that require a preshared key and have none. For those that
+// have one, it forbids handshakes without it.
 func demand(endpoints []v1alpha1.TunnelEndpoint, keys map[string]PresharedKey) ([]v1alpha1.TunnelEndpoint, map[string]PresharedKey, []fabric.Problem) {
 	var problems []fabric.Problem
 	adjusted := false

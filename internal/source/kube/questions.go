@@ -20,7 +20,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/voting"
 )
 
-// QuestionPort is the UDP port at which gateways ask each other whether they are active.
+// QuestionPort is the UDP port where gateways ask each other whether they are active.
 const QuestionPort = 5870
 
 // A question or an answer is one datagram of questionLength octets:
@@ -30,15 +30,15 @@ const QuestionPort = 5870
 //	 5  flags    1  flagHolds, flagConfirmed, flagSilent
 //	 6  zero     2
 //	 8  transition  4  of the Lease
-//	12  defers   4  milliseconds after the question
+//	12  defers   4  milliseconds after the question, see account
 //	16  nonce   16  of the question
 //	32  from    16  identity of the sender
 //	48  to      16  identity of the receiver
 //	64  tag     32  HMAC-SHA256 of all before
 //
-// A question says nothing but who asks whom, and is at most asked back: only an answer to a nonce of one's own is
-// believed, so that nothing can be replayed. Both have one length and only a question with a valid tag is answered, so that nobody
-// gets more out than he puts in.
+// A question only says who asks whom. At most it causes a question in return. A gateway believes
+// only an answer to its own nonce, so nothing can be replayed. Question and answer have the same
+// length, and only a question with a valid tag gets an answer, so there is no amplification.
 const (
 	questionLength = 96
 	signedLength   = questionLength - sha256.Size
@@ -60,7 +60,7 @@ type (
 	gatewayID [16]byte // a hash of the name of its Pod
 )
 
-// unnamed stands for the name of a Pod that is not known; no Pod has such a name.
+// unnamed returns a placeholder for the unknown name of a Pod; no Pod can have this name.
 func unnamed(id gatewayID) string { return unnamedPrefix + hex.EncodeToString(id[:]) }
 
 const unnamedPrefix = "?"
@@ -78,18 +78,18 @@ func idOf(pod string) gatewayID {
 // message is a question or an answer.
 type message struct {
 	kind     byte
-	claim    claim         // of an answer
-	defers   time.Duration // of an answer
+	claim    claim         // only in an answer
+	defers   time.Duration // only in an answer
 	nonce    nonce
 	from, to gatewayID
 }
 
-// questionKey is what gateways of one installation authenticate their messages with; private is the WireGuard
-// private key that they share.
+// questionKey returns the key with which the gateways of one installation authenticate messages.
+// private is the WireGuard private key that they share.
 func questionKey(private [32]byte) []byte {
 	key, err := hkdf.Key(sha256.New, private[:], nil, "isthmus gateway questions", sha256.Size)
 	if err != nil {
-		panic(err) // longer than 255 hashes
+		panic(err) // only fails for lengths over 255 hashes
 	}
 	return key
 }
@@ -121,7 +121,7 @@ func tagOf(signed, key []byte) []byte {
 	return h.Sum(nil)
 }
 
-// openMessage reads what seal wrote with the same key; refused says why it is none.
+// openMessage parses a message sealed with the same key; refused is the reason to reject it, or "".
 func openMessage(b, key []byte) (m message, refused string) {
 	if len(b) != questionLength || [4]byte(b) != questionMagic {
 		return m, refusedForm
@@ -138,43 +138,43 @@ func openMessage(b, key []byte) (m message, refused string) {
 	}, ""
 }
 
-// Why a datagram is not believed.
+// Reasons to reject a datagram.
 const (
-	refusedForm     = "malformed"       // of another length or version
+	refusedForm     = "malformed"       // wrong length or version
 	refusedTag      = "unauthenticated" // made without our key
-	refusedReceiver = "misdirected"     // for another gateway, or our own
-	refusedNonce    = "unasked"         // an answer to no question of ours, or a second one
-	refusedUnread   = "unread"          // the kernel dropped it: too many came
+	refusedReceiver = "misdirected"     // for another gateway, or sent by this one
+	refusedNonce    = "unasked"         // no open question of ours has this nonce
+	refusedUnread   = "unread"          // dropped by the kernel, because too many arrived
 )
 
-// questioner asks the other gateways, and answers them. It starts with run.
+// questioner asks the other gateways and answers their questions, in run.
 type questioner struct {
 	election *election
 	private  func() [32]byte // the WireGuard private key; zero: not known yet
-	before   []byte          // the key of an earlier life, until private is known; nil: none
+	before   []byte          // key from before a restart, used until private is known; nil: none
 	listen   func() (net.PacketConn, error)
-	refused  func(why string, n uint32) // counts
+	refused  func(why string, n uint32) // counts rejected datagrams
 	log      *slog.Logger
 
-	key atomic.Pointer[[]byte] // of the last private; nil: not known yet
+	key atomic.Pointer[[]byte] // derived from the last private; nil: not known yet
 }
 
-// listenAt opens the port at the address of this gateway's Pod, which others know it by.
+// listenAt opens the port at the address of this gateway's Pod, where the other gateways send to.
 func listenAt(addr netip.Addr) (net.PacketConn, error) {
 	return net.ListenUDP("udp", net.UDPAddrFromAddrPort(netip.AddrPortFrom(addr, QuestionPort)))
 }
 
-// listenAgain is how long after a failure the port is opened again.
+// listenAgain is the delay before a failed port is opened again.
 const listenAgain = 5 * time.Second
 
-// run asks every questionInterval until ctx ends. Where the port cannot be opened nobody is asked and
-// nobody is answered, as if there were no other gateway.
+// run sends questions every questionInterval until ctx ends. If the port cannot be opened, this
+// gateway neither asks nor answers, as if there were no other gateway.
 func (q *questioner) run(ctx context.Context) {
 	tick := time.NewTicker(questionInterval)
 	defer tick.Stop()
 	var conn net.PacketConn
-	strangers := new(crowd.Crowd) // of conn
-	var ended chan struct{}       // closed when nobody reads conn any more
+	strangers := new(crowd.Crowd) // unknown senders at conn
+	var ended chan struct{}       // closed when read has returned
 	defer func() {
 		if conn != nil {
 			conn.Close()
@@ -194,7 +194,7 @@ func (q *questioner) run(ctx context.Context) {
 			q.key.Store(&key)
 		}
 		select {
-		case <-ended: // the socket is broken
+		case <-ended: // the socket failed
 			conn.Close()
 			conn, ended, again = nil, nil, time.Now().Add(listenAgain)
 		default:
@@ -217,7 +217,7 @@ func (q *questioner) run(ctx context.Context) {
 		if key := q.key.Load(); conn != nil && key != nil {
 			for _, o := range q.election.questions(time.Now()) {
 				m := message{kind: kindQuestion, nonce: o.nonce, from: q.election.id, to: o.id}
-				// One that is not sent is one that is not answered.
+				// A failed send is the same as a missing answer.
 				_, _ = conn.WriteTo(m.seal(*key), net.UDPAddrFromAddrPort(netip.AddrPortFrom(o.addr, QuestionPort)))
 			}
 		}
@@ -230,13 +230,13 @@ func (q *questioner) run(ctx context.Context) {
 	}
 }
 
-// read takes what comes until the socket is closed.
+// read handles datagrams until the socket is closed.
 func (q *questioner) read(conn net.PacketConn, strangers *crowd.Crowd) {
-	buf := make([]byte, questionLength+1) // longer ones are cut to a length that is refused
+	buf := make([]byte, questionLength+1) // a longer datagram is cut to a length that is rejected
 	for failures := 0; ; {
 		n, from, err := conn.ReadFrom(buf)
 		if err != nil {
-			// An ICMP error for what was sent before is reported here, too, and concerns no other message.
+			// ICMP errors for earlier sends are reported here, and do not concern other messages.
 			if failures++; failures > 100 || errors.Is(err, net.ErrClosed) {
 				return
 			}
@@ -277,37 +277,37 @@ func (q *questioner) read(conn net.PacketConn, strangers *crowd.Crowd) {
 	}
 }
 
-// other is another gateway, by its Pod.
+// other is another gateway, identified by its Pod.
 type other struct {
-	pod      string // unnamed: it has asked, and the API server has not said in this life who it is
+	pod      string // unnamed until the API server has listed it since our start
 	id       gatewayID
-	addr     netip.Addr // of its Pod as last read; zero: it has none yet
-	listed   bool       // the API server has said so in this life
-	asks     time.Time  // when it has asked last
-	leaving  bool       // its Pod is being deleted: it takes no Lease any more
-	answered bool       // ever
-	last     account    // but for age
-	asked    time.Time  // when the question was sent that last answers
-	promised time.Time  // until when the Lease is left to it
-	missed   int        // questions in a row without an answer, while the API server answered and did not list it
+	addr     netip.Addr // address of its Pod as last read; zero: none yet
+	listed   bool       // the API server has listed it since our start
+	asks     time.Time  // when it last asked us
+	leaving  bool       // its Pod is being deleted, so it does not take the Lease
+	answered bool       // it has answered at least once
+	last     account    // its last answer, without age
+	asked    time.Time  // when the question of the last answer was sent
+	promised time.Time  // until when we have promised to leave the Lease to it
+	missed   int        // unanswered questions in a row, while the API server answered and did not list it
 	open     map[nonce]time.Time
 }
 
-// stranger reports whether nothing says that there is such a gateway but a question, which may be of long ago.
+// stranger reports whether only a question, perhaps an old one, suggests that this gateway exists.
 func (o *other) stranger() bool { return !o.listed && !o.answered }
 
-// missedMost is how many questions a gateway leaves without an answer that the API server does not list until it is
-// forgotten: a minute's, in which a watch of Pods is up to date.
+// missedMost is how many questions an unlisted gateway may leave unanswered before it is forgotten:
+// those of a minute, by which time a watch of Pods is up to date.
 const missedMost = int(time.Minute / questionInterval)
 
-// question is one to be sent.
+// question is a question to send.
 type question struct {
 	nonce nonce
 	id    gatewayID
 	addr  netip.Addr
 }
 
-// questions are what to ask now.
+// questions returns the questions to send now.
 func (e *election) questions(now time.Time) (all []question) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -323,7 +323,7 @@ func (e *election) questions(now time.Time) (all []question) {
 			continue
 		}
 		for n, at := range o.open {
-			if now.Sub(at) >= deferFor { // its answer would be of no use
+			if now.Sub(at) >= deferFor { // an answer would be too old to be of use
 				delete(o.open, n)
 			}
 		}
@@ -331,14 +331,14 @@ func (e *election) questions(now time.Time) (all []question) {
 			continue
 		}
 		var n nonce
-		rand.Read(n[:]) // it ends the program rather than fail
+		rand.Read(n[:]) // never fails: it crashes the program instead
 		o.open[n] = now
 		all = append(all, question{n, o.id, o.addr})
 	}
 	return all
 }
 
-// answer says to another gateway what this one knows, and how long it leaves the Lease alone.
+// answer returns this gateway's answer: its claim, and how long it leaves the Lease alone.
 func (e *election) answer(m message, now time.Time) message {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -356,9 +356,10 @@ func (e *election) answer(m message, now time.Time) message {
 	return a
 }
 
-// askedBy notes that a gateway at an address has asked. One that the API server has not told of is asked, too, and
-// counts as soon as it answers: its Pod may be younger than our contact to the API server. It is asked at the
-// address that it first answered at, whoever repeats its questions elsewhere.
+// askedBy records that a gateway at an address has asked. A gateway that the API server has not
+// listed is asked, too, and counts once it answers, because its Pod may be newer than our last
+// contact to the API server. Its address is fixed once it has answered, so that replaying its
+// questions from elsewhere has no effect.
 func (e *election) askedBy(id gatewayID, addr netip.Addr, now time.Time) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -371,14 +372,14 @@ func (e *election) askedBy(id gatewayID, addr netip.Addr, now time.Time) {
 	}
 }
 
-// account is what o has answered last.
+// account returns the last answer of o, relative to now.
 func (o *other) account(now time.Time) account {
 	a := o.last
 	a.pod, a.age, a.promised = o.pod, now.Sub(o.asked), o.promised.Sub(now)
 	return a
 }
 
-// heard takes an answer; false: to no question of this gateway.
+// heard handles an answer; false: it answers no open question.
 func (e *election) heard(m message, now time.Time) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -392,7 +393,7 @@ func (e *election) heard(m message, now time.Time) bool {
 	}
 	delete(o.open, m.nonce)
 	if asked.Before(o.asked) {
-		return true // overtaken by a later one
+		return true // overtaken by a later answer
 	}
 	met := !o.answered
 	last := account{claim: m.claim, defers: m.defers}
@@ -407,7 +408,7 @@ func (e *election) heard(m message, now time.Time) bool {
 	return true
 }
 
-// see notes another gateway as the API server has it.
+// see records another gateway as listed by the API server.
 func (e *election) see(pod string, addr netip.Addr, leaving bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -415,14 +416,14 @@ func (e *election) see(pod string, addr netip.Addr, leaving bool) {
 	o.addr, o.listed, o.leaving = addr, true, leaving
 }
 
-// unsee notes that another gateway is gone.
+// unsee removes another gateway, whose Pod is gone.
 func (e *election) unsee(pod string) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	delete(e.others, idOf(pod))
 }
 
-// onlySeen forgets the gateways that the API server did not list when it was asked for all.
+// onlySeen forgets the gateways that were missing from the API server's complete list.
 func (e *election) onlySeen() {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -444,7 +445,8 @@ func (e *election) otherLocked(pod string) *other {
 	return o
 }
 
-// neighbours are the addresses of the other gateways, where they are known; true: of the active one.
+// neighbours returns the known addresses of the other gateways; the value is true for the active
+// one.
 func (e *election) neighbours() map[netip.Addr]bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -457,8 +459,8 @@ func (e *election) neighbours() map[netip.Addr]bool {
 	return all
 }
 
-// standbys is how many other gateways answer; ok is false where there is no other one. Whether one hears enough of the nodes
-// that vote, it alone knows.
+// standbys returns how many other gateways answer as standbys; ok is false if there is no other
+// gateway. Only a standby itself knows whether it hears enough voters.
 func (e *election) standbys(now time.Time) (n int, ok bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -474,11 +476,11 @@ func (e *election) standbys(now time.Time) (n int, ok bool) {
 	return n, ok
 }
 
-// acquaintance is what a gateway keeps over a restart of what it knew of the Lease and of the others.
+// acquaintance is the state about the Lease and the other gateways that survives a restart.
 type acquaintance struct {
 	Transition int32                 `json:"transition,omitempty"` // of the Lease
-	Others     map[string]netip.Addr `json:"others,omitempty"`     // that have answered, by Pod
-	List       voting.List           `json:"list,omitzero"`        // of the nodes that vote
+	Others     map[string]netip.Addr `json:"others,omitempty"`     // Pod → address, of gateways that have answered
+	List       voting.List           `json:"list,omitzero"`        // nodes that vote
 }
 
 func (e *election) acquaintance() acquaintance {

@@ -14,19 +14,19 @@ import (
 
 const (
 	nodeMemoryName    = "node.json"
-	nodeMemoryLimit   = 4 << 20 // octets, as of the agent's snapshot
+	nodeMemoryLimit   = 4 << 20 // octets, like the agent's snapshot
 	nodeMemoryVersion = 1
 )
 
-// A nodeMemory is what an agent was last told, on disk. One that starts while the API server is away follows by it the gateway that
-// the nodes vote for.
+// A nodeMemory is the last intent of an agent, on disk. If the agent starts while the API server is
+// away, it uses this intent and follows the gateway that the nodes elect.
 type nodeMemory struct {
 	Version int               `json:"version"`
-	Epoch   uint64            `json:"epoch"` // of the gateway in the intent; 0: nodes do not vote
+	Epoch   uint64            `json:"epoch"` // epoch of the gateway in the intent; 0: nodes do not vote
 	Intent  fabric.NodeIntent `json:"intent"`
 }
 
-// memoryOf reads what remember wrote; nil: nothing, or nothing that can be used.
+// memoryOf reads the file that remember wrote; nil: there is none, or it is unusable.
 func memoryOf(directory string, log *slog.Logger) *nodeMemory {
 	m := new(nodeMemory)
 	switch err := statefile.Read(directory, nodeMemoryName, nodeMemoryLimit, m); {
@@ -41,7 +41,7 @@ func memoryOf(directory string, log *slog.Logger) *nodeMemory {
 	return m
 }
 
-// remember stores an intent, where nodes vote.
+// remember saves an intent, if nodes vote.
 func (w *nodeWatch) remember(in fabric.NodeIntent) {
 	if w.directory == "" || w.epoch == 0 && w.remembers == 0 {
 		return
@@ -53,8 +53,8 @@ func (w *nodeWatch) remember(in fabric.NodeIntent) {
 	w.remembers = w.epoch
 }
 
-// recall delivers what the agent before was told, with the gateway that the nodes have voted for since, whenever elected says that
-// there is another one. It ends when stop is called, which waits for it.
+// recall delivers the saved intent with the gateway that the nodes have elected since, again after
+// each signal of elected. stop ends it, and waits for that.
 func (w *nodeWatch) recall(ctx context.Context, elected signal, deliver func(fabric.NodeIntent, []fabric.Problem)) (stop func()) {
 	m := memoryOf(w.directory, w.log)
 	if m == nil {
@@ -82,5 +82,5 @@ func (w *nodeWatch) recall(ctx context.Context, elected signal, deliver func(fab
 	return sync.OnceFunc(func() { cancel(); group.Wait() })
 }
 
-// ForgetNode removes what an agent remembers of its node.
+// ForgetNode removes the saved state of an agent.
 func ForgetNode(directory string) error { return statefile.Remove(directory, nodeMemoryName) }

@@ -18,15 +18,15 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// A NodeReporter writes the NodeNetworks of its Node's name, which goes when the Node does. It asks
-// for no more than the rights to list Nodes and to create and patch NodeNetworks, and does not wait
-// for an API server that is away. Its methods may be called concurrently.
+// A NodeReporter writes the NodeNetworks with the name of its Node, which is deleted with the Node.
+// It only needs the permissions to list Nodes and to create and patch NodeNetworks. It does not
+// wait for an unreachable API server. Its methods may be called concurrently.
 type NodeReporter struct {
 	api             client.Client
 	namespace, node string
 }
 
-// NewNodeReporter makes one for a node and the namespace of the installation.
+// NewNodeReporter returns the NodeReporter of a node. namespace is that of the installation.
 func NewNodeReporter(config *rest.Config, namespace, node string) (*NodeReporter, error) {
 	scheme := runtime.NewScheme()
 	for _, add := range []func(*runtime.Scheme) error{corev1.AddToScheme, isthmus.AddToScheme} {
@@ -41,24 +41,24 @@ func NewNodeReporter(config *rest.Config, namespace, node string) (*NodeReporter
 	return &NodeReporter{api, namespace, node}, nil
 }
 
-// Tell writes what the node reaches without us. What it refuses is written only when there was no
-// report: TellRefused may have said something newer.
+// Tell writes the networks that the node reaches without us. It writes the refused version only
+// into a new report, because TellRefused may have written a newer one.
 func (r *NodeReporter) Tell(ctx context.Context, n fabric.NodeNetworks) error {
 	return r.named(writeReport(ctx, r.api, r.namespace, r.node, n))
 }
 
-// TellRefused writes up to which resourceVersion of the NetworkAllocations the node refuses into the report
-// that is there. 0 takes it back.
+// TellRefused writes into an existing report the resourceVersion of the NetworkAllocations up to
+// which the node refuses networks. 0 removes it.
 func (r *NodeReporter) TellRefused(ctx context.Context, version int64) error {
 	spec := map[string]any{"refusedResourceVersion": version}
 	if version == 0 {
 		spec["refusedResourceVersion"] = nil
 	}
-	patch, err := json.Marshal(map[string]any{"metadata": map[string]any{"managedFields": []any{map[string]any{}}}, "spec": spec}) // which takes them away
+	patch, err := json.Marshal(map[string]any{"metadata": map[string]any{"managedFields": []any{map[string]any{}}}, "spec": spec}) // one empty entry removes managedFields
 	if err != nil {
 		return err
 	}
-	report := &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Namespace: r.namespace, Name: r.node}} // a short answer: thousands of nodes get one for each allocation
+	report := &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Namespace: r.namespace, Name: r.node}} // keeps the response short: thousands of nodes get one for each allocation
 	report.SetGroupVersionKind(isthmus.GroupVersion.WithKind("NodeNetworks"))
 	return r.named(r.api.Patch(ctx, report, client.RawPatch(types.MergePatchType, patch)))
 }
@@ -91,7 +91,7 @@ func writeReport(ctx context.Context, api client.Client, namespace, node string,
 		}},
 		Spec: n.Spec(),
 	}
-	// A patch has each field, so that an empty one removes the old value.
+	// The patch has every field, so that an empty one removes the old value.
 	patch, err := json.Marshal(map[string]any{
 		"metadata": map[string]any{"ownerReferences": report.OwnerReferences},
 		"spec": map[string]any{"networks": append([]string{}, report.Spec.Networks...), "resolvers": append([]string{}, report.Spec.Resolvers...),

@@ -14,19 +14,19 @@ import (
 	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
-// Rotation is what the active gateway knows of the rotation of its key.
+// Rotation is the state of a key rotation in the active gateway.
 type Rotation struct {
-	Next    [32]byte // the next private key to which it answers; zero: to none
-	Lagging []string // IDs of peers that have no session with it, sorted
+	Next    [32]byte // the next private key, to which it responds; zero: none
+	Lagging []string // sorted IDs of peers without a session that uses it
 }
 
-// rotate takes the next step of a rotation, as the Secret says where it stands (package keyring).
+// rotate takes the next step of a rotation; the Secret says which (package keyring).
 func (w *writer) rotate(ctx context.Context, r Report) {
 	w.mu.Lock()
 	desired := w.desired
 	w.mu.Unlock()
 	ring := desired.snapshot.Keys
-	if !desired.valid || desired.err != nil || desired.remembered != nil { // what the Secret says now is not known
+	if !desired.valid || desired.err != nil || desired.remembered != nil { // the present content of the Secret is unknown
 		return
 	}
 	now := time.Now()
@@ -64,19 +64,21 @@ func (w *writer) rotate(ctx context.Context, r Report) {
 	}
 }
 
-// offerInterval is how often the Secret of an offered key is read. It need not be there, so it is not watched.
+// offerInterval is how often the Secret of an offered key is read. It is optional, so it is not
+// watched.
 const offerInterval = 10 * time.Second
 
-// offer is what was read of it.
+// offer is the result of reading that Secret.
 type offer struct {
 	key    [32]byte  // zero: there is none
 	absent time.Time // since when each read has found no Secret; zero: the last read found it or failed
 	next   time.Time
-	said   string // what is wrong with it
+	said   string // last logged problem
 }
 
-// offered is the private key in the Secret that something else maintains, and how long that Secret has been absent. Both are
-// zero if it is there without a key; gone is zero if the last read failed.
+// offered returns the private key in a Secret that another program maintains, and for how long that
+// Secret has been absent. Both are zero if the Secret exists without a key; gone is zero if the
+// last read failed.
 func (w *writer) offered(ctx context.Context, now time.Time) (key [32]byte, gone time.Duration) {
 	if !now.Before(w.offer.next) {
 		w.readOffer(ctx, now)
@@ -108,7 +110,7 @@ func (w *writer) readOffer(ctx context.Context, now time.Time) {
 		if w.offer.absent = absent; absent.IsZero() {
 			w.offer.absent = now
 		}
-	} else if apierrors.IsForbidden(err) { // else what was read before stays: the API server may be away
+	} else if apierrors.IsForbidden(err) { // otherwise the last result stays: the API server may be away
 		wrong = err.Error()
 	}
 	if w.offer.next = now.Add(offerInterval); wrong != "" && wrong != w.offer.said {
@@ -117,10 +119,11 @@ func (w *writer) readOffer(ctx context.Context, now time.Time) {
 	w.offer.said = wrong
 }
 
-// due says whether the Secret may be written now.
+// due reports whether the Secret may be written now.
 func (w *writer) due(o client.Object, now time.Time) bool { return w.of(o).due(o, now) }
 
-// lagging are the peers that lag, by what the gateway reports. One of which it does not know yet lags.
+// lagging returns the peers that lag according to the gateway's report. A peer that is missing
+// there lags, too.
 func lagging(s Snapshot, r Report) []string {
 	if s.Keys.Next == ([32]byte{}) {
 		return nil
@@ -139,7 +142,7 @@ func lagging(s Snapshot, r Report) []string {
 	return all
 }
 
-// untold says that peers are connected, and that all of them lag.
+// untold reports whether some peer is connected and all connected peers lag.
 func untold(r Report, lagging []string) bool {
 	connected := 0
 	for _, p := range r.Peers {

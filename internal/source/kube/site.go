@@ -15,13 +15,13 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// site is where this cluster is, as its objects say.
+// site returns the addresses and networks of this cluster according to its objects.
 func (g *Gateway) site(ctx context.Context) (fabric.Site, error) {
 	return siteOf(ctx, g.objects, g.o.Config.Host, g.places.site())
 }
 
-// siteOf is where a cluster is: its nodes, its networks by the NetworkAllocations, and the API servers, one
-// of which is at host.
+// siteOf returns the Site of a cluster: its nodes as given, its networks from the
+// NetworkAllocations, and its API servers, one of which is at host.
 func siteOf(ctx context.Context, reader client.Reader, host string, site fabric.Site) (fabric.Site, error) {
 	var (
 		allocations isthmus.NetworkAllocationList
@@ -46,13 +46,13 @@ func siteOf(ctx context.Context, reader client.Reader, host string, site fabric.
 	return site.With(slices.DeleteFunc(apiServers(host, servers.Items), func(a netip.Addr) bool { return site.Relays[a.Unmap().WithZone("")] }), "an API server of ours"), nil
 }
 
-// nodesSite is where nodes are.
+// nodesSite returns a Site with the addresses of nodes.
 func nodesSite(addrs []netip.Addr) fabric.Site { return fabric.Site{}.WithRelays(addrs, nodeOfOurs) }
 
 const nodeOfOurs = "a node of ours"
 
-// apiServers are the addresses at which API servers are reached: by this process, and those behind
-// their Service.
+// apiServers returns the addresses of the API servers: the one that this process uses, and those
+// behind their Service.
 func apiServers(host string, lists []discoveryv1.EndpointSlice) (all []netip.Addr) {
 	if u, err := url.Parse(host); err == nil {
 		if addr, err := netip.ParseAddr(u.Hostname()); err == nil { // it may be a name
@@ -67,7 +67,8 @@ func apiServers(host string, lists []discoveryv1.EndpointSlice) (all []netip.Add
 	return all
 }
 
-// nodeAddrs are the addresses of all types: a peer's gateway is no more at an external one.
+// nodeAddrs returns the addresses of all types, because a peer's gateway cannot be at a node's
+// external address, either.
 func nodeAddrs(node *corev1.Node) (all []netip.Addr) {
 	for _, a := range node.Status.Addresses {
 		all = appendAddrs(all, a.Address)
@@ -77,14 +78,14 @@ func nodeAddrs(node *corev1.Node) (all []netip.Addr) {
 
 func appendAddrs(all []netip.Addr, texts ...string) []netip.Addr {
 	for _, text := range texts {
-		if addr, err := netip.ParseAddr(text); err == nil { // host names are not
+		if addr, err := netip.ParseAddr(text); err == nil { // skips host names
 			all = append(all, addr)
 		}
 	}
 	return all
 }
 
-// slimOwn keeps what site reads of a NetworkAllocation.
+// slimOwn drops the fields of a NetworkAllocation that site does not read.
 func slimOwn(o any) (any, error) {
 	if n, ok := o.(*isthmus.NetworkAllocation); ok {
 		slim := &isthmus.NetworkAllocation{ObjectMeta: slimMeta(n.ObjectMeta)}

@@ -22,88 +22,91 @@ import (
 	"github.com/isthmus-net/isthmus/internal/statefile"
 )
 
-// The files of a state directory. They are there while this replica is the active one: a standby
-// that starts has nothing to carry on with. The last one says that the others are complete.
+// The files of a state directory. They exist while this replica is active, so a standby that
+// restarts has nothing to carry on with. The last one means that the others are complete.
 const (
-	keyFile     = "gateway-key.json" // the only one with a secret
+	keyFile     = "gateway-key.json" // the only one of them with a secret
 	objectsFile = "gateway-objects.json"
 	placesFile  = "gateway-places.json"
 	leaseFile   = "gateway-lease.json"
-	othersFile  = "gateway-others.json" // not one of those: of standbys, too, and with a secret
+	othersFile  = "gateway-others.json" // separate: standbys keep it, too; it contains a secret
 
-	// snapshotVersion is that of all four. 2: where our own cluster is has a file of its own. A gateway that
-	// finds files of another version says so and waits for the API server.
+	// snapshotVersion is the version of all files. Since version 2, the places of our own cluster
+	// have their own file. A gateway that finds another version reports it and waits for the API
+	// server.
 	snapshotVersion = 2
-	objectsLimit    = 16 << 20 // octets; a thousand peers with all mappings that there may be need five MiB
+	objectsLimit    = 16 << 20 // octets; a thousand peers with the maximum number of mappings need five MiB
 	smallLimit      = 4 << 10
 )
 
 const (
-	// noteInterval is how often the active replica notes that it still is, and where nodes and pods are
-	// if nothing else has changed: with thousands of nodes that is a megabyte. writeGap is the least
-	// time between two rounds of writing: a peer may change its objects often.
+	// noteInterval is how often the active replica renews the file that says that it is active.
+	// Locations of nodes and pods are written as rarely if nothing else has changed: with thousands
+	// of nodes they take a megabyte. writeGap is the minimum time between two rounds of writing,
+	// because a peer may change its objects often.
 	noteInterval = 30 * time.Second
 	writeGap     = time.Second
 
-	// snapshotLife is how long after the last note a replica may carry on. The kubelet waits five
-	// minutes at most before it starts a container again.
+	// snapshotLife is how long after the last note a replica may carry on. The kubelet waits at
+	// most five minutes before it restarts a container.
 	snapshotLife = 10 * time.Minute
 )
 
-// savedKey holds the private keys that belong to the objects.
+// savedKey has the private keys that belong to savedObjects.
 type savedKey struct {
 	Version    int    `json:"version"`
 	PrivateKey string `json:"privateKey"`
-	Next       string `json:"nextPrivateKey,omitempty"` // while it rotates
-	Gateways   string `json:"gatewayKey,omitempty"`     // empty: PrivateKey
-	// Of the ring, likewise.
+	Next       string `json:"nextPrivateKey,omitempty"` // during a rotation
+	Gateways   string `json:"gatewayKey,omitempty"`     // empty: the same as PrivateKey
+	// The other fields of the ring.
 	Since     time.Time `json:"since,omitzero"`
 	NextSince time.Time `json:"nextSince,omitzero"`
 	Published bool      `json:"published,omitempty"`
-	// Preshared are those of peers, by cluster ID.
+	// Preshared has the peers' preshared keys, by cluster ID.
 	Preshared map[string]PresharedKey `json:"preshared,omitempty"`
 }
 
-// savedObjects are what the API server said last, as it said it: a new version of the program
-// decides anew.
+// savedObjects has the objects as the API server sent them last. A new version of the program
+// evaluates them again.
 type savedObjects struct {
 	Version         int                       `json:"version"`
-	Read            time.Time                 `json:"read"` // from the API server
+	Read            time.Time                 `json:"read"` // when they were read from the API server
 	Cluster         v1alpha1.ClusterIdentity  `json:"cluster"`
-	PublicKey       string                    `json:"publicKey"` // of the key that was in use
+	PublicKey       string                    `json:"publicKey"` // public key of the private key in use
 	TunnelEndpoints []v1alpha1.TunnelEndpoint `json:"tunnelEndpoints"`
 	NatMappings     []v1alpha1.NatMapping     `json:"natMappings"`
 
-	places    savedPlaces             // of a file of its own
-	preshared map[string]PresharedKey // of the file with the private key
-	keys      keyring.Ring            // likewise
+	places    savedPlaces             // saved in its own file
+	preshared map[string]PresharedKey // saved in the file with the private key
+	keys      keyring.Ring            // saved in the file with the private key
 }
 
-// savedPlaces are where our own cluster is, as Nodes and Pods say.
+// savedPlaces has the addresses of our own cluster, from its Nodes and Pods.
 type savedPlaces struct {
 	Version    int               `json:"version"`
-	Site       fabric.Site       `json:"site"`                // where no peer's gateway can be
+	Site       fabric.Site       `json:"site"`                // addresses where no peer's gateway can be
 	PodNetwork fabric.PodNetwork `json:"podNetwork,omitzero"` // where to deliver
 }
 
-// savedLease says who the active replica was.
+// savedLease identifies the active replica.
 type savedLease struct {
 	Version   int       `json:"version"`
-	Namespace string    `json:"namespace"` // of the Lease
+	Namespace string    `json:"namespace"` // namespace of the Lease
 	Pod       string    `json:"pod"`
-	Renewed   time.Time `json:"renewed"` // last contact to the API server
+	Renewed   time.Time `json:"renewed"` // last contact with the API server
 	Active    time.Time `json:"active"`  // when this was written
 }
 
-// savedOthers is the state that a replica needs after a restart to ask the other gateways and to answer
-// them. Standbys store it too, because without an API server the active gateway needs their answers.
+// savedOthers is the state that a replica needs after a restart to exchange questions with the
+// other gateways. Standbys save it, too, because without an API server the active gateway needs
+// their answers.
 type savedOthers struct {
 	Version int    `json:"version"`
-	Key     string `json:"key"` // questionKey, base64
+	Key     string `json:"key"` // result of questionKey, in base64
 	acquaintance
 }
 
-// savedFrom takes of the objects what fabric reads; places are to be filled in.
+// savedFrom copies the fields that fabric reads. The caller fills in places.
 func savedFrom(cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) savedObjects {
 	s := savedObjects{Version: snapshotVersion, Cluster: cluster, PublicKey: base64.StdEncoding.EncodeToString(publicKey(private)), places: savedPlaces{Version: snapshotVersion}}
 	meta := func(m *metav1.ObjectMeta) metav1.ObjectMeta {
@@ -125,22 +128,22 @@ func savedFrom(cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v
 			s.NatMappings = append(s.NatMappings, v1alpha1.NatMapping{ObjectMeta: meta(&nm.ObjectMeta), Spec: nm.Spec})
 		}
 	}
-	slices.SortFunc(s.TunnelEndpoints, func(a, b v1alpha1.TunnelEndpoint) int { // a cache lists in no order
+	slices.SortFunc(s.TunnelEndpoints, func(a, b v1alpha1.TunnelEndpoint) int { // caches list in random order
 		return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
 	})
 	slices.SortFunc(s.NatMappings, func(a, b v1alpha1.NatMapping) int { return cmp.Compare(a.Name, b.Name) })
 	return s
 }
 
-// remembered is what a state directory says to a replica that was the active one.
+// remembered is the snapshot of an earlier active replica.
 type remembered struct {
 	objects  savedObjects
-	snapshot Snapshot  // what they ask for
-	renewed  time.Time // the Lease
+	snapshot Snapshot  // evaluated from objects
+	renewed  time.Time // when the Lease was last renewed
 }
 
-// remember reads a state directory. Without an error and without a result this replica was not the
-// active one, or too long ago.
+// remember reads a state directory. It returns nil without an error if this replica was not the
+// active one, or if that is too long ago.
 func remember(o GatewayOptions, now time.Time) (*remembered, error) {
 	var lease savedLease
 	err := statefile.Read(o.StateDirectory, leaseFile, smallLimit, &lease)
@@ -175,7 +178,7 @@ func remember(o GatewayOptions, now time.Time) (*remembered, error) {
 	if err := errors.Join(wantVersion(keyFile, key.Version), wantVersion(objectsFile, objects.Version), wantVersion(placesFile, objects.places.Version)); err != nil {
 		return nil, err
 	}
-	nodes := objects.places.PodNetwork.Nodes // what follows them later relies on their order
+	nodes := objects.places.PodNetwork.Nodes // later code relies on the order
 	slices.SortStableFunc(nodes, func(a, b fabric.ClusterNode) int { return cmp.Compare(a.Name, b.Name) })
 	objects.places.PodNetwork.Nodes = slices.CompactFunc(nodes, func(a, b fabric.ClusterNode) bool { return a.Name == b.Name })
 	private, err := fabric.ParseKey(key.PrivateKey)
@@ -207,7 +210,7 @@ func remember(o GatewayOptions, now time.Time) (*remembered, error) {
 	usable, preshared, lacking := demand(objects.TunnelEndpoints, key.Preshared)
 	gw, problems := gatewayFor(objects.Cluster, private, objects.places.Site, usable, objects.NatMappings)
 	snapshot := Snapshot{Gateway: gw, Problems: fabric.SortProblems(append(problems, lacking...)), Keys: objects.keys, Preshared: preshared}
-	if o.Node != "" { // the Pod of that name may have got another address with another sandbox
+	if o.Node != "" { // after a restart of the sandbox, the Pod may have another address
 		snapshot.PodNetwork = objects.places.PodNetwork
 		snapshot.PodNetwork.Pod, snapshot.PodNetwork.Node = o.PodIP, o.Node
 	}
@@ -221,8 +224,8 @@ func wantVersion(file string, version int) error {
 	return nil
 }
 
-// rememberOthers reads the file of keepOthers. If it is invalid, this replica learns of the other gateways
-// from the API server.
+// rememberOthers reads the file of keepOthers. If that is invalid, this replica learns of the other
+// gateways from the API server.
 func rememberOthers(directory string) (key []byte, known acquaintance, err error) {
 	var s savedOthers
 	if err := statefile.Read(directory, othersFile, smallLimit, &s); err != nil {
@@ -240,7 +243,7 @@ func rememberOthers(directory string) (key []byte, known acquaintance, err error
 	return key, s.acquaintance, nil
 }
 
-// Forget removes what a gateway keeps in a state directory, the private key first of all.
+// Forget removes a gateway's files from a state directory, the private key first.
 func Forget(directory string) error {
 	return errors.Join(forgetSnapshot(directory), statefile.Remove(directory, othersFile))
 }
@@ -253,32 +256,32 @@ func forgetSnapshot(directory string) error {
 	return nil
 }
 
-// keeper keeps a state directory true. It writes in a goroutine of its own, since a disk may be
-// slow and neither the election nor a change may wait for it. Without a directory it does nothing.
+// keeper keeps a state directory up to date. It writes in its own goroutine, because a disk may be
+// slow and must not delay the election or a change. Without a directory it does nothing.
 type keeper struct {
 	o       GatewayOptions
-	changed signal // there is something to write
-	failed  func() // called when err is another one
+	changed signal // something has to be written
+	failed  func() // called when err changes
 
 	mu   sync.Mutex
 	want savedObjects
-	keys keyring.Ring // of want; zero: there is nothing to keep yet
-	err  error        // why the directory is not as it should be
+	keys keyring.Ring // keys of want; zero: nothing to save yet
+	err  error        // why the directory is not up to date
 
-	// Of run alone, and what follows it.
-	others  savedOthers  // written
-	have    savedObjects // written; Version 0: nothing is
-	renewed time.Time    // last contact to the API server, of an earlier life
+	// Only run and its callees use these.
+	others  savedOthers  // as written
+	have    savedObjects // as written; Version 0: not written
+	renewed time.Time    // last contact with the API server before a restart
 	noted   time.Time    // when savedLease was written
-	placed  time.Time    // and savedPlaces
-	kept    bool         // that there may be files
+	placed  time.Time    // when savedPlaces was written
+	kept    bool         // files may exist
 }
 
 func newKeeper(o GatewayOptions, failed func()) *keeper {
 	return &keeper{o: o, changed: newSignal(), failed: failed, kept: o.StateDirectory != ""}
 }
 
-// put takes what the API server says now.
+// put sets the present objects of the API server.
 func (k *keeper) put(want savedObjects, keys keyring.Ring) {
 	want.keys = keys
 	k.mu.Lock()
@@ -287,7 +290,7 @@ func (k *keeper) put(want savedObjects, keys keyring.Ring) {
 	k.changed.set()
 }
 
-// adopt takes the files as they are, unless put knows better already. It is called before run.
+// adopt takes over the existing files, unless put has newer objects. Call it before run.
 func (k *keeper) adopt(r *remembered) {
 	k.have, k.renewed = r.objects, r.renewed
 	k.mu.Lock()
@@ -297,14 +300,14 @@ func (k *keeper) adopt(r *remembered) {
 	}
 }
 
-// problem is what is wrong with the directory, or nil.
+// problem returns why the directory is not up to date, or nil.
 func (k *keeper) problem() error {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	return k.err
 }
 
-// problems is problem as one of an object that was left out.
+// problems returns problem in the form of a problem of an object.
 func (k *keeper) problems() []fabric.Problem {
 	if err := k.problem(); err != nil {
 		return []fabric.Problem{{Origin: fabric.Origin{Kind: "Snapshot", Name: k.o.StateDirectory}, Message: err.Error()}}
@@ -312,7 +315,7 @@ func (k *keeper) problems() []fabric.Problem {
 	return nil
 }
 
-// tell notes whether the directory is as it should be.
+// tell records whether the directory is up to date.
 func (k *keeper) tell(err error) {
 	k.mu.Lock()
 	before := k.err
@@ -347,7 +350,7 @@ func (k *keeper) run(ctx context.Context, e *election) {
 	}
 }
 
-// keepOthers stores the state of the other gateways when it has changed.
+// keepOthers saves the state about the other gateways if it has changed.
 func (k *keeper) keepOthers(known acquaintance) {
 	k.mu.Lock()
 	shared := k.keys.Gateways
@@ -359,14 +362,14 @@ func (k *keeper) keepOthers(known acquaintance) {
 	if reflect.DeepEqual(want, k.others) {
 		return
 	}
-	k.others = want // if it is not written, it is again with the next change: round says what is wrong with the directory
+	k.others = want // a failed write is repeated only after the next change; round reports problems with the directory
 	if err := statefile.Write(k.o.StateDirectory, othersFile, smallLimit, want); err != nil {
 		k.o.Log.Warn("cannot save the state of other gateways", "file", othersFile, "error", err)
 	}
 }
 
-// round writes what differs; false: nothing did. Whoever is active, nobody knows it while holder is
-// empty.
+// round writes the files that differ; it returns false if there are none. An empty holder means
+// that the active replica is unknown.
 func (k *keeper) round(holder string, renewed, now time.Time) bool {
 	k.mu.Lock()
 	want, keys := k.want, k.keys
@@ -383,14 +386,14 @@ func (k *keeper) round(holder string, renewed, now time.Time) bool {
 	places := want.places
 	want.Read, want.places = k.have.Read, k.have.places
 	same := reflect.DeepEqual(want, k.have)
-	const early = noteInterval - writeGap // a tick may be a little early
+	const early = noteInterval - writeGap // a tick may be slightly early
 	moved := (!same || now.Sub(k.placed) >= early) && !reflect.DeepEqual(places, k.have.places)
 	if same && !moved && now.Sub(k.noted) < early {
 		return false
 	}
 	k.kept = true
 	var err error
-	if moved { // before what may need it
+	if moved { // before the files that depend on it
 		if err = statefile.Write(k.o.StateDirectory, placesFile, objectsLimit, places); err == nil {
 			want.places, k.placed = places, now
 		}
@@ -422,7 +425,7 @@ func (k *keeper) round(holder string, renewed, now time.Time) bool {
 	return true
 }
 
-// forget removes the files of a replica that is not the active one any more.
+// forget removes the files of a replica that is no longer active.
 func (k *keeper) forget() bool {
 	if !k.kept {
 		return false
@@ -433,7 +436,7 @@ func (k *keeper) forget() bool {
 	return true
 }
 
-// from says in a log and a status what a replica that carries on does.
+// from describes the state of a replica that carries on, for its log and status.
 func (r *remembered) from(since time.Time) error {
 	return fmt.Errorf("carrying on since %s from the snapshot of %s, the Lease renewed at %s: the API server does not answer",
 		since.UTC().Format(time.RFC3339), r.objects.Read.UTC().Format(time.RFC3339), r.renewed.UTC().Format(time.RFC3339))

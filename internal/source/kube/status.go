@@ -18,49 +18,48 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// A Report is what a running gateway knows of itself and its peers.
+// A Report is the state of a running gateway and its peers.
 type Report struct {
-	Interface string     // the way into the gateway, on its node
+	Interface string     // interface on the gateway's node that leads into the gateway
 	Index     int        // of that interface
-	NextHop   netip.Addr // behind it
+	NextHop   netip.Addr // next hop behind it
 	Peers     []PeerReport
 	Rotation  Rotation
 }
 
-// PeerReport is what a running gateway knows of one peer.
+// PeerReport is the state of one peer in a running gateway.
 type PeerReport struct {
 	ID         string
 	Status     v1alpha1.ConnectionStatus
-	Reason     string         // why: one of v1alpha1.Causes
-	Message    string         // and in a sentence
-	RTT        time.Duration  // of the last answer; 0 when not connected
-	Endpoint   netip.AddrPort // where the configured endpoint was found to be; zero: nowhere yet
+	Reason     string         // one of v1alpha1.Causes
+	Message    string         // explains Reason in a sentence
+	RTT        time.Duration  // of the last answer; 0: not connected
+	Endpoint   netip.AddrPort // resolved address of the configured endpoint; zero: none yet
 	PublicKey  string
 	AllowedIPs [2]netip.Prefix
-	Preshared  string // the exchange whose preshared key protects the sessions; empty: not all have one
-	OwnKey     string // our public key that the session was made with; empty: there is none
+	Preshared  string // ID of the exchange whose preshared key protects all sessions; empty: some session has none
+	OwnKey     string // our public key in the session; empty: no session
 }
 
 // Reasons of the condition Accepted on a TunnelEndpoint.
 const (
-	ReasonConfigured = "Configured" // True: the gateway does what the object says
+	ReasonConfigured = "Configured" // True: the gateway applies the object
 	ReasonInvalid    = v1alpha1.ReasonInvalid
 )
 
-// A latency is written when the connection comes about, and again when it has been the same for
-// latencyInterval and is now another one: by more than a fifth and by no less than latencyStep. So
-// the value at hand is right to a fifth or to a millisecond, and a peer at rest causes no write at
-// all.
+// A latency is written when the connection is established. It is written again after
+// latencyInterval if it has changed by more than a fifth and by at least latencyStep. So the stored
+// value is correct to a fifth or to a millisecond, and an idle peer causes no writes.
 const (
 	latencyInterval = 30 * time.Second
 	latencyStep     = time.Millisecond
 
-	// messageInterval is for a message that changes while the state does not, such as a resolver's,
-	// and reasonInterval for a reason: what a peer sends may change it.
+	// messageInterval is the minimum time between writes if only a message changes, such as a
+	// resolver's error; reasonInterval is that for reasons, which a peer can change by its packets.
 	messageInterval = 30 * time.Second
 	reasonInterval  = 10 * time.Second
 
-	// maxMessage is how much is said of a connection.
+	// maxMessage bounds the message about a connection, in octets.
 	maxMessage = 4096
 )
 
@@ -111,15 +110,15 @@ func (w *writer) statuses(ctx context.Context, report Report) {
 			}
 			status, m.said = statusFor(have, w.o.PodIP, report, peer, now), is
 		default:
-			continue // too new for one of the two; the next round knows
+			continue // too new for the Snapshot or the report; the next round has it
 		}
 		w.writeStatus(ctx, have, status, now)
 	}
 }
 
-// writeStatus patches the status of a TunnelEndpoint if the stored status would change. Liqo's definition
-// of TunnelEndpoints has no status.conditions: the API server drops them, and a patch with only conditions
-// changes nothing, not even the version.
+// writeStatus patches the status of a TunnelEndpoint if the stored status would change. Liqo's CRD
+// of TunnelEndpoints has no status.conditions: the API server drops them, and a patch that changes
+// only conditions changes nothing, not even the version.
 func (w *writer) writeStatus(ctx context.Context, have *v1alpha1.TunnelEndpoint, status v1alpha1.TunnelEndpointStatus, now time.Time) {
 	m, stored := w.of(have), status
 	if m.pruned {
@@ -128,7 +127,7 @@ func (w *writer) writeStatus(ctx context.Context, have *v1alpha1.TunnelEndpoint,
 	if equality.Semantic.DeepEqual(have.Status, stored) {
 		return
 	}
-	m.said = said{} // until it says so
+	m.said = said{} // until the status has been written
 	if !m.due(have, now) || now.Sub(m.written) < mayWait(have.Status, stored) {
 		return
 	}
@@ -139,13 +138,12 @@ func (w *writer) writeStatus(ctx context.Context, have *v1alpha1.TunnelEndpoint,
 	}
 	m.pruned = len(status.Conditions) > 0 && len(want.Status.Conditions) == 0
 	if m.pruned && want.ResourceVersion == have.ResourceVersion {
-		m.version = "" // no newer object comes that the cache could be late with
+		m.version = "" // no newer object will arrive, so the cache is not behind
 	}
 }
 
-// said is all that the status of a TunnelEndpoint comes from but the latency. While it is the same,
-// and the object says so, there is nothing to compare: of thousands of peers each second that adds
-// up.
+// said has all inputs of the status of a TunnelEndpoint except the latency. If they are unchanged,
+// the object need not be compared, which saves time with thousands of peers each second.
 type said struct {
 	version string
 	iface   string
@@ -159,8 +157,8 @@ func saidOf(te *v1alpha1.TunnelEndpoint, r Report, p PeerReport) said {
 	return said{te.ResourceVersion, r.Interface, r.Index, r.NextHop, p}
 }
 
-// refusedStatus says what is wrong with a TunnelEndpoint. The peer is no peer of the gateway then,
-// but where the gateway is stays written.
+// refusedStatus returns the status of an invalid TunnelEndpoint. The gateway does not have such a
+// peer, but the location of the gateway stays in the status.
 func refusedStatus(te *v1alpha1.TunnelEndpoint, problems []fabric.Problem) v1alpha1.TunnelEndpointStatus {
 	lines := make([]string, len(problems))
 	for i, p := range problems {
@@ -178,8 +176,7 @@ func refusedStatus(te *v1alpha1.TunnelEndpoint, problems []fabric.Problem) v1alp
 	return want
 }
 
-// statusFor decides what is to be said of a peer that is in force (docs/liqo-v0.md, sections 2.2
-// and 8).
+// statusFor returns the status for a peer in force (docs/liqo-v0.md, sections 2.2 and 8).
 func statusFor(te *v1alpha1.TunnelEndpoint, node netip.Addr, r Report, p PeerReport, now time.Time) v1alpha1.TunnelEndpointStatus {
 	want := *te.Status.DeepCopy()
 	want.GatewayIP = node.String()
@@ -208,11 +205,12 @@ func statusFor(te *v1alpha1.TunnelEndpoint, node netip.Addr, r Report, p PeerRep
 	case was.Status == v1alpha1.Connected && !outdated(was.Latency, p.RTT, now):
 		want.Connection.Latency = was.Latency
 	default:
-		at := metav1.NewTime(now.Truncate(time.Second)) // as it is stored
+		at := metav1.NewTime(now.Truncate(time.Second)) // the resolution of the stored value
 		want.Connection.Latency = v1alpha1.ConnectionLatency{Value: latencyText(p.RTT), Timestamp: &at}
 	}
 	if p.Status == v1alpha1.Connecting && was.Status == v1alpha1.Connected && acceptedAsIs(te) {
-		// The gateway before this one heard the peer as it is configured. It counts until this one knows better.
+		// The previous gateway heard this peer with the same configuration. Its result counts until
+		// this one knows better.
 		want.Connection, p.Reason = was, ""
 	}
 	meta.SetStatusCondition(&want.Conditions, metav1.Condition{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionTrue,
@@ -229,15 +227,16 @@ func statusFor(te *v1alpha1.TunnelEndpoint, node netip.Addr, r Report, p PeerRep
 	return want
 }
 
-// acceptedAsIs reports whether a gateway has written that it does what the object says now.
+// acceptedAsIs reports whether a gateway has written that it applies the present version of the
+// object.
 func acceptedAsIs(te *v1alpha1.TunnelEndpoint) bool {
 	c := meta.FindStatusCondition(te.Status.Conditions, v1alpha1.ConditionAccepted)
 	return c != nil && c.Status == metav1.ConditionTrue && c.ObservedGeneration == te.Generation
 }
 
-// liqoMessage is the message that goes with a status in Liqo's words, else the one of the condition
-// Connected. So the manager knows which of the two is of now: a gateway of a version that does not
-// know the condition writes another message, and leaves the condition as it is.
+// liqoMessage returns Liqo's message for a status, or else the message of the condition Connected.
+// So the manager can tell whether the condition is current: a gateway version without the condition
+// writes another message and leaves the condition unchanged.
 func liqoMessage(p PeerReport) string {
 	switch {
 	case p.Status == v1alpha1.Connecting:
@@ -248,7 +247,7 @@ func liqoMessage(p PeerReport) string {
 	return cut(p.Message, maxMessage)
 }
 
-// smooth follows a round trip time as TCP does (RFC 6298): one late answer is no news.
+// smooth averages round trip times as TCP does (RFC 6298), so that one late answer changes little.
 func smooth(old, rtt time.Duration) time.Duration {
 	if old == 0 || rtt == 0 {
 		return rtt
@@ -256,22 +255,22 @@ func smooth(old, rtt time.Duration) time.Duration {
 	return old + (rtt-old)/8
 }
 
-// outdated says whether a written latency has to be replaced.
+// outdated reports whether a stored latency has to be replaced.
 func outdated(l v1alpha1.ConnectionLatency, rtt time.Duration, now time.Time) bool {
 	was, ok := parseLatency(l.Value)
 	if !ok || l.Timestamp == nil {
 		return true
 	}
 	age := now.Sub(l.Timestamp.Time)
-	if age >= 0 && age < latencyInterval { // a clock that was set back makes no value last for ever
+	if age >= 0 && age < latencyInterval { // a negative age: the clock was set back, so do not keep the value
 		return false
 	}
 	moved := (rtt - was).Abs()
 	return moved >= latencyStep && moved > was/5
 }
 
-// latencyText prints as Liqo does: whole milliseconds, below one whole microseconds, with the Greek
-// mu U+03BC.
+// latencyText prints a latency as Liqo does: in whole milliseconds, below one in whole
+// microseconds, with the Greek mu U+03BC.
 func latencyText(d time.Duration) string {
 	if d < time.Millisecond {
 		return fmt.Sprintf("%dμs", d.Microseconds())
@@ -280,12 +279,12 @@ func latencyText(d time.Duration) string {
 }
 
 func parseLatency(text string) (time.Duration, bool) {
-	d, err := time.ParseDuration(text) // it knows both letters
+	d, err := time.ParseDuration(text) // ParseDuration accepts both letters
 	return d, err == nil
 }
 
-// mayWait is how long after the last write a status may stay as it was, though it differs: a
-// message longer than a reason, and all else not at all.
+// mayWait returns how long after the last write a difference may stay unwritten: a message longer
+// than a reason, and anything else not at all.
 func mayWait(a, b v1alpha1.TunnelEndpointStatus) time.Duration {
 	without := func(s v1alpha1.TunnelEndpointStatus, reasons bool) v1alpha1.TunnelEndpointStatus {
 		s.Connection.StatusMessage = ""
