@@ -7,15 +7,16 @@ import (
 	"strings"
 )
 
-// Accept is our rules in a foreign chain. They accept packets from and to our devices, and UDP and ICMP of
-// gateways that are Pods on our node, whose outer packets the node forwards. The chain filters forwarded
-// packets: FORWARD of iptables-nft or iptables-legacy, or an nftables chain of any name. The rules are the
-// last before the chain's end, or before a rule that drops or rejects everything. They exist only while the
-// end of the chain drops all other packets, as after `iptables -P FORWARD DROP`. An accept in our own table
-// would not help, because each table decides separately. Earlier rules, such as network policies, still apply.
+// Accept stands for our rules in a foreign chain for forwarded packets: FORWARD of iptables-nft or
+// iptables-legacy, or an nftables chain of any name. The rules accept packets from and to our
+// devices. They also accept UDP and ICMP of gateways that are Pods on our node, because the node
+// forwards their outer packets. They are the last rules before the chain's end, or before a rule
+// that drops or rejects everything. They exist only while the end of the chain drops all other
+// packets, as after `iptables -P FORWARD DROP`. An accept in our own table would not help, because
+// each table decides separately. Earlier rules, such as network policies, still apply.
 //
-// In a wanted State an Accept without a Chain stands for all such chains. Foreign rules are not touched. Our
-// rules carry AcceptComment.
+// In a wanted State, an Accept without a Chain stands for all such chains. Foreign rules stay
+// unchanged. Our rules carry AcceptComment.
 type Accept struct {
 	Program string // IptablesNFT, IptablesLegacy or NFT
 	Family  string // of an nftables table: "ip" or "inet"
@@ -35,15 +36,15 @@ func (a Accept) InChain() Accept {
 	return a
 }
 
-// Programs of an Accept: whose chains these are.
+// Programs that own the chain of an Accept.
 const (
 	IptablesNFT    = "iptables-nft"
 	IptablesLegacy = "iptables-legacy"
 	NFT            = "nft"
 )
 
-// AcceptComment begins the comment of our rules in foreign chains. We may remove every rule with it. In
-// rules of a gateway a colon and its address follow.
+// AcceptComment is the prefix of the comment of our rules in foreign chains. We may remove every
+// rule with it. In rules for a gateway, a colon and the gateway's address follow.
 const AcceptComment = "isthmus-route-agent"
 
 // Comments returns the comments of the rules of an Accept, in order: two for our devices, and four for
@@ -56,8 +57,8 @@ func (a Accept) Comments() []string {
 	return all
 }
 
-// OwnComment reports whether a comment marks our rule, and returns the gateway of the rule; empty: our
-// devices.
+// OwnComment reports whether a comment marks one of our rules, and returns the rule's gateway;
+// empty: the rule is for our devices.
 func OwnComment(comment string) (gateway string, ours bool) {
 	if gateway, found := strings.CutPrefix(comment, AcceptComment+":"); found {
 		return gateway, true
@@ -65,7 +66,7 @@ func OwnComment(comment string) (gateway string, ours bool) {
 	return "", comment == AcceptComment
 }
 
-// String names the chain for people.
+// String names the chain in messages.
 func (a Accept) String() string {
 	if a.Program == NFT {
 		return fmt.Sprintf("chain %s of table %s %s", a.Chain, a.Family, a.Table)
@@ -75,7 +76,7 @@ func (a Accept) String() string {
 
 func (a Accept) command(remove bool, _ string) string {
 	if a.InChain() == (Accept{}) {
-		a.Program, a.Chain = IptablesNFT, "FORWARD" // the one that most nodes have
+		a.Program, a.Chain = IptablesNFT, "FORWARD" // the most common one
 	}
 	if a.Program == NFT {
 		if remove {
@@ -110,21 +111,20 @@ func (a Accept) rules(matches []string, format string) []string {
 	return matches
 }
 
-// A Limit is what foreign rules in a kernel, or the kernel itself, keep from working, as far as can
-// be seen.
+// A Limit is a restriction that foreign rules or the kernel impose, as far as we can detect it.
 type Limit struct {
 	Reason  string // a word in CamelCase, such as ForwardingRefused
-	Message string // what it costs, why, and what to do
+	Message string // effect, cause and remedy
 }
 
 // Reasons of Limits.
 const (
-	LimitMasqueraded = "PodsMasqueraded"     // peers do not see addresses of pods
+	LimitMasqueraded = "PodsMasqueraded"     // peers do not see the addresses of pods
 	LimitForwarding  = "ForwardingRefused"   // packets between pods and peers are dropped
 	LimitGateway     = "GatewayOutOfReach"   // other nodes do not reach a gateway's Pod here
 	LimitBridge      = "GatewayUnguarded"    // pods on a bridge here can send to a gateway as nodes
-	LimitUncertain   = "ForwardingUncertain" // some may be
-	LimitRefused     = "Refused"             // something of an object is not believed
-	LimitSnapshot    = "SnapshotNotKept"     // a reboot forgets what the node refuses
-	LimitVote        = "NodeDoesNotVote"     // on which gateway is active
+	LimitUncertain   = "ForwardingUncertain" // packets may be dropped
+	LimitRefused     = "Refused"             // part of an object is rejected
+	LimitSnapshot    = "SnapshotNotKept"     // after a reboot, the node does not refuse networks until it reaches the API server
+	LimitVote        = "NodeDoesNotVote"     // it has no vote on the active gateway
 )

@@ -4,15 +4,15 @@ import (
 	"net/netip"
 )
 
-// Bridge is a table of nftables that keeps the pods on a bridge of our node off the overlay's port of
-// gateways that are Pods. What a bridge carries from one port to another no Filter sees (only where
-// br_netfilter hands it over), and a pod there may say that it is a node. What comes by an uplink comes
-// from other nodes, of which each keeps its own pods off. The lists are as in Filter.
+// Bridge is an nftables table that keeps pods on a bridge of our node from sending to the overlay
+// port of gateways that are Pods. A Filter does not see packets between two ports of a bridge
+// (except with br_netfilter), and a pod could pretend to be a node there. Packets from an uplink
+// come from other nodes, each of which filters its own pods. The lists are as in Filter.
 //
-// It is optional: without it a Filter takes nothing that a bridge has carried.
+// It is optional: without it, a Filter accepts no packets for gateways that a bridge has carried.
 type Bridge struct {
-	Gateways string // addresses of gateways that are Pods, IPv4
-	Uplinks  string // ports of bridges that lead to other nodes
+	Gateways string // IPv4 addresses of gateways that are Pods
+	Uplinks  string // bridge ports that lead to other nodes
 }
 
 // BridgeFor makes a Bridge.
@@ -20,9 +20,9 @@ func BridgeFor(gateways []netip.Addr, uplinks []string) Bridge {
 	return Bridge{addresses(gateways), devices(uplinks)}
 }
 
-// BridgeChains are the chains. A tag of 802.1p (a VLAN without a number) hides a packet from the rule
-// for addresses only when it is in another tag: Linux takes off one before a bridge sees the frame, and
-// all of them where it arrives. Nobody has a use for two of which the outer is such a one.
+// BridgeChains are the chains of a Bridge. An 802.1p tag (a VLAN tag with ID 0) inside another tag
+// would hide a packet from the match of addresses: Linux removes one tag before a bridge sees the
+// frame, and all of them at the destination. Nobody needs two tags of which the outer one has ID 0.
 var BridgeChains = []FilterChain{
 	{Name: "prerouting", Hook: "prerouting", Drops: "bridged_overlay_port", Rules: []FilterRule{
 		{InSet{InDevice, "uplinks"}, DoAccept},
@@ -32,7 +32,7 @@ var BridgeChains = []FilterChain{
 	}},
 }
 
-// Sets are the sets, always the same but for their elements.
+// Sets returns the sets of the table. Only their elements differ between Bridges.
 func (b Bridge) Sets() []FilterSet {
 	return []FilterSet{
 		{"gateways", "ipv4_addr", false, 0, b.Gateways},
@@ -40,7 +40,7 @@ func (b Bridge) Sets() []FilterSet {
 	}
 }
 
-// WithSet returns the Bridge with other elements in the set of a name.
+// WithSet returns the Bridge with other elements in the named set.
 func (b Bridge) WithSet(name, elements string) Bridge {
 	*map[string]*string{"gateways": &b.Gateways, "uplinks": &b.Uplinks}[name] = elements
 	return b

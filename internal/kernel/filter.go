@@ -6,42 +6,42 @@ import (
 	"slices"
 )
 
-// Filter is a table of nftables that keeps others out of the overlay. Its chains are those of a node
-// or those of a gateway's Pod, always the same; what differs is the addresses in its sets, each
-// sorted and separated by spaces, so that filters are comparable.
+// Filter is an nftables table that keeps foreign packets out of the overlay. Its chains are fixed,
+// either those of a node or those of a gateway's Pod. Only the addresses in its sets differ. Each
+// set is sorted text, separated by spaces, so that Filters are comparable.
 type Filter struct {
-	Pod       bool   // that of a gateway's Pod
-	Nodes     string // addresses from which packets of the overlay come, IPv4: those of nodes and gateways
+	Pod       bool   // it is for a gateway's Pod
+	Nodes     string // IPv4 addresses of nodes and gateways, from which overlay packets may come
 	Remote    Remote // networks of peers
-	Own       string // addresses of our node at which a peer may be given it as a mapped endpoint, IPv4
-	Elsewhere string // networks in which pods of other nodes are, and none of ours, IPv4
-	Pods      string // networks of all pods of the cluster, IPv4
-	Underlay  string // devices by which our node reaches the others
-	Bridges   string // of which a Bridge keeps pods off gateways, and by which other nodes reach these
-	// Gateways are IPv4 addresses of gateways that are Pods. A node forwards their packets to and from
-	// the overlay of other nodes.
+	Own       string // IPv4 addresses of our node that a peer may use as mapped endpoints
+	Elsewhere string // IPv4 networks with pods of other nodes but none of ours
+	Pods      string // IPv4 networks of all pods of the cluster
+	Underlay  string // devices by which our node reaches the other nodes
+	Bridges   string // bridges whose pods a Bridge keeps off gateways, and by which other nodes reach the gateways
+	// Gateways are IPv4 addresses of gateways that are Pods. A node forwards overlay packets
+	// between them and other nodes.
 	Gateways string
 }
 
-// Remote is networks of peers, as the sets of a Filter have them.
+// Remote has the networks of peers in the form of a Filter's sets.
 type Remote struct {
 	Networks  string // IPv4
 	Networks6 string // IPv6
-	// Around are the networks of length 16 that have an address of Networks in them, without the
-	// length: an address that is in none of these is in none of those.
+	// Around has every /16 network that shares an address with Networks, without the length. An
+	// address outside of all of these is outside of Networks.
 	Around string
 }
 
-// RemoteOf makes a Remote of networks in any order.
+// RemoteOf makes a Remote from networks in any order.
 func RemoteOf(all []netip.Prefix) Remote {
 	all = inOrder(all)
 	return Remote{Networks: networksOf(all, netip.Addr.Is4), Networks6: networksOf(all, netip.Addr.Is6), Around: around(all)}
 }
 
-// around goes through the networks of length 16 of each network, which is one where it is longer.
+// around returns the /16 networks that cover each network.
 func around(sorted []netip.Prefix) string {
 	var text []byte
-	next := 0 // before it all are said
+	next := 0 // all /16 networks before this one are done
 	for _, p := range sorted {
 		if !p.IsValid() || !p.Addr().Is4() {
 			continue
@@ -55,17 +55,18 @@ func around(sorted []netip.Prefix) string {
 	return string(bytes.TrimSuffix(text, []byte{' '}))
 }
 
-// FilterSets is what a Filter is made of, in any order.
+// FilterSets has the inputs of FilterFor, in any order.
 type FilterSets struct {
-	Pod                  bool // that of a gateway's Pod, which needs Nodes and Remote alone
+	Pod                  bool // for a gateway's Pod, which only needs Nodes and Remote
 	Nodes, Own, Gateways []netip.Addr
 	Remote               []netip.Prefix
 	Elsewhere, Pods      []netip.Prefix
 	Underlay, Bridges    []string
 }
 
-// FilterFor makes a Filter. Networks inside others are left out, and so is IPv6, which the overlay
-// does not carry, but for networks of peers: nothing for them leaves either.
+// FilterFor makes a Filter. It leaves out networks inside others. It also leaves out IPv6, which
+// the overlay does not carry, except for networks of peers, because no packet may leave for them in
+// the clear, either.
 func FilterFor(s FilterSets) Filter {
 	return Filter{
 		Pod: s.Pod, Nodes: addresses(s.Nodes), Own: addresses(s.Own), Gateways: addresses(s.Gateways),
@@ -74,7 +75,7 @@ func FilterFor(s FilterSets) Filter {
 	}
 }
 
-// NetworkElements are those of IPv4 as a Filter and a SourceNAT have them.
+// NetworkElements returns the IPv4 networks as elements of a Filter or a SourceNAT.
 func NetworkElements(all []netip.Prefix) string { return networksOf(inOrder(all), netip.Addr.Is4) }
 
 func inOrder(all []netip.Prefix) []netip.Prefix {
@@ -87,7 +88,7 @@ func inOrder(all []netip.Prefix) []netip.Prefix {
 func networksOf(sorted []netip.Prefix, family func(netip.Addr) bool) string {
 	var last netip.Prefix
 	text := make([]byte, 0, len("255.255.255.255/32 ")*len(sorted))
-	for _, p := range sorted { // a network sorts before those inside
+	for _, p := range sorted { // a network sorts before those inside it
 		if family(p.Addr()) && !(last.IsValid() && last.Overlaps(p)) {
 			last = p
 			text = append(p.AppendTo(text), ' ')
@@ -101,7 +102,7 @@ func addresses(all []netip.Addr) string {
 	return AddressElements(slices.Compact(all))
 }
 
-// AddressElements are those of a set of addresses of IPv4, which are sorted.
+// AddressElements returns sorted IPv4 addresses as elements of a set.
 func AddressElements(sorted []netip.Addr) string {
 	text := make([]byte, 0, len("255.255.255.255 ")*len(sorted))
 	for _, a := range sorted {
@@ -110,30 +111,31 @@ func AddressElements(sorted []netip.Addr) string {
 	return string(bytes.TrimSuffix(text, []byte{' '}))
 }
 
-// FilterTable is the name of our tables: a Filter's family is inet, a SourceNAT's ip and a Bridge's
+// FilterTable is the name of our tables. A Filter has the family inet, a SourceNAT ip, and a Bridge
 // bridge.
 const FilterTable = "isthmus"
 
-// FilterPriority is that of the chains with a hook, but prerouting: before foreign rules,
-// which may still drop what these let pass. TranslationPriority is that of prerouting: after the
-// connections are known (-200) and before others change destinations (-100). RawPriority is before
-// the connections are known.
+// FilterPriority is the priority of chains with a hook, except prerouting. It is before foreign
+// rules, which may still drop packets that ours accept. TranslationPriority is that of prerouting:
+// after conntrack (-200) and before foreign rules translate destinations (-100). RawPriority is
+// before conntrack.
 const (
 	FilterPriority      = -1
 	TranslationPriority = -150
 	RawPriority         = -300
 )
 
-// A FilterChain is a chain of the table.
+// A FilterChain is a chain of one of our tables.
 type FilterChain struct {
-	Name, Hook string // without a hook others jump to it
-	NAT        bool   // it translates
-	// Drops is the reason for which its rules drop, each of which counts what it drops; empty: none does.
+	Name, Hook string // empty hook: other chains jump to it
+	NAT        bool   // it translates addresses
+	// Drops is the reason for which its rules drop packets; each such rule counts them. Empty: none
+	// drops.
 	Drops string
 	Rules []FilterRule
 }
 
-// Priority is that of a chain with a hook.
+// Priority returns the priority of a chain with a hook.
 func (c FilterChain) Priority() int {
 	switch {
 	case c.Name == "raw":
@@ -146,7 +148,7 @@ func (c FilterChain) Priority() int {
 	return FilterPriority
 }
 
-// Kind is the type of a chain with a hook, as nft(8) has it.
+// Kind returns the type of a chain with a hook in nft(8).
 func (c FilterChain) Kind() string {
 	if c.NAT {
 		return "nat"
@@ -154,52 +156,54 @@ func (c FilterChain) Kind() string {
 	return "filter"
 }
 
-// FilterChains are those of a node.
+// FilterChains are the chains of a node.
 //
-// What claims to be of the overlay is believed only when it comes from another node of the cluster,
-// by the device that leads to that node: a pod or an underlay host with an ordinary UDP socket
-// could otherwise send anything as anybody. No packet that is forwarded goes to the overlay's port,
-// whether its source is translated later or not, and whether it comes from a pod of ours or of a
-// peer. The gateway is the exception where it is a Pod; it has a filter of its own (PodFilterChains). To it go
-// packets of other nodes, and none that came by the device of a pod: the CNI may hide a pod behind
-// its node's address, and the gateway would believe it. What came by a bridge between nodes has been
-// looked at by its port (Bridge), unless it was for another address then.
+// Overlay packets must come from another node of the cluster, by the device that leads to that
+// node. Otherwise a pod or an underlay host with an ordinary UDP socket could send anything in any
+// name. No forwarded packet may go to the overlay port, no matter whether its source is translated
+// later, and whether it comes from a pod of ours or from a peer. The exception is a gateway that is
+// a Pod, which has its own filter (PodFilterChains). It receives packets of other nodes, but none
+// from the device of a pod: the CNI may hide a pod behind its node's address, and the gateway would
+// trust that. Packets from a bridge between nodes have been checked at their bridge port (Bridge),
+// unless their destination was translated later.
 //
-// The devices of ours that packets of peers come by are those of the overlay and of a gateway in
-// this namespace (isthmus.host, or the TUNs isthmus0 and so on).
+// Packets of peers arrive by our own devices: that of the overlay, and those of a gateway in this
+// namespace (isthmus.host, or the TUNs isthmus0 and so on).
 //
-// What a peer sends is for pods and for mapped endpoints. To the node itself only answers come in,
-// and what is for an address of its own outside the pods' networks, which a packet from a peer can
-// only have when somebody mapped it. That is looked at before others change the destination, too:
-// the ports of Services (NodePort) and of pods (hostPort) are at all addresses of a node, and lead
-// on to pods, nodes and hosts outside that no peer may reach.
+// A peer may send to pods and to mapped endpoints. The node itself accepts from peers only answers,
+// and packets to its own addresses outside of the pods' networks: a packet from a peer can only
+// have such a destination if somebody mapped it. The check is repeated before foreign rules
+// translate the destination. The ports of Services (NodePort) and of pods (hostPort) exist at all
+// addresses of a node, and lead to pods, nodes and hosts that a peer may not reach.
 //
-// Inside the overlay one end of a packet is a peer's and the other is not, unless it answers what was
-// sent to a NodePort of the gateway's node, which puts its own address in the place of the peer's. What has a peer's
-// source came out of the gateway: its node would otherwise carry there what a pod of its own made
-// up.
+// Inside the overlay, either the source or the destination of a packet belongs to a peer, but not
+// both. The exception is an answer to a packet for a NodePort of the gateway's node, which puts its
+// own address in the place of the peer's. Packets with a peer's source come from the gateway; its
+// node must not forward there what one of its own pods forged.
 //
-// A pod of ours may say that it is anybody, and most CNIs carry that. What has a peer's source came
-// out of the gateway, or over another node that brought it from there, and by no device of a pod,
-// which is one end of a veth pair or a bridge. Nor does what is for a peer and has the source of a
-// pod of another node: that may come from its node, to a NodePort here that leads to a peer. A source
-// that no pod has (a container outside of Kubernetes has one) must have its route through the device
-// that the packet came by. Otherwise one pod could send as thousands of hosts, take all of the
-// gateway's NAPT ports towards a peer, and have the answers leave in the clear.
+// A pod of ours may forge its source address, and most CNIs forward such packets. A packet with a
+// peer's source must come from the gateway, or from another node that got it there. It must not
+// come from the device of a pod, which is one end of a veth pair or a bridge. The same holds for a
+// packet to a peer with the source of another node's pod: it may come from that node, for a
+// NodePort here that leads to a peer. A source that no pod has, such as that of a container outside
+// of Kubernetes, must have its route through the device that the packet came by. Otherwise one pod
+// could send as thousands of hosts, use up all of the gateway's NAPT ports towards a peer, and make
+// the answers leave in the clear.
 //
-// Whatever leads a packet for a peer elsewhere (a foreign rule before ours, a route that a redirect
-// made, somebody who took our routes away), it leaves by a device of ours or not at all. Within the
-// node, by lo, it may go.
+// A packet for a peer leaves by one of our devices or not at all, whatever directs it elsewhere: a
+// foreign rule before ours, a route from a redirect, or the loss of our routes. It may leave by lo,
+// within the node.
 //
-// A gateway that is a Pod answers the probes of agents (package overlay) with ICMP errors, which its
-// node forwards. What they quote came inside VXLAN, so that the node knows no connection of it: the
-// errors would be invalid, and kube-proxy drops what is. They belong to no connection on purpose, but
-// at the node that they are for, which does know. No other error is: those from inside the tunnel are
-// for pods, and come by the overlay.
+// A gateway that is a Pod responds to the probes of agents (package overlay) with ICMP errors,
+// which its node forwards. They quote packets that arrived inside VXLAN, so the node has no
+// connection for them. Conntrack would mark the errors as invalid, and kube-proxy drops invalid
+// packets. So they are not tracked, except at their destination node, which has the connection.
+// This concerns no other ICMP errors: those from inside the tunnel are for pods, and arrive by the
+// overlay.
 //
-// What most packets are comes first: each rule before costs a packet some 50 ns. Most are for no peer
-// and from none, and the kernel searches a set of networks as a tree: 150 ns with ten peers, 300 with
-// a thousand. So remote16, which it finds an address in by a hash, is asked before remote.
+// The most common matches come first, because each rule costs a packet some 50 ns. Most packets are
+// neither for a peer nor from one. The kernel searches a set of networks as a tree, in 150 ns with
+// ten peers and in 300 ns with a thousand. So remote16, which is a hash, is matched before remote.
 var FilterChains = []FilterChain{
 	{Name: "remote", Drops: "peer_to_node", Rules: []FilterRule{
 		{IsAnswer, DoAccept},
@@ -248,8 +252,8 @@ var FilterChains = []FilterChain{
 		{fromOurs, DoReturn},
 		{IsLocal, DoReturn},
 		{ICMPHead{11, 0}, DoNotTrack}, // time exceeded in transit
-		{ICMPHead{3, 0}, DoNotTrack},  // no way to the network
-		{ICMPHead{3, 1}, DoNotTrack},  // no way to the host
+		{ICMPHead{3, 0}, DoNotTrack},  // network unreachable
+		{ICMPHead{3, 1}, DoNotTrack},  // host unreachable
 	}},
 	{Name: "raw", Hook: "prerouting", Rules: []FilterRule{
 		{IsICMP, fromGateways, HasReturnPath, Jump("answers")},
@@ -268,11 +272,11 @@ var FilterChains = []FilterChain{
 	leavingChain,
 }
 
-// PodFilterChains are those in the network of a gateway's Pod, under the names of a node's. Nothing is
-// translated there, nothing of the overlay forwarded, and no peer has business with the Pod itself: so
-// no rule asks for a connection, and without one that does the kernel does not track them. It would
-// cost each packet of the overlay, of the tunnel and between them, and a flow through the gateway would
-// have an entry in a table that is bounded for the whole machine.
+// PodFilterChains are the chains in the network namespace of a gateway's Pod, with the names of a
+// node's chains. That namespace translates nothing and forwards no overlay packets, and peers may
+// not send to the Pod itself. So no rule matches connections, and the kernel does not track any.
+// Tracking would cost time for every packet of the overlay and of the tunnel. Each flow through the
+// gateway would take an entry in a table that is limited for the whole machine.
 var PodFilterChains = []FilterChain{
 	{Name: "remote", Drops: "peer_to_node", Rules: []FilterRule{{DoDrop}}},
 	{Name: "overlay", Drops: "overlay_stranger", Rules: []FilterRule{
@@ -292,7 +296,7 @@ var PodFilterChains = []FilterChain{
 	leavingChain,
 }
 
-// Chains both have.
+// Chains that nodes and gateways' Pods share.
 var (
 	clearChain = FilterChain{Name: "clear", Drops: "in_the_clear", Rules: []FilterRule{
 		{toOurs, DoAccept},
@@ -311,7 +315,7 @@ var (
 	}}
 )
 
-// Chains are the chains, those before that are jumped to.
+// Chains returns the chains. A chain comes before those that jump to it.
 func (f Filter) Chains() []FilterChain {
 	if f.Pod {
 		return PodFilterChains
@@ -319,7 +323,8 @@ func (f Filter) Chains() []FilterChain {
 	return FilterChains
 }
 
-// DropReasons are the reasons for which rules of a Filter and of a Bridge drop, each with a sentence.
+// DropReasons are the reasons for which rules of a Filter and of a Bridge drop packets, each with
+// an explanation.
 var DropReasons = []struct{ Reason, Explain string }{
 	{"in_the_clear", "it is for a peer and would leave by a device that is not ours"},
 	{"forged_source", "a pod sends with the address of a peer or of another node's pod, or to a peer with an address that its device does not lead to"},
@@ -330,19 +335,19 @@ var DropReasons = []struct{ Reason, Explain string }{
 	{"overlay_stranger", "in the overlay, neither or both of its addresses belong to peers"},
 }
 
-// A FilterSet is a set of the table, as nft(8) takes it.
+// A FilterSet is a set of a table, in the terms of nft(8).
 type FilterSet struct {
 	Name, Type string
-	Interval   bool   // of networks, not addresses
-	Size       uint32 // at most so many elements; 0: as many as there are
+	Interval   bool   // of networks rather than addresses
+	Size       uint32 // maximum number of elements; 0: unlimited
 	Elements   string // separated by spaces
 }
 
-// len16 is how many networks of length 16 there are. Linux has a faster hash for a set of which it
-// knows the size: 1 MiB here, for 60 ns of each packet.
+// len16 is the number of /16 networks. Linux has a faster hash for a set of known size: it takes 1
+// MiB here, and saves each packet 60 ns.
 const len16 = 1 << 16
 
-// Sets are the sets, always the same but for their elements.
+// Sets returns the sets of the table. Only their elements differ between Filters.
 func (f Filter) Sets() []FilterSet {
 	return []FilterSet{
 		{"nodes", "ipv4_addr", false, 0, f.Nodes},
@@ -358,12 +363,12 @@ func (f Filter) Sets() []FilterSet {
 	}
 }
 
-// set is the field for the set of a name.
+// set returns the field with the elements of the named set.
 func (f *Filter) set(name string) *string {
 	return map[string]*string{"nodes": &f.Nodes, "remote": &f.Remote.Networks, "remote16": &f.Remote.Around, "remote6": &f.Remote.Networks6, "own": &f.Own, "elsewhere": &f.Elsewhere, "pods": &f.Pods, "underlay": &f.Underlay, "bridges": &f.Bridges, "gateways": &f.Gateways}[name]
 }
 
-// WithSet returns the Filter with other elements in the set of a name.
+// WithSet returns the Filter with other elements in the named set.
 func (f Filter) WithSet(name, elements string) Filter {
 	*f.set(name) = elements
 	return f

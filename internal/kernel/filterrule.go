@@ -40,7 +40,7 @@ const (
 	IsPriorityTag Fixed = "@ll,116,12 0" // the VLAN ID of the frame's tag is 0, which is 802.1p
 )
 
-// Statements without parameters. Nothing drops without counting.
+// Statements without parameters. Drops always count.
 const (
 	DoAccept     Fixed = "accept"
 	DoReturn     Fixed = "return"

@@ -1,7 +1,7 @@
 package kernel
 
-// IPDrops are the reasons for which the kernel's IP drops packets, each with a sentence and the kernel's counters
-// of it (/proc/net/snmp and snmp6, and DeviceDrops).
+// IPDrops are the reasons for which the kernel's IP layer drops packets, each with an explanation
+// and the kernel's counters for it (/proc/net/snmp and snmp6, and DeviceDrops).
 var IPDrops = []struct {
 	Reason, Explain string
 	Counters        []string
@@ -16,6 +16,6 @@ var IPDrops = []struct {
 	{"device", "a device of Isthmus did not take it: the queue of the TUN is full if the gateway does not read in time", []string{DeviceDrops}},
 }
 
-// DeviceDrops is the counter of packets that devices of Isthmus, whose names begin with "isthmus", dropped instead of
-// sending (/proc/net/dev). IP does not count them.
+// DeviceDrops counts the packets that devices of Isthmus, whose names begin with "isthmus", dropped
+// instead of sending (/proc/net/dev). IP does not count these.
 const DeviceDrops = "isthmus*: transmit drop"

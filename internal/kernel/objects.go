@@ -1,6 +1,8 @@
-// Package kernel is what Isthmus keeps in the network namespaces of a node, as values: the objects
-// with the commands that make and remove them, which of them are ours, and the plan that turns one
-// State into another. It does no I/O; package rtnl below it makes a State true.
+// Package kernel has values for everything that Isthmus keeps in the network namespaces of a node.
+// It defines the objects and the commands that make and remove them, which of them are ours, and
+// the plan that turns one State into another. It does no I/O, and its functions may be called
+// concurrently. Package fabric computes wanted States; the route agent and the gateway apply them
+// through package rtnl.
 //
 //	fabric.NodeFor, fabric.GatewayHostFor ─► State ─┐
 //	fabric.GatewayPodFor ───────────────────────────┤
@@ -15,22 +17,22 @@ import (
 	"strings"
 )
 
-// Namespace is one of the two network namespaces that a program looks after.
+// Namespace is one of the two network namespaces that a program manages.
 type Namespace uint8
 
 // The namespaces.
 const (
-	Host  Namespace = iota // that of the process
-	Inner                  // the gateway's own, without a name
+	Host  Namespace = iota // the namespace of the process
+	Inner                  // the gateway's own, which has no name
 )
 
-// State is the actual or the desired state of one owner's objects. What is not in a wanted State
-// has to go. The order of the fields is the order in which to add.
+// State is the actual or the desired state of one owner's objects. Objects that are missing from a
+// wanted State are removed. The order of the fields is the order of additions.
 type State struct {
 	Bridges   []Bridge    // none or one
 	Filters   []Filter    // none or one
 	SourceNAT []SourceNAT // none or one
-	Accepts   []Accept    // wanted: none, or one without a Chain for all that are needed
+	Accepts   []Accept    // wanted: none, or one without a Chain for all chains that need it
 	Devices   []Device
 	Settings  []Setting
 	Links     []Link
@@ -41,8 +43,8 @@ type State struct {
 	Rules     []Rule
 }
 
-// Closed is what a node has that may carry nothing for peers: the tables that refuse, asked before
-// any other of ours, whether a packet is for a peer or comes from one.
+// Closed returns the state of a node that must not forward anything for peers: the refusing tables
+// come before all our others, for packets to peers and from peers.
 func (s State) Closed() (closed State) {
 	for _, r := range s.Routes {
 		if r.Table == RefuseTable || r.Table == GuardTable {
@@ -61,8 +63,8 @@ func (s State) Closed() (closed State) {
 
 // The kinds of objects. Each is a comparable value, so "the same" is ==.
 type (
-	// Device is one of ours, with what the kernel does not let change. With neither Peer nor VXLAN
-	// it is of another kind, and not ours in truth.
+	// Device is one of our devices, with its immutable properties. With neither Peer nor VXLAN it
+	// is of another kind, and only has our name.
 	Device struct {
 		In    Namespace
 		Name  string
@@ -73,67 +75,68 @@ type (
 	Setting struct {
 		In          Namespace
 		Path, Value string
-		Optional    bool // it is no failure where /proc/sys may not be written
+		Optional    bool // failing to write it is no error if /proc/sys is read-only
 	}
-	// Link is what can be changed of a device.
+	// Link has the mutable properties of a device.
 	Link struct {
 		In   Namespace
 		Name string
-		MAC  MAC // zero: the device has none
+		MAC  MAC // zero: the device has no MAC address
 		MTU  int
 		Up   bool
 	}
-	// Address is one of a device.
+	// Address is an address of a device.
 	Address struct {
 		In     Namespace
 		Dev    string
 		Prefix netip.Prefix
 	}
-	// FDBEntry says at which underlay address a VXLAN device finds a MAC address.
+	// FDBEntry maps a MAC address to the underlay address where a VXLAN device finds it.
 	FDBEntry struct {
 		In  Namespace
 		Dev string
 		MAC MAC
 		Dst netip.Addr
 	}
-	// Neighbor says which MAC address an address on a device has, for ever.
+	// Neighbor maps an address on a device to its MAC address, permanently.
 	Neighbor struct {
 		In   Namespace
 		Dev  string
 		Addr netip.Addr
 		MAC  MAC
 	}
-	// Route is one of a table.
+	// Route is a route in a table.
 	Route struct {
 		In       Namespace
 		Prefix   netip.Prefix
 		Type     RouteType
 		Via      netip.Addr // zero: the destination is on the device's link
-		Src      netip.Addr // of packets of the node's own that have none yet; zero: the kernel finds one
+		Src      netip.Addr // source of the node's own packets that have none yet; zero: the kernel chooses
 		Dev      string     // see Devs; Unicast only
 		Table    int
 		Metric   int
 		Protocol int
 	}
-	// Rule is a policy rule. Zero fields do not select.
+	// Rule is a policy rule. Zero fields match everything.
 	Rule struct {
 		V6       bool
 		Priority int
-		Iif      string // device that the packet came by
+		Iif      string // incoming device
 		From, To netip.Prefix
 		Table    int
 		Protocol int
 	}
 )
 
-// VXLAN is what distinguishes one VXLAN device from another.
+// VXLAN has the properties that distinguish one VXLAN device from another.
 type VXLAN struct {
 	ID       uint32
 	Port     uint16
 	Local    netip.Addr
 	Learning bool
-	// UDPChecksum: outer packets have one. Zero is right (RFC 7348, section 5): where a CNI
-	// translates outer packets of which the inner checksum is still to be made, Linux spoils it.
+	// UDPChecksum is true if outer packets have a checksum. Zero is valid (RFC 7348, section 5). If
+	// a CNI translates outer packets whose inner checksum is not computed yet, Linux corrupts the
+	// outer one.
 	UDPChecksum bool
 }
 
@@ -145,28 +148,28 @@ func (m MAC) String() string {
 	return fmt.Sprintf("%02x:%02x:%02x:%02x:%02x:%02x", m[0], m[1], m[2], m[3], m[4], m[5])
 }
 
-// RouteType says what a Route does with a packet.
+// RouteType is what a Route does with a packet.
 type RouteType uint8
 
 // The types of routes.
 const (
-	Unicast     RouteType = iota // by Dev
+	Unicast     RouteType = iota // it leaves by Dev
 	Unreachable                  // the sender gets an ICMP error
-	Throw                        // the next rule is asked
+	Throw                        // the next rule decides
 )
 
-// Devs is the Dev of a route whose flows the kernel shares out among several devices.
+// Devs returns the Dev of a multipath route, whose flows the kernel spreads over several devices.
 func Devs(names ...string) string {
 	return strings.Join(slices.Sorted(slices.Values(names)), " ")
 }
 
-// An Object is one of the kinds above. It prints as the command that makes or removes it; inner is
+// An Object is one of the kinds above. It prints as the command that makes or removes it. inner is
 // a path of the Inner namespace for nsenter(1).
 type Object interface {
 	command(remove bool, inner string) string
 }
 
-// String prints the state as commands, one a line, in the order in which to type them.
+// String prints the state as commands, one per line, in the order of execution.
 func (s State) String() string { return PlanFor(State{}, s).Commands("") }
 
 func (d Device) command(remove bool, inner string) string {
@@ -207,7 +210,7 @@ func (l Link) command(_ bool, inner string) string {
 func (a Address) command(remove bool, inner string) string {
 	c := fmt.Sprintf("%s%s addr %s %v dev %s", a.In.enter(inner), ip(a.Prefix.Addr().Is6()), verb(remove), a.Prefix, a.Dev)
 	if !remove {
-		c += " noprefixroute" // a route to its network is among the routes, where it can be told from a foreign one
+		c += " noprefixroute" // the plan has a route to its network, which is recognisable as ours
 	}
 	return c
 }
@@ -294,7 +297,7 @@ func ip(v6 bool) string {
 	return "ip"
 }
 
-// verb: an addition that finds the object already there has succeeded.
+// verb returns the verb of ip(8). An addition succeeds if the object exists already.
 func verb(remove bool) string {
 	if remove {
 		return "del"

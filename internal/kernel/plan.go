@@ -15,13 +15,13 @@ type Op struct {
 	Object Object
 }
 
-// Command prints the change as what an operator could type; inner is as in Object.
+// Command prints the change as a command that an operator could type; inner is as in Object.
 func (o Op) Command(inner string) string { return o.Object.command(o.Remove, inner) }
 
-// A Plan is a list of changes in the order in which to make them.
+// A Plan is a list of changes in the order of execution.
 type Plan []Op
 
-// Commands prints one command a line.
+// Commands prints one command per line.
 func (p Plan) Commands(inner string) string {
 	var b strings.Builder
 	for _, o := range p {
@@ -30,8 +30,9 @@ func (p Plan) Commands(inner string) string {
 	return b.String()
 }
 
-// AdditionsFor is PlanFor without what it removes. A rule that is there at another priority is not added: an older version gave
-// it that one, and its other rules as well, which a refusal of ours would come before.
+// AdditionsFor is PlanFor without removals. It does not add a rule that exists at another priority.
+// An older version chose that priority for all its rules, and a refusing rule of ours would come
+// before those.
 func AdditionsFor(have, want State) Plan {
 	wanted := make(map[netip.Prefix]struct{}, len(want.Routes))
 	for _, r := range want.Routes {
@@ -53,8 +54,8 @@ func AdditionsFor(have, want State) Plan {
 	})
 }
 
-// With is what there is after a plan that adds, as far as it consists of routes and rules; the
-// routes are in the order of Route.Compare.
+// With returns the state after a plan that only adds routes and rules; ok is false for other plans.
+// The routes are in the order of Route.Compare.
 func (s State) With(added Plan) (now State, ok bool) {
 	now = s
 	var routes []Route
@@ -88,7 +89,7 @@ func (s State) With(added Plan) (now State, ok bool) {
 			}
 			now.Routes, routes = append(now.Routes, routes[0]), routes[1:]
 		}
-		if len(routes) == 0 || order > 0 { // else it was replaced
+		if len(routes) == 0 || order > 0 { // otherwise it was replaced
 			now.Routes = append(now.Routes, r)
 		}
 	}
@@ -96,21 +97,22 @@ func (s State) With(added Plan) (now State, ok bool) {
 	return now, true
 }
 
-// Compare orders routes by table, network and metric. Of two that are equal one would replace the other.
+// Compare orders routes by table, network and metric. In the kernel, a route replaces one that is
+// equal in these.
 func (r Route) Compare(other Route) int {
 	return cmp.Or(cmp.Compare(r.Table, other.Table), r.Prefix.Compare(other.Prefix), cmp.Compare(r.Metric, other.Metric), cmp.Compare(r.In, other.In))
 }
 
-// key is what is left of a route without what may be replaced.
+// key returns the route without the properties that can be replaced.
 func (r Route) key() Route {
 	return Route{In: r.In, Prefix: r.Prefix, Table: r.Table, Metric: r.Metric}
 }
 
-// PlanFor compares. The filter comes first, so that the overlay is never without, then devices,
-// because the rest hangs on them, and come up when they are set; then additions before removals,
-// and removals in the opposite order: a moment with two routes is harmless, a moment with none is
-// an outage. Only a device that cannot be changed to what is wanted, or is half of a pair, is
-// removed before. What hung on a device goes with it.
+// PlanFor compares two States. The filter comes first, so that the overlay is never without it.
+// Devices come next, because other objects depend on them; a device comes up after its settings.
+// Then come additions, then removals in the reverse order: a moment with two routes is harmless, a
+// moment with none is an outage. A device is removed earlier only if it cannot be changed as
+// wanted, or is half of a pair. The objects on a device go with it.
 func PlanFor(have, want State) Plan {
 	var adds, removes Plan
 	planKind(&adds, &removes, have.Bridges, want.Bridges, func(Bridge) bool { return true })
@@ -140,9 +142,9 @@ func PlanFor(have, want State) Plan {
 	return append(adds, removes...)
 }
 
-// planKind adds the changes of one kind; removes is nil for a kind that cannot be removed by
-// itself. Adding an object that is there in another form replaces it. The key of an object is what
-// is left of it without what may be replaced.
+// planKind adds the changes of one kind. removes is nil for a kind that cannot be removed
+// separately. Adding an object that exists with other properties replaces it. key returns an object
+// without the properties that can be replaced.
 func planKind[K comparable, V interface {
 	comparable
 	Object
@@ -158,12 +160,12 @@ func planKind[K comparable, V interface {
 	}
 }
 
-// inTheWayOf reports whether want cannot be made while d is there.
+// inTheWayOf reports whether want cannot be made while d exists.
 func (d Device) inTheWayOf(want Device) bool {
 	return d.In == want.In && d.Name == want.Name || d.In == Inner && d.Name == want.Peer
 }
 
-// without is s after the kernel lost a device: what hung on it is gone too.
+// without returns s after the loss of a device, without the objects on it.
 func (s State) without(d Device) State {
 	gone := func(in Namespace, dev string) bool {
 		return in == d.In && dev == d.Name || in == Inner && dev == d.Peer && dev != ""

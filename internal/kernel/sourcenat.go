@@ -7,55 +7,55 @@ import (
 	"strings"
 )
 
-// SourceNAT is a table of nftables that settles the source of flows between our pods and peers before
-// others do. A CNI masquerades what leaves the cluster, as far as it knows, behind the address of the
-// node; a peer would see the gateway's NAPT address then, and not the pod. A flow is translated once, by
-// the first chain that says how: a source that is translated to itself stays what it is, and the flow
-// stays tracked, so that Services work.
+// SourceNAT is an nftables table that decides the source address of flows between our pods and
+// peers before foreign rules do. A CNI masquerades packets that leave the cluster, as far as it
+// knows, behind the node's address. A peer would then see the gateway's NAPT address instead of the
+// pod. A flow is translated only once, by the first chain that decides. So a source that is
+// translated to itself stays unchanged, and the flow stays tracked, so that Services work.
 //
-// It is optional: in a kernel that cannot make it all traffic passes, and pods lose their identity.
-// The lists are as in Filter.
+// It is optional: if the kernel cannot make it, all traffic passes, but peers cannot see the
+// addresses of pods. The lists are as in Filter.
 type SourceNAT struct {
-	Local    string // networks of our node's own pods, IPv4
-	Pods     string // networks of all pods of the cluster, IPv4
-	Remote   string // networks of peers, IPv4
-	Underlay string // devices by which our node reaches the others
+	Local    string // IPv4 networks of our own node's pods
+	Pods     string // IPv4 networks of all pods of the cluster
+	Remote   string // IPv4 networks of peers
+	Underlay string // devices by which our node reaches the other nodes
 	Self     netip.Addr
 }
 
-// SourceNATSets is what a SourceNAT is made of, in any order.
+// SourceNATSets has the inputs of SourceNATFor, in any order.
 type SourceNATSets struct {
 	Local, Pods, Remote []netip.Prefix
 	Underlay            []string
-	Self                netip.Addr // the address of our node that gateways know, IPv4
+	Self                netip.Addr // IPv4 address of our node that gateways know
 }
 
-// SourceNATFor makes a SourceNAT. Networks inside others are left out, and so is IPv6.
+// SourceNATFor makes a SourceNAT. It leaves out networks inside others, and IPv6.
 func SourceNATFor(s SourceNATSets) SourceNAT {
 	return SourceNAT{Local: NetworkElements(s.Local), Pods: NetworkElements(s.Pods), Remote: NetworkElements(s.Remote), Underlay: devices(s.Underlay), Self: s.Self}
 }
 
-// SourceNATPriority is that of the chain at postrouting: before the places that others have, which
-// are at 100 (srcnat) or a little before.
+// SourceNATPriority is the priority of the chain at postrouting. Foreign chains are at 100 (srcnat)
+// or a little before.
 const SourceNATPriority = 0
 
-// Chains are the chains, those before that are jumped to.
+// Chains returns the chains. A chain comes before those that jump to it.
 //
-// A pod of ours keeps its address, whether it names the peer's address or a Service that has it as
-// an endpoint: the answers come to this node, where the connection is known. A pod whose address the
-// API server has not told us yet is known by the device that its packet comes by (Linux 5.7 and
-// later; before, such a rule never matches).
+// A pod of ours keeps its address, both for an address of a peer and for a Service with such an
+// endpoint: the answers come to this node, which has the connection. If the API server has not
+// reported the address of a pod yet, the incoming device identifies the pod (Linux 5.7 and later;
+// earlier kernels never match this rule).
 //
-// A pod of another node keeps it when it comes by the overlay. If it comes another way, to a
-// NodePort for example, answers have to come back to this node, and so have those for strangers:
-// the source becomes the node's own. A MASQUERADE of kube-proxy would take an address of the
-// overlay's device or, where that has none, any address of the node, for which the gateway may know
-// no way.
+// A pod of another node keeps its address if the packet comes by the overlay. If it comes another
+// way, for example to a NodePort, the answers have to return to this node. The same holds for hosts
+// that are no pods. Then the source becomes the node's own address. A MASQUERADE of kube-proxy
+// would use an address of the overlay's device or, if that has none, any address of the node, to
+// which the gateway may have no route.
 //
-// What comes from a peer and is for a pod keeps its source, too: some CNIs masquerade what comes from
-// outside of the cluster. If it was for a Service that somebody mapped, kube-proxy decides.
+// Packets from a peer to a pod keep their source, too, because some CNIs masquerade packets from
+// outside of the cluster. If they were for a Service that somebody mapped, kube-proxy decides.
 //
-// The set of remote networks is searched last: that costs the first packet of a flow 300 ns with a
+// The set of remote networks is matched last: that costs the first packet of a flow 300 ns with a
 // thousand peers.
 func (s SourceNAT) Chains() []FilterChain {
 	toPeers := []FilterRule{
@@ -85,7 +85,8 @@ func (s SourceNAT) Chains() []FilterChain {
 	}
 }
 
-// SelfOf is the Self of a SourceNAT whose chain "topeers" has rules of these texts; the zero Addr: none.
+// SelfOf extracts Self from the texts of the rules of a SourceNAT's chain "topeers"; the zero Addr:
+// there is none.
 func SelfOf(texts []string) (self netip.Addr) {
 	for _, text := range texts {
 		_, after, _ := strings.Cut(text, "snat to ")
@@ -96,7 +97,7 @@ func SelfOf(texts []string) (self netip.Addr) {
 	return self
 }
 
-// Sets are the sets, always the same but for their elements.
+// Sets returns the sets of the table. Only their elements differ between SourceNATs.
 func (s SourceNAT) Sets() []FilterSet {
 	return []FilterSet{
 		{"local", "ipv4_addr", true, 0, s.Local},
@@ -106,7 +107,7 @@ func (s SourceNAT) Sets() []FilterSet {
 	}
 }
 
-// WithSet returns the SourceNAT with other elements in the set of a name.
+// WithSet returns the SourceNAT with other elements in the named set.
 func (s SourceNAT) WithSet(name, elements string) SourceNAT {
 	*map[string]*string{"local": &s.Local, "pods": &s.Pods, "remote": &s.Remote, "underlay": &s.Underlay}[name] = elements
 	return s
@@ -121,7 +122,7 @@ func devices(names []string) string {
 	return strings.Join(slices.Compact(all), " ")
 }
 
-// nftCommand is one line for nft(8), which replaces the table of a family in one step.
+// nftCommand returns one line for nft(8) that replaces the table of a family in one step.
 func nftCommand(remove bool, family string, sets []FilterSet, chains []FilterChain) string {
 	c := fmt.Sprintf("add table %s %s; delete table %[1]s %[2]s", family, FilterTable)
 	if remove {
