@@ -17,8 +17,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// openNFT returns the socket for what is asked often of nftables. It stays open: to close one has the
-// kernel finish all that was taken out of tables before, which is a wait for all processors.
+// openNFT returns the socket for frequent nftables requests. It stays open: closing one makes the
+// kernel finish all earlier removals from tables, which waits for all processors.
 func (k *Kernel) openNFT() (*nfnl.Conn, error) {
 	if k.nft == nil {
 		c, err := nfnl.Dial(unix.NETLINK_NETFILTER, nil)
@@ -31,7 +31,7 @@ func (k *Kernel) openNFT() (*nfnl.Conn, error) {
 	return k.nft, nil
 }
 
-// closeNFT forgets answers that nobody has read.
+// closeNFT closes the socket, and thus drops unread responses.
 func (k *Kernel) closeNFT() {
 	if k.nft != nil {
 		_ = k.nft.Close()
@@ -39,7 +39,7 @@ func (k *Kernel) closeNFT() {
 	}
 }
 
-// generation is that of the namespace's tables, 0 when it is not known.
+// generation returns the generation of the namespace's tables, or 0 if it is unknown.
 func (k *Kernel) generation() uint32 {
 	c, err := k.openNFT()
 	if err != nil {
@@ -57,7 +57,7 @@ func (k *Kernel) generation() uint32 {
 	return 0
 }
 
-// nested is the value of the first attribute of a type.
+// nested returns the value of the first attribute of a type.
 func nested(b []byte, kind uint16) []byte {
 	attributes, _ := nl.ParseRouteAttr(b)
 	for _, a := range attributes {
@@ -68,8 +68,9 @@ func nested(b []byte, kind uint16) []byte {
 	return nil
 }
 
-// changeFilter, changeBridge and changeSourceNAT make a table what it should be. After a transaction of
-// somebody else all are read again: to replace them would take longer, and forget what they have counted.
+// changeFilter, changeBridge and changeSourceNAT bring a table to its desired state. After a
+// foreign transaction they read all tables again: replacing the table would take longer, and reset
+// its counters.
 func (k *Kernel) changeFilter(remove bool, want kernel.Filter) error {
 	have := func() *table {
 		if h := k.tables.filters; len(h) == 1 && h[0] != changed && h[0].Pod == want.Pod {
@@ -103,13 +104,14 @@ func (k *Kernel) changeSourceNAT(remove bool, want kernel.SourceNAT) error {
 	return k.changeTable(remove, have, sourceNATOf(want), func() { k.tables.sourceNAT = []kernel.SourceNAT{want} })
 }
 
-// changeTable makes a table what it should be in one step: there is no moment without. Where only
-// elements of sets differ from what was read, it changes these: to replace the table takes the kernel some
-// twenty milliseconds, since it waits until no packet is in the old chains. The kernel does so only while
-// the tables of the namespace are of the generation that was read, and the next one is what was written
-// then, and need not be read again. have is what was read last with the wanted chains, nil for none.
+// changeTable brings a table to its desired state in one step, so that it is never missing. If only
+// elements of sets differ, it changes these. Replacing the table takes the kernel some twenty
+// milliseconds, because it waits until no packet is in the old chains. The kernel changes elements
+// only if the tables still have the generation that was read. Then the next generation is the one
+// that was written, and need not be read again. have returns the table as last read, if its chains
+// are the wanted ones, else nil.
 func (k *Kernel) changeTable(remove bool, have func() *table, want table, remember func()) error {
-	doubt := func() { // a foreign transaction may have been taken for ours, and then causes no event
+	doubt := func() { // a foreign transaction may have passed for ours, and then caused no event
 		k.memory.filter.Store(true)
 		k.busy = true
 	}
@@ -148,8 +150,8 @@ func (k *Kernel) changeTable(remove bool, have func() *table, want table, rememb
 	return nil
 }
 
-// changeElements changes the elements of the sets, and asks for what it has changed. After an error the
-// table is what it was, or what the kernel made of it.
+// changeElements changes the elements of the sets, and reads the changed ones back. After an error
+// the table may be unchanged, or differ from both have and want.
 func (k *Kernel) changeElements(have, want table) error {
 	type change struct {
 		set         kernel.FilterSet
@@ -212,7 +214,7 @@ func (k *Kernel) changeElements(have, want table) error {
 	return nil
 }
 
-// elementsMessage is one about elements of a set.
+// elementsMessage returns a message about elements of a set.
 func elementsMessage(kind nfnl.HeaderType, flags nfnl.HeaderFlags, t *nftables.Table, set string, elements []nftables.SetElement) nfnl.Message {
 	all := nfnl.NewAttributeEncoder()
 	all.ByteOrder = binary.BigEndian
@@ -235,39 +237,40 @@ func elementsMessage(kind nfnl.HeaderType, flags nfnl.HeaderFlags, t *nftables.T
 	})
 	b, err := all.Encode()
 	if err != nil {
-		panic(err) // elements too long for an attribute, see elementsPerMessage
+		panic(err) // the elements exceed an attribute; see elementsPerMessage
 	}
 	return nfnl.Message{Header: nfnl.Header{Type: unix.NFNL_SUBSYS_NFTABLES<<8 | kind, Flags: nfnl.Request | flags},
 		Data: append([]byte{byte(t.Family), unix.NFNETLINK_V0, 0, 0}, b...)}
 }
 
-// fewElements is how many elements are asked for one by one, instead of reading the set.
+// fewElements is the maximum number of elements that are queried one by one instead of reading the
+// set.
 const fewElements = 16
 
-// An element is one that a set should have, or should not.
+// An element is an element that a set should have, or should not.
 type element struct {
 	set string
 	nftables.SetElement
 	there bool
 }
 
-// elementsAfter are those that tell whether a set has what was added to it and has not what was removed.
+// elementsAfter returns the elements that show whether a set has what was added and lacks what was
+// removed.
 func elementsAfter(set string, gone, added []nftables.SetElement) (all []element) {
 	for _, e := range added {
 		all = append(all, element{set, e, true})
 	}
 	for _, e := range gone {
 		if e.IntervalEnd || slices.ContainsFunc(added, func(a nftables.SetElement) bool { return !a.IntervalEnd && bytes.Equal(a.Key, e.Key) }) {
-			continue // of another length now
+			continue // now part of a network of another length
 		}
 		all = append(all, element{set, e, false})
 	}
 	return all
 }
 
-// unlike are the names of sets with elements that are not as they should be. Where an interval ends
-// another one may begin, which ends it as well. An error may mean that the kernel does not answer such
-// questions.
+// unlike returns the names of sets with unexpected elements. If another interval begins where one
+// ends, it also ends the first. An error may mean that the kernel does not support such queries.
 func (k *Kernel) unlike(t *nftables.Table, all []element) (sets []string, err error) {
 	there, err := k.there(t, all)
 	if err != nil {
@@ -288,8 +291,8 @@ func (k *Kernel) unlike(t *nftables.Table, all []element) (sets []string, err er
 	return sets, nil
 }
 
-// there asks for elements, all at once. The kernel answers with the one that has the key, or with the
-// beginning of the interval that the key is in.
+// there queries elements, all at once. The kernel returns the one with the key, or the start of the
+// interval that contains the key.
 func (k *Kernel) there(t *nftables.Table, all []element) ([]bool, error) {
 	if len(all) == 0 {
 		return nil, nil
@@ -328,7 +331,7 @@ func (k *Kernel) there(t *nftables.Table, all []element) ([]bool, error) {
 	return there, nil
 }
 
-// readElements is haveElements with a socket of its own.
+// readElements is haveElements with its own socket.
 func readElements(t *nftables.Table, set string) (string, error) {
 	c, err := newConn(nftables.AsLasting())
 	if err != nil {

@@ -18,13 +18,13 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// groups of netlink events that can concern an owner.
+// groups are the netlink multicast groups with events that can concern an owner.
 var groups = []int{unix.RTNLGRP_LINK, unix.RTNLGRP_NEIGH, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR, unix.RTNLGRP_IPV4_ROUTE,
 	unix.RTNLGRP_IPV6_ROUTE, unix.RTNLGRP_IPV4_RULE, unix.RTNLGRP_IPV6_RULE, unix.RTNLGRP_IPV4_NETCONF}
 
 // Events calls notify whenever something changed that may concern the owner, until ctx ends. An
-// event means no more than "compare again", so that a lost one is only a delay. From now on Apply
-// reads what is there only when somebody else has changed it.
+// event only means "compare again", so that a lost one is only a delay. After this call, Apply
+// reads the kernel's objects only when somebody else has changed them.
 func (k *Kernel) Events(ctx context.Context, notify func()) error {
 	for in := range k.handles {
 		if k.handles[in] == nil {
@@ -49,7 +49,7 @@ func (k *Kernel) Events(ctx context.Context, notify func()) error {
 	if k.owner.Filter {
 		f, err := subscribe(unix.NETLINK_NETFILTER, unix.NFNLGRP_NFTABLES)
 		if errors.Is(err, unix.EPROTONOSUPPORT) {
-			return nil // a kernel without; making the filter tells
+			return nil // the kernel has none; making the filter reports that
 		}
 		if err != nil {
 			return fmt.Errorf("nftables events: %w", err)
@@ -62,14 +62,14 @@ func (k *Kernel) Events(ctx context.Context, notify func()) error {
 			return ours
 		}, notify)
 	}
-	k.memory.stale.Store(true) // what was read before
+	k.memory.stale.Store(true) // the last read may be outdated already
 	k.memory.following.Store(true)
 	return nil
 }
 
-// concernsFilter reports whether events of nftables may concern our tables or a chain that
-// forwards. Others change their tables often. A message about a rule, a set or a chain names its table,
-// and one about a chain or a rule the chain.
+// concernsFilter reports whether nftables events may concern our tables or a chain for forwarded
+// packets. Other programs change their tables often. A message about a rule, set or chain names its
+// table, and one about a chain or a rule also names the chain.
 func (k *Kernel) concernsFilter(b []byte) bool {
 	messages, err := syscall.ParseNetlinkMessage(b)
 	if err != nil {
@@ -79,7 +79,7 @@ func (k *Kernel) concernsFilter(b []byte) bool {
 	if !slices.ContainsFunc(messages, func(m syscall.NetlinkMessage) bool {
 		return len(m.Data) < nl.SizeofNfgenmsg || !k.memory.committed(binary.BigEndian.Uint16(m.Data[2:]))
 	}) {
-		return false // all of it is our own
+		return false // all messages are about our own transactions
 	}
 	if bytes.Contains(b, []byte(kernel.FilterTable+"\x00")) {
 		return true
@@ -90,7 +90,7 @@ func (k *Kernel) concernsFilter(b []byte) bool {
 	if names := k.memory.chains.Load(); names != nil && slices.ContainsFunc(*names, func(name []byte) bool { return bytes.Contains(b, name) }) {
 		return true
 	}
-	return slices.ContainsFunc(messages, func(m syscall.NetlinkMessage) bool { // a new one: chains with a hook are few
+	return slices.ContainsFunc(messages, func(m syscall.NetlinkMessage) bool { // a new chain with a hook, which is rare
 		if m.Header.Type != unix.NFNL_SUBSYS_NFTABLES<<8|unix.NFT_MSG_NEWCHAIN {
 			return false
 		}
@@ -112,7 +112,7 @@ func (k *Kernel) read(f *os.File, concerns func([]byte) bool, notify func()) {
 		case errors.Is(err, os.ErrClosed):
 			k.memory.following.Store(false)
 			return
-		case errors.Is(err, unix.ENOBUFS): // events were lost
+		case errors.Is(err, unix.ENOBUFS): // the socket overflowed, and events were lost
 			k.memory.stale.Store(true)
 			k.memory.filter.Store(true)
 			notify()
@@ -126,8 +126,8 @@ func (k *Kernel) read(f *os.File, concerns func([]byte) bool, notify func()) {
 	}
 }
 
-// subscribe returns a netlink socket of the calling thread's namespace that gets the events. A Read
-// returns one or more messages, or unix.ENOBUFS when some were lost; Close ends it.
+// subscribe returns a netlink socket of the calling thread's namespace that receives the events. A
+// Read returns one or more messages, or unix.ENOBUFS if some were lost. Close unblocks Read.
 func subscribe(protocol int, groups ...int) (*os.File, error) {
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, protocol)
 	if err != nil {
@@ -146,10 +146,11 @@ func subscribe(protocol int, groups ...int) (*os.File, error) {
 	return os.NewFile(uintptr(fd), "netlink"), nil
 }
 
-// concerns reports whether events make our copy of the owner's objects stale, and whether to
-// compare because something around them changed: the devices of the ways to others, addresses, the
-// settings of all devices. It leaves out what a busy node has most of, which is the devices, routes
-// and neighbours of pods that come and go, and what we have done ourselves. In doubt it says yes.
+// concerns reports whether events make our copy of the owner's objects stale, and whether they
+// require a comparison because their context changed: devices on paths to other nodes, addresses,
+// or settings of all devices. It ignores the most frequent events of a busy node, which are about
+// devices, routes and neighbours of pods, and events of our own changes. If in doubt, it returns
+// true.
 func (k *Kernel) concerns(in kernel.Namespace, b []byte) (stale, wakes bool) {
 	messages, err := syscall.ParseNetlinkMessage(b)
 	if err != nil {
@@ -169,8 +170,8 @@ func (k *Kernel) concerns(in kernel.Namespace, b []byte) (stale, wakes bool) {
 func (k *Kernel) concernsOne(in kernel.Namespace, m *syscall.NetlinkMessage) (stale, wakes bool) {
 	switch m.Header.Type {
 	case unix.RTM_NEWROUTE, unix.RTM_DELROUTE:
-		// struct rtmsg: the table is its fifth octet and says 252 ("see the attribute") above
-		// 255; the protocol is the next. A route of somebody else may have replaced one of ours.
+		// struct rtmsg: the table is its fifth octet, or 252 ("see the attribute") for tables above
+		// 255; the protocol is the next octet. A foreign route may have replaced one of ours.
 		if len(m.Data) < unix.SizeofRtMsg || int(m.Data[5]) == k.owner.Protocol {
 			return true, true
 		}
@@ -203,8 +204,8 @@ func (k *Kernel) concernsOne(in kernel.Namespace, m *syscall.NetlinkMessage) (st
 		concerns, _ := k.memory.device(in, int(int32(binary.NativeEndian.Uint32(m.Data[4:]))))
 		return concerns, concerns
 	case unix.RTM_NEWADDR, unix.RTM_DELADDR:
-		// struct ifaddrmsg: the scope is at 3, the index at 4. Routes go with the address that they
-		// give to packets as the source, and no event tells of these.
+		// struct ifaddrmsg: the scope is at 3, the index at 4. Routes disappear with the address
+		// that is their source, without an event of their own.
 		if len(m.Data) < unix.SizeofIfAddrmsg {
 			return true, true
 		}
@@ -212,7 +213,8 @@ func (k *Kernel) concernsOne(in kernel.Namespace, m *syscall.NetlinkMessage) (st
 		around := m.Data[3] != unix.RT_SCOPE_LINK
 		return ours || around, ours || around
 	case unix.RTM_NEWNETCONF, unix.RTM_DELNETCONF:
-		// struct netconfmsg is the family, filled up to four octets; below 1 are all devices.
+		// struct netconfmsg is the family, padded to four octets; an index below 1 means all
+		// devices.
 		index, ok := attribute(m, 4, netconfIndex)
 		_, ours := k.memory.device(in, int(int32(index)))
 		return false, !ok || int32(index) < 1 || ours
@@ -235,7 +237,8 @@ func (k *Kernel) wroteNeighbor(in kernel.Namespace, index int, m *syscall.Netlin
 // netconfIndex is NETCONFA_IFINDEX of include/uapi/linux/netconf.h.
 const netconfIndex = 1
 
-// attribute is the first attribute of a type behind a header of some octets, as a number.
+// attribute returns the first attribute of a type as a number. header is the length of the
+// message's header.
 func attribute(m *syscall.NetlinkMessage, header int, kind uint16) (uint32, bool) {
 	v, ok := rawAttribute(m, header, kind)
 	if !ok || len(v) < 4 {

@@ -18,14 +18,14 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// ErrFilter says that the packet filter could not be made. Nothing that was to come after it in the
-// same Apply has been done.
+// ErrFilter means that the packet filter could not be made. The Apply stopped there, and made
+// nothing that comes after it.
 var ErrFilter = errors.New("packet filter")
 
-// elementsPerMessage bounds a message to what fits a netlink attribute (64 KiB).
+// elementsPerMessage bounds a message so that it fits a netlink attribute (64 KiB).
 const elementsPerMessage = 1000
 
-// A table is a Filter, a SourceNAT or a Bridge as nftables has it.
+// A table is a Filter, a SourceNAT or a Bridge in the terms of nftables.
 type table struct {
 	nft    *nftables.Table
 	chains []kernel.FilterChain
@@ -44,34 +44,35 @@ func filterOf(f kernel.Filter) table { return table{filterTable, f.Chains(), f.S
 
 func sourceNATOf(s kernel.SourceNAT) table { return table{natTable, s.Chains(), s.Sets()} }
 
-// transactionBytes is what a transaction may have: with 10,000 nodes and 4,096 peers it has 2 MB. It
-// is one message to the kernel, and 208 KiB is what a socket takes otherwise.
+// transactionBytes is the socket buffer for a transaction, which is one message to the kernel. With
+// 10,000 nodes and 4,096 peers it has 2 MB, and the default is 208 KiB.
 const transactionBytes = 16 << 20
 
 func newConn(o ...nftables.ConnOption) (*nftables.Conn, error) {
 	return nftables.New(append(o, nftables.WithSockOptions(func(c *nfnl.Conn) error { roomy(c); return nil }))...)
 }
 
-// roomy makes room for large transactions. Where it may not, one of these tells.
+// roomy enlarges the buffers for large transactions. If that is forbidden, a large transaction
+// fails and reports it.
 func roomy(c *nfnl.Conn) {
 	_ = c.SetWriteBuffer(transactionBytes)
-	_ = c.SetReadBuffer(transactionBytes) // each message of a transaction is answered
+	_ = c.SetReadBuffer(transactionBytes) // the kernel acknowledges each message of a transaction
 }
 
-// nftSet is a set of the table.
+// nftSet returns a set of the table.
 func (t table) nftSet(s kernel.FilterSet) *nftables.Set {
 	set := &nftables.Set{Table: t.nft, Name: s.Name, KeyType: nftables.TypeIPAddr, Interval: s.Interval, Size: s.Size}
 	if s.Type == "ipv6_addr" {
 		set.KeyType = nftables.TypeIP6Addr
 	}
 	if s.Type == "ifname" {
-		set.KeyType, set.KeyByteOrder = nftables.TypeIFName, binaryutil.NativeEndian // as nft(8) has names
+		set.KeyType, set.KeyByteOrder = nftables.TypeIFName, binaryutil.NativeEndian // nft(8) stores names in this order
 	}
 	return set
 }
 
-// elementsFor are the elements of a set for texts as they are in a kernel.FilterSet; an error where
-// somebody has put others into the set.
+// elementsFor converts the elements of a kernel.FilterSet. It returns an error for elements that
+// somebody else has put into the set.
 func elementsFor(s kernel.FilterSet, texts []string) (all []nftables.SetElement, err error) {
 	for _, text := range texts {
 		switch {
@@ -97,19 +98,19 @@ func elementsFor(s kernel.FilterSet, texts []string) (all []nftables.SetElement,
 	return all, nil
 }
 
-// tablesRead is what was last read, and of which generation of the namespace's tables: the kernel
-// counts it up with each change that anybody makes.
+// tablesRead has the tables as last read, and their generation, which the kernel increases with
+// every transaction in the namespace.
 type tablesRead struct {
-	generation uint32 // 0: not known
+	generation uint32 // 0: unknown
 	filters    []kernel.Filter
 	sourceNAT  []kernel.SourceNAT
 	bridges    []kernel.Bridge
 }
 
-// haveTables reads the tables, and the foreign chains for forwarded packets, unless no table of the namespace has
-// changed since they were last read, or only by us.
+// haveTables reads the tables and the foreign chains for forwarded packets. It skips that if no
+// table of the namespace has changed since the last read, except by us.
 func (k *Kernel) haveTables() tablesRead {
-	now := k.generation() // before they are read: what changes meanwhile is read again
+	now := k.generation() // before the read, so that concurrent changes cause another one
 	if now == 0 || now != k.tables.generation || !k.tables.good() {
 		k.tables = tablesRead{generation: now, filters: readFilter()}
 		if k.owner.NAT {
@@ -122,24 +123,26 @@ func (k *Kernel) haveTables() tablesRead {
 	return k.tables
 }
 
-// good: else an error may have made it what it is.
+// good reports whether all tables were read with their expected content; otherwise an error may be
+// the reason.
 func (r tablesRead) good() bool {
 	return len(r.filters) == 1 && r.filters[0] != changed && !slices.Contains(r.sourceNAT, changedNAT) && !slices.Contains(r.bridges, changedBridge)
 }
 
-// changed, changedNAT and changedBridge are what nobody wants.
+// changed, changedNAT and changedBridge are values that no wanted State has.
 var (
 	changed       = kernel.Filter{Nodes: "changed"}
 	changedNAT    = kernel.SourceNAT{Local: "changed"}
 	changedBridge = kernel.Bridge{Uplinks: "changed"}
 )
 
-// readFilter reads the table. One whose chains are not as they should be reads as changed. Where the
-// kernel has no nftables there is none, and making one tells why.
+// readFilter reads the table of the Filter. It returns changed if the chains differ from the
+// expected ones. If the kernel has no nftables, it returns none, and making the table reports the
+// reason.
 func readFilter() []kernel.Filter {
 	var f kernel.Filter
 	elements, there, err := readTable(filterTable, f.Sets(), func(said func(string) []string) []kernel.FilterChain {
-		f.Pod = said("raw") == nil // only nodes have it
+		f.Pod = said("raw") == nil // only a node's filter has this chain
 		return f.Chains()
 	})
 	switch {
@@ -154,7 +157,7 @@ func readFilter() []kernel.Filter {
 	return []kernel.Filter{f}
 }
 
-// readSourceNAT is readFilter for the other table.
+// readSourceNAT is readFilter for the table of the SourceNAT.
 func readSourceNAT() []kernel.SourceNAT {
 	var s kernel.SourceNAT
 	elements, there, err := readTable(natTable, s.Sets(), func(said func(string) []string) []kernel.FilterChain {
@@ -173,7 +176,7 @@ func readSourceNAT() []kernel.SourceNAT {
 	return []kernel.SourceNAT{s}
 }
 
-// readBridge is readFilter for the table of bridges.
+// readBridge is readFilter for the table of the Bridge.
 func readBridge() []kernel.Bridge {
 	var b kernel.Bridge
 	elements, there, err := readTable(bridgeTable, b.Sets(), func(func(string) []string) []kernel.FilterChain { return kernel.BridgeChains })
@@ -191,11 +194,11 @@ func readBridge() []kernel.Bridge {
 
 var errChanged = errors.New("somebody has changed it")
 
-// readTable returns the elements of the sets of a table, whether it is there, and an error where it
-// is not as it should be. chains are those that it should have, which is asked what the rules of a
-// chain say of themselves.
+// readTable returns the elements of the sets of a table, whether it exists, and an error if its
+// content is unexpected. chains returns the expected chains; it may call said for the comments of a
+// chain's rules.
 func readTable(t *nftables.Table, sets []kernel.FilterSet, chains func(said func(chain string) []string) []kernel.FilterChain) (elements map[string]string, there bool, err error) {
-	c, err := newConn(nftables.AsLasting()) // one socket for all questions
+	c, err := newConn(nftables.AsLasting()) // one socket for all requests
 	if err != nil {
 		return nil, false, err
 	}
@@ -266,7 +269,7 @@ func hook(name string) *nftables.ChainHook {
 	}[name]
 }
 
-// haveElements returns what a FilterSet says of a set.
+// haveElements returns the elements of a set in the form of a FilterSet.
 func haveElements(c *nftables.Conn, t *nftables.Table, name string) (string, error) {
 	set, err := c.GetSetByName(t, name)
 	if err != nil {
@@ -276,7 +279,7 @@ func haveElements(c *nftables.Conn, t *nftables.Table, name string) (string, err
 	if err != nil {
 		return "", err
 	}
-	slices.SortFunc(elements, func(a, b nftables.SetElement) int { // of two that touch the end first
+	slices.SortFunc(elements, func(a, b nftables.SetElement) int { // if two intervals touch, the end comes first
 		return cmp.Or(bytes.Compare(a.Key, b.Key), boolean(b.IntervalEnd)-boolean(a.IntervalEnd))
 	})
 	var texts []string
@@ -299,7 +302,7 @@ func haveElements(c *nftables.Conn, t *nftables.Table, name string) (string, err
 			start = netip.Addr{}
 		}
 	}
-	if start.IsValid() { // to the end of all addresses
+	if start.IsValid() { // it extends to the last address
 		texts = append(texts, networkBetween(start, unspecified(start)))
 	}
 	return strings.Join(texts, " "), nil
@@ -312,17 +315,17 @@ func boolean(b bool) int {
 	return 0
 }
 
-// networkBetween is the network from its first address to the one after its last.
+// networkBetween returns the network between its first address and the address after its last one.
 func networkBetween(first, after netip.Addr) string {
 	for bits := range first.BitLen() + 1 {
 		if p, err := first.Prefix(bits); err == nil && p.Addr() == first && afterLast(p) == after {
 			return p.String()
 		}
 	}
-	return first.String() + "-" + after.String() // somebody's
+	return first.String() + "-" + after.String() // somebody else's element
 }
 
-// afterLast is the address after the last of a network; after the last of all comes the first.
+// afterLast returns the address after the last one of a network; it wraps around.
 func afterLast(p netip.Prefix) netip.Addr {
 	b := p.Addr().AsSlice()
 	for bit := p.Bits(); bit < 8*len(b); bit++ {
@@ -335,7 +338,7 @@ func afterLast(p netip.Prefix) netip.Addr {
 	return unspecified(last)
 }
 
-// unspecified is the first address of the family.
+// unspecified returns the first address of a's family.
 func unspecified(a netip.Addr) netip.Addr {
 	if a.Is6() {
 		return netip.IPv6Unspecified()
@@ -384,10 +387,10 @@ func replaceTable(remove bool, t table) error {
 	return c.Flush()
 }
 
-// Dropped returns how many packets the rules of our tables in the network namespace of the calling
-// thread have dropped since the tables were made, by reason (kernel.FilterChain.Drops); reasons for
-// which none was are left out. The kernel counts; a table that is made anew begins at zero. It may be
-// called beside a process that changes the tables.
+// Dropped returns how many packets the rules of our tables have dropped since the tables were made,
+// by reason (kernel.FilterChain.Drops), without reasons whose count is 0. It uses the network
+// namespace of the calling thread. The kernel counts, and a recreated table starts at zero. It may
+// be called while another process changes the tables.
 func Dropped() (map[string]uint64, error) {
 	c, err := newConn(nftables.AsLasting())
 	if err != nil {
@@ -404,7 +407,7 @@ func Dropped() (map[string]uint64, error) {
 			if err != nil {
 				return nil, err
 			}
-			for _, r := range rules { // none where there is no such table
+			for _, r := range rules { // none if the table does not exist
 				for _, e := range r.Exprs {
 					if n, is := e.(*expr.Counter); is && n.Packets > 0 {
 						dropped[chain.Drops] += n.Packets

@@ -26,15 +26,15 @@ const (
 	nfAccept = 1
 )
 
-// A foreignRule has the properties that matter here of another program's rule.
+// A foreignRule has the relevant properties of another program's rule.
 type foreignRule struct {
 	handle  uint64
 	comment string
 	refuses bool // it drops or rejects everything
 }
 
-// rulesOf reads the rules of a chain, in their order. It parses them itself, because package nftables does
-// not know all expressions.
+// rulesOf reads the rules of a chain, in order. It parses them itself, because package nftables
+// does not know all expressions.
 func rulesOf(t *nftables.Table, chain string) (all []foreignRule, err error) {
 	c, err := nfnl.Dial(unix.NETLINK_NETFILTER, nil)
 	if err != nil {
@@ -67,7 +67,7 @@ func rulesOf(t *nftables.Table, chain string) (all []foreignRule, err error) {
 	return all, nil
 }
 
-// ruleFrom reads the attributes of a rule; in are its table and chain.
+// ruleFrom parses the attributes of a rule; in has its table and chain.
 func ruleFrom(b []byte) (r foreignRule, in [2]string, err error) {
 	d, err := nfnl.NewAttributeDecoder(b)
 	if err != nil {
@@ -104,7 +104,7 @@ func ruleFrom(b []byte) (r foreignRule, in [2]string, err error) {
 							match, text := matchIn(data)
 							if match != "comment" {
 								conditions = true
-							} else if r.comment == "" { // as iptables-restore has it
+							} else if r.comment == "" { // the form of iptables-restore
 								r.comment = text
 							}
 						case "reject":
@@ -127,7 +127,7 @@ func ruleFrom(b []byte) (r foreignRule, in [2]string, err error) {
 	return r, in, d.Err()
 }
 
-// verdictIn is the verdict of an expression "immediate", nfAccept where it has none.
+// verdictIn returns the verdict in an "immediate" expression, or nfAccept if it has none.
 func verdictIn(b []byte) (code uint32) {
 	code = nfAccept
 	d, err := nfnl.NewAttributeDecoder(b)
@@ -157,7 +157,7 @@ func verdictIn(b []byte) (code uint32) {
 	return code
 }
 
-// targetIn is the name of a target of xtables.
+// targetIn returns the name of an xtables target.
 func targetIn(b []byte) string {
 	d, err := nfnl.NewAttributeDecoder(b)
 	if err != nil {
@@ -171,7 +171,7 @@ func targetIn(b []byte) string {
 	return ""
 }
 
-// matchIn is the name of a match of xtables, and what it says as a text.
+// matchIn returns the name of an xtables match, and its text.
 func matchIn(b []byte) (name, text string) {
 	d, err := nfnl.NewAttributeDecoder(b)
 	if err != nil {
@@ -192,10 +192,10 @@ func matchIn(b []byte) (name, text string) {
 // accepts.
 type forwarding struct {
 	accept  kernel.Accept
-	refuses bool   // at its end
-	before  uint64 // handle of the rule that refuses everything; 0: the policy does
+	refuses bool   // its end drops packets
+	before  uint64 // handle of the rule that drops or rejects everything; 0: the policy does
 	ours    []foreignRule
-	right   bool // ours are those of accept, where they should be
+	right   bool // our rules are those of accept, in the right place
 	fixed   bool // it cannot be changed safely
 }
 
@@ -215,14 +215,14 @@ func (f *forwarding) add(r foreignRule) {
 	}
 }
 
-// families are those of nftables with chains that see forwarded packets of IPv4.
+// families are the nftables families whose chains can see forwarded IPv4 packets.
 var families = map[string]nftables.TableFamily{"ip": nftables.TableFamilyIPv4, "inet": nftables.TableFamilyINet}
 
-// readForwarding reads all such chains of nftables, those of iptables-nft among them.
+// readForwarding reads all such chains of nftables, including those of iptables-nft.
 func readForwarding() (all []forwarding, err error) {
 	c, err := nftables.New(nftables.AsLasting())
 	if err != nil {
-		return nil, nil // a kernel without
+		return nil, nil // the kernel has no nftables
 	}
 	defer func() { _ = c.CloseLasting() }()
 	for kind, family := range families {
@@ -252,7 +252,7 @@ func readForwarding() (all []forwarding, err error) {
 	return all, nil
 }
 
-// forwards reports whether a chain filters what is forwarded.
+// forwards reports whether a chain filters forwarded packets.
 func forwards(c *nftables.Chain) bool {
 	return c.Type == nftables.ChainTypeFilter && c.Hooknum != nil && *c.Hooknum == *nftables.ChainHookForward
 }
@@ -295,7 +295,8 @@ func gatewaysOf(a kernel.Accept) (all []netip.Addr) {
 	return all
 }
 
-// lookForward reads the chains of nftables. If it cannot, it returns false and keeps the known ones.
+// lookForward reads the nftables chains again. If it cannot, it returns false and keeps the known
+// ones.
 func (k *Kernel) lookForward() bool {
 	now, err := readForwarding()
 	if err != nil {
@@ -377,14 +378,14 @@ func (k *Kernel) changeAccept(remove bool, a kernel.Accept) error {
 		}
 	}
 	err = c.Flush()
-	if errors.Is(err, unix.EPERM) { // our own tables could be made before
+	if errors.Is(err, unix.EPERM) { // our own tables could be made, so we have the capability
 		err = errOwned
 	}
 	k.lookForward()
 	return err
 }
 
-// errOwned: the table has the flag owner, as those of firewalld have.
+// errOwned means that the table has the flag owner, as the tables of firewalld do.
 var errOwned = errors.New("the table belongs to a process, which alone may change it")
 
 // refusal describes the effect of an Accept that could not be made, and the remedy.
@@ -400,12 +401,12 @@ func refusal(a kernel.Accept, err error) kernel.Limit {
 		"%v drops what none of its rules accepts, and ours cannot be added (%v): packets between pods and peers may be dropped; want %s", a, err, remedy)}
 }
 
-// masqueradeCost is what it costs that pods are masqueraded.
+// masqueradeCost describes the effect of masquerading pods.
 const masqueradeCost = "peers then see one address for all pods of the node, and their network policies cannot tell pods apart"
 
-// Limits are what foreign rules keep from working between pods and peers, and what an Apply could
-// not make of what is optional: as far as can be seen, of the wanted SourceNAT. Without look the rules of
-// others are those that were read last.
+// Limits returns the restrictions for traffic between pods and peers that foreign rules cause, as
+// far as we can detect them, and those because the last Apply could not make an optional object.
+// want is the wanted SourceNAT. Without look, it uses the foreign rules as last read.
 func (k *Kernel) Limits(want kernel.SourceNAT, look bool) []kernel.Limit {
 	if look {
 		k.theirs = append(earlyNAT(), legacyLimits(want)...)
@@ -417,7 +418,7 @@ func (k *Kernel) Limits(want kernel.SourceNAT, look bool) []kernel.Limit {
 	return all
 }
 
-// earlyNAT are the Limits by foreign chains that translate before ours.
+// earlyNAT returns the Limits because of foreign chains that translate before ours.
 func earlyNAT() (all []kernel.Limit) {
 	c, err := nftables.New(nftables.AsLasting())
 	if err != nil {
@@ -427,7 +428,7 @@ func earlyNAT() (all []kernel.Limit) {
 	for kind, family := range families {
 		chains, err := c.ListChainsOfTableFamily(family)
 		if err != nil {
-			continue // it is asked again
+			continue // the next look tries again
 		}
 		for _, chain := range chains {
 			early := chain.Type == nftables.ChainTypeNAT && chain.Hooknum != nil && *chain.Hooknum == *nftables.ChainHookPostrouting &&

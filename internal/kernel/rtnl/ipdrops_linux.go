@@ -8,8 +8,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// DroppedByIP counts the packets that IP, both versions, and devices of Isthmus have dropped in the network namespace of the calling thread, by
-// the reasons of kernel.IPDrops.
+// DroppedByIP returns how many packets IPv4, IPv6 and the devices of Isthmus have dropped in the
+// network namespace of the calling thread, by the reasons of kernel.IPDrops.
 func DroppedByIP() (map[string]uint64, error) {
 	counters := make(map[string]uint64)
 	v4, err := os.ReadFile("/proc/thread-self/net/snmp")
@@ -17,7 +17,7 @@ func DroppedByIP() (map[string]uint64, error) {
 		return nil, err
 	}
 	addSNMP(counters, string(v4))
-	if v6, err := os.ReadFile("/proc/thread-self/net/snmp6"); err == nil { // not there without IPv6
+	if v6, err := os.ReadFile("/proc/thread-self/net/snmp6"); err == nil { // missing without IPv6
 		addSNMP6(counters, string(v6))
 	}
 	devices, err := os.ReadFile("/proc/thread-self/net/dev")
@@ -34,7 +34,7 @@ func DroppedByIP() (map[string]uint64, error) {
 	return dropped, nil
 }
 
-// addSNMP adds the counters of IPv4: a line of names, and one of their values.
+// addSNMP adds the IPv4 counters: each line of names is followed by a line of values.
 func addSNMP(to map[string]uint64, text string) {
 	var names []string
 	for line := range strings.Lines(text) {
@@ -54,7 +54,7 @@ func addSNMP(to map[string]uint64, text string) {
 	}
 }
 
-// addSNMP6 adds those of IPv6: a line of name and value for each.
+// addSNMP6 adds the IPv6 counters: each line has a name and a value.
 func addSNMP6(to map[string]uint64, text string) {
 	for line := range strings.Lines(text) {
 		if f := strings.Fields(line); len(f) == 2 {
@@ -66,8 +66,8 @@ func addSNMP6(to map[string]uint64, text string) {
 	}
 }
 
-// addDevices adds what devices of Isthmus dropped: a line for each device, of eight received counters and eight
-// transmitted ones.
+// addDevices adds the drops of devices of Isthmus: each device has a line with eight receive
+// counters and eight transmit counters.
 func addDevices(to map[string]uint64, text string) {
 	const transmitDrop = 8 + 3
 	for line := range strings.Lines(text) {

@@ -1,6 +1,8 @@
-// Package rtnl makes a kernel.State true by rtnetlink(7), in the network namespace of the process
-// and in one more of its own. The kernel is the only memory of what is there: a process that was
-// killed is followed by one that finds everything as it should be and touches nothing.
+// Package rtnl applies a kernel.State by rtnetlink(7) and nftables, in the network namespace of the
+// process and in one more of its own. It owns the objects that package kernel lists for an Owner,
+// and keeps a lock so that only one process manages them. The kernel holds the state: after a
+// crash, the next process finds everything in place and changes nothing. The route agent and the
+// gateway open one Kernel each.
 package rtnl
 
 import (
@@ -22,34 +24,35 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// ErrOther says that another process of the same kind runs in the network namespace.
+// ErrOther means that another process of the same kind runs in the network namespace.
 var ErrOther = errors.New("another isthmus")
 
-// Kernel is the objects of one owner. One goroutine uses it; Path may be called from any.
+// Kernel manages the objects of one owner. Only one goroutine may use it, but any goroutine may
+// call Path.
 type Kernel struct {
 	owner   kernel.Owner
 	log     *slog.Logger
 	lock    io.Closer
-	inner   *os.File // the Inner namespace; nil: there is none
+	inner   *os.File // the Inner namespace; nil: the owner has none
 	handles [2]*netlink.Handle
 	wg      sync.WaitGroup // readers of events
 
-	nft     *nfnl.Conn           // for what is asked often of nftables; nil: none is open
-	index   map[kernel.Place]int // of devices
+	nft     *nfnl.Conn           // socket for frequent nftables requests; nil: not open
+	index   map[kernel.Place]int // indices of devices
 	tables  tablesRead
-	forward []forwarding   // foreign chains
-	legacy  time.Time      // when those of iptables-legacy were read, of which no event tells
-	unmade  []kernel.Limit // what is optional and could not be made
-	theirs  []kernel.Limit // by foreign rules, as last read
+	forward []forwarding   // foreign chains for forwarded packets
+	legacy  time.Time      // when the chain of iptables-legacy was read; no event reports its changes
+	unmade  []kernel.Limit // optional objects that could not be made
+	theirs  []kernel.Limit // limits by foreign rules, as last read
 	failed  struct{ nat, bridge error }
-	busy    bool // others had the lock of iptables-legacy at the last Apply, or changed nftables in its middle
-	bridged bool // there was a Bridge after the last Apply that read what there was
-	applied bool // there was such an Apply
+	busy    bool // at the last Apply others had the lock of iptables-legacy, or changed nftables meanwhile
+	bridged bool // a Bridge existed after the last Apply that could read the kernel's state
+	applied bool // there has been such an Apply
 	memory  memory
 }
 
-// Open takes the owner's lock of the network namespace and makes the Inner namespace, still empty,
-// if the owner has something in it. The caller closes the Kernel.
+// Open takes the owner's lock of the network namespace. It makes the Inner namespace, which is
+// still empty, if the owner needs one. The caller must close the Kernel.
 func Open(owner kernel.Owner, log *slog.Logger) (*Kernel, error) {
 	l, err := lock(owner, log, false)
 	if err != nil {
@@ -58,11 +61,11 @@ func Open(owner kernel.Owner, log *slog.Logger) (*Kernel, error) {
 	return withLock(owner, l, log)
 }
 
-// followInterval is how often a process that follows another one looks whether that has ended.
-// Each look costs a socket and a transaction of nftables.
+// followInterval is how often Follow checks whether the other process has ended. Each check costs a
+// socket and an nftables transaction.
 const followInterval = 100 * time.Millisecond
 
-// Follow is Open for a process that takes over from another one: it waits until that has ended, or
+// Follow is Open for a process that takes over from another one. It waits until that has ended, or
 // until ctx ends.
 func Follow(ctx context.Context, owner kernel.Owner, log *slog.Logger) (*Kernel, error) {
 	for again := false; ; again = true {
@@ -81,8 +84,8 @@ func Follow(ctx context.Context, owner kernel.Owner, log *slog.Logger) (*Kernel,
 	}
 }
 
-// Look reads what Apply would, and asks for events, beside a process that has the lock. It changes
-// nothing.
+// Look does all reads of Apply, and subscribes to events, while another process has the lock. It
+// changes nothing.
 func Look(owner kernel.Owner, want kernel.State, log *slog.Logger) error {
 	k, err := withLock(owner, nil, log)
 	if err != nil {
@@ -102,7 +105,7 @@ func Look(owner kernel.Owner, want kernel.State, log *slog.Logger) error {
 	return err
 }
 
-// withLock is Open with the lock, which it closes when it fails.
+// withLock is Open with a lock taken already. It closes the lock if it fails.
 func withLock(owner kernel.Owner, lock io.Closer, log *slog.Logger) (_ *Kernel, err error) {
 	k := &Kernel{owner: owner, log: log, lock: lock}
 	defer func() {
@@ -126,12 +129,13 @@ func withLock(owner kernel.Owner, lock io.Closer, log *slog.Logger) (_ *Kernel, 
 	return k, nil
 }
 
-// Busy reports whether the last Apply left something undone because others changed iptables-legacy at
-// that moment, or may have, because they changed a table of nftables: the caller applies again soon.
+// Busy reports whether the last Apply may be incomplete because others changed iptables-legacy or
+// an nftables table at the same time. The caller should apply again soon.
 func (k *Kernel) Busy() bool { return k.busy }
 
-// Bridged reports whether the last Apply found or made a Bridge, and before the first one that could read
-// what there was whether there is one: an agent that starts again must not take back what goes by it.
+// Bridged reports whether a Bridge existed after the last Apply that could read the kernel's state.
+// Before such an Apply, it reports whether one exists now: a restarted agent must not withdraw what
+// depends on it.
 func (k *Kernel) Bridged() bool {
 	if !k.applied {
 		b := readBridge()
@@ -140,11 +144,11 @@ func (k *Kernel) Bridged() bool {
 	return k.bridged
 }
 
-// errUnread says that the kernel's state could not be read, so that nothing was done.
+// errUnread means that the kernel's state could not be read, and nothing was changed.
 var errUnread = errors.New("reading the kernel's state")
 
-// Close waits for the readers of events, whose context has to be done. Objects stay, but the Inner
-// namespace goes unless something else in it is open.
+// Close waits for the readers of events, whose context must be done. Objects stay, but the Inner
+// namespace disappears unless something else in it is open.
 func (k *Kernel) Close() {
 	k.wg.Wait()
 	for _, h := range k.handles {
@@ -161,7 +165,7 @@ func (k *Kernel) Close() {
 	}
 }
 
-// Inside runs fn in the Inner namespace, as Do does, or where it is when there is none.
+// Inside runs fn in the Inner namespace, like Do; without one, in the present namespace.
 func (k *Kernel) Inside(fn func() error) error {
 	if k.inner == nil {
 		return fn()
@@ -177,7 +181,7 @@ func (k *Kernel) do(in kernel.Namespace, fn func() error) error {
 	return fn()
 }
 
-// Path is the Inner namespace for `nsenter --net=`, "" if there is none.
+// Path returns a path of the Inner namespace for `nsenter --net=`, or "" if there is none.
 func (k *Kernel) Path() string {
 	if k.inner == nil {
 		return ""
@@ -185,8 +189,8 @@ func (k *Kernel) Path() string {
 	return fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), k.inner.Fd())
 }
 
-// Apply makes want true and returns the changes that succeeded. It goes on after a failure and
-// returns all of them, but stops at ErrFilter.
+// Apply brings the kernel to the state want, and returns the changes that succeeded. It continues
+// after a failure and joins all errors, but stops at ErrFilter.
 func (k *Kernel) Apply(want kernel.State) (kernel.Plan, error) {
 	done, err := k.apply(want, kernel.PlanFor, func(_ kernel.State, _ kernel.Plan) *kernel.State { return &want })
 	if !errors.Is(err, errUnread) {
@@ -196,7 +200,7 @@ func (k *Kernel) Apply(want kernel.State) (kernel.Plan, error) {
 	return done, err
 }
 
-// Add adds what is wanted, and leaves everything else as it is.
+// Add adds the wanted objects, and changes nothing else.
 func (k *Kernel) Add(want kernel.State) (kernel.Plan, error) {
 	return k.apply(want, kernel.AdditionsFor, func(have kernel.State, did kernel.Plan) *kernel.State {
 		if now, ok := have.With(did); ok {
@@ -206,7 +210,7 @@ func (k *Kernel) Add(want kernel.State) (kernel.Plan, error) {
 	})
 }
 
-// Refused are the networks that an owner of the same kind refuses in the host's namespace by
+// Refused returns the networks that an owner of the same kind refuses in the host's namespace by
 // kernel.RefuseTable.
 func (k *Kernel) Refused() (all []netip.Prefix, err error) {
 	var s kernel.State
@@ -224,11 +228,11 @@ func (k *Kernel) Refused() (all []netip.Prefix, err error) {
 	return all, err
 }
 
-// apply carries out the plan; after is the state when all of it succeeded, nil if that is not
-// known.
+// apply carries out the plan. after returns the resulting state if all changes succeeded, or nil if
+// it is unknown.
 func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) kernel.Plan, after func(kernel.State, kernel.Plan) *kernel.State) (kernel.Plan, error) {
 	have, err := k.remembered(want)
-	for range 5 { // a dump is interrupted when something changes meanwhile, as it does on a busy node
+	for range 5 { // a change during a dump interrupts it, which is common on a busy node
 		if !errors.Is(err, netlink.ErrDumpInterrupted) {
 			break
 		}
@@ -241,7 +245,7 @@ func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) ker
 		k.lookLegacy()
 	}
 	have.Accepts, want.Accepts = k.acceptsIn(want.Accepts)
-	k.memory.state = nil // until all is done
+	k.memory.state = nil // until all changes have succeeded
 	var done kernel.Plan
 	var errs []error
 	k.unmade, k.busy = nil, false
@@ -265,7 +269,7 @@ func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) ker
 		}
 		k.busy = k.busy || errors.Is(err, errBusy)
 		if errors.Is(err, errUnwritable) || errors.Is(err, errBusy) {
-			continue // not said again with each comparison
+			continue // it would be reported at each comparison
 		}
 		if err != nil {
 			errs = append(errs, fmt.Errorf("%s: %w", o.Command(k.Path()), explain(err, "CAP_NET_ADMIN")))
@@ -277,7 +281,7 @@ func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) ker
 		k.memory.state = after(have, done)
 	}
 	if now := k.memory.state; now != nil && (k.failed.nat != nil || k.failed.bridge != nil) {
-		without := *now // it is tried again next time
+		without := *now // so that the next Apply tries again
 		if k.failed.nat != nil {
 			without.SourceNAT = nil
 		}
@@ -289,13 +293,13 @@ func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) ker
 	return done, errors.Join(errs...)
 }
 
-// bridgesFiltered reports whether br_netfilter hands what bridges carry to a Filter.
+// bridgesFiltered reports whether br_netfilter passes bridged packets to a Filter.
 func bridgesFiltered() bool {
 	b, err := os.ReadFile("/proc/sys/net/bridge/bridge-nf-call-iptables")
 	return err == nil && strings.TrimSpace(string(b)) == "1"
 }
 
-// limitOf says what it costs that something optional could not be made.
+// limitOf returns the effect of failing to make an optional object.
 func limitOf(o kernel.Op, err error) (l kernel.Limit, is bool) {
 	if err == nil || o.Remove {
 		return l, false
@@ -314,7 +318,7 @@ func limitOf(o kernel.Op, err error) (l kernel.Limit, is bool) {
 	return l, false
 }
 
-// explain adds what is missing to a refusal.
+// explain adds the missing capability to a permission error.
 func explain(err error, capability string) error {
 	if errors.Is(err, unix.EPERM) || errors.Is(err, unix.EACCES) {
 		return fmt.Errorf("%w (the process needs %s)", err, capability)

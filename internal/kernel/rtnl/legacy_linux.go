@@ -18,21 +18,23 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// iptables-legacy has one way to change a table: to replace all of it. Programs that do take a lock of
-// the host before they read it and give it back when they have written: iptables since 1.6, and with
-// it kube-proxy, CNIs and firewalls. So do we; without the file nothing is changed.
+// iptables-legacy can only change a table by replacing all of it. A program therefore takes a lock
+// of the host before it reads the table, and releases it after the write: iptables since 1.6 does,
+// and so kube-proxy, CNIs and firewalls. We do the same; if the lock's file is missing, nothing is
+// changed.
 
-// legacyLock is that lock (XT_LOCK_NAME of iptables). It is made by whoever is first, and never by us:
-// in a container without that of its node a file of this name would lock out nobody.
+// legacyLock is that lock (XT_LOCK_NAME of iptables). The first program creates it, but we never
+// do: in a container that does not mount the node's file, a file of this name would lock out
+// nobody.
 const legacyLock = "/run/xtables.lock"
 
-// legacyInterval is how long the table is not read again, of which no event tells.
+// legacyInterval is how long a read of the table stays valid. No event reports changes.
 const legacyInterval = 9 * time.Second
 
-// errBusy: it is tried again soon, see Busy.
+// errBusy means that the caller should try again soon; see Busy.
 var errBusy = errors.New("others change iptables")
 
-// Of linux/netfilter_ipv4/ip_tables.h and x_tables.h.
+// Constants of linux/netfilter_ipv4/ip_tables.h and x_tables.h.
 const (
 	iptGetInfo     = 64 // IPT_SO_GET_INFO
 	iptGetEntries  = 65 // IPT_SO_GET_ENTRIES
@@ -41,17 +43,17 @@ const (
 	iptInfoSize    = 84 // struct ipt_getinfo
 	iptReplaceSize = 96 // struct ipt_replace
 	iptEntrySize   = 112
-	iptHeader      = 40 // of struct ipt_get_entries and xt_counters_info, with what aligns the entries
+	iptHeader      = 40 // header of struct ipt_get_entries and xt_counters_info, padded
 	iptHooks       = 5  // NF_INET_NUMHOOKS
 	iptForward     = 2  // NF_INET_FORWARD
 	iptGoto        = 2  // IPT_F_GOTO
 	xtReturn       = -5 // XT_RETURN
 	xtCounters     = 16 // struct xt_counters
-	xtMatchSize    = 32 // struct xt_entry_match, and xt_entry_target
+	xtMatchSize    = 32 // header of struct xt_entry_match and xt_entry_target
 	xtCommentSize  = 256
 )
 
-// legacyLimits are those of the table filter of iptables-legacy, if there is one.
+// legacyLimits returns the Limits because of the table filter of iptables-legacy, if it exists.
 func legacyLimits(want kernel.SourceNAT) []kernel.Limit {
 	if !hasLegacy() {
 		return nil
@@ -66,7 +68,7 @@ func legacyLimits(want kernel.SourceNAT) []kernel.Limit {
 	}
 	t, err := readLegacy()
 	if err != nil {
-		return nil // somebody changes it now; it is asked again
+		return nil // probably being changed; the next look tries again
 	}
 	if !t.drops(pod, remote, "", kernel.OverlayDevice) && !t.drops(remote, pod, kernel.OverlayDevice, "") {
 		return nil
@@ -79,7 +81,7 @@ func legacyLimits(want kernel.SourceNAT) []kernel.Limit {
 		"; want `iptables-legacy -A FORWARD -i isthmus+ -j ACCEPT` and the same with -o, before the rule that drops"}}
 }
 
-// legacyForwarding is the chain FORWARD of iptables-legacy, where there is one.
+// legacyForwarding returns the chain FORWARD of iptables-legacy, if it exists.
 func legacyForwarding() []forwarding {
 	if !hasLegacy() {
 		return nil
@@ -91,13 +93,14 @@ func legacyForwarding() []forwarding {
 	return []forwarding{t.forwarding()}
 }
 
-// hasLegacy: asking the kernel for a table makes it, so that the list of tables is read.
+// hasLegacy reports whether the table exists. It reads the list of tables, because asking the
+// kernel for a table creates it.
 func hasLegacy() bool {
 	tables, err := os.ReadFile("/proc/thread-self/net/ip_tables_names")
 	return err == nil && slices.Contains(strings.Fields(string(tables)), "filter")
 }
 
-// firstAddr is a host's address in the first of the networks.
+// firstAddr returns the address of a host in the first of the networks.
 func firstAddr(networks string) (netip.Addr, bool) {
 	first, _, _ := strings.Cut(networks, " ")
 	p, err := netip.ParsePrefix(first)
@@ -110,15 +113,15 @@ func firstAddr(networks string) (netip.Addr, bool) {
 	return p.Addr(), true
 }
 
-// A legacyTable is the table filter as the kernel has it.
+// A legacyTable is the table filter in the kernel's format.
 type legacyTable struct {
-	forward int // where its chain FORWARD begins
-	policy  int // where its policy is, which is the last of it
+	forward int // offset of the chain FORWARD
+	policy  int // offset of its policy, which is its last entry
 	info    []byte
 	entries []byte
 }
 
-// socket is one by which tables are read and replaced; a raw one needs CAP_NET_RAW.
+// socket returns a socket for reading and replacing tables. A raw socket would need CAP_NET_RAW.
 func socket() (int, error) { return unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0) }
 
 func readLegacy() (t legacyTable, err error) {
@@ -146,7 +149,8 @@ func readLegacy() (t legacyTable, err error) {
 	return t, nil
 }
 
-// entry returns the parts of the one at an offset: what it matches, its target, and where the next is.
+// entry returns the parts of the entry at an offset: its matches, its target, and the offset of the
+// next entry.
 func (t legacyTable) entry(at int) (matches, target []byte, next int, ok bool) {
 	if at < 0 || at+iptEntrySize > len(t.entries) {
 		return nil, nil, 0, false
@@ -159,7 +163,7 @@ func (t legacyTable) entry(at int) (matches, target []byte, next int, ok bool) {
 	return e[:middle], e[middle:end], at + end, true
 }
 
-// standard is the verdict of a target that is one, negative, or where it jumps.
+// standard returns the verdict of a standard target: negative, or the offset that it jumps to.
 func standard(target []byte) (verdict int, is bool) {
 	if target[2] != 0 || len(target) < xtMatchSize+4 {
 		return 0, false
@@ -167,8 +171,9 @@ func standard(target []byte) (verdict int, is bool) {
 	return int(int32(binary.NativeEndian.Uint32(target[xtMatchSize:]))), true
 }
 
-// forwarding says what FORWARD does with what nobody accepts; handles are offsets, those of ours and of
-// the rule that refuses. Where something is not understood nothing is refused.
+// forwarding returns the effect of FORWARD on packets that no rule accepts. Handles are offsets,
+// both of our rules and of the refusing rule. If a rule cannot be parsed, it counts as not
+// refusing.
 func (t legacyTable) forwarding() (f forwarding) {
 	f.accept = kernel.Accept{Program: kernel.IptablesLegacy, Chain: "FORWARD"}
 	if _, err := os.Stat(legacyLock); err != nil {
@@ -198,7 +203,7 @@ func targetName(target []byte) string {
 	return name
 }
 
-// conditionsOf says whether an entry wants anything of a packet, and what its comment is.
+// conditionsOf returns the comment of an entry, and whether it has any other conditions.
 func conditionsOf(e []byte) (comment string, conditions bool) {
 	conditions = bytes.ContainsFunc(e[:84], func(r rune) bool { return r != 0 })
 	for at := iptEntrySize; at+xtMatchSize <= len(e); {
@@ -216,7 +221,7 @@ func conditionsOf(e []byte) (comment string, conditions bool) {
 	return comment, conditions
 }
 
-// Offsets in struct ipt_ip, which begins an entry. Each address and name has a mask.
+// Offsets in struct ipt_ip, the beginning of an entry. Each address and name has a mask.
 const (
 	ipSource, ipSourceMask           = 0, 8
 	ipDestination, ipDestinationMask = 4, 12
@@ -266,8 +271,8 @@ func acceptEntry(comment string) []byte {
 	return e
 }
 
-// changeLegacy removes our rules from the table, or sets those of an Accept in their place. Foreign rules
-// keep their places and counters.
+// changeLegacy removes our rules from the table, or replaces them with those of an Accept. Foreign
+// rules keep their positions and counters.
 func changeLegacy(remove bool, a kernel.Accept) error {
 	lock, err := lockLegacy()
 	if err != nil {
@@ -293,7 +298,7 @@ func changeLegacy(remove bool, a kernel.Accept) error {
 	return t.replace(replaced, kept)
 }
 
-// lockLegacy takes the lock, or waits for nobody; closing the file gives it back.
+// lockLegacy takes the lock without waiting; closing the file releases it.
 func lockLegacy() (*os.File, error) {
 	f, err := os.Open(legacyLock)
 	if err != nil {
@@ -306,10 +311,11 @@ func lockLegacy() (*os.File, error) {
 	return f, nil
 }
 
-// rewritten returns struct ipt_replace without the rules in gone, and with added before an offset;
-// negative: without added. kept maps each new entry to its old one, -1 for added entries.
+// rewritten returns struct ipt_replace without the rules in gone, and with added inserted before an
+// offset; negative: nothing is inserted. kept maps each new entry to its old one, -1 for added
+// entries.
 func (t legacyTable) rewritten(gone []foreignRule, added [][]byte, before int) (b []byte, kept []int, ok bool) {
-	moved := make(map[int]int) // where what jumps to an offset has to go
+	moved := make(map[int]int) // old offset → new offset of jumps
 	itself := make(map[int]int)
 	var entries []byte
 	for at, i := 0, 0; at < len(t.entries); i++ {
@@ -365,13 +371,13 @@ func (t legacyTable) rewritten(gone []foreignRule, added [][]byte, before int) (
 		word.PutUint32(b[44+4*h:], uint32(begin))
 		word.PutUint32(b[64+4*h:], uint32(end))
 	}
-	word.PutUint32(b[84:], word.Uint32(t.info[76:])) // how many counters the kernel is to give back
+	word.PutUint32(b[84:], word.Uint32(t.info[76:])) // number of counters that the kernel returns
 	return append(b, entries...), kept, true
 }
 
-// replace has the kernel take a table instead of this one, and gives entries that stay the counters
-// that they had: with the table the kernel gives back the counters of the old one, and refuses where
-// that has another number of entries than was read.
+// replace replaces the table with b, and then restores the counters of the kept entries: the kernel
+// returns the counters of the old table. It rejects b if the number of entries has changed since
+// the read.
 func (t legacyTable) replace(b []byte, kept []int) error {
 	fd, err := socket()
 	if err != nil {

@@ -9,13 +9,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// drops reports whether FORWARD drops the first packet of a flow, as far as that can be told by
-// addresses and devices; an unknown device is the one that a rule wants. Whatever else a rule asks for,
-// but a comment, the packet does not have.
+// drops reports whether FORWARD drops the first packet of a flow, judged by addresses and devices
+// only. An empty device name matches any device that a rule demands. Rules with other conditions,
+// except comments, count as not matching.
 func (t legacyTable) drops(src, dst netip.Addr, in, out string) bool {
 	var back []int
 	at := t.forward
-	for range 100_000 { // somebody's loop ends, too
+	for range 100_000 { // bounds a loop in foreign rules
 		matches, target, next, ok := t.entry(at)
 		if !ok {
 			return false
@@ -29,7 +29,7 @@ func (t legacyTable) drops(src, dst netip.Addr, in, out string) bool {
 			if name := targetName(target); name == "REJECT" || name == "DROP" {
 				return true
 			}
-			at = next // it goes on after others, such as LOG
+			at = next // other targets, such as LOG, continue with the next rule
 			continue
 		}
 		switch {
@@ -51,7 +51,7 @@ func (t legacyTable) drops(src, dst netip.Addr, in, out string) bool {
 	return false
 }
 
-// entryMatches reads struct ipt_ip at the beginning of an entry, and the names of its matches.
+// entryMatches evaluates struct ipt_ip at the beginning of an entry, and the names of its matches.
 func entryMatches(e []byte, src, dst netip.Addr, in, out string) bool {
 	const (
 		invIn, invOut, invSrc, invDst = 1, 2, 8, 0x10
@@ -85,7 +85,7 @@ func entryMatches(e []byte, src, dst netip.Addr, in, out string) bool {
 	if !address(0, src, invSrc) || !address(4, dst, invDst) || !device(16, in, invIn) || !device(32, out, invOut) {
 		return false
 	}
-	if binary.NativeEndian.Uint16(e[80:]) != 0 { // a protocol
+	if binary.NativeEndian.Uint16(e[80:]) != 0 { // it demands a protocol
 		return false
 	}
 	for at := iptEntrySize; at+32 <= len(e); {

@@ -15,18 +15,19 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// Of linux/netfilter/nf_tables.h, Linux 5.12 and later.
+// Constants of linux/netfilter/nf_tables.h, Linux 5.12 and later.
 const (
 	tableIsOwned = 0x2 // NFT_TABLE_F_OWNER
 	tableOwner   = 0x7 // NFTA_TABLE_OWNER: port of the netlink socket that has it
 )
 
-// lock takes the place of the owner's one process in the network namespace of the calling thread,
-// or returns ErrOther; again is for another try, which says nothing twice. Closing it, like the end of the process in whatever way, gives it back.
+// lock lets only one process of an owner run in the network namespace of the calling thread; for a
+// second one it returns ErrOther. again suppresses a warning of the first try. Closing the lock, or
+// any end of the process, releases it.
 //
-// The lock is an empty table of nftables that belongs to a netlink socket: the kernel lets nobody
-// make one who lacks CAP_NET_ADMIN in the namespace, nobody else change or remove it (`nft flush
-// ruleset` passes it by), and removes it with the socket.
+// The lock is an empty nftables table that belongs to a netlink socket. Only a process with
+// CAP_NET_ADMIN in the namespace can make one. Nobody else can change or remove it (`nft flush
+// ruleset` skips it). The kernel removes it with the socket.
 func lock(owner kernel.Owner, log *slog.Logger, again bool) (io.Closer, error) {
 	c, err := nfnl.Dial(unix.NETLINK_NETFILTER, nil)
 	if err == nil {
@@ -46,7 +47,7 @@ func lock(owner kernel.Owner, log *slog.Logger, again bool) (io.Closer, error) {
 
 // ownTable makes the table.
 func ownTable(c *nfnl.Conn, owner kernel.Owner) (err error) {
-	for range 3 { // one that is there may go meanwhile
+	for range 3 { // an existing one may disappear meanwhile
 		if err = inTransaction(c, 0, tableMessage(unix.NFT_MSG_NEWTABLE, owner.Lock)); err == nil {
 			return nil
 		}
@@ -55,9 +56,9 @@ func ownTable(c *nfnl.Conn, owner kernel.Owner) (err error) {
 		case errors.Is(asked, unix.ENOENT):
 		case asked != nil:
 			return err
-		case port == 0: // somebody made it by hand, and it is nobody's
+		case port == 0: // made by hand, without an owner
 			return inTransaction(c, 0, tableMessage(unix.NFT_MSG_DELTABLE, owner.Lock), tableMessage(unix.NFT_MSG_NEWTABLE, owner.Lock))
-		case int32(port) > 0: // the kernel gives a process's first socket its number
+		case int32(port) > 0: // the kernel gives the first socket of a process its process ID
 			return fmt.Errorf("%w %s (process %d) runs in this network namespace", ErrOther, owner.Name, port)
 		default:
 			return fmt.Errorf("%w %s runs in this network namespace", ErrOther, owner.Name)
@@ -66,7 +67,7 @@ func ownTable(c *nfnl.Conn, owner kernel.Owner) (err error) {
 	return err
 }
 
-// tableMessage is about the table of a name in the family inet.
+// tableMessage returns a message about a table of family inet.
 func tableMessage(kind nfnl.HeaderType, name string) nfnl.Message {
 	attributes := []nfnl.Attribute{{Type: unix.NFTA_TABLE_NAME, Data: append([]byte(name), 0)}}
 	flags := nfnl.Request | nfnl.Acknowledge
@@ -76,7 +77,7 @@ func tableMessage(kind nfnl.HeaderType, name string) nfnl.Message {
 	}
 	text, err := nfnl.MarshalAttributes(attributes)
 	if err != nil {
-		panic(err) // a name too long for an attribute
+		panic(err) // the name exceeds an attribute
 	}
 	return nfnl.Message{Header: nfnl.Header{Type: unix.NFNL_SUBSYS_NFTABLES<<8 | kind, Flags: flags},
 		Data: append([]byte{unix.NFPROTO_INET, unix.NFNETLINK_V0, 0, 0}, text...)}
@@ -85,9 +86,9 @@ func tableMessage(kind nfnl.HeaderType, name string) nfnl.Message {
 // batchGeneration is NFNL_BATCH_GENID of linux/netfilter/nfnetlink.h, Linux 4.10 and later.
 const batchGeneration = 1
 
-// inTransaction has all messages carried out or none. Each of them asks for an answer. When somebody has
-// changed a table of the namespace since its tables were of the generation, none is, and the error is
-// unix.ERESTART; 0: whatever they are.
+// inTransaction carries out all messages or none. Each of them must request an acknowledgement. If
+// the tables of the namespace have another generation, the kernel carries out none, and the error
+// is unix.ERESTART. A generation of 0 means any.
 func inTransaction(c *nfnl.Conn, generation uint32, messages ...nfnl.Message) error {
 	edge := func(kind nfnl.HeaderType) nfnl.Message {
 		return nfnl.Message{Header: nfnl.Header{Type: kind, Flags: nfnl.Request}, Data: []byte{0, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES}}
@@ -110,7 +111,7 @@ func inTransaction(c *nfnl.Conn, generation uint32, messages ...nfnl.Message) er
 	return nil
 }
 
-// tableHolder is the port of the socket that has a table, 0 if none has.
+// tableHolder returns the port of the socket that owns a table, 0 if it has no owner.
 func tableHolder(c *nfnl.Conn, name string) (port uint32, err error) {
 	ask := tableMessage(unix.NFT_MSG_GETTABLE, name)
 	ask.Header.Flags = nfnl.Request
@@ -135,9 +136,9 @@ func tableHolder(c *nfnl.Conn, name string) (port uint32, err error) {
 	return port, nil
 }
 
-// lockAddress is the lock where the kernel has no such tables: an abstract Unix address, which
-// anybody can take. So a holder is believed only if it is root or a user like this one. Beside any
-// other this process goes on without a lock: that is worse than nothing only when there are two.
+// lockAddress is the lock for kernels without such tables: an abstract Unix address. Any user can
+// take that, so only a holder that is root or the same user counts. With another holder, this
+// process continues without a lock: that does harm only if there are two instances.
 func lockAddress(owner kernel.Owner, log *slog.Logger) (io.Closer, error) {
 	at := &net.UnixAddr{Name: "@" + owner.Lock, Net: "unix"}
 	l, err := net.ListenUnix("unix", at)
@@ -159,7 +160,7 @@ func lockAddress(owner kernel.Owner, log *slog.Logger) (io.Closer, error) {
 	return io.NopCloser(nil), nil
 }
 
-// listenerOf says which process listens at an address.
+// listenerOf returns the credentials of the process that listens at an address.
 func listenerOf(at *net.UnixAddr) (cred *unix.Ucred, err error) {
 	c, err := net.DialUnix("unix", nil, at)
 	if err != nil {

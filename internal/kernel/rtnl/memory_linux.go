@@ -16,33 +16,33 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// rereadInterval is the longest time between two complete reads of the kernel's objects. They repair
-// what a lost event has hidden. Each interval is a random one between half of it and all of it, so that
+// rereadInterval is the maximum time between two complete reads of the kernel's objects, which
+// repair the effect of lost events. Each interval is random, at least half of the maximum, so that
 // nodes do not read at the same time. Only tests change it.
 var rereadInterval = 10 * time.Minute
 
-// memory is a copy of the kernel's objects: the last read, and our changes since. Each change is an event
-// that names its sender, so a foreign change makes the copy stale. A copy of thousands of routes costs a
-// node less than to read them at every event.
+// memory is a copy of the kernel's objects: the last read, plus our changes since. Every event
+// names its sender, so a foreign change makes the copy stale. With thousands of routes, a copy
+// costs a node less than reading them at every event.
 type memory struct {
-	state *kernel.State // nil: nothing is known. Apply's alone
-	until time.Time     // of the next complete read
+	state *kernel.State // nil: unknown; only Apply uses it
+	until time.Time     // time of the next complete read
 
-	following atomic.Bool // events are read
-	stale     atomic.Bool // a foreign change of our objects
-	filter    atomic.Bool // a foreign change of our nftables tables, or of a chain for forwarded packets
-	// chains are the names of the nftables chains for forwarded packets, each with a zero at its end.
+	following atomic.Bool // Events reads events
+	stale     atomic.Bool // somebody else has changed our objects
+	filter    atomic.Bool // somebody else has changed our nftables tables, or a chain for forwarded packets
+	// chains has the names of the nftables chains for forwarded packets, each with a trailing zero.
 	chains atomic.Pointer[[][]byte]
 
 	mu      sync.Mutex
-	written [2]map[neighbor]neighborValue // the neighbours that we have written, by namespace
-	commits []commit                      // the last transactions of nftables that we began
-	ports   [2][]uint32                   // of our netlink sockets, by namespace
-	devices [2]map[int]bool               // indices of the devices that concern us; true: routes and addresses on them are ours
+	written [2]map[neighbor]neighborValue // neighbours that we have written, by namespace
+	commits []commit                      // our last nftables transactions
+	ports   [2][]uint32                   // ports of our netlink sockets, by namespace
+	devices [2]map[int]bool               // indices of relevant devices, by namespace; true: routes and addresses on them are ours
 }
 
-// newHandle opens the socket for changes of a namespace, and notes its port, which the events of our
-// own changes carry (rtnl_notify, net/core/rtnetlink.c).
+// newHandle opens the socket for changes of a namespace, and records its port, which the events of
+// our own changes carry (rtnl_notify, net/core/rtnetlink.c).
 func (k *Kernel) newHandle(in kernel.Namespace) (err error) {
 	before := netlinkPorts()
 	k.handles[in], err = netlink.NewHandle(unix.NETLINK_ROUTE)
@@ -54,8 +54,8 @@ func (k *Kernel) newHandle(in kernel.Namespace) (err error) {
 	return err
 }
 
-// netlinkPorts are the ports of all netlink sockets of this process, by descriptor: a port is one's
-// own in each network namespace.
+// netlinkPorts returns the ports of all netlink sockets of this process, by file descriptor. Ports
+// are unique per network namespace only.
 func netlinkPorts() map[int]uint32 {
 	all := make(map[int]uint32)
 	files, _ := os.ReadDir("/proc/self/fd")
@@ -71,14 +71,14 @@ func netlinkPorts() map[int]uint32 {
 	return all
 }
 
-// remembered returns the objects of the owner, from memory if nobody has changed them since.
+// remembered returns the objects of the owner, from memory if nobody else has changed them since.
 func (k *Kernel) remembered(want kernel.State) (kernel.State, error) {
 	m := &k.memory
 	if m.state == nil || !m.following.Load() || m.stale.Load() || time.Now().After(m.until) || !k.hasLinks(want) {
-		m.stale.Store(false) // before it is read: what changes meanwhile is read again
+		m.stale.Store(false) // before the read, so that concurrent changes cause another one
 		m.filter.Store(false)
 		m.until = time.Now().Add(rereadInterval/2 + rand.N(rereadInterval/2))
-		m.state = nil // an error leaves nothing to go by
+		m.state = nil // an error leaves the state unknown
 		return k.have(want)
 	}
 	have := *m.state
@@ -87,7 +87,7 @@ func (k *Kernel) remembered(want kernel.State) (kernel.State, error) {
 		tables := k.haveTables()
 		have.Filters, have.SourceNAT, have.Bridges = tables.filters, tables.sourceNAT, tables.bridges
 		now := have
-		m.state = &now // also where an error follows
+		m.state = &now // even if an error follows
 	}
 	for in, h := range k.handles {
 		if h != nil {
@@ -99,15 +99,15 @@ func (k *Kernel) remembered(want kernel.State) (kernel.State, error) {
 	return have, nil
 }
 
-// hasLinks reports whether all links that are wanted were there.
+// hasLinks reports whether all wanted links exist in memory.
 func (k *Kernel) hasLinks(want kernel.State) bool {
 	return !slices.ContainsFunc(want.Links, func(l kernel.Link) bool {
 		return !slices.ContainsFunc(k.memory.state.Links, func(have kernel.Link) bool { return have.In == l.In && have.Name == l.Name })
 	})
 }
 
-// concerned notes devices of a namespace whose events concern us. ours says that what hangs on them
-// is the owner's.
+// concerned records devices of a namespace whose events are relevant. ours means that the objects
+// on them are the owner's.
 func (m *memory) concerned(in kernel.Namespace, ours bool, indices ...int) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -119,7 +119,8 @@ func (m *memory) concerned(in kernel.Namespace, ours bool, indices ...int) {
 	}
 }
 
-// device says whether events of a device concern us, and whether what hangs on it is the owner's.
+// device reports whether events of a device are relevant, and whether the objects on it are the
+// owner's.
 func (m *memory) device(in kernel.Namespace, index int) (concerns, ours bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -127,33 +128,33 @@ func (m *memory) device(in kernel.Namespace, index int) (concerns, ours bool) {
 	return concerns, ours
 }
 
-// A neighbor is an entry for an address or, where it has none, an entry of a forwarding database.
+// A neighbor identifies a neighbour entry or, without addr, an entry of a forwarding database.
 type neighbor struct {
 	index int
 	addr  netip.Addr
 	mac   kernel.MAC
 }
 
-// neighborValue is what an entry says; zero: there is none.
+// neighborValue is the value of an entry; zero: the entry does not exist.
 type neighborValue struct {
 	there bool
 	mac   kernel.MAC
 	dst   netip.Addr
 }
 
-// write notes what we are about to make of a neighbour. Events of what we remove, and all of those of
-// forwarding databases, do not carry our port (neigh_cleanup_and_release, vxlan_fdb_notify): ours are
-// known by what they say. Whoever changes an entry later says something else.
+// write records the value that we are about to give to a neighbour. Events about removals, and all
+// events of forwarding databases, do not carry our port (neigh_cleanup_and_release,
+// vxlan_fdb_notify), so we recognise ours by the value. A later foreign change has another value.
 func (m *memory) write(in kernel.Namespace, n neighbor, value neighborValue) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.written[in] == nil || len(m.written[in]) > 1<<16 { // one that is forgotten is read again
+	if m.written[in] == nil || len(m.written[in]) > 1<<16 { // forgotten entries are read again
 		m.written[in] = make(map[neighbor]neighborValue)
 	}
 	m.written[in][n] = value
 }
 
-// wrote reports whether it was us who made a neighbour what it is.
+// wrote reports whether we gave a neighbour its present value.
 func (m *memory) wrote(in kernel.Namespace, n neighbor, value neighborValue) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -161,14 +162,14 @@ func (m *memory) wrote(in kernel.Namespace, n neighbor, value neighborValue) boo
 	return known && was == value
 }
 
-// A commit is a transaction of nftables, by the generation that it makes.
+// A commit is an nftables transaction of ours, identified by the generation that it creates.
 type commit struct {
 	generation uint32
 	at         time.Time
 }
 
-// commit notes that we are about to make the generation after one; 0: it is not known. Whoever does
-// that has to look afterwards whether it was him.
+// commit records that we are about to create the generation after before; 0: unknown. The caller
+// has to check afterwards whether it was really ours.
 func (m *memory) commit(before uint32) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -178,8 +179,8 @@ func (m *memory) commit(before uint32) {
 	}
 }
 
-// commitAge is how long a transaction is known as ours. Messages have 16 bits of its generation: there
-// must not be that many transactions meanwhile.
+// commitAge is how long a transaction counts as ours. Messages have only 16 bits of the generation,
+// so fewer than 65,536 transactions may happen in that time.
 const commitAge = 10 * time.Second
 
 // committed reports whether a message is about a transaction that we made.
@@ -189,7 +190,7 @@ func (m *memory) committed(generation uint16) bool {
 	return slices.ContainsFunc(m.commits, func(c commit) bool { return uint16(c.generation) == generation && time.Since(c.at) <= commitAge })
 }
 
-// isOurs reports whether a port is that of one of our sockets.
+// isOurs reports whether one of our sockets has the port.
 func (m *memory) isOurs(in kernel.Namespace, port uint32) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -8,8 +8,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// NewNamespace makes a network namespace without a name, which lives as long as the file or
-// something in it is open.
+// NewNamespace makes a network namespace without a name. It exists while the file or something in
+// it is open.
 func NewNamespace() (*os.File, error) {
 	var f *os.File
 	err := onDyingThread(func() (err error) {
@@ -22,8 +22,8 @@ func NewNamespace() (*os.File, error) {
 	return f, err
 }
 
-// Do runs fn on a thread that is in the network namespace. Sockets and devices that fn makes stay
-// there and may be used from any thread later.
+// Do runs fn on a thread in the network namespace. Sockets and devices that fn makes stay in that
+// namespace and may be used from any thread later.
 func Do(namespace *os.File, fn func() error) error {
 	return onDyingThread(func() error {
 		if err := unix.Setns(int(namespace.Fd()), unix.CLONE_NEWNET); err != nil {
@@ -33,9 +33,9 @@ func Do(namespace *os.File, fn func() error) error {
 	})
 }
 
-// onDyingThread runs fn on an OS thread of its own that ends with it, so that no other goroutine
-// ever runs in a namespace it did not ask for. The main thread is spared: it cannot end, and
-// /proc/PID/ns/net shows its namespace as that of the whole process.
+// onDyingThread runs fn on its own OS thread, which ends with fn, so that no other goroutine can
+// run in a foreign namespace. It never uses the main thread, which cannot end, and whose namespace
+// /proc/PID/ns/net shows for the whole process.
 func onDyingThread(fn func() error) error {
 	done := make(chan error, 1)
 	go func() {

@@ -16,8 +16,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// have reads the owner's objects. want is only asked which values of /proc/sys to read, and
-// which devices beside the owner's.
+// have reads the owner's objects. want only determines which values of /proc/sys to read, and which
+// devices besides the owner's.
 func (k *Kernel) have(want kernel.State) (kernel.State, error) {
 	places := slices.Clone(k.owner.Devices)
 	for _, l := range want.Links {
@@ -59,19 +59,18 @@ func (k *Kernel) have(want kernel.State) (kernel.State, error) {
 		s.Filters, s.SourceNAT, s.Bridges = have.filters, have.sourceNAT, have.bridges
 	}
 	if k.owner.NAT {
-		k.lookForward() // a table that goes with its process is no new generation, and causes no event
+		k.lookForward() // a table that disappears with its process changes no generation, and causes no event
 		k.lookLegacy()
 	}
 	return s, errors.Join(errs...)
 }
 
-// device is what the kernel does not let change of a link. The inner end of a pair is none by
-// itself.
+// device returns the immutable properties of a link. It returns false for the inner end of a pair.
 func device(p kernel.Place, l netlink.Link, found map[kernel.Place]netlink.Link) (kernel.Device, bool) {
 	d := kernel.Device{In: p.In, Name: p.Name}
 	switch l := l.(type) {
 	case *netlink.Vxlan:
-		if l.VtepDevIndex == 0 && l.Group == nil && !l.FlowBased { // else it has a default destination
+		if l.VtepDevIndex == 0 && l.Group == nil && !l.FlowBased { // otherwise it has a default destination
 			local, _ := netip.AddrFromSlice(l.SrcAddr)
 			d.VXLAN = kernel.VXLAN{ID: uint32(l.VxlanId), Port: uint16(l.Port), Local: local.Unmap(), Learning: l.Learning, UDPChecksum: l.UDPCSum}
 		}
@@ -86,7 +85,7 @@ func device(p kernel.Place, l netlink.Link, found map[kernel.Place]netlink.Link)
 	return d, true
 }
 
-// haveOn reads a link and what hangs on it.
+// haveOn reads a link and the objects on it.
 func (k *Kernel) haveOn(s *kernel.State, p kernel.Place, l netlink.Link) error {
 	a, h := l.Attrs(), k.handles[p.In]
 	s.Links = append(s.Links, kernel.Link{In: p.In, Name: p.Name, MAC: macOf(a.HardwareAddr), MTU: a.MTU, Up: a.Flags&net.FlagUp != 0})
@@ -95,7 +94,7 @@ func (k *Kernel) haveOn(s *kernel.State, p kernel.Place, l netlink.Link) error {
 		return fmt.Errorf("addresses of %s: %w", p.Name, err)
 	}
 	for _, addr := range addrs {
-		if prefix := prefixOf(addr.IPNet); !prefix.Addr().Is6() || !prefix.Addr().IsLinkLocalUnicast() { // the kernel's own
+		if prefix := prefixOf(addr.IPNet); !prefix.Addr().Is6() || !prefix.Addr().IsLinkLocalUnicast() { // skip addresses that the kernel adds
 			s.Addresses = append(s.Addresses, kernel.Address{In: p.In, Dev: p.Name, Prefix: prefix})
 		}
 	}
@@ -122,12 +121,12 @@ func (k *Kernel) haveOn(s *kernel.State, p kernel.Place, l netlink.Link) error {
 	return nil
 }
 
-// routeTypes are the kernel's numbers of the types that we use. A route of ours of any other was
-// changed by somebody, and reads as one without a device.
+// routeTypes maps our route types to the kernel's numbers. A route of ours with another type was
+// changed by somebody else; it reads as a route without a device.
 var routeTypes = map[kernel.RouteType]int{kernel.Unicast: unix.RTN_UNICAST, kernel.Unreachable: unix.RTN_UNREACHABLE, kernel.Throw: unix.RTN_THROW}
 
 func (k *Kernel) haveRoutes(s *kernel.State, in kernel.Namespace) error {
-	type hop struct{ at, dev int } // of a route, index of the device
+	type hop struct{ at, dev int } // index of the route, index of the device
 	var hops []hop
 	names := make(map[int]string)
 	for p, index := range k.index {
@@ -137,7 +136,7 @@ func (k *Kernel) haveRoutes(s *kernel.State, in kernel.Namespace) error {
 	}
 	ours := &netlink.Route{Table: unix.RT_TABLE_UNSPEC, Protocol: netlink.RouteProtocol(k.owner.Protocol)}
 	for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
-		// One by one: with a thousand peers a list of them is a MiB of garbage.
+		// One by one, because with a thousand peers a list would be a MiB of garbage.
 		err := k.handles[in].RouteListFilteredIter(family, ours, netlink.RT_FILTER_TABLE|netlink.RT_FILTER_PROTOCOL, func(r netlink.Route) bool {
 			if int(r.Protocol) != k.owner.Protocol || !slices.Contains(k.owner.Tables[in], r.Table) {
 				return true
@@ -174,7 +173,7 @@ func (k *Kernel) haveRoutes(s *kernel.State, in kernel.Namespace) error {
 			return fmt.Errorf("routes: %w", err)
 		}
 	}
-	for _, p := range hops { // not in between: the dump has the socket
+	for _, p := range hops { // only now, because the dump used the socket
 		if names[p.dev] == "" {
 			if l, err := k.handles[in].LinkByIndex(p.dev); err == nil {
 				names[p.dev] = l.Attrs().Name
@@ -208,12 +207,13 @@ func (k *Kernel) haveRules(s *kernel.State) error {
 	return nil
 }
 
-// withoutFamily reports that err is that of a kernel without IPv6.
+// withoutFamily reports whether err means that the kernel has no IPv6.
 func withoutFamily(family int, err error) bool {
 	return family == netlink.FAMILY_V6 && (errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.EAFNOSUPPORT))
 }
 
-// change carries out one operation. Adding what exists and removing what is gone is success.
+// change carries out one operation. It succeeds if an added object exists already or a removed one
+// is gone.
 func (k *Kernel) change(o kernel.Op) (err error) {
 	if o.Remove {
 		defer func() { err = ignore(err, unix.ESRCH, unix.ENOENT, unix.ENODEV, unix.EADDRNOTAVAIL) }()
@@ -245,7 +245,7 @@ func (k *Kernel) change(o kernel.Op) (err error) {
 		}
 		a.Flags = unix.IFA_F_NOPREFIXROUTE
 		if v.Prefix.Addr().Is6() {
-			a.Flags |= unix.IFA_F_NODAD // nobody else is on our links, and a tentative address is no source
+			a.Flags |= unix.IFA_F_NODAD // our links have no other hosts, and a tentative address cannot be a source
 		}
 		return k.handles[v.In].AddrReplace(l, a)
 	case kernel.FDBEntry:
@@ -291,8 +291,8 @@ func (k *Kernel) changeDevice(remove bool, v kernel.Device) error {
 	return k.do(v.In, func() error { return addVXLAN(v) })
 }
 
-// addVXLAN makes a VXLAN device in the namespace of the thread. Package netlink cannot say that there
-// is to be no outer checksum (v1.3.1), and the kernel makes one where nobody says anything.
+// addVXLAN makes a VXLAN device in the namespace of the thread. Package netlink (v1.3.1) cannot
+// switch off the outer checksum, which the kernel otherwise computes.
 func addVXLAN(v kernel.Device) error {
 	bit := func(on bool) []byte {
 		if on {
@@ -318,7 +318,7 @@ func addVXLAN(v kernel.Device) error {
 	return err
 }
 
-// changeLink brings the device up last.
+// changeLink changes a link. It brings the device up last.
 func (k *Kernel) changeLink(v kernel.Link) error {
 	index, err := k.dev(v.In, v.Name)
 	if err != nil {
@@ -331,7 +331,8 @@ func (k *Kernel) changeLink(v kernel.Link) error {
 	return errors.Join(err, h.LinkSetMTU(l, v.MTU), h.LinkSetUp(l))
 }
 
-// neighborOf is an entry of a forwarding database, whose address is where it leads to, or another one.
+// neighborOf returns the identity and the value of an entry. In a forwarding database, addr is
+// where the entry leads to.
 func neighborOf(index, family int, mac kernel.MAC, addr netip.Addr) (neighbor, neighborValue) {
 	if family == unix.AF_BRIDGE {
 		return neighbor{index: index, mac: mac}, neighborValue{there: true, mac: mac, dst: addr}
@@ -360,7 +361,7 @@ func (k *Kernel) changeRoute(remove bool, v kernel.Route) error {
 	if remove { // whatever its next hop is
 		r.Scope = netlink.SCOPE_NOWHERE
 		if v.Type == kernel.Unicast && v.Dev == "" {
-			r.Type = 0 // see routeTypes
+			r.Type = 0 // any type; see routeTypes
 		}
 		return k.handles[v.In].RouteDel(r)
 	}
@@ -387,7 +388,8 @@ func (k *Kernel) changeRoute(remove bool, v kernel.Route) error {
 	return k.handles[v.In].RouteReplace(r)
 }
 
-// dev is the index of a device. A plan makes devices before it uses them, and removes them last.
+// dev returns the index of a device. A plan makes devices before it uses them, and removes them
+// last.
 func (k *Kernel) dev(in kernel.Namespace, name string) (int, error) {
 	p := kernel.Place{In: in, Name: name}
 	if index, ok := k.index[p]; ok {
@@ -405,7 +407,7 @@ func (k *Kernel) dev(in kernel.Namespace, name string) (int, error) {
 	return k.index[p], nil
 }
 
-// ignore returns nil for errors that are success.
+// ignore returns nil for errors that count as success.
 func ignore(err error, successes ...error) error {
 	if slices.ContainsFunc(successes, func(success error) bool { return errors.Is(err, success) }) {
 		return nil

@@ -14,10 +14,10 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// Networks returns what the network namespace of the process reaches without us: all its addresses,
-// and the destinations of all routes of the main table whatever they do with packets, those on its
-// links among them. Networks may be there several times, and inside of others. It has a socket of
-// its own and may be called concurrently with anything.
+// Networks returns the networks that the process's network namespace reaches without us: all its
+// addresses, and the destinations of all routes in the main table, whatever their type. Networks
+// may occur several times and inside each other. It has its own socket, and may be called
+// concurrently with anything.
 func Networks() (all []netip.Prefix, err error) {
 	h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
@@ -29,12 +29,12 @@ func Networks() (all []netip.Prefix, err error) {
 		return nil, fmt.Errorf("netlink: %w", err)
 	}
 	defer strict.Close()
-	_ = strict.SetStrictCheck(true) // the kernel leaves out other tables, of thousands of routes, from Linux 4.20 on
+	_ = strict.SetStrictCheck(true) // since Linux 4.20, the kernel then leaves out other tables with thousands of routes
 	links, err := untilWhole(h.LinkList)
 	if err != nil {
 		return nil, fmt.Errorf("links: %w", err)
 	}
-	ours := make(map[int]bool) // by index
+	ours := make(map[int]bool) // indices of our devices
 	for _, l := range links {
 		if kernel.OwnsDevice(l.Attrs().Name) {
 			ours[l.Attrs().Index] = true
@@ -52,7 +52,7 @@ func Networks() (all []netip.Prefix, err error) {
 		}
 		for _, table := range []int{unix.RT_TABLE_MAIN, unix.RT_TABLE_LOCAL} {
 			routes, err := untilWhole(func() ([]netip.Prefix, error) { return routed(strict, family, table, ours) })
-			if err != nil && !withoutFamily(family, err) && !errors.Is(err, unix.ENOENT) { // there is no such table
+			if err != nil && !withoutFamily(family, err) && !errors.Is(err, unix.ENOENT) { // the table does not exist
 				return nil, fmt.Errorf("routes: %w", err)
 			}
 			all = append(all, routes...)
@@ -61,8 +61,8 @@ func Networks() (all []netip.Prefix, err error) {
 	return all, nil
 }
 
-// Addresses returns the IPv4 addresses of the network namespace of the process, but those of our
-// devices. Like Networks it may be called concurrently with anything.
+// Addresses returns the IPv4 addresses of the process's network namespace, without those of our
+// devices. Like Networks, it may be called concurrently with anything.
 func Addresses() (all []netip.Addr, err error) {
 	h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
@@ -81,9 +81,9 @@ func Addresses() (all []netip.Addr, err error) {
 	return all, nil
 }
 
-// routed returns the destinations of one of the kernel's tables that are not ours. In the local one
-// are networks whose addresses are all the node's, beside its addresses, and broadcasts, which are
-// left out.
+// routed returns the foreign destinations in one of the kernel's tables. It leaves out broadcast
+// routes. Besides the node's addresses, the local table has networks all of whose addresses are the
+// node's.
 func routed(h *netlink.Handle, family, table int, ours map[int]bool) (all []netip.Prefix, err error) {
 	err = h.RouteListFilteredIter(family, &netlink.Route{Table: table}, netlink.RT_FILTER_TABLE, func(r netlink.Route) bool {
 		own := r.Protocol == kernel.GatewayProtocol || r.Protocol == kernel.NodeProtocol || ours[r.LinkIndex]
@@ -95,10 +95,10 @@ func routed(h *netlink.Handle, family, table int, ours map[int]bool) (all []neti
 	return all, err
 }
 
-// Routes returns the routes of the main table to networks of IPv4 by one other host, but ours: of each the
-// network and the next hop. Of several to one network only the one that the kernel takes counts, which has the
-// lowest metric; those for one type of service alone do not. Like Networks it may be called concurrently with
-// anything.
+// Routes returns the foreign routes of the main table that lead to an IPv4 network through exactly
+// one other host: the network and the next hop. Of several routes to a network, only that with the
+// lowest metric counts, because the kernel uses it. Routes for a single type of service do not
+// count. Like Networks, it may be called concurrently with anything.
 func Routes() ([]kernel.Route, error) {
 	h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
@@ -145,7 +145,7 @@ func untilWhole[T any](list func() ([]T, error)) (all []T, err error) {
 	return all, nil
 }
 
-// WatchNetworks calls notify whenever what Networks returns may have changed, until ctx ends.
+// WatchNetworks calls notify whenever the result of Networks may have changed, until ctx ends.
 func (k *Kernel) WatchNetworks(ctx context.Context, notify func()) error {
 	f, err := subscribe(unix.NETLINK_ROUTE, unix.RTNLGRP_LINK, // routes that disappear with a link cause no message
 		unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR, unix.RTNLGRP_IPV4_ROUTE, unix.RTNLGRP_IPV6_ROUTE)
@@ -166,7 +166,8 @@ func reachesOthers(b []byte) bool {
 	})
 }
 
-// Counters are the packets that a device has received and sent since it was made, and its index.
+// Counters returns the index of a device, and how many packets it has received and sent since it
+// was made.
 func Counters(device string) (index int, received, sent uint64, err error) {
 	link, err := netlink.LinkByName(device)
 	if err != nil {

@@ -9,8 +9,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// MTUTo is the MTU on the way to addr: what the route says (set or learned from a router), else the
-// link's, which links remembers by its index.
+// MTUTo returns the MTU of the path to addr: that of the route, which is set or learned from a
+// router, else that of the link. links caches the MTUs of links by index.
 func (k *Kernel) MTUTo(addr netip.Addr, links map[int]int) (int, error) {
 	route, err := k.routeTo(addr)
 	if err != nil {
@@ -29,7 +29,7 @@ func (k *Kernel) MTUTo(addr netip.Addr, links map[int]int) (int, error) {
 	return links[route.LinkIndex], nil
 }
 
-// DeviceTo is the name of the device by which addr is reached; names remembers them by index.
+// DeviceTo returns the name of the device that leads to addr. names caches names by index.
 func (k *Kernel) DeviceTo(addr netip.Addr, names map[int]string) (string, error) {
 	route, err := k.routeTo(addr)
 	if err != nil {
@@ -45,8 +45,8 @@ func (k *Kernel) DeviceTo(addr netip.Addr, names map[int]string) (string, error)
 	return names[route.LinkIndex], nil
 }
 
-// KindTo is the name and the kind of the device by which addr is reached, as ip(8) has kinds; empty for
-// one of hardware.
+// KindTo returns the name and the kind of the device that leads to addr. Kinds are those of ip(8);
+// empty for hardware.
 func (k *Kernel) KindTo(addr netip.Addr) (name, kind string, err error) {
 	route, err := k.routeTo(addr)
 	if err != nil {
@@ -59,8 +59,9 @@ func (k *Kernel) KindTo(addr netip.Addr) (name, kind string, err error) {
 	return l.Attrs().Name, l.Type(), nil
 }
 
-// Uplinks are the ports of a bridge that lead to other nodes and to no pod, as far as their kind tells:
-// tunnels, hardware, and one end of a pair whose other end is not in another network namespace.
+// Uplinks returns the ports of a bridge that lead to other nodes rather than to pods, as far as
+// their kind shows: tunnels, hardware, and veth devices whose other end is not in another network
+// namespace.
 func (k *Kernel) Uplinks(bridge string) (all []string, err error) {
 	h := k.handles[kernel.Host]
 	l, err := h.LinkByName(bridge)
@@ -80,7 +81,7 @@ func (k *Kernel) Uplinks(bridge string) (all []string, err error) {
 		case "vxlan", "geneve", "gretap", "ip6gretap", "device", "vlan", "bond", "openvswitch":
 		case "veth":
 			if a.NetNsID >= 0 {
-				continue // a pod's
+				continue // leads to a pod
 			}
 		default:
 			continue
@@ -102,7 +103,7 @@ func (k *Kernel) routeTo(addr netip.Addr) (r netlink.Route, err error) {
 	return routes[0], nil
 }
 
-// DeviceOf is the name and the MTU of the device with that address.
+// DeviceOf returns the name and the MTU of the device with that address.
 func (k *Kernel) DeviceOf(addr netip.Addr) (string, int, error) {
 	addrs, err := k.handles[kernel.Host].AddrList(nil, netlink.FAMILY_V4)
 	if err != nil {

@@ -22,11 +22,11 @@ func exprsOf(family nftables.TableFamily, rule kernel.FilterRule) []expr.Any {
 	return c.exprs
 }
 
-// A compiler makes the expressions of one rule. In tables of families with both versions of IP it matches
-// the version before the first match of an IP header, as nft(8) does.
+// A compiler makes the expressions of one rule. In families with both IP versions, it matches the
+// version before the first match of an IP header, as nft(8) does.
 type compiler struct {
 	family  nftables.TableFamily
-	version byte // NFPROTO of the version that was matched; 0: none
+	version byte // NFPROTO of the matched version; 0: none yet
 	exprs   []expr.Any
 }
 
@@ -123,7 +123,7 @@ func (c *compiler) ip(version byte) {
 	switch c.family {
 	case nftables.TableFamilyINet:
 		c.then(meta(expr.MetaKeyNFPROTO), is([]byte{version}))
-	case nftables.TableFamilyBridge: // whose rules match IPv4 alone
+	case nftables.TableFamilyBridge: // its rules only match IPv4
 		c.then(meta(expr.MetaKeyPROTOCOL), is(bigEndian(unix.ETH_P_IP)))
 	}
 }
@@ -155,13 +155,13 @@ func sourceNAT() expr.Any {
 	return &expr.NAT{Type: expr.NATTypeSourceNAT, Family: unix.NFPROTO_IPV4, RegAddrMin: 1}
 }
 
-// connection matches a connection that has one of the bits.
+// connection matches a connection with at least one of the bits.
 func connection(key expr.CtKey, bits uint32) []expr.Any {
 	return []expr.Any{&expr.Ct{Key: key, Register: 1}, masked(binaryutil.NativeEndian.PutUint32(bits)), isNot(make([]byte, 4))}
 }
 
-// named returns the octets with which the kernel compares a device name: all of the name, or those before
-// a trailing "*".
+// named returns the octets that the kernel compares with a device name: the whole name, or the part
+// before a trailing "*".
 func named(name string) []byte {
 	if prefix, found := strings.CutSuffix(name, "*"); found {
 		return []byte(prefix)

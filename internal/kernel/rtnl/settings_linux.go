@@ -14,8 +14,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// haveSettings reads the values that are wanted. One that cannot be read is written, and that error
-// tells.
+// haveSettings reads the current values of the wanted settings. A setting that cannot be read is
+// missing from the result, so it gets written, and that error is reported.
 func (k *Kernel) haveSettings(s *kernel.State, in kernel.Namespace, want []kernel.Setting) error {
 	return k.do(in, func() error {
 		for _, v := range want {
@@ -23,7 +23,7 @@ func (k *Kernel) haveSettings(s *kernel.State, in kernel.Namespace, want []kerne
 				continue
 			}
 			if withoutIPv6(v.Path) {
-				s.Settings = append(s.Settings, v) // nothing to switch off
+				s.Settings = append(s.Settings, v) // there is nothing to switch off
 			} else if b, err := os.ReadFile("/proc/sys/" + v.Path); err == nil {
 				v.Value = string(bytes.TrimSpace(b))
 				s.Settings = append(s.Settings, v)
@@ -33,8 +33,8 @@ func (k *Kernel) haveSettings(s *kernel.State, in kernel.Namespace, want []kerne
 	})
 }
 
-// withoutIPv6 reports that a setting of IPv6 has nothing to act on: the kernel has no IPv6, or has
-// taken it from a device with an MTU below 1280 (addrconf_notify in net/ipv6/addrconf.c).
+// withoutIPv6 reports whether an IPv6 setting has no effect: the kernel has no IPv6, or has removed
+// it from a device with an MTU below 1280 (addrconf_notify in net/ipv6/addrconf.c).
 func withoutIPv6(path string) bool {
 	rest, ok := strings.CutPrefix(path, "net/ipv6/conf/")
 	if !ok {
@@ -46,11 +46,11 @@ func withoutIPv6(path string) bool {
 	return without != nil && err == nil
 }
 
-// devconf are the numbers of IPv4 settings of a device (include/uapi/linux/ip.h).
+// devconf has the numbers of IPv4 settings of a device (include/uapi/linux/ip.h).
 var devconf = map[string]int{"forwarding": 1, "send_redirects": 6, "rp_filter": 8}
 
-// set writes a setting, in the namespace of the thread. Those of a device go by netlink, which
-// needs no writable /proc/sys: an unprivileged container has none.
+// set writes a setting in the namespace of the thread. It uses netlink for settings of a device,
+// which works without a writable /proc/sys: an unprivileged container has none.
 func (k *Kernel) set(v kernel.Setting) error {
 	if withoutIPv6(v.Path) {
 		return nil
@@ -82,9 +82,9 @@ func (k *Kernel) set(v kernel.Setting) error {
 	return err
 }
 
-// write writes below /proc/sys. A container that is not privileged has it read-only, for the node's
-// sake. The Inner namespace is nobody else's, and CAP_SYS_ADMIN, which it takes to make one, gives
-// us a procfs of our own, mounted nowhere, where net is that of the thread.
+// write writes a file below /proc/sys. In an unprivileged container that is read-only, to protect
+// the node. But only we use the Inner namespace, and CAP_SYS_ADMIN, which making it requires,
+// permits a private procfs mount, where net belongs to the thread's namespace.
 func (k *Kernel) write(v kernel.Setting) error {
 	err := os.WriteFile("/proc/sys/"+v.Path, []byte(v.Value), 0)
 	if v.In != kernel.Inner || k.inner == nil || !errors.Is(err, unix.EROFS) {
@@ -105,7 +105,7 @@ func (k *Kernel) write(v kernel.Setting) error {
 	return err
 }
 
-// ownProc is a new mount of procfs, which goes when it is closed.
+// ownProc mounts a new procfs, which disappears when fd is closed.
 func ownProc() (fd int, err error) {
 	fs, err := unix.Fsopen("proc", unix.FSOPEN_CLOEXEC)
 	if err != nil {
@@ -119,7 +119,7 @@ func ownProc() (fd int, err error) {
 	return fd, os.NewSyscallError("fsmount", err)
 }
 
-// errUnwritable says that an optional setting stays as it is.
+// errUnwritable means that an optional setting could not be written.
 var errUnwritable = errors.New("may not be written here")
 
 func ignoreOptional(v kernel.Setting, err error) error {
