@@ -24,7 +24,8 @@ type ipamRefresher struct {
 	store *ipamstore.Store
 }
 
-// SetupWithManager makes mgr call Reconcile a second after the IpamStorage or a NetworkAllocation changed.
+// SetupWithManager makes mgr call Reconcile a second after the IpamStorage or a NetworkAllocation
+// changed.
 func (r *ipamRefresher) SetupWithManager(mgr ctrl.Manager) error {
 	type queue = workqueue.TypedRateLimitingInterface[reconcile.Request]
 	later := func(q queue) { q.AddAfter(controllers.RequestFor("ipamstate"), time.Second) }

@@ -83,8 +83,8 @@ func doubtAbsence(ctx context.Context, direct client.Reader, n int) error {
 	return nil
 }
 
-// watchKinds calls changed when kinds appear or disappear: Liqo may be installed, removed or upgraded
-// later.
+// watchKinds calls changed when kinds appear or disappear: Liqo may be installed, removed or
+// upgraded later.
 func watchKinds(ctx context.Context, look func(context.Context) (present, error), had present, every time.Duration, changed func()) {
 	tick := time.NewTicker(every)
 	defer tick.Stop()

@@ -22,8 +22,8 @@ type Accept struct {
 	Family  string // of an nftables table: "ip" or "inet"
 	Table   string
 	Chain   string
-	// Gateways are the IPv4 addresses of gateways that are Pods on our node, sorted and separated by
-	// spaces.
+	// Gateways are the IPv4 addresses of gateways that are Pods on our node, sorted and separated
+	// by spaces.
 	Gateways string
 }
 
@@ -47,8 +47,8 @@ const (
 // rule with it. In rules for a gateway, a colon and the gateway's address follow.
 const AcceptComment = "isthmus-route-agent"
 
-// Comments returns the comments of the rules of an Accept, in order: two for our devices, and four for
-// each gateway, UDP to it and from it, then ICMP to it and from it.
+// Comments returns the comments of the rules of an Accept, in order: two for our devices, and four
+// for each gateway, UDP to it and from it, then ICMP to it and from it.
 func (a Accept) Comments() []string {
 	all := []string{AcceptComment, AcceptComment}
 	for g := range strings.FieldsSeq(a.Gateways) {

@@ -7,8 +7,8 @@ import (
 	"strings"
 )
 
-// A FilterRule is one rule of a FilterChain: matches, which must all hold, and a statement. String is its
-// text for nft(8). Package rtnl compiles the same terms to the kernel's expressions.
+// A FilterRule is one rule of a FilterChain: matches, which must all hold, and a statement. String
+// is its text for nft(8). Package rtnl compiles the same terms to the kernel's expressions.
 type FilterRule []Term
 
 func (r FilterRule) String() string {
@@ -19,8 +19,8 @@ func (r FilterRule) String() string {
 	return strings.Join(words, " ")
 }
 
-// A Term is a match or a statement of a FilterRule, one of the types of this file. It prints as text of
-// nft(8).
+// A Term is a match or a statement of a FilterRule, one of the types of this file. It prints as
+// text of nft(8).
 type Term interface {
 	fmt.Stringer
 	term()

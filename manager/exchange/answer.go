@@ -52,7 +52,8 @@ type answerReconciler struct {
 	waiting   requests // for a network or an address to become free, keyed by forRoom
 	claimants requests // for a public key that another peer may give up, keyed by that key
 
-	// pruned is true while the API server drops conditions: Liqo's definition of NetworkConfigs has none.
+	// pruned is true while the API server drops conditions: Liqo's definition of NetworkConfigs has
+	// none.
 	pruned atomic.Bool
 }
 
@@ -237,8 +238,8 @@ func answerInForce(b ipam.State, nc *v1alpha1.NetworkConfig) bool {
 	return granted && answered && grant == ipam.Grant{Pod: pod, External: external}
 }
 
-// write updates the status of a copy if the stored status would change. We own all of it, so conditions
-// that the sender wrote there are removed.
+// write updates the status of a copy if the stored status would change. We own all of it, so
+// conditions that the sender wrote there are removed.
 func (r *answerReconciler) write(ctx context.Context, nc *v1alpha1.NetworkConfig, answer v1alpha1.NetworkConfigStatus, accepted metav1.Condition) error {
 	if old := meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted); old != nil {
 		answer.Conditions = []metav1.Condition{*old}

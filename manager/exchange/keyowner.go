@@ -24,8 +24,8 @@ import (
 // being the first to list one counts least. The first of these rules that decides wins:
 //
 //  1. A peer that proves to have the private key has it, and peers without a proof do not.
-//  2. The peer whose TunnelEndpoint has the key has it; of two such peers, which an edit by hand can
-//     cause, the one with the older TunnelEndpoint, as in fabric.GatewayFor.
+//  2. The peer whose TunnelEndpoint has the key has it; of two such peers, which an edit by hand
+//     can cause, the one with the older TunnelEndpoint, as in fabric.GatewayFor.
 //  3. The peer whose claim was accepted with it has it.
 func (j Judge) takenKeys(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig, claim fabric.Claim) (taken [][32]byte, err error) {
 	for _, key := range claim.Keys() {

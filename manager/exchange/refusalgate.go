@@ -33,8 +33,8 @@ const refusalGap = 20 * time.Millisecond
 // reasonNotRefused is the reason of the Event about a node that does not refuse allocated networks.
 const reasonNotRefused = "NotRefused"
 
-// A RefusalGate is the convergence gate: it knows which allocated networks all nodes refuse, so that the
-// manager publishes no network that a node would still send to in the clear:
+// A RefusalGate is the convergence gate: it knows which allocated networks all nodes refuse, so
+// that the manager publishes no network that a node would still send to in the clear:
 //
 //	IPAM state ─► NetworkAllocation ─► route agent refuses it ─► NodeNetworks.spec.refusedResourceVersion ─► RefusalGate ─► answer, TunnelEndpoint
 //

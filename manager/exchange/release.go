@@ -25,9 +25,9 @@ const releaseInterval = 5 * time.Minute
 // peer.
 const reasonReleased = "NetworksReleased"
 
-// Releases ends holds of released networks after fabric.ReleaseHold. It also releases the networks of
-// peers that vanished without un-peering, once no object has named them for ipam.UnusedGrace. Both times
-// are in the IPAM state, so a restart of the manager does not reset them.
+// Releases ends holds of released networks after fabric.ReleaseHold. It also releases the networks
+// of peers that vanished without un-peering, once no object has named them for ipam.UnusedGrace.
+// Both times are in the IPAM state, so a restart of the manager does not reset them.
 type Releases struct {
 	Cache  client.Reader
 	Peers  peers.Peers

@@ -118,8 +118,8 @@ func exposed(s *corev1.Service, nodes []corev1.Node) (host string, ports []uint1
 }
 
 // outerAddress returns the address at which peers reach the node with the given address: its first
-// ExternalIP, else its first InternalIP, of a family of the Service. It returns the given address if the
-// node is unknown or has no address of these families.
+// ExternalIP, else its first InternalIP, of a family of the Service. It returns the given address
+// if the node is unknown or has no address of these families.
 func outerAddress(inner string, families []corev1.IPFamily, nodes []corev1.Node) string {
 	given, err := netip.ParseAddr(inner)
 	if err != nil {

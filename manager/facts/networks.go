@@ -22,8 +22,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/owncluster"
 )
 
-// detected holds the networks found in the cluster's own configuration. They never change during the life
-// of a cluster, so they are read only once. services is unused where ServiceCIDRs are watched.
+// detected holds the networks found in the cluster's own configuration. They never change during
+// the life of a cluster, so they are read only once. services is unused where ServiceCIDRs are
+// watched.
 type detected struct{ pods, services []netip.Prefix }
 
 // networks sets PodCIDR and ServiceCIDR from the AddressPlan, else from the cluster's
@@ -67,8 +68,8 @@ func (k *Keeper) networks(ctx context.Context, f *Facts) error {
 	return nil
 }
 
-// serviceCIDRs returns the networks of all ServiceCIDRs, starting with those of the cluster's first one,
-// kubernetes. Others may come and go at any time. There are none if the kind is not served.
+// serviceCIDRs returns the networks of all ServiceCIDRs, starting with those of the cluster's first
+// one, kubernetes. Others may come and go at any time. There are none if the kind is not served.
 func (k *Keeper) serviceCIDRs(ctx context.Context) (all []netip.Prefix, err error) {
 	if !k.ServiceCIDRs {
 		return nil, nil
@@ -108,8 +109,8 @@ func outside(all []netip.Prefix, inner netip.Prefix) (rest []netip.Prefix) {
 	return slices.Compact(rest)
 }
 
-// checkPodCIDR adds a sentence to f.Missing when the PodCIDR contains no node's podCIDR and no Pod. A CNI
-// that allocates addresses by itself does not use the podCIDRs of nodes.
+// checkPodCIDR adds a sentence to f.Missing when the PodCIDR contains no node's podCIDR and no Pod.
+// A CNI that allocates addresses by itself does not use the podCIDRs of nodes.
 func (k *Keeper) checkPodCIDR(ctx context.Context, f *Facts, nodes []corev1.Node) error {
 	network, node := strayNode(f.PodCIDR, nodes)
 	if node == "" || k.podsIn == f.PodCIDR {
@@ -136,8 +137,8 @@ func (k *Keeper) checkPodCIDR(ctx context.Context, f *Facts, nodes []corev1.Node
 	return nil
 }
 
-// strayNode returns a podCIDR outside of the PodCIDR and its node, if every podCIDR of that family lies
-// outside.
+// strayNode returns the first node with a podCIDR of the PodCIDR's family, and that podCIDR, if the
+// PodCIDR overlaps no node's podCIDR. Otherwise node is "".
 func strayNode(podCIDR netip.Prefix, nodes []corev1.Node) (stray netip.Prefix, node string) {
 	for i := range nodes {
 		for _, text := range nodes[i].Spec.PodCIDRs {
@@ -178,8 +179,8 @@ func (k *Keeper) kubeadm(ctx context.Context) (pods, services []netip.Prefix, er
 // serviceSources names what readServices reads, for messages.
 const serviceSources = "ServiceCIDR kubernetes, ConfigMap kube-system/kubeadm-config and the flags of API servers"
 
-// readServices reads the network of the Services where ServiceCIDR is not served (Kubernetes 1.31 and
-// 1.32). There only the cluster's configuration has it, if it is visible.
+// readServices reads the network of the Services where ServiceCIDR is not served (Kubernetes 1.31
+// and 1.32). There only the cluster's configuration has it, if it is visible.
 func (k *Keeper) readServices(ctx context.Context) error {
 	if len(k.detected.services) > 0 {
 		return nil

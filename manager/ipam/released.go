@@ -15,8 +15,8 @@ const (
 	// UnusedGrace is how long no object of a peering may name a peer before its networks are
 	// released.
 	UnusedGrace = 24 * time.Hour
-	// maxReplaced and maxReplacedOfOne bound the held networks of peers that have others by now: of
-	// all peers together, and of one peer.
+	// maxReplaced and maxReplacedOfOne bound how many networks are held although their peer has
+	// other networks by now: for all peers together, and for one peer.
 	maxReplaced, maxReplacedOfOne = 512, 8
 	// maxHeldOfOne bounds all networks held for one peer, apart from the two that it has: its
 	// NetworkAllocation lists them all.

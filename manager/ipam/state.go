@@ -107,9 +107,9 @@ func DefaultPools() []netip.Prefix {
 	}
 }
 
-// A State is the IPAM state: all allocations and holds. It is immutable: methods return a new State,
-// so the old one may be read concurrently and kept for comparison. The zero State is empty and has
-// no pools.
+// A State is the IPAM state: all allocations and holds. It is immutable: methods return a new
+// State, so the old one may be read concurrently and kept for comparison. The zero State is empty
+// and has no pools.
 type State struct {
 	own       Config
 	peers     map[string]*account      // neither the map nor its accounts change once a State has them
@@ -156,11 +156,11 @@ func (b State) Own() Config {
 // Peers returns the sorted IDs of all peers that have a network, present or held, or have answered.
 func (b State) Peers() []string { return slices.Sorted(maps.Keys(b.peers)) }
 
-// Answered records the networks by which the peer sees our PodCIDR and ExternalCIDR. They equal our own
-// if the peer does not remap them. From the first answer on, the gateway's own address is mapped to
-// the first host of the ExternalCIDR, for the connection check. A zero prefix, or one that does not
-// fit ours (another family or length, or no network that pods can have), keeps the previous value.
-// Answers may overlap any network here, because only the peer uses them.
+// Answered records the networks by which the peer sees our PodCIDR and ExternalCIDR. They equal our
+// own if the peer does not remap them. From the first answer on, the gateway's own address is
+// mapped to the first host of the ExternalCIDR, for the connection check. A zero prefix, or one
+// that does not fit ours (another family or length, or no network that pods can have), keeps the
+// previous value. Answers may overlap any network here, because only the peer uses them.
 func (b State) Answered(id string, podSeen, externalSeen netip.Prefix) State {
 	old := b.peers[id]
 	if old == nil {

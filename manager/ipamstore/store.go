@@ -107,8 +107,8 @@ func (s *Store) Now(ctx context.Context) (time.Time, error) { return s.now(ctx) 
 func (s *Store) State() ipam.State { return *s.state.Load() }
 
 // Load reads the NetworkAllocations. If our own cluster has none, Load imports the IpamStorage. If
-// that is missing or invalid, it rebuilds the State from TunnelEndpoints, NetworkConfigs and NatMappings.
-// It may be called again after an error.
+// that is missing or invalid, it rebuilds the State from TunnelEndpoints, NetworkConfigs and
+// NatMappings. It may be called again after an error.
 func (s *Store) Load(ctx context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -98,8 +98,8 @@ func (r *Reconciler) SetupWithManager(mgr ctrl.Manager) error {
 				all = append(all, controllers.RequestFor(peering.Name))
 			}
 			return all
-			// Our own status writes count, too: a status that was computed from an old object has to be
-			// computed again.
+			// Our own status writes count, too: a status that was computed from an old object has
+			// to be computed again.
 		})).
 		Watches(&v1alpha1.NetworkConfig{}, inNamespace).
 		Watches(&v1alpha1.TunnelEndpoint{}, inNamespace).

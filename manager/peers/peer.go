@@ -117,8 +117,8 @@ func (p Peers) ByNamespace(ctx context.Context, namespace string) (Peer, error) 
 	return p.one(ctx, IndexTenantNamespace, namespace)
 }
 
-// List returns all peers, sorted by cluster ID. They share memory with the cache, so the caller must
-// not change them.
+// List returns all peers, sorted by cluster ID. They share memory with the cache, so the caller
+// must not change them.
 func (p Peers) List(ctx context.Context) ([]Peer, error) {
 	byID := make(map[string]Peer)
 	var peerings isthmus.PeeringList

@@ -23,12 +23,12 @@ import (
 // An endpoint is an API server and our TLS configuration for it. Peers with the same endpoint share
 // connections.
 type endpoint struct {
-	server     string // name that its certificate must have; empty: the host of server
-	serverName string // URL; empty: from the environment
-	proxy      string // PEM; empty: the system's authorities
-	ca         string // PEM; both empty: authentication by token
-	cert, key  string // cluster ID of the peer that the tunnel leads to; empty: no tunnel
-	inBand     string // cluster ID of the peer whose tunnel leads there; empty: none
+	server     string // https URL, without a slash at the end
+	serverName string // name that its certificate must have; empty: the host of server
+	proxy      string // URL; empty: from the environment
+	ca         string // PEM; empty: the system's authorities
+	cert, key  string // PEM; both empty: authentication by token
+	inBand     string // cluster ID of the peer that the tunnel leads to; empty: no tunnel
 }
 
 // String returns the API server's name in messages.

@@ -65,7 +65,8 @@ func (r *Replicator) Share(id string, want map[string]isthmus.PeerServicesSpec) 
 	}
 }
 
-// Sharing returns the progress of the export to a peer. It returns false before the first check of the peer.
+// Sharing returns the progress of the export to a peer. It returns false before the first check of
+// the peer.
 func (r *Replicator) Sharing(id string) (Sharing, bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -374,7 +374,7 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 			w.retry = time.Now().Add(w.tries.next(w.r.pace))
 			return nil
 		case err == nil && w.peer.InBand && leaving(original) && original.Name == a.name:
-			return w.letGo(ctx, original) // the peer closes the tunnel with the copy, so nobody can check later
+			return w.letGo(ctx, original) // the peer closes the tunnel once the copy is gone, so nobody can check later
 		}
 		return remotely(err)
 

@@ -1,5 +1,5 @@
-// Package services shares Services with peers through the standard objects of the Kubernetes Multi-Cluster
-// Services API:
+// Package services shares Services with peers through the standard objects of the Kubernetes
+// Multi-Cluster Services API:
 //
 //	exporter                                            importer
 //	ServiceExport + Service + EndpointSlices            ServiceImport, derived Service, EndpointSlices
@@ -12,8 +12,9 @@
 // status of PeerServices, and the conditions of ServiceExports. The manager runs it; package
 // peerings reads its Imports.
 //
-// A peer is hostile until proven otherwise. It sends its pods' own addresses, and the importer translates
-// them into the network that it uses for that peer. No other address of a peer gets into a slice.
+// A peer is hostile until proven otherwise. It sends its pods' own addresses, and the importer
+// translates them into the network that it uses for that peer. No other address of a peer gets into
+// a slice.
 package services
 
 import (

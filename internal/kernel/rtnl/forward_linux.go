@@ -260,8 +260,8 @@ func forwards(c *nftables.Chain) bool {
 // gatewayProtocols are the protocols that an Accept permits for gateways.
 var gatewayProtocols = []byte{unix.IPPROTO_UDP, unix.IPPROTO_ICMP}
 
-// acceptRules returns the rules of an Accept in the order of its Comments, as iptables-nft would make
-// them.
+// acceptRules returns the rules of an Accept in the order of its Comments, as iptables-nft would
+// make them.
 func acceptRules(a kernel.Accept) (all [][]expr.Any) {
 	accepting := func(c compiler) {
 		all = append(all, append(c.exprs, &expr.Counter{}, &expr.Verdict{Kind: expr.VerdictAccept}))
@@ -282,8 +282,8 @@ func acceptRules(a kernel.Accept) (all [][]expr.Any) {
 	return all
 }
 
-// gatewaysOf returns the addresses of an Accept's gateways, with the zero address for an invalid one,
-// which only a foreign edit of our comments can cause.
+// gatewaysOf returns the addresses of an Accept's gateways, with the zero address for an invalid
+// one, which only a foreign edit of our comments can cause.
 func gatewaysOf(a kernel.Accept) (all []netip.Addr) {
 	for text := range strings.FieldsSeq(a.Gateways) {
 		addr, err := netip.ParseAddr(text)
@@ -317,9 +317,9 @@ func (k *Kernel) lookLegacy() {
 	k.forward = append(slices.DeleteFunc(k.forward, func(f forwarding) bool { return f.accept.Program == kernel.IptablesLegacy }), legacyForwarding()...)
 }
 
-// acceptsIn returns have, the accept rules that exist and are right or have to go, and want, the needed ones.
-// It needs rules in each chain that drops packets, if any are wanted. It skips chains that cannot be changed
-// safely, which Limits reports.
+// acceptsIn returns have, the accept rules that exist and are right or have to go, and want, the
+// needed ones. It needs rules in each chain that drops packets, if any are wanted. It skips chains
+// that cannot be changed safely, which Limits reports.
 func (k *Kernel) acceptsIn(wanted []kernel.Accept) (have, want []kernel.Accept) {
 	for _, f := range k.forward {
 		if f.fixed {

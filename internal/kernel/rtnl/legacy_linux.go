@@ -230,8 +230,8 @@ const (
 	ipProtocol                       = 80
 )
 
-// acceptEntries returns the rules of an Accept in the order of its Comments, such as "-i isthmus+ -m
-// comment --comment isthmus-route-agent -j ACCEPT".
+// acceptEntries returns the rules of an Accept in the order of its Comments, such as "-i isthmus+
+// -m comment --comment isthmus-route-agent -j ACCEPT".
 func acceptEntries(a kernel.Accept) (all [][]byte) {
 	comments := a.Comments()
 	add := func(value []byte, at, mask, masked int, protocol byte) {

@@ -168,8 +168,8 @@ type commit struct {
 	at         time.Time
 }
 
-// commit records that we are about to create the generation after before; 0: unknown. The caller
-// has to check afterwards whether it was really ours.
+// commit records that we are about to create generation before+1; before is 0 if it is unknown. The
+// caller has to check afterwards whether the generation is really ours.
 func (m *memory) commit(before uint32) {
 	m.mu.Lock()
 	defer m.mu.Unlock()

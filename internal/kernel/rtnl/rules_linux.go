@@ -12,8 +12,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// exprsOf returns the expressions of a rule in a table of a family. TestFilterIsWhatItsTextSays compares
-// them with those that nft(8) makes of the rule's text.
+// exprsOf returns the expressions of a rule in a table of a family. TestFilterIsWhatItsTextSays
+// compares them with those that nft(8) makes of the rule's text.
 func exprsOf(family nftables.TableFamily, rule kernel.FilterRule) []expr.Any {
 	c := compiler{family: family}
 	for _, term := range rule {

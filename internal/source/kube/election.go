@@ -36,14 +36,17 @@ const (
 
 // election elects the active replica by the Lease alone, unless nodes vote (see ballot):
 //
-//   - A replica becomes active by writing its name into the Lease, if the Lease has no holder or has not changed for
-//     leaseDuration.
-//   - It stays active until it reads another name, even without an API server and across a restart (see remember). While
-//     it cannot renew the Lease it asks the other gateways, and falls silent if one does not answer (see decide).
-//   - A standby does not take an expired Lease while its holder answers and speaks. It renews the Lease in the holder's
-//     name if the holder does not, so that readers know that a gateway is active.
-//   - Time without contact to the API server does not count. A standby cannot tell whether the active replica died or
-//     lost the API server, too, so it gives it another leaseDuration to renew.
+//   - A replica becomes active by writing its name into the Lease, if the Lease has no holder or
+//     has not changed for leaseDuration.
+//   - It stays active until it reads another name, even without an API server and across a restart
+//     (see remember). While it cannot renew the Lease it asks the other gateways, and falls silent
+//     if one does not answer (see decide).
+//   - A standby does not take an expired Lease while its holder answers and speaks. It renews the
+//     Lease in the holder's name if the holder does not, so that readers know that a gateway is
+//     active.
+//   - Time without contact to the API server does not count. A standby cannot tell whether the
+//     active replica died or lost the API server, too, so the standby gives the active replica
+//     another leaseDuration to renew.
 //
 // client-go's elector differs in each of these: it gives up when it cannot renew for a while, and
 // then the first replica to reach the API server takes over. It also reads the Lease only every two
@@ -528,8 +531,8 @@ func (e *election) carryOn(known acquaintance) {
 	e.judgeLocked(time.Now())
 }
 
-// superseded reports whether another gateway has answered that this one no longer holds the Lease,
-// which it held at the time of known.
+// superseded reports whether another gateway has answered that this one no longer holds the Lease.
+// known is from a time when it did.
 func (e *election) superseded(known acquaintance, now time.Time) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()

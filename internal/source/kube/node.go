@@ -31,10 +31,10 @@ import (
 // it, the Pods of the gateway, the NetworkAllocations, and the gateway's Service, which names the
 // active gateway. If these are not enough, it watches more for as long as needed:
 //
-//   - TunnelEndpoints, if the NetworkAllocations do not name our own networks, or the Service does not
-//     name a Pod of the gateway;
-//   - all Nodes, Pods and TunnelEndpoints, if a gateway uses the host network, or no gateway has been seen
-//     yet.
+//   - TunnelEndpoints, if the NetworkAllocations do not name our own networks, or the Service does
+//     not name a Pod of the gateway;
+//   - all Nodes, Pods and TunnelEndpoints, if a gateway uses the host network, or no gateway has
+//     been seen yet.
 //
 // It calls deliver once everything has been read, and again after every relevant change, never
 // twice at a time. Self and UnderlayMTU of the intent are empty. An invalid TunnelEndpoint is left

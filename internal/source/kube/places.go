@@ -111,8 +111,8 @@ func (p *places) withAgents(namespace string) (nodes map[string]bool, ok bool) {
 }
 
 // move records the present addresses of a node; nil: it has none. It reports whether the set of all
-// nodes' addresses changed. The previous addresses are those counted, not those in the event, whose
-// old version may never have been delivered.
+// nodes' addresses changed. It compares with the counted addresses rather than with the old version
+// in the event, which may never have been delivered.
 func (p *places) move(node string, come []netip.Addr) (moved bool) {
 	gone := p.has[node]
 	if slices.Equal(gone, come) {

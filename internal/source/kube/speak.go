@@ -74,13 +74,14 @@ type ruling struct {
 
 // decide applies the rules that let only one gateway at a time speak to peers:
 //
-//   - The holder speaks while its last renewal is recent (confirmed). After that, it needs recent answers of all other
-//     gateways that they leave the Lease alone. A gateway that never had another one goes on alone.
-//   - The holder gives way to a gateway that knows of a later takeover, or that also holds the Lease and can reach the API
-//     server.
-//   - A standby takes a Lease that is free, or that has expired while no gateway answers as its holder. It does not wait
-//     for ever for a holder that answers but is silent: that holder may wait for a gateway that is gone for good,
-//     whose successor it cannot read of.
+//   - The holder speaks while its last renewal is recent (confirmed). After that, it needs recent
+//     answers of all other gateways that they leave the Lease alone. A gateway that never had
+//     another one goes on alone.
+//   - The holder gives way to a gateway that knows of a later takeover, or that also holds the
+//     Lease and can reach the API server.
+//   - A standby takes a Lease that is free, or that has expired while no gateway answers as its
+//     holder. It does not wait for ever for a holder that answers but is silent: that holder may
+//     wait for a gateway that is gone for good, whose successor it cannot read of.
 //
 // This is safe because the standby's promise to leave the Lease alone counts from a question of its
 // own. The holder counts the same time from a moment before that question was answered, less
@@ -122,7 +123,7 @@ func decide(v view) ruling {
 // defersTo reports whether a gateway that does not hold the Lease leaves it to another one. An
 // answer from before a takeover that v knows of does not count. Neither does a holder that has been
 // silent for long, if this gateway can read the API server and thus do better. Two gateways that
-// cannot read it, and have lost sight of each other, need the promise to go on.
+// cannot read it, and have lost sight of each other, can only continue with this promise.
 func (v view) defersTo(o account) bool {
 	mute := v.reads && o.silent && o.mute >= deferFor
 	return !v.holds && o.holds && o.fresh() && o.transition >= v.transition && !mute
