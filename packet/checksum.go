@@ -26,8 +26,8 @@ const (
 	ChecksumAbsent
 )
 
-// Checksum returns the Internet checksum (RFC 1071) of b, inverted, ready for the field. sum is
-// what goes before b: any unfolded sum of big-endian 16-bit or 32-bit words below 1<<48. An odd
+// Checksum returns the Internet checksum (RFC 1071) of b, inverted, ready for the field. sum is the
+// unfolded sum of what precedes b, in big-endian 16-bit or 32-bit words, and below 1<<48. An odd
 // last octet is padded with zero.
 func Checksum(b []byte, sum uint64) uint16 { return ^fold(sum + uint64(sum16(b))) }
 
@@ -72,7 +72,7 @@ func sum16(b []byte) uint16 {
 		over += c
 		b = b[8:]
 	}
-	var last uint64 // what is left, at most 7 octets
+	var last uint64 // the remaining octets, at most 7
 	if len(b) >= 4 {
 		last = uint64(le.Uint32(b))
 		b = b[4:]
@@ -102,9 +102,9 @@ func sumHeader4(h []byte) uint16 {
 		uint64(be.Uint32(h[16:20])))
 }
 
-// fold reduces a sum to 16 bits with end-around carry. It returns 0 only for 0. A sum plus its
-// halves exchanged has in the upper half what both together make, the carry out of the lower half
-// included.
+// fold reduces a sum to 16 bits with end-around carry. It returns 0 only for 0. Adding a sum to
+// itself with its halves swapped leaves the sum of the halves in the upper one, including the carry
+// out of the lower one.
 func fold(sum uint64) uint16 {
 	sum += bits.RotateLeft64(sum, 32)
 	half := uint32(sum >> 32)
@@ -112,8 +112,8 @@ func fold(sum uint64) uint16 {
 	return uint16(half >> 16)
 }
 
-// delta32 and delta16 are what replacing a field adds to a sum: ~m + m' of RFC 1624, equation 3.
-// Field and sum have to have the same alignment, else delta16 takes swapped octets.
+// delta32 and delta16 return what replacing a field adds to a sum: ~m + m' of RFC 1624, equation 3.
+// If the field starts at an odd offset of the summed octets, delta16 takes its octets swapped.
 func delta32(old, new uint32) uint64 { return uint64(^old) + uint64(new) }
 func delta16(old, new uint16) uint64 { return uint64(^old) + uint64(new) }
 

@@ -25,15 +25,16 @@ type Coalescer struct {
 	tags  [maxOpen]uint64 // of open: packed, since every packet is compared with all of them
 	open  [maxOpen]openRun
 	opens int
-	evict int // whose turn it is to be closed when all are in use
+	evict int // index of the run to close next when all are in use
 }
 
 // Run is one superpacket or, with Segments == 1, one packet. Header, View.Bytes() and Tail, written
 // by one writev, are what the TUN takes.
 type Run struct {
-	// View is the first packet with the headers of the whole: Len is that of the superpacket, Bytes
-	// is the first packet alone, the checksum is partial. It may be rewritten; the partial checksum
-	// follows. Of a single packet it is simply the packet, complete.
+	// View is the first packet, with the headers of the superpacket: Len is the length of the
+	// superpacket, Bytes returns the first packet alone, and the checksum is partial. A rewrite
+	// updates the partial checksum. In a run of one packet, View is that packet with its complete
+	// checksum.
 	View View
 	// Header is zero for a single packet.
 	Header VirtioHeader
@@ -48,7 +49,7 @@ type joined struct {
 	run  int
 }
 
-// openRun is a run that may still grow. What else has to be known is in its view.
+// openRun is a run that may still grow. Its View holds everything else.
 type openRun struct {
 	run      int
 	seq      uint32 // TCP sequence number that comes next
@@ -77,11 +78,11 @@ func (c *Coalescer) Reset() {
 	c.sealed, c.opens, c.evict = 0, 0, 0
 }
 
-// Add takes one decrypted packet, whole and with complete checksums. b is borrowed until Reset; the
-// headers of the first packet of a run are changed in it. A packet that cannot join is a run of its
-// own. Checksums are verified before packets are joined, since the joined packet gets a new one: a
-// packet with a wrong checksum goes alone and unchanged, and whoever it is for drops it. The error
-// is that of View.Parse, and the packet is then not added.
+// Add takes one decrypted packet, whole and with complete checksums. It borrows b until Reset, and
+// changes the headers of the first packet of a run in place. A packet that cannot join becomes a
+// run of its own. Add verifies checksums before it joins packets, because the joined packet gets a
+// new one. A packet with a wrong checksum goes alone and unchanged, so that its receiver drops it.
+// The error is that of View.Parse; the packet was then not added.
 func (c *Coalescer) Add(b []byte) error {
 	n := len(c.runs)
 	c.runs = append(c.runs, Run{})
@@ -205,7 +206,7 @@ func (c *Coalescer) join(i int, v *View) bool {
 	c.joined = append(c.joined, joined{data: v.b[v.payload:], run: o.run})
 	last := ends(v)
 	if last {
-		first.b[first.transport+13] |= TCPPsh // the checksum is made anew when the run is sealed
+		first.b[first.transport+13] |= TCPPsh // seal computes the checksum
 	}
 	if last || data < size {
 		c.close(i)
@@ -272,7 +273,7 @@ func (c *Coalescer) close(i int) {
 	c.tags[i], c.open[i] = c.tags[c.opens], c.open[c.opens]
 }
 
-// closeHosts closes the runs that a fragment without ports may belong to.
+// closeHosts closes every run to which a fragment without ports may belong.
 func (c *Coalescer) closeHosts(v *View) {
 	for i := c.opens - 1; i >= 0; i-- {
 		if sameHosts(&c.runs[c.open[i].run].View, v) {

@@ -35,8 +35,8 @@ func isExtension(proto uint8) bool {
 	return false
 }
 
-// extensionLen is the length of the extension header e of the given kind, of which two octets are
-// known to be there.
+// extensionLen returns the length of the extension header e of the given kind. e has at least two
+// octets.
 func extensionLen(kind uint8, e []byte) int {
 	switch kind {
 	case fragmentHeader:
@@ -47,8 +47,8 @@ func extensionLen(kind uint8, e []byte) int {
 	return (int(e[1]) + 1) * 8
 }
 
-// wholeExtension is the length of the extension header at the start of e; false when it is not all
-// there.
+// wholeExtension returns the length of the extension header at the start of e. ok is false if e
+// does not hold all of it.
 func wholeExtension(kind uint8, e []byte) (size int, ok bool) {
 	if len(e) < 8 {
 		return 0, false
@@ -58,9 +58,9 @@ func wholeExtension(kind uint8, e []byte) (size int, ok bool) {
 }
 
 // extensions walks the extension headers and leaves v.proto and v.transport at the upper-layer
-// header, or at the data of a later fragment. Proto of a later fragment is what the fragment header
-// says, which need not be the upper layer: reassembly goes by source, destination and
-// identification alone (RFC 8200, section 4.5).
+// header, or at the data of a later fragment. The proto of a later fragment comes from the fragment
+// header. It need not name the upper-layer protocol, because reassembly uses only source,
+// destination and identification (RFC 8200, section 4.5).
 func (v *View) extensions() Error {
 	seen := false // a fragment header
 	at := ipv6Len

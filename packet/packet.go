@@ -1,12 +1,14 @@
-// Package packet is bytes in, bytes out: it parses IP packets, rewrites their addresses and ports
-// with incremental checksums, cuts superpackets into segments and joins segments into runs. It has
-// no state between packets, no clock, no file descriptor and imports the standard library alone.
+// Package packet parses and rewrites IP packets: bytes in, bytes out. It changes addresses and
+// ports with incremental checksums, cuts superpackets into segments and joins segments into runs.
+// It keeps no state between packets, reads no clock, opens no file and imports only the standard
+// library.
 //
 //	out:  TUN ─► VirtioHeader.Decode ─► View.Parse ─► VirtioHeader.Validate ─► (NAT) ─► Segmenter ─► WireGuard
 //	in:   WireGuard ─► Coalescer.Add ─► Coalescer.Runs ─► (NAT, once a run) ─► Run.Header, View, Tail ─► TUN
 //
-// Parse proves every length once; what comes after it indexes without asking again. A View borrows
-// the bytes it was given and never copies them. Nothing here allocates once its scratch has grown.
+// Parse proves every length once; later code indexes without checking again. A View borrows the
+// bytes it was given and never copies them. Apart from Join, Split and Split6, whose results are
+// new memory, nothing allocates once its scratch has grown.
 package packet
 
 // Protocol numbers (IANA) that this package knows by name.
@@ -62,8 +64,8 @@ const (
 	icmpSumOffset = 2
 )
 
-// Error is why bytes were refused. The list is closed and the values are comparable; converting one
-// to error does not allocate, so that a flood of malformed packets costs no garbage.
+// Error is the reason why bytes were refused. The list is closed and the values are comparable.
+// Converting one to error does not allocate, so a flood of malformed packets costs no garbage.
 type Error uint8
 
 // The reasons, in the order in which a packet is examined.

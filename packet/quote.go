@@ -3,12 +3,14 @@ package packet
 import "net/netip"
 
 // Quote is the packet that an ICMP error quotes, rewritten in place. Each setter updates three
-// checksums, as Linux does in net/netfilter/nf_nat_proto.c: that of the quoted IPv4 header; that of
-// the quoted transport header, if it is quoted completely (TCP, UDP unless it is 0, UDP-Lite, DCCP,
-// ICMP; Linux does not update that of TCP if the quote ends behind it but within the header); and
-// that of the error itself. Half a checksum is not updated, because the other half would determine
-// the carry. Octets behind the quote, such as RFC 4884 extensions, are never changed. It borrows
-// the bytes of its View and is valid until the next Parse. Not for concurrent use.
+// checksums, as Linux does in net/netfilter/nf_nat_proto.c: that of the quoted IPv4 header, that of
+// the quoted transport header, and that of the error itself. The transport checksum is updated if
+// it is quoted completely and belongs to TCP, UDP (unless it is 0), UDP-Lite, DCCP or ICMP. Half a
+// checksum is left alone, because the missing half would determine the carry. Linux differs in one
+// case: it leaves the checksum of a TCP header alone that is not quoted to its end. Octets behind
+// the quote, such as RFC 4884 extensions, never change.
+//
+// A Quote borrows the bytes of its View and is valid until the next Parse. Not for concurrent use.
 type Quote struct {
 	b         []byte // ICMP message of the error, from its type octet
 	transport int    // offset in b of the quoted transport header; the end of the quote when it has none
@@ -44,7 +46,8 @@ func (v *View) Quote(q *Quote) error {
 }
 
 // minExtended is the least length of the original datagram field when extensions follow (RFC 4884,
-// section 3). Less says nothing: the octet was unused before, and not everybody left it zero.
+// section 3). A smaller value means nothing: not every sender of older errors set the octet to
+// zero.
 const minExtended = 128
 
 // extent returns where the original datagram field ends. RFC 4884 gives it a length, in 32-bit
@@ -139,7 +142,7 @@ func (q *Quote) Proto() uint8 { return q.proto }
 // LaterFragment reports whether the quoted packet is a fragment other than the first.
 func (q *Quote) LaterFragment() bool { return q.later }
 
-// HasPorts reports whether the quote is of TCP or UDP and reaches to both ports.
+// HasPorts reports whether the quoted packet is TCP or UDP and the quote contains both ports.
 func (q *Quote) HasPorts() bool { return (q.proto == TCP || q.proto == UDP) && q.has(4) }
 
 // SrcPort returns the source port of the quoted packet, 0 unless HasPorts.
@@ -246,7 +249,7 @@ func (q *Quote) setWord(at int, new uint16) {
 	q.transportChanged(delta)
 }
 
-// transportChanged brings the quoted transport checksum up to date where it is quoted.
+// transportChanged updates the quoted transport checksum if the quote contains it.
 func (q *Quote) transportChanged(delta uint64) {
 	at := q.transport
 	switch {
@@ -257,7 +260,7 @@ func (q *Quote) transportChanged(delta uint64) {
 		if be.Uint16(q.b[at:]) == 0 {
 			return
 		}
-	case (q.proto == UDPLite || q.proto == DCCP) && q.has(udpLen): // in the place of UDP's, and over the pseudo-header too
+	case (q.proto == UDPLite || q.proto == DCCP) && q.has(udpLen): // checksum at UDP's offset
 		at += udpSumOffset
 	case q.isICMP() && q.has(icmpSumOffset+2):
 		at += icmpSumOffset
@@ -271,8 +274,8 @@ func (q *Quote) transportChanged(delta uint64) {
 	q.put(at, sum)
 }
 
-// put writes one word of the quoted packet, which lies at an even offset of the error, and tells
-// the error's checksum.
+// put writes one word of the quoted packet, at an even offset of the error, and updates the error's
+// checksum.
 func (q *Quote) put(at int, new uint16) {
 	field := q.b[at : at+2]
 	delta := delta16(be.Uint16(field), new)

@@ -5,8 +5,8 @@ import (
 	"net/netip"
 )
 
-// SetSrc rewrites the source address and keeps all checksums right. The address has to be of the
-// packet's family; another is a mistake of the caller and panics before anything is written.
+// SetSrc rewrites the source address and keeps all checksums right. An address that is not of the
+// packet's family panics before anything is written.
 func (v *View) SetSrc(a netip.Addr) {
 	if v.is4 {
 		a4 := a.As4()
@@ -80,8 +80,8 @@ func replaced16(field []byte, a *[16]byte) uint64 {
 	return delta
 }
 
-// addressChanged brings a checksum that covers the pseudo-header up to date. In a first fragment it
-// covers octets that are elsewhere; the update needs none of them.
+// addressChanged updates a checksum that covers the pseudo-header. In a first fragment the checksum
+// covers octets of later fragments too; the update needs none of them.
 func (v *View) addressChanged(delta uint64) {
 	field := v.b[v.sum : v.sum+2]
 	switch sum := be.Uint16(field); v.csum {
@@ -94,16 +94,16 @@ func (v *View) addressChanged(delta uint64) {
 		}
 		be.PutUint16(field, sum)
 		if sum == 0 && v.icmp && sum16(v.b[v.transport:]) == 0 {
-			// A message of zeros alone, which without pseudo-header only an echo reply can be:
-			// 0xffff is right, and the one case that RFC 1624, equation 3 cannot tell from its
-			// opposite.
+			// The message is all zeros, which without a pseudo-header only an echo reply can be.
+			// Its checksum is 0xffff. This is the one case in which RFC 1624, equation 3 yields the
+			// wrong zero.
 			be.PutUint16(field, 0xffff)
 		}
 	}
 }
 
-// contentChanged brings a finished checksum up to date after a change of the transport header. A
-// partial one holds the pseudo-header alone and stays.
+// contentChanged updates a complete checksum after a change of the transport header. A partial one
+// covers only the pseudo-header and stays.
 func (v *View) contentChanged(delta uint64) {
 	if v.csum == ChecksumComplete {
 		v.addressChanged(delta)
@@ -139,9 +139,9 @@ func (v *View) setWord(at int, new uint16) {
 }
 
 // ClampMSS lowers the MSS options of a TCP SYN to mss and reports whether it changed anything. It
-// never raises one and never adds one: a SYN without the option says 536 (RFC 9293, section 3.7.1).
-// All of them are lowered when there are several, since receivers take the last. Options that do
-// not add up end the walk. mss 0 means no limit.
+// never raises one and never adds one: a SYN without the option means 536 (RFC 9293, section
+// 3.7.1). If there are several, it lowers all, because receivers use the last. A malformed option
+// ends the walk. mss 0 means no limit.
 func (v *View) ClampMSS(mss uint16) bool {
 	if mss == 0 || v.TCPFlags()&TCPSyn == 0 {
 		return false
@@ -179,9 +179,9 @@ func (v *View) ClampMSS(mss uint16) bool {
 	return changed
 }
 
-// CompleteChecksum finishes a partial checksum, for a packet that is sent as it is and not
-// segmented. It does nothing in the other states and nothing to the head of a run, whose other
-// segments it cannot see.
+// CompleteChecksum completes a partial checksum, for a packet that is sent without segmentation. It
+// does nothing to a packet in another state, nor to the head of a run, whose other segments it
+// cannot see.
 func (v *View) CompleteChecksum() {
 	if v.csum != ChecksumPartial || int(v.length) != len(v.b) {
 		return
@@ -195,10 +195,10 @@ func (v *View) CompleteChecksum() {
 	v.csum = ChecksumComplete
 }
 
-// covered is what the transport checksum covers besides the pseudo-header.
+// covered returns the octets that the transport checksum covers besides the pseudo-header.
 func (v *View) covered() []byte {
 	t := v.b[v.transport:]
-	switch v.proto { // Parse has checked what they say
+	switch v.proto { // Parse has checked the length fields
 	case UDP:
 		return t[:be.Uint16(t[4:6])]
 	case UDPLite, DCCP:
@@ -217,9 +217,8 @@ func (v *View) pseudoSum(length int) uint64 {
 	return sum + pseudoAddrs(v.b[8:40])
 }
 
-// ValidChecksums verifies everything that can be verified in this packet: the IPv4 header checksum
-// and the transport checksum, a partial one against the pseudo-header. Of a fragment only the
-// header counts.
+// ValidChecksums verifies the IPv4 header checksum and the transport checksum, a partial one
+// against the pseudo-header. Of a fragment it verifies only the header.
 func (v *View) ValidChecksums() bool {
 	if v.is4 && sumHeader4(v.b[:int(v.b[0]&15)*4]) != 0xffff {
 		return false

@@ -3,13 +3,14 @@ package packet
 // Segmenter cuts one superpacket into the packets that a network card would send (the kernel's
 // tcp_gso_segment, __udp_gso_segment and inet_gso_segment): TCP sequence numbers advance, FIN and
 // PSH stay with the last segment and CWR with the first, the IPv4 identification counts up, every
-// checksum is complete. It takes segments one by one, so that a superpacket with more of them than
-// there is room for is continued later. The zero value has none left. The bytes of the view are
-// borrowed until Remaining is 0, and are overwritten: each segment is made where its data lies. Not
-// for concurrent use.
+// checksum is complete. It returns segments one by one, so a caller that runs out of room continues
+// later. The zero value has none left.
+//
+// A Segmenter borrows the bytes of the view until Remaining is 0 and overwrites them, because it
+// builds each segment where its data lies. Not for concurrent use.
 type Segmenter struct {
 	b         []byte
-	template  []byte // all headers, as they were
+	template  []byte // all headers of the superpacket
 	size      int    // transport data in each segment but the last
 	transport int
 	next      int // offset of the data of the next segment
@@ -28,8 +29,8 @@ type Segmenter struct {
 // gsoSize, at least 1, is what VirtioHeader.Validate returned; data that fits one segment makes
 // one. The error is ErrGSO; s then has nothing left.
 //
-// The value in the partial checksum field is not used: the sum of each segment is made from its
-// addresses, because its length is another anyway.
+// Reset ignores the value of the partial checksum. Every segment has a length of its own, so its
+// pseudo-header sum is computed from the addresses.
 func (s *Segmenter) Reset(v *View, gsoSize int) error {
 	s.left = 0
 	if gsoSize < 1 || !v.segmentable() {

@@ -1,7 +1,7 @@
 package packet
 
-// What becomes of a packet that is larger than the way it has to take: Split makes fragments of it
-// where the sender allows that, else TooBig tells the sender.
+// A packet may exceed the MTU of its path. Split fragments it if the sender allows that; otherwise
+// TooBig writes the ICMP error for the sender.
 
 const (
 	dontFragment = 0x4000 // in the word of flags and fragment offset
@@ -13,7 +13,7 @@ const (
 	maxError4 = 576
 	maxError6 = 1280
 
-	// MaxTooBig is what TooBig writes at most.
+	// MaxTooBig is the size in octets of the largest error that TooBig writes.
 	MaxTooBig = maxError6
 
 	minMTU4 = ipv4Len + 40 + 8 // RFC 791: the largest header and eight octets

@@ -2,10 +2,10 @@ package packet
 
 import "net/netip"
 
-// View is one parsed IP packet over borrowed bytes. It is small, holds no pointer but the slice and
-// is meant to be reused: keep one per goroutine and Parse into it. Methods that read a transport
-// field want a packet that has one (HasPorts, IsICMPQuery ...); they return zero otherwise, and the
-// setters then do nothing. Not for concurrent use.
+// View is one parsed IP packet over borrowed bytes. It is small and meant to be reused: keep one
+// per goroutine and Parse into it. Getters of a transport field return zero, and its setters do
+// nothing, if the packet does not have that field (HasPorts, IsICMPQuery ...). Not for concurrent
+// use.
 type View struct {
 	b         []byte // the packet; the first packet alone for the head of a run
 	length    uint32 // of the whole packet or run, IPv6 header included: at most 65575
@@ -106,9 +106,9 @@ func options4(o []byte) Error {
 	return 0
 }
 
-// fragment notes that this is a fragment of a datagram and checks its place in it. before is what
-// the length field of the reassembled datagram counts ahead of the fragmented part. RFC 791 and RFC
-// 8200 want all but the last a multiple of 8.
+// fragment records the offset of a fragment and checks its place in the datagram. before is how
+// many octets the length field of the reassembled datagram counts ahead of the fragmented part.
+// Every fragment but the last must be a multiple of 8 long (RFC 791, RFC 8200).
 func (v *View) fragment(off int, more bool, before int) Error {
 	size := len(v.b) - int(v.transport)
 	v.fragOff, v.more = uint16(off), more
@@ -176,7 +176,7 @@ func (v *View) laterFragment(csum ChecksumState) Error {
 	if csum == ChecksumPartial {
 		return ErrPartialChecksum
 	}
-	if v.proto == TCP && v.fragOff < tcpLen { // would overwrite ports or flags that were judged already
+	if v.proto == TCP && v.fragOff < tcpLen { // would overwrite ports or flags already checked
 		return ErrTinyFragment
 	}
 	v.csum = ChecksumAbsent
@@ -198,8 +198,8 @@ func (v *View) parseOther(t []byte, csum ChecksumState) Error {
 		v.csum = csum
 		return 0
 	}
-	// UDP-Lite (RFC 3828) and DCCP (RFC 4340) have a checksum in the place of UDP's, over the
-	// pseudo-header and a part of the rest that they say. Otherwise they are opaque.
+	// UDP-Lite (RFC 3828) and DCCP (RFC 4340) have a checksum at the offset of UDP's. It covers the
+	// pseudo-header and as much of the rest as the header says. Apart from it they are opaque.
 	if v.proto == UDPLite || v.proto == DCCP {
 		if len(t) < udpLen {
 			return v.shortTransport()
@@ -216,8 +216,8 @@ func (v *View) parseOther(t []byte, csum ChecksumState) Error {
 	return 0
 }
 
-// coverage is how many octets of t the checksum of UDP-Lite or DCCP covers, 0 when what they say
-// makes no sense.
+// coverage returns how many octets of t the checksum of UDP-Lite or DCCP covers, or 0 if the header
+// contradicts itself.
 func (v *View) coverage(t []byte) int {
 	if v.proto == UDPLite {
 		if size := int(be.Uint16(t[4:6])); size != 0 {
@@ -242,8 +242,8 @@ func (v *View) shortTransport() Error {
 	return ErrTransportHeader
 }
 
-// Bytes returns the packet: len == Len(), but for the head of a run, where it is the first packet
-// of it. The slice is the one given to Parse, cut to length.
+// Bytes returns the packet: the first Len() octets of the slice given to Parse. For the head of a
+// run it returns the first packet alone.
 func (v *View) Bytes() []byte { return v.b }
 
 // Len returns the length of the packet or run in octets, IP header included.
@@ -292,9 +292,9 @@ func (v *View) TTL() uint8 {
 // is what the IP or fragment header says.
 func (v *View) Proto() uint8 { return v.proto }
 
-// Fragment tells where a fragment belongs: off in octets, more when others follow, id the
-// identification (16 bits in IPv4). is is false for a whole packet, also for an IPv6 atomic
-// fragment (RFC 6946); id is then of no use to a NAT.
+// Fragment returns where a fragment belongs: off is its offset in octets, more reports whether
+// others follow, and id is the identification (16 bits in IPv4). is is false for a whole packet,
+// even for an IPv6 atomic fragment (RFC 6946), whose id is of no use to a NAT.
 func (v *View) Fragment() (off int, more bool, id uint32, is bool) {
 	return int(v.fragOff), v.more, v.fragID, v.more || v.fragOff != 0
 }
@@ -307,8 +307,8 @@ func (v *View) IsFragment() bool { return v.more || v.fragOff != 0 }
 func (v *View) LaterFragment() bool { return v.fragOff != 0 }
 
 // FragmentLen returns how many octets of its datagram a fragment carries, from the offset that
-// Fragment tells. In IPv6 they begin behind the fragment header, with further extension headers if
-// there are any. It is 0 for a whole packet.
+// Fragment returns. In IPv6 they begin behind the fragment header and include further extension
+// headers. It is 0 for a whole packet.
 func (v *View) FragmentLen() int {
 	at := int(v.transport)
 	switch {
@@ -412,5 +412,5 @@ func errorType(is4 bool, kind uint8) bool {
 	return false
 }
 
-// Checksum is the kind of content of the transport checksum field.
+// Checksum returns what the transport checksum field holds.
 func (v *View) Checksum() ChecksumState { return v.csum }

@@ -29,8 +29,8 @@ type VirtioHeader struct {
 	CsumOffset uint16 // of the checksum field from CsumStart
 }
 
-// Decode reads the first VirtioHeaderLen octets of b. It judges nothing but the length: Validate
-// does.
+// Decode reads the first VirtioHeaderLen octets of b. It checks only that b is long enough;
+// Validate checks the fields.
 func (h *VirtioHeader) Decode(b []byte) error {
 	if len(b) < VirtioHeaderLen {
 		return ErrVirtioHeader
@@ -62,14 +62,15 @@ func (h VirtioHeader) ChecksumState() ChecksumState {
 	return ChecksumComplete
 }
 
-// FinishInner computes a partial checksum that is not the packet's own but lies further inside, and
-// clears the header's request for it: the packet is to be parsed again, as complete. The kernel
-// leaves such a one when a pod has a tunnel of its own (VXLAN, IPIP), because NETIF_F_HW_CSUM
-// promises a checksum from any offset; the outer checksum, if there is one, was made for the
-// finished packet (Documentation/networking/checksum-offloads.rst, LCO). b is the packet and is
-// changed only without an error, which is ErrVirtioHeader: nothing to compute, a superpacket, a
-// fragment, TCP, which carries no tunnel, or offsets that are not behind the packet's own transport
-// header.
+// FinishInner completes a partial checksum that belongs not to the packet but to one inside it, and
+// clears VirtioNeedsCsum. The caller must then parse the packet again, as complete. The kernel
+// leaves such a checksum when a pod has a tunnel of its own (VXLAN, IPIP), because NETIF_F_HW_CSUM
+// promises a checksum from any offset. The outer checksum, if there is one, was computed for the
+// completed packet (Documentation/networking/checksum-offloads.rst, LCO).
+//
+// b is the packet. FinishInner returns ErrVirtioHeader and leaves b unchanged if there is nothing
+// to compute, for a superpacket, a fragment, or TCP, which carries no tunnel, and if the offsets
+// are not behind the packet's own transport header.
 func (h *VirtioHeader) FinishInner(b []byte) error {
 	var v View
 	if h.Flags != VirtioNeedsCsum || h.GSOType != GSONone || v.Parse(b, ChecksumComplete) != nil {
@@ -81,7 +82,9 @@ func (h *VirtioHeader) FinishInner(b []byte) error {
 	}
 	sum := Checksum(v.b[h.CsumStart:], 0) // with the pseudo-header sum that is in the field
 	if sum == 0 {
-		sum = 0xffff // for UDP zero means none; for others both are the same number, and so the kernel does it
+		// UDP reads zero as "no checksum". For other protocols both values are the same number, and
+		// the kernel writes 0xffff for them too.
+		sum = 0xffff
 	}
 	be.PutUint16(b[field:], sum)
 	*h = VirtioHeader{}
@@ -89,10 +92,10 @@ func (h *VirtioHeader) FinishInner(b []byte) error {
 }
 
 // Validate checks every field against the packet that follows, which was parsed with
-// h.ChecksumState(). gsoSize is the size of the data in each segment when the packet is a
-// superpacket, and 0 when it is to be sent as it is: no GSO type, or data that fits one segment.
-// HdrLen is not looked at; PayloadOffset of the view is what it should say. The error is
-// ErrVirtioHeader or, for a superpacket that cannot be cut, ErrGSO.
+// h.ChecksumState(). gsoSize is the size of the data in each segment of a superpacket. It is 0 for
+// a packet that needs no segmentation: no GSO type, or data that fits one segment. Validate ignores
+// HdrLen; callers use View.PayloadOffset instead. The error is ErrVirtioHeader or, for a
+// superpacket that cannot be cut, ErrGSO.
 func (h VirtioHeader) Validate(v *View) (gsoSize int, err error) {
 	if h.Flags&^(VirtioNeedsCsum|VirtioDataValid) != 0 {
 		return 0, ErrVirtioHeader

@@ -1,6 +1,6 @@
-// Package packettest builds IP packets and judges them: an independent reference for tests of
-// everything that rewrites, cuts or joins packets. It is written to be checked by eye, slow and
-// obvious, and shares no line with package packet.
+// Package packettest builds and checks IP packets. It is an independent reference for tests of
+// everything that rewrites, cuts or joins packets. It is slow and obvious, so that a reader can
+// check it by eye, and shares no line with package packet.
 //
 //	b := packettest.Build(packettest.IP{Src: a, Dst: b}, packettest.TCP{SrcPort: 40000, DstPort: 80, Flags: packettest.ACK, Data: data})
 //	packettest.Check(t, b, packettest.Src(a), packettest.Ports(40000, 80), packettest.ValidChecksums())
@@ -24,8 +24,8 @@ const (
 	CWR = 0x80
 )
 
-// IP is the IP header of a packet to be built. The family is that of Src. The zero value of a field
-// gives what is usual: TTL 64, no options, not a fragment.
+// IP is the IP header of a packet to be built. The family is that of Src. Zero fields mean the
+// usual: TTL 64, no options, not a fragment.
 type IP struct {
 	Src, Dst   netip.Addr
 	TTL        uint8       // hop limit; 0 means 64

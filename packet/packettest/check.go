@@ -10,8 +10,8 @@ import (
 	"testing"
 )
 
-// InternetChecksum is RFC 1071 in its plainest form over the parts one after the other, each but
-// the last of even length.
+// InternetChecksum is RFC 1071 in its plainest form, over the concatenated parts. Every part but
+// the last must have an even length.
 func InternetChecksum(parts ...[]byte) uint16 {
 	sum := 0
 	for _, part := range parts {
@@ -70,7 +70,7 @@ type Packet struct {
 	Data []byte
 
 	header       []byte // IPv4 header or nil
-	nextHeaderAt int    // where the protocol number of the upper layer stands, IPv6
+	nextHeaderAt int    // IPv6: offset of the field that names the upper-layer protocol
 }
 
 // MustDecode decodes a packet that the test knows to be whole.
@@ -124,7 +124,7 @@ func DecodeQuote(b []byte) (p Packet, err error) {
 	p.decodeIP(b[:end:end])
 	if p.FragmentOffset == 0 {
 		func() {
-			defer func() { _ = recover() }() // what is beyond the cut stays zero
+			defer func() { _ = recover() }() // fields beyond the cut stay zero
 			p.decodeTransport()
 		}()
 	}
@@ -200,7 +200,7 @@ func (p *Packet) decodeTransport() {
 	}
 }
 
-// Checker is one thing that has to be true of a packet.
+// A Checker checks one property of a packet.
 type Checker func(p Packet) error
 
 // Check applies the checkers and reports each that fails, with the packet.
@@ -285,7 +285,7 @@ func same[T comparable](what string, have, want T) error {
 }
 
 // ValidChecksums wants a right IPv4 header checksum and a right, complete transport checksum. UDP
-// may have none; of a fragment only the header counts.
+// may have none. For a fragment it checks only the header.
 func ValidChecksums() Checker {
 	return func(p Packet) error { return p.validChecksums(false) }
 }
@@ -296,7 +296,8 @@ func PartialChecksum() Checker {
 	return func(p Packet) error { return p.validChecksums(true) }
 }
 
-// HeaderChecksum wants a right IPv4 header checksum; it is what can be asked of a quoted packet.
+// HeaderChecksum wants a right IPv4 header checksum, the only checksum that a truncated quote
+// keeps.
 func HeaderChecksum() Checker {
 	return func(p Packet) error {
 		if p.header != nil {
