@@ -6,8 +6,8 @@ import (
 )
 
 // addr is an address in two words: IPv6, or IPv4 in its mapped form ::ffff:0:0/96. No rule accepts
-// a mapped address of IPv6, so the two families cannot be confused. Off the IPv4 fast path
-// everything is computed on this form, once.
+// a mapped address of IPv6, so the two families cannot be confused. All code but the IPv4 fast path
+// uses this form.
 type addr struct{ hi, lo uint64 }
 
 const mapped4 = 0xffff << 32
@@ -36,8 +36,8 @@ func (a addr) netip() netip.Addr {
 	return netip.AddrFrom16(b).Unmap()
 }
 
-// prefix is a network in the same two words. The zero prefix contains everything; absence is said
-// elsewhere.
+// prefix is a network in the same two words. The zero prefix contains everything, so absence needs
+// a flag of its own.
 type prefix struct{ net, mask addr }
 
 func prefixOf(p netip.Prefix) prefix {
@@ -77,10 +77,10 @@ func martian(a addr, is4 bool) bool {
 	return false
 }
 
-// unreachable reports whether no packet of a peer may be sent to a: all of the above and where the
-// metadata services of clouds live, with the credentials of the machine. That is IPv4 link-local,
-// and in IPv6 fd00:ec2::/32 at Amazon and fd20:ce::254 at Google (2026-11). The in-process endpoint
-// is an exception that the caller makes.
+// unreachable reports whether no packet of a peer may be sent to a: a martian, or an address of a
+// cloud's metadata service, which hands out the credentials of the machine. Those are in IPv4
+// link-local, and in IPv6 fd00:ec2::/32 at Amazon and fd20:ce::254 at Google (2026-11). The caller
+// makes the exception for the in-process endpoint.
 func unreachable(a addr, is4 bool) bool {
 	if martian(a, is4) {
 		return true
@@ -91,8 +91,8 @@ func unreachable(a addr, is4 bool) bool {
 	return a.hi>>32 == 0xfd000ec2 || a == addr{0xfd2000ce << 32, 0x254}
 }
 
-// specials are the networks of martian and unreachable, to find out at compile time whether a
-// prefix reaches into one.
+// specials are the networks of martian and unreachable. They tell, when rules are compiled, whether
+// a prefix overlaps one.
 var specials = []netip.Prefix{
 	netip.MustParsePrefix("0.0.0.0/8"), netip.MustParsePrefix("127.0.0.0/8"), netip.MustParsePrefix("169.254.0.0/16"),
 	netip.MustParsePrefix("224.0.0.0/4"), netip.MustParsePrefix("255.255.255.255/32"),

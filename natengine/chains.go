@@ -2,8 +2,8 @@ package natengine
 
 import "unsafe"
 
-// pool holds values under numbers from 1 on, 0 is none. They never move and room is made a chunk at
-// a time, so that nothing waits for all of them to be copied.
+// pool holds values under numbers from 1; 0 means none. Values never move. The pool grows by a
+// chunk at a time, so no caller waits for a copy of all values.
 type pool[T any] struct {
 	chunks []*[poolChunk]T
 	used   uint32
@@ -26,7 +26,8 @@ func (p *pool[T]) bytes() int {
 	return len(p.chunks)*int(unsafe.Sizeof([poolChunk]T{})) + cap(p.chunks)*8
 }
 
-// chains find numbers by a hash. Like the index of flows they grow in sixteen parts, one at a time.
+// chains is a hash table of numbers. Like the index of flows it has sixteen parts, which grow one
+// at a time.
 type chains struct {
 	parts [1 << (64 - shardShift)]struct {
 		heads []uint32
@@ -34,7 +35,7 @@ type chains struct {
 	}
 }
 
-// chained is what the numbers in chains belong to.
+// chained owns the values whose numbers are in chains.
 type chained interface {
 	hash(number uint32) uint64
 	next(number uint32) *uint32 // the link to the next in the chain
@@ -69,7 +70,7 @@ func (c *chains) insert(of chained, number uint32, h uint64) {
 	*of.next(number), *at = *at, number
 }
 
-// remove takes a number out that is there under h.
+// remove removes a number, which must be there under h.
 func (c *chains) remove(of chained, number uint32, h uint64) {
 	p := &c.parts[h>>shardShift]
 	at := &p.heads[h&uint64(len(p.heads)-1)]

@@ -20,14 +20,14 @@
 //
 // # The path of a packet
 //
-// Outbound finds the peer by the destination, Inbound by the source, both by prefix. For a pod that
-// is mapped 1:1 that is all, without state. The general path continues with ICMP errors (by the
+// Outbound finds the peer by the destination, Inbound by the source, both by prefix. A pod that is
+// mapped 1:1 needs nothing more, and no state. The general path continues with ICMP errors (by the
 // packet they quote), flows, mapped endpoints and NAPT. A packet that no rule permits is dropped
 // and counted by a reason of verdict.go; a peer reaches only our pods and mapped endpoints. A
 // packet is rewritten completely or, if it is dropped, not at all. The engine ignores TTL, DSCP,
 // ECN, IP options and the IP identification: the kernels on either side of the gateway decrement
-// the TTL. It does not check sizes either: the caller does, and gets the error from TooBig if a
-// packet exceeds the peer's MTU.
+// the TTL. Nor does it check sizes: the caller does, and gets the error from TooBig if a packet
+// exceeds the peer's MTU.
 //
 // Rules are an immutable table behind an atomic pointer. Flows live in a table per peer, which
 // survives a change of rules; a lookup takes no lock, a new flow takes the mutex of its peer.

@@ -13,8 +13,8 @@ import (
 // Config sets the engine's bounds. The zero value means the defaults, which the package comment
 // lists.
 type Config struct {
-	Self4, Self6       netip.Addr // the in-process endpoint; 169.254.0.1 (Liqo's tunnel address) and none
-	Router4, Router6   netip.Addr // whom the gateway's kernel is as a router: peers see it as the in-process endpoint; none
+	Self4, Self6       netip.Addr // the in-process endpoint; default 169.254.0.1 (as in Liqo), none
+	Router4, Router6   netip.Addr // the gateway's kernel as a router; peers see Self instead; default none
 	MaxFlows           int        // over all peers
 	MaxFlowsPerPeer    int        // 0: an equal share of MaxFlows for each peer
 	MaxFlowsPerHost    int        // of one peer's flows; 0: a quarter of MaxFlowsPerPeer, from 1,024 to 16,384
@@ -26,8 +26,8 @@ type Config struct {
 	Timeouts           Timeouts
 }
 
-// Timeouts are how long a flow, or a held fragment, lasts without a packet. They are kept to about
-// 0.13 s. Fragment is brought into 2-30 s (RFC 6146, section 3.4).
+// Timeouts are how long a flow, or a held fragment, lasts without a packet, to about 0.13 s.
+// Fragment is limited to 2-30 s (RFC 6146, section 3.4).
 type Timeouts struct {
 	UDP            time.Duration // RFC 4787, REQ-5
 	TCPEstablished time.Duration // RFC 5382, REQ-5
@@ -80,8 +80,8 @@ func (c Config) withDefaults() Config {
 	return c
 }
 
-// Warnings says what of a configuration is in force but may hurt: timeouts shorter than the RFCs
-// demand, and bounds that contradict each other. It is empty for the zero value.
+// Warnings lists settings that are in force but may hurt: timeouts shorter than the RFCs demand,
+// and bounds that contradict each other. It is empty for the zero value.
 func (c Config) Warnings() (warnings []string) {
 	warn := func(format string, args ...any) { warnings = append(warnings, fmt.Sprintf(format, args...)) }
 	t := c.Timeouts
@@ -114,9 +114,9 @@ func (c Config) Warnings() (warnings []string) {
 	return warnings
 }
 
-// Engine translates packets. Outbound and Inbound may be called from any number of goroutines, with
-// each other and with all other methods. Time is what the caller says, from any epoch; no clock is
-// read.
+// Engine translates packets. Outbound and Inbound may be called from any number of goroutines,
+// concurrently with all other methods. The engine reads no clock: callers pass the time, from any
+// epoch.
 type Engine struct {
 	rules     atomic.Pointer[ruleTable]
 	config    Config
@@ -124,9 +124,9 @@ type Engine struct {
 	self      [2]addr // by family; the zero addr is nobody's
 	router    [2]addr // the same
 	seed      maphash.Seed
-	total     atomic.Int64  // flows of all peers, with those about to be opened
-	share     atomic.Int64  // of each peer: MaxFlows in equal parts
-	yielded   atomic.Uint32 // which peer gave way to another last
+	total     atomic.Int64  // flows of all peers, including those about to be opened
+	share     atomic.Int64  // the equal part of MaxFlows that each peer has
+	yielded   atomic.Uint32 // index of the peer that last gave way to another
 	swept     atomic.Uint32
 	events    flowEvents
 	sweeping  sync.Mutex // held by the sweep under way
@@ -192,9 +192,9 @@ func (e *Engine) setPeers(peers []Peer) error {
 	return nil
 }
 
-// Change is SetPeers with all peers that there are, but for those with other rules, new ones among
-// them, and those that are gone. What it costs does not follow how many others there are, but for
-// copies of memory.
+// Change is SetPeers for some peers: it adds or replaces those in changed, removes those in gone,
+// and keeps all others. Its cost does not depend on the number of the others, apart from copies of
+// memory and the table of IPv6 networks.
 func (e *Engine) Change(changed []Peer, gone []string) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -226,7 +226,7 @@ func (e *Engine) state(fresh *[]*PeerState) func(id string) *PeerState {
 	}
 }
 
-// publish puts a table into force that has these rules new, and peers.
+// publish puts table into force. Its new rules are rules, its new peers fresh; those in gone end.
 func (e *Engine) publish(table *ruleTable, rules []*rule, fresh []*PeerState, gone []string) {
 	share, quota, hostQuota := e.config.quotas(len(table.rules))
 	bounded := rules
@@ -297,13 +297,13 @@ func (e *Engine) CountMany(p *PeerState, dir Direction, d Drop, n uint64) {
 	p.drops[dir][d].Add(n)
 }
 
-// Sweep ends expired flows and gives up fragments that wait in vain. Call it about once a second;
-// during another call it does nothing.
+// Sweep ends expired flows and drops fragments that were held for too long. Call it about once a
+// second; a call during another does nothing.
 func (e *Engine) Sweep(now time.Duration) { e.SweepInSteps(now, func() {}) }
 
-// SweepInSteps is Sweep that calls pause after some 50 microseconds of work, without any lock:
-// packets that want the same processor need not wait until a million flows were looked at, when
-// pause sleeps.
+// SweepInSteps is Sweep in steps of some 50 microseconds. It calls pause between them, without any
+// lock. If pause sleeps, packets on the same processor do not wait until a million flows were
+// looked at.
 func (e *Engine) SweepInSteps(now time.Duration, pause func()) {
 	if !e.sweeping.TryLock() {
 		return

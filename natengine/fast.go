@@ -38,16 +38,16 @@ func (e *Engine) Outbound(v *packet.View, now time.Duration) Verdict {
 	return e.outbound(v, r, tickOf(now), nil)
 }
 
-// Inbound judges a packet that came out of the tunnel and rewrites its destination, which the peer
-// knows, to the address that it has here. See Outbound. Whose key opened the packet is not asked:
-// that is InboundFrom.
+// Inbound decides about a packet from the tunnel and, if it is forwarded, translates its
+// destination in place from the address that the peer uses to the one it has here. See Outbound. It
+// does not ask whose key decrypted the packet: InboundFrom does.
 func (e *Engine) Inbound(v *packet.View, now time.Duration) Verdict {
 	return e.InboundFrom(nil, v, now)
 }
 
-// InboundFrom is Inbound for a packet that the key of peer p opened. A source that is no address of
-// p is DropSource, by the same rules that judge the rest of the packet, so that a range which moves
-// from one peer to another is never judged by half of each.
+// InboundFrom is Inbound for a packet that the key of peer p decrypted. A source that is no address
+// of p is dropped as DropSource. One rule table decides about the source and the rest, so no packet
+// meets half of a change that moves a range from one peer to another.
 //
 // A fragment is held until its datagram is complete. Then v becomes the datagram and is forwarded, in
 // memory that the caller owns. An IPv6 datagram larger than 1,280 octets leaves in fragments of that size:
@@ -82,7 +82,7 @@ func (e *Engine) InboundFrom(p *PeerState, v *packet.View, now time.Duration) Ve
 // of reports whether r, nil for none, is of peer p.
 func (r *remote) of(p *PeerState) bool { return r != nil && r.peer == p }
 
-// spoofed refuses a packet of p with the address of somebody else.
+// spoofed drops a packet of p whose source is no address of p.
 func (e *Engine) spoofed(v *packet.View, p *PeerState) Verdict {
 	e.Count(p, Inbound, DropSource)
 	e.refused(v, p, Inbound, DropSource)
@@ -93,9 +93,8 @@ func (e *Engine) spoofed(v *packet.View, p *PeerState) Verdict {
 // NAPT.
 func (m *map4) maps(a uint32) bool { return a&m.mask == m.from && a != m.from }
 
-// outbound6 is Outbound's common case over IPv6. It is longer than that of IPv4 by the second word
-// of each address, and has to leave ICMPv6 to the general path, but for echoes: some of it must not
-// leave its link.
+// outbound6 is Outbound's common case over IPv6. It leaves ICMPv6 other than echoes to the general
+// path, because some types must not leave their link.
 func (e *Engine) outbound6(v *packet.View, t *ruleTable, now time.Duration) Verdict {
 	src, dst := source6(v), destination6(v)
 	r := t.remotes6.lookup(dst)
@@ -142,8 +141,8 @@ func (e *Engine) inbound6(p *PeerState, v *packet.View, t *ruleTable, now time.D
 	return e.inbound(v, r, tickOf(now), nil)
 }
 
-// map6 is a 1:1 map of IPv6 for the fast path. One that must not be used there matches no address:
-// mask 0, from not.
+// map6 is a 1:1 map of IPv6 for the fast path. A map that the fast path must not use matches no
+// address: its mask is 0 and its from is not.
 type map6 struct{ mask, from, to addr }
 
 var noMap6 = map6{from: addr{lo: 1}}
@@ -154,9 +153,9 @@ func (m *map6) maps(a addr) bool {
 	return a.hi&m.mask.hi == m.from.hi && a.lo&m.mask.lo == m.from.lo && a != m.from
 }
 
-// known is the shortcut for a whole TCP or UDP packet of an existing flow. The rules permitted the flow,
-// and would have ended it otherwise, so no rule is checked again, except where every address must be
-// checked. Not for fragments.
+// known is the shortcut for a whole TCP or UDP packet of an existing flow. It checks no rule again:
+// the rules permit the flow, or their change would have ended it. Rules that have to check every
+// address (guarded) do not use it. Not for fragments.
 func (e *Engine) known(v *packet.View, r *remote, dir Direction, src, dst addr, now tick) (Verdict, bool) {
 	if !v.HasPorts() || r.guarded {
 		return Verdict{}, false

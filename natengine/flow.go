@@ -7,8 +7,9 @@ import (
 	"time"
 )
 
-// tick is the clock of flows: 2^27 ns, about 134 ms, so that a flow is marked as seen at most that
-// often and its time fits into 32 bits (they wrap after 18 years; differences are taken as signed).
+// tick is the time of flows in units of 2^27 ns, about 134 ms. So a flow is marked as seen at most
+// that often, and its time fits into 32 bits. They wrap after 18 years; differences are taken as
+// signed.
 type tick uint32
 
 const tickShift = 27
@@ -27,8 +28,8 @@ func duration(ticks int32) time.Duration { return time.Duration(ticks) << tickSh
 type flowKind uint8
 
 const (
-	naptFlow     flowKind = iota // one of ours that is no pod, outbound, behind the NAPT address
-	endpointFlow                 // a packet of a remote pod to a mapped endpoint; its replies leave as Endpoint.Seen
+	naptFlow     flowKind = iota // outbound from an address that is no pod, behind the NAPT address
+	endpointFlow                 // opened by a remote pod to a mapped endpoint; its replies leave as Endpoint.Seen
 )
 
 // A flow has three ends and so two tuples:
@@ -103,9 +104,9 @@ func query(kind uint8) (request uint8, asks bool) {
 	return kind, true
 }
 
-// queryPort stands in the place of the remote port of an ICMP query in direction dir: which query
-// it is and who asks. So a reply finds the flow of its own request alone, and a request none that
-// the other side has opened (RFC 5508, REQ-1).
+// queryPort is what a key has in place of the remote port for an ICMP query in direction dir: the
+// type of the request and the side that asks. So a reply finds only the flow of its own request,
+// and a request finds no flow that the other side opened (RFC 5508, REQ-1).
 func queryPort(kind uint8, dir Direction) uint16 {
 	request, asks := query(kind)
 	if !asks {
@@ -160,8 +161,8 @@ func (m *match) kind() flowKind { return kindOf(m.word) }
 // otherPort is the port to write for a packet of direction dir.
 func (m *match) otherPort(dir Direction) uint16 { return uint16(m.word >> nearShift[1-dir]) }
 
-// expired reports whether the flow has been idle for too long. It is then as good as gone; Sweep
-// will take it away.
+// expired reports whether the flow has been idle for too long. It then counts as ended, and Sweep
+// will remove it.
 func (m *match) expired(l *lifetimes, now tick) bool {
 	return now.since(tick(m.seen.Load())) > l.of(m.word)
 }

@@ -35,20 +35,20 @@ func (f FlowEnd) String() string { return [...]string{"expired", "evicted", "pur
 
 // FlowEvent is a flow that was opened, closed or refused.
 //
-// Pods that are mapped 1:1 have no flows. Of theirs a TCP connection is known by its SYN, as an
-// event FlowOpened of kind "pod", and nothing else.
+// Pods that are mapped 1:1 have no flows. Of their traffic only the SYNs of TCP connections are
+// reported, as FlowOpened of kind "pod".
 type FlowEvent struct {
 	Change    FlowChange
 	Direction Direction  // of the packet that opened it or was refused; nothing for FlowClosed
 	Peer      *PeerState // nil: no peer has the address
-	Kind      string     // "napt", "endpoint" or "pod"; "" of FlowRefused
+	Kind      string     // "napt", "endpoint" or "pod"; "" for FlowRefused
 	Proto     uint8
-	Local     netip.AddrPort // our end. Of FlowRefused what the packet said, which inbound is what the peer calls it
-	Mapped    netip.AddrPort // our end as the peer knows it; zero of FlowRefused
+	Local     netip.AddrPort // our end; for FlowRefused as in the packet: inbound not translated
+	Mapped    netip.AddrPort // our end as the peer knows it; zero for FlowRefused
 	Remote    netip.AddrPort // the peer's end
-	Drop      Drop           // of FlowRefused
-	End       FlowEnd        // of FlowClosed
-	Lasted    time.Duration  // of FlowClosed: from its first packet to its last, to 0.13 s
+	Drop      Drop           // for FlowRefused
+	End       FlowEnd        // for FlowClosed
+	Lasted    time.Duration  // for FlowClosed: from its first packet to its last, to 0.13 s
 }
 
 // flowEvents are the receivers of an engine's flow events.
@@ -63,9 +63,9 @@ type observer struct {
 	others atomic.Uint64 // events that belong to no flow of the table
 }
 
-// Observe has f told of flows from now on, of one in sample: a flow that was opened with an event is
-// closed with one. nil ends it. f is called from where packets are handled, with locks held: it must
-// neither wait nor call the engine. A packet of a known flow, or of a pod that is mapped 1:1, costs
+// Observe reports one in sample flows to f from now on; nil ends it. If the opening of a flow is
+// reported, its closing is too. f is called on the packet path with locks held: it must neither
+// block nor call the engine. A packet of a known flow, or of a pod that is mapped 1:1, costs
 // nothing more.
 func (e *Engine) Observe(f func(FlowEvent), sample int) {
 	if f == nil {
@@ -75,10 +75,10 @@ func (e *Engine) Observe(f func(FlowEvent), sample int) {
 	e.events.observer.Store(&observer{f: f, sample: uint64(max(sample, 1))})
 }
 
-// another says whether an event is to be told that belongs to no flow of the table.
+// another reports whether to report the next event that belongs to no flow of the table.
 func (o *observer) another() bool { return o.others.Add(1)%o.sample == 0 }
 
-// tell reports a flow of the table. With mu.
+// tell reports a change of a flow in the table. With mu.
 func (t *flowTable) tell(i uint32, change FlowChange, dir Direction, end FlowEnd) {
 	o := t.events.observer.Load()
 	if o == nil {
@@ -107,7 +107,7 @@ func (t *flowTable) tell(i uint32, change FlowChange, dir Direction, end FlowEnd
 	o.f(ev)
 }
 
-// refused reports a packet that is discarded, as it came.
+// refused reports a packet that is discarded, before any translation.
 func (e *Engine) refused(v *packet.View, p *PeerState, dir Direction, d Drop) {
 	o := e.events.observer.Load()
 	if o == nil || !o.another() {
@@ -121,9 +121,9 @@ func (e *Engine) refused(v *packet.View, p *PeerState, dir Direction, d Drop) {
 	o.f(ev)
 }
 
-// connects bounds the MSS of a SYN of or for a pod, which has just been translated without a flow,
-// and tells of the connection. near is our end as it was before. Where there is no bound for the
-// MSS nobody looks for SYNs, and nothing is told.
+// connects bounds the MSS of a SYN from or to a pod, which has just been translated without a flow,
+// and reports the connection. near is our end before the translation. Without a bound for the MSS
+// nothing looks for SYNs, so nothing is reported.
 func (e *Engine) connects(v *packet.View, r *remote, dir Direction, near addr) {
 	v.ClampMSS(mssFor(r.mss, v.Is4()))
 	o := e.events.observer.Load()

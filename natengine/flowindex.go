@@ -25,17 +25,17 @@ type filling struct {
 	filled int // slots in use or with a tombstone
 }
 
-// slots is an array of (low 32 bits of the hash) << 32 | (number of the entry + 1); 0 is an empty
-// slot, where a search ends, and tombstone one where it goes on. A slot's flow never moves within
-// an array, so a search without lock cannot miss it. Slots are read and written atomically, but for
-// reads with mu and for an array that nobody else knows yet: a plain store takes a tenth of the
-// time, and most stores are copies.
+// slots is an array of (low 32 bits of the hash) << 32 | (number of the entry + 1). A search ends
+// at an empty slot, 0, but goes on after a tombstone. A slot's flow never moves within an array, so
+// a search without lock cannot miss it. Slots are accessed atomically, except for reads with mu and
+// in an array that is not yet published: a plain store takes a tenth of the time, and most stores
+// are copies.
 type slots struct{ list []uint64 }
 
 const tombstone = 1 << 32
 
-// home is the place where the search for a tag begins, after the one where it goes on. Higher tags
-// have higher places, so that an array is copied into a larger one from one end to the other.
+// home returns where the search for a tag begins; after returns the next place. Higher tags have
+// higher places, so an array is copied into a larger one from one end to the other.
 func (s *slots) home(tag uint32) uint { return uint(uint64(tag) * uint64(len(s.list)) >> 32) }
 
 func (s *slots) after(at uint) uint {
@@ -70,8 +70,9 @@ func (x *index) insert(h uint64, i uint32) {
 	}
 }
 
-// room returns slots of a shard with room for one more, at most three quarters filled. Copying into
-// an array of the same size only drops the tombstones. Sizes are 2^n and 3*2^n.
+// room returns the slots of a shard, at most three quarters filled, with room for one more entry.
+// If need be it copies them into a larger array, or into one of the same size, which only drops the
+// tombstones. Sizes are 2^n and 3*2^n.
 func (x *index) room(shard uint64) *slots {
 	old, fill := x.slots[shard].Load(), &x.filling[shard]
 	if old != nil && (fill.filled+1)*4 <= len(old.list)*3 {
@@ -106,7 +107,7 @@ func (x *index) room(shard uint64) *slots {
 	return young
 }
 
-// remove takes entry i out, which was entered under hash h. With mu.
+// remove removes entry i, which was inserted under hash h. With mu.
 func (x *index) remove(h uint64, i uint32) {
 	s, fill := x.slots[h>>shardShift].Load(), &x.filling[h>>shardShift]
 	want := h<<32 | uint64(i+1)
@@ -116,7 +117,7 @@ func (x *index) remove(h uint64, i uint32) {
 	}
 	fill.live--
 	atomic.StoreUint64(&s.list[at], tombstone)
-	// Tombstones before an empty slot keep no search going: nothing lies behind them.
+	// Tombstones before an empty slot are needless, because nothing lies behind them.
 	for s.list[s.after(at)] == 0 && s.list[at] == tombstone {
 		atomic.StoreUint64(&s.list[at], 0)
 		fill.filled--

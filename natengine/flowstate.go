@@ -20,8 +20,8 @@ const (
 )
 
 // halfOpen reports whether a flow is not, or no longer, established. Such flows may be evicted. A
-// TCP connection with one FIN is still in use; with a RST it may have been an off-path forgery and
-// has until the transitory timeout to show that (RFC 6146, section 3.5.2.2; RFC 7857, section 2).
+// TCP connection with one FIN is still in use. A RST may be an off-path forgery: the connection has
+// until the transitory timeout to show that (RFC 6146, section 3.5.2.2; RFC 7857, section 2).
 func halfOpen(word uint64) bool {
 	if word&stateSeen != stateSeen {
 		return true
@@ -29,7 +29,7 @@ func halfOpen(word uint64) bool {
 	return word&stateRst != 0 || word&stateFin == stateFin
 }
 
-// after is the word of a flow after a packet.
+// after returns what a packet makes of the word of its flow.
 func after(word uint64, dir Direction, v *packet.View) uint64 {
 	if protoOf(word) != packet.TCP {
 		return word | stateSeenOut<<dir
@@ -72,11 +72,11 @@ func (l *lifetimes) of(word uint64) int32 {
 	return l.generic
 }
 
-// touch records a packet of the flow: its state, and that it was seen. Both directions refresh:
-// outbound as RFC 4787, REQ-6 demands, inbound as it allows, because peers are authenticated and
-// only the exact tuple matches, and because conntrack at real Liqo peers does so too. A RST
-// refreshes nothing (RFC 7857, section 2), but for the one that ends an established connection:
-// with it the transitory timeout begins (RFC 6146, section 3.5.2.2).
+// touch records a packet of the flow: its state, and that it was seen. Packets of both directions
+// refresh the flow. RFC 4787, REQ-6 demands that outbound and allows it inbound, where only packets
+// of an authenticated peer match the exact tuple; conntrack at real Liqo peers does the same. A RST
+// refreshes nothing (RFC 7857, section 2), except one that ends an established connection: it
+// starts the transitory timeout (RFC 6146, section 3.5.2.2).
 func (t *flowTable) touch(m *match, v *packet.View, dir Direction, now tick) {
 	word := m.word
 	refresh := v.TCPFlags()&packet.TCPRst == 0 || !halfOpen(word)
@@ -86,11 +86,11 @@ func (t *flowTable) touch(m *match, v *packet.View, dir Direction, now tick) {
 			break
 		}
 		if m.entry.word.CompareAndSwap(word, next) {
-			t.changed(m.index) // it may last shorter now, and be half-open or no longer
+			t.changed(m.index) // its timeout may be shorter now, and halfOpen may have changed
 			break
 		}
 		if word = m.entry.word.Load(); (word^m.word)&^0xff != 0 || word&stateLive == 0 {
-			return // it ended under way
+			return // it ended in the meantime
 		}
 	}
 	if refresh && now.since(tick(m.seen.Load())) > 0 {

@@ -18,12 +18,12 @@ type flowTable struct {
 	index  [directions]index
 	slab   atomic.Pointer[[]chunk]
 
-	_ [64]byte // so that a new flow does not take what lookups read out of the caches of other cores
+	_ [64]byte // keeps what new flows write out of the cache lines that lookups read
 
 	mu      sync.Mutex
 	live    atomic.Int64         // entries in use; changed under mu
 	used    uint32               // entries that were ever in use
-	free    uint32               // list of entries that were and are not, through side.links
+	free    uint32               // list of entries that are no longer in use, through side.links
 	waiting [waitingQueues]queue // half-open flows of the peer
 	entered uint32               // flows that have entered a queue so far; wraps
 	hosts   [2]hostTable         // by flowKind: inside hosts, hosts of the peer
@@ -38,9 +38,9 @@ const (
 	chunkSize = 1 << chunkBits
 )
 
-// chunk is 256 entries and, apart from them so that a hit touches one cache line, what only writers
-// need: 23 KiB, which a thousand peers with a flow or two each may have. Chunks that begin smaller
-// and grow took 1 to 2 ns of every hit.
+// chunk is 256 entries and what only writers need of them, in arrays of its own so that a hit
+// touches one cache line. It takes 23 KiB, affordable for a thousand peers with a flow or two each.
+// Chunks that began smaller and grew made every hit 1 to 2 ns slower.
 type chunk struct {
 	entries *[chunkSize]entry
 	sides   *[chunkSize]side
@@ -48,12 +48,12 @@ type chunk struct {
 	sweep   *sweepState
 }
 
-// sweepState says when a chunk has to be swept next, so that a million flows that nothing happens
-// to cost nothing.
+// sweepState is when a chunk has to be swept next, so that a sweep skips those in which nothing
+// happened and no flow can have expired.
 type sweepState struct {
-	// due is one of the following, or dueAt and the tick from which on a flow may have expired.
+	// due is one of the constants below, or dueAt and the tick at which the first flow may expire.
 	due      atomic.Uint64
-	halfOpen int // as the last sweep of it has counted; the sweeper's
+	halfOpen int // as counted by the last sweep; only the sweeper uses it
 }
 
 const (
@@ -71,7 +71,7 @@ func (t *flowTable) changed(i uint32) {
 	}
 }
 
-// side numbers are one more than the index they mean, 0 is none.
+// side is what only writers need of an entry. Its numbers are indexes plus one; 0 means none.
 type side struct {
 	host   uint32 // in hosts
 	opened tick
@@ -142,7 +142,7 @@ func (m *match) read(dir Direction, k *key) bool {
 	return e.seq.Load() == seq
 }
 
-// keyAt is the key of a live entry. With mu.
+// keyAt returns the key of a live entry. With mu.
 func (e *entry) keyAt(dir Direction) key {
 	return key{
 		near:   addr{e.near[dir][0].Load(), e.near[dir][1].Load()},
@@ -151,19 +151,19 @@ func (e *entry) keyAt(dir Direction) key {
 	}
 }
 
-// hash is that of keyAt, without the copy. With mu.
+// hash returns the hash of keyAt without copying the key. With mu.
 func (e *entry) hash(dir Direction, keys *hashKeys) uint64 {
 	near, word := &e.near[dir], e.word.Load()&matchMask[dir]
 	return keys.hash(near[0].Load(), near[1].Load(), e.remote[0].Load(), e.remote[1].Load(), word)
 }
 
-// insert adds a flow of which neither tuple is in the table, and which its host, the port it has at
-// a NAPT address and total know already. With mu.
+// insert adds a flow, neither of whose tuples may be in the table. Its host, its port at the NAPT
+// address and total must count it already. With mu.
 func (t *flowTable) insert(local, mapped, remote addr, word uint64, host uint32, now tick) match {
 	i, fresh := t.take()
 	e := t.entry(i)
 	word |= stateQueued // enqueue would set it with one more exchange
-	if !fresh {         // else nobody has come across it yet
+	if !fresh {         // otherwise no reader knows it yet
 		e.seq.Add(1)
 	}
 	set(&e.near[Outbound], local)
@@ -186,9 +186,8 @@ func (t *flowTable) insert(local, mapped, remote addr, word uint64, host uint32,
 	return match{entry: e, index: i, word: word}
 }
 
-// set writes the words that are not there already: a store is an exchange, which takes as long as
-// twenty loads, and the upper words of IPv4 addresses and the NAPT address are mostly what they
-// were.
+// set writes only the words that differ. An atomic store is an exchange and takes as long as twenty
+// loads, and the upper words of IPv4 addresses and the NAPT address rarely change.
 func set(words *[2]atomic.Uint64, a addr) {
 	if words[0].Load() != a.hi {
 		words[0].Store(a.hi)
@@ -224,7 +223,7 @@ func (t *flowTable) addChunk() {
 	t.slab.Store(&slab)
 }
 
-// remove takes a live flow out, with its hold on a port, for the reason given. With mu.
+// remove removes a live flow and releases its port. why goes to the observer. With mu.
 func (t *flowTable) remove(i uint32, why FlowEnd) {
 	t.tell(i, FlowClosed, Outbound, why)
 	t.follow(i, true)
@@ -252,9 +251,9 @@ func (t *flowTable) remove(i uint32, why FlowEnd) {
 // purgeStep is how many flows purge ends while it has the lock: some 50 microseconds of work.
 const purgeStep = 32
 
-// purge ends the flows that rule r (nil: none) does not permit. It reads them without the lock and takes it
-// only where there are flows to end, for purgeStep of them at most: a new flow waits for so many. between is
-// called after each step, without the lock. r must already be the rule for new flows.
+// purge ends the flows that rule r (nil: none) does not permit. It reads flows without the lock and
+// takes it only to end some, at most purgeStep at a time, which is all that a new flow waits for.
+// between is called after each step, without the lock. r must already be the rule for new flows.
 func (t *flowTable) purge(r *rule, between func()) {
 	slab := t.slab.Load()
 	if slab == nil {
@@ -268,7 +267,7 @@ func (t *flowTable) purge(r *rule, between func()) {
 	}
 }
 
-// purgeSome is purge for entries from number first on.
+// purgeSome is purge for entries, of which the first has number first.
 func (t *flowTable) purgeSome(first uint32, entries []entry, r *rule) {
 	locked := false
 	for n := range entries {
@@ -306,7 +305,7 @@ func (e *entry) stays(r *rule) bool {
 
 // sweepStep counts what a sweep has done since its last pause.
 type sweepStep struct {
-	work  int // entries looked at, and removed, which takes a hundred times as long
+	work  int // entries looked at; a removed one counts sweepRemovals more
 	pause func()
 }
 
@@ -315,9 +314,9 @@ const (
 	sweepRemovals = 100
 )
 
-// sweep removes what has expired and returns how many flows that were. It reads without the lock,
-// chunk by chunk, where something has changed or may have expired, and takes the lock only for a
-// chunk in which there is something to do, so that new flows never wait for more than one chunk.
+// sweep removes expired flows and returns how many they were. It reads, without the lock, the
+// chunks in which something changed or may have expired. It takes the lock only for a chunk with
+// something to remove or requeue, so a new flow never waits for more than one chunk.
 func (t *flowTable) sweep(l *lifetimes, now tick, step *sweepStep) (removed int) {
 	slab := t.slab.Load()
 	if slab == nil {
@@ -346,7 +345,7 @@ func (t *flowTable) sweep(l *lifetimes, now tick, step *sweepStep) (removed int)
 	return removed
 }
 
-// sweepChunk is sweep for one chunk. It also says when the next of its flows may have expired.
+// sweepChunk is sweep for one chunk. It also returns when the next of its flows may expire.
 func (t *flowTable) sweepChunk(c uint32, entries *[chunkSize]entry, l *lifetimes, now tick) (halfOpens, removed int, due uint64) {
 	locked := false
 	left := int32(math.MaxInt32) // ticks

@@ -47,15 +47,15 @@ import (
 // datagrams of others.
 type fragmentStore struct {
 	mu    sync.Mutex
-	rule  *rule                        // outbound: by which the decisions here were made
-	sets  map[fragmentKey]*fragmentSet // by what they are when they come,
-	after map[fragmentKey]*fragmentSet // and, outbound, those that go on by what they are then
+	rule  *rule                        // outbound: the rule that made the decisions here
+	sets  map[fragmentKey]*fragmentSet // by key before translation
+	after map[fragmentKey]*fragmentSet // outbound: forwarded datagrams, by key after translation
 	hosts map[addr]*fragmentHost
 	all   fragmentList
 	bytes int
-	lost  func(d Drop, n int) // counts held fragments that are given up
+	lost  func(d Drop, n int) // counts held fragments that are dropped
 
-	// Entries to be used again, so that a datagram whose fragments come in order costs no garbage.
+	// Entries for reuse, so that a datagram whose fragments come in order costs no garbage.
 	idleSets  []*fragmentSet
 	idleHosts []*fragmentHost
 }
@@ -63,7 +63,8 @@ type fragmentStore struct {
 // hostShare is the part of the store that one source may take, as a divisor.
 const hostShare = 4
 
-// fragmentKey is what tells datagrams apart: RFC 791 has the protocol in it, RFC 8200 has not.
+// fragmentKey identifies a datagram. The protocol is part of it in IPv4 (RFC 791), not in IPv6 (RFC
+// 8200).
 type fragmentKey struct {
 	src, dst addr
 	id       uint32
@@ -77,8 +78,7 @@ type fragmentHost struct {
 	bytes int
 }
 
-// fragmentList is a list of datagrams in the order of their birth; kind says which of their links
-// it uses.
+// fragmentList is a list of datagrams, oldest first; kind says which of their links it uses.
 type fragmentList struct {
 	oldest, newest *fragmentSet
 }
@@ -228,9 +228,10 @@ func (c *translation) fragment() (verdict Verdict, done bool) {
 	return c.forward(to, samePort), true
 }
 
-// firstFragment tells the store what becomes of the datagram of which the packet is the first
-// outbound fragment, as it came, and returns the fragments that were waiting, translated. The datagram may
-// have to be dropped after all.
+// firstFragment stores the decision on the datagram of which the packet is the first outbound
+// fragment, not yet translated. It returns the fragments that waited for it, translated. The
+// returned drop may differ from the given one: another datagram may occupy the key after
+// translation.
 func (c *translation) firstFragment(to addr, drop Drop) (*[][]byte, Drop) {
 	s := &c.r.peer.fragments[Outbound]
 	held, drop := s.decide(c.v, c.r.rule, to, drop)
@@ -243,15 +244,15 @@ func (c *translation) firstFragment(to addr, drop Drop) (*[][]byte, Drop) {
 	}
 	var w packet.View
 	for _, b := range held {
-		if w.Parse(b, packet.ChecksumComplete) == nil { // it did when it came
+		if w.Parse(b, packet.ChecksumComplete) == nil { // it parsed when it arrived
 			c.e.forward(&w, c.r, c.dir, to, samePort)
 		}
 	}
-	released := held // the pointer makes it escape, and held is for every first fragment
+	released := held // the pointer moves it to the heap; held stays on the stack for all first fragments
 	return &released, DropNone
 }
 
-// decision is what was decided about the datagram of v.
+// decision returns what was decided about the datagram of v.
 func (s *fragmentStore) decision(v *packet.View) (to addr, decided bool, drop Drop) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -261,8 +262,8 @@ func (s *fragmentStore) decision(v *packet.View) (to addr, decided bool, drop Dr
 	return addr{}, false, DropNone
 }
 
-// admit enters v, judged by rule r, and returns what is decided about its datagram. A later
-// fragment is copied when nothing is.
+// admit records v, to which rule r applies, and returns the decision on its datagram. Without a
+// decision it copies and holds a later fragment.
 func (s *fragmentStore) admit(v *packet.View, r *rule, now tick, e *Engine) (to addr, decided bool, drop Drop) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -312,13 +313,13 @@ func (s *fragmentStore) decide(v *packet.View, r *rule, to addr, drop Drop) (hel
 	return held, drop
 }
 
-// outdated reports that a packet was judged by a rule which has just been replaced by a different
-// one: what is decided by it must not be remembered.
+// outdated reports whether rule r has just been replaced by one that permits other flows. A
+// decision by r must then not be stored.
 func (s *fragmentStore) outdated(r *rule) bool {
 	return s.rule != r && (s.rule == nil || !s.rule.spec.sameFlows(r.spec))
 }
 
-// hold copies v until other fragments arrive; false: there is no room.
+// hold copies v until other fragments arrive. It reports false if there is no room.
 func (s *fragmentStore) hold(set *fragmentSet, v *packet.View, e *Engine) bool {
 	n, limit := v.Len(), e.config.MaxFragmentBytes
 	if len(set.held) >= e.config.MaxFragmentsPerSet || n > limit {
@@ -345,7 +346,7 @@ func (s *fragmentStore) hold(set *fragmentSet, v *packet.View, e *Engine) bool {
 	return true
 }
 
-// release takes what a datagram holds.
+// release takes the held fragments out of a datagram and returns them.
 func (s *fragmentStore) release(set *fragmentSet) (held [][]byte) {
 	held, set.held = set.held, nil
 	for _, b := range held {
@@ -355,15 +356,15 @@ func (s *fragmentStore) release(set *fragmentSet) (held [][]byte) {
 	return held
 }
 
-// finish forgets a decided datagram that went by as a whole.
+// finish removes a decided datagram of which every octet has passed.
 func (s *fragmentStore) finish(set *fragmentSet) {
 	if set.decided && set.total != 0 && len(set.seen) == 1 && set.seen[0] == (span{0, uint16((set.total + 7) / 8)}) {
 		s.remove(set, DropNone)
 	}
 }
 
-// spoil gives up a datagram that contradicts itself, and stays so that what comes later is dropped
-// too.
+// spoil drops a datagram whose fragments contradict each other. Its entry stays, so that later
+// fragments are dropped too.
 func (s *fragmentStore) spoil(set *fragmentSet) {
 	s.lost(DropFragment, len(s.release(set)))
 	set.decided, set.drop = true, DropFragment
@@ -412,7 +413,7 @@ func pop[T any](list *[]*T) *T {
 	return last
 }
 
-// remove gives up an entry and counts what it still held.
+// remove removes an entry and counts the fragments that it still held.
 func (s *fragmentStore) remove(set *fragmentSet, why Drop) {
 	s.lost(why, len(s.release(set)))
 	h := set.host
@@ -429,7 +430,7 @@ func (s *fragmentStore) remove(set *fragmentSet, why Drop) {
 	}
 }
 
-// expire gives up what is too old; entries are in the order of their birth.
+// expire removes the entries that are too old; they are in the order of their creation.
 func (s *fragmentStore) expire(now tick, lifetime int32) {
 	for s.all.oldest != nil && now.since(s.all.oldest.born) > lifetime {
 		s.remove(s.all.oldest, DropFragmentTimeout)

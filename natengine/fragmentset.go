@@ -9,10 +9,10 @@ import (
 
 type fragmentSet struct {
 	key     fragmentKey // before translation
-	after   fragmentKey // and behind it, once decided
+	after   fragmentKey // after translation, once decided
 	host    *fragmentHost
 	born    tick
-	decided bool   // outbound; inbound only a datagram that is dropped is
+	decided bool   // outbound; inbound only for a dropped datagram
 	to      addr   // our end, written to every fragment
 	drop    Drop   // or why every fragment is dropped
 	first   uint64 // the octets of the first fragment that have the ports and, mostly, the checksum
@@ -25,8 +25,8 @@ type fragmentSet struct {
 // span is a part of a datagram, in units of 8 octets.
 type span struct{ from, to uint16 }
 
-// contradicts reports whether v, which ends at end, cannot be a part of the same datagram as what
-// went by.
+// contradicts reports whether v, which ends at end, cannot belong to the datagram of the earlier
+// fragments.
 func (set *fragmentSet) contradicts(v *packet.View, end int, more bool) bool {
 	reached := 0
 	if n := len(set.seen); n > 0 {
@@ -35,7 +35,7 @@ func (set *fragmentSet) contradicts(v *packet.View, end int, more bool) bool {
 	switch off, _, _, _ := v.Fragment(); {
 	case more && set.total != 0 && end >= set.total, // goes on behind the end
 		!more && set.total != 0 && end != set.total, // two ends
-		!more && set.total == 0 && end <= reached:   // ends where it was seen to go on
+		!more && set.total == 0 && end <= reached:   // ends before octets that arrived
 		return true
 	case off == 0 && len(set.seen) > 0 && set.seen[0].from == 0:
 		return set.first != firstOctets(v)

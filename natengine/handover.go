@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// A Flow is a flow of one peer in the form in which another engine takes it over. It is comparable. Engines of
-// one version understand each other's.
+// A Flow is a flow of one peer in the form in which another engine adopts it. It is comparable.
+// Engines of the same version understand each other's.
 type Flow struct {
 	local, mapped, remote addr
 	word                  uint64 // as in entry; of the state only what stateOfFlow has
@@ -102,7 +102,7 @@ func (e *Engine) changeFollowers(change func([]*follower) []*follower) {
 	e.events.followers.Store(&all)
 }
 
-// follow tells followers of a flow in the table. With mu.
+// follow reports a flow of the table to the followers. With mu.
 func (t *flowTable) follow(i uint32, ended bool) {
 	followers := t.events.followers.Load()
 	if followers == nil || len(*followers) == 0 {
@@ -128,7 +128,7 @@ func (e *Engine) EachFlow(f func(peer string, flow Flow), between func() bool) {
 			for i := range c.entries {
 				en := &c.entries[i]
 				if word := en.word.Load(); word&stateLive != 0 {
-					t.requeue(uint32(at<<chunkBits|i), word) // else a follower would not be told of the next change
+					t.requeue(uint32(at<<chunkBits|i), word) // else followers would miss the next change
 					f(p.id, en.handed())
 				}
 			}
@@ -140,9 +140,10 @@ func (e *Engine) EachFlow(f func(peer string, flow Flow), between func() bool) {
 	}
 }
 
-// Adopt takes over a flow of another engine, as if its last packet were seen now. It has the state that it had there.
-// DropNone: it is here from now on. Otherwise nothing has changed: the rules do not permit the flow, there is one with a
-// tuple or a port of it, or there is no room. Nothing is evicted for it.
+// Adopt takes over a flow of another engine, with its state, as if its last packet had just been
+// seen. It returns DropNone if the engine now has the flow. Otherwise nothing has changed: the
+// rules do not permit the flow, another flow has one of its tuples or its port, or there is no
+// room. Adopt evicts no flow.
 func (e *Engine) Adopt(peer string, f Flow, now time.Duration) Drop {
 	p := e.Peer(peer)
 	if p == nil {

@@ -6,17 +6,17 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// ICMP errors are translated by the packet they quote, which is one of ours on its way out (inbound
-// error) or one of the peer's on its way in (outbound error). The quoted packet shows the far
-// side's view of our end and is put back to ours, or the reverse; the outer header follows. An
-// error opens, refreshes and ends nothing (RFC 4787, REQ-12; RFC 5508, REQ-4 to 6); type and code
+// An ICMP error is translated by the packet that it quotes. An inbound error quotes a packet of
+// ours and shows our end as the peer sees it; that is translated back. An outbound error quotes a
+// packet of the peer and is translated the other way. The outer header follows the quoted one. An
+// error opens, refreshes and ends no flow (RFC 4787, REQ-12; RFC 5508, REQ-4 to 6); type and code
 // stay.
 //
 //	inbound    peer's router ─► mapped   quoting  mapped ─► remote      mapped becomes local, twice
 //	outbound   our router ─► remote      quoting  remote ─► local       local becomes mapped; our router what it can be
 
-// quote reads and judges the quoted packet. A redirect is dropped like by Linux
-// (nf_nat_icmp_reply_translation): the gateway it names is no address of the other side.
+// quote reads and checks the quoted packet. It drops a redirect, as Linux does
+// (nf_nat_icmp_reply_translation): the gateway that it names is no address of the other side.
 func quote(v *packet.View, q *packet.Quote) Drop {
 	switch err := v.Quote(q); {
 	case errors.Is(err, packet.ErrICMPChecksum), errors.Is(err, packet.ErrHeaderChecksum):
@@ -28,7 +28,7 @@ func quote(v *packet.View, q *packet.Quote) Drop {
 }
 
 // quoteKey is the tuple of the quoted packet as direction dir matches it. ok is false when the
-// quote does not reach to the ports, without which no flow can be told.
+// quote ends before the ports, without which no flow can be identified.
 func quoteKey(q *packet.Quote, dir Direction, near, remote addr) (k key, ok bool) {
 	var nearPort, remotePort uint16
 	switch class := classOf(q.Proto(), q.Is4()); {
@@ -69,7 +69,8 @@ func (c *translation) inboundError() Verdict {
 		return c.refuse(drop)
 	}
 	near, to := addrOf(q.Src()), addrOf(q.Dst())
-	if known, _ := r.rule.isRemote(to); near != c.near || !known { // errors go to who sent the packet, and we sent it to this peer
+	// An error goes to the sender of the quoted packet, and we sent that to this peer.
+	if known, _ := r.rule.isRemote(to); near != c.near || !known {
 		return c.refuse(DropICMPError)
 	}
 	m := &r.rule.pods[near.family()]
@@ -103,9 +104,9 @@ func (c *translation) inboundError() Verdict {
 }
 
 // outboundError translates an error about a packet that the peer sent. Its outer source shows who
-// reports: a pod as the peer sees it, the end of the flow as the peer addressed it, the gateway
-// itself as the address under which the peer checks it, anybody else as the NAPT address. None of
-// them needs a flow, and a traceroute can tell them apart.
+// reports: a pod has its address as the peer sees it, the end of the flow the address that the peer
+// used, the gateway itself the address under which the peer checks it, any other host the NAPT
+// address. None of them needs a flow, and a traceroute can tell them apart.
 func (c *translation) outboundError() Verdict {
 	r, src := c.r, c.near
 	var q packet.Quote

@@ -11,12 +11,12 @@ import (
 // for its slot in the index and then for the entry; done for a whole batch at once, these waits
 // overlap. No verdict depends on it.
 //
-// The gateway does so for what comes out of the tunnel. Its reader of the TUN has no batch to look
-// at: it reads one packet at a time, each into the same scratch, and what is much there comes as
-// superpackets, of which one lookup serves many.
+// The gateway uses it for packets from the tunnel. Its reader of the TUN has no batch: it reads one
+// packet at a time into the same scratch, and bulk traffic arrives there as superpackets, of which
+// one lookup serves many segments.
 //
-// It is scratch, for one goroutine; the zero value is ready. For each batch call Begin and, if that
-// says so, Add with each packet and then Fetch.
+// It is scratch for one goroutine; the zero value is ready. For each batch call Begin and, if that
+// returns true, Add with each packet and then Fetch.
 type Lookahead struct {
 	rules  *ruleTable
 	dir    Direction
@@ -35,13 +35,12 @@ type wanted struct {
 }
 
 const (
-	// lookaheadMax is as much as a batch of wireguard-go holds; packets beyond are looked up
-	// without.
+	// lookaheadMax is the size of a batch of wireguard-go; packets beyond it are looked up without.
 	lookaheadMax = 128
 
-	// lookaheadFrom is the number of flows from which on it gains more than its own 25 to 30 ns a
-	// packet: their entries and index are then several times a second-level cache of 1 MiB
-	// (BenchmarkNAPTHit, 2026-11).
+	// lookaheadFrom is the number of flows from which Lookahead gains more than the 25 to 30 ns
+	// that it costs per packet: the entries and index are then several times a second-level cache
+	// of 1 MiB (BenchmarkNAPTHit, 2026-11).
 	lookaheadFrom = 1 << 15
 )
 
@@ -55,8 +54,7 @@ func (l *Lookahead) Begin(e *Engine, dir Direction) bool {
 	return true
 }
 
-// Add notes the flow that a packet will ask for, if it will. The packet is as it came, not yet
-// translated.
+// Add notes the flow that a packet will look up, if any. The packet must not be translated yet.
 func (l *Lookahead) Add(v *packet.View) {
 	if l.n == len(l.wanted) || !v.HasPorts() {
 		return
@@ -84,8 +82,8 @@ func (l *Lookahead) Add(v *packet.View) {
 	}
 }
 
-// flowsOf finds the remote whose flows the tuple k may belong to; nil when there is none or when
-// our end is mapped 1:1, so that no flow will be asked for.
+// flowsOf finds the remote whose flows the tuple k may belong to. It is nil if there is none, or if
+// our end is mapped 1:1 and needs no flow.
 func (t *ruleTable) flowsOf(k *key, is4 bool, dir Direction) *remote {
 	if is4 {
 		r := t.remotes4.lookup(uint32(k.remote.lo))
@@ -122,8 +120,8 @@ func (l *Lookahead) Fetch() {
 	l.rules, l.n = nil, 0
 }
 
-// candidate is the first entry with the hash of which tag is the lower half, the upper one having
-// led to s. nil when there is none.
+// candidate returns the first entry in s whose hash has tag as its lower half, or nil. The upper
+// half has led to s.
 func (t *flowTable) candidate(s *slots, tag uint32) *entry {
 	for at := s.home(tag); ; at = s.after(at) {
 		slot := atomic.LoadUint64(&s.list[at])

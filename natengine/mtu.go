@@ -7,17 +7,18 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// path is what the engine knows about the way to one peer: how large a packet may be, and whether
-// another error about one that is too large may be sent now.
+// path is what the engine knows about the path to one peer: how large a packet may be, and whether
+// another error about a larger one may be sent now.
 type path struct {
 	mtu  atomic.Int32
-	next atomic.Int64 // time.Duration: when the errors sent so far would be paid for
+	next atomic.Int64 // time.Duration: when the allowance is full again
 
 	told, silent, fragmented atomic.Uint64
 }
 
 // MTU is the largest IP packet in octets that may go to the peer: Peer.MTU of the rules in force, 0
-// for no bound. The caller compares, because it knows the size of segments too; see TooBig.
+// for no bound. The engine does not enforce it: the caller knows the size of segments too; see
+// TooBig.
 func (p *PeerState) MTU() int { return int(p.path.mtu.Load()) }
 
 // CountFragmented counts a packet that the caller has cut into fragments because it was too big.

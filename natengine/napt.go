@@ -9,8 +9,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// portClass is a space of ports at the NAPT address: what has ports or identifiers that NAPT may
-// change.
+// portClass is a port space at the NAPT address: that of protocols whose ports or identifiers NAPT
+// may change.
 type portClass uint8
 
 const (
@@ -83,8 +83,8 @@ func (n *napt) find(host uint32, port uint16, class portClass) uint32 {
 	return i
 }
 
-// hold returns the port of an inside end at the NAPT address, mapped if need be, which one more
-// flow uses from now on. ok is false when no port is free.
+// hold returns the port of an inside end at the NAPT address, and maps one if it has none. One more
+// flow uses it from now on. ok is false when no port is free.
 func (n *napt) hold(host uint32, port uint16, class portClass, family int) (mapped uint16, ok bool) {
 	if i := n.find(host, port, class); i != 0 {
 		m := n.mappings.at(i)
@@ -97,8 +97,8 @@ func (n *napt) hold(host uint32, port uint16, class portClass, family int) (mapp
 	return mapped, ok
 }
 
-// holdAt is hold where the port at the NAPT address has to be mapped. It reports false, and does nothing, where the
-// inside end has another one or another end has that one.
+// holdAt is hold for the given port at the NAPT address. It does nothing and reports false if the
+// inside end has another port, or another end has this one.
 func (n *napt) holdAt(host uint32, port uint16, class portClass, family int, mapped uint16) bool {
 	if i := n.find(host, port, class); i != 0 {
 		m := n.mappings.at(i)
@@ -115,7 +115,7 @@ func (n *napt) holdAt(host uint32, port uint16, class portClass, family int, map
 	return true
 }
 
-// add makes the mapping of an inside end that has none, to a port that is free, with one flow.
+// add maps a free port to an inside end that has none, with one flow.
 func (n *napt) add(host uint32, port uint16, class portClass, family int, mapped uint16) {
 	n.set(family, class).take(mapped)
 	i := n.free
@@ -129,8 +129,7 @@ func (n *napt) add(host uint32, port uint16, class portClass, family int, mapped
 	n.live++
 }
 
-// preview is hold without effect: the port would be mapped, or some other one when the same is
-// taken.
+// preview is hold without effect. If it picked a random port, hold will pick another one.
 func (n *napt) preview(host uint32, port uint16, class portClass, family int) (mapped uint16, ok bool) {
 	if i := n.find(host, port, class); i != 0 {
 		return n.mappings.at(i).mapped, true
@@ -178,7 +177,7 @@ type portSet struct {
 	used  [2][2]uint32
 }
 
-// portRange is one of the two in which a port stays.
+// portRange is a range of ports. A mapped port stays in the range of the inside port if it can.
 type portRange uint8
 
 const (
@@ -223,11 +222,11 @@ func (c portClass) limit() int {
 	return 1<<16 - 1
 }
 
-// choose picks a free port: the same if it can be had and random does not forbid it, else a random
-// one of the same range, 0-1023 or 1024-65535, of the same parity if there is one (RFC 4787,
-// REQ-3a, 3b and 4; RFC 6056; RFC 7857, section 9). A well-known port that finds its range full
-// takes a user port, never the reverse: a well-known source port may mean a privileged process to
-// somebody. Identifiers of ICMP queries know neither range nor parity.
+// choose picks a free port: the same if it is free and random does not forbid it, else a random one
+// of the same range, 0-1023 or 1024-65535, and of the same parity if there is one (RFC 4787,
+// REQ-3a, 3b and 4; RFC 6056; RFC 7857, section 9). When the well-known range is full, a well-known
+// port gets a user port. The reverse never happens: some servers take a well-known source port for
+// a sign of a privileged process. Identifiers of ICMP queries have neither range nor parity.
 func (s *portSet) choose(want uint16, class portClass, random bool) (port uint16, ok bool) {
 	if !random && !s.has(want) && (want != 0 || class == icmpIDs) {
 		return want, true
@@ -246,9 +245,8 @@ func (s *portSet) choose(want uint16, class portClass, random bool) (port uint16
 // portCount is the number of ports in each range that TCP and UDP may have, even and odd ones.
 var portCount = [2][2]uint32{{511, 512}, {32256, 32256}}
 
-// inRange picks a random free port of a range, of the wanted parity if there is one. It looks only
-// where there is one to be found, so that a flood of new flows costs little when all ports are
-// taken.
+// inRange picks a random free port of a range, of the wanted parity if there is one. It scans only
+// if the counts show a free port, so a flood of new flows costs little when all ports are taken.
 func (s *portSet) inRange(r portRange, parity uint16) (port uint16, ok bool) {
 	first, last := uint32(1), uint32(firstUserPort-1)
 	if r == user {
@@ -268,8 +266,8 @@ const (
 	allPorts  uint64 = 1<<64 - 1
 )
 
-// random returns the first free port of mask at or after a random place in [first, last], or before
-// it.
+// random returns the first free port of mask at or after a random place in [first, last], and goes
+// on from first if there is none.
 func (s *portSet) random(first, last uint32, mask uint64) (uint16, bool) {
 	start := first + rand.Uint32N(last-first+1)
 	if p, ok := s.scan(start, last, mask); ok {

@@ -42,8 +42,10 @@ func (c *translation) open(kind flowKind, k *key, other addr) (match, Drop) {
 	return f, drop
 }
 
-// enter puts the flow, of which total has been told, into the table. opened is false when it is not
-// new. Where the place has to come from elsewhere, it does all but that and says DropFlowTableFull.
+// enter adds the flow, which total already counts, to the table. opened is false when the flow
+// existed. When only another peer can make room, enter undoes its work and returns
+// DropFlowTableFull.
+// DropFlowTableFull.
 func (o *opening) enter() (f match, opened bool, drop Drop) {
 	r, t := o.r.rule, &o.r.peer.flows
 	t.mu.Lock()
@@ -52,13 +54,13 @@ func (o *opening) enter() (f match, opened bool, drop Drop) {
 		return f, false, DropNoFlow // the rules have just changed
 	}
 	room := o.room
-	var late []uint32 // flows whose time is over, which only a trace leaves there
+	var late []uint32 // expired flows, which only a trace leaves in the table
 	if f, ok := t.find(o.dir, o.k); ok {
 		if !f.expired(&o.e.lifetimes, o.now) {
 			o.tr.known(&f)
 			return f, false, DropNone
 		}
-		room = roomFree // its own
+		room = roomFree // the place of the expired flow
 		late = o.expire(&f, late)
 	}
 	port := o.k.nearPort(o.dir)
@@ -124,8 +126,8 @@ func (o *opening) enter() (f match, opened bool, drop Drop) {
 	return f, true, DropNone
 }
 
-// expire removes a flow that is in the way though its time is over. A trace leaves it and notes it
-// in late.
+// expire removes an expired flow that is in the way. A trace leaves it in the table and adds it to
+// late.
 func (o *opening) expire(f *match, late []uint32) []uint32 {
 	if o.tr == nil {
 		t := &o.r.peer.flows
@@ -139,9 +141,9 @@ func (o *opening) expire(f *match, late []uint32) []uint32 {
 	return append(late, f.index)
 }
 
-// begins tells whether a packet may open a flow: a TCP segment without RST (also in mid-connection,
-// so that connections survive the loss of the table when their port can be kept), an ICMP request,
-// anything of other protocols. flowOut asks more of mapped endpoints.
+// begins returns DropNone for a packet that may open a flow: a TCP segment without RST (also in
+// mid-connection, so that connections survive the loss of the table when their port can be kept),
+// an ICMP request, anything of other protocols. flowOut demands more of mapped endpoints.
 func begins(v *packet.View) Drop {
 	switch classOf(v.Proto(), v.Is4()) {
 	case tcpPorts:

@@ -11,9 +11,9 @@ import (
 type PeerState struct {
 	id    string
 	down  atomic.Bool
-	path  path         // next to down: the caller asks both for each packet
+	path  path         // next to down, because the caller reads both for each packet
 	quota atomic.Int64 // bound for flows
-	rule  *rule        // the newest, which new flows have to be permitted by; with flows.mu
+	rule  *rule        // the newest, which decides about new flows; with flows.mu
 
 	flows     flowTable
 	fragments [directions]fragmentStore
@@ -60,10 +60,9 @@ func (p *PeerState) Traffic(dir Direction) (packets, bytes uint64) {
 	return t.packets.Load(), t.bytes.Load()
 }
 
-// SetDown says whether the peer has been without a WireGuard session for too long. The engine
-// translates all the same; it is the caller who then counts DropPeerDown instead of handing the
-// packet on.
+// SetDown records whether the peer has been without a WireGuard session for too long. The engine
+// translates all the same; the caller then counts DropPeerDown instead of sending the packet.
 func (p *PeerState) SetDown(down bool) { p.down.Store(down) }
 
-// Down is what SetDown said last.
+// Down returns the last value given to SetDown.
 func (p *PeerState) Down() bool { return p.down.Load() }

@@ -19,16 +19,16 @@ type hostTable struct {
 	live    int
 	free    uint32
 	quota   uint32 // flows that a host may have
-	full    int    // hosts that have as many, of those up to number counted
+	full    int    // hosts at the quota, among those with numbers up to counted
 	counted uint32 // all, unless the quota has just changed: see setHostQuota
 }
 
-// A host has its flows in a list: in front those that wait for their eviction, oldest first. Its
-// address is that of any of them.
+// A host keeps its flows in a list: first those in the eviction queue, oldest first, then the
+// others. Its address is read from any of them.
 type host struct {
 	flows  uint32
 	head   uint32 // first of the list; the link before it leads to the last
-	queued uint32 // last of those that wait, 0 for none
+	queued uint32 // last of those in the queue, 0 for none
 	next   uint32 // in its chain, or in the free list
 }
 
@@ -44,8 +44,8 @@ func (t *hostTable) addr(number uint32) addr {
 	return t.flows.entry(t.at(number).head - 1).owner(t.kind)
 }
 
-// owner is the address of the host that a flow counts for: ours of a NAPT flow, the peer's of one
-// to a mapped endpoint.
+// owner returns the address of the host that a flow counts for: our end of a NAPT flow, the peer's
+// end of a flow to a mapped endpoint.
 func (e *entry) owner(kind flowKind) addr {
 	of := &e.near[Outbound]
 	if kind == endpointFlow {
@@ -63,8 +63,8 @@ func (t *hostTable) find(a addr) uint32 {
 	return i
 }
 
-// hold counts one more flow of a host, which has to enter its list before another host is looked
-// for, or be released. The caller sees to the quota.
+// hold counts one more flow of a host. The caller must check the quota, and enter the flow into the
+// host's list or release it before it looks for another host.
 func (t *hostTable) hold(a addr) (number uint32) {
 	if number = t.find(a); number == 0 {
 		if number = t.free; number != 0 {
@@ -82,7 +82,7 @@ func (t *hostTable) hold(a addr) (number uint32) {
 	return number
 }
 
-// release counts one flow less of a host with address a. Its list no longer has the flow.
+// release counts one flow less of the host with address a, whose list the flow has left.
 func (t *hostTable) release(number uint32, a addr) {
 	h := t.at(number)
 	if h.flows == t.quota && number <= t.counted {
@@ -99,8 +99,8 @@ func (t *hostTable) release(number uint32, a addr) {
 
 func (t *hostTable) link(i uint32) *link { return t.flows.link(i, queueOfHost) }
 
-// enter puts a flow into the list of its host, behind those that wait or, when it does not wait,
-// behind all.
+// enter puts a flow into the list of its host: behind those in the eviction queue if it waits, else
+// at the end.
 func (t *hostTable) enter(h *host, i uint32, waits bool) {
 	l, number := t.link(i), i+1
 	after := h.queued
@@ -130,7 +130,7 @@ func (t *hostTable) enter(h *host, i uint32, waits bool) {
 	}
 }
 
-// leave takes a flow out of the list of its host.
+// leave removes a flow from the list of its host.
 func (t *hostTable) leave(h *host, i uint32) {
 	l, number := *t.link(i), i+1
 	if h.queued == number {
@@ -151,15 +151,14 @@ func (t *hostTable) leave(h *host, i uint32) {
 	t.link(l.next - 1).prev = l.prev
 }
 
-// setQuota takes effect for new flows. count has to follow.
+// setQuota takes effect for new flows. The caller must then call count until it returns false.
 func (t *hostTable) setQuota(quota uint32) {
 	if quota != t.quota {
 		t.quota, t.full, t.counted = quota, 0, 0
 	}
 }
 
-// count looks at some hosts more, of which full knows nothing since setQuota. It returns true if there are
-// others.
+// count counts some more hosts that setQuota left uncounted. It returns true if there are others.
 func (t *hostTable) count() (more bool) {
 	for range hostsAtOnce {
 		if t.counted >= t.hosts.used {
@@ -231,8 +230,8 @@ func (t *flowTable) queueFor(e *entry, word uint64) *queue {
 	return &t.waiting[waitingIn(class, local.family(), rangeOf(uint16(word>>nearShift[Inbound])))]
 }
 
-// longest returns the index of the flow that has waited longest among heads of queues, of which 0 is
-// empty; -1: none. With mu.
+// longest returns the index in heads of the flow that has waited longest, or -1 if all queues are
+// empty. Each of heads is the first flow of a queue, 0 if that is empty. With mu.
 func (t *flowTable) longest(heads *[waitingQueues]uint32) int {
 	found := -1
 	for i, at := range heads {
@@ -264,14 +263,14 @@ type link struct{ prev, next uint32 }
 
 func (t *flowTable) link(i uint32, which int) *link { return &t.side(i).links[which] }
 
-// hostOf is the host of a flow. With mu.
+// hostOf returns the host of a flow. With mu.
 func (t *flowTable) hostOf(i uint32, word uint64) (*hostTable, *host) {
 	hosts := &t.hosts[kindOf(word)]
 	return hosts, hosts.at(t.side(i).host)
 }
 
-// enqueue puts a flow, which is in neither, at the end of its queues. A new one enters the list of
-// its host, and says already that it is in them. With mu.
+// enqueue appends a flow to its two queues, in neither of which it may be. A new flow has
+// stateQueued set already, and enters the list of its host too. With mu.
 func (t *flowTable) enqueue(i uint32, isNew bool) {
 	e := t.entry(i)
 	word := e.word.Load()
@@ -327,8 +326,8 @@ func (t *flowTable) dequeue(i uint32, ends bool) {
 	}
 }
 
-// requeue sees to it that a flow is in its queues if and only if it is half-open: closed connections may be evicted
-// again. With mu.
+// requeue enqueues a flow that is half-open and dequeues one that is not, so that closed
+// connections may be evicted again. With mu.
 func (t *flowTable) requeue(i uint32, word uint64) {
 	switch queued := word&stateQueued != 0; {
 	case halfOpen(word) && !queued:
@@ -338,9 +337,8 @@ func (t *flowTable) requeue(i uint32, word uint64) {
 	}
 }
 
-// evictSteps bounds the work of one eviction. Flows that were established since they were queued
-// are taken off as they are met; as each is met once, and sweeps take off most of them, the first
-// few are enough.
+// evictSteps bounds the work of one eviction. Flows that were established after they were queued
+// are dequeued when an eviction meets them. Sweeps dequeue most of them, so few are left to meet.
 const evictSteps = 32
 
 // evict removes the oldest half-open flow: of the peer, or of host h when it is not nil. With mu.
@@ -395,7 +393,7 @@ func (t *flowTable) evictable(h *host, of waitingSet, late []uint32) bool {
 	return false
 }
 
-// quotas says how many flows each of n peers is assured of, and how many a peer and a host may
+// quotas returns how many flows each of n peers is guaranteed, and how many a peer and a host may
 // have.
 func (c *Config) quotas(n int) (share, peer, host int) {
 	share = max(c.MaxFlows/max(n, 1), 1)
@@ -411,7 +409,7 @@ func (c *Config) quotas(n int) (share, peer, host int) {
 }
 
 // Bounds of the default for MaxFlowsPerHost. The upper one is a quarter of the ports of a protocol,
-// so that no host can take all of them from the others.
+// so that no host can take all ports.
 const (
 	minHostQuota = 1 << 10
 	maxHostQuota = 1 << 14
@@ -426,8 +424,8 @@ const (
 	roomOwn                   // from the peer itself
 )
 
-// reserve takes one of MaxFlows for a new flow of p, to be given back when it is not opened. dry
-// takes nothing.
+// reserve counts a new flow of p against MaxFlows; the caller must undo that if the flow is not
+// opened. With dry it counts nothing.
 func (e *Engine) reserve(p *PeerState, dry bool) room {
 	n := e.total.Load() + 1
 	if !dry {
@@ -442,12 +440,13 @@ func (e *Engine) reserve(p *PeerState, dry bool) room {
 	return roomOwn
 }
 
-// displace ends a half-open flow of a peer that has more than its share in favour of p, which has
-// less. dry ends nothing. Without any mu, as two peers' would be needed.
+// displace ends a half-open flow of a peer above its share in favour of p, which is below. With dry
+// it ends nothing. The caller holds no mu, because displace takes that of another peer.
 func (e *Engine) displace(p *PeerState, dry bool) bool {
 	share := e.share.Load()
 	rules := e.rules.Load().rules
-	first := int(e.yielded.Load()) // a flood goes on for a while: the peer that gave way last is asked first
+	// A flood goes on for a while, so the peer that gave way last comes first.
+	first := int(e.yielded.Load())
 	for i := range rules {
 		at := (first + i) % len(rules)
 		if other := rules[at].peer; other != p && other.flows.live.Load() > share && other.flows.yield(dry) {
@@ -460,7 +459,8 @@ func (e *Engine) displace(p *PeerState, dry bool) bool {
 	return false
 }
 
-// yield ends the oldest half-open flow for another peer's sake.
+// yield ends the oldest half-open flow in favour of another peer. With dry it only reports whether
+// there is one.
 func (t *flowTable) yield(dry bool) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -470,8 +470,9 @@ func (t *flowTable) yield(dry bool) bool {
 	return t.evict(nil)
 }
 
-// setHostQuota takes effect at once. How many hosts have as many flows is known when it returns; they are
-// counted some at a time, because new flows need the lock. between is called without it.
+// setHostQuota takes effect at once. Before it returns, it counts the hosts that have reached the
+// quota, some at a time, because new flows need the lock. between is called after each step,
+// without the lock.
 func (p *PeerState) setHostQuota(quota uint32, between func()) {
 	t := &p.flows
 	for kind := range t.hosts {

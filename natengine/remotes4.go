@@ -7,13 +7,13 @@ import (
 )
 
 // remotes4 finds the remote prefix of an IPv4 address in one to three loads: 16 bits, then 8 and 8
-// for prefixes longer than /16 and /24. bart would do, and does at compile time; this saves a third
-// of a whole Outbound. There is no longest match to look for, as remote prefixes never overlap.
+// for prefixes longer than /16 and /24. bart, which compile uses, would do, but this saves a third
+// of the time of Outbound. Remote prefixes never overlap, so there is no longest match to look for.
 type remotes4 struct {
 	root    [1 << 16]uint16 // number in remotes, 0 for none; or deeper | number in nodes
 	nodes   [][256]uint16
 	remotes []*remote // the first is nil
-	free    []uint16  // numbers of remotes that are not in use any more; insert takes the last
+	free    []uint16  // numbers of remotes that are no longer in use; insert takes the last
 	removed int       // networks since the table was made, whose nodes may be empty
 }
 
@@ -31,8 +31,9 @@ func (t *remotes4) number(a uint32) uint16 {
 	return x
 }
 
-// own makes a copy of another table one of its own, into which so many networks may be inserted. It
-// does not, and returns false, where a new table would be a good deal smaller.
+// own gives t, a shallow copy of another table, its own memory, so that so many networks can be
+// inserted. It returns false, without a copy, if nodes might run out or most are of removed
+// networks: then the caller compiles a new table.
 func (t *remotes4) own(networks int) bool {
 	if t.removed > len(t.remotes) || len(t.nodes)+2*networks >= deeper {
 		return false
@@ -52,7 +53,7 @@ func (t *remotes4) insert(p netip.Prefix, r *remote) {
 	t.fill(p, x)
 }
 
-// remove takes out a network that was entered.
+// remove removes a network that was inserted.
 func (t *remotes4) remove(p netip.Prefix) {
 	a4 := p.Addr().As4()
 	x := t.number(binary.BigEndian.Uint32(a4[:]))
@@ -61,7 +62,7 @@ func (t *remotes4) remove(p netip.Prefix) {
 	t.fill(p, 0)
 }
 
-// fill puts a number at all addresses of a network.
+// fill writes a number to all addresses of a network.
 func (t *remotes4) fill(p netip.Prefix, x uint16) {
 	a4 := p.Addr().As4()
 	fill := func(level []uint16, at uint8, bits int) {

@@ -10,21 +10,21 @@ import (
 )
 
 // remotes6 finds the remote prefix of an IPv6 address. The networks of one length are a hash table,
-// which costs a load or two where a trie costs several. All clusters together have few lengths; the
-// commonest ones get tables and the rest, which a hostile mixture of lengths makes long, is a trie.
-// There is no longest match to look for, as remote prefixes never overlap.
+// which costs a load or two where a trie costs several. All clusters together use few lengths: the
+// commonest get tables. The rest, which only a hostile mixture of lengths makes large, is a trie.
+// Remote prefixes never overlap, so there is no longest match to look for.
 type remotes6 struct {
 	lengths []length6
 	rest    *bart.Fast[*remote] // nil when every length has a table
 }
 
-// maxLengths6 bounds what a lookup costs before it comes to the trie.
+// maxLengths6 bounds how many tables a lookup reads before the trie.
 const maxLengths6 = 4
 
 // length6 is the table of one length: open addressing, at most a quarter full.
 type length6 struct {
 	mask  addr
-	seed  addr // with a fixed one peers could choose networks that meet
+	seed  addr // random: with a known seed peers could choose networks that collide
 	shift uint
 	slots []slot6
 }
@@ -34,7 +34,7 @@ type slot6 struct {
 	r   *remote // nil: free
 }
 
-// remote6 is an entry to be.
+// remote6 is an entry for newRemotes6.
 type remote6 struct {
 	net netip.Prefix
 	r   *remote
@@ -78,7 +78,7 @@ func newRemotes6(all []remote6) (t remotes6) {
 	return t
 }
 
-// slot is where net is, or would be put.
+// slot returns where net is, or where it would be put.
 func (l *length6) slot(net addr) *slot6 {
 	// As wyhash does; after the first product alone networks in a row may still lie side by side.
 	hi, lo := bits.Mul64(net.hi^l.seed.hi, net.lo^l.seed.lo)

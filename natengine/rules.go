@@ -37,8 +37,8 @@ func (p Peer) sameFlows(q Peer) bool {
 		slices.Equal(p.External, q.External) && slices.Equal(p.Endpoints, q.Endpoints) && p.Gateway == q.Gateway
 }
 
-// ruleTable is everything a packet is judged by. It is never changed after it was published; the
-// one after it shares the rules that stay.
+// ruleTable holds everything that decides about a packet. It never changes after it is published;
+// its successor shares the rules that stay.
 type ruleTable struct {
 	remotes4 remotes4
 	remotes6 remotes6
@@ -66,11 +66,11 @@ type remote struct {
 	peer      *PeerState
 	rule      *rule
 	out6, in6 map6
-	_         [48]byte // to three cache lines, so that the allocator puts it at the beginning of one
+	_         [48]byte // pads to three cache lines, so that the allocator aligns it to one
 }
 
-// map4 is a 1:1 map of IPv4. A map that must not be used on the fast path matches no address: mask
-// 0, from 1.
+// map4 is a 1:1 map of IPv4. A map that the fast path must not use matches no address: mask 0, from
+// 1.
 type map4 struct{ mask, from, to uint32 }
 
 var noMap4 = map4{from: 1}
@@ -79,7 +79,7 @@ var noMap4 = map4{from: 1}
 type rule struct {
 	peer      *PeerState
 	spec      Peer
-	self      [2]addr   // the in-process endpoint, which is no pod wherever it lies
+	self      [2]addr   // the in-process endpoint, never a pod, even inside a PodCIDR
 	pods      [2]podMap // by family
 	external  []prefix
 	seen      map[addr]addr     // Endpoint.Seen -> Endpoint.Real
@@ -90,7 +90,7 @@ type rule struct {
 	theirs    addr    // Peer.Gateway; zero: none
 
 	// guarded: a prefix reaches into special-purpose addresses (a /1 does) or contains the
-	// in-process endpoint, so that each address has to be asked.
+	// in-process endpoint, so each address must be checked.
 	guarded bool
 	has6    bool // a remote prefix is of IPv6
 }
@@ -105,8 +105,8 @@ type podMap struct {
 	ok       bool
 	from, to prefix
 
-	// single: the prefix is one address, so the network address, which is the NAPT address, is also
-	// the pod. Flows come first then and the map takes what they leave.
+	// single: the prefix is one address, so the NAPT address is also the pod's. Flows come first
+	// then, and the map gets the packets that belong to none.
 	single bool
 }
 
@@ -114,8 +114,8 @@ type podMap struct {
 // (docs/liqo-v0.md, section 7.2).
 func (m *podMap) natAddr() addr { return m.to.net }
 
-// mapOut translates one of our pods to what the peer sees. The network address is no pod: as a
-// source it takes NAPT, since the peer's replies to it could not be told from those to a flow.
+// mapOut translates one of our pods to what the peer sees. The network address counts as no pod: as
+// a source it takes NAPT, because replies to it would look like replies to a NAPT flow.
 func (m *podMap) mapOut(a addr) (addr, bool) {
 	if !m.ok || !m.from.contains(a) || a == m.from.net && !m.single {
 		return addr{}, false
@@ -150,12 +150,13 @@ func (r *rule) isRemote(a addr) (remote, pods bool) {
 	return false, false
 }
 
-// keeps reports whether a connection is to the gateway of the peer and not of ours: nobody else has business there.
+// keeps reports whether a TCP connection to the peer's gateway is not from our gateway: only a
+// gateway may connect to a gateway.
 func (r *rule) keeps(proto uint8, local, peer addr) bool {
 	return peer == r.theirs && proto == packet.TCP && local != r.self[local.family()]
 }
 
-// permits reports whether a flow could be opened under this rule as it is.
+// permits reports whether a flow could be opened under this rule.
 func (r *rule) permits(kind flowKind, proto uint8, local, mapped, peer addr) bool {
 	known, pods := r.isRemote(peer)
 	if !known {
@@ -215,7 +216,7 @@ func compile(peers []Peer, self [2]addr, state func(id string) *PeerState) (*rul
 	return t, nil
 }
 
-// owner says in words what of peers is in the way of a network of the last of them.
+// owner names the network of peers that overlaps p, a network of the last of them.
 func owner(peers []Peer, p netip.Prefix) string {
 	for _, other := range peers {
 		for _, net := range slices.Concat(other.RemotePods, other.RemoteExternal) {
@@ -227,12 +228,12 @@ func owner(peers []Peer, p netip.Prefix) string {
 	return "another"
 }
 
-// find returns where the rule of a peer is in t.rules, or belongs.
+// find returns the index in t.rules of a peer's rule, or where it belongs.
 func (t *ruleTable) find(id string) (at int, found bool) {
 	return slices.BinarySearchFunc(t.rules, id, func(r *rule, id string) int { return cmp.Compare(r.spec.ID, id) })
 }
 
-// specs are the rules of all peers that with would have.
+// specs returns the rules of all peers as with would leave them.
 func (t *ruleTable) specs(changed []Peer, gone []string) []Peer {
 	out := make(map[string]bool, len(changed)+len(gone))
 	for _, id := range gone {
@@ -250,9 +251,10 @@ func (t *ruleTable) specs(changed []Peer, gone []string) []Peer {
 	return append(all, changed...)
 }
 
-// with is the table with other rules for some peers, and without those that are gone: what compile
-// makes of all of them, but what it costs follows what is different, except for copies of memory and
-// the networks of IPv6. It is nil when only compile can tell what is to be done.
+// with returns t with the rules of changed added or replaced and those of gone removed, as compile
+// would make it from all peers. Its cost depends only on the difference, apart from copies of
+// memory and the networks of IPv6. It returns nil where only compile can help: at an error, or when
+// remotes4 needs a new table.
 func (t *ruleTable) with(changed []Peer, gone []string, self [2]addr, state func(id string) *PeerState) *ruleTable {
 	next := *t
 	var out []*rule
@@ -331,7 +333,7 @@ func checkPrefix(p netip.Prefix) error {
 	return nil
 }
 
-// check lists what contradicts inside one peer's rules.
+// check lists the contradictions within one peer's rules.
 func (p Peer) check(self [2]addr) (errs []error) {
 	fail := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
 	for _, c := range []struct {
@@ -379,7 +381,7 @@ func (p Peer) check(self [2]addr) (errs []error) {
 		}
 		at[e.Seen] = e.Real
 	}
-	if p.MSS != 0 && p.MSS < 88 { // Linux will not go below either: TCP_MIN_MSS
+	if p.MSS != 0 && p.MSS < 88 { // Linux does not go below either: TCP_MIN_MSS
 		fail("MSS %d is too small", p.MSS)
 	}
 	return errs
@@ -447,7 +449,7 @@ func (r *rule) remotePrefixes() []netip.Prefix {
 	return slices.Concat(r.spec.RemotePods, r.spec.RemoteExternal)
 }
 
-// add4 enters the remote prefixes of r, but for those of IPv6, of which it says whether there are any.
+// add4 adds the IPv4 networks of r. It reports whether r has networks of IPv6 too.
 func (t *ruleTable) add4(r *rule) (six bool) {
 	r.each(func(net netip.Prefix, to *remote) {
 		if net.Addr().Is4() {
@@ -459,7 +461,7 @@ func (t *ruleTable) add4(r *rule) (six bool) {
 	return six
 }
 
-// add6 makes the table of IPv6 of all rules: it is a hash table.
+// add6 makes a new IPv6 table from all rules: its hash tables cannot grow.
 func (t *ruleTable) add6() {
 	var six []remote6
 	for _, r := range t.rules {
@@ -474,10 +476,10 @@ func (t *ruleTable) add6() {
 	t.remotes6 = newRemotes6(six)
 }
 
-// each calls insert for the networks of the peer with what is said of their addresses.
+// each calls insert for each network of the peer, with the remote that its addresses get.
 func (r *rule) each(insert func(netip.Prefix, *remote)) {
 	base := remote{out: noMap4, in: noMap4, out6: noMap6, in6: noMap6, mss: r.spec.MSS, guarded: r.guarded, peer: r.peer, rule: r}
-	general := r.guarded || len(r.endpoints) > 0 // every packet wants to be looked at
+	general := r.guarded || len(r.endpoints) > 0 // every packet takes the general path
 	if m := &r.pods[0]; m.ok && !general {       // a single address is its network address, which the fast path leaves out
 		mask, from, to := uint32(m.from.mask.lo), uint32(m.from.net.lo), uint32(m.to.net.lo)
 		base.in, base.out = map4{mask, to, from}, map4{mask, from, to}

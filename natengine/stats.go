@@ -15,7 +15,7 @@ type Stats struct {
 	Peers           []PeerStats // sorted by ID
 }
 
-// PeerStats is the part of one peer.
+// PeerStats is one peer's part of Stats.
 type PeerStats struct {
 	ID              string
 	Down            bool
@@ -23,7 +23,7 @@ type PeerStats struct {
 	MaxFlowsPerHost int
 	HalfOpen        int // flows that may be evicted at the bound; counted by the last Sweep
 	Hosts           int // with a flow: inside ones behind the NAPT address, the peer's with flows to mapped endpoints
-	HostsAtQuota    int // of them those that have MaxFlowsPerHost
+	HostsAtQuota    int // those of them that have MaxFlowsPerHost
 	Mappings        int // ports and ICMP ids in use at the NAPT addresses
 	Ports           [6]PortUse
 	FragmentSets    int // datagrams of which fragments are remembered, in both directions
@@ -35,7 +35,7 @@ type PeerStats struct {
 	Created, Expired, Evicted, Purged uint64 // flows so far: opened; idle too long, or left for the pod's own address; half-open at the bound; not permitted by new rules
 }
 
-// PortUse tells how many of the ports, or ICMP ids, at a NAPT address are in use.
+// PortUse is how many of the ports, or ICMP ids, at a NAPT address are in use.
 type PortUse struct {
 	Family, Protocol string // "ipv4" or "ipv6"; "tcp", "udp" or "icmp"
 	Used, Max        int
@@ -68,7 +68,7 @@ func (e *Engine) Peers() []*PeerState {
 	return peers
 }
 
-// Peer is the one in force with an ID, nil when there is none.
+// Peer returns the peer in force with this ID, nil when there is none.
 func (e *Engine) Peer(id string) *PeerState {
 	t := e.rules.Load()
 	if at, found := t.find(id); found {

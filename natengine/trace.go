@@ -48,7 +48,7 @@ func protoName(p uint8) string {
 type Trace struct {
 	Direction Direction
 	Peer      string // "" when no peer has the address
-	Rule      string // "prefix map 10.244.0.0/16 -> 10.246.0.0/16"; "" when it did not come so far
+	Rule      string // "prefix map 10.244.0.0/16 -> 10.246.0.0/16"; "" if no rule was reached
 	Flow      string // "known", "new", or "" where no flow is needed
 	Before    Tuple
 	After     Tuple // equal to Before when the packet is not forwarded
@@ -83,10 +83,9 @@ func (t Trace) String() string {
 	return b.String()
 }
 
-// Trace judges a copy of the packet as Outbound or Inbound would, on the general path, of which
-// their fast path is a shortcut. It changes nothing: not the packet, no flow, no counter, no port.
-// For a new NAPT flow whose port cannot be kept, the port in After is only an example. Not for the
-// head of a run.
+// Trace decides about a copy of the packet as Outbound or Inbound would, always on the general
+// path. It changes neither the packet nor a flow, a counter or a port. For a new NAPT flow whose
+// port cannot be kept, the port in After is only an example. Not for the head of a run.
 func (e *Engine) Trace(v *packet.View, dir Direction, now time.Duration) Trace {
 	tr := Trace{Direction: dir, Before: TupleOf(v, dir)}
 	tr.After = tr.Before
@@ -113,7 +112,7 @@ func (e *Engine) Trace(v *packet.View, dir Direction, now time.Duration) Trace {
 	return tr
 }
 
-// TupleOf names the ends of a packet that crosses in direction dir.
+// TupleOf returns the ends of a packet that crosses the gateway in direction dir.
 func TupleOf(v *packet.View, dir Direction) Tuple {
 	src, dst := v.SrcPort(), v.DstPort()
 	if dir == Outbound {
@@ -124,7 +123,7 @@ func TupleOf(v *packet.View, dir Direction) Tuple {
 	return Tuple{v.Proto(), netip.AddrPortFrom(v.Src(), src), netip.AddrPortFrom(v.Dst(), dst)}
 }
 
-// The general path tells a trace which rule it followed by the methods below. They do nothing on
+// The general path calls the methods below to record which rule it followed. They do nothing on
 // nil.
 
 func (t *Trace) prefixMap(r *rule, family int) {
@@ -164,8 +163,7 @@ func (t *Trace) describe(kind flowKind, local, mapped addr) {
 	}
 }
 
-// preview is what enter does when nothing may change; the flows of late are as good as gone. With
-// mu.
+// preview is enter for a trace: it changes nothing and takes the flows in late for gone. With mu.
 func (o *opening) preview(t *flowTable, room room, quota int64, late []uint32) (match, Drop) {
 	o.tr.Flow = "new"
 	o.tr.describe(o.kind, o.local, o.mapped)
@@ -191,7 +189,7 @@ func (o *opening) preview(t *flowTable, room room, quota int64, late []uint32) (
 			if evicts = t.evictable(nil, waitingFor(o.class, o.local.family(), o.k.nearPort(o.dir)), late); !evicts {
 				return match{}, DropPortsExhausted
 			}
-			port = o.k.nearPort(o.dir) // an example: it will be that of another flow
+			port = o.k.nearPort(o.dir) // an example: an eviction would free another port
 		}
 	}
 	if !evicts && (room != roomFree || flows >= quota) && (room == roomElsewhere && flows < quota || !t.evictable(nil, allWaiting, late)) {

@@ -49,9 +49,9 @@ func (e *Engine) outbound(v *packet.View, r *remote, now tick, tr *Trace) Verdic
 	return c.place(c.flowOut(m, seen))
 }
 
-// flowOut finds or opens the flow of an outbound packet: the reply of a mapped endpoint leaves as
-// the peer addressed it, a pod without a flow by the prefix map, as seen, everything else from the
-// NAPT address. seen is zero for what is no pod.
+// flowOut finds or opens the flow of an outbound packet. The reply of a mapped endpoint leaves from
+// the address that the peer used, a pod without a flow from seen, its address by the prefix map,
+// and everything else from the NAPT address. seen is zero if the source is no pod.
 func (c *translation) flowOut(m *podMap, seen addr) (to addr, port int, drop Drop) {
 	k, ok := c.key()
 	if ok {
@@ -77,7 +77,7 @@ func (c *translation) flowOut(m *podMap, seen addr) (to addr, port int, drop Dro
 		return addr{}, samePort, DropSource // no address of this family under which the peer would know us
 	}
 	if c.midConnection() && c.r.rule.isTarget(c.near) {
-		return addr{}, samePort, DropNoFlow // NAPT would show it from another address than the client speaks to
+		return addr{}, samePort, DropNoFlow // NAPT would change the source that the client knows
 	}
 	return c.begin(naptFlow, &k, m.natAddr())
 }
@@ -115,8 +115,8 @@ func (e *Engine) inbound(v *packet.View, r *remote, now tick, tr *Trace) Verdict
 	return c.place(c.flowIn(local, endpoint))
 }
 
-// reach finds the target of an inbound packet: the pod by the prefix map, the mapped endpoint, or neither
-// at the NAPT address, which only flows can use.
+// reach finds the target of an inbound packet: the pod by the prefix map, or the mapped endpoint.
+// It finds neither at the NAPT address, which only flows can use.
 func (c *translation) reach() (local addr, pod bool, endpoint addr, drop Drop) {
 	r, dst := c.r.rule, c.near
 	m := &r.pods[dst.family()]
@@ -134,16 +134,16 @@ func (c *translation) reach() (local addr, pod bool, endpoint addr, drop Drop) {
 	return local, pod, endpoint, drop
 }
 
-// offLimits reports whether a prefix map must not lead to a: the in-process endpoint is reached as
-// a mapped one only.
+// offLimits reports whether a prefix map must not lead to a. The in-process endpoint is reachable
+// only as a mapped one.
 func (e *Engine) offLimits(a addr, is4 bool) bool {
 	return unreachable(a, is4) || a == e.self[a.family()]
 }
 
-// flowIn finds the flow of an inbound packet to the NAPT address or to a mapped one. Without a flow
-// a prefix that is one address leads to its pod, which is zero for other prefixes; a flow to a
-// mapped endpoint, which is zero where nothing is mapped, only the pods of the peer may open
-// (docs/liqo-v0.md, section 7.3).
+// flowIn finds the flow of an inbound packet to the NAPT address or to a mapped one. pod is that of
+// a prefix of one address, zero for other prefixes; it gets a packet without a flow. endpoint is
+// zero where nothing is mapped; only the pods of the peer may open a flow to it (docs/liqo-v0.md,
+// section 7.3).
 func (c *translation) flowIn(pod, endpoint addr) (to addr, port int, drop Drop) {
 	k, ok := c.key()
 	if ok {
@@ -162,11 +162,11 @@ func (c *translation) flowIn(pod, endpoint addr) (to addr, port int, drop Drop) 
 	return c.begin(endpointFlow, &k, endpoint)
 }
 
-// turn ends the flow of a client that has spoken to a pod by a mapped address and now, from the
-// same port, by the pod's own one. To the pod both are one tuple, so that nothing in its answer
-// tells which of the two it is for: it leaves from the address that the client spoke to last. What
-// could open no flow ends none, nor does a segment other than a SYN end that of an established
-// connection: it is a late one of a connection that was before.
+// turn ends the flow of a client that has used a mapped address of a pod and now, from the same
+// port, uses the pod's own one. To the pod both are one tuple, so its answer does not show which
+// one it is for; it leaves from the address that the client used last. A packet that could open no
+// flow ends none. Nor does a segment other than a SYN end the flow of an established connection: it
+// is a late one of an earlier connection.
 func (c *translation) turn(pod addr) {
 	if c.tr != nil || !c.r.rule.isEndpoint(pod) || begins(c.v) != DropNone {
 		return
@@ -186,8 +186,8 @@ func (c *translation) turn(pod addr) {
 	}
 }
 
-// key is the key of the packet. ok is false for an ICMP message that is no query: it has no
-// identifier by which a flow could be told.
+// key returns the key of the packet. ok is false for an ICMP message that is no query: it has no
+// identifier that could name a flow.
 func (c *translation) key() (k key, ok bool) {
 	v := c.v
 	var nearPort, remotePort uint16
@@ -206,13 +206,13 @@ func (c *translation) key() (k key, ok bool) {
 	return keyOf(c.dir, c.near, c.far, v.Proto(), nearPort, remotePort), true
 }
 
-// find is the flow that the packet belongs to.
+// find returns the flow that the packet belongs to.
 func (c *translation) find(k *key) (match, bool) {
 	f, ok := c.r.peer.flows.find(c.dir, k)
 	return f, ok && !f.expired(&c.e.lifetimes, c.now)
 }
 
-// follow records the packet in its flow and says what our end becomes.
+// follow records the packet in its flow and returns what our end becomes.
 func (c *translation) follow(f *match) (to addr, port int, drop Drop) {
 	c.tr.known(f)
 	return c.touch(f)
@@ -328,8 +328,7 @@ func mssFor(mss uint16, is4 bool) uint16 {
 }
 
 // linkScope reports ICMPv6 that never leaves a link: multicast listener and neighbour discovery
-// (RFC 4890, section 4.3.3). Its addresses are in its body too, so it could only be forwarded half
-// rewritten.
+// (RFC 4890, section 4.3.3). Its body contains addresses too, which forwarding would not translate.
 func linkScope(v *packet.View) bool {
 	if v.Is4() || v.Proto() != packet.ICMPv6 {
 		return false

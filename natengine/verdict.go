@@ -67,7 +67,7 @@ type Drop uint8
 const (
 	DropNone Drop = iota
 
-	// What the bytes are.
+	// The bytes.
 	DropMalformed   // not a whole, parseable IP packet
 	DropBadChecksum // a checksum that has to be right is wrong
 	DropFragment    // tiny first fragment, fragment that overlaps another or comes again, beyond 65,535 octets
@@ -80,7 +80,7 @@ const (
 	DropNoMapping   // inbound: address of the ExternalCIDR to which nothing is mapped (for this source)
 	DropNoFlow      // to the NAPT address without a known flow, or a packet that cannot begin a flow (TCP RST, ICMP reply, TCP of a mapped endpoint but for SYN)
 
-	// What state there is.
+	// State and its bounds.
 	DropPortsExhausted    // no free port or ICMP id towards this peer, and none of a half-open flow
 	DropFlowTableFull     // flow bound reached and nothing may be evicted
 	DropHostQuota         // flow bound of one host reached and none of its flows may be evicted
@@ -107,14 +107,14 @@ const (
 
 	DropTunnelShort    // inbound: a data message below 32 octets; the peer is not known
 	DropTunnelType     // inbound: no known type of WireGuard message, or a handshake of a wrong length; the same
-	DropTunnelQueue    // outbound: gave way, by packets, octets or age, where packets wait for a session of their peer
-	DropTunnelSource   // inbound: a message from where no gateway of a peer can be, see fabric.Site; the peer is not known
+	DropTunnelQueue    // outbound: dropped from the queue for its peer's session, by its bound on packets, octets or age
+	DropTunnelSource   // inbound: a message from an address that no peer's gateway can have, see fabric.Site; the peer is not known
 	DropHandshakeQueue // inbound: a handshake message beyond its budget or queue; the peer is not known
 
 	DropReceiveQueue     // inbound: a data message for which the queue of its peer, or without a peer, was full
 	DropSocketBuffer     // inbound: a message that the kernel dropped because the UDP socket was full; the peer is not known
 	DropHandshakeKey     // inbound: a handshake message that was made for another public key; the peer is not known
-	DropHandshakeRefused // inbound: a handshake message for our key that is of an unknown key, replayed, or answers none of ours
+	DropHandshakeRefused // inbound: a handshake message for our key that is replayed, from an unknown key, or answers none of ours
 
 	numDrops
 )
