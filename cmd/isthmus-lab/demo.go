@@ -72,7 +72,7 @@ gone.`,
 	return cmd
 }
 
-// A building is the API servers' programs, which are built while there is something else to see.
+// A building compiles the API servers' programs while the demo shows something else.
 type building struct {
 	cancel context.CancelFunc
 	done   chan struct{}
@@ -91,7 +91,7 @@ func build(ctx context.Context, progress io.Writer) *building {
 	return b
 }
 
-// wait returns the folder of the programs; from now on their progress is shown.
+// wait shows the progress from now on, and returns the folder of the finished programs.
 func (b *building) wait(ctx context.Context) (string, error) {
 	b.shown.open()
 	select {
@@ -102,13 +102,14 @@ func (b *building) wait(ctx context.Context) (string, error) {
 	}
 }
 
-// end gives up what is not built yet.
+// end stops an unfinished build.
 func (b *building) end() {
 	b.cancel()
 	<-b.done
 }
 
-// A gate lets the newest of what was written pass when it opens, and then everything.
+// A gate keeps only the last write while it is closed. When it opens it passes that on, and then
+// everything.
 type gate struct {
 	w io.Writer
 
@@ -131,11 +132,11 @@ func (g *gate) open() {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.opened = true; len(g.newest) > 0 {
-		_, _ = g.w.Write(append([]byte("\n"), g.newest...)) // progress that nobody can read is none
+		_, _ = g.w.Write(append([]byte("\n"), g.newest...)) // an error only hides progress
 	}
 }
 
-// isTerminal tells whether colours make sense on f (https://no-color.org has its say).
+// isTerminal reports whether f shows colours and the user allows them (https://no-color.org).
 func isTerminal(f *os.File) bool {
 	_, err := unix.IoctlGetTermios(int(f.Fd()), unix.TCGETS)
 	return err == nil && os.Getenv("NO_COLOR") == "" && os.Getenv("TERM") != "dumb"

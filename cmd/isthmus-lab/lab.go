@@ -102,7 +102,7 @@ func downHint(err error, name string) error {
 	return err
 }
 
-// startServer runs the lab's web server in a process of its own, as this one ends.
+// startServer runs the lab's web server in a process of its own, which outlives this one.
 func startServer(ctx context.Context, l *lab.Lab) error {
 	self, err := os.Executable()
 	if err != nil {
@@ -201,7 +201,7 @@ type row struct {
 	Clusters int    `json:"clusters"`
 	Hosts    int    `json:"hosts"`
 	Gateways int    `json:"gateways"`          // that run
-	Problem  string `json:"problem,omitempty"` // why nothing else is known
+	Problem  string `json:"problem,omitempty"` // why the rest is unknown
 }
 
 func newListCommand() *cobra.Command {

@@ -1,11 +1,11 @@
-// Command isthmus-lab makes clusters out of network namespaces of one machine, to play with and to
-// be shown.
+// Command isthmus-lab makes clusters out of network namespaces of one machine, for trials and
+// demonstrations.
 //
 //	isthmus-lab demo        three clusters with API servers, peered, with real traffic, step by step
 //	isthmus-lab up | down   clusters without API servers, whose gateways are configured by files
 //	isthmus-lab kube        build etcd, kube-apiserver and kube-controller-manager, which the demo needs
 //
-// What runs in the clusters is the program isthmus.
+// The clusters run the program isthmus.
 package main
 
 import (
@@ -56,8 +56,8 @@ A lab exists until "isthmus-lab down" or a reboot.
 	return root
 }
 
-// needsRoot keeps a command from reporting only a part: only root sees the processes of a
-// lab.
+// needsRoot refuses to run a command as another user than root, who would see only some of the
+// processes of a lab.
 func needsRoot(do func(*cobra.Command, []string) error) func(*cobra.Command, []string) error {
 	return func(cmd *cobra.Command, args []string) error {
 		if os.Geteuid() != 0 {
@@ -98,12 +98,12 @@ const defaultName = "lab"
 func addNameFlag(cmd *cobra.Command, name *string) {
 	cmd.Flags().StringVar(name, "name", defaultName, "name of the lab; several labs may exist at a time")
 	_ = cmd.RegisterFlagCompletionFunc("name", func(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
-		names, _ := lab.List() // none is no error for a shell that completes a word
+		names, _ := lab.List() // without a list the shell completes nothing
 		return names, cobra.ShellCompDirectiveNoFileComp
 	})
 }
 
-// completeHosts completes up to so many names of hosts.
+// completeHosts completes the names of hosts, for up to most arguments.
 func completeHosts(name *string, most int) cobra.CompletionFunc {
 	return func(_ *cobra.Command, args []string, _ string) (hosts []string, _ cobra.ShellCompDirective) {
 		if l, err := lab.Open(*name); err == nil && len(args) < most {
@@ -115,7 +115,8 @@ func completeHosts(name *string, most int) cobra.CompletionFunc {
 	}
 }
 
-// hint is the flag that names a lab, in commands that are shown to people.
+// hint returns the flag that names the lab, for commands shown to people; empty for the default
+// lab.
 func hint(name string) string {
 	if name == defaultName {
 		return ""

@@ -8,10 +8,11 @@ import (
 	"github.com/isthmus-net/isthmus/internal/inspect"
 )
 
-// aboutCluster says whether `isthmus status` or `isthmus trace` is about a cluster or about the gateway on this
-// machine: what the flags say, else a cluster where there is a kubeconfig or we run in a Pod.
+// aboutCluster reports whether `isthmus status` or `isthmus trace` is about a cluster, not about
+// the gateway on this machine. Flags decide; without any, a kubeconfig or our running in a Pod
+// means a cluster.
 func aboutCluster(cmd *cobra.Command) bool {
-	for _, flag := range []string{"gateway", "address", "flows"} { // not all commands have all
+	for _, flag := range []string{"gateway", "address", "flows"} { // a command need not have them all
 		if cmd.Flags().Changed(flag) {
 			return false
 		}

@@ -19,9 +19,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/source/kube"
 )
 
-// A way is that of a packet through clusters, hop by hop.
+// A way is the path of a packet through clusters, hop by hop.
 type way struct {
-	Direction string   `json:"direction"` // "out", or "in" for that of the answer
+	Direction string   `json:"direction"` // "out", or "in" for the answer
 	Protocol  string   `json:"protocol"`
 	From      string   `json:"from"`
 	To        string   `json:"to"`
@@ -30,14 +30,15 @@ type way struct {
 	// Leaves is set if the packet leaves for a peer that was not queried, so that it is unknown whether
 	// it arrives.
 	Leaves bool `json:"leaves,omitempty"`
-	// Verdict says whether it arrives, and else where it ends and why, in a sentence.
+	// Verdict says in a sentence whether the packet arrives, or where it ends and why.
 	Verdict string `json:"verdict"`
 }
 
-// hopOtherSide is the peer where it is not asked, by which a way ends that works so far.
+// hopOtherSide stands for the peer's cluster if that is not queried. It ends a path that works so
+// far.
 const hopOtherSide = "other side"
 
-// A wayHop is a hop with what the gateway does to the packet there.
+// A wayHop is a hop, with what the gateway there does to the packet.
 type wayHop struct {
 	health.Hop
 	Step *gateway.TraceStep `json:"step,omitempty"`
@@ -47,7 +48,7 @@ type wayHop struct {
 type clusterTrace struct {
 	ctx           context.Context
 	query         gateway.TraceQuery // without addresses
-	local, remote *cluster.Cluster   // remote: nil where it is not asked
+	local, remote *cluster.Cluster   // remote: nil if it is not queried
 }
 
 func (t *clusterTrace) run(cmd *cobra.Command, local, remote cluster.Access, src, dst string, output cli.Output) (err error) {
@@ -83,7 +84,7 @@ func (t *clusterTrace) run(cmd *cobra.Command, local, remote cluster.Access, src
 	return err
 }
 
-// ways are that of the packet and that of its answer, or one of the two.
+// ways returns the path of the packet and that of its answer, or one of the two.
 func (t *clusterTrace) ways(src, dst string) ([]way, error) {
 	from, err := t.end(t.local, src)
 	if err != nil {
@@ -110,7 +111,7 @@ func (t *clusterTrace) ways(src, dst string) ([]way, error) {
 	return []way{out, in}, nil
 }
 
-// end is an end of the way in the cluster that it is in.
+// end finds one end of the path, in its own cluster.
 func (t *clusterTrace) end(c *cluster.Cluster, name string) (place.Place, error) {
 	if !strings.Contains(name, "/") {
 		at, err := gateway.ParseTraceAddr(name)
@@ -122,8 +123,9 @@ func (t *clusterTrace) end(c *cluster.Cluster, name string) (place.Place, error)
 	return place.Find(t.ctx, c, name)
 }
 
-// destination is the other end, at the address that this cluster knows it by. A name is one of the other
-// cluster where that is asked, but for the name of a Service that this cluster imports.
+// destination finds the other end, with the address that this cluster has for it. If the other
+// cluster is queried, a name belongs to it, unless it is that of a Service that this cluster
+// imports.
 func (t *clusterTrace) destination(name string) (place.Place, error) {
 	if place.IsImportedName(name) {
 		peer := ""
@@ -143,7 +145,7 @@ func (t *clusterTrace) destination(name string) (place.Place, error) {
 	return p, err
 }
 
-// out follows the packet. there is what the gateway made of it, nil where it drops it.
+// out follows the packet. there is what the gateway made of it, nil if it drops the packet.
 func (t *clusterTrace) out(from, to place.Place) (w way, there *gateway.TraceStep, err error) {
 	w = way{Direction: "out", Protocol: t.query.Protocol, From: from.String(), To: to.String()}
 	if err := w.add(inspect.NodeHop(t.ctx, t.local, from.Node)); err != nil {
@@ -171,7 +173,7 @@ func (t *clusterTrace) out(from, to place.Place) (w way, there *gateway.TraceSte
 	return w.judge(), step, nil
 }
 
-// arrive follows a packet that another gateway has sent into a cluster, to a Pod's node.
+// arrive follows a packet that the other gateway sent, through its own cluster to the Pod's node.
 func (t *clusterTrace) arrive(w *way, c *cluster.Cluster, sent *gateway.TraceStep) (*gateway.TraceStep, error) {
 	src, dst, err := after(sent)
 	if err != nil {
@@ -230,9 +232,9 @@ func (t *clusterTrace) back(from, to place.Place, sent *gateway.TraceStep) (w wa
 		return w, err
 	}
 	as, own, err := after(seen)
-	if err != nil { // it is dropped there
+	if err != nil { // the answer is dropped there
 		w.Verdict = "there is no answer to what does not arrive"
-		return w, nil //nolint:nilerr // the way of the packet says why
+		return w, nil //nolint:nilerr // the verdict has the reason
 	}
 	place, err := place.At(t.ctx, t.remote, own)
 	if err != nil {
@@ -256,11 +258,11 @@ func (t *clusterTrace) back(from, to place.Place, sent *gateway.TraceStep) (w wa
 }
 
 func mustAfterDst(s *gateway.TraceStep) netip.AddrPort {
-	_, dst, _ := after(s) // it was read before
+	_, dst, _ := after(s) // it was parsed before
 	return dst
 }
 
-// after are the addresses that a packet leaves the gateway with.
+// after returns the addresses of a packet that leaves the gateway.
 func after(s *gateway.TraceStep) (src, dst netip.AddrPort, err error) {
 	if src, err = gateway.ParseTraceAddr(s.NewSrc); err != nil {
 		return src, dst, err
@@ -269,7 +271,7 @@ func after(s *gateway.TraceStep) (src, dst netip.AddrPort, err error) {
 	return src, dst, err
 }
 
-// engineStep asks an engine with the rules of a cluster's objects.
+// engineStep runs the packet through an engine with the rules of a cluster's objects.
 func (t *clusterTrace) engineStep(c *cluster.Cluster, direction string, src, dst netip.AddrPort) (*gateway.TraceStep, error) {
 	gw, _, err := kube.GatewayOf(t.ctx, c.Client, c.Config.Host, c.Identity)
 	if err != nil {
@@ -284,7 +286,8 @@ func (t *clusterTrace) engineStep(c *cluster.Cluster, direction string, src, dst
 	return &steps[0], nil
 }
 
-// engine adds to a way what the gateway of a cluster does; nil where it drops the packet.
+// engine adds the step of a cluster's gateway to a path. It returns nil if the gateway drops the
+// packet.
 func (t *clusterTrace) engine(w *way, c *cluster.Cluster, direction string, src, dst netip.AddrPort) (*gateway.TraceStep, error) {
 	step, err := t.engineStep(c, direction, src, dst)
 	if err != nil {
@@ -306,7 +309,7 @@ func (t *clusterTrace) engine(w *way, c *cluster.Cluster, direction string, src,
 	return step, nil
 }
 
-// rewrites says in a line what happens to the addresses.
+// rewrites describes in one line how the addresses change.
 func rewrites(s *gateway.TraceStep) string {
 	var all []string
 	if s.NewSrc != s.Src {
@@ -329,8 +332,8 @@ func (w *way) add(h health.Hop, err error) error {
 	return nil
 }
 
-// judge ends a way: the first hop that does not work is where it ends. One of which nobody knows
-// ends it too, but for a node that no Pod is known on.
+// judge ends a path at the first hop that is broken or whose state is unknown. A node on which no
+// Pod is known does not end it.
 func (w *way) judge() way {
 	w.Arrives, w.Verdict = true, "it arrives"
 	if w.Direction == "in" {
@@ -362,7 +365,7 @@ func (w *way) judge() way {
 	return *w
 }
 
-// printWays prints the ways for people. Text from clusters was escaped when it was read.
+// printWays prints the paths for people. Text from clusters was escaped when it was read.
 func printWays(out io.Writer, ways []way) error {
 	for i, w := range ways {
 		if i > 0 {
@@ -387,8 +390,8 @@ func printWays(out io.Writer, ways []way) error {
 	return nil
 }
 
-// completePlace completes Pods: of this cluster for SRC, and of the other one for DST where that is
-// asked.
+// completePlace completes Pods: of this cluster for SRC, and of the other one for DST if that is
+// queried.
 func completePlace(cmd *cobra.Command, local, remote *cluster.Access, args []string, begin string) ([]string, cobra.ShellCompDirective) {
 	access := *local
 	if len(args) == 1 && otherCluster(local, remote) {

@@ -10,10 +10,10 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
-// completionTime is how long a shell waits for the API server before it completes nothing.
+// completionTime is how long completion waits for the API server. After that it completes nothing.
 const completionTime = 2 * time.Second
 
-// words completes what begins like one of them.
+// words returns those that start with begin.
 func words(all []string, begin string) ([]string, cobra.ShellCompDirective) {
 	var fit []string
 	for _, w := range all {
@@ -29,11 +29,11 @@ func completeAccess(cmd *cobra.Command, a *cluster.Access, prefix string) {
 	contexts := func(cmd *cobra.Command, _ []string, begin string) ([]string, cobra.ShellCompDirective) {
 		file := a.Kubeconfig
 		if file == "" && prefix != "" {
-			file, _ = cmd.Flags().GetString("kubeconfig") // that of this cluster counts for both
+			file, _ = cmd.Flags().GetString("kubeconfig") // --kubeconfig counts for both clusters
 		}
 		return words(cluster.Contexts(file), begin)
 	}
-	_ = cmd.RegisterFlagCompletionFunc(prefix+"context", contexts) // fails for a flag that is not there
+	_ = cmd.RegisterFlagCompletionFunc(prefix+"context", contexts) // fails only for a flag that does not exist
 }
 
 // completePeering completes the name of a Peering or of a peer.

@@ -16,24 +16,24 @@ import (
 	"github.com/isthmus-net/isthmus/internal/source/kube"
 )
 
-// front answers over HTTP, whether or not this replica is the active one.
+// front answers HTTP requests of a replica, whether or not that is the active one.
 type front struct {
 	replica *kube.Gateway
 	own     *prometheus.Registry // of the replica
-	idle    *prometheus.Registry // of the process; a running gateway has it among its own
+	idle    *prometheus.Registry // of the process; a running gateway registers the same metrics itself
 
 	mu      sync.RWMutex // held for reading while running is used
 	running *gateway.Running
 }
 
-// set waits until nobody uses the one before.
+// set replaces the running gateway, nil for none. It waits until no request uses the previous one.
 func (f *front) set(r *gateway.Running) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.running = r
 }
 
-// yield has the running gateway, if there is one, relay what nodes send to peers.
+// yield makes the running gateway, if there is one, relay packets of nodes to peers.
 func (f *front) yield() {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
@@ -64,7 +64,7 @@ func (f *front) serve(metricsAddr string, secure *httpserve.Secure, statusAddr s
 	return servers.Close, nil
 }
 
-// private is for whoever may read the status, which includes the metrics.
+// private serves whoever may read the status, which includes the metrics.
 func (f *front) private() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /metrics", f.using(f.scrape))
@@ -80,7 +80,8 @@ func (f *front) scrape(w http.ResponseWriter, r *http.Request) {
 	promhttp.HandlerFor(all, promhttp.HandlerOpts{DisableCompression: true}).ServeHTTP(w, r)
 }
 
-// capture goes on for long: unlike status, it must not keep the gateway from its end.
+// capture serves a capture. It may last long, so unlike status it must not hold the lock: set would
+// wait.
 func (f *front) capture(w http.ResponseWriter, r *http.Request) {
 	f.mu.RLock()
 	running := f.running
@@ -95,9 +96,9 @@ func (f *front) capture(w http.ResponseWriter, r *http.Request) {
 func (f *front) metrics(secure *httpserve.Secure) http.Handler {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", secure.Guarded(f.using(f.scrape)))
-	// Alive: it answers. Neither a peer nor an API server that is away must get the process killed.
+	// Alive: the process answers. An absent peer or API server must not get it killed.
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
-	// Ready: it is active and the data plane is there, or it could become active.
+	// Ready: the replica is active and its data plane runs, or it could become active.
 	mux.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) {
 		pod, self := f.replica.Active()
 		f.mu.RLock()
@@ -123,8 +124,8 @@ func (f *front) metrics(secure *httpserve.Secure) http.Handler {
 	return mux
 }
 
-// using lets a handler use f.running. Its answer is sent afterwards, since whoever asked may be
-// slow and the gateway may want to end.
+// using calls handler with f.running locked, and sends its answer after unlocking: a slow client
+// must not keep the gateway from ending.
 func (f *front) using(handler http.HandlerFunc) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		answer := answer{header: w.Header(), code: http.StatusOK}
@@ -132,7 +133,7 @@ func (f *front) using(handler http.HandlerFunc) http.HandlerFunc {
 		handler(&answer, r)
 		f.mu.RUnlock()
 		w.WriteHeader(answer.code)
-		_, _ = answer.body.WriteTo(w) // an error here is the client's
+		_, _ = answer.body.WriteTo(w) // the client ended the connection
 	}
 }
 

@@ -32,7 +32,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/source/kube"
 )
 
-// kubeGateway is a gateway that takes its configuration from a cluster.
+// kubeGateway is `isthmus gateway` configured by a cluster.
 type kubeGateway struct {
 	kubeconfig, namespace   string
 	cluster                 v1alpha1.ClusterIdentity
@@ -47,7 +47,7 @@ type kubeGateway struct {
 	rotateKeys, patience    time.Duration
 	secure                  metricsFlags
 
-	// What follows is set by complete.
+	// complete sets the fields below.
 	source kube.GatewayOptions
 	tunnel int // MTU; 0: derived
 }
@@ -163,7 +163,7 @@ func (k *kubeGateway) complete() error {
 	case k.hostNetwork && k.votes:
 		return cli.Usage("--votes with --host-network: nodes vote only on gateways that have a network of their own")
 	case k.hostNetwork:
-		node = "" // it delivers by its host
+		node = "" // packets leave through the host
 	case node == "":
 		return cli.Usage("NODE_NAME is not set; want the name of the Node of this Pod (downward API, spec.nodeName), or --host-network")
 	case !ip.Unmap().Is4():
@@ -175,10 +175,12 @@ func (k *kubeGateway) complete() error {
 	return nil
 }
 
-// nodesFollow is how long nodes are given to follow a gateway that has said where it is, before that calls its peers.
+// nodesFollow is how long nodes have to switch to a gateway that has published its address, before
+// it sends handshakes to its peers.
 const nodesFollow = time.Second
 
-// run is one replica, until ctx ends; options are the gateway's but for Source and Beside.
+// run is one replica, until ctx ends. options are the gateway's; run sets Source, Beside and what
+// depends on the replica.
 func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 	log := options.Log
 	k.source.Log = log
@@ -236,13 +238,13 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 		options.Beside = func(ctx context.Context, r gateway.Running) {
 			front.set(&r)
 			defer front.set(nil)
-			time.AfterFunc(2*nodesFollow, call) // without an API server there is nobody to notify
+			time.AfterFunc(2*nodesFollow, call) // in case no API server takes the address
 			replica.Write(ctx, placed, func() (kube.Report, error) {
 				s := r.Status()
 				tellPod(ctx, events, s, log)
 				return reportOf(s), nil
 			})
-			<-ctx.Done() // it carries until the nodes have followed another one
+			<-ctx.Done() // it forwards until the nodes use another gateway
 		}
 		known := make(chan struct{})
 		options.Begin = known
@@ -258,7 +260,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 		return gateway.Run(ctx, options)
 	}
 	err = replica.Run(ctx, serve, func() error { return gateway.Clear(options.PodNetwork, log) })
-	if err != nil && ctx.Err() == nil { // the last that this process can say
+	if err != nil && ctx.Err() == nil { // the last message of this process
 		if untold := events.Warn(ctx, "Failed", "the gateway ended: "+err.Error()); untold != nil {
 			log.Warn("cannot send an Event about the failure", "error", untold)
 		}
@@ -266,7 +268,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 	return err
 }
 
-// presharedOf are the preshared keys as the gateway takes them.
+// presharedOf converts preshared keys for the gateway.
 func presharedOf(keys map[string]kube.PresharedKey) map[string]datapath.PresharedKeys {
 	all := make(map[string]datapath.PresharedKeys, len(keys))
 	for id, k := range keys {
@@ -275,7 +277,7 @@ func presharedOf(keys map[string]kube.PresharedKey) map[string]datapath.Preshare
 	return all
 }
 
-// links says how the gateways of the installation reach each other to copy flows.
+// links returns how the gateways of the installation connect to each other to copy flows.
 func (k *kubeGateway) links(replica *kube.Gateway) flowsync.Options {
 	return flowsync.Options{
 		Listen: func() (net.Listener, error) {
@@ -288,7 +290,7 @@ func (k *kubeGateway) links(replica *kube.Gateway) flowsync.Options {
 	}
 }
 
-// inBand says how managers use the tunnel.
+// inBand returns how managers use the tunnel.
 func (k *kubeGateway) inBand(replica *kube.Gateway) *gateway.InBand {
 	return &gateway.InBand{
 		Listen: func() (net.Listener, error) {
@@ -299,7 +301,7 @@ func (k *kubeGateway) inBand(replica *kube.Gateway) *gateway.InBand {
 	}
 }
 
-// tellPod tells of what is wrong with this gateway itself; TunnelEndpoints tell of peers.
+// tellPod sends Events about faults of this gateway itself; TunnelEndpoints report those of peers.
 func tellPod(ctx context.Context, events *kube.PodEvents, s gateway.Status, log *slog.Logger) {
 	var err error
 	if wrong := slices.Concat(s.Config.Errors, s.Config.Problems); len(wrong) > 0 {
@@ -308,14 +310,14 @@ func tellPod(ctx context.Context, events *kube.PodEvents, s gateway.Status, log 
 		err = events.Mended(ctx, "the gateway's configuration is applied again")
 	}
 	if err != nil && ctx.Err() == nil {
-		log.Debug("cannot send an Event", "error", err) // Pod and status say it too
+		log.Debug("cannot send an Event", "error", err) // Pod and status have the fault too
 	}
 }
 
-// standbyInterval is how often a standby looks whether it could take over, to tell people.
+// standbyInterval is how often a standby checks whether it could take over.
 const standbyInterval = 10 * time.Second
 
-// tellStandby tells of a standby that could not take over, until ctx ends.
+// tellStandby sends Events about a standby that could not take over, until ctx ends.
 func tellStandby(ctx context.Context, events *kube.PodEvents, replica *kube.Gateway, log *slog.Logger) {
 	told := false
 	for {
@@ -332,12 +334,12 @@ func tellStandby(ctx context.Context, events *kube.PodEvents, replica *kube.Gate
 			told, err = false, events.Mended(ctx, "this gateway hears most nodes that vote again")
 		}
 		if err != nil && ctx.Err() == nil {
-			log.Debug("nobody is told that this standby cannot take over", "error", err) // /readyz says it too
+			log.Debug("nobody is told that this standby cannot take over", "error", err) // /readyz has it too
 		}
 	}
 }
 
-// reportOf takes out of a status what TunnelEndpoints tell.
+// reportOf returns the part of a status that goes into TunnelEndpoints.
 func reportOf(s gateway.Status) kube.Report {
 	r := kube.Report{Interface: s.Host.Interface, Index: s.Host.Index, NextHop: s.Host.NextHop}
 	for _, p := range s.Peers {

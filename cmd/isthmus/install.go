@@ -94,7 +94,7 @@ no cluster.`,
 	return cmd
 }
 
-// installFlags are those that are short for values of the chart.
+// installFlags are the shorthands for values of the chart.
 type installFlags struct {
 	file                       string
 	set                        []string
@@ -123,7 +123,7 @@ func (f *installFlags) add(cmd *cobra.Command) {
 // defaultRepository is where releases are.
 const defaultRepository = "ghcr.io/isthmus-net/isthmus"
 
-// values are what the flags that were given say.
+// values returns the chart's values for the flags that were given.
 func (f *installFlags) values(cmd *cobra.Command) (chart.Values, error) {
 	changed := cmd.Flags().Changed
 	values := chart.Values{}
@@ -187,15 +187,15 @@ func (f *installFlags) values(cmd *cobra.Command) (chart.Values, error) {
 		if repository == "" || !byDigest && tag == "" {
 			return nil, cli.Usage("--image %q: want a name with a tag or a digest, such as %s:v1.0.0", f.image, defaultRepository)
 		}
-		for key, value := range map[string]string{"repository": repository, "tag": tag, "digest": digest} { // how it is pulled stays
+		for key, value := range map[string]string{"repository": repository, "tag": tag, "digest": digest} { // the pull policy stays
 			chart.Set(values, value, "image", key)
 		}
 	}
 	return values, nil
 }
 
-// addAccessFlags adds the flags that say which cluster is meant, as kubectl has them; prefix
-// "remote-" is for the other one.
+// addAccessFlags adds the flags that select a cluster, named as kubectl's. The prefix "remote-" is
+// for the other cluster.
 func addAccessFlags(cmd *cobra.Command, a *cluster.Access, prefix, of string) {
 	flags := cmd.Flags()
 	flags.StringVar(&a.Kubeconfig, prefix+"kubeconfig", "", "kubeconfig file"+of+" (default $KUBECONFIG or ~/.kube/config)")
@@ -211,14 +211,14 @@ func addAccessFlags(cmd *cobra.Command, a *cluster.Access, prefix, of string) {
 	completeAccess(cmd, a, prefix)
 }
 
-// requestTimeout is the value of --request-timeout, which kubectl takes as seconds too.
+// requestTimeout is the value of --request-timeout. Like kubectl, it takes a number as seconds.
 type requestTimeout time.Duration
 
 func (d *requestTimeout) Type() string { return "duration" }
 
 func (d *requestTimeout) String() string {
 	if *d == 0 {
-		return "" // no default to be shown
+		return "" // the help shows no default
 	}
 	return time.Duration(*d).String()
 }
@@ -236,8 +236,8 @@ func (d *requestTimeout) Set(text string) error {
 	return nil
 }
 
-// otherCluster completes what was said of the other cluster by what holds for both, and reports
-// whether it was named.
+// otherCluster gives the other cluster's access the kubeconfig and timeout of this one where it has
+// none. It reports whether a flag named the other cluster.
 func otherCluster(local, remote *cluster.Access) bool {
 	named := remote.Context != "" || remote.Kubeconfig != ""
 	if named && remote.Kubeconfig == "" {
@@ -250,7 +250,7 @@ func otherCluster(local, remote *cluster.Access) bool {
 }
 
 func connect(a cluster.Access) (*cluster.Cluster, error) {
-	klog.SetLogger(logr.Discard()) // what the libraries say of a server that does not answer, our error says too
+	klog.SetLogger(logr.Discard()) // our own error covers what klog prints about an unreachable server
 	c, err := cluster.Connect(a)
 	if err != nil {
 		return nil, cli.Unreachable(err)

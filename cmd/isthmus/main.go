@@ -1,5 +1,5 @@
-// Command isthmus joins the pod networks of Kubernetes clusters: it is what a cluster runs, and
-// what people use on clusters.
+// Command isthmus joins the pod networks of Kubernetes clusters. It contains the components that
+// run in a cluster, and the commands for people.
 //
 //	isthmus install | uninstall      in a cluster
 //	isthmus peer | unpeer            join two clusters, part them
@@ -10,10 +10,10 @@
 //	isthmus trace SRC DST            what a gateway would do with a packet
 //	isthmus manager                  the control plane, once per cluster
 //	isthmus gateway                  the data plane, on some nodes
-//	isthmus route-agent              the ways to it, on every node
+//	isthmus route-agent              routes to the gateway, on every node
 //	isthmus genkey | pubkey          WireGuard keys
 //
-// Clusters to play with are made by isthmus-lab.
+// isthmus-lab makes clusters for trials.
 package main
 
 //go:generate sh -ec "{ cat cli.md; go run . reference; go run ../isthmus-lab reference; } > ../../docs/cli.md"
@@ -34,7 +34,7 @@ func main() {
 	os.Exit(cli.Run(root, os.Args[1:], os.Stdin, os.Stdout, os.Stderr))
 }
 
-// run is the whole program under its own name; it returns the exit code.
+// run is the whole program; it returns the exit code.
 func run(args []string, stdin io.Reader, stdout, stderr io.Writer) int {
 	return cli.Run(newRootCommand(), args, stdin, stdout, stderr)
 }
@@ -72,7 +72,7 @@ PodCIDR.
 	return root
 }
 
-// logger logs as programs read it. The level is one that the flag admits.
+// logger returns a logger that writes machine-readable lines. The flag has checked level.
 func logger(cmd *cobra.Command, level string) *slog.Logger {
 	var l slog.Level
 	if err := l.UnmarshalText([]byte(level)); err != nil {

@@ -155,7 +155,7 @@ func (f *managerFlags) complete() (err error) {
 	return checkProfileAddress(f.profileAddress)
 }
 
-// completeIPAM sees to it that nobody opens the IPAM to everybody without saying so.
+// completeIPAM refuses to open the IPAM without client certificates, unless a flag says so.
 func (f *managerFlags) completeIPAM() (err error) {
 	if f.options.IPAMService != "" {
 		if f.options.PodIP, err = netip.ParseAddr(os.Getenv("POD_IP")); err != nil {

@@ -12,7 +12,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/owncluster"
 )
 
-// metricsFlags say who may read metrics.
+// metricsFlags select who may read metrics.
 type metricsFlags struct {
 	on      bool
 	certDir string
@@ -23,8 +23,8 @@ func (m *metricsFlags) add(f *pflag.FlagSet) {
 	f.StringVar(&m.certDir, "metrics-cert-dir", "", "directory with tls.crt and tls.key for --metrics-secure (default: a self-signed certificate)")
 }
 
-// secure asks the API server of a kubeconfig, as owncluster.RESTConfig reaches it; nil without
-// --metrics-secure.
+// secure returns the check by the API server of a kubeconfig, connected as by
+// owncluster.RESTConfig; nil without --metrics-secure.
 func (m *metricsFlags) secure(kubeconfig string, log *slog.Logger) (*httpserve.Secure, error) {
 	if !m.on {
 		return nil, nil

@@ -109,7 +109,7 @@ consent. The command prints what is missing, and on which side.`,
 	return cmd
 }
 
-// join peers two clusters. result gets the Peerings.
+// join peers two clusters and puts their Peerings into result.
 func join(cmd *cobra.Command, a *cluster.Cluster, remote cluster.Access, o peering.PeerOptions, result map[string]any) error {
 	b, err := connect(remote)
 	if err != nil {
@@ -122,7 +122,7 @@ func join(cmd *cobra.Command, a *cluster.Cluster, remote cluster.Access, o peeri
 	return err
 }
 
-// aboutOne refuses flags that mean nothing where one cluster is looked at.
+// aboutOne refuses flags that need two clusters when only one was named.
 func aboutOne(cmd *cobra.Command, name string) error {
 	for _, flag := range []string{"name", "remote-name", "replace", "services", "in-band", "server", "remote-server", "remote-namespace"} {
 		if cmd.Flags().Changed(flag) {
@@ -132,7 +132,7 @@ func aboutOne(cmd *cobra.Command, name string) error {
 	return nil
 }
 
-// review looks at the Peering of that name. result gets it.
+// review shows the Peering of that name, changes its claims as o says, and puts it into result.
 func review(cmd *cobra.Command, a *cluster.Cluster, name string, o peering.PeerOptions, result map[string]any) error {
 	p, err := peering.Review(cmd.Context(), a, name, o)
 	if p != nil {
@@ -141,7 +141,7 @@ func review(cmd *cobra.Command, a *cluster.Cluster, name string, o peering.PeerO
 	return err
 }
 
-// claimFlags are the flags about what the other cluster claims.
+// claimFlags are the flags for the networks that the other cluster advertises.
 type claimFlags struct {
 	allowed     []string
 	alwaysRemap bool
@@ -156,7 +156,7 @@ func (f *claimFlags) add(cmd *cobra.Command) {
 	flags.StringVar(&f.consent, "consent", "", "PODCIDR,EXTERNALCIDR: agree to exactly this claim of the other cluster (spec.claims.consent)")
 }
 
-// claims reads what was chosen.
+// claims parses the flags.
 func (f *claimFlags) claims(cmd *cobra.Command) (c peering.Claims, err error) {
 	for _, text := range f.allowed {
 		p, err := peering.ParseNetwork(text)

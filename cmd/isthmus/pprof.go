@@ -10,7 +10,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/httpserve"
 )
 
-// checkProfileAddress accepts nothing but a loopback address.
+// checkProfileAddress accepts only a loopback address.
 func checkProfileAddress(a string) error {
 	if a == "" {
 		return nil
@@ -21,8 +21,8 @@ func checkProfileAddress(a string) error {
 	return nil
 }
 
-// serveProfiles answers at an address that checkProfileAddress has accepted, until the servers are
-// closed.
+// serveProfiles serves profiles at an address that checkProfileAddress has accepted, until the
+// returned servers are closed.
 func serveProfiles(address string, log *slog.Logger) (*httpserve.Servers, error) {
 	servers := httpserve.New(log)
 	at, err := servers.ListenPrivate("--pprof-address", address, nil, profiles())

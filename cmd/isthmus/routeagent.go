@@ -85,7 +85,7 @@ servers; probes have "host: 127.0.0.1".`, kernel.OverlayDevice, kernel.OverlayPo
 			kube.UseLogger(o.Log)
 			installed := cmp.Or(namespace, os.Getenv("POD_NAMESPACE"), deploy.Namespace)
 			var voter *voting.Voter
-			if o.StateDirectory != "" { // a promise that is forgotten is worth nothing
+			if o.StateDirectory != "" { // without state a restart would forget the agent's promises
 				voter = &voting.Voter{Node: o.Node, Directory: o.StateDirectory, Log: o.Log}
 				o.Voter = voter
 			}
@@ -111,7 +111,7 @@ servers; probes have "host: 127.0.0.1".`, kernel.OverlayDevice, kernel.OverlayPo
 				}
 			}
 			err = routeagent.Run(cmd.Context(), o)
-			if err != nil && cmd.Context().Err() == nil { // the last that this process can say
+			if err != nil && cmd.Context().Err() == nil { // the last message of this process
 				if untold := events.Warn(cmd.Context(), "Failed", "the route agent ended: "+err.Error()); untold != nil {
 					o.Log.Warn("cannot send an Event about the failure", "error", untold)
 				}
