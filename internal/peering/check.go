@@ -28,8 +28,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
-// both does the same on two sides at once. It does not stop at the first error: a person wants to
-// hear of both.
+// both runs do on two sides at once. It returns the errors of both, since a person wants to see
+// all.
 func both(a, b *side, do func(*side) error) error {
 	var errs [2]error
 	var group sync.WaitGroup
@@ -39,8 +39,8 @@ func both(a, b *side, do func(*side) error) error {
 	return errors.Join(errs[:]...)
 }
 
-// reachable refuses a URL of the API server or of its proxy that works only on this machine, unless the flag
-// names one.
+// reachable refuses a URL of the API server, or of its proxy, that works only on this machine. A
+// URL that flag has set is accepted.
 func reachable(c *cluster.Cluster, flag string) error {
 	if c.ServerChosen {
 		return nil
@@ -65,15 +65,15 @@ func reachable(c *cluster.Cluster, flag string) error {
 	return nil
 }
 
-// thisMachine reports whether a URL is of this machine for every client. An address that is not specified, such
-// as 0.0.0.0 in a kubeconfig of k3d, means the client's machine.
+// thisMachine reports whether a URL leads every client to its own machine. An unspecified address,
+// such as 0.0.0.0 in a kubeconfig of k3d, does.
 func thisMachine(u *url.URL) bool {
 	addr, err := netip.ParseAddr(u.Hostname())
 	return err == nil && (addr.Unmap().IsLoopback() || addr.Unmap().IsUnspecified()) || u.Hostname() == "localhost"
 }
 
-// proxyOf returns the proxy-url of the kubeconfig; nil: it has none, or the manager of the other cluster reaches
-// the API server at a URL that somebody chose for it.
+// proxyOf returns the proxy-url of the kubeconfig. It is nil if there is none, or if a person chose
+// the URL by which the other cluster's manager reaches the API server.
 func proxyOf(c *cluster.Cluster) (*url.URL, error) {
 	if c.ServerChosen || c.Config.Proxy == nil {
 		return nil, nil //nolint:nilnil // there is none
@@ -81,8 +81,8 @@ func proxyOf(c *cluster.Cluster) (*url.URL, error) {
 	return c.Config.Proxy(&http.Request{URL: &url.URL{Scheme: "https"}}) // the same for each request
 }
 
-// findPeering finds what s has for its peer already, or decides what it is to get. name is that of
-// a new Peering; empty: the peer's unique name.
+// findPeering finds what s already has for its peer, or decides what s will get. name is that of a
+// new Peering; empty: the peer's unique name.
 func (s *side) findPeering(ctx context.Context, name string) error {
 	var list isthmus.PeeringList
 	if err := s.Client.List(ctx, &list); err != nil {
@@ -109,7 +109,7 @@ func (s *side) findPeering(ctx context.Context, name string) error {
 	return nil
 }
 
-// agreed refuses Peerings that cannot go together, such as those that a person wrote by hand.
+// agreed refuses Peerings that contradict each other, such as some written by hand.
 func (s *side) agreed() error {
 	p := s.peering
 	switch {
@@ -125,7 +125,7 @@ func (s *side) agreed() error {
 	return nil
 }
 
-// checkNamespace refuses a tenant namespace that belongs to another cluster or is on its way out.
+// checkNamespace refuses a tenant namespace that belongs to another cluster or is being deleted.
 func (s *side) checkNamespace(ctx context.Context) error {
 	var n corev1.Namespace
 	if err := s.Client.Get(ctx, client.ObjectKey{Name: s.namespace}, &n); apierrors.IsNotFound(err) {
@@ -143,7 +143,7 @@ func (s *side) checkNamespace(ctx context.Context) error {
 	return nil
 }
 
-// checkAdmission refuses a cluster that would take whatever a peer writes.
+// checkAdmission refuses a cluster without the admission policies that limit what a peer may write.
 func (s *side) checkAdmission(ctx context.Context) error {
 	for _, name := range []string{deploy.PeerObjectsPolicy, deploy.PeerTokensPolicy} {
 		for _, o := range []client.Object{&admissionv1.ValidatingAdmissionPolicy{}, &admissionv1.ValidatingAdmissionPolicyBinding{}} {
@@ -158,7 +158,7 @@ func (s *side) checkAdmission(ctx context.Context) error {
 	return s.present(ctx, level)
 }
 
-// present says how to install what is not there.
+// present returns an error with the remedy if o does not exist.
 func (s *side) present(ctx context.Context, o client.Object) error {
 	u, err := s.Unstructured(o)
 	if err != nil {
@@ -191,8 +191,8 @@ func (s *side) checkManager(ctx context.Context, o PeerOptions) error {
 	}
 }
 
-// checkRights asks the API server whether the person may do what is going to be done. RBAC lets
-// nobody give away more than they have, so what the peer gets is asked for too.
+// checkRights asks the API server whether the person may do all that follows. RBAC lets nobody
+// grant more than they have, so it asks for the peer's rights too.
 func (s *side) checkRights(ctx context.Context) error {
 	var wanted []authorizationv1.ResourceAttributes
 	want := func(namespace, group, resource string, verbs ...string) {

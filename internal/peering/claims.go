@@ -20,21 +20,21 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// Claims are what a person chose about the networks that the peer claims. The zero value changes
+// Claims are a person's choices about the networks that the peer advertises. The zero value changes
 // nothing.
 type Claims struct {
 	// Allowed are added to spec.claims.allowed.
 	Allowed []netip.Prefix
-	// AlwaysRemap is spec.claims.alwaysRemap; nil: as it is.
+	// AlwaysRemap is spec.claims.alwaysRemap; nil: no change.
 	AlwaysRemap *bool
-	// Consent is the claim that the person has seen and agrees to; nil: none.
+	// Consent is the claim that the person agrees to; nil: none.
 	Consent *Claim
 }
 
-// A Claim are the networks that the peer's NetworkConfig claims.
+// A Claim is the pair of networks that the peer's NetworkConfig claims.
 type Claim struct{ Pod, External netip.Prefix }
 
-// String is a claim as --consent takes it.
+// String returns a claim as --consent takes it.
 func (c Claim) String() string { return c.Pod.String() + "," + c.External.String() }
 
 // ParseClaim reads what String writes.
@@ -59,9 +59,9 @@ func ParseNetwork(text string) (netip.Prefix, error) {
 
 func (c Claims) none() bool { return len(c.Allowed) == 0 && c.AlwaysRemap == nil && c.Consent == nil }
 
-// Review shows what a cluster takes of what one of its peers claims, after it has done what a person
-// chose about that. name is that of the Peering or of the peer. The error is ErrConsent where a
-// claim waits for consent.
+// Review applies a person's choices about the claims of one peer, and then shows what the cluster
+// uses of what that peer claims. name is that of the Peering or of the peer. The error is
+// ErrConsent if a claim waits for consent.
 func Review(ctx context.Context, c *cluster.Cluster, name string, o PeerOptions) (*isthmus.Peering, error) {
 	if err := c.Identify(ctx); err != nil {
 		return nil, err
@@ -113,7 +113,7 @@ func peeringNamed(ctx context.Context, c *cluster.Cluster, name string) (found *
 	return found, nil
 }
 
-// claimed is what the peer claims now, as its NetworkConfig has it; nil when there is none.
+// claimed returns what the peer's NetworkConfig claims now; nil if there is none.
 func (s *side) claimed(ctx context.Context) (*Claim, error) {
 	var list v1alpha1.NetworkConfigList
 	if err := s.Client.List(ctx, &list, client.InNamespace(s.namespace), client.MatchingLabels{v1alpha1.LabelOriginID: s.peer.Identity.ClusterID}); err != nil {
@@ -135,8 +135,7 @@ func (s *side) claimed(ctx context.Context) (*Claim, error) {
 	return &claim, nil
 }
 
-// checkConsent refuses consent to what the peer does not claim: whoever agrees has seen something
-// else.
+// checkConsent refuses consent to a claim other than the present one: the person has seen another.
 func (s *side) checkConsent(ctx context.Context) error {
 	want := s.claims.Consent
 	if want == nil {
@@ -158,7 +157,7 @@ func (s *side) checkConsent(ctx context.Context) error {
 	return nil
 }
 
-// applyTo returns the claims of a Peering with the choices made, and those fields of it that change.
+// applyTo returns the claims of a Peering with the choices applied, and the fields that differ.
 func (c Claims) applyTo(have isthmus.Claims) (isthmus.Claims, map[string]any) {
 	changed := map[string]any{}
 	for _, p := range c.Allowed {
@@ -181,7 +180,7 @@ func (c Claims) applyTo(have isthmus.Claims) (isthmus.Claims, map[string]any) {
 	return have, changed
 }
 
-// setClaims writes the choices into a Peering that is there, if they are not in it yet.
+// setClaims writes the choices into an existing Peering, if they differ from what it has.
 func (s *side) setClaims(ctx context.Context) (string, error) {
 	if !s.exists || s.claims.none() {
 		return "", nil
@@ -195,7 +194,9 @@ func (s *side) setClaims(ctx context.Context) (string, error) {
 			return nil
 		}
 		patch, err := json.Marshal(map[string]any{
-			"metadata": map[string]any{"resourceVersion": s.peering.ResourceVersion}, // the list replaces the one that was read
+			// The patch replaces the whole list, so it must fail if the Peering changed since it
+			// was read.
+			"metadata": map[string]any{"resourceVersion": s.peering.ResourceVersion},
 			"spec":     map[string]any{"claims": changed},
 		})
 		if err != nil {
@@ -222,7 +223,7 @@ func (s *side) setClaims(ctx context.Context) (string, error) {
 	return fmt.Sprintf("%s: Peering %s: %s", s.Cluster, s.peering.Name, strings.Join(said, ", ")), nil
 }
 
-// show tells what s takes of what its peer claims, and why.
+// show reports what s uses of what its peer claims, and why.
 func (s *side) show(report func(string)) {
 	n := s.peering.Status.Remote
 	for _, of := range []struct{ what, own, here, why string }{
@@ -243,11 +244,11 @@ func (s *side) show(report func(string)) {
 	}
 }
 
-// ErrConsent says that the peer claims what somebody has to agree to.
+// ErrConsent is returned when the peer's claim needs consent.
 var ErrConsent = errors.New("consent is needed")
 
-// awaited is ErrConsent, with what the manager says of it, when the Peering of s waits for consent to
-// the claim that there is.
+// awaited returns ErrConsent, with the manager's message, if the Peering of s waits for consent to
+// the present claim.
 func (s *side) awaited(ctx context.Context) error {
 	c := meta.FindStatusCondition(s.peering.Status.Conditions, isthmus.ConditionPeerConfig)
 	if c == nil || c.Reason != v1alpha1.ReasonConsent {
@@ -259,14 +260,14 @@ func (s *side) awaited(ctx context.Context) error {
 			return err
 		}
 		if have != nil && given.PodCIDR == have.Pod.String() && given.ExternalCIDR == have.External.String() {
-			return nil // the manager has not seen it yet
+			return nil // the manager has not read it yet
 		}
 	}
 	return fmt.Errorf("%s: %w: %s (--context %s)", s.Cluster, ErrConsent, safetext.Cut(c.Message, safetext.Message), s.Context)
 }
 
-// remapped reports whether what is always to be remapped is, as far as the Peering says. An override
-// is stronger.
+// remapped reports whether the Peering shows what spec.claims.alwaysRemap demands. An override
+// takes precedence.
 func remapped(p *isthmus.Peering) bool {
 	n, o := p.Status.Remote, p.Spec.Overrides
 	return !p.Spec.Claims.AlwaysRemap || (o.PodCIDR != nil || n.PodCIDR != n.PodCIDRSeen) && (o.ExternalCIDR != nil || n.ExternalCIDR != n.ExternalCIDRSeen)

@@ -29,8 +29,8 @@ import (
 // in time.
 const tokenLife = 90 * 24 * time.Hour
 
-// giveIdentity sees to it that s has an identity at its peer that works, and says what it did;
-// nothing when the one that is there works.
+// giveIdentity makes sure that s has a working identity at its peer, and returns what it did; empty
+// when the present one works.
 func (s *side) giveIdentity(ctx context.Context) (report string, err error) {
 	have, wrong, err := s.whatIsWrongWithIdentity(ctx)
 	if err != nil {
@@ -61,7 +61,7 @@ func (s *side) giveIdentity(ctx context.Context) (report string, err error) {
 	return fmt.Sprintf("%s: has an identity at %s until %s (%s); %s", s.Cluster, s.peer.Cluster, until.UTC().Format(time.DateOnly), life(time.Until(until)), wrong), nil
 }
 
-// life is a duration of days or hours for people.
+// life formats a duration in days or hours.
 func life(d time.Duration) string {
 	if d < 48*time.Hour {
 		return fmt.Sprintf("%.0f h", d.Hours())
@@ -69,8 +69,8 @@ func life(d time.Duration) string {
 	return fmt.Sprintf("%.0f days", math.Round(d.Hours()/24))
 }
 
-// allowAudiences lets the peer of s renew a token of this kind: for the audiences that it has,
-// which are those of the API server.
+// allowAudiences lets the peer of s renew a token like this one: only for its audiences, which are
+// those of the API server.
 func (s *side) allowAudiences(ctx context.Context, token string) (string, error) {
 	want := strings.Join(claimsOf(token).Audiences, ",")
 	var namespace corev1.Namespace
@@ -90,8 +90,8 @@ func (s *side) allowAudiences(ctx context.Context, token string) (string, error)
 	return fmt.Sprintf("%s: %s may renew its token for %s", s.Cluster, s.peer.Cluster, safetext.Of(want)), nil
 }
 
-// whatIsWrongWithIdentity returns the token that s has, and says why it needs a new identity, ""
-// when it needs none. The peer's API server is asked whether it takes the token.
+// whatIsWrongWithIdentity returns the token that s has, and why it needs a new identity; "" if it
+// needs none. It asks the peer's API server whether it accepts the token.
 func (s *side) whatIsWrongWithIdentity(ctx context.Context) (token, wrong string, err error) {
 	var secret corev1.Secret
 	err = s.Client.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: s.secret}, &secret)
@@ -131,7 +131,7 @@ func sameCluster(a, b *clientcmdapi.Cluster) bool {
 		string(a.CertificateAuthorityData) == string(b.CertificateAuthorityData)
 }
 
-// claims are what the token of a ServiceAccount says about itself.
+// claims are the claims in the token of a ServiceAccount.
 type claims struct {
 	Audiences  audiences `json:"aud"`
 	Kubernetes struct {
@@ -153,7 +153,7 @@ func (a *audiences) UnmarshalJSON(text []byte) error {
 	return json.Unmarshal(text, (*[]string)(a))
 }
 
-// claimsOf reads a token; what it does not say is empty. Nothing is verified.
+// claimsOf decodes the claims of a token; absent ones are empty. It verifies nothing.
 func claimsOf(token string) (c claims) {
 	parts := strings.Split(token, ".")
 	if len(parts) != 3 {
@@ -165,8 +165,9 @@ func claimsOf(token string) (c claims) {
 	return c
 }
 
-// whatIsWrongWithToken looks at a token of peerAccount and asks the API server about it. Asking is
-// not enough: an API server takes a token of a ServiceAccount that is gone for some seconds more.
+// whatIsWrongWithToken compares a token with peerAccount and asks the API server about it. Asking
+// alone is not enough: for some seconds an API server still accepts a token of a deleted
+// ServiceAccount.
 func (s *side) whatIsWrongWithToken(ctx context.Context, token string) (string, error) {
 	var account corev1.ServiceAccount
 	if err := s.Client.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: peerAccount}, &account); err != nil {
@@ -185,7 +186,7 @@ func (s *side) whatIsWrongWithToken(ctx context.Context, token string) (string, 
 	switch {
 	case apierrors.IsUnauthorized(err):
 		return "the old one was revoked or had expired", nil
-	case apierrors.IsForbidden(err): // it knows who asks, but not everybody may know it
+	case apierrors.IsForbidden(err): // the token is valid, but may not review itself
 		return "", nil
 	case err != nil:
 		return "", s.Explain("review of the identity it gave", err)
@@ -193,8 +194,8 @@ func (s *side) whatIsWrongWithToken(ctx context.Context, token string) (string, 
 	return "", nil
 }
 
-// kubeconfigFor is a kubeconfig for the peer's manager: the address and authority of the API
-// server, the proxy in front of it, and a token.
+// kubeconfigFor returns a kubeconfig for the peer's manager: the address and certificate authority
+// of the API server, its proxy, and a token.
 func kubeconfigFor(c *cluster.Cluster, token, namespace string) ([]byte, error) {
 	if c.Config.Insecure {
 		return nil, fmt.Errorf("%s: the kubeconfig says insecure-skip-tls-verify: want a certificate authority, since the peer gets a token for it", c)
@@ -223,8 +224,8 @@ func kubeconfigWith(c *cluster.Cluster, server *clientcmdapi.Cluster, token, nam
 	return clientcmd.Write(*config)
 }
 
-// authorityOf returns the certificates, in PEM, by which the kubeconfig knows the API server; none:
-// by the system's.
+// authorityOf returns the certificate authorities of the kubeconfig in PEM; none: the system's
+// count.
 func authorityOf(c *cluster.Cluster) ([]byte, error) {
 	ca := c.Config.CAData
 	if len(ca) == 0 && c.Config.CAFile != "" {

@@ -18,8 +18,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/netconfig"
 )
 
-// checkWay refuses an API server that the peer's manager does not reach. Through the tunnel it reaches each, and knows it
-// as the Pods of that cluster do.
+// checkWay refuses an API server that the peer's manager cannot reach. In-band every one is
+// reachable: the tunnel leads to the cluster's own API server, which is known by the certificates
+// that its Pods use.
 func (s *side) checkWay(ctx context.Context, flag string) error {
 	if s.inBand {
 		var err error
@@ -36,24 +37,25 @@ func (s *side) checkWay(ctx context.Context, flag string) error {
 	return reachable(s.Cluster, flag)
 }
 
-// ownAuthority returns the certificates, in PEM, by which Pods know the API server of their cluster.
+// ownAuthority returns, in PEM, the certificates by which Pods verify the API server of their
+// cluster.
 func ownAuthority(ctx context.Context, c *cluster.Cluster) ([]byte, error) {
 	published := &corev1.ConfigMap{}
 	name := client.ObjectKey{Namespace: c.Namespace, Name: isthmus.ConfigMapRootCA}
 	switch err := c.Client.Get(ctx, name, published); {
-	case apierrors.IsNotFound(err): // whoever runs the controllers has left this one out
+	case apierrors.IsNotFound(err): // the controller that publishes it is switched off
 		return authorityOf(c)
 	case err != nil:
 		return nil, c.Explain("ConfigMap "+name.String(), err)
 	}
 	ca := published.Data["ca.crt"]
-	if ca == "" { // the system's roots would know an API server that is not ours
+	if ca == "" { // with the system's roots another server could pass for ours
 		return nil, fmt.Errorf("ConfigMap %s of %s has no ca.crt", name, c)
 	}
 	return []byte(ca), nil
 }
 
-// identityWith is the kubeconfig of our manager for the peer's API server.
+// identityWith returns the kubeconfig of our manager for the peer's API server.
 func (s *side) identityWith(token string) ([]byte, error) {
 	if !s.inBand {
 		return kubeconfigFor(s.peer.Cluster, token, s.peer.namespace)
@@ -61,7 +63,8 @@ func (s *side) identityWith(token string) ([]byte, error) {
 	return kubeconfigWith(s.peer.Cluster, &clientcmdapi.Cluster{Server: isthmus.InBandServer, CertificateAuthorityData: s.inBandCA}, token, s.peer.namespace)
 }
 
-// setInBand writes spec.inBand into a Peering that is there, if that is what is wanted and is not in it yet.
+// setInBand writes on into spec.inBand of an existing Peering, if s wants on and the Peering
+// differs.
 func (s *side) setInBand(ctx context.Context, on bool) (string, error) {
 	if !s.exists || s.inBand != on || s.peering.Spec.InBand == on {
 		return "", nil
@@ -76,15 +79,15 @@ func (s *side) setInBand(ctx context.Context, on bool) (string, error) {
 	return fmt.Sprintf("%s: its manager and that of %s do not use the tunnel any more", s.Cluster, s.peer.Cluster), nil
 }
 
-// told reports whether our manager has reached the peer's API server, and our NetworkConfig is there. Ready does not
-// wait for that once traffic flows.
+// told reports whether our manager has reached the peer's API server and published our
+// NetworkConfig. Ready does not imply that once traffic flows.
 func (s *side) told(p *isthmus.Peering) bool {
 	return health.IsTrue(p, isthmus.ConditionIdentity) && health.IsTrue(p, isthmus.ConditionPublished)
 }
 
-// carry does once what our manager does as soon as there is a tunnel: our NetworkConfig goes to the peer, and the peer's
-// answer comes back. It sets carried when the peer has a NetworkConfig that says spec.inBand: until the manager has looked,
-// conditions are true of the way without the tunnel.
+// carry does once what our manager does itself when there is a tunnel: it copies our NetworkConfig
+// to the peer and the peer's answer back. It sets carried when the peer has a NetworkConfig with
+// spec.inBand. Before that, the conditions may still describe the path outside the tunnel.
 func (s *side) carry(ctx context.Context) error {
 	original := &v1alpha1.NetworkConfig{}
 	name := client.ObjectKey{Namespace: s.namespace, Name: s.peer.Identity.UniqueName()}

@@ -26,21 +26,21 @@ import (
 type teardown struct {
 	*cluster.Cluster
 	peer      v1alpha1.ClusterIdentity
-	peering   string // its name; empty: gone already
+	peering   string // its name; empty: already deleted
 	namespace string // the tenant namespace; empty: not found
-	secret    string // the identity at the peer, in it
-	remains   string // what stays at the peer when it is not waited for
-	waitsFor  string // as last seen, with the cluster
-	told      string // as last reported
+	secret    string // name of the Secret there with our identity at the peer
+	remains   string // what stays at the peer if we do not wait for it
+	waitsFor  string // what it waited for last, with the cluster
+	told      string // what was reported last
 	inBand    bool   // spec.inBand
-	carried   bool   // both clusters part, and the command removes what each has at the other: with the tunnel the managers' way there ends
-	abandoned bool   // nobody is at work that takes the Peering down, and that is reported
+	carried   bool   // both clusters part in-band: the command itself removes what each has at the other, which the managers cannot reach without the tunnel
+	abandoned bool   // it was reported that no manager takes the Peering down
 }
 
-// findTeardowns finds out what is meant and what is left of it.
+// findTeardowns finds the peering that o names, and what is left of it on each side.
 func findTeardowns(ctx context.Context, local, remote *cluster.Cluster, o UnpeerOptions) ([]*teardown, error) {
 	if remote == nil {
-		if local.Identity.ClusterID == "" { // Uninstall goes on where nothing says it any more
+		if local.Identity.ClusterID == "" { // Uninstall goes on without an identity
 			if err := local.Identify(ctx); err != nil {
 				return nil, err
 			}
@@ -91,8 +91,8 @@ func cutHash(name string) string {
 	return name
 }
 
-// teardownOf finds the Peering that is meant, or, where that is gone already, the tenant namespace
-// that a run before this one left.
+// teardownOf finds the Peering for which is returns true. If that is already deleted, it finds the
+// tenant namespace that an earlier run left.
 func teardownOf(ctx context.Context, c *cluster.Cluster, is func(*isthmus.Peering) bool, left func(*corev1.Namespace) bool) (*teardown, error) {
 	f := &teardown{Cluster: c, secret: isthmus.DefaultIdentitySecret}
 	var list isthmus.PeeringList
@@ -128,12 +128,12 @@ func teardownOf(ctx context.Context, c *cluster.Cluster, is func(*isthmus.Peerin
 	return f, nil
 }
 
-// RemainsOf names what the peer keeps of us when nobody waits for it.
+// RemainsOf names what the peer keeps of us if nobody waits for it.
 func RemainsOf(ctx context.Context, c *cluster.Cluster, p *isthmus.Peering) string {
 	server := "its API server"
 	var secret corev1.Secret
 	key := client.ObjectKey{Namespace: p.Spec.TenantNamespace.Local, Name: p.Spec.IdentitySecretName}
-	if err := c.Client.Get(ctx, key, &secret); err == nil { // without it the name of the server is all that is lacking
+	if err := c.Client.Get(ctx, key, &secret); err == nil { // without it only the server's name is missing
 		if config, err := clientcmd.Load(secret.Data[isthmus.SecretKubeconfig]); err == nil && config.Contexts[config.CurrentContext] != nil {
 			if cluster := config.Clusters[config.Contexts[config.CurrentContext].Cluster]; cluster != nil {
 				server = safetext.Of(cluster.Server)
@@ -144,12 +144,12 @@ func RemainsOf(ctx context.Context, c *cluster.Cluster, p *isthmus.Peering) stri
 		safetext.Of(p.Spec.Cluster.ClusterName), server, p.Spec.Cluster.UniqueName(), p.Spec.TenantNamespace.Remote)
 }
 
-// side is the teardown as Peer sees the cluster.
+// side returns the cluster as the functions of Peer take it.
 func (f *teardown) side() *side {
 	return &side{Cluster: f.Cluster, peer: &side{Cluster: &cluster.Cluster{Identity: f.peer}}, namespace: f.namespace, secret: f.secret}
 }
 
-// disarm takes the peer's rights away: all of them, or but those to withdraw.
+// disarm revokes the peer's rights: all of them, or all but those to delete its own objects here.
 func (f *teardown) disarm(ctx context.Context, o UnpeerOptions, all bool) error {
 	if f.namespace == "" {
 		return nil
@@ -263,14 +263,14 @@ func (f *teardown) takeDown(ctx context.Context, p *isthmus.Peering) error {
 		return nil
 	}
 	err := f.Client.Patch(ctx, p, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), client.FieldOwner(cluster.FieldManager))
-	if client.IgnoreNotFound(err) != nil && !apierrors.IsConflict(err) { // the next look tries again
+	if client.IgnoreNotFound(err) != nil && !apierrors.IsConflict(err) { // the next attempt repeats it
 		return f.Explain("finalizer of Peering "+p.Name, err)
 	}
 	return nil
 }
 
-// removeRest removes what Peer had set up: the tenant namespace, where Peer made it, else what Peer
-// put into it.
+// removeRest removes what Peer created: the tenant namespace, or only the objects in it if the
+// namespace existed before.
 func (f *teardown) removeRest(ctx context.Context) (string, error) {
 	if f.namespace == "" {
 		return "", nil
@@ -313,8 +313,8 @@ func (f *teardown) removeRest(ctx context.Context) (string, error) {
 	return removed + ", namespace " + n.Name + " deleted", nil
 }
 
-// freeNetworkConfigs removes all finalizers of what NetworkConfigs are left, once the Peering is
-// gone: nobody is waited for any more, and a peer may have put some there that it never removes.
+// freeNetworkConfigs removes all finalizers from the NetworkConfigs that are left once the Peering
+// is gone. A peer may have added one that it never removes.
 func (f *teardown) freeNetworkConfigs(ctx context.Context) error {
 	var list v1alpha1.NetworkConfigList
 	if err := f.Client.List(ctx, &list, client.InNamespace(f.namespace)); err != nil {
@@ -343,7 +343,7 @@ func (f *teardown) deleteCopies(ctx context.Context) error {
 	return nil
 }
 
-// deleteOurs deletes those of the objects that carry our label, and reports whether there were any.
+// deleteOurs deletes those objects that have our label, and reports whether there were any.
 func (f *teardown) deleteOurs(ctx context.Context, objects ...client.Object) (did bool, err error) {
 	for _, o := range objects {
 		u, err := f.Unstructured(o)

@@ -1,8 +1,8 @@
-// Package peering joins two clusters and parts them: namespaces, rights, identities and Peerings; all the
-// rest is the managers' work. It also rotates the key of a cluster, and reviews the networks that a peer
-// claims.
+// Package peering joins two clusters and parts them, for `isthmus peer`, `unpeer`, `rotate-key`
+// and `uninstall`. It owns namespaces, rights, identities and Peerings; the managers do the rest. It
+// also rotates the key of a cluster, and reviews the networks that a peer claims.
 //
-// Everything can be repeated: a second run changes nothing, or repairs what is missing.
+// Every operation can be repeated: a second run changes nothing, or repairs what is missing.
 package peering
 
 import (
@@ -29,25 +29,26 @@ import (
 type PeerOptions struct {
 	// Names of new Peerings, here and there; empty: the unique name of the peer.
 	Name, RemoteName string
-	// Replace takes another cluster of the same ID and name for the one that a Peering was made
-	// with, and revokes the rights of that one.
+	// Replace accepts another cluster with the ID and name of the present peer, and revokes the
+	// rights of the present one.
 	Replace bool
-	// Claims are the choices about what the second cluster claims in the first.
+	// Claims are the choices in the first cluster about the claim of the second.
 	Claims Claims
-	// Services are namespaces whose services both clusters share, each with the other one; * is all. Nil: no change.
+	// Services are namespaces whose services both clusters export to each other; * is all. Nil: no
+	// change.
 	Services []string
 	// InBand says whether managers go through the tunnel. Nil: no change.
 	InBand *bool
 	// Timeout bounds the wait; zero: no wait.
 	Timeout time.Duration
-	// Report gets a line for each thing done or come true.
+	// Report gets a line for each change and for each condition that becomes true.
 	Report func(line string)
 }
 
-// Peer joins two clusters: on both sides the tenant namespace, the peer's rights, our identity at
-// the peer, and a Peering. Then it waits until traffic flows. Whatever can be found wrong is found
-// before anything is written. It shows what each side takes of what the other one claims, and returns
-// the Peerings as they are at the end.
+// Peer joins two clusters. On both sides it creates the tenant namespace, the peer's rights, our
+// identity at the peer, and a Peering. Then it waits until traffic flows. It makes all checks
+// before it writes anything. It reports what each side uses of what the other claims, and returns
+// the Peerings as it read them last.
 func Peer(ctx context.Context, local, remote *cluster.Cluster, o PeerOptions) (peerings [2]*isthmus.Peering, err error) {
 	started := time.Now()
 	a, b := &side{Cluster: local, claims: o.Claims, services: o.Services}, &side{Cluster: remote, services: o.Services}
@@ -96,7 +97,7 @@ func Peer(ctx context.Context, local, remote *cluster.Cluster, o PeerOptions) (p
 	return peerings, nil
 }
 
-// interrupted says how to go on when the person does not want to wait.
+// interrupted replaces the error of an interrupted wait by how to go on.
 func interrupted(ctx context.Context, err error) error {
 	if err != nil && errors.Is(ctx.Err(), context.Canceled) {
 		return errors.New("interrupted: the same command goes on where this one ended, `isthmus unpeer` takes it back")
@@ -150,14 +151,16 @@ func check(ctx context.Context, a, b *side, o PeerOptions) error {
 	})
 }
 
-// setUp writes what is missing: rights on both sides before identities, so that each works when it
-// is there, and Peerings last, so that the managers find all that they need. Before all of it go
-// the rights of the former peer.
+// setUp writes what is missing. The rights of a former peer go first. Rights on both sides come
+// before identities, so that each identity works at once. Peerings come last, so that the managers
+// find all that they need.
 func setUp(ctx context.Context, a, b *side, o PeerOptions) (changed bool, err error) {
 	for _, step := range []func(*side) (string, error){
 		func(s *side) (string, error) { return s.revokeAnother(ctx) },
 		func(s *side) (string, error) { return s.setRights(ctx) },
-		func(s *side) (string, error) { return s.setInBand(ctx, true) }, // with either identity the tunnel works, and without it only one
+		// spec.inBand is set before the identity and unset after it: through the tunnel either
+		// identity works, without it only one does.
+		func(s *side) (string, error) { return s.setInBand(ctx, true) },
 		func(s *side) (string, error) { return s.giveIdentity(ctx) },
 		func(s *side) (string, error) { return s.setInBand(ctx, false) },
 		func(s *side) (string, error) { return s.setPeering(ctx) },
@@ -200,7 +203,7 @@ func (s *side) setRights(ctx context.Context) (string, error) {
 	if err := s.Client.Get(ctx, client.ObjectKeyFromObject(namespace), &there); err != nil && !apierrors.IsNotFound(err) {
 		return "", s.Explain("Namespace "+s.namespace, err)
 	} else if err != nil || there.Labels[cluster.LabelManagedBy] == cluster.ManagedBy {
-		namespace.Labels[cluster.LabelManagedBy] = cluster.ManagedBy // else it is not ours to delete
+		namespace.Labels[cluster.LabelManagedBy] = cluster.ManagedBy // otherwise we must not delete it later
 	}
 	var done []string
 	fresh := false
@@ -226,8 +229,8 @@ func (s *side) setRights(ctx context.Context) (string, error) {
 	return "", nil
 }
 
-// setPeering makes the Peering where there is none, and sees to it that it says with which cluster
-// it is.
+// setPeering creates the Peering if there is none. An existing one gets the annotations that pin
+// the peer.
 func (s *side) setPeering(ctx context.Context) (string, error) {
 	if s.exists {
 		return s.setPin(ctx)
@@ -243,14 +246,14 @@ func (s *side) setPeering(ctx context.Context) (string, error) {
 	return fmt.Sprintf("%s: Peering %s created", s.Cluster, s.peering.Name), nil
 }
 
-// A waiter looks at the Peerings of one side or both until the goal is true of each, and tells what
-// has become true since it looked last. It does not wait for a person: a claim to which somebody has
-// to agree ends it.
+// A waiter reads the Peerings of one side or both until the goal is true of each, and reports
+// conditions that become true. It does not wait for a person: a claim that needs consent ends the
+// wait.
 type waiter struct {
 	sides  []*side
 	goal   string // a condition
 	report func(string)
-	quiet  bool // what is true at the first look is no news
+	quiet  bool // do not report what is true at the first look
 
 	told  []map[string]bool
 	trial []error // of the last look
@@ -311,7 +314,7 @@ func (w *waiter) look(ctx context.Context, i int, s *side, quiet bool) bool {
 	return health.IsTrue(p, w.goal) && remapped(p) && (!s.inBand || s.carried && s.told(p))
 }
 
-// tell says in a sentence what has become true on side s.
+// tell describes a condition of side s that has become true.
 func tell(s *side, t string) string {
 	me, peer, status := s.Cluster, s.peer.Cluster, s.peering.Status
 	switch t {
@@ -345,7 +348,7 @@ func latency(l string) string {
 	return ", " + safetext.Of(l)
 }
 
-// missing says what is not true on which side.
+// missing returns which conditions are not true on which side.
 func (w *waiter) missing(timeout time.Duration) error {
 	errs := []error{fmt.Errorf("%w: %s is not true within %v", cluster.ErrNotReady, w.goal, timeout)}
 	if w.goal == isthmus.ConditionReady {

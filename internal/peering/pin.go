@@ -120,8 +120,8 @@ func tokenIn(kubeconfig []byte) string {
 	return ""
 }
 
-// revokeAnother revokes all tokens of the cluster that was the peer before; also where the Peering
-// is gone, since nothing says then whose they are.
+// revokeAnother revokes all tokens of the previous peer. It does so too if there is no Peering,
+// since then nothing shows whose tokens they are.
 func (s *side) revokeAnother(ctx context.Context) (string, error) {
 	if s.exists && !s.another {
 		return "", nil
@@ -136,7 +136,7 @@ func (s *side) revokeAnother(ctx context.Context) (string, error) {
 	return fmt.Sprintf("%s: the rights of the cluster that was %s before are revoked", s.Cluster, s.peer.Cluster), nil
 }
 
-// setPin notes on the Peering which cluster it is with.
+// setPin records on the Peering which cluster the peer is.
 func (s *side) setPin(ctx context.Context) (string, error) {
 	have := maps.Clone(s.peering.Annotations)
 	maps.DeleteFunc(have, func(name, _ string) bool { _, ok := s.pinned[name]; return !ok })

@@ -22,9 +22,9 @@ import (
 
 // RotateOptions of RotateKey.
 type RotateOptions struct {
-	// Now replaces the key at once instead of waiting for peers: who has stolen it can do nothing with it any more.
+	// Now replaces the key at once instead of waiting for peers, so that a stolen key is useless.
 	Now bool
-	// Abort drops the next key while no peer was told of it.
+	// Abort drops the next key, if no peer has it yet.
 	Abort bool
 	// Wait is how long to wait for the end of the rotation; 0: not at all.
 	Wait   time.Duration
@@ -34,13 +34,14 @@ type RotateOptions struct {
 // rotateLook is how often RotateKey looks while it waits.
 const rotateLook = time.Second
 
-// errRotating says that a rotation is not over.
+// errRotating is returned when the rotation is not over in time.
 var errRotating = errors.New("the rotation is not over")
 
-// RotateKey begins a rotation of the WireGuard key of a cluster, unless one is in progress, and reports how far it is.
+// RotateKey begins a rotation of the WireGuard key of a cluster, unless one is in progress, and
+// reports its progress.
 func RotateKey(ctx context.Context, c *cluster.Cluster, o RotateOptions) error {
 	secret, ring, err := readKeys(ctx, c)
-	if secret == nil || err != nil && !o.Now { // any key can be replaced, also one that is none
+	if secret == nil || err != nil && !o.Now { // an unreadable key can be replaced too
 		return err
 	}
 	if o.Abort {
@@ -97,8 +98,8 @@ func RotateKey(ctx context.Context, c *cluster.Cluster, o RotateOptions) error {
 	}
 }
 
-// abortRotation drops the next key. A peer that was told of it gives up the current one when it has moved, so that nobody can
-// go back then.
+// abortRotation drops the next key. It refuses once a peer may have the next key, because that peer
+// forgets the current one when it moves.
 func abortRotation(ctx context.Context, c *cluster.Cluster, secret *corev1.Secret, ring keyring.Ring, report func(string)) error {
 	switch {
 	case ring.Next == ([32]byte{}):
@@ -121,7 +122,7 @@ func abortRotation(ctx context.Context, c *cluster.Cluster, secret *corev1.Secre
 	return nil
 }
 
-// writeKeys writes the Secret with the keys, unless somebody has changed it since it was read.
+// writeKeys writes the Secret with the keys, unless it has changed since it was read.
 func writeKeys(ctx context.Context, c *cluster.Cluster, have, want *corev1.Secret) error {
 	if err := c.Client.Patch(ctx, want, client.MergeFromWithOptions(have, client.MergeFromWithOptimisticLock{})); err != nil {
 		return c.Explain("Secret "+client.ObjectKeyFromObject(have).String(), err)
@@ -129,7 +130,7 @@ func writeKeys(ctx context.Context, c *cluster.Cluster, have, want *corev1.Secre
 	return nil
 }
 
-// rotation says how far the rotation of began is.
+// rotation returns how far the rotation that started from began is.
 func rotation(ctx context.Context, c *cluster.Cluster, began, ring keyring.Ring, now time.Time) (text string, over bool, err error) {
 	if ring.Private == began.Next {
 		return fmt.Sprintf("the key is rotated: %s", shortKey(ring.Private)), true, nil
@@ -156,7 +157,7 @@ func rotation(ctx context.Context, c *cluster.Cluster, began, ring keyring.Ring,
 	return text, false, nil
 }
 
-// movedTo says how many peers have a session with a key of ours, and which ones do not.
+// movedTo returns how many peers have a session with this key of ours, and which do not.
 func movedTo(ctx context.Context, c *cluster.Cluster, public [32]byte) (moved int, lagging []string, err error) {
 	var endpoints v1alpha1.TunnelEndpointList
 	if err := c.Client.List(ctx, &endpoints); err != nil {
@@ -176,7 +177,8 @@ func movedTo(ctx context.Context, c *cluster.Cluster, public [32]byte) (moved in
 	return moved, lagging, nil
 }
 
-// readKeys reads the Secret with the WireGuard keys. It is there, too, when its keys cannot be read.
+// readKeys reads the Secret with the WireGuard keys. It returns the Secret even if its keys are
+// unreadable.
 func readKeys(ctx context.Context, c *cluster.Cluster) (*corev1.Secret, keyring.Ring, error) {
 	var secret corev1.Secret
 	name := types.NamespacedName{Namespace: c.Namespace, Name: keyring.SecretName}

@@ -17,8 +17,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
-// checkServices finds out whether services are shared here at all: then the policy is there that bounds what the
-// manager makes of them.
+// checkServices finds out whether this cluster shares services at all: it does if the admission
+// policy exists that limits what the manager creates for them.
 func (s *side) checkServices(ctx context.Context) error {
 	policy := &admissionv1.ValidatingAdmissionPolicy{}
 	policy.Name = deploy.ManagerServicesPolicy
@@ -26,7 +26,7 @@ func (s *side) checkServices(ctx context.Context) error {
 	switch {
 	case err == nil:
 		s.shares = true
-	case apierrors.IsForbidden(err): // checkRights says so, with what else is missing
+	case apierrors.IsForbidden(err): // checkRights reports it, with all that is missing
 		return nil
 	case !apierrors.IsNotFound(err):
 		return s.Explain("ValidatingAdmissionPolicy "+policy.Name, err)
@@ -36,13 +36,13 @@ func (s *side) checkServices(ctx context.Context) error {
 	return nil
 }
 
-// shared is the choice as a Peering has it: exported and imported.
+// shared returns the choice in the form of a Peering: exported and imported.
 func (s *side) shared() isthmus.Services {
 	all := slices.Clone(s.services)
 	return isthmus.Services{Export: all, Import: all}
 }
 
-// setServices writes the choice into a Peering that is there, if it is not in it yet.
+// setServices writes the choice into an existing Peering, if it differs.
 func (s *side) setServices(ctx context.Context) (string, error) {
 	if !s.exists || s.services == nil {
 		return "", nil

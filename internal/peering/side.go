@@ -16,13 +16,14 @@ import (
 )
 
 const (
-	// peerAccount is, in a tenant namespace, the ServiceAccount that the peer uses, its Role and
-	// RoleBinding. Admission policies know it by this name.
+	// peerAccount is the ServiceAccount in a tenant namespace that the peer uses, and its Role and
+	// RoleBinding. Admission policies recognise it by this name.
 	peerAccount = "isthmus-peer"
-	// managerRole is, in a tenant namespace, the Role and RoleBinding by which our manager reads
-	// its identity at the peer.
+	// managerRole is the Role and RoleBinding in a tenant namespace by which our manager reads its
+	// identity at the peer.
 	managerRole = "isthmus-manager-identity"
-	// peerPrecedence puts the FlowSchema of a peer before those of all ServiceAccounts, 900 and 9000.
+	// peerPrecedence puts the FlowSchema of a peer before those of all ServiceAccounts (900 and
+	// 9000).
 	peerPrecedence = 850
 )
 
@@ -31,21 +32,21 @@ type side struct {
 	*cluster.Cluster
 	peer      *side
 	namespace string            // the tenant namespace here
-	secret    string            // of our identity at the peer, in it
-	peering   *isthmus.Peering  // desired, or existing
-	exists    bool              // the Peering is there already
+	secret    string            // name of the Secret there with our identity at the peer
+	peering   *isthmus.Peering  // existing, or to be created
+	exists    bool              // whether the Peering exists
 	pinned    map[string]string // annotations that say which cluster the peer is
-	another   bool              // than the one that the Peering was made with
-	claims    Claims            // what a person chose about those of the peer
-	shares    bool              // services may be shared with peers here: `isthmus install --services`
-	inBand    bool              // our manager and the peer's go through the tunnel
-	inBandCA  []byte            // of the peer's API server, in PEM, as it is known in its own cluster; with inBand
-	carried   bool              // the peer has our NetworkConfig, with inBand
-	uncarried error             // why the exchange could not be carried, the last time
+	another   bool              // the peer is another cluster than the pinned one
+	claims    Claims            // a person's choices about the peer's claim
+	shares    bool              // services may be shared here: `isthmus install --services`
+	inBand    bool              // the managers of both sides use the tunnel
+	inBandCA  []byte            // with inBand: certificates of the peer's API server, in PEM, by which its own Pods verify it
+	carried   bool              // with inBand: the peer has our NetworkConfig
+	uncarried error             // why the last carry failed
 	services  []string          // namespaces whose services a person chose to share with the peer; nil: no change
 }
 
-// New is the Peering that a cluster gets where it has none.
+// New returns the Peering for a cluster that has none yet.
 func New(name string, peer v1alpha1.ClusterIdentity, local, remote string) *isthmus.Peering {
 	return &isthmus.Peering{
 		ObjectMeta: metav1.ObjectMeta{Name: name, Labels: ours()},
@@ -67,12 +68,12 @@ func (s *side) tenantNamespace() *corev1.Namespace {
 	}}}
 }
 
-// rights are the objects by which the peer may use its NetworkConfig here and nothing else, and our
-// manager read its identity at the peer and nothing else.
+// rights are the objects that let the peer use only its NetworkConfig here, and our manager read
+// only its identity at the peer.
 func (s *side) rights() []client.Object { return append(s.peerRights(), s.managerRights()...) }
 
-// peerRights are the peer's. RBAC knows the name of what is to be written: the peer's copy, which
-// has our unique name. Our original beside it is out of reach.
+// peerRights are the peer's rights. RBAC restricts them to the name of the peer's copy, which is
+// our unique name. So the peer cannot change our original beside it.
 func (s *side) peerRights() []client.Object {
 	services := s.serviceRules("get", "update", "delete")
 	if s.shares {
@@ -81,13 +82,13 @@ func (s *side) peerRights() []client.Object {
 	return []client.Object{
 		&corev1.ServiceAccount{ObjectMeta: s.inTenant(peerAccount), AutomountServiceAccountToken: new(bool)},
 		s.peerRole(append(append(s.copyRules("get", "update", "delete"), services...), rbacv1.PolicyRule{
-			// A name cannot be demanded of what is not there yet.
+			// RBAC cannot restrict the name of an object that does not exist yet.
 			APIGroups: []string{v1alpha1.GroupVersion.Group}, Resources: []string{"networkconfigs"}, Verbs: []string{"create"},
 		}, rbacv1.PolicyRule{
-			// So that the peer can renew its token before it expires.
+			// Lets the peer renew its token before it expires.
 			APIGroups: []string{""}, Resources: []string{"serviceaccounts/token"}, ResourceNames: []string{peerAccount}, Verbs: []string{"create"},
 		}, rbacv1.PolicyRule{
-			// So that it can follow the authority of our API server.
+			// Lets the peer follow changes of our API server's certificate authority.
 			APIGroups: []string{""}, Resources: []string{"configmaps"}, ResourceNames: []string{isthmus.ConfigMapRootCA}, Verbs: []string{"get"},
 		})),
 		&rbacv1.RoleBinding{ObjectMeta: s.inTenant(peerAccount), RoleRef: roleRef(peerAccount),
@@ -96,7 +97,7 @@ func (s *side) peerRights() []client.Object {
 	}
 }
 
-// flowSchema gives whatever the peer asks for the few seats of peers.
+// flowSchema assigns all requests of the peer to the priority level of peers, which has few seats.
 func (s *side) flowSchema() *flowcontrolv1.FlowSchema {
 	all := []string{"*"}
 	return &flowcontrolv1.FlowSchema{
@@ -115,8 +116,8 @@ func (s *side) flowSchema() *flowcontrolv1.FlowSchema {
 	}
 }
 
-// partingRole is what the peer may still do while both sides part: see its copy, and delete it. It
-// can write nothing, so it can hold up nothing either.
+// partingRole is what the peer may still do while both sides part: read and delete its copies. It
+// cannot write, so it cannot hold anything up.
 func (s *side) partingRole() *rbacv1.Role {
 	return s.peerRole(append(s.copyRules("get", "delete"), s.serviceRules("get", "delete")...))
 }
@@ -125,8 +126,8 @@ func (s *side) peerRole(rules []rbacv1.PolicyRule) *rbacv1.Role {
 	return &rbacv1.Role{ObjectMeta: s.inTenant(peerAccount), Rules: rules}
 }
 
-// copyRules allow the given verbs for the peer's copy. Lists and watches select by label, so they
-// are not bound to its name.
+// copyRules allow the given verbs for the peer's copy. Lists and watches select by label, so RBAC
+// cannot restrict them to its name.
 func (s *side) copyRules(verbs ...string) []rbacv1.PolicyRule {
 	group, resource := []string{v1alpha1.GroupVersion.Group}, []string{"networkconfigs"}
 	return []rbacv1.PolicyRule{
@@ -135,7 +136,8 @@ func (s *side) copyRules(verbs ...string) []rbacv1.PolicyRule {
 	}
 }
 
-// serviceRules allow the given verbs for the services that the peer exports to us, where we share services.
+// serviceRules allow the given verbs for the services that the peer exports to us, if we share
+// services.
 func (s *side) serviceRules(verbs ...string) []rbacv1.PolicyRule {
 	if !s.shares {
 		return nil
@@ -151,7 +153,7 @@ func (s *side) serviceRules(verbs ...string) []rbacv1.PolicyRule {
 	}
 }
 
-// managerRights are our manager's.
+// managerRights are the rights of our manager.
 func (s *side) managerRights() []client.Object {
 	return []client.Object{
 		&rbacv1.Role{ObjectMeta: s.inTenant(managerRole), Rules: []rbacv1.PolicyRule{

@@ -14,8 +14,8 @@ import (
 
 // UnpeerOptions are the choices of Unpeer.
 type UnpeerOptions struct {
-	// Name is the Peering or the peer's name in the first cluster; empty where the second cluster
-	// is given.
+	// Name is that of the Peering, or of the peer, in the first cluster. Empty if the second
+	// cluster is given.
 	Name string
 	// Force does not wait for the peer, and leaves our objects there. If no manager runs, it takes down
 	// the manager's objects itself.
@@ -25,20 +25,20 @@ type UnpeerOptions struct {
 	// Report gets a line for each thing done or waited for.
 	Report func(line string)
 
-	Uninstalls bool // nodes are cleaned next
+	Uninstalls bool // the next step cleans the nodes
 }
 
-// Unpeer parts two clusters, or one from the other where remote is nil: first the peer's rights;
-// then the Peerings, whose finalizers the managers remove when all that they made is gone; then
-// what else Peer had set up. Between two clusters what is gone already is no error; a name that
-// means nothing is ErrNoPeering.
+// Unpeer parts two clusters, or one from its peer if remote is nil. It revokes the peer's rights,
+// deletes the Peerings, whose finalizers the managers remove when all their objects are gone, and
+// then removes the rest that Peer created. With two clusters, a peering that is already gone is no
+// error. A name without a Peering is ErrNoPeering.
 //
 // The networks of the peer stay refused on every node, and are allocated to no other cluster, for 24
 // hours after that (fabric.ReleaseHold).
 //
-// Where the peer is not spoken to, or not waited for, nothing of its rights is left before anything
-// else happens, whatever becomes of the rest. Where both sides part, each manager needs its own at
-// the other to take its NetworkConfig away, and keeps just that.
+// If the peer is not contacted or not waited for, it loses all its rights here before anything else
+// happens, even if a later step fails. If both sides part, each manager keeps only the rights at
+// the other side that it needs to delete its NetworkConfig.
 func Unpeer(ctx context.Context, local, remote *cluster.Cluster, o UnpeerOptions) error {
 	sides, err := findTeardowns(ctx, local, remote, o)
 	if err != nil {
@@ -91,12 +91,12 @@ func Unpeer(ctx context.Context, local, remote *cluster.Cluster, o UnpeerOptions
 	return nil
 }
 
-// errWaiting says what a step waits for.
+// errWaiting is what a step waits for.
 type errWaiting struct{ what string }
 
 func (e *errWaiting) Error() string { return e.what }
 
-// until repeats a step on each side until it is done, and tells what it waits for whenever that
+// until repeats a step on each side until it is done, and reports what it waits for whenever that
 // changes.
 func until(ctx context.Context, sides []*teardown, o UnpeerOptions, step func(*teardown) (string, error)) error {
 	done := make([]bool, len(sides))
@@ -114,9 +114,9 @@ func until(ctx context.Context, sides []*teardown, o UnpeerOptions, step func(*t
 				if report != "" {
 					o.Report(f.String() + ": " + report)
 				}
-			case ctx.Err() != nil: // what it waits for has been seen before
+			case ctx.Err() != nil: // report what it last waited for
 				waiting = append(waiting, errors.New(cmp.Or(f.waitsFor, f.String()+": "+err.Error())))
-			case errors.As(err, &wait) || errors.Is(err, cluster.ErrUnreachable): // it may come back
+			case errors.As(err, &wait) || errors.Is(err, cluster.ErrUnreachable): // the API server may come back
 				if f.waitsFor = err.Error(); wait != nil {
 					f.waitsFor = f.String() + ": " + wait.what
 				}
