@@ -21,7 +21,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// cleaning is what the Pods need that take away what components made in the kernels of nodes.
+// cleaning is what is needed to run the Pods that clean the kernels of nodes.
 type cleaning struct {
 	Image          string                        `json:"image"`
 	PullSecrets    []corev1.LocalObjectReference `json:"pullSecrets,omitempty"`
@@ -30,8 +30,8 @@ type cleaning struct {
 	HostGateways   bool                          `json:"hostGateways,omitempty"` // gateways were in the nodes' networks
 }
 
-// howToClean finds out what cleaning needs while the DaemonSet is there, and remembers it. Where
-// components run elsewhere, there is nothing to be done by us, and it returns nil.
+// howToClean finds out how to clean nodes while the DaemonSet exists, and stores it for later runs.
+// It returns nil if nothing shows that agents ran here.
 func howToClean(ctx context.Context, c *cluster.Cluster, o Options) (*cleaning, error) {
 	how := cleaning{Image: o.Image, StateDirectory: "/var/lib/isthmus"}
 	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.RouteAgentServiceAccount} // the DaemonSet has the same name
@@ -59,7 +59,7 @@ func howToClean(ctx context.Context, c *cluster.Cluster, o Options) (*cleaning, 
 		}
 		_, err = c.Apply(ctx, &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: uninstallConfigMap}, Data: map[string]string{keyCleaning: string(text)}})
 		if apierrors.HasStatusCause(err, corev1.NamespaceTerminatingCause) {
-			err = nil // somebody deleted the namespace: nothing can be remembered there
+			err = nil // the namespace is being deleted and takes no new objects
 		}
 		return &how, err
 	case !apierrors.IsNotFound(err):
@@ -75,7 +75,8 @@ func howToClean(ctx context.Context, c *cluster.Cluster, o Options) (*cleaning, 
 	if !apierrors.IsNotFound(err) {
 		return nil, c.Explain("ConfigMap "+key.String(), err)
 	}
-	if o.Image != "" { // a person knows that nodes are to be cleaned
+	// The person asks to clean the nodes.
+	if o.Image != "" {
 		how.HostGateways = true
 		return &how, nil
 	}
@@ -83,18 +84,18 @@ func howToClean(ctx context.Context, c *cluster.Cluster, o Options) (*cleaning, 
 	return nil, nil
 }
 
-// labelCleans marks the Pods that clean nodes; the value is the same for all.
+// labelCleans marks the Pods that clean nodes. All have the same value.
 const labelCleans = "isthmus.net/cleans"
 
-// cleanNodes runs a Pod on each node that takes away what components made in its kernel.
+// cleanNodes runs a Pod on each node that removes what components left in its kernel.
 func cleanNodes(ctx context.Context, c *cluster.Cluster, how cleaning, o Options) error {
-	if !o.BeforeHelm { // else we run in it
+	if !o.BeforeHelm { // otherwise this runs in the namespace itself
 		if err := untilNothing(ctx, c, o, func() (string, error) {
 			have, err := c.Get(ctx, corev1.SchemeGroupVersion.WithKind("Namespace"), "", c.Namespace)
 			if err != nil {
 				return "", err
 			}
-			if have != nil && have.GetDeletionTimestamp() != nil { // it takes no Pods any more
+			if have != nil && have.GetDeletionTimestamp() != nil { // it takes no new Pods
 				return "waiting until namespace " + c.Namespace + ", which somebody deleted, is gone, to make it again for what cleans the nodes", nil
 			}
 			labels := map[string]string{"pod-security.kubernetes.io/enforce": "privileged"}
@@ -129,7 +130,7 @@ func cleanNodes(ctx context.Context, c *cluster.Cluster, how cleaning, o Options
 			var p corev1.Pod
 			err := c.Client.Get(ctx, client.ObjectKeyFromObject(want), &p)
 			if apierrors.IsNotFound(err) && nodeGone(ctx, c, node) {
-				delete(todo, node) // and its kernel with it
+				delete(todo, node) // its kernel is gone too
 				continue
 			}
 			if apierrors.IsNotFound(err) {
@@ -137,7 +138,7 @@ func cleanNodes(ctx context.Context, c *cluster.Cluster, how cleaning, o Options
 				err = c.Client.Create(ctx, &p)
 			}
 			switch {
-			case apierrors.IsForbidden(err): // the ServiceAccount of a namespace comes a moment after it
+			case apierrors.IsForbidden(err): // the ServiceAccount of a new namespace appears a moment later
 				waiting = append(waiting, node+" ("+safetext.Of(err.Error())+")")
 			case err != nil:
 				return "", c.Explain("Pod "+want.Namespace+"/"+want.Name, err)
@@ -178,11 +179,11 @@ func cleaningProblem(p *corev1.Pod) string {
 	return ""
 }
 
-// xtablesLock is the lock of iptables-legacy, from which the agents' rules are taken away.
+// xtablesLock is the lock of iptables-legacy, from which the Pods remove the agents' rules.
 const xtablesLock = "/run/xtables.lock"
 
-// cleaningPod ends when all is removed from its node. It goes around the scheduler, so that it runs
-// on nodes that take no Pods.
+// cleaningPod returns a Pod that ends when its node is clean. It bypasses the scheduler, to run on
+// nodes that take no Pods.
 func cleaningPod(namespace, node string, how cleaning) *corev1.Pod {
 	sum := fnv.New64a()
 	sum.Write([]byte(node))
@@ -226,7 +227,7 @@ func isReady(n *corev1.Node) bool {
 	})
 }
 
-// nodeReady reports whether the kubelet of a node is there.
+// nodeReady reports whether the kubelet of a node answers.
 func nodeReady(ctx context.Context, c *cluster.Cluster, name string) bool {
 	var n corev1.Node
 	return c.Client.Get(ctx, client.ObjectKey{Name: name}, &n) == nil && isReady(&n)

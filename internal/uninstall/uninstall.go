@@ -1,5 +1,6 @@
-// Package uninstall takes Isthmus out of a cluster: peerings, workloads, what they made in the kernels of
-// nodes, objects and definitions.
+// Package uninstall removes Isthmus from a cluster, for `isthmus uninstall`: peerings, workloads,
+// what they left in the kernels of nodes, objects and definitions. A repeated run goes on where the
+// last one ended.
 package uninstall
 
 import (
@@ -35,14 +36,14 @@ import (
 
 // Options are the choices of Uninstall.
 type Options struct {
-	// Force waits neither for peers nor for nodes that are away: what is left there is said.
+	// Force waits neither for peers nor for absent nodes, and reports what stays there.
 	Force bool
 	// KeepDefinitions leaves the custom resource definitions, and the IPAM state in them.
 	KeepDefinitions bool
-	// BeforeHelm leaves what Helm installed to Helm, which deletes it next, but for the workloads: they
-	// would put back what is cleaned.
+	// BeforeHelm leaves the objects of a Helm release to Helm, which deletes them next. It still
+	// removes the workloads, which would put back what is cleaned.
 	BeforeHelm bool
-	// Image is that of the Pods that clean the nodes, where the installation does not say it any more.
+	// Image is the image of the Pods that clean the nodes, for a cluster that no longer shows it.
 	Image string
 	// Timeout bounds the wait.
 	Timeout time.Duration
@@ -50,20 +51,20 @@ type Options struct {
 	Report func(line string)
 }
 
-// uninstallConfigMap remembers what cleaning the nodes needs, from before the workloads go until all
-// is gone: so that a run that was interrupted can go on.
+// uninstallConfigMap stores how to clean the nodes, from before the workloads are deleted until the
+// end, so that an interrupted run can go on.
 const (
 	uninstallConfigMap = "isthmus-uninstall"
 	keyCleaning        = "cleaning.json"
 )
 
-// keysSecret has the gateways' key.
+// keysSecret is the Secret with the gateways' key.
 const keysSecret = "wireguard-pubkey"
 
-// Run takes an installation away, in the order in which nothing is left and nothing leaks:
-// peerings, whose networks nodes refuse to the last; workloads; what they made in the kernels of
-// nodes; objects and definitions; the namespace. Each step finds out by itself what there is to do,
-// so that the same command goes on where one ended, and repairs what was deleted in another order.
+// Run removes an installation in an order that leaves nothing behind and leaks no packet: peerings,
+// whose networks nodes refuse to the last; workloads; what they left in the kernels of nodes;
+// objects and definitions; the namespace. Each step finds out what is left to do. So the same
+// command goes on where one ended, and copes with objects that were deleted in another order.
 func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 	if err := c.ReadUID(ctx); err != nil {
 		return err
@@ -135,7 +136,7 @@ func everyObject(ctx context.Context, c *cluster.Cluster) ([]*unstructured.Unstr
 	if err != nil {
 		return nil, err
 	}
-	anyway := chart.Values{ // other values have no say, and need not be right any more
+	anyway := chart.Values{ // the other values do not matter, and may even be invalid by now
 		"cluster": chart.Values{"name": cmp.Or(c.Identity.ClusterName, "x"), "configMap": true}, "workloads": true,
 		"gateway": chart.Values{"service": chart.Values{"type": "NodePort"}},
 	}
@@ -160,9 +161,9 @@ func anyOf(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unst
 	return false, nil
 }
 
-// installedObjects returns the objects that no manifest names: those that Install, Uninstall and the components
-// make. It includes the Secret with the key only if our gateway made it, because the namespace of a Liqo
-// may have one of the same name.
+// installedObjects returns the objects that are in no manifest: those that Install, Uninstall and
+// the components create. It includes the Secret with the key only if our gateway created it,
+// because Liqo creates one of the same name in its namespace.
 func installedObjects(ctx context.Context, c *cluster.Cluster) (all []*unstructured.Unstructured, err error) {
 	for _, o := range []struct{ version, kind, name string }{
 		{"v1", "ConfigMap", install.ConfigMap}, {"v1", "ConfigMap", uninstallConfigMap},
@@ -200,12 +201,11 @@ func removeInstalled(ctx context.Context, c *cluster.Cluster, o Options) error {
 	return nil
 }
 
-// unpeerAll parts the cluster from each of its peers. Without a manager nobody withdraws what lies
-// helmUninstalls returns an error unless Helm is about to delete a release in the namespace, which it
-// records before it runs the hooks (Helm 3.22 and 4.3, pkg/action/uninstall.go). Whoever renders the
-// chart without Helm gets the hook as an ordinary Job, and must not lose the installation by it.
+// helmUninstalls returns an error unless Helm is about to delete a release in the namespace, which
+// it records before it runs the hooks (Helm 3.22 and 4.3, pkg/action/uninstall.go). Without Helm
+// the rendered hook is an ordinary Job, which must not uninstall anything.
 func helmUninstalls(ctx context.Context, c *cluster.Cluster) error {
-	for _, list := range []client.ObjectList{&corev1.SecretList{}, &corev1.ConfigMapList{}} { // the storages that Helm has in a cluster
+	for _, list := range []client.ObjectList{&corev1.SecretList{}, &corev1.ConfigMapList{}} { // where Helm stores releases in a cluster
 		err := c.Client.List(ctx, list, client.InNamespace(c.Namespace), client.MatchingLabels{"owner": "helm", "status": "uninstalling"})
 		if err != nil {
 			return c.Explain("releases of Helm in "+c.Namespace, err)
@@ -217,7 +217,8 @@ func helmUninstalls(ctx context.Context, c *cluster.Cluster) error {
 	return fmt.Errorf("%s: Helm is not uninstalling a release in namespace %s: --before-helm is for the chart's hook; nothing was changed", c, c.Namespace)
 }
 
-// at a peer, and its finalizers are ours to remove.
+// unpeerAll parts the cluster from each of its peers. Without an active manager, our objects stay at
+// the peer, and unpeerAll removes the manager's finalizers.
 func unpeerAll(ctx context.Context, c *cluster.Cluster, o Options) error {
 	var list isthmus.PeeringList
 	if err := c.Client.List(ctx, &list); meta.IsNoMatchError(err) || apierrors.IsNotFound(err) {
@@ -248,11 +249,11 @@ func unpeerAll(ctx context.Context, c *cluster.Cluster, o Options) error {
 	return nil
 }
 
-// managerWait is how long a manager may take that starts just now, or takes over from another one.
+// managerWait is how long a manager may take to start, or to take over from another one.
 const managerWait = 30 * time.Second
 
-// managerAtWork is who holds the managers' Lease. While there is a Deployment of managers it waits for
-// one of them: without a manager nothing is withdrawn from peers.
+// managerAtWork returns the holder of the managers' Lease. While there is a Deployment of managers
+// it waits for one, because only a manager removes our objects from peers.
 func managerAtWork(ctx context.Context, c *cluster.Cluster, o Options) (h health.Holder, err error) {
 	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.ManagerServiceAccount} // the Deployment has the same name
 	until := time.Now().Add(managerWait)
@@ -271,8 +272,8 @@ func managerAtWork(ctx context.Context, c *cluster.Cluster, o Options) (h health
 	return h, err
 }
 
-// removeWorkloads deletes what runs Pods, and waits until the Pods are gone: an agent that still runs
-// would put back what is cleaned.
+// removeWorkloads deletes the workloads and waits until their Pods are gone: an agent that still
+// runs would put back what is cleaned.
 func removeWorkloads(ctx context.Context, c *cluster.Cluster, o Options, objects []*unstructured.Unstructured) error {
 	for _, u := range objects {
 		if u.GetKind() == "Deployment" || u.GetKind() == "DaemonSet" {
@@ -292,7 +293,7 @@ func removeWorkloads(ctx context.Context, c *cluster.Cluster, o Options, objects
 				continue
 			}
 			if o.Force && p.DeletionTimestamp != nil && !nodeReady(ctx, c, p.Spec.NodeName) {
-				continue // nobody is there to end it
+				continue // no kubelet is there to end it
 			}
 			return fmt.Sprintf("waiting until Pod %s on %s has ended", p.Name, p.Spec.NodeName), nil
 		}
@@ -300,7 +301,7 @@ func removeWorkloads(ctx context.Context, c *cluster.Cluster, o Options, objects
 	})
 }
 
-// removeObjects deletes the rest: rights and policies, definitions, the namespace.
+// removeObjects deletes the rest: rights, policies, definitions and the namespace.
 func removeObjects(ctx context.Context, c *cluster.Cluster, o Options, objects []*unstructured.Unstructured) error {
 	liqo, err := c.Get(ctx, install.DefinitionKind, "", "foreignclusters.discovery.liqo.io")
 	if err != nil {
@@ -380,7 +381,7 @@ func removeObjects(ctx context.Context, c *cluster.Cluster, o Options, objects [
 	})
 }
 
-// removeObject deletes an object and says so; what is not there is no error.
+// removeObject deletes an object and reports it. A missing object is no error.
 func removeObject(ctx context.Context, c *cluster.Cluster, u *unstructured.Unstructured, o Options) error {
 	have, err := c.Get(ctx, u.GroupVersionKind(), u.GetNamespace(), u.GetName())
 	if err != nil || have == nil || have.GetDeletionTimestamp() != nil {
@@ -389,8 +390,8 @@ func removeObject(ctx context.Context, c *cluster.Cluster, u *unstructured.Unstr
 	return install.DeleteObject(ctx, c, have, o.Report)
 }
 
-// untilNothing repeats a step until it waits for nothing, and tells what it waits for whenever that
-// changes.
+// untilNothing repeats a step until it waits for nothing, and reports what it waits for whenever
+// that changes.
 func untilNothing(ctx context.Context, c *cluster.Cluster, o Options, step func() (waitsFor string, err error)) error {
 	told := ""
 	for begun := time.Now(); ; {
@@ -400,7 +401,7 @@ func untilNothing(ctx context.Context, c *cluster.Cluster, o Options, step func(
 			return errors.New("interrupted: the same command goes on where this one ended")
 		case ctx.Err() != nil:
 			return fmt.Errorf("%w: not uninstalled within %v; the same command goes on where this one ended, with --force it does not wait for what is away\n%s: %s", cluster.ErrNotReady, o.Timeout, c, told)
-		case errors.Is(err, cluster.ErrUnreachable): // it may come back
+		case errors.Is(err, cluster.ErrUnreachable): // the API server may come back
 			wait = safetext.Of(err.Error())
 		case err != nil:
 			return err
