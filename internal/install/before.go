@@ -20,11 +20,12 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// What Install looks at before it writes anything: what an installation is like that does not say
-// what was chosen for it, and what forbids to install.
+// Checks and reads that precede all writes: the choices behind an installation that remembers none,
+// and what forbids an installation.
 
-// valuesOfOlder returns what an installation that was made when nothing was remembered, or by kubectl, says
-// of itself; nil where there is none. The defaults instead would change where peers reach it.
+// valuesOfOlder returns the values that show in an installation that remembers none, because it is
+// old or was made with kubectl; nil if there is no installation. With the defaults instead, the
+// address that peers use might change.
 func valuesOfOlder(ctx context.Context, c *cluster.Cluster, o Options) (chart.Values, error) {
 	var account corev1.ServiceAccount
 	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.ManagerServiceAccount}
@@ -35,7 +36,7 @@ func valuesOfOlder(ctx context.Context, c *cluster.Cluster, o Options) (chart.Va
 	for kind, names := range map[string][]string{
 		"Deployment": {deploy.ManagerServiceAccount, deploy.GatewayServiceAccount}, "DaemonSet": {deploy.RouteAgentServiceAccount},
 	} {
-		for _, name := range names { // they are called as their ServiceAccounts
+		for _, name := range names { // workloads have the names of their ServiceAccounts
 			u, err := c.Get(ctx, appsv1.SchemeGroupVersion.WithKind(kind), c.Namespace, name)
 			if err != nil {
 				return nil, err
@@ -47,7 +48,7 @@ func valuesOfOlder(ctx context.Context, c *cluster.Cluster, o Options) (chart.Va
 	}
 	chart.Set(values, workloads, "workloads")
 	var s corev1.Service
-	key.Name = deploy.GatewayServiceAccount // the Service, too
+	key.Name = deploy.GatewayServiceAccount // the Service has the same name
 	if err := c.Client.Get(ctx, key, &s); apierrors.IsNotFound(err) {
 		chart.Set(values, "", "gateway", "service", "type")
 		return values, nil
@@ -62,7 +63,7 @@ func valuesOfOlder(ctx context.Context, c *cluster.Cluster, o Options) (chart.Va
 		chart.Set(values, *class, "gateway", "service", "loadBalancerClass")
 	}
 	if chart.Get(o.Values, "gateway", "port") != nil || chart.Get(o.Values, "gateway", "service", "type") != nil {
-		return values, nil // a person says which
+		return values, nil // the person has chosen
 	}
 	port, ok := inARow(s.Spec.Ports)
 	if !ok {
@@ -80,7 +81,7 @@ func onHostNetwork(deployment *unstructured.Unstructured) bool {
 	return on
 }
 
-// inARow returns the first of the ports of a Service of ours.
+// inARow returns the first of the ports of our Service. ok is false unless they are consecutive.
 func inARow(ports []corev1.ServicePort) (first int32, ok bool) {
 	for i, p := range ports {
 		if i == 0 {
@@ -93,8 +94,9 @@ func inARow(ports []corev1.ServicePort) (first int32, ok bool) {
 	return first, len(ports) > 0
 }
 
-// NotElsewhere keeps an installation from taking away the rights of one in another namespace: their
-// ClusterRoleBindings have the same names. One whose ServiceAccount is gone is no installation.
+// NotElsewhere refuses a cluster with an installation in another namespace: its ClusterRoleBindings
+// have the same names, so it would lose its rights. One whose ServiceAccount is gone is no
+// installation.
 func NotElsewhere(ctx context.Context, c *cluster.Cluster) error {
 	var binding rbacv1.ClusterRoleBinding
 	if err := c.Client.Get(ctx, client.ObjectKey{Name: deploy.ManagerServiceAccount}, &binding); err != nil {
@@ -117,7 +119,8 @@ func NotElsewhere(ctx context.Context, c *cluster.Cluster) error {
 	return nil
 }
 
-// inTheWay says what is there that what is to be applied cannot replace, or must not be beside.
+// inTheWay returns an error about an existing object that we cannot replace, or must not run
+// beside.
 func inTheWay(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unstructured) error {
 	workloads := false
 	for _, u := range objects {
@@ -184,7 +187,7 @@ func inTheWay(ctx context.Context, c *cluster.Cluster, objects []*unstructured.U
 }
 
 // agentsFirst waits, before gateways leave the networks of their nodes, until each node has the new
-// agent: those of before let nothing through to the Pod of a gateway.
+// agent. Older agents let no packet through to a gateway's Pod.
 func agentsFirst(ctx context.Context, c *cluster.Cluster, object *unstructured.Unstructured, objects []*unstructured.Unstructured, o Options) error {
 	if object.GetKind() != "Deployment" || object.GetName() != deploy.GatewayServiceAccount || o.Wait == 0 || onHostNetwork(object) {
 		return nil

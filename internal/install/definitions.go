@@ -18,14 +18,14 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
-// annotationHurried is when a definition that is being deleted was changed last; see hurry.
+// annotationHurried is when Hurry last changed a definition that is being deleted.
 const annotationHurried = "isthmus.net/hurried"
 
-// hurriedAfter is how long an API server may take for a definition without objects.
+// hurriedAfter is how long Hurry waits for the API server before it changes a definition.
 const hurriedAfter = 3 * time.Second
 
-// Hurry changes a definition that has been going for a while. The API server's own controller of definitions gives up
-// when another one has written a definition at the same time, and goes on with the next change of it or after five
+// Hurry changes a definition whose deletion takes long. The API server's controller of definitions
+// gives up if another writer interferes. It continues at the next change, or else after five
 // minutes (apiextensions-apiserver, pkg/controller/finalizer; seen in Kubernetes 1.31.0).
 func Hurry(ctx context.Context, c *cluster.Cluster, going *unstructured.Unstructured) error {
 	if since := going.GetDeletionTimestamp(); since == nil || time.Since(since.Time) < hurriedAfter {
@@ -38,9 +38,10 @@ func Hurry(ctx context.Context, c *cluster.Cluster, going *unstructured.Unstruct
 	return c.Explain("change "+cluster.Describe(going), client.IgnoreNotFound(c.Client.Patch(ctx, going, client.RawPatch("application/merge-patch+json", patch))))
 }
 
-// untilNoneGoes waits until none of the definitions among some objects is being deleted any more: one that is applied
-// before goes all the same, with all objects of its kind. held are those for which there is no point in waiting
-// before the components run; installs reports whether they are about to.
+// untilNoneGoes waits until no definition among objects is being deleted: applying it would not
+// stop its deletion, nor that of all objects of its kind. held are those that only components can
+// release, so that waiting is useless before they run; it is empty unless installs is set, which
+// means that they will run.
 func untilNoneGoes(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unstructured, installs bool) (held []*unstructured.Unstructured, err error) {
 	for _, o := range objects {
 		if o.GetKind() != DefinitionKind.Kind {
@@ -67,11 +68,11 @@ func untilNoneGoes(ctx context.Context, c *cluster.Cluster, objects []*unstructu
 	return held, nil
 }
 
-// finalizers are what components remove from objects that are being deleted.
+// finalizers are those that our components remove from objects being deleted.
 var finalizers = []string{isthmus.FinalizerPeering, v1alpha1.FinalizerReplicator, v1alpha1.FinalizerTunnelEndpointCreator, v1alpha1.FinalizerGateway}
 
-// heldByUs reports whether a definition is being deleted and waits for nobody but our components, and no manager is at
-// work.
+// heldByUs reports whether a definition is being deleted, only finalizers of our components keep
+// it, and no manager is active.
 func heldByUs(ctx context.Context, c *cluster.Cluster, definition *unstructured.Unstructured) (bool, error) {
 	if definition == nil || definition.GetDeletionTimestamp() == nil {
 		return false, nil
@@ -102,8 +103,8 @@ func heldByUs(ctx context.Context, c *cluster.Cluster, definition *unstructured.
 	return some, nil
 }
 
-// defineAgain applies definitions that only our components held, each once those have let it go: a manager that starts
-// meanwhile needs all of them.
+// defineAgain applies each of the held definitions once the components have released it. It handles
+// all at once, because a starting manager needs all of them.
 func defineAgain(ctx context.Context, c *cluster.Cluster, held []*unstructured.Unstructured, o Options) error {
 	var group sync.WaitGroup
 	var reporting sync.Mutex
@@ -129,8 +130,8 @@ func defineAgain(ctx context.Context, c *cluster.Cluster, held []*unstructured.U
 	return errors.Join(errs...)
 }
 
-// mustGo waits until the definition of a name is not being deleted any more. state says how the installation is if that
-// takes too long.
+// mustGo waits until a definition is not being deleted any more, at most for patience. state
+// describes the installation in the error after that.
 func mustGo(ctx context.Context, c *cluster.Cluster, name string, patience time.Duration, state string) error {
 	if _, err := untilGone(ctx, c, name, patience); err != nil {
 		return err
@@ -143,10 +144,10 @@ func mustGo(ctx context.Context, c *cluster.Cluster, name string, patience time.
 		c, cluster.Describe(have), have.GetDeletionTimestamp().UTC().Format(time.RFC3339), patience, have.GetName(), state)
 }
 
-// goes is how long a definition may take to go.
+// goes is how long the deletion of a definition may take.
 const goes = time.Minute
 
-// untilGone waits until the definition of a name is not being deleted any more. gone is true when there is none.
+// untilGone waits until a definition is not being deleted any more. gone is true if there is none.
 func untilGone(ctx context.Context, c *cluster.Cluster, name string, patience time.Duration) (gone bool, err error) {
 	for deadline := time.Now().Add(patience); ; {
 		have, err := c.Get(ctx, DefinitionKind, "", name)

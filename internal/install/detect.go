@@ -84,7 +84,7 @@ func detect(ctx context.Context, c *cluster.Cluster, chosen chart.Values, o Opti
 	return found, nil
 }
 
-// gatewayReplicas returns how many gateways there are to be by now.
+// gatewayReplicas returns how many gateways the present Deployment asks for.
 func gatewayReplicas(ctx context.Context, c *cluster.Cluster) (int32, error) {
 	var d appsv1.Deployment
 	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.GatewayServiceAccount} // the Deployment has the same name
@@ -94,14 +94,14 @@ func gatewayReplicas(ctx context.Context, c *cluster.Cluster) (int32, error) {
 	return *d.Spec.Replicas, nil
 }
 
-// An address is that of a Pod that runs in the pods' network.
+// An address is that of a running Pod in the pod network.
 type address struct {
 	pod  string
 	addr netip.Addr
 }
 
-// podAddresses returns the IPv4 addresses of all Pods, and whether any Pod has an IPv6 address. Without
-// permission to read them there are none.
+// podAddresses returns the IPv4 addresses of all Pods, and whether any Pod has an IPv6 address.
+// Without permission to read Pods it returns none.
 func podAddresses(ctx context.Context, c *cluster.Cluster) (all []address, six bool, err error) {
 	for next, more := "", true; more; more = next != "" {
 		var pods corev1.PodList
@@ -153,7 +153,7 @@ func nothingIn(podCIDR string, ofNodes []netip.Prefix, pods []address) string {
 func schedulable(nodes []corev1.Node) (n int) {
 	for i := range nodes {
 		if !nodes[i].Spec.Unschedulable && !slices.ContainsFunc(nodes[i].Spec.Taints, func(t corev1.Taint) bool {
-			return t.Effect != corev1.TaintEffectPreferNoSchedule && !strings.HasPrefix(t.Key, "node.kubernetes.io/") // of a while
+			return t.Effect != corev1.TaintEffectPreferNoSchedule && !strings.HasPrefix(t.Key, "node.kubernetes.io/") // such taints are temporary
 		}) {
 			n++
 		}

@@ -1,5 +1,6 @@
-// Package install puts Isthmus into a cluster: it finds out what the cluster is like, renders the chart,
-// applies it, and waits until the components run. A second run changes nothing, or repairs what is missing.
+// Package install installs Isthmus in a cluster, for `isthmus install`. It detects the properties
+// of the cluster, renders the chart, applies it, and waits until the components run. A second run
+// changes nothing, or repairs what is missing.
 package install
 
 import (
@@ -31,24 +32,24 @@ import (
 
 // Options are the choices of an installation.
 type Options struct {
-	// Identity is who the cluster is to be. An empty ClusterID is the one it has already, or the
-	// UID of the namespace kube-system; an empty ClusterName the one it has already.
+	// Identity is the wanted identity of the cluster. An empty ClusterID means the present one, or
+	// the UID of the namespace kube-system; an empty ClusterName means the present one.
 	Identity v1alpha1.ClusterIdentity
-	// Values are those of the chart that a person chose. They are remembered in the cluster, so
-	// that whoever installs again need not choose again. Without workloads, the gateway's Service is
-	// made only where they ask for it.
+	// Values are the chart's values that a person chose. The cluster remembers them, so that nobody
+	// needs to choose again. Without workloads, the gateway's Service is created only if Values ask
+	// for it.
 	Values chart.Values
-	// Forget leaves out what was chosen before.
+	// Forget ignores the remembered values.
 	Forget bool
 	// Force accepts a PodCIDR in Values that contains nothing of the cluster.
 	Force bool
-	// Version is the tag of the image where Values say nothing of it.
+	// Version is the tag of the image unless Values have one.
 	Version string
 	// ConfigureDNS adds the zone of services to the Corefile of CoreDNS, or takes it back; nil changes nothing.
 	ConfigureDNS *bool
 	// Wait is how long to wait until the components run; 0: do not wait.
 	Wait time.Duration
-	// Report gets a line for each object, each thing that was found out and each step of the wait.
+	// Report gets a line for each object, each detected value and each step of the wait.
 	Report func(line string)
 }
 
@@ -61,9 +62,9 @@ const (
 // annotationSchema, on a custom resource definition, is a number that grows with each change of it.
 const annotationSchema = "isthmus.net/schema"
 
-// Run renders the chart of Isthmus and applies it: the custom resource definitions, the
-// namespace, the rights of the components, the identity of the cluster, and the components. The
-// identity is for ever: another one than there is already is refused, before anything is written.
+// Run renders the chart of Isthmus and applies it: the custom resource definitions, the namespace,
+// the rights of the components, the identity of the cluster, and the components. A cluster never
+// changes its identity: Run refuses another one before it writes anything.
 func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 	if err := c.ReadUID(ctx); err != nil {
 		return err
@@ -102,10 +103,10 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 		if found, err = detect(ctx, c, chosen, o); err != nil {
 			return err
 		}
-		if p := chart.Get(found, "networks", "podCIDR"); p != nil { // peers know it from now on
+		if p := chart.Get(found, "networks", "podCIDR"); p != nil { // peers use it from now on
 			keep = chart.Merge(chosen, chart.Values{"networks": chart.Values{"podCIDR": p}})
 		}
-	case withWorkloads(o.Values): // it was said some other time
+	case withWorkloads(o.Values): // reported by an earlier run
 		o.Report(fmt.Sprintf("%s: without the components, as before; --without-workloads=false makes them", c))
 	}
 	objects, err := chart.Objects(o.chart(c.Namespace, c.Identity, have == nil || where == cluster.IdentityConfigMap, chosen, found))
@@ -176,12 +177,13 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 			return err
 		}
 	}
-	return prune(ctx, c, o, chosen, found, objects) // no component that is wanted uses it
+	return prune(ctx, c, o, chosen, found, objects) // at last, when no component uses it
 }
 
-// prune deletes what an installation before this one made for parts that may be left out, and now are.
-// An object of the same name that somebody else made stays, such as a NetworkPolicy applied by hand, and
-// so does one that a person may not see: most clusters have nothing of the kind, so that is no error.
+// prune deletes objects of an earlier installation that belong to optional parts which are now off.
+// An object that somebody else created under the same name stays, such as a NetworkPolicy applied
+// by hand. An object that the person may not read stays too, without an error: most clusters have
+// none.
 func prune(ctx context.Context, c *cluster.Cluster, o Options, chosen, found chart.Values, objects []*unstructured.Unstructured) error {
 	with, err := WithEveryPart(c, func(on chart.Values) chart.Options {
 		return o.chart(c.Namespace, c.Identity, false, chart.Merge(chosen, on), found)
@@ -212,15 +214,15 @@ func prune(ctx context.Context, c *cluster.Cluster, o Options, chosen, found cha
 	return nil
 }
 
-// appliedByUs reports whether apply has written an object; others may have, too.
+// appliedByUs reports whether apply has written an object, perhaps among others.
 func appliedByUs(u *unstructured.Unstructured) bool {
 	return slices.ContainsFunc(u.GetManagedFields(), func(f metav1.ManagedFieldsEntry) bool {
 		return f.Manager == cluster.FieldManager && f.Operation == metav1.ManagedFieldsOperationApply
 	})
 }
 
-// WithEveryPart renders the chart with all parts on that may be left out: twice, since the NetworkPolicies
-// are others where the IPAM has a port.
+// WithEveryPart renders the chart with all optional parts on. It renders twice, because the
+// NetworkPolicies depend on whether the IPAM has a port.
 func WithEveryPart(c *cluster.Cluster, options func(on chart.Values) chart.Options) (all []*unstructured.Unstructured, err error) {
 	enabled := chart.Values{"enabled": true}
 	for _, port := range []float64{0, 6000} {
@@ -240,7 +242,7 @@ func WithEveryPart(c *cluster.Cluster, options func(on chart.Values) chart.Optio
 	return all, nil
 }
 
-// Manifests returns as text what Install would apply in a cluster of which nothing is known.
+// Manifests returns the text of what Run would apply in a cluster that it cannot read.
 func (o Options) Manifests(namespace string) (string, error) {
 	text, err := chart.Manifests(o.chart(namespace, o.Identity, true, o.Values, nil))
 	if err != nil || !WithServices(o.Values) {
@@ -250,8 +252,8 @@ func (o Options) Manifests(namespace string) (string, error) {
 	return more + text, err
 }
 
-// chart says what to render: what was chosen goes before what was found, and that before what is
-// usual. own says that the identity's ConfigMap is ours.
+// chart returns what to render. Chosen values take precedence over found ones, and those over
+// defaults. own means that the ConfigMap with the identity is ours.
 func (o Options) chart(namespace string, who v1alpha1.ClusterIdentity, own bool, chosen, found chart.Values) chart.Options {
 	usual := chart.Values{"namespace": chart.Values{"create": true}, "cluster": chart.Values{"configMap": own}}
 	if !withWorkloads(chosen) {
@@ -282,7 +284,7 @@ func valuesBefore(ctx context.Context, c *cluster.Cluster, o Options) (before ch
 	return before, false, err
 }
 
-// Remembered returns what was chosen before; nil when nothing says it.
+// Remembered returns the values that the cluster remembers; nil if there are none.
 func Remembered(ctx context.Context, c *cluster.Cluster) (chart.Values, error) {
 	var m corev1.ConfigMap
 	err := c.Client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: ConfigMap}, &m)
@@ -297,7 +299,8 @@ func Remembered(ctx context.Context, c *cluster.Cluster) (chart.Values, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%s: %s, %s: %w", c, what, keyValues, err)
 	}
-	if agents, is := values["routeAgent"].(chart.Values); is { // on how many nodes an upgrade works had this name
+	// The former name of the number of nodes that an upgrade works on at once.
+	if agents, is := values["routeAgent"].(chart.Values); is {
 		if most, was := agents["maxUnavailable"]; was {
 			agents["maxSurge"] = cmp.Or(agents["maxSurge"], most)
 			delete(agents, "maxUnavailable")
@@ -321,7 +324,8 @@ func remember(ctx context.Context, c *cluster.Cluster, chosen chart.Values) erro
 	return err
 }
 
-// NotByHelm keeps two from writing the same objects by turns; command is Helm's for what is wanted.
+// NotByHelm refuses an installation by Helm, since two writers would overwrite each other. command
+// is the one of Helm that does the same.
 func NotByHelm(ctx context.Context, c *cluster.Cluster, command string) error {
 	release, err := HelmRelease(ctx, c)
 	if err != nil || release == "" {
@@ -331,7 +335,7 @@ func NotByHelm(ctx context.Context, c *cluster.Cluster, command string) error {
 		c, c.Namespace, safetext.Of(release), command, safetext.Of(release))
 }
 
-// HelmRelease is the name of the Helm release that the installation is; empty: it is none.
+// HelmRelease returns the name of the Helm release that the installation belongs to; empty: none.
 func HelmRelease(ctx context.Context, c *cluster.Cluster) (string, error) {
 	for _, o := range []client.Object{&appsv1.Deployment{}, &corev1.ServiceAccount{}} {
 		o.SetNamespace(c.Namespace)
@@ -347,8 +351,8 @@ func HelmRelease(ctx context.Context, c *cluster.Cluster) (string, error) {
 	return "", nil
 }
 
-// applyManifest applies an object of the chart. A custom resource definition that a newer release
-// has written stays: fields that this one does not know would be lost from every object.
+// applyManifest applies an object of the chart. It keeps a custom resource definition of a newer
+// release: an older one would remove its unknown fields from every object.
 func applyManifest(ctx context.Context, c *cluster.Cluster, u *unstructured.Unstructured) (cluster.Outcome, error) {
 	if u.GetKind() != "CustomResourceDefinition" {
 		return c.Apply(ctx, u)
@@ -414,8 +418,8 @@ func established(ctx context.Context, c *cluster.Cluster, manifests []*unstructu
 	return nil
 }
 
-// servesKind reports whether the kind of a custom resource definition is served. An answer that it may
-// not be listed is one of somebody who knows it.
+// servesKind reports whether the API server serves the kind of a custom resource definition. The
+// answer "forbidden" shows that it does.
 func servesKind(ctx context.Context, c *cluster.Cluster, crd *unstructured.Unstructured) bool {
 	for _, kind := range served(crd) {
 		var list unstructured.UnstructuredList
@@ -427,7 +431,7 @@ func servesKind(ctx context.Context, c *cluster.Cluster, crd *unstructured.Unstr
 	return true
 }
 
-// served are the kinds of lists of the versions of a custom resource definition that are to be served.
+// served returns the list kinds of all versions that a custom resource definition serves.
 func served(crd *unstructured.Unstructured) (lists []schema.GroupVersionKind) {
 	group, _, _ := unstructured.NestedString(crd.Object, "spec", "group")
 	kind, _, _ := unstructured.NestedString(crd.Object, "spec", "names", "kind")
@@ -450,11 +454,11 @@ func isEstablished(crd *unstructured.Unstructured) bool {
 	})
 }
 
-// DefinitionKind is that of custom resource definitions.
+// DefinitionKind is the kind of custom resource definitions.
 var DefinitionKind = schema.GroupVersionKind{Group: "apiextensions.k8s.io", Version: "v1", Kind: "CustomResourceDefinition"}
 
-// MadeByUs reports whether we make or have made a namespace: nil, there is none yet. Only such a one is marked, and
-// deleted.
+// MadeByUs reports whether a namespace is ours: it has our label, or nil: we will create it. Only
+// such a namespace gets the label, and is deleted.
 func MadeByUs(namespace *unstructured.Unstructured) bool {
 	return namespace == nil || namespace.GetLabels()[cluster.LabelName] == cluster.ManagedBy
 }

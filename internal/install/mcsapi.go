@@ -29,11 +29,12 @@ import (
 
 const mcsGroup = "multicluster.x-k8s.io"
 
-// mcsVersions are those that a definition of the Multi-Cluster Services API has to serve: v1alpha1 is what
-// CoreDNS watches (1.15.0, checked 2026-11).
+// mcsVersions are the versions that a definition of the Multi-Cluster Services API has to serve.
+// CoreDNS watches v1alpha1 (1.15.0, checked 2026-11).
 var mcsVersions = []string{"v1alpha1", "v1beta1"}
 
-// ServiceDefinitions are the custom resource definitions of the Multi-Cluster Services API, marked as ours.
+// ServiceDefinitions returns the custom resource definitions of the Multi-Cluster Services API,
+// with our label.
 func ServiceDefinitions() (all []*unstructured.Unstructured, err error) {
 	for _, text := range [][]byte{mcscrd.ServiceExportCRD, mcscrd.ServiceImportCRD} {
 		u := &unstructured.Unstructured{}
@@ -51,12 +52,12 @@ func ServiceDefinitions() (all []*unstructured.Unstructured, err error) {
 // WithServices reports whether services by name are on.
 func WithServices(chosen chart.Values) bool { return chart.Get(chosen, "services", "enabled") == true }
 
-// A servicesPlan is what services by name need besides the chart.
+// A servicesPlan is the changes for services by name that are not in the chart.
 type servicesPlan struct {
 	definitions []*unstructured.Unstructured // all
-	apply       []*unstructured.Unstructured // those to be applied
+	apply       []*unstructured.Unstructured // those to apply
 	dns         *coredns.Server              // nil: not found
-	corefile    string                       // to be written
+	corefile    string                       // to be written; empty: no change
 	advice      string                       // what a person has to do; empty: nothing
 }
 
@@ -114,7 +115,7 @@ func planServices(ctx context.Context, c *cluster.Cluster, chosen chart.Values, 
 	return p, nil
 }
 
-// applied are the definitions that define applies.
+// applied returns the definitions that defineServices applies.
 func (p *servicesPlan) applied() []*unstructured.Unstructured {
 	if p == nil {
 		return nil
@@ -146,7 +147,8 @@ func newer(have, want *unstructured.Unstructured) bool {
 	return err == nil && wrong == nil && w.LessThan(h)
 }
 
-// defineServices applies the definitions, before the manager starts that watches their objects.
+// defineServices applies the definitions. It runs before the manager starts, which watches their
+// objects.
 func defineServices(ctx context.Context, c *cluster.Cluster, p *servicesPlan, report func(string)) error {
 	if p == nil {
 		return nil
@@ -164,8 +166,8 @@ func defineServices(ctx context.Context, c *cluster.Cluster, p *servicesPlan, re
 	return established(ctx, c, p.definitions)
 }
 
-// nameServices lets CoreDNS answer for imported services. The definitions and the rights come first: without them a
-// CoreDNS with the option has no answer for any Service.
+// nameServices makes CoreDNS answer for imported services. The definitions and the rights must come
+// first: without them, a CoreDNS with the zone answers for no Service at all.
 func nameServices(ctx context.Context, c *cluster.Cluster, p *servicesPlan, report func(string)) error {
 	if p == nil {
 		return nil
@@ -194,8 +196,8 @@ func nameServices(ctx context.Context, c *cluster.Cluster, p *servicesPlan, repo
 	return nil
 }
 
-// UnnameServices takes back what define and name did: the Corefile first, then the rights, then the definitions. What
-// CoreDNS or somebody else still needs stays, and is reported.
+// UnnameServices undoes defineServices and nameServices: the Corefile first, then the rights, then
+// the definitions. It keeps and reports what CoreDNS or somebody else still needs.
 func UnnameServices(ctx context.Context, c *cluster.Cluster, keepDefinitions bool, report func(string)) error {
 	definitions, err := ServiceDefinitions()
 	if err != nil {
@@ -209,7 +211,7 @@ func UnnameServices(ctx context.Context, c *cluster.Cluster, keepDefinitions boo
 	for _, u := range append(rights, definitions...) {
 		have, err := c.Get(ctx, u.GroupVersionKind(), "", u.GetName())
 		switch {
-		case kubeerr.Forbidden(err): // one who may not read it has not made it
+		case kubeerr.Forbidden(err): // a person without the right to read it has not created it
 		case err != nil:
 			return err
 		case have != nil && have.GetDeletionTimestamp() == nil && appliedByUs(have):
@@ -234,7 +236,7 @@ func UnnameServices(ctx context.Context, c *cluster.Cluster, keepDefinitions boo
 			needs = "the " + dns.Where() + " has the option multicluster, and without this CoreDNS answers for no Service"
 		}
 	}
-	if len(ours) > 0 && !keepDefinitions { // else services were never on
+	if len(ours) > 0 && !keepDefinitions { // otherwise services were never on
 		if err := removeImports(ctx, c, report); err != nil {
 			return err
 		}
@@ -274,8 +276,8 @@ func UnnameServices(ctx context.Context, c *cluster.Cluster, keepDefinitions boo
 	return nil
 }
 
-// removeImports deletes what the manager made for imported services. Their owner is the ServiceImport, but the garbage
-// collector does not find owners whose definition is gone.
+// removeImports deletes what the manager created for imported services. The ServiceImport owns
+// these objects, but the garbage collector does not find owners whose definition is gone.
 func removeImports(ctx context.Context, c *cluster.Cluster, report func(string)) error {
 	for _, kind := range []schema.GroupVersionKind{
 		{Group: mcsGroup, Version: mcsVersions[1], Kind: "ServiceImport"},
@@ -302,7 +304,7 @@ func removeImports(ctx context.Context, c *cluster.Cluster, report func(string))
 	return nil
 }
 
-// othersNeed says why a definition that we applied stays; empty: nobody else has to do with it.
+// othersNeed returns why a definition that we applied must stay; empty: nobody else uses it.
 func othersNeed(ctx context.Context, c *cluster.Cluster, crd *unstructured.Unstructured) (string, error) {
 	for _, f := range crd.GetManagedFields() {
 		if f.Manager != cluster.FieldManager && f.Subresource == "" {
@@ -327,7 +329,7 @@ func othersNeed(ctx context.Context, c *cluster.Cluster, crd *unstructured.Unstr
 	return fmt.Sprintf("there are %ss that are not ours: %s; delete it when nobody needs them: kubectl delete crd %s", kind, safetext.FirstFew(foreign, ", "), crd.GetName()), nil
 }
 
-// servicesManifests is what a person applies who installs by `isthmus install --print`.
+// servicesManifests returns the further objects for `isthmus install --print`.
 func servicesManifests() (string, error) {
 	definitions, err := ServiceDefinitions()
 	if err != nil {

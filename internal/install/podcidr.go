@@ -21,15 +21,16 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// A podSource is one place that says what the network of all pods is: none is no error.
+// A podSource is one place that may have the network of all pods. If it has none, that is no error.
 type podSource struct {
 	what string
-	// own says that the CNI gives Pods their addresses by itself, whatever network their Node has.
+	// own means that the CNI allocates Pod addresses itself, regardless of the Node's podCIDR.
 	own  bool
 	read func(context.Context, *cluster.Cluster) (networks string, err error)
 }
 
-// podSources begins with the CNIs: what the cluster was made with need not be what they use.
+// podSources begins with the CNIs, because they may not use the network that the cluster was
+// created with.
 var podSources = []podSource{
 	{"IPPools of Calico", true, func(ctx context.Context, c *cluster.Cluster) (string, error) {
 		var pools unstructured.UnstructuredList
@@ -84,7 +85,7 @@ func calicoNetworks(pools []unstructured.Unstructured) string {
 	var all []string
 	for i := range pools {
 		spec, _, _ := unstructured.NestedMap(pools[i].Object, "spec")
-		uses, limited := spec["allowedUses"].([]any) // else for workloads and tunnels
+		uses, limited := spec["allowedUses"].([]any) // default: workloads and tunnels
 		if disabled, _ := spec["disabled"].(bool); !disabled && (!limited || slices.Contains(uses, any("Workload"))) {
 			cidr, _ := spec["cidr"].(string)
 			all = append(all, cidr)
@@ -122,15 +123,15 @@ func k3s(nodes []corev1.Node, flag, usual string) string {
 	return ""
 }
 
-// podCIDR asks one source after the other. What one says is believed only if the networks that the
-// nodes have of it lie inside, and the Pods that run.
+// podCIDR tries one source after the other. It accepts a network only if it contains those of the
+// Nodes, unless the CNI ignores them, and the addresses of all running Pods.
 func podCIDR(ctx context.Context, c *cluster.Cluster, nodes []corev1.Node, pods []address) (netip.Prefix, string, error) {
 	return podCIDRFrom(ctx, c, podSources, nodes, pods)
 }
 
 func podCIDRFrom(ctx context.Context, c *cluster.Cluster, sources []podSource, nodes []corev1.Node, pods []address) (netip.Prefix, string, error) {
 	var outside []string
-	var several []netip.Prefix // of a CNI, each of which has to lie inside
+	var several []netip.Prefix // of a CNI; the result must contain each of them
 	ofNodes := nodeNetworks(nodes)
 	for _, source := range sources {
 		text, err := source.read(ctx, c)
@@ -140,7 +141,7 @@ func podCIDRFrom(ctx context.Context, c *cluster.Cluster, sources []podSource, n
 		all := ofIPv4(text)
 		p, ok := around(all)
 		if !ok {
-			if source.own && len(all) > 0 { // no Pod need have used them all yet
+			if source.own && len(all) > 0 { // Pods need not have used all of them yet
 				several = append(several, all...)
 				outside = append(outside, fmt.Sprintf("%s have several, %s", source.what, safetext.Of(text)))
 			}
@@ -189,8 +190,8 @@ func ofIPv4(text string) (all []netip.Prefix) {
 	return all
 }
 
-// around returns the network that contains all others; false if there is none, so that a person must
-// choose.
+// around returns the network that contains all others. ok is false if there is none; then a person
+// must choose.
 func around(all []netip.Prefix) (netip.Prefix, bool) {
 	i := slices.IndexFunc(all, func(p netip.Prefix) bool {
 		return !slices.ContainsFunc(all, func(n netip.Prefix) bool { return !holds(p, n) })
@@ -205,7 +206,7 @@ func holds(outer, inner netip.Prefix) bool {
 	return outer.Bits() <= inner.Bits() && outer.Contains(inner.Addr())
 }
 
-// cover is the smallest network that holds all, and not smaller than a /16.
+// cover returns the smallest network that contains all, but at least a /16.
 func cover(all []netip.Prefix) netip.Prefix {
 	for bits := 16; ; bits-- {
 		p := netip.PrefixFrom(all[0].Addr(), bits).Masked()
@@ -215,15 +216,14 @@ func cover(all []netip.Prefix) netip.Prefix {
 	}
 }
 
-// configMap returns one key of a ConfigMap, empty when there is none.
+// configMap returns one key of a ConfigMap, empty if there is none.
 func configMap(ctx context.Context, c *cluster.Cluster, namespace, name, key string) (string, error) {
 	var m corev1.ConfigMap
 	err := c.Client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, &m)
 	return m.Data[key], ignoreAbsent(err)
 }
 
-// ignoreAbsent takes what is not there, is no kind of this cluster's, or may not be read, for what
-// says nothing.
+// ignoreAbsent returns nil for an object or kind that does not exist or may not be read.
 func ignoreAbsent(err error) error {
 	if apierrors.IsNotFound(err) || apierrors.IsForbidden(err) || meta.IsNoMatchError(err) {
 		return nil
@@ -231,7 +231,7 @@ func ignoreAbsent(err error) error {
 	return err
 }
 
-// read parses a text, and takes one that cannot be parsed for one that says nothing.
+// read parses a text into into and returns get's result; empty if the text cannot be parsed.
 func read(text string, err error, into any, get func() string) (string, error) {
 	if err != nil || text == "" || yaml.Unmarshal([]byte(text), into) != nil {
 		return "", err

@@ -17,8 +17,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// rolledOut waits until the components run as they were applied, and tells what it waits for
-// whenever that changes; state says how the installation is meanwhile.
+// rolledOut waits until the components run as applied, and reports what it waits for whenever that
+// changes. state describes the installation in the error if time runs out.
 func rolledOut(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unstructured, o Options, state string) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, o.Wait, cluster.ErrNotReady)
 	defer cancel()
@@ -34,7 +34,7 @@ func rolledOut(ctx context.Context, c *cluster.Cluster, objects []*unstructured.
 					told = fmt.Sprintf("%s: %s", c, cluster.Describe(u))
 				}
 				return fmt.Errorf("%w: the components do not run within %v; %s; the same command waits again\n%s", cluster.ErrNotReady, o.Wait, state, told)
-			case errors.Is(err, cluster.ErrUnreachable): // it may come back
+			case errors.Is(err, cluster.ErrUnreachable): // the API server may come back
 				wait = safetext.Of(err.Error())
 			case err != nil:
 				return err
@@ -61,8 +61,8 @@ func rolledOut(ctx context.Context, c *cluster.Cluster, objects []*unstructured.
 	return nil
 }
 
-// waitsFor says what a Deployment or DaemonSet lacks, "" when nothing, as of what is no such. Of a
-// Deployment one Pod does the work: others for which no node has room are worth a warning.
+// waitsFor returns what a Deployment or DaemonSet lacks; "" if nothing, and for other kinds. One
+// Pod of a Deployment is enough to work, so Pods for which no node has room are only a warning.
 func waitsFor(ctx context.Context, c *cluster.Cluster, u *unstructured.Unstructured) (wait, warning string, err error) {
 	var selector *metav1.LabelSelector
 	var want, updated, available int32
@@ -78,7 +78,7 @@ func waitsFor(ctx context.Context, c *cluster.Cluster, u *unstructured.Unstructu
 		seen, one = d.Status.ObservedGeneration >= d.Generation && d.Status.Replicas == want, true
 		for _, condition := range d.Status.Conditions {
 			if condition.Type == appsv1.DeploymentReplicaFailure && condition.Status == corev1.ConditionTrue {
-				why = safetext.Of(condition.Message) // such as a quota or an admission that lets no Pod be made
+				why = safetext.Of(condition.Message) // such as a quota, or an admission policy that refuses Pods
 			}
 		}
 	case "DaemonSet":
@@ -105,12 +105,12 @@ func waitsFor(ctx context.Context, c *cluster.Cluster, u *unstructured.Unstructu
 	return text, "", nil
 }
 
-// whyNot says of the first Pod that is not ready what is wrong with it, and of how many there is no
-// more to say than that no node has room; none when one is about to leave its node.
+// whyNot returns the problem of the first Pod that is not ready, and how many Pods the scheduler
+// cannot place. That number is 0 while a Pod is being deleted, since it will make room.
 func whyNot(ctx context.Context, c *cluster.Cluster, namespace string, selector *metav1.LabelSelector) (why string, unscheduled int32) {
 	var pods corev1.PodList
 	if err := c.Client.List(ctx, &pods, client.InNamespace(namespace), client.MatchingLabels(selector.MatchLabels)); err != nil {
-		return "", 0 // it is but an explanation
+		return "", 0 // only the explanation is missing
 	}
 	leaving := false
 	for i := range pods.Items {
