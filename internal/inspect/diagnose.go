@@ -14,16 +14,16 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
-// Diagnose walks from a cluster to the peer of that name, or to all where it is empty, hop by hop.
-// remote is the other side, or nil where there is no way to ask it. The error is ErrOtherPeer where
-// both are given and the name is another peer's. When the other side cannot be asked, the result is the
-// diagnosis of this side, beside an error.
+// Diagnose checks the path from a cluster to the peer of that name, or to all peers if name is
+// empty, hop by hop. remote is the other side, or nil if it cannot be queried. The error is
+// ErrOtherPeer if both are given and disagree. If querying the other side fails, Diagnose returns
+// the diagnosis of this side and an error.
 func Diagnose(ctx context.Context, local, remote *cluster.Cluster, name string) (*health.Diagnosis, error) {
 	if err := local.Identify(ctx); err != nil {
 		return nil, err
 	}
 	meant := func(p *isthmus.Peering) bool { return name == "" || called(p, name) }
-	var unasked error // of the other side
+	var unasked error // about the other side
 	if remote != nil {
 		if unasked = remote.Identify(ctx); unasked != nil {
 			remote = nil
@@ -41,7 +41,7 @@ func Diagnose(ctx context.Context, local, remote *cluster.Cluster, name string) 
 	}
 	d := &health.Diagnosis{At: time.Now()}
 	if remote == nil {
-		if len(here.Peerings) == 0 && name != "" && unasked != nil { // it may be the name that the other side has for itself
+		if len(here.Peerings) == 0 && name != "" && unasked != nil { // name may be the other side's name for itself
 			return nil, unasked
 		}
 		if len(here.Peerings) == 0 && name != "" {
@@ -67,7 +67,7 @@ func Diagnose(ctx context.Context, local, remote *cluster.Cluster, name string) 
 	return d, unasked
 }
 
-// ErrOtherPeer says that the two ways in which somebody named a peer lead to two.
+// ErrOtherPeer is returned when a name and the other cluster's access lead to two different peers.
 var ErrOtherPeer = errors.New("another peer")
 
 // called reports whether a Peering, or the cluster that it is with, has that name.
@@ -75,7 +75,7 @@ func called(p *isthmus.Peering, name string) bool {
 	return p.Name == name || p.Spec.Cluster.ClusterName == name
 }
 
-// sameAs is the error where a name is not that of the cluster that was looked for.
+// sameAs returns an error if name is not that of the remote cluster.
 func sameAs(e *health.Side, name string, remote *cluster.Cluster) error {
 	if name == "" || name == remote.Identity.ClusterName || slices.ContainsFunc(e.Found, func(p *isthmus.Peering) bool { return called(p, name) }) {
 		return nil

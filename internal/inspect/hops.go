@@ -25,7 +25,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubeerr"
 )
 
-// clusterHops are those that all peerings of a cluster need.
+// clusterHops returns the hops that all peerings of a cluster share.
 func clusterHops(ctx context.Context, c *cluster.Cluster) (hops []health.Hop, manager, gateway health.Holder, err error) {
 	if manager, err = cluster.HolderOf(ctx, c, cluster.ManagerLease, true); err != nil {
 		return nil, manager, gateway, err
@@ -86,9 +86,9 @@ func clusterHops(ctx context.Context, c *cluster.Cluster) (hops []health.Hop, ma
 	return append([]health.Hop{*rights}, hops...), manager, gateway, nil
 }
 
-// nodeHops look for a route agent on every node that takes one, as the kubelets report. A node that is not
-// ready is a hop of its own. Its kubelet may have lost the API server while its pods are reached, so nothing
-// is called broken.
+// nodeHops checks that every node that takes a route agent has one, as the kubelets report. A node
+// that is not ready becomes a hop of its own. It is not called broken: its kubelet may have lost
+// only the API server, while its pods are reachable.
 func nodeHops(ctx context.Context, c *cluster.Cluster, found health.Components) ([]health.Hop, error) {
 	source := "Nodes, Pods in " + c.Namespace
 	var nodes corev1.NodeList
@@ -116,7 +116,7 @@ func kernelHop(ctx context.Context, c *cluster.Cluster, nodes []corev1.Node) (he
 	var reports isthmus.NodeNetworksList
 	if err := c.Client.List(ctx, &reports, client.InNamespace(c.Namespace)); err != nil {
 		if meta.IsNoMatchError(err) {
-			return hop, false // of an older version, whose agents say nothing
+			return hop, false // an older version, whose agents report nothing
 		}
 		hop.State, hop.Text = health.Unknown, "NodeNetworks cannot be read: "+safetext.Of(kubeerr.Plain("the API server", err).Error())
 		return hop, true
@@ -127,7 +127,7 @@ func kernelHop(ctx context.Context, c *cluster.Cluster, nodes []corev1.Node) (he
 
 // gatewaysWanted returns how many Pods of the gateway the Deployments want; -1: unknown.
 func gatewaysWanted(ctx context.Context, c *cluster.Cluster) int {
-	var deployments appsv1.DeploymentList // a help: who may not read it sees the Pods
+	var deployments appsv1.DeploymentList // optional: the Pods are enough
 	if c.Client.List(ctx, &deployments, client.InNamespace(c.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "gateway"}) != nil || len(deployments.Items) == 0 {
 		return -1
 	}
@@ -138,18 +138,18 @@ func gatewaysWanted(ctx context.Context, c *cluster.Cluster) int {
 	return n
 }
 
-// managersRoll says that the Deployment of the managers is being rolled out, or was just before, and a manager
-// is available to take over; empty: no, or it is not known.
+// managersRoll returns a sentence if the Deployment of the managers is or was just being rolled
+// out, and a manager is available to take over. Empty: no, or not known.
 func managersRoll(ctx context.Context, c *cluster.Cluster, now time.Time) string {
-	var deployments appsv1.DeploymentList // a help, as in gatewaysWanted
+	var deployments appsv1.DeploymentList // optional, as in gatewaysWanted
 	if c.Client.List(ctx, &deployments, client.InNamespace(c.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "manager"}) != nil {
 		return ""
 	}
 	return health.Rolls(deployments.Items, now)
 }
 
-// identityExpiry says until when the identity of a Peering at the peer is good, as its token says;
-// false where that is not known, or not to be read.
+// identityExpiry returns when the token of a Peering's identity expires; false if that is unknown
+// or may not be read.
 func identityExpiry(ctx context.Context, c *cluster.Cluster, p *isthmus.Peering) (time.Time, bool) {
 	var secret corev1.Secret
 	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: p.Spec.TenantNamespace.Local, Name: p.Spec.IdentitySecretName}, &secret); err != nil {
@@ -167,8 +167,8 @@ func identityExpiry(ctx context.Context, c *cluster.Cluster, p *isthmus.Peering)
 	return time.Time{}, false
 }
 
-// tokenExpiry reads what a JSON Web Token says of its end (RFC 7519, section 4.1.4). Its signature
-// is the API server's business.
+// tokenExpiry reads the expiry of a JSON Web Token (RFC 7519, section 4.1.4). The API server
+// verifies the signature, not this function.
 func tokenExpiry(token string) (time.Time, bool) {
 	parts := strings.Split(token, ".")
 	if len(parts) != 3 {
@@ -187,10 +187,10 @@ func tokenExpiry(token string) (time.Time, bool) {
 	return time.Unix(claims.Expires, 0).UTC(), true
 }
 
-// clockHop compares the times that manager, gateway and kubelets write into their Leases with when
-// the API server took them; false: none differs, as far as that may be read.
+// clockHop compares the times that manager, gateway and kubelets write into their Leases with the
+// times at which the API server received them. It returns false if none differs that may be read.
 func clockHop(ctx context.Context, c *cluster.Cluster, manager, gateway health.Holder) (health.Hop, bool) {
-	var leases coordinationv1.LeaseList // a help: who may not read them sees the two
+	var leases coordinationv1.LeaseList // optional: the manager's and the gateway's are known
 	_ = c.Client.List(ctx, &leases, client.InNamespace(corev1.NamespaceNodeLease))
 	return health.CheckClocks(c.String(), manager, gateway, leases.Items)
 }

@@ -39,7 +39,8 @@ const (
 	reasonNoAnswer  = "NoAnswer"
 )
 
-// sharesServices reports whether services are on: as people chose, or Helm's values say to the manager.
+// sharesServices reports whether services are on, by the remembered choice or by the manager's
+// flags.
 func sharesServices(ctx context.Context, c *cluster.Cluster) bool {
 	if chosen, err := install.Remembered(ctx, c); err == nil && install.WithServices(chosen) {
 		return true
@@ -53,7 +54,8 @@ func sharesServices(ctx context.Context, c *cluster.Cluster) bool {
 	})
 }
 
-// namesHop says whether CoreDNS answers for imported services. notAsked is what could not be looked at.
+// namesHop checks whether CoreDNS answers for imported services. notAsked is what could not be
+// checked.
 func namesHop(ctx context.Context, c *cluster.Cluster) (hop health.Hop, notAsked string, err error) {
 	hop = health.Hop{Cluster: c.String(), Name: health.HopNames, State: health.Works, Source: "Deployments in kube-system"}
 	d, err := coredns.Find(ctx, c)
@@ -72,7 +74,7 @@ func namesHop(ctx context.Context, c *cluster.Cluster) (hop health.Hop, notAsked
 	switch {
 	case unclear != nil:
 		hop.State, hop.Text = health.Unknown, d.Where()+": "+unclear.Error()
-		return hop, "", nil //nolint:nilerr // the hop says it
+		return hop, "", nil //nolint:nilerr // the hop has the error
 	case d.TooOld() != "" && !served:
 		hop.State, hop.Reason, hop.Text = health.Broken, reasonDNSTooOld, d.TooOld()
 		return hop, "", nil
@@ -104,7 +106,7 @@ func namesHop(ctx context.Context, c *cluster.Cluster) (hop health.Hop, notAsked
 	return hop, "", nil
 }
 
-// dnsPod is a Pod of CoreDNS that is ready, and its port of DNS by TCP.
+// dnsPod returns a ready Pod of CoreDNS and its TCP port for DNS.
 func dnsPod(ctx context.Context, c *cluster.Cluster) (name string, port uint16, err error) {
 	var pods corev1.PodList
 	if err := c.Client.List(ctx, &pods, client.InNamespace(metav1.NamespaceSystem), client.MatchingLabels{"k8s-app": "kube-dns"}); err != nil {
@@ -128,7 +130,7 @@ func dnsPod(ctx context.Context, c *cluster.Cluster) (name string, port uint16, 
 	return "", 0, errors.New("none of its Pods is ready")
 }
 
-// askDNS asks a CoreDNS for the SOA of the zone, by TCP and the API server.
+// askDNS asks a CoreDNS for the SOA of the zone, over TCP through the API server.
 func askDNS(ctx context.Context, c *cluster.Cluster, pod string, port uint16) (dnsmessage.RCode, error) {
 	ctx, cancel := context.WithTimeout(ctx, cluster.RequestTimeout)
 	defer cancel()
@@ -136,12 +138,13 @@ func askDNS(ctx context.Context, c *cluster.Cluster, pod string, port uint16) (d
 	if err != nil {
 		return 0, err
 	}
-	defer context.AfterFunc(ctx, func() { conn.Close() })() // it has no deadline
+	defer context.AfterFunc(ctx, func() { conn.Close() })() // the connection has no deadlines
 	defer conn.Close()
 	return askSOA(conn, corefile.Zone)
 }
 
-// askSOA asks for the SOA of a zone: RFC 1035, with the length before each message, section 4.2.2.
+// askSOA asks for the SOA of a zone over TCP (RFC 1035; section 4.2.2 puts a length before each
+// message).
 func askSOA(conn net.Conn, zone string) (dnsmessage.RCode, error) {
 	name, err := dnsmessage.NewName(zone + ".")
 	if err != nil {
@@ -183,9 +186,9 @@ func askSOA(conn net.Conn, zone string) (dnsmessage.RCode, error) {
 type ServiceCounts struct {
 	Imported int `json:"imported"`
 	Refused  int `json:"refused,omitempty"`
-	Waiting  int `json:"waiting,omitempty"` // nobody has looked at them yet
+	Waiting  int `json:"waiting,omitempty"` // not processed yet
 
-	reasons []string // of those that are refused
+	reasons []string // of the refused ones
 }
 
 func (s *ServiceCounts) String() string {
@@ -199,7 +202,7 @@ func (s *ServiceCounts) String() string {
 	return text
 }
 
-// problems are those of the services, a line each; not all, where there are many.
+// problems returns a line for each of the first problems of the services.
 func (s *ServiceCounts) problems() (all []string) {
 	const few = 5
 	for _, reason := range s.reasons[:min(few, len(s.reasons))] {
@@ -211,8 +214,8 @@ func (s *ServiceCounts) problems() (all []string) {
 	return all
 }
 
-// importedServices counts the services that peers export to this cluster, by tenant namespace; nil where the
-// kind is not there or may not be read.
+// importedServices counts the services that peers export to this cluster, by tenant namespace. It
+// returns nil if the kind does not exist or may not be read.
 func importedServices(ctx context.Context, c *cluster.Cluster) (map[string]*ServiceCounts, error) {
 	var list isthmus.PeerServicesList
 	switch err := c.Client.List(ctx, &list); {

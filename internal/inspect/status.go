@@ -1,5 +1,5 @@
-// Package inspect reads how a cluster and its peerings are: for `isthmus status`, `diagnose` and `trace`.
-// Package health judges what it has read.
+// Package inspect reads the state of a cluster and its peerings, for `isthmus status`, `diagnose`
+// and `trace`. It only reads; package health evaluates the results.
 package inspect
 
 import (
@@ -26,16 +26,16 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
-// Status is how it goes with the peerings of a cluster.
+// Status is the state of a cluster's peerings.
 type Status struct {
 	Cluster   v1alpha1.ClusterIdentity `json:"cluster"`
 	Namespace string                   `json:"namespace"` // of the installation
 	Manager   health.Holder            `json:"manager"`   // the active one
 	Gateway   health.Holder            `json:"gateway"`   // the active one
 	Gateways  []GatewayPod             `json:"gateways"`  // Pods marked as active: one, when all is well
-	Hops      []health.Hop             `json:"hops"`      // what all peerings need of this cluster
+	Hops      []health.Hop             `json:"hops"`      // what all peerings share
 	Peerings  []Row                    `json:"peerings"`  // sorted by name
-	At        time.Time                `json:"at"`        // when this was found out, by the API server's clock
+	At        time.Time                `json:"at"`        // when this was read, by the API server's clock
 }
 
 // A GatewayPod is the Pod of an active gateway.
@@ -45,15 +45,15 @@ type GatewayPod struct {
 	IP   string `json:"ip"`
 }
 
-// A Row is how it goes with one of them.
+// A Row is the state of one peering.
 type Row struct {
 	Name      string                   `json:"name"`
 	Cluster   v1alpha1.ClusterIdentity `json:"cluster"`
 	Ready     bool                     `json:"ready"`
-	Status    metav1.ConditionStatus   `json:"status"`             // of the condition Ready; Unknown too when nobody is there who would know
+	Status    metav1.ConditionStatus   `json:"status"`             // of the condition Ready; Unknown too while no component updates it
 	Reason    string                   `json:"reason"`             // of the condition Ready
-	Problem   string                   `json:"problem,omitempty"`  // the first thing that is not as it should be
-	Problems  []string                 `json:"problems,omitempty"` // all that are, the first one first
+	Problem   string                   `json:"problem,omitempty"`  // the first problem
+	Problems  []string                 `json:"problems,omitempty"` // all problems, the first one first
 	Deleting  bool                     `json:"deleting,omitempty"`
 	Namespace string                   `json:"namespace"` // the tenant namespace
 	Local     isthmus.Networks         `json:"local"`     // our networks, and as the peer sees them
@@ -64,15 +64,16 @@ type Row struct {
 	PostQuantum isthmus.PostQuantumStatus `json:"postQuantum,omitzero"`
 	// Keys are the WireGuard keys of the present sessions.
 	Keys isthmus.KeysStatus `json:"keys,omitzero"`
-	// Services are those that the peer exports to this cluster; nil where it exports none, or they may not be read.
+	// Services are those that the peer exports to this cluster; nil: none, or they may not be read.
 	Services *ServiceCounts `json:"services,omitempty"`
-	// IdentityUntil is when our token at the peer ends; nil where there is none, or it may not be read.
+	// IdentityUntil is when our token at the peer expires; nil: there is none, or it may not be
+	// read.
 	IdentityUntil *metav1.Time       `json:"identityUntil,omitempty"`
-	Since         *metav1.Time       `json:"since,omitempty"` // of Status, by the API server's clock; nil where nobody knows
+	Since         *metav1.Time       `json:"since,omitempty"` // of Status, by the API server's clock; nil: unknown
 	Conditions    []metav1.Condition `json:"conditions"`
 }
 
-// StatusOf reads the status of a cluster that was identified.
+// StatusOf reads the status of a cluster whose identity is known.
 func StatusOf(ctx context.Context, c *cluster.Cluster) (s Status, err error) {
 	s = Status{Cluster: c.Identity, Namespace: c.Namespace, Gateways: []GatewayPod{}, Peerings: []Row{}}
 	var list isthmus.PeeringList
@@ -111,7 +112,7 @@ func StatusOf(ctx context.Context, c *cluster.Cluster) (s Status, err error) {
 	return s, nil
 }
 
-// noGateway says why no gateway is active; empty: one is, or it is not ours.
+// noGateway returns why no gateway is active. Empty: one is, or the gateway is not ours.
 func (s *Status) noGateway() string {
 	for i := range s.Hops {
 		if h := &s.Hops[i]; health.NoneAtWork(h) {
@@ -124,14 +125,14 @@ func (s *Status) noGateway() string {
 	return ""
 }
 
-// doubt takes back what Peerings say of themselves when nobody is there who would know better: a
-// status is a memory as soon as its writer is gone.
+// doubt marks Peerings that report Ready as Unknown while no component is active that would update
+// them: their status is then stale.
 func (s *Status) doubt() {
 	why, reason := "", isthmus.ReasonUnknown
 	if s.Manager.Name == "" && !s.Manager.Rolls {
 		why = "no manager is active, so that this is from before: " + s.Manager.Problem
 	} else if none := s.noGateway(); none != "" {
-		why, reason = "no gateway is active: "+none, isthmus.ReasonGatewaySilent // as the manager will
+		why, reason = "no gateway is active: "+none, isthmus.ReasonGatewaySilent // the manager will write the same
 	}
 	if why == "" {
 		return
@@ -169,7 +170,7 @@ func rowOf(p *isthmus.Peering) Row {
 	return s
 }
 
-// keyText is a key with its age.
+// keyText returns a key with its age.
 func keyText(key string, since *metav1.Time, at time.Time, lags bool) string {
 	if key == "" {
 		return ""
@@ -180,8 +181,8 @@ func keyText(key string, since *metav1.Time, at time.Time, lags bool) string {
 	return key
 }
 
-// Ready reports whether all peerings are, and everything that they need of this cluster works.
-// Without a peering nothing is needed.
+// Ready reports whether all peerings are ready and everything works that they need of this cluster.
+// Without a peering it is true.
 func (s Status) Ready() bool {
 	if len(s.Peerings) == 0 {
 		return true
@@ -189,7 +190,7 @@ func (s Status) Ready() bool {
 	return health.FirstBroken(s.Hops) == nil && !slices.ContainsFunc(s.Peerings, func(p Row) bool { return !p.Ready })
 }
 
-// Print writes the status for people. Nothing that others wrote reaches the terminal unescaped.
+// Print writes the status for people. It escapes text that others wrote.
 func (s Status) Print(w io.Writer, wide bool) error {
 	manager := safetext.Of(s.Manager.Name)
 	if s.Manager.Name == "" {
@@ -197,7 +198,7 @@ func (s Status) Print(w io.Writer, wide bool) error {
 	}
 	gateways := make([]string, 0, len(s.Gateways))
 	if none := s.noGateway(); none != "" {
-		gateways, s.Gateways = []string{"none: " + none}, nil // whatever their marks say
+		gateways, s.Gateways = []string{"none: " + none}, nil // regardless of their labels
 	}
 	for _, g := range s.Gateways {
 		gateways = append(gateways, safetext.Of(g.Pod)+" on node "+safetext.OrDash(g.Node))
@@ -235,7 +236,7 @@ func (s Status) Print(w io.Writer, wide bool) error {
 		}
 		printRow(t, cells...)
 	}
-	if wide { // in a table of its own, that both fit a screen
+	if wide { // in a table of its own, so that both fit a screen
 		fmt.Fprintln(t, "\nPEERING\tCLUSTER ID\tNAMESPACE\tTHEIR EXTERNAL HERE\tOUR EXTERNAL THERE\tIDENTITY UNTIL\tOUR KEY\tTHEIR KEY\tPOST-QUANTUM")
 		for _, p := range s.Peerings {
 			until := ""

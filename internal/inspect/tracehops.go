@@ -19,9 +19,9 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// NodeHop is what a packet crosses between a Pod's node and the gateway: the rules and the overlay of
-// that node's route agent. An empty node is that of no Pod. Where the way to the gateway is all that
-// is broken, and no gateway is active, it waits.
+// NodeHop checks the part of a path between a Pod's node and the gateway: the rules and the overlay
+// of that node's route agent. An empty node means that no Pod is known. If only the path to the
+// gateway is broken and no gateway is active, the hop waits.
 func NodeHop(ctx context.Context, c *cluster.Cluster, node string) (health.Hop, error) {
 	hop := health.Hop{Cluster: c.String(), Name: "node", State: health.Works, Source: "Nodes, Pods in " + c.Namespace}
 	if node == "" {
@@ -62,12 +62,12 @@ func NodeHop(ctx context.Context, c *cluster.Cluster, node string) (health.Hop, 
 	return way[0], nil
 }
 
-// VacantHop reports whether an address is in the PodCIDR of a node. No running Pod has it, so the hop says that
-// nobody may answer: it may be an address of the node itself, such as that of its bridge.
+// VacantHop returns a hop for an address in the PodCIDR of a node that no running Pod has. The hop
+// says that nobody may answer: the address may still be the node's own, such as that of its bridge.
 func VacantHop(ctx context.Context, c *cluster.Cluster, addr netip.Addr) (hop health.Hop, is bool, err error) {
 	var nodes corev1.NodeList
 	switch err := c.Client.List(ctx, &nodes); {
-	case kubeerr.Forbidden(err): // then it is taken for another machine's, as any address without a Pod
+	case kubeerr.Forbidden(err): // then it counts as another machine's, like any address without a Pod
 		return hop, false, nil
 	case err != nil:
 		return hop, false, c.Explain("Nodes", err)
@@ -84,7 +84,7 @@ func VacantHop(ctx context.Context, c *cluster.Cluster, addr netip.Addr) (hop he
 	return hop, false, nil
 }
 
-// GatewayHop says whether a gateway is at work, and on which Pod the overlay ends.
+// GatewayHop checks whether a gateway is active. The hop names the Pod where the overlay ends.
 func GatewayHop(ctx context.Context, c *cluster.Cluster) (health.Hop, error) {
 	hops, _, _, err := clusterHops(ctx, c)
 	if err != nil {
@@ -101,7 +101,7 @@ func GatewayHop(ctx context.Context, c *cluster.Cluster) (health.Hop, error) {
 	return hops[i], nil
 }
 
-// TunnelHop says whether packets go both ways between the gateways of this cluster and of a peer.
+// TunnelHop checks whether packets go both ways between the gateways of this cluster and of a peer.
 func TunnelHop(ctx context.Context, c *cluster.Cluster, peer string) (health.Hop, error) {
 	e, err := examine(ctx, c, func(p *isthmus.Peering) bool { return p.Spec.Cluster.ClusterID == peer })
 	if err != nil {
@@ -118,7 +118,7 @@ func TunnelHop(ctx context.Context, c *cluster.Cluster, peer string) (health.Hop
 	return hop, nil
 }
 
-// SeenFrom is the address under which this cluster reaches a Pod of a peer, as the two agreed.
+// SeenFrom returns the address under which this cluster reaches a Pod of a peer, as the two agreed.
 func SeenFrom(ctx context.Context, c *cluster.Cluster, peer string, at netip.AddrPort) (netip.AddrPort, error) {
 	var list isthmus.PeeringList
 	if err := c.Client.List(ctx, &list); err != nil {
