@@ -17,7 +17,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// AgentHops are a hop of the nodes, where some are not ready, and one of the agents.
+// AgentHops returns a hop for the nodes, if some are not ready, and one for the agents.
 func AgentHops(cluster, source string, found Components, a Agents) (hops []Hop) {
 	hop := Hop{Cluster: cluster, Name: HopAgents, Source: source}
 	if len(a.Unready) > 0 {
@@ -42,8 +42,8 @@ func AgentHops(cluster, source string, found Components, a Agents) (hops []Hop) 
 	return append(hops, hop)
 }
 
-// CheckKernels joins what route agents report that their nodes lack, as far as these nodes are there; an
-// empty text: nothing. What drops packets is Broken, the rest is Limited.
+// CheckKernels summarises the problems that route agents report for nodes that exist; an empty
+// text: none. The state is Broken if one drops packets, else Limited.
 func CheckKernels(reports []isthmus.NodeNetworks, nodes []corev1.Node) (HopState, string) {
 	on := make(map[isthmus.NodeProblem][]string)
 	for i := range reports {
@@ -75,11 +75,13 @@ func CheckKernels(reports []isthmus.NodeNetworks, nodes []corev1.Node) (HopState
 	return state, safetext.FirstFew(texts, "; ")
 }
 
-// pastTheNode is what no agent sees: the packets never come to its kernel.
+// pastTheNode is a problem that no agent detects, because the packets never enter the node's
+// kernel.
 var pastTheNode = isthmus.NodeProblem{Reason: "PodsPassBy", Message: "OVN-Kubernetes has shared gateways: what pods send to peers passes the node's kernel by and leaves in the clear; " +
 	"want local gateways (`--gateway-mode local`, on OpenShift `gatewayConfig.routingViaHost: true`)"}
 
-// sharedGateway reports whether pods of a node leave by br-ex, as OVN-Kubernetes annotates the node.
+// sharedGateway reports whether pods of a node leave by br-ex, by OVN-Kubernetes' annotation of the
+// node.
 func sharedGateway(n *corev1.Node) bool {
 	var networks map[string]struct {
 		Mode string `json:"mode"`
@@ -88,7 +90,7 @@ func sharedGateway(n *corev1.Node) bool {
 	return err == nil && networks["default"].Mode == "shared"
 }
 
-// Severity is 0 for a problem of a node that keeps packets from arriving, and more for others.
+// Severity is 0 for a node problem that keeps packets from arriving, and more for others.
 func Severity(p isthmus.NodeProblem) int {
 	if p.Reason == kernel.LimitForwarding || p.Reason == kernel.LimitGateway || p == pastTheNode {
 		return 0
@@ -98,17 +100,17 @@ func Severity(p isthmus.NodeProblem) int {
 
 // Agents is what is known of the route agents of a cluster.
 type Agents struct {
-	Nodes     int      // that are ready and take an agent
-	lacking   int      // those of them that have none at work
-	Unreached int      // those that do not reach the gateway through the overlay
-	Missing   []string // which these are, and why
+	Nodes     int      // ready nodes that take an agent
+	lacking   int      // those of them without a working agent
+	Unreached int      // those of them that do not reach the gateway through the overlay
+	Missing   []string // the nodes that lacking and Unreached count, and why
 	Unready   []string // nodes, and why
 	unwanted  []string // nodes without an agent on which the DaemonSet wants none
 	versions  []string // images
 }
 
-// virtual are labels of Nodes that no route agent runs on: there is no kernel of theirs to make
-// routes in.
+// virtual are labels of Nodes that run no route agent: they have no kernel of their own with
+// routes.
 var virtual = map[string]string{
 	"liqo.io/type":                   "virtual-node", // it stands for another cluster
 	"type":                           "virtual-kubelet",
@@ -128,15 +130,15 @@ func takesAgents(n *corev1.Node) bool {
 	return true
 }
 
-// stillWanted is how many more nodes the DaemonSets of the agents want a Pod on; false where none
-// tells.
+// stillWanted returns on how many further nodes the agents' DaemonSets want a Pod. told is false if
+// no DaemonSet shows that.
 func stillWanted(sets []appsv1.DaemonSet) (more int, told bool) {
 	for i := range sets {
 		s := &sets[i]
 		if s.Spec.Template.Spec.ServiceAccountName != deploy.RouteAgentServiceAccount {
 			continue
 		}
-		if s.Status.ObservedGeneration != s.Generation || s.Status.DesiredNumberScheduled == 0 { // nobody has counted, or it is in vain
+		if s.Status.ObservedGeneration != s.Generation || s.Status.DesiredNumberScheduled == 0 { // not counted yet, or no node matches
 			return 0, false
 		}
 		more, told = more+max(0, int(s.Status.DesiredNumberScheduled-s.Status.CurrentNumberScheduled)), true
@@ -144,8 +146,8 @@ func stillWanted(sets []appsv1.DaemonSet) (more int, told bool) {
 	return more, told
 }
 
-// AgentsOf looks for the agent of each node. Whether a node without one is to have one, the
-// DaemonSet knows, which chooses by labels and taints; without it all are.
+// AgentsOf finds the agent of each node. The DaemonSet decides by labels and taints which nodes
+// want one; without it all do.
 func AgentsOf(nodes []corev1.Node, found Components, sets []appsv1.DaemonSet) (a Agents) {
 	on := make(map[string]*corev1.Pod)
 	images := make(map[string]bool)
@@ -154,7 +156,7 @@ func AgentsOf(nodes []corev1.Node, found Components, sets []appsv1.DaemonSet) (a
 		if p.Spec.ServiceAccountName != deploy.RouteAgentServiceAccount || p.Spec.NodeName == "" {
 			continue
 		}
-		if other := on[p.Spec.NodeName]; other == nil || PodProblem(other) != "" { // an old one may end beside a new one
+		if other := on[p.Spec.NodeName]; other == nil || PodProblem(other) != "" { // an old Pod may still end beside the new one
 			on[p.Spec.NodeName] = p
 		}
 		for _, container := range p.Spec.Containers {

@@ -13,34 +13,35 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// A Diagnosis is what was found on the way between two clusters, or between one and all its peers.
+// A Diagnosis is the result of a check of the path between two clusters, or from one to all its
+// peers.
 type Diagnosis struct {
-	// Broken is the first hop to mend; nil when nothing was found.
+	// Broken is the first hop to repair; nil: none is broken.
 	Broken *Hop `json:"broken,omitempty"`
-	// Hops are all that were looked at, in the order of the way. Where the other side was asked too
-	// its hops stand beside ours.
+	// Hops are all hops that were checked, in the order of the path. The other side's hops stand
+	// beside ours, if it was queried.
 	Hops []Hop `json:"hops"`
-	// NotAsked says what could not be looked at, and why.
+	// NotAsked is what could not be checked, and why.
 	NotAsked []string `json:"notAsked,omitempty"`
-	// At is when it was looked.
+	// At is the time of the check.
 	At time.Time `json:"at"`
 }
 
-// Fine reports whether everything works that was looked at, if less well than it could.
+// Fine reports whether every checked hop works, even if with limits.
 func (d *Diagnosis) Fine() bool {
 	return !slices.ContainsFunc(d.Hops, func(h Hop) bool { return h.State != Works && h.State != Limited })
 }
 
-// A Side is what was found in one of two clusters.
+// A Side is the result of the check in one of two clusters.
 type Side struct {
 	Cluster  string
 	Own      []Hop
 	Peerings [][]Hop
-	Found    []*isthmus.Peering // beside peerings
+	Found    []*isthmus.Peering // parallel to Peerings
 	NotAsked []string
 }
 
-// AllHops are all, in the order of the way.
+// AllHops returns all hops, in the order of the path.
 func (e *Side) AllHops() []Hop {
 	all := slices.Clone(e.Own)
 	for _, p := range e.Peerings {
@@ -54,9 +55,9 @@ func (e *Side) lacks() bool {
 	return slices.ContainsFunc(slices.Concat(e.Peerings...), func(h Hop) bool { return h.State == Broken && h.Reason == isthmus.ReasonLocalSetup })
 }
 
-// Between is the way between two clusters, from both sides: what each side needs by itself, and
-// then one hop of the peering after the other. A side that waits for the other, of which something
-// is broken, is not to blame.
+// Between merges the hops of two clusters from both sides: first what each side needs by itself,
+// and then the peering hop by hop. A side that only waits for a broken part of the other is not
+// broken itself.
 func Between(a, b *Side) []Hop {
 	sides := [2]*Side{a, b}
 	var all []Hop
@@ -82,7 +83,8 @@ func Between(a, b *Side) []Hop {
 						continue
 					}
 					stuck := (broken(other, HopManager) || len(other.Peerings) == 0) && slices.Contains(isthmus.WaitReasons, h.Reason) || broken(other, HopGateway) && step == isthmus.ConditionConnected
-					// What we cannot publish there is missing there, and a tunnel that the other side has taken down is silent here.
+					// ^If the other side cannot publish, its networks are missing here. If it took
+					// the tunnel down, the tunnel is silent here.
 					stuck = stuck || step == isthmus.ConditionPeerConfig && h.Reason == isthmus.ReasonPeerWithdrew && stands(all, other.Cluster, isthmus.ConditionPublished) ||
 						step == isthmus.ConditionConnected && slices.Contains(followsWithdrawal, h.Reason) && stands(all, other.Cluster, isthmus.ConditionPeerConfig)
 					stuck = stuck || other.lacks() && slices.Contains(followsSetup, h.Reason)
@@ -99,7 +101,7 @@ func Between(a, b *Side) []Hop {
 	return all
 }
 
-// stands reports whether a hop of a side's Peering is known to be broken.
+// stands reports whether that hop of a side's Peering is broken or waits.
 func stands(hops []Hop, at, step string) bool {
 	return slices.ContainsFunc(hops, func(h Hop) bool {
 		return h.Cluster == at && h.Name == StepNames[step] && (h.State == Broken || h.State == Waits)
@@ -130,8 +132,8 @@ func blameOne(hops []Hop) {
 	}
 }
 
-// Print writes a diagnosis for people, the hops of each cluster and peering together. Nothing that
-// others wrote reaches the terminal unescaped.
+// Print writes a diagnosis for people, the hops of each cluster and peering together. It escapes text
+// that others wrote.
 func (d *Diagnosis) Print(w io.Writer) error {
 	var headings []string
 	hops := make(map[string][]*Hop)
@@ -170,7 +172,7 @@ func (h *Hop) print(w io.Writer) {
 	fmt.Fprintf(w, "  %-16s %-8s %s%s\n", h.Name, h.State, text, since)
 }
 
-// conclude says what to act on.
+// conclude writes what to do.
 func (d *Diagnosis) conclude(w io.Writer) (err error) {
 	var unknown, limited []string
 	for _, h := range d.Hops {

@@ -12,7 +12,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// IsTrue reports whether a condition is true of the Peering as it is now.
+// IsTrue reports whether a condition is true of the present generation of the Peering.
 func IsTrue(p *isthmus.Peering, t string) bool {
 	c := meta.FindStatusCondition(p.Status.Conditions, t)
 	return c != nil && c.Status == metav1.ConditionTrue && max(c.ObservedGeneration, p.Status.ObservedGeneration) >= p.Generation
@@ -36,8 +36,9 @@ func FirstProblem(p *isthmus.Peering) *metav1.Condition {
 		if c == nil || IsTrue(p, t) {
 			continue
 		}
-		// One of the first may be unknown where Ready knows better: while being deleted, or in
-		// conflict with another Peering. Else it repeats that one.
+		// An early condition may be unknown although Ready has a reason of its own: the Peering is
+		// being deleted, or conflicts with another one. Otherwise Ready repeats the early
+		// condition.
 		if c.Status == metav1.ConditionUnknown && ready != nil && ready.Status == metav1.ConditionFalse && !strings.HasPrefix(ready.Message, t+": ") {
 			return ready
 		}
@@ -46,8 +47,8 @@ func FirstProblem(p *isthmus.Peering) *metav1.Condition {
 	return unseen
 }
 
-// Problems returns all conditions of a Peering that say what is wrong, FirstProblem first: each side
-// may refuse the other one, and each refusal is worth a word.
+// Problems returns all conditions of a Peering that describe a fault, FirstProblem first. There may
+// be two, because each side may refuse the other.
 func Problems(p *isthmus.Peering) (all []metav1.Condition) {
 	first := FirstProblem(p)
 	if first == nil {
@@ -66,7 +67,7 @@ func Problems(p *isthmus.Peering) (all []metav1.Condition) {
 	return all
 }
 
-// Sentence is a condition as a sentence; its message may come from the peer.
+// Sentence formats a condition. It escapes the message, which may come from the peer.
 func Sentence(c *metav1.Condition) string {
 	text := fmt.Sprintf("%s is %s (%s)", safetext.Of(c.Type), c.Status, safetext.Of(c.Reason))
 	if c.Message != "" {

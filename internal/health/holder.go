@@ -14,22 +14,22 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// A Holder is who holds a Lease.
+// A Holder is the holder of a Lease.
 type Holder struct {
 	Name string `json:"name,omitempty"` // empty: nobody
-	// Problem says why nobody does.
+	// Problem is why nobody holds it.
 	Problem string `json:"problem,omitempty"`
 
 	Absent bool          `json:"-"` // there is no Lease
-	Rolls  bool          `json:"-"` // nobody holds it between two steps of a rollout
-	since  *metav1.Time  // the holder has held it; nil: nobody does, or it is not said
-	Ahead  time.Duration `json:"-"` // of the API server's clock, the holder's; 0: not known
+	Rolls  bool          `json:"-"` // nobody holds it, because a rollout replaces the holder
+	since  *metav1.Time  // when the holder got it; nil: nobody holds it, or unknown
+	Ahead  time.Duration `json:"-"` // how far the holder's clock is ahead of the API server's; 0: unknown
 }
 
-// EndWithPod takes back who holds a Lease where the holder's Pod says that none of its containers runs: the
-// Lease is good for some seconds more, and nobody renews it. A holder is named as its Pod, with what an
-// elector of client-go adds after an underscore. A Pod that is not there tells something of a holder only
-// that cannot be without one.
+// EndWithPod clears a holder whose Pod has no running container: its Lease lasts some seconds more,
+// but nobody renews it. A holder has the name of its Pod; electors of client-go append an
+// underscore and more. hasPod is set if every holder of this Lease runs in a Pod: then a missing
+// Pod clears it too.
 func (h *Holder) EndWithPod(pods []corev1.Pod, lease string, hasPod bool) {
 	name, _, _ := strings.Cut(h.Name, "_")
 	if name == "" {
@@ -44,8 +44,8 @@ func (h *Holder) EndWithPod(pods []corev1.Pod, lease string, hasPod bool) {
 	}
 }
 
-// ended reports whether a kubelet says that nothing of a Pod runs. Of a container that starts again in place
-// it says so for a second or two more: for that long nobody seems to be at work who is.
+// ended reports whether no container of a Pod runs, according to its kubelet. For a second or two
+// after a container has restarted in place, the kubelet still reports that it does not run.
 func ended(p *corev1.Pod) bool {
 	if p.Status.Phase == corev1.PodFailed || p.Status.Phase == corev1.PodSucceeded {
 		return true
@@ -54,9 +54,10 @@ func ended(p *corev1.Pod) bool {
 		!slices.ContainsFunc(p.Status.ContainerStatuses, func(s corev1.ContainerStatus) bool { return s.State.Running != nil })
 }
 
-// HolderOf goes by when the API server took a renewal, where it says so: the holder's clock may be wrong
-// by any amount. Where now is by the same clock (exact), a Lease is over when it says so; otherwise two
-// clocks are allowed half a minute.
+// HolderOf returns the holder of a Lease at now. It uses the time at which the API server received
+// the last renewal, if known, because the holder's clock may be wrong. If now is by the API
+// server's clock too (exact), the Lease ends at its stated duration; otherwise half a minute later,
+// since the clocks may differ.
 func HolderOf(name string, lease *coordinationv1.Lease, now time.Time, exact bool) Holder {
 	l := lease.Spec
 	if l.HolderIdentity == nil || *l.HolderIdentity == "" {
@@ -87,16 +88,17 @@ func HolderOf(name string, lease *coordinationv1.Lease, now time.Time, exact boo
 	return h
 }
 
-// clocksDiffer is how far a clock may be from that of the API server. What takes times of others into
-// account allows as much, and a slow API server sees a renewal seconds after it was dated.
+// clocksDiffer is how far a clock may be from the API server's. Code that uses times of other
+// clocks allows for that much, and for a slow API server, which receives a renewal seconds after
+// its date.
 const clocksDiffer = 30 * time.Second
 
-// SecondsOff is what the difference of two clocks is uncertain by: the API server tells whole seconds, and a
-// request takes its time.
+// SecondsOff is the uncertainty of the difference of two clocks: the API server returns whole
+// seconds, and a request takes time.
 const SecondsOff = 2 * time.Second
 
-// byServer is a time that a clock which is ahead has shown, by the API server's clock; zero where that is
-// still to come: by that clock nobody knows it.
+// byServer converts a time by a clock that is ahead to the API server's clock. It returns zero,
+// unknown, for a time in the future.
 func byServer(at metav1.Time, ahead time.Duration, now time.Time) metav1.Time {
 	if ahead.Abs() > SecondsOff && !at.IsZero() {
 		at.Time = at.Add(-ahead)
@@ -107,7 +109,7 @@ func byServer(at metav1.Time, ahead time.Duration, now time.Time) metav1.Time {
 	return at
 }
 
-// DateByServer does that with what the manager has written of Peerings.
+// DateByServer converts the times that the manager has written into Peerings.
 func DateByServer(peerings []isthmus.Peering, manager Holder, now time.Time) {
 	for i := range peerings {
 		for j := range peerings[i].Status.Conditions {
@@ -117,7 +119,8 @@ func DateByServer(peerings []isthmus.Peering, manager Holder, now time.Time) {
 	}
 }
 
-// writtenAt is when the API server took the last version of an object, by its own clock and to a second.
+// writtenAt is when the API server received the last version of an object, by its own clock and to
+// a second.
 func writtenAt(o metav1.Object) time.Time {
 	at := o.GetCreationTimestamp().Time
 	for _, f := range o.GetManagedFields() {
@@ -128,8 +131,8 @@ func writtenAt(o metav1.Object) time.Time {
 	return at
 }
 
-// takenAt is when the API server took the last renewal of a Lease, by its own clock and to a second;
-// false where it does not say (Kubernetes keeps that in metadata.managedFields).
+// takenAt is when the API server received the last renewal of a Lease, by its own clock and to a
+// second. known is false if metadata.managedFields does not show it.
 func takenAt(l *coordinationv1.Lease) (at time.Time, known bool) {
 	for _, f := range l.ManagedFields {
 		if f.Time != nil && f.FieldsV1 != nil && strings.Contains(f.FieldsV1.GetRawString(), `"f:renewTime"`) && f.Time.After(at) {
@@ -139,8 +142,8 @@ func takenAt(l *coordinationv1.Lease) (at time.Time, known bool) {
 	return at, known
 }
 
-// CheckClocks compares the times that manager, gateway and kubelets write into their Leases with when the
-// API server took them; false: none differs.
+// CheckClocks compares the times that manager, gateway and kubelets write into their Leases with
+// the times at which the API server received them. It returns false if none differs.
 func CheckClocks(cluster string, manager, gateway Holder, leases []coordinationv1.Lease) (Hop, bool) {
 	hop := Hop{Cluster: cluster, Name: HopClocks, State: Limited, Source: "Leases"}
 	var wrong []string

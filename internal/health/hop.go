@@ -1,6 +1,6 @@
-// Package health says what works in a cluster and with its peers, and what to mend first: facts that
-// package peering has read go in, hops with a state, a reason and a remedy come out. It reads neither
-// API server nor clock.
+// Package health evaluates the state of a cluster and its peerings, and finds what to repair first.
+// Its input is what package inspect has read; its output is hops with a state, a reason and a
+// remedy. It accesses neither an API server nor a clock.
 //
 //	Components, Holder, Nodes, Peerings ─► Hops ─► FirstBroken
 //	Hops of both sides ─► Between ─► Diagnosis
@@ -17,42 +17,43 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// HopState is what was found out about a hop.
+// HopState is the result for a hop.
 type HopState string
 
 const (
 	Works   HopState = "works"
 	Broken  HopState = "broken"
-	Waits   HopState = "waits"   // for a hop before it, which is broken
-	Unknown HopState = "unknown" // nobody has said, or nobody may be asked
-	// Limited: it works, and less than it should. Nothing after it waits for it.
+	Waits   HopState = "waits"   // an earlier hop is broken
+	Unknown HopState = "unknown" // nothing shows it, or it may not be read
+	// Limited: it works, but not fully. Later hops do not wait for it.
 	Limited HopState = "limited"
 )
 
 // A Hop is one thing that has to work so that packets go both ways. `isthmus status` and `isthmus
-// diagnose` judge by the same hops.
+// diagnose` use the same hops.
 type Hop struct {
 	Cluster string   `json:"cluster"`
-	Peering string   `json:"peering,omitempty"` // empty: of the cluster, for all peerings
+	Peering string   `json:"peering,omitempty"` // empty: the hop is the cluster's, and all peerings need it
 	Name    string   `json:"hop"`
 	State   HopState `json:"state"`
-	Reason  string   `json:"reason,omitempty"` // of the condition that says so
-	// Text is what was seen, and what to do where it is broken.
+	Reason  string   `json:"reason,omitempty"` // of the condition that it comes from
+	// Text describes the state and, if it is broken, the remedy.
 	Text string `json:"text"`
-	// Source is who says so, and Since is since when, if that is known.
+	// Source is where the state was read, and Since is when it began, if known.
 	Source string       `json:"source"`
 	Since  *metav1.Time `json:"since,omitempty"`
 
-	// FollowsGateway: only the way to the gateway is broken, which follows where no gateway is active.
+	// FollowsGateway: only the path to the gateway is broken, as it always is without an active
+	// gateway.
 	FollowsGateway bool `json:"-"`
 }
 
-// NoneAtWork reports whether a hop of the gateway says that none is at work.
+// NoneAtWork reports whether a hop of the gateway shows that none is active.
 func NoneAtWork(h *Hop) bool {
 	return h.Name == HopGateway && (h.State == Broken || h.State == Waits) && !slices.Contains([]string{reasonSeveralActive, reasonNoneMarked, reasonServices}, h.Reason)
 }
 
-// WithoutGateway has the hops wait that are broken because no gateway is active.
+// WithoutGateway turns hops that are broken only for want of an active gateway into waiting ones.
 func WithoutGateway(hops []Hop) {
 	for i := range hops {
 		if h := &hops[i]; h.FollowsGateway && h.State == Broken {
@@ -65,15 +66,15 @@ func WithoutGateway(hops []Hop) {
 const (
 	HopManager = "manager"
 	HopGateway = "gateway"
-	HopStandby = "standby" // only where there should be one, and none could take over
-	HopNodes   = "nodes"   // only where one is not ready
+	HopStandby = "standby" // only if there should be a standby, and none could take over
+	HopNodes   = "nodes"   // only if one is not ready
 	HopAgents  = "route agents"
-	HopKernels = "node problems" // only where an agent says that something is not as it should be
-	HopRights  = "rights"        // of the ServiceAccounts of the three
-	HopClocks  = "clocks"        // only where one differs from the API server's
+	HopKernels = "node problems" // only if an agent reports a problem
+	HopRights  = "rights"        // of the ServiceAccounts of the three components
+	HopClocks  = "clocks"        // only if one differs from the API server's
 )
 
-// LeaseHop judges a component by the Lease that it renews.
+// LeaseHop evaluates a component by the Lease that it renews.
 func LeaseHop(cluster, name, lease string, h Holder, remedy string) Hop {
 	hop := Hop{Cluster: cluster, Name: name, State: Works, Source: lease, Since: h.since}
 	switch {
@@ -83,15 +84,16 @@ func LeaseHop(cluster, name, lease string, h Holder, remedy string) Hop {
 		hop.State, hop.Text = Unknown, h.Problem+", so that no gateway of this cluster was ever elected; "+remedy
 	default:
 		hop.State, hop.Text = Broken, "no "+name+" is active: "+h.Problem+"; "+remedy
-		if name == HopGateway { // the word that the manager has for it, which knows it earlier
+		// The manager uses the same reason, and notices it earlier.
+		if name == HopGateway {
 			hop.Reason = isthmus.ReasonGatewaySilent
 		}
 	}
 	return hop
 }
 
-// Heed takes over from a Peering what the manager knows of the gateways: it looks at their Lease
-// every few seconds and by one clock, and knows earlier that nobody renews it.
+// Heed takes the state of the gateways from a Peering. The manager reads their Lease every few
+// seconds, by one clock, and notices earlier that nobody renews it.
 func Heed(own []Hop, p *isthmus.Peering) {
 	c := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionConnected)
 	if c == nil || c.Reason != isthmus.ReasonGatewaySilent {
@@ -99,7 +101,7 @@ func Heed(own []Hop, p *isthmus.Peering) {
 	}
 	for i := range own {
 		if h := &own[i]; h.Name == HopManager && h.State == Broken {
-			return // then it is a memory
+			return // then the Peering is stale
 		}
 	}
 	for i := range own {
@@ -111,26 +113,26 @@ func Heed(own []Hop, p *isthmus.Peering) {
 	}
 }
 
-// StepNames are the conditions of a Peering as hops.
+// StepNames are the names of a Peering's conditions as hops.
 var StepNames = map[string]string{
 	isthmus.ConditionIdentity: "identity", isthmus.ConditionPublished: "publishing", isthmus.ConditionAnswered: "answer",
 	isthmus.ConditionPeerConfig: "peer's networks", isthmus.ConditionTunnelEndpoint: "agreement", isthmus.ConditionConnected: "tunnel",
 	isthmus.ConditionReady: "peering",
 }
 
-// followsWithdrawal are the reasons of a tunnel that a peer has taken down because it has no
-// NetworkConfig of ours any more.
+// followsWithdrawal are the reasons that a tunnel shows when the peer has taken it down, because
+// our NetworkConfig is no longer there.
 var followsWithdrawal = []string{v1alpha1.CausePeerSilent, v1alpha1.CauseNoAnswer}
 
-// followsSetup are the reasons of a Peering whose peer lacks something, such as the tenant namespace with the
-// account of our identity.
+// followsSetup are the reasons that a Peering shows when the peer lacks something, such as the
+// tenant namespace with the account of our identity.
 var followsSetup = slices.Concat(isthmus.WaitReasons, followsWithdrawal, []string{
 	isthmus.ReasonUnauthorized, isthmus.ReasonForbidden, isthmus.ReasonNamespaceGone, isthmus.ReasonPeerWithdrew, v1alpha1.ReasonNotPeered,
 })
 
-// PeeringHops are those of one Peering, by its conditions. before are the cluster's: where the
-// manager is gone, what a condition says is a memory, and where no gateway is active, what that of
-// the tunnel says.
+// PeeringHops returns the hops of one Peering, by its conditions. before are the cluster's hops.
+// Without an active manager all conditions are stale; without an active gateway, that of the tunnel
+// is.
 func PeeringHops(cluster string, p *isthmus.Peering, before []Hop) (hops []Hop) {
 	var manager, gateway *Hop
 	for i := range before {
@@ -160,13 +162,13 @@ func PeeringHops(cluster string, p *isthmus.Peering, before []Hop) (hops []Hop) 
 			case gateway != nil && (step == isthmus.ConditionConnected || step == isthmus.ConditionReady):
 				hop.State, hop.Text = Waits, "no gateway is active, so that nobody knows"
 			case isthmus.Limited(condition):
-				if hop.State = Limited; step == isthmus.ConditionReady { // it repeats what is said already
+				if hop.State = Limited; step == isthmus.ConditionReady { // it repeats an earlier one
 					continue
 				}
 			case condition.Status == metav1.ConditionTrue:
-			case lacking && step != isthmus.ConditionReady: // Ready says what this cluster lacks, and the rest may follow from that
+			case lacking && step != isthmus.ConditionReady: // Ready names what this cluster lacks, and the rest may follow from that.
 				hop.State = Waits
-			case step == isthmus.ConditionReady && broken: // it repeats what is said already
+			case step == isthmus.ConditionReady && broken: // it repeats an earlier one
 				continue
 			case condition.Status == metav1.ConditionUnknown || condition.Reason == isthmus.ReasonConnecting || broken && slices.Contains(isthmus.WaitReasons, condition.Reason):
 				hop.State = Waits
@@ -175,7 +177,7 @@ func PeeringHops(cluster string, p *isthmus.Peering, before []Hop) (hops []Hop) 
 				}
 			case refused && step == isthmus.ConditionConnected && slices.Contains(followsWithdrawal, condition.Reason):
 				hop.State = Waits
-			case left && condition.Reason == isthmus.ReasonPeerWithdrew: // the same in other words
+			case left && condition.Reason == isthmus.ReasonPeerWithdrew: // the same fault in other words
 				hop.State = Waits
 			default:
 				hop.State, broken = Broken, true
@@ -188,9 +190,9 @@ func PeeringHops(cluster string, p *isthmus.Peering, before []Hop) (hops []Hop) 
 	return hops
 }
 
-// FirstBroken is the first hop that is broken, nil for none: the one to act on. Where several say
-// something of the tunnels between two clusters, it is the one that knows most. What is broken on
-// some nodes only comes last, and so do names: they break nothing else.
+// FirstBroken returns the broken hop to repair first, or nil. Of the two sides of a tunnel it
+// returns the one with the most specific reason. A fault of single nodes, or of names, comes last,
+// because nothing else depends on it.
 func FirstBroken(hops []Hop) *Hop {
 	var first *Hop
 	for i := range hops {
@@ -206,13 +208,13 @@ func FirstBroken(hops []Hop) *Hop {
 	return first
 }
 
-// OfNodes reports whether a hop is about nodes one by one.
+// OfNodes reports whether a hop is about single nodes.
 func OfNodes(h *Hop) bool { return h.Name == HopNodes || h.Name == HopAgents || h.Name == HopKernels }
 
 func comesLast(h *Hop) bool { return OfNodes(h) || h.Name == HopNames }
 
-// telling is how much a reason of the tunnel says about what to mend: whoever hears nothing knows
-// least.
+// telling ranks the reasons of a tunnel by how specific they are. A side that merely hears nothing
+// ranks lowest.
 func telling(reason string) int {
 	return slices.Index([]string{
 		isthmus.ReasonLost, v1alpha1.CauseNoAnswer, v1alpha1.CausePeerSilent, v1alpha1.CauseProbeUnanswered, v1alpha1.CauseAnswersLost,
@@ -227,7 +229,7 @@ var Steps = []string{
 	isthmus.ConditionPeerConfig, isthmus.ConditionTunnelEndpoint, isthmus.ConditionConnected,
 }
 
-// Names of the hops of services. They come after all others: packets need none of them.
+// Names of the hops of services. They come last: packets need none of them.
 const (
 	HopNames    = "names"    // of a cluster, where services are on
 	HopServices = "services" // of a peering, where services are on

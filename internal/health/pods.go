@@ -19,29 +19,31 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// Components is what the API server knows of the Pods of an installation.
+// Components is what the API server shows of the Pods of an installation.
 type Components struct {
 	Pods     []corev1.Pod
 	Services []string                          // by which peers reach the gateway; nil: they may not be listed
 	Events   map[string]string                 // the latest warning of each Pod, by its name
 	Broken   map[string]*isthmus.BrokenOverlay // reports of route agents, by node
-	Refuses  map[string]string                 // what they say that drops packets of pods, by node
+	Refuses  map[string]string                 // problems by which nodes drop packets of pods, by node
 }
 
-// eventsOfLate is how old an Event of a Pod may be that is shown as the reason why it is not ready:
-// components repeat theirs every ten minutes.
+// eventsOfLate is the age up to which an Event of a Pod is shown as the reason why it is not ready.
+// Components repeat theirs every ten minutes.
 const eventsOfLate = 12 * time.Minute
 
-// readyLag is how much later a kubelet may see that a Pod is not ready than the Pod has said why.
+// readyLag is how much later than a Pod's own Event the kubelet may notice that the Pod is not
+// ready.
 const readyLag = 2 * time.Minute
 
-// unrelated are reasons of Events that say nothing about why a Pod is not ready.
+// unrelated are reasons of Events that do not explain why a Pod is not ready.
 var unrelated = []string{"MissingClusterDNS", "DNSConfigForming"}
 
-// LastWarnings returns the latest current warning about each Pod: not an old one, not one from before the Pod
-// was ready, and not one that its reporter has taken back. A warning of our own components comes before those
-// of a kubelet, which only repeat that the Pod is not ready. The API server, whose clock now is, knows how old
-// an Event is; their order is by the clock of the Pod's node, where all of them are written.
+// LastWarnings returns the latest current warning about each Pod: not an old one, not one from
+// before the Pod was ready, and not one that its reporter has taken back. A warning of our own
+// components comes before those of a kubelet, which only repeat that the Pod is not ready. now is
+// by the API server's clock, which gives the age of an Event. The order of a Pod's Events is by its
+// node's clock, which dates all of them.
 func LastWarnings(warnings, over []corev1.Event, pods []corev1.Pod, now time.Time) map[string]string {
 	after := make(map[string]time.Time)
 	for i := range pods {
@@ -76,10 +78,10 @@ func LastWarnings(warnings, over []corev1.Event, pods []corev1.Pod, now time.Tim
 	return said
 }
 
-// AgentsLag is how long an agent may take until it sees that packets come back to its node again.
+// AgentsLag is how long an agent may take to notice that packets come back to its node again.
 const AgentsLag = 20 * time.Second
 
-// ConnectedBefore reports whether the tunnel of a Peering has been up since before a time.
+// ConnectedBefore reports whether the tunnel of a Peering is up, and was before a time.
 func ConnectedBefore(p *isthmus.Peering, at time.Time) bool {
 	c := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionConnected)
 	return c != nil && c.Status == metav1.ConditionTrue && c.LastTransitionTime.Time.Before(at)
@@ -108,7 +110,7 @@ func (f Components) problem(p *corev1.Pod) string {
 	return why
 }
 
-// Gateways are the Pods of the gateway, sorted by name.
+// Gateways returns the Pods of the gateway, sorted by name.
 func (f Components) Gateways() (all []*corev1.Pod) {
 	for i := range f.Pods {
 		if p := &f.Pods[i]; p.Labels["app.kubernetes.io/name"] == "gateway" || p.Spec.ServiceAccountName == deploy.GatewayServiceAccount {
@@ -119,21 +121,21 @@ func (f Components) Gateways() (all []*corev1.Pod) {
 	return all
 }
 
-// Reasons of the hop of the gateway that say that one is at work all the same.
+// Reasons of the gateway's hop with which a gateway is nevertheless active.
 const (
 	reasonSeveralActive = "SeveralActive"
 	reasonNoneMarked    = "NoneMarked"
 	reasonServices      = "ServiceMissing"
 )
 
-// markedFor is how long a gateway holds the Lease at least until it has marked its Pod.
+// markedFor is how long a gateway may hold the Lease before its Pod must have the label.
 const markedFor = 15 * time.Second
 
-// CheckGateway adds to a hop of the Lease what the Pods of the gateway say.
+// CheckGateway adds the state of the gateway's Pods to the hop of its Lease.
 func (f Components) CheckGateway(hop *Hop, h Holder, now time.Time) {
 	gateways := f.Gateways()
 	if hop.State != Works {
-		if hop.State == Unknown && len(gateways) > 0 { // there are some, and ours
+		if hop.State == Unknown && len(gateways) > 0 { // there are some, and they are ours
 			hop.State = Broken
 		}
 		var pods []string
@@ -180,9 +182,9 @@ func (f Components) CheckGateway(hop *Hop, h Holder, now time.Time) {
 // ReasonNoStandby is the reason of the hop standby.
 const ReasonNoStandby = "NoStandby"
 
-// NoStandby returns why no Pod of the gateway can take over from the active one; empty: one can, or only
-// one gateway is wanted. wanted is the number of wanted Pods; -1: unknown, and the existing Pods are
-// wanted.
+// NoStandby returns why no Pod of the gateway can take over from the active one; empty: one can, or
+// only one gateway is wanted. wanted is the number of wanted Pods; -1: unknown, so the existing
+// ones count.
 func (f Components) NoStandby(active string, wanted int) string {
 	gateways := f.Gateways()
 	if wanted < 0 {
@@ -209,8 +211,8 @@ func (f Components) NoStandby(active string, wanted int) string {
 	return fmt.Sprintf("there is none: if Pod %s or its node ends, no pod reaches any peer until another gateway starts: %s", safetext.Of(active), why)
 }
 
-// versions are the images of the components, each with how many Pods have it, where there is more
-// than one; empty: all have the same.
+// versions lists the images of the components with their numbers of Pods; empty if all have the
+// same.
 func (f Components) versions() string {
 	images := make(map[string]map[string]int)
 	for i := range f.Pods {
@@ -251,11 +253,11 @@ func (f Components) versions() string {
 	return strings.Join(all, ", ")
 }
 
-// labelVersion says on the Pods of an installation which version they are.
+// labelVersion is the label with the version on the Pods of an installation.
 const labelVersion = "app.kubernetes.io/version"
 
-// otherVersion is that of a component which is not of the version given; empty where no Pod of one
-// says so.
+// otherVersion returns the version of a component that differs from the given one; empty if none
+// shows.
 func (f Components) otherVersion(version string) string {
 	for i := range f.Pods {
 		p := &f.Pods[i]
@@ -266,13 +268,13 @@ func (f Components) otherVersion(version string) string {
 	return ""
 }
 
-// Accounts are the ServiceAccounts of the components that hops are about.
+// Accounts are the ServiceAccounts of the components, by their hops.
 var Accounts = map[string]string{
 	HopManager: deploy.ManagerServiceAccount, HopGateway: deploy.GatewayServiceAccount, HopAgents: deploy.RouteAgentServiceAccount,
 }
 
-// PodProblem says why a Pod is not at work. One of which no kubelet has said anything but that it
-// runs is.
+// PodProblem returns why a Pod does not work; empty: it does. A running Pod without further status
+// counts as working.
 func PodProblem(p *corev1.Pod) string {
 	if !p.DeletionTimestamp.IsZero() {
 		return "is being deleted"
@@ -283,7 +285,8 @@ func PodProblem(p *corev1.Pod) string {
 	for _, s := range p.Status.ContainerStatuses {
 		if w := s.State.Waiting; w != nil {
 			why := "waits: " + safetext.Of(w.Reason)
-			if last := s.LastTerminationState.Terminated; last != nil { // the chart has the end of the log there
+			// The chart makes the end of the log the termination message.
+			if last := s.LastTerminationState.Terminated; last != nil {
 				lines := strings.Split(strings.TrimSpace(last.Message), "\n")
 				why += fmt.Sprintf(", and ended with code %d: %s", last.ExitCode, safetext.Cut(lines[len(lines)-1], safetext.Message))
 			} else if w.Message != "" {
@@ -324,18 +327,18 @@ func pendingFor(p *corev1.Pod) string {
 	return why(p.Status.Reason, p.Status.Message)
 }
 
-// rolloutStep is how long after a step of a rollout another manager may still be taking over: the Lease of one
-// that was killed lasts 15 seconds.
+// rolloutStep is how long after a step of a rollout another manager may still be taking over: the
+// Lease of a killed one lasts 15 seconds.
 const rolloutStep = 30 * time.Second
 
-// Rolls says that a Deployment is being rolled out, or was just before, and one of its Pods is available
-// to take over; empty: none is.
+// Rolls returns a sentence if a Deployment is or was just being rolled out, and one of its Pods is
+// available to take over; otherwise it is empty.
 func Rolls(deployments []appsv1.Deployment, now time.Time) string {
 	for i := range deployments {
 		d := &deployments[i]
 		for _, p := range d.Status.Conditions {
-			// Its controller dates the condition at each Pod that comes or goes in a rollout, and not for one that
-			// crashes later.
+			// Its controller updates the condition at each Pod that comes or goes in a rollout, but
+			// not for a Pod that crashes later.
 			if p.Type == appsv1.DeploymentProgressing && p.Status == corev1.ConditionTrue && now.Sub(p.LastUpdateTime.Time) < rolloutStep && d.Status.AvailableReplicas > 0 {
 				return fmt.Sprintf("another one takes over, since Deployment %s is being rolled out and %d of its Pods are available", safetext.Of(d.Name), d.Status.AvailableReplicas)
 			}
@@ -344,9 +347,8 @@ func Rolls(deployments []appsv1.Deployment, now time.Time) string {
 	return ""
 }
 
-// ExcuseRights judges rights that are missing in an installation of another version than this
-// program's, whose components may never ask for them: that breaks nothing, unless one of those that
-// lack some is not at work.
+// ExcuseRights excuses missing rights in an installation whose version differs from this program's:
+// its components may never use them. It does not if a component that lacks a right is broken.
 func (f Components) ExcuseRights(rights *Hop, hops []Hop, lacking []string, program string) {
 	other := f.otherVersion(program)
 	if rights.State != Broken || other == "" || slices.ContainsFunc(hops, func(h Hop) bool { return h.State == Broken && slices.Contains(lacking, Accounts[h.Name]) }) {
