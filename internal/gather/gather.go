@@ -1,6 +1,6 @@
-// Package gather puts what is to be known of a cluster into one archive for a bug report: objects,
-// judgements, logs, metrics and what the components say of themselves. Secrets stay out, and what
-// could not be read is listed with the reason.
+// Package gather collects the state of a cluster in one archive for a bug report, for `isthmus
+// gather`: objects, status and diagnosis, logs, metrics, and what the components serve about
+// themselves. Secrets stay out. The archive lists what could not be read, with the reason.
 //
 //	API server ─┬─ objects, logs ──────────────┐
 //	            └─ kubelet ─ ports of the Pods ┴─► files ─► redact ─► tar, gzip
@@ -42,12 +42,12 @@ import (
 )
 
 const (
-	// maxLog bounds the log of one container, maxAnswer an answer of a component.
+	// maxLog bounds the log of one container, maxAnswer an answer of a component, both in octets.
 	maxLog, maxAnswer = 2 << 20, 32 << 20
-	// maxAgents is of how many route agents the logs and answers are read, those that are not ready
+	// maxAgents is how many route agents it reads logs and answers of, those that are not ready
 	// first: a cluster may have thousands.
 	maxAgents = 30
-	// atOnce is how many Pods are asked at a time.
+	// atOnce is how many Pods it queries at a time.
 	atOnce = 8
 	// patience is how long one answer may take.
 	patience = 20 * time.Second
@@ -60,7 +60,7 @@ type Options struct {
 	Report   func(string) // gets a line for each step
 }
 
-// Missing is something that could not be read, and why.
+// Missing is something that could not be read, and the reason.
 type Missing struct{ What, Why string }
 
 // gathering is one run.
@@ -76,8 +76,8 @@ type gathering struct {
 }
 
 // Write gathers from a cluster and writes the archive, a tar compressed with gzip. The error is
-// about the archive, or ctx: what cannot be read of the cluster is in what is returned, and in the
-// archive.
+// about the archive, or that of ctx. What could not be read of the cluster is in the result, and in
+// the archive.
 func Write(ctx context.Context, c *cluster.Cluster, w io.Writer, o Options) ([]Missing, error) {
 	g := &gathering{Options: o, cluster: c, at: time.Now().UTC(), files: map[string][]byte{}}
 	if err := c.Identify(ctx); err != nil {
@@ -115,7 +115,7 @@ func (g *gathering) miss(what string, err error) {
 	g.missing = append(g.missing, Missing{what, err.Error()})
 }
 
-// tenants are the namespaces of the peerings.
+// tenants returns the tenant namespaces of the peerings.
 func (g *gathering) tenants(ctx context.Context) (names []string) {
 	var list isthmus.PeeringList
 	if err := g.cluster.Client.List(ctx, &list); err != nil {
@@ -128,8 +128,8 @@ func (g *gathering) tenants(ctx context.Context) (names []string) {
 	return names
 }
 
-// secrets notes what Secrets there are, without their values, which are learnt to be taken out
-// wherever else they stand.
+// secrets lists the Secrets without their values. It registers these values with the redactor, so
+// that they are removed wherever else they appear.
 func (g *gathering) secrets(ctx context.Context, namespaces []string) {
 	type key struct {
 		Name   string `json:"name"`
@@ -163,7 +163,7 @@ func (g *gathering) secrets(ctx context.Context, namespaces []string) {
 	g.yaml("secrets.yaml", all)
 }
 
-// public are keys of Secrets whose values are no secret, though they may stand elsewhere too.
+// public are keys of Secrets whose values are not secret, and may appear elsewhere.
 var public = map[string]bool{"publicKey": true, "tunnels": true, "nextPublicKey": true, "nextTunnels": true, "offeredKey": true, "since": true, "nextSince": true, "ca.crt": true, "tls.crt": true, "certificate": true, "namespace": true, "apiServerUrl": true, "apiServerCa": true}
 
 func (g *gathering) learn(name string, value []byte) {
@@ -174,7 +174,8 @@ func (g *gathering) learn(name string, value []byte) {
 	var exchange postquantum.State
 	if json.Unmarshal(value, &exchange) == nil {
 		for _, secret := range exchange.Secrets() {
-			g.redact.Secret([]byte(base64.StdEncoding.EncodeToString(secret))) // and what it encodes
+			// Secret registers the decoded octets too.
+			g.redact.Secret([]byte(base64.StdEncoding.EncodeToString(secret)))
 		}
 	}
 	config, err := clientcmd.Load(value)
@@ -188,7 +189,7 @@ func (g *gathering) learn(name string, value []byte) {
 	}
 }
 
-// judge asks what `isthmus status` and `isthmus diagnose` ask.
+// judge returns the output of `isthmus status` and `isthmus diagnose`.
 func (g *gathering) judge(ctx context.Context) (status, diagnosis string) {
 	if s, err := inspect.StatusOf(ctx, g.cluster); err != nil {
 		g.miss("status", err)
@@ -207,13 +208,14 @@ func (g *gathering) judge(ctx context.Context) (status, diagnosis string) {
 
 func printed(print func(io.Writer) error) string {
 	var b strings.Builder
-	_ = print(&b) // a Builder takes everything
+	_ = print(&b) // a Builder returns no error
 	return b.String()
 }
 
 const statusFile = "status.json"
 
-// components are the kinds of Pods by their ServiceAccounts, and what each tells at its loopback address.
+// components are the kinds of Pods by their ServiceAccounts, with the pages that each serves at its
+// loopback address.
 var components = map[string][]struct {
 	port uint16
 	path string
@@ -224,7 +226,7 @@ var components = map[string][]struct {
 	deploy.ManagerServiceAccount:    {{5876, "/metrics", "metrics.txt"}},
 }
 
-// pods are those of the installation; of route agents, as many as are asked.
+// pods returns the Pods of the installation, but at most maxAgents route agents.
 func (g *gathering) pods(ctx context.Context) (all []corev1.Pod) {
 	var list corev1.PodList
 	if err := g.cluster.Client.List(ctx, &list, client.InNamespace(g.cluster.Namespace)); err != nil {
@@ -261,7 +263,7 @@ func ready(p *corev1.Pod) bool {
 	})
 }
 
-// askAll asks all Pods, some at a time.
+// askAll queries all Pods, atOnce at a time.
 func (g *gathering) askAll(ctx context.Context, pods []corev1.Pod) {
 	core, err := corev1client.NewForConfig(g.cluster.Config)
 	if err != nil {
@@ -277,7 +279,7 @@ func (g *gathering) askAll(ctx context.Context, pods []corev1.Pod) {
 			g.logs(ctx, core, &pods[i])
 			for _, c := range components[pods[i].Spec.ServiceAccountName] {
 				if c.file == statusFile && pods[i].Labels[v1alpha1.LabelGateway] == v1alpha1.GatewayStandby {
-					continue // it has none
+					continue // a standby has no status
 				}
 				g.ask(ctx, &pods[i], c.port, c.path, c.file)
 			}
@@ -314,7 +316,7 @@ func (g *gathering) logs(ctx context.Context, core corev1client.PodsGetter, p *c
 	}
 }
 
-// ask reads what a component serves at its loopback address.
+// ask reads a page that a component serves at its loopback address.
 func (g *gathering) ask(ctx context.Context, p *corev1.Pod, port uint16, at, file string) {
 	name := path.Join("pods", p.Name, file)
 	ctx, cancel := context.WithTimeout(ctx, patience)
@@ -364,7 +366,7 @@ func (g *gathering) write(w io.Writer) error {
 	return errors.Join(archive.Close(), compressed.Close())
 }
 
-// summary is the page to begin with.
+// summary is the page to read first.
 func (g *gathering) summary(status, diagnosis string, pods []corev1.Pod) []byte {
 	var b bytes.Buffer
 	identity := g.cluster.Identity

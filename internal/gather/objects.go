@@ -12,12 +12,12 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// wanted are the objects that are read. Without a namespace they are of the cluster, or of all
-// namespaces.
+// wanted is a kind of objects to read. Without a namespace the objects are those of the cluster, or
+// of all namespaces.
 type wanted struct {
 	version, kind string
 	where         place
-	named         string // only those whose names begin like that
+	named         string // prefix of the names; empty: all
 }
 
 type place int
@@ -58,7 +58,7 @@ var kinds = []wanted{
 	{"flowcontrol.apiserver.k8s.io/v1", "PriorityLevelConfiguration", everywhere, "isthmus"},
 }
 
-// objects reads them, a file for each kind and namespace.
+// objects reads the objects into a file for each kind and namespace.
 func (g *gathering) objects(ctx context.Context, tenants []string) {
 	for _, k := range kinds {
 		var namespaces []string
@@ -96,7 +96,7 @@ func (g *gathering) objects(ctx context.Context, tenants []string) {
 	}
 }
 
-// clean takes away what nobody reads, and learns public keys.
+// clean removes metadata that nobody reads, and registers public keys with the redactor.
 func (g *gathering) clean(u *unstructured.Unstructured) {
 	u.SetManagedFields(nil)
 	annotations := u.GetAnnotations()
