@@ -21,19 +21,19 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// maxFound is how many targets of each sort are asked, each way.
+// maxFound is how many targets of each sort are checked, each way.
 const maxFound = 16
 
-// tunnelEndpoint is the endpoint that every peer has: the gateway's own.
+// tunnelEndpoint is the endpoint that every peer has: the gateway itself.
 const tunnelEndpoint = "169.254.0.1"
 
-// agreed are the networks of another cluster as one has them, by its Peering.
+// agreed are the networks of another cluster as one cluster uses them, by its Peering.
 type agreed struct {
-	pods     natengine.Remap // from the other's own addresses
+	pods     natengine.Remap // from the other cluster's own addresses
 	external netip.Prefix    // mapped addresses; not valid: none
 }
 
-// agreedBy returns what a cluster has agreed upon with another one.
+// agreedBy returns the networks that at has agreed on with of.
 func agreedBy(ctx context.Context, at, of *cluster.Cluster) (a agreed, err error) {
 	var list isthmus.PeeringList
 	if err := at.Client.List(ctx, &list); err != nil {
@@ -49,13 +49,13 @@ func agreedBy(ctx context.Context, at, of *cluster.Cluster) (a agreed, err error
 			return a, fmt.Errorf("%s has not agreed with %s on networks yet; `isthmus diagnose` says why", at, of)
 		}
 		a.pods = natengine.Remap{From: from, To: to}
-		a.external, _ = netip.ParsePrefix(p.Status.Remote.ExternalCIDRSeen) // mapped addresses are not asked then
+		a.external, _ = netip.ParsePrefix(p.Status.Remote.ExternalCIDRSeen) // without it, mapped addresses are not checked
 		return a, nil
 	}
 	return a, fmt.Errorf("%s has no Peering with %s: %w; `isthmus peer` joins them", at, of, ErrNotPeered)
 }
 
-// seen is the address that a pod of the other cluster has here.
+// seen returns the address that a pod of the other cluster has here.
 func (a agreed) seen(pod netip.Addr) (netip.Addr, error) {
 	seen, ok := a.pods.Map(pod)
 	if !ok {
@@ -64,17 +64,17 @@ func (a agreed) seen(pod netip.Addr) (netip.Addr, error) {
 	return seen, nil
 }
 
-// A Target is something besides the Pods of a run to which they send.
+// A Target is a destination other than the Pods of a run.
 type Target struct {
-	Host string // HOST, which is pinged, or HOST:PORT, to which there is a connection
-	What string // it is, if it was found and not named by somebody
-	Own  string // it, or an endpoint of it, as its own cluster has it; empty: not known
+	Host string // HOST, which gets a ping, or HOST:PORT, which gets a connection
+	What string // what it is, if it was found; empty: a person named it
+	Own  string // its address, or that of an endpoint of it, in its own cluster; empty: unknown
 }
 
-// discover finds what one cluster reaches of another besides the Pods of this run: mapped addresses,
-// which are pinged, and Services with endpoints in the other cluster, to whose TCP ports there is a
-// connection, by address and by name. Imported Services are among them. What an API server does not show
-// is told, and left out.
+// discover finds the destinations in another cluster besides the Pods of this run: mapped
+// addresses, which get a ping, and TCP ports of Services with endpoints in the other cluster,
+// imported ones included, which get a connection, by address and by name. It reports and leaves out
+// what it may not read.
 func discover(ctx context.Context, at, of *cluster.Cluster, a agreed, tell func(string)) (all []Target) {
 	some := func(what string, targets []Target, err error) {
 		if err != nil {
@@ -113,8 +113,9 @@ func discover(ctx context.Context, at, of *cluster.Cluster, a agreed, tell func(
 	return all
 }
 
-// mappedIn are the mapped addresses of a cluster for a peer that are where the peer has agreed to have
-// them, with the endpoints behind them. The tunnel's own is not among them.
+// mappedIn returns the addresses that a cluster has mapped for a peer, with the endpoints behind
+// them, if they are in the network that the peer has agreed on. The tunnel's own endpoint is left
+// out.
 func mappedIn(all []v1alpha1.NatMapping, peer v1alpha1.ClusterID, external netip.Prefix) map[netip.Addr]netip.Addr {
 	mapped := map[netip.Addr]netip.Addr{}
 	for _, m := range all {
@@ -132,8 +133,9 @@ func mappedIn(all []v1alpha1.NatMapping, peer v1alpha1.ClusterID, external netip
 	return mapped
 }
 
-// servicesIn are the TCP ports of Services with endpoints in the other cluster, which remote translates
-// to its own addresses: each ready endpoint, and the name of the Service.
+// servicesIn returns the TCP ports of Services with endpoints in the other cluster: each ready
+// endpoint, and the name of the Service. remote translates an address of the other cluster to its
+// own.
 func servicesIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service, remote func(netip.Addr) (own netip.Addr, is bool)) (all []Target) {
 	for i := range endpoints {
 		s := &endpoints[i]
@@ -153,7 +155,7 @@ func servicesIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service
 				continue
 			}
 			port := uint16(*p.Port) //nolint:gosec // the API server takes no other
-			home := ""              // of one of them
+			home := ""              // the own address of one endpoint
 			for _, e := range s.Endpoints {
 				for _, text := range e.Addresses {
 					addr, err := netip.ParseAddr(text)
@@ -180,8 +182,9 @@ func servicesIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service
 	return slices.Compact(all)
 }
 
-// importsIn are the Services that a cluster imports from another one and that are ready there, each by its
-// first TCP port: its name, which may lead to any exporter, and an endpoint of this one.
+// importsIn returns the Services that a cluster imports from another one and that are ready there,
+// each with its first TCP port: its name, which may lead to any exporter, and an endpoint of this
+// one.
 func importsIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service, remote func(netip.Addr) (own netip.Addr, is bool)) (names, ends []Target) {
 	type pair struct{ name, end Target }
 	found := map[string]pair{} // by the Service
@@ -196,7 +199,7 @@ func importsIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service,
 		}
 		behind := uint16(*s.Ports[at].Port) //nolint:gosec // the API server takes no other
 		port := behind
-		for _, of := range services { // none of a headless one
+		for _, of := range services { // a headless one has none
 			for _, p := range of.Spec.Ports {
 				if of.Namespace == s.Namespace && of.Name == s.Labels[discoveryv1.LabelServiceName] && p.Name == *s.Ports[at].Name {
 					port = uint16(p.Port) //nolint:gosec // the API server takes no other
@@ -225,8 +228,8 @@ func importsIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service,
 	return names, ends
 }
 
-// control asks what was found and did not answer from its own cluster, too: what does not answer
-// there says nothing of the way between the clusters.
+// control repeats failed checks of found targets in the targets' own cluster. A target that does
+// not answer there either shows nothing about the path between the clusters.
 func control(ctx context.Context, own *site, results []Result) {
 	var which []int
 	var checks []Check

@@ -17,8 +17,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// idle ends the container in a Pod that was given when nobody has told it anything for so long:
-// nobody can delete it, and there is no deadline for it.
+// idle is how long the container in a given Pod waits for a request before it ends: it can neither
+// be deleted nor have a deadline.
 const idle = 10 * time.Minute
 
 // CheckPods refuses names that are not NAMESPACE/NAME, and duplicates.
@@ -35,8 +35,8 @@ func CheckPods(given []string) error {
 	return nil
 }
 
-// borrow adds a container to each Pod that was given, and waits until all do what they are told. The
-// Pods' own containers go on as they are.
+// borrow adds a container to each given Pod, and waits until all accept requests. The Pods' own
+// containers are not disturbed.
 func (s *site) borrow(ctx context.Context) error {
 	if s.image == "" {
 		if _, err := s.gateway(ctx); err != nil {
@@ -78,7 +78,7 @@ func (s *site) join(ctx context.Context, key client.ObjectKey) error {
 	})
 }
 
-// guest is the container. It asks for nothing that the strictest standard for Pods (restricted) forbids.
+// guest returns the container. It complies with the strictest Pod security standard (restricted).
 func (s *site) guest(m *member) corev1.EphemeralContainer {
 	no, yes, nobody := false, true, int64(65532)
 	return corev1.EphemeralContainer{EphemeralContainerCommon: corev1.EphemeralContainerCommon{
@@ -91,7 +91,7 @@ func (s *site) guest(m *member) corev1.EphemeralContainer {
 	}}
 }
 
-// part ends the containers in Pods that were given, and waits until they have ended.
+// part ends the containers in given Pods, and waits until they have ended.
 func (s *site) part(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleaning)
 	defer cancel()
@@ -114,7 +114,7 @@ func (m *member) end(ctx context.Context, c client.Client) error {
 	_ = wait.PollUntilContextCancel(ctx, 500*time.Millisecond, true, func(ctx context.Context) (bool, error) {
 		var p corev1.Pod
 		if last = client.IgnoreNotFound(c.Get(ctx, client.ObjectKey{Namespace: m.namespace, Name: m.name}, &p)); last != nil {
-			return false, nil //nolint:nilerr // once more
+			return false, nil //nolint:nilerr // try again
 		}
 		if p.Name == "" || p.Status.Phase == corev1.PodFailed || p.Status.Phase == corev1.PodSucceeded {
 			return true, nil
@@ -124,14 +124,14 @@ func (m *member) end(ctx context.Context, c client.Client) error {
 		}
 		last = errors.New("it has not ended")
 		if m.http != nil {
-			_ = m.ask(ctx, http.MethodPost, "/end", nil, nil) // looked at above
+			_ = m.ask(ctx, http.MethodPost, "/end", nil, nil) // the next look shows whether it ended
 		}
 		return false, nil
 	})
 	return last
 }
 
-// status is that of the member's container, nil where there is none yet.
+// status returns the status of the member's container, nil if there is none yet.
 func (m *member) status(p *corev1.Pod) *corev1.ContainerStatus {
 	all := p.Status.ContainerStatuses
 	if m.container != "" {

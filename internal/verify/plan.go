@@ -1,9 +1,10 @@
-// Package verify sends traffic between two clusters, from pods that it makes, and says what arrived.
+// Package verify sends traffic between two clusters, from Pods that it creates, and reports what
+// arrived, for `isthmus verify`.
 //
-//	Plan ─► Pods in both clusters ─► each is told what to send ─► Results ─► Pods are deleted
+//	Plan ─► Pods in both clusters ─► each gets its requests ─► Results ─► Pods are deleted
 //
-// The Pods run this program (Serve), so that no other image is pulled. What to send is decided by a
-// pure function; the Pods are told over ports at their loopback addresses.
+// The Pods run this program (Serve), so no other image is pulled. A pure function decides what to
+// send. The Pods get their requests over ports at their loopback addresses.
 package verify
 
 import (
@@ -20,29 +21,29 @@ const (
 	TCP  = "tcp"
 	UDP  = "udp"
 	ICMP = "icmp"
-	// Connect is a TCP connection to whatever listens there, which is closed at once.
+	// Connect is a TCP connection to any listener, which is closed at once.
 	Connect = "connect"
 )
 
-// Sizes are the octets that are sent for each protocol, and come back: little, about as much as fits
-// in one packet, and more than any MTU on the way, for which UDP and ICMP are fragmented.
+// Sizes are the octets to send and to get back, for each protocol: a few, about as many as fit into
+// one packet, and more than any MTU of the path, so that UDP and ICMP are fragmented.
 var Sizes = map[string][]int{TCP: {1000, 500_000}, UDP: {100, 1300, 4000}, ICMP: {56, 1300, 4000}}
 
-// least is what a question needs: by UDP room for the answer, by ICMP the cookie.
+// least is the minimum size: for UDP a cookie and room for the answer, for ICMP the cookie.
 var least = map[string]int{UDP: cookie + answerRoom, ICMP: cookie}
 
-// An End is a Pod that takes part.
+// An End is a Pod that sends or receives.
 type End struct {
 	Cluster string     `json:"cluster"`
 	Network string     `json:"network"`         // "pod" or "host"
 	Place   string     `json:"place,omitempty"` // "gateway": the node of the active gateway; "other": another one
-	Pod     string     `json:"pod,omitempty"`   // instead of Place: the Pod that was given, NAMESPACE/NAME
+	Pod     string     `json:"pod,omitempty"`   // instead of Place: the given Pod, NAMESPACE/NAME
 	Node    string     `json:"node"`
 	Addr    netip.Addr `json:"addr"` // of the Pod
-	Seen    netip.Addr `json:"seen"` // as the other cluster has it; of a pod network only
+	Seen    netip.Addr `json:"seen"` // its address in the other cluster; only in the pod network
 }
 
-// String says which one it is.
+// String identifies the End for people.
 func (e End) String() string {
 	if e.Pod != "" {
 		return fmt.Sprintf("%s: %s", e.Cluster, e.Pod)
@@ -61,25 +62,25 @@ const (
 	other       = "other"
 )
 
-// A Check is one question that has to be answered.
+// A Check is one request and its expected answer.
 type Check struct {
 	From     End    `json:"from"`
 	To       End    `json:"to,omitzero"`
 	Target   string `json:"target,omitempty"` // instead of To: HOST or HOST:PORT, see Targets
-	What     string `json:"what,omitempty"`   // that Target is, if it was found and not named by somebody
+	What     string `json:"what,omitempty"`   // what Target is, if it was found; empty: a person named it
 	Protocol string `json:"protocol"`
 	Size     int    `json:"size"` // octets of the payload
 
 	own string // see Target.Own
 }
 
-// Only chooses checks; what is empty chooses all.
+// Only selects checks; an empty list selects all.
 type Only struct{ protocols, networks, directions []string }
 
-// Words are those of ParseOnly.
+// Words are those that ParseOnly accepts.
 var Words = []string{TCP, UDP, ICMP, podNetwork, hostNetwork, "out", "in"}
 
-// ParseOnly reads words: protocols, the network that the sender is in, and the direction.
+// ParseOnly parses words: protocols, the network of the sender, and the direction.
 func ParseOnly(words []string) (o Only, err error) {
 	var wrong []error
 	for _, w := range words {
@@ -97,9 +98,10 @@ func ParseOnly(words []string) (o Only, err error) {
 	return o, errors.Join(wrong...)
 }
 
-// Targets says what is sent to targets from everybody in a cluster: a ping to HOST, and a connection to
-// HOST:PORT. HOST is an address as it is seen there, such as that of a mapped endpoint, or a name,
-// which the Pods resolve. What somebody names is asked by whatever protocol.
+// Targets returns the checks of targets from every End in a cluster: a ping to HOST, and a
+// connection to HOST:PORT. HOST is an address as that cluster sees it, such as that of a mapped
+// endpoint, or a name, which the Pods resolve. Targets that a person named are checked even if only
+// excludes their protocol.
 func Targets(local []End, only Only, targets []Target) (checks []Check) {
 	for _, t := range targets {
 		protocol, word, size := ICMP, ICMP, Sizes[ICMP][0]
@@ -115,7 +117,7 @@ func Targets(local []End, only Only, targets []Target) (checks []Check) {
 	return checks
 }
 
-// whom is who is asked.
+// whom names the receiver.
 func (c Check) whom() string {
 	switch {
 	case c.What != "":
@@ -128,9 +130,9 @@ func (c Check) whom() string {
 
 func among(all []string, one string) bool { return len(all) == 0 || slices.Contains(all, one) }
 
-// Plan says what is sent from and to whom: from everybody in one cluster to every pod of the other
-// one, both ways, since no cluster reaches the host network of another. sizes of a protocol replace
-// those of Sizes; what is too little for a protocol becomes the least that it can carry, once.
+// Plan returns the checks from every End in one cluster to every pod of the other, both ways. Host
+// networks only send, since no cluster reaches the other's. sizes replaces the Sizes of a protocol;
+// a size below the protocol's minimum becomes the minimum, once.
 func Plan(local, remote []End, only Only, sizes map[string][]int) (checks []Check) {
 	known := map[Check]bool{}
 	for _, way := range []struct {

@@ -28,15 +28,15 @@ import (
 )
 
 const (
-	// label is on the Pods of all runs; its value is the run.
+	// label is on the Pods of all runs; its value identifies the run.
 	label = "isthmus.net/verify"
-	// echoPort is where Pods in the pod network echo.
+	// echoPort is the port of the echo in Pods in the pod network.
 	echoPort = 7468
-	// lifetime ends Pods that nobody deleted, since this program was killed.
+	// lifetime ends Pods that remain when this program was killed.
 	lifetime = 24 * time.Hour
 	// start is how long Pods may take to run: an image may have to be pulled.
 	start = 3 * time.Minute
-	// cleaning is how long deleting them may take.
+	// cleaning is how long deleting the Pods may take.
 	cleaning = 30 * time.Second
 )
 
@@ -46,22 +46,22 @@ type site struct {
 	run     string
 	image   string
 	secrets []corev1.LocalObjectReference
-	given   []string // Pods to use instead of making some, NAMESPACE/NAME
-	as      agreed   // what the other cluster has for its networks
+	given   []string // Pods to use instead of creating some, NAMESPACE/NAME
+	as      agreed   // the networks of this cluster as the other one uses them
 	control uint16   // port
 	pods    []*member
 }
 
-// A member is a Pod and the way to tell it what to do.
+// A member is a Pod and the connection for its requests.
 type member struct {
 	End
 	namespace, name string
-	container       string // of the Pod, where it was given; empty: the only one
+	container       string // the container in a given Pod; empty: the only one
 	http            *http.Client
 }
 
 func newSite(c *cluster.Cluster, run, image string, given []string) *site {
-	// Pods in the host network share the ports of their node with everything there.
+	// In the host network a Pod shares the ports of its node.
 	return &site{Cluster: c, run: run, image: image, given: given, control: uint16(20000 + rand.N(10000))}
 }
 
@@ -101,7 +101,7 @@ func (s *site) waitForAll(ctx context.Context) error {
 // A place is a node on which there are Pods.
 type place struct{ place, node string }
 
-// gateway is the Pod of the active gateway. What Pods are made of is taken from it.
+// gateway returns the Pod of the active gateway, after which the new Pods are modelled.
 func (s *site) gateway(ctx context.Context) (*corev1.Pod, error) {
 	var gateways corev1.PodList
 	if err := s.Client.List(ctx, &gateways, client.InNamespace(s.Namespace), client.MatchingLabels{v1alpha1.LabelGateway: v1alpha1.GatewayActive}); err != nil {
@@ -118,7 +118,7 @@ func (s *site) gateway(ctx context.Context) (*corev1.Pod, error) {
 	return g, nil
 }
 
-// places are the node of the active gateway, and another one where there is one.
+// places returns the node of the active gateway, and another node if there is one.
 func (s *site) places(ctx context.Context) ([]place, error) {
 	g, err := s.gateway(ctx)
 	if err != nil {
@@ -147,7 +147,7 @@ func takesPods(n *corev1.Node) bool {
 	})
 }
 
-// args are those of the program in a Pod.
+// args are the arguments of the program in a Pod.
 func (s *site) args(network string) []string {
 	args := []string{"probe", fmt.Sprintf("--control=%d", s.control)}
 	if network == podNetwork {
@@ -156,8 +156,8 @@ func (s *site) args(network string) []string {
 	return args
 }
 
-// pod is one that runs Serve. It is in the namespace of the installation, which may have what raw
-// sockets and the host network need.
+// pod returns a Pod that runs Serve, in the namespace of the installation, where Pods may have raw
+// sockets and the host network.
 func (s *site) pod(node, place, network string) *corev1.Pod {
 	no, root, life, grace := false, int64(0), int64(lifetime.Seconds()), int64(1)
 	return &corev1.Pod{
@@ -174,7 +174,7 @@ func (s *site) pod(node, place, network string) *corev1.Pod {
 			Containers: []corev1.Container{{
 				Name: "probe", Image: s.image, Args: s.args(network),
 				SecurityContext: &corev1.SecurityContext{
-					// A user that is not root has no capability to use: those of a container are not ambient.
+					// Only root has capabilities: those of a container are not ambient.
 					RunAsUser: &root, AllowPrivilegeEscalation: &no, ReadOnlyRootFilesystem: new(true),
 					Capabilities: &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}, Add: []corev1.Capability{"NET_RAW"}}, // pings
 				},
@@ -183,7 +183,7 @@ func (s *site) pod(node, place, network string) *corev1.Pod {
 	}
 }
 
-// wait waits for a Pod, and says why it does not run.
+// wait waits until a Pod runs; the error has the reason why it does not.
 func (s *site) wait(ctx context.Context, m *member) error {
 	last := errors.New("it was not looked at")
 	err := wait.PollUntilContextCancel(ctx, 500*time.Millisecond, true, func(ctx context.Context) (bool, error) {
@@ -228,7 +228,7 @@ func (s *site) wait(ctx context.Context, m *member) error {
 	return nil
 }
 
-// endOfWait is why a wait whose context has ended ended: somebody interrupted it, or what was seen last.
+// endOfWait returns why a wait ended with its context: an interrupt, or the last error that it saw.
 func endOfWait(ctx context.Context, last error) error {
 	if errors.Is(ctx.Err(), context.Canceled) {
 		return fmt.Errorf("%w while it was waited for: %w", context.Canceled, last)
@@ -246,7 +246,7 @@ func state(p *corev1.Pod) string {
 	return safetext.Of(p.Status.Reason + " " + p.Status.Message)
 }
 
-// stateOf is empty for a container that runs.
+// stateOf returns the state of a container, empty while it runs.
 func stateOf(c corev1.ContainerStatus) string {
 	if w := c.State.Waiting; w != nil {
 		return safetext.Of(w.Reason + " " + w.Message)
@@ -257,7 +257,7 @@ func stateOf(c corev1.ContainerStatus) string {
 	return ""
 }
 
-// ask speaks to the program in the Pod.
+// ask sends a request to the program in the Pod.
 func (m *member) ask(ctx context.Context, method, path string, in, out any) error {
 	body := io.Reader(http.NoBody)
 	if in != nil {

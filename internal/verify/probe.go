@@ -23,41 +23,41 @@ import (
 )
 
 const (
-	// maxSize bounds a payload, maxRequests the requests that a Pod gets at once.
+	// maxSize bounds a payload in octets, maxRequests the requests that a Pod gets at once.
 	maxSize, maxRequests = 16 << 20, 1000
-	// senders is how many requests a Pod has under way.
+	// senders is how many requests a Pod handles at a time.
 	senders = 8
-	// attempt is how long one attempt may take without an octet, and attempts how many there are. A transfer
-	// that goes on may take slowest.
+	// attempt is how long one attempt may take without an octet, and attempts how many there are. A
+	// transfer that makes progress may take slowest.
 	attempt, attempts = 3 * time.Second, 3
 	slowest           = 20 * time.Second
-	// large transfers may be slow on a busy machine.
+	// large is the size from which a transfer may be slow on a busy machine.
 	large = 64 << 10
 	// maxConnections is how many clients an echo serves at a time.
 	maxConnections = 64
 )
 
-// A Request is the order to one Pod to send packets.
+// A Request tells one Pod to send packets.
 type Request struct {
 	Protocol string `json:"protocol"`
 	Host     string `json:"host"`           // an address, or a name that the sender resolves
 	Port     uint16 `json:"port,omitempty"` // not of ICMP
 	Size     int    `json:"size"`
-	Once     bool   `json:"once,omitempty"` // what is lost is not sent again
+	Once     bool   `json:"once,omitempty"` // do not resend lost packets
 }
 
-// An Answer is what came back.
+// An Answer is the outcome of a Request.
 type Answer struct {
 	Error   string     `json:"error,omitempty"`
-	Unable  string     `json:"unable,omitempty"` // why nothing was sent
+	Unable  string     `json:"unable,omitempty"` // why it could not send
 	Seconds float64    `json:"seconds"`          // of the attempt that was answered
 	Tries   int        `json:"tries"`            // attempts
 	SeenAs  netip.Addr `json:"seenAs,omitzero"`  // the source that the receiver saw; not of ICMP
 }
 
-// Serve echoes TCP and UDP at echo, where it is not 0, and does what it is told at a port of the
-// loopback address, until ctx ends, somebody there says so, or nobody has said anything for as long
-// as idle (0: for ever).
+// Serve echoes TCP and UDP at port echo, unless that is 0, and takes requests at port control of
+// the loopback address. It returns when ctx ends, when a request says so, or after idle without a
+// request (0: never).
 func Serve(ctx context.Context, echo, control uint16, idle time.Duration) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -99,12 +99,12 @@ func Serve(ctx context.Context, echo, control uint16, idle time.Duration) error 
 	case err = <-errs:
 	}
 	for _, c := range closers {
-		_ = c.Close() // it ends
+		_ = c.Close() // this ends its goroutine
 	}
 	return err
 }
 
-// afterIdle calls end when alive has not been called for so long; 0 is never.
+// afterIdle calls end when alive has not been called for the duration idle; 0: never.
 func afterIdle(idle time.Duration, end func()) (alive func()) {
 	if idle <= 0 {
 		return func() {}
@@ -113,8 +113,8 @@ func afterIdle(idle time.Duration, end func()) (alive func()) {
 	return func() { timer.Reset(idle) }
 }
 
-// A TCP question is a length in four octets and so many octets. Its answer is a length and an
-// Answer in JSON, and the octets.
+// A TCP question is a length in four octets, and as many octets. Its answer is a length, an Answer
+// in JSON of that length, and the octets of the question.
 func echoTCP(l net.Listener) error {
 	seats := make(chan struct{}, maxConnections)
 	for {
@@ -126,13 +126,13 @@ func echoTCP(l net.Listener) error {
 		go func() {
 			defer func() { <-seats }()
 			defer c.Close()
-			_ = answerTCP(c) // who asked asks again
+			_ = answerTCP(c) // the client tries again
 		}()
 	}
 }
 
 func answerTCP(c net.Conn) error {
-	t := &transfer{Conn: c, end: time.Now().Add(slowest)} // as long as its client waits
+	t := &transfer{Conn: c, end: time.Now().Add(slowest)} // its client waits no longer
 	payload, err := readPiece(t)
 	if err != nil {
 		return err
@@ -140,11 +140,11 @@ func answerTCP(c net.Conn) error {
 	return errors.Join(writePiece(t, seenBy(c.RemoteAddr())), writePiece(t, payload))
 }
 
-// A transfer is a connection that may stand still for as long as an attempt takes, and lasts until end.
+// A transfer is a connection that may stand still for one attempt, and lasts until end.
 type transfer struct {
 	net.Conn
 	end  time.Time
-	came int // octets that were read
+	came int // octets read
 }
 
 func (t *transfer) Read(b []byte) (n int, err error) {
@@ -182,7 +182,7 @@ func readPiece(r io.Reader) ([]byte, error) {
 	if n > maxSize {
 		return nil, fmt.Errorf("%d octets are too many", n)
 	}
-	var b bytes.Buffer // grows with what comes, not with what was announced
+	var b bytes.Buffer // it grows with the octets that come, not with the announced length
 	if _, err := io.CopyN(&b, r, int64(n)); err != nil {
 		return nil, err
 	}
@@ -194,25 +194,25 @@ func writePiece(w io.Writer, b []byte) error {
 	return err
 }
 
-// seenBy is the Answer that tells a client where it comes from.
+// seenBy returns the Answer with the client's address.
 func seenBy(from net.Addr) []byte {
 	at, _ := netip.ParseAddrPort(from.String())
 	text, _ := json.Marshal(Answer{SeenAs: at.Addr().Unmap()}) // addresses can be marshalled
 	return text
 }
 
-// A UDP answer is as long as its question, whose first 16 octets it keeps but for one bit; after them
-// is an Answer, as far as it fits.
+// A UDP answer is as long as its question and begins with the same 16 octets, except for one bit.
+// After them comes an Answer, as far as it fits.
 const cookie = 16
 
-// question is the bit of the first octet that questions have and answers have not: no echo answers
-// an answer, and so two of them cannot be made to talk to each other.
+// question is a bit of the first octet that is set in questions only. Since no echo answers an
+// answer, two of them cannot be made to talk to each other.
 const question = 0x80
 
-// answerRoom holds an Answer of an echo: SeenAs of up to 39 octets, and what is around it.
+// answerRoom is the size of an echo's Answer: SeenAs of up to 39 octets, and its JSON.
 const answerRoom = 80
 
-// echoUDP answers questions, but none that seems to come from another echo.
+// echoUDP answers questions, except those that seem to come from another echo.
 func echoUDP(c net.PacketConn) error {
 	own := portOf(c.LocalAddr())
 	b := make([]byte, 64<<10)
@@ -225,7 +225,7 @@ func echoUDP(c net.PacketConn) error {
 			b[0] &^= question
 			clear(b[cookie:n])
 			copy(b[cookie:n], seenBy(from))
-			_, _ = c.WriteTo(b[:n], from) // who asked asks again
+			_, _ = c.WriteTo(b[:n], from) // the client tries again
 		}
 	}
 }
@@ -254,10 +254,10 @@ func run(w http.ResponseWriter, r *http.Request) {
 	}
 	group.Wait()
 	w.Header().Set("Content-Type", "application/json")
-	_ = json.NewEncoder(w).Encode(answers) // an error here is the client's
+	_ = json.NewEncoder(w).Encode(answers) // the client ended the connection
 }
 
-// Do sends until an answer comes, a few times.
+// Do sends until an answer comes, at most attempts times.
 func Do(ctx context.Context, r Request) (a Answer) {
 	send := map[string]func(context.Context, netip.AddrPort, int) (netip.Addr, error){TCP: overTCP, UDP: overUDP, ICMP: echo, Connect: knock}[r.Protocol]
 	if send == nil || r.Size < 0 || r.Size > maxSize {
@@ -315,11 +315,11 @@ func isTimeout(err error) bool {
 
 func payload(n int) []byte {
 	b := make([]byte, n)
-	_, _ = rand.Read(b) // it does not fail
+	_, _ = rand.Read(b) // it never fails
 	return b
 }
 
-// connect dials and obeys the deadline of ctx.
+// connect dials and sets the deadline of ctx.
 func connect(ctx context.Context, network string, to netip.AddrPort) (net.Conn, error) {
 	c, err := new(net.Dialer).DialContext(ctx, network, to.String())
 	if err != nil {
@@ -331,7 +331,7 @@ func connect(ctx context.Context, network string, to netip.AddrPort) (net.Conn, 
 	return c, err
 }
 
-// A slowError says that a transfer went on, but did not end in time.
+// A slowError means that a transfer made progress but did not end in time.
 type slowError struct{ came, of int }
 
 func (e slowError) Error() string {
@@ -347,7 +347,7 @@ func overTCP(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr,
 	return exchange(conn, size)
 }
 
-// exchange sends so many octets, and takes them back. It has its own deadlines, see transfer.
+// exchange sends size octets and reads them back. It sets its own deadlines, see transfer.
 func exchange(conn net.Conn, size int) (from netip.Addr, err error) {
 	c := &transfer{Conn: conn, end: time.Now().Add(slowest)}
 	defer func() {
@@ -374,7 +374,7 @@ func exchange(conn net.Conn, size int) (from netip.Addr, err error) {
 	return seen.SeenAs, err
 }
 
-// overUDP uses a connected socket: an answer from another address is none.
+// overUDP uses a connected socket, which ignores answers from other addresses.
 func overUDP(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr, err error) {
 	c, err := connect(ctx, "udp", to)
 	if err != nil {
@@ -395,7 +395,7 @@ func overUDP(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr,
 			return from, err
 		}
 		if n != len(sent) || !bytes.Equal(b[:cookie], want) {
-			continue // of an attempt before
+			continue // an answer to an earlier attempt
 		}
 		var seen Answer
 		if err := json.Unmarshal(bytes.TrimRight(b[cookie:n], "\x00"), &seen); err != nil {
@@ -405,14 +405,15 @@ func overUDP(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr,
 	}
 }
 
-// errUnable says that nothing was sent.
+// errUnable means that nothing was sent.
 var errUnable = errors.New("it may not send them: it has no CAP_NET_RAW, and its group is not in net.ipv4.ping_group_range, which the securityContext.sysctls of a Pod can set")
 
 func echo(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr, err error) {
 	at := to.Addr()
 	network, all := ping.Raw(at)
 	c, err := icmp.ListenPacket(network, all)
-	if errors.Is(err, os.ErrPermission) { // a ping needs no raw socket where net.ipv4.ping_group_range says so
+	// Where net.ipv4.ping_group_range permits it, a ping needs no raw socket.
+	if errors.Is(err, os.ErrPermission) {
 		c, err = icmp.ListenPacket(map[bool]string{false: "udp4", true: "udp6"}[at.Is6()], all)
 	}
 	if errors.Is(err, os.ErrPermission) {
@@ -421,7 +422,8 @@ func echo(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr, er
 	if err != nil {
 		return from, err
 	}
-	defer func() { _ = c.Close() }() // fails only when it is closed already
+	defer func() { _ = c.Close() }() // fails only if it is already closed
 	_, _, err = ping.Echo(ctx, c, at, max(size, least[ICMP]))
-	return from, err // whom the receiver saw, it does not say
+	// A ping does not show the source that the receiver saw.
+	return from, err
 }

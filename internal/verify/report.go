@@ -14,21 +14,21 @@ import (
 type Result struct {
 	Check
 	Answer
-	// Unknown is why nothing is known: the sender could not be told to send, or what it asked does not
-	// answer in its own cluster either.
+	// Unknown is why there is no result: the sender got no request, or the receiver does not answer
+	// in its own cluster either.
 	Unknown string `json:"unknown,omitempty"`
 }
 
-// A Report is all of them.
+// A Report is the results of a run.
 type Report struct {
 	Local   string    `json:"local"` // names of the clusters
 	Remote  string    `json:"remote"`
 	At      time.Time `json:"at"`
 	Checks  int       `json:"checks"`
 	Failed  int       `json:"failed"`
-	Unknown int       `json:"unknown"` // see Result.Unknown; they have not failed
+	Unknown int       `json:"unknown"` // see Result.Unknown; not among Failed
 	Results []Result  `json:"results"`
-	// LeftOut is what was not tried, and why.
+	// LeftOut is what was not checked, and why.
 	LeftOut []string `json:"leftOut,omitempty"`
 }
 
@@ -74,7 +74,7 @@ func (r *Report) Print(w io.Writer) error {
 	return err
 }
 
-// JUnit writes the report as CI systems read it.
+// JUnit writes the report in the format of CI systems.
 func (r *Report) JUnit(w io.Writer) error {
 	type failure struct {
 		Message string `xml:"message,attr"`
@@ -84,7 +84,7 @@ func (r *Report) JUnit(w io.Writer) error {
 		Name    string   `xml:"name,attr"`
 		Time    string   `xml:"time,attr"`
 		Failure *failure `xml:"failure"`
-		Error   *failure `xml:"error"` // nothing was found out
+		Error   *failure `xml:"error"` // the result is unknown
 		Skipped *failure `xml:"skipped"`
 	}
 	type suite struct {

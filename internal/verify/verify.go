@@ -23,35 +23,35 @@ import (
 // Options select the checks.
 type Options struct {
 	Only  Only
-	Sizes map[string][]int // by protocol; those that are missing are of Sizes
-	To    []string         // targets in the remote cluster besides what is found there, see Targets
-	Image string           // of the Pods; empty: that of the gateway in each cluster
-	// Pods of the local and the remote cluster to use instead of making some, each NAMESPACE/NAME, see
-	// CheckPods.
+	Sizes map[string][]int // by protocol; Sizes are the defaults
+	To    []string         // targets in the remote cluster besides those found there, see Targets
+	Image string           // of the Pods; empty: the gateway's image in each cluster
+	// Pods of the local and the remote cluster to use instead of creating some, each
+	// NAMESPACE/NAME, see CheckPods.
 	Pods, RemotePods []string
 	Report           func(string) // gets a line for each step
-	// Continuous goes on until the context ends, with one small UDP packet a second for each pair,
-	// and gets the numbers after each second, and at the end. The slice is the callee's.
+	// Continuous makes the run last until the context ends, with one small UDP packet a second for
+	// each pair. It gets the counts every second and at the end. The callee owns the slice.
 	Continuous func([]Loss)
 }
 
-// A Loss counts what was sent one way from one Pod to another.
+// A Loss counts the packets from one Pod to another, and those that were lost.
 type Loss struct {
 	From     End       `json:"from"`
 	To       End       `json:"to"`
 	Sent     int       `json:"sent"`
 	Lost     int       `json:"lost"`
-	Last     time.Time `json:"last,omitzero"` // when something was last lost; zero: never
-	Why      string    `json:"why,omitempty"` // then
-	NotAsked int       `json:"notAsked"`      // how often the sender could not be told to send: nobody knows what arrives
+	Last     time.Time `json:"last,omitzero"` // when one was last lost; zero: never
+	Why      string    `json:"why,omitempty"` // the reason of the last loss
+	NotAsked int       `json:"notAsked"`      // how often the sender got no request, so that nothing is known
 	WhyNot   string    `json:"whyNot,omitempty"`
 }
 
-// ErrNotPeered says that two clusters are not joined.
+// ErrNotPeered is returned for two clusters that are not joined.
 var ErrNotPeered = errors.New("not peered")
 
-// Run makes Pods in both clusters, has them send, and deletes them, also when ctx ends. The Report
-// has what was found out before an error. That ctx ended is an error, unless Continuous had begun.
+// Run creates Pods in both clusters, makes them send, and deletes them, also when ctx ends. The
+// Report has the results before an error. The end of ctx is an error, unless Continuous had begun.
 func Run(ctx context.Context, local, remote *cluster.Cluster, o Options) (report *Report, err error) {
 	report = &Report{At: time.Now(), Results: []Result{}}
 	clusters := [2]*cluster.Cluster{local, remote}
@@ -98,12 +98,13 @@ func Run(ctx context.Context, local, remote *cluster.Cluster, o Options) (report
 	return report, verify(ctx, sites, found, o, report)
 }
 
-// verify has the Pods send what o says, and to what each cluster found in the other.
+// verify makes the Pods send what o selects, and to the targets that each cluster found in the
+// other.
 func verify(ctx context.Context, sites [2]*site, found [2][]Target, o Options, report *Report) error {
 	checks := Plan(sites[0].ends(), sites[1].ends(), o.Only, o.Sizes)
 	if o.Continuous != nil {
 		watch(ctx, sites, pairs(checks), o.Continuous)
-		return nil // the end of ctx is how it ends
+		return nil // a continuous run ends with ctx
 	}
 	for _, target := range o.To {
 		checks = append(checks, Targets(sites[0].ends(), o.Only, []Target{{Host: target}})...)
@@ -123,9 +124,9 @@ func verify(ctx context.Context, sites [2]*site, found [2][]Target, o Options, r
 	return ctx.Err()
 }
 
-// withoutUnable leaves out the pings between Pods that one of them may not send, and says of which: what it
-// sends by TCP and UDP goes the same way. Others stay, and nothing is known of them: those that somebody
-// asked for, and those to targets, to which nothing else may be sent.
+// withoutUnable leaves out pings between Pods one of which may not send them, and names that Pod:
+// its TCP and UDP take the same path. It keeps, as unknown, pings that a person asked for and pings
+// to targets, to which nothing else may be sent.
 func withoutUnable(results []Result, only Only) (some []Result, leftOut []string) {
 	for _, r := range results {
 		if r.Unable == "" || r.Target != "" || slices.Contains(only.protocols, ICMP) {
@@ -139,7 +140,7 @@ func withoutUnable(results []Result, only Only) (some []Result, leftOut []string
 	return some, leftOut
 }
 
-// story is a line about the Pods that are made, or those that were given.
+// story returns a line about the Pods of a site, created or given.
 func (s *site) story(made, given string) string {
 	if len(s.given) > 0 {
 		return fmt.Sprintf("%s: %s %s", s, given, strings.Join(s.given, ", "))
@@ -162,8 +163,8 @@ func (s *site) ends() (all []End) {
 	return all
 }
 
-// send has all Pods send at once, each what it is to send, and returns the results in the order of
-// the checks.
+// send makes all Pods send at once, each its own checks, and returns the results in the order of
+// checks.
 func send(ctx context.Context, sites [2]*site, checks []Check) []Result {
 	results := make([]Result, len(checks))
 	var group sync.WaitGroup
@@ -178,7 +179,7 @@ func send(ctx context.Context, sites [2]*site, checks []Check) []Result {
 	return results
 }
 
-// senderOf says which of the checks each Pod sends.
+// senderOf returns the indexes of the checks that each Pod sends.
 func senderOf(sites [2]*site, checks []Check) map[*member][]int {
 	of := map[*member][]int{}
 	for _, s := range sites {
@@ -230,8 +231,8 @@ func (m *member) send(ctx context.Context, checks []Check, once bool) []Result {
 	return results
 }
 
-// patience is how long a Pod may take for requests none of which is answered, and the way to it. Each large
-// transfer may be slow, too.
+// patience is how long a Pod may take for requests if none is answered, with a margin for the
+// connection to it. A large transfer may be slow too.
 func patience(requests []Request, once bool) time.Duration {
 	rounds := (len(requests) + senders - 1) / senders
 	if once {
@@ -252,14 +253,14 @@ func (c Check) request() Request {
 	if c.Target != "" {
 		r.Host, r.Port = c.Target, 0
 		if host, port, err := net.SplitHostPort(c.Target); err == nil {
-			n, _ := strconv.ParseUint(port, 10, 16) // CheckTarget has seen it
+			n, _ := strconv.ParseUint(port, 10, 16) // CheckTarget has validated it
 			r.Host, r.Port = host, uint16(n)
 		}
 	}
 	return r
 }
 
-// CheckTarget refuses what is neither HOST nor HOST:PORT.
+// CheckTarget refuses a text that is neither HOST nor HOST:PORT.
 func CheckTarget(text string) error {
 	host, port, err := net.SplitHostPort(text)
 	if err == nil {
@@ -275,7 +276,7 @@ func CheckTarget(text string) error {
 	return fmt.Errorf("%q: want an address or a name, and a port where a connection is meant, such as 10.0.0.1:443", text)
 }
 
-// pairs are the checks of Continuous: one for each pair.
+// pairs returns the checks of Continuous: one for each pair.
 func pairs(checks []Check) (few []Check) {
 	known := map[[2]End]bool{}
 	for _, c := range checks {
@@ -287,8 +288,8 @@ func pairs(checks []Check) (few []Check) {
 	return few
 }
 
-// watch has each Pod send once a second, whatever becomes of the others, and tells the numbers once
-// a second and at the end, as soon as there are any.
+// watch makes each Pod send once a second, independently of the others. It calls tell with the
+// counts once a second and at the end, as soon as there are any.
 func watch(ctx context.Context, sites [2]*site, checks []Check, tell func([]Loss)) {
 	losses := make([]Loss, len(checks))
 	for i, c := range checks {
@@ -298,7 +299,8 @@ func watch(ctx context.Context, sites [2]*site, checks []Check, tell func([]Loss
 	var group sync.WaitGroup
 	senders := senderOf(sites, checks)
 	for _, m := range slices.Concat(sites[0].pods, sites[1].pods) {
-		if _, sends := senders[m]; !sends { // who only answers has to hear that somebody is there
+		// A Pod that only answers needs requests too, or it ends as idle.
+		if _, sends := senders[m]; !sends {
 			group.Go(func() {
 				every(ctx, idle/10, func() { _ = m.ask(ctx, http.MethodGet, "/ready", nil, nil) })
 			})
@@ -308,7 +310,7 @@ func watch(ctx context.Context, sites [2]*site, checks []Check, tell func([]Loss
 		group.Go(func() {
 			every(ctx, time.Second, func() {
 				results := m.send(ctx, pick(checks, mine), true)
-				if ctx.Err() != nil { // what was under way is nobody's loss
+				if ctx.Err() != nil { // packets under way do not count as lost
 					return
 				}
 				mu.Lock()
@@ -332,7 +334,7 @@ func watch(ctx context.Context, sites [2]*site, checks []Check, tell func([]Loss
 	say()
 }
 
-// every does something at once and then at each interval. It returns when ctx has ended.
+// every calls do at once and then at each interval. It returns when ctx has ended.
 func every(ctx context.Context, interval time.Duration, do func()) {
 	tick := time.NewTicker(interval)
 	defer tick.Stop()
@@ -358,7 +360,7 @@ func (l *Loss) count(r Result) {
 	}
 }
 
-// Line sums up losses in one line.
+// Line formats losses in one line.
 func Line(losses []Loss) string {
 	var b strings.Builder
 	sent, lost, notAsked := 0, 0, 0
