@@ -12,16 +12,16 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// FieldManager is who we are to server-side apply.
+// FieldManager is our field manager in server-side apply.
 const FieldManager = "isthmus"
 
 const (
-	// LabelManagedBy marks what we made: nothing else is deleted.
+	// LabelManagedBy marks objects that we created. No others are deleted.
 	LabelManagedBy = "app.kubernetes.io/managed-by"
 	ManagedBy      = "isthmus"
 )
 
-// Outcome says what applying an object changed.
+// Outcome is what applying an object changed.
 type Outcome string
 
 const (
@@ -30,8 +30,8 @@ const (
 	Unchanged Outcome = "unchanged"
 )
 
-// Apply makes the object be as it is given, server-side: fields that others set and we do not
-// mention stay.
+// Apply applies the object server-side. Fields that it does not mention keep the values that others
+// set.
 func (c *Cluster) Apply(ctx context.Context, o client.Object) (Outcome, error) {
 	u, err := c.Unstructured(o)
 	if err != nil {
@@ -82,7 +82,7 @@ func Describe(u *unstructured.Unstructured) string {
 	return u.GetKind() + " " + u.GetNamespace() + "/" + u.GetName()
 }
 
-// Get reads an object as it is; nil when it or its kind is not there.
+// Get reads an object; nil if it or its kind does not exist.
 func (c *Cluster) Get(ctx context.Context, kind schema.GroupVersionKind, namespace, name string) (*unstructured.Unstructured, error) {
 	u := &unstructured.Unstructured{}
 	u.SetGroupVersionKind(kind)

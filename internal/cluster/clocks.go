@@ -6,9 +6,9 @@ import (
 	"time"
 )
 
-// A serverClock measures how far the API server's clock is ahead of ours, by the header Date of its answers (RFC
-// 9110, section 6.6.1). Date is a moment between request and answer, in whole seconds, so each answer narrows the
-// bounds of the difference.
+// A serverClock measures how far the API server's clock is ahead of ours, by the Date header of its
+// responses (RFC 9110, section 6.6.1). Date lies between request and response, and has whole
+// seconds. So each response narrows the bounds of the difference.
 type serverClock struct {
 	mu        sync.Mutex
 	known     bool
@@ -19,27 +19,27 @@ func (s *serverClock) heard(date, sent, received time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	low, high := date.Sub(received), date.Add(time.Second).Sub(sent)
-	if s.known && max(low, s.low) <= min(high, s.high) { // else one of the clocks was set
+	if s.known && max(low, s.low) <= min(high, s.high) { // otherwise one of the clocks was set
 		low, high = max(low, s.low), min(high, s.high)
 	}
 	s.low, s.high, s.known = low, high, true
 }
 
-// ahead returns the difference within the bounds that is nearest to 0; false: no answer had a Date.
+// ahead returns the difference nearest to 0 within the bounds; false: no response had a Date.
 func (s *serverClock) ahead() (time.Duration, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return max(s.low, min(s.high, 0)), s.known
 }
 
-// atLeast returns the lower bound of the difference: with it nothing looks older than it is.
+// atLeast returns the lower bound of the difference, with which nothing looks older than it is.
 func (s *serverClock) atLeast() (time.Duration, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.low, s.known
 }
 
-// listening measures by the answers to a client's requests.
+// listening wraps a client's transport, to measure by its responses.
 func (s *serverClock) listening(to http.RoundTripper) http.RoundTripper {
 	return roundTripper(func(r *http.Request) (*http.Response, error) {
 		sent := time.Now()
@@ -57,8 +57,8 @@ type roundTripper func(*http.Request) (*http.Response, error)
 
 func (f roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
 
-// Now is the time by the API server's clock, with which objects say when they were written; false: it is
-// not known, and the time is ours.
+// Now returns the time by the API server's clock, which dates objects. It returns false and our own
+// time if the server's is unknown.
 func (c *Cluster) Now() (time.Time, bool) {
 	ahead, known := c.clock.ahead()
 	return time.Now().Add(ahead), known

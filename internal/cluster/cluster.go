@@ -1,6 +1,6 @@
-// Package cluster is access to one cluster for the commands of its operators: the client, the identity of
-// the installation, the API server's clock, and errors that a person can act on. Commands are functions that
-// take a Cluster.
+// Package cluster gives commands access to one cluster: the client, the identity of the
+// installation, the API server's clock, and errors that a person can act on. It owns nothing else:
+// commands are functions that take a Cluster.
 package cluster
 
 import (
@@ -38,22 +38,22 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// RequestTimeout bounds each request: an API server that hangs is one that is away.
+// RequestTimeout bounds each request, so that an API server that hangs counts as unreachable.
 const RequestTimeout = 10 * time.Second
 
-// ErrUnreachable says that a cluster could not be asked at all.
+// ErrUnreachable is returned when no request to a cluster got an answer.
 var ErrUnreachable = errors.New("unreachable")
 
-// Access says which cluster is meant and how a person gets there.
+// Access selects a cluster and how a person reaches it.
 type Access struct {
 	// Kubeconfig is the path of a file; empty: $KUBECONFIG, ~/.kube/config, or the ServiceAccount
 	// of the Pod.
 	Kubeconfig string
-	// Context is the one to use of that file; empty: its current one.
+	// Context is the context to use of that file; empty: its current one.
 	Context string
 	// Namespace is that of the installation; empty: deploy.Namespace.
 	Namespace string
-	// As and AsGroups are whom to act as, by impersonation; empty: the user of the context.
+	// As and AsGroups are the user and groups to impersonate; empty: the user of the context.
 	As       string
 	AsGroups []string
 	// Timeout bounds each request; 0: ten seconds.
@@ -63,39 +63,39 @@ type Access struct {
 	Server string
 }
 
-// A Cluster is one that can be spoken to. Its methods may be called concurrently.
+// A Cluster is one cluster and the access to it. Its methods may be called concurrently.
 type Cluster struct {
 	// Identity is that of the installation; set by Identify.
 	Identity v1alpha1.ClusterIdentity
 	// Namespace is that of the installation.
 	Namespace string
 
-	Context      string // for messages as long as there is no name
-	Server       string // URL that is given to the peer
-	ServerChosen bool   // server is Access.Server
+	Context      string // for messages before the name is known
+	Server       string // URL of the API server that the peer gets
+	ServerChosen bool   // Server comes from Access.Server
 	UID          string // of kube-system, which no two clusters share
 
-	Config *rest.Config  // reaches the API server as the person may; nobody changes it
-	Client client.Client // reads and writes objects as the person may
+	Config *rest.Config  // with the person's rights; never changed
+	Client client.Client // with the person's rights
 
-	clock *serverClock // as client hears
+	clock *serverClock // measured by Client's responses
 }
 
-// Of is the cluster whose objects a client reads and writes.
+// Of returns a Cluster for a client.
 func Of(c client.Client, namespace string) *Cluster {
 	return &Cluster{Namespace: namespace, Client: c, clock: new(serverClock)}
 }
 
-// Connect prepares to speak to a cluster. It sends nothing yet, so that its errors are about the
+// Connect prepares the access to a cluster. It sends no request, so its errors are about the
 // kubeconfig.
 func Connect(a Access) (*Cluster, error) {
-	log.SetLogger(logr.Discard()) // else the client's library complains on standard error that nobody has decided
+	log.SetLogger(logr.Discard()) // without a logger the client library complains on standard error
 	config, name, err := load(a)
 	if err != nil {
 		return nil, err
 	}
 	config.Timeout = cmp.Or(a.Timeout, RequestTimeout)
-	config.QPS = -1 // a person waits, and there are few requests
+	config.QPS = -1 // no limit: a person waits, and there are few requests
 	config.WarningHandler = rest.NoWarnings{}
 	c := &Cluster{Namespace: cmp.Or(a.Namespace, deploy.Namespace), Context: name, Server: cmp.Or(a.Server, config.Host), ServerChosen: a.Server != "", Config: config, clock: new(serverClock)}
 	if u, err := url.Parse(c.Server); err != nil || u.Scheme != "https" || u.Host == "" {
@@ -131,7 +131,7 @@ func load(a Access) (config *rest.Config, name string, err error) {
 		return nil, "", fmt.Errorf("kubeconfig: no context %s", safetext.Of(a.Context))
 	}
 	config, err = kubeconfig.ClientConfig()
-	if all := slices.Sorted(maps.Keys(raw.Contexts)); clientcmd.IsEmptyConfig(err) && len(all) > 0 { // and none of them is current
+	if all := slices.Sorted(maps.Keys(raw.Contexts)); clientcmd.IsEmptyConfig(err) && len(all) > 0 { // none of them is current
 		return nil, "", fmt.Errorf("kubeconfig: no context is the current one: want --context with one of %s", safetext.Of(strings.Join(all, ", ")))
 	}
 	if clientcmd.IsEmptyConfig(err) || errors.Is(err, rest.ErrNotInCluster) {
@@ -143,8 +143,8 @@ func load(a Access) (config *rest.Config, name string, err error) {
 	return config, name, nil
 }
 
-// HasKubeconfig reports whether there is a default cluster: kubectl would find a kubeconfig, or we run in a
-// Pod.
+// HasKubeconfig reports whether there is a default cluster: a kubeconfig where kubectl looks for
+// one, or that of our own Pod.
 func HasKubeconfig() bool {
 	for _, file := range clientcmd.NewDefaultClientConfigLoadingRules().Precedence {
 		if _, err := os.Stat(file); err == nil {
@@ -217,8 +217,8 @@ func (c *Cluster) ReadUID(ctx context.Context) error {
 	return nil
 }
 
-// ReadIdentity returns what the ConfigMap says, nil when there is none, and its name. One without an ID
-// means the UID of kube-system, which readUID has read.
+// ReadIdentity returns the identity in the ConfigMap, nil if there is none, and the ConfigMap's
+// name. An absent ID is the UID of kube-system, which ReadUID must have read.
 func (c *Cluster) ReadIdentity(ctx context.Context) (*v1alpha1.ClusterIdentity, string, error) {
 	var list corev1.ConfigMapList
 	if err := c.Client.List(ctx, &list, client.InNamespace(c.Namespace), client.MatchingLabels{LabelName: IdentityLabelValue}); err != nil {
@@ -239,7 +239,7 @@ var (
 	clusterName = regexp.MustCompile(`^[a-z0-9]([a-z0-9-]{0,42}[a-z0-9])?$`) // liqo-tenant-NAME-123456 is a namespace of at most 63
 )
 
-// CheckIdentity refuses names and IDs of which no objects can be named.
+// CheckIdentity refuses names and IDs from which no object names can be made.
 func CheckIdentity(i v1alpha1.ClusterIdentity) error {
 	if !clusterName.MatchString(i.ClusterName) {
 		return fmt.Errorf("cluster name %s: want lower case letters, digits and '-', at most 44, since namespaces are called after it", safetext.Of(i.ClusterName))
@@ -250,7 +250,7 @@ func CheckIdentity(i v1alpha1.ClusterIdentity) error {
 	return nil
 }
 
-// Explain says what an error of the API server means for a person.
+// Explain adds to an error of the API server what it means for a person.
 func (c *Cluster) Explain(what string, err error) error {
 	switch {
 	case err == nil:
@@ -260,13 +260,13 @@ func (c *Cluster) Explain(what string, err error) error {
 	case apierrors.IsUnauthorized(err):
 		return fmt.Errorf("%s: %s: %w: the API server does not accept the credentials of the kubeconfig", c, what, ErrUnreachable)
 	case apierrors.ReasonForError(err) == metav1.StatusReasonUnknown && !errors.Is(err, context.Canceled):
-		// No answer of an API server at all.
+		// The API server has not answered.
 		return fmt.Errorf("%s: %s: %w: %w", c, what, ErrUnreachable, kubeerr.Plain("API server "+safetext.Of(c.Config.Host), err))
 	}
 	return fmt.Errorf("%s: %s: %w", c, what, err)
 }
 
-// Distinct refuses two clusters that are one, or that peers could not tell apart.
+// Distinct refuses two clusters that are the same, or that peers could not distinguish.
 func Distinct(a, b *Cluster) error {
 	switch {
 	case a.UID == b.UID:

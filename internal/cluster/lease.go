@@ -15,13 +15,14 @@ import (
 // ManagerLease is the Lease that the active manager holds.
 const ManagerLease = deploy.ManagerServiceAccount
 
-// HolderOf says who is at work, by the Lease that the manager or the active gateway renews. A sharp answer is
-// to be shown. What is done because nobody is at work, such as taking down what others keep up, needs
-// both clocks to say that the Lease is over, by half a minute: the API server's may be a proxy's, or that of
-// one of several.
+// HolderOf returns the active manager or gateway, by the Lease that it renews. Set sharp to show
+// the result. A caller that acts when there is none, and for example removes objects that the
+// holder maintains, must not set it: then the Lease counts as over only half a minute later by both
+// clocks. The API server's clock may be a proxy's, or that of one of several servers.
 func HolderOf(ctx context.Context, c *Cluster, leaseName string, sharp bool) (health.Holder, error) {
 	var lease coordinationv1.Lease
-	asked := time.Now() // the answer may be as old as that
+	// The answer may be as old as that.
+	asked := time.Now()
 	err := c.Client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: leaseName}, &lease)
 	name := LeaseText(c, leaseName)
 	if apierrors.IsNotFound(err) {

@@ -10,15 +10,15 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// ErrLiqo says that a cluster is a Liqo without Isthmus. Nothing is written there: what Isthmus
-// installs replaces Liqo's CRDs and would take over its network.
+// ErrLiqo is returned for a cluster that runs Liqo without Isthmus. Isthmus writes nothing there:
+// it would replace Liqo's CRDs and take over its network.
 var ErrLiqo = errors.New("this is a Liqo without Isthmus")
 
-// ForeignClusters is the kind by which a Liqo is known.
+// ForeignClusters is the kind that identifies a Liqo.
 var ForeignClusters = schema.GroupKind{Group: "discovery.liqo.io", Kind: "ForeignCluster"}
 
-// IsLiqo reports whether the cluster is a Liqo. Where Isthmus is beside Liqo's control plane, it is
-// an Isthmus.
+// IsLiqo reports whether the cluster runs Liqo without Isthmus. Isthmus beside Liqo's control plane
+// counts as Isthmus.
 func (c *Cluster) IsLiqo() (bool, error) {
 	foreign, err := c.Knows(ForeignClusters)
 	if err != nil || !foreign {
@@ -28,7 +28,7 @@ func (c *Cluster) IsLiqo() (bool, error) {
 	return !own, err
 }
 
-// refuseLiqo returns ErrLiqo with what to do instead.
+// refuseLiqo returns ErrLiqo with the remedy.
 func (c *Cluster) refuseLiqo() error {
 	if is, err := c.IsLiqo(); err != nil || !is {
 		return err
@@ -37,7 +37,7 @@ func (c *Cluster) refuseLiqo() error {
 		"nothing; docs/liqo.md has the few objects that join one with a Liqo, and what to look at there", c, ErrLiqo, ForeignClusters)
 }
 
-// Knows asks whether the API server has a kind.
+// Knows reports whether the API server serves a kind.
 func (c *Cluster) Knows(kind schema.GroupKind) (bool, error) {
 	_, err := c.Client.RESTMapper().RESTMapping(kind)
 	if meta.IsNoMatchError(err) {

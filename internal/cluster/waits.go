@@ -5,15 +5,15 @@ import (
 	"time"
 )
 
-// PollInterval is how often a waiting command looks. Looking survives what a watch would have to be
-// repaired after: an API server that restarts.
+// PollInterval is how often a waiting command polls. Polling survives a restart of the API server,
+// after which a watch would have to be repaired.
 const PollInterval = 100 * time.Millisecond
 
-// ErrNotReady says that a peering was set up, or taken down, and what that leads to did not come
-// true in time.
+// ErrNotReady is returned when a peering was set up or taken down, but did not reach its goal in
+// time.
 var ErrNotReady = errors.New("not in time")
 
-// ErrNoPeering says that a name is neither that of a Peering nor of anything that one left.
+// ErrNoPeering is returned for a name that belongs neither to a Peering nor to the remains of one.
 var ErrNoPeering = errors.New("no such peering")
 
 // Patience is how long a step may take before the command reports what it waits for.
