@@ -3,9 +3,9 @@
 //	manager ─ CONNECT ─► gateway ═ tunnel ═ gateway of the peer ─► API server of the peer
 //	        └────────────── TLS, from end to end ───────────────┘
 //
-// The gateways copy octets. They have no part in the TLS between a manager and an API server, and know no token.
-// The connection from a manager to its gateway has TLS of its own, by which both prove that they know the
-// gateways' private key.
+// The gateways copy octets. They take no part in the TLS between a manager and an API server, and
+// know no token. The connection from a manager to its gateway has its own TLS, in which both prove
+// that they know the gateways' private key. Dial is for managers, Server for gateways.
 package inband
 
 import (
@@ -30,16 +30,16 @@ const (
 	// Port is the TCP port of gateways inside the tunnel.
 	Port = 6443
 
-	// purpose of the keys by which a manager and its gateway know each other.
+	// purpose derives the keys by which a manager and its gateway authenticate each other.
 	purpose = "isthmus in-band manager"
 
-	// answerTime is how long a gateway may take until it has connected.
+	// answerTime is how long a manager waits until its gateway has connected.
 	answerTime = 10 * time.Second
-	// connectTime is how long a gateway takes at most to connect, in the tunnel or to its API server.
+	// connectTime bounds how long a gateway tries to connect, in the tunnel or to its API server.
 	connectTime = 5 * time.Second
 	// requestLen bounds a manager's request, in octets.
 	requestLen = 4 << 10
-	// reasonLen bounds what a manager reads of a gateway's reason, in octets.
+	// reasonLen bounds the gateway's reason that a manager reads, in octets.
 	reasonLen = 512
 )
 
@@ -48,7 +48,8 @@ type RefusedError struct{ Reason string }
 
 func (e *RefusedError) Error() string { return e.Reason }
 
-// Dial connects to the API server of a peer by a gateway of this cluster. private is the gateways' private key.
+// Dial connects to the API server of a peer through a gateway of this cluster. private is the
+// gateways' private key.
 func Dial(ctx context.Context, gateway netip.Addr, private [32]byte, peer string) (net.Conn, error) {
 	config, err := pinned.Config(private, purpose)
 	if err != nil {
@@ -96,7 +97,7 @@ func request(c net.Conn, peer string) (net.Conn, error) {
 	return c, nil
 }
 
-// requested reads a manager's request, and returns the cluster ID of the peer.
+// requested reads a manager's request and returns the cluster ID of the peer.
 func requested(c net.Conn) (string, error) {
 	r := bufio.NewReader(io.LimitReader(c, requestLen))
 	asked, err := http.ReadRequest(r)
@@ -110,7 +111,7 @@ func requested(c net.Conn) (string, error) {
 	return peer, nil
 }
 
-// answer tells a manager why there is no connection; "": there is one.
+// answer sends a manager the reason why there is no connection; "": there is one.
 func answer(c net.Conn, reason string) error {
 	if reason == "" {
 		_, err := io.WriteString(c, "HTTP/1.1 200 Connected\r\n\r\n")

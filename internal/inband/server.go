@@ -20,35 +20,37 @@ import (
 
 // Bounds for the connections of each peer, in each direction.
 const (
-	// Connections is how many there are with one peer, its own and those of our manager each. A manager has one or
-	// two.
+	// Connections bounds those of our manager to a peer, and those of the peer's manager, each. A
+	// manager has one or two.
 	Connections = 16
-	// Openings and AtOnce bound the connections that a peer opens, for each takes a port of the gateway.
+	// Openings and AtOnce bound how fast a peer opens connections, because each takes a port of the
+	// gateway.
 	Openings = 2 // per second
 	AtOnce   = 16
 	// Rate and Burst bound the octets in each direction.
 	Rate  = 4 << 20 // per second
 	Burst = 4 << 20
-	// Idle ends a connection without an octet in either direction. A manager sends one every 15 s. When a peer has got
-	// another key, connections made with the former one alone keep the peer's own out for no longer than that.
+	// Idle ends a connection without an octet in either direction. A manager sends one every 15 s.
+	// When a peer gets another key, connections made with the former key may fill Connections no
+	// longer than that.
 	Idle = 45 * time.Second
 
-	// asking bounds connections to ManagerPort that have not shown a valid request, and askingEach those from one
-	// address: whoever reaches the port does not keep the manager out.
+	// asking bounds connections to ManagerPort that have not yet sent a valid request, and
+	// askingEach those from one address. So nobody who reaches the port can keep the manager out.
 	asking     = 64
 	askingEach = 8
-	// listenAgain is how long the port rests after an error.
+	// listenAgain is the pause after an error of the port.
 	listenAgain = 100 * time.Millisecond
-	// piece is how much is copied at once, in octets.
+	// piece is the size of the copy buffer, in octets.
 	piece = 16 << 10
 )
 
-// A Peer is one that agreed to in-band control.
+// A Peer is a peer that agreed to in-band control.
 type Peer struct {
 	ID      string
 	Source  netip.Addr // from which its gateway connects
 	Gateway netip.Addr // at which its gateway answers
-	Leaving bool       // our manager alone is let through
+	Leaving bool       // the peering ends: only our manager may connect
 }
 
 // Options of a Server. All are required.
@@ -66,7 +68,7 @@ type Options struct {
 	Log       *slog.Logger
 }
 
-// A Server is the part of a gateway. Its methods may be called concurrently, Set and Close excepted.
+// A Server is the gateway's part. Its methods may be called concurrently, except Set and Close.
 type Server struct {
 	o       Options
 	ctx     context.Context
@@ -77,16 +79,16 @@ type Server struct {
 	mu       sync.Mutex
 	peers    map[string]*peer
 	bySource map[netip.Addr]*peer
-	listener net.Listener // nil: there are no peers, or the port could not be had
-	failed   string       // why not
-	key      [32]byte     // that managers prove
-	secure   *tls.Config  // for it; nil: not made yet
+	listener net.Listener // nil: there are no peers, or listening failed
+	failed   string       // why listening failed
+	key      [32]byte     // the key that managers have to prove
+	secure   *tls.Config  // for key; nil: not made yet
 
 	oursCtx context.Context // of the connections of managers that proved key
 	endOurs context.CancelFunc
 }
 
-// peer is what a Server keeps of one.
+// peer is the state of one peer.
 type peer struct {
 	Peer
 	ctx    context.Context
@@ -103,14 +105,14 @@ type peer struct {
 	refused        [numReasons]atomic.Uint64
 }
 
-// A reason is why a connection was refused, as metrics have it.
+// A reason is why a connection was refused. It is a label of metrics.
 type reason uint8
 
 const (
 	reasonConnections reason = iota // too many
 	reasonAPI                       // the API server of this cluster cannot be reached
 	reasonPeer                      // the peer's gateway does not let us through
-	reasonTunnel                    // it does not work
+	reasonTunnel                    // the tunnel does not work
 	numReasons
 )
 
@@ -131,12 +133,13 @@ func (s *Server) Close() {
 	s.running.Wait()
 }
 
-// Set replaces the peers. It ends the connections of those that are gone or have changed, and listens while there are
-// any. It also ends the connections of managers that have proved a key which is not the gateways' any more.
+// Set replaces the peers. It ends the connections of peers that are gone or have changed, and
+// listens while there are any. It also ends the connections of managers that proved a key which the
+// gateways no longer have.
 func (s *Server) Set(peers []Peer) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.rekey(s.o.Key()) // read under the lock: a connection that has waited for it must not bring a former key back
+	s.rekey(s.o.Key()) // read under the lock, so that a call that waited for it does not restore a former key
 	before := s.peers
 	s.peers, s.bySource = make(map[string]*peer, len(peers)), make(map[netip.Addr]*peer, len(peers))
 	for _, want := range peers {
@@ -145,7 +148,7 @@ func (s *Server) Set(peers []Peer) {
 			was := p
 			p = &peer{Peer: want, opening: rate.NewLimiter(Openings, AtOnce), warned: rate.Sometimes{Interval: time.Minute},
 				in: rate.NewLimiter(Rate, Burst), out: rate.NewLimiter(Rate, Burst)}
-			if was != nil && was.leavesAs(want) { // our manager may be just about to take leave
+			if was != nil && was.leavesAs(want) { // our manager may be about to withdraw from it
 				p.ctx, p.cancel = was.ctx, was.cancel
 				was.endTheirs()
 				delete(before, want.ID)
@@ -192,7 +195,7 @@ func (s *Server) accept(l net.Listener) {
 		if errors.Is(err, net.ErrClosed) {
 			return
 		}
-		if err != nil { // no file descriptor is left, or the like
+		if err != nil { // such as a lack of file descriptors
 			time.Sleep(listenAgain)
 			continue
 		}
@@ -219,7 +222,7 @@ func (s *Server) accept(l net.Listener) {
 	}
 }
 
-// places are those of connections that have not shown a valid request.
+// places counts the connections that have not yet sent a valid request.
 type places struct {
 	mu   sync.Mutex
 	all  int
@@ -249,7 +252,7 @@ func (p *places) free(from netip.Addr) {
 	}
 }
 
-// rekey ends the connections of managers that have proved another key. With s.mu.
+// rekey ends the connections of managers that proved another key. With s.mu.
 func (s *Server) rekey(key [32]byte) {
 	if s.key == key {
 		return
@@ -259,8 +262,9 @@ func (s *Server) rekey(key [32]byte) {
 	s.oursCtx, s.endOurs = context.WithCancel(s.ctx)
 }
 
-// config is that of the TLS with our manager, whose connection lasts as long as the context. It is made once for each key: a
-// stranger costs no certificate.
+// config returns the TLS configuration for our manager, and the context that bounds its
+// connections. It is made once for each key, so that strangers do not make us generate
+// certificates.
 func (s *Server) config() (context.Context, *tls.Config, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -276,7 +280,7 @@ func (s *Server) config() (context.Context, *tls.Config, error) {
 	return s.oursCtx, s.secure, nil
 }
 
-// request returns what a manager that knows the gateways' key asks for.
+// request reads the request of a manager that proves the gateways' key.
 func (s *Server) request(c net.Conn) (ctx context.Context, id string, secured net.Conn, err error) {
 	ctx, config, err := s.config()
 	if err != nil {
@@ -297,7 +301,7 @@ func (s *Server) request(c net.Conn) (ctx context.Context, id string, secured ne
 	return ctx, id, t, c.SetDeadline(time.Time{})
 }
 
-// serve connects our manager to a peer, for as long as ours lasts.
+// serve connects our manager to a peer, until ours ends.
 func (s *Server) serve(ours context.Context, id string, c net.Conn) {
 	s.mu.Lock()
 	p := s.peers[id]
@@ -340,8 +344,8 @@ func (s *Server) dial(ctx context.Context, gateway netip.Addr) (net.Conn, error)
 	return s.o.Dial(ctx, gateway)
 }
 
-// Take connects the gateway that has the address from to the API server of this cluster: either accept or refuse is
-// called. It returns when the connection has ended.
+// Take connects a peer's gateway, which has the address from, to the API server of this cluster. It
+// calls either accept or refuse, and returns when the connection has ended.
 func (s *Server) Take(from netip.Addr, accept func() (net.Conn, error), refuse func()) {
 	s.mu.Lock()
 	p := s.bySource[from]
@@ -376,14 +380,14 @@ func (s *Server) Take(from netip.Addr, accept func() (net.Conn, error), refuse f
 	p.splice(p.theirCtx, far, c)
 }
 
-// leavesAs reports whether the one difference is that the peering ends.
+// leavesAs reports whether want differs from the present Peer only in Leaving.
 func (p *peer) leavesAs(want Peer) bool {
 	was := p.Peer
 	was.Leaving = true
 	return was == want
 }
 
-// take counts one more connection, if there may be one.
+// take counts one more connection, and reports false if there are too many.
 func (p *peer) take(n *atomic.Int64) bool {
 	if n.Add(1) <= Connections {
 		return true
@@ -393,8 +397,8 @@ func (p *peer) take(n *atomic.Int64) bool {
 	return false
 }
 
-// splice copies between the peer and somebody here until either of them ends, and closes both. It returns when nothing is
-// left of them, far.Close says when: so long they count as connections.
+// splice copies between the peer and a local connection until either ends, and closes both. It
+// returns when far.Close has, because until then they count as connections.
 func (p *peer) splice(ctx context.Context, far, here net.Conn) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -406,7 +410,8 @@ func (p *peer) splice(ctx context.Context, far, here net.Conn) {
 	both.Go(func() {
 		defer cancel()
 		move(ctx, here, far, p.in, &p.received, idle)
-		// Where the API server has not ended the connection itself, the port would rest for a minute.
+		// Without this, the port would stay in use for a minute unless the API server ended the
+		// connection.
 		if c, ok := here.(*net.TCPConn); ok && ctx.Err() == nil {
 			_ = c.SetLinger(0)
 		}
@@ -441,15 +446,15 @@ func move(ctx context.Context, to io.Writer, from io.Reader, limit *rate.Limiter
 	}
 }
 
-// Stats is what happened with one peer.
+// Stats are the counters of one peer.
 type Stats struct {
 	Peer           string
-	Ours, Theirs   int64             // connections now, of our manager and of the peer's
+	Ours, Theirs   int64             // open connections, of our manager and of the peer's
 	Received, Sent uint64            // octets from the peer and to it
-	Refused        map[string]uint64 // connections, by reason
+	Refused        map[string]uint64 // refused connections, by reason
 }
 
-// Stats returns what happened with each peer, and how many connections to ManagerPort were refused.
+// Stats returns the counters of each peer, and how many connections to ManagerPort were refused.
 func (s *Server) Stats() (all []Stats, strangers uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
