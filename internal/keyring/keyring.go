@@ -5,7 +5,7 @@
 //	                                                                        │ all have moved, or patience ends
 //	                   current key ◄──────────── next becomes current ◄─────┘
 //
-// A Secret that something else maintains may name the next key instead (OfferName).
+// A Secret that another program maintains may provide the next key (OfferName).
 //
 // The Secret is the only state, and each arrow is one write to it. So a gateway or manager may stop
 // at any point, and its successor continues from the Secret.
@@ -25,14 +25,15 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// SecretName is that of the Secret, as Liqo has it (docs/liqo-v0.md, section 6.1).
+// SecretName is the name of the Secret, the same as Liqo's (docs/liqo-v0.md, section 6.1).
 const SecretName = "wireguard-pubkey"
 
-// OfferName is that of a Secret in the same namespace that something else maintains, with a private key in FieldPrivate. A
-// key that was not there before becomes the next one.
+// OfferName is the name of a Secret in the same namespace that another program maintains, with a
+// private key in FieldPrivate. A key that appears there becomes the next one.
 const OfferName = "isthmus-key"
 
-// Fields of the Secret. Keys are base64 text, as wg(8) prints them; Liqo has the first two fields alone.
+// Fields of the Secret. Keys are base64 text, as wg(8) prints them. Liqo has only the first two
+// fields.
 const (
 	FieldPrivate     = "privateKey"
 	FieldPublic      = "publicKey"
@@ -47,21 +48,21 @@ const (
 	FieldOffered     = "offeredKey"    // see Ring.Offered
 )
 
-// nextFields are those of the next key.
+// nextFields are the fields of the next key.
 var nextFields = []string{FieldNext, FieldNextPublic, FieldNextTunnels, FieldNextSince, FieldPublished}
 
-// A Ring is what the Secret holds.
+// A Ring is the content of the Secret.
 type Ring struct {
 	Private, Next [32]byte // zero Next: no rotation is in progress
 	// Gateways is the key by which gateways authenticate to each other and to nodes. It is the private key before the
 	// first rotation. A rotation does not change it, because gateways do not read the Secret at the same moment.
 	Gateways [32]byte
-	// Offered is the public key of the last one that was taken from the Secret OfferName. It is not taken again, so that a
-	// key which somebody has replaced since does not come back.
+	// Offered is the public key of the last key that was taken from the Secret OfferName. That key
+	// is not taken again, so that a key which was replaced since does not come back.
 	Offered          [32]byte
-	Since, NextSince time.Time // zero: not known
-	Published        bool      // FieldNextPublic is there
-	PublishedAt      time.Time // zero: not known
+	Since, NextSince time.Time // zero: unknown
+	Published        bool      // FieldNextPublic exists
+	PublishedAt      time.Time // zero: unknown
 }
 
 // String hides the keys.
@@ -73,7 +74,8 @@ func (Ring) GoString() string { return "(key ring)" }
 // MarshalText hides the keys from programs that print JSON.
 func (Ring) MarshalText() ([]byte, error) { return []byte("(key ring)"), nil }
 
-// Read reads the data of the Secret. wrong names a field other than the private key that cannot be read; it is left out.
+// Read parses the data of the Secret. wrong is about an unreadable field other than the private
+// key, which is then left out.
 func Read(data map[string][]byte) (r Ring, wrong, err error) {
 	if r.Private, err = Key(data, FieldPrivate); err != nil {
 		return r, nil, fmt.Errorf("data.%s %w", FieldPrivate, err)
@@ -124,7 +126,7 @@ func Public(data map[string][]byte) (first, further string) {
 	return FieldPublic, FieldTunnels
 }
 
-// Key reads a field.
+// Key parses a field.
 func Key(data map[string][]byte, field string) ([32]byte, error) {
 	text, ok := data[field]
 	if !ok {
@@ -143,7 +145,7 @@ func timeOf(data map[string][]byte, field string) time.Time {
 
 // New makes a private key.
 func New() (private [32]byte) {
-	rand.Read(private[:]) // it ends the program rather than fail
+	rand.Read(private[:]) // it never fails
 	private[0] &= 248     // RFC 7748, section 5, as wg(8) does before it prints
 	private[31] = private[31]&127 | 64
 	return private
@@ -152,7 +154,7 @@ func New() (private [32]byte) {
 // Text is the base64 text of a key, as the Secret stores it.
 func Text(key [32]byte) []byte { return []byte(base64.StdEncoding.EncodeToString(key[:])) }
 
-// Tunnels is what FieldTunnels holds for that many tunnels; empty: it is absent.
+// Tunnels returns the value of FieldTunnels for n tunnels; empty: the field is absent.
 func Tunnels(private [32]byte, n int) string {
 	var texts []string
 	for _, key := range fabric.PublicKeys(private, n)[1:] {
@@ -161,7 +163,7 @@ func Tunnels(private [32]byte, n int) string {
 	return strings.Join(texts, ",")
 }
 
-// tunnelsIn is how many tunnels the data tell of.
+// tunnelsIn returns how many tunnels the data have keys for.
 func tunnelsIn(data map[string][]byte) int {
 	if text := data[FieldTunnels]; len(text) > 0 {
 		return min(2+bytes.Count(text, []byte(",")), fabric.MaxTunnels)
@@ -196,7 +198,8 @@ func Abandon(data map[string][]byte) map[string][]byte {
 	return rest
 }
 
-// Publish returns the data with the public part of the next key. The patience with peers begins now.
+// Publish returns the data with the public part of the next key. The patience with peers begins at
+// now.
 func Publish(data map[string][]byte, r Ring, tunnels int, now time.Time) map[string][]byte {
 	data = maps.Clone(data)
 	data[FieldPublished] = stamp(now)
@@ -241,27 +244,27 @@ func set(data map[string][]byte, field string, value []byte) {
 
 func stamp(at time.Time) []byte { return []byte(at.UTC().Format(time.RFC3339)) }
 
-// Settled is how long all peers have to have a session with the next key before it becomes the current one: what is under way
-// with the former key arrives.
+// Settled is how long all peers must have had a session with the next key before it becomes the
+// current one. Meanwhile packets that were sent under the former key arrive.
 const Settled = 10 * time.Second
 
-// OfferGone is how long the Secret OfferName has to be absent until keys rotate by age again.
+// OfferGone is how long the Secret OfferName must be absent before keys rotate by age again.
 const OfferGone = time.Hour
 
-// Seen is what the active gateway knows when it decides on the next step of a rotation.
+// Seen is what the active gateway observes for the next step of a rotation.
 type Seen struct {
 	Now       time.Time
-	Answering bool          // it answers to Ring.Next
+	Answering bool          // the gateway answers to Ring.Next
 	Lagging   int           // peers without a session with the next key
-	Moved     time.Duration // how long there have been none
-	Age       time.Duration // age at which a key is rotated; 0: at none
-	Offered   [32]byte      // private key in the Secret OfferName; zero: there is none. It says when the key rotates, and no age does.
-	Gone      time.Duration // how long the Secret OfferName has been absent each time this gateway looked
-	Untold    bool          // peers are connected, and all of them lag: the fault is ours, and nobody may know the next key
+	Moved     time.Duration // how long Lagging has been 0
+	Age       time.Duration // at which a key is rotated; 0: never
+	Offered   [32]byte      // private key in the Secret OfferName; zero: none. While it exists, age rotates no key.
+	Gone      time.Duration // how long this gateway has found the Secret OfferName absent
+	Untold    bool          // peers are connected but all lag: the fault is ours, and perhaps no peer knows the next key
 	Patience  time.Duration // after which the next key becomes the current one although peers lag; 0: never
 }
 
-// A Step is what is to be written next.
+// A Step is the next write to the Secret.
 type Step string
 
 // The steps.
@@ -269,11 +272,11 @@ const (
 	Nothing  Step = ""
 	Start    Step = "start"    // Begin with a new key
 	Accept   Step = "accept"   // Take the offered key
-	Announce Step = "announce" // Publish, again if it is not known when that was
+	Announce Step = "announce" // Publish, or again if PublishedAt is unknown
 	Finish   Step = "finish"   // Promote
 )
 
-// Step decides. It is for the active gateway alone.
+// Step returns the next step. Only the active gateway may call it.
 func (r Ring) Step(s Seen) Step {
 	if r.Next == ([32]byte{}) {
 		if s.Offered != ([32]byte{}) {
@@ -282,8 +285,8 @@ func (r Ring) Step(s Seen) Step {
 			}
 			return Nothing
 		}
-		// If keys were offered before, the Secret may be absent for a moment only. A rotation by age would then replace the
-		// offered key for good, because no key is taken twice.
+		// A key was offered before, and the Secret may be absent only for a moment. A rotation by
+		// age would then replace the offered key for good, because no key is taken twice.
 		if s.Age > 0 && (r.Offered == ([32]byte{}) || s.Gone >= OfferGone) && !r.Since.IsZero() && s.Now.Sub(r.Since) >= s.Age {
 			return Start
 		}
@@ -300,5 +303,5 @@ func (r Ring) Step(s Seen) Step {
 	return Nothing
 }
 
-// Fingerprint is a public key for people, shortened.
+// Fingerprint shortens a public key for people.
 func Fingerprint(public [32]byte) string { return string(Text(public)[:12]) }

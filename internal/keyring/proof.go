@@ -10,13 +10,14 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// proofLabel is what the hash of a proof is for.
+// proofLabel separates the hash of a proof from other uses.
 const proofLabel = "isthmus-key-proof-v1"
 
-// Prove shows to a peer that the cluster that publishes n tunnels has their private keys. Public keys are public, so a
-// cluster that is told one may claim it at a third cluster. The proof is a MAC under what X25519 makes of each private key and the public key
-// of the peer, over both cluster IDs: only who has those private keys can make it, or the peer itself, for which it is. It is
-// the same each time. It is empty where the peer's key is none.
+// Prove returns a proof for a peer that the cluster that publishes n tunnels has their private
+// keys. Public keys are no proof: a cluster that learns one may claim it at a third cluster. The
+// proof is a MAC over both cluster IDs. Its key is derived by X25519 from each private key and the
+// peer's public key, so only the owner of the private keys, or the peer itself, can compute it. The
+// same input gives the same proof. The proof is empty if the peer's key is invalid.
 func Prove(private [32]byte, n int, self, peer string, peerKey [32]byte) string {
 	keys := fabric.PublicKeys(private, n)
 	shared := make([][]byte, n)
@@ -28,8 +29,8 @@ func Prove(private [32]byte, n int, self, peer string, peerKey [32]byte) string 
 	return base64.StdEncoding.EncodeToString(proof(shared, self, peer, keys))
 }
 
-// Proves reports whether a proof shows that a peer has the private keys of what it claims. private is the one of ours for whose
-// public key the peer made it.
+// Proves reports whether a proof shows that a peer has the private keys of the public keys that it
+// claims. private is our private key, for whose public key the peer made the proof.
 func Proves(text string, private [32]byte, self, peer string, keys [][32]byte) bool {
 	given, err := base64.StdEncoding.DecodeString(text)
 	if err != nil || len(given) != sha256.Size {
@@ -44,7 +45,7 @@ func Proves(text string, private [32]byte, self, peer string, keys [][32]byte) b
 	return hmac.Equal(given, proof(shared, peer, self, keys))
 }
 
-// proof is the MAC of the keys of a cluster for a receiver.
+// proof returns the MAC of a cluster's keys for a receiver.
 func proof(shared [][]byte, sender, receiver string, keys [][32]byte) []byte {
 	var secret []byte
 	for _, s := range shared {
@@ -62,7 +63,8 @@ func proof(shared [][]byte, sender, receiver string, keys [][32]byte) []byte {
 	return mac.Sum(nil)
 }
 
-// exchanged is X25519 of two keys; nil: the public one leaves nothing secret.
+// exchanged returns the X25519 result of two keys; nil if the public key is of low order, because
+// anybody could then predict the result.
 func exchanged(private, public [32]byte) []byte {
 	ours, err := ecdh.X25519().NewPrivateKey(private[:])
 	if err != nil {

@@ -1,11 +1,11 @@
-// Package kubeauth answers HTTP requests of clients that the API server knows and permits, as
-// controller-runtime's filter WithAuthenticationAndAuthorization does, without the dependencies of
-// k8s.io/apiserver.
+// Package kubeauth answers only HTTP requests of clients that the API server authenticates and
+// authorizes. It does what controller-runtime's filter WithAuthenticationAndAuthorization does,
+// without the dependencies of k8s.io/apiserver.
 //
 //	Authorization: Bearer TOKEN ─ TokenReview ─► user, groups ─ SubjectAccessReview ─► may get /metrics
 //
-// Without an answer of the API server it refuses. An answer counts for a minute, even if the token
-// is revoked meanwhile.
+// If the API server does not answer, it refuses the request. A decision counts for a minute, even
+// if the token is revoked meanwhile.
 package kubeauth
 
 import (
@@ -29,18 +29,18 @@ import (
 )
 
 const (
-	remembered = time.Minute // an answer of the API server
-	// maxAllowed and maxDenied bound the answers that are remembered. They are apart, so that a
-	// flood of wrong tokens makes nobody forgotten who was allowed.
+	remembered = time.Minute // how long a decision of the API server counts
+	// maxAllowed and maxDenied bound the remembered decisions. They are separate, so that a flood
+	// of wrong tokens does not displace clients that were allowed.
 	maxAllowed = 256
 	maxDenied  = 1024
-	// perSecond and burst bound what the API server is asked about tokens that were not allowed
-	// before: a flood of wrong ones must not become a flood of reviews.
+	// perSecond and burst bound the requests to the API server about tokens that were not allowed
+	// before, so that a flood of wrong tokens does not become a flood of reviews.
 	perSecond = 5
 	burst     = 20
 	// patience is how long the API server may take for both answers.
 	patience = 5 * time.Second
-	// complain is how often the log says that it cannot be asked.
+	// complain is how often the log reports that the API server does not answer.
 	complain = 30 * time.Second
 )
 
@@ -68,13 +68,14 @@ type decision struct {
 	until time.Time // when it expires, and the API server is asked again
 }
 
-// question is one under way to the API server. Requests with the same key wait for its decision.
+// question is a request to the API server in progress. Requests with the same key wait for its
+// decision.
 type question struct {
 	done     chan struct{}
-	decision decision // once done is closed
+	decision decision // valid once done is closed
 }
 
-// New returns a Reviewer that asks with the identity of config. It connects to nothing yet.
+// New returns a Reviewer that uses the identity of config. It does not connect yet.
 func New(config *rest.Config, log *slog.Logger) (*Reviewer, error) {
 	config = rest.CopyConfig(config)
 	config.QPS = -1 // limit bounds it
@@ -97,7 +98,7 @@ func New(config *rest.Config, log *slog.Logger) (*Reviewer, error) {
 	}, nil
 }
 
-// Guard passes requests to h whose token permits method and path.
+// Guard passes requests to h whose token permits the method and path.
 func (r *Reviewer) Guard(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		v := r.decide(req)
@@ -143,7 +144,8 @@ func (r *Reviewer) decide(req *http.Request) decision {
 			return decision{code: http.StatusServiceUnavailable, why: "gave up"}
 		}
 	}
-	if !known && !r.limit.AllowN(now, 1) { // a token that was allowed before does not count, so a flood does not lock it out
+	// A token that was allowed before does not count, so that a flood does not lock it out.
+	if !known && !r.limit.AllowN(now, 1) {
 		r.mu.Unlock()
 		return decision{code: http.StatusTooManyRequests, why: "too many tokens that are not known; try again"}
 	}
@@ -151,7 +153,7 @@ func (r *Reviewer) decide(req *http.Request) decision {
 	r.asking[k] = q
 	r.mu.Unlock()
 
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(req.Context()), patience) // others may wait for it
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(req.Context()), patience) // other requests may wait for it
 	defer cancel()
 	q.decision = r.review(ctx, token, verb, path)
 	r.mu.Lock()
@@ -163,7 +165,7 @@ func (r *Reviewer) decide(req *http.Request) decision {
 	return q.decision
 }
 
-// remember stores a decision of the API server, but not that the API server made none.
+// remember stores a decision of the API server, but not the lack of one.
 func (r *Reviewer) remember(k key, v decision) {
 	switch v.code {
 	case http.StatusOK:
@@ -190,7 +192,7 @@ func keep(all map[key]decision, k key, v decision, most int) {
 	all[k] = v
 }
 
-// review asks the API server who sends the token, and whether they may.
+// review asks the API server who sent the token, and whether they may get the path.
 func (r *Reviewer) review(ctx context.Context, token, verb, path string) decision {
 	who, err := r.tokens.Create(ctx, &authentication.TokenReview{Spec: authentication.TokenReviewSpec{Token: token}}, metav1.CreateOptions{})
 	if err != nil {
@@ -218,8 +220,8 @@ func (r *Reviewer) review(ctx context.Context, token, verb, path string) decisio
 	return decision{code: http.StatusOK}
 }
 
-// cannot refuses, because the API server has not answered. Only the log has the reason, since the client is
-// unknown.
+// cannot refuses a request because the API server has not answered. Only the log has the reason,
+// because the client is not authenticated.
 func (r *Reviewer) cannot(kind string, err error) decision {
 	r.mu.Lock()
 	say := r.now().Sub(r.complained) > complain

@@ -1,5 +1,5 @@
-// Package kubeerr puts failed requests to an API server into words for people. Errors of client
-// libraries name the request and the socket, which belongs into a log.
+// Package kubeerr describes failed requests to an API server for people. The errors of client
+// libraries name the request and the socket, which only a log needs.
 package kubeerr
 
 import (
@@ -18,9 +18,9 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// Plain returns err with a text for people. Where a request got no answer, the text is what became of it,
-// with server as the subject, instead of the library's words. An answer of the server keeps its words. The
-// result unwraps to err. Logs take err itself.
+// Plain returns err with a text for people. If a request got no answer, the text says what
+// happened, with server as its subject. An answer of the server keeps its text. The result unwraps
+// to err, which is what logs should print.
 func Plain(server string, err error) error {
 	if err == nil {
 		return nil
@@ -45,8 +45,9 @@ type plain struct {
 func (p *plain) Error() string { return p.text }
 func (p *plain) Unwrap() error { return p.err }
 
-// unanswered returns the errors in a tree that stand for one request or watch without an answer, each with
-// what controller-runtime puts before it ("failed to get server groups"). No error of ours begins like that.
+// unanswered returns the errors in a tree that stand for one request or watch without an answer,
+// each with the prefix of controller-runtime ("failed to get server groups"). No error of ours has
+// such a prefix.
 func unanswered(err error) []error {
 	switch e := err.(type) { //nolint:errorlint // it walks the tree itself
 	case *url.Error:
@@ -70,9 +71,9 @@ func unanswered(err error) []error {
 	return nil
 }
 
-// Cause says what a server did instead of answering a request, such as "does not answer in time". The
-// text is the same for the same cause: it has no ports of ours and no times of day. It is false where
-// err is an answer, or nothing that is known here.
+// Cause describes what a server did instead of answering a request, such as "does not answer in
+// time". The same cause has the same text, without our ports and without times of day. It returns
+// false if err is an answer, or not of a known kind.
 func Cause(err error) (string, bool) {
 	var (
 		name    *net.DNSError
@@ -86,14 +87,14 @@ func Cause(err error) (string, bool) {
 	switch {
 	case errors.As(err, &name):
 		return fmt.Sprintf("has a name without address: %s: %s", name.Name, name.Err), true
-	case errors.As(err, &invalid) && invalid.Reason == x509.Expired: // its text has the time of day
+	case errors.As(err, &invalid) && invalid.Reason == x509.Expired: // The library's text contains the time of day.
 		return fmt.Sprintf("shows a certificate that is valid from %s to %s only",
 			invalid.Cert.NotBefore.Format(time.RFC3339), invalid.Cert.NotAfter.Format(time.RFC3339)), true
-	case errors.As(err, &network) && errors.As(err, &number): // a number alone may be that of a file
+	case errors.As(err, &network) && errors.As(err, &number): // without a network error the number may come from a file
 		return "does not answer: " + number.Error(), true
 	case errors.Is(err, context.DeadlineExceeded), errors.As(err, &timeout) && timeout.Timeout():
 		return "does not answer in time", true
-	case strings.Contains(text, "connection lost"): // it does not answer HTTP/2's pings
+	case strings.Contains(text, "connection lost"): // it does not answer pings of HTTP/2
 		return "does not answer any more: the connection was lost", true
 	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF), strings.Contains(text, "GOAWAY"):
 		return "closes the connection", true
@@ -103,8 +104,8 @@ func Cause(err error) (string, bool) {
 	return "", false
 }
 
-// clientWatchDecoding marks a Status that client-go makes itself, with code 500, where the stream of a
-// watch breaks (newStreamWatcher in rest/request.go). It is no answer of the server.
+// clientWatchDecoding marks a Status that client-go itself creates, with code 500, when the stream
+// of a watch breaks (newStreamWatcher in rest/request.go). It is no answer of the server.
 const clientWatchDecoding metav1.CauseType = "ClientWatchDecoding"
 
 // brokenWatch returns why the stream of a watch broke.
