@@ -83,7 +83,7 @@ func Between(a, b *Side) []Hop {
 						continue
 					}
 					stuck := (broken(other, HopManager) || len(other.Peerings) == 0) && slices.Contains(isthmus.WaitReasons, h.Reason) || broken(other, HopGateway) && step == isthmus.ConditionConnected
-					// ^If the other side cannot publish, its networks are missing here. If it took
+					// If the other side cannot publish, its networks are missing here. If it took
 					// the tunnel down, the tunnel is silent here.
 					stuck = stuck || step == isthmus.ConditionPeerConfig && h.Reason == isthmus.ReasonPeerWithdrew && stands(all, other.Cluster, isthmus.ConditionPublished) ||
 						step == isthmus.ConditionConnected && slices.Contains(followsWithdrawal, h.Reason) && stands(all, other.Cluster, isthmus.ConditionPeerConfig)
