@@ -2,13 +2,13 @@ package mandate
 
 import "slices"
 
-// A List is the nodes that vote. Its voters are sorted.
+// A List is the nodes that vote, sorted.
 type List struct {
 	Version uint64
 	Voters  []ID
 }
 
-// follows reports whether a list may come after another one: they differ by one voter.
+// follows reports whether a list may succeed before: they differ by one voter.
 func (l List) follows(before List) bool {
 	if l.Version != before.Version+1 {
 		return false
@@ -26,16 +26,16 @@ func (l List) follows(before List) bool {
 
 func (l List) equal(m List) bool { return l.Version == m.Version && slices.Equal(l.Voters, m.Voters) }
 
-// majority is how many voters decide.
+// majority is the number of votes that decide.
 func (l List) majority() int { return len(l.Voters)/2 + 1 }
 
-// A vote is what a gateway knows of a voter.
+// A vote is a gateway's knowledge of a voter.
 type vote struct {
 	voter       ID
-	heard       Time   // when the ask was sent that it last answered
-	incarnation uint64 // of the voter then; 0: it never answered
-	until       Time   // the vote counts before; 0: it does not
-	free        Time   // another gateway could get the vote from then on, by our clock
+	heard       Time   // when the last answered ask was sent
+	incarnation uint64 // of the voter in that answer; 0: it never answered
+	until       Time   // the vote counts until then; 0: it does not
+	free        Time   // from then on another gateway could get the vote, by our clock
 	promise     Promise
 }
 
@@ -44,13 +44,13 @@ type Gateway struct {
 	id     ID
 	timing Timing
 	nonce  uint64
-	list   List   // by which it counts
-	next   *List  // that it proposes; nil: none
+	list   List   // the votes are counted by it
+	next   *List  // that it has proposed; nil: none
 	epoch  uint64 // that it claims; 0: it claims nothing
-	seen   uint64 // the highest epoch that it has claimed, or was told of by See
-	since  Time   // when it began to claim
-	rest   Time   // it does not claim before
-	pauses uint64 // of pause
+	seen   uint64 // the highest epoch that it claimed or got by See
+	since  Time   // when it began to claim epoch
+	rest   Time   // it claims nothing before then
+	pauses uint64 // calls of pause
 	votes  []vote // of all voters of list and next, sorted
 }
 
@@ -61,7 +61,7 @@ func NewGateway(id ID, timing Timing, nonce uint64, list List) *Gateway {
 	return g
 }
 
-// arrange keeps votes of the voters of both lists.
+// arrange keeps the votes of the voters of both lists, and drops others.
 func (g *Gateway) arrange() {
 	all := slices.Clone(g.list.Voters)
 	if g.next != nil {
@@ -90,9 +90,9 @@ func (g *Gateway) Learn(list List, now Time) {
 	g.arrange()
 }
 
-// Propose begins a change of the list, which the caller has written into the Lease. It reports false, and does
-// nothing, where the gateway has no mandate, another change is under way, or the list does not follow the
-// present one.
+// Propose begins a change of the list, which the caller has written into the Lease. It does nothing
+// and reports false if the gateway has no mandate, another change is in progress, or the list does
+// not follow the present one.
 func (g *Gateway) Propose(list List, now Time) bool {
 	if !g.Holds(now) || g.next != nil || !list.follows(g.list) {
 		return false
@@ -102,8 +102,8 @@ func (g *Gateway) Propose(list List, now Time) bool {
 	return true
 }
 
-// Until is when the mandate ends; the gateway sends nothing to peers from then on. The caller compares it with the
-// clock right before each system call that sends.
+// Until is when the mandate ends. From then on the gateway sends nothing to peers. The caller
+// compares it with the clock right before each system call that sends.
 func (g *Gateway) Until() Time {
 	if g.epoch == 0 {
 		return 0
@@ -127,7 +127,8 @@ func (g *Gateway) Holds(now Time) bool { return now < g.Until() }
 // Epoch is the epoch of the mandate, or of the claim; 0: the gateway claims nothing.
 func (g *Gateway) Epoch() uint64 { return g.epoch }
 
-// Heard is which voters have answered within Timing.Bound, sorted, and the version below which a list gets no majority.
+// Heard returns the voters that have answered within Timing.Bound, sorted, and the version below
+// which a list gets no majority.
 func (g *Gateway) Heard(now Time) (voters []ID, newest uint64) {
 	for _, v := range g.votes {
 		if v.incarnation != 0 && now < v.heard+g.timing.Bound {
@@ -137,7 +138,8 @@ func (g *Gateway) Heard(now Time) (voters []ID, newest uint64) {
 	return voters, g.majorityth(func(v *vote) uint64 { return v.promise.List })
 }
 
-// Elected is the gateway to which a majority has promised the same epoch, as far as is known; empty: none.
+// Elected returns the gateway to which a majority has promised the same epoch, by what this one
+// knows; empty: none.
 func (g *Gateway) Elected() (holder ID, epoch uint64) {
 	for _, v := range g.votes {
 		n := 0
@@ -162,7 +164,8 @@ func (g *Gateway) Claim(now Time) {
 	g.seen = g.epoch // an epoch that was released is not used again
 }
 
-// majorityth is the value that a majority of the list's voters does not exceed: one of them alone cannot raise it.
+// majorityth returns the value that a majority of the list's voters does not exceed, so that one
+// voter alone cannot raise it.
 func (g *Gateway) majorityth(of func(*vote) uint64) uint64 {
 	var all []uint64
 	for i := range g.votes {
@@ -177,12 +180,12 @@ func (g *Gateway) majorityth(of func(*vote) uint64) uint64 {
 	return all[g.list.majority()-1]
 }
 
-// promised is the epoch that has to be exceeded for a majority of votes.
+// promised returns the epoch that a claim must exceed to get a majority.
 func (g *Gateway) promised() uint64 {
 	return g.majorityth(func(v *vote) uint64 { return v.promise.Epoch })
 }
 
-// stand ends the claim and the mandate.
+// stand ends the claim and the mandate. The gateway claims nothing before rest.
 func (g *Gateway) stand(rest Time) {
 	g.epoch, g.rest = 0, rest
 	for i := range g.votes {
@@ -193,9 +196,10 @@ func (g *Gateway) stand(rest Time) {
 // See notes that an epoch was in use.
 func (g *Gateway) See(epoch uint64) { g.seen = max(g.seen, epoch) }
 
-// Tick is called once a beat. It returns the same ask for each voter, but for Ask.Heard. Where the gateway may claim, it
-// does so when it could get a majority, and it releases a mandate that has ended: voters that it does not hear may hear
-// it, and its asks have bound them until now. holds says that it has a mandate from elsewhere, by the Lease.
+// Tick is called once a beat. It returns the ask for each voter; they differ only in Ask.Heard. If
+// may is set, the gateway claims an epoch when it could get a majority. A mandate that has ended is
+// released: its asks have bound voters until now, and those whose answers got lost may receive the
+// release. holds says that the gateway has a mandate by the Lease.
 func (g *Gateway) Tick(now Time, may, holds bool) map[ID]Ask {
 	switch {
 	case may && g.Could(now):
@@ -206,7 +210,7 @@ func (g *Gateway) Tick(now Time, may, holds bool) map[ID]Ask {
 		all := g.asks(Release, now, holds)
 		g.stand(now + g.pause())
 		return all
-	case g.epoch != 0 && g.epoch < max(g.seen, g.promised()): // another candidate has got some votes
+	case g.epoch != 0 && g.epoch < max(g.seen, g.promised()): // another candidate has some votes
 		g.seen = min(max(g.seen, g.promised())+1, Most)
 		g.epoch = g.seen
 	}
@@ -230,14 +234,14 @@ func (g *Gateway) asks(kind Kind, now Time, holds bool) map[ID]Ask {
 	return all
 }
 
-// pause is 1 to 8 beats, by chance: two gateways that split the votes do not split them for ever.
+// pause returns a random 1 to 8 beats, so that two gateways do not split the votes for ever.
 func (g *Gateway) pause() Time {
 	g.pauses++
 	h := (g.nonce + g.pauses) * 0x9e3779b97f4a7c15 // Fibonacci hashing
 	return g.timing.Beat * Time(1+h>>61)
 }
 
-// Could reports whether the gateway asks for no mandate, and could get a majority now.
+// Could reports whether the gateway claims nothing, and could get a majority now.
 func (g *Gateway) Could(now Time) bool {
 	if g.epoch != 0 || now < g.rest {
 		return false
@@ -259,7 +263,7 @@ func (g *Gateway) Release(now Time) map[ID]Ask {
 	return all
 }
 
-// Receive takes an answer.
+// Receive processes an answer.
 func (g *Gateway) Receive(a Answer, now Time) {
 	i := slices.IndexFunc(g.votes, func(v vote) bool { return v.voter == a.From })
 	if i < 0 || a.Nonce != g.nonce || a.Sent > now || a.Promise.Epoch > Most || a.Promise.List > Most {
@@ -267,7 +271,7 @@ func (g *Gateway) Receive(a Answer, now Time) {
 	}
 	v := &g.votes[i]
 	if v.incarnation != 0 && (a.Sent < v.heard || a.Sent == v.heard && !a.Farewell && (a.Granted || a.Incarnation != v.incarnation)) {
-		return // overtaken by a later one, or the same again; of the same voter that is news when it grants nothing
+		return // it is older than the last answer, or a copy; a farewell, or a refusal by the same incarnation, is news
 	}
 	if a.Incarnation != v.incarnation { // the next voter on that node: from now on a farewell counts like any vote
 		v.until = min(v.until, a.Sent+g.timing.Mandate)
@@ -281,7 +285,7 @@ func (g *Gateway) Receive(a Answer, now Time) {
 	g.advance()
 }
 
-// advance counts by the next list once a majority of the present one has stored it.
+// advance counts by the next list once a majority of the present list has stored its version.
 func (g *Gateway) advance() {
 	if g.next == nil {
 		return

@@ -23,7 +23,8 @@ type Timing struct {
 var Usual = Timing{Beat: 150 * time.Millisecond, Bound: 900 * time.Millisecond, Mandate: 700 * time.Millisecond,
 	Farewell: 30 * time.Second, FarewellMandate: 23 * time.Second}
 
-// Most is the highest epoch and the highest version of a list. One that is higher is not believed.
+// Most is the highest valid epoch, and the highest valid version of a list. Higher ones are
+// ignored.
 const Most = 1<<31 - 2
 
 // A Promise is what a voter stores. The zero Promise is to nobody.
@@ -35,12 +36,12 @@ type Promise struct {
 	Farewell bool `json:"farewell,omitempty"`
 }
 
-// A Kind is what a gateway wants of a voter.
+// A Kind is what a gateway asks of a voter.
 type Kind uint8
 
 // Kinds of asks.
 const (
-	Probe   Kind = iota // tell what you promised; changes nothing
+	Probe   Kind = iota // return your promise; changes nothing
 	Claim               // vote for me
 	Release             // you are free
 )
@@ -51,10 +52,11 @@ type Ask struct {
 	From  ID
 	Epoch uint64
 	List  uint64
-	// Sent is when the gateway sent it, and Nonce tells answers of its earlier lives: both are returned.
+	// Sent is when the gateway sent it. Nonce identifies the life of the gateway's process. The
+	// answer returns both.
 	Sent  Time
 	Nonce uint64
-	// Heard is the incarnation of the voter that the gateway last got an answer of; 0: none.
+	// Heard is the incarnation of the voter in its last answer to the gateway; 0: none.
 	Heard uint64
 	// Holds says that the gateway has a mandate, or the Lease while that decides.
 	Holds bool
@@ -64,9 +66,9 @@ type Ask struct {
 type Answer struct {
 	From        ID
 	Granted     bool // the voter is bound to the gateway
-	Farewell    bool // and stays so for Timing.Farewell, without further answers
+	Farewell    bool // it stays bound for Timing.Farewell without further asks
 	Promise     Promise
-	Free        time.Duration // until the gateway that asked can get the vote; 0: now
+	Free        time.Duration // until the asking gateway can get the vote; 0: now
 	Sent        Time          // of the Ask
 	Nonce       uint64        // of the Ask
 	Incarnation uint64        // of the voter
@@ -78,11 +80,11 @@ type Voter struct {
 	timing      Timing
 	incarnation uint64
 	promise     Promise
-	empty       bool // it has no promise; until farewell it votes only for who holds a mandate already
-	bound       Time // no other gateway gets the vote before
-	farewell    Time // nor before this, until the holder has heard of this incarnation; 0: that is over
-	released    bool // the epoch of the promise is over
-	last        Ask  // that the holder got the vote by; its zero value: none in this life
+	empty       bool // it has no promise; until farewell it votes only for a gateway with a mandate
+	bound       Time // no other gateway gets the vote before then
+	farewell    Time // nor before then, until the holder knows this incarnation; 0: over
+	released    bool // the holder has released the epoch of the promise
+	last        Ask  // the ask that last got the vote; zero: none in this life
 }
 
 // NewVoter starts a voter with the promise stored on its node, or nil. The incarnation must be
@@ -91,7 +93,7 @@ type Voter struct {
 func NewVoter(id ID, timing Timing, incarnation uint64, stored *Promise, now Time) *Voter {
 	v := &Voter{id: id, timing: timing, incarnation: incarnation}
 	if v.empty = stored == nil; v.empty {
-		v.farewell = now + timing.Farewell // the longest that anybody counts on what was promised before
+		v.farewell = now + timing.Farewell // the longest that any gateway counts on an earlier promise
 		return v
 	}
 	v.promise, v.bound = *stored, now+timing.Bound
@@ -105,14 +107,15 @@ func NewVoter(id ID, timing Timing, incarnation uint64, stored *Promise, now Tim
 // Knows reports whether an ask names this voter's incarnation.
 func (v *Voter) Knows(a Ask) bool { return a.Heard == v.incarnation }
 
-// Stored is what the caller stores.
+// Stored returns the promise that the caller has to store.
 func (v *Voter) Stored() Promise {
 	p := v.promise
 	p.Farewell = v.farewell != 0
 	return p
 }
 
-// Receive answers an ask. The caller stores Stored, where that has changed, before it sends an answer that grants.
+// Receive answers an ask. If Stored has changed, the caller must store it before it sends an answer
+// that grants.
 func (v *Voter) Receive(a Ask, now Time) (answer Answer) {
 	own := a.From == v.promise.Holder
 	switch {
@@ -131,10 +134,10 @@ func (v *Voter) Receive(a Ask, now Time) (answer Answer) {
 	return answer
 }
 
-// newer reports whether an ask is not one that was answered before, or older.
+// newer reports whether an ask is newer than the last one that got the vote.
 func (v *Voter) newer(a Ask) bool { return a.Nonce != v.last.Nonce || a.Sent > v.last.Sent }
 
-// grants reports whether a claim gets the vote, as far as epochs and time are concerned.
+// grants reports whether epochs and time permit the vote for a claim.
 func (v *Voter) grants(a Ask, own bool, now Time) bool {
 	switch {
 	case v.empty:
@@ -145,8 +148,8 @@ func (v *Voter) grants(a Ask, own bool, now Time) bool {
 	return a.Epoch > v.promise.Epoch && (own || now >= max(v.bound, v.farewell))
 }
 
-// End is the last use of a voter that ends in order. ok is false where its vote is nobody's; otherwise the caller
-// stores the promise and then sends the answer to its holder.
+// End is the last call for a voter that ends in order. If ok is true, the caller stores the promise
+// and then sends the answer to its holder. ok is false if no gateway holds the vote.
 func (v *Voter) End(now Time) (promise Promise, answer Answer, ok bool) {
 	if v.released || v.last.From == "" || now >= v.bound {
 		return Promise{}, Answer{}, false
