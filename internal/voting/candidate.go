@@ -19,10 +19,11 @@ import (
 	"github.com/isthmus-net/isthmus/internal/mandate"
 )
 
-// A Gate is open while a gateway may send to peers. Who sends asks it right before the system call. The zero Gate is shut.
-type Gate struct{ until atomic.Int64 } // since began
+// A Gate is open while a gateway may send to peers. Senders check it right before the system call.
+// The zero Gate is shut.
+type Gate struct{ until atomic.Int64 } // until then it is open, counted from began
 
-// began is what the clock of gateways counts from.
+// began is the zero of the gateways' clock.
 var began = time.Now()
 
 func clock() mandate.Time { return time.Since(began) }
@@ -30,7 +31,7 @@ func clock() mandate.Time { return time.Since(began) }
 // Open reports whether the gateway may send now.
 func (g *Gate) Open() bool { return int64(clock()) < g.until.Load() }
 
-// A List is the nodes that vote, by their names, with their addresses.
+// A List is the nodes that vote: their names and addresses.
 type List struct {
 	Version uint64                `json:"version"`
 	Voters  map[string]netip.Addr `json:"voters,omitempty"`
@@ -45,33 +46,33 @@ func (l List) list() mandate.List {
 	return m
 }
 
-// A View is what a candidate knows.
+// A View is the state of a candidate.
 type View struct {
 	Epoch  uint64   // of its mandate or claim; 0: it claims nothing
 	Holds  bool     // it has a mandate
-	Holder string   // the gateway that a majority has voted for; empty: not known
-	Since  uint64   // the epoch of that
-	Heard  []string // the nodes that have answered lately, of those that were asked; sorted
+	Holder string   // the gateway that a majority has voted for; empty: unknown
+	Since  uint64   // the epoch of Holder
+	Heard  []string // the asked nodes that have answered lately; sorted
 	Newest uint64   // version below which a list gets no majority
-	List   uint64   // version of the list by which it counts
+	List   uint64   // version of the list by which it counts votes
 }
 
-// A Candidate asks nodes for their votes, in the name of one gateway. Run may be called once; the other methods may be
-// called concurrently with it.
+// A Candidate asks nodes for their votes on behalf of one gateway. Run may be called once; the
+// other methods may be called concurrently with it.
 type Candidate struct {
 	Pod    string
 	Addr   netip.Addr                     // of the Pod
-	Key    func() [32]byte                // the WireGuard private key; zero: not known yet
+	Key    func() [32]byte                // the WireGuard private key; zero: unknown so far
 	Gate   *Gate                          // see Allow
-	Change func()                         // called when View says something else; it must not call the candidate
+	Change func()                         // called when View changes; it must not call the candidate
 	Listen func() (net.PacketConn, error) // nil: any UDP port at Addr
 	Log    *slog.Logger
 
-	soon chan struct{} // there is something to say before the next beat
+	soon chan struct{} // wakes Run for a message before the next beat
 
 	mu      sync.Mutex
 	machine *mandate.Gateway
-	voters  map[mandate.ID]*target // of the list and the one before
+	voters  map[mandate.ID]*target // of the present list and the proposed one
 	nodes   map[string]netip.Addr
 	told    map[string]*telling // nodes
 	may     bool
@@ -80,38 +81,38 @@ type Candidate struct {
 	last    View
 }
 
-// A target is a node that is asked.
+// A target is a node with a vote.
 type target struct {
 	addr   netip.Addr
 	cookie cookie
 }
 
-// telling is what a node without a vote was told of the holder.
+// telling is the state of the notices to a node without a vote.
 type telling struct {
-	heard mandate.Time // when it last answered; 0: never
+	heard mandate.Time // when its last answered ask was sent; 0: it never answered
 	tries int          // for the present epoch
 	again mandate.Time
 }
 
 const (
-	tellMost  = 20               // beats in which a node gets notice of a mandate
-	tellAgain = 10 * time.Second // then so often, as one may have been away
+	tellMost  = 20               // beats in which a node gets notice of a new mandate
+	tellAgain = 10 * time.Second // the interval after that, since a node may have been away
 )
 
-// NewCandidate returns a candidate that asks nobody yet. Its fields may be changed until Run.
+// NewCandidate returns a candidate that asks no node yet. Its fields may be changed until Run.
 func NewCandidate(pod string, addr netip.Addr, key func() [32]byte, log *slog.Logger) *Candidate {
 	return &Candidate{Pod: pod, Addr: addr, Key: key, Log: log, Gate: new(Gate), Change: func() {}, soon: make(chan struct{}, 1),
 		machine: mandate.NewGateway(mandate.ID(pod), mandate.Usual, random(), mandate.List{}),
 		voters:  make(map[mandate.ID]*target), told: make(map[string]*telling)}
 }
 
-// Learn tells the candidate the list of the Lease, or one to try. Another one than it counts by ends its mandate, but
-// where it is the next one of the holder, which own says.
+// Learn passes the list in the Lease to the candidate, or one to try. own means that this gateway
+// proposed it as the next one. Any other list than the one in use ends the mandate.
 func (c *Candidate) Learn(l List, own bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	now := clock()
-	if own && l.Version < c.machine.List().Version { // it has fenced
+	if own && l.Version < c.machine.List().Version { // Fence has been called since
 		return
 	}
 	if !own || !c.machine.Propose(l.list(), now) {
@@ -122,7 +123,7 @@ func (c *Candidate) Learn(l List, own bool) {
 	for name, addr := range l.Voters {
 		c.target(before, mandate.ID(name), addr)
 	}
-	for _, id := range c.machine.List().Voters { // until the next one counts
+	for _, id := range c.machine.List().Voters { // they vote until the next list counts
 		if old := before[id]; c.voters[id] == nil && old != nil {
 			c.target(before, id, old.addr)
 		}
@@ -134,14 +135,14 @@ func (c *Candidate) target(before map[mandate.ID]*target, id mandate.ID, addr ne
 	t := before[id]
 	if t == nil {
 		t = new(target)
-		rand.Read(t.cookie[:]) // it ends the program rather than fail
+		rand.Read(t.cookie[:]) // it never fails
 	}
 	t.addr = addr
 	c.voters[id] = t
 }
 
-// Fence has the voters store a version that is newer than any list with voters, so that nobody gets a vote any more. It takes a
-// mandate, and has happened when View says that the candidate counts by that version.
+// Fence makes the voters store a version that is newer than any list with voters, so that nobody
+// gets a vote any more. It needs a mandate. It is complete when View shows that version as List.
 func (c *Candidate) Fence() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -150,7 +151,7 @@ func (c *Candidate) Fence() {
 	c.machine.Propose(l, clock())
 }
 
-// SetNodes sets the nodes of the cluster, which follow the holder.
+// SetNodes sets the nodes of the cluster, which get notice of a mandate.
 func (c *Candidate) SetNodes(nodes map[string]netip.Addr) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -165,8 +166,8 @@ func (c *Candidate) Nodes() map[string]netip.Addr {
 	return c.nodes
 }
 
-// Answering returns the nodes that have answered this candidate, which has a mandate by votes, lately: voters within a
-// second, others within three times tellAgain.
+// Answering returns the nodes that have answered this candidate lately while it has a mandate by
+// votes: voters within a second, others within three times tellAgain.
 func (c *Candidate) Answering() map[string]netip.Addr {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -186,8 +187,9 @@ func (c *Candidate) Answering() map[string]netip.Addr {
 	return all
 }
 
-// Allow sets whether the candidate may claim a mandate, whether the Lease gives its gateway one, and whether the Gate is
-// open only during a mandate by votes, or always.
+// Allow sets whether the candidate may claim a mandate (may), and whether its gateway has one by
+// the Lease (lease). With gated the Gate is open only during a mandate by votes; otherwise it is
+// always open.
 func (c *Candidate) Allow(may, lease, gated bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -195,14 +197,14 @@ func (c *Candidate) Allow(may, lease, gated bool) {
 	c.judge(clock())
 }
 
-// See notes an epoch of the Lease.
+// See records an epoch that the Lease has.
 func (c *Candidate) See(epoch uint64) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.machine.See(epoch)
 }
 
-// View is what the candidate knows now.
+// View returns the present state of the candidate.
 func (c *Candidate) View() View {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -219,7 +221,7 @@ func (c *Candidate) view(now mandate.Time) View {
 	return v
 }
 
-// judge sets the gate, and reports changes; c.mu is held.
+// judge sets the gate and reports changes. With c.mu.
 func (c *Candidate) judge(now mandate.Time) {
 	if c.gated {
 		c.Gate.until.Store(int64(c.machine.Until()))
@@ -233,7 +235,7 @@ func (c *Candidate) judge(now mandate.Time) {
 	switch {
 	case v.Holds && !c.last.Holds:
 		c.Log.Info("nodes have elected this gateway", "epoch", v.Epoch)
-		c.beatSoon() // nodes follow this gateway when they get its message
+		c.beatSoon() // nodes switch to this gateway when they get its message
 	case c.last.Holds && !v.Holds:
 		c.Log.Warn("this gateway has lost the majority of votes", "epoch", c.last.Epoch, "answered", v.Heard, "list", v.List)
 	}
@@ -273,7 +275,7 @@ func (c *Candidate) Run(ctx context.Context) {
 
 func (c *Candidate) ask(ctx context.Context, conn net.PacketConn) error {
 	ended := make(chan struct{})
-	var failed error // of reading
+	var failed error // the error of reading
 	go func() {
 		defer close(ended)
 		failed = c.read(conn)
@@ -302,10 +304,10 @@ func (c *Candidate) ask(ctx context.Context, conn net.PacketConn) error {
 	}
 }
 
-// beat sends what is to be sent once a beat.
+// beat sends the messages of one beat.
 func (c *Candidate) beat(conn net.PacketConn, key ed25519.PrivateKey) {
 	for _, m := range c.messages(clock(), key) {
-		_, _ = conn.WriteTo(m.text, net.UDPAddrFromAddrPort(netip.AddrPortFrom(m.to, Port))) // one that is not sent is not answered
+		_, _ = conn.WriteTo(m.text, net.UDPAddrFromAddrPort(netip.AddrPortFrom(m.to, Port))) // a lost message gets no answer
 	}
 }
 
@@ -327,7 +329,7 @@ func (c *Candidate) messages(now mandate.Time, key ed25519.PrivateKey) (all []me
 	if !c.machine.Holds(now) || !c.gated {
 		return all
 	}
-	var text []byte // the same for all nodes that have no vote
+	var text []byte // the same for all nodes without a vote
 	for name, addr := range c.nodes {
 		t := c.told[name]
 		if t == nil {
@@ -348,13 +350,13 @@ func (c *Candidate) messages(now mandate.Time, key ed25519.PrivateKey) (all []me
 	return all
 }
 
-// read takes answers until the socket fails.
+// read processes answers until the socket fails.
 func (c *Candidate) read(conn net.PacketConn) error {
 	buf := make([]byte, answerLimit+1)
 	for failures := 0; ; {
 		n, from, err := conn.ReadFrom(buf)
 		if err != nil {
-			// An ICMP error for an ask is reported here, too, and concerns no other message.
+			// An ICMP error about an ask is reported here too. It concerns no other message.
 			if failures++; failures > 100 || errors.Is(err, net.ErrClosed) {
 				return err
 			}
@@ -385,7 +387,7 @@ func (c *Candidate) receive(a answer, from net.Addr) {
 	c.judge(now)
 }
 
-// beatSoon has the next beat sent now.
+// beatSoon makes Run send the next beat at once.
 func (c *Candidate) beatSoon() {
 	select {
 	case c.soon <- struct{}{}:
@@ -393,7 +395,8 @@ func (c *Candidate) beatSoon() {
 	}
 }
 
-// from reports whether a datagram came from a node. A forged one delays our next notice to the node by tellAgain.
+// from reports whether a datagram came from a node. A forged one only delays our next notice to
+// that node by tellAgain.
 func (c *Candidate) from(name string, from net.Addr) bool {
 	u, ok := from.(*net.UDPAddr)
 	return ok && u.AddrPort().Addr().Unmap() == c.nodes[name]
@@ -419,11 +422,11 @@ func (c *Candidate) Release() {
 	}
 	conn, err := listen()
 	if err != nil {
-		return // they are free when the last ask binds no more
+		return // the voters are free when the last ask no longer binds them
 	}
 	defer conn.Close()
 	key := KeyOf(private)
-	for i := range 3 { // one may be lost
+	for i := range 3 { // some may get lost
 		if i > 0 {
 			time.Sleep(20 * time.Millisecond)
 		}

@@ -28,28 +28,30 @@ const (
 	promiseName  = "vote.json"
 	promiseLimit = 1 << 10 // octets
 
-	listenAgain = time.Second // after the port could not be opened
+	listenAgain = time.Second // the pause after an error of the port
 
-	crowdInterval = 250 * time.Millisecond // see package crowd
+	crowdInterval = 250 * time.Millisecond // the interval of Crowd.Open, see package crowd
 
-	// knownRate is how many signatures a second a voter checks of asks that name its incarnation, which only who got an
-	// answer knows, and as many of others from where gateways are; strangeRate is that of all others. A gateway sends seven
-	// asks a second.
+	// knownRate is how many signatures a second a voter checks of asks that name its incarnation,
+	// which only a receiver of its answers knows, and as many again of others that come from the
+	// addresses of gateways. strangeRate is that of all other asks. A gateway sends seven asks a
+	// second.
 	knownRate   = 500
 	strangeRate = 50
 )
 
-// A Holder is a gateway that said it has a mandate.
+// A Holder is a gateway that has claimed to have a mandate.
 type Holder struct {
 	Epoch uint64
 	Pod   string
 	Addr  netip.Addr // of its Pod
 }
 
-// A Voter has the vote of one node. Run may be called once; the other methods may be called concurrently with it.
+// A Voter is the vote of one node. Run may be called once; the other methods may be called
+// concurrently with it.
 type Voter struct {
 	Node      string
-	Directory string                                   // where its promise is kept
+	Directory string                                   // of the stored promise
 	Listen    func(netip.Addr) (net.PacketConn, error) // nil: UDP at Port
 	Log       *slog.Logger
 
@@ -57,13 +59,13 @@ type Voter struct {
 
 	mu      sync.Mutex
 	place   place
-	changed chan struct{} // closed when the address is another one; nil: nobody waits
+	changed chan struct{} // closed when the address changes; nil: nobody waits
 	holder  Holder
 	follow  func()              // see OnHolder
 	others  map[netip.Addr]bool // see Expect
 	err     error
 
-	// Of Run alone, as what follows.
+	// Only Run uses the fields below.
 	machine                  *mandate.Voter
 	stored                   record
 	last                     netip.AddrPort // of the holder
@@ -72,42 +74,43 @@ type Voter struct {
 	known, expected, strange *rate.Limiter
 }
 
-// A place has the values that a voter needs before it can vote.
+// A place is what a voter needs before it can vote.
 type place struct {
-	Addr netip.Addr        `json:"addr"` // of the node; zero: not known yet
-	Key  ed25519.PublicKey `json:"key"`  // of the gateways; nil: nodes do not vote, or it is not known yet
+	Addr netip.Addr        `json:"addr"` // of the node; zero: unknown so far
+	Key  ed25519.PublicKey `json:"key"`  // of the gateways; nil: nodes do not vote, or unknown so far
 }
 
-// waiting is a gateway that would take the vote.
+// waiting is a gateway to notify when the vote becomes free.
 type waiting struct {
 	ask ask
 	at  net.Addr
 }
 
-// A record is what is stored: a voter that starts while the API server is away needs all of it.
+// A record is stored, because a voter may start without the API server.
 type record struct {
 	Place   place           `json:"place"`
 	Promise mandate.Promise `json:"promise"`
 }
 
-// OnHolder has f called when Holder is another one. It must not call the voter.
+// OnHolder sets a function that is called when Holder changes. It must not call the voter.
 func (v *Voter) OnHolder(f func()) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	v.follow = f
 }
 
-// Expect says at which addresses gateways are: a flood from elsewhere does not keep them from being heard.
+// Expect sets the addresses of gateways, so that a flood from other addresses does not keep their
+// asks out.
 func (v *Voter) Expect(gateways map[netip.Addr]bool) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	v.others = gateways
 }
 
-// Set says whose asks the voter believes; nil: nobody's.
+// Set sets the key that asks must be signed with; nil: the voter believes no ask.
 func (v *Voter) Set(key ed25519.PublicKey) { v.put(func(p *place) { p.Key = key }) }
 
-// At says at which address the voter listens.
+// At sets the address at which the voter listens.
 func (v *Voter) At(addr netip.Addr) { v.put(func(p *place) { p.Addr = addr }) }
 
 func (v *Voter) put(set func(*place)) {
@@ -121,14 +124,14 @@ func (v *Voter) put(set func(*place)) {
 	v.changed = nil
 }
 
-// Holder is the gateway with the highest epoch that said it has a mandate; zero: none did.
+// Holder returns the gateway with the highest epoch that has claimed a mandate; zero: none has.
 func (v *Voter) Holder() Holder {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	return v.holder
 }
 
-// Err says why the node does not vote, or nil. Where nodes are not known to vote, it is nil.
+// Err returns why the node does not vote, or nil. It is nil too if nothing shows that nodes vote.
 func (v *Voter) Err() error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -147,7 +150,7 @@ func (v *Voter) fail(err error) {
 	v.err = err
 }
 
-// Run votes until ctx ends. Its successor on the node keeps its promise.
+// Run votes until ctx ends. The next voter on the node keeps its promise.
 func (v *Voter) Run(ctx context.Context) {
 	for {
 		v.mu.Lock()
@@ -172,7 +175,7 @@ func (v *Voter) Run(ctx context.Context) {
 	}
 }
 
-// vote answers at an address until that is another one or ctx ends.
+// vote answers at an address until the address changes or ctx ends.
 func (v *Voter) vote(ctx context.Context, addr netip.Addr, changed <-chan struct{}) error {
 	listen := v.Listen
 	if listen == nil {
@@ -185,7 +188,7 @@ func (v *Voter) vote(ctx context.Context, addr netip.Addr, changed <-chan struct
 		return err
 	}
 	ended := make(chan struct{})
-	var failed error // of reading
+	var failed error // the error of reading
 	strangers := crowd.Of(conn)
 	go func() {
 		defer close(ended)
@@ -198,7 +201,7 @@ func (v *Voter) vote(ctx context.Context, addr netip.Addr, changed <-chan struct
 		case <-tick.C:
 			v.unread.Add(uint64(strangers.Open()))
 		case <-ctx.Done():
-			err := conn.SetReadDeadline(time.Unix(1, 0)) // it can still send
+			err := conn.SetReadDeadline(time.Unix(1, 0)) // sending still works
 			<-ended
 			v.farewell(conn)
 			return errors.Join(err, conn.Close())
@@ -212,10 +215,12 @@ func (v *Voter) vote(ctx context.Context, addr netip.Addr, changed <-chan struct
 	}
 }
 
-// Refused is how many datagrams were read and refused, and how many the kernel dropped because too many came.
+// Refused returns how many datagrams were read and refused, and how many the kernel dropped because
+// too many came.
 func (v *Voter) Refused() (read, unread uint64) { return v.refused.Load(), v.unread.Load() }
 
-// gateways are the addresses of which a crowd keeps nobody out: those that are expected, and that of the holder.
+// gateways returns the addresses that a crowd must not keep out: the expected ones, and the
+// holder's.
 func (v *Voter) gateways() map[netip.Addr]bool {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -229,7 +234,7 @@ func (v *Voter) gateways() map[netip.Addr]bool {
 	return all
 }
 
-// start reads what the voter before has stored.
+// start reads what the previous voter has stored.
 func (v *Voter) start() error {
 	if v.machine != nil {
 		return nil
@@ -254,7 +259,7 @@ func (v *Voter) start() error {
 	return nil
 }
 
-// store stores a promise.
+// store writes a promise to the file.
 func (v *Voter) store(p mandate.Promise) error {
 	v.mu.Lock()
 	r := record{v.place, p}
@@ -269,14 +274,14 @@ func (v *Voter) store(p mandate.Promise) error {
 	return nil
 }
 
-// read answers what comes until the socket fails.
+// read answers datagrams until the socket fails.
 func (v *Voter) read(conn net.PacketConn, strangers *crowd.Crowd) error {
 	buf := make([]byte, askLimit+1) // a longer datagram is cut to a length that is refused
 	logged := false
 	for failures := 0; ; {
 		n, from, err := conn.ReadFrom(buf)
 		if err != nil {
-			// An ICMP error for an answer is reported here, too, and concerns no other message.
+			// An ICMP error about an answer is reported here too. It concerns no other message.
 			if failures++; failures > 100 || errors.Is(err, net.ErrClosed) || errors.Is(err, context.DeadlineExceeded) || isTimeout(err) {
 				return err
 			}
@@ -351,7 +356,7 @@ func (v *Voter) receive(b []byte, from net.Addr, send func([]byte, net.Addr)) bo
 	return true
 }
 
-// farewell stores for the voter after this one that its holder counts on the node, and tells the holder.
+// farewell stores, for the next voter, that the holder counts on this node, and tells the holder.
 func (v *Voter) farewell(conn net.PacketConn) {
 	promise, last, ok := v.machine.End(now())
 	if !ok || !v.last.IsValid() {
@@ -379,5 +384,5 @@ func random() uint64 {
 	return max(1, binary.BigEndian.Uint64(b[:]))
 }
 
-// RemovePromise removes what voters keep in a directory.
+// RemovePromise removes the stored promise from a directory.
 func RemovePromise(directory string) error { return statefile.Remove(directory, promiseName) }

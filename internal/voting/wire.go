@@ -1,5 +1,6 @@
-// Package voting carries the messages of package mandate: a Candidate of each gateway asks the nodes, and the Voter of each
-// route agent answers and stores what it promises. Decision 23 says why.
+// Package voting carries the messages of package mandate over UDP. The Candidate of each gateway
+// asks the nodes; the Voter of each route agent answers, and stores its promises. Decision 23 has
+// the reasons.
 package voting
 
 import (
@@ -50,8 +51,9 @@ const Port = 4801
 //	72  from     name of the voter's Node
 //	..  holder   of the promise
 //
-// Gateways sign with a key that is derived from the WireGuard private key, which agents do not have. A gateway believes an
-// answer that has its cookie, which differs for each voter and which nobody else can guess.
+// Gateways sign with a key that is derived from the WireGuard private key, which agents do not
+// have. Answers are not signed: a gateway accepts one that repeats its cookie, which differs for
+// each voter and which nobody else can guess.
 const (
 	askHead    = 80
 	answerHead = 72
@@ -72,20 +74,21 @@ var (
 
 type cookie [16]byte
 
-// An ask is a mandate.Ask under way.
+// An ask is a mandate.Ask as it is sent.
 type ask struct {
 	mandate.Ask
 	cookie cookie
 	addr   netip.Addr // of the gateway's Pod
 }
 
-// An answer is a mandate.Answer under way.
+// An answer is a mandate.Answer as it is sent.
 type answer struct {
 	mandate.Answer
 	cookie cookie
 }
 
-// KeyOf is the key by which the gateways of an installation sign; private is the WireGuard private key that they share.
+// KeyOf returns the key with which the gateways of an installation sign. private is the WireGuard
+// private key that they share.
 func KeyOf(private [32]byte) ed25519.PrivateKey {
 	seed, err := hkdf.Key(sha256.New, private[:], nil, "isthmus gateway votes", ed25519.SeedSize)
 	if err != nil {
@@ -115,7 +118,7 @@ func (a ask) seal(key ed25519.PrivateKey) []byte {
 	return append(b, ed25519.Sign(key, b)...)
 }
 
-// openAsk reads what seal wrote, but for the signature, which signed checks.
+// openAsk parses what seal wrote, except the signature, which signed checks.
 func openAsk(b []byte) (a ask, ok bool) {
 	if len(b) < askHead || [4]byte(b) != askMagic || len(b) != askHead+int(b[6])+ed25519.SignatureSize || b[6] == 0 || b[6] > nameLimit ||
 		b[4] > byte(mandate.Release) || b[5]&^flagHolds != 0 || b[7] != 0 {
@@ -130,13 +133,13 @@ func openAsk(b []byte) (a ask, ok bool) {
 	return a, true
 }
 
-// signed reports whether a key of an installation made the datagram of an ask.
+// signed reports whether the datagram of an ask is signed by the key of the installation.
 func signed(b []byte, key ed25519.PublicKey) bool {
 	text := b[:len(b)-ed25519.SignatureSize]
 	return len(key) == ed25519.PublicKeySize && ed25519.Verify(key, text, b[len(text):])
 }
 
-// datagram returns that of an answer.
+// datagram returns the datagram of an answer.
 func (a answer) datagram() []byte {
 	b := make([]byte, answerHead, answerLimit)
 	copy(b, answerMagic[:])
@@ -158,7 +161,7 @@ func (a answer) datagram() []byte {
 	return append(b, a.Promise.Holder...)
 }
 
-// openAnswer reads what datagram wrote.
+// openAnswer parses what datagram wrote.
 func openAnswer(b []byte) (a answer, ok bool) {
 	if len(b) < answerHead || [4]byte(b) != answerMagic || len(b) != answerHead+int(b[5])+int(b[6]) || b[4]&^(flagGranted|flagFarewell) != 0 ||
 		b[5] == 0 || b[5] > nameLimit || b[6] > nameLimit || b[7] != 0 {
