@@ -7,9 +7,9 @@ import (
 	"errors"
 )
 
-// An Attacker has recorded a handshake and has, since a quantum computer finds them in what was recorded, all
-// X25519 private keys that it takes: the static ones of both sides and the ephemeral one of the initiator.
-// It has no preshared key, which is in no message.
+// An Attacker has recorded a handshake, and has a quantum computer, which finds X25519 private keys
+// from public ones: it has the static keys of both sides and the ephemeral one of the initiator. It
+// has no preshared key, which is in no message.
 type Attacker struct {
 	InitiatorKey, EphemeralKey, ResponderKey *ecdh.PrivateKey
 	Initiation, Response                     []byte
@@ -18,7 +18,8 @@ type Attacker struct {
 // Recorded opens recorded data messages of both directions.
 type Recorded struct{ toResponder, toInitiator cipher.AEAD }
 
-// Keys derives the keys of the session from what was recorded. certain reports that the response proves them.
+// Keys derives the keys of the session from the recorded handshake. certain reports whether the
+// response proves them.
 func (a Attacker) Keys() (r Recorded, certain bool) {
 	theirs, err := ecdh.X25519().NewPublicKey(a.Response[12:44])
 	if err != nil {
@@ -45,7 +46,7 @@ func (a Attacker) Keys() (r Recorded, certain bool) {
 	return Recorded{aead(keys[:32]), aead(keys[32:])}, err == nil
 }
 
-// Open returns what is in a recorded data message.
+// Open decrypts a recorded data message.
 func (r Recorded) Open(m []byte) ([]byte, error) {
 	if len(m) < HeaderLen+TagLen || m[0] != DataType {
 		return nil, errors.New("no data message")

@@ -1,6 +1,6 @@
-// Package noise is both sides of WireGuard's handshake and its data messages, from the paper (section
-// 5.4), so that a test can do what no implementation would, and a benchmark can be thousands of peers
-// that share everything but keys.
+// Package noise implements both sides of WireGuard's handshake and its data messages, from the
+// paper (section 5.4). It is for tests that do what no real implementation would, and for
+// benchmarks with thousands of peers that share everything but keys.
 package noise
 
 import (
@@ -20,17 +20,19 @@ import (
 	"golang.org/x/crypto/chacha20poly1305"
 )
 
-// Types of messages, and lengths in octets: of the handshake's, and of header and tag of data.
+// Types of messages, and lengths in octets: of handshake messages, and of header and tag of data
+// messages.
 const (
 	InitiationType, ResponseType, CookieType, DataType = 1, 2, 3, 4
 	InitiationLen, ResponseLen, CookieLen              = 148, 92, 64
 	HeaderLen, TagLen                                  = 16, 16
 )
 
-// answerTime is how long an answer to an initiation may take, of which Connect sends ten.
+// answerTime is how long Connect waits for each of its ten initiations.
 const answerTime = 6 * time.Second
 
-// A Session is what a handshake left: keys, and the receiver's name for it. One goroutine uses it.
+// A Session is the result of a handshake: keys, and the receiver's index for it. One goroutine uses
+// it.
 type Session struct {
 	index   uint32
 	send    cipher.AEAD
@@ -52,7 +54,7 @@ func (s *Session) SealPadded(packet []byte) []byte {
 	return s.Seal(append(slices.Clone(packet), make([]byte, -len(packet)&15)...))
 }
 
-// DataHeader is that of a data message, with room for what follows.
+// DataHeader returns the header of a data message, with capacity for the rest.
 func DataHeader(index uint32, counter uint64) []byte {
 	m := make([]byte, HeaderLen, 2048)
 	m[0] = DataType
@@ -61,15 +63,15 @@ func DataHeader(index uint32, counter uint64) []byte {
 	return m
 }
 
-// A Handshake is one that was begun.
+// A Handshake is an initiator's handshake in progress.
 type Handshake struct {
-	// Preshared is the preshared key; zero: none. It may be set until the response is read.
+	// Preshared is the preshared key; zero: none. It may be set until Finish.
 	Preshared      [32]byte
 	own, ephemeral *ecdh.PrivateKey
 	chain, hash    []byte
 }
 
-// Ephemeral is the private key that was made for this handshake.
+// Ephemeral returns the private key of this handshake.
 func (h *Handshake) Ephemeral() *ecdh.PrivateKey { return h.ephemeral }
 
 // Initiate makes an initiation.
@@ -114,7 +116,8 @@ func (h *Handshake) Finish(m []byte) (*Session, error) {
 	return &Session{index: binary.LittleEndian.Uint32(m[4:]), send: aead(keys[:32]), receive: aead(keys[32:])}, nil
 }
 
-// Connect makes a session over a socket that is connected to the gateway, with a preshared key; zero: without.
+// Connect makes a session over a socket that is connected to the gateway. A zero preshared means
+// none.
 func Connect(c net.Conn, own *ecdh.PrivateKey, peer *ecdh.PublicKey, preshared [32]byte) (*Session, error) {
 	var last error
 	for range 10 {
@@ -132,7 +135,7 @@ func Connect(c net.Conn, own *ecdh.PrivateKey, peer *ecdh.PublicKey, preshared [
 			if last = err; err != nil {
 				break
 			}
-			if buf[0] != ResponseType { // the gateway begins handshakes too
+			if buf[0] != ResponseType { // the gateway initiates handshakes too
 				continue
 			}
 			if s, err := h.Finish(buf[:n]); err == nil {
@@ -154,7 +157,8 @@ func (h *Handshake) seal(secret, plain []byte) []byte {
 	return b
 }
 
-// macs are the last 32 octets of a handshake message: mac1, and no cookie.
+// macs returns the last 32 octets of a handshake message: mac1, and an empty mac2, which means no
+// cookie.
 func macs(to *ecdh.PublicKey, m []byte) []byte {
 	key := blake2s.Sum256(append([]byte("mac1----"), to.Bytes()...))
 	mac, err := blake2s.New128(key[:])
@@ -173,7 +177,7 @@ func hashed(parts ...[]byte) []byte {
 	return h.Sum(nil)
 }
 
-// expand is KDFn, which is HKDF (RFC 5869) without info.
+// expand is KDFn of the paper: HKDF (RFC 5869) without info.
 func expand(chain, input []byte, n int) []byte {
 	b, err := hkdf.Key(newHash, input, chain, "", 32*n)
 	if err != nil {

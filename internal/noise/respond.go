@@ -9,8 +9,8 @@ import (
 	"golang.org/x/crypto/blake2s"
 )
 
-// Respond reads an initiation to own and makes the response, in which our name for the session is index, and the
-// session.
+// Respond reads an initiation to own, and returns the response and the session. index is our index
+// for the session.
 func Respond(own *ecdh.PrivateKey, m []byte, index uint32) (response []byte, s *Session, err error) {
 	if len(m) != InitiationLen || m[0] != InitiationType {
 		return nil, nil, errors.New("no initiation")
@@ -65,7 +65,7 @@ func Respond(own *ecdh.PrivateKey, m []byte, index uint32) (response []byte, s *
 		}
 		chain = expand(chain, secret, 1)
 	}
-	keys = expand(chain, make([]byte, 32), 3) // of the preshared key, which is none
+	keys = expand(chain, make([]byte, 32), 3) // no preshared key
 	mix(keys[32:64])
 	response = append(response, aead(keys[64:]).Seal(nil, make([]byte, 12), nil, hash)...)
 	mac, err := blake2s.New128(hashed([]byte("mac1----"), static))
@@ -78,7 +78,7 @@ func Respond(own *ecdh.PrivateKey, m []byte, index uint32) (response []byte, s *
 	return response, &Session{index: binary.LittleEndian.Uint32(m[4:]), receive: aead(keys[:32]), send: aead(keys[32:])}, nil
 }
 
-// Open returns the packet of a data message, with its padding.
+// Open decrypts a data message. The result includes the padding.
 func (s *Session) Open(m []byte) ([]byte, error) {
 	var nonce [12]byte
 	copy(nonce[4:], m[8:HeaderLen])

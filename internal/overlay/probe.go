@@ -1,16 +1,16 @@
 // Package overlay finds out whether packets arrive at the other end of the overlay of a cluster.
 //
-// It is done as traceroute(8) does it: an empty datagram between random ports that the other end's
-// kernel answers with an ICMP error. The answer comes by the underlay, so that this is about one
-// direction. Another datagram takes the underlay there, too; it is the control: an end that is away, or
-// answers nobody, says nothing of the overlay. Both answers are subject to the same rate limits of the
-// other kernel (icmp_ratelimit, icmp_msgs_per_sec), so that who exhausts these hides the state of the
-// overlay but cannot make it look broken; and both quote random ports, which a pod would have to
-// guess to make it look whole.
+// It works like traceroute(8): it sends an empty datagram between random ports, which the kernel of
+// the other end answers with an ICMP error. The answer takes the underlay, so the probe tests one
+// direction. A second datagram takes the underlay both ways. It is the control: an end that is
+// down, or answers nobody, shows nothing about the overlay. Both answers are subject to the same
+// rate limits of the other kernel (icmp_ratelimit, icmp_msgs_per_sec). So whoever exhausts these
+// can hide the state of the overlay but cannot make it look broken. Both answers quote random
+// ports, which a pod would have to guess to make a broken overlay look whole.
 //
-// Whether packets come back through the overlay shows the counter of its device. Where nothing comes
-// while pods send, datagrams are sent that live as far as the peer: whoever answers them, the answers
-// come by the overlay, as those to pods do.
+// The counter of the overlay device shows whether packets come back through the overlay. If none
+// come while pods send, datagrams are sent with a TTL that ends at the peer's gateway. Every answer
+// to them comes through the overlay, as answers to pods do.
 package overlay
 
 import (
@@ -26,26 +26,26 @@ import (
 )
 
 const (
-	// Interval is how often to look, about; Again is for after a datagram without an answer.
+	// Interval is about how often to probe; Again is the pause after a datagram without an answer.
 	Interval = 30 * time.Second
 	Again    = 5 * time.Second
 
 	patience = 2 * time.Second
-	misses   = 4 // in a row, with the control answered each time, until the overlay counts as broken
+	misses   = 4 // in a row, each with an answered control, before the overlay counts as broken
 )
 
-// State is what is known of the way to one other end. It is not for concurrent use.
+// State is the state of the path to one other end. It is not for concurrent use.
 type State struct {
-	Broken   bool      `json:"broken"`            // packets do not arrive by the overlay, but do by the underlay
-	Since    time.Time `json:"since,omitzero"`    // of the first of the datagrams that say so
-	Answered time.Time `json:"answered,omitzero"` // when one was last answered; zero: none yet
+	Broken   bool      `json:"broken"`            // packets arrive through the underlay, but not through the overlay
+	Since    time.Time `json:"since,omitzero"`    // when the first of the lost datagrams was sent
+	Answered time.Time `json:"answered,omitzero"` // when the last answered datagram was sent; zero: none yet
 
 	missed int
-	first  time.Time // when the first of these was sent
+	first  time.Time // when the first of the missed datagrams was sent
 }
 
-// Take takes the outcome of one round: whether the datagram was answered, and whether another was, or
-// whatever else says that it should have been.
+// Take records the result of one round that began at began: whether the datagram was answered, and
+// whether the control was, or other evidence shows that an answer was due.
 func (s *State) Take(began time.Time, answered, control bool) {
 	switch {
 	case answered:
@@ -62,27 +62,28 @@ func (s *State) Take(began time.Time, answered, control bool) {
 	}
 }
 
-// Doubted reports whether the last round said that it is broken, or those before did and no other has.
+// Doubted reports whether the overlay counts as broken, or the last round got no answer through it.
 func (s *State) Doubted() bool { return s.missed > 0 || s.Broken }
 
-// A Datagram is one that the other end is to answer.
+// A Datagram is a datagram for the other end to answer.
 type Datagram struct {
 	To  netip.Addr // IPv4
-	TTL int        // 0: that of the system
-	By  int        // index of the device by which answers come; 0: any
+	TTL int        // 0: the system's default
+	By  int        // index of the device from which answers must come; 0: any
 }
 
-// An Answer is what the other end says of a datagram.
+// An Answer is the other end's answer to a datagram.
 type Answer int
 
 const (
 	NoAnswer Answer = iota
-	Ended           // it has no way on
-	WayOn           // it has one, and the datagram did not live long enough
+	Ended           // it has no route for the datagram
+	WayOn           // it has a route, but the TTL ended
 )
 
-// Round sends a datagram by the overlay and one by the underlay, and says what was answered. With
-// a TTL the first one is to end on the way, or where there is no way on.
+// Round sends one datagram through the overlay and one through the underlay, and returns what was
+// answered. If byOverlay has a TTL, the datagram is meant to end on its path, by its TTL or for
+// lack of a route.
 func Round(ctx context.Context, byOverlay, byUnderlay Datagram) (answer Answer, control bool) {
 	done := make(chan Answer, 1)
 	go func() { done <- byUnderlay.Ask(ctx) }()
@@ -92,7 +93,7 @@ func Round(ctx context.Context, byOverlay, byUnderlay Datagram) (answer Answer, 
 // ICMP types, RFC 792.
 const unreachable, timeExceeded = 3, 11
 
-// Ask sends it from one random port to another, none of which is a NodePort of a Service, and
+// Ask sends the datagram between two random ports, neither of which is a NodePort of a Service, and
 // waits for an ICMP error about it.
 func (d Datagram) Ask(ctx context.Context) Answer {
 	ctx, cancel := context.WithTimeout(ctx, patience)
@@ -120,7 +121,7 @@ func (d Datagram) Ask(ctx context.Context) Answer {
 	stop := context.AfterFunc(ctx, func() { c.Close() })
 	defer stop()
 	if _, err := c.Write(nil); err != nil {
-		return NoAnswer // nothing is known of the way behind
+		return NoAnswer // nothing is known about the path
 	}
 	found := NoAnswer
 	err = raw.Read(func(fd uintptr) bool { // an error in the queue makes the socket readable
@@ -130,7 +131,7 @@ func (d Datagram) Ask(ctx context.Context) Answer {
 			return !errors.Is(err, unix.EAGAIN)
 		}
 		found = d.answerIn(oob[:n])
-		return found != NoAnswer // else one of another device
+		return found != NoAnswer // otherwise it came from another device
 	})
 	if err != nil {
 		return NoAnswer
@@ -138,9 +139,9 @@ func (d Datagram) Ask(ctx context.Context) Answer {
 	return found
 }
 
-// answerIn reads control messages that have an ICMP error. Routes come before the TTL: an end that has
-// no way to the address says so instead, and was reached as well. Our own node's lack of a route ends in
-// connect.
+// answerIn reads the control messages of an ICMP error. The kernel looks up the route before it
+// checks the TTL, so an end without a route says that instead; the datagram has reached it as well.
+// If our own node has no route, connect fails.
 func (d Datagram) answerIn(oob []byte) Answer {
 	messages, err := unix.ParseSocketControlMessage(oob)
 	if err != nil {

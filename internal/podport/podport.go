@@ -1,5 +1,5 @@
-// Package podport leads to ports that a Pod has at its loopback address, by way of the API
-// server and the kubelet, as kubectl port-forward does. Nothing listens on this machine meanwhile.
+// Package podport connects to ports at a Pod's loopback address, through the API server and the
+// kubelet, as kubectl port-forward does. It opens no listener on this machine.
 package podport
 
 import (
@@ -19,11 +19,11 @@ import (
 	"k8s.io/streaming/pkg/httpstream"
 )
 
-// protocol is that of kubectl port-forward.
+// protocol is the protocol of kubectl port-forward.
 const protocol = "portforward.k8s.io"
 
-// Client returns a client all of whose connections lead to that port of the Pod, whatever the URL
-// says. It needs the right to create pods/portforward.
+// Client returns a client whose connections all lead to that port of the Pod, regardless of the
+// URL. It needs the right to create pods/portforward.
 func Client(config *rest.Config, namespace, pod string, port uint16) (*http.Client, error) {
 	dialer, err := dialerTo(config, namespace, pod)
 	if err != nil {
@@ -31,14 +31,16 @@ func Client(config *rest.Config, namespace, pod string, port uint16) (*http.Clie
 	}
 	return &http.Client{
 		Transport: &http.Transport{
-			DisableKeepAlives: true, // a connection is a few streams of one to the API server, which ends with it
+			// A connection is a few streams of one connection to the API server, which ends with
+			// it.
+			DisableKeepAlives: true,
 			DialContext:       func(ctx context.Context, _, _ string) (net.Conn, error) { return dial(ctx, dialer, port) },
 		},
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 	}, nil
 }
 
-// Dial connects to that port of the Pod by TCP. It needs the same right.
+// Dial makes a TCP connection to that port of the Pod. It needs the same right.
 func Dial(ctx context.Context, config *rest.Config, namespace, pod string, port uint16) (net.Conn, error) {
 	dialer, err := dialerTo(config, namespace, pod)
 	if err != nil {
@@ -60,7 +62,7 @@ func dialerTo(config *rest.Config, namespace, pod string) (httpstream.Dialer, er
 	return spdy.NewDialerForStreaming(upgrader, &http.Client{Transport: roundTripper}, http.MethodPost, to), nil
 }
 
-// dial does not outlive ctx.
+// dial returns when ctx ends, if not before.
 func dial(ctx context.Context, dialer httpstream.Dialer, port uint16) (net.Conn, error) {
 	type result struct {
 		conn *conn
@@ -78,9 +80,9 @@ func dial(ctx context.Context, dialer httpstream.Dialer, port uint16) (net.Conn,
 		}
 		return r.conn, nil
 	case <-ctx.Done():
-		go func() { // what comes too late is closed
+		go func() { // closes a connection that comes too late
 			if r := <-done; r.err == nil {
-				_ = r.conn.Close() // nobody has it
+				_ = r.conn.Close() // nobody uses it
 			}
 		}()
 		return nil, ctx.Err()
@@ -106,7 +108,7 @@ func open(dialer httpstream.Dialer, port uint16) (*conn, error) {
 		_ = connection.Close() // the first error is returned
 		return nil, err
 	}
-	problems.Close() // nothing is written to it
+	problems.Close() // we send nothing on the error stream
 	go func() {
 		text, err := io.ReadAll(io.LimitReader(problems, 4096))
 		if len(text) > 0 {
@@ -122,14 +124,14 @@ func open(dialer httpstream.Dialer, port uint16) (*conn, error) {
 	return c, nil
 }
 
-// conn is a net.Conn.
+// conn is one connection to a port of a Pod.
 type conn struct {
 	httpstream.Stream
 	connection httpstream.Connection
 	failed     chan error // the kubelet's error at the end
 }
 
-// Read says why nothing comes, where the kubelet says so.
+// Read returns the kubelet's error, if there is one, instead of the end of the stream.
 func (c *conn) Read(b []byte) (int, error) {
 	n, err := c.Stream.Read(b)
 	if n == 0 && errors.Is(err, io.EOF) {
@@ -139,7 +141,7 @@ func (c *conn) Read(b []byte) (int, error) {
 			if failed != nil {
 				err = failed
 			}
-		case <-time.After(100 * time.Millisecond): // it comes beside, and mostly before
+		case <-time.After(100 * time.Millisecond): // it comes on another stream, mostly earlier
 		}
 	}
 	return n, err
