@@ -1,4 +1,5 @@
-// Package coredns finds the CoreDNS of a cluster and changes its Corefile and its rights for services by name.
+// Package coredns finds the CoreDNS of a cluster, and changes its Corefile and rights for services
+// by name.
 package coredns
 
 import (
@@ -22,17 +23,17 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// Oldest is the first CoreDNS whose plugin kubernetes has the option multicluster. An older one refuses a
-// Corefile with it.
+// Oldest is the first version whose plugin kubernetes has the option multicluster. Older versions
+// refuse a Corefile with it.
 const Oldest = "1.12.2"
 
-// KeyCorefile is where a ConfigMap has the Corefile.
+// KeyCorefile is the key of the Corefile in its ConfigMap.
 const KeyCorefile = "Corefile"
 
-// ErrNone says that nothing is known of what resolves names in a cluster.
+// ErrNone is returned when the DNS server of the cluster cannot be found.
 var ErrNone = errors.New("no Deployment in kube-system has the label k8s-app=kube-dns and a ConfigMap with a Corefile")
 
-// A Server is what resolves names in a cluster.
+// A Server is the DNS server of a cluster.
 type Server struct {
 	Deployment string // in kube-system
 	image      string
@@ -40,7 +41,7 @@ type Server struct {
 	config     corev1.ConfigMap // with the Corefile
 }
 
-// Find finds CoreDNS where kubeadm and most others put it. The error is errNoDNS where there is none.
+// Find finds CoreDNS where kubeadm and most others put it. The error is ErrNone if it is not there.
 func Find(ctx context.Context, c *cluster.Cluster) (*Server, error) {
 	var list appsv1.DeploymentList
 	if err := c.Client.List(ctx, &list, client.InNamespace(metav1.NamespaceSystem), client.MatchingLabels{"k8s-app": "kube-dns"}); err != nil {
@@ -65,16 +66,16 @@ func Find(ctx context.Context, c *cluster.Cluster) (*Server, error) {
 	return nil, fmt.Errorf("%s: %w", c, ErrNone)
 }
 
-// Corefile is its text.
+// Corefile returns the text of the Corefile.
 func (d *Server) Corefile() string { return d.config.Data[KeyCorefile] }
 
-// Where names the Corefile.
+// Where names the Corefile for people.
 func (d *Server) Where() string {
 	return "Corefile in ConfigMap " + metav1.NamespaceSystem + "/" + safetext.Of(d.config.Name)
 }
 
-// TooOld says why CoreDNS may refuse the option; empty: it knows it. Images are tagged by its version, with
-// more behind it in some distributions.
+// TooOld returns why CoreDNS may refuse the option; empty: it supports the option. The tag of an
+// image begins with the version; some distributions append more.
 func (d *Server) TooOld() string {
 	_, tag, _ := strings.Cut(d.image[strings.LastIndexByte(d.image, '/')+1:], ":")
 	tag, _, _ = strings.Cut(tag, "@")
@@ -106,7 +107,7 @@ func (d *Server) WithZone() (string, error) {
 	return text, nil
 }
 
-// Write writes another Corefile, unless somebody has changed the ConfigMap since it was read.
+// Write writes another Corefile, unless the ConfigMap has changed since it was read.
 func Write(ctx context.Context, c *cluster.Cluster, d *Server, text string, report func(string)) error {
 	if text == d.Corefile() {
 		return nil
@@ -129,7 +130,7 @@ func Write(ctx context.Context, c *cluster.Cluster, d *Server, text string, repo
 	return nil
 }
 
-// reloads reports whether a Corefile has CoreDNS follow its changes.
+// reloads reports whether CoreDNS reloads the Corefile when it changes.
 func reloads(text string) bool {
 	return slices.ContainsFunc(strings.Split(text, "\n"), func(line string) bool {
 		words := strings.Fields(line)

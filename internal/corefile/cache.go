@@ -7,9 +7,9 @@ import (
 	"strings"
 )
 
-// denialLine excepts the zone from what the plugin cache remembers: for half a minute it knows that a name does
-// not exist, also one that is imported a second later. Of several such lines CoreDNS reads the last one, so
-// that the zone joins the others of that line:
+// denialLine excepts the zone from the negative cache. Without it the plugin cache knows for half a
+// minute that a name does not exist, even if the name is imported a second later. CoreDNS uses only
+// the last of several such lines, so the zone joins the other zones of that line:
 //
 //	cache 30 {
 //	    disable success cluster.local
@@ -17,7 +17,7 @@ import (
 //	}
 const denialLine = "disable denial " + Zone + " "
 
-// A cache is the plugin of the server that gets the questions for the zone.
+// A cache is the plugin in the server that answers for the zone.
 type cache struct {
 	name   token
 	args   []token
@@ -26,7 +26,7 @@ type cache struct {
 	denial []token
 }
 
-// last is where the arguments end.
+// last returns the end of the arguments.
 func (c *cache) last() int {
 	if len(c.args) == 0 {
 		return c.name.end
@@ -34,8 +34,8 @@ func (c *cache) last() int {
 	return c.args[len(c.args)-1].end
 }
 
-// findCache returns false where nothing is to be edited, or the Corefile is not understood. The zone works
-// without.
+// findCache finds the plugin. It returns false if there is nothing to edit, or the Corefile is not
+// understood. The zone works without the edit.
 func findCache(text string) (c cache, ok bool) {
 	servers, err := parse(text)
 	if err != nil {
@@ -66,8 +66,8 @@ func findCache(text string) (c cache, ok bool) {
 	return c, found == 1
 }
 
-// addDenial returns the Corefile whose cache does not remember that names of the zone do not exist. It is
-// unchanged where the cache does not anyway, or is not understood.
+// addDenial returns the Corefile with a cache that does not remember missing names of the zone. It
+// returns text unchanged if the cache does not do so anyway, or is not understood.
 func addDenial(text string) string {
 	c, ok := findCache(text)
 	if !ok {
@@ -104,7 +104,7 @@ func addDenial(text string) string {
 	return text[:last] + " " + Zone + text[last:end] + " " + markZone + text[end:]
 }
 
-// cacheBlock is what addDenial writes after the arguments of cache where it has no block.
+// cacheBlock is what addDenial writes after the arguments of a cache without a block.
 func cacheBlock(ending, indent string) string {
 	return " {" + ending + indent + "    " + denialLine + markOwnBlock + ending + indent + "}"
 }
@@ -124,7 +124,7 @@ func removeDenial(text string) (string, error) {
 			return text[:last] + rest, nil
 		}
 	}
-	if line == denialLine+mark || line == denialLine+markOwnBlock { // others have added to our block
+	if line == denialLine+mark || line == denialLine+markOwnBlock { // others have added lines to our block
 		return text[:begin] + text[end+1+strings.IndexByte(text[end:], '\n'):], nil
 	}
 	i := slices.IndexFunc(c.denial, isZone)
@@ -135,11 +135,11 @@ func removeDenial(text string) (string, error) {
 	return "", fmt.Errorf("line %d: the comment is not as we wrote it: remove %s by hand", first.line, Zone)
 }
 
-// lineEnd is the text up to the end of its line.
+// lineEnd returns the rest of the first line of text.
 func lineEnd(text string) string {
 	line, _, _ := strings.Cut(text, "\n")
 	return strings.TrimSuffix(line, "\r")
 }
 
-// isSuffix reports whether a zone is ours or has it.
+// isSuffix reports whether a zone is ours or contains ours.
 func isSuffix(t token) bool { return covers(strings.Trim(strings.ToLower(t.text), ".")) }

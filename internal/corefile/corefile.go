@@ -5,11 +5,12 @@
 //	    multicluster clusterset.local # added by isthmus install, with the zone
 //	    pods insecure
 //
-// It also has the plugin cache forget which names of the zone do not exist; see addDenial.
+// It also keeps the plugin cache from remembering missing names of the zone; see addDenial.
 //
-// It edits the text in place, so comments and layout stay. The comment marks what Add wrote: Remove undoes
-// that and nothing else, byte for byte. A Corefile that the package does not understand is an error, never
-// a guess, because a Corefile that CoreDNS refuses takes all names of a cluster away at its next start.
+// It edits the text in place, so comments and layout stay. A comment marks what Add wrote. Remove
+// undoes only that, byte for byte. A Corefile that the package does not understand is an error,
+// never a guess: a Corefile that CoreDNS refuses would take away all names of the cluster at its
+// next start.
 package corefile
 
 import (
@@ -22,23 +23,23 @@ import (
 // Zone is the zone that the Multi-Cluster Services API gives to imported services.
 const Zone = "clusterset.local"
 
-// option is the option of the plugin kubernetes, from CoreDNS 1.12.2 on.
+// option is the option of the plugin kubernetes, since CoreDNS 1.12.2.
 const option = "multicluster"
 
-// A mark ends a line that Add wrote, and says what else Add wrote.
+// A mark ends a line that Add wrote, and names what else Add wrote.
 const (
 	mark      = "# added by isthmus install"
 	markZone  = mark + ", with the zone"
 	markBlock = markZone + " and this block"
-	// markOwnBlock is in a block that has nothing else.
+	// markOwnBlock is in a block that contains nothing else.
 	markOwnBlock = mark + ", with this block"
 )
 
-// Lines are what a person has to add by hand.
+// Lines are the lines that a person has to add by hand.
 const Lines = "kubernetes cluster.local in-addr.arpa ip6.arpa " + Zone + " { # the zone, after those that are there\n    " + option + " " + Zone + "\n" +
 	"cache 30 { # as it is there, and not if it is not\n    disable denial cluster.local " + Zone + " # after the zones that are there"
 
-// Add returns the Corefile with the zone, unchanged if it has all already.
+// Add returns the Corefile with the zone, unchanged if it has everything already.
 func Add(text string) (string, error) {
 	text, err := addZone(text)
 	if err != nil {
@@ -89,7 +90,7 @@ func block(ending, indent string) string {
 	return " " + Zone + " {" + ending + indent + "    " + option + " " + Zone + " " + markBlock + ending + indent + "}"
 }
 
-// Remove returns the Corefile without what Add wrote, unchanged if that is nothing.
+// Remove returns the Corefile without what Add wrote, unchanged if it wrote nothing.
 func Remove(text string) (string, error) {
 	text, err := removeDenial(text)
 	if err != nil {
@@ -145,14 +146,14 @@ func Serves(text string) (bool, error) {
 	return err == nil && k.serves, err
 }
 
-// Multicluster reports whether CoreDNS needs ServiceImports, whatever the zone. Comments apart, it takes
-// whatever may be the option for the option.
+// Multicluster reports whether CoreDNS needs ServiceImports, for any zone. Every occurrence of the
+// option's name outside of comments counts.
 func Multicluster(text string) bool {
 	tokens, err := lex(text)
 	return err != nil && strings.Contains(text, option) || slices.ContainsFunc(tokens, func(t token) bool { return t.text == option })
 }
 
-// A plugin is where the plugin kubernetes answers for the zone, or could.
+// A plugin is the plugin kubernetes of the server that answers, or could answer, for the zone.
 type plugin struct {
 	name   token
 	zones  []token
@@ -163,7 +164,7 @@ type plugin struct {
 	serves bool
 }
 
-// find finds the plugin kubernetes of the server that gets the questions for the zone.
+// find finds the plugin kubernetes of the server that answers for the zone.
 func find(text string) (plugin, error) {
 	servers, err := parse(text)
 	if err != nil {
@@ -218,7 +219,8 @@ func readPlugin(d []token) (plugin, error) {
 	return k, nil
 }
 
-// linesOf splits what follows the opening brace of a block, without the closing one.
+// linesOf splits the content of a block into lines. rest begins after the opening brace; the
+// closing one is left out.
 func linesOf(rest []token) (all [][]token) {
 	for len(rest) > 1 {
 		n := 1
@@ -230,10 +232,10 @@ func linesOf(rest []token) (all [][]token) {
 	return all
 }
 
-// isZone compares as CoreDNS does.
+// isZone compares names as CoreDNS does.
 func isZone(t token) bool { return strings.TrimSuffix(strings.ToLower(t.text), ".") == Zone }
 
-// serverFor returns the server that CoreDNS asks about the zone: that of the longest suffix.
+// serverFor returns the server that CoreDNS uses for the zone: that of the longest suffix.
 func serverFor(servers []server) (server, error) {
 	port, err := portOf(servers)
 	if err != nil {
@@ -264,7 +266,7 @@ func serverFor(servers []server) (server, error) {
 	return server{}, fmt.Errorf("line %d, line %d: two servers get the questions for %s", best[0].line, best[1].line, Zone)
 }
 
-// portOf returns the port that pods ask: 53, or another one where it is the only one.
+// portOf returns the port that pods use: 53, or the only other one.
 func portOf(servers []server) (string, error) {
 	var ports []string
 	for _, s := range servers {
@@ -283,7 +285,8 @@ func portOf(servers []server) (string, error) {
 	return "", fmt.Errorf("servers are on the ports %s: which of them pods ask is not known", strings.Join(ports, ", "))
 }
 
-// address is the zone and the port of a server's key; without a port it is not plain DNS.
+// address returns the zone and the port of a server's key. The port is empty if the server is not
+// plain DNS.
 func address(key string) (host, port string) {
 	scheme, rest, found := strings.Cut(key, "://")
 	if strings.HasPrefix(key, "(") {
@@ -301,7 +304,7 @@ func address(key string) (host, port string) {
 	return strings.Trim(strings.ToLower(host), "."), port
 }
 
-// covers reports whether a server for a zone may get the questions for ours.
+// covers reports whether a server for the zone host may answer for ours.
 func covers(host string) bool { return host == "" || host == Zone || strings.HasSuffix(Zone, "."+host) }
 
 // A server is one block of a Corefile.
@@ -311,8 +314,8 @@ type server struct {
 	directives [][]token // each with its block
 }
 
-// parse reads servers as github.com/coredns/caddy does (v1.1.4, caddyfile/parse.go). What an import adds
-// is not known here: it is a directive like another.
+// parse reads servers as github.com/coredns/caddy does (v1.1.4, caddyfile/parse.go). It does not
+// follow an import, but treats it like any directive.
 func parse(text string) ([]server, error) {
 	tokens, err := lex(text)
 	if err != nil {
@@ -353,17 +356,17 @@ func parse(text string) ([]server, error) {
 	return all, nil
 }
 
-// snippet reports whether a server is none, but the text that a directive imports.
+// snippet reports whether the block is no server, but the text that a directive imports.
 func (s *server) snippet(imports []token) bool {
 	return len(imports) > 1 && s.keys[0] == "("+imports[1].text+")"
 }
 
-// has reports whether a server has a directive, or imports what may have it.
+// has reports whether a server has a directive, or imports text that may contain it.
 func (s *server) has(directive string) bool {
 	return slices.ContainsFunc(s.directives, func(d []token) bool { return d[0].text == directive || d[0].text == "import" })
 }
 
-// read reads the directives of a server, and returns what follows its closing brace.
+// read reads the directives of a server, and returns the tokens after its closing brace.
 func (s *server) read(tokens []token) ([]token, error) {
 	for len(tokens) > 0 {
 		if tokens[0].text == "}" {
@@ -399,14 +402,14 @@ func (s *server) read(tokens []token) ([]token, error) {
 	return nil, fmt.Errorf("line %d: no brace closes the server", s.line)
 }
 
-// A token is a word; start and end are where it is in the text, quotes included.
+// A token is a word. start and end are its position in the text, quotes included.
 type token struct {
 	text             string
 	line, start, end int
 }
 
-// lex splits as github.com/coredns/caddy does (v1.1.4, caddyfile/lexer.go): a # begins a comment wherever
-// it is. Words over several lines are an error here.
+// lex splits text as github.com/coredns/caddy does (v1.1.4, caddyfile/lexer.go), where # begins a
+// comment even inside a word. A word that spans several lines is an error here.
 func lex(text string) (tokens []token, err error) {
 	line := 1
 	for i := 0; i < len(text); i++ {
@@ -455,7 +458,7 @@ func endingOf(text string) string {
 	return "\n"
 }
 
-// indentOf is the white space before the first word of a line; empty where it is not the first.
+// indentOf returns the white space before a word; empty if the word is not the first of its line.
 func indentOf(text string, start int) string {
 	before := text[strings.LastIndexByte(text[:start], '\n')+1 : start]
 	if strings.TrimSpace(before) != "" {

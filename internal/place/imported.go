@@ -22,7 +22,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// underZone ends the names of imported Services.
+// underZone is the suffix of the names of imported Services.
 const underZone = ".svc." + corefile.Zone
 
 // IsImportedName reports whether a name, with :PORT or without, is that of an imported Service.
@@ -36,7 +36,7 @@ type importedName struct {
 	text            string // without the port
 	namespace, name string
 	host, cluster   string // of the endpoint; empty: any
-	port            uint16 // 0: none is given
+	port            uint16 // 0: none given
 }
 
 func parseImportedName(text string) (n importedName, err error) {
@@ -54,8 +54,8 @@ func parseImportedName(text string) (n importedName, err error) {
 	return n, nil
 }
 
-// Imported finds an endpoint that is ready behind the name of an imported Service: one of the given peer, else
-// one of any peer, else one of this cluster. An empty peer is none.
+// Imported finds a ready endpoint behind the name of an imported Service: one of the given peer,
+// else of any peer, else of this cluster. With an empty peer none is preferred.
 func Imported(ctx context.Context, c *cluster.Cluster, text, peer string) (Place, error) {
 	n, err := parseImportedName(text)
 	if err != nil {
@@ -88,7 +88,7 @@ func Imported(ctx context.Context, c *cluster.Cluster, text, peer string) (Place
 	return p, err
 }
 
-// notImported says why there is no ServiceImport.
+// notImported returns why there is no ServiceImport.
 func notImported(ctx context.Context, c *cluster.Cluster, n importedName) error {
 	var all isthmus.PeerServicesList
 	if err := c.Client.List(ctx, &all); err != nil {
@@ -124,9 +124,10 @@ func notImported(ctx context.Context, c *cluster.Cluster, n importedName) error 
 	return fmt.Errorf("%s: Service %s is not imported: %s", c, safetext.Of(n.namespace+"/"+n.name), safetext.FirstFew(why, "; "))
 }
 
-// choose takes an endpoint of an imported Service. by says whose it is, and how many there are.
+// choose picks an endpoint of an imported Service. by names its cluster, and says how many there
+// are.
 func (n importedName) choose(i *mcs.ServiceImport, list []discoveryv1.EndpointSlice, peerings []isthmus.Peering, peer string) (at netip.AddrPort, by string, err error) {
-	var named *string // the port behind which the endpoints are
+	var named *string // the name of the endpoints' port
 	if i.Spec.Type != mcs.Headless {
 		for _, p := range i.Spec.Ports {
 			if int32(n.port) == p.Port || n.port == 0 && len(i.Spec.Ports) == 1 {
@@ -146,7 +147,7 @@ func (n importedName) choose(i *mcs.ServiceImport, list []discoveryv1.EndpointSl
 		clusters[s.Cluster] = &cluster{}
 	}
 	var from string
-	best := 3 // of all that are ready: the given peer's are 0, other peers' 1, and our own 2
+	best := 3 // lowest rank of a ready endpoint: 0 the given peer's, 1 another peer's, 2 our own
 	for _, e := range endpointsIn(list, named, n.port) {
 		if n.host != "" && (n.host != e.host || n.cluster != e.cluster) {
 			continue

@@ -1,4 +1,5 @@
-// Package place finds the Pod that a name or an address means, also that of an imported service.
+// Package place finds the Pod behind a name or an address, for `isthmus trace`, imported services
+// included.
 package place
 
 import (
@@ -20,12 +21,12 @@ import (
 	mcs "sigs.k8s.io/mcs-api/pkg/apis/v1beta1"
 )
 
-// A Place is one end of the way of a packet.
+// A Place is one end of a packet's path.
 type Place struct {
 	Addr netip.AddrPort // the port may be 0
-	Pod  string         // NAMESPACE/NAME of the Pod that has the address; empty: none of this cluster has
+	Pod  string         // NAMESPACE/NAME of the Pod with the address; empty: no Pod of this cluster
 	Node string         // of the Pod
-	By   string         // the name that led here, and to what else it leads; empty: no name of an imported Service
+	By   string         // the name of an imported Service that was resolved, and to what else it leads; empty: none was
 }
 
 // String returns the place for people.
@@ -43,10 +44,10 @@ func (p Place) String() string {
 	return text
 }
 
-// ErrNone says that a name leads nowhere.
+// ErrNone is returned for a name that leads nowhere.
 var ErrNone = errors.New("not found")
 
-// At finds the Pod that has an address, if one of this cluster has.
+// At finds the Pod with an address, if it is in this cluster.
 func At(ctx context.Context, c *cluster.Cluster, at netip.AddrPort) (Place, error) {
 	p := Place{Addr: at}
 	var pods corev1.PodList
@@ -61,9 +62,8 @@ func At(ctx context.Context, c *cluster.Cluster, at netip.AddrPort) (Place, erro
 	return p, nil
 }
 
-// Find finds what a name means: NAMESPACE/POD, or svc/NAME or svc/NAMESPACE/NAME, of which the
-// first endpoint that is ready is meant; each with :PORT where a port is wanted. A Service without a
-// namespace is one of the namespace default.
+// Find resolves NAMESPACE/POD, or svc/NAME or svc/NAMESPACE/NAME, which means the first ready
+// endpoint. Each may end in :PORT. A Service without a namespace is in the namespace default.
 func Find(ctx context.Context, c *cluster.Cluster, name string) (Place, error) {
 	bare, port, err := splitPort(name)
 	if err != nil {
@@ -115,7 +115,7 @@ func podAt(ctx context.Context, c *cluster.Cluster, namespace, name string, port
 	return p, nil
 }
 
-// endpointOf is the first endpoint of a Service that is ready, at the port behind the Service's.
+// endpointOf returns the first ready endpoint of a Service, at the target port of the given one.
 func endpointOf(ctx context.Context, c *cluster.Cluster, namespace, name string, port uint16) (Place, error) {
 	what := fmt.Sprintf("Service %s/%s", safetext.Of(namespace), safetext.Of(name))
 	var service corev1.Service
@@ -150,14 +150,15 @@ func endpointOf(ctx context.Context, c *cluster.Cluster, namespace, name string,
 	return At(ctx, c, first.at)
 }
 
-// An endpoint is one of a Service.
+// An endpoint is an endpoint of a Service.
 type endpoint struct {
 	at            netip.AddrPort
 	ready         bool
 	host, cluster string // of an imported Service
 }
 
-// endpointsIn are those of slices, each at the port behind the named one; where none is named or there, at port.
+// endpointsIn returns the endpoints of slices, each at its port called named. If named is nil, or
+// the slice has no such port, the endpoint is at port.
 func endpointsIn(list []discoveryv1.EndpointSlice, named *string, port uint16) (all []endpoint) {
 	for i := range list {
 		slice := &list[i]
@@ -178,10 +179,10 @@ func endpointsIn(list []discoveryv1.EndpointSlice, named *string, port uint16) (
 	return all
 }
 
-// mostCompleted is how many Pods are offered to a shell.
+// mostCompleted bounds the Pods that are offered to a shell.
 const mostCompleted = 500
 
-// Pods are names of Pods as Find takes them, for completion.
+// Pods returns names of Pods in the form that Find takes, for completion.
 func Pods(ctx context.Context, c *cluster.Cluster) (names []string, err error) {
 	var list corev1.PodList
 	if err := c.Client.List(ctx, &list, client.Limit(mostCompleted)); err != nil {
