@@ -1,6 +1,6 @@
-// Package chart renders the chart of Isthmus (deploy/chart/isthmus) as Helm does, without Helm: so
-// that `isthmus install` and `helm install` make the same objects from one source. It knows what
-// that chart uses of Helm's templates and nothing else; test/helm compares both.
+// Package chart renders the chart of Isthmus (deploy/chart/isthmus) without Helm, so that `isthmus
+// install` and `helm install` create the same objects from one source. It implements only the parts
+// of Helm's templates that this chart uses; test/helm compares both.
 package chart
 
 import (
@@ -21,15 +21,15 @@ import (
 	"github.com/isthmus-net/isthmus/deploy"
 )
 
-// Values are what a chart is rendered with: values.yaml, and what a person says otherwise.
+// Values are the input of a chart: values.yaml, and a person's changes to it.
 type Values = map[string]any
 
-// Options say what to render.
+// Options select what to render.
 type Options struct {
 	Namespace string
-	// AppVersion is the tag of the image where the values name none.
+	// AppVersion is the tag of the image, unless the values have one.
 	AppVersion string
-	// Values replace those of values.yaml: field by field, lists as a whole.
+	// Values replace those of values.yaml: maps field by field, lists as a whole.
 	Values Values
 }
 
@@ -44,7 +44,7 @@ func Defaults() (Values, error) {
 	return ParseValues(text)
 }
 
-// ParseValues reads a file such as values.yaml.
+// ParseValues parses a file like values.yaml.
 func ParseValues(text []byte) (Values, error) {
 	values := Values{}
 	if err := yaml.UnmarshalStrict(text, &values); err != nil {
@@ -66,7 +66,7 @@ func Set(values Values, value any, at ...string) {
 	values[at[len(at)-1]] = value
 }
 
-// Get returns one value by its path; nil when it is not there.
+// Get returns one value by its path; nil if it does not exist.
 func Get(values Values, at ...string) any {
 	for _, key := range at[:len(at)-1] {
 		values, _ = values[key].(Values)
@@ -74,7 +74,7 @@ func Get(values Values, at ...string) any {
 	return values[at[len(at)-1]]
 }
 
-// Merge returns base with what over says otherwise. Neither is changed. A null takes a value away.
+// Merge returns base with the values of over replaced. It changes neither. A null removes a value.
 func Merge(base, over Values) Values {
 	merged := maps.Clone(base)
 	if merged == nil {
@@ -149,8 +149,8 @@ func Render(o Options) (string, error) {
 	return out.String(), nil
 }
 
-// readable takes away what text/template says about the place, where the chart asks a person for
-// something.
+// readable removes text/template's position from an error by which the chart asks a person for a
+// value.
 func readable(err error) error {
 	if wants := (*wantsError)(nil); errors.As(err, &wants) {
 		return wants
@@ -162,13 +162,14 @@ type wantsError struct{ what string }
 
 func (e *wantsError) Error() string { return e.what }
 
-// A document is an object as it is rendered, and as it is read.
+// A document is a rendered object: its text, and the object parsed from it.
 type document struct {
 	text   string
 	object *unstructured.Unstructured
 }
 
-// Objects renders, and reads what is rendered: objects in the order in which they can be applied.
+// Objects renders the chart and parses the result. It returns objects in the order in which they
+// can be applied.
 func Objects(o Options) ([]*unstructured.Unstructured, error) {
 	documents, err := documents(o)
 	all := make([]*unstructured.Unstructured, len(documents))
@@ -199,15 +200,15 @@ func documents(o Options) ([]document, error) {
 		if err != nil {
 			return nil, fmt.Errorf("what the chart renders is no YAML: %w", err)
 		}
-		if string(content) == "null" { // comments
+		if string(content) == "null" { // only comments
 			continue
 		}
 		u := &unstructured.Unstructured{}
-		if err := u.UnmarshalJSON(content); err != nil { // integers stay integers
+		if err := u.UnmarshalJSON(content); err != nil { // keeps integers as integers
 			return nil, fmt.Errorf("what the chart renders is no object: %w", err)
 		}
 		if _, hook := u.GetAnnotations()["helm.sh/hook"]; hook {
-			continue // Helm's way to do what Uninstall does by itself
+			continue // hooks are for Helm; Uninstall does the same itself
 		}
 		all = append(all, document{strings.Trim(one, "\n"), u})
 	}
@@ -215,9 +216,9 @@ func documents(o Options) ([]document, error) {
 	return all, nil
 }
 
-// rank puts what others need before them: a Pod is not made without its ServiceAccount, a component
-// that finds no rights or configuration begins with an error, and agents let through what comes from
-// gateways that they know.
+// rank sorts objects behind those that they need. A Pod is not created without its ServiceAccount.
+// A component without its rights or configuration starts with an error. Agents accept packets only
+// from gateways that they know.
 func rank(u *unstructured.Unstructured) int {
 	switch u.GetKind() {
 	case "Namespace":
@@ -232,7 +233,7 @@ func rank(u *unstructured.Unstructured) int {
 	return 2
 }
 
-// functions are those of Helm and its library that the chart uses, as they are there.
+// functions are the functions of Helm and its library that the chart uses, with the same behaviour.
 func functions(all *template.Template) template.FuncMap {
 	return template.FuncMap{
 		"default": func(or, value any) any {
@@ -306,16 +307,16 @@ func number(value any) int {
 	return 0
 }
 
-// empty is what templates count as no value.
+// empty reports whether templates treat a value as absent.
 func empty(value any) bool {
 	truth, ok := template.IsTrue(value)
 	return !ok || !truth
 }
 
-// files are what the chart finds in its folder files/, beside its templates.
+// files are the files of the chart's folder files/, beside its templates.
 type files struct{}
 
-// Get returns the text of a file, empty when there is none.
+// Get returns the text of a file, empty if there is none.
 func (files) Get(name string) string {
 	text, err := read(name)
 	if err != nil {

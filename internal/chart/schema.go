@@ -28,7 +28,7 @@ type schema struct {
 	Pattern              string             `json:"pattern"`
 	Minimum              *float64           `json:"minimum"`
 	Maximum              *float64           `json:"maximum"`
-	// Description completes "want": it is for people.
+	// Description completes the message "want ...".
 	Description string `json:"description"`
 
 	Schema     string `json:"$schema"`
@@ -42,14 +42,14 @@ func readSchema() (*schema, error) {
 		return nil, err
 	}
 	s, d := new(schema), json.NewDecoder(bytes.NewReader(text))
-	d.DisallowUnknownFields() // a keyword that check does not know would check nothing
+	d.DisallowUnknownFields() // an unknown keyword would check nothing
 	if err := d.Decode(s); err != nil {
 		return nil, fmt.Errorf("values.schema.json: %w", err)
 	}
 	return s, nil
 }
 
-// kinds name the types of JSON Schema in messages.
+// kinds are the names of JSON Schema types in messages.
 var kinds = map[any]string{"string": "text", "integer": "a number", "number": "a number", "boolean": "true or false", "array": "a list", "object": "an object"}
 
 func kindOf(value any) string {

@@ -1,7 +1,7 @@
-// Package cli is what the programs of Isthmus have in common: exit codes, signals and the version.
+// Package cli has what all programs of Isthmus share: exit codes, signals, flags and the version.
 //
-// The exit code is 0 when all is fine, 1 when a problem was found or a command could not do its
-// work, and 2 when the command was used wrongly or what it asks could not be reached.
+// The exit code is 0 for success, 1 if the command found a problem or failed, and 2 for wrong
+// usage, or if a cluster or gateway could not be reached.
 package cli
 
 import (
@@ -17,7 +17,7 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// ExitCodes is what help says about them.
+// ExitCodes is the text about exit codes in the help.
 const ExitCodes = `Exit codes: 0 success; 1 the command found a problem or failed; 2 wrong usage, or a
 cluster or gateway could not be reached.`
 
@@ -28,10 +28,10 @@ const (
 	Wrong   = 2
 )
 
-// codeError ends the program with a code of its own.
+// codeError ends the program with its own exit code.
 type codeError struct {
 	code int
-	err  error // nil: everything has been said
+	err  error // nil: the command has printed everything
 }
 
 func (e *codeError) Error() string {
@@ -43,21 +43,21 @@ func (e *codeError) Error() string {
 
 func (e *codeError) Unwrap() error { return e.err }
 
-// Usage says what is wrong with the arguments; the program ends with Wrong.
+// Usage returns an error about the arguments, with which the program ends with Wrong.
 func Usage(format string, args ...any) error { return &codeError{Wrong, fmt.Errorf(format, args...)} }
 
-// Unreachable says that err kept the command from finding out anything; the program ends with
-// Wrong.
+// Unreachable returns err for a command that could not find out anything because of it. The program
+// ends with Wrong.
 func Unreachable(err error) error { return &codeError{Wrong, err} }
 
 // ErrProblem ends the program with Problem after the command has printed the problem.
 var ErrProblem error = &codeError{code: Problem}
 
-// started tells errors of a command from errors in its use.
+// started marks a command that runs: its errors are not about its usage.
 const started = "started"
 
-// Run is a whole program; it returns the exit code. The context of the command ends with the first
-// signal that asks the program to end; a second one ends the program at once.
+// Run runs a whole program and returns the exit code. The first signal to end cancels the context
+// of the command; a second one ends the program at once.
 func Run(root *cobra.Command, args []string, stdin io.Reader, stdout, stderr io.Writer) int {
 	signals := []os.Signal{os.Interrupt, syscall.SIGTERM}
 	if !signal.Ignored(syscall.SIGHUP) { // as by nohup
@@ -85,8 +85,8 @@ func Run(root *cobra.Command, args []string, stdin io.Reader, stdout, stderr io.
 	return exitCode(ctx, root, cmd, err)
 }
 
-// As makes a program speak of itself as it was called: kubectl runs the plugin kubectl-NAME where
-// somebody types "kubectl NAME". argv0 is how it was started.
+// As gives a program the name under which it was called: kubectl runs the plugin kubectl-NAME for
+// "kubectl NAME". argv0 is the program's os.Args[0].
 func As(root *cobra.Command, argv0 string) {
 	if filepath.Base(argv0) != "kubectl-"+root.Name() {
 		return
@@ -97,7 +97,7 @@ func As(root *cobra.Command, argv0 string) {
 	root.Annotations[cobra.CommandDisplayNameAnnotation] = "kubectl " + root.Name()
 }
 
-// exitCode prints err, which is that of cmd, and says how to end.
+// exitCode prints err, the error of cmd, and returns the exit code.
 func exitCode(ctx context.Context, root, cmd *cobra.Command, err error) int {
 	if err == nil {
 		return Fine

@@ -10,17 +10,17 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// Output is the value of --output: "" is for people, "wide" tells them more, "json" and "yaml" are
-// for programs.
+// Output is the value of --output: "" is for people, "wide" is for people and has more columns,
+// "json" and "yaml" are for programs.
 type Output string
 
-// AddOutputFlag adds --output, -o in short, with a line that says what is printed; more are values
-// besides json and yaml.
+// AddOutputFlag adds --output and -o. usage describes what is printed; more are values besides json
+// and yaml.
 func AddOutputFlag(cmd *cobra.Command, o *Output, usage string, more ...string) {
 	addChoice(cmd, (*string)(o), "output", "o", "", usage, append(more, "json", "yaml"))
 }
 
-// ForPrograms tells whether the output is JSON or YAML.
+// ForPrograms reports whether the output is JSON or YAML.
 func (o Output) ForPrograms() bool { return o == "json" || o == "yaml" }
 
 // Print writes v as JSON or YAML.
@@ -32,7 +32,7 @@ func (o Output) Print(w io.Writer, v any) error {
 	return o.PrintJSON(w, append(text, '\n'))
 }
 
-// PrintJSON writes what is JSON already.
+// PrintJSON writes text, which is JSON, in the format of o.
 func (o Output) PrintJSON(w io.Writer, text []byte) (err error) {
 	if o == "yaml" {
 		if text, err = yaml.JSONToYAML(text); err != nil {
@@ -43,7 +43,7 @@ func (o Output) PrintJSON(w io.Writer, text []byte) (err error) {
 	return err
 }
 
-// A choice is a pflag.Value out of a few words.
+// A choice is a pflag.Value that accepts a few words.
 type choice struct {
 	value *string
 	words []string
@@ -71,7 +71,7 @@ type wanted string
 
 func (w wanted) Error() string { return "want " + string(w) }
 
-// AddChoiceFlag adds a flag whose value is one of the words; the shell completes them.
+// AddChoiceFlag adds a flag that accepts the given words, which the shell completes.
 func AddChoiceFlag(cmd *cobra.Command, value *string, name, otherwise, usage string, words ...string) {
 	addChoice(cmd, value, name, "", otherwise, usage, words)
 }
@@ -79,5 +79,5 @@ func AddChoiceFlag(cmd *cobra.Command, value *string, name, otherwise, usage str
 func addChoice(cmd *cobra.Command, value *string, name, short, otherwise, usage string, words []string) {
 	*value = otherwise
 	cmd.Flags().VarP(choice{value, words}, name, short, usage)
-	_ = cmd.RegisterFlagCompletionFunc(name, cobra.FixedCompletions(words, cobra.ShellCompDirectiveNoFileComp)) // fails for a flag that is not there
+	_ = cmd.RegisterFlagCompletionFunc(name, cobra.FixedCompletions(words, cobra.ShellCompDirectiveNoFileComp)) // fails only for a flag that does not exist
 }

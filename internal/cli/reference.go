@@ -75,7 +75,7 @@ func describe(w io.Writer, cmd *cobra.Command) {
 	})
 }
 
-// cell is text inside a table.
+// cell escapes text for a table.
 func cell(text string) string { return strings.ReplaceAll(text, "|", `\|`) }
 
 func unindent(text string) string {

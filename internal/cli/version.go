@@ -9,7 +9,7 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// release is set by the linker for a release: -ldflags "-X
+// The linker sets release: -ldflags "-X
 // github.com/isthmus-net/isthmus/internal/cli.release=v1.2.3".
 var release string
 
@@ -36,7 +36,7 @@ func versionCommand() *cobra.Command {
 	return cmd
 }
 
-// Version is the release, else what the build knows of the commit.
+// Version is the release, or else the commit that the build recorded.
 func Version() string {
 	if release != "" {
 		return release
@@ -62,10 +62,10 @@ func Version() string {
 	return revision + modified
 }
 
-// ImageTag is the tag of the image that was built with this program, which a label of the Pods
-// repeats.
+// ImageTag is the tag of the image that was built with this program. It is also a label of the
+// Pods.
 func ImageTag() string { return tagOf(Version()) }
 
-// tagOf makes a version a tag and a value of a label: Go calls a build from outside of a repository
-// "(devel)", and has a + in versions.
+// tagOf makes a version valid as an image tag and label value: Go calls a build outside of a
+// repository "(devel)", and uses + in versions.
 func tagOf(version string) string { return strings.ReplaceAll(strings.Trim(version, "()"), "+", "-") }

@@ -11,18 +11,18 @@ import (
 // maxConnections bounds the connections of one server: an idle one costs some 10 KiB.
 const maxConnections = 256
 
-// A bound closes connections when there are too many: of those that wait for a request, or for the
-// rest of one, the one that has waited longest of the client that has most of them. So whoever
-// holds connections open shuts nobody out, least of all the kubelet.
+// A bound closes connections when there are too many. It chooses among those that wait for a
+// request, or for the rest of one: of the client with most of them, the one that has waited
+// longest. So no client that holds connections open shuts out others, least of all the kubelet.
 type bound struct {
 	most int
 
 	mu    sync.Mutex
-	since map[net.Conn]uint64 // the step since when it waits; 0: a request of it is being answered
+	since map[net.Conn]uint64 // the step at which it began to wait; 0: its request is being answered
 	steps uint64
 }
 
-// bind bounds the connections of a server that has its handler.
+// bind applies the bound to a server, whose handler must be set.
 func (b *bound) bind(s *http.Server) {
 	type own struct{}
 	b.since = make(map[net.Conn]uint64)
@@ -37,8 +37,8 @@ func (b *bound) bind(s *http.Server) {
 	})
 }
 
-// state is called for a new connection before the next is accepted. That a connection is active
-// means nothing: its first octet is there.
+// state is called for a new connection before the next one is accepted. It ignores StateActive,
+// which only means that the first octet has come.
 func (b *bound) state(c net.Conn, state http.ConnState) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -68,7 +68,7 @@ func (b *bound) answering(c net.Conn, begins bool) {
 	}
 }
 
-// surplus is the connection to close. The newest one waits, so that there is one.
+// surplus returns the connection to close. There always is one, because the newest one waits.
 func (b *bound) surplus() (worst net.Conn) {
 	waiting := make(map[string]int)
 	for c, since := range b.since {
@@ -97,10 +97,10 @@ func hostOf(c net.Conn) string {
 	return host
 }
 
-// closeNow does not wait for a client that reads no alert of TLS.
+// closeNow closes a connection without TLS's alert, which a client might never read.
 func closeNow(c net.Conn) {
 	if t, ok := c.(*tls.Conn); ok {
 		c = t.NetConn()
 	}
-	_ = c.Close() // its own goroutine finds out
+	_ = c.Close() // its own goroutine notices
 }

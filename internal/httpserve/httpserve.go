@@ -1,6 +1,5 @@
-// Package httpserve runs the HTTP servers of a component: with timeouts and a bound of connections
-// that keep slow and idle clients from piling up, and an end that gives requests under way a
-// moment.
+// Package httpserve runs the HTTP servers of a component. Timeouts and a bound on connections keep
+// slow and idle clients from piling up. At the end, requests in progress get a second.
 package httpserve
 
 import (
@@ -15,7 +14,7 @@ import (
 	"time"
 )
 
-// Servers are the servers of one component. Its methods are for one goroutine.
+// Servers are the servers of one component. One goroutine may use them.
 type Servers struct {
 	log *slog.Logger
 	all []server
@@ -28,19 +27,19 @@ type server struct {
 	http     *http.Server
 }
 
-// New returns no servers yet; what happens to them later goes to log.
+// New returns no servers yet. log gets their later errors.
 func New(log *slog.Logger) *Servers { return &Servers{log: log} }
 
-// Listen opens a socket for what everybody may read, so that a wrong address is an error at the
-// start; what is how the error calls it. An empty address is none, which is fine. Clients wait
-// until Serve. The address listened at is returned.
+// Listen opens a socket for a handler that anybody may use, so that a wrong address is an error at
+// the start. what names the address in errors. An empty address means no server, and is no error.
+// Clients wait until Serve. Listen returns the address of the socket.
 func (s *Servers) Listen(what, address string, handler http.Handler) (net.Addr, error) {
 	return s.listen(what, address, nil, handler)
 }
 
-// ListenPrivate is Listen for what not everybody may read: by TLS where secure says so, which then
-// guards in handler what is to be guarded. Without it, an address that other machines reach is
-// worth a warning.
+// ListenPrivate is Listen for a handler that not everybody may use. It uses the TLS of secure;
+// handler must apply secure.Guarded itself. With a nil secure it logs a warning for an address that
+// other machines reach.
 func (s *Servers) ListenPrivate(what, address string, secure *Secure, handler http.Handler) (net.Addr, error) {
 	if secure != nil {
 		return s.listen(what, address, secure.TLS, handler)
@@ -73,7 +72,7 @@ func (s *Servers) listen(what, address string, secure *tls.Config, handler http.
 func (s *Servers) serve(what string, l net.Listener, handler http.Handler) {
 	one := server{what, l, &http.Server{
 		Handler:           handler,
-		ReadHeaderTimeout: 5 * time.Second, // of the TLS handshake, too
+		ReadHeaderTimeout: 5 * time.Second, // includes the TLS handshake
 		ReadTimeout:       10 * time.Second,
 		WriteTimeout:      30 * time.Second,
 		IdleTimeout:       time.Minute,
@@ -95,8 +94,8 @@ func (s *Servers) Serve() {
 	}
 }
 
-// Close gives requests under way a second, and returns when no goroutine of Serve is left. It may
-// be called again, and without Serve.
+// Close gives requests in progress a second, and returns when all goroutines of Serve have ended.
+// It may be called again, and without Serve.
 func (s *Servers) Close() {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
 	defer cancel()
@@ -104,7 +103,7 @@ func (s *Servers) Close() {
 		if one.http.Shutdown(ctx) != nil {
 			_ = one.http.Close()
 		}
-		_ = one.listener.Close() // Shutdown knows it only after Serve
+		_ = one.listener.Close() // before Serve, Shutdown does not know the listener
 	}
 	s.wg.Wait()
 }

@@ -14,10 +14,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ListenOwner is Listen for what only the user of this process and root may do, at an abstract
-// socket of Linux (unix(7)): it is in the network namespace, not in the file system, so that it
-// needs no directory to write in. A connection of anybody else is closed. DialOwner is the other
-// side.
+// ListenOwner is Listen for a handler that only root and the user of this process may use. It
+// listens at an abstract socket of Linux (unix(7)), which lies in the network namespace, not in the
+// file system, and needs no writable directory. It closes the connections of other users. DialOwner
+// is the client's side.
 func (s *Servers) ListenOwner(what, name string, handler http.Handler) error {
 	l, err := net.Listen("unix", "@"+name)
 	if err != nil {
@@ -57,7 +57,7 @@ type ownerListener struct {
 	net.Listener
 	log  *slog.Logger
 	uids []uint32
-	said time.Time // when the last refusal was logged; Accept alone uses it
+	said time.Time // when a refusal was last logged; only Accept uses it
 }
 
 // refusalInterval bounds how often refused connections are logged.
@@ -81,7 +81,8 @@ func (l *ownerListener) Accept() (net.Conn, error) {
 	}
 }
 
-// userOf is who has connected, or who listens, as the kernel says (SO_PEERCRED).
+// userOf returns the user at the other end of a connection, or of the listener, from the kernel
+// (SO_PEERCRED).
 func userOf(c net.Conn) (uid uint32, err error) {
 	raw, err := c.(*net.UnixConn).SyscallConn()
 	if err != nil {

@@ -17,14 +17,14 @@ import (
 	"time"
 )
 
-// Secure is how a server keeps to itself what is not for everybody. The nil Secure keeps nothing.
+// Secure is how a server restricts access. The nil Secure restricts nothing.
 type Secure struct {
 	TLS *tls.Config
-	// Guard lets a handler answer those requests that may be answered, and refuses the others.
+	// Guard wraps a handler so that it answers permitted requests only.
 	Guard func(http.Handler) http.Handler
 }
 
-// Guarded is h, for those who may.
+// Guarded returns h behind Guard.
 func (s *Secure) Guarded(h http.Handler) http.Handler {
 	if s == nil {
 		return h
@@ -38,9 +38,9 @@ const (
 	keyFile  = "tls.key"
 )
 
-// TLS returns what a server needs: the certificate in dir (tls.crt, tls.key), read again when the
-// files change, or without dir one that it makes itself, which keeps listeners out but which
-// clients cannot verify.
+// TLS returns a server's configuration with the certificate in dir (tls.crt, tls.key), which is
+// read again when the files change. Without dir it creates a certificate, which clients cannot
+// verify, but which protects against eavesdroppers.
 func TLS(dir string) (*tls.Config, error) {
 	config := &tls.Config{MinVersion: tls.VersionTLS12, NextProtos: []string{"http/1.1"}}
 	if dir == "" {
@@ -59,7 +59,7 @@ func TLS(dir string) (*tls.Config, error) {
 	return config, nil
 }
 
-// certificate is the one in a directory.
+// certificate is the certificate in a directory.
 type certificate struct {
 	dir string
 
@@ -107,7 +107,7 @@ func selfSigned(now time.Time) (tls.Certificate, error) {
 	}
 	template := &x509.Certificate{
 		SerialNumber: serial, Subject: pkix.Name{CommonName: name},
-		NotBefore: now.Add(-time.Hour), NotAfter: now.AddDate(10, 0, 0), // clocks differ; processes are started again
+		NotBefore: now.Add(-time.Hour), NotAfter: now.AddDate(10, 0, 0), // clocks differ, and a restart makes a new one
 		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth},
 		DNSNames: []string{name, "localhost"}, IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1), net.IPv6loopback},
 	}
