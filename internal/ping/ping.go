@@ -1,5 +1,5 @@
-// Package ping sends ICMP echo requests over sockets that its callers open, in whichever network
-// namespace they like.
+// Package ping sends ICMP echo requests over sockets that its callers open, so the callers choose
+// the network namespace.
 package ping
 
 import (
@@ -18,12 +18,12 @@ import (
 	"golang.org/x/net/ipv6"
 )
 
-// TokenSize is how many octets of a request's data tell it from all others. They are random, as all are.
+// TokenSize is how many octets of a request's data identify it. All of its data is random.
 const TokenSize = 16
 
-// An Error is the answer to a packet that could not be delivered.
+// An Error is an ICMP error about a packet that could not be delivered.
 type Error struct {
-	From netip.Addr // who says so
+	From netip.Addr // the sender of the error
 	Type int        // RFC 792: 3 unreachable, 11 time exceeded, ...; RFC 4443: 1 unreachable, 2 too big, 3 time exceeded, ...
 	Code int
 }
@@ -45,7 +45,7 @@ func (e timeoutError) Error() string {
 func (timeoutError) Timeout() bool   { return true }
 func (timeoutError) Temporary() bool { return true }
 
-// family is what differs between IPv4 and IPv6.
+// family has the differences between IPv4 and IPv6.
 type family struct {
 	network, any   string // of a raw socket
 	protocol       int
@@ -59,16 +59,16 @@ func familyOf(addr netip.Addr) family {
 	return family{"ip4:icmp", "0.0.0.0", 1, ipv4.ICMPTypeEcho, ipv4.ICMPTypeEchoReply}
 }
 
-// Raw returns network and address with which net.ListenPacket opens a raw socket for pings to dst. A raw
-// socket gets the ICMP errors, too.
+// Raw returns the network and address with which net.ListenPacket opens a raw socket for pings to
+// dst. A raw socket also gets the ICMP errors.
 func Raw(dst netip.Addr) (network, address string) {
 	f := familyOf(dst)
 	return f.network, f.any
 }
 
-// Echo sends one request of so many octets, at least TokenSize, and waits for its answer until ctx ends.
-// conn is a raw socket, or a datagram socket of package icmp. An ICMP error about the request is an
-// *Error. data is what was sent.
+// Echo sends one request with size octets, at least TokenSize, and waits for its answer until ctx
+// ends. conn is a raw socket, or a datagram socket of package icmp. An ICMP error about the request
+// is returned as *Error. data is what was sent.
 func Echo(ctx context.Context, conn net.PacketConn, dst netip.Addr, size int) (data []byte, rtt time.Duration, err error) {
 	f := familyOf(dst)
 	data = make([]byte, max(size, TokenSize))
@@ -93,7 +93,7 @@ func Echo(ctx context.Context, conn net.PacketConn, dst netip.Addr, size int) (d
 	}
 	stop := context.AfterFunc(ctx, func() {
 		if errors.Is(ctx.Err(), context.Canceled) {
-			_ = conn.SetReadDeadline(time.Unix(1, 0)) // fails when we are done
+			_ = conn.SetReadDeadline(time.Unix(1, 0)) // fails only when we are done
 		}
 	})
 	defer stop()
@@ -103,7 +103,7 @@ func Echo(ctx context.Context, conn net.PacketConn, dst netip.Addr, size int) (d
 		switch {
 		case errors.Is(ctx.Err(), context.Canceled):
 			return nil, 0, ctx.Err()
-		case isTimeout(err) && !late: // an answer that came in time may lie there while we were not scheduled
+		case isTimeout(err) && !late: // An answer that came in time may be in the socket, if we were not scheduled.
 			late = true
 			if err := conn.SetReadDeadline(time.Now().Add(10 * time.Millisecond)); err == nil {
 				continue
@@ -122,7 +122,7 @@ func Echo(ctx context.Context, conn net.PacketConn, dst netip.Addr, size int) (d
 		}
 		var quote []byte
 		switch body := message.Body.(type) {
-		case *icmp.Echo: // a datagram socket has an identifier of its own
+		case *icmp.Echo: // a datagram socket replaces the identifier
 			if message.Type == f.reply && body.Seq == seq && bytes.Equal(body.Data, data) && from.String() == to.String() {
 				return data, arrived.Sub(start), nil
 			}
@@ -145,7 +145,7 @@ func isTimeout(err error) bool {
 	return errors.As(err, &timeout) && timeout.Timeout()
 }
 
-// quotes tells whether the packet that an ICMP error quotes is our echo request.
+// quotes reports whether the packet that an ICMP error quotes is our echo request.
 func quotes(packet []byte, dst netip.Addr, id, seq int) bool {
 	var header []byte
 	switch {

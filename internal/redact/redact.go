@@ -1,5 +1,5 @@
-// Package redact takes secrets out of texts that people are going to show to others: what it is told
-// to be secret, and what looks like it, in plain, in base64 and in hexadecimal digits.
+// Package redact removes secrets from texts that people will show to others: secrets that it was
+// given, and text that looks like one, in plain, in base64 and in hexadecimal.
 package redact
 
 import (
@@ -11,21 +11,21 @@ import (
 	"strings"
 )
 
-// Mark stands where something was taken out.
+// Mark replaces a removed text.
 const Mark = "[REDACTED]"
 
-// A Redactor knows what is secret. The zero value knows what secrets look like. Its methods may be
-// called concurrently once nothing is added any more.
+// A Redactor removes secrets. The zero value knows only what secrets look like. Add secrets first;
+// after that its methods may be called concurrently.
 type Redactor struct {
-	known  map[string]bool // every form of what was told
+	known  map[string]bool // every form of the given secrets
 	order  []string        // the longest first
 	public map[string]bool // WireGuard public keys, which look like private ones
 }
 
-// least is how long a secret is that can be looked for: shorter ones are parts of words.
+// least is the least length of a secret to look for: shorter ones are parts of words.
 const least = 8
 
-// Secret adds a secret. Of one in PEM, each line of its body counts by itself.
+// Secret adds a secret. Each line of the body of a PEM text counts as one.
 func (r *Redactor) Secret(value []byte) {
 	value = bytes.TrimSpace(value)
 	if len(value) < least {
@@ -35,11 +35,11 @@ func (r *Redactor) Secret(value []byte) {
 	for _, e := range encodings {
 		forms = append(forms, e.EncodeToString(value))
 	}
-	if raw, ok := decoded(string(value)); ok && len(raw) >= least { // such as a key, which others show as digits
+	if raw, ok := decoded(string(value)); ok && len(raw) >= least { // such as a key, which others print in hexadecimal
 		forms = append(forms, hex.EncodeToString(raw), strings.ToUpper(hex.EncodeToString(raw)))
 	}
-	// Within the base64 of something larger a value has three forms, by where it begins. Their ends
-	// depend on what is beside it.
+	// In the base64 of a larger text a value has three forms, depending on its offset. Their first
+	// and last characters depend on the neighbouring octets.
 	for shift := range 3 {
 		inner := base64.StdEncoding.EncodeToString(append(make([]byte, shift), value...))
 		inner = strings.TrimRight(inner, "=")
@@ -67,7 +67,7 @@ func (r *Redactor) Secret(value []byte) {
 	slices.SortFunc(r.order, func(a, b string) int { return len(b) - len(a) })
 }
 
-// Public adds a WireGuard public key, which stays.
+// Public adds a WireGuard public key, which is not removed.
 func (r *Redactor) Public(key string) {
 	if r.public == nil {
 		r.public = make(map[string]bool)
@@ -86,18 +86,19 @@ func decoded(text string) ([]byte, bool) {
 	return nil, false
 }
 
-// What secrets look like.
+// The forms of secrets.
 var (
-	// Without its end it goes as far as it may be a key. Nothing here looks far ahead: a file of many beginnings would take for ever.
+	// Without an end, the match extends as far as a key can. No pattern looks far ahead: a file
+	// with many beginnings would take for ever.
 	pemKey = regexp.MustCompile(`-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----(?:(?:\s|\\[nr])+[A-Za-z-]+: [^\n\\]*)*[A-Za-z0-9+/=\s\\]*(?:-----END [A-Z0-9 ]*PRIVATE KEY-----)?`)
 	jwt    = regexp.MustCompile(`eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]*)?`)
 	bearer = regexp.MustCompile(`(?i)\b(bearer|basic) +[A-Za-z0-9._~+/=-]{8,}`)
-	// A field whose name says that its value is secret, in YAML, JSON, an environment or a header. The value may begin like a
-	// path, as one base64 text in 64 does. A path has another name, such as privateKeyFile. A field without a value may come
-	// right before another one.
+	// A field whose name shows that its value is secret, in YAML, JSON, an environment or a header.
+	// The value may begin like a path, as one base64 text in 64 does; fields for paths have other
+	// names, such as privateKeyFile. A field without a value may precede another one.
 	named    = regexp.MustCompile(`(?i)((?:(?:[\w.-]*(?:password|passwd|secret[_-]?key|client-key-data|private[_-]?key|gateway[_-]?key|preshared[_-]?key|access[_-]?key|api[_-]?key|auth[_-]?token|id-token|refresh-token)|\btoken)\\?["']?\s*[:=]\s*\\?["']?)+)[^\s"'\\,}\[]{4,}`)
 	userinfo = regexp.MustCompile(`(://)[^/\s:@"']+:[^/\s@"']+@`)
-	// 32 octets, as WireGuard has its keys, and longer pieces in which something may be.
+	// 32 octets, the length of WireGuard's keys, and longer texts that may contain some.
 	blob       = regexp.MustCompile(`[A-Za-z0-9+/_-]{40,}={0,2}`)
 	onlyDigits = regexp.MustCompile(`^[0-9a-fA-F]+$`)
 	digits     = regexp.MustCompile(`(?:sha256:)?\b[0-9a-fA-F]{64,}\b`)
@@ -106,7 +107,7 @@ var (
 // Text returns text without secrets. It does not change text.
 func (r *Redactor) Text(text []byte) []byte { return r.text(text, 3) }
 
-// depth is how often something is taken out of its encoding.
+// text is Text for text inside depth levels of encoding at most.
 func (r *Redactor) text(text []byte, depth int) []byte {
 	out := text
 	for _, secret := range r.order {
@@ -122,7 +123,7 @@ func (r *Redactor) text(text []byte, depth int) []byte {
 		return out
 	}
 	out = digits.ReplaceAllFunc(out, func(found []byte) []byte {
-		if bytes.HasPrefix(found, []byte("sha256:")) { // of an image
+		if bytes.HasPrefix(found, []byte("sha256:")) { // the digest of an image
 			return found
 		}
 		raw := make([]byte, len(found)/2)
@@ -148,9 +149,9 @@ func (r *Redactor) text(text []byte, depth int) []byte {
 	})
 }
 
-// hides reports whether there is a secret in what was encoded.
+// hides reports whether decoded octets contain a secret.
 func (r *Redactor) hides(raw []byte, depth int) bool { return !bytes.Equal(r.text(raw, depth-1), raw) }
 
-// clamped reports whether 32 octets have the form of a private key for X25519 (RFC 7748, section 5),
-// as wg(8) and we make them. One public key out of 32 has it, too.
+// clamped reports whether 32 octets have the form of a private key for X25519 (RFC 7748, section
+// 5), as wg(8) and we create them. One public key in 32 has that form too.
 func clamped(key []byte) bool { return key[0]&7 == 0 && key[31]&0xc0 == 0x40 }

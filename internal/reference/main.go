@@ -1,4 +1,4 @@
-// Command reference writes those pages of docs/ that say what the code says: metrics.md,
+// Command reference writes those pages of docs/ that follow from the code: metrics.md,
 // conditions.md and gateway.yaml.md. `make generate` calls it with the root of the module.
 package main
 

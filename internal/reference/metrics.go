@@ -15,7 +15,7 @@ import (
 	"github.com/isthmus-net/isthmus/routeagent"
 )
 
-// metrics is docs/metrics.md.
+// metrics returns docs/metrics.md.
 func metrics(string) (string, error) {
 	var b strings.Builder
 	b.WriteString("# Metrics\n\n")

@@ -13,22 +13,22 @@ import (
 	"github.com/isthmus-net/isthmus/internal/source/file"
 )
 
-// parse reads a file of Go below the root.
+// parse parses a Go file below root.
 func parse(root, name string) (*ast.File, error) {
 	return parser.ParseFile(token.NewFileSet(), filepath.Join(root, filepath.FromSlash(name)), nil, parser.ParseComments|parser.SkipObjectResolution)
 }
 
-// line is a comment in one line.
+// line returns a comment as one line.
 func line(c *ast.CommentGroup) string { return strings.Join(strings.Fields(c.Text()), " ") }
 
-// A constant is a string constant with what its comment says.
+// A constant is a string constant and its comment.
 type constant struct {
 	name, value, text string
-	group             string // the comment above it that is about it and those below
+	group             string // the comment above it, about it and those below
 }
 
-// constants are those of a file whose names begin like that. Comments are beside them, or above
-// them where they begin with the name.
+// constants returns the constants of a file whose names begin with prefix. Their comments are
+// beside them, or above them if they begin with the name.
 func constants(f *ast.File, prefix string) (all []constant) {
 	for _, d := range f.Decls {
 		gen, ok := d.(*ast.GenDecl)
@@ -69,7 +69,7 @@ func constants(f *ast.File, prefix string) (all []constant) {
 	return all
 }
 
-// conditions is docs/conditions.md.
+// conditions returns docs/conditions.md.
 func conditions(root string) (string, error) {
 	ours, err := parse(root, "apis/isthmus/v1alpha1/names.go")
 	if err != nil {
@@ -124,7 +124,7 @@ func conditions(root string) (string, error) {
 	return strings.TrimSuffix(b.String(), "\n"), missing(b.String())
 }
 
-// missing refuses a page on which something has no meaning.
+// missing returns an error if an entry of a page has no meaning.
 func missing(text string) error {
 	for l := range strings.Lines(text) {
 		if strings.HasSuffix(l, "` |  |\n") {
@@ -134,7 +134,7 @@ func missing(text string) error {
 	return nil
 }
 
-// gatewayFile is docs/gateway.yaml.md.
+// gatewayFile returns docs/gateway.yaml.md.
 func gatewayFile(root string) (string, error) {
 	f, err := parse(root, "internal/source/file/gateway.go")
 	if err != nil {
@@ -152,7 +152,7 @@ func gatewayFile(root string) (string, error) {
 			return true
 		}
 		for _, field := range spec.Type.(*ast.StructType).Fields.List {
-			if field.Tag == nil { // those of NAT come below
+			if field.Tag == nil { // the fields of NAT follow below
 				continue
 			}
 			tag, _ := strconv.Unquote(field.Tag.Value)
