@@ -1,4 +1,5 @@
-// Package crowd keeps strangers out of a UDP socket that anybody may send to, while there are too many of them.
+// Package crowd keeps strangers out of a UDP socket that anybody may send to, while they are too
+// many.
 package crowd
 
 import (
@@ -17,29 +18,31 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// most is how many datagrams are refused between two calls of Open until the kernel drops what does not come from
-// expected addresses. To read and refuse a datagram takes 4 µs of a CPU that packets need, and those that wait in the
-// socket leave no room for those of expected senders.
+// most is how many datagrams may be refused between two calls of Open. After that the kernel drops
+// datagrams from addresses that are not expected. Reading and refusing a datagram takes 4 µs of a
+// CPU that packets need, and datagrams that wait in the socket leave no room for those of expected
+// senders.
 const most = 50
 
-// A Crowd is that of one socket. The zero value does nothing. Open and Refuse may be called concurrently.
+// A Crowd belongs to one socket. The zero value does nothing. Open and Refuse may be called
+// concurrently.
 type Crowd struct {
 	socket  syscall.RawConn
 	refused atomic.Int32 // since Open
-	dropped uint32       // by the kernel, as last seen
+	dropped uint32       // by the kernel, at the last look
 }
 
-// Of is the Crowd of a socket.
+// Of returns the Crowd of a socket.
 func Of(conn net.PacketConn) *Crowd {
 	c := new(Crowd)
 	if s, ok := conn.(syscall.Conn); ok {
-		c.socket, _ = s.SyscallConn() // an error says that it is closed
+		c.socket, _ = s.SyscallConn() // an error means that it is closed
 	}
 	return c
 }
 
-// Refuse notes a refused datagram. If there were too many, only what comes from expected addresses, 64 at most, is let in
-// until Open.
+// Refuse counts a refused datagram. If there are too many, the socket accepts only expected
+// addresses, at most 64, until Open.
 func (c *Crowd) Refuse(expected func() map[netip.Addr]bool) error {
 	if c.socket == nil || c.refused.Add(1) != most {
 		return nil
@@ -47,7 +50,7 @@ func (c *Crowd) Refuse(expected func() map[netip.Addr]bool) error {
 	return c.only(slices.Collect(maps.Keys(expected())))
 }
 
-// only has the kernel drop what does not come from these addresses.
+// only makes the kernel drop datagrams from all other addresses.
 func (c *Crowd) only(from []netip.Addr) error {
 	program, err := bpf.Assemble(onlyFrom(from))
 	if err != nil {
@@ -64,7 +67,8 @@ func (c *Crowd) only(from []netip.Addr) error {
 	return errors.Join(controlErr, os.NewSyscallError("attach filter", err))
 }
 
-// Open lets everybody in again. It is called every quarter of a second, say, and returns how many datagrams the kernel has dropped since the last time.
+// Open makes the socket accept everybody again, and returns how many datagrams the kernel has
+// dropped since the last call. Call it some times a second.
 func (c *Crowd) Open() (dropped uint32) {
 	if c.socket == nil {
 		return 0
@@ -72,7 +76,7 @@ func (c *Crowd) Open() (dropped uint32) {
 	crowded := c.refused.Swap(0) >= most
 	_ = c.socket.Control(func(fd uintptr) {
 		if crowded {
-			_ = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_DETACH_FILTER, 0) // fails where there is none
+			_ = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_DETACH_FILTER, 0) // fails if there is no filter
 		}
 		var info [unix.SK_MEMINFO_VARS]uint32
 		size := uint32(unsafe.Sizeof(info))
@@ -85,7 +89,7 @@ func (c *Crowd) Open() (dropped uint32) {
 	return dropped
 }
 
-// onlyFrom accepts what comes from these addresses.
+// onlyFrom returns a filter that accepts datagrams from these addresses.
 func onlyFrom(all []netip.Addr) (program []bpf.Instruction) {
 	const network = 0xfff00000 // SKF_NET_OFF: the offset of the IP header
 	for _, addr := range all[:min(len(all), 64)] {

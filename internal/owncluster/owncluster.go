@@ -1,5 +1,5 @@
-// Package owncluster says how a component reaches the API server of its own cluster, and which
-// cluster that is.
+// Package owncluster connects a component to the API server of its own cluster, and finds the
+// identity of that cluster.
 package owncluster
 
 import (
@@ -19,8 +19,8 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// RESTConfig says how to reach the API server: as a kubeconfig file does, or, with an empty path,
-// as a Pod is told.
+// RESTConfig returns how to reach the API server: by a kubeconfig file or, with an empty path, by
+// the ServiceAccount of the Pod.
 func RESTConfig(kubeconfig string) (*rest.Config, error) {
 	if kubeconfig == "" {
 		config, err := rest.InClusterConfig()
@@ -37,20 +37,19 @@ func RESTConfig(kubeconfig string) (*rest.Config, error) {
 	return config, nil
 }
 
-// The ConfigMap with the identity of the cluster, which Liqo and `isthmus install` make, is found
-// by its label.
+// The ConfigMap with the identity of the cluster, created by Liqo or `isthmus install`, has this
+// label.
 const (
 	label      = "app.kubernetes.io/name"
 	labelValue = "clusterid-configmap"
 )
 
-// ErrUnknown is the reason when the API server has answered, and what it says is no identity.
+// ErrUnknown is returned when the API server has answered, but has no identity.
 var ErrUnknown = errors.New("which cluster this is, is not known")
 
-// Identify completes what was said of the identity of this cluster: from the ConfigMap in the
-// namespace of the installation, and as a last resort for the ID the UID of the namespace
-// kube-system, which lives as long as the cluster. There is no last resort for the name: it may be
-// empty.
+// Identify completes the identity said of this cluster from the ConfigMap in the namespace of the
+// installation. If that has no ID, the ID is the UID of the namespace kube-system, which lives as
+// long as the cluster. The name may stay empty.
 func Identify(ctx context.Context, reader client.Reader, namespace string, said v1alpha1.ClusterIdentity) (id v1alpha1.ClusterIdentity, err error) {
 	id = said
 	if id.ClusterID == "" || id.ClusterName == "" {

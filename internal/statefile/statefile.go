@@ -1,5 +1,5 @@
-// Package statefile keeps what a component has to know before it can ask anybody: small files in a
-// directory of its own, which only its own user can read or write.
+// Package statefile stores what a component has to know before it can reach the API server: small
+// files in a directory of its own, which only its own user can read or write.
 package statefile
 
 import (
@@ -12,12 +12,12 @@ import (
 	"syscall"
 )
 
-// Read reads the JSON of a file into v. It refuses a file of more than limit octets, one that is no
-// regular file, and one that another user owns or may read or write: whoever could write it would
-// decide what the component does. Without the file the error is fs.ErrNotExist.
+// Read parses the JSON of a file into v. It refuses a file of more than limit octets, one that is
+// no regular file, and one that another user owns or may read or write, because that user could
+// control the component. If there is no file, the error is fs.ErrNotExist.
 func Read(directory, name string, limit int64, v any) error {
 	path := filepath.Join(directory, name)
-	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0) // a FIFO must not stop us
+	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0) // must not block on a FIFO
 	if err != nil {
 		return err
 	}
@@ -48,9 +48,9 @@ func Read(directory, name string, limit int64, v any) error {
 	return nil
 }
 
-// Write replaces a file by the JSON of v in one step: a reader finds the old one or the new one,
-// also after the power failed. It refuses what Read would with the same limit, and makes the
-// directory where it is missing. No two writers may write the same file at a time.
+// Write replaces a file by the JSON of v in one step: a reader finds the old or the new content,
+// even after a power failure. It refuses what Read would refuse with the same limit. It creates the
+// directory if it is missing. Only one writer may write a file at a time.
 func Write(directory, name string, limit int64, v any) error {
 	b, err := json.Marshal(v)
 	if err != nil {
@@ -63,7 +63,8 @@ func Write(directory, name string, limit int64, v any) error {
 		return err
 	}
 	path := filepath.Join(directory, name)
-	next := filepath.Join(directory, "."+name+".new") // one that was left by a writer that was killed is in the way
+	// A writer that was killed may have left one.
+	next := filepath.Join(directory, "."+name+".new")
 	if err := os.Remove(next); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
 	}
@@ -81,7 +82,7 @@ func Write(directory, name string, limit int64, v any) error {
 	return flush(directory)
 }
 
-// Remove removes files, in the given order. Those that are not there are no error.
+// Remove removes files in the given order. A missing file is no error.
 func Remove(directory string, names ...string) error {
 	for _, name := range names {
 		if err := os.Remove(filepath.Join(directory, name)); err != nil && !errors.Is(err, os.ErrNotExist) {
@@ -94,7 +95,7 @@ func Remove(directory string, names ...string) error {
 	return nil
 }
 
-// flush makes what was renamed and removed in a directory last.
+// flush makes the renames and removals in a directory durable.
 func flush(directory string) error {
 	d, err := os.Open(directory)
 	if err != nil {
