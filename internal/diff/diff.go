@@ -3,8 +3,8 @@ package diff
 
 import "slices"
 
-// few is how many elements may differ for a comparison that reads the rest once instead of hashing
-// it: a change among thousands costs microseconds then.
+// few is how many elements may differ until Of hashes all elements. Below that it reads the lists
+// once, so a change among thousands costs microseconds.
 const few = 64
 
 // Of returns what has to be added, replaced and removed to turn have into want. Elements are
@@ -12,7 +12,7 @@ const few = 64
 // result holds its wanted form. The results keep the order of the inputs, so that a plan prints the
 // same every time. When a key occurs more than once in one input, its last element counts.
 //
-// What is remembered and what is wanted again may be one and the same list: that takes no time at all.
+// If have and want are the same slice, Of returns at once.
 func Of[K, V comparable](have, want []V, key func(V) K) (add, replace, remove []V) {
 	if len(have) == len(want) && (len(have) == 0 || &have[0] == &want[0]) {
 		return nil, nil, nil
@@ -31,13 +31,14 @@ func Of[K, V comparable](have, want []V, key func(V) K) (add, replace, remove []
 		}
 	}
 	if occur(have, keys, key) != len(old) || occur(want, keys, key) != len(wanted) {
-		return whole(have, want, key) // one that is the same in both has the key of one that differs
+		// An element that is the same in both has the key of one that differs.
+		return whole(have, want, key)
 	}
 	return whole(old, wanted, key)
 }
 
-// differing walks through both lists side by side, and returns what is not in both at the same
-// place: all of it, or more than few.
+// differing walks through both lists side by side. It returns the elements that are not in both at
+// the same place: all of them, or more than few.
 func differing[V comparable](have, want []V) (old, wanted []V) {
 	i, j := 0, 0
 walk:
@@ -65,14 +66,15 @@ walk:
 // occur counts the elements with one of the keys.
 func occur[K, V comparable](list []V, keys []K, key func(V) K) (n int) {
 	for _, v := range list {
-		if slices.Contains(keys, key(v)) { // of one or two, mostly, which is faster than a map
+		// There are one or two keys, mostly, for which this is faster than a map.
+		if slices.Contains(keys, key(v)) {
 			n++
 		}
 	}
 	return n
 }
 
-// whole is Of by all elements.
+// whole is Of over all elements.
 func whole[K, V comparable](have, want []V, key func(V) K) (add, replace, remove []V) {
 	old := make(map[K]V, len(have))
 	for _, v := range have {
@@ -85,7 +87,7 @@ func whole[K, V comparable](have, want []V, key func(V) K) (add, replace, remove
 	for _, v := range want {
 		k := key(v)
 		if last, open := wanted[k]; !open || last != v {
-			continue // done, or the last element with this key is yet to come
+			continue // done, or the last element with this key comes later
 		}
 		switch was, ok := old[k]; {
 		case !ok:

@@ -14,20 +14,20 @@ import (
 // Prefix begins the name of every metric of ours.
 const Prefix = "isthmus_"
 
-// A Family is one metric as it is declared.
+// A Family is one declared metric.
 type Family struct {
 	Name   string // with Prefix
 	Help   string // one sentence
 	Type   dto.MetricType
-	Labels []string // that its series have
+	Labels []string // of its series
 	desc   *prometheus.Desc
 }
 
-// A Catalogue has the families that a package declares. Package variables fill it, so that no family
-// is declared without being in it; afterwards it is only read.
+// A Catalogue has the families that a package declares. Package variables fill it, so no family can
+// be declared outside of it. Afterwards it is only read.
 type Catalogue struct{ families []*Family }
 
-// Gauge declares a gauge, whose name goes without Prefix.
+// Gauge declares a gauge. name is without Prefix, here and below.
 func (c *Catalogue) Gauge(name, help string, labels ...string) *Family {
 	return c.declare(name, help, dto.MetricType_GAUGE, labels)
 }
@@ -49,19 +49,20 @@ func (c *Catalogue) declare(name, help string, kind dto.MetricType, labels []str
 	return f
 }
 
-// Families are all that were declared, by name.
+// Families returns all declared families, sorted by name.
 func (c *Catalogue) Families() []*Family {
 	return slices.SortedFunc(slices.Values(c.families), func(a, b *Family) int { return strings.Compare(a.Name, b.Name) })
 }
 
-// Describe implements that part of prometheus.Collector for a collector of all the families.
+// Describe implements prometheus.Collector's method for a collector of all the families.
 func (c *Catalogue) Describe(out chan<- *prometheus.Desc) {
 	for _, f := range c.families {
 		out <- f.desc
 	}
 }
 
-// Sample is one series of a gauge or a counter; values are those of its labels, in their order.
+// Sample returns one series of a gauge or a counter. values are the values of its labels, in their
+// order.
 func (f *Family) Sample(v float64, values ...string) prometheus.Metric {
 	kind := prometheus.GaugeValue
 	if f.Type == dto.MetricType_COUNTER {
@@ -70,20 +71,20 @@ func (f *Family) Sample(v float64, values ...string) prometheus.Metric {
 	return prometheus.MustNewConstMetric(f.desc, kind, v, values...)
 }
 
-// Failed tells a scraper that the family could not be read.
+// Failed returns a metric that tells a scraper that the family could not be read.
 func (f *Family) Failed(err error) prometheus.Metric { return prometheus.NewInvalidMetric(f.desc, err) }
 
-// Options are those of a counter that the client library keeps.
+// Options returns the options of a counter that the client library keeps.
 func (f *Family) Options() prometheus.CounterOpts {
 	return prometheus.CounterOpts{Name: f.Name, Help: f.Help}
 }
 
-// Common has what every component serves.
+// Common has the families that every component serves.
 var Common Catalogue
 
 var build = Common.Gauge("build_info", "Always 1; the labels have the versions of Isthmus and Go.", "version", "goversion")
 
-// Build collects isthmus_build_info.
+// Build returns a collector of isthmus_build_info.
 func Build(version string) prometheus.Collector { return buildInfo(version) }
 
 type buildInfo string

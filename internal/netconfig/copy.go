@@ -1,5 +1,6 @@
-// Package netconfig knows the two halves of an exchange: the copy of a NetworkConfig that is written at a
-// peer, and the answer that the peer writes into the copy's status. It has no state.
+// Package netconfig has the two halves of an exchange with a peer: the copy of a NetworkConfig that
+// is written there, and the answer that the peer writes into the copy's status. It is for the
+// manager's replication and for package peering, and has no state.
 package netconfig
 
 import (
@@ -12,8 +13,8 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// CopyOf returns the copy as it is created at the peer. It omits labels and annotations that tools of this
-// cluster set on the original: they mean nothing there, and an Isthmus refuses such labels.
+// CopyOf returns the copy to create at the peer. It omits the labels and annotations that tools of
+// this cluster set on the original: they mean nothing there, and an Isthmus refuses such labels.
 func CopyOf(original *v1alpha1.NetworkConfig, own, namespace string) *v1alpha1.NetworkConfig {
 	return &v1alpha1.NetworkConfig{
 		ObjectMeta: metav1.ObjectMeta{Name: original.Name, Namespace: namespace, Labels: map[string]string{
@@ -46,12 +47,12 @@ func SameNetworks(a, b *v1alpha1.NetworkConfig) bool {
 	return a.Spec.PodCIDR == b.Spec.PodCIDR && a.Spec.ExternalCIDR == b.Spec.ExternalCIDR
 }
 
-// MaxAnswer bounds what a peer says about its refusal, in octets: enough for each field of a
+// MaxAnswer bounds a peer's message about its refusal, in octets: enough for each field of a
 // NetworkConfig.
 const MaxAnswer = 4096
 
-// AnswerOf returns what of the copy's status is taken over: the answer, and whether the peer
-// accepts us. Whatever else the peer writes there is none of our business.
+// AnswerOf returns the part of the copy's status that we use: the answer, and whether the peer
+// accepts us.
 func AnswerOf(c *v1alpha1.NetworkConfig) v1alpha1.NetworkConfigStatus {
 	answer := v1alpha1.NetworkConfigStatus{
 		Processed: c.Status.Processed, PodCIDRNAT: c.Status.PodCIDRNAT, ExternalCIDRNAT: c.Status.ExternalCIDRNAT,

@@ -1,4 +1,4 @@
-// Package safetext makes texts that others wrote fit for a person's terminal.
+// Package safetext makes texts that others wrote safe for a person's terminal.
 package safetext
 
 import (
@@ -8,16 +8,16 @@ import (
 )
 
 const (
-	// most is how much of a text of unknown origin is shown.
+	// most is how many octets of a text of unknown origin are shown.
 	most = 400
-	// Message is how much of the message of a condition is: all that our manager writes.
+	// Message is the limit for the message of a condition: all that our manager writes.
 	Message = 1024
 )
 
 // Of escapes what is not printable (control and bidirectional characters, line ends) and cuts a long text.
 func Of(s string) string { return Cut(s, most) }
 
-// Cut is Of with a limit of its own.
+// Cut is Of with another limit.
 func Cut(s string, limit int) string {
 	if s == "" {
 		return `""`
@@ -45,7 +45,7 @@ func OrDash(s string) string {
 	return Of(s)
 }
 
-// FirstFew joins some of what may be much.
+// FirstFew joins the first few of a list that may be long.
 func FirstFew(all []string, between string) string {
 	const few = 5
 	text := strings.Join(all[:min(len(all), few)], between)
