@@ -1,6 +1,6 @@
-// Package v1alpha1 holds the kinds of the API group isthmus.net/v1alpha1, which are ours alone:
-// Peering, NodeNetworks, NetworkAllocation and PeerServices. Of what travels between clusters only
-// PeerServices are here, the rest is in net.liqo.io.
+// Package v1alpha1 holds the kinds of the API group isthmus.net/v1alpha1, which Liqo does not have:
+// Peering, NodeNetworks, NetworkAllocation and PeerServices. Of these, clusters exchange only
+// PeerServices; the other kinds that they exchange are in net.liqo.io.
 //
 // +kubebuilder:object:generate=true
 // +groupName=isthmus.net

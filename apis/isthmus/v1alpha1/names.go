@@ -10,36 +10,38 @@ import (
 // peer, is gone.
 const FinalizerPeering = "isthmus.net/peering"
 
-// AnnotationForce is "true" on a Peering that is being deleted, to end the wait for the peer: what
-// lies there stays there, and an Event says what that is.
+// AnnotationForce is "true" on a Peering that is being deleted, to end the wait for the peer. Our
+// objects at the peer stay there, and an Event names them.
 const AnnotationForce = "isthmus.net/force-unpeer"
 
-// ForceCarried is the other value of AnnotationForce: `isthmus unpeer` itself removes what is at the peer, since both
-// clusters part and with the tunnel the way there ends.
+// ForceCarried is the other value of AnnotationForce. Both clusters part, and `isthmus unpeer`
+// itself removes our objects at the peer, because the manager's only path there was the tunnel.
 const ForceCarried = "carried"
 
 // AnnotationDrained is "true" on a Peering that is being deleted, once clients have had time to leave the
 // services that it shared. Until then the tunnel stays.
 const AnnotationDrained = "isthmus.net/drained"
 
-// AnnotationUnanswered is "true" on our NetworkConfig from a change of its networks until its status no
-// longer has the answer to the older ones. It is set together with the networks, so that no reader takes
-// that answer for an answer to the new networks.
+// AnnotationUnanswered is "true" on our NetworkConfig while its status still has the answer to
+// older networks. It is written together with new networks, so that no reader takes the old answer
+// for an answer to them.
 const AnnotationUnanswered = "isthmus.net/unanswered"
 
 // AnnotationPostQuantum is "Required" on a TunnelEndpoint whose Peering demands a preshared key
 // (spec.postQuantum). A gateway that has none carries nothing for that peer.
 const AnnotationPostQuantum = "isthmus.net/post-quantum"
 
-// AnnotationInBand is "true" on a TunnelEndpoint where both clusters' Peerings have spec.inBand, and InBandLeaving
-// when ours is being deleted: the peer's manager is not let through any more, and ours has something to delete.
+// AnnotationInBand is "true" on a TunnelEndpoint if both clusters' Peerings have spec.inBand. It is
+// InBandLeaving while ours is being deleted: then only our manager may connect, to delete its
+// objects at the peer.
 const (
 	AnnotationInBand = "isthmus.net/in-band"
 	InBandLeaving    = "leaving"
 )
 
-// AnnotationKeyProved on a TunnelEndpoint has the public keys, separated by spaces, that the peer has proved to have the
-// private keys of. A proof names our key, too, and is void once that has rotated: what it showed is not.
+// AnnotationKeyProved on a TunnelEndpoint has the public keys, separated by spaces, whose private
+// keys the peer has proved to have. The proof names our key too, and is void once that has rotated;
+// what it showed stays true.
 const AnnotationKeyProved = "isthmus.net/key-proved"
 
 // InBandServer is the URL of the peer's API server in an identity for in-band control: the name that it
@@ -50,15 +52,15 @@ const InBandServer = "https://kubernetes.default.svc"
 // renewed every 2.
 const LeaseGateway = "isthmus-gateway"
 
-// What `isthmus peer` notes on a Peering of the cluster that it was made with. ID and name of a
-// cluster are what it says about itself: another one may say the same, and is refused.
+// `isthmus peer` records on a Peering with which cluster it was made. The ID and name of a cluster
+// are only its own claims: another cluster may claim the same, and is refused.
 const (
 	// AnnotationPeerUID is the UID of its namespace kube-system.
 	AnnotationPeerUID = "isthmus.net/peer-uid"
 	// ConfigMapRootCA is where Kubernetes publishes, in each namespace, the certificates of its API server.
 	ConfigMapRootCA = "kube-root-ca.crt"
-	// AnnotationPeerAuthority is a hash of the certificates by which its API server is known, or
-	// "system" where that is known by the system's.
+	// AnnotationPeerAuthority is a hash of the certificates by which its API server is verified, or
+	// "system" if those of the system are used.
 	AnnotationPeerAuthority = "isthmus.net/peer-authority"
 )
 
@@ -71,12 +73,13 @@ const AnnotationVoters = "isthmus.net/voters"
 const AnnotationVotes = "isthmus.net/votes"
 
 // AnnotationGateways on the Service of the gateway has the addresses of the Pods of the active
-// gateways, separated by commas: today that is one. It is what route agents go by, instead of the
-// status of each TunnelEndpoint, as long as it names a Pod of the gateway with a network of its own.
+// gateways, separated by commas: today that is one. Route agents use it instead of the status of
+// each TunnelEndpoint, as long as it names a gateway Pod with a network of its own.
 const AnnotationGateways = "isthmus.net/gateways"
 
-// AnnotationTakenOver on the IpamStorage is the resourceVersion at which a manager began to write. The one
-// before it sees by that, and by the conflict with its next write, that it has to read again.
+// AnnotationTakenOver on the IpamStorage is the resourceVersion at which a manager began to write.
+// It makes the next write of the previous manager conflict, and shows it that it must read the
+// state again.
 const AnnotationTakenOver = "isthmus.net/taken-over-at"
 
 // AnnotationTokenAudiences on a tenant namespace has the audiences of the peer's tokens, separated
@@ -90,16 +93,16 @@ const LabelService = "isthmus.net/service"
 // PeerServicesPrefix is the beginning of the names of PeerServices: services-0 to services-15.
 const PeerServicesPrefix = "services-"
 
-// EventApplied is the reason of the Event by which a gateway or a route agent says of its own Pod that
-// what it warned of is over.
+// EventApplied is the reason of the Event with which a gateway or a route agent reports on its own
+// Pod that a fault it warned of is over.
 const EventApplied = "Applied"
 
-// EventCannotTakeOver is the reason of the Event by which a standby gateway says of its own Pod that it does not hear the
-// nodes whose votes it needs.
+// EventCannotTakeOver is the reason of the Event with which a standby gateway reports on its own
+// Pod that it does not hear the nodes whose votes it needs.
 const EventCannotTakeOver = "StandbyCannotTakeOver"
 
-// DefaultIdentitySecret is the Secret in the local tenant namespace with which the manager speaks
-// to the peer's API server, unless the Peering names another.
+// DefaultIdentitySecret is the Secret in the local tenant namespace with the manager's identity at
+// the peer's API server, unless the Peering names another.
 const DefaultIdentitySecret = "isthmus-identity"
 
 // SecretKubeconfig is the key of an identity Secret that holds a kubeconfig. A Secret without it is
@@ -191,12 +194,13 @@ const (
 	ReasonUnknown = "Unknown"
 )
 
-// WaitReasons are those of conditions that say no more than that an earlier one is not true.
+// WaitReasons are the reasons of conditions that only wait for an earlier one.
 var WaitReasons = []string{
 	ReasonUnknown, ReasonPublishing, ReasonWaitingAnswer, ReasonWaitingPeer, ReasonWaiting, ReasonConnecting, ReasonNoGateway,
 }
 
-// Limited reports whether a condition is true and says that something works less well than it should.
+// Limited reports whether a condition is true, but its reason says that something works less well
+// than it should.
 func Limited(c *metav1.Condition) bool {
 	return c.Status == metav1.ConditionTrue && (c.Reason == net.CauseNarrowPath || c.Reason == ReasonNotRenewed || c.Reason == ReasonUnreachable)
 }

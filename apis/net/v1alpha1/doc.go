@@ -12,7 +12,7 @@
 //	NetworkConfig (peer's) ◄─replicated── peer    we answer in the status
 //	        └── both, answered ──► TunnelEndpoint ──► gateway, route agents
 //	                               NatMapping     ──► gateway
-//	IpamStorage: which networks were given to whom
+//	IpamStorage: which networks are allocated to whom
 //
 // Unlike Liqo's, these schemas validate. Liqo's only demand that fields are present; ours refuse
 // what no gateway could carry out, because a peer writes the NetworkConfig. Everything that a real

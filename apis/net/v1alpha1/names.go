@@ -93,11 +93,13 @@ const (
 	// publicKey and port describe: PORT:PUBLICKEY for each, in their order and separated by commas,
 	// at most 15. Liqo has no such key and ignores it (backend_config only).
 	ConfigTunnels = "tunnels"
-	// ConfigInBand is "true" where the sender's Peering has spec.inBand: its manager wants to go through the
-	// tunnel, and lets the receiver's do so. Liqo has no such key (NetworkConfig only).
+	// ConfigInBand is "true" if the sender's Peering has spec.inBand: its manager wants to use the
+	// tunnel, and its gateway lets the receiver's manager through. Liqo has no such key
+	// (NetworkConfig only).
 	ConfigInBand = "inBand"
-	// ConfigKeyProof shows to the receiver that the sender has the private keys of its tunnels. It decides who of two
-	// that claim a key has it. Liqo has no such key (NetworkConfig only).
+	// ConfigKeyProof proves to the receiver that the sender has the private keys of its tunnels. If
+	// two peers claim one key, it decides which of them has it. Liqo has no such key (NetworkConfig
+	// only).
 	ConfigKeyProof = "keyProof"
 	// ConfigEndpointIP holds the address that the endpoint resolved to (peerConfiguration only).
 	ConfigEndpointIP = "endpointIP"
@@ -105,11 +107,11 @@ const (
 	// comma and a blank (peerConfiguration only).
 	ConfigAllowedIPs = "allowedIPs"
 	// ConfigPreshared names the exchange whose preshared key protects the present sessions with the
-	// peer. It is absent where one has none. Liqo has no such key (peerConfiguration only).
+	// peer. It is absent if a session has none. Liqo has no such key (peerConfiguration only).
 	ConfigPreshared = "preshared"
-	// ConfigOwnKey holds our public key that the present session with the peer was made with. While it is another than
-	// ConfigPublicKey of our NetworkConfig, the peer has not moved to our new key. Liqo has no such key
-	// (peerConfiguration only).
+	// ConfigOwnKey holds our public key in the present session with the peer. While it differs from
+	// ConfigPublicKey of our NetworkConfig, the peer has not moved to our new key. Liqo has no such
+	// key (peerConfiguration only).
 	ConfigOwnKey = "ownPublicKey"
 )
 
