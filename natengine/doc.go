@@ -50,7 +50,7 @@
 //	  of which one source               a quarter of both     its own oldest gives way, in the same way
 //	held fragments of one datagram      256                   fragment_store_full
 //	time a fragment is held             5 s, 2-30 s           fragment_timeout
-//	ICMP errors that the gateway sends, per peer    1,000 a second, 100   the sender is not told; counted
+//	ICMP errors that the gateway sends, per peer    1,000 a second, 100   no error is sent; counted
 //	                                    at once
 //
 // A flow is half-open until packets were seen both ways (TCP: with ACK), and a TCP flow again after

@@ -121,7 +121,7 @@ type Engine struct {
 	rules     atomic.Pointer[ruleTable]
 	config    Config
 	lifetimes lifetimes
-	self      [2]addr // by family; the zero addr is nobody's
+	self      [2]addr // by family; the zero addr matches no address
 	router    [2]addr // the same
 	seed      maphash.Seed
 	total     atomic.Int64  // flows of all peers, including those about to be opened

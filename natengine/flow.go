@@ -59,7 +59,7 @@ const (
 	protoShift  = 8
 	remoteShift = 16
 
-	farMask = 0xffff<<remoteShift | 0xff<<protoShift // what is the same in both tuples
+	farMask = 0xffff<<remoteShift | 0xff<<protoShift // the bits that are the same in both tuples
 )
 
 var (

@@ -43,7 +43,7 @@ func (set *fragmentSet) contradicts(v *packet.View, end int, more bool) bool {
 	return false
 }
 
-// firstOctets tells the first fragments of two datagrams apart.
+// firstOctets distinguishes the first fragments of two datagrams.
 func firstOctets(v *packet.View) uint64 {
 	var b [8]byte
 	copy(b[:], v.Bytes()[v.TransportOffset():])

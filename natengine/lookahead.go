@@ -6,10 +6,10 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// Lookahead brings the flows of a batch of packets into the caches before the packets are judged
-// one by one. Where there are more flows than the caches hold, each lookup waits for memory twice,
-// for its slot in the index and then for the entry; done for a whole batch at once, these waits
-// overlap. No verdict depends on it.
+// Lookahead loads the flows of a batch of packets into the caches before the engine processes the
+// packets one by one. If there are more flows than the caches hold, each lookup waits for memory
+// twice, for its slot in the index and then for the entry. For a whole batch these waits overlap.
+// Verdicts do not depend on it.
 //
 // The gateway uses it for packets from the tunnel. Its reader of the TUN has no batch: it reads one
 // packet at a time into the same scratch, and bulk traffic arrives there as superpackets, of which

@@ -17,7 +17,7 @@ const (
 	tcpPorts portClass = iota
 	udpPorts
 	icmpIDs
-	noPorts // any other protocol: told apart by the remote address alone
+	noPorts // any other protocol: distinguished only by the remote address
 )
 
 func classOf(proto uint8, is4 bool) portClass {

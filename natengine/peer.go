@@ -5,9 +5,9 @@ import (
 	"sync/atomic"
 )
 
-// PeerState is what the engine keeps about one peer: flows, held fragments and counters. There is
-// one per peer ID, and it stays the same across rule changes until the peer is gone. All methods
-// may be called concurrently.
+// PeerState is the engine's state of one peer: flows, held fragments and counters. There is one per
+// peer ID, and it stays the same across rule changes until the peer is gone. All methods may be
+// called concurrently.
 type PeerState struct {
 	id    string
 	down  atomic.Bool

@@ -21,7 +21,7 @@ type Peer struct {
 	RemoteExternal []netip.Prefix // Xb@A: the same, but a packet from there begins no flow (7.3)
 	Pods           []Remap        // Pa -> Pa@B, at most one of each family; the network address of To is the NAPT address
 	External       []netip.Prefix // Xa@B
-	Endpoints      []Endpoint     // what is reached under the addresses of External; nothing else is
+	Endpoints      []Endpoint     // the only mappings of addresses in External
 	MSS            uint16         // upper bound for the MSS of IPv4 SYNs both ways, IPv6 gets 20 less; 0 = leave alone
 	MTU            uint16         // largest IP packet towards the peer in octets, see PeerState.MTU; 0 = no bound
 	// Gateway is the address of the peer's gateway in RemoteExternal. Behind NAPT the peer cannot tell our
@@ -55,9 +55,9 @@ func (t *ruleTable) remote(a netip.Addr) *remote {
 	return t.remotes6.lookup(addrOf(a))
 }
 
-// remote is what the rule tables say about an address of a peer: the destination outbound, the
-// source inbound. What the fast path needs of the rule is copied here, so that for IPv4 it is in
-// one cache line.
+// remote is the entry of the rule tables for an address of a peer: the destination outbound, the
+// source inbound. It copies what the fast path needs of the rule, so that for IPv4 it is in one
+// cache line.
 type remote struct {
 	out, in   map4
 	mss       uint16

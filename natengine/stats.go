@@ -46,7 +46,7 @@ func PortLimits() []PortUse {
 	return []PortUse{{Protocol: "tcp", Max: tcpPorts.limit()}, {Protocol: "udp", Max: udpPorts.limit()}, {Protocol: "icmp", Max: icmpIDs.limit()}}
 }
 
-// portUse is that of all families and classes. With the table's mutex.
+// portUse returns the use of ports of all families and classes. With the table's mutex.
 func (n *napt) portUse() (uses [6]PortUse) {
 	for i := range uses {
 		family, class := i/int(noPorts), portClass(i%int(noPorts))

@@ -17,7 +17,7 @@ func (d Direction) String() string {
 	return "inbound"
 }
 
-// Action is what the caller does with a packet after the engine has seen it.
+// Action is what the caller must do with a packet after the engine has processed it.
 type Action uint8
 
 const (

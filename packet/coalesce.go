@@ -28,8 +28,8 @@ type Coalescer struct {
 	evict int // index of the run to close next when all are in use
 }
 
-// Run is one superpacket or, with Segments == 1, one packet. Header, View.Bytes() and Tail, written
-// by one writev, are what the TUN takes.
+// Run is one superpacket or, with Segments == 1, one packet. To write it to the TUN, pass Header,
+// View.Bytes() and Tail to one writev.
 type Run struct {
 	// View is the first packet, with the headers of the superpacket: Len is the length of the
 	// superpacket, Bytes returns the first packet alone, and the checksum is partial. A rewrite

@@ -23,7 +23,7 @@ const (
 type VirtioHeader struct {
 	Flags      uint8
 	GSOType    uint8
-	HdrLen     uint16 // of all headers; what the kernel says for forwarded packets is not to be trusted
+	HdrLen     uint16 // of all headers; not reliable for forwarded packets
 	GSOSize    uint16 // transport data in each segment but the last
 	CsumStart  uint16 // where the checksummed part begins: the transport header
 	CsumOffset uint16 // of the checksum field from CsumStart

@@ -94,7 +94,7 @@ func up(ctx context.Context, out io.Writer, spec lab.Spec, binary string, bare b
 	return show(out, l)
 }
 
-// downHint says how to get rid of a lab that is in the way.
+// downHint adds to an error about an existing lab how to remove it.
 func downHint(err error, name string) error {
 	if errors.Is(err, lab.ErrExists) {
 		return fmt.Errorf("%w; \"isthmus-lab show --name %s\" shows it, \"isthmus-lab down --name %s\" removes it", err, name, name)

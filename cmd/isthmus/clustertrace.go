@@ -38,7 +38,7 @@ type way struct {
 // far.
 const hopOtherSide = "other side"
 
-// A wayHop is a hop, with what the gateway there does to the packet.
+// A wayHop is a hop, with the gateway's step if it is one.
 type wayHop struct {
 	health.Hop
 	Step *gateway.TraceStep `json:"step,omitempty"`

@@ -4,7 +4,7 @@
 //	isthmus install | uninstall      in a cluster
 //	isthmus peer | unpeer            join two clusters, part them
 //	isthmus status                   what is joined, and what is wrong
-//	isthmus diagnose                 the first thing that is broken on the way to a peer
+//	isthmus diagnose                 the first thing that is broken on the path to a peer
 //	isthmus verify                   traffic between two clusters, both ways
 //	isthmus gather                   an archive for a bug report
 //	isthmus trace SRC DST            what a gateway would do with a packet

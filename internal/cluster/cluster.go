@@ -51,7 +51,7 @@ type Access struct {
 	Kubeconfig string
 	// Context is the context to use of that file; empty: its current one.
 	Context string
-	// Namespace is that of the installation; empty: deploy.Namespace.
+	// Namespace is the namespace of the installation; empty: deploy.Namespace.
 	Namespace string
 	// As and AsGroups are the user and groups to impersonate; empty: the user of the context.
 	As       string
@@ -65,9 +65,9 @@ type Access struct {
 
 // A Cluster is one cluster and the access to it. Its methods may be called concurrently.
 type Cluster struct {
-	// Identity is that of the installation; set by Identify.
+	// Identity is the identity of the installation; set by Identify.
 	Identity v1alpha1.ClusterIdentity
-	// Namespace is that of the installation.
+	// Namespace is the namespace of the installation.
 	Namespace string
 
 	Context      string // for messages before the name is known

@@ -12,8 +12,8 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// wanted is a kind of objects to read. Without a namespace the objects are those of the cluster, or
-// of all namespaces.
+// wanted is a kind of objects to read. Without a namespace it means cluster-scoped objects, or
+// those in all namespaces.
 type wanted struct {
 	version, kind string
 	where         place

@@ -98,7 +98,7 @@ func Severity(p isthmus.NodeProblem) int {
 	return 1
 }
 
-// Agents is what is known of the route agents of a cluster.
+// Agents is the state of the route agents of a cluster.
 type Agents struct {
 	Nodes     int      // ready nodes that take an agent
 	lacking   int      // those of them without a working agent

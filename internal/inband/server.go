@@ -398,7 +398,7 @@ func (p *peer) take(n *atomic.Int64) bool {
 }
 
 // splice copies between the peer and a local connection until either ends, and closes both. It
-// returns when far.Close has, because until then they count as connections.
+// returns only after far.Close has returned, so that the connections count until then.
 func (p *peer) splice(ctx context.Context, far, here net.Conn) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()

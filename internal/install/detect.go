@@ -94,7 +94,7 @@ func gatewayReplicas(ctx context.Context, c *cluster.Cluster) (int32, error) {
 	return *d.Spec.Replicas, nil
 }
 
-// An address is that of a running Pod in the pod network.
+// An address is the address of a running Pod in the pod network.
 type address struct {
 	pod  string
 	addr netip.Addr

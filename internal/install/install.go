@@ -106,7 +106,7 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 		if p := chart.Get(found, "networks", "podCIDR"); p != nil { // peers use it from now on
 			keep = chart.Merge(chosen, chart.Values{"networks": chart.Values{"podCIDR": p}})
 		}
-	case withWorkloads(o.Values): // reported by an earlier run
+	case withWorkloads(o.Values): // an earlier installation left them out
 		o.Report(fmt.Sprintf("%s: without the components, as before; --without-workloads=false makes them", c))
 	}
 	objects, err := chart.Objects(o.chart(c.Namespace, c.Identity, have == nil || where == cluster.IdentityConfigMap, chosen, found))

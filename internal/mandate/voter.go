@@ -27,7 +27,7 @@ var Usual = Timing{Beat: 150 * time.Millisecond, Bound: 900 * time.Millisecond, 
 // ignored.
 const Most = 1<<31 - 2
 
-// A Promise is what a voter stores. The zero Promise is to nobody.
+// A Promise is what a voter stores. The zero Promise has no holder.
 type Promise struct {
 	Epoch  uint64 `json:"epoch"`
 	Holder ID     `json:"holder"`

@@ -81,8 +81,8 @@ func proxyOf(c *cluster.Cluster) (*url.URL, error) {
 	return c.Config.Proxy(&http.Request{URL: &url.URL{Scheme: "https"}}) // the same for each request
 }
 
-// findPeering finds what s already has for its peer, or decides what s will get. name is that of a
-// new Peering; empty: the peer's unique name.
+// findPeering finds what s already has for its peer, or decides what s will get. A new Peering gets
+// name, or if that is empty, the peer's unique name.
 func (s *side) findPeering(ctx context.Context, name string) error {
 	var list isthmus.PeeringList
 	if err := s.Client.List(ctx, &list); err != nil {

@@ -224,8 +224,8 @@ func kubeconfigWith(c *cluster.Cluster, server *clientcmdapi.Cluster, token, nam
 	return clientcmd.Write(*config)
 }
 
-// authorityOf returns the certificate authorities of the kubeconfig in PEM; none: the system's
-// count.
+// authorityOf returns the certificate authorities of the kubeconfig in PEM; empty: it uses the
+// system's.
 func authorityOf(c *cluster.Cluster) ([]byte, error) {
 	ca := c.Config.CAData
 	if len(ca) == 0 && c.Config.CAFile != "" {

@@ -130,7 +130,8 @@ func writeKeys(ctx context.Context, c *cluster.Cluster, have, want *corev1.Secre
 	return nil
 }
 
-// rotation returns how far the rotation that started from began is.
+// rotation returns the progress of a rotation. began is the ring at its start, ring the present
+// one.
 func rotation(ctx context.Context, c *cluster.Cluster, began, ring keyring.Ring, now time.Time) (text string, over bool, err error) {
 	if ring.Private == began.Next {
 		return fmt.Sprintf("the key is rotated: %s", shortKey(ring.Private)), true, nil

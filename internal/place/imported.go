@@ -25,7 +25,7 @@ import (
 // underZone is the suffix of the names of imported Services.
 const underZone = ".svc." + corefile.Zone
 
-// IsImportedName reports whether a name, with :PORT or without, is that of an imported Service.
+// IsImportedName reports whether a name, with or without :PORT, belongs to an imported Service.
 func IsImportedName(name string) bool {
 	bare, _, _ := strings.Cut(name, ":")
 	return strings.HasSuffix(strings.TrimSuffix(bare, "."), underZone)

@@ -14,7 +14,8 @@ const (
 	Message = 1024
 )
 
-// Of escapes what is not printable (control and bidirectional characters, line ends) and cuts a long text.
+// Of escapes unprintable characters (control and bidirectional characters, line ends) and cuts a
+// long text.
 func Of(s string) string { return Cut(s, most) }
 
 // Cut is Of with another limit.

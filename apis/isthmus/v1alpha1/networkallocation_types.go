@@ -77,9 +77,9 @@ type NetworkAllocationSpec struct {
 	Endpoints []MappedEndpoint `json:"endpoints,omitempty"`
 }
 
-// NetworksSince is the resourceVersion at which an object first named its networks. It counts only if revision
-// and UID are those of the object, because an older manager changes networks without it, and a backup
-// contains that of another object.
+// NetworksSince is the resourceVersion at which an object first named its networks. It counts only
+// if revision and UID are the object's: an older manager changes networks without changing it, and
+// a backup may contain another object's.
 type NetworksSince struct {
 	// +kubebuilder:validation:Minimum=1
 	ResourceVersion int64 `json:"resourceVersion"`
@@ -134,7 +134,8 @@ type MappedEndpoint struct {
 	Target string `json:"target,omitempty"`
 }
 
-// OwnNetworks are those of our own pods, Services and mapped endpoints, and what peers get networks from.
+// OwnNetworks are the networks of our own pods, Services and mapped endpoints, and the pools for
+// peers.
 type OwnNetworks struct {
 	// +optional
 	PodCIDR AllocatedNetwork `json:"podCIDR,omitempty"`

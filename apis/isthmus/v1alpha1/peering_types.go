@@ -123,7 +123,7 @@ type TenantNamespace struct {
 	Remote Namespace `json:"remote"`
 }
 
-// Overrides are for networks in which the manager cannot find these out. Each is optional.
+// Overrides replace what the manager cannot find out in some networks. Each is optional.
 type Overrides struct {
 	// Address is where this peer reaches our gateway, instead of what the gateway's Service says.
 	// +optional

@@ -2,8 +2,8 @@ package v1alpha1
 
 import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-// StoredCIDR is a network in the IPAM state, empty while it is not known. Which networks
-// make sense is the IPAM's business: reserved ones may be of any kind and length.
+// StoredCIDR is a network in the IPAM state, empty while it is unknown. The IPAM checks whether it
+// makes sense: reserved networks may be of any kind and length.
 // +kubebuilder:validation:MaxLength=43
 // +kubebuilder:validation:XValidation:rule="self.size() == 0 || (isCIDR(self) && string(cidr(self).masked()) == self)",message="must be empty or a network in canonical CIDR notation",reason=FieldValueInvalid
 type StoredCIDR = string

@@ -32,7 +32,7 @@ type EndpointMap map[string]IPAddress
 // DeepCopy returns a copy that shares nothing with in.
 func (in EndpointMap) DeepCopy() EndpointMap { return maps.Clone(in) }
 
-// NatMappingStatus has nothing that Liqo would know.
+// NatMappingStatus has only Conditions, which Liqo does not have.
 type NatMappingStatus struct {
 	// Conditions are the state of this object in this cluster. Liqo has none.
 	// +optional
