@@ -166,7 +166,7 @@ func PeeringHops(cluster string, p *isthmus.Peering, before []Hop) (hops []Hop) 
 					continue
 				}
 			case condition.Status == metav1.ConditionTrue:
-			case lacking && step != isthmus.ConditionReady: // Ready names what this cluster lacks, and the rest may follow from that.
+			case lacking && step != isthmus.ConditionReady: // Ready names what this cluster lacks; the rest may follow from it
 				hop.State = Waits
 			case step == isthmus.ConditionReady && broken: // it repeats an earlier one
 				continue

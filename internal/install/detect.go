@@ -161,9 +161,9 @@ func schedulable(nodes []corev1.Node) (n int) {
 	return n
 }
 
-// serviceNetwork reports the network of the Services and the cluster's DNS. The manager reads a ServiceCIDR by
-// itself. Where the API server does not serve that kind (before Kubernetes 1.33), services returns the
-// network from another source, or an error if no source has it.
+// serviceNetwork reports the network of the Services and the cluster's DNS. The manager reads a
+// ServiceCIDR itself. If the API server does not serve that kind (before Kubernetes 1.33),
+// serviceNetwork returns the network from another source, or an error if no source has it.
 func serviceNetwork(ctx context.Context, c *cluster.Cluster, chosen chart.Values, nodes []corev1.Node, report func(string)) (network string, err error) {
 	if said, _ := chart.Get(chosen, "networks", "serviceCIDR").(string); said != "" {
 		return "", nil

@@ -87,7 +87,7 @@ func Cause(err error) (string, bool) {
 	switch {
 	case errors.As(err, &name):
 		return fmt.Sprintf("has a name without address: %s: %s", name.Name, name.Err), true
-	case errors.As(err, &invalid) && invalid.Reason == x509.Expired: // The library's text contains the time of day.
+	case errors.As(err, &invalid) && invalid.Reason == x509.Expired: // the library's text contains the time of day
 		return fmt.Sprintf("shows a certificate that is valid from %s to %s only",
 			invalid.Cert.NotBefore.Format(time.RFC3339), invalid.Cert.NotAfter.Format(time.RFC3339)), true
 	case errors.As(err, &network) && errors.As(err, &number): // without a network error the number may come from a file

@@ -271,7 +271,7 @@ func (g *Gateway) Receive(a Answer, now Time) {
 	}
 	v := &g.votes[i]
 	if v.incarnation != 0 && (a.Sent < v.heard || a.Sent == v.heard && !a.Farewell && (a.Granted || a.Incarnation != v.incarnation)) {
-		return // it is older than the last answer, or a copy; a farewell, or a refusal by the same incarnation, is news
+		return // older than the last answer, or a copy of it; but a farewell, or a refusal by the same incarnation, counts
 	}
 	if a.Incarnation != v.incarnation { // the next voter on that node: from now on a farewell counts like any vote
 		v.until = min(v.until, a.Sent+g.timing.Mandate)

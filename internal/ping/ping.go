@@ -103,7 +103,7 @@ func Echo(ctx context.Context, conn net.PacketConn, dst netip.Addr, size int) (d
 		switch {
 		case errors.Is(ctx.Err(), context.Canceled):
 			return nil, 0, ctx.Err()
-		case isTimeout(err) && !late: // An answer that came in time may be in the socket, if we were not scheduled.
+		case isTimeout(err) && !late: // an answer may have come in time, while we were not scheduled
 			late = true
 			if err := conn.SetReadDeadline(time.Now().Add(10 * time.Millisecond)); err == nil {
 				continue

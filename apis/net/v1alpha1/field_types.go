@@ -67,14 +67,14 @@ func (in BackendConfig) DeepCopy() BackendConfig { return maps.Clone(in) }
 type BackendType = string
 
 // ClusterID is the identity of a cluster, a UUID in Liqo. Liqo puts it into labels
-// (liqo.io/remoteID, clusterID), so whatever it could ever write is a label value.
+// (liqo.io/remoteID, clusterID), so every ID that Liqo accepts is a valid label value.
 // +kubebuilder:validation:MinLength=1
 // +kubebuilder:validation:MaxLength=63
 // +kubebuilder:validation:XValidation:rule="self.matches('^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$')",message="must be usable as a label value: letters, digits, '-', '_' and '.', the first and the last a letter or digit",reason=FieldValueInvalid
 type ClusterID = string
 
 // ClusterName is the name of a cluster. Liqo appends "-" and six hexadecimal digits to it and names
-// objects like that, so whatever it could ever write is the beginning of an object name.
+// objects like that, so every name that Liqo accepts is the beginning of a valid object name.
 // +kubebuilder:validation:MinLength=1
 // +kubebuilder:validation:MaxLength=246
 // +kubebuilder:validation:XValidation:rule="self.matches('^[a-z0-9]([a-z0-9.-]*[a-z0-9-])?$')",message="must be usable at the beginning of an object name: lower case letters, digits, '-' and '.'",reason=FieldValueInvalid
