@@ -113,8 +113,8 @@ func afterIdle(idle time.Duration, end func()) (alive func()) {
 	return func() { timer.Reset(idle) }
 }
 
-// A TCP question is a length in four octets, and as many octets. Its answer is a length, an Answer
-// in JSON of that length, and the octets of the question.
+// A TCP question is a length in four octets, and as many octets. Its answer has two parts of this
+// form: an Answer in JSON, and the octets of the question.
 func echoTCP(l net.Listener) error {
 	seats := make(chan struct{}, maxConnections)
 	for {
