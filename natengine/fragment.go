@@ -29,10 +29,10 @@ import (
 // header that was checked. The rules are those of Linux's reassembly (net/ipv4/inet_fragment.c), for both
 // families:
 //
-//	a fragment of octets that came already          is a duplicate and dropped
-//	one that overlaps in part, ends elsewhere than   ends the datagram: what is held, this and what may still come is
-//	  the last fragment said, or is another first      dropped until its time is over (RFC 5722, section 4)
-//	  fragment of the same identification
+//	only octets that came before             a duplicate, dropped
+//	overlaps in part, ends elsewhere than    ends the datagram: its held, present and later fragments
+//	  the last fragment said, or is another    are dropped until it expires (RFC 5722, section 4)
+//	  first fragment
 //
 // A datagram that reuses an identification while fragments of the earlier one are missing is dropped, not
 // mixed with it (RFC 4963). Outbound, two hosts behind the NAPT address may use the same identification,

@@ -16,7 +16,7 @@ type Flow struct {
 // FlowSize is the length in octets of what Flow.Append appends.
 const FlowSize = 56
 
-// stateOfFlow are the bits of a flow's state that a Flow has.
+// stateOfFlow are the state bits that a Flow keeps.
 const stateOfFlow = stateEndpoint | stateTCP
 
 // Identity is the flow without its state, and that state: two Flows with one identity are one flow at two times.

@@ -74,7 +74,7 @@ func (c *translation) flowOut(m *podMap, seen addr) (to addr, port int, drop Dro
 		return seen, samePort, DropNone
 	}
 	if !m.ok {
-		return addr{}, samePort, DropSource // no address of this family under which the peer would know us
+		return addr{}, samePort, DropSource // the peer has no address of this family for us
 	}
 	if c.midConnection() && c.r.rule.isTarget(c.near) {
 		return addr{}, samePort, DropNoFlow // NAPT would change the source that the client knows
