@@ -165,11 +165,11 @@ func New(c Config) *Engine {
 }
 
 // SetPeers replaces all rules by one atomic swap: a packet sees the old rules or the new ones. On a
-// contradiction (networks of two peers that overlap, masks of different length, an address mapped twice)
-// it changes nothing and returns an error that names every peer and rule at fault. Before it returns, it
-// ends the flows that the new rules would not open; the others keep their ports. Flows end in steps,
-// between which packets can open new flows. A change of MSS and MTU examines no flow and drops no
-// fragment. peers is copied.
+// contradiction (networks of two peers that overlap, masks of different length, an address mapped
+// twice) it changes nothing and returns an error that names every peer and rule at fault. Before it
+// returns, it ends the flows that the new rules would not open; the others keep their ports. Flows
+// end in steps, between which packets can open new flows. A change of MSS and MTU examines no flow
+// and drops no fragment. peers is copied.
 func (e *Engine) SetPeers(peers []Peer) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -241,9 +241,9 @@ func (e *Engine) publish(table *ruleTable, rules []*rule, fresh []*PeerState, go
 	for _, r := range rules {
 		r.peer.path.mtu.Store(int32(r.spec.MTU))
 	}
-	// Every PeerState gets its new rule before the table is published, so that a packet with the old table
-	// cannot open a flow that the new one forbids. Existing flows end last, because that takes long when
-	// there are many.
+	// Every PeerState gets its new rule before the table is published, so that a packet with the
+	// old table cannot open a flow that the new one forbids. Existing flows end last, because that
+	// takes long when there are many.
 	var differ []*PeerState
 	for _, id := range gone {
 		if p := e.peers[id]; p != nil {
@@ -266,8 +266,8 @@ func (e *Engine) publish(table *ruleTable, rules []*rule, fresh []*PeerState, go
 	}
 }
 
-// setRule makes r (nil: none) the rule for new flows. It reports whether there may be flows that r does
-// not permit.
+// setRule makes r (nil: none) the rule for new flows. It reports whether there may be flows that r
+// does not permit.
 func (p *PeerState) setRule(r *rule) (differs bool) {
 	t := &p.flows
 	t.mu.Lock()

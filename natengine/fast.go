@@ -49,9 +49,9 @@ func (e *Engine) Inbound(v *packet.View, now time.Duration) Verdict {
 // of p is dropped as DropSource. One rule table decides about the source and the rest, so no packet
 // meets half of a change that moves a range from one peer to another.
 //
-// A fragment is held until its datagram is complete. Then v becomes the datagram and is forwarded, in
-// memory that the caller owns. An IPv6 datagram larger than 1,280 octets leaves in fragments of that size:
-// v is the first, and Verdict.Released has the others.
+// A fragment is held until its datagram is complete. Then v becomes the datagram and is forwarded,
+// in memory that the caller owns. An IPv6 datagram larger than 1,280 octets leaves in fragments of
+// that size: v is the first, and Verdict.Released has the others.
 func (e *Engine) InboundFrom(p *PeerState, v *packet.View, now time.Duration) Verdict {
 	t := e.rules.Load()
 	if !v.Is4() {

@@ -287,8 +287,8 @@ func (t *flowTable) purgeSome(first uint32, entries []entry, r *rule) {
 	}
 }
 
-// stays reports whether the entry has no flow, or a flow that rule r (nil: none) permits. Without mu it
-// may report false for an entry that is being written.
+// stays reports whether the entry has no flow, or a flow that rule r (nil: none) permits. Without
+// mu it may report false for an entry that is being written.
 func (e *entry) stays(r *rule) bool {
 	seq, word := e.seq.Load(), e.word.Load()
 	switch {

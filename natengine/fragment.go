@@ -8,43 +8,45 @@ import (
 
 // # Inbound
 //
-// A peer's fragments are held until their datagram is complete, whatever rule applies to it. The node
-// behind the gateway reassembles in one small memory for all peers and pods (nf_defrag, 4 MiB and 30 s by
-// default), so it must never see an incomplete datagram of a peer. A complete datagram is joined, filtered
-// and translated like an unfragmented packet.
+// A peer's fragments are held until their datagram is complete, whatever rule applies to it. The
+// node behind the gateway reassembles in one small memory for all peers and pods (nf_defrag, 4 MiB
+// and 30 s by default), so it must never see an incomplete datagram of a peer. A complete datagram
+// is joined, filtered and translated like an unfragmented packet.
 //
 //	IPv4   leaves as one packet without DF, which the kernel cuts again where a link needs it
 //	IPv6   leaves in fragments of 1,280 octets, since no router may cut it
 //
 // # Outbound
 //
-// Later fragments have no ports. A 1:1 map needs none and translates each fragment as it arrives. Where a
-// flow decides, the first fragment decides for its datagram. The decision is stored until all octets of
-// the datagram have passed. Later fragments that arrive before the first one are copied and held. Outbound
-// fragments are not reassembled: the receiver does that, and the peer's gateway bounds our pods.
+// Later fragments have no ports. A 1:1 map needs none and translates each fragment as it arrives.
+// Where a flow decides, the first fragment decides for its datagram. The decision is stored until
+// all octets of the datagram have passed. Later fragments that arrive before the first one are
+// copied and held. Outbound fragments are not reassembled: the receiver does that, and the peer's
+// gateway bounds our pods.
 //
 // # Both
 //
-// Each octet of a datagram passes once, and all of them in one flow, so a fragment cannot overwrite a
-// header that was checked. The rules are those of Linux's reassembly (net/ipv4/inet_fragment.c), for both
-// families:
+// Each octet of a datagram passes once, and all of them in one flow, so a fragment cannot overwrite
+// a header that was checked. The rules are those of Linux's reassembly (net/ipv4/inet_fragment.c),
+// for both families:
 //
 //	only octets that came before             a duplicate, dropped
 //	overlaps in part, ends elsewhere than    ends the datagram: its held, present and later fragments
 //	  the last fragment said, or is another    are dropped until it expires (RFC 5722, section 4)
 //	  first fragment
 //
-// A datagram that reuses an identification while fragments of the earlier one are missing is dropped, not
-// mixed with it (RFC 4963). Outbound, two hosts behind the NAPT address may use the same identification,
-// which is not rewritten. Then the earlier datagram passes and the other is dropped. Outbound fragments
-// under a 1:1 map are not compared: the map needs no port, and the receiver reassembles.
+// A datagram that reuses an identification while fragments of the earlier one are missing is
+// dropped, not mixed with it (RFC 4963). Outbound, two hosts behind the NAPT address may use the
+// same identification, which is not rewritten. Then the earlier datagram passes and the other is
+// dropped. Outbound fragments under a 1:1 map are not compared: the map needs no port, and the
+// receiver reassembles.
 
-// fragmentStore holds the incomplete datagrams of one peer and direction. Config has its three bounds. At
-// a bound the oldest datagram is evicted, and DropFragmentStoreFull counts each of its held fragments.
-// Refusing new datagrams instead would let a flood of incomplete ones block the store; a datagram whose
-// fragments arrive needs its entry only for milliseconds. One source may use a quarter of the store. At
-// that bound its own oldest datagram is evicted, so that a flood of one host does not displace the
-// datagrams of others.
+// fragmentStore holds the incomplete datagrams of one peer and direction. Config has its three
+// bounds. At a bound the oldest datagram is evicted, and DropFragmentStoreFull counts each of its
+// held fragments. Refusing new datagrams instead would let a flood of incomplete ones block the
+// store; a datagram whose fragments arrive needs its entry only for milliseconds. One source may
+// use a quarter of the store. At that bound its own oldest datagram is evicted, so that a flood of
+// one host does not displace the datagrams of others.
 type fragmentStore struct {
 	mu    sync.Mutex
 	rule  *rule                        // outbound: the rule that made the decisions here
@@ -126,8 +128,8 @@ func fragmentKeyOf(v *packet.View) fragmentKey {
 // minMTU6 is the largest packet of IPv6 that every link takes (RFC 8200, section 5).
 const minMTU6 = 1280
 
-// join holds an inbound fragment until its datagram is complete, and then handles the datagram like any
-// packet. A drop is counted once for each fragment.
+// join holds an inbound fragment until its datagram is complete, and then handles the datagram like
+// any packet. A drop is counted once for each fragment.
 func (c *translation) join() Verdict {
 	if _, _, _, drop := c.reach(); drop != DropNone {
 		return c.refuse(drop)
@@ -180,8 +182,8 @@ func (c *translation) joined(fragments [][]byte) Verdict {
 	return verdict
 }
 
-// join stores v. If v was the last missing fragment, it returns all fragments of the datagram in no order:
-// v and copies of the others, owned by the caller. Nil means that v was copied and is held.
+// join stores v. If v was the last missing fragment, it returns all fragments of the datagram in no
+// order: v and copies of the others, owned by the caller. Nil means that v was copied and is held.
 func (s *fragmentStore) join(v *packet.View, now tick, e *Engine) (fragments [][]byte, drop Drop) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -204,9 +206,9 @@ func (s *fragmentStore) join(v *packet.View, now tick, e *Engine) (fragments [][
 	return nil, DropNone
 }
 
-// fragment records an outbound fragment. done: nothing is left to do, because the fragment follows the
-// first one, waits for it, or is refused. Otherwise it is the first fragment, and the caller finds its
-// flow and calls firstFragment.
+// fragment records an outbound fragment. done: nothing is left to do, because the fragment follows
+// the first one, waits for it, or is refused. Otherwise it is the first fragment, and the caller
+// finds its flow and calls firstFragment.
 func (c *translation) fragment() (verdict Verdict, done bool) {
 	s := &c.r.peer.fragments[Outbound]
 	var to addr
@@ -443,8 +445,9 @@ func (s *fragmentStore) sweep(now tick, lifetime int32) {
 	s.expire(now, lifetime)
 }
 
-// setRule makes r the rule for further decisions, and forgets those of a rule that differs. Inbound, no
-// decision is made before a datagram is complete, so only removing the peer has an effect.
+// setRule makes r the rule for further decisions, and forgets those of a rule that differs.
+// Inbound, no decision is made before a datagram is complete, so only removing the peer has an
+// effect.
 func (s *fragmentStore) setRule(r *rule, differs bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

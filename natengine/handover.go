@@ -19,7 +19,8 @@ const FlowSize = 56
 // stateOfFlow are the state bits that a Flow keeps.
 const stateOfFlow = stateEndpoint | stateTCP
 
-// Identity is the flow without its state, and that state: two Flows with one identity are one flow at two times.
+// Identity is the flow without its state, and that state: two Flows with one identity are one flow
+// at two times.
 func (f Flow) Identity() (id Flow, state uint8) {
 	id, state = f, uint8(f.word&stateTCP)
 	id.word &^= stateTCP
@@ -114,8 +115,9 @@ func (t *flowTable) follow(i uint32, ended bool) {
 	}
 }
 
-// EachFlow calls f with every flow. f is called with locks held, like a follower, and in order with the calls of
-// followers. between is called after every 256 flows or fewer, without any lock; when it returns false, EachFlow ends.
+// EachFlow calls f with every flow. f is called with locks held, like a follower, and in order with
+// the calls of followers. between is called after every 256 flows or fewer, without any lock; when
+// it returns false, EachFlow ends.
 func (e *Engine) EachFlow(f func(peer string, flow Flow), between func() bool) {
 	for _, p := range e.Peers() {
 		t := &p.flows

@@ -179,10 +179,10 @@ func (t *hostTable) bytes() int {
 	return t.hosts.bytes() + t.chains.bytes()
 }
 
-// A half-open flow is in two eviction queues, oldest first: one of its peer, shared by flows that take
-// ports of the same class and family, and one of its host. It enters both when it is opened, or when a
-// sweep finds it closed. It leaves them when it ends, or when a sweep or an eviction finds that it is
-// established. stateQueued: the flow is in its queues.
+// A half-open flow is in two eviction queues, oldest first: one of its peer, shared by flows that
+// take ports of the same class and family, and one of its host. It enters both when it is opened,
+// or when a sweep finds it closed. It leaves them when it ends, or when a sweep or an eviction
+// finds that it is established. stateQueued: the flow is in its queues.
 const (
 	queueOfPeer = iota
 	queueOfHost
@@ -191,9 +191,9 @@ const (
 
 type queue struct{ head, tail uint32 }
 
-// The queues of a peer, for each family: one of ICMP queries, and one for each range of ports of TCP and
-// UDP at the NAPT address. A further one is for flows that take no port there. order tells which of two
-// flows has waited longer.
+// The queues of a peer, for each family: one of ICMP queries, and one for each range of ports of
+// TCP and UDP at the NAPT address. A further one is for flows that take no port there. order tells
+// which of two flows has waited longer.
 const (
 	withoutPort   = 4 * int(noPorts)
 	waitingQueues = withoutPort + 1
@@ -242,8 +242,8 @@ func (t *flowTable) longest(heads *[waitingQueues]uint32) int {
 	return found
 }
 
-// heads returns the flow that has waited longest: of host h, or, if h is nil, in each queue of the set.
-// With mu.
+// heads returns the flow that has waited longest: of host h, or, if h is nil, in each queue of the
+// set. With mu.
 func (t *flowTable) heads(h *host, of waitingSet) (heads [waitingQueues]uint32) {
 	if h != nil {
 		if h.queued != 0 {
@@ -295,8 +295,8 @@ func (t *flowTable) enqueue(i uint32, isNew bool) {
 	}
 }
 
-// dequeue removes a flow from its queues, if it is there. If the flow ends, it leaves the list of its host
-// too. With mu.
+// dequeue removes a flow from its queues, if it is there. If the flow ends, it leaves the list of
+// its host too. With mu.
 func (t *flowTable) dequeue(i uint32, ends bool) {
 	e := t.entry(i)
 	word := e.word.Load()
@@ -344,8 +344,8 @@ const evictSteps = 32
 // evict removes the oldest half-open flow: of the peer, or of host h when it is not nil. With mu.
 func (t *flowTable) evict(h *host) bool { return t.evictFrom(h, allWaiting) }
 
-// evictPort removes the peer's oldest half-open flow whose port an inside port can use. The port is then
-// free, unless other flows share it. With mu.
+// evictPort removes the peer's oldest half-open flow whose port an inside port can use. The port is
+// then free, unless other flows share it. With mu.
 func (t *flowTable) evictPort(class portClass, family int, port uint16) bool {
 	return t.evictFrom(nil, waitingFor(class, family, port))
 }

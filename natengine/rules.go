@@ -24,13 +24,14 @@ type Peer struct {
 	Endpoints      []Endpoint     // the only mappings of addresses in External
 	MSS            uint16         // upper bound for the MSS of IPv4 SYNs both ways, IPv6 gets 20 less; 0 = leave alone
 	MTU            uint16         // largest IP packet towards the peer in octets, see PeerState.MTU; 0 = no bound
-	// Gateway is the address of the peer's gateway in RemoteExternal. Behind NAPT the peer cannot tell our
-	// nodes from our gateway, so only the in-process endpoint opens TCP connections there. Zero: anybody may.
+	// Gateway is the address of the peer's gateway in RemoteExternal. Behind NAPT the peer cannot
+	// tell our nodes from our gateway, so only the in-process endpoint opens TCP connections there.
+	// Zero: anybody may.
 	Gateway netip.Addr
 }
 
-// sameFlows reports whether p and q permit the same flows and translate fragments alike, whatever their
-// MSS and MTU.
+// sameFlows reports whether p and q permit the same flows and translate fragments alike, whatever
+// their MSS and MTU.
 func (p Peer) sameFlows(q Peer) bool {
 	return p.ID == q.ID && slices.Equal(p.RemotePods, q.RemotePods) &&
 		slices.Equal(p.RemoteExternal, q.RemoteExternal) && slices.Equal(p.Pods, q.Pods) &&

@@ -2,7 +2,8 @@ package natengine
 
 import "github.com/isthmus-net/isthmus/packet"
 
-// translation is the work on one packet of the general path. It lives on the stack of outbound or inbound.
+// translation is the work on one packet of the general path. It lives on the stack of outbound or
+// inbound.
 type translation struct {
 	e    *Engine
 	v    *packet.View

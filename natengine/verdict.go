@@ -51,8 +51,8 @@ type Verdict struct {
 }
 
 // Released returns further fragments of the packet's datagram, which take the same Action after it.
-// Outbound they had waited for the first fragment. Inbound they are the rest of an IPv6 datagram that was
-// joined and cut again. Each is a whole, rewritten IP packet that the caller owns.
+// Outbound they had waited for the first fragment. Inbound they are the rest of an IPv6 datagram
+// that was joined and cut again. Each is a whole, rewritten IP packet that the caller owns.
 func (v Verdict) Released() [][]byte {
 	if v.released == nil {
 		return nil

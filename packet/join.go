@@ -2,15 +2,15 @@ package packet
 
 import "slices"
 
-// Join reassembles the fragments of one datagram, in any order. They must be whole IP packets that Parse
-// accepts, with the same family, source, destination and identification. The result is new memory, and the
-// fragments stay unchanged. The result has the header of the first fragment (RFC 791, section 3.2; RFC
-// 8200, section 4.5): for IPv6 without the fragment header, for IPv4 without DF, because a fragmented
-// datagram may be fragmented again. Join returns ErrJoin if the fragments leave a gap, overlap, exceed the
-// length field, or mix senders with and without ECN.
+// Join reassembles the fragments of one datagram, in any order. They must be whole IP packets that
+// Parse accepts, with the same family, source, destination and identification. The result is new
+// memory, and the fragments stay unchanged. The result has the header of the first fragment (RFC
+// 791, section 3.2; RFC 8200, section 4.5): for IPv6 without the fragment header, for IPv4 without
+// DF, because a fragmented datagram may be fragmented again. Join returns ErrJoin if the fragments
+// leave a gap, overlap, exceed the length field, or mix senders with and without ECN.
 //
-// ECN follows Linux (net/ipv4/inet_fragment.c, ip_frag_ecn_table) and RFC 3168, section 5.3: a congestion
-// mark on one fragment marks the datagram.
+// ECN follows Linux (net/ipv4/inet_fragment.c, ip_frag_ecn_table) and RFC 3168, section 5.3: a
+// congestion mark on one fragment marks the datagram.
 func Join(fragments [][]byte) ([]byte, error) {
 	parts := make([]part, len(fragments))
 	var first View // after the loop: the first fragment
@@ -66,8 +66,9 @@ type part struct {
 	b, data []byte // the packet, and its part of the datagram
 }
 
-// headerOfDatagram returns the length of the headers before the fragmented part, without the fragment
-// header of IPv6. For IPv6 it also returns the offset of the field that names the fragment header.
+// headerOfDatagram returns the length of the headers before the fragmented part, without the
+// fragment header of IPv6. For IPv6 it also returns the offset of the field that names the fragment
+// header.
 func (v *View) headerOfDatagram() (length, kindAt int) {
 	if v.is4 {
 		return int(v.transport), 0
@@ -100,15 +101,15 @@ func setCongestion(b []byte) {
 	}
 }
 
-// minCut is the smallest payload of a fragment of Split6. Each fragment repeats the headers, so long
-// headers with small payloads would multiply a packet.
+// minCut is the smallest payload of a fragment of Split6. Each fragment repeats the headers, so
+// long headers with small payloads would multiply a packet.
 const minCut = 512
 
-// Split6 cuts an IPv6 packet into fragments of at most mtu octets with this identification (RFC 8200,
-// section 4.5). A packet that fits becomes one fragment. The fragments are new memory, and the packet
-// stays unchanged. The result is nil for IPv4, for a fragment, for a partial checksum, and for an mtu
-// below 1280. It is also nil if the headers do not fit the first fragment (RFC 7112), or leave less than
-// minCut in each.
+// Split6 cuts an IPv6 packet into fragments of at most mtu octets with this identification (RFC
+// 8200, section 4.5). A packet that fits becomes one fragment. The fragments are new memory, and
+// the packet stays unchanged. The result is nil for IPv4, for a fragment, for a partial checksum,
+// and for an mtu below 1280. It is also nil if the headers do not fit the first fragment (RFC
+// 7112), or leave less than minCut in each.
 func (v *View) Split6(mtu int, id uint32) [][]byte {
 	if v.is4 || v.more || v.fragOff != 0 || v.csum == ChecksumPartial || mtu < minMTU6 {
 		return nil
@@ -146,8 +147,9 @@ func (v *View) Split6(mtu int, id uint32) [][]byte {
 
 const fragmentHeaderLen = 8
 
-// unfragmentable returns the length of the part that each fragment repeats, and the offset of the field
-// that names the next header. The part ends with a routing header, or else with a hop-by-hop header.
+// unfragmentable returns the length of the part that each fragment repeats, and the offset of the
+// field that names the next header. The part ends with a routing header, or else with a hop-by-hop
+// header.
 func (v *View) unfragmentable() (length, kindAt int) {
 	length, kindAt = ipv6Len, 6
 	for at, field := ipv6Len, 6; isExtension(v.b[field]); {

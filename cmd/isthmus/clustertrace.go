@@ -27,8 +27,8 @@ type way struct {
 	To        string   `json:"to"`
 	Hops      []wayHop `json:"hops"`
 	Arrives   bool     `json:"arrives"`
-	// Leaves is set if the packet leaves for a peer that was not queried, so that it is unknown whether
-	// it arrives.
+	// Leaves is set if the packet leaves for a peer that was not queried, so that it is unknown
+	// whether it arrives.
 	Leaves bool `json:"leaves,omitempty"`
 	// Verdict says in a sentence whether the packet arrives, or where it ends and why.
 	Verdict string `json:"verdict"`

@@ -17,8 +17,8 @@ import (
 	"github.com/isthmus-net/isthmus/deploy"
 )
 
-// A schema is a part of values.schema.json. It has only the keywords of JSON Schema that this file uses.
-// Helm reads the same file.
+// A schema is a part of values.schema.json. It has only the keywords of JSON Schema that this file
+// uses. Helm reads the same file.
 type schema struct {
 	Type                 any                `json:"type"` // a name, or a list of names
 	Properties           map[string]*schema `json:"properties"`
@@ -66,8 +66,8 @@ func kindOf(value any) string {
 	return kinds["string"]
 }
 
-// check returns an error for each value that the schema does not allow. at is the path of the value, empty
-// for the root. A null removes a value and is always valid.
+// check returns an error for each value that the schema does not allow. at is the path of the
+// value, empty for the root. A null removes a value and is always valid.
 func (s *schema) check(value any, at string) error {
 	if value == nil {
 		return nil
@@ -159,9 +159,9 @@ func (s *schema) checkList(v []any, at string) error {
 	return errors.Join(wrong...)
 }
 
-// checkNetworks checks the complete values for errors that no pattern detects: networks with host bits,
-// overlapping networks of this cluster, and ports above 65535. With such values managers and gateways
-// would exit at once.
+// checkNetworks checks the complete values for errors that no pattern detects: networks with host
+// bits, overlapping networks of this cluster, and ports above 65535. With such values managers and
+// gateways would exit at once.
 func checkNetworks(values Values) error {
 	var wrong []error
 	own := map[string]netip.Prefix{}

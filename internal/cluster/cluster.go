@@ -168,8 +168,8 @@ const (
 	KeyClusterName     = "CLUSTER_NAME"
 )
 
-// Identify reads the identity of the cluster. Without an installation the error has the command to install
-// Isthmus, unless the cluster runs Liqo.
+// Identify reads the identity of the cluster. Without an installation the error has the command to
+// install Isthmus, unless the cluster runs Liqo.
 func (c *Cluster) Identify(ctx context.Context) error {
 	if err := c.ReadUID(ctx); err != nil {
 		return err
@@ -191,8 +191,8 @@ func (c *Cluster) Identify(ctx context.Context) error {
 	return nil
 }
 
-// notInstalled returns an error with the remedy for a cluster without an identity. If somebody has deleted the
-// namespace of the installation, the Peerings still exist.
+// notInstalled returns an error with the remedy for a cluster without an identity. If somebody has
+// deleted the namespace of the installation, the Peerings still exist.
 func (c *Cluster) notInstalled(ctx context.Context) error {
 	var peerings isthmus.PeeringList
 	when, more := "", ""

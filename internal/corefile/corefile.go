@@ -1,5 +1,5 @@
-// Package corefile adds the zone of multi-cluster services to the Corefile of a cluster's CoreDNS, and
-// removes it again:
+// Package corefile adds the zone of multi-cluster services to the Corefile of a cluster's CoreDNS,
+// and removes it again:
 //
 //	kubernetes cluster.local in-addr.arpa ip6.arpa clusterset.local {
 //	    multicluster clusterset.local # added by isthmus install, with the zone
@@ -85,7 +85,8 @@ func addZone(text string) (string, error) {
 	return text[:last] + zone + text[last:begin] + line + text[begin:], nil
 }
 
-// block returns the block that Add writes after the zones of the plugin kubernetes, if the plugin has none.
+// block returns the block that Add writes after the zones of the plugin kubernetes, if the plugin
+// has none.
 func block(ending, indent string) string {
 	return " " + Zone + " {" + ending + indent + "    " + option + " " + Zone + " " + markBlock + ending + indent + "}"
 }

@@ -114,8 +114,8 @@ func told(hops []Hop) bool {
 	return first != nil && !comesLast(first)
 }
 
-// blameOne keeps one of the two sides of a tunnel broken, the one that FirstBroken names, because the other
-// side shows the same fault.
+// blameOne keeps one of the two sides of a tunnel broken, the one that FirstBroken names, because
+// the other side shows the same fault.
 func blameOne(hops []Hop) {
 	tunnel := StepNames[isthmus.ConditionConnected]
 	var tunnels []Hop

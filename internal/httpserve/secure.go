@@ -68,7 +68,8 @@ type certificate struct {
 	times [2]time.Time     // modification times of the files that pair was read from
 }
 
-// get reads the files again when they have changed. While they are invalid, it returns the last valid certificate.
+// get reads the files again when they have changed. While they are invalid, it returns the last
+// valid certificate.
 func (c *certificate) get(*tls.ClientHelloInfo) (*tls.Certificate, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

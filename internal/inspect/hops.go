@@ -109,8 +109,9 @@ func nodeHops(ctx context.Context, c *cluster.Cluster, found health.Components) 
 	return hops, nil
 }
 
-// kernelHop returns the kernel features that route agents report as missing, for nodes that exist; false: none.
-// A missing feature that drops packets makes the hop broken, any other makes it limited.
+// kernelHop returns the kernel features that route agents report as missing, for nodes that exist;
+// false: none. A missing feature that drops packets makes the hop broken, any other makes it
+// limited.
 func kernelHop(ctx context.Context, c *cluster.Cluster, nodes []corev1.Node) (health.Hop, bool) {
 	hop := health.Hop{Cluster: c.String(), Name: health.HopKernels, State: health.Limited, Source: "NodeNetworks in " + c.Namespace}
 	var reports isthmus.NodeNetworksList

@@ -21,9 +21,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// detect finds the values of the cluster that the chart needs and that were not set, and reports their
-// sources. It refuses a cluster without IPv4 pods, and a newly chosen PodCIDR that contains nothing of the
-// cluster. Of its results, Install remembers the PodCIDR.
+// detect finds the values of the cluster that the chart needs and that were not set, and reports
+// their sources. It refuses a cluster without IPv4 pods, and a newly chosen PodCIDR that contains
+// nothing of the cluster. Of its results, Install remembers the PodCIDR.
 func detect(ctx context.Context, c *cluster.Cluster, chosen chart.Values, o Options) (chart.Values, error) {
 	var nodes corev1.NodeList
 	if err := c.Client.List(ctx, &nodes); err != nil {
@@ -137,9 +137,9 @@ func anyIPv6(nodes []corev1.Node) bool {
 	})
 }
 
-// nothingIn returns a sentence if the nodes have podCIDRs, none of them overlaps the PodCIDR, and no Pod
-// is in it; otherwise it is empty. A CNI that allocates addresses by itself does not use the podCIDRs of
-// nodes.
+// nothingIn returns a sentence if the nodes have podCIDRs, none of them overlaps the PodCIDR, and
+// no Pod is in it; otherwise it is empty. A CNI that allocates addresses by itself does not use the
+// podCIDRs of nodes.
 func nothingIn(podCIDR string, ofNodes []netip.Prefix, pods []address) string {
 	p, err := netip.ParsePrefix(podCIDR)
 	if err != nil || len(ofNodes) == 0 || slices.ContainsFunc(ofNodes, p.Overlaps) ||
@@ -191,8 +191,8 @@ func serviceNetwork(ctx context.Context, c *cluster.Cluster, chosen chart.Values
 	return network, nil
 }
 
-// servicesElsewhere returns the IPv4 network of the Services and its source; both are empty if no source
-// has one.
+// servicesElsewhere returns the IPv4 network of the Services and its source; both are empty if no
+// source has one.
 func servicesElsewhere(ctx context.Context, c *cluster.Cluster, nodes []corev1.Node) (network, source string, err error) {
 	text, err := configMap(ctx, c, metav1.NamespaceSystem, "kubeadm-config", "ClusterConfiguration")
 	var cluster struct {
@@ -220,7 +220,8 @@ func servicesElsewhere(ctx context.Context, c *cluster.Cluster, nodes []corev1.N
 	return "", "", nil
 }
 
-// componentFlag returns a flag of a control plane component that runs as Pods; empty if it is not visible.
+// componentFlag returns a flag of a control plane component that runs as Pods; empty if it is not
+// visible.
 func componentFlag(ctx context.Context, c *cluster.Cluster, component, name string) (string, error) {
 	var pods corev1.PodList
 	err := c.Client.List(ctx, &pods, client.InNamespace(metav1.NamespaceSystem), client.MatchingLabels{"component": component})

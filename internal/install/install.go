@@ -45,7 +45,8 @@ type Options struct {
 	Force bool
 	// Version is the tag of the image unless Values have one.
 	Version string
-	// ConfigureDNS adds the zone of services to the Corefile of CoreDNS, or takes it back; nil changes nothing.
+	// ConfigureDNS adds the zone of services to the Corefile of CoreDNS, or takes it back; nil
+	// changes nothing.
 	ConfigureDNS *bool
 	// Wait is how long to wait until the components run; 0: do not wait.
 	Wait time.Duration
@@ -271,8 +272,8 @@ func (o Options) chart(namespace string, who v1alpha1.ClusterIdentity, own bool,
 
 func withWorkloads(chosen chart.Values) bool { return chart.Get(chosen, "workloads") != false }
 
-// valuesBefore returns the values that were chosen in earlier installations and stay in force, and whether the
-// cluster remembers any.
+// valuesBefore returns the values that were chosen in earlier installations and stay in force, and
+// whether the cluster remembers any.
 func valuesBefore(ctx context.Context, c *cluster.Cluster, o Options) (before chart.Values, known bool, err error) {
 	if o.Forget {
 		return nil, false, nil
@@ -372,8 +373,9 @@ func applyManifest(ctx context.Context, c *cluster.Cluster, u *unstructured.Unst
 	return c.Apply(ctx, u)
 }
 
-// chooseIdentity returns the identity of the cluster: the present one (nil: none yet), or the wanted one, with
-// the UID of kube-system as its default ID. A wanted identity that differs from the present one is an error.
+// chooseIdentity returns the identity of the cluster: the present one (nil: none yet), or the
+// wanted one, with the UID of kube-system as its default ID. A wanted identity that differs from
+// the present one is an error.
 func chooseIdentity(have *v1alpha1.ClusterIdentity, want v1alpha1.ClusterIdentity, uid string) (v1alpha1.ClusterIdentity, error) {
 	if have != nil {
 		want = v1alpha1.ClusterIdentity{ClusterID: cmp.Or(want.ClusterID, have.ClusterID), ClusterName: cmp.Or(want.ClusterName, have.ClusterName)}

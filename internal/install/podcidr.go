@@ -94,8 +94,8 @@ func calicoNetworks(pools []unstructured.Unstructured) string {
 	return strings.Join(all, ",")
 }
 
-// k3s returns the value of a flag that k3s or RKE2 records on its servers' Nodes, else usual, the default
-// of both; empty if the nodes belong to neither.
+// k3s returns the value of a flag that k3s or RKE2 records on its servers' Nodes, else usual, the
+// default of both; empty if the nodes belong to neither.
 func k3s(nodes []corev1.Node, flag, usual string) string {
 	is := false
 	for i := range nodes {

@@ -54,8 +54,9 @@ var nextFields = []string{FieldNext, FieldNextPublic, FieldNextTunnels, FieldNex
 // A Ring is the content of the Secret.
 type Ring struct {
 	Private, Next [32]byte // zero Next: no rotation is in progress
-	// Gateways is the key by which gateways authenticate to each other and to nodes. It is the private key before the
-	// first rotation. A rotation does not change it, because gateways do not read the Secret at the same moment.
+	// Gateways is the key by which gateways authenticate to each other and to nodes. It is the
+	// private key before the first rotation. A rotation does not change it, because gateways do not
+	// read the Secret at the same moment.
 	Gateways [32]byte
 	// Offered is the public key of the last key that was taken from the Secret OfferName. That key
 	// is not taken again, so that a key which was replaced since does not come back.

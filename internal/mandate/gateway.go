@@ -54,7 +54,8 @@ type Gateway struct {
 	votes  []vote // of all voters of list and next, sorted
 }
 
-// NewGateway returns a gateway that claims nothing. The nonce is random and differs in each life of the process.
+// NewGateway returns a gateway that claims nothing. The nonce is random and differs in each life of
+// the process.
 func NewGateway(id ID, timing Timing, nonce uint64, list List) *Gateway {
 	g := &Gateway{id: id, timing: timing, nonce: nonce, list: list}
 	g.arrange()

@@ -2,8 +2,8 @@ package mandate
 
 import "time"
 
-// A Time is a reading of one host's clock. It has no meaning on another host. A gateway's clock is monotonic;
-// a voter's also runs while the host sleeps (CLOCK_BOOTTIME).
+// A Time is a reading of one host's clock. It has no meaning on another host. A gateway's clock is
+// monotonic; a voter's also runs while the host sleeps (CLOCK_BOOTTIME).
 type Time = time.Duration
 
 // An ID names a gateway or a voter.

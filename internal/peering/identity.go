@@ -25,8 +25,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// tokenLife is the requested life of an identity. Some API servers shorten it; the manager renews it
-// in time.
+// tokenLife is the requested life of an identity. Some API servers shorten it; the manager renews
+// it in time.
 const tokenLife = 90 * 24 * time.Hour
 
 // giveIdentity makes sure that s has a working identity at its peer, and returns what it did; empty

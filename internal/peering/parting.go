@@ -205,8 +205,8 @@ func (f *teardown) deletePeering(ctx context.Context, o UnpeerOptions) error {
 }
 
 // peeringGone waits until the manager has taken down its objects. With Force, and without a running
-// manager, it takes them down itself. The networks of the peer stay allocated and refused until the next
-// manager finds that no object names the peer, and releases them.
+// manager, it takes them down itself. The networks of the peer stay allocated and refused until the
+// next manager finds that no object names the peer, and releases them.
 func (f *teardown) peeringGone(ctx context.Context, o UnpeerOptions) (string, error) {
 	if f.peering == "" {
 		return "", nil
@@ -241,9 +241,9 @@ func (f *teardown) peeringGone(ctx context.Context, o UnpeerOptions) (string, er
 	return "", &errWaiting{what}
 }
 
-// takeDown does the manager's work without the peer. It deletes the TunnelEndpoint and NetworkConfigs of a
-// Peering that is being deleted, and removes the finalizers that keep them and the Peering. Foreign
-// finalizers stay on the Peering.
+// takeDown does the manager's work without the peer. It deletes the TunnelEndpoint and
+// NetworkConfigs of a Peering that is being deleted, and removes the finalizers that keep them and
+// the Peering. Foreign finalizers stay on the Peering.
 func (f *teardown) takeDown(ctx context.Context, p *isthmus.Peering) error {
 	for _, kind := range []string{"TunnelEndpoint", "NetworkConfig"} {
 		o := &unstructured.Unstructured{}

@@ -1,5 +1,5 @@
-// Package peering joins two clusters and parts them, for `isthmus peer`, `unpeer`, `rotate-key`
-// and `uninstall`. It owns namespaces, rights, identities and Peerings; the managers do the rest. It
+// Package peering joins two clusters and parts them, for `isthmus peer`, `unpeer`, `rotate-key` and
+// `uninstall`. It owns namespaces, rights, identities and Peerings; the managers do the rest. It
 // also rotates the key of a cluster, and reviews the networks that a peer claims.
 //
 // Every operation can be repeated: a second run changes nothing, or repairs what is missing.

@@ -22,7 +22,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// pinOf returns the annotations that distinguish a cluster from an impostor with the same ID and name.
+// pinOf returns the annotations that distinguish a cluster from an impostor with the same ID and
+// name.
 func pinOf(c *cluster.Cluster) (map[string]string, error) {
 	ca, err := authorityOf(c)
 	if err != nil {
@@ -31,8 +32,8 @@ func pinOf(c *cluster.Cluster) (map[string]string, error) {
 	return map[string]string{isthmus.AnnotationPeerUID: c.UID, isthmus.AnnotationPeerAuthority: fingerprint(ca)}, nil
 }
 
-// fingerprint hashes the set of certificates in a PEM file, regardless of their order and of the text around
-// them.
+// fingerprint hashes the set of certificates in a PEM file, regardless of their order and of the
+// text around them.
 func fingerprint(ca []byte) string {
 	var sums []string
 	for block, rest := pem.Decode(ca); block != nil; block, rest = pem.Decode(rest) {
@@ -47,9 +48,9 @@ func fingerprint(ca []byte) string {
 	return "sha256:" + hex.EncodeToString(sum[:])
 }
 
-// checkPin refuses a peer that is another cluster than the pinned one, unless replace is set. A Peering without
-// a pin, which a person wrote, accepts any cluster. A cluster with another certificate authority is the same one
-// if it holds the identity that we gave it.
+// checkPin refuses a peer that is another cluster than the pinned one, unless replace is set. A
+// Peering without a pin, which a person wrote, accepts any cluster. A cluster with another
+// certificate authority is the same one if it holds the identity that we gave it.
 func (s *side) checkPin(ctx context.Context, replace bool) error {
 	pin, err := pinOf(s.peer.Cluster)
 	if err != nil {
@@ -86,8 +87,8 @@ func (s *side) checkPin(ctx context.Context, replace bool) error {
 		s.Cluster, s.peer.Context, safetext.Of(s.peer.Identity.ClusterName), safetext.Of(s.peer.Identity.ClusterID), s.peering.Name, strings.Join(wrong, "; "))
 }
 
-// holdsItsIdentity reports whether s has a token that its peer accepts. Only the cluster that got it from the
-// peer has it.
+// holdsItsIdentity reports whether s has a token that its peer accepts. Only the cluster that got
+// it from the peer has it.
 func (s *side) holdsItsIdentity(ctx context.Context) (bool, error) {
 	var secret corev1.Secret
 	err := s.Client.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: s.secret}, &secret)

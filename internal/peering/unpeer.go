@@ -17,8 +17,8 @@ type UnpeerOptions struct {
 	// Name is that of the Peering, or of the peer, in the first cluster. Empty if the second
 	// cluster is given.
 	Name string
-	// Force does not wait for the peer, and leaves our objects there. If no manager runs, it takes down
-	// the manager's objects itself.
+	// Force does not wait for the peer, and leaves our objects there. If no manager runs, it takes
+	// down the manager's objects itself.
 	Force bool
 	// Timeout bounds the wait.
 	Timeout time.Duration
@@ -33,8 +33,8 @@ type UnpeerOptions struct {
 // then removes the rest that Peer created. With two clusters, a peering that is already gone is no
 // error. A name without a Peering is ErrNoPeering.
 //
-// The networks of the peer stay refused on every node, and are allocated to no other cluster, for 24
-// hours after that (fabric.ReleaseHold).
+// The networks of the peer stay refused on every node, and are allocated to no other cluster, for
+// 24 hours after that (fabric.ReleaseHold).
 //
 // If the peer is not contacted or not waited for, it loses all its rights here before anything else
 // happens, even if a later step fails. If both sides part, each manager keeps only the rights at

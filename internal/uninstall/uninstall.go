@@ -130,7 +130,8 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 	return nil
 }
 
-// everyObject returns all objects that Install may have created, with any options, except the namespace.
+// everyObject returns all objects that Install may have created, with any options, except the
+// namespace.
 func everyObject(ctx context.Context, c *cluster.Cluster) ([]*unstructured.Unstructured, error) {
 	chosen, err := install.Remembered(ctx, c)
 	if err != nil {
@@ -217,8 +218,8 @@ func helmUninstalls(ctx context.Context, c *cluster.Cluster) error {
 	return fmt.Errorf("%s: Helm is not uninstalling a release in namespace %s: --before-helm is for the chart's hook; nothing was changed", c, c.Namespace)
 }
 
-// unpeerAll parts the cluster from each of its peers. Without an active manager, our objects stay at
-// the peer, and unpeerAll removes the manager's finalizers.
+// unpeerAll parts the cluster from each of its peers. Without an active manager, our objects stay
+// at the peer, and unpeerAll removes the manager's finalizers.
 func unpeerAll(ctx context.Context, c *cluster.Cluster, o Options) error {
 	var list isthmus.PeeringList
 	if err := c.Client.List(ctx, &list); meta.IsNoMatchError(err) || apierrors.IsNotFound(err) {

@@ -202,8 +202,8 @@ func pick(checks []Check, which []int) []Check {
 	return some
 }
 
-// send makes one Pod send packets. A connection to a node that is gone gets no error, so it has a timeout:
-// the time that the Pod may take, and a margin.
+// send makes one Pod send packets. A connection to a node that is gone gets no error, so it has a
+// timeout: the time that the Pod may take, and a margin.
 func (m *member) send(ctx context.Context, checks []Check, once bool) []Result {
 	requests := make([]Request, len(checks))
 	for i, c := range checks {

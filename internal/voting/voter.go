@@ -304,7 +304,8 @@ func isTimeout(err error) bool {
 	return errors.As(err, &e) && e.Timeout()
 }
 
-// receive answers a datagram; false: it refuses it. When the holder of the vote releases it, the waiting gateway is notified at once.
+// receive answers a datagram; false: it refuses it. When the holder of the vote releases it, the
+// waiting gateway is notified at once.
 func (v *Voter) receive(b []byte, from net.Addr, send func([]byte, net.Addr)) bool {
 	a, ok := openAsk(b)
 	if !ok {

@@ -18,8 +18,8 @@ const AnnotationForce = "isthmus.net/force-unpeer"
 // itself removes our objects at the peer, because the manager's only path there was the tunnel.
 const ForceCarried = "carried"
 
-// AnnotationDrained is "true" on a Peering that is being deleted, once clients have had time to leave the
-// services that it shared. Until then the tunnel stays.
+// AnnotationDrained is "true" on a Peering that is being deleted, once clients have had time to
+// leave the services that it shared. Until then the tunnel stays.
 const AnnotationDrained = "isthmus.net/drained"
 
 // AnnotationUnanswered is "true" on our NetworkConfig while its status still has the answer to
@@ -44,8 +44,8 @@ const (
 // what it showed stays true.
 const AnnotationKeyProved = "isthmus.net/key-proved"
 
-// InBandServer is the URL of the peer's API server in an identity for in-band control: the name that it
-// has in its own cluster.
+// InBandServer is the URL of the peer's API server in an identity for in-band control: the name
+// that it has in its own cluster.
 const InBandServer = "https://kubernetes.default.svc"
 
 // LeaseGateway is the name of the Lease whose holder is the active gateway. It lasts 7 s and is
@@ -57,19 +57,21 @@ const LeaseGateway = "isthmus-gateway"
 const (
 	// AnnotationPeerUID is the UID of its namespace kube-system.
 	AnnotationPeerUID = "isthmus.net/peer-uid"
-	// ConfigMapRootCA is where Kubernetes publishes, in each namespace, the certificates of its API server.
+	// ConfigMapRootCA is where Kubernetes publishes, in each namespace, the certificates of its API
+	// server.
 	ConfigMapRootCA = "kube-root-ca.crt"
 	// AnnotationPeerAuthority is a hash of the certificates by which its API server is verified, or
 	// "system" if those of the system are used.
 	AnnotationPeerAuthority = "isthmus.net/peer-authority"
 )
 
-// AnnotationVoters on the Lease of the gateways says which nodes vote on which one is active, as JSON: version, a number that
-// grows with each change, and voters, addresses by the names of the Nodes. Without voters, the Lease decides.
+// AnnotationVoters on the Lease of the gateways says which nodes vote on which one is active, as
+// JSON: version, a number that grows with each change, and voters, addresses by the names of the
+// Nodes. Without voters, the Lease decides.
 const AnnotationVoters = "isthmus.net/voters"
 
-// AnnotationVotes on the Service of the gateway is what a node has to know to vote, as JSON: epoch, that of the active
-// gateway, and key, the Ed25519 public key by which gateways sign, in base64.
+// AnnotationVotes on the Service of the gateway is what a node has to know to vote, as JSON: epoch,
+// that of the active gateway, and key, the Ed25519 public key by which gateways sign, in base64.
 const AnnotationVotes = "isthmus.net/votes"
 
 // AnnotationGateways on the Service of the gateway has the addresses of the Pods of the active
@@ -86,8 +88,8 @@ const AnnotationTakenOver = "isthmus.net/taken-over-at"
 // by commas. The peer renews its token for no others.
 const AnnotationTokenAudiences = "isthmus.net/token-audiences"
 
-// LabelService marks the ServiceImports, Services and EndpointSlices that the manager makes for shared
-// services. Its value is the name of the service.
+// LabelService marks the ServiceImports, Services and EndpointSlices that the manager makes for
+// shared services. Its value is the name of the service.
 const LabelService = "isthmus.net/service"
 
 // PeerServicesPrefix is the beginning of the names of PeerServices: services-0 to services-15.
@@ -118,7 +120,8 @@ const (
 	ConditionIdentity = "IdentityReady"
 	// ConditionPublished: the peer has our current NetworkConfig.
 	ConditionPublished = "Published"
-	// ConditionAnswered: the peer has answered our NetworkConfig. Its status has our networks as the peer sees them.
+	// ConditionAnswered: the peer has answered our NetworkConfig. Its status has our networks as
+	// the peer sees them.
 	ConditionAnswered = "Answered"
 	// ConditionPeerConfig: we have accepted and answered the peer's NetworkConfig.
 	ConditionPeerConfig = "PeerConfigAccepted"
@@ -126,9 +129,9 @@ const (
 	ConditionTunnelEndpoint = "TunnelEndpointReady"
 	// ConditionConnected: the gateway hears the peer.
 	ConditionConnected = "Connected"
-	// ConditionServicesShared: services are shared with the peer according to spec.services. The Peering has
-	// this condition only if the manager runs with --services and spec.services names namespaces. Ready
-	// does not depend on it.
+	// ConditionServicesShared: services are shared with the peer according to spec.services. The
+	// Peering has this condition only if the manager runs with --services and spec.services names
+	// namespaces. Ready does not depend on it.
 	ConditionServicesShared = "ServicesShared"
 )
 
@@ -178,7 +181,8 @@ const (
 	// net/v1alpha1), or one of these
 	ReasonConnecting = "Connecting" // configured moments ago; no answer yet
 	ReasonNoGateway  = "NoGateway"  // no gateway has written a status yet
-	// ReasonGatewaySilent: no gateway is active, so the state of the tunnel is unknown; Ready has it too.
+	// ReasonGatewaySilent: no gateway is active, so the state of the tunnel is unknown; Ready has
+	// it too.
 	ReasonGatewaySilent = "GatewaySilent"
 	ReasonLost          = "ConnectionLost" // the gateway reports no reason, such as Liqo's
 	ReasonKeyMissed     = "KeyMissed"      // our key was rotated without the peer, to which our NetworkConfig is not published: the tunnel is down

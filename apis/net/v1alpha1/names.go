@@ -45,8 +45,8 @@ const (
 )
 
 // ConditionConnected is the condition of a TunnelEndpoint that the active gateway writes: whether
-// the peer answers, and if not, why. Liqo has no such condition. status.connection has the same in Liqo's
-// words; its message is that of the condition if the status is Error.
+// the peer answers, and if not, why. Liqo has no such condition. status.connection has the same in
+// Liqo's words; its message is that of the condition if the status is Error.
 const ConditionConnected = "Connected"
 
 // Reasons of ConditionConnected. Only the first one belongs to True.
@@ -71,8 +71,8 @@ const (
 var Causes = []string{CauseConnected, CauseConnecting, CauseNotApplied, CauseEndpointName, CauseSendError, CauseWrongKey, CauseAnswersLost,
 	CauseNoAnswer, CausePeerSilent, CauseRangesDisagree, CauseProbeUnanswered, CauseNarrowPath, CausePathMTU}
 
-// Carries reports whether packets go to a peer and come back, as its cause says: whether the condition
-// is True.
+// Carries reports whether packets go to a peer and come back, as its cause says: whether the
+// condition is True.
 func Carries(cause string) bool { return cause == CauseConnected || cause == CauseNarrowPath }
 
 // None stands in a NAT field for "this network is not remapped". It has to be spelled out: a Liqo
