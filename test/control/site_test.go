@@ -26,6 +26,7 @@ import (
 	authenticationv1 "k8s.io/api/authentication/v1"
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
+	networkingv1 "k8s.io/api/networking/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -216,6 +217,11 @@ func (s *site) restartManager() {
 	args := append([]string{"manager", "--kubeconfig", identity, "--namespace", installed, "--pod-cidr", s.podCIDR,
 		"--health-address", s.health, "--metrics-address", s.metrics, "--ipam-address", s.ipam, "--ipam-plain",
 		"--ipam-allow", "10.96.0.1/32,10.130.0.0/16"}, s.args...) // what the virtual kubelet of the tests maps
+	if err := s.client.List(s.t.Context(), &networkingv1.ServiceCIDRList{}); meta.IsNoMatchError(err) && !slices.Contains(s.args, "--service-cidr") {
+		args = append(args, "--service-cidr", "10.96.0.0/12") // nothing else says it before Kubernetes 1.33
+	} else if err != nil && !meta.IsNoMatchError(err) {
+		s.t.Fatal(err)
+	}
 	s.manager = exec.Command(binary, args...)
 	s.manager.Stdout, s.manager.Stderr = log, log
 	s.manager.Env = append(os.Environ(), "POD_NAME=isthmus-manager-0", "POD_UID=0") // restarted in its Pod, it keeps the Lease
