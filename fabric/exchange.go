@@ -147,9 +147,9 @@ func CheckClaim(c Claim, receiver Receiver, others Neighbours) (refusals []Refus
 	return refusals
 }
 
-// CheckGrant returns the reasons why we cannot use two networks for the sender of a claim, even
+// CheckAllocation returns the reasons why we cannot use two networks for the sender of a claim, even
 // though the IPAM state allows them. gateways are our peers' endpoints inside one of them.
-func CheckGrant(c Claim, podSeen, externalSeen netip.Prefix, gateways []netip.Addr) (refusals []Refusal) {
+func CheckAllocation(c Claim, podSeen, externalSeen netip.Prefix, gateways []netip.Addr) (refusals []Refusal) {
 	fields := map[netip.Prefix]string{podSeen: "spec.podCIDR", externalSeen: "spec.externalCIDR"}
 	for _, seen := range []netip.Prefix{podSeen, externalSeen} {
 		if addr, err := netip.ParseAddr(c.Endpoint); err == nil && seen.Contains(addr) {

@@ -178,7 +178,7 @@ func refusalTexts(refusals []Refusal) (all []string) {
 	return all
 }
 
-func TestCheckGrantRefusesNetworksWithGatewaysInThem(t *testing.T) {
+func TestCheckAllocationRefusesNetworksWithGatewaysInThem(t *testing.T) {
 	for name, c := range map[string]struct {
 		pod, external string
 		gateways      []netip.Addr
@@ -193,7 +193,7 @@ func TestCheckGrantRefusesNetworksWithGatewaysInThem(t *testing.T) {
 				"reserve that network at the receiver"}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if got := refusalTexts(CheckGrant(claimBravo, pfx(c.pod), pfx(c.external), c.gateways)); !slices.Equal(got, c.want) {
+			if got := refusalTexts(CheckAllocation(claimBravo, pfx(c.pod), pfx(c.external), c.gateways)); !slices.Equal(got, c.want) {
 				t.Errorf("got  %q\nwant %q", got, c.want)
 			}
 		})
@@ -322,7 +322,7 @@ func TestTunnelEndpointsOfTwoHonestClustersMirrorEachOther(t *testing.T) {
 		}{{fromA, b}, {fromB, a}} {
 			claim, problems := ClaimFrom(side.nc, Origin{})
 			wantTexts(t, problems)
-			pod, external := side.receiver.grant(claim)
+			pod, external := side.receiver.allocate(claim)
 			podNAT, externalNAT := AnswerFor(claim, pod, external)
 			answered(side.nc, podNAT, externalNAT)
 			if gotPod, gotExternal, ok := SeenBy(side.nc); !ok || gotPod != pod || gotExternal != external {
@@ -357,8 +357,8 @@ func randomSide(rng *rand.Rand, number int) side {
 	return side{number, inside("10.0.0.0/10"), inside("10.64.0.0/10")}
 }
 
-// grant remaps what overlaps our own, and now and then what does not.
-func (s side) grant(c Claim) (pod, external netip.Prefix) {
+// allocate remaps what overlaps our own, and now and then what does not.
+func (s side) allocate(c Claim) (pod, external netip.Prefix) {
 	remap := func(p netip.Prefix, second byte) netip.Prefix {
 		if !p.Overlaps(s.pod) && !p.Overlaps(s.external) {
 			return p

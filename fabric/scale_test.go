@@ -23,8 +23,8 @@ func manyPeers(n int) NodeIntent {
 	return in
 }
 
-// BenchmarkGrant is what an agent computes when one more peer is granted networks.
-func BenchmarkGrant(b *testing.B) {
+// BenchmarkAllocate is what an agent computes when one more peer is granted networks.
+func BenchmarkAllocate(b *testing.B) {
 	for _, n := range []int{10, 1000, 4096} {
 		b.Run(fmt.Sprintf("%d", n), func(b *testing.B) {
 			have, _ := NodeFor(manyPeers(n))

@@ -63,7 +63,7 @@ func (a *aging) joined(id, network string) {
 		if id != "p" {
 			external = netip.MustParsePrefix("192.168.7.0/25")
 		}
-		b, _, err := b.Grant(ipam.Request{ID: id, Pod: netip.MustParsePrefix(network), External: external})
+		b, _, err := b.Allocate(ipam.Request{ID: id, Pod: netip.MustParsePrefix(network), External: external})
 		return b.Answered(id, netip.MustParsePrefix("10.244.0.0/16"), netip.MustParsePrefix("10.245.0.0/20")), err
 	})
 }

@@ -26,22 +26,22 @@ var errTooEarly = errors.New("not all nodes have said what they reach")
 const fewLeft = 16
 
 // decide validates the claim of a peer and allocates its networks.
-func (r *answerReconciler) decide(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig) (ipam.Grant, fabric.Claim, []fabric.Refusal, error) {
-	var grant ipam.Grant
+func (r *answerReconciler) decide(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig) (ipam.Allocation, fabric.Claim, []fabric.Refusal, error) {
+	var allocation ipam.Allocation
 	j := Judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}
 	claim, refusals, err := j.judge(ctx, peer, nc)
 	if err != nil || len(refusals) > 0 {
-		return grant, claim, refusals, err
+		return allocation, claim, refusals, err
 	}
 	id := peer.Cluster.ClusterID
 	if facts, err := r.Facts.Facts(ctx); err != nil {
-		return grant, claim, nil, err
-	} else if _, has := r.Store.State().GrantOf(id); facts.Awaiting && !has {
-		return grant, claim, nil, errTooEarly
+		return allocation, claim, nil, err
+	} else if _, has := r.Store.State().AllocationOf(id); facts.Awaiting && !has {
+		return allocation, claim, nil, errTooEarly
 	}
 	asked, wrong := requestFrom(peer, claim)
 	if wrong != nil {
-		return grant, claim, []fabric.Refusal{{Reason: v1alpha1.ReasonCIDRConflict, Problem: *wrong}}, nil //nolint:nilerr // err is nil here
+		return allocation, claim, []fabric.Refusal{{Reason: v1alpha1.ReasonCIDRConflict, Problem: *wrong}}, nil //nolint:nilerr // err is nil here
 	}
 	before := r.Store.State()
 	after, err := r.Store.Update(ctx, func(b ipam.State) (ipam.State, error) {
@@ -53,30 +53,30 @@ func (r *answerReconciler) decide(ctx context.Context, peer peers.Peer, nc *v1al
 			return b, err
 		}
 		gateways := func(p netip.Prefix) ([]netip.Addr, error) { return gatewaysIn(ctx, r.Client, peer, claim, p) }
-		next, got, inside, err := grantClearOf(b, asked, gateways)
-		if had, has := b.GrantOf(id); err == nil && has && got != had { // the previous networks go on hold
+		next, got, inside, err := allocateClearOf(b, asked, gateways)
+		if had, has := b.AllocationOf(id); err == nil && has && got != had { // the previous networks go on hold
 			if asked.Now, err = r.Store.Now(ctx); err == nil {
-				next, got, inside, err = grantClearOf(b, asked, gateways)
+				next, got, inside, err = allocateClearOf(b, asked, gateways)
 				next, _ = next.Yield()
 			}
 		}
 		if err != nil {
 			return b, err
 		}
-		if refusals = fabric.CheckGrant(claim, got.Pod, got.External, inside); len(refusals) > 0 {
+		if refusals = fabric.CheckAllocation(claim, got.Pod, got.External, inside); len(refusals) > 0 {
 			return b, nil
 		}
-		grant = got
+		allocation = got
 		return next, nil
 	})
 	var refusal *fabric.Refusal
 	if errors.As(err, &refusal) {
-		return grant, claim, []fabric.Refusal{*refusal}, nil
+		return allocation, claim, []fabric.Refusal{*refusal}, nil
 	}
-	if _, had := before.GrantOf(id); err == nil && !had && after.Left() < fewLeft {
+	if _, had := before.AllocationOf(id); err == nil && !had && after.Left() < fewLeft {
 		r.Log.Warn("address pools are almost exhausted; add pools with --pools", "peersLeft", after.Left(), "pools", after.Own().Pools)
 	}
-	return grant, claim, refusals, err
+	return allocation, claim, refusals, err
 }
 
 // requestFrom builds the IPAM request for a claim, with the options of the Peering.
@@ -115,10 +115,10 @@ func StandingOf(state ipam.State, peer peers.Peer, nc *v1alpha1.NetworkConfig) (
 	return standing
 }
 
-// grantClearOf allocates networks for a claim and avoids those that contain the gateway of a peer:
+// allocateClearOf allocates networks for a claim and avoids those that contain the gateway of a peer:
 // packets to that gateway would be routed into a tunnel. inside has the gateways that they contain
 // nevertheless, because existing allocations do not move.
-func grantClearOf(b ipam.State, claim ipam.Request, gateways func(netip.Prefix) ([]netip.Addr, error)) (next ipam.State, grant ipam.Grant, inside []netip.Addr, err error) {
+func allocateClearOf(b ipam.State, claim ipam.Request, gateways func(netip.Prefix) ([]netip.Addr, error)) (next ipam.State, allocation ipam.Allocation, inside []netip.Addr, err error) {
 	var avoid []netip.Addr
 	for {
 		asked := b
@@ -127,14 +127,14 @@ func grantClearOf(b ipam.State, claim ipam.Request, gateways func(netip.Prefix) 
 			own.Nodes = append(own.Nodes, avoid...)
 			asked, _ = b.Configure(own)
 		}
-		if next, grant, err = asked.Grant(claim); err != nil {
-			return b, ipam.Grant{}, nil, err
+		if next, allocation, err = asked.Allocate(claim); err != nil {
+			return b, ipam.Allocation{}, nil, err
 		}
 		inside = nil
-		for _, p := range []netip.Prefix{grant.Pod, grant.External} {
+		for _, p := range []netip.Prefix{allocation.Pod, allocation.External} {
 			found, err := gateways(p)
 			if err != nil {
-				return b, ipam.Grant{}, nil, err
+				return b, ipam.Allocation{}, nil, err
 			}
 			inside = append(inside, found...)
 		}
@@ -143,7 +143,7 @@ func grantClearOf(b ipam.State, claim ipam.Request, gateways func(netip.Prefix) 
 			if len(avoid) > 0 {
 				next, _ = next.Configure(b.Own())
 			}
-			return next, grant, inside, nil
+			return next, allocation, inside, nil
 		}
 		avoid = append(avoid, fresh...)
 	}

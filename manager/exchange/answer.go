@@ -134,7 +134,7 @@ func (r *answerReconciler) reconcile(ctx context.Context, req ctrl.Request) erro
 	// Register before deciding, so that no release in between is missed.
 	r.waiting.add(req, forRoom)
 	r.claimants.add(req, publicKeysOf(nc.Spec.BackendConfig)...)
-	grant, claim, refusals, err := r.decide(ctx, peer, nc)
+	allocation, claim, refusals, err := r.decide(ctx, peer, nc)
 	switch {
 	case errors.Is(err, errNotWanted), errors.Is(err, errTooEarly):
 		return nil
@@ -151,9 +151,9 @@ func (r *answerReconciler) reconcile(ctx context.Context, req ctrl.Request) erro
 		return nil
 	}
 	answer := v1alpha1.NetworkConfigStatus{Processed: true}
-	answer.PodCIDRNAT, answer.ExternalCIDRNAT = fabric.AnswerFor(claim, grant.Pod, grant.External)
+	answer.PodCIDRNAT, answer.ExternalCIDRNAT = fabric.AnswerFor(claim, allocation.Pod, allocation.External)
 	return r.write(ctx, nc, answer, metav1.Condition{Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonAnswered,
-		Message: fmt.Sprintf("podCIDR is %v here, externalCIDR %v", grant.Pod, grant.External)})
+		Message: fmt.Sprintf("podCIDR is %v here, externalCIDR %v", allocation.Pod, allocation.External)})
 }
 
 // passing reports whether a refusal may end when the IPAM state changes.
@@ -233,9 +233,9 @@ func textOf(refusals []fabric.Refusal) string {
 // answerInForce reports whether the status of a copy answers what the sender claims, with the
 // networks that it has in the IPAM state.
 func answerInForce(b ipam.State, nc *v1alpha1.NetworkConfig) bool {
-	grant, granted := b.GrantOf(nc.Labels[v1alpha1.LabelOriginID])
+	allocation, granted := b.AllocationOf(nc.Labels[v1alpha1.LabelOriginID])
 	pod, external, answered := fabric.SeenBy(nc)
-	return granted && answered && grant == ipam.Grant{Pod: pod, External: external}
+	return granted && answered && allocation == ipam.Allocation{Pod: pod, External: external}
 }
 
 // write updates the status of a copy if the stored status would change. We own all of it, so

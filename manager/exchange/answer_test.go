@@ -117,7 +117,7 @@ func TestExhaustionIsAConditionUntilAPoolIsAdded(t *testing.T) {
 	p.untilAccepted("Exhausted: spec.podCIDR: 10.244.0.0/16 overlaps our PodCIDR, 10.244.0.0/16, and no /16 is free in the pools [10.244.0.0/15]; " +
 		"want a network that overlaps nothing, or a larger pool")
 	if p.granted() {
-		t.Error("half a grant")
+		t.Error("half an allocation")
 	}
 	a.configure([]netip.Prefix{netip.MustParsePrefix("10.244.0.0/15"), netip.MustParsePrefix("172.16.0.0/12")}, nil)
 	p.untilAccepted("172.16.0.0/16 None")
@@ -489,8 +489,8 @@ func TestNoNetworkHasAGatewayInIt(t *testing.T) {
 	nc.Spec.EndpointIP = "10.249.0.7"
 	a.Create(nc)
 	a.Until("answered", func() bool { return delta.copied().Status.Processed })
-	grant, _ := a.store.State().GrantOf(delta.Cluster.ClusterID)
-	for _, p := range []netip.Prefix{grant.Pod, grant.External} {
+	allocation, _ := a.store.State().AllocationOf(delta.Cluster.ClusterID)
+	for _, p := range []netip.Prefix{allocation.Pod, allocation.External} {
 		if p.Contains(netip.MustParseAddr("10.249.0.7")) || p.Contains(netip.MustParseAddr("10.246.0.9")) {
 			t.Errorf("a gateway is inside %v", p)
 		}
@@ -515,7 +515,7 @@ func TestAnswersFollowTheIPAMState(t *testing.T) {
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.65.0.0/20")
 	p.untilAccepted("10.246.0.0/18 None")
 	_, err := a.store.Update(a.Ctx, func(b ipam.State) (ipam.State, error) { // as after an edit of the IpamStorage
-		b, _, err := b.Release(p.Cluster.ClusterID).Grant(ipam.Request{ID: p.Cluster.ClusterID,
+		b, _, err := b.Release(p.Cluster.ClusterID).Allocate(ipam.Request{ID: p.Cluster.ClusterID,
 			Pod: netip.MustParsePrefix("10.244.0.0/18"), External: netip.MustParsePrefix("10.65.0.0/20"), WantPod: netip.MustParsePrefix("10.8.0.0/18")})
 		return b, err
 	})

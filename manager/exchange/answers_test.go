@@ -299,7 +299,7 @@ func (p *partner) mappings() (all []v1alpha1.NatMapping) {
 }
 
 func (p *partner) granted() bool {
-	_, ok := p.a.store.State().GrantOf(p.Cluster.ClusterID)
+	_, ok := p.a.store.State().AllocationOf(p.Cluster.ClusterID)
 	return ok
 }
 

@@ -19,7 +19,7 @@ func TestAChangeOfAClaimWaitsForConsent(t *testing.T) {
 	p := a.partner("bravo", 2).claims("10.50.0.0/18", "10.60.0.0/20").publish().answer("None", "None")
 	p.untilAccepted("None None")
 	before := p.joined()
-	had, _ := a.store.State().GrantOf(p.Cluster.ClusterID)
+	had, _ := a.store.State().AllocationOf(p.Cluster.ClusterID)
 
 	const ask = "ConsentNeeded: spec.podCIDR: is %s now; the receiver would use %s; it uses 10.50.0.0/18 until spec.claims.consent of its Peering has " +
 		"podCIDR %s and externalCIDR 10.60.0.0/20"
@@ -28,7 +28,7 @@ func TestAChangeOfAClaimWaitsForConsent(t *testing.T) {
 	}
 	unchanged := func(after string) {
 		t.Helper()
-		if now, _ := a.store.State().GrantOf(p.Cluster.ClusterID); now != had {
+		if now, _ := a.store.State().AllocationOf(p.Cluster.ClusterID); now != had {
 			t.Errorf("%s the peer has %v", after, now)
 		}
 		if te := p.Endpoint(); te.ResourceVersion != before.ResourceVersion {

@@ -35,9 +35,9 @@ import (
 // Answers are the reconcilers that turn the NetworkConfigs of both sides of each peering into
 // answers, TunnelEndpoints and NatMappings:
 //
-//	copy ─ answerReconciler ─► status of the copy, grant in the IPAM state ─┐
-//	original with the peer's answer ──────────────────────────────────┴─ tunnelEndpointReconciler ─► TunnelEndpoint
-//	                                        answer in the IPAM state ─ natMappingReconciler ─► NatMapping ─┘ (exists first)
+//	copy ─ answerReconciler ─► status of the copy, allocation in the IPAM state ─┐
+//	original with the peer's answer ─────────────────────────────────────────────┴─ tunnelEndpointReconciler ─► TunnelEndpoint
+//	                                        answer in the IPAM state ─ natMappingReconciler ─► NatMapping ────────────┘ (exists first)
 //
 // All fields but FactsChanged may be shared. The Store must be loaded.
 type Answers struct {

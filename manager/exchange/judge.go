@@ -74,7 +74,7 @@ func (j Judge) Unstored(ctx context.Context, peer peers.Peer, nc *v1alpha1.Netwo
 		var refusal *fabric.Refusal
 		if asked, wrong := requestFrom(peer, claim); wrong != nil {
 			refusals = append(refusals, fabric.Refusal{Reason: v1alpha1.ReasonCIDRConflict, Problem: *wrong})
-		} else if _, _, err := j.Store.State().Grant(asked); errors.As(err, &refusal) {
+		} else if _, _, err := j.Store.State().Allocate(asked); errors.As(err, &refusal) {
 			refusals = append(refusals, *refusal)
 		}
 	}

@@ -80,7 +80,7 @@ func (r *tunnelEndpointReconciler) paced(id string, original *v1alpha1.NetworkCo
 
 // complete reports whether an answer covers both our networks. Only changes of a complete answer
 // are paced.
-func complete(answer ipam.Grant) bool { return answer.Pod.IsValid() && answer.External.IsValid() }
+func complete(answer ipam.Allocation) bool { return answer.Pod.IsValid() && answer.External.IsValid() }
 
 // sameGateway reports whether both specs have the same endpoint and keys of the peer's gateway.
 func sameGateway(a, b v1alpha1.TunnelEndpointSpec) bool {

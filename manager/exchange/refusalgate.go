@@ -61,9 +61,9 @@ type RefusalGate struct {
 
 // granted is the allocation of a peer.
 type granted struct {
-	grant   ipam.Grant
-	version int64     // resourceVersion of its NetworkAllocation
-	at      time.Time // when it entered the IPAM state
+	allocation ipam.Allocation
+	version    int64     // resourceVersion of its NetworkAllocation
+	at         time.Time // when it entered the IPAM state
 }
 
 type await struct {
@@ -80,12 +80,12 @@ func (w *RefusalGate) Observe(state ipam.State, version func(id string) int64) {
 		w.said, w.late, w.waiting = make(map[string]int64), make(map[string]int64), make(map[reconcile.Request]await)
 	}
 	for _, id := range state.Peers() {
-		g, ok := state.GrantOf(id)
+		g, ok := state.AllocationOf(id)
 		if !ok {
 			continue
 		}
 		now[id] = granted{g, version(id), time.Now()}
-		if had, ok := w.granted[id]; ok && had.grant == g && had.version == now[id].version && had.version != ipamstore.NotWritten {
+		if had, ok := w.granted[id]; ok && had.allocation == g && had.version == now[id].version && had.version != ipamstore.NotWritten {
 			now[id] = had
 		}
 	}
@@ -115,7 +115,7 @@ func (w *RefusalGate) refused(id string, q *queue.Queue, request reconcile.Reque
 	for _, node := range w.behind(g) {
 		w.late[node] = w.said[node]
 		w.Log.Warn("publishing networks that a node does not refuse yet: its pods may send to them in the clear; check the node's route agent",
-			"node", node, "peer", id, "podCIDR", g.grant.Pod, "externalCIDR", g.grant.External)
+			"node", node, "peer", id, "podCIDR", g.allocation.Pod, "externalCIDR", g.allocation.External)
 		w.Events.Eventf(&corev1.ObjectReference{APIVersion: isthmus.GroupVersion.String(), Kind: "NodeNetworks", Namespace: w.Namespace, Name: node},
 			nil, corev1.EventTypeWarning, reasonNotRefused, "AwaitRefusal",
 			"node %s: did not confirm within %v that it refuses the networks of a new peer, which are published anyway; check the node's route agent", node, w.Patience)

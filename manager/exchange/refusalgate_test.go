@@ -118,7 +118,7 @@ func TestANodeThatDoesNotRefuseIsNamedAndNotWaitedForAgain(t *testing.T) {
 // however long that takes.
 func TestNobodyIsToldOfANetworkThatIsNotWritten(t *testing.T) {
 	state, _ := ipam.State{}.Configure(ipam.Config{PodCIDR: netip.MustParsePrefix("10.64.0.0/14"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12")})
-	state, _, err := state.Grant(ipam.Request{ID: "b", Pod: netip.MustParsePrefix("10.50.0.0/18"), External: netip.MustParsePrefix("10.60.0.0/20")})
+	state, _, err := state.Allocate(ipam.Request{ID: "b", Pod: netip.MustParsePrefix("10.50.0.0/18"), External: netip.MustParsePrefix("10.60.0.0/20")})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -35,7 +35,7 @@ func TestNetworksOfAPeerThatVanishedAreReleased(t *testing.T) {
 	gone := a.Describe("gone").Cluster.ClusterID
 	for i, id := range []string{gone, there.Cluster.ClusterID} {
 		_, err := a.store.Update(a.Ctx, func(b ipam.State) (ipam.State, error) {
-			b, _, err := b.Grant(ipam.Request{ID: id, Pod: netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(150 + i), 0, 0}), 16),
+			b, _, err := b.Allocate(ipam.Request{ID: id, Pod: netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(150 + i), 0, 0}), 16),
 				External: netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(160 + i), 0, 0}), 20)})
 			return b, err
 		})
@@ -52,7 +52,7 @@ func TestNetworksOfAPeerThatVanishedAreReleased(t *testing.T) {
 	a.OK(r.look(a.Ctx))
 	now = now.Add(ipam.UnusedGrace - time.Second)
 	a.OK(r.look(a.Ctx))
-	if _, has := a.store.State().GrantOf(gone); !has {
+	if _, has := a.store.State().AllocationOf(gone); !has {
 		t.Error("released early")
 	}
 	now = now.Add(time.Second)
@@ -75,7 +75,7 @@ func TestNetworksOfAPeerThatVanishedAreReleased(t *testing.T) {
 	if n := a.store.State().NetworksOf(gone); len(n) > 0 {
 		t.Errorf("after another day nodes refuse %v", n)
 	}
-	if _, has := a.store.State().GrantOf(there.Cluster.ClusterID); !has {
+	if _, has := a.store.State().AllocationOf(there.Cluster.ClusterID); !has {
 		t.Error("a peer with a Peering is released")
 	}
 }

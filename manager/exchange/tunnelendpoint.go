@@ -371,7 +371,7 @@ func (r *tunnelEndpointReconciler) mapped(ctx context.Context, id string, origin
 	if !ok {
 		return false, nil
 	}
-	var was ipam.Grant
+	var was ipam.Allocation
 	state, err := r.Store.Update(ctx, func(b ipam.State) (ipam.State, error) {
 		was = b.AnswerOf(id)
 		if peer, err := r.Peers.ByID(ctx, id); errors.Is(err, peers.ErrNoPeer) || err == nil && peer.Leaving {
@@ -379,7 +379,7 @@ func (r *tunnelEndpointReconciler) mapped(ctx context.Context, id string, origin
 		} else if err != nil {
 			return b, err
 		}
-		if _, granted := b.GrantOf(id); !granted {
+		if _, granted := b.AllocationOf(id); !granted {
 			return b, errNotWanted // released meanwhile
 		}
 		return b.Answered(id, pod, external), nil

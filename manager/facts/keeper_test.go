@@ -286,7 +286,7 @@ func TestAHoldEndsWhenANodeLiesInTheNetwork(t *testing.T) {
 	}
 	configure()
 	if _, err := b.Update(t.Context(), func(s ipam.State) (ipam.State, error) {
-		s, _, err := s.Grant(ipam.Request{ID: "b", Pod: p("10.50.0.0/16"), External: p("10.51.0.0/16")})
+		s, _, err := s.Allocate(ipam.Request{ID: "b", Pod: p("10.50.0.0/16"), External: p("10.51.0.0/16")})
 		return s.Part("b", time.Now()), err
 	}); err != nil {
 		t.Fatal(err)

@@ -57,7 +57,7 @@ func TestWhatANodeReachesIsNoPeers(t *testing.T) {
 		if strings.HasPrefix(pod, "fd") {
 			external = "fd00:7::/64"
 		}
-		_, g, err := store.State().Grant(ipam.Request{ID: "b", Pod: netip.MustParsePrefix(pod), External: netip.MustParsePrefix(external)})
+		_, g, err := store.State().Allocate(ipam.Request{ID: "b", Pod: netip.MustParsePrefix(pod), External: netip.MustParsePrefix(external)})
 		if w.OK(err); (g.Pod.String() == pod) != as {
 			t.Errorf("%s is %v", pod, g.Pod)
 		}
@@ -68,7 +68,7 @@ func TestWhatANodeReachesIsNoPeers(t *testing.T) {
 		}
 	}
 	// Without room in the pools the peer is refused, and does not learn who our nodes are.
-	_, _, err = store.State().Grant(ipam.Request{ID: "b", Pod: netip.MustParsePrefix("fd00:5::/56"), External: netip.MustParsePrefix("fd00:7::/64")})
+	_, _, err = store.State().Allocate(ipam.Request{ID: "b", Pod: netip.MustParsePrefix("fd00:5::/56"), External: netip.MustParsePrefix("fd00:7::/64")})
 	if err == nil || !strings.Contains(err.Error(), "fd00:5::/56 overlaps a network of a node, fd00:5::/48") {
 		t.Errorf("an IPv6 network of node n2: %v", err)
 	}
@@ -87,7 +87,7 @@ func TestAReportOfEverythingIsIgnoredAndNamesTheNode(t *testing.T) {
 		w.OK(err)
 	}
 	for pod, as := range map[string]bool{"192.168.96.0/22": true, "10.50.0.0/18": true, "192.168.32.0/24": false} {
-		_, g, err := store.State().Grant(ipam.Request{ID: "b", Pod: netip.MustParsePrefix(pod), External: netip.MustParsePrefix("172.20.0.0/20")})
+		_, g, err := store.State().Allocate(ipam.Request{ID: "b", Pod: netip.MustParsePrefix(pod), External: netip.MustParsePrefix("172.20.0.0/20")})
 		if w.OK(err); (g.Pod.String() == pod) != as {
 			t.Errorf("%s is %v", pod, g.Pod)
 		}
@@ -161,7 +161,7 @@ func TestTheAddressesOfAPIServersAreKnown(t *testing.T) {
 		t.Errorf("API servers %v, want %v", facts.APIServers, want)
 	}
 	for pod, as := range map[string]bool{"192.168.99.0/24": false, "192.168.98.0/24": false, "192.168.96.0/24": true} {
-		_, g, err := store.State().Grant(ipam.Request{ID: "b", Pod: netip.MustParsePrefix(pod), External: netip.MustParsePrefix("172.20.0.0/20")})
+		_, g, err := store.State().Allocate(ipam.Request{ID: "b", Pod: netip.MustParsePrefix(pod), External: netip.MustParsePrefix("172.20.0.0/20")})
 		if w.OK(err); (g.Pod.String() == pod) != as {
 			t.Errorf("%s is %v", pod, g.Pod)
 		}

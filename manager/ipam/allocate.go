@@ -60,16 +60,16 @@ func contains(n, p netip.Prefix) bool {
 	return n.IsValid() && n.Bits() <= p.Bits() && n.Contains(p.Addr())
 }
 
-// A Grant has the networks of a peer as this cluster uses them. They equal the claimed ones unless
-// they are remapped.
-type Grant struct{ Pod, External netip.Prefix }
+// An Allocation has the networks of a peer as this cluster uses them. They equal the claimed ones
+// unless they are remapped.
+type Allocation struct{ Pod, External netip.Prefix }
 
-// GrantOf returns the networks of the peer; false: it has none or has left.
-func (b State) GrantOf(id string) (Grant, bool) {
+// AllocationOf returns the networks of the peer; false: it has none or has left.
+func (b State) AllocationOf(id string) (Allocation, bool) {
 	if p := b.peers[id]; p != nil && p.Pod.IsValid() && p.released.IsZero() {
-		return p.Grant, true
+		return p.Allocation, true
 	}
-	return Grant{}, false
+	return Allocation{}, false
 }
 
 // UsedForAnother reports whether addr is inside a network that some peer other than id has here.
@@ -82,43 +82,43 @@ func (b State) UsedForAnother(id string, addr netip.Addr) bool {
 	return slices.ContainsFunc(b.replaced, func(r replaced) bool { return r.id != id && r.network.Contains(addr) })
 }
 
-// Grant allocates the peer its two networks, or none: then the error is a *fabric.Refusal and the
+// Allocate allocates the peer its two networks, or none: then the error is a *fabric.Refusal and the
 // State is unchanged.
 //
 //   - A returning peer gets its previous networks as far as they are free and permitted.
 //   - Its current networks stay if they have the claim's family and length and no override demands
 //     others. That holds even if the claim has changed, because both sides use them.
 //   - A network held for another peer is not free; one held for this peer is.
-func (b State) Grant(c Request) (State, Grant, error) {
+func (b State) Allocate(c Request) (State, Allocation, error) {
 	held, at := b, c.Now
 	if p := b.peers[c.ID]; p != nil && !p.released.IsZero() {
 		at = p.released
 		b = b.Release(c.ID)
 	}
-	next, g, err := b.grant(c)
+	next, g, err := b.allocateFor(c)
 	if err != nil {
 		return held, g, err
 	}
 	if had := held.peers[c.ID]; had != nil {
-		next.hold(c.ID, g, had.Grant, at)
+		next.hold(c.ID, g, had.Allocation, at)
 		if refusal := next.tooManyHeld(c.ID, held.replaced); refusal != nil {
-			return held, Grant{}, refusal
+			return held, Allocation{}, refusal
 		}
 	}
 	return next, g, nil
 }
 
-// grant implements Grant for a peer that has not left.
-func (b State) grant(c Request) (State, Grant, error) {
+// allocateFor implements Allocate for a peer that has not left.
+func (b State) allocateFor(c Request) (State, Allocation, error) {
 	old := b.peers[c.ID]
 	if old == nil {
 		old = new(account)
 		if len(b.peers) >= MaxPeers {
-			return b, Grant{}, refuse(v1alpha1.ReasonExhausted, "", "no room for more than %d peers, including those that left within %v", MaxPeers, fabric.ReleaseHold)
+			return b, Allocation{}, refuse(v1alpha1.ReasonExhausted, "", "no room for more than %d peers, including those that left within %v", MaxPeers, fabric.ReleaseHold)
 		}
 	}
 	if refusal := check(c); refusal != nil {
-		return b, Grant{}, refusal
+		return b, Allocation{}, refusal
 	}
 	asks := [2]ask{
 		{field: "podCIDR", claim: c.Pod, want: c.WantPod, had: old.Pod},
@@ -148,11 +148,11 @@ func (b State) grant(c Request) (State, Grant, error) {
 			p.unused = time.Time{}
 			b = b.withPeer(c.ID, &p)
 		}
-		return b, old.Grant, nil
+		return b, old.Allocation, nil
 	}
 	p := *old
 	p.unused = time.Time{}
-	p.Grant = Grant{Pod: asks[0].got, External: asks[1].got} // for messages; p is not published yet
+	p.Allocation = Allocation{Pod: asks[0].got, External: asks[1].got} // for messages; p is not published yet
 	changed = changed.withPeer(c.ID, &p)
 	changed.forget(c.ID)
 	for _, place := range []func(*State, *ask) *fabric.Refusal{(*State).placeWanted, (*State).placeBefore, (*State).placeAny} {
@@ -161,24 +161,24 @@ func (b State) grant(c Request) (State, Grant, error) {
 				continue
 			}
 			if refusal := place(&changed, &asks[i]); refusal != nil {
-				return b, Grant{}, refusal
+				return b, Allocation{}, refusal
 			}
 			changed.taken = changed.taken.with(asks[i].got)
-			p.Grant = Grant{Pod: asks[0].got, External: asks[1].got}
+			p.Allocation = Allocation{Pod: asks[0].got, External: asks[1].got}
 		}
 	}
 	for _, a := range asks {
 		if !c.Consented && a.needsConsent() && !b.isOurs(a.had) {
-			return b, Grant{}, refuse(v1alpha1.ReasonConsent, "spec."+a.field,
+			return b, Allocation{}, refuse(v1alpha1.ReasonConsent, "spec."+a.field,
 				"is %v now; the receiver would use %v; it uses %v until spec.claims.consent of its Peering has podCIDR %v and externalCIDR %v",
 				a.claim, a.got, a.had, c.Pod, c.External)
 		}
 	}
 	changed.replaced = b.replaced
-	return changed, p.Grant, nil
+	return changed, p.Allocation, nil
 }
 
-// An ask is one network of a claim while Grant places it.
+// An ask is one network of a claim while Allocate places it.
 type ask struct {
 	field     string
 	claim     netip.Prefix

@@ -138,7 +138,7 @@ func FromAllocations(own Config, all []isthmus.NetworkAllocationSpec) (State, []
 	for _, spec := range slices.SortedStableFunc(slices.Values(all), func(x, y isthmus.NetworkAllocationSpec) int { return cmp.Compare(x.Revision, y.Revision) }) {
 		if p := b.peers[spec.ClusterID]; (p == nil || !p.Pod.IsValid()) && spec.Previous != nil && fabric.CheckClusterID(spec.ClusterID) == "" {
 			var r reader
-			had := Grant{Pod: r.network("spec.previous.podCIDR", spec.Previous.PodCIDR), External: r.network("spec.previous.externalCIDR", spec.Previous.ExternalCIDR)}
+			had := Allocation{Pod: r.network("spec.previous.podCIDR", spec.Previous.PodCIDR), External: r.network("spec.previous.externalCIDR", spec.Previous.ExternalCIDR)}
 			if r.err == nil {
 				b.remember(spec.ClusterID, had)
 			}
@@ -162,7 +162,7 @@ func (r *reader) entry(spec *isthmus.NetworkAllocationSpec, own Config) (p *acco
 	switch len(has) {
 	case 0:
 	case 2:
-		p.Grant = Grant{Pod: r.network("spec.networks", has[0]), External: r.network("spec.networks", has[1])}
+		p.Allocation = Allocation{Pod: r.network("spec.networks", has[0]), External: r.network("spec.networks", has[1])}
 	default:
 		r.fail("spec.networks", "has %d entries that are not held; want those for pods and for mapped endpoints, or none", len(has))
 	}

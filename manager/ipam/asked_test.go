@@ -131,7 +131,7 @@ func TestWhatIsNotedIsBounded(t *testing.T) {
 
 func TestExpireTakesAnEndpointFromAll(t *testing.T) {
 	b := asked(t, joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16"), "198.51.100.7", "one", "pod")
-	b, _ = grant(t, b, claim("c", "10.244.0.0/16", "10.245.0.0/16"))
+	b, _ = allocate(t, b, claim("c", "10.244.0.0/16", "10.245.0.0/16"))
 	b = b.Answered("c", pfx("10.244.0.0/16"), pfx("10.245.0.0/16"))
 	b = mapped(t, b, "c", "198.51.100.7", "10.245.0.2")
 	b = asked(t, b, "198.51.100.8", "one", "")

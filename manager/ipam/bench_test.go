@@ -12,7 +12,7 @@ func large(b *testing.B) State {
 	state, _ := State{}.Configure(Config{PodCIDR: pfx("10.244.0.0/20"), ServiceCIDR: pfx("10.96.0.0/16")})
 	for i := range 1000 {
 		id := fmt.Sprint("peer-", i)
-		state, _, _ = state.Grant(claim(id, "10.244.0.0/20", "10.245.0.0/22"))
+		state, _, _ = state.Allocate(claim(id, "10.244.0.0/20", "10.245.0.0/22"))
 		state = state.Answered(id, state.own.PodCIDR, state.own.ExternalCIDR)
 		state, _, _ = state.MapEndpoint(id, netip.AddrFrom4([4]byte{198, 18, byte(i >> 8), byte(i)}))
 	}
@@ -27,17 +27,17 @@ func BenchmarkWithAThousandPeers(b *testing.B) {
 	ask := claim("one-more", "10.244.0.0/20", "10.245.0.0/20")
 	next := state.Release("peer-7")
 	for name, f := range map[string]func(){
-		"Grant":       func() { state.Grant(ask) },
-		"GrantAgain":  func() { state.Grant(claim("peer-7", "10.244.0.0/20", "10.245.0.0/22")) },
-		"MapEndpoint": func() { state.MapEndpoint("peer-7", netip.AddrFrom4([4]byte{203, 0, 113, 1})) },
-		"Release":     func() { state.Release("peer-7") },
-		"Spec":        func() { state.Spec() },
-		"Changed":     func() { state.Changed(state) },
-		"NatMapping":  func() { state.NatMapping("peer-7") },
-		"Configure":   func() { state.Configure(Config{PodCIDR: state.own.PodCIDR}) },
-		"SameConfig":  func() { state.Configure(state.own) },
-		"DeltaOfOne":  func() { Delta(state, next) },
-		"ReadSpec":    func() { spec := state.Spec(); Read(&spec) },
+		"Allocate":      func() { state.Allocate(ask) },
+		"AllocateAgain": func() { state.Allocate(claim("peer-7", "10.244.0.0/20", "10.245.0.0/22")) },
+		"MapEndpoint":   func() { state.MapEndpoint("peer-7", netip.AddrFrom4([4]byte{203, 0, 113, 1})) },
+		"Release":       func() { state.Release("peer-7") },
+		"Spec":          func() { state.Spec() },
+		"Changed":       func() { state.Changed(state) },
+		"NatMapping":    func() { state.NatMapping("peer-7") },
+		"Configure":     func() { state.Configure(Config{PodCIDR: state.own.PodCIDR}) },
+		"SameConfig":    func() { state.Configure(state.own) },
+		"DeltaOfOne":    func() { Delta(state, next) },
+		"ReadSpec":      func() { spec := state.Spec(); Read(&spec) },
 	} {
 		b.Run(name, func(b *testing.B) {
 			b.ReportAllocs()

@@ -38,7 +38,7 @@ func TestOnlyWhatIsPrivateOrAllowedIsUsedAsItIs(t *testing.T) {
 		"always remapped, though it is allowed": {"8.8.8.0/24", []netip.Prefix{pfx("8.0.0.0/8")}, true, false},
 	} {
 		r := Request{ID: "b", Pod: pfx(tc.pod), External: pfx("192.168.200.0/22"), Allowed: tc.allowed, AlwaysRemap: tc.always}
-		_, g := grant(t, b, r)
+		_, g := allocate(t, b, r)
 		if as := g.Pod == r.Pod; as != tc.as {
 			t.Errorf("%s: %v is %v", name, r.Pod, g.Pod)
 		}
@@ -50,21 +50,21 @@ func TestOnlyWhatIsPrivateOrAllowedIsUsedAsItIs(t *testing.T) {
 		}
 	}
 	// What is free may be what it claims.
-	_, g := grant(t, b, Request{ID: "b", Pod: pfx("192.168.64.0/21"), External: pfx("192.168.200.0/22"), AlwaysRemap: true})
+	_, g := allocate(t, b, Request{ID: "b", Pod: pfx("192.168.64.0/21"), External: pfx("192.168.200.0/22"), AlwaysRemap: true})
 	r := Request{ID: "b", Pod: g.Pod, External: g.External, AlwaysRemap: true}
-	if _, again := grant(t, b, r); again.Pod == g.Pod || again.External == g.External {
+	if _, again := allocate(t, b, r); again.Pod == g.Pod || again.External == g.External {
 		t.Errorf("always remapped: %v is %v", g, again)
 	}
 	// Without room to remap it to, it is refused, and never used.
-	_, g, err := b.Grant(Request{ID: "b", Pod: pfx("2a00:1450::/48"), External: pfx("fd01::/64")})
+	_, g, err := b.Allocate(Request{ID: "b", Pod: pfx("2a00:1450::/48"), External: pfx("fd01::/64")})
 	var refusal *fabric.Refusal
-	if !errors.As(err, &refusal) || refusal.Reason != v1alpha1.ReasonExhausted || refusal.Field != "spec.podCIDR" || g != (Grant{}) {
+	if !errors.As(err, &refusal) || refusal.Reason != v1alpha1.ReasonExhausted || refusal.Field != "spec.podCIDR" || g != (Allocation{}) {
 		t.Errorf("a network in the IPv6 Internet: %v %v", g, err)
 	}
-	if _, g := grant(t, b, Request{ID: "b", Pod: pfx("fd02::/48"), External: pfx("fd01::/64")}); g.Pod != pfx("fd02::/48") {
+	if _, g := allocate(t, b, Request{ID: "b", Pod: pfx("fd02::/48"), External: pfx("fd01::/64")}); g.Pod != pfx("fd02::/48") {
 		t.Errorf("RFC 4193: %v", g)
 	}
-	if _, g, err := b.Grant(Request{ID: "b", Pod: pfx("fd00:ec2::/48"), External: pfx("fd01::/64")}); err == nil {
+	if _, g, err := b.Allocate(Request{ID: "b", Pod: pfx("fd00:ec2::/48"), External: pfx("fd01::/64")}); err == nil {
 		t.Errorf("a metadata service of IPv6: %v", g)
 	}
 }
@@ -81,7 +81,7 @@ func within(p netip.Prefix, networks []netip.Prefix) bool {
 func TestWhatIsNewWaitsForConsentAndWhatThereWasStays(t *testing.T) {
 	b := configured(t, ours())
 	first := Request{ID: "b", Pod: pfx("10.50.0.0/16"), External: pfx("10.60.0.0/20")}
-	b, had := grant(t, b, first)
+	b, had := allocate(t, b, first)
 	for name, tc := range map[string]struct {
 		change func(*Request)
 		needs  bool
@@ -99,18 +99,18 @@ func TestWhatIsNewWaitsForConsentAndWhatThereWasStays(t *testing.T) {
 	} {
 		r := first
 		tc.change(&r)
-		next, got, err := b.Grant(r)
+		next, got, err := b.Allocate(r)
 		var refusal *fabric.Refusal
-		if errors.As(err, &refusal) != tc.needs || tc.needs && (refusal.Reason != v1alpha1.ReasonConsent || got != (Grant{})) {
+		if errors.As(err, &refusal) != tc.needs || tc.needs && (refusal.Reason != v1alpha1.ReasonConsent || got != (Allocation{})) {
 			t.Errorf("%s: %v, %v", name, got, err)
 		}
 		if tc.needs {
-			if stays, _ := next.GrantOf("b"); stays != had || len(next.Changed(b)) > 0 {
+			if stays, _ := next.AllocationOf("b"); stays != had || len(next.Changed(b)) > 0 {
 				t.Errorf("%s: without consent it has %v", name, stays)
 			}
 		}
 		r.Consented = true
-		if _, _, err := b.Grant(r); err != nil {
+		if _, _, err := b.Allocate(r); err != nil {
 			t.Errorf("%s, with consent: %v", name, err)
 		}
 	}
@@ -122,12 +122,12 @@ func TestAPeerThatKeepsChangingItsClaimGetsNothingNew(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	for range 200 {
 		b, _ := State{}.Configure(randConfig(rng, 24))
-		next, first, err := b.Grant(Request{ID: "b", Pod: randNetwork(rng, 24), External: randNetwork(rng, 24)})
+		next, first, err := b.Allocate(Request{ID: "b", Pod: randNetwork(rng, 24), External: randNetwork(rng, 24)})
 		if err != nil {
 			continue
 		}
 		for b = next; rng.IntN(30) > 0; {
-			next, got, err := b.Grant(Request{ID: "b", Pod: randNetwork(rng, 24), External: randNetwork(rng, 24)})
+			next, got, err := b.Allocate(Request{ID: "b", Pod: randNetwork(rng, 24), External: randNetwork(rng, 24)})
 			if err != nil {
 				continue
 			}
@@ -141,10 +141,10 @@ func TestAPeerThatKeepsChangingItsClaimGetsNothingNew(t *testing.T) {
 // The IPAM state says that the peer has a network of ours, by an edit or because ours is another one now.
 func TestNobodyHasToAgreeThatAPeerGivesOurNetworkBack(t *testing.T) {
 	b := configured(t, ours())
-	b, _ = grant(t, b, Request{ID: "b", Pod: pfx("10.50.0.0/16"), External: pfx("10.60.0.0/20")})
+	b, _ = allocate(t, b, Request{ID: "b", Pod: pfx("10.50.0.0/16"), External: pfx("10.60.0.0/20")})
 	b, _ = b.Configure(Config{PodCIDR: pfx("10.244.0.0/16"), ServiceCIDR: pfx("10.48.0.0/13"), ExternalCIDR: b.Own().ExternalCIDR})
 	r := Request{ID: "b", Pod: pfx("10.50.0.0/18"), External: pfx("10.60.0.0/20")}
-	if _, g := grant(t, b, r); g.Pod.Overlaps(pfx("10.48.0.0/13")) {
+	if _, g := allocate(t, b, r); g.Pod.Overlaps(pfx("10.48.0.0/13")) {
 		t.Errorf("it has %v", g)
 	}
 }

@@ -194,14 +194,14 @@ func (b *State) drop(ip netip.Addr) {
 
 // HomePodIP returns the address here of a pod that has the address ip in the peer's cluster.
 func (b State) HomePodIP(id string, ip netip.Addr) (netip.Addr, error) {
-	grant, ok := b.GrantOf(id)
+	allocation, ok := b.AllocationOf(id)
 	switch {
 	case !ok:
 		return netip.Addr{}, fmt.Errorf("cluster %q %w", id, ErrNoConfiguration)
-	case !ip.IsValid() || ip.Zone() != "" || ip.BitLen() != grant.Pod.Addr().BitLen():
-		return netip.Addr{}, fmt.Errorf("pod %v: is not of the family of the network for the pods of cluster %q, %v", ip, id, grant.Pod)
+	case !ip.IsValid() || ip.Zone() != "" || ip.BitLen() != allocation.Pod.Addr().BitLen():
+		return netip.Addr{}, fmt.Errorf("pod %v: is not of the family of the network for the pods of cluster %q, %v", ip, id, allocation.Pod)
 	}
-	return move(ip, grant.Pod), nil
+	return move(ip, allocation.Pod), nil
 }
 
 // NatMapping returns the spec of the peer's NatMapping. It returns false until the peer both has

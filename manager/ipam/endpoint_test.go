@@ -16,7 +16,7 @@ import (
 // joined is a State with a peer that sees our networks under those two.
 func joined(t *testing.T, c Config, pod, external string) State {
 	t.Helper()
-	b, _ := grant(t, configured(t, c), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	b, _ := allocate(t, configured(t, c), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	b = b.Answered("b", pfx(pod), pfx(external))
 	return b
 }
@@ -43,7 +43,7 @@ func TestMapEndpointAsLiqo(t *testing.T) {
 	}
 
 	// Another peer has the same address of ours, under its own network.
-	b, _ = grant(t, b, claim("c", "10.244.0.0/16", "10.245.0.0/16"))
+	b, _ = allocate(t, b, claim("c", "10.244.0.0/16", "10.245.0.0/16"))
 	if _, _, err := b.MapEndpoint("c", addr("198.51.100.7")); !errors.Is(err, ErrNoConfiguration) {
 		t.Errorf("mapped for a peer that has not answered: %v", err)
 	}

@@ -15,10 +15,10 @@ type Standing struct {
 }
 
 // Explain returns the networks that a peer has, or would have with consent, for its request, each
-// with the reason; pods come first. The error is that of Grant. The State does not change.
+// with the reason; pods come first. The error is that of Allocate. The State does not change.
 func (b State) Explain(c Request) (both [2]Standing, err error) {
 	c.Consented = true
-	next, got, err := b.Grant(c)
+	next, got, err := b.Allocate(c)
 	if err != nil {
 		return both, err
 	}

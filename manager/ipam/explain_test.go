@@ -9,7 +9,7 @@ func TestEveryNetworkOfAPeerHasAReason(t *testing.T) {
 	c := ours()
 	c.Nodes = []netip.Addr{addr("192.168.77.4")}
 	b := configured(t, c)
-	b, _ = grant(t, b, claim("other", "172.20.0.0/20", "172.21.0.0/22"))
+	b, _ = allocate(t, b, claim("other", "172.20.0.0/20", "172.21.0.0/22"))
 	for name, tc := range map[string]struct {
 		change func(*Request)
 		want   string // "here: why" of the pods
@@ -33,12 +33,12 @@ func TestEveryNetworkOfAPeerHasAReason(t *testing.T) {
 		if got := both[0].Here.String() + ": " + both[0].Why; err != nil || got != tc.want {
 			t.Errorf("%s: %s (%v), want %s", name, got, err, tc.want)
 		}
-		if _, there := b.GrantOf("b"); there {
+		if _, there := b.AllocationOf("b"); there {
 			t.Fatal("something was given out")
 		}
 		// What is explained is what is given, before and after.
-		next, g := grant(t, b, r)
-		if again, err := next.Explain(r); err != nil || again != both || g != (Grant{both[0].Here, both[1].Here}) {
+		next, g := allocate(t, b, r)
+		if again, err := next.Explain(r); err != nil || again != both || g != (Allocation{both[0].Here, both[1].Here}) {
 			t.Errorf("%s: given %v; explained before %v, after %v (%v)", name, g, both, again, err)
 		}
 	}
@@ -54,7 +54,7 @@ func TestEveryNetworkOfAPeerHasAReason(t *testing.T) {
 func TestWhatWasGivenBeforeIsExplainedByThat(t *testing.T) {
 	b := configured(t, ours())
 	r := Request{ID: "b", Pod: pfx("10.50.0.0/18"), External: pfx("203.0.113.0/24"), Allowed: []netip.Prefix{pfx("203.0.113.0/24")}}
-	b, _ = grant(t, b, r)
+	b, _ = allocate(t, b, r)
 	own := b.Own()
 	own.Nodes = []netip.Addr{addr("10.50.0.9")}
 	b, _ = b.Configure(own)

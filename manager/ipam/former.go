@@ -17,7 +17,7 @@ type former struct {
 
 // remember records the networks of a peer that leaves, as the last entry of a new slice: published
 // slices never change.
-func (b *State) remember(id string, g Grant) {
+func (b *State) remember(id string, g Allocation) {
 	if !g.Pod.IsValid() {
 		return
 	}
@@ -39,11 +39,11 @@ func (b *State) forget(id string) {
 }
 
 // FormerOf returns the networks that a peer had here when it left, until it comes back.
-func (b State) FormerOf(id string) (Grant, bool) {
+func (b State) FormerOf(id string) (Allocation, bool) {
 	for _, f := range b.formers {
 		if f.ID == id {
-			return Grant{f.Pod, f.Ext}, true
+			return Allocation{f.Pod, f.Ext}, true
 		}
 	}
-	return Grant{}, false
+	return Allocation{}, false
 }

@@ -12,14 +12,14 @@ import (
 
 // A Liqo keeps the first answer that it got (review of 2026-11-22).
 func TestAPeerThatComesBackHasItsNetworksAgain(t *testing.T) {
-	b, had := grant(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	b, had := allocate(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	b = b.Release("b")
-	b, other := grant(t, b, claim("c", "10.244.0.0/16", "10.245.0.0/16"))
+	b, other := allocate(t, b, claim("c", "10.244.0.0/16", "10.245.0.0/16"))
 	if other.Pod.Overlaps(had.Pod) || other.Pod.Overlaps(had.External) || other.External.Overlaps(had.Pod) || other.External.Overlaps(had.External) {
 		t.Errorf("c has %v, though there is more than what b had, %v", other, had)
 	}
 	b = restarted(t, b)
-	b, again := grant(t, b, claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	b, again := allocate(t, b, claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	if again != had {
 		t.Errorf("b has %v, before it left it had %v", again, had)
 	}
@@ -50,29 +50,29 @@ func restarted(t testing.TB, b State) State {
 }
 
 func TestWhatAPeerHadIsGivenOnlyWhereItIsFreeAndPermitted(t *testing.T) {
-	b, had := grant(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.50.0.0/16"))
+	b, had := allocate(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.50.0.0/16"))
 	left := b.Release("b")
 
-	taken, _ := grant(t, left, claim("c", had.Pod.String(), "10.51.0.0/16")) // c's own network, and free
-	if g, _ := taken.GrantOf("c"); g.Pod != had.Pod {
+	taken, _ := allocate(t, left, claim("c", had.Pod.String(), "10.51.0.0/16")) // c's own network, and free
+	if g, _ := taken.AllocationOf("c"); g.Pod != had.Pod {
 		t.Fatalf("a free claim is not used as it is: %v", g)
 	}
-	_, again := grant(t, taken, claim("b", "10.244.0.0/16", "10.50.0.0/16"))
+	_, again := allocate(t, taken, claim("b", "10.244.0.0/16", "10.50.0.0/16"))
 	if again.Pod.Overlaps(had.Pod) || again.External != had.External {
 		t.Errorf("b has %v; want another network for pods, and %v", again, had.External)
 	}
 
 	remap := claim("b", "10.244.0.0/16", "10.50.0.0/16")
 	remap.AlwaysRemap = true
-	if _, g := grant(t, left, remap); g.Pod != had.Pod || g.External == had.External {
+	if _, g := allocate(t, left, remap); g.Pod != had.Pod || g.External == had.External {
 		t.Errorf("with alwaysRemap: %v", g)
 	}
 	wish := claim("b", "10.244.0.0/16", "10.50.0.0/16")
 	wish.WantPod = pfx("10.60.0.0/16")
-	if _, g := grant(t, left, wish); g.Pod != wish.WantPod {
+	if _, g := allocate(t, left, wish); g.Pod != wish.WantPod {
 		t.Errorf("with an override: %v", g)
 	}
-	if _, g := grant(t, left, claim("b", "10.244.0.0/18", "10.50.0.0/16")); g.Pod.Bits() != 18 {
+	if _, g := allocate(t, left, claim("b", "10.244.0.0/18", "10.50.0.0/16")); g.Pod.Bits() != 18 {
 		t.Errorf("another length: %v", g)
 	}
 }
@@ -80,8 +80,8 @@ func TestWhatAPeerHadIsGivenOnlyWhereItIsFreeAndPermitted(t *testing.T) {
 func TestFormerNetworksAreGivenToOthersBeforeAnybodyGetsNothing(t *testing.T) {
 	c := ours()
 	c.Pools, c.ExternalCIDR = append(c.Pools, pfx("10.246.0.0/15")), pfx("10.245.0.0/16")
-	b, had := grant(t, configured(t, c), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
-	_, g := grant(t, b.Release("b"), claim("c", "10.244.0.0/16", "10.245.0.0/16"))
+	b, had := allocate(t, configured(t, c), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	_, g := allocate(t, b.Release("b"), claim("c", "10.244.0.0/16", "10.245.0.0/16"))
 	if g != had {
 		t.Errorf("c has %v; want what b had, %v, since there is nothing else", g, had)
 	}
@@ -91,7 +91,7 @@ func TestTheLatestFormersAreRemembered(t *testing.T) {
 	b := configured(t, ours())
 	for i := range MaxFormer + 10 {
 		id := fmt.Sprintf("%063d", i)
-		b, _ = grant(t, b, claim(id, "fd00::/64", "fd01::/64"))
+		b, _ = allocate(t, b, claim(id, "fd00::/64", "fd01::/64"))
 		b = b.Release(id)
 	}
 	if _, known := b.FormerOf(fmt.Sprintf("%063d", 9)); known || len(b.formers) != MaxFormer {
@@ -110,7 +110,7 @@ func TestAllocationAvoidsMetadataServices(t *testing.T) {
 	c.Pools, c.ExternalCIDR = append(c.Pools, pfx("100.100.0.0/16")), pfx("10.245.0.0/16")
 	b := configured(t, c)
 	for i := range 1000 {
-		next, g, err := b.Grant(claim(fmt.Sprint("peer-", i), "10.244.0.0/24", "10.245.0.0/24"))
+		next, g, err := b.Allocate(claim(fmt.Sprint("peer-", i), "10.244.0.0/24", "10.245.0.0/24"))
 		if err != nil {
 			break
 		}
@@ -137,7 +137,7 @@ func TestLeftIsHowManyMoreGetNetworks(t *testing.T) {
 		said, n := b.Left(), 0
 		for ; ; n++ {
 			claimed.ID = fmt.Sprint("peer-", n)
-			next, _, err := b.Grant(claimed)
+			next, _, err := b.Allocate(claimed)
 			if err != nil {
 				break
 			}
@@ -162,7 +162,7 @@ func TestAThousandClustersWithOnePodCIDR(t *testing.T) {
 	}
 	b := configured(t, c)
 	for i := range 1000 {
-		b, _ = grant(t, b, claim(fmt.Sprint("peer-", i), "10.244.0.0/16", "10.245.0.0/20"))
+		b, _ = allocate(t, b, claim(fmt.Sprint("peer-", i), "10.244.0.0/16", "10.245.0.0/20"))
 	}
 	if n := len(b.Peers()); n != 1000 || b.Left() < 1 {
 		t.Errorf("%d peers, %v left", n, b.Left())

@@ -46,9 +46,9 @@ func claim(id, pod, external string) Request {
 
 var everywhere = []netip.Prefix{pfx("0.0.0.0/0"), pfx("::/0")}
 
-func grant(t *testing.T, b State, c Request) (State, Grant) {
+func allocate(t *testing.T, b State, c Request) (State, Allocation) {
 	t.Helper()
-	b, g, err := b.Grant(c)
+	b, g, err := b.Allocate(c)
 	if err != nil {
 		t.Fatalf("%+v: %v", c, err)
 	}
@@ -56,7 +56,7 @@ func grant(t *testing.T, b State, c Request) (State, Grant) {
 }
 
 // The sequences of docs/liqo-v0.md, section 5.
-func TestGrantFollowsTheSequencesSeenWithLiqo(t *testing.T) {
+func TestAllocateFollowsTheSequencesSeenWithLiqo(t *testing.T) {
 	for _, tc := range []struct {
 		name   string
 		config Config
@@ -84,8 +84,8 @@ func TestGrantFollowsTheSequencesSeenWithLiqo(t *testing.T) {
 		b := configured(t, tc.config)
 		got := []string{b.Own().ExternalCIDR.String()}
 		for i, c := range tc.claims {
-			var g Grant
-			b, g = grant(t, b, claim(fmt.Sprint("peer-", i), c[0], c[1]))
+			var g Allocation
+			b, g = allocate(t, b, claim(fmt.Sprint("peer-", i), c[0], c[1]))
 			got = append(got, g.Pod.String(), g.External.String())
 		}
 		if strings.Join(got, " ") != tc.want {
@@ -105,50 +105,50 @@ func TestNodesAreAvoidedButDoNotChangeWhatIsChosenOtherwise(t *testing.T) {
 	}
 	c.Nodes = []netip.Addr{addr("10.246.3.4"), addr("10.247.0.1")}
 	b = configured(t, c)
-	b, g := grant(t, b, claim("b", "10.244.0.0/16", "10.245.0.0/16"))
-	if g != (Grant{pfx("10.240.0.0/16"), pfx("10.241.0.0/16")}) {
+	b, g := allocate(t, b, claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	if g != (Allocation{pfx("10.240.0.0/16"), pfx("10.241.0.0/16")}) {
 		t.Errorf("with nodes in 10.246 and 10.247: %v", g)
 	}
-	_, g = grant(t, b, claim("c", "10.246.0.0/16", "10.250.0.0/16"))
+	_, g = allocate(t, b, claim("c", "10.246.0.0/16", "10.250.0.0/16"))
 	if g.Pod == pfx("10.246.0.0/16") || g.External != pfx("10.250.0.0/16") {
 		t.Errorf("a network with a node in it: %v", g)
 	}
 }
 
-func TestGrantIsStickyWhileFamilyAndLengthFit(t *testing.T) {
-	b, first := grant(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
-	again, g := grant(t, b, claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+func TestAllocateIsStickyWhileFamilyAndLengthFit(t *testing.T) {
+	b, first := allocate(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	again, g := allocate(t, b, claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	if g != first || len(again.Changed(b)) > 0 {
 		t.Errorf("the same claim: %v, changed %v", g, again.Changed(b))
 	}
-	if _, g = grant(t, b, claim("b", "10.50.0.0/16", "10.51.0.0/16")); g != first {
+	if _, g = allocate(t, b, claim("b", "10.50.0.0/16", "10.51.0.0/16")); g != first {
 		t.Errorf("other networks of the same length: %v, want %v as before", g, first)
 	}
-	longer, g := grant(t, b, claim("b", "10.50.0.0/18", "10.51.0.0/16"))
+	longer, g := allocate(t, b, claim("b", "10.50.0.0/18", "10.51.0.0/16"))
 	if g.Pod != pfx("10.50.0.0/18") || g.External != first.External {
 		t.Errorf("a longer PodCIDR: %v", g)
 	}
-	if _, g = grant(t, longer, claim("c", "10.246.0.0/16", "10.52.0.0/16")); g.Pod != pfx("10.246.0.0/16") {
+	if _, g = allocate(t, longer, claim("c", "10.246.0.0/16", "10.52.0.0/16")); g.Pod != pfx("10.246.0.0/16") {
 		t.Errorf("what was given up is not free: %v", g)
 	}
-	if _, g = grant(t, b, claim("b", "fd01::/64", "fd02::/64")); g.Pod != pfx("fd01::/64") {
+	if _, g = allocate(t, b, claim("b", "fd01::/64", "fd02::/64")); g.Pod != pfx("fd01::/64") {
 		t.Errorf("another family: %v", g)
 	}
 }
 
-func TestGrantPutsNetworksWhereTheyAreWanted(t *testing.T) {
+func TestAllocatePutsNetworksWhereTheyAreWanted(t *testing.T) {
 	b := configured(t, ours())
 	want := claim("b", "10.244.0.0/16", "10.60.0.0/16")
 	want.WantPod, want.WantExternal = pfx("10.60.0.0/16"), pfx("203.0.0.0/16") // one where the other would stay
-	b, g := grant(t, b, want)
-	if g != (Grant{want.WantPod, want.WantExternal}) {
+	b, g := allocate(t, b, want)
+	if g != (Allocation{want.WantPod, want.WantExternal}) {
 		t.Fatalf("got %v", g)
 	}
-	if _, g = grant(t, b, claim("b", "10.244.0.0/16", "10.60.0.0/16")); g.Pod != want.WantPod {
+	if _, g = allocate(t, b, claim("b", "10.244.0.0/16", "10.60.0.0/16")); g.Pod != want.WantPod {
 		t.Errorf("no wish any more, yet it moved: %v", g)
 	}
 	want.WantPod = pfx("10.61.0.0/16")
-	if _, g = grant(t, b, want); g != (Grant{want.WantPod, want.WantExternal}) {
+	if _, g = allocate(t, b, want); g != (Allocation{want.WantPod, want.WantExternal}) {
 		t.Errorf("another wish: %v", g)
 	}
 
@@ -162,19 +162,19 @@ func TestGrantPutsNetworksWhereTheyAreWanted(t *testing.T) {
 	} {
 		c := claim("c", "10.244.0.0/16", "10.245.0.0/16")
 		c.WantPod = pfx(tc.want)
-		next, g, err := b.Grant(c)
+		next, g, err := b.Allocate(c)
 		var refusal *fabric.Refusal
 		if !errors.As(err, &refusal) || refusal.Reason != tc.reason || refusal.Field != "spec.overrides.podCIDR" ||
 			!strings.Contains(refusal.Message, tc.message) {
 			t.Errorf("%s: %#v", name, err)
 		}
-		if g != (Grant{}) || len(next.Changed(b)) > 0 {
+		if g != (Allocation{}) || len(next.Changed(b)) > 0 {
 			t.Errorf("%s: half applied: %v", name, g)
 		}
 	}
 }
 
-func TestGrantRefusesWhatMakesNoSense(t *testing.T) {
+func TestAllocateRefusesWhatMakesNoSense(t *testing.T) {
 	b := configured(t, ours())
 	for _, tc := range []struct{ id, pod, external, field string }{
 		{"b", "0.0.0.0/0", "10.245.0.0/16", "spec.podCIDR"},
@@ -190,12 +190,12 @@ func TestGrantRefusesWhatMakesNoSense(t *testing.T) {
 		{"", "10.244.0.0/16", "10.245.0.0/16", "cluster ID"},
 		{strings.Repeat("x", 1<<20), "10.244.0.0/16", "10.245.0.0/16", "cluster ID"},
 	} {
-		next, g, err := b.Grant(claim(tc.id, tc.pod, tc.external))
+		next, g, err := b.Allocate(claim(tc.id, tc.pod, tc.external))
 		var refusal *fabric.Refusal
 		if !errors.As(err, &refusal) || refusal.Field != tc.field || refusal.Reason != v1alpha1.ReasonInvalid || len(err.Error()) > 500 {
 			t.Errorf("%.20q %s %s: %v", tc.id, tc.pod, tc.external, err)
 		}
-		if g != (Grant{}) || len(next.Peers()) > 0 {
+		if g != (Allocation{}) || len(next.Peers()) > 0 {
 			t.Errorf("%.20q %s %s: applied", tc.id, tc.pod, tc.external)
 		}
 	}
@@ -211,10 +211,10 @@ func TestExhaustionIsARefusalAndEndsWithARelease(t *testing.T) {
 	c.Pools = []netip.Prefix{pfx("172.20.0.0/14")} // room for four
 	c.ExternalCIDR = pfx("10.245.0.0/16")
 	b := configured(t, c)
-	b, _ = grant(t, b, claim("b", "10.244.0.0/16", "10.245.0.0/16"))
-	b, _ = grant(t, b, claim("c", "10.244.0.0/16", "10.100.0.0/16"))
+	b, _ = allocate(t, b, claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	b, _ = allocate(t, b, claim("c", "10.244.0.0/16", "10.100.0.0/16"))
 	before := b.Spec()
-	next, g, err := b.Grant(claim("d", "10.50.0.0/16", "10.245.0.0/16"))
+	next, g, err := b.Allocate(claim("d", "10.50.0.0/16", "10.245.0.0/16"))
 	var refusal *fabric.Refusal
 	if !errors.As(err, &refusal) || refusal.Reason != v1alpha1.ReasonExhausted || refusal.Field != "spec.externalCIDR" {
 		t.Fatalf("got %v %v", g, err)
@@ -225,12 +225,12 @@ func TestExhaustionIsARefusalAndEndsWithARelease(t *testing.T) {
 	if usage := b.Usage(); len(usage) != 1 || usage[0] != (PoolUsage{c.Pools[0], 0, 4 << 16}) {
 		t.Errorf("usage %v", usage)
 	}
-	if _, g, err = b.Release("c").Grant(claim("d", "10.50.0.0/16", "10.245.0.0/16")); err != nil || g != (Grant{pfx("10.50.0.0/16"), pfx("172.22.0.0/16")}) {
+	if _, g, err = b.Release("c").Allocate(claim("d", "10.50.0.0/16", "10.245.0.0/16")); err != nil || g != (Allocation{pfx("10.50.0.0/16"), pfx("172.22.0.0/16")}) {
 		t.Errorf("after a release: %v %v", g, err)
 	}
 	c.Pools = append(c.Pools, pfx("172.24.0.0/16"))
 	larger, _ := b.Configure(c)
-	if _, g, err = larger.Grant(claim("d", "10.50.0.0/16", "10.245.0.0/16")); err != nil || g.External != pfx("172.24.0.0/16") {
+	if _, g, err = larger.Allocate(claim("d", "10.50.0.0/16", "10.245.0.0/16")); err != nil || g.External != pfx("172.24.0.0/16") {
 		t.Errorf("after another pool: %v %v", g, err)
 	}
 }
@@ -248,7 +248,7 @@ func TestAStateHasAsManyPeersAsItsObjectMayHave(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, _, err := b.Grant(claim("one-more", "10.50.0.0/24", "10.51.0.0/24")); !exhausted(err) {
+	if _, _, err := b.Allocate(claim("one-more", "10.50.0.0/24", "10.51.0.0/24")); !exhausted(err) {
 		t.Errorf("got %v", err)
 	}
 	if n := len(b.Answered("one-more", pfx("10.1.0.0/16"), pfx("10.2.0.0/16")).Peers()); n != MaxPeers {
@@ -269,7 +269,7 @@ func TestAStateHasAsManyPeersAsItsObjectMayHave(t *testing.T) {
 }
 
 func TestConfigureReportsConflictsAndMovesNothing(t *testing.T) {
-	b, before := grant(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.50.0.0/16"))
+	b, before := allocate(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.50.0.0/16"))
 	for name, tc := range map[string]struct {
 		change func(*Config)
 		want   string
@@ -297,7 +297,7 @@ func TestConfigureReportsConflictsAndMovesNothing(t *testing.T) {
 		if strings.Join(got, "; ") != tc.want {
 			t.Errorf("%s:\n got: %s\nwant: %s", name, strings.Join(got, "; "), tc.want)
 		}
-		if g, _ := changed.GrantOf("b"); g != before || changed.Own().ExternalCIDR != pfx("10.245.0.0/16") {
+		if g, _ := changed.AllocationOf("b"); g != before || changed.Own().ExternalCIDR != pfx("10.245.0.0/16") {
 			t.Errorf("%s: renumbered: %v, ExternalCIDR %v", name, g, changed.Own().ExternalCIDR)
 		}
 		if back, conflicts := changed.Configure(ours()); len(conflicts) > 0 || !same(back, b) {
@@ -346,7 +346,7 @@ func TestOrderOfWhatIsTrueAtOnceDoesNotMatter(t *testing.T) {
 	}
 	three := []Request{claim("b", "10.244.0.0/16", "10.245.0.0/16"), claim("c", "10.244.0.0/20", "10.9.0.0/24"), claim("d", "100.64.0.0/11", "10.10.0.0/16")}
 	for _, c := range three {
-		b, _ = grant(t, b, c)
+		b, _ = allocate(t, b, c)
 	}
 	x, y := b.Release("b").Release("d"), b.Release("d").Release("b")
 	if !same(x, y) {
@@ -387,8 +387,8 @@ func TestAStateStaysSoundWhateverHappens(t *testing.T) {
 					c.WantPod = netip.PrefixFrom(randNetwork(rng, 24).Addr(), c.Pod.Bits()).Masked()
 				}
 				replay = func(b State) State {
-					had, _ := b.GrantOf(c.ID)
-					next, g, err := b.Grant(c)
+					had, _ := b.AllocationOf(c.ID)
+					next, g, err := b.Allocate(c)
 					if err == nil && g != had {
 						granted(t, b, c, had, g)
 					}
@@ -414,7 +414,7 @@ func TestAStateStaysSoundWhateverHappens(t *testing.T) {
 }
 
 // granted checks what was newly given against everything else, one by one.
-func granted(t *testing.T, b State, c Request, had, got Grant) {
+func granted(t *testing.T, b State, c Request, had, got Allocation) {
 	t.Helper()
 	if got.Pod.Bits() != c.Pod.Bits() || got.External.Bits() != c.External.Bits() || got.Pod.Overlaps(got.External) {
 		t.Errorf("%+v got %v", c, got)
@@ -424,7 +424,7 @@ func granted(t *testing.T, b State, c Request, had, got Grant) {
 			continue
 		}
 		for id := range b.peers {
-			if g, _ := b.GrantOf(id); id != c.ID && (g.Pod.Overlaps(n.got) || g.External.Overlaps(n.got)) {
+			if g, _ := b.AllocationOf(id); id != c.ID && (g.Pod.Overlaps(n.got) || g.External.Overlaps(n.got)) {
 				t.Errorf("%v of %s overlaps %v of %s", n.got, c.ID, g, id)
 			}
 		}
@@ -492,14 +492,14 @@ func same(a, b State) bool {
 func TestChangedNamesThosePeersOnly(t *testing.T) {
 	b := configured(t, ours())
 	for _, id := range []string{"b", "c", "d"} {
-		b, _ = grant(t, b, claim(id, "10.244.0.0/16", "10.245.0.0/16"))
+		b, _ = allocate(t, b, claim(id, "10.244.0.0/16", "10.245.0.0/16"))
 		b = b.Answered(id, pfx("10.1.0.0/16"), pfx("10.2.0.0/16"))
 	}
 	next, _, err := b.MapEndpoint("c", addr("198.51.100.1"))
 	if err != nil {
 		t.Fatal(err)
 	}
-	next, _ = grant(t, next.Release("b"), claim("e", "10.9.0.0/16", "10.8.0.0/16"))
+	next, _ = allocate(t, next.Release("b"), claim("e", "10.9.0.0/16", "10.8.0.0/16"))
 	if got := next.Changed(b); !slices.Equal(got, []string{"b", "c", "e"}) {
 		t.Errorf("changed: %v", got)
 	}

@@ -7,8 +7,8 @@ import (
 	"testing"
 )
 
-// Whatever nodes reach, no grant overlaps it, and what is granted stays when they reach more.
-func TestGrantsAreClearOfWhatNodesReach(t *testing.T) {
+// Whatever nodes reach, no allocation overlaps it, and what is granted stays when they reach more.
+func TestAllocatesAreClearOfWhatNodesReach(t *testing.T) {
 	rng := rand.New(rand.NewPCG(12, 1))
 	for range 60 {
 		c := ours()
@@ -20,10 +20,10 @@ func TestGrantsAreClearOfWhatNodesReach(t *testing.T) {
 		if !b.Own().ExternalCIDR.IsValid() || slices.ContainsFunc(c.Reached, func(r Reached) bool { return r.Prefix.Overlaps(b.Own().ExternalCIDR) }) {
 			t.Fatalf("ExternalCIDR %v beside %v", b.Own().ExternalCIDR, c.Reached)
 		}
-		var had Grant
+		var had Allocation
 		for i := range 12 {
 			r := claim(string(rune('a'+i)), randNetwork(rng, 24).String(), randNetwork(rng, 24).String())
-			next, g, err := b.Grant(r)
+			next, g, err := b.Allocate(r)
 			if err != nil {
 				continue
 			}
@@ -38,7 +38,7 @@ func TestGrantsAreClearOfWhatNodesReach(t *testing.T) {
 		}
 		c.Reached = append(c.Reached, Reached{Prefix: netip.MustParsePrefix("0.0.0.0/1"), Node: "n2"})
 		b, _ = b.Configure(c)
-		if now, _ := b.GrantOf("a"); now != had {
+		if now, _ := b.AllocationOf("a"); now != had {
 			t.Fatalf("a has %v, had %v", now, had)
 		}
 	}

@@ -70,7 +70,7 @@ func (r *reference) place(p netip.Prefix) netip.Prefix {
 	return netip.Prefix{}
 }
 
-func TestGrantIsWhatTheSlowReferenceSays(t *testing.T) {
+func TestAllocateIsWhatTheSlowReferenceSays(t *testing.T) {
 	if testing.Short() {
 		t.Skip("slow on purpose")
 	}
@@ -93,11 +93,11 @@ func TestGrantIsWhatTheSlowReferenceSays(t *testing.T) {
 				continue
 			}
 			taken := takenBy(b)
-			want := Grant{Pod: newReference(b.own.Pools, taken).place(c.Pod)}
+			want := Allocation{Pod: newReference(b.own.Pools, taken).place(c.Pod)}
 			if want.Pod.IsValid() {
 				want.External = newReference(b.own.Pools, append(taken, want.Pod)).place(c.External)
 			}
-			next, got, err := b.Grant(c)
+			next, got, err := b.Allocate(c)
 			if ok := want.Pod.IsValid() && want.External.IsValid(); ok != (err == nil) || ok && got != want {
 				t.Fatalf("seed %d: %+v beside %v\n got: %v %v\nwant: %v", seed, c, taken, got, err, want)
 			}

@@ -45,7 +45,7 @@ func (b State) Part(id string, now time.Time) State {
 	case !p.Pod.IsValid():
 		return b.Release(id)
 	}
-	b = b.unmapAll(p).withPeer(id, &account{Grant: p.Grant, released: stored(now)})
+	b = b.unmapAll(p).withPeer(id, &account{Allocation: p.Allocation, released: stored(now)})
 	if b.inOurWay(p.Pod) || b.inOurWay(p.External) {
 		b, _ = b.Yield()
 	}
@@ -84,7 +84,7 @@ func (b State) EndHolds(over func(id string, p netip.Prefix) bool) (next State, 
 			continue
 		}
 		pod, external := over(id, p.Pod), over(id, p.External)
-		rest := Grant{} // the network that stays held
+		rest := Allocation{} // the network that stays held
 		switch {
 		case !pod && !external, pod != external && len(next.replaced) >= maxReplaced:
 			continue
@@ -96,7 +96,7 @@ func (b State) EndHolds(over func(id string, p netip.Prefix) bool) (next State, 
 			ended, rest.Pod = append(ended, p.External), p.Pod
 		}
 		next = next.Release(id)
-		next.hold(id, Grant{}, rest, p.released)
+		next.hold(id, Allocation{}, rest, p.released)
 	}
 	return next, ended
 }
@@ -115,7 +115,7 @@ func stored(t time.Time) time.Time { return t.UTC().Truncate(time.Second) }
 
 // hold holds the networks in had that are not in now, from the time at on, and ends holds of
 // networks that are in now.
-func (b *State) hold(id string, now, had Grant, at time.Time) {
+func (b *State) hold(id string, now, had Allocation, at time.Time) {
 	again := func(p netip.Prefix) bool { return contains(now.Pod, p) || contains(now.External, p) }
 	var kept []replaced
 	for _, r := range b.replaced {
@@ -142,7 +142,7 @@ func (b State) Regain(id string, networks []netip.Prefix, now time.Time) (next S
 	next = b
 	if b.peers[id] == nil && len(networks) > 1 {
 		pod, external := networks[0], networks[1]
-		if with, _, err := b.Grant(Request{ID: id, Pod: pod, External: external, WantPod: pod, WantExternal: external}); err == nil {
+		if with, _, err := b.Allocate(Request{ID: id, Pod: pod, External: external, WantPod: pod, WantExternal: external}); err == nil {
 			next, networks = with.Part(id, now), networks[2:]
 		}
 	}
@@ -151,11 +151,11 @@ func (b State) Regain(id string, networks []netip.Prefix, now time.Time) (next S
 			left = append(left, p)
 			continue
 		}
-		g := Grant{}
+		g := Allocation{}
 		if had := next.peers[id]; had != nil {
-			g = had.Grant
+			g = had.Allocation
 		}
-		next.hold(id, g, Grant{Pod: p}, now)
+		next.hold(id, g, Allocation{Pod: p}, now)
 	}
 	return next, left
 }

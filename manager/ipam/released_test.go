@@ -18,14 +18,14 @@ var noon = time.Date(2026, 11, 25, 12, 0, 0, 0, time.UTC)
 func nobody(string) bool { return false }
 
 func TestReleasedNetworksAreHeldForADay(t *testing.T) {
-	b, had := grant(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.50.0.0/16"))
+	b, had := allocate(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.50.0.0/16"))
 	b = b.Answered("b", pfx("10.1.0.0/16"), pfx("10.2.0.0/16"))
 	b, _, err := b.MapEndpoint("b", addr("198.51.100.7"))
 	if err != nil {
 		t.Fatal(err)
 	}
 	left := b.Part("b", noon)
-	if _, has := left.GrantOf("b"); has || left.ReleasedAt("b") != noon || takesBack(left, b) {
+	if _, has := left.AllocationOf("b"); has || left.ReleasedAt("b") != noon || takesBack(left, b) {
 		t.Errorf("has %v, released at %v, taken back %v", has, left.ReleasedAt("b"), takesBack(left, b))
 	}
 	if _, mapped := left.NatMapping("b"); mapped || left.Mapped("b", addr("198.51.100.7")) || left.inUse() {
@@ -37,7 +37,7 @@ func TestReleasedNetworksAreHeldForADay(t *testing.T) {
 	left = restarted(t, left)
 
 	// No other cluster gets them, the same cluster does.
-	_, other := grant(t, left, claim("c", had.Pod.String(), "10.50.0.0/16"))
+	_, other := allocate(t, left, claim("c", had.Pod.String(), "10.50.0.0/16"))
 	for _, p := range []netip.Prefix{other.Pod, other.External} {
 		if p.Overlaps(had.Pod) || p.Overlaps(had.External) {
 			t.Errorf("c has %v of what is held, %v", other, had)
@@ -45,10 +45,10 @@ func TestReleasedNetworksAreHeldForADay(t *testing.T) {
 	}
 	wanted := claim("c", had.Pod.String(), "10.51.0.0/16")
 	wanted.WantPod = had.Pod
-	if _, _, err := left.Grant(wanted); err == nil || !strings.Contains(err.Error(), "stays refused until 2026-11-26T12:00:00Z after it was released by another peer, "+had.Pod.String()) {
+	if _, _, err := left.Allocate(wanted); err == nil || !strings.Contains(err.Error(), "stays refused until 2026-11-26T12:00:00Z after it was released by another peer, "+had.Pod.String()) {
 		t.Errorf("an override: %v", err)
 	}
-	back, again := grant(t, left, claim("b", "10.244.0.0/16", "10.50.0.0/16"))
+	back, again := allocate(t, left, claim("b", "10.244.0.0/16", "10.50.0.0/16"))
 	if again != had || !back.ReleasedAt("b").IsZero() || takesBack(back, left) || back.Allocation("b").ReleasedAt != "" {
 		t.Errorf("b has %v again, had %v; noted %v", again, had, back.Allocation("b").ReleasedAt)
 	}
@@ -61,7 +61,7 @@ func TestReleasedNetworksAreHeldForADay(t *testing.T) {
 	if !takesBack(over, left) || len(over.NetworksOf("b")) > 0 || over.Allocation("b").ReleasedAt != "" {
 		t.Errorf("after a day: %+v", over.Allocation("b"))
 	}
-	if _, g := grant(t, over, claim("c", "10.50.0.0/16", "10.51.0.0/16")); g.External != pfx("10.51.0.0/16") || g.Pod != pfx("10.50.0.0/16") {
+	if _, g := allocate(t, over, claim("c", "10.50.0.0/16", "10.51.0.0/16")); g.External != pfx("10.51.0.0/16") || g.Pod != pfx("10.50.0.0/16") {
 		t.Errorf("after a day c has %v", g)
 	}
 	if former, _ := over.FormerOf("b"); former != had {
@@ -70,10 +70,10 @@ func TestReleasedNetworksAreHeldForADay(t *testing.T) {
 }
 
 func TestNetworksThatAPeerReplacesAreHeld(t *testing.T) {
-	b, had := grant(t, configured(t, ours()), claim("b", "10.50.0.0/16", "10.51.0.0/16"))
+	b, had := allocate(t, configured(t, ours()), claim("b", "10.50.0.0/16", "10.51.0.0/16"))
 	shorter := claim("b", "10.50.0.0/17", "10.51.0.0/16") // inside of what it had
 	shorter.Now = noon
-	b, got := grant(t, b, shorter)
+	b, got := allocate(t, b, shorter)
 	if want := []netip.Prefix{pfx("10.50.0.0/17"), had.External, had.Pod}; !slices.Equal(b.NetworksOf("b"), want) {
 		t.Errorf("nodes refuse %v; want %v", b.NetworksOf("b"), want)
 	}
@@ -81,19 +81,19 @@ func TestNetworksThatAPeerReplacesAreHeld(t *testing.T) {
 		t.Errorf("a peer is in its own way: %v", b.ConflictsOf("b"))
 	}
 	b = restarted(t, b)
-	if _, g := grant(t, b, claim("c", "10.50.128.0/17", "10.52.0.0/16")); g.Pod.Overlaps(had.Pod) {
+	if _, g := allocate(t, b, claim("c", "10.50.128.0/17", "10.52.0.0/16")); g.Pod.Overlaps(had.Pod) {
 		t.Errorf("c has %v of %v", g, had)
 	}
-	if same, g := grant(t, b, shorter); g != got || len(same.Changed(b)) > 0 {
+	if same, g := allocate(t, b, shorter); g != got || len(same.Changed(b)) > 0 {
 		t.Errorf("the same claim changes %v", same.Changed(b))
 	}
-	if back, g := grant(t, b, claim("b", "10.50.0.0/16", "10.51.0.0/16")); g != had || len(back.NetworksOf("b")) != 2 {
+	if back, g := allocate(t, b, claim("b", "10.50.0.0/16", "10.51.0.0/16")); g != had || len(back.NetworksOf("b")) != 2 {
 		t.Errorf("the first claim again: %v, nodes refuse %v", g, back.NetworksOf("b"))
 	}
 	// Another network after it had left: the time is that of the release.
 	other := claim("b", "10.60.0.0/17", "10.51.0.0/16")
 	other.Now = noon.Add(time.Hour)
-	back, _ := grant(t, b.Part("b", noon), other)
+	back, _ := allocate(t, b.Part("b", noon), other)
 	if got := back.replaced; !slices.Contains(got, replaced{"b", pfx("10.50.0.0/16"), noon}) {
 		t.Errorf("held: %v", got)
 	}
@@ -105,7 +105,7 @@ func TestNetworksThatAPeerReplacesAreHeld(t *testing.T) {
 	for i := range 20 { // a bound, and a reason
 		c := claim("d", fmt.Sprintf("10.%d.0.0/%d", 70+i, 16+i%2), "10.200.0.0/24")
 		c.Now = noon
-		next, _, err := b.Grant(c)
+		next, _, err := b.Allocate(c)
 		if err != nil {
 			if i < maxReplacedOfOne || !strings.Contains(err.Error(), "held") {
 				t.Errorf("%d: %v", i, err)
@@ -122,7 +122,7 @@ func TestNetworksThatAPeerReplacesAreHeld(t *testing.T) {
 // Something of ours comes to lie in a network of a peer, and a person makes the peering anew, as Ready says:
 // nodes let go of the network at once.
 func TestNetworksInWhichSomethingOfOursLiesAreNotHeld(t *testing.T) {
-	peered, had := grant(t, configured(t, ours()), claim("b", "10.50.0.0/16", "10.51.0.0/16"))
+	peered, had := allocate(t, configured(t, ours()), claim("b", "10.50.0.0/16", "10.51.0.0/16"))
 	for name, change := range map[string]func(*Config){
 		"a node":                     func(c *Config) { c.Nodes = []netip.Addr{addr("10.49.0.1"), addr("10.50.3.4"), addr("192.0.2.1")} },
 		"the PodCIDR":                func(c *Config) { c.PodCIDR = pfx("10.50.128.0/17") },
@@ -145,7 +145,7 @@ func TestNetworksInWhichSomethingOfOursLiesAreNotHeld(t *testing.T) {
 		left, _ = restarted(t, left).Configure(c)
 		again := claim("b", "10.50.0.0/16", "10.51.0.0/16")
 		again.Now = noon.Add(time.Minute)
-		back, g := grant(t, left, again)
+		back, g := allocate(t, left, again)
 		if got := back.NetworksOf("b"); g.Pod.Overlaps(had.Pod) || slices.Contains(got, had.Pod) || len(external) > 0 && len(got) != 2 {
 			t.Errorf("%s: peered again b has %v, and nodes refuse %v", name, g, got)
 		}
@@ -153,7 +153,7 @@ func TestNetworksInWhichSomethingOfOursLiesAreNotHeld(t *testing.T) {
 		// It gets another network without leaving, or left before.
 		other := claim("b", "10.60.0.0/16", "10.51.0.0/16")
 		other.WantPod, other.Now = pfx("10.60.0.0/16"), noon
-		moved, _ := grant(t, peered, other)
+		moved, _ := allocate(t, peered, other)
 		for when, b := range map[string]State{"it has others": moved, "it left": peered.Part("b", noon)} {
 			changed, _ := b.Configure(c)
 			for _, next := range []func() State{
@@ -178,15 +178,15 @@ func TestNetworksInWhichSomethingOfOursLiesAreNotHeld(t *testing.T) {
 func TestPoolsThatAreHeldSayUntilWhen(t *testing.T) {
 	c := ours()
 	c.Pools, c.ExternalCIDR = []netip.Prefix{pfx("10.246.0.0/15")}, pfx("10.245.0.0/16")
-	b, _ := grant(t, configured(t, c), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
-	_, _, err := b.Part("b", noon).Grant(claim("c", "10.244.0.0/16", "10.50.0.0/16"))
+	b, _ := allocate(t, configured(t, c), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	_, _, err := b.Part("b", noon).Allocate(claim("c", "10.244.0.0/16", "10.50.0.0/16"))
 	if !exhausted(err) || !strings.Contains(err.Error(), "10.246.0.0/16 was released and is free at 2026-11-26T12:00:00Z, 1 more later") {
 		t.Errorf("%v", err)
 	}
 }
 
 func TestPeersThatNothingNamesAreReleasedAfterADay(t *testing.T) {
-	b, had := grant(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	b, had := allocate(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	named := func(id string) bool { return id == "b" }
 	if same, _ := b.Age(noon, named); len(same.Changed(b)) > 0 {
 		t.Error("a peer that is named changes")
@@ -200,7 +200,7 @@ func TestPeersThatNothingNamesAreReleasedAfterADay(t *testing.T) {
 		t.Errorf("named again: %v", back.Allocation("b").UnusedSince)
 	}
 	// Its networks are allocated again in the very moment.
-	back, _ := grant(t, b, claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	back, _ := allocate(t, b, claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	if _, gone := back.Age(noon.Add(UnusedGrace), nobody); len(gone) > 0 {
 		t.Error("a peer that has just got its networks is released")
 	}
@@ -215,7 +215,7 @@ func TestPeersThatNothingNamesAreReleasedAfterADay(t *testing.T) {
 
 // An API server's clock that was ahead must not hold networks for as long, nor end holds.
 func TestReleasesOfTheFutureCountAsOfNow(t *testing.T) {
-	b, _ := grant(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	b, _ := allocate(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	b = b.Part("b", noon.AddDate(10, 0, 0))
 	if b, _ = b.Age(noon, nobody); b.ReleasedAt("b") != noon {
 		t.Errorf("released at %v", b.ReleasedAt("b"))
@@ -228,7 +228,7 @@ func TestPeersThatReplaceNetworksDoNotExhaustWhatOthersMayReplace(t *testing.T) 
 	change := func(id string, i, bits int, now time.Time) error {
 		c := claim(id, fmt.Sprintf("10.%d.0.0/%d", i, bits), fmt.Sprintf("10.%d.128.0/24", i))
 		c.Now = now
-		next, _, err := b.Grant(c)
+		next, _, err := b.Allocate(c)
 		b = next
 		return err
 	}
@@ -263,7 +263,7 @@ func TestPeersThatReplaceNetworksDoNotExhaustWhatOthersMayReplace(t *testing.T) 
 		t.Errorf("beyond the bound of all: %v", err)
 	}
 	// Nothing is let go for which there is no room.
-	left, _ := grant(t, b, claim("left", "10.70.0.0/16", "10.71.0.0/16"))
+	left, _ := allocate(t, b, claim("left", "10.70.0.0/16", "10.71.0.0/16"))
 	c := ours()
 	c.Nodes = []netip.Addr{addr("10.70.0.1")}
 	left, _ = left.Part("left", noon).Configure(c)
@@ -273,7 +273,7 @@ func TestPeersThatReplaceNetworksDoNotExhaustWhatOthersMayReplace(t *testing.T) 
 }
 
 func TestAllocationsThatMakeNoSenseAreLeftOut(t *testing.T) {
-	b, _ := grant(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	b, _ := allocate(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	good, at := b.Allocation("b"), isthmus.UTCTimeOf(noon)
 	seen := &isthmus.NetworkPair{PodCIDR: "10.1.0.0/16", ExternalCIDR: "10.2.0.0/16"}
 	for name, tc := range map[string]struct {
@@ -297,7 +297,7 @@ func TestAllocationsThatMakeNoSenseAreLeftOut(t *testing.T) {
 		if len(wrong) != 1 || !strings.Contains(wrong[0].Error(), tc.want) {
 			t.Errorf("%s: %v; want %s", name, wrong, tc.want)
 		}
-		if _, has := read.GrantOf("c"); has || !slices.Equal(read.NetworksOf("b"), b.NetworksOf("b")) {
+		if _, has := read.AllocationOf("c"); has || !slices.Equal(read.NetworksOf("b"), b.NetworksOf("b")) {
 			t.Errorf("%s: c has networks: %v; b has %v", name, has, read.NetworksOf("b"))
 		}
 		sound(t, read)
@@ -324,19 +324,19 @@ func TestNoAddressIsAllocatedToAnotherClusterWithinADay(t *testing.T) {
 				b = restarted(t, b)
 			default:
 				r := Request{ID: id, Pod: randNetwork(rng, 18), External: randNetwork(rng, 18), Allowed: everywhere, Consented: true, Now: now}
-				if next, _, err := b.Grant(r); err == nil {
+				if next, _, err := b.Allocate(r); err == nil {
 					b = next
 				}
 			}
 			for id := range before.peers { // in use until now
-				if g, has := before.GrantOf(id); has {
+				if g, has := before.AllocationOf(id); has {
 					for _, p := range []netip.Prefix{g.Pod, g.External} {
 						last[p], owner[p] = now, id
 					}
 				}
 			}
 			for id := range b.peers {
-				g, has := b.GrantOf(id)
+				g, has := b.AllocationOf(id)
 				for p, at := range last {
 					if has && owner[p] != id && now.Sub(at) < fabric.ReleaseHold && (p.Overlaps(g.Pod) || p.Overlaps(g.External)) {
 						t.Fatalf("seed %d: %s has %v, and %s had %v until %v ago", seed, id, g, owner[p], p, now.Sub(at))
@@ -365,8 +365,8 @@ func TestNoAddressIsAllocatedToAnotherClusterWithinADay(t *testing.T) {
 // What nodes refuse for a peer and the State has lost is held for it, also beside a part of it that the peer has.
 // What is another's, or ours, is not.
 func TestLostNetworksAreHeldForTheirPeer(t *testing.T) {
-	b, _ := grant(t, configured(t, ours()), claim("b", "10.66.0.0/17", "10.67.0.0/20"))
-	b, _ = grant(t, b, claim("c", "10.68.0.0/16", "10.69.0.0/20"))
+	b, _ := allocate(t, configured(t, ours()), claim("b", "10.66.0.0/17", "10.67.0.0/20"))
+	b, _ = allocate(t, b, claim("c", "10.68.0.0/16", "10.69.0.0/20"))
 	b, left := b.Regain("b", []netip.Prefix{pfx("10.66.0.0/16"), pfx("10.68.128.0/20"), pfx("10.96.0.0/16"), {}}, noon)
 	if want := []netip.Prefix{pfx("10.68.128.0/20"), pfx("10.96.0.0/16"), {}}; !slices.Equal(left, want) {
 		t.Errorf("not held: %v; want %v", left, want)
@@ -381,7 +381,7 @@ func TestLostNetworksAreHeldForTheirPeer(t *testing.T) {
 	if len(left) > 0 || b.ReleasedAt("gone") != noon || len(b.NetworksOf("gone")) != 3 {
 		t.Errorf("of a peer that is not known: %v, left %v", b.NetworksOf("gone"), left)
 	}
-	if back, g := grant(t, b, claim("gone", "10.244.0.0/16", "10.245.0.0/20")); g.Pod != pfx("10.70.0.0/16") || len(back.NetworksOf("gone")) != 3 {
+	if back, g := allocate(t, b, claim("gone", "10.244.0.0/16", "10.245.0.0/20")); g.Pod != pfx("10.70.0.0/16") || len(back.NetworksOf("gone")) != 3 {
 		t.Errorf("it comes back and gets %v", g)
 	}
 }
@@ -396,7 +396,7 @@ func takesBack(is, since State) bool {
 
 // A NetworkAllocation names 32 networks at most, whoever writes more of them into one.
 func TestAPeerHoldsNoMoreNetworksThanItsObjectHasRoomFor(t *testing.T) {
-	b, _ := grant(t, configured(t, ours()), claim("b", "10.64.0.0/16", "10.65.0.0/20"))
+	b, _ := allocate(t, configured(t, ours()), claim("b", "10.64.0.0/16", "10.65.0.0/20"))
 	var lost []netip.Prefix
 	for i := range 40 {
 		lost = append(lost, pfx(fmt.Sprintf("10.66.%d.0/24", i)))

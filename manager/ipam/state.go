@@ -3,9 +3,9 @@
 // order always get the same results.
 //
 //	Config  ─ Configure ─┐                      ┌─ Allocation ─► NetworkAllocations
-//	Request ─ Grant ─────┼─► State (immutable) ─┼─ Spec ─► IpamStorage, for Liqo's components
+//	Request ─ Allocate ──┼─► State (immutable) ─┼─ Spec ─► IpamStorage, for Liqo's components
 //	answer  ─ Answered ──┤                      ├─ NatMapping
-//	FromAllocations ─────┘                      └─ HomePodIP, GrantOf, ...
+//	FromAllocations ─────┘                      └─ HomePodIP, AllocationOf, ...
 //
 // Read makes a State from the IpamStorage of an earlier Liqo installation.
 //
@@ -121,10 +121,10 @@ type State struct {
 	addresses tree                     // addresses of the ExternalCIDR that are in use or unusable
 }
 
-// An account is the IPAM state of one peer. Grant is zero until the peer has claimed networks, and
+// An account is the IPAM state of one peer. Allocation is zero until the peer has claimed networks, and
 // podSeen and externalSeen are zero until it has answered.
 type account struct {
-	Grant
+	Allocation
 	released              time.Time    // when the peer left, and its hold began; zero: it has not left
 	unused                time.Time    // since when no object names the peer; zero: some do, or nobody has checked
 	podSeen, externalSeen netip.Prefix // how it sees our PodCIDR and ExternalCIDR
@@ -187,9 +187,9 @@ func (b State) Answered(id string, podSeen, externalSeen netip.Prefix) State {
 
 // AnswerOf returns the networks by which a peer sees our PodCIDR and ExternalCIDR; zero without an
 // answer.
-func (b State) AnswerOf(id string) (seen Grant) {
+func (b State) AnswerOf(id string) (seen Allocation) {
 	if p := b.peers[id]; p != nil {
-		seen = Grant{Pod: p.podSeen, External: p.externalSeen}
+		seen = Allocation{Pod: p.podSeen, External: p.externalSeen}
 	}
 	return seen
 }
@@ -211,7 +211,7 @@ func (b State) Release(id string) State {
 	b.taken = b.taken.without(p.Pod).without(p.External)
 	b.peers = maps.Clone(b.peers)
 	delete(b.peers, id)
-	b.remember(id, p.Grant)
+	b.remember(id, p.Allocation)
 	return b
 }
 

@@ -234,7 +234,7 @@ func (r *reader) peers(subnets map[string]v1alpha1.Subnets, own *Config) map[str
 			r.fail(field, "the key %s", wrong)
 		}
 		p := &account{
-			Grant: Grant{
+			Allocation: Allocation{
 				Pod:      r.network(field+".remotePodCIDR", s.RemotePodCIDR),
 				External: r.network(field+".remoteExternalCIDR", s.RemoteExternalCIDR),
 			},

@@ -57,8 +57,8 @@ func TestSpecIsReadableAndComplete(t *testing.T) {
 	c := ours()
 	c.Reserved = append(c.Reserved, pfx("172.30.0.0/16"))
 	b := configured(t, c)
-	b, _ = grant(t, b, claim("11111111-aaaa", "10.244.0.0/16", "10.245.0.0/16"))
-	b, _ = grant(t, b, claim("22222222-bbbb", "100.64.0.0/18", "192.0.2.0/24"))
+	b, _ = allocate(t, b, claim("11111111-aaaa", "10.244.0.0/16", "10.245.0.0/16"))
+	b, _ = allocate(t, b, claim("22222222-bbbb", "100.64.0.0/18", "192.0.2.0/24"))
 	b = b.Answered("11111111-aaaa", pfx(""), pfx("10.70.0.0/16"))
 	b = b.Answered("22222222-bbbb", pfx("10.80.0.0/16"), pfx("10.245.0.0/16"))
 	b = mapped(t, b, "22222222-bbbb", "198.51.100.7", "10.245.0.2")
@@ -181,7 +181,7 @@ func FuzzRead(f *testing.F) {
 		}
 		next, _ := b.Configure(ours())
 		sound(t, next)
-		if next, _, err = next.Grant(claim("fuzz", "10.244.0.0/16", "10.245.0.0/16")); err == nil {
+		if next, _, err = next.Allocate(claim("fuzz", "10.244.0.0/16", "10.245.0.0/16")); err == nil {
 			sound(t, next)
 		}
 	})

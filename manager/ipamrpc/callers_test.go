@@ -297,10 +297,10 @@ func TestWhatAPodAskedForThatIsGoneHoldsNothing(t *testing.T) {
 func TestNodesServicesAndNetworksOfPeersAreMappedOnlyWhereAllowed(t *testing.T) {
 	peer(t, "juliett", "10.200.0.0/16", "10.201.7.0/24")
 	peer(t, "kilo", "10.200.0.0/16", "10.201.7.0/24")
-	grant, _ := testStore.State().GrantOf("kilo")
+	allocation, _ := testStore.State().AllocationOf("kilo")
 	guarded := map[string]string{
 		"192.0.2.65": "node", "::ffff:192.0.2.66": "node", "10.96.0.1": "a Service", "10.111.255.255": "a Service",
-		grant.Pod.Addr().Next().String(): `a network of cluster "kilo"`, grant.External.Addr().Next().String(): `a network of cluster "kilo"`,
+		allocation.Pod.Addr().Next().String(): `a network of cluster "kilo"`, allocation.External.Addr().Next().String(): `a network of cluster "kilo"`,
 	}
 	refuses := func(k kubelet, ip, want string) {
 		t.Helper()
@@ -317,11 +317,11 @@ func TestNodesServicesAndNetworksOfPeersAreMappedOnlyWhereAllowed(t *testing.T) 
 	if changed := testStore.State().Changed(before); len(changed) > 0 {
 		t.Errorf("what was refused changed %v", changed)
 	}
-	some := dial(t, listen(t, Options{Plain: true, Allow: []netip.Prefix{pfx("192.0.2.65/32"), pfx("10.96.0.1/32"), grant.Pod}}), "127.0.0.1", insecure.NewCredentials())
+	some := dial(t, listen(t, Options{Plain: true, Allow: []netip.Prefix{pfx("192.0.2.65/32"), pfx("10.96.0.1/32"), allocation.Pod}}), "127.0.0.1", insecure.NewCredentials())
 	refuses(some, "192.0.2.66", "node")
 	refuses(some, "10.96.0.2", "a Service")
-	refuses(some, grant.External.Addr().Next().String(), "a network of cluster")
-	for i, ip := range []string{"192.0.2.65", "10.96.0.1", grant.Pod.Addr().Next().String(), "192.0.2.67"} {
+	refuses(some, allocation.External.Addr().Next().String(), "a network of cluster")
+	for i, ip := range []string{"192.0.2.65", "10.96.0.1", allocation.Pod.Addr().Next().String(), "192.0.2.67"} {
 		some.mapIP("juliett", ip, fmt.Sprintf("10.201.7.%d", 2+i))
 	}
 }

@@ -190,7 +190,7 @@ func (k kubelet) unmapIP(id, ip string) {
 func peer(t *testing.T, id, podSeen, externalSeen string) {
 	t.Helper()
 	_, err := testStore.Update(t.Context(), func(b ipam.State) (ipam.State, error) {
-		b, _, err := b.Grant(ipam.Request{ID: id, Pod: pfx("10.244.0.0/16"), External: pfx("10.245.0.0/24")})
+		b, _, err := b.Allocate(ipam.Request{ID: id, Pod: pfx("10.244.0.0/16"), External: pfx("10.245.0.0/24")})
 		return b.Answered(id, pfx(podSeen), pfx(externalSeen)), err
 	})
 	if err != nil {
@@ -217,7 +217,7 @@ func TestAVirtualKubeletMapsEndpoints(t *testing.T) {
 	k.mapIP("bravo", "::ffff:198.51.100.1", "10.201.7.2")
 	k.mapIP("charlie", "198.51.100.1", "10.245.0.2")
 	k.mapIP("charlie", "10.96.0.1", "10.245.0.3") // the API server's ClusterIP
-	third, _ := testStore.State().GrantOf("bravo")
+	third, _ := testStore.State().AllocationOf("bravo")
 	k.mapIP("charlie", third.Pod.Addr().Next().String(), "10.245.0.4") // a pod of bravo, for charlie
 
 	nm, _ := testStore.State().NatMapping("charlie")
@@ -239,7 +239,7 @@ func TestAVirtualKubeletMapsEndpoints(t *testing.T) {
 func TestAVirtualKubeletAsksForHomeAddresses(t *testing.T) {
 	k := newKubelet(t)
 	peer(t, "delta", "10.200.0.0/16", "10.201.7.0/24")
-	g, _ := testStore.State().GrantOf("delta")
+	g, _ := testStore.State().AllocationOf("delta")
 	a := g.Pod.Addr().As4()
 	var home GetHomePodIPResponse
 	if err := k.call("GetHomePodIP", &GetHomePodIPRequest{ClusterID: "delta", Ip: "10.244.3.4"}, &home); err != nil || home.GetHomeIP() != fmt.Sprintf("%d.%d.3.4", a[0], a[1]) {

@@ -64,10 +64,10 @@ func want(t *testing.T, when string, networks ...string) {
 	}
 }
 
-func grant(t *testing.T, s *Store, id, pod, external string) {
+func allocate(t *testing.T, s *Store, id, pod, external string) {
 	t.Helper()
 	if _, err := s.Update(t.Context(), func(b ipam.State) (ipam.State, error) {
-		b, _, err := b.Grant(claim(id, pod, external))
+		b, _, err := b.Allocate(claim(id, pod, external))
 		return b, err
 	}); err != nil {
 		t.Fatal(err)
@@ -95,9 +95,9 @@ func TestNetworkAllocationsHaveTheState(t *testing.T) {
 	if all := allocations(t); len(all.OwnPods) != 1 || all.OwnPods[0] != ours.PodCIDR || len(all.Own) != 2 || all.Own[1] != ours.ServiceCIDR || all.Revision == 0 {
 		t.Errorf("of our own networks agents read %+v", all)
 	}
-	grant(t, h.Store, "b", "10.64.0.0/16", "10.65.0.0/20")
+	allocate(t, h.Store, "b", "10.64.0.0/16", "10.65.0.0/20")
 	want(t, "one peer", "10.64.0.0/16", "10.65.0.0/20")
-	grant(t, h.Store, "Cluster_C", "10.66.0.0/16", "10.67.0.0/20") // an ID that is no object's name
+	allocate(t, h.Store, "Cluster_C", "10.66.0.0/16", "10.67.0.0/20") // an ID that is no object's name
 	want(t, "two", "10.64.0.0/16", "10.65.0.0/20", "10.66.0.0/16", "10.67.0.0/20")
 	if o := allocationOf(t, "Cluster_C"); o.Spec.ClusterID != "Cluster_C" || o.Spec.ReleasedAt != "" || len(o.Spec.Freed) > 0 {
 		t.Errorf("%+v", o.Spec)
@@ -163,11 +163,11 @@ func TestNetworkAllocationsHaveTheState(t *testing.T) {
 
 	// The first manager still believes to lead: what it writes is about what there is now.
 	another := loaded(t)
-	another.grant(claim("d", "10.68.0.0/16", "10.69.0.0/20"))
+	another.allocate(claim("d", "10.68.0.0/16", "10.69.0.0/20"))
 	another.update(func(b ipam.State) ipam.State { return b.Release("Cluster_C") })
-	grant(t, h.Store, "e", "10.70.0.0/16", "10.71.0.0/20")
+	allocate(t, h.Store, "e", "10.70.0.0/16", "10.71.0.0/20")
 	want(t, "after another manager", "10.68.0.0/16", "10.69.0.0/20", "10.70.0.0/16", "10.71.0.0/20")
-	if _, has := h.State().GrantOf("Cluster_C"); has {
+	if _, has := h.State().AllocationOf("Cluster_C"); has {
 		t.Error("what another manager has released is back")
 	}
 }
@@ -176,7 +176,7 @@ func TestNetworkAllocationsHaveTheState(t *testing.T) {
 // after older objects were restored.
 func TestTheRevisionRisesWithEachChangeOfNetworksAndOnlyThen(t *testing.T) {
 	h := fresh(t)
-	h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	h.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	last := allocationOf(t, "b").Spec.Revision
 	step := func(what string, higher bool, do func()) {
 		t.Helper()
@@ -190,17 +190,17 @@ func TestTheRevisionRisesWithEachChangeOfNetworksAndOnlyThen(t *testing.T) {
 	release := func(id string) { h.update(func(b ipam.State) ipam.State { return b.Release(id) }) }
 	step("an answer", false, func() { h.answered("b", "10.246.0.0/16", "10.247.0.0/16") })
 	step("a mapping", false, func() { h.mapEndpoint("b", "198.51.100.7") })
-	step("another peer", false, func() { h.grant(claim("c", "10.244.0.0/16", "10.245.0.0/16")) })
+	step("another peer", false, func() { h.allocate(claim("c", "10.244.0.0/16", "10.245.0.0/16")) })
 	old, before := h.agree(), allocationOf(t, "b")
 	step("it leaves", false, func() { h.update(func(b ipam.State) ipam.State { return b.Part("b", time.Now()) }) })
 	step("its networks are free", true, func() { release("b") })
 	step("nothing to release", false, func() { release("b") })
-	step("a grant again", true, func() { h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16")) })
+	step("an allocation again", true, func() { h.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16")) })
 	step("another network", true, func() {
 		h.update(func(b ipam.State) ipam.State {
 			r := claim("b", "10.244.0.0/16", "10.245.0.0/16")
 			r.WantPod = pfx("10.66.0.0/16")
-			b, _, err := b.Grant(r)
+			b, _, err := b.Allocate(r)
 			if err != nil {
 				t.Error(err)
 			}
@@ -216,7 +216,7 @@ func TestTheRevisionRisesWithEachChangeOfNetworksAndOnlyThen(t *testing.T) {
 		}
 	}
 	step("older objects, restored", true, func() { restore(); refresh(t, h) })
-	if g, _ := h.State().GrantOf("b"); g.Pod != pfx("10.66.0.0/16") {
+	if g, _ := h.State().AllocationOf("b"); g.Pod != pfx("10.66.0.0/16") {
 		t.Errorf("b has %v of older objects", g)
 	}
 	step("all are deleted", true, func() {
@@ -312,12 +312,12 @@ func TestNodesRefuseAllThatTheIpamStorageHasAtAnyMoment(t *testing.T) {
 		whole("done")
 	}
 	change(func(b ipam.State) (ipam.State, error) {
-		b, _, err := b.Grant(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
+		b, _, err := b.Allocate(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
 		return b, err
 	})
 	want(t, "granted", "10.64.0.0/16", "10.65.0.0/20")
 	change(func(b ipam.State) (ipam.State, error) { // another network in the place of the first
-		b, _, err := b.Release("b").Grant(ipam.Request{ID: "b", Pod: pfx("10.80.0.0/16"), External: pfx("10.81.0.0/20"), WantPod: pfx("10.80.0.0/16"), WantExternal: pfx("10.81.0.0/20")})
+		b, _, err := b.Release("b").Allocate(ipam.Request{ID: "b", Pod: pfx("10.80.0.0/16"), External: pfx("10.81.0.0/20"), WantPod: pfx("10.80.0.0/16"), WantExternal: pfx("10.81.0.0/20")})
 		return b, err
 	})
 	want(t, "another network", "10.80.0.0/16", "10.81.0.0/20")
@@ -339,13 +339,13 @@ func TestNodesRefuseAllThatTheIpamStorageHasAtAnyMoment(t *testing.T) {
 // A NetworkAllocation that somebody has emptied names the peer's networks again before they have a version.
 func TestWhatIsNotWrittenYetHasNoVersion(t *testing.T) {
 	h := fresh(t)
-	grant(t, h.Store, "b", "10.64.0.0/16", "10.65.0.0/20")
+	allocate(t, h.Store, "b", "10.64.0.0/16", "10.65.0.0/20")
 	version := h.versionOf("b")
 	if h.answered("b", "10.244.0.0/16", "10.245.0.0/16"); h.versionOf("b") != version {
 		t.Error("an answer has nodes report again before the peer gets its tunnel")
 	}
 	another := loaded(t) // so that there is something to publish
-	grant(t, another.Store, "c", "10.66.0.0/16", "10.67.0.0/20")
+	allocate(t, another.Store, "c", "10.66.0.0/16", "10.67.0.0/20")
 	patched(t, "b", `{"spec":{"networks":null}}`)
 	var seen []int64
 	h.Observe(func(_ ipam.State, version func(string) int64) { seen = append(seen, version("b")) })
@@ -370,7 +370,7 @@ func TestAFullObjectKeepsNobodyOut(t *testing.T) {
 		t.Fatal(err)
 	}
 	give := func(b ipam.State) (ipam.State, error) {
-		b, _, err := b.Grant(claim("b", "10.64.0.0/16", "10.65.0.0/16"))
+		b, _, err := b.Allocate(claim("b", "10.64.0.0/16", "10.65.0.0/16"))
 		return b, err
 	}
 	if _, err := h.Update(t.Context(), give); err == nil {
@@ -407,7 +407,7 @@ func (unread) List(context.Context, client.ObjectList, ...client.ListOption) err
 // State is as it was, and so is the IpamStorage after the next write.
 func TestTheIpamStorageIsComparedWithWhatWasWrittenLast(t *testing.T) {
 	h := fresh(t)
-	grant(t, h.Store, "b", "10.64.0.0/16", "10.65.0.0/16")
+	allocate(t, h.Store, "b", "10.64.0.0/16", "10.65.0.0/16")
 	s, reader := &stopping{Client: h.client, at: "NetworkAllocation b", err: apierrors.NewConflict(schema.GroupResource{}, "b", nil)}, h.reader
 	h.client, h.reader = s, unread{reader}
 	if _, err := h.Update(t.Context(), func(b ipam.State) (ipam.State, error) { return b.Release("b"), nil }); err == nil {
@@ -418,7 +418,7 @@ func TestTheIpamStorageIsComparedWithWhatWasWrittenLast(t *testing.T) {
 	}
 	s.at, h.reader = "", reader
 	h.update(func(b ipam.State) ipam.State { return b })
-	_, has := h.State().GrantOf("b")
+	_, has := h.State().AllocationOf("b")
 	if _, written := object(t).Spec.ClusterSubnets["b"]; !has || !written {
 		t.Errorf("the State has it: %v, the IpamStorage: %v", has, written)
 	}
@@ -431,9 +431,9 @@ func TestAnErrorOfOneObjectIsNoOthers(t *testing.T) {
 	s := &stopping{Client: h.client, at: "NetworkAllocation b"}
 	h.client = s
 	if _, err := h.Update(t.Context(), func(state ipam.State) (ipam.State, error) {
-		state, _, err := state.Grant(claim("b", "10.64.0.0/16", "10.65.0.0/16"))
+		state, _, err := state.Allocate(claim("b", "10.64.0.0/16", "10.65.0.0/16"))
 		if err == nil {
-			state, _, err = state.Grant(claim("c", "10.66.0.0/16", "10.67.0.0/16"))
+			state, _, err = state.Allocate(claim("c", "10.66.0.0/16", "10.67.0.0/16"))
 		}
 		return state, err
 	}); err == nil || !strings.Contains(err.Error(), "NetworkAllocation b: stopped") {

@@ -98,21 +98,21 @@ func (s *Store) withTraces(ctx context.Context, own ipam.Config, all []isthmus.N
 	state = s.stateOf(own, all)
 	settled, given := make(map[string]bool), make(map[string]bool) // peers that have the networks of a trace, and peers that had others before
 	for _, t := range traces {
-		had, has := state.GrantOf(t.id)
+		had, has := state.AllocationOf(t.id)
 		switch {
-		case has && had == t.grant:
+		case has && had == t.allocation:
 			settled[t.id] = true
-		case !t.grant.Pod.IsValid() || !t.grant.External.IsValid():
+		case !t.allocation.Pod.IsValid() || !t.allocation.External.IsValid():
 		case has && (settled[t.id] || !t.tunnel):
-			s.log.Warn("two objects name different networks of a peer", "object", t.object, "clusterID", t.id, "kept", had, "ignored", t.grant)
+			s.log.Warn("two objects name different networks of a peer", "object", t.object, "clusterID", t.id, "kept", had, "ignored", t.allocation)
 		default:
-			next, _, err := state.Grant(ipam.Request{ID: t.id, Pod: t.grant.Pod, External: t.grant.External, WantPod: t.grant.Pod, WantExternal: t.grant.External})
+			next, _, err := state.Allocate(ipam.Request{ID: t.id, Pod: t.allocation.Pod, External: t.allocation.External, WantPod: t.allocation.Pod, WantExternal: t.allocation.External})
 			if err != nil {
-				s.log.Error("cannot restore an allocation that the IPAM state lacks", "object", t.object, "clusterID", t.id, "lacked", t.grant, "error", err)
+				s.log.Error("cannot restore an allocation that the IPAM state lacks", "object", t.object, "clusterID", t.id, "lacked", t.allocation, "error", err)
 				continue
 			}
 			state, settled[t.id], given[t.id] = next, true, true
-			s.log.Warn("restored an allocation that the IPAM state lacked", "object", t.object, "clusterID", t.id, "lacked", t.grant, "had", had)
+			s.log.Warn("restored an allocation that the IPAM state lacked", "object", t.object, "clusterID", t.id, "lacked", t.allocation, "had", had)
 		}
 		if lost || !has {
 			state = state.Answered(t.id, t.podSeen, t.externalSeen)
@@ -168,7 +168,7 @@ type trace struct {
 	tunnel                bool         // from a TunnelEndpoint, which only we write
 	pod, external         netip.Prefix // networks of our cluster
 	podSeen, externalSeen netip.Prefix
-	grant                 ipam.Grant
+	allocation            ipam.Allocation
 }
 
 // tracesOf returns the traces in the objects, the most trustworthy first.
@@ -178,12 +178,12 @@ func tracesOf(endpoints []v1alpha1.TunnelEndpoint, configs []v1alpha1.NetworkCon
 	for i := range endpoints {
 		spec := &endpoints[i].Spec
 		t := trace{
-			tunnel:   true,
-			object:   "TunnelEndpoint " + endpoints[i].Namespace + "/" + endpoints[i].Name,
-			id:       spec.ClusterIdentity.ClusterID,
-			pod:      parse(spec.LocalPodCIDR),
-			external: parse(spec.LocalExternalCIDR),
-			grant:    ipam.Grant{Pod: seen(spec.RemoteNATPodCIDR, spec.RemotePodCIDR), External: seen(spec.RemoteNATExternalCIDR, spec.RemoteExternalCIDR)},
+			tunnel:     true,
+			object:     "TunnelEndpoint " + endpoints[i].Namespace + "/" + endpoints[i].Name,
+			id:         spec.ClusterIdentity.ClusterID,
+			pod:        parse(spec.LocalPodCIDR),
+			external:   parse(spec.LocalExternalCIDR),
+			allocation: ipam.Allocation{Pod: seen(spec.RemoteNATPodCIDR, spec.RemotePodCIDR), External: seen(spec.RemoteNATExternalCIDR, spec.RemoteExternalCIDR)},
 		}
 		t.podSeen, t.externalSeen = seen(spec.LocalNATPodCIDR, spec.LocalPodCIDR), seen(spec.LocalNATExternalCIDR, spec.LocalExternalCIDR)
 		traces = append(traces, t)
@@ -203,7 +203,7 @@ func tracesOf(endpoints []v1alpha1.TunnelEndpoint, configs []v1alpha1.NetworkCon
 				t.podSeen, t.externalSeen = podSeen, externalSeen
 			}
 		case labels[v1alpha1.LabelOriginID] == peer && nc.Status.Processed:
-			t.grant = ipam.Grant{Pod: podSeen, External: externalSeen}
+			t.allocation = ipam.Allocation{Pod: podSeen, External: externalSeen}
 		default:
 			continue
 		}

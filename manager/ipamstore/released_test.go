@@ -19,12 +19,12 @@ import (
 func TestAgentsReadHeldNetworksUntilTheManagerEndsTheHold(t *testing.T) {
 	noon := time.Date(2026, 11, 25, 12, 0, 0, 0, time.UTC)
 	h := fresh(t)
-	had := h.grant(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
+	had := h.allocate(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
 	h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
 	shorter := claim("c", "10.66.0.0/16", "10.67.0.0/20")
-	h.grant(shorter)
+	h.allocate(shorter)
 	shorter.Pod, shorter.Now = pfx("10.66.0.0/17"), noon
-	h.grant(shorter)
+	h.allocate(shorter)
 	revision := allocations(t).Revision
 	h.update(func(b ipam.State) ipam.State { return b.Part("b", noon) })
 	h.agree()
@@ -81,7 +81,7 @@ func TestAgentsReadHeldNetworksUntilTheManagerEndsTheHold(t *testing.T) {
 // what they know, because no object frees it.
 func TestAnIPAMStateMadeAnewFreesNothing(t *testing.T) {
 	h := fresh(t)
-	h.grant(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
+	h.allocate(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
 	before := allocations(t).Revision
 	for _, kind := range []client.Object{&v1alpha1.IpamStorage{}, &isthmus.NetworkAllocation{}} {
 		if err := testClient.DeleteAllOf(t.Context(), kind); err != nil {
@@ -92,7 +92,7 @@ func TestAnIPAMStateMadeAnewFreesNothing(t *testing.T) {
 	if now := allocations(t); len(now.Freed) > 0 || len(now.Named) > 0 {
 		t.Errorf("%+v", now)
 	}
-	again.grant(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
+	again.allocate(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
 	again.update(func(b ipam.State) ipam.State { return b.Release("b") })
 	if now := allocations(t); len(now.Freed) != 2 || now.Freed[0].Revision <= before {
 		t.Errorf("revision %d, and freed are %v", before, now.Freed)
@@ -103,8 +103,8 @@ func TestAnIPAMStateMadeAnewFreesNothing(t *testing.T) {
 // object frees.
 func TestAHoldEndsWhenSomebodyFreesTheNetwork(t *testing.T) {
 	h := fresh(t)
-	h.grant(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
-	h.grant(claim("c", "10.66.0.0/16", "10.67.0.0/20"))
+	h.allocate(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
+	h.allocate(claim("c", "10.66.0.0/16", "10.67.0.0/20"))
 	h.update(func(b ipam.State) ipam.State { return b.Part("b", time.Now()) })
 	free := func(id string, revision int64) {
 		t.Helper()
@@ -132,7 +132,7 @@ func TestAHoldEndsWhenSomebodyFreesTheNetwork(t *testing.T) {
 // Without the IpamStorage the NetworkAllocations still name the networks that nodes refuse.
 func TestHeldNetworksOutliveTheIPAMState(t *testing.T) {
 	h := fresh(t)
-	had := h.grant(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
+	had := h.allocate(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
 	h.update(func(b ipam.State) ipam.State { return b.Part("b", time.Now()) })
 	if err := testClient.DeleteAllOf(t.Context(), &v1alpha1.IpamStorage{}); err != nil {
 		t.Fatal(err)
@@ -143,10 +143,10 @@ func TestHeldNetworksOutliveTheIPAMState(t *testing.T) {
 		t.Error("the networks are not held")
 	}
 	again.update(func(b ipam.State) ipam.State { b, _ = b.Configure(ours); return b })
-	if g := again.grant(claim("c", "10.64.0.0/16", "10.67.0.0/20")); g.Pod.Overlaps(had.Pod) {
+	if g := again.allocate(claim("c", "10.64.0.0/16", "10.67.0.0/20")); g.Pod.Overlaps(had.Pod) {
 		t.Errorf("c has %v of %v", g, had)
 	}
-	if g := again.grant(claim("b", "10.64.0.0/16", "10.65.0.0/20")); g != had {
+	if g := again.allocate(claim("b", "10.64.0.0/16", "10.65.0.0/20")); g != had {
 		t.Errorf("b has %v, had %v", g, had)
 	}
 }

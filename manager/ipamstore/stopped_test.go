@@ -57,7 +57,7 @@ func TestAManagerThatIsKilledWithinAChangeOfOurNetworksLosesNothing(t *testing.T
 			when := fmt.Sprintf("%s, killed after %d writes", what, writes)
 			h := fresh(t)
 			for i, id := range peers {
-				h.grant(claim(id, fmt.Sprintf("10.%d.0.0/16", 60+i), fmt.Sprintf("10.%d.0.0/20", 70+i)))
+				h.allocate(claim(id, fmt.Sprintf("10.%d.0.0/16", 60+i), fmt.Sprintf("10.%d.0.0/20", 70+i)))
 				h.answered(id, fmt.Sprintf("10.%d.0.0/16", 80+i), fmt.Sprintf("10.%d.0.0/16", 90+i))
 				for last := range 2 + i {
 					h.mapEndpoint(id, fmt.Sprintf("198.51.100.%d", 9-last))
@@ -88,7 +88,7 @@ func TestAManagerThatIsKilledWithinAChangeOfOurNetworksLosesNothing(t *testing.T
 // was, also after the manager was started again.
 func TestAnswersAndMappingsLeaveTheVersionThatNodesReport(t *testing.T) {
 	h := fresh(t)
-	h.grant(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
+	h.allocate(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
 	version := h.versionOf("b")
 	same := func(what string) {
 		t.Helper()
@@ -111,7 +111,7 @@ func TestAnswersAndMappingsLeaveTheVersionThatNodesReport(t *testing.T) {
 	refresh(t, h)
 	same("an edit")
 	h.update(func(b ipam.State) ipam.State { return b.Release("b") })
-	h.grant(claim("b", "10.66.0.0/16", "10.65.0.0/20"))
+	h.allocate(claim("b", "10.66.0.0/16", "10.65.0.0/20"))
 	o := allocationOf(t, "b")
 	if now := h.versionOf("b"); now != fabric.Version(o.ResourceVersion) || now != allocations(t).Version {
 		t.Errorf("another network has version %d in %s", now, o.ResourceVersion)
@@ -131,7 +131,7 @@ func TestAnswersAndMappingsLeaveTheVersionThatNodesReport(t *testing.T) {
 // has the object as it was, and another UID when it is there again. Nodes have to report both.
 func TestAVersionCountsOnlyForTheRevisionAndTheObjectItIsOf(t *testing.T) {
 	h := fresh(t)
-	h.grant(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
+	h.allocate(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
 	h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
 	named := allocationOf(t, "b").Spec
 	if since := named.NetworksSince; since == nil || since.ResourceVersion != h.versionOf("b") {
@@ -171,9 +171,9 @@ func TestAVersionCountsOnlyForTheRevisionAndTheObjectItIsOf(t *testing.T) {
 func TestAHoldThatSomebodyEndsStaysEndedWhateverIsWrittenNext(t *testing.T) {
 	h := fresh(t)
 	shorter := claim("c", "10.66.0.0/16", "10.67.0.0/20")
-	h.grant(shorter)
+	h.allocate(shorter)
 	shorter.Pod, shorter.Now = pfx("10.66.0.0/17"), time.Now()
-	h.grant(shorter)
+	h.allocate(shorter)
 	want(t, "another network", "10.66.0.0/17", "10.67.0.0/20", "10.66.0.0/16")
 	now := time.Now().UnixMilli() + 1000
 	patched(t, "c", fmt.Sprintf(`{"spec":{"networks":["10.66.0.0/17","10.67.0.0/20"],"held":null,"revision":%[1]d,"freed":[{"network":"10.66.0.0/16","revision":%[1]d}]}}`, now))
@@ -186,7 +186,7 @@ func TestAHoldThatSomebodyEndsStaysEndedWhateverIsWrittenNext(t *testing.T) {
 // An IpamStorage that somebody's finalizer keeps is written until it is gone, and then there is another one.
 func TestAnIpamStorageThatIsBeingDeletedStopsNothing(t *testing.T) {
 	h := fresh(t)
-	h.grant(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
+	h.allocate(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
 	const finalizer = "test.isthmus.net/keep"
 	edit(t, func(o *v1alpha1.IpamStorage) { o.Finalizers = []string{finalizer} })
 	going := object(t)
@@ -197,9 +197,9 @@ func TestAnIpamStorageThatIsBeingDeletedStopsNothing(t *testing.T) {
 		t.Fatal(err)
 	}
 	refresh(t, h)
-	h.grant(claim("c", "10.66.0.0/16", "10.67.0.0/20"))
+	h.allocate(claim("c", "10.66.0.0/16", "10.67.0.0/20"))
 	another := loaded(t)
-	another.grant(claim("d", "10.68.0.0/16", "10.69.0.0/20"))
+	another.allocate(claim("d", "10.68.0.0/16", "10.69.0.0/20"))
 	if o := another.agree(); o.Name != going.Name || o.DeletionTimestamp == nil {
 		t.Errorf("%s is written", o.Name)
 	}
@@ -210,7 +210,7 @@ func TestAnIpamStorageThatIsBeingDeletedStopsNothing(t *testing.T) {
 	}
 	edit(t, func(o *v1alpha1.IpamStorage) { o.Finalizers = nil })
 	refresh(t, another)
-	another.grant(claim("e", "10.70.0.0/16", "10.71.0.0/20"))
+	another.allocate(claim("e", "10.70.0.0/16", "10.71.0.0/20"))
 	if o := another.agree(); o.DeletionTimestamp != nil || o.UID == going.UID {
 		t.Errorf("%s is there still", o.Name)
 	}

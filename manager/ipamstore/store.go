@@ -427,7 +427,7 @@ func blank(spec *v1alpha1.IpamStorageSpec) bool {
 // networks of the peer in the State.
 func (s *Store) versionOf(id string) int64 {
 	a := s.allocations[fabric.AllocationName(id)]
-	g, _ := s.State().GrantOf(id)
+	g, _ := s.State().AllocationOf(id)
 	for _, p := range []netip.Prefix{g.Pod, g.External} {
 		if p.IsValid() && !slices.Contains(a.spec.Networks, p.String()) {
 			return NotWritten

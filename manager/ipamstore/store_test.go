@@ -158,10 +158,10 @@ func (h *harness) update(f func(ipam.State) ipam.State) ipam.State {
 	return b
 }
 
-func (h *harness) grant(c ipam.Request) (g ipam.Grant) {
+func (h *harness) allocate(c ipam.Request) (g ipam.Allocation) {
 	h.t.Helper()
 	_, err := h.Update(h.t.Context(), func(b ipam.State) (next ipam.State, err error) {
-		next, g, err = b.Grant(c)
+		next, g, err = b.Allocate(c)
 		return next, err
 	})
 	if err != nil {
@@ -231,7 +231,7 @@ func edit(t *testing.T, change func(*v1alpha1.IpamStorage)) {
 
 func TestTheObjectIsLiqosAndReadable(t *testing.T) {
 	h := fresh(t)
-	h.grant(claim("bbbbbbbb-2222", "10.244.0.0/16", "10.245.0.0/16"))
+	h.allocate(claim("bbbbbbbb-2222", "10.244.0.0/16", "10.245.0.0/16"))
 	h.answered("bbbbbbbb-2222", "10.246.0.0/16", "10.247.0.0/16")
 	h.mapEndpoint("bbbbbbbb-2222", "198.51.100.7")
 	o := h.agree()
@@ -247,14 +247,14 @@ func TestTheObjectIsLiqosAndReadable(t *testing.T) {
 
 func TestARestartFindsEverythingAndWritesNothing(t *testing.T) {
 	h := fresh(t)
-	g := h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	g := h.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
 	h.mapEndpoint("b", "198.51.100.7")
 	h.agree()
 	before := versions(t)
 
 	again := loaded(t)
-	if got := again.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16")); got != g {
+	if got := again.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16")); got != g {
 		t.Errorf("another network: %v, was %v", got, g)
 	}
 	again.update(func(b ipam.State) ipam.State { b, _ = b.Configure(ours); return b })
@@ -288,7 +288,7 @@ func (h *harness) ask(id, ip, by, what string) {
 
 func TestARestartKnowsWhoAskedForAMapping(t *testing.T) {
 	h := fresh(t)
-	h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	h.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
 	h.ask("b", "198.51.100.7", "certificate CN=one", "pod")
 	h.ask("b", "198.51.100.7", "certificate CN=another", "")
@@ -321,15 +321,15 @@ func TestAnUpdateIsOneSmallPatchHoweverManyPeersThereAre(t *testing.T) {
 	h := fresh(t)
 	h.update(func(b ipam.State) ipam.State {
 		for i := range 500 {
-			b, _, _ = b.Grant(claim(fmt.Sprint("peer-", i), "10.244.0.0/20", "10.245.0.0/20"))
+			b, _, _ = b.Allocate(claim(fmt.Sprint("peer-", i), "10.244.0.0/20", "10.245.0.0/20"))
 			b = b.Answered(fmt.Sprint("peer-", i), ours.PodCIDR, b.Own().ExternalCIDR)
 		}
 		return b
 	})
 	h.sent()
 	for name, f := range map[string]func(ipam.State) (ipam.State, error){
-		"a grant": func(b ipam.State) (ipam.State, error) {
-			b, _, err := b.Grant(claim("one-more", "10.244.0.0/20", "10.245.0.0/20"))
+		"an allocation": func(b ipam.State) (ipam.State, error) {
+			b, _, err := b.Allocate(claim("one-more", "10.244.0.0/20", "10.245.0.0/20"))
 			return b, err
 		},
 		"a release": func(b ipam.State) (ipam.State, error) { return b.Release("peer-77"), nil },
@@ -366,7 +366,7 @@ func TestUpdatesThatComeTogetherAreWrittenTogether(t *testing.T) {
 	refused, gone := errors.New("no"), number-1
 	cancelled, cancel := context.WithCancel(t.Context())
 	cancel()
-	errs, granted := make([]error, number), make([]ipam.Grant, number)
+	errs, granted := make([]error, number), make([]ipam.Allocation, number)
 	var group sync.WaitGroup
 	h.Store.mu.Lock()
 	for i := range number {
@@ -379,7 +379,7 @@ func TestUpdatesThatComeTogetherAreWrittenTogether(t *testing.T) {
 				if i == 0 {
 					return b.Release("nobody"), refused
 				}
-				b, granted[i], err = b.Grant(claim(fmt.Sprint("peer-", i), "10.244.0.0/20", "10.245.0.0/20"))
+				b, granted[i], err = b.Allocate(claim(fmt.Sprint("peer-", i), "10.244.0.0/20", "10.245.0.0/20"))
 				return b, err
 			})
 		})
@@ -392,7 +392,7 @@ func TestUpdatesThatComeTogetherAreWrittenTogether(t *testing.T) {
 	h.Store.mu.Unlock()
 	group.Wait()
 	for i, err := range errs {
-		have, ok := h.State().GrantOf(fmt.Sprint("peer-", i))
+		have, ok := h.State().AllocationOf(fmt.Sprint("peer-", i))
 		switch {
 		case i == 0 && (err != refused || ok): //nolint:errorlint // it has to be that very error
 			t.Errorf("the update that has an error returned %v; the State has %v", err, have)
@@ -447,7 +447,7 @@ func TestTwoStoresNeverLoseAnUpdateNorGiveOutTheSame(t *testing.T) {
 			for j := range each {
 				id := fmt.Sprintf("peer-%d-%d", i, j)
 				_, err := h.Update(t.Context(), func(b ipam.State) (ipam.State, error) {
-					b, _, err := b.Grant(claim(id, "10.244.0.0/20", "10.245.0.0/24"))
+					b, _, err := b.Allocate(claim(id, "10.244.0.0/20", "10.245.0.0/24"))
 					if err != nil {
 						return b, err
 					}
@@ -513,12 +513,12 @@ func TestEditsByHand(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			h := fresh(t)
-			h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+			h.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 			h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
 			h.mapEndpoint("b", "198.51.100.7")
 			for when, notice := range map[string]func() *harness{
 				"an update": func() *harness { // meets the edit as a conflict
-					h.grant(claim("c", "10.50.0.0/16", "10.51.0.0/16"))
+					h.allocate(claim("c", "10.50.0.0/16", "10.51.0.0/16"))
 					return h
 				},
 				"a look":    func() *harness { refresh(t, h); return h },
@@ -527,7 +527,7 @@ func TestEditsByHand(t *testing.T) {
 				h.update(func(b ipam.State) ipam.State { return b.Release("c") })
 				edit(t, func(o *v1alpha1.IpamStorage) { tc.edit(&o.Spec) })
 				now := notice()
-				if g, _ := now.State().GrantOf("b"); g.Pod != pfx("10.246.0.0/16") || !now.State().Mapped("b", netip.MustParseAddr("198.51.100.7")) || len(now.State().NetworksOf("d")) > 0 {
+				if g, _ := now.State().AllocationOf("b"); g.Pod != pfx("10.246.0.0/16") || !now.State().Mapped("b", netip.MustParseAddr("198.51.100.7")) || len(now.State().NetworksOf("d")) > 0 {
 					t.Errorf("%s: b has %v, %v; d %v", when, g, now.State().Allocation("b"), now.State().NetworksOf("d"))
 				}
 				if now.agree(); now == h && !strings.Contains(h.said(), "IpamStorage was changed or deleted by somebody else") {
@@ -542,7 +542,7 @@ func TestEditsByHand(t *testing.T) {
 // when the IpamStorage was changed with it.
 func TestAnEditOfANetworkAllocationDoesNotCount(t *testing.T) {
 	h := fresh(t)
-	h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	h.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
 	h.ask("b", "198.51.100.7", "one", "pod")
 	was, own := allocationOf(t, "b").Spec, allocationOf(t, "us").Spec
@@ -565,7 +565,7 @@ func TestAnEditOfANetworkAllocationDoesNotCount(t *testing.T) {
 // A Liqo was here before. What it has left is read once.
 func TestTheIpamStorageOfALiqoIsImportedOnce(t *testing.T) {
 	h := fresh(t)
-	h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	h.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
 	h.mapEndpoint("b", "198.51.100.7")
 	want := h.agree().Spec
@@ -599,7 +599,7 @@ func TestTheIpamStorageOfALiqoIsImportedOnce(t *testing.T) {
 func TestOfTwoObjectsThatContradictEachOtherTheLaterOneCounts(t *testing.T) {
 	h := fresh(t)
 	for _, id := range []string{"b", "c"} {
-		h.grant(claim(id, "10.244.0.0/16", "10.245.0.0/16"))
+		h.allocate(claim(id, "10.244.0.0/16", "10.245.0.0/16"))
 		h.answered(id, "10.244.0.0/16", "10.245.0.0/16")
 		h.mapEndpoint(id, map[string]string{"b": "198.51.100.7", "c": "198.51.100.8"}[id])
 	}
@@ -609,7 +609,7 @@ func TestOfTwoObjectsThatContradictEachOtherTheLaterOneCounts(t *testing.T) {
 		t.Fatal(err)
 	}
 	again := loaded(t)
-	if g, _ := again.State().GrantOf("c"); g.Pod.String() != c.Spec.Networks[0] || !again.State().Mapped("c", netip.MustParseAddr("198.51.100.8")) {
+	if g, _ := again.State().AllocationOf("c"); g.Pod.String() != c.Spec.Networks[0] || !again.State().Mapped("c", netip.MustParseAddr("198.51.100.8")) {
 		t.Errorf("c has %+v", again.State().Allocation("c"))
 	}
 	if has := again.State().NetworksOf("b"); len(has) > 0 || !strings.Contains(again.said(), "is invalid") {
@@ -622,13 +622,13 @@ func TestOfTwoObjectsThatContradictEachOtherTheLaterOneCounts(t *testing.T) {
 // What a leader before grants while another one starts stays granted: its networks are not taken back.
 func TestAGrantWhileAnotherStarts(t *testing.T) {
 	before := fresh(t)
-	before.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	before.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	edit(t, func(o *v1alpha1.IpamStorage) { o.Spec.Pools = []string{} }) // so that the one that starts has something to write
 	late := sync.OnceFunc(func() {
 		if err := before.Refresh(t.Context()); err != nil {
 			t.Error(err)
 		}
-		before.grant(claim("c", "10.244.0.0/17", "10.245.0.0/17"))
+		before.allocate(claim("c", "10.244.0.0/17", "10.245.0.0/17"))
 	})
 	plain := newStore(t)
 	c := interceptor.NewClient(plain.client.(client.WithWatch), interceptor.Funcs{
@@ -641,7 +641,7 @@ func TestAGrantWhileAnotherStarts(t *testing.T) {
 	if err := s.Load(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if _, granted := s.State().GrantOf("c"); !granted || len(object(t).Spec.ClusterSubnets) != 2 {
+	if _, granted := s.State().AllocationOf("c"); !granted || len(object(t).Spec.ClusterSubnets) != 2 {
 		t.Error("what was granted meanwhile is gone")
 	}
 	if named := allocations(t).Named; len(named) != 4 {
@@ -656,7 +656,7 @@ func TestAGrantWhileAnotherStarts(t *testing.T) {
 func TestWhatATunnelNamesIsGivenAgain(t *testing.T) {
 	h := fresh(t)
 	for i, id := range []string{"a-0000", "b-0001"} { // b has a TunnelEndpoint
-		h.grant(claim(id, "10.244.0.0/16", "10.245.0.0/16"))
+		h.allocate(claim(id, "10.244.0.0/16", "10.245.0.0/16"))
 		h.answered(id, fmt.Sprintf("10.%d.0.0/16", 70+i), fmt.Sprintf("10.%d.0.0/16", 80+i))
 		h.mapEndpoint(id, "198.51.100.7")
 	}
@@ -693,9 +693,9 @@ func TestWhatATunnelNamesIsGivenAgain(t *testing.T) {
 
 func TestADeletedObjectIsMadeAgainFromMemory(t *testing.T) {
 	h := fresh(t)
-	h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	h.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	for _, notice := range []func(){
-		func() { h.grant(claim("c", "10.50.0.0/16", "10.51.0.0/16")) },
+		func() { h.allocate(claim("c", "10.50.0.0/16", "10.51.0.0/16")) },
 		func() {
 			if err := h.Refresh(t.Context()); err != nil {
 				t.Error(err)
@@ -714,7 +714,7 @@ func TestADeletedObjectIsMadeAgainFromMemory(t *testing.T) {
 
 func TestOfSeveralObjectsTheOldestCounts(t *testing.T) {
 	h := fresh(t)
-	h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	h.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	other := &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: "a-younger-one", UID: "", Labels: map[string]string{v1alpha1.LabelIpamStorage: "true"}}}
 	other.Spec = ipam.State{}.Spec()
 	if err := testClient.Create(t.Context(), other); err != nil {
@@ -733,10 +733,10 @@ func TestOfSeveralObjectsTheOldestCounts(t *testing.T) {
 func TestALostStateIsRebuiltFromWhatWasMadeOfIt(t *testing.T) {
 	h := fresh(t)
 	for i, id := range []string{"b-0001", "c-0002"} {
-		h.grant(claim(id, "10.244.0.0/16", "10.245.0.0/16"))
+		h.allocate(claim(id, "10.244.0.0/16", "10.245.0.0/16"))
 		h.answered(id, fmt.Sprintf("10.%d.0.0/16", 70+i), fmt.Sprintf("10.%d.0.0/16", 80+i))
 	}
-	h.grant(claim("d-0003", "100.64.0.0/18", "192.0.2.0/24"))
+	h.allocate(claim("d-0003", "100.64.0.0/18", "192.0.2.0/24"))
 	h.mapEndpoint("b-0001", "198.51.100.1")
 	h.mapEndpoint("b-0001", "198.51.100.2")
 	h.mapEndpoint("c-0002", "198.51.100.2")
@@ -786,7 +786,7 @@ func TestALostStateIsRebuiltFromWhatWasMadeOfIt(t *testing.T) {
 func makeTraces(t *testing.T, b ipam.State, id string) {
 	t.Helper()
 	ns := namespace(t, id)
-	g, _ := b.GrantOf(id)
+	g, _ := b.AllocationOf(id)
 	s, own := b.Spec().ClusterSubnets[id], b.Own()
 	backend := v1alpha1.BackendConfig{"publicKey": strings.Repeat("B", 42) + "A=", "port": "5871"}
 	nm, answered := b.NatMapping(id)
@@ -881,12 +881,12 @@ func TestSubscribersHearWhoChangedAndNeverHoldUpAnybody(t *testing.T) {
 			}
 		}
 	}
-	h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
-	h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	h.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	h.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	if got := names(lively); !slices.Equal(got, []string{"b"}) {
 		t.Errorf("heard %v", got)
 	}
-	h.grant(claim("c", "10.244.0.0/16", "10.245.0.0/16"))
+	h.allocate(claim("c", "10.244.0.0/16", "10.245.0.0/16"))
 	h.answered("b", "10.70.0.0/16", "10.71.0.0/16")
 	if got := names(lively); !slices.Equal(got, []string{"b", "c"}) {
 		t.Errorf("heard %v", got)
@@ -908,7 +908,7 @@ func TestAPatchMakesOneSpecTheOther(t *testing.T) {
 	base, _ := ipam.State{}.Configure(ours)
 	join := func(b ipam.State, ids ...string) ipam.State {
 		for _, id := range ids {
-			b, _, _ = b.Grant(claim(id, "10.244.0.0/16", "10.245.0.0/16"))
+			b, _, _ = b.Allocate(claim(id, "10.244.0.0/16", "10.245.0.0/16"))
 			b = b.Answered(id, pfx("10.7.0.0/16"), pfx("10.8.0.0/16"))
 			b, _, _ = b.MapEndpoint(id, netip.MustParseAddr("198.51.100.1"))
 			b, _, _ = b.MapEndpoint(id, netip.AddrFrom4([4]byte{198, 51, 100, id[0]}))
@@ -981,7 +981,7 @@ func merge(target, patch any) any {
 
 func TestARestartKnowsWhatPeersHadThatHaveLeft(t *testing.T) {
 	h := fresh(t)
-	had := h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	had := h.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	h.update(func(b ipam.State) ipam.State { return b.Release("b") })
 	if got := allocationOf(t, "b").Spec.Previous; got == nil || *got != (isthmus.NetworkPair{PodCIDR: had.Pod.String(), ExternalCIDR: had.External.String()}) {
 		t.Errorf("the object says %v", got)
@@ -990,10 +990,10 @@ func TestARestartKnowsWhatPeersHadThatHaveLeft(t *testing.T) {
 	if methods, _, _ := again.sent(); !slices.Equal(methods, []string{"GET", "PATCH"}) {
 		t.Errorf("a restart sends %v", methods)
 	}
-	if c := again.grant(claim("c", "10.244.0.0/16", "10.245.0.0/16")); c.Pod == had.Pod || c.External == had.External {
+	if c := again.allocate(claim("c", "10.244.0.0/16", "10.245.0.0/16")); c.Pod == had.Pod || c.External == had.External {
 		t.Errorf("c has %v of what b had, %v", c, had)
 	}
-	if got := again.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16")); got != had {
+	if got := again.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16")); got != had {
 		t.Errorf("b has %v, before it left %v", got, had)
 	}
 	if got := allocationOf(t, "b").Spec.Previous; got != nil {
@@ -1030,7 +1030,7 @@ func TestWhatNodesReachOutlivesAWriteOfSomebodyElse(t *testing.T) {
 	if !slices.Equal(own.Reached, reached.Reached) || !slices.Equal(own.Nodes, reached.Nodes) || !slices.Equal(own.Services, reached.Services) || len(own.Reserved) != 1 {
 		t.Errorf("nodes %v reach %v, reserved are %v", own.Nodes, own.Reached, own.Reserved)
 	}
-	if g := h.grant(claim("b", "10.70.0.0/16", "10.71.0.0/20")); g.Pod.Overlaps(pfx("10.70.0.0/16")) {
+	if g := h.allocate(claim("b", "10.70.0.0/16", "10.71.0.0/20")); g.Pod.Overlaps(pfx("10.70.0.0/16")) {
 		t.Errorf("b has %v as it is, which a node reaches", g.Pod)
 	}
 }

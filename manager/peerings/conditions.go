@@ -57,7 +57,7 @@ type peeringState struct {
 	key      keyState
 	rotates  bool // our key rotates, and peers get the next key
 
-	granted  ipam.Grant        // allocation of the peer; zero: none
+	granted  ipam.Allocation   // allocation of the peer; zero: none
 	standing [2]ipam.Standing  // networks of its claim here, or with consent; zero: the claim is refused
 	unstored *metav1.Condition // Accepted of the peer's NetworkConfig if the API server cannot store it; nil: stored, or no answer yet
 	keyOwner string            // the other peer that has a key of the claim, if the claim is refused for that
@@ -282,7 +282,7 @@ func acceptedVerdict(s peeringState) verdict {
 // networks allocated for the peer. The answer to an older claim does not.
 func (s peeringState) inForceAsSeen(nc *v1alpha1.NetworkConfig) bool {
 	pod, external, answered := fabric.SeenBy(nc)
-	return answered && s.granted == ipam.Grant{Pod: pod, External: external}
+	return answered && s.granted == ipam.Allocation{Pod: pod, External: external}
 }
 
 // withdrew reports whether the peer's NetworkConfig existed here and is deleted or being deleted.

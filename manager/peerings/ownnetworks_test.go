@@ -60,11 +60,11 @@ func TestANetworkInForceThatANodeReachesLaterIsNamedAndStays(t *testing.T) {
 	p := w.peer("b")
 	p.join()
 	_, err := w.ipam.Update(w.Ctx, func(b ipam.State) (ipam.State, error) {
-		b, _, err := b.Grant(ipam.Request{ID: p.Cluster.ClusterID, Pod: netip.MustParsePrefix("10.244.64.0/18"), External: netip.MustParsePrefix("10.60.0.0/18")})
+		b, _, err := b.Allocate(ipam.Request{ID: p.Cluster.ClusterID, Pod: netip.MustParsePrefix("10.244.64.0/18"), External: netip.MustParsePrefix("10.60.0.0/18")})
 		return b, err
 	})
 	w.OK(err)
-	had, _ := w.ipam.State().GrantOf(p.Cluster.ClusterID)
+	had, _ := w.ipam.State().AllocationOf(p.Cluster.ClusterID)
 	before := p.Endpoint()
 
 	r := w.Report("n1", []string{"10.60.32.0/24"})
@@ -80,7 +80,7 @@ func TestANetworkInForceThatANodeReachesLaterIsNamedAndStays(t *testing.T) {
 		}
 		return strings.Contains(told, "Warning Overlap Ready: ") && strings.Contains(told, want)
 	})
-	if now, _ := w.ipam.State().GrantOf(p.Cluster.ClusterID); now != had {
+	if now, _ := w.ipam.State().AllocationOf(p.Cluster.ClusterID); now != had {
 		t.Errorf("the peer has %v, had %v", now, had)
 	}
 	if now := p.Endpoint(); now.Generation != before.Generation {

@@ -75,11 +75,11 @@ func TestPeeringIsTakenDownInOrder(t *testing.T) {
 	p := w.peer("b")
 	p.join()
 	_, err := w.ipam.Update(w.Ctx, func(b ipam.State) (ipam.State, error) {
-		b, _, err := b.Grant(ipam.Request{ID: p.Cluster.ClusterID, Pod: netip.MustParsePrefix("10.244.64.0/18"), External: netip.MustParsePrefix("10.60.0.0/18")})
+		b, _, err := b.Allocate(ipam.Request{ID: p.Cluster.ClusterID, Pod: netip.MustParsePrefix("10.244.64.0/18"), External: netip.MustParsePrefix("10.60.0.0/18")})
 		return b, err
 	})
 	w.OK(err)
-	granted := func() bool { _, ok := w.ipam.State().GrantOf(p.Cluster.ClusterID); return ok }
+	granted := func() bool { _, ok := w.ipam.State().AllocationOf(p.Cluster.ClusterID); return ok }
 	p.Delete()
 	p.UntilIs(isthmus.ConditionReady, isthmus.ReasonUnpeering)
 	w.Until("the TunnelEndpoint is gone at once", func() bool { return p.Endpoint() == nil })

@@ -78,7 +78,7 @@ func (s *peeringState) inForce() string {
 		return fmt.Sprintf("in force: its podCIDR %s, its externalCIDR %s", asSeen(te.Spec.RemotePodCIDR, te.Spec.RemoteNATPodCIDR),
 			asSeen(te.Spec.RemoteExternalCIDR, te.Spec.RemoteNATExternalCIDR))
 	}
-	if s.granted != (ipam.Grant{}) {
+	if s.granted != (ipam.Allocation{}) {
 		return fmt.Sprintf("nothing is in force; %v and %v are reserved for it here", s.granted.Pod, s.granted.External)
 	}
 	return "nothing is in force"
@@ -214,7 +214,7 @@ func (s *peeringState) aboutPeer(v verdict) verdict {
 // weigh evaluates the peer's claim against the IPAM state.
 func (r *Reconciler) weigh(ctx context.Context, s *peeringState, peer peers.Peer) error {
 	state := r.Store.State()
-	s.granted, _ = state.GrantOf(peer.Cluster.ClusterID)
+	s.granted, _ = state.AllocationOf(peer.Cluster.ClusterID)
 	if len(s.copies) != 1 {
 		return nil
 	}

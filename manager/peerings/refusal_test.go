@@ -72,7 +72,7 @@ func TestEachRefusalSaysWhoAsksForWhatAndWhatToDo(t *testing.T) {
 			asks + "spec.podCIDR: no /16 is free; nothing is in force; enlarge the pools (isthmus manager --pools), set spec.overrides of Peering here, or un-peer somebody"},
 		{"a wanted network that is taken", func(s *peeringState) {
 			weRefuse(v1alpha1.ReasonCIDRConflict, "spec.overrides.podCIDR: overlaps")(s)
-			s.endpoint, s.granted = nil, ipam.Grant{Pod: netip.MustParsePrefix("10.9.0.0/18"), External: netip.MustParsePrefix("10.8.0.0/20")}
+			s.endpoint, s.granted = nil, ipam.Allocation{Pod: netip.MustParsePrefix("10.9.0.0/18"), External: netip.MustParsePrefix("10.8.0.0/20")}
 		}, isthmus.ConditionPeerConfig, v1alpha1.ReasonCIDRConflict,
 			asks + "spec.overrides.podCIDR: overlaps; nothing is in force; 10.9.0.0/18 and 10.8.0.0/20 are reserved for it here; " +
 				"correct spec.overrides of Peering here, or reserve the network (isthmus manager --reserved)"},

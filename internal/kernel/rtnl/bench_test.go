@@ -11,9 +11,9 @@ import (
 	. "github.com/isthmus-net/isthmus/internal/kernel" //nolint:revive // its words are those of these tests
 )
 
-// BenchmarkGrant is what it takes to make one network more of a peer true in the kernel, beside those of
+// BenchmarkAllocate is what it takes to make one network more of a peer true in the kernel, beside those of
 // so many peers: in routes, and in the sets of both tables. The time of interest is that of processors.
-func BenchmarkGrant(b *testing.B) {
+func BenchmarkAllocate(b *testing.B) {
 	for _, peers := range []int{10, 1000, 4096} {
 		b.Run(fmt.Sprint(peers), func(b *testing.B) {
 			f, err := NewNamespace()
