@@ -19,21 +19,21 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// A verdict is a condition without type and time.
-type verdict struct {
+// A condition is one of a Peering, without its type and time.
+type condition struct {
 	status          metav1.ConditionStatus
 	reason, message string
 }
 
-func yes(reason, message string) verdict {
-	return verdict{metav1.ConditionTrue, reason, message}
+func yes(reason, message string) condition {
+	return condition{metav1.ConditionTrue, reason, message}
 }
 
-func no(reason, format string, args ...any) verdict {
-	return verdict{metav1.ConditionFalse, reason, fmt.Sprintf(format, args...)}
+func no(reason, format string, args ...any) condition {
+	return condition{metav1.ConditionFalse, reason, fmt.Sprintf(format, args...)}
 }
 
-var unknown = verdict{metav1.ConditionUnknown, isthmus.ReasonUnknown, "not checked yet"}
+var unknown = condition{metav1.ConditionUnknown, isthmus.ReasonUnknown, "not checked yet"}
 
 // peeringState has all inputs of a Peering's status.
 type peeringState struct {
@@ -45,8 +45,8 @@ type peeringState struct {
 	tenant   string   // problem of the tenant namespace, or ""
 	ending   bool     // the tenant namespace is being deleted
 
-	identity, published verdict                  // from the replicator
-	unreadable          verdict                  // False if the API server here rejects the peer's answer; else zero
+	identity, published condition                // from the replicator
+	unreadable          condition                // False if the API server here rejects the peer's answer; else zero
 	original            *v1alpha1.NetworkConfig  // ours; nil if there is none
 	copies              []v1alpha1.NetworkConfig // the peer's; at most two are read
 	endpoint            *v1alpha1.TunnelEndpoint // nil if there is none
@@ -72,18 +72,18 @@ var steps = []string{
 // statusFor computes the status of a Peering. It is a function of s, apart from times.
 func statusFor(s peeringState) isthmus.PeeringStatus {
 	old := &s.peering.Status
-	verdicts := verdictsFor(s)
+	conditions := conditionsFor(s)
 	status := isthmus.PeeringStatus{
 		ObservedGeneration: s.peering.Generation,
 		Conditions:         append([]metav1.Condition(nil), old.Conditions...),
 	}
 	for _, step := range append([]string{isthmus.ConditionReady}, steps...) {
-		v := verdicts[step]
+		v := conditions[step]
 		meta.SetStatusCondition(&status.Conditions, metav1.Condition{
 			Type: step, Status: v.status, Reason: v.reason, Message: fit(v.message, maxMessage), ObservedGeneration: s.peering.Generation,
 		})
 	}
-	if v := servicesVerdict(s); v == nil {
+	if v := servicesCondition(s); v == nil {
 		meta.RemoveStatusCondition(&status.Conditions, isthmus.ConditionServicesShared)
 	} else {
 		meta.SetStatusCondition(&status.Conditions, metav1.Condition{
@@ -125,39 +125,39 @@ func remoteNetworks(s peeringState) isthmus.Networks {
 	return n
 }
 
-// verdictsFor computes all conditions, by type.
-func verdictsFor(s peeringState) map[string]verdict {
-	verdicts := make(map[string]verdict)
+// conditionsFor computes all conditions, by type.
+func conditionsFor(s peeringState) map[string]condition {
+	conditions := make(map[string]condition)
 	if s.conflict != "" {
 		for _, step := range steps {
-			verdicts[step] = verdict{metav1.ConditionUnknown, isthmus.ReasonConflict, "this Peering is ignored, because it conflicts with another one"}
+			conditions[step] = condition{metav1.ConditionUnknown, isthmus.ReasonConflict, "this Peering is ignored, because it conflicts with another one"}
 		}
-		verdicts[isthmus.ConditionReady] = no(isthmus.ReasonConflict, "%s", s.conflict)
-		return verdicts
+		conditions[isthmus.ConditionReady] = no(isthmus.ReasonConflict, "%s", s.conflict)
+		return conditions
 	}
-	verdicts[isthmus.ConditionIdentity] = identityVerdict(s)
-	verdicts[isthmus.ConditionPublished] = publishedVerdict(s)
-	verdicts[isthmus.ConditionAnswered] = answeredVerdict(s)
-	verdicts[isthmus.ConditionPeerConfig] = peerConfigVerdict(s)
-	verdicts[isthmus.ConditionTunnelEndpoint] = tunnelEndpointVerdict(s)
-	verdicts[isthmus.ConditionConnected] = connectedVerdict(s)
-	verdicts[isthmus.ConditionReady] = readyVerdict(s, verdicts)
-	return verdicts
+	conditions[isthmus.ConditionIdentity] = identityCondition(s)
+	conditions[isthmus.ConditionPublished] = publishedCondition(s)
+	conditions[isthmus.ConditionAnswered] = answeredCondition(s)
+	conditions[isthmus.ConditionPeerConfig] = peerConfigCondition(s)
+	conditions[isthmus.ConditionTunnelEndpoint] = tunnelEndpointCondition(s)
+	conditions[isthmus.ConditionConnected] = connectedCondition(s)
+	conditions[isthmus.ConditionReady] = readyCondition(s, conditions)
+	return conditions
 }
 
-func readyVerdict(s peeringState, verdicts map[string]verdict) verdict {
+func readyCondition(s peeringState, conditions map[string]condition) condition {
 	if !s.peering.DeletionTimestamp.IsZero() {
 		return no(isthmus.ReasonUnpeering, "waiting for %s", cmp.Or(s.waiting, "the rest to be removed"))
 	}
 	apart := "" // why the clusters cannot exchange changes
 	for _, step := range steps {
-		v := verdicts[step]
+		v := conditions[step]
 		switch {
 		case v.status == metav1.ConditionTrue:
 		case apart != "" && step == isthmus.ConditionPublished:
-		case v.status == metav1.ConditionUnknown && (step == isthmus.ConditionIdentity || step == isthmus.ConditionPublished) && carries(verdicts) &&
+		case v.status == metav1.ConditionUnknown && (step == isthmus.ConditionIdentity || step == isthmus.ConditionPublished) && carries(conditions) &&
 			meta.IsStatusConditionTrue(s.peering.Status.Conditions, isthmus.ConditionReady): // not checked again yet; Ready stays True
-		case step == isthmus.ConditionIdentity && v.reason == isthmus.ReasonUnreachable && carries(verdicts):
+		case step == isthmus.ConditionIdentity && v.reason == isthmus.ReasonUnreachable && carries(conditions):
 			apart = v.message
 		case len(s.lacking) > 0: // the first cause; it may explain the others
 			return no(isthmus.ReasonLocalSetup, "%s", strings.Join(s.lacking, "; "))
@@ -172,7 +172,7 @@ func readyVerdict(s peeringState, verdicts map[string]verdict) verdict {
 		return no(isthmus.ReasonOverlap, "%s", s.refused(s.who()+" has networks that overlap addresses of this cluster: ", strings.Join(s.overlaps, "; "),
 			"remove the overlap, or give the peer other networks: isthmus unpeer "+s.peering.Name+", then isthmus peer"))
 	}
-	if v := verdicts[isthmus.ConditionConnected]; v.reason == v1alpha1.CauseNarrowPath {
+	if v := conditions[isthmus.ConditionConnected]; v.reason == v1alpha1.CauseNarrowPath {
 		return v
 	}
 	if apart != "" {
@@ -183,13 +183,13 @@ func readyVerdict(s peeringState, verdicts map[string]verdict) verdict {
 
 // carries reports whether the tunnel carries packets as agreed, even if an API server is
 // unreachable.
-func carries(verdicts map[string]verdict) bool {
-	return verdicts[isthmus.ConditionTunnelEndpoint].status == metav1.ConditionTrue && verdicts[isthmus.ConditionConnected].status == metav1.ConditionTrue
+func carries(conditions map[string]condition) bool {
+	return conditions[isthmus.ConditionTunnelEndpoint].status == metav1.ConditionTrue && conditions[isthmus.ConditionConnected].status == metav1.ConditionTrue
 }
 
-// identityVerdict explains an unreachable API server of a peer that is reached through the tunnel.
-func identityVerdict(s peeringState) verdict {
-	connected := connectedVerdict(s)
+// identityCondition explains an unreachable API server of a peer that is reached through the tunnel.
+func identityCondition(s peeringState) condition {
+	connected := connectedCondition(s)
 	if !s.peering.Spec.InBand || s.identity.reason != isthmus.ReasonUnreachable {
 		return s.identity
 	}
@@ -209,7 +209,7 @@ func identityVerdict(s peeringState) verdict {
 	return no(isthmus.ReasonTunnelDown, "the peer's API server is reached through the tunnel, which is down (%s); if a gateway's address or key has changed since, "+again, connected.message)
 }
 
-func publishedVerdict(s peeringState) verdict {
+func publishedCondition(s peeringState) condition {
 	switch {
 	case s.original != nil && s.original.DeletionTimestamp.IsZero():
 		return s.published
@@ -221,9 +221,9 @@ func publishedVerdict(s peeringState) verdict {
 	return no(isthmus.ReasonPublishing, "our NetworkConfig is not written yet")
 }
 
-// answeredVerdict evaluates the peer's answer, which the replicator copied back. Its message quotes
+// answeredCondition evaluates the peer's answer, which the replicator copied back. Its message quotes
 // the peer.
-func answeredVerdict(s peeringState) verdict {
+func answeredCondition(s peeringState) condition {
 	original := s.original
 	switch {
 	case original == nil:
@@ -239,20 +239,20 @@ func answeredVerdict(s peeringState) verdict {
 	case !original.Status.Processed:
 		return no(isthmus.ReasonWaitingAnswer, "the peer has not answered our NetworkConfig yet")
 	case s.withdrew():
-		return verdict{metav1.ConditionUnknown, isthmus.ReasonPeerWithdrew,
+		return condition{metav1.ConditionUnknown, isthmus.ReasonPeerWithdrew,
 			fmt.Sprintf("the peer mapped our PodCIDR %s to %s before it un-peered", n.PodCIDR, n.PodCIDRSeen)}
 	default:
 		return yes(isthmus.ReasonAnswered, fmt.Sprintf("the peer maps our PodCIDR %s to %s", n.PodCIDR, n.PodCIDRSeen))
 	}
 }
 
-func peerConfigVerdict(s peeringState) verdict {
+func peerConfigCondition(s peeringState) condition {
 	switch {
 	case len(s.copies) > 1:
 		return no(isthmus.ReasonAmbiguous, "%s", s.refused(s.who(), " has more than one NetworkConfig in namespace "+s.peering.Spec.TenantNamespace.Local,
 			s.remedyHere(&s.copies[0], v1alpha1.ReasonAmbiguous)))
 	case len(s.copies) == 1 && s.copies[0].DeletionTimestamp.IsZero():
-		return acceptedVerdict(s)
+		return acceptedCondition(s)
 	case s.tenant != "": // no NetworkConfig can arrive in that case
 		return no(isthmus.ReasonWaitingPeer, "%s", s.tenant)
 	case s.withdrew():
@@ -262,7 +262,7 @@ func peerConfigVerdict(s peeringState) verdict {
 	return no(isthmus.ReasonWaitingPeer, "the peer has not published its NetworkConfig in namespace %s yet", s.peering.Spec.TenantNamespace.Local)
 }
 
-func acceptedVerdict(s peeringState) verdict {
+func acceptedCondition(s peeringState) condition {
 	nc := &s.copies[0]
 	accepted := cmp.Or(meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted), s.unstored)
 	switch {
@@ -303,7 +303,7 @@ func hadPeerConfig(p *isthmus.Peering) bool {
 	return true
 }
 
-func tunnelEndpointVerdict(s peeringState) verdict {
+func tunnelEndpointCondition(s peeringState) condition {
 	if s.original == nil || len(s.copies) != 1 || !s.original.Status.Processed || !s.copies[0].Status.Processed {
 		if s.endpoint != nil {
 			return no(isthmus.ReasonWaiting, "the TunnelEndpoint still has the former networks; waiting for the exchange of NetworkConfigs")
@@ -328,13 +328,13 @@ func tunnelEndpointVerdict(s peeringState) verdict {
 // silent are the causes that only mean that nothing arrives.
 var silent = []string{v1alpha1.CauseConnecting, v1alpha1.CauseNoAnswer, v1alpha1.CausePeerSilent}
 
-func connectedVerdict(s peeringState) verdict {
+func connectedCondition(s peeringState) condition {
 	te := s.endpoint
 	if te == nil {
 		return no(isthmus.ReasonWaiting, "there is no TunnelEndpoint yet")
 	}
 	if s.silent != "" { // the status of the TunnelEndpoint is stale
-		return verdict{metav1.ConditionUnknown, isthmus.ReasonGatewaySilent, s.silent}
+		return condition{metav1.ConditionUnknown, isthmus.ReasonGatewaySilent, s.silent}
 	}
 	if s.key.required && s.key.use == "" {
 		return no(isthmus.ReasonNoKey, "spec.postQuantum is Required, and there is no preshared key: %s; the tunnel stays down until there is one", s.key.why())
@@ -351,7 +351,7 @@ func connectedVerdict(s peeringState) verdict {
 	case s.missedKey() && s.published.status != metav1.ConditionTrue && (because == nil || slices.Contains(silent, because.Reason)):
 		return no(isthmus.ReasonKeyMissed, "the key of our gateway rotated, and %s had not moved to the new one when the rotation ended; the tunnel is down until its manager reads our NetworkConfig", s.who())
 	case because != nil:
-		return verdict{because.Status, because.Reason, because.Message}
+		return condition{because.Status, because.Reason, because.Message}
 	case c.Status == v1alpha1.Connected && s.key.required && exchange.PresharedIn(te) == "":
 		return no(isthmus.ReasonNoKey, "spec.postQuantum is Required, but the gateway reports a session without a preshared key; an existing session ends within three minutes, but a gateway of an older version keeps using none")
 	case c.Status == v1alpha1.Connected:

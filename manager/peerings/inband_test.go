@@ -46,7 +46,7 @@ func TestAPeeringSaysWhenTheTunnelCannotTellThePeer(t *testing.T) {
 		s.endpoint.Annotations = map[string]string{isthmus.AnnotationInBand: "true"}
 		s.copies[0].Spec.BackendConfig[v1alpha1.ConfigInBand] = "true"
 		c.edit(&s)
-		v := verdictsFor(s)[isthmus.ConditionIdentity]
+		v := conditionsFor(s)[isthmus.ConditionIdentity]
 		if v.status != metav1.ConditionFalse || v.reason != c.reason || !strings.Contains(v.message, c.message) {
 			t.Errorf("%s: %+v, want %s: %s", c.name, v, c.reason, c.message)
 		}

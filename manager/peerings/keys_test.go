@@ -50,7 +50,7 @@ func TestAPeerThatMissedARotationIsNamed(t *testing.T) {
 		if own != 0 {
 			s.endpoint.Status.Connection.PeerConfiguration = v1alpha1.PeerConfiguration{v1alpha1.ConfigOwnKey: text(own)}
 		}
-		v := connectedVerdict(s)
+		v := connectedCondition(s)
 		s.peering.Status.Keys = s.keys(s.peering.Status.Keys, metav1.Now())
 		if missed = v.reason == isthmus.ReasonKeyMissed; missed && (v.status != metav1.ConditionFalse || !strings.Contains(v.message, "bravo")) {
 			t.Errorf("%+v", v)
@@ -101,7 +101,7 @@ func TestWhatIsToBeMendedComesBeforeAMissedRotation(t *testing.T) {
 		s.published.status, s.peering.Status.Keys.Lags = c.published, true
 		s.endpoint.Status.Connection = v1alpha1.Connection{Status: v1alpha1.ConnectionError, StatusMessage: "the cause"}
 		s.endpoint.Status.Conditions = []metav1.Condition{{Type: v1alpha1.ConditionConnected, Status: metav1.ConditionFalse, Reason: c.cause, Message: "the cause"}}
-		v := connectedVerdict(s)
+		v := connectedCondition(s)
 		if v.reason != c.want || v.status != metav1.ConditionFalse {
 			t.Errorf("%+v: %+v", c, v)
 		}

@@ -231,18 +231,18 @@ func (r *Reconciler) gather(ctx context.Context, peering *isthmus.Peering) (s pe
 		s.identity, s.published = told(peering, isthmus.ConditionIdentity), told(peering, isthmus.ConditionPublished)
 		return s, nil
 	}
-	s.identity, s.published = s.aboutPeer(verdictOf(state.Identity, unknown)), s.aboutPeer(verdictOf(state.Published, unknown))
-	s.unreadable = verdictOf(state.Answered, verdict{})
+	s.identity, s.published = s.aboutPeer(conditionOf(state.Identity, unknown)), s.aboutPeer(conditionOf(state.Published, unknown))
+	s.unreadable = conditionOf(state.Answered, condition{})
 	return s, nil
 }
 
 // told returns a condition from the stored status.
-func told(peering *isthmus.Peering, condition string) verdict {
-	c := meta.FindStatusCondition(peering.Status.Conditions, condition)
+func told(peering *isthmus.Peering, of string) condition {
+	c := meta.FindStatusCondition(peering.Status.Conditions, of)
 	if c == nil || c.Reason == isthmus.ReasonConflict { // the conflict prevented a check
 		return unknown
 	}
-	return verdict{c.Status, c.Reason, c.Message}
+	return condition{c.Status, c.Reason, c.Message}
 }
 
 // leave continues the removal of a Peering as far as possible. done means that nothing is left. The
@@ -444,10 +444,10 @@ func eventReason(c *metav1.Condition) string {
 	return c.Reason
 }
 
-// verdictOf converts a condition of the replicator; an empty one becomes silent.
-func verdictOf(c replication.Condition, silent verdict) verdict {
+// conditionOf converts a condition of the replicator; an empty one becomes silent.
+func conditionOf(c replication.Condition, silent condition) condition {
 	if c.Status == "" {
 		return silent
 	}
-	return verdict{c.Status, c.Reason, c.Message}
+	return condition{c.Status, c.Reason, c.Message}
 }

@@ -204,7 +204,7 @@ func known(reason string) string {
 }
 
 // aboutPeer adds the peer's name to a problem that the replicator found.
-func (s *peeringState) aboutPeer(v verdict) verdict {
+func (s *peeringState) aboutPeer(v condition) condition {
 	if v.status == metav1.ConditionFalse && v.reason != isthmus.ReasonPublishing && s.peering.DeletionTimestamp.IsZero() {
 		v.message = s.refused(s.who()+": ", v.message, "")
 	}

@@ -36,13 +36,13 @@ func (r *Reconciler) gatherServices(ctx context.Context, s *peeringState) {
 	s.services.left = s.services.looked && !s.services.sharing.Withdrawn
 }
 
-// servicesVerdict computes the condition ServicesShared; nil: the Peering does not have it.
-func servicesVerdict(s peeringState) *verdict {
+// servicesCondition computes the condition ServicesShared; nil: the Peering does not have it.
+func servicesCondition(s peeringState) *condition {
 	spec, is := s.peering.Spec.Services, s.services
 	if !is.on || len(spec.Export)+len(spec.Import) == 0 || s.conflict != "" || !s.peering.DeletionTimestamp.IsZero() {
 		return nil
 	}
-	v := func(v verdict) *verdict { return &v }
+	v := func(v condition) *condition { return &v }
 	c := is.sharing.Condition
 	switch {
 	case is.lacking != "":
