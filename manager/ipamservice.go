@@ -24,7 +24,7 @@ const ipamRepeat = time.Minute
 // an EndpointSlice of the same name. A selector would add standby managers, which do not answer.
 type ipamService struct {
 	client    client.Client
-	reader    client.Reader // of the API server, no cache: there is no right to list
+	reader    client.Reader // the API server itself: a cache would need permission to list
 	namespace string
 	name      string     // name of the Service and the EndpointSlice
 	addr      netip.Addr // address of this manager

@@ -112,7 +112,7 @@ func (r *tunnelEndpointReconciler) Reconcile(ctx context.Context, req ctrl.Reque
 type exchange struct {
 	id        string
 	peer      peers.Peer                // zero if the namespace is not that of a peer
-	wanted    bool                      // it is, and the peer does not leave, or still drains
+	wanted    bool                      // the namespace is that of a peer that stays, or still drains
 	elsewhere bool                      // the cluster is a peer, but not in this namespace
 	originals []v1alpha1.NetworkConfig  // labelled as ours, the one with the right name first
 	copies    []v1alpha1.NetworkConfig  // from the peer, oldest first

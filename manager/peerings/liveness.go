@@ -46,7 +46,7 @@ type Liveness struct {
 	looked bool
 	unread string // why the last read of the Lease failed
 	lease  coordinationv1.LeaseSpec
-	since  time.Time // when the Lease was first seen in this state; zero: start again
+	since  time.Time // when the Lease was first seen in this state; zero: not seen
 	gone   time.Time // since when a Lease that existed is missing; zero: it exists
 	silent string
 }

@@ -27,7 +27,7 @@ type Peer struct {
 type Export struct {
 	ID      string
 	Cluster string
-	// Since is the age of the export. The oldest export wins a conflict.
+	// Since is when the export began. The oldest export wins a conflict.
 	Since   isthmus.UTCTime
 	Service isthmus.ExportedService
 	// Addresses maps the address of an endpoint in Service to its address in this cluster.

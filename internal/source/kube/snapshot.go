@@ -135,7 +135,7 @@ func savedFrom(cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v
 	return s
 }
 
-// remembered is the snapshot of an earlier active replica.
+// remembered is the snapshot of this replica from before a restart, when it was active.
 type remembered struct {
 	objects  savedObjects
 	snapshot Snapshot  // evaluated from objects
@@ -307,7 +307,7 @@ func (k *keeper) problem() error {
 	return k.err
 }
 
-// problems returns problem in the form of a problem of an object.
+// problems returns the result of problem as a fabric.Problem, as if the directory were an object.
 func (k *keeper) problems() []fabric.Problem {
 	if err := k.problem(); err != nil {
 		return []fabric.Problem{{Origin: fabric.Origin{Kind: "Snapshot", Name: k.o.StateDirectory}, Message: err.Error()}}
