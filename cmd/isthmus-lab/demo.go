@@ -25,11 +25,11 @@ func newDemoCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "demo",
 		Short: "Join clusters with the same PodCIDR on this machine and show what works (root)",
-		Long: `First join two clusters, made of network namespaces of this machine, by files, and break
-one of the files on purpose. Then create three clusters of three nodes, each with its own
-API server and all with the same PodCIDR, peer each pair by the command line, and show
-with real traffic what works and what is refused. Each step is checked; the exit code is 0
-if all succeed. Nothing remains at the end, or after Ctrl-C.
+		Long: `First make two clusters of network namespaces on this machine, join them by configuration
+files, and break one of the files on purpose. Then create three clusters of three nodes,
+each with its own API server and all with the same PodCIDR. Peer each pair by the command
+line, and show with real traffic what works and what is refused. Each step is checked; the
+exit code is 0 if all succeed. Nothing remains at the end, or after Ctrl-C.
 
 The second part needs etcd and kube-apiserver. If they are missing, they are built from
 source while the first part runs. This takes some minutes, once, and needs a checkout of

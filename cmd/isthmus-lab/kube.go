@@ -12,7 +12,7 @@ func newKubeCommand() *cobra.Command {
 	var nodes, oldest bool
 	cmd := &cobra.Command{
 		Use:   "kube",
-		Short: "Build etcd, kube-apiserver and kube-controller-manager, and print where they are",
+		Short: "Build etcd, kube-apiserver and kube-controller-manager, and print their directory",
 		Long: `Build etcd, kube-apiserver and kube-controller-manager from source if they are missing,
 and print their directory. This takes some minutes, once, and needs a checkout of the
 source. --nodes also builds kube-scheduler, kubelet and kube-proxy, in a separate

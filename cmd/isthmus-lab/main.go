@@ -34,7 +34,7 @@ func run(args []string, stdin io.Reader, stdout, stderr io.Writer) int {
 func newRootCommand() *cobra.Command {
 	root := &cobra.Command{
 		Use:   "isthmus-lab",
-		Short: "Clusters out of network namespaces of this machine, to play with (root)",
+		Short: "Make clusters of network namespaces on this machine (root)",
 		Long: `Make clusters of network namespaces on this machine: nodes, pods, an underlay and a
 gateway for each cluster, joined with each other. Nothing outside the namespaces changes.
 A lab exists until "isthmus-lab down" or a reboot.

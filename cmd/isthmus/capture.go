@@ -27,7 +27,7 @@ func newCaptureCommand() *cobra.Command {
 	var places, drops []string
 	cmd := &cobra.Command{
 		Use:   "capture [END [END [tcp|udp|icmp]]]",
-		Short: "Show packets in the gateway before and after NAT, inside and outside of the tunnel (root)",
+		Short: "Write packets of the gateway to a file, before and after NAT, inside and outside the tunnel (root)",
 		Long: `Write the packets of the gateway on this machine, or in this Pod, to a pcapng file
 for Wireshark, tshark or tcpdump. A packet appears at up to four places, which are the
 interfaces of the file: before-nat, after-nat, tunnel and underlay. The comment of a

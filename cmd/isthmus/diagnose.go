@@ -16,10 +16,10 @@ func newDiagnoseCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "diagnose [PEER]",
 		Short: "Find the first broken hop on the path to a peer",
-		Long: `Check the path between a cluster and a peer hop by hop, name the first broken hop
-and its remedy: manager, gateway and route agents of the cluster, the identity at
-the peer, the exchange of networks, the tunnel. PEER is the name of a Peering or of
-the other cluster; without it all peerings are checked.
+		Long: `Check the path between a cluster and a peer hop by hop: manager, gateway and route agents
+of the cluster, its identity at the peer, the exchange of networks, the tunnel. Name the
+first broken hop and its remedy. PEER is the name of a Peering or of the other cluster;
+without it all peerings are checked.
 
 With --remote-context, or --remote-kubeconfig, the other side is checked too.
 It often has the reason, because a side that receives nothing cannot see why.

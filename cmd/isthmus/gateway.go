@@ -26,11 +26,11 @@ func newGatewayCommand() *cobra.Command {
 		Short: "Run a gateway in this network namespace (root)",
 		Long: `Run one of the gateways of a Kubernetes cluster. It watches TunnelEndpoints and
 NatMappings, creates or reads the key Secret wireguard-pubkey, and takes part in the
-election by the Lease isthmus-gateway. The active gateway connects the peers, marks
+election by the Lease isthmus-gateway. The active gateway connects to the peers, marks
 itself (Pod label, annotation of the Service) and writes the status of each
-TunnelEndpoint; the standbys are prepared to take over. An active gateway continues
-while the API server is away. A gateway that starts meanwhile waits for the API server,
-unless it was active in the last ten minutes and has a --state-directory: it stores its
+TunnelEndpoint; the standbys are prepared to take over. An active gateway continues while
+the API server is away. A gateway that starts meanwhile waits for the API server, unless
+it was active in the last ten minutes and has a --state-directory: it stores its
 configuration and private key there, and uses them until the API server answers.
 
 With --config it needs no cluster: it reads a directory with gateway.yaml and with
@@ -46,7 +46,7 @@ In a cluster it is an ordinary Pod. It needs CAP_NET_ADMIN and /dev/net/tun, UDP
 4800 from all nodes, UDP and TCP 5870 from the other gateways, and POD_NAME, POD_IP,
 NODE_NAME and POD_NAMESPACE from the downward API; probes need "--metrics-address
 :5872". With --host-network or --config it also needs CAP_SYS_ADMIN and its node's
-network; probes then have "host: 127.0.0.1".`,
+network; probes then need "host: 127.0.0.1".`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			switch udpOffload {

@@ -22,7 +22,7 @@ func newGatherCommand() *cobra.Command {
 	o := gather.Options{Version: cli.Version()}
 	cmd := &cobra.Command{
 		Use:   "gather",
-		Short: "Put what is to be known of a cluster into an archive for a bug report",
+		Short: "Write the state of a cluster into an archive for a bug report",
 		Long: `Write an archive for a bug report: the objects of Isthmus in a cluster, the output of
 status and diagnose, the logs of the components, and the state of gateways and route
 agents: flows, drops, metrics, desired routes and rules. Begin with its summary.md.

@@ -33,10 +33,10 @@ func newManagerCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "manager",
 		Short: "Run the control plane of this cluster",
-		Long: `Run the control plane of this cluster. For each Peering it publishes a
-NetworkConfig to the peer's API server, answers that of the peer with networks that
-overlap nothing here, and writes the TunnelEndpoint and NatMapping for gateways and
-route agents. The status of the Peering reports the progress.
+		Long: `Run the control plane of this cluster. For each Peering it publishes a NetworkConfig to
+the peer's API server, answers the peer's NetworkConfig with networks for the peer that
+overlap nothing in this cluster, and writes the TunnelEndpoint and NatMapping for gateways
+and route agents. The status of the Peering reports the progress.
 
 Values without a flag are detected: the cluster's identity from the ConfigMap
 that "isthmus install" (or Liqo) writes, the PodCIDR from kubeadm's configuration,
@@ -68,11 +68,11 @@ takes its own Lease over at once.`,
 	flags, o := cmd.Flags(), &f.options
 	flags.StringVar(&o.Kubeconfig, "kubeconfig", "", "kubeconfig file (default: the Pod's ServiceAccount)")
 	flags.StringVar(&o.Namespace, "namespace", "", "namespace of the installation (default: $POD_NAMESPACE, else "+deploy.Namespace+")")
-	flags.StringVar(&o.Cluster.ClusterID, "cluster-id", "", "ID of this cluster (default: of the ConfigMap that isthmus install writes, else the UID of kube-system)")
+	flags.StringVar(&o.Cluster.ClusterID, "cluster-id", "", "ID of this cluster (default: the one in the ConfigMap that isthmus install writes, else the UID of kube-system)")
 	flags.StringVar(&o.Cluster.ClusterName, "cluster-name", "", "name of this cluster, which is part of object names (default: of that ConfigMap)")
 	flags.StringVar(&f.podCIDR, "pod-cidr", "", "network of all pods of this cluster (default: from kubeadm's configuration)")
 	flags.StringVar(&f.serviceCIDR, "service-cidr", "", "network of the Services (default: from the API server)")
-	flags.StringVar(&f.externalCIDR, "external-cidr", "", "network for endpoints that are not pods (default: a free /20, or of the length of a smaller PodCIDR)")
+	flags.StringVar(&f.externalCIDR, "external-cidr", "", "network for endpoints that are not pods (default: a free /20, or as small as the PodCIDR if that is smaller)")
 	flags.StringSliceVar(&f.pools, "pools", nil, "pools for networks of peers that have to be remapped (default: 10.0.0.0/8,192.168.0.0/16,172.16.0.0/12,100.64.0.0/10)")
 	flags.StringSliceVar(&f.reserved, "reserved", nil, "more networks that peers never get, besides this cluster's own and those that its nodes reach")
 	flags.BoolVar(&o.Services, "services", false, "share Services with peers according to their Peerings; needs rights and the CRDs of the Multi-Cluster Services API")

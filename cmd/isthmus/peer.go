@@ -21,20 +21,20 @@ func newPeerCommand() *cobra.Command {
 	var inBand bool
 	cmd := &cobra.Command{
 		Use:   "peer --context A {--remote-context B | NAME}",
-		Short: "Join two clusters, or look at what a peer claims and agree to it",
+		Short: "Join two clusters, or show a peer's changed networks and agree to them",
 		Long: `Join two clusters in which Isthmus is installed, and wait until traffic flows.
 
-In each cluster the command creates a namespace for the peering, a ServiceAccount that
-the other cluster may use only for its NetworkConfig in that namespace, a Secret with the
+In each cluster the command creates a namespace for the peering, a ServiceAccount that the
+other cluster may use only for its NetworkConfig in that namespace, a Secret with the
 identity at the other cluster, and a Peering. When repeated, it restores missing objects
-and renews a revoked identity. It refuses another cluster with the ID and name of the one
-that was peered before.
+and renews a revoked identity. It refuses a different cluster that has the ID and name of
+the one that was peered before.
 
 At the end it shows for each claimed network whether the other side uses it unchanged or
 remaps it, and why. If a peer later changes its claim and would get new addresses, the
 agreed networks stay in force until you agree. With the NAME of a Peering or of the other
-cluster the command shows the changed claim, from this cluster alone. --consent agrees to
-exactly that claim, and fails if the peer has changed it meanwhile.
+cluster the command shows the changed claim, and needs only this cluster. --consent agrees
+to exactly that claim, and fails if the peer has changed it meanwhile.
 
 The exit code is 1 if the clusters were not joined in time, or if a claim waits for
 consent. The command prints what is missing, and on which side.`,
@@ -96,7 +96,7 @@ consent. The command prints what is missing, and on which side.`,
 	}
 	addAccessFlags(cmd, &local, "", "")
 	addAccessFlags(cmd, &remote, "remote-", " of the other cluster")
-	cmd.Flags().StringVar(&local.Server, "server", "", "URL of this cluster's API server for the other cluster (default from the kubeconfig)")
+	cmd.Flags().StringVar(&local.Server, "server", "", "URL by which the other cluster reaches this cluster's API server (default from the kubeconfig)")
 	cmd.Flags().StringVar(&remote.Server, "remote-server", "", "URL of the other cluster's API server for this cluster (default from the kubeconfig)")
 	cmd.Flags().StringVar(&o.Name, "name", "", "name of the Peering in this cluster (default the other cluster's name and six digits)")
 	cmd.Flags().StringVar(&o.RemoteName, "remote-name", "", "name of the Peering in the other cluster")

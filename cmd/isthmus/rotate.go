@@ -17,10 +17,10 @@ func newRotateKeyCommand() *cobra.Command {
 		Long: `Begin a rotation of a cluster's WireGuard key, or show the progress of the current one.
 Nothing has to be done in the other clusters.
 
-Meanwhile the gateway accepts the current and the new key. Peers get the new public key
-from the manager, and each switches to it without losing packets. When all have switched,
-or when the gateway's patience ends (--rotation-patience), only the new key remains. The
-preshared keys are renewed, too.
+During a rotation the gateway accepts the current and the new key. Peers get the new
+public key from the manager, and each switches to it without losing packets. When all have
+switched, or when the gateway's patience ends (--rotation-patience), only the new key
+remains. The preshared keys are renewed, too.
 
 Use --now for a key that may be stolen. The new key replaces all keys of the Secret at
 once, including unreadable ones. Sessions end, and each peer is out of reach for about a

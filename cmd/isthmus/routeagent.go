@@ -43,10 +43,10 @@ It reads its Node, the pods on it, the gateway's Pods and Service, and the
 NetworkAllocations. It reads TunnelEndpoints only if these are not enough, and all Nodes
 and Pods only if a gateway has --host-network. While the API server is away, everything
 stays in place. It writes one object, the NodeNetworks of its node. This reports the
-networks and DNS servers that the node reaches, which the manager allocates to no peer.
-It also reports up to which resourceVersion of the NetworkAllocations the node refuses
-peers' networks. The manager waits for that, up to five seconds, before it publishes a
-new network.
+networks and DNS servers that the node reaches, which the manager allocates to no peer. It
+also reports the resourceVersion of the NetworkAllocations up to which the node refuses
+peers' networks. The manager waits for this, up to five seconds, before it publishes a new
+network.
 
 The agent restores its kernel objects within a second. As soon as a network is allocated
 to a peer, the node refuses packets for it that cannot use the tunnel. The node continues
@@ -55,7 +55,7 @@ after a reboot, because --state-directory has the networks. An agent that starts
 another one runs takes over when that one ends. --cleanup removes everything.
 
 It needs CAP_NET_ADMIN, the host's network, and dnsPolicy Default for the node's own DNS
-servers; probes have "host: 127.0.0.1".`, kernel.OverlayDevice, kernel.OverlayPort),
+servers; probes need "host: 127.0.0.1".`, kernel.OverlayDevice, kernel.OverlayPort),
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cleanup {

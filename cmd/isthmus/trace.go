@@ -21,7 +21,7 @@ func newTraceCommand() *cobra.Command {
 	var local, remote cluster.Access
 	cmd := &cobra.Command{
 		Use:   "trace SRC[:PORT] DST[:PORT] [tcp|udp|icmp]",
-		Short: "Say what would happen to a packet",
+		Short: "Show the path of a packet without sending it",
 		Long: `Show the path of a packet without sending it: the peer, the rule and the rewritten
 addresses, or the reason why it would be dropped.
 
@@ -29,7 +29,7 @@ With a kubeconfig, the path is computed from the cluster's objects: the pod's no
 gateway, the tunnel, with --remote-context the other cluster, and the path of the answer.
 SRC and DST are addresses, NAMESPACE/POD, svc/NAME or svc/NAMESPACE/NAME; svc means the
 first ready endpoint of that Service. SRC is in this cluster. With --remote-context, a
-name as DST is in the other cluster. DST may also be the name in clusterset.local of a
+name in DST is one of the other cluster. DST may also be the name in clusterset.local of a
 Service that this cluster imports. The first line then shows the chosen endpoint, and the
 number of endpoints in each cluster. Endpoints of the other cluster come first, then those
 of any peer.

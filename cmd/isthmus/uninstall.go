@@ -15,7 +15,7 @@ func newUninstallCommand() *cobra.Command {
 	var o uninstall.Options
 	cmd := &cobra.Command{
 		Use:   "uninstall",
-		Short: "Take Isthmus away from a cluster",
+		Short: "Remove Isthmus from a cluster",
 		Long: `Remove Isthmus from a cluster in this order: peerings; components; their objects in the
 kernel of each node, by a Pod there; rights, custom resource definitions and the
 namespace. Until its kernel is cleaned, a node refuses packets for peers, so nothing leaves
@@ -41,7 +41,7 @@ are away, and reports what may remain there.`,
 	addAccessFlags(cmd, &access, "", "")
 	cmd.Flags().BoolVar(&o.Force, "force", false, "do not wait for peers and nodes that are away; report what may remain there")
 	cmd.Flags().BoolVar(&o.KeepDefinitions, "keep-crds", false, "keep the custom resource definitions and their objects, such as the IPAM state")
-	cmd.Flags().BoolVar(&o.BeforeHelm, "before-helm", false, "remove only the workloads and what Helm did not install: for the chart's pre-delete hook")
+	cmd.Flags().BoolVar(&o.BeforeHelm, "before-helm", false, "remove only the workloads, and objects that Helm did not install; for the chart's pre-delete hook")
 	cmd.Flags().StringVar(&o.Image, "image", "", "image that cleans the nodes (default that of the route agents)")
 	cmd.Flags().DurationVar(&o.Timeout, "timeout", 5*time.Minute, "how long to wait")
 	return cmd

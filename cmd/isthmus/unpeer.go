@@ -15,13 +15,13 @@ func newUnpeerCommand() *cobra.Command {
 	var o peering.UnpeerOptions
 	cmd := &cobra.Command{
 		Use:   "unpeer --context A {--remote-context B | NAME}",
-		Short: "Part two clusters",
-		Long: `End a peering: in both clusters with --remote-context, or in one with the
-NAME of its Peering or of the other cluster. First the other cluster's rights are
-revoked; with --remote-context it keeps those to withdraw its objects. Then
-the Peerings are deleted and the managers remove their objects. Then the
-remaining rights, identities and namespaces follow. It is no error if the two clusters are
-not peered; an unknown NAME is one.
+		Short: "End the peering of two clusters",
+		Long: `End a peering: in both clusters with --remote-context, or in one with the NAME of its
+Peering or of the other cluster. First the command revokes the rights of the other
+cluster; with --remote-context, that cluster keeps the rights to withdraw its objects.
+Then it deletes the Peerings, and the managers remove their objects. Last, it deletes the
+remaining rights, identities and namespaces. If the two clusters are not peered, the
+command succeeds; an unknown NAME is an error.
 
 A manager waits for the other cluster's API server, so that none of our objects remain
 there. With --force it does not wait, and reports what may remain. If no manager runs,

@@ -23,7 +23,7 @@ func newVerifyCommand() *cobra.Command {
 	var continuous bool
 	cmd := &cobra.Command{
 		Use:   "verify --context A --remote-context B",
-		Short: "Send traffic between two clusters from pods made for it, and say what arrives",
+		Short: "Send traffic between two clusters from temporary Pods, and report the results",
 		Long: `Test the traffic between two clusters with temporary Pods. Both clusters get them in the
 namespace of the installation: on the node of the active gateway and on another one, in
 the pod network and in the host network. Each Pod sends ICMP, UDP and TCP to every Pod of
@@ -35,15 +35,15 @@ the other cluster, with sizes from small to beyond the MTU. In addition, the Pod
   way: by the name in clusterset.local, which any exporter may answer, and at one endpoint
   of the other cluster.
 
-A target that does not answer in its own cluster either does not count as failed. The
+If a target does not answer in its own cluster either, it does not count as failed. The
 command prints each answer, its time, and the source address that the receiver saw. The
 Pods run the gateway's image and are deleted at the end, even if you interrupt it.
 
 --pod and --remote-pod use existing Pods of any namespace instead, so their network
-policies apply. Each gets an ephemeral container without rights, which echoes at port
-7468 of the Pod and ends with the run; Kubernetes keeps its record until the Pod is
-deleted. If a Pod may not send pings (sysctl net.ipv4.ping_group_range), pings between
-Pods are left out, and those to mapped addresses are unknown. --only icmp tries all.
+policies apply. Each gets an ephemeral container without rights, which echoes at port 7468
+of the Pod and ends with the run; Kubernetes keeps its record until the Pod is deleted. If
+a Pod may not send pings (sysctl net.ipv4.ping_group_range), the result has no pings
+between Pods unless --only contains icmp, and those to mapped addresses are unknown.
 
 --continuous sends one small UDP packet a second between all Pods until you interrupt it,
 and counts lost packets; -o json prints the counts at the end.
@@ -122,7 +122,7 @@ The exit code is then 2 if nothing failed; with --continuous only if nothing was
 	}
 	addAccessFlags(cmd, &local, "", "")
 	addAccessFlags(cmd, &remote, "remote-", " of the other cluster")
-	cmd.Flags().StringSliceVar(&only, "only", nil, "only some: tcp, udp or icmp; pod or host network; out (from A to B) or in")
+	cmd.Flags().StringSliceVar(&only, "only", nil, "send only some packets: tcp, udp, icmp; pod or host, the network of the sender; out (from A to B), in")
 	_ = cmd.RegisterFlagCompletionFunc("only", cobra.FixedCompletions(verify.Words, cobra.ShellCompDirectiveNoFileComp)) // fails only for a flag that does not exist
 	cmd.Flags().IntSliceVar(&sizes, "sizes", nil, "octets to send (default 56 to 4000, TCP up to 500000); UDP sends at least 96, ICMP 16")
 	cmd.Flags().StringSliceVar(&o.To, "to", nil, "also ping HOST, or connect to HOST:PORT, from the Pods in A")
@@ -212,7 +212,7 @@ func newProbeCommand() *cobra.Command {
 	var idle time.Duration
 	cmd := &cobra.Command{
 		Use:    "probe",
-		Short:  "Echo, and send what a port of the loopback address is told to (the Pods of isthmus verify run it)",
+		Short:  "Echo packets, and send those that a client of a loopback port requests (the Pods of isthmus verify run it)",
 		Hidden: true,
 		Args:   cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
