@@ -367,7 +367,7 @@ func (p *subject) all() []change {
 			want := ipam.Request{ID: id, WantPod: netip.MustParsePrefix(pod), WantExternal: netip.MustParsePrefix(external)}
 			want.Pod, want.External = want.WantPod, want.WantExternal
 			return p.inState(ctx, func(b ipam.State) (ipam.State, error) {
-				b, _, err := b.Grant(want)
+				b, _, err := b.Allocate(want)
 				return b, err
 			})
 		}},

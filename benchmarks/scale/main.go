@@ -85,7 +85,7 @@ func fill(pod netip.Prefix, pools []netip.Prefix, asLong bool) error {
 	for n := 0; ; n++ {
 		last[n%len(last)] = cpu()
 		id := fmt.Sprintf("%08x-0000-4000-8000-000000000000", n)
-		next, got, err := b.Grant(ipam.Request{ID: id, Pod: pod, External: external})
+		next, got, err := b.Allocate(ipam.Request{ID: id, Pod: pod, External: external})
 		if err != nil {
 			text, wrong := json.Marshal(b.Spec())
 			if wrong != nil {
@@ -139,7 +139,7 @@ func grow() error {
 		external := b.Own().ExternalCIDR
 		ask := func(n int) (err error) {
 			id := fmt.Sprintf("%08x-0000-4000-8000-000000000000", n)
-			next, got, err := b.Grant(ipam.Request{ID: id, Pod: pod, External: external})
+			next, got, err := b.Allocate(ipam.Request{ID: id, Pod: pod, External: external})
 			if err == nil {
 				b = next.Answered(id, got.Pod, got.External)
 			}
