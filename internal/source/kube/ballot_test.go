@@ -1,10 +1,13 @@
 package kube
 
 import (
+	"context"
 	"crypto/ed25519"
+	"errors"
 	"fmt"
 	"maps"
 	"math/rand/v2"
+	"net"
 	"net/netip"
 	"slices"
 	"strings"
@@ -13,7 +16,9 @@ import (
 
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	coordination "k8s.io/client-go/kubernetes/typed/coordination/v1"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
@@ -302,4 +307,43 @@ func TestWhereAgentsAre(t *testing.T) {
 	check("n1")
 	p.set(pod("isthmus-system", "2", "n1", agent), nil)
 	check()
+}
+
+// noLease is an API server without a Lease.
+type noLease struct {
+	coordination.LeaseInterface
+	read func()
+}
+
+func (l noLease) Get(context.Context, string, metav1.GetOptions) (*coordinationv1.Lease, error) {
+	l.read()
+	return nil, apierrors.NewNotFound(leaseResource, isthmus.LeaseGateway)
+}
+
+// Nodes follow the next gateway as soon as it has the votes. A gateway that still sends to peers then is one too many.
+func TestAGatewayYieldsBeforeItReleasesTheVotes(t *testing.T) {
+	for _, tc := range []struct {
+		voters int
+		want   string
+	}{{0, "Lease"}, {3, "yield votes Lease"}} {
+		var events []string
+		event := func(name string) func() { return func() { events = append(events, name) } }
+		e := electionWith(noLease{read: event("Lease")}, "me", nil, quiet)
+		candidate := voting.NewCandidate("me", netip.Addr{}, func() [32]byte { return [32]byte{1} }, quiet)
+		candidate.Listen = func() (net.PacketConn, error) { // to tell voters
+			event("votes")()
+			return nil, errors.New("no network")
+		}
+		e.votes, e.list.Voters = &ballot{Candidate: candidate}, make(map[string]netip.Addr)
+		for i := range tc.voters {
+			e.list.Voters[fmt.Sprint("n", i)] = netip.AddrFrom4([4]byte{192, 0, 2, byte(i)})
+		}
+		g := &Gateway{o: GatewayOptions{Yield: event("yield")}}
+		if err := g.release(e); err != nil {
+			t.Error(err)
+		}
+		if got := strings.Join(events, " "); got != tc.want {
+			t.Errorf("with %d voters: %s; want %s", tc.voters, got, tc.want)
+		}
+	}
 }

@@ -188,10 +188,7 @@ func (g *Gateway) Run(ctx context.Context, serve func(ctx context.Context, begin
 		close(g.leaving)
 		g.writing.Lock() // what it has begun could name this one after the successor has named itself
 		defer g.writing.Unlock()
-		if e.byVotes() && g.o.Yield != nil {
-			g.o.Yield()
-		}
-		if err := e.release(); err != nil {
+		if err := g.release(e); err != nil {
 			g.log.Warn("cannot release the Lease; a standby waits until it expires", "error", err)
 			return
 		}
@@ -215,6 +212,15 @@ func (g *Gateway) Run(ctx context.Context, serve func(ctx context.Context, begin
 	close(ended)
 	release()
 	return err
+}
+
+// release gives up the votes and the Lease. Nodes follow another replica as soon as that one has the
+// votes, so this one yields first.
+func (g *Gateway) release(e *election) error {
+	if e.byVotes() && g.o.Yield != nil {
+		g.o.Yield()
+	}
+	return e.release()
 }
 
 // CannotTakeOver returns why this replica, a standby, would not become active if the active one ended, or nil.
