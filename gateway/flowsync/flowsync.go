@@ -233,9 +233,9 @@ type receiver struct {
 	age     time.Duration
 	all     bool   // the list of all flows is complete
 	parcel  []byte // the packet at hand, which may have several frames
-	// called after each list of all flows; nil: nobody waits, and the other end is the active
-	// gateway
-	listed func()
+	// The list is all that is wanted. Packets come by another connection, if the other end is the
+	// active gateway.
+	once bool
 }
 
 // begin handles the first frame of a list of all flows.

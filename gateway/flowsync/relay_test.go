@@ -6,8 +6,11 @@ import (
 	"errors"
 	"io"
 	"math/rand/v2"
+	"sync/atomic"
 	"testing"
 	"time"
+
+	"github.com/isthmus-net/isthmus/natengine"
 )
 
 // What a gateway relays while it ends waits for the next one, and arrives in order and whole, of whatever size it is.
@@ -66,7 +69,7 @@ func TestRelayedPacketsReachTheNextGateway(t *testing.T) {
 
 // Where a gateway has two connections to the active one, it takes each packet once.
 func TestOnlyTheConnectionThatFollowsTakesPackets(t *testing.T) {
-	for name, listed := range map[string]func(){"follows": nil, "asked": func() {}} {
+	for name, once := range map[string]bool{"follows": false, "asks": true} {
 		var b bytes.Buffer
 		w := writer{bufio.NewWriter(&b)}
 		w.begin(true, 0)
@@ -75,13 +78,83 @@ func TestOnlyTheConnectionThatFollowsTakesPackets(t *testing.T) {
 			t.Fatal(err)
 		}
 		k := NewKeeper()
-		r := receiver{k: k, listed: listed}
+		r := receiver{k: k, once: once}
 		if err := r.receive(&b, func() {}); !errors.Is(err, io.EOF) {
 			t.Fatal(err)
 		}
-		if got := len(k.held.all); got != map[bool]int{true: 1, false: 0}[listed == nil] {
+		if got := len(k.held.all); got != map[bool]int{false: 1, true: 0}[once] {
 			t.Errorf("%s: %d packets", name, got)
 		}
+	}
+}
+
+// A gatedList sends its first list of all flows when it may. Later ones do not wait for that.
+type gatedList struct {
+	running
+	other atomic.Bool   // it is not the first one
+	begun chan struct{} // closed when the first one is begun
+	may   chan struct{}
+}
+
+func (g *gatedList) EachFlow(f func(peer string, flow natengine.Flow), between func() bool) {
+	if !g.other.Swap(true) {
+		close(g.begun)
+		<-g.may
+	}
+	g.running.EachFlow(f, between)
+}
+
+// A standby that starts asks all gateways for their flows, and follows one as soon as it knows which is active. While it
+// does both, packets come over two connections.
+func TestAPacketArrivesOnceWhereAStandbyHasAskedAndFollows(t *testing.T) {
+	p := newPlace()
+	p.set(one, false, 1)
+	p.set(two, false, 1)
+	before := &gatedList{running: newRunning(t, "10.246.0.0/16"), begun: make(chan struct{}), may: make(chan struct{})}
+	after, a, b := newRunning(t, "10.246.0.0/16"), NewKeeper(), NewKeeper()
+	a.Activate(before)
+	before.open(t, 0)
+	_, die := p.start(t, a, one)
+	defer die()
+	eventually(t, "a listener", func() bool {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		return p.at[one] != nil
+	})
+	_, end := p.start(t, b, two)
+	defer end()
+	<-before.begun // b asks
+	p.set(one, true, 1)
+	followers := func() int {
+		a.mu.Lock()
+		defer a.mu.Unlock()
+		return len(a.followers)
+	}
+	eventually(t, "a copy, which only the connection that follows has sent", func() bool { return b.State().Copied == 2 })
+	if n := followers(); n != 2 {
+		t.Fatalf("%d connections; want one that asks and one that follows", n)
+	}
+	b.Activate(after)
+	n := 0
+	relay := func() {
+		for range 100 {
+			if !a.Relay(0, []byte{byte(n)}) {
+				t.Fatal("there is no room for a packet")
+			}
+			n++
+		}
+	}
+	relay()
+	close(before.may)
+	eventually(t, "the end of the connection that asked", func() bool { return followers() == 1 })
+	relay()
+	for i := range n {
+		if got := <-after.brought; got.p[0] != byte(i) {
+			t.Fatalf("packet %d arrives as number %d", got.p[0], i)
+		}
+	}
+	if c := b.State().Counts; c.Relayed != uint64(n) || c.Unrelayed != 0 {
+		t.Errorf("counts %+v; want %d packets, each once", c, n)
 	}
 }
 

@@ -114,7 +114,7 @@ func (l *Link) Run(ctx context.Context) {
 					follow, unfollow = context.WithCancel(ctx)
 					following, asked[addr] = addr, true
 					group.Go(func() {
-						l.ask(follow, addr, nil)
+						l.ask(follow, addr, false)
 						select {
 						case ended <- addr:
 						case <-ctx.Done():
@@ -123,10 +123,9 @@ func (l *Link) Run(ctx context.Context) {
 				case !asked[addr]:
 					asked[addr] = true
 					asking.Add(1)
-					told := sync.OnceFunc(asking.Done)
 					group.Go(func() {
-						defer told()
-						l.ask(ctx, addr, told)
+						defer asking.Done()
+						l.ask(ctx, addr, true)
 					})
 				}
 			}
@@ -174,9 +173,9 @@ func (l *Link) keyed() (*tls.Config, context.Context) {
 	return l.config, l.expired
 }
 
-// ask receives flows of another gateway until the connection ends. The active gateway does not end
-// it. listed is called after each list of all flows; nil: nobody waits.
-func (l *Link) ask(ctx context.Context, addr netip.Addr, listed func()) {
+// ask receives flows of another gateway until the connection ends, or only its list of all flows.
+// The active gateway does not end the connection.
+func (l *Link) ask(ctx context.Context, addr netip.Addr, once bool) {
 	config, expired := l.keyed()
 	dialing, cancel := context.WithTimeout(ctx, handshakeTimeout)
 	defer cancel()
@@ -187,7 +186,7 @@ func (l *Link) ask(ctx context.Context, addr netip.Addr, listed func()) {
 		defer context.AfterFunc(expired, func() { conn.Close() })()
 		secure := tls.Client(conn, config)
 		if err = secure.HandshakeContext(dialing); err == nil {
-			r := receiver{k: l.k, listed: listed}
+			r := receiver{k: l.k, once: once}
 			extend := func() { _ = conn.SetReadDeadline(time.Now().Add(readTimeout)) }
 			extend()
 			err = r.receive(secure, extend)

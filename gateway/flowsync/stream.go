@@ -102,8 +102,8 @@ func (w writer) parcel(one parcel) {
 	w.frame(framePacket, []byte{byte(one.tunnel)}, rest)
 }
 
-// receive reads a stream into r until the stream ends, and returns the reason. It calls beat after
-// each frame.
+// receive reads a stream into r until the stream ends, and returns the reason, or until the end of
+// the first list, if r wants no more. It calls beat after each frame.
 func (r *receiver) receive(from io.Reader, beat func()) error {
 	buffered := bufio.NewReaderSize(from, 64<<10)
 	body := make([]byte, maxFrame)
@@ -137,15 +137,15 @@ func (r *receiver) receive(from io.Reader, beat func()) error {
 				r.flow(peer, natengine.FlowFrom(flows), kind == frameEnded)
 			}
 		case kind == frameEnd && len(rest) == 0:
-			if r.end(); r.listed != nil {
-				r.listed()
+			if r.end(); r.once {
+				return nil
 			}
 		case kind == frameBeat && len(rest) == 0:
 			r.beat()
 		case kind == framePacket && len(rest) > 1 && r.active && len(r.parcel)+len(rest)-1 <= maxParcel:
 			r.parcel = append(r.parcel, rest[1:]...)
 			if rest[0] < goesOn {
-				if r.listed == nil { // r may have a second connection to the same gateway
+				if !r.once {
 					r.k.brought(parcel{tunnel: int(rest[0]), p: r.parcel, at: time.Now()})
 				}
 				r.parcel = nil
