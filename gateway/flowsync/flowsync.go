@@ -104,6 +104,7 @@ type Counts struct {
 
 	Relayed   uint64 // packets of the previous gateway that this one gave to its tunnels
 	Unrelayed uint64 // packets of the previous gateway that were dropped: too many, or too old
+	Unsent    uint64 // packets that this gateway relayed, and dropped: a connection had no room, or ended
 }
 
 // Activate makes this gateway the active one. flows becomes its own and adopts the copied flows,

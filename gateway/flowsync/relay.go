@@ -20,19 +20,21 @@ type parcel struct {
 
 // Relay sends a packet for a peer, virtio header first, to the gateways that copy the flows of this
 // one. The one that becomes active sends it to the peer. Relay copies p, does not block, and reports
-// whether a connection had room.
+// whether there is such a gateway. It counts each that does not get the packet.
 func (k *Keeper) Relay(tunnel int, p []byte) bool {
 	one := parcel{tunnel: tunnel, p: slices.Clone(p)}
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	taken := false
 	for q := range k.followers {
-		taken = q.addParcel(one) || taken
+		if !q.addParcel(one) {
+			k.counts.Unsent++
+		}
 	}
-	return taken
+	return len(k.followers) > 0
 }
 
-// follow gives a connection the packets of Relay, until the caller calls the result.
+// follow gives a connection the packets of Relay, until the caller calls the result. Those that
+// still wait then are dropped.
 func (k *Keeper) follow(q *queue) (end func()) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -41,6 +43,7 @@ func (k *Keeper) follow(q *queue) (end func()) {
 		k.mu.Lock()
 		defer k.mu.Unlock()
 		delete(k.followers, q)
+		k.counts.Unsent += uint64(len(q.parcels)) // only Relay adds some
 	}
 }
 
@@ -54,14 +57,6 @@ func (q *queue) addParcel(one parcel) bool {
 	q.mu.Unlock()
 	q.wakeUp()
 	return !full
-}
-
-// takeParcels returns the waiting packets.
-func (q *queue) takeParcels() (all []parcel) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	all, q.parcels, q.octets = q.parcels, nil, 0
-	return all
 }
 
 // hurries reports whether a packet waits, which must not be delayed to gather more.

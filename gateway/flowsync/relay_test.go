@@ -183,15 +183,52 @@ func TestRelayedPacketsThatWaitAreBounded(t *testing.T) {
 	if c := k.State().Counts; len(r.brought) != 0 || c.Unrelayed != fit+3 {
 		t.Errorf("%d packets are sent that are too old, and %d are dropped; want 0 and %d", len(r.brought), c.Unrelayed, fit+3)
 	}
-	q := &queue{wake: make(chan struct{}, 1)}
-	defer k.follow(q)()
-	taken := 0
-	for range fit + 2 {
-		if k.Relay(0, p) {
-			taken++
+}
+
+// Each packet that a connection does not get is counted, whether another connection gets it or not.
+func TestPacketsThatAreNotSentAreCounted(t *testing.T) {
+	k := NewKeeper()
+	p := make([]byte, 60000)
+	const fit = relayMost / 60000
+	slow, other := &queue{wake: make(chan struct{}, 1)}, &queue{wake: make(chan struct{}, 1)}
+	end := k.follow(slow)
+	unsent := uint64(0)
+	check := func(what string, more uint64) {
+		t.Helper()
+		if unsent += more; k.State().Counts.Unsent != unsent {
+			t.Errorf("%s: %d packets are counted, want %d", what, k.State().Counts.Unsent, unsent)
 		}
 	}
-	if taken != fit || len(q.takeParcels()) != fit || !k.Relay(0, p) {
-		t.Errorf("%d packets wait for a connection; want %d, and room again", taken, fit)
+	relay := func() {
+		if !k.Relay(0, p) {
+			t.Error("there is nobody")
+		}
 	}
+	for range fit + 2 {
+		relay()
+	}
+	check("a full queue", 2)
+	endOther := k.follow(other)
+	relay()
+	check("a full queue beside one with room", 1)
+	if _, parcels, err := slow.take(nil); len(parcels) != fit || err != nil {
+		t.Errorf("%d packets wait, %v; want %d", len(parcels), err, fit)
+	}
+	relay()
+	check("room again", 0)
+	slow.lost = true
+	if _, parcels, err := slow.take(nil); len(parcels) > 0 || !errors.Is(err, errLost) {
+		t.Errorf("%d packets and %v of a connection that begins its list anew", len(parcels), err)
+	}
+	end()
+	check("a connection that begins its list anew", 1)
+	if _, parcels, _ := other.take(nil); len(parcels) != 2 {
+		t.Errorf("%d packets for the other connection, want 2", len(parcels))
+	}
+	endOther()
+	check("a connection that has sent all", 0)
+	if k.Relay(0, p) {
+		t.Error("a packet is relayed to nobody")
+	}
+	check("nobody, which the caller counts", 0)
 }

@@ -51,12 +51,17 @@ func (q *queue) wakeUp() {
 	}
 }
 
-// take returns the waiting changes. The caller passes the previous result back as spare, for reuse.
-func (q *queue) take(spare []record) (all []record, lost bool) {
+// take returns the waiting changes, and the packets to send after them. The caller passes the
+// previous changes back as spare, for reuse.
+func (q *queue) take(spare []record) (all []record, parcels []parcel, err error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
+	if q.lost {
+		return nil, nil, errLost
+	}
 	all, q.all = q.all, spare[:0]
-	return all, q.lost
+	parcels, q.parcels, q.octets = q.parcels, nil, 0
+	return all, parcels, nil
 }
 
 // errLost means that changes were lost, and everything has to be sent again.
@@ -121,10 +126,9 @@ func (k *Keeper) sendRunning(ctx context.Context, conn net.Conn, w writer, runni
 	defer k.follow(q)()
 	var spare []record
 	pass := func() error {
-		parcels := q.takeParcels()
-		all, lost := q.take(spare)
-		if lost {
-			return errLost
+		all, parcels, err := q.take(spare)
+		if err != nil {
+			return err
 		}
 		w.records(all)
 		spare = all
