@@ -232,6 +232,7 @@ type receiver struct {
 	active  bool // the other end is the active gateway
 	table   table
 	age     time.Duration
+	begun   bool   // the other end has begun to send
 	all     bool   // the list of all flows is complete
 	parcel  []byte // the packet at hand, which may have several frames
 	// The list is all that is wanted. Packets come by another connection, if the other end is the
@@ -246,7 +247,11 @@ func (r *receiver) begin(active bool, age time.Duration) {
 	r.changes, r.active, r.age, r.all, r.table = r.k.changes, active, age, false, table{}
 	if r.k.running == nil && active {
 		r.k.fresh = &r.table
+		if !r.begun && !r.once { // it has become active instead of this one, and has the packets, too
+			r.k.held = held{}
+		}
 	}
+	r.begun = true
 }
 
 // flow handles a flow that exists, or has ended.

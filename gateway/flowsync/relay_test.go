@@ -185,6 +185,28 @@ func TestRelayedPacketsThatWaitAreBounded(t *testing.T) {
 	}
 }
 
+// Where another gateway becomes active, it has the packets, too.
+func TestAGatewayThatFollowsTheNextOneKeepsNoPackets(t *testing.T) {
+	k := NewKeeper()
+	k.brought(parcel{p: []byte{1}, at: time.Now()})
+	waiting := func(what string, want int) {
+		t.Helper()
+		if n := len(k.held.all); n != want || k.State().Counts.Unrelayed != 0 {
+			t.Errorf("%s: %d packets wait and %d are dropped; want %d and none", what, n, k.State().Counts.Unrelayed, want)
+		}
+	}
+	standby, asked, next := receiver{k: k}, receiver{k: k, once: true}, receiver{k: k}
+	standby.begin(false, 0)
+	waiting("a standby sends its copy", 1)
+	asked.begin(true, 0) // the same one, perhaps
+	waiting("a gateway that was only asked is active", 1)
+	next.begin(true, 0)
+	waiting("another gateway is active", 0)
+	k.brought(parcel{p: []byte{1}, at: time.Now()})
+	next.begin(true, 0)
+	waiting("it begins its list anew, as it ends", 1)
+}
+
 // Each packet that a connection does not get is counted, whether another connection gets it or not.
 func TestPacketsThatAreNotSentAreCounted(t *testing.T) {
 	k := NewKeeper()

@@ -107,7 +107,6 @@ func (w writer) parcel(one parcel) {
 func (r *receiver) receive(from io.Reader, beat func()) error {
 	buffered := bufio.NewReaderSize(from, 64<<10)
 	body := make([]byte, maxFrame)
-	begun := false
 	for {
 		var head [2]byte
 		if _, err := io.ReadFull(buffered, head[:]); err != nil {
@@ -121,15 +120,14 @@ func (r *receiver) receive(from io.Reader, beat func()) error {
 			return err
 		}
 		kind, rest := body[0], body[1:n]
-		if begun && r.over() {
+		if r.begun && r.over() {
 			return errors.New("this gateway was the active one meanwhile")
 		}
-		if !begun && kind != frameBegin {
+		if !r.begun && kind != frameBegin {
 			return fmt.Errorf("a frame of kind %d before the first list", kind)
 		}
 		switch {
 		case kind == frameBegin && len(rest) == 5 && rest[0] <= 1:
-			begun = true
 			r.begin(rest[0] == 1, time.Duration(binary.BigEndian.Uint32(rest[1:]))*time.Millisecond)
 		case (kind == frameFlow || kind == frameEnded) && len(rest) > 0 && len(rest) > int(rest[0]) && (len(rest)-1-int(rest[0]))%natengine.FlowSize == 0:
 			peer := string(rest[1 : 1+rest[0]])
