@@ -5,6 +5,9 @@ import "maps"
 // Most types in this file are aliases: in Go they are plain strings, and the rules below are
 // written once instead of at each field that has them.
 
+// The rules do without containsCIDR, because that of Kubernetes 1.31 compares addresses before it
+// masks them, and finds only networks that begin at the same address.
+
 // CIDR is a network of pods or of mapped endpoints, in canonical notation: host bits zero, as
 // 10.244.0.0/16. Liqo publishes canonical networks only, since its flags and its IPAM store the
 // masked form. The bounds of the prefix length leave room for what every peering needs, the network
@@ -14,7 +17,7 @@ import "maps"
 // +kubebuilder:validation:XValidation:rule="isCIDR(self)",message="must be a network in CIDR notation, such as 10.244.0.0/16",reason=FieldValueInvalid
 // +kubebuilder:validation:XValidation:rule="!isCIDR(self) || string(cidr(self).masked()) == self",message="must be in canonical form, with all host bits zero",reason=FieldValueInvalid
 // +kubebuilder:validation:XValidation:rule="!isCIDR(self) || (cidr(self).ip().family() == 4 ? cidr(self).prefixLength() >= 8 && cidr(self).prefixLength() <= 30 : cidr(self).prefixLength() >= 16 && cidr(self).prefixLength() <= 126)",message="must have a prefix length from 8 to 30 (IPv4) or from 16 to 126 (IPv6)",reason=FieldValueInvalid
-// +kubebuilder:validation:XValidation:rule="!isCIDR(self) || (!['0.0.0.0/8', '127.0.0.0/8', '169.254.0.0/16', '224.0.0.0/4', '::/8', 'fe80::/10', 'ff00::/8'].exists(n, cidr(n).containsCIDR(self)) && !['0.0.0.0', '127.0.0.0', '169.254.0.0', '224.0.0.0', '255.255.255.255', '::', 'fe80::', 'ff00::'].exists(a, cidr(self).containsIP(a)))",message="must be a unicast network, apart from unspecified, loopback, link-local, multicast and broadcast addresses",reason=FieldValueInvalid
+// +kubebuilder:validation:XValidation:rule="!isCIDR(self) || (!['0.0.0.0/8', '127.0.0.0/8', '169.254.0.0/16', '224.0.0.0/4', '::/8', 'fe80::/10', 'ff00::/8'].exists(n, cidr(n).containsIP(cidr(self).ip()) && cidr(self).prefixLength() >= cidr(n).prefixLength()) && !['0.0.0.0', '127.0.0.0', '169.254.0.0', '224.0.0.0', '255.255.255.255', '::', 'fe80::', 'ff00::'].exists(a, cidr(self).containsIP(a)))",message="must be a unicast network, apart from unspecified, loopback, link-local, multicast and broadcast addresses",reason=FieldValueInvalid
 type CIDR = string
 
 // NATCIDR is the network that stands for another one in the peer cluster, or the literal None if
@@ -23,7 +26,7 @@ type CIDR = string
 // +kubebuilder:validation:XValidation:rule="self == 'None' || isCIDR(self)",message="must be None or a network in CIDR notation, such as 10.246.0.0/16",reason=FieldValueInvalid
 // +kubebuilder:validation:XValidation:rule="!isCIDR(self) || string(cidr(self).masked()) == self",message="must be in canonical form, with all host bits zero",reason=FieldValueInvalid
 // +kubebuilder:validation:XValidation:rule="!isCIDR(self) || (cidr(self).ip().family() == 4 ? cidr(self).prefixLength() >= 8 && cidr(self).prefixLength() <= 30 : cidr(self).prefixLength() >= 16 && cidr(self).prefixLength() <= 126)",message="must have a prefix length from 8 to 30 (IPv4) or from 16 to 126 (IPv6)",reason=FieldValueInvalid
-// +kubebuilder:validation:XValidation:rule="!isCIDR(self) || (!['0.0.0.0/8', '127.0.0.0/8', '169.254.0.0/16', '224.0.0.0/4', '::/8', 'fe80::/10', 'ff00::/8'].exists(n, cidr(n).containsCIDR(self)) && !['0.0.0.0', '127.0.0.0', '169.254.0.0', '224.0.0.0', '255.255.255.255', '::', 'fe80::', 'ff00::'].exists(a, cidr(self).containsIP(a)))",message="must be a unicast network, apart from unspecified, loopback, link-local, multicast and broadcast addresses",reason=FieldValueInvalid
+// +kubebuilder:validation:XValidation:rule="!isCIDR(self) || (!['0.0.0.0/8', '127.0.0.0/8', '169.254.0.0/16', '224.0.0.0/4', '::/8', 'fe80::/10', 'ff00::/8'].exists(n, cidr(n).containsIP(cidr(self).ip()) && cidr(self).prefixLength() >= cidr(n).prefixLength()) && !['0.0.0.0', '127.0.0.0', '169.254.0.0', '224.0.0.0', '255.255.255.255', '::', 'fe80::', 'ff00::'].exists(a, cidr(self).containsIP(a)))",message="must be a unicast network, apart from unspecified, loopback, link-local, multicast and broadcast addresses",reason=FieldValueInvalid
 type NATCIDR = string
 
 // EndpointHost says where a gateway is reached: an IP address, or a DNS name when a load balancer

@@ -4,7 +4,7 @@ import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 // NetworkConfigSpec is what a cluster tells a peer about its network. The sender writes it, and in
 // the receiver's cluster the replicator that works for the sender.
-// +kubebuilder:validation:XValidation:rule="!isCIDR(self.podCIDR) || !isCIDR(self.externalCIDR) || !(cidr(self.podCIDR).containsCIDR(self.externalCIDR) || cidr(self.externalCIDR).containsCIDR(self.podCIDR))",message="podCIDR and externalCIDR must not overlap",fieldPath=".externalCIDR",reason=FieldValueInvalid
+// +kubebuilder:validation:XValidation:rule="!isCIDR(self.podCIDR) || !isCIDR(self.externalCIDR) || !(cidr(self.podCIDR).containsIP(cidr(self.externalCIDR).ip()) || cidr(self.externalCIDR).containsIP(cidr(self.podCIDR).ip()))",message="podCIDR and externalCIDR must not overlap",fieldPath=".externalCIDR",reason=FieldValueInvalid
 type NetworkConfigSpec struct {
 	// RemoteCluster is the cluster this object is addressed to, in the original and in the copy.
 	RemoteCluster ClusterIdentity `json:"cluster"`
