@@ -928,11 +928,14 @@ func goldenTable(t *testing.T, path string, table []string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// As an API server of 1.31 says it.
-	have = strings.ReplaceAll(have, `Invalid value: "null"`, "Invalid value: null")
-	have = regexp.MustCompile(`may not be longer than (\d+)`).ReplaceAllString(have, "may not be more than $1 bytes")
+	// An API server of 1.31 says it in other words. A long message is cut, and so its end depends on them.
+	same := func(line string) string {
+		line, _, _ = strings.Cut(line, "some validation rules were not checked")
+		line = strings.ReplaceAll(line, `Invalid value: "null"`, "Invalid value: null")
+		return regexp.MustCompile(`may not be longer than (\d+)`).ReplaceAllString(line, "may not be more than $1 bytes")
+	}
 	for i, line := range strings.Split(string(want), "\n") {
-		if got := strings.Split(have, "\n"); i >= len(got) || got[i] != line {
+		if got := strings.Split(have, "\n"); i >= len(got) || same(got[i]) != same(line) {
 			t.Errorf("line %d of %s is\n%s\nhave\n%s", i+1, path, line, strings.Join(got[min(i, len(got)):min(i+1, len(got))], ""))
 		}
 	}

@@ -39,8 +39,9 @@ func (p *managerPod) start() {
 		p.s.t.Fatal(err)
 	}
 	defer log.Close()
-	p.cmd = exec.Command(binary, "manager", "--kubeconfig", p.s.identity("isthmus-manager"), "--namespace", installed, "--pod-cidr", p.s.podCIDR,
-		"--health-address=", "--metrics-address=", "--ipam-address", p.listen, "--ipam-plain", "--ipam-service", "isthmus-ipam")
+	args := []string{"manager", "--kubeconfig", p.s.identity("isthmus-manager"), "--namespace", installed, "--pod-cidr", p.s.podCIDR,
+		"--health-address=", "--metrics-address=", "--ipam-address", p.listen, "--ipam-plain", "--ipam-service", "isthmus-ipam"}
+	p.cmd = exec.Command(binary, append(args, p.s.serviceNetwork()...)...)
 	p.cmd.Stdout, p.cmd.Stderr = log, log
 	p.cmd.Env = append(os.Environ(), "POD_NAME="+p.name, "POD_UID="+p.name, "POD_IP="+p.pod)
 	if err := p.cmd.Start(); err != nil {

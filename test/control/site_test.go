@@ -217,10 +217,8 @@ func (s *site) restartManager() {
 	args := append([]string{"manager", "--kubeconfig", identity, "--namespace", installed, "--pod-cidr", s.podCIDR,
 		"--health-address", s.health, "--metrics-address", s.metrics, "--ipam-address", s.ipam, "--ipam-plain",
 		"--ipam-allow", "10.96.0.1/32,10.130.0.0/16"}, s.args...) // what the virtual kubelet of the tests maps
-	if err := s.client.List(s.t.Context(), &networkingv1.ServiceCIDRList{}); meta.IsNoMatchError(err) && !slices.Contains(s.args, "--service-cidr") {
-		args = append(args, "--service-cidr", "10.96.0.0/12") // nothing else says it before Kubernetes 1.33
-	} else if err != nil && !meta.IsNoMatchError(err) {
-		s.t.Fatal(err)
+	if !slices.Contains(s.args, "--service-cidr") {
+		args = append(args, s.serviceNetwork()...)
 	}
 	s.manager = exec.Command(binary, args...)
 	s.manager.Stdout, s.manager.Stderr = log, log
@@ -243,6 +241,19 @@ func (s *site) restartManager() {
 		renewed := lease.Spec.RenewTime
 		return fmt.Sprintf("%+v", lease.Spec), renewed != nil && renewed.After(started)
 	})
+}
+
+// serviceNetwork is the flag with the network of Services where nothing else says it: before
+// Kubernetes 1.33.
+func (s *site) serviceNetwork() []string {
+	s.t.Helper()
+	switch err := s.client.List(s.t.Context(), &networkingv1.ServiceCIDRList{}); {
+	case meta.IsNoMatchError(err):
+		return []string{"--service-cidr", "10.96.0.0/12"}
+	case err != nil:
+		s.t.Fatal(err)
+	}
+	return nil
 }
 
 func (s *site) log() string { return filepath.Join(s.dir, "manager.log") }
