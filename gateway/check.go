@@ -76,6 +76,10 @@ type checkPeer struct {
 	// threshold is the number of intervals without an answer after which the peer counts as lost;
 	// 0: checkThreshold.
 	threshold int
+	// The search for the path MTU has these bounds: every path should carry packets of baseMTU
+	// octets in the tunnel, and none is known to carry more than maxMTU. They may change without
+	// another beginning. 0: no search.
+	baseMTU, maxMTU int
 }
 
 // CheckResult is the result of the check for one peer.
@@ -202,19 +206,23 @@ func (c *checker) change(peers []checkPeer, gone []string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for _, id := range gone {
-		c.forget(c.peers[id])
+		if p := c.peers[id]; p != nil {
+			c.forget(p)
+		}
 	}
 	var anew []*checked
 	for i := range peers {
 		was := c.peers[peers[i].id]
-		if was != nil && was.checkPeer == peers[i] {
-			continue
+		if was != nil {
+			was.limit(peers[i].baseMTU, peers[i].maxMTU, now)
+			if was.checkPeer == peers[i] || c.moved(was, peers[i], now) {
+				continue
+			}
+			c.forget(was)
 		}
-		if was != nil && c.moved(was, peers[i], now) {
-			continue
-		}
-		c.forget(was)
-		anew = append(anew, &checked{checkPeer: peers[i], begun: now, result: CheckResult{State: Connecting, Since: now}})
+		p := &checked{checkPeer: peers[i], begun: now, result: CheckResult{State: Connecting, Since: now}}
+		p.limit(p.baseMTU, p.maxMTU, now)
+		anew = append(anew, p)
 	}
 	for i, p := range anew {
 		for slot := range c.slots {
@@ -252,11 +260,8 @@ func (c *checker) moved(p *checked, to checkPeer, now time.Time) bool {
 	return true
 }
 
-// forget removes a peer, if there is one. The caller holds c.mu.
+// forget removes a peer. The caller holds c.mu.
 func (c *checker) forget(p *checked) {
-	if p == nil {
-		return
-	}
 	delete(c.peers, p.id)
 	if c.at[p.allowed[0].Addr()] == p {
 		delete(c.at, p.allowed[0].Addr())

@@ -437,6 +437,7 @@ func TestChangesOfPeersOfTheCheckAreWhatAllOfThemMake(t *testing.T) {
 	peerOf := func(i int) checkPeer {
 		p := manyPeers(i + 1)[i]
 		p.port = uint16(rng.IntN(2))
+		p.baseMTU, p.maxMTU = minAutoMTU, 1400+rng.IntN(2)
 		p.allowed[0] = netip.PrefixFrom(netip.AddrFrom4([4]byte{11, byte(rng.IntN(3)*100 + i), 0, 0}), 16)
 		return p
 	}
@@ -478,8 +479,13 @@ func TestChangesOfPeersOfTheCheckAreWhatAllOfThemMake(t *testing.T) {
 			if p.checkPeer != reference.peers[id].checkPeer || c.at[p.allowed[0].Addr()] != p {
 				t.Fatalf("step %d: %+v, want %+v", step, p.checkPeer, reference.peers[id].checkPeer)
 			}
-			if was := before[id]; was != nil && was != p && was.checkPeer == p.checkPeer {
-				t.Fatalf("step %d: peer %s has begun anew", step, id)
+			if p.path.base != p.baseMTU || p.path.Ceiling != p.maxMTU {
+				t.Fatalf("step %d: the search of peer %s has the bounds %d and %d, want %d and %d", step, id, p.path.base, p.path.Ceiling, p.baseMTU, p.maxMTU)
+			}
+			if was := before[id]; was != nil && was != p {
+				if was.baseMTU, was.maxMTU = p.baseMTU, p.maxMTU; was.checkPeer == p.checkPeer {
+					t.Fatalf("step %d: peer %s has begun anew", step, id)
+				}
 			}
 		}
 		if inSlots != len(c.peers) {

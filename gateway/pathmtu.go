@@ -310,14 +310,10 @@ func (s *pathSearch) conclude(round []pathProbe, best int, now time.Time) (chang
 	return changed
 }
 
-// limitPath sets what the kernel knows of the path to a peer: no packet in the tunnel is larger than
-// ceiling, and every path should take base, both in octets.
-func (c *checker) limitPath(id string, base, ceiling int) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if p := c.peers[id]; p != nil {
-		p.path.limit(base, ceiling, time.Now())
-	}
+// limit sets the bounds of the search for the path MTU of a peer.
+func (p *checked) limit(base, most int, now time.Time) {
+	p.baseMTU, p.maxMTU = base, most
+	p.path.limit(base, most, now)
 }
 
 // otherPath says that packets to a peer take another path from now on.

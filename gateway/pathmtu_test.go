@@ -13,6 +13,9 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 )
 
+// bravoPath is bravoPeer with a path to search.
+var bravoPath = func(p checkPeer) checkPeer { p.baseMTU, p.maxMTU = minAutoMTU, 1440; return p }(bravoPeer)
+
 // path is a path that drops what is larger than takes, and others by chance, and says nothing.
 type path struct {
 	takes int
@@ -238,8 +241,7 @@ func TestPathSearchAsksWhoeverAnswersPINGs(t *testing.T) {
 					changed: func() { changes++ },
 				})
 				defer c.close()
-				c.set([]checkPeer{bravoPeer})
-				c.limitPath(bravo, minAutoMTU, 1440)
+				c.set([]checkPeer{bravoPath})
 				wants := func(bytes int, state PathState) {
 					t.Helper()
 					synctest.Wait()
@@ -294,8 +296,7 @@ func TestAnswersToProbesOfThePathSayThatThePeerIsThere(t *testing.T) {
 			send: func(b []byte, to netip.AddrPort, _ int) { l.receive(append([]byte(nil), b...), to) },
 		})
 		defer c.close()
-		c.set([]checkPeer{bravoPeer})
-		c.limitPath(bravo, minAutoMTU, 1440)
+		c.set([]checkPeer{bravoPath})
 		state := func() CheckState { synctest.Wait(); return c.observe(bravo).State }
 		time.Sleep(10 * time.Second)
 		mu.Lock()

@@ -246,10 +246,6 @@ func (g *gateway) applyEnds(c Config, s *survey) (errs []error) {
 			e.checker.change(checks, without)
 		}
 	}
-	for _, i := range s.other {
-		p := &s.peers[i]
-		g.ends[0].checker.limitPath(p.ID, leastMTU(p.GatewayPeer), p.way)
-	}
 	return errs
 }
 
@@ -266,6 +262,8 @@ func checkPeers(i int, peers []peer, of []int) (all []checkPeer, without []strin
 		check := checkPeer{id: p.ID, probe: p.Probe, allowed: p.AllowedIPs, key: theirs.PublicKey, endpoint: p.Endpoint, port: theirs.Port}
 		if i > 0 {
 			check.threshold = severalThreshold
+		} else {
+			check.baseMTU, check.maxMTU = leastMTU(p.GatewayPeer), p.way
 		}
 		all = append(all, check)
 	}
