@@ -135,8 +135,8 @@ func (c *checker) test(key [32]byte) {
 		answered := !p.newest.Before(at)
 		c.mu.Unlock()
 		if !answered {
-			c.log.Info("peer uses another WireGuard session; starting a handshake", "peer", p.id)
-			c.handshake(key)
+			c.o.Log.Info("peer uses another WireGuard session; starting a handshake", "peer", p.id)
+			c.o.Handshake(key)
 		}
 	})
 }

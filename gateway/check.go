@@ -103,18 +103,28 @@ func (r *CheckResult) late(now time.Time, intervals int) bool {
 // bounds the work of the checker per peer.
 type checkPort interface {
 	Receive() (message []byte, from netip.AddrPort, err error) // net.ErrClosed after Close
-	Send(message []byte, to netip.AddrPort, size int) error
+	Send(message []byte, to netip.AddrPort, size int) error    // in a packet of size octets, if not 0
 	Close()
+}
+
+// checkOptions are the options of newChecker. All but Log may be left out.
+type checkOptions struct {
+	Log *slog.Logger
+	// RTT is called with the round trip of each answer.
+	RTT func(id string, rtt time.Duration)
+	// Handshake begins a handshake with a peer. doubt needs it.
+	Handshake func(key [32]byte)
+	// Hold, if not nil, delays the first PINGs to all peers until it is closed.
+	Hold <-chan struct{}
+	// PathChanged is called when another path MTU is in force. nil: the checker does not search for
+	// path MTUs.
+	PathChanged func()
 }
 
 // checker has both roles of the check for all peers. Methods may be called concurrently.
 type checker struct {
 	port checkPort
-	log  *slog.Logger
-	rtt  func(id string, rtt time.Duration) // called with the round trip of each answer
-	path pathProber
-
-	handshake func(key [32]byte) // begins a handshake with a peer; set before the first call of doubt
+	o    checkOptions
 
 	fresh  chan struct{} // holds a token while there are peers that were never pinged
 	doubts chan [32]byte // keys of peers, see doubt
@@ -160,17 +170,13 @@ type probe struct {
 	answered bool
 }
 
-// A pathProber connects the search for the path MTU. The zero value is for a checker that does not
-// search.
-type pathProber struct {
-	send    func(text []byte, to netip.AddrPort, size int) // sends a message in a packet of size octets
-	changed func()                                         // called when another size is in force
-}
-
 // newChecker starts both roles on port, which it owns.
-func newChecker(port checkPort, log *slog.Logger, rtt func(string, time.Duration), path pathProber) *checker {
-	c := &checker{port: port, log: log, rtt: rtt, path: path,
+func newChecker(port checkPort, o checkOptions) *checker {
+	c := &checker{port: port, o: o,
 		fresh: make(chan struct{}, 1), doubts: make(chan [32]byte, checkFirst), done: make(chan struct{}), peers: make(map[string]*checked), at: make(map[netip.Addr]*checked)}
+	if o.Hold != nil {
+		c.hold(o.Hold)
+	}
 	c.wg.Go(c.receive)
 	c.wg.Go(c.send)
 	return c
@@ -315,7 +321,7 @@ func (c *checker) send() {
 	defer looks.Stop()
 	paths := time.NewTicker(pathLook)
 	defer paths.Stop()
-	if c.path.send == nil {
+	if c.o.PathChanged == nil {
 		paths.Stop()
 	}
 	for {

@@ -21,7 +21,7 @@ import (
 // socket is a checkPort in memory that works inside synctest's bubble.
 type socket struct {
 	in     chan datagram
-	out    func(b []byte, to netip.AddrPort) // what the checker sends
+	out    func(b []byte, to netip.AddrPort, size int) // what the checker sends
 	closed chan struct{}
 }
 
@@ -30,7 +30,7 @@ type datagram struct {
 	from netip.AddrPort
 }
 
-func newSocket(out func([]byte, netip.AddrPort)) *socket {
+func newSocket(out func([]byte, netip.AddrPort, int)) *socket {
 	return &socket{in: make(chan datagram, 100), out: out, closed: make(chan struct{})}
 }
 
@@ -43,8 +43,8 @@ func (s *socket) Receive() ([]byte, netip.AddrPort, error) {
 	}
 }
 
-func (s *socket) Send(b []byte, to netip.AddrPort, _ int) error {
-	s.out(append([]byte(nil), b...), to)
+func (s *socket) Send(b []byte, to netip.AddrPort, size int) error {
+	s.out(append([]byte(nil), b...), to, size)
 	return nil
 }
 
@@ -69,7 +69,7 @@ type liqo struct {
 	socket *socket
 }
 
-func (l *liqo) receive(b []byte, to netip.AddrPort) {
+func (l *liqo) receive(b []byte, to netip.AddrPort, _ int) {
 	var m struct {
 		ClusterID string    `json:"clusterID"`
 		MsgType   string    `json:"msgType"`
@@ -110,7 +110,7 @@ func bubbleWith(t *testing.T, silent bool, test func(c *checker, l *liqo, result
 	synctest.Test(t, func(t *testing.T) {
 		l := &liqo{delay: 7 * time.Millisecond, silent: silent}
 		l.socket = newSocket(l.receive)
-		c := newChecker(l.socket, quiet, func(string, time.Duration) {}, pathProber{})
+		c := newChecker(l.socket, checkOptions{Log: quiet})
 		defer c.close()
 		c.set([]checkPeer{bravoPeer})
 		test(c, l, func() CheckResult { synctest.Wait(); return c.observe(bravo) })
@@ -345,14 +345,14 @@ func FuzzCheckMessage(f *testing.F) {
 	f.Add([]byte(`{"clusterID":"`+bravo+`","msgType":"PONG","timeStamp":"2026-01-01T00:00:00.000000001Z"}`), false)
 	f.Fuzz(func(t *testing.T, b []byte, probe bool) {
 		sent := 0
-		s := newSocket(func(out []byte, _ netip.AddrPort) {
+		s := newSocket(func(out []byte, _ netip.AddrPort, _ int) {
 			sent++
 			var m checkMessage
 			if err := json.Unmarshal(out, &m); err != nil || m.MsgType != "PONG" || len(out) > checkMaxLen {
 				t.Errorf("sent %q, %v", out, err)
 			}
 		})
-		c := &checker{port: s, log: quiet, rtt: func(string, time.Duration) {}, peers: map[string]*checked{}, at: map[netip.Addr]*checked{}}
+		c := &checker{port: s, o: checkOptions{Log: quiet}, peers: map[string]*checked{}, at: map[netip.Addr]*checked{}}
 		c.set([]checkPeer{bravoPeer})
 		from := netip.MustParseAddrPort("10.246.0.0:9")
 		if probe {
@@ -380,12 +380,12 @@ func TestCheckSharesOutItsPingsOverTheInterval(t *testing.T) {
 		var mu sync.Mutex
 		at := make(map[netip.AddrPort][]time.Time)
 		var all []time.Time
-		c := newChecker(newSocket(func(_ []byte, to netip.AddrPort) {
+		c := newChecker(newSocket(func(_ []byte, to netip.AddrPort, _ int) {
 			mu.Lock()
 			defer mu.Unlock()
 			at[to] = append(at[to], time.Now())
 			all = append(all, time.Now())
-		}), quiet, func(string, time.Duration) {}, pathProber{})
+		}), checkOptions{Log: quiet})
 		defer c.close()
 		begin := time.Now()
 		c.set(manyPeers(peers))
@@ -432,7 +432,7 @@ func TestCheckSharesOutItsPingsOverTheInterval(t *testing.T) {
 func TestChangesOfPeersOfTheCheckAreWhatAllOfThemMake(t *testing.T) {
 	rng := rand.New(rand.NewPCG(14, 3))
 	fresh := func() *checker {
-		return &checker{log: quiet, peers: make(map[string]*checked), at: make(map[netip.Addr]*checked)}
+		return &checker{o: checkOptions{Log: quiet}, peers: make(map[string]*checked), at: make(map[netip.Addr]*checked)}
 	}
 	peerOf := func(i int) checkPeer {
 		p := manyPeers(i + 1)[i]
@@ -498,10 +498,9 @@ func TestChangesOfPeersOfTheCheckAreWhatAllOfThemMake(t *testing.T) {
 func TestCheckHoldsItsFirstPings(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var sent atomic.Int64
-		c := newChecker(newSocket(func([]byte, netip.AddrPort) { sent.Add(1) }), quiet, func(string, time.Duration) {}, pathProber{})
-		defer c.close()
 		released := make(chan struct{})
-		c.hold(released)
+		c := newChecker(newSocket(func([]byte, netip.AddrPort, int) { sent.Add(1) }), checkOptions{Log: quiet, Hold: released})
+		defer c.close()
 		c.set(manyPeers(100))
 		time.Sleep(3 * checkInterval)
 		synctest.Wait()
@@ -531,7 +530,7 @@ func manyPeers(n int) (peers []checkPeer) {
 // are begun again as fast as they were begun, and not at the pace for peers that are away for long.
 func TestHandshakesThatGetLostAreSoonBegunAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		c := newChecker(newSocket(func([]byte, netip.AddrPort) {}), quiet, func(string, time.Duration) {}, pathProber{})
+		c := newChecker(newSocket(func([]byte, netip.AddrPort, int) {}), checkOptions{Log: quiet})
 		defer c.close()
 		peers := manyPeers(4000)
 		c.set(peers)
@@ -594,7 +593,7 @@ func TestCheckLooksForPeersThatAreAway(t *testing.T) {
 	}{{3, 5 * time.Second, false}, {100, 5 * time.Second, false}, {1000, 50 * time.Second, true}} {
 		synctest.Test(t, func(t *testing.T) {
 			var sent atomic.Int64
-			c := newChecker(newSocket(func([]byte, netip.AddrPort) { sent.Add(1) }), quiet, func(string, time.Duration) {}, pathProber{})
+			c := newChecker(newSocket(func([]byte, netip.AddrPort, int) { sent.Add(1) }), checkOptions{Log: quiet})
 			defer c.close()
 			peers := manyPeers(tc.peers + 2)
 			c.set(peers)
@@ -656,7 +655,7 @@ func TestCheckLooksForPeersThatAreAway(t *testing.T) {
 func TestADoubtBeginsAHandshakeOnlyWithAPeerThatDoesNotAnswer(t *testing.T) {
 	bubble(t, func(c *checker, l *liqo, result func() CheckResult) {
 		var begun []time.Time
-		c.handshake = func(key [32]byte) {
+		c.o.Handshake = func(key [32]byte) {
 			if key != bravoPeer.key {
 				t.Error("a handshake with somebody else")
 			}

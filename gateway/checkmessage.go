@@ -131,7 +131,9 @@ func (c *checker) take(m checkMessage, stamp time.Time, from netip.AddrPort) {
 		c.enter(p, Connected, now)
 	}
 	c.mu.Unlock()
-	c.rtt(m.ClusterID, rtt)
+	if c.o.RTT != nil {
+		c.o.RTT(m.ClusterID, rtt)
+	}
 }
 
 func (c *checker) reject(r rejection) { c.rejected[r].Add(1) }

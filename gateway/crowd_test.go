@@ -135,14 +135,13 @@ func newCrowd(t *testing.T, peers int) *crowd {
 	if err != nil {
 		t.Fatal(err)
 	}
-	e := &tunnelEnd{
+	e := &tunnelEnd{ // its check asks nobody, so that whatever comes is an answer
 		Tunnel:  datapath.New(memlink.NewLink("mem", 1440), network.Bind(netip.MustParseAddr("198.51.100.1")), g.engine, local, datapath.Options{}),
-		checker: newChecker(port, quiet, func(string, time.Duration) {}, pathProber{}),
+		checker: newChecker(port, checkOptions{Log: quiet, Hold: make(chan struct{})}),
 	}
 	g.ends = []*tunnelEnd{e}
 	t.Cleanup(g.closeEnds)
 	e.observe = e.checker.observe
-	e.checker.hold(nil) // ours asks nobody, so that whatever comes is an answer
 	private := noise.NewKey()
 	c := Config{PrivateKey: Key(private.Bytes())}
 	if err := e.Up(fabric.TunnelKey(c.PrivateKey, 0), 5871); err != nil {

@@ -180,7 +180,7 @@ func (e *fairEnd) check(t *testing.T, local *datapath.Local, peers []checkPeer) 
 	if err != nil {
 		t.Fatal(err)
 	}
-	e.checker = newChecker(port, quiet, func(string, time.Duration) {}, pathProber{})
+	e.checker = newChecker(port, checkOptions{Log: quiet})
 	e.checker.set(peers)
 	t.Cleanup(e.checker.close)
 }

@@ -220,11 +220,6 @@ func open(o Options, c Config) (_ *gateway, err error) {
 		g.inBand = newInBand(*o.InBand, g.ends[0], o.Log)
 		undo = append(undo, g.inBand.server.Close)
 	}
-	if o.Calls != nil {
-		for _, e := range g.ends {
-			e.checker.hold(o.Calls)
-		}
-	}
 	g.resolver = newResolver(lookupHost, g.compareSoon, o.Log)
 	undo = append(undo, g.resolver.close)
 	if err := g.listen(c); err != nil {

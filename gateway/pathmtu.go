@@ -353,9 +353,9 @@ func (c *checker) searchPaths(now time.Time) {
 		was := p.path.PathMTU
 		if p.path.look(now, p.result.RTT) {
 			changed = true
-			c.log.Warn("path MTU changed", "peer", id, "from", was.Bytes, "to", p.path.Bytes, "ceiling", p.path.Ceiling)
+			c.o.Log.Warn("path MTU changed", "peer", id, "from", was.Bytes, "to", p.path.Bytes, "ceiling", p.path.Ceiling)
 		} else if was.State != PathError && p.path.State == PathError {
-			c.log.Warn("packets of the smallest path MTU are lost", "peer", id, "size", p.path.Bytes)
+			c.o.Log.Warn("packets of the smallest path MTU are lost", "peer", id, "size", p.path.Bytes)
 		}
 		if p.away || len(messages) >= pathMessages {
 			continue
@@ -369,10 +369,10 @@ func (c *checker) searchPaths(now time.Time) {
 	}
 	c.mu.Unlock()
 	for _, m := range messages {
-		c.path.send(m.text, m.to, m.size)
+		_ = c.port.Send(m.text, m.to, m.size) // lost or refused: the missing answer counts
 	}
 	if changed {
-		c.path.changed()
+		c.o.PathChanged()
 	}
 }
 
@@ -384,8 +384,8 @@ func (c *checker) enter(p *checked, s CheckState, now time.Time) {
 		p.path.end()
 	}
 	if s == Connected {
-		c.log.Info("peer connected", "peer", p.id, "rtt", p.result.RTT.String())
+		c.o.Log.Info("peer connected", "peer", p.id, "rtt", p.result.RTT.String())
 	} else {
-		c.log.Warn("peer does not answer", "peer", p.id, "probe", p.probe.String())
+		c.o.Log.Warn("peer does not answer", "peer", p.id, "probe", p.probe.String())
 	}
 }

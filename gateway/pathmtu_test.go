@@ -204,10 +204,10 @@ func TestPathSearchAsksWhoeverAnswersPINGs(t *testing.T) {
 				var mu sync.Mutex
 				takes, changes := 1340, 0
 				l := &liqo{delay: 7 * time.Millisecond}
-				receive := func(b []byte) { l.receive(b, bravoPeer.probe) }
+				receive := func(b []byte) { l.receive(b, bravoPeer.probe, 0) }
 				if peer == "Isthmus" {
 					us := checkPeer{id: "a", probe: netip.MustParseAddrPort("10.71.0.1:12345"), allowed: [2]netip.Prefix{netip.MustParsePrefix("10.70.0.0/16"), netip.MustParsePrefix("10.71.0.0/16")}}
-					there := newSocket(func(b []byte, to netip.AddrPort) {
+					there := newSocket(func(b []byte, to netip.AddrPort, _ int) {
 						if to.Addr() == netip.MustParseAddr("10.70.0.0") {
 							l.socket.in <- datagram{b, bravoPeer.probe}
 						}
@@ -221,7 +221,7 @@ func TestPathSearchAsksWhoeverAnswersPINGs(t *testing.T) {
 							t.Errorf("%v sends more than a gateway may", from)
 						}
 					}
-					other := newChecker(there, quiet, func(string, time.Duration) {}, pathProber{})
+					other := newChecker(there, checkOptions{Log: quiet})
 					defer other.close()
 					other.set([]checkPeer{us})
 					receive = func(b []byte) {
@@ -229,17 +229,14 @@ func TestPathSearchAsksWhoeverAnswersPINGs(t *testing.T) {
 						there.in <- datagram{b, netip.MustParseAddrPort("10.70.0.0:12345")}
 					}
 				}
-				l.socket = newSocket(func(b []byte, _ netip.AddrPort) { receive(b) })
-				c := newChecker(l.socket, quiet, func(string, time.Duration) {}, pathProber{
-					send: func(b []byte, _ netip.AddrPort, size int) {
-						mu.Lock()
-						defer mu.Unlock()
-						if size <= takes {
-							receive(append([]byte(nil), b...))
-						}
-					},
-					changed: func() { changes++ },
+				l.socket = newSocket(func(b []byte, _ netip.AddrPort, size int) {
+					mu.Lock()
+					defer mu.Unlock()
+					if size <= takes {
+						receive(b)
+					}
 				})
+				c := newChecker(l.socket, checkOptions{Log: quiet, PathChanged: func() { changes++ }})
 				defer c.close()
 				c.set([]checkPeer{bravoPath})
 				wants := func(bytes int, state PathState) {
@@ -285,16 +282,14 @@ func TestAnswersToProbesOfThePathSayThatThePeerIsThere(t *testing.T) {
 		l := &liqo{delay: 7 * time.Millisecond}
 		deaf := false
 		var mu sync.Mutex
-		l.socket = newSocket(func(b []byte, to netip.AddrPort) {
+		l.socket = newSocket(func(b []byte, to netip.AddrPort, size int) {
 			mu.Lock()
 			defer mu.Unlock()
-			if !deaf {
-				l.receive(b, to)
+			if size > 0 || !deaf {
+				l.receive(b, to, size)
 			}
 		})
-		c := newChecker(l.socket, quiet, func(string, time.Duration) {}, pathProber{
-			send: func(b []byte, to netip.AddrPort, _ int) { l.receive(append([]byte(nil), b...), to) },
-		})
+		c := newChecker(l.socket, checkOptions{Log: quiet, PathChanged: func() {}})
 		defer c.close()
 		c.set([]checkPeer{bravoPath})
 		state := func() CheckState { synctest.Wait(); return c.observe(bravo).State }

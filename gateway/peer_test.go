@@ -29,7 +29,7 @@ func changing(t *testing.T) *gateway {
 	g.ends[0].wire = bind.New()
 	g.ends[0].checker.close()
 	for _, e := range g.ends {
-		e.checker = &checker{port: newSocket(nil), log: quiet, fresh: make(chan struct{}, 1), done: make(chan struct{}), peers: make(map[string]*checked), at: make(map[netip.Addr]*checked)}
+		e.checker = &checker{port: newSocket(nil), o: checkOptions{Log: quiet}, fresh: make(chan struct{}, 1), done: make(chan struct{}), peers: make(map[string]*checked), at: make(map[netip.Addr]*checked)}
 		e.observe = e.checker.observe
 	}
 	g.now = current{}

@@ -47,7 +47,7 @@ func without(t testing.TB, peers ...fabric.Peer) *gateway {
 	g.ends = []*tunnelEnd{{
 		wire:    wire,
 		Tunnel:  datapath.New(memlink.NewLink("mem", 1440), wire, g.engine, nil, datapath.Options{}),
-		checker: newChecker(newSocket(func([]byte, netip.AddrPort) {}), quiet, g.metrics.observeRTT, pathProber{}),
+		checker: newChecker(newSocket(func([]byte, netip.AddrPort, int) {}), checkOptions{Log: quiet, RTT: g.metrics.observeRTT}),
 	}}
 	g.ends[0].observe = g.ends[0].checker.observe
 	g.resolver = newResolver(nil, func() {}, quiet)

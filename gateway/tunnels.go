@@ -81,19 +81,17 @@ func (g *gateway) openEnd(o Options, i, mtu int) (_ *tunnelEnd, err error) {
 	wire.Gate = o.Gate
 	if i == 0 {
 		g.udpOffload = link.Offloads().USO4
-		send := func(text []byte, to netip.AddrPort, size int) {
-			_ = port.Send(text, to, size) // lost or refused: the missing answer counts
-		}
 		t := datapath.New(link, wire, g.engine, local, datapath.Options{CoalesceUDP: g.udpOffload, Logger: wgLogger(o.Log)})
-		return newTunnelEnd(t, local, newChecker(port, o.Log, g.metrics.observeRTT, pathProber{send, g.compareSoon}), wire, link), nil
+		return newTunnelEnd(t, local, port, checkOptions{Log: o.Log, RTT: g.metrics.observeRTT, Hold: o.Calls, PathChanged: g.compareSoon}, wire, link), nil
 	}
 	log := o.Log.With("tunnel", i)
 	t := g.ends[0].Beside(link, wire, local, wgLogger(log))
-	return newTunnelEnd(t, local, newChecker(port, log, func(string, time.Duration) {}, pathProber{}), wire, link), nil
+	return newTunnelEnd(t, local, port, checkOptions{Log: log, Hold: o.Calls}, wire, link), nil
 }
 
-func newTunnelEnd(t *datapath.Tunnel, local *datapath.Local, c *checker, wire *bind.Bind, link *tun.Device) *tunnelEnd {
-	c.handshake = t.Handshake
+func newTunnelEnd(t *datapath.Tunnel, local *datapath.Local, port *datapath.Port, o checkOptions, wire *bind.Bind, link *tun.Device) *tunnelEnd {
+	o.Handshake = t.Handshake
+	c := newChecker(port, o)
 	t.SetDoubts(c.doubt)
 	return &tunnelEnd{t, local, c, c.observe, wire, link}
 }
