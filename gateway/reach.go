@@ -1,0 +1,69 @@
+package gateway
+
+import (
+	"slices"
+	"time"
+
+	"golang.zx2c4.com/wireguard/device"
+
+	"github.com/isthmus-net/isthmus/gateway/datapath"
+)
+
+// reach looks in every tunnel for peers that are away, by the statistics of the tunnel.
+func (g *gateway) reach(stats []map[[32]byte]datapath.Stats, now time.Time) {
+	for i, e := range g.ends {
+		if try, rest := e.checker.sessions(stats[i], now); len(try)+len(rest) > 0 {
+			g.wg.Go(func() { e.reach(try, rest, g.done) })
+		}
+	}
+}
+
+const (
+	// rekeyTime is how long handshakes try a new preshared key. The peer gets the key within seconds.
+	rekeyTime = 30 * time.Second
+	// rekeysPerSecond is the most of these handshakes in a second. Packets wait for more.
+	rekeysPerSecond = 250
+)
+
+// rekey begins handshakes with peers whose sessions are older than their preshared key. Otherwise
+// these sessions would carry packets for two more minutes.
+func (g *gateway) rekey(peers []peer, now time.Time) {
+	try, left := make([][][32]byte, len(g.ends)), rekeysPerSecond
+	for i := range peers {
+		p := &peers[i]
+		if p.preshared.Key == [32]byte{} || now.Sub(p.keyed) > rekeyTime || now.Sub(p.rekeyed) < device.RekeyTimeout || left <= 0 {
+			continue
+		}
+		for tunnel, s := range p.sessions {
+			if theirs, ok := theirEnd(p.GatewayPeer, tunnel); ok && tunnel < len(try) && !s.stats.Preshared && !s.stats.Handshake.IsZero() {
+				try[tunnel] = append(try[tunnel], theirs.PublicKey)
+				p.rekeyed = now
+				left--
+			}
+		}
+	}
+	for i, e := range g.ends {
+		if keys := try[i]; len(keys) > 0 {
+			g.wg.Go(func() { e.reach(keys, nil, g.done) })
+		}
+	}
+}
+
+// reach begins handshakes with the peers of try, and ends the attempts with those of rest. It
+// spreads them over most of a second, so that packets do not wait for many handshakes at once.
+func (e *tunnelEnd) reach(try, rest [][32]byte, done <-chan struct{}) {
+	pause := time.NewTicker(900 * time.Millisecond / time.Duration(len(try)+len(rest)))
+	defer pause.Stop()
+	for i, key := range slices.Concat(try, rest) {
+		if i < len(try) {
+			e.Handshake(key)
+		} else {
+			e.Rest(key)
+		}
+		select {
+		case <-done:
+			return
+		case <-pause.C:
+		}
+	}
+}
