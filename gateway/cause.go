@@ -25,7 +25,7 @@ type Cause struct {
 // How recent an observation must be to count as evidence.
 const (
 	// recently is for events that a live peer causes every two seconds: PINGs.
-	recently = 3 * checkInterval
+	recently = 6 * time.Second
 	// ofLate is for events that an unconnected peer causes every five seconds: handshakes. With
 	// many peers away they are rarer, see away.go.
 	ofLate = 20 * time.Second
@@ -60,17 +60,6 @@ func (e *evidence) since(at time.Time, atMost time.Duration) bool {
 	return !at.IsZero() && e.now.Sub(at) <= atMost
 }
 
-// unasked reports whether the PINGs of the peer are missing. A peer that can reach us sends one
-// every two seconds. PINGs come from the network address of the peer's pods. So this side alone
-// notices when the two disagree about that network, and only about that one.
-func (e *evidence) unasked() bool {
-	last := e.check.Since
-	if e.check.Asked.After(last) {
-		last = e.check.Asked
-	}
-	return e.now.Sub(last) > checkThreshold*checkInterval
-}
-
 // cause decides. It reports the first thing to mend: first problems of this machine, then of the
 // address, the path, the keys and the networks.
 func (e *evidence) cause() Cause {
@@ -89,14 +78,15 @@ func (e *evidence) cause() Cause {
 	switch {
 	case e.failed != nil:
 		return Cause{v1alpha1.CauseNotApplied, fmt.Sprintf("the kernel of this gateway refuses a part of the peer's configuration (retried every second): %s", strings.Join(texts(e.failed), "; "))}
-	case e.check.State == Connected && e.unasked() && e.since(e.source, recently):
+	case e.check.State == Connected && e.check.Unasked(e.now) && e.since(e.source, recently):
 		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer answers, but its own connection check does not arrive; its packets from addresses outside %v, "+
 			"the peer's networks here, are dropped (source); the clusters disagree about the peer's PodCIDR", e.remote)}
 	case e.check.State == Connected && e.check.Path.State == PathError:
 		return Cause{v1alpha1.CausePathMTU, fmt.Sprintf("the peer answers, but packets of %d octets, which every path should carry, do not arrive at %s, and no ICMP error comes back; "+
 			"with WireGuard and outer headers they have %d octets; repair the link that drops them", e.check.Path.Bytes, at, e.check.Path.Bytes+overheadTo(e.endpoint.Addr()))}
 	case e.check.State == Connected && e.check.Path.Narrow():
-		return Cause{v1alpha1.CauseNarrowPath, "the peer answers, but " + e.check.Path.text()}
+		return Cause{v1alpha1.CauseNarrowPath, fmt.Sprintf("the peer answers, but the path to it drops larger packets and says nothing, so packets to it are of %d octets at most instead of %d; "+
+			"let ICMP \"fragmentation needed\" and \"packet too big\" pass there, or mend the link", e.check.Path.Bytes, e.check.Path.Ceiling)}
 	case e.check.State == Connected:
 		return Cause{v1alpha1.CauseConnected, "the peer answers"}
 	case !e.endpoint.IsValid() && e.unresolved != nil:

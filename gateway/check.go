@@ -94,8 +94,19 @@ type CheckResult struct {
 	Path     PathMTU
 }
 
-// late reports whether the last answer is older than that many intervals.
-func (r *CheckResult) late(now time.Time, intervals int) bool {
+// Unasked reports whether the PINGs of the peer are missing. A peer that can reach us sends one
+// every two seconds. PINGs come from the network address of the peer's pods. So this side alone
+// notices when the two disagree about that network, and only about that one.
+func (r *CheckResult) Unasked(now time.Time) bool {
+	last := r.Since
+	if r.Asked.After(last) {
+		last = r.Asked
+	}
+	return now.Sub(last) > checkThreshold*checkInterval
+}
+
+// Late reports whether the last answer is older than that many intervals.
+func (r *CheckResult) Late(now time.Time, intervals int) bool {
 	return now.Sub(r.Answered) > time.Duration(intervals)*checkInterval+r.RTT
 }
 
@@ -311,6 +322,17 @@ func (c *checker) observe(id string) CheckResult {
 	return r
 }
 
+// Peers returns the peers, in no order.
+func (c *checker) Peers() []checkPeer {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	all := make([]checkPeer, 0, len(c.peers))
+	for _, p := range c.peers {
+		all = append(all, p.checkPeer)
+	}
+	return all
+}
+
 // send pings a new peer at once, and every peer once per interval at its turn. In between it looks
 // for peers that have not answered.
 func (c *checker) send() {
@@ -439,7 +461,7 @@ func (c *checker) findLate(now time.Time) {
 		if r.Answered.IsZero() {
 			r.Answered = p.begun
 		}
-		if r.State != Disconnected && r.late(now, cmp.Or(p.threshold, checkThreshold)) {
+		if r.State != Disconnected && r.Late(now, cmp.Or(p.threshold, checkThreshold)) {
 			p.result.RTT = 0
 			c.enter(p, Disconnected, now)
 		}

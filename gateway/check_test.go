@@ -307,13 +307,13 @@ func TestCheckIgnoresAndCountsHostileMessages(t *testing.T) {
 			text := tc.text(l)
 			l.socket.in <- datagram{[]byte(text), netip.MustParseAddrPort(tc.from)}
 			synctest.Wait()
-			for r := range rejections {
+			for r := range reasons {
 				want := uint64(0)
 				if rejection(r) == tc.want {
 					want = 1
 				}
 				if got := c.rejected[r].Load(); got != want {
-					t.Errorf("%s: rejected as %s: %d, want %d", tc.name, rejections[r], got, want)
+					t.Errorf("%s: rejected as %s: %d, want %d", tc.name, reasons[r], got, want)
 				}
 			}
 			if after := result(); after != before {

@@ -3,6 +3,7 @@ package gateway
 import (
 	"bytes"
 	"encoding/json"
+	"iter"
 	"net/netip"
 	"slices"
 	"time"
@@ -22,7 +23,7 @@ const (
 	numRejections
 )
 
-var rejections = [numRejections]string{"oversize", "malformed", "type", "source", "unknown_peer", "timestamp"}
+var reasons = [numRejections]string{"oversize", "malformed", "type", "source", "unknown_peer", "timestamp"}
 
 func (c *checker) receive() {
 	for {
@@ -137,3 +138,17 @@ func (c *checker) take(m checkMessage, stamp time.Time, from netip.AddrPort) {
 }
 
 func (c *checker) reject(r rejection) { c.rejected[r].Add(1) }
+
+// Rejected returns the number of ignored messages for each reason.
+func (c *checker) Rejected() iter.Seq2[string, uint64] {
+	return func(yield func(string, uint64) bool) {
+		for r := range c.rejected {
+			if !yield(reasons[r], c.rejected[r].Load()) {
+				return
+			}
+		}
+	}
+}
+
+// Answered returns the number of answered PINGs.
+func (c *checker) Answered() uint64 { return c.answered.Load() }

@@ -156,8 +156,8 @@ func (m *metrics) ofGateway(s *scrape, now current, stats natengine.Stats) {
 		}
 		return err
 	})
-	for r, reason := range rejections {
-		s.count(familyRejected, g.ends[0].checker.rejected[r].Load(), nil, "reason", reason)
+	for reason, n := range g.ends[0].checker.Rejected() {
+		s.count(familyRejected, n, nil, "reason", reason)
 	}
 }
 

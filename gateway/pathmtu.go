@@ -2,7 +2,6 @@ package gateway
 
 import (
 	"encoding/json"
-	"fmt"
 	"net/netip"
 	"slices"
 	"time"
@@ -68,12 +67,6 @@ type PathMTU struct {
 
 // Narrow reports whether the path loses packets that should fit.
 func (p PathMTU) Narrow() bool { return p.Bytes < p.Ceiling }
-
-// text is a sentence about a narrow path.
-func (p PathMTU) text() string {
-	return fmt.Sprintf("the path to it drops larger packets and says nothing, so packets to it are of %d octets at most instead of %d; "+
-		"let ICMP \"fragmentation needed\" and \"packet too big\" pass there, or mend the link", p.Bytes, p.Ceiling)
-}
 
 // pathProbe is a message of a probe. Its time names it.
 type pathProbe struct {

@@ -265,9 +265,9 @@ func TestPathSearchAsksWhoeverAnswersPINGs(t *testing.T) {
 				if changes < 3 {
 					t.Errorf("told of %d changes", changes)
 				}
-				for r := range c.rejected {
-					if n := c.rejected[r].Load(); n != 0 {
-						t.Errorf("%d messages were rejected: %s", n, rejections[r])
+				for reason, n := range c.Rejected() {
+					if n != 0 {
+						t.Errorf("%d messages were rejected: %s", n, reason)
 					}
 				}
 			})

@@ -23,15 +23,14 @@ import (
 // connection checks find out nothing by themselves.
 func changing(t *testing.T) *gateway {
 	g := without(t)
-	second := &tunnelEnd{Tunnel: g.ends[0].Beside(memlink.NewLink("mem1", 1440), bind.New(), nil, nil)}
-	g.ends = append(g.ends, second)
-	second.wire = bind.New()
-	g.ends[0].wire = bind.New()
-	g.ends[0].checker.close()
-	for _, e := range g.ends {
-		e.checker = &checker{port: newSocket(nil), o: checkOptions{Log: quiet}, fresh: make(chan struct{}, 1), done: make(chan struct{}), peers: make(map[string]*checked), at: make(map[netip.Addr]*checked)}
-		e.observe = e.checker.observe
+	second := &tunnelEnd{
+		Tunnel:  g.ends[0].Beside(memlink.NewLink("mem1", 1440), bind.New(), nil, nil),
+		checker: newChecker(make(silent), checkOptions{Log: quiet}),
+		wire:    bind.New(),
 	}
+	second.observe = second.checker.observe
+	g.ends = append(g.ends, second)
+	g.ends[0].wire = bind.New()
 	g.now = current{}
 	return g
 }
@@ -87,8 +86,8 @@ func (g *gateway) says(t *testing.T, objects kernel.State) (all []string) {
 			}
 			say("tunnel ", i, key, " leads to ", s.Endpoint)
 		}
-		for id, p := range e.checker.peers {
-			say("check ", i, id, p.checkPeer, p.path.Ceiling, p.path.base)
+		for _, p := range e.checker.Peers() {
+			say("check ", i, p, e.checker.observe(p.id).Path.Ceiling)
 		}
 	}
 	slices.Sort(all)
@@ -216,19 +215,13 @@ func TestAChangeOfPeersIsWhatAGatewayToldAllWouldDo(t *testing.T) {
 		for i := range ref.now.peers {
 			ref.now.peers[i].state = nil
 		}
-		checks := g.ends[1].checker.peers
-		ref.ends[1].checker.change(slices.Collect(func(yield func(checkPeer) bool) {
-			for _, p := range checks {
-				if !yield(p.checkPeer) {
-					return
-				}
-			}
-		}), nil)
+		checks := g.ends[1].checker.Peers()
+		ref.ends[1].checker.change(checks, nil)
 		for _, e := range []*tunnelEnd{g.ends[1], ref.ends[1]} {
 			states := make(map[string]CheckState)
-			for id := range checks {
-				if states[id] = Connecting; connected[id] {
-					states[id] = Connected
+			for _, p := range checks {
+				if states[p.id] = Connecting; connected[p.id] {
+					states[p.id] = Connected
 				}
 			}
 			e.finds(states)

@@ -245,7 +245,7 @@ func (g *gateway) status(flows int) Status {
 			Problems:   texts(now.applyErr),
 		},
 		Sessions: SessionsStatus{stats.Flows, stats.MaxFlows, stats.Bytes},
-		Check:    CheckStatus{Answered: checker.answered.Load()},
+		Check:    CheckStatus{Answered: checker.Answered()},
 	}
 	for _, p := range now.config.Refused {
 		s.Config.Refused = append(s.Config.Refused, p.Error())
@@ -262,12 +262,12 @@ func (g *gateway) status(flows int) Status {
 	for _, d := range directions {
 		s.Drops = g.appendDrops(s.Drops, nil, d, func(r natengine.Drop) uint64 { return noPeerDrops(stats, d, r) })
 	}
-	for r, name := range rejections {
-		if n := checker.rejected[r].Load(); n > 0 {
+	for reason, n := range checker.Rejected() {
+		if n > 0 {
 			if s.Check.Rejected == nil {
 				s.Check.Rejected = make(map[string]uint64)
 			}
-			s.Check.Rejected[name] = n
+			s.Check.Rejected[reason] = n
 		}
 	}
 	for _, w := range now.config.Gateway.Waiting {

@@ -3,6 +3,7 @@ package gateway
 import (
 	"cmp"
 	"encoding/json"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
@@ -37,8 +38,29 @@ var (
 	charlie    = fabricPeer(2, "33333333-0000-4000-8000-000000000000", "charlie", "10.248.0.0/16", "10.249.0.0/16")
 )
 
+// silent is the port of a connection check that nobody answers. It receives what a test puts in.
+type silent chan []byte
+
+func (s silent) Receive() ([]byte, netip.AddrPort, error) {
+	b, open := <-s
+	if !open {
+		return nil, netip.AddrPort{}, net.ErrClosed
+	}
+	return b, netip.AddrPort{}, nil
+}
+
+func (s silent) Send([]byte, netip.AddrPort, int) error { return nil }
+
+func (s silent) Close() { close(s) }
+
 // without is a gateway without a kernel: all but host and datapath is real.
 func without(t testing.TB, peers ...fabric.Peer) *gateway {
+	t.Helper()
+	return withPort(t, make(silent), peers...)
+}
+
+// withPort is without, with a port for the connection check.
+func withPort(t testing.TB, port silent, peers ...fabric.Peer) *gateway {
 	t.Helper()
 	g := &gateway{log: quiet, version: "v1", started: time.Now(), host: new(rtnl.Kernel), wake: make(chan struct{}, 1)}
 	g.engine = natengine.New(natengine.Config{Self4: fabric.GatewayAddr, Self6: fabric.GatewayAddr6, MaxFlows: 1000})
@@ -47,7 +69,7 @@ func without(t testing.TB, peers ...fabric.Peer) *gateway {
 	g.ends = []*tunnelEnd{{
 		wire:    wire,
 		Tunnel:  datapath.New(memlink.NewLink("mem", 1440), wire, g.engine, nil, datapath.Options{}),
-		checker: newChecker(newSocket(func([]byte, netip.AddrPort, int) {}), checkOptions{Log: quiet, RTT: g.metrics.observeRTT}),
+		checker: newChecker(port, checkOptions{Log: quiet, RTT: g.metrics.observeRTT}),
 	}}
 	g.ends[0].observe = g.ends[0].checker.observe
 	g.resolver = newResolver(nil, func() {}, quiet)
@@ -118,7 +140,8 @@ func (g *gateway) send(t *testing.T, d natengine.Direction, src, dst string, spo
 }
 
 func TestMetricsCountWhatHappens(t *testing.T) {
-	g := without(t, alphaBravo, charlie)
+	port := make(silent)
+	g := withPort(t, port, alphaBravo, charlie)
 	for range 3 {
 		if !g.send(t, natengine.Outbound, "10.244.1.1", "10.246.1.1", 1, 2) {
 			t.Fatal("pod to pod dropped")
@@ -129,7 +152,8 @@ func TestMetricsCountWhatHappens(t *testing.T) {
 	g.send(t, natengine.Outbound, "10.244.1.1", "10.99.0.1", 1, 2)   // nobody's
 	g.send(t, natengine.Inbound, "10.246.1.1", "10.99.0.1", 1, 2)    // not ours
 	g.metrics.observeRTT(bravo, 3*time.Millisecond)
-	g.ends[0].checker.reject(rejectType)
+	port <- []byte(`{"clusterID":"x","msgType":"PUNG","timeStamp":"2026-01-01T00:00:00Z"}`)
+	port <- nil // is received when the message before is counted
 
 	want := `
 # HELP isthmus_config_generation Configurations applied since the start.

@@ -292,7 +292,7 @@ func (g *gateway) working(id string, now time.Time) (set fabric.TunnelSet) {
 	if set == 0 {
 		return 0
 	}
-	if r := g.ends[0].observe(id); r.State == Connected && !r.late(now, severalThreshold) {
+	if r := g.ends[0].observe(id); r.State == Connected && !r.Late(now, severalThreshold) {
 		set = set.With(0)
 	}
 	return set
