@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/gateway/check"
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/natengine"
 )
@@ -27,14 +28,14 @@ const (
 	// recently is for events that a live peer causes every two seconds: PINGs.
 	recently = 6 * time.Second
 	// ofLate is for events that an unconnected peer causes every five seconds: handshakes. With
-	// many peers away they are rarer, see away.go.
+	// many peers away they are rarer, see gateway/check/away.go.
 	ofLate = 20 * time.Second
 )
 
 // evidence is the input of the decision about one peer.
 type evidence struct {
 	now        time.Time
-	check      CheckResult
+	check      check.Result
 	endpoint   netip.AddrPort // current endpoint of the peer; zero: none yet
 	hidden     bool           // endpoint is an address of our own Service's relay, which hides the peer's address
 	configured string         // endpoint in the configuration
@@ -78,20 +79,20 @@ func (e *evidence) cause() Cause {
 	switch {
 	case e.failed != nil:
 		return Cause{v1alpha1.CauseNotApplied, fmt.Sprintf("the kernel of this gateway refuses a part of the peer's configuration (retried every second): %s", strings.Join(texts(e.failed), "; "))}
-	case e.check.State == Connected && e.check.Unasked(e.now) && e.since(e.source, recently):
+	case e.check.State == check.Connected && e.check.Unasked(e.now) && e.since(e.source, recently):
 		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer answers, but its own connection check does not arrive; its packets from addresses outside %v, "+
 			"the peer's networks here, are dropped (source); the clusters disagree about the peer's PodCIDR", e.remote)}
-	case e.check.State == Connected && e.check.Path.State == PathError:
+	case e.check.State == check.Connected && e.check.Path.State == check.PathError:
 		return Cause{v1alpha1.CausePathMTU, fmt.Sprintf("the peer answers, but packets of %d octets, which every path should carry, do not arrive at %s, and no ICMP error comes back; "+
 			"with WireGuard and outer headers they have %d octets; repair the link that drops them", e.check.Path.Bytes, at, e.check.Path.Bytes+overheadTo(e.endpoint.Addr()))}
-	case e.check.State == Connected && e.check.Path.Narrow():
+	case e.check.State == check.Connected && e.check.Path.Narrow():
 		return Cause{v1alpha1.CauseNarrowPath, fmt.Sprintf("the peer answers, but the path to it drops larger packets and says nothing, so packets to it are of %d octets at most instead of %d; "+
 			"let ICMP \"fragmentation needed\" and \"packet too big\" pass there, or mend the link", e.check.Path.Bytes, e.check.Path.Ceiling)}
-	case e.check.State == Connected:
+	case e.check.State == check.Connected:
 		return Cause{v1alpha1.CauseConnected, "the peer answers"}
 	case !e.endpoint.IsValid() && e.unresolved != nil:
 		return Cause{v1alpha1.CauseEndpointName, fmt.Sprintf("%v; correct the DNS record, or the peer's endpoint", e.unresolved)}
-	case e.check.State == Connecting:
+	case e.check.State == check.Connecting:
 		return Cause{v1alpha1.CauseConnecting, fmt.Sprintf("waiting for the first answer of %s", at)}
 	case e.signs.Unsent != nil && e.since(e.signs.UnsentAt, ofLate):
 		return Cause{v1alpha1.CauseSendError, fmt.Sprintf("the kernel of this gateway cannot send to %s: %s; %s", sentTo, kernelSays(e.signs.Unsent), sendRemedy(e.signs.Unsent))}

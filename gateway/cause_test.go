@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/gateway/check"
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
@@ -23,7 +24,7 @@ func TestTheCauseIsTheFirstThingToMend(t *testing.T) {
 	ago := func(seconds int) time.Time { return now.Add(-time.Duration(seconds) * time.Second) }
 	lost := func(change func(*evidence)) evidence {
 		e := evidence{
-			now: now, check: CheckResult{State: Disconnected, Since: ago(5)}, endpoint: netip.MustParseAddrPort("192.0.2.9:5871"), configured: "gw.example:5871",
+			now: now, check: check.Result{State: check.Disconnected, Since: ago(5)}, endpoint: netip.MustParseAddrPort("192.0.2.9:5871"), configured: "gw.example:5871",
 			remote: ranges{netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.247.0.0/16")},
 			local:  ranges{netip.MustParsePrefix("10.250.0.0/16"), netip.MustParsePrefix("10.251.0.0/16")},
 		}
@@ -38,22 +39,22 @@ func TestTheCauseIsTheFirstThingToMend(t *testing.T) {
 		reason string
 		says   string
 	}{
-		{"it answers", func(e *evidence) { session(e); e.check.State = Connected }, v1alpha1.CauseConnected, "answers"},
+		{"it answers", func(e *evidence) { session(e); e.check.State = check.Connected }, v1alpha1.CauseConnected, "answers"},
 		{"it answers by a narrow path", func(e *evidence) {
 			session(e)
-			e.check.State, e.check.Path = Connected, PathMTU{State: PathSearchComplete, Bytes: 1232, Ceiling: 1440}
+			e.check.State, e.check.Path = check.Connected, check.PathMTU{State: check.PathSearchComplete, Bytes: 1232, Ceiling: 1440}
 		}, v1alpha1.CauseNarrowPath, "1232 octets at most instead of 1440"},
 		{"it answers by a path that takes nothing", func(e *evidence) {
 			session(e)
-			e.check.State, e.check.Path = Connected, PathMTU{State: PathError, Bytes: 1200, Ceiling: 1440}
+			e.check.State, e.check.Path = check.Connected, check.PathMTU{State: check.PathError, Bytes: 1200, Ceiling: 1440}
 		}, v1alpha1.CausePathMTU, "they have 1260 octets"},
-		{"new", func(e *evidence) { e.check.State = Connecting }, v1alpha1.CauseConnecting, "192.0.2.9:5871"},
+		{"new", func(e *evidence) { e.check.State = check.Connecting }, v1alpha1.CauseConnecting, "192.0.2.9:5871"},
 		{"our machine", func(e *evidence) {
 			session(e)
-			e.check.State, e.failed = Connected, errors.New("ip link: no such device")
+			e.check.State, e.failed = check.Connected, errors.New("ip link: no such device")
 		}, v1alpha1.CauseNotApplied, "no such device"},
 		{"its name", func(e *evidence) {
-			e.endpoint, e.unresolved, e.check.State = netip.AddrPort{}, errors.New("resolving gw.example: no such host"), Connecting
+			e.endpoint, e.unresolved, e.check.State = netip.AddrPort{}, errors.New("resolving gw.example: no such host"), check.Connecting
 		},
 			v1alpha1.CauseEndpointName, "no such host"},
 		{"a name server that is away does not matter to a peer that is found", func(e *evidence) { e.unresolved = errors.New("timeout") }, v1alpha1.CauseNoAnswer, "ever"},
@@ -91,19 +92,19 @@ func TestTheCauseIsTheFirstThingToMend(t *testing.T) {
 		{"its ranges, once", func(e *evidence) { session(e); e.source = ago(60) }, v1alpha1.CauseProbeUnanswered, "source"},
 		{"its pods alone", func(e *evidence) {
 			session(e)
-			e.check, e.source = CheckResult{State: Connected, Since: ago(60), Asked: ago(11)}, ago(1)
+			e.check, e.source = check.Result{State: check.Connected, Since: ago(60), Asked: ago(11)}, ago(1)
 		}, v1alpha1.CauseRangesDisagree, "the peer's PodCIDR"},
 		{"a stray packet of a peer that asks", func(e *evidence) {
 			session(e)
-			e.check, e.source = CheckResult{State: Connected, Since: ago(60), Asked: ago(3)}, ago(1)
+			e.check, e.source = check.Result{State: check.Connected, Since: ago(60), Asked: ago(3)}, ago(1)
 		}, v1alpha1.CauseConnected, "answers"},
 		{"a stray packet of a peer that was connected a moment ago", func(e *evidence) {
 			session(e)
-			e.check, e.source = CheckResult{State: Connected, Since: ago(3)}, ago(1)
+			e.check, e.source = check.Result{State: check.Connected, Since: ago(3)}, ago(1)
 		}, v1alpha1.CauseConnected, "answers"},
 		{"a peer that does not ask and sends nothing wrong", func(e *evidence) {
 			session(e)
-			e.check = CheckResult{State: Connected, Since: ago(60)}
+			e.check = check.Result{State: check.Connected, Since: ago(60)}
 		}, v1alpha1.CauseConnected, "answers"},
 		{"messages of an earlier session", func(e *evidence) { e.signs.Earlier = ago(1) }, v1alpha1.CauseNoAnswer, "of a former session come from 192.0.2.9:5871"},
 		{"its own reasons", session, v1alpha1.CauseProbeUnanswered, "or the log of Liqo's gateway"},
@@ -149,11 +150,11 @@ func TestWhatFailsForOnePeerIsNotTheCauseOfAnother(t *testing.T) {
 
 func TestAPeerIsAloneWhereAllOthersAnswer(t *testing.T) {
 	g := without(t, alphaBravo, charlie)
-	for _, tc := range []struct{ first, second CheckState }{{Connected, Connected}, {Disconnected, Connected}, {Connected, Disconnected}, {Disconnected, Connecting}} {
-		g.ends[0].finds(map[string]CheckState{g.now.peers[0].ID: tc.first, g.now.peers[1].ID: tc.second})
+	for _, tc := range []struct{ first, second check.State }{{check.Connected, check.Connected}, {check.Disconnected, check.Connected}, {check.Connected, check.Disconnected}, {check.Disconnected, check.Connecting}} {
+		g.ends[0].finds(map[string]check.State{g.now.peers[0].ID: tc.first, g.now.peers[1].ID: tc.second})
 		for i, v := range g.views(g.now, g.engine.Stats()) {
-			lost, other := []CheckState{tc.first, tc.second}[i], []CheckState{tc.second, tc.first}[i]
-			if lost != Connected && v.alone != (other == Connected) {
+			lost, other := []check.State{tc.first, tc.second}[i], []check.State{tc.second, tc.first}[i]
+			if lost != check.Connected && v.alone != (other == check.Connected) {
 				t.Errorf("%v: alone %v", tc, v.alone)
 			}
 		}
@@ -198,7 +199,7 @@ func TestTheReasonIsAMetricWhilePacketsDoNotGoBothWays(t *testing.T) {
 	if text := g.scrape(t); !strings.Contains(text, series+`peer="`+bravo+`",reason="`+v1alpha1.CauseConnecting+`"} 1`+"\n") {
 		t.Errorf("no reason of a peer that has not answered:\n%s", text)
 	}
-	g.ends[0].finds(map[string]CheckState{bravo: Connected})
+	g.ends[0].finds(map[string]check.State{bravo: check.Connected})
 	if text := g.scrape(t); strings.Contains(text, series) {
 		t.Error("a reason of a peer that answers")
 	}
@@ -218,8 +219,8 @@ func TestATraceSaysThatThePeerIsDown(t *testing.T) {
 		}
 		return steps
 	}
-	for state, want := range map[CheckState]string{Disconnected: v1alpha1.CauseNoAnswer + ": nothing has ever come from", Connected: ""} {
-		g.ends[0].finds(map[string]CheckState{bravo: state})
+	for state, want := range map[check.State]string{check.Disconnected: v1alpha1.CauseNoAnswer + ": nothing has ever come from", check.Connected: ""} {
+		g.ends[0].finds(map[string]check.State{bravo: state})
 		if s := trace()[0]; s.PeerName != "bravo" || s.Drop != "" || !strings.HasPrefix(s.PeerDown, want) || want == "" && s.PeerDown != "" {
 			t.Errorf("%s: %+v", state, s)
 		}

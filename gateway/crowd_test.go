@@ -14,6 +14,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/gateway/bind"
+	"github.com/isthmus-net/isthmus/gateway/check"
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/gateway/datapath/memlink"
 	"github.com/isthmus-net/isthmus/internal/noise"
@@ -131,17 +132,17 @@ func newCrowd(t *testing.T, peers int) *crowd {
 	if err != nil {
 		t.Fatal(err)
 	}
-	port, err := local.Listen(fabric.ProbePort, checkMaxLen+1)
+	port, err := local.Listen(fabric.ProbePort, check.MaxMessage+1)
 	if err != nil {
 		t.Fatal(err)
 	}
 	e := &tunnelEnd{ // its check asks nobody, so that whatever comes is an answer
 		Tunnel:  datapath.New(memlink.NewLink("mem", 1440), network.Bind(netip.MustParseAddr("198.51.100.1")), g.engine, local, datapath.Options{}),
-		checker: newChecker(port, checkOptions{Log: quiet, Hold: make(chan struct{})}),
+		checker: check.Start(port, check.Options{Log: quiet, Hold: make(chan struct{})}),
 	}
 	g.ends = []*tunnelEnd{e}
 	t.Cleanup(g.closeEnds)
-	e.observe = e.checker.observe
+	e.observe = e.checker.Observe
 	private := noise.NewKey()
 	c := Config{PrivateKey: Key(private.Bytes())}
 	if err := e.Up(fabric.TunnelKey(c.PrivateKey, 0), 5871); err != nil {
@@ -283,7 +284,7 @@ func TestAStepOfTheWallClockCutsOffNobody(t *testing.T) {
 			}
 			away := make(map[[32]byte]bool) // peers that get a handshake
 			for second := range 10 {
-				try, _ := c.end.checker.sessions(stats, now.Add(time.Duration(second)*time.Second))
+				try, _ := c.end.checker.Sessions(stats, now.Add(time.Duration(second)*time.Second))
 				for _, key := range try {
 					away[key] = true
 				}

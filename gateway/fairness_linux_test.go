@@ -7,7 +7,6 @@ import (
 	"cmp"
 	"crypto/ecdh"
 	"encoding/binary"
-	"encoding/json"
 	"fmt"
 	"net"
 	"net/netip"
@@ -28,6 +27,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/gateway/bind"
+	"github.com/isthmus-net/isthmus/gateway/check"
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/gateway/datapath/memlink"
 	"github.com/isthmus-net/isthmus/natengine"
@@ -170,19 +170,19 @@ type fairEnd struct {
 	engine  *natengine.Engine
 	link    *memlink.Link
 	wire    *fairWire
-	checker *checker
+	checker *check.Monitor
 	public  [32]byte
 }
 
 // check starts the connection check of these peers at an end.
-func (e *fairEnd) check(t *testing.T, local *datapath.Local, peers []checkPeer) {
-	port, err := local.Listen(fabric.ProbePort, checkMaxLen+1)
+func (e *fairEnd) check(t *testing.T, local *datapath.Local, peers []check.Peer) {
+	port, err := local.Listen(fabric.ProbePort, check.MaxMessage+1)
 	if err != nil {
 		t.Fatal(err)
 	}
-	e.checker = newChecker(port, checkOptions{Log: quiet})
-	e.checker.set(peers)
-	t.Cleanup(e.checker.close)
+	e.checker = check.Start(port, check.Options{Log: quiet})
+	e.checker.Set(peers)
+	t.Cleanup(e.checker.Close)
 }
 
 // reach looks for peers without a session every second, as a gateway does.
@@ -195,7 +195,7 @@ func (e *fairEnd) reach(t *testing.T) {
 			case <-done:
 				return
 			case now := <-tick.C:
-				if try, rest := e.checker.sessions(end.Stats(), now); len(try)+len(rest) > 0 {
+				if try, rest := e.checker.Sessions(end.Stats(), now); len(try)+len(rest) > 0 {
 					group.Go(func() { end.reach(try, rest, done) })
 				}
 			}
@@ -288,7 +288,7 @@ func newFairness(t *testing.T) *fairness {
 	ports := map[int]uint16{honestID: f.honest.Port(), hostileID: f.hostile.Port(), backID: back.Port()}
 	_ = back.Close()
 	var peers []datapath.Peer
-	var checks []checkPeer
+	var checks []check.Peer
 	for _, state := range f.victim.engine.Peers() {
 		var n int
 		_, _ = fmt.Sscan(state.ID(), &n)
@@ -301,8 +301,8 @@ func newFairness(t *testing.T) *fairness {
 			p.Endpoint = netip.AddrPortFrom(crowdAddr(n), crowdPort)
 		}
 		peers = append(peers, p)
-		checks = append(checks, checkPeer{id: state.ID(), probe: netip.AddrPortFrom(fabric.FirstHost(nthExternal(n)), fabric.ProbePort),
-			allowed: [2]netip.Prefix{nthPods(n), nthExternal(n)}, key: public, endpoint: p.Endpoint.Addr().String(), port: p.Endpoint.Port()})
+		checks = append(checks, check.Peer{ID: state.ID(), Probe: netip.AddrPortFrom(fabric.FirstHost(nthExternal(n)), fabric.ProbePort),
+			Allowed: [2]netip.Prefix{nthPods(n), nthExternal(n)}, Key: public, Endpoint: p.Endpoint.Addr().String(), Port: p.Endpoint.Port()})
 	}
 	if err := f.victim.SetPeers(peers); err != nil {
 		t.Fatal(err)
@@ -310,8 +310,8 @@ func newFairness(t *testing.T) *fairness {
 	meet(f.at)
 	f.victim.check(t, local, checks)
 	f.victim.reach(t)
-	f.honest.check(t, honestLocal, []checkPeer{{id: "victim", probe: netip.AddrPortFrom(fabric.FirstHost(victimExternal), fabric.ProbePort),
-		allowed: [2]netip.Prefix{victimPods, victimExternal}, key: f.victim.public, endpoint: "127.0.0.1", port: f.at.Port()}})
+	f.honest.check(t, honestLocal, []check.Peer{{ID: "victim", Probe: netip.AddrPortFrom(fabric.FirstHost(victimExternal), fabric.ProbePort),
+		Allowed: [2]netip.Prefix{victimPods, victimExternal}, Key: f.victim.public, Endpoint: "127.0.0.1", Port: f.at.Port()}})
 	return f
 }
 
@@ -365,7 +365,7 @@ type noticed struct {
 	median, worst [2]time.Duration // round trips, of known flows and of new ones
 	lost          [2]float64       // shares
 	offered       float64          // share of the stream that was sent
-	check         [2]CheckResult   // of the honest peer, of the victim about it
+	check         [2]check.Result  // of the honest peer, of the victim about it
 	crowd         int              // peers of the crowd whose check is answered, by the victim
 	got           float64          // share of the time that the process wanted to run and did
 }
@@ -433,7 +433,7 @@ func (f *fairness) notice(d time.Duration) (r noticed) {
 		}
 		r.lost[kind] = 1 - float64(len(all))/float64(max(1, asked[kind]))
 	}
-	r.check = [2]CheckResult{f.honest.checker.observe("victim"), f.victim.checker.observe(fmt.Sprint(honestID))}
+	r.check = [2]check.Result{f.honest.checker.Observe("victim"), f.victim.checker.Observe(fmt.Sprint(honestID))}
 	r.crowd = f.connected()
 	return r
 }
@@ -441,7 +441,7 @@ func (f *fairness) notice(d time.Duration) (r noticed) {
 // connected is how many peers of the crowd have a check that is answered, by the victim.
 func (f *fairness) connected() (n int) {
 	for k := crowdFirst; k < f.peers; k++ {
-		if f.victim.checker.observe(fmt.Sprint(k)).State == Connected {
+		if f.victim.checker.Observe(fmt.Sprint(k)).State == check.Connected {
 			n++
 		}
 	}
@@ -480,7 +480,7 @@ func (r *noticed) bad(crowd int) string {
 		return fmt.Sprintf("even in quiet %.0f %% of echoes and %.0f %% of new flows were lost, and %.0f %% of the stream arrived", 100*r.lost[0], 100*r.lost[1], 100*r.offered)
 	case r.median[0] > 20*time.Millisecond || r.worst[0] > 200*time.Millisecond:
 		return fmt.Sprintf("even in quiet a round trip took %v, %v at worst", r.median[0], r.worst[0])
-	case r.check[0].State != Connected || r.check[1].State != Connected:
+	case r.check[0].State != check.Connected || r.check[1].State != check.Connected:
 		return "the connection check was not answered before the attack"
 	case r.crowd < crowd*9/10:
 		return fmt.Sprintf("%d of the %d peers of the crowd are connected", r.crowd, crowd)
@@ -508,7 +508,7 @@ func (r *noticed) suffers(quiet *noticed) (list []string) {
 		list = append(list, fmt.Sprintf("%d other peers are connected, %d before", r.crowd, quiet.crowd))
 	}
 	for i, who := range []string{"the honest peer", "the victim"} {
-		if c := r.check[i]; c.State != Connected || c.Loss > quiet.check[i].Loss+0.1 {
+		if c := r.check[i]; c.State != check.Connected || c.Loss > quiet.check[i].Loss+0.1 {
 			list = append(list, fmt.Sprintf("the check of %s says %s, %.0f %% lost", who, c.State, 100*c.Loss))
 		}
 	}
@@ -655,10 +655,7 @@ var attacks = []attack{
 		return f.ofPods() + f.nobodys(natengine.DropReceiveQueue) + f.charged(honestID, false, natengine.DropTunnelForged)
 	}},
 	{"a pod of the hostile peer sends 20,000 PINGs a second to the gateway's own address", pingsRate, func(f *fairness) func(n int) int {
-		text, err := json.Marshal(checkMessage{"asker", "PING", time.Now().UTC().Format(time.RFC3339Nano)})
-		if err != nil {
-			f.t.Fatal(err)
-		}
+		text := fmt.Appendf(nil, `{"clusterID":"asker","msgType":"PING","timeStamp":%q}`, time.Now().UTC().Format(time.RFC3339Nano))
 		return f.flood(packettest.Build(packettest.IP{Src: nthPods(hostileID).Addr().Next().Next(), Dst: fabric.FirstHost(victimExternal)},
 			packettest.UDP{SrcPort: fabric.ProbePort, DstPort: fabric.ProbePort, NoChecksum: true, Data: text}), pingsRate)
 	}, func(f *fairness) uint64 {
@@ -721,7 +718,7 @@ func (f *fairness) run() {
 	t := f.t
 	inject(f.hostile, fairPacket(hostileID, victimPod, fairPort, 0, 36)) // it has a session
 	for end := time.Now().Add(10 * f.time); time.Now().Before(end); time.Sleep(50 * time.Millisecond) {
-		if f.honest.checker.observe("victim").State == Connected && f.victim.checker.observe(fmt.Sprint(honestID)).State == Connected && f.connected() == f.crowd {
+		if f.honest.checker.Observe("victim").State == check.Connected && f.victim.checker.Observe(fmt.Sprint(honestID)).State == check.Connected && f.connected() == f.crowd {
 			break
 		}
 	}

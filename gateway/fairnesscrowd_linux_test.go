@@ -148,7 +148,7 @@ func runCrowd(t *testing.T, peers int) {
 // turns gives each peer a turn every two seconds: a PING or, without a session, a handshake.
 func (c *fairCrowd) turns() {
 	const slots = 200
-	tick := time.NewTicker(checkInterval / slots)
+	tick := time.NewTicker(2 * time.Second / slots)
 	for at := 0; ; at = (at + 1) % slots {
 		<-tick.C
 		c.mu.Lock()

@@ -32,6 +32,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/gateway/capture"
+	"github.com/isthmus-net/isthmus/gateway/check"
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/gateway/flowsync"
 	"github.com/isthmus-net/isthmus/internal/httpserve"
@@ -50,7 +51,7 @@ const (
 
 	// sessionGone is the age at which WireGuard refuses a session (REJECT_AFTER_TIME, 180 s). It
 	// has tried to make a new one since 120 s.
-	sessionGone = 195 * time.Second
+	sessionGone = check.SessionGone
 	// sessionFirst is how long a new peer may take for its first handshake before its packets are
 	// dropped rather than queued.
 	sessionFirst = 30 * time.Second
@@ -456,7 +457,7 @@ func (g *gateway) tick(now time.Time) {
 		if p.session.stats.Endpoint.Addr() != was.session.stats.Endpoint.Addr() {
 			changed = true // the route to it may have another MTU
 			if was.session.stats.Endpoint.IsValid() {
-				g.ends[0].checker.otherPath(p.ID)
+				g.ends[0].checker.OtherPath(p.ID)
 			}
 		}
 		changed = changed || p.inUse != g.working(p.ID, now)

@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"sync"
 
+	"github.com/isthmus-net/isthmus/gateway/check"
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/internal/inband"
 )
@@ -32,7 +33,7 @@ type inBand struct {
 func newInBand(o InBand, end *tunnelEnd, log *slog.Logger) *inBand {
 	b := &inBand{end: end}
 	b.server = inband.NewServer(inband.Options{Listen: o.Listen, Key: o.Key, API: o.API, Dial: b.dial, Log: log,
-		Connected: func(id string) bool { return end.observe(id).State == Connected }})
+		Connected: func(id string) bool { return end.observe(id).State == check.Connected }})
 	return b
 }
 

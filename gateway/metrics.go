@@ -11,6 +11,7 @@ import (
 	dto "github.com/prometheus/client_model/go"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/gateway/check"
 	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 	"github.com/isthmus-net/isthmus/internal/metric"
 	"github.com/isthmus-net/isthmus/natengine"
@@ -165,9 +166,9 @@ func (m *metrics) ofGateway(s *scrape, now current, stats natengine.Stats) {
 func ofPeer(s *scrape, p *view) {
 	peer, first := labelled("peer", p.ID), p.leading()
 	s.add(familyInfo, 1, peer.with("name", p.Name))
-	s.add(familyUp, truth(first.check.State == Connected), peer)
+	s.add(familyUp, truth(first.check.State == check.Connected), peer)
 	s.add(familyLoss, first.check.Loss, peer)
-	if first.check.State == Connected {
+	if first.check.State == check.Connected {
 		s.add(familyRTT, first.check.RTT.Seconds(), peer)
 	}
 	if path := p.tunnels[0].check.Path; !path.Confirmed.IsZero() || path.Narrow() {

@@ -135,7 +135,7 @@ func (g *gateway) measure(c Config, peers []peer, all bool) (tunnel int) {
 	} else {
 		tunnel = g.measureWays(peers, all)
 	}
-	narrow := g.ends[0].checker.narrowPaths()
+	narrow := g.ends[0].checker.NarrowPaths()
 	for i := range peers {
 		p := &peers[i]
 		p.mtu = p.way

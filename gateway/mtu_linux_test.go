@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/gateway/check"
 )
 
 var long = flag.Bool("long", false, "also what takes long: half a minute until a path is tried again that has dropped large packets, and fairness among 4,000 peers")
@@ -248,7 +249,7 @@ func TestABlackHoleIsFoundAndForgotten(t *testing.T) {
 		for _, s := range []*site{a, b} {
 			s.eventually(what, func() error {
 				p := s.status().Peers[0]
-				if p.PathMTU.State != PathSearchComplete || p.PathMTU.Bytes != mtu || p.MTU != mtu || p.State != Connected || p.Loss != 0 {
+				if p.PathMTU.State != check.PathSearchComplete || p.PathMTU.Bytes != mtu || p.MTU != mtu || p.State != check.Connected || p.Loss != 0 {
 					return fmt.Errorf("%s: %s, loss %v, MTU %d, path %+v", s.name, p.State, p.Loss, p.MTU, p.PathMTU)
 				}
 				if said := strings.Contains(p.Message, "drops larger packets"); said != p.PathMTU.Narrow() || (p.Reason == v1alpha1.CauseNarrowPath) != said || !v1alpha1.Carries(p.Reason) {

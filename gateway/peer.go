@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/gateway/check"
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/natengine"
 )
@@ -227,7 +228,7 @@ type view struct {
 // A tunnelView is one tunnel to a peer.
 type tunnelView struct {
 	key   [32]byte // the peer's
-	check CheckResult
+	check check.Result
 	stats datapath.Stats
 	inUse bool // it carries a share of the flows
 }
@@ -303,12 +304,12 @@ func (g *gateway) views(now current, stats natengine.Stats) []view {
 	}
 	lost := 0
 	for i := range views {
-		if views[i].leading().check.State != Connected {
+		if views[i].leading().check.State != check.Connected {
 			lost++
 		}
 	}
 	for i := range views {
-		views[i].alone = lost == 0 || lost == 1 && views[i].leading().check.State != Connected
+		views[i].alone = lost == 0 || lost == 1 && views[i].leading().check.State != check.Connected
 	}
 	for _, s := range stats.Peers {
 		if i, ok := at[s.ID]; ok {

@@ -13,6 +13,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/gateway/bind"
+	"github.com/isthmus-net/isthmus/gateway/check"
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/gateway/datapath/memlink"
 	"github.com/isthmus-net/isthmus/internal/kernel"
@@ -25,10 +26,10 @@ func changing(t *testing.T) *gateway {
 	g := without(t)
 	second := &tunnelEnd{
 		Tunnel:  g.ends[0].Beside(memlink.NewLink("mem1", 1440), bind.New(), nil, nil),
-		checker: newChecker(make(silent), checkOptions{Log: quiet}),
+		checker: check.Start(make(silent), check.Options{Log: quiet}),
 		wire:    bind.New(),
 	}
-	second.observe = second.checker.observe
+	second.observe = second.checker.Observe
 	g.ends = append(g.ends, second)
 	g.ends[0].wire = bind.New()
 	g.now = current{}
@@ -87,7 +88,7 @@ func (g *gateway) says(t *testing.T, objects kernel.State) (all []string) {
 			say("tunnel ", i, key, " leads to ", s.Endpoint)
 		}
 		for _, p := range e.checker.Peers() {
-			say("check ", i, p, e.checker.observe(p.id).Path.Ceiling)
+			say("check ", i, p, e.checker.Observe(p.ID).Path.Ceiling)
 		}
 	}
 	slices.Sort(all)
@@ -216,12 +217,12 @@ func TestAChangeOfPeersIsWhatAGatewayToldAllWouldDo(t *testing.T) {
 			ref.now.peers[i].state = nil
 		}
 		checks := g.ends[1].checker.Peers()
-		ref.ends[1].checker.change(checks, nil)
+		ref.ends[1].checker.Change(checks, nil)
 		for _, e := range []*tunnelEnd{g.ends[1], ref.ends[1]} {
-			states := make(map[string]CheckState)
+			states := make(map[string]check.State)
 			for _, p := range checks {
-				if states[p.id] = Connecting; connected[p.id] {
-					states[p.id] = Connected
+				if states[p.ID] = check.Connecting; connected[p.ID] {
+					states[p.ID] = check.Connected
 				}
 			}
 			e.finds(states)

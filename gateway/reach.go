@@ -12,7 +12,7 @@ import (
 // reach looks in every tunnel for peers that are away, by the statistics of the tunnel.
 func (g *gateway) reach(stats []map[[32]byte]datapath.Stats, now time.Time) {
 	for i, e := range g.ends {
-		if try, rest := e.checker.sessions(stats[i], now); len(try)+len(rest) > 0 {
+		if try, rest := e.checker.Sessions(stats[i], now); len(try)+len(rest) > 0 {
 			g.wg.Go(func() { e.reach(try, rest, g.done) })
 		}
 	}

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/gateway/check"
 	"github.com/isthmus-net/isthmus/internal/kernel"
 	"github.com/isthmus-net/isthmus/natengine"
 )
@@ -84,14 +85,14 @@ type CheckStatus struct {
 
 // PeerStatus is one peer.
 type PeerStatus struct {
-	ID      string     `json:"id"`
-	Name    string     `json:"name,omitempty"`
-	State   CheckState `json:"state"`          // Connected, Connecting or Error, by the connection check
-	Reason  string     `json:"reason"`         // of the state, in a word: v1alpha1.Causes
-	Message string     `json:"message"`        // the reason in a sentence
-	Since   time.Time  `json:"since"`          // of the state
-	Down    bool       `json:"down,omitempty"` // no WireGuard session for long: packets to it are dropped
-	Problem string     `json:"problem,omitempty"`
+	ID      string      `json:"id"`
+	Name    string      `json:"name,omitempty"`
+	State   check.State `json:"state"`          // Connected, Connecting or Error, by the connection check
+	Reason  string      `json:"reason"`         // of the state, in a word: v1alpha1.Causes
+	Message string      `json:"message"`        // the reason in a sentence
+	Since   time.Time   `json:"since"`          // of the state
+	Down    bool        `json:"down,omitempty"` // no WireGuard session for long: packets to it are dropped
+	Problem string      `json:"problem,omitempty"`
 
 	Endpoint   string         `json:"endpoint,omitempty"` // where it is now
 	Configured string         `json:"configuredEndpoint"`
@@ -119,25 +120,25 @@ type PeerStatus struct {
 	// describe the first one that carries flows, but octets count all tunnels.
 	Tunnels []TunnelStatus `json:"tunnels,omitempty"`
 
-	MTU      int          `json:"mtu"` // largest packet towards it
-	PathMTU  PathMTU      `json:"pathMTU"`
-	Rules    RulesStatus  `json:"rules"`
-	Sessions int          `json:"sessions"`
-	Drops    []DropStatus `json:"drops,omitempty"`
+	MTU      int           `json:"mtu"` // largest packet towards it
+	PathMTU  check.PathMTU `json:"pathMTU"`
+	Rules    RulesStatus   `json:"rules"`
+	Sessions int           `json:"sessions"`
+	Drops    []DropStatus  `json:"drops,omitempty"`
 }
 
 // TunnelStatus is one of several tunnels to a peer.
 type TunnelStatus struct {
-	Tunnel       int        `json:"tunnel"` // 0 upwards
-	State        CheckState `json:"state"`  // Connected, Connecting or Error, by its own connection check
-	InUse        bool       `json:"inUse"`  // it carries its share of the flows, because it is connected
-	Endpoint     string     `json:"endpoint,omitempty"`
-	PublicKey    string     `json:"publicKey"`
-	HandshakeAge float64    `json:"handshakeAgeSeconds,omitempty"`
-	RTT          float64    `json:"rttSeconds,omitempty"`
-	Loss         float64    `json:"lossRatio"`
-	Receive      uint64     `json:"receiveBytes"` // octets of WireGuard messages
-	Transmit     uint64     `json:"transmitBytes"`
+	Tunnel       int         `json:"tunnel"` // 0 upwards
+	State        check.State `json:"state"`  // Connected, Connecting or Error, by its own connection check
+	InUse        bool        `json:"inUse"`  // it carries its share of the flows, because it is connected
+	Endpoint     string      `json:"endpoint,omitempty"`
+	PublicKey    string      `json:"publicKey"`
+	HandshakeAge float64     `json:"handshakeAgeSeconds,omitempty"`
+	RTT          float64     `json:"rttSeconds,omitempty"`
+	Loss         float64     `json:"lossRatio"`
+	Receive      uint64      `json:"receiveBytes"` // octets of WireGuard messages
+	Transmit     uint64      `json:"transmitBytes"`
 }
 
 // TrafficStatus counts IP packets in the tunnel.
@@ -389,7 +390,7 @@ func (s Status) Healthy() (bool, []string) {
 	wrong = append(wrong, s.Config.Refused...)
 	peers := make(map[string]string)
 	for _, p := range s.Peers {
-		if p.State != Connected {
+		if p.State != check.Connected {
 			peers[p.ID] = "peer " + p.ID + ": " + p.Message
 		}
 	}

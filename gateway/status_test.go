@@ -14,6 +14,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/gateway/bind"
+	"github.com/isthmus-net/isthmus/gateway/check"
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/gateway/datapath/memlink"
 	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
@@ -22,6 +23,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 	"github.com/prometheus/client_golang/prometheus/testutil"
 )
+
+const bravo = "22222222-0000-4000-8000-000000000000"
 
 func fabricPeer(n byte, id, name, podsHere, externalHere string) fabric.Peer {
 	p := netip.MustParsePrefix
@@ -69,9 +72,9 @@ func withPort(t testing.TB, port silent, peers ...fabric.Peer) *gateway {
 	g.ends = []*tunnelEnd{{
 		wire:    wire,
 		Tunnel:  datapath.New(memlink.NewLink("mem", 1440), wire, g.engine, nil, datapath.Options{}),
-		checker: newChecker(port, checkOptions{Log: quiet, RTT: g.metrics.observeRTT}),
+		checker: check.Start(port, check.Options{Log: quiet, RTT: g.metrics.observeRTT}),
 	}}
-	g.ends[0].observe = g.ends[0].checker.observe
+	g.ends[0].observe = g.ends[0].checker.Observe
 	g.resolver = newResolver(nil, func() {}, quiet)
 	t.Cleanup(func() { g.resolver.close(); g.closeEnds() })
 	g.put0(t, peers...)
@@ -97,11 +100,11 @@ func (g *gateway) put0(t testing.TB, peers ...fabric.Peer) {
 	if err := g.setRules(&survey); err != nil {
 		t.Fatal(err)
 	}
-	var checks []checkPeer
+	var checks []check.Peer
 	for _, p := range gw.Peers {
-		checks = append(checks, checkPeer{id: p.ID, probe: p.Probe, allowed: p.AllowedIPs})
+		checks = append(checks, check.Peer{ID: p.ID, Probe: p.Probe, Allowed: p.AllowedIPs})
 	}
-	g.ends[0].checker.set(checks)
+	g.ends[0].checker.Set(checks)
 	g.now.peers = survey.peers
 	g.now.config, g.now.mtu, g.now.ready = c, 1440, true
 	g.now.generation++
@@ -109,9 +112,9 @@ func (g *gateway) put0(t testing.TB, peers ...fabric.Peer) {
 }
 
 // finds makes the connection check of an end find peers in these states.
-func (e *tunnelEnd) finds(states map[string]CheckState) {
-	e.observe = func(id string) CheckResult {
-		r := e.checker.observe(id)
+func (e *tunnelEnd) finds(states map[string]check.State) {
+	e.observe = func(id string) check.Result {
+		r := e.checker.Observe(id)
 		r.State = cmp.Or(states[id], r.State)
 		return r
 	}

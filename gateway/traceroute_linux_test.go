@@ -20,6 +20,8 @@ import (
 	"golang.org/x/net/ipv4"
 	"golang.org/x/net/ipv6"
 	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/gateway/check"
 )
 
 // A traceroute by UDP, ICMP or TCP, one probe for each TTL. The answer of a hop is the source of
@@ -239,7 +241,7 @@ spec:
 	a.pod.ping("10.246.1.10")
 	for _, s := range []*site{a, b} {
 		s.eventually("still looking for the path MTU", func() error {
-			if path := s.status().Peers[0].PathMTU; path.State != PathSearchComplete {
+			if path := s.status().Peers[0].PathMTU; path.State != check.PathSearchComplete {
 				return fmt.Errorf("%+v", path)
 			}
 			return nil

@@ -10,6 +10,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/gateway/bind"
+	"github.com/isthmus-net/isthmus/gateway/check"
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/gateway/tun"
 	"github.com/isthmus-net/isthmus/natengine"
@@ -36,8 +37,8 @@ const severalThreshold = 2
 type tunnelEnd struct {
 	*datapath.Tunnel
 	local   *datapath.Local
-	checker *checker
-	observe func(id string) CheckResult // checker.observe; tests replace it
+	checker *check.Monitor
+	observe func(id string) check.Result // checker.Observe; tests replace it
 	wire    *bind.Bind
 	link    *tun.Device
 }
@@ -65,7 +66,7 @@ func (g *gateway) openEnd(o Options, i, mtu int) (_ *tunnelEnd, err error) {
 			local.Close()
 		}
 	}()
-	port, err := local.Listen(fabric.ProbePort, checkMaxLen+1)
+	port, err := local.Listen(fabric.ProbePort, check.MaxMessage+1)
 	if err != nil {
 		return nil, err
 	}
@@ -82,18 +83,18 @@ func (g *gateway) openEnd(o Options, i, mtu int) (_ *tunnelEnd, err error) {
 	if i == 0 {
 		g.udpOffload = link.Offloads().USO4
 		t := datapath.New(link, wire, g.engine, local, datapath.Options{CoalesceUDP: g.udpOffload, Logger: wgLogger(o.Log)})
-		return newTunnelEnd(t, local, port, checkOptions{Log: o.Log, RTT: g.metrics.observeRTT, Hold: o.Calls, PathChanged: g.compareSoon}, wire, link), nil
+		return newTunnelEnd(t, local, port, check.Options{Log: o.Log, RTT: g.metrics.observeRTT, Hold: o.Calls, PathChanged: g.compareSoon}, wire, link), nil
 	}
 	log := o.Log.With("tunnel", i)
 	t := g.ends[0].Beside(link, wire, local, wgLogger(log))
-	return newTunnelEnd(t, local, port, checkOptions{Log: log, Hold: o.Calls}, wire, link), nil
+	return newTunnelEnd(t, local, port, check.Options{Log: log, Hold: o.Calls}, wire, link), nil
 }
 
-func newTunnelEnd(t *datapath.Tunnel, local *datapath.Local, port *datapath.Port, o checkOptions, wire *bind.Bind, link *tun.Device) *tunnelEnd {
+func newTunnelEnd(t *datapath.Tunnel, local *datapath.Local, port *datapath.Port, o check.Options, wire *bind.Bind, link *tun.Device) *tunnelEnd {
 	o.Handshake = t.Handshake
-	c := newChecker(port, o)
-	t.SetDoubts(c.doubt)
-	return &tunnelEnd{t, local, c, c.observe, wire, link}
+	c := check.Start(port, o)
+	t.SetDoubts(c.Doubt)
+	return &tunnelEnd{t, local, c, c.Observe, wire, link}
 }
 
 // startEnds opens the sockets.
@@ -124,7 +125,7 @@ func (g *gateway) discard() {
 // closeEnds closes the devices, and with them TUNs and in-process endpoints.
 func (g *gateway) closeEnds() {
 	for _, e := range g.ends {
-		e.checker.close()
+		e.checker.Close()
 		_ = e.Close() // what it closes is gone either way
 	}
 }
@@ -236,12 +237,12 @@ func (g *gateway) applyEnds(c Config, s *survey) (errs []error) {
 		}
 		checks, without := checkPeers(i, s.peers, s.other)
 		if s.all {
-			e.checker.set(checks)
+			e.checker.Set(checks)
 		} else {
 			for j := range s.gone {
 				without = append(without, s.gone[j].ID)
 			}
-			e.checker.change(checks, without)
+			e.checker.Change(checks, without)
 		}
 	}
 	return errs
@@ -249,7 +250,7 @@ func (g *gateway) applyEnds(c Config, s *survey) (errs []error) {
 
 // checkPeers are those of some peers that have tunnel i, for its connection check, and the IDs of those
 // that do not.
-func checkPeers(i int, peers []peer, of []int) (all []checkPeer, without []string) {
+func checkPeers(i int, peers []peer, of []int) (all []check.Peer, without []string) {
 	for _, j := range of {
 		p := &peers[j]
 		theirs, ok := theirEnd(p.GatewayPeer, i)
@@ -257,13 +258,13 @@ func checkPeers(i int, peers []peer, of []int) (all []checkPeer, without []strin
 			without = append(without, p.ID)
 			continue
 		}
-		check := checkPeer{id: p.ID, probe: p.Probe, allowed: p.AllowedIPs, key: theirs.PublicKey, endpoint: p.Endpoint, port: theirs.Port}
+		to := check.Peer{ID: p.ID, Probe: p.Probe, Allowed: p.AllowedIPs, Key: theirs.PublicKey, Endpoint: p.Endpoint, Port: theirs.Port}
 		if i > 0 {
-			check.threshold = severalThreshold
+			to.Threshold = severalThreshold
 		} else {
-			check.baseMTU, check.maxMTU = leastMTU(p.GatewayPeer), p.way
+			to.BaseMTU, to.MaxMTU = leastMTU(p.GatewayPeer), p.way
 		}
-		all = append(all, check)
+		all = append(all, to)
 	}
 	return all, without
 }
@@ -285,14 +286,14 @@ func (e tunnelView) status(tunnel int, now time.Time) TunnelStatus {
 // for every peer with a single tunnel.
 func (g *gateway) working(id string, now time.Time) (set fabric.TunnelSet) {
 	for i, e := range g.ends[1:] {
-		if e.observe(id).State == Connected {
+		if e.observe(id).State == check.Connected {
 			set = set.With(i + 1)
 		}
 	}
 	if set == 0 {
 		return 0
 	}
-	if r := g.ends[0].observe(id); r.State == Connected && !r.Late(now, severalThreshold) {
+	if r := g.ends[0].observe(id); r.State == check.Connected && !r.Late(now, severalThreshold) {
 		set = set.With(0)
 	}
 	return set

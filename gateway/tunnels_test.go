@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/gateway/check"
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 )
 
@@ -31,20 +32,20 @@ func TestFlowsAreInTheTunnelsThatAnswer(t *testing.T) {
 	now := time.Now()
 	for _, tc := range []struct {
 		name          string
-		first, second CheckState
+		first, second check.State
 		answered      time.Duration // since the last answer in the first tunnel
 		want          fabric.TunnelSet
 	}{
-		{"none", Disconnected, Disconnected, time.Hour, 0},
-		{"none yet", Connecting, Connecting, time.Hour, 0},
-		{"the first", Connected, Disconnected, 0, 0},
-		{"both", Connected, Connected, time.Second, 0b11},
-		{"the second", Disconnected, Connected, time.Hour, 0b10},
-		{"the second, found first", Connecting, Connected, time.Hour, 0b10},
-		{"the second, the first silent for three intervals", Connected, Connected, 3 * checkInterval, 0b10},
+		{"none", check.Disconnected, check.Disconnected, time.Hour, 0},
+		{"none yet", check.Connecting, check.Connecting, time.Hour, 0},
+		{"the first", check.Connected, check.Disconnected, 0, 0},
+		{"both", check.Connected, check.Connected, time.Second, 0b11},
+		{"the second", check.Disconnected, check.Connected, time.Hour, 0b10},
+		{"the second, found first", check.Connecting, check.Connected, time.Hour, 0b10},
+		{"the second, the first silent for three intervals", check.Connected, check.Connected, 6 * time.Second, 0b10},
 	} {
-		g.ends[0].observe = func(string) CheckResult { return CheckResult{State: tc.first, Answered: now.Add(-tc.answered)} }
-		g.ends[1].observe = func(string) CheckResult { return CheckResult{State: tc.second} }
+		g.ends[0].observe = func(string) check.Result { return check.Result{State: tc.first, Answered: now.Add(-tc.answered)} }
+		g.ends[1].observe = func(string) check.Result { return check.Result{State: tc.second} }
 		if got := g.working(p.ID, now); got != tc.want {
 			t.Errorf("%s: flows are in the tunnels %b; want %b", tc.name, got, tc.want)
 		}

@@ -16,6 +16,7 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/isthmus-net/isthmus/gateway"
+	"github.com/isthmus-net/isthmus/gateway/check"
 	"github.com/isthmus-net/isthmus/internal/cli"
 )
 
@@ -30,17 +31,17 @@ func sample() gateway.Status {
 	at := time.Date(2026, 11, 21, 10, 0, 0, 0, time.UTC)
 	p := netip.MustParsePrefix
 	bravo := gateway.PeerStatus{
-		ID: "22222222-0000-4000-8000-000000000000", Name: "bravo", State: gateway.Connected, Message: gateway.Connected.Message(), Since: at,
+		ID: "22222222-0000-4000-8000-000000000000", Name: "bravo", State: check.Connected, Message: check.Connected.Message(), Since: at,
 		Endpoint: "192.0.2.2:5871", Configured: "192.0.2.2:5871", PublicKey: "k", LastHandshake: &at, HandshakeAge: 75.4, RTT: 0.00123, Loss: 0,
 		Receive: gateway.TrafficStatus{Packets: 12, Bytes: 1536}, Transmit: gateway.TrafficStatus{Packets: 10_000, Bytes: 14 << 20},
 		Rules: gateway.RulesStatus{RemotePods: p("10.244.0.0/16"), RemotePodsHere: p("10.246.0.0/16"), RemoteExternal: p("10.247.0.0/16"),
 			LocalPods: p("10.244.0.0/16"), LocalPodsThere: p("10.250.0.0/16"), LocalExternal: p("10.251.0.0/16"), NAPT: netip.MustParseAddr("10.250.0.0")},
 		Sessions: 2, MTU: 1392,
-		Tunnels: []gateway.TunnelStatus{{Tunnel: 0, State: gateway.Connected, InUse: true}, {Tunnel: 1, State: gateway.Connected, InUse: true}, {Tunnel: 2, State: gateway.Disconnected}},
+		Tunnels: []gateway.TunnelStatus{{Tunnel: 0, State: check.Connected, InUse: true}, {Tunnel: 1, State: check.Connected, InUse: true}, {Tunnel: 2, State: check.Disconnected}},
 		Drops:   []gateway.DropStatus{{Direction: "inbound", Reason: "no_mapping", Packets: 3, Text: "nothing is mapped to this address of the ExternalCIDR"}},
 	}
 	charlie := gateway.PeerStatus{
-		ID: "33333333-0000-4000-8000-000000000000", State: gateway.Disconnected, Message: gateway.Disconnected.Message(), Since: at, Down: true,
+		ID: "33333333-0000-4000-8000-000000000000", State: check.Disconnected, Message: check.Disconnected.Message(), Since: at, Down: true,
 		MTU: 1440, Problem: "resolving gw.example: no such host", Configured: "gw.example:5871", Loss: 1,
 		Rules: gateway.RulesStatus{RemotePods: p("10.60.0.0/16"), RemotePodsHere: p("10.60.0.0/16"), RemoteExternal: p("10.61.0.0/16"),
 			LocalPods: p("10.244.0.0/16"), LocalPodsThere: p("10.244.0.0/16"), LocalExternal: p("10.245.0.0/16"), NAPT: netip.MustParseAddr("10.244.0.0")},

@@ -18,6 +18,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/gateway"
+	"github.com/isthmus-net/isthmus/gateway/check"
 	"github.com/isthmus-net/isthmus/internal/cli"
 	"github.com/isthmus-net/isthmus/internal/cluster"
 	"github.com/isthmus-net/isthmus/internal/source/file"
@@ -156,7 +157,7 @@ func printStatus(w io.Writer, s gateway.Status, wide bool) error {
 			fmt.Fprintf(w, "%s: no WireGuard session for long, packets to it are dropped\n", nameOrID(p.Name, p.ID))
 		}
 		for _, t := range p.Tunnels {
-			if !t.InUse && t.State != gateway.Connecting && p.State == gateway.Connected {
+			if !t.InUse && t.State != check.Connecting && p.State == check.Connected {
 				fmt.Fprintf(w, "%s: tunnel %d is not used, because its connection check gets no answer: is its UDP port open at both ends?\n",
 					nameOrID(p.Name, p.ID), t.Tunnel)
 			}

@@ -59,10 +59,14 @@ var Rules = []Rule{
 
 	{"arrows point one way", downwards},
 	{"arrows point one way in manager", inOrder(managerOrder)},
+	{"arrows point one way in gateway", inOrder(gatewayOrder)},
 }
 
 // managerOrder are the packages of the manager's controllers, from the bottom: each may import those before it.
 var managerOrder = []string{"manager/controllers", "manager/peers", "manager/facts", "manager/exchange", "manager/peerings", "manager"}
+
+// gatewayOrder are the packages of the gateway, likewise.
+var gatewayOrder = []string{"gateway/bind", "gateway/capture", "gateway/datapath", "gateway/tun", "gateway/flowsync", "gateway/check", "gateway"}
 
 // layers, from the bottom: a package may import those below its own layer, and its own tree. The
 // longest match counts.

@@ -1,4 +1,4 @@
-package gateway
+package check
 
 import (
 	"math/rand/v2"
@@ -13,8 +13,11 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 )
 
+// minAutoMTU is the smallest MTU that the gateway wants of a path.
+const minAutoMTU = 1200
+
 // bravoPath is bravoPeer with a path to search.
-var bravoPath = func(p checkPeer) checkPeer { p.baseMTU, p.maxMTU = minAutoMTU, 1440; return p }(bravoPeer)
+var bravoPath = func(p Peer) Peer { p.BaseMTU, p.MaxMTU = minAutoMTU, 1440; return p }(bravoPeer)
 
 // path is a path that drops what is larger than takes, and others by chance, and says nothing.
 type path struct {
@@ -31,7 +34,7 @@ func drive(s *pathSearch, p *path, now *time.Time, d time.Duration, want int) (a
 	begin, since := *now, *now
 	for end := now.Add(d); now.Before(end); *now = now.Add(pathLook) {
 		s.look(*now, 20*time.Millisecond)
-		for _, probe := range s.next(*now, checkInterval) {
+		for _, probe := range s.next(*now, interval) {
 			messages++
 			if p.passes(probe.size) {
 				s.answer(probe.at)
@@ -204,12 +207,12 @@ func TestPathSearchAsksWhoeverAnswersPINGs(t *testing.T) {
 				var mu sync.Mutex
 				takes, changes := 1340, 0
 				l := &liqo{delay: 7 * time.Millisecond}
-				receive := func(b []byte) { l.receive(b, bravoPeer.probe, 0) }
+				receive := func(b []byte) { l.receive(b, bravoPeer.Probe, 0) }
 				if peer == "Isthmus" {
-					us := checkPeer{id: "a", probe: netip.MustParseAddrPort("10.71.0.1:12345"), allowed: [2]netip.Prefix{netip.MustParsePrefix("10.70.0.0/16"), netip.MustParsePrefix("10.71.0.0/16")}}
+					us := Peer{ID: "a", Probe: netip.MustParseAddrPort("10.71.0.1:12345"), Allowed: [2]netip.Prefix{netip.MustParsePrefix("10.70.0.0/16"), netip.MustParsePrefix("10.71.0.0/16")}}
 					there := newSocket(func(b []byte, to netip.AddrPort, _ int) {
 						if to.Addr() == netip.MustParseAddr("10.70.0.0") {
-							l.socket.in <- datagram{b, bravoPeer.probe}
+							l.socket.in <- datagram{b, bravoPeer.Probe}
 						}
 					})
 					arrived := make(map[netip.AddrPort]*rate.Limiter) // by sender: what a datapath.Port lets pass of each
@@ -221,9 +224,9 @@ func TestPathSearchAsksWhoeverAnswersPINGs(t *testing.T) {
 							t.Errorf("%v sends more than a gateway may", from)
 						}
 					}
-					other := newChecker(there, checkOptions{Log: quiet})
-					defer other.close()
-					other.set([]checkPeer{us})
+					other := Start(there, Options{Log: quiet})
+					defer other.Close()
+					other.Set([]Peer{us})
 					receive = func(b []byte) {
 						limit(netip.MustParseAddrPort("10.70.0.0:12345"))
 						there.in <- datagram{b, netip.MustParseAddrPort("10.70.0.0:12345")}
@@ -236,17 +239,17 @@ func TestPathSearchAsksWhoeverAnswersPINGs(t *testing.T) {
 						receive(b)
 					}
 				})
-				c := newChecker(l.socket, checkOptions{Log: quiet, PathChanged: func() { changes++ }})
-				defer c.close()
-				c.set([]checkPeer{bravoPath})
+				c := Start(l.socket, Options{Log: quiet, PathChanged: func() { changes++ }})
+				defer c.Close()
+				c.Set([]Peer{bravoPath})
 				wants := func(bytes int, state PathState) {
 					t.Helper()
 					synctest.Wait()
-					r := c.observe(bravo)
+					r := c.Observe(bravo)
 					if r.Path.Bytes != bytes || r.Path.State != state || r.Loss != 0 || r.State != Connected {
 						t.Errorf("%+v, want %d %s", r, bytes, state)
 					}
-					if n := c.narrowPaths(); (bytes == 1440) != (len(n) == 0) || bytes != 1440 && n[bravo] != bytes {
+					if n := c.NarrowPaths(); (bytes == 1440) != (len(n) == 0) || bytes != 1440 && n[bravo] != bytes {
 						t.Errorf("narrow paths %v", n)
 					}
 				}
@@ -289,10 +292,10 @@ func TestAnswersToProbesOfThePathSayThatThePeerIsThere(t *testing.T) {
 				l.receive(b, to, size)
 			}
 		})
-		c := newChecker(l.socket, checkOptions{Log: quiet, PathChanged: func() {}})
-		defer c.close()
-		c.set([]checkPeer{bravoPath})
-		state := func() CheckState { synctest.Wait(); return c.observe(bravo).State }
+		c := Start(l.socket, Options{Log: quiet, PathChanged: func() {}})
+		defer c.Close()
+		c.Set([]Peer{bravoPath})
+		state := func() State { synctest.Wait(); return c.Observe(bravo).State }
 		time.Sleep(10 * time.Second)
 		mu.Lock()
 		deaf = true
@@ -301,7 +304,7 @@ func TestAnswersToProbesOfThePathSayThatThePeerIsThere(t *testing.T) {
 			t.Errorf("%s although probes are answered", state())
 		}
 		l.set(true)
-		if time.Sleep((checkThreshold - 2) * checkInterval); state() != Connected {
+		if time.Sleep((threshold - 2) * interval); state() != Connected {
 			t.Errorf("%s so soon after the last answer", state())
 		}
 		if time.Sleep(4 * time.Second); state() != Disconnected {

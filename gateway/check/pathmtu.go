@@ -1,17 +1,19 @@
-package gateway
+package check
 
 import (
 	"encoding/json"
 	"net/netip"
 	"slices"
 	"time"
+
+	"golang.zx2c4.com/wireguard/device"
 )
 
 // Packetization layer path MTU discovery (RFC 8899) for each peer. The kernel knows what routers
 // say; a path that drops large datagrams and says nothing is found by WireGuard messages of a
-// size. Such a probe is a PING of the connection check that WireGuard pads (datapath.Local,
-// SendPadded), so that every peer answers it, Liqo too, and the answer is small: each side finds out
-// about the direction in which it sends.
+// size. Such a probe is a PING of the connection check that WireGuard pads (datapath.Port.Send),
+// so that every peer answers it, Liqo too, and the answer is small: each side finds out about the
+// direction in which it sends.
 //
 // PLPMTU, the size in force, is that of an IP packet in the tunnel. Three things differ from the RFC:
 // a search begins with the largest size rather than the base, because TCP connections keep the
@@ -26,7 +28,7 @@ const (
 	pathMoment  = pathTimeout / 5
 	pathTrips   = 4
 
-	pathLook = checkInterval / 8
+	pathLook = interval / 8
 
 	// pathRate is how many peers are confirmed in a second at most; of up to 100 each is in each
 	// interval.
@@ -43,11 +45,15 @@ const (
 	// pathSizes are probed in one round, besides the largest and the smallest in question. Twice
 	// that, and the controls, is less than a peer answers in a second.
 	pathSizes = 5
+
+	// padding is what WireGuard pads a packet to, but never beyond the MTU of the device.
+	padding = device.PaddingMultiple
 )
 
 // PathState is a state of RFC 8899, section 5.2.
 type PathState string
 
+// All values of PathState.
 const (
 	PathDisabled       PathState = "Disabled"       // the peer does not answer, which says nothing of sizes
 	PathSearching      PathState = "Searching"      // probes are under way
@@ -305,25 +311,25 @@ func (s *pathSearch) conclude(round []pathProbe, best int, now time.Time) (chang
 
 // limit sets the bounds of the search for the path MTU of a peer.
 func (p *checked) limit(base, most int, now time.Time) {
-	p.baseMTU, p.maxMTU = base, most
+	p.BaseMTU, p.MaxMTU = base, most
 	p.path.limit(base, most, now)
 }
 
-// otherPath says that packets to a peer take another path from now on.
-func (c *checker) otherPath(id string) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if p := c.peers[id]; p != nil && p.path.State != PathDisabled {
+// OtherPath says that packets to a peer take another path from now on.
+func (m *Monitor) OtherPath(id string) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if p := m.peers[id]; p != nil && p.path.State != PathDisabled {
 		p.path.begin(time.Now())
 	}
 }
 
-// narrowPaths returns the sizes of paths that take less than the kernel knows, in octets by peer.
-func (c *checker) narrowPaths() map[string]int {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+// NarrowPaths returns the sizes of paths that take less than the kernel knows, in octets by peer.
+func (m *Monitor) NarrowPaths() map[string]int {
+	m.mu.Lock()
+	defer m.mu.Unlock()
 	narrow := make(map[string]int)
-	for id, p := range c.peers {
+	for id, p := range m.peers {
 		if p.path.Narrow() {
 			narrow[id] = p.path.Bytes
 		}
@@ -332,44 +338,44 @@ func (c *checker) narrowPaths() map[string]int {
 }
 
 // searchPaths sends the probes of all peers that are due.
-func (c *checker) searchPaths(now time.Time) {
-	type message struct {
+func (m *Monitor) searchPaths(now time.Time) {
+	type ping struct {
 		to   netip.AddrPort
 		text []byte
 		size int
 	}
-	var messages []message
+	var pings []ping
 	changed := false
-	c.mu.Lock()
-	every := max(checkInterval, time.Duration(len(c.peers))*time.Second/pathRate)
-	for id, p := range c.peers {
+	m.mu.Lock()
+	every := max(interval, time.Duration(len(m.peers))*time.Second/pathRate)
+	for id, p := range m.peers {
 		was := p.path.PathMTU
 		if p.path.look(now, p.result.RTT) {
 			changed = true
-			c.o.Log.Warn("path MTU changed", "peer", id, "from", was.Bytes, "to", p.path.Bytes, "ceiling", p.path.Ceiling)
+			m.o.Log.Warn("path MTU changed", "peer", id, "from", was.Bytes, "to", p.path.Bytes, "ceiling", p.path.Ceiling)
 		} else if was.State != PathError && p.path.State == PathError {
-			c.o.Log.Warn("packets of the smallest path MTU are lost", "peer", id, "size", p.path.Bytes)
+			m.o.Log.Warn("packets of the smallest path MTU are lost", "peer", id, "size", p.path.Bytes)
 		}
-		if p.away || len(messages) >= pathMessages {
+		if p.away || len(pings) >= pathMessages {
 			continue
 		}
 		for _, probe := range p.path.next(now, every) {
-			text, err := json.Marshal(checkMessage{id, "PING", probe.at.UTC().Format(time.RFC3339Nano)})
+			text, err := json.Marshal(message{id, "PING", probe.at.UTC().Format(time.RFC3339Nano)})
 			if err == nil {
-				messages = append(messages, message{p.probe, text, probe.size})
+				pings = append(pings, ping{p.Probe, text, probe.size})
 			}
 		}
 	}
-	c.mu.Unlock()
-	for _, m := range messages {
-		_ = c.port.Send(m.text, m.to, m.size) // lost or refused: the missing answer counts
+	m.mu.Unlock()
+	for _, ping := range pings {
+		_ = m.port.Send(ping.text, ping.to, ping.size) // lost or refused: the missing answer counts
 	}
 	if changed {
-		c.o.PathChanged()
+		m.o.PathChanged()
 	}
 }
 
-func (c *checker) enter(p *checked, s CheckState, now time.Time) {
+func (m *Monitor) enter(p *checked, s State, now time.Time) {
 	p.result.State, p.result.Since = s, now
 	if s == Connected {
 		p.path.begin(now)
@@ -377,8 +383,8 @@ func (c *checker) enter(p *checked, s CheckState, now time.Time) {
 		p.path.end()
 	}
 	if s == Connected {
-		c.o.Log.Info("peer connected", "peer", p.id, "rtt", p.result.RTT.String())
+		m.o.Log.Info("peer connected", "peer", p.ID, "rtt", p.result.RTT.String())
 	} else {
-		c.o.Log.Warn("peer does not answer", "peer", p.id, "probe", p.probe.String())
+		m.o.Log.Warn("peer does not answer", "peer", p.ID, "probe", p.Probe.String())
 	}
 }

@@ -1,4 +1,4 @@
-package gateway
+package check
 
 import (
 	"cmp"
@@ -19,6 +19,10 @@ import (
 // handshakes overflows, or wireguard-go asks for cookies because it believes itself under load. The
 // lost ones are then begun again at the pace of the first ones, as long as some are answered.
 const (
+	// SessionGone is the age of the last handshake at which a session counts as gone. WireGuard
+	// refuses it after 180 s (REJECT_AFTER_TIME).
+	SessionGone = 195 * time.Second
+
 	awayAfter         = 2 * time.Second // without a session since its configuration
 	mostPerSecond     = 250             // handshakes with peers never tried before; packets wait for more
 	leastPerSecond    = 20              // handshakes with all other peers
@@ -27,21 +31,21 @@ const (
 	handshakesOver    = 8               // seconds over which answers are counted, about
 )
 
-// sessions records which peers have a WireGuard session. The caller calls it once a second. It
+// Sessions records which peers have a WireGuard session. The caller calls it once a second. It
 // returns the peers that now get a handshake, and those with which wireguard-go must begin none by
 // itself. If few peers are away, wireguard-go may go on by itself.
-func (c *checker) sessions(stats map[[32]byte]datapath.Stats, now time.Time) (try, rest [][32]byte) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+func (m *Monitor) Sessions(stats map[[32]byte]datapath.Stats, now time.Time) (try, rest [][32]byte) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
 	var away []*checked
 	answered, lost := 0.0, 0.0
-	for _, p := range c.peers {
-		s := stats[p.key]
+	for _, p := range m.peers {
+		s := stats[p.Key]
 		switch never := s.Handshake.IsZero(); {
-		case !never && now.Sub(s.Handshake) <= sessionGone:
+		case !never && now.Sub(s.Handshake) <= SessionGone:
 			if p.away {
 				p.away, p.back = false, true
-				c.look()
+				m.look()
 			}
 			if p.waits {
 				p.waits = false
@@ -66,14 +70,14 @@ func (c *checker) sessions(stats map[[32]byte]datapath.Stats, now time.Time) (tr
 			lost++
 		}
 	}
-	c.answers.answered += (answered - c.answers.answered) / handshakesOver
-	c.answers.lost += (lost - c.answers.lost) / handshakesOver
+	m.answers.answered += (answered - m.answers.answered) / handshakesOver
+	m.answers.lost += (lost - m.answers.lost) / handshakesOver
 	again := leastPerSecond
-	if a := c.answers; a.answered*handshakesOver > 1 && a.lost <= handshakesLost*a.answered {
+	if a := m.answers; a.answered*handshakesOver > 1 && a.lost <= handshakesLost*a.answered {
 		again = mostPerSecond
 	}
 	pause := max(device.RekeyTimeout, time.Duration(len(away))*time.Second/time.Duration(again))
-	slices.SortFunc(away, func(a, b *checked) int { return cmp.Or(a.tried.Compare(b.tried), cmp.Compare(a.id, b.id)) })
+	slices.SortFunc(away, func(a, b *checked) int { return cmp.Or(a.tried.Compare(b.tried), cmp.Compare(a.ID, b.ID)) })
 	first := mostPerSecond
 	for _, p := range away { // peers that were never tried come first
 		left, due := &again, now.Sub(p.tried) >= pause
@@ -86,10 +90,10 @@ func (c *checker) sessions(stats map[[32]byte]datapath.Stats, now time.Time) (tr
 				again = min(again, max(first, leastPerSecond))
 			}
 			p.tried, p.rests, p.waits = now, false, true
-			try = append(try, p.key)
+			try = append(try, p.Key)
 		case now.Sub(p.tried) >= handshakePatience && pause > device.RekeyTimeout && !p.rests && !p.tried.IsZero():
 			p.rests = true
-			rest = append(rest, p.key)
+			rest = append(rest, p.Key)
 		}
 	}
 	return try, rest
@@ -98,45 +102,45 @@ func (c *checker) sessions(stats map[[32]byte]datapath.Stats, now time.Time) (tr
 // doubtPatience is added to the round trip: a peer that still has our session answers within both.
 const doubtPatience = 300 * time.Millisecond
 
-// doubt notes that a peer sends under a session that we do not have. It does not block: if many
+// Doubt notes that a peer sends under a session that we do not have. It does not block: if many
 // peers do so at once, it ignores some.
-func (c *checker) doubt(key [32]byte) {
+func (m *Monitor) Doubt(key [32]byte) {
 	select {
-	case c.doubts <- key:
+	case m.doubts <- key:
 	default:
 	}
 }
 
-// test pings a peer after doubt, and begins a handshake if no answer comes. WireGuard alone would
+// test pings a peer after Doubt, and begins a handshake if no answer comes. WireGuard alone would
 // begin one after 15 seconds.
-func (c *checker) test(key [32]byte) {
-	c.mu.Lock()
+func (m *Monitor) test(key [32]byte) {
+	m.mu.Lock()
 	var p *checked
-	for _, q := range c.peers {
-		if q.key == key {
+	for _, q := range m.peers {
+		if q.Key == key {
 			p = q
 		}
 	}
-	c.mu.Unlock()
+	m.mu.Unlock()
 	if p == nil {
 		return
 	}
-	c.ping([]*checked{p})
-	c.mu.Lock()
-	at, wait := p.sent[(p.n-1)%checkWindow].at, doubtPatience+p.result.RTT
-	c.mu.Unlock()
-	c.wg.Go(func() {
+	m.ping([]*checked{p})
+	m.mu.Lock()
+	at, wait := p.sent[(p.n-1)%window].at, doubtPatience+p.result.RTT
+	m.mu.Unlock()
+	m.wg.Go(func() {
 		select {
-		case <-c.done:
+		case <-m.done:
 			return
 		case <-time.After(wait):
 		}
-		c.mu.Lock()
+		m.mu.Lock()
 		answered := !p.newest.Before(at)
-		c.mu.Unlock()
+		m.mu.Unlock()
 		if !answered {
-			c.o.Log.Info("peer uses another WireGuard session; starting a handshake", "peer", p.id)
-			c.o.Handshake(key)
+			m.o.Log.Info("peer uses another WireGuard session; starting a handshake", "peer", p.ID)
+			m.o.Handshake(key)
 		}
 	})
 }

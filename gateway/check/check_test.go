@@ -1,8 +1,9 @@
-package gateway
+package check
 
 import (
 	"encoding/json"
 	"fmt"
+	"log/slog"
 	"maps"
 	"math/rand/v2"
 	"net"
@@ -18,10 +19,10 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 )
 
-// socket is a checkPort in memory that works inside synctest's bubble.
+// socket is a Port in memory that works inside synctest's bubble.
 type socket struct {
 	in     chan datagram
-	out    func(b []byte, to netip.AddrPort, size int) // what the checker sends
+	out    func(b []byte, to netip.AddrPort, size int) // what the Monitor sends
 	closed chan struct{}
 }
 
@@ -50,12 +51,14 @@ func (s *socket) Send(b []byte, to netip.AddrPort, size int) error {
 
 func (s *socket) Close() { close(s.closed) }
 
+var quiet = slog.New(slog.DiscardHandler)
+
 const bravo = "22222222-0000-4000-8000-000000000000"
 
-var bravoPeer = checkPeer{
-	id:      bravo,
-	probe:   netip.MustParseAddrPort("10.247.0.1:12345"),
-	allowed: [2]netip.Prefix{netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.247.0.0/16")},
+var bravoPeer = Peer{
+	ID:      bravo,
+	Probe:   netip.MustParseAddrPort("10.247.0.1:12345"),
+	Allowed: [2]netip.Prefix{netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.247.0.0/16")},
 }
 
 // liqo answers PINGs as a real Liqo gateway does: it decodes the object with a time.Time, changes
@@ -64,8 +67,8 @@ type liqo struct {
 	mu     sync.Mutex
 	silent bool
 	delay  time.Duration
-	pings  []checkMessage
-	pongs  []checkMessage
+	pings  []message
+	pongs  []message
 	socket *socket
 }
 
@@ -78,7 +81,7 @@ func (l *liqo) receive(b []byte, to netip.AddrPort, _ int) {
 	if err := json.Unmarshal(b, &m); err != nil {
 		panic(err)
 	}
-	var raw checkMessage
+	var raw message
 	json.Unmarshal(b, &raw)
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -100,25 +103,25 @@ func (l *liqo) pinged() int { l.mu.Lock(); defer l.mu.Unlock(); return len(l.pin
 
 func (l *liqo) set(silent bool) { l.mu.Lock(); l.silent = silent; l.mu.Unlock() }
 
-// bubble runs a test with a checker, a peer and a clock of its own.
-func bubble(t *testing.T, test func(c *checker, l *liqo, result func() CheckResult)) {
+// bubble runs a test with a Monitor, a peer and a clock of its own.
+func bubble(t *testing.T, test func(c *Monitor, l *liqo, result func() Result)) {
 	bubbleWith(t, false, test)
 }
 
 // bubbleWith is bubble with a peer that answers the first PING, or is silent.
-func bubbleWith(t *testing.T, silent bool, test func(c *checker, l *liqo, result func() CheckResult)) {
+func bubbleWith(t *testing.T, silent bool, test func(c *Monitor, l *liqo, result func() Result)) {
 	synctest.Test(t, func(t *testing.T) {
 		l := &liqo{delay: 7 * time.Millisecond, silent: silent}
 		l.socket = newSocket(l.receive)
-		c := newChecker(l.socket, checkOptions{Log: quiet})
-		defer c.close()
-		c.set([]checkPeer{bravoPeer})
-		test(c, l, func() CheckResult { synctest.Wait(); return c.observe(bravo) })
+		c := Start(l.socket, Options{Log: quiet})
+		defer c.Close()
+		c.Set([]Peer{bravoPeer})
+		test(c, l, func() Result { synctest.Wait(); return c.Observe(bravo) })
 	})
 }
 
 func TestCheckSendsLiqosObjectEveryTwoSeconds(t *testing.T) {
-	bubble(t, func(c *checker, l *liqo, result func() CheckResult) {
+	bubble(t, func(c *Monitor, l *liqo, result func() Result) {
 		begin := time.Now()
 		time.Sleep(20*time.Second + time.Millisecond)
 		synctest.Wait()
@@ -134,14 +137,14 @@ func TestCheckSendsLiqosObjectEveryTwoSeconds(t *testing.T) {
 			}
 		}
 	})
-	text, _ := json.Marshal(checkMessage{"id", "PING", "t"})
+	text, _ := json.Marshal(message{"id", "PING", "t"})
 	if string(text) != `{"clusterID":"id","msgType":"PING","timeStamp":"t"}` {
 		t.Errorf("%s", text)
 	}
 }
 
 func TestCheckStateFollowsTheAnswers(t *testing.T) {
-	bubble(t, func(c *checker, l *liqo, result func() CheckResult) {
+	bubble(t, func(c *Monitor, l *liqo, result func() Result) {
 		if r := result(); r.State != Connecting || r.RTT != 0 {
 			t.Errorf("at first: %+v", r)
 		}
@@ -171,7 +174,7 @@ func TestCheckStateFollowsTheAnswers(t *testing.T) {
 }
 
 func TestCheckGivesUpConnectingAfterTenSeconds(t *testing.T) {
-	bubbleWith(t, true, func(c *checker, l *liqo, result func() CheckResult) {
+	bubbleWith(t, true, func(c *Monitor, l *liqo, result func() Result) {
 		time.Sleep(10 * time.Second)
 		if r := result(); r.State != Connecting {
 			t.Errorf("after 10 s: %+v", r)
@@ -184,7 +187,7 @@ func TestCheckGivesUpConnectingAfterTenSeconds(t *testing.T) {
 }
 
 func TestCheckMeasuresLossOverOneMinute(t *testing.T) {
-	bubbleWith(t, true, func(c *checker, l *liqo, result func() CheckResult) {
+	bubbleWith(t, true, func(c *Monitor, l *liqo, result func() Result) {
 		time.Sleep(4*time.Second + time.Millisecond) // three unanswered, the last too young
 		if r := result(); r.Loss != 1 || r.Sent != 2 {
 			t.Errorf("%+v", r)
@@ -202,20 +205,20 @@ func TestCheckMeasuresLossOverOneMinute(t *testing.T) {
 }
 
 func TestCheckBeginsAnewForAPeerThatChangedOnly(t *testing.T) {
-	bubble(t, func(c *checker, l *liqo, result func() CheckResult) {
+	bubble(t, func(c *Monitor, l *liqo, result func() Result) {
 		time.Sleep(3 * time.Second)
-		c.set([]checkPeer{bravoPeer, {id: "other"}})
+		c.Set([]Peer{bravoPeer, {ID: "other"}})
 		if r := result(); r.State != Connected {
 			t.Errorf("unchanged: %+v", r)
 		}
 		other := bravoPeer
-		other.allowed[0] = netip.MustParsePrefix("10.99.0.0/16")
-		c.set([]checkPeer{other})
+		other.Allowed[0] = netip.MustParsePrefix("10.99.0.0/16")
+		c.Set([]Peer{other})
 		if r := result(); r.State != Connecting || r.Sent != 0 {
 			t.Errorf("changed: %+v", r)
 		}
-		c.set(nil)
-		if r := result(); r != (CheckResult{}) {
+		c.Set(nil)
+		if r := result(); r != (Result{}) {
 			t.Errorf("%+v for no peer", r)
 		}
 	})
@@ -223,22 +226,22 @@ func TestCheckBeginsAnewForAPeerThatChangedOnly(t *testing.T) {
 
 // A peer whose gateway moves is not called lost, nor new, before it has had the time that every peer has to answer.
 func TestCheckKeepsAConnectedPeerThatMoves(t *testing.T) {
-	bubble(t, func(c *checker, l *liqo, result func() CheckResult) {
+	bubble(t, func(c *Monitor, l *liqo, result func() Result) {
 		time.Sleep(2500 * time.Millisecond)
 		moved := bravoPeer
-		moved.endpoint, moved.port = "192.0.2.9", 31000
+		moved.Endpoint, moved.Port = "192.0.2.9", 31000
 		l.set(true)
 		pings := l.pinged()
-		c.set([]checkPeer{moved})
+		c.Set([]Peer{moved})
 		if r := result(); r.State != Connected || l.pinged() != pings+1 {
 			t.Errorf("at once, after %d more PINGs: %+v", l.pinged()-pings, r)
 		}
-		time.Sleep((checkThreshold + 1) * checkInterval)
+		time.Sleep((threshold + 1) * interval)
 		if r := result(); r.State != Disconnected {
-			t.Errorf("after %v without an answer: %+v", checkThreshold*checkInterval, r)
+			t.Errorf("after %v without an answer: %+v", threshold*interval, r)
 		}
-		moved.endpoint = bravoPeer.endpoint
-		c.set([]checkPeer{moved})
+		moved.Endpoint = bravoPeer.Endpoint
+		c.Set([]Peer{moved})
 		if r := result(); r.State != Connecting || r.Sent != 0 {
 			t.Errorf("moved while it was lost: %+v", r)
 		}
@@ -246,14 +249,14 @@ func TestCheckKeepsAConnectedPeerThatMoves(t *testing.T) {
 }
 
 func TestCheckAnswersWithTheSameObject(t *testing.T) {
-	bubble(t, func(c *checker, l *liqo, result func() CheckResult) {
+	bubble(t, func(c *Monitor, l *liqo, result func() Result) {
 		// The pinger's NAPT address, any cluster ID, a clock far away: all its own business.
 		from := netip.MustParseAddrPort("10.246.0.0:33333")
 		for _, stamp := range []string{"2001-02-03T04:05:06.070000001+02:00", "2999-01-01T00:00:00Z"} {
 			l.socket.in <- datagram{[]byte(`{"clusterID":"me","msgType":"PING","timeStamp":"` + stamp + `","more":1}`), from}
 			synctest.Wait()
 			l.mu.Lock()
-			if len(l.pongs) != 1 || l.pongs[0] != (checkMessage{"me", "PONG", stamp}) {
+			if len(l.pongs) != 1 || l.pongs[0] != (message{"me", "PONG", stamp}) {
 				t.Errorf("%+v", l.pongs)
 			}
 			l.pongs = nil
@@ -270,14 +273,14 @@ func TestCheckIgnoresAndCountsHostileMessages(t *testing.T) {
 		from string
 		want rejection
 	}{
-		{"long", func(*liqo) string { return `{"clusterID":"` + strings.Repeat("x", checkMaxLen) + `"}` }, "10.247.0.1:12345", rejectOversize},
+		{"long", func(*liqo) string { return `{"clusterID":"` + strings.Repeat("x", MaxMessage) + `"}` }, "10.247.0.1:12345", rejectOversize},
 		{"grows when encoded", func(*liqo) string {
 			return `{"clusterID":"` + strings.Repeat("<", 400) + `","msgType":"PING","timeStamp":"` + now() + `"}`
 		}, "10.246.0.0:1", rejectOversize},
 		{"no JSON", func(*liqo) string { return "\x00\x01{" }, "10.247.0.1:12345", rejectMalformed},
 		{"empty", func(*liqo) string { return "" }, "10.247.0.1:12345", rejectMalformed},
 		{"array", func(*liqo) string { return "[1]" }, "10.247.0.1:12345", rejectMalformed},
-		{"deep", func(*liqo) string { return strings.Repeat("[", checkMaxLen) }, "10.247.0.1:12345", rejectMalformed},
+		{"deep", func(*liqo) string { return strings.Repeat("[", MaxMessage) }, "10.247.0.1:12345", rejectMalformed},
 		{"many members", func(*liqo) string {
 			return `{` + strings.Repeat(`"x":1,`, 60) + `"msgType":"PING","timeStamp":"` + now() + `"}`
 		}, "10.246.0.0:1", rejectMalformed},
@@ -299,7 +302,7 @@ func TestCheckIgnoresAndCountsHostileMessages(t *testing.T) {
 		}, "10.247.0.1:12345", rejectTimestamp},
 		{"PONG twice", func(l *liqo) string { return l.pong(0) }, "10.247.0.1:12345", rejectTimestamp},
 	} {
-		bubble(t, func(c *checker, l *liqo, result func() CheckResult) {
+		bubble(t, func(c *Monitor, l *liqo, result func() Result) {
 			time.Sleep(3 * time.Second)
 			l.set(true)
 			time.Sleep(2 * time.Second)
@@ -347,16 +350,16 @@ func FuzzCheckMessage(f *testing.F) {
 		sent := 0
 		s := newSocket(func(out []byte, _ netip.AddrPort, _ int) {
 			sent++
-			var m checkMessage
-			if err := json.Unmarshal(out, &m); err != nil || m.MsgType != "PONG" || len(out) > checkMaxLen {
+			var m message
+			if err := json.Unmarshal(out, &m); err != nil || m.MsgType != "PONG" || len(out) > MaxMessage {
 				t.Errorf("sent %q, %v", out, err)
 			}
 		})
-		c := &checker{port: s, o: checkOptions{Log: quiet}, peers: map[string]*checked{}, at: map[netip.Addr]*checked{}}
-		c.set([]checkPeer{bravoPeer})
+		c := &Monitor{port: s, o: Options{Log: quiet}, peers: map[string]*checked{}, at: map[netip.Addr]*checked{}}
+		c.Set([]Peer{bravoPeer})
 		from := netip.MustParseAddrPort("10.246.0.0:9")
 		if probe {
-			from = bravoPeer.probe
+			from = bravoPeer.Probe
 		}
 		c.message(b, from)
 		rejected := uint64(0)
@@ -366,7 +369,7 @@ func FuzzCheckMessage(f *testing.F) {
 		if rejected+uint64(sent) != 1 {
 			t.Errorf("%q: answered %d, rejected %d", b, sent, rejected)
 		}
-		if c.observe(bravo).State != Connecting {
+		if c.Observe(bravo).State != Connecting {
 			t.Error("believed")
 		}
 	})
@@ -380,20 +383,20 @@ func TestCheckSharesOutItsPingsOverTheInterval(t *testing.T) {
 		var mu sync.Mutex
 		at := make(map[netip.AddrPort][]time.Time)
 		var all []time.Time
-		c := newChecker(newSocket(func(_ []byte, to netip.AddrPort, _ int) {
+		c := Start(newSocket(func(_ []byte, to netip.AddrPort, _ int) {
 			mu.Lock()
 			defer mu.Unlock()
 			at[to] = append(at[to], time.Now())
 			all = append(all, time.Now())
-		}), checkOptions{Log: quiet})
-		defer c.close()
+		}), Options{Log: quiet})
+		defer c.Close()
 		begin := time.Now()
-		c.set(manyPeers(peers))
+		c.Set(manyPeers(peers))
 		stats := make(map[[32]byte]datapath.Stats)
 		for _, p := range manyPeers(peers) {
-			stats[p.key] = datapath.Stats{Endpoint: p.probe, Handshake: begin}
+			stats[p.Key] = datapath.Stats{Endpoint: p.Probe, Handshake: begin}
 		}
-		c.sessions(stats, begin)
+		c.Sessions(stats, begin)
 		time.Sleep(20 * time.Second)
 		synctest.Wait()
 		mu.Lock()
@@ -403,7 +406,7 @@ func TestCheckSharesOutItsPingsOverTheInterval(t *testing.T) {
 				t.Errorf("%v was pinged for the first time after %v", to, first)
 			}
 			for i, now := range times[1:] {
-				if d := now.Sub(times[i]); d < checkInterval/2 || i > 0 && d != checkInterval || d > 2*checkInterval {
+				if d := now.Sub(times[i]); d < interval/2 || i > 0 && d != interval || d > 2*interval {
 					t.Fatalf("%v was pinged %v after the last time", to, d)
 				}
 			}
@@ -421,7 +424,7 @@ func TestCheckSharesOutItsPingsOverTheInterval(t *testing.T) {
 			}
 			most = max(most, same)
 		}
-		if most > checkFirst+2*peers/checkSlots {
+		if most > burst+2*peers/slots {
 			t.Errorf("%d PINGs at one moment", most)
 		}
 	})
@@ -431,19 +434,19 @@ func TestCheckSharesOutItsPingsOverTheInterval(t *testing.T) {
 // all of them, and shares them out among its turns.
 func TestChangesOfPeersOfTheCheckAreWhatAllOfThemMake(t *testing.T) {
 	rng := rand.New(rand.NewPCG(14, 3))
-	fresh := func() *checker {
-		return &checker{o: checkOptions{Log: quiet}, peers: make(map[string]*checked), at: make(map[netip.Addr]*checked)}
+	fresh := func() *Monitor {
+		return &Monitor{o: Options{Log: quiet}, peers: make(map[string]*checked), at: make(map[netip.Addr]*checked)}
 	}
-	peerOf := func(i int) checkPeer {
+	peerOf := func(i int) Peer {
 		p := manyPeers(i + 1)[i]
-		p.port = uint16(rng.IntN(2))
-		p.baseMTU, p.maxMTU = minAutoMTU, 1400+rng.IntN(2)
-		p.allowed[0] = netip.PrefixFrom(netip.AddrFrom4([4]byte{11, byte(rng.IntN(3)*100 + i), 0, 0}), 16)
+		p.Port = uint16(rng.IntN(2))
+		p.BaseMTU, p.MaxMTU = minAutoMTU, 1400+rng.IntN(2)
+		p.Allowed[0] = netip.PrefixFrom(netip.AddrFrom4([4]byte{11, byte(rng.IntN(3)*100 + i), 0, 0}), 16)
 		return p
 	}
-	c, now := fresh(), make(map[string]checkPeer)
+	c, now := fresh(), make(map[string]Peer)
 	for step := range 2000 {
-		var changed []checkPeer
+		var changed []Peer
 		var gone []string
 		for i := range 20 {
 			switch rng.IntN(10) {
@@ -452,7 +455,7 @@ func TestChangesOfPeersOfTheCheckAreWhatAllOfThemMake(t *testing.T) {
 				delete(now, fmt.Sprint(i))
 			case 1:
 				p := peerOf(i)
-				changed, now[p.id] = append(changed, p), p
+				changed, now[p.ID] = append(changed, p), p
 			case 2:
 				if p, is := now[fmt.Sprint(i)]; is {
 					changed = append(changed, p)
@@ -460,9 +463,9 @@ func TestChangesOfPeersOfTheCheckAreWhatAllOfThemMake(t *testing.T) {
 			}
 		}
 		before := maps.Clone(c.peers)
-		c.change(changed, gone)
+		c.Change(changed, gone)
 		reference := fresh()
-		reference.set(slices.Collect(maps.Values(now)))
+		reference.Set(slices.Collect(maps.Values(now)))
 		if len(c.peers) != len(reference.peers) || len(c.at) != len(reference.at) {
 			t.Fatalf("step %d: %d peers at %d addresses, want %d at %d", step, len(c.peers), len(c.at), len(reference.peers), len(reference.at))
 		}
@@ -470,20 +473,20 @@ func TestChangesOfPeersOfTheCheckAreWhatAllOfThemMake(t *testing.T) {
 		for slot, all := range c.slots {
 			inSlots += len(all)
 			for _, p := range all {
-				if p.slot != slot || c.peers[p.id] != p {
-					t.Fatalf("step %d: peer %s is in turn %d, and nobody knows it", step, p.id, slot)
+				if p.slot != slot || c.peers[p.ID] != p {
+					t.Fatalf("step %d: peer %s is in turn %d, and nobody knows it", step, p.ID, slot)
 				}
 			}
 		}
 		for id, p := range c.peers {
-			if p.checkPeer != reference.peers[id].checkPeer || c.at[p.allowed[0].Addr()] != p {
-				t.Fatalf("step %d: %+v, want %+v", step, p.checkPeer, reference.peers[id].checkPeer)
+			if p.Peer != reference.peers[id].Peer || c.at[p.Allowed[0].Addr()] != p {
+				t.Fatalf("step %d: %+v, want %+v", step, p.Peer, reference.peers[id].Peer)
 			}
-			if p.path.base != p.baseMTU || p.path.Ceiling != p.maxMTU {
-				t.Fatalf("step %d: the search of peer %s has the bounds %d and %d, want %d and %d", step, id, p.path.base, p.path.Ceiling, p.baseMTU, p.maxMTU)
+			if p.path.base != p.BaseMTU || p.path.Ceiling != p.MaxMTU {
+				t.Fatalf("step %d: the search of peer %s has the bounds %d and %d, want %d and %d", step, id, p.path.base, p.path.Ceiling, p.BaseMTU, p.MaxMTU)
 			}
 			if was := before[id]; was != nil && was != p {
-				if was.baseMTU, was.maxMTU = p.baseMTU, p.maxMTU; was.checkPeer == p.checkPeer {
+				if was.BaseMTU, was.MaxMTU = p.BaseMTU, p.MaxMTU; was.Peer == p.Peer {
 					t.Fatalf("step %d: peer %s has begun anew", step, id)
 				}
 			}
@@ -499,16 +502,16 @@ func TestCheckHoldsItsFirstPings(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var sent atomic.Int64
 		released := make(chan struct{})
-		c := newChecker(newSocket(func([]byte, netip.AddrPort, int) { sent.Add(1) }), checkOptions{Log: quiet, Hold: released})
-		defer c.close()
-		c.set(manyPeers(100))
-		time.Sleep(3 * checkInterval)
+		c := Start(newSocket(func([]byte, netip.AddrPort, int) { sent.Add(1) }), Options{Log: quiet, Hold: released})
+		defer c.Close()
+		c.Set(manyPeers(100))
+		time.Sleep(3 * interval)
 		synctest.Wait()
 		if n := sent.Load(); n != 0 {
 			t.Errorf("%d PINGs while they are held", n)
 		}
 		close(released)
-		time.Sleep(3 * checkInterval)
+		time.Sleep(3 * interval)
 		synctest.Wait()
 		if n := sent.Load(); n < 100 {
 			t.Errorf("%d PINGs of 100 peers afterwards", n)
@@ -516,11 +519,11 @@ func TestCheckHoldsItsFirstPings(t *testing.T) {
 	})
 }
 
-func manyPeers(n int) (peers []checkPeer) {
+func manyPeers(n int) (peers []Peer) {
 	for i := range n {
-		peers = append(peers, checkPeer{
-			id: fmt.Sprint(i), key: [32]byte{byte(i), byte(i >> 8), 1},
-			probe: netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 9, byte(i >> 8), byte(i)}), 12345),
+		peers = append(peers, Peer{
+			ID: fmt.Sprint(i), Key: [32]byte{byte(i), byte(i >> 8), 1},
+			Probe: netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 9, byte(i >> 8), byte(i)}), 12345),
 		})
 	}
 	return peers
@@ -530,13 +533,13 @@ func manyPeers(n int) (peers []checkPeer) {
 // are begun again as fast as they were begun, and not at the pace for peers that are away for long.
 func TestHandshakesThatGetLostAreSoonBegunAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		c := newChecker(newSocket(func([]byte, netip.AddrPort, int) {}), checkOptions{Log: quiet})
-		defer c.close()
+		c := Start(newSocket(func([]byte, netip.AddrPort, int) {}), Options{Log: quiet})
+		defer c.Close()
 		peers := manyPeers(4000)
-		c.set(peers)
+		c.Set(peers)
 		stats := make(map[[32]byte]datapath.Stats)
 		for _, p := range peers {
-			stats[p.key] = datapath.Stats{Endpoint: p.probe}
+			stats[p.Key] = datapath.Stats{Endpoint: p.Probe}
 		}
 		rng := rand.New(rand.NewPCG(1, 2))
 		dead := peers[:300] // that nobody answers for
@@ -544,7 +547,7 @@ func TestHandshakesThatGetLostAreSoonBegunAgain(t *testing.T) {
 		try := func(keys [][32]byte) {
 			for _, key := range keys {
 				if i := int(key[0]) | int(key[1])<<8; i >= len(dead) && (time.Since(begin) > 20*time.Second || rng.IntN(2) == 0) {
-					stats[key] = datapath.Stats{Endpoint: peers[i].probe, Handshake: time.Now()}
+					stats[key] = datapath.Stats{Endpoint: peers[i].Probe, Handshake: time.Now()}
 					back++
 				}
 			}
@@ -552,7 +555,7 @@ func TestHandshakesThatGetLostAreSoonBegunAgain(t *testing.T) {
 		for back < len(peers)-len(dead) {
 			time.Sleep(time.Second)
 			synctest.Wait()
-			keys, _ := c.sessions(stats, time.Now())
+			keys, _ := c.Sessions(stats, time.Now())
 			if len(keys) > mostPerSecond+leastPerSecond {
 				t.Fatalf("%d handshakes in a second", len(keys))
 			}
@@ -573,7 +576,7 @@ func TestHandshakesThatGetLostAreSoonBegunAgain(t *testing.T) {
 					stats[key] = s
 				}
 			}
-			keys, _ := c.sessions(stats, time.Now())
+			keys, _ := c.Sessions(stats, time.Now())
 			if d := time.Since(begin); d > 3*time.Minute && len(keys) > leastPerSecond {
 				t.Fatalf("%d handshakes in a second with peers that are dead", len(keys))
 			}
@@ -593,16 +596,16 @@ func TestCheckLooksForPeersThatAreAway(t *testing.T) {
 	}{{3, 5 * time.Second, false}, {100, 5 * time.Second, false}, {1000, 50 * time.Second, true}} {
 		synctest.Test(t, func(t *testing.T) {
 			var sent atomic.Int64
-			c := newChecker(newSocket(func([]byte, netip.AddrPort, int) { sent.Add(1) }), checkOptions{Log: quiet})
-			defer c.close()
+			c := Start(newSocket(func([]byte, netip.AddrPort, int) { sent.Add(1) }), Options{Log: quiet})
+			defer c.Close()
 			peers := manyPeers(tc.peers + 2)
-			c.set(peers)
+			c.Set(peers)
 			here, nowhere := peers[tc.peers], peers[tc.peers+1]
 			stats := make(map[[32]byte]datapath.Stats)
 			for _, p := range peers {
-				stats[p.key] = datapath.Stats{Endpoint: p.probe}
+				stats[p.Key] = datapath.Stats{Endpoint: p.Probe}
 			}
-			stats[nowhere.key] = datapath.Stats{}
+			stats[nowhere.Key] = datapath.Stats{}
 			begin := time.Now()
 			tried, rested := make(map[[32]byte]time.Time), make(map[[32]byte]int)
 			for range 300 {
@@ -613,8 +616,8 @@ func TestCheckLooksForPeersThatAreAway(t *testing.T) {
 				if n := sent.Load() - before; now.Sub(begin) > 10*time.Second && n > 1 {
 					t.Fatalf("%d PINGs in a second", n)
 				}
-				stats[here.key] = datapath.Stats{Endpoint: here.probe, Handshake: now.Add(-2 * time.Minute)}
-				try, rest := c.sessions(stats, now)
+				stats[here.Key] = datapath.Stats{Endpoint: here.Probe, Handshake: now.Add(-2 * time.Minute)}
+				try, rest := c.Sessions(stats, now)
 				if len(try) > mostPerSecond || len(try) > leastPerSecond && now.Sub(begin) > 5*time.Second {
 					t.Fatalf("%d handshakes in a second", len(try))
 				}
@@ -631,18 +634,18 @@ func TestCheckLooksForPeersThatAreAway(t *testing.T) {
 					rested[key]++
 				}
 			}
-			if len(tried) != tc.peers || !tried[here.key].IsZero() || !tried[nowhere.key].IsZero() {
+			if len(tried) != tc.peers || !tried[here.Key].IsZero() || !tried[nowhere.Key].IsZero() {
 				t.Errorf("handshakes with %d of %d peers", len(tried), tc.peers)
 			}
 			if tc.rests != (len(rested) == tc.peers) || !tc.rests && len(rested) != 0 {
 				t.Errorf("%d of %d handshakes are given up", len(rested), tc.peers)
 			}
-			if r := c.observe(peers[0].id); r.State != Disconnected || r.Loss != 1 || r.Sent < 29 {
+			if r := c.Observe(peers[0].ID); r.State != Disconnected || r.Loss != 1 || r.Sent < 29 {
 				t.Errorf("%+v", r)
 			}
 			before := sent.Load()
-			stats[peers[0].key] = datapath.Stats{Endpoint: peers[0].probe, Handshake: time.Now()}
-			c.sessions(stats, time.Now())
+			stats[peers[0].Key] = datapath.Stats{Endpoint: peers[0].Probe, Handshake: time.Now()}
+			c.Sessions(stats, time.Now())
 			synctest.Wait()
 			if n := sent.Load() - before; n != 1 {
 				t.Errorf("%d PINGs to a peer that is back", n)
@@ -653,25 +656,25 @@ func TestCheckLooksForPeersThatAreAway(t *testing.T) {
 
 // Data under an unknown session says nothing by itself: only a peer that does not answer under ours has forgotten it.
 func TestADoubtBeginsAHandshakeOnlyWithAPeerThatDoesNotAnswer(t *testing.T) {
-	bubble(t, func(c *checker, l *liqo, result func() CheckResult) {
+	bubble(t, func(c *Monitor, l *liqo, result func() Result) {
 		var begun []time.Time
 		c.o.Handshake = func(key [32]byte) {
-			if key != bravoPeer.key {
+			if key != bravoPeer.Key {
 				t.Error("a handshake with somebody else")
 			}
 			begun = append(begun, time.Now())
 		}
 		time.Sleep(500 * time.Millisecond)
 		rtt := result().RTT
-		c.doubt(bravoPeer.key)
+		c.Doubt(bravoPeer.Key)
 		time.Sleep(time.Second)
 		if synctest.Wait(); len(begun) != 0 {
 			t.Error("a handshake, though the peer answers")
 		}
 		l.set(true)
 		at := time.Now()
-		c.doubt(bravoPeer.key)
-		c.doubt([32]byte{1}) // nobody's
+		c.Doubt(bravoPeer.Key)
+		c.Doubt([32]byte{1}) // nobody's
 		time.Sleep(time.Second)
 		synctest.Wait()
 		if want := []time.Time{at.Add(doubtPatience + rtt)}; !slices.Equal(begun, want) {
