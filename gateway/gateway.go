@@ -3,7 +3,7 @@
 //
 //	Source ─ Config, with fabric.Gateway ─► engine rules   (natengine, swapped at once)
 //	                                    ├─► WireGuard      (tunnels.go, datapath)
-//	                                    ├─► check          (check.go, PING and PONG)
+//	                                    ├─► check          (gateway/check, PING and PONG)
 //	                                    └─► kernel objects (fabric.GatewayHostFor; internal/kernel)
 //
 //	host's namespace                              gateway's namespace (unnamed)

@@ -30,7 +30,7 @@ import (
 // answered, the first one carries all flows.
 
 // severalThreshold is after how many intervals without an answer a tunnel carries no flows, where there are
-// several. It is less than checkThreshold, because the flows have another path.
+// several. It is less than the five of a single tunnel, because the flows have another path.
 const severalThreshold = 2
 
 // tunnelEnd is our end of one tunnel to each peer.
