@@ -3,9 +3,11 @@ package flowsync
 import (
 	"bufio"
 	"bytes"
+	"context"
 	"errors"
 	"io"
 	"math/rand/v2"
+	"net"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -107,24 +109,30 @@ func (g *gatedList) EachFlow(f func(peer string, flow natengine.Flow), between f
 // A standby that starts asks all gateways for their flows, and follows one as soon as it knows which is active. While it
 // does both, packets come over two connections.
 func TestAPacketArrivesOnceWhereAStandbyHasAskedAndFollows(t *testing.T) {
-	p := newPlace()
-	p.set(one, false, 1)
-	p.set(two, false, 1)
 	before := &gatedList{running: newRunning(t, "10.246.0.0/16"), begun: make(chan struct{}), may: make(chan struct{})}
 	after, a, b := newRunning(t, "10.246.0.0/16"), NewKeeper(), NewKeeper()
 	a.Activate(before)
 	before.open(t, 0)
-	_, die := p.start(t, a, one)
-	defer die()
-	eventually(t, "a listener", func() bool {
-		p.mu.Lock()
-		defer p.mu.Unlock()
-		return p.at[one] != nil
-	})
-	_, end := p.start(t, b, two)
-	defer end()
-	<-before.begun // b asks
-	p.set(one, true, 1)
+	connect := func(once bool) {
+		near, far := net.Pipe()
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error, 1)
+		go func() { done <- a.send(ctx, &slow{Conn: far}) }()
+		go func() { // as Link.ask
+			r := receiver{k: b, once: once}
+			_ = r.receive(near, func() {})
+			r.close()
+			cancel()
+			near.Close()
+		}()
+		t.Cleanup(func() {
+			near.Close()
+			<-done
+		})
+	}
+	connect(true)
+	<-before.begun
+	connect(false)
 	followers := func() int {
 		a.mu.Lock()
 		defer a.mu.Unlock()
