@@ -121,7 +121,7 @@ func (w *world) agree(r *remote, a *agreement, ours *v1alpha1.NetworkConfig) err
 	if err := w.away.client.Get(w.t.Context(), client.ObjectKeyFromObject(ours), ours); err != nil {
 		return err
 	}
-	a.key = string(ours.Spec.BackendConfig[v1alpha1.ConfigPublicKey])
+	a.key = ours.Spec.BackendConfig[v1alpha1.ConfigPublicKey]
 	state, _, err := exchange.StepOf(a.state, r.ClusterID, r.spec.BackendConfig, w.home.id, ours.Spec.BackendConfig)
 	if err != nil || (state.ID == a.state.ID && state.Use.ID == a.state.Use.ID) {
 		return err
