@@ -168,8 +168,8 @@ type reach struct {
 	limits    []kernel.Limit
 }
 
-// limits returns what foreign rules keep from working. It returns nothing while there are no peers.
-// Without look cached results are returned.
+// limits returns the features that rules of other programs break; none while there are no peers. If
+// look is false and nothing else asks for a new look, it returns the result of the last one.
 func (a *agent) limits(node kernel.State, in fabric.NodeIntent, look bool) []kernel.Limit {
 	if len(node.SourceNAT) == 0 || node.SourceNAT[0].Remote == "" {
 		a.reach = reach{}

@@ -63,7 +63,7 @@ walk:
 	return append(old, have[i:]...), append(wanted, want[j:]...)
 }
 
-// occur counts the elements with one of the keys.
+// occur returns how many elements of list have a key that is in keys.
 func occur[K, V comparable](list []V, keys []K, key func(V) K) (n int) {
 	for _, v := range list {
 		// There are one or two keys, mostly, for which this is faster than a map.

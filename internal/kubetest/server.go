@@ -59,8 +59,8 @@ type Options struct {
 	// ServiceCIDR is what cluster IPs are taken from, of the same family as Host, with at most 2^20
 	// addresses. Default: 10.96.0.0/12 (fd00:96::/108 where Host is IPv6).
 	ServiceCIDR netip.Prefix
-	// Controllers says that the controller manager is to run: without it namespaces are never gone,
-	// there are no owner references, service accounts or quotas.
+	// Controllers starts the controller manager too. Without it no namespace is ever deleted to the
+	// end, and owner references, ServiceAccounts of new namespaces and quotas have no effect.
 	Controllers bool
 	// Nodes says that there are kubelets: all controllers of the controller manager run, and a
 	// scheduler, and the API server may talk to kubelets. It needs the programs of BuildNodes.
