@@ -340,11 +340,11 @@ func followed(t *testing.T, s *troubleSite) {
 	}
 	vacant := seen(t, s.a, s.b, vacantAddr(s.b))
 	for want, args := range map[string][]string{
-		"no Pod that runs has":          {from.Addr.String(), vacant.String(), "--remote-context", s.b.Name},
-		"no peer has 192.0.2.1":         {from.Addr.String(), "192.0.2.1"},
-		"Pod default/nobody: not found": {"default/nobody", there.String()},
-		"has no port 81":                {from.Addr.String(), "svc/kubernetes:81"},
-		"\"there\" not found":           {from.Addr.String(), "svc/there:80"},
+		"no Pod that runs has":             {from.Addr.String(), vacant.String(), "--remote-context", s.b.Name},
+		"no peer has 192.0.2.1":            {from.Addr.String(), "192.0.2.1"},
+		"Pod default/nobody: not found":    {"default/nobody", there.String()},
+		"has no port 81":                   {from.Addr.String(), "svc/kubernetes:81"},
+		"Service default/there: not found": {from.Addr.String(), "svc/there:80"},
 	} {
 		out, err := s.Isthmus(t.Context(), append([]string{"trace", "--context", s.a.Name}, args...)...)
 		if exit := (interface{ ExitCode() int })(nil); !errors.As(err, &exit) || exit.ExitCode() != 1 || !strings.Contains(out, want) {
