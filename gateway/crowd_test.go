@@ -273,7 +273,7 @@ func TestAStepOfTheWallClockCutsOffNobody(t *testing.T) {
 		for _, old := range []bool{false, true} {
 			now := time.Now()
 			if old {
-				now = now.Add(sessionGone + time.Minute)
+				now = now.Add(check.SessionGone + time.Minute)
 			}
 			now = stepped(t, now, d)
 			for _, p := range c.peers {

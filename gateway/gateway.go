@@ -32,7 +32,6 @@ import (
 
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/gateway/capture"
-	"github.com/isthmus-net/isthmus/gateway/check"
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/gateway/flowsync"
 	"github.com/isthmus-net/isthmus/internal/httpserve"
@@ -49,9 +48,6 @@ const (
 	// compareInterval is the interval of the comparison that makes up for lost events.
 	compareInterval = 10 * time.Second
 
-	// sessionGone is the age at which WireGuard refuses a session (REJECT_AFTER_TIME, 180 s). It
-	// has tried to make a new one since 120 s.
-	sessionGone = check.SessionGone
 	// sessionFirst is how long a new peer may take for its first handshake before its packets are
 	// dropped rather than queued.
 	sessionFirst = 30 * time.Second

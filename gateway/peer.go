@@ -54,7 +54,7 @@ func (s session) after(stats datapath.Stats, now time.Time) session {
 	if stats.Handshake.IsZero() {
 		s.down = now.Sub(s.since) > sessionFirst
 	} else {
-		s.down = now.Sub(stats.Handshake) > sessionGone
+		s.down = now.Sub(stats.Handshake) > check.SessionGone
 	}
 	return s
 }
@@ -249,7 +249,7 @@ func (v *view) leading() *tunnelView {
 func (v *view) presharedID() (id string) {
 	for _, e := range v.tunnels {
 		switch of := e.stats.PresharedID; {
-		case e.stats.Handshake.IsZero() || time.Since(e.stats.Handshake) > sessionGone: // no session: a firewall may block the tunnel
+		case e.stats.Handshake.IsZero() || time.Since(e.stats.Handshake) > check.SessionGone: // no session: a firewall may block the tunnel
 		case of == "" || id != "" && of != id:
 			return ""
 		default:
@@ -265,7 +265,7 @@ func (v *view) lags(next [][32]byte) bool {
 	moved := false
 	for i, e := range v.tunnels {
 		switch {
-		case e.stats.Handshake.IsZero() || time.Since(e.stats.Handshake) > sessionGone: // no session: a firewall may block the tunnel
+		case e.stats.Handshake.IsZero() || time.Since(e.stats.Handshake) > check.SessionGone: // no session: a firewall may block the tunnel
 		case e.stats.Own != next[i]:
 			return true
 		default:

@@ -84,7 +84,7 @@ func TestAPeerIsDownOnlyWithoutASessionInAllTunnels(t *testing.T) {
 	if p.down() || !p.heard().Equal(at) {
 		t.Errorf("with a session in the first tunnel alone: down %v, heard %v", p.down(), p.heard().Sub(begin))
 	}
-	p.look(stats(fresh(at, 1), fresh(begin.Add(time.Minute), 1)), at.Add(sessionGone+time.Second))
+	p.look(stats(fresh(at, 1), fresh(begin.Add(time.Minute), 1)), at.Add(check.SessionGone+time.Second))
 	if !p.down() || !p.heard().Equal(at) {
 		t.Errorf("without a session in any tunnel: down %v, heard %v", p.down(), p.heard().Sub(begin))
 	}

@@ -20,7 +20,7 @@ import (
 // lost ones are then begun again at the pace of the first ones, as long as some are answered.
 const (
 	// SessionGone is the age of the last handshake at which a session counts as gone. WireGuard
-	// refuses it after 180 s (REJECT_AFTER_TIME).
+	// refuses it after 180 s (REJECT_AFTER_TIME), and has tried to make a new one since 120 s.
 	SessionGone = 195 * time.Second
 
 	awayAfter         = 2 * time.Second // without a session since its configuration
