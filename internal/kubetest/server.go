@@ -35,7 +35,7 @@ import (
 )
 
 // readyTimeout bounds a start whose context has no earlier end. At a load of ten it takes half a
-// minute, and minutes with nice 10 beside tests that use all processors, as in CI.
+// minute, and longer beside tests with a lower nice value, as in CI.
 const readyTimeout = 5 * time.Minute
 
 // controllers are those of the controller manager that objects need to be deleted, tokens to exist

@@ -26,7 +26,6 @@ import (
 	authenticationv1 "k8s.io/api/authentication/v1"
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
-	networkingv1 "k8s.io/api/networking/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -39,6 +38,8 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/clustertest"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 	"github.com/isthmus-net/isthmus/test/internal/programs"
 	"github.com/isthmus-net/isthmus/test/internal/released"
@@ -247,13 +248,10 @@ func (s *site) restartManager() {
 // Kubernetes 1.33.
 func (s *site) serviceNetwork() []string {
 	s.t.Helper()
-	switch err := s.client.List(s.t.Context(), &networkingv1.ServiceCIDRList{}); {
-	case meta.IsNoMatchError(err):
-		return []string{"--service-cidr", "10.96.0.0/12"}
-	case err != nil:
-		s.t.Fatal(err)
+	if clustertest.ServesServiceCIDRs(s.t, &cluster.Cluster{Client: s.client}) {
+		return nil
 	}
-	return nil
+	return []string{"--service-cidr", "10.96.0.0/12"}
 }
 
 func (s *site) log() string { return filepath.Join(s.dir, "manager.log") }
