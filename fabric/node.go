@@ -164,6 +164,7 @@ type nodeDecision struct {
 	self     ClusterNode
 	slim     bool                      // all gateways are Pods: other nodes do not matter
 	one      bool                      // one gateway has all peers
+	senders  []GatewayPod              // see NodeIntent.Senders
 	gateways map[netip.Addr]GatewayPod // see NodeIntent.Ways
 	nodes    []ClusterNode             // the oldest first
 	refused  []netip.Prefix            // networks of peers
@@ -226,12 +227,16 @@ func (d *nodeDecision) disbelieve() {
 // believe keeps gateways whose address is outside every peer's network.
 func (d *nodeDecision) believe(in NodeIntent) {
 	d.gateways = make(map[netip.Addr]GatewayPod)
-	for _, g := range in.Ways() {
+	ways := in.Ways()
+	for _, g := range in.Senders() {
 		if at := slices.IndexFunc(d.refused, func(p netip.Prefix) bool { return p.Contains(g.Addr) }); at >= 0 {
 			d.problem(Origin{Kind: "Pod", Name: "of the gateway"}, "status.podIP", "%v is in %v, a network of a peer; want an address outside", g.Addr, d.refused[at])
 			continue
 		}
-		d.gateways[g.Addr] = g
+		d.senders = append(d.senders, g)
+		if slices.Contains(ways, g) {
+			d.gateways[g.Addr] = g
+		}
 	}
 }
 
@@ -321,8 +326,8 @@ func (d *nodeDecision) addFilter(ownPods []netip.Prefix, in NodeIntent) {
 			}
 		}
 	}
-	for addr, g := range d.gateways {
-		gateways, nodes = append(gateways, addr), append(nodes, addr)
+	for _, g := range d.senders {
+		gateways, nodes = append(gateways, g.Addr), append(nodes, g.Addr)
 		if g.Host.IsValid() && !slices.Contains(d.self.Addrs, g.Host) {
 			nodes = append(nodes, g.Host)
 		}

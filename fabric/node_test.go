@@ -179,8 +179,9 @@ func TestOuterPacketsAreMeasuredWhereTheyGo(t *testing.T) {
 	}{
 		{nodeIntent(t, "n1"), "[172.30.1.12 172.30.1.13]", "[172.30.1.12 172.30.1.13]"}, // the gateway's
 		{nodeIntent(t, "n2"), "[172.30.1.11]", "[172.30.1.11]"},
-		{podIntent(t, "n1"), "[10.244.1.254]", "[]"},
+		{podIntent(t, "n1"), "[10.244.1.254]", "[172.30.1.12]"},
 		{podIntent(t, "n2"), "[10.244.1.254]", "[172.30.1.11]"},
+		{podIntent(t, "n3"), "[10.244.1.254]", "[172.30.1.11 172.30.1.12]"},
 		{NodeIntent{Self: "nobody"}, "[]", "[]"},
 	} {
 		outer, nodes := tc.in.Carriers()

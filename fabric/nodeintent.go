@@ -134,21 +134,32 @@ func TunnelFrom(te *v1alpha1.TunnelEndpoint, o Origin) (Tunnel, []Problem) {
 	return Tunnel{peer, gateway}, nil
 }
 
-// Ways returns the gateways that are Pods with their own network and that Gateway or a tunnel
-// names. There is more than one only for moments.
-func (in *NodeIntent) Ways() (ways []GatewayPod) {
+// Senders returns the gateways that are Pods with their own network, active or not. Our node
+// accepts outer packets from all of them: when the active one changes, nodes hear of it at
+// different times, and the former one still delivers what peers send to it.
+func (in *NodeIntent) Senders() (all []GatewayPod) {
 	for _, g := range in.Gateways {
-		named := in.Gateway == g.Addr || !in.Gateway.IsValid() && slices.ContainsFunc(in.Tunnels, func(t Tunnel) bool { return t.Gateway == g.Addr })
-		if named && g.Addr.Is4() && !g.HostNetwork && !slices.Contains(ways, g) {
-			ways = append(ways, g)
+		if g.Addr.Is4() && !g.HostNetwork && !slices.Contains(all, g) {
+			all = append(all, g)
 		}
 	}
-	return ways
+	return all
+}
+
+// Ways returns those of Senders that Gateway or a tunnel names. Our node sends to them. There is
+// more than one only for moments.
+func (in *NodeIntent) Ways() []GatewayPod {
+	return slices.DeleteFunc(in.Senders(), func(g GatewayPod) bool {
+		if in.Gateway.IsValid() {
+			return in.Gateway != g.Addr
+		}
+		return !slices.ContainsFunc(in.Tunnels, func(t Tunnel) bool { return t.Gateway == g.Addr })
+	})
 }
 
 // Carriers returns the destinations of our node's outer packets, from which the agent learns the
-// MTU, and the addresses of nodes, from which it learns the underlay devices. They are gateways'
-// Pods and their nodes, or the nodes with which ours exchanges packets.
+// MTU, and the addresses of nodes, from which it learns the underlay devices. They are the active
+// gateways' Pods and the nodes of all gateways, or the nodes with which ours exchanges packets.
 func (in *NodeIntent) Carriers() (outer, nodes []netip.Addr) {
 	at := slices.IndexFunc(in.Nodes, func(n ClusterNode) bool { return n.Name == in.Self })
 	if at < 0 {
@@ -157,7 +168,9 @@ func (in *NodeIntent) Carriers() (outer, nodes []netip.Addr) {
 	own := in.Nodes[at].Addrs
 	for _, g := range in.Ways() {
 		outer = append(outer, g.Addr)
-		if g.Host.Is4() && !slices.Contains(own, g.Host) {
+	}
+	for _, g := range in.Senders() {
+		if g.Host.Is4() && !slices.Contains(own, g.Host) && !slices.Contains(nodes, g.Host) {
 			nodes = append(nodes, g.Host)
 		}
 	}

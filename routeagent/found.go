@@ -67,7 +67,7 @@ func (a *agent) underlay(own netip.Addr, in fabric.NodeIntent, look bool) ([]str
 // and their ports that lead to other nodes. Without look the cached result is returned if it is for
 // the same gateways.
 func (a *agent) bridges(in fabric.NodeIntent, look bool) (names, uplinks []string) {
-	w, gateways := &a.ways, in.Ways()
+	w, gateways := &a.ways, in.Senders()
 	if !look && slices.Equal(w.gateways, gateways) {
 		return w.bridges, w.uplinks
 	}
