@@ -11,6 +11,7 @@
 package flowsync
 
 import (
+	"net/netip"
 	"sync"
 	"time"
 
@@ -228,8 +229,9 @@ func (k *Keeper) State() State {
 // A receiver takes the flows of one connection.
 type receiver struct {
 	k       *Keeper
-	changes int  // Keeper.changes when the list began
-	active  bool // the other end is the active gateway
+	from    netip.Addr // the other end
+	changes int        // Keeper.changes when the list began
+	active  bool       // the other end is the active gateway
 	table   table
 	age     time.Duration
 	begun   bool   // the other end has begun to send
@@ -247,8 +249,8 @@ func (r *receiver) begin(active bool, age time.Duration) {
 	r.changes, r.active, r.age, r.all, r.table = r.k.changes, active, age, false, table{}
 	if r.k.running == nil && active {
 		r.k.fresh = &r.table
-		if !r.begun && !r.once { // it has become active instead of this one, and has the packets, too
-			r.k.held = held{}
+		if !r.once && r.from != r.k.held.from { // it has become active instead of this one, and has the packets, too
+			r.k.held = held{from: r.from}
 		}
 	}
 	r.begun = true

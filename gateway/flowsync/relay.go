@@ -1,6 +1,7 @@
 package flowsync
 
 import (
+	"net/netip"
 	"slices"
 	"time"
 )
@@ -69,6 +70,7 @@ func (q *queue) hurries() bool {
 // held are relayed packets, oldest first. They wait until this gateway is active and has adopted
 // the flows.
 type held struct {
+	from   netip.Addr // the gateway that relayed them, or that this one follows and that may relay some
 	all    []parcel
 	octets int
 }

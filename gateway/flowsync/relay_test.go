@@ -8,6 +8,7 @@ import (
 	"io"
 	"math/rand/v2"
 	"net"
+	"net/netip"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -193,9 +194,12 @@ func TestRelayedPacketsThatWaitAreBounded(t *testing.T) {
 	}
 }
 
-// Where another gateway becomes active, it has the packets, too.
+// Where another gateway becomes active, it has the packets, too. A second connection to the gateway that
+// relayed them does not say so.
 func TestAGatewayThatFollowsTheNextOneKeepsNoPackets(t *testing.T) {
 	k := NewKeeper()
+	first, second := netip.MustParseAddr("10.244.1.254"), netip.MustParseAddr("10.244.2.254")
+	(&receiver{k: k, from: first}).begin(true, 0)
 	k.brought(parcel{p: []byte{1}, at: time.Now()})
 	waiting := func(what string, want int) {
 		t.Helper()
@@ -203,11 +207,13 @@ func TestAGatewayThatFollowsTheNextOneKeepsNoPackets(t *testing.T) {
 			t.Errorf("%s: %d packets wait and %d are dropped; want %d and none", what, n, k.State().Counts.Unrelayed, want)
 		}
 	}
-	standby, asked, next := receiver{k: k}, receiver{k: k, once: true}, receiver{k: k}
+	standby, asked, next := receiver{k: k, from: second}, receiver{k: k, from: second, once: true}, receiver{k: k, from: second}
 	standby.begin(false, 0)
 	waiting("a standby sends its copy", 1)
-	asked.begin(true, 0) // the same one, perhaps
+	asked.begin(true, 0)
 	waiting("a gateway that was only asked is active", 1)
+	(&receiver{k: k, from: first}).begin(true, 0)
+	waiting("the gateway that relayed it is followed by another connection", 1)
 	next.begin(true, 0)
 	waiting("another gateway is active", 0)
 	k.brought(parcel{p: []byte{1}, at: time.Now()})

@@ -186,7 +186,7 @@ func (l *Link) ask(ctx context.Context, addr netip.Addr, once bool) {
 		defer context.AfterFunc(expired, func() { conn.Close() })()
 		secure := tls.Client(conn, config)
 		if err = secure.HandshakeContext(dialing); err == nil {
-			r := receiver{k: l.k, once: once}
+			r := receiver{k: l.k, from: addr, once: once}
 			extend := func() { _ = conn.SetReadDeadline(time.Now().Add(readTimeout)) }
 			extend()
 			err = r.receive(secure, extend)
