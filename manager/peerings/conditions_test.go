@@ -11,6 +11,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/postquantum"
 	"github.com/isthmus-net/isthmus/manager/managertest"
 )
 
@@ -252,5 +253,38 @@ func TestWordsOfAPeerAreCutAndMadePrintable(t *testing.T) {
 	}
 	if got := plain("\xff\xfe"); got != "?" {
 		t.Errorf("got %q", got)
+	}
+}
+
+// An exchange that somebody spoils is reported, also while sessions have an earlier key, and then
+// traffic goes on.
+func TestASpoiledExchangeOfKeysIsReported(t *testing.T) {
+	for progress, words := range map[postquantum.Progress]string{
+		postquantum.Agreed:    "",
+		postquantum.Waiting:   "",
+		postquantum.NotOffers: "",
+		postquantum.Other:     "",
+		postquantum.Changed:   "",
+		postquantum.Malformed: "neither an ML-KEM key nor an answer to one",
+		postquantum.Altered:   "the tag of what the peer publishes is wrong",
+	} {
+		s := agreedState(t)
+		s.key = keyState{use: "first", progress: progress}
+		s.endpoint.Status.Connection.PeerConfiguration = map[string]string{v1alpha1.ConfigPreshared: "first"}
+		got, connected := s.postQuantum(), connectedCondition(s)
+		if got.Key != isthmus.KeyMLKEM || connected.status != metav1.ConditionTrue {
+			t.Errorf("%s: %+v and %+v; want the key of before, and traffic", progress, got, connected)
+		}
+		for what, text := range map[string]string{"status.postQuantum.why": got.Why, "Connected": connected.message} {
+			if told := strings.Contains(text, "the next preshared key is not made: "); told != (words != "") || !strings.Contains(text, words) {
+				t.Errorf("%s: %s is %q; want %q", progress, what, text, words)
+			}
+		}
+
+		s.endpoint.Status.Connection.PeerConfiguration = nil
+		s.key.use = ""
+		if got := s.postQuantum(); got.Key != isthmus.KeyNone || got.Why == "" || !strings.Contains(got.Why, words) {
+			t.Errorf("%s, and no key in use: %+v; want %q", progress, got, words)
+		}
 	}
 }

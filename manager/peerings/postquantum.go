@@ -46,10 +46,22 @@ func (k keyState) why() string {
 		return "the peer has not answered our present key yet"
 	case postquantum.Altered:
 		return "the tag of what the peer publishes is wrong: it is not what the peer made, or not of this exchange"
+	case postquantum.Changed:
+		return "the peer has replaced the answer that was taken; the exchange begins anew"
 	case postquantum.Agreed:
 		return "it is agreed upon, and the gateways have made no session with it yet"
 	}
 	return "waiting for the peer"
+}
+
+// spoiled explains why no next key replaces the one in use, if what the peer publishes is wrong.
+// Otherwise it returns "".
+func (k keyState) spoiled() string {
+	switch k.progress {
+	case postquantum.Malformed, postquantum.Altered:
+		return "the next preshared key is not made: " + k.why()
+	}
+	return ""
 }
 
 // postQuantum returns what the gateway reports about the sessions with the peer. Without an active
@@ -59,7 +71,7 @@ func (s *peeringState) postQuantum() isthmus.PostQuantumStatus {
 	case s.endpoint == nil || s.silent != "":
 		return isthmus.PostQuantumStatus{}
 	case exchange.PresharedIn(s.endpoint) != "":
-		return isthmus.PostQuantumStatus{Key: isthmus.KeyMLKEM}
+		return isthmus.PostQuantumStatus{Key: isthmus.KeyMLKEM, Why: fit(s.key.spoiled(), 1024)}
 	}
 	return isthmus.PostQuantumStatus{Key: isthmus.KeyNone, Why: fit(s.key.why(), 1024)}
 }

@@ -185,7 +185,7 @@ type PostQuantumStatus struct {
 	// +kubebuilder:validation:MaxLength=32
 	// +optional
 	Key string `json:"key,omitempty"`
-	// Why says why there is none.
+	// Why says why there is none, or why no next one can be made.
 	// +kubebuilder:validation:MaxLength=1024
 	// +optional
 	Why string `json:"why,omitempty"`
