@@ -24,7 +24,8 @@ type workflow struct {
 			} `yaml:"matrix"`
 		} `yaml:"strategy"`
 		Steps []struct {
-			Run string `yaml:"run"`
+			Run  string `yaml:"run"`
+			Uses string `yaml:"uses"`
 		} `yaml:"steps"`
 	} `yaml:"jobs"`
 }
@@ -48,6 +49,27 @@ func workflows(t *testing.T) map[string]workflow {
 		all[strings.TrimSuffix(filepath.Base(file), ".yml")] = w
 	}
 	return all
+}
+
+// A tag can be moved to other code, which then runs with the job's rights; a commit cannot.
+func TestWorkflowsUseActionsByCommit(t *testing.T) {
+	byCommit := regexp.MustCompile(`^[\w-]+/[\w/-]+@[0-9a-f]{40}$`)
+	used := 0
+	for name, w := range workflows(t) {
+		for job, j := range w.Jobs {
+			for _, s := range j.Steps {
+				if s.Uses == "" {
+					continue
+				}
+				if used++; !byCommit.MatchString(s.Uses) {
+					t.Errorf("%s.yml, job %s: uses %s; want the action's commit, 40 hexadecimal digits", name, job, s.Uses)
+				}
+			}
+		}
+	}
+	if used == 0 {
+		t.Error("no workflow uses an action")
+	}
 }
 
 var (
