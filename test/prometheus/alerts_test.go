@@ -67,6 +67,7 @@ var well = map[string]string{
 	`isthmus_gateway_voters{instance="standby",job="g",namespace="n"}`:                                                 "3x400",
 	`isthmus_gateway_voters_heard{instance="gw",job="g",namespace="n"}`:                                                "2x400",
 	`isthmus_gateway_voters_heard{instance="standby",job="g",namespace="n"}`:                                           "2x400",
+	`isthmus_gateway_key_age_seconds{instance="gw",job="g",namespace="n"}`:                                             "86400x400",
 	`isthmus_gateway_key_rotation_age_seconds{instance="gw",job="g",namespace="n"}`:                                    "0x400",
 	`isthmus_gateway_key_laggards{instance="gw",job="g",namespace="n"}`:                                                "0x400",
 	`isthmus_gateway_source_ok{instance="gw",job="g",namespace="n"}`:                                                   "1x400",
@@ -111,6 +112,7 @@ var faults = []struct {
 	{alert: "IsthmusPostQuantumMissing", after: 5, series: map[string]string{`isthmus_manager_peering_post_quantum`: "0"}, summary: "oslo requires a preshared key"},
 	{alert: "IsthmusKeyRotationStuck", after: 5, series: map[string]string{
 		`isthmus_gateway_key_rotation_age_seconds`: "90000", `isthmus_gateway_key_laggards`: "2"}, summary: "rotating for a day"},
+	{alert: "IsthmusKeyOld", after: 60, series: map[string]string{`isthmus_gateway_key_age_seconds`: "34646400"}, summary: "is 401d"},
 	{alert: "IsthmusDrops", after: 13, series: map[string]string{`isthmus_drops_total{instance="gw",job="g",namespace="n",peer="p"`: "+1200"}, summary: "ttl"},
 	{alert: "IsthmusIdentityNotRenewed", after: 5, series: map[string]string{
 		`isthmus_manager_identity_expiry`: "10000", `isthmus_manager_identity_renewal`: "1000"}, summary: "expires in"},
