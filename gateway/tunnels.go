@@ -91,7 +91,7 @@ func (g *gateway) openEnd(o Options, i, mtu int) (_ *tunnelEnd, err error) {
 }
 
 func newTunnelEnd(t *datapath.Tunnel, local *datapath.Local, port *datapath.Port, o check.Options, wire *bind.Bind, link *tun.Device) *tunnelEnd {
-	o.Handshake = t.Handshake
+	o.Handshake = t.HandshakeNow
 	c := check.Start(port, o)
 	t.SetDoubts(c.Doubt)
 	return &tunnelEnd{t, local, c, c.Observe, wire, link}

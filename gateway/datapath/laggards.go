@@ -79,10 +79,15 @@ func (p *peer) introduce(table *peerTable) {
 		return
 	}
 	p.follow(table)
-	mu := peerHandshakeMu.of(p.dev)
-	mu.Lock()
-	*peerInitiated.of(p.dev) = time.Time{}
-	mu.Unlock()
+	p.forgetInitiation()
 	_ = p.dev.SendHandshakeInitiation(false) // the device has logged why not
 	(*peerRetransmit.of(p.dev)).Del()
+}
+
+// forgetInitiation lets the device begin a handshake within RekeyTimeout of the last one.
+func (p *peer) forgetInitiation() {
+	mu := peerHandshakeMu.of(p.dev)
+	mu.Lock()
+	defer mu.Unlock()
+	*peerInitiated.of(p.dev) = time.Time{}
 }

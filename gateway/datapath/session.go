@@ -32,6 +32,13 @@ const (
 	// itself sends no two initiations within RekeyTimeout.
 	askAgain = time.Second
 
+	// A handshake that packets wait for is begun again after hurryAfter, at most hurries times until
+	// there is a session: the Service of the peer, or ours, may still lead to a former gateway. In
+	// all, hurriesPerSecond take two hundredths of a processor.
+	hurryAfter       = 900 * time.Millisecond
+	hurries          = 5
+	hurriesPerSecond = 100
+
 	// confirmMost is how long messages still go to the previous address after the peer has begun
 	// another session from elsewhere. The first message under the other session ends this, usually
 	// within a round trip.
@@ -99,6 +106,8 @@ type peer struct {
 	// held while a timer acts, so that no timer acts after stop
 	mu                                       sync.Mutex
 	stopped                                  bool
+	hurried                                  int   // handshakes that hurry let begin, with mu
+	hurriedSince                             int64 // value of made then, with mu
 	keepalive, silence, initiation, crossing deadline
 }
 
@@ -356,11 +365,31 @@ func (p *peer) begin() {
 		return
 	}
 	p.follow(table)
+	p.hurry(time.Now())
 	if p.dev.SendHandshakeInitiation(false) != nil {
 		return // the device has logged the reason, and tries again if that can help
 	}
 	if !(*peerRetransmit.of(p.dev)).IsPending() && p.sending(time.Now()) == nil {
 		p.initiation.arm(askAgain)
+	}
+}
+
+// hurry lets the device begin a handshake within RekeyTimeout of the last one, if that has brought
+// no session. The caller holds mu.
+func (p *peer) hurry(now time.Time) {
+	if made := p.made.Load(); p.hurriedSince != made {
+		p.hurried, p.hurriedSince = 0, made
+	}
+	if p.hurried == hurries || p.sending(now) != nil {
+		return
+	}
+	lock := peerHandshakeMu.of(p.dev)
+	lock.Lock()
+	defer lock.Unlock()
+	last := peerInitiated.of(p.dev)
+	if since := now.Sub(*last); since >= hurryAfter && since < device.RekeyTimeout && p.t.hurry.Allow() {
+		p.hurried++
+		*last = time.Time{}
 	}
 }
 

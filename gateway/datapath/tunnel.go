@@ -25,6 +25,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"golang.org/x/time/rate"
 	"golang.zx2c4.com/wireguard/device"
 
 	"github.com/isthmus-net/isthmus/natengine"
@@ -72,9 +73,10 @@ type Tunnel struct {
 	diverted atomic.Pointer[diversion] // nil: the link's packets go to peers
 	brought  parcels                   // from another gateway
 
-	waiting atomic.Bool // packets wait for a session
-	look    atomic.Bool // such a session may exist now, or packets may have waited too long
-	out     outbound    // state of the outbound goroutine
+	hurry   *rate.Limiter // of handshakes within RekeyTimeout, see peer.hurry
+	waiting atomic.Bool   // packets wait for a session
+	look    atomic.Bool   // such a session may exist now, or packets may have waited too long
+	out     outbound      // state of the outbound goroutine
 	running sync.WaitGroup
 	ended   chan struct{} // closed when the link is gone, or by Close
 
@@ -109,6 +111,7 @@ func newTunnel(link Link, wire Wire, engine *natengine.Engine, local *Local, sta
 	}
 	t := &Tunnel{
 		link: link, wire: wire, engine: engine, local: local, options: o, start: start,
+		hurry: rate.NewLimiter(hurriesPerSecond, hurriesPerSecond),
 		ended: make(chan struct{}), places: make(map[device.NoisePublicKey]netip.AddrPort),
 	}
 	t.mtu.Store(int64(link.MTU()))
@@ -257,13 +260,23 @@ func (t *Tunnel) Forget(key [32]byte) {
 
 // Handshake begins a handshake with a peer, unless one began within RekeyTimeout. It takes a fifth
 // of a millisecond.
-func (t *Tunnel) Handshake(key [32]byte) {
+func (t *Tunnel) Handshake(key [32]byte) { t.handshake(key, false) }
+
+// HandshakeNow does so, too, if one began within RekeyTimeout. An answer to that one is then refused.
+func (t *Tunnel) HandshakeNow(key [32]byte) { t.handshake(key, true) }
+
+func (t *Tunnel) handshake(key [32]byte, now bool) {
 	table := t.peers.Load()
-	if p := t.peer(key); p != nil {
-		for _, q := range table.living(p.state) {
-			q.follow(table)
-			_ = q.dev.SendHandshakeInitiation(false) // the device has logged the reason
+	p := t.peer(key)
+	if p == nil {
+		return
+	}
+	for _, q := range table.living(p.state) {
+		q.follow(table)
+		if now {
+			q.forgetInitiation()
 		}
+		_ = q.dev.SendHandshakeInitiation(false) // the device has logged the reason
 	}
 }
 
