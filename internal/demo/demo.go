@@ -4,10 +4,12 @@
 package demo
 
 import (
+	"bufio"
 	"context"
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/netip"
 	"strings"
 	"time"
@@ -339,7 +341,7 @@ func (s *show) status() error {
 	return s.atGateway(s.b, "status", "--gateway")
 }
 
-// failover kills the active gateway of a.
+// failover kills the active gateway of a, while a TCP connection is open.
 func (s *show) failover() error {
 	active, err := s.a.ActiveGateway(s.ctx)
 	if err != nil {
@@ -356,7 +358,15 @@ func (s *show) failover() error {
 	if err := pings.until(ctx, func() bool { return pings.answered >= 10 }); err != nil {
 		return err
 	}
-	s.say("  %s pings %s twenty times a second; kill -9 of the gateway on %s", from, to, s.a.Nodes[active])
+	echo, end, err := s.connect(ctx, from.Host, to.Host, seen)
+	if err != nil {
+		return err
+	}
+	defer end()
+	if err := echo("before"); err != nil {
+		return err
+	}
+	s.say("  %s pings %s twenty times a second, and has a TCP connection to it; kill -9 of the gateway on %s", from, to, s.a.Nodes[active])
 	if err := s.a.Kill(fleet.Gateway(active)); err != nil {
 		return err
 	}
@@ -369,9 +379,46 @@ func (s *show) failover() error {
 			return err
 		}
 	}
+	if err := echo("after"); err != nil {
+		return fmt.Errorf("the TCP connection of before: %w", err)
+	}
 	sent, lost, pause := pings.stop()
+	s.ok("the TCP connection goes on through the standby")
 	s.ok("%s answers again, through %s: %d of %d pings lost, the longest pause was %.1f s", to, s.a.Nodes[now], lost, sent, pause.Seconds())
 	return s.a.Start(s.ctx, fleet.Gateway(active))
+}
+
+// connect opens a TCP connection to a server that sends everything back. echo sends a line and
+// waits for it. The caller calls end.
+func (s *show) connect(ctx context.Context, from, to *lab.Host, seen netip.Addr) (echo func(line string) error, end func(), err error) {
+	const port = "7"
+	server, err := to.Listen("tcp", ":"+port)
+	if err != nil {
+		return nil, nil, err
+	}
+	go func() { // ends with the server and the connection
+		if conn, err := server.Accept(); err == nil {
+			_, _ = io.Copy(conn, conn)
+			conn.Close()
+		}
+	}()
+	conn, err := from.Dial(ctx, "tcp", net.JoinHostPort(seen.String(), port))
+	if err != nil {
+		server.Close()
+		return nil, nil, err
+	}
+	lines := bufio.NewReader(conn)
+	echo = func(line string) error {
+		_ = conn.SetDeadline(time.Now().Add(failoverTimeout))
+		if _, err := io.WriteString(conn, line+"\n"); err != nil {
+			return err
+		}
+		if got, err := lines.ReadString('\n'); err != nil || got != line+"\n" {
+			return errors.Join(err, fmt.Errorf("%q came back as %q", line, got))
+		}
+		return nil
+	}
+	return echo, func() { conn.Close(); server.Close() }, nil
 }
 
 // unpeer takes one peering down and looks at what is left.
