@@ -128,7 +128,7 @@ func (g *gateway) reapply(ways bool) {
 		if ways { // otherwise the result of the probes would be lost
 			g.ways.Store(true)
 		}
-		// they differ only in MTU and MSS
+		// the rules differ only in MTU and MSS
 		g.log.Error("cannot set the NAT rules for a new MTU", "mtu", survey.tunnel, "error", err)
 		return
 	}

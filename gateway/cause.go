@@ -72,7 +72,7 @@ func (e *evidence) cause() Cause {
 	if e.hidden {
 		at = e.configured + " (our Service hides the source of what comes from there)"
 	}
-	hears := e.since(e.heard, recently) // so a session exists, whatever else comes from there
+	hears := e.since(e.heard, recently) // then a session exists, whatever other evidence there is
 	// PINGs of the peer use addresses that both sides agree upon. Other dropped packets belong to
 	// some pod, and are no reason for missing answers.
 	agreed := e.since(e.check.Asked, recently)

@@ -68,8 +68,8 @@ func (d *dropTimes) last(peer *natengine.PeerState, direction natengine.Directio
 	return d.seen[dropKey{peer, direction, reason}].at
 }
 
-// lastOf returns when a counter that is count now last grew. If it has grown since the last look,
-// that is now.
+// lastOf returns when a counter last grew. count is its present value: if that is higher than at
+// the last look, the result is now.
 func (d *dropTimes) lastOf(peer *natengine.PeerState, direction natengine.Direction, reason natengine.Drop, count uint64, now time.Time) time.Time {
 	d.mu.Lock()
 	defer d.mu.Unlock()

@@ -43,7 +43,7 @@ func (g *gateway) locate(peers []*fabric.GatewayPeer, site fabric.Site) {
 }
 
 // put applies everything except the engine's rules, which are already in force. It goes on after an
-// error. What failed is tried again every second.
+// error. Failed parts are tried again every second.
 func (g *gateway) put(s *survey) {
 	if was := g.now.mtu; s.tunnel != was {
 		if was != 0 {

@@ -106,7 +106,7 @@ func (m *metrics) Gather() ([]*dto.MetricFamily, error) {
 	return Gatherers{prometheus.GathererFunc(m.own), m.registry}.Gather()
 }
 
-// own are the series that are read at each scrape.
+// own returns the series that are read at each scrape.
 func (m *metrics) own() ([]*dto.MetricFamily, error) {
 	s := scrape{families: make(map[*family]*dto.MetricFamily)}
 	now, stats := m.gateway.current(), m.gateway.engine.Stats()

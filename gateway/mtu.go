@@ -106,8 +106,8 @@ func rulesFor(p *fabric.GatewayPeer, mtu int) natengine.Peer {
 	return r
 }
 
-// checkMTU returns what is wrong with a configured MTU; 0 is none. IPv6 has no link below 1280
-// octets, and Linux disables it on a device with less.
+// checkMTU returns an error if a configured MTU is invalid; 0 means that none is configured. IPv6
+// has no link below 1280 octets, and Linux disables it on a device with less.
 func checkMTU(mtu int, peers []*fabric.GatewayPeer) error {
 	if mtu == 0 || mtu >= minAutoMTU6 {
 		return nil
@@ -124,9 +124,9 @@ func checkMTU(mtu int, peers []*fabric.GatewayPeer) error {
 // measure finds the MTU of the tunnel and towards each of peers. If c sets none, it derives them
 // from the MTU that the kernel knows for the path to a peer: to its current address, or else to the
 // configured one. That includes what routers on the path have reported, which the kernel remembers
-// for ten minutes without an event. The kernel is asked only about peers whose address has changed,
-// and with all about each. A peer whose path drops packets of that size gets a smaller MTU, see
-// narrowPaths.
+// for ten minutes without an event. It asks the kernel only about peers whose address has changed,
+// or, with all, about every peer. A peer whose path drops packets of that size gets a smaller MTU,
+// see narrowPaths.
 func (g *gateway) measure(c Config, peers []peer, all bool) (tunnel int) {
 	if tunnel = c.MTU; tunnel != 0 {
 		for i := range peers {
@@ -160,7 +160,8 @@ func (g *gateway) measureWays(peers []peer, all bool) (tunnel int) {
 			}
 			mtu, err := g.mtuTo(addr, links)
 			if err != nil {
-				g.log.Debug("no way to the peer", "peer", p.ID, "error", err) // then no packet is too large
+				// Without a path to the peer, no packet is too large.
+				g.log.Debug("no way to the peer", "peer", p.ID, "error", err)
 			}
 			p.asked, p.kernel = addr, mtu
 		} else if !addr.IsValid() {

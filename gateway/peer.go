@@ -20,7 +20,7 @@ type peer struct {
 	further             []session        // in additional tunnels, nil if none; never modified
 	at                  netip.AddrPort   // where its configured endpoint is; zero: unknown
 	refused             bool             // we must not send to its last address any more
-	asked               netip.Addr       // for which the kernel gave its path MTU; zero: none
+	asked               netip.Addr       // the kernel gave the path MTU to this address; zero: none
 	kernel              int              // that MTU, in octets; 0: there is no path
 	way                 int              // largest packet in the tunnel for this path, in octets
 	mtu                 int              // largest packet towards it; below way if the path drops those

@@ -17,20 +17,20 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// A peer that knows several tunnels has its flows shared out among them. Each is a whole way of its
-// own, so that packets of different flows meet nowhere but in the NAT engine, which has no lock
-// that they share:
+// The flows of a peer with several tunnels are spread over them. Each tunnel is a complete data
+// path, so packets of different flows meet only in the NAT engine, where they share no lock:
 //
 //	              ┌─ TUN isthmus0 ─ datapath.Tunnel, key 0 ─ UDP 5871 ══ tunnel 0 of the peer
 //	kernel's hash ┤
 //	of the flow   └─ TUN isthmus1 ─ datapath.Tunnel, key 1 ─ UDP 5872 ══ tunnel 1 of the peer
 //
-// A tunnel carries flows while its own connection check is answered. Each side finds that out for itself, so
-// the two need not learn of a tunnel at the same moment, nor open their firewalls for it. While no tunnel is
-// answered, the first one carries all flows.
+// A tunnel carries flows while its own connection check is answered. Each side checks that for
+// itself, so the two need not configure a tunnel, or open a firewall for it, at the same moment.
+// While no tunnel is answered, the first one carries all flows.
 
-// severalThreshold is after how many intervals without an answer a tunnel carries no flows, where there are
-// several. It is less than the five of a single tunnel, because the flows have another path.
+// severalThreshold is the number of intervals without an answer after which one of several tunnels
+// carries no flows. It is less than the five of a single tunnel, because the flows have another
+// path.
 const severalThreshold = 2
 
 // tunnelEnd is our end of one tunnel to each peer.
@@ -43,8 +43,8 @@ type tunnelEnd struct {
 	link    *tun.Device
 }
 
-// openEnds makes the TUNs and what is behind them, which listens to nobody yet. What was made when
-// there is an error, closeEnds closes.
+// openEnds makes the TUNs and the tunnels behind them, which do not listen yet. After an error,
+// closeEnds closes those that exist.
 func (g *gateway) openEnds(o Options, tunnels, mtu int) error {
 	for i := range tunnels {
 		e, err := g.openEnd(o, i, mtu)
@@ -108,9 +108,10 @@ func (g *gateway) startEnds(c Config) error {
 	return nil
 }
 
-// discard drops what waits in the TUNs of a gateway that does not act yet, so that it sends nothing old when it does.
+// discard drops the packets that wait in the TUNs of a gateway that is not active yet, so that it
+// sends no old packets when it becomes active.
 func (g *gateway) discard() {
-	const most = 1000 // the queue of a TUN has 500
+	const most = 1000 // the queue of a TUN holds 500
 	b := make([]byte, packet.VirtioHeaderLen+1<<16)
 	for _, e := range g.ends {
 		for range most {
@@ -126,11 +127,11 @@ func (g *gateway) discard() {
 func (g *gateway) closeEnds() {
 	for _, e := range g.ends {
 		e.checker.Close()
-		_ = e.Close() // what it closes is gone either way
+		_ = e.Close() // it is closed even after an error
 	}
 }
 
-// watchEnds says on the channel when a TUN is gone, and which.
+// watchEnds returns a channel that gets the name of each TUN that is gone.
 func (g *gateway) watchEnds() <-chan string {
 	gone := make(chan string, len(g.ends))
 	for i, e := range g.ends {
@@ -142,7 +143,8 @@ func (g *gateway) watchEnds() <-chan string {
 	return gone
 }
 
-// moveEnds moves our ends to the ports from port upwards. One that cannot be had leaves the old one.
+// moveEnds moves our ends to the ports from port upwards. If one is not available, its end keeps
+// the old one.
 func (g *gateway) moveEnds(port uint16) (errs []error) {
 	for i, e := range g.ends {
 		if err := e.listen(port + uint16(i)); err != nil {
@@ -152,7 +154,7 @@ func (g *gateway) moveEnds(port uint16) (errs []error) {
 	return errs
 }
 
-// apply makes our end i what it should be.
+// apply brings our end i to its desired state.
 func (g *gateway) apply(i int, c Config, s *survey) error {
 	e := g.ends[i]
 	var next [32]byte
@@ -182,7 +184,7 @@ func (e *tunnelEnd) listen(port uint16) error {
 	if e.Port() == port {
 		return nil
 	}
-	err := portFree(port) // the tunnel closes its socket before it opens the next: ask first
+	err := portFree(port) // the tunnel closes its socket before it opens the next: test first
 	if err == nil {
 		err = e.SetPort(port)
 	}
@@ -192,7 +194,7 @@ func (e *tunnelEnd) listen(port uint16) error {
 	return nil
 }
 
-// tunnelPeers are those of some peers that have tunnel i.
+// tunnelPeers returns those of the peers at the indexes of that have tunnel i.
 func tunnelPeers(i int, peers []peer, of []int) (list []datapath.Peer) {
 	for _, j := range of {
 		p := &peers[j]
@@ -228,8 +230,9 @@ func theirEnd(p *fabric.GatewayPeer, i int) (fabric.TunnelEnd, bool) {
 	return p.Tunnels[i-1], true
 }
 
-// applyEnds makes all our ends what they should be, on whatever port, and then tells the connection checks: the first
-// PING goes out at once, and would be lost in a tunnel that does not know its peer yet.
+// applyEnds brings all our ends to their desired state, except for their ports, and then updates
+// the connection checks. In this order, because the first PING goes out at once, and would be lost
+// in a tunnel that does not know its peer yet.
 func (g *gateway) applyEnds(c Config, s *survey) (errs []error) {
 	for i, e := range g.ends {
 		if err := g.apply(i, c, s); err != nil {
@@ -248,8 +251,8 @@ func (g *gateway) applyEnds(c Config, s *survey) (errs []error) {
 	return errs
 }
 
-// checkPeers are those of some peers that have tunnel i, for its connection check, and the IDs of those
-// that do not.
+// checkPeers returns those of the peers at the indexes of that have tunnel i, for its connection
+// check, and the IDs of those that do not.
 func checkPeers(i int, peers []peer, of []int) (all []check.Peer, without []string) {
 	for _, j := range of {
 		p := &peers[j]
@@ -299,8 +302,9 @@ func (g *gateway) working(id string, now time.Time) (set fabric.TunnelSet) {
 	return set
 }
 
-// cutTunnels leaves each peer those further tunnels that we have an end for. One that is as it was
-// before, in old, sorted alike, is the same one, so that a later comparison is one of pointers.
+// cutTunnels removes the further tunnels of each peer for which we have no end. A peer that has not
+// changed since old, which has the same order, becomes the pointer in old, so that later
+// comparisons compare only pointers.
 func (g *gateway) cutTunnels(peers []*fabric.GatewayPeer, old []peer) []*fabric.GatewayPeer {
 	peers = slices.Clone(peers)
 	j := 0
@@ -321,5 +325,5 @@ func (g *gateway) cutTunnels(peers []*fabric.GatewayPeer, old []peer) []*fabric.
 	return peers
 }
 
-// samePeer reports whether both say the same.
+// samePeer reports whether both have the same content.
 func samePeer(a, b *fabric.GatewayPeer) bool { return a == b || reflect.DeepEqual(a, b) }

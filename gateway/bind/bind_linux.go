@@ -1,9 +1,9 @@
 // Package bind is the UDP side of a tunnel on Linux.
 //
-// Many datagrams of one size leave by one sendmsg(2) with UDP_SEGMENT that gathers them where they
-// lie; datagrams that the kernel has put together by UDP_GRO, and small ones until there are no
-// more, are received one behind the other and handed on there, without a copy; and an endpoint is
-// one value for each remote address, not one for each datagram.
+// One sendmsg(2) with UDP_SEGMENT sends many datagrams of one size from where they lie in memory.
+// Received datagrams, some of them joined by the kernel's UDP_GRO, lie one behind the other in a
+// Batch, and the data path processes them there without a copy. An endpoint is one value per remote
+// address, not one per datagram.
 //
 //	datapath ── Send ───► sendmsg, UDP_SEGMENT ──► socket ══ peer
 //	datapath ◄─ Batch ─── recvmsg, UDP_GRO ◄────── socket ══ peer

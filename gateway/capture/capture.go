@@ -1,10 +1,10 @@
-// Package capture keeps packets that a gateway shows, with what became of them, until whoever asked
-// has read them: as pcapng, which Wireshark and tshark open.
+// Package capture records packets of a gateway, and why the gateway dropped any of them, as pcapng,
+// which Wireshark and tshark open.
 //
-//	goroutines of the road ── Add ──► buffer of 1 MiB ── WriteTo ──► reader
+//	goroutines of the data path ── Add ──► buffer of 1 MiB ── WriteTo ──► reader
 //
-// Nothing waits for the reader: a packet for which the buffer has no place is missed and counted,
-// and the file says so where it is missing.
+// Nothing waits for the reader: a packet for which the buffer has no room is left out and counted,
+// and the file records where packets are missing.
 package capture
 
 import (

@@ -24,11 +24,11 @@ const (
 	SessionGone = 195 * time.Second
 
 	awayAfter         = 2 * time.Second // without a session since its configuration
-	mostPerSecond     = 250             // handshakes with peers never tried before; packets wait for more
+	mostPerSecond     = 250             // per second, never tried before; packets wait for more
 	leastPerSecond    = 20              // handshakes with all other peers
 	handshakePatience = 3 * time.Second // for an answer; after five seconds wireguard-go tries again by itself
 	handshakesLost    = 8               // unanswered handshakes that are begun again, for each one that is answered
-	handshakesOver    = 8               // seconds over which answers are counted, about
+	handshakesOver    = 8               // answers are counted over about this many seconds
 )
 
 // Sessions records which peers have a WireGuard session. The caller calls it once a second. It

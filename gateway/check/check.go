@@ -48,7 +48,8 @@ const (
 	// new peers that are pinged at once; if more are new, the rest counts as away, see Sessions
 	burst = 64
 
-	// pathMessages is about how many path probes are sent at once, because packets wait meanwhile.
+	// pathMessages is about how many path probes are sent at once. Packets wait until they are
+	// sent.
 	pathMessages = 128
 )
 
@@ -79,7 +80,7 @@ func (s State) Message() string {
 type Peer struct {
 	ID       string          // cluster ID
 	Probe    netip.AddrPort  // where PINGs go, and PONGs come from
-	Allowed  [2]netip.Prefix // its PINGs come from the network address of the first one
+	Allowed  [2]netip.Prefix // the peer's PINGs come from the network address of the first one
 	Key      [32]byte        // public key of WireGuard
 	Endpoint string          // as configured
 	Port     uint16

@@ -9,44 +9,46 @@ import (
 	"golang.zx2c4.com/wireguard/device"
 )
 
-// Packetization layer path MTU discovery (RFC 8899) for each peer. The kernel knows what routers
-// say; a path that drops large datagrams and says nothing is found by WireGuard messages of a
-// size. Such a probe is a PING of the connection check that WireGuard pads (datapath.Port.Send),
-// so that every peer answers it, Liqo too, and the answer is small: each side finds out about the
-// direction in which it sends.
+// Packetization layer path MTU discovery (RFC 8899) for each peer. The kernel learns only the sizes
+// that routers report. Probes find a path that drops large datagrams silently. A probe is a PING of
+// the connection check that WireGuard pads to a given size (datapath.Port.Send). So every peer
+// answers it, even a Liqo, and the answer is small: each side learns about the direction in which
+// it sends.
 //
-// PLPMTU, the size in force, is that of an IP packet in the tunnel. Three things differ from the RFC:
-// a search begins with the largest size rather than the base, because TCP connections keep the
-// segment size of their first second for ever; several sizes are probed at once, because a probe is
-// no user data; and what was lowered is tried again after half a minute, but after ten minutes where
-// that has failed before.
+// PLPMTU, the size in force, is the size of an IP packet in the tunnel. Three things differ from
+// the RFC. A search begins with the largest size rather than the base, because a TCP connection
+// never raises the segment size of its first second. Several sizes are probed at once, because a
+// probe carries no user data. After a size was lowered, larger ones are probed again after half a
+// minute, or after ten minutes if that has failed before.
 const (
-	// pathTimeout is PROBE_TIMER (RFC 8899, section 5.1.1), to which the round trip is added. Where
-	// the small message that was sent last of a round is answered, the others are not waited for as
-	// long: until a moment and some round trips after the beginning.
+	// pathTimeout plus the round trip is PROBE_TIMER (RFC 8899, section 5.1.1). If the small
+	// message that a round sends last is answered, the round ends earlier: pathMoment plus
+	// pathTrips round trips after its beginning.
 	pathTimeout = time.Second
 	pathMoment  = pathTimeout / 5
 	pathTrips   = 4
 
 	pathLook = interval / 8
 
-	// pathRate is how many peers are confirmed in a second at most; of up to 100 each is in each
-	// interval.
+	// pathRate is how many peers are confirmed in a second at most. With up to 100 peers, each is
+	// confirmed in each interval.
 	pathRate = 50
 
 	// pathRaise and pathRaiseMost bound PMTU_RAISE_TIMER.
 	pathRaise     = 30 * time.Second
 	pathRaiseMost = 10 * time.Minute
 
-	// pathRetry is how often PathError is put to the test. An interruption may have caused it, and the peer
-	// is not ready meanwhile.
+	// pathRetry is how often a path in PathError is probed again. A short interruption may have
+	// caused the error, and the peer is not ready until the error is gone.
 	pathRetry = 5 * time.Second
 
-	// pathSizes are probed in one round, besides the largest and the smallest in question. Twice
-	// that, and the controls, is less than a peer answers in a second.
+	// pathSizes is how many sizes one round probes, besides the largest, the smallest and the
+	// present one. Each is probed twice. With the small messages, that is less than a peer answers
+	// in a second.
 	pathSizes = 5
 
-	// padding is what WireGuard pads a packet to, but never beyond the MTU of the device.
+	// padding is the multiple to which WireGuard pads a packet, but never beyond the MTU of the
+	// device.
 	padding = device.PaddingMultiple
 )
 
@@ -55,17 +57,17 @@ type PathState string
 
 // All values of PathState.
 const (
-	PathDisabled       PathState = "Disabled"       // the peer does not answer, which says nothing of sizes
+	PathDisabled       PathState = "Disabled"       // no answers at all, so sizes are not known
 	PathSearching      PathState = "Searching"      // probes are under way
 	PathSearchComplete PathState = "SearchComplete" // the largest size that passes is in force
 	PathError          PathState = "Error"          // not even the base passes
 )
 
-// PathMTU is what is known of the path to a peer, as far as it depends on sizes.
+// PathMTU is the state of the search for the path MTU of a peer.
 type PathMTU struct {
 	State   PathState `json:"state"`
 	Bytes   int       `json:"bytes"`   // largest IP packet in the tunnel that the path takes
-	Ceiling int       `json:"ceiling"` // and what it should take, by what the kernel knows
+	Ceiling int       `json:"ceiling"` // the size that it should take, as far as the kernel knows
 	Since   time.Time `json:"since"`   // of Bytes
 	// Confirmed is when a packet of that size arrived last; zero: none has yet.
 	Confirmed time.Time `json:"confirmed,omitzero"`
@@ -86,7 +88,7 @@ type pathProbe struct {
 type pathSearch struct {
 	PathMTU
 	floor  int           // BASE_PLPMTU
-	base   int           // as it was asked for; floor is at most the ceiling
+	base   int           // as requested; floor is the same, but at most the ceiling
 	raise  time.Duration // PMTU_RAISE_TIMER
 	raised time.Time     // when it last began
 	fell   time.Time     // when the size was last lowered
@@ -108,14 +110,14 @@ const (
 	pathUpwards                  // does a larger one?
 )
 
-// The sizes that there are: floor, multiples of padding, ceiling.
+// The possible sizes: floor, multiples of padding, ceiling.
 func (s *pathSearch) steps() int { return (s.Ceiling-s.floor+padding-1)/padding + 1 }
 
 func (s *pathSearch) sizeOf(step int) int { return min(s.floor+step*padding, s.Ceiling) }
 
 func (s *pathSearch) stepOf(size int) int { return (size - s.floor + padding - 1) / padding }
 
-// limit sets what the kernel knows of the path, and the size to begin with.
+// limit sets the bounds of the search: base, and the ceiling that the kernel knows for the path.
 func (s *pathSearch) limit(base, ceiling int, now time.Time) {
 	if s.base == base && s.Ceiling == ceiling {
 		return
@@ -140,7 +142,7 @@ func (s *pathSearch) limit(base, ceiling int, now time.Time) {
 	}
 }
 
-// begin begins a search from nothing, as for another path.
+// begin starts a new search, as for a new path.
 func (s *pathSearch) begin(now time.Time) {
 	if s.Ceiling == 0 {
 		return
@@ -149,10 +151,12 @@ func (s *pathSearch) begin(now time.Time) {
 	s.raise, s.raised, s.round = pathRaise, now, nil
 }
 
-// end ends what is under way: without answers to small messages, none to large ones says nothing.
+// end stops the search. While not even small messages are answered, missing answers to large ones
+// prove nothing.
 func (s *pathSearch) end() { s.State, s.round = PathDisabled, nil }
 
-// next are the probes to send now, if any. every is how often the size in force is confirmed.
+// next returns the probes to send now, if any. every is the interval at which the size in force is
+// confirmed.
 func (s *pathSearch) next(now time.Time, every time.Duration) []pathProbe {
 	if s.round != nil || s.Ceiling == 0 {
 		return nil
@@ -161,7 +165,7 @@ func (s *pathSearch) next(now time.Time, every time.Duration) []pathProbe {
 	case s.State == PathDisabled:
 		return nil
 	case s.State == PathSearching && s.low >= 0 && now.Sub(s.began) < pathTimeout:
-		return nil // a peer answers so many in a second
+		return nil // a peer answers only so many in a second
 	case s.State == PathSearching:
 		return s.probe(pathSearches, now)
 	case s.State == PathError && now.Sub(s.raised) >= pathRetry, s.Narrow() && now.Sub(s.raised) >= s.raise:
@@ -200,8 +204,8 @@ func (s *pathSearch) probe(kind pathKind, now time.Time) []pathProbe {
 	return s.round
 }
 
-// candidates are the steps to probe: the largest in question, the size in force as long as it is
-// in question, the smallest when nothing is known to pass, and others between them.
+// candidates returns the steps to probe: the largest one in question, the size in force while it is
+// in question, the smallest one while none is known to pass, and others between them.
 func (s *pathSearch) candidates() []int {
 	var steps []int
 	add := func(step int) {
@@ -220,7 +224,8 @@ func (s *pathSearch) candidates() []int {
 	return steps
 }
 
-// answer takes an answer to the message of that time, and says whether it was one of the round's.
+// answer records an answer to the message sent at that time, and reports whether that message
+// belongs to the round.
 func (s *pathSearch) answer(at time.Time) bool {
 	for i := range s.round {
 		if p := &s.round[i]; p.at.Equal(at) && !p.answered {
@@ -231,7 +236,7 @@ func (s *pathSearch) answer(at time.Time) bool {
 	return false
 }
 
-// look draws the conclusions of a round that is over, and says whether another size is in force.
+// look evaluates a finished round, and reports whether the size in force has changed.
 func (s *pathSearch) look(now time.Time, rtt time.Duration) (changed bool) {
 	if s.round == nil {
 		return false
@@ -255,7 +260,7 @@ func (s *pathSearch) look(now time.Time, rtt time.Duration) (changed bool) {
 	if best >= s.Bytes {
 		s.Confirmed, s.doubt = now, false
 	}
-	if !control { // nothing at all came back: lost, or no peer
+	if !control { // no answer at all: everything was lost, or the peer is gone
 		return false
 	}
 	if s.kind == pathConfirm {
@@ -267,7 +272,7 @@ func (s *pathSearch) look(now time.Time, rtt time.Duration) (changed bool) {
 	return s.conclude(round, best, now)
 }
 
-// conclude narrows the search by what came back of a round.
+// conclude narrows the search by the answers to a round.
 func (s *pathSearch) conclude(round []pathProbe, best int, now time.Time) (changed bool) {
 	if best != 0 {
 		s.low = max(s.low, s.stepOf(best))
@@ -284,7 +289,8 @@ func (s *pathSearch) conclude(round []pathProbe, best int, now time.Time) (chang
 	if s.low >= 0 {
 		size = s.sizeOf(s.low)
 	}
-	if s.kind == pathSearches && !s.doubt && (s.low < 0 || size < s.Bytes) { // a queue may have been full for a moment: ask again
+	// A queue may have been full for a moment: probe again.
+	if s.kind == pathSearches && !s.doubt && (s.low < 0 || size < s.Bytes) {
 		s.doubt, s.low, s.high = true, -1, s.steps()
 		return false
 	}
@@ -315,7 +321,7 @@ func (p *checked) limit(base, most int, now time.Time) {
 	p.path.limit(base, most, now)
 }
 
-// OtherPath says that packets to a peer take another path from now on.
+// OtherPath records that packets to a peer take another path from now on.
 func (m *Monitor) OtherPath(id string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -324,7 +330,8 @@ func (m *Monitor) OtherPath(id string) {
 	}
 }
 
-// NarrowPaths returns the sizes of paths that take less than the kernel knows, in octets by peer.
+// NarrowPaths returns the path MTU in octets, by peer, of the paths that carry less than the kernel
+// believes.
 func (m *Monitor) NarrowPaths() map[string]int {
 	m.mu.Lock()
 	defer m.mu.Unlock()

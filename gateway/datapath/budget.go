@@ -10,8 +10,9 @@ import (
 	"golang.zx2c4.com/wireguard/device"
 )
 
-// budget identifies a budget: of handshakes from the address of a peer, from a source that returned
-// a cookie, or, as the zero value, from all other sources. Or of cookies that are sent or received.
+// budget identifies a budget: for handshakes from the address of a peer, from a source that
+// returned a cookie, or, as the zero value, from all other sources; or for cookies that are sent or
+// received.
 type budget struct {
 	addr   netip.Addr
 	source string // behind a relay: address and port

@@ -36,7 +36,7 @@ const (
 	// thousand peers, which may all start at once when this gateway returns.
 	knownHandshakes = 1024
 	otherHandshakes = 512
-	// cookieShare is which part of a stack may be messages that get a cookie only.
+	// One in cookieShare places of a stack may hold a message that only gets a cookie.
 	cookieShare = 4
 	// handshakeBatch is how many the device takes at once. It has a buffer of 64 KiB for each.
 	handshakeBatch = 16

@@ -26,7 +26,7 @@ import (
 type PresharedKeys struct {
 	ID  string // of Key, for Stats
 	Key [32]byte
-	// Former counts while Changing is set: until there is a session with Key.
+	// Former may be used, too, while Changing is set, which is until there is a session with Key.
 	Former   [32]byte
 	Changing bool
 }
@@ -90,8 +90,8 @@ func (s *preshared) set(keys PresharedKeys) {
 	}
 }
 
-// use gives the device a key. A response that the device has made and not sent keeps the key of
-// before, so use notes which one that is. The caller holds s.mu.
+// use gives the device a key. A response that the device has made and not sent keeps the previous
+// key, so use records which key that is. The caller holds s.mu.
 func (s *preshared) use(key [32]byte) {
 	mu := peerHandshakeMu.of(s.dev)
 	mu.Lock()

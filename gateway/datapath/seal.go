@@ -30,7 +30,7 @@ type sealer struct {
 	t     *Tunnel
 	tap   *tap   // of the outbound goroutine, whose batch this is
 	slab  []byte // messages: header, packet, padding, tag
-	slot  int    // octets of slab for one message at most
+	slot  int    // most octets of slab that one message takes
 	used  int    // octets of slab
 	large int    // size of the largest packet
 	mtu   int

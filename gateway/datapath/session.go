@@ -93,7 +93,7 @@ type peer struct {
 	unsent         atomic.Pointer[unsent]
 	heardAt        atomic.Pointer[whereabouts] // set by heard
 	gone           bool                        // the peer is removed; guarded by heard
-	renewed        atomic.Int64                // creation time of the session that received asked to renew
+	renewed        atomic.Int64                // of the session that received last asked to renew
 	doubted        atomic.Int64                // time of the last report that the peer may have another session
 
 	// endpoint of the session under which the peer last sent; nil: its endpoint was set since

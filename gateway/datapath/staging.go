@@ -21,7 +21,7 @@ type staging struct {
 	bytes int
 }
 
-// push keeps a copy of p and returns how many packets it dropped for it.
+// push keeps a copy of p and returns how many packets it dropped to make room.
 func (s *staging) push(p []byte, now time.Duration) (gone int) {
 	for len(s.ring) > 0 && (len(s.ring) == maxStaged || s.bytes+len(p) > maxStagedBytes) {
 		s.drop()

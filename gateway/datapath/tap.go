@@ -158,7 +158,7 @@ func (p *tap) told(verdict natengine.Verdict, drop natengine.Drop, after natengi
 	return p.latest.comment
 }
 
-// telling is the input of a story. Rules may change between two seconds.
+// telling is the input of a story. It includes the second, because rules may change.
 type telling struct {
 	to            *captured
 	peer          *natengine.PeerState

@@ -75,7 +75,7 @@ type Tunnel struct {
 
 	hurry   *rate.Limiter // of handshakes within RekeyTimeout, see peer.hurry
 	waiting atomic.Bool   // packets wait for a session
-	look    atomic.Bool   // such a session may exist now, or packets may have waited too long
+	look    atomic.Bool   // waiting packets may have a session now, or have waited too long
 	out     outbound      // state of the outbound goroutine
 	running sync.WaitGroup
 	ended   chan struct{} // closed when the link is gone, or by Close

@@ -187,7 +187,7 @@ func (k *Keeper) adopt(peer string, f natengine.Flow) {
 	switch drop := k.running.Adopt(peer, f); drop {
 	case natengine.DropNone:
 		k.counts.Adopted++
-	case natengine.DropFlowClash: // a packet has opened the flow, or it was received twice
+	case natengine.DropFlowClash: // a packet has opened the flow already, or the flow came twice
 	default:
 		if k.counts.Refused == nil {
 			k.counts.Refused = make(map[natengine.Drop]uint64)
@@ -249,7 +249,7 @@ func (r *receiver) begin(active bool, age time.Duration) {
 	r.changes, r.active, r.age, r.all, r.table = r.k.changes, active, age, false, table{}
 	if r.k.running == nil && active {
 		r.k.fresh = &r.table
-		if !r.once && r.from != r.k.held.from { // it has become active instead of this one, and has the packets, too
+		if !r.once && r.from != r.k.held.from { // the other end is active instead, and has the packets, too
 			r.k.held = held{from: r.from}
 		}
 	}

@@ -56,8 +56,8 @@ type Options struct {
 }
 
 // TrustsUSO reports whether this kernel is known to handle UDP superpackets from a TUN correctly,
-// above all when it sends them into VXLAN, which they have broken on others. That is Linux 6.18,
-// the oldest on which the scripts of test/ have passed with them, and later.
+// above all when it sends them into VXLAN: on other kernels they have broken VXLAN. That is Linux
+// 6.18, the oldest on which the scripts of test/ have passed with them, and later.
 func TrustsUSO() bool {
 	var name unix.Utsname
 	return unix.Uname(&name) == nil && trustsUSO(unix.ByteSliceToString(name.Release[:]))
