@@ -20,9 +20,9 @@ const (
 	// sends the packet adds the rest (virtio NEEDS_CSUM, the kernel's CHECKSUM_PARTIAL). Addresses
 	// are in that sum, ports are not.
 	ChecksumPartial
-	// ChecksumAbsent: there is none to keep right: a later fragment, UDP without a checksum (RFC
-	// 768, for IPv6 RFC 6935), a protocol whose checksum does not cover addresses (SCTP) or is
-	// unknown here.
+	// ChecksumAbsent: there is none to update: a later fragment, UDP without a checksum (RFC 768,
+	// for IPv6 RFC 6935), a protocol whose checksum does not cover addresses (SCTP) or is unknown
+	// here.
 	ChecksumAbsent
 )
 

@@ -54,7 +54,7 @@ type openRun struct {
 	run      int
 	seq      uint32 // TCP sequence number that comes next
 	fixedID  bool   // the IPv4 identification stays the same instead of counting up
-	verified bool   // the checksums of the first packet were found right
+	verified bool   // the checksums of the first packet have been verified
 }
 
 // maxOpen is how many runs can be open at once. With more flows than that in one batch they take
@@ -107,7 +107,7 @@ func (c *Coalescer) Add(b []byte) error {
 	fits := joinable(v)
 	if i := c.find(tag, v); i >= 0 {
 		if fits && c.join(i, v) {
-			v.b = nil // the slot lies beyond what Reset clears
+			v.b = nil // Reset clears only the slots in use, and this one is not
 			c.runs = c.runs[:n]
 			return nil
 		}
@@ -282,8 +282,8 @@ func (c *Coalescer) closeHosts(v *View) {
 	}
 }
 
-// Runs finishes the runs and returns them in the order of their first packets. The slice and all it
-// leads to are valid until Reset. Packets added later make new runs.
+// Runs finishes the runs and returns them in the order of their first packets. The slice and
+// everything it points to are valid until Reset. Packets added later make new runs.
 func (c *Coalescer) Runs() []Run {
 	c.opens = 0
 	c.tails = slices.Grow(c.tails, len(c.joined))

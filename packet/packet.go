@@ -74,7 +74,7 @@ const (
 	ErrVersion                          // neither IPv4 nor IPv6
 	ErrHeaderLength                     // IPv4 header length below 20 octets or beyond the packet
 	ErrTotalLength                      // IPv4 total length below the header length
-	ErrOption                           // IPv4 options that do not add up
+	ErrOption                           // IPv4 options with inconsistent lengths
 	ErrSourceRoute                      // IPv4 source route, or IPv6 routing header with segments left: the destination is not the final one
 	ErrExtensionHeader                  // IPv6 extension headers out of order, cut off or too many
 	ErrTinyFragment                     // first fragment without its whole transport header, or a fragment that would overwrite one (RFC 1858, 3128, 7112)

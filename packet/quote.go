@@ -7,8 +7,8 @@ import "net/netip"
 // the quoted transport header, and that of the error itself. The transport checksum is updated if
 // it is quoted completely and belongs to TCP, UDP (unless it is 0), UDP-Lite, DCCP or ICMP. Half a
 // checksum is left alone, because the missing half would determine the carry. Linux differs in one
-// case: it leaves the checksum of a TCP header alone that is not quoted to its end. Octets behind
-// the quote, such as RFC 4884 extensions, never change.
+// case: it leaves the checksum alone if the TCP header is not quoted to its end. Octets behind the
+// quote, such as RFC 4884 extensions, never change.
 //
 // A Quote borrows the bytes of its View and is valid until the next Parse. Not for concurrent use.
 type Quote struct {

@@ -24,12 +24,12 @@ const (
 func (v *View) DontFragment() bool { return !v.is4 || be.Uint16(v.b[6:8])&dontFragment != 0 }
 
 // Split cuts an IPv4 packet, which may be a fragment already, into fragments of at most mtu octets,
-// as RFC 791, section 3.2 says and Linux does it (net/ipv4/ip_output.c, ip_do_fragment): offsets
-// are multiples of 8, options without the copy bit become no-operations in all fragments but the
-// first, the identification is kept. A whole packet whose identification is 0 gets id, since
-// fragments need one that differs from packet to packet (RFC 6864, section 4.1). The fragments are
-// new memory, the packet stays as it is. The result is nil for a packet that DontFragment, one
-// whose checksum is partial and an mtu below 68; a packet that fits is one fragment.
+// as RFC 791, section 3.2 and Linux (net/ipv4/ip_output.c, ip_do_fragment) do: offsets are
+// multiples of 8, options without the copy bit become no-operations in all fragments but the first,
+// the identification is kept. A whole packet whose identification is 0 gets id, since fragments
+// need one that differs from packet to packet (RFC 6864, section 4.1). The fragments are new
+// memory, the packet stays as it is. The result is nil for a packet with DontFragment or a partial
+// checksum, and for an mtu below 68. A packet that fits becomes one fragment.
 func (v *View) Split(mtu int, id uint16) [][]byte {
 	if v.DontFragment() || v.csum == ChecksumPartial || mtu < minMTU4 {
 		return nil

@@ -135,7 +135,8 @@ func (h VirtioHeader) Validate(v *View) (gsoSize int, err error) {
 // without SYN, RST and URG (which no sender leaves to segmentation, since every segment would
 // repeat them) or UDP without a surplus area.
 func (v *View) segmentable() bool {
-	if v.csum != ChecksumPartial || int(v.length) != len(v.b) { // Parse lets whole TCP and UDP packets alone be partial
+	// Parse allows a partial checksum only in whole TCP and UDP packets.
+	if v.csum != ChecksumPartial || int(v.length) != len(v.b) {
 		return false
 	}
 	if v.proto == UDP {

@@ -112,7 +112,7 @@ func Decode(b []byte) (p Packet, err error) {
 // padding. Transport fields beyond the cut are zero.
 func DecodeQuote(b []byte) (p Packet, err error) {
 	defer func() {
-		if r := recover(); r != nil && (b[0]>>4 == 4 || len(b) < 40) { // IPv6 cut among its extension headers has addresses
+		if r := recover(); r != nil && (b[0]>>4 == 4 || len(b) < 40) { // cut in its extension headers
 			err = fmt.Errorf("quote cut off: %v", r)
 		}
 	}()
@@ -326,7 +326,7 @@ func (p Packet) validChecksums(partial bool) error {
 		if !partial && p.Transport[6] == 0 && p.Transport[7] == 0 {
 			return nil
 		}
-	case p.Proto == 136: // UDP-Lite: octets 4 and 5 are the coverage, 0 all
+	case p.Proto == 136: // UDP-Lite: octets 4 and 5 hold the coverage; 0 means everything
 		field = 6
 		if n := uint16(p.Transport[4])*256 + uint16(p.Transport[5]); n > 0 {
 			p.Transport = p.Transport[:n]
@@ -346,7 +346,7 @@ func (p Packet) validChecksums(partial bool) error {
 	have := uint16(p.Transport[field])*256 + uint16(p.Transport[field+1])
 	if partial {
 		want := ^InternetChecksum(pseudo)
-		if have%0xffff != want%0xffff { // 0 and 0xffff are one number
+		if have%0xffff != want%0xffff { // 0 and 0xffff are the same number in ones' complement
 			return fmt.Errorf("partial checksum %#04x, want %#04x", have, want)
 		}
 		return nil
