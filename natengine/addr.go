@@ -91,8 +91,8 @@ func unreachable(a addr, is4 bool) bool {
 	return a.hi>>32 == 0xfd000ec2 || a == addr{0xfd2000ce << 32, 0x254}
 }
 
-// specials are the networks of martian and unreachable. They tell, when rules are compiled, whether
-// a prefix overlaps one.
+// specials are the networks of martian and unreachable. When rules are compiled, a prefix that
+// overlaps one of them is marked.
 var specials = []netip.Prefix{
 	netip.MustParsePrefix("0.0.0.0/8"), netip.MustParsePrefix("127.0.0.0/8"), netip.MustParsePrefix("169.254.0.0/16"),
 	netip.MustParsePrefix("224.0.0.0/4"), netip.MustParsePrefix("255.255.255.255/32"),

@@ -39,10 +39,11 @@ type Timeouts struct {
 }
 
 const (
-	defaultMaxFlows           = 1 << 20
-	defaultMaxFragmentSets    = 256
-	defaultMaxFragmentBytes   = 1 << 20
-	defaultMaxFragmentsPerSet = 256 // a pod's largest datagram, cut again for a peer with the smallest MTU, has 138
+	defaultMaxFlows         = 1 << 20
+	defaultMaxFragmentSets  = 256
+	defaultMaxFragmentBytes = 1 << 20
+	// A pod's largest datagram, cut again for a peer with the smallest MTU, makes 138 fragments.
+	defaultMaxFragmentsPerSet = 256
 	defaultMaxErrorsPerSecond = 1000
 
 	minFragmentTimeout = 2 * time.Second // RFC 6146, section 3.4

@@ -92,8 +92,8 @@ func wordOf(dir Direction, proto uint8, nearPort, remotePort uint16) uint64 {
 	return uint64(nearPort)<<nearShift[dir] | uint64(remotePort)<<remoteShift | uint64(proto)<<protoShift
 }
 
-// query is the type of the request that an ICMP query begins with, and whether the message with
-// type kind is that request: echo, in IPv4 also timestamp, information and address mask.
+// query returns the type of the request that an ICMP query of type kind belongs to, and whether the
+// message is that request: echo, in IPv4 also timestamp, information and address mask.
 func query(kind uint8) (request uint8, asks bool) {
 	switch kind {
 	case 0: // echo reply

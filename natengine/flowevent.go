@@ -53,8 +53,8 @@ type FlowEvent struct {
 
 // flowEvents are the receivers of an engine's flow events.
 type flowEvents struct {
-	observer  atomic.Pointer[observer]    // nil: nobody
-	followers atomic.Pointer[[]*follower] // nil: nobody
+	observer  atomic.Pointer[observer]    // nil: no observer
+	followers atomic.Pointer[[]*follower] // nil: no followers
 }
 
 type observer struct {

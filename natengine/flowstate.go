@@ -29,7 +29,7 @@ func halfOpen(word uint64) bool {
 	return word&stateRst != 0 || word&stateFin == stateFin
 }
 
-// after returns what a packet makes of the word of its flow.
+// after returns the word of a flow after this packet.
 func after(word uint64, dir Direction, v *packet.View) uint64 {
 	if protoOf(word) != packet.TCP {
 		return word | stateSeenOut<<dir
@@ -39,7 +39,7 @@ func after(word uint64, dir Direction, v *packet.View) uint64 {
 	case flags&packet.TCPRst != 0:
 		return word | stateRst
 	case flags&packet.TCPSyn != 0 && flags&packet.TCPAck == 0 && halfOpen(word):
-		return word &^ stateTCP // opened, or after a close reopened, from the start
+		return word &^ stateTCP // a new flow, or one reopened after a close: all state begins anew
 	}
 	word &^= stateRst
 	if flags&packet.TCPAck != 0 {

@@ -15,7 +15,7 @@ type fragmentSet struct {
 	decided bool   // outbound; inbound only for a dropped datagram
 	to      addr   // our end, written to every fragment
 	drop    Drop   // or why every fragment is dropped
-	first   uint64 // the octets of the first fragment that have the ports and, mostly, the checksum
+	first   uint64 // first 8 octets behind the IP header: ports and, except for TCP, the checksum
 	held    [][]byte
 	seen    []span // octets that arrived, in order, not adjacent
 	total   int    // octets of the whole datagram, 0 while the last fragment is missing
@@ -33,7 +33,7 @@ func (set *fragmentSet) contradicts(v *packet.View, end int, more bool) bool {
 		reached = int(set.seen[n-1].to) * 8
 	}
 	switch off, _, _, _ := v.Fragment(); {
-	case more && set.total != 0 && end >= set.total, // goes on behind the end
+	case more && set.total != 0 && end >= set.total, // continues beyond the end
 		!more && set.total != 0 && end != set.total, // two ends
 		!more && set.total == 0 && end <= reached:   // ends before octets that arrived
 		return true

@@ -24,7 +24,7 @@ func (p *PeerState) MTU() int { return int(p.path.mtu.Load()) }
 // CountFragmented counts a packet that the caller has cut into fragments because it was too big.
 func (p *PeerState) CountFragmented() { p.path.fragmented.Add(1) }
 
-// errorBurst is how many errors may follow each other at once.
+// errorBurst is how many errors may be sent in one burst.
 const errorBurst = 100
 
 // mayTell takes one error from the peer's allowance (RFC 1812, section 4.3.2.8; RFC 4443, section

@@ -50,7 +50,7 @@ type napt struct {
 type mapping struct {
 	host         uint32 // in flowTable.hosts; it has a flow as long as the mapping has one
 	port, mapped uint16
-	use          uint32 // flows that use it << 2 | class
+	use          uint32 // number of flows that use it << 2 | class
 	next         uint32 // in its chain, or in the free list
 }
 

@@ -45,7 +45,6 @@ func (c *translation) open(kind flowKind, k *key, other addr) (match, Drop) {
 // enter adds the flow, which total already counts, to the table. opened is false when the flow
 // existed. When only another peer can make room, enter undoes its work and returns
 // DropFlowTableFull.
-// DropFlowTableFull.
 func (o *opening) enter() (f match, opened bool, drop Drop) {
 	r, t := o.r.rule, &o.r.peer.flows
 	t.mu.Lock()

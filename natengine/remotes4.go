@@ -31,7 +31,7 @@ func (t *remotes4) number(a uint32) uint16 {
 	return x
 }
 
-// own gives t, a shallow copy of another table, its own memory, so that so many networks can be
+// own gives t, a shallow copy of another table, its own memory, so that this many networks can be
 // inserted. It returns false, without a copy, if nodes might run out or most are of removed
 // networks: then the caller compiles a new table.
 func (t *remotes4) own(networks int) bool {

@@ -151,8 +151,8 @@ func (r *rule) isRemote(a addr) (remote, pods bool) {
 	return false, false
 }
 
-// keeps reports whether a TCP connection to the peer's gateway is not from our gateway: only a
-// gateway may connect to a gateway.
+// keeps reports whether to refuse a TCP connection to the peer's gateway because it is not from our
+// gateway: only a gateway may connect to a gateway.
 func (r *rule) keeps(proto uint8, local, peer addr) bool {
 	return peer == r.theirs && proto == packet.TCP && local != r.self[local.family()]
 }

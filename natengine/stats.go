@@ -30,8 +30,10 @@ type PeerStats struct {
 	FragmentBytes   int // octets held, in both directions
 	Bytes           int // memory
 
-	MTU                               int    // largest packet towards the peer, 0 for no bound
-	Told, Silent, Fragmented          uint64 // packets too big so far: answered by an ICMP error; not, because of the rate; cut into fragments
+	MTU int // largest packet towards the peer, 0 for no bound
+	// Packets too big so far: answered by an ICMP error; not answered, to limit the rate of errors;
+	// cut into fragments.
+	Told, Silent, Fragmented          uint64
 	Created, Expired, Evicted, Purged uint64 // flows so far: opened; idle too long, or left for the pod's own address; half-open at the bound; not permitted by new rules
 }
 

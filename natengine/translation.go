@@ -275,7 +275,7 @@ func (c *translation) forward(to addr, port int) Verdict {
 func (c *translation) pass(to addr) Verdict {
 	verdict := c.forward(to, samePort)
 	if c.tr == nil && c.r.mss != 0 && c.v.TCPFlags()&packet.TCPSyn != 0 {
-		c.e.connects(c.v, c.r, c.dir, c.near) // which bounds the MSS once more, to the same
+		c.e.connects(c.v, c.r, c.dir, c.near) // connects bounds the MSS again, to the same value
 	}
 	return verdict
 }

@@ -106,7 +106,7 @@ const (
 	DropTunnelSession // inbound: the message belongs to no current session; the peer is not known
 
 	DropTunnelShort    // inbound: a data message below 32 octets; the peer is not known
-	DropTunnelType     // inbound: no known type of WireGuard message, or a handshake of a wrong length; the same
+	DropTunnelType     // inbound: no known message type, or a handshake of a wrong length; the peer is not known
 	DropTunnelQueue    // outbound: dropped from the queue for its peer's session, by its bound on packets, octets or age
 	DropTunnelSource   // inbound: a message from an address that no peer's gateway can have, see fabric.Site; the peer is not known
 	DropHandshakeQueue // inbound: a handshake message beyond its budget or queue; the peer is not known
@@ -114,7 +114,7 @@ const (
 	DropReceiveQueue     // inbound: a data message for which the queue of its peer, or without a peer, was full
 	DropSocketBuffer     // inbound: a message that the kernel dropped because the UDP socket was full; the peer is not known
 	DropHandshakeKey     // inbound: a handshake message that was made for another public key; the peer is not known
-	DropHandshakeRefused // inbound: a handshake message for our key that is replayed, from an unknown key, or answers none of ours
+	DropHandshakeRefused // inbound: a handshake message for our key that is a replay, has an unknown key, or answers none of ours
 
 	numDrops
 )
