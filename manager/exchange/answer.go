@@ -49,8 +49,8 @@ type answerReconciler struct {
 	Log          *slog.Logger
 
 	queue     queue.Queue
-	waiting   requests // for a network or an address to become free, keyed by forRoom
-	claimants requests // for a public key that another peer may give up, keyed by that key
+	waiting   requests // requests that wait for a free network or address, keyed by forRoom
+	claimants requests // requests that wait for a key of another peer, keyed by that key
 
 	// pruned is true while the API server drops conditions: Liqo's definition of NetworkConfigs has
 	// none.

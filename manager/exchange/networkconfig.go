@@ -212,7 +212,7 @@ func (r *NetworkConfigReconciler) publish(ctx context.Context, peer peers.Peer, 
 	}
 	spec, problems := NetworkConfigFor(facts, peer)
 	if len(problems) > 0 {
-		return nil // the Peering says so
+		return nil // the status of the Peering says so
 	}
 	if err := r.prove(ctx, peer, facts, &spec); err != nil {
 		return err

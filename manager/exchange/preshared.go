@@ -27,27 +27,27 @@ import (
 )
 
 const (
-	// maxPreshared is up to how many octets new peers are taken in. A peer needs about 2,000, and those that
-	// are there need room to change.
+	// maxPreshared is the size of the Secret, in octets, up to which new peers are accepted. A peer
+	// needs about 2,000, and the rest is room for changes of existing peers.
 	maxPreshared = corev1.MaxSecretSize * 4 / 5
 
 	// presharedCheck is how often the Secret is read again, since somebody may have deleted it.
 	presharedCheck = time.Minute
 )
 
-// errPresharedFull says that there are too many peers.
+// errPresharedFull means that the Secret has no room for another peer.
 var errPresharedFull = errors.New("the Secret " + postquantum.SecretName + " is full: it holds the keys of about 400 peers")
 
-// exchangePause is how long a peer waits for a new exchange after exchangesAtOnce: each replaces the whole Secret in
-// etcd, and a peer may publish another key all the time.
+// A peer may begin exchangesAtOnce exchanges at once, and then one per exchangePause. Each exchange
+// replaces the whole Secret in etcd, and a peer may publish another key all the time.
 const (
 	exchangePause   = 30 * time.Second
 	exchangesAtOnce = 4
 )
 
-// A KeyStore keeps the State of the exchange of preshared keys with each peer in one Secret, which the
-// manager that leads writes and gateways read. Its methods may be called concurrently, but for one peer by
-// one goroutine at a time.
+// A KeyStore keeps the State of the exchange of preshared keys with each peer in one Secret. The
+// leading manager writes it, and gateways read it. Its methods may be called concurrently, but for
+// one peer by one goroutine at a time.
 type KeyStore struct {
 	Client    client.Client // with a field owner
 	Direct    client.Reader // not cached
@@ -59,16 +59,16 @@ type KeyStore struct {
 
 	mu      sync.Mutex
 	next    *keyBatch         // states of the next write
-	states  map[string][]byte // as they are stored; nil: not read yet
+	states  map[string][]byte // as stored; nil: not read yet
 	version string            // of the Secret
 	err     error             // of the last write or read
 	begun   map[string]*rate.Limiter
 }
 
-// A keyBatch is one write for all peers that waited for the one before it: thousands of peers may come at
-// the same time, and each write replaces the whole Secret in etcd.
+// A keyBatch is one write for all peers that waited for the previous write. Each write replaces the
+// whole Secret in etcd, and thousands of peers may come at the same time.
 type keyBatch struct {
-	states map[string][]byte // nil inside: of a peer that is gone
+	states map[string][]byte // by cluster ID; nil inside: the peer is gone
 	done   bool
 	err    error
 }
@@ -109,7 +109,7 @@ func (k *KeyStore) check(ctx context.Context) {
 	}
 }
 
-// State returns what is stored for a peer; zero: nothing.
+// State returns the stored state of a peer; zero if there is none.
 func (k *KeyStore) State(ctx context.Context, id string) (state postquantum.State, err error) {
 	data, err := k.stored(ctx, id)
 	if err != nil || len(data) == 0 {
@@ -175,7 +175,7 @@ func (k *KeyStore) MayBegin(id string) bool {
 	return k.begun[id].Allow()
 }
 
-// Problem is why the state of a peer is not stored; nil: it is.
+// Problem returns why the state of a peer is not stored, or nil if it is.
 func (k *KeyStore) Problem(id string) error {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -210,7 +210,7 @@ func (k *KeyStore) put(ctx context.Context, id string, data []byte) error {
 	k.mu.Unlock()
 	k.writing.Lock()
 	defer k.writing.Unlock()
-	if !batch.done { // then it is still the next one
+	if !batch.done { // otherwise another goroutine has written it
 		k.mu.Lock()
 		k.next = nil
 		k.mu.Unlock()
@@ -243,8 +243,8 @@ func (k *KeyStore) read(ctx context.Context) error {
 	return err
 }
 
-// create makes the Secret, with what was stored before somebody deleted it. It is applied and not created,
-// because RBAC can demand the name of an object that is applied.
+// create makes the Secret, with the states from before somebody deleted it. It applies the Secret
+// server-side, because RBAC can restrict that to one name, which it cannot for a create.
 func (k *KeyStore) create(ctx context.Context) error {
 	k.mu.Lock()
 	states := k.states
@@ -267,7 +267,7 @@ func (k *KeyStore) create(ctx context.Context) error {
 	return err
 }
 
-// take takes the Secret as it is stored.
+// take adopts the states in the stored Secret.
 func (k *KeyStore) take(secret *corev1.Secret) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -276,8 +276,8 @@ func (k *KeyStore) take(secret *corev1.Secret) {
 	}
 }
 
-// write stores states. With k.writing. A conflict means that another manager leads or that somebody edits the
-// Secret: the states that were to be stored may come from old ones.
+// write stores states. With k.writing. A conflict means that another manager leads or that somebody
+// has edited the Secret: then the states may have been computed from outdated ones.
 func (k *KeyStore) write(ctx context.Context, states map[string][]byte) error {
 	k.mu.Lock()
 	version := k.version
@@ -298,9 +298,9 @@ func (k *KeyStore) write(ctx context.Context, states map[string][]byte) error {
 	return err
 }
 
-// agree moves the exchange with a peer on, stores where it stands, and puts into spec what the peer has to
-// know of it. If it cannot store the state, it leaves in spec what is published already: a Secret that
-// cannot be written, or that is full, keeps nothing else from the peer.
+// agree takes the next step of the exchange with a peer, stores the new state, and puts into spec
+// what the peer needs to know of it. If it cannot store the state, it keeps the published values in
+// spec: a Secret that is full or cannot be written must not hold back the rest of spec.
 func (r *NetworkConfigReconciler) agree(ctx context.Context, peer peers.Peer, current *v1alpha1.NetworkConfig, spec *v1alpha1.NetworkConfigSpec) error {
 	if r.Keys == nil || !peer.Replicated() {
 		return nil
@@ -311,7 +311,7 @@ func (r *NetworkConfigReconciler) agree(ctx context.Context, peer peers.Peer, cu
 	}
 	maps.Copy(spec.BackendConfig, words)
 	if errors.Is(err, errPresharedFull) {
-		// The Peering says so. There is room once another peer has gone.
+		// The status of the Peering says so. Room appears when another peer leaves.
 		r.again.Add(controllers.RequestFor(peer.Cluster.ClusterID), presharedCheck)
 		return nil
 	}
@@ -348,21 +348,23 @@ func (r *NetworkConfigReconciler) step(ctx context.Context, peer peers.Peer, spe
 		state = state.Settled()
 	}
 	if err := r.Keys.Put(ctx, id, state); err != nil {
-		return nil, err // who has not stored it does not publish it
+		return nil, err // a state that is not stored must not be published
 	}
 	return state.Words(), nil
 }
 
-// StepOf is a step of the exchange by what both sides publish.
+// StepOf computes the next step of the exchange from the values that both sides publish.
 func StepOf(state postquantum.State, self string, ours v1alpha1.BackendConfig, id string, theirs v1alpha1.BackendConfig) (postquantum.State, postquantum.Progress, error) {
 	return state.Step(identityOf(self, ours), identityOf(id, theirs), postquantum.WordsIn(theirs))
 }
 
-// identityOf is what an exchange is bound to: a side that changes a key begins a new exchange.
+// identityOf returns the ID and keys to which an exchange is bound: a side that changes a key
+// begins a new exchange.
 func identityOf(id string, config v1alpha1.BackendConfig) postquantum.Identity {
 	identity := postquantum.Identity{ClusterID: id}
 	for _, text := range publicKeysOf(config) {
-		key, _ := fabric.ParseKey(text) // the zero key stands for one that no gateway takes
+		// An invalid key counts as the zero key, which no gateway accepts.
+		key, _ := fabric.ParseKey(text)
 		identity.Keys = append(identity.Keys, key)
 	}
 	return identity

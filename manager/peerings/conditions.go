@@ -58,7 +58,7 @@ type peeringState struct {
 	rotates  bool // our key rotates, and peers get the next key
 
 	granted  ipam.Allocation   // allocation of the peer; zero: none
-	standing [2]ipam.Standing  // networks of its claim here, or with consent; zero: the claim is refused
+	standing [2]ipam.Standing  // networks here, or with consent; zero: the claim is refused
 	unstored *metav1.Condition // Accepted of the peer's NetworkConfig if the API server cannot store it; nil: stored, or no answer yet
 	keyOwner string            // the other peer that has a key of the claim, if the claim is refused for that
 }

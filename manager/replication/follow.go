@@ -17,7 +17,7 @@ import (
 type pace struct {
 	request  time.Duration // timeout of a request other than a watch
 	watch    time.Duration // maximum duration of a watch; the server may end it earlier
-	ask      time.Duration // interval of the checks during a watch that the server still accepts our identity; 0: never
+	ask      time.Duration // during a watch: interval of checks of our identity; 0: never
 	settled  time.Duration // a watch of this duration ends a series of failures
 	min, max time.Duration // pause after the first failure in a series, and maximum pause
 	renew    time.Duration // minimum time between two attempts to renew a token
