@@ -90,8 +90,8 @@ func (a *agent) status() Status {
 	return s
 }
 
-// listen opens the sockets, so that a wrong address is an error at the start, and answers until
-// close.
+// listen opens the sockets, so that a wrong address is an error at the start. The servers answer
+// until they are closed.
 func (a *agent) listen() (*httpserve.Servers, error) {
 	metrics, status := http.NewServeMux(), http.NewServeMux()
 	scrape := promhttp.HandlerFor(a.metrics.registry, promhttp.HandlerOpts{})
