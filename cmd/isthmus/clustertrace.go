@@ -123,9 +123,8 @@ func (t *clusterTrace) end(c *cluster.Cluster, name string) (place.Place, error)
 	return place.Find(t.ctx, c, name)
 }
 
-// destination finds the other end, with the address that this cluster has for it. If the other
-// cluster is queried, a name belongs to it, unless it is that of a Service that this cluster
-// imports.
+// destination finds the destination, and its address in this cluster. If the other cluster is
+// queried, a name is looked up there, except the name of a Service that this cluster imports.
 func (t *clusterTrace) destination(name string) (place.Place, error) {
 	if place.IsImportedName(name) {
 		peer := ""
