@@ -1,5 +1,5 @@
-// Command ci runs what a change has to pass, in order, and goes on after a failure so that one run
-// says everything. `make test` calls it, CI calls `make test`.
+// Command ci runs all checks of a change, in order. It goes on after a failure, so that one run
+// shows all failures. `make test` calls it, CI calls `make test`.
 //
 // Its last line is "N passed, N failed, N skipped" over all Go tests and subtests of both modules.
 // A step that is not a test (lint, generated files) shows in the exit code and in the table of
@@ -25,7 +25,7 @@ import (
 	"time"
 )
 
-// A step is one thing that passes or fails. Its output is shown while it runs.
+// A step is a check that passes or fails. Its output is shown while it runs.
 type step struct {
 	name string
 	run  func(context.Context) error
@@ -55,8 +55,9 @@ func check(ctx context.Context) bool {
 		// test's time.
 		{"kube-apiserver", command("make", "--no-print-directory", "kube")},
 	}
-	// Side by side: what is in test/ mostly waits, for elections and for API servers, and wants the CPU at once
-	// when it wakes. What mostly computes has nice 10: a tenth of the CPU, which its API servers need.
+	// Both run at the same time. Tests in test/ mostly wait, for elections and API servers, and
+	// need the CPU at once when they wake. Tests that mostly compute have nice 10: a tenth of the
+	// CPU, which their API servers need.
 	here := []step{
 		{"lint", command("nice", "-n", "10", "make", "--no-print-directory", "lint")},
 		{"tests", goTest(nice10, ".", tests, raceDetector, concurrent()...)},
@@ -64,11 +65,11 @@ func check(ctx context.Context) bool {
 		// The race detector allocates, so tests of "no allocation" skip themselves under it and run
 		// here.
 		{"allocations", goTest(nice10, ".", tests, "", append([]string{"-run=NotAllocate"}, packagesWith("NotAllocate")...)...)},
-		// In real time: the race detector would make the honest peer the slow one.
+		// Without the race detector, which would make the honest peer the slow one.
 		{"fairness", goTest(nice0, ".", tests, "", "-run=OneHostilePeer", "./gateway")},
 	}
 	beside := []step{
-		// The two that take longest begin first.
+		// The two slowest packages begin first.
 		{"tests in test/", goTest(nice0, testDir, tests, raceDetector, "./fleet", "./control", "./...")},
 		{"budget of rules", goTest(nice0, testDir, tests, "", "-run=BudgetOfTheRules", "./crd")},
 	}
@@ -90,12 +91,13 @@ func check(ctx context.Context) bool {
 }
 
 // maxRepeated bounds the tests that are tried a second time. The suite runs at a load of ten on
-// machines that nobody knows, and a test of processes in namespaces may find one of them stopped for
-// longer than it waits. That happens to one or two; what happens to more is no chance.
+// unknown machines, and a test of processes in namespaces may find one of them stopped for longer
+// than it waits. That happens to one or two tests. More failures are not chance.
 const maxRepeated = 4
 
-// repeat runs tests that failed a second time, one after the other and beside nothing else. One that
-// passes is named in the summary as flaky, and is to be mended; one that fails again has failed.
+// repeat runs failed tests a second time, one after the other and with nothing beside them. The
+// summary calls a test that passes flaky, which is to be mended. A test that fails again has
+// failed.
 func repeat(tests *tally, again []testName) func(context.Context) error {
 	return func(ctx context.Context) error {
 		for _, name := range again {
@@ -114,7 +116,7 @@ func repeat(tests *tally, again []testName) func(context.Context) error {
 	}
 }
 
-// run does steps one after the other, whatever becomes of them, until ctx ends.
+// run runs steps one after the other, even after a failure, until ctx ends.
 func run(ctx context.Context, steps []step) (results []result) {
 	for _, s := range steps {
 		if ctx.Err() != nil {
@@ -162,8 +164,9 @@ func report(w io.Writer, results []result, tests *tally, interrupted error) (ok 
 	return ok
 }
 
-// sequential are packages that share nothing between goroutines, neither in code nor in tests. The race
-// detector has nothing to find there, and makes their searches and properties five to ten times slower.
+// sequential are packages that share nothing between goroutines, neither in code nor in tests. The
+// race detector finds nothing there, and would make their searches and property tests five to ten
+// times slower.
 var sequential = []string{
 	"./fabric", "./internal/archtest", "./internal/chart", "./internal/mandate", "./internal/postquantum", "./manager/ipam", "./packet",
 }
@@ -176,7 +179,7 @@ func concurrent() []string {
 	packages := slices.Clone(longest)
 	out, err := exec.Command("go", "list", "./...").Output()
 	if err != nil {
-		return append(packages, "./...") // go test says why
+		return append(packages, "./...") // go test reports the reason
 	}
 	for path := range strings.Lines(string(out)) {
 		folder := "." + strings.TrimPrefix(strings.TrimSpace(path), mainModule)
@@ -187,11 +190,12 @@ func concurrent() []string {
 	return packages
 }
 
-// packagesWith returns the packages of the main module that have a test with some text in its name: to
-// build them all without the race detector takes a minute.
+// packagesWith returns the packages of the main module that have a test with the given text in its
+// name. Building all packages without the race detector would take a minute.
 func packagesWith(text string) (packages []string) {
 	test := regexp.MustCompile(`(?m)^func Test\w*` + text)
-	_ = filepath.WalkDir(".", func(path string, d fs.DirEntry, err error) error { // what cannot be read, go vet has reported
+	// go vet reports unreadable files.
+	_ = filepath.WalkDir(".", func(path string, d fs.DirEntry, err error) error {
 		if err != nil || d.IsDir() && (d.Name() == testDir || d.Name() == "bin") {
 			return fs.SkipDir
 		}
@@ -215,8 +219,8 @@ func command(name string, args ...string) func(context.Context) error {
 	}
 }
 
-// newCommand ends a whole tree of processes politely when ctx does: tests clean up their namespaces
-// on SIGTERM.
+// newCommand returns a command that gets SIGTERM, with its whole process tree, when ctx ends: tests
+// clean up their namespaces on SIGTERM.
 func newCommand(ctx context.Context, name string, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, name, args...)
 	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
@@ -232,17 +236,17 @@ const testModule = mainModule + "/test"
 // testDir is its folder.
 const testDir = "test"
 
-// errTestsFailed is what go test says by exit code 1: the tally has the names.
+// errTestsFailed stands for exit code 1 of go test; the tally has the names of the tests.
 var errTestsFailed = errors.New("tests failed")
 
-// raceDetector is the flag, where there is a C compiler for it.
+// raceDetector is the flag, if there is a C compiler for it.
 const raceDetector = "-race"
 
-// The nice values of tests that want the CPU at once, and of those that take what is left.
+// The nice values of tests that need the CPU at once, and of all others.
 const nice0, nice10 = "0", "10"
 
-// goTest runs tests of the module in dir with a nice value and counts them. -count=1: a cached result says nothing
-// about the kernel the tests talk to.
+// goTest runs tests of the module in dir with a nice value and counts them. -count=1, because a
+// cached result says nothing about the kernel that the tests run on.
 func goTest(nice, dir string, t *tally, race string, args ...string) func(context.Context) error {
 	return func(ctx context.Context) error {
 		flags, cgo := []string{"-n", nice, "go", "-C", dir, "test", "-json", "-count=1", "-timeout=45m"}, "CGO_ENABLED=0"
@@ -275,8 +279,9 @@ func goTest(nice, dir string, t *tally, race string, args ...string) func(contex
 	}
 }
 
-// follow reads `go test -json` into t, prints what a person wants to see of it, and says every half
-// minute what is still running, so that a slow package does not look like a hanging one.
+// follow reads `go test -json` into t and prints the parts that people want to see. Every half
+// minute it prints which tests are still running, so that a slow package does not look like a
+// hanging one.
 func follow(r io.Reader, w io.Writer, t *tally) error {
 	lines := make(chan []byte)
 	scanned := make(chan error, 1)

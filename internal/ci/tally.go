@@ -32,16 +32,17 @@ type testTime struct {
 type failure struct {
 	testName
 
-	final bool // once is enough: to pass the next time is no excuse
+	final bool // one failure is enough: passing a second time is no excuse
 }
 
-// What must not happen even once; after a panic the rest of the package has not run, either.
+// Words of failures that must not happen even once. After a panic, the rest of the package has not
+// run.
 var finalWords = []string{"DATA RACE", "in the clear", "panic:"}
 
 // nothingLeft is a sniffer's report if no packet was in the clear.
 const nothingLeft = " 0 of them in the clear"
 
-// tally counts tests and keeps the output of those whose fate is not known yet. Several `go test`
+// tally counts tests and keeps the output of those whose result is not known yet. Several `go test`
 // may report to it at once.
 type tally struct {
 	mu sync.Mutex
@@ -114,7 +115,7 @@ func (t *tally) endTest(name testName, action string) (show string) {
 	return show
 }
 
-// withoutRunLines drops what go test says when it begins or goes on with a test.
+// withoutRunLines drops the lines that go test prints when it begins or continues a test.
 func withoutRunLines(out string) string {
 	var kept strings.Builder
 	for line := range strings.Lines(out) {
@@ -125,9 +126,9 @@ func withoutRunLines(out string) string {
 	return kept.String()
 }
 
-// endPackage prints one line per package that has tests. A package that failed though none of its
-// tests did (it does not compile, TestMain failed, it ran out of time) counts as one failed test,
-// or it would be missing from the sum.
+// endPackage prints one line per package that has tests. A package that failed although none of its
+// tests did (it does not compile, TestMain failed, or it timed out) counts as one failed test.
+// Otherwise it would be missing from the sum.
 func (t *tally) endPackage(e event) (show string) {
 	c := t.counts[e.Package]
 	out := t.output[testName{e.Package, ""}]
@@ -175,7 +176,7 @@ func (t *tally) running() (names []string) {
 	return names
 }
 
-// slowest returns the tests that took longest, at most so many.
+// slowest returns the slowest tests, at most most of them.
 func (t *tally) slowest(most int) []testTime {
 	slices.SortStableFunc(t.times, func(a, b testTime) int { return cmp.Compare(b.took, a.took) })
 	return t.times[:min(most, len(t.times))]
@@ -187,14 +188,14 @@ func hasAny(s string, words []string) bool {
 
 func (n testName) String() string { return strings.TrimSpace(n.pkg + " " + n.test) }
 
-// top is the test that go test -run knows by name: the one without its subtests.
+// top returns the name for `go test -run`: that of the test without its subtests.
 func (n testName) top() testName {
 	name, _, _ := strings.Cut(n.test, "/")
 	return testName{n.pkg, name}
 }
 
-// repeatable returns the tests that failed and may be tried once more, or none when one of them may
-// not, or when they are more than bound: then it is not chance.
+// repeatable returns the tests that failed and may be tried once more. It returns none if one of
+// the failures is final, or if there are more than bound, which is not chance.
 func (t *tally) repeatable(bound int) (names []testName) {
 	for _, f := range t.failures {
 		if f.final {
@@ -210,7 +211,7 @@ func (t *tally) repeatable(bound int) (names []testName) {
 	return names
 }
 
-// forgive takes a test that passed the second time, and its subtests, out of the failures.
+// forgive removes a test that passed the second time, and its subtests, from the failures.
 func (t *tally) forgive(name testName) {
 	before := len(t.failures)
 	t.failures = slices.DeleteFunc(t.failures, func(f failure) bool { return f.top() == name })
@@ -229,7 +230,7 @@ func (t *tally) skipReasons() (reasons []string) {
 
 var skipLine = regexp.MustCompile(`(?m)^\s+\S+\.go:\d+: (.*)$`)
 
-// skipReason is what the test said to t.Skip.
+// skipReason returns the text that the test passed to t.Skip.
 func skipReason(output string) string {
 	m := skipLine.FindAllStringSubmatch(output, -1)
 	if len(m) == 0 {

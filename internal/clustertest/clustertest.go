@@ -1,5 +1,5 @@
-// Package clustertest has two clusters on API servers for the tests of commands, and does in them what
-// managers do as far as a person outside sees it.
+// Package clustertest has two clusters on API servers for the tests of commands. In them it
+// imitates the managers, as far as a user can see their work.
 package clustertest
 
 import (
@@ -55,7 +55,7 @@ func testMain(m *testing.M, install func(context.Context, *cluster.Cluster, stri
 	if err != nil {
 		panic(err)
 	}
-	defer func() { _ = os.RemoveAll(dir) }() // a folder that stays harms no test
+	defer func() { _ = os.RemoveAll(dir) }() // a directory that stays harms no test
 	kube, err := kubetest.Build(ctx, os.Stderr)
 	if err != nil {
 		panic(err)
@@ -91,13 +91,13 @@ func testMain(m *testing.M, install func(context.Context, *cluster.Cluster, stri
 // WithoutWorkloads leaves out the components.
 var WithoutWorkloads = chart.Values{"workloads": false}
 
-// NodePortService is what a person chooses for a Service of the gateway.
+// NodePortService returns the values of a user who chooses a NodePort Service for the gateway.
 func NodePortService(port, tunnels int) chart.Values {
 	return chart.Values{"gateway": chart.Values{"port": float64(port), "tunnels": float64(tunnels), "service": chart.Values{"type": "NodePort"}}}
 }
 
-// A Pair is two clusters of a test's own, on the two servers that all tests share: an identity in a
-// namespace each, and something that does what managers do as far as a person sees it.
+// A Pair is two clusters for one test, on the two servers that all tests share: each has an
+// identity in its own namespace, and an imitation of the manager.
 type Pair struct {
 	A, B     *cluster.Cluster
 	Managers [2]*Manager
@@ -129,38 +129,38 @@ func NewPair(t *testing.T, name string) *Pair {
 	return p
 }
 
-// Patient is long enough for whatever has to come true, on however busy a machine.
+// Patient is long enough for any expected event, however busy the machine is.
 const Patient = 2 * time.Minute
 
-// A Deadline is a context whose time is up when the test says so: when all that was to happen
-// before has happened.
+// A Deadline is a context that times out when the test says so, which is after everything that has
+// to happen before.
 type Deadline struct {
 	context.Context
 	Up chan struct{}
 }
 
-// NewDeadline is one that the test ends by closing Up.
+// NewDeadline returns a Deadline that the test ends by closing Up.
 func NewDeadline(t *testing.T) Deadline { return Deadline{t.Context(), make(chan struct{})} }
 
-// Done is closed when the test says so.
+// Done is closed when the test closes Up.
 func (d Deadline) Done() <-chan struct{} { return d.Up }
 
-// Err is that of a command whose own time is up.
+// Err returns the error of a command whose own timeout has passed.
 func (d Deadline) Err() error {
 	select {
 	case <-d.Up:
-		return cluster.ErrNotReady // what the commands' own time is up with
+		return cluster.ErrNotReady // the error of a command's own timeout
 	default:
 		return nil
 	}
 }
 
-// ConnectTo reaches a cluster on this machine.
+// ConnectTo connects to a cluster on this machine.
 func ConnectTo(t *testing.T, a cluster.Access) *cluster.Cluster {
 	t.Helper()
 	c, err := cluster.Connect(a)
 	must(t, err)
-	c.ServerChosen = true // the tests' managers are on this machine as well
+	c.ServerChosen = true // the tests' managers run on this machine, too
 	return c
 }
 
@@ -174,23 +174,23 @@ func (p *Pair) Said() string {
 	return text
 }
 
-// A Manager does what the managers do as far as a person outside sees it: it uses the identity,
-// writes conditions one after the other, and keeps a Peering until it may go.
+// A Manager imitates a manager, as far as a user can see: it uses the identity, sets conditions one
+// after the other, and keeps a Peering until it may go.
 type Manager struct {
 	*cluster.Cluster
 	Name string
 
 	mu     sync.Mutex
-	Dead   map[string]string // conditions that do not come true, and why
+	Dead   map[string]string // conditions that do not become true, and why
 	hold   string            // why no Peering may go; empty: they may
 	paused bool
 }
 
-// Renew has the manager hold its Lease.
+// Renew makes the manager hold its Lease.
 func (m *Manager) Renew(t *testing.T) { m.write(t, "manager-1") }
 
-// Release is what a manager does at its end. That a renewal is long ago cannot be written to an API
-// server, which says itself when it took it.
+// Release gives up the Lease, as a manager does when it ends. A test cannot store an old renewal,
+// because the API server records the time of the write itself.
 func (m *Manager) Release(t *testing.T) { m.write(t, "") }
 
 func (m *Manager) write(t *testing.T, holder string) {
@@ -203,7 +203,8 @@ func (m *Manager) write(t *testing.T, holder string) {
 	must(t, err)
 }
 
-// Set changes how the manager behaves: kill a condition by a message, let it live again by "".
+// Set changes how the manager behaves: a message makes a condition fail, and "" lets it become true
+// again.
 func (m *Manager) Set(condition, message string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -212,14 +213,14 @@ func (m *Manager) Set(condition, message string) {
 	}
 }
 
-// Keep has no Peering go, and says why; empty: they may.
+// Keep makes the manager keep all Peerings, for the given reason; empty: they may go.
 func (m *Manager) Keep(why string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.hold = why
 }
 
-// Pause is the end of the manager, as far as a test goes. What it has begun it ends.
+// Pause stops the manager, after the work in progress.
 func (m *Manager) Pause() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -287,7 +288,8 @@ func (m *Manager) reconcile(ctx context.Context, p *isthmus.Peering) {
 	p.Status.Remote = isthmus.Networks{PodCIDR: "10.60.0.0/20", PodCIDRSeen: "10.60.0.0/20", PodCIDRWhy: "it is in private space"}
 	p.Status.Endpoint, p.Status.Latency = "192.0.2.2:5871", "700µs"
 	if !SameJSON(before.Status, p.Status) {
-		_ = m.Client.Status().Patch(ctx, p, client.MergeFrom(before)) // the next round sees what became of it
+		// The next round sees the result.
+		_ = m.Client.Status().Patch(ctx, p, client.MergeFrom(before))
 	}
 }
 
@@ -303,7 +305,7 @@ func (m *Manager) finalizers(ctx context.Context, p *isthmus.Peering, want []str
 	_ = m.Client.Patch(ctx, p, client.RawPatch(types.MergePatchType, text))
 }
 
-// tryIdentity uses the identity for what it is for.
+// tryIdentity uses the identity as a manager would.
 func (m *Manager) tryIdentity(ctx context.Context, p *isthmus.Peering) error {
 	c, err := AsPeer(ctx, m.Cluster, p.Spec.TenantNamespace.Local)
 	if err != nil {
@@ -312,8 +314,8 @@ func (m *Manager) tryIdentity(ctx context.Context, p *isthmus.Peering) error {
 	return c.List(ctx, &v1alpha1.NetworkConfigList{}, client.InNamespace(p.Spec.TenantNamespace.Remote))
 }
 
-// AsPeer is a client with the identity that lies in a tenant namespace of the cluster: what its
-// manager is at the peer.
+// AsPeer returns a client with the identity in a tenant namespace of the cluster, which its manager
+// uses at the peer.
 func AsPeer(ctx context.Context, c *cluster.Cluster, namespace string) (client.Client, error) {
 	var secret corev1.Secret
 	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: isthmus.DefaultIdentitySecret}, &secret); err != nil {
@@ -327,7 +329,7 @@ func AsPeer(ctx context.Context, c *cluster.Cluster, namespace string) (client.C
 	return client.New(config, client.Options{Scheme: c.Client.Scheme(), Mapper: c.Client.RESTMapper()})
 }
 
-// Gone reports whether an object is not there.
+// Gone reports whether an object does not exist.
 func Gone(t *testing.T, c *cluster.Cluster, o client.Object, name string) bool {
 	t.Helper()
 	err := c.Client.Get(t.Context(), client.ObjectKey{Name: name}, o)
@@ -337,7 +339,7 @@ func Gone(t *testing.T, c *cluster.Cluster, o client.Object, name string) bool {
 	return apierrors.IsNotFound(err)
 }
 
-// Lines keeps what Install reports.
+// Lines keeps the lines that Install reports.
 type Lines []string
 
 // Report keeps a line.
@@ -348,7 +350,7 @@ func (l *Lines) Has(text string) bool {
 	return slices.ContainsFunc(*l, func(line string) bool { return strings.Contains(line, text) })
 }
 
-// NewCluster is one on an API server of its own.
+// NewCluster makes a cluster with its own API server.
 func NewCluster(t *testing.T, name string) (c *cluster.Cluster, kubeconfig string) {
 	t.Helper()
 	server, err := kubetest.Start(t.Context(), kubetest.Options{Name: name, Controllers: true})
@@ -369,7 +371,8 @@ func ServesServiceCIDRs(t *testing.T, c *cluster.Cluster) bool {
 	return err == nil
 }
 
-// WithServiceNetwork adds the network of the Services to what a person chooses, for a cluster in which nothing says it.
+// WithServiceNetwork adds the network of the Services to a user's values, for a cluster in which it
+// cannot be detected.
 func WithServiceNetwork(t *testing.T, c *cluster.Cluster, chosen chart.Values) chart.Values {
 	t.Helper()
 	if ServesServiceCIDRs(t, c) {

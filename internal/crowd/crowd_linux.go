@@ -1,5 +1,5 @@
-// Package crowd keeps strangers out of a UDP socket that anybody may send to, while they are too
-// many.
+// Package crowd keeps unexpected senders out of a UDP socket that anybody may send to, while there
+// are too many of them.
 package crowd
 
 import (

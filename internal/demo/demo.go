@@ -1,6 +1,6 @@
 // Package demo shows what Isthmus does, with real packets and real API servers, in a lab of three
-// clusters that all use the same PodCIDR. Each step checks what it shows: a demo that comes to its
-// end has proved it.
+// clusters that all use the same PodCIDR. Each step checks what it shows, so a demo that reaches
+// its end has proved it.
 package demo
 
 import (
@@ -20,10 +20,10 @@ import (
 
 // Options of a demo.
 type Options struct {
-	Out    io.Writer // what the reader follows
+	Out    io.Writer // the output for the reader
 	Binary string    // the isthmus program; absolute path
 	Name   string    // of the lab; default "demo"
-	Keep   bool      // let the clusters stand at the end until the context ends
+	Keep   bool      // keep the clusters at the end, until the context ends
 	Color  bool      // the reader's terminal shows it
 	// Kube returns the folder with etcd, kube-apiserver and kube-controller-manager, and may take
 	// minutes to build them. It is called when they are needed.
@@ -35,7 +35,7 @@ const (
 	failoverTimeout = 90 * time.Second // from the end of the active gateway to the first ping through the other
 	downloadSize    = 4 << 30
 	downloadTime    = 3 * time.Second
-	downloadAtLeast = 16 << 20 // octets; below that something holds the traffic up
+	downloadAtLeast = 16 << 20 // octets; less means that something blocks the traffic
 	logLines        = 15       // of each component's log after a failure
 )
 
@@ -51,11 +51,11 @@ type show struct {
 	c     *fleet.Cluster
 }
 
-// Run runs the demo and removes its labs, whatever happens. The error says which step failed and
-// how; the ends of the components' logs have then been written to o.Out.
+// Run runs the demo and always removes its labs. The error says which step failed and how; before
+// Run returns it, the last lines of the components' logs are written to o.Out.
 //
-// Two clusters that are joined by files come first: they need no API server, so that there is
-// something to see while those are built.
+// Two clusters that are joined by files come first: they need no API server, so there is something
+// to see while the API servers are built.
 func Run(ctx context.Context, o Options) error {
 	if o.Name == "" {
 		o.Name = "demo"
@@ -76,8 +76,8 @@ func Run(ctx context.Context, o Options) error {
 	return runFleet(n, kube, took)
 }
 
-// runFleet is the part with API servers, from their folder. The reader has already followed the demo
-// for that long.
+// runFleet is the part with API servers, whose programs are in the folder kube. before is how long
+// the demo has run already.
 func runFleet(n *narrator, kube string, before time.Duration) (err error) {
 	s := &show{narrator: n}
 	start := time.Now().Add(-before)
@@ -155,8 +155,8 @@ func (s *show) picture() {
 	s.say("  ======= underlay: only nodes and control planes can reach one another, as on the Internet =======")
 }
 
-// peer peers a and b and measures how long it takes until a pod of one, far from its gateway, hears
-// one of the other.
+// peer peers a and b, and measures the time until a pod of one, far from its gateway, gets an
+// answer from a pod of the other.
 func (s *show) peer() error {
 	from, err := s.a.RemotePod(s.ctx)
 	if err != nil {
@@ -192,7 +192,8 @@ func (s *show) peer() error {
 	return nil
 }
 
-// firstPing waits until cluster at knows an address for the other's pod, and then until it answers.
+// firstPing waits until cluster at knows an address for the other's pod, and then until that
+// address answers.
 func (s *show) firstPing(ctx context.Context, at *fleet.Cluster, from *lab.Pod, of *fleet.Cluster, addr netip.Addr) error {
 	last := errors.New("the clusters have not agreed on networks")
 	wait := 50 * time.Millisecond
@@ -215,7 +216,7 @@ func (s *show) firstPing(ctx context.Context, at *fleet.Cluster, from *lab.Pod, 
 	return fmt.Errorf("no ping from %s was answered: %w", from, last)
 }
 
-// longer is how long to wait for the next answer: a busy machine may need it.
+// longer returns how long to wait for the next answer: a busy machine may need more time.
 func longer(wait time.Duration) time.Duration { return min(wait+wait/20, 2*time.Second) }
 
 // peerOthers peers the other two pairs and shows the objects.
@@ -254,8 +255,8 @@ func (s *show) peerOthers() error {
 	return nil
 }
 
-// podToPod has a pod of each cluster talk to one of each other, both on nodes without an active
-// gateway: the packets cross VXLAN, the tunnel and VXLAN again.
+// podToPod makes a pod of each cluster talk to a pod of each other cluster, both on nodes without
+// an active gateway: the packets cross VXLAN, the tunnel and VXLAN again.
 func (s *show) podToPod() error {
 	for _, at := range s.fleet.Clusters {
 		from, err := at.RemotePod(s.ctx)
@@ -314,7 +315,7 @@ func (s *show) nodeToPod() error {
 	return nil
 }
 
-// download moves as much as goes in a few seconds.
+// download transfers as much as possible in a few seconds.
 func (s *show) download() error {
 	from, to := s.a.Pods[0], s.c.Pods[0]
 	seen, err := s.a.Seen(s.ctx, s.c, to.Addr)
@@ -421,7 +422,7 @@ func (s *show) connect(ctx context.Context, from, to *lab.Host, seen netip.Addr)
 	return echo, func() { conn.Close(); server.Close() }, nil
 }
 
-// unpeer takes one peering down and looks at what is left.
+// unpeer removes one peering and checks what is left.
 func (s *show) unpeer() error {
 	to := s.c.Pods[0]
 	seen, err := s.a.Seen(s.ctx, s.c, to.Addr)
@@ -454,7 +455,7 @@ func (s *show) talkTo(at, of *fleet.Cluster) error {
 	return s.talk(at.Pods[0].Host, of.Pods[0].Host, seen, caller)
 }
 
-// isthmus runs the program where an administrator would and shows what it prints.
+// isthmus runs the program as an administrator would, and shows its output.
 func (s *show) isthmus(args ...string) error {
 	s.say("  $ isthmus %s", strings.Join(args, " "))
 	return s.fleet.IsthmusTo(s.ctx, indent(s.Out), args...)
@@ -472,7 +473,7 @@ func (s *show) atGateway(c *fleet.Cluster, args ...string) error {
 	return err
 }
 
-// explain shows what the components have to say after a failure.
+// explain shows the components' logs after a failure.
 func (s *show) explain() {
 	if s.fleet == nil {
 		return
@@ -485,7 +486,7 @@ func (s *show) explain() {
 	}
 }
 
-// leave removes the lab, after the reader has seen enough of it where that was asked for.
+// leave removes the lab. If requested, it first waits until the reader has seen enough.
 func (s *show) leave(passed bool, start time.Time) error {
 	if s.fleet == nil {
 		return nil

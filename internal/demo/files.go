@@ -18,7 +18,7 @@ import (
 
 const (
 	joinTimeout  = 30 * time.Second
-	faultTimeout = time.Minute // until the gateway has named the fault; it takes ten seconds until a peer counts as lost
+	faultTimeout = time.Minute // until a gateway reports it; a lost peer takes ten seconds
 	wrongKey     = "WrongKey"
 )
 
@@ -29,7 +29,7 @@ type pair struct {
 	a, b *lab.Cluster
 }
 
-// runFiles plays that part and removes its lab.
+// runFiles runs that part and removes its lab.
 func runFiles(n *narrator) (err error) {
 	p := &pair{narrator: n}
 	defer func() {
@@ -55,7 +55,7 @@ func runFiles(n *narrator) (err error) {
 	})
 }
 
-// routing shows that no route leads to an address that one's own cluster has, too.
+// routing shows that no route leads to an address that exists in one's own cluster, too.
 func (p *pair) routing() error {
 	spec := lab.Spec{Name: p.Name, Clusters: lab.Clusters(2)}
 	for i := range spec.Clusters {
@@ -83,7 +83,7 @@ func (p *pair) routing() error {
 	return nil
 }
 
-// join has the gateways read their files, and pods talk.
+// join makes the gateways read their files, and pods talk.
 func (p *pair) join() error {
 	if err := p.lab.JoinAll(); err != nil {
 		return err
@@ -128,8 +128,8 @@ func (p *pair) answers(from *lab.Pod, addr netip.Addr) error {
 	return pings.until(ctx, func() bool { return pings.answered > 0 })
 }
 
-// kernel looks for what a kernel would need for this: in every network namespace of the gateways,
-// which have carried packets.
+// kernel shows that the network namespaces of the gateways, which have carried packets, contain no
+// WireGuard device and no nftables chain for NAT.
 func (p *pair) kernel() error {
 	module := "is not loaded"
 	if _, err := os.Stat("/sys/module/wireguard"); err == nil {
@@ -169,8 +169,8 @@ func (p *pair) trace() error {
 
 var publicKey = regexp.MustCompile(`(publicKey: ).*`)
 
-// fault gives cluster a a wrong key of b, as somebody would who pastes it, waits until a gateway says
-// so, and puts the right one back.
+// fault gives cluster a a wrong key of b, as a careless user might, waits until a gateway reports
+// it, and restores the right key.
 func (p *pair) fault() error {
 	path := lab.PeerFile(p.a, p.b)
 	good, err := os.ReadFile(path)
@@ -221,7 +221,7 @@ func (p *pair) fault() error {
 	return nil
 }
 
-// run runs the program next to the gateway of a cluster and shows what it prints.
+// run runs the program next to the gateway of a cluster and shows its output.
 func (p *pair) run(c *lab.Cluster, args ...string) (string, error) {
 	p.say("  %s$ isthmus %s", c.Gateway(), strings.Join(args, " "))
 	said, err := c.Gateway().Command(p.ctx, p.Binary, args...).CombinedOutput()

@@ -23,9 +23,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// RunKubernetes shows the way from nothing to the first HTTP answer of another cluster on two
-// clusters with real nodes, and from there to a Service that answers by its name, also when one of its two
-// clusters is gone, with the time of each step. It removes the clusters, whatever happens.
+// RunKubernetes shows the steps on two clusters with real nodes, and the time that each takes: from
+// nothing to the first HTTP answer of the other cluster, then to a Service that answers by its
+// name, even when one of its two clusters fails. It always removes the clusters.
 func RunKubernetes(ctx context.Context, o Options) (err error) {
 	if o.Name == "" {
 		o.Name = "demo"
@@ -134,7 +134,7 @@ const (
 	demoPage      = "http://web.default.svc.clusterset.local:8080/"
 )
 
-// pods starts the server and the client on nodes without the active gateway, the longest way.
+// pods starts the server and the client on nodes without the active gateway: the longest path.
 func (k *kubernetes) pods() error {
 	a, b := k.set.Clusters[0], k.set.Clusters[1]
 	server, _, err := k.start(b, "web")
@@ -194,7 +194,7 @@ func (k *kubernetes) answer() error {
 	return nil
 }
 
-// get has the client get a page, by order of the node that it is on.
+// get makes the client get a page. The request to the client starts at the client's node.
 func (k *kubernetes) get(page string, timeout time.Duration) (string, error) {
 	ctx, cancel := context.WithTimeout(k.ctx, timeout)
 	defer cancel()
@@ -218,7 +218,8 @@ func (k *kubernetes) get(page string, timeout time.Duration) (string, error) {
 	return string(body), err
 }
 
-// names waits until CoreDNS in a answers for the zone of services: that there is no such name.
+// names waits until CoreDNS in a answers for the zone of services, even if only that a name does
+// not exist.
 func (k *kubernetes) names() error {
 	const enough, patience = 10, 3 * time.Minute // one after the other: it has two Pods
 	answers := 0
@@ -241,7 +242,7 @@ func (k *kubernetes) export() error {
 	if err := k.share(k.set.Clusters[1]); err != nil {
 		return err
 	}
-	// CoreDNS remembers for 30 seconds that there is no such name.
+	// CoreDNS caches for 30 seconds that a name does not exist.
 	imported := &unstructured.Unstructured{Object: map[string]any{"apiVersion": "multicluster.x-k8s.io/v1beta1", "kind": "ServiceImport"}}
 	err := wait.PollUntilContextTimeout(k.ctx, 50*time.Millisecond, readyTimeout, true, func(ctx context.Context) (bool, error) {
 		err := k.set.Clusters[0].Client.Get(ctx, client.ObjectKey{Namespace: demoNamespace, Name: "web"}, imported)
@@ -273,7 +274,7 @@ metadata: {name: web, namespace: %[1]s}
 `, demoNamespace, demoPort))
 }
 
-// untilAnswered has the client get the page until it is that of a server.
+// untilAnswered makes the client get the page until the given server answers.
 func (k *kubernetes) untilAnswered(server string) (body string, err error) {
 	var last error
 	err = wait.PollUntilContextTimeout(k.ctx, 100*time.Millisecond, readyTimeout, true, func(context.Context) (bool, error) {
@@ -286,7 +287,7 @@ func (k *kubernetes) untilAnswered(server string) (body string, err error) {
 	return body, nil
 }
 
-// fail takes the power from one of two exporters while the client goes on.
+// fail powers one of two exporters off while the client continues.
 func (k *kubernetes) fail() error {
 	a, b := k.set.Clusters[0], k.set.Clusters[1]
 	if _, _, err := k.start(a, "web"); err != nil {
@@ -301,7 +302,9 @@ func (k *kubernetes) fail() error {
 	if err := lab.Each(b.Nodes, (*kubenodes.Node).Crash); err != nil {
 		return err
 	}
-	const quiet, most = 5 * time.Second, time.Minute // so long all is answered, or it is an error
+	// Until all requests have been answered for that long. If that takes longer than most, it is an
+	// error.
+	const quiet, most = 5 * time.Second, time.Minute
 	asked, unanswered := 0, 0
 	crash, last := time.Now(), time.Duration(0)
 	for since := time.Since(crash); since < last+quiet; since = time.Since(crash) {

@@ -82,8 +82,8 @@ func (i *indenter) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// talk pings and fetches from one host to another one under the address seen, and checks that the
-// answer comes from it and names the caller's address as expected.
+// talk pings the address seen of one host from another one, and fetches a page from it. It checks
+// that the right host answers, and that it sees the expected address of the caller.
 func (n *narrator) talk(from, to *lab.Host, seen, caller netip.Addr) error {
 	rtt, err := from.Ping(n.ctx, seen)
 	if err != nil {
@@ -103,13 +103,13 @@ func (n *narrator) talk(from, to *lab.Host, seen, caller netip.Addr) error {
 	return nil
 }
 
-// Pings are sent this often, and count as lost when there is no answer for that long.
+// Pings are sent at this interval, and count as lost after this time without an answer.
 const (
 	pingEvery = 50 * time.Millisecond
 	pingWait  = 200 * time.Millisecond
 )
 
-// pings are those of one host to an address, one after the other, and what came of them.
+// pings are pings of one host to an address, one after the other, and their results.
 type pings struct {
 	cancel context.CancelFunc
 	ended  sync.WaitGroup
@@ -117,7 +117,7 @@ type pings struct {
 	mu       sync.Mutex
 	sent     int
 	answered int
-	inRow    int // answered, since the last one that was not
+	inRow    int // answered since the last loss
 	last     time.Time
 	pause    time.Duration // the longest between two answers
 }
@@ -184,7 +184,7 @@ func (p *pings) until(ctx context.Context, enough func() bool) error {
 	}
 }
 
-// stop ends the pings and tells how many were sent and lost, and the longest pause.
+// stop ends the pings. It returns how many were sent and lost, and the longest pause.
 func (p *pings) stop() (sent, lost int, pause time.Duration) {
 	p.cancel()
 	p.ended.Wait()

@@ -31,7 +31,7 @@ func (s *show) mapped() error {
 	return s.talk(from.Host, server.Host, seen, caller)
 }
 
-// refused sends where nothing is mapped and looks at the counter of the gateway that refuses it.
+// refused sends to an address where nothing is mapped, and checks the drop counter of the gateway.
 func (s *show) refused() error {
 	p, err := s.a.Peering(s.ctx, s.b)
 	if err != nil {

@@ -1,4 +1,5 @@
-// Package expect is what tests say often: that something is no error, and that it will come.
+// Package expect has common checks of tests: that there is no error, and that a condition becomes
+// true.
 package expect
 
 import (
@@ -6,8 +7,7 @@ import (
 	"time"
 )
 
-// Patience is how long a test waits for what has to come, on a machine that is busy with other
-// things.
+// Patience is how long a test waits for an expected event on a busy machine.
 const Patience = 90 * time.Second
 
 // NoError ends the test on an error.

@@ -27,7 +27,7 @@ import (
 
 const wireGuardPort = 5871
 
-// AuditLog is the file with an audit event a line, where Options.Audit wants one.
+// AuditLog returns the path of the file with one audit event a line, if Options.Audit is set.
 func (c *Cluster) AuditLog() string { return filepath.Join(c.dir, "audit.log") }
 
 const auditPolicy = `{"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"],
@@ -156,7 +156,7 @@ func pod(namespace, name, node string, addr, host netip.Addr) *corev1.Pod {
 	}
 }
 
-// create creates an object and writes the status that it came with.
+// create creates an object and writes its status.
 func (c *Cluster) create(ctx context.Context, o client.Object) error {
 	kind := fmt.Sprintf("%T %s", o, client.ObjectKeyFromObject(o))
 	with := o.DeepCopyObject().(client.Object)
@@ -176,7 +176,7 @@ func (c *Cluster) create(ctx context.Context, o client.Object) error {
 	return nil
 }
 
-// waitForServiceAccount waits for the ServiceAccount without which the API server admits no Pod.
+// waitForServiceAccount waits for the ServiceAccount; without it, the API server admits no Pod.
 func (c *Cluster) waitForServiceAccount(ctx context.Context, namespace string) error {
 	return wait.PollUntilContextTimeout(ctx, 50*time.Millisecond, patience, true, func(ctx context.Context) (bool, error) {
 		err := c.Client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: "default"}, &corev1.ServiceAccount{})
@@ -189,8 +189,8 @@ func (c *Cluster) identity(ctx context.Context, account string) (string, error) 
 	return c.tokenFor(ctx, account, account, nil)
 }
 
-// podIdentity does so for a Pod. Its token is bound to it, as the kubelet's are, so that the API server
-// knows which Pod and node it comes from.
+// podIdentity does so for a Pod. Like a kubelet's, the token is bound to the Pod, so that the API
+// server knows its Pod and node.
 func (c *Cluster) podIdentity(ctx context.Context, account, name string) (string, error) {
 	var pod corev1.Pod
 	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: Namespace, Name: name}, &pod); err != nil {
@@ -200,7 +200,7 @@ func (c *Cluster) podIdentity(ctx context.Context, account, name string) (string
 }
 
 func (c *Cluster) tokenFor(ctx context.Context, account, file string, bound *authenticationv1.BoundObjectReference) (string, error) {
-	const life = int64(24 * time.Hour / time.Second) // nobody renews it, as a kubelet does
+	const life = int64(24 * time.Hour / time.Second) // nobody renews it, as a kubelet would
 	token := &authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{BoundObjectRef: bound, ExpirationSeconds: new(life)}}
 	sa := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: Namespace, Name: account}}
 	if err := c.Client.SubResource("token").Create(ctx, sa, token); err != nil {
@@ -217,8 +217,8 @@ func (c *Cluster) tokenFor(ctx context.Context, account, file string, bound *aut
 	return path, clientcmd.WriteToFile(*config, path)
 }
 
-// waitForReports waits until every node has said what it reaches: no peer gets a network from then
-// on that one of them has.
+// waitForReports waits until every node has reported which networks it reaches. From then on, no
+// peer gets a network that a node has.
 func (c *Cluster) waitForReports(ctx context.Context) error {
 	var missing []string
 	err := wait.PollUntilContextTimeout(ctx, 20*time.Millisecond, patience, true, func(ctx context.Context) (bool, error) {

@@ -57,7 +57,7 @@ func (c *ControlPlane) Serve(ctx context.Context, o kubetest.Options) (err error
 	return err
 }
 
-// errNoPeering says that a cluster has no Peering with another one.
+// errNoPeering means that a cluster has no Peering with another one.
 var errNoPeering = errors.New("there is no Peering")
 
 // Peering returns cluster c's Peering with another cluster; an error when there is none.
@@ -76,7 +76,8 @@ func (c *ControlPlane) Peering(ctx context.Context, with Member) (*isthmus.Peeri
 	return nil, fmt.Errorf("cluster %s with %s: %w", c.Name, peer.Name, err)
 }
 
-// WaitReady waits until cluster c's Peering with another one is Ready. The error says what it lacked.
+// WaitReady waits until cluster c's Peering with another one is Ready. The error names what was
+// missing.
 func (c *ControlPlane) WaitReady(ctx context.Context, with Member, atMost time.Duration) error {
 	last := errNoPeering
 	err := wait.PollUntilContextTimeout(ctx, 20*time.Millisecond, atMost, true, func(ctx context.Context) (bool, error) {
@@ -98,7 +99,8 @@ func (c *ControlPlane) WaitReady(ctx context.Context, with Member, atMost time.D
 	return nil
 }
 
-// Networks are those that another cluster has in c: of its pods and of its mapped endpoints.
+// Networks returns the networks that another cluster has in c: of its pods and of its mapped
+// endpoints.
 func (c *ControlPlane) Networks(ctx context.Context, of Member) (pods, external netip.Prefix, err error) {
 	p, err := c.Peering(ctx, of)
 	if err != nil {
@@ -111,7 +113,7 @@ func (c *ControlPlane) Networks(ctx context.Context, of Member) (pods, external 
 	return pods, external, err
 }
 
-// Seen is the address under which c reaches a pod's address of another cluster.
+// Seen returns the address under which c reaches a pod's address of another cluster.
 func (c *ControlPlane) Seen(ctx context.Context, of Member, addr netip.Addr) (netip.Addr, error) {
 	peer := of.controlPlane()
 	if peer == c {
@@ -124,8 +126,8 @@ func (c *ControlPlane) Seen(ctx context.Context, of Member, addr netip.Addr) (ne
 	return lab.Move(addr, peer.PodCIDR, seen), nil
 }
 
-// ActivePod returns the one Pod of a gateway that is marked as the active one. It waits for an election
-// that is going on: a gateway carries traffic before its mark is written.
+// ActivePod returns the only Pod of a gateway that is marked as active. It waits for an election in
+// progress: a gateway carries traffic before it is marked.
 func (c *ControlPlane) ActivePod(ctx context.Context, atMost time.Duration) (pod *corev1.Pod, err error) {
 	var last error
 	err = wait.PollUntilContextTimeout(ctx, 20*time.Millisecond, atMost, true, func(ctx context.Context) (bool, error) {
@@ -155,9 +157,11 @@ func nodesOf(pods []corev1.Pod) (names []string) {
 
 // A Set is the clusters of one lab.
 type Set[C Member] struct {
-	Lab        *lab.Lab
-	Clusters   []C
-	Kubeconfig string // file with a context of administrators for each cluster, named after it
+	Lab      *lab.Lab
+	Clusters []C
+	// Kubeconfig is a file with an administrator's context for each cluster, named after the
+	// cluster.
+	Kubeconfig string
 }
 
 // NewSet returns the Set of a lab, without clusters.
@@ -178,15 +182,15 @@ func (s *Set[C]) Cluster(name string) (none C) {
 	return none
 }
 
-// Command prepares a program that runs in the underlay, from where all API servers can be reached,
-// with the Set's Kubeconfig.
+// Command prepares a program that runs in the underlay, where it can reach all API servers, with
+// the Set's Kubeconfig.
 func (s *Set[C]) Command(ctx context.Context, program string, args ...string) *lab.Cmd {
 	cmd := s.Lab.Underlay.Command(ctx, program, args...)
 	cmd.Env = append(os.Environ(), "KUBECONFIG="+s.Kubeconfig)
 	return cmd
 }
 
-// WriteKubeconfig joins the clusters' kubeconfigs into one with a context each.
+// WriteKubeconfig joins the clusters' kubeconfigs into one file with one context each.
 func (s *Set[C]) WriteKubeconfig() error {
 	all := clientcmdapi.NewConfig()
 	for _, member := range s.Clusters {

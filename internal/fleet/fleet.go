@@ -30,26 +30,27 @@ type Options struct {
 	Binary   string    // the isthmus program
 	Kube     string    // the folder that kubetest.Build returned
 	Progress io.Writer // a line for each step; nil: none
-	Audit    bool      // API servers log what they are asked, see Cluster.AuditLog
-	// IPAMAllow is the networks of nodes of which virtual kubelets may map endpoints, for the flag
-	// --ipam-allow of managers; empty: none.
+	Audit    bool      // API servers write audit logs, see Cluster.AuditLog
+	// IPAMAllow is the networks of nodes whose addresses virtual kubelets may map, for the
+	// managers' flag --ipam-allow; empty: none.
 	IPAMAllow string
-	// Services installs and runs what shares Services with peers.
+	// Services makes the clusters share Services with peers.
 	Services bool
-	// Votes lets the nodes of a cluster decide which of its gateways is active, where these have networks of their own.
+	// Votes lets the nodes of a cluster decide which of its gateways is active, if these have
+	// networks of their own.
 	Votes bool
-	// Dress is called for the lab before anything runs in it: it makes the pods' networks of clusters
-	// that are Bare, and may give Nodes and Pods other networks and addresses than the lab did.
+	// Dress is called for the lab before anything runs in it. It makes the pods' networks of
+	// clusters that are Bare, and may replace networks and addresses of Nodes and Pods.
 	Dress func(context.Context, *lab.Lab) error
-	// Network is called for each cluster when its Nodes are described, and before components run:
-	// it starts what makes the pods' network by what the API server says.
+	// Network is called for each cluster after its Nodes are described, and before components run.
+	// It starts a program that makes the pods' network from the objects in the API server.
 	Network func(context.Context, *Cluster) error
 }
 
 // A Fleet is the clusters of one lab.
 type Fleet struct {
 	Set[*Cluster]
-	Sniffer *lab.Sniffer // on the underlay for as long as the Fleet stands: Down returns what leaked
+	Sniffer *lab.Sniffer // watches the underlay while the Fleet exists: Down returns the leaks
 
 	binary string
 }
@@ -68,8 +69,9 @@ type Cluster struct {
 	processes map[string]*process
 }
 
-// Up makes the lab, starts the control planes and, in each cluster, installs what `isthmus install`
-// installs and starts the components. It returns when all are ready. A failed Up leaves nothing.
+// Up makes the lab, starts the control planes, and in each cluster installs the objects of `isthmus
+// install` and starts the components. It returns when all are ready. A failed Up leaves nothing
+// behind.
 func Up(ctx context.Context, o Options) (*Fleet, error) {
 	if o.Progress == nil {
 		o.Progress = io.Discard
@@ -146,8 +148,8 @@ func (f *Fleet) up(ctx context.Context, o Options) error {
 	})
 }
 
-// Down ends everything and removes the lab. Packets for a peer that any node has sent in the clear,
-// at any time from Up on, are an error.
+// Down ends everything and removes the lab. It returns an error if any node has sent packets for a
+// peer in the clear, at any time since Up.
 func (f *Fleet) Down() error {
 	err := f.Each((*Cluster).stopAll)
 	err = errors.Join(err, f.stopSniffing())
@@ -160,15 +162,15 @@ func (f *Fleet) Down() error {
 	return errors.Join(err, f.Lab.Down())
 }
 
-// Isthmus runs the program in the underlay, from where all API servers can be reached, with the
-// Fleet's Kubeconfig, and returns what it prints, both streams together.
+// Isthmus runs the program in the underlay, where it can reach all API servers, with the Fleet's
+// Kubeconfig. It returns the output, both streams together.
 func (f *Fleet) Isthmus(ctx context.Context, args ...string) (string, error) {
 	var out strings.Builder
 	err := f.IsthmusTo(ctx, &out, args...)
 	return out.String(), err
 }
 
-// IsthmusTo is Isthmus with its output as it comes.
+// IsthmusTo is Isthmus, but writes the output as it comes.
 func (f *Fleet) IsthmusTo(ctx context.Context, out io.Writer, args ...string) error {
 	cmd := f.Command(ctx, f.binary, args...)
 	cmd.Stdout, cmd.Stderr = out, out

@@ -10,15 +10,14 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// kubeletInterval is how often a kubelet asks, and probeTimeout is for how long.
+// kubeletInterval is the interval of a kubelet's probes, and probeTimeout their timeout.
 const (
 	kubeletInterval = time.Second
 	probeTimeout    = 2 * time.Second
 )
 
-// Kubelets ask all gateways and route agents whether they are ready, and write what they say into
-// their Pods, and whether they run at all, until ctx ends. As with real ones, the Pod does not say why one
-// is not ready.
+// Kubelets probe all gateways and route agents, and write into their Pods whether they run and are
+// ready, until ctx ends. As with real kubelets, the Pod does not say why one is not ready.
 func (c *Cluster) Kubelets(ctx context.Context) {
 	for {
 		for i := range c.Nodes {
@@ -35,7 +34,7 @@ func (c *Cluster) Kubelets(ctx context.Context) {
 	}
 }
 
-// probe does so once; whatever fails is tried again at the next time.
+// probe does so once. After a failure, the next call tries again.
 func (c *Cluster) probe(ctx context.Context, component, name string) {
 	ready := corev1.PodCondition{Type: corev1.PodReady, Status: corev1.ConditionFalse, Reason: "ContainersNotReady", Message: "containers with unready status: [main]"}
 	container := corev1.ContainerStatus{Name: "main", State: corev1.ContainerState{Terminated: &corev1.ContainerStateTerminated{ExitCode: 137}}}

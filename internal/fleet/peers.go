@@ -15,11 +15,11 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipamrpc"
 )
 
-// electionTimeout is how long ActiveGateway waits for a gateway that is marked as the active one.
+// electionTimeout is how long ActiveGateway waits for a gateway that is marked as active.
 const electionTimeout = 30 * time.Second
 
-// ActiveGateway returns the number of the node, counted from 0, whose gateway is the active one. It
-// waits for an election that is going on.
+// ActiveGateway returns the number of the node, counted from 0, whose gateway is active. It waits
+// for an election in progress.
 func (c *Cluster) ActiveGateway(ctx context.Context) (int, error) {
 	pod, err := c.ActivePod(ctx, electionTimeout)
 	if err != nil {
@@ -45,7 +45,7 @@ func (c *Cluster) RemotePod(ctx context.Context) (*lab.Pod, error) {
 	return nil, fmt.Errorf("cluster %s has no pod on a node other than that of the gateway", c.Name)
 }
 
-// Metrics returns what the active gateway answers at /metrics.
+// Metrics returns the response of the active gateway at /metrics.
 func (c *Cluster) Metrics(ctx context.Context) (string, error) {
 	active, err := c.ActiveGateway(ctx)
 	if err != nil {
@@ -54,7 +54,7 @@ func (c *Cluster) Metrics(ctx context.Context) (string, error) {
 	return c.Scrape(ctx, Gateway(active))
 }
 
-// Scrape returns what a component answers at /metrics.
+// Scrape returns the response of a component at /metrics.
 func (c *Cluster) Scrape(ctx context.Context, name string) (string, error) {
 	p := c.processes[name]
 	if p == nil {
@@ -73,8 +73,8 @@ func (c *Cluster) Metric(ctx context.Context, name string, labels ...string) (fl
 	return lab.SumMetric(text, name, labels)
 }
 
-// MapEndpoint asks the manager of c, as a virtual kubelet does, for the address under which another
-// cluster reaches an endpoint of c that is no pod.
+// MapEndpoint requests from the manager of c, as a virtual kubelet does, the address under which
+// another cluster reaches an endpoint of c that is not a pod.
 func (c *Cluster) MapEndpoint(ctx context.Context, endpoint netip.Addr, peer *Cluster) (netip.Addr, error) {
 	conn, err := grpc.NewClient(fmt.Sprintf("passthrough:///127.0.0.1:%d", ipamPort), grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithContextDialer(func(ctx context.Context, address string) (net.Conn, error) {
@@ -83,7 +83,7 @@ func (c *Cluster) MapEndpoint(ctx context.Context, endpoint netip.Addr, peer *Cl
 	if err != nil {
 		return netip.Addr{}, err
 	}
-	defer func() { _ = conn.Close() }() // fails only when it is closed already
+	defer func() { _ = conn.Close() }() // fails only if it is closed already
 	var answer ipamrpc.MapResponse
 	if err := conn.Invoke(ctx, "/ipam/MapEndpointIP", &ipamrpc.MapRequest{ClusterID: peer.ID, Ip: endpoint.String()}, &answer); err != nil {
 		return netip.Addr{}, fmt.Errorf("manager of cluster %s: map %v for %s: %w", c.Name, endpoint, peer.Name, err)

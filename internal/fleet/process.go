@@ -19,14 +19,14 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// gateways is how many nodes of a cluster run one: the active and a standby.
+// gateways is how many nodes of a cluster run a gateway: one active and one standby.
 const gateways = 2
 
-// Resolver is the DNS server that all nodes ask.
+// Resolver is the DNS server of all nodes.
 const Resolver = "192.168.79.53"
 
-// patience is how long a component may take to start, and to end: seconds, on a machine that does
-// nothing else.
+// patience is how long a component may take to start, and to end. On an idle machine it takes
+// seconds.
 const patience = 90 * time.Second
 
 // Ports of the components on their machines.
@@ -49,8 +49,8 @@ func Agent(i int) string { return fmt.Sprintf("route-agent-%d", i+1) }
 
 func gatewayPod(i int) string { return Gateway(i) }
 
-// GatewayHost is where the gateway of node i runs: its Pod, or the node where it has the node's
-// network.
+// GatewayHost returns the host where the gateway of node i runs: its Pod, or its node if it uses
+// the host network.
 func (c *Cluster) GatewayHost(i int) *lab.Host {
 	if i < len(c.GatewayPods) {
 		return c.GatewayPods[i].Host
@@ -58,8 +58,8 @@ func (c *Cluster) GatewayHost(i int) *lab.Host {
 	return c.Nodes[i].Host
 }
 
-// GatewayAddr is the address of the Pod of the gateway of node i: its node's, where it has the
-// node's network.
+// GatewayAddr returns the address of the gateway's Pod on node i: that of the node if it uses the
+// host network.
 func (c *Cluster) GatewayAddr(i int) netip.Addr {
 	if i < len(c.GatewayPods) {
 		return c.GatewayPods[i].Addr
@@ -67,15 +67,15 @@ func (c *Cluster) GatewayAddr(i int) netip.Addr {
 	return c.Nodes[i].Addr
 }
 
-// A process is one component that runs, or is to be started again.
+// A process is a component that runs, or will be started again.
 type process struct {
 	host *lab.Host
 	args []string
 	env  []string
 	// ready and metrics are URLs inside the host.
 	ready, metrics string
-	// hinder is what a shell does before it becomes the component, in a mount namespace of its own;
-	// empty: nothing.
+	// hinder is a shell command that runs before the component, in its own mount namespace; empty:
+	// none.
 	hinder string
 	// caps are the capabilities of its container, in the notation of setpriv(1); empty: no container.
 	caps string
@@ -84,7 +84,7 @@ type process struct {
 	done chan struct{}
 }
 
-// url is that of a page of a component on its own machine.
+// url returns the URL of a page of a component on its own machine.
 func url(port int, page string) string { return fmt.Sprintf("http://127.0.0.1:%d/%s", port, page) }
 
 // startComponents starts manager, gateways and route agents with their own identities and waits
@@ -94,7 +94,7 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	// Tests claim networks: they must not depend on the machine's own servers.
+	// Reported networks are kept from peers: they must not depend on the machine's own DNS servers.
 	resolvers := filepath.Join(c.dir, "resolv.conf")
 	if err := os.WriteFile(resolvers, []byte("nameserver "+Resolver+"\n"), 0o600); err != nil {
 		return err
@@ -159,8 +159,8 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 	return c.waitForReports(ctx)
 }
 
-// SetTunnels lets the gateways have another number of tunnels, each from its next start on. The
-// Service stays as it is.
+// SetTunnels changes the number of tunnels of the gateways, of each from its next start on. The
+// Service stays unchanged.
 func (c *Cluster) SetTunnels(n int) {
 	c.Tunnels = n
 	for i := range gateways {
@@ -170,8 +170,8 @@ func (c *Cluster) SetTunnels(n int) {
 	}
 }
 
-// Hinder has a shell do something before it becomes the component, in a mount namespace of its own,
-// from its next start on; empty: nothing.
+// Hinder makes a shell run a command before the component, in its own mount namespace, from its
+// next start on; empty: none.
 func (c *Cluster) Hinder(name, command string) { c.processes[name].hinder = command }
 
 // Start starts a component that does not run and waits until it is ready.
@@ -182,13 +182,13 @@ func (c *Cluster) Start(ctx context.Context, name string) error {
 	return c.waitReady(ctx, name, c.processes[name])
 }
 
-// inContainer runs a command as the kubelet runs the container of the gateway: with the capabilities
-// that are its first argument and no others, no way to more, and /proc/sys read-only. It is in a mount
-// namespace of its own.
+// inContainer runs a command as the kubelet runs the gateway's container: only with the
+// capabilities in the first argument, without privilege escalation, and with /proc/sys read-only.
+// It has its own mount namespace.
 const inContainer = `caps=$1; shift; mount --bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys &&
 exec setpriv --bounding-set="-all,$caps" --inh-caps=-all --no-new-privs "$@"`
 
-// Launch starts a component that does not run and waits for nothing.
+// Launch starts a component that does not run, and does not wait.
 func (c *Cluster) Launch(name string) error {
 	p := c.processes[name]
 	if p == nil {
@@ -217,7 +217,7 @@ func (c *Cluster) Launch(name string) error {
 	}
 	done := make(chan struct{})
 	go func() {
-		_ = cmd.Wait() // how it ended shows in cmd.ProcessState
+		_ = cmd.Wait() // cmd.ProcessState has the result
 		close(done)
 	}()
 	c.mu.Lock()
@@ -246,16 +246,16 @@ func (c *Cluster) waitReady(ctx context.Context, name string, p *process) error 
 	}
 }
 
-// Stop ends a component by SIGTERM and waits for its end; Kill does so by SIGKILL.
+// Stop ends a component by SIGTERM and waits for its end. Kill does the same by SIGKILL.
 func (c *Cluster) Stop(name string) error { return c.end(name, syscall.SIGTERM) }
 
-// Kill ends a component without its knowing.
+// Kill ends a component without giving it time to clean up.
 func (c *Cluster) Kill(name string) error { return c.end(name, syscall.SIGKILL) }
 
-// Pause has a component stand still, as under a debugger, until Resume.
+// Pause stops a component, as a debugger does, until Resume.
 func (c *Cluster) Pause(name string) error { return c.signal(name, syscall.SIGSTOP) }
 
-// Resume has it go on.
+// Resume ends a Pause.
 func (c *Cluster) Resume(name string) error { return c.signal(name, syscall.SIGCONT) }
 
 func (c *Cluster) signal(name string, signal syscall.Signal) error {
@@ -265,7 +265,7 @@ func (c *Cluster) signal(name string, signal syscall.Signal) error {
 	return c.processes[name].cmd.Process.Signal(signal)
 }
 
-// StateDirectory is that of a gateway or route agent.
+// StateDirectory returns the state directory of a gateway or route agent.
 func (c *Cluster) StateDirectory(name string) string { return filepath.Join(c.dir, name) }
 
 // Running reports whether a component runs.
@@ -307,8 +307,8 @@ func (c *Cluster) end(name string, signal syscall.Signal) error {
 	}
 }
 
-// stopAll ends all components: the gateways and agents first, since they have something to take
-// down.
+// stopAll ends all components. It begins with gateways and agents, because they have objects to
+// remove.
 func (c *Cluster) stopAll() error {
 	var group sync.WaitGroup
 	var mu sync.Mutex
@@ -325,7 +325,7 @@ func (c *Cluster) stopAll() error {
 	return all
 }
 
-// Log is the file that gets what a component prints, over all its starts.
+// Log returns the path of the file with the output of a component, over all its starts.
 func (c *Cluster) Log(name string) string { return filepath.Join(c.dir, name+".log") }
 
 // Tail returns the last lines of a component's log.

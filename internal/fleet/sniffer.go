@@ -15,17 +15,19 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// sniff begins to watch the underlay. The Sniffer then knows of no network; each cluster tells it
+// sniff begins to watch the underlay. The Sniffer knows no networks yet; each cluster adds its own
 // by follow.
 func (f *Fleet) sniff() (err error) {
 	f.Sniffer, err = f.Lab.Sniff(func(c *lab.Cluster) {
-		_ = f.Cluster(c.Name).learn(context.Background()) // where the API server is away, what was known last counts
+		// While the API server does not answer, the last known networks count.
+		_ = f.Cluster(c.Name).learn(context.Background())
 	})
 	return err
 }
 
-// stopSniffing ends the watching. It comes after the components' end, which must not leak either,
-// and before that of the API servers, which are asked once more. The error tells the leaks.
+// stopSniffing ends the watch. Call it after the components have ended, because that must not leak
+// either, and before the API servers end, because it queries them once more. The error lists the
+// leaks.
 func (f *Fleet) stopSniffing() error {
 	if f.Sniffer == nil {
 		return nil
@@ -37,14 +39,15 @@ func (f *Fleet) stopSniffing() error {
 	return err
 }
 
-// remotes are the networks that a cluster's peers have there, as the sniffer knows them: from the
-// grant to the end of un-peering, which is when the IPAM state has forgotten them.
+// remotes are the networks that a cluster's peers have there, as the sniffer knows them: from their
+// allocation until the IPAM state has forgotten them, at the end of un-peering.
 type remotes struct {
 	tell func(lab.Watched)
 	end  context.CancelFunc
 	done sync.WaitGroup
 
-	mu       sync.Mutex                // held while the API server is asked too, so that a later answer counts
+	// mu is held during queries of the API server, so that the latest answer counts.
+	mu       sync.Mutex
 	networks map[string][]netip.Prefix // by cluster ID of the peer
 }
 
@@ -55,8 +58,8 @@ func (r *remotes) stop() {
 	}
 }
 
-// follow tells the sniffer of the networks of the cluster's peers from now on. It returns when it
-// has done so once. While the API server is away the sniffer keeps to what it knows.
+// follow reports the networks of the cluster's peers to the sniffer from now on. It returns after
+// the first report. While the API server does not answer, the last known networks count.
 func (c *Cluster) follow(ctx context.Context, s *lab.Sniffer) error {
 	c.remotes.tell = func(w lab.Watched) { s.Watch(c.Cluster, w) }
 	var last error
@@ -67,7 +70,7 @@ func (c *Cluster) follow(ctx context.Context, s *lab.Sniffer) error {
 	if err != nil {
 		return fmt.Errorf("networks of peers: %w", last)
 	}
-	// Not the caller's context: that one ends the start.
+	// Not the caller's context, which ends with the start.
 	ctx, c.remotes.end = context.WithCancel(context.Background())
 	c.remotes.done.Go(func() {
 		for ctx.Err() == nil {
@@ -81,7 +84,7 @@ func (c *Cluster) follow(ctx context.Context, s *lab.Sniffer) error {
 	return nil
 }
 
-// learnChanges learns after each change, until ctx ends or the API server goes away.
+// learnChanges calls learn after each change, until ctx ends or the API server goes away.
 func (c *Cluster) learnChanges(ctx context.Context) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -108,7 +111,7 @@ func (c *Cluster) learnChanges(ctx context.Context) {
 	}
 }
 
-// learn asks the API server for the networks of peers and tells the sniffer.
+// learn reads the networks of peers from the API server and reports them to the sniffer.
 func (c *Cluster) learn(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
@@ -138,9 +141,9 @@ func (c *Cluster) learn(ctx context.Context) error {
 	return nil
 }
 
-// remember returns the networks of peers by what the IPAM state says now. A missing IpamStorage says
-// nothing, and a peer that they do not name any more keeps what it had as long as its Peering
-// stands.
+// remember returns the networks of peers according to the present IPAM state. Without an
+// IpamStorage nothing changes. A peer that the IPAM state does not name any more keeps its networks
+// as long as its Peering exists.
 func remember(known map[string][]netip.Prefix, storages []v1alpha1.IpamStorage, peerings []isthmus.Peering) map[string][]netip.Prefix {
 	if len(storages) == 0 {
 		return known
@@ -149,7 +152,7 @@ func remember(known map[string][]netip.Prefix, storages []v1alpha1.IpamStorage, 
 	for i := range storages {
 		for id, subnets := range storages[i].Spec.ClusterSubnets {
 			for _, text := range []string{subnets.RemotePodCIDR, subnets.RemoteExternalCIDR} {
-				if network, err := netip.ParsePrefix(text); err == nil { // empty while it is not known
+				if network, err := netip.ParsePrefix(text); err == nil { // empty if it is unknown
 					now[id] = append(now[id], network)
 				}
 			}

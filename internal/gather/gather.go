@@ -53,7 +53,7 @@ const (
 	patience = 20 * time.Second
 )
 
-// Options say what to gather.
+// Options select what to gather.
 type Options struct {
 	Version  string       // of this program
 	LogLines int64        // of each container's log, the last ones

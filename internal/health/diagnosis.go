@@ -172,7 +172,7 @@ func (h *Hop) print(w io.Writer) {
 	fmt.Fprintf(w, "  %-16s %-8s %s%s\n", h.Name, h.State, text, since)
 }
 
-// conclude writes what to do.
+// conclude writes the remedy.
 func (d *Diagnosis) conclude(w io.Writer) (err error) {
 	var unknown, limited []string
 	for _, h := range d.Hops {

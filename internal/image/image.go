@@ -1,5 +1,5 @@
-// Package image writes OCI images: archives that container runtimes import, made of files, without
-// a daemon. The same input gives the same bytes.
+// Package image writes OCI images: archives that container runtimes import. It makes them from
+// files, without a daemon. The same input gives the same bytes.
 //
 //	oci-layout, index.json ─► index ─► manifest of each platform ─► config, one layer
 //
@@ -25,13 +25,14 @@ import (
 
 // An Image is what an archive holds.
 type Image struct {
-	// Ref is the name by which runtimes know the image once it is imported, with registry and tag.
+	// Ref is the name of the image in runtimes that have imported it, with registry and tag.
 	Ref string
-	// Created is the time of everything in the image: a clock would make each build another one.
+	// Created is the time of everything in the image. It is an input, because with a clock no two
+	// builds would be equal.
 	Created time.Time
 	// Labels are those of each platform's configuration, and annotations of the index.
 	Labels map[string]string
-	// User is UID:GID, numbers, since the image has no /etc/passwd.
+	// User is UID:GID in numbers, because the image has no /etc/passwd.
 	User       string
 	Entrypoint []string
 	Platforms  []Platform
@@ -43,7 +44,8 @@ type Platform struct {
 	Files            []File
 }
 
-// A File is one file of a layer. Directories on its way are made, owned by root and readable by all.
+// A File is one file of a layer. Its parent directories are made, owned by root and readable by
+// all.
 type File struct {
 	Path    string // absolute
 	Mode    int64
@@ -112,8 +114,8 @@ type history struct {
 	CreatedBy string `json:"created_by"`
 }
 
-// Write writes the archive, and returns the digest of the index: that by which a registry and its
-// users would name the image.
+// Write writes the archive. It returns the digest of the index, by which a registry and its users
+// would name the image.
 func (i Image) Write(w io.Writer) (digest string, err error) {
 	if i.Ref == "" || len(i.Platforms) == 0 {
 		return "", fmt.Errorf("image %q for %d platforms: want a name and at least one", i.Ref, len(i.Platforms))
@@ -133,7 +135,7 @@ func (i Image) Write(w io.Writer) (digest string, err error) {
 	}
 	named.Annotations = map[string]string{
 		"io.containerd.image.name":          i.Ref, // containerd: the whole name
-		"org.opencontainers.image.ref.name": i.Ref, // others: the tag, or the name
+		"org.opencontainers.image.ref.name": i.Ref, // other tools: the tag, or the name
 	}
 	layout, err := json.Marshal(index{SchemaVersion: 2, MediaType: typeIndex, Manifests: []descriptor{named}})
 	if err != nil {
@@ -149,13 +151,13 @@ func (i Image) Write(w io.Writer) (digest string, err error) {
 	return named.Digest, writeTar(w, files, i.Created)
 }
 
-// platform stores what the image is on one platform, and describes it.
+// platform stores the image of one platform, and describes it.
 func (i Image) platform(blobs *store, p Platform) (descriptor, error) {
 	var plain, packed bytes.Buffer
 	if err := writeTar(&plain, p.Files, i.Created); err != nil {
 		return descriptor{}, err
 	}
-	z, err := gzip.NewWriterLevel(&packed, gzip.BestCompression) // of its header nothing is set: no name, no time
+	z, err := gzip.NewWriterLevel(&packed, gzip.BestCompression) // header left empty: no name, no time
 	if err != nil {
 		return descriptor{}, err
 	}
@@ -170,7 +172,7 @@ func (i Image) platform(blobs *store, p Platform) (descriptor, error) {
 		Created: created, Architecture: p.Architecture, OS: p.OS,
 		Config: containerConfig{User: i.User, Entrypoint: i.Entrypoint, Env: []string{"PATH=/"}, WorkingDir: "/", Labels: i.Labels},
 		RootFS: rootFS{Type: "layers", DiffIDs: []string{"sha256:" + sum(plain.Bytes())}},
-		// Some runtimes want one line for each layer.
+		// Some runtimes require one line for each layer.
 		History: []history{{Created: created, CreatedBy: "isthmus internal/image"}},
 	})
 	if err != nil {
@@ -187,7 +189,7 @@ type blob struct {
 	content []byte
 }
 
-// A store has each content once, in the order in which it came.
+// A store holds each content once, in the order of arrival.
 type store struct{ blobs []blob }
 
 func (s *store) add(mediaType string, content []byte) descriptor {
@@ -211,7 +213,7 @@ func sum(content []byte) string {
 	return hex.EncodeToString(h[:])
 }
 
-// writeTar writes files and the directories that they are in, sorted by name.
+// writeTar writes files and their parent directories, sorted by name.
 func writeTar(w io.Writer, files []File, created time.Time) error {
 	files = slices.Clone(files)
 	slices.SortFunc(files, func(a, b File) int { return cmp.Compare(a.Path, b.Path) })

@@ -13,14 +13,15 @@ import (
 	"strings"
 )
 
-// A license is the license of one module: its SPDX expression and the files that it asks to keep.
+// A license is the license of one module: its SPDX expression and the files that must be
+// distributed with it.
 type license struct {
 	expression string
 	text       []byte
 }
 
-// marks are sentences that stand in each copy of a license, with white space and the characters of
-// comments as one blank.
+// marks are sentences that every copy of a license contains. White space and comment characters
+// count as one blank.
 var marks = []struct{ id, sentence string }{
 	{"Apache-2.0", "Apache License Version 2.0"},
 	{"Apache-2.0", "Licensed under the Apache License, Version 2.0"},
@@ -37,8 +38,8 @@ var (
 	copyleft   = regexp.MustCompile(`(?i)general public license`)
 )
 
-// expressionOf returns the SPDX expression for the text of a module's license files. It fails on a
-// text that it does not know, and on a copyleft license: a static binary must not link one.
+// expressionOf returns the SPDX expression for the text of a module's license files. It returns an
+// error for an unknown text, and for a copyleft license, which a static binary must not link.
 func expressionOf(text []byte) (string, error) {
 	plain := string(blanks.ReplaceAll(text, []byte(" ")))
 	var ids []string
@@ -122,7 +123,8 @@ func licenseIn(dir string) (l license, err error) {
 	return l, err
 }
 
-// notices is the text that the licenses want beside the program: each module with its license.
+// notices returns the text that the licenses require beside the program: each module with its
+// license.
 func notices(info *debug.BuildInfo, licenses map[string]license) []byte {
 	var b bytes.Buffer
 	fmt.Fprintf(&b, "isthmus is under the Apache License 2.0. It contains these modules:\n\n")
@@ -138,12 +140,12 @@ func notices(info *debug.BuildInfo, licenses map[string]license) []byte {
 	return b.Bytes()
 }
 
-// goModule is Go's standard library, which is in each binary and not among its modules.
+// goModule returns Go's standard library, which is in every binary but not among its modules.
 func goModule(info *debug.BuildInfo) *debug.Module {
 	return &debug.Module{Path: "stdlib", Version: strings.TrimPrefix(info.GoVersion, "go")}
 }
 
-// effective is the module that was compiled for m.
+// effective returns the module that was compiled for m.
 func effective(m *debug.Module) *debug.Module {
 	if m.Replace != nil {
 		return m.Replace

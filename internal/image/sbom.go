@@ -10,9 +10,9 @@ import (
 )
 
 // SBOM returns the software bill of materials of a Go binary, as SPDX 2.3 in JSON, and the notices:
-// the text of all licenses. Both list the modules that the linker noted in the binary, and the Go
-// that compiled it. name is that of the document, version that of the main module, which a build
-// without version control does not know. root is the main module's folder.
+// the text of all licenses. Both list the modules that the linker recorded in the binary, and the
+// version of Go that compiled it. name is the name of the document. version is that of the main
+// module, which a build without version control does not know. root is the main module's folder.
 func SBOM(binary, root, name, version string, created time.Time) (spdx, text []byte, err error) {
 	info, err := buildinfo.ReadFile(binary)
 	if err != nil {

@@ -30,7 +30,7 @@ func Prove(private [32]byte, n int, self, peer string, peerKey [32]byte) string 
 }
 
 // Proves reports whether a proof shows that a peer has the private keys of the public keys that it
-// claims. private is our private key, for whose public key the peer made the proof.
+// claims. private is our private key; the peer made the proof for its public key.
 func Proves(text string, private [32]byte, self, peer string, keys [][32]byte) bool {
 	given, err := base64.StdEncoding.DecodeString(text)
 	if err != nil || len(given) != sha256.Size {

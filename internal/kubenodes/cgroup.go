@@ -11,13 +11,13 @@ import (
 	"time"
 )
 
-// A hierarchy is a mounted hierarchy of control groups and the group of this process there.
+// A hierarchy is a mounted hierarchy of control groups, and the group of this process in it.
 type hierarchy struct {
 	own         string // directory of the group
 	controllers string // as mount(8) takes them; "-" in cgroup v2
 }
 
-// hierarchies returns those that a node needs a group in: all of cgroup v1, or the one of v2.
+// hierarchies returns those in which a node needs a group: all of cgroup v1, or the one of v2.
 func hierarchies() ([]hierarchy, error) {
 	groups, err := os.ReadFile("/proc/self/cgroup")
 	if err != nil {
@@ -47,7 +47,7 @@ func hierarchiesOf(groups, mounts string) (v1 []hierarchy) {
 		root, at := place[3], place[4]
 		switch kind[0] {
 		case "cgroup2":
-			// Its processes keep a group from handing controllers on, unless it is the root.
+			// A group with processes cannot delegate controllers, unless it is the root.
 			v2 = append(v2, hierarchy{at, "-"})
 		case "cgroup":
 			options := strings.Split(kind[2], ",")
@@ -75,7 +75,7 @@ func hierarchiesOf(groups, mounts string) (v1 []hierarchy) {
 // groupPrefix begins the names of all control groups of nodes: isthmus.LAB.NODE.
 const groupPrefix = "isthmus."
 
-// makeGroups makes a group in each hierarchy and returns them as node.sh takes them.
+// makeGroups makes a group in each hierarchy and returns them in the form that node.sh expects.
 func makeGroups(name string) (joined []string, err error) {
 	all, err := hierarchies()
 	if err != nil {
@@ -102,7 +102,7 @@ func makeGroups(name string) (joined []string, err error) {
 	return joined, nil
 }
 
-// removeGroups removes the groups with that name, which have no processes any more, and all below.
+// removeGroups removes the groups with that name, whose processes have ended, and all groups below.
 func removeGroups(name string) error {
 	all, err := hierarchies()
 	if err != nil {
@@ -111,7 +111,7 @@ func removeGroups(name string) error {
 	var errs []error
 	for _, h := range all {
 		dir := filepath.Join(h.own, name)
-		// A process that was killed leaves its group a moment later.
+		// A killed process leaves its group a moment later.
 		for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(10 * time.Millisecond) {
 			err := removeGroup(dir)
 			if err == nil || time.Now().After(deadline) {
@@ -144,7 +144,7 @@ func removeGroup(dir string) error {
 	return nil
 }
 
-// groupNames returns the names of all groups of nodes that there are.
+// groupNames returns the names of all existing groups of nodes.
 func groupNames() (names []string, err error) {
 	all, err := hierarchies()
 	if err != nil {

@@ -21,11 +21,13 @@ import (
 // `isthmus install` reads.
 const dnsImage = "isthmus.test/coredns:1.15.0"
 
-// dnsAddress is that of the Service kube-dns, which kubelets write into the pods' /etc/resolv.conf.
+// dnsAddress is the address of the Service kube-dns, which kubelets write into the pods'
+// /etc/resolv.conf.
 var dnsAddress = netip.MustParseAddr("10.96.0.10")
 
-// CoreDNS builds CoreDNS from the module test/coredns in dir and returns an archive of its image, for Options.DNS:
-// three minutes on two cores with an empty Go cache, seconds with a warm one.
+// CoreDNS builds CoreDNS from the module test/coredns in dir and returns an archive of its image,
+// for Options.DNS. That takes three minutes on two cores with an empty Go cache, and seconds with a
+// warm one.
 func CoreDNS(ctx context.Context, dir string) (archive string, err error) {
 	root, err := testbin.Root()
 	if err != nil {
@@ -33,7 +35,7 @@ func CoreDNS(ctx context.Context, dir string) (archive string, err error) {
 	}
 	program := filepath.Join(dir, "coredns")
 	cmd := exec.CommandContext(ctx, "go", "build", "-C", filepath.Join(root, "test", "coredns"), "-trimpath", "-ldflags=-s -w", "-o", program, ".")
-	// One set of flags has one cache.
+	// Each set of flags needs its own cache, so use the usual ones.
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOFLAGS=", "GOWORK=off", "GOOS="+runtime.GOOS, "GOARCH="+runtime.GOARCH)
 	if out, err := cmd.CombinedOutput(); err != nil {
 		return "", fmt.Errorf("build CoreDNS: %w\n%s", err, out)
@@ -64,8 +66,7 @@ func (c *Cluster) startDNS(ctx context.Context) error {
 	return nil
 }
 
-// dnsManifests are kubeadm's, but for forward and loop in the Corefile, and for a Corefile that is read again
-// sooner.
+// dnsManifests are kubeadm's, but the Corefile lacks forward and loop, and is reloaded sooner.
 const dnsManifests = `
 apiVersion: v1
 kind: ServiceAccount

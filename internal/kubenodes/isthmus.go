@@ -34,7 +34,7 @@ func ImageOf(program, archive string) (path string, err error) {
 	return ImageAs(program, Image, archive)
 }
 
-// ImageAs is ImageOf with another name for the image. The program's file has to be called isthmus.
+// ImageAs is ImageOf with another name for the image. The program's file must be called isthmus.
 func ImageAs(program, name, archive string) (path string, err error) {
 	return archive, writeImage(archive, name, "65532:65532", program)
 }
@@ -55,7 +55,7 @@ func (s *Set) Install(ctx context.Context, program string, more ...string) error
 	})
 }
 
-// Apply creates the objects of some YAML, or brings those that exist to what it says.
+// Apply creates the objects in some YAML, or updates existing ones.
 func (c *Cluster) Apply(ctx context.Context, yaml string) error {
 	decoder := utilyaml.NewYAMLOrJSONDecoder(strings.NewReader(yaml), 4096)
 	for {
@@ -72,8 +72,8 @@ func (c *Cluster) Apply(ctx context.Context, yaml string) error {
 	}
 }
 
-// WaitRolledOut waits until all Pods of all Deployments and DaemonSets of the installation are of
-// the newest kind and ready.
+// WaitRolledOut waits until all Pods of the installation's Deployments and DaemonSets have the
+// newest template and are ready.
 func (c *Cluster) WaitRolledOut(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
@@ -114,7 +114,7 @@ func (c *Cluster) rolledOut(ctx context.Context) error {
 	return nil
 }
 
-// Peer peers two clusters by the command line and waits until both say that they are ready.
+// Peer peers two clusters by the command line and waits until both report that they are ready.
 func (s *Set) Peer(ctx context.Context, program string, a, b *Cluster, more ...string) error {
 	args := append([]string{"peer", "--context", a.Name, "--remote-context", b.Name}, more...)
 	if out, err := s.Command(ctx, program, args...).CombinedOutput(); err != nil {
@@ -146,7 +146,7 @@ func (c *Cluster) NodeOf(name string) (*Node, error) {
 	return nil, fmt.Errorf("cluster %s has no node %q", c.Name, name)
 }
 
-// Watch lets the sniffer look for packets of c's peers' networks in the clear.
+// Watch makes the sniffer look for packets of c's peers' networks in the clear.
 func (c *Cluster) Watch(ctx context.Context, s *lab.Sniffer, peers ...*Cluster) error {
 	w := lab.Watched{Overlay: c.PodCIDR}
 	for _, p := range peers {
@@ -160,8 +160,8 @@ func (c *Cluster) Watch(ctx context.Context, s *lab.Sniffer, peers ...*Cluster) 
 	return nil
 }
 
-// Tell notes what becomes of the installation's Pods and of the Service of the gateway, until the function that it returns
-// is called, which returns it with the time of each line.
+// Tell records what happens to the installation's Pods and to the gateway's Service. The returned
+// function ends the record and returns it, with the time of each line.
 func (c *Cluster) Tell(ctx context.Context) (told func() string) {
 	ctx, end := context.WithCancel(ctx)
 	var all strings.Builder
@@ -208,7 +208,7 @@ func (c *Cluster) Tell(ctx context.Context) (told func() string) {
 	}
 }
 
-// Explain says what runs in the installation, for the error of something that did not come.
+// Explain describes the Pods of the installation, for the error of a wait that failed.
 func (c *Cluster) Explain() string {
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 	defer cancel()
@@ -237,7 +237,8 @@ func (c *Cluster) Explain() string {
 	return b.String()
 }
 
-// logOf returns the last lines of a pod's containers, from the node's disk: it needs no kubelet that answers.
+// logOf returns the last lines of a pod's containers from the node's disk, so it does not need the
+// kubelet.
 func (c *Cluster) logOf(p *corev1.Pod) string {
 	n, err := c.NodeOf(p.Spec.NodeName)
 	if err != nil {

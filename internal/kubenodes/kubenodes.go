@@ -1,19 +1,21 @@
-// Package kubenodes makes real Kubernetes clusters on one machine: each has an etcd, a kube-apiserver,
-// a controller manager and a scheduler, and nodes with a containerd, a kubelet, a kube-proxy and the
-// bridge CNI plugin of their own. It needs Linux, root, Debian's containerd, runc and
-// containernetworking-plugins (`make deps-nodes`), and the programs of kubetest.BuildNodes.
+// Package kubenodes makes real Kubernetes clusters on one machine: each has an etcd, a
+// kube-apiserver, a controller manager and a scheduler, and nodes with a containerd, a kubelet, a
+// kube-proxy and the bridge CNI plugin of their own. It needs Linux, root, Debian's containerd,
+// runc and containernetworking-plugins (`make deps-nodes`), and the programs of
+// kubetest.BuildNodes.
 //
 //	underlay ─┬─ a-control   etcd, kube-apiserver, kube-controller-manager, kube-scheduler
 //	          ├─ a-node1     containerd, kubelet, kube-proxy; cni0 ─ pods
 //	          ├─ a-node2     the same
 //	          └─ the same for b, ...
 //
-// Hosts, links and addresses are those of package lab, so the lab's Sniffer watches the underlay, and
-// a lab whose maker was killed is removed by the next Up. A node has network, mount, PID, UTS, IPC and
-// cgroup namespaces of its own: what kubelet and its like write on a node does not reach the machine.
+// Hosts, links and addresses are those of package lab, so the lab's Sniffer watches the underlay,
+// and a lab whose maker was killed is removed by the next Up. A node has its own network, mount,
+// PID, UTS, IPC and cgroup namespaces, so writes of the kubelet and other node programs do not
+// reach the machine.
 //
-// Pods have the addresses of their node's part of the PodCIDR. What leaves a cluster's PodCIDR is
-// masqueraded by the node, as NodeOptions say: the underlay has no routes to pods.
+// Pods have the addresses of their node's part of the PodCIDR. The node masquerades packets that
+// leave the cluster's PodCIDR, as NodeOptions say, because the underlay has no routes to pods.
 package kubenodes
 
 import (
@@ -37,16 +39,17 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// ProxyMode is how kube-proxy makes Services.
+// ProxyMode is the mode in which kube-proxy implements Services.
 type ProxyMode string
 
-// The modes that work here: there is no IPVS.
+// The modes that work here; IPVS does not.
 const (
 	IPTables ProxyMode = "iptables"
 	NFTables ProxyMode = "nftables"
 )
 
-// Masquerade is for which destinations outside of the PodCIDR the CNI hides pods behind their node.
+// Masquerade says for which destinations outside of the PodCIDR the CNI masquerades packets of
+// pods.
 type Masquerade string
 
 // The values of a Masquerade.
@@ -55,7 +58,7 @@ const (
 	MasqueradePublic Masquerade = "public" // not for 10.0.0.0/8, as ip-masq-agent does
 )
 
-// NodeOptions are those of all nodes of a cluster.
+// NodeOptions are the options of all nodes of a cluster.
 type NodeOptions struct {
 	Proxy      ProxyMode  // default IPTables
 	Masquerade Masquerade // default MasqueradeAll
@@ -63,17 +66,20 @@ type NodeOptions struct {
 	// HostNetwork runs the gateways of Isthmus in the network of their nodes.
 	HostNetwork bool
 
-	// UpperHalf gives pods addresses of the upper half of their node's part of the PodCIDR. A cluster with the same
-	// PodCIDR whose nodes start fewer than 126 pods each has then no pod of the same address.
+	// UpperHalf gives pods addresses in the upper half of their node's part of the PodCIDR. Then
+	// they differ from those of another cluster with the same PodCIDR, if its nodes start fewer
+	// than 126 pods each.
 	UpperHalf bool
 }
 
 // Options of Up.
 type Options struct {
-	Spec     lab.Spec               // its clusters get a control plane, two nodes unless they say otherwise, and no pods of the lab's
+	// Spec's clusters get a control plane, two nodes unless set otherwise, and none of the lab's
+	// pods.
+	Spec     lab.Spec
 	Nodes    map[string]NodeOptions // by cluster
 	Kube     string                 // the folder that kubetest.BuildNodes returned
-	Images   []string               // archives that every node gets besides those of this package
+	Images   []string               // archives for every node, besides those of this package
 	DNS      string                 // the archive that CoreDNS returned; empty: pods resolve no names
 	Progress io.Writer              // a line for each step; nil: none
 }
@@ -83,7 +89,7 @@ type Set struct {
 	fleet.Set[*Cluster]
 
 	options Options
-	dir     string // on disk: what nodes run
+	dir     string // on disk: the state of nodes
 }
 
 // A Cluster is one cluster with its control plane and nodes.
@@ -95,19 +101,19 @@ type Cluster struct {
 	options NodeOptions
 }
 
-// Proxy is how the cluster's kube-proxy makes Services.
+// Proxy returns the mode in which the cluster's kube-proxy implements Services.
 func (c *Cluster) Proxy() ProxyMode { return c.options.Proxy }
 
-// programsOfNodes are those of Debian's packages that a node runs.
+// programsOfNodes are the programs of a node, and the Debian packages that contain them.
 var programsOfNodes = map[string]string{
 	"containerd": "containerd", "ctr": "containerd", "runc": "runc", "iptables": "iptables", "nft": "nftables",
 	"unshare": "util-linux", "mount": "mount", "sh": "dash",
 }
 
-// pluginsDir is where Debian has the CNI plugins.
+// pluginsDir is the folder of Debian's CNI plugins.
 const pluginsDir = "/usr/lib/cni"
 
-// Available says why nodes cannot be made here, or nil when they can.
+// Available returns why nodes cannot be made here, or nil if they can.
 func Available() error {
 	if err := lab.Available(); err != nil {
 		return err
@@ -136,8 +142,8 @@ func keys(m map[string]string) func(func(string) bool) {
 	}
 }
 
-// Up makes the clusters and returns when all nodes are ready. A failed Up leaves nothing, and it
-// removes what an Up of a process that was killed has left.
+// Up makes the clusters and returns when all nodes are ready. A failed Up leaves nothing behind. Up
+// also removes the remains of an Up whose process was killed.
 func Up(ctx context.Context, o Options) (*Set, error) {
 	if o.Progress == nil {
 		o.Progress = io.Discard
@@ -167,10 +173,10 @@ func Up(ctx context.Context, o Options) (*Set, error) {
 	return s, nil
 }
 
-// root has a folder for each lab with nodes: on disk, since overlays of images are there.
+// root has a folder for each lab with nodes. It is on disk, because overlays of images are in it.
 var root = filepath.Join(os.TempDir(), "isthmus-nodes")
 
-// sweep removes the folders and control groups of labs that are no more.
+// sweep removes the folders and control groups of labs that no longer exist.
 func sweep() error {
 	labs, err := lab.List()
 	if err != nil {
@@ -254,7 +260,7 @@ func (s *Set) Down() error {
 	}
 	errs = append(errs, os.RemoveAll(s.dir))
 	if entries, err := os.ReadDir(root); err == nil && len(entries) == 0 {
-		_ = os.Remove(root) // an empty directory that stays does no harm
+		_ = os.Remove(root) // an empty directory that stays is harmless
 	}
 	return errors.Join(errs...)
 }
@@ -275,7 +281,7 @@ func (c *Cluster) startNodes(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// isReady tells whether a Node says that it is.
+// isReady reports whether the condition Ready of a Node is true.
 func isReady(n *corev1.Node) bool {
 	return slices.ContainsFunc(n.Status.Conditions, func(c corev1.NodeCondition) bool {
 		return c.Type == corev1.NodeReady && c.Status == corev1.ConditionTrue

@@ -28,7 +28,7 @@ const TestImage = "isthmus.test/testpod:1"
 
 var serviceCIDR = netip.MustParsePrefix("10.96.0.0/16")
 
-// patience is how long a node may take until it is ready, on a machine that is busy with other things.
+// patience is how long a node may take until it is ready, on a busy machine.
 const patience = 3 * time.Minute
 
 //go:embed node.sh
@@ -55,7 +55,7 @@ func (s *Set) testImage() (path string, err error) {
 	return path, writeImage(path, TestImage, "", filepath.Join(s.dir, "testpod"))
 }
 
-// begin makes the Node object, starts the node and waits until it is ready.
+// begin creates the Node object, starts the node and waits until it is ready.
 func (n *Node) begin(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
@@ -71,8 +71,8 @@ func (n *Node) begin(ctx context.Context) error {
 	return n.Start(ctx)
 }
 
-// register makes the Node object. The routes between nodes are there already, so the node gets the part of the PodCIDR that they
-// lead to.
+// register creates the Node object. The routes between nodes exist already, so the node gets the
+// part of the PodCIDR to which they lead.
 func (n *Node) register(ctx context.Context) error {
 	object := &corev1.Node{
 		ObjectMeta: metav1.ObjectMeta{Name: n.Name},
@@ -81,7 +81,7 @@ func (n *Node) register(ctx context.Context) error {
 	return client.IgnoreAlreadyExists(n.cluster.Client.Create(ctx, object))
 }
 
-// Replace puts a new node in the place of this one: with the same name, but nothing that the old one had stored.
+// Replace replaces this node by a new one with the same name and an empty disk.
 func (n *Node) Replace(ctx context.Context) error {
 	if err := n.Crash(); err != nil { // its disk is in memory
 		return err
@@ -95,7 +95,7 @@ func (n *Node) Replace(ctx context.Context) error {
 	return n.Start(ctx)
 }
 
-// Start boots a node that does not run and waits until it is ready.
+// Start boots a stopped node and waits until it is ready.
 func (n *Node) Start(ctx context.Context) error {
 	groups, err := makeGroups(n.group())
 	if err != nil {
@@ -124,7 +124,7 @@ func (n *Node) Start(ctx context.Context) error {
 	}
 	n.done = make(chan struct{})
 	go func() {
-		_ = n.cmd.Wait() // how it ended is in the log
+		_ = n.cmd.Wait() // the log has the result
 		close(n.done)
 	}()
 	if err := n.loadImages(ctx); err != nil {
@@ -136,7 +136,7 @@ func (n *Node) Start(ctx context.Context) error {
 	return n.waitReady(ctx, started)
 }
 
-// waitReady waits until kubelet has said, since the given time, that the node is ready.
+// waitReady waits until the kubelet has reported, since the given time, that the node is ready.
 func (n *Node) waitReady(ctx context.Context, since time.Time) error {
 	var last error
 	err := wait.PollUntilContextCancel(ctx, 100*time.Millisecond, true, func(ctx context.Context) (bool, error) {
@@ -164,8 +164,8 @@ func (n *Node) waitReady(ctx context.Context, since time.Time) error {
 	return nil
 }
 
-// Crash ends the node as a power cut does: all its processes at once, and what its kernel knew is
-// gone, except for the link and the routes to the other nodes.
+// Crash ends the node as a power cut does: it kills all processes at once and removes the kernel's
+// state, except for the link and the routes to other nodes.
 func (n *Node) Crash() error {
 	if err := n.kill(); err != nil {
 		return err
@@ -186,7 +186,7 @@ func (n *Node) kill() error {
 	}
 	<-n.done
 	n.cmd, n.done = nil, nil
-	return removeGroups(n.group()) // succeeds when the last process is gone
+	return removeGroups(n.group()) // succeeds once the last process has ended
 }
 
 // run runs a program on the node, with the machine's view of the file system.
@@ -197,7 +197,8 @@ func (n *Node) run(name string, args ...string) error {
 	return nil
 }
 
-// masquerade is the CNI's part that the bridge plugin does for the node's own pods only.
+// masquerade adds the masquerading that the bridge plugin does not do. The plugin only handles the
+// node's own pods.
 func (n *Node) masquerade() error {
 	pods := n.cluster.PodCIDR.String()
 	if n.cluster.options.Masquerade == MasqueradePublic {
@@ -208,7 +209,7 @@ func (n *Node) masquerade() error {
 	return n.run("iptables", "-w", "-t", "nat", "-A", "POSTROUTING", "-s", pods, "!", "-d", pods, "-j", "MASQUERADE")
 }
 
-// loadImages gives the images to the node's containerd as soon as it answers.
+// loadImages loads the images into the node's containerd as soon as it answers.
 func (n *Node) loadImages(ctx context.Context) error {
 	for _, image := range n.cluster.set.options.Images {
 		var last error
@@ -230,7 +231,7 @@ func (n *Node) loadImages(ctx context.Context) error {
 	return nil
 }
 
-// root is the node's view of the file system.
+// root returns the path of the node's root directory on this machine.
 func (n *Node) root() string {
 	if n.cmd == nil {
 		return "/nonexistent"
@@ -352,7 +353,7 @@ func (n *Node) Logs(lines int) string {
 	return b.String()
 }
 
-// tail returns the last lines of a file, nothing where there is none.
+// tail returns the last lines of a file, or nothing if there is no file.
 func tail(path string, lines int) string {
 	text, err := os.ReadFile(path)
 	if err != nil {

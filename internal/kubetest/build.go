@@ -22,16 +22,16 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// binEnv names a folder that already has the programs; Build returns it and builds nothing.
+// binEnv names a folder with existing programs; Build then returns it and builds nothing.
 const binEnv = "ISTHMUS_KUBE"
 
 // programs are the names under which the one binary is linked.
 var programs = []string{"etcd", "kube-apiserver", "kube-controller-manager"}
 
-// A recipe is one of the binaries that are built here: for control planes alone, of the newest and of the
-// oldest version of Kubernetes that we support, and with the programs of nodes besides.
+// A recipe describes a set of programs that is built here: control planes of the newest and of the
+// oldest supported version of Kubernetes, or of the newest version with the programs of nodes.
 type recipe struct {
-	env      string // names a folder that has the programs already
+	env      string // names a folder with existing programs
 	module   string // folder in test/
 	prefix   string // of the folder in bin/
 	programs []string
@@ -50,34 +50,36 @@ func (r recipe) what() string {
 	return strings.Join(r.programs[:last], ", ") + " and " + r.programs[last]
 }
 
-// buildFlags never vary, since other flags would make a cache of their own: gigabytes and minutes.
-// Without debugging information the build takes an eighth less, and the linker a fifth less memory.
+// buildFlags never vary, because each set of flags needs its own cache: gigabytes and minutes.
+// Without debugging information the build takes an eighth less time, and the linker a fifth less
+// memory.
 var buildFlags = []string{"-trimpath", "-gcflags=all=-dwarf=false", "-buildvcs=false"}
 
-// Build returns the folder with the programs etcd, kube-apiserver and kube-controller-manager, and
-// builds them where they are not there yet: four minutes or so on two cores with an empty Go cache,
-// seconds with a warm one. The folder is bin/kube-VERSION-HASH of the repository around the working
-// directory, or what the environment variable ISTHMUS_KUBE names; KUBEBUILDER_ASSETS may point at
-// it. Processes that build at the same time wait for the first one. progress gets a line every few
-// seconds; nothing is written to it when there is nothing to build.
+// Build returns the folder with the programs etcd, kube-apiserver and kube-controller-manager. If
+// they do not exist, it builds them, which takes some four minutes on two cores with an empty Go
+// cache, and seconds with a warm one. The folder is bin/kube-VERSION-HASH of the repository around
+// the working directory, or the value of the environment variable ISTHMUS_KUBE. KUBEBUILDER_ASSETS
+// may have the same value. If several processes build at the same time, one builds and the others
+// wait. progress gets a line every few seconds, and nothing if there is nothing to build.
 func Build(ctx context.Context, progress io.Writer) (dir string, err error) {
 	return controlPlane.build(ctx, progress)
 }
 
-// BuildOldest is Build for the oldest version of Kubernetes that we support. Its folder is
-// bin/kube-oldest-VERSION-HASH, or what ISTHMUS_KUBE_OLDEST names. Where ISTHMUS_KUBE names that folder,
-// tests run on the oldest version.
+// BuildOldest is Build for the oldest supported version of Kubernetes. Its folder is
+// bin/kube-oldest-VERSION-HASH, or the value of ISTHMUS_KUBE_OLDEST. If ISTHMUS_KUBE is that
+// folder, tests run on the oldest version.
 func BuildOldest(ctx context.Context, progress io.Writer) (dir string, err error) {
 	return oldest.build(ctx, progress)
 }
 
-// BuildNodes is Build for the programs of nodes too: kube-scheduler, kubelet and kube-proxy. Its
-// folder is bin/kube-nodes-VERSION-HASH, or what ISTHMUS_KUBE_NODES names.
+// BuildNodes is Build with the programs of nodes, too: kube-scheduler, kubelet and kube-proxy. Its
+// folder is bin/kube-nodes-VERSION-HASH, or the value of ISTHMUS_KUBE_NODES.
 func BuildNodes(ctx context.Context, progress io.Writer) (dir string, err error) {
 	return withNodes.build(ctx, progress)
 }
 
-// FindNodes returns what BuildNodes would return, or why that would have to build something.
+// FindNodes returns the result of BuildNodes if nothing has to be built, and otherwise an error
+// with the reason.
 func FindNodes() (dir string, err error) {
 	if dir, err = withNodes.find(); err == nil {
 		err = missing(dir, withNodes.programs)
@@ -136,7 +138,7 @@ func (r recipe) build(ctx context.Context, progress io.Writer) (dir string, err 
 	return dir, nil
 }
 
-// missing says which program is not in dir, nil when none is.
+// missing returns an error about a program that is not in dir, or nil if none is missing.
 func missing(dir string, programs []string) error {
 	for _, name := range programs {
 		if st, err := os.Stat(filepath.Join(dir, name)); err != nil {
@@ -148,8 +150,8 @@ func missing(dir string, programs []string) error {
 	return nil
 }
 
-// moduleRoot finds the main module's folder upwards from the working directory, also from a nested
-// module.
+// moduleRoot finds the main module's folder in the parents of the working directory, even from a
+// nested module.
 func (r recipe) moduleRoot() (string, error) {
 	wd, err := os.Getwd()
 	if err != nil {
@@ -169,8 +171,8 @@ func (r recipe) moduleRoot() (string, error) {
 
 var kubernetesVersion = regexp.MustCompile(`(?m)^\s*k8s\.io/kubernetes (v(\d+)\.(\d+)\.\S+)$`)
 
-// identify returns the version of Kubernetes that the module in src builds, and a hash of all that
-// decides the result.
+// identify returns the version of Kubernetes that the module in src builds, and a hash of
+// everything that affects the result.
 func identify(src string) (version, hash string, err error) {
 	h := sha256.New()
 	fmt.Fprintln(h, runtime.GOOS, runtime.GOARCH, buildFlags)
@@ -191,7 +193,7 @@ func identify(src string) (version, hash string, err error) {
 	return version, hex.EncodeToString(h.Sum(nil))[:12], nil
 }
 
-// lock takes the file lock at path, which ends with the process at the latest.
+// lock takes the file lock at path. It ends with the process at the latest.
 func lock(ctx context.Context, path string, progress io.Writer) (unlock func(), err error) {
 	f, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR, 0o644)
 	if err != nil {
@@ -218,14 +220,14 @@ func lock(ctx context.Context, path string, progress io.Writer) (unlock func(), 
 	}
 }
 
-// make makes dir, complete or not at all. The caller holds the lock.
+// make creates dir, completely or not at all. The caller holds the lock.
 func (r recipe) make(ctx context.Context, src, version, dir string, progress io.Writer) error {
-	making := "." + r.module + "-" // no prefix of the other recipe's
+	making := "." + r.module + "-" // must not be a prefix of the other recipe's
 	abandoned, err := filepath.Glob(filepath.Join(filepath.Dir(dir), making+"*"))
 	if err != nil {
 		return err
 	}
-	for _, path := range abandoned { // by builds that were killed: nobody else has the lock
+	for _, path := range abandoned { // left by killed builds: nobody else has the lock
 		if err := os.RemoveAll(path); err != nil {
 			return err
 		}
@@ -234,7 +236,7 @@ func (r recipe) make(ctx context.Context, src, version, dir string, progress io.
 	if err != nil {
 		return err
 	}
-	defer func() { _ = os.RemoveAll(tmp) }() // renamed, or removed by the next build
+	defer func() { _ = os.RemoveAll(tmp) }() // already renamed, or removed by the next build
 	if err := os.Chmod(tmp, 0o755); err != nil {
 		return err
 	}
@@ -247,7 +249,7 @@ func (r recipe) make(ctx context.Context, src, version, dir string, progress io.
 		return err
 	}
 	say.compiling(len(strings.Fields(stale)))
-	ldflags := "-ldflags=-s -w" // without the rest, the programs call themselves v0.0.0-master
+	ldflags := "-ldflags=-s -w" // otherwise the programs call themselves v0.0.0-master
 	m := strings.SplitN(strings.TrimPrefix(version, "v"), ".", 3)
 	for _, v := range []string{"gitVersion=" + version, "gitMajor=" + m[0], "gitMinor=" + m[1]} {
 		ldflags += " -X k8s.io/component-base/version." + v
@@ -260,7 +262,7 @@ func (r recipe) make(ctx context.Context, src, version, dir string, progress io.
 			return err
 		}
 	}
-	if err := os.RemoveAll(dir); err != nil { // incomplete, else we would not be here
+	if err := os.RemoveAll(dir); err != nil { // incomplete, or make would not have been called
 		return err
 	}
 	if err := os.Rename(tmp, dir); err != nil {
@@ -271,15 +273,16 @@ func (r recipe) make(ctx context.Context, src, version, dir string, progress io.
 	return nil
 }
 
-// run runs the go command in src and returns its output. What it reports on the way goes to r; an
-// error says what the command said.
+// run runs the go command in src and returns its output. Its progress goes to r. An error contains
+// the command's messages.
 func run(ctx context.Context, r *reporter, src string, args []string) (string, error) {
 	cmd := exec.CommandContext(ctx, "go", args...)
 	cmd.Dir = src
-	// The caller's flags and platform are not the programs' own: a different value would be a
-	// different, uncached build.
+	// The caller's flags and platform must not apply: other values would mean a different build
+	// without a cache.
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOFLAGS=", "GOWORK=off", "GOOS="+runtime.GOOS, "GOARCH="+runtime.GOARCH)
-	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGINT) } // the go command ends its compilers then
+	// The go command then ends its compilers.
+	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGINT) }
 	cmd.WaitDelay = 10 * time.Second
 	var stdout strings.Builder
 	cmd.Stdout = &stdout
@@ -313,7 +316,7 @@ func run(ctx context.Context, r *reporter, src string, args []string) (string, e
 	return stdout.String(), nil
 }
 
-// A reporter tells a waiting person how far the build is.
+// A reporter shows the progress of the build to a waiting person.
 type reporter struct {
 	w       io.Writer
 	started time.Time
@@ -328,7 +331,7 @@ func (r *reporter) say(what string) {
 	fmt.Fprintf(r.w, "kube: %4s  %s\n", time.Since(r.started).Round(time.Second), what)
 }
 
-// everySeconds reports now and then every n seconds until stop, which may be called twice.
+// everySeconds reports every n seconds until stop, which may be called twice.
 func (r *reporter) everySeconds(n int, what recipe) (stop func()) {
 	fmt.Fprintf(r.w, "kube: building %s, once: %s\n", what.what(), what.long)
 	quit, ended := make(chan struct{}), make(chan struct{})
@@ -352,7 +355,7 @@ func (r *reporter) report() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	stage := r.stage
-	if r.done >= 100 && r.done < r.all { // before, one package says little about the next
+	if r.done >= 100 && r.done < r.all { // earlier, the rate says little about the rest
 		left := time.Since(r.since) / time.Duration(r.done) * time.Duration(r.all-r.done)
 		stage += fmt.Sprintf("; about %v left, and the linking", left.Round(10*time.Second))
 	}
@@ -366,7 +369,7 @@ func (r *reporter) downloaded() {
 	r.stage = fmt.Sprintf("downloading modules: %d", r.done)
 }
 
-// compiling begins the second stage, in which all packages are to be compiled.
+// compiling begins the second stage, in which all packages are compiled.
 func (r *reporter) compiling(all int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -18,8 +18,8 @@ import (
 // outlives any test.
 const validity = 10 * 365 * 24 * time.Hour
 
-// An authority is a cluster's one CA: it signs the server, the clients and, in the controller
-// manager, what CertificateSigningRequests ask for.
+// An authority is a cluster's only CA. It signs the certificates of the server and of clients and,
+// in the controller manager, those of CertificateSigningRequests.
 type authority struct {
 	cert            *x509.Certificate
 	key             *ecdsa.PrivateKey
@@ -46,7 +46,7 @@ func newAuthority(name string) (*authority, error) {
 	return a, err
 }
 
-// server returns a certificate for the names and addresses that clients reach the API server by.
+// server returns a certificate for the names and addresses at which clients reach the API server.
 func (a *authority) server(addrs ...netip.Addr) (cert, key []byte, err error) {
 	template := &x509.Certificate{
 		Subject:     pkix.Name{CommonName: "kube-apiserver"},
@@ -82,7 +82,7 @@ func (a *authority) issue(template *x509.Certificate) (cert, keyPEM []byte, err 
 	return cert, keyPEM, err
 }
 
-// sign fills in what all certificates have in common.
+// sign sets the common fields of all certificates.
 func (a *authority) sign(template *x509.Certificate, key *ecdsa.PrivateKey) (certPEM []byte, err error) {
 	if template.SerialNumber, err = rand.Int(rand.Reader, new(big.Int).Lsh(big.NewInt(1), 127)); err != nil {
 		return nil, err

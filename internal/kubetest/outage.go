@@ -10,11 +10,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Freeze stops the API server in the middle of whatever it does, as a machine without CPU would:
-// connections stay, new ones are accepted by the kernel, nothing is answered until Thaw.
+// Freeze stops the API server at once, as if its machine had no CPU: connections stay open, the
+// kernel accepts new ones, and nothing is answered until Thaw.
 func (s *Server) Freeze() error { return s.signal(unix.SIGSTOP) }
 
-// Thaw lets a frozen API server go on.
+// Thaw lets a frozen API server continue.
 func (s *Server) Thaw() error { return s.signal(unix.SIGCONT) }
 
 func (s *Server) signal(sig unix.Signal) error {
@@ -26,7 +26,7 @@ func (s *Server) signal(sig unix.Signal) error {
 	if err := s.api.cmd.Process.Signal(sig); err != nil {
 		return fmt.Errorf("API server %s: %v: %w", s.opts.Name, sig, err)
 	}
-	// The signal stops its threads one by one, and on a busy machine some go on answering
+	// The signal stops the server's threads one by one. On a busy machine some still answer
 	// meanwhile.
 	for sig == unix.SIGSTOP {
 		err := unix.Waitid(unix.P_PID, s.api.cmd.Process.Pid, nil, unix.WSTOPPED|unix.WEXITED|unix.WNOWAIT, nil)
@@ -39,8 +39,8 @@ func (s *Server) signal(sig unix.Signal) error {
 
 func (s *Server) stopped() error { return fmt.Errorf("API server %s was stopped", s.opts.Name) }
 
-// RestartAPIServer kills the API server, frozen or not, starts it again on the same port and data,
-// and returns when it is ready. Its clients lose their connections and watches.
+// RestartAPIServer kills the API server, even if it is frozen, and starts it again with the same
+// port and data. It returns when the server is ready. Clients lose their connections and watches.
 func (s *Server) RestartAPIServer(ctx context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -63,8 +63,7 @@ func (s *Server) RestartAPIServer(ctx context.Context) error {
 	return nil
 }
 
-// Save copies what etcd has to a folder that does not exist yet: what a snapshot of its disk would
-// have at one moment.
+// Save copies the data of etcd to a new folder, like a snapshot of its disk at one moment.
 func (s *Server) Save(folder string) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -77,8 +76,8 @@ func (s *Server) Save(folder string) error {
 	return errors.Join(os.CopyFS(folder, os.DirFS(filepath.Join(s.dir, "etcd"))), s.etcd.cmd.Process.Signal(unix.SIGCONT))
 }
 
-// Restore kills API server and etcd, gives etcd what Save has copied, and returns when all is ready
-// again.
+// Restore kills the API server and etcd, restores the data that Save copied, and returns when both
+// are ready again.
 func (s *Server) Restore(ctx context.Context, folder string) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -6,10 +6,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A reservation keeps a free TCP port for the API server, so that no other process gets it, neither
-// before the first start nor while the server is down between two. It is a socket that is bound and
-// never listens; the server binds beside it with SO_REUSEPORT (--permit-port-sharing) and gets all
-// connections.
+// A reservation keeps a free TCP port for the API server, so that no other process gets it before
+// the first start or during a restart. It is a bound socket that never listens. The server binds
+// the same port with SO_REUSEPORT (--permit-port-sharing) and gets all connections.
 type reservation struct {
 	fd     int
 	number uint16

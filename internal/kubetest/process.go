@@ -12,10 +12,10 @@ import (
 	"time"
 )
 
-// A guard makes sure that nothing of a server outlives its owner, also when the owner is killed by
-// SIGKILL or runs into a panic. It is a shell that leads the process group of all programs, reads a
-// pipe whose other end only the owner has, and at its end removes the folder and kills the group,
-// itself included. The usual Stop takes this way too.
+// A guard ensures that nothing of a server outlives its owner, even if the owner is killed by
+// SIGKILL or panics. It is a shell that leads the process group of all programs and reads a pipe
+// whose other end only the owner has. When the pipe ends, it removes the folder and kills the
+// group, including itself. Stop ends the pipe, too.
 //
 // Why not Pdeathsig: it fires when the parent's thread ends, and a program that is started inside a
 // network namespace is started by a thread that ends right after. Why not a list of process IDs:
@@ -41,22 +41,22 @@ func newGuard(dir string) (*guard, error) {
 	return &guard{shell, w}, nil
 }
 
-// end kills whatever is left in the group and removes the folder.
+// end kills all processes that are left in the group and removes the folder.
 func (g *guard) end() {
 	g.pipe.Close()
-	_ = g.shell.Wait() // always "killed": it does that itself
+	_ = g.shell.Wait() // always "killed", because the shell kills itself
 }
 
-// A process is a program of a server that was started, and its log.
+// A process is a started program of a server, and its log.
 type process struct {
 	cmd   *exec.Cmd
 	log   string // path
 	ended chan struct{}
-	err   error // why it ended; to be read once ended is closed
+	err   error // its result; read it only after ended is closed
 }
 
-// start starts the program inside the guard's group. Its log goes on where an earlier one of the
-// same name ended. It is a file, not a pipe: a program must not wait for its owner to read.
+// start starts the program in the guard's group. Its log is appended to that of an earlier program
+// with the same name. The log is a file, not a pipe, so that the program never waits for a reader.
 func (g *guard) start(starter func(*exec.Cmd) error, dir, path string, args ...string) (*process, error) {
 	name := filepath.Base(path)
 	p := &process{cmd: exec.Command(path, args...), log: filepath.Join(dir, name+".log"), ended: make(chan struct{})}
@@ -113,7 +113,7 @@ func (p *process) tail(lines int) string {
 	}
 	defer f.Close()
 	if end, err := f.Seek(0, io.SeekEnd); err == nil {
-		_, _ = f.Seek(max(0, end-64<<10), io.SeekStart) // cannot fail where the first one did not
+		_, _ = f.Seek(max(0, end-64<<10), io.SeekStart) // cannot fail if the first one did not
 	}
 	b, err := io.ReadAll(f)
 	if err != nil {

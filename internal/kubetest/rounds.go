@@ -5,9 +5,9 @@ import (
 	"strconv"
 )
 
-// Rounds calls run once for each round of `go test -count`, with the flag at 1: names that tests use are
-// fixed, and each round has to have API servers that do not know them. It returns the worst exit code. It
-// is for a TestMain; run starts the servers and calls testing.M.Run.
+// Rounds calls run once for each round of `go test -count`, with the flag set to 1. Tests use fixed
+// names, so each round needs new API servers. It returns the worst exit code. It is for a TestMain;
+// run starts the servers and calls testing.M.Run.
 func Rounds(run func() int) (code int) {
 	flag.Parse()
 	f := flag.Lookup("test.count")

@@ -1,5 +1,5 @@
 // Package kubetest starts real Kubernetes API servers for tests and the demo: etcd, kube-apiserver
-// and, where wanted, the controllers that tests wait for (namespaces, garbage collection, service
+// and, on request, the controllers that tests wait for (namespaces, garbage collection, service
 // accounts and their tokens, quotas, certificate requests, aggregated roles). Any number of them
 // run side by side; one is ready in a few seconds and leaves nothing behind.
 //
@@ -34,48 +34,51 @@ import (
 	"time"
 )
 
-// readyTimeout bounds a start whose context has no earlier end. At a load of ten it takes half a
-// minute, and longer beside tests with a lower nice value, as in CI.
+// readyTimeout bounds a start if the context has no earlier deadline. At a load of ten a start
+// takes half a minute, and longer beside tests with a lower nice value, as in CI.
 const readyTimeout = 5 * time.Minute
 
-// controllers are those of the controller manager that objects need to be deleted, tokens to exist
-// and requests to be answered. Those that make pods, or look after nodes, have nothing to do here.
+// controllers are those of the controller manager that delete objects, create tokens and answer
+// requests. Those that create pods or manage nodes are not needed here.
 const controllers = "namespace-controller,garbage-collector-controller,resourcequota-controller,serviceaccount-controller," +
 	"serviceaccount-token-controller,certificatesigningrequest-signing-controller," +
 	"certificatesigningrequest-approving-controller,clusterrole-aggregation-controller"
 
 // Options of a server. The zero value is a server on a free port of 127.0.0.1 without controllers.
 type Options struct {
-	// Name is the cluster's, the context's and the user's in the kubeconfig. Default: "kubetest".
+	// Name is the name of the cluster, the context and the user in the kubeconfig. Default:
+	// "kubetest".
 	Name string
-	// Dir has the programs, as Build returns it. Default: what Build returns, with its progress on
+	// Dir is the folder with the programs. Default: the result of Build, with its progress on
 	// standard error.
 	Dir string
 	// Host is the address to listen on and to advertise. Default: 127.0.0.1.
 	Host netip.Addr
-	// APIPort is the port to listen on. Default: a free one, or 6443 with a Starter, which may
-	// start programs in another network namespace, where this package cannot look for a free one.
+	// APIPort is the port to listen on. Default: a free one. With a Starter the default is 6443,
+	// because it may start programs in another network namespace, where this package cannot look
+	// for a free port.
 	APIPort uint16
-	// ServiceCIDR is what cluster IPs are taken from, of the same family as Host, with at most 2^20
-	// addresses. Default: 10.96.0.0/12 (fd00:96::/108 where Host is IPv6).
+	// ServiceCIDR is the network of cluster IPs, in the family of Host, with at most 2^20
+	// addresses. Default: 10.96.0.0/12, or fd00:96::/108 if Host is IPv6.
 	ServiceCIDR netip.Prefix
-	// Controllers starts the controller manager too. Without it no namespace is ever deleted to the
-	// end, and owner references, ServiceAccounts of new namespaces and quotas have no effect.
+	// Controllers starts the controller manager, too. Without it namespaces are never deleted
+	// completely, and owner references, ServiceAccounts of new namespaces and quotas have no
+	// effect.
 	Controllers bool
-	// Nodes says that there are kubelets: all controllers of the controller manager run, and a
-	// scheduler, and the API server may talk to kubelets. It needs the programs of BuildNodes.
+	// Nodes is true if there are kubelets. Then a scheduler and all controllers of the controller
+	// manager run, and the API server may connect to kubelets. It needs the programs of BuildNodes.
 	Nodes bool
 	// APIServerArgs are further arguments of kube-apiserver, such as those of an audit log. Paths
-	// in them are absolute.
+	// in them must be absolute.
 	APIServerArgs []string
-	// Starter starts a prepared command, for example inside a network namespace. It must keep
-	// SysProcAttr, Dir, Stdout and Stderr as they are. Default: cmd.Start.
+	// Starter starts a prepared command, for example inside a network namespace. It must not change
+	// SysProcAttr, Dir, Stdout and Stderr. Default: cmd.Start.
 	Starter func(cmd *exec.Cmd) error
-	// Dial reaches the server from here, where Starter put it elsewhere. Default: net.Dialer.
+	// Dial connects to the server from here, if Starter started it elsewhere. Default: net.Dialer.
 	Dial func(ctx context.Context, network, address string) (net.Conn, error)
 }
 
-// A Server is a running control plane. Its methods may be called concurrently, also after Stop.
+// A Server is a running control plane. Its methods may be called concurrently, even after Stop.
 type Server struct {
 	opts Options
 	dir  string // of this server alone: data, keys, logs
@@ -94,9 +97,9 @@ type Server struct {
 	api *process // another one after RestartAPIServer
 }
 
-// Start starts a server and returns when it is ready, and its controllers work where they are
-// wanted. ctx bounds the start alone. The caller ends the server with Stop. An error says what the
-// program that failed said last.
+// Start starts a server and returns when it and the requested controllers are ready. ctx bounds
+// only the start. The caller ends the server with Stop. An error contains the last messages of the
+// program that failed.
 func Start(ctx context.Context, opts Options) (s *Server, err error) {
 	if err := opts.complete(); err != nil {
 		return nil, err
@@ -106,7 +109,7 @@ func Start(ctx context.Context, opts Options) (s *Server, err error) {
 			return nil, err
 		}
 	}
-	if opts.Dir, err = filepath.Abs(opts.Dir); err != nil { // programs run in a folder of their own
+	if opts.Dir, err = filepath.Abs(opts.Dir); err != nil { // programs run in other folders
 		return nil, err
 	}
 	if err := missing(opts.Dir, opts.programs()); err != nil {
@@ -131,7 +134,8 @@ func (o *Options) programs() []string {
 	return controlPlane.programs
 }
 
-// complete fills in the defaults and refuses what the programs would refuse later and less clearly.
+// complete fills in the defaults. It rejects options that the programs would reject later and less
+// clearly.
 func (o *Options) complete() error {
 	if o.Name == "" {
 		o.Name = "kubetest"
@@ -168,7 +172,7 @@ func (o *Options) complete() error {
 	return nil
 }
 
-// start does what Start promises; what it leaves half done is for Stop.
+// start implements Start. After an error, Stop removes what it has started.
 func (s *Server) start(ctx context.Context) (err error) {
 	if s.dir, err = os.MkdirTemp("", "kubetest-"+s.opts.Name+"-"); err != nil {
 		return err
@@ -202,7 +206,8 @@ func (s *Server) start(ctx context.Context) (err error) {
 			return err
 		}
 	}
-	if err := s.startControllers(); err != nil { // not earlier: it gives up when the API server takes ten seconds
+	// Not earlier: the controller manager gives up if the API server takes ten seconds.
+	if err := s.startControllers(); err != nil {
 		return err
 	}
 	return s.await(ctx, "/api/v1/namespaces/default/serviceaccounts/default") // a controller has made it
@@ -213,7 +218,7 @@ func (s *Server) credentials() (err error) {
 	if s.ca, err = newAuthority("kubernetes"); err != nil {
 		return err
 	}
-	firstService := s.opts.ServiceCIDR.Addr().Next() // what the service "kubernetes" gets
+	firstService := s.opts.ServiceCIDR.Addr().Next() // address of the service "kubernetes"
 	loopback := netip.AddrFrom4([4]byte{127, 0, 0, 1})
 	serverCert, serverKey, err := s.ca.server(s.opts.Host, loopback, netip.IPv6Loopback(), firstService)
 	if err != nil {
@@ -253,16 +258,16 @@ func (s *Server) credentials() (err error) {
 	return nil
 }
 
-// startEtcd starts etcd on a Unix socket: no port to find, the same in every network namespace, and
-// nobody else's. It insists on advertising something with a port, which a cluster of one never
-// uses.
+// startEtcd starts etcd on a Unix socket. It needs no free port, is reachable from every network
+// namespace, and belongs to this server alone. etcd requires an advertised address with a port,
+// which a cluster of one member never uses.
 func (s *Server) startEtcd() (err error) {
 	const unused = "http://127.0.0.1:2380"
 	s.etcd, err = s.run("etcd",
 		"--name=etcd", "--data-dir=etcd", "--unsafe-no-fsync",
 		"--listen-client-urls=unix://etcd.sock", "--advertise-client-urls="+unused,
 		"--listen-peer-urls=unix://peer.sock", "--initial-advertise-peer-urls="+unused, "--initial-cluster=etcd="+unused,
-		"--election-timeout=500", // ms: the one member elects itself half a second sooner
+		"--election-timeout=500", // ms: the only member elects itself half a second earlier
 		"--log-level=warn")
 	return err
 }
@@ -270,10 +275,12 @@ func (s *Server) startEtcd() (err error) {
 func (s *Server) startAPI() error {
 	endpoints, disabled := "lease", ""
 	if s.opts.Host.IsLoopback() {
-		endpoints = "none" // a loopback address is refused as an endpoint of the service, every ten seconds, in the log
+		// Otherwise the log has an error about a loopback address every ten seconds.
+		endpoints = "none"
 	}
 	if !s.opts.Controllers {
-		disabled = "ServiceAccount" // it lets no pod in before the controllers have made an account
+		// ServiceAccount admits no pod before the controllers have created an account.
+		disabled = "ServiceAccount"
 	}
 	args := []string{
 		"--etcd-servers=unix://etcd.sock",
@@ -318,10 +325,10 @@ func (s *Server) run(name string, args ...string) (*process, error) {
 	return s.guard.start(s.opts.Starter, s.dir, filepath.Join(s.opts.Dir, name), args...)
 }
 
-// readyz is where the API server says that it is ready.
+// readyz is the path at which the API server reports that it is ready.
 const readyz = "/readyz"
 
-// await returns when a GET of path is answered with 200, or when a program ended.
+// await returns when a GET of path gets status 200, or when a program has ended.
 func (s *Server) await(ctx context.Context, path string) error {
 	for {
 		problem := s.get(ctx, path)
@@ -361,22 +368,21 @@ func (s *Server) get(ctx context.Context, path string) error {
 	return nil
 }
 
-// URL is the API server's address, https://HOST:PORT.
+// URL returns the API server's address, https://HOST:PORT.
 func (s *Server) URL() string {
 	return "https://" + netip.AddrPortFrom(s.opts.Host, s.opts.APIPort).String()
 }
 
-// CA returns the certificate, as PEM, that the server's and all clients' are signed with.
+// CA returns the certificate authority of the server and of all clients, in PEM.
 func (s *Server) CA() []byte { return bytes.Clone(s.ca.certPEM) }
 
-// ClientCert returns a new client certificate and its key, as PEM, by which the API server knows
-// the user and the groups.
+// ClientCert returns a new client certificate for the user and the groups, and its key, in PEM.
 func (s *Server) ClientCert(user string, groups ...string) (cert, key []byte, err error) {
 	return s.ca.client(user, groups)
 }
 
-// Kubeconfig returns a kubeconfig, as YAML, of an administrator who may do everything. Its one
-// context is called Name.
+// Kubeconfig returns an administrator's kubeconfig, as YAML, with all rights. Its only context is
+// called Name.
 func (s *Server) Kubeconfig() []byte { return bytes.Clone(s.admin) }
 
 // WriteKubeconfig writes Kubeconfig to a file that only its owner can read.
@@ -405,8 +411,8 @@ contexts:
 `, name, url, b64(ca), b64(cert), b64(key))
 }
 
-// Etcd is the path of the Unix socket on which etcd answers, gRPC and its JSON below /v3: for
-// benchmarks, which write a hundred thousand objects in a few seconds.
+// Etcd returns the path of etcd's Unix socket (gRPC, and JSON below /v3). It is for benchmarks,
+// which write a hundred thousand objects in a few seconds.
 func (s *Server) Etcd() string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -426,8 +432,8 @@ func (s *Server) Logs(lines int) string {
 	return b.String()
 }
 
-// Stop kills all programs and removes all files. Nothing is saved, so nothing is ended politely;
-// etcd is the last, because the others would wait for it. A second call does nothing.
+// Stop kills all programs and removes all files. It ends nothing politely, because nothing is kept.
+// etcd ends last, because the others would wait for it. A second call does nothing.
 func (s *Server) Stop() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -447,7 +453,7 @@ func (s *Server) Stop() error {
 		s.port.release()
 	}
 	if s.dir != "" {
-		errs = append(errs, os.RemoveAll(s.dir)) // the guard did, if there was one
+		errs = append(errs, os.RemoveAll(s.dir)) // the guard did it, if there was one
 	}
 	s.scheduler, s.controller, s.api, s.etcd, s.guard, s.port, s.dir = nil, nil, nil, nil, nil, nil, ""
 	return errors.Join(errs...)

@@ -10,9 +10,8 @@ import (
 	"strings"
 )
 
-// DatedToken returns a token of a ServiceAccount as the server gives it, but with other dates, in
-// seconds since 1970: the server itself gives none that lasts less than ten minutes, and none that is
-// old.
+// DatedToken returns a token of a ServiceAccount with other dates, in seconds since 1970. The
+// server itself issues no old tokens, and none that lasts less than ten minutes.
 func (s *Server) DatedToken(token string, issued, expires int64) (string, error) {
 	parts := strings.Split(token, ".")
 	if len(parts) != 3 {

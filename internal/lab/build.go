@@ -66,8 +66,8 @@ func (l *Lab) buildCluster(underlay *kernel, c *Cluster, network netip.Prefix) e
 			return err
 		}
 		defer node.close()
-		// eth0 comes first: the kernel takes the address of a packet that has no better one from
-		// the oldest device.
+		// eth0 comes first: if a packet has no better source address, the kernel takes that of the
+		// oldest device.
 		if err := underlay.veth(n.Name, mtu, node); err != nil {
 			return err
 		}
@@ -108,8 +108,8 @@ func (l *Lab) buildCluster(underlay *kernel, c *Cluster, network netip.Prefix) e
 	return nil
 }
 
-// buildControl makes the machine of the control plane, beside the nodes in the underlay: pods are
-// out of its reach.
+// buildControl makes the machine of the control plane, beside the nodes in the underlay. Pods
+// cannot reach it.
 func (l *Lab) buildControl(underlay *kernel, bridge string, c *Cluster, network netip.Prefix, settings map[string]string) error {
 	control, err := newKernel(c.Control.Host, settings)
 	if err != nil {
@@ -126,8 +126,8 @@ func (l *Lab) buildControl(underlay *kernel, bridge string, c *Cluster, network 
 	)
 }
 
-// buildPod makes a pod as the ptp CNI plugin does, which is kind's and, in the essence, Calico's
-// way.
+// buildPod makes a pod as the ptp CNI plugin does. kind uses that plugin, and Calico works much the
+// same.
 func (l *Lab) buildPod(node *kernel, n *Node, p *Pod, dev string, settings map[string]string, bare bool) error {
 	pod, err := newKernel(p.Host, settings)
 	if err != nil {
@@ -150,9 +150,9 @@ func (l *Lab) buildPod(node *kernel, n *Node, p *Pod, dev string, settings map[s
 	)
 }
 
-// buildGatewayPod makes a pod for a gateway. Its node does for it what CNI plugins do: what it sends
-// out of the pods' network gets the node's address, whatever else the node is to send it, and the
-// ports of WireGuard at the node lead to it (hostPort).
+// buildGatewayPod makes a pod for a gateway. Its node does what CNI plugins do for it: packets of
+// the pod that leave the pods' network get the node's address, and the node forwards its WireGuard
+// ports to the pod (hostPort).
 func (l *Lab) buildGatewayPod(node *kernel, c *Cluster, p *Pod, settings map[string]string) error {
 	const dev = "gateway"
 	if err := l.buildPod(node, p.Node, p, dev, settings, c.bare); err != nil || c.bare {

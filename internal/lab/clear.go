@@ -12,27 +12,27 @@ import (
 	own "github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// Watched is what the nodes of a cluster must not send into the underlay in the clear: packets with
-// a destination in one of the networks, and packets with a source there.
+// Watched are the packets that the nodes of a cluster must not send into the underlay in the clear:
+// those with a source or a destination in one of the networks.
 type Watched struct {
 	// Networks are those of peers, as the cluster sees them.
 	Networks []netip.Prefix
-	// Endpoints are mapped for peers. What a peer sends to one of them ends there without a tunnel,
-	// also when the way from the gateway's node leads over the underlay.
+	// Endpoints are mapped for peers. Packets of a peer to one of them end there without a tunnel,
+	// even if the path from the gateway's node leads over the underlay.
 	Endpoints []netip.Addr
-	// Overlay is a network of the cluster in which gateways come and go as pods, so that any of its
+	// Overlay is a network of the cluster in which gateways come and go as pods, so any of its
 	// addresses may be an end of the overlay.
 	Overlay netip.Prefix
 }
 
-// A watch judges the frames that the nodes of one cluster send. It is never modified.
+// A watch checks the frames that the nodes of one cluster send. It is never modified.
 type watch struct {
 	Watched
 	first, last netip.Addr   // underlay addresses of the nodes, which are consecutive
-	others      []netip.Addr // further ends of the overlay: gateways that are pods, and what nodes were given since
+	others      []netip.Addr // other ends of the overlay: gateway pods, later addresses of nodes
 }
 
-// watchFor makes a watch. moved are addresses that nodes have been given beside those of the lab.
+// watchFor makes a watch. moved are addresses that nodes have got besides those of the lab.
 func watchFor(c *Cluster, what Watched, moved []netip.Addr) *watch {
 	w := &watch{Watched: what, first: c.Nodes[0].Addr, last: c.Nodes[len(c.Nodes)-1].Addr, others: slices.Clone(moved)}
 	for _, p := range c.GatewayPods {
@@ -41,10 +41,10 @@ func watchFor(c *Cluster, what Watched, moved []netip.Addr) *watch {
 	return w
 }
 
-// leak tells whether a frame shows a packet of a watched network, of which one, and describes the
-// packet. What the overlay carries between two nodes of the cluster, or between one and the pod of a
-// gateway, shows nothing; what claims to
-// be of the overlay and goes elsewhere, or comes from elsewhere, shows what is inside.
+// leak reports whether a frame contains a packet of a watched network in the clear. It returns that
+// network and a description of the packet. Packets inside the overlay between two nodes of the
+// cluster, or between a node and a gateway's pod, are no leaks. For other overlay packets, the
+// inner packet is checked.
 func (w *watch) leak(frame []byte) (network netip.Prefix, packet string, leaks bool) {
 	outer, ok := parseFrame(frame)
 	if !ok {
@@ -76,7 +76,7 @@ func (w *watch) shows(h ipHeader) (netip.Prefix, bool) {
 
 func (w *watch) isNode(a netip.Addr) bool { return w.first.Compare(a) <= 0 && a.Compare(w.last) <= 0 }
 
-// mayCarry says whether an address is one of the ends of the overlay.
+// mayCarry reports whether an address is one of the ends of the overlay.
 func (w *watch) mayCarry(a netip.Addr) bool {
 	return w.isNode(a) || slices.Contains(w.others, a) || w.Overlay.Contains(a)
 }
@@ -90,12 +90,12 @@ const (
 	ipv4Source = etherSize + 12
 	ipv4Dest   = etherSize + 16
 
-	fragOffset = 0x1fff // in the half word at ipv4Frag: the packet does not begin here
-	snapLength = 192    // octets of a frame that are looked at: two headers with all options
+	fragOffset = 0x1fff // mask for the word at ipv4Frag: not 0 in later fragments
+	snapLength = 192    // captured octets of a frame: two headers with all options
 )
 
-// filter returns the program that lets the kernel hand out every frame that may be a leak, and
-// hardly any other: throughput is not to suffer.
+// filter returns the program by which the kernel passes on every frame that may be a leak, and
+// hardly any other, so that throughput does not suffer.
 func (w *watch) filter() []bpf.Instruction {
 	pass, drop := bpf.RetConstant{Val: snapLength}, bpf.RetConstant{}
 	if len(w.Networks) == 0 {
@@ -133,7 +133,7 @@ func (w *watch) filter() []bpf.Instruction {
 		drop)
 	for _, at := range []uint32{ipv4Source, ipv4Dest} {
 		p = append(p, bpf.LoadAbsolute{Off: at, Size: 4})
-		for i, o := range w.others { // on to the next of the two addresses
+		for i, o := range w.others { // continue with the other address
 			p = append(p, bpf.JumpIf{Cond: bpf.JumpEqual, Val: number(o), SkipTrue: uint8(len(w.others) - 1 - i + 4)})
 		}
 		p = append(p,
@@ -150,15 +150,15 @@ func number(a netip.Addr) uint32 {
 	return binary.BigEndian.Uint32(b[:])
 }
 
-// ipHeader has the fields by which a leak is recognised.
+// ipHeader has the fields that identify a leak.
 type ipHeader struct {
 	src, dst netip.Addr
 	protocol uint8
 	length   int    // octets of the whole packet
-	payload  []byte // as far as it was captured; nil in later fragments
+	payload  []byte // as far as captured; nil in later fragments
 }
 
-// parseFrame reads the IP header of an Ethernet frame that may be cut short.
+// parseFrame reads the IP header of an Ethernet frame that may be truncated.
 func parseFrame(frame []byte) (h ipHeader, ok bool) {
 	if len(frame) < etherSize {
 		return h, false

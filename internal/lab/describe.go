@@ -8,8 +8,8 @@ import (
 	"text/tabwriter"
 )
 
-// Describe writes which addresses the lab's pods and servers have and under which ones each cluster
-// sees them, as a table for people.
+// Describe writes the addresses of the lab's pods and servers, and the address of each as every
+// cluster sees it, as a table for people.
 func (l *Lab) Describe(w io.Writer) error {
 	table := tabwriter.NewWriter(w, 0, 8, 3, ' ', 0)
 	row := func(cells ...string) { fmt.Fprintln(table, strings.Join(cells, "\t")) }
@@ -23,7 +23,8 @@ func (l *Lab) Describe(w io.Writer) error {
 		cells := []string{h.Name, what}
 		for _, at := range l.Clusters {
 			seen, err := l.Seen(at, of, addr)
-			if err != nil || at != of && underlayNetwork.Contains(addr) { // gateways give no way to a peer's nodes
+			// Gateways have no route to a peer's nodes.
+			if err != nil || at != of && underlayNetwork.Contains(addr) {
 				cells = append(cells, "-")
 				continue
 			}
@@ -47,8 +48,8 @@ func (l *Lab) Describe(w io.Writer) error {
 	return table.Flush()
 }
 
-// Lookup returns the address under which host from reaches what is called name: a host of the lab
-// or an address.
+// Lookup returns the address under which host from reaches the given name: that of a host of the
+// lab, or an address.
 func (l *Lab) Lookup(from *Host, name string) (netip.Addr, error) {
 	if addr, err := netip.ParseAddr(name); err == nil {
 		return addr, nil

@@ -8,11 +8,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Forget removes from a node what a boot would not find, when its processes are gone: the devices
-// that were made there and the policy rules. What the lab itself made stays.
+// Forget removes from a node, whose processes have ended, everything that would not survive a boot:
+// devices that were added and policy rules. The lab's own objects stay.
 func (n *Node) Forget() error {
 	var err error
-	for range 5 { // devices of namespaces that end go by themselves meanwhile
+	for range 5 { // devices of ending namespaces disappear by themselves meanwhile
 		if err = n.Do(forget); !errors.Is(err, netlink.ErrDumpInterrupted) {
 			break
 		}
@@ -23,7 +23,7 @@ func (n *Node) Forget() error {
 	return nil
 }
 
-// forget is for the calling thread's namespace.
+// forget does that in the calling thread's namespace.
 func forget() error {
 	links, err := netlink.LinkList()
 	if err != nil {

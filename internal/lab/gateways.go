@@ -18,9 +18,9 @@ import (
 )
 
 const (
-	startTimeout = time.Minute      // of a gateway, when the caller's context has no deadline
+	startTimeout = time.Minute      // of a gateway, if the caller's context has no deadline
 	stopTimeout  = 20 * time.Second // from SIGTERM to SIGKILL
-	tailLines    = 30               // of a log, in an error
+	tailLines    = 30               // of a log that an error contains
 )
 
 // gateway is a gateway process that this process started.
@@ -31,8 +31,8 @@ type gateway struct {
 }
 
 // StartGateways runs "BINARY gateway --config DIR ARGS" on node 1 of every cluster and waits until
-// all are ready. The error shows the end of the log of each one that is not. The gateways end with
-// the lab, or at StopGateways.
+// all are ready. The error contains the last log lines of each gateway that is not. The gateways
+// end with the lab, or at StopGateways.
 func (l *Lab) StartGateways(ctx context.Context, binary string, args ...string) error {
 	errs := make([]error, len(l.Clusters))
 	var group sync.WaitGroup
@@ -73,11 +73,11 @@ func (l *Lab) startGateway(ctx context.Context, c *Cluster, binary string, args 
 	if err != nil {
 		return err
 	}
-	// Not the caller's context: that one ends the waiting, not the gateway.
+	// Not the caller's context, which ends the wait but not the gateway.
 	g := &gateway{cmd: c.Gateway().Command(context.Background(), binary, append([]string{"gateway", "--config", c.ConfigDir}, args...)...), done: make(chan struct{})}
 	g.cmd.Stdout, g.cmd.Stderr = log, log
-	// A session of its own: Ctrl-C at the terminal is for the owner of the lab, who then stops the
-	// gateways in order.
+	// In its own session, because Ctrl-C at the terminal is for the owner of the lab, which then
+	// stops the gateways in order.
 	g.cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	if err := g.cmd.Start(); err != nil {
 		return err
@@ -121,8 +121,8 @@ func waitReady(ctx context.Context, c *Cluster, g *gateway) error {
 	}
 }
 
-// StopGateways ends all gateways, in parallel: by SIGTERM, and by SIGKILL those that take longer
-// than 20 s, which is an error. A gateway that does not run is none.
+// StopGateways ends all gateways in parallel by SIGTERM. A gateway that takes longer than 20 s is
+// killed by SIGKILL, which is an error. A gateway that does not run is no error.
 func (l *Lab) StopGateways() error {
 	errs := make([]error, len(l.Clusters))
 	var group sync.WaitGroup
@@ -185,7 +185,7 @@ func (l *Lab) GatewayProcess(c *Cluster) (pid int, ok bool) {
 		return 0, false
 	}
 	pid, err = strconv.Atoi(string(text))
-	// The number may belong to somebody else by now.
+	// Another process may have that number by now.
 	return pid, err == nil && crowdOf(l.Name).has(pid)
 }
 
@@ -193,7 +193,7 @@ func (l *Lab) pidFile(c *Cluster) string {
 	return filepath.Join(l.Dir, logDir, "gateway-"+c.Name+".pid")
 }
 
-// GatewayLog is the path of the file that gets what a cluster's gateway prints, over all its
+// GatewayLog returns the path of the file with the output of a cluster's gateway, over all its
 // starts.
 func (l *Lab) GatewayLog(c *Cluster) string {
 	return filepath.Join(l.Dir, logDir, "gateway-"+c.Name+".log")
@@ -202,13 +202,14 @@ func (l *Lab) GatewayLog(c *Cluster) string {
 // GatewayTail returns the last lines of a gateway's log.
 func (l *Lab) GatewayTail(c *Cluster, lines int) string { return tail(l.GatewayLog(c), 0, lines) }
 
-// Metrics returns what the cluster's gateway answers at /metrics.
+// Metrics returns the response of the cluster's gateway at /metrics.
 func (l *Lab) Metrics(ctx context.Context, c *Cluster) (string, error) {
 	return c.Gateway().Get(ctx, fmt.Sprintf("http://127.0.0.1:%d/metrics", metricsPort))
 }
 
 // Metric returns the sum of all series of a metric of the cluster's gateway that have all the given
-// labels, each written as in the exposition format (`direction="inbound"`). No such series is 0.
+// labels, each written as in the exposition format (`direction="inbound"`). Without such a series
+// it returns 0.
 func (l *Lab) Metric(ctx context.Context, c *Cluster, name string, labels ...string) (float64, error) {
 	text, err := l.Metrics(ctx, c)
 	if err != nil {
@@ -217,7 +218,7 @@ func (l *Lab) Metric(ctx context.Context, c *Cluster, name string, labels ...str
 	return SumMetric(text, name, labels)
 }
 
-// SumMetric does what Metric does, for a text in the exposition format that the caller has.
+// SumMetric is Metric for a given text in the exposition format.
 func SumMetric(text, name string, labels []string) (float64, error) {
 	sum := 0.0
 lines:

@@ -15,32 +15,31 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// netnsDir is where iproute2 keeps named network namespaces, so that "ip netns exec" finds those of
-// a lab.
+// netnsDir is the directory of iproute2's named network namespaces, so that "ip netns exec" finds
+// those of a lab.
 const netnsDir = "/run/netns"
 
 // netnsPrefix begins the name of every namespace of every lab: isthmus.LAB.HOST.
 const netnsPrefix = "isthmus."
 
 // A Host is one network namespace of a lab: the underlay, a node, a pod or an on-prem server. Its
-// methods may be used from any goroutine, several at once. What was opened through them (listeners,
-// connections) works from any thread and is the caller's to close; the namespace exists until it
-// is.
+// methods may be called concurrently. Listeners and connections that were opened through them work
+// from any thread. The caller must close them, because the namespace exists until then.
 type Host struct {
 	Name string // unique in the lab: "underlay", "a-node1", "a-pod1", "a-onprem"
 
 	lab string
 }
 
-// Netns is the name of the host's namespace, as "ip netns exec" takes it.
+// Netns is the name of the host's namespace for "ip netns exec".
 func (h *Host) Netns() string { return netnsPrefix + h.lab + "." + h.Name }
 
 // String returns the host's name.
 func (h *Host) String() string { return h.Name }
 
-// Do runs f inside the host's namespace and returns its error. f runs on a thread of its own that
-// ends with it; what f starts on other goroutines is outside. Do not end a test in f (t.Fatal): it
-// is not the test's goroutine.
+// Do runs f inside the host's namespace and returns its error. f runs on its own thread, which ends
+// with f. Goroutines that f starts run outside. Do not end a test in f (t.Fatal), because f is not
+// on the test's goroutine.
 func (h *Host) Do(f func() error) error {
 	return onOwnThread(func() error {
 		if err := enter(filepath.Join(netnsDir, h.Netns())); err != nil {
@@ -50,7 +49,7 @@ func (h *Host) Do(f func() error) error {
 	})
 }
 
-// enter moves the calling thread, which has to be locked, into the namespace at path.
+// enter moves the calling thread, which must be locked, into the namespace at path.
 func enter(path string) error {
 	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -63,20 +62,20 @@ func enter(path string) error {
 	return nil
 }
 
-// onOwnThread runs f on a thread that ends afterwards, so that f may leave it in any state. The
-// main thread is spared: it cannot end before the process does, would hold the namespace until
-// then, and is what /proc/PID/ns/net shows.
+// onOwnThread runs f on a thread that ends afterwards, so that f may leave it in any state. It
+// never uses the main thread, which ends only with the process, would hold the namespace until
+// then, and whose namespace /proc/PID/ns/net shows.
 func onOwnThread(f func() error) error {
 	done := make(chan error, 1)
 	go func() {
 		runtime.LockOSThread()
 		if unix.Gettid() == unix.Getpid() {
 			defer runtime.UnlockOSThread()
-			done <- onOwnThread(f) // this goroutine keeps the main thread busy meanwhile
+			done <- onOwnThread(f) // meanwhile this goroutine occupies the main thread
 			return
 		}
-		// No unlock: the thread ends with the goroutine. done is sent from a defer so that
-		// runtime.Goexit in f is an error too.
+		// No unlock: the thread ends with the goroutine. A defer sends to done, so that
+		// runtime.Goexit in f is an error, too.
 		err := errors.New("the function left its goroutine")
 		defer func() { done <- err }()
 		err = f()
@@ -84,8 +83,8 @@ func onOwnThread(f func() error) error {
 	return <-done
 }
 
-// Dial connects from inside the host, as net.Dialer does. The address is IP:port; names are not
-// resolved inside.
+// Dial connects from inside the host, as net.Dialer does. The address is IP:port, because names are
+// not resolved inside.
 func (h *Host) Dial(ctx context.Context, network, address string) (conn net.Conn, err error) {
 	err = h.Do(func() (err error) {
 		var d net.Dialer
@@ -120,9 +119,9 @@ type Cmd struct {
 	host *Host
 }
 
-// Command returns the command to run the named program inside the host. The program's file, its
-// mounts and its user are the caller's. It is killed when ctx is done, and at the latest when the
-// lab goes down.
+// Command returns the command to run the named program inside the host. The program's file, mounts
+// and user are those of the caller. It is killed when ctx ends, and at the latest when the lab goes
+// down.
 func (h *Host) Command(ctx context.Context, name string, args ...string) *Cmd {
 	return &Cmd{exec.CommandContext(ctx, name, args...), h}
 }
@@ -144,8 +143,8 @@ func (c *Cmd) Run() error {
 	return c.Wait()
 }
 
-// Output is exec.Cmd.Output inside the host, except that an error carries the standard error's
-// text.
+// Output is exec.Cmd.Output inside the host, except that an error contains the text on standard
+// error.
 func (c *Cmd) Output() ([]byte, error) {
 	var out, text bytes.Buffer
 	c.Stdout = &out
@@ -170,9 +169,9 @@ func (c *Cmd) CombinedOutput() ([]byte, error) {
 	return out.Bytes(), err
 }
 
-// Exec replaces the calling process by the named program, inside the host. It returns only an
-// error. The directory of the calling program is added to PATH, so that inside a lab it is found
-// under its name.
+// Exec replaces the calling process by the named program, inside the host. It returns only after an
+// error. The directory of the calling program is added to PATH, so that it is found by name inside
+// a lab.
 func (h *Host) Exec(args []string) error {
 	if self, err := os.Executable(); err == nil {
 		path := os.Getenv("PATH") + string(filepath.ListSeparator) + filepath.Dir(self)
@@ -187,15 +186,14 @@ func (h *Host) Exec(args []string) error {
 	if err != nil {
 		return err
 	}
-	// execve leaves the thread that calls it as the only one of the process, with its namespace.
+	// execve keeps only the calling thread, with its namespace.
 	return h.Do(func() error {
 		return &os.PathError{Op: "exec", Path: path, Err: unix.Exec(path, args, os.Environ())}
 	})
 }
 
-// setSysctl writes one of the calling thread's namespace's settings; name is a path below
-// /proc/sys/net.
+// setSysctl writes a setting of the calling thread's namespace; name is a path below /proc/sys/net.
 func setSysctl(name, value string) error {
-	// Of /proc/sys/net the kernel shows that of the reading thread's namespace.
+	// The kernel shows the /proc/sys/net of the reading thread's namespace.
 	return os.WriteFile(filepath.Join("/proc/sys/net", name), []byte(value), 0)
 }

@@ -59,7 +59,7 @@ func (h *Host) Serve(address string, handler http.Handler) (stop func() error, e
 	}, nil
 }
 
-// ServeHosts starts the lab's web server, port 80, in all pods and on-prem servers; it ends with
+// ServeHosts starts the lab's web server on port 80 of all pods and on-prem servers. It ends with
 // the lab. It answers
 //
 //	/           "a-pod1 sees 10.246.0.11": its own name and the caller's address
@@ -85,7 +85,7 @@ func (l *Lab) ServeHosts() error {
 	return nil
 }
 
-// stopServing ends what ServeHosts started.
+// stopServing ends the servers of ServeHosts.
 func (l *Lab) stopServing() error {
 	var errs []error
 	for _, stop := range l.servers {
@@ -95,7 +95,7 @@ func (l *Lab) stopServing() error {
 	return errors.Join(errs...)
 }
 
-// maxDownload bounds what one request may ask for.
+// maxDownload bounds the octets of one request.
 const maxDownload = 1 << 40
 
 func whoami(name string) http.Handler {
@@ -132,7 +132,7 @@ func whoami(name string) http.Handler {
 	return mux
 }
 
-// Throughput is the outcome of a Download.
+// Throughput is the result of a Download.
 type Throughput struct {
 	Bytes    int64
 	Duration time.Duration

@@ -12,13 +12,14 @@ var pools = []netip.Prefix{
 	netip.MustParsePrefix("172.16.0.0/12"),
 }
 
-// reservedNetworks are the networks that a cluster never gives to a peer before it has any peer.
+// reservedNetworks are the networks that a cluster never allocates to a peer, even before it has
+// any peer.
 func reservedNetworks(own ...netip.Prefix) []netip.Prefix {
 	return append([]netip.Prefix{serviceNetwork, underlayNetwork, onPremNetwork}, own...)
 }
 
-// remap decides under which network a cluster sees a network of a peer, as Liqo v0.9.4 does: under
-// its own name when that overlaps nothing, else under the best free network of the same length.
+// remap chooses the network that a cluster uses for a peer's network, as Liqo v0.9.4 does: the same
+// network if that overlaps nothing, else the best free network of the same length.
 func remap(taken []netip.Prefix, network netip.Prefix) (netip.Prefix, error) {
 	if !overlapsAny(network, taken) {
 		return network, nil
@@ -26,8 +27,8 @@ func remap(taken []netip.Prefix, network netip.Prefix) (netip.Prefix, error) {
 	return allocate(taken, network.Bits())
 }
 
-// allocate finds a free network of the given length, as Liqo's allocator does: in the smallest free
-// block that is large enough, the lowest one of several, of the first pool that has one.
+// allocate finds a free network of the given length as Liqo's allocator does. It uses the first
+// pool that has one, there the smallest free block that is large enough, and of several the lowest.
 func allocate(taken []netip.Prefix, length int) (netip.Prefix, error) {
 	for _, pool := range pools {
 		if best := smallestFree(pool, taken, length); best.IsValid() {
@@ -37,8 +38,8 @@ func allocate(taken []netip.Prefix, length int) (netip.Prefix, error) {
 	return netip.Prefix{}, fmt.Errorf("no free /%d in %v", length, pools)
 }
 
-// smallestFree returns the smallest wholly free block inside block that holds a network of the
-// given length.
+// smallestFree returns the smallest completely free block inside block that has room for a network
+// of the given length.
 func smallestFree(block netip.Prefix, taken []netip.Prefix, length int) netip.Prefix {
 	if block.Bits() > length {
 		return netip.Prefix{}

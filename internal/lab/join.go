@@ -22,7 +22,7 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// Ports of every gateway of a lab; each is in a namespace of its own.
+// Ports of every gateway of a lab; each gateway has its own namespace.
 const (
 	wireGuardPort = 5871
 	metricsPort   = 5872
@@ -42,18 +42,18 @@ type View struct {
 	External netip.Prefix `json:"external"`
 }
 
-// JoinOptions choose the remapped networks of a Join. A zero Prefix: chosen as Liqo's IPAM does.
-// The other cluster's real network: not remapped, Liqo's "None". Nothing else is checked but the
-// length, so that a test can have what a gateway has to refuse.
+// JoinOptions choose the remapped networks of a Join. A zero Prefix means: as Liqo's IPAM chooses.
+// The other cluster's real network means: not remapped, Liqo's "None". Only the length is checked,
+// so that a test can use networks that a gateway must refuse.
 type JoinOptions struct {
 	AtA View // b's networks as a sees them
 	AtB View // a's networks as b sees them
 }
 
-// Join makes two clusters peers: it decides how each sees the other and writes a TunnelEndpoint and
-// a NatMapping into each one's ConfigDir, together with gateway.yaml and a private key where they
-// are missing. Nodes without a gateway get routes to the peer through node 1. Joining a pair again
-// replaces what was.
+// Join makes two clusters peers. It decides which networks each uses for the other, and writes a
+// TunnelEndpoint and a NatMapping into the ConfigDir of each, and gateway.yaml and a private key if
+// they are missing. Nodes without a gateway get routes to the peer through node 1. Joining a pair
+// again replaces the previous result.
 func (l *Lab) Join(a, b *Cluster, o JoinOptions) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -85,7 +85,7 @@ func (l *Lab) JoinAll() error {
 	return nil
 }
 
-// Unjoin removes what Join wrote into the two ConfigDirs.
+// Unjoin removes from the two ConfigDirs what Join wrote there.
 func (l *Lab) Unjoin(a, b *Cluster) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -99,7 +99,7 @@ func (l *Lab) Unjoin(a, b *Cluster) error {
 	return errors.Join(errs...)
 }
 
-// PeerFile is the path of the file in at's ConfigDir that holds the objects about the peer.
+// PeerFile returns the path of the file in at's ConfigDir with the objects about the peer.
 func PeerFile(at, peer *Cluster) string {
 	return filepath.Join(at.ConfigDir, "peer-"+peer.Name+".yaml")
 }
@@ -109,8 +109,8 @@ func (j join) isOf(a, b *Cluster) bool {
 }
 
 // Map gives an endpoint outside the pods of c, such as its OnPrem server, an address of c's
-// ExternalCIDR and tells all peers that c has now. Each peer sees it under that address moved onto
-// its view of the ExternalCIDR: see Seen. It is for peers that are there already: join first.
+// ExternalCIDR, and tells all present peers of c. Each peer sees that address moved onto its
+// network for the ExternalCIDR: see Seen. Peers that join later do not get it.
 func (l *Lab) Map(c *Cluster, endpoint netip.Addr) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -122,7 +122,7 @@ func (l *Lab) Map(c *Cluster, endpoint netip.Addr) error {
 			}
 		}
 		external = external.Next()
-		if !c.ExternalCIDR.Contains(external.Next()) { // the last address is not for hosts
+		if !c.ExternalCIDR.Contains(external.Next()) { // the last address is not a host's
 			return fmt.Errorf("cluster %s: ExternalCIDR %v is full", c.Name, c.ExternalCIDR)
 		}
 		l.state.Mappings = append(l.state.Mappings, mapping{c.Name, endpoint, external})
@@ -145,7 +145,7 @@ func (l *Lab) mapped(c *Cluster, endpoint netip.Addr) (netip.Addr, bool) {
 	return netip.Addr{}, false
 }
 
-// View returns how cluster at sees the networks of another; false when they are not joined.
+// View returns the networks that cluster at uses for another one; false if they are not joined.
 func (l *Lab) View(at, of *Cluster) (View, bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -164,9 +164,9 @@ func (l *Lab) view(at, of *Cluster) (View, bool) {
 	return View{}, false
 }
 
-// Seen returns the address under which cluster at reaches an address of cluster of: a pod's or a
-// mapped endpoint's. For a cluster's own hosts, and for the nodes of all clusters, that is the
-// address itself.
+// Seen returns the address under which cluster at reaches an address of cluster of, which is that
+// of a pod or a mapped endpoint. For a cluster's own hosts, and for the nodes of all clusters, that
+// is the address itself.
 func (l *Lab) Seen(at, of *Cluster, addr netip.Addr) (netip.Addr, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -187,7 +187,7 @@ func (l *Lab) Seen(at, of *Cluster, addr netip.Addr) (netip.Addr, error) {
 	return Move(external, of.ExternalCIDR, view.External), nil
 }
 
-// viewAt completes what is wanted of at's view of a peer, as Liqo decides: the PodCIDR first.
+// viewAt fills in the missing parts of at's view of a peer as Liqo decides, the PodCIDR first.
 func (l *Lab) viewAt(at, peer *Cluster, want View) (View, error) {
 	taken := reservedNetworks(at.PodCIDR, at.ExternalCIDR)
 	for _, c := range l.Clusters {
@@ -219,7 +219,7 @@ func (l *Lab) viewAt(at, peer *Cluster, want View) (View, error) {
 	return v, err
 }
 
-// writePeer writes at's side of a joined pair.
+// writePeer writes the objects of a joined pair on at's side.
 func (l *Lab) writePeer(at, peer *Cluster) error {
 	ofPeer, _ := l.view(at, peer)
 	ofUs, _ := l.view(peer, at)
@@ -281,7 +281,7 @@ func (l *Lab) writePeer(at, peer *Cluster) error {
 	return writeFile(PeerFile(at, peer), text.Bytes(), 0o644)
 }
 
-// remapped is Liqo's way to say how a network is seen.
+// remapped returns Liqo's text for the network that stands for another one.
 func remapped(network, seen netip.Prefix) string {
 	if seen == network {
 		return v1alpha1.None
@@ -295,7 +295,7 @@ func uniqueName(c *Cluster) string {
 	return fmt.Sprintf("%s-%x", c.Name, hash[:3])
 }
 
-// ensureGatewayFile writes the gateway's own file and its key where they are missing.
+// ensureGatewayFile writes the gateway's own file and its key if they are missing.
 func ensureGatewayFile(c *Cluster) error {
 	if _, err := ensureKey(c); err != nil {
 		return err
@@ -320,14 +320,14 @@ statusAddress: "127.0.0.1:%d"
 	return writeFile(path, text, 0o644)
 }
 
-// ensureKey returns the cluster's private key, made when there is none.
+// ensureKey returns the cluster's private key, and creates it if there is none.
 func ensureKey(c *Cluster) ([32]byte, error) {
 	path := filepath.Join(c.ConfigDir, keyFile)
 	text, err := os.ReadFile(path)
 	if errors.Is(err, fs.ErrNotExist) {
 		key := make([]byte, 32)
 		rand.Read(key)
-		key[0] &= 248 // as "wg genkey" does (RFC 7748, section 5); X25519 would do it anyway
+		key[0] &= 248 // as "wg genkey" does (RFC 7748, section 5); X25519 would do it, too
 		key[31] = key[31]&127 | 64
 		text = []byte(base64.StdEncoding.EncodeToString(key) + "\n")
 		err = writeFile(path, text, 0o600)
@@ -342,7 +342,7 @@ func ensureKey(c *Cluster) ([32]byte, error) {
 	return key, nil
 }
 
-// backendConfig is what a cluster tells its peers about its gateway.
+// backendConfig returns the data about its gateway that a cluster publishes to peers.
 func backendConfig(c *Cluster) (v1alpha1.BackendConfig, error) {
 	private, err := ensureKey(c)
 	if err != nil {
@@ -363,8 +363,8 @@ func backendConfig(c *Cluster) (v1alpha1.BackendConfig, error) {
 	return config, nil
 }
 
-// routePeer sends a peer's networks from the nodes without a gateway to the one that has it, and
-// the way back is the route to the pods that each node has anyway.
+// routePeer adds routes to a peer's networks on the nodes without a gateway; they lead to the node
+// with the gateway. The way back needs none: each node has a route to the pods anyway.
 func (l *Lab) routePeer(c *Cluster, v View) error {
 	var errs []error
 	for _, n := range c.Nodes[1:] {

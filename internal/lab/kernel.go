@@ -13,15 +13,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A KernelUse is what a gateway could have left to the kernel, counted in all network namespaces
-// that it uses.
+// A KernelUse counts kernel objects for WireGuard and NAT, which a gateway does not use, in all its
+// network namespaces.
 type KernelUse struct {
 	Namespaces int
 	WireGuard  int // devices
 	NATChains  int // of nftables, with the type nat
 }
 
-// GatewayKernel returns what the kernel has in the network namespaces of a running gateway.
+// GatewayKernel counts these objects in the network namespaces of a running gateway.
 func (l *Lab) GatewayKernel(c *Cluster) (KernelUse, error) {
 	pid, ok := l.GatewayProcess(c)
 	if !ok {
@@ -59,7 +59,7 @@ func kernelUse(pid int) (use KernelUse, err error) {
 	return use, nil
 }
 
-// add counts what is in a namespace, unless it is known.
+// add counts the objects of a namespace, unless it was counted already.
 func (u *KernelUse) add(fd netns.NsHandle, known map[uint64]bool) error {
 	var st unix.Stat_t
 	if err := unix.Fstat(int(fd), &st); err != nil || known[st.Ino] {

@@ -1,6 +1,6 @@
-// Package lab makes Kubernetes-like clusters out of network namespaces of one machine: for tests,
-// the demo, benchmarks and people who want to look. It needs Linux and root, but no program, no
-// image and no Kubernetes.
+// Package lab makes Kubernetes-like clusters out of network namespaces of one machine, for tests,
+// the demo, benchmarks and experiments. It needs Linux and root, but no program, no image and no
+// Kubernetes.
 //
 //	                       ┌──────────── underlay (router) ───────────┐
 //	                       │ br-a 172.30.1.1/24    br-b 172.30.2.1/24 │ ...
@@ -15,8 +15,8 @@
 //	                 a-pod1        a-pod2       b-pod1        b-pod2
 //	            10.244.0.11   10.244.0.12   10.244.0.11   10.244.0.12
 //
-// Every box and every pod is a namespace; everything is made through netlink inside these
-// namespaces, so the machine's own devices, routes and firewall are not touched. Pods have a veth
+// Every box and every pod is a namespace. Everything is made through netlink inside these
+// namespaces, so the machine's own devices, routes and firewall do not change. Pods have a veth
 // pair to their node, an address with length 32 and a default route through the node, as the ptp
 // CNI plugin makes them. Nodes forward, have a part of the PodCIDR each, a default route to the
 // underlay's router and routes to the pods of the cluster's other nodes. Node 1 is where the
@@ -24,8 +24,8 @@
 // by its address. The router knows the nodes' networks only: a packet with the address of a pod
 // that leaves a node unencapsulated is lost.
 //
-// A lab belongs to the process that made it. When that process is gone, however it ended, the next
-// Up of any process removes the lab, unless it was declared persistent.
+// A lab belongs to the process that made it. After that process has ended in any way, the next Up
+// of any process removes the lab, unless it was declared persistent.
 package lab
 
 import (
@@ -41,7 +41,7 @@ import (
 	"time"
 )
 
-// Reasons of failure that a caller may want to tell apart.
+// Errors that a caller may want to distinguish.
 var (
 	ErrInUse    = errors.New("is up and in use by a live process")
 	ErrExists   = errors.New("is up already")
@@ -52,7 +52,7 @@ var (
 // ends its use.
 type Lab struct {
 	Name     string
-	Spec     Spec // complete: with the defaults filled in
+	Spec     Spec // complete: with default values
 	Dir      string
 	Underlay *Host
 	Clusters []*Cluster
@@ -73,10 +73,10 @@ type Cluster struct {
 	Tunnels      int     // of its gateway
 	Nodes        []*Node // the gateway runs on the first
 	Pods         []*Pod  // those of node 1 first
-	GatewayPods  []*Pod  // where gateways are, of the first nodes; see ClusterSpec
+	GatewayPods  []*Pod  // for gateways, on the first nodes; see ClusterSpec
 	OnPrem       *Server // a server outside the cluster, on a network of node 1
 	Control      *Server // the machine for the control plane; nil unless ClusterSpec.Control
-	ConfigDir    string  // what "isthmus gateway --config" reads
+	ConfigDir    string  // the directory for "isthmus gateway --config"
 
 	bare bool
 }
@@ -107,7 +107,7 @@ func (c *Cluster) Gateway() *Node { return c.Nodes[0] }
 // String returns the cluster's name.
 func (c *Cluster) String() string { return c.Name }
 
-// Each runs do for all clusters in parallel. An error says which cluster it is of.
+// Each runs do for all clusters in parallel. An error names its cluster.
 func Each[C fmt.Stringer](clusters []C, do func(C) error) error {
 	errs := make([]error, len(clusters))
 	var group sync.WaitGroup
@@ -163,7 +163,7 @@ func (l *Lab) Host(name string) (*Host, error) {
 	return nil, fmt.Errorf("lab %s has no host %q; it has %v", l.Name, name, known)
 }
 
-// UniqueName returns a name for a lab that no other process and no other call uses, beginning with
+// UniqueName returns a name for a lab that no other process and no other call uses. It begins with
 // the given word.
 func UniqueName(word string) string {
 	return fmt.Sprintf("%s-%d-%d", word, os.Getpid(), uniqueNames.Add(1))
@@ -171,7 +171,7 @@ func UniqueName(word string) string {
 
 var uniqueNames atomic.Uint32
 
-// Available says why labs cannot be made here, or nil when they can.
+// Available returns why labs cannot be made here, or nil if they can.
 func Available() error {
 	if os.Geteuid() != 0 {
 		return errors.New("network namespaces need root")
@@ -182,8 +182,8 @@ func Available() error {
 	return nil
 }
 
-// Up makes a lab, after it has removed those whose owner died. It makes no gateways: that is Join
-// and StartGateways. A failed Up leaves nothing.
+// Up makes a lab, after it has removed those whose owner died. It starts no gateways: see Join and
+// StartGateways. A failed Up leaves nothing behind.
 func Up(ctx context.Context, spec Spec) (*Lab, error) {
 	spec, err := spec.withDefaults()
 	if err != nil {
@@ -217,8 +217,8 @@ func Up(ctx context.Context, spec Spec) (*Lab, error) {
 	return l, nil
 }
 
-// Open returns the lab with that name, which another process has made. Do not open a lab that its
-// owner may still be making. The caller is not its owner: the lab stays when the caller ends.
+// Open returns a lab that another process has made. Do not open a lab that its owner may still be
+// making. The caller does not become its owner: the lab stays when the caller ends.
 func Open(name string) (*Lab, error) {
 	s, err := readState(name)
 	if err != nil {
@@ -230,8 +230,8 @@ func Open(name string) (*Lab, error) {
 	return fromState(s), nil
 }
 
-// List returns the names of all labs, sorted, whoever owns them; dead ones are among them until
-// they are swept.
+// List returns the names of all labs, sorted, whoever owns them. Dead ones are included until they
+// are swept.
 func List() ([]string, error) { return names() }
 
 // Persist lets the lab outlive its owner, until Down.
@@ -242,8 +242,8 @@ func (l *Lab) Persist() error {
 	return l.state.write()
 }
 
-// Down ends the gateways and every other process inside the lab and removes the lab. Removing what
-// is gone is success. A lab that another live process owns is left alone: ErrInUse.
+// Down ends the gateways and all other processes inside the lab, and removes the lab. A lab that is
+// already gone is no error. A lab that another live process owns stays; the error is ErrInUse.
 func (l *Lab) Down() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -257,7 +257,7 @@ func (l *Lab) Down() error {
 		}
 	}
 	errs := []error{l.stopServing()}
-	// Not under the lock that all labs share: a process may take its time.
+	// Not under the lock that all labs share, because a process may take long to end.
 	if err := crowdOf(l.Name).end(3 * time.Second); err != nil {
 		return fmt.Errorf("lab %s: %w", l.Name, err)
 	}
@@ -276,8 +276,8 @@ func (l *Lab) Down() error {
 	return errors.Join(errs...)
 }
 
-// Sweep removes all labs whose owner has died and that were not declared persistent, and persistent
-// ones of an earlier start of the machine. Up does it by itself.
+// Sweep removes all labs whose owner has died, except persistent ones, and persistent ones from
+// before a reboot. Up calls it.
 func Sweep() error { return locked(sweep) }
 
 func sweep() error {
@@ -303,7 +303,7 @@ func sweep() error {
 }
 
 // destroy removes everything of a lab whose lock the caller holds. The directory goes last, so that
-// a destroy that did not come to its end is found again.
+// an interrupted destroy is found again.
 func destroy(name string) error {
 	errs := []error{crowdOf(name).end(time.Second)}
 	for _, path := range namespacesOf(name) {
@@ -315,8 +315,8 @@ func destroy(name string) error {
 	return os.RemoveAll(dirOf(name))
 }
 
-// fromState lays out hosts and addresses. It is a function of the state alone, so every process
-// sees the same lab.
+// fromState computes hosts and addresses. It depends only on the state, so every process sees the
+// same lab.
 func fromState(s state) *Lab {
 	name := s.Spec.Name
 	host := func(format string, args ...any) *Host { return &Host{Name: fmt.Sprintf(format, args...), lab: name} }
@@ -347,7 +347,7 @@ func fromState(s state) *Lab {
 	return l
 }
 
-// underlayOf is the underlay's network of cluster i, counted from 0; its first address is the
+// underlayOf returns the underlay's network of cluster i, counted from 0. Its first address is the
 // router.
 func underlayOf(i int) netip.Prefix {
 	return netip.PrefixFrom(offset(underlayNetwork.Addr(), (i+1)<<8), 24)

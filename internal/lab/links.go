@@ -14,14 +14,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// kernel is a namespace under construction: a handle on it and a netlink socket inside it.
+// kernel is a namespace under construction: a handle of it and a netlink socket inside it.
 type kernel struct {
 	host *Host
 	ns   netns.NsHandle
 	nl   *netlink.Handle
 }
 
-// newKernel makes the host's namespace with loopback up, IPv6 off and the given settings below
+// newKernel makes the host's namespace with loopback up, IPv6 off, and the given settings below
 // /proc/sys/net.
 func newKernel(h *Host, settings map[string]string) (*kernel, error) {
 	k := &kernel{host: h, ns: netns.None()}
@@ -30,8 +30,8 @@ func newKernel(h *Host, settings map[string]string) (*kernel, error) {
 			return fmt.Errorf("create: %w", err)
 		}
 		for _, c := range []string{"all", "default", "lo"} {
-			// Router solicitations and duplicate address detection would only be noise in captures
-			// and counters.
+			// Router solicitations and duplicate address detection would only disturb captures and
+			// counters.
 			err := setSysctl("ipv6/conf/"+c+"/disable_ipv6", "1")
 			if err != nil && !errors.Is(err, fs.ErrNotExist) { // a kernel without IPv6
 				return err
@@ -74,15 +74,15 @@ func (k *kernel) close() {
 		k.nl.Close()
 	}
 	if k.ns.IsOpen() {
-		_ = k.ns.Close() // a descriptor that nothing was written to
+		_ = k.ns.Close() // nothing was written to the descriptor
 	}
 }
 
-// uplink is the device of every host towards the rest of the lab.
+// uplink is every host's device towards the rest of the lab.
 const uplink = "eth0"
 
-// veth connects two namespaces; far's end is its uplink. The pair is made inside k, its far end
-// directly inside the other: at no time is there a device in the namespace of the caller.
+// veth connects two namespaces; far's end is its uplink. It makes the pair inside k and the far end
+// directly inside far. So the caller's namespace never has a device.
 func (k *kernel) veth(name string, mtu int, far *kernel) error {
 	attrs := netlink.NewLinkAttrs()
 	attrs.Name, attrs.MTU = name, mtu
@@ -164,10 +164,10 @@ func ipNet(p netip.Prefix) *net.IPNet {
 	return &net.IPNet{IP: p.Addr().AsSlice(), Mask: net.CIDRMask(p.Bits(), p.Addr().BitLen())}
 }
 
-// removeNamespace removes the name; the kernel removes the namespace and its devices with the last
-// user.
+// removeNamespace removes the name. The kernel removes the namespace and its devices when nobody
+// uses them any more.
 func removeNamespace(path string) error {
-	// EINVAL: nothing is mounted there, as after a reboot or a crash in the middle of newKernel.
+	// EINVAL: nothing is mounted there, as after a reboot or a crash in newKernel.
 	if err := unix.Unmount(path, unix.MNT_DETACH); err != nil && !errors.Is(err, unix.EINVAL) && !errors.Is(err, fs.ErrNotExist) {
 		return &os.PathError{Op: "unmount", Path: path, Err: err}
 	}
@@ -181,11 +181,11 @@ func removeNamespace(path string) error {
 	return err
 }
 
-// removeCovered removes a name on which a namespace is mounted below another mount of its
-// directory. That is what ip-netns(8) leaves when it finds no mount point at /run/netns: it binds
-// the directory to itself, mounts and all, so that those below are out of reach. In a mount
-// namespace of the calling thread the upper one can be taken away; unlinking the name then unmounts
-// it in all mount namespaces (Linux 3.18 and later).
+// removeCovered removes a name whose namespace is mounted below another mount of the directory.
+// ip-netns(8) causes that if it finds no mount point at /run/netns: it binds the directory to
+// itself, which hides the mounts inside. In its own mount namespace, the calling thread can remove
+// the upper mount. Unlinking the name then unmounts it in all mount namespaces (Linux 3.18 and
+// later).
 func removeCovered(path string) error {
 	if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
 		return os.NewSyscallError("unshare", err)
@@ -195,8 +195,8 @@ func removeCovered(path string) error {
 	}
 	for {
 		switch err := unix.Unmount(filepath.Dir(path), unix.MNT_DETACH); {
-		case errors.Is(err, unix.EINVAL): // no mount point any more: all that covered is gone
-			_ = unix.Unmount(path, unix.MNT_DETACH) // unless it is not mounted, which os.Remove will tell
+		case errors.Is(err, unix.EINVAL): // not a mount point any more: all upper mounts are gone
+			_ = unix.Unmount(path, unix.MNT_DETACH) // if it is not mounted, os.Remove has the reason
 			return os.Remove(path)
 		case err != nil:
 			return &os.PathError{Op: "unmount", Path: filepath.Dir(path), Err: err}
@@ -204,7 +204,7 @@ func removeCovered(path string) error {
 	}
 }
 
-// newNamespace moves the calling thread into a new namespace without a name.
+// newNamespace moves the calling thread into a new unnamed namespace.
 func newNamespace() error {
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 		return os.NewSyscallError("unshare", err)

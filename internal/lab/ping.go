@@ -13,7 +13,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/ping"
 )
 
-// PingOptions are what PingWith can vary. The zero value is an ordinary ping.
+// PingOptions are the options of PingWith. The zero value is an ordinary ping.
 type PingOptions struct {
 	Source netip.Addr    // bound source; zero: the kernel chooses
 	Size   int           // octets of data after the ICMP header, 16 to 65507; default 56
@@ -21,9 +21,9 @@ type PingOptions struct {
 	Wait   time.Duration // for the answer; default 1 s
 }
 
-// Ping sends ICMP echo requests from the host until one is answered, a second apart, and returns
-// that one's round trip time. It gives up when ctx is done or, without a deadline, after 5
-// requests. Whoever wants exactly one request uses PingWith.
+// Ping sends ICMP echo requests from the host, a second apart, until one is answered, and returns
+// its round trip time. It gives up when ctx ends or, without a deadline, after 5 requests. Use
+// PingWith to send exactly one request.
 func (h *Host) Ping(ctx context.Context, dst netip.Addr) (time.Duration, error) {
 	var last error
 	for range 5 {
@@ -35,7 +35,7 @@ func (h *Host) Ping(ctx context.Context, dst netip.Addr) (time.Duration, error) 
 			break
 		}
 		var refused *ping.Error
-		if errors.As(err, &refused) { // came at once: keep the pace
+		if errors.As(err, &refused) { // the error came at once: keep the pace
 			select {
 			case <-ctx.Done():
 			case <-time.After(time.Second):

@@ -13,8 +13,8 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// Fixed addresses of every lab. A lab's namespaces are its own, so two labs use the same ones
-// without clashing.
+// Fixed addresses of every lab. Each lab has its own namespaces, so two labs can use the same
+// addresses.
 var (
 	underlayNetwork = netip.MustParsePrefix("172.30.0.0/16")     // cluster n has 172.30.n.0/24 of it
 	onPremNetwork   = netip.MustParsePrefix("192.168.77.0/24")   // behind node 1 of every cluster
@@ -30,7 +30,7 @@ var (
 )
 
 const (
-	firstHostNumber = 10 // host n of a network has address network+10+n, where there is room
+	firstHostNumber = 10 // host n of a network has address network+10+n, if there is room
 	maxLabName      = 32
 	maxClusterName  = 7 // "<cluster>-node99" has to fit into the 15 bytes of an interface name
 	maxNodes        = 99
@@ -62,16 +62,15 @@ func (f RPFilter) sysctl() (string, error) {
 	return "", fmt.Errorf("rp_filter %q: want %s, %s or %s", f, RPFilterOff, RPFilterLoose, RPFilterStrict)
 }
 
-// A Spec says what a lab consists of. The zero values of its fields, apart from Clusters, mean the
-// defaults.
+// A Spec describes a lab. The zero values of its fields, except Clusters, mean the defaults.
 type Spec struct {
 	// Name tells labs apart: up to 32 lower-case letters, digits and dashes. Default "lab".
 	Name string `json:"name"`
 	// MTU of the underlay in octets, 576 to 65535: links of nodes and routers. Pods keep the same.
 	// Default 1500.
 	MTU int `json:"mtu,omitempty"`
-	// Tunnels between the gateways of two clusters, 1 to 16, as far as the other side has as many.
-	// Default 1.
+	// Tunnels between the gateways of two clusters, 1 to 16; the side with fewer decides. Default
+	// 1.
 	Tunnels int `json:"tunnels,omitempty"`
 	// RPFilter of every host but the underlay. Default loose.
 	RPFilter RPFilter `json:"rpFilter,omitempty"`
@@ -83,7 +82,7 @@ type Spec struct {
 type ClusterSpec struct {
 	// Name is up to 7 lower-case letters and digits, unique in the lab. Default "a", "b", ...
 	Name string `json:"name"`
-	// ID is the cluster's identity. Default: a UUID made from Name, the same each time.
+	// ID is the cluster's identity. Default: a UUID derived from Name.
 	ID string `json:"id,omitempty"`
 	// PodCIDR may equal that of other clusters. Default 10.244.0.0/16.
 	PodCIDR netip.Prefix `json:"podCIDR"`
@@ -95,20 +94,21 @@ type ClusterSpec struct {
 	PodsPerNode int `json:"podsPerNode,omitempty"`
 	// Tunnels of the cluster's gateway. Default: those of the Spec.
 	Tunnels int `json:"tunnels,omitempty"`
-	// GatewayPods is how many nodes, from the first on, have a pod for a gateway that has a network of
-	// its own. Default: none, gateways have the network of their nodes.
+	// GatewayPods is the number of nodes, from the first on, with a pod for a gateway with its own
+	// network. Default: none, so gateways use the network of their nodes.
 	GatewayPods int `json:"gatewayPods,omitempty"`
 	// Control adds a machine for the cluster's control plane.
 	Control bool `json:"control,omitempty"`
-	// Bare leaves the pods' network to the caller: pods are namespaces without a device, nodes know no
-	// pods, and nothing masquerades. The PodCIDR may be in the cluster's part of the underlay then.
+	// Bare leaves the pods' network to the caller: pods are namespaces without a device, nodes have
+	// no routes to pods, and nothing masquerades. The PodCIDR may then be in the cluster's part of
+	// the underlay.
 	Bare bool `json:"bare,omitempty"`
 }
 
 // Clusters returns n default clusters, called "a", "b" and so on; none for a negative number.
 func Clusters(n int) []ClusterSpec { return make([]ClusterSpec, max(0, n)) }
 
-// Check names everything wrong with a spec.
+// Check returns an error that names everything wrong with a spec.
 func (s Spec) Check() error {
 	_, err := s.withDefaults()
 	return err
@@ -225,15 +225,15 @@ func checkNetwork(what string, p netip.Prefix) error {
 
 func contains(p, part netip.Prefix) bool { return p.Bits() <= part.Bits() && p.Contains(part.Addr()) }
 
-// sliceBits is the length of a node's part of the PodCIDR: 24 as with kube-controller-manager,
-// longer where the PodCIDR is too small for that.
+// sliceBits is the prefix length of a node's part of the PodCIDR: 24 as in kube-controller-manager,
+// or longer if the PodCIDR is too small for that.
 func sliceBits(podCIDR netip.Prefix, nodes int) int {
 	return max(24, podCIDR.Bits()+bits.Len(uint(nodes-1)))
 }
 
 func checkRoom(podCIDR netip.Prefix, nodes, pods int) error {
 	length := sliceBits(podCIDR, nodes)
-	// Not for pods: the network address, the node's address and the last address.
+	// Pods cannot have the network address, the node's address and the last address.
 	if length > 30 || pods > 1<<(32-length)-3 {
 		return fmt.Errorf("PodCIDR %v has no room for %d nodes with %d pods each", podCIDR, nodes, pods)
 	}
@@ -246,8 +246,8 @@ func nodeSlice(podCIDR netip.Prefix, nodes, i int) netip.Prefix {
 	return netip.PrefixFrom(offset(podCIDR.Addr(), i<<(32-length)), length)
 }
 
-// podAddr is the address of pod j, counted from 0, in a node's slice. The slice's first host is the
-// node.
+// podAddr is the address of pod j, counted from 0, in a node's slice. The first host of the slice
+// is the node.
 func podAddr(slice netip.Prefix, pods, j int) netip.Addr {
 	if 1+firstHostNumber+pods < 1<<(32-slice.Bits()) {
 		return offset(slice.Addr(), firstHostNumber+1+j)
@@ -268,7 +268,7 @@ func offset(addr netip.Addr, n int) netip.Addr {
 	return netip.AddrFrom4([4]byte{byte(v >> 24), byte(v >> 16), byte(v >> 8), byte(v)})
 }
 
-// Move puts the host bits of addr onto the network to, which has the length of from.
+// Move puts the host bits of addr onto the network to, which has the same length as from.
 func Move(addr netip.Addr, from, to netip.Prefix) netip.Addr {
 	a, f := addr.As4(), from.Addr().As4()
 	n := 0
@@ -285,8 +285,8 @@ func defaultClusterName(i int) string {
 	return fmt.Sprintf("c%d", i+1)
 }
 
-// clusterID makes a UUID (version 4 in form) of a cluster's name, so that files of equal labs are
-// equal.
+// clusterID derives a UUID (in the form of version 4) from a cluster's name, so that equal labs
+// have equal files.
 func clusterID(name string) string {
 	h := sha256.Sum256([]byte("isthmus lab cluster " + name))
 	h[6] = h[6]&0x0f | 0x40

@@ -12,13 +12,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// environment is the variable that marks what was started inside a lab; its value is the lab's
+// environment is the variable that marks processes started inside a lab. Its value is the lab's
 // name.
 const environment = "ISTHMUS_LAB"
 
-// A crowd is what belongs to a lab: the processes with their main thread inside one of its
-// namespaces, however they got there, and those that were started through Host.Command, wherever
-// their threads went.
+// A crowd is the processes that belong to a lab: those whose main thread is inside one of its
+// namespaces, for whatever reason, and those that Host.Command started, wherever their threads are.
 type crowd struct {
 	namespaces map[uint64]bool
 	mark       []byte
@@ -37,7 +36,7 @@ func crowdOf(lab string) crowd {
 func (c crowd) has(pid int) bool {
 	dir := filepath.Join("/proc", strconv.Itoa(pid))
 	ino, ok := nsfsInode(filepath.Join(dir, "ns/net"))
-	if !ok { // a zombie's or a kernel thread's; other threads of a zombie may still hold its sockets
+	if !ok { // a zombie or a kernel thread; other threads of a zombie may still hold its sockets
 		threads, _ := filepath.Glob(filepath.Join(dir, "task/*/ns/net"))
 		return slices.ContainsFunc(threads, func(path string) bool {
 			ino, ok := nsfsInode(path)
@@ -51,7 +50,7 @@ func (c crowd) has(pid int) bool {
 	return err == nil && slices.ContainsFunc(bytes.Split(env, []byte{0}), func(v []byte) bool { return bytes.Equal(v, c.mark) })
 }
 
-// members returns the process IDs of the crowd without our own.
+// members returns the process IDs of the crowd, except our own.
 func (c crowd) members() []int {
 	entries, err := os.ReadDir("/proc")
 	if err != nil {
@@ -66,8 +65,8 @@ func (c crowd) members() []int {
 	return pids
 }
 
-// signal sends sig to a member. The process ID may have changed hands since it was read, a pidfd
-// cannot: membership is looked up again once we have one.
+// signal sends sig to a member. Another process may have got the process ID since it was read, but
+// a pidfd stays with its process. So signal checks the membership again once it has a pidfd.
 func (c crowd) signal(pid int, sig unix.Signal) {
 	fd, err := unix.PidfdOpen(pid, 0)
 	if err != nil {
@@ -79,7 +78,7 @@ func (c crowd) signal(pid int, sig unix.Signal) {
 	}
 }
 
-// end ends all members: by SIGTERM, after the grace period by SIGKILL.
+// end ends all members: by SIGTERM, and after the grace period by SIGKILL.
 func (c crowd) end(grace time.Duration) error {
 	pids := c.members()
 	for _, pid := range pids {
@@ -100,8 +99,8 @@ func (c crowd) end(grace time.Duration) error {
 	return nil
 }
 
-// nsfsInode identifies the namespace at path; false when there is none (a plain file left by a
-// reboot, for example).
+// nsfsInode identifies the namespace at path. It returns false if there is none, such as for a
+// plain file left by a reboot.
 func nsfsInode(path string) (uint64, bool) {
 	var fs unix.Statfs_t
 	var st unix.Stat_t
@@ -115,7 +114,7 @@ func nsfsInode(path string) (uint64, bool) {
 func namespacesOf(lab string) []string {
 	paths, err := filepath.Glob(filepath.Join(netnsDir, netnsPrefix+lab+".*"))
 	if err != nil {
-		return nil // only for a bad pattern, which no lab's name makes
+		return nil // only for a bad pattern, which no lab's name causes
 	}
 	return paths
 }

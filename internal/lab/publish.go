@@ -10,9 +10,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// publish has the node of the calling thread translate addresses for a pod, as bridge and portmap of
-// the CNI plugins do: sources of what the pod sends out of the pods' network by the uplink, and
-// destinations of UDP from the uplink to that many ports from first upwards.
+// publish makes the node of the calling thread translate addresses for a pod, as the CNI plugins
+// bridge and portmap do: the sources of packets from the pod to destinations outside the pods'
+// network by the uplink, and the destinations of UDP packets from the uplink to that many ports
+// from first upwards.
 func publish(pod netip.Addr, pods netip.Prefix, first, ports uint16) error {
 	c, err := nftables.New()
 	if err != nil {

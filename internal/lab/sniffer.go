@@ -18,33 +18,33 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A Sniffer watches what the nodes of a lab send into the underlay:
+// A Sniffer watches the packets that the nodes of a lab send into the underlay:
 //
 //	node's eth0 ──► port of the underlay ──► bridge ──► other nodes of the cluster, router
 //	                   │ tap
 //	                   └─► filter in the kernel ─► reader: leak?
 //
-// Every node's port has a tap, a packet socket, which gets each packet that the node sends
-// once. No other device of a node could carry a packet for a peer away: the others lead
-// to its own pods, to the server outside the cluster, into the overlay and into the gateway. Control
-// planes are not watched, because no packets for peers pass them.
+// Every node's port has a tap, a packet socket, which gets each packet that the node sends once. No
+// other device of a node could carry a packet for a peer away: the others lead to its own pods, to
+// the server outside the cluster, into the overlay and into the gateway. Control planes are not
+// watched, because no packets for peers pass them.
 //
 // Its methods may be used from several goroutines.
 type Sniffer struct {
 	refresh func(*Cluster)
 	kernel  *kernel             // of the underlay
-	nodes   map[string]*Cluster // by the name of a node, which is that of its port
-	done    chan struct{}       // closed: no news of devices any more
+	nodes   map[string]*Cluster // by name of the node, which is the name of its port, too
+	done    chan struct{}       // closed: no more notices about devices
 	running sync.WaitGroup
-	looking atomic.Int32 // readers that look at a frame
+	looking atomic.Int32 // readers that process a frame
 
 	mu      sync.Mutex
 	watches map[*Cluster]*watch
-	moved   map[*Cluster][]netip.Addr // what nodes have or had beside the addresses of the lab
+	moved   map[*Cluster][]netip.Addr // addresses that nodes have or had besides those of the lab
 	taps    map[string]*tap           // by port
 	past    uint64                    // packets of ports that are gone
 	report  Report
-	errs    []error // what kept the Sniffer from seeing all
+	errs    []error // errors that kept the Sniffer from seeing everything
 	closed  bool
 	closing sync.Once
 }
@@ -55,23 +55,25 @@ type tap struct {
 	port    string
 	index   int
 	before  uint64 // packets that the port had received when the tap was opened
-	packets uint64 // that it has received since, when they were counted last
+	packets uint64 // packets since then, as last counted
 	file    *os.File
 	socket  syscall.RawConn
-	done    chan struct{} // closed when nothing is left to be read
+	done    chan struct{} // closed when everything has been read
 }
 
-// A Report is what a Sniffer has seen.
+// A Report is the result of a Sniffer.
 type Report struct {
-	Packets uint64 // that the nodes have sent; a superpacket is one, and a port that goes takes the last ones along
-	Leaked  int    // how many of them were in the clear
+	// Packets counts those sent by the nodes. A superpacket counts once, and a port that disappears
+	// takes its last ones along.
+	Packets uint64
+	Leaked  int    // those of them in the clear
 	Leaks   []Leak // the first hundred
-	Excused int    // how many more were, by what is known to be left
+	Excused int    // further ones that Excuse has excused
 }
 
 // A Leak is a packet that a node sent in the clear.
 type Leak struct {
-	At      time.Time // when the Sniffer had time for it
+	At      time.Time // when the Sniffer processed it
 	Node    string
 	Network netip.Prefix // of a peer
 	Packet  string       // addresses, protocol, ports, length
@@ -91,7 +93,7 @@ func (r Report) String() string {
 	return text
 }
 
-// err is the error of a report, nil when there was no leak.
+// err returns the error of a report, nil if there was no leak.
 func (r Report) err() error {
 	if r.Leaked == 0 {
 		return nil
@@ -103,10 +105,10 @@ func (r Report) err() error {
 	return fmt.Errorf("%v; want none:%s", r, text.String())
 }
 
-// Sniff begins to watch the underlay. Until Watch says what for, nothing is a leak. refresh, where
-// there is one, is called after a packet that looks like a leak was seen; it may block, and calls
-// Watch. Only what is a leak then, too, is counted: the nodes may have heard sooner than the caller
-// of Watch that a peer is gone. The caller closes the Sniffer before the lab goes down.
+// Sniff begins to watch the underlay. Until Watch names networks, nothing is a leak. refresh, if
+// not nil, is called after a packet that looks like a leak. It may block, and calls Watch. The
+// packet counts only if it is still a leak then, because the nodes may have learned earlier than
+// the caller of Watch that a peer is gone. The caller closes the Sniffer before the lab goes down.
 func (l *Lab) Sniff(refresh func(*Cluster)) (*Sniffer, error) {
 	s := &Sniffer{refresh: refresh, nodes: map[string]*Cluster{}, watches: map[*Cluster]*watch{}, moved: map[*Cluster][]netip.Addr{}, taps: map[string]*tap{}, done: make(chan struct{})}
 	for _, c := range l.Clusters {
@@ -138,15 +140,15 @@ func (l *Lab) Sniff(refresh func(*Cluster)) (*Sniffer, error) {
 	return s, nil
 }
 
-// Watch says what the nodes of a cluster must not send from now on. What keeps the Sniffer from
-// watching is an error of Close.
+// Watch sets the packets that the nodes of a cluster must not send from now on. Close returns
+// errors of the watch.
 func (s *Sniffer) Watch(c *Cluster, what Watched) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.watch(c, what)
 }
 
-// watch does that. The caller holds s.mu.
+// watch implements Watch. The caller holds s.mu.
 func (s *Sniffer) watch(c *Cluster, what Watched) {
 	s.watches[c] = watchFor(c, what, s.moved[c])
 	for _, t := range s.taps {
@@ -159,7 +161,7 @@ func (s *Sniffer) watch(c *Cluster, what Watched) {
 	}
 }
 
-// Report returns what has been seen so far.
+// Report returns the result so far.
 func (s *Sniffer) Report() Report {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -167,7 +169,7 @@ func (s *Sniffer) Report() Report {
 	return s.report
 }
 
-// settle waits until what has been sent by now was looked at, up to a minute.
+// settle waits until all packets sent so far have been processed, up to a minute.
 func (s *Sniffer) settle() {
 	for quiet, deadline := 0, time.Now().Add(time.Minute); quiet < 3 && time.Now().Before(deadline); time.Sleep(2 * time.Millisecond) {
 		if quiet++; s.looking.Load() > 0 || s.waiting() {
@@ -176,12 +178,12 @@ func (s *Sniffer) settle() {
 	}
 }
 
-// waiting tells whether there are frames that no reader has taken yet.
+// waiting reports whether there are frames that no reader has read yet.
 func (s *Sniffer) waiting() (is bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, t := range s.taps {
-		_ = t.socket.Control(func(fd uintptr) { // fails when the tap is closed: nothing is there then
+		_ = t.socket.Control(func(fd uintptr) { // fails if the tap is closed: then nothing waits
 			n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 0)
 			is = is || err == nil && n > 0
 		})
@@ -189,7 +191,7 @@ func (s *Sniffer) waiting() (is bool) {
 	return is
 }
 
-// Take returns the leaks so far and forgets them: for a test that makes some on purpose.
+// Take returns the leaks so far and forgets them, for a test that causes some on purpose.
 func (s *Sniffer) Take() []Leak {
 	s.settle()
 	s.mu.Lock()
@@ -199,8 +201,7 @@ func (s *Sniffer) Take() []Leak {
 	return leaks
 }
 
-// Excuse turns the leaks that are known to be left into ones that are counted and no error, and
-// returns them.
+// Excuse removes the leaks for which known returns true, counts them as Excused, and returns them.
 func (s *Sniffer) Excuse(known func(Leak) bool) (excused []Leak) {
 	s.settle()
 	s.mu.Lock()
@@ -219,8 +220,8 @@ func (s *Sniffer) Excuse(known func(Leak) bool) (excused []Leak) {
 	return excused
 }
 
-// Close ends the watching, after what has been sent by then was looked at. The error tells the
-// leaks, and what kept the Sniffer from seeing all. Closing again returns the same.
+// Close ends the watch, after all packets sent so far have been processed. The error lists the
+// leaks, and errors that kept the Sniffer from seeing everything. Closing again returns the same.
 func (s *Sniffer) Close() error {
 	s.closing.Do(func() {
 		s.mu.Lock()
@@ -239,7 +240,7 @@ func (s *Sniffer) Close() error {
 	return errors.Join(append([]error{s.report.err()}, s.errs...)...)
 }
 
-// fail notes what keeps the Sniffer from seeing all.
+// fail records an error that keeps the Sniffer from seeing everything.
 func (s *Sniffer) fail(what string, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -248,7 +249,7 @@ func (s *Sniffer) fail(what string, err error) {
 	}
 }
 
-// count brings the number of packets up to date. The caller holds s.mu.
+// count updates the number of packets. The caller holds s.mu.
 func (s *Sniffer) count() {
 	if s.closed {
 		return
@@ -256,7 +257,7 @@ func (s *Sniffer) count() {
 	n := s.past
 	for name, t := range s.taps {
 		link, err := s.kernel.nl.LinkByName(name)
-		if err == nil && link.Attrs().Index == t.index { // else the news of its end is on its way
+		if err == nil && link.Attrs().Index == t.index { // otherwise a notice of its end follows
 			t.packets = received(link) - t.before
 		}
 		n += t.packets
@@ -271,12 +272,13 @@ func received(link netlink.Link) uint64 {
 	return 0
 }
 
-// follow opens taps on ports that come, as when a node is made anew.
+// follow opens taps on new ports, such as those of a node that was made anew.
 func (s *Sniffer) follow(news <-chan netlink.LinkUpdate) {
 	for u := range news {
 		name := u.Attrs().Name
 		switch {
-		case s.nodes[name] == nil || u.Family == unix.AF_BRIDGE: // the latter are about its being in the bridge
+		// The latter are about the membership in the bridge.
+		case s.nodes[name] == nil || u.Family == unix.AF_BRIDGE:
 		case u.Header.Type == unix.RTM_DELLINK:
 			s.untap(name, u.Attrs().Index)
 		default:
@@ -311,25 +313,25 @@ func (s *Sniffer) untap(name string, index int) {
 		return
 	}
 	delete(s.taps, name)
-	s.past += t.packets // a veth pair that is being taken apart has forgotten them
+	s.past += t.packets // a veth pair being removed has lost its counters
 	s.mu.Unlock()
 	s.end(t)
 }
 
-// end lets the reader of a tap look at what has come by now, and closes the tap.
+// end lets the reader of a tap process the packets received so far, and closes the tap.
 func (s *Sniffer) end(t *tap) {
-	_ = t.file.SetReadDeadline(time.Unix(1, 0)) // fails only when it is closed
+	_ = t.file.SetReadDeadline(time.Unix(1, 0)) // fails only if it is closed
 	<-t.done
 	t.file.Close()
 }
 
-// read looks at the frames of a tap until its end.
+// read processes the frames of a tap until its end.
 func (s *Sniffer) read(t *tap) {
 	defer close(t.done)
 	buf := make([]byte, snapLength)
 	for {
 		n, err := t.file.Read(buf)
-		if errors.Is(err, unix.ENETDOWN) { // set down; it may come up again
+		if errors.Is(err, unix.ENETDOWN) { // the port is down and may come up again
 			continue
 		}
 		if err != nil {
@@ -337,7 +339,7 @@ func (s *Sniffer) read(t *tap) {
 		}
 		s.look(t, buf[:n])
 	}
-	_ = t.socket.Control(func(fd uintptr) { // it fails only when the file is closed, which is later
+	_ = t.socket.Control(func(fd uintptr) { // it fails only if the file is closed, which is later
 		for {
 			n, err := unix.Read(int(fd), buf)
 			if errors.Is(err, unix.ENETDOWN) || errors.Is(err, unix.EINTR) {
@@ -367,7 +369,7 @@ func (s *Sniffer) look(t *tap, frame []byte) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	_, _, leaks := s.watches[t.cluster].leak(frame)
-	if leaks && s.report.Leaked < toldLeaks { // a flood is one, whatever becomes of its end
+	if leaks && s.report.Leaked < toldLeaks { // the first leaks of a flood are enough
 		s.mu.Unlock()
 		s.findNodes(t.cluster)
 		if s.refresh != nil {
@@ -384,9 +386,9 @@ func (s *Sniffer) look(t *tap, frame []byte) {
 	}
 }
 
-// findNodes asks the kernels of a cluster's nodes which addresses they have on the underlay: one that a
-// node got since the lab was made is an end of the overlay like the first. It stays one, for what is under
-// way to it.
+// findNodes reads the underlay addresses of a cluster's nodes from their kernels. An address that a
+// node got after the lab was made is an end of the overlay, too. It stays one even after the node
+// has lost it, because packets may be under way.
 func (s *Sniffer) findNodes(c *Cluster) {
 	var have []netip.Addr
 	for _, n := range c.Nodes {
@@ -406,7 +408,7 @@ func (s *Sniffer) findNodes(c *Cluster) {
 	}
 }
 
-// uplinkAddrs are the IPv4 addresses of a host towards the rest of the lab; none where the host is gone.
+// uplinkAddrs returns the IPv4 addresses of a host's uplink; none if the host is gone.
 func uplinkAddrs(h *Host) (all []netip.Addr) {
 	k, err := openKernel(h)
 	if err != nil {
@@ -429,7 +431,7 @@ func uplinkAddrs(h *Host) (all []netip.Addr) {
 	return all
 }
 
-// open makes the socket. It gets nothing before it has its filter.
+// open makes the socket. It receives nothing before it has its filter.
 func (t *tap) open(underlay *Host, w *watch) error {
 	fd := -1
 	err := underlay.Do(func() (err error) {
@@ -460,7 +462,7 @@ func (t *tap) open(underlay *Host, w *watch) error {
 	return nil
 }
 
-// attach gives the socket the filter of a watch, in place of the one that it has.
+// attach replaces the socket's filter by that of a watch.
 func (t *tap) attach(w *watch) error {
 	program, err := bpf.Assemble(w.filter())
 	if err != nil {

@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// What a lab leaves on disk while it stands:
+// Files of a lab while it exists:
 //
 //	/run/isthmus-lab/.lock           held while labs are made, swept and removed
 //	/run/isthmus-lab/NAME/lock       held by the owner for as long as it lives
@@ -23,8 +23,8 @@ import (
 //	/run/isthmus-lab/NAME/log/       what the gateways print
 //	/run/netns/isthmus.NAME.HOST     its namespaces
 //
-// An flock ends with the process that holds it however that ends, so an unheld lock is a dead
-// owner.
+// An flock always ends with the process that holds it, so an unheld lock means that the owner is
+// dead.
 const stateDir = "/run/isthmus-lab"
 
 const (
@@ -33,17 +33,17 @@ const (
 	logDir    = "log"
 )
 
-// state is what another process needs to use or remove the lab.
+// state has everything that another process needs to use or remove the lab.
 type state struct {
 	Spec       Spec      `json:"spec"`       // complete
 	Persistent bool      `json:"persistent"` // outlives its owner
-	Boot       string    `json:"boot"`       // kernel boot ID: what a lab of an earlier boot was made of is gone
+	Boot       string    `json:"boot"`       // kernel boot ID: a reboot removes a lab's namespaces
 	Owner      int       `json:"owner"`      // process ID, for messages only
 	Joins      []join    `json:"joins"`
 	Mappings   []mapping `json:"mappings"`
 }
 
-// join is one pair of clusters and the networks under which each sees the other.
+// join is one pair of clusters, and the networks that each uses for the other.
 type join struct {
 	A   string `json:"a"`
 	B   string `json:"b"`
@@ -78,7 +78,7 @@ func lockAll() (unlock func(), err error) {
 		}
 		file, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR, 0o644)
 		if errors.Is(err, fs.ErrNotExist) {
-			continue // the last lab went away in between, and the directory with it
+			continue // the last lab was removed in between, with the directory
 		}
 		if err != nil {
 			return nil, err
@@ -87,14 +87,14 @@ func lockAll() (unlock func(), err error) {
 			file.Close()
 			return nil, err
 		}
-		// The holder before us may have removed the file that we waited for.
+		// The previous holder may have removed the file that we waited for.
 		if !isFile(file, path) {
 			file.Close()
 			continue
 		}
 		return func() {
 			if entries, err := os.ReadDir(stateDir); err == nil && len(entries) == 1 {
-				_ = errors.Join(os.Remove(path), os.Remove(stateDir)) // an empty directory that stays does no harm
+				_ = errors.Join(os.Remove(path), os.Remove(stateDir)) // an empty directory that stays is harmless
 			}
 			file.Close()
 		}, nil
@@ -122,8 +122,8 @@ func flock(file *os.File, how int) error {
 	}
 }
 
-// claim takes the owner's lock of a lab, creating its directory. ErrInUse when a live process holds
-// it.
+// claim takes the owner's lock of a lab and creates its directory. The error is ErrInUse if a live
+// process holds the lock.
 func claim(name string) (*os.File, error) {
 	if err := os.MkdirAll(dirOf(name), 0o755); err != nil {
 		return nil, err
@@ -142,7 +142,7 @@ func claim(name string) (*os.File, error) {
 	return file, nil
 }
 
-// names lists all labs of which there is anything, whether alive or not.
+// names lists all labs of which anything exists, alive or not.
 func names() ([]string, error) {
 	var all []string
 	dirs, err := os.ReadDir(stateDir)
@@ -189,14 +189,14 @@ func (s state) write() error {
 	return writeFile(filepath.Join(dirOf(s.Spec.Name), stateFile), append(data, '\n'), 0o644)
 }
 
-// writeFile replaces a file in one step, so that who reads it meanwhile sees the old or the new
-// one. The file in the making has a name that no reader of a configuration directory looks at.
+// writeFile replaces a file in one step, so that a concurrent reader sees the old or the new
+// content. The temporary file has a name that readers of a configuration directory ignore.
 func writeFile(path string, data []byte, perm fs.FileMode) error {
 	part, err := os.CreateTemp(filepath.Dir(path), ".new-*")
 	if err != nil {
 		return err
 	}
-	defer func() { _ = os.Remove(part.Name()) }() // fails when it has been renamed
+	defer func() { _ = os.Remove(part.Name()) }() // fails once it has been renamed
 	_, err = part.Write(data)
 	if err := errors.Join(err, part.Chmod(perm), part.Close()); err != nil {
 		return err

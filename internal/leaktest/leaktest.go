@@ -1,5 +1,5 @@
-// Package leaktest is goleak with more patience: what is about to end takes longer on a busy
-// machine than the half of a second that goleak gives it.
+// Package leaktest is goleak with more patience. On a busy machine, ending goroutines take longer
+// than the half second that goleak allows.
 package leaktest
 
 import (
@@ -28,6 +28,6 @@ type waiting struct{ *testing.M }
 
 func (m waiting) Run() int {
 	code := m.M.Run()
-	_ = Find() // goleak looks itself, and tells
+	_ = Find() // goleak looks again and reports
 	return code
 }

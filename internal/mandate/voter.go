@@ -84,7 +84,7 @@ type Voter struct {
 	bound       Time // no other gateway gets the vote before then
 	farewell    Time // nor before then, until the holder knows this incarnation; 0: over
 	released    bool // the holder has released the epoch of the promise
-	last        Ask  // the ask that last got the vote; zero: none in this life
+	last        Ask  // the ask that last got the vote; zero: none since the start
 }
 
 // NewVoter starts a voter with the promise stored on its node, or nil. The incarnation must be

@@ -37,8 +37,7 @@ func RESTConfig(kubeconfig string) (*rest.Config, error) {
 	return config, nil
 }
 
-// The ConfigMap with the identity of the cluster, created by Liqo or `isthmus install`, has this
-// label.
+// Label of the ConfigMap with the identity of the cluster, which Liqo or `isthmus install` creates.
 const (
 	label      = "app.kubernetes.io/name"
 	labelValue = "clusterid-configmap"

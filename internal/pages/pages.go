@@ -1,4 +1,4 @@
-// Package pages finds the commands that the documents show, for the tests that run them.
+// Package pages finds the commands in the documents, for the tests that run them.
 package pages
 
 import (
@@ -7,17 +7,18 @@ import (
 	"strings"
 )
 
-// A Command is a line of a shell that a page tells a reader to run. Lines that end with a backslash,
-// and here-documents, are one.
+// A Command is a shell line that a page tells the reader to run. Lines that end with a backslash,
+// and here-documents, count as one line.
 type Command struct {
 	Chapter string // the heading above it, without its #
-	Text    string // without the comment at its end
+	Text    string // without the comment at the end of the line
 }
 
-// programs begin a command; other lines of code are output, configuration or a part of one.
+// programs are the beginnings of commands; other lines of code are output, configuration or a part
+// of a command.
 var programs = regexp.MustCompile(`^(?:sudo |\$ )*(?:isthmus|isthmus-lab|kubectl|helm|make|go|nft|skopeo|curl|openssl|envsubst|export|for|ip) `)
 
-// comment is one at the end of a line, as the pages write it.
+// comment matches a comment at the end of a line, in the style of the pages.
 var comment = regexp.MustCompile(`\s+# .*$`)
 
 // Of returns the commands of a page, in their order: lines in fences, and lines indented by four.
@@ -46,10 +47,10 @@ func Of(file string) (all []Command, err error) {
 			code = line
 		}
 		switch {
-		case open == `\`: // the line before goes on here
+		case open == `\`: // the previous line continues here
 			last := &all[len(all)-1]
 			last.Text = strings.TrimSuffix(last.Text, `\`) + comment.ReplaceAllString(strings.TrimSpace(code), "")
-		case open != "": // it is input of the command before
+		case open != "": // input of the previous command
 			if strings.TrimSpace(code) == open {
 				open = ""
 			}

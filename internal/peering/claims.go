@@ -37,7 +37,7 @@ type Claim struct{ Pod, External netip.Prefix }
 // String returns a claim as --consent takes it.
 func (c Claim) String() string { return c.Pod.String() + "," + c.External.String() }
 
-// ParseClaim reads what String writes.
+// ParseClaim parses the result of String.
 func ParseClaim(text string) (Claim, error) {
 	pod, external, _ := strings.Cut(text, ",")
 	p, err := ParseNetwork(pod)
@@ -59,9 +59,9 @@ func ParseNetwork(text string) (netip.Prefix, error) {
 
 func (c Claims) none() bool { return len(c.Allowed) == 0 && c.AlwaysRemap == nil && c.Consent == nil }
 
-// Review applies a person's choices about the claims of one peer, and then shows what the cluster
-// uses of what that peer claims. name is that of the Peering or of the peer. The error is
-// ErrConsent if a claim waits for consent.
+// Review applies a person's choices about the claims of one peer, and then shows which networks
+// this cluster uses for those that the peer claims. name is that of the Peering or of the peer. The
+// error is ErrConsent if a claim waits for consent.
 func Review(ctx context.Context, c *cluster.Cluster, name string, o PeerOptions) (*isthmus.Peering, error) {
 	if err := c.Identify(ctx); err != nil {
 		return nil, err
@@ -113,7 +113,7 @@ func peeringNamed(ctx context.Context, c *cluster.Cluster, name string) (found *
 	return found, nil
 }
 
-// claimed returns what the peer's NetworkConfig claims now; nil if there is none.
+// claimed returns the networks that the peer's NetworkConfig claims now; nil if there is none.
 func (s *side) claimed(ctx context.Context) (*Claim, error) {
 	var list v1alpha1.NetworkConfigList
 	if err := s.Client.List(ctx, &list, client.InNamespace(s.namespace), client.MatchingLabels{v1alpha1.LabelOriginID: s.peer.Identity.ClusterID}); err != nil {
@@ -223,7 +223,7 @@ func (s *side) setClaims(ctx context.Context) (string, error) {
 	return fmt.Sprintf("%s: Peering %s: %s", s.Cluster, s.peering.Name, strings.Join(said, ", ")), nil
 }
 
-// show reports what s uses of what its peer claims, and why.
+// show reports which networks s uses for those that its peer claims, and why.
 func (s *side) show(report func(string)) {
 	n := s.peering.Status.Remote
 	for _, of := range []struct{ what, own, here, why string }{

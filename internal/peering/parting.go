@@ -31,7 +31,7 @@ type teardown struct {
 	secret    string // name of the Secret there with our identity at the peer
 	remains   string // what stays at the peer if we do not wait for it
 	waitsFor  string // what it waited for last, with the cluster
-	told      string // what was reported last
+	told      string // last reported text
 	inBand    bool   // spec.inBand
 	carried   bool   // both clusters part in-band: the command itself removes what each has at the other, which the managers cannot reach without the tunnel
 	abandoned bool   // it was reported that no manager takes the Peering down

@@ -47,8 +47,8 @@ type PeerOptions struct {
 
 // Peer joins two clusters. On both sides it creates the tenant namespace, the peer's rights, our
 // identity at the peer, and a Peering. Then it waits until traffic flows. It makes all checks
-// before it writes anything. It reports what each side uses of what the other claims, and returns
-// the Peerings as it read them last.
+// before it writes anything. It reports which networks each side uses for those that the other
+// claims, and returns the Peerings as it read them last.
 func Peer(ctx context.Context, local, remote *cluster.Cluster, o PeerOptions) (peerings [2]*isthmus.Peering, err error) {
 	started := time.Now()
 	a, b := &side{Cluster: local, claims: o.Claims, services: o.Services}, &side{Cluster: remote, services: o.Services}

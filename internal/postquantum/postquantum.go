@@ -1,15 +1,18 @@
-// Package postquantum agrees with a peer on a preshared key that an attacker cannot compute who records
-// traffic and later has a quantum computer: an ML-KEM-768 exchange (FIPS 203) in published objects.
+// Package postquantum agrees with a peer on a preshared key. An attacker who records traffic and
+// later has a quantum computer cannot compute it. It is an ML-KEM-768 exchange (FIPS 203) in
+// published objects.
 //
 //	lower cluster ID  ── key ────────────►  higher cluster ID
 //	                  ◄─ answer, its tag ──
 //	                  ── tag ────────────►
 //
-// Each side is a State, which Step advances by the peer's publication. A side's own publication is a function
-// of its State. So a manager that stores the State before it publishes may stop at any point and
-// continue from there. Each tag proves that its sender has the preshared key; nobody uses the key earlier.
+// Each side is a State, which Step advances by the peer's publication. A side's own publication is
+// a function of its State. So a manager that stores the State before it publishes may stop at any
+// point and continue from there. Each tag proves that its sender has the preshared key; nobody uses
+// the key earlier.
 //
-// This package does not authenticate the peer: anybody who may write its objects can act as the peer.
+// This package does not authenticate the peer: anybody who may write its objects can act as the
+// peer.
 package postquantum
 
 import (
@@ -26,8 +29,8 @@ import (
 	"slices"
 )
 
-// SecretName is that of the Secret with the State for each peer, by cluster ID, as JSON. The manager writes it,
-// and gateways read it.
+// SecretName is the name of the Secret with the State for each peer, by cluster ID, as JSON. The
+// manager writes it, and gateways read it.
 const SecretName = "isthmus-psk"
 
 // Names of Words. A value of backend_config ends at 1,024 characters in every deployed CRD, so the long ones are
@@ -40,10 +43,10 @@ const (
 	wordTag    = "kemTag" // shows that the sender has the preshared key
 )
 
-// label is what every hash and key of the exchange is for.
+// label marks every hash and key of the exchange, and separates them from other uses.
 const label = "isthmus-psk-v1"
 
-// Words are what a side publishes for the other, as values of backend_config.
+// Words are the values that a side publishes for the other one in backend_config.
 type Words map[string]string
 
 // WordsIn returns the Words among other values.
@@ -63,18 +66,21 @@ type Identity struct {
 	Keys      [][32]byte
 }
 
-// A State is what one side stores of an exchange with a peer. It is secret.
+// A State is the part of an exchange with a peer that one side stores. It is secret.
 type State struct {
-	Context []byte `json:"context,omitempty"`    // both identities, for which the exchange is
-	Seed    []byte `json:"privateKey,omitempty"` // of the key to decapsulate; erased when there is an answer
+	Context []byte `json:"context,omitempty"`    // hash of both identities
+	Seed    []byte `json:"privateKey,omitempty"` // to decapsulate; erased once there is an answer
 	Message []byte `json:"message,omitempty"`    // our key, or our answer
 	ID      string `json:"id,omitempty"`         // of the exchange
 	Tag     []byte `json:"tag,omitempty"`        // ours
-	Theirs  []byte `json:"theirs,omitempty"`     // the tag that the peer has to show, or has shown
-	Pending *Key   `json:"pending,omitempty"`    // agreed upon, until the peer has shown that it has it, too
-	Use     Key    `json:"use"`                  // for handshakes; zero: none
-	Former  Key    `json:"former"`               // the one before, which the peer may still have; zero: none
-	Sure    string `json:"sure,omitempty"`       // the exchange whose key a session has shown the peer to have
+	Theirs  []byte `json:"theirs,omitempty"`     // the tag that the peer must show, or has shown
+	// Pending is agreed on. It becomes Use once the peer has shown that it has it, too.
+	Pending *Key `json:"pending,omitempty"`
+	Use     Key  `json:"use"` // for handshakes; zero: none
+	// Former is the previous key, which the peer may still have; zero: none.
+	Former Key `json:"former"`
+	// Sure is the exchange whose key the peer has, as a session has shown.
+	Sure string `json:"sure,omitempty"`
 }
 
 // A Key is a preshared key and the exchange that made it. The zero value is no preshared key.
@@ -127,22 +133,23 @@ func (Key) LogValue() slog.Value { return slog.StringValue(hidden) }
 
 const hidden = "(secret)"
 
-// A Progress says where an exchange stands.
+// A Progress is the state of an exchange.
 type Progress string
 
-// What Progress can be. All but Agreed and Waiting say why there is no new preshared key.
+// The values of Progress. All but Agreed and Waiting say why there is no new preshared key.
 const (
-	Agreed    Progress = "Agreed"    // and both sides have the key in use
+	Agreed    Progress = "Agreed"    // both sides have the key in use
 	Waiting   Progress = "Waiting"   // for the peer
 	NotOffers Progress = "NotOffers" // the peer takes part in no exchange
-	Malformed Progress = "Malformed" // what the peer publishes is no key or no answer
+	Malformed Progress = "Malformed" // the peer publishes no valid key or answer
 	Other     Progress = "Other"     // the answer is to another key than ours, or for another cluster
-	Altered   Progress = "Altered"   // the tag is wrong: what the peer publishes is not what it made
-	Changed   Progress = "Changed"   // the peer has another answer than the one that was taken; the exchange begins anew
+	Altered   Progress = "Altered"   // the tag is wrong: the publication was changed
+	Changed   Progress = "Changed"   // the peer has replaced its accepted answer; the exchange begins anew
 )
 
-// Step moves a State on by what the peer publishes. Store the result before its Words are published. The
-// keys in use change only for a tag that the peer alone can make, or when it takes part no longer.
+// Step advances a State by the peer's publication. Store the result before you publish its Words.
+// The keys in use change only for a tag that only the peer can make, or when the peer no longer
+// takes part.
 func (s State) Step(ours, theirs Identity, said Words) (State, Progress, error) {
 	offers := ours.ClusterID < theirs.ClusterID
 	context := contextOf(ours, theirs)
@@ -166,7 +173,7 @@ func (s State) Step(ours, theirs Identity, said Words) (State, Progress, error) 
 	return s.readKey(said)
 }
 
-// Words are what the peer is to be told.
+// Words returns the values to publish for the peer.
 func (s State) Words() Words {
 	if s.Message == nil {
 		return nil
@@ -186,7 +193,7 @@ func (s State) Words() Words {
 	return w
 }
 
-// alone is for a peer that takes part no longer, or not yet.
+// alone handles a peer that does not take part, or does so no longer.
 func (s State) alone(offers bool) (State, Progress, error) {
 	if s.Use != (Key{}) {
 		s.Use, s.Former = Key{}, s.Use
@@ -213,7 +220,7 @@ func (s *State) begin() error {
 	return nil
 }
 
-// readAnswer is for the side with the lower ID.
+// readAnswer handles the answer, on the side with the lower ID.
 func (s State) readAnswer(said Words) (State, Progress, error) {
 	answer, tag := message(said, mlkem.CiphertextSize768), decoded(said[wordTag], sha256.Size)
 	use := said[wordUse]
@@ -241,7 +248,7 @@ func (s State) readAnswer(said Words) (State, Progress, error) {
 	if !hmac.Equal(tag, theirs) {
 		return s, Altered, nil
 	}
-	// The peer may have never seen that an earlier key is in use here. The one that it has is kept.
+	// The peer may not have seen that an earlier key is in use here. Keep the one that it has.
 	if use != s.Former.ID || use == s.Use.ID {
 		s.Former = s.Use
 	}
@@ -249,7 +256,7 @@ func (s State) readAnswer(said Words) (State, Progress, error) {
 	return s, Agreed, nil
 }
 
-// readKey is for the side with the higher ID.
+// readKey handles the key, on the side with the higher ID.
 func (s State) readKey(said Words) (State, Progress, error) {
 	public := message(said, mlkem.EncapsulationKeySize768)
 	if public == nil {
@@ -280,22 +287,22 @@ func (s State) readKey(said Words) (State, Progress, error) {
 	return s, Agreed, nil
 }
 
-// keeping is a new exchange that leaves alone what sessions use.
+// keeping returns a new exchange that keeps the keys of present sessions.
 func (s State) keeping(old State) State {
 	s.Use, s.Former, s.Sure = old.Use, old.Former, old.Sure
 	return s
 }
 
-// Settled erases the former key. It is for a session that has been made with the one in use.
+// Settled erases the former key. Call it once a session has been made with the one in use.
 func (s State) Settled() State {
 	s.Former, s.Sure = Key{}, s.Use.ID
 	return s
 }
 
-// Changing reports whether the peer may still have the former key alone.
+// Changing reports whether the peer may still have only the former key.
 func (s State) Changing() bool { return s.Sure != s.Use.ID || s.Former != (Key{}) }
 
-// Secrets are all that nobody else may see.
+// Secrets returns all secret values of the State.
 func (s State) Secrets() [][]byte {
 	all := [][]byte{s.Use.Secret[:], s.Former.Secret[:], s.Seed}
 	if s.Pending != nil {
@@ -304,7 +311,7 @@ func (s State) Secrets() [][]byte {
 	return slices.DeleteFunc(all, func(b []byte) bool { return len(bytes.Trim(b, "\x00")) == 0 })
 }
 
-// message joins the halves of a key or an answer; nil: it is none.
+// message joins the halves of a key or an answer; nil if they are invalid.
 func message(said Words, want int) []byte { return decoded(said[wordFirst]+said[wordSecond], want) }
 
 func decoded(text string, want int) []byte {
@@ -318,7 +325,8 @@ func decoded(text string, want int) []byte {
 	return b
 }
 
-// contextOf is a hash of both identities, with the length of whatever has one.
+// contextOf returns a hash of both identities. Each field of variable length is preceded by its
+// length.
 func contextOf(lower, higher Identity) []byte {
 	b := []byte(label)
 	for _, side := range []Identity{lower, higher} {
@@ -339,7 +347,7 @@ func idOf(context, public []byte) string {
 	return base64.StdEncoding.EncodeToString(sum[:])
 }
 
-// derived is what both sides make of a shared secret.
+// derived has the keys and tags that both sides derive from a shared secret.
 type derived struct {
 	secret  Secret
 	confirm []byte // key of the tags
@@ -355,7 +363,7 @@ func derive(shared, public, answer, context []byte) (d derived) {
 	return d
 }
 
-// tag is what one side shows. A side does not accept its own as the other's.
+// tag returns the tag of one side. No side accepts its own tag as the other's.
 func (d derived) tag(side, use string) []byte {
 	mac := hmac.New(sha256.New, d.confirm)
 	mac.Write([]byte(side + "\n" + use))

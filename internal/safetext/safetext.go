@@ -38,7 +38,7 @@ func Cut(s string, limit int) string {
 	return b.String()
 }
 
-// OrDash is Of for a cell of a table.
+// OrDash is Of for a cell of a table: an empty text becomes a dash.
 func OrDash(s string) string {
 	if s == "" {
 		return "-"

@@ -17,8 +17,8 @@ func Isthmus(dir string) (path string, err error) {
 }
 
 // Build builds programs of cmd/ in dir, under their names. It works from any package of the main
-// module and of those nested in it. The flags are those of `make build`, and the race detector's
-// cgo is left out, so that all share one cache.
+// module and of modules nested in it. The flags are those of `make build`, without cgo, which the
+// race detector would add, so that all builds share one cache.
 func Build(dir string, programs ...string) error {
 	packages := make([]string, len(programs))
 	for i, p := range programs {
@@ -45,7 +45,7 @@ func BuildPackage(dir string, packages ...string) error {
 	return nil
 }
 
-// Root is the main module's folder, also from a module nested in it.
+// Root returns the main module's folder, even from a module nested in it.
 func Root() (string, error) {
 	root, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}", module).Output()
 	if err != nil {

@@ -21,7 +21,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// cleaning is what is needed to run the Pods that clean the kernels of nodes.
+// cleaning has the data for the Pods that clean the kernels of nodes.
 type cleaning struct {
 	Image          string                        `json:"image"`
 	PullSecrets    []corev1.LocalObjectReference `json:"pullSecrets,omitempty"`

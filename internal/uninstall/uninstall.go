@@ -41,7 +41,7 @@ type Options struct {
 	// KeepDefinitions leaves the custom resource definitions, and the IPAM state in them.
 	KeepDefinitions bool
 	// BeforeHelm leaves the objects of a Helm release to Helm, which deletes them next. It still
-	// removes the workloads, which would put back what is cleaned.
+	// removes the workloads, because they would restore what is cleaned.
 	BeforeHelm bool
 	// Image is the image of the Pods that clean the nodes, for a cluster that no longer shows it.
 	Image string
@@ -273,8 +273,8 @@ func managerAtWork(ctx context.Context, c *cluster.Cluster, o Options) (h health
 	return h, err
 }
 
-// removeWorkloads deletes the workloads and waits until their Pods are gone: an agent that still
-// runs would put back what is cleaned.
+// removeWorkloads deletes the workloads and waits until their Pods are gone, because a running
+// agent would restore what is cleaned.
 func removeWorkloads(ctx context.Context, c *cluster.Cluster, o Options, objects []*unstructured.Unstructured) error {
 	for _, u := range objects {
 		if u.GetKind() == "Deployment" || u.GetKind() == "DaemonSet" {

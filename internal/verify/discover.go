@@ -33,7 +33,7 @@ type agreed struct {
 	external netip.Prefix    // mapped addresses; not valid: none
 }
 
-// agreedBy returns the networks that at has agreed on with of.
+// agreedBy returns the networks of cluster of that cluster at uses, by its Peering.
 func agreedBy(ctx context.Context, at, of *cluster.Cluster) (a agreed, err error) {
 	var list isthmus.PeeringList
 	if err := at.Client.List(ctx, &list); err != nil {

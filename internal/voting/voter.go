@@ -33,9 +33,9 @@ const (
 	crowdInterval = 250 * time.Millisecond // the interval of Crowd.Open, see package crowd
 
 	// knownRate is how many signatures a second a voter checks of asks that name its incarnation,
-	// which only a receiver of its answers knows, and as many again of others that come from the
-	// addresses of gateways. strangeRate is that of all other asks. A gateway sends seven asks a
-	// second.
+	// which only receivers of its answers know. The same rate applies to other asks from the
+	// addresses of gateways. strangeRate applies to all remaining asks. A gateway sends seven asks
+	// a second.
 	knownRate   = 500
 	strangeRate = 50
 )

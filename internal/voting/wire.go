@@ -161,7 +161,7 @@ func (a answer) datagram() []byte {
 	return append(b, a.Promise.Holder...)
 }
 
-// openAnswer parses what datagram wrote.
+// openAnswer parses the result of datagram.
 func openAnswer(b []byte) (a answer, ok bool) {
 	if len(b) < answerHead || [4]byte(b) != answerMagic || len(b) != answerHead+int(b[5])+int(b[6]) || b[4]&^(flagGranted|flagFarewell) != 0 ||
 		b[5] == 0 || b[5] > nameLimit || b[6] > nameLimit || b[7] != 0 {

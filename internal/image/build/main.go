@@ -1,4 +1,4 @@
-// Command build makes the image of Isthmus from binaries that are there: `make image` calls it.
+// Command build makes the image of Isthmus from existing binaries, for `make image`.
 package main
 
 import (
@@ -40,8 +40,8 @@ type options struct {
 	created                                      time.Time
 }
 
-// nonRoot is the user of the image: whoever needs to be root, such as a route agent that uses a
-// capability, says so in the manifest.
+// nonRoot is the user of the image. A component that needs root, such as a route agent, sets its
+// user in the manifest.
 const nonRoot = "65532:65532"
 
 func build(o options) (digest string, err error) {
@@ -75,7 +75,7 @@ func build(o options) (digest string, err error) {
 		if err != nil {
 			return "", fmt.Errorf("%s: %w", path, err)
 		}
-		// Beside the archive too: a release signs and publishes them.
+		// Also beside the archive: a release signs and publishes them.
 		beside := strings.TrimSuffix(o.out, ".tar") + "-" + system + "-" + architecture
 		if err := errors.Join(os.WriteFile(beside+".spdx.json", sbom, 0o644), os.WriteFile(beside+".licenses.txt", notices, 0o644)); err != nil {
 			return "", err

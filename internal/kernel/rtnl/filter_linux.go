@@ -322,7 +322,7 @@ func networkBetween(first, after netip.Addr) string {
 			return p.String()
 		}
 	}
-	return first.String() + "-" + after.String() // somebody else's element
+	return first.String() + "-" + after.String() // a foreign element
 }
 
 // afterLast returns the address after the last one of a network; it wraps around.

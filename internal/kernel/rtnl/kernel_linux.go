@@ -85,7 +85,7 @@ func Follow(ctx context.Context, owner kernel.Owner, log *slog.Logger) (*Kernel,
 }
 
 // Look does all reads of Apply, and subscribes to events, while another process has the lock. It
-// changes nothing.
+// changes nothing. It shows before a takeover whether this process could take over.
 func Look(owner kernel.Owner, want kernel.State, log *slog.Logger) error {
 	k, err := withLock(owner, nil, log)
 	if err != nil {

@@ -13,12 +13,12 @@ import (
 )
 
 const (
-	interval = 10 * time.Millisecond  // of the packets of a Flow
-	silence  = 100 * time.Millisecond // without an answer: ten packets are none that the machine was slow for
+	interval = 10 * time.Millisecond  // between packets of a Flow
+	silence  = 100 * time.Millisecond // without an answer: no slow machine loses ten packets
 )
 
-// A Flow is traffic to a Server for as long as faults are made: a UDP datagram with an answer of the same
-// size every 10 ms, and one TCP connection that carries an octet as often. It reports losses and pauses.
+// A Flow is traffic to a Server while a test injects faults: every 10 ms a UDP datagram with an
+// answer of the same size, and an octet on one TCP connection. It reports losses and pauses.
 type Flow struct {
 	end  context.CancelFunc
 	done sync.WaitGroup
@@ -34,14 +34,14 @@ type Flow struct {
 	broken   int // TCP connections that ended by themselves
 }
 
-// A FlowReport is what a Flow knows.
+// A FlowReport is the result of a Flow.
 type FlowReport struct {
 	Sent     int     `json:"sent"`     // UDP packets
 	Answered int     `json:"answered"` // of them
 	Pause    float64 `json:"pause"`    // seconds: the longest between two answers, or since the last one
 	TCPPause float64 `json:"tcpPause"` // seconds: the longest between two octets of the connection
 	Broken   int     `json:"broken"`   // connections
-	Pauses   []Pause `json:"pauses"`   // in UDP, of a tenth of a second and more
+	Pauses   []Pause `json:"pauses"`   // UDP pauses of at least a tenth of a second
 }
 
 // A Pause is a time without UDP answers.
@@ -66,7 +66,7 @@ func (f *Flow) Stop() {
 	f.done.Wait()
 }
 
-// Report says how it went so far.
+// Report returns the present result.
 func (f *Flow) Report() FlowReport {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -80,7 +80,7 @@ func (f *Flow) Report() FlowReport {
 func (f *Flow) udp(ctx context.Context, to netip.AddrPort, size int) {
 	c, err := net.Dial("udp4", to.String())
 	if err != nil {
-		return // shows as a pause without end
+		return // the report has it as a pause without end
 	}
 	defer c.Close()
 	f.done.Go(func() {
@@ -122,7 +122,7 @@ func (f *Flow) udp(ctx context.Context, to netip.AddrPort, size int) {
 	}
 }
 
-// tcp reads a stream of octets and begins another one when it breaks.
+// tcp reads a stream of octets, and starts another one when it breaks.
 func (f *Flow) tcp(ctx context.Context, to netip.AddrPort) {
 	for ctx.Err() == nil {
 		if opened := f.read(ctx, to); opened && ctx.Err() == nil {

@@ -21,16 +21,16 @@ const (
 	loadPatience = time.Second          // for the name, the connection and the answer together
 )
 
-// The source ports of a Load. 200 requests a second use each of them once in four minutes. Connection tracking
-// remembers for two minutes which endpoint an unanswered connection was for, and sends a new connection from the
-// same port there again.
+// The source ports of a Load. At 200 requests a second, each is used once in four minutes.
+// Connection tracking remembers for two minutes which endpoint an unanswered connection used, and
+// sends a new connection from the same port to that endpoint again.
 const (
 	firstPort = 10_000
 	lastPort  = 60_999
 )
 
-// A Load is a client of a Service: 200 times a second it resolves the name, connects, and asks which server
-// it has.
+// A Load is a client of a Service. 200 times a second it resolves the name, connects, and asks for
+// the name of the server.
 type Load struct {
 	end  context.CancelFunc
 	done sync.WaitGroup
@@ -43,7 +43,7 @@ type Load struct {
 	seconds []LoadSecond // in order
 }
 
-// A LoadSecond sums up the requests that a Load began within one second and that have ended.
+// A LoadSecond sums up the finished requests that a Load began within one second.
 type LoadSecond struct {
 	Begin    time.Time      `json:"begin"`
 	Answered map[string]int `json:"answered,omitempty"` // by server
@@ -57,8 +57,8 @@ type LoadFailure struct {
 	Error string        `json:"error"`
 }
 
-// NewLoad begins to ask the Servers of a Service. With kernelPorts the kernel chooses source ports, as for most
-// clients: it uses one again after a minute.
+// NewLoad begins to send requests to the Servers of a Service. With kernelPorts the kernel chooses
+// source ports, as for most clients, and uses a port again after a minute.
 func NewLoad(name string, port uint16, kernelPorts bool) *Load {
 	ctx, end := context.WithCancel(context.Background())
 	l := &Load{end: end, name: name, port: port, next: firstPort}
@@ -111,14 +111,14 @@ func (l *Load) run(ctx context.Context) {
 	}
 }
 
-// ask sends one request and notes its result.
+// ask sends one request and records its result.
 func (l *Load) ask(ctx context.Context, from uint16) {
 	begin := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, loadPatience)
 	defer cancel()
 	server, err := l.request(ctx, from)
 	if errors.Is(err, syscall.EADDRINUSE) || errors.Is(ctx.Err(), context.Canceled) {
-		return // nothing was sent, or nobody waits for it
+		return // nothing was sent, or nobody waits for the result
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -150,7 +150,8 @@ func (l *Load) request(ctx context.Context, from uint16) (server string, err err
 			return "", err
 		}
 	}
-	// The server closes the connection of an HTTP/1.0 client, and so has the TIME_WAIT.
+	// The server closes the connection of an HTTP/1.0 client, so the server's socket is in
+	// TIME_WAIT.
 	if _, err := io.WriteString(c, "GET / HTTP/1.0\r\n\r\n"); err != nil {
 		return "", fmt.Errorf("request: %w", plain(err))
 	}
@@ -170,7 +171,7 @@ func (l *Load) request(ctx context.Context, from uint16) (server string, err err
 	return server, nil
 }
 
-// plain removes the addresses from an error of the network, so that errors can be counted.
+// plain removes the addresses from a network error, so that equal errors can be counted.
 func plain(err error) error {
 	if op := new(net.OpError); errors.As(err, &op) {
 		return op.Err

@@ -1,4 +1,4 @@
-// Package probe sends one packet or connection and tells what the receiver saw, for tests of real
+// Package probe sends one packet or connection and reports what the receiver saw, for tests of real
 // clusters. Serve answers; Do asks. The program testpod runs both inside pods; a test calls Do on
 // nodes.
 package probe
@@ -35,24 +35,24 @@ const (
 	ICMP = "icmp"
 )
 
-// A Request says what to send.
+// A Request is a packet or connection to send.
 type Request struct {
 	Protocol string
 	To       netip.Addr
 	Port     uint16 // of the server; not for ICMP
 	Size     int    // octets of the payload, both ways
 
-	// Dial connects, where not the namespace of the caller's process is meant. Default: net.Dialer.
+	// Dial connects, if not from the namespace of the caller's process. Default: net.Dialer.
 	Dial func(ctx context.Context, network, address string) (net.Conn, error)
 	Wait time.Duration // for one attempt; UDP and ICMP are sent again until the context ends. Default 3 s
 }
 
-// An Answer is what the server saw.
+// An Answer is what the server saw of a request.
 type Answer struct {
 	From   netip.Addr `json:"from"`   // the source of what arrived
 	Octets int        `json:"octets"` // that arrived
 	Server string     `json:"server"` // its name
-	Token  string     `json:"token"`  // of a ping: what /pings knows it by
+	Token  string     `json:"token"`  // of a ping: its name in /pings
 }
 
 // Do sends until an answer comes or ctx ends.
@@ -109,7 +109,7 @@ func get(transport http.RoundTripper, req *http.Request, into any) error {
 	return json.Unmarshal(b, into)
 }
 
-// overUDP uses a connected socket: an answer from another address is none.
+// overUDP uses a connected socket, so an answer from another address does not count.
 func overUDP(ctx context.Context, r Request) (a Answer, err error) {
 	dial := r.Dial
 	if dial == nil {
@@ -142,7 +142,7 @@ func echo(ctx context.Context, r Request) (token string, err error) {
 	if err != nil {
 		return "", err
 	}
-	defer func() { _ = c.Close() }() // fails only when it is closed already
+	defer func() { _ = c.Close() }() // fails only if it is closed already
 	data, _, err := ping.Echo(ctx, c, r.To, r.Size)
 	if err != nil {
 		return "", err
@@ -170,7 +170,8 @@ func (s *Server) Serve(ctx context.Context, port uint16) error {
 	if err != nil {
 		return err
 	}
-	udp, err := net.ListenPacket("udp4", fmt.Sprintf(":%d", port)) // the wildcard, as most servers do
+	// The wildcard address, as most servers use.
+	udp, err := net.ListenPacket("udp4", fmt.Sprintf(":%d", port))
 	if err != nil {
 		return err
 	}
@@ -205,9 +206,9 @@ func (s *Server) udp(c net.PacketConn) error {
 		if err != nil {
 			return err
 		}
-		out := make([]byte, max(n, len(answer))) // as long as the question; zeros are cut off
+		out := make([]byte, max(n, len(answer))) // as long as the request; zeros are cut off
 		copy(out, answer)
-		_, _ = c.WriteTo(out, from) // who asked asks again
+		_, _ = c.WriteTo(out, from) // the client asks again
 	}
 }
 
@@ -230,8 +231,8 @@ func (s *Server) icmp(c *icmp.PacketConn) error {
 	}
 }
 
-// relay connects from here to whom the caller says; after the head of the answer the connection is the
-// caller's.
+// relay connects to the address in the request. After the head of the response, the connection
+// belongs to the caller.
 func relay(w http.ResponseWriter, r *http.Request) {
 	to, err := new(net.Dialer).DialContext(r.Context(), "tcp", r.FormValue("to"))
 	if err != nil {
@@ -249,7 +250,7 @@ func relay(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	go func() {
-		_, _ = io.Copy(to, buffered) // either end that closes ends the other
+		_, _ = io.Copy(to, buffered) // if one end closes, the other one ends, too
 		to.Close()
 	}()
 	_, _ = io.Copy(caller, to)
@@ -263,7 +264,7 @@ func (s *Server) handler() http.Handler {
 		from, parse := netip.ParseAddrPort(r.RemoteAddr)
 		reply(w, Answer{From: from.Addr(), Octets: int(n), Server: s.Name}, errors.Join(err, parse))
 	})
-	// What a transfer has to carry: the octets of a seed, which both ends can make.
+	// The data of a transfer: octets made from a seed, which both ends can compute.
 	mux.HandleFunc("GET /octets", func(w http.ResponseWriter, r *http.Request) {
 		n, err := strconv.ParseInt(r.FormValue("n"), 10, 64)
 		if err != nil {
@@ -305,7 +306,7 @@ func (s *Server) handler() http.Handler {
 		}
 		defer resp.Body.Close()
 		w.WriteHeader(resp.StatusCode)
-		_, _ = io.Copy(w, resp.Body) // who asked sees what is missing
+		_, _ = io.Copy(w, resp.Body) // the client notices missing data
 	})
 	mux.HandleFunc("POST /flow", func(w http.ResponseWriter, r *http.Request) {
 		to, err := netip.ParseAddrPort(r.FormValue("to"))
@@ -367,10 +368,10 @@ func reply(w http.ResponseWriter, v any, err error) {
 		return
 	}
 	w.Header().Set("Content-Type", "application/json")
-	_ = json.NewEncoder(w).Encode(v) // who asked has gone
+	_ = json.NewEncoder(w).Encode(v) // an error means that the client has gone
 }
 
-// Query is what /probe takes.
+// Query returns the parameters of /probe.
 func (r Request) Query() string {
 	return url.Values{"protocol": {r.Protocol}, "to": {r.To.String()}, "port": {strconv.Itoa(int(r.Port))}, "size": {strconv.Itoa(r.Size)}}.Encode()
 }
@@ -390,7 +391,7 @@ func parse(v url.Values) (r Request, err error) {
 	return r, err
 }
 
-// A Transfer is what /fetch has got.
+// A Transfer is the result of /fetch.
 type Transfer struct {
 	Octets  int64   `json:"octets"`
 	Seconds float64 `json:"seconds"`

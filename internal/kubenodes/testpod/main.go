@@ -1,5 +1,5 @@
-// Command testpod is what runs in the pods of test clusters: "pause" does nothing, as the container
-// that holds a pod's namespaces, and "serve" answers probes and sends them.
+// Command testpod runs in the pods of test clusters. "pause" does nothing; it is the container that
+// holds a pod's namespaces. "serve" answers probes and sends them.
 package main
 
 import (
@@ -30,7 +30,7 @@ func run(ctx context.Context, args []string) error {
 			return err
 		}
 		return (&probe.Server{Name: os.Getenv("POD_NAME")}).Serve(ctx, uint16(port))
-	default: // kubelet gives a sandbox no arguments
+	default: // the kubelet passes no arguments to a sandbox
 		<-ctx.Done()
 		return nil
 	}

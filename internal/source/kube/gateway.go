@@ -32,31 +32,32 @@ const writeTimeout = 5 * time.Second
 type GatewayOptions struct {
 	Config    *rest.Config
 	Namespace string     // of the installation: key Secret, Lease, Service and Pods are there
-	Pod       string     // name of this replica's Pod, and its identity in the election
+	Pod       string     // its address, or its node's if it uses the host network
 	PodIP     netip.Addr // its address; that of its node, where it has the node's network
-	// Node is the Node of a replica that has a network of its own, in which the overlay ends. Empty:
-	// it has its node's.
+	// Node is the Node of a replica with its own network namespace, in which the overlay ends.
+	// Empty: it uses the host network.
 	Node string
-	// Cluster is ours. Without an ID it is found out: from the ConfigMap in Namespace that Liqo and
-	// `isthmus install` write, else the ID is the UID of the namespace kube-system.
+	// Cluster is ours. Without an ID, the identity comes from the ConfigMap in Namespace that Liqo
+	// and `isthmus install` write, and the default ID is the UID of the namespace kube-system.
 	Cluster v1alpha1.ClusterIdentity
 	Tunnels int          // that this replica has; 0 means 1
 	Log     *slog.Logger // nil: slog.Default()
-	// Votes says that nodes are to decide which replica is active. It takes route agents on three nodes, and gateways with a
-	// network of their own.
+	// Votes says that nodes vote on which replica is active. It requires route agents on three
+	// nodes, and gateways with their own network namespace.
 	Votes bool
-	// StateDirectory has what this replica carries on with when it was the active one, starts again
-	// and the API server does not answer. The private key is among it. Empty: it waits.
+	// StateDirectory has the state, including the private key, with which this replica carries on
+	// if it was active, restarts, and the API server does not answer. Empty: it waits for the API
+	// server.
 	StateDirectory string
-	// RotateKeys is the age at which the key is rotated; 0: at none. RotationPatience is how long a rotation waits for
-	// peers; 0: for ever.
+	// RotateKeys is the age at which the key is rotated; 0: never. RotationPatience is how long a
+	// rotation waits for peers; 0: for ever.
 	RotateKeys, RotationPatience time.Duration
-	// Yield, if any, is called when this replica is about to release the votes of the nodes. When it
-	// returns, the replica sends peers nothing more of what nodes send.
+	// Yield, if any, is called right before this replica releases the votes of the nodes. After it
+	// returns, the replica sends no more packets of nodes to peers.
 	Yield func()
 }
 
-// A Gateway is one replica of the gateway as the API server knows it. Its methods may be called
+// A Gateway is the Kubernetes side of one replica of the gateway. Its methods may be called
 // concurrently.
 type Gateway struct {
 	o       GatewayOptions
@@ -70,33 +71,35 @@ type Gateway struct {
 	asking  atomic.Bool // TunnelEndpoints or NatMappings have changed since they were listed
 
 	prepared chan struct{} // closed when everything has been read once
-	leaving  chan struct{} // closed when another replica is to take over
+	leaving  chan struct{} // closed when another replica should take over
 	writing  sync.Mutex    // held by Write
 	places   places
 
 	mu       sync.Mutex
-	shared   [32]byte  // the key by which gateways of the installation know each other; zero: not known yet
+	shared   [32]byte  // shared by the installation's gateways, to authenticate; zero: unknown
 	started  *election // nil until Run
-	election *election // the same, nil until the first Snapshot
-	wait     error     // why there is no Snapshot of the API server's yet
+	election *election // like client; nil until the first Snapshot
+	wait     error     // why there is no Snapshot from the API server yet
 	desired  desired
 	replaced chan struct{} // closed when desired is replaced
-	keyTries time.Time     // when the Secret may be made again
+	keyTries time.Time     // when the Secret may be created again
 	logged   string        // problems that were logged
 
-	asked     asked // refresh's alone, as the next two
+	asked     asked // used by refresh only, like the next two
 	preshared presharedKeys
 	decider   fabric.GatewayDecider
 
-	// What refresh alone uses, about data.tunnels of the Secret; see tellTunnels.
-	told      [32]byte  // the private key for which it is or was what we want
+	// State of refresh about data.tunnels of the Secret; see tellTunnels.
+	told      [32]byte  // the private key for which data.tunnels is, or was, correct
 	tellAgain time.Time // when it may be written again
 	tellErr   error     // of the last attempt
 
 	listen func() (net.PacketConn, error) // for questions of other gateways
 
-	agents    atomic.Pointer[map[string]bool] // the nodes with a route agent's Pod; nil: no agent is known to be a Pod
-	candidate *voting.Candidate               // nil: this replica has its node's network, and the Lease alone decides
+	// agents has the nodes with a route agent's Pod; nil: no agent is known to be a Pod.
+	agents atomic.Pointer[map[string]bool]
+	// candidate is nil if this replica uses the host network: then the Lease alone decides.
+	candidate *voting.Candidate
 }
 
 // NewGateway connects to nothing yet.
@@ -122,13 +125,14 @@ func NewGateway(o GatewayOptions) (*Gateway, error) {
 	return g, nil
 }
 
-// Run watches, takes part in the election, and calls serve, which prepares, and acts when begin is closed: then this
-// replica is the active one. The context of serve ends when it is not any more, and serve is called again. A replica
-// that has its node's network prepares nothing: serve is called when it becomes the active one. Before that, when another
-// replica is seen to be active, standby is called once, to clear what an earlier life of this one may have
-// left. Run returns when ctx ends, or when serve or standby fails, the Lease released. When ctx ends
-// and another replica is ready, serve goes on until that one has taken over, for no longer than
-// handOverMost.
+// Run watches, takes part in the election, and calls serve. serve prepares, and acts once begin is
+// closed, which is when this replica becomes active. The context of serve ends when the replica is
+// no longer active; then Run calls serve again. A replica that has its node's network prepares
+// nothing: serve is called when it becomes the active one. Before that, when another replica is
+// seen to be active, standby is called once, to clear what an earlier life of this one may have
+// left. Run returns when ctx ends, or when serve or standby fails, the Lease released. When ctx
+// ends and another replica is ready, serve goes on until that one has taken over, for no longer
+// than handOverMost.
 //
 // While the API server cannot be reached for the first Snapshot, Run waits: Ready and the log say
 // for what. A replica that was the active one shortly before, by its state directory, carries on
@@ -169,7 +173,7 @@ func (g *Gateway) Run(ctx context.Context, serve func(ctx context.Context, begin
 		}
 	})
 	if err := g.await(wanted, e, known, others); err != nil {
-		return nil // it is not wanted any more
+		return nil // it is not needed any more
 	}
 	g.mu.Lock()
 	g.election = e
@@ -184,9 +188,10 @@ func (g *Gateway) Run(ctx context.Context, serve func(ctx context.Context, begin
 		leave()
 		silence()
 		elector.Wait()
-		questioners.Wait() // what it answers from now on would not be true
+		questioners.Wait() // any later answer would be wrong
 		close(g.leaving)
-		g.writing.Lock() // what it has begun could name this one after the successor has named itself
+		// A write in progress could name this replica after the successor has named itself.
+		g.writing.Lock()
 		defer g.writing.Unlock()
 		if err := g.release(e); err != nil {
 			g.log.Warn("cannot release the Lease; a standby waits until it expires", "error", err)
@@ -223,7 +228,8 @@ func (g *Gateway) release(e *election) error {
 	return e.release()
 }
 
-// CannotTakeOver returns why this replica, a standby, would not become active if the active one ended, or nil.
+// CannotTakeOver returns why this replica, a standby, would not become active if the active one
+// ended, or nil.
 func (g *Gateway) CannotTakeOver() error {
 	g.mu.Lock()
 	e := g.election
@@ -234,12 +240,12 @@ func (g *Gateway) CannotTakeOver() error {
 	return e.cannotTakeOver(time.Now())
 }
 
-// MaySend reports whether this replica may send to peers now. It is asked right before it does.
+// MaySend reports whether this replica may send to peers now. It is called right before each send.
 func (g *Gateway) MaySend() bool { return g.candidate == nil || g.candidate.Gate.Open() }
 
 // follow serves until ctx ends.
 func (g *Gateway) follow(ctx context.Context, e *election, serve func(context.Context, <-chan struct{}) error, standby func() error) error {
-	cleared := g.o.Node != "" // what there was has been adopted, and serve removes it
+	cleared := g.o.Node != "" // serve adopts and removes what an earlier replica has left
 	for ctx.Err() == nil {
 		if g.o.Node == "" && !e.active() {
 			g.keeper.changed.set()
@@ -260,7 +266,7 @@ func (g *Gateway) follow(ctx context.Context, e *election, serve func(context.Co
 			return err
 		}
 		select {
-		case <-g.leaving: // there is nothing to prepare for
+		case <-g.leaving: // there is no reason to prepare
 			<-ctx.Done()
 		default:
 		}
@@ -268,7 +274,7 @@ func (g *Gateway) follow(ctx context.Context, e *election, serve func(context.Co
 	return nil
 }
 
-// serve has the gateway prepare, act while this replica is active, and end.
+// serve makes the gateway prepare, act while this replica is active, and end.
 func (g *Gateway) serve(ctx context.Context, e *election, serve func(context.Context, <-chan struct{}) error) error {
 	serving, stop := context.WithCancel(ctx)
 	defer stop()
@@ -301,8 +307,8 @@ func (g *Gateway) serve(ctx context.Context, e *election, serve func(context.Con
 	}
 }
 
-// prepare returns when there is a Snapshot of the API server's that can be used, and the Lease is
-// watched. What it starts ends with ctx.
+// prepare returns once there is a usable Snapshot from the API server, and the Lease is watched.
+// Everything that it starts ends with ctx.
 func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup, e *election) error {
 	waiting := g.waiter()
 	err := retry(ctx, waiting, func() (err error) {
@@ -378,8 +384,8 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup, e *electio
 	return nil
 }
 
-// refresh reads the objects, decides and publishes. If only Nodes or Pods have changed, as they do all the time in
-// a large cluster, it does not read the peers' objects again.
+// refresh reads the objects, decides and publishes. If only Nodes or Pods have changed, which
+// happens all the time in a large cluster, it does not read the peers' objects again.
 func (g *Gateway) refresh(ctx context.Context, cluster v1alpha1.ClusterIdentity) {
 	g.mu.Lock()
 	inUse := g.desired.snapshot.Keys

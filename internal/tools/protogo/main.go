@@ -1,6 +1,5 @@
-// Command protogo writes FILE.pb.go beside each FILE.proto that it is given, as protoc with
-// protoc-gen-go does. The parser is a Go package, so that a machine without protoc can generate
-// too.
+// Command protogo writes FILE.pb.go for each given FILE.proto, as protoc with protoc-gen-go does.
+// Its parser is a Go package, so that it works without protoc.
 package main
 
 import (

@@ -1,7 +1,7 @@
-// Command roots prints the certificate authorities of Mozilla in PEM, as the version of
-// golang.org/x/crypto/x509roots/fallback in go.mod has them: the image gets them, and each build of
-// a commit gets the same. Those that Mozilla trusts with conditions that a file cannot say are left
-// out.
+// Command roots prints Mozilla's certificate authorities in PEM, from the version of
+// golang.org/x/crypto/x509roots/fallback in go.mod. They go into the image, and each build of a
+// commit gets the same ones. Authorities that Mozilla trusts only under conditions are left out,
+// because a PEM file cannot express conditions.
 package main
 
 import (
