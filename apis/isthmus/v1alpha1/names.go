@@ -65,13 +65,14 @@ const (
 	AnnotationPeerAuthority = "isthmus.net/peer-authority"
 )
 
-// AnnotationVoters on the Lease of the gateways says which nodes vote on which one is active, as
-// JSON: version, a number that grows with each change, and voters, addresses by the names of the
-// Nodes. Without voters, the Lease decides.
+// AnnotationVoters on the Lease of the gateways lists the nodes that vote on which gateway is
+// active. It is JSON: version, a number that grows with each change, and voters, the nodes'
+// addresses by name of the Node. Without voters, the Lease decides.
 const AnnotationVoters = "isthmus.net/voters"
 
-// AnnotationVotes on the Service of the gateway is what a node has to know to vote, as JSON: epoch,
-// that of the active gateway, and key, the Ed25519 public key by which gateways sign, in base64.
+// AnnotationVotes on the Service of the gateway has what a node needs in order to vote. It is JSON:
+// epoch, that of the active gateway, and key, the Ed25519 public key by which gateways sign, in
+// base64.
 const AnnotationVotes = "isthmus.net/votes"
 
 // AnnotationGateways on the Service of the gateway has the addresses of the Pods of the active
@@ -185,7 +186,7 @@ const (
 	// it too.
 	ReasonGatewaySilent = "GatewaySilent"
 	ReasonLost          = "ConnectionLost" // the gateway reports no reason, such as Liqo's
-	ReasonKeyMissed     = "KeyMissed"      // our key was rotated without the peer, to which our NetworkConfig is not published: the tunnel is down
+	ReasonKeyMissed     = "KeyMissed"      // the peer missed a rotation of our key, because our NetworkConfig does not reach it: the tunnel is down
 	ReasonNoKey         = "NoPresharedKey" // the tunnel is down, because spec.postQuantum is Required and there is no preshared key
 
 	// ServicesShared: Forbidden, RefusedByPeer and NamespaceGone, as for Published, or one of these

@@ -32,8 +32,8 @@ type NetworkAllocationSpec struct {
 	// object. So nodes report nothing when only other fields change.
 	// +optional
 	NetworksSince *NetworksSince `json:"networksSince,omitempty"`
-	// Freed are former networks of the peer, the latest last. Nodes stop refusing one, unless another
-	// object has named it, or this one with a higher revision.
+	// Freed are former networks of the peer, the latest last. Nodes stop refusing such a network,
+	// unless another object names it, or this one names it with a higher revision.
 	// +kubebuilder:validation:MaxItems=32
 	// +listType=atomic
 	// +optional
@@ -155,10 +155,10 @@ type OwnNetworks struct {
 	Reserved []AllocatedNetwork `json:"reserved,omitempty"`
 }
 
-// NetworkAllocation says which networks stand for one cluster here, and is all that the manager keeps of it.
-// The manager writes it before it tells the peer of a network, and route agents refuse what it names. A
-// network goes when each object that has named it has freed it with a higher revision. An object that is
-// missing or old takes nothing back.
+// NetworkAllocation has the networks that stand for one cluster here, and everything else that the
+// IPAM stores about that cluster. The manager writes it before it publishes a network to the peer.
+// Route agents refuse packets for its networks outside of the tunnel, until each object that has
+// named the network has freed it with a higher revision. A missing or old object frees nothing.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:resource:path=networkallocations,singular=networkallocation,scope=Cluster,categories=isthmus

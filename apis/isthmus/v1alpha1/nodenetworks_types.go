@@ -15,8 +15,8 @@ type NodeNetwork = string
 // the node writes it.
 type NodeNetworksSpec struct {
 	// Networks are the addresses of the node, the networks on its links and the destinations of its
-	// routes, IPv4 and IPv6, without default routes and without what belongs to the cluster's own
-	// pods and Services. Where there are too many of a family, wider networks stand for them.
+	// routes, IPv4 and IPv6, without default routes and without the networks of the cluster's own
+	// pods and Services. If a family has too many, they are merged into wider networks.
 	// +kubebuilder:validation:MaxItems=512
 	// +listType=atomic
 	// +optional
@@ -26,10 +26,11 @@ type NodeNetworksSpec struct {
 	// +listType=atomic
 	// +optional
 	Resolvers []net.IPAddress `json:"resolvers,omitempty"`
-	// RefusedResourceVersion is the highest resourceVersion at which a NetworkAllocation first named networks, as
-	// far as the node has read. The node refuses all networks that were named up to it. The manager publishes a
-	// network when every node that reports a version has reached the network's. So resource versions of one kind have
-	// to be numbers that rise. Kubernetes promises that since 1.35; with etcd they always were.
+	// RefusedResourceVersion is the highest resourceVersion at which a NetworkAllocation that the
+	// node has read first named its networks. The node refuses all networks that were named up to
+	// this version. The manager publishes a network once every node that reports a version has
+	// reached the version that named it. So resourceVersions of one kind have to be increasing
+	// numbers. Kubernetes guarantees that since 1.35, and etcd always did.
 	// +kubebuilder:validation:Minimum=1
 	// +optional
 	RefusedResourceVersion int64 `json:"refusedResourceVersion,omitempty"`

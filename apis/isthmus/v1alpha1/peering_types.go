@@ -37,25 +37,25 @@ type PeeringSpec struct {
 	// Services say which services the clusters share. A manager without --services ignores them.
 	// +optional
 	Services Services `json:"services,omitzero"`
-	// PostQuantum says what to do without a preshared key by ML-KEM-768, which protects what is sent
-	// today against a quantum computer of tomorrow. Two clusters with Isthmus agree on one by
+	// PostQuantum says what to do without a preshared key from ML-KEM-768. Such a key protects
+	// today's traffic against future quantum computers. Two clusters with Isthmus agree on one by
 	// themselves.
 	// +kubebuilder:default=Preferred
 	// +optional
 	PostQuantum PostQuantum `json:"postQuantum,omitempty"`
-	// InBand lets the managers of the two clusters reach each other's API servers through the tunnel:
-	// ours goes that way, and our gateway passes the connections of the peer's gateway to our API
-	// server. Both Peerings need it. `isthmus peer --in-band` writes it.
+	// InBand lets the managers of the two clusters reach each other's API servers through the
+	// tunnel. Our manager uses the tunnel, and our gateway passes connections of the peer's gateway
+	// to our API server. Both Peerings need it. `isthmus peer --in-band` writes it.
 	// +optional
 	InBand bool `json:"inBand,omitempty"`
 }
 
-// PostQuantum is Preferred, to use a preshared key where the peer knows how to agree on one, or
-// Required, to keep the tunnel down without one.
+// PostQuantum is Preferred, to use a preshared key if the peer supports it, or Required, to keep
+// the tunnel down without one.
 // +kubebuilder:validation:Enum=Preferred;Required
 type PostQuantum string
 
-// What PostQuantum can be.
+// The values of PostQuantum.
 const (
 	PostQuantumPreferred PostQuantum = "Preferred"
 	PostQuantumRequired  PostQuantum = "Required"
@@ -83,9 +83,9 @@ type Services struct {
 // +kubebuilder:validation:Pattern=`^([a-z0-9]([a-z0-9-]*[a-z0-9])?|\*)$`
 type ServiceNamespace = string
 
-// Claims bound what a peer gets for what it claims. Without them a network in private space (RFC
-// 1918, 6598 and 4193) that overlaps nothing of this cluster is used as it is, and any other one is
-// remapped into the pools.
+// Claims restrict the networks that a peer gets here for those that it advertises. Without them a
+// network in private space (RFC 1918, 6598 and 4193) that overlaps nothing of this cluster is used
+// as it is, and any other one is remapped into the pools.
 type Claims struct {
 	// Allowed are networks outside of private space that the peer may have as they are, with all
 	// that is inside them.
@@ -96,8 +96,8 @@ type Claims struct {
 	// AlwaysRemap demands that neither network of the peer is used here as it is.
 	// +optional
 	AlwaysRemap bool `json:"alwaysRemap,omitempty"`
-	// Consent is the claim to which somebody has agreed. It is needed when the peer changes its
-	// claim so that it would get addresses here that it has not had; until then what it has stays
+	// Consent is the claim to which an administrator has agreed. It is needed if a changed claim
+	// would give the peer addresses here that it has not had. Until then the present networks stay
 	// in force. `isthmus peer NAME --consent` writes it.
 	// +optional
 	Consent *Consent `json:"consent,omitempty"`
@@ -117,13 +117,13 @@ type TenantNamespace struct {
 	// It is set once.
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="tenantNamespace.local is immutable",reason=FieldValueInvalid
 	Local Namespace `json:"local"`
-	// Remote is the namespace at the peer. It is set once: our NetworkConfig in the one before would
-	// stay there.
+	// Remote is the namespace at the peer. It is set once: our NetworkConfig in the previous one
+	// would stay there.
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="tenantNamespace.remote is immutable",reason=FieldValueInvalid
 	Remote Namespace `json:"remote"`
 }
 
-// Overrides replace what the manager cannot find out in some networks. Each is optional.
+// Overrides replace values that the manager cannot detect in some networks. Each is optional.
 type Overrides struct {
 	// Address is where this peer reaches our gateway, instead of what the gateway's Service says.
 	// +optional
@@ -142,7 +142,7 @@ type Overrides struct {
 	ExternalCIDR *net.CIDR `json:"externalCIDR,omitempty"`
 }
 
-// PeeringStatus is the whole story of a peering. The manager writes it.
+// PeeringStatus is the state of a peering. The manager writes it.
 type PeeringStatus struct {
 	// ObservedGeneration is the metadata.generation that the rest is about.
 	// +optional
@@ -171,7 +171,7 @@ type PeeringStatus struct {
 	// +kubebuilder:validation:MaxLength=32
 	// +optional
 	Latency string `json:"latency,omitempty"`
-	// PostQuantum is what protects the tunnel against a quantum computer of tomorrow.
+	// PostQuantum is the tunnel's protection against future quantum computers.
 	// +optional
 	PostQuantum PostQuantumStatus `json:"postQuantum,omitzero"`
 	// Keys are the WireGuard keys of the present sessions.
@@ -197,14 +197,14 @@ type KeysStatus struct {
 	// +kubebuilder:validation:MaxLength=12
 	// +optional
 	Ours string `json:"ours,omitempty"`
-	// OursSince is since when the sessions have had it.
+	// OursSince is when the sessions began to use it.
 	// +optional
 	OursSince *metav1.Time `json:"oursSince,omitempty"`
 	// Theirs is the key of the peer's gateway.
 	// +kubebuilder:validation:MaxLength=12
 	// +optional
 	Theirs string `json:"theirs,omitempty"`
-	// TheirsSince is since when it has been known.
+	// TheirsSince is when it became known.
 	// +optional
 	TheirsSince *metav1.Time `json:"theirsSince,omitempty"`
 	// Lags says that the key of this cluster rotates, and that the peer has no session with the next one yet.
@@ -212,7 +212,7 @@ type KeysStatus struct {
 	Lags bool `json:"lags,omitempty"`
 }
 
-// What PostQuantumStatus.Key can be.
+// The values of PostQuantumStatus.Key.
 const (
 	KeyMLKEM = "ML-KEM-768"
 	KeyNone  = "none"
@@ -230,8 +230,8 @@ type Networks struct {
 	// +kubebuilder:validation:MaxLength=43
 	// +optional
 	PodCIDRSeen string `json:"podCIDRSeen,omitempty"`
-	// PodCIDRWhy says why podCIDRSeen is podCIDR, or another network. Only the peer's networks have
-	// it: its reasons for ours are its own.
+	// PodCIDRWhy says why podCIDRSeen equals podCIDR, or why it differs. Only the peer's networks
+	// have it, because we do not know the peer's reasons for ours.
 	// +kubebuilder:validation:MaxLength=512
 	// +optional
 	PodCIDRWhy string `json:"podCIDRWhy,omitempty"`

@@ -10,8 +10,8 @@ import (
 
 // Bounds of the services that one cluster exports to another.
 const (
-	// PeerServicesShards is the number of PeerServices in a tenant namespace. A service belongs into
-	// the one that a hash of its namespace and name says.
+	// PeerServicesShards is the number of PeerServices in a tenant namespace. A hash of a service's
+	// namespace and name decides in which one it belongs.
 	PeerServicesShards = 16
 	// MaxExportedServices is how many services one PeerServices holds.
 	MaxExportedServices = 128

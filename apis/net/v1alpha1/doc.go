@@ -15,9 +15,9 @@
 //	IpamStorage: which networks are allocated to whom
 //
 // Unlike Liqo's, these schemas validate. Liqo's only demand that fields are present; ours refuse
-// what no gateway could carry out, because a peer writes the NetworkConfig. Everything that a real
-// Liqo writes passes. IPv6 passes too, although Liqo's own networks are IPv4. The kinds that have a
-// status also have status.conditions, which Liqo lacks; it is omitted when empty.
+// values that no gateway could apply, because a peer writes the NetworkConfig. Everything that a
+// real Liqo writes passes. IPv6 passes too, although Liqo's own networks are IPv4. The kinds that
+// have a status also have status.conditions, which Liqo lacks; it is omitted when empty.
 //
 // The rules use the IP and CIDR functions of CEL, which API servers have since Kubernetes 1.31.
 // They check the form of a value. Package fabric and the manager check whether it makes sense

@@ -58,8 +58,8 @@ type EndpointMapping struct {
 // ConfiguredCluster marks a peer whose NatMapping was initialised.
 type ConfiguredCluster struct{}
 
-// IpamStorageSpec is the whole state of the IPAM. It starts out with empty maps, lists and strings,
-// and JSON patches that replace one field each fill it, so every field is always there.
+// IpamStorageSpec is the whole state of the IPAM. Liqo creates it with empty maps, lists and
+// strings, and then replaces one field at a time by JSON patches. So no field may be omitted.
 type IpamStorageSpec struct {
 	// Prefixes is the allocator's state by prefix. Liqo keeps Go gobs of its allocator there, which
 	// nobody else can use. Only the size of the object bounds them: every address that was given

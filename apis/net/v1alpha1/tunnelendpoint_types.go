@@ -125,7 +125,8 @@ type TunnelEndpointStatus struct {
 	// until it is set.
 	// +optional
 	GatewayIP IPAddress `json:"gatewayIP,omitempty"`
-	// VethIFaceIndex is the interface index of the way into the gateway, on the gateway's node.
+	// VethIFaceIndex is the index of the interface that leads to the gateway, on the gateway's
+	// node.
 	// +optional
 	// +kubebuilder:validation:Minimum=0
 	// +kubebuilder:validation:Maximum=2147483647
