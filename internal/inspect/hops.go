@@ -189,7 +189,8 @@ func tokenExpiry(token string) (time.Time, bool) {
 }
 
 // clockHop compares the times that manager, gateway and kubelets write into their Leases with the
-// times at which the API server received them. It returns false if none differs that may be read.
+// times at which the API server received them. It skips Leases that may not be read, and returns
+// false if no other one differs.
 func clockHop(ctx context.Context, c *cluster.Cluster, manager, gateway health.Holder) (health.Hop, bool) {
 	var leases coordinationv1.LeaseList // optional: the manager's and the gateway's are known
 	_ = c.Client.List(ctx, &leases, client.InNamespace(corev1.NamespaceNodeLease))

@@ -317,9 +317,9 @@ func (k *Kernel) lookLegacy() {
 	k.forward = append(slices.DeleteFunc(k.forward, func(f forwarding) bool { return f.accept.Program == kernel.IptablesLegacy }), legacyForwarding()...)
 }
 
-// acceptsIn returns have, the accept rules that exist and are right or have to go, and want, the
-// needed ones. It needs rules in each chain that drops packets, if any are wanted. It skips chains
-// that cannot be changed safely, which Limits reports.
+// acceptsIn returns the existing accept rules of ours that are correct or have to be removed
+// (have), and those that are needed (want). If any are wanted, each chain that drops packets needs
+// them. It skips chains that cannot be changed safely, which Limits reports.
 func (k *Kernel) acceptsIn(wanted []kernel.Accept) (have, want []kernel.Accept) {
 	for _, f := range k.forward {
 		if f.fixed {
