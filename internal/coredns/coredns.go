@@ -82,7 +82,7 @@ func (d *Server) TooOld() string {
 	v, err := version.ParseGeneric(tag)
 	switch {
 	case err != nil:
-		return fmt.Sprintf("the version of CoreDNS is not known from its image %s: want %s or later", safetext.Of(d.image), Oldest)
+		return fmt.Sprintf("the image %s does not show the version of CoreDNS; want %s or later", safetext.Of(d.image), Oldest)
 	case v.LessThan(version.MustParseGeneric(Oldest)):
 		return fmt.Sprintf("CoreDNS %s is too old for %s: want %s or later", v, corefile.Zone, Oldest)
 	}

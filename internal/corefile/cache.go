@@ -132,7 +132,7 @@ func removeDenial(text string) (string, error) {
 		before, zone := c.denial[i-1].end, c.denial[i].end
 		return text[:before] + text[zone:first.start+len(rest)] + text[end:], nil
 	}
-	return "", fmt.Errorf("line %d: the comment is not as we wrote it: remove %s by hand", first.line, Zone)
+	return "", fmt.Errorf("line %d: the comment of isthmus install was changed; remove %s by hand", first.line, Zone)
 }
 
 // lineEnd returns the rest of the first line of text.

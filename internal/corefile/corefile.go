@@ -36,8 +36,8 @@ const (
 )
 
 // Lines are the lines that a person has to add by hand.
-const Lines = "kubernetes cluster.local in-addr.arpa ip6.arpa " + Zone + " { # the zone, after those that are there\n    " + option + " " + Zone + "\n" +
-	"cache 30 { # as it is there, and not if it is not\n    disable denial cluster.local " + Zone + " # after the zones that are there"
+const Lines = "kubernetes cluster.local in-addr.arpa ip6.arpa " + Zone + " { # add the zone at the end\n    " + option + " " + Zone + "\n" +
+	"cache 30 { # only if it is there already\n    disable denial cluster.local " + Zone + " # add the zone at the end"
 
 // Add returns the Corefile with the zone, unchanged if it has everything already.
 func Add(text string) (string, error) {
@@ -58,7 +58,7 @@ func addZone(text string) (string, error) {
 		return text, nil
 	}
 	if k.option != nil {
-		return "", fmt.Errorf("line %d: kubernetes has %s already: add %s to it, and to the zones of kubernetes", k.option[0].line, option, Zone)
+		return "", fmt.Errorf("line %d: plugin kubernetes already has the option %s; add %s to it, and to the zones of the plugin", k.option[0].line, option, Zone)
 	}
 	ending := endingOf(text)
 	zone, note := "", mark
@@ -69,12 +69,12 @@ func addZone(text string) (string, error) {
 	indent := indentOf(text, k.name.start)
 	if k.open == nil {
 		if zone == "" {
-			return "", fmt.Errorf("line %d: kubernetes has %s and no block: add a block with %q", k.name.line, Zone, option+" "+Zone)
+			return "", fmt.Errorf("line %d: plugin kubernetes has %s but no block; add a block with %q", k.name.line, Zone, option+" "+Zone)
 		}
 		return text[:last] + block(ending, indent) + text[last:], nil
 	}
 	if k.next.line == k.open.line || k.open.start == last {
-		return "", fmt.Errorf("line %d: want the brace that opens the block of kubernetes by itself at the end of its line", k.open.line)
+		return "", fmt.Errorf("line %d: plugin kubernetes: want a space before the opening brace, and nothing after it on its line", k.open.line)
 	}
 	begin := k.open.end + strings.IndexByte(text[k.open.end:], '\n') + 1
 	inner := indent + "    "
@@ -105,15 +105,15 @@ func Remove(text string) (string, error) {
 		return "", err
 	}
 	if k.option == nil || !strings.Contains(lineOf(text, k.option[0].start), mark) {
-		return "", fmt.Errorf("the comment %q is not at the %s of the plugin kubernetes for %s", mark, option, Zone)
+		return "", fmt.Errorf("the comment %q is not on the line of plugin kubernetes with the option %s for %s", mark, option, Zone)
 	}
 	first, last := k.option[0], k.option[len(k.option)-1]
 	if len(k.option) != 2 || !isZone(last) {
-		return "", fmt.Errorf("line %d: %s has other zones since: remove %s by hand", first.line, option, Zone)
+		return "", fmt.Errorf("line %d: the option %s has other zones by now; remove %s by hand", first.line, option, Zone)
 	}
 	begin := strings.LastIndexByte(text[:first.start], '\n') + 1
 	if strings.TrimSpace(text[begin:first.start]) != "" || k.after.line == last.line {
-		return "", fmt.Errorf("line %d: want nothing else on the line of %s", first.line, option)
+		return "", fmt.Errorf("line %d: want nothing but the option %s on its line", first.line, option)
 	}
 	end := last.end + strings.IndexByte(text[last.end:], '\n') + 1
 	note := strings.TrimSpace(text[last.end:end])
@@ -121,11 +121,11 @@ func Remove(text string) (string, error) {
 		return text[:begin] + text[end:], nil
 	}
 	if note != markZone && note != markBlock {
-		return "", fmt.Errorf("line %d: the comment is not as we wrote it: remove %s by hand", first.line, Zone)
+		return "", fmt.Errorf("line %d: the comment of isthmus install was changed; remove %s by hand", first.line, Zone)
 	}
 	i := slices.IndexFunc(k.zones, isZone)
 	if i < 1 {
-		return "", fmt.Errorf("line %d: want %s among the zones of kubernetes, and not as the first", k.name.line, Zone)
+		return "", fmt.Errorf("line %d: plugin kubernetes: want %s among its zones, but not first", k.name.line, Zone)
 	}
 	before, zone := k.zones[i-1], k.zones[i]
 	if note == markBlock && i == len(k.zones)-1 {
@@ -178,7 +178,7 @@ func find(text string) (plugin, error) {
 	var found []plugin
 	for _, d := range s.directives {
 		if d[0].text == "import" && slices.ContainsFunc(servers, func(other server) bool { return other.snippet(d) && other.has("kubernetes") }) {
-			return plugin{}, fmt.Errorf("line %d: the plugin kubernetes is in a snippet", d[0].line)
+			return plugin{}, fmt.Errorf("line %d: plugin kubernetes is in a snippet", d[0].line)
 		}
 		if d[0].text == "kubernetes" {
 			k, err := readPlugin(d)
@@ -189,7 +189,7 @@ func find(text string) (plugin, error) {
 		}
 	}
 	if len(found) != 1 {
-		return plugin{}, fmt.Errorf("line %d: want the plugin kubernetes once in the server that gets the questions for %s, not %d times", s.line, Zone, len(found))
+		return plugin{}, fmt.Errorf("line %d: want plugin kubernetes once in the server block that answers for %s, not %d times", s.line, Zone, len(found))
 	}
 	return found[0], nil
 }
@@ -201,7 +201,7 @@ func readPlugin(d []token) (plugin, error) {
 		k.zones, rest = append(k.zones, rest[0]), rest[1:]
 	}
 	if len(k.zones) == 0 {
-		return k, fmt.Errorf("line %d: kubernetes names no zones, so it has those of its server: name them", k.name.line)
+		return k, fmt.Errorf("line %d: plugin kubernetes has no zones of its own; list those of its server block", k.name.line)
 	}
 	if len(rest) == 0 {
 		return k, nil
@@ -211,7 +211,7 @@ func readPlugin(d []token) (plugin, error) {
 	for _, line := range linesOf(rest) {
 		if rest = rest[len(line):]; line[0].text == option {
 			if k.option != nil {
-				return k, fmt.Errorf("line %d: %s is there twice", line[0].line, option)
+				return k, fmt.Errorf("line %d: %s appears twice", line[0].line, option)
 			}
 			k.option, k.after = line, rest[0]
 		}
@@ -260,11 +260,11 @@ func serverFor(servers []server) (server, error) {
 	}
 	switch len(best) {
 	case 0:
-		return server{}, fmt.Errorf("no server gets the questions for %s: want one for the zone `.`", Zone)
+		return server{}, fmt.Errorf("no server block answers for %s; want one for the zone `.`", Zone)
 	case 1:
 		return best[0], nil
 	}
-	return server{}, fmt.Errorf("line %d, line %d: two servers get the questions for %s", best[0].line, best[1].line, Zone)
+	return server{}, fmt.Errorf("line %d, line %d: two server blocks answer for %s", best[0].line, best[1].line, Zone)
 }
 
 // portOf returns the port that pods use: 53, or the only other one.
@@ -283,7 +283,7 @@ func portOf(servers []server) (string, error) {
 	case len(ports) == 0 || slices.Contains(ports, "53"):
 		return "53", nil
 	}
-	return "", fmt.Errorf("servers are on the ports %s: which of them pods ask is not known", strings.Join(ports, ", "))
+	return "", fmt.Errorf("server blocks have the ports %s, and it is unknown which one pods use", strings.Join(ports, ", "))
 }
 
 // address returns the zone and the port of a server's key. The port is empty if the server is not
@@ -326,7 +326,7 @@ func parse(text string) ([]server, error) {
 	for len(tokens) > 0 {
 		if tokens[0].text == "import" {
 			if len(tokens) < 2 || tokens[1].line != tokens[0].line {
-				return nil, fmt.Errorf("line %d: import of nothing", tokens[0].line)
+				return nil, fmt.Errorf("line %d: import without a name", tokens[0].line)
 			}
 			tokens = tokens[2:]
 			continue
@@ -334,20 +334,20 @@ func parse(text string) ([]server, error) {
 		s := server{line: tokens[0].line}
 		for another := true; another; tokens = tokens[1:] {
 			if len(tokens) == 0 {
-				return nil, fmt.Errorf("line %d: want servers with names and braces", s.line)
+				return nil, fmt.Errorf("line %d: want server blocks with names and braces", s.line)
 			}
 			t := tokens[0]
 			if t.text == "{" {
 				break
 			}
 			if t.text == "" || strings.ContainsAny(t.text, "{}") {
-				return nil, fmt.Errorf("line %d: %q is not the name of a server, or only CoreDNS knows which", t.line, t.text)
+				return nil, fmt.Errorf("line %d: %q is not the plain name of a server block", t.line, t.text)
 			}
 			another = strings.HasSuffix(t.text, ",") || len(tokens) > 1 && tokens[1].line == t.line
 			s.keys = append(s.keys, strings.TrimSuffix(t.text, ","))
 		}
 		if len(s.keys) == 0 || len(tokens) == 0 || tokens[0].text != "{" {
-			return nil, fmt.Errorf("line %d: want servers with names and braces", s.line)
+			return nil, fmt.Errorf("line %d: want server blocks with names and braces", s.line)
 		}
 		if tokens, err = s.read(tokens[1:]); err != nil {
 			return nil, err
@@ -378,7 +378,7 @@ func (s *server) read(tokens []token) ([]token, error) {
 			t := tokens[n]
 			if t.text == "{" {
 				if nesting == 0 && t.line != tokens[0].line {
-					return nil, fmt.Errorf("line %d: want the brace on the line of what it belongs to", t.line)
+					return nil, fmt.Errorf("line %d: want the opening brace on the line of its server block or plugin", t.line)
 				}
 				nesting++
 				continue
@@ -388,7 +388,7 @@ func (s *server) read(tokens []token) ([]token, error) {
 			}
 			if t.text == "}" {
 				if nesting--; nesting < 0 {
-					return nil, fmt.Errorf("line %d: a brace closes what is not open", t.line)
+					return nil, fmt.Errorf("line %d: closing brace without an opening one", t.line)
 				}
 			}
 		}
@@ -400,7 +400,7 @@ func (s *server) read(tokens []token) ([]token, error) {
 		}
 		s.directives, tokens = append(s.directives, tokens[:n]), tokens[n:]
 	}
-	return nil, fmt.Errorf("line %d: no brace closes the server", s.line)
+	return nil, fmt.Errorf("line %d: the server block has no closing brace", s.line)
 }
 
 // A token is a word. start and end are its position in the text, quotes included.
