@@ -166,7 +166,7 @@ func TestServicesHaveNamesUntilTheyAreSwitchedOff(t *testing.T) {
 	must(t, n.install(install.Options{ConfigureDNS: new(true)}))
 	must(t, n.install(install.Options{Values: servicesOff}))
 	n.wants("switched off", n.corefile, false, false, false)
-	if err := n.install(install.Options{ConfigureDNS: new(true)}); err == nil || !strings.Contains(err.Error(), "want --services") {
+	if err := n.install(install.Options{ConfigureDNS: new(true)}); err == nil || !strings.Contains(err.Error(), "needs --services") {
 		t.Errorf("--configure-dns alone: %v", err)
 	}
 	must(t, n.install(install.Options{Values: servicesOn, ConfigureDNS: new(true)}))
@@ -251,7 +251,7 @@ func TestUninstallLeavesWhatOthersNeed(t *testing.T) {
 	must(t, n.Client.Apply(t.Context(), client.ApplyConfigurationFromUnstructured(definitions[1].DeepCopy()), client.FieldOwner("another"), client.ForceOwnership))
 	n.uninstall()
 	n.wants("applied by two", n.corefile, false, true, false)
-	if !n.said.Has("serviceimports.multicluster.x-k8s.io stays: another has written it as well") {
+	if !n.said.Has("serviceimports.multicluster.x-k8s.io stays: another manages fields of it as well") {
 		t.Errorf("it says %v", n.said)
 	}
 }
@@ -265,7 +265,7 @@ func TestDefinitionsOfOthersStay(t *testing.T) {
 	theirs.SetLabels(nil)
 	must(t, n.Client.Create(t.Context(), theirs))
 	must(t, n.install(install.Options{Values: servicesOn}))
-	if !n.said.Has("serviceimports.multicluster.x-k8s.io is there already and stays") {
+	if !n.said.Has("serviceimports.multicluster.x-k8s.io already exists and stays unchanged") {
 		t.Errorf("it says %v", n.said)
 	}
 	n.uninstall()
@@ -296,8 +296,8 @@ func TestConfigureDNSRefusesWhatItMayBreak(t *testing.T) {
 	for i, why := range []struct{ image, text, want string }{
 		{"coredns/coredns:1.11.3", n.corefile, "CoreDNS 1.11.3 is too old for clusterset.local: want 1.12.2 or later"},
 		{"eks/coredns:v1.11.4-eksbuild.2", n.corefile, "CoreDNS 1.11.4 is too old"},
-		{"localhost:5000/coredns@sha256:" + strings.Repeat("a", 64), n.corefile, "the version of CoreDNS is not known"},
-		{"rancher/mirrored-coredns-coredns:1.12.3", strange, "names no zones"},
+		{"localhost:5000/coredns@sha256:" + strings.Repeat("a", 64), n.corefile, "does not show the version of CoreDNS"},
+		{"rancher/mirrored-coredns-coredns:1.12.3", strange, "has no zones of its own"},
 	} {
 		n.setImage(why.image)
 		n.setCorefile(why.text)
@@ -311,7 +311,7 @@ func TestConfigureDNSRefusesWhatItMayBreak(t *testing.T) {
 		}
 	}
 	must(t, n.install(install.Options{Values: servicesOn}))
-	if !n.said.Has("CoreDNS does not answer for clusterset.local: Corefile in ConfigMap kube-system/coredns: line 7: kubernetes names no zones") {
+	if !n.said.Has("CoreDNS does not answer for clusterset.local: Corefile in ConfigMap kube-system/coredns: line 7: plugin kubernetes has no zones of its own") {
 		t.Errorf("it says %v", n.said)
 	}
 	n.wants("without --configure-dns", strange, true, true, true)

@@ -67,12 +67,12 @@ func valuesOfOlder(ctx context.Context, c *cluster.Cluster, o Options) (chart.Va
 	}
 	port, ok := inARow(s.Spec.Ports)
 	if !ok {
-		return nil, fmt.Errorf("%s: Service %s has other ports than we make, which are UDP and in a row, each the gateway's own: say --gateway-port and --tunnels, "+
-			"or leave the Service as it is by --gateway-service none", c, key)
+		return nil, fmt.Errorf("%s: Service %s: its ports are not consecutive UDP ports with the same target ports; set --gateway-port and --tunnels, "+
+			"or keep the Service unchanged with --gateway-service none", c, key)
 	}
 	chart.Set(values, float64(port), "gateway", "port")
 	chart.Set(values, float64(len(s.Spec.Ports)), "gateway", "tunnels")
-	o.Report(fmt.Sprintf("%s: Service %s stays %s with %d UDP ports from %d up, since nothing says what was chosen for this installation", c, key, s.Spec.Type, len(s.Spec.Ports), port))
+	o.Report(fmt.Sprintf("%s: Service %s stays %s with %d UDP ports from %d up, because the installation has not stored its values", c, key, s.Spec.Type, len(s.Spec.Ports), port))
 	return values, nil
 }
 
@@ -109,8 +109,8 @@ func NotElsewhere(ctx context.Context, c *cluster.Cluster) error {
 		key := client.ObjectKey{Namespace: s.Namespace, Name: s.Name}
 		err := c.Client.Get(ctx, key, &corev1.ServiceAccount{})
 		if err == nil {
-			return fmt.Errorf("%s: Isthmus is installed in namespace %s already (ClusterRoleBinding %s), and there is one in a cluster: "+
-				"want --namespace %s, or that one uninstalled first", c, safetext.Of(s.Namespace), binding.Name, safetext.Of(s.Namespace))
+			return fmt.Errorf("%s: Isthmus is already installed in namespace %s (ClusterRoleBinding %s), and a cluster can have only one installation; "+
+				"use --namespace %s, or uninstall that one first", c, safetext.Of(s.Namespace), binding.Name, safetext.Of(s.Namespace))
 		}
 		if !apierrors.IsNotFound(err) {
 			return c.Explain("ServiceAccount "+key.String(), err)
@@ -136,7 +136,7 @@ func inTheWay(ctx context.Context, c *cluster.Cluster, objects []*unstructured.U
 			}
 			want, _, _ := unstructured.NestedMap(u.Object, "spec", "selector")
 			if is, _, _ := unstructured.NestedMap(have.Object, "spec", "selector"); !reflect.DeepEqual(is, want) {
-				return fmt.Errorf("%s: %s was made by somebody else: its spec.selector is %v, ours %v, and none can be changed: delete it first, or leave the components to others by --without-workloads",
+				return fmt.Errorf("%s: %s: the immutable spec.selector is %v instead of %v, so it is not ours; delete it first, or run the components yourself (--without-workloads)",
 					c, cluster.Describe(u), is, want)
 			}
 		case "Service":
@@ -149,7 +149,7 @@ func inTheWay(ctx context.Context, c *cluster.Cluster, objects []*unstructured.U
 			}
 			for i := range services.Items {
 				if name := services.Items[i].Name; name != u.GetName() {
-					return fmt.Errorf("%s: Service %s/%s has the label %s, and with %s there would be two, of which no peer learns an address: leave it as it is by --gateway-service none, or delete it",
+					return fmt.Errorf("%s: Service %s/%s already has the label %s, and peers get no address if Service %s has it too; keep the first with --gateway-service none, or delete it",
 						c, c.Namespace, name, v1alpha1.LabelGateway, u.GetName())
 				}
 			}
@@ -170,7 +170,7 @@ func inTheWay(ctx context.Context, c *cluster.Cluster, objects []*unstructured.U
 		if !slices.Contains(accounts, account) || name == account {
 			return nil
 		}
-		return fmt.Errorf("%s: %s %s/%s has ServiceAccount %s, so a second one would do the same: delete it first, or leave the components to others by --without-workloads",
+		return fmt.Errorf("%s: %s %s/%s already runs with ServiceAccount %s, so this component would run twice; delete it first, or run the components yourself (--without-workloads)",
 			c, kind, c.Namespace, name, account)
 	}
 	for i := range deployments.Items {
@@ -197,7 +197,7 @@ func agentsFirst(ctx context.Context, c *cluster.Cluster, object *unstructured.U
 		return err
 	}
 	agents := slices.DeleteFunc(slices.Clone(objects), func(u *unstructured.Unstructured) bool { return u.GetKind() != "DaemonSet" })
-	return rolledOut(ctx, c, agents, o, "the gateways stay in the networks of their nodes until each node has the new agent (--timeout 0 does not wait)")
+	return rolledOut(ctx, c, agents, o, "the gateways stay on the host network until each node has the new route agent (--timeout 0 does not wait)")
 }
 
 // keepLiqo refuses to install over a Liqo unless its definitions stay.
@@ -208,6 +208,6 @@ func keepLiqo(c *cluster.Cluster, chosen chart.Values) error {
 	if is, err := c.IsLiqo(); err != nil || !is {
 		return err
 	}
-	return fmt.Errorf("%s: %w: it has the kind %s of Liqo's and no Peerings, and the definitions of Isthmus would replace Liqo's. Nothing is changed. "+
-		"docs/liqo.md has the few objects that join a cluster with a Liqo; where Liqo's own networking is switched off, --set crds.liqo=false installs Isthmus beside it", c, cluster.ErrLiqo, cluster.ForeignClusters)
+	return fmt.Errorf("%s: %w: it has Liqo's kind %s and no Peerings, and the CRDs of Isthmus would replace Liqo's; nothing was changed. "+
+		"docs/liqo.md shows how to join a cluster with a Liqo cluster. If Liqo's own networking is off, --set crds.liqo=false installs Isthmus beside it", c, cluster.ErrLiqo, cluster.ForeignClusters)
 }

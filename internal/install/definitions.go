@@ -116,8 +116,8 @@ func defineAgain(ctx context.Context, c *cluster.Cluster, held []*unstructured.U
 	errs := make([]error, len(held))
 	for i, u := range held {
 		group.Go(func() {
-			report("%s: waiting until the manager has taken down the objects of %s, which is being deleted, to make it again", c, cluster.Describe(u))
-			if errs[i] = mustGo(ctx, c, u.GetName(), max(goes, o.Wait), "all else is applied"); errs[i] != nil {
+			report("%s: %[2]s is being deleted; waiting until the manager has removed its objects, to create %[2]s again", c, cluster.Describe(u))
+			if errs[i] = mustGo(ctx, c, u.GetName(), max(goes, o.Wait), "everything else is applied"); errs[i] != nil {
 				return
 			}
 			var outcome cluster.Outcome
@@ -140,7 +140,7 @@ func mustGo(ctx context.Context, c *cluster.Cluster, name string, patience time.
 	if err != nil || have == nil || have.GetDeletionTimestamp() == nil {
 		return err
 	}
-	return fmt.Errorf("%s: %s is being deleted since %s and is not gone after %v, perhaps because an object of its kind has a finalizer (kubectl get %s -A); want it gone, then this again: %s",
+	return fmt.Errorf("%s: %s has been terminating since %s, and still exists after %v, perhaps because of an object of its kind with a finalizer (kubectl get %s -A); %s; once it is gone, run this command again",
 		c, cluster.Describe(have), have.GetDeletionTimestamp().UTC().Format(time.RFC3339), patience, have.GetName(), state)
 }
 

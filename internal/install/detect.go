@@ -36,7 +36,7 @@ func detect(ctx context.Context, c *cluster.Cluster, chosen chart.Values, o Opti
 	ofNodes := nodeNetworks(nodes.Items)
 	six = six || anyIPv6(nodes.Items)
 	if six && len(pods) == 0 && len(ofNodes) == 0 {
-		return nil, fmt.Errorf("%s: its pods have addresses of IPv6 alone, and Isthmus joins pods by IPv4: nothing is changed", c)
+		return nil, fmt.Errorf("%s: its pods have only IPv6 addresses, but Isthmus joins pods by IPv4; nothing was changed", c)
 	}
 	found := chart.Values{}
 	said, _ := chart.Get(chosen, "networks", "podCIDR").(string)
@@ -50,11 +50,11 @@ func detect(ctx context.Context, c *cluster.Cluster, chosen chart.Values, o Opti
 		chart.Set(found, p.String(), "networks", "podCIDR")
 	case chosenNow != nil && !o.Force:
 		if wrong := nothingIn(said, ofNodes, pods); wrong != "" {
-			return nil, fmt.Errorf("%s: %s: correct --pod-cidr, or take it all the same by --force", c, wrong)
+			return nil, fmt.Errorf("%s: %s; correct --pod-cidr, or use it anyway with --force", c, wrong)
 		}
 	}
 	if six {
-		o.Report(fmt.Sprintf("%s: its pods have addresses of IPv4 and IPv6: those of IPv4 are joined", c))
+		o.Report(fmt.Sprintf("%s: its pods have IPv4 and IPv6 addresses; only IPv4 is joined", c))
 	}
 	services, err := serviceNetwork(ctx, c, chosen, nodes.Items, o.Report)
 	if err != nil {
@@ -77,7 +77,7 @@ func detect(ctx context.Context, c *cluster.Cluster, chosen chart.Values, o Opti
 		case float64(have) >= usually: // the other node may be away for a while
 			chart.Set(found, float64(have), "gateway", "replicas")
 		case schedulable(nodes.Items) == 1:
-			o.Report(fmt.Sprintf("%s: one gateway, since one node takes Pods and each gateway runs on a node of its own", c))
+			o.Report(fmt.Sprintf("%s: one gateway, because only one node is schedulable, and each gateway needs its own node", c))
 			chart.Set(found, 1.0, "gateway", "replicas")
 		}
 	}
@@ -179,8 +179,8 @@ func serviceNetwork(ctx context.Context, c *cluster.Cluster, chosen chart.Values
 			return "", err
 		}
 		if network == "" {
-			return "", fmt.Errorf("%s: want --set networks.serviceCIDR=NETWORK, that of the Services, since nothing in the cluster says it: "+
-				"it has no ServiceCIDRs (Kubernetes 1.33 and later), and neither kubeadm's ConfigMap nor the flags of an API server can be seen", c)
+			return "", fmt.Errorf("%s: cannot detect the network of the Services: the cluster has no ServiceCIDRs (Kubernetes 1.33 and later), "+
+				"and neither kubeadm's ConfigMap nor the flags of an API server can be read; want --set networks.serviceCIDR=NETWORK", c)
 		}
 		report(fmt.Sprintf("%s: Services in %s, from %s", c, network, source))
 	}

@@ -108,7 +108,7 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 			keep = chart.Merge(chosen, chart.Values{"networks": chart.Values{"podCIDR": p}})
 		}
 	case withWorkloads(o.Values): // an earlier installation left them out
-		o.Report(fmt.Sprintf("%s: without the components, as before; --without-workloads=false makes them", c))
+		o.Report(fmt.Sprintf("%s: installing without the components, as before; --without-workloads=false adds them", c))
 	}
 	objects, err := chart.Objects(o.chart(c.Namespace, c.Identity, have == nil || where == cluster.IdentityConfigMap, chosen, found))
 	if err != nil {
@@ -169,7 +169,7 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 		return err
 	}
 	if o.Wait > 0 {
-		if err := rolledOut(ctx, c, objects, o, "all is applied"); err != nil {
+		if err := rolledOut(ctx, c, objects, o, "everything is applied"); err != nil {
 			return err
 		}
 	}
@@ -210,7 +210,7 @@ func prune(ctx context.Context, c *cluster.Cluster, o Options, chosen, found cha
 		}
 	}
 	if len(unseen) > 0 {
-		o.Report(fmt.Sprintf("%s: you may not get what would be deleted if an installation before had made it: %s", c, strings.Join(unseen, ", ")))
+		o.Report(fmt.Sprintf("%s: cannot check whether an earlier installation left objects to delete; you are not allowed to get %s", c, strings.Join(unseen, ", ")))
 	}
 	return nil
 }
@@ -332,7 +332,7 @@ func NotByHelm(ctx context.Context, c *cluster.Cluster, command string) error {
 	if err != nil || release == "" {
 		return err
 	}
-	return fmt.Errorf("%s: namespace %s has the Helm release %s: run `helm %s %s` instead, since Helm would not know what is changed here",
+	return fmt.Errorf("%s: namespace %s has the Helm release %s, and Helm would not notice what this command changes; run `helm %s %s` instead",
 		c, c.Namespace, safetext.Of(release), command, safetext.Of(release))
 }
 
@@ -368,7 +368,7 @@ func applyManifest(ctx context.Context, c *cluster.Cluster, u *unstructured.Unst
 		return "", fmt.Errorf("%s: annotation %s: %w", cluster.Describe(u), annotationSchema, err)
 	}
 	if there, err := strconv.Atoi(have.GetAnnotations()[annotationSchema]); err == nil && there > ours {
-		return cluster.Outcome(fmt.Sprintf("is of a newer release (schema %d, here %d) and stays", there, ours)), nil
+		return cluster.Outcome(fmt.Sprintf("belongs to a newer release (schema %d, not %d) and stays unchanged", there, ours)), nil
 	}
 	return c.Apply(ctx, u)
 }
@@ -380,12 +380,12 @@ func chooseIdentity(have *v1alpha1.ClusterIdentity, want v1alpha1.ClusterIdentit
 	if have != nil {
 		want = v1alpha1.ClusterIdentity{ClusterID: cmp.Or(want.ClusterID, have.ClusterID), ClusterName: cmp.Or(want.ClusterName, have.ClusterName)}
 		if want != *have {
-			return want, fmt.Errorf("it is %s (%s) already, not %s (%s): peers know it by that, so un-peer and delete its ConfigMap first",
+			return want, fmt.Errorf("peers already know this cluster as %s (%s), not %s (%s); to rename it, un-peer all peers and delete its ConfigMap first",
 				safetext.Of(have.ClusterName), safetext.Of(have.ClusterID), safetext.Of(want.ClusterName), safetext.Of(want.ClusterID))
 		}
 	}
 	if want.ClusterName == "" {
-		return want, errors.New("want --cluster-name, which its peers will call it")
+		return want, errors.New("want --cluster-name, the name by which peers know this cluster")
 	}
 	want.ClusterID = cmp.Or(want.ClusterID, uid)
 	return want, cluster.CheckIdentity(want)

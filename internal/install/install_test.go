@@ -120,7 +120,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	// Nothing runs here, and that is said.
 	options.Wait, options.Version = time.Second, "v2"
 	err := Run(t.Context(), c, options)
-	if !errors.Is(err, cluster.ErrNotReady) || !strings.Contains(err.Error(), "all is applied") || !strings.Contains(err.Error(), "twice/isthmus-") {
+	if !errors.Is(err, cluster.ErrNotReady) || !strings.Contains(err.Error(), "everything is applied") || !strings.Contains(err.Error(), "twice/isthmus-") {
 		t.Errorf("without nodes: %v", err)
 	}
 	must(t, c.Client.Get(t.Context(), client.ObjectKey{Namespace: "twice", Name: "isthmus-gateway"}, &gateway))
@@ -142,7 +142,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	}{{true, true, 0}, {false, true, time.Second}, {false, false, 0}} {
 		options.Wait, options.Values = tc.wait, chart.Values{"gateway": chart.Values{"hostNetwork": tc.chosen}}
 		err := Run(t.Context(), c, options)
-		if tc.wait == 0 && err != nil || tc.wait > 0 && (err == nil || !strings.Contains(err.Error(), "the gateways stay in the networks of their nodes until each node has the new agent")) {
+		if tc.wait == 0 && err != nil || tc.wait > 0 && (err == nil || !strings.Contains(err.Error(), "the gateways stay on the host network until each node has the new route agent")) {
 			t.Errorf("hostNetwork=%v: %v", tc.chosen, err)
 		}
 		onHost(tc.want)
@@ -200,13 +200,13 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	byHand := gateway.DeepCopy()
 	byHand.ObjectMeta = metav1.ObjectMeta{Namespace: "twice", Name: "mine"}
 	must(t, c.Client.Create(t.Context(), byHand))
-	refused("Deployment twice/mine has ServiceAccount isthmus-gateway")
+	refused("Deployment twice/mine already runs with ServiceAccount isthmus-gateway")
 	must(t, c.Client.Delete(t.Context(), byHand))
 	byHand.ObjectMeta = metav1.ObjectMeta{Namespace: "twice", Name: "isthmus-gateway"}
 	byHand.Spec.Selector = &metav1.LabelSelector{MatchLabels: map[string]string{"mine": "yes"}}
 	byHand.Spec.Template.Labels = byHand.Spec.Selector.MatchLabels
 	must(t, c.Client.Create(t.Context(), byHand))
-	refused("Deployment twice/isthmus-gateway was made by somebody else: its spec.selector is map[matchLabels:map[mine:yes]]")
+	refused("Deployment twice/isthmus-gateway: the immutable spec.selector is map[matchLabels:map[mine:yes]]")
 
 	// Whose components run elsewhere gets none, then and later.
 	must(t, c.Client.Delete(t.Context(), byHand))
@@ -289,7 +289,7 @@ func TestAnOlderProgramDoesNotReplaceNewerDefinitions(t *testing.T) {
 		there string
 		want  string
 	}{
-		{`"999999"`, "peerings.isthmus.net is of a newer release (schema 999999, here "},
+		{`"999999"`, "peerings.isthmus.net belongs to a newer release (schema 999999, not "},
 		{`"0"`, "peerings.isthmus.net changed"},
 		{`null`, "peerings.isthmus.net changed"}, // of the time before it had a number
 	} {
@@ -366,7 +366,7 @@ func TestInstallTakesAwayWhatIsNotChosenAnyMore(t *testing.T) {
 	if did := install(0); did != "" {
 		t.Errorf("without the right to get NetworkPolicies it deletes %s", did)
 	}
-	if last := said[len(said)-1]; !strings.Contains(last, "you may not get what would be deleted") || !strings.Contains(last, "NetworkPolicy twice/isthmus-ipam") {
+	if last := said[len(said)-1]; !strings.Contains(last, "you are not allowed to get") || !strings.Contains(last, "NetworkPolicy twice/isthmus-ipam") {
 		t.Errorf("without the right to get NetworkPolicies it says last: %s", last)
 	}
 }
@@ -502,8 +502,8 @@ func refusesBeforeItWrites(t *testing.T, c *cluster.Cluster, o Options) {
 		networks []string
 		want     string
 	}{
-		{[]string{"fd00:1::/64"}, "addresses of IPv6 alone"},
-		{[]string{"10.50.1.0/24", "fd00:1::/64"}, "PodCIDR 10.9.0.0/16: no Pod has an address in it, and every node's podCIDR lies outside, such as 10.50.1.0/24: correct --pod-cidr, or take it all the same by --force"},
+		{[]string{"fd00:1::/64"}, "only IPv6 addresses"},
+		{[]string{"10.50.1.0/24", "fd00:1::/64"}, "PodCIDR 10.9.0.0/16: no Pod has an address in it, and every node's podCIDR lies outside, such as 10.50.1.0/24; correct --pod-cidr, or use it anyway with --force"},
 	} {
 		node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n1"}, Spec: corev1.NodeSpec{PodCIDR: tc.networks[0], PodCIDRs: tc.networks}}
 		must(t, c.Client.Create(t.Context(), node))
@@ -512,7 +512,7 @@ func refusesBeforeItWrites(t *testing.T, c *cluster.Cluster, o Options) {
 		}
 		if len(tc.networks) > 1 {
 			o.Force = true
-			if _, err := detect(t.Context(), c, o.Values, o); err != nil || !said.Has("those of IPv4 are joined") {
+			if _, err := detect(t.Context(), c, o.Values, o); err != nil || !said.Has("only IPv4 is joined") {
 				t.Errorf("forced: %v; said %v", err, said)
 			}
 		}

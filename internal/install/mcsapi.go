@@ -67,7 +67,7 @@ func planServices(ctx context.Context, c *cluster.Cluster, chosen chart.Values, 
 	configure := o.ConfigureDNS != nil && *o.ConfigureDNS
 	if !WithServices(chosen) {
 		if configure {
-			return nil, fmt.Errorf("%s: --configure-dns is for services by name, which are off: want --services as well", c)
+			return nil, fmt.Errorf("%s: --configure-dns needs --services, because services by name are off", c)
 		}
 		return nil, nil
 	}
@@ -85,7 +85,7 @@ func planServices(ctx context.Context, c *cluster.Cluster, chosen chart.Values, 
 		case have == nil, have.GetLabels()[cluster.LabelManagedBy] == cluster.ManagedBy && !newer(have, want):
 			p.apply = append(p.apply, want)
 		case lacks != "":
-			return nil, fmt.Errorf("%s: %s is there already and does not serve %s: bring what installed it up to date (mcs-api %s)",
+			return nil, fmt.Errorf("%s: %s already exists but does not serve %s; upgrade it to mcs-api %s with the program that installed it",
 				c, cluster.Describe(want), lacks, want.GetLabels()[mcscrd.ReleaseVersionLabel])
 		}
 	}
@@ -154,7 +154,7 @@ func defineServices(ctx context.Context, c *cluster.Cluster, p *servicesPlan, re
 		return nil
 	}
 	for _, u := range p.definitions {
-		outcome := cluster.Outcome("is there already and stays")
+		outcome := cluster.Outcome("already exists and stays unchanged")
 		if slices.Contains(p.apply, u) {
 			var err error
 			if outcome, err = c.Apply(ctx, u); err != nil {
@@ -225,7 +225,7 @@ func UnnameServices(ctx context.Context, c *cluster.Cluster, keepDefinitions boo
 	case err != nil && len(ours) == 0:
 		return nil
 	case err != nil:
-		needs = "whether CoreDNS needs it is not known: " + safetext.Of(err.Error())
+		needs = "cannot check whether CoreDNS needs it: " + safetext.Of(err.Error())
 	default:
 		if text, err := corefile.Remove(dns.Corefile()); err != nil {
 			report(fmt.Sprintf("%s: %s stays as it is: %v", c, dns.Where(), err))
@@ -233,7 +233,7 @@ func UnnameServices(ctx context.Context, c *cluster.Cluster, keepDefinitions boo
 			return err
 		}
 		if corefile.Multicluster(dns.Corefile()) {
-			needs = "the " + dns.Where() + " has the option multicluster, and without this CoreDNS answers for no Service"
+			needs = "the " + dns.Where() + " has the option multicluster, and without this object CoreDNS answers for no Service"
 		}
 	}
 	if len(ours) > 0 && !keepDefinitions { // otherwise services were never on
@@ -308,7 +308,7 @@ func removeImports(ctx context.Context, c *cluster.Cluster, report func(string))
 func othersNeed(ctx context.Context, c *cluster.Cluster, crd *unstructured.Unstructured) (string, error) {
 	for _, f := range crd.GetManagedFields() {
 		if f.Manager != cluster.FieldManager && f.Subresource == "" {
-			return fmt.Sprintf("%s has written it as well", safetext.Of(f.Manager)), nil
+			return fmt.Sprintf("%s manages fields of it as well", safetext.Of(f.Manager)), nil
 		}
 	}
 	kind, _, _ := unstructured.NestedString(crd.Object, "spec", "names", "kind")

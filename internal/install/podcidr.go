@@ -163,9 +163,9 @@ func podCIDRFrom(ctx context.Context, c *cluster.Cluster, sources []podSource, n
 	}
 	hint := "Nodes have no podCIDR"
 	if len(ofNodes) > 0 {
-		hint = fmt.Sprintf("a node has %v of it, so perhaps it is %v", ofNodes[0], cover(ofNodes))
+		hint = fmt.Sprintf("a node has %v, so it may be %v", ofNodes[0], cover(ofNodes))
 	}
-	return netip.Prefix{}, "", fmt.Errorf("%s: want --pod-cidr, the network of all pods, since nothing in the cluster says it: %s",
+	return netip.Prefix{}, "", fmt.Errorf("%s: cannot detect the network of all pods: %s; want --pod-cidr",
 		c, strings.Join(append([]string{hint}, outside...), "; "))
 }
 

@@ -28,12 +28,12 @@ func rolledOut(ctx context.Context, c *cluster.Cluster, objects []*unstructured.
 			wait, warning, err := waitsFor(ctx, c, u)
 			switch {
 			case ctx.Err() != nil && !errors.Is(context.Cause(ctx), cluster.ErrNotReady):
-				return fmt.Errorf("interrupted: %s; the same command waits again", state)
+				return fmt.Errorf("interrupted: %s; run the same command again to continue waiting", state)
 			case ctx.Err() != nil:
 				if told == "" {
 					told = fmt.Sprintf("%s: %s", c, cluster.Describe(u))
 				}
-				return fmt.Errorf("%w: the components do not run within %v; %s; the same command waits again\n%s", cluster.ErrNotReady, o.Wait, state, told)
+				return fmt.Errorf("%w: the components do not run after %v; %s; run the same command again to continue waiting\n%s", cluster.ErrNotReady, o.Wait, state, told)
 			case errors.Is(err, cluster.ErrUnreachable): // the API server may come back
 				wait = safetext.Of(err.Error())
 			case err != nil:
