@@ -80,7 +80,7 @@ func howToClean(ctx context.Context, c *cluster.Cluster, o Options) (*cleaning, 
 		how.HostGateways = true
 		return &how, nil
 	}
-	o.Report(fmt.Sprintf("%s: there is no DaemonSet of route agents, so no node is cleaned: where agents ran, run `isthmus route-agent --cleanup`, or this command with --image", c))
+	o.Report(fmt.Sprintf("%s: there is no DaemonSet of route agents, so no node is cleaned; run this command with --image, or `isthmus route-agent --cleanup` on each node where an agent ran", c))
 	return nil, nil
 }
 
@@ -96,7 +96,7 @@ func cleanNodes(ctx context.Context, c *cluster.Cluster, how cleaning, o Options
 				return "", err
 			}
 			if have != nil && have.GetDeletionTimestamp() != nil { // it takes no new Pods
-				return "waiting until namespace " + c.Namespace + ", which somebody deleted, is gone, to make it again for what cleans the nodes", nil
+				return "namespace " + c.Namespace + " is being deleted; waiting to create it again for the Pods that clean the nodes", nil
 			}
 			labels := map[string]string{"pod-security.kubernetes.io/enforce": "privileged"}
 			if install.MadeByUs(have) {
@@ -119,7 +119,7 @@ func cleanNodes(ctx context.Context, c *cluster.Cluster, how cleaning, o Options
 			continue
 		}
 		if o.Force && !isReady(n) {
-			o.Report(fmt.Sprintf("%s: node %s is away, and what agents made in its kernel stays until it is rebooted, or `isthmus route-agent --cleanup` runs there", c, n.Name))
+			o.Report(fmt.Sprintf("%s: node %s is not ready, so it is not cleaned; reboot it, or run `isthmus route-agent --cleanup` there", c, n.Name))
 			continue
 		}
 		todo[n.Name] = cleaningPod(c.Namespace, n.Name, how)

@@ -120,7 +120,7 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 		if err := removeInstalled(ctx, c, o); err != nil {
 			return err
 		}
-		o.Report(fmt.Sprintf("%s: what is left is Helm's to delete", c))
+		o.Report(fmt.Sprintf("%s: Helm deletes the rest", c))
 		return nil
 	}
 	if err := removeObjects(ctx, c, o, objects); err != nil {
@@ -237,7 +237,7 @@ func unpeerAll(ctx context.Context, c *cluster.Cluster, o Options) error {
 	for i := range list.Items {
 		p := &list.Items[i]
 		if manager.Name == "" {
-			o.Report(fmt.Sprintf("%s: no manager is active (%s), so what lies at the peer stays there: %s", c, manager.Problem, peering.RemainsOf(ctx, c, p)))
+			o.Report(fmt.Sprintf("%s: no manager is active (%s), so our objects stay %s", c, manager.Problem, peering.RemainsOf(ctx, c, p)))
 			if err := peering.Abandon(ctx, c, p); err != nil {
 				return err
 			}
@@ -317,7 +317,7 @@ func removeObjects(ctx context.Context, c *cluster.Cluster, o Options, objects [
 			}
 		case o.KeepDefinitions:
 		case liqo != nil && strings.HasSuffix(u.GetName(), "."+v1alpha1.GroupVersion.Group):
-			o.Report(fmt.Sprintf("%s: %s stays, since Liqo is installed", c, cluster.Describe(u)))
+			o.Report(fmt.Sprintf("%s: %s stays, because Liqo is installed", c, cluster.Describe(u)))
 		default:
 			definitions = append(definitions, u)
 		}
@@ -352,10 +352,10 @@ func removeObjects(ctx context.Context, c *cluster.Cluster, o Options, objects [
 		return err
 	}
 	if !install.MadeByUs(namespace) {
-		o.Report(fmt.Sprintf("%s: namespace %s stays, since `isthmus install` did not make it", c, c.Namespace))
+		o.Report(fmt.Sprintf("%s: namespace %s stays, because `isthmus install` did not create it", c, c.Namespace))
 		secret, err := c.Get(ctx, corev1.SchemeGroupVersion.WithKind("Secret"), c.Namespace, keysSecret)
 		if err == nil && secret != nil && secret.GetDeletionTimestamp() == nil {
-			o.Report(fmt.Sprintf("%s: Secret %s/%s stays, since it has no label %s=%s: it is of a Liqo, or of a gateway of an earlier version; delete it where no Liqo runs",
+			o.Report(fmt.Sprintf("%s: Secret %s/%s stays, because it lacks the label %s=%s: it belongs to Liqo, or to a gateway of an earlier version; delete it if Liqo does not run here",
 				c, c.Namespace, keysSecret, cluster.LabelManagedBy, cluster.ManagedBy))
 		}
 		return err
@@ -366,7 +366,7 @@ func removeObjects(ctx context.Context, c *cluster.Cluster, o Options, objects [
 	}
 	for i := range pods.Items {
 		if p := &pods.Items[i]; p.DeletionTimestamp == nil && p.Labels[labelCleans] == "" {
-			o.Report(fmt.Sprintf("%s: namespace %s stays, since Pod %s is in it, which is not of Isthmus", c, c.Namespace, safetext.Of(p.Name)))
+			o.Report(fmt.Sprintf("%s: namespace %s stays, because Pod %s in it does not belong to Isthmus", c, c.Namespace, safetext.Of(p.Name)))
 			return nil
 		}
 	}
@@ -399,9 +399,9 @@ func untilNothing(ctx context.Context, c *cluster.Cluster, o Options, step func(
 		wait, err := step()
 		switch {
 		case ctx.Err() != nil && !errors.Is(context.Cause(ctx), cluster.ErrNotReady):
-			return errors.New("interrupted: the same command goes on where this one ended")
+			return errors.New("interrupted; run the same command again to continue")
 		case ctx.Err() != nil:
-			return fmt.Errorf("%w: not uninstalled within %v; the same command goes on where this one ended, with --force it does not wait for what is away\n%s: %s", cluster.ErrNotReady, o.Timeout, c, told)
+			return fmt.Errorf("%w: not uninstalled within %v; run the same command again to continue, with --force if peers or nodes are away\n%s: %s", cluster.ErrNotReady, o.Timeout, c, told)
 		case errors.Is(err, cluster.ErrUnreachable): // the API server may come back
 			wait = safetext.Of(err.Error())
 		case err != nil:

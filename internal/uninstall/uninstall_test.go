@@ -239,7 +239,7 @@ func TestUninstallLeavesNothing(t *testing.T) {
 		if marks != nil {
 			must(t, c.Client.Create(t.Context(), pod))
 		}
-		if _, err = uninstall(Options{}, nobody, ""); err != nil || !said.Has("stays, since") {
+		if _, err = uninstall(Options{}, nobody, ""); err != nil || !said.Has("stays, because") {
 			t.Errorf("%s: %v; %v", name, err, said)
 		}
 		err = c.Client.Get(t.Context(), client.ObjectKeyFromObject(key), &corev1.Secret{})
