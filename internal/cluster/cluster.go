@@ -132,7 +132,7 @@ func load(a Access) (config *rest.Config, name string, err error) {
 	}
 	config, err = kubeconfig.ClientConfig()
 	if all := slices.Sorted(maps.Keys(raw.Contexts)); clientcmd.IsEmptyConfig(err) && len(all) > 0 { // none of them is current
-		return nil, "", fmt.Errorf("kubeconfig: no context is the current one: want --context with one of %s", safetext.Of(strings.Join(all, ", ")))
+		return nil, "", fmt.Errorf("kubeconfig: no current context; want --context with one of %s", safetext.Of(strings.Join(all, ", ")))
 	}
 	if clientcmd.IsEmptyConfig(err) || errors.Is(err, rest.ErrNotInCluster) {
 		return nil, "", errors.New("no kubeconfig: want --kubeconfig, $KUBECONFIG or ~/.kube/config")
@@ -256,7 +256,7 @@ func (c *Cluster) Explain(what string, err error) error {
 	case err == nil:
 		return nil
 	case meta.IsNoMatchError(err):
-		return fmt.Errorf("%s: %s: the custom resource definitions are not installed: run `isthmus install --context %s`", c, what, c.Context)
+		return fmt.Errorf("%s: %s: the custom resource definitions are not installed; run `isthmus install --context %s`", c, what, c.Context)
 	case apierrors.IsUnauthorized(err):
 		return fmt.Errorf("%s: %s: %w: the API server does not accept the credentials of the kubeconfig", c, what, ErrUnreachable)
 	case apierrors.ReasonForError(err) == metav1.StatusReasonUnknown && !errors.Is(err, context.Canceled):

@@ -26,7 +26,7 @@ func HolderOf(ctx context.Context, c *Cluster, leaseName string, sharp bool) (he
 	err := c.Client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: leaseName}, &lease)
 	name := LeaseText(c, leaseName)
 	if apierrors.IsNotFound(err) {
-		return health.Holder{Problem: name + " is not there", Absent: true}, nil
+		return health.Holder{Problem: name + " not found", Absent: true}, nil
 	}
 	if err != nil {
 		return health.Holder{}, c.Explain(name, err)

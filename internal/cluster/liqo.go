@@ -12,7 +12,7 @@ import (
 
 // ErrLiqo is returned for a cluster that runs Liqo without Isthmus. Isthmus writes nothing there:
 // it would replace Liqo's CRDs and take over its network.
-var ErrLiqo = errors.New("this is a Liqo without Isthmus")
+var ErrLiqo = errors.New("this cluster has Liqo but not Isthmus")
 
 // ForeignClusters is the kind that identifies a Liqo.
 var ForeignClusters = schema.GroupKind{Group: "discovery.liqo.io", Kind: "ForeignCluster"}
@@ -33,8 +33,8 @@ func (c *Cluster) refuseLiqo() error {
 	if is, err := c.IsLiqo(); err != nil || !is {
 		return err
 	}
-	return fmt.Errorf("%s: %w: it has the kind %s of Liqo's and no Peerings. This command is for clusters with Isthmus, and has changed "+
-		"nothing; docs/liqo.md has the few objects that join one with a Liqo, and what to look at there", c, ErrLiqo, ForeignClusters)
+	return fmt.Errorf("%s: %w: it has Liqo's kind %s and no Peerings; nothing was changed. This command is for clusters with Isthmus; "+
+		"docs/liqo.md shows how to join one with a Liqo cluster", c, ErrLiqo, ForeignClusters)
 }
 
 // Knows reports whether the API server serves a kind.

@@ -11,7 +11,7 @@ const PollInterval = 100 * time.Millisecond
 
 // ErrNotReady is returned when a peering was set up or taken down, but did not reach its goal in
 // time.
-var ErrNotReady = errors.New("not in time")
+var ErrNotReady = errors.New("timed out")
 
 // ErrNoPeering is returned for a name that belongs neither to a Peering nor to the remains of one.
 var ErrNoPeering = errors.New("no such peering")

@@ -51,14 +51,14 @@ func reachable(c *cluster.Cluster, flag string) error {
 		return fmt.Errorf("%s: API server: %w", c, err)
 	}
 	if thisMachine(u) {
-		return fmt.Errorf("%s: the kubeconfig reaches the API server at %s, an address of this machine alone: "+want, c, u.Host, flag)
+		return fmt.Errorf("%s: the kubeconfig has the API server at %s, an address that only this machine reaches; "+want, c, u.Host, flag)
 	}
 	switch proxy, err := proxyOf(c); {
 	case err != nil:
 		return fmt.Errorf("%s: proxy-url: %w", c, err)
 	case proxy == nil:
 	case thisMachine(proxy):
-		return fmt.Errorf("%s: the kubeconfig reaches the API server through a proxy at %s (proxy-url), an address of this machine alone: "+want, c, proxy.Host, flag)
+		return fmt.Errorf("%s: the kubeconfig has a proxy at %s (proxy-url), an address that only this machine reaches; "+want, c, proxy.Host, flag)
 	case proxy.User != nil:
 		return fmt.Errorf("%s: the proxy-url of the kubeconfig has a user or password, which the other cluster would get: "+want, c, flag)
 	}
@@ -114,12 +114,12 @@ func (s *side) agreed() error {
 	p := s.peering
 	switch {
 	case !p.DeletionTimestamp.IsZero():
-		return fmt.Errorf("%s: Peering %s is being deleted: wait for it, or finish it by `isthmus unpeer`", s.Cluster, p.Name)
+		return fmt.Errorf("%s: Peering %s is being deleted; wait until it is gone, or run `isthmus unpeer`", s.Cluster, p.Name)
 	case p.Spec.Cluster != s.peer.Identity:
-		return fmt.Errorf("%s: Peering %s calls the peer %s, and it calls itself %s: un-peer first", s.Cluster, p.Name,
+		return fmt.Errorf("%s: Peering %s: spec.cluster.clusterName is %s, but the peer's name is %s; un-peer first", s.Cluster, p.Name,
 			safetext.Of(p.Spec.Cluster.ClusterName), safetext.Of(s.peer.Identity.ClusterName))
 	case p.Spec.TenantNamespace.Remote != s.peer.namespace:
-		return fmt.Errorf("%s: Peering %s: spec.tenantNamespace.remote is %s, and the namespace at %s is %s: un-peer first", s.Cluster, p.Name,
+		return fmt.Errorf("%s: Peering %s: spec.tenantNamespace.remote is %s, but the namespace at %s is %s; un-peer first", s.Cluster, p.Name,
 			p.Spec.TenantNamespace.Remote, s.peer.Cluster, s.peer.namespace)
 	}
 	return nil
@@ -166,7 +166,7 @@ func (s *side) present(ctx context.Context, o client.Object) error {
 	}
 	err = s.Client.Get(ctx, client.ObjectKeyFromObject(o), o)
 	if apierrors.IsNotFound(err) || meta.IsNoMatchError(err) {
-		return fmt.Errorf("%s: there is no %s, which bounds what peers write: run `isthmus install --context %s`", s.Cluster, cluster.Describe(u), s.Context)
+		return fmt.Errorf("%s: %s not found; it limits what peers may write; run `isthmus install --context %s`", s.Cluster, cluster.Describe(u), s.Context)
 	}
 	return s.Explain(cluster.Describe(u), err)
 }
@@ -179,7 +179,7 @@ func (s *side) checkManager(ctx context.Context, o PeerOptions) error {
 		case err != nil || h.Name != "":
 			return err
 		case time.Now().After(deadline):
-			return fmt.Errorf("%s: no manager is active: %s. Start `isthmus manager`, or use --timeout 0 to set up without waiting for it", s.Cluster, h.Problem)
+			return fmt.Errorf("%s: no manager is active: %s; start `isthmus manager`, or use --timeout 0 to set up without waiting for one", s.Cluster, h.Problem)
 		case !told:
 			o.Report(fmt.Sprintf("%s: waiting for a manager: %s", s.Cluster, h.Problem))
 		}
@@ -243,7 +243,7 @@ func (s *side) checkRights(ctx context.Context) error {
 		}
 	}
 	if len(missing) > 0 {
-		return fmt.Errorf("%s: you may not %s (namespaced ones in %s)", s.Cluster, strings.Join(missing, ", "), s.namespace)
+		return fmt.Errorf("%s: you are not allowed to %s (namespaced objects in %s)", s.Cluster, strings.Join(missing, ", "), s.namespace)
 	}
 	return nil
 }

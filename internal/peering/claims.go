@@ -103,12 +103,12 @@ func peeringNamed(ctx context.Context, c *cluster.Cluster, name string) (found *
 			continue
 		}
 		if found != nil {
-			return nil, fmt.Errorf("%s: both Peerings %s and %s are meant: say which one", c, found.Name, p.Name)
+			return nil, fmt.Errorf("%s: the name fits the Peerings %s and %s; use the name of one Peering", c, found.Name, p.Name)
 		}
 		found = p
 	}
 	if found == nil {
-		return nil, fmt.Errorf("%s: %w: no Peering is called %s or for a cluster of that name; `isthmus status` shows the names", c, cluster.ErrNoPeering, safetext.Of(name))
+		return nil, fmt.Errorf("%s: %w: no Peering and no peer is called %s; `isthmus status` shows the names", c, cluster.ErrNoPeering, safetext.Of(name))
 	}
 	return found, nil
 }
@@ -142,16 +142,16 @@ func (s *side) checkConsent(ctx context.Context) error {
 		return nil
 	}
 	if !s.exists {
-		return fmt.Errorf("%s: there is no Peering with %s yet, and no claim to agree to", s.Cluster, s.peer.Cluster)
+		return fmt.Errorf("%s: there is no Peering with %s yet, so there is no claim to agree to", s.Cluster, s.peer.Cluster)
 	}
 	have, err := s.claimed(ctx)
 	switch {
 	case err != nil:
 		return err
 	case have == nil:
-		return fmt.Errorf("%s: %s has no NetworkConfig in namespace %s, and claims nothing to agree to", s.Cluster, s.peer.Cluster, s.namespace)
+		return fmt.Errorf("%s: %s has no NetworkConfig in namespace %s, so there is no claim to agree to", s.Cluster, s.peer.Cluster, s.namespace)
 	case *have != *want:
-		return fmt.Errorf("%s: --consent names the claim %v, and %s claims %v now: nothing is agreed to. `isthmus peer %s` shows what that would take",
+		return fmt.Errorf("%s: --consent names the claim %v, but %s now claims %v; nothing was agreed to; `isthmus peer %s` shows the new claim and its effect",
 			s.Cluster, *want, s.peer.Cluster, *have, s.peering.Name)
 	}
 	return nil
@@ -232,11 +232,11 @@ func (s *side) show(report func(string)) {
 		if of.own == "" || of.here == "" {
 			continue
 		}
-		as := safetext.Of(of.here)
+		as := "as " + safetext.Of(of.here)
 		if of.here == of.own {
-			as = "it is"
+			as = "unchanged"
 		}
-		line := fmt.Sprintf("%s takes the %s of %s, %s, as %s", s.Cluster, of.what, s.peer.Cluster, safetext.Of(of.own), as)
+		line := fmt.Sprintf("%s uses the %s of %s, %s, %s", s.Cluster, of.what, s.peer.Cluster, safetext.Of(of.own), as)
 		if of.why != "" {
 			line += ": " + safetext.Of(of.why)
 		}

@@ -120,7 +120,7 @@ func (s *side) whatIsWrongWithIdentity(ctx context.Context) (token, wrong string
 	if there, err := clientcmd.Load(want); err != nil {
 		return "", "", err
 	} else if !sameCluster(have.Clusters[in.Cluster], there.Clusters[there.Contexts[there.CurrentContext].Cluster]) {
-		return "", "the old one was for another address, proxy or authority", nil
+		return "", "the old one was for another server, proxy or certificate authority", nil
 	}
 	wrong, err = s.peer.whatIsWrongWithToken(ctx, user.Token)
 	return user.Token, wrong, err
@@ -198,7 +198,7 @@ func (s *side) whatIsWrongWithToken(ctx context.Context, token string) (string, 
 // of the API server, its proxy, and a token.
 func kubeconfigFor(c *cluster.Cluster, token, namespace string) ([]byte, error) {
 	if c.Config.Insecure {
-		return nil, fmt.Errorf("%s: the kubeconfig says insecure-skip-tls-verify: want a certificate authority, since the peer gets a token for it", c)
+		return nil, fmt.Errorf("%s: the kubeconfig has insecure-skip-tls-verify, but the peer would send a token there; want a certificate authority", c)
 	}
 	ca, err := authorityOf(c)
 	if err != nil {

@@ -76,7 +76,7 @@ func (s *side) setInBand(ctx context.Context, on bool) (string, error) {
 	if on {
 		return fmt.Sprintf("%s: its manager and that of %s use the tunnel", s.Cluster, s.peer.Cluster), nil
 	}
-	return fmt.Sprintf("%s: its manager and that of %s do not use the tunnel any more", s.Cluster, s.peer.Cluster), nil
+	return fmt.Sprintf("%s: its manager and that of %s no longer use the tunnel", s.Cluster, s.peer.Cluster), nil
 }
 
 // told reports whether our manager has reached the peer's API server and published our

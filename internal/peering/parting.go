@@ -105,7 +105,7 @@ func teardownOf(ctx context.Context, c *cluster.Cluster, is func(*isthmus.Peerin
 			continue
 		}
 		if f.peering != "" {
-			return nil, fmt.Errorf("%s: both Peerings %s and %s are meant: say which one", c, f.peering, p.Name)
+			return nil, fmt.Errorf("%s: the name fits the Peerings %s and %s; use the name of one Peering", c, f.peering, p.Name)
 		}
 		f.peering, f.peer, f.namespace, f.secret = p.Name, p.Spec.Cluster, p.Spec.TenantNamespace.Local, p.Spec.IdentitySecretName
 		f.remains, f.inBand = RemainsOf(ctx, c, p), p.Spec.InBand
@@ -120,7 +120,7 @@ func teardownOf(ctx context.Context, c *cluster.Cluster, is func(*isthmus.Peerin
 	for i := range namespaces.Items {
 		if left(&namespaces.Items[i]) {
 			if f.namespace != "" {
-				return nil, fmt.Errorf("%s: both namespaces %s and %s are meant: say which one", c, f.namespace, namespaces.Items[i].Name)
+				return nil, fmt.Errorf("%s: the name fits the namespaces %s and %s; use what follows liqo-tenant- in one of them", c, f.namespace, namespaces.Items[i].Name)
 			}
 			f.namespace = namespaces.Items[i].Name
 		}
@@ -140,7 +140,7 @@ func RemainsOf(ctx context.Context, c *cluster.Cluster, p *isthmus.Peering) stri
 			}
 		}
 	}
-	return fmt.Sprintf("at %s, %s: NetworkConfig %s in namespace %s, its Peering, and what else is in that namespace",
+	return fmt.Sprintf("at %s, %s: NetworkConfig %s in namespace %s, its Peering, and the other objects in that namespace",
 		safetext.Of(p.Spec.Cluster.ClusterName), server, p.Spec.Cluster.UniqueName(), p.Spec.TenantNamespace.Remote)
 }
 
@@ -195,7 +195,7 @@ func (f *teardown) deletePeering(ctx context.Context, o UnpeerOptions) error {
 		}
 	}
 	if o.Force {
-		o.Report(fmt.Sprintf("%s: does not wait for %s. What may stay %s", f.Cluster, safetext.Of(f.peer.ClusterName), f.remains))
+		o.Report(fmt.Sprintf("%s: not waiting for %s; our objects may stay %s", f.Cluster, safetext.Of(f.peer.ClusterName), f.remains))
 	}
 	if err := f.Client.Delete(ctx, p); client.IgnoreNotFound(err) != nil {
 		return f.Explain("delete Peering "+f.peering, err)
@@ -214,7 +214,7 @@ func (f *teardown) peeringGone(ctx context.Context, o UnpeerOptions) (string, er
 	var p isthmus.Peering
 	err := f.Client.Get(ctx, client.ObjectKey{Name: f.peering}, &p)
 	if apierrors.IsNotFound(err) {
-		return "what the manager had made is gone", nil
+		return "the manager's objects are gone", nil
 	}
 	if err != nil {
 		return "", f.Explain("Peering "+f.peering, err)
@@ -226,7 +226,7 @@ func (f *teardown) peeringGone(ctx context.Context, o UnpeerOptions) (string, er
 		}
 		if manager.Name == "" && !f.abandoned {
 			f.abandoned = true
-			o.Report(fmt.Sprintf("%s: no manager is active (%s), so what it made is taken down without one", f.Cluster, manager.Problem))
+			o.Report(fmt.Sprintf("%s: no manager is active (%s), so this command removes the manager's objects", f.Cluster, manager.Problem))
 		}
 		if manager.Name == "" {
 			if err := f.takeDown(ctx, &p); err != nil {
@@ -293,7 +293,7 @@ func (f *teardown) removeRest(ctx context.Context) (string, error) {
 	}
 	removed := "rights and identity removed"
 	if !did {
-		removed = "no rights and no identity of `isthmus peer` were left"
+		removed = "no rights and no identity by `isthmus peer` were left to remove"
 	}
 	if err := f.freeNetworkConfigs(ctx); err != nil {
 		return "", err
@@ -305,7 +305,7 @@ func (f *teardown) removeRest(ctx context.Context) (string, error) {
 	}
 	if n.Labels[cluster.LabelManagedBy] != cluster.ManagedBy {
 		f.namespace = ""
-		return fmt.Sprintf("%s; namespace %s stays, since `isthmus peer` did not make it", removed, n.Name), nil
+		return fmt.Sprintf("%s; namespace %s stays, because `isthmus peer` did not create it", removed, n.Name), nil
 	}
 	if err := f.Client.Delete(ctx, &n, client.Preconditions{UID: &n.UID}); client.IgnoreNotFound(err) != nil {
 		return "", f.Explain("delete Namespace "+n.Name, err)

@@ -68,7 +68,7 @@ func Peer(ctx context.Context, local, remote *cluster.Cluster, o PeerOptions) (p
 	}
 	if err != nil {
 		if errors.Is(ctx.Err(), context.Canceled) {
-			err = errors.New("interrupted while the two clusters were looked at: nothing was changed")
+			err = errors.New("interrupted while checking the two clusters; nothing was changed")
 		}
 		return peerings, err
 	}
@@ -100,7 +100,7 @@ func Peer(ctx context.Context, local, remote *cluster.Cluster, o PeerOptions) (p
 // interrupted replaces the error of an interrupted wait by how to go on.
 func interrupted(ctx context.Context, err error) error {
 	if err != nil && errors.Is(ctx.Err(), context.Canceled) {
-		return errors.New("interrupted: the same command goes on where this one ended, `isthmus unpeer` takes it back")
+		return errors.New("interrupted; run the same command again to continue, or `isthmus unpeer` to undo it")
 	}
 	return err
 }
@@ -119,7 +119,7 @@ func check(ctx context.Context, a, b *side, o PeerOptions) error {
 			s.inBand = *o.InBand
 		}
 		if s.inBand && o.InBand != nil && o.Timeout == 0 {
-			return errors.New("in-band control needs a --timeout: as long as there is no tunnel, this command carries what the managers say to each other")
+			return errors.New("--in-band needs a --timeout above 0, because this command carries the managers' objects until there is a tunnel")
 		}
 	}
 	return both(a, b, func(s *side) error {
@@ -222,7 +222,7 @@ func (s *side) setRights(ctx context.Context) (string, error) {
 	}
 	switch {
 	case fresh:
-		return fmt.Sprintf("%s: namespace %s made, with the rights of %s in it", s.Cluster, s.namespace, s.peer.Cluster), nil
+		return fmt.Sprintf("%s: namespace %s created, with the rights of %s in it", s.Cluster, s.namespace, s.peer.Cluster), nil
 	case len(done) > 0:
 		return fmt.Sprintf("%s: in namespace %s repaired for %s: %s", s.Cluster, s.namespace, s.peer.Cluster, strings.Join(done, ", ")), nil
 	}
@@ -336,7 +336,7 @@ func tell(s *side, t string) string {
 
 func seen(n isthmus.Networks) string {
 	if n.PodCIDR == n.PodCIDRSeen {
-		return safetext.OrDash(n.PodCIDR) + " as they are"
+		return safetext.OrDash(n.PodCIDR) + " unchanged"
 	}
 	return safetext.OrDash(n.PodCIDR) + " as " + safetext.OrDash(n.PodCIDRSeen)
 }
@@ -350,7 +350,7 @@ func latency(l string) string {
 
 // missing returns which conditions are not true on which side.
 func (w *waiter) missing(timeout time.Duration) error {
-	errs := []error{fmt.Errorf("%w: %s is not true within %v", cluster.ErrNotReady, w.goal, timeout)}
+	errs := []error{fmt.Errorf("%w: condition %s is not True after %v", cluster.ErrNotReady, w.goal, timeout)}
 	if w.goal == isthmus.ConditionReady {
 		errs[0] = fmt.Errorf("%w: not peered within %v", cluster.ErrNotReady, timeout)
 	}

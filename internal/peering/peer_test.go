@@ -31,7 +31,7 @@ func TestPeerTellsTheStoryAndRepeatingItChangesNothing(t *testing.T) {
 	story := p.Said()
 	t.Log("\n" + story)
 	clustertest.Contains(t, story,
-		"story-a: namespace liqo-tenant-story-b-", " made, with the rights of story-b in it",
+		"story-a: namespace liqo-tenant-story-b-", " created, with the rights of story-b in it",
 		"story-a: has an identity at story-b until ", " days); it had none",
 		"story-b: Peering story-a-", " created",
 		"story-a: identity accepted by story-b", "story-b sees story-a's pods 10.244.0.0/16 as 10.246.0.0/16",
@@ -42,8 +42,8 @@ func TestPeerTellsTheStoryAndRepeatingItChangesNothing(t *testing.T) {
 		t.Errorf("want 9 objects on each side: %v", before)
 	}
 	must(t, peerUp(t, p))
-	const again = `story-a takes the podCIDR of story-b, 10.60.0.0/20, as it is: it is in private space
-story-b takes the podCIDR of story-a, 10.60.0.0/20, as it is: it is in private space
+	const again = `story-a uses the podCIDR of story-b, 10.60.0.0/20, unchanged: it is in private space
+story-b uses the podCIDR of story-a, 10.60.0.0/20, unchanged: it is in private space
 story-a and story-b are peered already, nothing changed`
 	if said := p.Said(); said != again {
 		t.Errorf("the second time it says\n%s", said)
@@ -97,7 +97,7 @@ func TestPeerRepairsWhatIsMissing(t *testing.T) {
 			}
 			s := &corev1.Secret{Data: map[string][]byte{"kubeconfig": text}}
 			return p.B.Client.Update(t.Context(), object(s, inB, isthmus.DefaultIdentitySecret))
-		}, "the old one was for another address", []string{"repair-b: *v1.Secret isthmus-identity"}},
+		}, "the old one was for another server", []string{"repair-b: *v1.Secret isthmus-identity"}},
 		{"the peer's requests have no bound", func() error { return p.A.Client.Delete(t.Context(), object(&flowcontrolv1.FlowSchema{}, "", inA)) },
 			"repair-a: in namespace " + inA + " repaired for repair-b: FlowSchema " + inA, []string{"repair-a: *v1.FlowSchema " + inA}},
 		{"the peer may not renew its token", func() error {
@@ -166,7 +166,7 @@ func TestPeerCanBeInterruptedAndGoesOn(t *testing.T) {
 			cancel()
 		}
 	}})
-	if err == nil || !strings.Contains(err.Error(), "interrupted: the same command goes on") {
+	if err == nil || !strings.Contains(err.Error(), "interrupted; run the same command again") {
 		t.Fatal(err)
 	}
 	p.Managers[0].Set(isthmus.ConditionAnswered, "")
@@ -223,12 +223,12 @@ func TestPeerRefusesBeforeItWrites(t *testing.T) {
 	}
 	here := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.B, Namespace: p.B.Namespace})
 	here.ServerChosen = false
-	refused("at a loopback address", p.A, here, PeerOptions{}, "no-b: the kubeconfig reaches the API server at 127.0.0.1:", "want --remote-server, a URL")
+	refused("at a loopback address", p.A, here, PeerOptions{}, "no-b: the kubeconfig has the API server at 127.0.0.1:", "want --remote-server, a URL")
 	refused("at a loopback address", here, p.A, PeerOptions{}, "want --server, a URL")
 	must(t, p.A.Client.Create(t.Context(), New("taken", v1alpha1.ClusterIdentity{ClusterID: "other", ClusterName: "other"}, "x", "y")))
 	refused("a name that is taken", p.A, p.B, PeerOptions{Name: "taken"}, "Peering taken is for the cluster")
 	p.Managers[1].Release(t)
-	refused("manager away", p.A, p.B, PeerOptions{}, "no-b: no manager is active: Lease install-no/isthmus-manager is held by nobody")
+	refused("manager away", p.A, p.B, PeerOptions{}, "no-b: no manager is active: Lease install-no/isthmus-manager has no holder")
 	p.Managers[1].Renew(t)
 	must(t, p.B.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: theirs, Labels: map[string]string{v1alpha1.LabelTenantClusterID: "x"}}}))
 	refused("foreign namespace", p.A, p.B, PeerOptions{}, "Namespace "+theirs+" belongs to the cluster x")
@@ -255,7 +255,7 @@ func TestPeerRefusesBeforeItWrites(t *testing.T) {
 		}
 		time.Sleep(50 * time.Millisecond)
 	}
-	refused("missing rights", p.A, viewer, PeerOptions{}, "no-b: you may not create namespaces, patch namespaces", "create peerings", "create secrets", "create serviceaccounts/token")
+	refused("missing rights", p.A, viewer, PeerOptions{}, "no-b: you are not allowed to create namespaces, patch namespaces", "create peerings", "create secrets", "create serviceaccounts/token")
 }
 
 func TestAServerOfThisMachineIsForNoPeer(t *testing.T) {
@@ -281,8 +281,8 @@ func TestTheProxyOfAKubeconfigIsThePeersToo(t *testing.T) {
 	for proxy, want := range map[string]struct{ given, refused string }{
 		"http://192.0.2.9:3128":          {given: "http://192.0.2.9:3128"},
 		"socks5://proxy.example.org":     {given: "socks5://proxy.example.org"},
-		"socks5://localhost:1080":        {refused: "a proxy at localhost:1080 (proxy-url), an address of this machine alone: want --server"},
-		"http://[::1]:3128":              {refused: "this machine alone"},
+		"socks5://localhost:1080":        {refused: "a proxy at localhost:1080 (proxy-url), an address that only this machine reaches; want --server"},
+		"http://[::1]:3128":              {refused: "only this machine"},
 		"http://anna:geheim@192.0.2.9:1": {refused: "a user or password, which the other cluster would get"},
 	} {
 		config := clientcmdapi.NewConfig()

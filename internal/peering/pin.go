@@ -63,8 +63,8 @@ func (s *side) checkPin(ctx context.Context, replace bool) error {
 	}
 	var wrong []string
 	for _, what := range []struct{ annotation, differs string }{
-		{isthmus.AnnotationPeerUID, "its namespace kube-system has the UID %s, and that one had %s"},
-		{isthmus.AnnotationPeerAuthority, "its API server is known by the certificate authority %s, and that one's by %s"},
+		{isthmus.AnnotationPeerUID, "its namespace kube-system has the UID %s, not %s"},
+		{isthmus.AnnotationPeerAuthority, "its API server has the certificate authority %s, not %s"},
 	} {
 		if had := s.peering.Annotations[what.annotation]; had != "" && had != pin[what.annotation] {
 			wrong = append(wrong, fmt.Sprintf(what.differs, pin[what.annotation], safetext.Of(had)))
@@ -81,9 +81,9 @@ func (s *side) checkPin(ctx context.Context, replace bool) error {
 			return err
 		}
 	}
-	return fmt.Errorf("%s: %s, which calls itself %s (%s), asks to be peered, and Peering %s was made with another cluster than that one, although ID and name are the same: %s. "+
-		"The Peering and the rights of the old one stay in force. "+
-		"If the cluster was made anew, or its authority changed, --replace revokes the rights of the old one and joins this one",
+	return fmt.Errorf("%s: context %s leads to a cluster with the name and ID %s (%s), but Peering %s was created with another cluster of that name and ID: %s. "+
+		"The Peering and the rights of the old cluster stay in force. "+
+		"If the cluster was recreated, or its certificate authority changed, --replace revokes the rights of the old one and joins this one",
 		s.Cluster, s.peer.Context, safetext.Of(s.peer.Identity.ClusterName), safetext.Of(s.peer.Identity.ClusterID), s.peering.Name, strings.Join(wrong, "; "))
 }
 
@@ -134,7 +134,7 @@ func (s *side) revokeAnother(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", s.Explain("delete ServiceAccount "+s.namespace+"/"+peerAccount, err)
 	}
-	return fmt.Sprintf("%s: the rights of the cluster that was %s before are revoked", s.Cluster, s.peer.Cluster), nil
+	return fmt.Sprintf("%s: the rights of the former %s are revoked", s.Cluster, s.peer.Cluster), nil
 }
 
 // setPin records on the Peering which cluster the peer is.

@@ -57,7 +57,7 @@ func TestAClusterThatCopiesAnothersIdentityIsRefused(t *testing.T) {
 	if err == nil {
 		t.Fatal("the twin was accepted")
 	}
-	clustertest.Contains(t, err.Error(), "pin-a: c, which calls itself pin-b (pin-B-0000), asks to be peered, and Peering "+name+" was made with another cluster than that one", "UID "+twin.UID+", and that one had "+p.B.UID, "certificate authority sha256:", "--replace")
+	clustertest.Contains(t, err.Error(), "pin-a: context c leads to a cluster with the name and ID pin-b (pin-B-0000), but Peering "+name+" was created with another cluster of that name and ID", "UID "+twin.UID+", not "+p.B.UID, "certificate authority sha256:", "--replace")
 	if changed := diff(before, everything(t, p)); changed != nil || p.Said() != "" {
 		t.Errorf("the refusal changed %v", changed)
 	}
@@ -66,7 +66,7 @@ func TestAClusterThatCopiesAnothersIdentityIsRefused(t *testing.T) {
 	// If that is what a person wants, the other one is out.
 	_, err = Peer(t.Context(), p.A, twin, PeerOptions{Replace: true, Timeout: clustertest.Patient, Report: p.Report})
 	must(t, err)
-	clustertest.Contains(t, p.Said(), "pin-a: the rights of the cluster that was pin-b before are revoked", "pin-a: has an identity at pin-b until ", twin.UID)
+	clustertest.Contains(t, p.Said(), "pin-a: the rights of the former pin-b are revoked", "pin-a: has an identity at pin-b until ", twin.UID)
 	for begin := time.Now(); !apierrors.IsUnauthorized(mayList()); time.Sleep(100 * time.Millisecond) {
 		if time.Since(begin) > clustertest.Patient {
 			t.Fatal("the identity of the replaced cluster still works")
@@ -102,7 +102,7 @@ func TestAClusterWithAnotherAuthorityIsTheSameIfItHoldsItsIdentity(t *testing.T)
 	p.Said()
 	_, err = Peer(t.Context(), p.A, rotated, PeerOptions{Timeout: clustertest.Patient, Report: p.Report})
 	must(t, err)
-	clustertest.Contains(t, p.Said(), "authority-a: has an identity at authority-b until ", "the old one was for another address, proxy or authority")
+	clustertest.Contains(t, p.Said(), "authority-a: has an identity at authority-b until ", "the old one was for another server, proxy or certificate authority")
 	if must(t, p.A.Client.Get(t.Context(), account, &is)); is.UID != was.UID {
 		t.Error("the account of b was revoked")
 	}
@@ -134,7 +134,7 @@ func TestAnAccountThatNoPeeringNamesIsRevoked(t *testing.T) {
 	must(t, p.A.Client.Get(t.Context(), account, &was))
 	p.Said()
 	must(t, peerUp(t, p))
-	clustertest.Contains(t, p.Said(), "orphan-a: the rights of the cluster that was orphan-b before are revoked")
+	clustertest.Contains(t, p.Said(), "orphan-a: the rights of the former orphan-b are revoked")
 	if must(t, p.A.Client.Get(t.Context(), account, &is)); is.UID == was.UID {
 		t.Error("the account is the same as before")
 	}

@@ -67,7 +67,7 @@ func RotateKey(ctx context.Context, c *cluster.Cluster, o RotateOptions) error {
 		}
 	}
 	if o.Now {
-		o.Report(fmt.Sprintf("the key is replaced: %s; gateways that have read it answer to the former one no more (one that is cut off from the API server does until it reads it), and peers are out of reach until they have the new one", shortKey(ring.Private)))
+		o.Report(fmt.Sprintf("the key is replaced: %s; peers are out of reach until they have the new key; a gateway accepts the old key until it reads the new one from the API server", shortKey(ring.Private)))
 		return nil
 	}
 	began := ring
@@ -105,18 +105,18 @@ func abortRotation(ctx context.Context, c *cluster.Cluster, secret *corev1.Secre
 	case ring.Next == ([32]byte{}):
 		return fmt.Errorf("%s: no rotation of the key is in progress", c)
 	case ring.Published:
-		return fmt.Errorf("%s: peers are told of the key %s, and those that have moved to it accept the present one no more: let the rotation end, and begin another one if need be", c, shortKey(ring.Next))
+		return fmt.Errorf("%s: peers already get the key %s, and those that use it no longer accept the current one; let the rotation end, then begin another one if needed", c, shortKey(ring.Next))
 	}
 	want := secret.DeepCopy()
 	want.Data = keyring.Abandon(secret.Data)
 	if err := writeKeys(ctx, c, secret, want); err != nil {
 		return err
 	}
-	text := fmt.Sprintf("the rotation is aborted: the key stays %s, and no peer was told of %s", shortKey(ring.Private), shortKey(ring.Next))
+	text := fmt.Sprintf("the rotation is aborted: the key stays %s, and no peer got %s", shortKey(ring.Private), shortKey(ring.Next))
 	if fabric.PublicKeys(ring.Next, 1)[0] == ring.Offered {
-		text += fmt.Sprintf("; gateways do not take that key again: for a rotation, put another one into the Secret %s", keyring.OfferName)
+		text += fmt.Sprintf("; gateways do not use that key again; for a rotation, put another one into Secret %s", keyring.OfferName)
 	} else {
-		text += "; if it began by the age of the key, the gateway begins another one within seconds: set gateway.rotateKeys of the chart to 0s before you abort"
+		text += "; if the age of the key began the rotation, the gateway begins another one within seconds; to prevent that, set the chart's value gateway.rotateKeys to 0s first"
 	}
 	report(text)
 	return nil
@@ -137,7 +137,7 @@ func rotation(ctx context.Context, c *cluster.Cluster, began, ring keyring.Ring,
 		return fmt.Sprintf("the key is rotated: %s", shortKey(ring.Private)), true, nil
 	}
 	if ring.Next != began.Next {
-		return "another key has taken the place of the next one", true, nil
+		return "another key has replaced the next one", true, nil
 	}
 	since := ""
 	if at := ring.NextSince; !at.IsZero() && now.Sub(at) > time.Minute {
@@ -186,7 +186,7 @@ func readKeys(ctx context.Context, c *cluster.Cluster) (*corev1.Secret, keyring.
 	err := c.Client.Get(ctx, name, &secret)
 	switch {
 	case apierrors.IsNotFound(err):
-		return nil, keyring.Ring{}, fmt.Errorf("%s: there is no Secret %s yet: the gateway makes it when it starts", c, name)
+		return nil, keyring.Ring{}, fmt.Errorf("%s: Secret %s not found; the gateway creates it when it starts", c, name)
 	case err != nil:
 		return nil, keyring.Ring{}, c.Explain("Secret "+name.String(), err)
 	}

@@ -39,7 +39,7 @@ func TestAKeyIsReplacedWhateverTheSecretHolds(t *testing.T) {
 		if err != nil || wrong != nil || string(written.Data[keyring.FieldPrivate]) == string(data[keyring.FieldPrivate]) {
 			t.Errorf("%s: %v, %v", name, err, wrong)
 		}
-		if all := strings.Join(said, "\n"); !strings.Contains(all, shortKey(ring.Private)) || !strings.Contains(all, "gateways that have read it") {
+		if all := strings.Join(said, "\n"); !strings.Contains(all, shortKey(ring.Private)) || !strings.Contains(all, "accepts the old key until it reads the new one") {
 			t.Errorf("%s: %s", name, all)
 		}
 	}
@@ -62,7 +62,7 @@ func TestARotationIsAbortedWhileNobodyWasTold(t *testing.T) {
 		last bool   // the key is not taken again
 	}{
 		"begun":                {begun, "", false},
-		"told":                 {keyring.Publish(begun, ring, 1, now), "accept the present one no more", false},
+		"told":                 {keyring.Publish(begun, ring, 1, now), "no longer accept the current one", false},
 		"not one":              {first, "no rotation", false},
 		"offered":              {taken, "", true},
 		"begun after an offer": {replaced, "", false},

@@ -31,7 +31,7 @@ func (s *side) checkServices(ctx context.Context) error {
 	case !apierrors.IsNotFound(err):
 		return s.Explain("ValidatingAdmissionPolicy "+policy.Name, err)
 	case len(s.services) > 0:
-		return fmt.Errorf("%s: --services: no services are shared here; run `isthmus install --context %s --services` first", s.Cluster, s.Context)
+		return fmt.Errorf("%s: --services: this cluster does not share services; run `isthmus install --context %s --services` first", s.Cluster, s.Context)
 	}
 	return nil
 }
@@ -62,7 +62,7 @@ func (s *side) setServices(ctx context.Context) (string, error) {
 		return "", s.Explain("spec.services of Peering "+s.peering.Name, err)
 	}
 	if len(s.services) == 0 {
-		return fmt.Sprintf("%s: shares no services with %s any more", s.Cluster, s.peer.Cluster), nil
+		return fmt.Sprintf("%s: no longer shares services with %s", s.Cluster, s.peer.Cluster), nil
 	}
 	return fmt.Sprintf("%s: shares services of namespaces %s with %s", s.Cluster, strings.Join(s.services, ", "), s.peer.Cluster), nil
 }

@@ -51,7 +51,7 @@ func Unpeer(ctx context.Context, local, remote *cluster.Cluster, o UnpeerOptions
 		nothing = nothing && f.peering == "" && f.namespace == ""
 	}
 	if nothing && remote == nil {
-		return fmt.Errorf("%s: %w: no Peering is called %s or for a cluster of that name, and no namespace is left of one; `isthmus status` shows the names",
+		return fmt.Errorf("%s: %w: no Peering and no peer is called %s, and no namespace of such a peering is left; `isthmus status` shows the names",
 			local, cluster.ErrNoPeering, safetext.Of(o.Name))
 	}
 	if nothing {
@@ -79,14 +79,14 @@ func Unpeer(ctx context.Context, local, remote *cluster.Cluster, o UnpeerOptions
 			return err
 		}
 	}
-	held := "; nodes refuse the peer's networks for 24 hours more"
+	held := "; nodes refuse the peer's networks for another 24 hours"
 	if o.Uninstalls {
 		held = ""
 	}
 	if len(sides) == 2 {
-		o.Report(fmt.Sprintf("%s and %s are not peered any more%s", sides[0].Cluster, sides[1].Cluster, held))
+		o.Report(fmt.Sprintf("%s and %s are no longer peered%s", sides[0].Cluster, sides[1].Cluster, held))
 	} else {
-		o.Report(fmt.Sprintf("%s is not peered with %s any more%s", sides[0].Cluster, safetext.Of(sides[0].peer.ClusterName), held))
+		o.Report(fmt.Sprintf("%s is no longer peered with %s%s", sides[0].Cluster, safetext.Of(sides[0].peer.ClusterName), held))
 	}
 	return nil
 }
@@ -135,11 +135,11 @@ func until(ctx context.Context, sides []*teardown, o UnpeerOptions, step func(*t
 		select {
 		case <-ctx.Done():
 			if !errors.Is(context.Cause(ctx), cluster.ErrNotReady) {
-				return errors.New("interrupted: the same command goes on where this one ended")
+				return errors.New("interrupted; run the same command again to continue")
 			}
 			hint := ""
 			if !o.Force {
-				hint = "; with --force nobody waits for the other cluster"
+				hint = "; --force does not wait for the other cluster"
 			}
 			return fmt.Errorf("%w: not un-peered within %v%s\n%w", cluster.ErrNotReady, o.Timeout, hint, errors.Join(waiting...))
 		case <-time.After(cluster.PollInterval):

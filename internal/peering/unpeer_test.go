@@ -28,8 +28,8 @@ func TestUnpeerLeavesNothingAndCanBeRepeated(t *testing.T) {
 	must(t, peerDown(t, p))
 	said := p.Said()
 	t.Log("\n" + said)
-	clustertest.Contains(t, said, "part-a: Peering part-b-", "part-b: what the manager had made is gone", "part-a: rights and identity removed, namespace liqo-tenant-part-b-",
-		"is gone", "part-a and part-b are not peered any more")
+	clustertest.Contains(t, said, "part-a: Peering part-b-", "part-b: the manager's objects are gone", "part-a: rights and identity removed, namespace liqo-tenant-part-b-",
+		"is gone", "part-a and part-b are no longer peered")
 	if left := everything(t, p); len(left) != 0 {
 		t.Errorf("left: %v", left)
 	}
@@ -94,8 +94,8 @@ func TestForcedUnpeerSaysWhatStaysAtThePeer(t *testing.T) {
 	p.Said()
 	p.Managers[0].Keep("force-b is away")
 	must(t, Unpeer(t.Context(), p.A, nil, UnpeerOptions{Name: "force-b", Force: true, Timeout: clustertest.Patient, Report: p.Report}))
-	clustertest.Contains(t, p.Said(), "force-a: does not wait for force-b. What may stay at force-b, "+p.B.Server+": NetworkConfig force-b-",
-		" in namespace "+p.A.Identity.TenantNamespace(), "force-a is not peered with force-b any more")
+	clustertest.Contains(t, p.Said(), "force-a: not waiting for force-b; our objects may stay at force-b, "+p.B.Server+": NetworkConfig force-b-",
+		" in namespace "+p.A.Identity.TenantNamespace(), "force-a is no longer peered with force-b")
 	if !clustertest.Gone(t, p.A, &corev1.Namespace{}, p.B.Identity.TenantNamespace()) || clustertest.Gone(t, p.B, &corev1.Namespace{}, p.A.Identity.TenantNamespace()) {
 		t.Error("want the namespace of a gone, and that of b untouched")
 	}
@@ -141,7 +141,7 @@ func TestForcedUnpeerRevokesThePeerBeforeItWaitsForAnything(t *testing.T) {
 	if !errors.Is(err, cluster.ErrNotReady) {
 		t.Fatal(err)
 	}
-	clustertest.Contains(t, p.Said(), "first-a: the rights of first-b here are revoked\nfirst-a: does not wait for first-b.")
+	clustertest.Contains(t, p.Said(), "first-a: the rights of first-b here are revoked\nfirst-a: not waiting for first-b;")
 	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // the authorizer sees it a moment later
 		err := peer.List(t.Context(), &v1alpha1.NetworkConfigList{}, client.InNamespace(here))
 		if apierrors.IsForbidden(err) || apierrors.IsUnauthorized(err) {
@@ -197,7 +197,7 @@ func TestUnpeerOfNobodyIsAnError(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "nobody")
 	err := Unpeer(t.Context(), p.A, nil, UnpeerOptions{Name: "nosuch", Timeout: clustertest.Patient, Report: p.Report})
-	if !errors.Is(err, cluster.ErrNoPeering) || !strings.Contains(err.Error(), "nobody-a: no such peering: no Peering is called nosuch") {
+	if !errors.Is(err, cluster.ErrNoPeering) || !strings.Contains(err.Error(), "nobody-a: no such peering: no Peering and no peer is called nosuch") {
 		t.Errorf("%v; said %q", err, p.Said())
 	}
 }
@@ -229,7 +229,7 @@ func TestUnpeerKeepsANamespaceThatItDidNotMake(t *testing.T) {
 	must(t, p.A.Client.Create(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: name, Name: "theirs"}}))
 	p.Said()
 	must(t, peerDown(t, p))
-	clustertest.Contains(t, p.Said(), "own-a: rights and identity removed; namespace "+name+" stays, since `isthmus peer` did not make it")
+	clustertest.Contains(t, p.Said(), "own-a: rights and identity removed; namespace "+name+" stays, because `isthmus peer` did not create it")
 	if left := everything(t, p); len(left) != 1 {
 		t.Errorf("left: %v", left)
 	}

@@ -60,7 +60,7 @@ func twinOfB(t *testing.T, s *site) {
 	}
 	before := secret()
 	out, err := s.Isthmus(t.Context(), "peer", "--context", "a", "--remote-context", "twin", "--timeout", "0")
-	if err == nil || !strings.Contains(out, "was made with another cluster") {
+	if err == nil || !strings.Contains(out, "was created with another cluster") {
 		t.Errorf("%v\n%s", err, out)
 	}
 	if after := secret(); after != before {

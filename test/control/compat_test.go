@@ -216,7 +216,7 @@ func refusedByCommands(t *testing.T, a, liqo *site) {
 		{"verify", "--kubeconfig", a.kubeconfig, "--remote-kubeconfig", kubeconfig},
 	} {
 		out, err := a.isthmus(args...)
-		if err == nil || !strings.Contains(out, "is a Liqo without Isthmus") || !strings.Contains(out, "docs/liqo.md") || strings.Contains(out, "isthmus install") {
+		if err == nil || !strings.Contains(out, "cluster has Liqo but not Isthmus") || !strings.Contains(out, "docs/liqo.md") || strings.Contains(out, "isthmus install") {
 			t.Errorf("isthmus %s: %v\n%s", strings.Join(args, " "), err, out)
 		}
 	}

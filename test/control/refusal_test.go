@@ -112,7 +112,7 @@ func (x *told) says(scenario string, code int, args ...string) string {
 	}
 	for line := range strings.Lines(out) {
 		line = strings.TrimSuffix(line, "\n")
-		if strings.Contains(line, " takes the ") || strings.Contains(line, "spec.claims.") || strings.HasPrefix(line, "isthmus: ") {
+		if strings.Contains(line, " uses the ") || strings.Contains(line, "spec.claims.") || strings.HasPrefix(line, "isthmus: ") {
 			x.add("isthmus "+args[0], line)
 		}
 	}
