@@ -86,7 +86,7 @@ func TestCommandsForClustersSayWhatTheyWant(t *testing.T) {
 		{[]string{"install", "--values", "/no/such/file"}, "--values: open /no/such/file"},
 		{[]string{"status", "--kubeconfig", gone}, "unreachable"},
 		{[]string{"status", "--context", "x"}, "no context x"},
-		{[]string{"status", "--kubeconfig", without}, "no context is the current one: want --context with one of gone"},
+		{[]string{"status", "--kubeconfig", without}, "no current context; want --context with one of gone"},
 	} {
 		out, errs, code := isthmus("", tc.args...)
 		if code != 2 || !strings.Contains(errs, tc.want) || out != "" {
@@ -208,7 +208,7 @@ func TestTwoClustersByTheCommandLine(t *testing.T) {
 	if out := run(0, "a: applied; whether the components run was not waited for: isthmus status", "install", "--without-workloads", "--context", "a", "--timeout", "0"); strings.Contains(out, "created") || strings.Contains(out, "changed\n") && !strings.Contains(out, "unchanged\n") {
 		t.Errorf("the second time:\n%s", out)
 	}
-	run(1, "a: waiting for a manager|a: no manager is active: Lease isthmus-system/isthmus-manager is not there|b: no manager", peer("a", "b", "--timeout", "1s")...)
+	run(1, "a: waiting for a manager|a: no manager is active: Lease isthmus-system/isthmus-manager not found|b: no manager", peer("a", "b", "--timeout", "1s")...)
 	run(0, "cluster a (|manager none|no peerings", "status", "--context", "a")
 
 	a, b := clientOf(t, config, "a"), clientOf(t, config, "b")
@@ -218,9 +218,9 @@ func TestTwoClustersByTheCommandLine(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	run(1, "a: Peering b-|has an identity at b until|not peered within 300ms|a: Ready is Unknown (Unknown): the manager has not looked at it yet|b: Ready",
+	run(1, "a: Peering b-|has an identity at b until|not peered within 300ms|a: Ready is Unknown (Unknown): the manager has not checked it yet|b: Ready",
 		peer("a", "b", "--timeout", "300ms")...)
-	run(1, "PEERING|b-|manager m\n|the manager has not looked at it yet", "status", "--context", "a")
+	run(1, "PEERING|b-|manager m\n|the manager has not checked it yet", "status", "--context", "a")
 
 	for _, c := range []client.Client{a, b} {
 		var list isthmusv1alpha1.PeeringList
@@ -246,7 +246,7 @@ func TestTwoClustersByTheCommandLine(t *testing.T) {
 	if out := run(0, "", "__complete", "unpeer", "--context", "a", ""); !strings.HasPrefix(out, "b\nb-") {
 		t.Errorf("names to un-peer:\n%s", out)
 	}
-	run(0, "a: Peering b-|deleted|a and b are not peered any more", "unpeer", "--context", "a", "--remote-context", "b")
+	run(0, "a: Peering b-|deleted|a and b are no longer peered", "unpeer", "--context", "a", "--remote-context", "b")
 	run(0, "nothing to do", "unpeer", "--context", "a", "--remote-context", "b")
 	run(1, "no such peering", "unpeer", "--context", "a", "b")
 	run(0, "no peerings", "status", "--context", "b")

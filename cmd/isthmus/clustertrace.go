@@ -162,7 +162,7 @@ func (t *clusterTrace) out(from, to place.Place) (w way, there *gateway.TraceSte
 	}
 	if t.remote == nil || t.remote.Identity.ClusterID != step.Peer {
 		w.Hops = append(w.Hops, wayHop{Hop: health.Hop{Cluster: safetext.Of(nameOrID(step.PeerName, step.Peer)), Name: hopOtherSide, State: health.Unknown,
-			Text: "not asked: with --remote-context the way goes on there", Source: "nobody"}})
+			Text: "not checked; --remote-context continues the path there", Source: "nobody"}})
 		return w.judge(), step, nil
 	}
 	arrived, err := t.arrive(&w, t.remote, step)
@@ -213,7 +213,7 @@ func (t *clusterTrace) back(from, to place.Place, sent *gateway.TraceStep) (w wa
 	}
 	if own, seen := from.Addr, src; from.Pod == "" && own.Addr() != seen.Addr() {
 		w.Hops = append(w.Hops, wayHop{Hop: health.Hop{Cluster: t.local.String(), Name: "gateway", State: health.Works,
-			Text: fmt.Sprintf("what is no Pod leaves as %v, and its answer comes in by the flow that the packet made", seen), Source: "rules"}})
+			Text: fmt.Sprintf("the sender is no Pod, so the packet leaves with the source %v, and its answer returns by the same flow", seen), Source: "rules"}})
 		return w.judge(), nil
 	}
 	if t.remote == nil || t.remote.Identity.ClusterID != sent.Peer {
@@ -222,7 +222,7 @@ func (t *clusterTrace) back(from, to place.Place, sent *gateway.TraceStep) (w wa
 		}
 		_, err := t.arrive(&w, t.local, &gateway.TraceStep{NewSrc: to.Addr.String(), NewDst: src.String()})
 		if w.judge(); w.Arrives {
-			w.Verdict += ", if " + safetext.Of(nameOrID(sent.PeerName, sent.Peer)) + " sends it, which was not asked"
+			w.Verdict += ", if " + safetext.Of(nameOrID(sent.PeerName, sent.Peer)) + " sends it, which was not checked"
 		}
 		return w, err
 	}
@@ -232,7 +232,7 @@ func (t *clusterTrace) back(from, to place.Place, sent *gateway.TraceStep) (w wa
 	}
 	as, own, err := after(seen)
 	if err != nil { // the answer is dropped there
-		w.Verdict = "there is no answer to what does not arrive"
+		w.Verdict = "no answer: the packet does not arrive"
 		return w, nil //nolint:nilerr // the verdict has the reason
 	}
 	place, err := place.At(t.ctx, t.remote, own)
@@ -295,7 +295,7 @@ func (t *clusterTrace) engine(w *way, c *cluster.Cluster, direction string, src,
 	hop := health.Hop{Cluster: c.String(), Name: "NAT", State: health.Works, Source: "TunnelEndpoints, NatMappings"}
 	switch {
 	case step.Drop == "no_peer":
-		hop.State, hop.Reason, hop.Text = health.Broken, step.Drop, fmt.Sprintf("no peer has %v: it does not go through a tunnel", dst.Addr())
+		hop.State, hop.Reason, hop.Text = health.Broken, step.Drop, fmt.Sprintf("no peer has %v, so the packet enters no tunnel", dst.Addr())
 	case step.Drop != "":
 		hop.State, hop.Reason, hop.Text = health.Broken, step.Drop, "dropped: "+step.Text
 	default:
@@ -318,7 +318,7 @@ func rewrites(s *gateway.TraceStep) string {
 		all = append(all, "destination "+s.Dst+" becomes "+s.NewDst)
 	}
 	if len(all) == 0 {
-		all = append(all, "both addresses stay")
+		all = append(all, "both addresses are unchanged")
 	}
 	return fmt.Sprintf("rule %s: %s", s.Rule, strings.Join(all, ", "))
 }
@@ -344,7 +344,7 @@ func (w *way) judge() way {
 		}
 		w.Arrives = false
 		if h.Name == hopOtherSide {
-			w.Leaves, w.Verdict = true, fmt.Sprintf("it leaves for %s; what becomes of it there was not asked", h.Cluster)
+			w.Leaves, w.Verdict = true, fmt.Sprintf("it leaves for %s; its path there was not checked", h.Cluster)
 			break
 		}
 		reason := h.Text
@@ -357,7 +357,7 @@ func (w *way) judge() way {
 		case h.State == health.Broken:
 			w.Verdict = fmt.Sprintf("it ends at %s, %s: %s", h.Cluster, h.Name, reason)
 		default:
-			w.Verdict = fmt.Sprintf("nobody knows at %s, %s: %s", h.Cluster, h.Name, reason)
+			w.Verdict = fmt.Sprintf("unknown at %s, %s: %s", h.Cluster, h.Name, reason)
 		}
 		break
 	}

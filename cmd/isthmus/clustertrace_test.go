@@ -22,7 +22,7 @@ func TestAWayEndsAtTheFirstHopThatDoesNotWork(t *testing.T) {
 		{"the answer", way{Direction: "in", Hops: []wayHop{hop("tunnel", health.Works, "")}}, true, false, "the answer arrives"},
 		{"from no Pod", way{Direction: "out", Hops: []wayHop{hop("node", health.Unknown, ""), hop("tunnel", health.Works, "")}}, true, false, "it arrives"},
 		{"the other side was not asked", way{Direction: "out", Hops: []wayHop{hop("tunnel", health.Works, ""), hop(hopOtherSide, health.Unknown, "")}}, false, true,
-			"it leaves for paris; what becomes of it there was not asked"},
+			"it leaves for paris; its path there was not checked"},
 		{"it does not leave for the other side", way{Direction: "out", Hops: []wayHop{hop("tunnel", health.Broken, "PeerSilent"), hop(hopOtherSide, health.Unknown, "")}}, false, false,
 			"the peer is down: PeerSilent: why"},
 		{"the peer is down", way{Hops: []wayHop{hop("node", health.Works, ""), hop("tunnel", health.Broken, "PeerSilent")}}, false, false, "the peer is down: PeerSilent: why"},

@@ -157,7 +157,7 @@ func printTrace(w io.Writer, steps []gateway.TraceStep) {
 			rewritten = true
 		}
 		if !rewritten {
-			line("rewrite", "none, both addresses stay")
+			line("rewrite", "none, both addresses are unchanged")
 		}
 		switch s.Action {
 		case "forward":

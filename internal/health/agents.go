@@ -22,22 +22,22 @@ func AgentHops(cluster, source string, found Components, a Agents) (hops []Hop) 
 	hop := Hop{Cluster: cluster, Name: HopAgents, Source: source}
 	if len(a.Unready) > 0 {
 		hops = append(hops, Hop{Cluster: cluster, Name: HopNodes, State: Limited, Source: "Nodes",
-			Text: fmt.Sprintf("%d of %d nodes are not ready, so whether their pods are reached is not known: %s; see `kubectl describe node`",
+			Text: fmt.Sprintf("%d of %d nodes are not ready, so peers may not reach their pods: %s; see `kubectl describe node`",
 				len(a.Unready), a.Nodes+len(a.Unready), safetext.FirstFew(a.Unready, "; "))})
 	}
 	hop.State, hop.Text = Works, fmt.Sprintf("on all %d nodes", a.Nodes)
 	switch {
 	case a.lacking > 0:
 		hop.FollowsGateway = a.lacking == a.Unreached
-		hop.State, hop.Text = Broken, fmt.Sprintf("pods on %d of %d nodes are not joined: %s", a.lacking, a.Nodes, safetext.FirstFew(a.Missing, "; "))
+		hop.State, hop.Text = Broken, fmt.Sprintf("pods on %d of %d nodes do not reach peers: %s", a.lacking, a.Nodes, safetext.FirstFew(a.Missing, "; "))
 	case len(a.versions) == 1:
 		hop.Text += ", " + a.versions[0]
 	}
 	if several := found.versions(); several != "" {
-		hop.Text += "; the components are of several versions, which is for an upgrade: " + several
+		hop.Text += "; the components have different versions, as they do during an upgrade: " + several
 	}
 	if len(a.unwanted) > 0 {
-		hop.Text += "; the DaemonSet wants none on " + safetext.FirstFew(a.unwanted, ", ")
+		hop.Text += "; the DaemonSet schedules none on " + safetext.FirstFew(a.unwanted, ", ")
 	}
 	return append(hops, hop)
 }
@@ -77,7 +77,7 @@ func CheckKernels(reports []isthmus.NodeNetworks, nodes []corev1.Node) (HopState
 
 // pastTheNode is a problem that no agent detects, because the packets never enter the node's
 // kernel.
-var pastTheNode = isthmus.NodeProblem{Reason: "PodsPassBy", Message: "OVN-Kubernetes has shared gateways: what pods send to peers passes the node's kernel by and leaves in the clear; " +
+var pastTheNode = isthmus.NodeProblem{Reason: "PodsPassBy", Message: "OVN-Kubernetes uses shared gateways: packets from pods to peers bypass the node's kernel and leave in the clear; " +
 	"want local gateways (`--gateway-mode local`, on OpenShift `gatewayConfig.routingViaHost: true`)"}
 
 // sharedGateway reports whether pods of a node leave by br-ex, by OVN-Kubernetes' annotation of the
@@ -182,9 +182,9 @@ func AgentsOf(nodes []corev1.Node, found Components, sets []appsv1.DaemonSet) (a
 			problem := found.problem(p)
 			if o := found.Broken[n.Name]; o != nil {
 				a.Unreached++
-				says := "says that the underlay reaches the gateway at %s, but the overlay does not (noticed at %s): let UDP %d pass between nodes"
+				says := "reports that it reaches the gateway at %s over the underlay, but not over the overlay (noticed at %s); allow UDP %d between nodes"
 				if o.Back {
-					says = "says that its packets reach the gateway at %s through the overlay, but none comes back (noticed at %s): let UDP %d pass between nodes, in both directions"
+					says = "reports that its packets reach the gateway at %s over the overlay, but none comes back (noticed at %s); allow UDP %d between nodes, in both directions"
 				}
 				problem = strings.TrimPrefix(problem+", and ", ", and ") + fmt.Sprintf(says, safetext.Of(o.Gateway), safetext.Of(o.Since), kernel.OverlayPort)
 			}
@@ -194,7 +194,7 @@ func AgentsOf(nodes []corev1.Node, found Components, sets []appsv1.DaemonSet) (a
 		}
 	}
 	a.lacking = len(a.Missing)
-	const remedy = "no Pod of ServiceAccount " + deploy.RouteAgentServiceAccount + ": see the DaemonSet, and the node's taints"
+	const remedy = "no Pod of ServiceAccount " + deploy.RouteAgentServiceAccount + "; check the DaemonSet and the node's taints"
 	switch {
 	case !told || more >= len(without): // all
 		for _, name := range without {

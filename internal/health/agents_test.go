@@ -59,15 +59,15 @@ func TestAnAgentIsMissedOnEveryNodeThatHasNoneAtWork(t *testing.T) {
 		return func(n *corev1.Node) { n.Labels = map[string]string{key: value} }
 	}
 	without := []corev1.Node{node("n1"), node("n7", labelled(corev1.LabelOSStable, "linux")), node("n8")}
-	const none = " has no Pod of ServiceAccount isthmus-route-agent: see the DaemonSet, and the node's taints"
+	const none = " has no Pod of ServiceAccount isthmus-route-agent; check the DaemonSet and the node's taints"
 	reports := []isthmus.NodeNetworks{{ObjectMeta: metav1.ObjectMeta{Name: "n2"}, Spec: isthmus.NodeNetworksSpec{
 		BrokenOverlay: &isthmus.BrokenOverlay{Gateway: "10.0.0.9", Since: "2026-11-22T12:00:00Z"}}}, {ObjectMeta: metav1.ObjectMeta{Name: "n5"}}}
 	reports = append(reports, *reports[0].DeepCopy())
 	reports[2].Name, reports[2].Spec.BrokenOverlay.Back = "n3", true
-	broken := []string{"Node n2: Pod a2 is not ready: no netlink, and says that the underlay reaches the gateway at 10.0.0.9, but the overlay does not (noticed at 2026-11-22T12:00:00Z): " +
-		"let UDP 4800 pass between nodes",
-		"Node n3: Pod a3 says that its packets reach the gateway at 10.0.0.9 through the overlay, but none comes back (noticed at 2026-11-22T12:00:00Z): " +
-			"let UDP 4800 pass between nodes, in both directions", "Node n5: Pod a5 is Pending"}
+	broken := []string{"Node n2: Pod a2 is not ready: no netlink, and reports that it reaches the gateway at 10.0.0.9 over the underlay, but not over the overlay (noticed at 2026-11-22T12:00:00Z); " +
+		"allow UDP 4800 between nodes",
+		"Node n3: Pod a3 reports that its packets reach the gateway at 10.0.0.9 over the overlay, but none comes back (noticed at 2026-11-22T12:00:00Z); " +
+			"allow UDP 4800 between nodes, in both directions", "Node n5: Pod a5 is Pending"}
 	for _, tc := range []struct {
 		name  string
 		nodes []corev1.Node
@@ -79,7 +79,7 @@ func TestAnAgentIsMissedOnEveryNodeThatHasNoneAtWork(t *testing.T) {
 		{"the DaemonSet wants none there", nodes, set(5, 5), Agents{Nodes: 4, lacking: 3, Unreached: 2, Missing: broken, Unready: []string{"Node n6: the kubelet is silent"}, unwanted: []string{"n4"}}},
 		{"nodes that no agent can run on", []corev1.Node{node("n1"), node("w", labelled(corev1.LabelOSStable, "windows")),
 			node("v", labelled("type", "virtual-kubelet")), node("f", labelled("eks.amazonaws.com/compute-type", "fargate"))}, nil, Agents{Nodes: 1}},
-		{"one of two", without, set(2, 1), Agents{Nodes: 2, lacking: 1, Missing: []string{"1 of the Nodes n7, n8 have no Pod of ServiceAccount isthmus-route-agent: see the DaemonSet, and the node's taints"}}},
+		{"one of two", without, set(2, 1), Agents{Nodes: 2, lacking: 1, Missing: []string{"1 of the Nodes n7, n8 have no Pod of ServiceAccount isthmus-route-agent; check the DaemonSet and the node's taints"}}},
 		{"the DaemonSet wants them on no node at all", without[1:], set(0, 0), Agents{Nodes: 2, lacking: 2, Missing: []string{"Node n7" + none, "Node n8" + none}}},
 		{"what the DaemonSet says is old", without[1:2], set(1, 1, func(s *appsv1.DaemonSet) { s.Generation++ }), Agents{Nodes: 1, lacking: 1, Missing: []string{"Node n7" + none}}},
 	} {
@@ -126,7 +126,7 @@ func TestWhatNodesLackIsNamedWithTheNodes(t *testing.T) {
 	// It works, so that nothing else waits for it, and is said all the same.
 	d := Diagnosis{Hops: []Hop{{Cluster: "a", Name: HopKernels, State: Limited, Text: "PodsMasqueraded on n1: no NAT"}}}
 	var b strings.Builder
-	if err := d.Print(&b); err != nil || !strings.Contains(b.String(), "less than it should: a: node problems: PodsMasqueraded on n1: no NAT") || !d.Fine() {
+	if err := d.Print(&b); err != nil || !strings.Contains(b.String(), "with limits: a: node problems: PodsMasqueraded on n1: no NAT") || !d.Fine() {
 		t.Errorf("%v %s", err, b.String())
 	}
 }
@@ -140,7 +140,7 @@ func TestADiagnosisHasOneBlockForEachCluster(t *testing.T) {
 		t.Fatal(err)
 	}
 	got := regexp.MustCompile(`(?m)^(\S.*|  \S+)`).FindAllString(b.String(), -1)
-	want := []string{"a", "  manager", "  gateway", "b", "  manager", "a, b-1", "  tunnel", "everything works that was looked at"}
+	want := []string{"a", "  manager", "  gateway", "b", "  manager", "a, b-1", "  tunnel", "all checked hops work"}
 	if !slices.Equal(got, want) {
 		t.Errorf("%q, want %q", got, want)
 	}

@@ -66,7 +66,7 @@ func Between(a, b *Side) []Hop {
 		if len(e.Peerings) == 0 {
 			other := sides[1-i].Cluster
 			all = append(all, Hop{Cluster: e.Cluster, Name: StepNames[isthmus.ConditionReady], State: Broken, Source: "Peerings",
-				Text: fmt.Sprintf("there is no Peering with %s: run `isthmus peer` for the two clusters", other)})
+				Text: fmt.Sprintf("there is no Peering with %s; run `isthmus peer` for the two clusters", other)})
 		}
 	}
 	broken := func(e *Side, names ...string) bool {
@@ -155,7 +155,7 @@ func (d *Diagnosis) Print(w io.Writer) error {
 		}
 	}
 	for _, n := range d.NotAsked {
-		fmt.Fprintf(w, "not asked: %s\n", n)
+		fmt.Fprintf(w, "not checked: %s\n", n)
 	}
 	return d.conclude(w)
 }
@@ -163,7 +163,7 @@ func (d *Diagnosis) Print(w io.Writer) error {
 func (h *Hop) print(w io.Writer) {
 	since := ""
 	if h.Since != nil && !h.Since.IsZero() && h.State != Works {
-		since = " (since " + h.Since.UTC().Format(time.RFC3339) + ")"
+		since = " (noticed at " + h.Since.UTC().Format(time.RFC3339) + ")"
 	}
 	text := h.Text
 	if h.Reason != "" && h.State != Works {
@@ -189,11 +189,11 @@ func (d *Diagnosis) conclude(w io.Writer) (err error) {
 	case b != nil:
 		_, err = fmt.Fprintf(w, "\nbroken: %s: %s: %s\n", b.Cluster, b.Name, b.Text)
 	case len(unknown) > 0:
-		_, err = fmt.Fprintf(w, "\nnothing is known to be broken; not known: %s\n", strings.Join(unknown, ", "))
+		_, err = fmt.Fprintf(w, "\nno broken hop was found; unknown: %s\n", strings.Join(unknown, ", "))
 	case len(limited) > 0:
-		_, err = fmt.Fprintf(w, "\nit works, and less than it should: %s\n", strings.Join(limited, "; "))
+		_, err = fmt.Fprintf(w, "\neverything works, but with limits: %s\n", strings.Join(limited, "; "))
 	default:
-		_, err = fmt.Fprintln(w, "\neverything works that was looked at")
+		_, err = fmt.Fprintln(w, "\nall checked hops work")
 	}
 	return err
 }

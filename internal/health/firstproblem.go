@@ -25,10 +25,10 @@ func FirstProblem(p *isthmus.Peering) *metav1.Condition {
 		return nil
 	}
 	unseen := &metav1.Condition{Type: isthmus.ConditionReady, Status: metav1.ConditionUnknown, Reason: isthmus.ReasonUnknown,
-		Message: "the manager has not looked at it yet"}
+		Message: "the manager has not checked it yet"}
 	ready := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionReady)
 	if ready != nil && max(ready.ObservedGeneration, p.Status.ObservedGeneration) < p.Generation {
-		unseen.Message += ", as it is now"
+		unseen.Message = "the manager has not checked its current version yet"
 		return unseen
 	}
 	for _, t := range append(Steps[:len(Steps):len(Steps)], isthmus.ConditionReady) {

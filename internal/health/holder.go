@@ -38,9 +38,9 @@ func (h *Holder) EndWithPod(pods []corev1.Pod, lease string, hasPod bool) {
 	i := slices.IndexFunc(pods, func(p corev1.Pod) bool { return p.Name == name })
 	switch {
 	case i < 0 && hasPod:
-		*h = Holder{Problem: fmt.Sprintf("%s is held by %s, which is gone", lease, safetext.Of(name))}
+		*h = Holder{Problem: fmt.Sprintf("%s is held by %s, which no longer exists", lease, safetext.Of(name))}
 	case i >= 0 && ended(&pods[i]):
-		*h = Holder{Problem: fmt.Sprintf("%s is held by %s, none of whose containers runs", lease, safetext.Of(name))}
+		*h = Holder{Problem: fmt.Sprintf("%s is held by %s, which has no running container", lease, safetext.Of(name))}
 	}
 }
 
@@ -61,7 +61,7 @@ func ended(p *corev1.Pod) bool {
 func HolderOf(name string, lease *coordinationv1.Lease, now time.Time, exact bool) Holder {
 	l := lease.Spec
 	if l.HolderIdentity == nil || *l.HolderIdentity == "" {
-		return Holder{Problem: name + " is held by nobody"}
+		return Holder{Problem: name + " has no holder"}
 	}
 	taken, known := takenAt(lease)
 	if l.RenewTime != nil && l.LeaseDurationSeconds != nil {
@@ -169,6 +169,6 @@ func CheckClocks(cluster string, manager, gateway Holder, leases []coordinationv
 	}
 	slices.Sort(wrong)
 	hop.Text = "clocks differ from the API server's: " + safetext.FirstFew(wrong, ", ") +
-		"; set them (NTP): by a wrong clock tokens and certificates are not valid yet or any more, and after one was set back peers refuse handshakes as old until it has caught up"
+		"; with a wrong clock, valid tokens and certificates are refused; after a clock was set back, peers refuse handshakes until it catches up; set the clocks, for example by NTP"
 	return hop, true
 }

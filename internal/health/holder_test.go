@@ -23,8 +23,8 @@ func TestALeaseThatIsNotRenewedIsHeldByNobody(t *testing.T) {
 		{held("m", 40*time.Second), "m", ""}, // the clocks of two machines
 		{held("m", -time.Hour), "m", ""},
 		{held("m", time.Minute), "", "L was last renewed by m at 2026-11-21T11:59:00Z"},
-		{held("", time.Second), "", "L is held by nobody"},
-		{coordinationv1.LeaseSpec{}, "", "L is held by nobody"},
+		{held("", time.Second), "", "L has no holder"},
+		{coordinationv1.LeaseSpec{}, "", "L has no holder"},
 	} {
 		if got := HolderOf("L", &coordinationv1.Lease{Spec: tc.lease}, now, true); got.Name != tc.holder || got.Problem != tc.problem {
 			t.Errorf("%v: %+v", tc, got)
@@ -80,13 +80,13 @@ func TestAHolderWhosePodHasEndedIsAtWorkNoMore(t *testing.T) {
 	}{
 		{"it runs", "g1", []corev1.Pod{pod("g1", corev1.PodRunning, runs)}, true, ""},
 		{"no kubelet has said anything", "g1", []corev1.Pod{pod("g1", corev1.PodRunning)}, true, ""},
-		{"killed", "g1", []corev1.Pod{pod("g2", corev1.PodRunning, runs), pod("g1", corev1.PodRunning, ended)}, true, "L is held by g1, none of whose containers runs"},
-		{"it crashes again and again", "g1", []corev1.Pod{pod("g1", corev1.PodRunning, waits)}, true, "L is held by g1, none of whose containers runs"},
-		{"evicted", "g1", []corev1.Pod{pod("g1", corev1.PodFailed)}, true, "L is held by g1, none of whose containers runs"},
+		{"killed", "g1", []corev1.Pod{pod("g2", corev1.PodRunning, runs), pod("g1", corev1.PodRunning, ended)}, true, "L is held by g1, which has no running container"},
+		{"it crashes again and again", "g1", []corev1.Pod{pod("g1", corev1.PodRunning, waits)}, true, "L is held by g1, which has no running container"},
+		{"evicted", "g1", []corev1.Pod{pod("g1", corev1.PodFailed)}, true, "L is held by g1, which has no running container"},
 		{"something runs beside it", "g1", []corev1.Pod{pod("g1", corev1.PodRunning, ended, runs)}, true, ""},
-		{"gone", "g1", []corev1.Pod{pod("g2", corev1.PodRunning, runs)}, true, "L is held by g1, which is gone"},
+		{"gone", "g1", []corev1.Pod{pod("g2", corev1.PodRunning, runs)}, true, "L is held by g1, which no longer exists"},
 		{"it needs no Pod", "m1_0f3a", []corev1.Pod{pod("g2", corev1.PodRunning, runs)}, false, ""},
-		{"an elector of client-go", "m1_0f3a", []corev1.Pod{pod("m1", corev1.PodRunning, ended)}, false, "L is held by m1, none of whose containers runs"},
+		{"an elector of client-go", "m1_0f3a", []corev1.Pod{pod("m1", corev1.PodRunning, ended)}, false, "L is held by m1, which has no running container"},
 		{"nobody", "", nil, true, "before"},
 	} {
 		h := Holder{Name: tc.holder}

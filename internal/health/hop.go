@@ -57,7 +57,7 @@ func NoneAtWork(h *Hop) bool {
 func WithoutGateway(hops []Hop) {
 	for i := range hops {
 		if h := &hops[i]; h.FollowsGateway && h.State == Broken {
-			h.State, h.Text = Waits, "the gateway is not reached, because none is active"
+			h.State, h.Text = Waits, "no gateway is active that could be reached"
 		}
 	}
 }
@@ -81,7 +81,7 @@ func LeaseHop(cluster, name, lease string, h Holder, remedy string) Hop {
 	case h.Name != "":
 		hop.Text = safetext.Of(h.Name) + " is active"
 	case h.Absent && name == HopGateway: // it is configured by files, or not ours
-		hop.State, hop.Text = Unknown, h.Problem+", so that no gateway of this cluster was ever elected; "+remedy
+		hop.State, hop.Text = Unknown, h.Problem+", so no gateway of this cluster was ever elected; "+remedy
 	default:
 		hop.State, hop.Text = Broken, "no "+name+" is active: "+h.Problem+"; "+remedy
 		// The manager uses the same reason, and notices it earlier.
@@ -150,7 +150,7 @@ func PeeringHops(cluster string, p *isthmus.Peering, before []Hop) (hops []Hop) 
 		hop := Hop{Cluster: cluster, Peering: p.Name, Name: StepNames[step], State: Works, Source: "condition " + step + " of Peering " + p.Name}
 		condition := meta.FindStatusCondition(p.Status.Conditions, step)
 		if condition == nil || max(condition.ObservedGeneration, p.Status.ObservedGeneration) < p.Generation {
-			hop.State, hop.Text = Unknown, "the manager has not looked at it yet"
+			hop.State, hop.Text = Unknown, "the manager has not checked it yet"
 			if manager != nil {
 				hop.State = Waits
 			}
@@ -158,9 +158,9 @@ func PeeringHops(cluster string, p *isthmus.Peering, before []Hop) (hops []Hop) 
 			hop.Reason, hop.Text, hop.Since = safetext.Of(condition.Reason), safetext.Cut(condition.Message, safetext.Message), &condition.LastTransitionTime
 			switch {
 			case manager != nil:
-				hop.State, hop.Text = Unknown, "nobody keeps it up to date; it was: "+hop.Reason+": "+hop.Text
+				hop.State, hop.Text = Unknown, "not up to date, because no manager is active; it was: "+hop.Reason+": "+hop.Text
 			case gateway != nil && (step == isthmus.ConditionConnected || step == isthmus.ConditionReady):
-				hop.State, hop.Text = Waits, "no gateway is active, so that nobody knows"
+				hop.State, hop.Text = Waits, "unknown while no gateway is active"
 			case isthmus.Limited(condition):
 				if hop.State = Limited; step == isthmus.ConditionReady { // it repeats an earlier one
 					continue

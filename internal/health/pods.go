@@ -148,7 +148,7 @@ func (f Components) CheckGateway(hop *Hop, h Holder, now time.Time) {
 			hop.Text += ": " + safetext.FirstFew(pods, "; ")
 		}
 		if hop.State == Broken && len(gateways) == 0 {
-			hop.Text += ": there are none in the namespace"
+			hop.Text += ": there are no gateway Pods in the namespace"
 		}
 		return
 	}
@@ -163,17 +163,17 @@ func (f Components) CheckGateway(hop *Hop, h Holder, now time.Time) {
 	switch {
 	case f.Services != nil && len(f.Services) != 1:
 		hop.State, hop.Reason, hop.Since = Broken, reasonServices, nil
-		hop.Text = fmt.Sprintf("there are %d Services with the label %s=true (%s), by one of which peers reach the gateway: peers that are connected stay so until their gateway or ours moves; `isthmus install` makes it again, and whatever is more has to be deleted",
+		hop.Text = fmt.Sprintf("%d Services have the label %s=true (%s), but peers reach the gateway through exactly one: connected peers stay connected until their gateway or ours moves; `isthmus install` restores a missing Service; delete those that are too many",
 			len(f.Services), v1alpha1.LabelGateway, strings.Join(f.Services, ", "))
 		hop.Source = "Services"
 	case len(marked) > 1:
 		hop.State, hop.Reason = Broken, reasonSeveralActive
-		hop.Text = fmt.Sprintf("the Service leads peers to %d Pods, %s, because all have the label %s=%s; only %s holds the Lease: see who set the label, and delete the other Pods or their label",
+		hop.Text = fmt.Sprintf("the Service sends peers to %d Pods, %s, because all have the label %s=%s, but only %s holds the Lease; find out who set the label, and delete the other Pods or their label",
 			len(marked), strings.Join(marked, ", "), v1alpha1.LabelGateway, v1alpha1.GatewayActive, safetext.Of(h.Name))
 		hop.Source, hop.Since = "labels of Pods", nil
 	case len(marked) == 0 && settled && len(f.Pods) > 0:
 		hop.State, hop.Reason = Broken, reasonNoneMarked
-		hop.Text = fmt.Sprintf("the Service leads peers to no Pod, because none has the label %s=%s, though %s holds the Lease: it may lack the right to patch its Pod, see the hop rights and its log",
+		hop.Text = fmt.Sprintf("the Service sends peers to no Pod, because none has the label %s=%s, although %s holds the Lease; that gateway may lack the right to patch its Pod: see the hop rights and its log",
 			v1alpha1.LabelGateway, v1alpha1.GatewayActive, safetext.Of(h.Name))
 		hop.Source, hop.Since = "labels of Pods", nil
 	}
@@ -206,9 +206,9 @@ func (f Components) NoStandby(active string, wanted int) string {
 	}
 	why := safetext.FirstFew(pods, "; ")
 	if len(pods) == 0 {
-		why = fmt.Sprintf("%d Pods are wanted, and there is no other one; see `kubectl describe` of the gateway's Deployment and its ReplicaSets", wanted)
+		why = fmt.Sprintf("%d Pods are wanted, but there is no second one; see `kubectl describe` of the gateway's Deployment and its ReplicaSets", wanted)
 	}
-	return fmt.Sprintf("there is none: if Pod %s or its node ends, no pod reaches any peer until another gateway starts: %s", safetext.Of(active), why)
+	return fmt.Sprintf("no standby can take over: if Pod %s or its node fails, no pod reaches any peer until another gateway starts: %s", safetext.Of(active), why)
 }
 
 // versions lists the images of the components with their numbers of Pods; empty if all have the
@@ -288,7 +288,7 @@ func PodProblem(p *corev1.Pod) string {
 			// The chart makes the end of the log the termination message.
 			if last := s.LastTerminationState.Terminated; last != nil {
 				lines := strings.Split(strings.TrimSpace(last.Message), "\n")
-				why += fmt.Sprintf(", and ended with code %d: %s", last.ExitCode, safetext.Cut(lines[len(lines)-1], safetext.Message))
+				why += fmt.Sprintf(", after exit code %d: %s", last.ExitCode, safetext.Cut(lines[len(lines)-1], safetext.Message))
 			} else if w.Message != "" {
 				why += ": " + safetext.Cut(w.Message, safetext.Message)
 			}
@@ -340,7 +340,7 @@ func Rolls(deployments []appsv1.Deployment, now time.Time) string {
 			// Its controller updates the condition at each Pod that comes or goes in a rollout, but
 			// not for a Pod that crashes later.
 			if p.Type == appsv1.DeploymentProgressing && p.Status == corev1.ConditionTrue && now.Sub(p.LastUpdateTime.Time) < rolloutStep && d.Status.AvailableReplicas > 0 {
-				return fmt.Sprintf("another one takes over, since Deployment %s is being rolled out and %d of its Pods are available", safetext.Of(d.Name), d.Status.AvailableReplicas)
+				return fmt.Sprintf("another one is taking over: Deployment %s is being rolled out, and %d of its Pods are available", safetext.Of(d.Name), d.Status.AvailableReplicas)
 			}
 		}
 	}
@@ -355,5 +355,5 @@ func (f Components) ExcuseRights(rights *Hop, hops []Hop, lacking []string, prog
 		return
 	}
 	rights.State = Limited
-	rights.Text = fmt.Sprintf("version %s is installed, which may not need what %s wants: %s", other, program, rights.Text)
+	rights.Text = fmt.Sprintf("the installed version, %s, may not need the rights that this program, %s, checks: %s", other, program, rights.Text)
 }

@@ -47,7 +47,7 @@ func TestAGatewayIsJudgedByItsPodsToo(t *testing.T) {
 		{"two Services", Works, held, Components{Pods: []corev1.Pod{pod("g1", "active", "")}, Services: []string{"a", "b"}}, Broken, reasonServices, "a, b"},
 		{"nobody at work", Broken, Holder{}, Components{Pods: []corev1.Pod{pod("g1", "", "not ready")}, Events: map[string]string{"g1": "Failed: no TUN"}}, Broken, "", "its last Event: Failed: no TUN"},
 		{"nobody at work, and it crashes", Broken, Holder{}, Components{Pods: []corev1.Pod{crashing}}, Broken, "", "CrashLoopBackOff, and ended with code 1: isthmus: /dev/net/tun: no such file"},
-		{"nobody at work, and no Pods", Broken, Holder{}, Components{}, Broken, "", "there are none in the namespace"},
+		{"nobody at work, and no Pods", Broken, Holder{}, Components{}, Broken, "", "there are no gateway Pods in the namespace"},
 		{"no Lease, and Pods", Unknown, Holder{Absent: true}, Components{Pods: []corev1.Pod{pod("g1", "", "")}}, Broken, "", ""},
 		{"no Lease, and no Pods", Unknown, Holder{Absent: true}, Components{}, Unknown, "", ""},
 	} {
@@ -91,11 +91,11 @@ func TestAGatewayWithoutAStandbyIsTold(t *testing.T) {
 		{"none is wanted", 1, []corev1.Pod{active}, ""},
 		{"none is wanted, and the next one starts", 1, []corev1.Pod{active, pulled}, ""},
 		{"nobody tells, and there is one Pod", -1, []corev1.Pod{active}, ""},
-		{"no image", 2, []corev1.Pod{active, pulled}, "if Pod g1 or its node ends, no pod reaches any peer until another gateway starts: Pod g2 is Pending: ErrImagePull: no such image"},
+		{"no image", 2, []corev1.Pod{active, pulled}, "if Pod g1 or its node fails, no pod reaches any peer until another gateway starts: Pod g2 is Pending: ErrImagePull: no such image"},
 		{"no image, and nobody tells", -1, []corev1.Pod{active, pulled}, "Pod g2 is Pending: ErrImagePull: no such image"},
 		{"no image since it ran", 2, []corev1.Pod{active, pod("g2", corev1.PodRunning, waits("ImagePullBackOff", "Back-off"))}, "Pod g2 waits: ImagePullBackOff: Back-off"},
 		{"no node", 2, []corev1.Pod{active, pod("g2", corev1.PodPending, unschedulable)}, "Pod g2 is Pending: Unschedulable: 0/2 nodes are available"},
-		{"no Pod", 2, []corev1.Pod{active}, "2 Pods are wanted, and there is no other one"},
+		{"no Pod", 2, []corev1.Pod{active}, "2 Pods are wanted, but there is no second one"},
 		{"only one that is being deleted", 2, []corev1.Pod{active, leaving}, "Pod g2 is being deleted"},
 	} {
 		got := Components{Pods: tc.pods}.NoStandby("g1", tc.wanted)

@@ -45,7 +45,7 @@ func (n need) String() string {
 	if a.Namespace != "" {
 		what += " in " + a.Namespace
 	}
-	return fmt.Sprintf("%s may not %s %s", n.account, a.Verb, what)
+	return fmt.Sprintf("%s is not allowed to %s %s", n.account, a.Verb, what)
 }
 
 // needs returns the rights that deploy/rbac grants to the components, except the right to write
@@ -142,7 +142,7 @@ func rightsHop(ctx context.Context, c *cluster.Cluster) (hop *health.Hop, lackin
 	if err := errors.Join(errs...); err != nil {
 		return nil, nil, c.Explain("rights of the components", err)
 	}
-	hop = &health.Hop{Cluster: c.String(), Name: health.HopRights, State: health.Works, Text: "the components may do what they have to", Source: "SubjectAccessReviews"}
+	hop = &health.Hop{Cluster: c.String(), Name: health.HopRights, State: health.Works, Text: "the components have all rights that they need", Source: "SubjectAccessReviews"}
 	var missing []string
 	for i, n := range all {
 		if denied[i] {

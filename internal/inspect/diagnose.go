@@ -45,11 +45,11 @@ func Diagnose(ctx context.Context, local, remote *cluster.Cluster, name string) 
 			return nil, unasked
 		}
 		if len(here.Peerings) == 0 && name != "" {
-			return nil, fmt.Errorf("%s: %w: no Peering is called %s or for a cluster of that name; `isthmus status` shows the names", local, cluster.ErrNoPeering, safetext.Of(name))
+			return nil, fmt.Errorf("%s: %w: no Peering and no peer is called %s; `isthmus status` shows the names", local, cluster.ErrNoPeering, safetext.Of(name))
 		}
 		d.Hops, d.NotAsked = here.AllHops(), here.NotAsked
 		if unasked == nil {
-			d.NotAsked = append(slices.Clone(d.NotAsked), "the other side: with --remote-context it is looked at too")
+			d.NotAsked = append(slices.Clone(d.NotAsked), "the other side; --remote-context checks it too")
 		}
 	} else {
 		if err := sameAs(here, name, remote); err != nil {
@@ -105,7 +105,7 @@ func examine(ctx context.Context, c *cluster.Cluster, meant func(*isthmus.Peerin
 		health.Heed(e.Own, &list.Items[i])
 	}
 	if !slices.ContainsFunc(e.Own, func(h health.Hop) bool { return h.Name == health.HopRights }) {
-		e.NotAsked = append(e.NotAsked, fmt.Sprintf("%s: whether the components have their rights: you may not create SubjectAccessReviews", c))
+		e.NotAsked = append(e.NotAsked, fmt.Sprintf("%s: the rights of the components; you are not allowed to create SubjectAccessReviews", c))
 	}
 	services := sharesServices(ctx, c)
 	var counts map[string]*ServiceCounts
@@ -128,7 +128,7 @@ func examine(ctx context.Context, c *cluster.Cluster, meant func(*isthmus.Peerin
 		}
 		hops := health.PeeringHops(c.String(), p, e.Own)
 		if at, ok := identityExpiry(ctx, c, p); ok && hops[0].State == health.Works {
-			hops[0].Text += "; its token is good until " + at.Format(time.RFC3339)
+			hops[0].Text += "; its token is valid until " + at.Format(time.RFC3339)
 		}
 		if services {
 			hops = append(hops, servicesHop(c, p, counts))

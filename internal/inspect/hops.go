@@ -42,23 +42,23 @@ func clusterHops(ctx context.Context, c *cluster.Cluster) (hops []health.Hop, ma
 	manager.EndWithPod(found.Pods, cluster.LeaseText(c, cluster.ManagerLease), false)
 	gateway.EndWithPod(found.Pods, cluster.LeaseText(c, isthmus.LeaseGateway), len(found.Gateways()) > 0)
 	hops = []health.Hop{
-		health.LeaseHop(c.String(), health.HopManager, cluster.LeaseText(c, cluster.ManagerLease), manager, "start `isthmus manager`, or see why its Pods do not run, or cannot reach the API server"),
-		health.LeaseHop(c.String(), health.HopGateway, cluster.LeaseText(c, isthmus.LeaseGateway), gateway, "see why the gateways' Pods do not run, or cannot reach the API server"),
+		health.LeaseHop(c.String(), health.HopManager, cluster.LeaseText(c, cluster.ManagerLease), manager, "start `isthmus manager`, or check why its Pods do not run or do not reach the API server"),
+		health.LeaseHop(c.String(), health.HopGateway, cluster.LeaseText(c, isthmus.LeaseGateway), gateway, "check why the gateway's Pods do not run or do not reach the API server"),
 	}
 	if hops[0].State == health.Broken {
 		if text := managersRoll(ctx, c, now); text != "" {
 			manager.Problem, manager.Rolls = text+": "+manager.Problem, true
-			hops[0].State, hops[0].Text, hops[0].Source = health.Limited, "no manager is active for the moment: "+manager.Problem, "Deployments in "+c.Namespace
+			hops[0].State, hops[0].Text, hops[0].Source = health.Limited, "no manager is active right now: "+manager.Problem, "Deployments in "+c.Namespace
 		}
 	}
 	if mayNot {
 		return append(hops, health.Hop{Cluster: c.String(), Name: health.HopAgents, State: health.Unknown, Source: "Pods in " + c.Namespace,
-			Text: "you may not list Pods in " + c.Namespace}), manager, gateway, nil
+			Text: "you are not allowed to list Pods in " + c.Namespace}), manager, gateway, nil
 	}
 	found.CheckGateway(&hops[1], gateway, now)
 	wanted := gatewaysWanted(ctx, c)
 	if wanted == 0 && health.NoneAtWork(&hops[1]) {
-		hops[1].Text, hops[1].Source = "no gateway is active, because its Deployment wants no Pods; scale it: kubectl -n "+c.Namespace+" scale deployment -l app.kubernetes.io/name=gateway --replicas=2", "Deployments in "+c.Namespace
+		hops[1].Text, hops[1].Source = "no gateway is active, because its Deployment has 0 replicas; scale it: kubectl -n "+c.Namespace+" scale deployment -l app.kubernetes.io/name=gateway --replicas=2", "Deployments in "+c.Namespace
 	}
 	if text := found.NoStandby(gateway.Name, wanted); text != "" && !health.NoneAtWork(&hops[1]) {
 		hops = append(hops, health.Hop{Cluster: c.String(), Name: health.HopStandby, State: health.Limited, Reason: health.ReasonNoStandby, Source: "Pods in " + c.Namespace, Text: text})
@@ -95,7 +95,7 @@ func nodeHops(ctx context.Context, c *cluster.Cluster, found health.Components) 
 	var sets appsv1.DaemonSetList
 	switch err := c.Client.List(ctx, &nodes); {
 	case kubeerr.Forbidden(err):
-		return []health.Hop{{Cluster: c.String(), Name: health.HopAgents, Source: source, State: health.Unknown, Text: "you may not list Nodes"}}, nil
+		return []health.Hop{{Cluster: c.String(), Name: health.HopAgents, Source: source, State: health.Unknown, Text: "you are not allowed to list Nodes"}}, nil
 	case err != nil:
 		return nil, c.Explain("Nodes", err)
 	}

@@ -143,7 +143,7 @@ func TestADiagnosisIsPrintedWithoutSurprises(t *testing.T) {
 	const want = `a
   manager          works    m-1 is active
 a, b-1a2b3c\u001b
-  tunnel           broken   WrongKey: another key (since 2026-11-22T12:00:00Z)
+  tunnel           broken   WrongKey: another key (noticed at 2026-11-22T12:00:00Z)
 not asked: the other side
 
 broken: a: tunnel: WrongKey: another key
@@ -154,13 +154,13 @@ broken: a: tunnel: WrongKey: another key
 	b.Reset()
 	d.Hops[1].State, d.Broken = health.Unknown, nil
 	must(t, d.Print(&b))
-	clustertest.Contains(t, b.String(), "nothing is known to be broken; not known: a: tunnel\n")
+	clustertest.Contains(t, b.String(), "no broken hop was found; unknown: a: tunnel\n")
 	b.Reset()
 	if d.Hops[1].State = health.Works; !d.Fine() {
 		t.Error("it is fine")
 	}
 	must(t, d.Print(&b))
-	clustertest.Contains(t, b.String(), "everything works that was looked at\n")
+	clustertest.Contains(t, b.String(), "all checked hops work\n")
 }
 
 func TestTheEndOfATokenIsInIt(t *testing.T) {

@@ -64,7 +64,7 @@ func namesHop(ctx context.Context, c *cluster.Cluster) (hop health.Hop, notAsked
 		hop.State, hop.Text = health.Unknown, coredns.ErrNone.Error()
 		return hop, "", nil
 	case apierrors.IsForbidden(err):
-		hop.State, hop.Text = health.Unknown, "you may not look for CoreDNS in kube-system"
+		hop.State, hop.Text = health.Unknown, "you are not allowed to list Deployments in kube-system, to find CoreDNS"
 		return hop, "", nil
 	case err != nil:
 		return hop, "", err
@@ -80,7 +80,7 @@ func namesHop(ctx context.Context, c *cluster.Cluster) (hop health.Hop, notAsked
 		return hop, "", nil
 	case !served:
 		hop.State, hop.Reason = health.Broken, reasonNoZone
-		hop.Text = fmt.Sprintf("the %s does not have %s: run `isthmus install --context %s --configure-dns`", d.Where(), corefile.Zone, c.Context)
+		hop.Text = fmt.Sprintf("the %s does not have the zone %s; run `isthmus install --context %s --configure-dns`", d.Where(), corefile.Zone, c.Context)
 		return hop, "", nil
 	}
 	pod, port, err := dnsPod(ctx, c)
@@ -92,15 +92,15 @@ func namesHop(ctx context.Context, c *cluster.Cluster) (hop health.Hop, notAsked
 	switch {
 	case err != nil:
 		hop.Source = "the " + d.Where()
-		return hop, fmt.Sprintf("%s: whether CoreDNS answers for %s: %s", c, corefile.Zone, safetext.Of(err.Error())), nil
+		return hop, fmt.Sprintf("%s: answers of CoreDNS for %s: %s", c, corefile.Zone, safetext.Of(err.Error())), nil
 	case code == dnsmessage.RCodeSuccess:
 		hop.Text = "CoreDNS answers for " + corefile.Zone
 	default:
 		hop.State, hop.Reason = health.Broken, reasonNoAnswer
-		hop.Text = fmt.Sprintf("CoreDNS answers for %s with %s: it has not read its Corefile yet (kubectl -n kube-system rollout restart deployment %s)",
+		hop.Text = fmt.Sprintf("CoreDNS answers queries for %s with %s: it has not read its Corefile yet (kubectl -n kube-system rollout restart deployment %s)",
 			corefile.Zone, strings.TrimPrefix(code.String(), "RCode"), safetext.Of(d.Deployment))
 		if code == dnsmessage.RCodeServerFailure {
-			hop.Text += fmt.Sprintf(", or may not watch ServiceImports and fails for all Services (`isthmus install --context %s`); its log says which", c.Context)
+			hop.Text += fmt.Sprintf(", or is not allowed to watch ServiceImports and then fails for all Services (`isthmus install --context %s`); its log shows which", c.Context)
 		}
 	}
 	return hop, "", nil
@@ -263,14 +263,14 @@ func servicesHop(c *cluster.Cluster, p *isthmus.Peering, counts map[string]*Serv
 	s := counts[p.Spec.TenantNamespace.Local]
 	switch {
 	case counts == nil:
-		hop.State, hop.Text = health.Unknown, "you may not list PeerServices"
+		hop.State, hop.Text = health.Unknown, "you are not allowed to list PeerServices"
 	case s == nil:
-		hop.Text = "the peer exports none to this cluster"
+		hop.Text = "the peer exports no services to this cluster"
 	case s.Refused > 0:
 		hop.State, hop.Reason = health.Limited, "Refused"
 		hop.Text = fmt.Sprintf("%d imported, %d not as the peer exports them: %s", s.Imported, s.Refused, safetext.FirstFew(s.reasons, "; "))
 	case s.Waiting > 0:
-		hop.State, hop.Text = health.Unknown, fmt.Sprintf("%d imported, the manager has not looked at %d yet", s.Imported, s.Waiting)
+		hop.State, hop.Text = health.Unknown, fmt.Sprintf("%d imported, %d not checked by the manager yet", s.Imported, s.Waiting)
 	default:
 		hop.Text = fmt.Sprintf("%d imported", s.Imported)
 	}

@@ -130,7 +130,7 @@ func (s *Status) noGateway() string {
 func (s *Status) doubt() {
 	why, reason := "", isthmus.ReasonUnknown
 	if s.Manager.Name == "" && !s.Manager.Rolls {
-		why = "no manager is active, so that this is from before: " + s.Manager.Problem
+		why = "no manager is active, so this may be outdated: " + s.Manager.Problem
 	} else if none := s.noGateway(); none != "" {
 		why, reason = "no gateway is active: "+none, isthmus.ReasonGatewaySilent // the manager will write the same
 	}

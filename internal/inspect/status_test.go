@@ -46,8 +46,8 @@ func TestTheFirstProblemIsTheOneToActOn(t *testing.T) {
 		want       string // "" none
 	}{
 		{"all is well", 1, conditions("True"), ""},
-		{"not looked at yet", 1, nil, "Ready is Unknown (Unknown): the manager has not looked at it yet"},
-		{"of an older generation", 2, conditions("True"), "Ready is Unknown (Unknown): the manager has not looked at it yet, as it is now"},
+		{"not looked at yet", 1, nil, "Ready is Unknown (Unknown): the manager has not checked it yet"},
+		{"of an older generation", 2, conditions("True"), "Ready is Unknown (Unknown): the manager has not checked its current version yet"},
 		{"the earliest step counts", 1, conditions("False(NotReady) x", "Connected=Unknown(Unknown)", "Published=False(Forbidden) quota"), "Published is False (Forbidden): quota"},
 		{"Ready knows better", 1, conditions("False(Conflict) another Peering", "IdentityReady=Unknown(Unknown)"), "Ready is False (Conflict): another Peering"},
 		{"only Ready", 1, conditions("False(LocalSetup) no key"), "Ready is False (LocalSetup): no key"},
@@ -124,10 +124,10 @@ c-4d5e6f, cluster c (C):
 		t.Error("b is")
 	}
 	b.Reset()
-	s.Gateway = health.Holder{Problem: "Lease x/y is held by nobody"}
+	s.Gateway = health.Holder{Problem: "Lease x/y has no holder"}
 	s.doubt()
 	must(t, s.Print(&b, false))
-	clustertest.Contains(t, b.String(), "gateway none: Lease x/y is held by nobody", "b        unknown", "GatewaySilent", "no gateway is active")
+	clustertest.Contains(t, b.String(), "gateway none: Lease x/y has no holder", "b        unknown", "GatewaySilent", "no gateway is active")
 	if s.Ready() {
 		t.Error("b is ready without a gateway")
 	}

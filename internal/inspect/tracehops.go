@@ -25,7 +25,7 @@ import (
 func NodeHop(ctx context.Context, c *cluster.Cluster, node string) (health.Hop, error) {
 	hop := health.Hop{Cluster: c.String(), Name: "node", State: health.Works, Source: "Nodes, Pods in " + c.Namespace}
 	if node == "" {
-		hop.State, hop.Text = health.Unknown, "no Pod of the cluster has the address; it is taken for a node's or another machine's"
+		hop.State, hop.Text = health.Unknown, "no Pod of this cluster has the address, so it must belong to a node or another machine"
 		return hop, nil
 	}
 	now, _ := c.Now()
@@ -42,11 +42,11 @@ func NodeHop(ctx context.Context, c *cluster.Cluster, node string) (health.Hop, 
 	case len(problems) > 0:
 		hop.State, hop.Text, hop.FollowsGateway = health.Broken, strings.Join(problems, "; "), len(problems) == a.Unreached
 	case a.Nodes == 0:
-		hop.State, hop.Text = health.Broken, fmt.Sprintf("Node %s takes no route agent", safetext.Of(node))
+		hop.State, hop.Text = health.Broken, fmt.Sprintf("Node %s runs no route agent, because it is virtual or not Linux", safetext.Of(node))
 	case found.Refuses[node] != "":
 		hop.State, hop.Text = health.Broken, fmt.Sprintf("Node %s: %s", safetext.Of(node), found.Refuses[node])
 	default:
-		hop.Text = fmt.Sprintf("Node %s: its route agent is ready, so that rules and overlay lead to the gateway and back", safetext.Of(node))
+		hop.Text = fmt.Sprintf("Node %s: its route agent is ready, so rules and overlay lead to the gateway and back", safetext.Of(node))
 	}
 	if !hop.FollowsGateway {
 		return hop, nil
@@ -77,7 +77,7 @@ func VacantHop(ctx context.Context, c *cluster.Cluster, addr netip.Addr) (hop he
 		for _, text := range append(slices.Clone(n.Spec.PodCIDRs), n.Spec.PodCIDR) {
 			if prefix, err := netip.ParsePrefix(text); err == nil && prefix.Contains(addr) {
 				return health.Hop{Cluster: c.String(), Name: "pod", State: health.Unknown, Source: "Pods, Nodes",
-					Text: fmt.Sprintf("no Pod that runs has %s, which is in the PodCIDR %s of Node %s: nobody answers, unless it is an address of the node", addr, prefix, safetext.Of(n.Name))}, true, nil
+					Text: fmt.Sprintf("no running Pod has %s, which is in the PodCIDR %s of Node %s; nothing answers there unless the node itself has the address", addr, prefix, safetext.Of(n.Name))}, true, nil
 			}
 		}
 	}
@@ -134,7 +134,7 @@ func SeenFrom(ctx context.Context, c *cluster.Cluster, peer string, at netip.Add
 		if addr, ok := (natengine.Remap{From: own, To: seen}).Map(at.Addr()); ok {
 			return netip.AddrPortFrom(addr, at.Port()), nil
 		}
-		return netip.AddrPort{}, fmt.Errorf("%s: %v is outside of the peer's pods, %v", c, at.Addr(), own)
+		return netip.AddrPort{}, fmt.Errorf("%s: %v is outside the peer's PodCIDR, %v", c, at.Addr(), own)
 	}
-	return netip.AddrPort{}, fmt.Errorf("%s: nothing is agreed with cluster %s yet", c, safetext.Of(peer))
+	return netip.AddrPort{}, fmt.Errorf("%s: no networks are agreed with cluster %s yet", c, safetext.Of(peer))
 }

@@ -65,7 +65,7 @@ func Imported(ctx context.Context, c *cluster.Cluster, text, peer string) (Place
 	var i mcs.ServiceImport
 	switch err := c.Client.Get(ctx, client.ObjectKey{Namespace: n.namespace, Name: n.name}, &i); {
 	case meta.IsNoMatchError(err):
-		return Place{}, fmt.Errorf("%s: no services are shared here; run `isthmus install --context %s --services` first", c, c.Context)
+		return Place{}, fmt.Errorf("%s: this cluster does not share services; run `isthmus install --context %s --services` first", c, c.Context)
 	case apierrors.IsNotFound(err):
 		return Place{}, notImported(ctx, c, n)
 	case err != nil:
@@ -110,7 +110,7 @@ func notImported(ctx context.Context, c *cluster.Cluster, n importedName) error 
 				from = of.Name
 			}
 		}
-		text := "the manager has not looked at it yet"
+		text := "the manager has not checked it yet"
 		for _, r := range p.Status.Refused {
 			if r.Namespace == n.namespace && r.Name == n.name && p.Status.ObservedGeneration == p.Generation {
 				text = safetext.Of(r.Reason) + ": " + safetext.Cut(r.Message, safetext.Message)

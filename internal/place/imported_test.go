@@ -104,7 +104,7 @@ func TestAServiceThatIsNotImportedSaysWhy(t *testing.T) {
 			t.Errorf("%s: %s, %v; want %s", name, got, err, want)
 		}
 	}
-	wants("shop", "no services are shared here; run `isthmus install --context")
+	wants("shop", "this cluster does not share services; run `isthmus install --context")
 	options.Values = chart.Merge(clustertest.WithoutWorkloads, chart.Values{"services": chart.Values{"enabled": true}})
 	must(t, install.Run(t.Context(), c, options))
 	slice := importedSlice("shop", "oslo", "web-0", "10.246.1.9", true)
@@ -120,7 +120,7 @@ func TestAServiceThatIsNotImportedSaysWhy(t *testing.T) {
 	p := &isthmus.PeerServices{ObjectMeta: metav1.ObjectMeta{Namespace: "oslo", Name: "services-0"}, Spec: isthmus.PeerServicesSpec{
 		Services: []isthmus.ExportedService{{Namespace: "prod", Name: "cart", Since: "2026-11-22T12:00:00Z", Type: "Headless"}}}}
 	must(t, c.Client.Create(t.Context(), p))
-	wants("cart", "peer oslo exports it: the manager has not looked at it yet")
+	wants("cart", "peer oslo exports it: the manager has not checked it yet")
 	p.Status = isthmus.PeerServicesStatus{ObservedGeneration: p.Generation, Refused: []isthmus.RefusedService{{Namespace: "prod", Name: "cart", Reason: "NotImported", Message: "the Peering does not import"}}}
 	must(t, c.Client.Status().Update(t.Context(), p))
 	wants("cart", "peer oslo exports it: NotImported: the Peering does not import")

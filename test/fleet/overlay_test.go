@@ -54,7 +54,7 @@ func TestABrokenOverlayIsFound(t *testing.T) {
 	begin := time.Now()
 	eventually(t, "a node that does not reach the gateway", func() error {
 		s := status()
-		if !strings.Contains(s, "Node "+far.Name+": Pod ") || !strings.Contains(s, " says that the gateway at "+a.GatewayPods[serving].Addr.String()) || !strings.Contains(s, "let UDP 4800 pass between nodes") ||
+		if !strings.Contains(s, "Node "+far.Name+": Pod ") || !strings.Contains(s, " reaches the gateway at "+a.GatewayPods[serving].Addr.String()+" over the underlay") || !strings.Contains(s, "allow UDP 4800 between nodes") ||
 			strings.Contains(s, "Node "+a.Nodes[serving].Name+":") {
 			return fmt.Errorf("status says\n%s", s)
 		}

@@ -182,7 +182,7 @@ func traceOf(ctx context.Context, s *troubleSite, from, to string) string {
 		return "exit code 2"
 	}
 	where, _, _ := strings.Cut(ways[0].Verdict, ": ")
-	where, _, _ = strings.Cut(where, "; ") // it leaves, and nobody was asked there
+	where, _, _ = strings.Cut(where, "; ") // it leaves, and its path there was not checked
 	if rest := strings.SplitN(ways[0].Verdict, ": ", 3); where == "the peer is down" && len(rest) == 3 {
 		where += ": " + rest[1]
 	}
@@ -322,11 +322,11 @@ func followed(t *testing.T, s *troubleSite) {
 		args []string
 		says []string
 	}{
-		{[]string{from.Addr.String(), there.String()}, []string{"Pod default/" + from.Name, "source " + from.Addr.String(), "becomes " + back.String(), "not asked: with --remote-context", "it leaves for " + s.b.Name + ";", "the answer arrives"}},
+		{[]string{from.Addr.String(), there.String()}, []string{"Pod default/" + from.Name, "source " + from.Addr.String(), "becomes " + back.String(), "not checked; --remote-context", "it leaves for " + s.b.Name + ";", "the answer arrives"}},
 		{[]string{"default/" + from.Name, "default/" + to.Name + ":80", "--remote-context", s.b.Name},
 			[]string{there.String() + ":80", "becomes " + to.Addr.String() + ":80", "Node " + to.Node.Name + ": its route agent is ready", "tcp answer", "it arrives", "the answer arrives"}},
 		{[]string{"default/" + from.Name, "svc/there:80", "--remote-context", s.b.Name}, []string{there.String() + ":8080", "becomes " + to.Addr.String() + ":8080", "it arrives"}},
-		{[]string{s.a.Nodes[0].Addr.String(), there.String(), "icmp", "--remote-context", s.b.Name}, []string{"no Pod of the cluster has the address", "it arrives", "by the flow that the packet made"}},
+		{[]string{s.a.Nodes[0].Addr.String(), there.String(), "icmp", "--remote-context", s.b.Name}, []string{"no Pod of this cluster has the address", "it arrives", "returns by the same flow"}},
 	} {
 		out, err := s.Isthmus(t.Context(), append([]string{"trace", "--context", s.a.Name}, c.args...)...)
 		if err != nil {
@@ -340,7 +340,7 @@ func followed(t *testing.T, s *troubleSite) {
 	}
 	vacant := seen(t, s.a, s.b, vacantAddr(s.b))
 	for want, args := range map[string][]string{
-		"no Pod that runs has":             {from.Addr.String(), vacant.String(), "--remote-context", s.b.Name},
+		"no running Pod has":               {from.Addr.String(), vacant.String(), "--remote-context", s.b.Name},
 		"no peer has 192.0.2.1":            {from.Addr.String(), "192.0.2.1"},
 		"Pod default/nobody: not found":    {"default/nobody", there.String()},
 		"has no port 81":                   {from.Addr.String(), "svc/kubernetes:81"},

@@ -481,21 +481,21 @@ var troubles = []trouble{
 		heals:  func(t *testing.T, s *troubleSite) { must(t, s.b.Start(t.Context(), fleet.Manager)) },
 	},
 	{
-		fault: "the manager has lost its rights", alone: "a/rights RightsMissing", both: "a/rights RightsMissing", says: "isthmus-manager may not",
+		fault: "the manager has lost its rights", alone: "a/rights RightsMissing", both: "a/rights RightsMissing", says: "isthmus-manager is not allowed to",
 		breaks: func(t *testing.T, s *troubleSite) {
 			s.take(t, s.a, &rbacv1.ClusterRoleBinding{ObjectMeta: object("", "isthmus-manager")})
 		},
 		heals: func(t *testing.T, s *troubleSite) { s.giveBack(t, s.a) },
 	},
 	{
-		fault: "the gateway has lost its rights", alone: "a/rights RightsMissing", both: "a/rights RightsMissing", says: "isthmus-gateway may not",
+		fault: "the gateway has lost its rights", alone: "a/rights RightsMissing", both: "a/rights RightsMissing", says: "isthmus-gateway is not allowed to",
 		breaks: func(t *testing.T, s *troubleSite) {
 			s.take(t, s.a, &rbacv1.RoleBinding{ObjectMeta: object(fleet.Namespace, "isthmus-gateway")})
 		},
 		heals: func(t *testing.T, s *troubleSite) { s.giveBack(t, s.a) },
 	},
 	{
-		fault: "the route agents have lost their rights", alone: "a/rights RightsMissing", both: "a/rights RightsMissing", says: "isthmus-route-agent may not",
+		fault: "the route agents have lost their rights", alone: "a/rights RightsMissing", both: "a/rights RightsMissing", says: "isthmus-route-agent is not allowed to",
 		breaks: func(t *testing.T, s *troubleSite) {
 			s.take(t, s.a, &rbacv1.ClusterRoleBinding{ObjectMeta: object("", "isthmus-route-agent")})
 		},
@@ -507,7 +507,7 @@ var troubles = []trouble{
 		heals:  func(t *testing.T, s *troubleSite) { startAll(t, s.a) },
 	},
 	{
-		fault: "the gateways' Deployment was scaled to 0", alone: "a/gateway GatewaySilent", both: "a/gateway GatewaySilent", says: "its Deployment wants no Pods",
+		fault: "the gateways' Deployment was scaled to 0", alone: "a/gateway GatewaySilent", both: "a/gateway GatewaySilent", says: "its Deployment has 0 replicas",
 		breaks: func(t *testing.T, s *troubleSite) {
 			wantGateways(t, s.a, 0)
 			for i := range s.a.Nodes {
@@ -555,7 +555,7 @@ var troubles = []trouble{
 		heals: func(t *testing.T, s *troubleSite) { startAll(t, s.a) },
 	},
 	{
-		fault: "no gateway runs, and their Lease is gone", alone: "a/gateway", both: "a/gateway", says: "is not there",
+		fault: "no gateway runs, and their Lease is gone", alone: "a/gateway", both: "a/gateway", says: "not found",
 		breaks: func(t *testing.T, s *troubleSite) {
 			killAll(t, s.a)
 			must(t, s.a.Client.Delete(t.Context(), &coordinationv1.Lease{ObjectMeta: object(fleet.Namespace, isthmusv1.LeaseGateway)}))
@@ -614,7 +614,7 @@ var troubles = []trouble{
 		heals: func(t *testing.T, s *troubleSite) { ipCommand(t, s.a.Nodes[1].Host, "link", "del", "foreign") },
 	},
 	{
-		fault: "a node is not ready", says: "whether their pods are reached is not known",
+		fault: "a node is not ready", says: "peers may not reach their pods",
 		breaks: func(t *testing.T, s *troubleSite) { nodeReady(t, s.a, corev1.ConditionFalse) },
 		heals:  func(t *testing.T, s *troubleSite) { nodeReady(t, s.a, corev1.ConditionTrue) },
 	},
@@ -707,7 +707,7 @@ var troubles = []trouble{
 		heals: func(t *testing.T, s *troubleSite) { ended(t, s.b, s.saved); peerAgain(t, s) },
 	},
 	{
-		fault: "the route agents are of another version", says: "of several versions",
+		fault: "the route agents are of another version", says: "have different versions",
 		breaks: func(t *testing.T, s *troubleSite) { image(t, s.a, "isthmus:before") },
 		heals:  func(t *testing.T, s *troubleSite) { image(t, s.a, "isthmus") },
 	},
@@ -793,14 +793,14 @@ var troubles = []trouble{
 		heals: func(*testing.T, *troubleSite) {},
 	},
 	{
-		fault: "a firewall on a node drops the overlay's UDP port towards the gateway", alone: "a/route agents", both: "a/route agents", says: "let UDP 4800 pass",
+		fault: "a firewall on a node drops the overlay's UDP port towards the gateway", alone: "a/route agents", both: "a/route agents", says: "allow UDP 4800",
 		breaks: func(t *testing.T, s *troubleSite) {
 			filter(t, s.far(t).Host, "add chain ip fault on { type filter hook output priority 0; }; add rule ip fault on udp dport 4800 drop")
 		},
 		heals: func(t *testing.T, s *troubleSite) { filter(t, s.there().Host, "") },
 	},
 	{
-		fault: "a firewall on a node drops the overlay's UDP port from the gateway", alone: "a/route agents", both: "a/route agents", says: "let UDP 4800 pass",
+		fault: "a firewall on a node drops the overlay's UDP port from the gateway", alone: "a/route agents", both: "a/route agents", says: "allow UDP 4800",
 		breaks: func(t *testing.T, s *troubleSite) {
 			n := s.far(t)
 			answersCome(t, n)
@@ -921,7 +921,7 @@ var troubles = []trouble{
 		},
 	},
 	{
-		fault: "the gateways are of another version than the rest", says: "of several versions",
+		fault: "the gateways are of another version than the rest", says: "have different versions",
 		breaks: func(t *testing.T, s *troubleSite) {
 			for i := range s.a.Nodes {
 				podImage(t, s.a, fleet.Gateway(i), "isthmus:before")
