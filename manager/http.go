@@ -25,11 +25,11 @@ func listen(o Options, mgr ctrl.Manager, waits *atomic.Pointer[string]) (*httpse
 		ctx, cancel := context.WithTimeout(r.Context(), time.Second)
 		defer cancel()
 		if !mgr.GetCache().WaitForCacheSync(ctx) {
-			http.Error(w, "not all caches are filled yet", http.StatusServiceUnavailable)
+			http.Error(w, "the caches are not filled yet", http.StatusServiceUnavailable)
 			return
 		}
 		if why := waits.Load(); why != nil {
-			http.Error(w, "this manager leads and cannot begin: "+*why, http.StatusServiceUnavailable)
+			http.Error(w, "this manager is the leader but cannot start: "+*why, http.StatusServiceUnavailable)
 			return
 		}
 		fmt.Fprintln(w, "ok")

@@ -123,7 +123,7 @@ func Run(ctx context.Context, o Options) error {
 	logToSlog(o.Log)
 	cfg, err := restConfig(o.Kubeconfig)
 	if err != nil {
-		return fmt.Errorf("way to the API server: %w", err)
+		return fmt.Errorf("path to the API server: %w", err)
 	}
 	if o.Instance == "" {
 		o.Instance = string(uuid.NewUUID())

@@ -206,7 +206,7 @@ func TestManagerThatCannotBeginIsNotReady(t *testing.T) {
 		slices.Sort(ready[:])
 		return ready[0] == "ok\n" && strings.Contains(ready[1], "configuration of kubeadm: the API server closes the connection")
 	})
-	if !strings.HasPrefix(ready[1], "this manager leads and cannot begin: ") {
+	if !strings.HasPrefix(ready[1], "this manager is the leader but cannot start: ") {
 		t.Errorf("the one that leads: %q", ready[1])
 	}
 	old.fail.Store(&failure{configuration, http.StatusInternalServerError})

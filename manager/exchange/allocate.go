@@ -20,7 +20,7 @@ var errNotWanted = errors.New("the peering is being taken down")
 
 // errTooEarly means that a new peer has to wait until the nodes have reported; see Facts.Awaiting.
 // A change of the Facts causes a new request.
-var errTooEarly = errors.New("not all nodes have said what they reach")
+var errTooEarly = errors.New("waiting until all nodes have reported the networks that they reach")
 
 // fewLeft is the number of further peers with room in the pools below which a warning is logged.
 const fewLeft = 16

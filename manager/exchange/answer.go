@@ -175,7 +175,7 @@ func sender(ctx context.Context, all peers.Peers, namespace, origin string) (pee
 	peer, err := all.ByNamespace(ctx, namespace)
 	switch {
 	case errors.Is(err, peers.ErrNoPeer):
-		return peers.Peer{}, refusal(v1alpha1.ReasonNotPeered, "nobody here wants to be joined with cluster %s in namespace %s", origin, namespace), nil
+		return peers.Peer{}, refusal(v1alpha1.ReasonNotPeered, "no Peering here is for cluster %s and namespace %s", origin, namespace), nil
 	case err != nil:
 		return peers.Peer{}, nil, err
 	case peer.Cluster.ClusterID != origin:

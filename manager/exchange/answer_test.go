@@ -420,8 +420,8 @@ func TestStrangersGetNothing(t *testing.T) {
 	r := a.Describe("stranger") // without a Peering
 	p := &partner{Remote: r, a: a, key: 9}
 	a.Create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: r.NS}})
-	p.claims("10.244.0.0/18", "10.65.0.0/20").untilAccepted("NotPeered: metadata.labels[liqo.io/originID]: nobody here wants to be joined with cluster " +
-		r.Cluster.ClusterID + " in namespace " + r.NS)
+	p.claims("10.244.0.0/18", "10.65.0.0/20").untilAccepted("NotPeered: metadata.labels[liqo.io/originID]: no Peering here is for cluster " +
+		r.Cluster.ClusterID + " and namespace " + r.NS)
 	// Until somebody does.
 	r.Peering.Finalizers = []string{isthmus.FinalizerPeering}
 	a.Create(r.Peering)

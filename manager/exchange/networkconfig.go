@@ -358,7 +358,7 @@ func NetworkConfigFor(f facts.Facts, p peers.Peer) (spec v1alpha1.NetworkConfigS
 	}
 	_, wrong := fabric.ClaimFrom(&v1alpha1.NetworkConfig{Spec: spec}, fabric.Origin{})
 	for _, problem := range wrong {
-		problems = append(problems, "our own NetworkConfig would not be taken: "+problem.Error())
+		problems = append(problems, "our NetworkConfig would be invalid: "+problem.Error())
 	}
 	return spec, problems
 }

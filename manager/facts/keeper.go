@@ -345,7 +345,7 @@ func unreported(nodes []corev1.Node, reported map[string]bool, podCIDR netip.Pre
 			case err != nil || reported[name] || !podCIDR.IsValid() || p.Addr().Is4() != podCIDR.Addr().Is4():
 			case p.Bits() < fabric.WidestNodeNetwork:
 				wide = append(wide, fabric.Problem{Origin: fabric.Origin{Kind: "Node", Name: name}, Field: "spec.podCIDRs", Message: fmt.Sprintf(
-					"%v is ignored, and keeps nothing from peers; want a network of length /%d or longer", p, fabric.WidestNodeNetwork)})
+					"%v is ignored, so peers may get overlapping networks; want a network of length /%d or longer", p, fabric.WidestNodeNetwork)})
 			case !podCIDR.Overlaps(p):
 				all = append(all, ipam.Reached{Prefix: p.Masked(), Node: name})
 			}

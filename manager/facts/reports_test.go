@@ -95,7 +95,7 @@ func TestAReportOfEverythingIsIgnoredAndNamesTheNode(t *testing.T) {
 	if n := len(told.Events); n != 1 {
 		t.Fatalf("%d Events", n)
 	}
-	if text := <-told.Events; !strings.Contains(text, `Warning Ignored spec.networks: node "n3" says that it has "0.0.0.0/0" and 3 more`) {
+	if text := <-told.Events; !strings.Contains(text, `Warning Ignored spec.networks: node "n3" reports "0.0.0.0/0" and 3 more`) {
 		t.Error(text)
 	}
 	facts, err := keeper.Facts(w.Ctx)

@@ -20,7 +20,7 @@ const (
 )
 
 // ErrAnothers means that another caller has requested the mapping.
-var ErrAnothers = errors.New("was mapped by another caller, who alone may undo it")
+var ErrAnothers = errors.New("was mapped by another caller; only that caller can unmap it")
 
 // Asked records that a caller requested an existing mapping of the peer, and a description of the
 // endpoint, or "" if it is unknown. It changes nothing for a caller that is already recorded, or if
@@ -42,7 +42,7 @@ func (b State) Asked(id string, ip netip.Addr, by, what string) (State, error) {
 		}
 	}
 	if has >= MaxAsked {
-		return b, fmt.Errorf("this caller has %d endpoints mapped already; want it to unmap some", MaxAsked)
+		return b, fmt.Errorf("this caller has already mapped %d endpoints; want it to unmap some", MaxAsked)
 	}
 	next := b.withCallers(id, ip, withCaller(callers, by))
 	if what != "" {
@@ -50,7 +50,7 @@ func (b State) Asked(id string, ip netip.Addr, by, what string) (State, error) {
 		next.note(ip, what)
 	}
 	if n := next.peers[id].noted(); n > MaxNotes {
-		return b, fmt.Errorf("there is no room to note who asked: want at most %d bytes, not %d; unmap what is not needed", MaxNotes, n)
+		return b, fmt.Errorf("the list of callers would have %[2]d bytes; want at most %[1]d; unmap endpoints that are not needed", MaxNotes, n)
 	}
 	return next, nil
 }

@@ -124,7 +124,7 @@ func TestWhatIsNotedIsBounded(t *testing.T) {
 	for i := 0; err == nil && i < 1<<10; i++ { // long names fill the notes
 		more, err = more.Asked("b", ip(i), fmt.Sprintf("%0250d", i), "")
 	}
-	if err == nil || !strings.Contains(err.Error(), "no room") || more.peers["b"].noted() > MaxNotes {
+	if err == nil || !strings.Contains(err.Error(), "list of callers") || more.peers["b"].noted() > MaxNotes {
 		t.Errorf("%d bytes, %v", more.peers["b"].noted(), err)
 	}
 }

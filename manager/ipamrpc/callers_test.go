@@ -222,7 +222,7 @@ func TestWhoMappedMayUnmapAfterARestartAndNobodyElse(t *testing.T) {
 	// Nothing is mapped until it is known which addresses are those of our nodes.
 	own := testStore.State().Own()
 	for _, ip := range []string{own.Nodes[0].String(), "203.0.113.81"} {
-		if err := dial(t, again, "127.0.0.1", servers.caller(one)).call("MapEndpointIP", &MapRequest{ClusterID: "india", Ip: ip}, &MapResponse{}); err == nil || !strings.Contains(err.Error(), "not known yet") {
+		if err := dial(t, again, "127.0.0.1", servers.caller(one)).call("MapEndpointIP", &MapRequest{ClusterID: "india", Ip: ip}, &MapResponse{}); err == nil || !strings.Contains(err.Error(), "does not know the nodes") {
 			t.Errorf("%s: %v", ip, err)
 		}
 	}

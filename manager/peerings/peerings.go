@@ -363,7 +363,7 @@ func waitingFor(s peeringState, now time.Time) string {
 	case controllerutil.ContainsFinalizer(nc, v1alpha1.FinalizerReplicator):
 		ends := ""
 		if peer.InBand {
-			ends = fmt.Sprintf(", and so does the end of the tunnel at %s", peer.Left.Add(peers.InBandPatience).UTC().Format(time.TimeOnly+"Z"))
+			ends = fmt.Sprintf(", and so does the closing of the tunnel at %s", peer.Left.Add(peers.InBandPatience).UTC().Format(time.TimeOnly+"Z"))
 		}
 		all = append(all, fmt.Sprintf("the peer's API server to delete NetworkConfig %s/%s there (%s); the annotation %s=true ends the wait and leaves it there%s",
 			s.peering.Spec.TenantNamespace.Remote, nc.Name, s.peerSays(), isthmus.AnnotationForce, ends))
@@ -420,7 +420,7 @@ func (r *Reconciler) announce(before, after *isthmus.Peering) {
 			r.Events.Eventf(about, nil, corev1.EventTypeWarning, reason, c.Type, "%s", c.Message)
 		case !ready && isTrue && wasTrue && isthmus.Limited(old) && old.Reason != c.Reason:
 			r.Log.Info("peering works without limits again", "peering", after.Name, "was", old.Reason)
-			r.Events.Eventf(about, nil, corev1.EventTypeNormal, reason, c.Type, "%s is over: %s", old.Reason, c.Message)
+			r.Events.Eventf(about, nil, corev1.EventTypeNormal, reason, c.Type, "%s has ended: %s", old.Reason, c.Message)
 		case !isTrue && wasTrue && !ready && slices.Contains(isthmus.WaitReasons, c.Reason): // the condition that it waits for has an Event already
 		case !isTrue && wasTrue, ready && old != nil && !isTrue && eventReason(old) != reason,
 			c.Type == isthmus.ConditionPeerConfig && c.Reason == v1alpha1.ReasonConsent && old != nil && old.Message != c.Message:

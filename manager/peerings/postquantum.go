@@ -39,17 +39,17 @@ func (k keyState) why() string {
 	}
 	switch k.progress {
 	case postquantum.NotOffers:
-		return "the peer takes part in no exchange of keys, like a Liqo and an older Isthmus"
+		return "the peer does not exchange preshared keys, because it runs Liqo or an older Isthmus"
 	case postquantum.Malformed:
-		return "what the peer publishes is neither an ML-KEM key nor an answer to one"
+		return "the peer publishes neither an ML-KEM key nor an answer to one"
 	case postquantum.Other:
 		return "the peer has not answered our present key yet"
 	case postquantum.Altered:
-		return "the tag of what the peer publishes is wrong: it is not what the peer made, or not of this exchange"
+		return "the peer's message has a wrong tag, because it was changed or belongs to another exchange"
 	case postquantum.Changed:
-		return "the peer has replaced the answer that was taken; the exchange begins anew"
+		return "the peer has replaced an answer that was in use, so the exchange starts again"
 	case postquantum.Agreed:
-		return "it is agreed upon, and the gateways have made no session with it yet"
+		return "the key is agreed, but the gateways have no session with it yet"
 	}
 	return "waiting for the peer"
 }

@@ -100,7 +100,7 @@ func (s *peeringState) standingText() string {
 	for i, seen := range [2][2]string{{n.PodCIDR, n.PodCIDRSeen}, {n.ExternalCIDR, n.ExternalCIDRSeen}} {
 		texts[i] = "its " + names[i] + " " + asSeen(seen[0], seen[1])
 		if why := s.why(i, seen[1]); why != "" {
-			texts[i] += ", since " + why
+			texts[i] += ", because " + why
 		}
 	}
 	return "used here: " + strings.Join(texts[:], "; ")
@@ -143,7 +143,7 @@ func (s *peeringState) changes(nc *v1alpha1.NetworkConfig) string {
 		if had[i] != "" {
 			text += " instead of " + had[i]
 		}
-		all = append(all, fmt.Sprintf("%s, which would be used %s, since %s", text, as(would.Claim.String(), would.Here.String()), would.Why))
+		all = append(all, fmt.Sprintf("%s, which this cluster would use %s, because %s", text, as(would.Claim.String(), would.Here.String()), would.Why))
 	}
 	return strings.Join(all, "; ")
 }
@@ -160,13 +160,13 @@ func (s *peeringState) remedyHere(nc *v1alpha1.NetworkConfig, reason string) str
 		return fmt.Sprintf("%s has to publish another address: annotation %s of its gateway's Service, or spec.overrides.address of its Peering with us",
 			peer, v1alpha1.AnnotationOverrideAddress)
 	case v1alpha1.ReasonExhausted:
-		return fmt.Sprintf("enlarge the pools (isthmus manager --pools), set spec.overrides of Peering %s, or un-peer somebody", peering)
+		return fmt.Sprintf("enlarge the pools (isthmus manager --pools), set spec.overrides of Peering %s, or un-peer another cluster", peering)
 	case v1alpha1.ReasonCIDRConflict:
 		return fmt.Sprintf("correct spec.overrides of Peering %s, or reserve the network (isthmus manager --reserved)", peering)
 	case v1alpha1.ReasonAmbiguous:
 		return "delete all but one of them"
 	}
-	return fmt.Sprintf("%s has to correct that field; isthmus unpeer %s ends the peering", peer, peering)
+	return fmt.Sprintf("%s has to correct that field; to end the peering, run isthmus unpeer %s", peer, peering)
 }
 
 // remedyThere returns the remedy if the peer refuses us.
@@ -176,12 +176,12 @@ func (s *peeringState) remedyThere(reason string) string {
 	case v1alpha1.ReasonConsent:
 		return fmt.Sprintf("somebody at %s has to agree: isthmus peer %s --consent %s,%s", peer, s.self.ClusterName, s.original.Spec.PodCIDR, s.original.Spec.ExternalCIDR)
 	case v1alpha1.ReasonKeyConflict:
-		return "put another key (isthmus genkey) into Secret " + keyring.SecretName + " of our gateway, or un-peer whoever has this one from " + peer
+		return "put another key (isthmus genkey) into Secret " + keyring.SecretName + " of our gateway, or un-peer the cluster that has the same key at " + peer
 	case v1alpha1.ReasonEndpoint:
 		return fmt.Sprintf("publish another address: annotation %s of our gateway's Service, or spec.overrides.address of Peering %s",
 			v1alpha1.AnnotationOverrideAddress, peering)
 	case v1alpha1.ReasonExhausted:
-		return fmt.Sprintf("%s has to enlarge its pools (isthmus manager --pools), or to un-peer somebody", peer)
+		return fmt.Sprintf("%s has to enlarge its pools (isthmus manager --pools), or to un-peer another cluster", peer)
 	case v1alpha1.ReasonCIDRConflict:
 		return fmt.Sprintf("%s has to correct spec.overrides of its Peering with us, or to reserve the network (isthmus manager --reserved)", peer)
 	case v1alpha1.ReasonAmbiguous:
@@ -189,7 +189,7 @@ func (s *peeringState) remedyThere(reason string) string {
 	case v1alpha1.ReasonNotPeered, v1alpha1.ReasonWrongOrigin:
 		return fmt.Sprintf("run isthmus peer for both clusters, or isthmus unpeer %s", peering)
 	}
-	return "correct what that field comes from here, or isthmus unpeer " + peering
+	return "correct the source of that field in this cluster, or run isthmus unpeer " + peering
 }
 
 // known returns the reason of the peer's refusal if it is one that we know, because it becomes the

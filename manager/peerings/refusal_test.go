@@ -50,7 +50,7 @@ func TestEachRefusalSaysWhoAsksForWhatAndWhatToDo(t *testing.T) {
 				"bravo has to put another key (isthmus genkey) into Secret wireguard-pubkey of its gateway"},
 		{"a key of low order", weRefuse(v1alpha1.ReasonInvalid, "spec.backend_config.publicKey: is a point of low order"),
 			isthmus.ConditionPeerConfig, v1alpha1.ReasonInvalid,
-			asks + "spec.backend_config.publicKey: is a point of low order" + stays + "bravo has to correct that field; isthmus unpeer here ends the peering"},
+			asks + "spec.backend_config.publicKey: is a point of low order" + stays + "bravo has to correct that field; to end the peering, run isthmus unpeer here"},
 		{"a claim that takes something new", func(s *peeringState) {
 			weRefuse(v1alpha1.ReasonConsent, "spec.podCIDR: is 8.0.0.0/12 now")(s)
 			s.copies[0].Spec.PodCIDR, s.copies[0].Status.Processed = "8.0.0.0/12", false
@@ -59,7 +59,7 @@ func TestEachRefusalSaysWhoAsksForWhatAndWhatToDo(t *testing.T) {
 				{Claim: netip.MustParsePrefix("10.60.0.0/18"), Here: netip.MustParsePrefix("10.60.0.0/18"), Why: "it is private"},
 			}
 		}, isthmus.ConditionPeerConfig, v1alpha1.ReasonConsent,
-			asks + "spec.podCIDR 8.0.0.0/12 instead of 10.244.64.0/18, which would be used as 10.0.0.0/12, since it is not private" + stays +
+			asks + "spec.podCIDR 8.0.0.0/12 instead of 10.244.64.0/18, which this cluster would use as 10.0.0.0/12, because it is not private" + stays +
 				"to agree: isthmus peer here --consent 8.0.0.0/12,10.60.0.0/18"},
 		{"an endpoint where none can be", weRefuse(v1alpha1.ReasonEndpoint, "spec.endpointIP: 10.244.1.1 is inside our PodCIDR"),
 			isthmus.ConditionPeerConfig, v1alpha1.ReasonEndpoint,
@@ -69,7 +69,7 @@ func TestEachRefusalSaysWhoAsksForWhatAndWhatToDo(t *testing.T) {
 			weRefuse(v1alpha1.ReasonExhausted, "spec.podCIDR: no /16 is free")(s)
 			s.endpoint = nil
 		}, isthmus.ConditionPeerConfig, v1alpha1.ReasonExhausted,
-			asks + "spec.podCIDR: no /16 is free; nothing is in force; enlarge the pools (isthmus manager --pools), set spec.overrides of Peering here, or un-peer somebody"},
+			asks + "spec.podCIDR: no /16 is free; nothing is in force; enlarge the pools (isthmus manager --pools), set spec.overrides of Peering here, or un-peer another cluster"},
 		{"a wanted network that is taken", func(s *peeringState) {
 			weRefuse(v1alpha1.ReasonCIDRConflict, "spec.overrides.podCIDR: overlaps")(s)
 			s.endpoint, s.granted = nil, ipam.Allocation{Pod: netip.MustParsePrefix("10.9.0.0/18"), External: netip.MustParsePrefix("10.8.0.0/20")}
@@ -84,25 +84,25 @@ func TestEachRefusalSaysWhoAsksForWhatAndWhatToDo(t *testing.T) {
 		{"our key is another's there", theyRefuse(v1alpha1.ReasonKeyConflict, "spec.backend_config.publicKey: is the key of another peer of the receiver"),
 			isthmus.ConditionAnswered, v1alpha1.ReasonKeyConflict,
 			refuses + "spec.backend_config.publicKey: is the key of another peer of the receiver" + there +
-				"put another key (isthmus genkey) into Secret wireguard-pubkey of our gateway, or un-peer whoever has this one from bravo"},
+				"put another key (isthmus genkey) into Secret wireguard-pubkey of our gateway, or un-peer the cluster that has the same key at bravo"},
 		{"our claim needs consent", theyRefuse(v1alpha1.ReasonConsent, "spec.podCIDR: is 10.244.0.0/16 now"), isthmus.ConditionAnswered, v1alpha1.ReasonConsent,
 			refuses + "spec.podCIDR: is 10.244.0.0/16 now" + there + "somebody at bravo has to agree: isthmus peer alpha --consent 10.244.0.0/16,10.245.0.0/16"},
 		{"our endpoint is refused", theyRefuse(v1alpha1.ReasonEndpoint, "spec.endpointIP: is a node"), isthmus.ConditionAnswered, v1alpha1.ReasonEndpoint,
 			refuses + "spec.endpointIP: is a node" + there +
 				"publish another address: annotation liqo.io/override-address of our gateway's Service, or spec.overrides.address of Peering here"},
 		{"no room there", theyRefuse(v1alpha1.ReasonExhausted, "spec.podCIDR: none is free"), isthmus.ConditionAnswered, v1alpha1.ReasonExhausted,
-			refuses + "spec.podCIDR: none is free" + there + "bravo has to enlarge its pools (isthmus manager --pools), or to un-peer somebody"},
+			refuses + "spec.podCIDR: none is free" + there + "bravo has to enlarge its pools (isthmus manager --pools), or to un-peer another cluster"},
 		{"a conflict there", theyRefuse(v1alpha1.ReasonCIDRConflict, "spec.podCIDR: a gateway is in there"), isthmus.ConditionAnswered, v1alpha1.ReasonCIDRConflict,
 			refuses + "spec.podCIDR: a gateway is in there" + there +
 				"bravo has to correct spec.overrides of its Peering with us, or to reserve the network (isthmus manager --reserved)"},
-		{"nobody there wants us", theyRefuse(v1alpha1.ReasonNotPeered, "nobody here wants to be joined"), isthmus.ConditionAnswered, v1alpha1.ReasonNotPeered,
-			refuses + "nobody here wants to be joined" + there + "run isthmus peer for both clusters, or isthmus unpeer here"},
+		{"nobody there wants us", theyRefuse(v1alpha1.ReasonNotPeered, "no Peering here is for cluster x and namespace y"), isthmus.ConditionAnswered, v1alpha1.ReasonNotPeered,
+			refuses + "no Peering here is for cluster x and namespace y" + there + "run isthmus peer for both clusters, or isthmus unpeer here"},
 		{"the namespace there is another's", theyRefuse(v1alpha1.ReasonWrongOrigin, "is for cluster x"), isthmus.ConditionAnswered, v1alpha1.ReasonWrongOrigin,
 			refuses + "is for cluster x" + there + "run isthmus peer for both clusters, or isthmus unpeer here"},
 		{"two of ours there", theyRefuse(v1alpha1.ReasonAmbiguous, "more than one"), isthmus.ConditionAnswered, v1alpha1.ReasonAmbiguous,
 			refuses + "more than one" + there + "bravo has to delete all but one of our NetworkConfigs in namespace tenant-a"},
 		{"a reason that the peer made up", theyRefuse("SendMoney", "now\n\x1b[2J"), isthmus.ConditionAnswered, v1alpha1.ReasonInvalid,
-			refuses + "now  [2J" + there + "correct what that field comes from here, or isthmus unpeer here"},
+			refuses + "now  [2J" + there + "correct the source of that field in this cluster, or run isthmus unpeer here"},
 		{"an answer that cannot be taken", func(s *peeringState) { s.unreadable = no(v1alpha1.ReasonInvalid, "status.podCIDRNAT: is long") },
 			isthmus.ConditionAnswered, v1alpha1.ReasonInvalid,
 			who + " answers our NetworkConfig tenant/bravo-924e89: status.podCIDRNAT: is long" + there + "the peer's manager must answer with networks of the same length"},

@@ -51,7 +51,7 @@ func servicesCondition(s peeringState) *condition {
 		if before := told(s.peering, isthmus.ConditionServicesShared); before != unknown {
 			return &before
 		}
-		return v(no(isthmus.ReasonSharing, "the peer and its services were not looked at yet"))
+		return v(no(isthmus.ReasonSharing, "the manager has not checked the peer and its services yet"))
 	case len(spec.Export) > 0 && c.Status == metav1.ConditionFalse:
 		return v(no(c.Reason, "%s", c.Message))
 	}
@@ -61,10 +61,10 @@ func servicesCondition(s peeringState) *condition {
 	}
 	var refused []string
 	if n := is.imports.Refused; n > 0 {
-		refused = append(refused, fmt.Sprintf("%d services of the peer are not served here as it exports them: see the status of PeerServices in namespace %s", n, s.peering.Spec.TenantNamespace.Local))
+		refused = append(refused, fmt.Sprintf("%d services of the peer are refused here in whole or in part: see the status of PeerServices in namespace %s", n, s.peering.Spec.TenantNamespace.Local))
 	}
 	if n := len(is.sharing.Refused); n > 0 {
-		refused = append(refused, fmt.Sprintf("the peer does not serve %d of our services as we export them: see the conditions of their ServiceExports", n))
+		refused = append(refused, fmt.Sprintf("the peer refuses %d of our services in whole or in part: see the conditions of their ServiceExports", n))
 	}
 	if foreign := is.imports.Foreign; len(foreign) > 0 {
 		refused = append(refused, "another implementation has "+strings.Join(foreign, ", "))

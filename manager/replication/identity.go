@@ -82,8 +82,8 @@ func identityFrom(s *corev1.Secret) (id identity, err error) {
 
 // errInBand and errOutOfBand mean that an identity does not fit spec.inBand.
 var (
-	errInBand    = errors.New("is a Liqo's, and spec.inBand is for two clusters with Isthmus: remove it from the Peering")
-	errOutOfBand = errors.New("is for the way through the tunnel, and the Peering does not have spec.inBand")
+	errInBand    = errors.New("comes from Liqo, but spec.inBand needs Isthmus in both clusters; remove spec.inBand from the Peering")
+	errOutOfBand = errors.New("leads through the tunnel, but the Peering does not have spec.inBand")
 )
 
 // through checks that the identity fits spec.inBand of the Peering. In band, it directs the

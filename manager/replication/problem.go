@@ -103,7 +103,7 @@ var remedies = map[string]string{
 	isthmus.ReasonUnauthorized:  "the identity was revoked or has expired: run isthmus peer again, or put a new identity into the Secret",
 	isthmus.ReasonForbidden:     "the peer must have our Role for networkconfigs in this namespace (isthmus peer repairs it), and quota for one; retrying",
 	isthmus.ReasonNamespaceGone: "the peer un-peered, or its tenant namespace was deleted: run isthmus peer again, or isthmus unpeer",
-	isthmus.ReasonRefusedByPeer: "its CRD, an admission policy or a webhook rejects our object: run `isthmus install` there, unless it is a Liqo",
+	isthmus.ReasonRefusedByPeer: "its CRD, an admission policy or a webhook rejects our object: run `isthmus install` there, unless it runs Liqo",
 	isthmus.ReasonUnreachable:   "retrying at least every 30 seconds",
 }
 

@@ -75,15 +75,15 @@ func (w *worker) renewToken(ctx context.Context) error {
 	token, err := w.link.newToken(ctx, old)
 	if err != nil {
 		_, text := diagnose(err)
-		return fmt.Errorf("%s %s; it has to allow us to create serviceaccounts/token for %s", w.link, text, old.account)
+		return fmt.Errorf("%s %s; it must allow this cluster to create serviceaccounts/token for %s", w.link, text, old.account)
 	}
 	if len(token) > maxToken {
-		return fmt.Errorf("%s gave a token of %d octets; want at most %d", w.link, len(token), maxToken)
+		return fmt.Errorf("%s returned a token of %d octets; want at most %d", w.link, len(token), maxToken)
 	}
 	fresh, ok := readToken(token)
 	if !ok || !fresh.expires.After(old.expires) || fresh.account != old.account || fresh.namespace != old.namespace ||
 		!slices.Equal(fresh.audiences, old.audiences) {
-		return fmt.Errorf("%s gave a token that is no better than the one we have", w.link)
+		return fmt.Errorf("%s returned a token that is not later than the current one, or for another account or audience", w.link)
 	}
 	kubeconfig, err := withToken(w.secret.Data[isthmus.SecretKubeconfig], w.link.user, token)
 	if err != nil {

@@ -167,7 +167,7 @@ func (s *sharer) fail(err error, reading bool) {
 		sharing, lacks := Sharing{Withdrawn: true}, len(s.wanted()) > 0
 		if lacks {
 			sharing.Condition = Condition{metav1.ConditionFalse, isthmus.ReasonNotSupported, fmt.Sprintf(
-				"%s %s; the peer takes no services: it is no Isthmus, an older one, or one without them; want `isthmus install --services` and `isthmus peer --services` there", s.link, text)}
+				"%s %s; the peer does not share services; run `isthmus install --services` and `isthmus peer --services` there, with a current Isthmus", s.link, text)}
 		}
 		s.report(sharing, lacks)
 	default:

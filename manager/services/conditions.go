@@ -94,7 +94,7 @@ func (c *Controller) readiness(ctx context.Context, g gathered, conflicts map[st
 		}
 		switch {
 		case c.board.omits(id, g.key):
-			failed = append(failed, fmt.Sprintf("cluster %s: there is no room in PeerServices %s, where other exports come first", name, ShardOf(g.key)))
+			failed = append(failed, fmt.Sprintf("cluster %s: PeerServices %s is full of older exports", name, ShardOf(g.key)))
 		case !looked, sharing.Condition.Status == "", sharing.Condition.Reason == isthmus.ReasonSharing:
 			pending = append(pending, name)
 		case sharing.Condition.Status != metav1.ConditionTrue:
@@ -110,10 +110,10 @@ func (c *Controller) readiness(ctx context.Context, g gathered, conflicts map[st
 			left += fmt.Sprintf("; %d labels and annotations are left out: too many, too long, reserved or invalid", n)
 		}
 		if out.NoPod > 0 {
-			left += fmt.Sprintf("; %d endpoints are no pods and stay in this cluster", out.NoPod)
+			left += fmt.Sprintf("; %d endpoints are not pods and are not exported", out.NoPod)
 		}
 		if out.TooMany > 0 {
-			left += fmt.Sprintf("; %d endpoints are beyond the %d that a service exports", out.TooMany, isthmus.MaxExportedEndpoints)
+			left += fmt.Sprintf("; %d endpoints are more than the %d that a service can export", out.TooMany, isthmus.MaxExportedEndpoints)
 		}
 	}
 	switch {

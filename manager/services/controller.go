@@ -435,7 +435,7 @@ func (c *Controller) gatherOwn(ctx context.Context, g *gathered, name string, wh
 	var endpoints []*discoveryv1.EndpointSlice
 	var many *Invalid
 	if svc != nil && !c.sources.room(g.key) {
-		many = &Invalid{reasonTooMany, fmt.Sprintf("%d ServiceExports of this namespace are exported, and no more are", exportsMost)}
+		many = &Invalid{reasonTooMany, fmt.Sprintf("the namespace already has %d exported ServiceExports, which is the limit", exportsMost)}
 		svc, g.after = nil, lookAgain
 	}
 	if svc == nil { // the name may be invalid as a label value, so nobody could watch by it

@@ -43,7 +43,7 @@ func ExportOf(export *mcs.ServiceExport, svc *corev1.Service, endpoints []*disco
 	case svc.Spec.Type == corev1.ServiceTypeExternalName:
 		return Own{}, &Invalid{mcs.ServiceExportReasonInvalidServiceType, "a Service of type ExternalName has no endpoints to share"}
 	case svc.Labels[LabelService] != "":
-		return Own{}, &Invalid{mcs.ServiceExportReasonInvalidServiceType, "the Service stands for an imported one itself"}
+		return Own{}, &Invalid{mcs.ServiceExportReasonInvalidServiceType, "the Service itself represents an imported service"}
 	}
 	s := isthmus.ExportedService{
 		Namespace: export.Namespace, Name: export.Name, Since: isthmus.UTCTimeOf(export.CreationTimestamp.Time),

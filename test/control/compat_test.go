@@ -141,7 +141,7 @@ func testLiqoTakesNoServices(a, b *site) {
 	}
 	share(`["prod"]`)
 	c := a.condition(b, isthmus.ConditionServicesShared, metav1.ConditionFalse, isthmus.ReasonNotSupported)
-	if !strings.Contains(c.Message, "it is no Isthmus") {
+	if !strings.Contains(c.Message, "does not share services") {
 		a.t.Errorf("the reason is not told: %s", c.Message)
 	}
 	a.ready(b)

@@ -45,7 +45,7 @@ func TestPresharedKeys(t *testing.T) {
 	var exchange string
 
 	t.Run("APeerThatKnowsNoneIsMetWithout", func(t *testing.T) {
-		statusSays(t, f, a, "none: the peer takes part in no exchange of keys")
+		statusSays(t, f, a, "none: the peer does not exchange preshared keys")
 		statusSays(t, f, b, "none: the Secret isthmus-system/isthmus-psk")
 		_, err := firstPing(t.Context(), from.Host, func() (netip.Addr, error) { return at, nil })
 		must(t, err)
