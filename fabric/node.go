@@ -428,7 +428,7 @@ func (d *nodeDecision) nameStrangers(in NodeIntent, ownPods []netip.Prefix) {
 		names[i] = p.String()
 	}
 	slices.Sort(names)
-	d.problem(Origin{Kind: "Node", Name: d.self.Name}, "", "has pods outside of %s, by which peers know our pods, %s: peers do not reach these, and see the gateway's address in the place of theirs; want a PodCIDR of the installation (--pod-cidr) with all pods in it",
+	d.problem(Origin{Kind: "Node", Name: d.self.Name}, "", "has pods outside %s, the networks that peers know, %s: peers cannot reach these pods, and see the gateway's address instead of theirs; want a PodCIDR of the installation (--pod-cidr) that contains all pods",
 		strings.Join(slices.Compact(names), ", "), stranger)
 }
 

@@ -369,7 +369,7 @@ func TestNodeBelievesAPodWithAnAddressOfItsNodeOnly(t *testing.T) {
 		{Name: "default/thief", Addr: ip("10.244.2.5"), Node: "n3", Created: 9}, // younger than the pod whose address it has
 	}
 	n, problems := NodeFor(in)
-	wantTexts(t, problems, "Pod default/thief: status.podIPs: is 10.244.2.5 on Node n3, but that address is of the podCIDRs of Node n2; it is not believed, want one of its own Node")
+	wantTexts(t, problems, "Pod default/thief: status.podIPs: is 10.244.2.5 on Node n3, but that address is in the podCIDRs of Node n2, so it is ignored; want an address of its own Node")
 	for _, r := range n.Routes {
 		if r.Prefix == pfx("10.244.2.5/32") {
 			t.Errorf("%+v", r)

@@ -67,7 +67,7 @@ func NodeNetworksOf(node string, have, own []netip.Prefix, resolvers []netip.Add
 		case !p.IsValid() || p.Bits() == 0 || insideAny(p, ignored):
 		case p.Bits() < WidestNodeNetwork:
 			problems = append(problems, Problem{Origin{Kind: "Node", Name: node}, "", fmt.Sprintf(
-				"its route to %v is wider than a /%d: like a default route it keeps no network from peers", p, WidestNodeNetwork)})
+				"its route to %v is wider than a /%d, so it is ignored like a default route, and peers may get overlapping networks", p, WidestNodeNetwork)})
 		case p.Addr().Is4():
 			v4 = append(v4, p)
 		default:
@@ -102,7 +102,7 @@ func NodeNetworksFrom(from *isthmus.NodeNetworks) (n NodeNetworks, problems []Pr
 		n.Networks = append(n.Networks, p.Masked())
 	}
 	if wrong > 0 {
-		r.add("spec.networks", "node %s says that it has %s and %d more that are no networks of length /%d or longer; they are ignored and keep nothing from peers",
+		r.add("spec.networks", "node %s reports %s and %d more that are not networks of length /%d or longer; they are ignored, and peers may get overlapping networks",
 			quote(from.Name), quote(first), wrong-1, WidestNodeNetwork)
 	}
 	for _, text := range from.Spec.Resolvers {

@@ -34,9 +34,9 @@ func TestANodeReportsWhatItReachesAndNothingOfItsCluster(t *testing.T) {
 		"halves of what would be ignored": {"10.0.0.0/8 11.0.0.0/8", "10.0.0.0/8 11.0.0.0/8", ""},
 		"one inside another":              {"172.16.0.0/12 172.18.3.0/24 172.16.0.0/12", "172.16.0.0/12", ""},
 		"a default route in disguise": {"0.0.0.0/1 128.0.0.0/1 192.0.2.0/25", "192.0.2.0/25",
-			"Node n1: its route to 0.0.0.0/1 is wider than a /8: like a default route it keeps no network from peers\n" +
-				"Node n1: its route to 128.0.0.0/1 is wider than a /8: like a default route it keeps no network from peers"},
-		"the same of IPv6": {"2000::/3 fd00::/8", "fd00::/8", "Node n1: its route to 2000::/3 is wider than a /8: like a default route it keeps no network from peers"},
+			"Node n1: its route to 0.0.0.0/1 is wider than a /8, so it is ignored like a default route, and peers may get overlapping networks\n" +
+				"Node n1: its route to 128.0.0.0/1 is wider than a /8, so it is ignored like a default route, and peers may get overlapping networks"},
+		"the same of IPv6": {"2000::/3 fd00::/8", "fd00::/8", "Node n1: its route to 2000::/3 is wider than a /8, so it is ignored like a default route, and peers may get overlapping networks"},
 	} {
 		got, problems := NodeNetworksOf("n1", prefixes(tc.have), own, nil)
 		var texts []string
@@ -140,8 +140,8 @@ func TestAHostileReportBlocksNoMoreThanANodeMay(t *testing.T) {
 	if text := fmt.Sprint(got.Networks, got.Resolvers); text != "[10.0.0.0/8 192.0.2.0/24 fd00::/8] [192.0.2.53 fe80::1 192.0.2.54]" {
 		t.Error(text)
 	}
-	wantTexts(t, problems, `NodeNetworks isthmus-system/n1: spec.networks: node "n1" says that it has "0.0.0.0/0" and 6 more that are no networks of length /8 or longer; `+
-		`they are ignored and keep nothing from peers`)
+	wantTexts(t, problems, `NodeNetworks isthmus-system/n1: spec.networks: node "n1" reports "0.0.0.0/0" and 6 more that are not networks of length /8 or longer; `+
+		`they are ignored, and peers may get overlapping networks`)
 	whole, problems := NodeNetworksFrom(&isthmus.NodeNetworks{Spec: got.Spec()})
 	if wantTexts(t, problems); !whole.Equal(got) {
 		t.Errorf("written and read it is %v", whole)

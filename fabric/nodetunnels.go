@@ -224,7 +224,7 @@ func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 		}
 		namespace, name, _ := strings.Cut(p.Name, "/")
 		d.problem(Origin{Kind: "Pod", Namespace: namespace, Name: name}, "status.podIPs",
-			"is %v on Node %s, but that address is of the podCIDRs of Node %s; it is not believed, want one of its own Node", p.Addr, p.Node, owner)
+			"is %v on Node %s, but that address is in the podCIDRs of Node %s, so it is ignored; want an address of its own Node", p.Addr, p.Node, owner)
 		return true
 	})
 	pods = slices.SortedFunc(slices.Values(pods), func(a, b NodePod) int {

@@ -393,7 +393,7 @@ func TestAGatewaysPodBelievesAPodWithAnAddressOfItsNodeOnly(t *testing.T) {
 	in.Sort()
 	in.Sort() // the pods that showed it are left out by now
 	s, problems := GatewayPodFor(gatewayPeers(t), nil, 1400, 1, 1500, in)
-	wantTexts(t, problems, "Pod default/thief: status.podIPs: is 10.244.2.5 on Node n3, but that address is of the podCIDRs of Node n2; it is not believed, want one of its own Node")
+	wantTexts(t, problems, "Pod default/thief: status.podIPs: is 10.244.2.5 on Node n3, but that address is in the podCIDRs of Node n2, so it is ignored; want an address of its own Node")
 	if slices.ContainsFunc(s.Routes, func(r kernel.Route) bool { return r.Prefix == pfx("10.244.2.5/32") }) {
 		t.Errorf("%v", s.Routes)
 	}

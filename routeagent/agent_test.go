@@ -760,7 +760,7 @@ func TestAnAgentFollowsTheOneThatRuns(t *testing.T) {
 	c.intent += ".second"
 	second := c.launch(n) // nobody tells it anything yet
 	c.eventually(n, func() error {
-		if err := started(second); err == nil || !strings.Contains(err.Error(), "does not know yet") {
+		if err := started(second); err == nil || !strings.Contains(err.Error(), "has not read its configuration yet") {
 			return fmt.Errorf("%w\n%s", errors.Join(err, errors.New("it is not to have started")), second.log)
 		}
 		return nil
@@ -778,7 +778,7 @@ func TestAnAgentFollowsTheOneThatRuns(t *testing.T) {
 	c.in.Nodes = nodes[:1]
 	c.want()
 	c.eventually(n, func() error { // it could do nothing, and says so before the first has to go
-		if err := started(second); err == nil || !strings.Contains(err.Error(), "finds no Node that is called") {
+		if err := started(second); err == nil || !strings.Contains(err.Error(), "does not find its Node") {
 			return errors.Join(err, errors.New("it is not to have started"))
 		}
 		return nil

@@ -103,7 +103,7 @@ func TestAnAgentThatDoesNotKnowWhatTheKernelRefusesEnds(t *testing.T) {
 	if err := a.restore(func() ([]netip.Prefix, error) { return []netip.Prefix{p}, nil }); err != nil || !slices.Equal(a.allocations.known, unexplained([]netip.Prefix{p})) {
 		t.Errorf("%v, %v", a.allocations.known, err)
 	}
-	if err := a.restore(func() ([]netip.Prefix, error) { return nil, errors.New("interrupted") }); err == nil || err.Error() != "what an agent before refused: interrupted" {
+	if err := a.restore(func() ([]netip.Prefix, error) { return nil, errors.New("interrupted") }); err == nil || err.Error() != "networks that a former agent refused: interrupted" {
 		t.Error(err)
 	}
 	a.allocations = allocations{}

@@ -317,7 +317,7 @@ func TestWhateverLeadsAPacketForAPeerElsewhereItDoesNotLeave(t *testing.T) {
 			})
 			c.eventually(n, func() error { // and it is told
 				s, err := n.Get(c.ctx, "http://"+statusAt+"/status")
-				if err != nil || !strings.Contains(s, "led elsewhere") {
+				if err != nil || !strings.Contains(s, "are routed to device") {
 					return fmt.Errorf("nobody is told of it: %s%w", s, err)
 				}
 				return nil
@@ -328,7 +328,7 @@ func TestWhateverLeadsAPacketForAPeerElsewhereItDoesNotLeave(t *testing.T) {
 	c.ping(c.pod(1).Host, remotePod)
 	for _, n := range c.Nodes {
 		c.eventually(n, func() error {
-			if s, err := n.Get(c.ctx, "http://"+statusAt+"/status"); err != nil || strings.Contains(s, "led elsewhere") {
+			if s, err := n.Get(c.ctx, "http://"+statusAt+"/status"); err != nil || strings.Contains(s, "are routed to device") {
 				return fmt.Errorf("told of what is over: %s%w", s, err)
 			}
 			return nil

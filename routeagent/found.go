@@ -154,7 +154,7 @@ func (a *agent) ledElsewhere(self string, look bool, news []netip.Prefix) []fabr
 		return nil
 	}
 	return []fabric.Problem{{Origin: fabric.Origin{Kind: "Node", Name: self}, Message: fmt.Sprintf(
-		"packets for %v, a network of a peer, are led elsewhere, by %s, and dropped: a rule of others comes before ours (ip rule); want it after priority %d, or not for networks of peers",
+		"packets for %v, a network of a peer, are routed to device %s and dropped there, because a foreign routing rule comes before ours (ip rule); give that rule a priority after %d, or exclude networks of peers from it",
 		a.led, a.ledBy, kernel.RefuseRulePriority)}}
 }
 
@@ -191,14 +191,14 @@ func (a *agent) withFiles(limits []kernel.Limit, unsaved error) []kernel.Limit {
 	})
 	if unsaved != nil {
 		limits = append(limits, kernel.Limit{Reason: kernel.LimitSnapshot, Message: fmt.Sprintf(
-			"%v; until that is mended, this node refuses the networks of peers after a reboot only from the moment the API server answers", unsaved)})
+			"%v; until this is repaired, the node refuses the networks of peers after a reboot only once the API server answers", unsaved)})
 	}
 	if a.opts.Voter == nil {
 		return limits
 	}
 	if err := a.opts.Voter.Err(); err != nil {
 		limits = append(limits, kernel.Limit{Reason: kernel.LimitVote, Message: fmt.Sprintf(
-			"%v; until that is mended, a gateway needs a majority of the other nodes' votes", err)})
+			"%v; until this is repaired, a gateway needs a majority of the other nodes' votes", err)})
 	}
 	return limits
 }
@@ -220,5 +220,5 @@ func (a *agent) outOfReach(elsewhere netip.Addr, in fabric.NodeIntent) []kernel.
 		return nil
 	}
 	return []kernel.Limit{{Reason: kernel.LimitGateway, Message: fmt.Sprintf(
-		"pods of other nodes are reached by %s, a %s as devices of pods are, so that our packet filter cannot tell other nodes from pods: while the gateway's Pod runs here, other nodes do not reach it; want gateways with --host-network", name, kind)}}
+		"device %s leads to pods of other nodes, but is a %s like the devices of pods, so the packet filter cannot tell other nodes from pods: while the gateway's Pod runs here, other nodes do not reach it; want gateways with --host-network", name, kind)}}
 }

@@ -85,7 +85,7 @@ func (a *agent) status() Status {
 	}
 	var err error
 	if s.Dropped, err = rtnl.Dropped(); err != nil {
-		s.Problems = append(s.Problems, fmt.Sprintf("what the packet filter has dropped is not known: %v", err))
+		s.Problems = append(s.Problems, fmt.Sprintf("cannot read what the packet filter has dropped: %v", err))
 	}
 	return s
 }
@@ -163,15 +163,15 @@ func (a *agent) canFollow() error {
 	}
 	a.mu.Unlock()
 	if !knows {
-		return errors.New("this one does not know yet what to do when that ends")
+		return errors.New("this one has not read its configuration yet")
 	}
 	in.Self = a.opts.Node
 	if !slices.ContainsFunc(in.Nodes, func(n fabric.ClusterNode) bool { return n.Name == in.Self }) {
-		return fmt.Errorf("this one finds no Node that is called %q", in.Self)
+		return fmt.Errorf("this one does not find its Node, %q", in.Self)
 	}
 	if a.opts.StateDirectory != "" {
 		if _, err := readSnapshot(a.opts.StateDirectory); errors.Is(err, fs.ErrPermission) { // the next snapshot repairs any other error
-			return fmt.Errorf("this one may not read what that has left: %w", err)
+			return fmt.Errorf("this one is not allowed to read the state directory: %w", err)
 		}
 	}
 	node, _ := fabric.NodeFor(in)

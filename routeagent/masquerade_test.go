@@ -200,7 +200,7 @@ func TestAnAgentSaysWhatRulesOfOthersKeepFromWorking(t *testing.T) {
 			return err
 		})
 	}
-	status("ForwardingRefused: FORWARD of iptables-legacy drops", true)
+	status("ForwardingRefused: chain FORWARD of iptables-legacy drops", true)
 	status(`"ready": true`, true)
 	c.eventually(n, func() error {
 		b, err := os.ReadFile(c.toldPath(n))

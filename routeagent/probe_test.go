@@ -103,7 +103,7 @@ func TestAnAgentSaysThatTheOverlayIsBroken(t *testing.T) {
 	c.run(gateway.Host, "nft add chain ip wall in { type filter hook prerouting priority -310 ; }")
 	c.run(gateway.Host, "nft add rule ip wall in udp dport 4800 drop")
 	wants("broken", func(s Status) bool {
-		return !s.Ready && s.Overlay.Broken && strings.Contains(s.Error, "let UDP 4800 pass between nodes")
+		return !s.Ready && s.Overlay.Broken && strings.Contains(s.Error, "allow UDP 4800 between nodes")
 	})
 	c.eventually(n, func() error { // the manager is told
 		b, err := os.ReadFile(c.toldPath(n))

@@ -75,7 +75,7 @@ func (a *agent) restore(refused func() ([]netip.Prefix, error)) error {
 	a.recall()
 	left, err := refused()
 	if err != nil {
-		return fmt.Errorf("what an agent before refused: %w", err)
+		return fmt.Errorf("networks that a former agent refused: %w", err)
 	}
 	a.allocations.hold(unexplained(slices.DeleteFunc(left, func(p netip.Prefix) bool { return has(a.allocations.networks, p) })))
 	return nil
@@ -169,7 +169,7 @@ func Cleanup(log *slog.Logger, directory string) error {
 	changes, err := k.Apply(kernel.State{})
 	for end := time.Now().Add(cleanupPatience); err == nil && k.Busy(); time.Sleep(busyInterval) {
 		if time.Now().After(end) {
-			return errors.New("others change iptables-legacy all the time, and rules of ours are left in its FORWARD; want another --cleanup")
+			return errors.New("iptables-legacy: the chain FORWARD still has our rules, because other programs keep changing it; run --cleanup again")
 		}
 		var more kernel.Plan
 		more, err = k.Apply(kernel.State{})

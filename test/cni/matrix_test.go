@@ -178,7 +178,7 @@ func (w *world) named(t *testing.T, i int) {
 				return err
 			}
 			said := slices.ContainsFunc(report.Spec.Problems, func(p isthmus.NodeProblem) bool {
-				return strings.Contains(p.Message, "has pods outside of "+c.PodCIDR.String())
+				return strings.Contains(p.Message, "has pods outside "+c.PodCIDR.String())
 			})
 			if said != strangers {
 				return fmt.Errorf("pods outside of the PodCIDR: %t, and said: %+v", strangers, report.Spec.Problems)

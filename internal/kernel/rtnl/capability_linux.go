@@ -15,8 +15,8 @@ func MayChange() error {
 		return nil //nolint:nilerr // a sandbox without capget(2) will refuse changes, which tells
 	}
 	if sets[0].Effective&(1<<unix.CAP_NET_ADMIN) == 0 {
-		return errors.New("the process lacks CAP_NET_ADMIN, by which it changes routes and rules: " +
-			"give it to the container (securityContext.capabilities.add: NET_ADMIN), and see which admission or runtime took it away")
+		return errors.New("the process lacks CAP_NET_ADMIN, which it needs to change routes and rules; " +
+			"add it to the container (securityContext.capabilities.add: NET_ADMIN), and check whether an admission policy or the runtime removes it")
 	}
 	return nil
 }

@@ -386,7 +386,7 @@ func (k *Kernel) changeAccept(remove bool, a kernel.Accept) error {
 }
 
 // errOwned means that the table has the flag owner, as the tables of firewalld do.
-var errOwned = errors.New("the table belongs to a process, which alone may change it")
+var errOwned = errors.New("only the process that owns the table can change it")
 
 // refusal describes the effect of an Accept that could not be made, and the remedy.
 func refusal(a kernel.Accept, err error) kernel.Limit {
@@ -398,7 +398,7 @@ func refusal(a kernel.Accept, err error) kernel.Limit {
 		remedy = "`iifname \"isthmus*\" accept` and `oifname \"isthmus*\" accept` in the configuration of that process"
 	}
 	return kernel.Limit{Reason: kernel.LimitUncertain, Message: fmt.Sprintf(
-		"%v drops what none of its rules accepts, and ours cannot be added (%v): packets between pods and peers may be dropped; want %s", a, err, remedy)}
+		"%v drops packets that none of its rules accepts, and ours cannot be added (%v), so packets between pods and peers may be dropped; want %s", a, err, remedy)}
 }
 
 // masqueradeCost describes the effect of masquerading pods.
@@ -441,7 +441,7 @@ func earlyNAT() (all []kernel.Limit) {
 				continue
 			}
 			all = append(all, kernel.Limit{Reason: kernel.LimitMasqueraded, Message: fmt.Sprintf(
-				"chain %s of table %s %s has priority %d, before ours: where it masquerades pods they are not exempted; %s; want a priority of %d or more",
+				"chain %s of table %s %s has priority %d, before ours, so its masquerading of pods cannot be exempted; %s; want a priority of %d or more",
 				chain.Name, kind, chain.Table.Name, *chain.Priority, masqueradeCost, kernel.SourceNATPriority)})
 		}
 	}

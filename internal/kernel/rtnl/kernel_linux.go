@@ -307,10 +307,10 @@ func limitOf(o kernel.Op, err error) (l kernel.Limit, is bool) {
 	switch v := o.Object.(type) {
 	case kernel.SourceNAT:
 		return kernel.Limit{Reason: kernel.LimitMasqueraded, Message: fmt.Sprintf(
-			"what the CNI masquerades cannot be exempted (nftables: %v); %s; want a kernel with NAT in nftables (nf_tables, nft_chain_nat)", explain(err, "CAP_NET_ADMIN"), masqueradeCost)}, true
+			"cannot exempt packets of pods from the CNI's masquerading (nftables: %v); %s; want a kernel with NAT in nftables (nf_tables, nft_chain_nat)", explain(err, "CAP_NET_ADMIN"), masqueradeCost)}, true
 	case kernel.Bridge:
 		return kernel.Limit{Reason: kernel.LimitBridge, Message: fmt.Sprintf(
-			"bridges cannot be filtered (nftables: %v): where the gateway's Pod is on a bridge of this node, a pod there may send to it as a node; want a kernel with nftables for bridges (nf_tables_bridge), or br_netfilter with net.bridge.bridge-nf-call-iptables=1",
+			"cannot filter on bridges (nftables: %v): if the gateway's Pod is on a bridge of this node, a pod there can pose as a node to it; want a kernel with nftables for bridges (nf_tables_bridge), or br_netfilter with net.bridge.bridge-nf-call-iptables=1",
 			explain(err, "CAP_NET_ADMIN"))}, true
 	case kernel.Accept:
 		return refusal(v, explain(err, "CAP_NET_ADMIN")), !errors.Is(err, errBusy)

@@ -73,12 +73,12 @@ func legacyLimits(want kernel.SourceNAT) []kernel.Limit {
 	if !t.drops(pod, remote, "", kernel.OverlayDevice) && !t.drops(remote, pod, kernel.OverlayDevice, "") {
 		return nil
 	}
-	why := "which no rule accepts as far as can be seen"
+	why := "because no visible rule accepts them"
 	if f := t.forwarding(); f.fixed && f.refuses {
-		why += ", and there is no " + legacyLock + " of the node under which ours could be added"
+		why += ", and ours cannot be added without the node's " + legacyLock
 	}
-	return []kernel.Limit{{Reason: kernel.LimitForwarding, Message: "FORWARD of iptables-legacy drops packets between pods and peers, " + why +
-		"; want `iptables-legacy -A FORWARD -i isthmus+ -j ACCEPT` and the same with -o, before the rule that drops"}}
+	return []kernel.Limit{{Reason: kernel.LimitForwarding, Message: "chain FORWARD of iptables-legacy drops packets between pods and peers, " + why +
+		"; want `iptables-legacy -A FORWARD -i isthmus+ -j ACCEPT`, and the same with -o, before the rule that drops them"}}
 }
 
 // legacyForwarding returns the chain FORWARD of iptables-legacy, if it exists.

@@ -53,7 +53,7 @@ func NewPodEvents(config *rest.Config, component, namespace, pod string, uid typ
 	config.Timeout = writeTimeout
 	api, err := client.New(config, client.Options{Scheme: scheme})
 	if err != nil {
-		return nil, fmt.Errorf("way to the API server: %w", err)
+		return nil, fmt.Errorf("path to the API server: %w", err)
 	}
 	return &PodEvents{api: api, component: component,
 		about: corev1.ObjectReference{APIVersion: "v1", Kind: "Pod", Namespace: namespace, Name: pod, UID: uid}}, nil

@@ -142,7 +142,7 @@ func (g *Gateway) tellTunnels(ctx context.Context, secret *corev1.Secret, privat
 		return nil
 	}
 	return []fabric.Problem{{Origin: fabric.Origin{Kind: "Secret", Namespace: secret.Namespace, Name: secret.Name}, Field: "data." + keyring.FieldTunnels,
-		Message: fmt.Sprintf("does not hold the public keys of our %d further tunnels, of which peers will not be told, and writing them: %v", g.o.Tunnels-1, kubeerr.Plain("the API server", g.tellErr))}}
+		Message: fmt.Sprintf("lacks the public keys of our %d further tunnels, so peers cannot use these tunnels; writing them: %v", g.o.Tunnels-1, kubeerr.Plain("the API server", g.tellErr))}}
 }
 
 func (g *Gateway) writeTunnels(ctx context.Context, secret *corev1.Secret, tunnels string) error {

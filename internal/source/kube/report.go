@@ -36,7 +36,7 @@ func NewNodeReporter(config *rest.Config, namespace, node string) (*NodeReporter
 	}
 	api, err := client.New(config, client.Options{Scheme: scheme})
 	if err != nil {
-		return nil, fmt.Errorf("way to the API server: %w", err)
+		return nil, fmt.Errorf("path to the API server: %w", err)
 	}
 	return &NodeReporter{api, namespace, node}, nil
 }

@@ -214,7 +214,7 @@ func statusFor(te *v1alpha1.TunnelEndpoint, node netip.Addr, r Report, p PeerRep
 		want.Connection, p.Reason = was, ""
 	}
 	meta.SetStatusCondition(&want.Conditions, metav1.Condition{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionTrue,
-		Reason: ReasonConfigured, Message: "the gateway does what this object says", ObservedGeneration: te.Generation})
+		Reason: ReasonConfigured, Message: "the gateway has applied this object", ObservedGeneration: te.Generation})
 	connected := metav1.ConditionFalse
 	if v1alpha1.Carries(p.Reason) {
 		connected = metav1.ConditionTrue
