@@ -46,7 +46,7 @@ func agreedBy(ctx context.Context, at, of *cluster.Cluster) (a agreed, err error
 		from, err1 := netip.ParsePrefix(p.Status.Remote.PodCIDR)
 		to, err2 := netip.ParsePrefix(p.Status.Remote.PodCIDRSeen)
 		if err1 != nil || err2 != nil {
-			return a, fmt.Errorf("%s has not agreed with %s on networks yet; `isthmus diagnose` says why", at, of)
+			return a, fmt.Errorf("%s has not agreed with %s on networks yet; `isthmus diagnose` shows why", at, of)
 		}
 		a.pods = natengine.Remap{From: from, To: to}
 		a.external, _ = netip.ParsePrefix(p.Status.Remote.ExternalCIDRSeen) // without it, mapped addresses are not checked
@@ -59,7 +59,7 @@ func agreedBy(ctx context.Context, at, of *cluster.Cluster) (a agreed, err error
 func (a agreed) seen(pod netip.Addr) (netip.Addr, error) {
 	seen, ok := a.pods.Map(pod)
 	if !ok {
-		return seen, fmt.Errorf("its address %v is outside of the PodCIDR %v that its cluster claims", pod, a.pods.From)
+		return seen, fmt.Errorf("its address %v is outside the PodCIDR of its cluster, %v", pod, a.pods.From)
 	}
 	return seen, nil
 }
@@ -78,11 +78,11 @@ type Target struct {
 func discover(ctx context.Context, at, of *cluster.Cluster, a agreed, tell func(string)) (all []Target) {
 	some := func(what string, targets []Target, err error) {
 		if err != nil {
-			tell(fmt.Sprintf("%s of %s are not asked from %s: %v", what, of, at, err))
+			tell(fmt.Sprintf("%s of %s are not tested from %s: %v", what, of, at, err))
 		}
 		if more := len(targets) - maxFound; more > 0 {
 			targets = targets[:maxFound]
-			tell(fmt.Sprintf("%s of %s: %d are asked from %s, %d are not; --to asks them", what, of, maxFound, at, more))
+			tell(fmt.Sprintf("%s of %s: %d are tested from %s, %d are not; test these with --to", what, of, maxFound, at, more))
 		}
 		all = append(all, targets...)
 	}

@@ -110,7 +110,7 @@ func (s *site) part(ctx context.Context) error {
 
 // end ends the member's container.
 func (m *member) end(ctx context.Context, c client.Client) error {
-	last := errors.New("it was not looked at")
+	last := errors.New("its state is unknown")
 	_ = wait.PollUntilContextCancel(ctx, 500*time.Millisecond, true, func(ctx context.Context) (bool, error) {
 		var p corev1.Pod
 		if last = client.IgnoreNotFound(c.Get(ctx, client.ObjectKey{Namespace: m.namespace, Name: m.name}, &p)); last != nil {

@@ -108,7 +108,7 @@ func (s *site) gateway(ctx context.Context) (*corev1.Pod, error) {
 		return nil, fmt.Errorf("%s: Pods in %s: %w", s, s.Namespace, err)
 	}
 	if len(gateways.Items) == 0 {
-		return nil, fmt.Errorf("%s: no gateway is active in %s; `isthmus diagnose` says why", s, s.Namespace)
+		return nil, fmt.Errorf("%s: no gateway is active in %s; `isthmus diagnose` shows why", s, s.Namespace)
 	}
 	g := &gateways.Items[0]
 	s.secrets = g.Spec.ImagePullSecrets
@@ -185,7 +185,7 @@ func (s *site) pod(node, place, network string) *corev1.Pod {
 
 // wait waits until a Pod runs; the error has the reason why it does not.
 func (s *site) wait(ctx context.Context, m *member) error {
-	last := errors.New("it was not looked at")
+	last := errors.New("its state is unknown")
 	err := wait.PollUntilContextCancel(ctx, 500*time.Millisecond, true, func(ctx context.Context) (bool, error) {
 		var p corev1.Pod
 		if last = s.Client.Get(ctx, client.ObjectKey{Namespace: m.namespace, Name: m.name}, &p); last != nil {
@@ -231,7 +231,7 @@ func (s *site) wait(ctx context.Context, m *member) error {
 // endOfWait returns why a wait ended with its context: an interrupt, or the last error that it saw.
 func endOfWait(ctx context.Context, last error) error {
 	if errors.Is(ctx.Err(), context.Canceled) {
-		return fmt.Errorf("%w while it was waited for: %w", context.Canceled, last)
+		return fmt.Errorf("%w while waiting for it: %w", context.Canceled, last)
 	}
 	return last
 }

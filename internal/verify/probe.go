@@ -369,7 +369,7 @@ func exchange(conn net.Conn, size int) (from netip.Addr, err error) {
 	}
 	came, err := readPiece(c)
 	if err == nil && !bytes.Equal(came, sent) {
-		err = errors.New("other octets came back than were sent")
+		err = errors.New("the answer differs from the packet that was sent")
 	}
 	return seen.SeenAs, err
 }

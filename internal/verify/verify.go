@@ -380,7 +380,7 @@ func Line(losses []Loss) string {
 		fmt.Fprintf(&b, ", last %s from %v to %v: %s", last.Last.Format(time.TimeOnly), last.From, last.To, safetext.Of(last.Why))
 	}
 	if notAsked > 0 {
-		fmt.Fprintf(&b, ", %d not asked for: %s", notAsked, safetext.Of(whyNot))
+		fmt.Fprintf(&b, ", %d not requested: %s", notAsked, safetext.Of(whyNot))
 	}
 	return b.String()
 }

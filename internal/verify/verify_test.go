@@ -432,7 +432,7 @@ func TestALineSumsUpLosses(t *testing.T) {
 		t.Error(got)
 	}
 	got = Line([]Loss{{From: a, To: b, Sent: 10, NotAsked: 2, WhyNot: "away"}, {From: b, To: a, Sent: 10}})
-	if got != "20 sent, 0 lost (0.00 %), 2 not asked for: away" {
+	if got != "20 sent, 0 lost (0.00 %), 2 not requested: away" {
 		t.Error(got)
 	}
 }
