@@ -205,7 +205,7 @@ func TestTwoClustersByTheCommandLine(t *testing.T) {
 		"a: installed; peer it with another cluster: isthmus peer --context a --remote-context OTHER",
 		"install", "--without-workloads", "--context", "a", "--cluster-name", "a", "--gateway-service", "NodePort")
 	run(0, "b: Role isthmus-system/isthmus-gateway created", "install", "--without-workloads", "--context", "b", "--cluster-name", "b", "--cluster-id", "bbbb")
-	if out := run(0, "a: applied; whether the components run was not waited for: isthmus status", "install", "--without-workloads", "--context", "a", "--timeout", "0"); strings.Contains(out, "created") || strings.Contains(out, "changed\n") && !strings.Contains(out, "unchanged\n") {
+	if out := run(0, "a: applied, without waiting for the components; check them with isthmus status", "install", "--without-workloads", "--context", "a", "--timeout", "0"); strings.Contains(out, "created") || strings.Contains(out, "changed\n") && !strings.Contains(out, "unchanged\n") {
 		t.Errorf("the second time:\n%s", out)
 	}
 	run(1, "a: waiting for a manager|a: no manager is active: Lease isthmus-system/isthmus-manager not found|b: no manager", peer("a", "b", "--timeout", "1s")...)

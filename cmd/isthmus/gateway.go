@@ -70,7 +70,7 @@ network; probes then need "host: 127.0.0.1".`,
 				}
 				serve = func(ctx context.Context) error { return replica.run(ctx, options) }
 			} else if name := firstChanged(cmd, kubeGatewayFlags()); name != "" {
-				return cli.Usage("--%s is for a gateway without --config; with it, gateway.yaml says that", name)
+				return cli.Usage("--%s has no effect with --config; set this in gateway.yaml", name)
 			}
 			if err := checkProfileAddress(profileAddress); err != nil {
 				return err

@@ -334,7 +334,7 @@ func tellStandby(ctx context.Context, events *kube.PodEvents, replica *kube.Gate
 			told, err = false, events.Mended(ctx, "this gateway hears most nodes that vote again")
 		}
 		if err != nil && ctx.Err() == nil {
-			log.Debug("nobody is told that this standby cannot take over", "error", err) // /readyz has it too
+			log.Debug("cannot send an Event that this standby cannot take over", "error", err) // /readyz has it too
 		}
 	}
 }

@@ -640,10 +640,10 @@ func TestGatewayNamesTheFlagThatIsWrong(t *testing.T) {
 		{[]string{"--kubeconfig", kubeconfig, "--metrics-address", "nowhere"}, "--metrics-address"},
 		{[]string{"--kubeconfig", kubeconfig, "--metrics-cert-dir", "/x"}, "--metrics-cert-dir is for --metrics-secure"},
 		{[]string{"--kubeconfig", kubeconfig}, "POD_NAME"},
-		{[]string{"--config", t.TempDir(), "--tunnels", "2"}, "--tunnels is for a gateway without --config"},
-		{[]string{"--config", t.TempDir(), "--metrics-secure"}, "--metrics-secure is for a gateway without --config"},
-		{[]string{"--config", t.TempDir(), "--port", "1"}, "--port is for a gateway without --config"},
-		{[]string{"--config", t.TempDir(), "--random-ports"}, "--random-ports is for a gateway without --config; with it, gateway.yaml says that"},
+		{[]string{"--config", t.TempDir(), "--tunnels", "2"}, "--tunnels has no effect with --config"},
+		{[]string{"--config", t.TempDir(), "--metrics-secure"}, "--metrics-secure has no effect with --config"},
+		{[]string{"--config", t.TempDir(), "--port", "1"}, "--port has no effect with --config"},
+		{[]string{"--config", t.TempDir(), "--random-ports"}, "--random-ports has no effect with --config; set this in gateway.yaml"},
 	} {
 		var errs strings.Builder
 		code := run(append([]string{"gateway"}, tc.args...), strings.NewReader(""), io.Discard, &errs)

@@ -70,12 +70,13 @@ no cluster.`,
 			if err := install.Run(cmd.Context(), c, o); err != nil {
 				return clusterError(err)
 			}
-			what := "installed; peer it with another cluster: isthmus peer --context " + cmp.Or(access.Context, "THIS") + " --remote-context OTHER"
+			peer := "isthmus peer --context " + cmp.Or(access.Context, "THIS") + " --remote-context OTHER"
+			what := "installed; peer it with another cluster: " + peer
 			if f.services {
-				what += " --services NAMESPACE"
+				what = "installed; peer it with another cluster, and share the Services that a namespace exports: " + peer + " --services NAMESPACE"
 			}
 			if o.Wait == 0 {
-				what = "applied; whether the components run was not waited for: isthmus status"
+				what = "applied, without waiting for the components; check them with isthmus status"
 			}
 			o.Report(fmt.Sprintf("%s: %s", c, what))
 			return nil
@@ -116,7 +117,7 @@ func (f *installFlags) add(cmd *cobra.Command) {
 	flags.StringVar(&f.podCIDR, "pod-cidr", "", "network of all pods (default: detected)")
 	flags.BoolVar(&f.onHostNetwork, "host-network", false, "run the gateways in their nodes' network")
 	flags.BoolVar(&f.withoutWorkloads, "without-workloads", false, "do not install the components, because they run elsewhere; install the gateway's Service only with --gateway-service")
-	flags.BoolVar(&f.services, "services", false, "export and import Services through the Multi-Cluster Services API, with names in clusterset.local (docs/services.md)")
+	flags.BoolVar(&f.services, "services", false, "export and import Services through the Multi-Cluster Services API, with names in clusterset.local; isthmus peer --services chooses the namespaces (docs/services.md)")
 	flags.BoolVar(&f.metricsAuth, "metrics-auth", false, "serve metrics to clients with the ClusterRole isthmus-metrics-reader, and give the components the rights to check this")
 }
 

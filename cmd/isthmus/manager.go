@@ -165,11 +165,11 @@ func (f *managerFlags) completeIPAM() (err error) {
 	o, files := &f.options.IPAM, f.ipamCert != "" || f.ipamKey != "" || f.ipamClientCA != ""
 	switch {
 	case o.Address == "" && (files || o.Plain || len(o.Allow) > 0 || f.options.IPAMService != ""):
-		return cli.Usage("--ipam-address is not given, but what belongs to it is")
+		return cli.Usage("--ipam-plain, --ipam-allow, --ipam-service and the certificates of the IPAM need --ipam-address")
 	case o.Address == "" || o.Plain && !files:
 		return nil
 	case o.Plain:
-		return cli.Usage("--ipam-plain and certificates contradict each other")
+		return cli.Usage("--ipam-plain and certificates of the IPAM: want only one of them")
 	case f.ipamCert == "" || f.ipamKey == "" || f.ipamClientCA == "":
 		return cli.Usage("--ipam-address: want --ipam-tls-cert, --ipam-tls-key and --ipam-client-ca, by which callers are known, or --ipam-plain")
 	}

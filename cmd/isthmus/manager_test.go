@@ -22,7 +22,7 @@ func TestManagerNamesTheFlagThatIsWrong(t *testing.T) {
 		{"--ipam-address :6000 --ipam-tls-cert a --ipam-tls-key b", "want --ipam-tls-cert"},
 		{"--ipam-address :6000 --ipam-tls-cert a --ipam-tls-key b --ipam-client-ca c", "certificate a with key b"},
 		{"--ipam-address :6000 --ipam-plain --ipam-client-ca c", "contradict"},
-		{"--ipam-plain", "--ipam-address is not given"},
+		{"--ipam-plain", "need --ipam-address"},
 		{"--ipam-address :6000 --ipam-plain --ipam-service x", "--ipam-service: $POD_IP"},
 		{"--ipam-address :6000 --ipam-plain --ipam-allow 10.96.0.1", `--ipam-allow "10.96.0.1": want a network`},
 		{"--metrics-address :99999", "--metrics-address"},
@@ -43,7 +43,7 @@ func TestManagerNamesTheFlagThatIsWrong(t *testing.T) {
 func TestManagerWithoutClusterSaysSo(t *testing.T) {
 	t.Setenv("KUBERNETES_SERVICE_HOST", "")
 	_, stderr, code := isthmus("", "manager", "--kubeconfig", "testdata/there-is-none")
-	if code != cli.Problem || !strings.Contains(stderr, "way to the API server") {
+	if code != cli.Problem || !strings.Contains(stderr, "path to the API server") {
 		t.Errorf("exit %d, %q", code, stderr)
 	}
 }

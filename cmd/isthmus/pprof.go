@@ -16,7 +16,7 @@ func checkProfileAddress(a string) error {
 		return nil
 	}
 	if at, err := netip.ParseAddrPort(a); err != nil || !at.Addr().IsLoopback() {
-		return cli.Usage("--pprof-address %q: want a loopback address and a port such as 127.0.0.1:6060, since a profile tells everything", a)
+		return cli.Usage("--pprof-address %q: want a loopback address and a port such as 127.0.0.1:6060, because a profile exposes the whole process", a)
 	}
 	return nil
 }

@@ -154,7 +154,7 @@ func printStatus(w io.Writer, s gateway.Status, wide bool) error {
 			fmt.Fprintf(w, "%s: %s\n", nameOrID(p.Name, p.ID), p.Problem)
 		}
 		if p.Down {
-			fmt.Fprintf(w, "%s: no WireGuard session for long, packets to it are dropped\n", nameOrID(p.Name, p.ID))
+			fmt.Fprintf(w, "%s: no WireGuard session for some time, so packets to it are dropped\n", nameOrID(p.Name, p.ID))
 		}
 		for _, t := range p.Tunnels {
 			if !t.InUse && t.State != check.Connecting && p.State == check.Connected {

@@ -115,7 +115,7 @@ The exit code is then 2 if nothing failed; with --continuous only if nothing was
 			case report.Failed > 0:
 				return cli.ErrProblem
 			case report.Unknown > 0:
-				return cli.Unreachable(fmt.Errorf("nothing is known of %d of %d checks", report.Unknown, report.Checks))
+				return cli.Unreachable(fmt.Errorf("the results of %d of %d checks are unknown", report.Unknown, report.Checks))
 			}
 			return nil
 		},
