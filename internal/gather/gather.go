@@ -90,7 +90,7 @@ func Write(ctx context.Context, c *cluster.Cluster, w io.Writer, o Options) ([]M
 	tenants := g.tenants(ctx)
 	g.secrets(ctx, append(slices.Clone(tenants), c.Namespace))
 	g.objects(ctx, tenants)
-	o.Report("what status and diagnose say")
+	o.Report("output of status and diagnose")
 	status, diagnosis := g.judge(ctx)
 	pods := g.pods(ctx)
 	o.Report(fmt.Sprintf("logs, status and metrics of %d Pods", len(pods)))
@@ -119,7 +119,7 @@ func (g *gathering) miss(what string, err error) {
 func (g *gathering) tenants(ctx context.Context) (names []string) {
 	var list isthmus.PeeringList
 	if err := g.cluster.Client.List(ctx, &list); err != nil {
-		g.miss("Peerings, and so the namespaces of peerings", err)
+		g.miss("Peerings, and therefore the namespaces of peerings", err)
 		return nil
 	}
 	for _, p := range list.Items {
@@ -147,7 +147,7 @@ func (g *gathering) secrets(ctx context.Context, namespaces []string) {
 	for _, namespace := range namespaces {
 		var list corev1.SecretList
 		if err := g.cluster.Client.List(ctx, &list, client.InNamespace(namespace)); err != nil {
-			g.miss("Secrets in "+namespace+", so that their values are taken out only where they look like secrets", err)
+			g.miss("Secrets in "+namespace+"; their values are removed only where they look like secrets", err)
 			continue
 		}
 		for i := range list.Items {
@@ -230,7 +230,7 @@ var components = map[string][]struct {
 func (g *gathering) pods(ctx context.Context) (all []corev1.Pod) {
 	var list corev1.PodList
 	if err := g.cluster.Client.List(ctx, &list, client.InNamespace(g.cluster.Namespace)); err != nil {
-		g.miss("Pods in "+g.cluster.Namespace+", and so what they say", err)
+		g.miss("Pods in "+g.cluster.Namespace+", and therefore their logs and status", err)
 		return nil
 	}
 	slices.SortStableFunc(list.Items, func(a, b corev1.Pod) int {
@@ -252,7 +252,7 @@ func (g *gathering) pods(ctx context.Context) (all []corev1.Pod) {
 		all = append(all, p)
 	}
 	if agents > maxAgents {
-		g.miss(fmt.Sprintf("logs and status of %d more route agents", agents-maxAgents), fmt.Errorf("%d are enough, those that are not ready first", maxAgents))
+		g.miss(fmt.Sprintf("logs and status of %d more route agents", agents-maxAgents), fmt.Errorf("the archive takes %d, those that are not ready first", maxAgents))
 	}
 	return all
 }
@@ -370,7 +370,7 @@ func (g *gathering) write(w io.Writer) error {
 func (g *gathering) summary(status, diagnosis string, pods []corev1.Pod) []byte {
 	var b bytes.Buffer
 	identity := g.cluster.Identity
-	fmt.Fprintf(&b, "# Isthmus in cluster %s\n\nCluster ID %s, namespace %s. Gathered %s by isthmus %s.\n\nSecrets were taken out and replaced by %s. Look through it all the same before you show it to others:\nnames, addresses and public keys are in it.\n\n",
+	fmt.Fprintf(&b, "# Isthmus in cluster %s\n\nCluster ID %s, namespace %s. Gathered %s by isthmus %s.\n\nValues of Secrets were removed and replaced by %s. Review the archive before you share it:\nit contains names, addresses and public keys.\n\n",
 		safetext.Of(cmp.Or(identity.ClusterName, "?")), safetext.Of(cmp.Or(identity.ClusterID, "?")), g.cluster.Namespace, g.at.Format(time.RFC3339), g.Version, redact.Mark)
 	section := func(title, text string) {
 		if text != "" {
@@ -396,7 +396,7 @@ func (g *gathering) summary(status, diagnosis string, pods []corev1.Pod) []byte 
 	}
 	fmt.Fprint(&b, "\n## What could not be read\n\n")
 	if len(g.missing) == 0 {
-		fmt.Fprint(&b, "Nothing: all is here.\n")
+		fmt.Fprint(&b, "Nothing: the archive is complete.\n")
 	}
 	for _, m := range g.missing {
 		fmt.Fprintf(&b, "- %s: %s\n", safetext.Of(m.What), safetext.Of(m.Why))

@@ -86,20 +86,20 @@ func Cause(err error) (string, bool) {
 	text := err.Error()
 	switch {
 	case errors.As(err, &name):
-		return fmt.Sprintf("has a name without address: %s: %s", name.Name, name.Err), true
+		return fmt.Sprintf("has a name that does not resolve: %s: %s", name.Name, name.Err), true
 	case errors.As(err, &invalid) && invalid.Reason == x509.Expired: // the library's text contains the time of day
-		return fmt.Sprintf("shows a certificate that is valid from %s to %s only",
+		return fmt.Sprintf("has a certificate that is valid only from %s to %s",
 			invalid.Cert.NotBefore.Format(time.RFC3339), invalid.Cert.NotAfter.Format(time.RFC3339)), true
 	case errors.As(err, &network) && errors.As(err, &number): // without a network error the number may come from a file
 		return "does not answer: " + number.Error(), true
 	case errors.Is(err, context.DeadlineExceeded), errors.As(err, &timeout) && timeout.Timeout():
 		return "does not answer in time", true
 	case strings.Contains(text, "connection lost"): // it does not answer pings of HTTP/2
-		return "does not answer any more: the connection was lost", true
+		return "stopped answering: the connection was lost", true
 	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF), strings.Contains(text, "GOAWAY"):
 		return "closes the connection", true
 	case watch:
-		return "sends what cannot be read: " + broken, true
+		return "sends data that cannot be decoded: " + broken, true
 	}
 	return "", false
 }

@@ -41,10 +41,10 @@ func TestARequestWithoutAnAnswerIsPutIntoWords(t *testing.T) {
 		{onSocket(syscall.ECONNREFUSED), "the API server does not answer: connection refused"},
 		{fmt.Errorf("Node: not read yet: %w", onSocket(syscall.EHOSTUNREACH)), "Node: not read yet: the API server does not answer: no route to host"},
 		{get(context.DeadlineExceeded), "the API server does not answer in time"},
-		{get(errors.New("http2: client connection lost")), "the API server does not answer any more: the connection was lost"},
+		{get(errors.New("http2: client connection lost")), "the API server stopped answering: the connection was lost"},
 		{get(io.ErrUnexpectedEOF), "the API server closes the connection"},
 		{get(errors.New("http2: server sent GOAWAY and closed the connection; LastStreamID=7")), "the API server closes the connection"},
-		{get(&net.DNSError{Err: "no such host", Name: "b.example", Server: "192.0.2.1:53"}), "the API server has a name without address: b.example: no such host"},
+		{get(&net.DNSError{Err: "no such host", Name: "b.example", Server: "192.0.2.1:53"}), "the API server has a name that does not resolve: b.example: no such host"},
 		{fmt.Errorf("NatMapping: %w", fmt.Errorf("failed to get restmapping: %w", fmt.Errorf("failed to get server groups: %w", onSocket(syscall.ECONNREFUSED)))),
 			"NatMapping: the API server does not answer: connection refused"},
 		{errors.Join(onSocket(syscall.ECONNREFUSED), errors.New("and more")), "the API server does not answer: connection refused\nand more"},
@@ -70,8 +70,8 @@ func TestABrokenWatchIsNoAnswer(t *testing.T) {
 		lost bool
 		want string
 	}{
-		"the connection is lost": {true, "Pod: the API server does not answer any more: the connection was lost"},
-		"what comes is nonsense": {false, "Pod: the API server sends what cannot be read: "},
+		"the connection is lost": {true, "Pod: the API server stopped answering: the connection was lost"},
+		"what comes is nonsense": {false, "Pod: the API server sends data that cannot be decoded: "},
 	} {
 		s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 			w.Header().Set("Content-Type", "application/json")

@@ -66,7 +66,7 @@ func TestDiagnose(t *testing.T) {
 		"closed":            {overNetwork(1, io.ErrUnexpectedEOF), isthmus.ReasonUnreachable, "closes the connection"},
 		"expired":           {&tls.CertificateVerificationError{Err: expired}, isthmus.ReasonUnreachable, "to 2026-01-02T03:04:05Z only"},
 		"another CA":        {&tls.CertificateVerificationError{Err: x509.UnknownAuthorityError{}}, isthmus.ReasonUnreachable, "CA in the Secret"},
-		"a lost watch":      {lostWatch, isthmus.ReasonUnreachable, "does not answer any more: the connection was lost"},
+		"a lost watch":      {lostWatch, isthmus.ReasonUnreachable, "stopped answering: the connection was lost"},
 		"something else":    {overNetwork(1, fmt.Errorf("novel")), isthmus.ReasonUnreachable, "novel"},
 		"too much":          {overNetwork(1, errAnswerTooLong), isthmus.ReasonUnreachable, "4 MiB"},
 		"a state as answer": {apierrors.NewUnauthorized(strings.Repeat("lorem\nipsum\x00\u202e ", 1<<16)), isthmus.ReasonUnauthorized, "lorem ipsum lorem"},

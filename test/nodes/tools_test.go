@@ -199,7 +199,7 @@ func TestGatherReadsWhatEachComponentSays(t *testing.T) {
 		t.Errorf("mode %v", info.Mode())
 	}
 	files := unpack(t, name)
-	if !strings.Contains(files["summary.md"], "Nothing: all is here.") {
+	if !strings.Contains(files["summary.md"], "Nothing: the archive is complete.") {
 		t.Errorf("summary.md:\n%s", files["summary.md"])
 	}
 	var pods corev1.PodList
