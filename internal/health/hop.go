@@ -39,7 +39,7 @@ type Hop struct {
 	Reason  string   `json:"reason,omitempty"` // of the condition that it comes from
 	// Text describes the state and, if it is broken, the remedy.
 	Text string `json:"text"`
-	// Source is where the state was read, and Since is when it began, if known.
+	// Source is where the state was read, and Since is when its reporter noticed it, if known.
 	Source string       `json:"source"`
 	Since  *metav1.Time `json:"since,omitempty"`
 

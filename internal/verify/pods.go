@@ -231,10 +231,16 @@ func (s *site) wait(ctx context.Context, m *member) error {
 // endOfWait returns why a wait ended with its context: an interrupt, or the last error that it saw.
 func endOfWait(ctx context.Context, last error) error {
 	if errors.Is(ctx.Err(), context.Canceled) {
-		return fmt.Errorf("%w while waiting for it: %w", context.Canceled, last)
+		return &stoppedError{last}
 	}
 	return last
 }
+
+// stoppedError is context.Canceled with the last error that a wait saw. cli adds "interrupted".
+type stoppedError struct{ last error }
+
+func (e *stoppedError) Error() string   { return "stopped waiting: " + e.last.Error() }
+func (e *stoppedError) Unwrap() []error { return []error{context.Canceled, e.last} }
 
 // state returns the state that the kubelet reports of a container.
 func state(p *corev1.Pod) string {
