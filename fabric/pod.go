@@ -200,7 +200,7 @@ func (d *nodeDecision) toNodes(in PodNetwork) {
 			continue
 		}
 		if first, clash := taken[hop]; clash {
-			d.problem(o, "status.addresses", "%v is Node %s's as well; want an address of its own", hop, first)
+			d.problem(o, "status.addresses", "%v is also an address of Node %s; want an address of its own", hop, first)
 			continue
 		}
 		d.overlay[n.Name] = hop

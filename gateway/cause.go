@@ -86,8 +86,8 @@ func (e *evidence) cause() Cause {
 		return Cause{v1alpha1.CausePathMTU, fmt.Sprintf("the peer answers, but packets of %d octets, which every path should carry, do not arrive at %s, and no ICMP error comes back; "+
 			"with WireGuard and outer headers they have %d octets; repair the link that drops them", e.check.Path.Bytes, at, e.check.Path.Bytes+overheadTo(e.endpoint.Addr()))}
 	case e.check.State == check.Connected && e.check.Path.Narrow():
-		return Cause{v1alpha1.CauseNarrowPath, fmt.Sprintf("the peer answers, but the path to it drops larger packets and says nothing, so packets to it are of %d octets at most instead of %d; "+
-			"let ICMP \"fragmentation needed\" and \"packet too big\" pass there, or mend the link", e.check.Path.Bytes, e.check.Path.Ceiling)}
+		return Cause{v1alpha1.CauseNarrowPath, fmt.Sprintf("the peer answers, but the path to it drops larger packets silently, so this gateway sends packets of at most %d octets instead of %d; "+
+			"allow ICMP \"fragmentation needed\" and \"packet too big\" on the path, or repair the link", e.check.Path.Bytes, e.check.Path.Ceiling)}
 	case e.check.State == check.Connected:
 		return Cause{v1alpha1.CauseConnected, "the peer answers"}
 	case !e.endpoint.IsValid() && e.unresolved != nil:

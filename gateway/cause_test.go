@@ -43,7 +43,7 @@ func TestTheCauseIsTheFirstThingToMend(t *testing.T) {
 		{"it answers by a narrow path", func(e *evidence) {
 			session(e)
 			e.check.State, e.check.Path = check.Connected, check.PathMTU{State: check.PathSearchComplete, Bytes: 1232, Ceiling: 1440}
-		}, v1alpha1.CauseNarrowPath, "1232 octets at most instead of 1440"},
+		}, v1alpha1.CauseNarrowPath, "at most 1232 octets instead of 1440"},
 		{"it answers by a path that takes nothing", func(e *evidence) {
 			session(e)
 			e.check.State, e.check.Path = check.Connected, check.PathMTU{State: check.PathError, Bytes: 1200, Ceiling: 1440}

@@ -161,7 +161,7 @@ func (g *gateway) measureWays(peers []peer, all bool) (tunnel int) {
 			mtu, err := g.mtuTo(addr, links)
 			if err != nil {
 				// Without a path to the peer, no packet is too large.
-				g.log.Debug("no way to the peer", "peer", p.ID, "error", err)
+				g.log.Debug("no route to the peer", "peer", p.ID, "error", err)
 			}
 			p.asked, p.kernel = addr, mtu
 		} else if !addr.IsValid() {

@@ -453,7 +453,7 @@ func TestPodCIDRIsFoundWhereTheClusterSaysIt(t *testing.T) {
 		{ObjectMeta: metav1.ObjectMeta{Name: "n2"}, Spec: corev1.NodeSpec{PodCIDR: "10.50.9.0/24"}},
 	}
 	_, _, err := podCIDR(t.Context(), c, nodes, nil)
-	if err == nil || !strings.Contains(err.Error(), "want --pod-cidr") || !strings.Contains(err.Error(), "perhaps it is 10.50.0.0/16") {
+	if err == nil || !strings.Contains(err.Error(), "want --pod-cidr") || !strings.Contains(err.Error(), "it may be 10.50.0.0/16") {
 		t.Errorf("when nothing says it: %v", err)
 	}
 	must(t, client.IgnoreAlreadyExists(c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "kube-flannel"}})))
@@ -483,11 +483,11 @@ func TestPodCIDRIsFoundWhereTheClusterSaysIt(t *testing.T) {
 	}
 	// What a Pod or a node contradicts is not believed.
 	outside := []address{pods[0], {"x/out", netip.MustParseAddr("10.7.1.7")}}
-	if _, _, err = podCIDR(t.Context(), c, nodes, outside); err == nil || !strings.Contains(err.Error(), "say 10.50.0.0/16, yet Pod x/out has 10.7.1.7") || !strings.Contains(err.Error(), "want --pod-cidr") {
+	if _, _, err = podCIDR(t.Context(), c, nodes, outside); err == nil || !strings.Contains(err.Error(), ": 10.50.0.0/16 does not contain 10.7.1.7 of Pod x/out") || !strings.Contains(err.Error(), "want --pod-cidr") {
 		t.Errorf("when a Pod is elsewhere: %v", err)
 	}
 	nodes[1].Spec.PodCIDR = "10.51.9.0/24"
-	if _, _, err = podCIDR(t.Context(), c, nodes, pods); err == nil || !strings.Contains(err.Error(), "say 10.50.0.0/16, yet a node has 10.51.9.0/24") {
+	if _, _, err = podCIDR(t.Context(), c, nodes, pods); err == nil || !strings.Contains(err.Error(), ": 10.50.0.0/16 does not contain 10.51.9.0/24 of a node") {
 		t.Errorf("when a node is elsewhere: %v", err)
 	}
 }
@@ -610,7 +610,7 @@ func TestPodCIDRHoldsEachPoolOfTheCNI(t *testing.T) {
 		t.Errorf("%v from %s: %v", p, source, err)
 	}
 	_, _, err = podCIDRFrom(t.Context(), c, []podSource{pools, said("kubeadm", false, "10.1.0.0/16")}, nil, nil)
-	if err == nil || !strings.Contains(err.Error(), "IPPools have several, 10.1.0.0/16,10.9.0.0/16; kubeadm say 10.1.0.0/16, and 10.9.0.0/16 lies outside") {
+	if err == nil || !strings.Contains(err.Error(), "IPPools: more than one network, 10.1.0.0/16,10.9.0.0/16; kubeadm: 10.1.0.0/16 does not contain 10.9.0.0/16") {
 		t.Errorf("nothing holds both: %v", err)
 	}
 }

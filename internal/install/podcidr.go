@@ -143,20 +143,20 @@ func podCIDRFrom(ctx context.Context, c *cluster.Cluster, sources []podSource, n
 		if !ok {
 			if source.own && len(all) > 0 { // Pods need not have used all of them yet
 				several = append(several, all...)
-				outside = append(outside, fmt.Sprintf("%s have several, %s", source.what, safetext.Of(text)))
+				outside = append(outside, fmt.Sprintf("%s: more than one network, %s", source.what, safetext.Of(text)))
 			}
 			continue
 		}
 		if i := slices.IndexFunc(several, func(n netip.Prefix) bool { return !holds(p, n) }); i >= 0 {
-			outside = append(outside, fmt.Sprintf("%s say %v, and %v lies outside", source.what, p, several[i]))
+			outside = append(outside, fmt.Sprintf("%s: %v does not contain %v", source.what, p, several[i]))
 			continue
 		}
 		if i := slices.IndexFunc(pods, func(a address) bool { return !p.Contains(a.addr) }); i >= 0 {
-			outside = append(outside, fmt.Sprintf("%s say %v, yet Pod %s has %v", source.what, p, pods[i].pod, pods[i].addr))
+			outside = append(outside, fmt.Sprintf("%s: %v does not contain %v of Pod %s", source.what, p, pods[i].addr, pods[i].pod))
 			continue
 		}
 		if i := slices.IndexFunc(ofNodes, func(n netip.Prefix) bool { return !source.own && !holds(p, n) }); i >= 0 {
-			outside = append(outside, fmt.Sprintf("%s say %v, yet a node has %v", source.what, p, ofNodes[i]))
+			outside = append(outside, fmt.Sprintf("%s: %v does not contain %v of a node", source.what, p, ofNodes[i]))
 			continue
 		}
 		return p, source.what, nil

@@ -273,7 +273,7 @@ func CheckTarget(text string) error {
 	if _, err := netip.ParseAddr(host); err == nil || validation.IsDNS1123Subdomain(strings.TrimSuffix(host, ".")) == nil {
 		return nil
 	}
-	return fmt.Errorf("%q: want an address or a name, and a port where a connection is meant, such as 10.0.0.1:443", text)
+	return fmt.Errorf("%q: want HOST for a ping, or HOST:PORT for a connection, such as 10.0.0.1:443", text)
 }
 
 // pairs returns the checks of Continuous: one for each pair.

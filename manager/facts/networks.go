@@ -36,7 +36,7 @@ func (k *Keeper) networks(ctx context.Context, f *Facts) error {
 			return err
 		}
 		if len(k.detected.pods) == 0 {
-			f.Missing = append(f.Missing, "PodCIDR: ConfigMap kube-system/kubeadm-config does not say it; set --pod-cidr")
+			f.Missing = append(f.Missing, "PodCIDR: not found in ConfigMap kube-system/kubeadm-config; set --pod-cidr")
 			return nil
 		}
 		f.PodCIDR = k.detected.pods[0]

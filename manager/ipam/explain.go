@@ -27,7 +27,7 @@ func (b State) Explain(c Request) (both [2]Standing, err error) {
 	both[0] = Standing{c.Pod, got.Pod, others.why(c, "podCIDR", c.Pod, got.Pod, c.WantPod)}
 	both[1] = Standing{c.External, got.External, others.why(c, "externalCIDR", c.External, got.External, c.WantExternal)}
 	if both[1].Why == givenBefore && c.External.Overlaps(got.Pod) {
-		both[1].Why = fmt.Sprintf("it overlaps %v, which stands for its podCIDR here", got.Pod)
+		both[1].Why = fmt.Sprintf("it overlaps %v, which is used for its podCIDR here", got.Pod)
 	}
 	return both, nil
 }
@@ -45,7 +45,7 @@ func (b *State) why(c Request, field string, claim, here, want netip.Prefix) str
 	}
 	switch {
 	case want.IsValid():
-		return "spec.overrides." + field + " of the Peering says so"
+		return "spec.overrides." + field + " of the Peering sets it"
 	case here == claim && overlaps != "":
 		return "it was given before it " + overlaps
 	case here == claim && forbidden != "":
@@ -55,7 +55,7 @@ func (b *State) why(c Request, field string, claim, here, want netip.Prefix) str
 	case overlaps != "":
 		return "it " + overlaps
 	case c.AlwaysRemap:
-		return "spec.claims.alwaysRemap of the Peering says so"
+		return "spec.claims.alwaysRemap of the Peering is true"
 	case forbidden != "":
 		return "it " + strings.TrimSuffix(forbidden, " of the receiver's Peering")
 	case b.coversPool(claim):

@@ -22,8 +22,8 @@ func TestEveryNetworkOfAPeerHasAReason(t *testing.T) {
 		"our pods":      {func(r *Request) { r.Pod = pfx("10.244.64.0/18") }, "10.246.0.0/18: it overlaps our PodCIDR, 10.244.0.0/16"},
 		"a node":        {func(r *Request) { r.Pod = pfx("192.168.76.0/22") }, "10.246.0.0/22: it overlaps the address of a node or an API server, 192.168.77.4/32"},
 		"another peer":  {func(r *Request) { r.Pod = pfx("172.20.8.0/21") }, "10.246.0.0/21: it overlaps the network used for the pods of peer other, 172.20.0.0/20"},
-		"always":        {func(r *Request) { r.AlwaysRemap = true }, "10.50.64.0/18: spec.claims.alwaysRemap of the Peering says so"},
-		"wanted":        {func(r *Request) { r.WantPod = pfx("10.9.0.0/18") }, "10.9.0.0/18: spec.overrides.podCIDR of the Peering says so"},
+		"always":        {func(r *Request) { r.AlwaysRemap = true }, "10.50.64.0/18: spec.claims.alwaysRemap of the Peering is true"},
+		"wanted":        {func(r *Request) { r.WantPod = pfx("10.9.0.0/18") }, "10.9.0.0/18: spec.overrides.podCIDR of the Peering sets it"},
 		"a whole pool":  {func(r *Request) { r.Pod = pfx("192.168.0.0/16") }, "10.246.0.0/16: it overlaps the address of a node or an API server, 192.168.77.4/32"},
 		"a cloud's own": {func(r *Request) { r.Pod = pfx("100.100.0.0/17") }, "10.246.0.0/17: it overlaps 100.100.100.200/32, which clouds use for metadata services"},
 	} {
@@ -43,7 +43,7 @@ func TestEveryNetworkOfAPeerHasAReason(t *testing.T) {
 		}
 	}
 	both, err := b.Explain(Request{ID: "b", Pod: pfx("10.244.0.0/17"), External: pfx("10.246.0.0/16")}) // where its pods go
-	if err != nil || both[1].Why != "it overlaps 10.246.0.0/17, which stands for its podCIDR here" {
+	if err != nil || both[1].Why != "it overlaps 10.246.0.0/17, which is used for its podCIDR here" {
 		t.Errorf("%+v %v", both, err)
 	}
 	if _, err := b.Explain(Request{ID: "b", Pod: pfx("2a00:1450::/48"), External: pfx("fd01::/64")}); err == nil {

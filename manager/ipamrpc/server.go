@@ -80,7 +80,7 @@ func serve(ctx context.Context, listener net.Listener, o Options, s *ipamstore.S
 		grpc.KeepaliveParams(keepalive.ServerParameters{MaxConnectionIdle: maxIdle}),
 	}
 	if o.TLS == nil && !o.Plain {
-		return errors.Join(errors.New("IPAM service: want certificates of server and callers, or to be told that it is plain"), listener.Close())
+		return errors.Join(errors.New("IPAM service: want certificates of server and callers, or the option for plaintext"), listener.Close())
 	}
 	if o.TLS != nil {
 		settings = append(settings, grpc.Creds(credentials.NewTLS(o.TLS)))

@@ -276,7 +276,7 @@ func (w *worker) carryOut(ctx context.Context, original *v1alpha1.NetworkConfig)
 		case a.step == answer && apierrors.IsInvalid(err):
 			w.state.Answered = Condition{
 				metav1.ConditionFalse, isthmus.ReasonInvalid,
-				"the peer's answer cannot be taken: " + quote(err.Error()),
+				"the peer's answer is invalid: " + quote(err.Error()),
 			}
 		default:
 			w.again(ctx, a.step.String(), err)
