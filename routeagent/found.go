@@ -154,7 +154,7 @@ func (a *agent) ledElsewhere(self string, look bool, news []netip.Prefix) []fabr
 		return nil
 	}
 	return []fabric.Problem{{Origin: fabric.Origin{Kind: "Node", Name: self}, Message: fmt.Sprintf(
-		"packets for %v, a network of a peer, are routed to device %s and dropped there, because a foreign routing rule comes before ours (ip rule); give that rule a priority after %d, or exclude networks of peers from it",
+		"packets for %v, a network of a peer, are routed to device %s and dropped, because a foreign routing rule comes before ours (ip rule); give that rule a priority after %d, or exclude networks of peers from it",
 		a.led, a.ledBy, kernel.RefuseRulePriority)}}
 }
 
