@@ -266,7 +266,7 @@ func TestASpoiledExchangeOfKeysIsReported(t *testing.T) {
 		postquantum.Other:     "",
 		postquantum.Changed:   "",
 		postquantum.Malformed: "neither an ML-KEM key nor an answer to one",
-		postquantum.Altered:   "the tag of what the peer publishes is wrong",
+		postquantum.Altered:   "has a wrong tag",
 	} {
 		s := agreedState(t)
 		s.key = keyState{use: "first", progress: progress}
@@ -276,7 +276,7 @@ func TestASpoiledExchangeOfKeysIsReported(t *testing.T) {
 			t.Errorf("%s: %+v and %+v; want the key of before, and traffic", progress, got, connected)
 		}
 		for what, text := range map[string]string{"status.postQuantum.why": got.Why, "Connected": connected.message} {
-			if told := strings.Contains(text, "the next preshared key is not made: "); told != (words != "") || !strings.Contains(text, words) {
+			if told := strings.Contains(text, "no new preshared key: "); told != (words != "") || !strings.Contains(text, words) {
 				t.Errorf("%s: %s is %q; want %q", progress, what, text, words)
 			}
 		}

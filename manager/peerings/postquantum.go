@@ -59,7 +59,7 @@ func (k keyState) why() string {
 func (k keyState) spoiled() string {
 	switch k.progress {
 	case postquantum.Malformed, postquantum.Altered:
-		return "the next preshared key is not made: " + k.why()
+		return "no new preshared key: " + k.why()
 	}
 	return ""
 }
