@@ -357,7 +357,7 @@ func (l *leader) lead(ctx context.Context) error {
 	})
 	liveness := peerings.NewLiveness(l.mgr.GetAPIReader(), l.Namespace, l.Log)
 	keys := &exchange.KeyStore{Client: l.client, Direct: l.mgr.GetAPIReader(), Namespace: l.Namespace, Peers: l.peers, Log: l.Log}
-	if err := errors.Join(l.mgr.Add(replicator), l.mgr.Add(liveness), l.mgr.Add(keys)); err != nil {
+	if err := errors.Join(l.mgr.Add(replicator), l.mgr.Add(liveness)); err != nil {
 		return err
 	}
 	if l.IPAM.Address != "" {
@@ -398,6 +398,7 @@ func (l *leader) lead(ctx context.Context) error {
 		&peerings.Feeder{Peers: l.peers, Replicator: replicator},
 		&exchange.Answers{Client: l.client, Peers: l.peers, Facts: own, Store: l.store, RefusalGate: gate, FactsChanged: own.Subscribe(), Log: l.Log},
 		&exchange.NetworkConfigReconciler{Client: l.client, Peers: l.peers, Facts: own, FactsChanged: own.Subscribe(), Keys: keys, Log: l.Log},
+		keys,
 		peering,
 	} {
 		if err := r.SetupWithManager(l.mgr); err != nil {

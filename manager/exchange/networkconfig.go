@@ -33,7 +33,6 @@ import (
 	"github.com/isthmus-net/isthmus/manager/controllers"
 	"github.com/isthmus-net/isthmus/manager/facts"
 	"github.com/isthmus-net/isthmus/manager/peers"
-	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
 // NetworkConfigReconciler keeps one NetworkConfig for each peer, which describes this cluster's
@@ -48,8 +47,7 @@ type NetworkConfigReconciler struct {
 	Keys *KeyStore
 	Log  *slog.Logger
 
-	again  queue.Queue // peers whose key exchange waits
-	proofs sync.Map    // cluster ID → proof
+	proofs sync.Map // cluster ID → proof
 }
 
 // SetupWithManager makes mgr call Reconcile for each peer whose inputs changed, and for all peers
@@ -60,8 +58,10 @@ func (r *NetworkConfigReconciler) SetupWithManager(mgr ctrl.Manager) error {
 		Watches(&v1alpha1.NetworkConfig{}, handler.EnqueueRequestsFromMapFunc(r.peerOf)).
 		Watches(&v1alpha1.TunnelEndpoint{}, handler.EnqueueRequestsFromMapFunc(r.peerOf), builder.WithPredicates(presharedChanged)).
 		WatchesMetadata(&corev1.Namespace{}, handler.EnqueueRequestsFromMapFunc(r.peerIn)).
-		WatchesRawSource(r.again.Source()).
 		WatchesRawSource(source.Channel(r.FactsChanged, handler.EnqueueRequestsFromMapFunc(r.everyPeer)))
+	if r.Keys != nil {
+		b = b.WatchesRawSource(r.Keys.again.Source())
+	}
 	return r.Peers.Watch(b, func(p peers.Peer) []reconcile.Request {
 		return []reconcile.Request{controllers.RequestFor(p.Cluster.ClusterID)}
 	}).Complete(controllers.Noted("networkconfig", r))

@@ -17,6 +17,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
@@ -24,16 +25,12 @@ import (
 	"github.com/isthmus-net/isthmus/internal/postquantum"
 	"github.com/isthmus-net/isthmus/manager/controllers"
 	"github.com/isthmus-net/isthmus/manager/peers"
+	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
-const (
-	// maxPreshared is the size of the Secret, in octets, up to which new peers are accepted. A peer
-	// needs about 2,000, and the rest is room for changes of existing peers.
-	maxPreshared = corev1.MaxSecretSize * 4 / 5
-
-	// presharedCheck is how often the Secret is read again, since somebody may have deleted it.
-	presharedCheck = time.Minute
-)
+// maxPreshared is up to how many octets new peers are taken in. A peer needs about 2,000, and those that
+// are there need room to change.
+const maxPreshared = corev1.MaxSecretSize * 4 / 5
 
 // errPresharedFull means that the Secret has no room for another peer.
 var errPresharedFull = errors.New("the Secret " + postquantum.SecretName + " is full: it holds the keys of about 400 peers")
@@ -45,9 +42,25 @@ const (
 	exchangesAtOnce = 4
 )
 
-// A KeyStore keeps the State of the exchange of preshared keys with each peer in one Secret. The
-// leading manager writes it, and gateways read it. Its methods may be called concurrently, but for
-// one peer by one goroutine at a time.
+// A write replaces the whole Secret in etcd, so after writesAtOnce the changes of all peers wait for the next one.
+// An exchange alone takes three.
+const (
+	writePause   = time.Second
+	writesAtOnce = 4
+)
+
+// presharedCheck is how often the Secret is read again, since somebody may have deleted it.
+const presharedCheck = time.Minute
+
+// The requests of the controller that a KeyStore is.
+var (
+	checkSecret = controllers.RequestFor("check")
+	writeSecret = controllers.RequestFor("write")
+)
+
+// A KeyStore keeps the State of the exchange of preshared keys with each peer in one Secret, which the
+// manager that leads writes and gateways read. It is a controller that writes the changes of all peers together,
+// so that nobody waits for the API server. Its methods may be called concurrently.
 type KeyStore struct {
 	Client    client.Client // with a field owner
 	Direct    client.Reader // not cached
@@ -55,100 +68,125 @@ type KeyStore struct {
 	Peers     peers.Peers
 	Log       *slog.Logger
 
-	writing sync.Mutex // held while the Secret is read or written
+	work    queue.Queue // checkSecret and writeSecret
+	again   queue.Queue // of the NetworkConfigReconciler: peers whose exchange may go on
+	reading sync.Mutex  // held while the Secret is read or written
 
-	mu      sync.Mutex
-	next    *keyBatch         // states of the next write
-	states  map[string][]byte // as stored; nil: not read yet
-	version string            // of the Secret
-	err     error             // of the last write or read
-	begun   map[string]*rate.Limiter
+	mu     sync.Mutex
+	stored map[string]storedState // nil: not read yet
+	due    map[string]storedState // of the next write; without data: of a peer that is gone
+	secret string                 // the version of the Secret
+	err    error                  // of the last write or read
+	writes *rate.Limiter
+	begun  map[string]*rate.Limiter
 }
 
-// A keyBatch is one write for all peers that waited for the previous write. Each write replaces the
-// whole Secret in etcd, and thousands of peers may come at the same time.
-type keyBatch struct {
-	states map[string][]byte // by cluster ID; nil inside: the peer is gone
-	done   bool
-	err    error
+// A storedState is a State, and its JSON.
+type storedState struct {
+	state postquantum.State
+	data  []byte
 }
 
-// Start implements manager.Runnable. It recreates a deleted Secret, and removes the exchanges of
-// former peers from it.
-func (k *KeyStore) Start(ctx context.Context) error {
-	tick := time.NewTicker(presharedCheck)
-	defer tick.Stop()
-	for {
-		k.check(ctx)
-		select {
-		case <-ctx.Done():
-			return nil
-		case <-tick.C:
+// SetupWithManager makes mgr call Reconcile, once it leads.
+func (k *KeyStore) SetupWithManager(mgr ctrl.Manager) error {
+	k.work.Add(checkSecret, 0)
+	return ctrl.NewControllerManagedBy(mgr).Named("presharedkeys").WatchesRawSource(k.work.Source()).
+		Complete(controllers.Noted("presharedkeys", k))
+}
+
+// Reconcile writes what is due, or recreates a deleted Secret and removes former peers from it.
+func (k *KeyStore) Reconcile(ctx context.Context, request ctrl.Request) (ctrl.Result, error) {
+	if request != writeSecret {
+		if err := k.check(ctx); err != nil {
+			return ctrl.Result{}, err
 		}
+		return ctrl.Result{RequeueAfter: presharedCheck}, nil
 	}
+	if pace := k.pace(); pace == nil {
+		return ctrl.Result{}, nil // an earlier write had all that was due
+	} else if err := pace.Wait(ctx); err != nil {
+		return ctrl.Result{}, err
+	}
+	return ctrl.Result{}, k.write(ctx)
 }
 
-func (k *KeyStore) check(ctx context.Context) {
-	k.writing.Lock()
-	err := k.read(ctx)
-	k.writing.Unlock()
-	if err != nil {
-		k.Log.Warn("cannot read the preshared keys", "error", err)
-		return
+func (k *KeyStore) check(ctx context.Context) error {
+	if err := k.read(ctx); err != nil {
+		return err
 	}
 	k.mu.Lock()
-	ids := slices.Collect(maps.Keys(k.states))
+	ids := slices.Collect(maps.Keys(k.stored))
 	k.mu.Unlock()
 	for _, id := range ids {
 		if _, err := k.Peers.ByID(ctx, id); errors.Is(err, peers.ErrNoPeer) {
-			err = k.put(ctx, id, nil)
-			if err != nil {
-				k.Log.Warn("cannot erase the preshared key of a former peer", "peer", id, "error", err)
-			}
+			k.mu.Lock()
+			k.put(id, storedState{})
+			k.mu.Unlock()
 		}
 	}
+	return nil
 }
 
-// State returns the stored state of a peer; zero if there is none.
-func (k *KeyStore) State(ctx context.Context, id string) (state postquantum.State, err error) {
-	data, err := k.stored(ctx, id)
-	if err != nil || len(data) == 0 {
-		return state, err
-	}
-	if err := json.Unmarshal(data, &state); err != nil {
-		return postquantum.State{}, nil //nolint:nilerr // somebody has edited it; the exchange begins anew
-	}
-	return state, nil
-}
-
-func (k *KeyStore) stored(ctx context.Context, id string) ([]byte, error) {
+// pace returns the limiter of writes; nil: nothing is due.
+func (k *KeyStore) pace() *rate.Limiter {
 	k.mu.Lock()
-	states := k.states
-	k.mu.Unlock()
-	if states == nil {
-		k.writing.Lock()
-		err := k.read(ctx)
-		k.writing.Unlock()
-		if err != nil {
-			return nil, err
-		}
+	defer k.mu.Unlock()
+	if len(k.due) == 0 {
+		return nil
+	}
+	if k.writes == nil {
+		k.writes = rate.NewLimiter(rate.Every(writePause), writesAtOnce)
+	}
+	return k.writes
+}
+
+// State returns what is stored for a peer; zero: nothing.
+func (k *KeyStore) State(ctx context.Context, id string) (postquantum.State, error) {
+	if err := k.known(ctx); err != nil {
+		return postquantum.State{}, err
 	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	return k.states[id], nil
+	return k.stored[id].state, nil
 }
 
-// Put stores the state of a peer if it differs.
-func (k *KeyStore) Put(ctx context.Context, id string, state postquantum.State) error {
+// known reads the Secret if it was not read yet.
+func (k *KeyStore) known(ctx context.Context) error {
+	k.mu.Lock()
+	known := k.stored != nil
+	k.mu.Unlock()
+	if known {
+		return nil
+	}
+	return k.read(ctx)
+}
+
+// Waits reports whether a state of a peer waits to be stored. Then the exchange goes on when it is.
+func (k *KeyStore) Waits(id string) bool {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	_, waits := k.due[id]
+	return waits
+}
+
+// Put reports whether the state of a peer is stored. If it is not, it will be.
+func (k *KeyStore) Put(ctx context.Context, id string, state postquantum.State) (stored bool, err error) {
 	data, err := json.Marshal(state)
 	if err != nil {
-		return err
+		return false, err
 	}
-	have, err := k.stored(ctx, id)
-	if err != nil || bytes.Equal(have, data) {
-		return err
+	if err := k.known(ctx); err != nil {
+		return false, err
 	}
-	return k.put(ctx, id, data)
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if have := k.stored[id].data; bytes.Equal(have, data) {
+		return true, nil
+	} else if have == nil && k.full() {
+		return false, errPresharedFull
+	}
+	k.put(id, storedState{state, data})
+	return false, nil
 }
 
 // Forget erases the state of a peer that is gone. k may be nil.
@@ -156,10 +194,26 @@ func (k *KeyStore) Forget(ctx context.Context, id string) error {
 	if k == nil {
 		return nil
 	}
-	if have, err := k.stored(ctx, id); err != nil || have == nil {
+	if err := k.known(ctx); err != nil {
 		return err
 	}
-	return k.put(ctx, id, nil)
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	delete(k.begun, id)
+	delete(k.due, id)
+	if k.stored[id].data != nil {
+		k.put(id, storedState{})
+	}
+	return nil
+}
+
+// put has a state written. With k.mu.
+func (k *KeyStore) put(id string, state storedState) {
+	if k.due == nil {
+		k.due = make(map[string]storedState)
+	}
+	k.due[id] = state
+	k.work.Add(writeSecret, 0)
 }
 
 // MayBegin reports whether a peer may have a new exchange now, and counts it.
@@ -179,7 +233,7 @@ func (k *KeyStore) MayBegin(id string) bool {
 func (k *KeyStore) Problem(id string) error {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	if k.err == nil && k.states != nil && k.states[id] == nil && k.full() {
+	if k.err == nil && k.stored != nil && k.stored[id].data == nil && k.full() {
 		return errPresharedFull
 	}
 	return k.err
@@ -188,35 +242,15 @@ func (k *KeyStore) Problem(id string) error {
 // full reports whether there is no room for one more peer. With k.mu.
 func (k *KeyStore) full() bool {
 	size := 0
-	for _, data := range k.states {
-		size += len(data)
+	for id, s := range k.stored {
+		if _, waits := k.due[id]; !waits {
+			size += len(s.data)
+		}
+	}
+	for _, s := range k.due {
+		size += len(s.data)
 	}
 	return size > maxPreshared
-}
-
-func (k *KeyStore) put(ctx context.Context, id string, data []byte) error {
-	k.mu.Lock()
-	if data == nil {
-		delete(k.begun, id)
-	} else if k.states[id] == nil && k.full() {
-		k.mu.Unlock()
-		return errPresharedFull
-	}
-	if k.next == nil {
-		k.next = &keyBatch{states: make(map[string][]byte)}
-	}
-	batch := k.next
-	batch.states[id] = data
-	k.mu.Unlock()
-	k.writing.Lock()
-	defer k.writing.Unlock()
-	if !batch.done { // otherwise another goroutine has written it
-		k.mu.Lock()
-		k.next = nil
-		k.mu.Unlock()
-		batch.done, batch.err = true, k.note(k.write(ctx, batch.states))
-	}
-	return batch.err
 }
 
 // note names the Secret in an error, and remembers it.
@@ -230,8 +264,14 @@ func (k *KeyStore) note(err error) error {
 	return err
 }
 
-// read reads the Secret, and makes it if it is not there. With k.writing.
+// read reads the Secret, and makes it if it is not there.
 func (k *KeyStore) read(ctx context.Context) error {
+	k.reading.Lock()
+	defer k.reading.Unlock()
+	return k.readLocked(ctx)
+}
+
+func (k *KeyStore) readLocked(ctx context.Context) error {
 	var secret corev1.Secret
 	err := k.Direct.Get(ctx, types.NamespacedName{Namespace: k.Namespace, Name: postquantum.SecretName}, &secret)
 	if apierrors.IsNotFound(err) {
@@ -246,8 +286,11 @@ func (k *KeyStore) read(ctx context.Context) error {
 // create makes the Secret, with the states from before somebody deleted it. It applies the Secret
 // server-side, because RBAC can restrict that to one name, which it cannot for a create.
 func (k *KeyStore) create(ctx context.Context) error {
+	states := make(map[string][]byte)
 	k.mu.Lock()
-	states := k.states
+	for id, s := range k.stored {
+		states[id] = s.data
+	}
 	k.mu.Unlock()
 	secret := &corev1.Secret{
 		TypeMeta:   metav1.TypeMeta{APIVersion: "v1", Kind: "Secret"},
@@ -267,88 +310,109 @@ func (k *KeyStore) create(ctx context.Context) error {
 	return err
 }
 
-// take adopts the states in the stored Secret.
+// take takes the Secret as it is stored. A state that was due is not due any more if it is stored, or if
+// somebody has replaced the one that it comes from; the peer takes its step then.
 func (k *KeyStore) take(secret *corev1.Secret) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	if k.states, k.version = secret.Data, secret.ResourceVersion; k.states == nil {
-		k.states = make(map[string][]byte)
+	stored := make(map[string]storedState, len(secret.Data))
+	for id, data := range secret.Data {
+		s := storedState{data: data}
+		switch {
+		case bytes.Equal(data, k.stored[id].data):
+			s = k.stored[id]
+		case bytes.Equal(data, k.due[id].data):
+			s = k.due[id]
+		case json.Unmarshal(data, &s.state) != nil:
+			s.state = postquantum.State{} // somebody has edited it; the exchange begins anew
+		}
+		stored[id] = s
 	}
+	for id, s := range k.due {
+		if data := stored[id].data; bytes.Equal(data, s.data) || !bytes.Equal(data, k.stored[id].data) {
+			delete(k.due, id)
+			k.again.Add(controllers.RequestFor(id), 0)
+		}
+	}
+	k.stored, k.secret = stored, secret.ResourceVersion
 }
 
-// write stores states. With k.writing. A conflict means that another manager leads or that somebody
-// has edited the Secret: then the states may have been computed from outdated ones.
-func (k *KeyStore) write(ctx context.Context, states map[string][]byte) error {
+// write writes what is due. A conflict means that another manager leads or that somebody edits the Secret.
+func (k *KeyStore) write(ctx context.Context) error {
+	k.reading.Lock()
+	defer k.reading.Unlock()
+	states := make(map[string][]byte)
 	k.mu.Lock()
-	version := k.version
+	for id, s := range k.due {
+		states[id] = s.data
+	}
+	version := k.secret
 	k.mu.Unlock()
 	patch, err := json.Marshal(map[string]any{"metadata": map[string]any{"resourceVersion": version}, "data": states})
 	if err != nil {
 		return err
 	}
 	secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: k.Namespace, Name: postquantum.SecretName}}
-	err = k.Client.Patch(ctx, secret, client.RawPatch(types.MergePatchType, patch))
-	if err == nil {
+	if err = k.note(k.Client.Patch(ctx, secret, client.RawPatch(types.MergePatchType, patch))); err == nil {
 		k.take(secret)
-		return nil
-	}
-	if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
-		err = errors.Join(err, k.read(ctx))
+	} else if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
+		err = errors.Join(err, k.readLocked(ctx))
 	}
 	return err
 }
 
-// agree takes the next step of the exchange with a peer, stores the new state, and puts into spec
-// what the peer needs to know of it. If it cannot store the state, it keeps the published values in
-// spec: a Secret that is full or cannot be written must not hold back the rest of spec.
+// agree moves the exchange with a peer on, has its state stored, and puts into spec what the peer has to
+// know of it. Until the state is stored, it leaves in spec what is published already: a Secret that
+// cannot be written, or that is full, keeps nothing else from the peer.
 func (r *NetworkConfigReconciler) agree(ctx context.Context, peer peers.Peer, current *v1alpha1.NetworkConfig, spec *v1alpha1.NetworkConfigSpec) error {
 	if r.Keys == nil || !peer.Replicated() {
 		return nil
 	}
-	words, err := r.step(ctx, peer, spec)
-	if err != nil && current != nil {
-		words = postquantum.WordsIn(current.Spec.BackendConfig)
+	var published postquantum.Words
+	if current != nil {
+		published = postquantum.WordsIn(current.Spec.BackendConfig)
 	}
+	words, err := r.step(ctx, peer, published, spec)
 	maps.Copy(spec.BackendConfig, words)
 	if errors.Is(err, errPresharedFull) {
-		// The status of the Peering says so. Room appears when another peer leaves.
-		r.again.Add(controllers.RequestFor(peer.Cluster.ClusterID), presharedCheck)
+		// The Peering says so. There is room once another peer has gone.
+		r.Keys.again.Add(controllers.RequestFor(peer.Cluster.ClusterID), presharedCheck)
 		return nil
 	}
 	return err
 }
 
-func (r *NetworkConfigReconciler) step(ctx context.Context, peer peers.Peer, spec *v1alpha1.NetworkConfigSpec) (postquantum.Words, error) {
+// step returns what is to be published: published, while there is no state that is stored and may be known.
+func (r *NetworkConfigReconciler) step(ctx context.Context, peer peers.Peer, published postquantum.Words, spec *v1alpha1.NetworkConfigSpec) (postquantum.Words, error) {
 	id := peer.Cluster.ClusterID
-	state, err := r.Keys.State(ctx, id)
+	if r.Keys.Waits(id) {
+		return published, nil
+	}
+	was, err := r.Keys.State(ctx, id) // the last one, since only this peer's reconcile puts another
 	if err != nil {
-		return nil, err
+		return published, err
 	}
 	copies, err := CopiesOf(ctx, r.Client, peer.LocalNamespace, id)
-	if err != nil {
-		return nil, err
+	if err != nil || len(copies) != 1 || !alive(copies[0]) {
+		return published, err
 	}
-	if len(copies) != 1 || !alive(copies[0]) {
-		return state.Words(), nil
-	}
-	was := state
-	state, _, err = StepOf(state, r.Peers.Self, spec.BackendConfig, id, copies[0].Spec.BackendConfig)
+	state, _, err := StepOf(was, r.Peers.Self, spec.BackendConfig, id, copies[0].Spec.BackendConfig)
 	if err != nil {
-		return nil, err
+		return published, err
 	}
 	if state.ID != was.ID && !r.Keys.MayBegin(id) {
-		r.again.Add(controllers.RequestFor(id), exchangePause)
-		return was.Words(), nil
+		r.Keys.again.Add(controllers.RequestFor(id), exchangePause)
+		return published, nil
 	}
 	te, err := controllers.Found(ctx, r.Client, types.NamespacedName{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}, new(v1alpha1.TunnelEndpoint))
 	if err != nil {
-		return nil, err
+		return published, err
 	}
 	if use := state.Use.ID; use != "" && PresharedIn(te) == use {
 		state = state.Settled()
 	}
-	if err := r.Keys.Put(ctx, id, state); err != nil {
-		return nil, err // a state that is not stored must not be published
+	if stored, err := r.Keys.Put(ctx, id, state); err != nil || !stored {
+		return published, err
 	}
 	return state.Words(), nil
 }
