@@ -113,7 +113,7 @@ type exchanging struct {
 
 // step is one of the manager's, of which the gateway hears even if nothing is published.
 func (x *exchanging) step(t *testing.T, other *exchanging, publish bool) postquantum.Progress {
-	next, progress, err := x.state.Step(x.id, other.id, x.read)
+	next, progress, err := x.state.Step(x.id, other.id, x.read, x.published)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -11,8 +11,11 @@
 // point and continue from there. Each tag proves that its sender has the preshared key; nobody uses
 // the key earlier.
 //
-// This package does not authenticate the peer: anybody who may write its objects can act as the
-// peer.
+// A key or an answer is three times as long as all else of a State, and is published anyway. So only its hash is
+// stored, and Step reads it from the publication. An answer that was stored and not published is lost, and
+// another one replaces it.
+//
+// This package does not authenticate the peer: anybody who may write its objects can act as the peer.
 package postquantum
 
 import (
@@ -32,6 +35,9 @@ import (
 // SecretName is the name of the Secret with the State for each peer, by cluster ID, as JSON. The
 // manager writes it, and gateways read it.
 const SecretName = "isthmus-psk"
+
+// MaxStored is the most that a State has as JSON, in octets. The Secret ends at a MiB.
+const MaxStored = 642
 
 // Names of Words. A value of backend_config ends at 1,024 characters in every deployed CRD, so the long ones are
 // in two halves.
@@ -68,10 +74,10 @@ type Identity struct {
 
 // A State is the part of an exchange with a peer that one side stores. It is secret.
 type State struct {
-	Context []byte `json:"context,omitempty"`    // hash of both identities
-	Seed    []byte `json:"privateKey,omitempty"` // to decapsulate; erased once there is an answer
-	Message []byte `json:"message,omitempty"`    // our key, or our answer
-	ID      string `json:"id,omitempty"`         // of the exchange
+	ID      string `json:"id,omitempty"`         // of the exchange: a hash of the key and both identities
+	Seed    []byte `json:"privateKey,omitempty"` // of the key to decapsulate; erased when there is an answer
+	Message []byte `json:"-"`                    // our key, or our answer; nil: as published
+	Sum     []byte `json:"sum,omitempty"`        // hash of Message
 	Tag     []byte `json:"tag,omitempty"`        // ours
 	Theirs  []byte `json:"theirs,omitempty"`     // the tag that the peer must show, or has shown
 	// Pending is agreed on. It becomes Use once the peer has shown that it has it, too.
@@ -147,30 +153,53 @@ const (
 	Changed   Progress = "Changed"   // the peer has replaced its accepted answer; the exchange begins anew
 )
 
-// Step advances a State by the peer's publication. Store the result before you publish its Words.
-// The keys in use change only for a tag that only the peer can make, or when the peer no longer
-// takes part.
-func (s State) Step(ours, theirs Identity, said Words) (State, Progress, error) {
+// Step moves a State on by what the peer publishes. published is what this side has published so far. Store
+// the result before its Words are published. The keys in use change only for a tag that the peer alone can
+// make, or when it takes part no longer.
+func (s State) Step(ours, theirs Identity, said, published Words) (State, Progress, error) {
 	offers := ours.ClusterID < theirs.ClusterID
 	context := contextOf(ours, theirs)
 	if !offers {
 		context = contextOf(theirs, ours)
 	}
-	if !bytes.Equal(s.Context, context) {
-		s = State{Context: context}.keeping(s)
-	}
-	if offers && s.Message == nil {
-		if err := s.begin(); err != nil {
+	s = s.recall(published)
+	if offers && s.ID != idOf(context, s.Message) {
+		if err := s.begin(context); err != nil {
 			return s, "", err
 		}
 	}
 	if said[wordFirst] == "" && said[wordSecond] == "" {
-		return s.alone(offers)
+		return s.alone(offers, context)
 	}
 	if offers {
-		return s.readAnswer(said)
+		return s.readAnswer(said, context)
 	}
-	return s.readKey(said)
+	return s.readKey(said, context)
+}
+
+// recall completes a State that was read: our key follows from its seed, and all else was published. If
+// something else is published, the exchange begins anew.
+func (s State) recall(published Words) State {
+	if s.Message != nil || s.ID == "" {
+		return s
+	}
+	if s.Message = message(published, mlkem.CiphertextSize768); s.Message == nil {
+		s.Message = message(published, mlkem.EncapsulationKeySize768)
+	}
+	if key, err := mlkem.NewDecapsulationKey768(s.Seed); err == nil {
+		s.Message = key.EncapsulationKey().Bytes()
+	}
+	if sum := sha256.Sum256(s.Message); !bytes.Equal(sum[:], s.Sum) {
+		return State{}.keeping(s)
+	}
+	return s
+}
+
+// with adds the message that this side has made for a new exchange.
+func (s State) with(message []byte) State {
+	sum := sha256.Sum256(message)
+	s.Message, s.Sum = message, sum[:]
+	return s
 }
 
 // Words returns the values to publish for the peer.
@@ -193,16 +222,16 @@ func (s State) Words() Words {
 	return w
 }
 
-// alone handles a peer that does not take part, or does so no longer.
-func (s State) alone(offers bool) (State, Progress, error) {
+// alone is for a peer that takes part no longer, or not yet.
+func (s State) alone(offers bool, context []byte) (State, Progress, error) {
 	if s.Use != (Key{}) {
 		s.Use, s.Former = Key{}, s.Use
 	}
 	if !offers {
-		return State{Context: s.Context}.keeping(s), NotOffers, nil
+		return State{}.keeping(s), NotOffers, nil
 	}
 	if s.Seed == nil {
-		if err := s.begin(); err != nil {
+		if err := s.begin(context); err != nil {
 			return s, "", err
 		}
 	}
@@ -210,18 +239,18 @@ func (s State) alone(offers bool) (State, Progress, error) {
 }
 
 // begin makes a new key.
-func (s *State) begin() error {
+func (s *State) begin(context []byte) error {
 	key, err := mlkem.GenerateKey768()
 	if err != nil {
 		return fmt.Errorf("ML-KEM key: %w", err)
 	}
 	public := key.EncapsulationKey().Bytes()
-	*s = State{Context: s.Context, Seed: key.Bytes(), Message: public, ID: idOf(s.Context, public)}.keeping(*s)
+	*s = State{ID: idOf(context, public), Seed: key.Bytes()}.with(public).keeping(*s)
 	return nil
 }
 
-// readAnswer handles the answer, on the side with the lower ID.
-func (s State) readAnswer(said Words) (State, Progress, error) {
+// readAnswer is for the side with the lower ID.
+func (s State) readAnswer(said Words, context []byte) (State, Progress, error) {
 	answer, tag := message(said, mlkem.CiphertextSize768), decoded(said[wordTag], sha256.Size)
 	use := said[wordUse]
 	switch {
@@ -232,7 +261,7 @@ func (s State) readAnswer(said Words) (State, Progress, error) {
 	case s.Seed == nil && hmac.Equal(tag, s.Theirs):
 		return s, Agreed, nil
 	case s.Seed == nil:
-		err := s.begin()
+		err := s.begin(context)
 		return s, Changed, err
 	}
 	key, err := mlkem.NewDecapsulationKey768(s.Seed)
@@ -243,7 +272,7 @@ func (s State) readAnswer(said Words) (State, Progress, error) {
 	if err != nil {
 		return s, "", fmt.Errorf("ML-KEM answer: %w", err) // only for another length
 	}
-	d := derive(shared, s.Message, answer, s.Context)
+	d := derive(shared, s.Message, answer, context)
 	theirs := d.tag("answer", use)
 	if !hmac.Equal(tag, theirs) {
 		return s, Altered, nil
@@ -256,20 +285,20 @@ func (s State) readAnswer(said Words) (State, Progress, error) {
 	return s, Agreed, nil
 }
 
-// readKey handles the key, on the side with the higher ID.
-func (s State) readKey(said Words) (State, Progress, error) {
+// readKey is for the side with the higher ID.
+func (s State) readKey(said Words, context []byte) (State, Progress, error) {
 	public := message(said, mlkem.EncapsulationKeySize768)
 	if public == nil {
 		return s, Malformed, nil
 	}
-	if id := idOf(s.Context, public); id != s.ID {
+	if id := idOf(context, public); id != s.ID {
 		key, err := mlkem.NewEncapsulationKey768(public)
 		if err != nil {
 			return s, Malformed, nil //nolint:nilerr // the peer's mistake, not ours
 		}
 		shared, answer := key.Encapsulate()
-		d := derive(shared, public, answer, s.Context)
-		s = State{Context: s.Context, Message: answer, ID: id, Pending: &Key{id, d.secret}}.keeping(s)
+		d := derive(shared, public, answer, context)
+		s = State{ID: id, Pending: &Key{id, d.secret}}.with(answer).keeping(s)
 		s.Tag, s.Theirs = d.tag("answer", s.Use.ID), d.tag("key", "")
 	}
 	text := said[wordTag]

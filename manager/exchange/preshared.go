@@ -28,12 +28,11 @@ import (
 	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
-// maxPreshared is up to how many octets new peers are taken in. A peer needs about 2,000, and those that
-// are there need room to change.
-const maxPreshared = corev1.MaxSecretSize * 4 / 5
+// maxPreshared is how many peers have room in the Secret, also while all change their keys.
+const maxPreshared = corev1.MaxSecretSize / postquantum.MaxStored
 
-// errPresharedFull means that the Secret has no room for another peer.
-var errPresharedFull = errors.New("the Secret " + postquantum.SecretName + " is full: it holds the keys of about 400 peers")
+// errPresharedFull says that there are too many peers.
+var errPresharedFull = fmt.Errorf("the Secret %s is full: it holds the keys of %d peers", postquantum.SecretName, maxPreshared)
 
 // A peer may begin exchangesAtOnce exchanges at once, and then one per exchangePause. Each exchange
 // replaces the whole Secret in etcd, and a peer may publish another key all the time.
@@ -233,7 +232,7 @@ func (k *KeyStore) MayBegin(id string) bool {
 func (k *KeyStore) Problem(id string) error {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	if k.err == nil && k.stored != nil && k.stored[id].data == nil && k.full() {
+	if _, waits := k.due[id]; k.err == nil && k.stored != nil && k.stored[id].data == nil && !waits && k.full() {
 		return errPresharedFull
 	}
 	return k.err
@@ -241,16 +240,13 @@ func (k *KeyStore) Problem(id string) error {
 
 // full reports whether there is no room for one more peer. With k.mu.
 func (k *KeyStore) full() bool {
-	size := 0
-	for id, s := range k.stored {
-		if _, waits := k.due[id]; !waits {
-			size += len(s.data)
+	n := len(k.stored)
+	for id := range k.due {
+		if _, is := k.stored[id]; !is {
+			n++
 		}
 	}
-	for _, s := range k.due {
-		size += len(s.data)
-	}
-	return size > maxPreshared
+	return n >= maxPreshared
 }
 
 // note names the Secret in an error, and remembers it.
@@ -396,7 +392,7 @@ func (r *NetworkConfigReconciler) step(ctx context.Context, peer peers.Peer, pub
 	if err != nil || len(copies) != 1 || !alive(copies[0]) {
 		return published, err
 	}
-	state, _, err := StepOf(was, r.Peers.Self, spec.BackendConfig, id, copies[0].Spec.BackendConfig)
+	state, _, err := StepOf(was, r.Peers.Self, spec.BackendConfig, id, copies[0].Spec.BackendConfig, published)
 	if err != nil {
 		return published, err
 	}
@@ -417,9 +413,9 @@ func (r *NetworkConfigReconciler) step(ctx context.Context, peer peers.Peer, pub
 	return state.Words(), nil
 }
 
-// StepOf computes the next step of the exchange from the values that both sides publish.
-func StepOf(state postquantum.State, self string, ours v1alpha1.BackendConfig, id string, theirs v1alpha1.BackendConfig) (postquantum.State, postquantum.Progress, error) {
-	return state.Step(identityOf(self, ours), identityOf(id, theirs), postquantum.WordsIn(theirs))
+// StepOf is a step of the exchange by what both sides publish. published is what we have published of it so far.
+func StepOf(state postquantum.State, self string, ours v1alpha1.BackendConfig, id string, theirs v1alpha1.BackendConfig, published postquantum.Words) (postquantum.State, postquantum.Progress, error) {
+	return state.Step(identityOf(self, ours), identityOf(id, theirs), postquantum.WordsIn(theirs), published)
 }
 
 // identityOf returns the ID and keys to which an exchange is bound: a side that changes a key

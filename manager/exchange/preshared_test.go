@@ -244,11 +244,19 @@ func TestAPeerThatIsGoneIsErased(t *testing.T) {
 	}
 }
 
-func TestAFullSecretKeepsNoPeerThatIsInItFromANewKey(t *testing.T) {
-	data := map[string][]byte{"old": []byte("{}")}
-	for i := range 1000 {
-		data[fmt.Sprint("peer-", i)] = make([]byte, maxPreshared/999)
+// fullSecret returns as many states as there is room for.
+func fullSecret() map[string][]byte {
+	data := make(map[string][]byte)
+	for i := range maxPreshared {
+		data[fmt.Sprint("peer-", i)] = []byte("{}")
 	}
+	return data
+}
+
+func TestAFullSecretKeepsNoPeerThatIsInItFromANewKey(t *testing.T) {
+	data := fullSecret()
+	data["old"] = data["peer-0"]
+	delete(data, "peer-0")
 	k, api := keyStore(data)
 	if _, err := k.Put(t.Context(), "new", postquantum.State{ID: "x"}); !errors.Is(err, errPresharedFull) || k.Waits("new") {
 		t.Errorf("a new peer: %v", err)
@@ -295,7 +303,7 @@ func stepsOf(t *testing.T, k *KeyStore) (agree func() postquantum.Words) {
 
 // A peer that finds the Secret full gets all else, and is looked at again without an error.
 func TestAFullSecretKeepsNothingElseFromAPeer(t *testing.T) {
-	k, _ := keyStore(map[string][]byte{"other": make([]byte, maxPreshared+1)})
+	k, _ := keyStore(fullSecret())
 	agree := stepsOf(t, k)
 	if published := agree(); len(published) != 0 {
 		t.Errorf("published: %v", published)
@@ -303,7 +311,7 @@ func TestAFullSecretKeepsNothingElseFromAPeer(t *testing.T) {
 	if ids := asked(t, k); !slices.Equal(ids, []string{"b"}) {
 		t.Errorf("%v is looked at again, want b", ids)
 	}
-	if err := k.Forget(t.Context(), "other"); err != nil {
+	if err := k.Forget(t.Context(), "peer-0"); err != nil {
 		t.Fatal(err)
 	}
 	write(t, k)

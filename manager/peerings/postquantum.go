@@ -27,7 +27,8 @@ func (r *Reconciler) gatherKey(ctx context.Context, s *peeringState, peer peers.
 	if s.key.use = state.Use.ID; err == nil && len(s.copies) == 1 {
 		// The step's result is discarded: the reconciler of the NetworkConfig takes the same step
 		// and stores it.
-		_, s.key.progress, err = exchange.StepOf(state, r.Peers.Self, s.original.Spec.BackendConfig, peer.Cluster.ClusterID, s.copies[0].Spec.BackendConfig)
+		_, s.key.progress, err = exchange.StepOf(state, r.Peers.Self, s.original.Spec.BackendConfig, peer.Cluster.ClusterID, s.copies[0].Spec.BackendConfig,
+			postquantum.WordsIn(s.original.Spec.BackendConfig))
 	}
 	s.key.problem = cmp.Or(err, r.Keys.Problem(peer.Cluster.ClusterID))
 }

@@ -52,7 +52,7 @@ func (w *world) rotate(peers []*remote, idle float64) {
 		}
 		return ids
 	}
-	w.home.within(5*time.Minute, "preshared keys", func() (string, bool) { n := len(used()); return fmt.Sprint(n), n >= min(len(peers), 350) })
+	w.home.within(5*time.Minute, "preshared keys", func() (string, bool) { n := len(used()); return fmt.Sprint(n), n >= len(peers) })
 	w.settle()
 	former := used()
 
@@ -122,7 +122,7 @@ func (w *world) agree(r *remote, a *agreement, ours *v1alpha1.NetworkConfig) err
 		return err
 	}
 	a.key = ours.Spec.BackendConfig[v1alpha1.ConfigPublicKey]
-	state, _, err := exchange.StepOf(a.state, r.ClusterID, r.spec.BackendConfig, w.home.id, ours.Spec.BackendConfig)
+	state, _, err := exchange.StepOf(a.state, r.ClusterID, r.spec.BackendConfig, w.home.id, ours.Spec.BackendConfig, postquantum.WordsIn(r.spec.BackendConfig))
 	if err != nil || (state.ID == a.state.ID && state.Use.ID == a.state.Use.ID) {
 		return err
 	}
