@@ -245,7 +245,7 @@ func TestTheStatusSaysWhyANetworkIsTaken(t *testing.T) {
 	if status.Remote != want {
 		t.Errorf("%+v", status.Remote)
 	}
-	const message = "used here: its podCIDR 10.244.64.0/18 as 10.246.0.0/18, since it overlaps our PodCIDR, 10.244.0.0/16; its externalCIDR 10.60.0.0/18 unchanged"
+	const message = "used here: its podCIDR 10.244.64.0/18 as 10.246.0.0/18, because it overlaps our PodCIDR, 10.244.0.0/16; its externalCIDR 10.60.0.0/18 unchanged"
 	if c := meta.FindStatusCondition(status.Conditions, isthmus.ConditionPeerConfig); c.Message != message {
 		t.Errorf("it says %s", c.Message)
 	}
