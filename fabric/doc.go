@@ -5,8 +5,8 @@
 //
 //	TunnelEndpoint ─ PeerFrom ─┐
 //	                           ├─ Attach ─► Intent ─ GatewayFor ─► Gateway
-//	NatMapping ─ MappingsFrom ─┘               │                     ├─ Peers: WireGuard peer, NAT rules, probe
-//	                                           └► []Problem          └─ RoutePrefixes
+//	NatMapping ─ MappingsFrom ─┘               │                     └─ Peers: WireGuard peer, networks, NAT rules, probe
+//	                                           └► []Problem
 //
 //	Gateway.Peers ─ GatewayHostFor, or GatewayPodFor in a Pod ─► kernel.State of the gateway
 //	NodeIntent ─ NodeFor ─► kernel.State of a node

@@ -392,17 +392,6 @@ func (k *keeper) check(p *Peer) []Problem {
 	return r.problems
 }
 
-// RoutePrefixes returns the networks that the host has to route to the gateway, Pb@A and Xb@A of
-// every peer, sorted. They do not overlap.
-func (g Gateway) RoutePrefixes() []netip.Prefix {
-	prefixes := make([]netip.Prefix, 0, 2*len(g.Peers))
-	for _, p := range g.Peers {
-		prefixes = append(prefixes, p.AllowedIPs[:]...)
-	}
-	slices.SortFunc(prefixes, netip.Prefix.Compare)
-	return prefixes
-}
-
 // String prints the gateway as a plan: the WireGuard peer as a wg(8) command, the host routes, and
 // the address translation in words. Two Gateways print the same if and only if there is the same to
 // do for them.

@@ -90,8 +90,8 @@ waiting: NatMapping x has mappings for cluster "x", which is no peer yet
 	if got := gw.String(); got != want {
 		t.Errorf("got:\n%s\nwant:\n%s", got, want)
 	}
-	if got, want := gw.RoutePrefixes(), []netip.Prefix{pfx("10.246.0.0/16"), pfx("10.247.0.0/16"), pfx("10.248.0.0/16"), pfx("10.249.0.0/16")}; !slices.Equal(got, want) {
-		t.Errorf("RoutePrefixes %v, want %v", got, want)
+	if got, want := allowed(gw), []netip.Prefix{pfx("10.246.0.0/16"), pfx("10.247.0.0/16"), pfx("10.248.0.0/16"), pfx("10.249.0.0/16")}; !slices.Equal(got, want) {
+		t.Errorf("allowed IPs are %v, want %v", got, want)
 	}
 	wantRules := natengine.Peer{
 		ID:             idB,
@@ -404,6 +404,15 @@ func TestGatewayForIsIndependentOfInputOrder(t *testing.T) {
 	}
 }
 
+// allowed returns the networks that the host has to route to the gateway, sorted.
+func allowed(g Gateway) (all []netip.Prefix) {
+	for _, p := range g.Peers {
+		all = append(all, p.AllowedIPs[:]...)
+	}
+	slices.SortFunc(all, netip.Prefix.Compare)
+	return all
+}
+
 func TestWhatGatewayForKeepsIsSoundAndComplete(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	var kept, refused int
@@ -413,7 +422,7 @@ func TestWhatGatewayForKeepsIsSoundAndComplete(t *testing.T) {
 		engineAccepts(t, gw)
 
 		// Sound: no pair of networks overlaps, no ID and no key is there twice.
-		ids, keys, prefixes := map[string]bool{in.ClusterID: true}, map[[32]byte]bool{in.PublicKey: true}, gw.RoutePrefixes()
+		ids, keys, prefixes := map[string]bool{in.ClusterID: true}, map[[32]byte]bool{in.PublicKey: true}, allowed(gw)
 		for _, p := range gw.Peers {
 			if ids[p.ID] {
 				t.Fatalf("peer %s: ID twice", p.ID)
@@ -426,8 +435,8 @@ func TestWhatGatewayForKeepsIsSoundAndComplete(t *testing.T) {
 				keys[tunnel.PublicKey] = true
 			}
 		}
-		for i, p := range gw.RoutePrefixes() {
-			for _, q := range append(prefixes[:0:0], gw.RoutePrefixes()[:i]...) {
+		for i, p := range allowed(gw) {
+			for _, q := range append(prefixes[:0:0], allowed(gw)[:i]...) {
 				if p.Overlaps(q) {
 					t.Fatalf("%v overlaps %v", p, q)
 				}
