@@ -17,7 +17,6 @@ const (
 	TCP     uint8 = 6
 	UDP     uint8 = 17
 	DCCP    uint8 = 33
-	ESP     uint8 = 50
 	ICMPv6  uint8 = 58
 	SCTP    uint8 = 132
 	UDPLite uint8 = 136

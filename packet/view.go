@@ -366,14 +366,6 @@ func (v *View) ICMPType() uint8 {
 	return v.b[v.transport]
 }
 
-// ICMPCode returns the code of an ICMP or ICMPv6 message, 0 when there is none here.
-func (v *View) ICMPCode() uint8 {
-	if !v.icmp {
-		return 0
-	}
-	return v.b[v.transport+1]
-}
-
 // ICMPID returns the identifier of an ICMP query, 0 unless IsICMPQuery.
 func (v *View) ICMPID() uint16 {
 	if !v.IsICMPQuery() {

@@ -141,7 +141,7 @@ func ours(v *packet.View) facts {
 	f := facts{
 		Length: v.Len(), TTL: int(v.TTL()), Src: v.Src(), Dst: v.Dst(), Proto: v.Proto(),
 		Transport: v.TransportOffset(), Payload: v.PayloadOffset(), SrcPort: v.SrcPort(), DstPort: v.DstPort(),
-		TCPFlags: v.TCPFlags(), Type: v.ICMPType(), Code: v.ICMPCode(), Query: v.ICMPID(), FragmentLen: v.FragmentLen(),
+		TCPFlags: v.TCPFlags(), Type: v.ICMPType(), Query: v.ICMPID(), FragmentLen: v.FragmentLen(),
 	}
 	f.Offset, f.More, f.ID, f.Fragment = v.Fragment()
 	return f

@@ -20,7 +20,7 @@ type facts struct {
 	Transport, Payload int
 	SrcPort, DstPort   uint16
 	TCPFlags           uint8
-	Type, Code         uint8 // ICMP
+	Type               uint8 // ICMP
 	Query              uint16
 }
 
@@ -243,7 +243,7 @@ func (p *theirs) transport(proto layers.IPProtocol, t []byte, v4 bool) {
 		if p.err = icmp.DecodeFromBytes(t, &f); p.err != nil {
 			return
 		}
-		p.Type, p.Code = icmp.TypeCode.Type(), icmp.TypeCode.Code()
+		p.Type = icmp.TypeCode.Type()
 		if slices.Contains([]uint8{0, 8, 13, 14, 15, 16, 17, 18}, p.Type) {
 			p.Query = icmp.Id
 		}
@@ -257,7 +257,7 @@ func (p *theirs) transport(proto layers.IPProtocol, t []byte, v4 bool) {
 			p.refuse(shorter(p.More, shortICMPv6))
 			return
 		}
-		p.Type, p.Code = icmp.TypeCode.Type(), icmp.TypeCode.Code()
+		p.Type = icmp.TypeCode.Type()
 		var echo layers.ICMPv6Echo
 		if (p.Type == 128 || p.Type == 129) && echo.DecodeFromBytes(icmp.Payload, &f) == nil {
 			p.Query = echo.Identifier
