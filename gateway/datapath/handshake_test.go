@@ -139,7 +139,7 @@ func TestHandshakesCrossAfterAChangeOfTheKey(t *testing.T) {
 				}
 				p := newPair(t, keys)
 				a, b := p.ends[0], p.ends[1]
-				if err := a.SetPrivateKey(after.private); err != nil {
+				if err := a.SetKeys(after.private, [32]byte{}); err != nil {
 					t.Fatal(err)
 				}
 				a.key = after

@@ -411,7 +411,7 @@ func TestAPeerThatIsJustBackKeepsItsSession(t *testing.T) {
 		}
 		time.Sleep(rekeyTimeout)
 		b.wire.dropAll(nil)
-		a.SetPrivateKey(a.key.private)
+		a.SetKeys(a.key.private, [32]byte{})
 		a.Close() // and comes back
 		back := p.newEnd(t, 0, 1, a.key, b.key)
 		back.other, b.other = b, back

@@ -125,9 +125,6 @@ func (t *Tunnel) peerOf(m []byte) *peer {
 	return nil
 }
 
-// SetPrivateKey is SetKeys without a next key.
-func (t *Tunnel) SetPrivateKey(private [32]byte) error { return t.SetKeys(private, [32]byte{}) }
-
 // SetKeys changes our keys. The tunnel answers to both. The zero value of next means no next key.
 // When next becomes the current key, its sessions stay and those of the former key end. Any other
 // new current key ends all sessions. Calling SetKeys again with the same keys changes nothing.

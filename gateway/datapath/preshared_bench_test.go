@@ -92,7 +92,7 @@ func benchTunnel(t testing.TB, keys PresharedKeys, n int) (*Tunnel, *ecdh.Privat
 	}
 	tunnel, own := New(silent{}, bind.New(), engine, nil, Options{}), noise.NewKey()
 	t.Cleanup(func() { _ = tunnel.Close() })
-	if err := tunnel.SetPrivateKey([32]byte(own.Bytes())); err != nil {
+	if err := tunnel.SetKeys([32]byte(own.Bytes()), [32]byte{}); err != nil {
 		t.Fatal(err)
 	}
 	far, peers := make([]*ecdh.PrivateKey, n), make([]Peer, n)

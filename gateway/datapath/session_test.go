@@ -414,7 +414,7 @@ func TestKeysAreGoneAfterThreeTimes180Seconds(t *testing.T) {
 func TestAPeerWithOurOwnKeyIsRefusedAndWorksWhenOurKeyChanges(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		ours, other := a.key, numberedKey(9)
-		if err := a.SetPrivateKey(b.key.private); err != nil { // the key of its peer
+		if err := a.SetKeys(b.key.private, [32]byte{}); err != nil { // the key of its peer
 			t.Fatal(err)
 		}
 		a.send(t, 1)
@@ -426,11 +426,11 @@ func TestAPeerWithOurOwnKeyIsRefusedAndWorksWhenOurKeyChanges(t *testing.T) {
 		if err == nil {
 			t.Error("a peer with our own key was taken")
 		}
-		if err := a.SetPrivateKey(other.private); err != nil {
+		if err := a.SetKeys(other.private, [32]byte{}); err != nil {
 			t.Fatal(err)
 		}
 		for _, key := range []key{other, ours} { // twice: the second time the peer is there already
-			if err := a.SetPrivateKey(key.private); err != nil {
+			if err := a.SetKeys(key.private, [32]byte{}); err != nil {
 				t.Fatal(err)
 			}
 			a.setPeer(t, b.key, b.place)
@@ -477,7 +477,7 @@ func TestAKeyOfEitherSideMayChange(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		for i, e := range []*end{a, b, a} {
 			e.key = numberedKey(uint32(20 + i))
-			if err := e.SetPrivateKey(e.key.private); err != nil {
+			if err := e.SetKeys(e.key.private, [32]byte{}); err != nil {
 				t.Fatal(err)
 			}
 			e.send(t, 1, 2) // under way before the other knows
