@@ -175,9 +175,6 @@ const (
 	// AnnotationOverridePort, on the Service of the gateway, replaces the port that is published to
 	// peers.
 	AnnotationOverridePort = "liqo.io/override-port"
-	// AnnotationVXLANMAC, on the Pods of the route agent, is the MAC address of the overlay device
-	// of their node.
-	AnnotationVXLANMAC = "net.liqo.io/vxlan.mac.address"
 )
 
 // Finalizers.
@@ -190,9 +187,3 @@ const (
 	// FinalizerGateway is set on TunnelEndpoints.
 	FinalizerGateway = "liqo-gateway.net.liqo.io"
 )
-
-// FinalizerRoute is the finalizer that the route agent on the node with the given IP sets on
-// TunnelEndpoints.
-func FinalizerRoute(nodeIP string) string {
-	return "liqo-route." + nodeIP + ".net.liqo.io"
-}

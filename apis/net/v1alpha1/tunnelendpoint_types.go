@@ -57,7 +57,7 @@ type TunnelEndpointSpec struct {
 // +kubebuilder:validation:Enum=Connected;Connecting;Error
 type ConnectionStatus string
 
-// The states of a tunnel, and Liqo's statusMessage for each.
+// The states of a tunnel, and Liqo's statusMessage for the first two.
 const (
 	// Connected: the peer answers the connection check.
 	Connected ConnectionStatus = "Connected"
@@ -70,8 +70,6 @@ const (
 	ConnectedMessage = "VPN connection established"
 	// ConnectingMessage goes with Connecting.
 	ConnectingMessage = "Waiting VPN connection to be established"
-	// ConnectionErrorMessage goes with ConnectionError when the peer does not answer.
-	ConnectionErrorMessage = "No network connectivity towards remote cluster"
 
 	// LatencyUnknown is the latency value without a measurement.
 	LatencyUnknown = "N/A"

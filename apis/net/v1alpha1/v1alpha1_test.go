@@ -204,7 +204,7 @@ func TestGoldenDocumentsUseTheConstants(t *testing.T) {
 		{"labels of the IpamStorage", ipam.Labels, map[string]string{v1alpha1.LabelIpamStorage: "true"}},
 		{"finalizers of the original", local.Finalizers, []string{v1alpha1.FinalizerReplicator, v1alpha1.FinalizerTunnelEndpointCreator}},
 		{"finalizers of the TunnelEndpoint", te.Finalizers, []string{
-			v1alpha1.FinalizerGateway, v1alpha1.FinalizerRoute("172.30.0.1"), v1alpha1.FinalizerRoute("172.30.0.2")}},
+			v1alpha1.FinalizerGateway, "liqo-route.172.30.0.1.net.liqo.io", "liqo-route.172.30.0.2.net.liqo.io"}},
 		{"answer", remote.Status.PodCIDRNAT, v1alpha1.None},
 		{"connection", te.Status.Connection.Status, v1alpha1.Connected},
 		{"message", te.Status.Connection.StatusMessage, v1alpha1.ConnectedMessage},
