@@ -17,6 +17,7 @@ import (
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/chart"
 	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/kubeerr"
 	"github.com/isthmus-net/isthmus/internal/owncluster"
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
@@ -107,7 +108,7 @@ func podAddresses(ctx context.Context, c *cluster.Cluster) (all []address, six b
 		var pods corev1.PodList
 		err := c.Client.List(ctx, &pods, client.MatchingFields{"status.phase": string(corev1.PodRunning)}, client.Limit(500), client.Continue(next))
 		if err != nil {
-			return nil, false, c.Explain("Pods", ignoreAbsent(err))
+			return nil, false, c.Explain("Pods", kubeerr.IgnoreUnknown(err))
 		}
 		next = pods.Continue
 		for i := range pods.Items {
@@ -225,5 +226,5 @@ func servicesElsewhere(ctx context.Context, c *cluster.Cluster, nodes []corev1.N
 func componentFlag(ctx context.Context, c *cluster.Cluster, component, name string) (string, error) {
 	var pods corev1.PodList
 	err := c.Client.List(ctx, &pods, client.InNamespace(metav1.NamespaceSystem), client.MatchingLabels{"component": component})
-	return owncluster.Flag(pods.Items, name), ignoreAbsent(err)
+	return owncluster.Flag(pods.Items, name), kubeerr.IgnoreUnknown(err)
 }

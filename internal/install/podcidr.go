@@ -9,8 +9,6 @@ import (
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime/schema"
@@ -18,6 +16,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/kubeerr"
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
@@ -36,7 +35,7 @@ var podSources = []podSource{
 		var pools unstructured.UnstructuredList
 		pools.SetGroupVersionKind(schema.GroupVersionKind{Group: "crd.projectcalico.org", Version: "v1", Kind: "IPPoolList"})
 		if err := c.Client.List(ctx, &pools); err != nil {
-			return "", ignoreAbsent(err)
+			return "", kubeerr.IgnoreUnknown(err)
 		}
 		return calicoNetworks(pools.Items), nil
 	}},
@@ -220,15 +219,7 @@ func cover(all []netip.Prefix) netip.Prefix {
 func configMap(ctx context.Context, c *cluster.Cluster, namespace, name, key string) (string, error) {
 	var m corev1.ConfigMap
 	err := c.Client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, &m)
-	return m.Data[key], ignoreAbsent(err)
-}
-
-// ignoreAbsent returns nil for an object or kind that does not exist or may not be read.
-func ignoreAbsent(err error) error {
-	if apierrors.IsNotFound(err) || apierrors.IsForbidden(err) || meta.IsNoMatchError(err) {
-		return nil
-	}
-	return err
+	return m.Data[key], kubeerr.IgnoreUnknown(err)
 }
 
 // read parses a text into into and returns get's result; empty if the text cannot be parsed.
