@@ -17,6 +17,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/keyring"
+	"github.com/isthmus-net/isthmus/manager/ipamstore"
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
@@ -27,7 +28,7 @@ func prepare(ctx context.Context, mgr ctrl.Manager, has present) error {
 		return fmt.Errorf("indexes: %w", installFirst(err))
 	}
 	kinds := []client.Object{
-		&v1alpha1.NetworkConfig{}, &v1alpha1.TunnelEndpoint{}, &v1alpha1.NatMapping{}, ipamMetadata(),
+		&v1alpha1.NetworkConfig{}, &v1alpha1.TunnelEndpoint{}, &v1alpha1.NatMapping{}, ipamstore.Metadata(),
 		&corev1.Service{}, &corev1.Secret{}, &corev1.Node{}, &isthmus.NodeNetworks{}, &isthmus.NetworkAllocation{},
 	}
 	if has.serviceCIDRs {
@@ -39,14 +40,6 @@ func prepare(ctx context.Context, mgr ctrl.Manager, has present) error {
 		}
 	}
 	return nil
-}
-
-// ipamMetadata returns the IpamStorage as metadata only. The cache is only asked for its version,
-// and the spec, with 300 octets for each peer, changes with every new peer.
-func ipamMetadata() *metav1.PartialObjectMetadata {
-	m := new(metav1.PartialObjectMetadata)
-	m.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind("IpamStorage"))
-	return m
 }
 
 // installFirst adds the remedy to the error of an API server without some of our CRDs.

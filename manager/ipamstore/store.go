@@ -199,7 +199,7 @@ func (s *Store) Refresh(ctx context.Context) error {
 		return err
 	}
 	if s.object != nil {
-		seen := metadata()
+		seen := Metadata()
 		err := s.client.Get(ctx, client.ObjectKeyFromObject(s.object), seen)
 		if client.IgnoreNotFound(err) != nil {
 			return fmt.Errorf("IpamStorage %s: %w", s.object.Name, err)
@@ -308,7 +308,7 @@ func (s *Store) mirror(ctx context.Context, state ipam.State) error {
 	}
 	if patch := patchOf(s.object.ResourceVersion, diff(&have, &want)); patch != nil {
 		// The response has no spec, which would be as long as all peers together.
-		answer := metadata()
+		answer := Metadata()
 		answer.Name = s.object.Name
 		if err := s.client.Patch(ctx, answer, client.RawPatch(types.MergePatchType, patch)); err != nil {
 			return fmt.Errorf("patch IpamStorage %s: %w", s.object.Name, err)
@@ -319,8 +319,9 @@ func (s *Store) mirror(ctx context.Context, state ipam.State) error {
 	return nil
 }
 
-// metadata returns an empty IpamStorage, for its metadata only.
-func metadata() *metav1.PartialObjectMetadata {
+// Metadata returns an empty IpamStorage, for its metadata only. A cache needs no more than its
+// version, and the spec, with 300 octets for each peer, changes with every new peer.
+func Metadata() *metav1.PartialObjectMetadata {
 	m := new(metav1.PartialObjectMetadata)
 	m.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind("IpamStorage"))
 	return m
@@ -372,7 +373,7 @@ func (s *Store) takeOver(ctx context.Context, object *v1alpha1.IpamStorage) (err
 		object = &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: ipamStorage, GenerateName: "ipamstorage-", Labels: map[string]string{v1alpha1.LabelIpamStorage: "true"}}, Spec: ipam.State{}.Spec()}
 		err = s.client.Create(ctx, object)
 	} else {
-		answer := metadata()
+		answer := Metadata()
 		answer.Name = object.Name
 		err = s.client.Patch(ctx, answer, client.RawPatch(types.MergePatchType, fmt.Appendf(nil,
 			`{"metadata":{"resourceVersion":%[1]q,"managedFields":[{}],"labels":{%[2]q:"true"},"annotations":{%[3]q:%[1]q}}}`,
