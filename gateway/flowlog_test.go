@@ -12,9 +12,8 @@ import (
 	"testing"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/cputime"
 	"github.com/isthmus-net/isthmus/natengine"
 	"github.com/isthmus-net/isthmus/packet"
 	"github.com/isthmus-net/isthmus/packet/packettest"
@@ -204,7 +203,7 @@ func BenchmarkFlowLog(b *testing.B) {
 				}
 				var v packet.View
 				scratch := make([]byte, 64)
-				before := cpuUsed(b)
+				before := cputime.Used(b)
 				for i := 0; b.Loop(); i++ {
 					p := scratch[:copy(scratch, packets[i%len(packets)])]
 					if err := v.Parse(p, packet.ChecksumComplete); err != nil {
@@ -212,19 +211,10 @@ func BenchmarkFlowLog(b *testing.B) {
 					}
 					e.Outbound(&v, time.Second)
 				}
-				b.ReportMetric(float64((cpuUsed(b)-before).Nanoseconds())/float64(b.N), "cpu-ns/packet")
+				b.ReportMetric(float64((cputime.Used(b)-before).Nanoseconds())/float64(b.N), "cpu-ns/packet")
 			})
 		}
 	}
-}
-
-// cpuUsed is what this process has used so far, the writer of the log included.
-func cpuUsed(b *testing.B) time.Duration {
-	var u unix.Rusage
-	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
-		b.Fatal(err)
-	}
-	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
 // The lines that collectors are tested with (test/otel) are those that the gateway writes.

@@ -15,6 +15,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/gateway/datapath"
+	"github.com/isthmus-net/isthmus/internal/cputime"
 )
 
 // names is a name server.
@@ -389,13 +390,13 @@ func BenchmarkMayCome(b *testing.B) {
 			defer r.close()
 			r.set1(peers)
 			addr := netip.MustParseAddr("203.0.113.9")
-			before := cpuTime(b)
+			before := cputime.Used(b)
 			for b.Loop() {
 				if !r.mayCome(addr) {
 					b.Fatal("refused")
 				}
 			}
-			b.ReportMetric(float64((cpuTime(b)-before).Nanoseconds())/float64(b.N), "cpu-ns/op")
+			b.ReportMetric(float64((cputime.Used(b)-before).Nanoseconds())/float64(b.N), "cpu-ns/op")
 		})
 	}
 }

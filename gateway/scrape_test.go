@@ -9,13 +9,12 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"syscall"
 	"testing"
-	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/cputime"
 	"github.com/isthmus-net/isthmus/internal/metric"
 	"github.com/isthmus-net/isthmus/natengine"
 )
@@ -37,15 +36,6 @@ func crowdOf(n int) []fabric.Peer {
 	return peers
 }
 
-// cpuTime is what the process has used so far, garbage collection included.
-func cpuTime(t testing.TB) time.Duration {
-	var u syscall.Rusage
-	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &u); err != nil {
-		t.Fatal(err)
-	}
-	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
-}
-
 // BenchmarkScrape is one answer of /metrics, with the fourth of the peers that have had drops.
 func BenchmarkScrape(b *testing.B) {
 	for _, n := range []int{10, 100, 1000, 4000} {
@@ -61,12 +51,12 @@ func BenchmarkScrape(b *testing.B) {
 			h := g.metricsHandler()
 			b.ReportAllocs()
 			var w *httptest.ResponseRecorder
-			before := cpuTime(b)
+			before := cputime.Used(b)
 			for b.Loop() {
 				w = httptest.NewRecorder()
 				h.ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/metrics", nil))
 			}
-			b.ReportMetric((cpuTime(b)-before).Seconds()*1000/float64(b.N), "cpu-ms/op")
+			b.ReportMetric((cputime.Used(b)-before).Seconds()*1000/float64(b.N), "cpu-ms/op")
 			b.ReportMetric(float64(w.Body.Len()), "octets")
 			b.ReportMetric(float64(strings.Count(w.Body.String(), "\n")-2*strings.Count(w.Body.String(), "# TYPE")), "series")
 		})

@@ -9,11 +9,11 @@ import (
 	"os/exec"
 	"slices"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/cputime"
 	"github.com/isthmus-net/isthmus/internal/kernel"
 	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 )
@@ -78,19 +78,19 @@ func BenchmarkChange(b *testing.B) {
 			before, change []func()
 		}{{"granted", []func(){release}, []func(){grant}}, {"goes", []func(){grant}, []func(){release}}, {"moves", nil, []func(){move}}, {"nothing", nil, []func(){nothing}}} {
 			b.Run(fmt.Sprintf("%s/%d", c.what, peers), func(b *testing.B) {
-				spent := 0.0
+				var spent time.Duration
 				for b.Loop() {
 					for _, f := range c.before {
 						compare(f)
 					}
-					began := processorTime(b)
+					began := cputime.Used(b)
 					for _, f := range c.change {
 						compare(f)
 					}
 					time.Sleep(5 * time.Millisecond) // what events still cause
-					spent += processorTime(b) - began
+					spent += cputime.Used(b) - began
 				}
-				b.ReportMetric(spent*1000/float64(b.N), "cpu-ms/op")
+				b.ReportMetric(spent.Seconds()*1000/float64(b.N), "cpu-ms/op")
 			})
 		}
 		cancel()
@@ -99,13 +99,4 @@ func BenchmarkChange(b *testing.B) {
 		}
 		a.kernel.Close()
 	}
-}
-
-func processorTime(b *testing.B) float64 {
-	b.Helper()
-	var u syscall.Rusage
-	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &u); err != nil {
-		b.Fatal(err)
-	}
-	return float64(u.Utime.Nano()+u.Stime.Nano()) / 1e9
 }

@@ -19,10 +19,10 @@ import (
 	"time"
 
 	"golang.org/x/crypto/curve25519"
-	"golang.org/x/sys/unix"
 
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/gateway/datapath/memlink"
+	"github.com/isthmus-net/isthmus/internal/cputime"
 	"github.com/isthmus-net/isthmus/natengine"
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
@@ -139,7 +139,7 @@ func run(b *testing.B, l load, prepare func(from *gateway)) {
 	}
 	wait(0)
 	b.SetBytes(size)
-	before := cpu(b)
+	before := cputime.Used(b)
 	for i := 0; b.Loop(); i++ {
 		send(i)
 	}
@@ -147,7 +147,7 @@ func run(b *testing.B, l load, prepare func(from *gateway)) {
 	n := float64(int64(b.N) * per)
 	b.ReportMetric(n/b.Elapsed().Seconds(), "packets/s")
 	b.ReportMetric(float64(int64(b.N)*size*8)/b.Elapsed().Seconds()/1e9, "Gbit/s")
-	b.ReportMetric(float64((cpu(b)-before).Nanoseconds())/n, "cpu-ns/packet")
+	b.ReportMetric(float64((cputime.Used(b)-before).Nanoseconds())/n, "cpu-ns/packet")
 	b.ReportMetric(0, "ns/op")
 }
 
@@ -249,13 +249,4 @@ func private(i byte) (key [32]byte) {
 func public(private [32]byte) [32]byte {
 	key, _ := curve25519.X25519(private[:], curve25519.Basepoint) // fails for a point of low order only
 	return [32]byte(key)
-}
-
-// cpu is what this process has used so far.
-func cpu(b *testing.B) time.Duration {
-	var u unix.Rusage
-	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
-		b.Fatal(err)
-	}
-	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }

@@ -5,11 +5,11 @@ import (
 	"testing"
 	"time"
 
-	"golang.org/x/sys/unix"
 	"gvisor.dev/gvisor/pkg/tcpip/header"
 
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/gateway/datapath/memlink"
+	"github.com/isthmus-net/isthmus/internal/cputime"
 )
 
 // The shapes of traffic on the way out: each name with the packets that the link repeats, and how
@@ -117,7 +117,7 @@ func BenchmarkDeviceRead(b *testing.B) {
 			bufs := newBuffers(128, 65535)
 			packets, octets := 0, 0
 			b.ReportAllocs()
-			before := cpuTime(b)
+			before := cputime.Used(b)
 			for b.Loop() {
 				n := read(b, d, bufs)
 				packets += n
@@ -126,7 +126,7 @@ func BenchmarkDeviceRead(b *testing.B) {
 				}
 			}
 			b.SetBytes(int64(octets / b.N))
-			b.ReportMetric(float64((cpuTime(b)-before).Nanoseconds())/float64(packets), "cpu-ns/packet")
+			b.ReportMetric(float64((cputime.Used(b)-before).Nanoseconds())/float64(packets), "cpu-ns/packet")
 		})
 	}
 }
@@ -139,12 +139,12 @@ func BenchmarkDeviceWrite(b *testing.B) {
 			d := newDevice(b, link, newEngine(b), datapath.Options{})
 			b.SetBytes(int64(batch.octets))
 			b.ReportAllocs()
-			before := cpuTime(b)
+			before := cputime.Used(b)
 			for b.Loop() {
 				batch.restore()
 				d.Write(batch.bufs, offset)
 			}
-			b.ReportMetric(float64((cpuTime(b)-before).Nanoseconds())/float64(b.N*len(batch.bufs)), "cpu-ns/packet")
+			b.ReportMetric(float64((cputime.Used(b)-before).Nanoseconds())/float64(b.N*len(batch.bufs)), "cpu-ns/packet")
 		})
 	}
 }
@@ -188,7 +188,7 @@ func BenchmarkGateways(b *testing.B) {
 			}
 			received.Store(0)
 			b.SetBytes(size)
-			sent, before := int64(0), cpuTime(b)
+			sent, before := int64(0), cputime.Used(b)
 			wait := func(inFlight int64) {
 				for sent*size-received.Load() > inFlight*size {
 					select {
@@ -208,17 +208,7 @@ func BenchmarkGateways(b *testing.B) {
 			wait(0)
 			b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N*tc.segment), "ns/packet")
 			b.ReportMetric(float64(received.Load()-sent*size)/40/float64(b.N)+1, "runs/op")
-			b.ReportMetric(float64((cpuTime(b)-before).Nanoseconds())/float64(b.N*tc.segment), "cpu-ns/packet")
+			b.ReportMetric(float64((cputime.Used(b)-before).Nanoseconds())/float64(b.N*tc.segment), "cpu-ns/packet")
 		})
 	}
-}
-
-// cpuTime is what this process has used so far, user and system: less at the mercy of other
-// programs than the clock.
-func cpuTime(b *testing.B) time.Duration {
-	var u unix.Rusage
-	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
-		b.Fatal(err)
-	}
-	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }

@@ -2,10 +2,9 @@ package datapath
 
 import (
 	"crypto/ecdh"
-	"syscall"
 	"testing"
-	"time"
 
+	"github.com/isthmus-net/isthmus/internal/cputime"
 	"github.com/isthmus-net/isthmus/internal/noise"
 )
 
@@ -36,13 +35,6 @@ func BenchmarkRotation(b *testing.B) {
 // reportProcessorTime begins to count what this process uses; the function that it returns reports that.
 func reportProcessorTime(b *testing.B) func() {
 	b.Helper()
-	used := func() time.Duration {
-		var u syscall.Rusage
-		if err := syscall.Getrusage(syscall.RUSAGE_SELF, &u); err != nil {
-			b.Fatal(err)
-		}
-		return time.Duration(u.Utime.Nano() + u.Stime.Nano())
-	}
-	begin := used()
-	return func() { b.ReportMetric(float64((used()-begin).Microseconds())/float64(b.N), "cpu-us/op") }
+	begin := cputime.Used(b)
+	return func() { b.ReportMetric(float64((cputime.Used(b)-begin).Microseconds())/float64(b.N), "cpu-us/op") }
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/bind"
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/gateway/datapath/memlink"
+	"github.com/isthmus-net/isthmus/internal/cputime"
 )
 
 // BenchmarkTunnels is how well several tunnels run side by side: each goroutine is one, with a path
@@ -36,7 +37,7 @@ func BenchmarkTunnels(b *testing.B) {
 			var lanes atomic.Uint32
 			b.SetBytes(45 * 1380)
 			b.SetParallelism(1)
-			before := cpuTime(b)
+			before := cputime.Used(b)
 			b.RunParallel(func(pb *testing.PB) {
 				port := uint16(4000 + lanes.Add(1))
 				out := newScript(super4(at(host, port), at(to.seen(to.pod), 80), 1000, 1380, random(45*1380)))
@@ -56,7 +57,7 @@ func BenchmarkTunnels(b *testing.B) {
 					tc.way(l)
 				}
 			})
-			b.ReportMetric(float64((cpuTime(b)-before).Nanoseconds())/float64(b.N*45), "cpu-ns/packet")
+			b.ReportMetric(float64((cputime.Used(b)-before).Nanoseconds())/float64(b.N*45), "cpu-ns/packet")
 			b.ReportMetric(float64(b.Elapsed().Nanoseconds())*float64(runtime.GOMAXPROCS(0))/float64(b.N*45), "ns/packet/processor")
 		})
 	}

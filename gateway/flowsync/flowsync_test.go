@@ -19,8 +19,7 @@ import (
 	"testing"
 	"time"
 
-	"golang.org/x/sys/unix"
-
+	"github.com/isthmus-net/isthmus/internal/cputime"
 	"github.com/isthmus-net/isthmus/internal/pinned"
 	"github.com/isthmus-net/isthmus/natengine"
 	"github.com/isthmus-net/isthmus/packet"
@@ -608,8 +607,7 @@ func BenchmarkFlows(b *testing.B) {
 				packets[i] = packettest.Build(packettest.IP{Src: netip.MustParseAddr("192.168.1.1"), Dst: netip.MustParseAddr("10.71.0.5")},
 					packettest.UDP{SrcPort: uint16(10000 + i), DstPort: 53})
 			}
-			var before, after unix.Rusage
-			_ = unix.Getrusage(unix.RUSAGE_SELF, &before)
+			before := cputime.Used(b)
 			b.ResetTimer()
 			var v packet.View
 			buf := make([]byte, 100)
@@ -625,9 +623,7 @@ func BenchmarkFlows(b *testing.B) {
 				e.Outbound(&v, time.Duration(n/len(packets)*len(packets))*time.Hour)
 			}
 			b.StopTimer()
-			_ = unix.Getrusage(unix.RUSAGE_SELF, &after)
-			cpu := after.Utime.Nano() + after.Stime.Nano() - before.Utime.Nano() - before.Stime.Nano()
-			b.ReportMetric(float64(cpu)/float64(b.N), "cpu-ns/flow")
+			b.ReportMetric(float64((cputime.Used(b)-before).Nanoseconds())/float64(b.N), "cpu-ns/flow")
 		})
 	}
 }

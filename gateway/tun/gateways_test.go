@@ -13,10 +13,10 @@ import (
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/crypto/curve25519"
-	"golang.org/x/sys/unix"
 
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/gateway/datapath/memlink"
+	"github.com/isthmus-net/isthmus/internal/cputime"
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
@@ -166,21 +166,12 @@ func BenchmarkKernelsThroughTwoGateways(b *testing.B) {
 	}()
 	buf := make([]byte, 1<<20)
 	b.SetBytes(int64(len(buf)))
-	before := cpuTime(b)
+	before := cputime.Used(b)
 	for b.Loop() {
 		if _, err := client.Write(buf); err != nil {
 			b.Fatal(err)
 		}
 	}
 	// Both gateways and both ends of TCP; less at the mercy of other programs than the throughput.
-	b.ReportMetric((cpuTime(b)-before).Seconds()*1e9/float64(b.N*len(buf)*8), "cpu-s/Gbit")
-}
-
-// cpuTime is what this process has used so far, user and system.
-func cpuTime(b *testing.B) time.Duration {
-	var u unix.Rusage
-	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
-		b.Fatal(err)
-	}
-	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
+	b.ReportMetric((cputime.Used(b)-before).Seconds()*1e9/float64(b.N*len(buf)*8), "cpu-s/Gbit")
 }

@@ -8,9 +8,9 @@ import (
 	"net/netip"
 	"testing"
 
-	"golang.org/x/sys/unix"
 	"golang.org/x/time/rate"
 
+	"github.com/isthmus-net/isthmus/internal/cputime"
 	"github.com/isthmus-net/isthmus/internal/mandate"
 )
 
@@ -63,7 +63,7 @@ func BenchmarkBeatAtRest(b *testing.B) {
 	if !gateways[0].Gate.Open() || gateways[1].Gate.Open() {
 		b.Fatalf("mandates: %+v, %+v", gateways[0].View(), gateways[1].View())
 	}
-	datagrams, octets, began := 0, 0, cpu(b)
+	datagrams, octets, began := 0, 0, cputime.Used(b)
 	for b.Loop() {
 		n, size := beat()
 		datagrams, octets = datagrams+n, octets+size
@@ -71,14 +71,5 @@ func BenchmarkBeatAtRest(b *testing.B) {
 	perSecond := float64(mandate.Usual.Beat.Nanoseconds()) / 1e9 * float64(b.N)
 	b.ReportMetric(float64(datagrams)/perSecond, "datagrams/s")
 	b.ReportMetric(float64(octets)/perSecond, "octets/s")
-	b.ReportMetric(float64(cpu(b)-began)/1e7/perSecond, "%CPU")
-}
-
-// cpu is the time that this process has worked, which another load of the machine does not change much.
-func cpu(b *testing.B) int64 {
-	var u unix.Rusage
-	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
-		b.Fatal(err)
-	}
-	return u.Utime.Nano() + u.Stime.Nano()
+	b.ReportMetric((cputime.Used(b)-began).Seconds()*100/perSecond, "%CPU")
 }

@@ -5,9 +5,9 @@ import (
 	"fmt"
 	"log/slog"
 	"net/netip"
-	"syscall"
 	"testing"
 
+	"github.com/isthmus-net/isthmus/internal/cputime"
 	. "github.com/isthmus-net/isthmus/internal/kernel" //nolint:revive // its words are those of these tests
 )
 
@@ -52,21 +52,12 @@ func BenchmarkAllocate(b *testing.B) {
 			}
 			apply(0)
 			apply(1)
-			n, before := 0, processorTime(b)
+			n, before := 0, cputime.Used(b)
 			for b.Loop() {
 				apply(n)
 				n++
 			}
-			b.ReportMetric((processorTime(b)-before)*1000/float64(b.N), "cpu-ms/op")
+			b.ReportMetric((cputime.Used(b)-before).Seconds()*1000/float64(b.N), "cpu-ms/op")
 		})
 	}
-}
-
-func processorTime(b *testing.B) float64 {
-	b.Helper()
-	var u syscall.Rusage
-	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &u); err != nil {
-		b.Fatal(err)
-	}
-	return float64(u.Utime.Nano()+u.Stime.Nano()) / 1e9
 }
