@@ -224,7 +224,7 @@ func TestASnapshotThatCannotBeReadIsToldAndChangesNothing(t *testing.T) {
 		`{"version":2,"refused":[` + strings.Repeat(" ", snapshotLimit):         "larger than",
 		`{"version":2,"refused":[{"object":"b","network":"0.0.0.0/0"}]}`:        "refused has 0.0.0.0/0; want a network",
 		`{"version":2,"refused":[{"object":"b","revision":7}]}`:                 "refused has invalid Prefix; want a network",
-		`{"version":1,"refused":["10.1.2.3/8"]}`:                                "refused has 10.1.2.3/8; want a network",
+		`{"version":2,"refused":[{"object":"b","network":"10.1.2.3/8"}]}`:       "refused has 10.1.2.3/8; want a network",
 		`{"version":2,"refused":[{"object":"b","network":"10.0.0.0/8"},["x"]]}`: "cannot unmarshal",
 	} {
 		_ = c.agents[n].end(unix.SIGTERM)

@@ -1,7 +1,6 @@
 package routeagent
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -20,21 +19,8 @@ import (
 // A snapshot is what an agent must know before it reaches an API server: after a reboot the kernel
 // has no object of ours, and a packet for a remote network would leave by the default route.
 type snapshot struct {
-	Version int      `json:"version"`
-	Refused networks `json:"refused"`
-}
-
-// networks are the networks of peers, with the NetworkAllocations that named them.
-type networks []fabric.Allocation
-
-// UnmarshalJSON implements json.Unmarshaler. Version 1 contains networks alone.
-func (n *networks) UnmarshalJSON(text []byte) error {
-	var alone []netip.Prefix
-	if json.Unmarshal(text, &alone) == nil {
-		*n = unexplained(alone)
-		return nil
-	}
-	return json.Unmarshal(text, (*[]fabric.Allocation)(n))
+	Version int                 `json:"version"`
+	Refused []fabric.Allocation `json:"refused"` // the networks of peers, with the NetworkAllocations that named them
 }
 
 const (
@@ -54,7 +40,7 @@ func readSnapshot(directory string) (*snapshot, error) {
 		return nil, fmt.Errorf("snapshot: %w", err)
 	}
 	path := filepath.Join(directory, snapshotName)
-	if s.Version != 1 && s.Version != snapshotVersion {
+	if s.Version != snapshotVersion {
 		return nil, fmt.Errorf("snapshot %s: version %d; want %d", path, s.Version, snapshotVersion)
 	}
 	for _, a := range s.Refused {
