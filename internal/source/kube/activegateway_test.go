@@ -19,7 +19,7 @@ func TestTheActiveGatewayIsAPodOnTheNodeThatTheServiceNames(t *testing.T) {
 	}
 	for _, c := range []struct{ gateway, node, want string }{
 		{"10.64.1.254", "172.30.1.12", "10.64.1.254"},
-		{"10.64.1.254", "172.30.1.14", "invalid IP"}, // an older gateway has taken over there
+		{"10.64.1.254", "172.30.1.14", "invalid IP"}, // a gateway on that host's network has taken over
 		{"10.64.1.254", "", "invalid IP"},
 		{"10.64.1.253", "172.30.1.12", "invalid IP"},
 		{"172.30.1.13", "172.30.1.13", "invalid IP"}, // its node's network

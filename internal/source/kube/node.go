@@ -265,8 +265,8 @@ func (w *nodeWatch) active(services []corev1.Service, gateways []fabric.GatewayP
 }
 
 // activeGateway returns the gateway that the gateway's Service names. It must be one of the Pods,
-// and on the node that the Service names, because an older gateway that takes over only writes the
-// node. Zero: there is none, or there are several Services.
+// and on the node that the Service names, because a gateway on the host's network only writes the
+// node when it takes over. Zero: there is none, or there are several Services.
 func activeGateway(services []corev1.Service, gateways []fabric.GatewayPod) netip.Addr {
 	if len(services) != 1 {
 		return netip.Addr{}
