@@ -355,12 +355,12 @@ func removeObjects(ctx context.Context, c *cluster.Cluster, o Options, objects [
 		o.Report(fmt.Sprintf("%s: namespace %s stays, because `isthmus install` did not create it", c, c.Namespace))
 		secret, err := c.Get(ctx, corev1.SchemeGroupVersion.WithKind("Secret"), c.Namespace, keysSecret)
 		if err == nil && secret != nil && secret.GetDeletionTimestamp() == nil {
-			o.Report(fmt.Sprintf("%s: Secret %s/%s stays, because it lacks the label %s=%s: it belongs to Liqo, or to a gateway of an earlier version; delete it if Liqo does not run here",
+			o.Report(fmt.Sprintf("%s: Secret %s/%s stays, because it lacks the label %s=%s: it belongs to Liqo; delete it if Liqo does not run here",
 				c, c.Namespace, keysSecret, cluster.LabelManagedBy, cluster.ManagedBy))
 		}
 		return err
 	}
-	var pods corev1.PodList // earlier versions marked foreign namespaces as ours
+	var pods corev1.PodList // foreign ones must not go with the namespace
 	if err := c.Client.List(ctx, &pods, client.InNamespace(c.Namespace)); err != nil {
 		return c.Explain("Pods in "+c.Namespace, err)
 	}

@@ -219,9 +219,8 @@ func TestUninstallLeavesNothing(t *testing.T) {
 		t.Errorf("without an installation: %v; cleaned %v; %v", err, cleaned, said)
 	}
 
-	// A namespace that others made stays as it was, and so does one that a version before has marked as ours
-	// while others are in it.
-	for name, marks := range map[string]map[string]string{"of others": nil, "marked by a version before": {cluster.LabelName: cluster.ManagedBy}} {
+	// A namespace that we did not make stays unchanged, and so does ours while a foreign Pod is in it.
+	for name, marks := range map[string]map[string]string{"foreign": nil, "ours with a foreign Pod": {cluster.LabelName: cluster.ManagedBy}} {
 		must(t, c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace, Labels: marks}}))
 		key := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: keysSecret, Labels: map[string]string{v1alpha1.LabelKey: "wireguard"}}}
 		if marks == nil { // of a Liqo
