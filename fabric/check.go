@@ -198,7 +198,7 @@ func (p *Peer) check(at places) []Problem {
 	if p.Port == 0 {
 		r.addAt(at.port, "is 0; want a UDP port from 1 to 65535")
 	}
-	if wrong := CheckPublicKey(p.PublicKey); wrong != "" {
+	if wrong := checkPublicKey(p.PublicKey); wrong != "" {
 		r.addAt(at.publicKey, "%s", wrong)
 	}
 	r.tunnels(at.tunnels, p.PublicKey, p.Port, p.Tunnels)

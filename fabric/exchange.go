@@ -58,7 +58,7 @@ func ClaimFrom(nc *v1alpha1.NetworkConfig, o Origin) (Claim, []Problem) {
 		r.addAt(at.endpoint, "%s", wrong)
 	}
 	c.Port, c.PublicKey, c.Tunnels = r.backend(at, spec.BackendType, spec.BackendConfig)
-	if wrong := CheckPublicKey(c.PublicKey); wrong != "" && c.PublicKey != ([32]byte{}) { // backend has reported a zero key
+	if wrong := checkPublicKey(c.PublicKey); wrong != "" && c.PublicKey != ([32]byte{}) { // backend has reported a zero key
 		r.addAt(at.publicKey, "%s", wrong)
 	}
 	r.tunnels(at.tunnels, c.PublicKey, c.Port, c.Tunnels)

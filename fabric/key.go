@@ -24,11 +24,11 @@ func ParseKey(s string) (key [32]byte, err error) {
 	return key, nil
 }
 
-// CheckPublicKey returns the reason why a WireGuard public key is invalid, or "". An exchange with
+// checkPublicKey returns the reason why a WireGuard public key is invalid, or "". An exchange with
 // a key of low order has a result that everybody knows (RFC 7748, section 6.1). A value that is not
 // below the field's prime is a second encoding of another key: no generator makes it, and it would
 // let two peers use the same key.
-func CheckPublicKey(key [32]byte) string {
+func checkPublicKey(key [32]byte) string {
 	switch {
 	case key == [32]byte{}:
 		return "is all zero; want a WireGuard public key"

@@ -37,17 +37,17 @@ func TestPublicKeysThatKeepNothingSecretAreRefused(t *testing.T) {
 			if exchanges(t, key) {
 				t.Errorf("%x is not of low order", key)
 			}
-			if CheckPublicKey(key) == "" {
+			if checkPublicKey(key) == "" {
 				t.Errorf("%x is taken", key)
 			}
 		}
 	}
 	for _, private := range []byte{1, 2, 77} {
 		for _, key := range PublicKeys([32]byte{private}, MaxTunnels) {
-			if wrong := CheckPublicKey(key); wrong != "" {
+			if wrong := checkPublicKey(key); wrong != "" {
 				t.Errorf("%x %s", key, wrong)
 			}
-			if CheckPublicKey(high(key)) == "" {
+			if checkPublicKey(high(key)) == "" {
 				t.Errorf("another way to write %x is taken", key)
 			}
 		}
@@ -57,7 +57,7 @@ func TestPublicKeysThatKeepNothingSecretAreRefused(t *testing.T) {
 	for range 20_000 {
 		key := slices.Concat(lowOrder, [][32]byte{prime, above, {}})[rng.IntN(7)]
 		key[rng.IntN(32)] ^= 1 << rng.IntN(8)
-		if CheckPublicKey(key) == "" && !exchanges(t, key) {
+		if checkPublicKey(key) == "" && !exchanges(t, key) {
 			t.Errorf("%x is taken", key)
 		}
 	}

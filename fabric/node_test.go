@@ -574,7 +574,7 @@ func TestANetworkIsInOrderWithoutBitsOfHosts(t *testing.T) {
 		all = append(all, netip.PrefixFrom(addr, rng.IntN(33)), netip.PrefixFrom(netip.AddrFrom16(netip.MustParseAddr("fd00::").As16()), rng.IntN(129)), netip.PrefixFrom(addr, 33))
 	}
 	for _, p := range all {
-		if got := InOrder([]netip.Prefix{p}); got != (p == p.Masked()) {
+		if got := inOrder([]netip.Prefix{p}); got != (p == p.Masked()) {
 			t.Errorf("%v: %v", p, got)
 		}
 	}

@@ -219,9 +219,9 @@ func (in *NodeIntent) PodNetworks() []netip.Prefix {
 	return all
 }
 
-// InOrder reports whether networks are as Refused returns them: sorted, each once, without host
+// inOrder reports whether networks are as Refused returns them: sorted, each once, without host
 // bits.
-func InOrder(networks []netip.Prefix) bool {
+func inOrder(networks []netip.Prefix) bool {
 	for i, p := range networks {
 		if !withoutHost(p) || i > 0 && networks[i-1].Compare(p) >= 0 {
 			return false
@@ -243,7 +243,7 @@ func withoutHost(p netip.Prefix) bool {
 // the result, which may be in.Allocated.
 func (in *NodeIntent) Refused() []netip.Prefix {
 	odd := func(p netip.Prefix) bool { return !p.IsValid() || p.Overlaps(overlayNetwork) }
-	if len(in.Tunnels) == 0 && InOrder(in.Allocated) && !slices.ContainsFunc(in.Allocated, odd) {
+	if len(in.Tunnels) == 0 && inOrder(in.Allocated) && !slices.ContainsFunc(in.Allocated, odd) {
 		return in.Allocated
 	}
 	all := slices.Clone(in.Allocated)

@@ -131,7 +131,7 @@ func (r *report) tunnels(at place, key [32]byte, port uint16, further []TunnelEn
 		if t.Port == 0 {
 			r.addAt(at, "tunnel %d has port 0; want a UDP port from 1 to 65535", i)
 		}
-		if wrong := CheckPublicKey(t.PublicKey); wrong != "" {
+		if wrong := checkPublicKey(t.PublicKey); wrong != "" {
 			r.addAt(at, "tunnel %d has a key that %s", i, wrong)
 		}
 		for j, other := range all[:i] {
