@@ -103,8 +103,8 @@ func endText(e netip.AddrPort) string {
 	return e.String()
 }
 
-// ParseEnd reads "10.0.0.1", "10.0.0.1:80", "[fd00::1]:80", "fd00::1", ":80" or "any".
-func ParseEnd(s string) (netip.AddrPort, error) {
+// parseEnd reads "10.0.0.1", "10.0.0.1:80", "[fd00::1]:80", "fd00::1", ":80" or "any".
+func parseEnd(s string) (netip.AddrPort, error) {
 	wrong := fmt.Errorf("%q is no end; want an address such as 10.0.0.1, 10.0.0.1:80, fd00::1 or [fd00::1]:80, a port such as :80, or %s", s, Any)
 	if s == Any {
 		return netip.AddrPort{}, nil
@@ -165,7 +165,7 @@ func Parse(q url.Values) (Options, error) {
 				return o, fmt.Errorf("end: %d of them; want at most two", len(values))
 			}
 			for i, s := range values {
-				e, err := ParseEnd(s)
+				e, err := parseEnd(s)
 				if err != nil {
 					return o, fmt.Errorf("end: %w", err)
 				}
