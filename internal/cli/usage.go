@@ -28,7 +28,7 @@ func flagError(cmd *cobra.Command, err error) error {
 				names = append(names, f.Name)
 			}
 		})
-		if near := Nearest(name, names); near != "" {
+		if near := nearest(name, names); near != "" {
 			return fmt.Errorf("unknown flag: --%s; did you mean --%s?", name, near)
 		}
 	case errors.As(err, &invalid):
@@ -60,9 +60,9 @@ func explainArgs(cmd *cobra.Command) {
 	}
 }
 
-// Nearest returns the word that was probably meant by said: one with at most two letters different,
+// nearest returns the word that was probably meant by said: one with at most two letters different,
 // missing or too many, or one that begins with said. "" if there is none.
-func Nearest(said string, words []string) string {
+func nearest(said string, words []string) string {
 	best, least := "", 3
 	for _, w := range words {
 		d := distance(said, w)

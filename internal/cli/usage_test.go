@@ -14,7 +14,7 @@ func TestNearestIsWhatSomebodyMayHaveMeant(t *testing.T) {
 		"contxt": "context", "cotnext": "context", "name": "namespace", "remote-contex": "remote-context", "timeuot": "timeout",
 		"x": "", "completely-else": "", "": "", "con": "context", "tim": "timeout",
 	} {
-		if got := Nearest(said, words); got != want {
+		if got := nearest(said, words); got != want {
 			t.Errorf("%q: %q, want %q", said, got, want)
 		}
 	}

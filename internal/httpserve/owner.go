@@ -27,12 +27,12 @@ func (s *Servers) ListenOwner(what, name string, handler http.Handler) error {
 	return nil
 }
 
-// ErrStranger is returned by DialOwner when neither root nor the user of this process listens.
-var ErrStranger = errors.New("the listener is neither root nor this user")
+// errStranger is returned by DialOwner when neither root nor the user of this process listens.
+var errStranger = errors.New("the listener is neither root nor this user")
 
 // DialOwner connects to the socket that ListenOwner has opened in this network namespace. Any
 // process of the namespace can take the name first: DialOwner sends nothing to a process of another
-// user, and returns ErrStranger.
+// user, and returns errStranger.
 func DialOwner(ctx context.Context, name string) (net.Conn, error) {
 	c, err := new(net.Dialer).DialContext(ctx, "unix", "@"+name)
 	if err != nil {
@@ -40,7 +40,7 @@ func DialOwner(ctx context.Context, name string) (net.Conn, error) {
 	}
 	uid, err := userOf(c)
 	if err == nil && !slices.Contains(owners(), uid) {
-		err = fmt.Errorf("%w (user %d)", ErrStranger, uid)
+		err = fmt.Errorf("%w (user %d)", errStranger, uid)
 	}
 	if err != nil {
 		_ = c.Close()

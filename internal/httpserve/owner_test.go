@@ -121,7 +121,7 @@ func TestNobodyAsksAStrangerWhoListens(t *testing.T) {
 	if err := <-listened; err != nil {
 		t.Fatal(err)
 	}
-	if c, err := DialOwner(t.Context(), name); !errors.Is(err, ErrStranger) {
-		t.Errorf("DialOwner gives %v, %v; want ErrStranger", c, err)
+	if c, err := DialOwner(t.Context(), name); !errors.Is(err, errStranger) {
+		t.Errorf("DialOwner gives %v, %v; want errStranger", c, err)
 	}
 }

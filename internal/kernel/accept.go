@@ -16,7 +16,7 @@ import (
 // each table decides separately. Earlier rules, such as network policies, still apply.
 //
 // In a wanted State, an Accept without a Chain stands for all such chains. Foreign rules stay
-// unchanged. Our rules carry AcceptComment.
+// unchanged. Our rules carry acceptComment.
 type Accept struct {
 	Program string // IptablesNFT, IptablesLegacy or NFT
 	Family  string // of an nftables table: "ip" or "inet"
@@ -43,16 +43,16 @@ const (
 	NFT            = "nft"
 )
 
-// AcceptComment is the prefix of the comment of our rules in foreign chains. We may remove every
+// acceptComment is the prefix of the comment of our rules in foreign chains. We may remove every
 // rule with it. In rules for a gateway, a colon and the gateway's address follow.
-const AcceptComment = "isthmus-route-agent"
+const acceptComment = "isthmus-route-agent"
 
 // Comments returns the comments of the rules of an Accept, in order: two for our devices, and four
 // for each gateway, UDP to it and from it, then ICMP to it and from it.
 func (a Accept) Comments() []string {
-	all := []string{AcceptComment, AcceptComment}
+	all := []string{acceptComment, acceptComment}
 	for g := range strings.FieldsSeq(a.Gateways) {
-		all = append(all, slices.Repeat([]string{AcceptComment + ":" + g}, 4)...)
+		all = append(all, slices.Repeat([]string{acceptComment + ":" + g}, 4)...)
 	}
 	return all
 }
@@ -60,10 +60,10 @@ func (a Accept) Comments() []string {
 // OwnComment reports whether a comment marks one of our rules, and returns the rule's gateway;
 // empty: the rule is for our devices.
 func OwnComment(comment string) (gateway string, ours bool) {
-	if gateway, found := strings.CutPrefix(comment, AcceptComment+":"); found {
+	if gateway, found := strings.CutPrefix(comment, acceptComment+":"); found {
 		return gateway, true
 	}
-	return "", comment == AcceptComment
+	return "", comment == acceptComment
 }
 
 // String names the chain in messages.
@@ -80,7 +80,7 @@ func (a Accept) command(remove bool, _ string) string {
 	}
 	if a.Program == NFT {
 		if remove {
-			return fmt.Sprintf("nft -a list chain %s %s %s; nft delete rule %[1]s %[2]s %[3]s handle N of each that says %s", a.Family, a.Table, a.Chain, AcceptComment)
+			return fmt.Sprintf("nft -a list chain %s %s %s; nft delete rule %[1]s %[2]s %[3]s handle N of each that says %s", a.Family, a.Table, a.Chain, acceptComment)
 		}
 		matches := []string{`iifname "isthmus*"`, `oifname "isthmus*"`}
 		for g := range strings.FieldsSeq(a.Gateways) {

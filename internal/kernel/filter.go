@@ -70,13 +70,13 @@ type FilterSets struct {
 func FilterFor(s FilterSets) Filter {
 	return Filter{
 		Pod: s.Pod, Nodes: addresses(s.Nodes), Own: addresses(s.Own), Gateways: addresses(s.Gateways),
-		Remote: RemoteOf(s.Remote), Elsewhere: NetworkElements(s.Elsewhere), Pods: NetworkElements(s.Pods),
+		Remote: RemoteOf(s.Remote), Elsewhere: networkElements(s.Elsewhere), Pods: networkElements(s.Pods),
 		Underlay: devices(s.Underlay), Bridges: devices(s.Bridges),
 	}
 }
 
-// NetworkElements returns the IPv4 networks as elements of a Filter or a SourceNAT.
-func NetworkElements(all []netip.Prefix) string { return networksOf(inOrder(all), netip.Addr.Is4) }
+// networkElements returns the IPv4 networks as elements of a Filter or a SourceNAT.
+func networkElements(all []netip.Prefix) string { return networksOf(inOrder(all), netip.Addr.Is4) }
 
 func inOrder(all []netip.Prefix) []netip.Prefix {
 	if slices.IsSortedFunc(all, netip.Prefix.Compare) {

@@ -32,7 +32,7 @@ type SourceNATSets struct {
 
 // SourceNATFor makes a SourceNAT. It leaves out networks inside others, and IPv6.
 func SourceNATFor(s SourceNATSets) SourceNAT {
-	return SourceNAT{Local: NetworkElements(s.Local), Pods: NetworkElements(s.Pods), Remote: NetworkElements(s.Remote), Underlay: devices(s.Underlay), Self: s.Self}
+	return SourceNAT{Local: networkElements(s.Local), Pods: networkElements(s.Pods), Remote: networkElements(s.Remote), Underlay: devices(s.Underlay), Self: s.Self}
 }
 
 // SourceNATPriority is the priority of the chain at postrouting. Foreign chains are at 100 (srcnat)

@@ -61,7 +61,7 @@ func (c Claims) none() bool { return len(c.Allowed) == 0 && c.AlwaysRemap == nil
 
 // Review applies a person's choices about the claims of one peer, and then shows which networks
 // this cluster uses for those that the peer claims. name is that of the Peering or of the peer. The
-// error is ErrConsent if a claim waits for consent.
+// error is errConsent if a claim waits for consent.
 func Review(ctx context.Context, c *cluster.Cluster, name string, o PeerOptions) (*isthmus.Peering, error) {
 	if err := c.Identify(ctx); err != nil {
 		return nil, err
@@ -244,10 +244,10 @@ func (s *side) show(report func(string)) {
 	}
 }
 
-// ErrConsent is returned when the peer's claim needs consent.
-var ErrConsent = errors.New("consent is needed")
+// errConsent is returned when the peer's claim needs consent.
+var errConsent = errors.New("consent is needed")
 
-// awaited returns ErrConsent, with the manager's message, if the Peering of s waits for consent to
+// awaited returns errConsent, with the manager's message, if the Peering of s waits for consent to
 // the present claim.
 func (s *side) awaited(ctx context.Context) error {
 	c := meta.FindStatusCondition(s.peering.Status.Conditions, isthmus.ConditionPeerConfig)
@@ -263,7 +263,7 @@ func (s *side) awaited(ctx context.Context) error {
 			return nil // the manager has not read it yet
 		}
 	}
-	return fmt.Errorf("%s: %w: %s (--context %s)", s.Cluster, ErrConsent, safetext.Cut(c.Message, safetext.Message), s.Context)
+	return fmt.Errorf("%s: %w: %s (--context %s)", s.Cluster, errConsent, safetext.Cut(c.Message, safetext.Message), s.Context)
 }
 
 // remapped reports whether the Peering shows what spec.claims.alwaysRemap demands. An override

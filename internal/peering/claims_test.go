@@ -68,13 +68,13 @@ func TestConsentIsToTheClaimThatThePeerHasNow(t *testing.T) {
 	p.Managers[0].Set(isthmus.ConditionPeerConfig, v1alpha1.ReasonConsent+" it asks for more")
 	nc.Spec.PodCIDR = "10.48.0.0/13"
 	must(t, p.A.Client.Update(t.Context(), nc))
-	for begin := time.Now(); !errors.Is(err, ErrConsent); err = peerUp(t, p) { // the manager may be slower
+	for begin := time.Now(); !errors.Is(err, errConsent); err = peerUp(t, p) { // the manager may be slower
 		if time.Since(begin) > clustertest.Patient {
 			t.Fatalf("peer: %v", err)
 		}
 	}
 	clustertest.Contains(t, err.Error(), "consent-a: consent is needed: ", "it asks for more", "(--context a")
-	if _, err = Review(t.Context(), p.A, "consent-b", PeerOptions{Report: p.Report}); !errors.Is(err, ErrConsent) {
+	if _, err = Review(t.Context(), p.A, "consent-b", PeerOptions{Report: p.Report}); !errors.Is(err, errConsent) {
 		t.Errorf("review: %v", err)
 	}
 	if after := peeringOf(t, p); after.Generation != before.Generation {

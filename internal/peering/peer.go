@@ -276,7 +276,7 @@ func (w *waiter) wait(ctx context.Context, timeout time.Duration) error {
 			if w.look(ctx, i, s, first && w.quiet) {
 				there++
 			}
-			if err := s.awaited(ctx); errors.Is(err, ErrConsent) {
+			if err := s.awaited(ctx); errors.Is(err, errConsent) {
 				awaited = errors.Join(awaited, err)
 			}
 		}
