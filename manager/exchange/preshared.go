@@ -215,8 +215,8 @@ func (k *KeyStore) put(id string, state storedState) {
 	k.work.Add(writeSecret, 0)
 }
 
-// MayBegin reports whether a peer may have a new exchange now, and counts it.
-func (k *KeyStore) MayBegin(id string) bool {
+// mayBegin reports whether a peer may have a new exchange now, and counts it.
+func (k *KeyStore) mayBegin(id string) bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if k.begun == nil {
@@ -396,7 +396,7 @@ func (r *NetworkConfigReconciler) step(ctx context.Context, peer peers.Peer, pub
 	if err != nil {
 		return published, err
 	}
-	if state.ID != was.ID && !r.Keys.MayBegin(id) {
+	if state.ID != was.ID && !r.Keys.mayBegin(id) {
 		r.Keys.again.Add(controllers.RequestFor(id), exchangePause)
 		return published, nil
 	}

@@ -325,11 +325,11 @@ func TestAFullSecretKeepsNothingElseFromAPeer(t *testing.T) {
 func TestAPeerHasFewExchangesAtOnce(t *testing.T) {
 	k := new(KeyStore)
 	for n := range exchangesAtOnce + 1 {
-		if got, want := k.MayBegin("busy"), n < exchangesAtOnce; got != want {
+		if got, want := k.mayBegin("busy"), n < exchangesAtOnce; got != want {
 			t.Errorf("exchange %d: %v", n, got)
 		}
 	}
-	if !k.MayBegin("other") {
+	if !k.mayBegin("other") {
 		t.Error("another peer has to wait")
 	}
 }

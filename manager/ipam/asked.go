@@ -19,8 +19,8 @@ const (
 	maxCaller = 256
 )
 
-// ErrAnothers means that another caller has requested the mapping.
-var ErrAnothers = errors.New("was mapped by another caller; only that caller can unmap it")
+// errAnothers means that another caller has requested the mapping.
+var errAnothers = errors.New("was mapped by another caller; only that caller can unmap it")
 
 // Asked records that a caller requested an existing mapping of the peer, and a description of the
 // endpoint, or "" if it is unknown. It changes nothing for a caller that is already recorded, or if
@@ -68,7 +68,7 @@ func (b State) Withdraw(id string, ip netip.Addr, by string, gone []string) (Sta
 		return b.UnmapEndpoint(id, ip), nil
 	}
 	if !slices.Contains(callers, by) {
-		return b, ErrAnothers
+		return b, errAnothers
 	}
 	return b.withCallers(id, ip, others), nil
 }

@@ -68,7 +68,7 @@ func TestAllocationsSayWhoAskedAndWhatItWas(t *testing.T) {
 func TestWithdrawIsForThoseWhoAsked(t *testing.T) {
 	ip, is := addr("198.51.100.7"), func(b State) bool { return b.Mapped("b", addr("198.51.100.7")) }
 	b := asked(t, joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16"), "198.51.100.7", "one", "")
-	if next, err := b.Withdraw("b", ip, "another", nil); !errors.Is(err, ErrAnothers) || !is(next) {
+	if next, err := b.Withdraw("b", ip, "another", nil); !errors.Is(err, errAnothers) || !is(next) {
 		t.Errorf("by another one: %v", err)
 	}
 	if next, err := b.Withdraw("b", ip, "another", []string{"one"}); err != nil || is(next) {
@@ -79,7 +79,7 @@ func TestWithdrawIsForThoseWhoAsked(t *testing.T) {
 	if err != nil || !is(next) || !slices.Equal(next.AskedFor("b", ip), []string{"another"}) {
 		t.Errorf("what another one has, too: %v, %v", err, next.AskedFor("b", ip))
 	}
-	if next, err := next.Withdraw("b", ip, "one", nil); !errors.Is(err, ErrAnothers) || !is(next) {
+	if next, err := next.Withdraw("b", ip, "one", nil); !errors.Is(err, errAnothers) || !is(next) {
 		t.Errorf("twice: %v", err)
 	}
 	if next, err := next.Withdraw("b", ip, "another", nil); err != nil || is(next) {

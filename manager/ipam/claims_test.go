@@ -42,7 +42,7 @@ func TestOnlyWhatIsPrivateOrAllowedIsUsedAsItIs(t *testing.T) {
 		if as := g.Pod == r.Pod; as != tc.as {
 			t.Errorf("%s: %v is %v", name, r.Pod, g.Pod)
 		}
-		if !tc.as && !within(g.Pod, DefaultPools()) || b.taken.overlaps(g.Pod) || b.nodes.overlaps(g.Pod) {
+		if !tc.as && !within(g.Pod, defaultPools()) || b.taken.overlaps(g.Pod) || b.nodes.overlaps(g.Pod) {
 			t.Errorf("%s: %v is %v, which is not free", name, r.Pod, g.Pod)
 		}
 		if as := g.External == r.External; as == tc.always {

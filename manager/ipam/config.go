@@ -44,7 +44,7 @@ func (c Conflict) String() string {
 // reach the new PodCIDR.
 func (b State) Configure(c Config) (State, []Conflict) {
 	if c.Pools == nil {
-		c.Pools = DefaultPools()
+		c.Pools = defaultPools()
 	}
 	own := Config{
 		PodCIDR:      c.PodCIDR.Masked(),

@@ -11,8 +11,8 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// ErrNoConfiguration means that a peer has no networks here, or has not answered yet.
-var ErrNoConfiguration = errors.New("has no network configuration yet")
+// errNoConfiguration means that a peer has no networks here, or has not answered yet.
+var errNoConfiguration = errors.New("has no network configuration yet")
 
 // MapEndpoint returns the address by which the peer reaches our endpoint ip. A pod's address is
 // translated into the network that the peer uses for our pods, without state. Any other endpoint
@@ -29,7 +29,7 @@ func (b State) MapEndpoint(id string, ip netip.Addr) (State, netip.Addr, error) 
 	}
 	switch inPods := b.own.PodCIDR.Contains(ip); {
 	case p == nil || inPods && !p.podSeen.IsValid() || !inPods && !p.externalSeen.IsValid():
-		return b, netip.Addr{}, fmt.Errorf("cluster %q %w", id, ErrNoConfiguration)
+		return b, netip.Addr{}, fmt.Errorf("cluster %q %w", id, errNoConfiguration)
 	case inPods:
 		return b, move(ip, p.podSeen), nil
 	case ip.BitLen() != p.externalSeen.Addr().BitLen():
@@ -197,7 +197,7 @@ func (b State) HomePodIP(id string, ip netip.Addr) (netip.Addr, error) {
 	allocation, ok := b.AllocationOf(id)
 	switch {
 	case !ok:
-		return netip.Addr{}, fmt.Errorf("cluster %q %w", id, ErrNoConfiguration)
+		return netip.Addr{}, fmt.Errorf("cluster %q %w", id, errNoConfiguration)
 	case !ip.IsValid() || ip.Zone() != "" || ip.BitLen() != allocation.Pod.Addr().BitLen():
 		return netip.Addr{}, fmt.Errorf("pod %v: is not of the family of the network for the pods of cluster %q, %v", ip, id, allocation.Pod)
 	}

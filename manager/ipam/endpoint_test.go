@@ -44,7 +44,7 @@ func TestMapEndpointAsLiqo(t *testing.T) {
 
 	// Another peer has the same address of ours, under its own network.
 	b, _ = allocate(t, b, claim("c", "10.244.0.0/16", "10.245.0.0/16"))
-	if _, _, err := b.MapEndpoint("c", addr("198.51.100.7")); !errors.Is(err, ErrNoConfiguration) {
+	if _, _, err := b.MapEndpoint("c", addr("198.51.100.7")); !errors.Is(err, errNoConfiguration) {
 		t.Errorf("mapped for a peer that has not answered: %v", err)
 	}
 	b = b.Answered("c", pfx("10.244.0.0/16"), pfx("10.245.0.0/16"))
@@ -83,7 +83,7 @@ func TestMapEndpointRefusesWhatNobodyCanReach(t *testing.T) {
 			t.Errorf("%v: mapped to %v", ip, got)
 		}
 	}
-	if _, _, err := b.MapEndpoint("nobody", addr("198.51.100.7")); !errors.Is(err, ErrNoConfiguration) || !strings.Contains(err.Error(), "nobody") {
+	if _, _, err := b.MapEndpoint("nobody", addr("198.51.100.7")); !errors.Is(err, errNoConfiguration) || !strings.Contains(err.Error(), "nobody") {
 		t.Errorf("a stranger: %v", err)
 	}
 }
@@ -199,7 +199,7 @@ func TestHomePodIPMovesHostBits(t *testing.T) {
 			t.Errorf("%v: %v", ip, got)
 		}
 	}
-	if _, err := b.HomePodIP("nobody", addr("10.244.3.4")); !errors.Is(err, ErrNoConfiguration) {
+	if _, err := b.HomePodIP("nobody", addr("10.244.3.4")); !errors.Is(err, errNoConfiguration) {
 		t.Errorf("a stranger: %v", err)
 	}
 }
@@ -233,7 +233,7 @@ func TestNoPodIsMappedBetweenAChangeOfThePodCIDRAndTheAnswer(t *testing.T) {
 	other.PodCIDR = pfx("10.250.0.0/16")
 	b, _ = b.Configure(other)
 	for range 2 {
-		if _, got, err := b.MapEndpoint("b", addr("10.250.3.4")); !errors.Is(err, ErrNoConfiguration) {
+		if _, got, err := b.MapEndpoint("b", addr("10.250.3.4")); !errors.Is(err, errNoConfiguration) {
 			t.Errorf("a pod is mapped to %v, %v", got, err)
 		}
 		mapped(t, b, "b", "198.51.100.7", "10.247.0.2") // what is no pod stays where it is

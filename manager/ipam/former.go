@@ -5,8 +5,8 @@ import (
 	"slices"
 )
 
-// MaxFormer is how many peers that have left are remembered; the oldest are dropped first.
-const MaxFormer = 256
+// maxFormer is how many peers that have left are remembered; the oldest are dropped first.
+const maxFormer = 256
 
 // A former records the networks that a peer had here when it left. A Liqo keeps the first answer
 // that it gets, so a returning peer needs the same networks again, and other peers get them last.
@@ -22,7 +22,7 @@ func (b *State) remember(id string, g Allocation) {
 		return
 	}
 	b.forget(id)
-	if len(b.formers) >= MaxFormer {
+	if len(b.formers) >= maxFormer {
 		b.forget(b.formers[0].ID)
 	}
 	b.formers = append(slices.Clone(b.formers), former{id, g.Pod, g.External})

@@ -89,13 +89,13 @@ func TestFormerNetworksAreGivenToOthersBeforeAnybodyGetsNothing(t *testing.T) {
 
 func TestTheLatestFormersAreRemembered(t *testing.T) {
 	b := configured(t, ours())
-	for i := range MaxFormer + 10 {
+	for i := range maxFormer + 10 {
 		id := fmt.Sprintf("%063d", i)
 		b, _ = allocate(t, b, claim(id, "fd00::/64", "fd01::/64"))
 		b = b.Release(id)
 	}
-	if _, known := b.FormerOf(fmt.Sprintf("%063d", 9)); known || len(b.formers) != MaxFormer {
-		t.Errorf("%d are remembered, the tenth among them: %v; want the latest %d", len(b.formers), known, MaxFormer)
+	if _, known := b.FormerOf(fmt.Sprintf("%063d", 9)); known || len(b.formers) != maxFormer {
+		t.Errorf("%d are remembered, the tenth among them: %v; want the latest %d", len(b.formers), known, maxFormer)
 	}
 	if _, known := b.FormerOf(fmt.Sprintf("%063d", 10)); !known {
 		t.Error("the eleventh is forgotten")

@@ -123,7 +123,7 @@ func takenBy(b State) []netip.Prefix {
 func randConfig(rng *rand.Rand, longest int) Config {
 	c := Config{PodCIDR: randNetwork(rng, longest), ServiceCIDR: randNetwork(rng, longest)}
 	c.Reserved = []netip.Prefix{randNetwork(rng, longest), randNetwork(rng, longest)}
-	c.Pools = DefaultPools()[:3]
+	c.Pools = defaultPools()[:3]
 	if rng.IntN(2) == 0 { // without the metadata service in the upper half
 		c.Pools = append(c.Pools, pfx("100.64.0.0/11"))
 	}

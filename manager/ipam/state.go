@@ -45,7 +45,7 @@ type Config struct {
 	// ExternalCIDR is the network for our endpoints that are no pods. Zero: keep the one chosen
 	// before, or choose one once PodCIDR is known, of that length but no larger than /20.
 	ExternalCIDR netip.Prefix
-	// Pools are the networks to allocate from, in this order; nil: DefaultPools. Reserved are
+	// Pools are the networks to allocate from, in this order; nil: defaultPools. Reserved are
 	// networks that no peer gets.
 	Pools, Reserved []netip.Prefix
 	// Services are those of the reserved networks that contain addresses of Services outside of
@@ -96,9 +96,9 @@ func (c Config) sameNetworks(other Config) bool {
 		slices.Equal(c.Pools, other.Pools) && slices.Equal(c.Reserved, other.Reserved)
 }
 
-// DefaultPools returns Liqo's pools in their order, and after them the space of RFC 6598 as a
+// defaultPools returns Liqo's pools in their order, and after them the space of RFC 6598 as a
 // reserve.
-func DefaultPools() []netip.Prefix {
+func defaultPools() []netip.Prefix {
 	return []netip.Prefix{
 		netip.MustParsePrefix("10.0.0.0/8"),
 		netip.MustParsePrefix("192.168.0.0/16"),

@@ -179,7 +179,7 @@ func (r *reader) prefix(field, value string) netip.Prefix {
 	return p
 }
 
-// list never returns nil, which Configure would replace with DefaultPools.
+// list never returns nil, which Configure would replace with defaultPools.
 func (r *reader) list(field string, values []string) []netip.Prefix {
 	out := []netip.Prefix{}
 	for i, v := range values {

@@ -43,8 +43,8 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// ErrNotLoaded means that Load has to succeed first.
-var ErrNotLoaded = errors.New("the IPAM state is not loaded yet")
+// errNotLoaded means that Load has to succeed first.
+var errNotLoaded = errors.New("the IPAM state is not loaded yet")
 
 // errUnread means that the writes of another manager have to be read first.
 var errUnread = apierrors.NewConflict(schema.GroupResource{Group: v1alpha1.GroupVersion.Group, Resource: "ipamstorages"}, "", errors.New("another manager has written"))
@@ -162,7 +162,7 @@ func (s *Store) Update(ctx context.Context, f func(ipam.State) (ipam.State, erro
 	together := append([]*update{u}, s.queue...)
 	s.queueMu.Unlock()
 	if !s.loaded {
-		return s.State(), ErrNotLoaded
+		return s.State(), errNotLoaded
 	}
 	state, err := s.write(ctx, func(b ipam.State) (ipam.State, error) {
 		for _, u := range together {
@@ -192,7 +192,7 @@ func (s *Store) Refresh(ctx context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if !s.loaded {
-		return ErrNotLoaded
+		return errNotLoaded
 	}
 	unchanged, err := s.sameAllocations(ctx)
 	if err != nil {

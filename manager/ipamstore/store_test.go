@@ -422,7 +422,7 @@ func TestAnErrorWritesNothing(t *testing.T) {
 	if methods, _, _ := h.sent(); len(methods) > 0 {
 		t.Errorf("sent %v", methods)
 	}
-	if _, err := newStore(t).Update(t.Context(), nil); !errors.Is(err, ErrNotLoaded) {
+	if _, err := newStore(t).Update(t.Context(), nil); !errors.Is(err, errNotLoaded) {
 		t.Errorf("before Load: %v", err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())

@@ -199,7 +199,7 @@ func (r *Replicator) observe(object any) {
 		object = gone.Obj
 	}
 	if o, ok := object.(client.Object); ok {
-		r.Enqueue(o.GetNamespace(), o.GetName())
+		r.enqueue(o.GetNamespace(), o.GetName())
 	}
 }
 
@@ -295,9 +295,9 @@ func (r *Replicator) Lives() map[string]Life {
 // There is one channel, which is never closed.
 func (r *Replicator) Changed() <-chan event.GenericEvent { return r.changed }
 
-// Enqueue makes a worker compare again, because a NetworkConfig here changed. The Replicator
+// enqueue makes a worker compare again, because a NetworkConfig here changed. The Replicator
 // watches the cache and calls it by itself.
-func (r *Replicator) Enqueue(namespace, name string) {
+func (r *Replicator) enqueue(namespace, name string) {
 	r.mu.Lock()
 	w := r.byHome[namespace]
 	r.mu.Unlock()

@@ -17,7 +17,7 @@ import (
 // A Peer is an exporting cluster.
 type Peer struct {
 	ID      string   // clusterID
-	Cluster string   // its name in DNS; see ClusterNames
+	Cluster string   // its name in DNS; see clusterNames
 	Import  []string // namespaces into which its services are imported
 	Pods    Remap    // zero: the clusters have not agreed on networks yet
 	Down    bool     // the tunnel to it is down
@@ -39,8 +39,8 @@ type Export struct {
 	Down  bool
 }
 
-// OwnExport returns the contribution of this cluster.
-func OwnExport(id, cluster string, own Own) Export {
+// ownExport returns the contribution of this cluster.
+func ownExport(id, cluster string, own Own) Export {
 	x := Export{ID: id, Cluster: cluster, Since: own.Service.Since, Service: own.Service, Nodes: own.Nodes, Addresses: make(map[string]netip.Addr)}
 	for _, subset := range own.Service.Subsets {
 		for _, e := range subset.Endpoints {
@@ -91,7 +91,7 @@ func (p Peer) Accept(shard string, s isthmus.ExportedService, where Namespaces, 
 		refuse(RefusedShard, "the service belongs in PeerServices %s", ShardOf(Key{Namespace: s.Namespace, Name: s.Name}))
 	case where.Reserved(s.Namespace):
 		refuse(RefusedReserved, "services are never imported into this namespace")
-	case !Permits(p.Import, s.Namespace):
+	case !permits(p.Import, s.Namespace):
 		refuse(RefusedConsent, "the Peering does not import services into this namespace")
 	case !where.Exists(s.Namespace):
 		refuse(RefusedNamespace, "the importing cluster has no such namespace")

@@ -67,7 +67,7 @@ func joined(set map[string]bool) string {
 func (c *Controller) readiness(ctx context.Context, g gathered, conflicts map[string]bool, texts *[]string) metav1.Condition {
 	var have, pending, failed []string
 	for _, p := range g.peerings {
-		if !p.DeletionTimestamp.IsZero() || !Permits(p.Spec.Services.Export, g.key.Namespace) {
+		if !p.DeletionTimestamp.IsZero() || !permits(p.Spec.Services.Export, g.key.Namespace) {
 			continue
 		}
 		name, id := p.Spec.Cluster.ClusterName, p.Spec.Cluster.ClusterID
@@ -105,7 +105,7 @@ func (c *Controller) readiness(ctx context.Context, g gathered, conflicts map[st
 	}
 	left := ""
 	if pods, err := c.Pods(ctx); err == nil && pods.IsValid() {
-		theirs, out := ForPeers(g.ownExport.Service, pods)
+		theirs, out := forPeers(g.ownExport.Service, pods)
 		if n := len(g.export.Spec.ExportedLabels) + len(g.export.Spec.ExportedAnnotations) - len(theirs.Labels) - len(theirs.Annotations); n > 0 {
 			left += fmt.Sprintf("; %d labels and annotations are left out: too many, too long, reserved or invalid", n)
 		}

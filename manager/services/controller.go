@@ -369,14 +369,14 @@ func (c *Controller) gather(ctx context.Context, key Key) (g gathered, err error
 	if g.peerings, err = c.Peerings(ctx); err != nil {
 		return g, err
 	}
-	slices.SortFunc(g.peerings, func(a, b *isthmus.Peering) int { // ClusterNames depends on the order by age
+	slices.SortFunc(g.peerings, func(a, b *isthmus.Peering) int { // clusterNames depends on the order by age
 		return a.CreationTimestamp.Compare(b.CreationTimestamp.Time)
 	})
 	clusters := []net.ClusterIdentity{c.Self}
 	for _, p := range g.peerings {
 		clusters = append(clusters, p.Spec.Cluster)
 	}
-	names := ClusterNames(clusters)
+	names := clusterNames(clusters)
 	where := namespaces{c, ctx, g.peerings}
 	if err := c.gatherOwn(ctx, &g, names[c.Self.ClusterID], where); err != nil || g.wait {
 		return g, err
@@ -443,7 +443,7 @@ func (c *Controller) gatherOwn(ctx context.Context, g *gathered, name string, wh
 	} else if endpoints, g.wait = c.sources.slices(g.key); g.wait {
 		return nil
 	}
-	own, invalid := ExportOf(&export, svc, endpoints)
+	own, invalid := exportOf(&export, svc, endpoints)
 	if many != nil {
 		invalid = many
 	}
@@ -454,7 +454,7 @@ func (c *Controller) gatherOwn(ctx context.Context, g *gathered, name string, wh
 		c.board.setOwn(g.key, nil)
 	} else {
 		c.board.setOwn(g.key, &own.Service)
-		x := OwnExport(c.Self.ClusterID, name, own)
+		x := ownExport(c.Self.ClusterID, name, own)
 		g.ownExport = &x
 		g.exports = append(g.exports, x)
 	}

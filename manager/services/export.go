@@ -34,9 +34,9 @@ type Invalid struct {
 // none.
 const reasonTooMany mcs.ServiceExportConditionReason = "TooManyExports"
 
-// ExportOf computes the export of a ServiceExport from its Service (nil if there is none) and the
+// exportOf computes the export of a ServiceExport from its Service (nil if there is none) and the
 // Service's EndpointSlices.
-func ExportOf(export *mcs.ServiceExport, svc *corev1.Service, endpoints []*discoveryv1.EndpointSlice) (Own, *Invalid) {
+func exportOf(export *mcs.ServiceExport, svc *corev1.Service, endpoints []*discoveryv1.EndpointSlice) (Own, *Invalid) {
 	switch {
 	case svc == nil:
 		return Own{}, &Invalid{mcs.ServiceExportReasonNoService, "there is no Service of this name"}
@@ -143,7 +143,7 @@ func targetsOf(ports []discoveryv1.EndpointPort) (all []isthmus.TargetPort) {
 	return all
 }
 
-// LeftOut counts the endpoints that ForPeers leaves out.
+// LeftOut counts the endpoints that forPeers leaves out.
 type LeftOut struct {
 	NoPod   int // their address is outside of the PodCIDR, such as those of Pods on the host network
 	TooMany int // they exceed the bounds of PeerServices
@@ -189,9 +189,9 @@ func boundedTargets(targets []isthmus.TargetPort) []isthmus.TargetPort {
 	return kept[:min(len(kept), maxPorts)]
 }
 
-// ForPeers returns the export with the endpoints that peers can reach, which are those in our
+// forPeers returns the export with the endpoints that peers can reach, which are those in our
 // PodCIDR, and counts those that it leaves out.
-func ForPeers(s isthmus.ExportedService, pods netip.Prefix) (isthmus.ExportedService, LeftOut) {
+func forPeers(s isthmus.ExportedService, pods netip.Prefix) (isthmus.ExportedService, LeftOut) {
 	s = bounded(s)
 	var left LeftOut
 	room := isthmus.MaxExportedEndpoints
@@ -263,10 +263,10 @@ func part(s isthmus.ExportedService) float64 {
 // share is the fraction of a shard that each namespace gets before any namespace gets more.
 const share = 1. / 4
 
-// Shards distributes exports over PeerServices, by name. The number of services, endpoints and
+// shardsOf distributes exports over PeerServices, by name. The number of services, endpoints and
 // octets in each shard is bounded. Older exports come first, but exports with which a namespace
 // exceeds its share come last. omitted lists exports without a place.
-func Shards(exports []isthmus.ExportedService) (shards map[string]isthmus.PeerServicesSpec, omitted []Key) {
+func shardsOf(exports []isthmus.ExportedService) (shards map[string]isthmus.PeerServicesSpec, omitted []Key) {
 	byAge := slices.Clone(exports)
 	slices.SortFunc(byAge, func(a, b isthmus.ExportedService) int {
 		return cmp.Or(strings.Compare(a.Since, b.Since), strings.Compare(a.Namespace, b.Namespace), strings.Compare(a.Name, b.Name))

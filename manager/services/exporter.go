@@ -73,16 +73,16 @@ func (e *exporter) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, 
 	e.complete = true
 	exports := e.board.exports()
 	for i := range exports {
-		exports[i], _ = ForPeers(exports[i], pods)
+		exports[i], _ = forPeers(exports[i], pods)
 	}
 	for _, p := range peerings {
 		var theirs []isthmus.ExportedService
 		for _, s := range exports {
-			if p.DeletionTimestamp.IsZero() && Permits(p.Spec.Services.Export, s.Namespace) {
+			if p.DeletionTimestamp.IsZero() && permits(p.Spec.Services.Export, s.Namespace) {
 				theirs = append(theirs, s)
 			}
 		}
-		shards, omitted := Shards(theirs)
+		shards, omitted := shardsOf(theirs)
 		for _, key := range e.board.setOmitted(p.Spec.Cluster.ClusterID, omitted) {
 			e.again.Add(request(key.Namespace, key.Name), 0)
 		}

@@ -412,10 +412,10 @@ func portsText(ports []discoveryv1.EndpointPort) string {
 	return b.String()
 }
 
-// ClusterNames returns the name of each cluster in DNS and in labels. It is the clusterName if that
+// clusterNames returns the name of each cluster in DNS and in labels. It is the clusterName if that
 // is a DNS label and unique among earlier clusters in the list, else the clusterID or a digest of
 // it.
-func ClusterNames(clusters []net.ClusterIdentity) map[string]string {
+func clusterNames(clusters []net.ClusterIdentity) map[string]string {
 	names, taken := make(map[string]string, len(clusters)), make(map[string]bool, len(clusters))
 	for _, c := range clusters {
 		name := c.ClusterName

@@ -85,7 +85,7 @@ func same(t *testing.T, what string, got, want any) {
 }
 
 func TestMergeMovesEndpointsIntoTheNetworkOfThePeer(t *testing.T) {
-	own := OwnExport("a", "a", Own{Service: service(0, "10.244.0.5")})
+	own := ownExport("a", "a", Own{Service: service(0, "10.244.0.5")})
 	m := Merge(shop, []Export{own, from(t, "b", service(time.Hour, "10.244.0.5", "10.244.9.9"))})
 	same(t, "own endpoints", endpoints(m, "a"), []string{"10.244.0.5:8080"})
 	same(t, "the peer's endpoints", endpoints(m, "b"), []string{"10.246.0.5:8080", "10.246.9.9:8080"})
@@ -178,7 +178,7 @@ func TestHeadlessExportWithoutPortsStaysBesideOneWithPorts(t *testing.T) {
 	older, younger := service(time.Hour, "10.244.1.5"), service(time.Minute, "10.244.2.5")
 	older.Type, younger.Type = "Headless", "Headless"
 	older.Ports, older.Subsets[0].Targets = nil, nil
-	ours, theirs := OwnExport("a", "a", Own{Service: older}), from(t, "b", younger)
+	ours, theirs := ownExport("a", "a", Own{Service: older}), from(t, "b", younger)
 	addresses := func(m Merged) (all []string) {
 		for _, s := range m.Slices {
 			for _, e := range s.Endpoints {
@@ -191,14 +191,14 @@ func TestHeadlessExportWithoutPortsStaysBesideOneWithPorts(t *testing.T) {
 	same(t, "both", addresses(Merge(shop, []Export{ours, theirs})), []string{"10.244.1.5 0 ports, ready true", "10.246.2.5 1 ports, ready true"})
 	theirs.Down = true // nobody else has its port
 	same(t, "the one with a port is down", addresses(Merge(shop, []Export{ours, theirs})), []string{"10.244.1.5 0 ports, ready true", "10.246.2.5 1 ports, ready true"})
-	ours, theirs = OwnExport("a", "a", Own{Service: younger}), from(t, "b", older)
+	ours, theirs = ownExport("a", "a", Own{Service: younger}), from(t, "b", older)
 	theirs.Down = true // the name has other addresses
 	same(t, "the one without is down", addresses(Merge(shop, []Export{ours, theirs})), []string{"10.244.2.5 1 ports, ready true", "10.246.1.5 0 ports, ready false"})
 	younger.Type = "ClusterSetIP" // and younger: a slice without ports would have all ports
-	m := Merge(shop, []Export{OwnExport("a", "a", Own{Service: older}), from(t, "b", younger)})
+	m := Merge(shop, []Export{ownExport("a", "a", Own{Service: older}), from(t, "b", younger)})
 	same(t, "type of the older", m.Import.Spec.Type, mcs.Headless)
 	older.Since, younger.Since = younger.Since, older.Since
-	same(t, "as ClusterSetIP", addresses(Merge(shop, []Export{OwnExport("a", "a", Own{Service: older}), from(t, "b", younger)})), []string{"10.246.2.5 1 ports, ready true"})
+	same(t, "as ClusterSetIP", addresses(Merge(shop, []Export{ownExport("a", "a", Own{Service: older}), from(t, "b", younger)})), []string{"10.246.2.5 1 ports, ready true"})
 }
 
 func TestAcceptRefuses(t *testing.T) {
@@ -393,7 +393,7 @@ func TestShardsAreBoundedAndComplete(t *testing.T) {
 		s.Name = fmt.Sprint("s", i)
 		exports = append(exports, s)
 	}
-	shards, omitted := Shards(exports)
+	shards, omitted := shardsOf(exports)
 	n := 0
 	for name, spec := range shards {
 		n += len(spec.Services)
@@ -426,7 +426,7 @@ func TestOneNamespaceDoesNotCrowdOutTheExportsOfOthers(t *testing.T) {
 		younger.Namespace, younger.Name = "modest", fmt.Sprint("x", i)
 		exports = append(exports, large, small, younger)
 	}
-	shards, omitted := Shards(exports)
+	shards, omitted := shardsOf(exports)
 	if len(shards) != isthmus.PeerServicesShards {
 		t.Errorf("%d shards", len(shards))
 	}
@@ -454,7 +454,7 @@ func TestShardsFitIntoEtcd(t *testing.T) {
 		}
 		exports = append(exports, s)
 	}
-	shards, omitted := Shards(exports)
+	shards, omitted := shardsOf(exports)
 	if len(omitted) == 0 {
 		t.Error("all fit")
 	}
@@ -468,7 +468,7 @@ func TestShardsFitIntoEtcd(t *testing.T) {
 
 func TestClusterNamesAreDNSLabelsAndDiffer(t *testing.T) {
 	long := strings.Repeat("x", 64)
-	names := ClusterNames([]net.ClusterIdentity{
+	names := clusterNames([]net.ClusterIdentity{
 		{ClusterID: "id-1", ClusterName: "alpha"}, {ClusterID: "id-2", ClusterName: "alpha"}, {ClusterID: "ID.3", ClusterName: "b.c"}, {ClusterID: "id-4", ClusterName: long},
 	})
 	seen := make(map[string]bool)
@@ -508,7 +508,7 @@ func FuzzAccept(f *testing.F) {
 		if x.Since > isthmus.UTCTimeOf(epoch) || namespace == "kube-system" {
 			t.Fatalf("accepted: %+v", x)
 		}
-		m := Merge(k, []Export{x, OwnExport("a", "a", Own{Service: service(0, "192.0.2.1")})})
+		m := Merge(k, []Export{x, ownExport("a", "a", Own{Service: service(0, "192.0.2.1")})})
 		if m.Import.Labels[LabelService] != name || !dnsLabel(name) {
 			t.Fatalf("labels %v", m.Import.Labels)
 		}

@@ -3,9 +3,9 @@
 //
 //	exporter                                            importer
 //	ServiceExport + Service + EndpointSlices            ServiceImport, derived Service, EndpointSlices
-//	        │ ExportOf                                          ▲ Merge, of all clusters' exports
+//	        │ exportOf                                          ▲ Merge, of all clusters' exports
 //	        ▼                                                   │
-//	ExportedService ── Shards, package replication ──► PeerServices ── Peer.Accept
+//	ExportedService ── shardsOf, package replication ──► PeerServices ── Peer.Accept
 //
 // Pure functions decide, without a client or a clock. A Controller reads their inputs and writes
 // their results. It owns the ServiceImports, Services and EndpointSlices with LabelService, the
@@ -71,8 +71,8 @@ func digest(n int, parts ...string) string {
 	return strings.ToLower(base32.HexEncoding.WithPadding(base32.NoPadding).EncodeToString(h.Sum(nil)))[:n]
 }
 
-// Permits reports whether a namespace list in a Peering contains the namespace.
-func Permits(list []string, namespace string) bool {
+// permits reports whether a namespace list in a Peering contains the namespace.
+func permits(list []string, namespace string) bool {
 	return slices.Contains(list, "*") || slices.Contains(list, namespace)
 }
 
