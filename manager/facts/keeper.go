@@ -66,7 +66,7 @@ type AddressPlan struct {
 // the networks among them to the IPAM, and notifies subscribers. Its methods may be called
 // concurrently.
 type Keeper struct {
-	Cache  client.Reader // Services, Secrets, Nodes and NodeNetworks
+	Cache  client.Reader // Services, Secrets, Nodes, NodeNetworks and TunnelEndpoints
 	Direct client.Reader // the API server itself, for objects that are read once
 	Store  interface {   // the methods of ipamstore.Store that are used
 		Update(context.Context, func(ipam.State) (ipam.State, error)) (ipam.State, error)
@@ -260,18 +260,40 @@ func (k *Keeper) gather(ctx context.Context) (Facts, error) {
 			f.Tunnels, f.FewerTunnels = tunnelsOf(&secret, further, key, ports[1:])
 		}
 	}
-	return f, k.configure(ctx, &f)
+	agreed, err := k.agreed(ctx)
+	if err != nil {
+		return f, err
+	}
+	return f, k.configure(ctx, &f, agreed)
+}
+
+// agreed returns the networks of ours that TunnelEndpoints name. Nothing watches them for this: a
+// previous network that the last peer has left is free after apiServerInterval at the latest.
+func (k *Keeper) agreed(ctx context.Context) (all []netip.Prefix, err error) {
+	var tunnels v1alpha1.TunnelEndpointList
+	if err := k.Cache.List(ctx, &tunnels, client.UnsafeDisableDeepCopy); err != nil {
+		return nil, fmt.Errorf("TunnelEndpoints: %w", err)
+	}
+	for i := range tunnels.Items {
+		spec := &tunnels.Items[i].Spec
+		for _, text := range []string{spec.LocalPodCIDR, spec.LocalExternalCIDR} {
+			if p, err := netip.ParsePrefix(text); err == nil {
+				all = append(all, p)
+			}
+		}
+	}
+	return all, nil
 }
 
 // configure gives the IPAM our networks and learns the ExternalCIDR.
-func (k *Keeper) configure(ctx context.Context, f *Facts) error {
+func (k *Keeper) configure(ctx context.Context, f *Facts, agreed []netip.Prefix) error {
 	if !f.PodCIDR.IsValid() || !f.ServiceCIDR.IsValid() || f.PodCIDR.Overlaps(f.ServiceCIDR) {
 		return nil // with one network missing, the result would be wrong
 	}
 	n := k.Plan
 	config := ipam.Config{
 		PodCIDR: f.PodCIDR, ServiceCIDR: f.ServiceCIDR, ExternalCIDR: n.ExternalCIDR,
-		Pools: n.Pools, Reserved: slices.Concat(n.Reserved, f.MoreServices), Services: f.MoreServices, Nodes: slices.Concat(f.Nodes, f.APIServers), Reached: f.Reached,
+		Pools: n.Pools, Reserved: slices.Concat(n.Reserved, f.MoreServices), Services: f.MoreServices, Nodes: slices.Concat(f.Nodes, f.APIServers), Reached: f.Reached, Agreed: agreed,
 	}
 	var (
 		conflicts []ipam.Conflict

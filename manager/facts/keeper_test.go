@@ -280,7 +280,7 @@ func TestAHoldEndsWhenANodeLiesInTheNetwork(t *testing.T) {
 	k := &Keeper{Store: b, Log: slog.New(slog.DiscardHandler)}
 	configure := func() {
 		t.Helper()
-		if err := k.configure(t.Context(), &facts); err != nil {
+		if err := k.configure(t.Context(), &facts, nil); err != nil {
 			t.Fatal(err)
 		}
 	}

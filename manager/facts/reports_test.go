@@ -16,6 +16,7 @@ import (
 	"k8s.io/client-go/tools/events"
 	ctrl "sigs.k8s.io/controller-runtime"
 
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/managertest"
 )
@@ -193,5 +194,27 @@ func TestNetworksOfTheClusterAreFoundOut(t *testing.T) {
 	w.OK(err)
 	if !strings.Contains(strings.Join(f.Missing, "\n"), "overlaps ServiceCIDR") {
 		t.Errorf("overlap: missing %q", f.Missing)
+	}
+}
+
+// A TunnelEndpoint with our networks of before a change keeps them from other peers.
+func TestANetworkOfATunnelEndpointIsNoOtherPeers(t *testing.T) {
+	w := managertest.New(t)
+	keeper, store, _ := newKeeper(w)
+	tunnel := &v1alpha1.TunnelEndpoint{ObjectMeta: metav1.ObjectMeta{Namespace: w.System, Name: "b"}, Spec: v1alpha1.TunnelEndpointSpec{
+		ClusterIdentity: v1alpha1.ClusterIdentity{ClusterID: "b", ClusterName: "b"},
+		LocalPodCIDR:    "10.200.0.0/16", LocalNATPodCIDR: v1alpha1.None, LocalExternalCIDR: "10.201.0.0/16", LocalNATExternalCIDR: v1alpha1.None,
+		RemotePodCIDR: "10.50.0.0/16", RemoteNATPodCIDR: v1alpha1.None, RemoteExternalCIDR: "10.51.0.0/16", RemoteNATExternalCIDR: v1alpha1.None,
+		EndpointIP: "203.0.113.1", BackendType: v1alpha1.BackendWireGuard,
+		BackendConfig: v1alpha1.BackendConfig{"publicKey": managertest.KeyText(7), "port": "5871"},
+	}}
+	w.Create(tunnel)
+	t.Cleanup(func() { w.OK(w.API().Delete(context.Background(), tunnel)) })
+	_, err := keeper.Reconcile(w.Ctx, ctrl.Request{})
+	w.OK(err)
+	_, g, err := store.State().Allocate(ipam.Request{ID: "d", Pod: netip.MustParsePrefix("10.200.0.0/16"), External: netip.MustParsePrefix("10.201.0.0/20")})
+	w.OK(err)
+	if used := netip.MustParsePrefix("10.200.0.0/15"); g.Pod.Overlaps(used) || g.External.Overlaps(used) {
+		t.Errorf("%v", g)
 	}
 }

@@ -55,6 +55,7 @@ func (b State) Configure(c Config) (State, []Conflict) {
 		Services:     networks(c.Services),
 		Nodes:        slices.Clone(c.Nodes),
 		Reached:      MergeReached(slices.Clone(c.Reached)),
+		Agreed:       networks(c.Agreed),
 	}
 	slices.SortFunc(own.Reserved, netip.Prefix.Compare)
 	own.Reserved = slices.Compact(own.Reserved)
@@ -62,9 +63,12 @@ func (b State) Configure(c Config) (State, []Conflict) {
 	own.Nodes = slices.Compact(own.Nodes)
 
 	was, pods := b.own.ExternalCIDR, b.own.PodCIDR
-	if !own.ExternalCIDR.IsValid() && b.inUse() {
+	if !own.ExternalCIDR.IsValid() && (b.inUse() || slices.Contains(own.Agreed, was)) {
 		own.ExternalCIDR = was // peers may know it
 	}
+	own.Agreed = slices.DeleteFunc(own.Agreed, func(p netip.Prefix) bool { return p == own.PodCIDR || p == own.ExternalCIDR })
+	slices.SortFunc(own.Agreed, netip.Prefix.Compare)
+	own.Agreed = slices.Compact(own.Agreed)
 	if own.ExternalCIDR.IsValid() && own.Equal(b.own) {
 		return b, b.Conflicts()
 	}
@@ -207,6 +211,7 @@ type obstacle struct {
 	whose, anonymous string
 	prefix           netip.Prefix
 	node             bool // belongs to a node, and changes with it
+	previous         bool // a network of ours from before a change
 }
 
 // obstacles yields all obstacles except the networks of peers.
@@ -222,6 +227,11 @@ func (b *State) obstacles(yield func(obstacle) bool) {
 	if !all("our PodCIDR", b.own.PodCIDR) || !all("our ServiceCIDR", b.own.ServiceCIDR) || !all("our ExternalCIDR", b.own.ExternalCIDR) ||
 		!all("a reserved network", b.own.Reserved...) || !all("a special range", special...) {
 		return
+	}
+	for _, p := range b.own.Agreed {
+		if !yield(obstacle{name: "a previous network of ours that some peer still uses", prefix: p, previous: true}) {
+			return
+		}
 	}
 	for _, addr := range b.own.Nodes {
 		if addr.IsValid() && !yield(obstacle{name: "the address of a node or an API server", prefix: host(addr), node: true}) {
@@ -253,7 +263,7 @@ func (b State) Conflicts() []Conflict {
 		for o := range b.obstacles {
 			itself := slices.ContainsFunc(ours[i:], func(c Conflict) bool { return "our "+c.Network == o.name }) // or the later network reports it
 			// Nodes inside the PodCIDR are normal: clouds allocate both from one network.
-			if !itself && n.Prefix.Overlaps(o.prefix) && (!o.node || n.Network == "ExternalCIDR") {
+			if !itself && !o.previous && n.Prefix.Overlaps(o.prefix) && (!o.node || n.Network == "ExternalCIDR") {
 				n.With, n.Other = o.name+o.whose, o.prefix
 				conflicts = append(conflicts, n)
 			}

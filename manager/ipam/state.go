@@ -52,10 +52,13 @@ type Config struct {
 	// ServiceCIDR. Spec stores them only as reserved networks.
 	Services []netip.Prefix
 	// Nodes are addresses that no peer's network may contain, including those of API servers. Spec
-	// contains neither them nor Reached, because they change with the cluster.
+	// contains neither them nor Reached and Agreed, because they change with the cluster.
 	Nodes []netip.Addr
 	// Reached lists the networks that nodes reach without us.
 	Reached []Reached
+	// Agreed are the networks of ours that TunnelEndpoints name. Configure drops the present ones,
+	// so these are the networks of before a change that some peer still uses.
+	Agreed []netip.Prefix
 }
 
 // Reached is a network that a node reports to reach, so that no peer gets it.
@@ -88,7 +91,8 @@ func MergeReached(all []Reached) []Reached {
 
 // Equal reports whether both are the same, including the order.
 func (c Config) Equal(other Config) bool {
-	return c.sameNetworks(other) && slices.Equal(c.Services, other.Services) && slices.Equal(c.Nodes, other.Nodes) && slices.Equal(c.Reached, other.Reached)
+	return c.sameNetworks(other) && slices.Equal(c.Services, other.Services) && slices.Equal(c.Nodes, other.Nodes) &&
+		slices.Equal(c.Reached, other.Reached) && slices.Equal(c.Agreed, other.Agreed)
 }
 
 func (c Config) sameNetworks(other Config) bool {
@@ -149,7 +153,7 @@ type endpoint struct {
 func (b State) Own() Config {
 	c := b.own
 	c.Pools, c.Reserved, c.Services = slices.Clone(c.Pools), slices.Clone(c.Reserved), slices.Clone(c.Services)
-	c.Nodes, c.Reached = slices.Clone(c.Nodes), slices.Clone(c.Reached)
+	c.Nodes, c.Reached, c.Agreed = slices.Clone(c.Nodes), slices.Clone(c.Reached), slices.Clone(c.Agreed)
 	return c
 }
 

@@ -1,0 +1,51 @@
+package ipam
+
+import (
+	"net/netip"
+	"testing"
+)
+
+// The gateway leaves out a peer whose network here overlaps a network of ours that another peer
+// still uses.
+func TestNoPeerGetsAPreviousNetworkOfOursThatAnotherUses(t *testing.T) {
+	was := ours()
+	b, _ := allocate(t, configured(t, was), claim("b", "10.50.0.0/16", "10.51.0.0/16"))
+	c := was
+	c.PodCIDR, c.ExternalCIDR = pfx("10.200.0.0/16"), netip.Prefix{}
+	c.Agreed = []netip.Prefix{was.PodCIDR, was.ExternalCIDR, was.PodCIDR} // by the TunnelEndpoints of b and another peer
+	b, conflicts := b.Configure(c)
+	if own := b.Own(); own.ExternalCIDR != was.ExternalCIDR || len(own.Agreed) != 1 || len(conflicts) > 0 {
+		t.Errorf("ExternalCIDR %v, agreed %v, conflicts %v", own.ExternalCIDR, own.Agreed, conflicts)
+	}
+	d := claim("d", "10.244.128.0/17", "10.60.0.0/16")
+	_, g := allocate(t, b, d)
+	if g.Pod.Overlaps(was.PodCIDR) || g.External != pfx("10.60.0.0/16") {
+		t.Errorf("d gets %v and %v", g.Pod, g.External)
+	}
+	if both, err := b.Explain(d); err != nil || both[0].Why != "it overlaps a previous network of ours that some peer still uses, 10.244.0.0/16" {
+		t.Errorf("%v, %v", both, err)
+	}
+
+	c.Agreed = []netip.Prefix{c.PodCIDR, was.ExternalCIDR} // b has switched
+	b, _ = b.Configure(c)
+	if _, g := allocate(t, b, d); g.Pod != pfx("10.244.128.0/17") {
+		t.Errorf("d gets %v after b has switched", g.Pod)
+	}
+}
+
+// While all peers have left but a TunnelEndpoint is not deleted yet, a chosen ExternalCIDR stays, and a
+// new PodCIDR may overlap the previous one.
+func TestPreviousNetworksAreNoConflictOfOurs(t *testing.T) {
+	c := ours()
+	c.ExternalCIDR = netip.Prefix{}
+	b := configured(t, c)
+	was := b.Own()
+	c.PodCIDR, c.Agreed = pfx("10.244.0.0/17"), []netip.Prefix{was.PodCIDR, was.ExternalCIDR}
+	b, conflicts := b.Configure(c)
+	if own := b.Own(); own.ExternalCIDR != was.ExternalCIDR || len(conflicts) > 0 {
+		t.Errorf("ExternalCIDR %v, before %v, conflicts %v", own.ExternalCIDR, was.ExternalCIDR, conflicts)
+	}
+	if again, _ := b.Configure(c); len(again.Own().Agreed) != 1 || !again.Own().Equal(b.Own()) {
+		t.Errorf("another Config after the same: %v", again.Own())
+	}
+}
