@@ -177,11 +177,17 @@ func failedOf(id string, failed error) error {
 	return errors.Join(of...)
 }
 
+// hidden reports whether a tunnel's endpoint is an address of our own Service's relay, which hides
+// the peer's address.
+func (g *gateway) hidden(endpoint netip.AddrPort) bool {
+	return endpoint.IsValid() && g.resolver.relaysFrom(endpoint.Addr())
+}
+
 // causeOf returns the cause of a peer's state.
 func (g *gateway) causeOf(v *view, failed error, now time.Time) Cause {
 	first := v.leading()
 	e := evidence{
-		now: now, check: first.check, endpoint: first.stats.Endpoint, hidden: first.stats.Endpoint.IsValid() && g.resolver.relaysFrom(first.stats.Endpoint.Addr()), configured: hostPort(v.Endpoint, v.Port), unresolved: v.unresolved,
+		now: now, check: first.check, endpoint: first.stats.Endpoint, hidden: g.hidden(first.stats.Endpoint), configured: hostPort(v.Endpoint, v.Port), unresolved: v.unresolved,
 		failed: failedOf(v.ID, failed), handshake: first.stats.Handshake, heard: v.heard(), alone: v.alone,
 		remote: ranges{v.Remote.PodSeen, v.Remote.ExternalSeen}, local: ranges{v.Local.PodSeen, v.Local.ExternalSeen},
 	}

@@ -86,6 +86,17 @@ func resolving(t *testing.T, test func(r *resolver, n *names, step func(seconds 
 	})
 }
 
+func TestTheEndpointOfAServicesRelayIsHidden(t *testing.T) {
+	resolving(t, func(r *resolver, _ *names, _ func(int), _ func() string) {
+		node := netip.MustParseAddrPort("10.244.1.1:8531")
+		r.set(named1("192.0.2.1"), fabric.Site{Relays: map[netip.Addr]bool{node.Addr(): true}})
+		g := &gateway{resolver: r}
+		if !g.hidden(node) || g.hidden(netip.MustParseAddrPort("192.0.2.1:5871")) || g.hidden(netip.AddrPort{}) {
+			t.Error("want only an address of the relay to be hidden")
+		}
+	})
+}
+
 func TestALiteralEndpointIsNeverLookedUp(t *testing.T) {
 	resolving(t, func(r *resolver, n *names, step func(int), at func() string) {
 		r.set1(named1("192.0.2.1"))

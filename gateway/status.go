@@ -96,6 +96,7 @@ type PeerStatus struct {
 
 	Endpoint   string         `json:"endpoint,omitempty"` // where it is now
 	Configured string         `json:"configuredEndpoint"`
+	Hidden     bool           `json:"sourceHidden,omitempty"`    // Endpoint is an address of our own Service's relay
 	Resolved   netip.AddrPort `json:"resolvedEndpoint,omitzero"` // address of the configured one
 	PublicKey  string         `json:"publicKey"`
 	OwnKey     string         `json:"ownPublicKey,omitempty"`      // our key of the present session
@@ -317,7 +318,7 @@ func (g *gateway) peerStatus(p *view, now *current, next [][32]byte, at time.Tim
 		ps.Rules.Endpoints = append(ps.Rules.Endpoints, EndpointStatus{e.Real, e.Seen})
 	}
 	if first.stats.Endpoint.IsValid() {
-		ps.Endpoint = first.stats.Endpoint.String()
+		ps.Endpoint, ps.Hidden = first.stats.Endpoint.String(), g.hidden(first.stats.Endpoint)
 	}
 	if p.unresolved != nil {
 		ps.Problem = p.unresolved.Error()

@@ -82,6 +82,12 @@ func TestStatusTable(t *testing.T) {
 		}
 		golden(t, tc.file, b.String())
 	}
+	relayed := sample()
+	relayed.Peers[0].Endpoint, relayed.Peers[0].Hidden = "10.244.1.1:8531", true
+	var b bytes.Buffer
+	if err := printStatus(&b, relayed, false); err != nil || strings.Contains(b.String(), "10.244.1.1") || !strings.Contains(b.String(), " 192.0.2.2:5871 (source hidden) ") {
+		t.Errorf("behind a relay: %v\n%s", err, b.String())
+	}
 }
 
 // gatewayWith answers as a gateway with that status does.

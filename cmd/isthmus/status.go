@@ -177,8 +177,11 @@ func printPeers(w io.Writer, s gateway.Status, wide bool) error {
 	fmt.Fprintln(t, "PEER\tSTATE\tENDPOINT\tHANDSHAKE\tRTT\tLOSS\tRX\tTX\tITS PODS HERE\tOUR PODS THERE\tDROPS")
 	for _, p := range s.Peers {
 		endpoint := p.Endpoint
-		if endpoint == "" {
+		switch {
+		case endpoint == "":
 			endpoint = p.Configured + " (unresolved)"
+		case p.Hidden:
+			endpoint = p.Configured + " (source hidden)"
 		}
 		handshake, rtt := "never", "-"
 		if p.LastHandshake != nil {
