@@ -51,6 +51,8 @@ var well = map[string]string{
 	`isthmus_peer_way_mtu_bytes{instance="gw",job="g",namespace="n",peer="p"}`:                                         "1420x400",
 	`isthmus_drops_total{instance="gw",job="g",namespace="n",peer="p",direction="in",reason="ttl"}`:                    "0+6x400",
 	`isthmus_drops_total{instance="gw",job="g",namespace="n",peer="",direction="in",reason="x"}`:                       "0+6000x400",
+	`isthmus_drops_total{instance="gw",job="g",namespace="n",peer="",direction="in",reason="socket_buffer"}`:           "0+6x400",
+	`isthmus_kernel_ip_drops_total{instance="gw",job="g",namespace="n",reason="device"}`:                               "0+6x400",
 	`isthmus_nat_sessions{instance="gw",job="g",namespace="n"}`:                                                        "100x400",
 	`isthmus_nat_sessions_limit{instance="gw",job="g",namespace="n"}`:                                                  "1000x400",
 	`isthmus_peer_nat_sessions{instance="gw",job="g",namespace="n",peer="p"}`:                                          "100x400",
@@ -130,6 +132,9 @@ var faults = []struct {
 	{alert: "IsthmusObjectsLeftOut", after: 5, series: map[string]string{`isthmus_gateway_left_out_objects`: "3"}, summary: "3 objects of kind NatMapping"},
 	{alert: "IsthmusGatewayNotApplied", after: 5, series: map[string]string{`isthmus_config_applied`: "0"}, summary: "refuses a part"},
 	{alert: "IsthmusGatewayWithoutAPIServer", after: 15, series: map[string]string{`isthmus_gateway_from_snapshot`: "1"}, summary: "last known configuration"},
+	{alert: "IsthmusGatewayOverloaded", after: 13, series: map[string]string{
+		`isthmus_drops_total{instance="gw",job="g",namespace="n",peer="",direction="in",reason="socket_buffer"}`: "+1200"}, summary: "Gateway gw is too slow"},
+	{alert: "IsthmusGatewayOverloaded", after: 13, series: map[string]string{`isthmus_kernel_ip_drops_total{`: "+1200"}, summary: "dropped: device"},
 	{alert: "IsthmusFlowsNearLimit", after: 10, series: map[string]string{`isthmus_nat_sessions{`: "900"}, summary: "90% of the NAT flows are in use"},
 	{alert: "IsthmusFlowsNearLimit", after: 10, series: map[string]string{`isthmus_peer_nat_sessions{`: "450"}, summary: "90% of the NAT flows of peer p are in use"},
 	{alert: "IsthmusHostsAtLimit", after: 10, series: map[string]string{`isthmus_peer_nat_hosts_at_limit`: "2"}, summary: "2 hosts"},
