@@ -80,6 +80,7 @@ func (s *side) checkPin(ctx context.Context, replace bool) error {
 		if ok, err := s.peer.holdsItsIdentity(ctx); err != nil || ok {
 			return err
 		}
+		wrong = append(wrong, "it has no valid identity at this cluster, which would prove that only its authority changed")
 	}
 	return fmt.Errorf("%s: context %s leads to a cluster with the name and ID %s (%s), but Peering %s was created with another cluster of that name and ID: %s. "+
 		"The Peering and the rights of the old cluster stay in force. "+
