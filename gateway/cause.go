@@ -64,6 +64,7 @@ func (e *evidence) since(at time.Time, atMost time.Duration) bool {
 // cause decides. It reports the first thing to mend: first problems of this machine, then of the
 // address, the path, the keys and the networks.
 func (e *evidence) cause() Cause {
+	const compare = "; compare the TunnelEndpoints of both clusters"
 	sentTo := e.configured
 	if e.endpoint.IsValid() {
 		sentTo = e.endpoint.String()
@@ -81,7 +82,7 @@ func (e *evidence) cause() Cause {
 		return Cause{v1alpha1.CauseNotApplied, fmt.Sprintf("the kernel of this gateway refuses a part of the peer's configuration (retried every second): %s", strings.Join(texts(e.failed), "; "))}
 	case e.check.State == check.Connected && e.check.Unasked(e.now) && e.since(e.source, recently):
 		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer answers, but its own connection check does not arrive; its packets from addresses outside %v, "+
-			"the peer's networks here, are dropped (source); the clusters disagree about the peer's PodCIDR", e.remote)}
+			"the peer's networks here, are dropped (source); the clusters disagree about the peer's PodCIDR%s", e.remote, compare)}
 	case e.check.State == check.Connected && e.check.Path.State == check.PathError:
 		return Cause{v1alpha1.CausePathMTU, fmt.Sprintf("the peer answers, but packets of %d octets, which every path should carry, do not arrive at %s, and no ICMP error comes back; "+
 			"with WireGuard and outer headers they have %d octets; repair the link that drops them", e.check.Path.Bytes, at, e.check.Path.Bytes+overheadTo(e.endpoint.Addr()))}
@@ -120,10 +121,10 @@ func (e *evidence) cause() Cause {
 		return Cause{v1alpha1.CausePeerSilent, fmt.Sprintf("nothing has come from %s%s: its gateway has stopped, or a firewall has dropped UDP on the path since then%s", at, e.sinceHeard(), e.relayed())}
 	case !agreed && e.since(e.source, recently):
 		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends from addresses outside %v, its networks here, so its packets are dropped (source): "+
-			"the two clusters disagree about the peer's networks", e.remote)}
+			"the two clusters disagree about the peer's networks%s", e.remote, compare)}
 	case !agreed && e.since(e.destination, recently):
 		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends to addresses outside %v, our networks at the peer, so its packets are dropped (destination): "+
-			"the two clusters disagree about this cluster's networks", e.local)}
+			"the two clusters disagree about this cluster's networks%s", e.local, compare)}
 	}
 	return Cause{v1alpha1.CauseProbeUnanswered, "unanswered: messages of the peer arrive, but no answer to the connection check, for an unknown reason: our packets may be lost on the path, or dropped by the peer; " +
 		"check there what arrives and what is dropped (source, destination): `isthmus status --gateway`, or the log of Liqo's gateway if the peer is a Liqo"}

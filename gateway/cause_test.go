@@ -85,15 +85,15 @@ func TestTheCauseIsTheFirstThingToMend(t *testing.T) {
 			"nothing has come from gw.example:5871 (our Service hides the source of what comes from there) since"},
 		{"our firewall towards such a source", func(e *evidence) { e.hidden, e.signs.Unsent, e.signs.UnsentAt = true, unix.EPERM, ago(2) }, v1alpha1.CauseSendError, "send to 192.0.2.9:5871:"},
 		{"heard long ago", func(e *evidence) { e.handshake, e.heard = ago(3600), ago(3500) }, v1alpha1.CausePeerSilent, "since 11:01:40 UTC"},
-		{"its ranges", func(e *evidence) { session(e); e.source = ago(1) }, v1alpha1.CauseRangesDisagree, "10.246.0.0/16 and 10.247.0.0/16"},
+		{"its ranges", func(e *evidence) { session(e); e.source = ago(1) }, v1alpha1.CauseRangesDisagree, "the peer's networks; compare the TunnelEndpoints"},
 		{"pods send to nowhere, while the peer asks and hears no answer", func(e *evidence) { session(e); e.check.Asked, e.source, e.destination = ago(2), ago(1), ago(1) },
 			v1alpha1.CauseProbeUnanswered, "no answer to the connection check"},
-		{"our ranges", func(e *evidence) { session(e); e.destination = ago(1) }, v1alpha1.CauseRangesDisagree, "10.250.0.0/16 and 10.251.0.0/16"},
+		{"our ranges", func(e *evidence) { session(e); e.destination = ago(1) }, v1alpha1.CauseRangesDisagree, "this cluster's networks; compare the TunnelEndpoints"},
 		{"its ranges, once", func(e *evidence) { session(e); e.source = ago(60) }, v1alpha1.CauseProbeUnanswered, "source"},
 		{"its pods alone", func(e *evidence) {
 			session(e)
 			e.check, e.source = check.Result{State: check.Connected, Since: ago(60), Asked: ago(11)}, ago(1)
-		}, v1alpha1.CauseRangesDisagree, "the peer's PodCIDR"},
+		}, v1alpha1.CauseRangesDisagree, "the peer's PodCIDR; compare the TunnelEndpoints"},
 		{"a stray packet of a peer that asks", func(e *evidence) {
 			session(e)
 			e.check, e.source = check.Result{State: check.Connected, Since: ago(60), Asked: ago(3)}, ago(1)
