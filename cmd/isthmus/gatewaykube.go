@@ -26,6 +26,7 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/flowsync"
 	"github.com/isthmus-net/isthmus/internal/cli"
 	"github.com/isthmus-net/isthmus/internal/inband"
+	"github.com/isthmus-net/isthmus/internal/kubeerr"
 	"github.com/isthmus-net/isthmus/internal/metric"
 	"github.com/isthmus-net/isthmus/internal/owncluster"
 	"github.com/isthmus-net/isthmus/internal/source/file"
@@ -261,11 +262,16 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 	}
 	err = replica.Run(ctx, serve, func() error { return gateway.Clear(options.PodNetwork, log) })
 	if err != nil && ctx.Err() == nil { // the last message of this process
-		if untold := events.Warn(ctx, "Failed", "the gateway ended: "+err.Error()); untold != nil {
+		if untold := events.Warn(ctx, "Failed", ended(err)); untold != nil {
 			log.Warn("cannot send an Event about the failure", "error", untold)
 		}
 	}
 	return err
+}
+
+// ended is the message of an Event about a gateway that ended; the log has the whole error.
+func ended(err error) string {
+	return "the gateway ended: " + kubeerr.Plain("the API server", err).Error()
 }
 
 // presharedOf converts preshared keys for the gateway.

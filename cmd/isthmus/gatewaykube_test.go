@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net/netip"
+	"net/url"
 	"os"
 	"path/filepath"
 	"strings"
@@ -650,5 +651,12 @@ func TestGatewayNamesTheFlagThatIsWrong(t *testing.T) {
 		if code != cli.Wrong || !strings.Contains(errs.String(), tc.want) {
 			t.Errorf("%v: code %d, stderr %q; want %d and %q", tc.args, code, errs.String(), cli.Wrong, tc.want)
 		}
+	}
+}
+
+func TestTheEventOfAGatewayThatEndedHasNoLibraryText(t *testing.T) {
+	err := fmt.Errorf("Lease: %w", &url.Error{Op: "Get", URL: "https://10.96.0.1:443/apis/coordination.k8s.io/v1", Err: io.ErrUnexpectedEOF})
+	if got, want := ended(err), "the gateway ended: Lease: the API server closes the connection"; got != want {
+		t.Errorf("%q, want %q", got, want)
 	}
 }
