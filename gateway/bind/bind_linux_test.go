@@ -228,6 +228,73 @@ func TestAnErrorOfSendSaysHowManyDidNotLeave(t *testing.T) {
 	}
 }
 
+// The gate is asked right before each call of the kernel: what it finds shut does not leave, whatever the same Send
+// has sent before.
+func TestNothingLeavesThroughAShutGate(t *testing.T) {
+	onOneProcessor(t)
+	var calls, open int // calls of the gate, and how many of them it lets through
+	a, b := &Bind{Gate: func() bool { calls++; return calls <= open }}, newEnd(t)
+	if _, _, err := a.Listen(0); err != nil {
+		t.Fatal(err)
+	}
+	defer a.Close()
+	full := 0 // calls that find the socket's buffer full
+	a.v4.senders.New = func() any {
+		m := newSender(a.Gate)
+		try := m.try
+		m.try = func(fd uintptr) {
+			if full--; full >= 0 {
+				m.errno = unix.EAGAIN
+				return
+			}
+			try(fd)
+		}
+		return m
+	}
+	sizes := []int{100, 100, 100, 200, 200, 300} // three calls with UDP_SEGMENT
+	for _, c := range []struct {
+		what             string
+		segments         bool
+		open, full, sent int
+	}{
+		{"shut", true, 0, 0, 0},
+		{"it shuts after the first call", true, 1, 0, 3},
+		{"it shuts after the second call", true, 2, 0, 5},
+		{"open", true, 3, 0, 6},
+		{"it shuts while the socket is full", true, 0, 1, 0},
+		{"one by one: shut", false, 0, 0, 0},
+		{"one by one: it shuts after the first datagram", false, 1, 0, 1},
+	} {
+		to := b.at(t, "127.0.0.1").(*endpoint)
+		if !c.segments {
+			to.refuse()
+		}
+		var batch [][]byte
+		for i, size := range sizes {
+			batch = append(batch, bytes.Repeat([]byte{byte(i + 1)}, size))
+		}
+		calls, open, full = 0, c.open, c.full
+		err := a.Send(batch, to)
+		if c.sent == len(batch) {
+			if err != nil {
+				t.Errorf("%s: %v", c.what, err)
+			}
+		} else if n := Unsent(err, -1); n != len(batch)-c.sent || !errors.Is(err, ErrShut) {
+			t.Errorf("%s: %d did not leave, %v; want %d and %v", c.what, n, err, len(batch)-c.sent, ErrShut)
+		}
+		calls, open, full = 0, 1, 0
+		if err := a.Send([][]byte{{0}}, to); err != nil {
+			t.Fatal(err)
+		}
+		sent := 0
+		for ; b.next(t).b[0] != 0; sent++ {
+		}
+		if sent != c.sent {
+			t.Errorf("%s: %d datagrams arrived, want %d", c.what, sent, c.sent)
+		}
+	}
+}
+
 func TestEndpointIsOneValuePerRemoteAddress(t *testing.T) {
 	a, b := newEnd(t), newEnd(t)
 	to := b.at(t, "127.0.0.1")
