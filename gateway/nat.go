@@ -22,7 +22,7 @@ type running struct {
 }
 
 // Adopt implements flowsync.Flows.
-func (r running) Adopt(peer string, f natengine.Flow) natengine.Drop {
+func (r running) Adopt(peer string, f natengine.Flow) (opened bool, drop natengine.Drop) {
 	return r.Engine.Adopt(peer, f, r.ends[0].Now())
 }
 

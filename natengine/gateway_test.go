@@ -68,7 +68,7 @@ func TestAConnectionFromBeforeTheRuleEnds(t *testing.T) {
 		flow Flow
 		want Drop
 	}{{flow, DropNoFlow}, {datagrams, DropNone}, {gateways, DropNone}} {
-		if got := other.Adopt(b.ID, c.flow, 0); got != c.want {
+		if _, got := other.Adopt(b.ID, c.flow, 0); got != c.want {
 			t.Errorf("%v is adopted: %v, want %v", c.flow, got, c.want)
 		}
 	}

@@ -143,36 +143,38 @@ func (e *Engine) EachFlow(f func(peer string, flow Flow), between func() bool) {
 }
 
 // Adopt takes over a flow of another engine, with its state, as if its last packet had just been
-// seen. It returns DropNone if the engine now has the flow. Otherwise nothing has changed: the
-// rules do not permit the flow, another flow has one of its tuples or its port, or there is no
-// room. Adopt evicts no flow.
-func (e *Engine) Adopt(peer string, f Flow, now time.Duration) Drop {
+// seen. It returns DropNone if the engine now has the flow; opened is false if it had the flow before,
+// and then nothing has changed. With any other Drop nothing has changed either: the rules do not
+// permit the flow, another flow has one of its tuples or its port, or there is no room. Adopt evicts
+// no flow.
+func (e *Engine) Adopt(peer string, f Flow, now time.Duration) (opened bool, drop Drop) {
 	p := e.Peer(peer)
 	if p == nil {
-		return DropNoPeer
+		return false, DropNoPeer
 	}
 	if !f.valid() {
-		return DropNoFlow
-	}
-	defer e.total.Add(-1)
-	if e.reserve(p, false) != roomFree {
-		return DropFlowTableFull
+		return false, DropNoFlow
 	}
 	t := &p.flows
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	kind := kindOf(f.word)
 	if p.rule == nil || !p.rule.permits(kind, protoOf(f.word), f.local, f.mapped, f.remote) {
-		return DropNoFlow
+		return false, DropNoFlow
 	}
+	id, _ := f.Identity()
 	for dir, near := range [directions]addr{Outbound: f.local, Inbound: f.mapped} {
 		k := key{near, f.remote, f.word & matchMask[dir]}
-		if _, taken := t.find(Direction(dir), &k); taken {
-			return DropFlowClash
+		if other, taken := t.find(Direction(dir), &k); taken {
+			if same, _ := other.handed().Identity(); same == id {
+				return false, DropNone
+			}
+			return false, DropFlowClash
 		}
 	}
-	if t.live.Load() >= p.quota.Load() {
-		return DropFlowTableFull
+	defer e.total.Add(-1)
+	if e.reserve(p, false) != roomFree || t.live.Load() >= p.quota.Load() {
+		return false, DropFlowTableFull
 	}
 	owner := f.local
 	if kind == endpointFlow {
@@ -182,14 +184,14 @@ func (e *Engine) Adopt(peer string, f Flow, now time.Duration) Drop {
 	h := hosts.hold(owner)
 	if hosts.at(h).flows > hosts.quota {
 		hosts.release(h, owner)
-		return DropHostQuota
+		return false, DropHostQuota
 	}
 	class := classOf(protoOf(f.word), f.local.is4())
 	if kind == naptFlow && class != noPorts && !t.napt.holdAt(h, uint16(f.word>>nearShift[Outbound]), class, f.local.family(), uint16(f.word>>nearShift[Inbound])) {
 		hosts.release(h, owner)
-		return DropPortsExhausted
+		return false, DropPortsExhausted
 	}
 	e.total.Add(1)
 	t.insert(f.local, f.mapped, f.remote, f.word|stateLive, h, tickOf(now))
-	return DropNone
+	return true, DropNone
 }

@@ -86,11 +86,11 @@ func TestAnotherEngineGoesOnWithTheFlows(t *testing.T) {
 				return bytes.Compare(b.Append(nil), a.Append(nil)) // in another order than they opened
 			}) {
 				f = natengine.FlowFrom(f.Append(nil))
-				if drop := other.Adopt(peer, f, now); drop != natengine.DropNone {
+				if opened, drop := other.Adopt(peer, f, now); !opened || drop != natengine.DropNone {
 					t.Errorf("round %d: a flow of %s is not adopted: %v", round, peer, drop)
 				}
-				if drop := other.Adopt(peer, f, now); drop == natengine.DropNone {
-					t.Errorf("round %d: a flow of %s is adopted twice", round, peer)
+				if opened, drop := other.Adopt(peer, f, now); opened || drop != natengine.DropNone {
+					t.Errorf("round %d: a flow of %s is adopted twice: %v, %v", round, peer, opened, drop)
 				}
 				adopted++
 			}
@@ -182,11 +182,16 @@ func TestAFlowIsAdoptedOnlyWhereItCouldBe(t *testing.T) {
 		}
 	}
 	open(e, "192.168.1.1", "10.71.0.5")
-	there, full, taken, elsewhere := engine(peer), engine(peer), engine(peer), peer
+	there, full, clash, taken, elsewhere := engine(peer), engine(peer), engine(peer), engine(peer), peer
 	open(there, "192.168.1.1", "10.71.0.5")
-	for i := range 10 {
-		open(full, fmt.Sprintf("192.168.2.%d", i), "10.71.0.5")
+	for i := range 9 {
+		open(there, fmt.Sprintf("192.168.2.%d", i), "10.71.0.6")
 	}
+	for i := range 10 {
+		open(full, fmt.Sprintf("192.168.2.%d", i), "10.71.0.6")
+	}
+	open(clash, "192.168.2.1", "10.71.0.6") // it keeps the port, so that the flow gets another one
+	open(clash, "192.168.1.1", "10.71.0.5")
 	open(taken, "192.168.2.1", "10.71.0.6")
 	elsewhere.Pods = []natengine.Remap{remapOf("10.244.0.0/16", "10.248.0.0/16")}
 	config.MaxFlowsPerHost = 1
@@ -207,15 +212,17 @@ func TestAFlowIsAdoptedOnlyWhereItCouldBe(t *testing.T) {
 		{"no room", full, "b", flow, natengine.DropFlowTableFull},
 		{"the port is another host's", taken, "b", flow, natengine.DropPortsExhausted},
 		{"the host has as many as it may", quota, "b", flow, natengine.DropHostQuota},
-		{"there already", there, "b", flow, natengine.DropFlowClash},
+		{"it is there with another port", clash, "b", flow, natengine.DropFlowClash},
+		{"there already, and no room for another one", there, "b", flow, natengine.DropNone},
 		{"everything in order", engine(peer), "b", flow, natengine.DropNone},
 	} {
 		before := c.e.Stats().Flows
-		if got := c.e.Adopt(c.peer, c.flow, 0); got != c.want {
+		opened, got := c.e.Adopt(c.peer, c.flow, 0)
+		if got != c.want {
 			t.Errorf("%s: %v, want %v", c.what, got, c.want)
 		}
-		if n := c.e.Stats().Flows - before; n != 0 && c.want != natengine.DropNone {
-			t.Errorf("%s: %d flows more", c.what, n)
+		if n := c.e.Stats().Flows - before; n != map[bool]int{true: 1}[c.e != there && c.want == natengine.DropNone] || opened != (n == 1) {
+			t.Errorf("%s: %d flows more, adopted: %v", c.what, n, opened)
 		}
 		c.e.CheckTables(t)
 	}
@@ -249,7 +256,7 @@ func FuzzAdopt(f *testing.F) {
 		defer e.Follow(func(_ string, flow natengine.Flow, _ bool) { told = flow.Append(told) })()
 		var want []byte
 		for ; len(b) >= natengine.FlowSize; b = b[natengine.FlowSize:] {
-			if flow := natengine.FlowFrom(b); e.Adopt(rules[peer].ID, flow, 0) == natengine.DropNone {
+			if opened, _ := e.Adopt(rules[peer].ID, natengine.FlowFrom(b), 0); opened {
 				want = append(want, b[:natengine.FlowSize]...)
 			}
 		}

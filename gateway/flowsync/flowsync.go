@@ -34,7 +34,7 @@ const (
 type Flows interface {
 	EachFlow(f func(peer string, flow natengine.Flow), between func() bool)
 	Follow(f func(peer string, flow natengine.Flow, ended bool)) (stop func())
-	Adopt(peer string, flow natengine.Flow) natengine.Drop
+	Adopt(peer string, flow natengine.Flow) (opened bool, drop natengine.Drop)
 	// Bring sends a packet, virtio header first, as if the link of a tunnel had delivered it. It does not keep p.
 	Bring(tunnel int, p []byte)
 }
@@ -184,10 +184,10 @@ func (k *Keeper) Deactivate() {
 
 // adopt lets the running gateway adopt a flow. The caller holds mu.
 func (k *Keeper) adopt(peer string, f natengine.Flow) {
-	switch drop := k.running.Adopt(peer, f); drop {
-	case natengine.DropNone:
+	switch opened, drop := k.running.Adopt(peer, f); {
+	case opened:
 		k.counts.Adopted++
-	case natengine.DropFlowClash: // a packet has opened the flow already, or the flow came twice
+	case drop == natengine.DropNone: // a packet has opened the flow already, or the flow came twice
 	default:
 		if k.counts.Refused == nil {
 			k.counts.Refused = make(map[natengine.Drop]uint64)

@@ -33,7 +33,7 @@ type running struct {
 	brought chan parcel
 }
 
-func (r running) Adopt(peer string, f natengine.Flow) natengine.Drop {
+func (r running) Adopt(peer string, f natengine.Flow) (opened bool, drop natengine.Drop) {
 	return r.Engine.Adopt(peer, f, r.now())
 }
 
@@ -53,15 +53,20 @@ func newRunning(t testing.TB, pods string) running {
 func (r running) open(t testing.TB, n int) {
 	t.Helper()
 	for _, node := range []string{"192.168.1.1", "192.168.1.2"} {
-		var v packet.View
-		b := packettest.Build(packettest.IP{Src: netip.MustParseAddr(node), Dst: netip.MustParseAddr("10.71.0.5")},
-			packettest.UDP{SrcPort: uint16(10000 + n), DstPort: 53})
-		if err := v.Parse(b, packet.ChecksumComplete); err != nil {
-			t.Fatal(err)
-		}
-		if verdict := r.Outbound(&v, 0); verdict.Action != natengine.Forward {
-			t.Fatal(verdict.Drop)
-		}
+		r.openFrom(t, node, n)
+	}
+}
+
+func (r running) openFrom(t testing.TB, node string, n int) {
+	t.Helper()
+	var v packet.View
+	b := packettest.Build(packettest.IP{Src: netip.MustParseAddr(node), Dst: netip.MustParseAddr("10.71.0.5")},
+		packettest.UDP{SrcPort: uint16(10000 + n), DstPort: 53})
+	if err := v.Parse(b, packet.ChecksumComplete); err != nil {
+		t.Fatal(err)
+	}
+	if verdict := r.Outbound(&v, 0); verdict.Action != natengine.Forward {
+		t.Fatal(verdict.Drop)
 	}
 }
 
@@ -234,6 +239,27 @@ func TestWhatTheGatewayBeforeStillTellsIsAdopted(t *testing.T) {
 	eventually(t, "four refusals", func() bool { return c.State().Counts.Refused[natengine.DropNoFlow] == 4 })
 	if n := c.State().Counts.Adopted; n != 0 {
 		t.Errorf("%d flows were adopted that no rule permits", n)
+	}
+}
+
+// Of the flows that arrive, each is adopted, there already, or counted with the reason.
+func TestAFlowThatIsNotAdoptedIsCounted(t *testing.T) {
+	before, after := newRunning(t, "10.246.0.0/16"), newRunning(t, "10.246.0.0/16")
+	for n := range 3 {
+		before.open(t, n)
+	}
+	after.openFrom(t, "192.168.1.1", 0) // the same flow
+	after.openFrom(t, "192.168.1.2", 1) // it keeps the port that 192.168.1.1 has in the first engine: both flows clash
+	k := NewKeeper()
+	k.Activate(after)
+	r := receiver{k: k}
+	r.begin(true, 0)
+	for range 2 { // a flow is sent again when its state changes
+		before.EachFlow(func(peer string, f natengine.Flow) { r.flow(peer, f, false) }, func() bool { return true })
+	}
+	want := map[natengine.Drop]uint64{natengine.DropFlowClash: 4} // two flows, twice
+	if c := k.State().Counts; c.Adopted != 3 || !maps.Equal(c.Refused, want) {
+		t.Errorf("%d flows are adopted, refused: %v; want 3 and %v", c.Adopted, c.Refused, want)
 	}
 }
 
