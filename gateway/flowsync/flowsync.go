@@ -104,7 +104,7 @@ type Counts struct {
 	Omitted uint64                    // not copied, because of MaxFlows
 
 	Relayed   uint64 // packets of the previous gateway that this one gave to its tunnels
-	Unrelayed uint64 // packets of the previous gateway that were dropped: too many, or too old
+	Unrelayed uint64 // packets of the previous gateway that were dropped: too many, too old, or incomplete
 	Unsent    uint64 // packets that this gateway relayed, and dropped: a connection had no room, or ended
 }
 

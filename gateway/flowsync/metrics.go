@@ -17,7 +17,7 @@ var (
 	familyAdopted = families.Counter("gateway_adopted_flows_total", "NAT flows of the previous gateway that this gateway continues.")
 	familyRefused = families.Counter("gateway_unadopted_flows_total", "NAT flows of the previous gateway that this gateway cannot continue, by reason. Their connections may break.", "reason")
 	familyOmitted = families.Counter("gateway_uncopied_flows_total", "NAT flows of the active gateway that a standby did not copy, because its copy was full.")
-	familyRelayed = families.Counter("gateway_relayed_packets_total", "Packets for peers that an ending gateway relays to the next one, by result: taken (the next one gave it to its tunnel), dropped (by the next one: too many, or too old) or unsent (by the ending one: a connection to a standby had no room, or ended). A superpacket counts once.", "result")
+	familyRelayed = families.Counter("gateway_relayed_packets_total", "Packets for peers that an ending gateway relays to the next one, by result: taken (the next one gave it to its tunnel), dropped (by the next one: too many, too old, or incomplete) or unsent (by the ending one: a connection to a standby had no room, or ended). A superpacket counts once.", "result")
 )
 
 // Describe implements prometheus.Collector.

@@ -77,10 +77,12 @@ type held struct {
 
 // expire drops packets that are too old and returns their number.
 func (h *held) expire(now time.Time) (n int) {
-	for len(h.all) > 0 && now.Sub(h.all[0].at) > relayFor {
-		h.octets -= len(h.all[0].p)
-		h.all = h.all[1:]
+	for n < len(h.all) && now.Sub(h.all[n].at) > relayFor {
+		h.octets -= len(h.all[n].p)
 		n++
+	}
+	if h.all = h.all[n:]; len(h.all) == 0 {
+		h.all = nil // its array would keep the packets
 	}
 	return n
 }
@@ -101,6 +103,23 @@ func (k *Keeper) brought(one parcel) {
 	}
 	k.held.all = append(k.held.all, one)
 	k.held.octets += len(one.p)
+}
+
+// lose counts a packet that this connection has not received whole.
+func (r *receiver) lose() {
+	if r.once { // it comes by another connection
+		return
+	}
+	r.k.mu.Lock()
+	defer r.k.mu.Unlock()
+	r.k.counts.Unrelayed++
+}
+
+// expireHeld drops the packets that have waited too long for this gateway to become active.
+func (k *Keeper) expireHeld(now time.Time) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.counts.Unrelayed += uint64(k.held.expire(now))
 }
 
 // bringHeld gives the waiting packets to the running gateway. The caller holds mu.

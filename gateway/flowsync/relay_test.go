@@ -268,3 +268,118 @@ func TestPacketsThatAreNotSentAreCounted(t *testing.T) {
 	}
 	check("nobody, which the caller counts", 0)
 }
+
+// A failing is a connection on which Write fails, once it may return.
+type failing struct {
+	slow
+	fails atomic.Bool
+}
+
+func (f *failing) Write(b []byte) (int, error) {
+	if !f.fails.Load() {
+		return f.Conn.Write(b)
+	}
+	f.may.Lock()
+	defer f.may.Unlock()
+	return 0, errors.New("it fails")
+}
+
+// Packets that were written are counted too, where the connection ends before they have left.
+func TestPacketsOfAConnectionThatFailsAreCounted(t *testing.T) {
+	near, far := net.Pipe()
+	defer near.Close()
+	conn := &failing{slow: slow{Conn: far}}
+	e, a, b := newRunning(t, "10.246.0.0/16"), NewKeeper(), NewKeeper()
+	a.Activate(e)
+	done := make(chan error, 1)
+	go func() { done <- a.send(t.Context(), conn) }()
+	go func() {
+		r := receiver{k: b}
+		_ = r.receive(near, func() {})
+	}()
+	e.open(t, 0)
+	eventually(t, "a copy", func() bool { return b.State().Copied == 2 })
+	if !a.Relay(0, []byte{1}) {
+		t.Fatal("there is nobody")
+	}
+	eventually(t, "a packet that has arrived", func() bool {
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		return len(b.held.all) == 1
+	})
+	conn.may.Lock()
+	conn.fails.Store(true)
+	for range 3 {
+		if !a.Relay(0, []byte{1}) {
+			t.Fatal("there is nobody")
+		}
+		time.Sleep(10 * gather) // the first is written before the second comes
+	}
+	conn.may.Unlock()
+	if err := <-done; err == nil {
+		t.Error("a connection that fails has ended without an error")
+	}
+	if n := a.State().Counts.Unsent; n != 3 {
+		t.Errorf("%d packets are counted, want 3", n)
+	}
+}
+
+// A packet of which only a part arrives, or in a broken stream, or when there is nobody for it any more, is counted.
+func TestPacketsThatAreNotReceivedWholeAreCounted(t *testing.T) {
+	long := make([]byte, maxFrame)
+	for _, c := range []struct {
+		what  string
+		once  bool
+		write func(w writer)
+		cut   int  // octets that are missing at the end
+		moved bool // this gateway was active and is a standby again
+		lost  uint64
+	}{
+		{"whole", false, func(w writer) { w.parcel(parcel{p: long}) }, 0, false, 0},
+		{"the last octet is missing", false, func(w writer) { w.parcel(parcel{p: []byte{1, 2, 3}}) }, 1, false, 1},
+		{"the second frame is missing", false, func(w writer) { w.frame(framePacket, []byte{goesOn}, long[:100]) }, 0, false, 1},
+		{"the second frame is cut off", false, func(w writer) { w.parcel(parcel{p: long}) }, 1, false, 1},
+		{"it comes by another connection", true, func(w writer) { w.parcel(parcel{p: long}) }, 1, false, 0},
+		{"too long", false, func(w writer) {
+			for range maxParcel/100 + 1 {
+				w.frame(framePacket, []byte{goesOn}, long[:100])
+			}
+		}, 0, false, 1},
+		{"this gateway was active meanwhile", false, func(w writer) { w.parcel(parcel{p: []byte{1, 2, 3}}) }, 0, true, 1},
+		{"this gateway was active meanwhile, and a flow comes", false, func(w writer) { w.frame(frameEnd) }, 0, true, 0},
+	} {
+		var b bytes.Buffer
+		w := writer{bufio.NewWriter(&b)}
+		w.begin(true, 0)
+		c.write(w)
+		if err := w.w.Flush(); err != nil {
+			t.Fatal(err)
+		}
+		b.Truncate(b.Len() - c.cut)
+		k := NewKeeper()
+		r := receiver{k: k, once: c.once}
+		err := r.receive(&b, func() {
+			if c.moved {
+				k.Activate(newRunning(t, "10.246.0.0/16"))
+				k.Deactivate()
+			}
+		})
+		if n := k.State().Counts.Unrelayed; err == nil || n != c.lost {
+			t.Errorf("%s: %d packets are counted, want %d; %v", c.what, n, c.lost, err)
+		}
+	}
+}
+
+// A gateway that does not become active keeps no packets, though none follows that would displace them.
+func TestRelayedPacketsThatWaitTooLongAreDropped(t *testing.T) {
+	p, k := newPlace(), NewKeeper()
+	k.brought(parcel{p: make([]byte, 1000), at: time.Now()})
+	_, end := p.start(t, k, one)
+	defer end()
+	eventually(t, "a packet that is dropped", func() bool { return k.State().Counts.Unrelayed == 1 })
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.held.all != nil || k.held.octets != 0 {
+		t.Errorf("%d packets of %d octets wait", len(k.held.all), k.held.octets)
+	}
+}

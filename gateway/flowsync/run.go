@@ -145,7 +145,8 @@ func (l *Link) Run(ctx context.Context) {
 			if next[addr] = time.Now().Add(again); addr == following {
 				following = netip.Addr{}
 			}
-		case <-tick.C:
+		case now := <-tick.C:
+			l.k.expireHeld(now)
 		}
 	}
 }

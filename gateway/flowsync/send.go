@@ -124,6 +124,19 @@ func (k *Keeper) sendRunning(ctx context.Context, conn net.Conn, w writer, runni
 	q := &queue{wake: make(chan struct{}, 1)}
 	defer running.Follow(q.add)()
 	defer k.follow(q)()
+	unsent := 0 // packets that the last flush did not cover
+	defer func() {
+		k.mu.Lock()
+		k.counts.Unsent += uint64(unsent)
+		k.mu.Unlock()
+	}()
+	push := func() error {
+		err := flush(conn, w)
+		if err == nil {
+			unsent = 0
+		}
+		return err
+	}
 	var spare []record
 	pass := func() error {
 		all, parcels, err := q.take(spare)
@@ -135,13 +148,14 @@ func (k *Keeper) sendRunning(ctx context.Context, conn net.Conn, w writer, runni
 		for _, one := range parcels {
 			w.parcel(one)
 		}
+		unsent += len(parcels)
 		return nil
 	}
 	w.begin(true, 0)
 	var err error
 	running.EachFlow(func(peer string, f natengine.Flow) { q.add(peer, f, false) }, func() bool {
 		if err = pass(); err == nil {
-			err = errors.Join(flush(conn, w), ctx.Err())
+			err = errors.Join(push(), ctx.Err())
 		}
 		return err == nil
 	})
@@ -155,7 +169,7 @@ func (k *Keeper) sendRunning(ctx context.Context, conn net.Conn, w writer, runni
 	beat := time.NewTicker(beatInterval)
 	defer beat.Stop()
 	for {
-		if err := flush(conn, w); err != nil {
+		if err := push(); err != nil {
 			return err
 		}
 		select {

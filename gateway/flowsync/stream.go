@@ -105,6 +105,12 @@ func (w writer) parcel(one parcel) {
 // receive reads a stream into r until the stream ends, and returns the reason, or until the end of
 // the first list, if r wants no more. It calls beat after each frame.
 func (r *receiver) receive(from io.Reader, beat func()) error {
+	incomplete := false // a packet has begun to arrive
+	defer func() {
+		if incomplete {
+			r.lose()
+		}
+	}()
 	buffered := bufio.NewReaderSize(from, 64<<10)
 	body := make([]byte, maxFrame)
 	for {
@@ -116,7 +122,9 @@ func (r *receiver) receive(from io.Reader, beat func()) error {
 		if n == 0 || n > maxFrame {
 			return fmt.Errorf("a frame of %d octets; want 1 to %d", n, maxFrame)
 		}
-		if _, err := io.ReadFull(buffered, body[:n]); err != nil {
+		got, err := io.ReadFull(buffered, body[:n])
+		incomplete = incomplete || got > 0 && body[0] == framePacket
+		if err != nil {
 			return err
 		}
 		kind, rest := body[0], body[1:n]
@@ -146,7 +154,7 @@ func (r *receiver) receive(from io.Reader, beat func()) error {
 				if !r.once {
 					r.k.brought(parcel{tunnel: int(rest[0]), p: r.parcel, at: time.Now()})
 				}
-				r.parcel = nil
+				r.parcel, incomplete = nil, false
 			}
 		default:
 			return fmt.Errorf("a frame of kind %d with %d octets", kind, len(rest))
