@@ -24,7 +24,7 @@ var families metric.Catalogue
 func Families() []*metric.Family { return families.Families() }
 
 var (
-	familyActive    = families.Gauge("gateway_active", "1 if this gateway is active.")
+	familyActive    = families.Gauge("gateway_active", "1 if this gateway is active and may send to peers.")
 	familyContact   = families.Gauge("gateway_lease_contact_timestamp_seconds", "When the Lease was last read or written; no series before the first time.")
 	familySourceOK  = families.Gauge("gateway_source_ok", "1 if key and objects are valid, 0 if an older configuration stays in force or there is none yet.")
 	familyMemory    = families.Gauge("gateway_from_snapshot", "1 if this gateway runs with the snapshot in its state directory, because the API server does not answer.")
@@ -59,7 +59,7 @@ func (m *gatewayMetrics) Describe(out chan<- *prometheus.Desc) { families.Descri
 func (m *gatewayMetrics) Collect(out chan<- prometheus.Metric) {
 	truth := map[bool]float64{true: 1}
 	_, active := m.g.Active()
-	out <- familyActive.Sample(truth[active])
+	out <- familyActive.Sample(truth[active && m.g.MaySend()]) // a holder without votes stays active, silent
 	m.g.mu.Lock()
 	e, w := m.g.election, m.g.desired
 	m.g.mu.Unlock()
