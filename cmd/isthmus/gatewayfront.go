@@ -12,6 +12,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
 	"github.com/isthmus-net/isthmus/gateway"
+	"github.com/isthmus-net/isthmus/gateway/flowsync"
 	"github.com/isthmus-net/isthmus/internal/httpserve"
 	"github.com/isthmus-net/isthmus/internal/source/kube"
 )
@@ -19,6 +20,7 @@ import (
 // front answers HTTP requests of a replica, whether or not that is the active one.
 type front struct {
 	replica *kube.Gateway
+	flows   *flowsync.Keeper
 	own     *prometheus.Registry // of the replica
 	idle    *prometheus.Registry // of the process; a running gateway registers the same metrics itself
 
@@ -98,7 +100,7 @@ func (f *front) metrics(secure *httpserve.Secure) http.Handler {
 	mux.Handle("GET /metrics", secure.Guarded(f.using(f.scrape)))
 	// Alive: the process answers. An absent peer or API server must not get it killed.
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
-	// Ready: the replica is active and its data plane runs, or it could become active.
+	// Ready: the replica is active and its data plane runs, or it could become active and has copied the flows.
 	mux.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) {
 		pod, self := f.replica.Active()
 		f.mu.RLock()
@@ -108,20 +110,32 @@ func (f *front) metrics(secure *httpserve.Secure) http.Handler {
 			err = errors.Join(err, f.running.Ready())
 		}
 		f.mu.RUnlock()
-		switch {
-		case err != nil:
-			http.Error(w, err.Error(), http.StatusServiceUnavailable)
-		case running:
-			fmt.Fprintln(w, "ok, active")
-		case self:
-			http.Error(w, "becoming active", http.StatusServiceUnavailable)
-		case pod == "":
-			http.Error(w, "no gateway is active", http.StatusServiceUnavailable)
-		default:
-			fmt.Fprintf(w, "ok, standby for %s\n", pod)
+		text, ready := f.readiness(pod, self, running, err)
+		if !ready {
+			http.Error(w, text, http.StatusServiceUnavailable)
+			return
 		}
+		fmt.Fprintln(w, text)
 	})
 	return mux
+}
+
+// readiness returns the answer of /readyz. err is what the replica and its data plane report.
+func (f *front) readiness(pod string, self, running bool, err error) (text string, ready bool) {
+	switch {
+	case err != nil:
+		return err.Error(), false
+	case running:
+		return "ok, active", true
+	case self:
+		return "becoming active", false
+	case pod == "":
+		return "no gateway is active", false
+	}
+	if err := f.flows.Ready(); err != nil {
+		return err.Error(), false
+	}
+	return "ok, standby for " + pod, true
 }
 
 // using calls handler with f.running locked, and sends its answer after unlocking: a slow client

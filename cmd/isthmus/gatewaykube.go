@@ -194,6 +194,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 	}
 	front.replica = replica
 	options.Flows = flowsync.NewKeeper()
+	front.flows = options.Flows
 	front.own.MustRegister(replica.Collector(), options.Flows)
 	front.idle.MustRegister(metric.Build(cli.Version()), collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	secure, err := k.secure.secure(k.kubeconfig, log)

@@ -11,6 +11,7 @@
 package flowsync
 
 import (
+	"errors"
 	"net/netip"
 	"sync"
 	"time"
@@ -28,6 +29,9 @@ const (
 	// adoptMost is how long a new active gateway waits until it has adopted its copy: a million
 	// flows take seconds.
 	adoptMost = 250 * time.Millisecond
+	// listMost is how long a standby waits, from its start, for the flows of the active gateway before
+	// it is ready. A gateway that cannot send them must not block an update.
+	listMost = 10 * time.Second
 )
 
 // Flows are the flows of a running gateway. A natengine.Engine implements most of it.
@@ -86,6 +90,8 @@ type Keeper struct {
 	changes int   // how often running was set or cleared
 	copy    table
 	fresh   *table    // of a connection that is still sending its list of all flows; nil: none
+	began   time.Time // when the Keeper was made
+	listed  bool      // copy has been complete
 	heard   time.Time // when copy was last complete; at first, when the Keeper was made
 	counts  Counts
 
@@ -95,7 +101,21 @@ type Keeper struct {
 }
 
 // NewKeeper has no flows.
-func NewKeeper() *Keeper { return &Keeper{heard: time.Now(), followers: make(map[*queue]bool)} }
+func NewKeeper() *Keeper {
+	now := time.Now()
+	return &Keeper{began: now, heard: now, followers: make(map[*queue]bool)}
+}
+
+// Ready returns an error while this gateway has not received the flows of the active one, for at
+// most listMost from its start. An update ends the active gateway once a standby is ready.
+func (k *Keeper) Ready() error {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.running != nil || k.listed || time.Since(k.began) >= listMost {
+		return nil
+	}
+	return errors.New("this standby has not received the NAT flows of the active gateway yet")
+}
 
 // Counts counts received flows and relayed packets.
 type Counts struct {
@@ -289,6 +309,7 @@ func (r *receiver) end() {
 	r.k.expire(now)
 	if r.k.running == nil && (r.active || r.k.copy.n == 0 && r.table.n > 0) {
 		r.k.copy, r.k.heard = r.table, now.Add(-r.age)
+		r.k.listed = r.k.listed || r.active
 	}
 	r.all = true
 	if r.k.fresh == &r.table {

@@ -556,6 +556,42 @@ func TestACopyOfACopyReplacesNone(t *testing.T) {
 	}
 }
 
+// A standby is ready when it has all flows of the active gateway, or has waited for them long enough.
+func TestAStandbyIsReadyWithTheFlowsOfTheActiveGateway(t *testing.T) {
+	list := func(k *Keeper, active bool) (end func()) {
+		r := receiver{k: k}
+		r.begin(active, 0)
+		for _, f := range randomFlows(t)[:3] {
+			r.flow("b", f, false)
+		}
+		return r.end
+	}
+	k := NewKeeper()
+	ready := func(what string, want bool) {
+		t.Helper()
+		if err := k.Ready(); want != (err == nil) {
+			t.Errorf("%s: %v; want ready: %v", what, err, want)
+		}
+	}
+	ready("at the start", false)
+	list(k, false)()
+	ready("with the copy of a standby", false)
+	end := list(k, true)
+	ready("before the end of the list", false)
+	end()
+	ready("with the list of the active gateway", true)
+
+	k = NewKeeper()
+	k.Activate(newRunning(t, "10.246.0.0/16"))
+	ready("active", true)
+
+	k = NewKeeper()
+	k.began = k.began.Add(time.Second - listMost)
+	ready("just before it has waited long enough", false)
+	k.began = k.began.Add(-time.Second)
+	ready("then", true)
+}
+
 // Whatever an end with the key sends: an error, and a copy that is in order.
 func FuzzReceive(f *testing.F) {
 	flows := randomFlows(f)
