@@ -116,9 +116,9 @@ func TestWhatIsNotUnderstoodStays(t *testing.T) {
 		".:53 {\n forward . 9.9.9.9\n}": "not 0 times",
 		".:53 {\n kubernetes {\n pods insecure\n }\n}":                        "has no zones of its own",
 		".:53 {\n kubernetes a {\n }\n kubernetes b {\n }\n}":                 "not 2 times",
-		".:53 {\n kubernetes a {\n multicluster other.zone\n }\n}":            "has multicluster already",
-		".:53 {\n kubernetes a {\n multicluster\n }\n}":                       "has multicluster already",
-		".:53 {\n kubernetes a {\n multicluster clusterset.local\n }\n}":      "has multicluster already",
+		".:53 {\n kubernetes a {\n multicluster other.zone\n }\n}":            "already has the option multicluster",
+		".:53 {\n kubernetes a {\n multicluster\n }\n}":                       "already has the option multicluster",
+		".:53 {\n kubernetes a {\n multicluster clusterset.local\n }\n}":      "already has the option multicluster",
 		".:53 {\n kubernetes a {\n multicluster b\n multicluster c\n }\n}":    "appears twice",
 		".:53 {\n kubernetes a { pods insecure\n }\n}":                        "want a space before the opening brace",
 		".:53 {\n kubernetes \"a\"{\n }\n}":                                   "want a space before the opening brace",
@@ -142,7 +142,7 @@ func TestWhatIsNotUnderstoodStays(t *testing.T) {
 		".:53 {\n kubernetes a clusterset.local {\n multicluster b clusterset.local " + markZone + "\n }\n}": "other zones by now",
 		".:53 {\n kubernetes a {\n multicluster clusterset.local " + markZone + "\n }\n}":                    "among its zones",
 		".:53 {\n kubernetes a clusterset.local {\n multicluster clusterset.local " + mark + "?\n }\n}":      "was changed",
-		".:53 {\n kubernetes a {\n pods insecure " + mark + "\n }\n}":                                        "is not at the multicluster",
+		".:53 {\n kubernetes a {\n pods insecure " + mark + "\n }\n}":                                        "is not on the line of plugin kubernetes",
 	} {
 		do := Add
 		if Marked(in) {

@@ -46,7 +46,7 @@ func TestAGatewayIsJudgedByItsPodsToo(t *testing.T) {
 		{"no Service", Works, held, Components{Pods: []corev1.Pod{pod("g1", "active", "")}, Services: []string{}}, Broken, reasonServices, "0 Services"},
 		{"two Services", Works, held, Components{Pods: []corev1.Pod{pod("g1", "active", "")}, Services: []string{"a", "b"}}, Broken, reasonServices, "a, b"},
 		{"nobody at work", Broken, Holder{}, Components{Pods: []corev1.Pod{pod("g1", "", "not ready")}, Events: map[string]string{"g1": "Failed: no TUN"}}, Broken, "", "its last Event: Failed: no TUN"},
-		{"nobody at work, and it crashes", Broken, Holder{}, Components{Pods: []corev1.Pod{crashing}}, Broken, "", "CrashLoopBackOff, and ended with code 1: isthmus: /dev/net/tun: no such file"},
+		{"nobody at work, and it crashes", Broken, Holder{}, Components{Pods: []corev1.Pod{crashing}}, Broken, "", "CrashLoopBackOff, after exit code 1: isthmus: /dev/net/tun: no such file"},
 		{"nobody at work, and no Pods", Broken, Holder{}, Components{}, Broken, "", "there are no gateway Pods in the namespace"},
 		{"no Lease, and Pods", Unknown, Holder{Absent: true}, Components{Pods: []corev1.Pod{pod("g1", "", "")}}, Broken, "", ""},
 		{"no Lease, and no Pods", Unknown, Holder{Absent: true}, Components{}, Unknown, "", ""},
@@ -226,7 +226,7 @@ func TestRightsOfAnotherVersionAreAFaultOnlyWhereSomethingIsBroken(t *testing.T)
 	} {
 		rights := Hop{Name: HopRights, State: Broken, Text: "why"}
 		Components{Pods: tc.pods}.ExcuseRights(&rights, tc.hops, lacking, "2")
-		if rights.State != tc.state || strings.Contains(rights.Text, "version 1 is installed") != (tc.state == Limited) {
+		if rights.State != tc.state || strings.Contains(rights.Text, "the installed version, 1,") != (tc.state == Limited) {
 			t.Errorf("%s: %s: %s; want %s", tc.name, rights.State, rights.Text, tc.state)
 		}
 	}
