@@ -52,7 +52,7 @@ func TestAManagerIsNotBrokenBetweenTwoStepsOfARollout(t *testing.T) {
 				manager = &hops[i]
 			}
 		}
-		rolls := strings.Contains(manager.Text, "Deployment isthmus-manager is being rolled out and 1 of its Pods are available")
+		rolls := strings.Contains(manager.Text, "Deployment isthmus-manager is being rolled out, and 1 of its Pods are available")
 		if limited := manager.State == health.Limited; limited != tc.limited || rolls != tc.limited {
 			t.Errorf("%s: %s: %s", tc.name, manager.State, manager.Text)
 		}

@@ -152,7 +152,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	said := clustertest.Lines{}
 	other := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: kubeconfig, Namespace: "elsewhere"})
 	err = Run(t.Context(), other, Options{Identity: v1alpha1.ClusterIdentity{ClusterName: "x"}, Values: clustertest.WithoutWorkloads, Report: said.Report})
-	if err == nil || !strings.Contains(err.Error(), "installed in namespace twice already") || len(said) > 0 {
+	if err == nil || !strings.Contains(err.Error(), "already installed in namespace twice") || len(said) > 0 {
 		t.Errorf("in another namespace: %v\n%s", err, strings.Join(said, "\n"))
 	}
 
