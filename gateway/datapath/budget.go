@@ -54,16 +54,25 @@ func (b *budgets) spend(k budget, now time.Time, every time.Duration, burst int)
 }
 
 // peersAt returns the number of peers at an address: those last heard from there, or else one that
-// is configured there. An address of a relay has none.
-func (t *Tunnel) peersAt(addr netip.Addr) (n int) {
-	addr = addr.Unmap()
-	if n = t.heard.at(addr); n == 0 && t.peers.Load().byAddr[addr] != nil {
+// is configured there. Anybody may send from the address of a relay, so there it returns the number
+// of peers last heard from that address and port.
+func (t *Tunnel) peersAt(at netip.AddrPort) (n int) {
+	if n = t.heard.at(at.Addr()); n == 0 && t.peers.Load().byAddr[at.Addr()] != nil {
 		n = 1
 	}
-	if n > 0 && t.relay(addr) {
-		return 0
+	if n > 0 && t.relay(at.Addr()) {
+		return t.heard.exactly(at)
 	}
 	return n
+}
+
+// remoteOf returns the remote address and port of an endpoint.
+func remoteOf(e conn.Endpoint) netip.AddrPort {
+	var port uint16
+	if at, ok := e.(interface{ AddrPort() netip.AddrPort }); ok {
+		port = at.AddrPort().Port()
+	}
+	return netip.AddrPortFrom(e.DstIP().Unmap(), port)
 }
 
 // relay reports whether our Services relay messages from an address.
@@ -75,27 +84,28 @@ func (t *Tunnel) relay(addr netip.Addr) bool {
 // heard holds the addresses from which peers last sent authentic messages. Methods may be called
 // concurrently.
 type heard struct {
-	mu    sync.RWMutex
-	peers map[netip.Addr]int // number of peers at an address
+	mu     sync.RWMutex
+	byAddr map[netip.Addr]int     // number of peers at an address
+	byPort map[netip.AddrPort]int // number of peers at an address and port
 }
 
-// whereabouts is the address of a peer, and since when the peer counts there.
+// whereabouts is the address and port of a peer, and since when the peer counts there.
 type whereabouts struct {
-	addr  netip.Addr
+	at    netip.AddrPort
 	since time.Time
 }
 
-// note records the address of a peer. A peer that moves counts at its new address only movePause
-// after its last move, because the budget there may be full. For an unchanged address, note costs
-// one comparison.
+// note records the address and port of a peer. A peer that moves counts at its new place only
+// movePause after its last move, because the budget there may be full. For an unchanged place, note
+// costs one comparison.
 func (h *heard) note(p *peer, from conn.Endpoint, now time.Time) {
-	addr := from.DstIP()
-	if was := p.heardAt.Load(); was == nil || was.addr != addr && now.Sub(was.since) >= movePause {
-		h.move(p, &whereabouts{addr, now})
+	at := remoteOf(from)
+	if was := p.heardAt.Load(); was == nil || was.at != at && now.Sub(was.since) >= movePause {
+		h.move(p, &whereabouts{at, now})
 	}
 }
 
-// move records a new address of a peer; nil removes the peer, and later calls have no effect.
+// move records a new place of a peer; nil removes the peer, and later calls have no effect.
 func (h *heard) move(p *peer, to *whereabouts) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -104,23 +114,37 @@ func (h *heard) move(p *peer, to *whereabouts) {
 		return
 	}
 	if was != nil {
-		if h.peers[was.addr.Unmap()]--; h.peers[was.addr.Unmap()] == 0 {
-			delete(h.peers, was.addr.Unmap())
-		}
+		add(&h.byAddr, was.at.Addr(), -1)
+		add(&h.byPort, was.at, -1)
 	}
 	p.heardAt.Store(to)
 	if p.gone = to == nil; p.gone {
 		return
 	}
-	if h.peers == nil {
-		h.peers = make(map[netip.Addr]int)
+	add(&h.byAddr, to.at.Addr(), 1)
+	add(&h.byPort, to.at, 1)
+}
+
+// add changes a counter. A counter of zero uses no memory.
+func add[K comparable](counters *map[K]int, k K, n int) {
+	if *counters == nil {
+		*counters = make(map[K]int)
 	}
-	h.peers[to.addr.Unmap()]++
+	if (*counters)[k] += n; (*counters)[k] == 0 {
+		delete(*counters, k)
+	}
 }
 
 // at returns the number of peers at an address.
 func (h *heard) at(addr netip.Addr) int {
 	h.mu.RLock()
 	defer h.mu.RUnlock()
-	return h.peers[addr]
+	return h.byAddr[addr]
+}
+
+// exactly returns the number of peers at an address and port.
+func (h *heard) exactly(at netip.AddrPort) int {
+	h.mu.RLock()
+	defer h.mu.RUnlock()
+	return h.byPort[at]
 }

@@ -254,8 +254,11 @@ func (b *Budgets) Len() int { return len(b.b.spent) }
 
 const MaxBudgets = maxBudgets
 
-// Knows reports whether a peer is at an address.
-func (t *Tunnel) Knows(addr netip.Addr) bool { return t.peersAt(addr) > 0 }
+// Knows reports whether handshakes from a source are those of a peer.
+func (t *Tunnel) Knows(at netip.AddrPort) bool { return t.peersAt(at) > 0 }
+
+// HeardPlaces returns the number of places that are stored for peers.
+func (t *Tunnel) HeardPlaces() int { return len(t.heard.byAddr) + len(t.heard.byPort) }
 
 // Turns exports turns.
 type Turns struct{ t turns }

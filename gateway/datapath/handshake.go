@@ -49,7 +49,8 @@ const (
 	// Budgets for handshakes: interval and burst. A peer starts one handshake in five seconds, and an
 	// address has a budget for each peer there. All other sources share one budget. An address (IPv6: a
 	// /64 network) that returned a cookie has a second budget for each peer there. If no peer is there,
-	// it has one, and shares another with all such addresses.
+	// it has one, and shares another with all such addresses. Behind a relay, all this is true of each
+	// port, because anybody may send from the relay's address.
 	knownEvery, knownBurst       = time.Second / 10, 20
 	strangerEvery, strangerBurst = time.Second / 200, 100
 	provenEvery, provenBurst     = time.Second / 20, 20
@@ -136,7 +137,7 @@ func newHandshakes(of *identity) *handshakes {
 
 // offer queues a copy of a handshake message, received at now, for the device. It never blocks.
 func (h *handshakes) offer(m []byte, from conn.Endpoint, now time.Time) {
-	peers := h.t.peersAt(from.DstIP())
+	peers := h.t.peersAt(remoteOf(from))
 	why, unproven := h.admit(m, from, peers, now)
 	if why == natengine.DropNone || unproven {
 		msg := handshake{from: from, unproven: unproven, n: len(m)}
@@ -241,15 +242,18 @@ func (h *handshakes) admit(m []byte, from conn.Endpoint, peers int, now time.Tim
 	}
 	t.admission.Lock()
 	defer t.admission.Unlock()
-	addr := from.DstIP()
+	addr, source := from.DstIP(), from.DstToBytes()
 	if peers > 0 {
-		if t.budgets.spend(budget{addr: addr}, now, knownEvery/time.Duration(peers), knownBurst*peers) {
+		known := budget{addr: addr}
+		if t.relay(addr) { // others behind it must not use up the budget
+			known.source = string(source)
+		}
+		if t.budgets.spend(known, now, knownEvery/time.Duration(peers), knownBurst*peers) {
 			return natengine.DropNone, false
 		}
 	} else if t.budgets.spend(budget{}, now, strangerEvery, strangerBurst) {
 		return natengine.DropNone, false
 	}
-	source := from.DstToBytes()
 	if bytes.Equal(m[len(m)-len(noMAC2):], noMAC2[:]) || !checker.CheckMAC2(m, source) {
 		return natengine.DropHandshakeQueue, t.budgets.spend(budget{cookie: true, proven: peers > 0}, now, cookieEvery, cookieBurst)
 	}

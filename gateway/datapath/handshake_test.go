@@ -314,13 +314,51 @@ func TestAKnownPeerIsBackAtOnceWhileOthersFlood(t *testing.T) {
 	})
 }
 
+// A Service relays the messages of all peers, and a flood, from one address. A peer that starts again at the port that
+// it had there is answered at once, whether strangers or another peer behind the relay send the flood.
+func TestAKnownPeerBehindARelayIsBackAtOnceWhileOthersFlood(t *testing.T) {
+	for _, name := range []string{"strangers", "another peer"} {
+		t.Run(name, func(t *testing.T) {
+			inPair(t, func(t *testing.T, p *pair, a, b *end) {
+				relay := a.place.Addr()
+				b.SetRelays(func(addr netip.Addr) bool { return addr == relay })
+				r, port := datapath.NewReceiver(b.Tunnel), uint16(10_000)
+				at := func() conn.Endpoint { return b.wire.Endpoint(netip.AddrPortFrom(relay, port)) }
+				if name == "another peer" {
+					c := p.third(t)
+					time.Sleep(2 * time.Second) // until it may move
+					r.Receive([][]byte{c.Seal(b.key.public, nil)}, at())
+				}
+				p.flood(t, b, func(m [][]byte) {
+					if r.Receive(m, at()); name == "strangers" {
+						port++
+					}
+				})
+				time.Sleep(450*time.Millisecond + 300*time.Microsecond)
+				a.wire.forget()
+				a.setPeers(t)
+				a.setPeer(t, b.key, b.place)
+				a.send(t, 1)
+				time.Sleep(10 * time.Millisecond)
+				b.wants(t, 1)
+				if n := b.drops(natengine.Inbound, natengine.DropHandshakeQueue); n < 1000 {
+					t.Errorf("%d initiations counted as beyond the budget: this was no load", n)
+				}
+				if list := a.wire.messages(initiations); len(list) != 1 {
+					t.Errorf("%d initiations of the peer: want 1", len(list))
+				}
+			})
+		})
+	}
+}
+
 // roam has a peer of an end send 40,000 initiations in ten seconds: 20 each from 2,000 addresses, at which it shows
 // itself first.
-func (e *end) roam(t *testing.T, to *end, nth func(i int) netip.Addr) {
+func (e *end) roam(t *testing.T, to *end, nth func(i int) netip.AddrPort) {
 	t.Helper()
 	r := datapath.NewReceiver(to.Tunnel)
 	for i := range 2000 {
-		from := to.wire.Endpoint(netip.AddrPortFrom(nth(i), 5871))
+		from := to.wire.Endpoint(nth(i))
 		r.Receive([][]byte{e.Seal(to.key.public, nil)}, from)
 		var flood [][]byte
 		for n := range uint32(20) {
@@ -334,20 +372,25 @@ func (e *end) roam(t *testing.T, to *end, nth func(i int) netip.Addr) {
 // A peer that roams has the budget of one address at a time, and its other initiations are those of a stranger.
 // Meanwhile a restarted peer is back at once.
 func TestAPeerThatRoamsHasOneBudget(t *testing.T) {
+	relay := netip.MustParseAddr("198.18.255.1")
 	for _, tc := range []struct {
 		name string
-		nth  func(i int) netip.Addr
+		nth  func(i int) netip.AddrPort
 	}{
-		{"IPv4", func(i int) netip.Addr { return netip.AddrFrom4([4]byte{198, 18, byte(i >> 8), byte(i)}) }},
-		{"one network of IPv6", func(i int) netip.Addr {
-			return netip.AddrFrom16([16]byte{0x20, 0x01, 0x0d, 0xb8, 14: byte(i >> 8), 15: byte(i)})
+		{"IPv4", func(i int) netip.AddrPort {
+			return netip.AddrPortFrom(netip.AddrFrom4([4]byte{198, 18, byte(i >> 8), byte(i)}), 5871)
 		}},
+		{"one network of IPv6", func(i int) netip.AddrPort {
+			return netip.AddrPortFrom(netip.AddrFrom16([16]byte{0x20, 0x01, 0x0d, 0xb8, 14: byte(i >> 8), 15: byte(i)}), 5871)
+		}},
+		{"ports of a relay", func(i int) netip.AddrPort { return netip.AddrPortFrom(relay, uint16(10_000+i)) }},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				p := newPair(t, orderedKeys(true))
 				a, b := p.ends[0], p.ends[1]
 				c := p.third(t)
+				b.SetRelays(func(addr netip.Addr) bool { return addr == relay })
 				b.setPeers(t, datapath.Peer{State: b.state(t, "0"), Key: a.key.public, Endpoint: a.place},
 					datapath.Peer{State: b.state(t, "2"), Key: c.key.public, Endpoint: c.place})
 				before := b.drops(natengine.Inbound, natengine.DropHandshakeRefused)
@@ -514,33 +557,47 @@ func TestEachRefusedHandshakeIsCounted(t *testing.T) {
 }
 
 // A peer is known at its configured address and where it was heard last, and nowhere after its removal. It moves once
-// in two seconds.
+// in two seconds. Behind a relay it is known at its own port only.
 func TestAPeerIsKnownWhereItIs(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		elsewhere := netip.MustParseAddr("192.0.2.66")
-		s := p.stranger(t, elsewhere.String())
-		knows := func(at netip.Addr, want bool) {
+		r := datapath.NewReceiver(b.Tunnel)
+		knows := func(addr netip.Addr, port uint16, want bool) {
 			t.Helper()
-			if b.Knows(at) != want {
+			if at := netip.AddrPortFrom(addr, port); b.Knows(at) != want {
 				t.Errorf("%s known %v: want %v", at, !want, want)
 			}
 		}
-		knows(a.place.Addr(), true)
-		knows(elsewhere, false)
-		moves := func() { b.tell(t, s, a.Seal(b.key.public, numbered(podOf(0), podOf(1), 1, 60))) }
-		moves()
-		knows(elsewhere, false)
+		moves := func(port uint16) {
+			r.Receive([][]byte{a.Seal(b.key.public, numbered(podOf(0), podOf(1), 1, 60))}, b.wire.Endpoint(netip.AddrPortFrom(elsewhere, port)))
+		}
+		knows(a.place.Addr(), 1, true)
+		knows(elsewhere, 1, false)
+		moves(1)
+		knows(elsewhere, 1, false)
 		time.Sleep(2 * time.Second)
-		moves()
-		knows(elsewhere, true)
+		moves(1)
+		knows(elsewhere, 1, true)
+		knows(elsewhere, 2, true)
 		b.SetRelays(func(at netip.Addr) bool { return at == elsewhere })
-		knows(elsewhere, false)
-		b.SetRelays(func(netip.Addr) bool { return false })
+		knows(elsewhere, 1, true)
+		knows(elsewhere, 2, false)
+		moves(2)
+		knows(elsewhere, 2, false)
+		time.Sleep(2 * time.Second)
+		moves(2)
+		knows(elsewhere, 1, false)
+		knows(elsewhere, 2, true)
 		if err := b.SetPeers(nil); err != nil {
 			t.Fatal(err)
 		}
-		knows(elsewhere, false)
-		knows(a.place.Addr(), false)
+		knows(elsewhere, 2, false)
+		b.SetRelays(func(netip.Addr) bool { return false })
+		knows(elsewhere, 2, false)
+		knows(a.place.Addr(), 1, false)
+		if n := b.HeardPlaces(); n != 0 {
+			t.Errorf("%d places of peers are remembered: want none", n)
+		}
 	})
 }
 
