@@ -1281,16 +1281,7 @@ func TestTheFilterOfAGatewaysPodRefusesAsThatOfANode(t *testing.T) {
 		n := open(t, GatewayPod)
 		n.apply(State{Filters: []Filter{FilterFor(FilterSets{Pod: pod, Nodes: []netip.Addr{netip.MustParseAddr("172.30.1.11")}, Remote: []netip.Prefix{remote4}})}})
 		devices := []string{"eth0", "isthmus.vxlan", "isthmus0"} // what is sent by far0 comes by eth0
-		for i, dev := range devices {
-			n.run(fmt.Sprintf("ip link add %s address 02:00:00:00:00:0%d type veth peer name far%[2]d", dev, i))
-			n.run("ip link set " + dev + " up")
-			n.run(fmt.Sprintf("ip link set far%d up", i))
-		}
-		for path, value := range map[string]string{"ip_forward": "1", "conf/all/rp_filter": "0", "conf/eth0/rp_filter": "0", "conf/isthmus.vxlan/rp_filter": "0", "conf/isthmus0/rp_filter": "0"} {
-			if err := Do(n.f, func() error { return os.WriteFile("/proc/sys/net/ipv4/"+path, []byte(value), 0) }); err != nil {
-				t.Fatal(err)
-			}
-		}
+		n.router(devices...)
 		n.run("ip addr add 10.244.0.254/32 dev eth0")
 		n.run("ip route add default dev eth0")
 		n.run("ip route add 10.246.0.0/16 dev isthmus0")
@@ -1316,24 +1307,76 @@ func TestTheFilterOfAGatewaysPodRefusesAsThatOfANode(t *testing.T) {
 			{"isthmus.vxlan", "10.244.0.11", "10.246.200.1", 53, "in_the_clear"},
 			{"isthmus0", "10.246.0.9", "10.246.200.1", 53, "in_the_clear"},
 		} {
-			dropped, passed := n.dropped(), n.passed()
-			n.inject(slices.Index(devices, packet.dev), netip.MustParseAddr(packet.src), netip.MustParseAddr(packet.dst), packet.port)
-			got := "nothing was seen"
-			for deadline := time.Now().Add(time.Minute); got == "nothing was seen" && time.Now().Before(deadline); {
-				if n.passed() != passed {
-					got = ""
-				}
-				for reason, count := range n.dropped() { // what is dropped where it leaves was forwarded
-					if count != dropped[reason] {
-						got = reason
-					}
-				}
-			}
+			got := n.fate(slices.Index(devices, packet.dev), packet.src, packet.dst, packet.port)
 			if got != packet.want {
 				t.Errorf("Pod %v: %+v: %q", pod, packet, got)
 			}
 		}
 	}
+}
+
+// A pod of ours forges a source that no pod has: its node forwards it to a peer only if the route to that source is by
+// the pod's device. Otherwise each such source would look like a host of its own, and use up the gateway's NAPT ports.
+func TestANodeRefusesSourcesThatNoPodHas(t *testing.T) {
+	n := open(t, RouteAgent)
+	n.apply(State{Filters: []Filter{FilterFor(FilterSets{Remote: []netip.Prefix{remote4}, Underlay: []string{"eth0"},
+		Pods: []netip.Prefix{netip.MustParsePrefix("10.244.0.0/16")}, Elsewhere: []netip.Prefix{netip.MustParsePrefix("10.244.1.0/24")}})}})
+	devices := []string{"eth0", "pod", "isthmus.vxlan"}
+	n.router(devices...)
+	n.run("ip route add default dev eth0")
+	n.run("ip route add 10.246.0.0/16 dev isthmus.vxlan")
+	n.run("ip route add 10.244.0.11 dev pod")
+	n.run("ip route add 198.51.100.9 dev pod")
+	for _, packet := range []struct{ dev, src, want string }{
+		{"pod", "10.244.0.11", ""},
+		{"pod", "203.0.113.77", "forged_source"},
+		{"pod", "172.30.1.11", "forged_source"},
+		{"pod", "10.244.1.9", "forged_source"}, // of another node's pod
+		{"pod", "198.51.100.9", ""},            // of a container outside of Kubernetes
+		{"eth0", "203.0.113.77", ""},
+		{"eth0", "198.51.100.9", ""}, // the other nodes are there, and checked it
+	} {
+		if got := n.fate(slices.Index(devices, packet.dev), packet.src, "10.246.0.9", 53); got != packet.want {
+			t.Errorf("%+v: %q", packet, got)
+		}
+	}
+}
+
+// router makes devices, each of which is one end of a veth pair, and has the node forward between them, without a
+// filter of reverse paths. A frame that the far end of device i sends to 02:00:00:00:00:0i comes by that device.
+func (n *node) router(devices ...string) {
+	n.t.Helper()
+	values := map[string]string{"ip_forward": "1", "conf/all/rp_filter": "0"}
+	for i, dev := range devices {
+		n.run(fmt.Sprintf("ip link add %s address 02:00:00:00:00:0%d type veth peer name far%[2]d", dev, i))
+		n.run("ip link set " + dev + " up")
+		n.run(fmt.Sprintf("ip link set far%d up", i))
+		values["conf/"+dev+"/rp_filter"] = "0"
+	}
+	for path, value := range values {
+		if err := Do(n.f, func() error { return os.WriteFile("/proc/sys/net/ipv4/"+path, []byte(value), 0) }); err != nil {
+			n.t.Fatal(err)
+		}
+	}
+}
+
+// fate injects a datagram and returns the reason for which the filter dropped it; empty: it passed.
+func (n *node) fate(i int, src, dst string, port uint16) string {
+	n.t.Helper()
+	dropped, passed := n.dropped(), n.passed()
+	n.inject(i, netip.MustParseAddr(src), netip.MustParseAddr(dst), port)
+	got := "nothing was seen"
+	for deadline := time.Now().Add(time.Minute); got == "nothing was seen" && time.Now().Before(deadline); {
+		if n.passed() != passed {
+			got = ""
+		}
+		for reason, count := range n.dropped() { // what is dropped where it leaves was forwarded
+			if count != dropped[reason] {
+				got = reason
+			}
+		}
+	}
+	return got
 }
 
 // inject sends a datagram by the far end of the device 02:00:00:00:00:0i, so that it comes by that one.
