@@ -365,13 +365,17 @@ func (d *nodeDecision) addSourceNAT(in NodeIntent, ownPods []netip.Prefix) {
 	}
 	s := kernel.SourceNATSets{Local: d.localPods(in), Pods: d.podNetworks(in, ownPods), Underlay: in.UnderlayDevices, Self: d.self.Underlay()}
 	d.node.SourceNAT = []kernel.SourceNAT{kernel.SourceNATFor(s).WithSet("remote", d.remote.Networks)}
-	var here []netip.Addr // gateways on our node, active or not
+	var here, elsewhere []netip.Addr // gateways on our node and on others, active or not
 	for _, g := range in.Gateways {
-		if !g.HostNetwork && slices.Contains(d.self.Addrs, g.Host) {
+		switch {
+		case g.HostNetwork:
+		case slices.Contains(d.self.Addrs, g.Host):
 			here = append(here, g.Addr)
+		default:
+			elsewhere = append(elsewhere, g.Addr)
 		}
 	}
-	d.node.Accepts = []kernel.Accept{kernel.AcceptFor(here)}
+	d.node.Accepts = []kernel.Accept{kernel.AcceptFor(here, elsewhere)}
 }
 
 // localPods returns the networks of our node's own pods: the podCIDRs, or each pod's address.

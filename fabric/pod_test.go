@@ -183,17 +183,19 @@ func TestAGatewayThatIsNoPodOfOursIsNotBelieved(t *testing.T) {
 	}
 }
 
-// A node forwards the outer packets of its own gateway Pods, whatever foreign filters drop. Gateway Pods
-// on other nodes do not matter.
+// A node forwards the outer packets of its own gateway Pods, and the flows that they copy, whatever foreign
+// filters drop. Without one, gateway Pods on other nodes do not matter.
 func TestANodeAcceptsWhatItForwardsForGatewaysOfItsOwn(t *testing.T) {
-	for node, want := range map[string]string{"n1": "10.244.1.254", "n2": "10.244.2.254", "n3": ""} {
+	for node, want := range map[string]kernel.Accept{
+		"n1": {Gateways: "10.244.1.254", Elsewhere: "10.244.2.254"}, "n2": {Gateways: "10.244.2.254", Elsewhere: "10.244.1.254"}, "n3": {},
+	} {
 		in := podIntent(t, node)
 		n, _ := NodeFor(in)
-		if len(n.Accepts) != 1 || n.Accepts[0].Gateways != want {
-			t.Errorf("%s: %+v, want those of %q", node, n.Accepts, want)
+		if len(n.Accepts) != 1 || n.Accepts[0] != want {
+			t.Errorf("%s: %+v, want %+v", node, n.Accepts, want)
 		}
 		in.Gateways[0].HostNetwork, in.Gateways[1].HostNetwork = true, true
-		if n, _ := NodeFor(in); len(n.Accepts) > 0 && n.Accepts[0].Gateways != "" {
+		if n, _ := NodeFor(in); len(n.Accepts) > 0 && n.Accepts[0] != (kernel.Accept{}) {
 			t.Errorf("%s: %+v for gateways on the host's network", node, n.Accepts)
 		}
 	}

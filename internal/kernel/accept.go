@@ -3,14 +3,14 @@ package kernel
 import (
 	"fmt"
 	"net/netip"
-	"slices"
 	"strings"
 )
 
 // Accept stands for our rules in a foreign chain for forwarded packets: FORWARD of iptables-nft or
 // iptables-legacy, or an nftables chain of any name. The rules accept packets from and to our
 // devices. They also accept UDP and ICMP of gateways that are Pods on our node, because the node
-// forwards their outer packets. They are the last rules before the chain's end, or before a rule
+// forwards their outer packets, and TCP between these and the other gateways that are Pods, which
+// copy flows to each other. They are the last rules before the chain's end, or before a rule
 // that drops or rejects everything. They exist only while the end of the chain drops all other
 // packets, as after `iptables -P FORWARD DROP`. An accept in our own table would not help, because
 // each table decides separately. Earlier rules, such as network policies, still apply.
@@ -25,14 +25,30 @@ type Accept struct {
 	// Gateways are the IPv4 addresses of gateways that are Pods on our node, sorted and separated
 	// by spaces.
 	Gateways string
+	// Elsewhere are those of gateways that are Pods on other nodes, in the same form. Without
+	// Gateways, it is empty.
+	Elsewhere string
 }
 
-// AcceptFor returns the Accept for a node with gateway Pods at these addresses, in any order.
-func AcceptFor(gateways []netip.Addr) Accept { return Accept{Gateways: addresses(gateways)} }
+// AcceptFor returns the Accept for a node with gateway Pods at these addresses, here and on other
+// nodes, in any order.
+func AcceptFor(here, elsewhere []netip.Addr) Accept {
+	a := Accept{Gateways: addresses(here)}
+	if a.Gateways != "" {
+		a.Elsewhere = addresses(elsewhere)
+	}
+	return a
+}
 
-// InChain returns the Accept of the same chain, without Gateways.
+// InChain returns the Accept of the same chain, without gateways.
 func (a Accept) InChain() Accept {
-	a.Gateways = ""
+	a.Gateways, a.Elsewhere = "", ""
+	return a
+}
+
+// WithGatewaysOf returns the Accept of the same chain with the gateways of b.
+func (a Accept) WithGatewaysOf(b Accept) Accept {
+	a.Gateways, a.Elsewhere = b.Gateways, b.Elsewhere
 	return a
 }
 
@@ -44,26 +60,68 @@ const (
 )
 
 // acceptComment is the prefix of the comment of our rules in foreign chains. We may remove every
-// rule with it. In rules for a gateway, a colon and the gateway's address follow.
+// rule with it. In rules for a gateway, a colon and the gateway's address follow. If the other
+// gateway is on another node, a hyphen and its address follow, too.
 const acceptComment = "isthmus-route-agent"
 
-// Comments returns the comments of the rules of an Accept, in order: two for our devices, and four
-// for each gateway, UDP to it and from it, then ICMP to it and from it.
-func (a Accept) Comments() []string {
-	all := []string{acceptComment, acceptComment}
-	for g := range strings.FieldsSeq(a.Gateways) {
-		all = append(all, slices.Repeat([]string{acceptComment + ":" + g}, 4)...)
+// An AcceptRule is a rule of an Accept. It matches our devices, or addresses and a protocol.
+type AcceptRule struct {
+	In, Out             bool       // packets from our devices, and to them
+	Source, Destination netip.Addr // zero: any
+	Protocol            string     // "udp", "icmp" or "tcp"; empty: any
+	Comment             string
+}
+
+// Rules returns the rules of an Accept, in order: two for our devices; for each gateway UDP to it
+// and from it, and ICMP to it and from it; then TCP between it and each later gateway, and each
+// gateway elsewhere.
+func (a Accept) Rules() []AcceptRule {
+	all := []AcceptRule{{In: true, Comment: acceptComment}, {Out: true, Comment: acceptComment}}
+	here, elsewhere := strings.Fields(a.Gateways), strings.Fields(a.Elsewhere)
+	for i, text := range here {
+		g, comment := addressIn(text), acceptComment+":"+text
+		for _, protocol := range []string{"udp", "icmp"} {
+			all = append(all, AcceptRule{Destination: g, Protocol: protocol, Comment: comment}, AcceptRule{Source: g, Protocol: protocol, Comment: comment})
+		}
+		between := func(other netip.Addr, comment string) {
+			all = append(all, AcceptRule{Source: other, Destination: g, Protocol: "tcp", Comment: comment},
+				AcceptRule{Source: g, Destination: other, Protocol: "tcp", Comment: comment})
+		}
+		for _, other := range here[i+1:] {
+			between(addressIn(other), comment)
+		}
+		for _, other := range elsewhere {
+			between(addressIn(other), comment+"-"+other)
+		}
 	}
 	return all
 }
 
-// OwnComment reports whether a comment marks one of our rules, and returns the rule's gateway;
-// empty: the rule is for our devices.
-func OwnComment(comment string) (gateway string, ours bool) {
-	if gateway, found := strings.CutPrefix(comment, acceptComment+":"); found {
-		return gateway, true
+// addressIn returns the address of a gateway. It is unspecified for an invalid one, which only a
+// foreign edit of our comments can cause.
+func addressIn(text string) netip.Addr {
+	if addr, err := netip.ParseAddr(text); err == nil && addr.Is4() {
+		return addr
 	}
-	return "", comment == acceptComment
+	return netip.IPv4Unspecified()
+}
+
+// Comments returns the comments of the rules of an Accept, in order.
+func (a Accept) Comments() (all []string) {
+	for _, r := range a.Rules() {
+		all = append(all, r.Comment)
+	}
+	return all
+}
+
+// OwnComment reports whether a comment marks one of our rules, and returns the rule's gateways on
+// our node and elsewhere; both empty: the rule is for our devices.
+func OwnComment(comment string) (here, elsewhere string, ours bool) {
+	if gateways, found := strings.CutPrefix(comment, acceptComment+":"); found {
+		here, elsewhere, _ = strings.Cut(gateways, "-")
+		return here, elsewhere, true
+	}
+	return "", "", comment == acceptComment
 }
 
 // String names the chain in messages.
@@ -82,33 +140,34 @@ func (a Accept) command(remove bool, _ string) string {
 		if remove {
 			return fmt.Sprintf("nft -a list chain %s %s %s; nft delete rule %[1]s %[2]s %[3]s handle N of each that says %s", a.Family, a.Table, a.Chain, acceptComment)
 		}
-		matches := []string{`iifname "isthmus*"`, `oifname "isthmus*"`}
-		for g := range strings.FieldsSeq(a.Gateways) {
-			for _, protocol := range []string{"udp", "icmp"} {
-				matches = append(matches, "ip daddr "+g+" meta l4proto "+protocol, "ip saddr "+g+" meta l4proto "+protocol)
-			}
-		}
-		return "nft '" + strings.Join(a.rules(matches, fmt.Sprintf("add rule %s %s %s %%s counter accept comment \"%%s\"", a.Family, a.Table, a.Chain)), "; ") + "'"
+		add := fmt.Sprintf("add rule %s %s %s %%s counter accept comment \"%%s\"", a.Family, a.Table, a.Chain)
+		return "nft '" + strings.Join(a.format(add, `iifname "isthmus*"`, `oifname "isthmus*"`, "ip saddr ", "ip daddr ", "meta l4proto "), "; ") + "'"
 	}
 	verb := " -A "
 	if remove {
 		verb = " -D "
 	}
-	matches := []string{"-i isthmus+", "-o isthmus+"}
-	for g := range strings.FieldsSeq(a.Gateways) {
-		for _, protocol := range []string{"udp", "icmp"} {
-			matches = append(matches, "-d "+g+" -p "+protocol, "-s "+g+" -p "+protocol)
-		}
-	}
-	return strings.Join(a.rules(matches, a.Program+verb+a.Chain+" %s -m comment --comment %s -j ACCEPT"), "; ")
+	rule := a.Program + verb + a.Chain + " %s -m comment --comment %s -j ACCEPT"
+	return strings.Join(a.format(rule, "-i isthmus+", "-o isthmus+", "-s ", "-d ", "-p "), "; ")
 }
 
-// rules returns the matches with their comments, formatted.
-func (a Accept) rules(matches []string, format string) []string {
-	for i, comment := range a.Comments() {
-		matches[i] = fmt.Sprintf(format, matches[i], comment)
+// format returns the rules as text. A rule has its matches, in the given words, and its comment.
+func (a Accept) format(rule, in, out, source, destination, protocol string) (all []string) {
+	for _, r := range a.Rules() {
+		var matches []string
+		add := func(is bool, text string) {
+			if is {
+				matches = append(matches, text)
+			}
+		}
+		add(r.In, in)
+		add(r.Out, out)
+		add(r.Source.IsValid(), source+r.Source.String())
+		add(r.Destination.IsValid(), destination+r.Destination.String())
+		add(r.Protocol != "", protocol+r.Protocol)
+		all = append(all, fmt.Sprintf(rule, strings.Join(matches, " "), r.Comment))
 	}
-	return matches
+	return all
 }
 
 // A Limit is a restriction that foreign rules or the kernel impose, as far as we can detect it.

@@ -66,9 +66,10 @@ addresses, rules, routes, neighbours, packet filters and settings of each node a
 	}
 	b.WriteString(`
 **FORWARD DROP.** If the policy of FORWARD is DROP and the CNI accepts the PodCIDR (flannel, kube-proxy, Calico), pods and peers
-reach each other. Route agents accept the other packets of Isthmus by rules at the end of the chain: two for its devices, and four for
-each gateway's Pod on the node, for UDP and ICMP. These rules accept no packets of other pods. A CNI that accepts no pods also stops
-pods of one cluster across nodes, and only the CNI can repair that.
+reach each other. Route agents accept the other packets of Isthmus by rules at the end of the chain: two for its devices, four for each
+gateway's Pod on the node (UDP and ICMP), and two for that and each other gateway's Pod (TCP). These rules accept no packets of other
+pods. A CNI that accepts no pods also stops pods of one cluster across nodes, and the managers' connections to the gateways (TCP 5879,
+for Peerings with ` + "`spec.inBand`" + `). Only the CNI can repair that.
 
 The rules work in chains of iptables-nft, iptables-legacy and nftables ([decision
 14](decisions/0014-sources-are-settled-before-the-cni.md)). ` + "`isthmus status`" + ` and ` + "`diagnose`" + ` name the chains that nobody else may change,

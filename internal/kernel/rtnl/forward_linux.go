@@ -5,7 +5,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"net/netip"
 	"slices"
 	"strings"
 	"time"
@@ -201,18 +200,25 @@ type forwarding struct {
 
 // add evaluates the next rule of the chain.
 func (f *forwarding) add(r foreignRule) {
-	gateway, ours := kernel.OwnComment(r.comment)
+	gateway, elsewhere, ours := kernel.OwnComment(r.comment)
 	switch {
 	case ours:
 		f.ours = append(f.ours, r)
-		if known := strings.Fields(f.accept.Gateways); gateway != "" && !slices.Contains(known, gateway) {
-			f.accept.Gateways = strings.Join(append(known, gateway), " ")
-		}
+		f.accept.Gateways = withWord(f.accept.Gateways, gateway)
+		f.accept.Elsewhere = withWord(f.accept.Elsewhere, elsewhere)
 		is := func(r foreignRule, comment string) bool { return r.comment == comment }
 		f.right = f.before == 0 && slices.EqualFunc(f.ours, f.accept.Comments(), is)
 	case r.refuses && f.before == 0:
 		f.refuses, f.before = true, r.handle
 	}
+}
+
+// withWord appends a word to a text unless the word is empty or already there.
+func withWord(text, word string) string {
+	if words := strings.Fields(text); word != "" && !slices.Contains(words, word) {
+		return strings.Join(append(words, word), " ")
+	}
+	return text
 }
 
 // families are the nftables families whose chains can see forwarded IPv4 packets.
@@ -257,40 +263,31 @@ func forwards(c *nftables.Chain) bool {
 	return c.Type == nftables.ChainTypeFilter && c.Hooknum != nil && *c.Hooknum == *nftables.ChainHookForward
 }
 
-// gatewayProtocols are the protocols that an Accept permits for gateways.
-var gatewayProtocols = []byte{unix.IPPROTO_UDP, unix.IPPROTO_ICMP}
+// protocols are those of AcceptRules.
+var protocols = map[string]byte{"udp": unix.IPPROTO_UDP, "icmp": unix.IPPROTO_ICMP, "tcp": unix.IPPROTO_TCP}
 
-// acceptRules returns the rules of an Accept in the order of its Comments, as iptables-nft would
-// make them.
+// acceptRules returns the rules of an Accept in their order, as iptables-nft would make them.
 func acceptRules(a kernel.Accept) (all [][]expr.Any) {
-	accepting := func(c compiler) {
+	for _, r := range a.Rules() {
+		c := compiler{family: families[a.Family]}
+		if r.In {
+			c.then(meta(expr.MetaKeyIIFNAME), is([]byte(kernel.TunPrefix)))
+		}
+		if r.Out {
+			c.then(meta(expr.MetaKeyOIFNAME), is([]byte(kernel.TunPrefix)))
+		}
+		if r.Source.IsValid() {
+			c.load(kernel.Source)
+			c.then(is(r.Source.AsSlice()))
+		}
+		if r.Destination.IsValid() {
+			c.load(kernel.Destination)
+			c.then(is(r.Destination.AsSlice()))
+		}
+		if r.Protocol != "" {
+			c.then(meta(expr.MetaKeyL4PROTO), is([]byte{protocols[r.Protocol]}))
+		}
 		all = append(all, append(c.exprs, &expr.Counter{}, &expr.Verdict{Kind: expr.VerdictAccept}))
-	}
-	for _, key := range []expr.MetaKey{expr.MetaKeyIIFNAME, expr.MetaKeyOIFNAME} {
-		accepting(compiler{exprs: []expr.Any{meta(key), is([]byte(kernel.TunPrefix))}})
-	}
-	for _, addr := range gatewaysOf(a) {
-		for _, protocol := range gatewayProtocols {
-			for _, field := range []kernel.Field{kernel.Destination, kernel.Source} {
-				c := compiler{family: families[a.Family]}
-				c.load(field)
-				c.then(is(addr.AsSlice()), meta(expr.MetaKeyL4PROTO), is([]byte{protocol}))
-				accepting(c)
-			}
-		}
-	}
-	return all
-}
-
-// gatewaysOf returns the addresses of an Accept's gateways, with the zero address for an invalid
-// one, which only a foreign edit of our comments can cause.
-func gatewaysOf(a kernel.Accept) (all []netip.Addr) {
-	for text := range strings.FieldsSeq(a.Gateways) {
-		addr, err := netip.ParseAddr(text)
-		if err != nil || !addr.Is4() {
-			addr = netip.IPv4Unspecified()
-		}
-		all = append(all, addr)
 	}
 	return all
 }
@@ -327,9 +324,7 @@ func (k *Kernel) acceptsIn(wanted []kernel.Accept) (have, want []kernel.Accept) 
 		}
 		needed := len(wanted) > 0 && f.refuses
 		if needed {
-			a := f.accept
-			a.Gateways = wanted[0].Gateways
-			want = append(want, a)
+			want = append(want, f.accept.WithGatewaysOf(wanted[0]))
 		}
 		if len(f.ours) > 0 && (f.right || !needed) {
 			have = append(have, f.accept)

@@ -230,27 +230,32 @@ const (
 	ipProtocol                       = 80
 )
 
-// acceptEntries returns the rules of an Accept in the order of its Comments, such as "-i isthmus+
-// -m comment --comment isthmus-route-agent -j ACCEPT".
+// acceptEntries returns the rules of an Accept in their order, such as "-i isthmus+ -m comment
+// --comment isthmus-route-agent -j ACCEPT".
 func acceptEntries(a kernel.Accept) (all [][]byte) {
-	comments := a.Comments()
-	add := func(value []byte, at, mask, masked int, protocol byte) {
-		e := acceptEntry(comments[len(all)])
-		copy(e[at:], value)
-		for i := range masked {
-			e[mask+i] = 0xff
-		}
-		binary.NativeEndian.PutUint16(e[ipProtocol:], uint16(protocol))
-		all = append(all, e)
-	}
 	device := []byte(kernel.TunPrefix + "+")
-	add(device, ipInDevice, ipInDeviceMask, len(kernel.TunPrefix), 0)
-	add(device, ipOutDevice, ipOutDeviceMask, len(kernel.TunPrefix), 0)
-	for _, addr := range gatewaysOf(a) {
-		for _, protocol := range gatewayProtocols {
-			add(addr.AsSlice(), ipDestination, ipDestinationMask, 4, protocol)
-			add(addr.AsSlice(), ipSource, ipSourceMask, 4, protocol)
+	for _, r := range a.Rules() {
+		e := acceptEntry(r.Comment)
+		match := func(value []byte, at, mask, masked int) {
+			copy(e[at:], value)
+			for i := range masked {
+				e[mask+i] = 0xff
+			}
 		}
+		if r.In {
+			match(device, ipInDevice, ipInDeviceMask, len(kernel.TunPrefix))
+		}
+		if r.Out {
+			match(device, ipOutDevice, ipOutDeviceMask, len(kernel.TunPrefix))
+		}
+		if r.Source.IsValid() {
+			match(r.Source.AsSlice(), ipSource, ipSourceMask, 4)
+		}
+		if r.Destination.IsValid() {
+			match(r.Destination.AsSlice(), ipDestination, ipDestinationMask, 4)
+		}
+		binary.NativeEndian.PutUint16(e[ipProtocol:], uint16(protocols[r.Protocol]))
+		all = append(all, e)
 	}
 	return all
 }

@@ -769,12 +769,28 @@ func TestAcceptIsLastInAForwardThatDrops(t *testing.T) {
 				}
 				return rules
 			}
-			want = State{Accepts: []Accept{AcceptFor([]netip.Addr{netip.MustParseAddr("10.244.1.9"), netip.MustParseAddr("10.244.1.5")})}}
-			check("two gateways", "-P FORWARD ACCEPT\n"+in+out+gateway("10.244.1.5")+gateway("10.244.1.9")+"-A FORWARD -m comment --comment all -j DROP\n", 1)
+			between := func(addr, other, comment string) (rules string) {
+				for _, ends := range [][2]string{{other, addr}, {addr, other}} {
+					rules += "-A FORWARD -s " + ends[0] + "/32 -d " + ends[1] + "/32 -p tcp -m comment --comment \"isthmus-route-agent:" + comment + "\" -j ACCEPT\n"
+				}
+				return rules
+			}
+			two := "-P FORWARD ACCEPT\n" + in + out +
+				gateway("10.244.1.5") + between("10.244.1.5", "10.244.1.9", "10.244.1.5") + between("10.244.1.5", "10.244.2.7", "10.244.1.5-10.244.2.7") +
+				gateway("10.244.1.9") + between("10.244.1.9", "10.244.2.7", "10.244.1.9-10.244.2.7") + "-A FORWARD -m comment --comment all -j DROP\n"
+			far := addrs("10.244.2.7")
+			want = State{Accepts: []Accept{AcceptFor(addrs("10.244.1.9", "10.244.1.5"), far)}}
+			check("two gateways", two, 1)
 			iptables("-D FORWARD 4")
-			check("one rule of a gateway is gone", "-P FORWARD ACCEPT\n"+in+out+gateway("10.244.1.5")+gateway("10.244.1.9")+"-A FORWARD -m comment --comment all -j DROP\n", 1)
-			want = State{Accepts: []Accept{AcceptFor([]netip.Addr{netip.MustParseAddr("10.244.1.9")})}}
-			check("a gateway less", "-P FORWARD ACCEPT\n"+in+out+gateway("10.244.1.9")+"-A FORWARD -m comment --comment all -j DROP\n", 1)
+			check("one rule of a gateway is gone", two, 1)
+			iptables("-D FORWARD 9")
+			check("one rule between gateways is gone", two, 1)
+			want = State{Accepts: []Accept{AcceptFor(addrs("10.244.1.9"), far)}}
+			check("a gateway less", "-P FORWARD ACCEPT\n"+in+out+gateway("10.244.1.9")+between("10.244.1.9", "10.244.2.7", "10.244.1.9-10.244.2.7")+"-A FORWARD -m comment --comment all -j DROP\n", 1)
+			want = State{Accepts: []Accept{AcceptFor(addrs("10.244.1.9"), nil)}}
+			check("none elsewhere", "-P FORWARD ACCEPT\n"+in+out+gateway("10.244.1.9")+"-A FORWARD -m comment --comment all -j DROP\n", 1)
+			want = State{Accepts: []Accept{AcceptFor(nil, far)}}
+			check("none here", "-P FORWARD ACCEPT\n"+in+out+"-A FORWARD -m comment --comment all -j DROP\n", 1)
 			want = State{Accepts: []Accept{{}}}
 			check("no gateway", "-P FORWARD ACCEPT\n"+in+out+"-A FORWARD -m comment --comment all -j DROP\n", 1)
 			apply(State{})
@@ -786,6 +802,13 @@ func TestAcceptIsLastInAForwardThatDrops(t *testing.T) {
 			}
 		})
 	}
+}
+
+func addrs(all ...string) (list []netip.Addr) {
+	for _, a := range all {
+		list = append(list, netip.MustParseAddr(a))
+	}
+	return list
 }
 
 // The same for chains of nftables of any name; of those that belong to a process nothing but that is said.
@@ -829,13 +852,14 @@ func TestAcceptIsLastInEachChainOfNftablesThatDrops(t *testing.T) {
 	if got := n.apply(want); strings.Count(got, "accept comment") != 2 {
 		t.Errorf("after a flush did %s", got)
 	}
-	want = State{Accepts: []Accept{AcceptFor([]netip.Addr{netip.MustParseAddr("10.244.1.5")})}}
+	want = State{Accepts: []Accept{AcceptFor(addrs("10.244.1.5"), addrs("10.244.2.7"))}}
 	n.apply(want)
 	if again := n.apply(want); again != "" {
 		t.Errorf("with a gateway, the second time: %s", again)
 	}
 	const gateway = "accept comment \"isthmus-route-agent\"\n\t\tip daddr 10.244.1.5 meta l4proto udp counter accept comment \"isthmus-route-agent:10.244.1.5\"\n\t\tip saddr 10.244.1.5 "
-	if now := list(); strings.Count(now, gateway) != 2 {
+	const between = "ip saddr 10.244.2.7 ip daddr 10.244.1.5 meta l4proto tcp counter accept comment \"isthmus-route-agent:10.244.1.5-10.244.2.7\"\n"
+	if now := list(); strings.Count(now, gateway) != 2 || strings.Count(now, between) != 2 {
 		t.Errorf("with a gateway there is\n%s", now)
 	}
 	n.apply(State{})
