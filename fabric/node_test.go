@@ -147,7 +147,7 @@ func TestANodeWithPodsOutsideOfThePodCIDRIsNamed(t *testing.T) {
 	in.Pods = append(in.Pods, NodePod{Name: "default/web", Addr: ip("192.168.7.9"), Node: "n2"}, NodePod{Name: "default/a", Addr: ip("192.168.7.8"), Node: "n2"},
 		NodePod{Name: "default/other", Addr: ip("192.168.7.7"), Node: "n3"}) // whose agent names it
 	_, problems := NodeFor(in)
-	if len(problems) != 1 || problems[0].Origin.Name != "n2" || !strings.Contains(problems[0].Message, "outside of 10.244.0.0/16") || !strings.Contains(problems[0].Message, "default/a with 192.168.7.8") {
+	if len(problems) != 1 || problems[0].Origin.Name != "n2" || !strings.Contains(problems[0].Message, "outside 10.244.0.0/16") || !strings.Contains(problems[0].Message, "default/a with 192.168.7.8") {
 		t.Errorf("%v", problems)
 	}
 	in.Tunnels = nil
