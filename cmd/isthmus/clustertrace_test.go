@@ -29,7 +29,7 @@ func TestAWayEndsAtTheFirstHopThatDoesNotWork(t *testing.T) {
 		{"no route agent, and the peer is down", way{Hops: []wayHop{hop("node", health.Broken, ""), hop("tunnel", health.Broken, "PeerSilent")}}, false, false, "it ends at paris, node: why"},
 		{"dropped", way{Hops: []wayHop{hop("NAT", health.Broken, "source")}}, false, false, "it ends at paris, NAT: source: why"},
 		{"by a narrow path", way{Direction: "out", Hops: []wayHop{hop("tunnel", health.Limited, "NarrowPath")}}, true, false, "it arrives"},
-		{"no gateway that would know", way{Hops: []wayHop{hop("tunnel", health.Waits, "")}}, false, false, "nobody knows at paris, tunnel: why"},
+		{"no gateway that would know", way{Hops: []wayHop{hop("tunnel", health.Waits, "")}}, false, false, "unknown at paris, tunnel: why"},
 	} {
 		if got := tc.way.judge(); got.Arrives != tc.arrives || got.Leaves != tc.leaves || got.Verdict != tc.verdict {
 			t.Errorf("%s: arrives %v, leaves %v, %q; want %v, %v, %q", tc.name, got.Arrives, got.Leaves, got.Verdict, tc.arrives, tc.leaves, tc.verdict)
