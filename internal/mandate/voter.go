@@ -114,8 +114,8 @@ func (v *Voter) Stored() Promise {
 	return p
 }
 
-// Receive answers an ask. If Stored has changed, the caller must store it before it sends an answer
-// that grants.
+// Receive answers an ask. The caller must have stored the answer's promise, as Stored returns it,
+// before it sends the answer, whether that grants or not.
 func (v *Voter) Receive(a Ask, now Time) (answer Answer) {
 	own := a.From == v.promise.Holder
 	switch {

@@ -327,14 +327,15 @@ func (v *Voter) receive(b []byte, from net.Addr, send func([]byte, net.Addr)) bo
 		return false
 	}
 	reply := v.machine.Receive(a.Ask, now())
-	if reply.Granted {
+	stored := v.stored.Promise
+	if stored.Farewell = false; reply.Granted || reply.Promise != stored { // also if the disk was full before
 		if err := v.store(v.machine.Stored()); err != nil {
 			v.fail(err)
 			return true
 		}
-		if u != nil {
-			v.last, v.lastAsk = u.AddrPort(), a.cookie
-		}
+	}
+	if reply.Granted && u != nil {
+		v.last, v.lastAsk = u.AddrPort(), a.cookie
 	}
 	v.fail(nil)
 	v.mu.Lock()

@@ -3,6 +3,7 @@ package voting
 import (
 	"context"
 	"crypto/ed25519"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net"
@@ -231,6 +232,61 @@ func TestAWaitingGatewayIsToldOfARelease(t *testing.T) {
 	}
 	if got := say(mandate.Release, "a", 5, false); len(got) != 1 {
 		t.Errorf("the second release is answered %v", got)
+	}
+}
+
+// No answer of any kind contains a promise that the next voter on the node would not know.
+func TestAVoterSendsNoPromiseThatItHasNotStored(t *testing.T) {
+	key, directory := KeyOf(private), filepath.Join(t.TempDir(), "state")
+	v := &Voter{Node: "n1", Directory: directory, Log: slog.New(slog.DiscardHandler)}
+	v.Set(key.Public().(ed25519.PublicKey))
+	if err := v.start(); err != nil {
+		t.Fatal(err)
+	}
+	incarnation := uint64(0)
+	say := func(kind mandate.Kind, list uint64, sent mandate.Time) (got *mandate.Promise) {
+		a := mandate.Ask{Kind: kind, From: "a", Epoch: 1, List: list, Sent: sent, Nonce: 1, Heard: incarnation, Holds: true}
+		v.receive(ask{a, cookie{1}, netip.MustParseAddr("127.0.0.1")}.seal(key), &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1), Port: 1}, func(b []byte, _ net.Addr) {
+			r, ok := openAnswer(b)
+			if !ok {
+				t.Fatalf("%x is no answer", b)
+			}
+			got, incarnation = &r.Promise, r.Incarnation
+		})
+		return got
+	}
+	say(mandate.Probe, 1, 1)
+	if got := say(mandate.Claim, 1, 2); got == nil || got.List != 1 {
+		t.Fatalf("the first claim is answered with %v", got)
+	}
+	away := directory + " away"
+	if err := os.Rename(directory, away); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(directory, nil, 0o600); err != nil { // so that nothing can be stored there
+		t.Fatal(err)
+	}
+	for _, tc := range []struct {
+		name string
+		kind mandate.Kind
+		sent mandate.Time
+	}{{"a claim", mandate.Claim, 3}, {"its copy", mandate.Claim, 3}, {"a probe", mandate.Probe, 4}} {
+		if got := say(tc.kind, 2, tc.sent); got != nil {
+			t.Errorf("%s is answered with %v, which is not stored", tc.name, *got)
+		}
+		if v.Err() == nil {
+			t.Errorf("%s: the node does not report that it cannot vote", tc.name)
+		}
+	}
+	if err := errors.Join(os.Remove(directory), os.Rename(away, directory)); err != nil {
+		t.Fatal(err)
+	}
+	if got := say(mandate.Probe, 2, 5); got == nil || got.List != 2 || v.Err() != nil {
+		t.Errorf("when it can store again, a probe is answered with %v, %v", got, v.Err())
+	}
+	next := &Voter{Node: "n1", Directory: directory, Log: v.Log}
+	if err := next.start(); err != nil || next.stored.Promise.List != 2 {
+		t.Errorf("the next voter has the promise %v, %v", next.stored.Promise, err)
 	}
 }
 
