@@ -7,6 +7,7 @@ import (
 	"crypto/ed25519"
 	"crypto/sha256"
 	"encoding/json"
+	"fmt"
 	"maps"
 	"net/netip"
 	"slices"
@@ -146,6 +147,8 @@ type ballot struct {
 
 	agents func() *map[string]bool // nodes with a route agent; nil: all may have one
 	manned map[string]time.Time    // when each node was last seen with an agent
+
+	outdated string // what was logged last, see staleList
 }
 
 // voters chooses the nodes that vote: present voters first as long as they exist, then others in a
@@ -259,10 +262,21 @@ func (e *election) hearsLocked(v voting.View) bool {
 	return heard > len(e.list.Voters)/2
 }
 
+// staleList explains why nobody gets votes by a list that is two or more versions older than the
+// nodes' state, or returns "". The newest list may have elected another gateway, and have no voter
+// in common with a majority of this one. So nobody may give the old list a newer version.
+func staleList(list voting.List, v voting.View) string {
+	if v.Newest <= list.Version+1 {
+		return ""
+	}
+	return fmt.Sprintf("the list of voters from the Lease %s has version %d, but the nodes have stored version %d, as after a restore of the Lease; make sure that no gateway sends, then set its annotation %s to {\"version\":%d}",
+		isthmus.LeaseGateway, list.Version, v.Newest, isthmus.AnnotationVoters, v.Newest+1)
+}
+
 // judgeVotesLocked decides who is active while votes decide. The caller holds e.mu.
 func (e *election) judgeVotesLocked(now time.Time) {
 	v := e.votes.View()
-	if hears := e.hearsLocked(v); hears || e.hears {
+	if hears := e.hearsLocked(v) && staleList(e.list, v) == ""; hears || e.hears {
 		e.hears, e.heardAt = hears, now
 	}
 	name := e.name
@@ -285,8 +299,8 @@ func (e *election) judgeVotesLocked(now time.Time) {
 
 // stepVotes is step while votes decide. Then the Lease only publishes who is active and which nodes
 // vote.
-func (e *election) stepVotes(now time.Time) (want *coordinationv1.Lease) {
-	v, b := e.votes.View(), e.votes
+func (e *election) stepVotes(v voting.View, now time.Time) (want *coordinationv1.Lease) {
+	b := e.votes
 	e.mu.Lock()
 	list, transition := e.list, e.transition
 	e.mu.Unlock()
@@ -301,7 +315,13 @@ func (e *election) stepVotes(now time.Time) (want *coordinationv1.Lease) {
 		switch gone := len(nodes) > 0 && there < majority && len(v.Heard) < majority; {
 		case e.lease == nil || standDown(e.lease, e.identity, e.sinceSeen(), now) > 0: // another gateway is active
 			b.gone = time.Time{}
-		case !gone && v.Newest > list.Version: // the Lease is older than the state of the nodes
+		case !gone && v.Newest > list.Version+1:
+			b.gone = time.Time{}
+			if why := staleList(list, v); why != b.outdated {
+				b.outdated = why
+				e.log.Warn("nodes elect no gateway: " + why)
+			}
+		case !gone && v.Newest == list.Version+1: // the next list is not in the Lease; both differ by one voter at most
 			want = e.lease.DeepCopy()
 			withList(want, voting.List{Version: v.Newest, Voters: list.Voters})
 		case !gone:

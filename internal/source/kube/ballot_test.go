@@ -5,6 +5,7 @@ import (
 	"crypto/ed25519"
 	"errors"
 	"fmt"
+	"log/slog"
 	"maps"
 	"math/rand/v2"
 	"net"
@@ -344,6 +345,54 @@ func TestAGatewayYieldsBeforeItReleasesTheVotes(t *testing.T) {
 		}
 		if got := strings.Join(events, " "); got != tc.want {
 			t.Errorf("with %d voters: %s; want %s", tc.voters, got, tc.want)
+		}
+	}
+}
+
+// A standby may give its list another version only if that differs from the nodes' list by one
+// voter at most. Any older list may have no voter in common with the one that elects the active
+// gateway.
+func TestAStandbyRepairsOnlyTheLeaseOfTheStepBefore(t *testing.T) {
+	all := make(map[string]netip.Addr)
+	for i, name := range []string{"a", "b", "c"} {
+		all[name] = netip.AddrFrom4([4]byte{192, 0, 2, byte(i)})
+	}
+	list := voting.List{Version: 3, Voters: all}
+	heard := []string{"a", "b"}
+	for _, tc := range []struct {
+		name, holder string
+		view         voting.View
+		want         uint64 // 0: it writes nothing
+		log          string
+	}{
+		{"the nodes have the list", "", voting.View{Heard: heard, Newest: 3}, 0, ""},
+		{"they have an older one", "", voting.View{Heard: heard, Newest: 2}, 0, ""},
+		{"the next one, nobody holds the Lease", "", voting.View{Heard: heard, Newest: 4}, 4, ""},
+		{"the next one, this standby holds it", "me", voting.View{Heard: heard, Newest: 4}, 4, ""},
+		{"the next one, another gateway holds it", "you", voting.View{Heard: heard, Newest: 4}, 0, ""},
+		{"two steps, nobody holds the Lease", "", voting.View{Heard: heard, Newest: 5}, 0, `{"version":6}`},
+		{"two steps, this standby holds it", "me", voting.View{Heard: heard, Newest: 5}, 0, `{"version":6}`},
+		{"many steps", "", voting.View{Heard: heard, Newest: 70}, 0, `{"version":71}`},
+		{"many steps, another gateway holds it", "you", voting.View{Heard: heard, Newest: 70}, 0, ""},
+	} {
+		var log strings.Builder
+		candidate := voting.NewCandidate("me", netip.Addr{}, func() [32]byte { return [32]byte{} }, quiet)
+		candidate.SetNodes(all)
+		e := electionWith(nil, "me", nil, slog.New(slog.NewJSONHandler(&log, nil)))
+		e.votes, e.list = &ballot{Candidate: candidate, key: func() {}}, list
+		now := time.Now()
+		holder := tc.holder
+		lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{ResourceVersion: "1"}, Spec: coordinationv1.LeaseSpec{HolderIdentity: &holder}}
+		withList(lease, list)
+		e.lease, e.seen = lease, now
+		for range 2 {
+			got := listOf(e.stepVotes(tc.view, now))
+			if got.Version != tc.want || tc.want != 0 && !maps.Equal(got.Voters, all) {
+				t.Errorf("%s: it writes %v; want version %d", tc.name, got, tc.want)
+			}
+		}
+		if n := strings.Count(log.String(), "\n"); (n == 1) != (tc.log != "") || n > 1 || !strings.Contains(strings.ReplaceAll(log.String(), `\`, ""), tc.log) {
+			t.Errorf("%s: it logs %q; want once %q", tc.name, log.String(), tc.log)
 		}
 	}
 }

@@ -171,7 +171,7 @@ func (e *election) step(ctx context.Context) time.Duration {
 	}
 	now := time.Now()
 	if e.byVotes() {
-		want := e.stepVotes(now)
+		want := e.stepVotes(e.votes.View(), now)
 		if want == nil {
 			return retryPeriod
 		}
@@ -460,6 +460,9 @@ func (e *election) silence() string {
 	case e.name != e.identity:
 		return ""
 	case e.lacking:
+		if why := staleList(e.list, e.votes.View()); why != "" {
+			return "silent: " + why
+		}
 		return fmt.Sprintf("silent: this gateway has no majority of the %d nodes that vote, %s; they have to answer at UDP port %d", len(e.list.Voters), strings.Join(slices.Sorted(maps.Keys(e.list.Voters)), ", "), voting.Port)
 	case e.unheard == "":
 		return ""
@@ -479,8 +482,12 @@ func (e *election) cannotTakeOver(now time.Time) error {
 	v := e.votes.View()
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if !e.byVotesLocked() || e.name == e.identity || e.hearsLocked(v) || now.Sub(e.heardAt) < deafMost {
+	why := staleList(e.list, v)
+	if !e.byVotesLocked() || e.name == e.identity || e.hearsLocked(v) && why == "" || now.Sub(e.heardAt) < deafMost {
 		return nil
+	}
+	if why != "" {
+		return fmt.Errorf("this standby cannot take over: %s", why)
 	}
 	silent := maps.Clone(e.list.Voters)
 	for _, name := range v.Heard {
