@@ -396,3 +396,42 @@ func TestAStandbyRepairsOnlyTheLeaseOfTheStepBefore(t *testing.T) {
 		}
 	}
 }
+
+// A Lease that was restored, or lost its annotation, changes nothing for a gateway that knows the
+// newer list. The holder of the votes writes that again.
+func TestVotersRemainWithoutTheirAnnotation(t *testing.T) {
+	voters := map[string]netip.Addr{"a": netip.MustParseAddr("192.0.2.1"), "b": netip.MustParseAddr("192.0.2.2"), "c": netip.MustParseAddr("192.0.2.3")}
+	fewer := map[string]netip.Addr{"a": voters["a"]}
+	for _, tc := range []struct {
+		name              string
+		known, read, want voting.List
+	}{
+		{"no annotation", voting.List{Version: 5, Voters: voters}, voting.List{}, voting.List{Version: 5, Voters: voters}},
+		{"an older list", voting.List{Version: 5, Voters: voters}, voting.List{Version: 4, Voters: fewer}, voting.List{Version: 5, Voters: voters}},
+		{"an older end of the votes", voting.List{Version: 5, Voters: voters}, voting.List{Version: 4}, voting.List{Version: 5, Voters: voters}},
+		{"the end of the votes", voting.List{Version: 5, Voters: voters}, voting.List{Version: 6}, voting.List{Version: 6}},
+		{"a newer list", voting.List{Version: 5, Voters: voters}, voting.List{Version: 7, Voters: fewer}, voting.List{Version: 7, Voters: fewer}},
+		{"no annotation while the Lease decides", voting.List{Version: 5}, voting.List{}, voting.List{Version: 5}},
+		{"a new beginning", voting.List{Version: 5}, voting.List{Version: 1, Voters: voters}, voting.List{Version: 1, Voters: voters}},
+	} {
+		candidate := voting.NewCandidate("me", netip.Addr{}, func() [32]byte { return [32]byte{} }, quiet)
+		candidate.SetNodes(voters)
+		e := electionWith(nil, "me", nil, quiet)
+		e.votes, e.list = &ballot{Candidate: candidate, wanted: true, key: func() {}, agents: func() *map[string]bool { return nil }}, tc.known
+		holder := "me"
+		lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{ResourceVersion: "1"}, Spec: coordinationv1.LeaseSpec{HolderIdentity: &holder}}
+		withList(lease, tc.read)
+		now := time.Now()
+		e.observe(lease, now)
+		if e.list.Version != tc.want.Version || !maps.Equal(e.list.Voters, tc.want.Voters) {
+			t.Errorf("%s: it counts by %v; want %v", tc.name, e.list, tc.want)
+		}
+		if !e.byVotes() {
+			continue
+		}
+		written := listOf(e.stepVotes(voting.View{Holds: true, Epoch: 9, List: tc.want.Version, Heard: []string{"a", "b", "c"}}, now))
+		if written.Version < tc.want.Version || len(written.Voters) == 0 {
+			t.Errorf("%s: the holder of the votes writes %v", tc.name, written)
+		}
+	}
+}

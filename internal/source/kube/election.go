@@ -323,8 +323,10 @@ func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
 	}
 	e.taking = false
 	e.switching = e.switching && version == e.switchedFrom // the request may still arrive
-	// A deleted Lease does not end the votes, and versions of the list only grow.
-	if l := listOf(lease); lease != nil && (l.Version >= e.list.Version || len(l.Voters) > 0 || len(e.list.Voters) > 0) {
+	// Versions of the list only grow. A Lease that is deleted, lacks the annotation or is an old copy
+	// does not end the votes: the holder writes the list again. Where the Lease decides, a list with
+	// voters counts in any case, because versions may begin anew after the Lease was deleted.
+	if l := listOf(lease); lease != nil && (l.Version >= e.list.Version || len(l.Voters) > 0 && len(e.list.Voters) == 0) {
 		e.list = l
 	}
 	if e.votes != nil {
