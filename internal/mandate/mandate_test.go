@@ -9,8 +9,11 @@ import (
 	"time"
 )
 
-// whole searches also those systems to their end that take minutes.
-var whole = flag.Bool("whole", false, "search all systems to the end")
+// whole searches also those systems to their end that take minutes, or hours: wholeMost bounds these.
+var (
+	whole     = flag.Bool("whole", false, "search all systems to the end")
+	wholeMost = flag.Int("most", 0, "with -whole, the worlds of a large system that are searched; 0: all")
+)
 
 // A system is what is searched; left says which faults there are in one history, and how often.
 type system struct {
@@ -35,6 +38,8 @@ var systems = map[string]system{
 	"another voter, in two steps":       {2, limits{claims: 2, raises: 1, proposals: 2}, []List{list(0, 0), list(1, 0, 1), list(2, 1)}, true},
 	"two voters fewer":                  {3, limits{claims: 2, raises: 1, proposals: 2}, []List{list(0, 0, 1, 2), list(1, 0, 1), list(2, 1)}, true},
 	"another voter at once":             {2, limits{claims: 2, raises: 1, proposals: 1}, []List{list(0, 0), list(1, 1)}, true},
+	"held, a voter ends":                {1, limits{held: true, claims: 1, ends: 1}, []List{list(0, 0)}, true},
+	"held, two voters fewer":            {3, limits{held: true, claims: 1, proposals: 2}, []List{list(0, 0, 1, 2), list(1, 0, 1), list(2, 1)}, true},
 }
 
 const (
@@ -46,7 +51,10 @@ func TestNeverTwoMandates(t *testing.T) {
 	for name, s := range systems {
 		t.Run(name, func(t *testing.T) {
 			bound := 0
-			if s.large && !*whole {
+			switch {
+			case s.large && *whole:
+				bound = *wholeMost
+			case s.large:
 				bound = most
 			}
 			begin := time.Now()
@@ -108,6 +116,10 @@ var bugs = []bug{
 	{rule: "6: a farewell is not stored", large: true, where: "a voter ends", started: func(v *Voter, _ *Promise) { v.farewell = 0 }},
 	{rule: "6: a farewell is forgotten at the next change", large: true, where: "a voter ends and is killed", asked: func(v *Voter, _ *Ask, _ Time) { v.farewell = 0 }},
 	{rule: "6: a farewell counts as long when the next voter has answered", large: true, where: "a voter ends", heard: func(g *Gateway, v *vote, a Answer) { v.incarnation = a.Incarnation }},
+	{rule: "6: a farewell is not stored, in mid-mandate", where: "held, a voter ends", started: func(v *Voter, _ *Promise) { v.farewell = 0 }},
+	{rule: "6: a farewell ends with any ask", where: "held, a voter ends", asked: func(v *Voter, _ *Ask, _ Time) { v.farewell = 0 }},
+	{rule: "6: a farewell counts as long when the next voter has answered, in mid-mandate", where: "held, a voter ends", timing: func(t *Timing) { t.Farewell, t.FarewellMandate = 6, 5 },
+		heard: func(g *Gateway, v *vote, a Answer) { v.incarnation = a.Incarnation }},
 	{rule: "7: a voter without a promise votes for anybody", where: "a promise is lost", asked: func(v *Voter, a *Ask, _ Time) { a.Holds = a.Holds || v.empty }},
 	{rule: "5: a mandate lives on after a release", where: "a gateway releases", freed: func(g *Gateway, was Gateway) { *g = was }},
 	{rule: "5: answers from before a release count", large: true, where: "a gateway releases", took: func(g *Gateway, v *vote, a Answer, _ Time) {
@@ -118,6 +130,10 @@ var bugs = []bug{
 	{rule: "5: a released epoch is used again", large: true, where: "a gateway releases", freed: func(g *Gateway, was Gateway) { g.seen = was.epoch - 1 }},
 	{rule: "8: lists differ by two voters", where: "another voter at once", proposes: func(g *Gateway, l List) {
 		g.next = &l
+		g.arrange()
+	}},
+	{rule: "8: the next list counts at once", where: "held, two voters fewer", proposes: func(g *Gateway, l List) {
+		g.list = l
 		g.arrange()
 	}},
 }
@@ -293,12 +309,7 @@ func TestThereIsOneMandateInTheEnd(t *testing.T) {
 			w.now++
 			holding := 0
 			for i := range w.gateways {
-				g := &w.gateways[i]
-				for id, a := range g.Tick(w.now, true, false) {
-					j := slices.IndexFunc(w.voters, func(v Voter) bool { return v.id == id })
-					answer := w.voters[j].Receive(a, w.now)
-					g.Receive(answer, w.now)
-				}
+				w.beat(i)
 			}
 			for i := range w.gateways {
 				if w.gateways[i].Holds(w.now) {
@@ -365,6 +376,120 @@ func TestAMandateThatEndsFreesVotersThatStillHearTheGateway(t *testing.T) {
 		v := *voters[id]
 		if !v.Receive(Ask{Kind: Claim, From: "b", Epoch: 100, Sent: now, Nonce: 9, Heard: 1}, now).Granted {
 			t.Errorf("voter %s is bound %v after the gateway went deaf", id, now-5*time.Second)
+		}
+	}
+}
+
+func TestAClaimThatGetsNoVote(t *testing.T) {
+	stored := Promise{Epoch: 5, Holder: "a", List: 3}
+	last := Ask{Kind: Claim, From: "a", Epoch: 5, List: 3, Sent: time.Second, Nonce: 1, Heard: 7}
+	for _, tc := range []struct {
+		name   string
+		change func(*Ask)
+		at     time.Duration // after the vote for last
+		want   bool
+	}{
+		{"a newer ask", func(a *Ask) { a.Sent++ }, 1, true},
+		{"the same ask", func(*Ask) {}, 1, false},
+		{"an earlier one", func(a *Ask) { a.Sent-- }, 1, false},
+		{"a lower epoch of the holder", func(a *Ask) { a.Sent++; a.Epoch = 4 }, 1, false},
+		{"an older list", func(a *Ask) { a.Sent++; a.List = 2 }, 1, false},
+		{"a newer list", func(a *Ask) { a.Sent++; a.List = 4 }, 1, true},
+		{"an earlier voter's incarnation", func(a *Ask) { a.Sent++; a.Heard = 6 }, 1, false},
+		{"no incarnation", func(a *Ask) { a.Sent++; a.Heard = 0 }, 1, false},
+		{"another gateway", func(a *Ask) { a.From, a.Nonce, a.Epoch = "b", 2, 6 }, Usual.Bound - 1, false},
+		{"another gateway, later", func(a *Ask) { a.From, a.Nonce, a.Epoch = "b", 2, 6 }, Usual.Bound, true},
+		{"another gateway, later, with the same epoch", func(a *Ask) { a.From, a.Nonce = "b", 2 }, Usual.Bound, false},
+		{"another gateway, later, with a lower epoch", func(a *Ask) { a.From, a.Nonce, a.Epoch = "b", 2, 4 }, Usual.Bound, false},
+		{"another gateway, later, with an older list", func(a *Ask) { a.From, a.Nonce, a.Epoch, a.List = "b", 2, 6, 2 }, Usual.Bound, false},
+	} {
+		v, now := NewVoter("1", Usual, 7, &stored, 0), 2*time.Second
+		if !v.Receive(last, now).Granted {
+			t.Fatal("the holder has no vote")
+		}
+		ask := last
+		tc.change(&ask)
+		if got := v.Receive(ask, now+tc.at).Granted; got != tc.want {
+			t.Errorf("%s gets the vote: %v", tc.name, got)
+		}
+	}
+}
+
+// A gateway counts by the list that it has proposed once two of the three voters of the present list have stored it.
+func TestTheNextListCountsWhenAMajorityHasStoredIt(t *testing.T) {
+	before, next, now := list(1, 0, 1, 2), list(2, 0, 1, 2, 3), time.Second
+	g, voters := NewGateway("a", Usual, 1, before), make(map[ID]*Voter)
+	for _, id := range next.Voters {
+		voters[id] = NewVoter(id, Usual, 1, &Promise{}, 0)
+	}
+	answers := func(ids ...ID) {
+		for id, a := range g.Tick(now, true, false) {
+			if slices.Contains(ids, id) {
+				answer := voters[id].Receive(a, now)
+				g.Receive(answer, now)
+			}
+		}
+		now++
+	}
+	answers(before.Voters...)
+	g.Claim(now)
+	all := g.Tick(now, true, false)
+	late := voters["3"].Receive(all["3"], now) // it has stored the present list, and its answer comes later
+	for _, id := range before.Voters[:2] {
+		answer := voters[id].Receive(all[id], now)
+		g.Receive(answer, now)
+	}
+	now++
+	if !g.Holds(now) || !g.Propose(next, now) {
+		t.Fatal("no mandate, or no proposal")
+	}
+	for _, step := range []struct {
+		name string
+		do   func()
+		want uint64
+	}{
+		{"nobody has answered", func() {}, 1},
+		{"an answer by the present list", func() { g.Receive(late, now) }, 1},
+		{"one of the present voters", func() { answers("1") }, 1},
+		{"the same one again", func() { answers("1") }, 1},
+		{"the new voter", func() { answers("4") }, 1},
+		{"the new voter again, which knows the gateway now", func() { answers("4") }, 1},
+		{"a second one of the present voters", func() { answers("3") }, 2},
+	} {
+		if step.do(); g.List().Version != step.want || !g.Holds(now) {
+			t.Errorf("%s: it counts by list %d, want %d; it holds: %v", step.name, g.List().Version, step.want, g.Holds(now))
+		}
+	}
+	if voters["2"].Stored().List != 1 {
+		t.Error("the third voter knows the next list")
+	}
+}
+
+// Another gateway has written that list, so it is active or will be.
+func TestAForeignListEndsTheMandate(t *testing.T) {
+	for _, tc := range []struct {
+		name            string
+		proposes, reads List
+		want            bool
+	}{
+		{"its own", List{}, list(0, 0), true},
+		{"its own next one", list(1, 0, 1), list(1, 0, 1), true},
+		{"a newer one", List{}, list(1, 0, 1), false},
+		{"a newer one of the same voters", List{}, list(3, 0), false},
+		{"another one of the same version", List{}, list(0, 1), false},
+		{"another next one", list(1, 0, 1), list(1, 0, 2), false},
+		{"the end of votes", List{}, List{Version: 1}, false},
+	} {
+		p, now := newPair(t), time.Second
+		p.g.Claim(now)
+		_, answer := p.asks(now)
+		p.g.Receive(answer, now)
+		if tc.proposes.Voters != nil && !p.g.Propose(tc.proposes, now) {
+			t.Fatal("no proposal")
+		}
+		p.g.Learn(tc.reads, now)
+		if got := p.g.Holds(now); got != tc.want || (p.g.Epoch() != 0) != tc.want || p.g.Until() > now != tc.want {
+			t.Errorf("%s: it holds: %v, epoch %d; want %v", tc.name, got, p.g.Epoch(), tc.want)
 		}
 	}
 }

@@ -22,7 +22,11 @@ type slot struct {
 
 // limits bound what happens in one history beside messages and time. A raise is a claim that a gateway makes again with a
 // higher epoch, because of another one's: two gateways could go on with that for ever.
-type limits struct{ claims, raises, kills, ends, reboots, restarts, releases, proposals int }
+type limits struct {
+	claims, raises, kills, ends, reboots, restarts, releases, proposals int
+
+	held bool // the first gateway has a mandate by all votes when the history begins
+}
 
 // A world is a small system at one moment: all hosts have the same clock, and each may be slow to do anything.
 type world struct {
@@ -88,7 +92,23 @@ func newWorld(gateways, voters int, left limits, lists []List, b *bug) *world {
 		w.slots, w.released = append(w.slots, make([]slot, voters)), append(w.released, make([]slot, voters))
 	}
 	w.beaten = make([]bool, gateways)
+	if left.held {
+		w.gateways[0].Claim(w.now)
+		w.beat(0)
+		w.beaten[0] = true
+		w.violation()
+	}
 	return w
+}
+
+// beat lets a gateway ask, and all voters answer at once.
+func (w *world) beat(i int) {
+	g := &w.gateways[i]
+	for id, a := range g.Tick(w.now, true, false) {
+		j := slices.IndexFunc(w.voters, func(v Voter) bool { return v.id == id })
+		answer := w.voters[j].Receive(a, w.now)
+		g.Receive(answer, w.now)
+	}
 }
 
 func voterID(i int) ID { return ID(rune('1' + i)) }
@@ -152,18 +172,19 @@ func (w *world) key(b []byte) []byte {
 		for i := range w.gateways {
 			r, m := &w.released[i][j], w.slots[i][j]
 			var heard Time
+			asks := false // no list gets a voter back
 			for _, known := range w.gateways[i].votes {
 				if known.voter != v.id || w.idle(i) {
 					continue
 				}
-				heard = known.heard
+				asks, heard = true, known.heard
 				number(known.incarnation)
 				ahead(known.until)
 				flag(known.until > 0)
 				number(known.promise.Epoch)
 				number(known.promise.List)
 			}
-			if a := m.answer; m.what == 2 && (w.idle(i) || a.Nonce != w.gateways[i].nonce || a.Sent < heard ||
+			if a := m.answer; m.what == 2 && (!asks || a.Nonce != w.gateways[i].nonce || a.Sent < heard ||
 				a.Sent == heard && a.Granted && !a.Farewell) {
 				m = slot{} // it would be ignored
 			}
