@@ -119,6 +119,10 @@ test-mcs: deps-mcs ## The conformance suite of the Multi-Cluster Services API fr
 test-cni: build kube ## All shapes of pod networks beside Isthmus, with faults of a minute (root, an hour)
 	go test -C test -count=1 -timeout=90m -v ./cni -long
 
+.PHONY: test-votes
+test-votes: ## Search millions of states of gateways and voters for two mandates, and for each deliberate bug (an hour or two)
+	go test -count=1 -timeout=4h ./internal/mandate -whole -most 4000000
+
 SOAK ?= 4h
 
 .PHONY: soak
