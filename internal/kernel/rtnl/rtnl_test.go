@@ -790,8 +790,6 @@ func TestAcceptIsLastInAForwardThatDrops(t *testing.T) {
 			want = State{Accepts: []Accept{AcceptFor(addrs("10.244.1.9"), nil)}}
 			check("none elsewhere", "-P FORWARD ACCEPT\n"+in+out+gateway("10.244.1.9")+"-A FORWARD -m comment --comment all -j DROP\n", 1)
 			want = State{Accepts: []Accept{AcceptFor(nil, far)}}
-			check("none here", "-P FORWARD ACCEPT\n"+in+out+"-A FORWARD -m comment --comment all -j DROP\n", 1)
-			want = State{Accepts: []Accept{{}}}
 			check("no gateway", "-P FORWARD ACCEPT\n"+in+out+"-A FORWARD -m comment --comment all -j DROP\n", 1)
 			apply(State{})
 			if got, want := iptables("-S FORWARD"), "-P FORWARD ACCEPT\n-A FORWARD -m comment --comment all -j DROP\n"; got != want {
