@@ -30,7 +30,9 @@ func (p Plan) Commands(inner string) string {
 	return b.String()
 }
 
-// AdditionsFor is PlanFor without removals.
+// AdditionsFor is PlanFor without removals. It does not add a rule that exists at another priority.
+// An older version chose that priority for all its rules, and a refusing rule of ours would come
+// before those.
 func AdditionsFor(have, want State) Plan {
 	wanted := make(map[netip.Prefix]struct{}, len(want.Routes))
 	for _, r := range want.Routes {
@@ -43,7 +45,13 @@ func AdditionsFor(have, want State) Plan {
 			have.Routes = append(have.Routes, r)
 		}
 	}
-	return slices.DeleteFunc(PlanFor(have, want), func(o Op) bool { return o.Remove })
+	return slices.DeleteFunc(PlanFor(have, want), func(o Op) bool {
+		added, isRule := o.Object.(Rule)
+		return o.Remove || isRule && slices.ContainsFunc(have.Rules, func(r Rule) bool {
+			added.Priority = r.Priority
+			return r == added
+		})
+	})
 }
 
 // With returns the state after a plan that only adds routes and rules; ok is false for other plans.
