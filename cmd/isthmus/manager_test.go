@@ -21,7 +21,7 @@ func TestManagerNamesTheFlagThatIsWrong(t *testing.T) {
 		{"--ipam-address :6000", "want --ipam-tls-cert, --ipam-tls-key and --ipam-client-ca, by which callers are known, or --ipam-plain"},
 		{"--ipam-address :6000 --ipam-tls-cert a --ipam-tls-key b", "want --ipam-tls-cert"},
 		{"--ipam-address :6000 --ipam-tls-cert a --ipam-tls-key b --ipam-client-ca c", "certificate a with key b"},
-		{"--ipam-address :6000 --ipam-plain --ipam-client-ca c", "contradict"},
+		{"--ipam-address :6000 --ipam-plain --ipam-client-ca c", "want only one of them"},
 		{"--ipam-plain", "need --ipam-address"},
 		{"--ipam-address :6000 --ipam-plain --ipam-service x", "--ipam-service: $POD_IP"},
 		{"--ipam-address :6000 --ipam-plain --ipam-allow 10.96.0.1", `--ipam-allow "10.96.0.1": want a network`},

@@ -28,8 +28,8 @@ func TestTheRightsThatAreAskedAboutAreThoseThatAreGiven(t *testing.T) {
 		asked[n.String()] = true
 	}
 	for _, want := range []string{
-		"isthmus-gateway is not allowed to patch pods in elsewhere", "isthmus-gateway may not watch tunnelendpoints.net.liqo.io",
-		"isthmus-gateway may not update leases.coordination.k8s.io isthmus-gateway in elsewhere",
+		"isthmus-gateway is not allowed to patch pods in elsewhere", "isthmus-gateway is not allowed to watch tunnelendpoints.net.liqo.io",
+		"isthmus-gateway is not allowed to update leases.coordination.k8s.io isthmus-gateway in elsewhere",
 		"isthmus-gateway is not allowed to patch tunnelendpoints/status.net.liqo.io", "isthmus-route-agent is not allowed to list nodes",
 		"isthmus-manager is not allowed to get configmaps kubeadm-config in kube-system",
 	} {

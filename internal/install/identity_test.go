@@ -37,7 +37,7 @@ func TestAnIdentityIsChosenOnceAndForEver(t *testing.T) {
 		{nil, id("me and you", "a"), id("", ""), "cluster ID me and you: want"},
 		{&have, id("", ""), have, ""},
 		{&have, id("X", ""), have, ""},
-		{&have, id("", "y"), id("", ""), "it is x (X) already, not y (X)"},
+		{&have, id("", "y"), id("", ""), "as x (X), not y (X)"},
 	} {
 		got, err := chooseIdentity(tc.have, tc.flags, "uid")
 		if tc.err == "" && (err != nil || got != tc.want) || tc.err != "" && (err == nil || !strings.Contains(err.Error(), tc.err)) {

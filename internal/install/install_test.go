@@ -194,7 +194,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	labelled.ObjectMeta = metav1.ObjectMeta{Namespace: "twice", Name: "by-hand", Labels: labelled.Labels}
 	labelled.Spec = corev1.ServiceSpec{Type: corev1.ServiceTypeClusterIP, Ports: []corev1.ServicePort{{Port: 5871, Protocol: corev1.ProtocolUDP}}}
 	must(t, c.Client.Create(t.Context(), labelled))
-	refused("Service twice/by-hand has the label net.liqo.io/gateway")
+	refused("Service twice/by-hand already has the label net.liqo.io/gateway")
 	must(t, c.Client.Delete(t.Context(), labelled))
 	must(t, c.Client.Delete(t.Context(), &gateway))
 	byHand := gateway.DeepCopy()

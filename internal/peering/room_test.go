@@ -325,7 +325,7 @@ func TestNobodyIsPeeredWithAClusterThatWouldTakeAnything(t *testing.T) {
 	must(t, s.checkAdmission(t.Context()))
 	level := &flowcontrolv1.PriorityLevelConfiguration{}
 	level.Name = "no-such-level"
-	if err := s.present(t.Context(), level); err == nil || !strings.Contains(err.Error(), "there is no PriorityLevelConfiguration no-such-level") ||
+	if err := s.present(t.Context(), level); err == nil || !strings.Contains(err.Error(), "PriorityLevelConfiguration no-such-level not found") ||
 		!strings.Contains(err.Error(), "isthmus install --context a") {
 		t.Error(err)
 	}
