@@ -263,7 +263,7 @@ func testOneLeavesByCommand(t *testing.T, a, b *site) {
 		return fmt.Sprint(err), client.IgnoreNotFound(err) == nil && err != nil
 	})
 	// a has no way any more to find out that nothing of it is left there.
-	if out, err := a.isthmus("unpeer", "--kubeconfig", a.kubeconfig, "--timeout", "10s", b.name); err == nil || !strings.Contains(out, "with --force") {
+	if out, err := a.isthmus("unpeer", "--kubeconfig", a.kubeconfig, "--timeout", "10s", b.name); err == nil || !strings.Contains(out, "--force does not wait for the other cluster") {
 		t.Fatalf("un-peering without rights at the peer: %v\n%s", err, out)
 	}
 	if out, err := a.isthmus("unpeer", "--kubeconfig", a.kubeconfig, "--force", b.name); err != nil {
@@ -285,7 +285,7 @@ func testGone(t *testing.T, a, b *site) {
 		t.Error("the TunnelEndpoint is gone, though gateways need no API server")
 	}
 	out, err := a.isthmus("unpeer", "--kubeconfig", a.kubeconfig, "--timeout", "10s", b.name)
-	if err == nil || !strings.Contains(out, "with --force") {
+	if err == nil || !strings.Contains(out, "--force does not wait for the other cluster") {
 		t.Fatalf("un-peering without the peer: %v\n%s", err, out)
 	}
 	a.condition(b, isthmus.ConditionReady, metav1.ConditionFalse, isthmus.ReasonUnpeering)
