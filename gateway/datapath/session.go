@@ -365,9 +365,12 @@ func (p *peer) begin() {
 		return
 	}
 	p.follow(table)
-	p.hurry(time.Now())
+	last, hurried := p.hurry(time.Now())
 	if p.dev.SendHandshakeInitiation(false) != nil {
 		return // the device has logged the reason, and tries again if that can help
+	}
+	if hurried {
+		p.keepPace(last)
 	}
 	if !(*peerRetransmit.of(p.dev)).IsPending() && p.sending(time.Now()) == nil {
 		p.initiation.arm(askAgain)
@@ -375,22 +378,34 @@ func (p *peer) begin() {
 }
 
 // hurry lets the device begin a handshake within RekeyTimeout of the last one, if that has brought
-// no session. The caller holds mu.
-func (p *peer) hurry(now time.Time) {
+// no session. It returns when that was. The caller holds mu.
+func (p *peer) hurry(now time.Time) (last time.Time, hurried bool) {
 	if made := p.made.Load(); p.hurriedSince != made {
 		p.hurried, p.hurriedSince = 0, made
 	}
 	if p.hurried == hurries || p.sending(now) != nil {
-		return
+		return last, false
 	}
 	lock := peerHandshakeMu.of(p.dev)
 	lock.Lock()
 	defer lock.Unlock()
-	last := peerInitiated.of(p.dev)
-	if since := now.Sub(*last); since >= hurryAfter && since < device.RekeyTimeout && p.t.hurry.Allow() {
-		p.hurried++
-		*last = time.Time{}
+	last = *peerInitiated.of(p.dev)
+	since := now.Sub(last)
+	if since < hurryAfter || since > device.RekeyTimeout-hurryAfter || !p.t.hurry.Allow() {
+		return last, false
 	}
+	p.hurried++
+	*peerInitiated.of(p.dev) = time.Time{}
+	return last, true
+}
+
+// keepPace makes the device begin its next handshake as if it had begun none since last.
+func (p *peer) keepPace(last time.Time) {
+	lock := peerHandshakeMu.of(p.dev)
+	lock.Lock()
+	defer lock.Unlock()
+	*peerInitiated.of(p.dev) = last
+	(*peerRetransmit.of(p.dev)).Mod(device.RekeyTimeout - time.Since(last) + jitter())
 }
 
 // crossed runs when the peer answers our handshake, begun roundTrip ago, after the device has
