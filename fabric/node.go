@@ -165,7 +165,7 @@ type nodeDecision struct {
 	slim     bool                      // all gateways are Pods: other nodes do not matter
 	one      bool                      // one gateway has all peers
 	senders  []GatewayPod              // see NodeIntent.Senders
-	gateways map[netip.Addr]GatewayPod // see NodeIntent.Ways
+	gateways map[netip.Addr]GatewayPod // see NodeIntent.ways
 	nodes    []ClusterNode             // the oldest first
 	refused  []netip.Prefix            // networks of peers
 	remote   kernel.Remote             // refused, as sets of the filter
@@ -227,7 +227,7 @@ func (d *nodeDecision) disbelieve() {
 // believe keeps gateways whose address is outside every peer's network.
 func (d *nodeDecision) believe(in NodeIntent) {
 	d.gateways = make(map[netip.Addr]GatewayPod)
-	ways := in.Ways()
+	ways := in.ways()
 	for _, g := range in.Senders() {
 		if at := slices.IndexFunc(d.refused, func(p netip.Prefix) bool { return p.Contains(g.Addr) }); at >= 0 {
 			d.problem(Origin{Kind: "Pod", Name: "of the gateway"}, "status.podIP", "%v is in %v, a network of a peer; want an address outside", g.Addr, d.refused[at])

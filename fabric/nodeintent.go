@@ -146,9 +146,9 @@ func (in *NodeIntent) Senders() (all []GatewayPod) {
 	return all
 }
 
-// Ways returns those of Senders that Gateway or a tunnel names. Our node sends to them. There is
+// ways returns those of Senders that Gateway or a tunnel names. Our node sends to them. There is
 // more than one only for moments.
-func (in *NodeIntent) Ways() []GatewayPod {
+func (in *NodeIntent) ways() []GatewayPod {
 	return slices.DeleteFunc(in.Senders(), func(g GatewayPod) bool {
 		if in.Gateway.IsValid() {
 			return in.Gateway != g.Addr
@@ -166,7 +166,7 @@ func (in *NodeIntent) Carriers() (outer, nodes []netip.Addr) {
 		return nil, nil
 	}
 	own := in.Nodes[at].Addrs
-	for _, g := range in.Ways() {
+	for _, g := range in.ways() {
 		outer = append(outer, g.Addr)
 	}
 	for _, g := range in.Senders() {
