@@ -399,13 +399,16 @@ func (p *peer) hurry(now time.Time) (last time.Time, hurried bool) {
 	return last, true
 }
 
-// keepPace makes the device begin its next handshake as if it had begun none since last.
+// keepPace makes the device begin its next handshake as if it had begun none since last, unless an
+// answer has come meanwhile.
 func (p *peer) keepPace(last time.Time) {
 	lock := peerHandshakeMu.of(p.dev)
 	lock.Lock()
 	defer lock.Unlock()
 	*peerInitiated.of(p.dev) = last
-	(*peerRetransmit.of(p.dev)).Mod(device.RekeyTimeout - time.Since(last) + jitter())
+	if t := *peerRetransmit.of(p.dev); t.IsPending() {
+		t.Mod(device.RekeyTimeout - time.Since(last) + jitter())
+	}
 }
 
 // crossed runs when the peer answers our handshake, begun roundTrip ago, after the device has
