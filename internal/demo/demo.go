@@ -4,12 +4,10 @@
 package demo
 
 import (
-	"bufio"
 	"context"
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"net/netip"
 	"strings"
 	"time"
@@ -359,7 +357,7 @@ func (s *show) failover() error {
 	if err := pings.until(ctx, func() bool { return pings.answered >= 10 }); err != nil {
 		return err
 	}
-	echo, end, err := s.connect(ctx, from.Host, to.Host, seen)
+	echo, end, err := connect(ctx, from.Host, to.Host, seen)
 	if err != nil {
 		return err
 	}
@@ -381,45 +379,12 @@ func (s *show) failover() error {
 		}
 	}
 	if err := echo("after"); err != nil {
-		return fmt.Errorf("the TCP connection of before: %w", err)
+		return fmt.Errorf("the TCP connection that was open: %w", err)
 	}
 	sent, lost, pause := pings.stop()
 	s.ok("the TCP connection goes on through the standby")
 	s.ok("%s answers again, through %s: %d of %d pings lost, the longest pause was %.1f s", to, s.a.Nodes[now], lost, sent, pause.Seconds())
 	return s.a.Start(s.ctx, fleet.Gateway(active))
-}
-
-// connect opens a TCP connection to a server that sends everything back. echo sends a line and
-// waits for it. The caller calls end.
-func (s *show) connect(ctx context.Context, from, to *lab.Host, seen netip.Addr) (echo func(line string) error, end func(), err error) {
-	const port = "7"
-	server, err := to.Listen("tcp", ":"+port)
-	if err != nil {
-		return nil, nil, err
-	}
-	go func() { // ends with the server and the connection
-		if conn, err := server.Accept(); err == nil {
-			_, _ = io.Copy(conn, conn)
-			conn.Close()
-		}
-	}()
-	conn, err := from.Dial(ctx, "tcp", net.JoinHostPort(seen.String(), port))
-	if err != nil {
-		server.Close()
-		return nil, nil, err
-	}
-	lines := bufio.NewReader(conn)
-	echo = func(line string) error {
-		_ = conn.SetDeadline(time.Now().Add(failoverTimeout))
-		if _, err := io.WriteString(conn, line+"\n"); err != nil {
-			return err
-		}
-		if got, err := lines.ReadString('\n'); err != nil || got != line+"\n" {
-			return errors.Join(err, fmt.Errorf("%q came back as %q", line, got))
-		}
-		return nil
-	}
-	return echo, func() { conn.Close(); server.Close() }, nil
 }
 
 // unpeer removes one peering and checks what is left.

@@ -230,7 +230,7 @@ func Open(name string) (*Lab, error) {
 	return fromState(s), nil
 }
 
-// List returns the names of all labs, sorted, whoever owns them. Dead ones are included until they
+// List returns the names of all labs, sorted, of all users. Dead ones are included until they
 // are swept.
 func List() ([]string, error) { return names() }
 

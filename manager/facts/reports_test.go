@@ -197,7 +197,7 @@ func TestNetworksOfTheClusterAreFoundOut(t *testing.T) {
 	}
 }
 
-// A TunnelEndpoint with our networks of before a change keeps them from other peers.
+// A TunnelEndpoint with our networks before a change keeps them from other peers.
 func TestANetworkOfATunnelEndpointIsNoOtherPeers(t *testing.T) {
 	w := managertest.New(t)
 	keeper, store, _ := newKeeper(w)

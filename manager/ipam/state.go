@@ -57,7 +57,7 @@ type Config struct {
 	// Reached lists the networks that nodes reach without us.
 	Reached []Reached
 	// Agreed are the networks of ours that TunnelEndpoints name. Configure drops the present ones,
-	// so these are the networks of before a change that some peer still uses.
+	// so these are our networks before a change, which some peer still uses.
 	Agreed []netip.Prefix
 }
 
