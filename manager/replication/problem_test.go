@@ -64,7 +64,7 @@ func TestDiagnose(t *testing.T) {
 		"timeout":           {overNetwork(1, context.DeadlineExceeded), isthmus.ReasonUnreachable, "in time"},
 		"no such name":      {overNetwork(1, &net.DNSError{Err: "no such host", Name: "b.example", Server: "192.0.2.1:53"}), isthmus.ReasonUnreachable, "b.example: no such host"},
 		"closed":            {overNetwork(1, io.ErrUnexpectedEOF), isthmus.ReasonUnreachable, "closes the connection"},
-		"expired":           {&tls.CertificateVerificationError{Err: expired}, isthmus.ReasonUnreachable, "to 2026-01-02T03:04:05Z only"},
+		"expired":           {&tls.CertificateVerificationError{Err: expired}, isthmus.ReasonUnreachable, "only from 2026-01-02T02:04:05Z to 2026-01-02T03:04:05Z"},
 		"another CA":        {&tls.CertificateVerificationError{Err: x509.UnknownAuthorityError{}}, isthmus.ReasonUnreachable, "CA in the Secret"},
 		"a lost watch":      {lostWatch, isthmus.ReasonUnreachable, "stopped answering: the connection was lost"},
 		"something else":    {overNetwork(1, fmt.Errorf("novel")), isthmus.ReasonUnreachable, "novel"},
