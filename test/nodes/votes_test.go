@@ -167,8 +167,8 @@ func spread(reports []probe.FlowReport, format string, of func(probe.FlowReport)
 	return fmt.Sprintf(format+", "+format, all[len(all)/2], all[len(all)-1])
 }
 
-// fresh waits until three nodes of a vote and two gateways are ready that have never ended. It replaces those that have: a kubelet
-// waits ever longer before it starts a container again.
+// fresh waits until three nodes of a vote, their route agents and two gateways are ready that have never ended. It replaces those
+// that have: a kubelet waits ever longer before it starts a container again.
 func (w *world) fresh(t *testing.T) {
 	t.Helper()
 	var last error
@@ -182,8 +182,25 @@ func (w *world) fresh(t *testing.T) {
 }
 
 func (w *world) freshNow(ctx context.Context) error {
+	if err := errors.Join(w.freshPods(ctx, "gateway", 2), w.freshPods(ctx, "route-agent", 3)); err != nil {
+		return err
+	}
+	var l coordinationv1.Lease
+	if err := w.a.Client.Get(ctx, client.ObjectKey{Namespace: kubenodes.Namespace, Name: isthmus.LeaseGateway}, &l); err != nil {
+		return err
+	}
+	var list voting.List
+	if err := json.Unmarshal([]byte(l.Annotations[isthmus.AnnotationVoters]), &list); err != nil || len(list.Voters) != 3 {
+		return fmt.Errorf("voters: %q, %w", l.Annotations[isthmus.AnnotationVoters], err)
+	}
+	return nil
+}
+
+// freshPods fails unless the wanted number of Pods of a component is ready and none of their containers has ended. It
+// deletes those that have a container that has ended.
+func (w *world) freshPods(ctx context.Context, component string, want int) error {
 	var pods corev1.PodList
-	if err := w.a.Client.List(ctx, &pods, client.InNamespace(kubenodes.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "gateway"}); err != nil {
+	if err := w.a.Client.List(ctx, &pods, client.InNamespace(kubenodes.Namespace), client.MatchingLabels{"app.kubernetes.io/name": component}); err != nil {
 		return err
 	}
 	ready := 0
@@ -200,16 +217,8 @@ func (w *world) freshNow(ctx context.Context) error {
 			ready++
 		}
 	}
-	if ready != 2 || len(pods.Items) != 2 {
-		return fmt.Errorf("%d of %d gateways are ready", ready, len(pods.Items))
-	}
-	var l coordinationv1.Lease
-	if err := w.a.Client.Get(ctx, client.ObjectKey{Namespace: kubenodes.Namespace, Name: isthmus.LeaseGateway}, &l); err != nil {
-		return err
-	}
-	var list voting.List
-	if err := json.Unmarshal([]byte(l.Annotations[isthmus.AnnotationVoters]), &list); err != nil || len(list.Voters) != 3 {
-		return fmt.Errorf("voters: %q, %w", l.Annotations[isthmus.AnnotationVoters], err)
+	if ready != want || len(pods.Items) != want {
+		return fmt.Errorf("%s: %d of %d Pods are ready, want %d", component, ready, len(pods.Items), want)
 	}
 	return nil
 }
