@@ -17,7 +17,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net/netip"
 	"reflect"
 	"slices"
 	"sync"
@@ -97,8 +96,7 @@ type Voter interface {
 func Run(ctx context.Context, o Options) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	a := &agent{opts: o, log: o.Log, wake: make(chan struct{}, 1), moved: make(chan struct{}, 1), refusing: make(chan struct{}, 1), urgent: make(chan struct{}, 1)}
-	a.metrics = newMetrics(a)
+	a := newAgent(o)
 	starting, err := a.tellStarted()
 	if err != nil {
 		return err
@@ -135,10 +133,11 @@ func Run(ctx context.Context, o Options) error {
 	defer k.Close()
 	defer source.Wait() // before k.Close: these goroutines use the kernel
 	defer cancel()
-	a.kernel = k
-	if err := a.restore(k.Refused); err != nil {
+	l := a.newLoop(k)
+	if err := l.restore(k.Refused); err != nil {
 		return err
 	}
+	a.state = l.last
 	servers, err := a.listen()
 	if err != nil {
 		return err
@@ -167,7 +166,7 @@ func Run(ctx context.Context, o Options) error {
 	if !follows {
 		watch()
 	}
-	return a.loop(ctx, failed)
+	return a.run(ctx, l, failed)
 }
 
 // follow calls open, which waits until the agent that runs here has ended. If the source fails,
@@ -198,53 +197,37 @@ func (a *agent) follow(ctx context.Context, failed chan error, open func(context
 	return k, err
 }
 
-// agent is one run. Only the goroutine of Run changes the kernel. mu guards the fields from intent
-// to reported.
+// agent is one run: it hands intents to a loop, and publishes and reports the results.
 type agent struct {
 	opts    Options
 	log     *slog.Logger
-	kernel  *rtnl.Kernel
 	metrics *metrics
-	wake    chan struct{} // compare again
-	moved   chan struct{} // the node's report may have changed
-	urgent  chan struct{} // skip compareGap: networks or gateways of peers have changed
 
+	wake     chan struct{} // compare again
+	urgent   chan struct{} // skip compareGap: networks or gateways of peers have changed
+	moved    chan struct{} // the node's report may have changed
 	refusing chan struct{} // TellRefused may have news
 	has      atomic.Bool   // this agent has the kernel, and no other one
+	events   atomic.Bool   // the kernel has reported changes
 
-	mu       sync.Mutex
-	intent   *fabric.NodeIntent // nil: not delivered yet
-	broken   []fabric.Problem   // of reading intent
-	revision int                // of intent, from 1
-	state    state
+	mu sync.Mutex // guards the fields below
+	wanted
+	state    state // of the last comparison
 	told     told
 	overlay  OverlayStatus
-	hops     []fabric.NodeRoute // routes of the node via other hosts
-	reported bool               // Tell has stored a report of this node
-
-	events      atomic.Bool    // the kernel has reported changes
-	looked      time.Time      // when the loop last probed routes and foreign rules; the loop's own
-	ways        ways           // result of the last probe; the loop's own
-	reach       reach          // result of the last probe; the loop's own
-	allocations allocations    // networks of peers; the loop's own
-	decider     fabric.Decider // the loop's own
-	decided     decided        // the loop's own
-	refused     []netip.Prefix // what the last comparison refused; the loop's own
-	looksAt     netip.Prefix   // where ledElsewhere goes on; the loop's own
-	led         netip.Prefix   // what ledElsewhere found, zero: nothing; the loop's own
-	ledBy       string         // device of led; the loop's own
-	saved       *snapshot      // nil: there is no valid one; the loop's own
+	reported bool // Tell has stored a report of this node
 }
 
-// state is the outcome of the last comparison.
-type state struct {
-	revision int // of the intent compared with; 0: none yet
-	node     kernel.State
-	refused  int64 // up to this resourceVersion of NetworkAllocations; 0: not known
-	problems []fabric.Problem
-	limits   []kernel.Limit
-	err      error
-	applied  time.Time // when err was last nil
+func newAgent(o Options) *agent {
+	signal := func() chan struct{} { return make(chan struct{}, 1) }
+	a := &agent{opts: o, log: o.Log, wake: signal(), urgent: signal(), moved: signal(), refusing: signal()}
+	a.metrics = newMetrics(a)
+	return a
+}
+
+// newLoop returns the loop that applies the agent's intents.
+func (a *agent) newLoop(k *rtnl.Kernel) *loop {
+	return &loop{opts: a.opts, log: a.log, kernel: k, say: a.say, again: a.notify}
 }
 
 func (a *agent) deliver(in fabric.NodeIntent, broken []fabric.Problem) {
@@ -280,4 +263,61 @@ func set(signal chan<- struct{}) {
 	case signal <- struct{}{}:
 	default: // it is set
 	}
+}
+
+// run compares again and again, until ctx ends or the source fails.
+func (a *agent) run(ctx context.Context, l *loop, failed <-chan error) error {
+	timer := time.NewTimer(compareInterval)
+	defer timer.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			a.log.Info("route agent stopped; its routes and rules stay (--cleanup removes them)")
+			return nil
+		case err := <-failed:
+			return fmt.Errorf("source: %w", err)
+		case <-a.wake:
+		case <-timer.C:
+		}
+		select {
+		case <-a.urgent: // the comparison below covers it
+		default:
+		}
+		switch {
+		case !a.compare(l):
+			timer.Reset(retryInterval)
+		case l.kernel.Busy():
+			timer.Reset(busyInterval)
+		default:
+			timer.Reset(compareInterval)
+		}
+		select {
+		case <-ctx.Done():
+		case <-a.urgent:
+			a.notify()
+		case <-time.After(compareGap):
+		}
+	}
+}
+
+// compare makes one comparison, unless there is no intent yet: then the state in the kernel stays.
+// It returns false if some of it failed.
+func (a *agent) compare(l *loop) bool {
+	a.mu.Lock()
+	want := a.wanted
+	a.mu.Unlock()
+	if want.intent == nil {
+		return true
+	}
+	before := l.last
+	changes, ok := l.compare(want, a.events.Swap(false))
+	now := l.last
+	a.report(before, now, changes)
+	a.mu.Lock()
+	a.state = now
+	a.mu.Unlock()
+	if before.revision == 0 || !slices.Equal(reportedOf(a.opts.Node, before), reportedOf(a.opts.Node, now)) {
+		set(a.moved) // the node's report contains it, and the first report waits for this
+	}
+	return ok
 }

@@ -95,16 +95,16 @@ func TestASnapshotIsReadAsItWasWritten(t *testing.T) {
 
 // Where the kernel does not say what it refuses, a comparison would take away what no object names.
 func TestAnAgentThatDoesNotKnowWhatTheKernelRefusesEnds(t *testing.T) {
-	a, p := &agent{}, netip.MustParsePrefix("10.200.0.0/16")
-	if err := a.restore(func() ([]netip.Prefix, error) { return []netip.Prefix{p}, nil }); err != nil || !slices.Equal(a.allocations.known, unexplained([]netip.Prefix{p})) {
-		t.Errorf("%v, %v", a.allocations.known, err)
+	l, p := &loop{}, netip.MustParsePrefix("10.200.0.0/16")
+	if err := l.restore(func() ([]netip.Prefix, error) { return []netip.Prefix{p}, nil }); err != nil || !slices.Equal(l.allocations.known, unexplained([]netip.Prefix{p})) {
+		t.Errorf("%v, %v", l.allocations.known, err)
 	}
-	if err := a.restore(func() ([]netip.Prefix, error) { return nil, errors.New("interrupted") }); err == nil || err.Error() != "networks that a former agent refused: interrupted" {
+	if err := l.restore(func() ([]netip.Prefix, error) { return nil, errors.New("interrupted") }); err == nil || err.Error() != "networks that a former agent refused: interrupted" {
 		t.Error(err)
 	}
-	a.allocations = allocations{}
-	a.allocations.hold([]fabric.Allocation{{Object: "b", Network: p, Revision: 7}}) // by the snapshot
-	if err := a.restore(func() ([]netip.Prefix, error) { return []netip.Prefix{p}, nil }); err != nil || len(a.allocations.known) != 1 {
-		t.Errorf("explained: %v, %v", a.allocations.known, err)
+	l.allocations = allocations{}
+	l.allocations.hold([]fabric.Allocation{{Object: "b", Network: p, Revision: 7}}) // by the snapshot
+	if err := l.restore(func() ([]netip.Prefix, error) { return []netip.Prefix{p}, nil }); err != nil || len(l.allocations.known) != 1 {
+		t.Errorf("explained: %v, %v", l.allocations.known, err)
 	}
 }

@@ -34,16 +34,15 @@ func BenchmarkChange(b *testing.B) {
 		}
 	}
 	for _, peers := range []int{10, 1000} {
-		signal := func() chan struct{} { return make(chan struct{}, 1) }
 		log := slog.New(slog.DiscardHandler)
-		a := &agent{opts: Options{Node: "n0", StateDirectory: b.TempDir()}, log: log, wake: signal(), moved: signal(), refusing: signal(), urgent: signal()}
-		a.metrics = newMetrics(a)
-		var err error
-		if a.kernel, err = rtnl.Open(kernel.RouteAgent, log); err != nil {
+		k, err := rtnl.Open(kernel.RouteAgent, log)
+		if err != nil {
 			b.Skip(err)
 		}
+		a := newAgent(Options{Node: "n0", StateDirectory: b.TempDir(), Log: log})
+		l := a.newLoop(k)
 		ctx, cancel := context.WithCancel(b.Context())
-		if err := a.kernel.Events(ctx, a.happened); err != nil {
+		if err := k.Events(ctx, a.happened); err != nil {
 			b.Fatal(err)
 		}
 		in := fabric.NodeIntent{Nodes: []fabric.ClusterNode{{Name: "n0", Addrs: []netip.Addr{netip.MustParseAddr("172.30.0.1")}, PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.128.0.0/24")}}},
@@ -62,8 +61,8 @@ func BenchmarkChange(b *testing.B) {
 		compare := func(change func()) {
 			change()
 			a.deliver(in, nil)
-			if !a.compare() {
-				b.Fatal(a.state.err)
+			if !a.compare(l) {
+				b.Fatal(l.last.err)
 			}
 		}
 		nothing := func() {}
@@ -94,9 +93,9 @@ func BenchmarkChange(b *testing.B) {
 			})
 		}
 		cancel()
-		if _, err := a.kernel.Apply(kernel.State{}); err != nil {
+		if _, err := k.Apply(kernel.State{}); err != nil {
 			b.Fatal(err)
 		}
-		a.kernel.Close()
+		k.Close()
 	}
 }

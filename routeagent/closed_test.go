@@ -259,13 +259,13 @@ func TestASnapshotThatCannotBeReadIsToldAndChangesNothing(t *testing.T) {
 // The manager is told that a node refuses a network when the node does so after a boot, too.
 func TestASnapshotIsWrittenBeforeTheManagerIsTold(t *testing.T) {
 	c := newCluster(t, 1)
-	n, signal := c.Nodes[0], func() chan struct{} { return make(chan struct{}, 1) }
-	a := &agent{opts: Options{Node: n.Name, StateDirectory: t.TempDir()}, log: slog.New(slog.DiscardHandler), wake: signal(), moved: signal(), refusing: signal(), urgent: signal()}
-	a.metrics = newMetrics(a)
-	if err := n.Do(func() (err error) { a.kernel, err = rtnl.Open(kernel.RouteAgent, a.log); return err }); err != nil {
+	n, log := c.Nodes[0], slog.New(slog.DiscardHandler)
+	var k *rtnl.Kernel
+	if err := n.Do(func() (err error) { k, err = rtnl.Open(kernel.RouteAgent, log); return err }); err != nil {
 		t.Fatal(err)
 	}
-	defer a.kernel.Close()
+	defer k.Close()
+	a := newAgent(Options{Node: n.Name, StateDirectory: t.TempDir(), Log: log})
 	a.deliver(c.in, nil)
 	saved := make(chan error)
 	go func() {
@@ -273,7 +273,7 @@ func TestASnapshotIsWrittenBeforeTheManagerIsTold(t *testing.T) {
 		_, err := os.Stat(filepath.Join(a.opts.StateDirectory, snapshotName))
 		saved <- err
 	}()
-	if a.compare(); a.current().refused == 0 {
+	if a.compare(a.newLoop(k)); a.current().refused == 0 {
 		t.Error(a.current().err)
 	}
 	if err := <-saved; err != nil {

@@ -22,7 +22,7 @@ func TestASourceThatFailsInATakeoverIsNotForgotten(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := a.loop(t.Context(), failed); !errors.Is(err, wrong) {
+	if err := a.run(t.Context(), nil, failed); !errors.Is(err, wrong) {
 		t.Errorf("the loop ends with %v, want %v", err, wrong)
 	}
 }

@@ -36,23 +36,23 @@ type ways struct {
 // the address: a CNI may have its own overlay, and the address may be on lo. The device's MTU is
 // used only if no path is known. Without look the cached result is returned if it is for the same
 // addresses.
-func (a *agent) underlay(own netip.Addr, in fabric.NodeIntent, look bool) ([]string, int, error) {
+func (l *loop) underlay(own netip.Addr, in fabric.NodeIntent, look bool) ([]string, int, error) {
 	outer, nodes := in.Carriers()
-	w := &a.ways
+	w := &l.ways
 	many := len(outer) > manyWays && time.Since(w.at) < limitsInterval
 	if same := w.own == own && slices.Equal(w.outer, outer) && slices.Equal(w.nodes, nodes); same && (!look || many) {
 		return w.devices, w.mtu, nil
 	}
-	device, mtu, err := a.kernel.DeviceOf(own)
+	device, mtu, err := l.kernel.DeviceOf(own)
 	devices, least := []string{device}, 0
 	mtus, names := make(map[int]int), make(map[int]string)
 	for _, to := range outer {
-		if mtu, unknown := a.kernel.MTUTo(to, mtus); unknown == nil && (least == 0 || mtu < least) {
+		if mtu, unknown := l.kernel.MTUTo(to, mtus); unknown == nil && (least == 0 || mtu < least) {
 			least = mtu
 		}
 	}
 	for _, to := range nodes {
-		if name, unknown := a.kernel.DeviceTo(to, names); unknown == nil && !slices.Contains(devices, name) {
+		if name, unknown := l.kernel.DeviceTo(to, names); unknown == nil && !slices.Contains(devices, name) {
 			devices = append(devices, name)
 		}
 	}
@@ -66,18 +66,18 @@ func (a *agent) underlay(own netip.Addr, in fabric.NodeIntent, look bool) ([]str
 // bridges returns the bridges by which our node reaches gateways' Pods, on this node or another,
 // and their ports that lead to other nodes. Without look the cached result is returned if it is for
 // the same gateways.
-func (a *agent) bridges(in fabric.NodeIntent, look bool) (names, uplinks []string) {
-	w, gateways := &a.ways, in.Senders()
+func (l *loop) bridges(in fabric.NodeIntent, look bool) (names, uplinks []string) {
+	w, gateways := &l.ways, in.Senders()
 	if !look && slices.Equal(w.gateways, gateways) {
 		return w.bridges, w.uplinks
 	}
 	for _, g := range gateways {
-		name, kind, err := a.kernel.KindTo(g.Addr)
+		name, kind, err := l.kernel.KindTo(g.Addr)
 		if err != nil || kind != "bridge" || slices.Contains(names, name) {
 			continue
 		}
 		names = append(names, name)
-		if ports, err := a.kernel.Uplinks(name); err == nil {
+		if ports, err := l.kernel.Uplinks(name); err == nil {
 			uplinks = append(uplinks, ports...)
 		}
 	}
@@ -87,13 +87,13 @@ func (a *agent) bridges(in fabric.NodeIntent, look bool) (names, uplinks []strin
 
 // refuseNew refuses new networks before the rest of the state is applied: the packet filter alone
 // takes ten milliseconds, and pods may already send to the networks.
-func (a *agent) refuseNew(refused []netip.Prefix) (news []netip.Prefix, changes kernel.Plan, err error) {
-	news, _, _ = diff.Of(a.refused, refused, func(p netip.Prefix) netip.Prefix { return p })
+func (l *loop) refuseNew(refused []netip.Prefix) (news []netip.Prefix, changes kernel.Plan, err error) {
+	news, _, _ = diff.Of(l.refused, refused, func(p netip.Prefix) netip.Prefix { return p })
 	if len(news) > 0 {
-		changes, err = a.kernel.Add(fabric.RefusingState(news))
+		changes, err = l.kernel.Add(fabric.RefusingState(news))
 	}
 	if err == nil {
-		a.refused = refused
+		l.refused = refused
 	}
 	return news, changes, err
 }
@@ -117,45 +117,45 @@ const manyNetworks = 16
 
 // ledElsewhere reports a network of a peer whose packets a foreign rule or route diverts from our
 // routes. Our packet filter drops these packets. Without look it checks only new networks.
-func (a *agent) ledElsewhere(self string, look bool, news []netip.Prefix) []fabric.Problem {
+func (l *loop) ledElsewhere(self string, look bool, news []netip.Prefix) []fabric.Problem {
 	refused := func(p netip.Prefix) (int, bool) {
-		return slices.BinarySearchFunc(a.decided.refused, p, netip.Prefix.Compare)
+		return slices.BinarySearchFunc(l.decided.refused, p, netip.Prefix.Compare)
 	}
-	if _, is := refused(a.led); look || !is {
-		a.led = netip.Prefix{}
+	if _, is := refused(l.led); look || !is {
+		l.led = netip.Prefix{}
 	}
 	names := make(map[int]string)
 	led := func(p netip.Prefix) bool {
 		if p.Addr().Is4() && p.Bits() <= 30 {
-			name, err := a.kernel.DeviceTo(p.Addr().Next(), names)
+			name, err := l.kernel.DeviceTo(p.Addr().Next(), names)
 			if err == nil && name != "lo" && !strings.HasPrefix(name, kernel.TunPrefix) { // an error means refused
-				a.led, a.ledBy = p, name
+				l.led, l.ledBy = p, name
 			}
 		}
-		return a.led.IsValid()
+		return l.led.IsValid()
 	}
 	if look { // go on after those of the last time, or at the one that was found then
-		first, _ := refused(a.looksAt)
-		for i := range min(manyNetworks, len(a.decided.refused)) {
-			p := a.decided.refused[(first+i)%len(a.decided.refused)]
-			if a.looksAt = p; led(p) {
+		first, _ := refused(l.looksAt)
+		for i := range min(manyNetworks, len(l.decided.refused)) {
+			p := l.decided.refused[(first+i)%len(l.decided.refused)]
+			if l.looksAt = p; led(p) {
 				break
 			}
-			a.looksAt = a.decided.refused[(first+i+1)%len(a.decided.refused)]
+			l.looksAt = l.decided.refused[(first+i+1)%len(l.decided.refused)]
 		}
-	} else if !a.led.IsValid() {
+	} else if !l.led.IsValid() {
 		for _, p := range news[:min(manyNetworks, len(news))] {
 			if led(p) {
 				break
 			}
 		}
 	}
-	if !a.led.IsValid() {
+	if !l.led.IsValid() {
 		return nil
 	}
 	return []fabric.Problem{{Origin: fabric.Origin{Kind: "Node", Name: self}, Message: fmt.Sprintf(
 		"packets for %v, a network of a peer, are routed to device %s and dropped, because a foreign routing rule comes before ours (ip rule); give that rule a priority after %d, or exclude networks of peers from it",
-		a.led, a.ledBy, kernel.RefuseRulePriority)}}
+		l.led, l.ledBy, kernel.RefuseRulePriority)}}
 }
 
 // nowhere is an address that only the default route leads to (TEST-NET-1, RFC 5737).
@@ -170,22 +170,22 @@ type reach struct {
 
 // limits returns the features that rules of other programs break; none while there are no peers. If
 // look is false and nothing else asks for a new look, it returns the result of the last one.
-func (a *agent) limits(node kernel.State, in fabric.NodeIntent, look bool) []kernel.Limit {
+func (l *loop) limits(node kernel.State, in fabric.NodeIntent, look bool) []kernel.Limit {
 	if len(node.SourceNAT) == 0 || node.SourceNAT[0].Remote == "" {
-		a.reach = reach{}
+		l.reach = reach{}
 		return nil
 	}
 	elsewhere := in.Elsewhere()
-	if look = look || a.reach.elsewhere != elsewhere || a.reach.bridged != in.Bridged || !elsewhere.IsValid(); look {
-		a.reach = reach{elsewhere, in.Bridged, a.outOfReach(elsewhere, in)}
+	if look = look || l.reach.elsewhere != elsewhere || l.reach.bridged != in.Bridged || !elsewhere.IsValid(); look {
+		l.reach = reach{elsewhere, in.Bridged, l.outOfReach(elsewhere, in)}
 	}
-	return append(a.kernel.Limits(node.SourceNAT[0], look), a.reach.limits...)
+	return append(l.kernel.Limits(node.SourceNAT[0], look), l.reach.limits...)
 }
 
 // withFiles replaces the Limits about files in which the node keeps state. All traffic passes
 // without these files: the snapshot is for a boot without an API server, and a gateway needs the
 // votes of most nodes, not of all.
-func (a *agent) withFiles(limits []kernel.Limit, unsaved error) []kernel.Limit {
+func (l *loop) withFiles(limits []kernel.Limit, unsaved error) []kernel.Limit {
 	limits = slices.DeleteFunc(slices.Clone(limits), func(l kernel.Limit) bool {
 		return l.Reason == kernel.LimitSnapshot || l.Reason == kernel.LimitVote
 	})
@@ -193,10 +193,10 @@ func (a *agent) withFiles(limits []kernel.Limit, unsaved error) []kernel.Limit {
 		limits = append(limits, kernel.Limit{Reason: kernel.LimitSnapshot, Message: fmt.Sprintf(
 			"%v; until this is repaired, the node refuses the networks of peers after a reboot only once the API server answers", unsaved)})
 	}
-	if a.opts.Voter == nil {
+	if l.opts.Voter == nil {
 		return limits
 	}
-	if err := a.opts.Voter.Err(); err != nil {
+	if err := l.opts.Voter.Err(); err != nil {
 		limits = append(limits, kernel.Limit{Reason: kernel.LimitVote, Message: fmt.Sprintf(
 			"%v; until this is repaired, a gateway needs a majority of the other nodes' votes", err)})
 	}
@@ -205,15 +205,15 @@ func (a *agent) withFiles(limits []kernel.Limit, unsaved error) []kernel.Limit {
 
 // outOfReach returns a Limit if other nodes cannot reach a gateway's Pod on this node. elsewhere is
 // an address that only a pod of another node can have.
-func (a *agent) outOfReach(elsewhere netip.Addr, in fabric.NodeIntent) []kernel.Limit {
+func (l *loop) outOfReach(elsewhere netip.Addr, in fabric.NodeIntent) []kernel.Limit {
 	if !elsewhere.IsValid() {
 		return nil
 	}
-	name, kind, err := a.kernel.KindTo(elsewhere)
-	if out, _, unknown := a.kernel.KindTo(nowhere); unknown == nil && out == name {
+	name, kind, err := l.kernel.KindTo(elsewhere)
+	if out, _, unknown := l.kernel.KindTo(nowhere); unknown == nil && out == name {
 		return nil // by the default route, so nobody has the address
 	}
-	if uplinks, unknown := a.kernel.Uplinks(name); kind == "bridge" && unknown == nil && len(uplinks) > 0 && (in.Bridged || !slices.Contains(in.Bridges, name)) {
+	if uplinks, unknown := l.kernel.Uplinks(name); kind == "bridge" && unknown == nil && len(uplinks) > 0 && (in.Bridged || !slices.Contains(in.Bridges, name)) {
 		return nil
 	}
 	if err != nil || kind != "veth" && kind != "bridge" || slices.Contains(in.UnderlayDevices, name) {

@@ -17,15 +17,15 @@ func (failingVoter) Refused() (read, unread uint64) { return 0, 0 }
 
 func TestANodeThatDoesNotVoteReportsIt(t *testing.T) {
 	voter := &failingVoter{errors.New("promise: no space left on device")}
-	a := &agent{opts: Options{Voter: voter}}
+	l := &loop{opts: Options{Voter: voter}}
 	limits := []kernel.Limit{{Reason: kernel.LimitMasqueraded}}
 	for range 2 { // the second time it is there already
-		if limits = a.withFiles(limits, nil); len(limits) != 2 || limits[1].Reason != kernel.LimitVote || !strings.Contains(limits[1].Message, "no space left") {
+		if limits = l.withFiles(limits, nil); len(limits) != 2 || limits[1].Reason != kernel.LimitVote || !strings.Contains(limits[1].Message, "no space left") {
 			t.Errorf("limits: %v", limits)
 		}
 	}
 	voter.err = nil
-	if limits = a.withFiles(limits, nil); len(limits) != 1 {
+	if limits = l.withFiles(limits, nil); len(limits) != 1 {
 		t.Errorf("limits of a node that votes: %v", limits)
 	}
 }

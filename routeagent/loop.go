@@ -1,9 +1,9 @@
 package routeagent
 
 import (
-	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net/netip"
 	"slices"
 	"time"
@@ -13,38 +13,45 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 )
 
-func (a *agent) loop(ctx context.Context, failed <-chan error) error {
-	timer := time.NewTimer(compareInterval)
-	defer timer.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			a.log.Info("route agent stopped; its routes and rules stay (--cleanup removes them)")
-			return nil
-		case err := <-failed:
-			return fmt.Errorf("source: %w", err)
-		case <-a.wake:
-		case <-timer.C:
-		}
-		select {
-		case <-a.urgent: // the comparison below covers it
-		default:
-		}
-		switch {
-		case !a.compare():
-			timer.Reset(retryInterval)
-		case a.kernel.Busy():
-			timer.Reset(busyInterval)
-		default:
-			timer.Reset(compareInterval)
-		}
-		select {
-		case <-ctx.Done():
-		case <-a.urgent:
-			a.notify()
-		case <-time.After(compareGap):
-		}
-	}
+// A loop makes the kernel's state what an intent says. It belongs to one goroutine.
+type loop struct {
+	opts   Options
+	log    *slog.Logger
+	kernel *rtnl.Kernel
+	say    func(refused int64) // is called as soon as the node refuses packets up to this resourceVersion
+	again  func()              // is called to request another comparison
+
+	last        state       // of the last comparison
+	looked      time.Time   // when routes and foreign rules were last probed
+	ways        ways        // result of the last probe
+	reach       reach       // result of the last probe
+	allocations allocations // networks of peers
+	decider     fabric.Decider
+	decided     decided
+	refused     []netip.Prefix // by the last comparison
+	looksAt     netip.Prefix   // where ledElsewhere goes on
+	led         netip.Prefix   // what ledElsewhere found, zero: nothing
+	ledBy       string         // device of led
+	saved       *snapshot      // nil: there is no valid one
+}
+
+// wanted is the newest intent, and what belongs to it.
+type wanted struct {
+	intent   *fabric.NodeIntent // nil: not delivered yet
+	revision int                // of intent, from 1
+	broken   []fabric.Problem   // of reading intent
+	hops     []fabric.NodeRoute // routes of the node via other hosts
+}
+
+// state is the outcome of a comparison.
+type state struct {
+	revision int // of the intent compared with; 0: none yet
+	node     kernel.State
+	refused  int64 // up to this resourceVersion of NetworkAllocations; 0: not known
+	problems []fabric.Problem
+	limits   []kernel.Limit
+	err      error
+	applied  time.Time // when err was last nil
 }
 
 // decided caches what was read from an intent and decided for it. It stays valid until the intent
@@ -61,142 +68,90 @@ type decided struct {
 }
 
 // read prepares an intent, unless it has that revision already.
-func (a *agent) read(in fabric.NodeIntent, revision int) {
-	if a.decided.revision == revision {
+func (l *loop) read(in fabric.NodeIntent, revision int) {
+	if l.decided.revision == revision {
 		return
 	}
-	in.Self = a.opts.Node
-	was := a.decided
-	held := a.allocations.read(in.Allocations)
-	in.Allocated = a.allocations.networks
-	a.decided = decided{revision: revision, intent: in, refused: was.refused, held: held}
+	in.Self = l.opts.Node
+	was := l.decided
+	held := l.allocations.read(in.Allocations)
+	in.Allocated = l.allocations.networks
+	l.decided = decided{revision: revision, intent: in, refused: was.refused, held: held}
 	if was.revision == 0 || len(in.Tunnels)+len(was.intent.Tunnels) > 0 || !slices.Equal(in.Allocated, was.intent.Allocated) {
-		a.decided.refused = in.Refused()
+		l.decided.refused = in.Refused()
 	}
 }
 
 // decide computes the state of our node, unless nothing has changed since the last time. in is the
 // complete intent, with what the agent has found out about its node.
-func (a *agent) decide(in fabric.NodeIntent) {
-	d := &a.decided
+func (l *loop) decide(in fabric.NodeIntent) {
+	d := &l.decided
 	if d.from != nil && slices.Equal(d.from.Routes, in.Routes) && d.from.UnderlayMTU == in.UnderlayMTU && d.from.Bridged == in.Bridged && slices.Equal(d.from.UnderlayDevices, in.UnderlayDevices) &&
 		slices.Equal(d.from.Bridges, in.Bridges) && slices.Equal(d.from.Uplinks, in.Uplinks) {
 		return
 	}
 	d.from = &in
-	d.node, d.problems = a.decider.NodeFor(in)
+	d.node, d.problems = l.decider.NodeFor(in)
 }
 
-// compare makes the kernel's state what it should be now. It returns false if some of that failed.
-func (a *agent) compare() bool {
-	a.mu.Lock()
-	revision, broken, before, hops := a.revision, a.broken, a.state, a.hops
-	var in fabric.NodeIntent
-	if a.intent != nil {
-		in = *a.intent
-	}
-	a.mu.Unlock()
-	if revision == 0 {
-		return true // the state in the kernel stays
-	}
-
-	now := state{revision: revision, node: before.node, refused: before.refused, applied: before.applied, limits: before.limits}
+// compare makes the kernel's state what it should be now, and returns the changes. events says that
+// the kernel has reported some. ok is false if some of the comparison failed.
+func (l *loop) compare(want wanted, events bool) (changes kernel.Plan, ok bool) {
+	before := l.last
+	now := state{revision: want.revision, node: before.node, refused: before.refused, applied: before.applied, limits: before.limits}
 	// A new intent alone is no reason to probe again. Foreign routes change without an event that
 	// we watch.
-	look := a.events.Swap(false) || time.Since(a.looked) > limitsInterval || before.err != nil
+	look := events || time.Since(l.looked) > limitsInterval || before.err != nil
 	if look {
-		a.looked = time.Now()
+		l.looked = time.Now()
 	}
-	a.read(in, revision)
-	in = a.decided.intent
+	l.read(*want.intent, want.revision)
+	in := l.decided.intent
 	self := slices.IndexFunc(in.Nodes, func(n fabric.ClusterNode) bool { return n.Name == in.Self })
-	var changes kernel.Plan
 	if self < 0 {
 		// The Node is being recreated, or --node-name is wrong: no reason to cut off what works.
 		refusing, _ := fabric.NodeFor(in)
-		changes, _ = a.kernel.Add(refusing)
+		changes, _ = l.kernel.Add(refusing)
 		now.err = fmt.Errorf("no Node is called %q; want the name of the one on which the agent runs", in.Self)
 	} else {
 		var unknownMTU, err error
 		if addr := in.Nodes[self].Underlay(); addr.IsValid() {
-			in.UnderlayDevices, in.UnderlayMTU, unknownMTU = a.underlay(addr, in, look)
+			in.UnderlayDevices, in.UnderlayMTU, unknownMTU = l.underlay(addr, in, look)
 		}
-		in.Routes = hops
-		in.Bridges, in.Uplinks = a.bridges(in, look)
-		in.Bridged = a.kernel.Bridged()
-		a.decide(in)
-		now.node, now.problems = a.decided.node, slices.Clone(a.decided.problems)
-		news, first, failed := a.refuseNew(a.decided.refused)
+		in.Routes = want.hops
+		in.Bridges, in.Uplinks = l.bridges(in, look)
+		in.Bridged = l.kernel.Bridged()
+		l.decide(in)
+		now.node, now.problems = l.decided.node, slices.Clone(l.decided.problems)
+		news, first, failed := l.refuseNew(l.decided.refused)
 		if failed == nil {
 			if len(news) > 0 { // before peers rely on it: the node may boot without an API server
-				_ = a.save(a.decided.refused) // tried again below
+				_ = l.save(l.decided.refused) // tried again below
 			}
 			now.refused = in.Version
-			a.say(now.refused) // early, because peers wait for this and not for the rest
+			l.say(now.refused) // early, because peers wait for this and not for the rest
 		}
-		changes, err = a.kernel.Apply(now.node)
+		changes, err = l.kernel.Apply(now.node)
 		changes, err = append(first, changes...), errors.Join(failed, err)
 		if errors.Is(err, rtnl.ErrFilter) { // without it the overlay would take packets from anybody
 			now.node = now.node.Closed()
-			closing, failed := a.kernel.Apply(now.node)
+			closing, failed := l.kernel.Apply(now.node)
 			changes, err = append(changes, closing...), errors.Join(fmt.Errorf("nothing is carried for peers: %w", err), failed)
 		}
-		now.problems = append(now.problems, a.ledElsewhere(in.Self, look, news)...)
-		if len(in.Bridges) > 0 && a.kernel.Bridged() != in.Bridged {
-			a.notify() // the packet filter depends on it
+		now.problems = append(now.problems, l.ledElsewhere(in.Self, look, news)...)
+		if len(in.Bridges) > 0 && l.kernel.Bridged() != in.Bridged {
+			l.again() // the packet filter depends on it
 		}
 		now.err = errors.Join(err, unknownMTU, forwards())
 		accepted := slices.ContainsFunc(changes, func(o kernel.Op) bool { _, is := o.Object.(kernel.Accept); return is })
-		now.limits = a.limits(now.node, in, look || accepted)
+		now.limits = l.limits(now.node, in, look || accepted)
 	}
-	unsaved := a.save(a.decided.refused)
-	now.limits = a.withFiles(now.limits, unsaved)
-	now.problems = fabric.SortProblems(append(append(now.problems, broken...), a.decided.held...))
+	unsaved := l.save(l.decided.refused)
+	now.limits = l.withFiles(now.limits, unsaved)
+	now.problems = fabric.SortProblems(append(append(now.problems, want.broken...), l.decided.held...))
 	if now.err == nil {
 		now.applied = time.Now()
 	}
-	a.report(before, now, changes)
-	a.mu.Lock()
-	a.state = now
-	a.mu.Unlock()
-	if before.revision == 0 || !slices.Equal(reportedOf(a.opts.Node, before), reportedOf(a.opts.Node, now)) {
-		set(a.moved) // the node's report contains it, and the first report waits for this
-	}
-	return now.err == nil && unsaved == nil
-}
-
-// tellReady reports problems that persist for two checks, until ctx ends.
-func (a *agent) tellReady(ctx context.Context) {
-	tick := time.NewTicker(retryInterval)
-	defer tick.Stop()
-	failing, unwritten := 0, false
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-tick.C:
-		}
-		wrong := ""
-		if err := a.ready(); err == nil {
-			failing = 0
-		} else if wrong, failing = err.Error(), failing+1; failing == 1 {
-			continue
-		}
-		err := a.opts.TellReady(ctx, wrong)
-		if err != nil && !unwritten && ctx.Err() == nil {
-			a.log.Warn("cannot report the problem on the Node; retrying", "error", err)
-		}
-		unwritten = err != nil
-	}
-}
-
-// say has tellRefused report what the node refuses, if that has changed.
-func (a *agent) say(refused int64) {
-	a.mu.Lock()
-	news := a.state.refused != refused
-	a.state.refused = refused
-	a.mu.Unlock()
-	if news {
-		set(a.refusing)
-	}
+	l.last = now
+	return changes, now.err == nil && unsaved == nil
 }

@@ -281,22 +281,22 @@ func TestWhatOthersHeldUpIsDoneWhenTheyAreDone(t *testing.T) {
 func TestWhatLeadsOneOfManyNetworksElsewhereIsFound(t *testing.T) {
 	c := newCluster(t, 2)
 	n := c.Nodes[1]
-	a := &agent{log: slog.New(slog.DiscardHandler)}
-	if err := n.Do(func() (err error) { a.kernel, err = rtnl.Open(kernel.RouteAgent, a.log); return err }); err != nil {
+	l := &loop{log: slog.New(slog.DiscardHandler)}
+	if err := n.Do(func() (err error) { l.kernel, err = rtnl.Open(kernel.RouteAgent, l.log); return err }); err != nil {
 		t.Fatal(err)
 	}
-	defer a.kernel.Close()
+	defer l.kernel.Close()
 	in := fabric.NodeIntent{Self: n.Name}
 	for i := range 5 * manyNetworks {
 		p := netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 200, byte(i), 0}), 24)
 		in.Allocated = append(in.Allocated, p)
 		c.run(n.Host, "ip route add unreachable %v", p)
 	}
-	a.decided.refused = in.Refused()
+	l.decided.refused = in.Refused()
 	elsewhere := in.Allocated[4*manyNetworks+3]
 	finds := func(look bool, news ...netip.Prefix) (said bool) {
 		t.Helper()
-		for _, p := range a.ledElsewhere(in.Self, look, news) {
+		for _, p := range l.ledElsewhere(in.Self, look, news) {
 			if said = true; !strings.Contains(p.Message, elsewhere.String()) {
 				t.Errorf("it says %v", p)
 			}
@@ -312,7 +312,7 @@ func TestWhatLeadsOneOfManyNetworksElsewhereIsFound(t *testing.T) {
 	if finds(false) || !finds(false, in.Allocated[0], elsewhere) || !finds(false) {
 		t.Error("a new one is not looked at, or not said again")
 	}
-	a.led = netip.Prefix{}
+	l.led = netip.Prefix{}
 	rounds := 1
 	for ; !found(); rounds++ {
 		if rounds == 6 {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"log/slog"
 	"slices"
+	"time"
 
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
@@ -75,4 +76,40 @@ func (a *agent) current() state {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	return a.state
+}
+
+// tellReady reports problems that persist for two checks, until ctx ends.
+func (a *agent) tellReady(ctx context.Context) {
+	tick := time.NewTicker(retryInterval)
+	defer tick.Stop()
+	failing, unwritten := 0, false
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		wrong := ""
+		if err := a.ready(); err == nil {
+			failing = 0
+		} else if wrong, failing = err.Error(), failing+1; failing == 1 {
+			continue
+		}
+		err := a.opts.TellReady(ctx, wrong)
+		if err != nil && !unwritten && ctx.Err() == nil {
+			a.log.Warn("cannot report the problem on the Node; retrying", "error", err)
+		}
+		unwritten = err != nil
+	}
+}
+
+// say has tellRefused report what the node refuses, if that has changed.
+func (a *agent) say(refused int64) {
+	a.mu.Lock()
+	news := a.state.refused != refused
+	a.state.refused = refused
+	a.mu.Unlock()
+	if news {
+		set(a.refusing)
+	}
 }

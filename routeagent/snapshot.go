@@ -57,40 +57,40 @@ func readSnapshot(directory string) (*snapshot, error) {
 // lacks. refused returns those of the kernel. If it fails, the agent must not compare, because that
 // would remove them. An unreadable snapshot is an error of the node until the first comparison,
 // which writes a new one.
-func (a *agent) restore(refused func() ([]netip.Prefix, error)) error {
-	a.recall()
+func (l *loop) restore(refused func() ([]netip.Prefix, error)) error {
+	l.recall()
 	left, err := refused()
 	if err != nil {
 		return fmt.Errorf("networks that a former agent refused: %w", err)
 	}
-	a.allocations.hold(unexplained(slices.DeleteFunc(left, func(p netip.Prefix) bool { return has(a.allocations.networks, p) })))
+	l.allocations.hold(unexplained(slices.DeleteFunc(left, func(p netip.Prefix) bool { return has(l.allocations.networks, p) })))
 	return nil
 }
 
 // recall reads the snapshot and refuses its networks.
-func (a *agent) recall() {
-	if a.opts.StateDirectory == "" {
+func (l *loop) recall() {
+	if l.opts.StateDirectory == "" {
 		return
 	}
-	saved, err := readSnapshot(a.opts.StateDirectory)
+	saved, err := readSnapshot(l.opts.StateDirectory)
 	if err != nil {
-		a.log.Error("cannot read the snapshot; keeping the present routes until the API server answers", "error", err)
-		a.state.err = err
+		l.log.Error("cannot read the snapshot; keeping the present routes until the API server answers", "error", err)
+		l.last.err = err
 		return
 	}
 	if saved == nil {
 		return
 	}
-	a.saved = saved
-	a.allocations.hold(saved.Refused)
-	changes, err := a.kernel.Add(fabric.RefusingState(a.allocations.networks))
+	l.saved = saved
+	l.allocations.hold(saved.Refused)
+	changes, err := l.kernel.Add(fabric.RefusingState(l.allocations.networks))
 	if len(changes) > 0 {
-		a.log.Info("refusing the networks in the snapshot", "networks", len(a.allocations.networks), "changes", len(changes))
+		l.log.Info("refusing the networks in the snapshot", "networks", len(l.allocations.networks), "changes", len(changes))
 	}
 	if err != nil {
-		a.log.Error("cannot refuse the networks in the snapshot", "error", err)
+		l.log.Error("cannot refuse the networks in the snapshot", "error", err)
 	}
-	a.state.err = err
+	l.last.err = err
 }
 
 // networksOf returns the networks of a sorted list, each once.
@@ -118,20 +118,20 @@ func has(list []netip.Prefix, p netip.Prefix) bool {
 
 // save writes the snapshot if it has changed. It contains all refused networks, also those that
 // only tunnels name.
-func (a *agent) save(refused []netip.Prefix) error {
-	now := &snapshot{snapshotVersion, a.allocations.known}
-	if !slices.Equal(refused, a.allocations.networks) {
-		others := slices.DeleteFunc(slices.Clone(refused), func(p netip.Prefix) bool { return has(a.allocations.networks, p) })
-		known := slices.DeleteFunc(slices.Clone(a.allocations.known), func(k fabric.Allocation) bool { return !has(refused, k.Network) })
+func (l *loop) save(refused []netip.Prefix) error {
+	now := &snapshot{snapshotVersion, l.allocations.known}
+	if !slices.Equal(refused, l.allocations.networks) {
+		others := slices.DeleteFunc(slices.Clone(refused), func(p netip.Prefix) bool { return has(l.allocations.networks, p) })
+		known := slices.DeleteFunc(slices.Clone(l.allocations.known), func(k fabric.Allocation) bool { return !has(refused, k.Network) })
 		now.Refused = fabric.Latest(append(known, unexplained(others)...))
 	}
-	if a.opts.StateDirectory == "" || a.saved != nil && slices.Equal(now.Refused, a.saved.Refused) {
+	if l.opts.StateDirectory == "" || l.saved != nil && slices.Equal(now.Refused, l.saved.Refused) {
 		return nil
 	}
-	if err := statefile.Write(a.opts.StateDirectory, snapshotName, snapshotLimit, now); err != nil {
+	if err := statefile.Write(l.opts.StateDirectory, snapshotName, snapshotLimit, now); err != nil {
 		return fmt.Errorf("snapshot: %w", err)
 	}
-	a.saved = now
+	l.saved = now
 	return nil
 }
 
