@@ -15,35 +15,33 @@ type update struct {
 }
 
 // update puts a new configuration into force, or reports why there is none.
-func (g *gateway) update(u update) {
+func (l *loop) update(u update) {
 	err := u.err
 	if err == nil {
-		if g.now.configErr == nil && u.config.samePeers(g.now.config) {
-			if reflect.DeepEqual(u.config.PodNetwork, g.now.config.PodNetwork) && u.config.Gateway.Site.Equal(g.now.config.Gateway.Site) {
+		if l.now.configErr == nil && u.config.samePeers(l.now.config) {
+			if reflect.DeepEqual(u.config.PodNetwork, l.now.config.PodNetwork) && u.config.Gateway.Site.Equal(l.now.config.Gateway.Site) {
 				return
 			}
 			// only Nodes, Pods and addresses that no peer's gateway can have differ: keep rules and
 			// peers
-			g.mu.Lock()
-			g.now.config = u.config
-			g.mu.Unlock()
-			g.reapply(false)
+			l.now.config = u.config
+			l.publish()
+			l.reapply(false)
 			return
 		}
-		err = g.accept(u.config)
+		err = l.accept(u.config)
 	}
 	if err == nil {
 		return
 	}
-	g.mu.Lock()
-	again := g.now.configErr != nil && g.now.configErr.Error() == err.Error()
-	g.now.configErr = err
-	g.mu.Unlock()
+	again := l.now.configErr != nil && l.now.configErr.Error() == err.Error()
+	l.now.configErr = err
+	l.publish()
 	if again {
 		return
 	}
 	for _, e := range unjoin(err) {
-		g.log.Error("configuration rejected; the last valid one stays in force", errorAttrs(e)...)
+		l.log.Error("configuration rejected; the last valid one stays in force", errorAttrs(e)...)
 	}
 }
 
@@ -70,20 +68,20 @@ func errorAttrs(err error) []any {
 
 // accept puts a whole configuration into force. After an error nothing has changed. The parts that could not
 // be applied are in applyErr.
-func (g *gateway) accept(c Config) error {
+func (l *loop) accept(c Config) error {
 	gw := c.Gateway
 	if err := checkMTU(c.MTU, gw.Peers); err != nil {
 		return err
 	}
-	want := g.cutTunnels(gw.Peers, g.now.peers)
-	g.locate(want, gw.Site)
-	survey := g.survey(c, want, false)
-	if err := g.setRules(&survey); err != nil {
-		g.locate(g.now.wanted(), g.now.config.Gateway.Site)
+	want := l.cutTunnels(gw.Peers, l.now.peers)
+	l.locate(want, gw.Site)
+	survey := l.survey(c, want, false)
+	if err := l.setRules(&survey); err != nil {
+		l.locate(l.now.wanted(), l.now.config.Gateway.Site)
 		return err
 	}
-	if g.now.generation > 0 {
-		old := g.now.config
+	if l.now.generation > 0 {
+		old := l.now.config
 		for _, f := range []struct {
 			name    string
 			changed bool
@@ -95,42 +93,40 @@ func (g *gateway) accept(c Config) error {
 			{"flowLog", c.FlowLog != old.FlowLog},
 		} {
 			if f.changed {
-				g.log.Warn("change takes effect after a restart", "field", f.name)
+				l.log.Warn("change takes effect after a restart", "field", f.name)
 			}
 		}
 	}
-	g.mu.Lock()
-	g.now.config, g.now.configErr = c, nil
-	g.mu.Unlock()
-	if g.flows != nil {
-		g.flows.name(gw.Peers)
+	l.now.config, l.now.configErr = c, nil
+	l.publish()
+	if l.flows != nil {
+		l.flows.name(gw.Peers)
 	}
-	if g.acting { // the rules are in force, and no packet has been read yet
-		g.adopt()
+	if l.acting { // the rules are in force, and no packet has been read yet
+		l.adopt()
 	}
-	g.put(&survey)
-	g.mu.Lock()
-	g.now.generation++ // last: when a caller sees the generation, it is in force
-	g.now.reloaded = time.Now()
-	g.mu.Unlock()
-	g.log.Info("configuration in force", "generation", g.now.generation, "peers", len(gw.Peers))
+	l.put(&survey)
+	l.now.generation++ // last: when a caller sees the generation, it is in force
+	l.now.reloaded = time.Now()
+	l.publish()
+	l.log.Info("configuration in force", "generation", l.now.generation, "peers", len(gw.Peers))
 	return nil
 }
 
 // reapply applies the configuration in force again after a change around the gateway. ways says
 // that routes to peers may have changed, too. After a failed attempt it applies the whole
 // configuration.
-func (g *gateway) reapply(ways bool) {
-	peers := g.now.wanted()
-	g.locate(peers, g.now.config.Gateway.Site)
-	survey := g.survey(g.now.config, peers, ways)
-	if err := g.setRules(&survey); err != nil {
+func (l *loop) reapply(ways bool) {
+	peers := l.now.wanted()
+	l.locate(peers, l.now.config.Gateway.Site)
+	survey := l.survey(l.now.config, peers, ways)
+	if err := l.setRules(&survey); err != nil {
 		if ways { // otherwise the result of the probes would be lost
-			g.ways.Store(true)
+			l.ways.Store(true)
 		}
 		// the rules differ only in MTU and MSS
-		g.log.Error("cannot set the NAT rules for a new MTU", "mtu", survey.tunnel, "error", err)
+		l.log.Error("cannot set the NAT rules for a new MTU", "mtu", survey.tunnel, "error", err)
 		return
 	}
-	g.put(&survey)
+	l.put(&survey)
 }

@@ -204,6 +204,7 @@ func TestTheReasonIsAMetricWhilePacketsDoNotGoBothWays(t *testing.T) {
 		t.Error("a reason of a peer that answers")
 	}
 	g.now.applyErr = errors.New("ip link: no such device")
+	g.publish()
 	if text := g.scrape(t); !strings.Contains(text, series+`peer="`+bravo+`",reason="`+v1alpha1.CauseNotApplied+`"} 1`+"\n") {
 		t.Error("no reason where the gateway's machine lacks something")
 	}

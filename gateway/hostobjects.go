@@ -19,10 +19,10 @@ type located struct {
 
 // locate tells the resolver at which addresses peers may be: not at an address of the gateway's
 // host. Those addresses change without a new configuration.
-func (g *gateway) locate(peers []*fabric.GatewayPeer, site fabric.Site) {
+func (l *loop) locate(peers []*fabric.GatewayPeer, site fabric.Site) {
 	own, err := net.InterfaceAddrs()
 	if err != nil {
-		g.log.Warn("cannot read the addresses of this host", "error", err)
+		l.log.Warn("cannot read the addresses of this host", "error", err)
 	}
 	addrs := make([]netip.Addr, 0, len(own))
 	for _, a := range own {
@@ -30,71 +30,70 @@ func (g *gateway) locate(peers []*fabric.GatewayPeer, site fabric.Site) {
 			addrs = append(addrs, p.Addr())
 		}
 	}
-	if l := &g.located; l.own == nil || !slices.Equal(addrs, l.own) || !site.Equal(l.site) {
-		g.located = located{site, site.WithRelays(addrs, "an address of the gateway's own host"), addrs}
+	if was := &l.located; was.own == nil || !slices.Equal(addrs, was.own) || !site.Equal(was.site) {
+		l.located = located{site, site.WithRelays(addrs, "an address of the gateway's own host"), addrs}
 	}
-	if !g.resolver.set(peers, g.located.all) {
+	if !l.resolver.set(peers, l.located.all) {
 		return
 	}
-	for _, e := range g.ends {
-		e.SetSources(g.resolver.mayCome)
-		e.SetRelays(g.resolver.relaysFrom)
+	for _, e := range l.ends {
+		e.SetSources(l.resolver.mayCome)
+		e.SetRelays(l.resolver.relaysFrom)
 	}
 }
 
 // put applies everything except the engine's rules, which are already in force. It goes on after an
 // error. Failed parts are tried again every second.
-func (g *gateway) put(s *survey) {
-	if was := g.now.mtu; s.tunnel != was {
+func (l *loop) put(s *survey) {
+	if was := l.now.mtu; s.tunnel != was {
 		if was != 0 {
-			g.log.Info("tunnel MTU changed", "from", was, "to", s.tunnel)
+			l.log.Info("tunnel MTU changed", "from", was, "to", s.tunnel)
 		}
-		for _, e := range g.ends {
+		for _, e := range l.ends {
 			e.SetMTU(s.tunnel)
 		}
 	}
 	var errs []error
-	if g.acting {
-		errs = append(g.moveEnds(g.now.config.ListenPort), g.applyEnds(g.now.config, s)...)
-		errs = append(errs, g.inBand.set(s.peers))
+	if l.acting {
+		errs = append(l.moveEnds(l.now.config.ListenPort), l.applyEnds(l.now.config, s)...)
+		errs = append(errs, l.inBand.set(s.peers))
 	}
-	objects, undelivered, err := g.objectsFor(s)
+	objects, undelivered, err := l.objectsFor(s)
 	if err != nil {
 		errs = append(errs, err)
 	}
-	changes, err := g.host.Apply(objects)
+	changes, err := l.host.Apply(objects)
 	if err != nil {
 		errs = append(errs, err)
 	}
-	if g.host.Busy() {
-		g.compareSoon()
+	if l.host.Busy() {
+		l.compareSoon()
 	}
 	// without the filter, the overlay would accept packets from anybody
 	if errors.Is(err, rtnl.ErrFilter) {
-		if _, err := g.host.Apply(g.left()); err != nil {
+		if _, err := l.host.Apply(l.left()); err != nil {
 			errs = append(errs, err)
 		}
 	}
 	for _, p := range undelivered {
-		if !slices.Contains(g.now.undelivered, p) {
-			g.log.Warn("packets cannot be delivered", "problem", p.Error())
+		if !slices.Contains(l.now.undelivered, p) {
+			l.log.Warn("packets cannot be delivered", "problem", p.Error())
 		}
 	}
 	if len(changes) > 0 {
-		g.log.Info("kernel objects set", "changes", len(changes))
-		g.log.Debug("kernel objects set", "commands", changes.Commands(g.host.Path()))
-		g.metrics.repairs.Add(float64(len(changes)))
+		l.log.Info("kernel objects set", "changes", len(changes))
+		l.log.Debug("kernel objects set", "commands", changes.Commands(l.host.Path()))
+		l.metrics.repairs.Add(float64(len(changes)))
 	}
 
 	failed := errors.Join(errs...)
-	if failed != nil && (g.now.applyErr == nil || g.now.applyErr.Error() != failed.Error()) {
+	if failed != nil && (l.now.applyErr == nil || l.now.applyErr.Error() != failed.Error()) {
 		for _, e := range unjoin(failed) {
-			g.log.Error("cannot apply the configuration; retrying", "error", e)
+			l.log.Error("cannot apply the configuration; retrying", "error", e)
 		}
 	}
-	g.mu.Lock()
-	g.now.peers, g.now.mtu, g.now.applyErr, g.now.undelivered = s.peers, s.tunnel, failed, undelivered
-	g.mu.Unlock()
+	l.now.peers, l.now.mtu, l.now.applyErr, l.now.undelivered = s.peers, s.tunnel, failed, undelivered
+	l.publish()
 }
 
 // fewNodes nodes are enough to find the MTU of a Pod's routes, which is the same for all nodes.
@@ -102,9 +101,9 @@ func (g *gateway) put(s *survey) {
 const fewNodes = 16
 
 // objectsFor returns the kernel objects for the peers.
-func (g *gateway) objectsFor(s *survey) (kernel.State, []fabric.Problem, error) {
-	if !g.podNetwork && !s.routed {
-		return g.objects, nil, nil
+func (l *loop) objectsFor(s *survey) (kernel.State, []fabric.Problem, error) {
+	if !l.podNetwork && !s.routed {
+		return l.objects, nil, nil
 	}
 	want, inUse := make([]*fabric.GatewayPeer, len(s.peers)), make(map[string]fabric.TunnelSet)
 	for i := range s.peers {
@@ -113,18 +112,18 @@ func (g *gateway) objectsFor(s *survey) (kernel.State, []fabric.Problem, error) 
 			inUse[p.ID] = p.inUse
 		}
 	}
-	if !g.podNetwork {
-		g.objects = fabric.GatewayHostFor(want, inUse, s.tunnel, len(g.ends))
-		return g.objects, nil, nil
+	if !l.podNetwork {
+		l.objects = fabric.GatewayHostFor(want, inUse, s.tunnel, len(l.ends))
+		return l.objects, nil, nil
 	}
-	in := g.now.config.PodNetwork
-	_, underlay, err := g.host.DeviceOf(in.Pod)
+	in := l.now.config.PodNetwork
+	_, underlay, err := l.host.DeviceOf(in.Pod)
 	links := make(map[int]int)
 	for _, n := range in.Nodes[:min(len(in.Nodes), fewNodes)] {
-		if least, unknown := g.host.MTUTo(n.Underlay(), links); unknown == nil && err == nil {
+		if least, unknown := l.host.MTUTo(n.Underlay(), links); unknown == nil && err == nil {
 			underlay = min(underlay, least)
 		}
 	}
-	state, undelivered := g.delivery.GatewayPodFor(want, inUse, s.tunnel, len(g.ends), underlay, in)
+	state, undelivered := l.delivery.GatewayPodFor(want, inUse, s.tunnel, len(l.ends), underlay, in)
 	return state, undelivered, err
 }

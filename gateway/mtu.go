@@ -127,15 +127,15 @@ func checkMTU(mtu int, peers []*fabric.GatewayPeer) error {
 // for ten minutes without an event. It asks the kernel only about peers whose address has changed,
 // or, with all, about every peer. A peer whose path drops packets of that size gets a smaller MTU,
 // see narrowPaths.
-func (g *gateway) measure(c Config, peers []peer, all bool) (tunnel int) {
+func (l *loop) measure(c Config, peers []peer, all bool) (tunnel int) {
 	if tunnel = c.MTU; tunnel != 0 {
 		for i := range peers {
 			peers[i].way, peers[i].asked = tunnel, netip.Addr{}
 		}
 	} else {
-		tunnel = g.measureWays(peers, all)
+		tunnel = l.measureWays(peers, all)
 	}
-	narrow := g.ends[0].checker.NarrowPaths()
+	narrow := l.ends[0].checker.NarrowPaths()
 	for i := range peers {
 		p := &peers[i]
 		p.mtu = p.way
@@ -146,7 +146,7 @@ func (g *gateway) measure(c Config, peers []peer, all bool) (tunnel int) {
 	return tunnel
 }
 
-func (g *gateway) measureWays(peers []peer, all bool) (tunnel int) {
+func (l *loop) measureWays(peers []peer, all bool) (tunnel int) {
 	ways, links, asked := make([]underlay, len(peers)), make(map[int]int), 0
 	for i := range peers {
 		p := &peers[i]
@@ -158,10 +158,10 @@ func (g *gateway) measureWays(peers []peer, all bool) (tunnel int) {
 			if asked++; asked%32 == 0 { // about every millisecond, let packets through
 				time.Sleep(time.Millisecond)
 			}
-			mtu, err := g.mtuTo(addr, links)
+			mtu, err := l.mtuTo(addr, links)
 			if err != nil {
 				// Without a path to the peer, no packet is too large.
-				g.log.Debug("no route to the peer", "peer", p.ID, "error", err)
+				l.log.Debug("no route to the peer", "peer", p.ID, "error", err)
 			}
 			p.asked, p.kernel = addr, mtu
 		} else if !addr.IsValid() {
@@ -170,12 +170,12 @@ func (g *gateway) measureWays(peers []peer, all bool) (tunnel int) {
 		ways[i] = underlay{addr: p.asked, mtu: p.kernel, last: p.way, six: inner6(p.GatewayPeer)}
 	}
 	ignore := slices.ContainsFunc(ways, func(w underlay) bool { return w.addr.Is4() && w.mtu != 0 && w.mtu < w.inner()+overhead4 })
-	for _, e := range g.ends {
+	for _, e := range l.ends {
 		if err := e.wire.IgnorePath(ignore); err != nil {
-			g.log.Warn("cannot change how the socket handles the path MTU", "ignored", ignore, "error", err)
+			l.log.Warn("cannot change how the socket handles the path MTU", "ignored", ignore, "error", err)
 		}
 	}
-	tunnel, each := autoMTUs(ways, g.now.mtu)
+	tunnel, each := autoMTUs(ways, l.now.mtu)
 	for i := range peers {
 		peers[i].way = each[i]
 	}

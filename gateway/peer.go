@@ -134,10 +134,10 @@ type survey struct {
 // survey locates the peers, measures the MTU towards them (see measure; ways is its all) and
 // compares the result with what is in force. At the start, after a failure and with a new key,
 // everything counts as changed.
-func (g *gateway) survey(c Config, want []*fabric.GatewayPeer, ways bool) survey {
-	all := g.now.generation == 0 || g.now.applyErr != nil || c.PrivateKey != g.now.config.PrivateKey || c.NextKey != g.now.config.NextKey
+func (l *loop) survey(c Config, want []*fabric.GatewayPeer, ways bool) survey {
+	all := l.now.generation == 0 || l.now.applyErr != nil || c.PrivateKey != l.now.config.PrivateKey || c.NextKey != l.now.config.NextKey
 	s := survey{peers: make([]peer, len(want)), all: all}
-	now, old := time.Now(), g.now.peers
+	now, old := time.Now(), l.now.peers
 	before := make([]int, len(want)) // index in old; -1: not there
 	j := 0
 	for i, w := range want {
@@ -152,13 +152,13 @@ func (g *gateway) survey(c Config, want []*fabric.GatewayPeer, ways bool) survey
 		if p.GatewayPeer == nil || p.PublicKey != w.PublicKey {
 			p.session = session{since: now}
 		}
-		p.GatewayPeer, p.inUse, p.forgotten = w, g.working(w.ID, now), false
+		p.GatewayPeer, p.inUse, p.forgotten = w, l.working(w.ID, now), false
 		p.preshared = c.Preshared[w.ID]
 	}
 	s.gone = append(s.gone, old[j:]...)
-	g.resolver.locate(s.peers)
-	s.tunnel = g.measure(c, s.peers, ways || all)
-	s.routed = all || len(s.gone) > 0 || s.tunnel != g.now.mtu
+	l.resolver.locate(s.peers)
+	s.tunnel = l.measure(c, s.peers, ways || all)
+	s.routed = all || len(s.gone) > 0 || s.tunnel != l.now.mtu
 	for i := range s.peers {
 		p, was := &s.peers[i], peer{}
 		if before[i] >= 0 {
@@ -176,21 +176,21 @@ func (g *gateway) survey(c Config, want []*fabric.GatewayPeer, ways bool) survey
 		}
 		s.routed = s.routed || p.inUse != was.inUse || !is && (was.GatewayPeer == nil || p.AllowedIPs != was.AllowedIPs || p.Local != was.Local || p.Origin != was.Origin)
 		if was.mtu != 0 && p.mtu != was.mtu {
-			g.log.Info("MTU towards a peer changed", "peer", p.ID, "from", was.mtu, "to", p.mtu)
+			l.log.Info("MTU towards a peer changed", "peer", p.ID, "from", was.mtu, "to", p.mtu)
 		}
 	}
 	return s
 }
 
 // setRules gives the engine the rules of a survey.
-func (g *gateway) setRules(s *survey) error {
+func (l *loop) setRules(s *survey) error {
 	rules := func(i int) natengine.Peer { return rulesFor(s.peers[i].GatewayPeer, s.peers[i].mtu) }
 	if s.all {
 		all := make([]natengine.Peer, len(s.peers))
 		for i := range all {
 			all[i] = rules(i)
 		}
-		if err := g.engine.SetPeers(all); err != nil {
+		if err := l.engine.SetPeers(all); err != nil {
 			return err
 		}
 	} else if len(s.ruled)+len(s.gone) > 0 {
@@ -201,13 +201,13 @@ func (g *gateway) setRules(s *survey) error {
 		for i := range s.gone {
 			gone[i] = s.gone[i].ID
 		}
-		if err := g.engine.Change(changed, gone); err != nil {
+		if err := l.engine.Change(changed, gone); err != nil {
 			return err
 		}
 	}
 	for i := range s.peers {
 		if p := &s.peers[i]; p.state == nil {
-			p.state = g.engine.Peer(p.ID)
+			p.state = l.engine.Peer(p.ID)
 		}
 	}
 	return nil

@@ -22,7 +22,7 @@ import (
 
 // changing is a gateway without a kernel and with a further tunnel, to which nothing was told yet. Its
 // connection checks find out nothing by themselves.
-func changing(t *testing.T) *gateway {
+func changing(t *testing.T) *loop {
 	g := without(t)
 	second := &tunnelEnd{
 		Tunnel:  g.ends[0].Beside(memlink.NewLink("mem1", 1440), bind.New(), nil, nil),
@@ -37,7 +37,7 @@ func changing(t *testing.T) *gateway {
 }
 
 // take is what accept, reapply and put do, without a kernel.
-func (g *gateway) take(t *testing.T, c Config, ways bool) kernel.State {
+func (g *loop) take(t *testing.T, c Config, ways bool) kernel.State {
 	t.Helper()
 	want := g.cutTunnels(c.Gateway.Peers, g.now.peers)
 	g.resolver.set(want, c.Gateway.Site)
@@ -50,11 +50,12 @@ func (g *gateway) take(t *testing.T, c Config, ways bool) kernel.State {
 	objects, _, err := g.objectsFor(&s)
 	g.now.peers, g.now.mtu, g.now.applyErr = s.peers, s.tunnel, errors.Join(append(errs, err)...)
 	g.now.generation++
+	g.publish()
 	return objects
 }
 
 // says is what can be seen of a gateway, in lines.
-func (g *gateway) says(t *testing.T, objects kernel.State) (all []string) {
+func (g *loop) says(t *testing.T, objects kernel.State) (all []string) {
 	t.Helper()
 	say := func(v ...any) { all = append(all, fmt.Sprint(v...)) }
 	say("tunnel ", g.now.mtu, " peers ", len(g.engine.Peers()))

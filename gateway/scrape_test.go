@@ -155,9 +155,8 @@ func TestScrapesWhilePeersChange(t *testing.T) {
 		if err := g.setRules(&survey); err != nil {
 			t.Error(err)
 		}
-		g.mu.Lock()
 		g.now.peers = survey.peers
-		g.mu.Unlock()
+		g.publish()
 	}
 	close(stop)
 	group.Wait()

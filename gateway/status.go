@@ -190,11 +190,7 @@ type FlowStatus struct {
 }
 
 // current returns a copy of what is in force. Nobody modifies what it points to.
-func (g *gateway) current() current {
-	g.mu.RLock()
-	defer g.mu.RUnlock()
-	return g.now
-}
+func (g *gateway) current() current { return *g.published.Load() }
 
 // failed returns what keeps a peer's packets from being delivered: what could not be applied or,
 // for a gateway in a Pod, why it has no path to the peer or to its own node.

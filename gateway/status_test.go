@@ -57,17 +57,17 @@ func (s silent) Send([]byte, netip.AddrPort, int) error { return nil }
 func (s silent) Close() { close(s) }
 
 // without is a gateway without a kernel: all but host and datapath is real.
-func without(t testing.TB, peers ...fabric.Peer) *gateway {
+func without(t testing.TB, peers ...fabric.Peer) *loop {
 	t.Helper()
 	return withPort(t, make(silent), peers...)
 }
 
 // withPort is without, with a port for the connection check.
-func withPort(t testing.TB, port silent, peers ...fabric.Peer) *gateway {
+func withPort(t testing.TB, port silent, peers ...fabric.Peer) *loop {
 	t.Helper()
-	g := &gateway{log: quiet, version: "v1", started: time.Now(), host: new(rtnl.Kernel), wake: make(chan struct{}, 1)}
+	g := &loop{gateway: &gateway{log: quiet, version: "v1", started: time.Now(), host: new(rtnl.Kernel), wake: make(chan struct{}, 1)}}
 	g.engine = natengine.New(natengine.Config{Self4: fabric.GatewayAddr, Self6: fabric.GatewayAddr6, MaxFlows: 1000})
-	g.metrics = newMetrics(g)
+	g.metrics = newMetrics(g.gateway)
 	wire := bind.New()
 	g.ends = []*tunnelEnd{{
 		wire:    wire,
@@ -91,7 +91,7 @@ func decided(t testing.TB, in fabric.Intent) fabric.Gateway {
 }
 
 // put0 is what accept and put do, without a kernel.
-func (g *gateway) put0(t testing.TB, peers ...fabric.Peer) {
+func (g *loop) put0(t testing.TB, peers ...fabric.Peer) {
 	t.Helper()
 	gw := decided(t, fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000", ClusterName: "alpha", Peers: peers})
 	c := Config{Gateway: gw, PrivateKey: Key(key(9)), ListenPort: 5871}
@@ -109,6 +109,7 @@ func (g *gateway) put0(t testing.TB, peers ...fabric.Peer) {
 	g.now.config, g.now.mtu, g.now.ready = c, 1440, true
 	g.now.generation++
 	g.now.reloaded = time.Now()
+	g.publish()
 }
 
 // finds makes the connection check of an end find peers in these states.
@@ -262,6 +263,7 @@ func TestAScrapeBetweenTheStepsOfARemovalIsWhole(t *testing.T) {
 		t.Error("no series of bravo, who stays")
 	}
 	g.now.peers = g.now.peers[1:] // and the other way around, with another peer
+	g.publish()
 	g.scrape(t)
 }
 
@@ -411,6 +413,7 @@ func TestTrace(t *testing.T) {
 func TestStatusTellsWhatWasLeftOut(t *testing.T) {
 	g := without(t, alphaBravo)
 	g.now.config.Refused = []fabric.Problem{{Origin: fabric.Origin{Kind: "TunnelEndpoint", Name: "x"}, Field: "spec.endpointIP", Message: "is empty"}}
+	g.publish()
 	s := g.status(0)
 	if !slices.Equal(s.Config.Refused, []string{"TunnelEndpoint x: spec.endpointIP: is empty"}) {
 		t.Errorf("refused %q", s.Config.Refused)

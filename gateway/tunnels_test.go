@@ -11,7 +11,7 @@ import (
 )
 
 // withTwoTunnels returns a gateway with two tunnels to one peer, and that peer.
-func withTwoTunnels(t *testing.T) (*gateway, *peer) {
+func withTwoTunnels(t *testing.T) (*loop, *peer) {
 	t.Helper()
 	g := changing(t)
 	g.take(t, Config{MTU: 1440, PrivateKey: key(40), Gateway: decided(t, fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000", Peers: []fabric.Peer{twoTunnels(crowdOf(1)[0])}})}, true)

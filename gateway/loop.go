@@ -1,0 +1,250 @@
+package gateway
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/gateway/datapath"
+	"github.com/isthmus-net/isthmus/internal/kernel"
+)
+
+// A loop applies configurations to a gateway. It belongs to one goroutine.
+type loop struct {
+	*gateway
+	now      current
+	acting   bool // Options.Begin is closed
+	adopted  bool
+	located  located
+	objects  kernel.State      // the last wanted objects on the gateway's host
+	delivery fabric.PodDecider // if podNetwork
+}
+
+// current is the configuration in force and its results.
+type current struct {
+	config      Config
+	peers       []peer
+	mtu         int              // of the tunnel, octets
+	generation  int              // number of applied configurations
+	reloaded    time.Time        // when the last one was applied
+	configErr   error            // why the newest configuration is not in force
+	applyErr    error            // what of the configuration could not be applied
+	undelivered []fabric.Problem // nodes and networks that a gateway in a Pod cannot reach
+	ready       bool
+}
+
+// publish makes now what current returns.
+func (l *loop) publish() {
+	now := l.now
+	l.published.Store(&now)
+}
+
+// close ends the gateway and removes its objects: first the routes to it, then the handlers of the
+// packets. Unreachable routes stay.
+func (l *loop) close() error {
+	close(l.done)
+	if l.keeper != nil {
+		l.keeper.Deactivate()
+	}
+	l.endCapture()
+	l.servers.Close()
+	var err error
+	if l.now.generation > 0 { // otherwise keep the objects of the previous gateway
+		_, err = l.host.Apply(l.left())
+	}
+	l.resolver.close()
+	l.wg.Wait()
+	if l.inBand != nil {
+		l.inBand.server.Close()
+	}
+	l.closeEnds()
+	l.host.Close()
+	l.log.Info("gateway stopped")
+	return err
+}
+
+// left returns the kernel objects that stay when the gateway ends.
+func (l *loop) left() kernel.State {
+	if l.podNetwork {
+		return fabric.GatewayPodLeft(l.now.wanted())
+	}
+	return fabric.GatewayHostLeft(l.now.wanted())
+}
+
+// adopt takes over the flows of the previous gateway, once.
+func (l *loop) adopt() {
+	if l.keeper == nil || l.adopted {
+		return
+	}
+	l.adopted = true
+	if n := l.keeper.Activate(running{l.engine, l.ends}); n > 0 {
+		l.log.Info("took over the flows of the former active gateway", "flows", n)
+	}
+}
+
+// first waits for the first configuration.
+func (l *loop) first(c Config) error {
+	if err := l.accept(c); err != nil {
+		return fmt.Errorf("configuration: %w", err)
+	}
+	return l.now.applyErr // at the start this is a missing privilege or the like
+}
+
+// begin opens the sockets and applies the configuration as the first one. If it was prepared,
+// packets already wait in the TUNs. They are read last, once there are flows and peers.
+func (l *loop) begin(c Config) error {
+	prepared := l.now.generation > 0
+	if l.acting = true; prepared {
+		l.adopt()
+	} else if err := l.startEnds(c); err != nil {
+		return err
+	}
+	newer := l.now.configErr // why the newest configuration is not c
+	l.now.peers, l.now.generation = nil, 0
+	if err := l.first(c); err != nil {
+		return err
+	}
+	if prepared {
+		if err := l.startEnds(c); err != nil {
+			return err
+		}
+	}
+	l.now.ready, l.now.configErr = true, newer
+	l.publish()
+	l.log.Info("gateway ready", "peers", len(l.now.peers), "mtu", l.now.mtu, "listenPort", c.ListenPort, "namespace", l.host.Path())
+	return nil
+}
+
+// run applies the first configuration, then the updates.
+func (l *loop) run(ctx context.Context, c Config, updates <-chan update, o Options) error {
+	start, begin := l.begin, o.Begin
+	if begin != nil {
+		select {
+		case <-begin:
+			begin = nil
+		default:
+			start = l.first
+		}
+	}
+	if err := start(c); err != nil {
+		return err
+	}
+	events, stop := context.WithCancel(ctx)
+	var group sync.WaitGroup
+	defer group.Wait()
+	defer stop()
+	err := l.host.Events(events, func() { l.ways.Store(true); l.compareSoon() })
+	if err != nil {
+		return err
+	}
+	beside := func() {
+		if o.Beside != nil {
+			group.Go(func() { o.Beside(events, Running{l.gateway}) })
+		}
+	}
+	if l.acting {
+		beside()
+	}
+
+	gone := l.watchEnds()
+	second := time.NewTicker(time.Second)
+	defer second.Stop()
+	var (
+		compare  <-chan time.Time // runs while events are collected
+		compared = time.Now()
+	)
+	for {
+		select {
+		case <-ctx.Done():
+			if l.podNetwork && l.acting {
+				l.drain()
+			}
+			l.log.Info("gateway stopping")
+			return nil
+		case name := <-gone:
+			return fmt.Errorf("the TUN %s is gone", name)
+		case u := <-updates:
+			l.update(u)
+		case <-l.wake:
+			if compare == nil {
+				compare = time.After(compareDelay)
+			}
+		case <-compare:
+			compare = nil
+			l.reapply(l.ways.Swap(false))
+		case <-begin:
+			if begin = nil; ctx.Err() != nil {
+				continue
+			}
+			if err := l.begin(l.now.config); err != nil {
+				return err
+			}
+			beside()
+		case now := <-second.C:
+			if l.acting {
+				l.tick(now)
+			} else {
+				l.discard()
+			}
+			if now.Sub(compared) > compareInterval || l.now.applyErr != nil {
+				compared = now
+				l.reapply(true)
+			}
+		}
+	}
+}
+
+// tick checks the sessions, once a second.
+func (l *loop) tick(now time.Time) {
+	stats := make([]map[[32]byte]datapath.Stats, len(l.ends))
+	for i, e := range l.ends {
+		stats[i] = e.Stats()
+	}
+	peers := slices.Clone(l.now.peers)
+	changed := false
+	for i := range peers {
+		p, was := &peers[i], &l.now.peers[i]
+		p.look(stats, now)
+		down := p.down()
+		if down != was.down() {
+			if down {
+				l.log.Warn("no WireGuard session with the peer: dropping its packets", "peer", p.ID)
+			} else {
+				l.log.Info("WireGuard session with the peer restored", "peer", p.ID)
+			}
+		}
+		if p.state != nil {
+			p.state.SetDown(down)
+		}
+		l.resolver.heard(p.ID, now.Sub(p.heard()) < silence)
+		// A peer that fell silent after it had roamed may be back at its configured endpoint.
+		at, _ := l.resolver.endpoint(p.ID)
+		for i, s := range p.sessions {
+			theirs, _ := theirEnd(p.GatewayPeer, i)
+			if at.IsValid() && now.Sub(s.heard) >= silence && now.Sub(s.asserted) > lookupRetry && s.stats.Endpoint != netip.AddrPortFrom(at.Addr(), theirs.Port) {
+				l.ends[i].Forget(theirs.PublicKey)
+				s.asserted, p.forgotten, changed = now, true, true
+			}
+		}
+		if p.session.stats.Endpoint.Addr() != was.session.stats.Endpoint.Addr() {
+			changed = true // the route to it may have another MTU
+			if was.session.stats.Endpoint.IsValid() {
+				l.ends[0].checker.OtherPath(p.ID)
+			}
+		}
+		changed = changed || p.inUse != l.working(p.ID, now)
+	}
+	l.now.peers = peers
+	l.publish()
+	if changed {
+		l.compareSoon()
+	}
+	l.drops.look(l.engine, now)
+	l.resolver.tick(now)
+	l.reach(stats, now)
+	l.rekey(peers, now)
+}
