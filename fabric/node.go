@@ -78,7 +78,7 @@ type Decider struct {
 func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	nodes := slices.SortedFunc(slices.Values(in.Nodes), olderNode)
 	at := slices.IndexFunc(nodes, func(n ClusterNode) bool { return n.Name == in.Self })
-	d := nodeDecision{nodes: nodes, slim: in.OnlyPods, one: in.OnlyPods && in.Gateway.IsValid(), refused: in.Refused()}
+	d := nodeDecision{nodes: nodes, onlyPods: in.OnlyPods, one: in.OnlyPods && in.Gateway.IsValid(), refused: in.Refused()}
 	if at < 0 {
 		d.problem(Origin{Kind: "Node", Name: in.Self}, "", "is not there; want the name of the Node on which the agent runs")
 		return RefusingState(d.refused), d.problems
@@ -93,10 +93,10 @@ func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	if own, ok := d.overlay[in.Self]; ok {
 		d.addOverlay(own, in.UnderlayMTU)
 	}
-	if d.slim {
+	if d.onlyPods {
 		nodes = nodes[at : at+1]
 	}
-	d.trusted = d.slim && in.Trusted || podCIDRsHold(nodes, in.Self, in.Pods)
+	d.trusted = d.onlyPods && in.Trusted || podCIDRsHold(nodes, in.Self, in.Pods)
 	ownPods := in.PodNetworks()
 	d.addFilter(ownPods, in)
 	d.addSourceNAT(in, ownPods)
@@ -162,7 +162,7 @@ func everythingOf(networks []netip.Prefix) (all []netip.Prefix) {
 
 type nodeDecision struct {
 	self     ClusterNode
-	slim     bool                      // all gateways are Pods: other nodes do not matter
+	onlyPods bool                      // all gateways are Pods: other nodes do not matter
 	one      bool                      // one gateway has all peers
 	senders  []GatewayPod              // see NodeIntent.Senders
 	gateways map[netip.Addr]GatewayPod // see NodeIntent.ways
@@ -289,7 +289,7 @@ func (d *nodeDecision) addOverlay(own netip.Addr, underlayMTU int) {
 		}
 		s.Neighbors = append(s.Neighbors, kernel.Neighbor{Dev: dev, Addr: addr, MAC: mac})
 	}
-	if d.slim { // what came from the gateway must not go back to it
+	if d.onlyPods { // what came from the gateway must not go back to it
 		d.rule(kernel.Rule{Priority: kernel.OverlayRulePriority, Iif: dev, Table: kernel.RefuseTable})
 		return
 	}
@@ -316,7 +316,7 @@ func (d *nodeDecision) addFilter(ownPods []netip.Prefix, in NodeIntent) {
 		if n.Name == d.self.Name {
 			continue
 		}
-		if _, ok := d.overlay[n.Name]; ok && !d.slim {
+		if _, ok := d.overlay[n.Name]; ok && !d.onlyPods {
 			nodes = append(nodes, n.Underlay())
 		}
 		for _, p := range n.PodCIDRs {
@@ -333,7 +333,7 @@ func (d *nodeDecision) addFilter(ownPods []netip.Prefix, in NodeIntent) {
 		}
 	}
 	for _, p := range ownPods {
-		if d.slim && d.trusted && p.Addr().Is4() {
+		if d.onlyPods && d.trusted && p.Addr().Is4() {
 			elsewhere = append(elsewhere, without(p.Masked(), d.self.PodCIDRs)...)
 		}
 	}

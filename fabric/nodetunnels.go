@@ -42,7 +42,7 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, here []netip.Prefix) {
 		if !d.carries(p) {
 			continue
 		}
-		if d.slim { // RefuseTable refuses it; one Problem for each gateway is enough
+		if d.onlyPods { // RefuseTable refuses it; one Problem for each gateway is enough
 			if !slices.Contains(strangers, gateway) {
 				strangers = append(strangers, gateway)
 				d.problem(p.Origin, "status.gatewayIP", "%v is no address of a Pod of the gateway; want that of the active one", gateway)
@@ -81,7 +81,7 @@ func (d *nodeDecision) toPod(p *GatewayPeer, g GatewayPod) {
 			d.problem(p.Origin, remoteField(p, i), "%v is IPv6, which the overlay does not carry to a gateway that is a Pod; want IPv4, or a gateway with --host-network", prefix)
 			continue
 		}
-		if !d.slim {
+		if !d.onlyPods {
 			d.rule(kernel.Rule{Priority: kernel.NodeRulePriority, To: prefix, Table: kernel.NodeTable})
 		} else if !slices.ContainsFunc(d.node.Rules, func(r kernel.Rule) bool { return r.Priority == kernel.NodeRulePriority }) {
 			d.rule(kernel.Rule{Priority: kernel.NodeRulePriority, Table: kernel.NodeTable})
