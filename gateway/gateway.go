@@ -123,7 +123,8 @@ type gateway struct {
 	log     *slog.Logger
 	version string
 	started time.Time
-	ready   func() error // Options.Ready; nil: always ready
+	ready   func() error    // Options.Ready; nil: always ready
+	mandate func() *Mandate // Options.Mandate; may be nil
 
 	host   *rtnl.Kernel
 	mtuTo  func(addr netip.Addr, links map[int]int) (int, error) // of the host
@@ -155,7 +156,7 @@ type gateway struct {
 // open does everything that can fail before the first packet. When it returns, nothing outside the
 // process and its unnamed namespace has changed.
 func open(o Options, c Config) (_ *gateway, err error) {
-	g := &gateway{log: o.Log, version: o.Version, started: time.Now(), ready: o.Ready, keeper: o.Flows, podNetwork: o.PodNetwork,
+	g := &gateway{log: o.Log, version: o.Version, started: time.Now(), ready: o.Ready, mandate: o.Mandate, keeper: o.Flows, podNetwork: o.PodNetwork,
 		wake: make(chan struct{}, 1), done: make(chan struct{})}
 	g.published.Store(new(current))
 	var undo []func()

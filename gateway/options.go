@@ -72,6 +72,10 @@ type Options struct {
 	// concurrently.
 	Ready func() error
 
+	// Mandate, if any, returns since when and why this gateway is active, for the status; nil: it is
+	// not known. It may be called concurrently.
+	Mandate func() *Mandate
+
 	// Owner, if any, returns who has an address of this cluster, for the flow log. It may be called
 	// concurrently.
 	Owner func(netip.Addr) fabric.Owner

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"time"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/gateway/check"
 	"github.com/isthmus-net/isthmus/internal/kernel"
@@ -29,7 +30,9 @@ type Status struct {
 	NextKey       Key       `json:"-"` // the private key of NextPublicKey
 	ListenPort    uint16    `json:"listenPort"`
 	Started       time.Time `json:"started"`
-	Ready         bool      `json:"ready"`
+	// Mandate says since when and why this gateway is active; nil: it is configured by files.
+	Mandate *Mandate `json:"mandate,omitempty"`
+	Ready   bool     `json:"ready"`
 
 	// Namespace is the gateway's network namespace, for `nsenter --net=`; empty when it is that of
 	// its Pod.
@@ -51,6 +54,13 @@ type Status struct {
 
 	// Flows are only in the answer of /status?flows=N.
 	Flows []FlowStatus `json:"flows,omitempty"`
+}
+
+// Mandate says since when and why a gateway is active, and not another one of its cluster.
+type Mandate struct {
+	Epoch int32     `json:"epoch"` // each takeover has a higher one
+	Since time.Time `json:"since"`
+	isthmus.Takeover
 }
 
 // Way is how nodes reach the gateway: through its host's veth, or through the overlay if it is a
@@ -244,6 +254,9 @@ func (g *gateway) status(flows int) Status {
 		},
 		Sessions: SessionsStatus{stats.Flows, stats.MaxFlows, stats.Bytes},
 		Check:    CheckStatus{Answered: checker.Answered()},
+	}
+	if g.mandate != nil {
+		s.Mandate = g.mandate()
 	}
 	for _, p := range now.config.Refused {
 		s.Config.Refused = append(s.Config.Refused, p.Error())

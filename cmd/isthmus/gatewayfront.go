@@ -165,7 +165,8 @@ func (a *answer) Write(b []byte) (int, error) { return a.body.Write(b) }
 func (f *front) status(w http.ResponseWriter, r *http.Request) {
 	if f.running == nil {
 		pod, _ := f.replica.Active()
-		reason := "this gateway is a standby; the active one is Pod " + pod
+		flows := f.flows.State()
+		reason := fmt.Sprintf("this gateway is a standby; the active one is Pod %s; the copy of its NAT flows has %d, and was complete %.1f s ago", pod, flows.Copied, flows.Age.Seconds())
 		if pod == "" {
 			reason = "no gateway is active yet"
 		}

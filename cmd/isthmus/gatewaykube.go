@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
 	"net"
 	"net/netip"
@@ -232,7 +233,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 					ListenPort: k.port, Tunnels: k.tunnels, MTU: k.tunnel, NAT: k.nat.Config(), FlowLog: k.flowLog, PodNetwork: s.PodNetwork, Preshared: presharedOf(s.Preshared)}, err)
 			})
 		}
-		options.Ready, options.Owner = replica.Ready, replica.Owner
+		options.Ready, options.Owner, options.Mandate = replica.Ready, replica.Owner, func() *gateway.Mandate { return mandateOf(replica) }
 		calls := make(chan struct{})
 		options.Calls = calls
 		call := sync.OnceFunc(func() { close(calls) })
@@ -241,8 +242,10 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 			front.set(&r)
 			defer front.set(nil)
 			time.AfterFunc(2*nodesFollow, call) // in case no API server takes the address
+			announce := sync.OnceFunc(func() { tellActive(ctx, events, replica, log) })
 			replica.Write(ctx, placed, func() (kube.Report, error) {
 				s := r.Status()
+				announce()
 				tellPod(ctx, events, s, log)
 				return reportOf(s), nil
 			})
@@ -305,6 +308,30 @@ func (k *kubeGateway) inBand(replica *kube.Gateway) *gateway.InBand {
 		},
 		Key: replica.SharedKey,
 		API: replica.DialAPIServer,
+	}
+}
+
+// mandateOf returns since when and why a replica is active; nil: it is not, or that is unknown.
+func mandateOf(replica *kube.Gateway) *gateway.Mandate {
+	m, ok := replica.Mandate()
+	if !ok || m.Since.IsZero() {
+		return nil
+	}
+	return &gateway.Mandate{Epoch: m.Epoch, Since: m.Since, Takeover: m.Takeover}
+}
+
+// tellActive sends an Event that this replica is active, and why.
+func tellActive(ctx context.Context, events *kube.PodEvents, replica *kube.Gateway, log *slog.Logger) {
+	m, ok := replica.Mandate()
+	if !ok {
+		return
+	}
+	note := fmt.Sprintf("this gateway is active, epoch %d", m.Epoch)
+	if why := m.String(); why != "" {
+		note += ": " + why
+	}
+	if err := events.Note(ctx, isthmusv1alpha1.EventActive, note); err != nil && ctx.Err() == nil {
+		log.Debug("cannot send an Event that this gateway is active", "error", err) // the Lease has it too
 	}
 }
 

@@ -384,6 +384,35 @@ func TestGatewaysLiveFromAPIServers(t *testing.T) {
 	}
 	t.Run("Pods and Service say who is active", func(t *testing.T) { marked(t, 0) })
 
+	t.Run("both gateways say since when and how", func(t *testing.T) {
+		for i, want := range []string{"\nactive for ", "this gateway is a standby; the active one is Pod gateway-1; the copy of its NAT flows has 0, and was complete "} {
+			cmd := a.Nodes[i].Command(t.Context(), "/proc/self/exe", "status", "--gateway")
+			cmd.Env = append(os.Environ(), beProgram+"=1")
+			if out, _ := cmd.CombinedOutput(); !strings.Contains(string(out), want) || i == 0 && !strings.Contains(string(out), "s, epoch 1: no gateway was active\n") {
+				t.Errorf("on node %d: %s: want %q", i, out, want)
+			}
+			if epoch := a.metric(i, "isthmus_gateway_epoch"); epoch != 1 {
+				t.Errorf("on node %d: epoch %v", i, epoch)
+			}
+		}
+		if n := a.metric(0, "isthmus_gateway_takeovers_total", `reason="NoneActive"`); n != 1 {
+			t.Errorf("%v takeovers as the first gateway", n)
+		}
+		if since := time.UnixMilli(int64(1000 * a.metric(0, "isthmus_gateway_active_since_timestamp_seconds"))); time.Since(since) > time.Hour {
+			t.Errorf("active since %v", since)
+		}
+		a.within("an Event", func() error {
+			var events corev1.EventList
+			a.must(a.client.List(t.Context(), &events, client.InNamespace(deploy.Namespace)))
+			for _, e := range events.Items {
+				if e.Reason == "Active" && e.InvolvedObject.Name == replicaName(0) && e.Message == "this gateway is active, epoch 1: no gateway was active" {
+					return nil
+				}
+			}
+			return fmt.Errorf("%d others", len(events.Items))
+		})
+	})
+
 	t.Run("a capture is the active gateway's to make", func(t *testing.T) {
 		for i, want := range []string{"4 packets, 0 missed", "this gateway is a standby; the active one is Pod " + replicaName(0)} {
 			cmd := a.Nodes[i].Command(t.Context(), "/proc/self/exe", "capture", "--packets", "4", "--write", "/dev/null")

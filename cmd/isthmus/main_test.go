@@ -15,6 +15,7 @@ import (
 
 	"github.com/spf13/pflag"
 
+	isthmusv1alpha1 "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/gateway"
 	"github.com/isthmus-net/isthmus/gateway/check"
 	"github.com/isthmus-net/isthmus/internal/cli"
@@ -84,9 +85,13 @@ func TestStatusTable(t *testing.T) {
 	}
 	relayed := sample()
 	relayed.Peers[0].Endpoint, relayed.Peers[0].Hidden = "10.244.1.1:8531", true
+	relayed.Mandate = &gateway.Mandate{Epoch: 7, Since: time.Now().Add(-3 * time.Hour), Takeover: isthmusv1alpha1.Takeover{Reason: isthmusv1alpha1.TakeoverExpired, Former: "gateway-2"}}
 	var b bytes.Buffer
 	if err := printStatus(&b, relayed, false); err != nil || strings.Contains(b.String(), "10.244.1.1") || !strings.Contains(b.String(), " 192.0.2.2:5871 (source hidden) ") {
 		t.Errorf("behind a relay: %v\n%s", err, b.String())
+	}
+	if want := "\nactive for 3h0m, epoch 7: Pod gateway-2 did not renew the Lease\n"; !strings.Contains(b.String(), want) {
+		t.Errorf("no %q in\n%s", want, b.String())
 	}
 }
 

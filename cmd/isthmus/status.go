@@ -39,8 +39,9 @@ nodes. The exit code is 1 if a peering is not ready, or if a component that peer
 does not work.
 
 With --gateway, or without a cluster, show the peers of the gateway on this machine: their
-addresses, when each was last heard, and dropped packets. The exit code is 1 if a peer
-does not answer or the configuration is not in force.`,
+addresses, when each was last heard, and dropped packets. A standby answers with the
+state of its copy of the NAT flows instead. The exit code is 1 if a peer does not answer
+or the configuration is not in force.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if aboutCluster(cmd) {
@@ -125,6 +126,13 @@ func printStatus(w io.Writer, s gateway.Status, wide bool) error {
 		nameAndID(s.ClusterName, s.ClusterID), s.ListenPort, mtu, s.Sessions.Flows, s.Sessions.Limit, s.Config.Generation)
 	if wide {
 		fmt.Fprintf(w, "version %s, UDP offload %s, public key %s, namespace %s\n", s.Version, onOff(s.UDPOffload), s.PublicKey, s.Namespace)
+	}
+	if m := s.Mandate; m != nil {
+		fmt.Fprintf(w, "active for %s, epoch %d", age(time.Since(m.Since).Seconds()), m.Epoch)
+		if why := m.String(); why != "" {
+			fmt.Fprintf(w, ": %s", why)
+		}
+		fmt.Fprintln(w)
 	}
 	for _, e := range s.Config.Errors {
 		fmt.Fprintf(w, "configuration not in force: %s\n", e)

@@ -16,13 +16,16 @@ import (
 
 // A Holder is the holder of a Lease.
 type Holder struct {
-	Name string `json:"name,omitempty"` // empty: nobody
+	Name  string       `json:"name,omitempty"`  // empty: nobody
+	Epoch int32        `json:"epoch,omitempty"` // each new holder has a higher one
+	Since *metav1.Time `json:"since,omitempty"` // when the holder got it; nil: nobody holds it, or unknown
+	// Takeover is why the active gateway became active; nil: it is a manager, or that is unknown.
+	Takeover *isthmus.Takeover `json:"takeover,omitempty"`
 	// Problem is why nobody holds it.
 	Problem string `json:"problem,omitempty"`
 
 	Absent bool          `json:"-"` // there is no Lease
 	Rolls  bool          `json:"-"` // nobody holds it, because a rollout replaces the holder
-	since  *metav1.Time  // when the holder got it; nil: nobody holds it, or unknown
 	Ahead  time.Duration `json:"-"` // how far the holder's clock is ahead of the API server's; 0: unknown
 }
 
@@ -77,12 +80,18 @@ func HolderOf(name string, lease *coordinationv1.Lease, now time.Time, exact boo
 		}
 	}
 	h := Holder{Name: *l.HolderIdentity}
+	if l.LeaseTransitions != nil {
+		h.Epoch = *l.LeaseTransitions
+	}
+	if t := isthmus.TakeoverOf(lease.Annotations[isthmus.AnnotationTakeover], h.Name); t.Reason != "" {
+		h.Takeover = &t
+	}
 	if known && l.RenewTime != nil {
 		h.Ahead = l.RenewTime.Sub(taken)
 	}
 	if l.AcquireTime != nil {
 		if at := byServer(metav1.NewTime(l.AcquireTime.Time), h.Ahead, now); !at.IsZero() {
-			h.since = &at
+			h.Since = &at
 		}
 	}
 	return h

@@ -7,6 +7,8 @@ import (
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
 func TestALeaseThatIsNotRenewedIsHeldByNobody(t *testing.T) {
@@ -55,8 +57,19 @@ func TestALeaseThatIsNotRenewedIsHeldByNobody(t *testing.T) {
 	}
 	ahead := held("m", -time.Hour)
 	ahead.AcquireTime = &metav1.MicroTime{Time: now.Add(59 * time.Minute)}
-	if got := HolderOf("L", taken(ahead, 0), now, true); got.since == nil || !got.since.Equal(&metav1.Time{Time: now.Add(-time.Minute)}) {
-		t.Errorf("acquired a minute ago by a clock that is an hour ahead: %v", got.since)
+	if got := HolderOf("L", taken(ahead, 0), now, true); got.Since == nil || !got.Since.Equal(&metav1.Time{Time: now.Add(-time.Minute)}) {
+		t.Errorf("acquired a minute ago by a clock that is an hour ahead: %v", got.Since)
+	}
+	transitions := int32(7)
+	by := held("m", time.Second)
+	by.LeaseTransitions = &transitions
+	for _, pod := range []string{"m", "another"} { // an older version leaves the annotation of its predecessor
+		t7 := isthmus.Takeover{Pod: pod, Reason: isthmus.TakeoverReleased, Former: "n"}
+		lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{isthmus.AnnotationTakeover: t7.Annotation()}}, Spec: by}
+		got := HolderOf("L", lease, now, true)
+		if shown := got.Takeover != nil && *got.Takeover == t7; got.Epoch != 7 || shown != (pod == "m") || !shown && got.Takeover != nil {
+			t.Errorf("with the takeover of %s: %+v", pod, got)
+		}
 	}
 }
 

@@ -76,7 +76,7 @@ const (
 
 // LeaseHop evaluates a component by the Lease that it renews.
 func LeaseHop(cluster, name, lease string, h Holder, remedy string) Hop {
-	hop := Hop{Cluster: cluster, Name: name, State: Works, Source: lease, Since: h.since}
+	hop := Hop{Cluster: cluster, Name: name, State: Works, Source: lease, Since: h.Since}
 	switch {
 	case h.Name != "":
 		hop.Text = safetext.Of(h.Name) + " is active"

@@ -159,7 +159,7 @@ func (f Components) CheckGateway(hop *Hop, h Holder, now time.Time) {
 		}
 	}
 	slices.Sort(marked)
-	settled := h.since != nil && now.Sub(h.since.Time) > markedFor
+	settled := h.Since != nil && now.Sub(h.Since.Time) > markedFor
 	switch {
 	case f.Services != nil && len(f.Services) != 1:
 		hop.State, hop.Reason, hop.Since = Broken, reasonServices, nil

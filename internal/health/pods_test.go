@@ -24,7 +24,7 @@ func TestAGatewayIsJudgedByItsPodsToo(t *testing.T) {
 		}
 		return p
 	}
-	held := Holder{Name: "g1", since: &metav1.Time{Time: now.Add(-time.Minute)}}
+	held := Holder{Name: "g1", Since: &metav1.Time{Time: now.Add(-time.Minute)}}
 	one := []string{"isthmus-gateway"}
 	crashing := pod("g1", "", "")
 	crashing.Status.ContainerStatuses = []corev1.ContainerStatus{{State: corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{Reason: "CrashLoopBackOff"}},
@@ -42,7 +42,7 @@ func TestAGatewayIsJudgedByItsPodsToo(t *testing.T) {
 		{"Services may not be listed", Works, held, Components{Pods: []corev1.Pod{pod("g1", "active", "")}}, Works, "", ""},
 		{"two marked", Works, held, Components{Pods: []corev1.Pod{pod("g1", "active", ""), pod("g2", "active", "")}, Services: one}, Broken, reasonSeveralActive, "2 Pods, g1, g2"},
 		{"none marked", Works, held, Components{Pods: []corev1.Pod{pod("g1", "", "")}, Services: one}, Broken, reasonNoneMarked, "no Pod"},
-		{"none marked yet", Works, Holder{Name: "g1", since: &metav1.Time{Time: now}}, Components{Pods: []corev1.Pod{pod("g1", "", "")}, Services: one}, Works, "", ""},
+		{"none marked yet", Works, Holder{Name: "g1", Since: &metav1.Time{Time: now}}, Components{Pods: []corev1.Pod{pod("g1", "", "")}, Services: one}, Works, "", ""},
 		{"no Service", Works, held, Components{Pods: []corev1.Pod{pod("g1", "active", "")}, Services: []string{}}, Broken, reasonServices, "0 Services"},
 		{"two Services", Works, held, Components{Pods: []corev1.Pod{pod("g1", "active", "")}, Services: []string{"a", "b"}}, Broken, reasonServices, "a, b"},
 		{"nobody at work", Broken, Holder{}, Components{Pods: []corev1.Pod{pod("g1", "", "not ready")}, Events: map[string]string{"g1": "Failed: no TUN"}}, Broken, "", "its last Event: Failed: no TUN"},

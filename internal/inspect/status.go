@@ -190,6 +190,21 @@ func (s Status) Ready() bool {
 	return health.FirstBroken(s.Hops) == nil && !slices.ContainsFunc(s.Peerings, func(p Row) bool { return !p.Ready })
 }
 
+// mandate returns since when, by which epoch and why the gateway is active, after a comma.
+func (s Status) mandate() string {
+	text := ""
+	if since := ago(s.Gateway.Since, s.At); since != "" {
+		text += ", active for " + since
+	}
+	if s.Gateway.Epoch > 0 {
+		text += fmt.Sprintf(", epoch %d", s.Gateway.Epoch)
+	}
+	if s.Gateway.Takeover != nil {
+		text += ": " + safetext.Cut(s.Gateway.Takeover.String(), safetext.Message)
+	}
+	return text
+}
+
 // Print writes the status for people. It escapes text that others wrote.
 func (s Status) Print(w io.Writer, wide bool) error {
 	manager := safetext.Of(s.Manager.Name)
@@ -201,7 +216,11 @@ func (s Status) Print(w io.Writer, wide bool) error {
 		gateways, s.Gateways = []string{"none: " + none}, nil // regardless of their labels
 	}
 	for _, g := range s.Gateways {
-		gateways = append(gateways, safetext.Of(g.Pod)+" on node "+safetext.OrDash(g.Node))
+		text := safetext.Of(g.Pod) + " on node " + safetext.OrDash(g.Node)
+		if g.Pod == s.Gateway.Name {
+			text += s.mandate()
+		}
+		gateways = append(gateways, text)
 	}
 	fmt.Fprintf(w, "cluster %s (%s)\nmanager %s\ngateway %s\n", safetext.Of(s.Cluster.ClusterName), safetext.Of(s.Cluster.ClusterID), manager,
 		cmp.Or(strings.Join(gateways, ", "), "none is active"))

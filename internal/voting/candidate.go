@@ -55,6 +55,9 @@ type View struct {
 	Heard  []string // the asked nodes that have answered lately; sorted
 	Newest uint64   // version below which a list gets no majority
 	List   uint64   // version of the list by which it counts votes
+	// Released says that a majority of the voters was freed by a release of the former holder, not
+	// because they no longer heard it.
+	Released bool
 }
 
 // A Candidate asks nodes for their votes on behalf of one gateway. Run may be called once; the
@@ -85,6 +88,21 @@ type Candidate struct {
 type target struct {
 	addr   netip.Addr
 	cookie cookie
+
+	free     mandate.Time // when the vote would be free if its holder, another gateway, sent nothing more
+	released bool         // it was free before that
+}
+
+// heard records an answer to the candidate of a Pod. The margin of two beats is for answers that
+// were late.
+func (t *target) heard(a mandate.Answer, pod mandate.ID, now mandate.Time) {
+	switch {
+	case a.Promise.Holder == pod:
+	case a.Free > 0:
+		t.free, t.released = now+a.Free, false
+	case now < t.free-2*mandate.Usual.Beat:
+		t.released = true
+	}
 }
 
 // telling is the state of the notices to a node without a vote.
@@ -218,6 +236,13 @@ func (c *Candidate) view(now mandate.Time) View {
 	for _, id := range heard {
 		v.Heard = append(v.Heard, string(id))
 	}
+	voters, released := c.machine.List().Voters, 0
+	for _, id := range voters {
+		if t := c.voters[id]; t != nil && t.released {
+			released++
+		}
+	}
+	v.Released = released > len(voters)/2
 	return v
 }
 
@@ -380,6 +405,7 @@ func (c *Candidate) receive(a answer, from net.Addr) {
 		}
 		return
 	}
+	t.heard(a.Answer, mandate.ID(c.Pod), now)
 	c.machine.Receive(a.Answer, now)
 	if c.may && c.machine.Could(now) {
 		c.beatSoon()

@@ -54,6 +54,7 @@ func TestNodesVote(t *testing.T) {
 		must(t, err)
 		t.Logf("%s -> %s answers %.2f s after the end of the gateway on %s", from, to, time.Since(begin).Seconds(), a.Nodes[was])
 		other(t, was)
+		tookOver(t, a, peerings.TakeoverNotHeard)
 		must(t, a.Start(t.Context(), fleet.Gateway(was)))
 		eventually(t, "votes", func() error { return voting(t, a, 3) })
 		podsToPods(t, a, b)
@@ -162,6 +163,7 @@ func TestNodesVote(t *testing.T) {
 		l := echoes(t, from, to, seen(t, a, b, to.Addr), 1, 4*time.Second, 4*time.Second, func() { must(t, a.Stop(fleet.Gateway(was))) })
 		other(t, was)
 		t.Logf("a planned move: %v", l)
+		tookOver(t, a, peerings.TakeoverReleased)
 		for _, o := range during.end(t) {
 			if o.outage > takeover {
 				t.Errorf("pings were lost over %v; want at most %v", o.outage, takeover)
@@ -173,6 +175,20 @@ func TestNodesVote(t *testing.T) {
 		}
 		must(t, a.Start(t.Context(), fleet.Gateway(was)))
 		podsToPods(t, a, b)
+	})
+}
+
+// tookOver wants the Lease to say why its holder is active.
+func tookOver(t *testing.T, c *fleet.Cluster, reason string) {
+	t.Helper()
+	eventually(t, "the reason of the takeover", func() error {
+		var l coordinationv1.Lease
+		must(t, c.Client.Get(t.Context(), client.ObjectKey{Namespace: fleet.Namespace, Name: peerings.LeaseGateway}, &l))
+		text := l.Annotations[peerings.AnnotationTakeover]
+		if got := peerings.TakeoverOf(text, *l.Spec.HolderIdentity); got.Reason != reason || got.Former == "" {
+			return fmt.Errorf("%q, held by %s; want %s", text, *l.Spec.HolderIdentity, reason)
+		}
+		return nil
 	})
 }
 

@@ -100,6 +100,10 @@ const PeerServicesPrefix = "services-"
 // Pod that a fault it warned of is over.
 const EventApplied = "Applied"
 
+// EventActive is the reason of the Event with which a gateway reports on its own Pod that it became
+// active, and why.
+const EventActive = "Active"
+
 // EventCannotTakeOver is the reason of the Event with which a standby gateway reports on its own
 // Pod that it does not hear the nodes whose votes it needs.
 const EventCannotTakeOver = "StandbyCannotTakeOver"

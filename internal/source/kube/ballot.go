@@ -274,8 +274,7 @@ func staleList(list voting.List, v voting.View) string {
 }
 
 // judgeVotesLocked decides who is active while votes decide. The caller holds e.mu.
-func (e *election) judgeVotesLocked(now time.Time) {
-	v := e.votes.View()
+func (e *election) judgeVotesLocked(v voting.View, now time.Time) {
 	if hears := e.hearsLocked(v) && staleList(e.list, v) == ""; hears || e.hears {
 		e.hears, e.heardAt = hears, now
 	}
@@ -292,6 +291,9 @@ func (e *election) judgeVotesLocked(now time.Time) {
 		if name != e.name {
 			e.log.Info("the nodes have elected the active gateway", "pod", name, "former", e.name, "epoch", e.transition)
 		}
+		if name != e.name && name == e.identity {
+			e.taken = takeover{e.elected(v.Released), now}
+		}
 		e.name, e.speaking = name, speaking
 		e.changed.set()
 	}
@@ -302,7 +304,7 @@ func (e *election) judgeVotesLocked(now time.Time) {
 func (e *election) stepVotes(v voting.View, now time.Time) (want *coordinationv1.Lease) {
 	b := e.votes
 	e.mu.Lock()
-	list, transition := e.list, e.transition
+	list, transition, taken := e.list, e.transition, e.taken
 	e.mu.Unlock()
 	if !v.Holds {
 		nodes, there := b.Nodes(), 0
@@ -332,6 +334,7 @@ func (e *election) stepVotes(v voting.View, now time.Time) (want *coordinationv1
 		case now.Sub(b.gone) >= goneMost:
 			e.log.Warn("most voting nodes no longer exist: the Lease decides which gateway is active", "voters", slices.Sorted(maps.Keys(list.Voters)))
 			want = take(e.lease, e.identity, now)
+			e.takes(now).mark(want)
 			*want.Spec.LeaseTransitions = max(*want.Spec.LeaseTransitions, transition+1)
 			withList(want, voting.List{Version: max(list.Version, v.Newest) + 1})
 		}
@@ -355,6 +358,9 @@ func (e *election) stepVotes(v voting.View, now time.Time) (want *coordinationv1
 		return nil
 	}
 	want = take(e.lease, e.identity, now)
+	if holderOf(e.lease) != e.identity {
+		taken.mark(want)
+	}
 	if t := want.Spec.LeaseTransitions; t == nil || *t < transition {
 		want.Spec.LeaseTransitions = &transition
 	}

@@ -76,6 +76,7 @@ type election struct {
 	mu           sync.Mutex
 	name         string      // last holder seen in the Lease, or elected by votes; kept when the Lease is freed
 	transition   int32       // transitions of that Lease, or epoch of the votes
+	taken        takeover    // of this replica, when it last became active
 	list         voting.List // list of voters in that Lease
 	switching    bool        // unknown whether the Lease or votes decide: a request is pending or was lost
 	switchedFrom string      // version of the Lease before that request
@@ -185,6 +186,9 @@ func (e *election) step(ctx context.Context) time.Duration {
 		return min(wait, retryPeriod)
 	}
 	want := take(e.lease, e.identity, now)
+	if holderOf(e.lease) != e.identity {
+		e.takes(now).mark(want)
+	}
 	if l := listOf(want); len(l.Voters) > 0 { // this replica does not support votes
 		withList(want, voting.List{Version: l.Version + 1})
 	}
@@ -329,6 +333,9 @@ func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
 	if l := listOf(lease); lease != nil && (l.Version >= e.list.Version || len(l.Voters) > 0 && len(e.list.Voters) == 0) {
 		e.list = l
 	}
+	if holderOf(lease) == e.identity && (!e.byVotesLocked() || e.taken.Reason == "") {
+		e.taken = takeoverOf(lease)
+	}
 	if e.votes != nil {
 		if e.byVotesLocked() {
 			e.votes.Learn(e.list, holderOf(lease) == e.identity)
@@ -389,7 +396,7 @@ func (e *election) judgeLocked(now time.Time) {
 		votes := e.byVotesLocked()
 		e.votes.Allow(e.may && (votes || e.switching || v.confirmed && e.votes.wanted), v.confirmed && !votes, votes || e.switching)
 		if votes && !e.switching {
-			e.judgeVotesLocked(now)
+			e.judgeVotesLocked(e.votes.View(), now)
 			return
 		}
 	}
@@ -535,6 +542,7 @@ func (e *election) carryOn(known acquaintance) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.name, e.away = e.identity, true
+	e.taken = takeover{Takeover: isthmus.Takeover{Pod: e.identity, Reason: isthmus.TakeoverResumed, Former: e.identity}, since: time.Now()}
 	e.transition = max(e.transition, known.Transition)
 	e.changed.set()
 	e.judgeLocked(time.Now())

@@ -64,6 +64,14 @@ func (e *PodEvents) Warn(ctx context.Context, reason, note string) error {
 	return e.tell(ctx, corev1.EventTypeWarning, reason, note)
 }
 
+// Note records something that is no problem, once.
+func (e *PodEvents) Note(ctx context.Context, reason, note string) error {
+	if e == nil {
+		return nil
+	}
+	return e.named(e.write(ctx, corev1.EventTypeNormal, reason, cut(note, maxNote), time.Now()))
+}
+
 // Mended records the end of the last problem; without one it does nothing.
 func (e *PodEvents) Mended(ctx context.Context, note string) error {
 	if e == nil {
@@ -96,6 +104,12 @@ func (e *PodEvents) tell(ctx context.Context, kind, reason, note string) error {
 		e.mu.Lock()
 		e.last = "" // try again
 		e.mu.Unlock()
+	}
+	return e.named(err)
+}
+
+func (e *PodEvents) named(err error) error {
+	if err != nil {
 		err = fmt.Errorf("event of Pod %s/%s: %w", e.about.Namespace, e.about.Name, err)
 	}
 	return err

@@ -66,10 +66,18 @@ func podEventsAreToldOnce(t *testing.T, s *apiServer) {
 	if got := strings.Join(list(), ", "); !strings.Contains(got, "NotApplied again") {
 		t.Fatalf("the same fault again: %v", got)
 	}
+	must(e.Mended(t.Context(), "all is there"))
+	before := len(list())
+	must(e.Note(t.Context(), "Active", "epoch 7"))
+	must(e.Mended(t.Context(), "all is there")) // a note is no fault
+	if got := list(); len(got) != before+1 || !slices.Contains(got, corev1.EventTypeNormal+" Active") {
+		t.Fatalf("a note: %v", got)
+	}
 	must(e.Warn(t.Context(), "NotApplied", strings.Repeat("ü", 5000)))
 	var nobody *PodEvents
 	must(nobody.Warn(t.Context(), "x", "y"))
 	must(nobody.Mended(t.Context(), "y"))
+	must(nobody.Note(t.Context(), "x", "y"))
 }
 
 // Components warn with each try, every second. What lasts is told again, or the API server forgets it.

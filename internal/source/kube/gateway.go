@@ -1,6 +1,7 @@
 package kube
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"log/slog"
@@ -285,7 +286,8 @@ func (g *Gateway) serve(ctx context.Context, e *election, serve func(context.Con
 		case active && !acts:
 			acts = true
 			close(begin)
-			g.metrics.takeovers.Inc()
+			m, _ := e.mandate()
+			g.metrics.takeovers.WithLabelValues(cmp.Or(m.Reason, "Unknown")).Inc()
 			g.keeper.changed.set()
 		case acts && !active:
 			if !e.holds() {

@@ -6,13 +6,14 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/metric"
 )
 
 // gatewayMetrics has the series of the gateway's Kubernetes side. A standby exports them, too.
 type gatewayMetrics struct {
 	g         *Gateway
-	takeovers prometheus.Counter
+	takeovers *prometheus.CounterVec
 	writes    *prometheus.CounterVec
 	refused   *prometheus.CounterVec
 	rotation  atomic.Pointer[rotationState] // written by the active replica in each round; nil: no round yet
@@ -29,7 +30,9 @@ var (
 	familySourceOK  = families.Gauge("gateway_source_ok", "1 if key and objects are valid, 0 if an older configuration stays in force or there is none yet.")
 	familyMemory    = families.Gauge("gateway_from_snapshot", "1 if this gateway runs with the snapshot in its state directory, because the API server does not answer.")
 	familyLeftOut   = families.Gauge("gateway_left_out_objects", "Objects that are ignored, in whole or in part, because they are invalid.", "kind")
-	familyTakeovers = families.Counter("gateway_takeovers_total", "How often this gateway became active.")
+	familyTakeovers = families.Counter("gateway_takeovers_total", "How often this gateway became active, by reason: Released (the former one ended in order), NotHeard (by the nodes that vote), Expired (its Lease), NoneActive, Resumed (after a restart), or Unknown.", "reason")
+	familyEpoch     = families.Gauge("gateway_epoch", "Epoch of the active gateway, as far as this one knows: each takeover has a higher one.")
+	familySince     = families.Gauge("gateway_active_since_timestamp_seconds", "When this gateway became active. A standby has no series.")
 	familyWrites    = families.Counter("gateway_api_writes_total", "Writes to the API server, by kind of object and by result.", "kind", "result")
 	familyStandbys  = families.Gauge("gateway_standbys", "Other gateways that answer the active one. Where nodes vote, isthmus_gateway_voters_heard shows whether they can take over. A standby, and a gateway without another Pod, has no series.")
 	familyVoters    = families.Gauge("gateway_voters", "Nodes that vote on which gateway is active; 0: the Lease decides.")
@@ -41,12 +44,16 @@ var (
 )
 
 func newGatewayMetrics(g *Gateway) *gatewayMetrics {
-	return &gatewayMetrics{
+	m := &gatewayMetrics{
 		g:         g,
-		takeovers: prometheus.NewCounter(familyTakeovers.Options()),
+		takeovers: prometheus.NewCounterVec(familyTakeovers.Options(), familyTakeovers.Labels),
 		writes:    prometheus.NewCounterVec(familyWrites.Options(), familyWrites.Labels),
 		refused:   prometheus.NewCounterVec(familyRefused.Options(), familyRefused.Labels),
 	}
+	for _, reason := range isthmus.TakeoverReasons { // a series that begins at 1 shows no increase
+		m.takeovers.WithLabelValues(reason)
+	}
+	return m
 }
 
 // Collector returns the metrics of this replica.
@@ -66,6 +73,10 @@ func (m *gatewayMetrics) Collect(out chan<- prometheus.Metric) {
 	if e != nil {
 		if n, others := e.standbys(time.Now()); active && others {
 			out <- familyStandbys.Sample(float64(n))
+		}
+		out <- familyEpoch.Sample(float64(e.lastTransition()))
+		if m, ok := e.mandate(); ok && !m.Since.IsZero() {
+			out <- familySince.Sample(float64(m.Since.UnixMilli()) / 1000)
 		}
 		if at := e.lastContact(); !at.IsZero() {
 			out <- familyContact.Sample(float64(at.UnixMilli()) / 1000)
