@@ -59,6 +59,7 @@ PodCIDR.
 		newPeerCommand(),
 		newUnpeerCommand(),
 		newRotateKeyCommand(),
+		newReleaseGatewayCommand(),
 		newStatusCommand(),
 		newDiagnoseCommand(),
 		newTraceCommand(),

@@ -1,6 +1,7 @@
-// Package peering joins two clusters and parts them, for `isthmus peer`, `unpeer`, `rotate-key` and
-// `uninstall`. It owns namespaces, rights, identities and Peerings; the managers do the rest. It
-// also rotates the key of a cluster, and reviews the networks that a peer claims.
+// Package peering joins two clusters and parts them, for `isthmus peer`, `unpeer`, `rotate-key`,
+// `release-gateway` and `uninstall`. It owns namespaces, rights, identities and Peerings; the
+// managers do the rest. It also rotates the key of a cluster, moves its active gateway, and reviews
+// the networks that a peer claims.
 //
 // Every operation can be repeated: a second run changes nothing, or repairs what is missing.
 package peering

@@ -79,6 +79,9 @@ func TestLifecycle(t *testing.T) {
 	}) {
 		return
 	}
+	t.Run("move", func(t *testing.T) {
+		w.lives(t, "gateway moved by hand", func() { today.section(t, "Move the gateway") })
+	})
 	// Nothing has been restored (test/fleet does that): everything is rolled at one moment, and peering again changes nothing.
 	t.Run("restart", func(t *testing.T) {
 		w.lives(t, "everything restarted", func() { today.section(t, "Restore") })

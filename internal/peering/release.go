@@ -1,0 +1,123 @@
+package peering
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	policyv1 "k8s.io/api/policy/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/cluster"
+	"github.com/isthmus-net/isthmus/internal/health"
+	"github.com/isthmus-net/isthmus/internal/safetext"
+)
+
+// ReleaseOptions of ReleaseGateway.
+type ReleaseOptions struct {
+	Timeout time.Duration
+	Report  func(string) // gets a line for each thing done
+}
+
+// ReleaseGateway moves the work of the active gateway to a standby, and returns when that is
+// active. It evicts the Pod of the active gateway, which hands over as in a drain or a rollout; the
+// Deployment makes another Pod, the next standby. Without a ready standby it changes nothing. The
+// eviction fails as well if the PodDisruptionBudget forbids it, for example because the standby
+// has just become unready.
+func ReleaseGateway(ctx context.Context, c *cluster.Cluster, o ReleaseOptions) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, o.Timeout, cluster.ErrNotReady)
+	defer cancel()
+	before, err := cluster.HolderOf(ctx, c, isthmus.LeaseGateway, true)
+	if err != nil {
+		return err
+	}
+	if before.Name == "" {
+		return fmt.Errorf("%s: no gateway is active: %s", c, before.Problem)
+	}
+	var pods corev1.PodList
+	if err := c.Client.List(ctx, &pods, client.InNamespace(c.Namespace)); err != nil {
+		return c.Explain("Pods in "+c.Namespace, err)
+	}
+	active, err := releasable(before.Name, pods.Items)
+	if err != nil {
+		return fmt.Errorf("%s: %w", c, err)
+	}
+	begin := time.Now()
+	eviction := &policyv1.Eviction{ObjectMeta: metav1.ObjectMeta{Namespace: active.Namespace, Name: active.Name},
+		DeleteOptions: &metav1.DeleteOptions{Preconditions: &metav1.Preconditions{UID: &active.UID}}}
+	switch err := c.Client.SubResource("eviction").Create(ctx, active, eviction); {
+	case apierrors.IsTooManyRequests(err):
+		return fmt.Errorf("%s: the gateway stays on Pod %s: %w", c, safetext.Of(active.Name), err)
+	case err != nil:
+		return c.Explain("eviction of Pod "+active.Name, err)
+	}
+	o.Report(fmt.Sprintf("Pod %s on node %s is evicted, and hands over", safetext.Of(active.Name), safetext.OrDash(active.Spec.NodeName)))
+	for {
+		now, err := cluster.HolderOf(ctx, c, isthmus.LeaseGateway, true)
+		switch {
+		case err == nil && now.Name != "" && now.Name != before.Name:
+			o.Report(fmt.Sprintf("Pod %s on node %s is active after %.1f s, epoch %d", safetext.Of(now.Name), nodeOf(now.Name, pods.Items), time.Since(begin).Seconds(), now.Epoch))
+			return nil
+		case err != nil && ctx.Err() == nil && !errors.Is(err, cluster.ErrUnreachable): // the API server may come back
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("%s: no other gateway is active yet: %w", c, context.Cause(ctx))
+		case <-time.After(cluster.PollInterval):
+		}
+	}
+}
+
+// releasable returns the Pod of the active gateway if another gateway is ready to take over.
+func releasable(active string, pods []corev1.Pod) (*corev1.Pod, error) {
+	gateways := health.Components{Pods: pods}.Gateways()
+	i := slices.IndexFunc(gateways, func(p *corev1.Pod) bool { return p.Name == active })
+	if i < 0 {
+		return nil, fmt.Errorf("the active gateway is %s, which is no Pod of the installation", safetext.Of(active))
+	}
+	if !gateways[i].DeletionTimestamp.IsZero() {
+		return nil, fmt.Errorf("the active gateway, Pod %s, is already being deleted", safetext.Of(active))
+	}
+	var others []string
+	for _, p := range gateways {
+		why := health.PodProblem(p)
+		switch {
+		case p.Name == active:
+		case why == "" && ready(p):
+			return gateways[i], nil
+		case why == "":
+			others = append(others, fmt.Sprintf("Pod %s is not ready", safetext.Of(p.Name)))
+		default:
+			others = append(others, fmt.Sprintf("Pod %s %s", safetext.Of(p.Name), why))
+		}
+	}
+	if len(others) == 0 {
+		others = []string{"there is no other gateway Pod"}
+	}
+	return nil, fmt.Errorf("the gateway stays on Pod %s, because no standby is ready: %s", safetext.Of(active), strings.Join(others, "; "))
+}
+
+// ready reports whether the kubelet has found a Pod ready.
+func ready(p *corev1.Pod) bool {
+	return slices.ContainsFunc(p.Status.Conditions, func(c corev1.PodCondition) bool {
+		return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
+	})
+}
+
+// nodeOf returns the node of a Pod, or a dash.
+func nodeOf(name string, pods []corev1.Pod) string {
+	for i := range pods {
+		if pods[i].Name == name {
+			return safetext.OrDash(pods[i].Spec.NodeName)
+		}
+	}
+	return "-"
+}
