@@ -12,6 +12,7 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -434,4 +435,73 @@ func TestVotersRemainWithoutTheirAnnotation(t *testing.T) {
 			t.Errorf("%s: the holder of the votes writes %v", tc.name, written)
 		}
 	}
+}
+
+// When votes are switched off, the Lease decides only after a majority of the nodes has stored that
+// they elect nobody. So a gateway that has missed it, and asks by the former list, gets no majority.
+func TestTheLeaseDecidesOnceNodesElectNobody(t *testing.T) {
+	nodes, private := make(map[string]netip.Addr), [32]byte{1}
+	at := func(last byte) netip.Addr { return netip.AddrFrom4([4]byte{127, 49, 0, last}) } // no other test uses these
+	ctx, stop := context.WithCancel(t.Context())
+	var running sync.WaitGroup
+	defer running.Wait()
+	defer stop()
+	for i, name := range []string{"a", "b", "c"} {
+		nodes[name] = at(byte(i + 1))
+		v := &voting.Voter{Node: name, Directory: t.TempDir(), Log: quiet}
+		v.Set(voting.KeyOf(private).Public().(ed25519.PublicKey))
+		v.At(nodes[name])
+		running.Go(func() { v.Run(ctx) })
+	}
+	candidate := func(pod string, last byte) *voting.Candidate {
+		c := voting.NewCandidate(pod, at(last), func() [32]byte { return private }, quiet)
+		c.SetNodes(nodes)
+		running.Go(func() { c.Run(ctx) })
+		return c
+	}
+	until := func(what string, is func() bool) {
+		t.Helper()
+		for begin := time.Now(); !is(); time.Sleep(10 * time.Millisecond) {
+			if time.Since(begin) > 30*time.Second {
+				t.Fatalf("%s: not within 30 s", what)
+			}
+		}
+	}
+
+	w := &world{t: t, rng: rand.New(rand.NewPCG(1, 2)), now: links{api: [2]bool{true, true}}, calm: true}
+	for i := range w.gw {
+		w.gw[i] = &simGateway{w: w, i: i}
+	}
+	e := electionWith(&simLeases{g: w.gw[0]}, "me", func() string { return "" }, quiet)
+	e.votes = &ballot{Candidate: candidate("me", 101), wanted: true, key: func() {}, agents: func() *map[string]bool { return nil }}
+	e.stand(true)
+	until("nodes vote", func() bool {
+		e.step(ctx)
+		e.judge(time.Now())
+		return e.byVotes()
+	})
+	former := e.newestList()
+	e.votes.wanted = false
+	until("the Lease decides", func() bool {
+		e.step(ctx)
+		e.judge(time.Now())
+		return !e.byVotes()
+	})
+	if !e.active() {
+		t.Error("the gateway that switches is no longer active")
+	}
+	if l := listOf(w.old); l.Version <= former.Version || len(l.Voters) > 0 {
+		t.Errorf("after the list %v the Lease has %v", former, l)
+	}
+
+	late := candidate("late", 102)
+	late.Learn(former, false)
+	late.Allow(true, false, true)
+	until("the gateway that has missed it claims votes", func() bool { return late.View().Epoch != 0 })
+	until("its claim ends", func() bool {
+		if late.Gate.Open() {
+			t.Fatal("nodes have elected it, while the Lease names another one")
+		}
+		return late.View().Epoch == 0
+	})
 }
