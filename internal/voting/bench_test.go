@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/netip"
 	"testing"
+	"time"
 
 	"golang.org/x/time/rate"
 
@@ -42,17 +43,22 @@ func BenchmarkBeatAtRest(b *testing.B) {
 		c.Allow(i == 0, i == 0, true)
 		gateways = append(gateways, c)
 	}
+	var voting time.Duration // what the voters used
 	beat := func() (datagrams, octets int) {
 		for _, c := range gateways {
 			at := &net.UDPAddr{IP: c.Addr.AsSlice(), Port: 1}
 			for _, m := range c.messages(clock(), key) {
 				datagrams, octets = datagrams+1, octets+len(m.text)
-				voters[m.to].receive(m.text, at, func(text []byte, _ net.Addr) {
+				var answers [][]byte
+				began := cputime.Used(b)
+				voters[m.to].receive(m.text, at, func(text []byte, _ net.Addr) { answers = append(answers, text) })
+				voting += cputime.Used(b) - began
+				for _, text := range answers {
 					datagrams, octets = datagrams+1, octets+len(text)
 					if a, ok := openAnswer(text); ok {
 						c.receive(a, &net.UDPAddr{IP: m.to.AsSlice(), Port: Port})
 					}
-				})
+				}
 			}
 		}
 		return datagrams, octets
@@ -64,6 +70,7 @@ func BenchmarkBeatAtRest(b *testing.B) {
 		b.Fatalf("mandates: %+v, %+v", gateways[0].View(), gateways[1].View())
 	}
 	datagrams, octets, began := 0, 0, cputime.Used(b)
+	voting = 0
 	for b.Loop() {
 		n, size := beat()
 		datagrams, octets = datagrams+n, octets+size
@@ -72,4 +79,5 @@ func BenchmarkBeatAtRest(b *testing.B) {
 	b.ReportMetric(float64(datagrams)/perSecond, "datagrams/s")
 	b.ReportMetric(float64(octets)/perSecond, "octets/s")
 	b.ReportMetric((cputime.Used(b)-began).Seconds()*100/perSecond, "%CPU")
+	b.ReportMetric(voting.Seconds()*100/perSecond/float64(len(list.Voters)), "%CPU/voter")
 }
