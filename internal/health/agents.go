@@ -102,7 +102,7 @@ func Severity(p isthmus.NodeProblem) int {
 type Agents struct {
 	Nodes     int      // ready nodes that take an agent
 	lacking   int      // those of them without a working agent
-	Unreached int      // those of them that do not reach the gateway through the overlay
+	Unreached int      // those of them whose agent runs, and may lack only the gateway
 	Missing   []string // the nodes that lacking and Unreached count, and why
 	Unready   []string // nodes, and why
 	unwanted  []string // nodes without an agent on which the DaemonSet wants none
@@ -181,7 +181,6 @@ func AgentsOf(nodes []corev1.Node, found Components, sets []appsv1.DaemonSet) (a
 			a.Nodes++
 			problem := found.problem(p)
 			if o := found.Broken[n.Name]; o != nil {
-				a.Unreached++
 				says := "reports that it reaches the gateway at %s over the underlay, but not over the overlay (noticed at %s); allow UDP %d between nodes"
 				if o.Back {
 					says = "reports that its packets reach the gateway at %s over the overlay, but none comes back (noticed at %s); allow UDP %d between nodes, in both directions"
@@ -189,6 +188,9 @@ func AgentsOf(nodes []corev1.Node, found Components, sets []appsv1.DaemonSet) (a
 				problem = strings.TrimPrefix(problem+", and ", ", and ") + fmt.Sprintf(says, safetext.Of(o.Gateway), safetext.Of(o.Since), kernel.OverlayPort)
 			}
 			if problem != "" {
+				if stopped(p) == "" && !ended(p) {
+					a.Unreached++
+				}
 				a.Missing = append(a.Missing, fmt.Sprintf("Node %s: Pod %s %s", name, safetext.Of(p.Name), problem))
 			}
 		}

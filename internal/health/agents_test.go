@@ -6,6 +6,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
@@ -90,6 +91,38 @@ func TestAnAgentIsMissedOnEveryNodeThatHasNoneAtWork(t *testing.T) {
 		}
 		if got := AgentsOf(tc.nodes, found, tc.sets); !reflect.DeepEqual(got, tc.want) {
 			t.Errorf("%s:\n%+v; want\n%+v", tc.name, got, tc.want)
+		}
+	}
+}
+
+// Agents find out seconds later that a new gateway is there, and their kubelets after them.
+func TestRunningAgentsAreNotBlamedWhileTheGatewayIsNew(t *testing.T) {
+	now := time.Date(2026, 11, 29, 12, 0, 0, 0, time.UTC)
+	agent := func(state corev1.ContainerState) corev1.Pod {
+		return corev1.Pod{Spec: corev1.PodSpec{NodeName: "n1", ServiceAccountName: deploy.RouteAgentServiceAccount}, Status: corev1.PodStatus{Phase: corev1.PodRunning,
+			Conditions: []corev1.PodCondition{{Type: corev1.PodReady, Status: corev1.ConditionFalse}}, ContainerStatuses: []corev1.ContainerStatus{{State: state}}}}
+	}
+	running := corev1.ContainerState{Running: &corev1.ContainerStateRunning{}}
+	killed := corev1.ContainerState{Terminated: &corev1.ContainerStateTerminated{}}
+	crashes := corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{Reason: "CrashLoopBackOff"}}
+	for _, tc := range []struct {
+		name    string
+		agent   corev1.ContainerState
+		gateway HopState
+		age     time.Duration // of the gateway
+		want    HopState
+	}{
+		{"no gateway", running, Broken, time.Hour, Waits},
+		{"a new gateway", running, Works, AgentsLag - 1, Unknown},
+		{"an old gateway", running, Works, AgentsLag, Broken},
+		{"a killed agent beside a new gateway", killed, Works, 0, Broken},
+		{"a crashing agent without a gateway", crashes, Broken, 0, Broken},
+	} {
+		found := Components{Pods: []corev1.Pod{agent(tc.agent)}}
+		hops := AgentHops("a", "", found, AgentsOf([]corev1.Node{{ObjectMeta: metav1.ObjectMeta{Name: "n1"}}}, found, nil))
+		FollowGateway(hops, &Hop{Name: HopGateway, State: tc.gateway, Since: &metav1.Time{Time: now.Add(-tc.age)}}, now)
+		if h := hops[0]; h.State != tc.want || tc.want == Unknown && !strings.HasPrefix(h.Text, "a gateway has been active only since 2026-11-29T11:59:40Z") {
+			t.Errorf("%s: %s: %s; want %s", tc.name, h.State, h.Text, tc.want)
 		}
 	}
 }

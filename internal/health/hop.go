@@ -7,7 +7,9 @@
 package health
 
 import (
+	"fmt"
 	"slices"
+	"time"
 
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -43,8 +45,8 @@ type Hop struct {
 	Source string       `json:"source"`
 	Since  *metav1.Time `json:"since,omitempty"`
 
-	// FollowsGateway: only the path to the gateway is broken, as it always is without an active
-	// gateway.
+	// FollowsGateway: only the path to the gateway is broken, or only running agents are not ready,
+	// as they are without an active gateway.
 	FollowsGateway bool `json:"-"`
 }
 
@@ -53,11 +55,18 @@ func NoneAtWork(h *Hop) bool {
 	return h.Name == HopGateway && (h.State == Broken || h.State == Waits) && !slices.Contains([]string{reasonSeveralActive, reasonNoneMarked, reasonServices}, h.Reason)
 }
 
-// WithoutGateway turns hops that are broken only for want of an active gateway into waiting ones.
-func WithoutGateway(hops []Hop) {
+// FollowGateway excuses hops that may be broken only for want of an active gateway. They wait for
+// one, or are unknown while agents may not have noticed a new one.
+func FollowGateway(hops []Hop, gateway *Hop, now time.Time) {
 	for i := range hops {
-		if h := &hops[i]; h.FollowsGateway && h.State == Broken {
+		switch h := &hops[i]; {
+		case !h.FollowsGateway || h.State != Broken:
+		case NoneAtWork(gateway):
 			h.State, h.Text = Waits, "no gateway is active that could be reached"
+		case gateway.State == Works && gateway.Since != nil && now.Sub(gateway.Since.Time) < AgentsLag:
+			h.State = Unknown
+			h.Text = fmt.Sprintf("a gateway has been active only since %s, and route agents may not have noticed yet that they reach it; last known: %s",
+				gateway.Since.UTC().Format(time.RFC3339), h.Text)
 		}
 	}
 }
@@ -108,7 +117,7 @@ func Heed(own []Hop, p *isthmus.Peering) {
 		if h := &own[i]; h.Name == HopGateway && h.State == Works {
 			h.State, h.Reason, h.Text, h.Since = Broken, safetext.Of(c.Reason), safetext.Cut(c.Message, safetext.Message), &c.LastTransitionTime
 			h.Source = "condition Connected of Peering " + p.Name
-			WithoutGateway(own)
+			FollowGateway(own, h, time.Time{})
 		}
 	}
 }

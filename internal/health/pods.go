@@ -78,7 +78,8 @@ func LastWarnings(warnings, over []corev1.Event, pods []corev1.Pod, now time.Tim
 	return said
 }
 
-// AgentsLag is how long an agent may take to notice that packets come back to its node again.
+// AgentsLag is how long an agent may take to notice that packets come back to its node again, or
+// that a gateway is active again.
 const AgentsLag = 20 * time.Second
 
 // ConnectedBefore reports whether the tunnel of a Peering is up, and was before a time.
@@ -276,6 +277,19 @@ var Accounts = map[string]string{
 // PodProblem returns why a Pod does not work; empty: it does. A running Pod without further status
 // counts as working.
 func PodProblem(p *corev1.Pod) string {
+	if why := stopped(p); why != "" {
+		return why
+	}
+	for _, c := range p.Status.Conditions {
+		if c.Type == corev1.PodReady && c.Status != corev1.ConditionTrue {
+			return "is not ready: " + safetext.Of(cmp.Or(c.Message, c.Reason))
+		}
+	}
+	return ""
+}
+
+// stopped returns why a Pod does not run; empty: it does, although it may not be ready.
+func stopped(p *corev1.Pod) string {
 	if !p.DeletionTimestamp.IsZero() {
 		return "is being deleted"
 	}
@@ -293,11 +307,6 @@ func PodProblem(p *corev1.Pod) string {
 				why += ": " + safetext.Cut(w.Message, safetext.Message)
 			}
 			return why
-		}
-	}
-	for _, c := range p.Status.Conditions {
-		if c.Type == corev1.PodReady && c.Status != corev1.ConditionTrue {
-			return "is not ready: " + safetext.Of(cmp.Or(c.Message, c.Reason))
 		}
 	}
 	return ""

@@ -67,9 +67,8 @@ func clusterHops(ctx context.Context, c *cluster.Cluster) (hops []health.Hop, ma
 	if err != nil {
 		return nil, manager, gateway, err
 	}
-	if hops = append(hops, nodes...); health.NoneAtWork(&hops[1]) {
-		health.WithoutGateway(hops)
-	}
+	hops = append(hops, nodes...)
+	health.FollowGateway(hops, &hops[1], now)
 	if clocks, differ := clockHop(ctx, c, manager, gateway); differ {
 		hops = append(hops, clocks)
 	}

@@ -21,7 +21,7 @@ import (
 
 // NodeHop checks the part of a path between a Pod's node and the gateway: the rules and the overlay
 // of that node's route agent. An empty node means that no Pod is known. If only the path to the
-// gateway is broken and no gateway is active, the hop waits.
+// gateway is broken, the hop waits while no gateway is active, and is unknown while one is new.
 func NodeHop(ctx context.Context, c *cluster.Cluster, node string) (health.Hop, error) {
 	hop := health.Hop{Cluster: c.String(), Name: "node", State: health.Works, Source: "Nodes, Pods in " + c.Namespace}
 	if node == "" {
@@ -56,9 +56,7 @@ func NodeHop(ctx context.Context, c *cluster.Cluster, node string) (health.Hop, 
 		return hop, err
 	}
 	way := []health.Hop{hop}
-	if health.NoneAtWork(&gateway) {
-		health.WithoutGateway(way)
-	}
+	health.FollowGateway(way, &gateway, now)
 	return way[0], nil
 }
 

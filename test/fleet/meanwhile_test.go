@@ -37,7 +37,7 @@ var watched = []struct {
 	{fault: "the active gateway stands still (SIGSTOP), and another takes over", may: []string{"a/tunnel ProbeUnanswered", "b/tunnel ProbeUnanswered", "b/tunnel PeerSilent", "a/gateway GatewaySilent"}},
 	{fault: "the tenant namespace of the peering was deleted"},
 	{fault: "the peer's tenant namespace was deleted"},
-	{fault: "the gateways' Deployment was scaled to 0", may: []string{"a/route agents"}}, // not Ready until they hear the gateway again
+	{fault: "the gateways' Deployment was scaled to 0"},
 	{fault: "the standby's Pod is Pending"},
 	{fault: "the standby's image cannot be pulled"},
 	{fault: "the state directory of a route agent is read-only, and it starts again"},
