@@ -14,6 +14,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/util/duration"
 	"k8s.io/client-go/tools/clientcmd"
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 
@@ -272,3 +273,13 @@ func readToken(token string) (serviceToken, bool) {
 // renewal returns the time when a tenth of the token's life is over. A cluster that is switched off
 // then has nine tenths left to return, for any life that the API server grants.
 func (t serviceToken) renewal() time.Time { return t.issued.Add(t.expires.Sub(t.issued) / 10) }
+
+// expired describes a token that has expired. Where the API server caps the life of tokens, one
+// that was off over a weekend cannot renew its own in time.
+func (t serviceToken) expired() string {
+	text := "the token expired " + t.expires.Format(time.RFC3339)
+	if life := t.expires.Sub(t.issued); life < tokenLife {
+		text += fmt.Sprintf(": the peer's API server limits tokens to %s, and this manager did not reach it in that time to renew it", duration.HumanDuration(life))
+	}
+	return text
+}

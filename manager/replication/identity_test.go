@@ -154,6 +154,19 @@ func TestReadToken(t *testing.T) {
 	}
 }
 
+// Large clouds cap tokens at a day or two; others grant what was requested.
+func TestOnlyACappedTokenExpiresByItsCap(t *testing.T) {
+	issued := time.Date(2026, 11, 27, 18, 0, 0, 0, time.UTC)
+	for life, want := range map[time.Duration]string{
+		24 * time.Hour: "the token expired 2026-11-28T18:00:00Z: the peer's API server limits tokens to 24h, and this manager did not reach it in that time to renew it",
+		tokenLife:      "the token expired 2027-02-25T18:00:00Z",
+	} {
+		if got := (serviceToken{issued: issued, expires: issued.Add(life)}).expired(); got != want {
+			t.Errorf("%v: %q, want %q", life, got, want)
+		}
+	}
+}
+
 func TestWithTokenKeepsTheRest(t *testing.T) {
 	before, err := clientcmd.Load(kubeconfig("https://b", []byte("ca"), &clientcmdapi.AuthInfo{Token: "old"}))
 	if err != nil {

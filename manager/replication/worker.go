@@ -219,7 +219,7 @@ func (w *worker) blame(err error) {
 		w.accepted()
 		w.state.Published = c
 	case c.Reason == isthmus.ReasonUnauthorized && w.renewal.token.expires.Before(w.r.opts.Now()) && !w.renewal.token.expires.IsZero():
-		c.Message += "; the token expired " + w.renewal.token.expires.Format(time.RFC3339)
+		c.Message += "; " + w.renewal.token.expired()
 		fallthrough
 	default:
 		w.state.Identity, w.state.Published = c, Condition{}

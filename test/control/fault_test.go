@@ -2,6 +2,9 @@ package control
 
 import (
 	"context"
+	"encoding/base64"
+	"encoding/json"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -13,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/equality"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
@@ -23,8 +27,10 @@ import (
 // that leaves, and at last an API server that never comes back.
 func TestFaults(t *testing.T) {
 	t.Parallel()
-	sites := newSites(t, "10.244.0.0/16", "10.244.0.0/18")
+	sites := planSites(t, "10.244.0.0/16", "10.244.0.0/18")
 	a, b := sites[0], sites[1]
+	b.apiArgs = []string{"--service-account-max-token-expiration=1h"} // see testCapped
+	startSites(t, sites)
 	a.startManager()
 	b.startManager()
 	peer(t, a, b)
@@ -36,6 +42,7 @@ func TestFaults(t *testing.T) {
 	}{
 		{"objects edited by hand are put right", testEdits},
 		{"an identity that is revoked is renewed by the same command", testRevoked},
+		{"the peer caps tokens, and this cluster slept longer", testCapped},
 		{"the peer leaves and comes back", func(t *testing.T, a, b *site) { testOneLeaves(t, a, b); testOneLeaves(t, b, a) }},
 		{"the peer leaves by the command line", testOneLeavesByCommand},
 		{"the peer is gone for ever", testGone},
@@ -224,6 +231,46 @@ func testRevoked(t *testing.T, a, b *site) {
 	}
 	peer(t, a, b)
 	a.publish("203.0.113.1", b)
+	agreed(t, a, b)
+}
+
+// testCapped has a's token at b expire, whose API server grants an hour instead of 90 days.
+func testCapped(t *testing.T, a, b *site) {
+	secret := &corev1.Secret{}
+	key := types.NamespacedName{Namespace: a.tenant(b), Name: a.peering(b).Spec.IdentitySecretName}
+	var life time.Duration
+	if err := a.edit(secret, key, false, func(client.Object) {
+		config, err := clientcmd.Load(secret.Data[isthmus.SecretKubeconfig])
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, user := range config.AuthInfos {
+			var claims struct{ Iat, Exp int64 }
+			payload, err := base64.RawURLEncoding.DecodeString(strings.Split(user.Token, ".")[1])
+			if err = errors.Join(err, json.Unmarshal(payload, &claims)); err != nil {
+				t.Fatal(err)
+			}
+			life = time.Duration(claims.Exp-claims.Iat) * time.Second
+			if user.Token, err = b.server.DatedToken(user.Token, claims.Iat-2*int64(life.Seconds()), claims.Exp-2*int64(life.Seconds())); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if secret.Data[isthmus.SecretKubeconfig], err = clientcmd.Write(*config); err != nil {
+			t.Fatal(err)
+		}
+	}); err != nil {
+		t.Fatal(err)
+	}
+	if life != time.Hour {
+		t.Errorf("b granted a token for %v", life)
+	}
+	c := a.condition(b, isthmus.ConditionIdentity, metav1.ConditionFalse, isthmus.ReasonUnauthorized)
+	for _, part := range []string{"isthmus peer", "the peer's API server limits tokens to 60m,"} {
+		if !strings.Contains(c.Message, part) {
+			t.Errorf("%q is missing in %q", part, c.Message)
+		}
+	}
+	peer(t, a, b)
 	agreed(t, a, b)
 }
 
