@@ -6,8 +6,11 @@ import (
 	"crypto/rand"
 	"encoding/base64"
 	"fmt"
+	"maps"
 	"net/netip"
+	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -187,6 +190,7 @@ func TestGatewayFaults(t *testing.T) {
 		hosts.Need(t, "nft")
 		was := active(t, a)
 		during := startTraffic(t, a, b)
+		reasons := reasonsOfTunnels(t, a, b)
 		heal := cut(t, a, a.Nodes[was])
 		filter(t, a.GatewayHost(was), "add chain ip fault on { type filter hook output priority 0; }; add rule ip fault on udp dport 5870 drop")
 		begin := time.Now()
@@ -220,6 +224,11 @@ func TestGatewayFaults(t *testing.T) {
 		took, err := firstPing(ctx, from.Host, func() (netip.Addr, error) { return a.Seen(ctx, b, to.Addr) })
 		must(t, err)
 		t.Logf("%s -> %s answers %.2f s later", from, to, took.Seconds())
+		for _, reason := range reasons() {
+			if !slices.Contains(unansweredReasons, reason) {
+				t.Errorf("a tunnel's reason was %s", reason)
+			}
+		}
 		time.Sleep(time.Second)
 		during.end(t)
 		podsToPods(t, a, b)
@@ -334,4 +343,33 @@ func cut(t *testing.T, c *fleet.Cluster, n *lab.Node) (heal func()) {
 	}
 	t.Cleanup(heal)
 	return heal
+}
+
+// unansweredReasons are reasons of a tunnel that blame neither networks nor keys.
+var unansweredReasons = []string{v1alpha1.CauseConnected, v1alpha1.CauseConnecting, v1alpha1.CauseProbeUnanswered, v1alpha1.CauseAnswersLost, v1alpha1.CausePeerSilent, peerings.ReasonGatewaySilent}
+
+// reasonsOfTunnels notes the reasons of the condition Connected on both sides, until end returns them.
+func reasonsOfTunnels(t *testing.T, a, b *fleet.Cluster) (end func() []string) {
+	ctx, stop := context.WithCancel(t.Context())
+	all := map[string]bool{}
+	var group sync.WaitGroup
+	group.Go(func() {
+		for tick := time.NewTicker(200 * time.Millisecond); ctx.Err() == nil; <-tick.C {
+			for _, side := range [][2]*fleet.Cluster{{a, b}, {b, a}} {
+				p, err := side[0].Peering(ctx, side[1])
+				if err != nil {
+					continue // the end interrupts it
+				}
+				if c := meta.FindStatusCondition(p.Status.Conditions, peerings.ConditionConnected); c != nil {
+					all[c.Reason] = true
+				}
+			}
+		}
+	})
+	return func() []string {
+		stop()
+		group.Wait()
+		t.Logf("reasons of the tunnels: %v", slices.Sorted(maps.Keys(all)))
+		return slices.Sorted(maps.Keys(all))
+	}
 }
