@@ -11,6 +11,7 @@ import (
 	"net/url"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -68,10 +69,25 @@ func TestTrafficComesBackAfterEachFault(t *testing.T) {
 			t.Errorf("%d connections broken by what is planned", report.Broken)
 		}
 	}
-	for _, fault := range []struct {
-		name string
-		do   fault
-	}{
+	for _, fault := range faultsOf(t, w) {
+		for _, c := range w.set.Clusters {
+			t.Run(fault.name+", "+c.Name, func(t *testing.T) { row(t, fault.name, c, fault.do) })
+		}
+	}
+	t.Log(page.String())
+	if *update && !t.Failed() {
+		must(t, os.WriteFile("../../docs/faults.md", []byte(page.String()), 0o644))
+	}
+}
+
+// A namedFault is a row of docs/faults.md for each cluster.
+type namedFault struct {
+	name string
+	do   fault
+}
+
+func faultsOf(t *testing.T, w *world) []namedFault {
+	return []namedFault{
 		{"nothing, for comparison", func(context.Context, *kubenodes.Cluster) error { return nil }},
 		{"active gateway Pod deleted", deleteActive},
 		{"active gateway killed by SIGKILL", killActive},
@@ -141,14 +157,28 @@ func TestTrafficComesBackAfterEachFault(t *testing.T) {
 			return whileDeaf(20*time.Second, func(*kubenodes.Node) []netip.Addr { return []netip.Addr{c.Control.Addr} })(ctx, c)
 		}},
 		{"node of the active gateway crashes, and boots", crashActive},
-	} {
-		for _, c := range w.set.Clusters {
-			t.Run(fault.name+", "+c.Name, func(t *testing.T) { row(t, fault.name, c, fault.do) })
+	}
+}
+
+// unmeasured are faults that a run with -update has yet to add to docs/faults.md.
+var unmeasured = []string{"node of the active gateway hears no API server for 20 s"}
+
+func TestThePageHasTheFaultsOfTheTest(t *testing.T) {
+	page, err := os.ReadFile("../../docs/faults.md")
+	must(t, err)
+	var has, want []string
+	for line := range strings.Lines(string(page)) {
+		if cells := strings.Split(line, " | "); strings.HasPrefix(line, "| ") && len(cells) > 2 {
+			has = append(has, strings.TrimPrefix(cells[0], "| ")+", "+cells[1])
 		}
 	}
-	t.Log(page.String())
-	if *update && !t.Failed() {
-		must(t, os.WriteFile("../../docs/faults.md", []byte(page.String()), 0o644))
+	for _, f := range faultsOf(t, nil) {
+		if !slices.Contains(unmeasured, f.name) {
+			want = append(want, f.name+", iptables", f.name+", nftables")
+		}
+	}
+	if has = has[min(1, len(has)):]; !slices.Equal(has, want) { // after the head
+		t.Errorf("docs/faults.md has the rows\n%s\nwant\n%s", strings.Join(has, "\n"), strings.Join(want, "\n"))
 	}
 }
 

@@ -2,6 +2,7 @@ package nodes
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"maps"
 	"os"
@@ -10,6 +11,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -20,6 +22,7 @@ import (
 	"k8s.io/client-go/metadata"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/isthmus-net/isthmus/internal/health"
 	"github.com/isthmus-net/isthmus/internal/kubenodes"
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
@@ -99,6 +102,13 @@ for component in daemonset/isthmus-route-agent deployment/isthmus-manager deploy
 	})
 	today.section(t, "Install")
 	w.meet(t)
+	t.Run("namespace deleted, and installed again", func(t *testing.T) {
+		today.run(t, "kubectl --context oslo delete namespace isthmus-system --timeout=5m")
+		today.run(t, lineWith(t, chapter(t, "lifecycle.md", "Install"), "isthmus install --context oslo "))
+		w.meet(t)
+		during(t, w, func() {}) // packets pass
+		w.noPlaintext(t)
+	})
 	w.part(t)
 	t.Run("order went wrong", func(t *testing.T) {
 		today.section(t, "When the order went wrong")
@@ -232,7 +242,40 @@ func (w *world) upgrade(t *testing.T, sh *shell) {
 			sh.run(t, fmt.Sprintf("kubectl --context oslo -n isthmus-system set image %s %s=%s", kind, container, newImage))
 		})
 	}
-	w.lives(t, "upgrade of both", func() { sh.section(t, "Upgrade") })
+	w.lives(t, "upgrade of both", func() { w.managersStay(t, sh, func() { sh.section(t, "Upgrade") }) })
+}
+
+// managersStay wants `isthmus diagnose` to call no manager broken, whenever it is asked while do runs.
+func (w *world) managersStay(t *testing.T, sh *shell, do func()) {
+	t.Helper()
+	ctx, stop := context.WithCancel(t.Context())
+	asked, blamed := 0, []string{}
+	var group sync.WaitGroup
+	defer func() {
+		stop()
+		group.Wait()
+		if t.Logf("diagnose was asked %d times", asked); asked == 0 || len(blamed) > 0 {
+			t.Errorf("diagnose, asked %d times, blamed managers: %q", asked, blamed)
+		}
+	}()
+	group.Go(func() {
+		for ctx.Err() == nil {
+			out, _ := w.set.Command(ctx, sh.program, "diagnose", "--context", w.a.Name, "--remote-context", w.b.Name, "-o", "json").Output() // 1: something is broken
+			var d struct {
+				Hops []struct{ Cluster, Hop, State, Text string }
+			}
+			if json.Unmarshal(out, &d) != nil {
+				continue // the end interrupted it
+			}
+			asked++
+			for _, h := range d.Hops {
+				if h.Hop == health.HopManager && h.State == string(health.Broken) {
+					blamed = append(blamed, h.Cluster+": "+h.Text)
+				}
+			}
+		}
+	})
+	do()
 }
 
 // A shell runs commands of the documentation.
@@ -277,6 +320,18 @@ func chapter(t *testing.T, page, name string) string {
 		t.Fatalf("docs/%s has no commands for %s", page, name)
 	}
 	return lines.String()
+}
+
+// lineWith is the one line of a chapter that begins so.
+func lineWith(t *testing.T, lines, begin string) string {
+	t.Helper()
+	for line := range strings.Lines(lines) {
+		if strings.HasPrefix(line, begin) {
+			return line
+		}
+	}
+	t.Fatalf("no line begins with %q:\n%s", begin, lines)
+	return ""
 }
 
 // A state is what a cluster has: its objects, and the networks of its nodes.
