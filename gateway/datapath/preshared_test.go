@@ -254,18 +254,40 @@ func TestASessionWithAPresharedKeySaysSo(t *testing.T) {
 
 // A quantum attacker records everything between two sides and computes all X25519 private keys. That opens every
 // message of a session without a preshared key, and none of one with it. Which of them it is, the status of the
-// gateway says.
+// gateway says. TestPresharedKeys in test/fleet does the same to a peering.
 func TestAQuantumAttackerOpensNothingThatHasAPresharedKey(t *testing.T) {
-	for _, psk := range [][32]byte{{}, {7, 1, 2}} {
+	for _, agreed := range []bool{false, true} {
 		for _, changing := range []bool{false, true} {
-			t.Run(fmt.Sprintf("preshared key %v, changing %v", psk != [32]byte{}, changing), func(t *testing.T) {
-				synctest.Test(t, func(t *testing.T) { recorded(t, psk, changing) })
+			t.Run(fmt.Sprintf("preshared key %v, changing %v", agreed, changing), func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) { recorded(t, agreed, changing) })
 			})
 		}
 	}
 }
 
-func recorded(t *testing.T, psk [32]byte, changing bool) {
+// agreedUpon is the key that an exchange of two sides leads to.
+func agreedUpon(t *testing.T, keys ...[32]byte) [32]byte {
+	t.Helper()
+	var ids [2]postquantum.Identity
+	var states [2]postquantum.State
+	for i, key := range keys {
+		ids[i] = postquantum.Identity{ClusterID: fmt.Sprint(i), Keys: [][32]byte{key}}
+	}
+	for i := range 4 {
+		me, other := i%2, 1-i%2
+		next, _, err := states[me].Step(ids[me], ids[other], states[other].Words(), states[me].Words())
+		if err != nil {
+			t.Fatal(err)
+		}
+		states[me] = next
+	}
+	if key := states[0].Use; key != states[1].Use || key == (postquantum.Key{}) {
+		t.Fatal("the two sides have not agreed on a key")
+	}
+	return states[0].Use.Secret
+}
+
+func recorded(t *testing.T, agreed, changing bool) {
 	p := newPair(t, orderedKeys(true))
 	a := p.ends[0]
 	_ = p.ends[1].Close()
@@ -275,6 +297,10 @@ func recorded(t *testing.T, psk [32]byte, changing bool) {
 	}
 	far, there := noise.NewKey(), p.stranger(t, "192.0.2.7")
 	public := [32]byte(far.PublicKey().Bytes())
+	var psk [32]byte
+	if agreed {
+		psk = agreedUpon(t, a.key.public, public)
+	}
 	a.setPeers(t, datapath.Peer{
 		State: a.engine.Peers()[0], Key: public, Endpoint: netip.MustParseAddrPort("192.0.2.7:9999"),
 		Preshared: datapath.PresharedKeys{Key: psk, Changing: changing},
@@ -327,7 +353,7 @@ func recorded(t *testing.T, psk [32]byte, changing bool) {
 	if safe {
 		want = 0
 	}
-	if safe != (psk != [32]byte{}) || opened != want || certain == safe {
+	if safe != agreed || opened != want || certain == safe {
 		t.Errorf("the attacker opens %d of %d messages, certain %v; the session is said to have a preshared key: %v", opened, len(capture), certain, safe)
 	}
 }
