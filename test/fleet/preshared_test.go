@@ -224,7 +224,7 @@ func states(t *testing.T, c *fleet.Cluster) map[string]postquantum.State {
 	return all
 }
 
-// noKeyIsShown searches logs, objects and what isthmus prints for what is secret, also in rings of before.
+// noKeyIsShown searches what clusters show for what is secret, also in rings of before.
 func noKeyIsShown(t *testing.T, f *fleet.Fleet, former ...keyring.Ring) {
 	t.Helper()
 	var private [][32]byte
@@ -235,21 +235,7 @@ func noKeyIsShown(t *testing.T, f *fleet.Fleet, former ...keyring.Ring) {
 		private = append(private, ring.Private, ring.Next, ring.Gateways)
 	}
 	for _, c := range f.Clusters {
-		texts := map[string]string{}
-		for _, name := range c.Components() {
-			text, err := os.ReadFile(c.Log(name))
-			must(t, err)
-			texts["log of "+name] = string(text)
-		}
-		for _, list := range []client.ObjectList{&peerings.PeeringList{}, &v1alpha1.NetworkConfigList{}, &v1alpha1.TunnelEndpointList{}, &eventsv1.EventList{}, &corev1.ConfigMapList{}} {
-			must(t, c.Client.List(t.Context(), list))
-			text, err := json.Marshal(list)
-			must(t, err)
-			texts[fmt.Sprintf("%T", list)] = string(text)
-		}
-		for _, args := range [][]string{{"status", "-o", "json"}, {"diagnose"}} {
-			texts[strings.Join(args, " ")], _ = f.Isthmus(t.Context(), append(args, "--context", c.Name)...)
-		}
+		texts := shownBy(t, f, c)
 		secrets := 0
 		for _, s := range states(t, c) {
 			for _, secret := range s.Secrets() {
@@ -279,4 +265,38 @@ func noKeyIsShown(t *testing.T, f *fleet.Fleet, former ...keyring.Ring) {
 			t.Errorf("cluster %s has no preshared key", c)
 		}
 	}
+}
+
+// shownBy is what a cluster shows: logs, objects, HTTP pages, and what isthmus prints.
+func shownBy(t *testing.T, f *fleet.Fleet, c *fleet.Cluster) map[string]string {
+	t.Helper()
+	texts := map[string]string{}
+	for _, name := range c.Components() {
+		text, err := os.ReadFile(c.Log(name))
+		must(t, err)
+		texts["log of "+name] = string(text)
+		if c.Running(name) {
+			texts["metrics of "+name], err = c.Scrape(t.Context(), name)
+			must(t, err)
+		}
+	}
+	page := func(what string, h *lab.Host, url string) {
+		text, err := h.Get(t.Context(), url)
+		must(t, err)
+		texts[what] = text
+	}
+	page("status of the active gateway", c.GatewayHost(active(t, c)), "http://127.0.0.1:5873/status?flows=100")
+	for i, n := range c.Nodes {
+		page("status of "+fleet.Agent(i), n.Host, "http://127.0.0.1:5875/status")
+	}
+	for _, list := range []client.ObjectList{&peerings.PeeringList{}, &v1alpha1.NetworkConfigList{}, &v1alpha1.TunnelEndpointList{}, &eventsv1.EventList{}, &corev1.ConfigMapList{}} {
+		must(t, c.Client.List(t.Context(), list))
+		text, err := json.Marshal(list)
+		must(t, err)
+		texts[fmt.Sprintf("%T", list)] = string(text)
+	}
+	for _, args := range [][]string{{"status", "-o", "json"}, {"diagnose"}} {
+		texts[strings.Join(args, " ")], _ = f.Isthmus(t.Context(), append(args, "--context", c.Name)...)
+	}
+	return texts
 }
