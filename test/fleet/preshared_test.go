@@ -50,6 +50,19 @@ func TestPresharedKeys(t *testing.T) {
 		_, err := firstPing(t.Context(), from.Host, func() (netip.Addr, error) { return at, nil })
 		must(t, err)
 	})
+	t.Run("AQuantumAttackerOpensAllWithout", func(t *testing.T) {
+		c := correspond(t, a, b, [32]byte{})
+		statusSays(t, f, a, "none: the peer does not exchange preshared keys")
+		if n, certain := c.opened(); n != len(c.capture) || !certain {
+			t.Errorf("%d of %d messages opened, certain %v: want all", n, len(c.capture), certain)
+		}
+		for i := range 2 {
+			must(t, b.Start(t.Context(), fleet.Gateway(i)))
+		}
+		ready(t, a, b)
+		_, err := firstPing(t.Context(), from.Host, func() (netip.Addr, error) { return at, nil })
+		must(t, err)
+	})
 	t.Run("RequiredKeepsTheTunnelDownWithout", func(t *testing.T) {
 		demand(t, a, b, peerings.PostQuantumRequired)
 		eventually(t, "a reason that says so", func() error {
@@ -131,6 +144,14 @@ func TestPresharedKeys(t *testing.T) {
 		must(t, a.Start(t.Context(), fleet.Gateway(was)))
 	})
 	t.Run("NobodyPrintsAKey", func(t *testing.T) { noKeyIsShown(t, f) })
+	t.Run("AQuantumAttackerOpensNothingWith", func(t *testing.T) { // the last one: b has no gateway any more
+		preshared(t, a, b, "")
+		c := correspond(t, a, b, states(t, b)[a.ID].Use.Secret)
+		statusSays(t, f, a, "ML-KEM-768")
+		if n, certain := c.opened(); n > 0 || certain {
+			t.Errorf("%d of %d messages opened, certain %v: want none", n, len(c.capture), certain)
+		}
+	})
 }
 
 func pskSecret() *corev1.Secret {
