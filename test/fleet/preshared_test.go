@@ -143,6 +143,7 @@ func TestPresharedKeys(t *testing.T) {
 		must(t, err)
 		must(t, a.Start(t.Context(), fleet.Gateway(was)))
 	})
+	t.Run("EveryStepOfAnExchangeSurvivesACrash", func(t *testing.T) { everyStepOfAnExchange(t, f, a, b, from, to, at) })
 	t.Run("NobodyPrintsAKey", func(t *testing.T) { noKeyIsShown(t, f) })
 	t.Run("AQuantumAttackerOpensNothingWith", func(t *testing.T) { // the last one: b has no gateway any more
 		preshared(t, a, b, "")
