@@ -161,8 +161,9 @@ func TestSBOMHasEachModuleOfTheBinary(t *testing.T) {
 		},
 		Settings: []debug.BuildSetting{{Key: "GOARCH", Value: "arm64"}},
 	}
+	origin := &debug.Module{Path: "example.org/roots", Version: "v0.1.0"}
 	licenses := map[string]license{"example.org/fork@v2.0.1": {expression: "MIT"}}
-	text, err := sbom(info, licenses, "main", example.Created)
+	text, err := sbom(info, origin, licenses, "main", example.Created)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -176,7 +177,7 @@ func TestSBOMHasEachModuleOfTheBinary(t *testing.T) {
 		purls = append(purls, p.Refs[0].Locator)
 		ids[p.ID] = true
 	}
-	want := "pkg:golang/example.org/main@v1.2.3 pkg:golang/example.org/a@v1.0.0%2Bincompatible pkg:golang/example.org/fork@v2.0.1 pkg:golang/stdlib@1.26.8"
+	want := "pkg:golang/example.org/main@v1.2.3 pkg:golang/example.org/a@v1.0.0%2Bincompatible pkg:golang/example.org/fork@v2.0.1 pkg:golang/stdlib@1.26.8 pkg:golang/example.org/roots@v0.1.0"
 	if got := strings.Join(purls, " "); got != want {
 		t.Errorf("packages:\n%s\nwant\n%s", got, want)
 	}

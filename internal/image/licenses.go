@@ -123,12 +123,12 @@ func licenseIn(dir string) (l license, err error) {
 	return l, err
 }
 
-// notices returns the text that the licenses require beside the program: each module with its
-// license.
-func notices(info *debug.BuildInfo, licenses map[string]license) []byte {
+// notices returns the text that the licenses require beside the program and the certificate
+// authorities: each module with its license.
+func notices(info *debug.BuildInfo, origin *debug.Module, licenses map[string]license) []byte {
 	var b bytes.Buffer
-	fmt.Fprintf(&b, "isthmus is under the Apache License 2.0. It contains these modules:\n\n")
-	modules := append(slices.Clone(info.Deps), goModule(info))
+	fmt.Fprintf(&b, "isthmus is under the Apache License 2.0. Its image contains these modules:\n\n")
+	modules := append(slices.Clone(info.Deps), goModule(info), origin)
 	for _, m := range modules {
 		m = effective(m)
 		fmt.Fprintf(&b, "  %s %s: %s\n", m.Path, m.Version, licenses[key(m)].expression)
@@ -138,6 +138,23 @@ func notices(info *debug.BuildInfo, licenses map[string]license) []byte {
 		fmt.Fprintf(&b, "\n%s\n%s %s\n\n%s", strings.Repeat("=", 80), m.Path, m.Version, licenses[key(m)].text)
 	}
 	return b.Bytes()
+}
+
+// authoritiesNotice is what the Mozilla Public License requires beside the certificate authorities.
+const authoritiesNotice = `Of this module the image contains only the certificate authorities of Mozilla's NSS, in
+/etc/ssl/certs/ca-certificates.crt. They are subject to the terms of the Mozilla Public License,
+v. 2.0, which you can obtain at https://mozilla.org/MPL/2.0/. Their source is
+https://hg.mozilla.org/projects/nss/file/tip/lib/ckfw/builtins/certdata.txt.
+`
+
+// originOf returns the module that the certificate authorities are from. internal/tools/roots
+// writes it into the first line.
+func originOf(authorities []byte) (*debug.Module, error) {
+	line, _, _ := strings.Cut(string(authorities), "\n")
+	if f := strings.Fields(line); len(f) == 3 && f[0] == "#" {
+		return &debug.Module{Path: f[1], Version: f[2]}, nil
+	}
+	return nil, fmt.Errorf("certificate authorities: first line %.80q: want # MODULE VERSION", line)
 }
 
 // goModule returns Go's standard library, which is in every binary but not among its modules.

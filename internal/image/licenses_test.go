@@ -1,6 +1,7 @@
 package image
 
 import (
+	"crypto/x509"
 	"encoding/json"
 	"os/exec"
 	"slices"
@@ -35,7 +36,28 @@ func TestLicensesAreKnownByTheirSentences(t *testing.T) {
 	}
 }
 
-// The go command says which modules the program's packages are from; the linker says the same.
+// The first line of the certificate authorities has to leave the rest readable.
+func authorities(t *testing.T, root string) []byte {
+	t.Helper()
+	cmd := exec.Command("go", "run", "-C", "internal/tools", "./roots")
+	cmd.Dir = root
+	text, err := cmd.Output()
+	if err != nil || !x509.NewCertPool().AppendCertsFromPEM(text) {
+		t.Fatalf("go run ./roots: %v\n%.200s", err, text)
+	}
+	return text
+}
+
+func TestAuthoritiesWithoutAnOriginAreRefused(t *testing.T) {
+	for _, text := range []string{"", "-----BEGIN CERTIFICATE-----\n", "# example.org/roots\n"} {
+		if m, err := originOf([]byte(text)); err == nil {
+			t.Errorf("%q is from %v", text, m)
+		}
+	}
+}
+
+// The go command says which modules the program's packages and the authorities are from; the linker
+// says the same.
 func TestTheSBOMOfTheProgramHasEachModuleWithItsLicense(t *testing.T) {
 	root, err := testbin.Root()
 	if err != nil {
@@ -45,7 +67,7 @@ func TestTheSBOMOfTheProgramHasEachModuleWithItsLicense(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	text, notices, err := SBOM(binary, root, "isthmus", "v0", example.Created)
+	text, notices, err := SBOM(binary, root, "isthmus", "v0", authorities(t, root), example.Created)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -68,14 +90,26 @@ func TestTheSBOMOfTheProgramHasEachModuleWithItsLicense(t *testing.T) {
 			got = append(got, p.Name+"@"+p.Version)
 		}
 	}
-	cmd := exec.Command("go", "list", "-deps", "-f", "{{with .Module}}{{if not .Main}}{{.Path}}@{{.Version}}{{end}}{{end}}", "./cmd/isthmus")
+	const roots = "golang.org/x/crypto/x509roots/fallback"
+	cmd := exec.Command("go", "list", "-C", "internal/tools", "-m", "-f", "{{.Path}}@{{.Version}}", roots)
+	cmd.Dir = root
+	origin, err := cmd.Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, p := range d.Packages {
+		if p.Name == roots && p.License != "MPL-2.0" {
+			t.Errorf("license of Mozilla's certificate authorities: %q", p.License)
+		}
+	}
+	cmd = exec.Command("go", "list", "-deps", "-f", "{{with .Module}}{{if not .Main}}{{.Path}}@{{.Version}}{{end}}{{end}}", "./cmd/isthmus")
 	cmd.Dir = root
 	cmd.Env = append(cmd.Environ(), "CGO_ENABLED=0")
 	out, err := cmd.Output()
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := strings.Fields(string(out))
+	want := append(strings.Fields(string(out)), strings.TrimSpace(string(origin)))
 	slices.Sort(want)
 	slices.Sort(got)
 	if want = slices.Compact(want); !slices.Equal(got, want) {

@@ -10,23 +10,29 @@ import (
 )
 
 // SBOM returns the software bill of materials of a Go binary, as SPDX 2.3 in JSON, and the notices:
-// the text of all licenses. Both list the modules that the linker recorded in the binary, and the
-// version of Go that compiled it. name is the name of the document. version is that of the main
-// module, which a build without version control does not know. root is the main module's folder.
-func SBOM(binary, root, name, version string, created time.Time) (spdx, text []byte, err error) {
+// the text of all licenses. Both list the modules that the linker recorded in the binary, the
+// version of Go that compiled it, and the origin of the certificate authorities beside it. name is
+// the name of the document. version is that of the main module, which a build without version
+// control does not know. root is the main module's folder.
+func SBOM(binary, root, name, version string, authorities []byte, created time.Time) (spdx, text []byte, err error) {
 	info, err := buildinfo.ReadFile(binary)
 	if err != nil {
 		return nil, nil, err
 	}
 	info.Main.Version = version
+	origin, err := originOf(authorities)
+	if err != nil {
+		return nil, nil, err
+	}
 	licenses, err := licensesOf(info, root)
 	if err != nil {
 		return nil, nil, err
 	}
-	if spdx, err = sbom(info, licenses, name, created); err != nil {
+	licenses[key(origin)] = license{"MPL-2.0", []byte(authoritiesNotice)}
+	if spdx, err = sbom(info, origin, licenses, name, created); err != nil {
 		return nil, nil, err
 	}
-	return spdx, notices(info, licenses), nil
+	return spdx, notices(info, origin, licenses), nil
 }
 
 type spdxDocument struct {
@@ -70,7 +76,7 @@ type spdxRelationship struct {
 	Related string `json:"relatedSpdxElement"`
 }
 
-func sbom(info *debug.BuildInfo, licenses map[string]license, name string, created time.Time) ([]byte, error) {
+func sbom(info *debug.BuildInfo, origin *debug.Module, licenses map[string]license, name string, created time.Time) ([]byte, error) {
 	setting := func(key string) string {
 		for _, s := range info.Settings {
 			if s.Key == key {
@@ -106,5 +112,9 @@ func sbom(info *debug.BuildInfo, licenses map[string]license, name string, creat
 	}
 	add("SPDXRef-go", *goModule(info))
 	depends("SPDXRef-go")
+	const authorities = "SPDXRef-authorities"
+	add(authorities, *origin)
+	d.Packages[len(d.Packages)-1].Comment = authoritiesNotice
+	d.Relationships = append(d.Relationships, spdxRelationship{d.ID, "DESCRIBES", authorities})
 	return json.MarshalIndent(d, "", " ")
 }

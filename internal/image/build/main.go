@@ -71,7 +71,7 @@ func build(o options) (digest string, err error) {
 		if err != nil {
 			return "", err
 		}
-		sbom, notices, err := image.SBOM(path, ".", "isthmus-"+system+"-"+architecture, o.version, o.created)
+		sbom, notices, err := image.SBOM(path, ".", "isthmus-"+system+"-"+architecture, o.version, roots, o.created)
 		if err != nil {
 			return "", fmt.Errorf("%s: %w", path, err)
 		}

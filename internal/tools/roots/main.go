@@ -1,6 +1,6 @@
 // Command roots prints Mozilla's certificate authorities in PEM, from the version of
-// golang.org/x/crypto/x509roots/fallback in go.mod. They go into the image, and each build of a
-// commit gets the same ones. Authorities that Mozilla trusts only under conditions are left out,
+// golang.org/x/crypto/x509roots/fallback in go.mod. The first line names it, for the SBOM. They go
+// into the image, and each build of a commit gets the same ones. Authorities that Mozilla trusts only under conditions are left out,
 // because a PEM file cannot express conditions.
 package main
 
@@ -8,11 +8,25 @@ import (
 	"encoding/pem"
 	"fmt"
 	"os"
+	"runtime/debug"
+	"slices"
 
 	"golang.org/x/crypto/x509roots/fallback/bundle"
 )
 
+const module = "golang.org/x/crypto/x509roots/fallback"
+
 func main() {
+	info, ok := debug.ReadBuildInfo()
+	at := -1
+	if ok {
+		at = slices.IndexFunc(info.Deps, func(m *debug.Module) bool { return m.Path == module })
+	}
+	if at < 0 {
+		fmt.Fprintln(os.Stderr, "roots: built without the version of", module)
+		os.Exit(1)
+	}
+	fmt.Println("#", module, info.Deps[at].Version)
 	for root := range bundle.Roots() {
 		if root.Constraint != nil {
 			continue
