@@ -74,7 +74,7 @@ test-oldest: ## Tests of the control plane on Kubernetes 1.31 (builds it once, 4
 	go test -C test -count=1 -timeout=45m ./control ./crd || failed=1; exit $$failed
 
 # What clusters with real nodes need besides: their programs, from source and from Debian.
-NODES := containerd:containerd runc:runc nft:nftables iptables:iptables conntrack:conntrack
+NODES := containerd:containerd runc:runc nft:nftables iptables:iptables conntrack:conntrack kubectl:kubernetes-client
 
 .PHONY: deps-nodes
 deps-nodes: ## Install containerd and CNI plugins, and build kubelet and its like, for test-nodes and demo-kubernetes (5 to 10 minutes, once)
@@ -116,7 +116,7 @@ test-mcs: deps-mcs ## The conformance suite of the Multi-Cluster Services API fr
 	go test -C test -count=1 -timeout=120m -v ./nodes -all -run 'TestConformanceOfMultiClusterServices/$(RUN)' -suite "$(abspath $(SUITE))"
 
 .PHONY: test-cni
-test-cni: build kube ## All shapes of pod networks beside Isthmus, with faults of a minute (root, an hour)
+test-cni: build deps kube ## All shapes of pod networks beside Isthmus, with faults of a minute (root, an hour)
 	go test -C test -count=1 -timeout=90m -v ./cni -long
 
 .PHONY: test-votes
@@ -126,7 +126,7 @@ test-votes: ## Search millions of states of gateways and voters for two mandates
 SOAK ?= 4h
 
 .PHONY: soak
-soak: build kube ## Three clusters for SOAK with traffic and churn: memory, goroutines, descriptors, flows and objects stay flat (root)
+soak: build deps kube ## Three clusters for SOAK with traffic and churn: memory, goroutines, descriptors, flows and objects stay flat (root)
 	go test -C test -count=1 -timeout=0 -v ./fleet -run '^TestSoak$$' -soak $(SOAK)
 
 # qemu's user mode has no netlink for nftables and policy rules, so no gateway runs in a namespace here: the
@@ -161,7 +161,7 @@ test-coredns: ## Have CoreDNS read the Corefiles that isthmus install writes (bu
 	go test -C test/coredns ./...
 
 .PHONY: record
-record: ## Record the metrics of three clusters with traffic and faults, for test-prometheus (root, seven minutes)
+record: deps ## Record the metrics of three clusters with traffic and faults, for test-prometheus (root, seven minutes)
 	cd test && go test ./fleet -count=1 -run '^TestRecord$$' -v -record $(CURDIR)/test/prometheus/testdata/fleet.gz
 
 .PHONY: lint
