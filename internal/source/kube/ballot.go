@@ -347,8 +347,11 @@ func (e *election) stepVotes(v voting.View, now time.Time) (want *coordinationv1
 	switch off := !b.wanted || min(len(nodes), len(useful)) < votersLeast; {
 	case off && v.List == list.Version:
 		b.Fence()
-	case off && v.List > list.Version:
+	case v.List > list.Version: // the fence is complete
 		next = voting.List{Version: v.List}
+		if !off { // but not wanted any more, as after a Node was replaced
+			next.Voters = list.Voters
+		}
 	case v.List == list.Version:
 		if chosen := voters(useful, list.Voters, nil); chosen != nil {
 			next = step(list, chosen)

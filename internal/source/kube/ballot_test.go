@@ -437,71 +437,120 @@ func TestVotersRemainWithoutTheirAnnotation(t *testing.T) {
 	}
 }
 
+// threeVoters are nodes that vote, at addresses that no other test uses, and an election of a candidate by the Lease.
+type threeVoters struct {
+	t        *testing.T
+	at       func(last byte) netip.Addr
+	nodes    map[string]netip.Addr
+	private  [32]byte
+	run      func(func(context.Context))
+	election *election
+	world    *world
+}
+
+func newThreeVoters(t *testing.T, subnet byte) *threeVoters {
+	s := &threeVoters{t: t, nodes: make(map[string]netip.Addr), private: [32]byte{1},
+		at: func(last byte) netip.Addr { return netip.AddrFrom4([4]byte{127, 49, subnet, last}) }}
+	ctx, stop := context.WithCancel(context.Background())
+	var running sync.WaitGroup
+	t.Cleanup(func() { stop(); running.Wait() })
+	s.run = func(f func(context.Context)) { running.Go(func() { f(ctx) }) }
+	for i, name := range []string{"a", "b", "c"} {
+		s.nodes[name] = s.at(byte(i + 1))
+		v := &voting.Voter{Node: name, Directory: t.TempDir(), Log: quiet}
+		v.Set(voting.KeyOf(s.private).Public().(ed25519.PublicKey))
+		v.At(s.nodes[name])
+		s.run(v.Run)
+	}
+	s.world = &world{t: t, rng: rand.New(rand.NewPCG(1, 2)), now: links{api: [2]bool{true, true}}, calm: true}
+	for i := range s.world.gw {
+		s.world.gw[i] = &simGateway{w: s.world, i: i}
+	}
+	s.election = electionWith(&simLeases{g: s.world.gw[0]}, "me", func() string { return "" }, quiet)
+	s.election.votes = &ballot{Candidate: s.candidate("me", s.at(101)), wanted: true,
+		key: func() {}, agents: func() *map[string]bool { return nil }}
+	s.election.stand(true)
+	s.until("nodes vote", func() bool {
+		s.step()
+		return s.election.byVotes()
+	})
+	return s
+}
+
+func (s *threeVoters) candidate(pod string, at netip.Addr) *voting.Candidate {
+	c := voting.NewCandidate(pod, at, func() [32]byte { return s.private }, quiet)
+	c.SetNodes(s.nodes)
+	s.run(c.Run)
+	return c
+}
+
+// late is another gateway that knows a list, and wants to be active.
+func (s *threeVoters) late(l voting.List) *voting.Candidate {
+	c := s.candidate("late", s.at(102))
+	c.Learn(l, false)
+	c.Allow(true, false, true)
+	return c
+}
+
+func (s *threeVoters) step() {
+	s.election.step(s.t.Context())
+	s.election.judge(time.Now())
+}
+
+func (s *threeVoters) until(what string, is func() bool) {
+	s.t.Helper()
+	for begin := time.Now(); !is(); time.Sleep(10 * time.Millisecond) {
+		if time.Since(begin) > 30*time.Second {
+			s.t.Fatalf("%s: not within 30 s", what)
+		}
+	}
+}
+
 // When votes are switched off, the Lease decides only after a majority of the nodes has stored that
 // they elect nobody. So a gateway that has missed it, and asks by the former list, gets no majority.
 func TestTheLeaseDecidesOnceNodesElectNobody(t *testing.T) {
-	nodes, private := make(map[string]netip.Addr), [32]byte{1}
-	at := func(last byte) netip.Addr { return netip.AddrFrom4([4]byte{127, 49, 0, last}) } // no other test uses these
-	ctx, stop := context.WithCancel(t.Context())
-	var running sync.WaitGroup
-	defer running.Wait()
-	defer stop()
-	for i, name := range []string{"a", "b", "c"} {
-		nodes[name] = at(byte(i + 1))
-		v := &voting.Voter{Node: name, Directory: t.TempDir(), Log: quiet}
-		v.Set(voting.KeyOf(private).Public().(ed25519.PublicKey))
-		v.At(nodes[name])
-		running.Go(func() { v.Run(ctx) })
-	}
-	candidate := func(pod string, last byte) *voting.Candidate {
-		c := voting.NewCandidate(pod, at(last), func() [32]byte { return private }, quiet)
-		c.SetNodes(nodes)
-		running.Go(func() { c.Run(ctx) })
-		return c
-	}
-	until := func(what string, is func() bool) {
-		t.Helper()
-		for begin := time.Now(); !is(); time.Sleep(10 * time.Millisecond) {
-			if time.Since(begin) > 30*time.Second {
-				t.Fatalf("%s: not within 30 s", what)
-			}
-		}
-	}
-
-	w := &world{t: t, rng: rand.New(rand.NewPCG(1, 2)), now: links{api: [2]bool{true, true}}, calm: true}
-	for i := range w.gw {
-		w.gw[i] = &simGateway{w: w, i: i}
-	}
-	e := electionWith(&simLeases{g: w.gw[0]}, "me", func() string { return "" }, quiet)
-	e.votes = &ballot{Candidate: candidate("me", 101), wanted: true, key: func() {}, agents: func() *map[string]bool { return nil }}
-	e.stand(true)
-	until("nodes vote", func() bool {
-		e.step(ctx)
-		e.judge(time.Now())
-		return e.byVotes()
-	})
-	former := e.newestList()
+	s := newThreeVoters(t, 0)
+	e, former := s.election, s.election.newestList()
 	e.votes.wanted = false
-	until("the Lease decides", func() bool {
-		e.step(ctx)
-		e.judge(time.Now())
+	s.until("the Lease decides", func() bool {
+		s.step()
 		return !e.byVotes()
 	})
 	if !e.active() {
 		t.Error("the gateway that switches is no longer active")
 	}
-	if l := listOf(w.old); l.Version <= former.Version || len(l.Voters) > 0 {
+	if l := listOf(s.world.old); l.Version <= former.Version || len(l.Voters) > 0 {
 		t.Errorf("after the list %v the Lease has %v", former, l)
 	}
 
-	late := candidate("late", 102)
-	late.Learn(former, false)
-	late.Allow(true, false, true)
-	until("the gateway that has missed it claims votes", func() bool { return late.View().Epoch != 0 })
-	until("its claim ends", func() bool {
+	late := s.late(former)
+	s.until("the gateway that has missed it claims votes", func() bool { return late.View().Epoch != 0 })
+	s.until("its claim ends", func() bool {
 		if late.Gate.Open() {
 			t.Fatal("nodes have elected it, while the Lease names another one")
 		}
 		return late.View().Epoch == 0
 	})
+}
+
+// A Node that is missing for a moment, as one that is replaced, makes the gateway begin to switch
+// votes off. When the Node is back, the Lease has a list by which nodes elect the next gateway.
+func TestNodesElectAfterANodeWasMissing(t *testing.T) {
+	s := newThreeVoters(t, 1)
+	e, former := s.election, s.election.newestList()
+	two := maps.Clone(s.nodes)
+	delete(two, "c")
+	e.votes.SetNodes(two)
+	s.step()
+	s.until("nodes have stored another version", func() bool { return e.votes.View().List > former.Version })
+	e.votes.SetNodes(s.nodes)
+	s.step()
+	l := listOf(s.world.old)
+	if !e.active() || !maps.Equal(l.Voters, former.Voters) {
+		t.Fatalf("active: %v; after the list %v the Lease has %v", e.active(), former, l)
+	}
+
+	late := s.late(l)
+	e.votes.Release()
+	s.until("nodes elect another gateway", func() bool { return late.View().Holds })
 }
