@@ -25,13 +25,14 @@ func TestTheReleaseOfAMajorityIsNoticed(t *testing.T) {
 		{"n1", "you", 0, false},
 		{"n1", "you", time.Hour, false},
 		{"n2", "you", time.Hour, false},
+		{"n1", "me", 0, false}, // it votes for this gateway, and may be free for that reason alone
+		{"n2", "me", 0, false},
 		{"n3", "you", 2 * mandate.Usual.Beat, false},
 		{"n3", "you", 0, false}, // its time may be over
 		{"n1", "you", 0, false}, // no majority
 		{"n2", "you", 0, true},
 		{"n1", "you", 0, true},
-		{"n1", "me", 0, true}, // has voted since
-		{"n2", "me", 0, true},
+		{"n1", "me", 0, true},
 		{"n2", "another", time.Hour, false},
 	} {
 		answer := answer{mandate.Answer{From: step.voter, Promise: mandate.Promise{Holder: step.holder}, Free: step.free}, c.voters[step.voter].cookie}

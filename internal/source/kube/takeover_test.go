@@ -1,44 +1,94 @@
 package kube
 
 import (
+	"context"
+	"fmt"
 	"net/netip"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	coordinationv1 "k8s.io/api/coordination/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	coordination "k8s.io/client-go/kubernetes/typed/coordination/v1"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/voting"
 )
 
-// What a gateway writes into a Lease that it takes is what it then says of itself.
+// storedLease is an API server with at most one Lease.
+type storedLease struct {
+	coordination.LeaseInterface
+	lease   *coordinationv1.Lease
+	version int
+}
+
+func (l *storedLease) Get(context.Context, string, metav1.GetOptions) (*coordinationv1.Lease, error) {
+	if l.lease == nil {
+		return nil, apierrors.NewNotFound(leaseResource, isthmus.LeaseGateway)
+	}
+	return l.lease.DeepCopy(), nil
+}
+
+func (l *storedLease) Create(_ context.Context, lease *coordinationv1.Lease, _ metav1.CreateOptions) (*coordinationv1.Lease, error) {
+	return l.put(lease), nil
+}
+
+func (l *storedLease) Update(_ context.Context, lease *coordinationv1.Lease, _ metav1.UpdateOptions) (*coordinationv1.Lease, error) {
+	return l.put(lease), nil
+}
+
+func (l *storedLease) put(lease *coordinationv1.Lease) *coordinationv1.Lease {
+	l.version++
+	l.lease = lease.DeepCopy()
+	l.lease.ResourceVersion = fmt.Sprint(l.version)
+	return l.lease.DeepCopy()
+}
+
 func TestTheLeaseSaysWhyItsHolderIsActive(t *testing.T) {
 	for _, tc := range []struct {
-		name, holder string // of the Lease before; "none": there is no Lease
-		want         isthmus.Takeover
-		text         string
+		name           string
+		held, released bool // by another gateway
+		want           isthmus.Takeover
+		text           string
 	}{
-		{"first", "none", isthmus.Takeover{Pod: "me", Reason: isthmus.TakeoverNoneActive}, "no gateway was active"},
-		{"released", "", isthmus.Takeover{Pod: "me", Reason: isthmus.TakeoverReleased, Former: "you"}, "Pod you handed over"},
-		{"expired", "you", isthmus.Takeover{Pod: "me", Reason: isthmus.TakeoverExpired, Former: "you"}, "Pod you did not renew the Lease"},
+		{"none was active", false, false, isthmus.Takeover{Pod: "me", Reason: isthmus.TakeoverNoneActive}, "no gateway was active"},
+		{"released", true, true, isthmus.Takeover{Pod: "me", Reason: isthmus.TakeoverReleased, Former: "you"}, "Pod you handed over"},
+		{"expired", true, false, isthmus.Takeover{Pod: "me", Reason: isthmus.TakeoverExpired, Former: "you"}, "Pod you did not renew the Lease"},
 	} {
-		e := electionWith(nil, "me", nil, quiet)
-		now := time.Now().Truncate(time.Microsecond)
-		if tc.holder != "none" {
-			e.name = "you"
-			e.lease = &coordinationv1.Lease{Spec: coordinationv1.LeaseSpec{HolderIdentity: &tc.holder}}
-		}
-		want := take(e.lease, "me", now)
-		e.takes(now).mark(want)
-		if _, active := e.mandate(); active {
-			t.Errorf("%s: it is active before it has the Lease", tc.name)
-		}
-		e.observe(want, now)
-		m, active := e.mandate()
-		if !active || m.Takeover != tc.want || m.String() != tc.text || !m.Since.Equal(now) || m.Epoch != 1 {
-			t.Errorf("%s: active is %v, by %+v: %s", tc.name, active, m, m)
-		}
+		synctest.Test(t, func(t *testing.T) {
+			api := new(storedLease)
+			epoch := int32(1)
+			if tc.held {
+				api.put(take(nil, "you", time.Now()))
+				epoch = 2
+			}
+			e := electionWith(api, "me", nil, quiet)
+			if tc.held {
+				e.step(t.Context())
+			}
+			if tc.released {
+				lease := api.lease
+				lease.Spec.HolderIdentity = new(string)
+				api.put(lease)
+			}
+			for range 10 {
+				e.step(t.Context())
+				m, active := e.mandate()
+				if holderOf(api.lease) != "me" && active {
+					t.Fatalf("%s: it is active before it has the Lease", tc.name)
+				}
+				if active {
+					if m.Takeover != tc.want || m.String() != tc.text || !m.Since.Equal(time.Now()) || m.Epoch != epoch || takeoverOf(api.lease).Takeover != tc.want {
+						t.Errorf("%s: %+v: %s; the Lease has %v", tc.name, m.Takeover, m, api.lease.Annotations)
+					}
+					return
+				}
+				time.Sleep(retryPeriod)
+			}
+			t.Errorf("%s: it does not become active", tc.name)
+		})
 	}
 }
 
