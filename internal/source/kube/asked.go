@@ -14,25 +14,25 @@ import (
 )
 
 // ask evaluates the objects of the peers, if they may have changed.
-func (g *Gateway) ask(ctx context.Context, cluster v1alpha1.ClusterIdentity, ring keyring.Ring) error {
+func (r *refresher) ask(ctx context.Context, ring keyring.Ring) error {
 	private := ring.Private
-	keys := g.preshared.read(ctx, g.o.Namespace)
-	if !g.asking.Swap(false) && private == g.asked.private && maps.Equal(keys, g.asked.secret) {
+	keys := r.preshared.read(ctx, r.o.Namespace)
+	if !r.asking.Swap(false) && private == r.asked.private && maps.Equal(keys, r.asked.secret) {
 		return nil
 	}
 	var endpoints v1alpha1.TunnelEndpointList
 	var mappings v1alpha1.NatMappingList
-	err := errors.Join(g.objects.List(ctx, &endpoints, client.UnsafeDisableDeepCopy), g.objects.List(ctx, &mappings, client.UnsafeDisableDeepCopy))
+	err := errors.Join(r.objects.List(ctx, &endpoints, client.UnsafeDisableDeepCopy), r.objects.List(ctx, &mappings, client.UnsafeDisableDeepCopy))
 	if err != nil {
-		g.asking.Store(true)
+		r.asking.Store(true)
 		return err
 	}
 	usable, preshared, lacking := demand(endpoints.Items, keys)
-	g.asked = askedFor(&g.decider, cluster, private, usable, mappings.Items)
-	g.asked.secret, g.asked.preshared, g.asked.problems = keys, preshared, fabric.SortProblems(append(g.asked.problems, lacking...))
-	if g.o.StateDirectory != "" {
-		g.asked.saved = savedFrom(cluster, private, endpoints.Items, mappings.Items)
-		g.asked.saved.preshared = keys
+	r.asked = askedFor(&r.decider, r.cluster, private, usable, mappings.Items)
+	r.asked.secret, r.asked.preshared, r.asked.problems = keys, preshared, fabric.SortProblems(append(r.asked.problems, lacking...))
+	if r.o.StateDirectory != "" {
+		r.asked.saved = savedFrom(r.cluster, private, endpoints.Items, mappings.Items)
+		r.asked.saved.preshared = keys
 	}
 	return nil
 }

@@ -7,7 +7,6 @@ import (
 	"log/slog"
 	"net"
 	"net/netip"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -21,7 +20,6 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
-	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/voting"
 )
 
@@ -83,17 +81,6 @@ type Gateway struct {
 	wait     error     // why there is no Snapshot from the API server yet
 	desired  desired
 	replaced chan struct{} // closed when desired is replaced
-	keyTries time.Time     // when the Secret may be created again
-	logged   string        // problems that were logged
-
-	asked     asked // used by refresh only, like the next two
-	preshared presharedKeys
-	decider   fabric.GatewayDecider
-
-	// State of refresh about data.tunnels of the Secret; see tellTunnels.
-	told      [32]byte  // the private key for which data.tunnels is, or was, correct
-	tellAgain time.Time // when it may be written again
-	tellErr   error     // of the last attempt
 
 	listen func() (net.PacketConn, error) // for questions of other gateways
 
@@ -343,23 +330,24 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup, e *electio
 	if err := g.objects.watchBy(ctx, g.meet(e), waiting, &corev1.Pod{}); err != nil {
 		return err
 	}
-	if err := g.watchPreshared(ctx, group, waiting); err != nil {
+	preshared, err := g.watchPreshared(ctx, group, waiting)
+	if err != nil {
 		return err
 	}
 	e.onlySeen()
 	if g.o.Node != "" {
 		g.watchReports(ctx, group)
 	}
-	var cluster v1alpha1.ClusterIdentity
+	r := &refresher{Gateway: g, preshared: preshared}
 	err = retry(ctx, waiting, func() (err error) {
-		cluster, err = g.identity(ctx)
+		r.cluster, err = g.identity(ctx)
 		return err
 	})
 	if err != nil {
 		return err
 	}
 	g.look.set()
-	group.Go(func() { g.look.coalesce(ctx, nil, func() { g.refresh(ctx, cluster) }) })
+	group.Go(func() { g.look.coalesce(ctx, nil, func() { r.refresh(ctx) }) })
 	err = retry(ctx, waiting, func() error {
 		g.mu.Lock()
 		defer g.mu.Unlock()
@@ -382,46 +370,8 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup, e *electio
 	g.wait = nil
 	peers := len(g.desired.snapshot.Gateway.Peers)
 	g.mu.Unlock()
-	g.log.Info("objects read", "cluster", cluster.ClusterID, "name", cluster.ClusterName, "peers", peers)
+	g.log.Info("objects read", "cluster", r.cluster.ClusterID, "name", r.cluster.ClusterName, "peers", peers)
 	return nil
-}
-
-// refresh reads the objects, decides and publishes. If only Nodes or Pods have changed, which
-// happens all the time in a large cluster, it does not read the peers' objects again.
-func (g *Gateway) refresh(ctx context.Context, cluster v1alpha1.ClusterIdentity) {
-	g.mu.Lock()
-	inUse := g.desired.snapshot.Keys
-	g.mu.Unlock()
-	ring, mismatch, err := g.key(ctx, inUse)
-	site, unknown := g.site(ctx)
-	network, unreachable := g.podNetwork()
-	if err = errors.Join(err, unknown, unreachable, g.ask(ctx, cluster, ring)); err != nil {
-		g.mu.Lock()
-		defer g.mu.Unlock()
-		next := g.desired
-		next.err = errors.Join(next.remembered, err)
-		g.setDesired(next)
-		return
-	}
-	problems := slices.Concat(mismatch, g.asked.problems, g.keeper.problems())
-	if g.o.StateDirectory != "" {
-		saved := g.asked.saved
-		saved.places.Site, saved.places.PodNetwork = site, network
-		g.keeper.put(saved, ring)
-	}
-	if g.candidate != nil {
-		nodes := make(map[string]netip.Addr)
-		for _, n := range network.Nodes {
-			if addr := n.Underlay(); addr.IsValid() {
-				nodes[n.Name] = addr
-			}
-		}
-		g.candidate.SetNodes(nodes)
-		if agents, ok := g.places.withAgents(g.o.Namespace); ok {
-			g.agents.Store(&agents)
-		}
-	}
-	g.publish(Snapshot{Gateway: g.asked.at(site), Problems: problems, Keys: ring, PodNetwork: network, Preshared: g.asked.preshared})
 }
 
 // Ready returns why this replica cannot become or be active, or nil. A replica that carries on from its

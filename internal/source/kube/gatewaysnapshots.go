@@ -6,7 +6,6 @@ import (
 	"net"
 	"net/netip"
 	"reflect"
-	"strings"
 
 	"k8s.io/client-go/rest"
 
@@ -29,23 +28,6 @@ type desired struct {
 	err        error // why snapshot is out of date
 	valid      bool
 	remembered error // set if snapshot comes from the state directory: why, and since when
-}
-
-// publish sets a Snapshot from the API server's objects.
-func (g *Gateway) publish(s Snapshot) {
-	texts := make([]string, len(s.Problems))
-	for i, p := range s.Problems {
-		texts[i] = p.Error()
-	}
-	if all := strings.Join(texts, "\n"); all != g.logged { // only refresh calls this
-		g.logged = all
-		for _, p := range s.Problems {
-			g.log.Warn("ignored an invalid object", "object", p.Origin.String(), "field", p.Field, "problem", p.Message)
-		}
-	}
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	g.setDesired(desired{snapshot: s, valid: true})
 }
 
 // setDesired replaces g.desired. The caller holds g.mu.

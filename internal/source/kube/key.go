@@ -116,33 +116,33 @@ const tellInterval = 10 * time.Second
 // number of tunnels is being changed, replicas differ; each writes its own when it starts, and the
 // last one is right. A value that does not belong to this key is corrected at any time. It returns
 // a problem if the write fails.
-func (g *Gateway) tellTunnels(ctx context.Context, secret *corev1.Secret, private [32]byte) []fabric.Problem {
-	have, want := string(secret.Data[keyring.FieldTunnels]), keyring.Tunnels(private, g.o.Tunnels)
+func (r *refresher) tellTunnels(ctx context.Context, secret *corev1.Secret, private [32]byte) []fabric.Problem {
+	have, want := string(secret.Data[keyring.FieldTunnels]), keyring.Tunnels(private, r.o.Tunnels)
 	switch {
 	case have == want:
-		g.told, g.tellErr = private, nil
+		r.told, r.tellErr = private, nil
 		return nil
-	case g.told == private && (have == "" || strings.HasPrefix(keyring.Tunnels(private, fabric.MaxTunnels)+",", have+",")):
+	case r.told == private && (have == "" || strings.HasPrefix(keyring.Tunnels(private, fabric.MaxTunnels)+",", have+",")):
 		return nil
 	}
-	if now := time.Now(); now.After(g.tellAgain) {
-		g.tellErr = g.writeTunnels(ctx, secret, want)
+	if now := time.Now(); now.After(r.tellAgain) {
+		r.tellErr = r.writeTunnels(ctx, secret, want)
 		switch {
-		case apierrors.IsConflict(g.tellErr) || apierrors.IsNotFound(g.tellErr):
-			g.tellErr = nil // the cache is behind; its update leads here again
-		case g.tellErr != nil:
-			g.tellAgain = now.Add(tellInterval)
-			time.AfterFunc(tellInterval, g.look.set)
+		case apierrors.IsConflict(r.tellErr) || apierrors.IsNotFound(r.tellErr):
+			r.tellErr = nil // the cache is behind; its update leads here again
+		case r.tellErr != nil:
+			r.tellAgain = now.Add(tellInterval)
+			time.AfterFunc(tellInterval, r.look.set)
 		default:
-			g.told = private
-			g.log.Info("wrote the tunnels into the key Secret", "secret", keyring.SecretName, "tunnels", g.o.Tunnels)
+			r.told = private
+			r.log.Info("wrote the tunnels into the key Secret", "secret", keyring.SecretName, "tunnels", r.o.Tunnels)
 		}
 	}
-	if g.tellErr == nil {
+	if r.tellErr == nil {
 		return nil
 	}
 	return []fabric.Problem{{Origin: fabric.Origin{Kind: "Secret", Namespace: secret.Namespace, Name: secret.Name}, Field: "data." + keyring.FieldTunnels,
-		Message: fmt.Sprintf("lacks the public keys of our %d further tunnels, so peers cannot use these tunnels; writing them: %v", g.o.Tunnels-1, kubeerr.Plain("the API server", g.tellErr))}}
+		Message: fmt.Sprintf("lacks the public keys of our %d further tunnels, so peers cannot use these tunnels; writing them: %v", r.o.Tunnels-1, kubeerr.Plain("the API server", r.tellErr))}}
 }
 
 func (g *Gateway) writeTunnels(ctx context.Context, secret *corev1.Secret, tunnels string) error {
@@ -157,24 +157,24 @@ func (g *Gateway) writeTunnels(ctx context.Context, secret *corev1.Secret, tunne
 
 // key reads the keys, or creates the Secret if it is missing. Keys with a problem can be used
 // nevertheless.
-func (g *Gateway) key(ctx context.Context, inUse keyring.Ring) (keyring.Ring, []fabric.Problem, error) {
+func (r *refresher) key(ctx context.Context, inUse keyring.Ring) (keyring.Ring, []fabric.Problem, error) {
 	var secret corev1.Secret
-	err := g.objects.Get(ctx, client.ObjectKey{Namespace: g.o.Namespace, Name: keyring.SecretName}, &secret)
+	err := r.objects.Get(ctx, client.ObjectKey{Namespace: r.o.Namespace, Name: keyring.SecretName}, &secret)
 	switch {
 	case err == nil:
 		ring, problems, err := keyFrom(&secret)
 		if err != nil {
 			return ring, problems, err
 		}
-		return ring, append(problems, g.tellTunnels(ctx, &secret, ring.Private)...), nil
+		return ring, append(problems, r.tellTunnels(ctx, &secret, ring.Private)...), nil
 	case !apierrors.IsNotFound(err):
 		return inUse, nil, err
 	}
-	missing := fmt.Errorf("the Secret %s/%s: not there", g.o.Namespace, keyring.SecretName)
-	if now := time.Now(); now.After(g.keyTries) {
-		g.keyTries = now.Add(time.Second)
-		time.AfterFunc(time.Second, g.look.set) // whether this succeeds or not
-		if err := g.createKey(ctx, inUse); err != nil {
+	missing := fmt.Errorf("the Secret %s/%s: not there", r.o.Namespace, keyring.SecretName)
+	if now := time.Now(); now.After(r.keyTries) {
+		r.keyTries = now.Add(time.Second)
+		time.AfterFunc(time.Second, r.look.set) // whether this succeeds or not
+		if err := r.createKey(ctx, inUse); err != nil {
 			missing = err
 		}
 	}

@@ -44,32 +44,33 @@ type presharedKeys struct {
 // watchPreshared returns once the Secret was read. No handshake may begin earlier, because the peer
 // may accept only the present key. An older Role forbids to read the Secret. The manager then has
 // an older Role, too, and agrees on no keys.
-func (g *Gateway) watchPreshared(ctx context.Context, group *sync.WaitGroup, waiting func(error)) error {
+func (g *Gateway) watchPreshared(ctx context.Context, group *sync.WaitGroup, waiting func(error)) (*presharedKeys, error) {
+	p := &presharedKeys{}
 	kinds := map[client.Object]cache.ByObject{&corev1.Secret{}: {Namespaces: named(g.o.Namespace, postquantum.SecretName)}}
 	err := retry(ctx, waiting, func() (err error) {
-		g.preshared.objects, err = newObjects(g.restConfig(), kinds, g.log)
+		p.objects, err = newObjects(g.restConfig(), kinds, g.log)
 		return err
 	})
 	if err != nil {
-		return err
+		return nil, err
 	}
-	group.Go(func() { _ = g.preshared.objects.Start(ctx) }) // it ends only with ctx
+	group.Go(func() { _ = p.objects.Start(ctx) }) // it ends only with ctx
 	settled := make(chan struct{})
 	settle := sync.OnceFunc(func() { close(settled) })
 	group.Go(func() {
 		defer settle()
-		err := g.preshared.objects.watch(ctx, g.look.set, func(err error) { // it fails only if ctx ends
+		err := p.objects.watch(ctx, g.look.set, func(err error) { // it fails only if ctx ends
 			if apierrors.IsForbidden(err) {
 				settle()
 			} else {
 				waiting(err)
 			}
 		}, &corev1.Secret{})
-		g.preshared.synced.Store(err == nil)
+		p.synced.Store(err == nil)
 		g.look.set()
 	})
 	<-settled
-	return ctx.Err()
+	return p, ctx.Err()
 }
 
 // read returns the keys. If somebody deletes the Secret, the keys read before stay in force until

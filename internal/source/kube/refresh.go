@@ -1,0 +1,85 @@
+package kube
+
+import (
+	"context"
+	"errors"
+	"net/netip"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+)
+
+// A refresher decides what the gateway has to do according to the objects. It belongs to one
+// goroutine.
+type refresher struct {
+	*Gateway
+	cluster   v1alpha1.ClusterIdentity
+	preshared *presharedKeys
+	asked     asked
+	decider   fabric.GatewayDecider
+	logged    string    // problems that were logged
+	keyTries  time.Time // when the Secret may be created again
+
+	// State of tellTunnels.
+	told      [32]byte  // the private key for which data.tunnels is, or was, correct
+	tellAgain time.Time // when it may be written again
+	tellErr   error     // of the last attempt
+}
+
+// refresh reads the objects, decides and publishes. If only Nodes or Pods have changed, which
+// happens all the time in a large cluster, it does not read the peers' objects again.
+func (r *refresher) refresh(ctx context.Context) {
+	r.mu.Lock()
+	inUse := r.desired.snapshot.Keys
+	r.mu.Unlock()
+	ring, mismatch, err := r.key(ctx, inUse)
+	site, unknown := r.site(ctx)
+	network, unreachable := r.podNetwork()
+	if err = errors.Join(err, unknown, unreachable, r.ask(ctx, ring)); err != nil {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		next := r.desired
+		next.err = errors.Join(next.remembered, err)
+		r.setDesired(next)
+		return
+	}
+	problems := slices.Concat(mismatch, r.asked.problems, r.keeper.problems())
+	if r.o.StateDirectory != "" {
+		saved := r.asked.saved
+		saved.places.Site, saved.places.PodNetwork = site, network
+		r.keeper.put(saved, ring)
+	}
+	if r.candidate != nil {
+		nodes := make(map[string]netip.Addr)
+		for _, n := range network.Nodes {
+			if addr := n.Underlay(); addr.IsValid() {
+				nodes[n.Name] = addr
+			}
+		}
+		r.candidate.SetNodes(nodes)
+		if agents, ok := r.places.withAgents(r.o.Namespace); ok {
+			r.agents.Store(&agents)
+		}
+	}
+	r.publish(Snapshot{Gateway: r.asked.at(site), Problems: problems, Keys: ring, PodNetwork: network, Preshared: r.asked.preshared})
+}
+
+// publish sets a Snapshot from the API server's objects.
+func (r *refresher) publish(s Snapshot) {
+	texts := make([]string, len(s.Problems))
+	for i, p := range s.Problems {
+		texts[i] = p.Error()
+	}
+	if all := strings.Join(texts, "\n"); all != r.logged {
+		r.logged = all
+		for _, p := range s.Problems {
+			r.log.Warn("ignored an invalid object", "object", p.Origin.String(), "field", p.Field, "problem", p.Message)
+		}
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.setDesired(desired{snapshot: s, valid: true})
+}
