@@ -2,30 +2,54 @@ package kube
 
 import (
 	"context"
+	"log/slog"
 	"maps"
 	"slices"
+	"sync"
 
+	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
+// caches opens the caches of a nodeWatch.
+type caches struct {
+	config  *rest.Config
+	log     *slog.Logger
+	look    signal
+	waiting func(error)
+	group   sync.WaitGroup
+}
+
+// open makes a cache that ends with ctx.
+func (c *caches) open(ctx context.Context, kinds map[client.Object]cache.ByObject, waiting func(error)) (o *objects, err error) {
+	err = retry(ctx, waiting, func() (err error) { // newObjects asks the API server for the kinds
+		o, err = newObjects(c.config, kinds, c.log)
+		return err
+	})
+	if err == nil {
+		c.group.Go(func() { _ = o.Start(ctx) }) // it ends only with ctx
+	}
+	return o, err
+}
+
 // further watches some kinds of objects while they are needed.
 type further struct {
-	*nodeWatch
+	*caches
 	kinds  map[client.Object]cache.ByObject
 	notify signal
+	stop   context.CancelFunc // nil: not wanted
 
-	stop context.CancelFunc // nil: not wanted. Only see uses it
-
-	got     *objects // nil: not known. Guarded by mu, like the next field
-	refused bool     // the API server forbids us to read them, perhaps only for now
+	mu      sync.Mutex // guards the fields below
+	got     *objects   // nil: not known
+	refused bool       // the API server forbids us to read them, perhaps only for now
 }
 
-func (w *nodeWatch) further(kinds map[client.Object]cache.ByObject, notify signal) *further {
-	return &further{nodeWatch: w, kinds: kinds, notify: notify}
+func (c *caches) further(kinds map[client.Object]cache.ByObject, notify signal) *further {
+	return &further{caches: c, kinds: kinds, notify: notify}
 }
 
-// want starts or stops the watch.
+// want starts or stops the watch. Only one goroutine may call it.
 func (f *further) want(ctx context.Context, wanted bool) {
 	switch {
 	case !wanted && f.stop != nil:

@@ -50,22 +50,13 @@ import (
 func WatchNode(ctx context.Context, config *rest.Config, namespace, self string, voter *voting.Voter, log *slog.Logger, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
 	config = rest.CopyConfig(config)
 	config.QPS = -1 // few and long requests
-	look, urgent, said := newSignal(), newSignal(), ""
-	w := &nodeWatch{config: config, namespace: namespace, self: self, log: log, look: look, urgent: urgent}
-	elected := newSignal()
+	look, urgent, elected := newSignal(), newSignal(), newSignal()
+	waiting := onceEach(func(err error) { log.Warn("waiting for the API server", "error", err) })
+	w := &nodeWatch{caches: &caches{config: config, log: log, look: look, waiting: waiting}, self: self}
 	if voter != nil {
 		w.voter, w.directory = voter, voter.Directory
 		voter.OnHolder(func() { urgent.set(); elected.set() })
 	}
-	waiting := func(err error) {
-		w.mu.Lock()
-		defer w.mu.Unlock()
-		if text := err.Error(); text != said {
-			said = text
-			log.Warn("waiting for the API server", "error", err)
-		}
-	}
-	w.waiting = waiting
 	ctx, cancel := context.WithCancel(ctx)
 	defer w.group.Wait()
 	defer cancel()
@@ -123,32 +114,41 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 	return nil
 }
 
-// nodeWatch is the state of one WatchNode.
+// onceEach returns a function that calls f only if the error is not the same as the last one. It may
+// be called concurrently.
+func onceEach(f func(error)) func(error) {
+	var mu sync.Mutex
+	var last string
+	return func(err error) {
+		mu.Lock()
+		defer mu.Unlock()
+		if text := err.Error(); text != last {
+			last = text
+			f(err)
+		}
+	}
+}
+
+// nodeWatch is the state of one WatchNode. It belongs to one goroutine.
 type nodeWatch struct {
-	config          *rest.Config
-	namespace, self string
-	voter           voter  // nil: the node does not vote
-	directory       string // of the saved intent; empty: nothing is saved
-	log             *slog.Logger
-	look, urgent    signal
-	waiting         func(error)
-	group           sync.WaitGroup
+	*caches
+	self      string
+	voter     voter  // nil: the node does not vote
+	directory string // of the saved intent; empty: nothing is saved
 
 	few  *objects // objects that are always watched
 	mine *objects // the Pods on our node
-	only bool     // from the last look; only see uses it and last
-	last *nodeSnapshot
 
 	place       *further // the gateway's Service
 	allocations *further // NetworkAllocations
 	tunnels     *further // TunnelEndpoints
 	all         *further // all Nodes and Pods
 
-	read      readAllocations // only see uses this and the following fields
-	epoch     uint64          // epoch of the active gateway if nodes vote; else 0
-	remembers uint64          // epoch at the last save
-
-	mu sync.Mutex
+	only      bool          // all gateways are Pods
+	last      *nodeSnapshot // that was delivered
+	read      readAllocations
+	epoch     uint64 // epoch of the active gateway if nodes vote; else 0
+	remembers uint64 // epoch at the last save
 }
 
 // voter is the part of voting.Voter that is used.
@@ -181,18 +181,6 @@ func (r *readAllocations) from(all []isthmus.NetworkAllocation) (fabric.Allocati
 		}
 	}
 	return r.said, slices.Clone(r.problems)
-}
-
-// open makes a cache that ends with ctx.
-func (w *nodeWatch) open(ctx context.Context, kinds map[client.Object]cache.ByObject, waiting func(error)) (o *objects, err error) {
-	err = retry(ctx, waiting, func() (err error) { // newObjects asks the API server for the kinds
-		o, err = newObjects(w.config, kinds, w.log)
-		return err
-	})
-	if err == nil {
-		w.group.Go(func() { _ = o.Start(ctx) }) // it ends only with ctx
-	}
-	return o, err
 }
 
 // see reads the known objects. whole reports whether these are all objects that are needed.

@@ -33,12 +33,12 @@ func TestAnAgentThatStartsWithoutAnAPIServerFollowsTheVotes(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			directory := t.TempDir()
-			before := &nodeWatch{directory: directory, epoch: 1, log: slog.New(slog.DiscardHandler)}
+			before := &nodeWatch{directory: directory, epoch: 1}
 			before.remember(known) // nodes voted once
 			before.epoch = tc.epoch
 			before.remember(known)
 			synctest.Test(t, func(t *testing.T) {
-				w := &nodeWatch{directory: directory, voter: heard{tc.holder}, log: slog.New(slog.DiscardHandler)}
+				w := &nodeWatch{directory: directory, voter: heard{tc.holder}, caches: &caches{log: slog.New(slog.DiscardHandler)}}
 				var got *fabric.NodeIntent
 				elected := newSignal()
 				stop := w.recall(t.Context(), elected, func(in fabric.NodeIntent, _ []fabric.Problem) { got = &in })
