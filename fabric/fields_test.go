@@ -99,7 +99,7 @@ func TestEachFieldOfATunnelEndpointIsConvertedCheckedAndCompared(t *testing.T) {
 		if spec := specOf(peer); !reflect.DeepEqual(spec, changed.Spec) {
 			t.Errorf("%s is not what was read when it is written again; want it in PeerFrom and in specOf:\n got %+v\nwant %+v", path, spec, changed.Spec)
 		}
-		if other, _ := GatewayFor(Intent{ClusterID: idA, Peers: []Peer{peer}}); other.Equal(gateway) {
+		if other, _ := GatewayFor(Intent{ClusterID: idA, Peers: []Peer{peer}}); reflect.DeepEqual(other, gateway) {
 			t.Errorf("%s changes nothing of the Gateway, so that nobody would apply it; want it in GatewayPeer", path)
 		}
 	})

@@ -5,7 +5,6 @@ import (
 	"encoding/base64"
 	"fmt"
 	"net/netip"
-	"reflect"
 	"slices"
 	"strconv"
 	"strings"
@@ -21,9 +20,6 @@ type Gateway struct {
 	Waiting                []Waiting      // mappings without a peer, sorted; only for display
 	Site                   Site           // with our networks and all peers', which cannot contain a gateway
 }
-
-// Equal reports whether all fields of both are equal.
-func (g Gateway) Equal(other Gateway) bool { return reflect.DeepEqual(g, other) }
 
 // GatewayPeer is everything about one peer that a gateway needs.
 type GatewayPeer struct {

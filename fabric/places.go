@@ -264,8 +264,8 @@ func (p *PodPlaces) trusted() bool {
 	return known && holds(p.counts[p.Self]) == 1 && 2*p.holding >= p.seen
 }
 
-// Network returns what a gateway whose Pod has the given address needs to know, as after
-// PodNetwork.Sort. Callers must not modify the lists.
+// Network returns what a gateway whose Pod has the given address needs to know, in lists sorted by
+// content. Callers must not modify the lists.
 func (p *PodPlaces) Network(pod netip.Addr) PodNetwork {
 	if p.sorted == nil {
 		p.sorted = slices.SortedFunc(maps.Values(p.nodes), func(a, b ClusterNode) int { return cmp.Compare(a.Name, b.Name) })

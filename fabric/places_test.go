@@ -73,7 +73,7 @@ func TestPodPlacesAreWhatTheListsSay(t *testing.T) {
 					}
 				}
 			}
-			want.Sort()
+			want = sorted(want)
 			if len(want.Pods) == 0 {
 				want.Pods = nil
 			}

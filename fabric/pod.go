@@ -16,23 +16,8 @@ type PodNetwork struct {
 	Nodes []ClusterNode
 	Pods  []NodePod // those outside their node's podCIDRs
 	// Trusted says that pods have addresses from their node's podCIDRs (see podCIDRsHold), so that
-	// a Pod with an address from another node's is ignored. Sort sets it.
+	// a Pod with an address from another node's is ignored.
 	Trusted bool
-}
-
-// Sort sorts the lists by content, sets Trusted, and removes the pods inside their node's podCIDRs.
-// It works in place.
-func (n *PodNetwork) Sort() {
-	all := make(map[string][]netip.Prefix, len(n.Nodes))
-	for _, node := range n.Nodes {
-		all[node.Name] = node.PodCIDRs
-	}
-	n.Trusted = n.Trusted || podCIDRsHold(n.Nodes, n.Node, n.Pods)
-	n.Pods = slices.DeleteFunc(n.Pods, func(p NodePod) bool {
-		return slices.ContainsFunc(all[p.Node], func(c netip.Prefix) bool { return c.Contains(p.Addr) })
-	})
-	in := NodeIntent{Nodes: n.Nodes, Pods: n.Pods}
-	in.Sort()
 }
 
 // GatewayMAC returns the MAC address of the overlay device of a gateway that is a Pod, which nodes

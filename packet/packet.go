@@ -22,13 +22,12 @@ const (
 	UDPLite uint8 = 136
 )
 
-// IPv6 extension headers (RFC 8200, section 4) and the "no next header" mark.
+// IPv6 extension headers (RFC 8200, section 4).
 const (
 	hopByHop           uint8 = 0
 	routing            uint8 = 43
 	fragmentHeader     uint8 = 44
 	authentication     uint8 = 51
-	noNextHeader       uint8 = 59
 	destinationOptions uint8 = 60
 )
 

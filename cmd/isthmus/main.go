@@ -19,7 +19,6 @@ package main
 //go:generate sh -ec "{ cat cli.md; go run . reference; go run ../isthmus-lab reference; } > ../../docs/cli.md"
 
 import (
-	"io"
 	"log/slog"
 	"os"
 
@@ -32,11 +31,6 @@ func main() {
 	root := newRootCommand()
 	cli.As(root, os.Args[0])
 	os.Exit(cli.Run(root, os.Args[1:], os.Stdin, os.Stdout, os.Stderr))
-}
-
-// run is the whole program; it returns the exit code.
-func run(args []string, stdin io.Reader, stdout, stderr io.Writer) int {
-	return cli.Run(newRootCommand(), args, stdin, stdout, stderr)
 }
 
 func newRootCommand() *cobra.Command {

@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"encoding/json"
+	"io"
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
@@ -21,6 +22,11 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cli"
 )
 
+// run is the whole program; it returns the exit code.
+func run(args []string, stdin io.Reader, stdout, stderr io.Writer) int {
+	return cli.Run(newRootCommand(), args, stdin, stdout, stderr)
+}
+
 // isthmus runs the program.
 func isthmus(stdin string, args ...string) (stdout, stderr string, code int) {
 	var out, errs bytes.Buffer
@@ -32,7 +38,7 @@ func sample() gateway.Status {
 	at := time.Date(2026, 11, 21, 10, 0, 0, 0, time.UTC)
 	p := netip.MustParsePrefix
 	bravo := gateway.PeerStatus{
-		ID: "22222222-0000-4000-8000-000000000000", Name: "bravo", State: check.Connected, Message: check.Connected.Message(), Since: at,
+		ID: "22222222-0000-4000-8000-000000000000", Name: "bravo", State: check.Connected, Message: "VPN connection established", Since: at,
 		Endpoint: "192.0.2.2:5871", Configured: "192.0.2.2:5871", PublicKey: "k", LastHandshake: &at, HandshakeAge: 75.4, RTT: 0.00123, Loss: 0,
 		Receive: gateway.TrafficStatus{Packets: 12, Bytes: 1536}, Transmit: gateway.TrafficStatus{Packets: 10_000, Bytes: 14 << 20},
 		Rules: gateway.RulesStatus{RemotePods: p("10.244.0.0/16"), RemotePodsHere: p("10.246.0.0/16"), RemoteExternal: p("10.247.0.0/16"),
@@ -42,7 +48,7 @@ func sample() gateway.Status {
 		Drops:   []gateway.DropStatus{{Direction: "inbound", Reason: "no_mapping", Packets: 3, Text: "nothing is mapped to this address of the ExternalCIDR"}},
 	}
 	charlie := gateway.PeerStatus{
-		ID: "33333333-0000-4000-8000-000000000000", State: check.Disconnected, Message: check.Disconnected.Message(), Since: at, Down: true,
+		ID: "33333333-0000-4000-8000-000000000000", State: check.Disconnected, Message: "No network connectivity towards remote cluster", Since: at, Down: true,
 		MTU: 1440, Problem: "resolving gw.example: no such host", Configured: "gw.example:5871", Loss: 1,
 		Rules: gateway.RulesStatus{RemotePods: p("10.60.0.0/16"), RemotePodsHere: p("10.60.0.0/16"), RemoteExternal: p("10.61.0.0/16"),
 			LocalPods: p("10.244.0.0/16"), LocalPodsThere: p("10.244.0.0/16"), LocalExternal: p("10.245.0.0/16"), NAPT: netip.MustParseAddr("10.244.0.0")},

@@ -63,17 +63,6 @@ const (
 	Disconnected State = "Error"      // no answer for ten seconds
 )
 
-// Message returns Liqo's explanation of the state.
-func (s State) Message() string {
-	switch s {
-	case Connected:
-		return "VPN connection established"
-	case Connecting:
-		return "Waiting VPN connection to be established"
-	}
-	return "No network connectivity towards remote cluster"
-}
-
 // Peer is the configuration of a peer for the check. If it changes, the peer starts again as
 // Connecting. Exceptions are Key, the endpoint of a connected peer (see moved), and the bounds of
 // the path MTU.
