@@ -4,7 +4,6 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
-	"unsafe"
 
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
@@ -63,7 +62,7 @@ func (m *PodDecider) samePeers(peers []*GatewayPeer, further map[string]TunnelSe
 
 // sameList reports whether two lists share the same memory.
 func sameList[T any](a, b []T) bool {
-	return len(a) == len(b) && unsafe.SliceData(a) == unsafe.SliceData(b)
+	return len(a) == len(b) && (len(a) == 0 || &a[0] == &b[0])
 }
 
 func (n ClusterNode) equal(other ClusterNode) bool {
