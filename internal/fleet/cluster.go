@@ -49,6 +49,15 @@ func (c *Cluster) startServer(ctx context.Context, kube string, audit bool) erro
 	return c.Serve(ctx, kubetest.Options{Dir: kube, Controllers: true, APIServerArgs: args})
 }
 
+// restartServer starts a control plane without the state of the former one. The sniffer queries it
+// from then on.
+func (c *Cluster) restartServer(ctx context.Context, o Options) error {
+	c.remotes.mu.Lock() // the sniffer may query the former one
+	defer c.remotes.mu.Unlock()
+	c.remotes.networks = nil
+	return c.startServer(ctx, o.Kube, o.Audit)
+}
+
 // describe writes the objects that kubelets and people would have written.
 func (c *Cluster) describe(ctx context.Context) error {
 	for _, n := range c.Nodes {

@@ -17,9 +17,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"os"
 	"path/filepath"
 	"strings"
 	"sync"
+
+	"k8s.io/apimachinery/pkg/util/uuid"
 
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
@@ -52,7 +55,7 @@ type Fleet struct {
 	Set[*Cluster]
 	Sniffer *lab.Sniffer // watches the underlay while the Fleet exists: Down returns the leaks
 
-	binary string
+	options Options
 }
 
 // A Cluster is one cluster with its control plane.
@@ -93,14 +96,14 @@ func Up(ctx context.Context, o Options) (*Fleet, error) {
 			return nil, errors.Join(err, f.Down())
 		}
 	}
-	if err := f.up(ctx, o); err != nil {
+	if err := f.up(ctx); err != nil {
 		return nil, errors.Join(err, f.Down())
 	}
 	return f, nil
 }
 
 func newFleet(l *lab.Lab, o Options) *Fleet {
-	f := &Fleet{Set: NewSet[*Cluster](l), binary: o.Binary}
+	f := &Fleet{Set: NewSet[*Cluster](l), options: o}
 	for _, c := range l.Clusters {
 		f.Clusters = append(f.Clusters, &Cluster{
 			ControlPlane: ControlPlane{Cluster: c}, binary: o.Binary, ipamAllow: o.IPAMAllow, votes: o.Votes, dir: filepath.Join(l.Dir, "kube-"+c.Name), processes: map[string]*process{},
@@ -109,43 +112,72 @@ func newFleet(l *lab.Lab, o Options) *Fleet {
 	return f
 }
 
-func (f *Fleet) up(ctx context.Context, o Options) error {
+func (f *Fleet) up(ctx context.Context) error {
 	if err := f.sniff(); err != nil {
 		return err
 	}
-	if err := f.Each(func(c *Cluster) error { return c.startServer(ctx, o.Kube, o.Audit) }); err != nil {
+	if err := f.Each(func(c *Cluster) error { return c.startServer(ctx, f.options.Kube, f.options.Audit) }); err != nil {
 		return err
 	}
-	fmt.Fprintf(o.Progress, "%d control planes run\n", len(f.Clusters))
+	fmt.Fprintf(f.options.Progress, "%d control planes run\n", len(f.Clusters))
 	if err := f.WriteKubeconfig(); err != nil {
 		return err
 	}
-	return f.Each(func(c *Cluster) error {
-		args := []string{"install", "--without-workloads", "--request-timeout", "1m", "--context", c.Name, "--cluster-name", c.Name, "--cluster-id", c.ID}
-		if c.services = o.Services; c.services {
-			args = append(args, "--services")
-		}
-		out, err := f.Isthmus(ctx, args...)
-		if err != nil {
-			return fmt.Errorf("isthmus install: %w\n%s", err, out)
-		}
-		if err := c.follow(ctx, f.Sniffer); err != nil {
+	return f.Each(func(c *Cluster) error { return f.install(ctx, c) })
+}
+
+// install installs Isthmus in a cluster whose API server runs, and starts its components.
+func (f *Fleet) install(ctx context.Context, c *Cluster) error {
+	args := []string{"install", "--without-workloads", "--request-timeout", "1m", "--context", c.Name, "--cluster-name", c.Name, "--cluster-id", c.ID}
+	if c.services = f.options.Services; c.services {
+		args = append(args, "--services")
+	}
+	out, err := f.Isthmus(ctx, args...)
+	if err != nil {
+		return fmt.Errorf("isthmus install: %w\n%s", err, out)
+	}
+	if err := c.follow(ctx, f.Sniffer); err != nil {
+		return err
+	}
+	if err := c.describe(ctx); err != nil {
+		return err
+	}
+	if f.options.Network != nil {
+		if err := f.options.Network(ctx, c); err != nil {
 			return err
 		}
-		if err := c.describe(ctx); err != nil {
-			return err
-		}
-		if o.Network != nil {
-			if err := o.Network(ctx, c); err != nil {
-				return err
+	}
+	if err := c.startComponents(ctx); err != nil {
+		return err
+	}
+	fmt.Fprintf(f.options.Progress, "cluster %s: installed, %d nodes and %d pods described, components run\n", c.Name, len(c.Nodes), len(c.Pods))
+	return nil
+}
+
+// Replace builds a cluster anew on the same machines: name and networks stay, but it gets another
+// cluster ID, certificate authority and API server, without any object of the former one. It
+// removes the former one's objects from the nodes' kernels, as a reboot does.
+func (f *Fleet) Replace(ctx context.Context, c *Cluster) error {
+	err := c.stopAll()
+	c.remotes.stop()
+	for _, n := range c.Nodes {
+		for _, component := range []string{"route-agent", "gateway"} {
+			if out, failed := n.Command(ctx, c.binary, component, "--cleanup").CombinedOutput(); failed != nil {
+				err = errors.Join(err, fmt.Errorf("%s: isthmus %s --cleanup: %w\n%s", n, component, failed, out))
 			}
 		}
-		if err := c.startComponents(ctx); err != nil {
-			return err
-		}
-		fmt.Fprintf(o.Progress, "cluster %s: installed, %d nodes and %d pods described, components run\n", c.Name, len(c.Nodes), len(c.Pods))
-		return nil
-	})
+	}
+	if err = errors.Join(err, c.Server.Stop(), os.RemoveAll(c.dir)); err != nil {
+		return err
+	}
+	c.ID = string(uuid.NewUUID())
+	if err := c.restartServer(ctx, f.options); err != nil {
+		return err
+	}
+	if err := f.WriteKubeconfig(); err != nil {
+		return err
+	}
+	return f.install(ctx, c)
 }
 
 // Down ends everything and removes the lab. It returns an error if any node has sent packets for a
@@ -172,7 +204,7 @@ func (f *Fleet) Isthmus(ctx context.Context, args ...string) (string, error) {
 
 // IsthmusTo is Isthmus, but writes the output as it comes.
 func (f *Fleet) IsthmusTo(ctx context.Context, out io.Writer, args ...string) error {
-	cmd := f.Command(ctx, f.binary, args...)
+	cmd := f.Command(ctx, f.options.Binary, args...)
 	cmd.Stdout, cmd.Stderr = out, out
 	return cmd.Run()
 }
