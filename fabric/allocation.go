@@ -133,7 +133,7 @@ func OwnIn(all []isthmus.NetworkAllocation, now time.Time) (own isthmus.OwnNetwo
 func (r *report) allocated(field, text string) netip.Prefix {
 	p, err := netip.ParsePrefix(text)
 	if err != nil || p.Bits() == 0 {
-		r.add(field, "%s is no network; want CIDR notation", quote(text))
+		r.add(field, "%s is not a network; want CIDR notation", quote(text))
 		return netip.Prefix{}
 	}
 	return p.Masked()

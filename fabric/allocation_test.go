@@ -25,8 +25,8 @@ func TestAllocationsAreWhatAllObjectsSayTogether(t *testing.T) {
 	ahead := object("ahead", now.Add(48*time.Hour).UnixMilli(), "10.8.0.0/16")
 	own.ResourceVersion, b.ResourceVersion, c.ResourceVersion = "9", "102", "x"
 	got, problems := AllocationsFrom([]isthmus.NetworkAllocation{c, own, ahead, older, b}, now)
-	wantTexts(t, SortProblems(problems), `NetworkAllocation b: spec.freed: "x" is no network; want CIDR notation`,
-		`NetworkAllocation c: spec.networks: "0.0.0.0/0" is no network; want CIDR notation`, `NetworkAllocation c: spec.networks: "None" is no network; want CIDR notation`)
+	wantTexts(t, SortProblems(problems), `NetworkAllocation b: spec.freed: "x" is not a network; want CIDR notation`,
+		`NetworkAllocation c: spec.networks: "0.0.0.0/0" is not a network; want CIDR notation`, `NetworkAllocation c: spec.networks: "None" is not a network; want CIDR notation`)
 	want := Allocations{
 		Named:    []Allocation{{"ahead", pfx("10.8.0.0/16"), 0}, {"b", pfx("10.246.0.0/16"), 7}, {"c", pfx("10.246.0.0/16"), 9}, {"b", pfx("10.247.0.0/20"), 7}, {"c", pfx("fd00::/48"), 9}},
 		Freed:    []Allocation{{"b", pfx("10.9.0.0/16"), 11}},

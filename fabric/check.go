@@ -219,7 +219,7 @@ func (r *report) network(n pair) bool {
 		r.addAt(n.seenAt, "%v is %s, but %s is %v; want a network of the same family", n.seen, family(n.seen), n.ownAt.words, n.own)
 		sound = false
 	case n.own.Bits() != n.seen.Bits():
-		r.addAt(n.seenAt, "%v has another length than %s, %v; want a /%d", n.seen, n.ownAt.words, n.own, n.own.Bits())
+		r.addAt(n.seenAt, "%v differs in length from %s, %v; want a /%d", n.seen, n.ownAt.words, n.own, n.own.Bits())
 		sound = false
 	}
 	return sound
@@ -338,7 +338,7 @@ func checkName(s string) string {
 	case label == "localhost":
 		return "is this host"
 	case strings.Trim(label, "0123456789") == "" || isHex && strings.Trim(hex, "0123456789abcdef") == "":
-		return "ends in a number, but is no IP address" // no top-level domain does (RFC 3696); resolvers disagree
+		return "ends in a number, but is not an IP address" // no top-level domain does (RFC 3696); resolvers disagree
 	}
 	return ""
 }

@@ -155,7 +155,7 @@ func CheckAllocation(c Claim, podSeen, externalSeen netip.Prefix, gateways []net
 		if addr, err := netip.ParseAddr(c.Endpoint); err == nil && seen.Contains(addr) {
 			// The tunnel's own UDP packets would be routed into the tunnel.
 			refusals = append(refusals, Refusal{v1alpha1.ReasonEndpoint, Problem{c.Origin, "spec.endpointIP",
-				fmt.Sprintf("%v is inside %v, which the receiver uses for %s; want an address outside, or another network reserved at the receiver",
+				fmt.Sprintf("%v is inside %v, which the receiver uses for %s; want an address outside, or reserve that network at the receiver",
 					addr, seen, fields[seen])}})
 			continue
 		}

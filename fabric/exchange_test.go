@@ -187,7 +187,7 @@ func TestCheckAllocationRefusesNetworksWithGatewaysInThem(t *testing.T) {
 		"none": {"10.246.0.0/18", "10.246.64.0/18", nil, nil},
 		"its own": {"10.246.0.0/18", "192.0.0.0/18", nil,
 			[]string{"BadEndpoint spec.endpointIP: 192.0.2.2 is inside 192.0.0.0/18, which the receiver uses for spec.externalCIDR; " +
-				"want an address outside, or another network reserved at the receiver"}},
+				"want an address outside, or reserve that network at the receiver"}},
 		"another's": {"10.246.0.0/18", "10.246.64.0/18", []netip.Addr{ip("10.246.1.1"), ip("10.246.1.2")},
 			[]string{"CIDRConflict spec.podCIDR: the receiver would use 10.246.0.0/18 for it, which contains a peer's gateway; " +
 				"reserve that network at the receiver"}},
@@ -253,7 +253,7 @@ func TestTunnelEndpointForRefuses(t *testing.T) {
 		"addressed to another": {func(original, _ *v1alpha1.NetworkConfig) { original.Spec.RemoteCluster.ClusterID = idC },
 			[]string{`NetworkConfig tenant/bravo-924e89: spec.cluster.clusterID: is "` + idC + `"; want "` + idB + `", the peer`}},
 		"answer of another length": {func(original, _ *v1alpha1.NetworkConfig) { original.Status.PodCIDRNAT = "10.250.0.0/24" },
-			[]string{"NetworkConfig tenant/bravo-924e89: status.podCIDRNAT: 10.250.0.0/24 has another length than our PodCIDR, 10.244.0.0/16; want a /16"}},
+			[]string{"NetworkConfig tenant/bravo-924e89: status.podCIDRNAT: 10.250.0.0/24 differs in length from our PodCIDR, 10.244.0.0/16; want a /16"}},
 		"answer of another family": {func(original, _ *v1alpha1.NetworkConfig) { original.Status.ExternalCIDRNAT = "fd00::/16" },
 			[]string{"NetworkConfig tenant/bravo-924e89: status.externalCIDRNAT: fd00::/16 is IPv6, but our ExternalCIDR is 10.245.0.0/16; want a network of the same family"}},
 		"answer that is a half": {func(original, _ *v1alpha1.NetworkConfig) { original.Status.ExternalCIDRNAT = "" },

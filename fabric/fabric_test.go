@@ -174,7 +174,7 @@ func TestPeerFromRefuses(t *testing.T) {
 		{func(s *spec) { s.LocalNATExternalCIDR = "" }, []string{`spec.localNATExternalCIDR: is empty; want a CIDR or "None"`}},
 		{func(s *spec) { s.RemoteNATPodCIDR = "" }, []string{`spec.remoteNATPodCIDR: is empty; want a CIDR or "None"`}},
 		{func(s *spec) { s.RemoteNATExternalCIDR = "none" }, []string{`spec.remoteNATExternalCIDR: "none" is not a CIDR` + networkWant}},
-		{func(s *spec) { s.LocalNATPodCIDR = "10.246.0.0/17" }, []string{"spec.localNATPodCIDR: 10.246.0.0/17 has another length than spec.localPodCIDR, 10.244.0.0/16; want a /16"}},
+		{func(s *spec) { s.LocalNATPodCIDR = "10.246.0.0/17" }, []string{"spec.localNATPodCIDR: 10.246.0.0/17 differs in length from spec.localPodCIDR, 10.244.0.0/16; want a /16"}},
 		{func(s *spec) { s.LocalNATPodCIDR = "fd00::/16" }, []string{"spec.localNATPodCIDR: fd00::/16 is IPv6, but spec.localPodCIDR is 10.244.0.0/16; want a network of the same family"}},
 		{func(s *spec) { s.RemotePodCIDR, s.RemoteNATPodCIDR = "fd00::/48", "None" }, []string{"spec.remotePodCIDR: fd00::/48 is IPv6, but spec.localPodCIDR is 10.244.0.0/16; want networks of one family"}},
 		{func(s *spec) { s.RemoteNATPodCIDR = "0.0.0.0/0" }, []string{"spec.remoteNATPodCIDR: 0.0.0.0/0 has a length of 0; want one from 8 to 30"}},
@@ -204,8 +204,8 @@ func TestPeerFromRefuses(t *testing.T) {
 		{func(s *spec) { s.RemoteNATExternalCIDR = "None" }, []string{"spec.remoteExternalCIDR: 10.245.0.0/16 overlaps spec.localExternalCIDR, 10.245.0.0/16; want a network of its own"}},
 
 		{func(s *spec) { s.EndpointIP = "" }, []string{"spec.endpointIP: is empty" + endpointWant}},
-		{func(s *spec) { s.EndpointIP = "192.0.2.300" }, []string{`spec.endpointIP: "192.0.2.300" ends in a number, but is no IP address` + endpointWant}},
-		{func(s *spec) { s.EndpointIP = "gateway.0x7f" }, []string{`spec.endpointIP: "gateway.0x7f" ends in a number, but is no IP address` + endpointWant}},
+		{func(s *spec) { s.EndpointIP = "192.0.2.300" }, []string{`spec.endpointIP: "192.0.2.300" ends in a number, but is not an IP address` + endpointWant}},
+		{func(s *spec) { s.EndpointIP = "gateway.0x7f" }, []string{`spec.endpointIP: "gateway.0x7f" ends in a number, but is not an IP address` + endpointWant}},
 		{func(s *spec) { s.EndpointIP = "192.0.2.2:5871" }, []string{`spec.endpointIP: "192.0.2.2:5871" is neither an IP address nor a DNS name` + endpointWant}},
 		{func(s *spec) { s.EndpointIP = "-a.example" }, []string{`spec.endpointIP: "-a.example" is neither an IP address nor a DNS name` + endpointWant}},
 		{func(s *spec) { s.EndpointIP = "a..example" }, []string{`spec.endpointIP: "a..example" is neither an IP address nor a DNS name` + endpointWant}},
@@ -336,7 +336,7 @@ func TestAttach(t *testing.T) {
 	peers := []Peer{{ID: idB}, {ID: idA, Mappings: sets[0].Mappings}}
 	for range 2 {
 		got, waiting, problems := Attach(peers, sets)
-		wantTexts(t, problems, `NatMapping late: spec.clusterID: cluster "`+idB+`" has its mappings in NatMapping early already; want one NatMapping for each cluster`)
+		wantTexts(t, problems, `NatMapping late: spec.clusterID: cluster "`+idB+`" already has its mappings in NatMapping early; want one NatMapping for each cluster`)
 		if want := []Waiting{{idC, origin("c")}}; !slices.Equal(waiting, want) {
 			t.Errorf("waiting %v, want %v", waiting, want)
 		}

@@ -167,9 +167,9 @@ func endpointsFor(p *Peer) ([]natengine.Endpoint, []Problem) {
 		case !external.Contains(m.Seen):
 			r.add(field, "%v is outside %v, our ExternalCIDR as cluster %s sees it (%s); want an address inside", m.Seen, external, quote(p.ID), p.Origin)
 		case m.Real.Is4() != m.Seen.Is4():
-			r.add(field, "%v is of another family than %v; want addresses of one family", m.Real, m.Seen)
+			r.add(field, "%v and %v are of different families; want addresses of one family", m.Real, m.Seen)
 		case m.Real == self.Real:
-			r.add(field, "%v is not where cluster %s checks the connection; want %v, the first host of %v", m.Seen, quote(p.ID), self.Seen, external)
+			r.add(field, "%v is not the address that the connection check of cluster %s uses; want %v, the first host of %v", m.Seen, quote(p.ID), self.Seen, external)
 		case m.Seen == self.Seen:
 			r.add(field, "%v is the gateway's own address, the first host of %v; want another address", m.Seen, external)
 		case checkReal(m.Real) != "":
@@ -397,7 +397,7 @@ func (g Gateway) String() string {
 		b.WriteString(p.String())
 	}
 	for _, w := range g.Waiting {
-		fmt.Fprintf(&b, "waiting: %s has mappings for cluster %s, which is no peer yet\n", w.Origin, quote(w.ID))
+		fmt.Fprintf(&b, "waiting: %s has mappings for cluster %s, which is not a peer yet\n", w.Origin, quote(w.ID))
 	}
 	return b.String()
 }

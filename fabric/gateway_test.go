@@ -85,7 +85,7 @@ peer cccccccc-3333-4333-8333-333333333333 (c)
   in destination 10.245.0.1 -> 169.254.0.1
   in destination other of 10.245.0.0/16 drop
   probe 10.249.0.1:12345
-waiting: NatMapping x has mappings for cluster "x", which is no peer yet
+waiting: NatMapping x has mappings for cluster "x", which is not a peer yet
 `
 	if got := gw.String(); got != want {
 		t.Errorf("got:\n%s\nwant:\n%s", got, want)
@@ -308,12 +308,12 @@ func TestGatewayForLeavesOutMappings(t *testing.T) {
 		{"one mapping twice", []Mapping{good}, nil},
 		{"no address", []Mapping{{}}, []string{at + `invalid IP"]: has no address; want an endpoint and the address at which cluster "` + idB + `" sees it`}},
 		{"the gateway's own address elsewhere", []Mapping{m("169.254.0.1", "10.247.0.7")},
-			[]string{at + `169.254.0.1"]: 10.247.0.7 is not where cluster "` + idB + `" checks the connection; want 10.247.0.1, the first host of 10.247.0.0/16`}},
+			[]string{at + `169.254.0.1"]: 10.247.0.7 is not the address that the connection check of cluster "` + idB + `" uses; want 10.247.0.1, the first host of 10.247.0.0/16`}},
 		{"an endpoint at the gateway's own address", []Mapping{m("172.30.0.1", "10.247.0.1")},
 			[]string{at + `172.30.0.1"]: 10.247.0.1 is the gateway's own address, the first host of 10.247.0.0/16; want another address`}},
 		{"outside Xa@B", []Mapping{m("172.30.0.1", "10.246.0.5")},
 			[]string{at + `172.30.0.1"]: 10.246.0.5 is outside 10.247.0.0/16, our ExternalCIDR as cluster "` + idB + `" sees it (TunnelEndpoint tenant/b); want an address inside`}},
-		{"another family", []Mapping{m("fd00::1", "10.247.0.5")}, []string{at + `fd00::1"]: fd00::1 is of another family than 10.247.0.5; want addresses of one family`}},
+		{"another family", []Mapping{m("fd00::1", "10.247.0.5")}, []string{at + `fd00::1"]: fd00::1 and 10.247.0.5 are of different families; want addresses of one family`}},
 		{"loopback", []Mapping{m("127.0.0.1", "10.247.0.5")}, []string{at + `127.0.0.1"]: 127.0.0.1 is in 127.0.0.0/8 (loopback); want an address that is reachable from our pod network`}},
 		{"two endpoints at one address", []Mapping{m("172.30.0.2", "10.247.0.5"), m("172.30.0.1", "10.247.0.5")},
 			[]string{at + `172.30.0.1"]: 10.247.0.5 is mapped to 2 endpoints; want an address for each`, at + `172.30.0.2"]: 10.247.0.5 is mapped to 2 endpoints; want an address for each`}},

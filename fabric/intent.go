@@ -130,7 +130,7 @@ func Attach(peers []Peer, sets []MappingSet) (attached []Peer, waiting []Waiting
 	for _, s := range sets {
 		if first, taken := byID[s.ID]; taken {
 			problems = append(problems, Problem{s.Origin, "spec.clusterID",
-				fmt.Sprintf("cluster %s has its mappings in %s already; want one NatMapping for each cluster", quote(s.ID), first.Origin)})
+				fmt.Sprintf("cluster %s already has its mappings in %s; want one NatMapping for each cluster", quote(s.ID), first.Origin)})
 			continue
 		}
 		byID[s.ID] = s

@@ -33,9 +33,9 @@ func checkPublicKey(key [32]byte) string {
 	case key == [32]byte{}:
 		return "is all zero; want a WireGuard public key"
 	case !canonical(key):
-		return "is no X25519 public key, but 2^255-19 or more; want what wg pubkey prints"
+		return "is not an X25519 public key, because it is 2^255-19 or more; want the output of wg pubkey"
 	case slices.Contains(lowOrder, key):
-		return "is a point of low order, with which nothing is secret; want what wg pubkey prints"
+		return "is a point of low order, so it keeps nothing secret; want the output of wg pubkey"
 	}
 	return ""
 }

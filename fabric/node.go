@@ -80,7 +80,7 @@ func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	at := slices.IndexFunc(nodes, func(n ClusterNode) bool { return n.Name == in.Self })
 	d := nodeDecision{nodes: nodes, onlyPods: in.OnlyPods, one: in.OnlyPods && in.Gateway.IsValid(), refused: in.Refused()}
 	if at < 0 {
-		d.problem(Origin{Kind: "Node", Name: in.Self}, "", "is not there; want the name of the Node on which the agent runs")
+		d.problem(Origin{Kind: "Node", Name: in.Self}, "", "does not exist; want the name of the Node on which the agent runs")
 		return RefusingState(d.refused), d.problems
 	}
 	d.node.Rules = refusingRules(d.refused)
@@ -432,7 +432,7 @@ func (d *nodeDecision) nameStrangers(in NodeIntent, ownPods []netip.Prefix) {
 		names[i] = p.String()
 	}
 	slices.Sort(names)
-	d.problem(Origin{Kind: "Node", Name: d.self.Name}, "", "has pods outside %s, the networks that peers know, %s: peers cannot reach these pods, and see the gateway's address instead of theirs; want a PodCIDR of the installation (--pod-cidr) that contains all pods",
+	d.problem(Origin{Kind: "Node", Name: d.self.Name}, "", "has pods outside %s, the PodCIDR of the installation (%s): peers cannot reach these pods, and see the gateway's address instead of theirs; want a PodCIDR (--pod-cidr) that contains all pods",
 		strings.Join(slices.Compact(names), ", "), stranger)
 }
 
@@ -441,7 +441,7 @@ func (d *nodeDecision) nameStrangers(in NodeIntent, ownPods []netip.Prefix) {
 // packets.
 func (d *nodeDecision) toGateway(gateway netip.Addr) {
 	if _, known := d.gateways[gateway]; !known {
-		d.problem(Origin{Kind: "Service", Name: "of the gateway"}, "metadata.annotations", "%v is no address of a Pod of the gateway; want that of the active one", gateway)
+		d.problem(Origin{Kind: "Service", Name: "of the gateway"}, "metadata.annotations", "%v is not the address of a gateway Pod; want that of the active one", gateway)
 		return
 	}
 	if len(d.node.Devices) == 0 {

@@ -286,7 +286,7 @@ func TestNodeRefusesTrafficWhenItKnowsNoWayToTheGateway(t *testing.T) {
 	}{
 		"the gateway's node is gone": {
 			func(in *NodeIntent) { in.Nodes = in.Nodes[1:] },
-			[]string{"TunnelEndpoint tenant/b: status.gatewayIP: 172.30.1.11 is no node's InternalIP; want that of the node with the active gateway"},
+			[]string{"TunnelEndpoint tenant/b: status.gatewayIP: 172.30.1.11 is not the InternalIP of a node; want that of the node with the active gateway"},
 		},
 		"the gateway's node has no IPv4": {
 			func(in *NodeIntent) {
@@ -435,7 +435,7 @@ func TestNodeTellsAboutTwoNodesWithOnePodNetwork(t *testing.T) {
 
 func TestNodeThatIsNotInTheClusterOnlyRefuses(t *testing.T) {
 	n, problems := NodeFor(nodeIntent(t, "n7"))
-	wantTexts(t, problems, "Node n7: is not there; want the name of the Node on which the agent runs")
+	wantTexts(t, problems, "Node n7: does not exist; want the name of the Node on which the agent runs")
 	if got, want := n.String(), RefusingState([]netip.Prefix{pfx("10.246.0.0/16"), pfx("10.247.0.0/16")}).String(); got != want {
 		t.Errorf("got\n%s\nwant\n%s", got, want)
 	}
@@ -539,7 +539,7 @@ func TestTunnelFromNamesAGatewayThatIsNoAddress(t *testing.T) {
 	for _, bad := range []string{"gateway", "0.0.0.0", "fe80::1%eth0", "::ffff:10.0.0.1"} {
 		te.Status.GatewayIP = bad
 		got, problems := TunnelFrom(te, Origin{Kind: "TunnelEndpoint", Name: "b"})
-		wantTexts(t, problems, `TunnelEndpoint b: status.gatewayIP: "`+bad+`" is no address; want that of the active gateway`)
+		wantTexts(t, problems, `TunnelEndpoint b: status.gatewayIP: "`+bad+`" is not an address; want that of the active gateway`)
 		if !reflect.DeepEqual(got, Tunnel{}) {
 			t.Error(got)
 		}

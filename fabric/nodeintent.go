@@ -124,7 +124,7 @@ func TunnelFrom(te *v1alpha1.TunnelEndpoint, o Origin) (Tunnel, []Problem) {
 	if s := te.Status.GatewayIP; s != "" {
 		a, err := netip.ParseAddr(s)
 		if err != nil || a.Zone() != "" || a.Is4In6() || a.IsUnspecified() {
-			r.add("status.gatewayIP", "%s is no address; want that of the active gateway", quote(s))
+			r.add("status.gatewayIP", "%s is not an address; want that of the active gateway", quote(s))
 		}
 		gateway = a
 	}

@@ -45,13 +45,13 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, here []netip.Prefix) {
 		if d.onlyPods { // RefuseTable refuses it; one Problem for each gateway is enough
 			if !slices.Contains(strangers, gateway) {
 				strangers = append(strangers, gateway)
-				d.problem(p.Origin, "status.gatewayIP", "%v is no address of a Pod of the gateway; want that of the active one", gateway)
+				d.problem(p.Origin, "status.gatewayIP", "%v is not the address of a gateway Pod; want that of the active one", gateway)
 			}
 			continue
 		}
 		where, known := byAddr[gateway]
 		if !known {
-			d.problem(p.Origin, "status.gatewayIP", "%v is no node's InternalIP; want that of the node with the active gateway", gateway)
+			d.problem(p.Origin, "status.gatewayIP", "%v is not the InternalIP of a node; want that of the node with the active gateway", gateway)
 		}
 		if known && where.Name == d.self.Name {
 			own = append(own, p.Local.Pod)

@@ -160,7 +160,7 @@ func (d *nodeDecision) disbelievePods(own netip.Addr) {
 			at := pods.find(a, func(other int) bool { return d.nodes[other].Name != n.Name })
 			switch o := (Origin{Kind: "Node", Name: n.Name}); {
 			case a == own:
-				d.problem(o, "status.addresses", "%v is that of the gateway's Pod; want one of its own", a)
+				d.problem(o, "status.addresses", "%v is the address of the gateway's Pod; want another address", a)
 			case at >= 0:
 				d.problem(o, "status.addresses", "%v is in the pods' network of Node %s; want an address outside", a, d.nodes[at].Name)
 			default:
@@ -202,7 +202,7 @@ func (d *nodeDecision) toNodes(in PodNetwork) {
 	if hop, ok := d.overlay[in.Node]; ok {
 		d.viaOverlay(netip.PrefixFrom(netip.IPv4Unspecified(), 0), hop)
 	} else {
-		d.problem(Origin{Kind: "Node", Name: in.Node}, "", "is not there, or has no address; want the name of the Node on which the gateway's Pod runs")
+		d.problem(Origin{Kind: "Node", Name: in.Node}, "", "does not exist, or has no address; want the name of the Node on which the gateway's Pod runs")
 	}
 }
 

@@ -150,7 +150,7 @@ func TestAGatewayThatSaysItIsActiveIsBelievedOnlyAsAPodOfOurs(t *testing.T) {
 			in.Gateways[0].Addr = ip(bad)
 		}
 		n, problems := NodeFor(in)
-		if text := problems[len(problems)-1].Error(); text != "Service of the gateway: metadata.annotations: "+bad+" is no address of a Pod of the gateway; want that of the active one" {
+		if text := problems[len(problems)-1].Error(); text != "Service of the gateway: metadata.annotations: "+bad+" is not the address of a gateway Pod; want that of the active one" {
 			t.Errorf("%s: %s", bad, text)
 		}
 		refused := 0
@@ -180,7 +180,7 @@ func TestAGatewayThatIsNoPodOfOursIsNotBelieved(t *testing.T) {
 	for _, bad := range []string{"10.244.3.5", "172.30.1.11", "198.51.100.1"} { // a pod, a node, somebody
 		in.Tunnels[0].Gateway = ip(bad)
 		n, problems := NodeFor(in)
-		wantTexts(t, problems, "TunnelEndpoint tenant/b: status.gatewayIP: "+bad+" is no address of a Pod of the gateway; want that of the active one")
+		wantTexts(t, problems, "TunnelEndpoint tenant/b: status.gatewayIP: "+bad+" is not the address of a gateway Pod; want that of the active one")
 		for _, r := range n.Routes {
 			if r.Type == kernel.Unicast {
 				t.Errorf("%s: %s", bad, kernel.State{Routes: []kernel.Route{r}})
@@ -438,7 +438,7 @@ func TestANodeIsNotBelievedToHaveTheAddressOfAPod(t *testing.T) {
 	in.Nodes = slices.Clone(in.Nodes)
 	in.Nodes[2].Addrs = append(slices.Clone(in.Nodes[2].Addrs), ip("10.244.2.5"), in.Pod)
 	s, problems := GatewayPodFor(gatewayPeers(t), nil, 1340, 1, 1400, in)
-	wantTexts(t, problems, "Node n3: status.addresses: 10.244.1.254 is that of the gateway's Pod; want one of its own",
+	wantTexts(t, problems, "Node n3: status.addresses: 10.244.1.254 is the address of the gateway's Pod; want another address",
 		"Node n3: status.addresses: 10.244.2.5 is in the pods' network of Node n2; want an address outside")
 	if text := s.String(); strings.Contains(text, "10.244.2.5") || strings.Contains(text, "10.244.1.254/32") {
 		t.Error(text)

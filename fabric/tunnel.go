@@ -73,9 +73,9 @@ func FormatTunnels(further []TunnelEnd) string {
 // It does not look for conflicts between tunnels, because it does not know tunnel 0. The error
 // names the invalid tunnel.
 func ParseTunnels(s string) ([]TunnelEnd, error) {
-	const want = "want PORT:PUBLICKEY, with a comma between two"
+	const want = "want PORT:PUBLICKEY, separated by commas"
 	if s == "" {
-		return nil, errors.New("is empty; " + want + ", or nothing of this name")
+		return nil, errors.New("is empty; " + want + ", or remove the field")
 	}
 	if n := strings.Count(s, ",") + 1; n >= MaxTunnels { // before allocating anything for it
 		return nil, tooManyTunnels(n)

@@ -94,7 +94,7 @@ func TestPeersWithTunnelsThatMakeNoSenseAreRefused(t *testing.T) {
 	}
 	fifteen = sixteen[:15]
 	const keyWant = "want 32 bytes in 44 base64 characters"
-	const formWant = "; want PORT:PUBLICKEY, with a comma between two"
+	const formWant = "; want PORT:PUBLICKEY, separated by commas"
 	const portWant = "; want a UDP port from 1 to 65535"
 	for _, test := range []struct {
 		value string
@@ -103,7 +103,7 @@ func TestPeersWithTunnelsThatMakeNoSenseAreRefused(t *testing.T) {
 		{strings.Join(fifteen, ","), nil},
 		{strings.Join(sixteen, ","), []string{"has 16 tunnels besides the first; want at most 15"}},
 		{strings.Repeat(",", 1<<20), []string{"has 1048577 tunnels besides the first; want at most 15"}},
-		{"", []string{"is empty" + formWant + ", or nothing of this name"}},
+		{"", []string{"is empty" + formWant + ", or remove the field"}},
 		{",", []string{`tunnel 1 is ""` + formWant}},
 		{entry(5872, 3) + ",", []string{`tunnel 2 is ""` + formWant}},
 		{entry(5872, 3) + ", " + entry(5873, 4), []string{`tunnel 2 has port " 5873"` + portWant}},

@@ -112,7 +112,7 @@ func (e *evidence) cause() Cause {
 		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("nothing comes from %s, but handshakes for this gateway's key, from a key that no peer has here or from a clock that was set back, "+
 			"come through our Service, which hides their source (externalTrafficPolicy: Local does not): if they are this peer's, this cluster has an old or wrong key of it", at)}
 	case e.handshake.IsZero() && e.heard.IsZero() && e.since(e.signs.Earlier, ofLate):
-		return Cause{v1alpha1.CauseNoAnswer, fmt.Sprintf("our handshakes are not answered, but messages of a former session come from %s: the peer runs and still uses that session; "+
+		return Cause{v1alpha1.CauseNoAnswer, fmt.Sprintf("our handshakes are not answered, but messages of an earlier session come from %s: the peer runs and still uses that session; "+
 			"either its key here is wrong, or our packets do not arrive; its next handshake, within half a minute, shows which", at)}
 	case e.handshake.IsZero() && e.heard.IsZero():
 		return Cause{v1alpha1.CauseNoAnswer, fmt.Sprintf("nothing has ever come from %s: its gateway does not run, the address or port is wrong, or a firewall drops UDP on the path; "+

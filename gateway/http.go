@@ -66,7 +66,7 @@ func (g *gateway) unready() error {
 	case !now.ready:
 		return errors.New("starting")
 	case errors.Is(now.applyErr, rtnl.ErrFilter): // see put
-		return fmt.Errorf("nothing is carried for peers: %w", now.applyErr)
+		return fmt.Errorf("no traffic of peers is carried: %w", now.applyErr)
 	}
 	return nil
 }

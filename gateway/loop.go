@@ -82,7 +82,7 @@ func (l *loop) adopt() {
 	}
 	l.adopted = true
 	if n := l.keeper.Activate(running{l.engine, l.ends}); n > 0 {
-		l.log.Info("took over the flows of the former active gateway", "flows", n)
+		l.log.Info("took over the flows of the previous active gateway", "flows", n)
 	}
 }
 

@@ -72,9 +72,9 @@ var (
 	familyFlowEvents = counter("peer_nat_session_events_total", "NAT flows created, expired, evicted because the limit was reached, and purged because new rules do not permit them.", "event", "peer")
 
 	familyInBandConns   = gauge("peer_in_band_connections", "Connections between managers and API servers in the tunnel: of our manager to the peer's API server (ours), and the other way (theirs).", "peer", "side")
-	familyInBandRx      = counter("peer_in_band_receive_bytes_total", "Octets of these connections from the peer.", "peer")
-	familyInBandTx      = counter("peer_in_band_transmit_bytes_total", "Octets of these connections to the peer.", "peer")
-	familyInBandRefused = counter("peer_in_band_refused_total", "Such connections that were refused, by reason: too many, or too many a second (connections); our API server cannot be reached (api_server); the peer's gateway refuses (peer); the tunnel is down (tunnel).", "peer", "reason")
+	familyInBandRx      = counter("peer_in_band_receive_bytes_total", "Octets from the peer in connections between managers and API servers in the tunnel.", "peer")
+	familyInBandTx      = counter("peer_in_band_transmit_bytes_total", "Octets to the peer in connections between managers and API servers in the tunnel.", "peer")
+	familyInBandRefused = counter("peer_in_band_refused_total", "Connections between managers and API servers in the tunnel that were refused, by reason: too many, or too many a second (connections); our API server cannot be reached (api_server); the peer's gateway refuses (peer); the tunnel is down (tunnel).", "peer", "reason")
 	familyInBandUnknown = counter("in_band_strangers_total", "Connections to the port for our manager that were refused, because the client lacks the gateways' key or its request is invalid.")
 
 	familyRTTs    = families.Histogram("probe_rtt_seconds", "Round trips of the connection check, of all peers.")

@@ -61,7 +61,7 @@ func ParseTraceAddr(s string) (netip.AddrPort, error) {
 	}
 	a, err := netip.ParseAddr(bare)
 	if err != nil || a.Zone() != "" || (bare != s && !(bracket && a.Is6())) {
-		return netip.AddrPort{}, fmt.Errorf("%q is no address; want one such as 10.0.0.1, 10.0.0.1:80 or [fd00::1]:80", s)
+		return netip.AddrPort{}, fmt.Errorf("%q is not an address; want one such as 10.0.0.1, 10.0.0.1:80 or [fd00::1]:80", s)
 	}
 	return netip.AddrPortFrom(a.Unmap(), 0), nil
 }

@@ -76,7 +76,7 @@ func doubtAbsence(ctx context.Context, direct client.Reader, n int) error {
 	}
 	for i := range list.Items {
 		if slices.ContainsFunc(list.Items[i].OwnerReferences, func(o metav1.OwnerReference) bool { return o.Kind == "ForeignCluster" }) {
-			return fmt.Errorf("the API server does not serve ForeignClusters, though TunnelEndpoint %s/%s belongs to one; look %d of %d",
+			return fmt.Errorf("the API server does not serve ForeignClusters, though TunnelEndpoint %s/%s belongs to one; check %d of %d",
 				list.Items[i].Namespace, list.Items[i].Name, n, looksForAbsence)
 		}
 	}

@@ -280,7 +280,7 @@ func (c *translation) pass(to addr) Verdict {
 	return verdict
 }
 
-// samePort leaves the port as it is.
+// samePort leaves the port unchanged.
 const samePort = -1
 
 // forward rewrites our end of the packet.

@@ -28,7 +28,7 @@ func (v *View) DontFragment() bool { return !v.is4 || be.Uint16(v.b[6:8])&dontFr
 // multiples of 8, options without the copy bit become no-operations in all fragments but the first,
 // the identification is kept. A whole packet whose identification is 0 gets id, since fragments
 // need one that differs from packet to packet (RFC 6864, section 4.1). The fragments are new
-// memory, the packet stays as it is. The result is nil for a packet with DontFragment or a partial
+// memory, the packet is unchanged. The result is nil for a packet with DontFragment or a partial
 // checksum, and for an mtu below 68. A packet that fits becomes one fragment.
 func (v *View) Split(mtu int, id uint16) [][]byte {
 	if v.DontFragment() || v.csum == ChecksumPartial || mtu < minMTU4 {

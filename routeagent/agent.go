@@ -192,7 +192,7 @@ func (a *agent) follow(ctx context.Context, failed chan error, open func(context
 		return nil, context.Cause(ctx)
 	}
 	if err == nil {
-		a.log.Info("the former agent has stopped")
+		a.log.Info("the previous agent has stopped")
 	}
 	return k, err
 }

@@ -99,7 +99,7 @@ func TestAnAgentThatDoesNotKnowWhatTheKernelRefusesEnds(t *testing.T) {
 	if err := l.restore(func() ([]netip.Prefix, error) { return []netip.Prefix{p}, nil }); err != nil || !slices.Equal(l.allocations.known, unexplained([]netip.Prefix{p})) {
 		t.Errorf("%v, %v", l.allocations.known, err)
 	}
-	if err := l.restore(func() ([]netip.Prefix, error) { return nil, errors.New("interrupted") }); err == nil || err.Error() != "networks that a former agent refused: interrupted" {
+	if err := l.restore(func() ([]netip.Prefix, error) { return nil, errors.New("interrupted") }); err == nil || err.Error() != "networks that an earlier agent refused: interrupted" {
 		t.Error(err)
 	}
 	l.allocations = allocations{}

@@ -186,7 +186,7 @@ func (a *agent) canFollow() error {
 // probes, because /readyz belongs to the running agent, which is the older one if a node has two.
 func Started(ctx context.Context, pod string) error {
 	if pod == "" {
-		return errors.New("no UID of a Pod")
+		return errors.New("$POD_UID is not set; want the UID of this Pod")
 	}
 	c, err := httpserve.DialOwner(ctx, startedSocket(pod)) // here: the namespace is that of the calling thread
 	if err != nil {

@@ -136,7 +136,7 @@ func (l *loop) compare(want wanted, events bool) (changes kernel.Plan, ok bool) 
 		if errors.Is(err, rtnl.ErrFilter) { // without it the overlay would take packets from anybody
 			now.node = now.node.Closed()
 			closing, failed := l.kernel.Apply(now.node)
-			changes, err = append(changes, closing...), errors.Join(fmt.Errorf("nothing is carried for peers: %w", err), failed)
+			changes, err = append(changes, closing...), errors.Join(fmt.Errorf("no traffic of peers is carried: %w", err), failed)
 		}
 		now.problems = append(now.problems, l.ledElsewhere(in.Self, look, news)...)
 		if len(in.Bridges) > 0 && l.kernel.Bridged() != in.Bridged {

@@ -260,7 +260,7 @@ func TestAnAgentWithoutAFilterCarriesNothingAndSaysWhy(t *testing.T) {
 	c.agents[n] = c.launch(n)
 	c.eventually(n, func() error {
 		s, err := n.Get(c.ctx, "http://"+statusAt+"/status")
-		if err != nil || !strings.Contains(s, "nothing is carried for peers: packet filter: ") || !strings.Contains(s, `"ready": false`) {
+		if err != nil || !strings.Contains(s, "no traffic of peers is carried: packet filter: ") || !strings.Contains(s, `"ready": false`) {
 			return fmt.Errorf("%s%w", s, err)
 		}
 		return nil

@@ -61,7 +61,7 @@ func (l *loop) restore(refused func() ([]netip.Prefix, error)) error {
 	l.recall()
 	left, err := refused()
 	if err != nil {
-		return fmt.Errorf("networks that a former agent refused: %w", err)
+		return fmt.Errorf("networks that an earlier agent refused: %w", err)
 	}
 	l.allocations.hold(unexplained(slices.DeleteFunc(left, func(p netip.Prefix) bool { return has(l.allocations.networks, p) })))
 	return nil

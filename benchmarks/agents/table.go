@@ -51,7 +51,7 @@ func (f figures) rows() (all []string) {
 	return all
 }
 
-// value is a figure as it is printed; empty: there is none.
+// value is a printed figure, or empty.
 func (r *result) value(what string) string {
 	if at := slices.IndexFunc(r.rows, func(row row) bool { return row.what == what }); at >= 0 {
 		return r.rows[at].value

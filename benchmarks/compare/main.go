@@ -64,7 +64,7 @@ var peers = []peer{
 	{"isthmus without USO", "", isthmus(crowd{}, "--udp-offload=off")},
 	{"isthmus 4 tunnels", "", isthmusTunnels(4, "--udp-offload=off")},
 	{"isthmus crowded", "", isthmus(crowd{peers: 999, flows: 1_000_000}, "--udp-offload=off")},
-	{"isthmus", "", isthmus(crowd{})}, // as it is by default: with UDP offload where the kernel is trusted with it
+	{"isthmus", "", isthmus(crowd{})}, // default settings: with UDP offload where the kernel is trusted with it
 }
 
 // tailscale stands for the program of ../tailscale, whose place is an option.

@@ -34,7 +34,7 @@ var sizes = []int{10, 200}
 
 // The changes.
 const (
-	moves  = "the gateway moves to another node"           // the filter stays as it is, and is compared
+	moves  = "the gateway moves to another node"           // the filter does not change, but is compared
 	joins  = "a peer is added whose networks were granted" // the same: they are in the filter from the grant on
 	grants = "a peer is added and granted at once"         // the filter changes
 )

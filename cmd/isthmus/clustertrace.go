@@ -213,7 +213,7 @@ func (t *clusterTrace) back(from, to place.Place, sent *gateway.TraceStep) (w wa
 	}
 	if own, seen := from.Addr, src; from.Pod == "" && own.Addr() != seen.Addr() {
 		w.Hops = append(w.Hops, wayHop{Hop: health.Hop{Cluster: t.local.String(), Name: "gateway", State: health.Works,
-			Text: fmt.Sprintf("the sender is no Pod, so the packet leaves with the source %v, and its answer returns by the same flow", seen), Source: "rules"}})
+			Text: fmt.Sprintf("the sender is not a Pod, so the packet leaves with the source %v, and its answer returns by the same flow", seen), Source: "rules"}})
 		return w.judge(), nil
 	}
 	if t.remote == nil || t.remote.Identity.ClusterID != sent.Peer {

@@ -107,7 +107,7 @@ func (k *kubeGateway) complete() error {
 		return cli.Usage("--tunnels %d: the last would listen on port %d (--port is %d); want ports up to 65535", k.tunnels, last, k.port)
 	}
 	if p := kube.QuestionPort; int(k.port) <= p && p < int(k.port)+k.tunnels {
-		return cli.Usage("--port %d: want ports of tunnels without %d, at which gateways ask each other whether they are active", k.port, p)
+		return cli.Usage("--port %d: a tunnel would use port %d, on which gateways ask each other whether they are active; want other ports", k.port, p)
 	}
 	if k.mtu != "auto" {
 		n, err := strconv.Atoi(k.mtu)
@@ -163,7 +163,7 @@ func (k *kubeGateway) complete() error {
 	node := os.Getenv("NODE_NAME")
 	switch {
 	case k.hostNetwork && k.votes:
-		return cli.Usage("--votes with --host-network: nodes vote only on gateways that have a network of their own")
+		return cli.Usage("--votes cannot be combined with --host-network: nodes vote only for gateways with their own network")
 	case k.hostNetwork:
 		node = "" // packets leave through the host
 	case node == "":
@@ -365,7 +365,7 @@ func tellStandby(ctx context.Context, events *kube.PodEvents, replica *kube.Gate
 		case why != nil:
 			told, err = true, events.Warn(ctx, isthmusv1alpha1.EventCannotTakeOver, why.Error())
 		case told:
-			told, err = false, events.Mended(ctx, "this gateway hears most nodes that vote again")
+			told, err = false, events.Mended(ctx, "a majority of the nodes that vote answers this gateway again")
 		}
 		if err != nil && ctx.Err() == nil {
 			log.Debug("cannot send an Event that this standby cannot take over", "error", err) // /readyz has it too

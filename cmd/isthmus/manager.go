@@ -171,7 +171,7 @@ func (f *managerFlags) completeIPAM() (err error) {
 	case o.Plain:
 		return cli.Usage("--ipam-plain and certificates of the IPAM: want only one of them")
 	case f.ipamCert == "" || f.ipamKey == "" || f.ipamClientCA == "":
-		return cli.Usage("--ipam-address: want --ipam-tls-cert, --ipam-tls-key and --ipam-client-ca, by which callers are known, or --ipam-plain")
+		return cli.Usage("--ipam-address: want --ipam-tls-cert, --ipam-tls-key and --ipam-client-ca, to authenticate the callers, or --ipam-plain")
 	}
 	if o.TLS, err = ipamrpc.TLS(f.ipamCert, f.ipamKey, f.ipamClientCA); err != nil {
 		return cli.Usage("--ipam-tls-cert, --ipam-tls-key, --ipam-client-ca: %v", err)

@@ -47,7 +47,7 @@ func (m *metricsFlags) secure(kubeconfig string, log *slog.Logger) (*httpserve.S
 // complete checks the flags.
 func (m *metricsFlags) complete() error {
 	if m.certDir != "" && !m.on {
-		return cli.Usage("--metrics-cert-dir is for --metrics-secure, which is not given")
+		return cli.Usage("--metrics-cert-dir needs --metrics-secure")
 	}
 	return nil
 }

@@ -47,11 +47,11 @@ consent. The command prints what is missing, and on which side.`,
 			both := otherCluster(&local, &remote)
 			switch {
 			case !both && len(args) == 0:
-				return cli.Usage("want --remote-context, or --remote-kubeconfig: the cluster to be joined with; or the NAME of a Peering to look at")
+				return cli.Usage("want --remote-context or --remote-kubeconfig to join another cluster, or the NAME of a Peering to show it")
 			case both && len(args) > 0:
-				return cli.Usage("%q: want either a NAME, to look at a Peering, or the other cluster, to join with it", args[0])
+				return cli.Usage("%q: want either the NAME of a Peering to show it, or the other cluster to join it", args[0])
 			case o.Timeout < 0:
-				return cli.Usage("--timeout %v: want a duration, or 0 to wait for nothing", o.Timeout)
+				return cli.Usage("--timeout %v: want a duration, or 0 not to wait", o.Timeout)
 			}
 			if cmd.Flags().Changed("in-band") {
 				o.InBand = &inBand
@@ -100,7 +100,7 @@ consent. The command prints what is missing, and on which side.`,
 	cmd.Flags().StringVar(&remote.Server, "remote-server", "", "URL of the other cluster's API server for this cluster (default from the kubeconfig)")
 	cmd.Flags().StringVar(&o.Name, "name", "", "name of the Peering in this cluster (default the other cluster's name and six digits)")
 	cmd.Flags().StringVar(&o.RemoteName, "remote-name", "", "name of the Peering in the other cluster")
-	cmd.Flags().BoolVar(&o.Replace, "replace", false, "the other cluster was recreated: revoke the rights of the old one and join the new one; a new certificate authority needs this only if that cluster has no valid identity at this one any more")
+	cmd.Flags().BoolVar(&o.Replace, "replace", false, "the other cluster was recreated: revoke the rights of the old one and join the new one; also for a changed certificate authority if that cluster no longer has a valid identity here")
 	chosen.add(cmd)
 	cmd.Flags().StringSliceVar(&o.Services, "services", nil, "namespaces whose exported Services the clusters share (spec.services); '*' means all, '' none")
 	cmd.Flags().BoolVar(&inBand, "in-band", false, "connect the managers to each other's API servers through the tunnel (spec.inBand), so only UDP between the gateways has to be open")
@@ -126,7 +126,7 @@ func join(cmd *cobra.Command, a *cluster.Cluster, remote cluster.Access, o peeri
 func aboutOne(cmd *cobra.Command, name string) error {
 	for _, flag := range []string{"name", "remote-name", "replace", "services", "in-band", "server", "remote-server", "remote-namespace"} {
 		if cmd.Flags().Changed(flag) {
-			return cli.Usage("--%s is for joining two clusters, and not for looking at the Peering %s; want --remote-context with it", flag, name)
+			return cli.Usage("--%s is only for joining two clusters; add --remote-context, or leave it out to show the Peering %s", flag, name)
 		}
 	}
 	return nil

@@ -36,10 +36,10 @@ accepts the old key.`,
 		ValidArgsFunction: cobra.NoFileCompletions,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if o.Wait < 0 || (o.Now || o.Abort) && o.Wait > 0 {
-				return cli.Usage("--wait %v: want a duration, such as 5m, and neither with --now nor with --abort", o.Wait)
+				return cli.Usage("--wait %v: want a duration such as 5m, without --now and --abort", o.Wait)
 			}
 			if o.Now && o.Abort {
-				return cli.Usage("--now and --abort: want one of them")
+				return cli.Usage("--now and --abort: want only one of them")
 			}
 			c, err := connect(access)
 			if err != nil {

@@ -17,7 +17,7 @@ func TestRouteAgentSaysWhatItWasNotTold(t *testing.T) {
 	}{
 		{nil, "want --node-name NAME, or NODE_NAME in the environment"},
 		{[]string{"--node-name", "n1", "--log-level", "loud"}, `--log-level "loud": want debug, info, warn or error`},
-		{[]string{"--node-name", "n1"}, "this is no Pod (KUBERNETES_SERVICE_HOST is not set); want --kubeconfig FILE"},
+		{[]string{"--node-name", "n1"}, "this process does not run in a Pod (KUBERNETES_SERVICE_HOST is not set); want --kubeconfig FILE"},
 		{[]string{"--node-name", "n1", "--kubeconfig", "/nonexistent"}, "kubeconfig: "},
 	} {
 		var out, errs bytes.Buffer

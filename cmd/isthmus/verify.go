@@ -62,7 +62,7 @@ The exit code is then 2 if nothing failed; with --continuous only if nothing was
 				return cli.Usage("want --remote-context, or --remote-kubeconfig: the other cluster")
 			}
 			if continuous && (len(sizes) > 0 || len(o.To) > 0 || output == "junit") {
-				return cli.Usage("--continuous counts one small packet a second between the Pods: it goes without --sizes, --to and -o junit")
+				return cli.Usage("--continuous sends one small packet a second between the Pods: it cannot be combined with --sizes, --to or -o junit")
 			}
 			if o.Only, err = verify.ParseOnly(only); err != nil {
 				return cli.Usage("--only: %w", err)

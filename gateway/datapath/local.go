@@ -104,7 +104,7 @@ func (l *Local) udp(payload []byte, from uint16, to netip.AddrPort) ([]byte, err
 	}
 	size := header.UDPMinimumSize + len(payload)
 	if !to.IsValid() || to.Addr().Is4In6() || !src.IsValid() || headers+size > 0xffff {
-		return nil, fmt.Errorf("in-process endpoint: no datagram of %d octets to %v", len(payload), to)
+		return nil, fmt.Errorf("in-process endpoint: cannot send a datagram of %d octets to %v", len(payload), to)
 	}
 	b := make([]byte, headers+size)
 	ours, theirs := tcpip.AddrFromSlice(src.AsSlice()), tcpip.AddrFromSlice(to.Addr().AsSlice())

@@ -161,7 +161,7 @@ type end struct {
 	rules  natengine.Peer // ours for the other
 	other  *end
 
-	from, to netip.Addr // a pod here, and one of the other as it is known here
+	from, to netip.Addr // a pod here, and one of the other, by its address here
 
 	mu  sync.Mutex
 	got []uint32 // numbers of packets that came, in order

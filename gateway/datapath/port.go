@@ -162,7 +162,7 @@ func (l *Local) Listen(number uint16, most int) (*Port, error) {
 		return nil, net.ErrClosed
 	}
 	if !l.port.CompareAndSwap(nil, p) {
-		return nil, fmt.Errorf("in-process endpoint: port %d: there is one already", number)
+		return nil, fmt.Errorf("in-process endpoint: port %d is already in use", number)
 	}
 	return p, nil
 }

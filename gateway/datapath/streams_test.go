@@ -106,7 +106,7 @@ func TestStreamsAreForGatewaysAlone(t *testing.T) {
 	})
 }
 
-// Without the consent of b, TCP to its gateway is answered as it is where there are no streams.
+// Without the consent of b, TCP to its gateway is answered as if there were no streams.
 func TestStreamsNeedConsent(t *testing.T) {
 	a, b := startGateways(t, &memlink.Network{}, plans[0], datapath.Options{})
 	ours, from := streams(t, a, b)

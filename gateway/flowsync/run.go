@@ -309,7 +309,7 @@ func (l *Link) serve(ctx context.Context, conn net.Conn) {
 	shaking, done := context.WithTimeout(ctx, handshakeTimeout)
 	defer done()
 	if err := secure.HandshakeContext(shaking); err != nil {
-		l.o.Log.Debug("a connection of no gateway", "from", conn.RemoteAddr(), "error", err)
+		l.o.Log.Debug("refused a connection that is not from a gateway", "from", conn.RemoteAddr(), "error", err)
 		return
 	}
 	go func() { // ends with the connection

@@ -198,14 +198,14 @@ func documents(o Options) ([]document, error) {
 	for one := range strings.SplitSeq("\n"+text, "\n---\n") {
 		content, err := yaml.YAMLToJSON([]byte(one))
 		if err != nil {
-			return nil, fmt.Errorf("what the chart renders is no YAML: %w", err)
+			return nil, fmt.Errorf("rendered chart: not YAML: %w", err)
 		}
 		if string(content) == "null" { // only comments
 			continue
 		}
 		u := &unstructured.Unstructured{}
 		if err := u.UnmarshalJSON(content); err != nil { // keeps integers as integers
-			return nil, fmt.Errorf("what the chart renders is no object: %w", err)
+			return nil, fmt.Errorf("rendered chart: not an object: %w", err)
 		}
 		if _, hook := u.GetAnnotations()["helm.sh/hook"]; hook {
 			continue // hooks are for Helm; Uninstall does the same itself

@@ -59,7 +59,7 @@ type tally struct {
 }
 
 // add takes one line and returns what to print for it, often nothing. A line that is not JSON (the
-// go command's own complaints) is printed as it is.
+// go command's own messages) is printed unchanged.
 func (t *tally) add(line []byte) (show string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

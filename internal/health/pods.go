@@ -164,7 +164,7 @@ func (f Components) CheckGateway(hop *Hop, h Holder, now time.Time) {
 	switch {
 	case f.Services != nil && len(f.Services) != 1:
 		hop.State, hop.Reason, hop.Since = Broken, reasonServices, nil
-		hop.Text = fmt.Sprintf("%d Services have the label %s=true (%s), but peers reach the gateway through exactly one: connected peers stay connected until their gateway or ours moves; `isthmus install` restores a missing Service; delete those that are too many",
+		hop.Text = fmt.Sprintf("%d Services have the label %s=true (%s), but there must be exactly one, through which peers reach the gateway: connected peers stay connected until their gateway or ours moves; `isthmus install` restores a missing Service; delete additional ones",
 			len(f.Services), v1alpha1.LabelGateway, strings.Join(f.Services, ", "))
 		hop.Source = "Services"
 	case len(marked) > 1:
@@ -207,7 +207,7 @@ func (f Components) NoStandby(active string, wanted int) string {
 	}
 	why := safetext.FirstFew(pods, "; ")
 	if len(pods) == 0 {
-		why = fmt.Sprintf("%d Pods are wanted, but there is no second one; see `kubectl describe` of the gateway's Deployment and its ReplicaSets", wanted)
+		why = fmt.Sprintf("the Deployment wants %d Pods, but there is no second one; see `kubectl describe` of the gateway's Deployment and its ReplicaSets", wanted)
 	}
 	return fmt.Sprintf("no standby can take over: if Pod %s or its node fails, no pod reaches any peer until another gateway starts: %s", safetext.Of(active), why)
 }

@@ -95,7 +95,7 @@ func TestAGatewayWithoutAStandbyIsTold(t *testing.T) {
 		{"no image, and nobody tells", -1, []corev1.Pod{active, pulled}, "Pod g2 is Pending: ErrImagePull: no such image"},
 		{"no image since it ran", 2, []corev1.Pod{active, pod("g2", corev1.PodRunning, waits("ImagePullBackOff", "Back-off"))}, "Pod g2 waits: ImagePullBackOff: Back-off"},
 		{"no node", 2, []corev1.Pod{active, pod("g2", corev1.PodPending, unschedulable)}, "Pod g2 is Pending: Unschedulable: 0/2 nodes are available"},
-		{"no Pod", 2, []corev1.Pod{active}, "2 Pods are wanted, but there is no second one"},
+		{"no Pod", 2, []corev1.Pod{active}, "the Deployment wants 2 Pods, but there is no second one"},
 		{"only one that is being deleted", 2, []corev1.Pod{active, leaving}, "Pod g2 is being deleted"},
 	} {
 		got := Components{Pods: tc.pods}.NoStandby("g1", tc.wanted)

@@ -179,7 +179,7 @@ func TestAManagerIsToldWhyThereIsNoConnection(t *testing.T) {
 		name, peer, want string
 		set              func()
 	}{
-		{"another peer", "c", "both Peerings have spec.inBand, which no Liqo has", func() {}},
+		{"another peer", "c", "our gateway does not see spec.inBand in both Peerings", func() {}},
 		{"no tunnel", "b", "tunnel to the peer is down", func() { w.down.Store(true) }},
 		{"the peer has not agreed", "b", "spec.inBand", func() { w.down.Store(false); w.refuses.Store(true) }},
 	} {

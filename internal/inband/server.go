@@ -307,11 +307,11 @@ func (s *Server) serve(ours context.Context, id string, c net.Conn) {
 	p := s.peers[id]
 	s.mu.Unlock()
 	if p == nil {
-		_ = answer(c, "our gateway has not heard that both Peerings have spec.inBand, which no Liqo has")
+		_ = answer(c, "our gateway does not see spec.inBand in both Peerings (Liqo does not have it)")
 		return
 	}
 	if !p.take(&p.ours) {
-		_ = answer(c, fmt.Sprintf("our manager has %d connections to the peer already", Connections))
+		_ = answer(c, fmt.Sprintf("our manager already has %d connections to the peer", Connections))
 		return
 	}
 	defer p.ours.Add(-1)

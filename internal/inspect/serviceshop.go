@@ -268,7 +268,7 @@ func servicesHop(c *cluster.Cluster, p *isthmus.Peering, counts map[string]*Serv
 		hop.Text = "the peer exports no services to this cluster"
 	case s.Refused > 0:
 		hop.State, hop.Reason = health.Limited, "Refused"
-		hop.Text = fmt.Sprintf("%d imported, %d not as the peer exports them: %s", s.Imported, s.Refused, safetext.FirstFew(s.reasons, "; "))
+		hop.Text = fmt.Sprintf("%d imported, %d refused in whole or in part: %s", s.Imported, s.Refused, safetext.FirstFew(s.reasons, "; "))
 	case s.Waiting > 0:
 		hop.State, hop.Text = health.Unknown, fmt.Sprintf("%d imported, %d not checked by the manager yet", s.Imported, s.Waiting)
 	default:

@@ -228,7 +228,7 @@ func UnnameServices(ctx context.Context, c *cluster.Cluster, keepDefinitions boo
 		needs = "cannot check whether CoreDNS needs it: " + safetext.Of(err.Error())
 	default:
 		if text, err := corefile.Remove(dns.Corefile()); err != nil {
-			report(fmt.Sprintf("%s: %s stays as it is: %v", c, dns.Where(), err))
+			report(fmt.Sprintf("%s: %s stays unchanged: %v", c, dns.Where(), err))
 		} else if err := coredns.Write(ctx, c, dns, text, report); err != nil {
 			return err
 		}

@@ -327,9 +327,9 @@ func (f Filter) Chains() []FilterChain {
 // an explanation.
 var DropReasons = []struct{ Reason, Explain string }{
 	{"in_the_clear", "it is for a peer and would leave by a device that is not ours"},
-	{"forged_source", "a pod sends with the address of a peer or of another node's pod, or to a peer with an address that its device does not lead to"},
+	{"forged_source", "a pod sends with the address of a peer or of another node's pod, or to a peer with a source address that is not routed to the pod's device"},
 	{"peer_to_node", "a peer sends to the node itself, or to a NodePort or hostPort"},
-	{"overlay_source", "its sender to the overlay's port is not a node or gateway, or it came by another device than that leads there"},
+	{"overlay_source", "a sender to the overlay's port is neither a node nor a gateway, or the packet came by a device that does not lead to its sender"},
 	{"overlay_port", "a pod or a peer sends to the overlay's port"},
 	{"bridged_overlay_port", "a pod on a bridge sends to a gateway's overlay port, possibly with VLAN tags"},
 	{"overlay_stranger", "in the overlay, neither or both of its addresses belong to peers"},

@@ -10,10 +10,10 @@ var IPDrops = []struct {
 	{"address", "its destination address is invalid", []string{"InAddrErrors"}},
 	{"no_route", "no route leads to its destination", []string{"InNoRoutes", "OutNoRoutes"}},
 	{"protocol", "no program uses the protocol", []string{"InUnknownProtos"}},
-	{"reassembly", "a fragment whose datagram was not complete before the timeout, or had no room", []string{"ReasmFails"}},
+	{"reassembly", "a fragment whose datagram was not complete before the timeout, or for which there was no buffer space", []string{"ReasmFails"}},
 	{"too_big", "it is larger than the path MTU and must not be fragmented", []string{"FragFails", "InTooBigErrors"}},
 	{"discarded", "a policy or a lack of memory", []string{"InDiscards", "OutDiscards"}},
-	{"device", "a device of Isthmus did not take it: the queue of the TUN is full if the gateway does not read in time", []string{DeviceDrops}},
+	{"device", "a device of Isthmus did not accept it: for example, the gateway reads too slowly, so the queue of the TUN is full", []string{DeviceDrops}},
 }
 
 // DeviceDrops counts the packets that devices of Isthmus, whose names begin with "isthmus", dropped

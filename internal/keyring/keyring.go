@@ -100,7 +100,7 @@ func Read(data map[string][]byte) (r Ring, wrong, err error) {
 	if _, ok := data[FieldNext]; !ok {
 		for _, field := range nextFields {
 			if _, ok := data[field]; ok {
-				errs = append(errs, fmt.Errorf("data.%s is there without data.%s", field, FieldNext))
+				errs = append(errs, fmt.Errorf("data.%s is set, but data.%s is not", field, FieldNext))
 			}
 		}
 	} else {

@@ -147,7 +147,7 @@ func (r *Reviewer) decide(req *http.Request) decision {
 	// A token that was allowed before does not count, so that a flood does not lock it out.
 	if !known && !r.limit.AllowN(now, 1) {
 		r.mu.Unlock()
-		return decision{code: http.StatusTooManyRequests, why: "too many tokens that are not known; try again"}
+		return decision{code: http.StatusTooManyRequests, why: "too many unknown tokens; try again"}
 	}
 	q = &question{done: make(chan struct{})}
 	r.asking[k] = q

@@ -25,7 +25,7 @@ func RESTConfig(kubeconfig string) (*rest.Config, error) {
 	if kubeconfig == "" {
 		config, err := rest.InClusterConfig()
 		if errors.Is(err, rest.ErrNotInCluster) {
-			return nil, errors.New("this is no Pod (KUBERNETES_SERVICE_HOST is not set); want --kubeconfig FILE")
+			return nil, errors.New("this process does not run in a Pod (KUBERNETES_SERVICE_HOST is not set); want --kubeconfig FILE")
 		}
 		return config, err
 	}
@@ -44,7 +44,7 @@ const (
 )
 
 // ErrUnknown is returned when the API server has answered, but has no identity.
-var ErrUnknown = errors.New("which cluster this is, is not known")
+var ErrUnknown = errors.New("the identity of this cluster is unknown")
 
 // Identify completes the identity said of this cluster from the ConfigMap in the namespace of the
 // installation. If that has no ID, the ID is the UID of the namespace kube-system, which lives as

@@ -52,7 +52,7 @@ func ParseClaim(text string) (Claim, error) {
 func ParseNetwork(text string) (netip.Prefix, error) {
 	p, err := netip.ParsePrefix(text)
 	if err != nil || p != p.Masked() {
-		return netip.Prefix{}, fmt.Errorf("%s is no network; want one such as 10.48.0.0/14", safetext.Of(text))
+		return netip.Prefix{}, fmt.Errorf("%s is not a network; want one such as 10.48.0.0/14", safetext.Of(text))
 	}
 	return p, nil
 }
@@ -103,7 +103,7 @@ func peeringNamed(ctx context.Context, c *cluster.Cluster, name string) (found *
 			continue
 		}
 		if found != nil {
-			return nil, fmt.Errorf("%s: the name fits the Peerings %s and %s; use the name of one Peering", c, found.Name, p.Name)
+			return nil, fmt.Errorf("%s: the name matches the Peerings %s and %s; use the name of one Peering", c, found.Name, p.Name)
 		}
 		found = p
 	}

@@ -105,7 +105,7 @@ func teardownOf(ctx context.Context, c *cluster.Cluster, is func(*isthmus.Peerin
 			continue
 		}
 		if f.peering != "" {
-			return nil, fmt.Errorf("%s: the name fits the Peerings %s and %s; use the name of one Peering", c, f.peering, p.Name)
+			return nil, fmt.Errorf("%s: the name matches the Peerings %s and %s; use the name of one Peering", c, f.peering, p.Name)
 		}
 		f.peering, f.peer, f.namespace, f.secret = p.Name, p.Spec.Cluster, p.Spec.TenantNamespace.Local, p.Spec.IdentitySecretName
 		f.remains, f.inBand = RemainsOf(ctx, c, p), p.Spec.InBand
@@ -120,7 +120,7 @@ func teardownOf(ctx context.Context, c *cluster.Cluster, is func(*isthmus.Peerin
 	for i := range namespaces.Items {
 		if left(&namespaces.Items[i]) {
 			if f.namespace != "" {
-				return nil, fmt.Errorf("%s: the name fits the namespaces %s and %s; use what follows liqo-tenant- in one of them", c, f.namespace, namespaces.Items[i].Name)
+				return nil, fmt.Errorf("%s: the name matches the namespaces %s and %s; use the part of one of them after liqo-tenant-", c, f.namespace, namespaces.Items[i].Name)
 			}
 			f.namespace = namespaces.Items[i].Name
 		}
@@ -293,7 +293,7 @@ func (f *teardown) removeRest(ctx context.Context) (string, error) {
 	}
 	removed := "rights and identity removed"
 	if !did {
-		removed = "no rights and no identity by `isthmus peer` were left to remove"
+		removed = "there were no rights and no identity of `isthmus peer` to remove"
 	}
 	if err := f.freeNetworkConfigs(ctx); err != nil {
 		return "", err

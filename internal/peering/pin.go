@@ -135,7 +135,7 @@ func (s *side) revokeAnother(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", s.Explain("delete ServiceAccount "+s.namespace+"/"+peerAccount, err)
 	}
-	return fmt.Sprintf("%s: the rights of the former %s are revoked", s.Cluster, s.peer.Cluster), nil
+	return fmt.Sprintf("%s: the rights of the previous %s are revoked", s.Cluster, s.peer.Cluster), nil
 }
 
 // setPin records on the Peering which cluster the peer is.

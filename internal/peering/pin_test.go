@@ -66,7 +66,7 @@ func TestAClusterThatCopiesAnothersIdentityIsRefused(t *testing.T) {
 	// If that is what a person wants, the other one is out.
 	_, err = Peer(t.Context(), p.A, twin, PeerOptions{Replace: true, Timeout: clustertest.Patient, Report: p.Report})
 	must(t, err)
-	clustertest.Contains(t, p.Said(), "pin-a: the rights of the former pin-b are revoked", "pin-a: has an identity at pin-b until ", twin.UID)
+	clustertest.Contains(t, p.Said(), "pin-a: the rights of the previous pin-b are revoked", "pin-a: has an identity at pin-b until ", twin.UID)
 	for begin := time.Now(); !apierrors.IsUnauthorized(mayList()); time.Sleep(100 * time.Millisecond) {
 		if time.Since(begin) > clustertest.Patient {
 			t.Fatal("the identity of the replaced cluster still works")
@@ -134,7 +134,7 @@ func TestAnAccountThatNoPeeringNamesIsRevoked(t *testing.T) {
 	must(t, p.A.Client.Get(t.Context(), account, &was))
 	p.Said()
 	must(t, peerUp(t, p))
-	clustertest.Contains(t, p.Said(), "orphan-a: the rights of the former orphan-b are revoked")
+	clustertest.Contains(t, p.Said(), "orphan-a: the rights of the previous orphan-b are revoked")
 	if must(t, p.A.Client.Get(t.Context(), account, &is)); is.UID == was.UID {
 		t.Error("the account is the same as before")
 	}

@@ -186,9 +186,9 @@ func (n importedName) choose(i *mcs.ServiceImport, list []discoveryv1.EndpointSl
 	ready := strings.Join(counts, ", ")
 	switch {
 	case at.IsValid():
-		return at, fmt.Sprintf("%s, endpoint of %s; ready are: %s", safetext.Of(n.text), safetext.Of(from), ready), nil
+		return at, fmt.Sprintf("%s, endpoint of %s; ready endpoints: %s", safetext.Of(n.text), safetext.Of(from), ready), nil
 	case n.host != "":
-		return at, "", fmt.Errorf("has no endpoint %s of cluster %s that is ready; ready are: %s", safetext.Of(n.host), safetext.Of(n.cluster), cmp.Or(ready, "none"))
+		return at, "", fmt.Errorf("has no ready endpoint %s of cluster %s; ready endpoints: %s", safetext.Of(n.host), safetext.Of(n.cluster), cmp.Or(ready, "none"))
 	}
-	return at, "", fmt.Errorf("has no endpoint that is ready; ready are: %s", cmp.Or(ready, "none"))
+	return at, "", fmt.Errorf("has no ready endpoint; ready endpoints: %s", cmp.Or(ready, "none"))
 }

@@ -48,7 +48,7 @@ func TestAnImportedNameLeadsToAnEndpointOfAPeer(t *testing.T) {
 		importedSlice("shop", "oslo", "web-0", "10.246.1.9", true), importedSlice("shop", "oslo", "web-1", "10.246.1.8", true), importedSlice("shop", "oslo", "web-2", "10.246.1.7", false),
 		importedSlice("shop", "rome", "web-0", "10.245.1.2", true), importedSlice("shop", "paris", "web-0", "10.10.1.1", true),
 	}
-	const name, counts = "shop.prod.svc.clusterset.local", "; ready are: oslo 2 of 3, paris 1 of 1, rome 1 of 1 (not connected: PeerSilent)"
+	const name, counts = "shop.prod.svc.clusterset.local", "; ready endpoints: oslo 2 of 3, paris 1 of 1, rome 1 of 1 (not connected: PeerSilent)"
 	for _, tc := range []struct {
 		text, peer string
 		kind       mcs.ServiceImportType
@@ -59,11 +59,11 @@ func TestAnImportedNameLeadsToAnEndpointOfAPeer(t *testing.T) {
 		{name + ".:80", "o", mcs.ClusterSetIP, list, "10.246.1.8:8080", name + "., endpoint of oslo" + counts},
 		{name + ":81", "o", mcs.ClusterSetIP, list, "", "has no port 81"},
 		{name + ":9090", "o", mcs.Headless, list, "10.246.1.8:9090", name + ", endpoint of oslo" + counts},
-		{"web-0.oslo." + name, "r", mcs.Headless, list, "10.246.1.9:0", "web-0.oslo." + name + ", endpoint of oslo; ready are: oslo 1 of 1"},
-		{"web-3.oslo." + name, "r", mcs.Headless, list, "", "has no endpoint web-3 of cluster oslo that is ready; ready are: oslo 0 of 0"},
-		{name, "o", mcs.ClusterSetIP, list[4:], "10.10.1.1:8080", name + ", endpoint of paris; ready are: oslo 0 of 0, paris 1 of 1"},
+		{"web-0.oslo." + name, "r", mcs.Headless, list, "10.246.1.9:0", "web-0.oslo." + name + ", endpoint of oslo; ready endpoints: oslo 1 of 1"},
+		{"web-3.oslo." + name, "r", mcs.Headless, list, "", "has no ready endpoint web-3 of cluster oslo; ready endpoints: oslo 0 of 0"},
+		{name, "o", mcs.ClusterSetIP, list[4:], "10.10.1.1:8080", name + ", endpoint of paris; ready endpoints: oslo 0 of 0, paris 1 of 1"},
 		{name, "r", mcs.ClusterSetIP, []discoveryv1.EndpointSlice{importedSlice("shop", "rome", "", "10.245.1.2", false)}, "",
-			"has no endpoint that is ready; ready are: oslo 0 of 0, rome 0 of 1 (not connected: PeerSilent)"},
+			"has no ready endpoint; ready endpoints: oslo 0 of 0, rome 0 of 1 (not connected: PeerSilent)"},
 	} {
 		if !IsImportedName(tc.text) {
 			t.Errorf("%s is not taken for the name of an imported Service", tc.text)
@@ -115,7 +115,7 @@ func TestAServiceThatIsNotImportedSaysWhy(t *testing.T) {
 	} {
 		must(t, c.Client.Create(t.Context(), o))
 	}
-	wants("shop", "10.246.1.9:8080 (shop.prod.svc.clusterset.local, endpoint of oslo; ready are: oslo 1 of 1)")
+	wants("shop", "10.246.1.9:8080 (shop.prod.svc.clusterset.local, endpoint of oslo; ready endpoints: oslo 1 of 1)")
 	wants("cart", "Service prod/cart is not imported: no peer exports it to this cluster")
 	p := &isthmus.PeerServices{ObjectMeta: metav1.ObjectMeta{Namespace: "oslo", Name: "services-0"}, Spec: isthmus.PeerServicesSpec{
 		Services: []isthmus.ExportedService{{Namespace: "prod", Name: "cart", Since: "2026-11-22T12:00:00Z", Type: "Headless"}}}}

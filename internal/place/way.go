@@ -144,7 +144,7 @@ func endpointOf(ctx context.Context, c *cluster.Cluster, namespace, name string,
 	}
 	found := slices.DeleteFunc(endpointsIn(list.Items, named, port), func(e endpoint) bool { return !e.ready })
 	if len(found) == 0 {
-		return Place{}, fmt.Errorf("%s: %s has no endpoint that is ready", c, what)
+		return Place{}, fmt.Errorf("%s: %s has no ready endpoint", c, what)
 	}
 	first := slices.MinFunc(found, func(a, b endpoint) int { return a.at.Compare(b.at) })
 	return At(ctx, c, first.at)

@@ -151,7 +151,7 @@ func TestOverridesAreFollowedOrRefused(t *testing.T) {
 	})
 	edit(a, bravo.Peering, func(p *isthmus.Peering) { p.Spec.Overrides = isthmus.Overrides{PodCIDR: ptr.To("10.10.0.0/18")} })
 	bravo.untilAccepted("10.10.0.0/18 10.8.0.0/20")
-	a.Until("it says until when", func() bool { return strings.Contains(accepted(charlie.copied()), " stays refused until ") })
+	a.Until("it says until when", func() bool { return strings.Contains(accepted(charlie.copied()), " is held until ") })
 	a.endHolds()
 	charlie.untilAccepted("10.9.0.0/16 None")
 }

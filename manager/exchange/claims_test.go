@@ -21,10 +21,10 @@ func TestAChangeOfAClaimWaitsForConsent(t *testing.T) {
 	before := p.joined()
 	had, _ := a.store.State().AllocationOf(p.Cluster.ClusterID)
 
-	const ask = "ConsentNeeded: spec.podCIDR: is %s now; the receiver would use %s; it uses 10.50.0.0/18 until spec.claims.consent of its Peering has " +
+	const ask = "ConsentNeeded: spec.podCIDR: is now %s; the receiver keeps 10.50.0.0/18 for it, and would use %s once spec.claims.consent of its Peering has " +
 		"podCIDR %s and externalCIDR 10.60.0.0/20"
 	asks := func(claim, use string) string {
-		return strings.NewReplacer("%s now", claim+" now", "use %s;", "use "+use+";", "podCIDR %s and", "podCIDR "+claim+" and").Replace(ask)
+		return strings.NewReplacer("now %s", "now "+claim, "use %s", "use "+use, "podCIDR %s and", "podCIDR "+claim+" and").Replace(ask)
 	}
 	unchanged := func(after string) {
 		t.Helper()

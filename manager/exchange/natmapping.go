@@ -62,7 +62,7 @@ func (r *natMappingReconciler) changed(ctx context.Context, o client.Object) []r
 	ids := r.Store.State().Peers()
 	var list v1alpha1.NatMappingList
 	if err := r.Client.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
-		r.Log.Error("cannot list NatMappings; those of former peers wait for the next event", "error", err)
+		r.Log.Error("cannot list NatMappings; those of removed peers wait for the next event", "error", err)
 	}
 	for i := range list.Items {
 		ids = append(ids, list.Items[i].Spec.ClusterID)

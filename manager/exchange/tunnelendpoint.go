@@ -314,7 +314,7 @@ func (r *tunnelEndpointReconciler) mapped(ctx context.Context, id string, origin
 		return false, nil
 	}
 	if err != nil {
-		return false, fmt.Errorf("note the peer's answer: %w", err)
+		return false, fmt.Errorf("record the peer's answer: %w", err)
 	}
 	if answer := state.AnswerOf(id); complete(was) && answer != was && r.answers.count(id, time.Now()) {
 		r.Log.Warn("peer changes its answer too often; processing one change a minute", "peer", id, "answer", answer)

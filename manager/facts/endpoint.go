@@ -163,9 +163,9 @@ func tunnelsOf(secret *corev1.Secret, field string, first [32]byte, ports []uint
 		key, err := fabric.ParseKey(keyText)
 		switch {
 		case i == fabric.MaxTunnels:
-			err = fmt.Errorf("is one too many; want at most %d", fabric.MaxTunnels-1)
+			err = fmt.Errorf("exceeds the limit; want at most %d", fabric.MaxTunnels-1)
 		case err == nil && slices.Contains(have, key):
-			err = errors.New("is one that is there already")
+			err = errors.New("is listed twice")
 		}
 		if err != nil {
 			return further, fmt.Sprintf("Secret %s/%s: data.%s: key %d %v", secret.Namespace, secret.Name, field, i, err)

@@ -310,7 +310,7 @@ func (k *Keeper) configure(ctx context.Context, f *Facts, agreed []netip.Prefix)
 		return fmt.Errorf("configure the IPAM: %w", err)
 	}
 	if len(ended) > 0 {
-		k.Log.Warn("freed networks of former peers, because they overlap this cluster", "networks", ended)
+		k.Log.Warn("freed networks of removed peers, because they overlap this cluster", "networks", ended)
 	}
 	if !slices.Equal(conflicts, k.conflicts) {
 		for _, c := range conflicts {

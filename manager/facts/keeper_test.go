@@ -176,9 +176,9 @@ func TestTunnelsHaveAKeyAndAPort(t *testing.T) {
 		{keys(2, 3), []uint16{31001}, []fabric.TunnelEnd{end(2, 31001)}, "the gateway's Service has no UDP port for tunnel 2, such as one named wireguard-2"},
 		{keys(2, 3), nil, nil, "the gateway's Service has no UDP port for tunnel 1, such as one named wireguard-1"},
 		{keys(2) + ",x", []uint16{31001, 31002}, []fabric.TunnelEnd{end(2, 31001)}, "Secret ns/wireguard-pubkey: data.tunnels: key 2 is not base64; want 32 bytes in 44 base64 characters"},
-		{keys(2, 3, 2), []uint16{31001, 31002, 31003}, []fabric.TunnelEnd{end(2, 31001), end(3, 31002)}, "Secret ns/wireguard-pubkey: data.tunnels: key 3 is one that is there already"},
-		{keys(1), []uint16{31001}, nil, "Secret ns/wireguard-pubkey: data.tunnels: key 1 is one that is there already"},
-		{keys(sixteen...), portsFrom(31000, 20), fifteen, "Secret ns/wireguard-pubkey: data.tunnels: key 16 is one too many; want at most 15"},
+		{keys(2, 3, 2), []uint16{31001, 31002, 31003}, []fabric.TunnelEnd{end(2, 31001), end(3, 31002)}, "Secret ns/wireguard-pubkey: data.tunnels: key 3 is listed twice"},
+		{keys(1), []uint16{31001}, nil, "Secret ns/wireguard-pubkey: data.tunnels: key 1 is listed twice"},
+		{keys(sixteen...), portsFrom(31000, 20), fifteen, "Secret ns/wireguard-pubkey: data.tunnels: key 16 exceeds the limit; want at most 15"},
 	} {
 		secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: "wireguard-pubkey"}, Data: map[string][]byte{"tunnels": []byte(c.keys)}}
 		got, fewer := tunnelsOf(secret, keyring.FieldTunnels, managertest.Key(1), c.ports)

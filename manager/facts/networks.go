@@ -55,7 +55,7 @@ func (k *Keeper) networks(ctx context.Context, f *Facts) error {
 		}
 		i := slices.IndexFunc(among, func(p netip.Prefix) bool { return p.Addr().Is4() == f.PodCIDR.Addr().Is4() })
 		if i < 0 {
-			f.Missing = append(f.Missing, fmt.Sprintf("ServiceCIDR: %s name none of the family of the PodCIDR, %v; set --service-cidr (value networks.serviceCIDR)",
+			f.Missing = append(f.Missing, fmt.Sprintf("ServiceCIDR: %s have no network of the family of the PodCIDR, %v; set --service-cidr (value networks.serviceCIDR)",
 				serviceSources, f.PodCIDR))
 			return nil
 		}

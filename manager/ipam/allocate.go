@@ -170,8 +170,8 @@ func (b State) allocateFor(c Request) (State, Allocation, error) {
 	for _, a := range asks {
 		if !c.Consented && a.needsConsent() && !b.isOurs(a.had) {
 			return b, Allocation{}, refuse(v1alpha1.ReasonConsent, "spec."+a.field,
-				"is %v now; the receiver would use %v; it uses %v until spec.claims.consent of its Peering has podCIDR %v and externalCIDR %v",
-				a.claim, a.got, a.had, c.Pod, c.External)
+				"is now %v; the receiver keeps %v for it, and would use %v once spec.claims.consent of its Peering has podCIDR %v and externalCIDR %v",
+				a.claim, a.had, a.got, c.Pod, c.External)
 		}
 	}
 	changed.replaced = b.replaced

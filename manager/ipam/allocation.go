@@ -164,10 +164,10 @@ func (r *reader) entry(spec *isthmus.NetworkAllocationSpec, own Config) (p *acco
 	case 2:
 		p.Allocation = Allocation{Pod: r.network("spec.networks", has[0]), External: r.network("spec.networks", has[1])}
 	default:
-		r.fail("spec.networks", "has %d entries that are not held; want those for pods and for mapped endpoints, or none", len(has))
+		r.fail("spec.networks", "has %d networks that are not held; want two, for pods and for mapped endpoints, or none", len(has))
 	}
 	if p.Pod.IsValid() != p.External.IsValid() || p.Pod.Addr().BitLen() != p.External.Addr().BitLen() || p.Pod.Overlaps(p.External) {
-		r.fail("spec.networks", "begins with %q; want two networks of one family", has)
+		r.fail("spec.networks", "has %q; want two networks of one family that do not overlap", has)
 	}
 	for _, h := range spec.Held {
 		n := r.network("spec.held", h.Network)
@@ -219,13 +219,13 @@ func (b *State) restore(p *account, m *isthmus.MappedEndpoint, local netip.Prefi
 	case err != nil:
 		return err
 	case ip.BitLen() != external.Addr().BitLen() || ip == gatewayAddr(external):
-		return fmt.Errorf("%v is no endpoint beside our ExternalCIDR, %v", ip, external)
+		return fmt.Errorf("%v cannot be mapped into our ExternalCIDR, %v", ip, external)
 	case bad != nil || !external.Contains(addr) || addr == external.Addr() || addr == firstHost(external) || addr == lastAddr(external):
-		return fmt.Errorf("%s is no address for endpoints; want one in %v, neither its first two nor its last", quote(m.Address), external)
+		return fmt.Errorf("%s cannot stand for an endpoint; want an address in %v, except its first two and its last", quote(m.Address), external)
 	case owned && owner != ip, !owned && b.endpoints[ip] != nil:
-		return fmt.Errorf("%v has another address than %v, or that one is another endpoint's", ip, addr)
+		return fmt.Errorf("%v is already mapped to another address than %v, or that address belongs to another endpoint", ip, addr)
 	case !owned && len(b.endpoints) >= MaxEndpoints-1:
-		return fmt.Errorf("%d endpoints are mapped already, and there is no room for more", MaxEndpoints)
+		return fmt.Errorf("%d endpoints are already mapped, and there is no room for more", MaxEndpoints)
 	}
 	owners[addr] = ip
 	if b.endpoints[ip] == nil {
@@ -242,7 +242,7 @@ func (b *State) restore(p *account, m *isthmus.MappedEndpoint, local netip.Prefi
 func (r *reader) time(field string, value isthmus.UTCTime) time.Time {
 	t, err := time.Parse(time.RFC3339, value)
 	if err != nil {
-		r.fail(field, "%s is no time; want one such as 2026-11-27T12:00:00Z", quote(value))
+		r.fail(field, "%s is not a time; want one such as 2026-11-27T12:00:00Z", quote(value))
 	}
 	return stored(t)
 }

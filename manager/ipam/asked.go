@@ -42,7 +42,7 @@ func (b State) Asked(id string, ip netip.Addr, by, what string) (State, error) {
 		}
 	}
 	if has >= MaxAsked {
-		return b, fmt.Errorf("this caller has already mapped %d endpoints; want it to unmap some", MaxAsked)
+		return b, fmt.Errorf("this caller has already mapped %d endpoints; unmap some first", MaxAsked)
 	}
 	next := b.withCallers(id, ip, withCaller(callers, by))
 	if what != "" {

@@ -39,13 +39,13 @@ func (b State) MapEndpoint(id string, ip netip.Addr) (State, netip.Addr, error) 
 	}
 
 	if _, mapped := p.endpoints[ip]; !mapped && len(p.endpoints) >= MaxEndpointsOfPeer {
-		return b, netip.Addr{}, refuse(v1alpha1.ReasonExhausted, "", "endpoint %v: %d endpoints are mapped for cluster %q already, and its NetworkAllocation has no room for more", ip, MaxEndpointsOfPeer, id)
+		return b, netip.Addr{}, refuse(v1alpha1.ReasonExhausted, "", "endpoint %v: %d endpoints are already mapped for cluster %q, and its NetworkAllocation has no room for more", ip, MaxEndpointsOfPeer, id)
 	}
 	if e := b.endpoints[ip]; e != nil {
 		return b.mapTo(id, ip, e.addr), move(e.addr, p.externalSeen), nil
 	}
 	if len(b.endpoints) >= MaxEndpoints-1 {
-		return b, netip.Addr{}, refuse(v1alpha1.ReasonExhausted, "", "endpoint %v: %d endpoints are mapped already, and there is no room for more", ip, MaxEndpoints)
+		return b, netip.Addr{}, refuse(v1alpha1.ReasonExhausted, "", "endpoint %v: %d endpoints are already mapped, and there is no room for more", ip, MaxEndpoints)
 	}
 	addr, ok := b.addresses.lowest(b.own.ExternalCIDR)
 	if !ok {
@@ -229,7 +229,7 @@ func (b *State) checkEndpoint(ip netip.Addr) error {
 	const want = "want an address that is reachable from our pod network"
 	switch {
 	case !ip.IsValid() || ip.Zone() != "" || ip.Is4In6():
-		return fmt.Errorf("endpoint %v: is no IP address without a zone and not in mapped form; %s", ip, want)
+		return fmt.Errorf("endpoint %v: is not a plain IP address (no zone, not IPv4-mapped); %s", ip, want)
 	case b.own.ExternalCIDR.Contains(ip):
 		return fmt.Errorf("endpoint %v: is in our ExternalCIDR, %v, whose addresses stand for endpoints; %s", ip, b.own.ExternalCIDR, want)
 	case ip == gatewayAddr(b.own.ExternalCIDR):

@@ -136,7 +136,7 @@ func TestEndpointsAreBounded(t *testing.T) {
 		_, _, err = b.MapEndpoint(id, addr(ip))
 		return err
 	}
-	if err := more("peer-0", "2001:db8::1"); !exhausted(err) || !strings.Contains(err.Error(), "4096 endpoints are mapped for cluster \"peer-0\" already") {
+	if err := more("peer-0", "2001:db8::1"); !exhausted(err) || !strings.Contains(err.Error(), "4096 endpoints are already mapped for cluster \"peer-0\"") {
 		t.Errorf("of one peer: %v", err)
 	}
 	if err := more("peer-0", all[0].Endpoints[7].IP); err != nil {

@@ -33,7 +33,7 @@ func (b State) Explain(c Request) (both [2]Standing, err error) {
 }
 
 // givenBefore is the reason for a remapped network whose original reason no longer exists.
-const givenBefore = "another network was given before"
+const givenBefore = "another network was allocated earlier"
 
 // why explains why a claim has the network here. b is the State without the peer's own networks. An
 // allocation outlives its reason, so the original reason may no longer exist.
@@ -47,9 +47,9 @@ func (b *State) why(c Request, field string, claim, here, want netip.Prefix) str
 	case want.IsValid():
 		return "spec.overrides." + field + " of the Peering sets it"
 	case here == claim && overlaps != "":
-		return "it was given before it " + overlaps
+		return "it was allocated earlier; now it " + overlaps
 	case here == claim && forbidden != "":
-		return "it was given before"
+		return "it was allocated earlier"
 	case here == claim:
 		return space(claim, c.Allowed) + ", and overlaps nothing here"
 	case overlaps != "":

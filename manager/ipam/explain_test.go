@@ -60,11 +60,11 @@ func TestWhatWasGivenBeforeIsExplainedByThat(t *testing.T) {
 	b, _ = b.Configure(own)
 	r.Allowed = nil
 	both, err := b.Explain(r)
-	if err != nil || both[0].Why != "it was given before it overlaps the address of a node or an API server, 10.50.0.9/32" || both[1].Why != "it was given before" {
+	if err != nil || both[0].Why != "it was allocated earlier; now it overlaps the address of a node or an API server, 10.50.0.9/32" || both[1].Why != "it was allocated earlier" {
 		t.Errorf("%+v %v", both, err)
 	}
 	r.Pod = pfx("10.70.0.0/18") // of the same length: what stands for it stays
-	if both, err = b.Explain(r); err != nil || both[0].Here != pfx("10.50.0.0/18") || both[0].Why != "another network was given before" {
+	if both, err = b.Explain(r); err != nil || both[0].Here != pfx("10.50.0.0/18") || both[0].Why != "another network was allocated earlier" {
 		t.Errorf("%+v %v", both, err)
 	}
 }

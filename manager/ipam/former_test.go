@@ -55,7 +55,7 @@ func TestWhatAPeerHadIsGivenOnlyWhereItIsFreeAndPermitted(t *testing.T) {
 
 	taken, _ := allocate(t, left, claim("c", had.Pod.String(), "10.51.0.0/16")) // c's own network, and free
 	if g, _ := taken.AllocationOf("c"); g.Pod != had.Pod {
-		t.Fatalf("a free claim is not used as it is: %v", g)
+		t.Fatalf("a free claim is not used unchanged: %v", g)
 	}
 	_, again := allocate(t, taken, claim("b", "10.244.0.0/16", "10.50.0.0/16"))
 	if again.Pod.Overlaps(had.Pod) || again.External != had.External {

@@ -77,7 +77,7 @@ func TestAllocateFollowsTheSequencesSeenWithLiqo(t *testing.T) {
 			[][2]string{{"10.0.0.0/16", "10.1.0.0/16"}}, "192.168.0.0/16 172.16.0.0/16 172.17.0.0/16"},
 		{"an ExternalCIDR of our own length", Config{PodCIDR: pfx("10.244.0.0/16"), ServiceCIDR: pfx("10.96.0.0/12")},
 			[][2]string{{"10.244.0.0/16", "10.245.0.0/20"}, {"10.244.0.0/16", "10.245.0.0/20"}}, "10.245.0.0/20 10.246.0.0/16 10.245.16.0/20 10.247.0.0/16 10.245.32.0/20"},
-		{"IPv6 used as it is", ours(), [][2]string{{"fd01::/48", "fd02::/64"}}, "10.245.0.0/16 fd01::/48 fd02::/64"},
+		{"IPv6 used unchanged", ours(), [][2]string{{"fd01::/48", "fd02::/64"}}, "10.245.0.0/16 fd01::/48 fd02::/64"},
 		{"IPv6 with a pool", Config{PodCIDR: pfx("fd01::/48"), ServiceCIDR: pfx("fd03::/112"), Pools: []netip.Prefix{pfx("fd10::/16")}},
 			[][2]string{{"fd01::/48", "fd10::/48"}}, "fd10::/48 fd10:0:1::/48 fd10:0:2::/48"},
 	} {

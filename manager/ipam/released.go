@@ -265,7 +265,7 @@ func (b State) Age(now time.Time, named func(id string) bool) (next State, aband
 
 // heldObstacle describes a network that is held for a peer.
 func heldObstacle(id string, network netip.Prefix, at time.Time) obstacle {
-	return obstacle{name: "a network that stays refused until " + until(at) + " after it was released by ",
+	return obstacle{name: "a network that is held until " + until(at) + " after it was released by ",
 		whose: "peer " + id, anonymous: "another peer", prefix: network}
 }
 

@@ -284,9 +284,9 @@ func (r *reader) endpoints(mappings map[string]v1alpha1.EndpointMapping, externa
 		case gateway:
 			continue // derived from the answers
 		case !external.Contains(addr) || addr == external.Addr() || addr == first || addr == lastAddr(external):
-			r.fail(field+".ExternalCIDROriginalIP", "%v is no address for endpoints; want one in %v, neither its first two nor its last", addr, external)
+			r.fail(field+".ExternalCIDROriginalIP", "%v cannot stand for an endpoint; want an address in %v, except its first two and its last", addr, external)
 		case owners[addr] != "":
-			r.fail(field+".ExternalCIDROriginalIP", "%v is that of endpoint %s already; want one of its own", addr, owners[addr])
+			r.fail(field+".ExternalCIDROriginalIP", "%v is already the address of endpoint %s; want another address", addr, owners[addr])
 		}
 		if err := (&State{own: Config{ExternalCIDR: external}}).checkEndpoint(ip); err != nil {
 			r.fail(field, "%v", err)
@@ -299,12 +299,12 @@ func (r *reader) endpoints(mappings map[string]v1alpha1.EndpointMapping, externa
 			field := field + ".clusterMappings[" + quote(id) + "]"
 			p := peers[id]
 			if p == nil || !p.externalSeen.IsValid() {
-				r.fail(field, "there is no spec.clusterSubnets[%s].localNATExternalCIDR; want one, or not this entry", quote(id))
+				r.fail(field, "there is no spec.clusterSubnets[%s].localNATExternalCIDR; set it, or remove this entry", quote(id))
 				return endpoints
 			}
 			natted := r.addr(field+".ExternalCIDRNattedIP", m.ClusterMappings[id].ExternalCIDRNattedIP)
 			if want := move(addr, p.externalSeen); r.err == nil && natted != want {
-				r.fail(field+".ExternalCIDRNattedIP", "%v is not %v moved onto %v; want %v", natted, addr, p.externalSeen, want)
+				r.fail(field+".ExternalCIDRNattedIP", "%v is not the translation of %v into %v; want %v", natted, addr, p.externalSeen, want)
 			}
 			p.endpoints = withAsked(p.endpoints, ip, nil)
 		}

@@ -124,7 +124,7 @@ func TestReadNamesTheFieldThatMakesNoSense(t *testing.T) {
 		{peer(func(s *v1alpha1.Subnets) { s.LocalNATExternalCIDR = "" }), `spec.endpointMappings["198.51.100.7"].clusterMappings["22222222-bbbb"]: `},
 		{func(s *v1alpha1.IpamStorageSpec) { s.ClusterSubnets["/etc"] = v1alpha1.Subnets{} }, `spec.clusterSubnets["/etc"]: `},
 		{func(s *v1alpha1.IpamStorageSpec) { delete(s.ClusterSubnets, "22222222-bbbb") }, `spec.endpointMappings["198.51.100.7"].clusterMappings["22222222-bbbb"]: `},
-		{endpoint("198.51.100.9", "10.245.0.2", "10.245.0.2"), e + ".ExternalCIDROriginalIP: 10.245.0.2 is that of endpoint 198.51.100.7"},
+		{endpoint("198.51.100.9", "10.245.0.2", "10.245.0.2"), e + ".ExternalCIDROriginalIP: 10.245.0.2 is already the address of endpoint 198.51.100.7"},
 		{endpoint("198.51.100.9", "10.246.0.2", "10.245.0.2"), e + ".ExternalCIDROriginalIP: "},
 		{endpoint("198.51.100.9", "10.245.0.1", "10.245.0.1"), e + ".ExternalCIDROriginalIP: "},
 		{endpoint("198.51.100.9", "10.245.0.9", "10.245.0.8"), e + `.clusterMappings["22222222-bbbb"].ExternalCIDRNattedIP: `},

@@ -158,7 +158,7 @@ func (s *server) mapEndpoint(ctx context.Context, id, text string) (seen netip.A
 		return seen, errors.New("the manager does not know the nodes and Services of this cluster yet, so it cannot check the endpoint; try again")
 	}
 	if what := s.store.State().Guarded(ip); what != "" && !slices.ContainsFunc(s.allow, func(p netip.Prefix) bool { return p.Contains(ip) }) {
-		return seen, fmt.Errorf("%s; want --ipam-allow with a network that it is in, if peers are to reach it", what)
+		return seen, fmt.Errorf("%s; to let peers reach it, add its network to --ipam-allow", what)
 	}
 	caller, what := callerOf(ctx), ""
 	now := s.store.State()

@@ -194,7 +194,7 @@ func identityCondition(s peeringState) condition {
 		return s.identity
 	}
 	if len(s.copies) == 1 && s.copies[0].Spec.BackendConfig[v1alpha1.ConfigInBand] != "true" { // the TunnelEndpoint may be older
-		return no(isthmus.ReasonUnreachable, "spec.inBand: the peer's NetworkConfig does not confirm that its Peering has spec.inBand, too (a Liqo never does), so our gateway does not connect the managers; run `isthmus peer --in-band` for both clusters, or remove spec.inBand")
+		return no(isthmus.ReasonUnreachable, "spec.inBand: the peer's NetworkConfig does not confirm that its Peering has spec.inBand, too (Liqo never does), so our gateway does not connect the managers; run `isthmus peer --in-band` for both clusters, or remove spec.inBand")
 	}
 	if connected.status == metav1.ConditionTrue {
 		return s.identity
@@ -306,7 +306,7 @@ func hadPeerConfig(p *isthmus.Peering) bool {
 func tunnelEndpointCondition(s peeringState) condition {
 	if s.original == nil || len(s.copies) != 1 || !s.original.Status.Processed || !s.copies[0].Status.Processed {
 		if s.endpoint != nil {
-			return no(isthmus.ReasonWaiting, "the TunnelEndpoint still has the former networks; waiting for the exchange of NetworkConfigs")
+			return no(isthmus.ReasonWaiting, "the TunnelEndpoint still has the previous networks; waiting for the exchange of NetworkConfigs")
 		}
 		return no(isthmus.ReasonWaiting, "waiting for the exchange of NetworkConfigs")
 	}

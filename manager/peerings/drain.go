@@ -82,7 +82,7 @@ func (r *Reconciler) drain(ctx context.Context, s *peeringState) (time.Duration,
 	// The annotation tells the other reconcilers to go on.
 	patch := client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"metadata":{"annotations":{%q:"true"}}}`, isthmus.AnnotationDrained))
 	if err := r.Client.Patch(ctx, s.peering, patch); client.IgnoreNotFound(err) != nil {
-		return 0, fmt.Errorf("note that the services are drained: %w", err)
+		return 0, fmt.Errorf("record that the services are drained: %w", err)
 	}
 	return 0, nil
 }

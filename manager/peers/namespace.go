@@ -17,7 +17,7 @@ func NamespaceProblem(ctx context.Context, reader client.Reader, name string) (s
 	ns.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("Namespace"))
 	switch err := reader.Get(ctx, types.NamespacedName{Name: name}, &ns); {
 	case apierrors.IsNotFound(err):
-		return fmt.Sprintf("tenant namespace %s: not there; `isthmus peer` creates it", name), nil
+		return fmt.Sprintf("tenant namespace %s: not found; `isthmus peer` creates it", name), nil
 	case err != nil:
 		return "", fmt.Errorf("namespace %s: %w", name, err)
 	case !ns.DeletionTimestamp.IsZero():

@@ -65,7 +65,7 @@ func (w *worker) adopt(ctx context.Context, published string) error {
 	}
 	config, err := clientcmd.Load(w.secret.Data[isthmus.SecretKubeconfig])
 	if err != nil || config.Contexts[config.CurrentContext] == nil || config.Clusters[config.Contexts[config.CurrentContext].Cluster] == nil {
-		return errors.New("the Secret is no kubeconfig") // it was one when the link was made
+		return errors.New("the Secret is not a kubeconfig") // it was one when the link was made
 	}
 	config.Clusters[config.Contexts[config.CurrentContext].Cluster].CertificateAuthorityData = []byte(published)
 	kubeconfig, err := clientcmd.Write(*config)

@@ -189,7 +189,7 @@ func (p pace) watchOnce(ctx context.Context, f feed, version *string, b *backoff
 			}
 			return false
 		case !ok: // no API server should send that
-			emit(change{err: errors.New("the watch sent something that is no object")})
+			emit(change{err: errors.New("the watch sent something that is not an object")})
 			return false
 		case e.Type != watch.Bookmark:
 			emit(change{object: object, gone: e.Type == watch.Deleted})

@@ -222,7 +222,7 @@ metadata: {name: shop, namespace: default}
 	}
 	for _, more := range [][]string{nil, {"--remote-context", "b"}} {
 		out, code := w.isthmus(t, append([]string{"trace", "--context", "a", "default/" + podName(pod, w.a.Nodes[0]), "shop.default.svc.clusterset.local:80"}, more...)...)
-		if code != 0 || !strings.Contains(out, "endpoint of b; ready are: b 2 of 2)") || len(more) > 0 && !strings.Contains(out, "the answer arrives") {
+		if code != 0 || !strings.Contains(out, "endpoint of b; ready endpoints: b 2 of 2)") || len(more) > 0 && !strings.Contains(out, "the answer arrives") {
 			t.Errorf("trace: exit code %d", code)
 		}
 	}

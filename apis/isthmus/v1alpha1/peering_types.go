@@ -85,15 +85,15 @@ type ServiceNamespace = string
 
 // Claims restrict the networks that a peer gets here for those that it advertises. Without them a
 // network in private space (RFC 1918, 6598 and 4193) that overlaps nothing of this cluster is used
-// as it is, and any other one is remapped into the pools.
+// unchanged, and any other one is remapped into the pools.
 type Claims struct {
-	// Allowed are networks outside of private space that the peer may have as they are, with all
+	// Allowed are networks outside of private space that the peer may have unchanged, with all
 	// that is inside them.
 	// +kubebuilder:validation:MaxItems=16
 	// +listType=set
 	// +optional
 	Allowed []net.CIDR `json:"allowed,omitempty"`
-	// AlwaysRemap demands that neither network of the peer is used here as it is.
+	// AlwaysRemap demands that neither network of the peer is used here unchanged.
 	// +optional
 	AlwaysRemap bool `json:"alwaysRemap,omitempty"`
 	// Consent is the claim to which an administrator has agreed. It is needed if a changed claim

@@ -21,7 +21,7 @@ import "maps"
 type CIDR = string
 
 // NATCIDR is the network that stands for another one in the peer cluster, or the literal None if
-// that one is used as it is.
+// that one is used unchanged.
 // +kubebuilder:validation:MaxLength=43
 // +kubebuilder:validation:XValidation:rule="self == 'None' || isCIDR(self)",message="must be None or a network in CIDR notation, such as 10.246.0.0/16",reason=FieldValueInvalid
 // +kubebuilder:validation:XValidation:rule="!isCIDR(self) || string(cidr(self).masked()) == self",message="must be in canonical form, with all host bits zero",reason=FieldValueInvalid

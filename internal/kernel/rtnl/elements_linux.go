@@ -316,7 +316,7 @@ func (k *Kernel) there(t *nftables.Table, all []element) ([]bool, error) {
 			continue
 		}
 		if err == nil && (len(answers) != 1 || len(answers[0].Data) < nl.SizeofNfgenmsg) {
-			err = fmt.Errorf("%d answers to one question", len(answers))
+			err = fmt.Errorf("%d answers to one request", len(answers))
 		}
 		if err != nil {
 			k.closeNFT()

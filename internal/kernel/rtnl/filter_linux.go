@@ -192,7 +192,7 @@ func readBridge() []kernel.Bridge {
 	return []kernel.Bridge{b}
 }
 
-var errChanged = errors.New("somebody has changed it")
+var errChanged = errors.New("another process has changed it")
 
 // readTable returns the elements of the sets of a table, whether it exists, and an error if its
 // content is unexpected. chains returns the expected chains; it may call said for the comments of a

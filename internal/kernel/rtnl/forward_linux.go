@@ -388,7 +388,7 @@ func refusal(a kernel.Accept, err error) kernel.Limit {
 	remedy := "`" + kernel.Op{Object: a}.Command("") + "`"
 	switch {
 	case errors.Is(err, errOwned) && a.Table == "firewalld":
-		remedy = "`firewall-cmd --permanent --zone=trusted --add-interface=" + kernel.OverlayDevice + " && firewall-cmd --reload`, and the pods' networks in that zone (--add-source), as all that pods send needs it; or NftablesTableOwner=no in firewalld.conf"
+		remedy = "`firewall-cmd --permanent --zone=trusted --add-interface=" + kernel.OverlayDevice + " && firewall-cmd --reload`, and add the pods' networks to that zone (--add-source), because all traffic of pods needs it; or set NftablesTableOwner=no in firewalld.conf"
 	case errors.Is(err, errOwned):
 		remedy = "`iifname \"isthmus*\" accept` and `oifname \"isthmus*\" accept` in the configuration of that process"
 	}

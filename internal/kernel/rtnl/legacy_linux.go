@@ -298,7 +298,7 @@ func changeLegacy(remove bool, a kernel.Accept) error {
 	}
 	replaced, kept, ok := t.rewritten(f.ours, acceptEntries(a), before)
 	if !ok {
-		return errors.New("the table filter of iptables-legacy is not understood")
+		return errors.New("cannot parse the table filter of iptables-legacy")
 	}
 	return t.replace(replaced, kept)
 }

@@ -120,7 +120,7 @@ func ownProc() (fd int, err error) {
 }
 
 // errUnwritable means that an optional setting could not be written.
-var errUnwritable = errors.New("may not be written here")
+var errUnwritable = errors.New("is not writable here")
 
 func ignoreOptional(v kernel.Setting, err error) error {
 	if v.Optional && (errors.Is(err, unix.EROFS) || errors.Is(err, unix.EACCES) || errors.Is(err, unix.EPERM) || errors.Is(err, unix.ENOENT)) {

@@ -50,7 +50,7 @@ func (l *loader) file(name string, data []byte) {
 	// An editor or a full disk can leave an empty file. To remove a peer, its file has to be
 	// removed.
 	if len(bytes.TrimSpace(data)) == 0 {
-		l.problem(origin, "", "is empty; want an object, a comment, or no such file")
+		l.problem(origin, "", "is empty; want an object or a comment, or delete the file")
 		return
 	}
 	if stdjson.Valid(data) {
@@ -145,7 +145,7 @@ func jsonValue(v any) (any, error) {
 		return v, nil
 	case float64:
 		if math.IsNaN(v) || math.IsInf(v, 0) {
-			return nil, errors.New("a number is infinite or none; want one that JSON can hold")
+			return nil, errors.New("a number is infinite or NaN; want a finite one")
 		}
 	}
 	return v, nil
@@ -228,7 +228,7 @@ func (l *loader) tunnelEndpoint(origin fabric.Origin, raw []byte) {
 	if created := object.Metadata.CreationTimestamp; created != nil {
 		t, err := time.Parse(time.RFC3339, *created)
 		if err != nil {
-			l.problem(origin, "metadata.creationTimestamp", "is no time; want one such as 2026-11-20T09:30:00Z")
+			l.problem(origin, "metadata.creationTimestamp", "is not a time; want one such as 2026-11-20T09:30:00Z")
 			return
 		}
 		te.CreationTimestamp = metav1.NewTime(t)

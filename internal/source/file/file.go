@@ -243,7 +243,7 @@ func (l *loader) theGateway() GatewayFile {
 		return GatewayFile{}
 	}
 	for _, g := range l.gateways[1:] {
-		l.problem(g.origin, "", "is the second Gateway, %s has one already; want one", l.gateways[0].origin.File)
+		l.problem(g.origin, "", "is a second Gateway, because %s has one; want only one", l.gateways[0].origin.File)
 	}
 	return l.gateways[0].file
 }

@@ -119,7 +119,7 @@ func (m MTU) String() string {
 func integer(b []byte, least, most int64) (n int64, wrong string) {
 	n, err := strconv.ParseInt(string(b), 10, 64)
 	if err != nil || n < least || n > most {
-		found := "is no whole number"
+		found := "is not a whole number"
 		if err == nil {
 			found = "is " + string(b)
 		}
@@ -239,7 +239,7 @@ func (l *loader) address(origin fabric.Origin, field, value string, to *string) 
 		_, err = strconv.ParseUint(port, 10, 16)
 	}
 	if err != nil {
-		l.problem(origin, field, "%q is no listen address; want host:port, such as %q", printable(value), *to)
+		l.problem(origin, field, "%q is not a listen address; want host:port, such as %q", printable(value), *to)
 		return
 	}
 	*to = value

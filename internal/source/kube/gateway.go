@@ -357,7 +357,7 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup, e *electio
 		case g.desired.err != nil:
 			return g.desired.err
 		}
-		return errors.New("the first look at the objects")
+		return errors.New("first read of the objects")
 	})
 	if err != nil {
 		return err

@@ -49,7 +49,7 @@ func keyFrom(secret *corev1.Secret) (ring keyring.Ring, problems []fabric.Proble
 	}
 	if err != nil {
 		problems = append(problems, fabric.Problem{Origin: origin, Field: "data." + keyring.FieldPublic, Message: err.Error() +
-			"; want the public key of data." + keyring.FieldPrivate + ": delete the Secret, and the gateway makes it anew with the private key in use"})
+			"; want the public key of data." + keyring.FieldPrivate + ": delete the Secret; the gateway recreates it with the private key in use"})
 	}
 	if ring.Since.IsZero() {
 		ring.Since = secret.CreationTimestamp.UTC()
