@@ -46,6 +46,9 @@ time between two answers, or between two octets of TCP. [faults.md](faults.md) h
 Each fault happened 10 times or more: the first number is the median, the second the worst. The load is the machine's
 average over the minute before the first time.
 
+A node that comes back with an empty disk does not know for whom it voted. Until it has heard the active gateway, it votes for
+no other one, for 30 s. If the node of the active gateway goes in that moment too, traffic waits for the rest of them.
+
 | what happens | lost | pause, UDP | pause, TCP | connections broken | packets in the clear | load |
 |---|---|---|---|---|---|---|
 `
@@ -345,7 +348,8 @@ func remount(p *corev1.Pod, word, path string, flags uintptr) error {
 	return <-done
 }
 
-// replaceNodes replaces all nodes but that of the client of the flow.
+// replaceNodes replaces all nodes but that of the client of the flow. Each is ready, with all that runs there, before the next
+// one goes.
 func (w *world) replaceNodes(t *testing.T) fault {
 	t.Helper()
 	return func(ctx context.Context, c *kubenodes.Cluster) error {
@@ -354,8 +358,19 @@ func (w *world) replaceNodes(t *testing.T) fault {
 			if n == client {
 				continue
 			}
-			if err := errors.Join(n.Replace(ctx), c.WaitRolledOut(ctx)); err != nil {
+			former, err := agentOn(ctx, c, n)
+			if err != nil {
 				return err
+			}
+			if err := n.Replace(ctx); err != nil {
+				return err
+			}
+			err = wait.PollUntilContextTimeout(ctx, 200*time.Millisecond, patience, true, func(ctx context.Context) (bool, error) {
+				p, err := agentOn(ctx, c, n)
+				return err == nil && p.UID != former.UID && w.freshNow(ctx) == nil, nil
+			})
+			if err != nil {
+				return fmt.Errorf("node %s was replaced: %w", n.Name, err)
 			}
 		}
 		return nil
