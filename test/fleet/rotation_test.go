@@ -110,6 +110,37 @@ func TestRotation(t *testing.T) {
 		}
 		must(t, a.Start(t.Context(), fleet.Gateway(was)))
 	})
+	t.Run("APIServersThatAreAwayInTheMiddle", func(t *testing.T) {
+		before, exchange := ringOf(t, a), preshared(t, a, b, "")
+		away := 7 * time.Second // each alone and then both
+		if *long {
+			away = time.Minute
+		}
+		traffic := talk(t, from, to, at)
+		isthmus(t, f, "rotate-key", "--context", a.Name)
+		eventually(t, "the announcement of the next key", func() error {
+			if !ringOf(t, a).Published {
+				return errors.New("it is not published")
+			}
+			return nil
+		})
+		for _, change := range []func() error{a.Server.Freeze, b.Server.Freeze, a.Server.Thaw} {
+			must(t, change())
+			time.Sleep(away)
+		}
+		must(t, b.Server.Thaw())
+		eventually(t, "the end of the rotation", func() error {
+			if after := ringOf(t, a); after.Private == before.Private || after.Next != ([32]byte{}) || after.Gateways != before.Gateways {
+				return errors.New("the key is the former one, or there is a next one")
+			}
+			return nil
+		})
+		former = append(former, before)
+		preshared(t, a, b, exchange)
+		proves(t, a, b)
+		ready(t, a, b)
+		traffic.endWithoutLoss(t)
+	})
 	t.Run("NowForAStolenKey", func(t *testing.T) {
 		before := ringOf(t, a)
 		isthmus(t, f, "rotate-key", "--context", a.Name, "--now")
