@@ -1,0 +1,111 @@
+package fleet
+
+import (
+	"bufio"
+	"encoding/base64"
+	"encoding/hex"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/fleet"
+	"github.com/isthmus-net/isthmus/internal/keyring"
+	"github.com/isthmus-net/isthmus/internal/lab"
+	"github.com/isthmus-net/isthmus/test/internal/hosts"
+)
+
+// movedLoss is how many datagrams, of 1,000 a second, a planned move may cost a peer of plain WireGuard on a busy machine. It
+// is half of what it takes to elect another gateway when one dies.
+const movedLoss = 450
+
+// A planned move breaks nothing with a peer that is no Isthmus: Debian's wireguard-go in the place of the gateway of b. It
+// knows nothing of the move, and sends under the session with the former gateway until the next one makes one.
+func TestAPlannedMoveTowardsPlainWireGuard(t *testing.T) {
+	hosts.Need(t, "wireguard-go", "nft")
+	f := upWith(t, fleet.Options{Votes: true, Spec: lab.Spec{Clusters: []lab.ClusterSpec{
+		inPods(clusterSpec("10.244.0.0/16", 3)), clusterSpec("10.244.0.0/16", 2),
+	}}})
+	a, b := f.Clusters[0], f.Clusters[1]
+	withoutPresharedKeys(t, b)
+	peer(t, f, a, b)
+	eventually(t, "votes", func() error { return voting(t, a, 3) })
+	from, plain := podOn(t, a, 2), plainPeer(t, a, b)
+	_, err := firstPing(t.Context(), from.Host, func() (netip.Addr, error) { return plain.Addr, nil })
+	must(t, err)
+	const length = 4 * time.Second
+	calm := echoes(t, from, plain, plain.Addr, 1, length, length, nil)
+	was := active(t, a)
+	moved := echoes(t, from, plain, plain.Addr, 1, length, length, func() { must(t, a.Stop(fleet.Gateway(was))) })
+	t.Logf("without a move: %v; with one: %v", calm, moved)
+	if moved.lost > calm.lost+movedLoss {
+		t.Errorf("a planned move costs %d datagrams, and nothing %d", moved.lost, calm.lost)
+	}
+	if now := active(t, a); now == was {
+		t.Errorf("%s is active, as before", a.Nodes[now])
+	}
+}
+
+// plainPeer runs wireguard-go with the key of b on the node of its active gateway, in place of all components of b on its
+// nodes. It has an address of b's pods as a sees them, so it translates nothing.
+func plainPeer(t *testing.T, a, b *fleet.Cluster) *lab.Pod {
+	t.Helper()
+	node := b.Nodes[active(t, b)]
+	pod := lab.Pod{Host: node.Host, Addr: seen(t, a, b, podOn(t, b, 1).Addr), Node: node}
+	te := endpointOf(t, b, a)
+	var secret corev1.Secret
+	must(t, b.Client.Get(t.Context(), client.ObjectKey{Namespace: fleet.Namespace, Name: keyring.SecretName}, &secret))
+	for _, name := range b.Components() {
+		if name != fleet.Manager {
+			must(t, b.Stop(name))
+		}
+	}
+	ipCommand(t, node.Host, "rule", "flush") // of agents, but that of table local
+	ipCommand(t, node.Host, "rule", "add", "lookup", "main", "pref", "32766")
+	// Questions of a's gateway that nobody answers here must not leave in the clear.
+	nft(t, node.Host, "flush ruleset; add table ip plain; add chain ip plain forward { type filter hook forward priority 0; policy drop; }")
+
+	device := fmt.Sprintf("ist%d", os.Getpid())
+	socket := filepath.Join("/var/run/wireguard", device+".sock")
+	cmd := node.Command(t.Context(), "wireguard-go", "--foreground", device)
+	must(t, cmd.Start())
+	t.Cleanup(func() {
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait()
+		_ = os.Remove(socket)
+	})
+	var conn net.Conn
+	eventually(t, "the socket of wireguard-go", func() (err error) {
+		conn, err = net.Dial("unix", socket)
+		return err
+	})
+	defer conn.Close()
+	_, err := fmt.Fprintf(conn, "set=1\nprivate_key=%s\nlisten_port=5871\npublic_key=%s\nendpoint=%s:%s\nallowed_ip=0.0.0.0/0\n\n",
+		hexKey(t, string(secret.Data[keyring.FieldPrivate])), hexKey(t, string(te.Spec.BackendConfig[v1alpha1.ConfigPublicKey])), te.Spec.EndpointIP, te.Spec.BackendConfig[v1alpha1.ConfigPort])
+	must(t, err)
+	if answer, err := bufio.NewReader(conn).ReadString('\n'); err != nil || answer != "errno=0\n" {
+		t.Fatalf("wireguard-go: %q, %v", answer, err)
+	}
+	ipCommand(t, node.Host, "addr", "add", netip.PrefixFrom(pod.Addr, 32).String(), "dev", device)
+	ipCommand(t, node.Host, "link", "set", device, "up", "mtu", "1380")
+	pods, err := netip.ParsePrefix(string(te.Spec.RemoteNATPodCIDR)) // both clusters have the same PodCIDR
+	must(t, err)
+	ipCommand(t, node.Host, "route", "replace", pods.String(), "dev", device, "src", pod.Addr.String())
+	return &pod
+}
+
+// hexKey is a key in base64 as wireguard-go's protocol has it.
+func hexKey(t *testing.T, text string) string {
+	t.Helper()
+	key, err := base64.StdEncoding.DecodeString(strings.TrimSpace(text))
+	must(t, err)
+	return hex.EncodeToString(key)
+}
