@@ -106,7 +106,7 @@ func TestTheCauseIsTheFirstThingToMend(t *testing.T) {
 			session(e)
 			e.check = check.Result{State: check.Connected, Since: ago(60)}
 		}, v1alpha1.CauseConnected, "answers"},
-		{"messages of an earlier session", func(e *evidence) { e.signs.Earlier = ago(1) }, v1alpha1.CauseNoAnswer, "of a former session come from 192.0.2.9:5871"},
+		{"messages of an earlier session", func(e *evidence) { e.signs.Earlier = ago(1) }, v1alpha1.CauseNoAnswer, "of an earlier session come from 192.0.2.9:5871"},
 		{"its own reasons", session, v1alpha1.CauseProbeUnanswered, "or the log of Liqo's gateway"},
 	} {
 		e := lost(c.change)

@@ -158,7 +158,7 @@ func TestWhatCannotBeReachedOrIsUsedWronglyExitsWithTwo(t *testing.T) {
 		{[]string{"bogus"}, "unknown command"},
 		{[]string{"status", "--bogus"}, "unknown flag"},
 		{[]string{"trace", "10.0.0.1"}, "arguments \"10.0.0.1\": want isthmus trace SRC"},
-		{[]string{"trace", "x", "10.0.0.1"}, "source: \"x\" is no address"},
+		{[]string{"trace", "x", "10.0.0.1"}, "source: \"x\" is not an address"},
 		{[]string{"trace", "10.0.0.1", "10.0.0.2", "--address", "127.0.0.1:1"}, "nothing listens there"},
 		{[]string{"trace", "10.0.0.1", "10.0.0.2", "--config", dir}, "no object of kind Gateway"},
 		{[]string{"gateway"}, "want --config DIR"},
