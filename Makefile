@@ -132,17 +132,23 @@ soak: build deps kube ## Three clusters for SOAK with traffic and churn: memory,
 # qemu's user mode has no netlink for nftables and policy rules, so no gateway runs in a namespace here: the
 # pairs of gateways are those of gateway/datapath (TestTwoGateways...), with TUN and UDP in memory. The kernel's count
 # of lost datagrams does not pass through it, either.
-ARM64      := ./packet/... ./natengine/... ./internal/diff ./internal/postquantum ./gateway/datapath ./gateway/flowsync ./gateway/tun ./gateway/bind
+ARM64      := ./packet/... ./natengine/... ./fabric ./internal/diff ./internal/keyring ./internal/postquantum ./gateway/bind ./gateway/check ./gateway/datapath ./gateway/flowsync ./gateway/tun ./manager/ipam
 ARM64_SKIP := ^TestDatagramsThatFindNoRoomAreCounted$$
 
 .PHONY: test-arm64
-test-arm64: ## Unit tests of the packet path, TUN and sockets, and two gateways in memory, as arm64 programs under qemu (installs qemu-user; 20 minutes)
+test-arm64: ## Unit tests of packet path, TUN, sockets and keys, two gateways in memory, and the image's program, on arm64 under qemu (installs qemu-user; 20 minutes)
 	@command -v qemu-aarch64 >/dev/null || { \
 		if [ "$$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then echo "not installed: qemu-user"; exit 1; fi; \
 		echo "installing for the tests: apt-get install qemu-user"; apt-get update -qq; \
 		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends qemu-user >/dev/null; }
 	GOARCH=arm64 go test -exec qemu-aarch64 -count=1 -p 2 -timeout=40m -skip '$(ARM64_SKIP)' $(ARM64)
-	GOARCH=arm64 go run -exec qemu-aarch64 ./cmd/isthmus version
+	@: "the only compressed archive in the image is the layer with the program"
+	@rm -rf $(BIN)/arm64; $(MAKE) --no-print-directory image BIN=$(BIN)/arm64 PLATFORMS=linux/arm64
+	@set -e; tar -xf $(BIN)/arm64/isthmus-image.tar -C $(BIN)/arm64; \
+	for b in $(BIN)/arm64/blobs/sha256/*; do ! gzip -t $$b 2>/dev/null || tar -xzf $$b -C $(BIN)/arm64; done
+	qemu-aarch64 $(BIN)/arm64/isthmus version
+	qemu-aarch64 $(BIN)/arm64/isthmus genkey >/dev/null
+	qemu-aarch64 $(BIN)/arm64/isthmus install --cluster-name a --pod-cidr 10.244.0.0/16 --print | grep -c '^kind: '
 
 .PHONY: test-helm
 test-helm: ## Compare the chart as Helm renders it with what isthmus install applies (builds Helm's engine, 2 minutes once)
