@@ -133,7 +133,7 @@ soak: build deps kube ## Three clusters for SOAK with traffic and churn: memory,
 # pairs of gateways are those of gateway/datapath (TestTwoGateways...), with TUN and UDP in memory. The kernel's count
 # of lost datagrams does not pass through it, either.
 ARM64      := ./packet/... ./natengine/... ./fabric ./internal/diff ./internal/keyring ./internal/postquantum ./gateway/bind ./gateway/check ./gateway/datapath ./gateway/flowsync ./gateway/tun ./manager/ipam
-ARM64_SKIP := ^TestDatagramsThatFindNoRoomAreCounted$$
+ARM64_SKIP := ^TestDatagramsWithoutBufferSpaceAreCounted$$
 
 .PHONY: test-arm64
 test-arm64: ## Unit tests of packet path, TUN, sockets and keys, two gateways in memory, and the image's program, on arm64 under qemu (installs qemu-user; 20 minutes)

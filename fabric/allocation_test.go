@@ -11,7 +11,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-func TestAllocationsAreWhatAllObjectsSayTogether(t *testing.T) {
+func TestAllocationsCombineAllObjects(t *testing.T) {
 	now := time.UnixMilli(1_800_000_000_000)
 	object := func(name string, revision int64, networks ...string) (o isthmus.NetworkAllocation) {
 		o.Name, o.Spec = name, isthmus.NetworkAllocationSpec{ClusterID: name, Revision: revision, Networks: networks}
@@ -42,7 +42,7 @@ func TestAllocationsAreWhatAllObjectsSayTogether(t *testing.T) {
 }
 
 // An ID that cannot be an object's name has another, which is no other cluster's ID.
-func TestEachClusterHasANameForItsObject(t *testing.T) {
+func TestEachClusterHasADistinctObjectName(t *testing.T) {
 	seen := []string{}
 	for _, id := range []string{"b", "a.b-c", "B", "a_b", "a.-b", strings.Repeat("x", 63), "9a8b7c6d-0000-4000-8000-000000000000"} {
 		name := AllocationName(id)
@@ -56,7 +56,7 @@ func TestEachClusterHasANameForItsObject(t *testing.T) {
 	}
 }
 
-func TestNoRevisionIsAboveAllThatFollow(t *testing.T) {
+func TestARevisionFarInTheFutureIsIgnored(t *testing.T) {
 	now := time.Date(2026, 11, 20, 12, 0, 0, 0, time.UTC)
 	for n, want := range map[int64]int64{0: 0, 7: 7, -1: 0, now.UnixMilli(): now.UnixMilli(), now.Add(23 * time.Hour).UnixMilli(): now.Add(23 * time.Hour).UnixMilli(),
 		now.Add(25 * time.Hour).UnixMilli(): 0, 1<<63 - 1: 0} {

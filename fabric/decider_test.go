@@ -12,7 +12,7 @@ import (
 )
 
 // Whatever a Decider decided before, it decides as one that knows nothing.
-func TestADeciderDecidesAsANewOne(t *testing.T) {
+func TestADeciderDoesNotDependOnItsHistory(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	var d Decider
 	in := manyPeers(20)

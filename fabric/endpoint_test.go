@@ -32,7 +32,7 @@ func TestNoObjectNamesAnEndpointThatNoGatewayHas(t *testing.T) {
 }
 
 // The gateway's site has the networks of all peers in it, and what the source knows.
-func TestTheSiteOfAGatewayHasAllThatIsKnown(t *testing.T) {
+func TestTheSiteOfAGatewayCombinesPeersAndSource(t *testing.T) {
 	in := Intent{ClusterID: idA, Peers: []Peer{peer(t, idB, nil)}, Site: Site{Networks: []SiteNetwork{{Prefix: pfx("10.96.0.0/12"), What: "our ServiceCIDR"}}}.With([]netip.Addr{ip("198.51.100.7")}, "a node of ours")}
 	gw, problems := GatewayFor(in)
 	wantTexts(t, problems)
@@ -51,7 +51,7 @@ func TestTheSiteOfAGatewayHasAllThatIsKnown(t *testing.T) {
 }
 
 // A SiteIndex returns the same text as its Site, whatever networks overlap.
-func TestASiteIndexReturnsWhatItsSiteReturns(t *testing.T) {
+func TestASiteIndexEqualsItsSite(t *testing.T) {
 	rng := rand.New(rand.NewPCG(7, 8))
 	addr := func() netip.Addr {
 		a := [4]byte{10, byte(rng.IntN(4)), byte(rng.IntN(4)), byte(rng.IntN(256))}
@@ -100,7 +100,7 @@ func TestASiteIndexReturnsWhatItsSiteReturns(t *testing.T) {
 }
 
 // Services relay messages of peers from nodes, by their addresses or those among the pods.
-func TestMessagesMayComeFromWhereServicesRelay(t *testing.T) {
+func TestMessagesMayComeFromServiceRelays(t *testing.T) {
 	site := Site{Networks: []SiteNetwork{{Prefix: pfx("10.244.0.0/16"), What: "our PodCIDR", Relay: true}, {Prefix: pfx("10.96.0.0/12"), What: "our ServiceCIDR"}}}.
 		With([]netip.Addr{ip("172.30.1.2"), ip("172.30.1.11")}, "an API server of ours").WithRelays([]netip.Addr{ip("172.30.1.11")}, "a node of ours")
 	index := site.Index()

@@ -178,7 +178,7 @@ func refusalTexts(refusals []Refusal) (all []string) {
 	return all
 }
 
-func TestCheckAllocationRefusesNetworksWithGatewaysInThem(t *testing.T) {
+func TestCheckAllocationRefusesNetworksThatContainGateways(t *testing.T) {
 	for name, c := range map[string]struct {
 		pod, external string
 		gateways      []netip.Addr

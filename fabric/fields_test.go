@@ -125,7 +125,7 @@ func TestTunnelEndpointForSetsEachField(t *testing.T) {
 	}
 }
 
-func TestANetworkConfigIsReadAsItIsWritten(t *testing.T) {
+func TestANetworkConfigRoundTrips(t *testing.T) {
 	want := claimBravo
 	want.Tunnels = []TunnelEnd{{keyOf(3), 5872}, {keyOf(4), 1}}
 	spec := NetworkConfigFor(want, alpha)

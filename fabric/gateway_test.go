@@ -151,7 +151,7 @@ func TestGatewayForTakesPeersOfBothFamilies(t *testing.T) {
 
 // A change of our own networks reaches one peer after the other, and some peers never. The gateway's state
 // for a peer does not depend on our networks towards other peers.
-func TestOurNetworksArePeerByPeer(t *testing.T) {
+func TestOurNetworksAreIndependentForEachPeer(t *testing.T) {
 	rng := rand.New(rand.NewPCG(7, 8))
 	for range 500 {
 		in := Intent{ClusterID: idA, PublicKey: keyOf(1)}
@@ -204,7 +204,7 @@ func TestMetadataServicesAreNoEndpoints(t *testing.T) {
 
 // docs/liqo-v0.md, section 7.5: what other peers use for us may overlap freely, also with each
 // other's networks.
-func TestGatewayForAcceptsThatPeersSeeUsAlike(t *testing.T) {
+func TestGatewayForAcceptsOverlappingNetworksSeenByPeers(t *testing.T) {
 	b := peer(t, idB, nil)
 	c := peer(t, idC, remotes("10.248.0.0/16", "10.249.0.0/16"))
 	d := peer(t, "d", func(p *Peer) {
@@ -413,7 +413,7 @@ func allowed(g Gateway) (all []netip.Prefix) {
 	return all
 }
 
-func TestWhatGatewayForKeepsIsSoundAndComplete(t *testing.T) {
+func TestGatewayForIsSoundAndComplete(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	var kept, refused int
 	for range 3000 {

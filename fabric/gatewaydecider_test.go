@@ -10,7 +10,7 @@ import (
 )
 
 // Whatever a GatewayDecider decided before, it decides as GatewayFor, and nothing that it returned changes.
-func TestAGatewayDeciderDecidesAsGatewayFor(t *testing.T) {
+func TestAGatewayDeciderEqualsGatewayFor(t *testing.T) {
 	rng := rand.New(rand.NewPCG(5, 6))
 	peers := make(map[int]Peer)
 	own := pfx("10.244.0.0/16")

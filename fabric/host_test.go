@@ -76,7 +76,7 @@ func golden(t *testing.T, name, got string) {
 	}
 }
 
-func TestPlanPrintsTheCommandsAnOperatorCouldType(t *testing.T) {
+func TestPlanPrintsShellCommands(t *testing.T) {
 	one := behind(1440, 1, 0, four...)
 	for _, tc := range []struct {
 		file       string
@@ -100,7 +100,7 @@ func TestPlanPrintsTheCommandsAnOperatorCouldType(t *testing.T) {
 
 // A gateway that ends leaves what a killed one leaves, less the routes by its veth, and nothing
 // without peers.
-func TestGatewayHostLeftOnlyRefuses(t *testing.T) {
+func TestGatewayHostLeavesOnlyRefusalsBehind(t *testing.T) {
 	peers := []*GatewayPeer{{ID: "b", AllowedIPs: [2]netip.Prefix{pfx("10.246.0.0/16"), pfx("fd00:1::/48")}}}
 	const want = `ip route replace unreachable 10.246.0.0/16 table 4200 metric 420000 proto 71
 ip -6 route replace unreachable fd00:1::/48 table 4200 metric 420000 proto 71
@@ -120,7 +120,7 @@ ip -6 rule add priority 420 lookup 4200 protocol 71
 	}
 }
 
-func TestGatewayHostForWhatIsThereChangesNothing(t *testing.T) {
+func TestGatewayHostIsIdempotent(t *testing.T) {
 	for _, networks := range [][]string{nil, four, mixed} {
 		for _, inUse := range []TunnelSet{0, 0b11, 0b10} {
 			s := behind(1400, 2, inUse, networks...)
@@ -177,7 +177,7 @@ func TestPlanRestoresAnySingleLoss(t *testing.T) {
 
 // A remote prefix is routed inside before the host sends anything there, and the host stops before
 // the inside does: else packets would circle between the two.
-func TestPlanNeverLeavesTheHostRouteAlone(t *testing.T) {
+func TestHostRouteNeverExistsWithoutTheInnerRoute(t *testing.T) {
 	at := func(p kernel.Plan, remove bool, in kernel.Namespace) int {
 		return slices.IndexFunc(p, func(o kernel.Op) bool {
 			r, ok := o.Object.(kernel.Route)

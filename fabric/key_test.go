@@ -26,7 +26,7 @@ func exchanges(t *testing.T, key [32]byte) bool {
 	return err == nil
 }
 
-func TestPublicKeysThatKeepNothingSecretAreRefused(t *testing.T) {
+func TestWeakPublicKeysAreRefused(t *testing.T) {
 	high := func(key [32]byte) [32]byte { key[31] |= 0x80; return key }
 	prime := lowOrder[3]
 	prime[0]++
@@ -63,7 +63,7 @@ func TestPublicKeysThatKeepNothingSecretAreRefused(t *testing.T) {
 	}
 }
 
-func TestKeysOfLowOrderAreRefusedWhereverAPeerNamesThem(t *testing.T) {
+func TestLowOrderKeysAreRefusedInEveryField(t *testing.T) {
 	low := base64.StdEncoding.EncodeToString(lowOrder[1][:])
 	for config, field := range map[string]string{v1alpha1.ConfigPublicKey: "spec.backend_config.publicKey", v1alpha1.ConfigTunnels: "spec.backend_config.tunnels"} {
 		text := low

@@ -50,7 +50,7 @@ ip neigh replace 240.30.1.13 lladdr 66:98:5d:57:51:75 dev isthmus.vxlan nud perm
 ip route replace 240.0.0.0/8 dev isthmus.vxlan proto 72
 `
 
-func TestNodeWithTheGatewayLeadsRemoteSourcesThroughTheOverlay(t *testing.T) {
+func TestNodeWithTheGatewayRoutesRemoteSourcesThroughTheOverlay(t *testing.T) {
 	n, problems := NodeFor(nodeIntent(t, "n1"))
 	wantTexts(t, problems)
 	n.Filters, n.SourceNAT, n.Accepts = nil, nil, nil
@@ -80,7 +80,7 @@ ip rule add priority 422 lookup 4202 protocol 72
 	}
 }
 
-func TestNodeWithoutTheGatewayLeadsRemoteNetworksThroughTheOverlay(t *testing.T) {
+func TestNodeWithoutTheGatewayRoutesRemoteNetworksThroughTheOverlay(t *testing.T) {
 	n, problems := NodeFor(nodeIntent(t, "n2"))
 	wantTexts(t, problems)
 	const want = `ip route replace 10.246.0.0/16 via 240.30.1.11 dev isthmus.vxlan onlink src 172.30.1.12 table 4201 proto 72
@@ -101,7 +101,7 @@ ip rule add priority 422 lookup 4202 protocol 72
 	}
 }
 
-func TestNodeOnlyRefusesTheNetworksOfAPeerBeforeThereIsAGateway(t *testing.T) {
+func TestNodeRefusesPeerNetworksUntilThereIsAGateway(t *testing.T) {
 	in := nodeIntent(t, "n1")
 	in.Tunnels[0].Gateway = netip.Addr{}
 	n, problems := NodeFor(in)
@@ -142,7 +142,7 @@ func TestNodeLetsItsPodsKeepTheirAddresses(t *testing.T) {
 	}
 }
 
-func TestANodeWithPodsOutsideOfThePodCIDRIsNamed(t *testing.T) {
+func TestANodeWithPodsOutsideThePodCIDRIsNamed(t *testing.T) {
 	in := nodeIntent(t, "n2")
 	in.Pods = append(in.Pods, NodePod{Name: "default/web", Addr: ip("192.168.7.9"), Node: "n2"}, NodePod{Name: "default/a", Addr: ip("192.168.7.8"), Node: "n2"},
 		NodePod{Name: "default/other", Addr: ip("192.168.7.7"), Node: "n3"}) // whose agent names it
@@ -156,7 +156,7 @@ func TestANodeWithPodsOutsideOfThePodCIDRIsNamed(t *testing.T) {
 	}
 }
 
-func TestAnAddressElsewhereIsInNoNetworkOfOurNode(t *testing.T) {
+func TestElsewhereIsOutsideOurNodesNetworks(t *testing.T) {
 	in := podIntent(t, "n1")
 	in.OwnPods = []netip.Prefix{pfx("fd00::/48"), pfx("10.244.0.0/16")}
 	if got := in.Elsewhere(); got != ip("10.244.0.254") {
@@ -172,7 +172,7 @@ func TestAnAddressElsewhereIsInNoNetworkOfOurNode(t *testing.T) {
 	}
 }
 
-func TestOuterPacketsAreMeasuredWhereTheyGo(t *testing.T) {
+func TestPathMTUIsMeasuredToTheNextHops(t *testing.T) {
 	for _, tc := range []struct {
 		in           NodeIntent
 		outer, nodes string
@@ -192,7 +192,7 @@ func TestOuterPacketsAreMeasuredWhereTheyGo(t *testing.T) {
 }
 
 // A gateway delivers what comes from a peer before the agent has heard that it is here.
-func TestNodeRefusesWhatAGatewayDeliversThatItDoesNotKnowOf(t *testing.T) {
+func TestNodeRefusesTrafficFromAnUnknownLocalGateway(t *testing.T) {
 	guards := func(in NodeIntent) (all []string) {
 		n, _ := NodeFor(in)
 		for _, r := range n.Rules {
@@ -279,7 +279,7 @@ func TestNodeNeverLetsAnAllocatedNetworkLeaveInTheClear(t *testing.T) {
 }
 
 // Whatever is missing on the way to a gateway, traffic for the peer does not leave in the clear.
-func TestNodeRefusesTrafficWhenItKnowsNoWayToTheGateway(t *testing.T) {
+func TestNodeRefusesTrafficWithoutARouteToTheGateway(t *testing.T) {
 	for name, tc := range map[string]struct {
 		change   func(*NodeIntent)
 		problems []string
@@ -362,7 +362,7 @@ func TestNodeLeavesOutWhatTheOverlayCannotCarry(t *testing.T) {
 
 // Where pods have addresses of their nodes' networks, a Pod that says to have another node's is not
 // believed, and no pod sends to peers as one of another node. One node's Pods do not decide it.
-func TestNodeBelievesAPodWithAnAddressOfItsNodeOnly(t *testing.T) {
+func TestNodeTrustsOnlyPodAddressesOfTheirNode(t *testing.T) {
 	in := nodeIntent(t, "n1")
 	in.Pods = []NodePod{
 		{Name: "default/one", Addr: ip("10.244.1.5"), Node: "n1", Created: 1}, {Name: "default/two", Addr: ip("10.244.2.5"), Node: "n2", Created: 1},
@@ -394,7 +394,7 @@ func TestNodeBelievesAPodWithAnAddressOfItsNodeOnly(t *testing.T) {
 	}
 }
 
-func TestNodeBelievesOverlayPacketsOfTheOtherNodesOnly(t *testing.T) {
+func TestNodeTrustsOnlyOverlayPacketsOfOtherNodes(t *testing.T) {
 	in := nodeIntent(t, "n1")
 	in.Nodes[0].Addrs = append(in.Nodes[0].Addrs, ip("10.244.9.9"), ip("192.0.2.7"), ip("fd00::11")) // one of the pods' networks
 	in.Nodes[2].Addrs = append(in.Nodes[2].Addrs, ip("192.0.2.9"))                                   // only the first is the overlay's
@@ -410,7 +410,7 @@ func TestNodeBelievesOverlayPacketsOfTheOtherNodesOnly(t *testing.T) {
 }
 
 // Whoever writes the status of one Node must not lead the others' packets around the tunnel.
-func TestNodeDoesNotBelieveANodeThatSaysItIsInAPeersNetwork(t *testing.T) {
+func TestNodeRefusesANodeAddressInsideAPeersNetwork(t *testing.T) {
 	in := nodeIntent(t, "n2")
 	in.Nodes[2].Addrs = []netip.Addr{ip("10.246.0.9"), ip("172.30.1.13")}
 	n, problems := NodeFor(in)
@@ -421,7 +421,7 @@ func TestNodeDoesNotBelieveANodeThatSaysItIsInAPeersNetwork(t *testing.T) {
 	}
 }
 
-func TestNodeTellsAboutTwoNodesWithOnePodNetwork(t *testing.T) {
+func TestNodeReportsOverlappingPodCIDRsOfTwoNodes(t *testing.T) {
 	in := nodeIntent(t, "n1")
 	in.Nodes[2].PodCIDRs = []netip.Prefix{pfx("10.244.2.0/25")}
 	n, problems := NodeFor(in)
@@ -460,7 +460,7 @@ func TestNodeDoesNotDependOnTheOrderOfItsInput(t *testing.T) {
 }
 
 // The way of every pod's answers is the way of what it is sent, whatever the nodes' networks say.
-func TestNodeFindsEveryPodWhereItIs(t *testing.T) {
+func TestNodeRoutesToEveryPodOnItsNode(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	names := []string{"n1", "n2", "n3"}
 	for range 2000 {
@@ -502,7 +502,7 @@ func TestNodeFindsEveryPodWhereItIs(t *testing.T) {
 
 // What a peer sends to an address of the PodCIDR that nobody has does not leave by the default route.
 // Where nodes have addresses among the pods, it goes to them by the overlay, whose filter judges it.
-func TestNodeWithTheGatewayRefusesWhatNobodyOfTheClusterHas(t *testing.T) {
+func TestNodeWithTheGatewayRefusesUnusedClusterAddresses(t *testing.T) {
 	in := nodeIntent(t, "n1")
 	among := ip("10.244.96.77")
 	in.Nodes[2].Addrs = append(in.Nodes[2].Addrs, among)
@@ -528,7 +528,7 @@ func TestNodeWithTheGatewayRefusesWhatNobodyOfTheClusterHas(t *testing.T) {
 	}
 }
 
-func TestTunnelFromNamesAGatewayThatIsNoAddress(t *testing.T) {
+func TestTunnelFromRefusesAnInvalidGatewayAddress(t *testing.T) {
 	te := endpointB()
 	te.Status.GatewayIP = "172.30.1.11"
 	got, problems := TunnelFrom(te, Origin{Kind: "TunnelEndpoint", Name: "b"})
@@ -566,7 +566,7 @@ func TestNodeOverlayHasRoomForTheTunnel(t *testing.T) {
 	}
 }
 
-func TestANetworkIsInOrderWithoutBitsOfHosts(t *testing.T) {
+func TestANetworkIsSortedWithoutHostBits(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	all := []netip.Prefix{{}, netip.PrefixFrom(netip.IPv4Unspecified(), 40)}
 	for range 10_000 {

@@ -21,7 +21,7 @@ func prefixes(texts string) (all []netip.Prefix) {
 	return all
 }
 
-func TestANodeReportsWhatItReachesAndNothingOfItsCluster(t *testing.T) {
+func TestANodeReportsReachableNetworksOutsideTheCluster(t *testing.T) {
 	own := prefixes("10.244.0.0/16 10.96.0.0/12")
 	for name, tc := range map[string]struct{ have, want, problems string }{
 		"addresses, links, static routes": {"192.0.2.7/32 192.0.2.0/25 192.168.32.0/22 10.9.0.0/21", "10.9.0.0/21 192.0.2.0/25 192.168.32.0/22", ""},
@@ -58,7 +58,7 @@ func TestANodeReportsWhatItReachesAndNothingOfItsCluster(t *testing.T) {
 }
 
 // However many routes there are, none is left out, and no more stands for them than has to.
-func TestAReportIsBoundedAndLeavesNothingOut(t *testing.T) {
+func TestAReportIsBoundedAndCoversEveryRoute(t *testing.T) {
 	rng := rand.New(rand.NewPCG(7, 12))
 	for round := range 36 {
 		var have []netip.Prefix
@@ -167,7 +167,7 @@ func TestOverlaySourcesAreAddressesAmongPods(t *testing.T) {
 	}
 }
 
-func TestOfTooManyRoutesThoseByNodesAreReported(t *testing.T) {
+func TestRoutesThroughNodesAreReportedEvenAboveTheLimit(t *testing.T) {
 	router, node, another := ip("172.30.0.1"), ip("172.30.1.12"), ip("172.30.1.99")
 	have := []kernel.Route{{Prefix: pfx("0.0.0.0/0"), Via: router}}
 	for i := range 300 {

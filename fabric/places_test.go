@@ -11,7 +11,7 @@ import (
 
 // Whatever comes, moves and goes, what is known is what the lists of all nodes and pods say, and a
 // change that is not reported is none.
-func TestPodPlacesAreWhatTheListsSay(t *testing.T) {
+func TestPodPlacesMatchTheLists(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	own := ip("10.244.0.250")
 	for round := range 300 {
@@ -123,7 +123,7 @@ func ownerIn(n PodNetwork, addr netip.Addr) (o Owner) {
 	return o
 }
 
-func TestPodPlacesKnowFromWhereElsePacketsOfANodeCome(t *testing.T) {
+func TestPodPlacesKnowAdditionalSourcesOfANode(t *testing.T) {
 	p := PodPlaces{Self: "n0"}
 	from := []netip.Addr{netip.MustParseAddr("10.244.9.64")}
 	if !p.SetSources("n1", from) || p.SetSources("n1", from) {
@@ -142,7 +142,7 @@ func TestPodPlacesKnowFromWhereElsePacketsOfANodeCome(t *testing.T) {
 	}
 }
 
-func TestPodPlacesKnowTheRoutesOfTheGatewaysNode(t *testing.T) {
+func TestPodPlacesKnowTheRoutesOfTheGatewayNode(t *testing.T) {
 	p := PodPlaces{Self: "n0"}
 	p.SetNode(ClusterNode{Name: "n0"})
 	p.SetNode(ClusterNode{Name: "n1"})

@@ -49,7 +49,7 @@ func gatewayPeers(t *testing.T) []*GatewayPeer {
 	return gw.Peers
 }
 
-func TestEveryNodeKnowsTheGatewaysPodAndNothingOfOtherNodes(t *testing.T) {
+func TestEveryNodeRoutesOnlyToTheGatewayPod(t *testing.T) {
 	for _, self := range []string{"n1", "n2"} {
 		in := podIntent(t, self)
 		n, problems := NodeFor(in)
@@ -104,7 +104,7 @@ func oneGateway(t testing.TB, self, gateway string) NodeIntent {
 
 // What a node lets through and refuses is the same whether TunnelEndpoints say where the gateway is
 // or it says so itself; only the next hop is another.
-func TestOneGatewayForAllPeersIsAsWithTunnelEndpoints(t *testing.T) {
+func TestOneGatewayForAllPeersEqualsTunnelEndpoints(t *testing.T) {
 	for _, self := range []string{"n1", "n2"} {
 		in := oneGateway(t, self, "10.244.1.254")
 		n, problems := NodeFor(in)
@@ -143,7 +143,7 @@ func TestAMoveOfTheGatewayChangesNoRoute(t *testing.T) {
 }
 
 // Without its Pod, or with one in a network of a peer, nothing leads anywhere and all is refused.
-func TestAGatewayThatSaysItIsActiveIsBelievedOnlyAsAPodOfOurs(t *testing.T) {
+func TestOnlyOurOwnPodsMayClaimToBeTheActiveGateway(t *testing.T) {
 	for _, bad := range []string{"10.244.3.5", "172.30.1.11", "198.51.100.1", "10.246.0.9"} {
 		in := oneGateway(t, "n3", bad)
 		if bad == "10.246.0.9" {
@@ -175,7 +175,7 @@ func TestAGatewayThatSaysItIsActiveIsBelievedOnlyAsAPodOfOurs(t *testing.T) {
 // sameButPods: with fewer networks of pods known, nothing differs here.
 func sameButPods(a, b kernel.State) bool { return len(kernel.PlanFor(a, b)) == 0 }
 
-func TestAGatewayThatIsNoPodOfOursIsNotBelieved(t *testing.T) {
+func TestAGatewayOutsideOurPodsIsNotTrusted(t *testing.T) {
 	in := podIntent(t, "n3")
 	for _, bad := range []string{"10.244.3.5", "172.30.1.11", "198.51.100.1"} { // a pod, a node, somebody
 		in.Tunnels[0].Gateway = ip(bad)
@@ -199,7 +199,7 @@ func TestAGatewayThatIsNoPodOfOursIsNotBelieved(t *testing.T) {
 
 // A node forwards the outer packets of its own gateway Pods, and the flows that they copy, whatever foreign
 // filters drop. Without one, gateway Pods on other nodes do not matter.
-func TestANodeAcceptsWhatItForwardsForGatewaysOfItsOwn(t *testing.T) {
+func TestANodeAcceptsTrafficForwardedForItsOwnGateways(t *testing.T) {
 	for node, want := range map[string]kernel.Accept{
 		"n1": {Gateways: "10.244.1.254", Elsewhere: "10.244.2.254"}, "n2": {Gateways: "10.244.2.254", Elsewhere: "10.244.1.254"}, "n3": {},
 	} {
@@ -216,7 +216,7 @@ func TestANodeAcceptsWhatItForwardsForGatewaysOfItsOwn(t *testing.T) {
 }
 
 // For a moment after a gateway's Pod has gone, all tunnels name it.
-func TestAGatewayThatHasGoneIsOneProblemAndNoRule(t *testing.T) {
+func TestAMissingGatewayIsOneProblemAndAddsNoRule(t *testing.T) {
 	in := podIntent(t, "n3")
 	other := in.Tunnels[0]
 	other.Peer = peer(t, idC, remotes("10.248.0.0/16", "10.249.0.0/16"))
@@ -386,7 +386,7 @@ func TestGatewayPodNeverDeliversBesideTheOverlay(t *testing.T) {
 	}
 }
 
-func TestWhatAGatewayPodLeavesRefuses(t *testing.T) {
+func TestGatewayPodLeavesOnlyRefusalsBehind(t *testing.T) {
 	left := GatewayPodLeft(gatewayPeers(t))
 	const want = `ip route replace unreachable 10.246.0.0/16 table 4202 metric 420000 proto 71
 ip route replace unreachable 10.247.0.0/16 table 4202 metric 420000 proto 71
@@ -399,7 +399,7 @@ ip rule add priority 422 lookup 4202 protocol 71
 
 // One node's Pods do not get what peers send to another's, by the gateway's Pod no more than by a
 // node.
-func TestAGatewaysPodBelievesAPodWithAnAddressOfItsNodeOnly(t *testing.T) {
+func TestAGatewayPodTrustsOnlyPodAddressesOfTheirNode(t *testing.T) {
 	in := podNetwork(t)
 	in.Trusted = false
 	in.Pods = []NodePod{
@@ -416,7 +416,7 @@ func TestAGatewaysPodBelievesAPodWithAnAddressOfItsNodeOnly(t *testing.T) {
 }
 
 // A node that knows no other nodes refuses what its pods send to peers in the name of theirs.
-func TestANodeThatKnowsOnlyItselfKnowsWhatIsElsewhere(t *testing.T) {
+func TestANodeThatKnowsOnlyItselfRefusesForeignSources(t *testing.T) {
 	in := podIntent(t, "n2")
 	in.Nodes = slices.DeleteFunc(in.Nodes, func(n ClusterNode) bool { return n.Name != "n2" })
 	in.Nodes[0].PodCIDRs = []netip.Prefix{netip.MustParsePrefix("10.244.64.0/18")}
@@ -432,7 +432,7 @@ func TestANodeThatKnowsOnlyItselfKnowsWhatIsElsewhere(t *testing.T) {
 	}
 }
 
-func TestANodeIsNotBelievedToHaveTheAddressOfAPod(t *testing.T) {
+func TestANodeMayNotClaimThePodAddress(t *testing.T) {
 	in := podNetwork(t)
 	in.Trusted, in.Pods = true, nil
 	in.Nodes = slices.Clone(in.Nodes)
@@ -452,7 +452,7 @@ func TestANodeIsNotBelievedToHaveTheAddressOfAPod(t *testing.T) {
 
 // A CNI may put an address of its own in the place of a node's; what a node's agent says of that does
 // not make it anybody else.
-func TestAGatewayBelievesAddressesOfCNIsThatNodesHave(t *testing.T) {
+func TestAGatewayTrustsCNIAddressesOfNodes(t *testing.T) {
 	n := podNetwork(t)
 	n.Pods, n.Trusted = []NodePod{{Addr: ip("10.244.200.9"), Node: "n3"}}, false // Calico's blocks
 	n.Nodes[1].Sources = []netip.Addr{ip("10.244.200.64"),
@@ -471,7 +471,7 @@ func TestAGatewayBelievesAddressesOfCNIsThatNodesHave(t *testing.T) {
 
 // What the gateway's node would send to another node goes there through the overlay, as the answers come: networks
 // behind it, but none of pods, nodes or peers.
-func TestAGatewaysPodFindsEndpointsBehindAnotherNode(t *testing.T) {
+func TestAGatewayPodFindsEndpointsBehindAnotherNode(t *testing.T) {
 	n := podNetwork(t)
 	n.Nodes[0].Routes = []NodeRoute{{pfx("198.18.7.0/24"), ip("172.30.1.12")},
 		{pfx("198.18.8.0/24"), ip("172.30.1.99")}, // by nobody that we know

@@ -12,7 +12,7 @@ import (
 
 // Whatever a PodDecider decided before, it decides as one that knows nothing: among nodes that have
 // nothing to do with each other, and among such that contradict each other, pods and peers.
-func TestAPodDeciderDecidesAsANewOne(t *testing.T) {
+func TestAPodDeciderDoesNotDependOnItsHistory(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	followed, anew := 0, 0
 	for round := range 60 {

@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-func TestAPrefixIndexFindsWhatAListFinds(t *testing.T) {
+func TestAPrefixIndexEqualsALinearSearch(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	addr := func() netip.Addr {
 		if rng.IntN(4) == 0 {

@@ -65,7 +65,7 @@ func randomTunnels(rng *rand.Rand, n int) []TunnelEnd {
 	return further
 }
 
-func TestTunnelsReadAsTheyWereWritten(t *testing.T) {
+func TestTunnelsRoundTrip(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	for range 1000 {
 		want := randomTunnels(rng, 1+rng.IntN(MaxTunnels-1))
@@ -142,7 +142,7 @@ func TestPeersWithTunnelsThatMakeNoSenseAreRefused(t *testing.T) {
 }
 
 // What has passed no text is asked the same questions.
-func TestGatewayForRefusesTunnelsThatNobodyRead(t *testing.T) {
+func TestGatewayForRefusesInvalidTunnels(t *testing.T) {
 	for _, test := range []struct {
 		tunnels []TunnelEnd
 		want    string

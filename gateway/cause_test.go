@@ -19,7 +19,7 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-func TestTheCauseIsTheFirstThingToMend(t *testing.T) {
+func TestTheCauseIsTheFirstThingToFix(t *testing.T) {
 	now := time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
 	ago := func(seconds int) time.Time { return now.Add(-time.Duration(seconds) * time.Second) }
 	lost := func(change func(*evidence)) evidence {
@@ -129,7 +129,7 @@ func TestTheCauseIsTheFirstThingToMend(t *testing.T) {
 	}
 }
 
-func TestWhatFailsForOnePeerIsNotTheCauseOfAnother(t *testing.T) {
+func TestAnErrorOfOnePeerIsNotTheCauseOfAnother(t *testing.T) {
 	failed := errors.Join(fmt.Errorf("peer 1: its public key is our own"), errors.Join(errors.New("peer 22: x")))
 	for id, want := range map[string]string{"1": "peer 1: its public key is our own", "2": "", "22": "peer 22: x"} {
 		got := ""
@@ -148,7 +148,7 @@ func TestWhatFailsForOnePeerIsNotTheCauseOfAnother(t *testing.T) {
 	}
 }
 
-func TestAPeerIsAloneWhereAllOthersAnswer(t *testing.T) {
+func TestOnlyASinglePeerWithoutAnAnswerIsAlone(t *testing.T) {
 	g := without(t, alphaBravo, charlie)
 	for _, tc := range []struct{ first, second check.State }{{check.Connected, check.Connected}, {check.Disconnected, check.Connected}, {check.Connected, check.Disconnected}, {check.Disconnected, check.Connecting}} {
 		g.ends[0].finds(map[string]check.State{g.now.peers[0].ID: tc.first, g.now.peers[1].ID: tc.second})
@@ -193,7 +193,7 @@ func TestADropHasATimeAndLosesItWithItsPeer(t *testing.T) {
 	}
 }
 
-func TestTheReasonIsAMetricWhilePacketsDoNotGoBothWays(t *testing.T) {
+func TestTheReasonIsAMetricWhileAPeerIsDisconnected(t *testing.T) {
 	g := without(t, alphaBravo)
 	const series = "isthmus_peer_reason{"
 	if text := g.scrape(t); !strings.Contains(text, series+`peer="`+bravo+`",reason="`+v1alpha1.CauseConnecting+`"} 1`+"\n") {
@@ -210,7 +210,7 @@ func TestTheReasonIsAMetricWhilePacketsDoNotGoBothWays(t *testing.T) {
 	}
 }
 
-func TestATraceSaysThatThePeerIsDown(t *testing.T) {
+func TestTraceReportsAPeerThatIsDown(t *testing.T) {
 	g := without(t, alphaBravo)
 	trace := func() (steps []TraceStep) {
 		w := httptest.NewRecorder()

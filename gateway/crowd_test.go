@@ -179,7 +179,7 @@ func newCrowd(t *testing.T, peers int) *crowd {
 
 // A pod of one peer and its gateway flood ours with PINGs. Every PING of every other peer is answered, and
 // every message of the flood is answered or counted for that peer.
-func TestAFloodOfPINGsByOnePeerOfAThousandCostsTheOthersNothing(t *testing.T) {
+func TestAPINGFloodOfOnePeerDoesNotSlowTheOthers(t *testing.T) {
 	const (
 		peers  = 1000
 		rounds = 20 // in each, so many PINGs come mixed:
@@ -256,7 +256,7 @@ func stepped(t *testing.T, now time.Time, d time.Duration) time.Time {
 
 // A step of the wall clock changes nothing: peers with a working session are neither down nor away, and a
 // peer whose session has ended is both.
-func TestAStepOfTheWallClockCutsOffNobody(t *testing.T) {
+func TestAWallClockStepDisconnectsNoPeer(t *testing.T) {
 	c := newCrowd(t, 30)
 	for _, f := range c.far { // the first message confirms the session
 		if err := c.socket.wire.Send([][]byte{f.ping(f.at.Addr())}, c.socket.wire.Endpoint(c.socket.gateway)); err != nil {

@@ -9,7 +9,7 @@ import (
 
 // A node that comes is another place to deliver to, and one where no peer's gateway is: the rules of peers
 // are not made anew.
-func TestANodeThatComesIsNoNewConfiguration(t *testing.T) {
+func TestANewNodeDoesNotRebuildPeerRules(t *testing.T) {
 	at := func(addr string) Config {
 		c := Config{Gateway: fabric.Gateway{ClusterID: "us", Peers: []*fabric.GatewayPeer{{ID: "them"}}}, ListenPort: 5871}
 		c.Gateway.Site = fabric.Site{}.WithRelays([]netip.Addr{netip.MustParseAddr(addr)}, "a node of ours")

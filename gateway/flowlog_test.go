@@ -218,7 +218,7 @@ func BenchmarkFlowLog(b *testing.B) {
 }
 
 // The lines that collectors are tested with (test/otel) are those that the gateway writes.
-func TestTheLinesForCollectorsAreTheGateways(t *testing.T) {
+func TestCollectorTestDataMatchesTheFlowLog(t *testing.T) {
 	l, stop := startFlowLog(t, FlowLog{File: filepath.Join(t.TempDir(), "flows.json")})
 	defer stop()
 	opened, refused := closedFlow, closedFlow

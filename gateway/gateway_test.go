@@ -906,7 +906,7 @@ func TestGatewaysJoinClustersOverIPv6(t *testing.T) {
 	}
 }
 
-func TestAPreparedGatewayIsSilentUntilItBegins(t *testing.T) {
+func TestAPreparedGatewayIsSilentUntilItStarts(t *testing.T) {
 	needRoot(t)
 	wire := newWire(t)
 	a, b := newSite(t, "a", 1, wire, 1500), newSite(t, "b", 2, wire, 1500)
@@ -957,7 +957,7 @@ func TestAPreparedGatewayIsSilentUntilItBegins(t *testing.T) {
 	b.stop()
 }
 
-func TestAGatewayThatMayBeginAtOnceAppliesItsConfigurationOnce(t *testing.T) {
+func TestAGatewayThatStartsAtOnceAppliesItsConfigurationOnce(t *testing.T) {
 	needRoot(t)
 	wire := newWire(t)
 	a, b := newSite(t, "a", 1, wire, 1500), newSite(t, "b", 2, wire, 1500)

@@ -9,7 +9,7 @@ import (
 )
 
 // What the kernel drops in the gateway's namespace is a metric: a packet of a peer with a bad inner header, for one.
-func TestWhatTheKernelDropsIsCounted(t *testing.T) {
+func TestKernelDropsAreCounted(t *testing.T) {
 	namespace, err := rtnl.NewNamespace()
 	if err != nil {
 		t.Skip(err)

@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-func TestGarbageIsBoundedWhereMuchIsInUse(t *testing.T) {
+func TestGarbageIsBoundedForLargeHeaps(t *testing.T) {
 	for _, tc := range []struct {
 		live uint64
 		want int

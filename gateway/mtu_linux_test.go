@@ -231,7 +231,7 @@ func TestEachPeerHasItsOwnMTUOverIPv6(t *testing.T) {
 // A path that drops large packets and says nothing, as a bridge does whose port has a smaller MTU; it
 // passes superpackets of any size, so WireGuard's are segmented before.
 // Both sides find out, tell their senders, and go back to what the way takes when it heals.
-func TestABlackHoleIsFoundAndForgotten(t *testing.T) {
+func TestABlackHoleIsDetectedAndCleared(t *testing.T) {
 	needRoot(t)
 	wire := newWire(t)
 	a, b := newSite(t, "a", 1, wire, 1500), newSite(t, "b", 2, wire, 1500)

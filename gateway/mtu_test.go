@@ -8,7 +8,7 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-func TestMTUFitsTheWayToEachPeer(t *testing.T) {
+func TestMTUFitsThePathToEachPeer(t *testing.T) {
 	v4, v6 := netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("2001:db8::1")
 	for _, tc := range []struct {
 		name   string
@@ -45,7 +45,7 @@ func TestMTUFitsTheWayToEachPeer(t *testing.T) {
 
 // What WireGuard makes of a packet, padding included, never exceeds the way to the peer, however
 // the MTUs of the peers lie.
-func TestPaddedPacketsFitTheWay(t *testing.T) {
+func TestPaddedPacketsFitThePath(t *testing.T) {
 	v4 := netip.MustParseAddr("192.0.2.1")
 	for mtu := minAutoMTU + overhead4; mtu <= 1600; mtu++ {
 		tunnel, each := autoMTUs([]underlay{{addr: v4, mtu: mtu}, {addr: v4, mtu: 1500}}, 0)
@@ -60,7 +60,7 @@ func TestPaddedPacketsFitTheWay(t *testing.T) {
 	}
 }
 
-func TestMTUBelowThatOfIPv6IsRefusedWhereThereIsIPv6(t *testing.T) {
+func TestMTUBelowTheIPv6MinimumIsRefusedWithIPv6(t *testing.T) {
 	peer := func(prefix string) []*fabric.GatewayPeer {
 		p := netip.MustParsePrefix(prefix)
 		return []*fabric.GatewayPeer{{ID: "b", AllowedIPs: [2]netip.Prefix{p, p}, Origin: fabric.Origin{Kind: "TunnelEndpoint", Name: "b"}}}

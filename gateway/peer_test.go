@@ -98,7 +98,7 @@ func (g *loop) says(t *testing.T, objects kernel.State) (all []string) {
 
 // Whatever changes of peers, of where they are and of ways to them, a gateway that takes the change is as one
 // that is told all at once: of tunnels, rules, connection checks and routes, and of what is wrong.
-func TestAChangeOfPeersIsWhatAGatewayToldAllWouldDo(t *testing.T) {
+func TestAPeerChangeEqualsAFullConfiguration(t *testing.T) {
 	rng := rand.New(rand.NewPCG(7, 8))
 	privates := [2]Key{key(40), key(48)} // the second one is a peer's, too
 	theirs, err := curve25519.X25519(privates[1][:], curve25519.Basepoint)
@@ -276,7 +276,7 @@ func linesWithout(some, others []string) (all []string) {
 }
 
 // Ways to peers that are others, of which the rules were refused, are asked for again with the next comparison.
-func TestWaysAreAskedForAgainWhenRulesAreRefused(t *testing.T) {
+func TestPathsAreReadAgainAfterRefusedRules(t *testing.T) {
 	for _, ways := range []bool{true, false} {
 		g := without(t, alphaBravo, charlie)
 		g.now.config.MTU = 1440

@@ -9,7 +9,7 @@ import (
 )
 
 // A preshared key that changes is told to all tunnels of its peer, and to nobody else's.
-func TestAPresharedKeyIsToldToAllTunnelsOfItsPeer(t *testing.T) {
+func TestAPresharedKeyReachesAllTunnelsOfItsPeer(t *testing.T) {
 	g := changing(t)
 	in := fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000"}
 	for _, p := range crowdOf(3) {

@@ -86,7 +86,7 @@ func resolving(t *testing.T, test func(r *resolver, n *names, step func(seconds 
 	})
 }
 
-func TestTheEndpointOfAServicesRelayIsHidden(t *testing.T) {
+func TestTheAddressOfAServiceRelayIsHidden(t *testing.T) {
 	resolving(t, func(r *resolver, _ *names, _ func(int), _ func() string) {
 		node := netip.MustParseAddrPort("10.244.1.1:8531")
 		r.set(named1("192.0.2.1"), fabric.Site{Relays: map[netip.Addr]bool{node.Addr(): true}})
@@ -220,7 +220,7 @@ var judged = map[string]string{
 	"64:ff9b::af4:304": "leads to 10.244.3.4", "2002:c633:6409::": "leads to 198.51.100.9 (6to4, RFC 3056): 198.51.100.9 is an API server of ours",
 }
 
-func TestLiteralsAndNamesAreJudgedAlike(t *testing.T) {
+func TestLiteralsAndNamesPassTheSameChecks(t *testing.T) {
 	for text, why := range judged {
 		resolving(t, func(r *resolver, n *names, step func(int), _ func() string) {
 			n.set(nil, text)
@@ -287,7 +287,7 @@ func TestChooseReturnsNothingThatIsRefused(t *testing.T) {
 }
 
 // A name first leads to a gateway, then elsewhere: DNS rebinding.
-func TestANameThatChangesItsMindLeadsNowhereElse(t *testing.T) {
+func TestDNSRebindingIsRefused(t *testing.T) {
 	resolving(t, func(r *resolver, n *names, step func(int), at func() string) {
 		n.set(nil, "192.0.2.1")
 		r.set(named1("gw.example"), here)
@@ -309,7 +309,7 @@ func TestANameThatChangesItsMindLeadsNowhereElse(t *testing.T) {
 	})
 }
 
-func TestAnAddressInUseIsGivenUpWhenItBecomesOurs(t *testing.T) {
+func TestAnEndpointAddressIsDroppedWhenItBecomesOurs(t *testing.T) {
 	resolving(t, func(r *resolver, n *names, step func(int), _ func() string) {
 		peers := append(named1("gw.example"), &fabric.GatewayPeer{ID: "c", Endpoint: "192.0.2.1", Port: 1})
 		n.set(nil, "192.0.2.1")
@@ -367,7 +367,7 @@ func TestAPeerIsDownWithoutASession(t *testing.T) {
 
 // Where a message comes from is asked for each that has another source than the one before, by whoever
 // sends it, so that the answer must not cost what the peers are many.
-func TestWhereAMessageComesFromIsFoundWithoutAList(t *testing.T) {
+func TestSourceLookupDoesNotScanAllPeers(t *testing.T) {
 	var peers []*fabric.GatewayPeer
 	for _, p := range crowdOf(1000) {
 		peers = append(peers, &fabric.GatewayPeer{ID: p.ID, Endpoint: "198.51.100.1", Port: 5871, AllowedIPs: [2]netip.Prefix{p.Remote.PodSeen, p.Remote.ExternalSeen}})

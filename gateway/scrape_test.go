@@ -64,7 +64,7 @@ func BenchmarkScrape(b *testing.B) {
 }
 
 // A peer at rest has no series for what has not happened, and none for a family that it lacks.
-func TestAScrapeHasNoSeriesThatCanOnlyBeZero(t *testing.T) {
+func TestAScrapeOmitsSeriesThatAreAlwaysZero(t *testing.T) {
 	g := without(t, crowdOf(50)...)
 	text := g.scrape(t)
 	for _, absent := range []string{"isthmus_drops_total", "isthmus_peer_nat_session_events_total", "isthmus_peer_too_big_total",

@@ -410,7 +410,7 @@ func TestTrace(t *testing.T) {
 	}
 }
 
-func TestStatusTellsWhatWasLeftOut(t *testing.T) {
+func TestStatusListsRefusedObjects(t *testing.T) {
 	g := without(t, alphaBravo)
 	g.now.config.Refused = []fabric.Problem{{Origin: fabric.Origin{Kind: "TunnelEndpoint", Name: "x"}, Field: "spec.endpointIP", Message: "is empty"}}
 	g.publish()

@@ -27,7 +27,7 @@ func twoTunnels(p fabric.Peer) fabric.Peer {
 }
 
 // Each tunnel carries flows only while its connection check is answered, the first one included.
-func TestFlowsAreInTheTunnelsThatAnswer(t *testing.T) {
+func TestFlowsUseTunnelsThatAnswer(t *testing.T) {
 	g, p := withTwoTunnels(t)
 	now := time.Now()
 	for _, tc := range []struct {

@@ -8,7 +8,7 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-func TestTheTimeIsThatOfTheAPIServer(t *testing.T) {
+func TestTimeIsTakenFromTheAPIServer(t *testing.T) {
 	date := "Sun, 06 Nov 1994 08:49:37 GMT"
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		w.Header()["Date"] = []string{date}

@@ -12,7 +12,7 @@ import (
 )
 
 // `isthmus install` starts a manager where our finalizers alone hold definitions that are being deleted.
-func TestAManagerThatStartsLetsGoWhatHoldsDeletedDefinitions(t *testing.T) {
+func TestAStartingManagerReleasesDeletedDefinitions(t *testing.T) {
 	a, b := twoSides(t)
 	ready(a, b)
 	b.stop()

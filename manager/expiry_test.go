@@ -131,7 +131,7 @@ func (a *aging) sees(ip, want string) {
 	})
 }
 
-func TestMappingsOfWhatIsGoneExpire(t *testing.T) {
+func TestMappingsOfDeletedObjectsExpire(t *testing.T) {
 	a := newAging(t)
 	a.joined("q", "172.16.16.0/20")
 	removePod := a.pod("gone", "10.9.7.1", corev1.PodRunning)
@@ -169,7 +169,7 @@ func TestMappingsOfWhatIsGoneExpire(t *testing.T) {
 	}
 }
 
-func TestWhatComesBackInTimeKeepsItsMappings(t *testing.T) {
+func TestARecreatedPodKeepsItsMappings(t *testing.T) {
 	a := newAging(t)
 	remove := a.pod("one", "10.9.8.1", corev1.PodRunning)
 	a.mapped("10.9.8.1", "pod")
@@ -185,7 +185,7 @@ func TestWhatComesBackInTimeKeepsItsMappings(t *testing.T) {
 }
 
 // The address is another peer's pod by now, and nobody mapped that.
-func TestAnAddressThatIsSomethingElseExpiresAtOnce(t *testing.T) {
+func TestAReusedAddressExpiresAtOnce(t *testing.T) {
 	a := newAging(t)
 	a.joined("q", "172.16.16.0/20")
 	a.mapped("172.16.17.1", "peer q")

@@ -11,7 +11,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-func TestAKindIsGoneWhenSeveralLooksInARowMissIt(t *testing.T) {
+func TestAKindIsGoneOnlyAfterSeveralChecks(t *testing.T) {
 	with, without := present{foreignClusters: true, serviceCIDRs: true}, present{serviceCIDRs: true}
 	for name, tc := range map[string]struct {
 		had   present
@@ -52,7 +52,7 @@ func (o owned) List(_ context.Context, list client.ObjectList, _ ...client.ListO
 	return nil
 }
 
-func TestAManagerThatStartsDoubtsThatForeignClustersWithTunnelsAreGone(t *testing.T) {
+func TestAStartingManagerVerifiesThatForeignClustersAreGone(t *testing.T) {
 	for n := 1; n <= looksForAbsence; n++ {
 		if err := doubtAbsence(t.Context(), owned{by: "ForeignCluster"}, n); (err == nil) != (n == looksForAbsence) {
 			t.Errorf("look %d: %v", n, err)

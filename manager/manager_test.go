@@ -245,7 +245,7 @@ func atRest(a, b *side) (versions string) {
 	return versions
 }
 
-func TestTwoManagersNegotiateAndPart(t *testing.T) {
+func TestTwoManagersPeerAndUnpeer(t *testing.T) {
 	leaks := goleak.IgnoreCurrent()
 	a, b := twoSides(t)
 	started := time.Now()
@@ -371,7 +371,7 @@ func get(t *testing.T, url string) string {
 	return string(body)
 }
 
-func TestOfTwoManagersOfOneNameOneLeads(t *testing.T) {
+func TestOneOfTwoManagersWithTheSameNameLeads(t *testing.T) {
 	w := bare(t)
 	var logs [2]lines
 	var stops [2]func()
@@ -420,7 +420,7 @@ func kubeconfigOf(t *testing.T) string {
 	return path
 }
 
-func TestIdentityOfTheCluster(t *testing.T) {
+func TestClusterIdentityIsStable(t *testing.T) {
 	w := bare(t)
 	var kubeSystem corev1.Namespace
 	w.OK(w.API().Get(w.Ctx, types.NamespacedName{Name: "kube-system"}, &kubeSystem))
@@ -491,7 +491,7 @@ func TestInstallationOfLiqoIsNoticed(t *testing.T) {
 }
 
 // A server that is asked for thousands of things at once still has a connection for the Lease.
-func TestTheLeaseHasAConnectionOfItsOwn(t *testing.T) {
+func TestTheLeaseUsesItsOwnConnection(t *testing.T) {
 	var mu sync.Mutex
 	by := make(map[string]string) // what was asked: from where, by which protocol
 	server := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

@@ -128,7 +128,7 @@ func (s *oldServer) kubeconfig(t *testing.T) string {
 	return file
 }
 
-func TestServiceCIDRWithoutItsKindIsFoundElsewhere(t *testing.T) {
+func TestServiceCIDRIsFoundWithoutItsKind(t *testing.T) {
 	w := bare(t)
 	api := startOldServer(t).client(t)
 	gather := func() facts.Facts {
@@ -185,7 +185,7 @@ func TestManagerWithoutServiceCIDRsPeers(t *testing.T) {
 
 // If two managers cannot read the cluster's configuration, the leader is not ready and reports why. The
 // other one has nothing to do and is ready.
-func TestManagerThatCannotBeginIsNotReady(t *testing.T) {
+func TestAManagerThatCannotStartIsNotReady(t *testing.T) {
 	w := bare(t)
 	old := startOldServer(t)
 	const configuration = "/api/v1/namespaces/kube-system/configmaps/kubeadm-config"

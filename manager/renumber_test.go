@@ -73,7 +73,7 @@ func (s *side) claims(other *side) *v1alpha1.NetworkConfig {
 
 // While the peer's manager is away, its answer to our former networks does not count as an answer to the
 // present ones.
-func TestAnAnswerCountsForTheNetworksThatItAnswers(t *testing.T) {
+func TestAnAnswerCountsOnlyForItsNetworks(t *testing.T) {
 	a, b := twoSides(t)
 	ready(a, b)
 	before := a.peer.Endpoint().Spec
@@ -94,7 +94,7 @@ func TestAnAnswerCountsForTheNetworksThatItAnswers(t *testing.T) {
 
 // With Liqo's definitions, which have no conditions, a Peering becomes ready, also after a change of
 // networks. At rest nothing is written.
-func TestBesideLiqosDefinitionsAPeeringBecomesReady(t *testing.T) {
+func TestAPeeringBecomesReadyWithLiqosDefinitions(t *testing.T) {
 	a, b := twoSidesWith(t, connectToLiqo(t))
 	ready(a, b)
 	before := atRest(a, b)

@@ -375,7 +375,7 @@ func TestObjectsOfAnotherImplementationAreLeftAlone(t *testing.T) {
 
 // A peer without the kind PeerServices, such as a Liqo v0.9 or an older Isthmus, is a peer like any other. It
 // gets no services, and the Peering says why.
-func TestPeerWithoutTheKindIsReadyAllTheSame(t *testing.T) {
+func TestAPeerWithoutPeerServicesIsReady(t *testing.T) {
 	dir := t.TempDir()
 	files, err := filepath.Glob("../deploy/crds/*.yaml")
 	if err != nil {

@@ -129,10 +129,10 @@ func attacks() []attack {
 	}
 }
 
-// TestAttacksHurtNobodyElse: whatever peer c or one host does, flows that are established go on as
+// TestAttacksHurtNoOthers: whatever peer c or one host does, flows that are established go on as
 // they are, with c too; other hosts and other peers open new ones; memory stays within bounds; and
 // when it is over everything recovers.
-func TestAttacksHurtNobodyElse(t *testing.T) {
+func TestAttacksHurtNoOthers(t *testing.T) {
 	for name, c := range map[string]Config{
 		"equal shares":             {MaxFlows: 1000, MaxFlowsPerHost: 100},
 		"more than there is place": {MaxFlows: 600, MaxFlowsPerPeer: 600, MaxFlowsPerHost: 100},
@@ -394,7 +394,7 @@ func TestHalfOpenGaugeCountsWhatStays(t *testing.T) {
 	}
 }
 
-func TestTraceAtTheBoundKnowsWhoseTimeIsOver(t *testing.T) {
+func TestTraceSeesExpiredFlowsAtTheLimit(t *testing.T) {
 	e := newEngine(t, Config{MaxFlows: 1}, peerB())
 	in(t, e, udp("10.71.0.5:53", "10.247.0.9:80"), 0)
 	out(t, e, udp("192.168.7.7:80", "10.71.0.5:53"), 0)

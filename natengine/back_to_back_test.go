@@ -211,8 +211,8 @@ func twins(t testing.TB) (a, b *side) {
 	return a, b
 }
 
-// TestTwinsOfTheFacts is the capture of section 7.2: pod 10.244.1.10 of A pings 10.246.1.20.
-func TestTwinsOfTheFacts(t *testing.T) {
+// TestEnginesMatchLiqo is the capture of section 7.2: pod 10.244.1.10 of A pings 10.246.1.20.
+func TestEnginesMatchLiqo(t *testing.T) {
 	a, b := twins(t)
 	ping := packettest.Build(packettest.IP{Src: netip.MustParseAddr("10.244.1.10"), Dst: netip.MustParseAddr("10.246.1.20")}, packettest.Echo{ID: 1})
 	packettest.Check(t, cross(t, a, b, ping), packettest.Src(netip.MustParseAddr("10.246.1.10")), packettest.Dst(netip.MustParseAddr("10.244.1.20")))

@@ -11,7 +11,7 @@ import (
 
 // However peers change, come and go, an engine that was told of each change judges as a new one that
 // was told of all peers, and no table changes once it is published.
-func TestChangesAreWhatAllOfThemMake(t *testing.T) {
+func TestEngineAfterPeerChangesEqualsAFullConfiguration(t *testing.T) {
 	rng := rand.New(rand.NewPCG(14, 1))
 	network := func() netip.Prefix {
 		if rng.IntN(6) == 0 {

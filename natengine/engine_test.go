@@ -169,7 +169,7 @@ func TestSpecialAddressesInsideAWidePrefix(t *testing.T) {
 	refused(t, e, Inbound, udp("129.2.3.4:1", "255.0.0.1:2"), 0, DropDestination)
 }
 
-func TestPrefixMapNeverLeadsToTheInProcessEndpoint(t *testing.T) {
+func TestPrefixMapNeverReachesTheInProcessEndpoint(t *testing.T) {
 	p := peerB()
 	p.Endpoints = []Endpoint{{ip("10.244.0.77"), ip("10.247.0.1")}}
 	e := newEngine(t, Config{Self4: ip("10.244.0.77")}, p)

@@ -32,7 +32,7 @@ func events(e *Engine, sample int) *[]string {
 	return &all
 }
 
-func TestFlowsAreToldOfWhenTheyOpenCloseAndAreRefused(t *testing.T) {
+func TestFlowEventsCoverOpenCloseAndRefusal(t *testing.T) {
 	b := peerB()
 	b.MSS = 1380
 	e := newEngine(t, Config{MaxFlowsPerHost: 2}, b)
@@ -125,7 +125,7 @@ func TestEventsOfFlowsBalance(t *testing.T) {
 	}
 }
 
-func TestTellingOfFlowsAllocatesNothing(t *testing.T) {
+func TestFlowEventsDoNotAllocate(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	b := udp("192.168.1.1:5", "203.0.113.1:53")
 	once := func() { send(t, e, Outbound, b, at(1)) }

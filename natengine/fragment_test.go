@@ -193,7 +193,7 @@ func TestFragmentsOfEqualIDAreKeptApart(t *testing.T) {
 	}
 }
 
-func TestIdentificationIsFreeWhenItsDatagramIsOver(t *testing.T) {
+func TestAnIdentificationIsFreedAfterItsDatagram(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0)
 	for i, src := range []string{"192.168.1.1:4000", "192.168.1.1:5000"} { // whole
@@ -229,7 +229,7 @@ func TestSecondFirstFragmentOfOtherPortsEndsTheDatagram(t *testing.T) {
 }
 
 // Behind the NAPT address the two cannot be told apart by who reassembles.
-func TestDatagramsOfTwoHostsAreNotMixedBehindUs(t *testing.T) {
+func TestFragmentsOfTwoHostsAreNotMixed(t *testing.T) {
 	e := newEngine(t, Config{}, peer46())
 	_, one := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
 	_, other := datagram("192.168.1.2:4000", "10.71.0.5:53", 77)
@@ -344,7 +344,7 @@ func TestFragmentsThatContradictEachOtherEndTheDatagram(t *testing.T) { // RFC 5
 
 // The same octets as the last fragment, of which more are said to follow, are no duplicate of it:
 // what is missing must not pass any more.
-func TestFragmentThatGoesOnExactlyAtTheEndEndsTheDatagram(t *testing.T) {
+func TestARepeatedLastFragmentMarkedAsMoreEndsTheDatagram(t *testing.T) {
 	for _, v6 := range []bool{false, true} {
 		for _, lies := range []bool{false, true} {
 			e := newEngine(t, Config{}, peer46())
@@ -465,7 +465,7 @@ func TestEachOctetOfADatagramPassesOnce(t *testing.T) {
 	}
 }
 
-func TestFragmentFloodOfOneHostLeavesTheOthersTheirs(t *testing.T) {
+func TestAFragmentFloodOfOneHostLeavesRoomForOthers(t *testing.T) {
 	for _, order := range [][]int{{0}, {1}} { // first fragments without others, and others without the first
 		e := newEngine(t, Config{}, peerB())
 		_, mine := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
@@ -599,7 +599,7 @@ func elsewhere() Peer {
 }
 
 // A packet may have been judged by the old rules just before they are replaced.
-func TestOldRuleDoesNotDecideAboutFragments(t *testing.T) {
+func TestFragmentsFollowTheNewRule(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	_, fragments := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
 	old := e.rules.Load().remote(ip("10.71.0.5"))

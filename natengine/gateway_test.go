@@ -36,7 +36,7 @@ func TestOnlyTheGatewayConnectsToThePeersGateway(t *testing.T) {
 
 // A connection that a node has opened before the peer's gateway answered in the tunnel ends with the new rule, and is not
 // taken over from another gateway.
-func TestAConnectionFromBeforeTheRuleEnds(t *testing.T) {
+func TestAConnectionOlderThanARuleEnds(t *testing.T) {
 	b := peerB()
 	e := newEngine(t, Config{Self4: ip("169.254.0.1")}, b)
 	node := tcp("192.168.7.5:4000", "10.72.0.1:6443", packet.TCPSyn)

@@ -41,7 +41,7 @@ func summaries(e *natengine.Engine) map[string]int {
 
 // Whatever has happened to an engine, one that adopts its flows has the same ones, and treats the next packet of each
 // alike.
-func TestAnotherEngineGoesOnWithTheFlows(t *testing.T) {
+func TestAnotherEngineContinuesTheFlows(t *testing.T) {
 	adopted, established := 0, 0
 	for round := range 60 {
 		rng := rand.New(rand.NewPCG(26, uint64(round)))
@@ -157,7 +157,7 @@ func through(e *natengine.Engine, f natengine.FlowInfo, b []byte, now time.Durat
 	return fmt.Sprintf("%v %v %x", got.Action, got.Drop, v.Bytes())
 }
 
-func TestAFlowIsAdoptedOnlyWhereItCouldBe(t *testing.T) {
+func TestOnlyPossibleFlowsAreAdopted(t *testing.T) {
 	config := natengine.Config{MaxFlows: 10}
 	engine := func(peers ...natengine.Peer) *natengine.Engine {
 		e := natengine.New(config)

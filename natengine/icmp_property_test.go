@@ -52,11 +52,11 @@ func hosts(is4 bool, pods netip.Prefix) (pod, other, node netip.Addr) {
 	return pod, pod.Next(), node
 }
 
-// TestICMPErrorsBringBackTheSendersOwnPacket: b sends anything to a, where somebody on the way or
+// TestICMPErrorsQuoteTheSendersOwnPacket: b sends anything to a, where somebody on the way or
 // the end answers with an error of any type about it. b gets that error, type, code, pointer and
 // extensions as they were, about the very octets that it sent, whatever the two gateways did to
 // both. No flow is opened, refreshed or ended by it.
-func TestICMPErrorsBringBackTheSendersOwnPacket(t *testing.T) {
+func TestICMPErrorsQuoteTheSendersOwnPacket(t *testing.T) {
 	rng := rand.New(rand.NewPCG(30, 31))
 	tried := map[string]int{}
 	for n := range 4000 {

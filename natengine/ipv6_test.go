@@ -134,9 +134,9 @@ func TestTable6FindsWhatALinearSearchFinds(t *testing.T) {
 	}
 }
 
-// TestNetworksThatPeersChoseMeetNoMoreThanOthers: the words of a network are hashed apart, so that
+// TestChosenNetworksDoNotCollideMoreOften: the words of a network are hashed apart, so that
 // differences in one cannot be made up for in the other.
-func TestNetworksThatPeersChoseMeetNoMoreThanOthers(t *testing.T) {
+func TestChosenNetworksDoNotCollideMoreOften(t *testing.T) {
 	for name, of := range map[string]func(i uint64) (hi, lo uint64){
 		"in a row":            func(i uint64) (hi, lo uint64) { return 0xfd<<56 | i<<8, 0 },
 		"with equal sums":     func(i uint64) (hi, lo uint64) { return 0xfd<<56 + i<<16, -i << 16 },
@@ -197,10 +197,10 @@ func TestFamiliesOfOnePeerAreKeptApart(t *testing.T) {
 	}
 }
 
-// TestICMPv6MessagesThatArePassed: what has addresses of a link in its body must not pass, wherever
+// TestPermittedICMPv6MessagesPass: what has addresses of a link in its body must not pass, wherever
 // it is from; echo has an identifier that NAPT can change; what is left passes where only addresses
 // change.
-func TestICMPv6MessagesThatArePassed(t *testing.T) {
+func TestPermittedICMPv6MessagesPass(t *testing.T) {
 	e := newEngine(t, Config{}, peerSix())
 	message := func(kind byte, src, dst string) []byte {
 		h := packettest.IP{Src: ip(src), Dst: ip(dst), TTL: 255}

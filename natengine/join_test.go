@@ -230,7 +230,7 @@ func TestLargestDatagramIsJoined(t *testing.T) {
 
 // A header that no fragment of 1,280 octets can hold is refused; so is a datagram whose own length
 // is a lie.
-func TestInboundDatagramThatCannotGoOnIsRefused(t *testing.T) {
+func TestAnUndeliverableInboundDatagramIsRefused(t *testing.T) {
 	e := joinEngine(t, Config{})
 	h := packettest.IP{Src: ip("fd71::5"), Dst: ip("fd46::7"), Extensions: []packettest.Extension{{Kind: 60, Data: make([]byte, 1502)}}}
 	long := packettest.Fragments(packettest.Build(h, packettest.UDP{SrcPort: 1, DstPort: 2, Data: make([]byte, 1000)}), 504, 7)

@@ -109,9 +109,9 @@ func TestLookaheadChangesNoVerdict(t *testing.T) {
 	}
 }
 
-// TestLookaheadFindsTheEntryThatThePacketHits: what is fetched is what find will return, and
+// TestLookaheadFindsTheEntryOfThePacket: what is fetched is what find will return, and
 // nothing for 1:1 maps.
-func TestLookaheadFindsTheEntryThatThePacketHits(t *testing.T) {
+func TestLookaheadFindsTheEntryOfThePacket(t *testing.T) {
 	e := newEngine(t, Config{}, lookaheadPeer())
 	fill(t, e, lookaheadFrom, spread)
 	var ahead Lookahead
@@ -142,9 +142,9 @@ func TestLookaheadFindsTheEntryThatThePacketHits(t *testing.T) {
 	}
 }
 
-// TestLookaheadGoesWithWriters is for the race detector: the table changes while its slots and
+// TestLookaheadDuringWrites is for the race detector: the table changes while its slots and
 // entries are fetched.
-func TestLookaheadGoesWithWriters(t *testing.T) {
+func TestLookaheadDuringWrites(t *testing.T) {
 	e := newEngine(t, Config{MaxFlows: lookaheadFrom + 2000}, lookaheadPeer())
 	fill(t, e, lookaheadFrom+1000, spread)
 	stop := make(chan struct{})

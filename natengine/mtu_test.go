@@ -27,7 +27,7 @@ func tooBig(t testing.TB, e *Engine, b []byte, mtu int, now time.Duration) ([]by
 
 // The sender gets the error at its own address, about the packet as it sent it, from the address
 // that it sent to; whoever the sender is.
-func TestTooBigAnswersTheSenderAboutItsOwnPacket(t *testing.T) {
+func TestTooBigQuotesTheSendersOwnPacket(t *testing.T) {
 	p := peerB()
 	p.RemotePods = append(p.RemotePods, pfx("fd71::/64"))
 	p.Pods = append(p.Pods, Remap{pfx("fd44::/64"), pfx("fd46::/64")})
@@ -113,7 +113,7 @@ func TestTooBigStaysSilent(t *testing.T) {
 }
 
 // Of a later fragment behind the NAPT address nobody knows whose it was. Nothing else comes of it.
-func TestTooBigWithoutPortsBehindTheNAPTAddressIsNotTold(t *testing.T) {
+func TestTooBigIsNotSentWithoutPortsBehindTheNAPTAddress(t *testing.T) {
 	p := peerB()
 	p.RemotePods = append(p.RemotePods, pfx("fd71::/64"))
 	p.Pods = append(p.Pods, Remap{pfx("fd44::/64"), pfx("fd46::/64")})

@@ -121,7 +121,7 @@ func TestNAPTKeepsPortAcrossRuleChange(t *testing.T) {
 	wantEnd(t, dst, "192.168.1.2:4000")
 }
 
-func TestRuleChangeEndsWhatIsNotPermitted(t *testing.T) {
+func TestRuleChangeEndsForbiddenFlows(t *testing.T) {
 	e := newEngine(t, Config{}, peerB(), peerC())
 	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0) // NAPT, goes when the NAPT address moves
 	in(t, e, udp("10.71.0.5:99", "10.247.0.9:80"), 0)     // endpoint, goes when the endpoint does
@@ -145,8 +145,8 @@ func TestRuleChangeEndsWhatIsNotPermitted(t *testing.T) {
 	}
 }
 
-// TestPacketUnderWayCannotOpenWhatNewRulesForbid: a goroutine that loaded the old table is late.
-func TestPacketUnderWayCannotOpenWhatNewRulesForbid(t *testing.T) {
+// TestAPacketInFlightCannotBypassNewRules: a goroutine that loaded the old table is late.
+func TestAPacketInFlightCannotBypassNewRules(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	old := e.rules.Load()
 	changed := peerB()
@@ -162,10 +162,10 @@ func TestPacketUnderWayCannotOpenWhatNewRulesForbid(t *testing.T) {
 	}
 }
 
-// TestMappedPodAnswersFromTheAddressThatItsClientSpokeToLast: towards the pod both addresses are
+// TestAMappedPodAnswersFromTheLastAddressUsed: towards the pod both addresses are
 // one, so that the tuples of a client that comes from one port to each of them, one after the
 // other, are equal.
-func TestMappedPodAnswersFromTheAddressThatItsClientSpokeToLast(t *testing.T) {
+func TestAMappedPodAnswersFromTheLastAddressUsed(t *testing.T) {
 	p := peerSix()
 	p.Endpoints = append(p.Endpoints, Endpoint{ip("10.244.3.3"), ip("10.247.0.33")}, Endpoint{ip("fd44::3"), ip("fd47::33")})
 	segment := func(flags uint8) func(from, to string) []byte {
@@ -302,7 +302,7 @@ func allAnswered(e *Engine) {
 
 // A pod of ours that forges sources looks like many hosts. The ports that it takes belong to flows without
 // an answer.
-func TestFullPortsTakeThatOfTheOldestHalfOpenFlow(t *testing.T) {
+func TestFullPortsReuseTheOldestHalfOpenFlow(t *testing.T) {
 	e := newEngine(t, Config{}, peer46(), peerC())
 	answered := established(t, e, "192.168.1.1:4000", "10.71.0.5:443", 0)
 	spoken, _ := out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0)
@@ -828,7 +828,7 @@ func TestEveryPortIsFound(t *testing.T) {
 	}
 }
 
-func TestRandomPortsAreRandomFromTheFirst(t *testing.T) { // RFC 6056
+func TestTheFirstPortIsRandom(t *testing.T) { // RFC 6056
 	e := newEngine(t, Config{RandomPorts: true}, peerB())
 	kept, seen := 0, map[uint16]bool{}
 	for i := 1; i <= 50; i++ {

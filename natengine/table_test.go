@@ -89,10 +89,10 @@ func TestIndexFindsWhatWasEntered(t *testing.T) {
 	}
 }
 
-// TestIndexIsNeverTooEmpty: what memory per flow is computed with. While it grows an index is at
+// TestIndexIsNeverSparse: what memory per flow is computed with. While it grows an index is at
 // least half full, and 5/12 when flows come and go, since its tombstones may then be taken for a
 // reason to grow once more.
-func TestIndexIsNeverTooEmpty(t *testing.T) {
+func TestIndexIsNeverSparse(t *testing.T) {
 	var x index
 	const n = 50_000
 	rng := rand.New(rand.NewPCG(5, 6))

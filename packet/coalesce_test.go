@@ -351,7 +351,7 @@ func TestCoalesceKeepsInterleavedFlowsOpen(t *testing.T) {
 
 // Two flows whose condensed keys are equal: bit 4 of the source address and bit 0 of the
 // destination port fall together.
-func TestCoalesceTellsFlowsApartThatShareATag(t *testing.T) {
+func TestCoalesceSeparatesFlowsWithEqualTags(t *testing.T) {
 	h, s := ip4(), packettest.TCP{SrcPort: 5, DstPort: 80, Seq: 1, Flags: packettest.ACK, Data: make([]byte, 10)}
 	h.DF, h.Src = true, addr("10.1.0.1")
 	one := packettest.Build(h, s)
@@ -466,7 +466,7 @@ func TestRewritingARunIsRewritingItsSegments(t *testing.T) {
 	}
 }
 
-func TestCoalescerRefusesWhatDoesNotParse(t *testing.T) {
+func TestCoalescerRefusesUnparsablePackets(t *testing.T) {
 	var c packet.Coalescer
 	good := benchTCP(false, 0, 1, 1, packettest.ACK, 10)
 	if err := c.Add(good[:30]); !errors.Is(err, packet.ErrTruncated) || len(c.Runs()) != 0 {

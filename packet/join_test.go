@@ -106,7 +106,7 @@ func TestJoinRefusesFragmentsThatMakeNoDatagram(t *testing.T) {
 
 // A first fragment with options, and others without, fit their own length fields. The datagram
 // does not.
-func TestJoinRefusesWhatNoLengthFieldDescribes(t *testing.T) {
+func TestJoinRefusesDatagramsAboveTheMaximum(t *testing.T) {
 	h := packettest.IP{Src: netip.MustParseAddr("10.71.0.5"), Dst: netip.MustParseAddr("10.244.1.1")}
 	whole := packettest.Build(h, packettest.Raw{Proto: 200, Data: make([]byte, 65515)})
 	h.Options = []byte{148, 4, 0, 0}

@@ -220,7 +220,7 @@ func TestQuoteOfFragments(t *testing.T) {
 	}
 }
 
-func TestQuoteSaysWhatICMPIsQuoted(t *testing.T) {
+func TestQuoteReportsTheQuotedICMPType(t *testing.T) {
 	for _, h := range []packettest.IP{ip4(), ip6()} {
 		kind := uint8(3)
 		if h.Src.Is6() {
@@ -302,7 +302,7 @@ func TestQuoteDoesNotAllocate(t *testing.T) {
 // The length octet of RFC 4884 ends the quote for the types that have one, here within a TCP header
 // behind extension headers: the checksum field behind it is part of an extension and must not be
 // touched. In other types that octet belongs to an MTU or a pointer.
-func TestQuoteEndsWhereRFC4884SaysSo(t *testing.T) {
+func TestQuoteEndsAtTheRFC4884Length(t *testing.T) {
 	for _, c := range []struct {
 		kind uint8
 		ends bool
@@ -317,7 +317,7 @@ func TestQuoteEndsWhereRFC4884SaysSo(t *testing.T) {
 }
 
 // A length below 128 octets is none: the octet was unused before RFC 4884.
-func TestQuoteLengthBelow128OctetsIsNone(t *testing.T) {
+func TestQuoteLengthBelow128OctetsIsIgnored(t *testing.T) {
 	for _, kind := range []uint8{3, 11, 12} {
 		if !quotedChecksumTouched(t, quoteWithLength(ip4(), kind, 7)) {
 			t.Errorf("IPv4 type %d: length 28 ends the quote", kind)

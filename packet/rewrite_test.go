@@ -284,7 +284,7 @@ func TestAddressOfTheOtherFamilyPanicsBeforeAnythingIsWritten(t *testing.T) {
 	}
 }
 
-func TestCompleteChecksumFinishesWhatTheKernelLeft(t *testing.T) {
+func TestCompleteChecksumFinishesAPartialSum(t *testing.T) {
 	rng := newRand(7)
 	for range 5000 {
 		v6 := rng.IntN(2) == 0

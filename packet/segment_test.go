@@ -101,7 +101,7 @@ func TestSegmentUDPChecksumIsNeverZero(t *testing.T) {
 
 // Whoever has a segment may change it, and seal it in place: the others are as they have to be all
 // the same.
-func TestASegmentMayBeSpoiledByItsOwner(t *testing.T) {
+func TestASegmentMayBeOverwrittenByItsOwner(t *testing.T) {
 	rng := newRand(11)
 	for range 200 {
 		super := randSuper(rng, 1000)

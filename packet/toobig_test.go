@@ -188,7 +188,7 @@ func TestTooBigQuotesAndMTU(t *testing.T) {
 	}
 }
 
-func TestTooBigIsNotToldWhereItMustNotBe(t *testing.T) { // RFC 1812, section 4.3.2.7; RFC 4443, section 2.4e
+func TestTooBigIsNotSentWhereForbidden(t *testing.T) { // RFC 1812, section 4.3.2.7; RFC 4443, section 2.4e
 	u := packettest.UDP{Data: make([]byte, 100)}
 	from := func(src, dst string) []byte {
 		return packettest.Build(packettest.IP{Src: addr(src), Dst: addr(dst)}, u)

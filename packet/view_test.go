@@ -164,7 +164,7 @@ func TestFragmentLenCountsFromTheFragmentHeader(t *testing.T) {
 	}
 }
 
-func TestChecksumIsAbsentWhereThereIsNone(t *testing.T) {
+func TestChecksumIsAbsentForProtocolsWithoutOne(t *testing.T) {
 	for _, c := range []struct {
 		name string
 		b    []byte

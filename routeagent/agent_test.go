@@ -396,7 +396,7 @@ func (c *cluster) snapshot(n *lab.Node) string {
 	return b.String()
 }
 
-func TestPodsOnEveryNodeReachRemotePodsAndAreReachedThroughTheOverlayOnly(t *testing.T) {
+func TestPodsAndRemotePodsReachEachOtherOnlyThroughTheOverlay(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 3)
 	short, cancel := context.WithTimeout(c.ctx, 300*time.Millisecond)
@@ -500,7 +500,7 @@ func (c *cluster) transfer(from *lab.Host) {
 	}
 }
 
-func TestWhatIsDeletedOrChangedIsBackByItsEvent(t *testing.T) {
+func TestEventsRestoreDeletedAndChangedObjects(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 3)
 	c.start(c.Nodes[:2]...)
@@ -570,7 +570,7 @@ func TestWhatIsDeletedOrChangedIsBackByItsEvent(t *testing.T) {
 	}
 }
 
-func TestAnAgentThatEndsLeavesAllAndCleanupNothing(t *testing.T) {
+func TestAnEndedAgentLeavesItsObjectsAndCleanupRemovesThem(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 3)
 	for i, n := range c.Nodes[:2] {
@@ -609,7 +609,7 @@ func TestAnAgentThatEndsLeavesAllAndCleanupNothing(t *testing.T) {
 	}
 }
 
-func TestAnAgentAfterAKilledOneTouchesNothingThatIsRight(t *testing.T) {
+func TestAnAgentAfterAKilledOneChangesNothing(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
 	c.start(c.Nodes...)
@@ -659,7 +659,7 @@ func TestAnAgentAfterAKilledOneTouchesNothingThatIsRight(t *testing.T) {
 
 // A version of before had its rules at other priorities. What it led to the gateway goes on to be led there while the next agent
 // knows nothing but what to refuse, which took 1.4 s of an upgrade.
-func TestAnAgentAfterAnOlderOneKeepsWhatItCarried(t *testing.T) {
+func TestAnAgentAfterAnOlderOneKeepsTrafficFlowing(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
 	c.start(c.Nodes...)
@@ -690,7 +690,7 @@ func TestAnAgentAfterAnOlderOneKeepsWhatItCarried(t *testing.T) {
 
 // A gateway that was killed leaves routes that refuse traffic. When another node has the gateway,
 // they are not in the way.
-func TestWhenTheGatewayMovesEveryNodeFollows(t *testing.T) {
+func TestEveryNodeFollowsAMovedGateway(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 3)
 	c.start(c.Nodes...)
@@ -742,7 +742,7 @@ func TestWhenTheGatewayMovesEveryNodeFollows(t *testing.T) {
 }
 
 // An upgrade starts the new agent beside the old one. At no time is there none that sees changes.
-func TestAnAgentFollowsTheOneThatRuns(t *testing.T) {
+func TestAnAgentTakesOverFromTheRunningOne(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
 	n := c.Nodes[1]
@@ -804,7 +804,7 @@ func TestAnAgentFollowsTheOneThatRuns(t *testing.T) {
 	})
 }
 
-func TestAnAgentSaysWhatIsWrong(t *testing.T) {
+func TestAnAgentReportsProblems(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
 	n := c.Nodes[1]
@@ -883,7 +883,7 @@ func TestAnAgentNeedsNoWritableSysctls(t *testing.T) {
 
 // What is new of peers is done at once, since their packets take other ways until then; the rest
 // waits for compareGap.
-func TestOnlyWhatIsNewOfPeersIsUrgent(t *testing.T) {
+func TestOnlyNewPeerNetworksAreUrgent(t *testing.T) {
 	a := &agent{wake: make(chan struct{}, 1), urgent: make(chan struct{}, 1)}
 	tunnel := fabric.Tunnel{Peer: fabric.Peer{ID: "b"}}
 	var in fabric.NodeIntent

@@ -12,7 +12,7 @@ import (
 
 // A network of a peer goes when nobody names it and somebody frees it with a higher revision than the last
 // that named it, and with nothing else.
-func TestANetworkGoesWhenItIsFreedAndNotBefore(t *testing.T) {
+func TestANetworkIsRefusedUntilItIsFreed(t *testing.T) {
 	a, b := netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.250.16.0/20")
 	type list = []fabric.Allocation
 	by := func(object string, revision int64, all ...netip.Prefix) (l list) {
@@ -79,7 +79,7 @@ func TestANetworkGoesWhenItIsFreedAndNotBefore(t *testing.T) {
 	}
 }
 
-func TestASnapshotIsReadAsItWasWritten(t *testing.T) {
+func TestASnapshotRoundTrips(t *testing.T) {
 	for _, list := range [][]fabric.Allocation{nil, {{Object: "b", Network: netip.MustParsePrefix("10.0.0.0/8"), Revision: 7}},
 		{{Network: netip.MustParsePrefix("10.0.0.0/8"), Revision: 1764288000000}, {Object: "b", Network: netip.MustParsePrefix("10.0.0.0/8"), Revision: 3}, {Object: "c", Network: netip.MustParsePrefix("fd00::/48")}}} {
 		text, err := json.Marshal(snapshot{snapshotVersion, list})
@@ -94,7 +94,7 @@ func TestASnapshotIsReadAsItWasWritten(t *testing.T) {
 }
 
 // Where the kernel does not say what it refuses, a comparison would take away what no object names.
-func TestAnAgentThatDoesNotKnowWhatTheKernelRefusesEnds(t *testing.T) {
+func TestAnAgentEndsIfItCannotReadTheFilter(t *testing.T) {
 	l, p := &loop{}, netip.MustParsePrefix("10.200.0.0/16")
 	if err := l.restore(func() ([]netip.Prefix, error) { return []netip.Prefix{p}, nil }); err != nil || !slices.Equal(l.allocations.known, unexplained([]netip.Prefix{p})) {
 		t.Errorf("%v, %v", l.allocations.known, err)

@@ -62,7 +62,7 @@ func (c *cluster) talk(from *lab.Host) (stop func() int) {
 
 // From the grant of the networks to the end of un-peering no packet for them is on the underlay
 // outside VXLAN, whatever ends or goes away in between.
-func TestNothingLeavesInTheClearWhateverEnds(t *testing.T) {
+func TestNothingLeavesInTheClearWhenComponentsStop(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 3)
 	n1, n2 := c.Nodes[0], c.Nodes[1]
@@ -202,7 +202,7 @@ func flush(c *cluster, n *lab.Node) {
 	}
 }
 
-func TestASnapshotThatCannotBeReadIsToldAndChangesNothing(t *testing.T) {
+func TestAnUnreadableSnapshotIsReportedAndIgnored(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
 	n := c.Nodes[1]
@@ -257,7 +257,7 @@ func TestASnapshotThatCannotBeReadIsToldAndChangesNothing(t *testing.T) {
 }
 
 // The manager is told that a node refuses a network when the node does so after a boot, too.
-func TestASnapshotIsWrittenBeforeTheManagerIsTold(t *testing.T) {
+func TestASnapshotIsWrittenBeforeTheReport(t *testing.T) {
 	c := newCluster(t, 1)
 	n, log := c.Nodes[0], slog.New(slog.DiscardHandler)
 	var k *rtnl.Kernel
@@ -283,7 +283,7 @@ func TestASnapshotIsWrittenBeforeTheManagerIsTold(t *testing.T) {
 
 // Routes and rules say where packets for a peer go, and the packet filter that they go nowhere else:
 // a rule of others may come before ours, and routes go when somebody takes them away.
-func TestWhateverLeadsAPacketForAPeerElsewhereItDoesNotLeave(t *testing.T) {
+func TestForeignRoutesLeakNoPlaintext(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
 	n1, n2 := c.Nodes[0], c.Nodes[1]

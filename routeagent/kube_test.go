@@ -28,7 +28,7 @@ import (
 
 // A cluster with a real API server: what is written there is what the nodes do, and what stays when
 // it is away.
-func TestNodesFollowTheAPIServerAndStayAsTheyAreWithoutIt(t *testing.T) {
+func TestNodesKeepTheirStateWithoutTheAPIServer(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 3)
 	must := func(err error) {

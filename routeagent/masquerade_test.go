@@ -167,7 +167,7 @@ func (c *cluster) seenAt(listener netip.AddrPort, from *lab.Host, to netip.AddrP
 
 // What keeps traffic from working, and cannot be mended, is in the status and in what the manager is
 // told, for as long as it is so.
-func TestAnAgentSaysWhatRulesOfOthersKeepFromWorking(t *testing.T) {
+func TestAnAgentReportsBlockingForeignRules(t *testing.T) {
 	t.Parallel()
 	for _, program := range []string{"nft", "iptables-legacy", "iptables-nft"} {
 		if _, err := exec.LookPath(program); err != nil {
@@ -220,7 +220,7 @@ func TestAnAgentSaysWhatRulesOfOthersKeepFromWorking(t *testing.T) {
 
 // While others change iptables-legacy nobody waits for the agent, nor the agent for them, and what it
 // could not do then it does when they are done; --cleanup as well.
-func TestWhatOthersHeldUpIsDoneWhenTheyAreDone(t *testing.T) {
+func TestWorkBlockedByOthersIsDoneAfterwards(t *testing.T) {
 	t.Parallel()
 	if _, err := exec.LookPath("iptables-legacy"); err != nil {
 		t.Skip(err)
@@ -278,7 +278,7 @@ func TestWhatOthersHeldUpIsDoneWhenTheyAreDone(t *testing.T) {
 
 // Of many networks a comparison looks at some, and one after the other at all of them: what leads a
 // single one elsewhere is found, and is said until it is over.
-func TestWhatLeadsOneOfManyNetworksElsewhereIsFound(t *testing.T) {
+func TestAForeignRouteOfOneOfManyNetworksIsFound(t *testing.T) {
 	c := newCluster(t, 2)
 	n := c.Nodes[1]
 	l := &loop{log: slog.New(slog.DiscardHandler)}
@@ -335,7 +335,7 @@ func TestWhatLeadsOneOfManyNetworksElsewhereIsFound(t *testing.T) {
 
 // The MTU of the overlay is that of the way to the gateway's Pod, which a CNI may carry by a device
 // of its own, and follows it.
-func TestTheMTUIsThatOfTheWayToTheGateway(t *testing.T) {
+func TestTheMTUIsThatOfThePathToTheGateway(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
 	n, gateway := c.Nodes[1], c.pod(0).Addr

@@ -79,7 +79,7 @@ func (c *cluster) untilTold(n *lab.Node, what string, is func(fabric.NodeNetwork
 	})
 }
 
-func TestANodeTellsWhatItReachesWithoutUs(t *testing.T) {
+func TestANodeReportsForeignNetworks(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
 	c.in.Own = []netip.Prefix{localPods}
@@ -188,7 +188,7 @@ func TestANodeTellsWhatItReachesWithoutUs(t *testing.T) {
 }
 
 // An agent that nobody listens to says so, and carries traffic.
-func TestAnAgentThatCannotTellSaysSoAndWorks(t *testing.T) {
+func TestAnAgentWithoutReportsWorksAndSaysSo(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
 	n := c.Nodes[1]
@@ -213,7 +213,7 @@ func TestAnAgentThatCannotTellSaysSoAndWorks(t *testing.T) {
 	}
 }
 
-func TestAnAgentThatCannotReachTheAPIServerSaysSoInPlainWords(t *testing.T) {
+func TestAnUnreachableAPIServerIsReportedPlainly(t *testing.T) {
 	a := new(agent)
 	a.told.err = fmt.Errorf("NodeNetworks isthmus-system/n: %w", &url.Error{Op: "Patch", URL: "https://10.96.0.1/apis", Err: &net.OpError{Op: "dial", Net: "tcp", Err: unix.EHOSTUNREACH}})
 	if got, want := a.status().Problems, "NodeNetworks isthmus-system/n: the API server does not answer: no route to host"; !slices.Contains(got, want) {

@@ -97,7 +97,7 @@ func (a attack) arrives(t *testing.T, payload string, within time.Duration) bool
 }
 
 // Each attack works against a node without the filter, and none against a node as it is.
-func TestNobodyButNodesGetsIntoTheOverlayAndNoPeerIntoANode(t *testing.T) {
+func TestOnlyNodesReachTheOverlayAndNoPeerReachesANode(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 3)
 	n1, n2, n3 := c.Nodes[0], c.Nodes[1], c.Nodes[2]
@@ -230,7 +230,7 @@ func loose(t *testing.T, c *cluster) {
 }
 
 // Without the filter an agent carries nothing for peers, and lets nothing out in the clear either.
-func TestAnAgentWithoutAFilterCarriesNothingAndSaysWhy(t *testing.T) {
+func TestWithoutAFilterNoTrafficIsCarried(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
 	n := c.Nodes[1]

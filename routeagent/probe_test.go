@@ -35,7 +35,7 @@ func TestTheProbeGoesToANetworkOfThatGateway(t *testing.T) {
 }
 
 // That a gateway does not answer tells something if it used to.
-func TestWhoeverHasNeverAnsweredTellsNothingOfTheWayBack(t *testing.T) {
+func TestOneWayLossIsReportedOnlyAfterAnAnswer(t *testing.T) {
 	silent, known := netip.MustParseAddr("10.2.0.1"), netip.MustParseAddr("10.3.0.1")
 	var p backProbe
 	if got := p.asks(true, silent); len(got) != 0 {
@@ -64,7 +64,7 @@ func TestWhoeverHasNeverAnsweredTellsNothingOfTheWayBack(t *testing.T) {
 }
 
 // A firewall between the nodes that drops VXLAN: the agent says so, and that it is over.
-func TestAnAgentSaysThatTheOverlayIsBroken(t *testing.T) {
+func TestAnAgentReportsABrokenOverlay(t *testing.T) {
 	if _, err := exec.LookPath("nft"); err != nil {
 		t.Skip(err)
 	}

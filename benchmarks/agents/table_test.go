@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-func TestFiguresAreReadAsTheyAreWritten(t *testing.T) {
+func TestFiguresRoundTrip(t *testing.T) {
 	f := figures{where: "CPU, commit abc, 2026-11-23; CPU seconds of the process route-agent.", all: []*result{
 		{size{100, 20, 10}, []row{{"watches", "5"}, {"at rest: CPU, of a core", "0.02 %"}}},
 		{size{5000, 20, 1000}, []row{{"watches", "7"}, {"at rest: CPU, of a core", "0.15 %"}}},

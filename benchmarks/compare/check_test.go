@@ -20,7 +20,7 @@ func samples(n int, tcp, memory float64) (all []sample) {
 	return all
 }
 
-func TestCheckNamesWhatBecameWorse(t *testing.T) {
+func TestCheckNamesRegressions(t *testing.T) {
 	was := recording{[]measured{{"in the morning", samples(5, 3, 60)}, {"in the evening", samples(5, 2.8, 64)}}}
 	for name, c := range map[string]struct {
 		now  []sample
@@ -51,7 +51,7 @@ func TestCheckNamesWhatBecameWorse(t *testing.T) {
 }
 
 // A check ends early when all is well, and goes on when one figure is not.
-func TestMoreRoundsWhereSomethingIsBeyondItsLimit(t *testing.T) {
+func TestExceededLimitTriggersMoreRounds(t *testing.T) {
 	was := recording{[]measured{{"here", samples(5, 3, 60)}}}
 	for _, c := range []struct {
 		tcp, memory float64
@@ -72,7 +72,7 @@ func TestTailsAreNotChecked(t *testing.T) {
 }
 
 // One run does not know how far ratios move by themselves.
-func TestNothingIsSteadyBeforeThreeRunsAreRecorded(t *testing.T) {
+func TestThreeRunsAreNeededForASteadyValue(t *testing.T) {
 	run := func(cpu float64) (all []sample) {
 		for i := range 5 {
 			all = append(all, sample{Peer: reference, Round: i, CPU: 0.5}, sample{Peer: "isthmus without USO", Round: i, CPU: cpu})
@@ -92,7 +92,7 @@ func TestNothingIsSteadyBeforeThreeRunsAreRecorded(t *testing.T) {
 // Isthmus, each round its noise. What stays the same is called worse in hardly any check. What
 // takes a quarter more CPU is seen by one figure alone in every second one, and a gateway has
 // several; what takes two fifths more is seen nearly always.
-func TestACheckKnowsDriftFromARegression(t *testing.T) {
+func TestCheckDistinguishesDriftFromRegression(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	run := func(n int, slower float64) (all []sample) {
 		base, own := 0.40*(1+rng.NormFloat64()*0.03), 0.28*slower*(1+rng.NormFloat64()*0.02)

@@ -76,7 +76,7 @@ func TestTheRankTestCountsAllOrders(t *testing.T) {
 	}
 }
 
-func TestEqualValuesAreNoDifference(t *testing.T) {
+func TestEqualValuesDoNotDiffer(t *testing.T) {
 	if p := rankTest([]float64{1, 1, 1, 1}, []float64{1, 1, 1, 1, 1}); p != 1 {
 		t.Errorf("p = %v", p)
 	}

@@ -38,7 +38,7 @@ func TestFiguresAreReadByUnitAndRound(t *testing.T) {
 	}
 }
 
-func TestOtherLinesAreNoFigures(t *testing.T) {
+func TestOtherLinesAreIgnored(t *testing.T) {
 	r := results{}
 	text := "goos: linux\nBenchmarkA\n--- SKIP: BenchmarkA\nBenchmarkB-2 fails here\nPASS\nok x 1.2s\n"
 	if err := r.read("p", strings.NewReader(text)); err != nil || len(r) != 0 {
@@ -83,7 +83,7 @@ func TestTheTableIsInOneUnit(t *testing.T) {
 	}
 }
 
-func TestWhatHasNoFigureIsNamed(t *testing.T) {
+func TestMissingFiguresAreNamed(t *testing.T) {
 	missing := recorded(t).missing()
 	if !slices.Contains(missing, "packet: BenchmarkParse/UDP4") || slices.Contains(missing, "packet: BenchmarkParse/TCP4") {
 		t.Errorf("%q", missing)

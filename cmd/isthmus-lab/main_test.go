@@ -31,7 +31,7 @@ func TestHelpNamesEveryCommand(t *testing.T) {
 	}
 }
 
-func TestWithoutRootNothingIsSaidAboutLabs(t *testing.T) {
+func TestLabsAreHiddenWithoutRoot(t *testing.T) {
 	if os.Geteuid() == 0 {
 		if err := syscall.Setresuid(-1, 65534, -1); err != nil {
 			t.Fatal(err)
@@ -50,7 +50,7 @@ func TestWithoutRootNothingIsSaidAboutLabs(t *testing.T) {
 	}
 }
 
-func TestLabThatCannotBeIsWrongUsage(t *testing.T) {
+func TestImpossibleLabIsAUsageError(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("without root the command says that first")
 	}
@@ -62,7 +62,7 @@ func TestLabThatCannotBeIsWrongUsage(t *testing.T) {
 	}
 }
 
-func TestProgramIsTheOneNamedOrTheOneBeside(t *testing.T) {
+func TestProgramIsTheNamedOneOrTheNeighbour(t *testing.T) {
 	self, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)

@@ -41,7 +41,7 @@ func unreachableCluster(t *testing.T) (path string) {
 	return path
 }
 
-func TestCommandsForClustersSayWhatTheyWant(t *testing.T) {
+func TestClusterCommandsExplainAMissingContext(t *testing.T) {
 	noCluster(t)
 	gone := unreachableCluster(t)
 	text, err := os.ReadFile(gone)
@@ -96,7 +96,7 @@ func TestCommandsForClustersSayWhatTheyWant(t *testing.T) {
 }
 
 // Client libraries log through klog, by default on standard error.
-func TestWhatClientLibrariesLogIsNotPrinted(t *testing.T) {
+func TestLogsOfClientLibrariesAreNotPrinted(t *testing.T) {
 	noCluster(t)
 	var text bytes.Buffer
 	klog.LogToStderr(false)
@@ -152,7 +152,7 @@ func TestInstallPrintsManifestsWithoutACluster(t *testing.T) {
 	}
 }
 
-func TestStatusIsAboutTheClusterWhereThereIsOne(t *testing.T) {
+func TestStatusReportsTheClusterIfThereIsOne(t *testing.T) {
 	noCluster(t)
 	ask := func(want string, args ...string) {
 		t.Helper()
@@ -169,7 +169,7 @@ func TestStatusIsAboutTheClusterWhereThereIsOne(t *testing.T) {
 	ask(gateway, "--flows", "3")
 }
 
-func TestTwoClustersByTheCommandLine(t *testing.T) {
+func TestCommandLinePeersTwoClusters(t *testing.T) {
 	if testing.Short() {
 		t.Skip("starts two API servers")
 	}

@@ -7,7 +7,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/health"
 )
 
-func TestAWayEndsAtTheFirstHopThatDoesNotWork(t *testing.T) {
+func TestAPathEndsAtTheFirstBrokenHop(t *testing.T) {
 	hop := func(name string, state health.HopState, reason string) wayHop {
 		return wayHop{Hop: health.Hop{Cluster: "paris", Name: name, State: state, Reason: reason, Text: "why"}}
 	}
@@ -37,7 +37,7 @@ func TestAWayEndsAtTheFirstHopThatDoesNotWork(t *testing.T) {
 	}
 }
 
-func TestTimeoutsOfRequestsAreReadAsKubectlDoes(t *testing.T) {
+func TestRequestTimeoutsAreParsedLikeKubectl(t *testing.T) {
 	for text, want := range map[string]string{"30s": "30s", "5": "5s", "1m": "1m0s", "0": ""} {
 		var d requestTimeout
 		if err := d.Set(text); err != nil || d.String() != want {

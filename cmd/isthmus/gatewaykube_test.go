@@ -289,7 +289,7 @@ func holder(s *kubeSite) string {
 
 // Two clusters whose PodCIDRs overlap, with masks of different lengths. Cluster a has two replicas.
 // What each part leaves is where the next one begins.
-func TestGatewaysLiveFromAPIServers(t *testing.T) {
+func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 	if testing.Short() {
 		t.Skip("needs API servers and a minute")
 	}
@@ -673,7 +673,7 @@ func TestGatewayNamesTheFlagThatIsWrong(t *testing.T) {
 	}
 }
 
-func TestTheEventOfAGatewayThatEndedHasNoLibraryText(t *testing.T) {
+func TestEventOfAFailedGatewayContainsNoLibraryText(t *testing.T) {
 	err := fmt.Errorf("Lease: %w", &url.Error{Op: "Get", URL: "https://10.96.0.1:443/apis/coordination.k8s.io/v1", Err: io.ErrUnexpectedEOF})
 	if got, want := ended(err), "the gateway ended: Lease: the API server closes the connection"; got != want {
 		t.Errorf("%q, want %q", got, want)

@@ -139,7 +139,7 @@ func TestStatusExitsByHealth(t *testing.T) {
 	}
 }
 
-func TestWhatCannotBeReachedOrIsUsedWronglyExitsWithTwo(t *testing.T) {
+func TestUnreachableClusterAndWrongUsageExitWithTwo(t *testing.T) {
 	dir := t.TempDir()
 	for _, tc := range []struct {
 		args []string
@@ -226,7 +226,7 @@ spec:
 	return dir
 }
 
-func TestTraceTellsPeopleWhatWouldHappen(t *testing.T) {
+func TestTracePrintsAReadableResult(t *testing.T) {
 	dir := config(t)
 	for _, tc := range []struct {
 		file string

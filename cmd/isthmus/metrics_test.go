@@ -92,7 +92,7 @@ func fetch(from *lab.Host, url, token string) (code int, text string, err error)
 
 // Another node of the cluster is where a pod of the host's network, or any host of the network,
 // asks.
-func TestMetricsAndStatusListenWhereOnlyTheyShouldBeReached(t *testing.T) {
+func TestMetricsAndStatusAreNotReachableFromOtherHosts(t *testing.T) {
 	if testing.Short() {
 		t.Skip("needs an API server")
 	}

@@ -8,7 +8,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cli"
 )
 
-func TestRouteAgentSaysWhatItWasNotTold(t *testing.T) {
+func TestRouteAgentNamesTheMissingFlag(t *testing.T) {
 	t.Setenv("NODE_NAME", "")
 	t.Setenv("KUBERNETES_SERVICE_HOST", "")
 	for _, tc := range []struct {

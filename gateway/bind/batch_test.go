@@ -8,7 +8,7 @@ import (
 	"golang.zx2c4.com/wireguard/conn"
 )
 
-func TestABatchIsTakenApart(t *testing.T) {
+func TestABatchIsSplitIntoMessages(t *testing.T) {
 	type place struct{ conn.Endpoint }
 	here, there := new(place), new(place)
 	var b Batch

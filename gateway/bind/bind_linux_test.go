@@ -105,7 +105,7 @@ func onOneProcessor(t *testing.T) {
 	}
 }
 
-func TestDatagramsArriveAsTheyWereSent(t *testing.T) {
+func TestDatagramsArriveUnchanged(t *testing.T) {
 	for _, addr := range []string{"127.0.0.1", "::1"} {
 		for _, gso := range []bool{true, false} {
 			t.Run(fmt.Sprintf("%s/gso=%v", addr, gso), func(t *testing.T) {
@@ -159,7 +159,7 @@ func randBatch(rng *rand.Rand) [][]byte {
 	return batch
 }
 
-func TestRepliesLeaveFromTheAddressThatWasAsked(t *testing.T) {
+func TestRepliesUseTheRequestedAddressAsSource(t *testing.T) {
 	a, b := newEnd(t), newEnd(t)
 	if err := a.Send([][]byte{{1}}, b.at(t, "127.0.0.77")); err != nil {
 		t.Fatal(err)
@@ -183,7 +183,7 @@ func TestRepliesLeaveFromTheAddressThatWasAsked(t *testing.T) {
 	}
 }
 
-func TestLocalAddressThatIsGoneIsForgotten(t *testing.T) {
+func TestARemovedLocalAddressIsForgotten(t *testing.T) {
 	a, b := newEnd(t), newEnd(t)
 	to := newEndpoint(netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), b.port), netip.MustParseAddr("192.0.2.1"))
 	if err := a.Send([][]byte{{1}, {2}}, to); err != nil {
@@ -196,7 +196,7 @@ func TestLocalAddressThatIsGoneIsForgotten(t *testing.T) {
 
 // One that is larger than UDP carries fails alone, or with those that would have gone in one call
 // with it; the others arrive.
-func TestAnErrorOfSendSaysHowManyDidNotLeave(t *testing.T) {
+func TestASendErrorCountsTheUnsentDatagrams(t *testing.T) {
 	const large = 1<<16 - 1
 	a, b := newEnd(t), newEnd(t)
 	to := b.at(t, "127.0.0.1")
@@ -230,7 +230,7 @@ func TestAnErrorOfSendSaysHowManyDidNotLeave(t *testing.T) {
 
 // The gate is asked right before each call of the kernel: what it finds shut does not leave, whatever the same Send
 // has sent before.
-func TestNothingLeavesThroughAShutGate(t *testing.T) {
+func TestNothingIsSentThroughAClosedGate(t *testing.T) {
 	onOneProcessor(t)
 	var calls, open int // calls of the gate, and how many of them it lets through
 	a, b := &Bind{Gate: func() bool { calls++; return calls <= open }}, newEnd(t)
@@ -438,7 +438,7 @@ func TestEmptyDatagramsAreReceived(t *testing.T) {
 }
 
 // A port that is opened later keeps to it.
-func TestAPathIsIgnored(t *testing.T) {
+func TestPathMTUDiscoveryCanBeIgnored(t *testing.T) {
 	b := New()
 	t.Cleanup(func() { _ = b.Close() })
 	for _, ignore := range []bool{true, false, true} {
@@ -470,7 +470,7 @@ func TestAPathIsIgnored(t *testing.T) {
 
 // A route without checksum offload, or with IPsec, refuses UDP_SEGMENT with EIO. Segmentation stops for
 // that endpoint alone, and is tried again.
-func TestARefusedSegmentationConcernsOneEndpointForAWhile(t *testing.T) {
+func TestSegmentationIsPausedOnlyForTheRefusingEndpoint(t *testing.T) {
 	a, b := newEnd(t), newEnd(t)
 	poor, rich := b.at(t, "127.0.0.1").(*endpoint), b.at(t, "127.0.0.2").(*endpoint)
 	var segmented, refused int
@@ -516,7 +516,7 @@ func TestARefusedSegmentationConcernsOneEndpointForAWhile(t *testing.T) {
 }
 
 // Datagrams dropped by a full socket are counted when the next one arrives.
-func TestDatagramsThatFindNoRoomAreCounted(t *testing.T) {
+func TestDatagramsWithoutBufferSpaceAreCounted(t *testing.T) {
 	b := New()
 	receive, port, err := b.Listen(0)
 	if err != nil {

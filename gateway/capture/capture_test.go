@@ -29,7 +29,7 @@ func TestParseUndoesQuery(t *testing.T) {
 	}
 }
 
-func TestParseNamesWhatIsWrong(t *testing.T) {
+func TestParseNamesTheInvalidField(t *testing.T) {
 	for query, want := range map[string]string{
 		"place=nat":                         `place "nat": want one of before-nat, after-nat, tunnel, underlay`,
 		"direction=up":                      `direction "up": want out or in`,

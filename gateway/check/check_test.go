@@ -204,7 +204,7 @@ func TestCheckMeasuresLossOverOneMinute(t *testing.T) {
 	})
 }
 
-func TestCheckBeginsAnewForAPeerThatChangedOnly(t *testing.T) {
+func TestCheckRestartsOnlyForAChangedPeer(t *testing.T) {
 	bubble(t, func(c *Monitor, l *liqo, result func() Result) {
 		time.Sleep(3 * time.Second)
 		c.Set([]Peer{bravoPeer, {ID: "other"}})
@@ -375,9 +375,9 @@ func FuzzCheckMessage(f *testing.F) {
 	})
 }
 
-// TestCheckSharesOutItsPingsOverTheInterval: a thousand peers are pinged once each interval, at no
+// TestCheckSpreadsItsPingsOverTheInterval: a thousand peers are pinged once each interval, at no
 // time many of them.
-func TestCheckSharesOutItsPingsOverTheInterval(t *testing.T) {
+func TestCheckSpreadsItsPingsOverTheInterval(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const peers = 1000
 		var mu sync.Mutex
@@ -432,7 +432,7 @@ func TestCheckSharesOutItsPingsOverTheInterval(t *testing.T) {
 
 // However peers change, come and go, a check that was told of each change has the peers of one that was told of
 // all of them, and shares them out among its turns.
-func TestChangesOfPeersOfTheCheckAreWhatAllOfThemMake(t *testing.T) {
+func TestCheckAfterPeerChangesEqualsAFullConfiguration(t *testing.T) {
 	rng := rand.New(rand.NewPCG(14, 3))
 	fresh := func() *Monitor {
 		return &Monitor{o: Options{Log: quiet}, peers: make(map[string]*checked), at: make(map[netip.Addr]*checked)}
@@ -531,7 +531,7 @@ func manyPeers(n int) (peers []Peer) {
 
 // Of four thousand peers that come back at once, half of the handshakes get lost in the first twenty seconds: they
 // are begun again as fast as they were begun, and not at the pace for peers that are away for long.
-func TestHandshakesThatGetLostAreSoonBegunAgain(t *testing.T) {
+func TestLostHandshakesAreRetriedSoon(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := Start(newSocket(func([]byte, netip.AddrPort, int) {}), Options{Log: quiet})
 		defer c.Close()
@@ -585,10 +585,10 @@ func TestHandshakesThatGetLostAreSoonBegunAgain(t *testing.T) {
 	})
 }
 
-// TestCheckLooksForPeersThatAreAway: who has no session gets no PINGs, which count as lost all the
+// TestCheckRetriesAbsentPeers: who has no session gets no PINGs, which count as lost all the
 // same, but a handshake every five seconds, or 20 a second are shared out among all of them and
 // wireguard-go is kept from trying more; who has one again is pinged at once.
-func TestCheckLooksForPeersThatAreAway(t *testing.T) {
+func TestCheckRetriesAbsentPeers(t *testing.T) {
 	for _, tc := range []struct {
 		peers int
 		pause time.Duration
@@ -655,7 +655,7 @@ func TestCheckLooksForPeersThatAreAway(t *testing.T) {
 }
 
 // Data under an unknown session says nothing by itself: only a peer that does not answer under ours has forgotten it.
-func TestADoubtBeginsAHandshakeOnlyWithAPeerThatDoesNotAnswer(t *testing.T) {
+func TestUnknownSessionDataStartsAHandshakeOnlyWithASilentPeer(t *testing.T) {
 	bubble(t, func(c *Monitor, l *liqo, result func() Result) {
 		var begun []time.Time
 		c.o.Handshake = func(key [32]byte) {

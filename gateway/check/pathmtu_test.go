@@ -49,7 +49,7 @@ func drive(s *pathSearch, p *path, now *time.Time, d time.Duration, want int) (a
 
 // The size in force ends at the largest that the path takes: multiples of WireGuard's padding, or
 // the ceiling itself.
-func TestPathSearchFindsWhatThePathTakes(t *testing.T) {
+func TestPathSearchFindsThePathMTU(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	for range 2000 {
 		ceiling := 1200 + rng.IntN(400)
@@ -124,7 +124,7 @@ func TestPathSearchSurvivesLoss(t *testing.T) {
 	}
 }
 
-func TestPathSearchSaysWhenNotEvenTheBasePasses(t *testing.T) {
+func TestPathSearchReportsThatTheBaseSizeDoesNotPass(t *testing.T) {
 	var s pathSearch
 	now := time.Now()
 	p := &path{1000, 0, rand.New(rand.NewPCG(7, 8))}
@@ -147,7 +147,7 @@ func TestPathSearchSaysWhenNotEvenTheBasePasses(t *testing.T) {
 
 // When nothing at all comes back, that says nothing of sizes.
 // Where the way takes no more than the base there is nothing to raise, but an error to leave.
-func TestPathSearchLeavesItsErrorWhereTheBaseIsAllThereIs(t *testing.T) {
+func TestPathSearchRecoversFromAnErrorAtTheBaseSize(t *testing.T) {
 	var s pathSearch
 	now := time.Now()
 	p := &path{1000, 0, rand.New(rand.NewPCG(1, 2))}
@@ -164,7 +164,7 @@ func TestPathSearchLeavesItsErrorWhereTheBaseIsAllThereIs(t *testing.T) {
 	}
 }
 
-func TestPathSearchTakesAnOutageForNoBlackHole(t *testing.T) {
+func TestPathSearchDoesNotMistakeAnOutageForABlackHole(t *testing.T) {
 	var s pathSearch
 	now := time.Now()
 	p := &path{1440, 0, rand.New(rand.NewPCG(9, 10))}
@@ -200,7 +200,7 @@ func TestPathSearchCostsLittle(t *testing.T) {
 
 // A Liqo answers the probes, as the PINGs that they are, and so does a gateway of ours, whose limit
 // for PINGs they must not reach.
-func TestPathSearchAsksWhoeverAnswersPINGs(t *testing.T) {
+func TestPathSearchWorksWithLiqoAndIsthmus(t *testing.T) {
 	for _, peer := range []string{"Liqo", "Isthmus"} {
 		t.Run(peer, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -280,7 +280,7 @@ func TestPathSearchAsksWhoeverAnswersPINGs(t *testing.T) {
 
 // Whoever answers a probe of a path is there, as with any other PING: the peer is given up as long
 // after its last answer as ever, whichever that was.
-func TestAnswersToProbesOfThePathSayThatThePeerIsThere(t *testing.T) {
+func TestPathProbeAnswersKeepThePeerConnected(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := &liqo{delay: 7 * time.Millisecond}
 		deaf := false

@@ -22,7 +22,7 @@ func from(n byte, size int) []byte {
 	return m
 }
 
-func TestAMessageWaitsForOneTurnOfTheOthersAtMost(t *testing.T) {
+func TestAMessageWaitsForAtMostOneTurnOfTheOthers(t *testing.T) {
 	const floods = 5
 	var b datapath.Backlog
 	for range 20_000 {
@@ -168,7 +168,7 @@ func flooded(t *testing.T, b, a *end, batches int, flood func() arrival) (before
 	return before
 }
 
-func TestAPeerThatSendsTooMuchWaitsForItself(t *testing.T) {
+func TestAPeerAboveItsRateDelaysOnlyItself(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		c := p.third(t)
 		at, sent := b.wire.Endpoint(c.place), 0

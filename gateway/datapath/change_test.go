@@ -21,7 +21,7 @@ func (silent) Close() error { return nil }
 
 // However peers change, come and go, a tunnel that was told of each change has the peers of one that was told
 // of all of them at once.
-func TestChangesOfPeersAreWhatAllOfThemMake(t *testing.T) {
+func TestTunnelAfterPeerChangesEqualsAFullConfiguration(t *testing.T) {
 	rng := rand.New(rand.NewPCG(14, 2))
 	engine := natengine.New(natengine.Config{})
 	var rules []natengine.Peer

@@ -362,7 +362,7 @@ func TestReadWaitsForPacketsOfTheEndpointToo(t *testing.T) {
 }
 
 // The engine must not be given the time at which a wait began.
-func TestReadAsksForTheTimeAfterEachWait(t *testing.T) {
+func TestReadTakesTheTimeAfterEachWait(t *testing.T) {
 	synctest.Test(t, readAsksForTheTimeAfterEachWait)
 }
 

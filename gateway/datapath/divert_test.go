@@ -14,7 +14,7 @@ import (
 )
 
 // A packet that is diverted and brought back passes as if nothing had been done with it, whatever it is.
-func TestDivertedPacketsAreNotAlteredAndMayBeBrought(t *testing.T) {
+func TestDivertedPacketsCanBeReinjectedUnaltered(t *testing.T) {
 	network := &memlink.Network{}
 	a, b := startGateways(t, network, plans[0], datapath.Options{})
 	var diverted atomic.Int64
@@ -34,7 +34,7 @@ func TestDivertedPacketsAreNotAlteredAndMayBeBrought(t *testing.T) {
 
 // When Divert has returned, a gateway sends no peer what its link delivers, and a pod that never stops sending does not
 // keep it waiting.
-func TestNothingIsUnderWayAfterDivert(t *testing.T) {
+func TestDivertWaitsForPacketsInFlight(t *testing.T) {
 	for range 5 {
 		a, b := startGateways(t, &memlink.Network{}, plans[0], datapath.Options{})
 		p := plain(udp4(at(a.pod, 9), at(b.seen(b.pod), 9), make([]byte, 400)))
@@ -79,7 +79,7 @@ func TestNothingIsUnderWayAfterDivert(t *testing.T) {
 }
 
 // Packets wait for a tunnel that is not up yet. Those for which there is no room are counted.
-func TestBroughtPacketsWaitForTheTunnel(t *testing.T) {
+func TestReinjectedPacketsWaitForTheTunnel(t *testing.T) {
 	engine := natengine.New(natengine.Config{})
 	tunnel := datapath.New(memlink.NewLink("mem", tunnelMTU), new(memlink.Network).Bind(self), engine, nil, datapath.Options{})
 	defer tunnel.Close()

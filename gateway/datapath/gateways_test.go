@@ -493,7 +493,7 @@ func echoUDP(client *side, from netip.Addr, server *side, at netip.Addr, n int, 
 }
 
 // What a peer has shown by its key is not ours to doubt; what it, or a name server, has said is.
-func TestNothingIsSentToARefusedEndpointUntilThePeerShowsItselfThere(t *testing.T) {
+func TestNothingIsSentToARefusedEndpointUntilThePeerUsesIt(t *testing.T) {
 	a, b := startGateways(t, &memlink.Network{}, plans[0], datapath.Options{})
 	at := func() netip.AddrPort { return a.tunnel.Stats()[a.peer.Key].Endpoint }
 	refuse := func() {

@@ -24,7 +24,7 @@ import (
 // latencies are one way. A handshake takes one and a half round trips until both sides may send.
 var latencies = []time.Duration{100 * time.Microsecond, time.Millisecond, 30 * time.Millisecond, 75 * time.Millisecond, 150 * time.Millisecond}
 
-func TestTwoHandshakesThatCrossMakeASessionWithinASecond(t *testing.T) {
+func TestCrossingHandshakesMakeASessionWithinASecond(t *testing.T) {
 	for _, lower := range []bool{true, false} {
 		for _, latency := range latencies {
 			t.Run(fmt.Sprintf("lower key %v, round trip %v", lower, 2*latency), func(t *testing.T) {
@@ -76,7 +76,7 @@ func crossing(t *testing.T, lower bool, latency time.Duration) {
 }
 
 // Farther apart than anybody is, it takes the round trips that it takes.
-func TestHandshakesThatCrossOverALongWayMakeASession(t *testing.T) {
+func TestCrossingHandshakesMakeASessionOnASlowPath(t *testing.T) {
 	for _, lower := range []bool{true, false} {
 		for _, latency := range []time.Duration{200 * time.Millisecond, 300 * time.Millisecond, 600 * time.Millisecond} {
 			t.Run(fmt.Sprintf("lower key %v, round trip %v", lower, 2*latency), func(t *testing.T) {
@@ -101,7 +101,7 @@ func TestHandshakesThatCrossOverALongWayMakeASession(t *testing.T) {
 
 // A handshake that has not crossed another is left alone: the peer that is back begins one, while
 // ours to it were lost.
-func TestAHandshakeThatCrossedNothingIsLeftAlone(t *testing.T) {
+func TestAHandshakeThatDidNotCrossAnotherIsKept(t *testing.T) {
 	for _, lower := range []bool{true, false} {
 		t.Run(fmt.Sprintf("lower key %v", lower), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -202,7 +202,7 @@ func (p *packets) Close() error {
 	return nil
 }
 
-func TestHandshakesThatCrossThoseOfWireGuardGoMakeASessionWithinASecond(t *testing.T) {
+func TestHandshakesCrossingWireGuardGoMakeASessionWithinASecond(t *testing.T) {
 	for _, lower := range []bool{true, false} {
 		for _, latency := range append(latencies[:4:4], 90*time.Millisecond) {
 			t.Run(fmt.Sprintf("lower key %v, round trip %v", lower, 2*latency), func(t *testing.T) {
@@ -296,7 +296,7 @@ func (p *pair) floodFromElsewhere(t *testing.T, to *end) {
 func cookied(m message) bool { return string(m.b[132:]) != string(make([]byte, 16)) }
 
 // A peer at its known address is answered at once during a flood of other initiations.
-func TestAKnownPeerIsBackAtOnceWhileOthersFlood(t *testing.T) {
+func TestAKnownPeerReconnectsDuringAFlood(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, orderedKeys(true))
 		a, b := p.ends[0], p.ends[1]
@@ -316,7 +316,7 @@ func TestAKnownPeerIsBackAtOnceWhileOthersFlood(t *testing.T) {
 
 // A Service relays the messages of all peers, and a flood, from one address. A peer that starts again at the port that
 // it had there is answered at once, whether strangers or another peer behind the relay send the flood.
-func TestAKnownPeerBehindARelayIsBackAtOnceWhileOthersFlood(t *testing.T) {
+func TestAKnownPeerBehindARelayReconnectsDuringAFlood(t *testing.T) {
 	for _, name := range []string{"strangers", "another peer"} {
 		t.Run(name, func(t *testing.T) {
 			inPair(t, func(t *testing.T, p *pair, a, b *end) {
@@ -460,7 +460,7 @@ func provenFor(to *end, n uint32, from conn.Endpoint) []byte {
 }
 
 // A host behind the address of several peers has many ports there, and gets a cookie for each.
-func TestPortsOfOneAddressShareItsBudget(t *testing.T) {
+func TestPortsOfOneAddressShareOneBudget(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, orderedKeys(true))
 		a, b := p.ends[0], p.ends[1]
@@ -558,7 +558,7 @@ func TestEachRefusedHandshakeIsCounted(t *testing.T) {
 
 // A peer is known at its configured address and where it was heard last, and nowhere after its removal. It moves once
 // in two seconds. Behind a relay it is known at its own port only.
-func TestAPeerIsKnownWhereItIs(t *testing.T) {
+func TestAPeerIsKnownAtItsConfiguredAndLastAddress(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		elsewhere := netip.MustParseAddr("192.0.2.66")
 		r := datapath.NewReceiver(b.Tunnel)
@@ -683,7 +683,7 @@ func TestTheQueueOfKnownHandshakesIsBoundedAndCounted(t *testing.T) {
 
 // Messages that were made for another key, or that exceed the budget of their source, take no place from a
 // peer at another address.
-func TestForgedHandshakesTakeNoPlaceFromAPeer(t *testing.T) {
+func TestForgedHandshakesDisplaceNoPeer(t *testing.T) {
 	victim, honest, elsewhere := crowdAt(0), crowdAt(1), netip.MustParseAddrPort("192.0.2.66:1")
 	key, ours := [32]byte{1}, [32]byte{}
 	for _, tc := range []struct {

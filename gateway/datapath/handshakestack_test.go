@@ -81,7 +81,7 @@ func (w *countingWire) Send(bufs [][]byte, _ conn.Endpoint) error {
 }
 
 // A handshake that the device may have does not wait until the sources of a flood have their cookies.
-func TestAHandshakeWaitsForOneCookieAtMost(t *testing.T) {
+func TestAHandshakeWaitsForAtMostOneCookie(t *testing.T) {
 	wire := &countingWire{Wire: bind.New()}
 	tunnel := New(silent{}, wire, natengine.New(natengine.Config{}), nil, Options{})
 	defer tunnel.Close()

@@ -113,7 +113,7 @@ func TestEachBadMessageIsCountedOnceUnderItsName(t *testing.T) {
 	}
 }
 
-func TestAReplayedMessageIsRefusedWhereverItComes(t *testing.T) {
+func TestAReplayedMessageIsRefusedFromAnyAddress(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		a.wire.forget()
 		a.send(t, 1, 2, 3)
@@ -153,7 +153,7 @@ func TestAReplayedMessageIsRefusedWhereverItComes(t *testing.T) {
 	})
 }
 
-func TestForgedMessagesMoveNoWindow(t *testing.T) {
+func TestForgedMessagesDoNotMoveTheReplayWindow(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		s := p.stranger(t, "192.0.2.66")
 		for n := range 100 {
@@ -200,7 +200,7 @@ func TestEightThousandMessagesMayComeInAnyOrder(t *testing.T) {
 }
 
 // A packet is whose key opened it: another peer's source is refused, whichever family.
-func TestAPacketWithTheSourceOfAnotherPeerIsDropped(t *testing.T) {
+func TestAPacketWithAnotherPeersSourceIsDropped(t *testing.T) {
 	v6 := func(i, j int) natengine.Peer {
 		prefix := func(format string, n int) netip.Prefix { return netip.MustParsePrefix(fmt.Sprintf(format, n)) }
 		size := []string{"/64", "/60", "/112"}
@@ -246,7 +246,7 @@ func TestAPacketWithTheSourceOfAnotherPeerIsDropped(t *testing.T) {
 
 // A range moves from one peer to another while packets of the first arrive: each is judged by the
 // rules of before or by those of after, never by the key of one and the rules of the other.
-func TestARangeThatMovesIsNeverJudgedByHalfOfEach(t *testing.T) {
+func TestAMovingRangeIsNeverCheckedAgainstMixedRules(t *testing.T) {
 	p := newPair(t, orderedKeys(true))
 	a, b := p.ends[0], p.ends[1]
 	a.Handshake(b.key.public)
@@ -381,7 +381,7 @@ func TestValidInitiationsDoNotHoldUpData(t *testing.T) {
 
 // --- many peers
 
-func TestAPeerThatIsJustBackKeepsItsSession(t *testing.T) {
+func TestAReconnectedPeerKeepsItsSession(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		peers := 1000
 		if testing.Short() || raceEnabled {

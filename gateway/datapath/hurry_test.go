@@ -9,7 +9,7 @@ import (
 // The first handshakes of a gateway that has just become active get lost while a Service still leads
 // to the former one. Packets do not wait for the device then, which begins another one after five
 // seconds.
-func TestALostHandshakeThatPacketsWaitForIsSoonBegunAgain(t *testing.T) {
+func TestALostHandshakeIsRetriedSoonForWaitingPackets(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, orderedKeys(true))
 		a, b := p.ends[0], p.ends[1]
@@ -31,7 +31,7 @@ func TestALostHandshakeThatPacketsWaitForIsSoonBegunAgain(t *testing.T) {
 }
 
 // A gateway that doubts its session begins another one, however young the last handshake is.
-func TestHandshakeNowBeginsOneWithinTheDevicesPause(t *testing.T) {
+func TestHandshakeNowIgnoresTheRekeyTimeout(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		first := a.session()
 		time.Sleep(100 * time.Millisecond) // a peer accepts one handshake in 20 ms

@@ -8,7 +8,7 @@ import (
 )
 
 // A thousand peers that fall silent at once are no storm of handshakes, and each has its turn.
-func TestSilentPeersTakeTurns(t *testing.T) {
+func TestSilentPeersAreServedInTurn(t *testing.T) {
 	const peers, minutes = 300, 2
 	tunnel, own, _ := benchTunnel(t, PresharedKeys{}, peers)
 	if err := tunnel.SetKeys([32]byte(own.Bytes()), [32]byte(noise.NewKey().Bytes())); err != nil {
@@ -44,7 +44,7 @@ func TestSilentPeersTakeTurns(t *testing.T) {
 }
 
 // A peer that the current identity refuses, since its key is our next one, is nobody's laggard.
-func TestAPeerWithoutACurrentIdentityIsNoLaggard(t *testing.T) {
+func TestAPeerWithoutACurrentIdentityIsNotALaggard(t *testing.T) {
 	tunnel, own, _ := benchTunnel(t, PresharedKeys{}, 1)
 	if err := tunnel.SetKeys([32]byte(own.Bytes()), [32]byte(noise.NewKey().Bytes())); err != nil {
 		t.Fatal(err)

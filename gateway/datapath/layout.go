@@ -17,7 +17,7 @@ import (
 
 // This file contains everything the package knows about unexported parts of wireguard-go: the keys
 // of a session, and the device's record of a peer and of a handshake.
-// TestTheReviewedVersionIsTheOneOfTheModule fails when go.mod names another version. If a field is
+// TestReviewedWireGuardVersionMatchesGoMod fails when go.mod names another version. If a field is
 // missing or has another type, the process ends before main.
 
 // wireguardVersion is the version of golang.zx2c4.com/wireguard whose device package was read for

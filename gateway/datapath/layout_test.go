@@ -11,7 +11,7 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 )
 
-func TestTheReviewedVersionIsTheOneOfTheModule(t *testing.T) {
+func TestReviewedWireGuardVersionMatchesGoMod(t *testing.T) {
 	mod, err := os.ReadFile("../../go.mod")
 	if err != nil {
 		t.Fatal(err)
@@ -34,7 +34,7 @@ type laidOut struct {
 
 type embedded struct{ Promoted bool }
 
-func TestAnotherLayoutIsRefusedByName(t *testing.T) {
+func TestAnUnexpectedStructLayoutIsRefused(t *testing.T) {
 	if at := datapath.FieldOf[laidOut, time.Time]("Second", "Inner"); at != 8 {
 		t.Errorf("the field is at %d: want 8", at)
 	}

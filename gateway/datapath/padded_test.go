@@ -55,7 +55,7 @@ func TestSendPadded(t *testing.T) {
 
 // A padded packet arrives without its padding, and its message has the length of one of that size,
 // however small the MTU towards the peer is.
-func TestPaddedPacketsAreAsLongAsTheySay(t *testing.T) {
+func TestPaddedPacketsHaveTheirStatedLength(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, orderedKeys(true))
 		p.meet(t)

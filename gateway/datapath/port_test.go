@@ -69,7 +69,7 @@ func TestTurnsServeAddressesInTurn(t *testing.T) {
 	}
 }
 
-func TestTurnsAreBoundedAndAnAddressWithoutDatagramsMayAlwaysHaveOne(t *testing.T) {
+func TestTurnsAreBoundedAndEachNewAddressGetsOne(t *testing.T) {
 	var turns datapath.Turns
 	addr := func(i int) netip.AddrPort {
 		return netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, byte(i >> 8), byte(i)}), 1)
@@ -129,7 +129,7 @@ func datagramFrom(from netip.Addr, text string) []byte {
 
 // Only the peer's gateway may send messages, at a bounded rate. Nothing else from the peer counts against
 // that rate.
-func TestPortTakesMessagesOfTheGatewayAlone(t *testing.T) {
+func TestPortAcceptsOnlyGatewayMessages(t *testing.T) {
 	gateway, probe := netip.MustParseAddr("10.71.0.0"), netip.MustParseAddr("10.90.8.1")
 	local, err := datapath.NewLocal(self, netip.Addr{}, 1420)
 	if err != nil {
@@ -280,7 +280,7 @@ func TestEndpointCountsWhatItDoesNotAnswer(t *testing.T) {
 }
 
 // A peer chooses its source addresses, and thereby the destinations of the answers.
-func TestAnswersToOnePeerTakeOneTurnWhateverItsAddresses(t *testing.T) {
+func TestAnswersToOnePeerShareOneTurnAcrossAddresses(t *testing.T) {
 	local, err := datapath.NewLocal(self, netip.Addr{}, 1420)
 	if err != nil {
 		t.Fatal(err)
@@ -310,7 +310,7 @@ func TestAnswersToOnePeerTakeOneTurnWhateverItsAddresses(t *testing.T) {
 
 // The limit of a peer does not depend on how its messages are interleaved with others. Anybody may send
 // messages with an unknown index in between.
-func TestBoundOfTheEndpointHoldsWhateverComesInBetween(t *testing.T) {
+func TestEndpointLimitHoldsForInterleavedMessages(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		external := netip.MustParsePrefix(pairPlan[1].external)
 		withEndpoint := rulesOf(1, 0)

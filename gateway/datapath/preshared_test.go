@@ -95,7 +95,7 @@ func changes(t *testing.T, a, b *end, keys datapath.PresharedKeys, at, later tim
 
 // Two managers make exchange after exchange, late, at random times and with crashes between store and
 // publication, while packets go both ways: none is lost, and in the end the session has the last key.
-func TestExchangesLoseNoPacket(t *testing.T) {
+func TestPresharedKeyExchangesLoseNoPacket(t *testing.T) {
 	for seed := range uint64(20) {
 		t.Run(fmt.Sprint(seed), func(t *testing.T) {
 			inPair(t, func(t *testing.T, _ *pair, a, b *end) { exchanges(t, a, b, rand.New(rand.NewPCG(28, seed))) })
@@ -235,7 +235,7 @@ func TestAPresharedKeyOfOneSideMakesNoSession(t *testing.T) {
 }
 
 // The session that was there before a preshared key is not said to have it, and the next one is.
-func TestASessionWithAPresharedKeySaysSo(t *testing.T) {
+func TestASessionReportsItsPresharedKey(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		for _, e := range []*end{a, b} {
 			e.preshare(t, datapath.PresharedKeys{Key: [32]byte{1}})

@@ -12,7 +12,7 @@ import (
 
 // While a preshared key changes, the device's key may change after it has made a response and before it sends
 // it. What the response was made with counts, so that no session is said to have a key that it lacks.
-func TestAResponseHasTheKeyThatItWasMadeWith(t *testing.T) {
+func TestAResponseKeepsItsKey(t *testing.T) {
 	former, key := [32]byte{1}, [32]byte{2}
 	for name, step := range map[string]func(*device.Peer) error{
 		"before its session": func(*device.Peer) error { return nil },
@@ -66,7 +66,7 @@ func TestAResponseHasTheKeyThatItWasMadeWith(t *testing.T) {
 }
 
 // Two handshakes may cross after the keys were replaced: the next response has one of the present keys.
-func TestHandshakesThatCrossUseNoReplacedKey(t *testing.T) {
+func TestCrossingHandshakesUseNoReplacedKey(t *testing.T) {
 	tunnel, _, _ := benchTunnel(t, PresharedKeys{Key: [32]byte{1}}, 1)
 	for _, p := range tunnel.peers.Load().byDevice {
 		s := p.preshared

@@ -154,7 +154,7 @@ func TestRotationsInARowLoseNoPacket(t *testing.T) {
 }
 
 // A key that is replaced at once answers nothing any more, and a former key begins no session with a peer that has learnt the new one.
-func TestAFormerKeyMakesNoSession(t *testing.T) {
+func TestAPreviousKeyMakesNoSession(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		next := numberedKey(7)
 		b.learn(t, next) // and a has the former key alone
@@ -180,7 +180,7 @@ func TestAFormerKeyMakesNoSession(t *testing.T) {
 }
 
 // A rotation that is given up, and a peer that gets its former key again.
-func TestAKeyThatIsTakenBack(t *testing.T) {
+func TestARotationCanBeReverted(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		next := numberedKey(7)
 		if err := a.SetKeys(a.key.private, next.private); err != nil {
@@ -234,7 +234,7 @@ func TestAPeerWithWireGuardGoLosesOneHandshake(t *testing.T) {
 }
 
 // One that only answers begins no handshake. It loses what comes until its silence is noticed, too.
-func TestAPeerWithWireGuardGoThatOnlyAnswersIsHelped(t *testing.T) {
+func TestRotationReachesAPassiveWireGuardGoPeer(t *testing.T) {
 	rotateBesideWireGuardGo(t, true, datapath.LaggardSilence+datapath.LaggardLook+4*wireGuardLatency)
 }
 
@@ -336,7 +336,7 @@ func TestOnlySilentPeersAreSentTheNextKey(t *testing.T) {
 }
 
 // A gateway that was prepared during a rotation answers to the next key from its first moment: a peer may know that alone.
-func TestAGatewayThatTakesOverAnswersToTheNextKeyAtOnce(t *testing.T) {
+func TestANewActiveGatewayAcceptsTheNextKeyAtOnce(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		next := numberedKey(7)
 		if err := a.Close(); err != nil {
@@ -363,7 +363,7 @@ func TestAGatewayThatTakesOverAnswersToTheNextKeyAtOnce(t *testing.T) {
 }
 
 // What was sent under the former key just before the peer moved is answered under the next one, if at all: that is no silence.
-func TestASessionThatIsReplacedBreaksNoSilence(t *testing.T) {
+func TestAReplacedSessionDoesNotEndTheSilence(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		r, next := &rotating{end: a, now: a.key}, numberedKey(7)
 		r.set(t, a.key, next)

@@ -64,7 +64,7 @@ func TestAPassiveKeepaliveAnswersDataAfterTenSeconds(t *testing.T) {
 	})
 }
 
-func TestNoKeepaliveGoesWhenDataWentBack(t *testing.T) {
+func TestDataReplacesAKeepalive(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		begin := time.Now()
 		a.send(t, 1)
@@ -87,7 +87,7 @@ func TestASecondKeepaliveFollowsWhenMoreCame(t *testing.T) {
 	})
 }
 
-func TestAKeepaliveIsNotAnsweredByAnother(t *testing.T) {
+func TestAKeepaliveIsNotAnswered(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		begin := time.Now()
 		a.Keepalive(b.key.public)
@@ -151,7 +151,7 @@ func TestTheInitiatorThatOnlyReceivesRekeysAfter165SecondsOnce(t *testing.T) {
 	})
 }
 
-func TestARekeyComesBeforeTheNoncesAreFew(t *testing.T) {
+func TestARekeyHappensBeforeTheNoncesRunOut(t *testing.T) {
 	for _, of := range []string{"initiator", "responder"} {
 		t.Run(of, func(t *testing.T) {
 			inPair(t, func(t *testing.T, _ *pair, a, b *end) {
@@ -270,7 +270,7 @@ func TestNothingIsSealedOrAcceptedAfter180Seconds(t *testing.T) {
 	})
 }
 
-func TestAHandshakeBeginsWhenNothingComesBackFor15Seconds(t *testing.T) {
+func TestAHandshakeStartsAfter15SecondsWithoutAnAnswer(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		time.Sleep(keepaliveTimeout)
 		b.wire.dropAll(everything)
@@ -302,7 +302,7 @@ func TestNoHandshakeBeginsWhileAnswersCome(t *testing.T) {
 	})
 }
 
-func TestInitiationsAreRepeatedEveryFiveSecondsUntil90(t *testing.T) {
+func TestInitiationsAreRepeatedEveryFiveSecondsFor90Seconds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		a := newPair(t, orderedKeys(true)).ends[0]
 		a.wire.dropAll(everything)
@@ -333,7 +333,7 @@ func TestInitiationsAreRepeatedEveryFiveSecondsUntil90(t *testing.T) {
 }
 
 // Packets that wait for a session begin at most five handshakes more than one in REKEY_TIMEOUT.
-func TestPacketsThatWaitBeginFewHandshakes(t *testing.T) {
+func TestWaitingPacketsStartFewHandshakes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		a := newPair(t, orderedKeys(true)).ends[0]
 		a.wire.dropAll(everything)
@@ -446,7 +446,7 @@ func TestTwoPeersWithOneKeyAreAnError(t *testing.T) {
 	})
 }
 
-func TestNoHandshakeIsTriedForEverWithAKeyThatCannotBe(t *testing.T) {
+func TestAnImpossibleKeyIsNotRetriedForever(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, orderedKeys(true))
 		a := p.ends[0]
@@ -670,7 +670,7 @@ func TestNoNonceIsUsedTwice(t *testing.T) {
 
 // --- the end
 
-func TestCloseLeavesNothingBehindWheneverItComes(t *testing.T) {
+func TestCloseLeavesNothingBehindAtAnyTime(t *testing.T) {
 	for _, during := range []string{"nothing", "a handshake", "data that waits", "traffic", "a change of the port"} {
 		t.Run(during, func(t *testing.T) {
 			for range 5 {
@@ -779,7 +779,7 @@ func TestTimersOfAPeerEndBeforeTheDeviceForgetsIt(t *testing.T) {
 
 // While a peer is replaced by another one with its key, one inbound goroutine may use the old peer and
 // another the new one. Together they accept each counter once.
-func TestTheReplayWindowHasOneLockWhileItsPeerIsReplaced(t *testing.T) {
+func TestTheReplayWindowIsSharedWhileItsPeerIsReplaced(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		before := a.Replay(b.key.public)
 		renamed := a.rules
@@ -829,7 +829,7 @@ func TestALargerMTUIsInForceForTheFirstPacket(t *testing.T) {
 }
 
 // When another gateway of the peer's cluster takes over in order, the one before still takes what is sent to it.
-func TestASessionStaysWhereItIsUntilTheNextOneIsConfirmed(t *testing.T) {
+func TestASessionStaysCurrentUntilTheNextIsConfirmed(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		next := p.sibling(t)
 		b.send(t, 100) // a knows now where that session is
@@ -859,7 +859,7 @@ func TestASessionStaysWhereItIsUntilTheNextOneIsConfirmed(t *testing.T) {
 }
 
 // A peer that has really moved, and whose confirmation is lost, is not sent to where it was for long.
-func TestASessionFollowsAnInitiationAfterASecond(t *testing.T) {
+func TestASessionFollowsAMovedPeerAfterASecond(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		next := p.sibling(t)
 		b.send(t, 100)

@@ -27,7 +27,7 @@ func (e *end) signs() datapath.Signs {
 	return e.Signs(e.engine.Peers()[0])
 }
 
-func TestASideThatHasTheWrongKeyAndTheOtherBothSeeIt(t *testing.T) {
+func TestBothSidesDetectAWrongKey(t *testing.T) {
 	strangers(t, func(t *testing.T, a, b *end) {
 		b.setPeer(t, numberedKey(9), a.place) // b has another key for a
 		begin := time.Now()
@@ -53,7 +53,7 @@ func TestASideThatHasTheWrongKeyAndTheOtherBothSeeIt(t *testing.T) {
 	})
 }
 
-func TestHandshakesThatAreAnsweredAreNoneThatAreRefused(t *testing.T) {
+func TestAnsweredHandshakesAreNotCountedAsRefused(t *testing.T) {
 	strangers(t, func(t *testing.T, a, b *end) {
 		b.wire.dropAll(everything) // the answers do not arrive
 		for range 4 {
@@ -69,7 +69,7 @@ func TestHandshakesThatAreAnsweredAreNoneThatAreRefused(t *testing.T) {
 	})
 }
 
-func TestWhatTheKernelDoesNotSendIsASign(t *testing.T) {
+func TestKernelSendErrorsAreASign(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, _ *end) {
 		if s := a.signs(); s.Unsent != nil {
 			t.Fatalf("before: %v", s.Unsent)
@@ -109,7 +109,7 @@ func TestDataOfAnEarlierSessionIsASign(t *testing.T) {
 }
 
 // A Service whose externalTrafficPolicy is Cluster gives each message the address of a node.
-func TestHandshakesThatAServiceRelaysAreASignOfTheirOwn(t *testing.T) {
+func TestRelayedHandshakesAreASeparateSign(t *testing.T) {
 	strangers(t, func(t *testing.T, a, b *end) {
 		elsewhere, other := netip.MustParseAddrPort("192.0.2.77:5871"), numberedKey(9)
 		b.SetRelays(func(addr netip.Addr) bool { return addr == a.place.Addr() })
@@ -140,7 +140,7 @@ func TestHandshakesThatAServiceRelaysAreASignOfTheirOwn(t *testing.T) {
 	})
 }
 
-func TestNobodyElsesHandshakesAreASign(t *testing.T) {
+func TestForeignHandshakesAreNotASign(t *testing.T) {
 	strangers(t, func(t *testing.T, a, b *end) {
 		b.setPeer(t, a.key, netip.MustParseAddrPort("192.0.2.77:5871")) // a is elsewhere
 		other := numberedKey(9)
@@ -154,7 +154,7 @@ func TestNobodyElsesHandshakesAreASign(t *testing.T) {
 }
 
 // A peer may have another session with us than we have with it: another gateway of ours made it, which is no more.
-func TestDataFromAPeersPlaceUnderAnotherSessionIsToldOf(t *testing.T) {
+func TestDataFromAPeersAddressUnderAnotherSessionIsReported(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		other := p.sibling(t)
 		var told []time.Time
@@ -183,7 +183,7 @@ func TestDataFromAPeersPlaceUnderAnotherSessionIsToldOf(t *testing.T) {
 	})
 }
 
-func TestForgedDataFromElsewhereSaysNothingOfAPeer(t *testing.T) {
+func TestForgedDataFromElsewhereIsNotASign(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		told := 0
 		b.SetDoubts(func([32]byte) { told++ })
@@ -198,7 +198,7 @@ func TestForgedDataFromElsewhereSaysNothingOfAPeer(t *testing.T) {
 }
 
 // A gateway that has just begun, and has nothing to send, hears its peer at once.
-func TestDataFromAPeersPlaceBeginsAHandshakeWhereThereIsNoSession(t *testing.T) {
+func TestDataFromAPeersAddressWithoutASessionStartsAHandshake(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		time.Sleep(rekeyTimeout)
 		b.Close()

@@ -72,7 +72,7 @@ func TestStagingGivesUpAfterTenSeconds(t *testing.T) {
 	}
 }
 
-func TestWhatWaitsLeavesInOrderOrIsCounted(t *testing.T) {
+func TestWaitingPacketsLeaveInOrderOrAreCounted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, orderedKeys(true))
 		a, b := p.ends[0], p.ends[1]
@@ -99,7 +99,7 @@ func TestWhatWaitsLeavesInOrderOrIsCounted(t *testing.T) {
 	})
 }
 
-func TestWhatWaitsIsGivenUpAfterTenSeconds(t *testing.T) {
+func TestWaitingPacketsAreDroppedAfterTenSeconds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, orderedKeys(true))
 		a, b := p.ends[0], p.ends[1]
@@ -123,7 +123,7 @@ func TestWhatWaitsIsGivenUpAfterTenSeconds(t *testing.T) {
 
 // What waits for one peer costs packets of others nothing: it is looked at when something has
 // happened to it.
-func TestWhatWaitsForOneDoesNotHoldUpAnother(t *testing.T) {
+func TestPacketsWaitingForOnePeerDoNotDelayAnother(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		c := p.third(t)
 		c.Close()
@@ -155,7 +155,7 @@ func TestWhatWaitsForOneDoesNotHoldUpAnother(t *testing.T) {
 
 // What waited goes out in one batch. Of that the wire refuses a part, which is counted, and the rest
 // arrives.
-func TestMessagesThatDoNotLeaveAreCountedAndNoOthers(t *testing.T) {
+func TestOnlyUnsentMessagesAreCounted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, orderedKeys(true))
 		a, b := p.ends[0], p.ends[1]

@@ -70,7 +70,7 @@ func TestTwoGatewaysCarryStreams(t *testing.T) {
 	})
 }
 
-func TestStreamsAreForGatewaysAlone(t *testing.T) {
+func TestOnlyGatewaysMayOpenStreams(t *testing.T) {
 	eachPlan(t, func(t *testing.T, a, b *side) {
 		_, from := streams(t, a, b)
 		at := netip.AddrPortFrom(b.seen(b.self), streamPort)
@@ -126,7 +126,7 @@ func TestStreamsNeedConsent(t *testing.T) {
 }
 
 // Each connection to a peer that is away repeats its SYN, and a manager of ours may ask for many.
-func TestStreamsToOnePeerTakeNoRoomOfOthers(t *testing.T) {
+func TestStreamsOfOnePeerLeaveRoomForOthers(t *testing.T) {
 	local, err := datapath.NewLocal(netip.MustParseAddr("169.254.0.1"), netip.Addr{}, 1420)
 	if err != nil {
 		t.Fatal(err)
@@ -206,7 +206,7 @@ func TestStreamsEndWithTheirEndpoint(t *testing.T) {
 }
 
 // A peer that takes nothing and acknowledges each probe would keep what it was sent in our memory.
-func TestNothingIsLeftOfAClosedStream(t *testing.T) {
+func TestAClosedStreamLeavesNothingBehind(t *testing.T) {
 	a, b := startGateways(t, &memlink.Network{}, plans[0], datapath.Options{})
 	for _, s := range []*side{a, b} {
 		s.peer.Streams = true

@@ -182,7 +182,7 @@ func (s *scene) settle(t testing.TB) {
 	}
 }
 
-func TestCaptureShowsEachPlaceAndSaysWhatBecameOfAPacket(t *testing.T) {
+func TestCaptureShowsThePointsAndTheFateOfAPacket(t *testing.T) {
 	for _, p := range plans {
 		t.Run(p.name, func(t *testing.T) {
 			s := newScene(t, p)
@@ -395,7 +395,7 @@ func superpacketIsCaptured(t *testing.T) bool {
 }
 
 // Nobody reads: the road goes on, and what was missed is counted.
-func TestSlowReaderOfACaptureCostsThePacketsOnly(t *testing.T) {
+func TestASlowCaptureReaderLosesOnlyItsOwnPackets(t *testing.T) {
 	s := newScene(t, plans[0])
 	o := capture.DefaultOptions()
 	o.Snap = capture.MaxSnap

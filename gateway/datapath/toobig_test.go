@@ -97,7 +97,7 @@ func TestReadAnswersAPacketThatIsTooBigForItsPeer(t *testing.T) {
 	}
 }
 
-func TestReadCutsWhatIsTooBigAndMayBeCut(t *testing.T) {
+func TestReadFragmentsLargePacketsIfAllowed(t *testing.T) {
 	payload := random(4000)
 	e := newEngine(t, smallPeer())
 	link := newScript(cuttable(plain(udp4(at(podA, 4000), at(podB, 80), payload))), plain(udp4(at(podA, 1), at(podB, 2), []byte("after"))))
@@ -125,7 +125,7 @@ func TestReadCutsWhatIsTooBigAndMayBeCut(t *testing.T) {
 	}
 }
 
-func TestReadCutsTheSegmentsOfASuperpacketThatMayBeCut(t *testing.T) {
+func TestReadFragmentsTheSegmentsOfASuperpacket(t *testing.T) {
 	payload := random(3*1400 + 100)
 	d := newDevice(t, newScript(cuttable(super4(at(podA, 4000), at(podB, 80), 0, 1400, payload))), newEngine(t, smallPeer()), datapath.Options{})
 	b := newBuffers(16, 2048)
@@ -217,7 +217,7 @@ func TestErrorsAboutAFloodAreLimited(t *testing.T) {
 }
 
 // Over IPv6 nobody but itself may cut its packets: it is told, and the link is not.
-func TestLocalEndpointIsToldOverIPv6(t *testing.T) {
+func TestLocalEndpointGetsTooBigErrorsOverIPv6(t *testing.T) {
 	pre, self6 := netip.MustParsePrefix, netip.MustParseAddr("fd69::1")
 	e := natengine.New(natengine.Config{Self4: self, Self6: self6})
 	if err := e.SetPeers([]natengine.Peer{{

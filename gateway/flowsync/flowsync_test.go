@@ -214,7 +214,7 @@ func TestFlowsSurviveFailoversAndRestarts(t *testing.T) {
 }
 
 // A planned move: what the gateway before opens while the next one is active already is adopted, too.
-func TestWhatTheGatewayBeforeStillTellsIsAdopted(t *testing.T) {
+func TestLateFlowsOfThePreviousGatewayAreAdopted(t *testing.T) {
 	p := newPlace()
 	p.set(one, true, 1)
 	p.set(two, false, 1)
@@ -263,7 +263,7 @@ func TestAFlowThatIsNotAdoptedIsCounted(t *testing.T) {
 	}
 }
 
-func TestOnlyWhoHasTheKeyIsTold(t *testing.T) {
+func TestFlowsAreSentOnlyToHoldersOfTheKey(t *testing.T) {
 	p := newPlace()
 	p.set(one, true, 1)
 	p.set(two, false, 2)
@@ -306,7 +306,7 @@ func TestOnlyWhoHasTheKeyIsTold(t *testing.T) {
 }
 
 // A standby that starts does not know yet which gateway is active. It waits for what that one has, and not for its end.
-func TestAwaitEndsWhileTheActiveGatewayGoesOn(t *testing.T) {
+func TestAwaitDoesNotWaitForTheActiveGatewayToStop(t *testing.T) {
 	p := newPlace()
 	p.set(one, false, 1)
 	p.set(two, false, 1)
@@ -335,7 +335,7 @@ func TestAwaitEndsWhileTheActiveGatewayGoesOn(t *testing.T) {
 	}
 }
 
-func TestPlacesForConnections(t *testing.T) {
+func TestConnectionsOfStrangersAreLimited(t *testing.T) {
 	l := NewLink(NewKeeper(), Options{Others: func() map[netip.Addr]bool { return map[netip.Addr]bool{one: false} }})
 	for i := range strangersMost {
 		if !l.enter(netip.AddrFrom4([4]byte{192, 0, 2, byte(i)})) {
@@ -377,7 +377,7 @@ func TestHandshakesOfStrangersAreBounded(t *testing.T) {
 }
 
 // What is told while this gateway is active is in no copy: a list from before must not go on as one.
-func TestAStandbyThatWasActiveMeanwhileNeedsANewList(t *testing.T) {
+func TestAStandbyThatWasActiveNeedsANewFlowList(t *testing.T) {
 	k, flows := NewKeeper(), randomFlows(t)
 	near, far := net.Pipe()
 	defer near.Close()
@@ -526,7 +526,7 @@ func TestAStreamArrives(t *testing.T) {
 	}
 }
 
-func TestACopyOfACopyReplacesNone(t *testing.T) {
+func TestAnIndirectCopyReplacesNoCopy(t *testing.T) {
 	flows := randomFlows(t)
 	k := NewKeeper()
 	tell := func(active bool, age time.Duration, n int) int {

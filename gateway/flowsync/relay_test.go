@@ -71,7 +71,7 @@ func TestRelayedPacketsReachTheNextGateway(t *testing.T) {
 }
 
 // Where a gateway has two connections to the active one, it takes each packet once.
-func TestOnlyTheConnectionThatFollowsTakesPackets(t *testing.T) {
+func TestOnlyAFollowingConnectionTakesPackets(t *testing.T) {
 	for name, once := range map[string]bool{"follows": false, "asks": true} {
 		var b bytes.Buffer
 		w := writer{bufio.NewWriter(&b)}
@@ -109,7 +109,7 @@ func (g *gatedList) EachFlow(f func(peer string, flow natengine.Flow), between f
 
 // A standby that starts asks all gateways for their flows, and follows one as soon as it knows which is active. While it
 // does both, packets come over two connections.
-func TestAPacketArrivesOnceWhereAStandbyHasAskedAndFollows(t *testing.T) {
+func TestAStandbyTakesEachPacketOnceFromTwoConnections(t *testing.T) {
 	before := &gatedList{running: newRunning(t, "10.246.0.0/16"), begun: make(chan struct{}), may: make(chan struct{})}
 	after, a, b := newRunning(t, "10.246.0.0/16"), NewKeeper(), NewKeeper()
 	a.Activate(before)
@@ -168,7 +168,7 @@ func TestAPacketArrivesOnceWhereAStandbyHasAskedAndFollows(t *testing.T) {
 }
 
 // A gateway that does not become active keeps no packets.
-func TestRelayedPacketsThatWaitAreBounded(t *testing.T) {
+func TestWaitingRelayedPacketsAreBounded(t *testing.T) {
 	k := NewKeeper()
 	p := make([]byte, 60000)
 	const fit = relayMost / 60000
@@ -196,7 +196,7 @@ func TestRelayedPacketsThatWaitAreBounded(t *testing.T) {
 
 // Where another gateway becomes active, it has the packets, too. A second connection to the gateway that
 // relayed them does not say so.
-func TestAGatewayThatFollowsTheNextOneKeepsNoPackets(t *testing.T) {
+func TestAFollowerOfTheNextGatewayKeepsNoPackets(t *testing.T) {
 	k := NewKeeper()
 	first, second := netip.MustParseAddr("10.244.1.254"), netip.MustParseAddr("10.244.2.254")
 	(&receiver{k: k, from: first}).begin(true, 0)
@@ -222,7 +222,7 @@ func TestAGatewayThatFollowsTheNextOneKeepsNoPackets(t *testing.T) {
 }
 
 // Each packet that a connection does not get is counted, whether another connection gets it or not.
-func TestPacketsThatAreNotSentAreCounted(t *testing.T) {
+func TestUnsentPacketsAreCounted(t *testing.T) {
 	k := NewKeeper()
 	p := make([]byte, 60000)
 	const fit = relayMost / 60000
@@ -285,7 +285,7 @@ func (f *failing) Write(b []byte) (int, error) {
 }
 
 // Packets that were written are counted too, where the connection ends before they have left.
-func TestPacketsOfAConnectionThatFailsAreCounted(t *testing.T) {
+func TestPacketsOfAFailedConnectionAreCounted(t *testing.T) {
 	near, far := net.Pipe()
 	defer near.Close()
 	conn := &failing{slow: slow{Conn: far}}
@@ -325,7 +325,7 @@ func TestPacketsOfAConnectionThatFailsAreCounted(t *testing.T) {
 }
 
 // A packet of which only a part arrives, or in a broken stream, or when there is nobody for it any more, is counted.
-func TestPacketsThatAreNotReceivedWholeAreCounted(t *testing.T) {
+func TestTruncatedPacketsAreCounted(t *testing.T) {
 	long := make([]byte, maxFrame)
 	for _, c := range []struct {
 		what  string
@@ -371,7 +371,7 @@ func TestPacketsThatAreNotReceivedWholeAreCounted(t *testing.T) {
 }
 
 // A gateway that does not become active keeps no packets, though none follows that would displace them.
-func TestRelayedPacketsThatWaitTooLongAreDropped(t *testing.T) {
+func TestOldRelayedPacketsAreDropped(t *testing.T) {
 	p, k := newPlace(), NewKeeper()
 	k.brought(parcel{p: make([]byte, 1000), at: time.Now()})
 	_, end := p.start(t, k, one)

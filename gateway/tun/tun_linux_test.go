@@ -177,7 +177,7 @@ func exchange(t *testing.T, ns *namespace, w *wire, server netip.AddrPort, size 
 	}
 }
 
-func TestKernelSendsAndTakesSuperpackets(t *testing.T) {
+func TestKernelSendsAndReceivesSuperpackets(t *testing.T) {
 	for _, tc := range []struct{ name, kernel, host string }{
 		{"IPv4", "10.9.0.1/24", "10.9.0.2"},
 		{"IPv6", "fd00:9::1/64", "fd00:9::2"},
@@ -226,7 +226,7 @@ func TestForwardedSuperpacketsArriveWhole(t *testing.T) {
 
 // The engine hands a datagram that came in fragments over as one packet, larger than any MTU. The
 // kernel takes it and cuts it for the next link.
-func TestKernelCutsADatagramAboveTheMTU(t *testing.T) {
+func TestKernelFragmentsADatagramAboveTheMTU(t *testing.T) {
 	pod, gw := newNamespace(t), newNamespace(t)
 	veth(t, pod, gw, "10.8.0.2/24", "10.8.0.1/24")
 	d := gw.open(t, "tuntest0", mtu, Options{})
@@ -295,7 +295,7 @@ func TestUSOIsOnOnlyWhenAskedFor(t *testing.T) {
 	t.Logf("USO: %v", o.USO4)
 }
 
-func TestUSOIsTrustedFromTheKernelOnThatWasTested(t *testing.T) {
+func TestUSOIsUsedOnlyOnTestedKernels(t *testing.T) {
 	for release, want := range map[string]bool{
 		"6.18.44-generic": true, "6.18": true, "6.18.0-rc3": true, "6.19.1": true, "7.0.0": true, "10.2": true,
 		"6.17.13": false, "6.2.0-1": false, "5.19": false, "4.18.0-553.el8_10.x86_64": false, "6": false, "": false, "next": false,
@@ -597,7 +597,7 @@ func TestReadEndsWhenTheInterfaceIsDeleted(t *testing.T) {
 	}
 }
 
-func TestWriteSaysWhatTheKernelRefuses(t *testing.T) {
+func TestWriteReportsRefusalsOfTheKernel(t *testing.T) {
 	ns := newNamespace(t)
 	d := ns.open(t, "tuntest0", mtu, Options{})
 	if err := d.Write([][]byte{echoRequest()}); !errors.Is(err, unix.EIO) {
@@ -624,7 +624,7 @@ func TestWriteSaysWhatTheKernelRefuses(t *testing.T) {
 	}
 }
 
-func TestMTUIsThatOfTheNamespaceWhereItWasOpened(t *testing.T) {
+func TestMTUBelongsToTheOpeningNamespace(t *testing.T) {
 	d := newNamespace(t).open(t, "tuntest0", 1380, Options{})
 	if got := d.MTU(); got != 1380 { // asked from a thread outside
 		t.Errorf("MTU %d: want 1380", got)
@@ -649,7 +649,7 @@ func TestKernelChoosesANumberForTheName(t *testing.T) {
 	}
 }
 
-func TestOpenSaysWhatIsMissing(t *testing.T) {
+func TestOpenNamesTheMissingRequirement(t *testing.T) {
 	ns := newNamespace(t)
 	first := ns.open(t, "tuntest0", mtu, Options{})
 	for _, tc := range []struct {

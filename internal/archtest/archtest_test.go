@@ -30,7 +30,7 @@ func TestTheModuleKeepsItsImportRules(t *testing.T) {
 
 // What only makes and shows clusters on one machine is isthmus-lab's: a program that runs in
 // clusters has no use for it.
-func TestProgramForClustersLinksNoLab(t *testing.T) {
+func TestIsthmusDoesNotLinkTheLab(t *testing.T) {
 	deps := func(pkg string) []string {
 		out, err := exec.Command("go", "list", "-deps", Module+"/cmd/"+pkg).Output()
 		if err != nil {

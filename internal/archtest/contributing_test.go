@@ -10,9 +10,9 @@ import (
 	"testing"
 )
 
-// TestContributingNamesWhatExists checks the table "Where things go" of CONTRIBUTING.md: each path in a
+// TestContributingPathsExist checks the table "Where things go" of CONTRIBUTING.md: each path in a
 // row exists, and each identifier occurs in a file that the row names.
-func TestContributingNamesWhatExists(t *testing.T) {
+func TestContributingPathsExist(t *testing.T) {
 	root := filepath.Join("..", "..")
 	text, err := os.ReadFile(filepath.Join(root, "CONTRIBUTING.md"))
 	if err != nil {

@@ -41,7 +41,7 @@ func TestNATDocumentNamesItsTests(t *testing.T) {
 	}
 }
 
-func TestNATDocumentCheckCatchesWhatIsWrong(t *testing.T) {
+func TestNATDocumentCheckCatchesErrors(t *testing.T) {
 	tests := map[string]bool{"TestA": true}
 	for row, want := range map[string]string{
 		"| REQ-1 | a | met | b | `TestA` |":            "",

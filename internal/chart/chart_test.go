@@ -93,7 +93,7 @@ func TestManifestsMoveIntoAnotherNamespace(t *testing.T) {
 }
 
 // kubectl applies a file from its beginning to its end, and goes on after an error.
-func TestManifestsAreInTheOrderInWhichTheyCanBeApplied(t *testing.T) {
+func TestManifestsAreInApplyOrder(t *testing.T) {
 	text, err := Manifests(Options{Namespace: "elsewhere", AppVersion: "v9", Values: paris(everything)})
 	if err != nil {
 		t.Fatal(err)
@@ -163,7 +163,7 @@ func TestWrongValuesAreNamed(t *testing.T) {
 }
 
 // The defaults satisfy the schema, and the schema has no value without a default.
-func TestSchemaKnowsEachValue(t *testing.T) {
+func TestSchemaCoversEveryValue(t *testing.T) {
 	text, err := deploy.Chart.ReadFile(root + "/values.schema.json")
 	if err != nil {
 		t.Fatal(err)
@@ -204,7 +204,7 @@ func TestSchemaKnowsEachValue(t *testing.T) {
 	compare("", schema, defaults)
 }
 
-func TestImageIsOfTheVersionUnlessSaidOtherwise(t *testing.T) {
+func TestImageTagDefaultsToTheVersion(t *testing.T) {
 	for _, tc := range []struct {
 		image Values
 		want  string
@@ -226,7 +226,7 @@ func TestImageIsOfTheVersionUnlessSaidOtherwise(t *testing.T) {
 	}
 }
 
-func TestALongTagBecomesAShorterLabel(t *testing.T) {
+func TestALongTagIsCutForTheLabel(t *testing.T) {
 	for tag, want := range map[string]string{
 		"v1.2.3": "v1.2.3", strings.Repeat("t", 128): strings.Repeat("t", 63), "_" + strings.Repeat("t", 61) + "._": strings.Repeat("t", 61),
 	} {
@@ -237,7 +237,7 @@ func TestALongTagBecomesAShorterLabel(t *testing.T) {
 	}
 }
 
-func TestTheIPAMKnowsItsCallersByCertificatesWhereASecretHasThem(t *testing.T) {
+func TestIPAMRequiresCertificatesIfASecretIsNamed(t *testing.T) {
 	for secret, plain := range map[string]bool{"": true, "ipam-tls": false} {
 		manager := find(t, objects(t, paris(Values{"ipam": Values{"port": 6000.0, "tlsSecret": secret}})), "Deployment", "isthmus-manager")
 		text, err := manager.MarshalJSON()
@@ -256,7 +256,7 @@ func TestTheIPAMKnowsItsCallersByCertificatesWhereASecretHasThem(t *testing.T) {
 }
 
 // Both files of a gateway and the new version of either fit (statefile.Write, internal/source/kube).
-func TestTheStateOfAGatewayFits(t *testing.T) {
+func TestGatewayStateVolumeHoldsBothFiles(t *testing.T) {
 	volumes, _, err := unstructured.NestedSlice(find(t, objects(t, paris(nil)), "Deployment", "isthmus-gateway").Object, "spec", "template", "spec", "volumes")
 	if err != nil {
 		t.Fatal(err)
@@ -272,7 +272,7 @@ func TestTheStateOfAGatewayFits(t *testing.T) {
 	}
 }
 
-func TestADrainTakesOneOfSeveral(t *testing.T) {
+func TestADrainEvictsOneReplicaAtATime(t *testing.T) {
 	all := objects(t, paris(nil))
 	for _, name := range []string{"isthmus-manager", "isthmus-gateway"} {
 		selector := func(kind string) map[string]any {
@@ -307,7 +307,7 @@ func TestEachTunnelHasAPort(t *testing.T) {
 
 // A new gateway may start beside the old one, so that an upgrade goes on where one node takes Pods;
 // not where both need the same port of the node.
-func TestGatewaysOfTwoVersionsShareANodeUnlessTheyTakeItsPorts(t *testing.T) {
+func TestGatewaysSurgeUnlessTheyUseHostPorts(t *testing.T) {
 	for _, tc := range []struct {
 		gateway Values
 		surge   int64
@@ -328,7 +328,7 @@ func TestGatewaysOfTwoVersionsShareANodeUnlessTheyTakeItsPorts(t *testing.T) {
 }
 
 // Nodes vote unless somebody does not want it; gateways with their nodes' networks do not ask them.
-func TestGatewaysAskForVotesWhereTheyCan(t *testing.T) {
+func TestGatewaysUseVotesUnlessOnTheHostNetwork(t *testing.T) {
 	for _, tc := range []struct {
 		gateway Values
 		votes   bool
@@ -346,7 +346,7 @@ func TestGatewaysAskForVotesWhereTheyCan(t *testing.T) {
 
 // Privileges are what a container may do to the machine. Each is in docs/security.md with its
 // reason; a new one has to be written down here and there.
-func TestNoComponentHasAPrivilegeMore(t *testing.T) {
+func TestNoComponentHasExtraPrivileges(t *testing.T) {
 	const (
 		unprivileged = "RuntimeDefault, read-only root, no escalation, drops ALL"
 		asRoot       = unprivileged + ", root"
@@ -425,7 +425,7 @@ func documented(t *testing.T, component, privileges string) {
 }
 
 // Helm's hook is nothing that install applies, and its Pod may do nothing on its node.
-func TestTheUninstallHookIsHelmsAlone(t *testing.T) {
+func TestOnlyHelmInstallsTheUninstallHook(t *testing.T) {
 	for _, u := range objects(t, paris(nil)) {
 		if u.GetName() == "isthmus-uninstall" {
 			t.Errorf("install applies %s %s", u.GetKind(), u.GetName())
@@ -510,7 +510,7 @@ func privileges(t *testing.T, pod map[string]any) string {
 
 // Helm follows the links to the folders that are ours without it: a link that became a file leaves
 // alerts and dashboard empty, and says nothing.
-func TestTheFilesOfTheChartAreFolders(t *testing.T) {
+func TestChartFilesAreNotReplacedByLinks(t *testing.T) {
 	entries, err := os.ReadDir("../../deploy/chart/isthmus/files")
 	if err != nil || len(entries) == 0 {
 		t.Fatalf("%d, %v", len(entries), err)

@@ -48,7 +48,7 @@ func tallyOf(t *testing.T, in string) (*tally, string) {
 	return sum, out.String()
 }
 
-func TestTallyCountsEachFateAndPackagesThatFailOnTheirOwn(t *testing.T) {
+func TestTallyCountsOutcomesAndFailedPackages(t *testing.T) {
 	sum, out := tallyOf(t, golden)
 	if sum.passed != 2 || sum.failed != 4 || sum.skipped != 1 {
 		t.Errorf("got %d passed, %d failed, %d skipped; want 2, 4, 1", sum.passed, sum.failed, sum.skipped)
@@ -66,7 +66,7 @@ func TestTallyCountsEachFateAndPackagesThatFailOnTheirOwn(t *testing.T) {
 	}
 }
 
-func TestSummaryClosesWithTheCountAndNamesSkips(t *testing.T) {
+func TestSummaryEndsWithTheCountAndNamesSkips(t *testing.T) {
 	sum, _ := tallyOf(t, golden)
 	var out bytes.Buffer
 	if report(&out, nil, sum, nil) {
@@ -93,7 +93,7 @@ func TestSummaryNamesTheSlowestTests(t *testing.T) {
 	}
 }
 
-func TestPackagesOfTestsAreFoundByTheirNames(t *testing.T) {
+func TestTestNamesLeadToTheirPackages(t *testing.T) {
 	t.Chdir("../..")
 	found := packagesWith("NotAllocate")
 	for _, want := range []string{"./natengine", "./gateway/bind"} {
@@ -107,7 +107,7 @@ func TestPackagesOfTestsAreFoundByTheirNames(t *testing.T) {
 }
 
 // A package that begins to share something between goroutines needs the race detector.
-func TestSequentialPackagesShareNothingBetweenGoroutines(t *testing.T) {
+func TestPackagesWithoutRaceDetectorUseNoGoroutines(t *testing.T) {
 	t.Chdir("../..")
 	shares := regexp.MustCompile(`(?m)^\s*go\s|\.Go\(|^\s*"sync(/atomic)?"$|\.Parallel\(\)`)
 	for _, folder := range sequential {
@@ -130,7 +130,7 @@ func TestSequentialPackagesShareNothingBetweenGoroutines(t *testing.T) {
 	}
 }
 
-func TestAFailedStepFailsTheRunThoughEveryTestPassed(t *testing.T) {
+func TestAFailedStepFailsARunWithoutFailedTests(t *testing.T) {
 	for name, tc := range map[string]struct {
 		results     []result
 		interrupted error
@@ -146,7 +146,7 @@ func TestAFailedStepFailsTheRunThoughEveryTestPassed(t *testing.T) {
 	}
 }
 
-func TestRunningNamesTheInnermostTestAndNoneThatWaitsForItsTurn(t *testing.T) {
+func TestRunningNamesInnermostTestsAndSkipsPausedOnes(t *testing.T) {
 	sum, _ := tallyOf(t, `{"Action":"run","Package":"m/a","Test":"TestX"}
 {"Action":"run","Package":"m/a","Test":"TestX/slow"}
 {"Action":"run","Package":"m/a","Test":"TestLater"}
@@ -165,7 +165,7 @@ const chance = `{"Action":"run","Package":"m/a","Test":"TestBusy"}
 {"Action":"fail","Package":"m/a","Elapsed":0.3}
 `
 
-func TestATestThatPassesTheSecondTimeIsNamedAndNoFailure(t *testing.T) {
+func TestAFlakyTestIsNamedButDoesNotFailTheRun(t *testing.T) {
 	sum, _ := tallyOf(t, chance)
 	again := sum.repeatable(1)
 	if len(again) != 1 || again[0] != (testName{"m/a", "TestBusy"}) {
@@ -191,7 +191,7 @@ func TestATestThatPassesTheSecondTimeIsNamedAndNoFailure(t *testing.T) {
 	}
 }
 
-func TestWhatMustNotHappenOnceIsNotRepeated(t *testing.T) {
+func TestRacesLeaksAndTimeoutsAreNotRetried(t *testing.T) {
 	for _, words := range []string{"WARNING: DATA RACE", "3 packets in the clear", "panic: test timed out"} {
 		sum, _ := tallyOf(t, strings.Replace(chance, "nothing after a minute", words, 1))
 		if again := sum.repeatable(1); len(again) != 0 {

@@ -13,7 +13,7 @@ import (
 	"github.com/spf13/cobra"
 )
 
-func TestExitCodeSaysWhoseFaultItIs(t *testing.T) {
+func TestExitCodeDistinguishesUsageFromFailure(t *testing.T) {
 	for _, tc := range []struct {
 		name string
 		args []string
@@ -38,7 +38,7 @@ func TestExitCodeSaysWhoseFaultItIs(t *testing.T) {
 	}
 }
 
-func TestSignalEndsTheContextAndIsCalledAnInterruption(t *testing.T) {
+func TestSignalEndsTheContextAsAnInterruption(t *testing.T) {
 	for _, s := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP} {
 		if signal.Ignored(s) { // as nohup(1) has it
 			continue
@@ -57,7 +57,7 @@ func TestSignalEndsTheContextAndIsCalledAnInterruption(t *testing.T) {
 	}
 }
 
-func TestAPluginSpeaksOfItselfAsItWasCalled(t *testing.T) {
+func TestPluginUsageNamesKubectl(t *testing.T) {
 	for argv0, want := range map[string]string{
 		"/usr/local/bin/kubectl-program": "kubectl program", "kubectl-program": "kubectl program", "program": "program", "kubectl-other": "program",
 	} {

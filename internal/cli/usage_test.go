@@ -8,7 +8,7 @@ import (
 	"github.com/spf13/pflag"
 )
 
-func TestNearestIsWhatSomebodyMayHaveMeant(t *testing.T) {
+func TestNearestSuggestsTheLikelyWord(t *testing.T) {
 	words := []string{"context", "namespace", "remote-context", "o", "timeout"}
 	for said, want := range map[string]string{
 		"contxt": "context", "cotnext": "context", "name": "namespace", "remote-contex": "remote-context", "timeuot": "timeout",
@@ -20,7 +20,7 @@ func TestNearestIsWhatSomebodyMayHaveMeant(t *testing.T) {
 	}
 }
 
-func TestFlagsOfEachTypeSayWhatTheyWantWithoutTheWordsOfGo(t *testing.T) {
+func TestFlagErrorsAvoidGoTerms(t *testing.T) {
 	for kind, add := range map[string]func(*pflag.FlagSet){
 		"int":      func(f *pflag.FlagSet) { f.Int("x", 0, "") },
 		"uint16":   func(f *pflag.FlagSet) { f.Uint16("x", 0, "") },

@@ -19,7 +19,7 @@ var must = expect.NoError
 
 // What is only shown goes by the API server's clock, and never by a moment after the question. What is done
 // because nobody is at work needs both clocks to say so.
-func TestALeaseIsOverForWhoeverActsWhenBothClocksSaySo(t *testing.T) {
+func TestALeaseExpiresForActionsByBothClocks(t *testing.T) {
 	for _, tc := range []struct {
 		name         string
 		ago, took    time.Duration // by our clock: the renewal before the question, and the answer
@@ -69,7 +69,7 @@ func (l leaseAfter) Get(_ context.Context, _ client.ObjectKey, o client.Object, 
 
 // Whatever the two clocks show, each answer narrows their difference, and one that contradicts the others
 // is of a clock that was set.
-func TestTheAPIServersTimeIsLearntFromItsAnswers(t *testing.T) {
+func TestTheAPIServerClockIsEstimatedFromAnswers(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	base := time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
 	var c serverClock

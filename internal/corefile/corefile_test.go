@@ -109,7 +109,7 @@ func FuzzAdd(f *testing.F) {
 	f.Fuzz(check)
 }
 
-func TestWhatIsNotUnderstoodStays(t *testing.T) {
+func TestAnUnknownCorefileIsNotChanged(t *testing.T) {
 	for in, want := range map[string]string{
 		"":                              "empty",
 		"# nothing":                     "empty",
@@ -172,7 +172,7 @@ func TestRemoveUndoesNothingElse(t *testing.T) {
 	}
 }
 
-func TestTheCacheDoesNotRememberThatNamesOfTheZoneDoNotExist(t *testing.T) {
+func TestTheCacheSkipsNegativeAnswersOfTheZone(t *testing.T) {
 	const server, end, ours = ".:53 {\n kubernetes clusterset.local {\n multicluster clusterset.local\n }\n", "}\n", " # added by isthmus install"
 	for in, want := range map[string]string{
 		" cache\n":                              " cache {\n     disable denial clusterset.local" + ours + ", with this block\n }\n",

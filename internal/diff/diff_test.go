@@ -10,7 +10,7 @@ type pair struct{ k, v int }
 
 func key(p pair) int { return p.k }
 
-func TestOfSaysAddReplaceRemoveInInputOrder(t *testing.T) {
+func TestOfKeepsTheInputOrder(t *testing.T) {
 	have := []pair{{1, 1}, {2, 1}, {3, 1}}
 	want := []pair{{5, 1}, {2, 2}, {3, 1}, {4, 1}}
 	add, replace, remove := Of(have, want, key)
@@ -27,7 +27,7 @@ func TestOfIsEmptyForEqualInputs(t *testing.T) {
 }
 
 // What both lists begin and end with is left out only where that makes no difference.
-func TestOfIsTheComparisonOfAllElements(t *testing.T) {
+func TestOfComparesAllElements(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	for range 50_000 {
 		have := make([]pair, rng.IntN(8))

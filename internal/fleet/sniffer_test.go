@@ -11,7 +11,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-func TestNetworksOfPeersAreRememberedUntilTheEndOfUnpeering(t *testing.T) {
+func TestNetworksOfPeersAreKeptUntilUnpeeringEnds(t *testing.T) {
 	storages := func(subnets map[string]v1alpha1.Subnets) []v1alpha1.IpamStorage {
 		return []v1alpha1.IpamStorage{{Spec: v1alpha1.IpamStorageSpec{ClusterSubnets: subnets}}}
 	}

@@ -128,7 +128,7 @@ func plant(t *testing.T, c client.Client) (p planted, all map[string][]byte) {
 }
 
 // An archive has what a bug report needs, of what can be read, and no secret in any form.
-func TestAnArchiveHasWhatIsNeededAndNoSecret(t *testing.T) {
+func TestAnArchiveIsCompleteAndHasNoSecret(t *testing.T) {
 	if testing.Short() {
 		t.Skip("needs an API server")
 	}

@@ -17,7 +17,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-func TestAnAgentIsMissedOnEveryNodeThatHasNoneAtWork(t *testing.T) {
+func TestNodesWithoutAWorkingAgentAreListed(t *testing.T) {
 	node := func(name string, change ...func(*corev1.Node)) corev1.Node {
 		n := corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}
 		for _, f := range change {
@@ -127,7 +127,7 @@ func TestRunningAgentsAreNotBlamedWhileTheGatewayIsNew(t *testing.T) {
 	}
 }
 
-func TestWhatNodesLackIsNamedWithTheNodes(t *testing.T) {
+func TestMissingNodeFeaturesAreListedWithTheNodes(t *testing.T) {
 	report := func(node string, problems ...isthmus.NodeProblem) isthmus.NodeNetworks {
 		return isthmus.NodeNetworks{ObjectMeta: metav1.ObjectMeta{Name: node}, Spec: isthmus.NodeNetworksSpec{Problems: problems}}
 	}

@@ -74,7 +74,7 @@ func TestALeaseThatIsNotRenewedIsHeldByNobody(t *testing.T) {
 }
 
 // A Lease is good for some seconds after the last of its holder's containers has ended.
-func TestAHolderWhosePodHasEndedIsAtWorkNoMore(t *testing.T) {
+func TestAHolderWhosePodEndedIsNotActive(t *testing.T) {
 	pod := func(name string, phase corev1.PodPhase, containers ...corev1.ContainerState) corev1.Pod {
 		p := corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: name}, Status: corev1.PodStatus{Phase: phase}}
 		for _, s := range containers {

@@ -12,7 +12,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-func TestAGatewayIsJudgedByItsPodsToo(t *testing.T) {
+func TestGatewayHealthIncludesItsPods(t *testing.T) {
 	now := time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
 	pod := func(name, role, problem string) corev1.Pod {
 		p := corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: name, Labels: map[string]string{"app.kubernetes.io/name": "gateway"}}, Status: corev1.PodStatus{Phase: corev1.PodRunning}}
@@ -59,7 +59,7 @@ func TestAGatewayIsJudgedByItsPodsToo(t *testing.T) {
 	}
 }
 
-func TestAGatewayWithoutAStandbyIsTold(t *testing.T) {
+func TestAGatewayWithoutAStandbyIsReported(t *testing.T) {
 	pod := func(name string, phase corev1.PodPhase, change func(*corev1.PodStatus)) corev1.Pod {
 		p := corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: name, Labels: map[string]string{"app.kubernetes.io/name": "gateway"}}, Status: corev1.PodStatus{Phase: phase}}
 		if change != nil {
@@ -106,7 +106,7 @@ func TestAGatewayWithoutAStandbyIsTold(t *testing.T) {
 }
 
 // After an outage between the clusters, what agents found during it blames no overlay.
-func TestAnOverlayIsBlamedOnlyWhenPeersHaveBeenConnectedForLong(t *testing.T) {
+func TestTheOverlayIsBlamedOnlyIfPeersStayConnected(t *testing.T) {
 	now := time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
 	for _, tc := range []struct {
 		status metav1.ConditionStatus
@@ -123,7 +123,7 @@ func TestAnOverlayIsBlamedOnlyWhenPeersHaveBeenConnectedForLong(t *testing.T) {
 	}
 }
 
-func TestWarningsOfWhatIsOverAreNotShown(t *testing.T) {
+func TestOutdatedWarningsAreHidden(t *testing.T) {
 	now := time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
 	event := func(ago time.Duration, by, message string) corev1.Event {
 		return corev1.Event{ObjectMeta: metav1.ObjectMeta{CreationTimestamp: metav1.NewTime(now.Add(-ago))}, EventTime: metav1.NewMicroTime(now.Add(-ago)), InvolvedObject: corev1.ObjectReference{Name: "agent"}, ReportingController: by, Reason: "R", Message: message}
@@ -171,7 +171,7 @@ func TestWarningsOfWhatIsOverAreNotShown(t *testing.T) {
 	}
 }
 
-func TestAPodOrNodeThatIsNotReadySaysWhy(t *testing.T) {
+func TestReasonOfAnUnreadyPodOrNodeIsShown(t *testing.T) {
 	for _, tc := range []struct{ reason, message, pod, node string }{
 		{"ContainersNotReady", "containers with unready status: [gateway]", "is not ready: containers with unready status: [gateway]", "containers with unready status: [gateway]"},
 		{"ContainersNotReady", "", "is not ready: ContainersNotReady", "ContainersNotReady"},
@@ -189,7 +189,7 @@ func TestAPodOrNodeThatIsNotReadySaysWhy(t *testing.T) {
 	}
 }
 
-func TestSeveralVersionsAreTold(t *testing.T) {
+func TestMixedVersionsAreReported(t *testing.T) {
 	pod := func(account, image string) corev1.Pod {
 		return corev1.Pod{Spec: corev1.PodSpec{ServiceAccountName: account, Containers: []corev1.Container{{Image: image}}}}
 	}
@@ -205,7 +205,7 @@ func TestSeveralVersionsAreTold(t *testing.T) {
 
 // Rights that only another version asks for are no fault of this one, until a component that lacks
 // them is in trouble.
-func TestRightsOfAnotherVersionAreAFaultOnlyWhereSomethingIsBroken(t *testing.T) {
+func TestRightsOfAnotherVersionMatterOnlyForABrokenComponent(t *testing.T) {
 	pod := func(account, version string) corev1.Pod {
 		return corev1.Pod{ObjectMeta: metav1.ObjectMeta{Labels: map[string]string{labelVersion: version}}, Spec: corev1.PodSpec{ServiceAccountName: account}}
 	}

@@ -75,7 +75,7 @@ func (c *client) answer() string {
 
 const get = "GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
-func TestClientsThatHoldConnectionsShutNobodyOut(t *testing.T) {
+func TestIdleConnectionsDoNotBlockOtherClients(t *testing.T) {
 	for name, hold := range map[string]string{"nothing is sent": "", "the first octet": "G", "half a header": "GET / HTTP/1.1\r\nHost: x\r\nA: ", "idle after an answer": get} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

@@ -50,7 +50,7 @@ func getOwner(ctx context.Context, name string) (string, error) {
 	return string(text), err
 }
 
-func TestOwnersSocketIsForTheOwnerAndRoot(t *testing.T) {
+func TestOnlyOwnerAndRootMayUseTheSocket(t *testing.T) {
 	name := fmt.Sprintf("isthmus-test-%d", os.Getpid())
 	var log bytes.Buffer
 	s := New(slog.New(slog.NewTextHandler(&log, nil)))
@@ -96,7 +96,7 @@ func TestOwnersSocketIsForTheOwnerAndRoot(t *testing.T) {
 	}
 }
 
-func TestNobodyAsksAStrangerWhoListens(t *testing.T) {
+func TestASocketOfAnotherUserIsNotTrusted(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("needs root to be somebody else")
 	}

@@ -39,7 +39,7 @@ func writePair(t *testing.T, dir string, at time.Time) []byte {
 	return pair.Certificate[0]
 }
 
-func TestSecureServersGuardWhatIsGuarded(t *testing.T) {
+func TestSecureServersAuthorizeProtectedPaths(t *testing.T) {
 	dir, begin := t.TempDir(), time.Unix(1_700_000_000, 0)
 	if _, err := TLS(dir); err == nil || !strings.Contains(err.Error(), "certificate in "+dir) {
 		t.Errorf("no files: %v", err)
@@ -131,7 +131,7 @@ func TestACertificateIsMadeWhereThereIsNone(t *testing.T) {
 	}
 }
 
-func TestWhatOthersMayReadIsWarnedOf(t *testing.T) {
+func TestAPublicAddressCausesAWarning(t *testing.T) {
 	for address, warns := range map[string]bool{"127.0.0.1:0": false, "[::1]:0": false, "0.0.0.0:0": true, ":0": true, "": false} {
 		var log bytes.Buffer
 		s := New(slog.New(slog.NewTextHandler(&log, nil)))

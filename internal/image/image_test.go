@@ -71,7 +71,7 @@ func TestSameInputGivesSameBytes(t *testing.T) {
 }
 
 // The way that a container runtime goes from the archive to the files.
-func TestArchiveLeadsToTheFilesOfEachPlatform(t *testing.T) {
+func TestArchiveContainsTheFilesOfEachPlatform(t *testing.T) {
 	digest, archive := write(t, example)
 	files := unpack(t, bytes.NewReader(archive))
 	follow := func(d descriptor, into any) []byte {

@@ -172,7 +172,7 @@ func TestAConnectionEndsWithTheKeyOfTheGateways(t *testing.T) {
 	echoes(t, c)
 }
 
-func TestAManagerIsToldWhyThereIsNoConnection(t *testing.T) {
+func TestAManagerGetsTheReasonForARefusedConnection(t *testing.T) {
 	w := newWorld(t)
 	w.Set(agreed)
 	for _, c := range []struct {
@@ -232,7 +232,7 @@ func TestStrangersAreRefused(t *testing.T) {
 	}
 }
 
-func TestAPeerReachesTheAPIServerWithinItsBounds(t *testing.T) {
+func TestConnectionsOfAPeerToTheAPIServerAreLimited(t *testing.T) {
 	w := newWorld(t)
 	w.Set(append(agreed, Peer{ID: "c", Source: netip.MustParseAddr("10.73.0.0"), Gateway: netip.MustParseAddr("10.74.0.1")}))
 	refused := 0
@@ -270,7 +270,7 @@ func TestAPeerReachesTheAPIServerWithinItsBounds(t *testing.T) {
 	}
 }
 
-func TestTheConnectionsOfAPeerThatIsGoneEnd(t *testing.T) {
+func TestConnectionsOfARemovedPeerAreClosed(t *testing.T) {
 	w := newWorld(t)
 	w.Set(agreed)
 	ours, theirs := net.Pipe()
@@ -287,7 +287,7 @@ func TestTheConnectionsOfAPeerThatIsGoneEnd(t *testing.T) {
 }
 
 // Who is left has no way to our API server from then on. Our manager still has something to delete at the peer.
-func TestAPeerThatIsLeftIsNotLetThrough(t *testing.T) {
+func TestALeavingPeerIsRefused(t *testing.T) {
 	w := newWorld(t)
 	w.Set([]Peer{{ID: "b", Source: source, Gateway: gateway, Leaving: true}})
 	refused := false
@@ -350,7 +350,7 @@ func (f far) Close() error {
 	return nil
 }
 
-func TestAConnectionCountsUntilNothingIsLeftOfIt(t *testing.T) {
+func TestAConnectionCountsUntilBothSidesAreClosed(t *testing.T) {
 	w := newWorld(t)
 	w.Set(agreed)
 	ours, theirs := net.Pipe()
@@ -385,7 +385,7 @@ func (f *faltering) Accept() (net.Conn, error) {
 	return f.Listener.Accept()
 }
 
-func TestThePortForTheManagerOutlivesAnError(t *testing.T) {
+func TestTheManagerPortSurvivesAnAcceptError(t *testing.T) {
 	w := newWorld(t)
 	listen := w.o.Listen
 	w.o.Listen = func() (net.Listener, error) {
@@ -400,7 +400,7 @@ func TestThePortForTheManagerOutlivesAnError(t *testing.T) {
 	c.Close()
 }
 
-func TestOneAddressDoesNotKeepTheManagerOut(t *testing.T) {
+func TestOneAddressCannotBlockTheManager(t *testing.T) {
 	var p places
 	a, b := netip.MustParseAddr("10.0.0.1"), netip.MustParseAddr("10.0.0.2")
 	for range asking {

@@ -7,7 +7,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
-func TestMissingRightsAreGivenByWhoeverInstalls(t *testing.T) {
+func TestMissingRightsNameTheInstallCommand(t *testing.T) {
 	c := &cluster.Cluster{Context: "paris"}
 	if got := giver(c, ""); got != "`isthmus install --context paris`" {
 		t.Errorf("without Helm: %s", got)
@@ -18,7 +18,7 @@ func TestMissingRightsAreGivenByWhoeverInstalls(t *testing.T) {
 }
 
 // What is asked about is what is installed: each account, each scope, and names where a rule has some.
-func TestTheRightsThatAreAskedAboutAreThoseThatAreGiven(t *testing.T) {
+func TestCheckedRightsMatchTheManifests(t *testing.T) {
 	all, err := needs("elsewhere")
 	if err != nil {
 		t.Fatal(err)

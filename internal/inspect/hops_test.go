@@ -39,7 +39,7 @@ func states(hops []health.Hop) string {
 	return strings.Join(all, " ")
 }
 
-func TestWhatIsBrokenIsBlamedAndNothingThatFollowsFromIt(t *testing.T) {
+func TestOnlyTheFirstBrokenHopIsBlamed(t *testing.T) {
 	own := func(c string, broken ...string) (hops []health.Hop) {
 		for _, name := range []string{health.HopManager, health.HopGateway, health.HopNodes, health.HopAgents} {
 			h := health.Hop{Cluster: c, Name: name, State: health.Works}
@@ -112,7 +112,7 @@ func TestWhatIsBrokenIsBlamedAndNothingThatFollowsFromIt(t *testing.T) {
 	}
 }
 
-func TestWhatTheManagerKnowsOfTheGatewaysIsHeeded(t *testing.T) {
+func TestASilentGatewayReportedByTheManagerIsBroken(t *testing.T) {
 	silent := named("p", "Unknown(GatewaySilent) x", "Connected=Unknown(GatewaySilent) no gateway is active")
 	own := []health.Hop{{Cluster: "a", Name: health.HopManager, State: health.Works}, {Cluster: "a", Name: health.HopGateway, State: health.Works},
 		{Cluster: "a", Name: health.HopAgents, State: health.Broken, FollowsGateway: true}, {Cluster: "a", Name: health.HopNodes, State: health.Broken}}
@@ -133,7 +133,7 @@ func TestWhatTheManagerKnowsOfTheGatewaysIsHeeded(t *testing.T) {
 	}
 }
 
-func TestADiagnosisIsPrintedWithoutSurprises(t *testing.T) {
+func TestADiagnosisIsPrintedExactly(t *testing.T) {
 	at := metav1.Time{Time: time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)}
 	d := &health.Diagnosis{Hops: []health.Hop{{Cluster: "a", Name: health.HopManager, State: health.Works, Text: "m-1 is active", Since: &at},
 		{Cluster: "a", Peering: "b-1a2b3c\x1b", Name: "tunnel", State: health.Broken, Reason: "WrongKey", Text: "another key", Since: &at}}, NotAsked: []string{"the other side"}}
@@ -163,7 +163,7 @@ broken: a: tunnel: WrongKey: another key
 	clustertest.Contains(t, b.String(), "all checked hops work\n")
 }
 
-func TestTheEndOfATokenIsInIt(t *testing.T) {
+func TestTokenExpiryIsReadFromTheToken(t *testing.T) {
 	jwt := func(claims string) string { return "x." + base64.RawURLEncoding.EncodeToString([]byte(claims)) + ".y" }
 	if at, ok := tokenExpiry(jwt(`{"exp": 1795348800}`)); !ok || at.Unix() != 1795348800 {
 		t.Errorf("%v, %v", at, ok)
@@ -175,7 +175,7 @@ func TestTheEndOfATokenIsInIt(t *testing.T) {
 	}
 }
 
-func TestForbiddenMeansThatNothingElseIsWrong(t *testing.T) {
+func TestForbiddenRequiresThatEveryErrorIsForbidden(t *testing.T) {
 	no := apierrors.NewForbidden(schema.GroupResource{}, "x", nil)
 	for _, tc := range []struct {
 		err  error

@@ -120,7 +120,7 @@ var (
 	servicesOff = chart.Values{"services": chart.Values{"enabled": false}}
 )
 
-func TestServicesHaveNamesUntilTheyAreSwitchedOff(t *testing.T) {
+func TestServiceNamesResolveUntilTheFeatureIsDisabled(t *testing.T) {
 	t.Parallel()
 	n := newNameServer(t)
 	with, err := corefile.Add(n.corefile)
@@ -188,7 +188,7 @@ func TestServicesHaveNamesUntilTheyAreSwitchedOff(t *testing.T) {
 }
 
 // What others have stored, written or need is not taken from them.
-func TestUninstallLeavesWhatOthersNeed(t *testing.T) {
+func TestUninstallKeepsForeignObjects(t *testing.T) {
 	t.Parallel()
 	n := newNameServer(t)
 	must(t, n.install(install.Options{Values: servicesOn, ConfigureDNS: new(true)}))
@@ -256,7 +256,7 @@ func TestUninstallLeavesWhatOthersNeed(t *testing.T) {
 	}
 }
 
-func TestDefinitionsOfOthersStay(t *testing.T) {
+func TestForeignDefinitionsStay(t *testing.T) {
 	t.Parallel()
 	n := newNameServer(t)
 	definitions, err := install.ServiceDefinitions()
@@ -289,7 +289,7 @@ func TestDefinitionsOfOthersStay(t *testing.T) {
 }
 
 // The Corefile of a CoreDNS that would refuse the zone is not changed.
-func TestConfigureDNSRefusesWhatItMayBreak(t *testing.T) {
+func TestConfigureDNSRefusesUnsafeCorefiles(t *testing.T) {
 	t.Parallel()
 	n := newNameServer(t)
 	strange := strings.Replace(n.corefile, "cluster.local in-addr.arpa ip6.arpa", "", 1)

@@ -18,7 +18,7 @@ import (
 )
 
 // In a rolling upgrade of the managers nobody holds their Lease for some seconds.
-func TestAManagerIsNotBrokenBetweenTwoStepsOfARollout(t *testing.T) {
+func TestAManagerIsNotBrokenDuringARollout(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "rollout")
 	_, err := peering.Peer(t.Context(), p.A, p.B, peering.PeerOptions{Timeout: clustertest.Patient, Report: p.Report})
@@ -66,7 +66,7 @@ func TestAManagerIsNotBrokenBetweenTwoStepsOfARollout(t *testing.T) {
 	}
 }
 
-func TestAClusterWhoseNamespaceWasDeletedIsToldHowToKeepItsPeerings(t *testing.T) {
+func TestADeletedNamespaceIsReportedWithTheRepair(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "deleted")
 	_, err := peering.Peer(t.Context(), p.A, p.B, peering.PeerOptions{Timeout: clustertest.Patient, Report: p.Report})

@@ -18,7 +18,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/peering"
 )
 
-func TestTheQuestionIsOneOfDNS(t *testing.T) {
+func TestServiceCheckSendsAValidDNSQuery(t *testing.T) {
 	for _, tc := range []struct {
 		code  dnsmessage.RCode
 		other bool // answers to another question
@@ -58,7 +58,7 @@ func TestTheQuestionIsOneOfDNS(t *testing.T) {
 	}
 }
 
-func TestServicesThatArriveAreCountedWithTheReasonsOfOthers(t *testing.T) {
+func TestImportedServicesAreCountedWithRefusals(t *testing.T) {
 	of := func(observed int64, refused ...string) *isthmus.PeerServices {
 		p := &isthmus.PeerServices{ObjectMeta: metav1.ObjectMeta{Generation: 2}, Spec: isthmus.PeerServicesSpec{Services: []isthmus.ExportedService{
 			{Namespace: "prod", Name: "shop"}, {Namespace: "prod", Name: "cart"}, {Namespace: "dev", Name: "shop"}}}}

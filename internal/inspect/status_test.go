@@ -73,7 +73,7 @@ func TestAReadyPeeringShowsItsProblems(t *testing.T) {
 	}
 }
 
-func TestStatusIsATableWithoutSurprises(t *testing.T) {
+func TestStatusIsPrintedExactly(t *testing.T) {
 	peerings := []isthmus.Peering{
 		{ObjectMeta: metav1.ObjectMeta{Name: "b-1a2b3c", Generation: 1}, Spec: isthmus.PeeringSpec{Cluster: v1alpha1.ClusterIdentity{ClusterID: "B", ClusterName: "b"},
 			TenantNamespace: isthmus.TenantNamespace{Local: "liqo-tenant-b-1a2b3c"}},
@@ -148,7 +148,7 @@ c-4d5e6f, cluster c (C):
 }
 
 // What the manager says is dated by its clock, and shown by the API server's.
-func TestAgesAreByTheAPIServersClock(t *testing.T) {
+func TestAgesUseTheAPIServerClock(t *testing.T) {
 	now := time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
 	for _, tc := range []struct {
 		ahead, written time.Duration // from now

@@ -18,7 +18,7 @@ import (
 
 // A definition that somebody's finalizer keeps, as an API server does that has overlooked it, is changed until it is
 // gone.
-func TestADefinitionThatDoesNotGoIsHurried(t *testing.T) {
+func TestAStuckDefinitionIsTouchedUntilItIsGone(t *testing.T) {
 	t.Parallel()
 	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A})
 	u := &unstructured.Unstructured{Object: map[string]any{
@@ -59,7 +59,7 @@ func TestADefinitionThatDoesNotGoIsHurried(t *testing.T) {
 }
 
 // A manager that has let one definition go needs it, while others still go.
-func TestADefinitionIsMadeAgainWhileAnotherOneGoes(t *testing.T) {
+func TestADefinitionIsRecreatedWhileAnotherIsDeleted(t *testing.T) {
 	t.Parallel()
 	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A})
 	var held []*unstructured.Unstructured
@@ -101,7 +101,7 @@ func TestADefinitionIsMadeAgainWhileAnotherOneGoes(t *testing.T) {
 }
 
 // What is applied to a definition that is being deleted goes with it.
-func TestAnInstallationWaitsForDefinitionsThatGo(t *testing.T) {
+func TestInstallWaitsForDeletedDefinitions(t *testing.T) {
 	t.Parallel()
 	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A})
 	u := &unstructured.Unstructured{Object: map[string]any{

@@ -18,7 +18,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/clustertest"
 )
 
-func TestAnIdentityIsChosenOnceAndForEver(t *testing.T) {
+func TestTheIdentityNeverChanges(t *testing.T) {
 	id := func(id, name string) v1alpha1.ClusterIdentity {
 		return v1alpha1.ClusterIdentity{ClusterID: id, ClusterName: name}
 	}
@@ -75,7 +75,7 @@ func TestInstallIsIdempotentAndKeepsTheIdentity(t *testing.T) {
 
 // A gateway that carries on without an API server is not ready, and the kubelet's first report when
 // that is back must not take it out of the Service. Services of older installations are told so.
-func TestTheServiceLeadsToTheActiveGatewayReadyOrNot(t *testing.T) {
+func TestTheServiceSelectsAnUnreadyActiveGateway(t *testing.T) {
 	t.Parallel()
 	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.B, Namespace: "ready-or-not"})
 	must(t, c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))

@@ -235,7 +235,7 @@ func foreignClusterDefinition() *unstructured.Unstructured {
 
 // One gateway that runs is an installation that works; a second one for which there is no node is
 // worth a warning. One that fails is more.
-func TestAGatewayForWhichThereIsNoNodeIsWorthAWarning(t *testing.T) {
+func TestAGatewayWithoutASuitableNodeCausesAWarning(t *testing.T) {
 	t.Parallel()
 	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.B, Namespace: "one-node"})
 	must(t, c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
@@ -302,7 +302,7 @@ func TestAnOlderProgramDoesNotReplaceNewerDefinitions(t *testing.T) {
 	}
 }
 
-func TestInstallTakesAwayWhatIsNotChosenAnyMore(t *testing.T) {
+func TestInstallRemovesDisabledParts(t *testing.T) {
 	t.Parallel()
 	c, _ := clustertest.NewCluster(t, "twice")
 	options := Options{Identity: v1alpha1.ClusterIdentity{ClusterName: "twice"}, Version: "v1", Values: chart.Values{
@@ -385,7 +385,7 @@ func (m mayNotGet) Get(ctx context.Context, key client.ObjectKey, o client.Objec
 }
 
 // Whatever the values can turn on is among what prune and Uninstall look for.
-func TestEveryPartThatMayBeLeftOutIsLookedFor(t *testing.T) {
+func TestPruneCoversEveryOptionalPart(t *testing.T) {
 	defaults, err := chart.Defaults()
 	must(t, err)
 	var allOn func(chart.Values)
@@ -432,7 +432,7 @@ func TestInstallLeavesARelaseOfHelmAlone(t *testing.T) {
 }
 
 // The ConfigMap of a Helm release has no ID where nobody chose one.
-func TestAClusterWithoutAChosenIDIsKnownByTheUIDOfKubeSystem(t *testing.T) {
+func TestTheDefaultClusterIDIsTheUIDOfKubeSystem(t *testing.T) {
 	t.Parallel()
 	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.B, Namespace: "no-id"})
 	must(t, c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
@@ -445,7 +445,7 @@ func TestAClusterWithoutAChosenIDIsKnownByTheUIDOfKubeSystem(t *testing.T) {
 	}
 }
 
-func TestPodCIDRIsFoundWhereTheClusterSaysIt(t *testing.T) {
+func TestPodCIDRIsReadFromTheCluster(t *testing.T) {
 	t.Parallel()
 	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A})
 	nodes := []corev1.Node{
@@ -551,7 +551,7 @@ func (w withoutServiceCIDRs) Get(ctx context.Context, key client.ObjectKey, o cl
 	return w.Client.Get(ctx, key, o, options...)
 }
 
-func TestAPodCIDRInWhichSomethingIsIsTaken(t *testing.T) {
+func TestAPodCIDRWithNodesOrPodsIsAccepted(t *testing.T) {
 	network, pod := netip.MustParsePrefix, address{"x/y", netip.MustParseAddr("10.9.3.4")}
 	for name, tc := range map[string]struct {
 		ofNodes []netip.Prefix
@@ -569,7 +569,7 @@ func TestAPodCIDRInWhichSomethingIsIsTaken(t *testing.T) {
 	}
 }
 
-func TestNetworksOfCalicoAreThoseOfPods(t *testing.T) {
+func TestCalicoPoolsAreReadAsPodNetworks(t *testing.T) {
 	pool := func(spec map[string]any) unstructured.Unstructured {
 		return unstructured.Unstructured{Object: map[string]any{"spec": spec}}
 	}
@@ -582,7 +582,7 @@ func TestNetworksOfCalicoAreThoseOfPods(t *testing.T) {
 	}
 }
 
-func TestOfSeveralNetworksTheOneAroundAllIsTaken(t *testing.T) {
+func TestTheSurroundingNetworkIsChosen(t *testing.T) {
 	for text, want := range map[string]string{
 		"10.1.0.0/16": "10.1.0.0/16", "10.1.0.0/16,fd00::/64": "10.1.0.0/16", "10.1.0.0/24 10.1.0.0/16,10.1.7.0/24": "10.1.0.0/16",
 		"10.1.0.0/16,10.2.0.0/16": "", "fd00::/64": "", "": "",
@@ -615,7 +615,7 @@ func TestPodCIDRHoldsEachPoolOfTheCNI(t *testing.T) {
 	}
 }
 
-func TestPodCIDROfK3sIsThatOfItsArguments(t *testing.T) {
+func TestPodCIDROfK3sIsReadFromItsArguments(t *testing.T) {
 	node := func(key, text string) corev1.Node {
 		return corev1.Node{ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{key: text}}}
 	}

@@ -18,7 +18,7 @@ import (
 
 // The API server takes the policy that goes with `isthmus manager --ipam-plain`, and read as
 // Kubernetes defines it, it says who comes to which port.
-func TestTheNetworkPolicyOfAPlainIPAMLetsVirtualKubeletsIn(t *testing.T) {
+func TestTheNetworkPolicyOfAPlainIPAMAllowsVirtualKubelets(t *testing.T) {
 	t.Parallel()
 	text, err := os.ReadFile("../../deploy/networkpolicy/ipam.yaml")
 	must(t, err)

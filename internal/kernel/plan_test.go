@@ -40,7 +40,7 @@ func node(t *testing.T, gateway string) State {
 	return n
 }
 
-func TestPlanForWhatIsThereIsEmptyAndForNothingIsEverything(t *testing.T) {
+func TestPlanIsEmptyForEqualStatesAndCompleteForNone(t *testing.T) {
 	for _, gateway := range []string{"172.30.1.1", "172.30.1.2"} {
 		n := node(t, gateway)
 		if p := PlanFor(n, n); len(p) > 0 {
@@ -52,7 +52,7 @@ func TestPlanForWhatIsThereIsEmptyAndForNothingIsEverything(t *testing.T) {
 	}
 }
 
-func TestPlanRemovesWhatLeadsSomewhereBeforeWhereItLeads(t *testing.T) {
+func TestPlanRemovesRulesAndRoutesBeforeDevices(t *testing.T) {
 	p := PlanFor(node(t, "172.30.1.1"), State{})
 	order := []string{"ip rule del", "ip route del", "ip link del", "iptables-nft", "nft"} // what hangs on the device goes with it
 	at := 0
@@ -89,7 +89,7 @@ func TestPlanAddsBeforeItRemovesWhenTheGatewayMoves(t *testing.T) {
 	}
 }
 
-func TestPlanMakesADeviceAnewThatCannotBeChanged(t *testing.T) {
+func TestPlanRecreatesAnUnchangeableDevice(t *testing.T) {
 	want := node(t, "172.30.1.1")
 	have := node(t, "172.30.1.1")
 	have.Devices = []Device{{Name: OverlayDevice, VXLAN: VXLAN{ID: 7, Port: 4801, Local: want.Devices[0].VXLAN.Local, Learning: true}}}
@@ -111,7 +111,7 @@ func TestPlanMakesADeviceAnewThatCannotBeChanged(t *testing.T) {
 }
 
 // What With says that there is after additions is what a comparison of everything finds.
-func TestWithIsWhatThereIsAfterAdditions(t *testing.T) {
+func TestWithEqualsAFullComparison(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	routes := func(n int) (all []Route) {
 		seen := make(map[Route]bool)

@@ -138,7 +138,7 @@ func TestAnOfferedKeyIsTheNextOne(t *testing.T) {
 	}
 }
 
-func TestAKeyKnowsItsAgeWhateverTheStampOfTheNextOneSays(t *testing.T) {
+func TestKeyAgeIgnoresTheTimestampOfTheNextKey(t *testing.T) {
 	for _, text := range []string{"x", "2036-11-28T12:00:00Z"} {
 		data := keyring.Begin(secretOf(keyring.New()), keyring.New(), start)
 		data[keyring.FieldNextSince] = []byte(text)
@@ -148,7 +148,7 @@ func TestAKeyKnowsItsAgeWhateverTheStampOfTheNextOneSays(t *testing.T) {
 	}
 }
 
-func TestWhatIsWrongIsNamedAndLeftOut(t *testing.T) {
+func TestInvalidFieldsAreNamedAndLeftOut(t *testing.T) {
 	private := keyring.New()
 	data := secretOf(private)
 	data[keyring.FieldNext], data[keyring.FieldGateways] = []byte("x"), []byte("y")
@@ -167,7 +167,7 @@ func TestWhatIsWrongIsNamedAndLeftOut(t *testing.T) {
 	}
 }
 
-func TestPeersAreToldOfWhatGatewaysAnswerToAlone(t *testing.T) {
+func TestOnlyKeysThatGatewaysAcceptArePublished(t *testing.T) {
 	begun := keyring.Begin(secretOf(keyring.New()), keyring.New(), start)
 	published := keyring.Publish(begun, read(t, begun), 3, start)
 	with := func(field string, value []byte) map[string][]byte {
@@ -347,10 +347,10 @@ func (m *model) settle(t *testing.T, first keyring.Ring) {
 	}
 }
 
-// TestRotationsConvergeWhateverStops steps through rotations in which gateways and the manager read and write late, write what
+// TestRotationsAlwaysConverge steps through rotations in which gateways and the manager read and write late, write what
 // they have read before (the API server refuses that), crash, and take over from each other. At every moment, the active gateway
 // answers to the key that the peer has. In the end the rotation is over.
-func TestRotationsConvergeWhateverStops(t *testing.T) {
+func TestRotationsAlwaysConverge(t *testing.T) {
 	for seed := range uint64(100) {
 		rng := rand.New(rand.NewPCG(28, seed))
 		m := newModel(t)

@@ -7,7 +7,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
-func TestOnlyWhoHasAPrivateKeyProvesIt(t *testing.T) {
+func TestOnlyTheHolderOfAPrivateKeyCanProveIt(t *testing.T) {
 	private, peer, other := keyring.New(), keyring.New(), keyring.New()
 	keys, peerKey := fabric.PublicKeys(private, 3), fabric.PublicKeys(peer, 1)[0]
 	text := keyring.Prove(private, 3, "a", "b", peerKey)

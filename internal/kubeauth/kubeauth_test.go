@@ -172,7 +172,7 @@ func (g *guarded) until(authorization string, want int) {
 	}
 }
 
-func TestMetricsAreForThoseWhomTheAPIServerPermits(t *testing.T) {
+func TestMetricsRequireAuthorizationByTheAPIServer(t *testing.T) {
 	w := newWorld(t)
 	g := w.guard(w.token(deploy.GatewayServiceAccount))
 	stranger, scraper := "Bearer "+w.token("stranger"), "Bearer "+w.token("scraper")
@@ -224,7 +224,7 @@ func TestMetricsAreForThoseWhomTheAPIServerPermits(t *testing.T) {
 	g.until(scraper, http.StatusForbidden)
 }
 
-func TestAFloodOfWrongTokensIsNoFloodOfReviews(t *testing.T) {
+func TestWrongTokensCauseFewTokenReviews(t *testing.T) {
 	w := newWorld(t)
 	w.install()
 	g := w.guard(w.token(deploy.RouteAgentServiceAccount))
@@ -267,7 +267,7 @@ func TestAFloodOfWrongTokensIsNoFloodOfReviews(t *testing.T) {
 	}
 }
 
-func TestWithoutAnAPIServerNobodyIsLetIn(t *testing.T) {
+func TestWithoutAnAPIServerAccessIsDenied(t *testing.T) {
 	w := newWorld(t)
 	w.install()
 	g := w.guard(w.token(deploy.ManagerServiceAccount))
@@ -294,7 +294,7 @@ func TestWithoutAnAPIServerNobodyIsLetIn(t *testing.T) {
 	}
 }
 
-func TestWhatIsRememberedIsBounded(t *testing.T) {
+func TestTheCacheIsBounded(t *testing.T) {
 	all, begin := make(map[key]decision), time.Unix(1_700_000_000, 0)
 	for i := range 100 {
 		keep(all, key{byte(i)}, decision{code: i, until: begin.Add(time.Duration(i) * time.Second)}, 10)

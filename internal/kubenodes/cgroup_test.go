@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-func TestHierarchiesAreFoundWhereTheyAreMounted(t *testing.T) {
+func TestCgroupMountsAreFound(t *testing.T) {
 	for name, c := range map[string]struct {
 		groups, mounts string
 		want           []hierarchy

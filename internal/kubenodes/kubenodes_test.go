@@ -36,7 +36,7 @@ func programs(t *testing.T) string {
 	return dir
 }
 
-func TestNodesAreReadyAndNothingIsLeftOfThem(t *testing.T) {
+func TestNodesBecomeReadyAndLeaveNothingBehind(t *testing.T) {
 	kube := programs(t)
 	s, err := Up(t.Context(), Options{
 		Spec: lab.Spec{Name: lab.UniqueName("kubenodes"), RPFilter: lab.RPFilterStrict, Clusters: lab.Clusters(1)},

@@ -52,7 +52,7 @@ func leftovers(t *testing.T, root string) (names []string) {
 	return names
 }
 
-func TestBuildRunsOnceForAllThatAskAtTheSameTime(t *testing.T) {
+func TestConcurrentBuildsRunOnce(t *testing.T) {
 	root := repository(t, hello)
 	abandoned := filepath.Join(root, "bin", ".kube-1234") // by a build that was killed
 	if err := os.MkdirAll(abandoned, 0o755); err != nil {

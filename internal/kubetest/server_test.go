@@ -274,7 +274,7 @@ func TestTwoServersSideBySideKnowNothingOfEachOther(t *testing.T) {
 	}
 }
 
-func TestOnlyCredentialsOpenTheServer(t *testing.T) {
+func TestTheServerRequiresCredentials(t *testing.T) {
 	t.Parallel()
 	s := begin(t, Options{Name: "credentials"})
 	cert, key, err := s.ClientCert("jane", "readers", "writers")
@@ -312,7 +312,7 @@ func TestOnlyCredentialsOpenTheServer(t *testing.T) {
 	}
 }
 
-func TestControllersDoWhatTestsWaitFor(t *testing.T) {
+func TestControllersWorkInTheTestServer(t *testing.T) {
 	t.Parallel()
 	s := begin(t, Options{Name: "controllers", Controllers: true})
 	admin := s.asAdmin(t)

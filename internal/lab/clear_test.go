@@ -48,7 +48,7 @@ func udp(from, to uint16, payload ...byte) []byte {
 // vxlan is a datagram of the overlay with a frame inside.
 func vxlan(inner []byte) []byte { return udp(40000, 4800, append(make([]byte, 8), inner...)...) }
 
-func TestALeakIsWhatShowsANetworkOfAPeer(t *testing.T) {
+func TestPacketsWithPeerAddressesAreLeaks(t *testing.T) {
 	toPeer := ip4("10.244.1.11", "10.246.0.11", unix.IPPROTO_UDP, 0, 0, udp(4000, 9, 1, 2, 3)...)
 	six := make([]byte, 40, 48)
 	six[6] = unix.IPPROTO_ICMPV6
@@ -90,7 +90,7 @@ func TestALeakIsWhatShowsANetworkOfAPeer(t *testing.T) {
 
 // The filter in the kernel hands out every leak, and of the rest nothing but IPv6, what peers send
 // to mapped endpoints, and what goes to the overlay's port from or to others than nodes.
-func TestTheFilterHandsOutEveryLeak(t *testing.T) {
+func TestTheFilterPassesEveryLeak(t *testing.T) {
 	w := watched()
 	vm, err := bpf.NewVM(w.filter())
 	if err != nil {

@@ -175,7 +175,7 @@ func TestJoinWritesWhatAGatewayReadsAndKeepsKeyAndGatewayFile(t *testing.T) {
 	}
 }
 
-func TestJoinTellsOfAllTunnelsOfTheOtherSide(t *testing.T) {
+func TestJoinWritesAllTunnelsOfTheOtherSide(t *testing.T) {
 	l := up(t, Spec{Tunnels: 2, Clusters: []ClusterSpec{{Tunnels: 3}, {}, {Tunnels: 1}}})
 	if err := l.JoinAll(); err != nil {
 		t.Fatal(err)

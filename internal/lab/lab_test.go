@@ -213,7 +213,7 @@ func TestDownEndsProcessesEvenStubbornOnes(t *testing.T) {
 	}
 }
 
-func TestALabIsInUseUntilItsOwnerIsGone(t *testing.T) {
+func TestALabIsInUseWhileItsOwnerRuns(t *testing.T) {
 	l := up(t, Spec{Clusters: Clusters(1)})
 	if _, err := Up(t.Context(), Spec{Name: l.Name, Clusters: Clusters(1)}); !errors.Is(err, ErrInUse) {
 		t.Errorf("a second lab of that name: %v", err)
@@ -373,7 +373,7 @@ func TestFailedUpLeavesNothing(t *testing.T) {
 
 // ip-netns(8) binds the directory of the names to itself when it is no mount point, and what was
 // mounted in it is covered from then on. It is done here to a directory of the test's own.
-func TestNameThatIPNetnsHasCoveredCanBeRemoved(t *testing.T) {
+func TestACoveredNetnsNameCanBeRemoved(t *testing.T) {
 	if err := Available(); err != nil {
 		t.Skip(err)
 	}

@@ -115,7 +115,7 @@ func TestTheSnifferSeesWhatANodeSendsInTheClear(t *testing.T) {
 	}
 }
 
-func TestTheSnifferAsksAgainBeforeALeakCounts(t *testing.T) {
+func TestTheSnifferConfirmsALeak(t *testing.T) {
 	l := up(t, Spec{Clusters: Clusters(1)})
 	a := l.Clusters[0]
 	peered := Watched{Networks: []netip.Prefix{peerPods}}
@@ -167,7 +167,7 @@ func TestTheSnifferAsksAgainBeforeALeakCounts(t *testing.T) {
 
 // A node that is given another address is an end of the overlay with it, and no other machine is with that
 // one.
-func TestTheSnifferKnowsWhatAddressesNodesAreGiven(t *testing.T) {
+func TestTheSnifferKnowsNodeAddresses(t *testing.T) {
 	l := up(t, Spec{Clusters: []ClusterSpec{{Nodes: 2, Control: true}, {}}})
 	a, b := l.Clusters[0], l.Clusters[1]
 	s := sniff(t, l, nil)
@@ -204,7 +204,7 @@ func TestTheSnifferKnowsWhatAddressesNodesAreGiven(t *testing.T) {
 }
 
 // A node may be made anew, as after a reboot.
-func TestTheSnifferFollowsNodesThatGoAndCome(t *testing.T) {
+func TestTheSnifferFollowsAddedAndRemovedNodes(t *testing.T) {
 	l := up(t, Spec{Clusters: []ClusterSpec{{Nodes: 2}}})
 	n := l.Clusters[0].Nodes[1]
 	s := sniff(t, l, nil)

@@ -68,7 +68,7 @@ func TestNeverTwoMandates(t *testing.T) {
 }
 
 // The search visits one world of each key. Others that have it would have to lead to the same keys.
-func TestWorldsOfOneKeyHaveOneFuture(t *testing.T) {
+func TestEqualStatesHaveEqualSuccessors(t *testing.T) {
 	for name, s := range systems {
 		t.Run(name, func(t *testing.T) {
 			random := rand.New(rand.NewPCG(26, 28))
@@ -190,7 +190,7 @@ func (p *pair) frees(now Time) bool {
 	return answer.Granted
 }
 
-func TestAFarewellBindsUntilTheHolderHasHeardOfTheNextVoter(t *testing.T) {
+func TestAFinalVoteBindsUntilTheHolderKnowsTheNextVoter(t *testing.T) {
 	p := newPair(t)
 	p.g.Claim(1 * time.Second)
 	_, answer := p.asks(1 * time.Second)
@@ -221,7 +221,7 @@ func TestAFarewellBindsUntilTheHolderHasHeardOfTheNextVoter(t *testing.T) {
 	}
 }
 
-func TestAReleaseOfAnEarlierLifeFreesNobody(t *testing.T) {
+func TestAReleaseOfAnEarlierIncarnationIsIgnored(t *testing.T) {
 	p := newPair(t)
 	const now = time.Second
 	p.g.Claim(now)
@@ -295,7 +295,7 @@ func TestAGatewayWithAnOldListGetsNoMandate(t *testing.T) {
 }
 
 // From wherever a history leads: when all messages arrive again, one gateway gets a mandate and keeps it.
-func TestThereIsOneMandateInTheEnd(t *testing.T) {
+func TestOneGatewayFinallyGetsAMandate(t *testing.T) {
 	random := rand.New(rand.NewPCG(26, 11))
 	for round := range 200 {
 		s := systems[[]string{"one voter", "a voter ends", "of three promises one is lost", "a gateway releases", "two voters", "three voters"}[round%6]]
@@ -323,7 +323,7 @@ func TestThereIsOneMandateInTheEnd(t *testing.T) {
 	}
 }
 
-func TestASecondAnswerToOneAskCountsWhereItGrantsNothing(t *testing.T) {
+func TestALaterRefusalOfTheSameAskCounts(t *testing.T) {
 	p := newPair(t)
 	holder := Ask{Kind: Claim, From: "b", Epoch: 100, Sent: 1, Nonce: 9, Heard: p.v.incarnation}
 	if !p.v.Receive(holder, time.Second).Granted {
@@ -342,7 +342,7 @@ func TestASecondAnswerToOneAskCountsWhereItGrantsNothing(t *testing.T) {
 }
 
 // Otherwise a late farewell of the earlier voter would count once more, when it binds nobody.
-func TestASecondAnswerToOneAskOfTheNextVoterCountsForNothing(t *testing.T) {
+func TestALaterVoteForTheSameAskByTheNextVoterIsIgnored(t *testing.T) {
 	p := newPair(t)
 	p.g.Claim(1 * time.Second)
 	claim := p.g.asks(Claim, 1*time.Second, false)["1"]
@@ -355,7 +355,7 @@ func TestASecondAnswerToOneAskOfTheNextVoterCountsForNothing(t *testing.T) {
 	}
 }
 
-func TestAMandateThatEndsFreesVotersThatStillHearTheGateway(t *testing.T) {
+func TestAnEndedMandateReleasesReachableVoters(t *testing.T) {
 	voters, l := make(map[ID]*Voter), list(0, 0, 1, 2)
 	for _, id := range l.Voters {
 		voters[id] = NewVoter(id, Usual, 1, &Promise{}, 0)
@@ -380,7 +380,7 @@ func TestAMandateThatEndsFreesVotersThatStillHearTheGateway(t *testing.T) {
 	}
 }
 
-func TestAClaimThatGetsNoVote(t *testing.T) {
+func TestAGatewayWithoutVotesGetsNoMandate(t *testing.T) {
 	stored := Promise{Epoch: 5, Holder: "a", List: 3}
 	last := Ask{Kind: Claim, From: "a", Epoch: 5, List: 3, Sent: time.Second, Nonce: 1, Heard: 7}
 	for _, tc := range []struct {

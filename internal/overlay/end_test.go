@@ -10,7 +10,7 @@ import (
 )
 
 // A gateway has routes for the peers that it is connected with, and refuses the rest.
-func TestTheOtherEndAnswersWithAndWithoutAWayOn(t *testing.T) {
+func TestOverlayEndAnswersWithAndWithoutARoute(t *testing.T) {
 	if _, err := exec.LookPath("ip"); err != nil {
 		t.Skip(err)
 	}

@@ -6,7 +6,7 @@ import (
 	"time"
 )
 
-func TestTheOverlayIsBrokenOnlyWhereTheUnderlayIsNot(t *testing.T) {
+func TestTheOverlayIsBrokenOnlyIfTheUnderlayWorks(t *testing.T) {
 	now := time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
 	for _, c := range []struct {
 		rounds string // o: both answered, u: the underlay alone, O: the overlay alone, -: none

@@ -28,7 +28,7 @@ func wrongSubject(s string) string {
 	return ""
 }
 
-func TestSubjectsOfCommitsAreShortAndSayWhatTheyDo(t *testing.T) {
+func TestCommitSubjectsAreShortAndImperative(t *testing.T) {
 	for s, want := range map[string]string{
 		"natengine: keep the port of a flow across rule changes": "",
 		"manager/services, docs: order exports by age":           "",

@@ -154,7 +154,7 @@ var (
 	target  = regexp.MustCompile(`\[([^\]]*)\]\([^)]*\)`)
 )
 
-func TestLinksOfPagesLeadSomewhere(t *testing.T) {
+func TestLinksOfPagesResolve(t *testing.T) {
 	all, links := pages(t), 0
 	for name, text := range all {
 		prose(withTables(text), func(number int, line string) {

@@ -45,7 +45,7 @@ func podOn(t *testing.T, c *cluster.Cluster, node, account string) (client.Clien
 	return by, n
 }
 
-func TestAnAgentReportsItsOwnNodeAndNothingElse(t *testing.T) {
+func TestAnAgentMayOnlyReportItsOwnNode(t *testing.T) {
 	t.Parallel()
 	const home = deploy.Namespace
 	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.B})
@@ -112,7 +112,7 @@ func TestAnAgentReportsItsOwnNodeAndNothingElse(t *testing.T) {
 }
 
 // Whoever has taken over a node or a gateway tells nothing in the name of another one.
-func TestAgentsAndGatewaysTellOfTheirOwnPodAndOfNothingElse(t *testing.T) {
+func TestAgentsAndGatewaysMayOnlyReportTheirOwnPod(t *testing.T) {
 	t.Parallel()
 	const home = deploy.Namespace
 	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.B})

@@ -16,7 +16,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/clustertest"
 )
 
-func TestConsentIsToTheClaimThatThePeerHasNow(t *testing.T) {
+func TestConsentCoversOnlyTheCurrentClaim(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "consent")
 	must(t, peerUp(t, p))
@@ -90,7 +90,7 @@ func peeringOf(t *testing.T, p *clustertest.Pair) *isthmus.Peering {
 	return &peering
 }
 
-func TestClaimsAreAddedToWhatThereIs(t *testing.T) {
+func TestClaimsAreMerged(t *testing.T) {
 	yes, no := true, false
 	allowed := []netip.Prefix{netip.MustParsePrefix("203.0.112.0/20"), netip.MustParsePrefix("8.0.0.0/12")}
 	have := isthmus.Claims{Allowed: []string{"8.0.0.0/12"}, AlwaysRemap: true}

@@ -16,7 +16,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/clustertest"
 )
 
-func TestAGatewayMarksItsOwnAndChangesNothingElse(t *testing.T) {
+func TestAGatewayMayOnlyLabelItsOwnPod(t *testing.T) {
 	t.Parallel()
 	const home = deploy.Namespace
 	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.B})

@@ -24,7 +24,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/clustertest"
 )
 
-func TestPeerTellsTheStoryAndRepeatingItChangesNothing(t *testing.T) {
+func TestPeerReportsEachStepAndIsIdempotent(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "story")
 	must(t, peerUp(t, p))
@@ -127,7 +127,7 @@ func TestPeerRepairsWhatIsMissing(t *testing.T) {
 	}
 }
 
-func TestPeerSaysWhichConditionIsMissingOnWhichSide(t *testing.T) {
+func TestPeerNamesTheMissingConditionAndSide(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "late")
 	p.Managers[1].Set(isthmus.ConditionPeerConfig, "spec.podCIDR: \x1b[31mevil\u202e and\nlong "+strings.Repeat("x", 1000))
@@ -258,7 +258,7 @@ func TestPeerRefusesBeforeItWrites(t *testing.T) {
 	refused("missing rights", p.A, viewer, PeerOptions{}, "no-b: you are not allowed to create namespaces, patch namespaces", "create peerings", "create secrets", "create serviceaccounts/token")
 }
 
-func TestAServerOfThisMachineIsForNoPeer(t *testing.T) {
+func TestALocalAPIServerAddressIsNotForPeers(t *testing.T) {
 	for server, right := range map[string]bool{
 		"https://127.0.0.1:6443": false, "https://127.8.9.1": false, "https://localhost:6443": false, "https://[::1]:6443": false, "https://[::ffff:127.0.0.1]:6443": false,
 		"https://0.0.0.0:41234": false, "https://[::]:6443": false, "https://[::ffff:0.0.0.0]:6443": false,
@@ -275,7 +275,7 @@ func TestAServerOfThisMachineIsForNoPeer(t *testing.T) {
 }
 
 // The peer's manager goes through the same proxy as the person, unless that is the person's alone.
-func TestTheProxyOfAKubeconfigIsThePeersToo(t *testing.T) {
+func TestThePeerUsesTheProxyOfTheKubeconfig(t *testing.T) {
 	const server = "https://192.0.2.1:6443"
 	file := filepath.Join(t.TempDir(), "kubeconfig")
 	for proxy, want := range map[string]struct{ given, refused string }{

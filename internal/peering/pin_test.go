@@ -22,7 +22,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
-func TestAClusterThatCopiesAnothersIdentityIsRefused(t *testing.T) {
+func TestACopiedClusterIdentityIsRefused(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "pin")
 	must(t, peerUp(t, p))
@@ -77,7 +77,7 @@ func TestAClusterThatCopiesAnothersIdentityIsRefused(t *testing.T) {
 	}
 }
 
-func TestAClusterWithAnotherAuthorityIsTheSameIfItHoldsItsIdentity(t *testing.T) {
+func TestANewAuthorityIsAcceptedFromTheSameCluster(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "authority")
 	must(t, peerUp(t, p))
@@ -121,7 +121,7 @@ func TestAClusterWithAnotherAuthorityIsTheSameIfItHoldsItsIdentity(t *testing.T)
 	clustertest.Contains(t, err.Error(), "certificate authority sha256:", "it has no valid identity at this cluster", "--replace")
 }
 
-func TestAnAccountThatNoPeeringNamesIsRevoked(t *testing.T) {
+func TestAnAccountWithoutAPeeringIsRevoked(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "orphan")
 	must(t, peerUp(t, p))

@@ -217,7 +217,7 @@ func sweep(t *testing.T, admin *cluster.Cluster, config *rest.Config, namespaces
 	}
 }
 
-func TestAPeersIdentityReachesItsNetworkConfigsAndNothingElse(t *testing.T) {
+func TestAPeersIdentityGrantsOnlyItsNetworkConfigs(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "rights")
 	must(t, peerUp(t, p))
@@ -352,7 +352,7 @@ func TestComponentsHaveTheRightsTheyNeedAndNoOthers(t *testing.T) {
 	}
 }
 
-func TestTheManagerReadsItsIdentityInATenantNamespaceAndNoOtherSecret(t *testing.T) {
+func TestTheManagerMayReadOnlyItsIdentitySecret(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "keys")
 	must(t, p.A.Client.Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: p.A.Namespace, Name: deploy.ManagerServiceAccount}}))

@@ -47,7 +47,7 @@ func boundedClient(t *testing.T, p *clustertest.Pair) client.Client {
 	}
 }
 
-func TestAPeerWritesOneSmallObjectOfItsOwn(t *testing.T) {
+func TestAPeerMayWriteOnlyItsOwnSmallObject(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "room")
 	peer := boundedClient(t, p)
@@ -191,7 +191,7 @@ func managed(n int, name string) []metav1.ManagedFieldsEntry {
 		Time: &metav1.Time{Time: time.Now()}, FieldsType: "FieldsV1", FieldsV1: metav1.NewFieldsV1(`{"f:spec":{` + strings.Join(fields, ",") + `}}`)}}
 }
 
-func TestAPeersTokensAreForThisClusterAndEnd(t *testing.T) {
+func TestAPeersTokensAreBoundToThisClusterAndExpire(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "mint")
 	peer := boundedClient(t, p)
@@ -236,7 +236,7 @@ func TestAPeersTokensAreForThisClusterAndEnd(t *testing.T) {
 	}
 }
 
-func TestAPeersRequestsHaveSeatsOfTheirOwn(t *testing.T) {
+func TestAPeersRequestsHaveTheirOwnPriorityLevel(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "seats")
 	boundedClient(t, p)
@@ -276,7 +276,7 @@ func TestAPeersRequestsHaveSeatsOfTheirOwn(t *testing.T) {
 }
 
 // Whatever else manager and gateway ask for, their Leases do not queue behind it, nor behind those of others.
-func TestElectionsHaveSeatsOfTheirOwn(t *testing.T) {
+func TestElectionsHaveTheirOwnPriorityLevel(t *testing.T) {
 	t.Parallel()
 	a := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A})
 	levels := map[string]string{}
@@ -320,7 +320,7 @@ func TestElectionsHaveSeatsOfTheirOwn(t *testing.T) {
 	}
 }
 
-func TestNobodyIsPeeredWithAClusterThatWouldTakeAnything(t *testing.T) {
+func TestPeeringWithoutAdmissionPoliciesIsRefused(t *testing.T) {
 	s := &side{Cluster: clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A}), peer: &side{}}
 	must(t, s.checkAdmission(t.Context()))
 	level := &flowcontrolv1.PriorityLevelConfiguration{}

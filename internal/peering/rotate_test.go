@@ -15,7 +15,7 @@ import (
 )
 
 // A key that cannot be read can be replaced, but does not rotate. What is said afterwards is what is known then.
-func TestAKeyIsReplacedWhateverTheSecretHolds(t *testing.T) {
+func TestAKeyCanBeReplacedInAnySecret(t *testing.T) {
 	for name, data := range map[string]map[string][]byte{
 		"nothing":                nil,
 		"a key that is none":     {keyring.FieldPrivate: []byte("x"), keyring.FieldNext: []byte("y")},
@@ -46,7 +46,7 @@ func TestAKeyIsReplacedWhateverTheSecretHolds(t *testing.T) {
 }
 
 // A rotation can be aborted until a peer may know the next key.
-func TestARotationIsAbortedWhileNobodyWasTold(t *testing.T) {
+func TestARotationCanBeAbortedBeforePublication(t *testing.T) {
 	private, next, now := keyring.New(), keyring.New(), time.Now()
 	first := keyring.Replace(map[string][]byte{}, private, now)
 	begun := keyring.Begin(first, next, now)

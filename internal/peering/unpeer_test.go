@@ -40,7 +40,7 @@ func TestUnpeerLeavesNothingAndCanBeRepeated(t *testing.T) {
 	must(t, peerUp(t, p)) // at once
 }
 
-func TestUnpeerSaysWhatItWaitsForAndKeepsTheRightsMeanwhile(t *testing.T) {
+func TestUnpeerReportsItsProgressAndKeepsRightsUntilDone(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "hold")
 	must(t, peerUp(t, p))
@@ -87,7 +87,7 @@ func TestUnpeerSaysWhatItWaitsForAndKeepsTheRightsMeanwhile(t *testing.T) {
 	}
 }
 
-func TestForcedUnpeerSaysWhatStaysAtThePeer(t *testing.T) {
+func TestForcedUnpeerListsLeftoversAtThePeer(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "force")
 	must(t, peerUp(t, p))
@@ -117,7 +117,7 @@ func networkConfig(at, from *cluster.Cluster) *v1alpha1.NetworkConfig {
 	}
 }
 
-func TestForcedUnpeerRevokesThePeerBeforeItWaitsForAnything(t *testing.T) {
+func TestForcedUnpeerRevokesThePeerFirst(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "first")
 	must(t, peerUp(t, p))
@@ -193,7 +193,7 @@ func TestUnpeerDoesNotWaitForFinalizersOfThePeer(t *testing.T) {
 	}
 }
 
-func TestUnpeerOfNobodyIsAnError(t *testing.T) {
+func TestUnpeerOfAnUnknownPeerIsAnError(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "nobody")
 	err := Unpeer(t.Context(), p.A, nil, UnpeerOptions{Name: "nosuch", Timeout: clustertest.Patient, Report: p.Report})
@@ -219,7 +219,7 @@ func TestUnpeerFinishesWhatWasInterrupted(t *testing.T) {
 	}
 }
 
-func TestUnpeerKeepsANamespaceThatItDidNotMake(t *testing.T) {
+func TestUnpeerKeepsAForeignNamespace(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "own")
 	name := p.B.Identity.TenantNamespace()

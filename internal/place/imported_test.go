@@ -36,7 +36,7 @@ func importedSlice(service, cluster, host, address string, ready bool) discovery
 	}
 }
 
-func TestAnImportedNameLeadsToAnEndpointOfAPeer(t *testing.T) {
+func TestAnImportedNameResolvesToAnEndpointOfAPeer(t *testing.T) {
 	peeringWith := func(id, seen string, connected metav1.ConditionStatus) isthmus.Peering {
 		return isthmus.Peering{Spec: isthmus.PeeringSpec{Cluster: v1alpha1.ClusterIdentity{ClusterID: id}}, Status: isthmus.PeeringStatus{
 			Remote:     isthmus.Networks{PodCIDRSeen: seen},
@@ -92,7 +92,7 @@ func TestAnImportedNameLeadsToAnEndpointOfAPeer(t *testing.T) {
 	}
 }
 
-func TestAServiceThatIsNotImportedSaysWhy(t *testing.T) {
+func TestAMissingServiceImportIsExplained(t *testing.T) {
 	t.Parallel()
 	c, _ := clustertest.NewCluster(t, "imports")
 	options := install.Options{Identity: v1alpha1.ClusterIdentity{ClusterName: "imports"}, Values: clustertest.WithoutWorkloads, Report: new(clustertest.Lines).Report}

@@ -103,7 +103,7 @@ func TestTwoSidesAgreeInThreeMessages(t *testing.T) {
 	}
 }
 
-func TestAKeyIsNotUsedBeforeThePeerHasShownThatItHasIt(t *testing.T) {
+func TestAKeyIsUsedOnlyAfterThePeerConfirmsIt(t *testing.T) {
 	a, b := newSide("a", 1), newSide("b", 2)
 	a.step(t, b, nil, true)
 	b.step(t, a, a.published, true)
@@ -114,7 +114,7 @@ func TestAKeyIsNotUsedBeforeThePeerHasShownThatItHasIt(t *testing.T) {
 
 // Whatever is done to what one side publishes, no key comes of it, the reason says what it was, and the key of
 // before stays. What is published again as it was leads to a new key.
-func TestWhatIsAlteredMakesNoKey(t *testing.T) {
+func TestAlteredMessagesMakeNoKey(t *testing.T) {
 	flip := func(name string) func(w, _, _ postquantum.Words) {
 		return func(w, _, _ postquantum.Words) {
 			at := 100
@@ -231,7 +231,7 @@ func TestACrashAtAnyStepConverges(t *testing.T) {
 
 // The long part of a State is not stored. A manager that starts again reads it from what it has published, at
 // every step of an exchange.
-func TestAKeyAndAnAnswerAreReadFromThePublication(t *testing.T) {
+func TestKeyAndAnswerAreReadFromThePublication(t *testing.T) {
 	a, b := newSide("a", 1), newSide("b", 2)
 	for _, s := range []*side{a, b, a, b, a, b} {
 		other := map[*side]*side{a: b, b: a}[s]
@@ -252,7 +252,7 @@ func TestAKeyAndAnAnswerAreReadFromThePublication(t *testing.T) {
 
 // If something else is published than what was stored, the exchange begins anew, and the key in use stays. So it
 // is with a State of an earlier version, which has no hash.
-func TestAStateWithoutItsPublicationBeginsAnew(t *testing.T) {
+func TestAStateWithoutItsPublicationStartsAgain(t *testing.T) {
 	for name, spoil := range map[string]func(s, third *side){
 		"nothing":         func(s, _ *side) { s.published = nil },
 		"altered":         func(s, _ *side) { s.published["kem1"] = "AAAA" + s.published["kem1"][4:] },
@@ -302,7 +302,7 @@ func TestALostSecretIsReplaced(t *testing.T) {
 }
 
 // A peer that takes part no longer, such as an older Isthmus, is met without a preshared key.
-func TestAPeerThatLeavesTheExchangeIsMetWithout(t *testing.T) {
+func TestAPeerThatLeavesTheExchangeIsUsedWithoutAKey(t *testing.T) {
 	for i := range 2 {
 		sides := [2]*side{newSide("a", 1), newSide("b", 2)}
 		agree(t, sides[0], sides[1])
@@ -338,7 +338,7 @@ func TestAStateIsStoredAndNotPrinted(t *testing.T) {
 }
 
 // A State is read as it was written, and redact knows the fields that hold secrets.
-func TestAStateIsStored(t *testing.T) {
+func TestAStateRoundTrips(t *testing.T) {
 	a, b := newSide("a", 1), newSide("b", 2)
 	check := func() {
 		t.Helper()

@@ -40,7 +40,7 @@ func forms(secret []byte) map[string]string {
 }
 
 // Whatever looks like a secret goes, though nobody told of it.
-func TestWhatLooksLikeASecretGoes(t *testing.T) {
+func TestTextThatLooksLikeASecretIsHidden(t *testing.T) {
 	private, _ := wireguardKeys(t)
 	key := base64.StdEncoding.EncodeToString(private)
 	kubeconfig := "users:\n- name: x\n  user:\n    client-key-data: " + base64.StdEncoding.EncodeToString([]byte(pemText)) + "\n    token: opaque-token-123\n"
@@ -71,7 +71,7 @@ func TestWhatLooksLikeASecretGoes(t *testing.T) {
 	}
 }
 
-func TestWhatWasToldGoesInEveryForm(t *testing.T) {
+func TestRegisteredSecretsAreHiddenInEveryEncoding(t *testing.T) {
 	r := &Redactor{}
 	r.Secret([]byte("no-pattern-knows-this"))
 	for form, text := range forms([]byte("no-pattern-knows-this")) {
@@ -90,7 +90,7 @@ func TestWhatWasToldGoesInEveryForm(t *testing.T) {
 }
 
 // What people need to find a fault stays.
-func TestWhatIsNoSecretStays(t *testing.T) {
+func TestOrdinaryTextIsKept(t *testing.T) {
 	_, public := wireguardKeys(t)
 	key := base64.StdEncoding.EncodeToString(public)
 	r := &Redactor{}
@@ -105,7 +105,7 @@ func TestWhatIsNoSecretStays(t *testing.T) {
 }
 
 // Logs are large, and what is in them is anybody's.
-func TestHostileTextsTakeNoLonger(t *testing.T) {
+func TestHostileTextsTakeBoundedTime(t *testing.T) {
 	for _, piece := range []string{"aB3+", "eyJ-----BEGIN PRIVATE KEY-----token=", "eyJabcdefgh.a", "://a:", "password", "0a", "-----BEGIN PRIVATE KEY-----\nProc-Type: 4"} {
 		text := bytes.Repeat([]byte(piece), 200_000/len(piece))
 		done := make(chan struct{})

@@ -122,7 +122,7 @@ func TestPanelsOfTheDashboardDoNotOverlap(t *testing.T) {
 	}
 }
 
-func TestUnitIsWhatTheNameSays(t *testing.T) {
+func TestUnitMatchesTheMetricName(t *testing.T) {
 	for name, want := range map[string]string{
 		"isthmus_x_bytes_total": "octets", "isthmus_x_seconds": "seconds", "isthmus_x_timestamp_seconds": "Unix time", "isthmus_x_ratio": "0 to 1", "isthmus_x_total": "",
 	} {

@@ -13,7 +13,7 @@ type value struct {
 	Text string `json:"text"`
 }
 
-func TestWhatWasWrittenIsReadAndNobodyElseMayReadIt(t *testing.T) {
+func TestAStateFileRoundTripsAndIsPrivate(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "made", "here")
 	var got value
 	if err := Read(dir, "f", 100, &got); !errors.Is(err, os.ErrNotExist) {
@@ -62,7 +62,7 @@ func TestWhatWasWrittenIsReadAndNobodyElseMayReadIt(t *testing.T) {
 	}
 }
 
-func TestWhatOthersCouldHaveWrittenIsRefused(t *testing.T) {
+func TestFilesWritableByOthersAreRefused(t *testing.T) {
 	good := `{"text":"x"}`
 	for name, tc := range map[string]struct {
 		make func(path string) error

@@ -20,7 +20,7 @@ import (
 )
 
 // What the other cluster says is mapped elsewhere than where it may be is not asked: it is anybody's.
-func TestMappedAddressesAreThoseOfThePeerWhereTheyMayBe(t *testing.T) {
+func TestMappedAddressesAreInThePeersNetworks(t *testing.T) {
 	var all []v1alpha1.NatMapping
 	for id, mappings := range map[string]v1alpha1.EndpointMap{
 		"a": {"172.30.3.3": "10.249.0.7", "169.254.0.1": "10.249.0.1", "172.30.3.4": "169.254.169.254"},
@@ -73,7 +73,7 @@ func TestServicesWithEndpointsInTheOtherClusterAreFound(t *testing.T) {
 	}
 }
 
-func TestImportedServicesAreAskedByNameAndAtAnEndpointOfThePeer(t *testing.T) {
+func TestImportedServicesAreProbedByNameAndEndpoint(t *testing.T) {
 	slice := func(service, derived string, ready bool, addresses ...string) discoveryv1.EndpointSlice {
 		return discoveryv1.EndpointSlice{
 			ObjectMeta: metav1.ObjectMeta{Namespace: "prod", Labels: map[string]string{isthmus.LabelService: service, discoveryv1.LabelServiceName: derived}},
@@ -116,7 +116,7 @@ func TestImportedServicesAreAskedByNameAndAtAnEndpointOfThePeer(t *testing.T) {
 
 // What does not answer in its own cluster either is nobody's fault between the clusters, and what does
 // is.
-func TestWhatDoesNotAnswerAtHomeHasNotFailed(t *testing.T) {
+func TestTargetsThatFailAtHomeAreNotCounted(t *testing.T) {
 	home := func(r *http.Request) (*http.Response, error) {
 		var requests []Request
 		if err := json.NewDecoder(r.Body).Decode(&requests); err != nil {

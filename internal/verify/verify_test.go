@@ -32,7 +32,7 @@ func ends(cluster string, nodes int) (all []End) {
 
 // Every sender asks every pod of the other cluster, by each protocol and size; nobody asks a host
 // of the other cluster, or anybody of their own.
-func TestThePlanHasEveryPairBothWays(t *testing.T) {
+func TestThePlanHasEveryPairInBothDirections(t *testing.T) {
 	a, b := ends("a", 2), ends("b", 1)
 	seen := map[Check]bool{}
 	for _, c := range Plan(a, b, Only{}, nil) {
@@ -47,7 +47,7 @@ func TestThePlanHasEveryPairBothWays(t *testing.T) {
 	}
 }
 
-func TestOnlyChoosesWhatItSays(t *testing.T) {
+func TestOnlySelectsTheNamedChecks(t *testing.T) {
 	a, b := ends("a", 2), ends("b", 2)
 	for words, keeps := range map[string]func(Check) bool{
 		"tcp":         func(c Check) bool { return c.Protocol == TCP },
@@ -81,7 +81,7 @@ func TestOnlyChoosesWhatItSays(t *testing.T) {
 }
 
 // A report tells the octets that were sent, and the answer to the least of them fits.
-func TestLessThanAQuestionNeedsIsNotPlanned(t *testing.T) {
+func TestProbesBelowTheMinimumSizeAreNotPlanned(t *testing.T) {
 	sizes := map[string][]int{}
 	for protocol := range Sizes {
 		sizes[protocol] = []int{1, 2, 9000}
@@ -99,7 +99,7 @@ func TestLessThanAQuestionNeedsIsNotPlanned(t *testing.T) {
 	}
 }
 
-func TestTargetsArePingedOrConnectedTo(t *testing.T) {
+func TestTargetsAreProbedByPingOrConnection(t *testing.T) {
 	only, err := ParseOnly([]string{"pod"})
 	if err != nil {
 		t.Fatal(err)
@@ -174,7 +174,7 @@ func tell(t *testing.T, control uint16, requests []Request) (answers []Answer) {
 	return answers
 }
 
-func TestAProbeIsAnsweredInEverySize(t *testing.T) {
+func TestProbesOfEverySizeAreAnswered(t *testing.T) {
 	echo, control := serve(t)
 	var requests []Request
 	for protocol, sizes := range Sizes {
@@ -211,7 +211,7 @@ func TestAProbeIsAnsweredInEverySize(t *testing.T) {
 }
 
 // A transfer that goes on is not given up, however slow the machine is; one that stands still is.
-func TestASlowTransferIsNotCalledLost(t *testing.T) {
+func TestASlowTransferIsNotReportedLost(t *testing.T) {
 	const size = 160 << 10
 	for _, tc := range []struct {
 		name  string
@@ -260,7 +260,7 @@ func TestASlowTransferIsNotCalledLost(t *testing.T) {
 }
 
 // An echo that anybody reaches believes no length, and sends nobody more than they sent.
-func TestAnEchoBelievesNoLength(t *testing.T) {
+func TestAnEchoDoesNotTrustTheStatedLength(t *testing.T) {
 	echo, _ := serve(t)
 	at := fmt.Sprintf("127.0.0.1:%d", echo)
 	c, err := net.Dial("tcp", at)
@@ -380,7 +380,7 @@ func TestAReportIsATableAndJUnit(t *testing.T) {
 }
 
 // A Pod that may not send pings is no reason to doubt the way that TCP and UDP go.
-func TestPingsThatAPodMayNotSendAreLeftOut(t *testing.T) {
+func TestForbiddenPingsAreLeftOut(t *testing.T) {
 	const why = "Pod web-0: it may not send them"
 	may, mayNot := End{Cluster: "a", Pod: "shop/web-1"}, End{Cluster: "a", Pod: "shop/web-0"}
 	unable := func(c Check) Result {
@@ -422,7 +422,7 @@ func TestPingsThatAPodMayNotSendAreLeftOut(t *testing.T) {
 	}
 }
 
-func TestALineSumsUpLosses(t *testing.T) {
+func TestALineSummarizesLosses(t *testing.T) {
 	a, b := ends("a", 1)[0], ends("b", 1)[0]
 	if got := Line([]Loss{{From: a, To: b, Sent: 10}}); got != "10 sent, 0 lost (0.00 %)" {
 		t.Error(got)
@@ -467,7 +467,7 @@ func between(a, b way) (sites [2]*site, checks []Check) {
 	return sites, Plan(sites[0].ends(), sites[1].ends(), Only{}, nil)
 }
 
-func TestAPodWhoseNodeIsGoneIsNotWaitedForForEver(t *testing.T) {
+func TestThePodOfALostNodeIsNotAwaitedForever(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		sites, checks := between(fine, hung)
 		start := time.Now()
@@ -485,7 +485,7 @@ func TestAPodWhoseNodeIsGoneIsNotWaitedForForEver(t *testing.T) {
 }
 
 // A Pod that does not answer any more keeps nobody else from sending each second.
-func TestTheOthersAreWatchedWhenANodeIsGone(t *testing.T) {
+func TestOtherPodsContinueWhenANodeIsLost(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		sites, checks := between(fine, hung)
 		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Second+time.Millisecond)
@@ -503,7 +503,7 @@ func TestTheOthersAreWatchedWhenANodeIsGone(t *testing.T) {
 }
 
 // That Pods are left is told by an error; nothing else is one when Continuous is ended.
-func TestToEndContinuousIsNoError(t *testing.T) {
+func TestEndingContinuousIsNotAnError(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		sites, _ := between(fine, fine)
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
@@ -519,7 +519,7 @@ func TestToEndContinuousIsNoError(t *testing.T) {
 	})
 }
 
-func TestGivenPodsAreNamedOnce(t *testing.T) {
+func TestChosenPodsAreListedOnce(t *testing.T) {
 	for text, good := range map[string]bool{"shop/web-0": true, "shop/web-0,db/web-0": true, "web-0": false, "/web-0": false, "shop/": false, "shop/web/0": false, "a/b,a/b": false, "Shop/web": false} {
 		if err := CheckPods(strings.Split(text, ",")); (err == nil) != good {
 			t.Errorf("%s: %v", text, err)
@@ -532,7 +532,7 @@ func TestGivenPodsAreNamedOnce(t *testing.T) {
 
 // Nobody can delete a container of a Pod that was given: it ends when it is told to, and when nobody
 // tells it anything.
-func TestAProbeEnds(t *testing.T) {
+func TestAProbeTerminates(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var asked time.Time
 		begin := time.Now()
@@ -555,7 +555,7 @@ func TestAProbeEnds(t *testing.T) {
 	}
 }
 
-func TestAnInterruptedWaitSaysThatItWasInterrupted(t *testing.T) {
+func TestAnInterruptedWaitIsReported(t *testing.T) {
 	last := errors.New("ContainerCreating")
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()

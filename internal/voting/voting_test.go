@@ -197,7 +197,7 @@ func TestAVoterDoesNotReadAFloodOfStrangers(t *testing.T) {
 }
 
 // A gateway that waits for the vote hears of its release at once, and not with its next ask.
-func TestAWaitingGatewayIsToldOfARelease(t *testing.T) {
+func TestAWaitingGatewayLearnsOfARelease(t *testing.T) {
 	key := KeyOf(private)
 	v := &Voter{Node: "n1", Directory: t.TempDir(), Log: slog.New(slog.DiscardHandler)}
 	v.Set(key.Public().(ed25519.PublicKey))
@@ -236,7 +236,7 @@ func TestAWaitingGatewayIsToldOfARelease(t *testing.T) {
 }
 
 // No answer of any kind contains a promise that the next voter on the node would not know.
-func TestAVoterSendsNoPromiseThatItHasNotStored(t *testing.T) {
+func TestAVoterSendsOnlyStoredPromises(t *testing.T) {
 	key, directory := KeyOf(private), filepath.Join(t.TempDir(), "state")
 	v := &Voter{Node: "n1", Directory: directory, Log: slog.New(slog.DiscardHandler)}
 	v.Set(key.Public().(ed25519.PublicKey))
@@ -312,7 +312,7 @@ func TestANodeThatCannotVoteSaysWhy(t *testing.T) {
 }
 
 // A gateway that has won the votes says so at once, and not with its next beat: nodes follow it only then.
-func TestAGatewayThatHasTheVotesDoesNotWaitForItsNextBeat(t *testing.T) {
+func TestAGatewayWithAMajorityDoesNotWaitForTheNextBeat(t *testing.T) {
 	v := &Voter{Node: "n1", Directory: t.TempDir(), Log: slog.New(slog.DiscardHandler)}
 	key, at := KeyOf(private), &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1), Port: Port}
 	v.Set(key.Public().(ed25519.PublicKey))

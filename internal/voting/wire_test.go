@@ -20,7 +20,7 @@ func someAnswer() answer {
 		Free: 900, Sent: 12345, Nonce: 1 << 63, Incarnation: 99}, cookie{1, 2, 3}}
 }
 
-func TestAMessageComesBackAsItWasSent(t *testing.T) {
+func TestMessagesRoundTrip(t *testing.T) {
 	key := KeyOf([32]byte{1})
 	b := someAsk().seal(key)
 	if got, ok := openAsk(b); !ok || got != someAsk() || !signed(b, key.Public().(ed25519.PublicKey)) {

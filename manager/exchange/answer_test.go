@@ -51,7 +51,7 @@ func TestAnswersAreStickyAndSurviveARestart(t *testing.T) {
 }
 
 // What the API server lets through makes no sense here.
-func TestHostileClaimsAreRefusedWithAConditionThatNamesTheField(t *testing.T) {
+func TestInvalidNetworksAreRefusedByField(t *testing.T) {
 	a := newAnswering(t)
 	bravo := a.partner("bravo", 2).claims("10.244.0.0/16", "10.245.0.0/16").publish().answer("None", "None")
 	bravo.joined()
@@ -94,7 +94,7 @@ func TestHostileClaimsAreRefusedWithAConditionThatNamesTheField(t *testing.T) {
 	bravo.untilAccepted("10.246.0.0/16 10.247.0.0/16")
 }
 
-func TestOverlapsAreNoneOfTheRefused(t *testing.T) {
+func TestOverlappingNetworksAreNotRefused(t *testing.T) {
 	a := newAnswering(t)
 	for i, pod := range []string{"10.96.0.0/12", "172.30.0.0/24", "10.244.0.0/16", "10.245.0.0/16"} {
 		p := a.partner(fmt.Sprint("p", i), byte(20+i)).claims(pod, "192.168.0.0/24")
@@ -157,7 +157,7 @@ func TestOverridesAreFollowedOrRefused(t *testing.T) {
 }
 
 // Public keys are public: to claim one is easy, and must not push its owner out.
-func TestAKeyStaysWithThePeerThatHasIt(t *testing.T) {
+func TestAKeyStaysWithItsOwner(t *testing.T) {
 	a := newAnswering(t)
 	older := a.partner("older", 2).claims("10.64.0.0/18", "10.65.0.0/20")
 	older.untilAccepted("None None")
@@ -180,7 +180,7 @@ func TestAKeyStaysWithThePeerThatHasIt(t *testing.T) {
 
 // A peer that was here before another one cannot push it out by listing its key among its own
 // tunnels: the tunnel of the one stays, and the other is told.
-func TestAKeyAmongTheTunnelsOfAnOlderPeerDoesNotPushItsOwnerOut(t *testing.T) {
+func TestAnOlderPeersTunnelKeyDoesNotDisplaceTheOwner(t *testing.T) {
 	a := newAnswering(t)
 	thief := a.partner("thief", 2).claims("10.64.0.0/18", "10.65.0.0/20").publish().answer("None", "None")
 	before := thief.joined()
@@ -205,7 +205,7 @@ func TestAKeyAmongTheTunnelsOfAnOlderPeerDoesNotPushItsOwnerOut(t *testing.T) {
 
 // A claim that was accepted has its key before there is a tunnel, also against a peer that is older
 // and after a restart.
-func TestAKeyIsThePeersWhoseClaimWasAcceptedFirst(t *testing.T) {
+func TestAKeyBelongsToTheFirstAcceptedPeer(t *testing.T) {
 	a := newAnswering(t)
 	thief := a.partner("thief", 2).claims("10.64.0.0/18", "10.65.0.0/20")
 	thief.untilAccepted("None None")
@@ -243,7 +243,7 @@ func TestAKeyIsThePeersWhoseClaimWasAcceptedFirst(t *testing.T) {
 }
 
 // Whoever is told of a key can claim it elsewhere before its owner does. The owner alone proves that it has the private key.
-func TestAKeyIsThePeersThatProvesIt(t *testing.T) {
+func TestAKeyBelongsToThePeerThatProvesIt(t *testing.T) {
 	a := newAnswering(t)
 	ours, next := keyring.New(), keyring.New()
 	told, public := fabric.PublicKeys(ours, 1)[0], keyText(fabric.PublicKeys(next, 1)[0])
@@ -287,7 +287,7 @@ func TestAKeyIsThePeersThatProvesIt(t *testing.T) {
 }
 
 // A proof names our key, too. Once that has rotated, whoever copied a private key can prove it before its owner does.
-func TestAKeyStaysWithThePeerThatProvedItWhenOursRotates(t *testing.T) {
+func TestAProvenKeyStaysWithItsOwnerWhenOursRotates(t *testing.T) {
 	a := newAnswering(t)
 	ours, next, theirs := keyring.New(), keyring.New(), keyring.New()
 	public := keyText(fabric.PublicKeys(theirs, 1)[0])
@@ -317,7 +317,7 @@ func TestAKeyStaysWithThePeerThatProvedItWhenOursRotates(t *testing.T) {
 }
 
 // Of the keys that a peer proves, each is taken back by itself from whoever proves nothing.
-func TestAKeyThatAnotherProvesTooKeepsNoThiefInAnother(t *testing.T) {
+func TestEachStolenKeyIsTakenBackSeparately(t *testing.T) {
 	a := newAnswering(t)
 	ours, shared := keyring.New(), keyring.New()
 	told, keys := fabric.PublicKeys(ours, 1)[0], fabric.PublicKeys(shared, 2)
@@ -400,7 +400,7 @@ func TestTwoNetworkConfigsOfOnePeerAreAmbiguous(t *testing.T) {
 	p.untilAccepted("10.246.0.0/18 None")
 }
 
-func TestAForgedStatusIsPutRight(t *testing.T) {
+func TestAForgedStatusIsCorrected(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.65.0.0/20")
 	p.untilAccepted("10.246.0.0/18 None")
@@ -470,7 +470,7 @@ func TestAFloodOfNetworkConfigsIsMostlyIgnored(t *testing.T) {
 	}
 }
 
-func TestNoNetworkHasAGatewayInIt(t *testing.T) {
+func TestNoNetworkContainsAGateway(t *testing.T) {
 	a := newAnswering(t)
 	bravo := a.partner("bravo", 2)
 	nc := bravo.claim("100.64.0.0/18", "100.65.0.0/20")
@@ -500,7 +500,7 @@ func TestNoNetworkHasAGatewayInIt(t *testing.T) {
 	}
 }
 
-func TestAnswersFollowTheFacts(t *testing.T) {
+func TestAnswersFollowClusterChanges(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.64.0.0/18", "10.65.0.0/20")
 	p.untilAccepted("None None")

@@ -63,7 +63,7 @@ func TestAChangeOfAClaimWaitsForConsent(t *testing.T) {
 	a.Until("the TunnelEndpoint follows", func() bool { return p.Endpoint().Spec.RemotePodCIDR == "10.48.0.0/14" })
 }
 
-func TestAClaimOutsideOfPrivateSpaceIsRemappedUnlessThePeeringAllowsIt(t *testing.T) {
+func TestAPublicNetworkIsRemappedUnlessThePeeringAllowsIt(t *testing.T) {
 	a := newAnswering(t)
 	remapped := func(p *partner) (pod, external bool) {
 		s := p.copied().Status

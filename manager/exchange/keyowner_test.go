@@ -16,7 +16,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-func TestAProofIsMadeAgainWhenAKeyChangesAlone(t *testing.T) {
+func TestAProofIsRenewedWhenAKeyChanges(t *testing.T) {
 	ours, next, theirs := keyring.New(), keyring.New(), keyring.New()
 	var copied v1alpha1.NetworkConfig
 	tell := func(key [32]byte) {

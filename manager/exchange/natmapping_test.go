@@ -56,7 +56,7 @@ func TestNatMappingsFollowTheIPAMState(t *testing.T) {
 	})
 }
 
-func TestOneNatMappingForAPeerAndNoneForStrangers(t *testing.T) {
+func TestEachPeerHasOneNatMapping(t *testing.T) {
 	a := newAnswering(t)
 	bravo := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None")
 	bravo.joined()
@@ -88,7 +88,7 @@ func TestOneNatMappingForAPeerAndNoneForStrangers(t *testing.T) {
 
 // A NatMapping is not made only when something changes: a manager that starts has to make what its
 // predecessor did not come to.
-func TestNatMappingsOfTheTimeBeforeTheStart(t *testing.T) {
+func TestNatMappingsAreCreatedAfterARestart(t *testing.T) {
 	a := newAnswering(t)
 	bravo := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None")
 	bravo.joined()

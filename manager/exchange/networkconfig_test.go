@@ -17,7 +17,7 @@ import (
 
 var bravo = v1alpha1.ClusterIdentity{ClusterID: "bbbbbbbb-2222-4222-8222-222222222222", ClusterName: "bravo"}
 
-func TestNetworkConfigSaysTheFactsUnlessThePeeringOverridesThem(t *testing.T) {
+func TestNetworkConfigFollowsTheClusterUnlessOverridden(t *testing.T) {
 	key, err := base64.StdEncoding.DecodeString(managertest.SomeKey)
 	if err != nil {
 		t.Fatal(err)
@@ -83,7 +83,7 @@ func TestNetworkConfigSaysTheFactsUnlessThePeeringOverridesThem(t *testing.T) {
 }
 
 // Readers see no agreement while an answer to former networks is being withdrawn.
-func TestAnAnswerToFormerNetworksIsNotBelieved(t *testing.T) {
+func TestAnAnswerToOldNetworksIsIgnored(t *testing.T) {
 	nc := &v1alpha1.NetworkConfig{Status: v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: v1alpha1.None, ExternalCIDRNAT: v1alpha1.None}}
 	nc.Annotations = map[string]string{isthmus.AnnotationUnanswered: "true"}
 	if got := believed(nc); got.Status.Processed || !nc.Status.Processed {

@@ -20,7 +20,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-func TestAPeerChangesAFewTimesAtOnceAndThenOnceAMinute(t *testing.T) {
+func TestPeerChangesAreLimitedAfterABurst(t *testing.T) {
 	p := pace{every: time.Minute}
 	now := time.Now()
 	for i := range changesAtOnce {
@@ -53,7 +53,7 @@ func TestAPeerChangesAFewTimesAtOnceAndThenOnceAMinute(t *testing.T) {
 }
 
 // Every node reads a peer's NetworkAllocation whenever it changes. A new endpoint or key is no event for nodes.
-func TestAPeerThatFlipsItsAnswerSoonChangesNothingButItsGateway(t *testing.T) {
+func TestAPeerThatFlipsItsAnswerSoonChangesOnlyItsGateway(t *testing.T) {
 	a := newAnswering(t)
 	b := a.partner("b", 2).claims("10.64.0.0/16", "10.65.0.0/20").publish().answer("None", "None")
 	b.joined()
@@ -117,7 +117,7 @@ type later struct {
 func (l later) AddAfter(r reconcile.Request, after time.Duration) { l.after[r] = after }
 
 // What is followed meanwhile may lead to nothing, and no event may come when the answer's turn has come.
-func TestAnAnswerThatWaitsIsLookedAtAgain(t *testing.T) {
+func TestADelayedAnswerIsRetried(t *testing.T) {
 	a := newAnswering(t)
 	b := a.partner("b", 2).claims("10.64.0.0/16", "10.65.0.0/20").publish().answer("None", "None")
 	b.joined()
@@ -137,7 +137,7 @@ func TestAnAnswerThatWaitsIsLookedAtAgain(t *testing.T) {
 	}
 }
 
-func TestAnAnswerThatCouldNotBeWrittenCostsNothing(t *testing.T) {
+func TestAFailedWriteDoesNotCountAgainstTheLimit(t *testing.T) {
 	a := newAnswering(t)
 	b := a.partner("b", 2).claims("10.64.0.0/16", "10.65.0.0/20").publish().answer("None", "None")
 	b.joined()
@@ -165,7 +165,7 @@ func TestAnAnswerThatCouldNotBeWrittenCostsNothing(t *testing.T) {
 }
 
 // A peer cannot have the pace of another one forgotten by a NetworkConfig that names it.
-func TestThePaceOfAPeerGoesWithIt(t *testing.T) {
+func TestTheRateLimitOfAPeerIsRemovedWithIt(t *testing.T) {
 	a := newAnswering(t)
 	r, now := a.pacing(), time.Now()
 	left := a.Prefix + "-left"

@@ -122,7 +122,7 @@ func (r *requested) Add(request reconcile.Request) { r.ids = append(r.ids, reque
 
 // A write replaces all states in etcd. However many peers there are, the first change is written at once, and
 // changes that come while a write has to wait are one write.
-func TestOneWriteHasTheChangesOfAllPeers(t *testing.T) {
+func TestChangesOfAllPeersAreWrittenTogether(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		k, api := keyStore(map[string][]byte{})
 		const peers, steps = 1000, 3
@@ -253,7 +253,7 @@ func fullSecret() map[string][]byte {
 	return data
 }
 
-func TestAFullSecretKeepsNoPeerThatIsInItFromANewKey(t *testing.T) {
+func TestAFullSecretAcceptsNewKeysOfKnownPeers(t *testing.T) {
 	data := fullSecret()
 	data["old"] = data["peer-0"]
 	delete(data, "peer-0")
@@ -302,7 +302,7 @@ func stepsOf(t *testing.T, k *KeyStore) (agree func() postquantum.Words) {
 }
 
 // A peer that finds the Secret full gets all else, and is looked at again without an error.
-func TestAFullSecretKeepsNothingElseFromAPeer(t *testing.T) {
+func TestAFullSecretDoesNotBlockThePeering(t *testing.T) {
 	k, _ := keyStore(fullSecret())
 	agree := stepsOf(t, k)
 	if published := agree(); len(published) != 0 {
@@ -322,7 +322,7 @@ func TestAFullSecretKeepsNothingElseFromAPeer(t *testing.T) {
 	}
 }
 
-func TestAPeerHasFewExchangesAtOnce(t *testing.T) {
+func TestKeyExchangesOfAPeerAreLimited(t *testing.T) {
 	k := new(KeyStore)
 	for n := range exchangesAtOnce + 1 {
 		if got, want := k.mayBegin("busy"), n < exchangesAtOnce; got != want {

@@ -53,7 +53,7 @@ func (a *answering) awaited(n int) {
 	})
 }
 
-func TestANetworkIsToldWhenAllNodesRefuseIt(t *testing.T) {
+func TestANetworkIsPublishedOnceAllNodesRefuseIt(t *testing.T) {
 	a := newAnswering(t)
 	a.Create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: a.System}})
 	a.refuses("n1", false)
@@ -84,7 +84,7 @@ func TestANetworkIsToldWhenAllNodesRefuseIt(t *testing.T) {
 }
 
 // A node whose agent does not answer holds nobody up for long, and never again until it does.
-func TestANodeThatDoesNotRefuseIsNamedAndNotWaitedForAgain(t *testing.T) {
+func TestAnUnresponsiveNodeIsNamedAndSkipped(t *testing.T) {
 	a := newAnswering(t)
 	a.Create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: a.System}})
 	a.nodes.Patience = time.Millisecond
@@ -116,7 +116,7 @@ func TestANodeThatDoesNotRefuseIsNamedAndNotWaitedForAgain(t *testing.T) {
 
 // A network is in the IPAM state before its NetworkAllocation is written: nobody is told of it until then,
 // however long that takes.
-func TestNobodyIsToldOfANetworkThatIsNotWritten(t *testing.T) {
+func TestAnUnwrittenNetworkIsNotPublished(t *testing.T) {
 	state, _ := ipam.State{}.Configure(ipam.Config{PodCIDR: netip.MustParsePrefix("10.64.0.0/14"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12")})
 	state, _, err := state.Allocate(ipam.Request{ID: "b", Pod: netip.MustParsePrefix("10.50.0.0/18"), External: netip.MustParsePrefix("10.60.0.0/20")})
 	if err != nil {

@@ -29,7 +29,7 @@ func (a *answering) endHolds() {
 
 // A peer vanished while no manager ran, because finalizers were removed or definitions deleted. Its
 // networks are released after a day, with an Event, and free after another one.
-func TestNetworksOfAPeerThatVanishedAreReleased(t *testing.T) {
+func TestNetworksOfAVanishedPeerAreReleased(t *testing.T) {
 	a := newAnswering(t)
 	there := a.partner("there", 2)
 	gone := a.Describe("gone").Cluster.ClusterID

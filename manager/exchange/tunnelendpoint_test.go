@@ -141,7 +141,7 @@ func TestATunnelFollowsItsPeerWhileNetworksAreRefused(t *testing.T) {
 	}
 }
 
-func TestTunnelEndpointIsPutRightByHandAndItsStatusIsNot(t *testing.T) {
+func TestOnlyTheSpecOfATunnelEndpointIsRestored(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None")
 	spec := p.joined().Spec
@@ -162,7 +162,7 @@ func TestTunnelEndpointIsPutRightByHandAndItsStatusIsNot(t *testing.T) {
 	a.Until("it is made again", func() bool { te := p.Endpoint(); return te != nil && te.UID != uid })
 }
 
-func TestWhenThePeerWithdrawsTheTunnelEndpointGoesAndTheNetworksStay(t *testing.T) {
+func TestAWithdrawalRemovesTheTunnelEndpointButKeepsNetworks(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None")
 	te := p.joined()
@@ -227,7 +227,7 @@ func (p *partner) held(networks ...string) {
 
 // Liqo's ForeignClusters have no finalizer of ours, and neither has a Peering whose definition is deleted:
 // they may be gone first.
-func TestWhatIsLeftOfAPeerThatIsGoneIsTakenDown(t *testing.T) {
+func TestLeftoversOfARemovedPeerAreDeleted(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None")
 	p.joined()
@@ -291,7 +291,7 @@ func TestNetworksAroundAnAddress(t *testing.T) {
 	}
 }
 
-func TestTheTunnelCarriesControlWhereBothSidesWantIt(t *testing.T) {
+func TestInBandControlRequiresBothSides(t *testing.T) {
 	facts := facts.Facts{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ExternalCIDR: netip.MustParsePrefix("10.245.0.0/16"), Endpoint: "192.0.2.1", Port: 5871, PublicKey: managertest.Key(1)}
 	for _, ours := range []bool{false, true} {
 		for _, theirs := range []bool{false, true} {

@@ -145,7 +145,7 @@ func TestPeersReachANodeAtItsExternalAddress(t *testing.T) {
 	}
 }
 
-func TestTunnelsHaveAKeyAndAPort(t *testing.T) {
+func TestEachTunnelNeedsAKeyAndAPort(t *testing.T) {
 	keys := func(which ...byte) string {
 		texts := make([]string, len(which))
 		for i, k := range which {
@@ -189,7 +189,7 @@ func TestTunnelsHaveAKeyAndAPort(t *testing.T) {
 }
 
 // A next public key to which no gateway answers would cut off every peer that is told of it.
-func TestPeersAreToldOfNoPublicKeyWithoutAPrivateOne(t *testing.T) {
+func TestAPublicKeyIsNotPublishedWithoutThePrivateKey(t *testing.T) {
 	w := managertest.New(t)
 	private, next := keyring.New(), keyring.New()
 	now := time.Now()
@@ -212,7 +212,7 @@ func TestPeersAreToldOfNoPublicKeyWithoutAPrivateOne(t *testing.T) {
 	told(private, "a public key alone")
 }
 
-func TestPodsOfNodesOfWhichNoAgentTellsAreReachedToo(t *testing.T) {
+func TestPodsOfNodesWithoutAReportAreReached(t *testing.T) {
 	node := func(name string, podCIDRs ...string) corev1.Node {
 		return corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: corev1.NodeSpec{PodCIDRs: podCIDRs}}
 	}
@@ -259,7 +259,7 @@ func TestKubeadmSubnets(t *testing.T) {
 	}
 }
 
-func TestOfANodeItsAddressesCount(t *testing.T) {
+func TestOnlyAddressChangesOfANodeCount(t *testing.T) {
 	node := func(version, address string) *corev1.Node {
 		return &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n1", ResourceVersion: version},
 			Status: corev1.NodeStatus{Addresses: []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: address}}}}
@@ -273,7 +273,7 @@ func TestOfANodeItsAddressesCount(t *testing.T) {
 	}
 }
 
-func TestAHoldEndsWhenANodeLiesInTheNetwork(t *testing.T) {
+func TestAHoldEndsWhenItContainsANode(t *testing.T) {
 	p := netip.MustParsePrefix
 	facts := Facts{PodCIDR: p("10.244.0.0/16"), ServiceCIDR: p("10.96.0.0/12")}
 	b := new(managertest.Store)

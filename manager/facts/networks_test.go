@@ -14,7 +14,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-func TestNetworksOutsideOfOneHaveEveryAddressOutsideOnce(t *testing.T) {
+func TestOutsideNetworksPartitionTheRest(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	prefix := func() netip.Prefix { // in 10.0.0.0/24, so that they meet
 		return netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 0, 0, byte(rng.Uint32())}), 24+rng.IntN(9)).Masked()
@@ -58,7 +58,7 @@ func (p *pods) List(_ context.Context, list client.ObjectList, options ...client
 	return nil
 }
 
-func TestPodCIDRInWhichNothingIsCountsAsMissing(t *testing.T) {
+func TestAPodCIDRWithoutPodsCountsAsMissing(t *testing.T) {
 	node := func(podCIDRs ...string) corev1.Node {
 		return corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n" + podCIDRs[0]}, Spec: corev1.NodeSpec{PodCIDRs: podCIDRs}}
 	}

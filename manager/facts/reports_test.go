@@ -32,7 +32,7 @@ func newKeeper(w *managertest.World) (*Keeper, *managertest.Store, *events.FakeR
 }
 
 // A peer that claims what any node reaches gets other networks, and those are clear of it as well.
-func TestWhatANodeReachesIsNoPeers(t *testing.T) {
+func TestPeersGetNoNetworkThatANodeReaches(t *testing.T) {
 	w := managertest.New(t)
 	w.Report("n1", []string{"172.30.1.0/24", "192.168.77.0/24"}, "192.168.79.53", "2001:db8::53")
 	w.Report("n2", []string{"172.30.1.0/24", "10.0.0.0/11", "192.168.32.0/22", "100.64.7.0/24", "fd00:5::/48"})
@@ -106,7 +106,7 @@ func TestAReportOfEverythingIsIgnoredAndNamesTheNode(t *testing.T) {
 	}
 }
 
-func TestTheReportsOfNodesAreAwaitedForAWhile(t *testing.T) {
+func TestNodeReportsAreAwaitedForALimitedTime(t *testing.T) {
 	w := managertest.New(t)
 	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: w.Prefix + "-n1"}}
 	w.Create(node)
@@ -169,7 +169,7 @@ func TestTheAddressesOfAPIServersAreKnown(t *testing.T) {
 	}
 }
 
-func TestNetworksOfTheClusterAreFoundOut(t *testing.T) {
+func TestClusterNetworksAreDetected(t *testing.T) {
 	w := managertest.New(t)
 	own := &Keeper{Cache: w.API(), Direct: w.API(), Store: &managertest.Store{}, Cluster: w.Self, Namespace: w.System, Log: slog.New(slog.DiscardHandler),
 		Plan: AddressPlan{ServiceCIDR: managertest.ServicesWherePlanned()}}
@@ -198,7 +198,7 @@ func TestNetworksOfTheClusterAreFoundOut(t *testing.T) {
 }
 
 // A TunnelEndpoint with our networks before a change keeps them from other peers.
-func TestANetworkOfATunnelEndpointIsNoOtherPeers(t *testing.T) {
+func TestANetworkOfATunnelEndpointIsNotReallocated(t *testing.T) {
 	w := managertest.New(t)
 	keeper, store, _ := newKeeper(w)
 	tunnel := &v1alpha1.TunnelEndpoint{ObjectMeta: metav1.ObjectMeta{Namespace: w.System, Name: "b"}, Spec: v1alpha1.TunnelEndpointSpec{

@@ -7,7 +7,7 @@ import (
 
 // The gateway leaves out a peer whose network here overlaps a network of ours that another peer
 // still uses.
-func TestNoPeerGetsAPreviousNetworkOfOursThatAnotherUses(t *testing.T) {
+func TestOurPreviousNetworksInUseAreNotReallocated(t *testing.T) {
 	was := ours()
 	b, _ := allocate(t, configured(t, was), claim("b", "10.50.0.0/16", "10.51.0.0/16"))
 	c := was
@@ -35,7 +35,7 @@ func TestNoPeerGetsAPreviousNetworkOfOursThatAnotherUses(t *testing.T) {
 
 // While all peers have left but a TunnelEndpoint is not deleted yet, a chosen ExternalCIDR stays, and a
 // new PodCIDR may overlap the previous one.
-func TestPreviousNetworksAreNoConflictOfOurs(t *testing.T) {
+func TestPreviousNetworksDoNotConflict(t *testing.T) {
 	c := ours()
 	c.ExternalCIDR = netip.Prefix{}
 	b := configured(t, c)

@@ -34,7 +34,7 @@ func requests(b State) string {
 	return strings.Join(text, "; ")
 }
 
-func TestAllocationsSayWhoAskedAndWhatItWas(t *testing.T) {
+func TestAllocationsRecordTheRequesters(t *testing.T) {
 	empty := joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16")
 	b := asked(t, empty, "198.51.100.7", "one", "pod")
 	b = asked(t, b, "198.51.100.7", "another", "")
@@ -65,7 +65,7 @@ func TestAllocationsSayWhoAskedAndWhatItWas(t *testing.T) {
 	}
 }
 
-func TestWithdrawIsForThoseWhoAsked(t *testing.T) {
+func TestOnlyRequestersMayWithdraw(t *testing.T) {
 	ip, is := addr("198.51.100.7"), func(b State) bool { return b.Mapped("b", addr("198.51.100.7")) }
 	b := asked(t, joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16"), "198.51.100.7", "one", "")
 	if next, err := b.Withdraw("b", ip, "another", nil); !errors.Is(err, errAnothers) || !is(next) {
@@ -94,7 +94,7 @@ func TestWithdrawIsForThoseWhoAsked(t *testing.T) {
 	}
 }
 
-func TestWhatIsNotedIsBounded(t *testing.T) {
+func TestRecordedRequestersAreBounded(t *testing.T) {
 	b := joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16")
 	if _, err := mapped(t, b, "b", "198.51.100.7", "10.247.0.2").Asked("b", addr("198.51.100.7"), strings.Repeat("x", maxCaller+1), ""); err == nil {
 		t.Error("a name without end")
@@ -129,7 +129,7 @@ func TestWhatIsNotedIsBounded(t *testing.T) {
 	}
 }
 
-func TestExpireTakesAnEndpointFromAll(t *testing.T) {
+func TestExpireRemovesAnEndpointFromAllPeers(t *testing.T) {
 	b := asked(t, joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16"), "198.51.100.7", "one", "pod")
 	b, _ = allocate(t, b, claim("c", "10.244.0.0/16", "10.245.0.0/16"))
 	b = b.Answered("c", pfx("10.244.0.0/16"), pfx("10.245.0.0/16"))
@@ -152,7 +152,7 @@ func TestExpireTakesAnEndpointFromAll(t *testing.T) {
 }
 
 // A manager may stop between the objects of one change of our networks.
-func TestWhatAnObjectSaysOfOtherNetworksOfOursIsBroughtUpToDate(t *testing.T) {
+func TestOutdatedOwnNetworksOfAnObjectAreUpdated(t *testing.T) {
 	b := asked(t, joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16"), "198.51.100.7", "one", "pod")
 	old := b.Allocation("b")
 	for name, change := range map[string]func(*Config){

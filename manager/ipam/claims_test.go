@@ -10,7 +10,7 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-func TestOnlyWhatIsPrivateOrAllowedIsUsedAsItIs(t *testing.T) {
+func TestOnlyPrivateOrAllowedNetworksAreNotRemapped(t *testing.T) {
 	c := ours()
 	c.Nodes = []netip.Addr{addr("192.168.77.4")}
 	b := configured(t, c)
@@ -78,7 +78,7 @@ func within(p netip.Prefix, networks []netip.Prefix) bool {
 	return false
 }
 
-func TestWhatIsNewWaitsForConsentAndWhatThereWasStays(t *testing.T) {
+func TestNewNetworksWaitForConsentWhileOldOnesStay(t *testing.T) {
 	b := configured(t, ours())
 	first := Request{ID: "b", Pod: pfx("10.50.0.0/16"), External: pfx("10.60.0.0/20")}
 	b, had := allocate(t, b, first)
@@ -118,7 +118,7 @@ func TestWhatIsNewWaitsForConsentAndWhatThereWasStays(t *testing.T) {
 
 // Whatever a peer claims one after the other, without consent it never has an address here that its
 // first claim did not give it.
-func TestAPeerThatKeepsChangingItsClaimGetsNothingNew(t *testing.T) {
+func TestRepeatedClaimChangesGetNoNewNetworks(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	for range 200 {
 		b, _ := State{}.Configure(randConfig(rng, 24))
@@ -139,7 +139,7 @@ func TestAPeerThatKeepsChangingItsClaimGetsNothingNew(t *testing.T) {
 }
 
 // The IPAM state says that the peer has a network of ours, by an edit or because ours is another one now.
-func TestNobodyHasToAgreeThatAPeerGivesOurNetworkBack(t *testing.T) {
+func TestAPeerReturnsOurNetworkWithoutConsent(t *testing.T) {
 	b := configured(t, ours())
 	b, _ = allocate(t, b, Request{ID: "b", Pod: pfx("10.50.0.0/16"), External: pfx("10.60.0.0/20")})
 	b, _ = b.Configure(Config{PodCIDR: pfx("10.244.0.0/16"), ServiceCIDR: pfx("10.48.0.0/13"), ExternalCIDR: b.Own().ExternalCIDR})

@@ -75,7 +75,7 @@ func TestMapEndpointAsLiqo(t *testing.T) {
 	}
 }
 
-func TestMapEndpointRefusesWhatNobodyCanReach(t *testing.T) {
+func TestMapEndpointRefusesUnreachableAddresses(t *testing.T) {
 	b := joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16")
 	for _, ip := range []netip.Addr{{}, addr("127.0.0.1"), addr("0.0.0.0"), addr("169.254.169.254"), addr("224.0.0.5"), addr("255.255.255.255"), addr("100.100.100.200"),
 		addr("::1"), addr("fe80::1"), addr("fe80::1%eth0"), addr("::ffff:10.0.0.1"), addr("fd00::1"), addr("10.245.0.9")} {
@@ -204,7 +204,7 @@ func TestHomePodIPMovesHostBits(t *testing.T) {
 	}
 }
 
-func TestLostMappingsAreRestoredAtTheirAddresses(t *testing.T) {
+func TestLostMappingsKeepTheirAddresses(t *testing.T) {
 	b := joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16")
 	want := b
 	for i, ip := range []string{"198.51.100.1", "198.51.100.2", "198.51.100.3"} {
@@ -226,7 +226,7 @@ func TestLostMappingsAreRestoredAtTheirAddresses(t *testing.T) {
 }
 
 // Until the peer has answered for the new network, it would send packets for what it knows of the old one.
-func TestNoPodIsMappedBetweenAChangeOfThePodCIDRAndTheAnswer(t *testing.T) {
+func TestPodsAreNotMappedUntilANewPodCIDRIsAnswered(t *testing.T) {
 	b := joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16")
 	b = mapped(t, b, "b", "198.51.100.7", "10.247.0.2")
 	other := ours()

@@ -51,7 +51,7 @@ func TestEveryNetworkOfAPeerHasAReason(t *testing.T) {
 	}
 }
 
-func TestWhatWasGivenBeforeIsExplainedByThat(t *testing.T) {
+func TestKeptNetworksAreExplained(t *testing.T) {
 	b := configured(t, ours())
 	r := Request{ID: "b", Pod: pfx("10.50.0.0/18"), External: pfx("203.0.113.0/24"), Allowed: []netip.Prefix{pfx("203.0.113.0/24")}}
 	b, _ = allocate(t, b, r)

@@ -11,7 +11,7 @@ import (
 )
 
 // A Liqo keeps the first answer that it got (review of 2026-11-22).
-func TestAPeerThatComesBackHasItsNetworksAgain(t *testing.T) {
+func TestAReturningPeerGetsItsNetworksBack(t *testing.T) {
 	b, had := allocate(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	b = b.Release("b")
 	b, other := allocate(t, b, claim("c", "10.244.0.0/16", "10.245.0.0/16"))
@@ -49,7 +49,7 @@ func restarted(t testing.TB, b State) State {
 	return read
 }
 
-func TestWhatAPeerHadIsGivenOnlyWhereItIsFreeAndPermitted(t *testing.T) {
+func TestPreviousNetworksAreReusedOnlyIfFreeAndPermitted(t *testing.T) {
 	b, had := allocate(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.50.0.0/16"))
 	left := b.Release("b")
 
@@ -77,7 +77,7 @@ func TestWhatAPeerHadIsGivenOnlyWhereItIsFreeAndPermitted(t *testing.T) {
 	}
 }
 
-func TestFormerNetworksAreGivenToOthersBeforeAnybodyGetsNothing(t *testing.T) {
+func TestPreviousNetworksAreReusedBeforeExhaustion(t *testing.T) {
 	c := ours()
 	c.Pools, c.ExternalCIDR = append(c.Pools, pfx("10.246.0.0/15")), pfx("10.245.0.0/16")
 	b, had := allocate(t, configured(t, c), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
@@ -87,7 +87,7 @@ func TestFormerNetworksAreGivenToOthersBeforeAnybodyGetsNothing(t *testing.T) {
 	}
 }
 
-func TestTheLatestFormersAreRemembered(t *testing.T) {
+func TestTheLatestPreviousNetworksAreKept(t *testing.T) {
 	b := configured(t, ours())
 	for i := range maxFormer + 10 {
 		id := fmt.Sprintf("%063d", i)
@@ -125,7 +125,7 @@ func TestAllocationAvoidsMetadataServices(t *testing.T) {
 }
 
 // Left is what the IPAM then really gives out, when all peers are alike.
-func TestLeftIsHowManyMoreGetNetworks(t *testing.T) {
+func TestLeftCountsFurtherAllocations(t *testing.T) {
 	for _, c := range []Config{
 		ours(),
 		{PodCIDR: pfx("10.0.0.0/14"), ServiceCIDR: pfx("10.96.0.0/12")},

@@ -94,7 +94,7 @@ func TestAllocateFollowsTheSequencesSeenWithLiqo(t *testing.T) {
 	}
 }
 
-func TestNodesAreAvoidedButDoNotChangeWhatIsChosenOtherwise(t *testing.T) {
+func TestNodesAreAvoidedWithoutChangingOtherChoices(t *testing.T) {
 	c := ours()
 	for i := range 20 {
 		c.Nodes = append(c.Nodes, netip.AddrFrom4([4]byte{10, 0, byte(i), 7}))
@@ -136,7 +136,7 @@ func TestAllocateIsStickyWhileFamilyAndLengthFit(t *testing.T) {
 	}
 }
 
-func TestAllocatePutsNetworksWhereTheyAreWanted(t *testing.T) {
+func TestAllocateHonoursPreferredNetworks(t *testing.T) {
 	b := configured(t, ours())
 	want := claim("b", "10.244.0.0/16", "10.60.0.0/16")
 	want.WantPod, want.WantExternal = pfx("10.60.0.0/16"), pfx("203.0.0.0/16") // one where the other would stay
@@ -174,7 +174,7 @@ func TestAllocatePutsNetworksWhereTheyAreWanted(t *testing.T) {
 	}
 }
 
-func TestAllocateRefusesWhatMakesNoSense(t *testing.T) {
+func TestAllocateRefusesInvalidRequests(t *testing.T) {
 	b := configured(t, ours())
 	for _, tc := range []struct{ id, pod, external, field string }{
 		{"b", "0.0.0.0/0", "10.245.0.0/16", "spec.podCIDR"},
@@ -236,7 +236,7 @@ func TestExhaustionIsARefusalAndEndsWithARelease(t *testing.T) {
 }
 
 // The API server takes requests of 3 MiB, and etcd values of 1.5 MiB.
-func TestAStateHasAsManyPeersAsItsObjectMayHave(t *testing.T) {
+func TestTheNumberOfPeersIsLimitedByTheObject(t *testing.T) {
 	full := configured(t, ours()).Spec()
 	for i := range MaxPeers {
 		network := func(first byte) string { return fmt.Sprintf("%d.%d.%d.0/24", first, i>>8, i&0xff) }
@@ -306,7 +306,7 @@ func TestConfigureReportsConflictsAndMovesNothing(t *testing.T) {
 	}
 }
 
-func TestExternalCIDRIsChosenAnewOnlyWhileNobodyKnowsIt(t *testing.T) {
+func TestExternalCIDRIsFixedOnceAPeerKnowsIt(t *testing.T) {
 	b := configured(t, ours())
 	for _, c := range []Config{
 		{PodCIDR: pfx("10.200.0.0/16"), ServiceCIDR: pfx("10.245.0.0/16")},   // in the way
@@ -329,7 +329,7 @@ func TestExternalCIDRIsChosenAnewOnlyWhileNobodyKnowsIt(t *testing.T) {
 	}
 }
 
-func TestOrderOfWhatIsTrueAtOnceDoesNotMatter(t *testing.T) {
+func TestOrderOfInitialFactsDoesNotMatter(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	c := ours()
 	for range 20 {
@@ -355,7 +355,7 @@ func TestOrderOfWhatIsTrueAtOnceDoesNotMatter(t *testing.T) {
 }
 
 // A random walk through everything that can happen to a State.
-func TestAStateStaysSoundWhateverHappens(t *testing.T) {
+func TestAStateStaysSoundInRandomHistories(t *testing.T) {
 	for seed := range uint64(8) {
 		rng := rand.New(rand.NewPCG(seed, 2))
 		config := randConfig(rng, 24)
@@ -489,7 +489,7 @@ func same(a, b State) bool {
 	return reflect.DeepEqual(a.endpoints, b.endpoints) || len(a.endpoints)+len(b.endpoints) == 0
 }
 
-func TestChangedNamesThosePeersOnly(t *testing.T) {
+func TestChangedNamesOnlyChangedPeers(t *testing.T) {
 	b := configured(t, ours())
 	for _, id := range []string{"b", "c", "d"} {
 		b, _ = allocate(t, b, claim(id, "10.244.0.0/16", "10.245.0.0/16"))
@@ -508,7 +508,7 @@ func TestChangedNamesThosePeersOnly(t *testing.T) {
 	}
 }
 
-func TestConflictsOfAPeerThatHasNothingAreNone(t *testing.T) {
+func TestAPeerWithoutNetworksHasNoConflicts(t *testing.T) {
 	if got := (State{}).ConflictsOf("nobody"); got != nil {
 		t.Errorf("%v", got)
 	}

@@ -8,7 +8,7 @@ import (
 )
 
 // Whatever nodes reach, no allocation overlaps it, and what is granted stays when they reach more.
-func TestAllocatesAreClearOfWhatNodesReach(t *testing.T) {
+func TestAllocationsAvoidNetworksReachedByNodes(t *testing.T) {
 	rng := rand.New(rand.NewPCG(12, 1))
 	for range 60 {
 		c := ours()

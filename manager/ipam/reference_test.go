@@ -70,7 +70,7 @@ func (r *reference) place(p netip.Prefix) netip.Prefix {
 	return netip.Prefix{}
 }
 
-func TestAllocateIsWhatTheSlowReferenceSays(t *testing.T) {
+func TestAllocateEqualsTheSlowReference(t *testing.T) {
 	if testing.Short() {
 		t.Skip("slow on purpose")
 	}

@@ -121,7 +121,7 @@ func TestNetworksThatAPeerReplacesAreHeld(t *testing.T) {
 
 // Something of ours comes to lie in a network of a peer, and a person makes the peering anew, as Ready says:
 // nodes let go of the network at once.
-func TestNetworksInWhichSomethingOfOursLiesAreNotHeld(t *testing.T) {
+func TestNetworksInUseByUsAreNotHeld(t *testing.T) {
 	peered, had := allocate(t, configured(t, ours()), claim("b", "10.50.0.0/16", "10.51.0.0/16"))
 	for name, change := range map[string]func(*Config){
 		"a node":                     func(c *Config) { c.Nodes = []netip.Addr{addr("10.49.0.1"), addr("10.50.3.4"), addr("192.0.2.1")} },
@@ -175,7 +175,7 @@ func TestNetworksInWhichSomethingOfOursLiesAreNotHeld(t *testing.T) {
 	}
 }
 
-func TestPoolsThatAreHeldSayUntilWhen(t *testing.T) {
+func TestHeldPoolsReportTheirExpiry(t *testing.T) {
 	c := ours()
 	c.Pools, c.ExternalCIDR = []netip.Prefix{pfx("10.246.0.0/15")}, pfx("10.245.0.0/16")
 	b, _ := allocate(t, configured(t, c), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
@@ -185,7 +185,7 @@ func TestPoolsThatAreHeldSayUntilWhen(t *testing.T) {
 	}
 }
 
-func TestPeersThatNothingNamesAreReleasedAfterADay(t *testing.T) {
+func TestUnreferencedPeersAreReleasedAfterADay(t *testing.T) {
 	b, had := allocate(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	named := func(id string) bool { return id == "b" }
 	if same, _ := b.Age(noon, named); len(same.Changed(b)) > 0 {
@@ -214,7 +214,7 @@ func TestPeersThatNothingNamesAreReleasedAfterADay(t *testing.T) {
 }
 
 // An API server's clock that was ahead must not hold networks for as long, nor end holds.
-func TestReleasesOfTheFutureCountAsOfNow(t *testing.T) {
+func TestFutureReleasesCountAsNow(t *testing.T) {
 	b, _ := allocate(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	b = b.Part("b", noon.AddDate(10, 0, 0))
 	if b, _ = b.Age(noon, nobody); b.ReleasedAt("b") != noon {
@@ -223,7 +223,7 @@ func TestReleasesOfTheFutureCountAsOfNow(t *testing.T) {
 }
 
 // Peers that come with ever shorter networks stop at their own bound, far from that of all.
-func TestPeersThatReplaceNetworksDoNotExhaustWhatOthersMayReplace(t *testing.T) {
+func TestReplacementsByOnePeerLeaveRoomForOthers(t *testing.T) {
 	b := configured(t, ours())
 	change := func(id string, i, bits int, now time.Time) error {
 		c := claim(id, fmt.Sprintf("10.%d.0.0/%d", i, bits), fmt.Sprintf("10.%d.128.0/24", i))
@@ -272,7 +272,7 @@ func TestPeersThatReplaceNetworksDoNotExhaustWhatOthersMayReplace(t *testing.T) 
 	}
 }
 
-func TestAllocationsThatMakeNoSenseAreLeftOut(t *testing.T) {
+func TestInvalidAllocationsAreLeftOut(t *testing.T) {
 	b, _ := allocate(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	good, at := b.Allocation("b"), isthmus.UTCTimeOf(noon)
 	seen := &isthmus.NetworkPair{PodCIDR: "10.1.0.0/16", ExternalCIDR: "10.2.0.0/16"}
@@ -395,7 +395,7 @@ func takesBack(is, since State) bool {
 }
 
 // A NetworkAllocation names 32 networks at most, whoever writes more of them into one.
-func TestAPeerHoldsNoMoreNetworksThanItsObjectHasRoomFor(t *testing.T) {
+func TestAPeersNetworksFitIntoItsObject(t *testing.T) {
 	b, _ := allocate(t, configured(t, ours()), claim("b", "10.64.0.0/16", "10.65.0.0/20"))
 	var lost []netip.Prefix
 	for i := range 40 {

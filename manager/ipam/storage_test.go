@@ -74,7 +74,7 @@ func TestSpecIsReadableAndComplete(t *testing.T) {
 
 // What Liqo leaves in the object besides: its allocator's memory, and the mark of a peer that is
 // gone.
-func TestReadTakesWhatLiqoWrote(t *testing.T) {
+func TestReadAcceptsLiqosObject(t *testing.T) {
 	spec := readSpec(t, readable)
 	want, err := Read(&spec)
 	if err != nil {
@@ -88,7 +88,7 @@ func TestReadTakesWhatLiqoWrote(t *testing.T) {
 	}
 }
 
-func TestReadNamesTheFieldThatMakesNoSense(t *testing.T) {
+func TestReadNamesTheInvalidField(t *testing.T) {
 	peer := func(change func(*v1alpha1.Subnets)) func(*v1alpha1.IpamStorageSpec) {
 		return func(s *v1alpha1.IpamStorageSpec) {
 			subnets := s.ClusterSubnets["22222222-bbbb"]

@@ -106,7 +106,7 @@ func (k kubelet) belongs() error {
 	return k.call("BelongsToPodCIDR", &BelongsRequest{Ip: "10.244.0.1"}, &BelongsResponse{})
 }
 
-func TestWithoutCertificatesAndWithoutPlainNobodyIsAnswered(t *testing.T) {
+func TestWithoutCertificatesRequestsAreRefused(t *testing.T) {
 	err := Serve(t.Context(), Options{Address: "127.0.0.1:0"}, nil, slog.New(slog.DiscardHandler))
 	if err == nil || !strings.Contains(err.Error(), "want certificates") {
 		t.Error(err)
@@ -148,7 +148,7 @@ func TestCallersAreKnownByCertificatesOfTheirAuthority(t *testing.T) {
 	}
 }
 
-func TestWhoMappedMayUnmapAndNobodyElse(t *testing.T) {
+func TestOnlyTheRequesterMayUnmap(t *testing.T) {
 	servers, callers := newAuthority(t), newAuthority(t)
 	config, err := TLS(servers.files(t.TempDir(), callers))
 	if err != nil {
@@ -195,7 +195,7 @@ func TestWhoMappedMayUnmapAndNobodyElse(t *testing.T) {
 	}
 }
 
-func TestWhoMappedMayUnmapAfterARestartAndNobodyElse(t *testing.T) {
+func TestOnlyTheRequesterMayUnmapAfterARestart(t *testing.T) {
 	servers, callers := newAuthority(t), newAuthority(t)
 	config, err := TLS(servers.files(t.TempDir(), callers))
 	if err != nil {
@@ -247,7 +247,7 @@ func TestWhoMappedMayUnmapAfterARestartAndNobodyElse(t *testing.T) {
 
 // A kubelet that is known by its address gets another one when its Pod is made anew. What it asked
 // for by the old one must not stay for ever, and that of a kubelet that is there is its own.
-func TestWhatAPodAskedForThatIsGoneHoldsNothing(t *testing.T) {
+func TestRequestsOfADeletedPodHoldNoMapping(t *testing.T) {
 	if testing.Short() {
 		t.Skip("needs an API server")
 	}
@@ -294,7 +294,7 @@ func TestWhatAPodAskedForThatIsGoneHoldsNothing(t *testing.T) {
 	}
 }
 
-func TestNodesServicesAndNetworksOfPeersAreMappedOnlyWhereAllowed(t *testing.T) {
+func TestOnlyAllowedAddressesAreMapped(t *testing.T) {
 	peer(t, "juliett", "10.200.0.0/16", "10.201.7.0/24")
 	peer(t, "kilo", "10.200.0.0/16", "10.201.7.0/24")
 	allocation, _ := testStore.State().AllocationOf("kilo")

@@ -253,7 +253,7 @@ func TestAVirtualKubeletAsksForHomeAddresses(t *testing.T) {
 	}
 }
 
-func TestBadQuestionsGetErrorsLikeLiqos(t *testing.T) {
+func TestInvalidRequestsGetLiqosErrors(t *testing.T) {
 	k := newKubelet(t)
 	peer(t, "echo", "10.200.0.0/16", "10.201.7.0/24")
 	before := testStore.State()
@@ -299,7 +299,7 @@ func TestBadQuestionsGetErrorsLikeLiqos(t *testing.T) {
 	}
 }
 
-func TestManyKubeletsNeverGetTheSameAddressAndExhaustionIsAnError(t *testing.T) {
+func TestConcurrentKubeletsGetDistinctAddressesUntilExhaustion(t *testing.T) {
 	k := newKubelet(t)
 	peer(t, "foxtrot", "10.200.0.0/16", "10.201.7.0/24")
 	var (
@@ -335,7 +335,7 @@ func TestManyKubeletsNeverGetTheSameAddressAndExhaustionIsAnError(t *testing.T) 
 	}
 }
 
-func TestWhatIsMappedIsAnsweredWhileTheAPIServerIsAway(t *testing.T) {
+func TestExistingMappingsAreAnsweredWithoutTheAPIServer(t *testing.T) {
 	k := newKubelet(t)
 	peer(t, "golf", "10.200.0.0/16", "10.201.7.0/24")
 	k.mapIP("golf", "198.51.100.1", "10.201.7.2")

@@ -89,7 +89,7 @@ func patched(t *testing.T, id, patch string) {
 	}
 }
 
-func TestNetworkAllocationsHaveTheState(t *testing.T) {
+func TestNetworkAllocationsContainTheState(t *testing.T) {
 	h := fresh(t)
 	want(t, "no peers")
 	if all := allocations(t); len(all.OwnPods) != 1 || all.OwnPods[0] != ours.PodCIDR || len(all.Own) != 2 || all.Own[1] != ours.ServiceCIDR || all.Revision == 0 {
@@ -174,7 +174,7 @@ func TestNetworkAllocationsHaveTheState(t *testing.T) {
 
 // An agent lets a network go by a revision: it is higher with each change of the networks of a cluster, also
 // after older objects were restored.
-func TestTheRevisionRisesWithEachChangeOfNetworksAndOnlyThen(t *testing.T) {
+func TestTheRevisionIncreasesOnlyWithNetworkChanges(t *testing.T) {
 	h := fresh(t)
 	h.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	last := allocationOf(t, "b").Spec.Revision
@@ -236,7 +236,7 @@ func TestTheRevisionRisesWithEachChangeOfNetworksAndOnlyThen(t *testing.T) {
 }
 
 // A clock that was a month ahead, and is right again.
-func TestARevisionCountsAlsoAfterTheClockWasSetBack(t *testing.T) {
+func TestRevisionsIncreaseWhenTheClockIsSetBack(t *testing.T) {
 	now := time.UnixMilli(1_800_000_000_000)
 	for last, want := range map[int64]int64{0: now.UnixMilli(), now.UnixMilli(): now.UnixMilli() + 1, now.Add(time.Hour).UnixMilli(): now.Add(time.Hour).UnixMilli() + 1,
 		now.Add(720 * time.Hour).UnixMilli(): now.UnixMilli()} {
@@ -276,7 +276,7 @@ func (s *stopping) Patch(ctx context.Context, o client.Object, p client.Patch, o
 
 // What is granted is in a NetworkAllocation before it is in the IpamStorage, and what is freed leaves the
 // IpamStorage first: wherever a manager is stopped, nodes refuse all that the IpamStorage has.
-func TestNodesRefuseAllThatTheIpamStorageHasAtAnyMoment(t *testing.T) {
+func TestNodesAlwaysRefuseEveryStoredNetwork(t *testing.T) {
 	h := fresh(t)
 	s := &stopping{Client: h.client}
 	h.client = s
@@ -337,7 +337,7 @@ func TestNodesRefuseAllThatTheIpamStorageHasAtAnyMoment(t *testing.T) {
 }
 
 // A NetworkAllocation that somebody has emptied names the peer's networks again before they have a version.
-func TestWhatIsNotWrittenYetHasNoVersion(t *testing.T) {
+func TestUnwrittenNetworksHaveNoVersion(t *testing.T) {
 	h := fresh(t)
 	allocate(t, h.Store, "b", "10.64.0.0/16", "10.65.0.0/20")
 	version := h.versionOf("b")
@@ -358,7 +358,7 @@ func TestWhatIsNotWrittenYetHasNoVersion(t *testing.T) {
 
 // Somebody fills the object of a peer: what is granted has a place before it is in the IpamStorage, and the
 // rest is freed.
-func TestAFullObjectKeepsNobodyOut(t *testing.T) {
+func TestAFullObjectDoesNotBlockNewPeers(t *testing.T) {
 	h := fresh(t)
 	s := &stopping{Client: h.client, at: "PartialObjectMetadata"} // the IpamStorage
 	h.client = s
@@ -405,7 +405,7 @@ func (unread) List(context.Context, client.ObjectList, ...client.ListOption) err
 
 // The IpamStorage is written, a NetworkAllocation is another one, and the API server does not say which: the
 // State is as it was, and so is the IpamStorage after the next write.
-func TestTheIpamStorageIsComparedWithWhatWasWrittenLast(t *testing.T) {
+func TestTheIpamStorageIsComparedWithTheLastWrite(t *testing.T) {
 	h := fresh(t)
 	allocate(t, h.Store, "b", "10.64.0.0/16", "10.65.0.0/16")
 	s, reader := &stopping{Client: h.client, at: "NetworkAllocation b", err: apierrors.NewConflict(schema.GroupResource{}, "b", nil)}, h.reader
@@ -426,7 +426,7 @@ func TestTheIpamStorageIsComparedWithWhatWasWrittenLast(t *testing.T) {
 }
 
 // One object that cannot be written keeps no other one from being written.
-func TestAnErrorOfOneObjectIsNoOthers(t *testing.T) {
+func TestAnErrorOfOneObjectDoesNotBlockOthers(t *testing.T) {
 	h := fresh(t)
 	s := &stopping{Client: h.client, at: "NetworkAllocation b"}
 	h.client = s

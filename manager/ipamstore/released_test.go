@@ -79,7 +79,7 @@ func TestAgentsReadHeldNetworksUntilTheManagerEndsTheHold(t *testing.T) {
 
 // All definitions and objects are deleted, and a manager starts without any state. Agents keep refusing
 // what they know, because no object frees it.
-func TestAnIPAMStateMadeAnewFreesNothing(t *testing.T) {
+func TestARecreatedIPAMStateFreesNothing(t *testing.T) {
 	h := fresh(t)
 	h.allocate(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
 	before := allocations(t).Revision
@@ -151,7 +151,7 @@ func TestHeldNetworksOutliveTheIPAMState(t *testing.T) {
 	}
 }
 
-func TestAStoreTakesTheTimeFromItsClock(t *testing.T) {
+func TestAStoreUsesItsClock(t *testing.T) {
 	s := New(nil, nil, "", nil)
 	if now, err := s.Now(t.Context()); err != nil || time.Since(now).Abs() > time.Hour {
 		t.Errorf("%v, %v", now, err)

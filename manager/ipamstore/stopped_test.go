@@ -47,7 +47,7 @@ func (k *killed) Patch(ctx context.Context, o client.Object, p client.Patch, opt
 // A change of our own networks changes the objects of all peers. A manager that is killed between two of them is
 // followed by one that ends up where it would have: no mapping is lost, and no answer is taken for one about
 // another network.
-func TestAManagerThatIsKilledWithinAChangeOfOurNetworksLosesNothing(t *testing.T) {
+func TestAManagerKilledDuringANetworkChangeLosesNothing(t *testing.T) {
 	external, pods, both := ours, ours, ours
 	external.ExternalCIDR, pods.PodCIDR = pfx("172.20.0.0/16"), pfx("172.24.0.0/16")
 	both.ExternalCIDR, both.PodCIDR = external.ExternalCIDR, pods.PodCIDR
@@ -86,7 +86,7 @@ func TestAManagerThatIsKilledWithinAChangeOfOurNetworksLosesNothing(t *testing.T
 
 // Only networks are reported by nodes: what else changes of an object leaves the version that a node reports as it
 // was, also after the manager was started again.
-func TestAnswersAndMappingsLeaveTheVersionThatNodesReport(t *testing.T) {
+func TestAnswersAndMappingsDoNotChangeTheVersion(t *testing.T) {
 	h := fresh(t)
 	h.allocate(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
 	version := h.versionOf("b")
@@ -129,7 +129,7 @@ func TestAnswersAndMappingsLeaveTheVersionThatNodesReport(t *testing.T) {
 
 // An older manager changes the networks and the revision of an object, and leaves what it does not know. A backup
 // has the object as it was, and another UID when it is there again. Nodes have to report both.
-func TestAVersionCountsOnlyForTheRevisionAndTheObjectItIsOf(t *testing.T) {
+func TestAVersionIsBoundToRevisionAndObject(t *testing.T) {
 	h := fresh(t)
 	h.allocate(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
 	h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
@@ -168,7 +168,7 @@ func TestAVersionCountsOnlyForTheRevisionAndTheObjectItIsOf(t *testing.T) {
 }
 
 // Somebody frees a network by hand, and the manager writes the object before it has looked.
-func TestAHoldThatSomebodyEndsStaysEndedWhateverIsWrittenNext(t *testing.T) {
+func TestAnEndedHoldStaysEnded(t *testing.T) {
 	h := fresh(t)
 	shorter := claim("c", "10.66.0.0/16", "10.67.0.0/20")
 	h.allocate(shorter)
@@ -184,7 +184,7 @@ func TestAHoldThatSomebodyEndsStaysEndedWhateverIsWrittenNext(t *testing.T) {
 }
 
 // An IpamStorage that somebody's finalizer keeps is written until it is gone, and then there is another one.
-func TestAnIpamStorageThatIsBeingDeletedStopsNothing(t *testing.T) {
+func TestADeletedIpamStorageDoesNotBlock(t *testing.T) {
 	h := fresh(t)
 	h.allocate(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
 	const finalizer = "test.isthmus.net/keep"

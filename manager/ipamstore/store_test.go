@@ -317,7 +317,7 @@ func TestARestartKnowsWhoAskedForAMapping(t *testing.T) {
 	}
 }
 
-func TestAnUpdateIsOneSmallPatchHoweverManyPeersThereAre(t *testing.T) {
+func TestAnUpdateIsOneSmallPatchForAnyNumberOfPeers(t *testing.T) {
 	h := fresh(t)
 	h.update(func(b ipam.State) ipam.State {
 		for i := range 500 {
@@ -359,7 +359,7 @@ func TestAnUpdateIsOneSmallPatchHoweverManyPeersThereAre(t *testing.T) {
 	}
 }
 
-func TestUpdatesThatComeTogetherAreWrittenTogether(t *testing.T) {
+func TestConcurrentUpdatesAreWrittenTogether(t *testing.T) {
 	h := fresh(t)
 	h.sent()
 	const number = 40
@@ -437,7 +437,7 @@ func TestAnErrorWritesNothing(t *testing.T) {
 	}
 }
 
-func TestTwoStoresNeverLoseAnUpdateNorGiveOutTheSame(t *testing.T) {
+func TestTwoStoresLoseNoUpdateAndAllocateNothingTwice(t *testing.T) {
 	a := fresh(t)
 	b := loaded(t)
 	const each = 25
@@ -483,7 +483,7 @@ func TestTwoStoresNeverLoseAnUpdateNorGiveOutTheSame(t *testing.T) {
 }
 
 // Nothing reads the IpamStorage. It is written again after any edit.
-func TestEditsByHand(t *testing.T) {
+func TestEditsOfTheIpamStorageAreReverted(t *testing.T) {
 	subnets := func(s *v1alpha1.IpamStorageSpec, f func(*v1alpha1.Subnets)) {
 		v := s.ClusterSubnets["b"]
 		f(&v)
@@ -540,7 +540,7 @@ func TestEditsByHand(t *testing.T) {
 
 // No manager has written what a person, or a backup, puts into a NetworkAllocation: it is written over, also
 // when the IpamStorage was changed with it.
-func TestAnEditOfANetworkAllocationDoesNotCount(t *testing.T) {
+func TestEditsOfANetworkAllocationAreReverted(t *testing.T) {
 	h := fresh(t)
 	h.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
@@ -596,7 +596,7 @@ func TestTheIpamStorageOfALiqoIsImportedOnce(t *testing.T) {
 
 // Managers were stopped between two writes, or an older object was restored: where two objects name one
 // network, or one address, the later one counts.
-func TestOfTwoObjectsThatContradictEachOtherTheLaterOneCounts(t *testing.T) {
+func TestTheLaterOfTwoConflictingObjectsCounts(t *testing.T) {
 	h := fresh(t)
 	for _, id := range []string{"b", "c"} {
 		h.allocate(claim(id, "10.244.0.0/16", "10.245.0.0/16"))
@@ -620,7 +620,7 @@ func TestOfTwoObjectsThatContradictEachOtherTheLaterOneCounts(t *testing.T) {
 }
 
 // What a leader before grants while another one starts stays granted: its networks are not taken back.
-func TestAGrantWhileAnotherStarts(t *testing.T) {
+func TestAnAllocationWhileAnotherManagerStarts(t *testing.T) {
 	before := fresh(t)
 	before.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	edit(t, func(o *v1alpha1.IpamStorage) { o.Spec.Pools = []string{} }) // so that the one that starts has something to write
@@ -653,7 +653,7 @@ func TestAGrantWhileAnotherStarts(t *testing.T) {
 }
 
 // A manager that starts finds a NetworkAllocation that somebody has edited, restored or deleted meanwhile.
-func TestWhatATunnelNamesIsGivenAgain(t *testing.T) {
+func TestNetworksOfATunnelEndpointAreRestored(t *testing.T) {
 	h := fresh(t)
 	for i, id := range []string{"a-0000", "b-0001"} { // b has a TunnelEndpoint
 		h.allocate(claim(id, "10.244.0.0/16", "10.245.0.0/16"))
@@ -691,7 +691,7 @@ func TestWhatATunnelNamesIsGivenAgain(t *testing.T) {
 	}
 }
 
-func TestADeletedObjectIsMadeAgainFromMemory(t *testing.T) {
+func TestADeletedObjectIsRecreatedFromMemory(t *testing.T) {
 	h := fresh(t)
 	h.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	for _, notice := range []func(){
@@ -712,7 +712,7 @@ func TestADeletedObjectIsMadeAgainFromMemory(t *testing.T) {
 	}
 }
 
-func TestOfSeveralObjectsTheOldestCounts(t *testing.T) {
+func TestTheOldestOfSeveralObjectsCounts(t *testing.T) {
 	h := fresh(t)
 	h.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	other := &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: "a-younger-one", UID: "", Labels: map[string]string{v1alpha1.LabelIpamStorage: "true"}}}
@@ -730,7 +730,7 @@ func TestOfSeveralObjectsTheOldestCounts(t *testing.T) {
 	}
 }
 
-func TestALostStateIsRebuiltFromWhatWasMadeOfIt(t *testing.T) {
+func TestALostStateIsRebuiltFromItsResults(t *testing.T) {
 	h := fresh(t)
 	for i, id := range []string{"b-0001", "c-0002"} {
 		h.allocate(claim(id, "10.244.0.0/16", "10.245.0.0/16"))
@@ -868,7 +868,7 @@ func create(t *testing.T, o client.Object) {
 	}
 }
 
-func TestSubscribersHearWhoChangedAndNeverHoldUpAnybody(t *testing.T) {
+func TestSubscribersLearnChangesWithoutBlocking(t *testing.T) {
 	h := fresh(t)
 	lazy, lively := h.Subscribe(), h.Subscribe()
 	names := func(ch <-chan event.GenericEvent) (all []string) {
@@ -904,7 +904,7 @@ func TestSubscribersHearWhoChangedAndNeverHoldUpAnybody(t *testing.T) {
 }
 
 // Every patch is what its name says: applied as RFC 7386 demands, it makes one spec the other.
-func TestAPatchMakesOneSpecTheOther(t *testing.T) {
+func TestAPatchYieldsTheTargetSpec(t *testing.T) {
 	base, _ := ipam.State{}.Configure(ours)
 	join := func(b ipam.State, ids ...string) ipam.State {
 		for _, id := range ids {
@@ -979,7 +979,7 @@ func merge(target, patch any) any {
 	return m
 }
 
-func TestARestartKnowsWhatPeersHadThatHaveLeft(t *testing.T) {
+func TestARestartKnowsNetworksOfRemovedPeers(t *testing.T) {
 	h := fresh(t)
 	had := h.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	h.update(func(b ipam.State) ipam.State { return b.Release("b") })
@@ -1013,7 +1013,7 @@ func TestARestartKnowsWhatPeersHadThatHaveLeft(t *testing.T) {
 
 // What another manager writes does not make this one forget the networks that nodes reach, which no object
 // contains.
-func TestWhatNodesReachOutlivesAWriteOfSomebodyElse(t *testing.T) {
+func TestReachedNetworksSurviveAForeignWrite(t *testing.T) {
 	h := fresh(t)
 	reached := ours
 	reached.Reached = []ipam.Reached{{Prefix: pfx("10.70.0.0/16"), Node: "n1"}}

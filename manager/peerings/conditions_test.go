@@ -247,7 +247,7 @@ func TestStatusIsStableWhenNothingChanged(t *testing.T) {
 	}
 }
 
-func TestWordsOfAPeerAreCutAndMadePrintable(t *testing.T) {
+func TestTextOfAPeerIsTruncatedAndEscaped(t *testing.T) {
 	if got := plain(strings.Repeat("ä\n", 10_000)); len([]rune(got)) > 510 || strings.ContainsAny(got, "\n\x1b") {
 		t.Errorf("%d runes: %.40q", len([]rune(got)), got)
 	}
@@ -258,7 +258,7 @@ func TestWordsOfAPeerAreCutAndMadePrintable(t *testing.T) {
 
 // An exchange that somebody spoils is reported, also while sessions have an earlier key, and then
 // traffic goes on.
-func TestASpoiledExchangeOfKeysIsReported(t *testing.T) {
+func TestAFailedKeyExchangeIsReported(t *testing.T) {
 	for progress, words := range map[postquantum.Progress]string{
 		postquantum.Agreed:    "",
 		postquantum.Waiting:   "",

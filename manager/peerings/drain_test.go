@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-func TestTheTunnelStaysWhileClientsLeaveServices(t *testing.T) {
+func TestTheTunnelStaysWhileServicesDrain(t *testing.T) {
 	at := time.Date(2026, 11, 27, 12, 0, 0, 0, time.UTC)
 	for _, step := range [][]struct {
 		after  time.Duration

@@ -13,7 +13,7 @@ import (
 )
 
 // A tunnel that is down cannot carry the news that would mend it.
-func TestAPeeringSaysWhenTheTunnelCannotTellThePeer(t *testing.T) {
+func TestAPeeringReportsAnUnusableInBandTunnel(t *testing.T) {
 	for _, c := range []struct {
 		name    string
 		edit    func(*peeringState)
@@ -57,7 +57,7 @@ func TestAPeeringSaysWhenTheTunnelCannotTellThePeer(t *testing.T) {
 }
 
 // Where both Peerings are deleted, neither gateway lets the peer's manager through.
-func TestAPeerThatIsLeftInBandIsWaitedForAsLongAsTheTunnelStays(t *testing.T) {
+func TestInBandUnpeeringWaitsWhileTheTunnelExists(t *testing.T) {
 	left := metav1.NewTime(time.Date(2026, 11, 28, 12, 0, 0, 0, time.UTC))
 	ends := left.Add(peers.InBandPatience)
 	for _, c := range []struct {
@@ -85,7 +85,7 @@ func TestAPeerThatIsLeftInBandIsWaitedForAsLongAsTheTunnelStays(t *testing.T) {
 	}
 }
 
-func TestAPeeringThatIsLeftInBandSaysHowLongItWaitsAndWhatStays(t *testing.T) {
+func TestInBandUnpeeringReportsItsWaitAndLeftovers(t *testing.T) {
 	left := metav1.NewTime(time.Date(2026, 11, 28, 12, 0, 0, 0, time.UTC))
 	s := agreedState(t)
 	s.peering.Spec.InBand, s.peering.DeletionTimestamp, s.endpoint = true, &left, nil

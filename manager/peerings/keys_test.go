@@ -83,7 +83,7 @@ func TestAPeerThatMissedARotationIsNamed(t *testing.T) {
 }
 
 // A peer that our NetworkConfig reached, or that the gateway knows more about, lacks something else than the key.
-func TestWhatIsToBeMendedComesBeforeAMissedRotation(t *testing.T) {
+func TestOtherProblemsPrecedeAMissedRotation(t *testing.T) {
 	for _, c := range []struct {
 		cause     string
 		published metav1.ConditionStatus

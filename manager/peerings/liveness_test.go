@@ -35,7 +35,7 @@ func (r *leaseReader) Get(_ context.Context, _ client.ObjectKey, into client.Obj
 	return nil
 }
 
-func TestAGatewayThatRenewsNothingIsSilent(t *testing.T) {
+func TestAGatewayThatDoesNotRenewItsLeaseIsSilent(t *testing.T) {
 	notFound := apierrors.NewNotFound(schema.GroupResource{Resource: "leases"}, isthmus.LeaseGateway)
 	renew := func(r *leaseReader) { r.renewed = r.renewed.Add(2 * time.Second) }
 	for _, c := range []struct {
@@ -106,7 +106,7 @@ func TestAGatewayThatRenewsNothingIsSilent(t *testing.T) {
 }
 
 // An API server that answers two renewals in a row too late sees the third after 11 s.
-func TestTwoRenewalsMayFail(t *testing.T) {
+func TestTwoFailedRenewalsAreTolerated(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := &leaseReader{holder: "gateway-1", renewed: time.Now()}
 		p := NewLiveness(r, "isthmus-system", slog.New(slog.DiscardHandler))
@@ -123,7 +123,7 @@ func TestTwoRenewalsMayFail(t *testing.T) {
 }
 
 // A gateway that ends releases the Lease. Without a standby nobody takes it.
-func TestAReleasedLeaseIsNotWaitedForAsLong(t *testing.T) {
+func TestAReleasedLeaseIsAwaitedForLess(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := &leaseReader{holder: "gateway-1", renewed: time.Now()}
 		p := NewLiveness(r, "isthmus-system", slog.New(slog.DiscardHandler))
@@ -139,7 +139,7 @@ func TestAReleasedLeaseIsNotWaitedForAsLong(t *testing.T) {
 }
 
 // The clocks here may differ by half a minute and no more.
-func TestAManagerThatStartsDoesNotBelieveAnOldLease(t *testing.T) {
+func TestAStartingManagerDoesNotTrustAnOldLease(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := &leaseReader{holder: "gateway-1", renewed: time.Now().Add(-time.Minute)}
 		p := NewLiveness(r, "isthmus-system", slog.New(slog.DiscardHandler))

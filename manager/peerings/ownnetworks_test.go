@@ -54,7 +54,7 @@ func TestServicesOfALaterServiceCIDRAreReserved(t *testing.T) {
 
 // What comes later breaks nothing that is in force: it is a condition and an Event that name the
 // node and the network, until one of them is gone.
-func TestANetworkInForceThatANodeReachesLaterIsNamedAndStays(t *testing.T) {
+func TestAnActiveNetworkReachedByANodeIsReportedAndKept(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")

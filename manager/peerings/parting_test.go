@@ -27,7 +27,7 @@ func (r *remote) keep(nc *v1alpha1.NetworkConfig, finalizer string) {
 	r.w.OK(r.w.API().Patch(r.w.Ctx, nc, client.MergeFrom(before)))
 }
 
-func TestAFinalizerOfThePeerDoesNotHoldUpUnpeering(t *testing.T) {
+func TestThePeersFinalizerDoesNotBlockUnpeering(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")
@@ -51,7 +51,7 @@ func TestAFinalizerOfThePeerDoesNotHoldUpUnpeering(t *testing.T) {
 	}
 }
 
-func TestACopyThatThePeerWantsToKeepGoesWhenItIsDeleted(t *testing.T) {
+func TestACopyIsRemovedDespiteThePeersFinalizer(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")
@@ -70,7 +70,7 @@ func TestACopyThatThePeerWantsToKeepGoesWhenItIsDeleted(t *testing.T) {
 	})
 }
 
-func TestATenantNamespaceThatSomebodyDeletesFinishes(t *testing.T) {
+func TestADeletedTenantNamespaceFinishes(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")

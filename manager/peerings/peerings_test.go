@@ -19,7 +19,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/replication"
 )
 
-func TestPeeringTellsItsStoryStepByStep(t *testing.T) {
+func TestPeeringReportsEachStep(t *testing.T) {
 	w := newWorld(t, false)
 	p := w.describe("b")
 	w.Create(p.Peering)
@@ -104,7 +104,7 @@ func TestPeeringIsTakenDownInOrder(t *testing.T) {
 	w.Until("the replicator has let go", func() bool { return !w.stub.has(p.Cluster.ClusterID) })
 }
 
-func TestForcedUnpeeringWaitsForNobodyAndSaysWhatStays(t *testing.T) {
+func TestForcedUnpeeringDoesNotWaitAndListsLeftovers(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")
@@ -130,7 +130,7 @@ func TestForcedUnpeeringWaitsForNobodyAndSaysWhatStays(t *testing.T) {
 	}
 }
 
-func TestPeeringDeletedBeforeAnythingWasMadeIsGoneAtOnce(t *testing.T) {
+func TestAnUnusedPeeringIsDeletedAtOnce(t *testing.T) {
 	w := newWorld(t, false)
 	p := w.describe("b")
 	w.Create(p.Peering)
@@ -139,7 +139,7 @@ func TestPeeringDeletedBeforeAnythingWasMadeIsGoneAtOnce(t *testing.T) {
 	w.Until("the Peering is gone", p.Gone)
 }
 
-func TestPeerThatWithdrawsIsToldFromOneThatNeverCame(t *testing.T) {
+func TestAWithdrawnPeerDiffersFromOneThatNeverCame(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")
@@ -157,7 +157,7 @@ func TestPeerThatWithdrawsIsToldFromOneThatNeverCame(t *testing.T) {
 	p.UntilIs(isthmus.ConditionPeerConfig, isthmus.ReasonWaitingAnswer)
 }
 
-func TestOfTwoPeeringsForOneClusterTheOlderOneCounts(t *testing.T) {
+func TestTheOlderOfTwoPeeringsForOneClusterCounts(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")
@@ -195,7 +195,7 @@ func TestOfTwoPeeringsForOneClusterTheOlderOneCounts(t *testing.T) {
 	rival.UntilIs(isthmus.ConditionReady, isthmus.ReasonUnknown) // its replicator says nothing here
 }
 
-func TestAReplicatorThatHasNotLookedYetIsNoNews(t *testing.T) {
+func TestAReplicatorBeforeItsFirstCheckChangesNothing(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")
@@ -210,7 +210,7 @@ func TestAReplicatorThatHasNotLookedYetIsNoNews(t *testing.T) {
 	p.UntilIs(isthmus.ConditionIdentity, isthmus.ReasonUnreachable)
 }
 
-func TestNothingIsWrittenAtRest(t *testing.T) {
+func TestNoWritesAtRest(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	peers := []*remote{w.peer("b"), w.peer("c")}
@@ -239,7 +239,7 @@ func TestNothingIsWrittenAtRest(t *testing.T) {
 	}
 }
 
-func TestTheNamespacesOfAPeeringAreSetOnce(t *testing.T) {
+func TestTheNamespacesOfAPeeringAreImmutable(t *testing.T) {
 	w := managertest.New(t)
 	for field, change := range map[string]func(*isthmus.TenantNamespace){
 		"local":  func(n *isthmus.TenantNamespace) { n.Local = w.Prefix + "-y" },

@@ -40,7 +40,7 @@ func TestNetworkConfigIsLiqosObject(t *testing.T) {
 	}
 }
 
-func TestNetworkConfigEditedByHandIsPutRight(t *testing.T) {
+func TestAnEditedNetworkConfigIsRestored(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")
@@ -80,7 +80,7 @@ func TestNetworkConfigEditedByHandIsPutRight(t *testing.T) {
 
 // An answer counts only for the networks that it answers. After a change of networks it is removed from
 // our NetworkConfig, and meanwhile no reader sees an agreement.
-func TestWithOtherNetworksTheAnswerIsWithdrawn(t *testing.T) {
+func TestAnAnswerIsWithdrawnWhenNetworksChange(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")

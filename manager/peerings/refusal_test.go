@@ -18,7 +18,7 @@ import (
 
 // Every refusal that there can be between two clusters, as both of them read it: who asks for what,
 // what is in force, what to do.
-func TestEachRefusalSaysWhoAsksForWhatAndWhatToDo(t *testing.T) {
+func TestEachRefusalNamesPeerNetworkAndRemedy(t *testing.T) {
 	const (
 		asks    = "bravo (bbbbbbbb-2222-4222-8222-222222222222) requests in NetworkConfig tenant/alpha-111111: "
 		refuses = "bravo (bbbbbbbb-2222-4222-8222-222222222222) refuses our NetworkConfig tenant/bravo-924e89: "
@@ -193,7 +193,7 @@ func TestTheLongestMessageFitsIntoAnEvent(t *testing.T) {
 }
 
 // The Peering says which peer has the key, and which Node the address; the peer is told neither.
-func TestARefusalNamesWhoHasWhatIsAskedFor(t *testing.T) {
+func TestARefusalNamesTheCurrentOwner(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")
@@ -233,7 +233,7 @@ func TestARefusalNamesWhoHasWhatIsAskedFor(t *testing.T) {
 
 // status.remote says why the peer's networks are here what they are, and while its claim waits for
 // consent what is in force.
-func TestTheStatusSaysWhyANetworkIsTaken(t *testing.T) {
+func TestTheStatusExplainsAnUnavailableNetwork(t *testing.T) {
 	s := agreedState(t)
 	s.standing = [2]ipam.Standing{
 		{Claim: netip.MustParsePrefix("10.244.64.0/18"), Here: netip.MustParsePrefix("10.246.0.0/18"), Why: "it overlaps our PodCIDR, 10.244.0.0/16"},

@@ -44,7 +44,7 @@ func indexed(o client.ListOptions, index string) (string, bool) {
 	return o.FieldSelector.RequiresExactMatch(index)
 }
 
-func TestEveryWayToFindAPeerFindsTheSameOne(t *testing.T) {
+func TestAllLookupsFindTheSamePeer(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	const self = "id0"
 	for range 300 {
@@ -112,7 +112,7 @@ func TestOnlyAPeeringThatSharesServicesIsDrained(t *testing.T) {
 	is(false, func(p *isthmus.Peering) { p.Annotations[isthmus.AnnotationForce] = "true" })
 }
 
-func TestTheTunnelStaysUntilOurNetworkConfigIsDeletedThroughIt(t *testing.T) {
+func TestTheTunnelStaysUntilOurNetworkConfigIsDeleted(t *testing.T) {
 	left := time.Unix(1000, 0)
 	held := &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Finalizers: []string{v1alpha1.FinalizerReplicator}}}
 	for _, c := range []struct {

@@ -92,7 +92,7 @@ func (s *script) during(t *testing.T, d time.Duration) (all []change) {
 	return all
 }
 
-func TestFollowAtRestIsOneWatchAndOneQuestionAMinute(t *testing.T) {
+func TestFollowAtRestUsesOneWatchAndOneRequestAMinute(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &script{watching: untilEnd}
 		all := s.during(t, 2*life-time.Minute)
@@ -117,7 +117,7 @@ func TestFollowNoticesWithinAMinuteThatItsIdentityIsRevoked(t *testing.T) {
 	})
 }
 
-func TestFollowTriesAPeerThatIsAwayTwiceAMinuteForEver(t *testing.T) {
+func TestFollowRetriesAnAbsentPeerTwiceAMinute(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &script{watching: untilEnd, away: time.Now().Add(time.Hour)}
 		s.during(t, time.Hour)
@@ -163,7 +163,7 @@ func TestFollowGoesOnFromBookmarksAndListsAgainWhenTheyAreTooOld(t *testing.T) {
 	})
 }
 
-func TestFollowIsNotHurriedByAServerThatEndsEveryWatchAtOnce(t *testing.T) {
+func TestFollowLimitsRestartsOfShortWatches(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &script{watching: func(context.Context, *watch.FakeWatcher, metav1.ListOptions) {}}
 		s.during(t, time.Hour)
@@ -177,7 +177,7 @@ func TestFollowIsNotHurriedByAServerThatEndsEveryWatchAtOnce(t *testing.T) {
 	})
 }
 
-func TestFollowEndsAWatchThatTheServerDoesNot(t *testing.T) {
+func TestFollowEndsAnOverdueWatch(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &script{watching: func(ctx context.Context, _ *watch.FakeWatcher, _ metav1.ListOptions) { <-ctx.Done() }}
 		s.during(t, 24*time.Hour)
@@ -188,7 +188,7 @@ func TestFollowEndsAWatchThatTheServerDoesNot(t *testing.T) {
 }
 
 // A thousand workers that start together ask by turns: an API server refuses what it has no room for.
-func TestWorkersAskOurAPIServerByTurns(t *testing.T) {
+func TestWorkersTakeTurnsAtOurAPIServer(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const workers = 1000
 		var mu sync.Mutex

@@ -43,7 +43,7 @@ func selfSigned(t testing.TB, until time.Time) (cert *x509.Certificate, certPEM,
 	return cert, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}), pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: keyDER})
 }
 
-func TestAnIdentityIsDataAndNothingElse(t *testing.T) {
+func TestAnIdentityMayNotReferToFilesOrCommands(t *testing.T) {
 	_, cert, key := selfSigned(t, time.Now().Add(time.Hour))
 	_, _, otherKey := selfSigned(t, time.Now().Add(time.Hour))
 	const server = "https://198.51.100.7:6443/"
@@ -167,7 +167,7 @@ func TestOnlyACappedTokenExpiresByItsCap(t *testing.T) {
 	}
 }
 
-func TestWithTokenKeepsTheRest(t *testing.T) {
+func TestWithTokenKeepsOtherFields(t *testing.T) {
 	before, err := clientcmd.Load(kubeconfig("https://b", []byte("ca"), &clientcmdapi.AuthInfo{Token: "old"}))
 	if err != nil {
 		t.Fatal(err)
@@ -210,7 +210,7 @@ func FuzzIdentity(f *testing.F) {
 	})
 }
 
-func TestAnIdentityEndsWithItsTokenOrItsCertificate(t *testing.T) {
+func TestAnIdentityExpiresWithItsTokenOrCertificate(t *testing.T) {
 	at := func(seconds int64) time.Time { return time.Unix(seconds, 0).UTC() }
 	token := jwt(`{"iat":1700000000,"exp":1900000000,"kubernetes.io":{"namespace":"n","serviceaccount":{"name":"a"}}}`)
 	certificate := func(until int64) endpoint {

@@ -13,7 +13,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/inband"
 )
 
-func TestAnIdentityGoesWithTheWayOfItsPeering(t *testing.T) {
+func TestAnIdentityMustMatchItsPeeringMode(t *testing.T) {
 	kubeconfig := func(server string) identity {
 		return identity{endpoint: endpoint{server: server, proxy: "http://proxy:1"}, token: "t", user: "isthmus-peer"}
 	}
@@ -42,7 +42,7 @@ func TestAnIdentityGoesWithTheWayOfItsPeering(t *testing.T) {
 }
 
 // A connection through the tunnel is dialed by Options.InBand, and the condition has the gateway's reason.
-func TestThePeerIsReachedThroughTheTunnelAlone(t *testing.T) {
+func TestThePeerIsReachedOnlyThroughTheTunnel(t *testing.T) {
 	asked := ""
 	p := pool{inBand: func(_ context.Context, peer string) (net.Conn, error) {
 		asked = peer
@@ -64,7 +64,7 @@ func TestThePeerIsReachedThroughTheTunnelAlone(t *testing.T) {
 
 // The peer ends the tunnel as soon as our copy is being deleted: the answer to the deletion, or the watch, may be the last
 // that gets through.
-func TestInBandACopyThatIsBeingDeletedIsNotWaitedFor(t *testing.T) {
+func TestInBandUnpeeringDoesNotWaitForADeletedCopy(t *testing.T) {
 	for _, c := range []struct {
 		name   string
 		inBand bool

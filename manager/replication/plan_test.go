@@ -191,7 +191,7 @@ func (s pruningStatus) Patch(_ context.Context, o client.Object, _ client.Patch,
 }
 
 // If the API server here drops the peer's condition, an answer is copied once.
-func TestAnAnswerWithoutItsConditionIsTakenOverOnce(t *testing.T) {
+func TestAnAnswerWithoutAConditionIsAdoptedOnce(t *testing.T) {
 	api := new(pruning)
 	original, c := config("n", held), config("n", received, answered1)
 	w := &worker{peer: Target{ID: "b"}, r: &Replicator{opts: Options{Client: api}, pace: usual}, copies: map[string]*v1alpha1.NetworkConfig{"n": c}}
@@ -217,7 +217,7 @@ func TestAnAnswerWithoutItsConditionIsTakenOverOnce(t *testing.T) {
 	}
 }
 
-func TestPublishedSaysWhatIsWaitedFor(t *testing.T) {
+func TestPublishedNamesTheMissingStep(t *testing.T) {
 	peer := Target{ID: "b", Cluster: v1alpha1.ClusterIdentity{ClusterID: "b", ClusterName: "bravo"}, LocalNamespace: "here", RemoteNamespace: "there"}
 	name := peer.Cluster.UniqueName()
 	for _, tc := range []struct {

@@ -92,7 +92,7 @@ func TestDiagnose(t *testing.T) {
 	}
 }
 
-func TestTheOrderOfFaultsIsNoNews(t *testing.T) {
+func TestTheOrderOfErrorsDoesNotMatter(t *testing.T) {
 	faults := field.ErrorList{
 		field.Invalid(field.NewPath("spec", "podCIDR"), "x", "no prefix"),
 		field.Required(field.NewPath("spec", "endpointIP"), ""),
@@ -124,7 +124,7 @@ func hostile(t *testing.T, answer http.HandlerFunc) *link {
 	return l
 }
 
-func TestAHostileAPIServerGetsNeitherMemoryNorTheTokenNorTime(t *testing.T) {
+func TestAHostileAPIServerIsContained(t *testing.T) {
 	within := func(request time.Duration, l *link) (update change) {
 		p := quick
 		p.request = request

@@ -14,7 +14,7 @@ import (
 
 // A Liqo that peers in band has a proxy in front of its API server (liqo-proxy), which takes CONNECT for any name and
 // leads to its API server. The identity names it by an address in the tunnel.
-func TestALiqoIsReachedByTheProxyOfItsIdentity(t *testing.T) {
+func TestLiqoIsReachedThroughItsProxy(t *testing.T) {
 	server := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Type", "application/json")
 		_, _ = io.WriteString(w, `{"apiVersion":"net.liqo.io/v1alpha1","kind":"NetworkConfig","metadata":{"name":"a"}}`)

@@ -70,7 +70,7 @@ func move(to string) func(*v1alpha1.NetworkConfig) {
 	return func(o *v1alpha1.NetworkConfig) { o.Spec.EndpointIP = to }
 }
 
-func TestSpecGoesOutAndStatusComesBackAsLiqoDoesIt(t *testing.T) {
+func TestSpecAndStatusAreReplicatedLikeLiqo(t *testing.T) {
 	for name, identity := range map[string]func(*pair) map[string][]byte{
 		"token": (*pair).byToken, "certificate": (*pair).byCert, "Liqo's Secret": (*pair).byLiqo,
 	} {
@@ -119,7 +119,7 @@ func TestSpecGoesOutAndStatusComesBackAsLiqoDoesIt(t *testing.T) {
 
 // A Liqo does not say which networks it has answered, and its answers are sticky. Ours is taken from a
 // copy that never had others.
-func TestALiqosAnswerToTheNetworksOfBeforeIsNotBelieved(t *testing.T) {
+func TestLiqosAnswerToOldNetworksIsIgnored(t *testing.T) {
 	p := established(t, (*pair).byToken)
 	liqos := v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: v1alpha1.None, ExternalCIDRNAT: v1alpha1.None}
 	p.answer(liqos)
@@ -148,7 +148,7 @@ func TestALiqosAnswerToTheNetworksOfBeforeIsNotBelieved(t *testing.T) {
 	p.awaitUpToDate()
 }
 
-func TestACopyThatThePeerDeletesIsMadeAgain(t *testing.T) {
+func TestADeletedCopyIsRecreated(t *testing.T) {
 	t.Parallel()
 	p := established(t, (*pair).byToken)
 	p.change(away, p.there, func(o *v1alpha1.NetworkConfig) { o.Finalizers = []string{v1alpha1.FinalizerTunnelEndpointCreator} })
@@ -188,7 +188,7 @@ func TestTheOriginalStaysUntilTheCopyIsGone(t *testing.T) {
 	p.awaitUpToDate()
 }
 
-func TestOnlyWhatIsOursAndForThisPeerIsTouched(t *testing.T) {
+func TestOnlyOurObjectsForThisPeerAreChanged(t *testing.T) {
 	t.Parallel()
 	p := newPair(t)
 	p.identify(p.byToken())
@@ -220,7 +220,7 @@ func TestOnlyWhatIsOursAndForThisPeerIsTouched(t *testing.T) {
 	p.awaitUpToDate()
 }
 
-func TestHundredsOfCopiesWithoutOriginalAreRemoved(t *testing.T) {
+func TestOrphanedCopiesAreRemoved(t *testing.T) {
 	t.Parallel()
 	p := newPair(t)
 	p.identify(p.byToken())
@@ -242,7 +242,7 @@ func TestHundredsOfCopiesWithoutOriginalAreRemoved(t *testing.T) {
 	})
 }
 
-func TestWhatIsWrongWithTheSecretIsTold(t *testing.T) {
+func TestAnInvalidSecretIsReported(t *testing.T) {
 	t.Parallel()
 	p := newPair(t)
 	p.create(home, p.original())
@@ -271,7 +271,7 @@ func TestWhatIsWrongWithTheSecretIsTold(t *testing.T) {
 	p.awaitState(isthmus.ReasonSecretMissing, isthmus.ReasonPublishing, "not found")
 }
 
-func TestRefusalsOfThePeerAreToldApart(t *testing.T) {
+func TestRefusalsOfThePeerAreDistinguished(t *testing.T) {
 	t.Parallel()
 	t.Run("revoked", func(t *testing.T) {
 		t.Parallel()
@@ -363,7 +363,7 @@ func TestRefusalsOfThePeerAreToldApart(t *testing.T) {
 	})
 }
 
-func TestOfAnAnswerOnlyWhatWeKnowIsTakenOver(t *testing.T) {
+func TestOnlyKnownFieldsOfAnAnswerAreCopied(t *testing.T) {
 	p := established(t, (*pair).byToken)
 	long := answered
 	long.PodCIDRNAT = "10.62.0.0/16"
@@ -397,7 +397,7 @@ func TestOfAnAnswerOnlyWhatWeKnowIsTakenOver(t *testing.T) {
 	}
 }
 
-func TestAnAnswerThatTheCRDHereRefusesNamesTheFieldAndIsNotTaken(t *testing.T) {
+func TestAnInvalidAnswerIsRefusedByField(t *testing.T) {
 	p := established(t, (*pair).byToken)
 	for field, bad := range map[string]v1alpha1.NetworkConfigStatus{
 		"podCIDRNAT":      {Processed: true, PodCIDRNAT: "10.61.0.1/16", ExternalCIDRNAT: v1alpha1.None},
@@ -431,7 +431,7 @@ func TestAnAnswerThatTheCRDHereRefusesNamesTheFieldAndIsNotTaken(t *testing.T) {
 	})
 }
 
-func TestANewIdentityIsTakenLiveAndTheOldOneHasNoConnectionLeft(t *testing.T) {
+func TestANewIdentityReplacesAllConnections(t *testing.T) {
 	t.Parallel()
 	p := established(t, (*pair).byToken)
 	for i, identity := range []func(*pair) map[string][]byte{(*pair).byCert, (*pair).byLiqo, (*pair).byToken, (*pair).byCert} {
@@ -459,7 +459,7 @@ func TestANewIdentityIsTakenLiveAndTheOldOneHasNoConnectionLeft(t *testing.T) {
 	}
 }
 
-func TestATokenIsRenewedWhenATenthOfItsLifeIsOver(t *testing.T) {
+func TestATokenIsRenewedAfterATenthOfItsLife(t *testing.T) {
 	t.Parallel()
 	p := established(t, (*pair).byToken)
 	secret := func() *corev1.Secret {
@@ -533,7 +533,7 @@ func tokenOf(t *testing.T, s *corev1.Secret) string {
 	return config.AuthInfos["us"].Token
 }
 
-func TestAPeerThatIsGoneHoldsTheOriginalAndNothingElse(t *testing.T) {
+func TestAnUnreachablePeerBlocksOnlyItsOwnObject(t *testing.T) {
 	t.Parallel()
 	p := established(t, (*pair).byToken)
 	other := p.peer // another peer, which is well
@@ -615,7 +615,7 @@ func TestARestartedAPIServerLosesNothingOnEitherSide(t *testing.T) {
 	}
 }
 
-func TestARestartedReplicatorGoesOnWhereverItWas(t *testing.T) {
+func TestARestartedReplicatorContinuesAtAnyStep(t *testing.T) {
 	t.Parallel()
 	p := established(t, (*pair).byToken)
 	restart := func(meanwhile func()) {
@@ -638,7 +638,7 @@ func TestARestartedReplicatorGoesOnWhereverItWas(t *testing.T) {
 	})
 }
 
-func TestNothingIsWrittenAtRest(t *testing.T) {
+func TestNoWritesAtRest(t *testing.T) {
 	p := established(t, (*pair).byToken)
 	p.awaitUpToDate()
 	p.eventually(func() string {

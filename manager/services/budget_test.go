@@ -54,7 +54,7 @@ func TestAPeerThatChangesAllServicesDelaysNobody(t *testing.T) {
 	}
 }
 
-func TestABudgetIsOfOnePeerAndComesBack(t *testing.T) {
+func TestEachPeerHasARefillingBudget(t *testing.T) {
 	b, now := budgets{}, time.Now()
 	large := &isthmus.ExportedService{Subsets: []isthmus.EndpointSubset{{Endpoints: make([]isthmus.ExportedEndpoint, isthmus.MaxExportedEndpoints)}}}
 	n := 0

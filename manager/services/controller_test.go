@@ -26,7 +26,7 @@ func (a answered) Sharing(string) (replication.Sharing, bool)      { return repl
 // The API server takes no condition whose reason is not of this form: what a peer answers must not keep us from writing one.
 var formOfReason = regexp.MustCompile(`^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$`)
 
-func TestWhateverAPeerAnswersAnExportHasConditions(t *testing.T) {
+func TestAnExportHasConditionsForAnyAnswer(t *testing.T) {
 	for answer, want := range map[string]struct{ ready, conflict string }{
 		"PortConflict":                           {"Exported", "PortConflict"},
 		"LabelsConflict,TypeConflict":            {"Exported", "LabelsConflict,TypeConflict"},

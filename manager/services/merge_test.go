@@ -101,7 +101,7 @@ func TestMergeMovesEndpointsIntoTheNetworkOfThePeer(t *testing.T) {
 	same(t, "conflicts", len(m.Conflicts), 0)
 }
 
-func TestHostnameIsThatOfTheExportersOwnAddress(t *testing.T) {
+func TestHostnameFollowsTheExportersAddress(t *testing.T) {
 	s := service(0, "10.244.0.5")
 	s.Type = "Headless"
 	s.Subsets[0].Endpoints = append(s.Subsets[0].Endpoints, isthmus.ExportedEndpoint{Address: "10.244.0.6", Hostname: "web-0", Ready: true})
@@ -118,7 +118,7 @@ func TestHostnameIsThatOfTheExportersOwnAddress(t *testing.T) {
 }
 
 // A port of the same name and another number is another port: kube-proxy would send its clients there.
-func TestConflictingPortIsServedByTheOldestClusterAlone(t *testing.T) {
+func TestAConflictingPortIsServedOnlyByTheOldestCluster(t *testing.T) {
 	younger := service(time.Hour, "10.244.0.7")
 	younger.Ports = []isthmus.ExportedPort{{Name: "http", Protocol: "TCP", Port: 81}, {Name: "dns", Protocol: "UDP", Port: 53}}
 	younger.Subsets[0].Targets = append(younger.Subsets[0].Targets, isthmus.TargetPort{Name: "dns", Port: 5353})
@@ -143,7 +143,7 @@ func TestPortsBeyondTheLimitAreAConflict(t *testing.T) {
 	}
 }
 
-func TestOldestExportDecidesAndOfTheSameAgeTheSmallerID(t *testing.T) {
+func TestTheOldestExportWinsThenTheSmallerID(t *testing.T) {
 	b, c := service(time.Hour), service(time.Hour)
 	b.SessionAffinity, b.SessionAffinitySeconds, c.Type = "ClientIP", 60, "Headless"
 	for _, order := range [][]Export{{from(t, "b", b), from(t, "c", c)}, {from(t, "c", c), from(t, "b", b)}} {
@@ -163,7 +163,7 @@ func TestOldestExportDecidesAndOfTheSameAgeTheSmallerID(t *testing.T) {
 	same(t, "affinity", string(m.Service.Spec.SessionAffinity), "None")
 }
 
-func TestDeadClusterLeavesOnlyWhereAnotherServes(t *testing.T) {
+func TestADeadClusterIsRemovedOnlyIfAnotherServes(t *testing.T) {
 	b, c := from(t, "b", service(time.Hour, "10.244.0.7")), from(t, "c", service(0, "10.244.0.8"))
 	b.Down = true
 	same(t, "alone", endpoints(Merge(shop, []Export{b}), "b"), []string{"10.246.0.7:8080"})
@@ -174,7 +174,7 @@ func TestDeadClusterLeavesOnlyWhereAnotherServes(t *testing.T) {
 	same(t, "the other is not ready", endpoints(Merge(shop, []Export{b, c}), "b"), []string{"10.246.0.7:8080"})
 }
 
-func TestHeadlessExportWithoutPortsStaysBesideOneWithPorts(t *testing.T) {
+func TestHeadlessExportsMayDifferInPorts(t *testing.T) {
 	older, younger := service(time.Hour, "10.244.1.5"), service(time.Minute, "10.244.2.5")
 	older.Type, younger.Type = "Headless", "Headless"
 	older.Ports, older.Subsets[0].Targets = nil, nil
@@ -411,7 +411,7 @@ func TestShardsAreBoundedAndComplete(t *testing.T) {
 	}
 }
 
-func TestOneNamespaceDoesNotCrowdOutTheExportsOfOthers(t *testing.T) {
+func TestOneNamespaceLeavesRoomForOtherExports(t *testing.T) {
 	addresses := make([]string, isthmus.MaxExportedEndpoints)
 	for i := range addresses {
 		addresses[i] = fmt.Sprintf("10.244.%d.%d", i/250, i%250)

@@ -68,7 +68,7 @@ func run(m *testing.M) int {
 func TestAttacks(t *testing.T) { runChapters(t, newSite(t, true)) }
 
 // A gateway with the network of its node (--host-network) withstands the same.
-func TestAttacksOnTheNodesNetwork(t *testing.T) {
+func TestAttacksOnTheNodeNetwork(t *testing.T) {
 	if !*long {
 		t.Skip("takes minutes: -long runs it")
 	}
@@ -106,7 +106,7 @@ func runChapters(t *testing.T, s *site) {
 }
 
 // The page is made of the rows, and the rows are what is run.
-func TestTheTableIsWhatIsRun(t *testing.T) {
+func TestTheTableListsTheAttacks(t *testing.T) {
 	const file = "../../docs/attacks.md"
 	want := table()
 	if *update {

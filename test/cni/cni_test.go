@@ -81,7 +81,7 @@ func TestShapes(t *testing.T) {
 }
 
 // A shape that does not work by itself shows nothing.
-func TestEveryShapeWorksWithoutIsthmus(t *testing.T) {
+func TestEveryCNISetupWorksWithoutIsthmus(t *testing.T) {
 	if !*long {
 		t.Skip("what runs without -long is tried there")
 	}

@@ -12,7 +12,7 @@ import (
 const page = "../../docs/cni.md"
 
 // docs/cni.md is made of what TestShapes asserts.
-func TestThePageIsWhatIsTried(t *testing.T) {
+func TestThePageMatchesTheShapes(t *testing.T) {
 	want := thePage()
 	if *update {
 		must(t, os.WriteFile(page, []byte(want), 0o644))

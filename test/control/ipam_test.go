@@ -57,7 +57,7 @@ func (p *managerPod) end(signal syscall.Signal) {
 // Of two managers one leads, and the Service of the IPAM leads to that: a virtual kubelet with one
 // connection, as Liqo's has, is served again when the other one has taken over. The kube-proxy is this
 // test's: it leads each new connection to the address that the EndpointSlice has then.
-func TestTheServiceOfTheIPAMLeadsToTheManagerThatLeads(t *testing.T) {
+func TestTheIPAMServiceSelectsTheLeader(t *testing.T) {
 	t.Parallel()
 	s := newSites(t, "10.244.0.0/16")[0]
 	slice := func() (found discoveryv1.EndpointSlice, endpoint string) {

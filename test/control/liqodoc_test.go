@@ -92,8 +92,8 @@ func (s *site) remove(objects ...*unstructured.Unstructured) {
 	}
 }
 
-// TestPeeringWithALiqoByTheDocument does what docs/liqo.md says, from nothing to Ready and back.
-func TestPeeringWithALiqoByTheDocument(t *testing.T) {
+// TestPeeringWithLiqoAsDocumented does what docs/liqo.md says, from nothing to Ready and back.
+func TestPeeringWithLiqoAsDocumented(t *testing.T) {
 	t.Parallel()
 	files := manifests(t)
 	a := newSites(t, "10.244.0.0/16")[0]

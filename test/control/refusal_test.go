@@ -22,10 +22,10 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// TestRefusalsAreTold has b do what a refuses, one after the other, and puts down what people see of
+// TestRefusalMessages has b do what a refuses, one after the other, and puts down what people see of
 // it on both sides: `isthmus status`, the column REASON of `kubectl get peerings`, and `isthmus
 // peer`, by which they also agree to what b claims anew. All of it stands in testdata/refusals.txt.
-func TestRefusalsAreTold(t *testing.T) {
+func TestRefusalMessages(t *testing.T) {
 	t.Parallel()
 	sites := newSites(t, "10.244.0.0/16", "10.244.64.0/18")
 	a, b := sites[0], sites[1]

@@ -983,7 +983,7 @@ func (f *seller) testComings(t *testing.T) {
 
 // An Isthmus in which services are not shared gives its peer no right to PeerServices. It is a peer like any
 // other until it is installed with them.
-func TestPeerWithoutServicesIsReadyAllTheSame(t *testing.T) {
+func TestAPeerWithoutServicesIsReady(t *testing.T) {
 	t.Parallel()
 	sites := planSites(t, "10.244.0.0/16", "10.128.0.0/14")
 	a, b := sites[0], sites[1]

@@ -17,7 +17,7 @@ import (
 )
 
 // CoreDNS reads what internal/corefile writes.
-func TestCoreDNSServesTheZoneThatWasAdded(t *testing.T) {
+func TestCoreDNSServesTheAddedZone(t *testing.T) {
 	files, err := filepath.Glob("../../internal/corefile/testdata/*.want")
 	if err != nil || len(files) < 5 {
 		t.Fatalf("%v, %v", files, err)

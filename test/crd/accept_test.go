@@ -150,7 +150,7 @@ func condition(kind string) object {
 	return object{"type": kind, "status": "True", "reason": "Tested", "message": "", "lastTransitionTime": "2026-11-21T10:00:00Z"}
 }
 
-func TestDefaultsAreSpelledOut(t *testing.T) {
+func TestDefaultsAreExplicit(t *testing.T) {
 	all, docs := servers(t), goldens(t)
 	te := with(docs["tunnelendpoint-connected"],
 		set(absent, "spec", "localNATPodCIDR"), set(absent, "spec", "localNATExternalCIDR"),

@@ -308,7 +308,7 @@ func offer(s *server, golden, changed object, f string) field.ErrorList {
 
 // Each refusal is for the reason given, and each rule of the CRDs refuses something at the very
 // field it stands at: a rule that nothing ever hits might as well not work.
-func TestHostileObjectsAreRefusedAndEachRuleRefusesSome(t *testing.T) {
+func TestEachRuleRefusesSomeHostileObject(t *testing.T) {
 	all, docs := servers(t), goldens(t)
 	var todo []rule
 	for _, s := range all {
@@ -361,7 +361,7 @@ func describe(changes []change) string {
 }
 
 // A peer's status never reaches the object by any other way than the status subresource.
-func TestStatusIsIgnoredOutsideOfItsSubresource(t *testing.T) {
+func TestStatusIsIgnoredOutsideItsSubresource(t *testing.T) {
 	s, nc := servers(t)["NetworkConfig"], goldens(t)["networkconfig-local"]
 	stored, errs := s.create(nc)
 	if len(errs) > 0 || stored["status"] != nil {

@@ -132,7 +132,7 @@ func TestChoiceICMPErrorMayQuoteTheHeaderAlone(t *testing.T) {
 	}
 }
 
-func TestChoiceQuotedTCPChecksumIsRightWhereItIsThere(t *testing.T) {
+func TestChoiceQuotedTCPChecksumIsUpdatedIfPresent(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.pods(A, 4)
 	sent := ip(header{}, src, dst, protoTCP, tcp(src, dst, x.freshPort(), 80, 1, 0, syn, nil, nil))
@@ -160,7 +160,7 @@ func icmpAboutSeen(sent []byte, kind, code uint8, rest uint32, quote int) []byte
 	return icmpAbout(sent, destination(sent), kind, code, rest, quote)
 }
 
-func TestChoiceICMPErrorShowsWhoSentIt(t *testing.T) {
+func TestChoiceICMPErrorShowsItsSender(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.pods(A, 11)
 	sent := ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, []byte("question")))
@@ -177,7 +177,7 @@ func TestChoiceICMPErrorShowsWhoSentIt(t *testing.T) {
 	}
 }
 
-func TestChoicePacketsInvalidForConntrackAreTranslatedAllTheSame(t *testing.T) {
+func TestChoicePacketsInvalidForConntrackAreTranslated(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.pods(A, 5)
 	for name, b := range map[string][]byte{

@@ -140,7 +140,7 @@ func TestChoiceRefusedConnectionIsNotForgottenAtOnce(t *testing.T) {
 	}
 }
 
-func TestChoiceWhatMayNotBeginAFlowIsDropped(t *testing.T) {
+func TestChoicePacketsThatCannotStartAFlowAreDropped(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.plan.node(A, 4), x.plan.podSeen(B, 8)
 	for name, c := range map[string]struct {
@@ -190,7 +190,7 @@ func TestChoicePortsOfSCTPAreNotTranslated(t *testing.T) {
 	}
 }
 
-func TestChoiceRedirectIsRefusedWhereNothingIsTranslatedToo(t *testing.T) {
+func TestChoiceRedirectIsRefusedWithoutTranslation(t *testing.T) {
 	x := newExchange(t, plans[0], statefulRules)
 	src, dst := x.pods(A, 12)
 	arrived := x.send(A, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))[0]
@@ -228,7 +228,7 @@ func TestChoiceAtomicFragmentStaysOne(t *testing.T) {
 
 // Not choices.
 
-func TestEchoOfAnEndpointWithTheIdentifierOfItsClientIsAFlowOfItsOwnByBoth(t *testing.T) {
+func TestBothKeepEchoesWithTheSameIdentifierApart(t *testing.T) {
 	x := bothRemapped(t)
 	pod, endpoint := x.plan.pod(A, 10), x.plan.endpoint(B)
 	x.send(A, ip(header{}, pod, x.plan.mapped(B), protoICMP, icmp(echoRequest, 0, 77<<16, nil)))
@@ -242,7 +242,7 @@ func TestEchoOfAnEndpointWithTheIdentifierOfItsClientIsAFlowOfItsOwnByBoth(t *te
 	x.send(B, ip(header{}, endpoint, dst, protoICMP, icmp(echoReply, 0, 77<<16, nil)))
 }
 
-func TestProtocolWithoutPortsIsForOneHostAtATimeByBoth(t *testing.T) {
+func TestBothGiveAProtocolWithoutPortsToOneHost(t *testing.T) {
 	x := bothRemapped(t)
 	dst := x.plan.podSeen(B, 10)
 	x.sendNAPT(A, ip(header{}, x.plan.node(A, 7), dst, protoTest, []byte("first come")))

@@ -83,7 +83,7 @@ func (x *exchange) random(rng *rand.Rand) {
 		if most := 1500 - 28 - headerLen(arrived); quote > most {
 			quote = most
 		}
-		if b[9] == protoTCP && (quote == 18 || quote == 19) { // see TestChoiceQuotedTCPChecksumIsRightWhereItIsThere
+		if b[9] == protoTCP && (quote == 18 || quote == 19) { // see TestChoiceQuotedTCPChecksumIsUpdatedIfPresent
 			quote = 17
 		}
 		if len(segment(arrived)) >= 8 { // conntrack wants that much of a quote

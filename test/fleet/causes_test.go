@@ -178,7 +178,7 @@ func reasonAt(ctx context.Context, at, of *lab.Cluster) (reason, message string,
 
 // A gateway has a peer for each of the faults at the same time: each is told from the others, and
 // the one that is well is not blamed.
-func TestEachFaultOfAPeerHasItsOwnWord(t *testing.T) {
+func TestEachFaultOfAPeerHasItsOwnReason(t *testing.T) {
 	if err := lab.Available(); err != nil {
 		t.Skip(err)
 	}

@@ -17,7 +17,7 @@ import (
 
 // What the sniffer of every fleet is for: a network that is granted and has no TunnelEndpoint is
 // refused, and a packet for it that gets out all the same is seen.
-func TestTheSnifferSeesWhatANodeThatDoesNotRefuseSends(t *testing.T) {
+func TestTheSnifferSeesPacketsOfANodeWithoutRefusals(t *testing.T) {
 	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{clusterSpec("10.244.0.0/16", 2), clusterSpec("10.244.64.0/19", 2)}})
 	a, b := f.Clusters[0], f.Clusters[1]
 	peer(t, f, a, b)

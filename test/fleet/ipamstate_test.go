@@ -24,7 +24,7 @@ import (
 // Whatever somebody does to the IpamStorage and the NetworkAllocation, nothing leaves in the clear (the sniffer looks), also while
 // no manager runs and agents are killed meanwhile: nodes go on, and the manager puts the IPAM state right.
 // A peering that ends in order is forgotten.
-func TestWhateverSomebodyDoesToTheIPAMStateNothingLeavesInTheClear(t *testing.T) {
+func TestIPAMStateEditsLeakNoPlaintext(t *testing.T) {
 	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{inPods(clusterSpec("10.244.0.0/16", 2)), inPods(clusterSpec("10.244.64.0/19", 2))}})
 	a, b := f.Clusters[0], f.Clusters[1]
 	ipamStorage := func() *v1alpha1.IpamStorage {

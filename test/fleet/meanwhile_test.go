@@ -58,7 +58,7 @@ type moment struct {
 
 // What is said follows the traffic: while pods reach each other a peering is READY, and nothing is blamed but the fault,
 // neither while it lasts nor afterwards.
-func TestWhatIsSaidFollowsTheTraffic(t *testing.T) {
+func TestReportsFollowTheTraffic(t *testing.T) {
 	if !*long {
 		t.Skip("it takes ten minutes: -long")
 	}

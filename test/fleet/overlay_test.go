@@ -67,7 +67,7 @@ func TestABrokenOverlayIsFound(t *testing.T) {
 
 // kube-proxy has nodes drop what they forward and know no connection of, whatever mode it is in. The
 // gateway's answers to probes are of that kind: what they quote came to its node inside VXLAN.
-func TestProbesOfTheOverlayAreAnsweredBesideKubeProxy(t *testing.T) {
+func TestOverlayProbesWorkWithKubeProxy(t *testing.T) {
 	if _, err := exec.LookPath("nft"); err != nil {
 		t.Skip(err)
 	}

@@ -25,7 +25,7 @@ import (
 
 // Nobody tells the manager what must not be given to peers; the nodes do. The pods of b are in a
 // network to which one node of a has a static route.
-func TestAPeerGetsNothingThatANodeReaches(t *testing.T) {
+func TestAPeerGetsNoNetworkThatANodeReaches(t *testing.T) {
 	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{clusterSpec("10.244.0.0/16", 2), clusterSpec("192.168.84.0/22", 2)}})
 	a, b := f.Clusters[0], f.Clusters[1]
 	onPrem := netip.MustParseAddr("192.168.85.200") // nobody's in b

@@ -14,7 +14,7 @@ import (
 
 // One side gets back the etcd of an earlier day, as docs/lifecycle.md says: what watches its API
 // server is started again. The other side goes on from today.
-func TestRestoredFromYesterday(t *testing.T) {
+func TestAClusterRestoredFromABackupRecovers(t *testing.T) {
 	if !*long {
 		t.Skip("half a minute and more: -long runs it")
 	}

@@ -30,8 +30,8 @@ var unused = map[string]string{
 	"isthmus-manager: update foreignclusters/finalizers.discovery.liqo.io": "the same, with Liqo's control plane",
 	"isthmus-manager: list foreignclusters.discovery.liqo.io":              "with Liqo's control plane: TestLiqo in test/control",
 	"isthmus-manager: watch foreignclusters.discovery.liqo.io":             "the same",
-	"isthmus-manager: get namespaces":                                      "where no ConfigMap says who the cluster is: TestIdentityOfTheCluster in package manager",
-	"isthmus-manager: get configmaps":                                      "without --pod-cidr: TestNetworksOfTheClusterAreFoundOut in package manager/facts",
+	"isthmus-manager: get namespaces":                                      "where no ConfigMap says who the cluster is: TestClusterIdentityIsStable in package manager",
+	"isthmus-manager: get configmaps":                                      "without --pod-cidr: TestClusterNetworksAreDetected in package manager/facts",
 	"isthmus-manager: create secrets":                                      "asked for where the Secret of the preshared keys is applied and not there, which is a patch",
 	"isthmus-manager: patch networkallocations.isthmus.net":                "when networks are replaced, or a day after their release: TestReleasedNetworksAreHeldForADay in package manager",
 	"isthmus-manager: patch events.events.k8s.io":                          "when an Event is told again after minutes",
@@ -41,7 +41,7 @@ var unused = map[string]string{
 	"isthmus-route-agent: patch events.events.k8s.io":                      "the same, told again",
 	"isthmus-gateway: get namespaces":                                      "where no ConfigMap says who the cluster is",
 	"isthmus-gateway: patch secrets":                                       "when the number of tunnels changes: TestTunnels",
-	"isthmus-peer: create serviceaccounts/token":                           "when a tenth of a token's life is over: TestAPeersTokensAreForThisClusterAndEnd in internal/peering",
+	"isthmus-peer: create serviceaccounts/token":                           "when a tenth of a token's life is over: TestAPeersTokensAreBoundToThisClusterAndExpire in internal/peering",
 }
 
 // TestEveryRightIsUsed runs a fleet through what a fleet does, and compares what its components

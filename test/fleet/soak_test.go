@@ -299,7 +299,7 @@ func (h *history) plot() []byte {
 }
 
 // Growth is seen, and a cache that fills in the first quarter is none.
-func TestGrowthIsSeen(t *testing.T) {
+func TestGrowthIsDetected(t *testing.T) {
 	of := func(value func(i int) float64) (h history) {
 		for i := range 40 {
 			h.add(time.Duration(i)*time.Minute, sample{"x": value(i)})

@@ -420,7 +420,7 @@ func unsaid(t *testing.T, s *troubleSite, tr *trouble) {
 }
 
 // The tables of the document are those of these tests.
-func TestTheDocumentHasTheFaultsOfTheseTests(t *testing.T) {
+func TestTheDocumentListsTheTestedFaults(t *testing.T) {
 	const file = "../../docs/troubleshooting.md"
 	text, err := os.ReadFile(file)
 	must(t, err)

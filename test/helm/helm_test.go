@@ -136,7 +136,7 @@ func TestHelmRefusesValuesThatTheChartDoesNotHave(t *testing.T) {
 
 // `helm upgrade --reuse-values` takes the values of the chart before in place of this one's. What has
 // another name since says so.
-func TestHelmSaysWhatBecameOfAValueOfBefore(t *testing.T) {
+func TestHelmExplainsRenamedValues(t *testing.T) {
 	const old = "{cluster: {name: paris, configMap: true}, routeAgent: {maxUnavailable: 10%}, gateway: {}, metrics: {}, networkPolicy: {}, crds: {}, workloads: true}"
 	c3, err := loader3.Load(folder)
 	if err != nil {

@@ -72,7 +72,7 @@ type flood struct {
 	next   func() []byte
 }
 
-func TestAHonestPeerBesideAHostileOne(t *testing.T) {
+func TestAHostilePeerDoesNotAffectAnHonestOne(t *testing.T) {
 	s := newSite(t)
 	quiet := s.during(t, "quiet", func() { time.Sleep(2 * floodTime) })
 	for _, f := range s.floods(t) {

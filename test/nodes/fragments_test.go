@@ -31,7 +31,7 @@ import (
 //	c's gateway ─ incomplete datagrams ─┐
 //	pod of b ──── 4,000 octets ─────────┴─ a's gateway (a Pod) ═ VXLAN ═ node of a: nf_defrag ─ pod
 //	pod of a on another node ── 4,000 octets ──────────────────────────┘
-func TestIncompleteDatagramsOfOnePeerLeaveReassemblyToTheOthers(t *testing.T) {
+func TestIncompleteDatagramsOfOnePeerDoNotBlockReassembly(t *testing.T) {
 	if fixture.skip != "" {
 		t.Skip(fixture.skip)
 	}

@@ -54,7 +54,7 @@ var hostPlan = plan{
 }
 
 // The same cells with a gateway on its node's network beside one that is a Pod.
-func TestEveryCellWithAGatewayOnItsNodesNetwork(t *testing.T) {
+func TestEveryCellWithAHostNetworkGateway(t *testing.T) {
 	if fixture.skip != "" {
 		t.Skip(fixture.skip)
 	}

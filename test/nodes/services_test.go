@@ -27,7 +27,7 @@ import (
 // What a multi-cluster service controller makes: a Service whose endpoints are pods of the other
 // cluster, by the addresses that they have here. kube-proxy then translates first and the gateway
 // after it, in both modes.
-func TestAServiceHasPodsOfTheOtherClusterAsEndpoints(t *testing.T) {
+func TestAServiceMayHaveRemotePodsAsEndpoints(t *testing.T) {
 	w := shared.get(t)
 	for _, pair := range [][2]*kubenodes.Cluster{{w.a, w.b}, {w.b, w.a}} {
 		from, to := pair[0], pair[1]
@@ -122,7 +122,7 @@ const ipamPort = 6000
 
 // The IPAM's Service has no selector, and kube-proxy leads pods of each node, and nodes, to the address that
 // the manager wrote into its EndpointSlice, in both modes.
-func TestTheIPAMIsReachedByItsService(t *testing.T) {
+func TestTheIPAMIsReachableThroughItsService(t *testing.T) {
 	w := shared.get(t)
 	for _, c := range w.set.Clusters {
 		var s corev1.Service
@@ -182,7 +182,7 @@ func dialFrom(ctx context.Context, n *kubenodes.Node, from netip.Addr, to string
 }
 
 // What TCP carries over the whole way is what was sent, at any size of superpackets.
-func TestALargeTransferArrivesAsItWasSent(t *testing.T) {
+func TestALargeTransferArrivesUnchanged(t *testing.T) {
 	w := shared.get(t)
 	size := int64(64 << 20)
 	if *all {

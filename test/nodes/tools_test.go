@@ -65,7 +65,7 @@ func (w *world) nothingLeft(t *testing.T) {
 	}
 }
 
-func TestVerifySaysWhatArrivesAndLeavesNothing(t *testing.T) {
+func TestVerifyReportsDeliveryAndLeavesNothing(t *testing.T) {
 	if !*all {
 		t.Skip("with -all")
 	}
@@ -126,7 +126,7 @@ func TestVerifySaysWhatArrivesAndLeavesNothing(t *testing.T) {
 }
 
 // Pods of users send and answer, with their own names and addresses, and go on as they were.
-func TestVerifyTakesPodsThatAreThere(t *testing.T) {
+func TestVerifyUsesExistingPods(t *testing.T) {
 	if !*all {
 		t.Skip("with -all")
 	}
@@ -184,7 +184,7 @@ func TestAnInterruptedVerifyLeavesNothing(t *testing.T) {
 	w.nothingLeft(t)
 }
 
-func TestGatherReadsWhatEachComponentSays(t *testing.T) {
+func TestGatherReadsTheOutputOfEachComponent(t *testing.T) {
 	if !*all {
 		t.Skip("with -all")
 	}

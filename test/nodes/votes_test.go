@@ -55,7 +55,7 @@ no other one, for 30 s. If the node of the active gateway goes in that moment to
 
 // Where nodes vote on the active gateway, traffic comes back sooner, and nothing leaves in the clear. A run of some faults
 // updates their rows.
-func TestTrafficComesBackWhereNodesVote(t *testing.T) {
+func TestTrafficRecoversWhereNodesVote(t *testing.T) {
 	if fixture.skip != "" {
 		t.Skip(fixture.skip)
 	}

@@ -241,7 +241,7 @@ func watch(t *testing.T, text string, from, to int) (all []firing) {
 	return all
 }
 
-func TestNoAlertFiresWhileAllIsWell(t *testing.T) {
+func TestNoAlertFiresOnAHealthyFleet(t *testing.T) {
 	for _, f := range watch(t, world(t, nil), 0, 200) {
 		t.Errorf("%s fires in minute %d: %s", f.alert, f.minute, f.summary)
 	}

@@ -54,7 +54,7 @@ func TestPanelsUseMetricsAndLabelsThatExist(t *testing.T) {
 
 // Each query returns something of what a fleet said during a takeover, faults and traffic, for each
 // of two clusters that one Prometheus asks, and the names in its legend are not empty.
-func TestEachPanelShowsWhatAFleetSaid(t *testing.T) {
+func TestEachPanelShowsFleetData(t *testing.T) {
 	d, r := open(t)
 	for _, cluster := range []string{"a", "b"} {
 		of := map[string]string{"cluster": cluster, "namespace": ".*", "peer": ".*"}

@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-func TestMedianIsTheMiddleAndLeavesTheOrder(t *testing.T) {
+func TestMedianDoesNotReorderItsInput(t *testing.T) {
 	for _, c := range []struct {
 		v    []float64
 		want float64

@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-func TestEachRoundMeasuresEveryVariantAndBeginsWithAnother(t *testing.T) {
+func TestEachRoundMeasuresAllVariantsInRotatedOrder(t *testing.T) {
 	var order []int
 	s, err := Rounds(3, []string{"a", "b"}, func(variant int) ([]float64, error) {
 		order = append(order, variant)

@@ -25,7 +25,7 @@ func refusals(n int) (s State) {
 
 // What we change ourselves, and the links, routes and addresses of pods, make nobody compare; what
 // somebody else makes of our objects does.
-func TestEventsOfOwnChangesAndOfPodsConcernNobody(t *testing.T) {
+func TestEventsOfOwnChangesAndOfPodsAreIgnored(t *testing.T) {
 	n := open(t, RouteAgent)
 	var events *os.File
 	if err := Do(n.f, func() (err error) { events, err = subscribe(unix.NETLINK_ROUTE, groups...); return err }); err != nil {
@@ -118,7 +118,7 @@ func TestEventsOfOwnChangesAndOfPodsConcernNobody(t *testing.T) {
 
 // What we change of our tables ourselves makes nobody compare, and what somebody else changes of them does,
 // also between changes of ours.
-func TestEventsOfOwnTablesConcernNobody(t *testing.T) {
+func TestEventsOfOwnTablesAreIgnored(t *testing.T) {
 	n := open(t, RouteAgent)
 	var events *os.File
 	if err := Do(n.f, func() (err error) {
@@ -181,7 +181,7 @@ func TestEventsOfOwnTablesConcernNobody(t *testing.T) {
 }
 
 // Whatever is remembered, what is there in the end is what is wanted.
-func TestWhatSomebodyElseChangesIsMendedFromMemory(t *testing.T) {
+func TestForeignChangesAreRepairedFromMemory(t *testing.T) {
 	n := open(t, RouteAgent)
 	told := make(chan struct{}, 1)
 	if err := Do(n.f, func() error {

@@ -15,7 +15,7 @@ import (
 
 // What the kernel drops of a namespace is counted there: a packet with a wrong header checksum, a fragment that stays
 // alone, and a packet without a route.
-func TestWhatIPDropsIsCounted(t *testing.T) {
+func TestIPDropsAreCounted(t *testing.T) {
 	f, err := NewNamespace()
 	if err != nil {
 		t.Skip(err)
@@ -103,7 +103,7 @@ func TestWhatIPDropsIsCounted(t *testing.T) {
 }
 
 // What finds the TUN's queue full is counted: nobody reads it here.
-func TestWhatTheTUNDoesNotTakeIsCounted(t *testing.T) {
+func TestTUNDropsAreCounted(t *testing.T) {
 	f, err := NewNamespace()
 	if err != nil {
 		t.Skip(err)

@@ -23,7 +23,7 @@ func TestNeighborCountersOfAllCPUsAreAddedUp(t *testing.T) {
 }
 
 // A packet to an address of a bridge's network that nobody has counts as unanswered.
-func TestTheKernelCountsAddressesThatNobodyAnswersFor(t *testing.T) {
+func TestTheKernelCountsUnansweredAddresses(t *testing.T) {
 	before, err := Neighbors()
 	if err != nil {
 		t.Fatal(err)

@@ -278,7 +278,7 @@ func readOnlyProcSys() error {
 	return unix.Mount("none", "/proc/sys", "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY, "")
 }
 
-func TestASecondOfOneKindIsToldWhoTheFirstIs(t *testing.T) {
+func TestASecondProcessLearnsWhoHoldsTheLock(t *testing.T) {
 	n := open(t, RouteAgent)
 	err := Do(n.f, func() error {
 		k, err := Open(RouteAgent, n.k.log)
@@ -382,7 +382,7 @@ func TestAnUnprivilegedProcessCannotHoldTheLock(t *testing.T) {
 }
 
 // Where tables have no owner, a process that follows another one for hours says so once.
-func TestFollowingSaysOnceWhatIsWrongWithTheLock(t *testing.T) {
+func TestFollowingLogsALockErrorOnce(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Skip("needs root")
 	}
@@ -415,7 +415,7 @@ func TestFollowingSaysOnceWhatIsWrongWithTheLock(t *testing.T) {
 
 // Root may do what it likes with the packet filter: a table of the lock's name that is nobody's is
 // replaced, and one of ours stays.
-func TestTheLockSurvivesWhatIsDoneToThePacketFilter(t *testing.T) {
+func TestTheLockSurvivesChangesOfThePacketFilter(t *testing.T) {
 	n := open(t, RouteAgent)
 	if _, err := exec.LookPath("nft"); err != nil {
 		t.Skip(err)
@@ -439,7 +439,7 @@ func TestTheLockSurvivesWhatIsDoneToThePacketFilter(t *testing.T) {
 }
 
 // What we make by netlink is what nft(8) makes of the command that we print.
-func TestFilterIsWhatItsTextSays(t *testing.T) {
+func TestFilterMatchesItsText(t *testing.T) {
 	n := open(t, RouteAgent)
 	if _, err := exec.LookPath("nft"); err != nil {
 		t.Skip(err)
@@ -523,7 +523,7 @@ func TestAFilterHasRoomForTheLargestCluster(t *testing.T) {
 }
 
 // What a set has is asked for by the element, so that a change among thousands does not read them all.
-func TestAnElementIsThereOrNot(t *testing.T) {
+func TestSetElementsAreFound(t *testing.T) {
 	n := open(t, RouteAgent)
 	remote := []netip.Prefix{netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.247.0.0/16"), netip.MustParsePrefix("255.255.255.0/24")}
 	n.apply(State{Filters: []Filter{FilterFor(FilterSets{Remote: remote, Nodes: []netip.Addr{netip.MustParseAddr("172.30.1.11")}})}})
@@ -566,7 +566,7 @@ func TestAnElementIsThereOrNot(t *testing.T) {
 
 // Somebody who changes a table between our reading and our writing is seen, though the kernel is asked
 // nothing in between: what was read is not written on top of.
-func TestATransactionIsOfTheGenerationThatWasRead(t *testing.T) {
+func TestATransactionRequiresTheGenerationRead(t *testing.T) {
 	n := open(t, RouteAgent)
 	of := func(networks ...netip.Prefix) State {
 		return State{Filters: []Filter{FilterFor(FilterSets{Remote: networks})}}
@@ -716,7 +716,7 @@ func TestApplyMendsAFilterThatWasChanged(t *testing.T) {
 
 // A chain that drops what nobody accepts of what is forwarded lets our packets pass, after all that its
 // owner says, and is as it was when we are gone.
-func TestAcceptIsLastInAForwardThatDrops(t *testing.T) {
+func TestAcceptIsLastInADroppingForwardChain(t *testing.T) {
 	const in, out = "-A FORWARD -i isthmus+ -m comment --comment isthmus-route-agent -j ACCEPT\n", "-A FORWARD -o isthmus+ -m comment --comment isthmus-route-agent -j ACCEPT\n"
 	want := State{Accepts: []Accept{{}}}
 	for _, program := range []string{IptablesNFT, IptablesLegacy} {
@@ -810,7 +810,7 @@ func addrs(all ...string) (list []netip.Addr) {
 }
 
 // The same for chains of nftables of any name; of those that belong to a process nothing but that is said.
-func TestAcceptIsLastInEachChainOfNftablesThatDrops(t *testing.T) {
+func TestAcceptIsLastInEveryDroppingNftablesChain(t *testing.T) {
 	n := open(t, RouteAgent)
 	if _, err := exec.LookPath("nft"); err != nil {
 		t.Skip(err)
@@ -868,7 +868,7 @@ func TestAcceptIsLastInEachChainOfNftablesThatDrops(t *testing.T) {
 
 // A table that belongs to a process nobody else may change: that is said, with what to do, in no more
 // characters than a report has.
-func TestAForwardThatBelongsToAProcessIsNamed(t *testing.T) {
+func TestAForwardChainOfAProcessIsNamed(t *testing.T) {
 	n := open(t, RouteAgent)
 	if _, err := exec.LookPath("nft"); err != nil {
 		t.Skip(err)
@@ -918,7 +918,7 @@ func TestAForwardThatBelongsToAProcessIsNamed(t *testing.T) {
 
 // What iptables-legacy has, with chains, jumps, rules without targets and matches with a state, is in
 // the same order, and its counters are what they were.
-func TestWhatOthersHaveInIptablesLegacyStays(t *testing.T) {
+func TestForeignIptablesLegacyRulesStay(t *testing.T) {
 	n := open(t, RouteAgent)
 	if _, err := exec.LookPath("iptables-legacy-restore"); err != nil {
 		t.Skip(err)
@@ -994,7 +994,7 @@ END`))
 
 // A pod on the bridge of a gateway's Pod says that it is a node, in all ways that arrive: what comes by
 // the uplink arrives, and nothing of the pod's, whether br_netfilter looks at bridges or not.
-func TestABridgeKeepsPodsOffTheGateway(t *testing.T) {
+func TestPodsOnABridgeCannotImpersonateANode(t *testing.T) {
 	n := open(t, RouteAgent)
 	gateway, other := netip.MustParseAddr("10.32.0.7"), netip.MustParseAddr("10.32.0.1")
 	n.run("ip link add weave type bridge")
@@ -1129,7 +1129,7 @@ func TestABridgeKeepsPodsOffTheGateway(t *testing.T) {
 }
 
 // While nothing could be read, what another process left counts, and what this one wants does not.
-func TestABridgeIsNotBelievedInBeforeItCouldBeRead(t *testing.T) {
+func TestABridgeIsIgnoredUntilItCouldBeRead(t *testing.T) {
 	n := open(t, RouteAgent)
 	bridges := []Bridge{BridgeFor([]netip.Addr{via4}, nil)}
 	unreadable := State{Bridges: bridges, Links: []Link{{Name: strings.Repeat("x", 200)}}}
@@ -1200,7 +1200,7 @@ func TestEachRuleThatDropsCounts(t *testing.T) {
 }
 
 // What a filter drops is counted under its reason, and a change of the filter's sets forgets none.
-func TestWhatAFilterDropsIsCounted(t *testing.T) {
+func TestFilterDropsAreCounted(t *testing.T) {
 	t.Run("of a node", func(t *testing.T) { testWhatAFilterDropsIsCounted(t, RouteAgent, false) })
 	t.Run("of a gateway's Pod", func(t *testing.T) { testWhatAFilterDropsIsCounted(t, GatewayPod, true) })
 }
@@ -1298,7 +1298,7 @@ func TestTheKernelTracksNoConnectionsInAGatewaysPod(t *testing.T) {
 // The filter of a gateway's Pod refuses what that of a node would refuse in its place, for the same
 // reasons, and besides what has a peer's address and is for no peer: a node may have been given one of these
 // by a Service, and nobody is behind a gateway.
-func TestTheFilterOfAGatewaysPodRefusesAsThatOfANode(t *testing.T) {
+func TestGatewayPodFilterRefusesLikeANodeFilter(t *testing.T) {
 	for _, pod := range []bool{false, true} {
 		n := open(t, GatewayPod)
 		n.apply(State{Filters: []Filter{FilterFor(FilterSets{Pod: pod, Nodes: []netip.Addr{netip.MustParseAddr("172.30.1.11")}, Remote: []netip.Prefix{remote4}})}})
@@ -1453,7 +1453,7 @@ func (n *node) passed() (sum int) {
 
 // Whatever the lengths of the networks of peers, and however they change: what is for one of them does
 // not leave, and what is for none does.
-func TestWhatIsForAPeerDoesNotLeaveWhateverTheLengthOfItsNetwork(t *testing.T) {
+func TestPeerTrafficNeverLeavesForAnyPrefixLength(t *testing.T) {
 	n := open(t, RouteAgent)
 	n.run("ip link add eth0 type veth peer name eth1")
 	n.run("ip addr add 172.30.1.11/24 dev eth0")
@@ -1520,7 +1520,7 @@ func script(t *testing.T, text string) string {
 
 // Somebody takes our filter away, and before his event is read a change of another table is carried out:
 // that one must not pass for his, nor his for ours.
-func TestATransactionOfOthersBesideOursIsLookedFor(t *testing.T) {
+func TestAForeignTransactionDuringOursIsDetected(t *testing.T) {
 	n := open(t, RouteAgent)
 	var held atomic.Bool
 	waits, goOn := make(chan struct{}, 100), make(chan struct{})
@@ -1554,7 +1554,7 @@ func TestATransactionOfOthersBesideOursIsLookedFor(t *testing.T) {
 }
 
 // What cannot be mended is said, and nothing else is.
-func TestLimitsNameWhatKeepsTrafficFromWorking(t *testing.T) {
+func TestLimitsNameTheBlockingSetting(t *testing.T) {
 	for _, program := range []string{"nft", "iptables-legacy"} {
 		if _, err := exec.LookPath(program); err != nil {
 			t.Skip(err)

@@ -12,7 +12,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// exprsOf returns the expressions of a rule in a table of a family. TestFilterIsWhatItsTextSays
+// exprsOf returns the expressions of a rule in a table of a family. TestFilterMatchesItsText
 // compares them with those that nft(8) makes of the rule's text.
 func exprsOf(family nftables.TableFamily, rule kernel.FilterRule) []expr.Any {
 	c := compiler{family: family}

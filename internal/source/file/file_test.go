@@ -467,7 +467,7 @@ func TestLoadIsBounded(t *testing.T) {
 	}
 }
 
-func TestLoadIsNotHeldUpByOddFiles(t *testing.T) {
+func TestLoadIsNotBlockedByUnusualFiles(t *testing.T) {
 	dir := writeDir(t, valid(nil))
 	if err := os.Mkdir(filepath.Join(dir, "sub.yaml"), 0o755); err != nil {
 		t.Fatal(err)
@@ -534,7 +534,7 @@ func FuzzLoad(f *testing.F) {
 	})
 }
 
-func TestAKeyThatOthersMayReadIsNamed(t *testing.T) {
+func TestAKeyReadableByOthersIsNamed(t *testing.T) {
 	dir := t.TempDir()
 	key, next := filepath.Join(dir, "private.key"), filepath.Join(dir, "next.key")
 	for path, text := range map[string]string{filepath.Join(dir, "gateway.yaml"): gatewayYAML + "nextPrivateKeyFile: next.key\n", key: keyText('k'), next: keyText('n')} {

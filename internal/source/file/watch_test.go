@@ -164,7 +164,7 @@ func TestWatchDoesNotSeeAHalfWrittenFile(t *testing.T) {
 	})
 }
 
-func TestWatchIsNotHeldUpByAWriterThatNeverStops(t *testing.T) {
+func TestWatchIsNotBlockedByAConstantWriter(t *testing.T) {
 	dir, next := writeDir(t, valid(nil)), filepath.Join(t.TempDir(), "next")
 	synctest.Test(t, func(t *testing.T) {
 		w := watch(t, dir)
@@ -313,7 +313,7 @@ func TestWatchEndsWhileItWaits(t *testing.T) {
 	})
 }
 
-func TestFilesThatChangeWhileTheyAreReadAreReadAgain(t *testing.T) {
+func TestFilesChangedDuringReadAreReadAgain(t *testing.T) {
 	dir := writeDir(t, valid(nil))
 	synctest.Test(t, func(t *testing.T) {
 		writes := 3

@@ -111,7 +111,7 @@ func TestVotersStayAsLongAsTheirNodes(t *testing.T) {
 }
 
 // Two nodes never decide alone: the Lease does, once the third has been silent for long, though its Node is there.
-func TestAVoterThatIsSilentForLongIsNoVoter(t *testing.T) {
+func TestALongSilentVoterIsRemoved(t *testing.T) {
 	nodes := map[string]netip.Addr{"a": netip.MustParseAddr("10.0.0.1"), "b": netip.MustParseAddr("10.0.0.2"), "c": netip.MustParseAddr("10.0.0.3")}
 	answering := func() map[string]netip.Addr {
 		all := maps.Clone(nodes)
@@ -132,7 +132,7 @@ func TestAVoterThatIsSilentForLongIsNoVoter(t *testing.T) {
 	}
 }
 
-func TestAListThatNobodyCanReadIsNoList(t *testing.T) {
+func TestAnUnreadableListIsIgnored(t *testing.T) {
 	for _, text := range []string{"", "{", "[]", `{"version":-1}`, `{"version":1,"voters":{"n1":"here"}}`} {
 		lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{isthmus.AnnotationVoters: text}}}
 		if l := listOf(lease); l.Version != 0 || len(l.Voters) > 0 {
@@ -275,7 +275,7 @@ func TestANodeWithoutAnAgentDoesNotVote(t *testing.T) {
 }
 
 // Which nodes have an agent is known by its Pods, as the cache keeps them.
-func TestWhereAgentsAre(t *testing.T) {
+func TestNodesWithAgentsAreKnownByTheirPods(t *testing.T) {
 	pod := func(namespace, name, node string, labels map[string]string) *corev1.Pod {
 		slim, err := slimPod(&corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name, Labels: labels}, Spec: corev1.PodSpec{NodeName: node, HostNetwork: true}})
 		if err != nil {
@@ -353,7 +353,7 @@ func TestAGatewayYieldsBeforeItReleasesTheVotes(t *testing.T) {
 // A standby may give its list another version only if that differs from the nodes' list by one
 // voter at most. Any older list may have no voter in common with the one that elects the active
 // gateway.
-func TestAStandbyRepairsOnlyTheLeaseOfTheStepBefore(t *testing.T) {
+func TestAStandbyRepairsTheLeaseOnlyByOneStep(t *testing.T) {
 	all := make(map[string]netip.Addr)
 	for i, name := range []string{"a", "b", "c"} {
 		all[name] = netip.AddrFrom4([4]byte{192, 0, 2, byte(i)})

@@ -13,7 +13,7 @@ import (
 )
 
 // A flood of strangers is not read, and a gateway is answered meanwhile.
-func TestAFloodOfStrangersIsNotRead(t *testing.T) {
+func TestAFloodFromStrangersIsNotRead(t *testing.T) {
 	for _, loopback := range []string{"127.0.0.1", "::1"} {
 		t.Run(loopback, func(t *testing.T) { floodOfStrangers(t, netip.MustParseAddr(loopback)) })
 	}

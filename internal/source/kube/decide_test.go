@@ -48,7 +48,7 @@ func natMapping(n int, entries map[string]string) v1alpha1.NatMapping {
 var self = v1alpha1.ClusterIdentity{ClusterID: "id-self", ClusterName: "self"}
 
 // Where our cluster is decides nothing about peers: it is added to what was decided without it.
-func TestAPeersPartOfTheSiteDoesNotDependOnOurs(t *testing.T) {
+func TestPeerAddressesInTheSiteDoNotDependOnOurs(t *testing.T) {
 	private := [32]byte{8, 200}
 	endpoints := []v1alpha1.TunnelEndpoint{endpoint(1), endpoint(2), endpoint(3)}
 	endpoints[2].Spec.RemoteNATPodCIDR = endpoints[1].Spec.RemoteNATPodCIDR // it is refused
@@ -71,7 +71,7 @@ func TestAPeersPartOfTheSiteDoesNotDependOnOurs(t *testing.T) {
 	}
 }
 
-func TestABrokenObjectIsLeftOutAlone(t *testing.T) {
+func TestOnlyTheInvalidObjectIsLeftOut(t *testing.T) {
 	private := [32]byte{8, 200}
 	for _, tc := range []struct {
 		name   string
@@ -222,7 +222,7 @@ func TestStatusOfAPeer(t *testing.T) {
 	}
 }
 
-func TestALateAnswerIsNoNews(t *testing.T) {
+func TestOneLateAnswerIsSmoothed(t *testing.T) {
 	rtt := 2 * time.Millisecond
 	if got := smooth(rtt, 8*time.Millisecond); got != 2750*time.Microsecond {
 		t.Errorf("one late answer: %v", got)
@@ -238,7 +238,7 @@ func TestALateAnswerIsNoNews(t *testing.T) {
 	}
 }
 
-func TestWhoMayTakeTheLease(t *testing.T) {
+func TestRulesForTakingTheLease(t *testing.T) {
 	seen := time.Unix(1000, 0)
 	lease := func(holder string, seconds int32) *coordinationv1.Lease {
 		return &coordinationv1.Lease{Spec: coordinationv1.LeaseSpec{HolderIdentity: &holder, LeaseDurationSeconds: &seconds}}
@@ -273,7 +273,7 @@ func TestWhoMayTakeTheLease(t *testing.T) {
 }
 
 // A standby counts the time of a Lease anew after a gap: whoever held it could not renew it either.
-func TestTimeWithoutContactDoesNotCount(t *testing.T) {
+func TestTimeWithoutAnAPIServerDoesNotCount(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) { // no time passes but what is said
 		e := &election{identity: "me", log: quiet, changed: newSignal(), look: newSignal()}
 		holder := "you"
@@ -346,7 +346,7 @@ func TestKeySecret(t *testing.T) {
 	}
 }
 
-func TestSignalsThatComeTogetherAreOne(t *testing.T) {
+func TestSimultaneousSignalsAreMerged(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		s, urgent, looks := newSignal(), newSignal(), make(chan time.Time, 100)
@@ -394,7 +394,7 @@ func TestSignalsThatComeTogetherAreOne(t *testing.T) {
 }
 
 // A Node tells all the time that it is well, which is nothing to us.
-func TestAnObjectOfWhichNothingIsReadThatChangedIsTheSame(t *testing.T) {
+func TestChangesOfUnreadFieldsAreIgnored(t *testing.T) {
 	node := func(version, address string, ready corev1.ConditionStatus) any {
 		n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n1", ResourceVersion: version}, Status: corev1.NodeStatus{
 			Addresses:  []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: address}},

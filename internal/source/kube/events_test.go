@@ -81,7 +81,7 @@ func podEventsAreToldOnce(t *testing.T, s *apiServer) {
 }
 
 // Components warn with each try, every second. What lasts is told again, or the API server forgets it.
-func TestAWarningThatLastsIsToldEveryTenMinutes(t *testing.T) {
+func TestALastingWarningIsRepeatedEveryTenMinutes(t *testing.T) {
 	var e PodEvents
 	var told []time.Duration
 	begin := time.Now()

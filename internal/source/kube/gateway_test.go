@@ -835,7 +835,7 @@ func compact(replicas []*testReplica) (some []*testReplica) {
 
 // An admission policy of before refuses the deletion cost of Pods. That holds up nobody's label, by
 // which peers find the active gateway.
-func TestWhatIsRefusedOfAPodHoldsUpNothingElse(t *testing.T) {
+func TestARefusedPodFieldDoesNotBlockTheLabel(t *testing.T) {
 	s := newAPIServer(t)
 	s.namespace(t, "refused")
 	g, err := NewGateway(GatewayOptions{Config: s.config, Namespace: "refused", Pod: "p", Cluster: self})

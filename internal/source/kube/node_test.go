@@ -151,7 +151,7 @@ func endpoint(name string, key byte, change func(*v1alpha1.TunnelEndpoint)) *v1a
 	return te
 }
 
-func TestWatchNodeDeliversWhatARouteAgentHasToKnowAndNothingTwice(t *testing.T) {
+func TestWatchNodeDeliversEachChangeOnce(t *testing.T) {
 	leaks := goleak.IgnoreCurrent()
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()

@@ -16,7 +16,7 @@ import (
 
 // Whatever nodes come, change and go, where they are is what all of them say; what was told stays as it
 // is, and a change that is not reported is none. What an event says there was does not count.
-func TestWhereNodesAreIsWhatAllOfThemSay(t *testing.T) {
+func TestNodeAddressesMatchAllNodes(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	texts := []string{"192.0.2.1", "192.0.2.2", "::ffff:192.0.2.1", "fd00::1", "fe80::1%eth0", "a-host-name", "198.51.100.7"}
 	var p places
@@ -73,7 +73,7 @@ func TestWhereNodesAreIsWhatAllOfThemSay(t *testing.T) {
 
 // A gateway on the host's network follows where nodes are, and that alone: their other changes are none
 // to it, and it names nobody.
-func TestOnlyAGatewayInAPodFollowsWhoseAddressesAre(t *testing.T) {
+func TestOnlyAPodGatewayTracksAddressOwners(t *testing.T) {
 	for _, self := range []string{"", "n1"} {
 		var p places
 		p.known.Self = self

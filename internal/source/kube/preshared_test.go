@@ -16,7 +16,7 @@ import (
 )
 
 // A peer that must have a preshared key is no peer without one, and no handshake with it goes without.
-func TestAPeerThatNeedsAKeyIsLeftOutWithoutOne(t *testing.T) {
+func TestAPeerIsLeftOutWithoutItsRequiredKey(t *testing.T) {
 	one, former := postquantum.Secret{1}, postquantum.Secret{2}
 	for _, tc := range []struct {
 		name     string
@@ -46,7 +46,7 @@ func TestAPeerThatNeedsAKeyIsLeftOutWithoutOne(t *testing.T) {
 }
 
 // A gateway that carries on after a restart without an API server has its preshared keys, and what needs one.
-func TestPresharedKeysAreCarriedOnWith(t *testing.T) {
+func TestPresharedKeysSurviveARestart(t *testing.T) {
 	o := GatewayOptions{Namespace: "home", Pod: "pod-1", StateDirectory: filepath.Join(t.TempDir(), "state"), Log: quiet}
 	with, without := endpoint(1), endpoint(2)
 	for _, te := range []*v1alpha1.TunnelEndpoint{&with, &without} {

@@ -19,7 +19,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
-func TestNobodyIsToldWhereAllWhoAreConnectedLag(t *testing.T) {
+func TestNoPeerIsNamedIfAllConnectedPeersLag(t *testing.T) {
 	peer := func(id string, status v1alpha1.ConnectionStatus) PeerReport {
 		return PeerReport{ID: id, Status: status}
 	}
@@ -42,7 +42,7 @@ func TestNobodyIsToldWhereAllWhoAreConnectedLag(t *testing.T) {
 }
 
 // Somebody who wants keys from elsewhere has to hear that the gateway may not read them, and hears nothing of an outage.
-func TestAnOfferedKeyThatMayNotBeReadIsToldOnce(t *testing.T) {
+func TestAForbiddenOfferIsReportedOnce(t *testing.T) {
 	var log bytes.Buffer
 	forbidden := apierrors.NewForbidden(schema.GroupResource{Resource: "secrets"}, keyring.OfferName, errors.New("no rights"))
 	for _, tc := range []struct {
@@ -68,7 +68,7 @@ func TestAnOfferedKeyThatMayNotBeReadIsToldOnce(t *testing.T) {
 }
 
 // Age rotates the key again after the Secret is deleted, and not because one read does not find it.
-func TestAnOfferIsGoneWhileEveryReadFindsNone(t *testing.T) {
+func TestAnOfferIsGoneOnlyAfterRepeatedReads(t *testing.T) {
 	absent := apierrors.NewNotFound(schema.GroupResource{Resource: "secrets"}, keyring.OfferName)
 	var err error
 	offered := keyring.New()

@@ -55,7 +55,7 @@ func saved(t *testing.T) (GatewayOptions, Snapshot) {
 	return o, Snapshot{Gateway: gw, Problems: problems, Keys: ringOf(private)}
 }
 
-func TestASnapshotIsDecidedAnewToTheSame(t *testing.T) {
+func TestARestoredSnapshotGivesTheSameDecision(t *testing.T) {
 	o, want := saved(t)
 	known, err := remember(o, noon.Add(time.Minute))
 	if err != nil || known == nil || !reflect.DeepEqual(known.snapshot, want) || len(want.Problems) == 0 || len(want.Gateway.Peers) != 1 {
@@ -78,7 +78,7 @@ func TestASnapshotIsDecidedAnewToTheSame(t *testing.T) {
 	}
 }
 
-func TestOnlyWhoWasActiveLatelyCarriesOn(t *testing.T) {
+func TestOnlyARecentlyActiveGatewayCarriesOn(t *testing.T) {
 	o, _ := saved(t)
 	for _, tc := range []struct {
 		name string
@@ -107,7 +107,7 @@ func TestOnlyWhoWasActiveLatelyCarriesOn(t *testing.T) {
 	}
 }
 
-func TestWhatIsKnownOfOtherGatewaysIsKeptOnAStandbyToo(t *testing.T) {
+func TestAStandbyRemembersOtherGateways(t *testing.T) {
 	o, _ := saved(t)
 	key, known, err := rememberOthers(o.StateDirectory)
 	if key != nil || len(known.Others) > 0 || err != nil {
@@ -141,7 +141,7 @@ func TestWhatIsKnownOfOtherGatewaysIsKeptOnAStandbyToo(t *testing.T) {
 	}
 }
 
-func TestWhatTheActiveReplicaKeepsAStandbyForgets(t *testing.T) {
+func TestAStandbyRemovesTheSnapshotOfAnActiveGateway(t *testing.T) {
 	o, _ := saved(t)
 	k := newKeeper(o, func() {})
 	if k.round("pod-2", noon, noon) {
@@ -179,7 +179,7 @@ func TestWhatTheActiveReplicaKeepsAStandbyForgets(t *testing.T) {
 }
 
 // Where nodes are is a megabyte in a large cluster: it is written with what peers ask for, and else twice a minute.
-func TestNodesThatComeAreKeptLaterThanPeers(t *testing.T) {
+func TestNewNodesAreStoredAfterPeers(t *testing.T) {
 	o, _ := saved(t)
 	k := newKeeper(o, func() {})
 	private := keyring.New()
@@ -218,7 +218,7 @@ func TestNodesThatComeAreKeptLaterThanPeers(t *testing.T) {
 }
 
 // A later change of nodes is followed in the order of their names.
-func TestNodesOfASnapshotAreInOrderAndThereOnce(t *testing.T) {
+func TestNodesOfASnapshotAreSortedAndUnique(t *testing.T) {
 	o, _ := saved(t)
 	o.Node = "n2"
 	k := newKeeper(o, func() {})
@@ -238,7 +238,7 @@ func TestNodesOfASnapshotAreInOrderAndThereOnce(t *testing.T) {
 	}
 }
 
-func TestAStateDirectoryThatCannotBeWrittenIsTold(t *testing.T) {
+func TestAReadOnlyStateDirectoryIsReported(t *testing.T) {
 	o, _ := saved(t)
 	o.StateDirectory = filepath.Join(o.StateDirectory, leaseFile, "below a file")
 	told := 0

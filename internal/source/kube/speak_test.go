@@ -22,7 +22,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
-func TestWhoMaySpeak(t *testing.T) {
+func TestRulesForSending(t *testing.T) {
 	holder := func(confirmed bool, others ...account) view {
 		return view{claim: claim{holds: true, confirmed: confirmed, transition: 5}, others: others}
 	}
@@ -76,7 +76,7 @@ func TestWhoMaySpeak(t *testing.T) {
 	}
 }
 
-func TestOnlyAnAnswerToAQuestionOfOursIsBelieved(t *testing.T) {
+func TestOnlyAnswersToOurQuestionsAreTrusted(t *testing.T) {
 	key := questionKey(keyring.New())
 	a := electionWith(nil, "a", nil, quiet)
 	b := electionWith(nil, "b", nil, quiet)
@@ -621,7 +621,7 @@ func TestNeverTwoGatewaysSpeakThoughTheirPodsAreReplaced(t *testing.T) {
 
 // A gateway that only asks counts when it has answered. Not before is it told that the holder is silent: what it may do then is safe
 // because the holder needs its promise to speak again.
-func TestAGatewayThatAsksIsAsked(t *testing.T) {
+func TestAStartingGatewayIsAskedAfterItAnswers(t *testing.T) {
 	now := time.Now()
 	known := acquaintance{Transition: 3, Others: map[string]netip.Addr{"b": netip.MustParseAddr("10.0.0.2")}}
 	a := electionWith(nil, "a", nil, quiet)
@@ -813,7 +813,7 @@ func TestAStandbyThatTakesTheLeasePromisesNothing(t *testing.T) {
 }
 
 // Without an API server the election of a gateway that carries on runs before the objects are there.
-func TestNobodyHoldsALeaseThatWasNeverWatched(t *testing.T) {
+func TestAnUnwatchedLeaseHasNoHolder(t *testing.T) {
 	g := &Gateway{o: GatewayOptions{Namespace: "isthmus", Pod: "a"}}
 	if holder := g.holder(t.Context()); holder != "" {
 		t.Errorf("the holder is %q", holder)
@@ -821,7 +821,7 @@ func TestNobodyHoldsALeaseThatWasNeverWatched(t *testing.T) {
 }
 
 // A gateway that carries on, is silent, and hears that it has lost clears what its earlier life has left.
-func TestASilentGatewayThatHasLostIsAStandby(t *testing.T) {
+func TestASilentGatewayThatLostTheElectionIsAStandby(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := &Gateway{log: quiet, keeper: newKeeper(GatewayOptions{}, func() {})}
 		e := electionWith(nil, "a", nil, quiet)
