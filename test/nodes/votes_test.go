@@ -46,9 +46,6 @@ time between two answers, or between two octets of TCP. [faults.md](faults.md) h
 Each fault happened 10 times or more: the first number is the median, the second the worst. The load is the machine's
 average over the minute before the first time.
 
-A node that comes back with an empty disk does not know for whom it voted. Until it has heard the active gateway, it votes for
-no other one, for 30 s. If the node of the active gateway goes in that moment too, traffic waits for the rest of them.
-
 | what happens | lost | pause, UDP | pause, TCP | connections broken | packets in the clear | load |
 |---|---|---|---|---|---|---|
 `
