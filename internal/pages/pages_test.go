@@ -54,6 +54,7 @@ var reasons = []reason{
 	{"docs/services.md", "isthmus status ", "containers and CoreDNS are needed", "test/nodes/names_test.go: THEIR SERVICES HERE"},
 	{"docs/services.md", "isthmus trace ", "containers and CoreDNS are needed", "test/nodes/names_test.go: \"trace\""},
 	{"docs/services.md", "isthmus verify ", "containers and CoreDNS are needed", "test/nodes/names_test.go: imported Service default/shop"},
+	{"docs/soak.md", "make soak ", "it takes hours", "test/fleet/soak_test.go: func TestSoak("},
 	{"docs/performance.md", "", "a profile is for people to look at", ""},
 }
 
