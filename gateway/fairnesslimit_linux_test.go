@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"runtime"
 	"strconv"
+	"sync/atomic"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -60,8 +61,9 @@ func writeExisting(name, text string) error {
 // startBesideBusyThread starts a process that shares one processor with a thread of this process until the
 // test ends. By its nice value the thread takes a quarter.
 func startBesideBusyThread(t *testing.T, cmd *exec.Cmd) error {
-	started, stop := make(chan error), make(chan struct{})
-	t.Cleanup(func() { close(stop) })
+	started := make(chan error)
+	var stop atomic.Bool
+	t.Cleanup(func() { stop.Store(true) })
 	go func() {
 		runtime.LockOSThread() // for ever: the thread ends with the goroutine
 		var all, one unix.CPUSet
@@ -77,12 +79,7 @@ func startBesideBusyThread(t *testing.T, cmd *exec.Cmd) error {
 		if started <- errors.Join(err, unix.Setpriority(unix.PRIO_PROCESS, 0, 5)); err != nil {
 			return
 		}
-		for {
-			select {
-			case <-stop:
-				return
-			default:
-			}
+		for !stop.Load() { // it is to be busy
 		}
 	}()
 	return <-started

@@ -37,31 +37,31 @@ func changing(t *testing.T) *loop {
 }
 
 // take is what accept, reapply and put do, without a kernel.
-func (g *loop) take(t *testing.T, c Config, ways bool) kernel.State {
+func (l *loop) take(t *testing.T, c Config, ways bool) kernel.State {
 	t.Helper()
-	want := g.cutTunnels(c.Gateway.Peers, g.now.peers)
-	g.resolver.set(want, c.Gateway.Site)
-	s := g.survey(c, want, ways)
-	if err := g.setRules(&s); err != nil {
+	want := l.cutTunnels(c.Gateway.Peers, l.now.peers)
+	l.resolver.set(want, c.Gateway.Site)
+	s := l.survey(c, want, ways)
+	if err := l.setRules(&s); err != nil {
 		t.Fatal(err)
 	}
-	g.now.config = c
-	errs := g.applyEnds(c, &s)
-	objects, _, err := g.objectsFor(&s)
-	g.now.peers, g.now.mtu, g.now.applyErr = s.peers, s.tunnel, errors.Join(append(errs, err)...)
-	g.now.generation++
-	g.publish()
+	l.now.config = c
+	errs := l.applyEnds(c, &s)
+	objects, _, err := l.objectsFor(&s)
+	l.now.peers, l.now.mtu, l.now.applyErr = s.peers, s.tunnel, errors.Join(append(errs, err)...)
+	l.now.generation++
+	l.publish()
 	return objects
 }
 
 // says is what can be seen of a gateway, in lines.
-func (g *loop) says(t *testing.T, objects kernel.State) (all []string) {
+func (l *loop) says(t *testing.T, objects kernel.State) (all []string) {
 	t.Helper()
 	say := func(v ...any) { all = append(all, fmt.Sprint(v...)) }
-	say("tunnel ", g.now.mtu, " peers ", len(g.engine.Peers()))
+	say("tunnel ", l.now.mtu, " peers ", len(l.engine.Peers()))
 	say("objects ", objects)
-	for _, p := range g.now.peers {
-		say("peer ", p.ID, p.Name, " at ", p.at, p.refused, " MTU ", p.way, p.mtu, p.state.MTU(), " in use ", p.inUse, " state ", g.engine.Peer(p.ID) == p.state)
+	for _, p := range l.now.peers {
+		say("peer ", p.ID, p.Name, " at ", p.at, p.refused, " MTU ", p.way, p.mtu, p.state.MTU(), " in use ", p.inUse, " state ", l.engine.Peer(p.ID) == p.state)
 		b, err := TraceQuery{Src: netip.MustParseAddrPort("10.244.1.1:1"), Dst: netip.AddrPortFrom(p.AllowedIPs[0].Addr().Next(), 2), Protocol: "udp"}.packet()
 		if err != nil {
 			t.Fatal(err)
@@ -70,18 +70,18 @@ func (g *loop) says(t *testing.T, objects kernel.State) (all []string) {
 		if err := v.Parse(b, packet.ChecksumComplete); err != nil {
 			t.Fatal(err)
 		}
-		if verdict := g.engine.Outbound(&v, time.Second); verdict.Peer != nil {
+		if verdict := l.engine.Outbound(&v, time.Second); verdict.Peer != nil {
 			say("packet to ", p.ID, " goes to ", verdict.Peer.ID(), verdict.Action, fmt.Sprintf(" as %x", b))
 		}
 	}
 	kept := make(map[[32]byte]bool) // keys of peers of which nobody knows where they are: they stay where they were
-	for _, p := range g.now.peers {
+	for _, p := range l.now.peers {
 		kept[p.PublicKey] = !p.at.IsValid() && !p.refused
 		for _, e := range p.Tunnels {
 			kept[e.PublicKey] = kept[p.PublicKey]
 		}
 	}
-	for i, e := range g.ends {
+	for i, e := range l.ends {
 		for key, s := range e.Stats() {
 			if kept[key] {
 				s.Endpoint = netip.AddrPort{}

@@ -91,25 +91,25 @@ func decided(t testing.TB, in fabric.Intent) fabric.Gateway {
 }
 
 // put0 is what accept and put do, without a kernel.
-func (g *loop) put0(t testing.TB, peers ...fabric.Peer) {
+func (l *loop) put0(t testing.TB, peers ...fabric.Peer) {
 	t.Helper()
 	gw := decided(t, fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000", ClusterName: "alpha", Peers: peers})
 	c := Config{Gateway: gw, PrivateKey: Key(key(9)), ListenPort: 5871}
-	g.resolver.set(gw.Peers, gw.Site)
-	survey := g.survey(Config{MTU: 1440}, gw.Peers, false)
-	if err := g.setRules(&survey); err != nil {
+	l.resolver.set(gw.Peers, gw.Site)
+	survey := l.survey(Config{MTU: 1440}, gw.Peers, false)
+	if err := l.setRules(&survey); err != nil {
 		t.Fatal(err)
 	}
 	var checks []check.Peer
 	for _, p := range gw.Peers {
 		checks = append(checks, check.Peer{ID: p.ID, Probe: p.Probe, Allowed: p.AllowedIPs})
 	}
-	g.ends[0].checker.Set(checks)
-	g.now.peers = survey.peers
-	g.now.config, g.now.mtu, g.now.ready = c, 1440, true
-	g.now.generation++
-	g.now.reloaded = time.Now()
-	g.publish()
+	l.ends[0].checker.Set(checks)
+	l.now.peers = survey.peers
+	l.now.config, l.now.mtu, l.now.ready = c, 1440, true
+	l.now.generation++
+	l.now.reloaded = time.Now()
+	l.publish()
 }
 
 // finds makes the connection check of an end find peers in these states.

@@ -33,14 +33,14 @@ func gatewayInPod(t *testing.T, c *cluster.Cluster, name, node string, addr neti
 	go func() {
 		ended <- g.Run(ctx, func(ctx context.Context, _ <-chan struct{}) error { <-ctx.Done(); return nil }, func() error { return nil })
 	}()
-	removed := make(chan struct{})
+	removed, key := make(chan struct{}), client.ObjectKeyFromObject(p)
 	go func() {
 		defer close(removed)
 		_ = wait.PollUntilContextCancel(ctx, cluster.PollInterval, true, func(ctx context.Context) (bool, error) {
 			var now corev1.Pod
-			if c.Client.Get(ctx, client.ObjectKeyFromObject(p), &now) == nil && now.DeletionTimestamp != nil {
+			if c.Client.Get(ctx, key, &now) == nil && now.DeletionTimestamp != nil {
 				end()
-				_ = c.Client.Delete(t.Context(), p, client.GracePeriodSeconds(0)) // the garbage collector may have been faster
+				_ = c.Client.Delete(t.Context(), &now, client.GracePeriodSeconds(0)) // the garbage collector may have been faster
 			}
 			return false, nil
 		})
