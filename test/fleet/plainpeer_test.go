@@ -89,14 +89,14 @@ func plainPeer(t *testing.T, a, b *fleet.Cluster) *lab.Pod {
 	})
 	defer conn.Close()
 	_, err := fmt.Fprintf(conn, "set=1\nprivate_key=%s\nlisten_port=5871\npublic_key=%s\nendpoint=%s:%s\nallowed_ip=0.0.0.0/0\n\n",
-		hexKey(t, string(secret.Data[keyring.FieldPrivate])), hexKey(t, string(te.Spec.BackendConfig[v1alpha1.ConfigPublicKey])), te.Spec.EndpointIP, te.Spec.BackendConfig[v1alpha1.ConfigPort])
+		hexKey(t, string(secret.Data[keyring.FieldPrivate])), hexKey(t, te.Spec.BackendConfig[v1alpha1.ConfigPublicKey]), te.Spec.EndpointIP, te.Spec.BackendConfig[v1alpha1.ConfigPort])
 	must(t, err)
 	if answer, err := bufio.NewReader(conn).ReadString('\n'); err != nil || answer != "errno=0\n" {
 		t.Fatalf("wireguard-go: %q, %v", answer, err)
 	}
 	ipCommand(t, node.Host, "addr", "add", netip.PrefixFrom(pod.Addr, 32).String(), "dev", device)
 	ipCommand(t, node.Host, "link", "set", device, "up", "mtu", "1380")
-	pods, err := netip.ParsePrefix(string(te.Spec.RemoteNATPodCIDR)) // both clusters have the same PodCIDR
+	pods, err := netip.ParsePrefix(te.Spec.RemoteNATPodCIDR) // both clusters have the same PodCIDR
 	must(t, err)
 	ipCommand(t, node.Host, "route", "replace", pods.String(), "dev", device, "src", pod.Addr.String())
 	return &pod
