@@ -24,7 +24,7 @@ func TestPeeringReportsEachStep(t *testing.T) {
 	p := w.describe("b")
 	w.Create(p.Peering)
 	p.UntilIs(isthmus.ConditionReady, isthmus.ReasonLocalSetup)
-	if m := p.Message(isthmus.ConditionReady); !strings.Contains(m, "tenant namespace "+p.NS+": not there") || !strings.Contains(m, "wireguard-pubkey") {
+	if m := p.Message(isthmus.ConditionReady); !strings.Contains(m, "tenant namespace "+p.NS+": not found") || !strings.Contains(m, "wireguard-pubkey") {
 		t.Errorf("Ready says %q", m)
 	}
 	if n := len(p.Status().Conditions); n != 7 {
