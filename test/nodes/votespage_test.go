@@ -83,8 +83,6 @@ type target struct{ lost, udp, tcp figure }
 // shortfalls are the faults that miss a target, with a limit for the figures that do. Beside it are
 // the figures of the page.
 var shortfalls = map[string]target{
-	"active gateway Pod deleted": {lost: figure{3, 10}}, // 2, 7
-
 	// TCP waits ever longer between two tries, and so notices late that packets arrive again.
 	"node of the active gateway crashes, and boots":            {tcp: figure{2, 3}}, // 1.63, 1.92 s
 	"all nodes but the client's replaced, one after the other": {tcp: figure{2, 3}}, // 1.62, 1.86 s
