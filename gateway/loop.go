@@ -238,6 +238,7 @@ func (l *loop) tick(now time.Time) {
 		}
 		changed = changed || p.inUse != l.working(p.ID, now)
 	}
+	l.rekey(peers, now)
 	l.now.peers = peers
 	l.publish()
 	if changed {
@@ -246,5 +247,4 @@ func (l *loop) tick(now time.Time) {
 	l.drops.look(l.engine, now)
 	l.resolver.tick(now)
 	l.reach(stats, now)
-	l.rekey(peers, now)
 }
