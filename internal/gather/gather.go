@@ -234,8 +234,8 @@ func (g *gathering) pods(ctx context.Context) (all []corev1.Pod) {
 		return nil
 	}
 	slices.SortStableFunc(list.Items, func(a, b corev1.Pod) int {
-		if ready(&a) != ready(&b) {
-			return map[bool]int{false: -1, true: 1}[ready(&a)]
+		if cluster.PodReady(&a) != cluster.PodReady(&b) {
+			return map[bool]int{false: -1, true: 1}[cluster.PodReady(&a)]
 		}
 		return cmp.Compare(a.Name, b.Name)
 	})
@@ -255,12 +255,6 @@ func (g *gathering) pods(ctx context.Context) (all []corev1.Pod) {
 		g.miss(fmt.Sprintf("logs and status of %d more route agents", agents-maxAgents), fmt.Errorf("the archive takes %d, those that are not ready first", maxAgents))
 	}
 	return all
-}
-
-func ready(p *corev1.Pod) bool {
-	return slices.ContainsFunc(p.Status.Conditions, func(c corev1.PodCondition) bool {
-		return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
-	})
 }
 
 // askAll queries all Pods, atOnce at a time.
@@ -391,7 +385,7 @@ func (g *gathering) summary(status, diagnosis string, pods []corev1.Pod) []byte 
 					end = fmt.Sprintf("%s, exit code %d, %s", t.Reason, t.ExitCode, t.FinishedAt.UTC().Format(time.RFC3339))
 				}
 			}
-			fmt.Fprintf(&b, "| %s | %s | %v | %d | %s | %s |\n", safetext.Of(p.Name), safetext.Of(p.Spec.NodeName), ready(p), restarts, safetext.Of(c.Image), end)
+			fmt.Fprintf(&b, "| %s | %s | %v | %d | %s | %s |\n", safetext.Of(p.Name), safetext.Of(p.Spec.NodeName), cluster.PodReady(p), restarts, safetext.Of(c.Image), end)
 		}
 	}
 	fmt.Fprint(&b, "\n## What could not be read\n\n")

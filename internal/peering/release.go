@@ -56,9 +56,13 @@ func ReleaseGateway(ctx context.Context, c *cluster.Cluster, o ReleaseOptions) e
 	case apierrors.IsTooManyRequests(err):
 		return fmt.Errorf("%s: the gateway stays on Pod %s: %w", c, safetext.Of(active.Name), err)
 	case err != nil:
-		return c.Explain("eviction of Pod "+active.Name, err)
+		if err = c.Explain("eviction of Pod "+active.Name, err); !errors.Is(err, cluster.ErrUnreachable) {
+			return err
+		}
+		o.Report(fmt.Sprintf("it is not known whether the eviction has arrived: %v", err))
+	default:
+		o.Report(fmt.Sprintf("Pod %s on node %s is evicted, and hands over", safetext.Of(active.Name), safetext.OrDash(active.Spec.NodeName)))
 	}
-	o.Report(fmt.Sprintf("Pod %s on node %s is evicted, and hands over", safetext.Of(active.Name), safetext.OrDash(active.Spec.NodeName)))
 	for {
 		now, err := cluster.HolderOf(ctx, c, isthmus.LeaseGateway, true)
 		switch {
@@ -91,7 +95,7 @@ func releasable(active string, pods []corev1.Pod) (*corev1.Pod, error) {
 		why := health.PodProblem(p)
 		switch {
 		case p.Name == active:
-		case why == "" && ready(p):
+		case why == "" && cluster.PodReady(p):
 			return gateways[i], nil
 		case why == "":
 			others = append(others, fmt.Sprintf("Pod %s is not ready", safetext.Of(p.Name)))
@@ -103,13 +107,6 @@ func releasable(active string, pods []corev1.Pod) (*corev1.Pod, error) {
 		others = []string{"there is no other gateway Pod"}
 	}
 	return nil, fmt.Errorf("the gateway stays on Pod %s, because no standby is ready: %s", safetext.Of(active), strings.Join(others, "; "))
-}
-
-// ready reports whether the kubelet has found a Pod ready.
-func ready(p *corev1.Pod) bool {
-	return slices.ContainsFunc(p.Status.Conditions, func(c corev1.PodCondition) bool {
-		return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
-	})
 }
 
 // nodeOf returns the node of a Pod, or a dash.
