@@ -45,8 +45,8 @@ type Hop struct {
 	Source string       `json:"source"`
 	Since  *metav1.Time `json:"since,omitempty"`
 
-	// FollowsGateway: only the path to the gateway is broken, or only running agents are not ready,
-	// as they are without an active gateway.
+	// FollowsGateway marks a failure that the lack of an active gateway would explain: that of the
+	// path to the gateway, or of agents that run and are not ready.
 	FollowsGateway bool `json:"-"`
 }
 
@@ -55,9 +55,9 @@ func NoneAtWork(h *Hop) bool {
 	return h.Name == HopGateway && (h.State == Broken || h.State == Waits) && !slices.Contains([]string{reasonSeveralActive, reasonNoneMarked, reasonServices}, h.Reason)
 }
 
-// FollowGateway excuses hops that may be broken only for want of an active gateway. They wait for
-// one, or are unknown while agents may not have noticed a new one.
-func FollowGateway(hops []Hop, gateway *Hop, now time.Time) {
+// ExcuseByGateway makes such hops wait while no gateway is active. For AgentsLag after a takeover,
+// while agents may not have noticed the new one, it makes them unknown.
+func ExcuseByGateway(hops []Hop, gateway *Hop, now time.Time) {
 	for i := range hops {
 		switch h := &hops[i]; {
 		case !h.FollowsGateway || h.State != Broken:
@@ -65,7 +65,7 @@ func FollowGateway(hops []Hop, gateway *Hop, now time.Time) {
 			h.State, h.Text = Waits, "no active gateway can be reached"
 		case gateway.State == Works && gateway.Since != nil && now.Sub(gateway.Since.Time) < AgentsLag:
 			h.State = Unknown
-			h.Text = fmt.Sprintf("a gateway has been active only since %s, and route agents may not have noticed yet that they reach it; last known: %s",
+			h.Text = fmt.Sprintf("a gateway has been active only since %s, and route agents may not have noticed it yet; last known: %s",
 				gateway.Since.UTC().Format(time.RFC3339), h.Text)
 		}
 	}
@@ -117,7 +117,7 @@ func Heed(own []Hop, p *isthmus.Peering) {
 		if h := &own[i]; h.Name == HopGateway && h.State == Works {
 			h.State, h.Reason, h.Text, h.Since = Broken, safetext.Of(c.Reason), safetext.Cut(c.Message, safetext.Message), &c.LastTransitionTime
 			h.Source = "condition Connected of Peering " + p.Name
-			FollowGateway(own, h, time.Time{})
+			ExcuseByGateway(own, h, time.Time{})
 		}
 	}
 }

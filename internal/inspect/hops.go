@@ -68,7 +68,7 @@ func clusterHops(ctx context.Context, c *cluster.Cluster) (hops []health.Hop, ma
 		return nil, manager, gateway, err
 	}
 	hops = append(hops, nodes...)
-	health.FollowGateway(hops, &hops[1], now)
+	health.ExcuseByGateway(hops, &hops[1], now)
 	if clocks, differ := clockHop(ctx, c, manager, gateway); differ {
 		hops = append(hops, clocks)
 	}

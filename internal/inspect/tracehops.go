@@ -56,7 +56,7 @@ func NodeHop(ctx context.Context, c *cluster.Cluster, node string) (health.Hop, 
 		return hop, err
 	}
 	way := []health.Hop{hop}
-	health.FollowGateway(way, &gateway, now)
+	health.ExcuseByGateway(way, &gateway, now)
 	return way[0], nil
 }
 
