@@ -1,7 +1,7 @@
 // Command roots prints Mozilla's certificate authorities in PEM, from the version of
 // golang.org/x/crypto/x509roots/fallback in go.mod. The first line names it, for the SBOM. They go
-// into the image, and each build of a commit gets the same ones. Authorities that Mozilla trusts only under conditions are left out,
-// because a PEM file cannot express conditions.
+// into the image, and each build of a commit gets the same ones. Authorities that Mozilla trusts
+// only under conditions are left out, because a PEM file cannot express conditions.
 package main
 
 import (
