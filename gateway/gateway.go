@@ -29,6 +29,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/gateway/capture"
 	"github.com/isthmus-net/isthmus/gateway/flowsync"
 	"github.com/isthmus-net/isthmus/internal/httpserve"
@@ -123,8 +124,8 @@ type gateway struct {
 	log     *slog.Logger
 	version string
 	started time.Time
-	ready   func() error    // Options.Ready; nil: always ready
-	mandate func() *Mandate // Options.Mandate; may be nil
+	ready   func() error            // Options.Ready; nil: always ready
+	mandate func() *isthmus.Mandate // Options.Mandate; may be nil
 
 	host   *rtnl.Kernel
 	mtuTo  func(addr netip.Addr, links map[int]int) (int, error) // of the host

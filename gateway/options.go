@@ -10,6 +10,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/gateway/flowsync"
@@ -74,7 +75,7 @@ type Options struct {
 
 	// Mandate, if any, returns since when and why this gateway is active, for the status; nil: it is
 	// not known. It may be called concurrently.
-	Mandate func() *Mandate
+	Mandate func() *isthmus.Mandate
 
 	// Owner, if any, returns who has an address of this cluster, for the flow log. It may be called
 	// concurrently.

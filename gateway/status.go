@@ -31,8 +31,8 @@ type Status struct {
 	ListenPort    uint16    `json:"listenPort"`
 	Started       time.Time `json:"started"`
 	// Mandate says since when and why this gateway is active; nil: it is configured by files.
-	Mandate *Mandate `json:"mandate,omitempty"`
-	Ready   bool     `json:"ready"`
+	Mandate *isthmus.Mandate `json:"mandate,omitempty"`
+	Ready   bool             `json:"ready"`
 
 	// Namespace is the gateway's network namespace, for `nsenter --net=`; empty when it is that of
 	// its Pod.
@@ -54,13 +54,6 @@ type Status struct {
 
 	// Flows are only in the answer of /status?flows=N.
 	Flows []FlowStatus `json:"flows,omitempty"`
-}
-
-// Mandate says since when and why a gateway is active, and not another one of its cluster.
-type Mandate struct {
-	Epoch int32     `json:"epoch"` // each takeover has a higher one
-	Since time.Time `json:"since"`
-	isthmus.Takeover
 }
 
 // Way is how nodes reach the gateway: through its host's veth, or through the overlay if it is a

@@ -233,7 +233,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 					ListenPort: k.port, Tunnels: k.tunnels, MTU: k.tunnel, NAT: k.nat.Config(), FlowLog: k.flowLog, PodNetwork: s.PodNetwork, Preshared: presharedOf(s.Preshared)}, err)
 			})
 		}
-		options.Ready, options.Owner, options.Mandate = replica.Ready, replica.Owner, func() *gateway.Mandate { return mandateOf(replica) }
+		options.Ready, options.Owner, options.Mandate = replica.Ready, replica.Owner, replica.Mandate
 		calls := make(chan struct{})
 		options.Calls = calls
 		call := sync.OnceFunc(func() { close(calls) })
@@ -311,19 +311,10 @@ func (k *kubeGateway) inBand(replica *kube.Gateway) *gateway.InBand {
 	}
 }
 
-// mandateOf returns since when and why a replica is active; nil: it is not, or that is unknown.
-func mandateOf(replica *kube.Gateway) *gateway.Mandate {
-	m, ok := replica.Mandate()
-	if !ok || m.Since.IsZero() {
-		return nil
-	}
-	return &gateway.Mandate{Epoch: m.Epoch, Since: m.Since, Takeover: m.Takeover}
-}
-
 // tellActive sends an Event that this replica is active, and why.
 func tellActive(ctx context.Context, events *kube.PodEvents, replica *kube.Gateway, log *slog.Logger) {
-	m, ok := replica.Mandate()
-	if !ok {
+	m := replica.Mandate()
+	if m == nil {
 		return
 	}
 	note := fmt.Sprintf("this gateway is active, epoch %d", m.Epoch)

@@ -91,7 +91,7 @@ func TestStatusTable(t *testing.T) {
 	}
 	relayed := sample()
 	relayed.Peers[0].Endpoint, relayed.Peers[0].Hidden = "10.244.1.1:8531", true
-	relayed.Mandate = &gateway.Mandate{Epoch: 7, Since: time.Now().Add(-3 * time.Hour), Takeover: isthmusv1alpha1.Takeover{Reason: isthmusv1alpha1.TakeoverExpired, Former: "gateway-2"}}
+	relayed.Mandate = &isthmusv1alpha1.Mandate{Epoch: 7, Since: time.Now().Add(-3 * time.Hour), Takeover: isthmusv1alpha1.Takeover{Reason: isthmusv1alpha1.TakeoverExpired, Previous: "gateway-2"}}
 	var b bytes.Buffer
 	if err := printStatus(&b, relayed, false); err != nil || strings.Contains(b.String(), "10.244.1.1") || !strings.Contains(b.String(), " 192.0.2.2:5871 (source hidden) ") {
 		t.Errorf("behind a relay: %v\n%s", err, b.String())

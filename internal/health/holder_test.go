@@ -64,7 +64,7 @@ func TestALeaseThatIsNotRenewedIsHeldByNobody(t *testing.T) {
 	by := held("m", time.Second)
 	by.LeaseTransitions = &transitions
 	for _, pod := range []string{"m", "another"} { // an older version leaves the annotation of its predecessor
-		t7 := isthmus.Takeover{Pod: pod, Reason: isthmus.TakeoverReleased, Former: "n"}
+		t7 := isthmus.Takeover{Pod: pod, Reason: isthmus.TakeoverReleased, Previous: "n"}
 		lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{isthmus.AnnotationTakeover: t7.Annotation()}}, Spec: by}
 		got := HolderOf("L", lease, now, true)
 		if shown := got.Takeover != nil && *got.Takeover == t7; got.Epoch != 7 || shown != (pod == "m") || !shown && got.Takeover != nil {

@@ -113,7 +113,7 @@ c-4d5e6f, cluster c (C):
 	}
 	b.Reset()
 	since := metav1.NewTime(s.At.Add(-3 * time.Hour))
-	s.Gateway = health.Holder{Name: "gateway-1", Epoch: 7, Since: &since, Takeover: &isthmus.Takeover{Pod: "gateway-1", Reason: isthmus.TakeoverReleased, Former: "gateway-2\x1b"}}
+	s.Gateway = health.Holder{Name: "gateway-1", Epoch: 7, Since: &since, Takeover: &isthmus.Takeover{Pod: "gateway-1", Reason: isthmus.TakeoverReleased, Previous: "gateway-2\x1b"}}
 	must(t, s.Print(&b, false))
 	clustertest.Contains(t, b.String(), "\ngateway gateway-1 on node a-node1, active for 3h, epoch 7: Pod gateway-2\\u001b handed over\n")
 	b.Reset()

@@ -159,6 +159,9 @@ func (g *Gateway) Elected() (holder ID, epoch uint64) {
 // List is the list by which the gateway counts.
 func (g *Gateway) List() List { return g.list }
 
+// Pending reports whether a proposed list does not count yet.
+func (g *Gateway) Pending() bool { return g.next != nil }
+
 // Claim begins to ask for votes.
 func (g *Gateway) Claim(now Time) {
 	g.epoch, g.since = min(max(g.seen, g.promised())+1, Most), now

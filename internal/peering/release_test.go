@@ -117,7 +117,7 @@ func TestAGatewayIsReleasedOnlyToAReadyStandby(t *testing.T) {
 	clustertest.Contains(t, p.Said(), "Pod gateway-1 on node n1 is evicted, and hands over\nPod gateway-2 on node n2 is active after ", ", epoch 2")
 	h, err := cluster.HolderOf(t.Context(), c, isthmus.LeaseGateway, true)
 	must(t, err)
-	if want := (isthmus.Takeover{Pod: "gateway-2", Reason: isthmus.TakeoverReleased, Former: "gateway-1"}); h.Takeover == nil || *h.Takeover != want || h.Epoch != 2 || h.Since == nil {
+	if want := (isthmus.Takeover{Pod: "gateway-2", Reason: isthmus.TakeoverReleased, Previous: "gateway-1"}); h.Takeover == nil || *h.Takeover != want || h.Epoch != 2 || h.Since == nil {
 		t.Errorf("%+v, %+v; want %+v", h, h.Takeover, want)
 	}
 	eventually(t, "the end of the former Pod", func() error {

@@ -55,6 +55,8 @@ type View struct {
 	Heard  []string // the asked nodes that have answered lately; sorted
 	Newest uint64   // version below which a list gets no majority
 	List   uint64   // version of the list by which it counts votes
+	// Pending says that a proposed list, or a fence, does not count yet.
+	Pending bool
 	// Released says that a majority of the voters was freed by a release of the former holder, not
 	// because they no longer heard it.
 	Released bool
@@ -232,7 +234,7 @@ func (c *Candidate) View() View {
 func (c *Candidate) view(now mandate.Time) View {
 	heard, newest := c.machine.Heard(now)
 	holder, since := c.machine.Elected()
-	v := View{Epoch: c.machine.Epoch(), Holds: c.machine.Holds(now), Holder: string(holder), Since: since, Newest: newest, List: c.machine.List().Version}
+	v := View{Epoch: c.machine.Epoch(), Holds: c.machine.Holds(now), Holder: string(holder), Since: since, Newest: newest, List: c.machine.List().Version, Pending: c.machine.Pending()}
 	for _, id := range heard {
 		v.Heard = append(v.Heard, string(id))
 	}

@@ -185,7 +185,7 @@ func tookOver(t *testing.T, c *fleet.Cluster, reason string) {
 		var l coordinationv1.Lease
 		must(t, c.Client.Get(t.Context(), client.ObjectKey{Namespace: fleet.Namespace, Name: peerings.LeaseGateway}, &l))
 		text := l.Annotations[peerings.AnnotationTakeover]
-		if got := peerings.TakeoverOf(text, *l.Spec.HolderIdentity); got.Reason != reason || got.Former == "" {
+		if got := peerings.TakeoverOf(text, *l.Spec.HolderIdentity); got.Reason != reason || got.Previous == "" {
 			return fmt.Errorf("%q, held by %s; want %s", text, *l.Spec.HolderIdentity, reason)
 		}
 		return nil

@@ -3,9 +3,10 @@ package v1alpha1
 import (
 	"encoding/json"
 	"fmt"
+	"time"
 )
 
-// AnnotationTakeover on the Lease of the gateways has the Takeover of its holder, as JSON.
+// AnnotationTakeover, on the gateways' Lease, is the holder's Takeover as JSON.
 const AnnotationTakeover = "isthmus.net/takeover"
 
 // A Takeover is why a gateway became active.
@@ -14,24 +15,24 @@ const AnnotationTakeover = "isthmus.net/takeover"
 type Takeover struct {
 	Pod    string `json:"pod"`
 	Reason string `json:"reason"`
-	// Former is the Pod that was active before; empty: unknown, or none was.
-	Former string `json:"former,omitempty"`
+	// Previous is the Pod that was active before; empty: unknown, or none was.
+	Previous string `json:"previous,omitempty"`
 }
 
 // Reasons of a Takeover.
 const (
-	TakeoverReleased   = "Released"   // the former gateway ended in order: a drain, a rollout, `isthmus release-gateway`
-	TakeoverNotHeard   = "NotHeard"   // a majority of the voting nodes did not hear the former gateway
-	TakeoverExpired    = "Expired"    // the former gateway did not renew the Lease
+	TakeoverReleased   = "Released"   // the previous gateway ended in order (a drain, a rollout, `isthmus release-gateway`), or gave up its votes
+	TakeoverNotHeard   = "NotHeard"   // a majority of the voting nodes did not hear the previous gateway
+	TakeoverExpired    = "Expired"    // the previous gateway did not renew the Lease
 	TakeoverNoneActive = "NoneActive" // there was no Lease, or no gateway was known to be active
-	TakeoverResumed    = "Resumed"    // the gateway itself was active before a restart, and read no Lease since
+	TakeoverResumed    = "Resumed"    // the gateway itself was active before its restart, and reached no API server
 )
 
 // TakeoverReasons has all reasons of a Takeover.
 var TakeoverReasons = []string{TakeoverReleased, TakeoverNotHeard, TakeoverExpired, TakeoverNoneActive, TakeoverResumed}
 
-// TakeoverOf parses an AnnotationTakeover. It returns the zero Takeover unless that is about the
-// holder: an older version of the gateway leaves the annotation of its predecessor.
+// TakeoverOf parses an AnnotationTakeover. It returns the zero Takeover unless the annotation names
+// the holder: an older version of the gateway leaves that of its predecessor.
 func TakeoverOf(annotation, holder string) Takeover {
 	var t Takeover
 	if json.Unmarshal([]byte(annotation), &t) != nil || t.Pod != holder {
@@ -51,23 +52,32 @@ func (t Takeover) Annotation() string {
 
 // String explains the reason. It is empty if that is unknown.
 func (t Takeover) String() string {
-	former := "the former gateway"
-	if t.Former != "" {
-		former = "Pod " + t.Former
+	previous := "the previous gateway"
+	if t.Previous != "" {
+		previous = "Pod " + t.Previous
 	}
 	switch t.Reason {
 	case "":
 		return ""
 	case TakeoverReleased:
-		return former + " handed over"
+		return previous + " handed over"
 	case TakeoverNotHeard:
-		return "most voting nodes did not hear " + former
+		return "most voting nodes did not hear " + previous
 	case TakeoverExpired:
-		return former + " did not renew the Lease"
+		return previous + " did not renew the Lease"
 	case TakeoverNoneActive:
 		return "no gateway was active"
 	case TakeoverResumed:
 		return "it was active before its restart"
 	}
-	return fmt.Sprintf("%s, after %s", t.Reason, former) // of a later version
+	return fmt.Sprintf("%s, after %s", t.Reason, previous) // of a later version
+}
+
+// A Mandate says since when a gateway is active, and why.
+//
+// +kubebuilder:object:generate=false
+type Mandate struct {
+	Epoch int32     `json:"epoch"` // each takeover has a higher one
+	Since time.Time `json:"since"`
+	Takeover
 }

@@ -278,7 +278,7 @@ func (e *election) judgeVotesLocked(v voting.View, now time.Time) {
 	if hears := e.hearsLocked(v) && staleList(e.list, v) == ""; hears || e.hears {
 		e.hears, e.heardAt = hears, now
 	}
-	name := e.name
+	name, again := e.name, v.Holds && v.Epoch > uint64(e.transition) // perhaps without another one in between
 	switch {
 	case v.Holds:
 		name, e.transition = e.identity, max(e.transition, int32(v.Epoch))
@@ -291,7 +291,7 @@ func (e *election) judgeVotesLocked(v voting.View, now time.Time) {
 		if name != e.name {
 			e.log.Info("the nodes have elected the active gateway", "pod", name, "former", e.name, "epoch", e.transition)
 		}
-		if name != e.name && name == e.identity {
+		if name == e.identity && (name != e.name || again) {
 			e.taken = takeover{e.elected(v.Released), now}
 		}
 		e.name, e.speaking = name, speaking
@@ -352,7 +352,7 @@ func (e *election) stepVotes(v voting.View, now time.Time) (want *coordinationv1
 		if !off { // but not wanted any more, as after a Node was replaced
 			next.Voters = list.Voters
 		}
-	case v.List == list.Version:
+	case v.List == list.Version && !v.Pending: // a fence that is pending may have the next version
 		if chosen := voters(useful, list.Voters, nil); chosen != nil {
 			next = step(list, chosen)
 		}
@@ -361,11 +361,13 @@ func (e *election) stepVotes(v voting.View, now time.Time) (want *coordinationv1
 		return nil
 	}
 	want = take(e.lease, e.identity, now)
-	if holderOf(e.lease) != e.identity {
-		taken.mark(want)
-	}
-	if t := want.Spec.LeaseTransitions; t == nil || *t < transition {
+	t := want.Spec.LeaseTransitions
+	older := t == nil || *t < transition
+	if older {
 		want.Spec.LeaseTransitions = &transition
+	}
+	if older || holderOf(e.lease) != e.identity {
+		taken.mark(want)
 	}
 	withList(want, next)
 	return want

@@ -554,3 +554,47 @@ func TestNodesElectAfterANodeWasMissing(t *testing.T) {
 	e.votes.Release()
 	s.until("nodes elect another gateway", func() bool { return late.View().Holds })
 }
+
+// A fence that is pending may have the version of the next list.
+func TestNoListIsProposedBesideAPendingFence(t *testing.T) {
+	s := newThreeVoters(t, 2)
+	moved := maps.Clone(s.nodes)
+	moved["a"] = s.at(50)
+	s.election.votes.SetNodes(moved)
+	for _, pending := range []bool{true, false} {
+		v := s.election.votes.View()
+		v.Pending = pending
+		lease := s.election.stepVotes(v, time.Now())
+		if changes := lease != nil && listOf(lease).Version != v.List; changes == pending {
+			t.Errorf("pending: %v; the list changes: %v", pending, changes)
+		}
+	}
+}
+
+// A gateway that was silent and becomes active again says so, and does not repeat why it was elected the first time.
+func TestAGatewayThatWasSilentSaysWhyItIsActiveAgain(t *testing.T) {
+	e := electionWith(new(storedLease), "me", nil, quiet)
+	e.votes = &ballot{}
+	e.list = voting.List{Version: 1, Voters: map[string]netip.Addr{"a": {}, "b": {}, "c": {}}}
+	e.name, e.transition = "you", 1
+	begin := time.Now()
+	for i, step := range []struct {
+		view   voting.View
+		speaks bool
+		want   isthmus.Takeover
+	}{
+		{voting.View{Holds: true, Epoch: 2, Released: true}, true, isthmus.Takeover{Pod: "me", Reason: isthmus.TakeoverReleased, Previous: "you"}},
+		{voting.View{Holds: true, Epoch: 3, Released: true}, true, isthmus.Takeover{Pod: "me", Reason: isthmus.TakeoverReleased, Previous: "you"}}, // it was active meanwhile
+		{voting.View{}, false, isthmus.Takeover{Pod: "me", Reason: isthmus.TakeoverReleased, Previous: "you"}},
+		{voting.View{Holds: true, Epoch: 4, Released: true}, true, isthmus.Takeover{Pod: "me", Reason: isthmus.TakeoverNotHeard, Previous: "me"}},
+	} {
+		e.speaking = e.speaking && step.view.Holds
+		e.judgeVotesLocked(step.view, begin.Add(time.Duration(i)*time.Second))
+		if m, active := e.mandate(); active != step.speaks || m.Takeover != step.want {
+			t.Errorf("step %d: active: %v, %+v; want %v, %+v", i, active, m.Takeover, step.speaks, step.want)
+		}
+	}
+	if m, _ := e.mandate(); m.Epoch != 4 || !m.Since.Equal(begin.Add(3*time.Second)) {
+		t.Errorf("epoch %d, since %v", m.Epoch, m.Since)
+	}
+}

@@ -542,7 +542,7 @@ func (e *election) carryOn(known acquaintance) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.name, e.away = e.identity, true
-	e.taken = takeover{Takeover: isthmus.Takeover{Pod: e.identity, Reason: isthmus.TakeoverResumed, Former: e.identity}, since: time.Now()}
+	e.taken = takeover{Takeover: isthmus.Takeover{Pod: e.identity, Reason: isthmus.TakeoverResumed, Previous: e.identity}, since: time.Now()}
 	e.transition = max(e.transition, known.Transition)
 	e.changed.set()
 	e.judgeLocked(time.Now())

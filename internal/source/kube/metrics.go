@@ -30,7 +30,7 @@ var (
 	familySourceOK  = families.Gauge("gateway_source_ok", "1 if key and objects are valid, 0 if an older configuration stays in force or there is none yet.")
 	familyMemory    = families.Gauge("gateway_from_snapshot", "1 if this gateway runs with the snapshot in its state directory, because the API server does not answer.")
 	familyLeftOut   = families.Gauge("gateway_left_out_objects", "Objects that are ignored, in whole or in part, because they are invalid.", "kind")
-	familyTakeovers = families.Counter("gateway_takeovers_total", "How often this gateway became active, by reason: Released (the former one ended in order), NotHeard (by the nodes that vote), Expired (its Lease), NoneActive, Resumed (after a restart), or Unknown.", "reason")
+	familyTakeovers = families.Counter("gateway_takeovers_total", "How often this gateway became active, by reason: Released (the previous one ended in order or gave up its votes), NotHeard (by the nodes that vote), Expired (its Lease), NoneActive, Resumed (after a restart), or Unknown.", "reason")
 	familyEpoch     = families.Gauge("gateway_epoch", "Epoch of the active gateway, as far as this one knows: each takeover has a higher one.")
 	familySince     = families.Gauge("gateway_active_since_timestamp_seconds", "When this gateway became active. A standby has no series.")
 	familyWrites    = families.Counter("gateway_api_writes_total", "Writes to the API server, by kind of object and by result.", "kind", "result")

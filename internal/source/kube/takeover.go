@@ -39,20 +39,21 @@ func (t takeover) mark(lease *coordinationv1.Lease) {
 
 // takes returns the takeover of a replica that takes the Lease as last read. Only run may call it.
 func (e *election) takes(now time.Time) takeover {
-	t := takeover{isthmus.Takeover{Pod: e.identity, Reason: isthmus.TakeoverExpired, Former: holderOf(e.lease)}, now}
+	t := takeover{isthmus.Takeover{Pod: e.identity, Reason: isthmus.TakeoverExpired, Previous: holderOf(e.lease)}, now}
 	switch {
 	case e.lease == nil:
 		t.Reason = isthmus.TakeoverNoneActive
-	case t.Former == "":
-		t.Reason, t.Former = isthmus.TakeoverReleased, e.holder()
+	case t.Previous == "":
+		t.Reason, t.Previous = isthmus.TakeoverReleased, e.holder()
 	}
 	return t
 }
 
 // elected explains why the nodes elect this replica. The caller holds e.mu.
 func (e *election) elected(released bool) isthmus.Takeover {
-	t := isthmus.Takeover{Pod: e.identity, Reason: isthmus.TakeoverNotHeard, Former: e.name}
+	t := isthmus.Takeover{Pod: e.identity, Reason: isthmus.TakeoverNotHeard, Previous: e.name}
 	switch {
+	case e.name == e.identity: // it was silent
 	case released:
 		t.Reason = isthmus.TakeoverReleased
 	case e.name == "":
@@ -61,26 +62,24 @@ func (e *election) elected(released bool) isthmus.Takeover {
 	return t
 }
 
-// A Mandate says since when a replica is active, and why.
-type Mandate struct {
-	Epoch int32     // each takeover has a higher one
-	Since time.Time // zero: unknown
-	isthmus.Takeover
-}
-
-// Mandate returns the mandate of this replica; ok is false unless it is the active one.
-func (g *Gateway) Mandate() (m Mandate, ok bool) {
+// Mandate returns the mandate of this replica; nil: it is not the active one, or that is unknown.
+func (g *Gateway) Mandate() *isthmus.Mandate {
 	g.mu.Lock()
 	e := g.election
 	g.mu.Unlock()
 	if e == nil {
-		return Mandate{}, false
+		return nil
 	}
-	return e.mandate()
+	m, ok := e.mandate()
+	if !ok || m.Since.IsZero() {
+		return nil
+	}
+	return &m
 }
 
-func (e *election) mandate() (m Mandate, ok bool) {
+// mandate is like Mandate, but Since may be zero. ok is false unless this replica is the active one.
+func (e *election) mandate() (m isthmus.Mandate, ok bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	return Mandate{e.transition, e.taken.since, e.taken.Takeover}, e.name == e.identity && e.speaking
+	return isthmus.Mandate{Epoch: e.transition, Since: e.taken.since, Takeover: e.taken.Takeover}, e.name == e.identity && e.speaking
 }

@@ -54,8 +54,8 @@ func TestTheLeaseSaysWhyItsHolderIsActive(t *testing.T) {
 		text           string
 	}{
 		{"none was active", false, false, isthmus.Takeover{Pod: "me", Reason: isthmus.TakeoverNoneActive}, "no gateway was active"},
-		{"released", true, true, isthmus.Takeover{Pod: "me", Reason: isthmus.TakeoverReleased, Former: "you"}, "Pod you handed over"},
-		{"expired", true, false, isthmus.Takeover{Pod: "me", Reason: isthmus.TakeoverExpired, Former: "you"}, "Pod you did not renew the Lease"},
+		{"released", true, true, isthmus.Takeover{Pod: "me", Reason: isthmus.TakeoverReleased, Previous: "you"}, "Pod you handed over"},
+		{"expired", true, false, isthmus.Takeover{Pod: "me", Reason: isthmus.TakeoverExpired, Previous: "you"}, "Pod you did not renew the Lease"},
 	} {
 		synctest.Test(t, func(t *testing.T) {
 			api := new(storedLease)
@@ -118,7 +118,7 @@ func TestTheLeaseSaysWhyTheNodesElectedItsHolder(t *testing.T) {
 		e.mu.Unlock()
 		lease := e.stepVotes(view, elected.Add(time.Minute)) // when the API server answers again
 		got := takeoverOf(lease)
-		if want := (isthmus.Takeover{Pod: "me", Reason: tc.want, Former: tc.former}); got.Takeover != want || !got.since.Equal(elected) || *lease.Spec.LeaseTransitions != 9 {
+		if want := (isthmus.Takeover{Pod: "me", Reason: tc.want, Previous: tc.former}); got.Takeover != want || !got.since.Equal(elected) || *lease.Spec.LeaseTransitions != 9 {
 			t.Errorf("after %+v: %+v", tc, got)
 		}
 		if m, active := e.mandate(); !active || m.Takeover != got.Takeover || m.Epoch != 9 || !m.Since.Equal(elected) {
