@@ -9,7 +9,6 @@ import (
 	"maps"
 	"net/http"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -263,56 +262,6 @@ func (e *election) vouch(ctx context.Context, now time.Time) {
 	}
 }
 
-func (e *election) write(ctx context.Context, lease *coordinationv1.Lease) (*coordinationv1.Lease, error) {
-	if lease.ResourceVersion == "" {
-		return e.leases.Create(ctx, lease, metav1.CreateOptions{})
-	}
-	return e.leases.Update(ctx, lease, metav1.UpdateOptions{})
-}
-
-// standDown returns how long a replica has to leave the Lease alone; 0: it may write now. seen is
-// when the present version was first seen, counting only time with contact to the API server.
-func standDown(lease *coordinationv1.Lease, identity string, seen, now time.Time) time.Duration {
-	if holder := holderOf(lease); holder == "" || holder == identity {
-		return 0
-	}
-	duration := leaseDuration
-	if len(listOf(lease).Voters) > 0 { // nodes vote, and may have elected the holder
-		return max(0, seen.Add(goneMost).Sub(now))
-	}
-	if s := lease.Spec.LeaseDurationSeconds; s != nil && *s > 0 {
-		duration = time.Duration(*s) * time.Second
-	}
-	return max(0, seen.Add(duration).Sub(now))
-}
-
-// take returns the Lease with this replica as its holder.
-func take(lease *coordinationv1.Lease, identity string, now time.Time) *coordinationv1.Lease {
-	at, seconds := metav1.NewMicroTime(now), int32(leaseDuration/time.Second)
-	if lease == nil {
-		lease = new(coordinationv1.Lease)
-		lease.Name = isthmus.LeaseGateway
-	} else {
-		lease = lease.DeepCopy()
-	}
-	if holderOf(lease) != identity {
-		transitions := int32(1)
-		if t := lease.Spec.LeaseTransitions; t != nil {
-			transitions += *t
-		}
-		lease.Spec.AcquireTime, lease.Spec.LeaseTransitions = &at, &transitions
-	}
-	lease.Spec.HolderIdentity, lease.Spec.LeaseDurationSeconds, lease.Spec.RenewTime = &identity, &seconds, &at
-	return lease
-}
-
-func holderOf(lease *coordinationv1.Lease) string {
-	if lease == nil || lease.Spec.HolderIdentity == nil {
-		return ""
-	}
-	return *lease.Spec.HolderIdentity
-}
-
 // observe evaluates a Lease that was read or written.
 func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
 	e.lease = lease
@@ -460,51 +409,6 @@ func (e *election) active() bool {
 
 // holds reports whether this replica was the last known holder.
 func (e *election) holds() bool { return e.holder() == e.identity }
-
-// silence explains why the holder may not speak; empty: it may, or this replica is not the holder.
-func (e *election) silence() string {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	switch {
-	case e.name != e.identity:
-		return ""
-	case e.lacking:
-		if why := staleList(e.list, e.votes.View()); why != "" {
-			return "silent: " + why
-		}
-		return fmt.Sprintf("silent: this gateway has no majority of the %d nodes that vote, %s; they have to answer at UDP port %d", len(e.list.Voters), strings.Join(slices.Sorted(maps.Keys(e.list.Voters)), ", "), voting.Port)
-	case e.unheard == "":
-		return ""
-	}
-	return fmt.Sprintf("silent: this gateway cannot renew the Lease %s, and Pod %s, which may have taken over, does not answer at UDP port %d", isthmus.LeaseGateway, e.unheard, QuestionPort)
-}
-
-// deafMost is how long a standby may hear too few voters before it is not ready. A message may be
-// late, and agents restart.
-const deafMost = 3 * time.Second
-
-// cannotTakeOver explains why this standby would not get a majority of votes, or returns nil.
-func (e *election) cannotTakeOver(now time.Time) error {
-	if e.votes == nil {
-		return nil
-	}
-	v := e.votes.View()
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	why := staleList(e.list, v)
-	if !e.byVotesLocked() || e.name == e.identity || e.hearsLocked(v) && why == "" || now.Sub(e.heardAt) < deafMost {
-		return nil
-	}
-	if why != "" {
-		return fmt.Errorf("this standby cannot take over: %s", why)
-	}
-	silent := maps.Clone(e.list.Voters)
-	for _, name := range v.Heard {
-		delete(silent, name)
-	}
-	return fmt.Errorf("this standby cannot take over: of the %d nodes that vote, %s do not answer it at UDP port %d, and it needs the votes of %d",
-		len(e.list.Voters), strings.Join(slices.Sorted(maps.Keys(silent)), ", "), voting.Port, len(e.list.Voters)/2+1)
-}
 
 // holder returns the last known holder.
 func (e *election) holder() string {
