@@ -6,7 +6,7 @@ import (
 	"time"
 )
 
-// AnnotationTakeover, on the gateways' Lease, is the holder's Takeover as JSON.
+// AnnotationTakeover is the holder's Takeover on the gateways' Lease, as JSON.
 const AnnotationTakeover = "isthmus.net/takeover"
 
 // A Takeover is why a gateway became active.
