@@ -53,7 +53,7 @@ func ReleaseGateway(ctx context.Context, c *cluster.Cluster, o ReleaseOptions) e
 	eviction := &policyv1.Eviction{ObjectMeta: metav1.ObjectMeta{Namespace: active.Namespace, Name: active.Name},
 		DeleteOptions: &metav1.DeleteOptions{Preconditions: &metav1.Preconditions{UID: &active.UID}}}
 	switch err := c.Client.SubResource("eviction").Create(ctx, active, eviction); {
-	case apierrors.IsTooManyRequests(err):
+	case apierrors.HasStatusCause(err, policyv1.DisruptionBudgetCause):
 		return fmt.Errorf("%s: the gateway stays on Pod %s: %w", c, safetext.Of(active.Name), err)
 	case err != nil:
 		if err = c.Explain("eviction of Pod "+active.Name, err); !errors.Is(err, cluster.ErrUnreachable) {
@@ -63,18 +63,19 @@ func ReleaseGateway(ctx context.Context, c *cluster.Cluster, o ReleaseOptions) e
 	default:
 		o.Report(fmt.Sprintf("Pod %s on node %s is evicted, and hands over", safetext.Of(active.Name), safetext.OrDash(active.Spec.NodeName)))
 	}
+	var unread error // of the last attempt to read the Lease
 	for {
 		now, err := cluster.HolderOf(ctx, c, isthmus.LeaseGateway, true)
-		switch {
-		case err == nil && now.Name != "" && now.Name != before.Name:
+		if err == nil && now.Name != "" && now.Name != before.Name {
 			o.Report(fmt.Sprintf("Pod %s on node %s is active after %.1f s, epoch %d", safetext.Of(now.Name), nodeOf(now.Name, pods.Items), time.Since(begin).Seconds(), now.Epoch))
 			return nil
-		case err != nil && ctx.Err() == nil && !errors.Is(err, cluster.ErrUnreachable): // the API server may come back
-			return err
+		}
+		if ctx.Err() == nil {
+			unread = err // the API server may come back
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("%s: no other gateway is active yet: %w", c, context.Cause(ctx))
+			return fmt.Errorf("%s: no other gateway is active yet: %w", c, errors.Join(context.Cause(ctx), unread))
 		case <-time.After(cluster.PollInterval):
 		}
 	}

@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"testing"
 
+	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -75,6 +76,21 @@ func setReady(t *testing.T, c *cluster.Cluster, p *corev1.Pod, ready corev1.Cond
 	must(t, c.Client.Status().Patch(t.Context(), p, client.Merge))
 }
 
+// busyLease answers three reads of Leases after the eviction like an API server without etcd.
+type busyLease struct {
+	client.Client
+	pair     *clustertest.Pair
+	refusals int
+}
+
+func (b *busyLease) Get(ctx context.Context, key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
+	if _, lease := o.(*coordinationv1.Lease); lease && len(b.pair.Lines) > 0 && b.refusals < 3 {
+		b.refusals++
+		return apierrors.NewServiceUnavailable("etcd is down")
+	}
+	return b.Client.Get(ctx, key, o, opts...)
+}
+
 func TestAGatewayIsReleasedOnlyToAReadyStandby(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "release")
@@ -113,7 +129,13 @@ func TestAGatewayIsReleasedOnlyToAReadyStandby(t *testing.T) {
 	refused("because no standby is ready: Pod gateway-2 is not ready: ContainersNotReady")
 	setReady(t, c, secondPod, corev1.ConditionTrue)
 
+	refusing := &busyLease{Client: c.Client, pair: p}
+	c.Client = refusing
 	must(t, release())
+	c.Client = refusing.Client
+	if refusing.refusals != 3 {
+		t.Errorf("%d of 3 refusals", refusing.refusals)
+	}
 	clustertest.Contains(t, p.Said(), "Pod gateway-1 on node n1 is evicted, and hands over\nPod gateway-2 on node n2 is active after ", ", epoch 2")
 	h, err := cluster.HolderOf(t.Context(), c, isthmus.LeaseGateway, true)
 	must(t, err)
