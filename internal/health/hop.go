@@ -62,7 +62,7 @@ func ExcuseByGateway(hops []Hop, gateway *Hop, now time.Time) {
 		switch h := &hops[i]; {
 		case !h.FollowsGateway || h.State != Broken:
 		case NoneAtWork(gateway):
-			h.State, h.Text = Waits, "no active gateway can be reached"
+			h.State, h.Text = Waits, "no active gateway can be reached; last known: "+h.Text
 		case gateway.State == Works && gateway.Since != nil && now.Sub(gateway.Since.Time) < AgentsLag:
 			h.State = Unknown
 			h.Text = fmt.Sprintf("a gateway has been active only since %s, and route agents may not have noticed it yet; last known: %s",
