@@ -92,7 +92,7 @@ func (s *site) remove(objects ...*unstructured.Unstructured) {
 	}
 }
 
-// TestPeeringWithLiqoAsDocumented does what docs/liqo.md says, from nothing to Ready and back.
+// TestPeeringWithLiqoAsDocumented follows docs/liqo.md twice, from nothing to Ready and back.
 func TestPeeringWithLiqoAsDocumented(t *testing.T) {
 	t.Parallel()
 	files := manifests(t)
@@ -114,33 +114,35 @@ func TestPeeringWithLiqoAsDocumented(t *testing.T) {
 		"LIQO_TENANT": a.tenant(b), "OUR_TENANT": b.tenant(a), "OUR_SERVER": a.server.URL(), "LIQO_SERVER": b.server.URL(),
 		"OUR_CA": text(a.server.CA()), "LIQO_CA": text(b.server.CA()), "LIQO_CERT": text(cert), "LIQO_KEY": text(key),
 	}
-	atLiqo := parsed(t, files["at-liqo.yaml"], env)
-	b.apply(atLiqo)
-	env["TOKEN"] = b.token(t, b.tenant(a), "isthmus-peer")
-	here := parsed(t, files["here.yaml"], env)
-	a.apply(here)
-	begin := parsed(t, files["begin.yaml"], env)
-	b.apply(begin)
-	agreedWithLiqo(a, b, manager)
-	a.ready(b)
+	for range 2 { // the second time, all of the first must be gone
+		atLiqo := parsed(t, files["at-liqo.yaml"], env)
+		b.apply(atLiqo)
+		env["TOKEN"] = b.token(t, b.tenant(a), "isthmus-peer")
+		here := parsed(t, files["here.yaml"], env)
+		a.apply(here)
+		begin := parsed(t, files["begin.yaml"], env)
+		b.apply(begin)
+		agreedWithLiqo(a, b, manager)
+		a.ready(b)
 
-	peering := here[len(here)-1]
-	a.remove(peering)
-	foreigns := slices.DeleteFunc(slices.Clone(begin), func(o *unstructured.Unstructured) bool { return o.GetKind() != "ForeignCluster" })
-	for _, fc := range foreigns {
-		if err := b.client.Status().Patch(t.Context(), fc, client.RawPatch(types.MergePatchType, []byte(files["end.json"]))); err != nil {
-			t.Fatal(err)
+		peering := here[len(here)-1]
+		a.remove(peering)
+		foreigns := slices.DeleteFunc(slices.Clone(begin), func(o *unstructured.Unstructured) bool { return o.GetKind() != "ForeignCluster" })
+		for _, fc := range foreigns {
+			if err := b.client.Status().Patch(t.Context(), fc, client.RawPatch(types.MergePatchType, []byte(files["end.json"]))); err != nil {
+				t.Fatal(err)
+			}
 		}
-	}
-	b.remove(foreigns...)
-	b.remove(atLiqo...)
-	a.remove(here[:len(here)-1]...)
-	a.clean()
-	for _, s := range []*site{a, b} {
-		for _, kind := range []schema.GroupVersionKind{configKind, endpointKind} {
-			all, err := listOf(t.Context(), s.client, kind)
-			if err != nil || len(all) > 0 {
-				t.Errorf("%s has %d objects of kind %s left, %v", s.name, len(all), kind.Kind, err)
+		b.remove(foreigns...)
+		b.remove(atLiqo...)
+		a.remove(here[:len(here)-1]...)
+		a.clean()
+		for _, s := range []*site{a, b} {
+			for _, kind := range []schema.GroupVersionKind{configKind, endpointKind} {
+				all, err := listOf(t.Context(), s.client, kind)
+				if err != nil || len(all) > 0 {
+					t.Errorf("%s has %d objects of kind %s left, %v", s.name, len(all), kind.Kind, err)
+				}
 			}
 		}
 	}
