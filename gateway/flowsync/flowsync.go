@@ -117,6 +117,13 @@ func (k *Keeper) Ready() error {
 	return errors.New("this standby has not received the NAT flows of the active gateway yet")
 }
 
+// Listed reports whether this gateway has received all flows of an active one.
+func (k *Keeper) Listed() bool {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.listed
+}
+
 // Counts counts received flows and relayed packets.
 type Counts struct {
 	Adopted uint64                    // when this gateway became active, or later

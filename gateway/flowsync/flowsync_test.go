@@ -112,6 +112,10 @@ func (p *place) start(t *testing.T, k *Keeper, own netip.Addr) (l *Link, stop fu
 			p.mu.Lock()
 			listener := p.at[to]
 			p.mu.Unlock()
+			if to == vanished {
+				<-ctx.Done()
+				return nil, ctx.Err()
+			}
 			if listener == nil {
 				return nil, errors.New("not there")
 			}
@@ -143,6 +147,9 @@ func (p *place) start(t *testing.T, k *Keeper, own netip.Addr) (l *Link, stop fu
 }
 
 var one, two = netip.MustParseAddr("10.0.0.1"), netip.MustParseAddr("10.0.0.2")
+
+// vanished is the address of a gateway that has ended: it does not answer.
+var vanished = netip.MustParseAddr("10.0.0.3")
 
 func eventually(t *testing.T, what string, is func() bool) {
 	t.Helper()
@@ -333,6 +340,30 @@ func TestAwaitDoesNotWaitForTheActiveGatewayToStop(t *testing.T) {
 	if n := b.State().Copied; n != 2 {
 		t.Errorf("it has %d flows then; want 2", n)
 	}
+}
+
+func TestAStandbyWithAllFlowsDoesNotAwaitAVanishedGateway(t *testing.T) {
+	p := newPlace()
+	p.set(one, true, 1)
+	p.set(vanished, false, 1)
+	p.set(two, false, 1)
+	running, a, b := newRunning(t, "10.246.0.0/16"), NewKeeper(), NewKeeper()
+	running.open(t, 0)
+	a.Activate(running)
+	_, stop := p.start(t, a, one)
+	defer stop()
+	for range 10 { // the machine may stop the test for a second now and then
+		link, end := p.start(t, b, two)
+		eventually(t, "the flows of the active gateway", func() bool { return b.State().Copied == 2 })
+		begin := time.Now()
+		link.Await(t.Context())
+		took := time.Since(begin)
+		end()
+		if took < awaitMost {
+			return
+		}
+	}
+	t.Error("it waits each time")
 }
 
 func TestConnectionsOfStrangersAreLimited(t *testing.T) {
