@@ -138,11 +138,15 @@ func byGateway(t *testing.T, c *kubenodes.Cluster) []placed {
 	must(t, err)
 	at, err := c.NodeOf(gateway.Spec.NodeName)
 	must(t, err)
-	other := c.Nodes[0]
-	if other == at {
-		other = c.Nodes[1]
+	return []placed{{at, "gateway's node"}, {otherThan(at, c), "other node"}}
+}
+
+// otherThan returns the first other node of a cluster, if it has several.
+func otherThan(n *kubenodes.Node, c *kubenodes.Cluster) *kubenodes.Node {
+	if n == c.Nodes[0] && len(c.Nodes) > 1 {
+		return c.Nodes[1]
 	}
-	return []placed{{at, "gateway's node"}, {other, "other node"}}
+	return c.Nodes[0]
 }
 
 // cellOf sends one probe and says which source the receiver saw.
