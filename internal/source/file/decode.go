@@ -27,10 +27,10 @@ import (
 // loader collects the objects in the files of one directory.
 type loader struct {
 	gateways []gatewayObject
-	unread   bool // a file could not be read, and may have had the Gateway
+	unread   bool // a file could not be read; it may contain the Gateway
 	peers    []fabric.Peer
 	mappings []fabric.MappingSet
-	seen     map[fabric.Origin]string // object without File → the file that has it
+	seen     map[fabric.Origin]string // object, with its File field empty → name of the file that defines it
 	problems []fabric.Problem
 }
 
@@ -43,8 +43,8 @@ func (l *loader) problem(origin fabric.Origin, field, format string, args ...any
 	l.problems = append(l.problems, fabric.Problem{Origin: origin, Field: field, Message: fmt.Sprintf(format, args...)})
 }
 
-// file reads all documents of one file. It uses the JSON decoder for JSON, because the YAML decoder
-// does not accept all of JSON (surrogate pairs).
+// file reads all documents of one file. It reads JSON files with the JSON decoder, because the
+// YAML decoder does not accept all of JSON (surrogate pairs).
 func (l *loader) file(name string, data []byte) {
 	origin := fabric.Origin{File: name}
 	// An editor or a full disk can leave an empty file. To remove a peer, its file has to be
@@ -65,7 +65,7 @@ func (l *loader) file(name string, data []byte) {
 		switch broken := (*yaml.TypeError)(nil); {
 		case errors.Is(err, io.EOF):
 			return
-		case errors.As(err, &broken): // only this document is lost; the next one can still be read
+		case errors.As(err, &broken): // only this document is lost; the next document can still be read
 			for _, text := range broken.Errors {
 				l.yamlProblem(origin, text)
 			}
@@ -151,8 +151,8 @@ func jsonValue(v any) (any, error) {
 	return v, nil
 }
 
-// object reads one object, or the objects of a List. where names its place in the file until its
-// name is known.
+// object reads one object, or each object of a List. Problems call the object by where, its
+// position in the file, until its name is known.
 func (l *loader) object(origin fabric.Origin, where string, raw []byte) {
 	var head struct {
 		APIVersion string `json:"apiVersion"`
@@ -196,7 +196,8 @@ func (l *loader) object(origin fabric.Origin, where string, raw []byte) {
 	}
 }
 
-// first checks that an object has a name and occurs once.
+// first reports whether an object has a name and occurs for the first time. If not, it records
+// a problem.
 func (l *loader) first(origin fabric.Origin, where string) bool {
 	if origin.Name == "" {
 		l.problem(origin, strings.TrimSpace(where+" metadata.name"), "is empty; want the name of the object")
@@ -212,8 +213,8 @@ func (l *loader) first(origin fabric.Origin, where string) bool {
 	return true
 }
 
-// tunnelEndpoint reads one TunnelEndpoint. It ignores the status and fields that a server adds,
-// even if they are invalid.
+// tunnelEndpoint reads one TunnelEndpoint. It ignores the status and the fields that an API
+// server adds, even if their values are invalid.
 func (l *loader) tunnelEndpoint(origin fabric.Origin, raw []byte) {
 	var object struct {
 		Metadata struct {
@@ -256,7 +257,7 @@ func (l *loader) natMapping(origin fabric.Origin, raw []byte) {
 }
 
 // decode reads raw into v, case-sensitively as an API server does. It accepts unknown fields,
-// because a later Liqo may have more, and rejects duplicate ones.
+// because a later Liqo may have more, and rejects duplicate fields.
 func (l *loader) decode(origin fabric.Origin, raw []byte, v any) bool {
 	duplicates, err := json.UnmarshalStrict(raw, v, json.DisallowDuplicateFields)
 	if err != nil {
@@ -266,7 +267,8 @@ func (l *loader) decode(origin fabric.Origin, raw []byte, v any) bool {
 	return !l.strictProblems(origin, duplicates)
 }
 
-// strictProblems reports unknown and duplicate fields; it returns false if there are none.
+// strictProblems records a problem for each unknown or duplicate field. It returns false if
+// there are none.
 func (l *loader) strictProblems(origin fabric.Origin, errs []error) bool {
 	for _, err := range errs {
 		field, what := "", printable(err.Error())
@@ -285,8 +287,8 @@ func (l *loader) strictProblems(origin fabric.Origin, errs []error) bool {
 	return len(errs) > 0
 }
 
-// decodeProblem reports an error of the JSON decoder. It never quotes a value, because a key may be
-// in the wrong field.
+// decodeProblem records an error of the JSON decoder. The problem never quotes a value, because
+// a user may have put a key into the wrong field.
 func (l *loader) decodeProblem(origin fabric.Origin, where string, err error) {
 	var wrong *stdjson.UnmarshalTypeError
 	if !errors.As(err, &wrong) {

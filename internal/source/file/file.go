@@ -1,7 +1,8 @@
-// Package file reads the configuration of a gateway from a directory. The directory has the same
-// TunnelEndpoint and NatMapping objects that `kubectl get -o yaml` prints, and one file of our own
-// for the gateway itself. A bug report is such a directory, and so is a test case. It only reads;
-// the gateway command calls Watch, and `isthmus trace` calls Load.
+// Package file reads the configuration of a gateway from a directory. The directory contains
+// the same TunnelEndpoint and NatMapping objects that `kubectl get -o yaml` prints, and one
+// file for the gateway itself, in a format of this package. A bug report is such a directory,
+// and so is a test case. The package never writes to the directory. The gateway command calls
+// Watch, and `isthmus trace` calls Load.
 //
 //	dir/gateway.yaml     kind Gateway, see GatewayFile
 //	dir/private.key      the WireGuard key; privateKeyFile has its name
@@ -11,8 +12,8 @@
 //
 //	files ─ decode ─► objects ─ fabric.PeerFrom, MappingsFrom, Attach, GatewayFor ─► Snapshot
 //
-// A directory is accepted as a whole or not at all. With any problem there is no Snapshot, so the
-// caller keeps the last valid one, and the error has all problems at once.
+// A directory is accepted as a whole or not at all. If there is any problem, Load returns no
+// Snapshot, so the caller keeps the last valid one. The error contains all problems at once.
 package file
 
 import (
@@ -29,7 +30,7 @@ import (
 )
 
 // Bounds of the files. A larger file is rejected because it cannot be the configuration of a
-// gateway: 16 MiB hold some ten thousand peers.
+// gateway: 16 MiB are enough for about ten thousand peers.
 const (
 	MaxFileSize = 16 << 20 // bytes of one file
 	MaxFiles    = 4096     // files of one directory
@@ -39,9 +40,9 @@ const (
 // Snapshot is the complete content of a directory. Treat it as read-only.
 type Snapshot struct {
 	File       GatewayFile
-	PrivateKey PrivateKey     // of File.PrivateKeyFile
-	NextKey    PrivateKey     // of File.NextPrivateKeyFile; zero: the key does not rotate
-	Gateway    fabric.Gateway // has no Problem
+	PrivateKey PrivateKey     // the key in File.PrivateKeyFile
+	NextKey    PrivateKey     // the key in File.NextPrivateKeyFile; zero: the key is not being rotated
+	Gateway    fabric.Gateway // without any Problem
 	// OpenKeys lists the files with private keys that other users can access, each with its mode,
 	// such as "private.key (0644)".
 	OpenKeys []string
@@ -72,12 +73,12 @@ func Load(dir string) (Snapshot, error) {
 	return snapshot, err
 }
 
-// errUnsettled means that the files change faster than they can be read.
+// errUnsettled is returned when the files change faster than they can be read.
 var errUnsettled = errors.New("files keep changing while they are read")
 
 func loadSettled(dir string) (Snapshot, fingerprint, error) { return untilSettled(dir, load) }
 
-// untilSettled calls load until the files have not changed meanwhile.
+// untilSettled calls load again until no file changed during the call.
 func untilSettled(dir string, load func(string) (Snapshot, fingerprint, error)) (Snapshot, fingerprint, error) {
 	for range 20 {
 		snapshot, read, err := load(dir)
@@ -89,8 +90,7 @@ func untilSettled(dir string, load func(string) (Snapshot, fingerprint, error)) 
 	return Snapshot{}, fingerprint{}, fmt.Errorf("%s: %w", dir, errUnsettled)
 }
 
-// load reads the directory once. The fingerprint is that of the files at the time when each was
-// opened.
+// load reads the directory once. The fingerprint has the state of each file when it was opened.
 func load(dir string) (Snapshot, fingerprint, error) {
 	names, err := list(dir)
 	if err != nil {
@@ -131,8 +131,8 @@ type content struct {
 	err  error
 }
 
-// parse makes a Snapshot from the contents of files. It calls key at most once for each file with a
-// private key.
+// parse makes a Snapshot from the contents of the files. It calls key at most once for each
+// private key file.
 func parse(contents []content, key func(name string) content) (Snapshot, error) {
 	l := loader{seen: map[fabric.Origin]string{}}
 	for _, c := range contents {
@@ -197,8 +197,8 @@ func list(dir string) ([]string, error) {
 
 var errDirectory = errors.New("is a directory")
 
-// readFile reads a regular file of at most limit bytes. info describes it at the time of opening;
-// it is nil if that failed.
+// readFile reads a regular file of at most limit bytes. info describes the file when it was
+// opened; info is nil if opening failed.
 func readFile(path string, limit int64) (data []byte, info os.FileInfo, err error) {
 	if info, err = os.Stat(path); err != nil {
 		return nil, nil, withoutPath(err)
@@ -206,7 +206,7 @@ func readFile(path string, limit int64) (data []byte, info os.FileInfo, err erro
 	switch {
 	case info.IsDir():
 		return nil, info, errDirectory
-	case !info.Mode().IsRegular(): // opening a FIFO would block until there is a writer
+	case !info.Mode().IsRegular(): // opening a FIFO would block until a writer opens it
 		return nil, info, errors.New("is not a regular file")
 	}
 	f, err := os.Open(path)
@@ -226,7 +226,8 @@ func readFile(path string, limit int64) (data []byte, info os.FileInfo, err erro
 	return data, info, nil
 }
 
-// withoutPath removes the path from an error, because the message names it anyway.
+// withoutPath removes the path from an error, because the caller's message already names the
+// file.
 func withoutPath(err error) error {
 	if p := (*os.PathError)(nil); errors.As(err, &p) {
 		return p.Err
@@ -234,7 +235,7 @@ func withoutPath(err error) error {
 	return err
 }
 
-// theGateway returns the only Gateway object. Unusable fields are zero.
+// theGateway returns the only Gateway object. It leaves fields without a usable value at zero.
 func (l *loader) theGateway() GatewayFile {
 	if len(l.gateways) == 0 {
 		if !l.unread {
@@ -248,7 +249,7 @@ func (l *loader) theGateway() GatewayFile {
 	return l.gateways[0].file
 }
 
-// privateKey parses the content of a key file. Its messages never contain any of it.
+// privateKey parses the content of a key file. Its messages never quote the content.
 func (l *loader) privateKey(field string, c content) PrivateKey {
 	origin := l.gateways[0].origin
 	if c.err != nil {
@@ -262,7 +263,7 @@ func (l *loader) privateKey(field string, c content) PrivateKey {
 	return key
 }
 
-// decide builds the Intent and lets package fabric decide on it as a whole.
+// decide builds the Intent, and has package fabric validate it as a whole.
 func (l *loader) decide(g GatewayFile, key PrivateKey) fabric.Gateway {
 	in := fabric.Intent{ClusterID: g.ClusterID, ClusterName: g.ClusterName}
 	if key != (PrivateKey{}) {

@@ -21,8 +21,8 @@ import (
 
 var update = flag.Bool("update", false, "write the golden files anew")
 
-// Each directory of testdata is a configuration; want.txt holds what comes out of it, the plan or
-// the problems.
+// Each directory of testdata is a configuration. Its want.txt has the expected plan or
+// problems.
 func TestDirectories(t *testing.T) {
 	dirs, err := filepath.Glob("testdata/*/want.txt")
 	if err != nil || len(dirs) == 0 {
@@ -76,7 +76,8 @@ func keyText(b byte) string {
 	return base64.StdEncoding.EncodeToString([]byte(strings.Repeat(string(rune(b)), 32)))
 }
 
-// wantPublicKey belongs to the private key of 32 times "k", by RFC 7748 in another language.
+// wantPublicKey belongs to the private key of 32 bytes "k". It was computed with another
+// implementation of RFC 7748.
 const wantPublicKey = "hGL7PweY+f4sOfOCO7Qc0+/+cLtcgXNb5GoUMTXFhFQ="
 
 const gatewayYAML = `apiVersion: isthmus.net/v1alpha1
@@ -85,7 +86,7 @@ clusterID: alpha-id
 privateKeyFile: private.key
 `
 
-// peerYAML is the TunnelEndpoint of a cluster; n makes it differ from others.
+// peerYAML returns the TunnelEndpoint of a cluster. Different n give different clusters.
 func peerYAML(n int) string {
 	return fmt.Sprintf(`apiVersion: net.liqo.io/v1alpha1
 kind: TunnelEndpoint
@@ -136,7 +137,8 @@ func write(t testing.TB, path, text string) {
 	}
 }
 
-// valid is a directory without a fault; changes replace files, "-" takes one away.
+// valid returns the files of a valid directory. changes replaces files by name; the content "-"
+// removes the file.
 func valid(changes map[string]string) map[string]string {
 	files := map[string]string{"gateway.yaml": gatewayYAML, "private.key": keyText('k') + "\n", "peers.yaml": peerYAML(1), "mapping.yaml": mappingYAML}
 	for name, text := range changes {
@@ -163,7 +165,7 @@ func TestLoadReadsEverything(t *testing.T) {
 	}
 	if gw := got.Gateway; gw.ClusterID != "alpha-id" || len(gw.Peers) != 1 || gw.Peers[0].ID != "id1" ||
 		gw.Peers[0].Origin != (fabric.Origin{File: "peers.yaml", Kind: "TunnelEndpoint", Namespace: "tenant", Name: "peer1"}) ||
-		len(gw.Peers[0].Rules.Endpoints) != 2 { // one mapped, and the gateway itself
+		len(gw.Peers[0].Rules.Endpoints) != 2 { // the mapped endpoint, and the gateway itself
 		t.Errorf("gateway %+v", gw)
 	}
 }
@@ -290,7 +292,7 @@ func TestLoadRefuses(t *testing.T) {
 		changes map[string]string
 		want    []string
 	}{
-		// Text that is no YAML, with its line.
+		// Text that is not YAML; the problem has the line.
 		{map[string]string{"x.yaml": "a: 1\nb: [1\nc: 2\n"}, []string{"x.yaml: line 3: did not find expected ',' or ']'"}},
 		{map[string]string{"x.yaml": "a: 1\nb: c: d\n"}, []string{"x.yaml: line 2: mapping values are not allowed in this context"}},
 		{map[string]string{"x.yaml": "a:\n\t b: 1\n"}, []string{"x.yaml: line 2: found character that cannot start any token"}},
@@ -301,7 +303,7 @@ func TestLoadRefuses(t *testing.T) {
 		{map[string]string{"x.yaml": "a: *b\n"}, []string{"x.yaml: line 1: unknown anchor 'b' referenced"}},
 		{map[string]string{"x.yaml": "a: \x00\n"}, []string{"x.yaml: line 1: control characters are not allowed"}},
 		{map[string]string{"x.yaml": "a: &a [*a]\n"}, []string{"x.yaml: line 1: anchor 'a' value contains itself"}},
-		// Documents that are no objects of ours.
+		// Documents that are not supported objects.
 		{map[string]string{"x.yaml": "hello\n"}, []string{"x.yaml: is of type string; want an object"}},
 		{map[string]string{"x.yaml": ""}, []string{"x.yaml: is empty; want an object or a comment, or delete the file"}},
 		{map[string]string{"x.yaml": " \n\n"}, []string{"x.yaml: is empty; want an object or a comment, or delete the file"}},
@@ -371,7 +373,7 @@ func TestLoadRefuses(t *testing.T) {
 		{gateway(`flowLogSample: 0`), []string{gw + `flowLogSample: is 0; want a number from 1 to 1000000`}},
 		{gateway(`flowLogPerSecond: many`), []string{gw + `flowLogPerSecond: is not a whole number; want a number from 1 to 1000000`}},
 		{gateway(`statusAddress: "127.0.0.1:http"`), []string{gw + `statusAddress: "127.0.0.1:http" is not a listen address; want host:port, such as "127.0.0.1:5873"`}},
-		// The private key: named, never shown.
+		// The private key: problems name it and never contain it.
 		{map[string]string{"gateway.yaml": strings.Replace(gatewayYAML, "privateKeyFile: private.key\n", "", 1)}, []string{gw + "privateKeyFile: is empty; want the name of the file with the WireGuard private key"}},
 		{map[string]string{"gateway.yaml": strings.Replace(gatewayYAML, "private.key", keyText('s'), 1)}, []string{gw + "privateKeyFile: looks like a key (not shown); want the name of a file that holds it"}},
 		{map[string]string{"private.key": "-"}, []string{gw + "privateKeyFile: private.key: no such file or directory"}},
@@ -391,7 +393,7 @@ func TestLoadRefuses(t *testing.T) {
 			gw + "nextPrivateKeyFile: the content of next.key has 0 bytes; want 32 bytes in 44 base64 characters",
 			gw + "privateKeyFile: the content of private.key has 0 bytes; want 32 bytes in 44 base64 characters",
 		}},
-		// All at once, in the order of files.
+		// All problems at once, in the order of the files.
 		{map[string]string{"gateway.yaml": gatewayYAML + "x: 1\nlistenPort: 0\n", "a.yaml": "x", "z.yaml": "[", "peers.yaml": strings.Replace(peerYAML(1), "192.0.2.1", "", 1)}, []string{
 			"a.yaml: is of type string; want an object",
 			gw + "listenPort: is 0; want a number from 1 to 65535",
@@ -426,7 +428,7 @@ func TestLoadNeverShowsAKey(t *testing.T) {
 			strings.Replace(gatewayYAML, "private.key", secret, 1), strings.Replace(gatewayYAML, "private.key", "["+secret+"]", 1),
 			strings.Replace(peerYAML(1), keyText('b'), secret[1:], 1), strings.Replace(peerYAML(1), keyText('b'), "["+secret+"]", 1)} {
 			if strings.HasSuffix(file, ".key") && text == secret || strings.HasPrefix(text, "apiVersion: c") {
-				continue // a sound key; a value that is not a key's place and is shown to find it
+				continue // a valid key, or text that may be quoted because no key belongs in that field
 			}
 			files := valid(map[string]string{"next.key": keyText('n'), file: text})
 			if file == "next.key" {
@@ -490,8 +492,8 @@ func TestLoadIsNotBlockedByUnusualFiles(t *testing.T) {
 	}
 }
 
-// FuzzLoad gives two files of any content; what is accepted is a snapshot that everything behind it
-// can use.
+// FuzzLoad loads two files of arbitrary content. If Load accepts them, all later code must be
+// able to use the Snapshot.
 func FuzzLoad(f *testing.F) {
 	matches, _ := filepath.Glob("testdata/*/*.*")
 	for _, path := range matches {

@@ -31,11 +31,11 @@ const (
 	DefaultStatusAddress  = "127.0.0.1:5873" // for the CLI on the same machine
 )
 
-// Bounds of the fields that are numbers.
+// Bounds of the numeric fields.
 const (
 	MinMTU   = 576     // every IPv4 host has to accept this size (RFC 791)
 	MaxMTU   = 65475   // 65535 minus outer IPv4 and UDP headers (28) and WireGuard's header and tag (32)
-	MaxFlows = 1 << 26 // more would need some ten gigabytes
+	MaxFlows = 1 << 26 // more flows would need tens of gigabytes
 )
 
 // GatewayFile is the gateway's own part of the configuration. It is not a Kubernetes object.
@@ -50,27 +50,27 @@ type GatewayFile struct {
 	APIVersion string `json:"apiVersion"` // always GatewayAPIVersion
 	Kind       string `json:"kind"`       // always GatewayKind
 
-	ClusterID   string `json:"clusterID"`             // our own cluster; a Kubernetes label value
-	ClusterName string `json:"clusterName,omitempty"` // for people; may be empty
+	ClusterID   string `json:"clusterID"`             // of our own cluster; a valid Kubernetes label value
+	ClusterName string `json:"clusterName,omitempty"` // only shown to people; may be empty
 
 	// PrivateKeyFile names the file with our WireGuard private key, in base64 as wg(8) prints it. A
 	// relative name is relative to the directory of the configuration.
 	PrivateKeyFile string `json:"privateKeyFile"`
 
-	// NextPrivateKeyFile names the file with the next private key during a rotation of our key. The
-	// gateway then responds to both keys. Empty, the default: no rotation.
+	// NextPrivateKeyFile names the file with the next private key while our key is being
+	// rotated. The gateway then responds to both keys. Empty, the default: no rotation.
 	NextPrivateKeyFile string `json:"nextPrivateKeyFile,omitempty"`
 
 	ListenPort     uint16 `json:"listenPort,omitempty"`     // UDP, default 5871
-	Tunnels        int    `json:"tunnels,omitempty"`        // at most this many for each peer, on UDP ports from listenPort upwards, default 1
+	Tunnels        int    `json:"tunnels,omitempty"`        // maximum number per peer, on UDP ports from listenPort upwards, default 1
 	MTU            MTU    `json:"mtu"`                      // of the tunnel in octets, or "auto" (default)
 	MetricsAddress string `json:"metricsAddress,omitempty"` // TCP "host:port" of /metrics, /healthz, /readyz, default "127.0.0.1:5872"
 	StatusAddress  string `json:"statusAddress,omitempty"`  // TCP "host:port" of the JSON status, default "127.0.0.1:5873"
 
-	// FlowLog is the file to which a line of JSON is appended for each flow that opens, closes or
-	// is refused; "-" is standard output. Empty, the default: no log.
+	// FlowLog is the file to which the gateway appends one line of JSON for each flow that
+	// opens, closes or is refused; "-" is standard output. Empty, the default: no log.
 	FlowLog          string `json:"flowLog,omitempty"`
-	FlowLogSample    int    `json:"flowLogSample,omitempty"`    // log one of this many flows, default 1
+	FlowLogSample    int    `json:"flowLogSample,omitempty"`    // log one in this many flows, default 1
 	FlowLogPerSecond int    `json:"flowLogPerSecond,omitempty"` // log at most this many lines, default 1000
 
 	NAT
@@ -115,7 +115,7 @@ func (m MTU) String() string {
 	return strconv.Itoa(int(m))
 }
 
-// integer parses a JSON number; wrong describes an error, or is "".
+// integer parses a JSON number. wrong describes the error; empty: the number is valid.
 func integer(b []byte, least, most int64) (n int64, wrong string) {
 	n, err := strconv.ParseInt(string(b), 10, 64)
 	if err != nil || n < least || n > most {
@@ -128,10 +128,10 @@ func integer(b []byte, least, most int64) (n int64, wrong string) {
 	return n, ""
 }
 
-// gateway reads the Gateway object. It rejects unknown fields, because a misspelt field of ours
-// would silently get its default.
+// gateway reads the Gateway object. It rejects unknown fields, because a misspelt field would
+// silently leave the default in force.
 func (l *loader) gateway(origin fabric.Origin, raw []byte) {
-	// Numbers stay raw, so that each wrong one has its own message.
+	// Numbers stay raw, so that each invalid number has its own message.
 	var in struct {
 		APIVersion     string             `json:"apiVersion"`
 		Kind           string             `json:"kind"`
@@ -183,7 +183,7 @@ func (l *loader) gateway(origin fabric.Origin, raw []byte) {
 		l.problem(origin, fieldKey, "is empty; want the name of the file with the WireGuard private key")
 	}
 	for field, name := range map[string]string{fieldKey: g.PrivateKeyFile, fieldNextKey: g.NextPrivateKeyFile} {
-		if strings.HasSuffix(name, "=") { // as every key in base64 does
+		if strings.HasSuffix(name, "=") { // every base64-encoded key ends in "="
 			l.problem(origin, field, "looks like a key (not shown); want the name of a file that holds it")
 		}
 	}
@@ -229,7 +229,8 @@ func (l *loader) gateway(origin fabric.Origin, raw []byte) {
 	}
 }
 
-// address parses a TCP listen address into to, which keeps its default if value is empty.
+// address parses a TCP listen address and stores it in *to. An empty value leaves the default
+// there.
 func (l *loader) address(origin fabric.Origin, field, value string, to *string) {
 	if value == "" {
 		return

@@ -11,11 +11,11 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// NAT has the bounds and timeouts of the NAT engine in GatewayFile. An omitted field, or 0, means
-// the engine's default; see natengine.Config.
+// NAT has the bounds and timeouts of the NAT engine, as GatewayFile sets them. An omitted
+// field, or 0, means the engine's default; see natengine.Config.
 type NAT nat[int, bool, Duration]
 
-// natRaw has the fields of NAT unparsed, so that each invalid one has its own message.
+// natRaw has the fields of NAT before parsing, so that each invalid field has its own message.
 type natRaw nat[stdjson.RawMessage, stdjson.RawMessage, stdjson.RawMessage]
 
 type nat[number, truth, duration any] struct {
@@ -36,7 +36,7 @@ type nat[number, truth, duration any] struct {
 	FragmentTimeout        duration `json:"fragmentTimeout,omitempty"`
 }
 
-// Config returns the configuration of the engine, without addresses, which the caller adds.
+// Config returns the configuration of the engine without addresses. The caller adds those.
 func (n NAT) Config() natengine.Config {
 	return natengine.Config{
 		MaxFlows: n.MaxFlows, MaxFlowsPerPeer: n.MaxFlowsPerPeer, MaxFlowsPerHost: n.MaxFlowsPerHost, RandomPorts: n.RandomPorts,
@@ -50,7 +50,8 @@ func (n NAT) Config() natengine.Config {
 	}
 }
 
-// NATField is one field of a NAT as a flag. Value is a pflag.Value that writes to the field.
+// NATField is one field of a NAT, for use as a flag. Value is a pflag.Value that writes to the
+// field.
 type NATField struct {
 	Name  string // in gateway.yaml
 	Flag  string
@@ -58,7 +59,8 @@ type NATField struct {
 	Value NATValue
 }
 
-// NATValue reads and writes a field. Set rejects values out of bounds, and names the bounds.
+// NATValue reads and writes a field. Set rejects a value out of bounds, and its error states
+// the bounds.
 type NATValue interface {
 	Set(text string) error
 	String() string
@@ -66,7 +68,7 @@ type NATValue interface {
 	setJSON(raw stdjson.RawMessage) error
 }
 
-// Fields lists the fields of n in their order.
+// Fields lists the fields of n in the order of the struct.
 func (n *NAT) Fields() []NATField {
 	flows := func(p *int) NATValue { return &number{p, MaxFlows} }
 	return []NATField{
@@ -88,7 +90,7 @@ func (n *NAT) Fields() []NATField {
 	}
 }
 
-// read sets the fields that raw has. Fields must list them in the order of the struct.
+// read copies the fields that are set in raw. Fields must list them in the order of the struct.
 func (n *NAT) read(raw *natRaw, problem func(field, format string, args ...any)) {
 	written := reflect.ValueOf(raw).Elem()
 	for i, f := range n.Fields() {

@@ -12,27 +12,27 @@ import (
 // Timing of Watch.
 const (
 	pollInterval   = time.Second
-	settleInterval = 200 * time.Millisecond // after this time without a change, the writer has finished
-	settleLimit    = 10 * time.Second       // after this time the files are read even if they still change
+	settleInterval = 200 * time.Millisecond // after this time without a change, the writer has probably finished
+	settleLimit    = 10 * time.Second       // after this time the files are read even if they are still changing
 )
 
-// Watch calls callback with the content of the directory: once at the start, and again whenever the
-// result of Load changes. That includes a change to an error, to another error, or back to the
-// previous Snapshot. Rewriting files with the same content is no change. It returns when ctx ends.
-// It never calls back after that, nor twice at a time.
+// Watch calls callback with the content of the directory: once at the start, and again whenever
+// the result of Load changes. That includes a change to an error, to another error, or back to
+// the previous Snapshot. Rewriting files with the same content is no change. Watch returns when
+// ctx ends, and never calls callback after that. Calls of callback never overlap.
 //
-// Watch polls once a second. That works with every file system, and with a mounted ConfigMap, which
-// is replaced by changing one symbolic link for all files; an inotify watch on a file would break
-// there. It compares name, inode, size and modification time, and reads the files once these have
-// been stable for 200 ms, so that it rarely sees a half-written file. It reports a change within
-// about 1.5 s.
+// Watch polls once a second. Polling works with every file system. It also works with a mounted
+// ConfigMap, which is replaced by changing one symbolic link for all files; an inotify watch on
+// a file would break there. Watch compares name, inode, size and modification time. It reads
+// the files once these have been stable for 200 ms, so that it rarely sees a half-written file.
+// It reports a change within about 1.5 s.
 func Watch(ctx context.Context, dir string, callback func(Snapshot, error)) {
 	var (
 		last    Snapshot
 		lastErr string
 		first   = true
 		loaded  fingerprint
-		confirm bool // read once more: a file may have changed within the resolution of its timestamp
+		confirm bool // read once more: a file may have changed again within the resolution of its timestamp
 		poll    = time.NewTicker(pollInterval)
 	)
 	defer poll.Stop()
@@ -85,8 +85,8 @@ func settle(ctx context.Context, dir string, before fingerprint) bool {
 
 // fingerprint detects changes of files without reading them.
 type fingerprint struct {
-	err   string   // why the directory cannot be listed
-	keys  []string // paths of the private keys, as far as known
+	err   string   // why the directory cannot be listed; empty: it can
+	keys  []string // paths of the private key files found so far
 	files []stamp
 }
 

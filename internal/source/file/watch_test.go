@@ -12,8 +12,9 @@ import (
 	"time"
 )
 
-// watched is a Watch on a directory that says what it calls back with. Time is that of a synctest
-// bubble: it passes when everybody waits, so that nothing here depends on how fast the machine is.
+// watched runs a Watch on a directory and records its callbacks. It must run in a synctest
+// bubble: time passes only while all goroutines wait, so nothing depends on the speed of the
+// machine.
 type watched struct {
 	t     *testing.T
 	dir   string
@@ -48,7 +49,7 @@ func watch(t *testing.T, dir string) *watched {
 	return w
 }
 
-// expect lets time pass and says what must have been called meanwhile.
+// expect lets the given time pass and compares the callbacks since the last expect with want.
 func (w *watched) expect(after time.Duration, want ...string) {
 	w.t.Helper()
 	time.Sleep(after)
@@ -90,7 +91,7 @@ func TestWatchCallsBackOnChangeOnly(t *testing.T) {
 		write(t, filepath.Join(dir, "second.yaml"), peerYAML(2))
 		w.expect(1500*time.Millisecond, "id1@192.0.2.2 id2@192.0.2.1")
 
-		write(t, peers, at(1, "192.0.2.2")) // the same again
+		write(t, peers, at(1, "192.0.2.2")) // the same content again
 		w.expect(time.Minute)
 		write(t, filepath.Join(dir, "notes.txt"), "nothing of ours")
 		w.expect(time.Minute)
@@ -116,7 +117,7 @@ func TestWatchReportsABrokenDirectoryOnce(t *testing.T) {
 		w.expect(time.Minute)
 		write(t, peers, at(1, "[]"))
 		w.expect(1500*time.Millisecond, `error: peers.yaml: TunnelEndpoint tenant/peer1: spec.endpointIP: is of type array; want a string (in quotes, if it looks like something else)`)
-		write(t, peers, peerYAML(1)) // as it was before: the error is over, and that is a change
+		write(t, peers, peerYAML(1)) // back to the first content: the end of the error is a change, too
 		w.expect(1500*time.Millisecond, "id1@192.0.2.1")
 
 		if err := os.Rename(dir, dir+"x"); err != nil {
@@ -141,8 +142,8 @@ func TestWatchBeginsWithAnError(t *testing.T) {
 	})
 }
 
-// An editor truncates the file and writes it in pieces; each state between is a different, wrong
-// configuration.
+// An editor truncates the file and writes it in pieces. Each state in between is a different,
+// invalid configuration.
 func TestWatchDoesNotSeeAHalfWrittenFile(t *testing.T) {
 	dir := writeDir(t, valid(nil))
 	peers := filepath.Join(dir, "peers.yaml")
@@ -151,7 +152,7 @@ func TestWatchDoesNotSeeAHalfWrittenFile(t *testing.T) {
 		w := watch(t, dir)
 		defer w.end()
 		w.expect(300*time.Millisecond, "id1@192.0.2.1")
-		for range 20 { // beginning at different times between two polls
+		for range 20 { // starting at different times between two polls
 			for n := 0; n < len(text); n += 150 {
 				write(t, peers, text[:n])
 				w.expect(110 * time.Millisecond)
@@ -173,7 +174,7 @@ func TestWatchIsNotBlockedByAConstantWriter(t *testing.T) {
 		write(t, filepath.Join(dir, "peers.yaml"), at(1, "192.0.2.2"))
 		for i := range 120 {
 			write(t, next, strings.Repeat("#", i+1))
-			if err := os.Rename(next, filepath.Join(dir, "busy.yaml")); err != nil { // a file that is half written is another test's
+			if err := os.Rename(next, filepath.Join(dir, "busy.yaml")); err != nil { // another test covers half-written files
 				t.Fatal(err)
 			}
 			time.Sleep(100 * time.Millisecond)
@@ -182,7 +183,7 @@ func TestWatchIsNotBlockedByAConstantWriter(t *testing.T) {
 	})
 }
 
-// A mounted ConfigMap is swapped by renaming one symbolic link to a directory.
+// The kubelet replaces a mounted ConfigMap by renaming one symbolic link to a directory.
 func TestWatchFollowsAConfigMap(t *testing.T) {
 	dir := t.TempDir()
 	version := func(t *testing.T, name string, files map[string]string) {
@@ -215,7 +216,8 @@ func TestWatchFollowsAConfigMap(t *testing.T) {
 	})
 }
 
-// The same name, time and size, or the same name, time and inode, are not the same file.
+// A new file with the name, time and size of the old one, or with its name, time and inode, is
+// still another file.
 func TestWatchNoticesAFileReplacedWithItsOldTime(t *testing.T) {
 	dir := writeDir(t, valid(nil))
 	peers := filepath.Join(dir, "peers.yaml")
@@ -243,8 +245,8 @@ func TestWatchNoticesAFileReplacedWithItsOldTime(t *testing.T) {
 	})
 }
 
-// A write right after the first look may leave size and time as they were, when the clock of the
-// file system is coarse.
+// If the clock of the file system is coarse, a write right after the first read may leave size
+// and time unchanged.
 func TestWatchLooksTwice(t *testing.T) {
 	dir := writeDir(t, valid(nil))
 	peers := filepath.Join(dir, "peers.yaml")
@@ -266,7 +268,7 @@ func TestWatchLooksTwice(t *testing.T) {
 
 func TestWatchFollowsTheKeyFile(t *testing.T) {
 	keys := t.TempDir()
-	key := filepath.Join(keys, "secret") // not in the directory of the configuration
+	key := filepath.Join(keys, "secret") // outside the directory of the configuration
 	write(t, key, keyText('k'))
 	dir := writeDir(t, valid(map[string]string{"gateway.yaml": strings.Replace(gatewayYAML, "private.key", key, 1)}))
 	synctest.Test(t, func(t *testing.T) {
@@ -290,7 +292,7 @@ func TestWatchFollowsTheNextKeyFile(t *testing.T) {
 		w.expect(1500*time.Millisecond, "id1@192.0.2.1")
 		write(t, filepath.Join(dir, "gateway.yaml"), gatewayYAML)
 		w.expect(1500*time.Millisecond, "id1@192.0.2.1")
-		write(t, filepath.Join(dir, "next.key"), keyText('p')) // nothing names it
+		write(t, filepath.Join(dir, "next.key"), keyText('p')) // no field names this file
 		w.expect(time.Minute)
 	})
 }
@@ -307,7 +309,7 @@ func TestWatchEndsWhileItWaits(t *testing.T) {
 		w := watch(t, dir)
 		w.expect(900*time.Millisecond, "id1@192.0.2.1")
 		write(t, filepath.Join(dir, "peers.yaml"), at(1, "192.0.2.2"))
-		time.Sleep(200 * time.Millisecond) // it has noticed and waits for the writer to finish
+		time.Sleep(200 * time.Millisecond) // Watch has noticed the change and waits for the writer to finish
 		w.end()
 		w.expect(time.Minute)
 	})

@@ -36,15 +36,15 @@ const (
 // writeInterval is how often Write checks the objects without an event.
 const writeInterval = time.Second
 
-// Write updates the API objects while this replica is the active one: the label of the active Pod,
-// the annotation of the Service, and the status of each TunnelEndpoint. It calls report about once
-// a second for the state of the running gateway, and placed after each attempt to write the
-// Service. It returns when ctx ends or another replica takes over, and leaves all objects unchanged
-// then.
+// Write updates the API objects while this replica is the active one: the label of the active
+// Pod, the annotations of the Service, and the status of each TunnelEndpoint. About once a
+// second it calls report for the state of the running gateway. It calls placed after each
+// attempt to write the Service. It returns when ctx ends or another replica takes over, and
+// then leaves all objects unchanged.
 //
-// Write begins after the first complete read of the API server. A replica that runs from its
-// snapshot has no API server to write to. It writes only differences. Each object has its own
-// retries, so a failing write delays no other object.
+// Write begins after the first complete read from the API server. A replica that runs from its
+// saved snapshot has no API server to write to. Write sends only differences. Each object has
+// its own retries, so a failing write delays no other object.
 func (g *Gateway) Write(ctx context.Context, placed func(), report func() (Report, error)) {
 	g.writing.Lock()
 	defer g.writing.Unlock()
@@ -87,7 +87,7 @@ func (g *Gateway) Write(ctx context.Context, placed func(), report func() (Repor
 			select {
 			case <-ctx.Done():
 				return
-			case <-time.After(coalesceMost): // lets the gateway apply it first
+			case <-time.After(coalesceMost): // gives the gateway time to apply the change
 			}
 		}
 	}
@@ -99,26 +99,26 @@ type writer struct {
 	memory map[types.UID]*memory
 	said   string // last logged problem with Pods and Service
 
-	moving [32]byte  // the next key of the last round
-	moved  time.Time // since when no peer lags
+	moving [32]byte  // the next private key in the last round
+	moved  time.Time // time since which no peer has lagged
 	offer  offer
 }
 
 // memory is the state of one written object.
 type memory struct {
-	version string    // version that we patched; a cache that still has it is stale
-	written time.Time // last success
+	version string    // resourceVersion that this replica has patched; a cache that still returns it is stale
+	written time.Time // time of the last successful write
 	retries retries
-	cost    retries       // retries for the deletion cost, which may be forbidden separately
+	cost    retries       // retries for the deletion cost, which an admission policy may reject separately
 	rtt     time.Duration // smoothed
-	said    said          // source of the object's present status; zero: unknown
+	said    said          // inputs from which the stored status was made; zero: unknown
 	pruned  bool          // the API server drops the conditions of the object's status
-	seen    bool          // in the present round
+	seen    bool          // seen in the current round
 }
 
-// retries control when a failed write is repeated.
+// retries limit how often a failed write is repeated.
 type retries struct {
-	next     time.Time // earliest time
+	next     time.Time // earliest time of the next attempt
 	failures int
 }
 
@@ -139,14 +139,14 @@ func (m *memory) dueFor(o client.Object, r *retries, now time.Time) bool {
 	return o.GetResourceVersion() != m.version && !now.Before(r.next)
 }
 
-// patch writes the difference between two versions of an object, unless somebody else has changed
-// it since. It returns true if the API server accepted the patch; want is then the object as
-// stored.
+// patch writes the difference between have and want, unless another client has changed the
+// object since it was read. It returns true if the API server accepted the patch. want is then
+// the object as stored.
 func (w *writer) patch(ctx context.Context, kind string, have, want client.Object, status bool) bool {
 	return w.patchFor(ctx, kind, have, want, status, &w.of(have).retries)
 }
 
-// patchFor is patch with separate retries for a part of the object.
+// patchFor is like patch, with separate retries for a part of the object.
 func (w *writer) patchFor(ctx context.Context, kind string, have, want client.Object, status bool, r *retries) bool {
 	m := w.of(have)
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
@@ -175,7 +175,7 @@ func (w *writer) patchFor(ctx context.Context, kind string, have, want client.Ob
 	return err == nil
 }
 
-// forget ends a round: it drops the state of objects that no longer exist.
+// forget ends a round: it drops the memory of objects that no longer exist.
 func (w *writer) forget() {
 	for uid, m := range w.memory {
 		if !m.seen {
@@ -185,7 +185,7 @@ func (w *writer) forget() {
 	}
 }
 
-// place marks the Pods and the Service.
+// place marks the active gateway in the Pods and the Service.
 func (w *writer) place(ctx context.Context, placed func()) {
 	var pods corev1.PodList
 	var services corev1.ServiceList
@@ -205,10 +205,11 @@ func (w *writer) place(ctx context.Context, placed func()) {
 
 	now := time.Now()
 	if len(services.Items) == 1 && node.IsValid() {
-		w.lead(ctx, &services.Items[0], node, now) // first, because the nodes follow it
+		w.lead(ctx, &services.Items[0], node, now) // first, because the nodes follow the Service
 	}
 	placed()
-	// The active Pod first: until it has the label, the Service has no endpoint for peers.
+	// Write the active Pod first: until it has the label, the Service has no endpoint for
+	// peers.
 	slices.SortFunc(pods.Items, func(a, b corev1.Pod) int { return cmp.Compare(rank(a, w.o.Pod), rank(b, w.o.Pod)) })
 	for i := range pods.Items {
 		have := &pods.Items[i]
@@ -223,8 +224,8 @@ func (w *writer) place(ctx context.Context, placed func()) {
 		want.Labels[v1alpha1.LabelGateway] = role
 		w.patch(ctx, "Pod", have, want, false)
 	}
-	// A separate patch with its own retries, because older RBAC rules forbid it, and the label must
-	// not wait for it.
+	// This is a separate patch with its own retries, because older RBAC rules forbid it, and
+	// the label must not wait for it.
 	for i := range pods.Items {
 		have, cost := &pods.Items[i], ""
 		if have.Name == w.o.Pod {
@@ -246,11 +247,11 @@ func (w *writer) place(ctx context.Context, placed func()) {
 	}
 }
 
-// costOfActive is the pod deletion cost of the active gateway. It makes a Deployment end standbys
-// first, so that an update of all replicas moves the active gateway only once.
+// costOfActive is the pod deletion cost of the active gateway. With this cost a Deployment ends
+// standbys first, so an update of all replicas moves the active gateway only once.
 const costOfActive = "1"
 
-// lead points the nodes to this replica, through annotations of the Service.
+// lead points the nodes to this replica, by annotations of the Service.
 func (w *writer) lead(ctx context.Context, have *corev1.Service, node netip.Addr, now time.Time) {
 	marks := map[string]string{v1alpha1.AnnotationGatewayNodeIP: node.String()}
 	if w.o.Node != "" { // otherwise agents get node and device from the TunnelEndpoints
@@ -297,7 +298,7 @@ func rank(p corev1.Pod, self string) int {
 	return 1
 }
 
-// say logs a new problem that keeps the Pods or the Service from being marked.
+// say logs a new problem that prevents marking the Pods or the Service.
 func (w *writer) say(trouble string) {
 	if trouble != w.said && trouble != "" {
 		w.log.Warn("cannot mark the active gateway; peers may not reach it", "problem", trouble)

@@ -19,10 +19,10 @@ func TestTheActiveGatewayIsAPodOnTheNodeOfTheService(t *testing.T) {
 	}
 	for _, c := range []struct{ gateway, node, want string }{
 		{"10.64.1.254", "172.30.1.12", "10.64.1.254"},
-		{"10.64.1.254", "172.30.1.14", "invalid IP"}, // a gateway on that host's network has taken over
+		{"10.64.1.254", "172.30.1.14", "invalid IP"}, // the Service names a host-network gateway that has taken over
 		{"10.64.1.254", "", "invalid IP"},
 		{"10.64.1.253", "172.30.1.12", "invalid IP"},
-		{"172.30.1.13", "172.30.1.13", "invalid IP"}, // its node's network
+		{"172.30.1.13", "172.30.1.13", "invalid IP"}, // an address in the network of its node
 		{"", "", "invalid IP"},
 	} {
 		slim, err := slimService(&corev1.Service{ObjectMeta: metav1.ObjectMeta{

@@ -13,7 +13,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
-// ask evaluates the objects of the peers, if they may have changed.
+// ask evaluates the peers' objects, if they may have changed.
 func (r *refresher) ask(ctx context.Context, ring keyring.Ring) error {
 	private := ring.Private
 	keys := r.preshared.read(ctx, r.o.Namespace)
@@ -37,27 +37,28 @@ func (r *refresher) ask(ctx context.Context, ring keyring.Ring) error {
 	return nil
 }
 
-// asked is the configuration that the peers' objects ask for, independent of the addresses of our
-// own cluster.
+// asked is the configuration that the peers' objects request. It does not depend on the
+// addresses of our own cluster.
 type asked struct {
 	private  [32]byte
-	gateway  fabric.Gateway // for an empty Site
+	gateway  fabric.Gateway // as decided for an empty Site
 	problems []fabric.Problem
 	saved    savedObjects // without places
 
-	secret, preshared map[string]PresharedKey // as in the Secret, and as handshakes may use them
+	secret, preshared map[string]PresharedKey // as read from the Secret, and as handshakes may use them
 
-	ours, networks []fabric.SiteNetwork // networks of the last Site, and the same with those of peers
+	ours, networks []fabric.SiteNetwork // networks of the last Site; the same networks and those of peers
 }
 
-// gatewayFor decides the configuration that the objects ask for. It leaves out invalid objects;
-// each problem names the object and the field.
+// gatewayFor returns the configuration that the objects request. It leaves out invalid objects.
+// Each problem names the object and the field.
 func gatewayFor(cluster v1alpha1.ClusterIdentity, private [32]byte, site fabric.Site, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) (fabric.Gateway, []fabric.Problem) {
 	a := askedFor(new(fabric.GatewayDecider), cluster, private, endpoints, mappings)
 	return a.at(site), a.problems
 }
 
-// askedFor does so with d, which only compares objects that have not changed.
+// askedFor is like gatewayFor, for an empty Site. For objects that have not changed, d reuses
+// its last result.
 func askedFor(d *fabric.GatewayDecider, cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) asked {
 	keys := fabric.PublicKeys(private, fabric.MaxTunnels)
 	in := fabric.Intent{ClusterID: cluster.ClusterID, ClusterName: cluster.ClusterName, PublicKey: keys[0], FurtherKeys: keys[1:]}
@@ -67,7 +68,7 @@ func askedFor(d *fabric.GatewayDecider, cluster v1alpha1.ClusterIdentity, privat
 	for i := range endpoints {
 		te := &endpoints[i]
 		if !te.DeletionTimestamp.IsZero() {
-			continue // only a finalizer still holds it; we are done with it
+			continue // only a finalizer keeps the object; the gateway no longer uses it
 		}
 		peer, wrong := fabric.PeerFrom(te, originOf(te))
 		problems = append(problems, wrong...)
@@ -94,9 +95,9 @@ func askedFor(d *fabric.GatewayDecider, cluster v1alpha1.ClusterIdentity, privat
 	return asked{private: private, gateway: gw, problems: fabric.SortProblems(append(problems, wrong...))}
 }
 
-// at returns the gateway at a Site. Peers only add networks to that.
+// at returns the gateway's configuration at a Site. Peers only add networks to the Site.
 func (a *asked) at(site fabric.Site) fabric.Gateway {
-	if a.networks == nil || !slices.Equal(site.Networks, a.ours) { // otherwise pass the same slice, which is compared quickly
+	if a.networks == nil || !slices.Equal(site.Networks, a.ours) { // otherwise pass the previous slice, which is quick to compare
 		a.ours, a.networks = site.Networks, slices.Concat(site.Networks, a.gateway.Site.Networks)
 	}
 	gw := a.gateway

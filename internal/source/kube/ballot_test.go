@@ -28,7 +28,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/voting"
 )
 
-// From any list to any other, each step changes one voter.
+// From any list to any other list, each step changes one voter.
 func TestTheListChangesByOneVoterAtATime(t *testing.T) {
 	random := rand.New(rand.NewPCG(26, 11))
 	some := func(version byte) map[string]netip.Addr {
@@ -110,7 +110,8 @@ func TestVotersStayAsLongAsTheirNodes(t *testing.T) {
 	}
 }
 
-// Two nodes never decide alone: the Lease does, once the third has been silent for long, though its Node is there.
+// Two nodes must never decide alone. So if the third voter is silent for quietMost, the Lease
+// decides again, even if the voter's Node still exists.
 func TestALongSilentVoterIsRemoved(t *testing.T) {
 	nodes := map[string]netip.Addr{"a": netip.MustParseAddr("10.0.0.1"), "b": netip.MustParseAddr("10.0.0.2"), "c": netip.MustParseAddr("10.0.0.3")}
 	answering := func() map[string]netip.Addr {
@@ -154,7 +155,8 @@ func (heard) At(netip.Addr)              {}
 func (heard) Expect(map[netip.Addr]bool) {}
 func (h heard) Holder() voting.Holder    { return h.holder }
 
-// A node follows whoever is newer: the gateway that the Service names, or the one that said it has the votes.
+// A node follows the newer of two gateways: the gateway that the Service names, or the gateway
+// that reported to the node that it has the votes.
 func TestANodeFollowsTheNewerGateway(t *testing.T) {
 	key := voting.KeyOf([32]byte{1}).Public().(ed25519.PublicKey)
 	gateways := []fabric.GatewayPod{
@@ -190,7 +192,8 @@ func TestANodeFollowsTheNewerGateway(t *testing.T) {
 	}
 }
 
-// A standby that ended after it had heard of a takeover, and starts again, knows the number of that and nobody's name.
+// A standby that restarts after a takeover remembers the number of the takeover, but not the
+// name of the gateway that took over.
 func TestAStandbyThatStartsAgainLearnsWhoIsActive(t *testing.T) {
 	list := voting.List{Version: 3, Voters: map[string]netip.Addr{"a": netip.MustParseAddr("192.0.2.1")}}
 	holder, transitions := "you", int32(11)
@@ -206,7 +209,8 @@ func TestAStandbyThatStartsAgainLearnsWhoIsActive(t *testing.T) {
 	}
 }
 
-// A standby is ready only while it hears enough voters to take over, and reports the silent ones.
+// A standby is ready only while enough voters answer it to take over. It reports the silent
+// voters.
 func TestAStandbyThatHearsTooFewVotersIsNotReady(t *testing.T) {
 	list := voting.List{Version: 3, Voters: map[string]netip.Addr{"a": netip.MustParseAddr("192.0.2.1"), "b": netip.MustParseAddr("192.0.2.2"), "c": netip.MustParseAddr("192.0.2.3")}}
 	candidate := voting.NewCandidate("me", netip.Addr{}, func() [32]byte { return [32]byte{} }, quiet)
@@ -215,7 +219,7 @@ func TestAStandbyThatHearsTooFewVotersIsNotReady(t *testing.T) {
 	if err := e.cannotTakeOver(now); err == nil || !strings.Contains(err.Error(), "of the 3 nodes that vote, a, b, c do not answer it at UDP port 4801, and it needs the votes of 2") {
 		t.Errorf("a standby that never heard a voter says %v", err)
 	}
-	e.hears = true // until now
+	e.hears = true // a majority has answered until now
 	e.judge(now)
 	if err := e.cannotTakeOver(now.Add(deafMost - 1)); err != nil {
 		t.Errorf("shortly after it heard them it says %v", err)
@@ -238,7 +242,8 @@ func TestAStandbyThatHearsTooFewVotersIsNotReady(t *testing.T) {
 	}
 }
 
-// A node votes while the Pod of an agent is there, or was until a moment ago: one that is replaced loses no vote.
+// A node votes while it has an agent's Pod, or had one less than agentGone ago. So replacing
+// the Pod costs no vote.
 func TestANodeWithoutAnAgentDoesNotVote(t *testing.T) {
 	candidate := voting.NewCandidate("me", netip.Addr{}, func() [32]byte { return [32]byte{} }, quiet)
 	nodes := make(map[string]netip.Addr)
@@ -274,7 +279,7 @@ func TestANodeWithoutAnAgentDoesNotVote(t *testing.T) {
 	}
 }
 
-// Which nodes have an agent is known by its Pods, as the cache keeps them.
+// The cache must keep the fields of a Pod that identify route agents and their nodes.
 func TestNodesWithAgentsAreKnownByTheirPods(t *testing.T) {
 	pod := func(namespace, name, node string, labels map[string]string) *corev1.Pod {
 		slim, err := slimPod(&corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name, Labels: labels}, Spec: corev1.PodSpec{NodeName: node, HostNetwork: true}})
@@ -292,7 +297,7 @@ func TestNodesWithAgentsAreKnownByTheirPods(t *testing.T) {
 	if p.set(nil, pending) || !p.set(pending, pod("isthmus-system", "1", "n1", agent)) {
 		t.Error("an agent is news when it has a node")
 	}
-	p.set(nil, pod("isthmus-system", "2", "n1", agent)) // beside the one that it replaces
+	p.set(nil, pod("isthmus-system", "2", "n1", agent)) // a second Pod on n1, which replaces the first
 	p.set(nil, pod("isthmus-system", "3", "n2", map[string]string{"app.kubernetes.io/name": "manager"}))
 	p.set(nil, pod("default", "1", "n3", agent))
 	check := func(want ...string) {
@@ -311,7 +316,7 @@ func TestNodesWithAgentsAreKnownByTheirPods(t *testing.T) {
 	check()
 }
 
-// noLease is an API server without a Lease.
+// noLease is an API server without a Lease. It calls read at each attempt to read the Lease.
 type noLease struct {
 	coordination.LeaseInterface
 	read func()
@@ -322,7 +327,8 @@ func (l noLease) Get(context.Context, string, metav1.GetOptions) (*coordinationv
 	return nil, apierrors.NewNotFound(leaseResource, isthmus.LeaseGateway)
 }
 
-// Nodes follow the next gateway as soon as it has the votes. A gateway that still sends to peers then is one too many.
+// Nodes follow the next gateway as soon as it has the votes. If the first gateway still sent to
+// peers then, two gateways would send.
 func TestAGatewayYieldsBeforeItReleasesTheVotes(t *testing.T) {
 	for _, tc := range []struct {
 		voters int
@@ -332,7 +338,7 @@ func TestAGatewayYieldsBeforeItReleasesTheVotes(t *testing.T) {
 		event := func(name string) func() { return func() { events = append(events, name) } }
 		e := electionWith(noLease{read: event("Lease")}, "me", nil, quiet)
 		candidate := voting.NewCandidate("me", netip.Addr{}, func() [32]byte { return [32]byte{1} }, quiet)
-		candidate.Listen = func() (net.PacketConn, error) { // to tell voters
+		candidate.Listen = func() (net.PacketConn, error) { // to announce the release to the voters
 			event("votes")()
 			return nil, errors.New("no network")
 		}
@@ -350,8 +356,8 @@ func TestAGatewayYieldsBeforeItReleasesTheVotes(t *testing.T) {
 	}
 }
 
-// A standby may give its list another version only if that differs from the nodes' list by one
-// voter at most. Any older list may have no voter in common with the one that elects the active
+// A standby may give its list a newer version only if its list differs from the nodes' list by
+// at most one voter. An older list may share no voter with the list that elects the active
 // gateway.
 func TestAStandbyRepairsTheLeaseOnlyByOneStep(t *testing.T) {
 	all := make(map[string]netip.Addr)
@@ -363,7 +369,7 @@ func TestAStandbyRepairsTheLeaseOnlyByOneStep(t *testing.T) {
 	for _, tc := range []struct {
 		name, holder string
 		view         voting.View
-		want         uint64 // 0: it writes nothing
+		want         uint64 // version of the list that it writes; 0: it writes nothing
 		log          string
 	}{
 		{"the nodes have the list", "", voting.View{Heard: heard, Newest: 3}, 0, ""},
@@ -398,8 +404,9 @@ func TestAStandbyRepairsTheLeaseOnlyByOneStep(t *testing.T) {
 	}
 }
 
-// A Lease that was restored, or lost its annotation, changes nothing for a gateway that knows the
-// newer list. The holder of the votes writes that again.
+// If the Lease was restored from an old copy or lost its annotation, a gateway that knows the
+// newer list keeps that list. The holder of the votes writes the newer list into the Lease
+// again.
 func TestVotersRemainWithoutTheirAnnotation(t *testing.T) {
 	voters := map[string]netip.Addr{"a": netip.MustParseAddr("192.0.2.1"), "b": netip.MustParseAddr("192.0.2.2"), "c": netip.MustParseAddr("192.0.2.3")}
 	fewer := map[string]netip.Addr{"a": voters["a"]}
@@ -437,7 +444,8 @@ func TestVotersRemainWithoutTheirAnnotation(t *testing.T) {
 	}
 }
 
-// threeVoters are nodes that vote, at addresses that no other test uses, and an election of a candidate by the Lease.
+// threeVoters has three voting nodes, at addresses that no other test uses, and the election of
+// one gateway, for which the nodes have begun to vote.
 type threeVoters struct {
 	t        *testing.T
 	at       func(last byte) netip.Addr
@@ -484,7 +492,7 @@ func (s *threeVoters) candidate(pod string, at netip.Addr) *voting.Candidate {
 	return c
 }
 
-// late is another gateway that knows a list, and wants to be active.
+// late starts another gateway that knows the list l and tries to become active.
 func (s *threeVoters) late(l voting.List) *voting.Candidate {
 	c := s.candidate("late", s.at(102))
 	c.Learn(l, false)
@@ -506,8 +514,9 @@ func (s *threeVoters) until(what string, is func() bool) {
 	}
 }
 
-// When votes are switched off, the Lease decides only after a majority of the nodes has stored that
-// they elect nobody. So a gateway that has missed it, and asks by the former list, gets no majority.
+// When votes are switched off, the Lease decides only after a majority of the nodes has stored
+// that they elect no gateway. So another gateway that has missed the change and requests votes
+// with the former list gets no majority.
 func TestTheLeaseDecidesOnceNodesElectNobody(t *testing.T) {
 	s := newThreeVoters(t, 0)
 	e, former := s.election, s.election.newestList()
@@ -533,8 +542,9 @@ func TestTheLeaseDecidesOnceNodesElectNobody(t *testing.T) {
 	})
 }
 
-// A Node that is missing for a moment, as one that is replaced, makes the gateway begin to switch
-// votes off. When the Node is back, the Lease has a list by which nodes elect the next gateway.
+// If a Node is missing for a moment, for example while it is replaced, the gateway begins to
+// switch votes off. Once the Node is back, the Lease must have a list with which nodes elect
+// the next gateway.
 func TestNodesElectAfterANodeWasMissing(t *testing.T) {
 	s := newThreeVoters(t, 1)
 	e, former := s.election, s.election.newestList()
@@ -555,7 +565,8 @@ func TestNodesElectAfterANodeWasMissing(t *testing.T) {
 	s.until("nodes elect another gateway", func() bool { return late.View().Holds })
 }
 
-// A fence that is pending may have the version of the next list.
+// A pending fence may already use the version of the next list, so no other list may be
+// proposed.
 func TestNoListIsProposedBesideAPendingFence(t *testing.T) {
 	s := newThreeVoters(t, 2)
 	moved := maps.Clone(s.nodes)
@@ -571,7 +582,8 @@ func TestNoListIsProposedBesideAPendingFence(t *testing.T) {
 	}
 }
 
-// A gateway that was silent and becomes active again says so, and does not repeat why it was elected the first time.
+// A gateway that fell silent and becomes active again reports the reason for that, and not the
+// reason of its first election.
 func TestAGatewayThatWasSilentSaysWhyItIsActiveAgain(t *testing.T) {
 	e := electionWith(new(storedLease), "me", nil, quiet)
 	e.votes = &ballot{}
@@ -584,7 +596,7 @@ func TestAGatewayThatWasSilentSaysWhyItIsActiveAgain(t *testing.T) {
 		want   isthmus.Takeover
 	}{
 		{voting.View{Holds: true, Epoch: 2, Released: true}, true, isthmus.Takeover{Pod: "me", Reason: isthmus.TakeoverReleased, Previous: "you"}},
-		{voting.View{Holds: true, Epoch: 3, Released: true}, true, isthmus.Takeover{Pod: "me", Reason: isthmus.TakeoverReleased, Previous: "you"}}, // it was active meanwhile
+		{voting.View{Holds: true, Epoch: 3, Released: true}, true, isthmus.Takeover{Pod: "me", Reason: isthmus.TakeoverReleased, Previous: "you"}}, // elected again without having been inactive
 		{voting.View{}, false, isthmus.Takeover{Pod: "me", Reason: isthmus.TakeoverReleased, Previous: "you"}},
 		{voting.View{Holds: true, Epoch: 4, Released: true}, true, isthmus.Takeover{Pod: "me", Reason: isthmus.TakeoverNotHeard, Previous: "me"}},
 	} {

@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-// remember returns the snapshot in the state directory, or nil if there is none to carry on with.
+// remember returns the snapshot in the state directory, or nil if there is no usable one.
 func (g *Gateway) remember() *remembered {
 	if g.o.StateDirectory == "" {
 		return nil
@@ -18,13 +18,13 @@ func (g *Gateway) remember() *remembered {
 	return known
 }
 
-// carryOnMisses is how many reads of the Lease in a row, a second apart, must fail before a replica
-// carries on from its snapshot. While it was down another one may have taken over, and one lost
-// packet is no outage.
+// carryOnMisses is how many reads of the Lease in a row, a second apart, must fail before a
+// restarted replica uses its snapshot. One lost packet is no outage, and while the replica was
+// down, another one may have taken over.
 const carryOnMisses = 2
 
-// await returns once everything has been read. It returns earlier if this replica carries on with
-// known, because the API server cannot tell whether there is a successor.
+// await returns once everything has been read. It returns earlier if the API server cannot be
+// reached to check for a successor, and this replica therefore uses the snapshot known.
 func (g *Gateway) await(ctx context.Context, e *election, known *remembered, others acquaintance) error {
 	for misses := 0; known != nil; {
 		holder, refused, err := e.ask(ctx)
@@ -71,7 +71,7 @@ func (g *Gateway) carryOn(e *election, known *remembered, others acquaintance) {
 	e.carryOn(others)
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if !g.desired.valid { // otherwise the API server has answered just now
+	if !g.desired.valid { // otherwise the API server has just answered
 		g.setDesired(desired{snapshot: known.snapshot, err: why, valid: true, remembered: why})
 	}
 }

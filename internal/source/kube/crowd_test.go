@@ -12,7 +12,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
-// A flood of strangers is not read, and a gateway is answered meanwhile.
+// Datagrams from unknown addresses are dropped unread, and a known gateway is answered
+// meanwhile.
 func TestAFloodFromStrangersIsNotRead(t *testing.T) {
 	for _, loopback := range []string{"127.0.0.1", "::1"} {
 		t.Run(loopback, func(t *testing.T) { floodOfStrangers(t, netip.MustParseAddr(loopback)) })
@@ -21,7 +22,7 @@ func TestAFloodFromStrangersIsNotRead(t *testing.T) {
 
 func floodOfStrangers(t *testing.T, loopback netip.Addr) {
 	near, stranger := loopback, netip.MustParseAddr("127.0.0.3")
-	if loopback.Is6() { // has one address: there are no others that could be let in
+	if loopback.Is6() { // IPv6 has one loopback address, so no known gateway can send from another one
 		stranger = loopback
 		near = netip.MustParseAddr("2001:db8::1")
 	}
@@ -66,7 +67,7 @@ func floodOfStrangers(t *testing.T, loopback netip.Addr) {
 			time.Sleep(100 * time.Microsecond)
 		}
 	}
-	flood(time.Now().Add(questionInterval)) // begins anywhere in an interval
+	flood(time.Now().Add(questionInterval)) // the first flood begins at an unknown point of a question interval
 	if near == loopback {
 		answers(t, open(near), to, private, e.id, flood)
 	} else {
@@ -81,7 +82,7 @@ func floodOfStrangers(t *testing.T, loopback netip.Addr) {
 	}
 }
 
-// answers asks from conn during a flood, and wants each question answered.
+// answers sends questions from conn during a flood, and requires that nearly all are answered.
 func answers(t *testing.T, conn *net.UDPConn, to netip.AddrPort, private [32]byte, id gatewayID, flood func(time.Time)) {
 	t.Helper()
 	key, answered := questionKey(private), 0
@@ -98,7 +99,7 @@ func answers(t *testing.T, conn *net.UDPConn, to netip.AddrPort, private [32]byt
 		}
 	}
 	t.Logf("%d of 20 questions were answered", answered)
-	if answered < 18 { // those of the first moment may find the socket full
+	if answered < 18 { // the first questions may find the socket buffer full
 		t.Errorf("%d of 20 questions were answered", answered)
 	}
 }

@@ -26,7 +26,8 @@ func keyText(n byte) string {
 	return base64.StdEncoding.EncodeToString(publicKey(k))
 }
 
-// endpoint is a sound TunnelEndpoint of peer n: its pods are 10.(100+n).0.0/20 here.
+// endpoint returns a valid TunnelEndpoint of peer n. Its pods are remapped to
+// 10.(100+n).0.0/20.
 func endpoint(n int) v1alpha1.TunnelEndpoint {
 	te := v1alpha1.TunnelEndpoint{ObjectMeta: metav1.ObjectMeta{Namespace: "tenants", Name: fmt.Sprintf("peer%d", n), Generation: 3}}
 	te.CreationTimestamp = metav1.Unix(int64(1_000+n), 0)
@@ -47,11 +48,12 @@ func natMapping(n int, entries map[string]string) v1alpha1.NatMapping {
 
 var self = v1alpha1.ClusterIdentity{ClusterID: "id-self", ClusterName: "self"}
 
-// Where our cluster is decides nothing about peers: it is added to what was decided without it.
+// The addresses of our own cluster do not change the result for a peer. They are added to a
+// result that was made without them.
 func TestPeerAddressesInTheSiteDoNotDependOnOurs(t *testing.T) {
 	private := [32]byte{8, 200}
 	endpoints := []v1alpha1.TunnelEndpoint{endpoint(1), endpoint(2), endpoint(3)}
-	endpoints[2].Spec.RemoteNATPodCIDR = endpoints[1].Spec.RemoteNATPodCIDR // it is refused
+	endpoints[2].Spec.RemoteNATPodCIDR = endpoints[1].Spec.RemoteNATPodCIDR // peer 3 is refused, because peer 2 has this network
 	var in fabric.Intent
 	keys := fabric.PublicKeys(private, fabric.MaxTunnels)
 	in.ClusterID, in.ClusterName, in.PublicKey, in.FurtherKeys = self.ClusterID, self.ClusterName, keys[0], keys[1:]
@@ -76,7 +78,7 @@ func TestOnlyTheInvalidObjectIsLeftOut(t *testing.T) {
 	for _, tc := range []struct {
 		name   string
 		break_ func(te *v1alpha1.TunnelEndpoint, nm *v1alpha1.NatMapping)
-		peers  string // that are left, of 1, 2 and 3; number 2 is broken
+		peers  string // IDs of the peers that remain of 1, 2 and 3; object 2 is invalid
 		field  string
 	}{
 		{"nothing", func(*v1alpha1.TunnelEndpoint, *v1alpha1.NatMapping) {}, "id-1 id-2 id-3", ""},
@@ -100,7 +102,7 @@ func TestOnlyTheInvalidObjectIsLeftOut(t *testing.T) {
 		var ids []string
 		for _, p := range gw.Peers {
 			ids = append(ids, p.ID)
-			mapped := p.Rules.Endpoints[1:] // the first is the gateway itself
+			mapped := p.Rules.Endpoints[1:] // the first mapping is the gateway itself
 			if p.ID == "id-1" && len(mapped) != 1 {
 				t.Errorf("%s: mappings of id-1: %v", tc.name, mapped)
 			}
@@ -171,7 +173,7 @@ func TestStatusOfAPeer(t *testing.T) {
 		t.Errorf("on a near peer: latency %s, which is noise", next.Connection.Latency.Value)
 	}
 
-	// A gateway that takes over has not asked the peer yet.
+	// A gateway that has just taken over has no result of its own for the peer yet.
 	fresh := peer
 	fresh.Status, fresh.Reason, fresh.Message, fresh.RTT = v1alpha1.Connecting, v1alpha1.CauseConnecting, "waiting", 0
 	if next := statusFor(&te, netip.MustParseAddr("172.30.1.12"), report, fresh, now); next.GatewayIP != "172.30.1.12" ||
@@ -272,9 +274,10 @@ func TestRulesForTakingTheLease(t *testing.T) {
 	}
 }
 
-// A standby counts the time of a Lease anew after a gap: whoever held it could not renew it either.
+// After a gap in its contact to the API server, a standby counts the age of the Lease from
+// zero. The holder may have been unable to renew the Lease, too.
 func TestTimeWithoutAnAPIServerDoesNotCount(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) { // no time passes but what is said
+	synctest.Test(t, func(t *testing.T) { // time passes only where the test moves it
 		e := &election{identity: "me", log: quiet, changed: newSignal(), look: newSignal()}
 		holder := "you"
 		lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{ResourceVersion: "1"}, Spec: coordinationv1.LeaseSpec{HolderIdentity: &holder}}
@@ -389,11 +392,12 @@ func TestSimultaneousSignalsAreMerged(t *testing.T) {
 			t.Errorf("under constant change looked after %v", at)
 		}
 		cancel()
-		time.Sleep(time.Second) // for the others to end
+		time.Sleep(time.Second) // for the other goroutines to end
 	})
 }
 
-// A Node tells all the time that it is well, which is nothing to us.
+// Each Node reports every few minutes that it is ready. This package does not read these
+// fields.
 func TestChangesOfUnreadFieldsAreIgnored(t *testing.T) {
 	node := func(version, address string, ready corev1.ConditionStatus) any {
 		n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n1", ResourceVersion: version}, Status: corev1.NodeStatus{
@@ -418,5 +422,5 @@ func TestChangesOfUnreadFieldsAreIgnored(t *testing.T) {
 	}
 }
 
-// ringOf is the ring of a key that does not rotate.
+// ringOf returns the ring of a key that is not being rotated.
 func ringOf(private [32]byte) keyring.Ring { return keyring.Ring{Private: private, Gateways: private} }

@@ -23,13 +23,13 @@ import (
 	"github.com/isthmus-net/isthmus/internal/voting"
 )
 
-// Timing of the election, as Liqo's, but without a renew deadline.
+// Timing of the election. The values are Liqo's, but there is no renew deadline.
 const (
 	leaseDuration = 7 * time.Second
 	retryPeriod   = 2 * time.Second
-	leaseTimeout  = 2500 * time.Millisecond // of one request
+	leaseTimeout  = 2500 * time.Millisecond // timeout of one request
 
-	// contactGap is a time without a response that slow requests cannot explain.
+	// contactGap is the minimum time without a response that cannot be due to slow requests.
 	contactGap = retryPeriod + leaseTimeout + time.Second/2
 )
 
@@ -38,46 +38,46 @@ const (
 //   - A replica becomes active by writing its name into the Lease, if the Lease has no holder or
 //     has not changed for leaseDuration.
 //   - It stays active until it reads another name, even without an API server and across a restart
-//     (see remember). While it cannot renew the Lease it asks the other gateways, and falls silent
-//     if one does not answer (see decide).
-//   - A standby does not take an expired Lease while its holder answers and speaks. It renews the
-//     Lease in the holder's name if the holder does not, so that readers know that a gateway is
-//     active.
+//     (see remember). While it cannot renew the Lease it asks the other gateways, and stops sending
+//     to peers if one of them does not answer (see decide).
+//   - A standby does not take an expired Lease while the Lease's holder answers and sends to peers.
+//     If the holder does not renew the Lease, the standby renews it in the holder's name, so that
+//     readers of the Lease know that a gateway is active.
 //   - Time without contact to the API server does not count. A standby cannot tell whether the
-//     active replica died or lost the API server, too, so the standby gives the active replica
-//     another leaseDuration to renew.
+//     active replica died or lost the API server, too. Therefore the standby gives it another
+//     leaseDuration to renew.
 //
-// client-go's elector differs in each of these: it gives up when it cannot renew for a while, and
-// then the first replica to reach the API server takes over. It also reads the Lease only every two
-// to four seconds; this one learns of changes from a watch, and takes over as soon as the Lease has
-// expired. The Lease itself has the same meaning for both.
+// client-go's elector differs in each of these. It gives up when it cannot renew for a while,
+// and then the first replica to reach the API server takes over. It also reads the Lease only
+// every two to four seconds. This election learns of changes from a watch, and takes over as
+// soon as the Lease has expired. The content of the Lease has the same meaning for both.
 //
-// The holder counts as active if it may also speak to peers.
+// A replica counts as active if it is the holder and may send to peers.
 type election struct {
 	leases   coordination.LeaseInterface
-	web      *http.Client // used only for leases
+	web      *http.Client // only for leases
 	identity string
 	id       gatewayID // hash of identity
 	log      *slog.Logger
 	changed  signal        // the result of holder or active changed
 	met      func()        // called when another gateway answers for the first time; may be nil
 	look     signal        // the Lease changed
-	voted    signal        // the votes changed
+	voted    signal        // the votes have changed
 	votes    *ballot       // nil: nodes never vote
 	cached   func() string // the holder of the Lease according to the watch, which may be behind
 
-	// Only run uses these.
+	// Only the goroutine of run uses these.
 	lease   *coordinationv1.Lease // as last read or written; nil: unknown, or there is none
-	version string                // version of the Lease at the time seen
+	version string                // resourceVersion of the Lease at the time seen
 	vouched time.Time             // when this replica last renewed the Lease in its holder's name
 	written time.Time             // when this replica last wrote the Lease
 
 	mu           sync.Mutex
 	name         string      // last holder seen in the Lease, or elected by votes; kept when the Lease is freed
 	transition   int32       // transitions of that Lease, or epoch of the votes
-	taken        takeover    // of this replica, when it last became active
+	taken        takeover    // of this replica, from when it last became active
 	list         voting.List // list of voters in that Lease
-	switching    bool        // unknown whether the Lease or votes decide: a request is pending or was lost
+	switching    bool        // a request is pending or was lost, so it is unknown whether the Lease or votes decide
 	switchedFrom string      // version of the Lease before that request
 	lacking      bool        // this replica is the holder but lacks a majority of votes
 	hears        bool        // a majority of the voters has answered recently
@@ -89,17 +89,17 @@ type election struct {
 	away         bool
 	taking       bool   // a request that makes this replica the holder is pending or was lost
 	speaking     bool   // the holder may speak
-	unheard      string // the Pod that keeps the holder from speaking; empty: none
+	unheard      string // the Pod that prevents the holder from sending; empty: none
 	others       map[gatewayID]*other
 }
 
 func newElection(config *rest.Config, namespace, identity string, cached func() string, log *slog.Logger) (*election, error) {
 	config = rest.CopyConfig(config)
 	config.Timeout = leaseTimeout
-	config.QPS, config.Burst = 5, 10 // separate limits, so that no other request can delay it
-	// A separate connection, which ends with a request that gets no response. An HTTP/2 connection
-	// would stay open, and after a network outage every request would wait for TCP's next
-	// retransmission on it. These become as rare as once in two minutes.
+	config.QPS, config.Burst = 5, 10 // a limit of its own, so that no other request can delay it
+	// A separate connection, which is closed after a request without a response. An HTTP/2
+	// connection would stay open. After a network outage every request on it would wait for
+	// TCP's next retransmission, and these become as rare as once in two minutes.
 	config.NextProtos = []string{"http/1.1"}
 	web, err := rest.HTTPClientFor(config)
 	if err != nil {
@@ -121,7 +121,7 @@ func electionWith(leases coordination.LeaseInterface, identity string, cached fu
 // run takes part in the election until ctx ends.
 func (e *election) run(ctx context.Context) {
 	counted := newSignal()
-	if e.votes != nil { // judge at once, even while a request to the API server is pending
+	if e.votes != nil { // judge again at once, even while a request to the API server is pending
 		var group sync.WaitGroup
 		defer group.Wait()
 		group.Go(func() {
@@ -148,16 +148,16 @@ func (e *election) run(ctx context.Context) {
 				waiting = !e.counted(time.Now())
 			case <-e.look:
 				if e.holds() && e.cached() == e.identity && !e.mute() {
-					continue // our own write caused this
+					continue // this replica's own write caused the change
 				}
-				e.lease, waiting = nil, false // read the Lease
+				e.lease, waiting = nil, false // forces a read of the Lease
 			}
 		}
 	}
 }
 
-// step reads the Lease, and writes it if this replica is the holder or should become it. It returns
-// the maximum delay until the next step.
+// step reads the Lease, and writes it if this replica is the holder or should become the
+// holder. It returns the maximum delay until the next step.
 func (e *election) step(ctx context.Context) time.Duration {
 	if e.lease == nil || !e.holds() || e.mute() {
 		lease, err := e.leases.Get(ctx, isthmus.LeaseGateway, metav1.GetOptions{})
@@ -200,7 +200,7 @@ func (e *election) step(ctx context.Context) time.Duration {
 	return e.put(ctx, want, now)
 }
 
-// put writes the Lease, and returns the delay until the next step.
+// put writes the Lease. It returns the delay until the next step.
 func (e *election) put(ctx context.Context, want *coordinationv1.Lease, now time.Time) time.Duration {
 	if len(listOf(want).Voters) > 0 != e.byVotes() {
 		e.log.Info("election of the active gateway switches between Lease and votes", "voters", slices.Sorted(maps.Keys(listOf(want).Voters)))
@@ -222,7 +222,7 @@ func (e *election) put(ctx context.Context, want *coordinationv1.Lease, now time
 	return retryPeriod
 }
 
-// counted reports whether changed votes require a step.
+// counted reports whether a change of the votes requires a step.
 func (e *election) counted(now time.Time) bool {
 	v := e.votes.View()
 	if e.byVotes() {
@@ -237,9 +237,9 @@ func (e *election) confirmed(now time.Time) bool {
 	return e.viewLocked(now).confirmed
 }
 
-// begin returns how long to leave the Lease alone. If that is 0 and this replica is not the holder,
-// it makes no further promises until it has read the result of its request. vouch is true if the
-// holder answers but does not renew the Lease.
+// begin returns how long the Lease must not be written. If that is 0 and this replica is not
+// the holder, it makes no further promises until it has read the result of its request. vouch
+// is true if the holder answers but does not renew the Lease.
 func (e *election) begin(now time.Time) (wait time.Duration, vouch bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -250,8 +250,8 @@ func (e *election) begin(now time.Time) (wait time.Duration, vouch bool) {
 	return r.wait, r.deferring && now.Sub(e.seen) >= vouchAfter
 }
 
-// vouch renews the Lease in the name of its holder. This does not count as a sign of life: if the
-// holder stops answering, the takeover comes as soon as without it.
+// vouch renews the Lease in the name of its holder. This does not count as a sign of life. If
+// the holder stops answering, a takeover is as quick as without vouch.
 func (e *election) vouch(ctx context.Context, now time.Time) {
 	e.vouched = now
 	lease := e.lease.DeepCopy()
@@ -262,7 +262,7 @@ func (e *election) vouch(ctx context.Context, now time.Time) {
 	}
 }
 
-// observe evaluates a Lease that was read or written.
+// observe evaluates a Lease that was just read or written.
 func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
 	e.lease = lease
 	version := ""
@@ -275,10 +275,11 @@ func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
 		e.version, e.seen = version, now
 	}
 	e.taking = false
-	e.switching = e.switching && version == e.switchedFrom // the request may still arrive
-	// Versions of the list only grow. A Lease that is deleted, lacks the annotation or is an old copy
-	// does not end the votes: the holder writes the list again. Where the Lease decides, a list with
-	// voters counts in any case, because versions may begin anew after the Lease was deleted.
+	e.switching = e.switching && version == e.switchedFrom // the request may still reach the API server
+	// Versions of the list only grow. If the Lease was deleted, lacks the annotation or was
+	// restored from an old copy, votes still decide, and the holder writes the list again. If
+	// the Lease decides, a list with voters counts whatever its version, because versions may
+	// start anew after the Lease was deleted.
 	if l := listOf(lease); lease != nil && (l.Version >= e.list.Version || len(l.Voters) > 0 && len(e.list.Voters) == 0) {
 		e.list = l
 	}
@@ -297,8 +298,8 @@ func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
 	if lease != nil && lease.Spec.LeaseTransitions != nil {
 		transition = *lease.Spec.LeaseTransitions
 	}
-	// Votes may be newer than the Lease. A restarted replica knows the number of the last takeover
-	// but no name.
+	// Votes may be newer than the Lease. After a restart, a replica knows the number of the
+	// last takeover but not the name of the replica that took over.
 	if e.byVotesLocked() && (transition < e.transition || transition == e.transition && e.name != "") {
 		e.judgeLocked(now)
 		return
@@ -314,8 +315,8 @@ func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
 	e.judgeLocked(now)
 }
 
-// viewLocked returns the state that this replica knows, without the Lease's data about other
-// replicas, which begin adds. The caller holds e.mu.
+// viewLocked returns the state of this replica, without the data about other gateways, which
+// begin adds. The caller holds e.mu.
 func (e *election) viewLocked(now time.Time) view {
 	v := view{claim: claim{holds: e.name == e.identity, transition: e.transition}, reads: e.readsLocked()}
 	v.confirmed = v.holds && !e.renewed.IsZero() && now.Sub(e.renewed) < leaseDuration-stopEarly
@@ -331,7 +332,8 @@ func (e *election) viewLocked(now time.Time) view {
 // readsLocked reports whether the API server answered the last request. The caller holds e.mu.
 func (e *election) readsLocked() bool { return !e.away && !e.last.IsZero() }
 
-// judge decides again whether this replica may speak. The passing of time alone can end that.
+// judge decides again whether this replica may send to peers. The passage of time alone can end
+// that permission.
 func (e *election) judge(now time.Time) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -354,7 +356,7 @@ func (e *election) judgeLocked(now time.Time) {
 		e.log.Warn("another gateway answers that it has taken over", "pod", r.successor)
 		e.name = r.successor
 		e.look.set()    // read the Lease if possible
-		e.changed.set() // even if it did not speak before
+		e.changed.set() // also if this replica was not sending before
 	}
 	e.unheard = r.unheard
 	if r.speak == e.speaking {
@@ -369,14 +371,15 @@ func (e *election) judgeLocked(now time.Time) {
 	e.changed.set()
 }
 
-// lastTransition returns how often the Lease has been taken over, as far as this replica knows.
+// lastTransition returns the number of takeovers of the Lease that this replica knows of.
 func (e *election) lastTransition() int32 {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return e.transition
 }
 
-// reached records whether the API server answered. An error about the Lease is an answer, too.
+// reached records whether the API server answered. An error about the Lease also counts as an
+// answer.
 func (e *election) reached(err error) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -399,8 +402,8 @@ func (e *election) reached(err error) bool {
 	return true
 }
 
-// active reports whether this replica is active: it is the holder as far as it knows, and may send
-// to peers.
+// active reports whether this replica is active: it is the holder as far as it knows, and may
+// send to peers.
 func (e *election) active() bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -424,8 +427,8 @@ func (e *election) lastContact() time.Time {
 	return e.last
 }
 
-// ask reads the Lease without taking part. refused is true if that is forbidden: the API server
-// answers, and the lack of permission may be intended.
+// ask reads the Lease without taking part in the election. refused is true if reading is
+// forbidden. Then the API server answers, and the lack of permission may be intended.
 func (e *election) ask(ctx context.Context) (holder string, refused bool, err error) {
 	lease, err := e.leases.Get(ctx, isthmus.LeaseGateway, metav1.GetOptions{})
 	switch {
@@ -439,9 +442,9 @@ func (e *election) ask(ctx context.Context) (holder string, refused bool, err er
 	return holderOf(lease), false, nil
 }
 
-// carryOn makes this replica the holder according to its snapshot, until it learns of another one.
-// Call it before run. Gateways that answered before the restart have to answer again before it
-// speaks.
+// carryOn makes this replica the holder according to its snapshot, until it learns of another
+// holder. Call it before run. Gateways that answered before the restart have to answer again
+// before this replica sends to peers.
 func (e *election) carryOn(known acquaintance) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -452,8 +455,8 @@ func (e *election) carryOn(known acquaintance) {
 	e.judgeLocked(time.Now())
 }
 
-// superseded reports whether another gateway has answered that this one no longer holds the Lease.
-// known is from a time when it did.
+// superseded reports whether another gateway has answered that this replica no longer holds the
+// Lease. known was saved when this replica held the Lease.
 func (e *election) superseded(known acquaintance, now time.Time) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -462,7 +465,7 @@ func (e *election) superseded(known acquaintance, now time.Time) bool {
 	return decide(v).lost
 }
 
-// recall restores the gateways that answered before a restart of this one.
+// recall restores the gateways that answered before this process restarted.
 func (e *election) recall(known acquaintance) {
 	e.mu.Lock()
 	defer e.mu.Unlock()

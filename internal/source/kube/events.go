@@ -23,15 +23,16 @@ import (
 )
 
 const (
-	// tellAgain is how often an Event is repeated while its cause lasts. The API server deletes
-	// Events after an hour.
+	// tellAgain is the interval at which an Event is repeated while its cause lasts. The API
+	// server deletes Events after an hour.
 	tellAgain = 10 * time.Minute
 	maxNote   = 1024 // the API server's limit for a note
 )
 
 // PodEvents records Events on a component's own Pod, where people look first if the Pod is not
-// ready. Each call writes its Event before it returns, because a component that cannot go on exits
-// next. Its methods may be called concurrently; those of a nil PodEvents do nothing.
+// ready. Each call writes its Event before it returns, because a component with a fatal problem
+// exits next. Its methods may be called concurrently. The methods of a nil PodEvents do
+// nothing.
 type PodEvents struct {
 	api       client.Client
 	component string
@@ -42,8 +43,8 @@ type PodEvents struct {
 	at   time.Time
 }
 
-// NewPodEvents returns the PodEvents of a Pod. uid may be empty: then `kubectl get events` shows
-// the Events, and `kubectl describe pod` does not.
+// NewPodEvents returns the PodEvents of a Pod. If uid is empty, `kubectl get events` shows the
+// Events, but `kubectl describe pod` does not.
 func NewPodEvents(config *rest.Config, component, namespace, pod string, uid types.UID) (*PodEvents, error) {
 	scheme := runtime.NewScheme()
 	if err := eventsv1.AddToScheme(scheme); err != nil {
@@ -64,7 +65,7 @@ func (e *PodEvents) Warn(ctx context.Context, reason, note string) error {
 	return e.tell(ctx, corev1.EventTypeWarning, reason, note)
 }
 
-// Note records something that is no problem, once.
+// Note records, once, an event that is not a problem.
 func (e *PodEvents) Note(ctx context.Context, reason, note string) error {
 	if e == nil {
 		return nil
@@ -72,7 +73,7 @@ func (e *PodEvents) Note(ctx context.Context, reason, note string) error {
 	return e.named(e.write(ctx, corev1.EventTypeNormal, reason, cut(note, maxNote), time.Now()))
 }
 
-// Mended records the end of the last problem; without one it does nothing.
+// Mended records the end of the last problem. It does nothing if there was none.
 func (e *PodEvents) Mended(ctx context.Context, note string) error {
 	if e == nil {
 		return nil
@@ -102,7 +103,7 @@ func (e *PodEvents) tell(ctx context.Context, kind, reason, note string) error {
 	err := e.write(ctx, kind, reason, note, now)
 	if err != nil {
 		e.mu.Lock()
-		e.last = "" // try again
+		e.last = "" // the write failed: try again
 		e.mu.Unlock()
 	}
 	return e.named(err)
@@ -115,8 +116,8 @@ func (e *PodEvents) named(err error) error {
 	return err
 }
 
-// due records that a message is sent now. It returns false if the same one was sent less than
-// tellAgain ago.
+// due reports whether a message must be sent now, and if so records it as sent. It returns
+// false if the same message was sent less than tellAgain ago.
 func (e *PodEvents) due(what string, now time.Time) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -127,7 +128,7 @@ func (e *PodEvents) due(what string, now time.Time) bool {
 	return true
 }
 
-// write creates the Event, or increases its count if it exists.
+// write creates the Event, or increments its count if it exists.
 func (e *PodEvents) write(ctx context.Context, kind, reason, note string, now time.Time) error {
 	hash := fnv.New64a()
 	fmt.Fprintf(hash, "%s\n%s", reason, note)

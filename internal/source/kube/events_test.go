@@ -11,7 +11,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// podEventsAreToldOnce is run by a test that has an API server.
+// podEventsAreToldOnce is called by TestGatewayAgainstAnAPIServer.
 func podEventsAreToldOnce(t *testing.T, s *apiServer) {
 	s.namespace(t, "events")
 	e, err := NewPodEvents(s.config, "gateway", "events", "gateway-1", "uid-1")
@@ -62,14 +62,14 @@ func podEventsAreToldOnce(t *testing.T, s *apiServer) {
 	if got := list(); len(got) != 2 {
 		t.Fatalf("mended: %v", got)
 	}
-	must(e.Warn(t.Context(), "NotApplied", "no such device")) // the same fault again
+	must(e.Warn(t.Context(), "NotApplied", "no such device")) // the same problem as at first
 	if got := strings.Join(list(), ", "); !strings.Contains(got, "NotApplied again") {
 		t.Fatalf("the same fault again: %v", got)
 	}
 	must(e.Mended(t.Context(), "all is there"))
 	before := len(list())
 	must(e.Note(t.Context(), "Active", "epoch 7"))
-	must(e.Mended(t.Context(), "all is there")) // a note is no fault
+	must(e.Mended(t.Context(), "all is there")) // a note is not a problem, so nothing has ended
 	if got := list(); len(got) != before+1 || !slices.Contains(got, corev1.EventTypeNormal+" Active") {
 		t.Fatalf("a note: %v", got)
 	}
@@ -80,7 +80,8 @@ func podEventsAreToldOnce(t *testing.T, s *apiServer) {
 	must(nobody.Note(t.Context(), "x", "y"))
 }
 
-// Components warn with each try, every second. What lasts is told again, or the API server forgets it.
+// Components call Warn at each attempt, once a second. An Event whose cause lasts is repeated,
+// because the API server deletes old Events.
 func TestALastingWarningIsRepeatedEveryTenMinutes(t *testing.T) {
 	var e PodEvents
 	var told []time.Duration

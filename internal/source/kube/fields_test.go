@@ -12,13 +12,13 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// notOurs are the fields of a TunnelEndpoint's status that no gateway writes, with the reason.
+// notOurs are the fields of a TunnelEndpoint's status that no gateway writes → the reason.
 var notOurs = map[string]string{
 	"TunnelIFaceIndex": "Liqo never writes it",
 	"TunnelIFaceName":  "Liqo never writes it",
 }
 
-// statusFields calls f for each field of the status and of structs in it, with a way to empty it.
+// statusFields calls f for each field of the status and of the structs in it.
 func statusFields(path string, v reflect.Value, f func(path string, v reflect.Value)) {
 	for i := range v.NumField() {
 		field, name := v.Field(i), path+v.Type().Field(i).Name
@@ -30,8 +30,8 @@ func statusFields(path string, v reflect.Value, f func(path string, v reflect.Va
 	}
 }
 
-// A field of the status that is new has to be written by statusFor, whatever was there before, or
-// be one of those that are not ours.
+// statusFor must write every field of the status, whatever the old value was, unless notOurs
+// lists the field. So a new field fails this test until one of them has it.
 func TestEachFieldOfTheStatusIsWrittenAndCorrected(t *testing.T) {
 	now := time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
 	te := endpoint(1)

@@ -21,7 +21,7 @@ type caches struct {
 	group   sync.WaitGroup
 }
 
-// open makes a cache that ends with ctx.
+// open starts a cache that ends with ctx. It retries until the API server answers.
 func (c *caches) open(ctx context.Context, kinds map[client.Object]cache.ByObject, waiting func(error)) (o *objects, err error) {
 	err = retry(ctx, waiting, func() (err error) { // newObjects asks the API server for the kinds
 		o, err = newObjects(c.config, kinds, c.log)
@@ -33,16 +33,16 @@ func (c *caches) open(ctx context.Context, kinds map[client.Object]cache.ByObjec
 	return o, err
 }
 
-// further watches some kinds of objects while they are needed.
+// further watches some kinds of objects, but only while they are needed.
 type further struct {
 	*caches
 	kinds  map[client.Object]cache.ByObject
 	notify signal
-	stop   context.CancelFunc // nil: not wanted
+	stop   context.CancelFunc // nil: not watching
 
 	mu      sync.Mutex // guards the fields below
-	got     *objects   // nil: not known
-	refused bool       // the API server forbids us to read them, perhaps only for now
+	got     *objects   // nil: not read yet
+	refused bool       // the API server forbids reading, perhaps only for now
 }
 
 func (c *caches) further(kinds map[client.Object]cache.ByObject, notify signal) *further {
@@ -74,7 +74,7 @@ func (f *further) watch(ctx context.Context) {
 		f.mu.Unlock()
 		f.look.set()
 	}
-	got, err := f.open(ctx, f.kinds, waiting) // the API server may not know these kinds
+	got, err := f.open(ctx, f.kinds, waiting) // the API server may not serve these kinds
 	if err != nil {
 		return // ctx has ended
 	}
@@ -89,7 +89,8 @@ func (f *further) watch(ctx context.Context) {
 	f.notify.set()
 }
 
-// known returns the watched objects, or nil until they have been read.
+// known returns the watched objects, or nil until they have been read. refused reports whether
+// the API server forbids reading them.
 func (f *further) known() (got *objects, refused bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -23,36 +23,38 @@ import (
 	"github.com/isthmus-net/isthmus/internal/voting"
 )
 
-// writeTimeout bounds one request that writes.
+// writeTimeout is the timeout of one write request.
 const writeTimeout = 5 * time.Second
 
-// GatewayOptions say which replica of the gateway this is. All but Node, Cluster, Tunnels, Log and
-// StateDirectory are required.
+// GatewayOptions identify and configure one replica of the gateway. All fields are required
+// except Node, Cluster, Tunnels, Log, Votes, StateDirectory, RotateKeys, RotationPatience and
+// Yield.
 type GatewayOptions struct {
 	Config    *rest.Config
-	Namespace string     // of the installation: key Secret, Lease, Service and Pods are there
-	Pod       string     // its address, or its node's if it uses the host network
-	PodIP     netip.Addr // its address; that of its node, where it has the node's network
-	// Node is the Node of a replica with its own network namespace, in which the overlay ends.
-	// Empty: it uses the host network.
+	Namespace string     // namespace of the installation, with the key Secret, Lease, Service and Pods
+	Pod       string     // name of this replica's Pod
+	PodIP     netip.Addr // address of the Pod; with the host network, of its node
+	// Node is the name of this replica's Node, if the replica has its own network namespace,
+	// where the overlay ends. Empty: the replica uses the host network.
 	Node string
-	// Cluster is ours. Without an ID, the identity comes from the ConfigMap in Namespace that Liqo
-	// and `isthmus install` write, and the default ID is the UID of the namespace kube-system.
+	// Cluster is the identity of our cluster. Without an ID, it comes from the ConfigMap in
+	// Namespace that Liqo and `isthmus install` write. The default ID is the UID of the
+	// namespace kube-system.
 	Cluster v1alpha1.ClusterIdentity
-	Tunnels int          // that this replica has; 0 means 1
+	Tunnels int          // number of tunnels of this replica; 0 means 1
 	Log     *slog.Logger // nil: slog.Default()
-	// Votes says that nodes vote on which replica is active. It requires route agents on three
+	// Votes makes nodes vote on which replica is active. It requires route agents on three
 	// nodes, and gateways with their own network namespace.
 	Votes bool
-	// StateDirectory has the state, including the private key, with which this replica carries on
-	// if it was active, restarts, and the API server does not answer. Empty: it waits for the API
-	// server.
+	// StateDirectory keeps state, including the private key, across restarts. If this replica
+	// was active, it restarts with that state while the API server does not answer. Empty: it
+	// waits for the API server.
 	StateDirectory string
-	// RotateKeys is the age at which the key is rotated; 0: never. RotationPatience is how long a
-	// rotation waits for peers; 0: for ever.
+	// RotateKeys is the maximum age of the private key; 0: the key is never rotated.
+	// RotationPatience is how long a rotation waits for peers; 0: without limit.
 	RotateKeys, RotationPatience time.Duration
-	// Yield, if any, is called right before this replica releases the votes of the nodes. After it
-	// returns, the replica sends no more packets of nodes to peers.
+	// Yield, unless nil, is called just before this replica releases its votes. After Yield
+	// returns, the replica must not forward packets from nodes to peers.
 	Yield func()
 }
 
@@ -61,7 +63,7 @@ type GatewayOptions struct {
 type Gateway struct {
 	o       GatewayOptions
 	log     *slog.Logger
-	client  client.Client // not cached, with its own limit
+	client  client.Client // uncached, with its own rate limit
 	objects *objects
 	look    signal
 	metrics *gatewayMetrics
@@ -70,27 +72,28 @@ type Gateway struct {
 	asking  atomic.Bool // TunnelEndpoints or NatMappings have changed since they were listed
 
 	prepared chan struct{} // closed when everything has been read once
-	leaving  chan struct{} // closed when another replica should take over
-	writing  sync.Mutex    // held by Write
+	leaving  chan struct{} // closed when this replica should hand over to another
+	writing  sync.Mutex    // held while Write runs
 	places   places
 
 	mu       sync.Mutex
-	shared   [32]byte  // shared by the installation's gateways, to authenticate; zero: unknown
+	shared   [32]byte  // key with which the gateways of the installation authenticate each other; zero: unknown
 	started  *election // nil until Run
-	election *election // like client; nil until the first Snapshot
+	election *election // same as started, but nil until the first Snapshot
 	wait     error     // why there is no Snapshot from the API server yet
 	desired  desired
 	replaced chan struct{} // closed when desired is replaced
 
-	listen func() (net.PacketConn, error) // for questions of other gateways
+	listen func() (net.PacketConn, error) // opens the socket for the questions of other gateways
 
-	// agents has the nodes with a route agent's Pod; nil: no agent is known to be a Pod.
+	// agents has the nodes with a route agent's Pod; nil: there are no such Pods, so agents may
+	// run outside of Pods.
 	agents atomic.Pointer[map[string]bool]
-	// candidate is nil if this replica uses the host network: then the Lease alone decides.
+	// candidate is nil if this replica uses the host network. Then only the Lease decides.
 	candidate *voting.Candidate
 }
 
-// NewGateway connects to nothing yet.
+// NewGateway returns a Gateway that has not connected to anything yet.
 func NewGateway(o GatewayOptions) (*Gateway, error) {
 	if o.Log == nil {
 		o.Log = slog.Default()
@@ -105,7 +108,7 @@ func NewGateway(o GatewayOptions) (*Gateway, error) {
 	}
 	g.metrics = newGatewayMetrics(g)
 	config := rest.CopyConfig(o.Config)
-	config.QPS, config.Burst = 100, 100 // of writes: 500 peers change within seconds, and the API server is not flooded
+	config.QPS, config.Burst = 100, 100 // limit of writes: enough for 500 peers that change within seconds, and no flood for the API server
 	var err error
 	if g.client, err = client.New(config, client.Options{Scheme: newScheme()}); err != nil {
 		return nil, err
@@ -113,18 +116,18 @@ func NewGateway(o GatewayOptions) (*Gateway, error) {
 	return g, nil
 }
 
-// Run watches, takes part in the election, and calls serve. serve prepares, and acts once begin is
-// closed, which is when this replica becomes active. The context of serve ends when the replica is
-// no longer active; then Run calls serve again. A replica that has its node's network prepares
-// nothing: serve is called when it becomes the active one. Before that, when another replica is
-// seen to be active, standby is called once, to clear what an earlier life of this one may have
-// left. Run returns when ctx ends, or when serve or standby fails, the Lease released. When ctx
-// ends and another replica is ready, serve goes on until that one has taken over, for no longer
-// than handOverMost.
+// Run watches the objects, takes part in the election, and calls serve. serve prepares the
+// gateway, and starts to act when begin is closed, which happens when this replica becomes
+// active. The context of serve ends when the replica is no longer active; then Run calls serve
+// again. A host-network replica prepares nothing: Run calls serve only when the replica becomes
+// active. Before that, when Run sees another active replica, it calls standby once, to clear
+// state that an earlier process of this replica may have left. Run returns when ctx ends, or
+// when serve or standby fails, and releases the Lease. If another replica is ready when ctx
+// ends, serve continues until that replica has taken over, but at most for handOverMost.
 //
-// While the API server cannot be reached for the first Snapshot, Run waits: Ready and the log say
-// for what. A replica that was the active one shortly before, by its state directory, carries on
-// with what it knew.
+// While the API server cannot be reached for the first Snapshot, Run waits. Ready and the log
+// report the reason. A replica that was active shortly before, according to its state
+// directory, starts with its saved state instead.
 func (g *Gateway) Run(ctx context.Context, serve func(ctx context.Context, begin <-chan struct{}) error, standby func() error) error {
 	wanted := ctx
 	ctx, cancel := context.WithCancel(context.WithoutCancel(wanted))
@@ -161,7 +164,7 @@ func (g *Gateway) Run(ctx context.Context, serve func(ctx context.Context, begin
 		}
 	})
 	if err := g.await(wanted, e, known, others); err != nil {
-		return nil // it is not needed any more
+		return nil // await fails only if ctx ends
 	}
 	g.mu.Lock()
 	g.election = e
@@ -176,9 +179,10 @@ func (g *Gateway) Run(ctx context.Context, serve func(ctx context.Context, begin
 		leave()
 		silence()
 		elector.Wait()
-		questioners.Wait() // any later answer would be wrong
+		questioners.Wait() // an answer after this point would be wrong
 		close(g.leaving)
-		// A write in progress could name this replica after the successor has named itself.
+		// Wait for a write in progress: it could name this replica after the successor has
+		// named itself.
 		g.writing.Lock()
 		defer g.writing.Unlock()
 		if err := g.release(e); err != nil {
@@ -207,8 +211,8 @@ func (g *Gateway) Run(ctx context.Context, serve func(ctx context.Context, begin
 	return err
 }
 
-// release gives up the votes and the Lease. Nodes follow another replica as soon as that one has the
-// votes, so this one yields first.
+// release gives up the votes and the Lease. Nodes follow another replica as soon as that one
+// has the votes, so this replica yields first.
 func (g *Gateway) release(e *election) error {
 	if e.byVotes() && g.o.Yield != nil {
 		g.o.Yield()
@@ -216,8 +220,8 @@ func (g *Gateway) release(e *election) error {
 	return e.release()
 }
 
-// CannotTakeOver returns why this replica, a standby, would not become active if the active one
-// ended, or nil.
+// CannotTakeOver returns the reason why this replica, as a standby, would not become active if
+// the active replica ended; nil: it would.
 func (g *Gateway) CannotTakeOver() error {
 	g.mu.Lock()
 	e := g.election
@@ -228,12 +232,13 @@ func (g *Gateway) CannotTakeOver() error {
 	return e.cannotTakeOver(time.Now())
 }
 
-// MaySend reports whether this replica may send to peers now. It is called right before each send.
+// MaySend reports whether this replica may send to peers now. It is called just before each
+// send.
 func (g *Gateway) MaySend() bool { return g.candidate == nil || g.candidate.Gate.Open() }
 
-// follow serves until ctx ends.
+// follow calls serve and standby as the election requires, until ctx ends.
 func (g *Gateway) follow(ctx context.Context, e *election, serve func(context.Context, <-chan struct{}) error, standby func() error) error {
-	cleared := g.o.Node != "" // serve adopts and removes what an earlier replica has left
+	cleared := g.o.Node != "" // otherwise serve itself adopts or removes the state of an earlier replica
 	for ctx.Err() == nil {
 		if g.o.Node == "" && !e.active() {
 			g.keeper.changed.set()
@@ -254,7 +259,7 @@ func (g *Gateway) follow(ctx context.Context, e *election, serve func(context.Co
 			return err
 		}
 		select {
-		case <-g.leaving: // there is no reason to prepare
+		case <-g.leaving: // this replica will not become active, so do not prepare it
 			<-ctx.Done()
 		default:
 		}
@@ -262,7 +267,8 @@ func (g *Gateway) follow(ctx context.Context, e *election, serve func(context.Co
 	return nil
 }
 
-// serve makes the gateway prepare, act while this replica is active, and end.
+// serve calls the callback serve once, closes begin when this replica becomes active, and ends
+// the callback's context when the replica is no longer active.
 func (g *Gateway) serve(ctx context.Context, e *election, serve func(context.Context, <-chan struct{}) error) error {
 	serving, stop := context.WithCancel(ctx)
 	defer stop()
@@ -296,8 +302,8 @@ func (g *Gateway) serve(ctx context.Context, e *election, serve func(context.Con
 	}
 }
 
-// prepare returns once there is a usable Snapshot from the API server, and the Lease is watched.
-// Everything that it starts ends with ctx.
+// prepare returns once there is a usable Snapshot from the API server and the Lease is watched.
+// All goroutines that it starts end with ctx.
 func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup, e *election) error {
 	waiting := g.waiter()
 	err := retry(ctx, waiting, func() (err error) {
@@ -307,7 +313,7 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup, e *electio
 	if err != nil {
 		return err
 	}
-	group.Go(func() { _ = g.objects.Start(ctx) }) // it only ends with ctx
+	group.Go(func() { _ = g.objects.Start(ctx) }) // Start ends only with ctx
 	ask := func() {
 		g.asking.Store(true)
 		g.look.set()
@@ -374,9 +380,9 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup, e *electio
 	return nil
 }
 
-// Ready returns why this replica cannot become or be active, or nil. A replica that carries on from its
-// snapshot is not ready, because it learns of no change. Neither is a holder of the Lease that may not
-// speak, nor a standby that hears too few voters.
+// Ready returns the reason why this replica cannot be active or take over, or nil. A replica
+// that runs from its saved state is not ready, because it learns of no changes. A holder of the
+// Lease that may not send to peers is not ready, nor is a standby that hears too few voters.
 func (g *Gateway) Ready() error {
 	g.mu.Lock()
 	defer g.mu.Unlock()

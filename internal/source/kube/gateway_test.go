@@ -44,7 +44,7 @@ import (
 
 var quiet = slog.New(slog.DiscardHandler)
 
-// apiServer is a real one with an administrator's client.
+// apiServer is a real API server with an administrator's client.
 type apiServer struct {
 	*kubetest.Server
 	config *rest.Config
@@ -110,7 +110,7 @@ func (s *apiServer) installCRDs(t *testing.T) {
 	})
 }
 
-// installReports installs the definition of what agents report.
+// installReports installs the CRD of the agents' reports.
 func (s *apiServer) installReports(t *testing.T) {
 	t.Helper()
 	text, err := deploy.Files.ReadFile("crds/isthmus.net_nodenetworks.yaml")
@@ -124,7 +124,7 @@ func (s *apiServer) installReports(t *testing.T) {
 	s.create(t, reports)
 }
 
-// restricted is an identity with the given rules, everywhere.
+// restricted returns a configuration for a user with these rules in all namespaces.
 func (s *apiServer) restricted(t *testing.T, user string, rules ...rbacv1.PolicyRule) *rest.Config {
 	t.Helper()
 	cert, key, err := s.ClientCert(user)
@@ -132,7 +132,7 @@ func (s *apiServer) restricted(t *testing.T, user string, rules ...rbacv1.Policy
 		t.Fatal(err)
 	}
 	rules = append(rules, rbacv1.PolicyRule{APIGroups: []string{"", "isthmus.net", "discovery.k8s.io"},
-		Resources: []string{"nodes", "networkallocations", "endpointslices"}, Verbs: []string{"list", "watch"}}) // which every gateway reads
+		Resources: []string{"nodes", "networkallocations", "endpointslices"}, Verbs: []string{"list", "watch"}}) // every gateway reads these
 	s.create(t, &rbacv1.ClusterRole{ObjectMeta: metav1.ObjectMeta{Name: user}, Rules: rules},
 		&rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: user}, RoleRef: rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: user},
 			Subjects: []rbacv1.Subject{{APIGroup: rbacv1.GroupName, Kind: "User", Name: user}}})
@@ -141,7 +141,8 @@ func (s *apiServer) restricted(t *testing.T, user string, rules ...rbacv1.Policy
 	return config
 }
 
-// within waits for what has to come true, on however busy a machine.
+// within retries try until it returns nil. It fails the test if that takes too long even for a
+// busy machine.
 func within(t *testing.T, what string, try func() error) {
 	t.Helper()
 	const limit = time.Minute
@@ -161,7 +162,7 @@ func within(t *testing.T, what string, try func() error) {
 type testReplica struct {
 	*Gateway
 	stop    func()
-	serving chan bool // true when serve begins, false when it ends
+	serving chan bool // receives true when serve begins, and false when it ends
 }
 
 func start(t *testing.T, o GatewayOptions, with ...func(*Gateway)) *testReplica {
@@ -213,9 +214,9 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 	s := newAPIServer(t)
 	administrator := goleak.IgnoreCurrent()
 	t.Cleanup(func() {
-		// client-go keeps connections for whoever comes next.
+		// client-go keeps idle connections open for later requests.
 		if err := leaktest.Find(administrator, goleak.IgnoreAnyFunction("golang.org/x/net/http2.(*clientConnReadLoop).run"),
-			// The cache waits for a kind that was never read, for ever.
+			// The cache waits for ever for a kind that was never read.
 			goleak.IgnoreAnyFunction("sigs.k8s.io/controller-runtime/pkg/cache.newMultiNamespaceInformer.func1"),
 			goleak.IgnoreAnyFunction("sigs.k8s.io/controller-runtime/pkg/cache.newMultiNamespaceInformerHandlerRegistration.func1")); err != nil {
 			t.Error(err)
@@ -339,7 +340,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 			t.Errorf("%d keys", len(keys))
 		}
 
-		// The active one ends cleanly: another takes over at once, and one only.
+		// The active replica ends cleanly: exactly one other replica takes over, at once.
 		first := active()[0]
 		begin := time.Now()
 		for i, r := range replicas {
@@ -399,7 +400,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 			t.Fatal(err)
 		}
 		d := <-got
-		for d.err == nil { // the date of the new Secret may be delivered first
+		for d.err == nil { // a Snapshot with the date of the new Secret may be delivered first
 			d = <-got
 		}
 		if !strings.Contains(d.err.Error(), "data.privateKey") || d.s.Keys.Private != first.s.Keys.Private {
@@ -459,7 +460,8 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		}
 		first.stop()
 
-		// What is no list of ours is put right, if by another replica than before.
+		// Data that is not a valid list is replaced, even if another replica wrote the last
+		// list.
 		patch(`"tunnels":"bm9uc2Vuc2U="`)
 		within(t, "a list of ours", func() error {
 			if err := s.client.Get(t.Context(), key, &secret); err != nil {
@@ -470,7 +472,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 			}
 			return nil
 		})
-		// And another key has other tunnels.
+		// A new key gets new tunnels.
 		other := keyring.New()
 		text := func(b []byte) string {
 			return base64.StdEncoding.EncodeToString([]byte(base64.StdEncoding.EncodeToString(b)))
@@ -499,7 +501,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		if !<-r.serving {
 			t.Error("not active")
 		}
-		within(t, "it says so", func() error { // a refusal that came too late is tried again
+		within(t, "it says so", func() error { // the patch is repeated if the Role was not effective yet
 			r.mu.Lock()
 			defer r.mu.Unlock()
 			if problems := r.desired.snapshot.Problems; len(problems) != 1 || problems[0].Field != "data.tunnels" || !strings.Contains(problems[0].Message, "forbidden") {
@@ -519,7 +521,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		r := start(t, GatewayOptions{Config: config, Namespace: "rollback", Pod: "p", Node: "n1", Cluster: self})
 		within(t, "ready", r.Ready)
 
-		// It knows Pods of the cluster by their addresses.
+		// It knows the owner of a Pod's address.
 		web := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "rollback", Name: "web"}, Spec: corev1.PodSpec{NodeName: "n2", Containers: []corev1.Container{{Name: "c", Image: "i"}}}}
 		s.create(t, web)
 		web.Status = corev1.PodStatus{Phase: corev1.PodRunning, PodIP: "10.244.2.7", PodIPs: []corev1.PodIP{{IP: "10.244.2.7"}}}
@@ -541,8 +543,9 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		<-r.serving
 		way.cut()
 		before := way.tried.Load()
-		// Five kinds, once a second each. Reflectors left to themselves would try six or seven
-		// times in a minute, and the Lease thirty times.
+		// Five kinds are watched, and each watch is repeated once a second. The reflectors of
+		// client-go alone would make six or seven attempts in a minute, and the Lease causes
+		// thirty.
 		within(t, "trying again at once", func() error {
 			if n := way.tried.Load() - before; n < 90 {
 				return fmt.Errorf("%d times", n)
@@ -589,7 +592,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		defer cancel()
 		rtt := 5 * time.Millisecond
 		var mu sync.Mutex
-		for _, peer := range []string{"peer2", "peer3"} { // the authorizer sees new rights a moment later
+		for _, peer := range []string{"peer2", "peer3"} { // a new Role takes a moment to become effective
 			within(t, "the right to write", func() error {
 				te := &v1alpha1.TunnelEndpoint{ObjectMeta: metav1.ObjectMeta{Namespace: "tenants", Name: peer}}
 				err := r.client.Status().Patch(t.Context(), te, client.RawPatch(types.MergePatchType, []byte("{}")))
@@ -634,7 +637,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		})
 		v3 := version(3)
 
-		// Somebody else writes: what the gateway says is put back, once.
+		// Another client changes the status: the gateway writes its value again, once.
 		var te v1alpha1.TunnelEndpoint
 		if err := s.client.Get(t.Context(), client.ObjectKey{Namespace: "tenants", Name: "peer2"}, &te); err != nil {
 			t.Fatal(err)
@@ -653,14 +656,14 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 			return nil
 		})
 		mu.Lock()
-		rtt = 500 * time.Millisecond // a latency that is news, but too soon
+		rtt = 500 * time.Millisecond // enough of a change to be written, but too soon after the last write
 		mu.Unlock()
 		v2 := te.ResourceVersion
 		time.Sleep(4 * time.Second)
 		if version(2) != v2 || version(3) != v3 || version(1) == "" {
 			t.Error("written at rest")
 		}
-		// The refused one was tried again a few times, ever more rarely.
+		// The forbidden write was repeated a few times, at growing intervals.
 		failed := func() float64 { return testutil.ToFloat64(r.metrics.writes.WithLabelValues("TunnelEndpoint", "error")) }
 		within(t, "a second attempt", func() error {
 			if failed() < 2 {
@@ -729,7 +732,8 @@ func testHandOver(t *testing.T, s *apiServer) {
 		t.Error("the first has ended before the nodes know of the second")
 	default:
 	}
-	// A Service that names a gateway's Pod without the Lease is no reason to end: there is nobody at it.
+	// A Service that names a gateway's Pod is no reason to end unless this Pod holds the Lease:
+	// it may not be active.
 	stranger := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "handover", Name: "gateway-before", Labels: podLabels},
 		Spec: corev1.PodSpec{NodeName: "handover", Containers: []corev1.Container{{Name: "gateway", Image: "i"}}}}
 	s.create(t, stranger)
@@ -776,9 +780,9 @@ func testHandOver(t *testing.T, s *apiServer) {
 	}
 }
 
-// way leads to an API server and can be cut.
+// way is a connection to an API server that a test can cut.
 type way struct {
-	tried atomic.Int64 // connections that were wanted
+	tried atomic.Int64 // attempts to connect
 	mu    sync.Mutex
 	gone  bool
 	open  []net.Conn
@@ -833,7 +837,7 @@ func compact(replicas []*testReplica) (some []*testReplica) {
 	return some
 }
 
-// An admission policy of before refuses the deletion cost of Pods. That holds up nobody's label, by
+// An older admission policy rejects the deletion cost of Pods. That must not delay the label by
 // which peers find the active gateway.
 func TestARefusedPodFieldDoesNotBlockTheLabel(t *testing.T) {
 	s := newAPIServer(t)
@@ -843,7 +847,7 @@ func TestARefusedPodFieldDoesNotBlockTheLabel(t *testing.T) {
 		t.Fatal(err)
 	}
 	w := &writer{Gateway: g, memory: make(map[types.UID]*memory)}
-	have := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "refused", Name: "p", UID: "u", ResourceVersion: "1"}} // which is not there
+	have := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "refused", Name: "p", UID: "u", ResourceVersion: "1"}} // this Pod does not exist, so the patch fails
 	want := have.DeepCopy()
 	want.Annotations = map[string]string{corev1.PodDeletionCost: costOfActive}
 	m := w.of(have)
@@ -879,7 +883,7 @@ func testCutOff(t *testing.T, s *apiServer) {
 	s.namespace(t, "cutoff")
 	way, config := newWay(t, s)
 	var muted atomic.Bool
-	// Addresses that no other run of this test has at the same time.
+	// Addresses that no concurrent run of this test uses.
 	network := [4]byte{127, byte(rand.IntN(256)), byte(rand.IntN(256)), 0}
 	begin := func(i int, config *rest.Config, with ...func(*Gateway)) *testReplica {
 		network[3] = byte(i + 1)

@@ -28,7 +28,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/owncluster"
 )
 
-// restConfig returns a configuration for watches, which are few long requests.
+// restConfig returns a configuration for watches, which are few and long requests.
 func (g *Gateway) restConfig() *rest.Config {
 	config := rest.CopyConfig(g.o.Config)
 	config.QPS = -1
@@ -37,11 +37,11 @@ func (g *Gateway) restConfig() *rest.Config {
 }
 
 // patient repeats a request while there is no connection to the API server. The reflectors of
-// client-go would wait up to a minute between attempts, to protect an API server that thousands of
-// nodes watch. The few gateways may return at once.
+// client-go would wait up to a minute between attempts, to protect an API server that thousands
+// of nodes watch. There are few gateways, so they may reconnect at once.
 type patient struct {
 	next http.RoundTripper
-	on   *atomic.Bool // while false, an error is returned at once
+	on   *atomic.Bool // false: return an error at once
 }
 
 // RoundTrip implements http.RoundTripper.
@@ -69,7 +69,7 @@ func (g *Gateway) kinds() map[client.Object]cache.ByObject {
 		&corev1.Node{}:               {Transform: slimNode},
 		&discoveryv1.EndpointSlice{}: {Namespaces: map[string]cache.Config{
 			metav1.NamespaceDefault: {FieldSelector: fields.OneTermEqualSelector("metadata.name", "kubernetes")}}},
-		&corev1.Secret{}:        {Namespaces: named(g.o.Namespace, keyring.SecretName)}, // presharedKeys watches the only other Secret
+		&corev1.Secret{}:        {Namespaces: named(g.o.Namespace, keyring.SecretName)}, // presharedKeys watches the other Secret
 		&coordinationv1.Lease{}: {Namespaces: named(g.o.Namespace, isthmus.LeaseGateway)},
 		&corev1.Pod{}:           g.pods(here),
 		&corev1.Service{}:       {Namespaces: here, Label: labels.SelectorFromSet(serviceLabels)},
@@ -80,13 +80,13 @@ func (g *Gateway) kinds() map[client.Object]cache.ByObject {
 	return kinds
 }
 
-// named selects one object.
+// named selects the object with this namespace and name.
 func named(namespace, name string) map[string]cache.Config {
 	return map[string]cache.Config{namespace: {FieldSelector: fields.OneTermEqualSelector("metadata.name", name)}}
 }
 
-// pods selects the gateway's Pods. A replica that delivers by itself needs the locations of all
-// Pods.
+// pods selects the gateway's Pods. For a replica in its own network namespace it selects all
+// Pods, because this replica delivers packets to them.
 func (g *Gateway) pods(here map[string]cache.Config) cache.ByObject {
 	if g.o.Node == "" {
 		return cache.ByObject{Namespaces: here, Label: labels.SelectorFromSet(podLabels)}
@@ -94,7 +94,7 @@ func (g *Gateway) pods(here map[string]cache.Config) cache.ByObject {
 	all := reachablePods()
 	all.Transform = func(o any) (any, error) {
 		if p, ok := o.(*corev1.Pod); ok && isGateway(p, g.o.Namespace) {
-			return o, nil // we also write it, so it must be complete
+			return o, nil // this package also writes these Pods, so they must be complete
 		}
 		return slimPod(o)
 	}
@@ -102,11 +102,12 @@ func (g *Gateway) pods(here map[string]cache.Config) cache.ByObject {
 }
 
 // Owner returns the owner of an address in the cluster, according to the Pods and Nodes that a
-// gateway in a Pod watches for delivery. A host-network gateway does not deliver, and knows no
-// owners. It may be called concurrently.
+// gateway in a Pod watches to deliver packets. A host-network gateway delivers none and knows
+// no owners. Owner may be called concurrently.
 func (g *Gateway) Owner(addr netip.Addr) fabric.Owner { return g.places.owner(addr) }
 
-// podNetwork returns the network into which a replica with its own network namespace delivers.
+// podNetwork returns the nodes and pods to which a replica with its own network namespace
+// delivers. It is empty for a host-network gateway.
 func (g *Gateway) podNetwork() (n fabric.PodNetwork, err error) {
 	if g.o.Node == "" {
 		return n, nil
@@ -120,8 +121,8 @@ func (g *Gateway) podNetwork() (n fabric.PodNetwork, err error) {
 	return n, nil
 }
 
-// watchReports watches the agents' reports. It returns once they were read, or cannot be read for
-// now: an older Role forbids it, and few clusters need it.
+// watchReports watches the agents' reports. It returns once they have been read, or once
+// reading has failed: an older Role forbids it, and few clusters need the reports.
 func (g *Gateway) watchReports(ctx context.Context, group *sync.WaitGroup) {
 	settled := make(chan struct{})
 	settle := sync.OnceFunc(func() { close(settled) })
@@ -133,7 +134,8 @@ func (g *Gateway) watchReports(ctx context.Context, group *sync.WaitGroup) {
 	<-settled
 }
 
-// waiter returns a function that logs what we wait for, whenever that changes and twice a minute.
+// waiter returns a function that logs the reason for waiting, whenever it changes and twice a
+// minute.
 func (g *Gateway) waiter() func(error) {
 	var said time.Time
 	var last string
@@ -151,18 +153,18 @@ func (g *Gateway) waiter() func(error) {
 	}
 }
 
-// identity returns the identity of our cluster. With a configured ID it does not need the API
-// server, because the name is only for people.
+// identity returns the identity of our cluster. If the options contain an ID, it does not need
+// the API server, because the name is only shown to people.
 func (g *Gateway) identity(ctx context.Context) (v1alpha1.ClusterIdentity, error) {
 	if g.o.Cluster.ClusterID != "" {
-		return g.o.Cluster, nil // validated with the command line
+		return g.o.Cluster, nil // was validated with the command line
 	}
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()
 	return owncluster.Identify(ctx, g.client, g.o.Namespace, g.o.Cluster)
 }
 
-// questioner returns the questioner of e, and the saved state about the other gateways.
+// questioner returns the questioner for e, and the saved state about the other gateways.
 func (g *Gateway) questioner(e *election) (*questioner, acquaintance) {
 	q := &questioner{election: e, listen: g.listen, log: g.log,
 		refused: func(why string, n uint32) { g.metrics.refused.WithLabelValues(why).Add(float64(n)) },

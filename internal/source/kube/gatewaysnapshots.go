@@ -16,18 +16,18 @@ import (
 // A Snapshot is the complete configuration of the gateway according to the objects.
 type Snapshot struct {
 	Gateway    fabric.Gateway
-	Problems   []fabric.Problem // of objects that were left out; they do not affect the others
+	Problems   []fabric.Problem // problems of objects that were left out; other objects are not affected
 	Keys       keyring.Ring
-	PodNetwork fabric.PodNetwork       // where a replica with its own network namespace delivers
+	PodNetwork fabric.PodNetwork       // nodes and pods to which a replica with its own network namespace delivers
 	Preshared  map[string]PresharedKey // by cluster ID; never modified
 }
 
 // desired is the last Snapshot with its validity.
 type desired struct {
 	snapshot   Snapshot
-	err        error // why snapshot is out of date
+	err        error // why snapshot is out of date; nil: it is up to date
 	valid      bool
-	remembered error // set if snapshot comes from the state directory: why, and since when
+	remembered error // set if snapshot comes from the state directory: the reason, and since when
 }
 
 // setDesired replaces g.desired. The caller holds g.mu.
@@ -40,8 +40,9 @@ func (g *Gateway) setDesired(next desired) {
 	g.replaced = make(chan struct{})
 }
 
-// Snapshots calls deliver with the present Snapshot and with each different one, until ctx ends. An
-// error says why the previous Snapshot is out of date; it stays in force.
+// Snapshots calls deliver with the current Snapshot and with each later one that differs, until
+// ctx ends. An error explains why the previous Snapshot is out of date. That Snapshot stays in
+// force.
 func (g *Gateway) Snapshots(ctx context.Context, deliver func(Snapshot, error)) {
 	var last desired
 	for {
@@ -66,7 +67,7 @@ func (g *Gateway) Snapshots(ctx context.Context, deliver func(Snapshot, error)) 
 	}
 }
 
-// SharedKey returns keyring.Ring.Gateways; zero: not known yet. After a restart, it is known from
+// SharedKey returns keyring.Ring.Gateways; zero: not known yet. After a restart it is read from
 // the state directory before the API server answers.
 func (g *Gateway) SharedKey() [32]byte {
 	g.mu.Lock()
@@ -74,7 +75,7 @@ func (g *Gateway) SharedKey() [32]byte {
 	return g.shared
 }
 
-// DialAPIServer connects to this gateway's API server.
+// DialAPIServer connects to the API server that this gateway uses.
 func (g *Gateway) DialAPIServer(ctx context.Context) (net.Conn, error) {
 	server, _, err := rest.DefaultServerUrlFor(g.o.Config)
 	if err != nil {
@@ -95,8 +96,8 @@ func (g *Gateway) Others() map[netip.Addr]bool {
 	return e.neighbours()
 }
 
-// Active returns the name of the active replica's Pod, empty if unknown, and whether that is this
-// replica.
+// Active returns the name of the active replica's Pod, empty if unknown. self reports whether
+// this replica is the active one.
 func (g *Gateway) Active() (pod string, self bool) {
 	g.mu.Lock()
 	e := g.election

@@ -13,15 +13,16 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// handOverMost is how long an ending replica waits for another one to take over. A standby that
-// misses a change of the Lease reads it every retryPeriod. handOverLook is how often it checks.
+// handOverMost is how long an ending replica waits for another replica to take over. A standby
+// that misses a change of the Lease reads it again after retryPeriod. handOverLook is the
+// interval at which the ending replica checks.
 const (
 	handOverMost = 4 * time.Second
 	handOverLook = 10 * time.Millisecond
 )
 
 // handOver returns once another replica has taken over the traffic, or if there is no other
-// replica. Until then this replica keeps carrying it.
+// replica. Until then this replica continues to carry the traffic.
 func (g *Gateway) handOver(ended <-chan struct{}) {
 	for begin := time.Now(); time.Since(begin) < handOverMost; {
 		next, waiting := g.successor()
@@ -39,15 +40,15 @@ func (g *Gateway) handOver(ended <-chan struct{}) {
 	}
 }
 
-// successor returns the Pod of another gateway that both holds the Lease and is named by the
-// Service. The Service alone is not enough: it may still name an earlier gateway. Without a
-// successor, waiting reports whether some gateway could become it. Host-network gateways do not
-// wait, because the nodes find them through the TunnelEndpoints.
+// successor returns the Pod of another gateway that holds the Lease and is named by the
+// Service. The Service alone does not suffice, because it may still name an earlier gateway.
+// Without a successor, waiting reports whether another gateway is running and may become it.
+// Host-network gateways do not wait, because the nodes find them through the TunnelEndpoints.
 func (g *Gateway) successor() (pod string, waiting bool) {
 	if g.o.Node == "" || !g.reading.Load() {
 		return "", false
 	}
-	ctx := context.Background() // these reads are from memory
+	ctx := context.Background() // these reads come from the cache
 	var pods corev1.PodList
 	var services corev1.ServiceList
 	if g.objects.List(ctx, &pods, client.InNamespace(g.o.Namespace), client.MatchingLabels(podLabels)) != nil || g.objects.List(ctx, &services) != nil {
@@ -58,7 +59,7 @@ func (g *Gateway) successor() (pod string, waiting bool) {
 		if p.Name == g.o.Pod || !p.DeletionTimestamp.IsZero() {
 			continue
 		}
-		waiting = waiting || p.Status.Phase == corev1.PodRunning // a dead container may still count as running, which only costs time
+		waiting = waiting || p.Status.Phase == corev1.PodRunning // a dead container may still count as running; then the wait is only longer than needed
 		for _, s := range services.Items {
 			if p.Name == holder && p.Status.PodIP != "" && s.Annotations[isthmus.AnnotationGateways] == p.Status.PodIP {
 				return p.Name, true
@@ -68,10 +69,10 @@ func (g *Gateway) successor() (pod string, waiting bool) {
 	return "", waiting
 }
 
-// holder returns the holder of the Lease according to the watch, which may be behind; empty: none,
-// or unknown because not everything has been read.
+// holder returns the holder of the Lease as the watch last saw it, which may be stale. Empty:
+// there is none, or not everything has been read yet.
 func (g *Gateway) holder(ctx context.Context) string {
-	if !g.reading.Load() { // objects may be nil or being set until then
+	if !g.reading.Load() { // until then, another goroutine may be setting objects
 		return ""
 	}
 	var lease coordinationv1.Lease
@@ -81,7 +82,7 @@ func (g *Gateway) holder(ctx context.Context) string {
 	return holderOf(&lease)
 }
 
-// meet passes the Pods of the other gateways to e.
+// meet returns a handler that passes the Pods of the other gateways to e.
 func (g *Gateway) meet(e *election) toolscache.ResourceEventHandler {
 	set := func(o any) {
 		p, ok := o.(*corev1.Pod)
@@ -92,7 +93,7 @@ func (g *Gateway) meet(e *election) toolscache.ResourceEventHandler {
 			e.unsee(p.Name)
 			return
 		}
-		addr, _ := netip.ParseAddr(p.Status.PodIP) // invalid: no address yet
+		addr, _ := netip.ParseAddr(p.Status.PodIP) // invalid: the Pod has no address yet
 		e.see(p.Name, addr, !p.DeletionTimestamp.IsZero())
 	}
 	return toolscache.ResourceEventHandlerFuncs{

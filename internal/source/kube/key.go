@@ -19,7 +19,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubeerr"
 )
 
-// Labels of the Secret that gateways create; package keyring defines its data.
+// Labels of the Secret that gateways create. Package keyring defines the Secret's data.
 const (
 	keyLabelValue = "wireguard"
 	// labelManagedBy marks a Secret that we created. `isthmus uninstall` deletes no other Secret,
@@ -28,8 +28,8 @@ const (
 	managedBy      = "isthmus"
 )
 
-// keyFrom parses the keys. A wrong public key is only a problem: peers get a key that no gateway
-// has, but peers that know the right one are not affected.
+// keyFrom parses the keys. A wrong public key is only a problem, not an error: it misleads
+// peers that read it now, but peers that have the right one are not affected.
 func keyFrom(secret *corev1.Secret) (ring keyring.Ring, problems []fabric.Problem, err error) {
 	origin := fabric.Origin{Kind: "Secret", Namespace: secret.Namespace, Name: secret.Name}
 	private, err := keyring.Key(secret.Data, keyring.FieldPrivate)
@@ -61,7 +61,7 @@ func publicKey(private [32]byte) []byte {
 	return fabric.PublicKeys(private, 1)[0][:]
 }
 
-// keySecret returns the Secret with the keys in use, or with a new key.
+// keySecret returns a Secret with the keys in ring, or with a new key if ring is empty.
 func keySecret(namespace string, ring keyring.Ring, tunnels int, now time.Time) *corev1.Secret {
 	data := make(map[string][]byte)
 	if ring.Private == ([32]byte{}) {
@@ -75,7 +75,7 @@ func keySecret(namespace string, ring keyring.Ring, tunnels int, now time.Time) 
 	if ring.Offered != ([32]byte{}) {
 		data[keyring.FieldOffered] = keyring.Text(ring.Offered)
 	}
-	if ring.Next != ([32]byte{}) { // some peers may only know this one
+	if ring.Next != ([32]byte{}) { // some peers may only know the next key
 		data = keyring.Begin(data, ring.Next, now)
 	}
 	if r, _, err := keyring.Read(data); err == nil {
@@ -92,8 +92,9 @@ func keySecret(namespace string, ring keyring.Ring, tunnels int, now time.Time) 
 	}
 }
 
-// createKey creates the Secret. It contains the keys in use, if any, so that the loss of the Secret
-// breaks no connection. Only one of several replicas succeeds; the others then read the result.
+// createKey creates the Secret with the keys in use, if there are any, so that the loss of the
+// Secret breaks no connection. If several replicas try, one succeeds, and the others then read
+// its Secret.
 func (g *Gateway) createKey(ctx context.Context, inUse keyring.Ring) error {
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()
@@ -109,13 +110,13 @@ func (g *Gateway) createKey(ctx context.Context, inUse keyring.Ring) error {
 	return nil
 }
 
-// tellInterval is the delay before a failed write of the Secret is repeated.
+// tellInterval is the delay after which a failed write of the Secret is repeated.
 const tellInterval = 10 * time.Second
 
-// tellTunnels writes this replica's tunnels into data.tunnels, once for each private key. While the
-// number of tunnels is being changed, replicas differ; each writes its own when it starts, and the
-// last one is right. A value that does not belong to this key is corrected at any time. It returns
-// a problem if the write fails.
+// tellTunnels writes this replica's tunnels into data.tunnels, once for each private key. While
+// an administrator changes the number of tunnels, replicas differ. Each writes its own number
+// when it starts, so the newest replica prevails. A value that does not belong to the private
+// key is corrected at any time. tellTunnels returns a problem if the write fails.
 func (r *refresher) tellTunnels(ctx context.Context, secret *corev1.Secret, private [32]byte) []fabric.Problem {
 	have, want := string(secret.Data[keyring.FieldTunnels]), keyring.Tunnels(private, r.o.Tunnels)
 	switch {
@@ -129,7 +130,7 @@ func (r *refresher) tellTunnels(ctx context.Context, secret *corev1.Secret, priv
 		r.tellErr = r.writeTunnels(ctx, secret, want)
 		switch {
 		case apierrors.IsConflict(r.tellErr) || apierrors.IsNotFound(r.tellErr):
-			r.tellErr = nil // the cache is behind; its update leads here again
+			r.tellErr = nil // the cache is stale; its update triggers this function again
 		case r.tellErr != nil:
 			r.tellAgain = now.Add(tellInterval)
 			time.AfterFunc(tellInterval, r.look.set)
@@ -155,8 +156,8 @@ func (g *Gateway) writeTunnels(ctx context.Context, secret *corev1.Secret, tunne
 	return g.client.Patch(ctx, with, client.MergeFromWithOptions(secret, client.MergeFromWithOptimisticLock{}))
 }
 
-// key reads the keys, or creates the Secret if it is missing. Keys with a problem can be used
-// nevertheless.
+// key reads the keys, or creates the Secret if it is missing. It may return problems together
+// with usable keys.
 func (r *refresher) key(ctx context.Context, inUse keyring.Ring) (keyring.Ring, []fabric.Problem, error) {
 	var secret corev1.Secret
 	err := r.objects.Get(ctx, client.ObjectKey{Namespace: r.o.Namespace, Name: keyring.SecretName}, &secret)
@@ -179,7 +180,7 @@ func (r *refresher) key(ctx context.Context, inUse keyring.Ring) (keyring.Ring, 
 		}
 	}
 	if inUse.Private != ([32]byte{}) {
-		return inUse, nil, nil // no harm to the peers yet
+		return inUse, nil, nil // peers are not affected yet
 	}
 	return inUse, nil, missing
 }

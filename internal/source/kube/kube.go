@@ -1,14 +1,15 @@
-// Package kube is the Kubernetes side of gateway and route agent. It watches the objects that
-// configure them, and delivers these as values of package fabric. For the gateway it also elects
-// the active replica, writes the status of the TunnelEndpoints, and rotates the key Secret. For a
-// node it writes the agent's report. cmd/isthmus makes one Gateway or calls WatchNode.
+// Package kube connects the gateway and the route agent with Kubernetes. It watches the objects
+// that configure them, and delivers the configuration as values of package fabric. For the
+// gateway it also elects the active replica, writes the status of the TunnelEndpoints, and
+// rotates the key in the Secret. For a node it writes the agent's report. cmd/isthmus creates
+// one Gateway or calls WatchNode.
 //
 //	TunnelEndpoints, NatMappings, key Secret ─ watch ─► Snapshot ─► gateway
 //	TunnelEndpoint.status, labels, annotation ◄─ write ─ Report ◄──┘
 //
-// An event only triggers another look. Every look reads all objects from the cache, so lost or
-// repeated events are harmless. While the API server is away, the last Snapshot stays in force
-// without a time limit.
+// An event only triggers another evaluation. Each evaluation reads all objects from the cache,
+// so lost or repeated events are harmless. While the API server is unavailable, the last
+// Snapshot stays in force without a time limit.
 package kube
 
 import (
@@ -49,7 +50,7 @@ func newScheme() *runtime.Scheme {
 	scheme := runtime.NewScheme()
 	for _, add := range []func(*runtime.Scheme) error{corev1.AddToScheme, coordinationv1.AddToScheme, discoveryv1.AddToScheme, v1alpha1.AddToScheme, isthmus.AddToScheme} {
 		if err := add(scheme); err != nil {
-			panic(err) // two Go types for one kind, which no input can cause
+			panic(err) // only fails if one kind has two Go types, which no input can cause
 		}
 	}
 	return scheme
@@ -61,11 +62,11 @@ type objects struct {
 	log *slog.Logger
 
 	mu      sync.Mutex
-	trouble map[string]error // kind → why it cannot be read at the moment
+	trouble map[string]error // kind → reason why it cannot be read now
 }
 
-// newObjects makes a cache of exactly the given kinds, each restricted to the objects that are
-// needed. It asks the API server whether it serves them.
+// newObjects makes a cache of the given kinds only, each restricted to the objects that are
+// needed. It asks the API server whether it serves these kinds.
 func newObjects(config *rest.Config, kinds map[client.Object]cache.ByObject, log *slog.Logger) (*objects, error) {
 	o := &objects{log: log, trouble: make(map[string]error)}
 	var err error
@@ -87,7 +88,7 @@ func newObjects(config *rest.Config, kinds map[client.Object]cache.ByObject, log
 // failed records why a kind could not be read. The informer retries by itself every few seconds.
 func (o *objects) failed(kind string, err error) {
 	if apierrors.IsResourceExpired(err) || apierrors.IsGone(err) {
-		return // an old resource version; the informer lists again
+		return // the resource version was too old; the informer lists again
 	}
 	kind = kind[strings.LastIndexByte(kind, '.')+1:] // "*v1alpha1.TunnelEndpoint"
 	o.mu.Lock()
@@ -98,9 +99,9 @@ func (o *objects) failed(kind string, err error) {
 	}
 }
 
-// watch starts the cache, calls notify for every change of the kinds, and returns once each has
-// been read. It fails only if ctx ends. About once a second it calls waiting with the present
-// problem.
+// watch starts the cache, calls notify for every change of the kinds, and returns once each
+// kind has been read. It fails only if ctx ends. Until it returns, it calls waiting about once
+// a second with the current problem.
 func (o *objects) watch(ctx context.Context, notify func(), waiting func(error), kinds ...client.Object) error {
 	return o.watchBy(ctx, toolscache.ResourceEventHandlerFuncs{
 		AddFunc: func(any) { notify() },
@@ -113,8 +114,8 @@ func (o *objects) watch(ctx context.Context, notify func(), waiting func(error),
 	}, waiting, kinds...)
 }
 
-// watchBy is watch with a handler of changes. When it returns, the handler has received all objects
-// read so far.
+// watchBy is like watch, but passes each change to a handler. When watchBy returns, the handler
+// has received all objects read so far.
 func (o *objects) watchBy(ctx context.Context, handler toolscache.ResourceEventHandler, waiting func(error), kinds ...client.Object) error {
 	for _, kind := range kinds {
 		name := strings.TrimPrefix(fmt.Sprintf("%T", kind), "*")
@@ -149,9 +150,9 @@ func (o *objects) watchBy(ctx context.Context, handler toolscache.ResourceEventH
 	return nil
 }
 
-// sameButVersion reports whether an object has not changed in any field that we read: the
-// transforms of the cache drop all other fields. Every Node sends a heartbeat every few minutes,
-// and with thousands of Nodes there is always one.
+// sameButVersion reports whether an object is unchanged in all fields that this package reads.
+// The transforms of the cache drop all other fields. Every Node sends a heartbeat every few
+// minutes, so with thousands of Nodes there is always a change to ignore.
 func sameButVersion(before, after any) bool {
 	a, ok := before.(client.Object)
 	b, also := after.(client.Object)
@@ -163,7 +164,8 @@ func sameButVersion(before, after any) bool {
 	return equality.Semantic.DeepEqual(a, b)
 }
 
-// retry calls try until it succeeds or ctx ends, at first quickly, then once a second.
+// retry calls try until it succeeds or ctx ends. The first retries are quick; later ones follow
+// once a second.
 func retry(ctx context.Context, waiting func(error), try func() error) error {
 	pause := 10 * time.Millisecond
 	for {
@@ -183,12 +185,12 @@ func retry(ctx context.Context, waiting func(error), try func() error) error {
 	}
 }
 
-// A signal says that something may have changed since it was last received.
+// A signal tells its receiver that something may have changed since the last receive.
 type signal chan struct{}
 
 func newSignal() signal { return make(signal, 1) }
 
-// set never blocks.
+// set sends the signal. It never blocks.
 func (s signal) set() {
 	select {
 	case s <- struct{}{}:
@@ -196,15 +198,15 @@ func (s signal) set() {
 	}
 }
 
-// Changes with one cause arrive together. Therefore coalesce waits until none has arrived for
-// coalesceQuiet, but at most for coalesceMost.
+// Changes with one cause arrive close together. Therefore coalesce waits until no signal has
+// arrived for coalesceQuiet, but at most for coalesceMost.
 const (
 	coalesceQuiet = 20 * time.Millisecond
 	coalesceMost  = 200 * time.Millisecond
 )
 
-// coalesce calls look once for each group of signals, until ctx ends. It calls look at once for an
-// urgent signal, and then not again for coalesceQuiet.
+// coalesce calls look once for each group of signals, until ctx ends. For an urgent signal it
+// calls look at once, and then not again for coalesceQuiet.
 func (s signal) coalesce(ctx context.Context, urgent signal, look func()) {
 	for {
 		select {

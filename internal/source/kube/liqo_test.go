@@ -15,7 +15,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
-// counted counts the patches of a status.
+// counted counts the patches of the status.
 type counted struct {
 	client.Client
 	patches int
@@ -35,8 +35,8 @@ func (s *countedStatus) Patch(ctx context.Context, o client.Object, p client.Pat
 	return s.SubResourceWriter.Patch(ctx, o, p, opts...)
 }
 
-// Liqo's definition drops the conditions. The status still follows the gateway, also after a write that
-// changed nothing, and a gateway at rest writes nothing.
+// Liqo's CRD drops the conditions. Still, the status follows the gateway, even after a write
+// that changed nothing, and the gateway writes nothing while its state is unchanged.
 func TestAStatusWithoutConditionsFollowsTheGateway(t *testing.T) {
 	s := newAPIServer(t)
 	crds, err := kubetest.LiqoCRDs()
@@ -87,7 +87,7 @@ func TestAStatusWithoutConditionsFollowsTheGateway(t *testing.T) {
 		restart bool
 		status  v1alpha1.ConnectionStatus
 		reason  string
-		writes  int // of five rounds
+		writes  int // expected in five rounds
 	}{
 		{"first", true, v1alpha1.Connecting, v1alpha1.CauseConnecting, 1},
 		{"connected", false, v1alpha1.Connected, v1alpha1.CauseConnected, 1},

@@ -10,7 +10,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/metric"
 )
 
-// gatewayMetrics has the series of the gateway's Kubernetes side. A standby exports them, too.
+// gatewayMetrics has the metrics of the gateway's Kubernetes side. A standby exports them, too.
 type gatewayMetrics struct {
 	g         *Gateway
 	takeovers *prometheus.CounterVec

@@ -8,7 +8,8 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// A holder without a majority of votes goes on, silent. It must not count beside the gateway that the nodes have elected.
+// A holder without a majority of votes keeps running but sends nothing. The metrics must not
+// count it as active beside the gateway that the nodes have elected.
 func TestAHolderWithoutVotesIsNotCountedAsActive(t *testing.T) {
 	g, err := NewGateway(GatewayOptions{Config: &rest.Config{Host: "https://192.0.2.1"}, Namespace: "n", Pod: "me", PodIP: netip.MustParseAddr("192.0.2.2"), Node: "a", Log: quiet})
 	if err != nil {

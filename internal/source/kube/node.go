@@ -27,26 +27,28 @@ import (
 	"github.com/isthmus-net/isthmus/internal/voting"
 )
 
-// WatchNode watches the objects that the route agent of node self needs: its Node and the Pods on
-// it, the Pods of the gateway, the NetworkAllocations, and the gateway's Service, which names the
-// active gateway. If these are not enough, it watches more for as long as needed:
+// WatchNode watches the objects that the route agent of node self needs: its Node and the Pods
+// on it, the Pods of the gateway, the NetworkAllocations, and the gateway's Service, which
+// names the active gateway. If these are not sufficient, it watches more, for as long as
+// needed:
 //
 //   - TunnelEndpoints, if the NetworkAllocations do not name our own networks, or the Service does
 //     not name a Pod of the gateway;
 //   - all Nodes, Pods and TunnelEndpoints, if a gateway uses the host network, or no gateway has
 //     been seen yet.
 //
-// It calls deliver once everything has been read, and again after every relevant change, never
-// twice at a time. Self and UnderlayMTU of the intent are empty. An invalid TunnelEndpoint is left
-// out and reported as a problem.
+// It calls deliver once everything has been read, and again after every relevant change. Calls
+// of deliver never overlap. Self and UnderlayMTU of the intent are empty. An invalid
+// TunnelEndpoint is left out and reported as a problem.
 //
-// Gateways are the Pods with the gateway's labels in namespace, which is that of the installation.
+// Gateways are the Pods with the gateway's labels in namespace, the namespace of the
+// installation.
 //
-// It only reads, and returns when ctx ends. While the API server is away it delivers nothing, so
-// that the last intent stays in force.
+// WatchNode writes no objects. It returns when ctx ends. While the API server is unavailable it
+// delivers nothing, so that the last intent stays in force.
 //
-// A voter that is not nil gets the data that it needs to vote. It reports which gateway the nodes
-// have elected, even while the API server is away.
+// WatchNode passes a voter that is not nil the data that it needs to vote. The voter reports
+// which gateway the nodes have elected, even while the API server is unavailable.
 func WatchNode(ctx context.Context, config *rest.Config, namespace, self string, voter *voting.Voter, log *slog.Logger, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
 	config = rest.CopyConfig(config)
 	config.QPS = -1 // few and long requests
@@ -93,19 +95,19 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 		now, whole, err := w.see(ctx)
 		if err != nil {
 			if ctx.Err() == nil {
-				log.Error("cannot read objects from the cache", "error", err) // a kind that is not watched
+				log.Error("cannot read objects from the cache", "error", err) // only a kind that is not watched can cause this
 			}
 			return
 		}
 		if w.last == nil && !whole {
-			return // an agent that has just started would remove what its predecessor made
+			return // with an incomplete intent, an agent that has just started would remove its predecessor's routes
 		}
 		if w.last == nil || !reflect.DeepEqual(now, w.last) {
 			recalled()
 			w.last = now
 			deliver(now.intent, now.problems)
 			w.remember(now.intent)
-		} else if w.epoch != w.remembers { // nodes began or stopped to vote
+		} else if w.epoch != w.remembers { // nodes have begun or stopped to vote
 			w.remember(now.intent)
 		}
 	}
@@ -114,8 +116,8 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 	return nil
 }
 
-// onceEach returns a function that calls f only if the error is not the same as the last one. It may
-// be called concurrently.
+// onceEach returns a function that calls f unless the error equals the previous one. The
+// function may be called concurrently.
 func onceEach(f func(error)) func(error) {
 	var mu sync.Mutex
 	var last string
@@ -129,12 +131,12 @@ func onceEach(f func(error)) func(error) {
 	}
 }
 
-// nodeWatch is the state of one WatchNode. It belongs to one goroutine.
+// nodeWatch is the state of one WatchNode call. Only one goroutine may use it.
 type nodeWatch struct {
 	*caches
 	self      string
 	voter     voter  // nil: the node does not vote
-	directory string // of the saved intent; empty: nothing is saved
+	directory string // where the intent is saved; empty: it is not saved
 
 	few  *objects // objects that are always watched
 	mine *objects // the Pods on our node
@@ -144,14 +146,14 @@ type nodeWatch struct {
 	tunnels     *further // TunnelEndpoints
 	all         *further // all Nodes and Pods
 
-	only      bool          // all gateways are Pods
-	last      *nodeSnapshot // that was delivered
+	only      bool          // all gateways are Pods with their own network namespace
+	last      *nodeSnapshot // last delivered
 	read      readAllocations
-	epoch     uint64 // epoch of the active gateway if nodes vote; else 0
-	remembers uint64 // epoch at the last save
+	epoch     uint64 // epoch of the active gateway if nodes vote, else 0
+	remembers uint64 // epoch in the saved intent
 }
 
-// voter is the part of voting.Voter that is used.
+// voter is the part of voting.Voter that this package uses.
 type voter interface {
 	Set(ed25519.PublicKey)
 	At(netip.Addr)
@@ -159,15 +161,16 @@ type voter interface {
 	Holder() voting.Holder
 }
 
-// readAllocations caches the result of parsing the NetworkAllocations. With a thousand peers,
-// parsing takes a millisecond, which is too much for every new Pod.
+// readAllocations caches the parsed NetworkAllocations. With a thousand peers, parsing takes a
+// millisecond, which is too long to repeat for every new Pod.
 type readAllocations struct {
 	versions map[types.UID]string
 	said     fabric.Allocations
 	problems []fabric.Problem
 }
 
-// from returns the content of the objects. The slices stay the same ones until an object changes.
+// from returns the parsed content of the objects. It returns the same slices until an object
+// changes.
 func (r *readAllocations) from(all []isthmus.NetworkAllocation) (fabric.Allocations, []fabric.Problem) {
 	changed := func(o isthmus.NetworkAllocation) bool { return r.versions[o.UID] != o.ResourceVersion }
 	if len(all) != len(r.versions) || slices.ContainsFunc(all, changed) {
@@ -183,14 +186,14 @@ func (r *readAllocations) from(all []isthmus.NetworkAllocation) (fabric.Allocati
 	return r.said, slices.Clone(r.problems)
 }
 
-// see reads the known objects. whole reports whether these are all objects that are needed.
+// see reads the known objects. whole reports whether all objects that are needed are known.
 func (w *nodeWatch) see(ctx context.Context) (now *nodeSnapshot, whole bool, err error) {
 	var pods corev1.PodList
 	if err := w.few.List(ctx, &pods, client.UnsafeDisableDeepCopy); err != nil {
 		return nil, false, err
 	}
 	hosts := slices.ContainsFunc(pods.Items, func(p corev1.Pod) bool { return p.Spec.HostNetwork })
-	w.only = !hosts && (w.only || len(pods.Items) > 0) // if all gateways are gone, expect new ones of the same kind
+	w.only = !hosts && (w.only || len(pods.Items) > 0) // if all gateways were deleted, expect new ones with their own network namespaces, too
 	now = &nodeSnapshot{}
 	in := &now.intent
 	in.OnlyPods = w.only
@@ -213,27 +216,28 @@ func (w *nodeWatch) see(ctx context.Context) (now *nodeSnapshot, whole bool, err
 		}
 		in.Gateway = w.active(services.Items, in.Gateways)
 	}
-	undecided := place == nil && !refused || allocations == nil // it is not known yet whether TunnelEndpoints are needed, for a moment at the start
+	undecided := place == nil && !refused || allocations == nil // at the start it takes a moment to know whether TunnelEndpoints are needed
 	w.all.want(ctx, !w.only)
 	w.tunnels.want(ctx, !in.Gateway.IsValid() && !undecided)
 	all, _ := w.all.known()
 	tunnels, _ := w.tunnels.known()
 	whole = allocations != nil && (w.only || all != nil) && (in.Gateway.IsValid() || tunnels != nil)
 	err = w.snapshot(ctx, now, all, tunnels)
-	if w.last != nil && !in.Gateway.IsValid() && tunnels == nil { // until then, the last locations of gateways stay in force
+	if w.last != nil && !in.Gateway.IsValid() && tunnels == nil { // until they are read, the last known gateways stay in force
 		in.Gateway, in.Tunnels = w.last.intent.Gateway, w.last.intent.Tunnels
 	}
 	return now, whole, err
 }
 
-// active returns the gateway that the nodes elected or that the Service names, whichever is newer.
+// active returns the gateway that the nodes elected, or the gateway that the Service names,
+// whichever is newer.
 func (w *nodeWatch) active(services []corev1.Service, gateways []fabric.GatewayPod) netip.Addr {
 	named := activeGateway(services, gateways)
 	if w.voter == nil || len(services) != 1 {
 		return named
 	}
 	votes := votesOf(services[0].Annotations[isthmus.AnnotationVotes])
-	if votes.Key != nil { // a recreated Service must not take the vote away
+	if votes.Key != nil { // a recreated Service without a key must not remove the voter's key
 		w.voter.Set(votes.Key)
 	}
 	addrs := make(map[netip.Addr]bool)
@@ -252,9 +256,10 @@ func (w *nodeWatch) active(services []corev1.Service, gateways []fabric.GatewayP
 	return h.Addr
 }
 
-// activeGateway returns the gateway that the gateway's Service names. It must be one of the Pods,
-// and on the node that the Service names, because a gateway on the host's network only writes the
-// node when it takes over. Zero: there is none, or there are several Services.
+// activeGateway returns the address of the gateway that the gateway's Service names. It must be
+// one of the Pods in gateways, on the node that the Service names: a host-network gateway that
+// takes over writes only the node. The result is zero if no Pod matches, or if there is not
+// exactly one Service.
 func activeGateway(services []corev1.Service, gateways []fabric.GatewayPod) netip.Addr {
 	if len(services) != 1 {
 		return netip.Addr{}
@@ -271,7 +276,7 @@ func activeGateway(services []corev1.Service, gateways []fabric.GatewayPod) neti
 func reachablePods() cache.ByObject {
 	visible, err := labels.NewRequirement(v1alpha1.LabelShadowPod, selection.NotEquals, []string{"true"})
 	if err != nil {
-		panic(err) // constants
+		panic(err) // only invalid constants could cause this
 	}
 	return cache.ByObject{
 		Transform: slimPod,
@@ -280,7 +285,7 @@ func reachablePods() cache.ByObject {
 	}
 }
 
-// notEnded selects Pods that have not ended: those have released their address.
+// notEnded selects Pods that have not ended. A Pod that has ended has released its address.
 func notEnded() fields.Selector {
 	return fields.AndSelectors(
 		fields.OneTermNotEqualSelector("status.phase", string(corev1.PodSucceeded)),
@@ -292,8 +297,8 @@ type nodeSnapshot struct {
 	problems []fabric.Problem
 }
 
-// snapshot adds the objects in the caches to s; all and tunnels may be nil. Caches list in random
-// order, so it sorts everything.
+// snapshot adds the objects in the caches to s; all and tunnels may be nil. It sorts
+// everything, because caches list in random order.
 func (w *nodeWatch) snapshot(ctx context.Context, s *nodeSnapshot, all, tunnels *objects) error {
 	var nodes corev1.NodeList
 	var pods corev1.PodList
@@ -369,7 +374,7 @@ func podsFrom(p *corev1.Pod) (pods []fabric.NodePod) {
 	return pods
 }
 
-// gatewayFrom returns the addresses of a replica of the gateway.
+// gatewayFrom returns one GatewayPod for each address of a gateway's Pod.
 func gatewayFrom(p *corev1.Pod) (all []fabric.GatewayPod) {
 	host, _ := netip.ParseAddr(p.Status.HostIP)
 	for _, s := range p.Status.PodIPs {
@@ -380,8 +385,8 @@ func gatewayFrom(p *corev1.Pod) (all []fabric.GatewayPod) {
 	return all
 }
 
-// slimNode, slimPod, slimAllocation, slimEndpoint and slimService drop the fields that we do not
-// read: on a large cluster every agent has all Pods in memory.
+// slimNode, slimPod, slimAllocation, slimEndpoint and slimService drop the fields that this
+// package does not read, because in a large cluster every agent has all Pods in memory.
 func slimAllocation(o any) (any, error) {
 	if n, ok := o.(*isthmus.NetworkAllocation); ok {
 		since := isthmus.NetworksSince{ResourceVersion: fabric.NamedSince(string(n.UID), n.ResourceVersion, &n.Spec), Revision: n.Spec.Revision, UID: string(n.UID)}

@@ -34,8 +34,8 @@ type delivery struct {
 	problems []fabric.Problem
 }
 
-// agentServer is an API server of its own with what WatchNode reads, and a watcher with the rights
-// of a route agent.
+// agentServer is an API server of its own with the objects that WatchNode reads, and a
+// WatchNode with the permissions of a route agent.
 type agentServer struct {
 	t      *testing.T
 	ctx    context.Context
@@ -52,7 +52,7 @@ func (s *agentServer) must(err error) {
 	}
 }
 
-// install creates the objects of the files.
+// install creates the objects in the files that match pattern.
 func (s *agentServer) install(pattern string) {
 	s.t.Helper()
 	names, err := fs.Glob(deploy.Files, pattern)
@@ -68,7 +68,7 @@ func (s *agentServer) install(pattern string) {
 	}
 }
 
-// create creates an object and its status.
+// create creates an object together with its status.
 func (s *agentServer) create(o client.Object) {
 	s.t.Helper()
 	whole := o.DeepCopyObject().(client.Object)
@@ -91,7 +91,8 @@ func (s *agentServer) next() delivery {
 	panic("unreachable")
 }
 
-// until returns the first delivery that is as wanted: changes of one moment may come in two.
+// until returns the first delivery for which good returns true. Simultaneous changes may be
+// delivered one after the other.
 func (s *agentServer) until(good func(delivery) bool) delivery {
 	s.t.Helper()
 	for {
@@ -225,7 +226,8 @@ func TestWatchNodeDeliversEachChangeOnce(t *testing.T) {
 		t.Error(got)
 	}
 
-	// What says nothing new is not delivered: a heartbeat, an annotation, the latency of a tunnel.
+	// Changes of fields that WatchNode does not use are not delivered: a heartbeat, an
+	// annotation, the latency of a tunnel.
 	var n corev1.Node
 	s.must(s.admin.Get(ctx, client.ObjectKey{Name: "n1"}, &n))
 	n.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue, LastHeartbeatTime: metav1.Now()}}
@@ -238,7 +240,7 @@ func TestWatchNodeDeliversEachChangeOnce(t *testing.T) {
 	s.must(s.admin.Status().Update(ctx, &b))
 	s.silence("a heartbeat", 500*time.Millisecond)
 
-	// The API server is away, and comes back: nothing, until something changes.
+	// The API server restarts: nothing is delivered until an object changes.
 	s.must(server.RestartAPIServer(ctx))
 	s.silence("a restart", 2*time.Second)
 	p := pod("p", "n1", "10.64.0.5", nil)
@@ -251,8 +253,9 @@ func TestWatchNodeDeliversEachChangeOnce(t *testing.T) {
 		t.Errorf("after a pod ended: %+v", d)
 	}
 
-	// Gateways that are Pods with networks of their own: nothing of other nodes and pods any more, nor
-	// when one of them is gone; with one on its node's network, all again.
+	// While every gateway is a Pod with its own network namespace, other nodes and pods are not
+	// delivered, even after a gateway was deleted. With a host-network gateway, all are
+	// delivered.
 	gateway := func(name, at, addr string, hostNetwork bool) {
 		s.create(pod(name, at, addr, func(p *corev1.Pod) {
 			p.Namespace, p.Spec.HostNetwork = deploy.Namespace, hostNetwork
@@ -270,8 +273,9 @@ func TestWatchNodeDeliversEachChangeOnce(t *testing.T) {
 	s.create(node("n3", "172.30.1.13", "10.64.2.0/24"))
 	s.silence("a pod and a node, none of which matter", 500*time.Millisecond)
 
-	// With our own networks known, and a gateway that says on its Service that it is active, TunnelEndpoints do not
-	// matter, whatever happens to them; one that is no Pod of the gateway is not believed.
+	// Our own networks are known, and the Service names an active gateway. Now TunnelEndpoints
+	// are not read, even if they change. A gateway in the Service that is not one of its Pods
+	// is ignored.
 	service := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: deploy.Namespace, Name: "gateway", Labels: map[string]string{v1alpha1.LabelGateway: "true"},
 		Annotations: map[string]string{isthmus.AnnotationGateways: "10.64.1.254", v1alpha1.AnnotationGatewayNodeIP: "172.30.1.12"}}, Spec: corev1.ServiceSpec{Ports: []corev1.ServicePort{{Port: 5871}}}}
 	s.must(s.admin.Create(ctx, service))

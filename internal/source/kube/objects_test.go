@@ -17,7 +17,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// An unread is a cache, an informer and a registration of which nothing was ever read.
+// An unread is a cache, an informer and a registration that has never read any object.
 type unread struct{ cache.Cache }
 
 func (u unread) GetInformer(context.Context, client.Object, ...cache.InformerGetOption) (cache.Informer, error) {

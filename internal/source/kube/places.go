@@ -14,16 +14,16 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// places tracks the Nodes and Pods of a cluster and the agents' reports, incrementally. Listing and
-// comparing a hundred thousand Pods after each change would take most of a second. Its methods may
-// be called concurrently.
+// places tracks the addresses of the Nodes and Pods of a cluster, and the agents' reports. It
+// does so incrementally: listing and comparing a hundred thousand Pods after each change would
+// take most of a second. Its methods may be called concurrently.
 type places struct {
 	mu    sync.Mutex
-	known fabric.PodPlaces        // empty for a host-network gateway, which does not deliver
+	known fabric.PodPlaces        // where pods are; empty for a host-network gateway, which does not deliver packets
 	has   map[string][]netip.Addr // node → its addresses as counted in addrs
 	addrs map[netip.Addr]int      // address of any type → number of nodes that have it
-	nodes fabric.Site             // Site with addrs; read-only once told is set
-	told  bool                    // a caller has nodes, so the next change must copy it
+	nodes fabric.Site             // Site made from addrs; must not be modified while told is set
+	told  bool                    // a caller holds nodes, so the next change must copy it
 
 	agents map[string]string // namespace/name of route agents' Pods → their node
 }
@@ -48,8 +48,8 @@ func (p *places) handler(notify func()) toolscache.ResourceEventHandler {
 	}
 }
 
-// set applies a change of one object; nil: the object does not exist. It reports whether a result
-// may change.
+// set applies a change of one object from before to after; nil means that the object does not
+// exist. It reports whether site or network may return a different result now.
 func (p *places) set(before, after any) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -83,7 +83,7 @@ func (p *places) set(before, after any) bool {
 	return false
 }
 
-// setAgent records the node of a route agent's Pod, and reports whether that is new.
+// setAgent records the node of a route agent's Pod. It reports whether that node has changed.
 func (p *places) setAgent(pod *corev1.Pod) bool {
 	id := pod.Namespace + "/" + pod.Name
 	if pod.Labels[labelName] != agentName || pod.Spec.NodeName == "" || p.agents[id] == pod.Spec.NodeName {
@@ -96,8 +96,8 @@ func (p *places) setAgent(pod *corev1.Pod) bool {
 	return true
 }
 
-// withAgents returns the nodes with a route agent's Pod in a namespace. ok is false if there are no
-// such Pods: route agents need not be started by a DaemonSet.
+// withAgents returns the nodes with a route agent's Pod in a namespace. ok is false if there
+// are no such Pods: route agents may run without a DaemonSet.
 func (p *places) withAgents(namespace string) (nodes map[string]bool, ok bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -110,9 +110,9 @@ func (p *places) withAgents(namespace string) (nodes map[string]bool, ok bool) {
 	return nodes, len(nodes) > 0
 }
 
-// move records the present addresses of a node; nil: it has none. It reports whether the set of all
-// nodes' addresses changed. It compares with the counted addresses rather than with the old version
-// in the event, which may never have been delivered.
+// move replaces the addresses of a node with come; nil: it has none. It reports whether the set
+// of all nodes' addresses changed. It compares come with the counted addresses rather than with
+// the old version in the event, which may never have been delivered.
 func (p *places) move(node string, come []netip.Addr) (moved bool) {
 	gone := p.has[node]
 	if slices.Equal(gone, come) {

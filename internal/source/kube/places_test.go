@@ -14,8 +14,9 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// Whatever nodes come, change and go, where they are is what all of them say; what was told stays as it
-// is, and a change that is not reported is none. What an event says there was does not count.
+// After any sequence of added, changed and deleted nodes, site returns the addresses of all
+// present nodes. A Site returned earlier does not change. Every change of the result is
+// reported. The old version in an event, which may be wrong, does not matter.
 func TestNodeAddressesMatchAllNodes(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	texts := []string{"192.0.2.1", "192.0.2.2", "::ffff:192.0.2.1", "fd00::1", "fe80::1%eth0", "a-host-name", "198.51.100.7"}
@@ -25,7 +26,7 @@ func TestNodeAddressesMatchAllNodes(t *testing.T) {
 	for step := range 3000 {
 		name := fmt.Sprint("n", rng.IntN(4))
 		before, after := nodes[name], (*corev1.Node)(nil)
-		if before != nil && rng.IntN(3) == 0 { // a version that was missed
+		if before != nil && rng.IntN(3) == 0 { // the cache has missed a version
 			before = &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}, Status: corev1.NodeStatus{
 				Addresses: []corev1.NodeAddress{{Type: corev1.NodeExternalIP, Address: texts[rng.IntN(len(texts))]}}}}
 		}
@@ -71,8 +72,8 @@ func TestNodeAddressesMatchAllNodes(t *testing.T) {
 	}
 }
 
-// A gateway on the host's network follows where nodes are, and that alone: their other changes are none
-// to it, and it names nobody.
+// A host-network gateway tracks only the addresses of nodes. It ignores their other changes,
+// and knows no owners of addresses.
 func TestOnlyAPodGatewayTracksAddressOwners(t *testing.T) {
 	for _, self := range []string{"", "n1"} {
 		var p places

@@ -20,8 +20,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/postquantum"
 )
 
-// A PresharedKey is the key that handshakes with a peer may use; see datapath.PresharedKeys. The
-// zero value is none.
+// A PresharedKey is the key for handshakes with one peer; see datapath.PresharedKeys. The zero
+// value is no key.
 type PresharedKey struct {
 	ID       string             `json:"id,omitempty"` // the exchange that made Key
 	Key      postquantum.Secret `json:"presharedKey,omitzero"`
@@ -32,18 +32,18 @@ type PresharedKey struct {
 // LogValue hides the keys from loggers that print JSON.
 func (PresharedKey) LogValue() slog.Value { return slog.StringValue("(preshared key)") }
 
-// presharedKeys watches the Secret with the preshared keys. It has its own cache, because a cache
-// can watch only one Secret by name.
+// presharedKeys watches the Secret with the preshared keys. It has its own cache, because a
+// cache can select only one Secret by name.
 type presharedKeys struct {
 	objects *objects
-	synced  atomic.Bool             // the Secret was read once; reading the cache earlier would block
-	version string                  // version of the Secret that keys is from
+	synced  atomic.Bool             // the Secret has been read once; reading the cache earlier would block
+	version string                  // version of the Secret from which keys was read
 	keys    map[string]PresharedKey // by cluster ID; never modified
 }
 
-// watchPreshared returns once the Secret was read. No handshake may begin earlier, because the peer
-// may accept only the present key. An older Role forbids to read the Secret. The manager then has
-// an older Role, too, and agrees on no keys.
+// watchPreshared returns once the Secret has been read. No handshake may begin earlier, because
+// the peer may accept only the current key. With an older Role, reading is forbidden. Then the
+// manager has an older Role, too, and negotiates no keys, so watchPreshared does not wait.
 func (g *Gateway) watchPreshared(ctx context.Context, group *sync.WaitGroup, waiting func(error)) (*presharedKeys, error) {
 	p := &presharedKeys{}
 	kinds := map[client.Object]cache.ByObject{&corev1.Secret{}: {Namespaces: named(g.o.Namespace, postquantum.SecretName)}}
@@ -54,12 +54,12 @@ func (g *Gateway) watchPreshared(ctx context.Context, group *sync.WaitGroup, wai
 	if err != nil {
 		return nil, err
 	}
-	group.Go(func() { _ = p.objects.Start(ctx) }) // it ends only with ctx
+	group.Go(func() { _ = p.objects.Start(ctx) }) // Start ends only with ctx
 	settled := make(chan struct{})
 	settle := sync.OnceFunc(func() { close(settled) })
 	group.Go(func() {
 		defer settle()
-		err := p.objects.watch(ctx, g.look.set, func(err error) { // it fails only if ctx ends
+		err := p.objects.watch(ctx, g.look.set, func(err error) { // watch fails only if ctx ends
 			if apierrors.IsForbidden(err) {
 				settle()
 			} else {
@@ -73,8 +73,8 @@ func (g *Gateway) watchPreshared(ctx context.Context, group *sync.WaitGroup, wai
 	return p, ctx.Err()
 }
 
-// read returns the keys. If somebody deletes the Secret, the keys read before stay in force until
-// the manager recreates it.
+// read returns the keys. If the Secret is deleted, the last keys stay in force until the
+// manager recreates it.
 func (p *presharedKeys) read(ctx context.Context, namespace string) map[string]PresharedKey {
 	var secret corev1.Secret
 	if !p.synced.Load() {
@@ -87,7 +87,7 @@ func (p *presharedKeys) read(ctx context.Context, namespace string) map[string]P
 	for id, data := range secret.Data {
 		var s postquantum.State
 		if json.Unmarshal(data, &s) != nil {
-			continue // the manager starts again
+			continue // the manager negotiates a new key
 		}
 		keys[id] = PresharedKey{ID: s.Use.ID, Key: s.Use.Secret, Former: s.Former.Secret, Changing: s.Changing()}
 	}
@@ -95,8 +95,8 @@ func (p *presharedKeys) read(ctx context.Context, namespace string) map[string]P
 	return keys
 }
 
-// demand leaves out the TunnelEndpoints that require a preshared key and have none. For those that
-// have one, it forbids handshakes without it.
+// demand leaves out the TunnelEndpoints that require a preshared key for which keys has none.
+// For the remaining ones that require a key, it forbids handshakes without it.
 func demand(endpoints []v1alpha1.TunnelEndpoint, keys map[string]PresharedKey) ([]v1alpha1.TunnelEndpoint, map[string]PresharedKey, []fabric.Problem) {
 	var problems []fabric.Problem
 	adjusted := false

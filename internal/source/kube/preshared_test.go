@@ -15,7 +15,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
-// A peer that must have a preshared key is no peer without one, and no handshake with it goes without.
+// If a peer requires a preshared key, it is left out until it has one, and no handshake with it
+// is allowed without the key.
 func TestAPeerIsLeftOutWithoutItsRequiredKey(t *testing.T) {
 	one, former := postquantum.Secret{1}, postquantum.Secret{2}
 	for _, tc := range []struct {
@@ -45,7 +46,8 @@ func TestAPeerIsLeftOutWithoutItsRequiredKey(t *testing.T) {
 	}
 }
 
-// A gateway that carries on after a restart without an API server has its preshared keys, and what needs one.
+// A gateway that restarts without an API server still has the preshared keys, and the peers
+// that require them.
 func TestPresharedKeysSurviveARestart(t *testing.T) {
 	o := GatewayOptions{Namespace: "home", Pod: "pod-1", StateDirectory: filepath.Join(t.TempDir(), "state"), Log: quiet}
 	with, without := endpoint(1), endpoint(2)
@@ -68,7 +70,7 @@ func TestPresharedKeysSurviveARestart(t *testing.T) {
 	}
 	keep()
 	keys = map[string]PresharedKey{id: {ID: "of tomorrow", Key: postquantum.Secret{4}, Former: postquantum.Secret{1, 2, 3}, Changing: true}}
-	keep() // though nothing but the key has changed
+	keep() // only the keys have changed
 }
 
 func TestAPresharedKeyIsNotPrinted(t *testing.T) {
@@ -77,7 +79,7 @@ func TestAPresharedKeyIsNotPrinted(t *testing.T) {
 	var b strings.Builder
 	slog.New(slog.NewJSONHandler(&b, &slog.HandlerOptions{ReplaceAttr: func(_ []string, a slog.Attr) slog.Attr {
 		if a.Key == slog.TimeKey {
-			return slog.Attr{} // its digits may be those of the key
+			return slog.Attr{} // its digits could equal those of the key
 		}
 		return a
 	}})).Info("x", "key", key)

@@ -20,7 +20,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/voting"
 )
 
-// QuestionPort is the UDP port where gateways ask each other whether they are active.
+// QuestionPort is the UDP port where each gateway receives other gateways' questions whether it
+// is active.
 const QuestionPort = 5870
 
 // A question or an answer is one datagram of questionLength octets:
@@ -34,11 +35,12 @@ const QuestionPort = 5870
 //	16  nonce   16  of the question
 //	32  from    16  identity of the sender
 //	48  to      16  identity of the receiver
-//	64  tag     32  HMAC-SHA256 of all before
+//	64  tag     32  HMAC-SHA256 of the octets before it
 //
-// A question only says who asks whom. At most it causes a question in return. A gateway believes
-// only an answer to its own nonce, so nothing can be replayed. Question and answer have the same
-// length, and only a question with a valid tag gets an answer, so there is no amplification.
+// A question contains no claim: it only shows that its sender exists. At most it causes a
+// question in return. A gateway accepts an answer only with the nonce of its own question, so
+// replayed datagrams have no effect. Question and answer have the same length, and only a
+// question with a valid tag is answered, so there is no amplification.
 const (
 	questionLength = 96
 	signedLength   = questionLength - sha256.Size
@@ -57,7 +59,7 @@ const (
 
 type (
 	nonce     [16]byte
-	gatewayID [16]byte // a hash of the name of its Pod
+	gatewayID [16]byte // a hash of the Pod's name
 )
 
 // unnamed returns a placeholder for the unknown name of a Pod; no Pod can have this name.
@@ -75,11 +77,11 @@ func idOf(pod string) gatewayID {
 	return gatewayID(sum[:16])
 }
 
-// message is a question or an answer.
+// message is a question or an answer in parsed form.
 type message struct {
 	kind     byte
-	claim    claim         // only in an answer
-	defers   time.Duration // only in an answer
+	claim    claim         // only set in an answer
+	defers   time.Duration // only set in an answer
 	nonce    nonce
 	from, to gatewayID
 }
@@ -89,7 +91,7 @@ type message struct {
 func questionKey(private [32]byte) []byte {
 	key, err := hkdf.Key(sha256.New, private[:], nil, "isthmus gateway questions", sha256.Size)
 	if err != nil {
-		panic(err) // only fails for lengths over 255 hashes
+		panic(err) // fails only for lengths over 255 hashes
 	}
 	return key
 }
@@ -121,7 +123,8 @@ func tagOf(signed, key []byte) []byte {
 	return h.Sum(nil)
 }
 
-// openMessage parses a message sealed with the same key; refused is the reason to reject it, or "".
+// openMessage checks and parses a sealed message. refused is the reason to reject the message;
+// empty: the message is valid.
 func openMessage(b, key []byte) (m message, refused string) {
 	if len(b) != questionLength || [4]byte(b) != questionMagic {
 		return m, refusedForm
@@ -138,20 +141,20 @@ func openMessage(b, key []byte) (m message, refused string) {
 	}, ""
 }
 
-// Reasons to reject a datagram.
+// Reasons to reject a datagram, for the metrics.
 const (
 	refusedForm     = "malformed"       // wrong length or version
-	refusedTag      = "unauthenticated" // made without our key
-	refusedReceiver = "misdirected"     // for another gateway, or sent by this one
-	refusedNonce    = "unasked"         // no open question of ours has this nonce
+	refusedTag      = "unauthenticated" // sealed with another key
+	refusedReceiver = "misdirected"     // addressed to another gateway, or sent by this one
+	refusedNonce    = "unasked"         // not the nonce of an open question
 	refusedUnread   = "unread"          // dropped by the kernel, because too many arrived
 )
 
-// questioner asks the other gateways and answers their questions, in run.
+// questioner asks the other gateways and answers their questions. run does the work.
 type questioner struct {
 	election *election
-	private  func() [32]byte // the WireGuard private key; zero: not known yet
-	before   []byte          // key from before a restart, used until private is known; nil: none
+	private  func() [32]byte // returns the WireGuard private key; zero: not known yet
+	before   []byte          // result of questionKey from before a restart, used until private is known; nil: none
 	listen   func() (net.PacketConn, error)
 	refused  func(why string, n uint32) // counts rejected datagrams
 	log      *slog.Logger
@@ -159,21 +162,21 @@ type questioner struct {
 	key atomic.Pointer[[]byte] // derived from the last private; nil: not known yet
 }
 
-// listenAt opens the port at the address of this gateway's Pod, where the other gateways send to.
+// listenAt opens QuestionPort at the address of this gateway's Pod.
 func listenAt(addr netip.Addr) (net.PacketConn, error) {
 	return net.ListenUDP("udp", net.UDPAddrFromAddrPort(netip.AddrPortFrom(addr, QuestionPort)))
 }
 
-// listenAgain is the delay before a failed port is opened again.
+// listenAgain is the delay before the port is opened again after a failure.
 const listenAgain = 5 * time.Second
 
 // run sends questions every questionInterval until ctx ends. If the port cannot be opened, this
-// gateway neither asks nor answers, as if there were no other gateway.
+// gateway neither asks nor answers.
 func (q *questioner) run(ctx context.Context) {
 	tick := time.NewTicker(questionInterval)
 	defer tick.Stop()
 	var conn net.PacketConn
-	strangers := new(crowd.Crowd) // unknown senders at conn
+	strangers := new(crowd.Crowd) // unknown addresses that have sent to conn
 	var ended chan struct{}       // closed when read has returned
 	defer func() {
 		if conn != nil {
@@ -217,7 +220,7 @@ func (q *questioner) run(ctx context.Context) {
 		if key := q.key.Load(); conn != nil && key != nil {
 			for _, o := range q.election.questions(time.Now()) {
 				m := message{kind: kindQuestion, nonce: o.nonce, from: q.election.id, to: o.id}
-				// A failed send is the same as a missing answer.
+				// Ignore the error: a failed send has the same effect as a missing answer.
 				_, _ = conn.WriteTo(m.seal(*key), net.UDPAddrFromAddrPort(netip.AddrPortFrom(o.addr, QuestionPort)))
 			}
 		}
@@ -232,11 +235,12 @@ func (q *questioner) run(ctx context.Context) {
 
 // read handles datagrams until the socket is closed.
 func (q *questioner) read(conn net.PacketConn, strangers *crowd.Crowd) {
-	buf := make([]byte, questionLength+1) // a longer datagram is cut to a length that is rejected
+	buf := make([]byte, questionLength+1) // a longer datagram is truncated to a length that is rejected
 	for failures := 0; ; {
 		n, from, err := conn.ReadFrom(buf)
 		if err != nil {
-			// ICMP errors for earlier sends are reported here, and do not concern other messages.
+			// ReadFrom may return ICMP errors of earlier sends, which do not affect other
+			// messages.
 			if failures++; failures > 100 || errors.Is(err, net.ErrClosed) {
 				return
 			}
@@ -279,28 +283,28 @@ func (q *questioner) read(conn net.PacketConn, strangers *crowd.Crowd) {
 
 // other is another gateway, identified by its Pod.
 type other struct {
-	pod      string // unnamed until the API server has listed it since our start
+	pod      string // the result of unnamed until the API server lists the Pod
 	id       gatewayID
-	addr     netip.Addr // address of its Pod as last read; zero: none yet
-	listed   bool       // the API server has listed it since our start
-	asks     time.Time  // when it last asked us
-	leaving  bool       // its Pod is being deleted, so it does not take the Lease
+	addr     netip.Addr // address of the Pod as last read; zero: none yet
+	listed   bool       // the API server has listed the Pod since this process started
+	asks     time.Time  // time of its last question
+	leaving  bool       // its Pod is being deleted, so it will not take the Lease
 	answered bool       // it has answered at least once
-	last     account    // its last answer, without age
-	asked    time.Time  // when the question of the last answer was sent
-	promised time.Time  // until when we have promised to leave the Lease to it
-	missed   int        // unanswered questions in a row, while the API server answered and did not list it
+	last     account    // its last answer; age is not set
+	asked    time.Time  // time at which the question of the last answer was sent
+	promised time.Time  // end of this gateway's promise to leave the Lease to it
+	missed   int        // unanswered questions in a row while the API server answered without listing its Pod
 	open     map[nonce]time.Time
 }
 
-// stranger reports whether only a question, perhaps an old one, suggests that this gateway exists.
+// stranger reports whether the only sign of this gateway is a question, which may be a replay.
 func (o *other) stranger() bool { return !o.listed && !o.answered }
 
-// missedMost is how many questions an unlisted gateway may leave unanswered before it is forgotten:
-// those of a minute, by which time a watch of Pods is up to date.
+// missedMost is how many questions an unlisted gateway may leave unanswered before it is
+// forgotten. It is the number sent in one minute, by which time a watch of Pods is up to date.
 const missedMost = int(time.Minute / questionInterval)
 
-// question is a question to send.
+// question is a question that is ready to be sent.
 type question struct {
 	nonce nonce
 	id    gatewayID
@@ -323,7 +327,7 @@ func (e *election) questions(now time.Time) (all []question) {
 			continue
 		}
 		for n, at := range o.open {
-			if now.Sub(at) >= deferFor { // an answer would be too old to be of use
+			if now.Sub(at) >= deferFor { // an answer to this question would now be too old to be useful
 				delete(o.open, n)
 			}
 		}
@@ -331,14 +335,15 @@ func (e *election) questions(now time.Time) (all []question) {
 			continue
 		}
 		var n nonce
-		rand.Read(n[:]) // never fails: it crashes the program instead
+		rand.Read(n[:]) // never returns an error: a failure ends the program
 		o.open[n] = now
 		all = append(all, question{n, o.id, o.addr})
 	}
 	return all
 }
 
-// answer returns this gateway's answer: its claim, and how long it leaves the Lease alone.
+// answer returns this gateway's answer to m: its claim, and for how long it leaves the Lease
+// alone.
 func (e *election) answer(m message, now time.Time) message {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -356,10 +361,10 @@ func (e *election) answer(m message, now time.Time) message {
 	return a
 }
 
-// askedBy records that a gateway at an address has asked. A gateway that the API server has not
-// listed is asked, too, and counts once it answers, because its Pod may be newer than our last
-// contact to the API server. Its address is fixed once it has answered, so that replaying its
-// questions from elsewhere has no effect.
+// askedBy records a question from a gateway. Its Pod may be newer than the last contact with
+// the API server. Therefore a gateway that is not listed yet is asked, too, and counts once it
+// has answered. From then on its address is fixed, so replaying its questions from another
+// address has no effect.
 func (e *election) askedBy(id gatewayID, addr netip.Addr, now time.Time) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -372,14 +377,14 @@ func (e *election) askedBy(id gatewayID, addr netip.Addr, now time.Time) {
 	}
 }
 
-// account returns the last answer of o, relative to now.
+// account returns the last answer of o. Its times are relative to now.
 func (o *other) account(now time.Time) account {
 	a := o.last
 	a.pod, a.age, a.promised = o.pod, now.Sub(o.asked), o.promised.Sub(now)
 	return a
 }
 
-// heard handles an answer; false: it answers no open question.
+// heard handles an answer. It returns false if the answer belongs to no open question.
 func (e *election) heard(m message, now time.Time) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -393,7 +398,7 @@ func (e *election) heard(m message, now time.Time) bool {
 	}
 	delete(o.open, m.nonce)
 	if asked.Before(o.asked) {
-		return true // overtaken by a later answer
+		return true // a later answer has arrived first
 	}
 	met := !o.answered
 	last := account{claim: m.claim, defers: m.defers}
@@ -408,7 +413,7 @@ func (e *election) heard(m message, now time.Time) bool {
 	return true
 }
 
-// see records another gateway as listed by the API server.
+// see records another gateway that the API server lists.
 func (e *election) see(pod string, addr netip.Addr, leaving bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -416,14 +421,14 @@ func (e *election) see(pod string, addr netip.Addr, leaving bool) {
 	o.addr, o.listed, o.leaving = addr, true, leaving
 }
 
-// unsee removes another gateway, whose Pod is gone.
+// unsee removes another gateway whose Pod was deleted.
 func (e *election) unsee(pod string) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	delete(e.others, idOf(pod))
 }
 
-// onlySeen forgets the gateways that were missing from the API server's complete list.
+// onlySeen removes the gateways that are missing from the API server's complete list.
 func (e *election) onlySeen() {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -445,8 +450,8 @@ func (e *election) otherLocked(pod string) *other {
 	return o
 }
 
-// neighbours returns the known addresses of the other gateways; the value is true for the active
-// one.
+// neighbours returns the known addresses of the other gateways. The value is true for the
+// active gateway.
 func (e *election) neighbours() map[netip.Addr]bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -459,8 +464,8 @@ func (e *election) neighbours() map[netip.Addr]bool {
 	return all
 }
 
-// standbys returns how many other gateways answer as standbys; ok is false if there is no other
-// gateway. Only a standby itself knows whether it hears enough voters.
+// standbys returns the number of other gateways that answer as standbys. ok is false if there
+// is no other gateway. Only a standby itself knows whether it hears enough voters.
 func (e *election) standbys(now time.Time) (n int, ok bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -476,11 +481,11 @@ func (e *election) standbys(now time.Time) (n int, ok bool) {
 	return n, ok
 }
 
-// acquaintance is the state about the Lease and the other gateways that survives a restart.
+// acquaintance is the knowledge about the Lease and the other gateways that survives a restart.
 type acquaintance struct {
 	Transition int32                 `json:"transition,omitempty"` // of the Lease
-	Others     map[string]netip.Addr `json:"others,omitempty"`     // Pod → address, of gateways that have answered
-	List       voting.List           `json:"list,omitzero"`        // nodes that vote
+	Others     map[string]netip.Addr `json:"others,omitempty"`     // Pod → address, only of gateways that have answered
+	List       voting.List           `json:"list,omitzero"`        // the nodes that vote
 }
 
 func (e *election) acquaintance() acquaintance {

@@ -14,19 +14,21 @@ import (
 
 const (
 	nodeMemoryName    = "node.json"
-	nodeMemoryLimit   = 4 << 20 // octets, like the agent's snapshot
+	nodeMemoryLimit   = 4 << 20 // octets; the agent's snapshot has the same limit
 	nodeMemoryVersion = 1
 )
 
-// A nodeMemory is the last intent of an agent, on disk. If the agent starts while the API server is
-// away, it uses this intent and follows the gateway that the nodes elect.
+// A nodeMemory is the last intent of an agent, saved on disk. An agent that starts while the
+// API server is unavailable uses this intent, with the gateway that the nodes have elected
+// since.
 type nodeMemory struct {
 	Version int               `json:"version"`
 	Epoch   uint64            `json:"epoch"` // epoch of the gateway in the intent; 0: nodes do not vote
 	Intent  fabric.NodeIntent `json:"intent"`
 }
 
-// memoryOf reads the file that remember wrote; nil: there is none, or it is unusable.
+// memoryOf reads the file that remember wrote. It returns nil if the file is missing or
+// unusable.
 func memoryOf(directory string, log *slog.Logger) *nodeMemory {
 	m := new(nodeMemory)
 	switch err := statefile.Read(directory, nodeMemoryName, nodeMemoryLimit, m); {
@@ -41,7 +43,7 @@ func memoryOf(directory string, log *slog.Logger) *nodeMemory {
 	return m
 }
 
-// remember saves an intent, if nodes vote.
+// remember saves an intent if nodes vote.
 func (w *nodeWatch) remember(in fabric.NodeIntent) {
 	if w.directory == "" || w.epoch == 0 && w.remembers == 0 {
 		return
@@ -53,8 +55,9 @@ func (w *nodeWatch) remember(in fabric.NodeIntent) {
 	w.remembers = w.epoch
 }
 
-// recall delivers the saved intent with the gateway that the nodes have elected since, again after
-// each signal of elected. stop ends it, and waits for that.
+// recall delivers the saved intent with the gateway that the nodes have elected since, and
+// delivers it again after each signal of elected. stop ends recall and waits until it has
+// ended.
 func (w *nodeWatch) recall(ctx context.Context, elected signal, deliver func(fabric.NodeIntent, []fabric.Problem)) (stop func()) {
 	m := memoryOf(w.directory, w.log)
 	if m == nil {

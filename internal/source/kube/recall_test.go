@@ -21,7 +21,7 @@ func TestAnAgentThatStartsWithoutAnAPIServerFollowsTheVotes(t *testing.T) {
 	moved.Gateway = second
 	for _, tc := range []struct {
 		name   string
-		epoch  uint64 // when it was remembered
+		epoch  uint64 // of the saved intent
 		holder voting.Holder
 		want   *fabric.NodeIntent
 	}{
@@ -34,7 +34,7 @@ func TestAnAgentThatStartsWithoutAnAPIServerFollowsTheVotes(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			directory := t.TempDir()
 			before := &nodeWatch{directory: directory, epoch: 1}
-			before.remember(known) // nodes voted once
+			before.remember(known) // saved at a time when nodes voted
 			before.epoch = tc.epoch
 			before.remember(known)
 			synctest.Test(t, func(t *testing.T) {

@@ -12,25 +12,26 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// A refresher decides what the gateway has to do according to the objects. It belongs to one
-// goroutine.
+// A refresher derives the gateway's configuration from the objects. Only one goroutine may use
+// it.
 type refresher struct {
 	*Gateway
 	cluster   v1alpha1.ClusterIdentity
 	preshared *presharedKeys
 	asked     asked
 	decider   fabric.GatewayDecider
-	logged    string    // problems that were logged
-	keyTries  time.Time // when the Secret may be created again
+	logged    string    // problems as last logged
+	keyTries  time.Time // earliest time to create the Secret again
 
 	// State of tellTunnels.
-	told      [32]byte  // the private key for which data.tunnels is, or was, correct
-	tellAgain time.Time // when it may be written again
-	tellErr   error     // of the last attempt
+	told      [32]byte  // private key for which data.tunnels was last written or found correct
+	tellAgain time.Time // earliest time for the next write
+	tellErr   error     // error of the last attempt
 }
 
-// refresh reads the objects, decides and publishes. If only Nodes or Pods have changed, which
-// happens all the time in a large cluster, it does not read the peers' objects again.
+// refresh reads the objects, evaluates them and publishes a Snapshot. If only Nodes or Pods
+// have changed, as happens all the time in a large cluster, it does not read the peers' objects
+// again.
 func (r *refresher) refresh(ctx context.Context) {
 	r.mu.Lock()
 	inUse := r.desired.snapshot.Keys
@@ -67,7 +68,7 @@ func (r *refresher) refresh(ctx context.Context) {
 	r.publish(Snapshot{Gateway: r.asked.at(site), Problems: problems, Keys: ring, PodNetwork: network, Preshared: r.asked.preshared})
 }
 
-// publish sets a Snapshot from the API server's objects.
+// publish sets a Snapshot that was made from the API server's objects.
 func (r *refresher) publish(s Snapshot) {
 	texts := make([]string, len(s.Problems))
 	for i, p := range s.Problems {

@@ -18,15 +18,17 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// A NodeReporter writes the NodeNetworks with the name of its Node, which is deleted with the Node.
-// It only needs the permissions to list Nodes and to create and patch NodeNetworks. It does not
-// wait for an unreachable API server. Its methods may be called concurrently.
+// A NodeReporter writes the NodeNetworks object of its node. The object is deleted with the
+// Node. The NodeReporter only needs the permissions to list Nodes and to create and patch
+// NodeNetworks. It does not wait for an API server that is unreachable. Its methods may be
+// called concurrently.
 type NodeReporter struct {
 	api             client.Client
 	namespace, node string
 }
 
-// NewNodeReporter returns the NodeReporter of a node. namespace is that of the installation.
+// NewNodeReporter returns the NodeReporter of a node. namespace is the installation's
+// namespace.
 func NewNodeReporter(config *rest.Config, namespace, node string) (*NodeReporter, error) {
 	scheme := runtime.NewScheme()
 	for _, add := range []func(*runtime.Scheme) error{corev1.AddToScheme, isthmus.AddToScheme} {
@@ -41,24 +43,24 @@ func NewNodeReporter(config *rest.Config, namespace, node string) (*NodeReporter
 	return &NodeReporter{api, namespace, node}, nil
 }
 
-// Tell writes the networks that the node reaches without us. It writes the refused version only
-// into a new report, because TellRefused may have written a newer one.
+// Tell writes the networks that the node reaches without Isthmus. It writes the refused version
+// only when it creates the report, because TellRefused may have written a newer version.
 func (r *NodeReporter) Tell(ctx context.Context, n fabric.NodeNetworks) error {
 	return r.named(writeReport(ctx, r.api, r.namespace, r.node, n))
 }
 
-// TellRefused writes into an existing report the resourceVersion of the NetworkAllocations up to
-// which the node refuses networks. 0 removes it.
+// TellRefused writes version into an existing report. The node refuses networks of
+// NetworkAllocations whose resourceVersion is at most version. 0 removes the field.
 func (r *NodeReporter) TellRefused(ctx context.Context, version int64) error {
 	spec := map[string]any{"refusedResourceVersion": version}
 	if version == 0 {
 		spec["refusedResourceVersion"] = nil
 	}
-	patch, err := json.Marshal(map[string]any{"metadata": map[string]any{"managedFields": []any{map[string]any{}}}, "spec": spec}) // one empty entry removes managedFields
+	patch, err := json.Marshal(map[string]any{"metadata": map[string]any{"managedFields": []any{map[string]any{}}}, "spec": spec}) // one empty entry removes all managedFields
 	if err != nil {
 		return err
 	}
-	report := &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Namespace: r.namespace, Name: r.node}} // keeps the response short: thousands of nodes get one for each allocation
+	report := &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Namespace: r.namespace, Name: r.node}} // keeps the response short: thousands of nodes send this patch for each allocation
 	report.SetGroupVersionKind(isthmus.GroupVersion.WithKind("NodeNetworks"))
 	return r.named(r.api.Patch(ctx, report, client.RawPatch(types.MergePatchType, patch)))
 }
@@ -91,7 +93,7 @@ func writeReport(ctx context.Context, api client.Client, namespace, node string,
 		}},
 		Spec: n.Spec(),
 	}
-	// The patch has every field, so that an empty one removes the old value.
+	// The patch contains every field, so that an empty field removes the old value.
 	patch, err := json.Marshal(map[string]any{
 		"metadata": map[string]any{"ownerReferences": report.OwnerReferences},
 		"spec": map[string]any{"networks": append([]string{}, report.Spec.Networks...), "resolvers": append([]string{}, report.Spec.Resolvers...),

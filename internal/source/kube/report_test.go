@@ -15,7 +15,7 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// An older definition allows fewer routes.
+// An older CRD allows fewer routes in a report.
 func TestAReportThatAnOlderDefinitionRefusesNamesTheRemedy(t *testing.T) {
 	refusal := apierrors.NewInvalid(isthmus.GroupVersion.WithKind("NodeNetworks").GroupKind(), "n1",
 		field.ErrorList{field.TooMany(field.NewPath("spec", "routes"), 40, 32)})

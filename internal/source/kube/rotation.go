@@ -14,13 +14,14 @@ import (
 	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
-// Rotation is the state of a key rotation in the active gateway.
+// Rotation is the progress of a key rotation in the active gateway.
 type Rotation struct {
-	Next    [32]byte // the next private key, to which it responds; zero: none
-	Lagging []string // sorted IDs of peers without a session that uses it
+	Next    [32]byte // the next private key, to which the gateway responds already; zero: no rotation
+	Lagging []string // sorted IDs of peers without a session that uses the next key
 }
 
-// rotate takes the next step of a rotation; the Secret says which (package keyring).
+// rotate takes the next step of a rotation. Package keyring decides from the Secret which step
+// is next.
 func (w *writer) rotate(ctx context.Context, r Report) {
 	w.mu.Lock()
 	desired := w.desired
@@ -46,7 +47,7 @@ func (w *writer) rotate(ctx context.Context, r Report) {
 		return // the next round tries again
 	}
 	if is, _, err := keyFrom(have); err != nil || is != ring || !w.due(have, now) {
-		return // it has changed since
+		return // the Secret has changed since
 	}
 	want := have.DeepCopy()
 	switch step {
@@ -64,21 +65,21 @@ func (w *writer) rotate(ctx context.Context, r Report) {
 	}
 }
 
-// offerInterval is how often the Secret of an offered key is read. It is optional, so it is not
-// watched.
+// offerInterval is how often the Secret with an offered key is read. Few installations have
+// that Secret, so it is not watched.
 const offerInterval = 10 * time.Second
 
-// offer is the result of reading that Secret.
+// offer is the result of reading the Secret with an offered key.
 type offer struct {
-	key    [32]byte  // zero: there is none
-	absent time.Time // since when each read has found no Secret; zero: the last read found it or failed
+	key    [32]byte  // zero: no key is offered
+	absent time.Time // since when every read has found no Secret; zero: the last read found it or failed
 	next   time.Time
 	said   string // last logged problem
 }
 
-// offered returns the private key in a Secret that another program maintains, and for how long that
-// Secret has been absent. Both are zero if the Secret exists without a key; gone is zero if the
-// last read failed.
+// offered returns the private key in a Secret that another program maintains. gone is how long
+// that Secret has been missing; 0: it exists, or the last read failed. key is zero if the
+// Secret is missing or contains no key.
 func (w *writer) offered(ctx context.Context, now time.Time) (key [32]byte, gone time.Duration) {
 	if !now.Before(w.offer.next) {
 		w.readOffer(ctx, now)
@@ -110,7 +111,7 @@ func (w *writer) readOffer(ctx context.Context, now time.Time) {
 		if w.offer.absent = absent; absent.IsZero() {
 			w.offer.absent = now
 		}
-	} else if apierrors.IsForbidden(err) { // otherwise the last result stays: the API server may be away
+	} else if apierrors.IsForbidden(err) { // otherwise keep the last result: the API server may be unavailable
 		wrong = err.Error()
 	}
 	if w.offer.next = now.Add(offerInterval); wrong != "" && wrong != w.offer.said {
@@ -122,8 +123,8 @@ func (w *writer) readOffer(ctx context.Context, now time.Time) {
 // due reports whether the Secret may be written now.
 func (w *writer) due(o client.Object, now time.Time) bool { return w.of(o).due(o, now) }
 
-// lagging returns the peers that lag according to the gateway's report. A peer that is missing
-// there lags, too.
+// lagging returns the IDs of the peers that have no session with the next key according to the
+// gateway's report. A peer that is missing from the report lags, too.
 func lagging(s Snapshot, r Report) []string {
 	if s.Keys.Next == ([32]byte{}) {
 		return nil

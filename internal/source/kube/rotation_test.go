@@ -41,7 +41,8 @@ func TestNoPeerIsNamedIfAllConnectedPeersLag(t *testing.T) {
 	}
 }
 
-// Somebody who wants keys from elsewhere has to hear that the gateway may not read them, and hears nothing of an outage.
+// An administrator who offers a key must learn that the gateway may not read it. An API server
+// that cannot be reached is not logged here.
 func TestAForbiddenOfferIsReportedOnce(t *testing.T) {
 	var log bytes.Buffer
 	forbidden := apierrors.NewForbidden(schema.GroupResource{Resource: "secrets"}, keyring.OfferName, errors.New("no rights"))
@@ -67,7 +68,8 @@ func TestAForbiddenOfferIsReportedOnce(t *testing.T) {
 	}
 }
 
-// Age rotates the key again after the Secret is deleted, and not because one read does not find it.
+// Rotation by age resumes after the Secret with the offered key was deleted, but a single
+// failed read does not count as deletion.
 func TestAnOfferIsGoneOnlyAfterRepeatedReads(t *testing.T) {
 	absent := apierrors.NewNotFound(schema.GroupResource{Resource: "secrets"}, keyring.OfferName)
 	var err error

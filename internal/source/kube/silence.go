@@ -11,7 +11,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/voting"
 )
 
-// silence explains why the holder may not speak; empty: it may, or this replica is not the holder.
+// silence explains why this replica, as the holder, may not send to peers. It returns "" if the
+// replica may send, or is not the holder.
 func (e *election) silence() string {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -29,11 +30,11 @@ func (e *election) silence() string {
 	return fmt.Sprintf("silent: this gateway cannot renew the Lease %s, and Pod %s, which may have taken over, does not answer at UDP port %d", isthmus.LeaseGateway, e.unheard, QuestionPort)
 }
 
-// deafMost is how long a standby may hear too few voters before it is not ready. A message may be
-// late, and agents restart.
+// deafMost is how long a standby stays ready although too few voters answer it. A message may
+// be late, and agents restart.
 const deafMost = 3 * time.Second
 
-// cannotTakeOver explains why this standby would not get a majority of votes, or returns nil.
+// cannotTakeOver explains why this standby would not get a majority of votes; nil: it would.
 func (e *election) cannotTakeOver(now time.Time) error {
 	if e.votes == nil {
 		return nil

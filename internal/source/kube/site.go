@@ -15,13 +15,13 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// site returns the addresses and networks of this cluster according to its objects.
+// site returns the addresses and networks of this cluster, as its objects define them.
 func (g *Gateway) site(ctx context.Context) (fabric.Site, error) {
 	return siteOf(ctx, g.objects, g.o.Config.Host, g.places.site())
 }
 
-// siteOf returns the Site of a cluster: its nodes as given, its networks from the
-// NetworkAllocations, and its API servers, one of which is at host.
+// siteOf adds to site, which has the addresses of the nodes, the networks in the
+// NetworkAllocations and the addresses of the API servers. host is the URL of one API server.
 func siteOf(ctx context.Context, reader client.Reader, host string, site fabric.Site) (fabric.Site, error) {
 	var (
 		allocations isthmus.NetworkAllocationList
@@ -51,11 +51,11 @@ func nodesSite(addrs []netip.Addr) fabric.Site { return fabric.Site{}.WithRelays
 
 const nodeOfOurs = "a node of ours"
 
-// apiServers returns the addresses of the API servers: the one that this process uses, and those
-// behind their Service.
+// apiServers returns the addresses of the API servers: the one at host, which this process
+// uses, and those behind the Service of the API servers.
 func apiServers(host string, lists []discoveryv1.EndpointSlice) (all []netip.Addr) {
 	if u, err := url.Parse(host); err == nil {
-		if addr, err := netip.ParseAddr(u.Hostname()); err == nil { // it may be a name
+		if addr, err := netip.ParseAddr(u.Hostname()); err == nil { // a name instead of an address is skipped
 			all = append(all, addr)
 		}
 	}
@@ -67,8 +67,8 @@ func apiServers(host string, lists []discoveryv1.EndpointSlice) (all []netip.Add
 	return all
 }
 
-// nodeAddrs returns the addresses of all types, because a peer's gateway cannot be at a node's
-// external address, either.
+// nodeAddrs returns the addresses of all types, including external ones: a peer's gateway
+// cannot have any of them.
 func nodeAddrs(node *corev1.Node) (all []netip.Addr) {
 	for _, a := range node.Status.Addresses {
 		all = appendAddrs(all, a.Address)

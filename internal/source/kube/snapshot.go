@@ -22,43 +22,44 @@ import (
 	"github.com/isthmus-net/isthmus/internal/statefile"
 )
 
-// The files of a state directory. They exist while this replica is active, so a standby that
-// restarts has nothing to carry on with. The last one means that the others are complete.
+// The files of a state directory. Except for othersFile, they exist only while this replica is
+// active, so a standby that restarts has no snapshot to use. leaseFile is written last: if it
+// exists, the others are complete.
 const (
-	keyFile     = "gateway-key.json" // the only one of them with a secret
+	keyFile     = "gateway-key.json" // the only file of the snapshot with a secret
 	objectsFile = "gateway-objects.json"
 	placesFile  = "gateway-places.json"
 	leaseFile   = "gateway-lease.json"
-	othersFile  = "gateway-others.json" // separate: standbys keep it, too; it contains a secret
+	othersFile  = "gateway-others.json" // not part of the snapshot: standbys keep it, too; it contains a secret
 
-	// snapshotVersion is the version of all files. Since version 2, the places of our own cluster
-	// have their own file. A gateway that finds another version reports it and waits for the API
-	// server.
+	// snapshotVersion is the version of all files. Since version 2, the addresses of our own
+	// cluster have their own file. A gateway that finds another version reports it and waits
+	// for the API server.
 	snapshotVersion = 2
 	objectsLimit    = 16 << 20 // octets; a thousand peers with the maximum number of mappings need five MiB
 	smallLimit      = 4 << 10
 )
 
 const (
-	// noteInterval is how often the active replica renews the file that says that it is active.
-	// Locations of nodes and pods are written as rarely if nothing else has changed: with thousands
-	// of nodes they take a megabyte. writeGap is the minimum time between two rounds of writing,
-	// because a peer may change its objects often.
+	// noteInterval is how often the active replica renews the file that marks it as active. If
+	// only locations of nodes and pods have changed, these are written as rarely: with
+	// thousands of nodes they take a megabyte. writeGap is the minimum time between two rounds
+	// of writing, because a peer may change its objects often.
 	noteInterval = 30 * time.Second
 	writeGap     = time.Second
 
-	// snapshotLife is how long after the last note a replica may carry on. The kubelet waits at
-	// most five minutes before it restarts a container.
+	// snapshotLife is how long after the last renewal a restarted replica may use its snapshot.
+	// The kubelet waits at most five minutes before it restarts a container.
 	snapshotLife = 10 * time.Minute
 )
 
-// savedKey has the private keys that belong to savedObjects.
+// savedKey has the private keys and preshared keys that belong to savedObjects.
 type savedKey struct {
 	Version    int    `json:"version"`
 	PrivateKey string `json:"privateKey"`
 	Next       string `json:"nextPrivateKey,omitempty"` // during a rotation
 	Gateways   string `json:"gatewayKey,omitempty"`     // empty: the same as PrivateKey
-	// The other fields of the ring.
+	// Since and NextSince are the fields of keyring.Ring with these names.
 	Since     time.Time `json:"since,omitzero"`
 	NextSince time.Time `json:"nextSince,omitzero"`
 	Published bool      `json:"published,omitempty"`
@@ -66,11 +67,11 @@ type savedKey struct {
 	Preshared map[string]PresharedKey `json:"preshared,omitempty"`
 }
 
-// savedObjects has the objects as the API server sent them last. A new version of the program
+// savedObjects has the objects as the API server last sent them. A new version of the program
 // evaluates them again.
 type savedObjects struct {
 	Version         int                       `json:"version"`
-	Read            time.Time                 `json:"read"` // when they were read from the API server
+	Read            time.Time                 `json:"read"` // when the objects were read from the API server
 	Cluster         v1alpha1.ClusterIdentity  `json:"cluster"`
 	PublicKey       string                    `json:"publicKey"` // public key of the private key in use
 	TunnelEndpoints []v1alpha1.TunnelEndpoint `json:"tunnelEndpoints"`
@@ -84,29 +85,29 @@ type savedObjects struct {
 // savedPlaces has the addresses of our own cluster, from its Nodes and Pods.
 type savedPlaces struct {
 	Version    int               `json:"version"`
-	Site       fabric.Site       `json:"site"`                // addresses where no peer's gateway can be
-	PodNetwork fabric.PodNetwork `json:"podNetwork,omitzero"` // where to deliver
+	Site       fabric.Site       `json:"site"`                // addresses that no peer's gateway can have
+	PodNetwork fabric.PodNetwork `json:"podNetwork,omitzero"` // nodes and pods to deliver to
 }
 
 // savedLease identifies the active replica.
 type savedLease struct {
 	Version   int       `json:"version"`
-	Namespace string    `json:"namespace"` // namespace of the Lease
+	Namespace string    `json:"namespace"` // of the Lease
 	Pod       string    `json:"pod"`
 	Renewed   time.Time `json:"renewed"` // last contact with the API server
-	Active    time.Time `json:"active"`  // when this was written
+	Active    time.Time `json:"active"`  // when this file was written
 }
 
-// savedOthers is the state that a replica needs after a restart to exchange questions with the
-// other gateways. Standbys save it, too, because without an API server the active gateway needs
-// their answers.
+// savedOthers is the state with which a restarted replica exchanges questions with the other
+// gateways. Standbys save it, too: without an API server, the active gateway needs their
+// answers.
 type savedOthers struct {
 	Version int    `json:"version"`
 	Key     string `json:"key"` // result of questionKey, in base64
 	acquaintance
 }
 
-// savedFrom copies the fields that fabric reads. The caller fills in places.
+// savedFrom copies the fields that package fabric reads. The caller sets places.
 func savedFrom(cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) savedObjects {
 	s := savedObjects{Version: snapshotVersion, Cluster: cluster, PublicKey: base64.StdEncoding.EncodeToString(publicKey(private)), places: savedPlaces{Version: snapshotVersion}}
 	meta := func(m *metav1.ObjectMeta) metav1.ObjectMeta {
@@ -135,15 +136,15 @@ func savedFrom(cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v
 	return s
 }
 
-// remembered is the snapshot of this replica from before a restart, when it was active.
+// remembered is the snapshot that this replica saved before a restart, when it was active.
 type remembered struct {
 	objects  savedObjects
-	snapshot Snapshot  // evaluated from objects
+	snapshot Snapshot  // result of evaluating objects
 	renewed  time.Time // when the Lease was last renewed
 }
 
-// remember reads a state directory. It returns nil without an error if this replica was not the
-// active one, or if that is too long ago.
+// remember reads the snapshot in a state directory. It returns nil without an error if this
+// replica was not the active one, or was active too long ago.
 func remember(o GatewayOptions, now time.Time) (*remembered, error) {
 	var lease savedLease
 	err := statefile.Read(o.StateDirectory, leaseFile, smallLimit, &lease)
@@ -178,7 +179,7 @@ func remember(o GatewayOptions, now time.Time) (*remembered, error) {
 	if err := errors.Join(wantVersion(keyFile, key.Version), wantVersion(objectsFile, objects.Version), wantVersion(placesFile, objects.places.Version)); err != nil {
 		return nil, err
 	}
-	nodes := objects.places.PodNetwork.Nodes // later code relies on the order
+	nodes := objects.places.PodNetwork.Nodes // sorted by name below, as later code requires
 	slices.SortStableFunc(nodes, func(a, b fabric.ClusterNode) int { return cmp.Compare(a.Name, b.Name) })
 	objects.places.PodNetwork.Nodes = slices.CompactFunc(nodes, func(a, b fabric.ClusterNode) bool { return a.Name == b.Name })
 	private, err := fabric.ParseKey(key.PrivateKey)
@@ -210,7 +211,7 @@ func remember(o GatewayOptions, now time.Time) (*remembered, error) {
 	usable, preshared, lacking := demand(objects.TunnelEndpoints, key.Preshared)
 	gw, problems := gatewayFor(objects.Cluster, private, objects.places.Site, usable, objects.NatMappings)
 	snapshot := Snapshot{Gateway: gw, Problems: fabric.SortProblems(append(problems, lacking...)), Keys: objects.keys, Preshared: preshared}
-	if o.Node != "" { // after a restart of the sandbox, the Pod may have another address
+	if o.Node != "" { // if the Pod's sandbox was recreated, the Pod may have another address
 		snapshot.PodNetwork = objects.places.PodNetwork
 		snapshot.PodNetwork.Pod, snapshot.PodNetwork.Node = o.PodIP, o.Node
 	}
@@ -224,8 +225,8 @@ func wantVersion(file string, version int) error {
 	return nil
 }
 
-// rememberOthers reads the file of keepOthers. If that is invalid, this replica learns of the other
-// gateways from the API server.
+// rememberOthers reads the file that keepOthers writes. If the file is invalid, this replica
+// learns about the other gateways from the API server instead.
 func rememberOthers(directory string) (key []byte, known acquaintance, err error) {
 	var s savedOthers
 	if err := statefile.Read(directory, othersFile, smallLimit, &s); err != nil {
@@ -256,19 +257,19 @@ func forgetSnapshot(directory string) error {
 	return nil
 }
 
-// keeper keeps a state directory up to date. It writes in its own goroutine, because a disk may be
-// slow and must not delay the election or a change. Without a directory it does nothing.
+// keeper keeps a state directory up to date. It writes in its own goroutine, because a slow
+// disk must not delay the election or a change. Without a directory it does nothing.
 type keeper struct {
 	o       GatewayOptions
-	changed signal // something has to be written
+	changed signal // there is something to write
 	failed  func() // called when err changes
 
 	mu   sync.Mutex
 	want savedObjects
-	keys keyring.Ring // keys of want; zero: nothing to save yet
-	err  error        // why the directory is not up to date
+	keys keyring.Ring // belongs to want; zero: nothing to save yet
+	err  error        // why the directory is out of date; nil: it is up to date
 
-	// Only run and its callees use these.
+	// Only the goroutine of run uses these.
 	others  savedOthers  // as written
 	have    savedObjects // as written; Version 0: not written
 	renewed time.Time    // last contact with the API server before a restart
@@ -281,7 +282,7 @@ func newKeeper(o GatewayOptions, failed func()) *keeper {
 	return &keeper{o: o, changed: newSignal(), failed: failed, kept: o.StateDirectory != ""}
 }
 
-// put sets the present objects of the API server.
+// put sets the objects to save, as the API server last sent them.
 func (k *keeper) put(want savedObjects, keys keyring.Ring) {
 	want.keys = keys
 	k.mu.Lock()
@@ -290,7 +291,8 @@ func (k *keeper) put(want savedObjects, keys keyring.Ring) {
 	k.changed.set()
 }
 
-// adopt takes over the existing files, unless put has newer objects. Call it before run.
+// adopt registers the existing files as written. Objects that were already put stay. Call adopt
+// before run.
 func (k *keeper) adopt(r *remembered) {
 	k.have, k.renewed = r.objects, r.renewed
 	k.mu.Lock()
@@ -300,14 +302,14 @@ func (k *keeper) adopt(r *remembered) {
 	}
 }
 
-// problem returns why the directory is not up to date, or nil.
+// problem returns the reason why the directory is out of date, or nil.
 func (k *keeper) problem() error {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	return k.err
 }
 
-// problems returns the result of problem as a fabric.Problem, as if the directory were an object.
+// problems returns the result of problem as a fabric.Problem that names the directory.
 func (k *keeper) problems() []fabric.Problem {
 	if err := k.problem(); err != nil {
 		return []fabric.Problem{{Origin: fabric.Origin{Kind: "Snapshot", Name: k.o.StateDirectory}, Message: err.Error()}}
@@ -315,7 +317,7 @@ func (k *keeper) problems() []fabric.Problem {
 	return nil
 }
 
-// tell records whether the directory is up to date.
+// tell records a failed write; nil: the directory is up to date.
 func (k *keeper) tell(err error) {
 	k.mu.Lock()
 	before := k.err
@@ -362,14 +364,14 @@ func (k *keeper) keepOthers(known acquaintance) {
 	if reflect.DeepEqual(want, k.others) {
 		return
 	}
-	k.others = want // a failed write is repeated only after the next change; round reports problems with the directory
+	k.others = want // if the write fails, keepOthers repeats it only after the next change; round reports problems with the directory
 	if err := statefile.Write(k.o.StateDirectory, othersFile, smallLimit, want); err != nil {
 		k.o.Log.Warn("cannot save the state of other gateways", "file", othersFile, "error", err)
 	}
 }
 
-// round writes the files that differ; it returns false if there are none. An empty holder means
-// that the active replica is unknown.
+// round writes the files that differ, or removes them if another replica is active. It returns
+// false if there is nothing to do. An empty holder means that the active replica is unknown.
 func (k *keeper) round(holder string, renewed, now time.Time) bool {
 	k.mu.Lock()
 	want, keys := k.want, k.keys
@@ -386,14 +388,14 @@ func (k *keeper) round(holder string, renewed, now time.Time) bool {
 	places := want.places
 	want.Read, want.places = k.have.Read, k.have.places
 	same := reflect.DeepEqual(want, k.have)
-	const early = noteInterval - writeGap // a tick may be slightly early
+	const early = noteInterval - writeGap // a tick may come slightly early
 	moved := (!same || now.Sub(k.placed) >= early) && !reflect.DeepEqual(places, k.have.places)
 	if same && !moved && now.Sub(k.noted) < early {
 		return false
 	}
 	k.kept = true
 	var err error
-	if moved { // before the files that depend on it
+	if moved { // before the files that need the new key
 		if err = statefile.Write(k.o.StateDirectory, placesFile, objectsLimit, places); err == nil {
 			want.places, k.placed = places, now
 		}
@@ -436,7 +438,8 @@ func (k *keeper) forget() bool {
 	return true
 }
 
-// from describes the state of a replica that carries on, for its log and status.
+// from describes how old the snapshot is, for the log and the status. since is the time at
+// which this replica began to use it.
 func (r *remembered) from(since time.Time) error {
 	return fmt.Errorf("carrying on since %s from the snapshot of %s, the Lease renewed at %s: the API server does not answer",
 		since.UTC().Format(time.RFC3339), r.objects.Read.UTC().Format(time.RFC3339), r.renewed.UTC().Format(time.RFC3339))

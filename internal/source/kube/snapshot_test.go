@@ -27,7 +27,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
-// site is where no gateway of a peer can be.
+// site has the addresses that no peer's gateway may have.
 var site = fabric.Site{
 	Networks: []fabric.SiteNetwork{{Prefix: netip.MustParsePrefix("10.244.0.0/16"), What: "our PodCIDR"}},
 	Addrs:    map[netip.Addr]string{netip.MustParseAddr("172.30.1.11"): "a node of ours"},
@@ -35,13 +35,14 @@ var site = fabric.Site{
 
 var noon = time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
 
-// saved is a state directory as the active replica pod-1 leaves it at noon, and what it did.
+// saved returns options with a state directory as the active replica pod-1 left it at noon, and
+// the Snapshot that was in force then.
 func saved(t *testing.T) (GatewayOptions, Snapshot) {
 	t.Helper()
 	o := GatewayOptions{Namespace: "home", Pod: "pod-1", StateDirectory: filepath.Join(t.TempDir(), "state"), Log: quiet}
 	private := keyring.New()
 	endpoints, mappings := []v1alpha1.TunnelEndpoint{endpoint(2), endpoint(1)}, []v1alpha1.NatMapping{natMapping(1, map[string]string{"10.7.7.7": "10.245.0.9"})}
-	endpoints[1].Spec.RemoteNATPodCIDR = "10.102.0.0/20" // of the other one: one of them is refused
+	endpoints[1].Spec.RemoteNATPodCIDR = "10.102.0.0/20" // overlaps with the other peer, so one of the two is refused
 	gone := endpoint(3)
 	gone.DeletionTimestamp = new(metav1.Now())
 	k := newKeeper(o, func() {})
@@ -159,7 +160,7 @@ func TestAStandbyRemovesTheSnapshotOfAnActiveGateway(t *testing.T) {
 	}{
 		{"pod-1", 0, true},
 		{"pod-1", time.Second, false},
-		{"pod-1", noteInterval, true}, // that it still is
+		{"pod-1", noteInterval, true}, // only renews the time
 		{"pod-2", noteInterval, true},
 		{"pod-2", noteInterval, false},
 		{"pod-1", noteInterval, true},
@@ -178,7 +179,8 @@ func TestAStandbyRemovesTheSnapshotOfAnActiveGateway(t *testing.T) {
 	}
 }
 
-// Where nodes are is a megabyte in a large cluster: it is written with what peers ask for, and else twice a minute.
+// The locations of nodes take a megabyte in a large cluster. They are written together with a
+// change of the peers' objects, and otherwise every noteInterval.
 func TestNewNodesAreStoredAfterPeers(t *testing.T) {
 	o, _ := saved(t)
 	k := newKeeper(o, func() {})
@@ -187,7 +189,7 @@ func TestNewNodesAreStoredAfterPeers(t *testing.T) {
 	for i, s := range []struct {
 		after       time.Duration
 		peers, node string
-		want        string // what is kept: peers and node
+		want        string // peer and node in the files afterwards
 		changes     bool
 	}{
 		{0, "1", "a", "1 a", true},
@@ -196,7 +198,7 @@ func TestNewNodesAreStoredAfterPeers(t *testing.T) {
 		{2 * time.Second, "2", "c", "2 b", false},
 		{noteInterval, "2", "c", "2 c", true},
 		{2 * time.Second, "3", "c", "3 c", true},
-		{noteInterval, "3", "c", "3 c", true}, // that it still is the active one
+		{noteInterval, "3", "c", "3 c", true}, // only renews the time
 	} {
 		te := endpoint(1)
 		te.Name = s.peers
@@ -217,7 +219,7 @@ func TestNewNodesAreStoredAfterPeers(t *testing.T) {
 	}
 }
 
-// A later change of nodes is followed in the order of their names.
+// Later code finds a changed node by binary search, in the order of names.
 func TestNodesOfASnapshotAreSortedAndUnique(t *testing.T) {
 	o, _ := saved(t)
 	o.Node = "n2"
@@ -253,7 +255,7 @@ func TestAReadOnlyStateDirectoryIsReported(t *testing.T) {
 	}
 }
 
-// damages are ways in which a file is not what a gateway left; edit changes JSON.
+// damages are ways in which a file can differ from a valid one; edit changes its JSON.
 var damages = []struct {
 	file, want string
 	damage     func(text []byte) []byte
@@ -305,7 +307,7 @@ func TestADamagedSnapshotIsRefused(t *testing.T) {
 			t.Errorf("%s: %v, %v; want %q", d.file, known, err, d.want)
 		}
 	}
-	for _, name := range []string{keyFile, objectsFile, placesFile} { // without the lease's there is no snapshot
+	for _, name := range []string{keyFile, objectsFile, placesFile} { // without the lease file there is no snapshot, and no error
 		o, _ := saved(t)
 		if err := os.Remove(filepath.Join(o.StateDirectory, name)); err != nil {
 			t.Fatal(err)
@@ -316,8 +318,8 @@ func TestADamagedSnapshotIsRefused(t *testing.T) {
 	}
 }
 
-// What objects ask for is decided by the same code as the API server's, which leaves out what is
-// wrong. Whatever is in the file, it is a snapshot or an error.
+// Saved objects are evaluated by the same code as objects of the API server. Whatever the file
+// contains, remember returns a snapshot or an error.
 func FuzzSnapshot(f *testing.F) {
 	private := [32]byte{8, 1}
 	text, err := json.Marshal(savedFrom(self, private, []v1alpha1.TunnelEndpoint{endpoint(1), endpoint(2)}, []v1alpha1.NatMapping{natMapping(1, map[string]string{"10.7.7.7": "10.245.0.9"})}))
@@ -338,7 +340,7 @@ func FuzzSnapshot(f *testing.F) {
 	})
 }
 
-// serves waits until a replica begins to serve, or ends it.
+// serves waits until a replica begins to serve (want) or stops.
 func serves(t *testing.T, r *testReplica, want bool) {
 	t.Helper()
 	select {
@@ -351,7 +353,7 @@ func serves(t *testing.T, r *testReplica, want bool) {
 	}
 }
 
-// testCarryingOn has replicas start while the API server is away; s has the CRDs.
+// testCarryingOn starts replicas while the API server is unavailable. s has the CRDs.
 func testCarryingOn(t *testing.T, s *apiServer) {
 	begin := func(t *testing.T, namespace string) (GatewayOptions, *way) {
 		t.Helper()
@@ -367,7 +369,7 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 		t.Helper()
 		within(t, fmt.Sprintf("%d files", n), func() error {
 			entries, err := os.ReadDir(o.StateDirectory)
-			entries = slices.DeleteFunc(entries, func(e fs.DirEntry) bool { return e.Name() == othersFile }) // which a standby has, too
+			entries = slices.DeleteFunc(entries, func(e fs.DirEntry) bool { return e.Name() == othersFile }) // a standby keeps this file, too
 			if len(entries) != n {
 				return fmt.Errorf("%v, %w", entries, err)
 			}
@@ -408,10 +410,10 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 		before := r.desired.snapshot
 		r.mu.Unlock()
 		way.cut()
-		r.stop() // it cannot release the Lease
+		r.stop() // without a connection it cannot release the Lease
 		files(t, o, 4)
 
-		for range 2 { // over more than one restart
+		for range 2 { // several restarts in a row
 			r = start(t, o)
 			serves(t, r, true)
 			s, why := delivered(t, r)
@@ -452,14 +454,14 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 		successor := start(t, GatewayOptions{Config: s.config, Namespace: "gives-way", Pod: "q", Cluster: self})
 		serves(t, successor, true)
 		r = start(t, o)
-		serves(t, r, true) // both are, until the way is there again
+		serves(t, r, true) // both are active until the connection is restored
 		way.mend()
 		serves(t, r, false)
 		files(t, o, 0)
 		holder(t, "gives-way", "q")
 		r.stop()
 
-		// A standby has nothing to carry on with.
+		// A standby keeps no snapshot.
 		r = start(t, o)
 		within(t, "ready", r.Ready)
 		way.cut()

@@ -6,49 +6,50 @@ import "time"
 const (
 	questionInterval = 250 * time.Millisecond
 
-	// deferFor is how long a standby leaves the Lease alone after it asked a gateway which answered
-	// that it holds the Lease. It is less than leaseDuration-retryPeriod, so that it does not delay
-	// a takeover from a dead gateway.
+	// deferFor is how long a standby leaves the Lease alone after it sent a question to a
+	// gateway that answered that it holds the Lease. It is less than leaseDuration-retryPeriod,
+	// so that it does not delay a takeover from a dead gateway.
 	deferFor = 4 * time.Second
 
-	// vouchAfter is how long an answering holder may fail to renew the Lease before a standby
-	// renews it in its name. It is short enough that nobody takes the Lease for expired.
+	// vouchAfter is how long a holder may answer questions but fail to renew the Lease, before
+	// a standby renews it in the holder's name. It is short enough that no reader takes the
+	// Lease for expired.
 	vouchAfter = 2 * retryPeriod
 
 	// stopEarly is the margin by which an active gateway falls silent before a standby may take
-	// over: timers are late on a busy machine, and the data plane needs a moment to stop.
+	// over. Timers are late on a busy machine, and the data plane needs a moment to stop.
 	stopEarly = time.Second
 )
 
 // A claim is the state of the Lease as a gateway knows it.
 type claim struct {
-	holds      bool  // it is the holder according to its last read, write or snapshot
-	confirmed  bool  // it is the holder, and its last renewal is too recent for a takeover
+	holds      bool  // this gateway is the holder according to its last read, write or snapshot
+	confirmed  bool  // this gateway is the holder, and its last renewal is too recent for a takeover
 	transition int32 // transitions of the Lease as last read or written; each takeover adds one
-	// silent is true for a holder that speaks to nobody until other gateways have answered,
-	// including the receiver of this claim.
+	// silent is true for a holder that sends nothing to peers until other gateways, including
+	// the receiver of this claim, have answered.
 	silent bool
 }
 
-// An account is the last answer of another gateway.
+// An account is the last answer of another gateway, as its receiver keeps it.
 type account struct {
 	claim
 	pod string
-	age time.Duration // since its question was sent
-	// defers is how long after that question it leaves the Lease to the gateway that asked; 0: it
-	// may take the Lease at any time.
+	age time.Duration // time since the question was sent
+	// defers is how long after that question the other gateway leaves the Lease to this
+	// gateway; 0: it may take the Lease at any time.
 	defers time.Duration
-	mute   time.Duration // for how long its answers have said that it is silent
-	// promised is how much longer this gateway has promised to leave the Lease to it; 0 or less:
-	// not at all.
+	mute   time.Duration // for how long its answers have contained silent
+	// promised is for how much longer this gateway has promised to leave the Lease to the other
+	// one; 0 or less: no promise.
 	promised time.Duration
 }
 
-// fresh reports whether a is recent enough to be true.
+// fresh reports whether a is recent enough to rely on.
 func (a account) fresh() bool { return a.age < deferFor }
 
-// A view has all inputs of the decision whether a gateway may speak to peers and whether it may
-// take the Lease.
+// A view has all inputs of decide, which decides whether a gateway may send to peers and
+// whether it may take the Lease.
 type view struct {
 	claim
 	reads  bool          // the API server answers
@@ -59,10 +60,10 @@ type view struct {
 
 // A ruling is the result of decide.
 type ruling struct {
-	speak bool // the gateway may speak to peers
+	speak bool // the gateway may send to peers
 
-	// The next three are for a holder that may not speak.
-	lost      bool   // another gateway holds the Lease by now
+	// The next three are for a holder that may not send.
+	lost      bool   // another gateway holds the Lease now
 	successor string // the Pod of that gateway; empty: unknown
 	unheard   string // the Pod of a gateway that does not answer and may have taken the Lease
 
@@ -72,20 +73,21 @@ type ruling struct {
 	deferring bool
 }
 
-// decide applies the rules that let only one gateway at a time speak to peers:
+// decide applies the rules that let only one gateway at a time send to peers ("speak"):
 //
 //   - The holder speaks while its last renewal is recent (confirmed). After that, it needs recent
 //     answers of all other gateways that they leave the Lease alone. A gateway that never had
-//     another one goes on alone.
+//     another one beside it continues alone.
 //   - The holder gives way to a gateway that knows of a later takeover, or that also holds the
 //     Lease and can reach the API server.
 //   - A standby takes a Lease that is free, or that has expired while no gateway answers as its
 //     holder. It does not wait for ever for a holder that answers but is silent: that holder may
-//     wait for a gateway that is gone for good, whose successor it cannot read of.
+//     be waiting for a gateway that was deleted, and cannot read about its successor.
 //
-// This is safe because the standby's promise to leave the Lease alone counts from a question of its
-// own. The holder counts the same time from a moment before that question was answered, less
-// stopEarly. So no two clocks are compared. A standby keeps its promises, and a holder speaks no
+// This is safe because a standby counts the time of its promise to leave the Lease alone from
+// when it sent its own question, and its answers state the remaining time. The holder counts
+// that time, less stopEarly, from when it sent its question, which was before the answer was
+// made. So no two clocks are compared. A standby keeps its promises, and a holder speaks no
 // longer than they last. A holder reports that it is silent only to a gateway whose promise it
 // needs.
 func decide(v view) ruling {
@@ -120,10 +122,11 @@ func decide(v view) ruling {
 	return ruling{speak: true}
 }
 
-// defersTo reports whether a gateway that does not hold the Lease leaves it to another one. An
-// answer from before a takeover that v knows of does not count. Neither does a holder that has been
-// silent for long, if this gateway can read the API server and thus do better. Two gateways that
-// cannot read it, and have lost sight of each other, can only continue with this promise.
+// defersTo reports whether this gateway, which does not hold the Lease, leaves the Lease to the
+// other gateway o. An answer from before a takeover that v knows of does not count. A holder
+// that has been silent for long does not count either, if this gateway can read the API server
+// and thus do better. If neither gateway can read it, and both have lost contact, only this
+// promise lets one of them continue.
 func (v view) defersTo(o account) bool {
 	mute := v.reads && o.silent && o.mute >= deferFor
 	return !v.holds && o.holds && o.fresh() && o.transition >= v.transition && !mute

@@ -99,7 +99,7 @@ func TestOnlyAnswersToOurQuestionsAreTrusted(t *testing.T) {
 	if m, refused := openMessage(sealed, key); m != answer || refused != "" {
 		t.Errorf("opened %+v, %s; want %+v", m, refused, answer)
 	}
-	for i := range sealed { // every octet is authenticated
+	for i := range sealed { // the tag covers every octet
 		sealed[i] ^= 1
 		if _, refused := openMessage(sealed, key); refused == "" {
 			t.Errorf("believed with octet %d changed", i)
@@ -143,24 +143,25 @@ func TestOnlyAnswersToOurQuestionsAreTrusted(t *testing.T) {
 	}
 }
 
-// world is an API server and two gateways of it, in simulated time.
+// world simulates an API server, two gateways and the connections between them, in the time of
+// a synctest bubble.
 type world struct {
 	t    *testing.T
 	rng  *rand.Rand
 	key  [32]byte
 	mu   sync.Mutex
 	now  links
-	old  *coordinationv1.Lease // as stored
+	old  *coordinationv1.Lease // the Lease as stored
 	rv   int
 	gw   [2]*simGateway
-	hung bool // what is cut does not answer, instead of refusing
-	calm bool // no request is slow, and nothing is lost
+	hung bool // a request over a cut connection gets no answer; otherwise it is refused
+	calm bool // no request is slow, and no datagram or answer is lost
 }
 
-// links say which way is open.
+// links are the connections that work.
 type links struct {
-	api [2]bool // of each gateway
-	to  [2]bool // from the other gateway to each
+	api [2]bool // from each gateway to the API server
+	to  [2]bool // from the other gateway to this one
 }
 
 func (l links) String() string {
@@ -176,11 +177,11 @@ func (l links) joined() bool { return l.to[0] && l.to[1] }
 type simGateway struct {
 	w     *world
 	i     int
-	life  int          // of its Pod: how many it had before; w.mu is held when it is written
-	known acquaintance // that its state directory has
-	held  bool         // when it ran last
-	waits bool         // for the API server, before it takes part
-	join  func()       // has it take part
+	life  int          // number of earlier Pods in its place; written with w.mu held
+	known acquaintance // content of its state directory
+	held  bool         // it was the holder when it last stopped
+	waits bool         // it waits for the API server before it takes part
+	join  func()       // lets it take part
 	stop  func()
 
 	mu    sync.Mutex
@@ -201,7 +202,7 @@ func (g *simGateway) addr() netip.AddrPort {
 	return netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, byte(g.life), byte(g.i + 1)}), QuestionPort)
 }
 
-// list has it read the Pods.
+// list makes the gateway read the Pods.
 func (g *simGateway) list() {
 	other := g.w.gw[1-g.i]
 	g.e.mu.Lock()
@@ -214,14 +215,15 @@ func (g *simGateway) list() {
 	g.e.see(other.pod(), other.addr().Addr(), false)
 }
 
-// knows reports whether the other gateway is the only one that it asks.
+// knows reports whether the gateway asks the other gateway and no others.
 func (g *simGateway) knows() bool {
 	g.e.mu.Lock()
 	defer g.e.mu.Unlock()
 	return len(g.e.others) == 1 && g.e.others[idOf(g.w.gw[1-g.i].pod())] != nil
 }
 
-// start begins a life. Without an API server a standby waits for it, and the holder of before carries on.
+// start starts the process. Without an API server a standby waits, and the last holder
+// continues with its saved state.
 func (g *simGateway) start() {
 	g.w.mu.Lock()
 	api := g.w.now.api[g.i]
@@ -256,7 +258,7 @@ func (g *simGateway) start() {
 			select {
 			case <-ctx.Done():
 				return
-			case <-time.After(2 * time.Second): // as await does
+			case <-time.After(2 * time.Second): // await does the same
 			}
 			if !e.superseded(known, time.Now()) {
 				e.carryOn(known)
@@ -276,7 +278,7 @@ func (g *simGateway) start() {
 	}
 }
 
-// unsure reports whether a request is under way, or was lost, that makes a gateway the holder.
+// unsure reports whether a request that makes this gateway the holder is pending or was lost.
 func (e *election) unsure() bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -296,12 +298,13 @@ type simLeases struct {
 
 var leaseResource = schema.GroupResource{Group: "coordination.k8s.io", Resource: "leases"}
 
-// reach returns with w.mu held when the API server is reached, and with an error otherwise.
+// reach returns nil, with w.mu held, if the gateway reaches the API server. Otherwise it
+// returns an error without w.mu held.
 func (l *simLeases) reach() error {
 	w := l.g.w
 	w.mu.Lock()
 	delay := time.Duration(w.rng.IntN(30)) * time.Millisecond
-	if w.rng.IntN(10) == 0 && !w.calm { // a slow one
+	if w.rng.IntN(10) == 0 && !w.calm { // a slow request
 		delay = time.Duration(w.rng.Int64N(int64(leaseTimeout)))
 	}
 	w.mu.Unlock()
@@ -351,7 +354,8 @@ func (l *simLeases) Update(_ context.Context, lease *coordinationv1.Lease, _ met
 	return l.store(lease)
 }
 
-// store keeps a Lease and tells who watches it; w.mu is held, and free afterwards. Now and then the answer is lost.
+// store stores a Lease and notifies the gateways that watch it. The caller holds w.mu, and
+// store releases it. Sometimes the response is lost.
 func (l *simLeases) store(lease *coordinationv1.Lease) (*coordinationv1.Lease, error) {
 	w := l.g.w
 	w.rv++
@@ -403,7 +407,7 @@ func (c *simConn) WriteTo(b []byte, to net.Addr) (int, error) {
 	if a := at.Addr().As4(); at.Port() != QuestionPort || int(a[3]) != peer.i+1 || int(a[2]) > peer.life {
 		w.t.Errorf("sent to %v", to)
 	}
-	copies := []int{0, 1, 1, 1, 1, 1, 1, 1, 1, 2}[w.rng.IntN(10)] // lost, or there twice
+	copies := []int{0, 1, 1, 1, 1, 1, 1, 1, 1, 2}[w.rng.IntN(10)] // lost, delivered, or duplicated
 	if w.calm {
 		copies = 1
 	}
@@ -426,26 +430,27 @@ func (c *simConn) WriteTo(b []byte, to net.Addr) (int, error) {
 	return len(b), nil
 }
 
-// phase is a time during which nothing changes.
+// phase is a period with the same state of processes and connections.
 type phase struct {
 	links
 	lasts   time.Duration
 	hung    bool
-	restart [2]bool // which processes are ended and started again when it begins
-	replace [2]bool // which Pods are replaced by new ones then
-	dead    [2]bool // which do not run
+	restart [2]bool // whose process restarts at the beginning
+	replace [2]bool // whose Pod is replaced by a new one at the beginning
+	dead    [2]bool // whose process does not run
 }
 
 func (p phase) String() string {
 	return fmt.Sprintf("%v hung %v, restarted %v, replaced %v, dead %v, %v", p.links, p.hung, p.restart, p.replace, p.dead, p.lasts)
 }
 
-// settled is how long after a change somebody speaks: the Lease is seen to expire leaseDuration after the
-// API server is reached again, which is tried every retryPeriod and may take leaseTimeout.
+// settled is the maximum time from a change until some gateway sends to peers again. The Lease
+// counts as expired leaseDuration after the API server was reached again. A gateway tries that
+// every retryPeriod, and each attempt may take leaseTimeout.
 const settled = leaseDuration + deferFor + 2*(retryPeriod+leaseTimeout)
 
-// play goes through phases and checks, every 50 ms of them, that never two speak, and that nobody who can speak is
-// silent for long.
+// play runs the phases. Every 50 ms it checks that at most one gateway may send to peers
+// ("speaks"), and that no gateway that could speak is silent for long.
 func play(t *testing.T, seed uint64, phases []phase) {
 	const look = 50 * time.Millisecond
 	synctest.Test(t, func(t *testing.T) {
@@ -460,7 +465,7 @@ func play(t *testing.T, seed uint64, phases []phase) {
 					g.stop()
 				}
 			}
-			time.Sleep(time.Second) // for what is under way
+			time.Sleep(time.Second) // for pending requests
 		}()
 		phases = append([]phase{{links: all, lasts: 30 * time.Second}}, phases...)
 		phases = append(phases, phase{links: all, lasts: 30 * time.Second})
@@ -504,7 +509,7 @@ func play(t *testing.T, seed uint64, phases []phase) {
 				if g.e != nil && g.e.holds() {
 					holders++
 				}
-				if g.e != nil && g.e.unsure() { // without an API server neither knows whether the Lease is its own by now
+				if g.e != nil && g.e.unsure() { // without an API server, neither gateway knows whether its request has made it the holder
 					holders = len(w.gw) + 1
 				}
 			}
@@ -515,7 +520,7 @@ func play(t *testing.T, seed uint64, phases []phase) {
 				if a && b {
 					failed(n, after, "two gateways speak")
 				}
-				can := p.joined() && w.gw[0].e != nil && w.gw[1].e != nil && holders == 1 && w.gw[0].knows() && w.gw[1].knows() // they ask each other
+				can := p.joined() && w.gw[0].e != nil && w.gw[1].e != nil && holders == 1 && w.gw[0].knows() && w.gw[1].knows() // each asks the other
 				for i, g := range w.gw {
 					can = can || g.e != nil && p.api[i]
 				}
@@ -530,7 +535,7 @@ func play(t *testing.T, seed uint64, phases []phase) {
 	})
 }
 
-// allLinks are all states of the ways between two gateways and an API server.
+// allLinks returns all states of the connections between two gateways and an API server.
 func allLinks() (all []links) {
 	for n := range 16 {
 		all = append(all, links{[2]bool{n&1 != 0, n&2 != 0}, [2]bool{n&4 != 0, n&8 != 0}})
@@ -539,7 +544,7 @@ func allLinks() (all []links) {
 }
 
 func TestNeverTwoGatewaysSpeakAndAlwaysOneThatCan(t *testing.T) {
-	for i, l := range allLinks() { // each from the state in which all is well, in both ways to fail
+	for i, l := range allLinks() { // starting from a working state, with each kind of failure
 		for _, hung := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%v hung %v", l, hung), func(t *testing.T) {
 				play(t, uint64(i), []phase{{links: l, lasts: 40 * time.Second, hung: hung}})
@@ -560,7 +565,7 @@ func TestNeverTwoGatewaysSpeakAndAlwaysOneThatCan(t *testing.T) {
 	}
 }
 
-// A gateway that starts again has forgotten what it promised, and what others promised it.
+// A restarted gateway has forgotten its own promises, and the promises made to it.
 func TestNeverTwoGatewaysSpeakThoughTheyStartAgain(t *testing.T) {
 	states := allLinks()
 	for seed := range uint64(20) {
@@ -582,11 +587,12 @@ func TestNeverTwoGatewaysSpeakThoughTheyStartAgain(t *testing.T) {
 	}
 }
 
-// A gateway without an API server does not know whether the Pod that it asked is gone, or has taken over, nor of that one's
-// successor. The successor may read the API server, and hears that the holder of the Lease is silent.
+// Without an API server, a gateway does not know whether a Pod that it asks was deleted or has
+// taken over, and does not know a new Pod in its place. The new Pod may be able to read the API
+// server, and learns from answers that the holder of the Lease is silent.
 func TestNeverTwoGatewaysSpeakThoughTheirPodsAreReplaced(t *testing.T) {
 	joined := [2]bool{true, true}
-	for i := range 2 { // either may be the holder
+	for i := range 2 { // either gateway may be the holder
 		var cut [2]bool
 		cut[1-i] = true
 		replace := cut
@@ -608,7 +614,7 @@ func TestNeverTwoGatewaysSpeakThoughTheirPodsAreReplaced(t *testing.T) {
 			var phases []phase
 			for range 6 {
 				p := phase{links: states[rng.IntN(len(states))], hung: rng.IntN(2) == 0, lasts: time.Duration(rng.IntN(40000)) * time.Millisecond}
-				if i := rng.IntN(3); i < 2 { // gateways that have never heard each other do not wait for each other
+				if i := rng.IntN(3); i < 2 { // gateways that never exchanged messages do not wait for each other
 					p.replace[i], p.api[i], p.to = true, true, joined
 					p.lasts += 10 * time.Second
 				}
@@ -619,8 +625,9 @@ func TestNeverTwoGatewaysSpeakThoughTheirPodsAreReplaced(t *testing.T) {
 	}
 }
 
-// A gateway that only asks counts when it has answered. Not before is it told that the holder is silent: what it may do then is safe
-// because the holder needs its promise to speak again.
+// A gateway that has only asked counts once it has answered. Until then, answers to it do not
+// contain that the holder is silent. What it may do afterwards is safe, because the silent
+// holder needs its promise before it speaks again.
 func TestAStartingGatewayIsAskedAfterItAnswers(t *testing.T) {
 	now := time.Now()
 	known := acquaintance{Transition: 3, Others: map[string]netip.Addr{"b": netip.MustParseAddr("10.0.0.2")}}
@@ -661,7 +668,7 @@ func TestAStartingGatewayIsAskedAfterItAnswers(t *testing.T) {
 		t.Error("it is not told that the holder is silent, which needs its promise")
 	}
 	a.askedBy(c, netip.MustParseAddr("192.0.2.1"), now)
-	promise() // where it was
+	promise() // the question still goes to the first address
 
 	again := electionWith(nil, "a", nil, quiet)
 	again.recall(a.acquaintance())
@@ -677,7 +684,7 @@ func TestAStartingGatewayIsAskedAfterItAnswers(t *testing.T) {
 		t.Error("it is silent although everybody defers to it")
 	}
 
-	again.away, again.last = false, now // the API server answers, and lists nobody
+	again.away, again.last = false, now // the API server answers, and its list is empty
 	for range missedMost + 1 {
 		again.questions(now)
 	}
@@ -686,8 +693,8 @@ func TestAStartingGatewayIsAskedAfterItAnswers(t *testing.T) {
 	}
 }
 
-// The manager and others know by the Lease that a gateway is at work. What a standby writes there must not hold
-// up its own takeover.
+// The manager and others read from the Lease that a gateway is active. A standby that renews
+// the Lease for the holder must not delay its own takeover.
 func TestAStandbyRenewsTheLeaseOfAHolderThatAnswers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := &world{t: t, rng: rand.New(rand.NewPCG(1, 1)), key: keyring.New(), calm: true, now: links{[2]bool{true, true}, [2]bool{true, true}}}
@@ -740,7 +747,8 @@ func TestAStandbyRenewsTheLeaseOfAHolderThatAnswers(t *testing.T) {
 	})
 }
 
-// A gateway that starts again without an API server asks those that it knew before it speaks.
+// A gateway that restarts without an API server asks the gateways that it knew before it
+// speaks.
 func TestAGatewayThatCarriesOnAsksFirst(t *testing.T) {
 	known := acquaintance{Transition: 3, Others: map[string]netip.Addr{"b": netip.MustParseAddr("10.0.0.2")}}
 	now := time.Now()
@@ -772,7 +780,8 @@ func TestAGatewayThatCarriesOnAsksFirst(t *testing.T) {
 	}
 }
 
-// From the moment at which a standby asks for the Lease until it knows what became of that, it lets nobody go on.
+// From the moment at which a standby sends a request for the Lease until it knows the result,
+// it promises nothing to the holder.
 func TestAStandbyThatTakesTheLeasePromisesNothing(t *testing.T) {
 	now := time.Now()
 	lease := func(version string) *coordinationv1.Lease {
@@ -812,7 +821,7 @@ func TestAStandbyThatTakesTheLeasePromisesNothing(t *testing.T) {
 	}
 }
 
-// Without an API server the election of a gateway that carries on runs before the objects are there.
+// Without an API server, the election of a restarted gateway begins before objects is set.
 func TestAnUnwatchedLeaseHasNoHolder(t *testing.T) {
 	g := &Gateway{o: GatewayOptions{Namespace: "isthmus", Pod: "a"}}
 	if holder := g.holder(t.Context()); holder != "" {
@@ -820,7 +829,8 @@ func TestAnUnwatchedLeaseHasNoHolder(t *testing.T) {
 	}
 }
 
-// A gateway that carries on, is silent, and hears that it has lost clears what its earlier life has left.
+// A restarted gateway that is silent and learns that it lost the election removes what its
+// earlier process left.
 func TestASilentGatewayThatLostTheElectionIsAStandby(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := &Gateway{log: quiet, keeper: newKeeper(GatewayOptions{}, func() {})}

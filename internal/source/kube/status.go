@@ -20,9 +20,9 @@ import (
 
 // A Report is the state of a running gateway and its peers.
 type Report struct {
-	Interface string     // interface on the gateway's node that leads into the gateway
-	Index     int        // of that interface
-	NextHop   netip.Addr // next hop behind it
+	Interface string     // interface on the gateway's node that routes into the gateway
+	Index     int        // index of that interface
+	NextHop   netip.Addr // next hop behind that interface
 	Peers     []PeerReport
 	Rotation  Rotation
 }
@@ -33,11 +33,11 @@ type PeerReport struct {
 	Status     v1alpha1.ConnectionStatus
 	Reason     string         // one of v1alpha1.Causes
 	Message    string         // explains Reason in a sentence
-	RTT        time.Duration  // of the last answer; 0: not connected
+	RTT        time.Duration  // round-trip time of the last answer; 0: not connected
 	Endpoint   netip.AddrPort // resolved address of the configured endpoint; zero: none yet
 	PublicKey  string
 	AllowedIPs [2]netip.Prefix
-	Preshared  string // ID of the exchange whose preshared key protects all sessions; empty: some session has none
+	Preshared  string // ID of the exchange whose preshared key protects all sessions; empty: some session is without one
 	OwnKey     string // our public key in the session; empty: no session
 }
 
@@ -47,15 +47,17 @@ const (
 	ReasonInvalid    = v1alpha1.ReasonInvalid
 )
 
-// A latency is written when the connection is established. It is written again after
-// latencyInterval if it has changed by more than a fifth and by at least latencyStep. So the stored
-// value is correct to a fifth or to a millisecond, and an idle peer causes no writes.
+// The first latency is written when the connection is established. Later ones are written at
+// most once per latencyInterval, and only if the latency has changed by more than a fifth and
+// by at least latencyStep. So the stored value is correct to a fifth or to a millisecond, and
+// an idle peer causes no writes.
 const (
 	latencyInterval = 30 * time.Second
 	latencyStep     = time.Millisecond
 
 	// messageInterval is the minimum time between writes if only a message changes, such as a
-	// resolver's error; reasonInterval is that for reasons, which a peer can change by its packets.
+	// resolver's error. reasonInterval is the minimum if a reason changes, which a peer can
+	// cause by its packets.
 	messageInterval = 30 * time.Second
 	reasonInterval  = 10 * time.Second
 
@@ -110,15 +112,15 @@ func (w *writer) statuses(ctx context.Context, report Report) {
 			}
 			status, m.said = statusFor(have, w.o.PodIP, report, peer, now), is
 		default:
-			continue // too new for the Snapshot or the report; the next round has it
+			continue // newer than the Snapshot or the report; the next round handles it
 		}
 		w.writeStatus(ctx, have, status, now)
 	}
 }
 
-// writeStatus patches the status of a TunnelEndpoint if the stored status would change. Liqo's CRD
-// of TunnelEndpoints has no status.conditions: the API server drops them, and a patch that changes
-// only conditions changes nothing, not even the version.
+// writeStatus patches the status of a TunnelEndpoint if the stored status would change. Liqo's
+// CRD has no status.conditions for TunnelEndpoints, so the API server drops conditions. Then a
+// patch that changes only conditions changes nothing, not even the resourceVersion.
 func (w *writer) writeStatus(ctx context.Context, have *v1alpha1.TunnelEndpoint, status v1alpha1.TunnelEndpointStatus, now time.Time) {
 	m, stored := w.of(have), status
 	if m.pruned {
@@ -138,18 +140,18 @@ func (w *writer) writeStatus(ctx context.Context, have *v1alpha1.TunnelEndpoint,
 	}
 	m.pruned = len(status.Conditions) > 0 && len(want.Status.Conditions) == 0
 	if m.pruned && want.ResourceVersion == have.ResourceVersion {
-		m.version = "" // no newer object will arrive, so the cache is not behind
+		m.version = "" // the API server will not send a newer object, so the cache is not stale
 	}
 }
 
-// said has all inputs of the status of a TunnelEndpoint except the latency. If they are unchanged,
-// the object need not be compared, which saves time with thousands of peers each second.
+// said has all inputs of a TunnelEndpoint's status except the latency. If they are unchanged,
+// the stored status need not be compared. This saves time with thousands of peers each second.
 type said struct {
 	version string
 	iface   string
 	index   int
 	nextHop netip.Addr
-	peer    PeerReport // without RTT
+	peer    PeerReport // RTT is 0
 }
 
 func saidOf(te *v1alpha1.TunnelEndpoint, r Report, p PeerReport) said {
@@ -157,8 +159,8 @@ func saidOf(te *v1alpha1.TunnelEndpoint, r Report, p PeerReport) said {
 	return said{te.ResourceVersion, r.Interface, r.Index, r.NextHop, p}
 }
 
-// refusedStatus returns the status of an invalid TunnelEndpoint. The gateway does not have such a
-// peer, but the location of the gateway stays in the status.
+// refusedStatus returns the status of an invalid TunnelEndpoint. The gateway has no such peer,
+// but the status keeps the location of the gateway.
 func refusedStatus(te *v1alpha1.TunnelEndpoint, problems []fabric.Problem) v1alpha1.TunnelEndpointStatus {
 	lines := make([]string, len(problems))
 	for i, p := range problems {
@@ -176,7 +178,8 @@ func refusedStatus(te *v1alpha1.TunnelEndpoint, problems []fabric.Problem) v1alp
 	return want
 }
 
-// statusFor returns the status for a peer in force (docs/liqo-v0.md, sections 2.2 and 8).
+// statusFor returns the status for a peer that the gateway has configured (docs/liqo-v0.md,
+// sections 2.2 and 8).
 func statusFor(te *v1alpha1.TunnelEndpoint, node netip.Addr, r Report, p PeerReport, now time.Time) v1alpha1.TunnelEndpointStatus {
 	want := *te.Status.DeepCopy()
 	want.GatewayIP = node.String()
@@ -205,12 +208,12 @@ func statusFor(te *v1alpha1.TunnelEndpoint, node netip.Addr, r Report, p PeerRep
 	case was.Status == v1alpha1.Connected && !outdated(was.Latency, p.RTT, now):
 		want.Connection.Latency = was.Latency
 	default:
-		at := metav1.NewTime(now.Truncate(time.Second)) // the resolution of the stored value
+		at := metav1.NewTime(now.Truncate(time.Second)) // the stored value has a resolution of one second
 		want.Connection.Latency = v1alpha1.ConnectionLatency{Value: latencyText(p.RTT), Timestamp: &at}
 	}
 	if p.Status == v1alpha1.Connecting && was.Status == v1alpha1.Connected && acceptedAsIs(te) {
-		// The previous gateway heard this peer with the same configuration. Its result counts until
-		// this one knows better.
+		// The previous gateway had contact with this peer under the same configuration. Its
+		// result stays until this gateway has a result of its own.
 		want.Connection, p.Reason = was, ""
 	}
 	meta.SetStatusCondition(&want.Conditions, metav1.Condition{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionTrue,
@@ -227,16 +230,16 @@ func statusFor(te *v1alpha1.TunnelEndpoint, node netip.Addr, r Report, p PeerRep
 	return want
 }
 
-// acceptedAsIs reports whether a gateway has written that it applies the present version of the
-// object.
+// acceptedAsIs reports whether the status states that a gateway applies the current generation
+// of the object.
 func acceptedAsIs(te *v1alpha1.TunnelEndpoint) bool {
 	c := meta.FindStatusCondition(te.Status.Conditions, v1alpha1.ConditionAccepted)
 	return c != nil && c.Status == metav1.ConditionTrue && c.ObservedGeneration == te.Generation
 }
 
-// liqoMessage returns Liqo's message for a status, or else the message of the condition Connected.
-// So the manager can tell whether the condition is current: a gateway version without the condition
-// writes another message and leaves the condition unchanged.
+// liqoMessage returns Liqo's message for a status, or else the message of the condition
+// Connected. With this message the manager detects a stale condition: a gateway version without
+// conditions writes another message and leaves the condition unchanged.
 func liqoMessage(p PeerReport) string {
 	switch {
 	case p.Status == v1alpha1.Connecting:
@@ -247,7 +250,8 @@ func liqoMessage(p PeerReport) string {
 	return cut(p.Message, maxMessage)
 }
 
-// smooth averages round trip times as TCP does (RFC 6298), so that one late answer changes little.
+// smooth averages round-trip times as TCP does (RFC 6298), so that one late answer has little
+// effect.
 func smooth(old, rtt time.Duration) time.Duration {
 	if old == 0 || rtt == 0 {
 		return rtt
@@ -262,15 +266,15 @@ func outdated(l v1alpha1.ConnectionLatency, rtt time.Duration, now time.Time) bo
 		return true
 	}
 	age := now.Sub(l.Timestamp.Time)
-	if age >= 0 && age < latencyInterval { // a negative age: the clock was set back, so do not keep the value
+	if age >= 0 && age < latencyInterval { // a negative age: the clock was set back, so replace the value
 		return false
 	}
 	moved := (rtt - was).Abs()
 	return moved >= latencyStep && moved > was/5
 }
 
-// latencyText prints a latency as Liqo does: in whole milliseconds, below one in whole
-// microseconds, with the Greek mu U+03BC.
+// latencyText prints a latency as Liqo does: in whole milliseconds, or in whole microseconds if
+// it is below one millisecond, with the Greek mu U+03BC.
 func latencyText(d time.Duration) string {
 	if d < time.Millisecond {
 		return fmt.Sprintf("%dμs", d.Microseconds())
@@ -283,8 +287,8 @@ func parseLatency(text string) (time.Duration, bool) {
 	return d, err == nil
 }
 
-// mayWait returns how long after the last write a difference may stay unwritten: a message longer
-// than a reason, and anything else not at all.
+// mayWait returns how long after the last write the change from a to b may stay unwritten. A
+// new message may wait longer than a new reason. Any other change must be written at once (0).
 func mayWait(a, b v1alpha1.TunnelEndpointStatus) time.Duration {
 	without := func(s v1alpha1.TunnelEndpointStatus, reasons bool) v1alpha1.TunnelEndpointStatus {
 		s.Connection.StatusMessage = ""

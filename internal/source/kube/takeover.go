@@ -9,13 +9,14 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// A takeover is why and when a replica became active.
+// A takeover has the reason and the time at which a replica became active.
 type takeover struct {
 	isthmus.Takeover
 	since time.Time // zero: unknown
 }
 
-// takeoverOf returns the takeover of the holder of a Lease.
+// takeoverOf returns the takeover by which the holder of a Lease became active, as the Lease
+// records it.
 func takeoverOf(lease *coordinationv1.Lease) takeover {
 	t := takeover{Takeover: isthmus.TakeoverOf(lease.Annotations[isthmus.AnnotationTakeover], holderOf(lease))}
 	if at := lease.Spec.AcquireTime; at != nil {
@@ -24,7 +25,8 @@ func takeoverOf(lease *coordinationv1.Lease) takeover {
 	return t
 }
 
-// mark writes t, unless it is unknown, into a Lease whose holder it concerns.
+// mark writes t into a Lease held by the replica that took over. It writes nothing if t is
+// unknown.
 func (t takeover) mark(lease *coordinationv1.Lease) {
 	if t.since.IsZero() {
 		return
@@ -37,7 +39,8 @@ func (t takeover) mark(lease *coordinationv1.Lease) {
 	lease.Spec.AcquireTime = &at
 }
 
-// takes returns the takeover of a replica that takes the Lease as last read. Only run may call it.
+// takes returns the takeover of a replica that takes the Lease as last read. Only the goroutine
+// of run may call it.
 func (e *election) takes(now time.Time) takeover {
 	t := takeover{isthmus.Takeover{Pod: e.identity, Reason: isthmus.TakeoverExpired, Previous: holderOf(e.lease)}, now}
 	switch {
@@ -53,7 +56,7 @@ func (e *election) takes(now time.Time) takeover {
 func (e *election) elected(released bool) isthmus.Takeover {
 	t := isthmus.Takeover{Pod: e.identity, Reason: isthmus.TakeoverNotHeard, Previous: e.name}
 	switch {
-	case e.name == e.identity: // it was silent
+	case e.name == e.identity: // it was active already and had to fall silent in between
 	case released:
 		t.Reason = isthmus.TakeoverReleased
 	case e.name == "":
@@ -62,7 +65,8 @@ func (e *election) elected(released bool) isthmus.Takeover {
 	return t
 }
 
-// Mandate returns the mandate of this replica; nil: it is not the active one, or that is unknown.
+// Mandate returns the mandate of this replica, or nil if it is not the active one, or if the
+// time at which it became active is unknown.
 func (g *Gateway) Mandate() *isthmus.Mandate {
 	g.mu.Lock()
 	e := g.election

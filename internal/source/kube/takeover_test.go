@@ -17,7 +17,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/voting"
 )
 
-// storedLease is an API server with at most one Lease.
+// storedLease is an API server that stores at most one Lease.
 type storedLease struct {
 	coordination.LeaseInterface
 	lease   *coordinationv1.Lease
@@ -49,7 +49,7 @@ func (l *storedLease) put(lease *coordinationv1.Lease) *coordinationv1.Lease {
 func TestTheLeaseSaysWhyItsHolderIsActive(t *testing.T) {
 	for _, tc := range []struct {
 		name           string
-		held, released bool // by another gateway
+		held, released bool // the Lease, before the test starts
 		want           isthmus.Takeover
 		text           string
 	}{
@@ -92,7 +92,7 @@ func TestTheLeaseSaysWhyItsHolderIsActive(t *testing.T) {
 	}
 }
 
-// Where nodes vote, the Lease follows later.
+// While nodes vote, the Lease is updated after the election.
 func TestTheLeaseSaysWhyTheNodesElectedItsHolder(t *testing.T) {
 	for _, tc := range []struct {
 		former   string
@@ -116,7 +116,7 @@ func TestTheLeaseSaysWhyTheNodesElectedItsHolder(t *testing.T) {
 		e.mu.Lock()
 		e.judgeVotesLocked(view, elected)
 		e.mu.Unlock()
-		lease := e.stepVotes(view, elected.Add(time.Minute)) // when the API server answers again
+		lease := e.stepVotes(view, elected.Add(time.Minute)) // the API server answers only now
 		got := takeoverOf(lease)
 		if want := (isthmus.Takeover{Pod: "me", Reason: tc.want, Previous: tc.former}); got.Takeover != want || !got.since.Equal(elected) || *lease.Spec.LeaseTransitions != 9 {
 			t.Errorf("after %+v: %+v", tc, got)
