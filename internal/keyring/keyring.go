@@ -1,14 +1,14 @@
-// Package keyring reads and writes the Secret with the gateway's WireGuard keys, and has the steps
-// of their rotation:
+// Package keyring reads and writes the Secret with the gateway's WireGuard keys, and decides
+// the steps of their rotation:
 //
-//	rotate-key, age ─► next key is there ─► gateways answer to both ─► peers are told the next one
-//	                                                                        │ all have moved, or patience ends
-//	                   current key ◄──────────── next becomes current ◄─────┘
+//	rotate-key, age ─► Secret has a next key ─► gateways respond to both ─► peers get the next key
+//	                                                                            │ all have moved, or patience ends
+//	                   current key ◄─────────── next key becomes current ◄──────┘
 //
 // A Secret that another program maintains may provide the next key (OfferName).
 //
-// The Secret is the only state, and each arrow is one write to it. So a gateway or manager may stop
-// at any point, and its successor continues from the Secret.
+// The Secret is the only state, and each arrow is one write to it. So a gateway or manager may
+// stop at any point, and its successor continues from the Secret.
 package keyring
 
 import (
@@ -25,11 +25,11 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// SecretName is the name of the Secret, the same as Liqo's (docs/liqo-v0.md, section 6.1).
+// SecretName is the name of the Secret. It is Liqo's name (docs/liqo-v0.md, section 6.1).
 const SecretName = "wireguard-pubkey"
 
-// OfferName is the name of a Secret in the same namespace that another program maintains, with a
-// private key in FieldPrivate. A key that appears there becomes the next one.
+// OfferName is the name of a Secret in the same namespace, which another program maintains. A
+// private key that appears in its FieldPrivate becomes the next key.
 const OfferName = "isthmus-key"
 
 // Fields of the Secret. Keys are base64 text, as wg(8) prints them. Liqo has only the first two
@@ -38,12 +38,12 @@ const (
 	FieldPrivate     = "privateKey"
 	FieldPublic      = "publicKey"
 	FieldTunnels     = "tunnels"        // the public keys of tunnels 1, 2 and so on, separated by commas
-	FieldSince       = "since"          // when the current key was made
-	FieldNext        = "nextPrivateKey" // a rotation is in progress
-	FieldNextPublic  = "nextPublicKey"  // gateways answer to the next key, and peers may be told
+	FieldSince       = "since"          // time at which the current key was made
+	FieldNext        = "nextPrivateKey" // present while a rotation is in progress
+	FieldNextPublic  = "nextPublicKey"  // present once gateways respond to the next key and peers may learn it
 	FieldNextTunnels = "nextTunnels"
-	FieldNextSince   = "nextSince"     // when the next key was made
-	FieldPublished   = "nextPublished" // when FieldNextPublic was written
+	FieldNextSince   = "nextSince"     // time at which the next key was made
+	FieldPublished   = "nextPublished" // time at which FieldNextPublic was written
 	FieldGateways    = "gatewayKey"    // see Ring.Gateways
 	FieldOffered     = "offeredKey"    // see Ring.Offered
 )
@@ -51,18 +51,18 @@ const (
 // nextFields are the fields of the next key.
 var nextFields = []string{FieldNext, FieldNextPublic, FieldNextTunnels, FieldNextSince, FieldPublished}
 
-// A Ring is the content of the Secret.
+// A Ring is the parsed content of the Secret.
 type Ring struct {
-	Private, Next [32]byte // zero Next: no rotation is in progress
-	// Gateways is the key by which gateways authenticate to each other and to nodes. It is the
-	// private key before the first rotation. A rotation does not change it, because gateways do not
-	// read the Secret at the same moment.
+	Private, Next [32]byte // Next is zero unless a rotation is in progress
+	// Gateways is the key with which gateways authenticate to each other and to nodes. It is
+	// the first private key. Rotations do not change it, because gateways do not all read the
+	// Secret at the same moment.
 	Gateways [32]byte
-	// Offered is the public key of the last key that was taken from the Secret OfferName. That key
-	// is not taken again, so that a key which was replaced since does not come back.
+	// Offered is the public key of the last key that was taken from the Secret OfferName. That
+	// key is not taken twice, so that a key that has been replaced does not return.
 	Offered          [32]byte
 	Since, NextSince time.Time // zero: unknown
-	Published        bool      // FieldNextPublic exists
+	Published        bool      // FieldNextPublic is present
 	PublishedAt      time.Time // zero: unknown
 }
 
@@ -72,11 +72,11 @@ func (Ring) String() string { return "(key ring)" }
 // GoString hides the keys from %#v.
 func (Ring) GoString() string { return "(key ring)" }
 
-// MarshalText hides the keys from programs that print JSON.
+// MarshalText hides the keys from JSON and other encodings.
 func (Ring) MarshalText() ([]byte, error) { return []byte("(key ring)"), nil }
 
-// Read parses the data of the Secret. wrong is about an unreadable field other than the private
-// key, which is then left out.
+// Read parses the data of the Secret. An unreadable private key is an error. wrong reports
+// another unreadable field, which is left out of r.
 func Read(data map[string][]byte) (r Ring, wrong, err error) {
 	if r.Private, err = Key(data, FieldPrivate); err != nil {
 		return r, nil, fmt.Errorf("data.%s %w", FieldPrivate, err)
@@ -118,8 +118,9 @@ func Read(data map[string][]byte) (r Ring, wrong, err error) {
 	return r, errors.Join(errs...), nil
 }
 
-// Public returns the fields of the keys to publish to peers: those of the next key if gateways
-// accept it. A public key without its private key is ignored, because no gateway accepts it.
+// Public returns the fields that contain the public keys to publish to peers: those of the next
+// key once gateways respond to it. A public key without its private key is ignored, because no
+// gateway responds to it.
 func Public(data map[string][]byte) (first, further string) {
 	if r, _, err := Read(data); err == nil && r.Published {
 		return FieldNextPublic, FieldNextTunnels
@@ -146,16 +147,17 @@ func timeOf(data map[string][]byte, field string) time.Time {
 
 // New makes a private key.
 func New() (private [32]byte) {
-	rand.Read(private[:]) // it never fails
-	private[0] &= 248     // RFC 7748, section 5, as wg(8) does before it prints
+	rand.Read(private[:]) // never fails
+	private[0] &= 248     // clamp as in RFC 7748, section 5; wg(8) also does so before it prints a key
 	private[31] = private[31]&127 | 64
 	return private
 }
 
-// Text is the base64 text of a key, as the Secret stores it.
+// Text returns the base64 text of a key, as the Secret stores it.
 func Text(key [32]byte) []byte { return []byte(base64.StdEncoding.EncodeToString(key[:])) }
 
-// Tunnels returns the value of FieldTunnels for n tunnels; empty: the field is absent.
+// Tunnels returns the value of FieldTunnels for n tunnels. If it is empty, the field must be
+// absent.
 func Tunnels(private [32]byte, n int) string {
 	var texts []string
 	for _, key := range fabric.PublicKeys(private, n)[1:] {
@@ -164,7 +166,7 @@ func Tunnels(private [32]byte, n int) string {
 	return strings.Join(texts, ",")
 }
 
-// tunnelsIn returns how many tunnels the data have keys for.
+// tunnelsIn returns the number of tunnels for which the data have public keys.
 func tunnelsIn(data map[string][]byte) int {
 	if text := data[FieldTunnels]; len(text) > 0 {
 		return min(2+bytes.Count(text, []byte(",")), fabric.MaxTunnels)
@@ -172,14 +174,15 @@ func tunnelsIn(data map[string][]byte) int {
 	return 1
 }
 
-// Begin returns the data with a next key.
+// Begin returns a copy of data that starts a rotation to the key next.
 func Begin(data map[string][]byte, next [32]byte, now time.Time) map[string][]byte {
 	data = Abandon(data)
 	data[FieldNext], data[FieldNextSince] = Text(next), stamp(now)
 	return data
 }
 
-// Take returns the data with an offered key as the next one, unless it is the current one.
+// Take returns a copy of data that starts a rotation to an offered key, unless it is the
+// current key.
 func Take(data map[string][]byte, r Ring, offered [32]byte, now time.Time) map[string][]byte {
 	if data = Abandon(data); offered != r.Private {
 		data = Begin(data, offered, now)
@@ -188,7 +191,7 @@ func Take(data map[string][]byte, r Ring, offered [32]byte, now time.Time) map[s
 	return data
 }
 
-// Abandon returns the data without a next key.
+// Abandon returns a copy of data without the fields of the next key.
 func Abandon(data map[string][]byte) map[string][]byte {
 	rest := make(map[string][]byte, len(data))
 	for field, value := range data {
@@ -199,8 +202,8 @@ func Abandon(data map[string][]byte) map[string][]byte {
 	return rest
 }
 
-// Publish returns the data with the public part of the next key. The patience with peers begins at
-// now.
+// Publish returns a copy of data with the public part of the next key. The wait for peers
+// (patience) begins at now.
 func Publish(data map[string][]byte, r Ring, tunnels int, now time.Time) map[string][]byte {
 	data = maps.Clone(data)
 	data[FieldPublished] = stamp(now)
@@ -209,7 +212,7 @@ func Publish(data map[string][]byte, r Ring, tunnels int, now time.Time) map[str
 	return data
 }
 
-// Promote returns the data with the next key as the current one.
+// Promote returns a copy of data in which the next key is the current one.
 func Promote(data map[string][]byte, r Ring, now time.Time) map[string][]byte {
 	tunnels := tunnelsIn(data)
 	data = Abandon(data)
@@ -224,7 +227,8 @@ func Promote(data map[string][]byte, r Ring, now time.Time) map[string][]byte {
 	return data
 }
 
-// Replace returns data with a new key only: it removes every key that a thief may have read.
+// Replace returns a copy of data with a new key only. It drops every key that a thief may have
+// read.
 func Replace(data map[string][]byte, private [32]byte, now time.Time) map[string][]byte {
 	tunnels := tunnelsIn(data)
 	data = Abandon(data)
@@ -246,38 +250,39 @@ func set(data map[string][]byte, field string, value []byte) {
 func stamp(at time.Time) []byte { return []byte(at.UTC().Format(time.RFC3339)) }
 
 // Settled is how long all peers must have had a session with the next key before it becomes the
-// current one. Meanwhile packets that were sent under the former key arrive.
+// current key. In that time the last packets that were encrypted with the former key arrive.
 const Settled = 10 * time.Second
 
-// OfferGone is how long the Secret OfferName must be absent before keys rotate by age again.
+// OfferGone is how long the Secret OfferName must be missing before keys are rotated by age
+// again.
 const OfferGone = time.Hour
 
-// Seen is what the active gateway observes for the next step of a rotation.
+// Seen is the active gateway's observations, from which Step decides.
 type Seen struct {
 	Now       time.Time
-	Answering bool          // the gateway answers to Ring.Next
-	Lagging   int           // peers without a session with the next key
+	Answering bool          // the gateway responds to Ring.Next
+	Lagging   int           // number of peers without a session with the next key
 	Moved     time.Duration // how long Lagging has been 0
-	Age       time.Duration // at which a key is rotated; 0: never
-	Offered   [32]byte      // private key in the Secret OfferName; zero: none. While it exists, age rotates no key.
-	Gone      time.Duration // how long this gateway has found the Secret OfferName absent
-	Untold    bool          // peers are connected but all lag: the fault is ours, and perhaps no peer knows the next key
-	Patience  time.Duration // after which the next key becomes the current one although peers lag; 0: never
+	Age       time.Duration // rotate a key that is older; 0: never
+	Offered   [32]byte      // private key in the Secret OfferName; zero: none. While the Secret exists, age starts no rotation.
+	Gone      time.Duration // how long the Secret OfferName has been missing
+	Untold    bool          // peers are connected but all lag: perhaps no peer has learned the next key
+	Patience  time.Duration // how long to wait for peers that lag before the next key becomes current; 0: without limit
 }
 
-// A Step is the next write to the Secret.
+// A Step is the next write to the Secret during a rotation.
 type Step string
 
-// The steps.
+// The steps. Each comment names the function that makes the data to write.
 const (
 	Nothing  Step = ""
 	Start    Step = "start"    // Begin with a new key
 	Accept   Step = "accept"   // Take the offered key
-	Announce Step = "announce" // Publish, or again if PublishedAt is unknown
+	Announce Step = "announce" // Publish; also if PublishedAt is unknown
 	Finish   Step = "finish"   // Promote
 )
 
-// Step returns the next step. Only the active gateway may call it.
+// Step returns the next step. Only the active gateway may call Step.
 func (r Ring) Step(s Seen) Step {
 	if r.Next == ([32]byte{}) {
 		if s.Offered != ([32]byte{}) {
@@ -286,8 +291,8 @@ func (r Ring) Step(s Seen) Step {
 			}
 			return Nothing
 		}
-		// A key was offered before, and the Secret may be absent only for a moment. A rotation by
-		// age would then replace the offered key for good, because no key is taken twice.
+		// If a key was offered before, the Secret may be missing only for a moment. A rotation
+		// by age would then replace the offered key for good, because no key is taken twice.
 		if s.Age > 0 && (r.Offered == ([32]byte{}) || s.Gone >= OfferGone) && !r.Since.IsZero() && s.Now.Sub(r.Since) >= s.Age {
 			return Start
 		}
@@ -304,5 +309,5 @@ func (r Ring) Step(s Seen) Step {
 	return Nothing
 }
 
-// Fingerprint shortens a public key for people.
+// Fingerprint returns the beginning of a public key's text, short enough for people to compare.
 func Fingerprint(public [32]byte) string { return string(Text(public)[:12]) }

@@ -216,18 +216,19 @@ func TestARingPrintsNoKey(t *testing.T) {
 	}
 }
 
-// A model is a cluster with two gateways, its manager, and a peer. Each does one thing at a time; what it has read may be old.
+// A model is a cluster with two gateways and a manager, and a peer. They act one at a time,
+// possibly on outdated data.
 type model struct {
 	secret    map[string][]byte
 	gateways  [2]gatewayModel
-	published [32]byte // by the manager
-	peer      [32]byte // what the peer has
+	published [32]byte // last published by the manager
+	peer      [32]byte // last read by the peer
 	now       time.Time
-	moved     time.Time // since when the peer has the next key, as far as the active gateway has seen
+	moved     time.Time // since when the active gateway has seen the peer use the next key
 	log       string
 }
 
-// A gatewayModel is a gateway process: what it has read of the Secret.
+// A gatewayModel is a gateway process with the Secret as it last read it.
 type gatewayModel struct {
 	ring   keyring.Ring
 	active bool
@@ -244,7 +245,7 @@ func newModel(t *testing.T) *model {
 	return m
 }
 
-// begin is rotate-key.
+// begin models `rotate-key`.
 func (m *model) begin(t *testing.T) {
 	t.Helper()
 	if read(t, m.secret).Next == ([32]byte{}) {
@@ -257,7 +258,8 @@ func (m *model) reads(t *testing.T, i int) {
 	m.gateways[i].ring = read(t, m.secret)
 }
 
-// writes has the active gateway take the next step by what it has read. The API server refuses it where that is old.
+// writes makes the active gateway take the next step. If the gateway has not read the newest
+// Secret, the API server rejects the write.
 func (m *model) writes(t *testing.T) {
 	t.Helper()
 	for i := range m.gateways {
@@ -279,7 +281,7 @@ func (m *model) writes(t *testing.T) {
 	}
 }
 
-// publishes has the manager tell the peer, which reads it later.
+// publishes makes the manager publish the current state. The peer reads it later, in moves.
 func (m *model) publishes(t *testing.T) {
 	t.Helper()
 	if r := read(t, m.secret); r.Published {
@@ -295,7 +297,7 @@ func (m *model) moves() {
 	}
 }
 
-// failover makes the other gateway the active one. It reads the Secret before that.
+// failover makes the other gateway the active one, after that gateway has read the Secret.
 func (m *model) failover(t *testing.T) {
 	t.Helper()
 	for i := range m.gateways {
@@ -307,7 +309,8 @@ func (m *model) failover(t *testing.T) {
 	m.moved, m.log = m.now, m.log+" failover"
 }
 
-// restart is a crash of the active gateway, which comes back and reads the Secret before it answers.
+// restart models a crash of the active gateway. It reads the Secret before it responds to peers
+// again.
 func (m *model) restart(t *testing.T) {
 	t.Helper()
 	for i := range m.gateways {
@@ -318,7 +321,7 @@ func (m *model) restart(t *testing.T) {
 	m.moved, m.log = m.now, m.log+" restart"
 }
 
-// answered fails where the active gateway does not answer to the key that the peer has.
+// answered fails the test if the active gateway does not respond to the key that the peer has.
 func (m *model) answered(t *testing.T) {
 	t.Helper()
 	for i := range m.gateways {
@@ -328,7 +331,8 @@ func (m *model) answered(t *testing.T) {
 	}
 }
 
-// settle has everybody do what is to be done, and fails where the rotation is not over then.
+// settle lets all act until nothing is left to do. It fails the test if the rotation is not
+// finished then.
 func (m *model) settle(t *testing.T, first keyring.Ring) {
 	t.Helper()
 	for range 40 {
@@ -347,9 +351,10 @@ func (m *model) settle(t *testing.T, first keyring.Ring) {
 	}
 }
 
-// TestRotationsAlwaysConverge steps through rotations in which gateways and the manager read and write late, write what
-// they have read before (the API server refuses that), crash, and take over from each other. At every moment, the active gateway
-// answers to the key that the peer has. In the end the rotation is over.
+// TestRotationsAlwaysConverge runs random rotations. Gateways and the manager read late, write
+// late, write from outdated data (which the API server rejects), crash, and take over from each
+// other. At every moment, the active gateway must respond to the key that the peer has. At the
+// end the rotation must be finished.
 func TestRotationsAlwaysConverge(t *testing.T) {
 	for seed := range uint64(100) {
 		rng := rand.New(rand.NewPCG(28, seed))
@@ -382,7 +387,8 @@ func TestRotationsAlwaysConverge(t *testing.T) {
 	}
 }
 
-// TestEveryStepOfARotationSurvivesEveryFault is the table of steps: after each of them, each fault, and the rotation ends.
+// TestEveryStepOfARotationSurvivesEveryFault injects each fault after each step. The rotation
+// must finish every time.
 func TestEveryStepOfARotationSurvivesEveryFault(t *testing.T) {
 	type event struct {
 		name string

@@ -10,14 +10,15 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// proofLabel separates the hash of a proof from other uses.
+// proofLabel keeps the hashes of proofs different from hashes for other purposes.
 const proofLabel = "isthmus-key-proof-v1"
 
-// Prove returns a proof for a peer that the cluster that publishes n tunnels has their private
-// keys. Public keys are no proof: a cluster that learns one may claim it at a third cluster. The
-// proof is a MAC over both cluster IDs. Its key is derived by X25519 from each private key and the
-// peer's public key, so only the owner of the private keys, or the peer itself, can compute it. The
-// same input gives the same proof. The proof is empty if the peer's key is invalid.
+// Prove returns a proof for one peer that our cluster, which publishes the public keys of n
+// tunnels, has their private keys. Public keys alone are no proof: a cluster that learns them
+// may publish them to a third cluster. The proof is a MAC over both cluster IDs. Its key is
+// derived by X25519 from each private key and the peer's public key. So only the owner of the
+// private keys, or the peer itself, can compute it. The same input gives the same proof. The
+// proof is empty if the peer's key is invalid.
 func Prove(private [32]byte, n int, self, peer string, peerKey [32]byte) string {
 	keys := fabric.PublicKeys(private, n)
 	shared := make([][]byte, n)
@@ -29,8 +30,8 @@ func Prove(private [32]byte, n int, self, peer string, peerKey [32]byte) string 
 	return base64.StdEncoding.EncodeToString(proof(shared, self, peer, keys))
 }
 
-// Proves reports whether a proof shows that a peer has the private keys of the public keys that it
-// claims. private is our private key; the peer made the proof for its public key.
+// Proves reports whether text proves that a peer has the private keys of its published public
+// keys. private is our private key. The peer made the proof for our public key.
 func Proves(text string, private [32]byte, self, peer string, keys [][32]byte) bool {
 	given, err := base64.StdEncoding.DecodeString(text)
 	if err != nil || len(given) != sha256.Size {
@@ -45,7 +46,7 @@ func Proves(text string, private [32]byte, self, peer string, keys [][32]byte) b
 	return hmac.Equal(given, proof(shared, peer, self, keys))
 }
 
-// proof returns the MAC of a cluster's keys for a receiver.
+// proof returns the MAC over a cluster's keys, for one receiver.
 func proof(shared [][]byte, sender, receiver string, keys [][32]byte) []byte {
 	var secret []byte
 	for _, s := range shared {
@@ -63,8 +64,8 @@ func proof(shared [][]byte, sender, receiver string, keys [][32]byte) []byte {
 	return mac.Sum(nil)
 }
 
-// exchanged returns the X25519 result of two keys; nil if the public key is of low order, because
-// anybody could then predict the result.
+// exchanged returns the X25519 result of two keys. It returns nil for a public key of low
+// order, because then anybody could predict the result.
 func exchanged(private, public [32]byte) []byte {
 	ours, err := ecdh.X25519().NewPrivateKey(private[:])
 	if err != nil {

@@ -2,13 +2,14 @@ package mandate
 
 import "slices"
 
-// A List is the nodes that vote, sorted.
+// A List is the nodes that vote, sorted by name.
 type List struct {
 	Version uint64
 	Voters  []ID
 }
 
-// follows reports whether a list may succeed before: they differ by one voter.
+// follows reports whether l may replace before: its version is the next one, and the lists
+// differ by one voter.
 func (l List) follows(before List) bool {
 	if l.Version != before.Version+1 {
 		return false
@@ -26,43 +27,43 @@ func (l List) follows(before List) bool {
 
 func (l List) equal(m List) bool { return l.Version == m.Version && slices.Equal(l.Voters, m.Voters) }
 
-// majority is the number of votes that decide.
+// majority returns the number of votes that decide.
 func (l List) majority() int { return len(l.Voters)/2 + 1 }
 
-// A vote is a gateway's knowledge of a voter.
+// A vote is a gateway's knowledge about one voter.
 type vote struct {
 	voter       ID
-	heard       Time   // when the last answered ask was sent
-	incarnation uint64 // of the voter in that answer; 0: it never answered
-	until       Time   // the vote counts until then; 0: it does not
-	free        Time   // from then on another gateway could get the vote, by our clock
+	heard       Time   // time at which the last answered ask was sent
+	incarnation uint64 // incarnation of the voter in that answer; 0: it never answered
+	until       Time   // end of the time in which the vote counts; 0: it does not count
+	free        Time   // time, by our clock, from which another gateway could get the vote
 	promise     Promise
 }
 
-// A Gateway is one candidate. One goroutine uses it.
+// A Gateway is one candidate for a mandate. It is not safe for concurrent use.
 type Gateway struct {
 	id     ID
 	timing Timing
 	nonce  uint64
-	list   List   // the votes are counted by it
-	next   *List  // that it has proposed; nil: none
-	epoch  uint64 // that it claims; 0: it claims nothing
-	seen   uint64 // the highest epoch that it claimed or got by See
-	since  Time   // when it began to claim epoch
-	rest   Time   // it claims nothing before then
-	pauses uint64 // calls of pause
-	votes  []vote // of all voters of list and next, sorted
+	list   List   // list by which votes are counted
+	next   *List  // list that this gateway has proposed; nil: none
+	epoch  uint64 // epoch that this gateway claims; 0: it claims none
+	seen   uint64 // highest epoch that this gateway has claimed or got by See
+	since  Time   // time at which it began to claim epoch
+	rest   Time   // it claims no epoch before this time
+	pauses uint64 // number of calls of pause
+	votes  []vote // votes of all voters in list and next, sorted
 }
 
-// NewGateway returns a gateway that claims nothing. The nonce is random and differs in each life of
-// the process.
+// NewGateway returns a gateway that claims no epoch. The nonce must be random and differ
+// between processes.
 func NewGateway(id ID, timing Timing, nonce uint64, list List) *Gateway {
 	g := &Gateway{id: id, timing: timing, nonce: nonce, list: list}
 	g.arrange()
 	return g
 }
 
-// arrange keeps the votes of the voters of both lists, and drops others.
+// arrange keeps the votes of the voters in both lists, and drops all others.
 func (g *Gateway) arrange() {
 	all := slices.Clone(g.list.Voters)
 	if g.next != nil {
@@ -80,8 +81,8 @@ func (g *Gateway) arrange() {
 	}
 }
 
-// Learn passes the Lease's list to the gateway. A list that it neither uses nor proposes ends its
-// mandate, because another gateway has written it.
+// Learn passes the list in the Lease to the gateway. If the gateway neither uses nor proposes
+// that list, another gateway has written it, and the mandate ends.
 func (g *Gateway) Learn(list List, now Time) {
 	if list.equal(g.list) || g.next != nil && list.equal(*g.next) {
 		return
@@ -91,9 +92,9 @@ func (g *Gateway) Learn(list List, now Time) {
 	g.arrange()
 }
 
-// Propose begins a change of the list, which the caller has written into the Lease. It does nothing
-// and reports false if the gateway has no mandate, another change is in progress, or the list does
-// not follow the present one.
+// Propose begins to change the list. The caller has already written the new list into the
+// Lease. Propose does nothing and returns false if the gateway has no mandate, if another
+// change is in progress, or if the new list does not follow the current one.
 func (g *Gateway) Propose(list List, now Time) bool {
 	if !g.Holds(now) || g.next != nil || !list.follows(g.list) {
 		return false
@@ -103,8 +104,8 @@ func (g *Gateway) Propose(list List, now Time) bool {
 	return true
 }
 
-// Until is when the mandate ends. From then on the gateway sends nothing to peers. The caller
-// compares it with the clock right before each system call that sends.
+// Until returns the time at which the mandate ends. From then on the gateway sends nothing to
+// peers. The caller compares Until with the clock just before each system call that sends.
 func (g *Gateway) Until() Time {
 	if g.epoch == 0 {
 		return 0
@@ -125,11 +126,11 @@ func (g *Gateway) Until() Time {
 // Holds reports whether the gateway has a mandate.
 func (g *Gateway) Holds(now Time) bool { return now < g.Until() }
 
-// Epoch is the epoch of the mandate, or of the claim; 0: the gateway claims nothing.
+// Epoch returns the epoch of the mandate or of the claim; 0: the gateway claims no epoch.
 func (g *Gateway) Epoch() uint64 { return g.epoch }
 
-// Heard returns the voters that have answered within Timing.Bound, sorted, and the version below
-// which a list gets no majority.
+// Heard returns the voters that have answered within Timing.Bound, sorted. A list with a
+// version below newest cannot get a majority.
 func (g *Gateway) Heard(now Time) (voters []ID, newest uint64) {
 	for _, v := range g.votes {
 		if v.incarnation != 0 && now < v.heard+g.timing.Bound {
@@ -139,8 +140,8 @@ func (g *Gateway) Heard(now Time) (voters []ID, newest uint64) {
 	return voters, g.majorityth(func(v *vote) uint64 { return v.promise.List })
 }
 
-// Elected returns the gateway to which a majority has promised the same epoch, by what this one
-// knows; empty: none.
+// Elected returns the gateway to which a majority has promised the same epoch, as far as this
+// gateway knows; empty: none.
 func (g *Gateway) Elected() (holder ID, epoch uint64) {
 	for _, v := range g.votes {
 		n := 0
@@ -156,19 +157,19 @@ func (g *Gateway) Elected() (holder ID, epoch uint64) {
 	return holder, epoch
 }
 
-// List is the list by which the gateway counts.
+// List returns the list by which the gateway counts votes.
 func (g *Gateway) List() List { return g.list }
 
-// Pending reports whether a proposed list does not count yet.
+// Pending reports whether there is a proposed list that does not count yet.
 func (g *Gateway) Pending() bool { return g.next != nil }
 
-// Claim begins to ask for votes.
+// Claim makes the gateway ask for votes from the next Tick on.
 func (g *Gateway) Claim(now Time) {
 	g.epoch, g.since = min(max(g.seen, g.promised())+1, Most), now
-	g.seen = g.epoch // an epoch that was released is not used again
+	g.seen = g.epoch // a released epoch must not be used again
 }
 
-// majorityth returns the value that a majority of the list's voters does not exceed, so that one
+// majorityth returns the smallest value that a majority of the list's voters do not exceed. One
 // voter alone cannot raise it.
 func (g *Gateway) majorityth(of func(*vote) uint64) uint64 {
 	var all []uint64
@@ -189,7 +190,7 @@ func (g *Gateway) promised() uint64 {
 	return g.majorityth(func(v *vote) uint64 { return v.promise.Epoch })
 }
 
-// stand ends the claim and the mandate. The gateway claims nothing before rest.
+// stand ends the claim and the mandate. The gateway claims no epoch before rest.
 func (g *Gateway) stand(rest Time) {
 	g.epoch, g.rest = 0, rest
 	for i := range g.votes {
@@ -197,13 +198,14 @@ func (g *Gateway) stand(rest Time) {
 	}
 }
 
-// See notes that an epoch was in use.
+// See records that an epoch was in use.
 func (g *Gateway) See(epoch uint64) { g.seen = max(g.seen, epoch) }
 
-// Tick is called once a beat. It returns the ask for each voter; they differ only in Ask.Heard. If
-// may is set, the gateway claims an epoch when it could get a majority. A mandate that has ended is
-// released: its asks have bound voters until now, and those whose answers got lost may receive the
-// release. holds says that the gateway has a mandate by the Lease.
+// Tick must be called once per beat. It returns the ask for each voter; the asks differ only in
+// Ask.Heard. If may is true, the gateway claims an epoch as soon as it could get a majority.
+// holds reports that the gateway has a mandate by the Lease. When a mandate has ended for lack
+// of answers, Tick returns releases: the asks have bound voters until now, and a voter whose
+// answers were lost may still receive the release.
 func (g *Gateway) Tick(now Time, may, holds bool) map[ID]Ask {
 	switch {
 	case may && g.Could(now):
@@ -238,14 +240,15 @@ func (g *Gateway) asks(kind Kind, now Time, holds bool) map[ID]Ask {
 	return all
 }
 
-// pause returns a random 1 to 8 beats, so that two gateways do not split the votes for ever.
+// pause returns a random time of 1 to 8 beats, so that two gateways do not split the votes for
+// ever.
 func (g *Gateway) pause() Time {
 	g.pauses++
 	h := (g.nonce + g.pauses) * 0x9e3779b97f4a7c15 // Fibonacci hashing
 	return g.timing.Beat * Time(1+h>>61)
 }
 
-// Could reports whether the gateway claims nothing, and could get a majority now.
+// Could reports whether the gateway claims no epoch and could get a majority now.
 func (g *Gateway) Could(now Time) bool {
 	if g.epoch != 0 || now < g.rest {
 		return false
@@ -259,8 +262,8 @@ func (g *Gateway) Could(now Time) bool {
 	return len(g.list.Voters) > 0 && free >= g.list.majority()
 }
 
-// Release ends the mandate and returns the message for the voters. The gateway then pauses, so that
-// another one can follow.
+// Release ends the mandate and returns the message for each voter. The gateway then claims no
+// epoch for a while, so that another gateway can get the votes.
 func (g *Gateway) Release(now Time) map[ID]Ask {
 	all := g.asks(Release, now, false)
 	g.stand(now + 2*g.timing.Bound)
@@ -277,7 +280,7 @@ func (g *Gateway) Receive(a Answer, now Time) {
 	if v.incarnation != 0 && (a.Sent < v.heard || a.Sent == v.heard && !a.Farewell && (a.Granted || a.Incarnation != v.incarnation)) {
 		return // older than the last answer, or a copy of it; but a farewell, or a refusal by the same incarnation, counts
 	}
-	if a.Incarnation != v.incarnation { // the next voter on that node: from now on a farewell counts like any vote
+	if a.Incarnation != v.incarnation { // another voter runs on that node now, so a farewell no longer counts for longer than other votes
 		v.until = min(v.until, a.Sent+g.timing.Mandate)
 	}
 	v.heard, v.incarnation, v.promise, v.free = a.Sent, a.Incarnation, a.Promise, now+a.Free
@@ -289,7 +292,7 @@ func (g *Gateway) Receive(a Answer, now Time) {
 	g.advance()
 }
 
-// advance counts by the next list once a majority of the present list has stored its version.
+// advance makes the next list count once a majority of the current list has stored its version.
 func (g *Gateway) advance() {
 	if g.next == nil {
 		return

@@ -9,13 +9,15 @@ import (
 	"time"
 )
 
-// whole searches also those systems to their end that take minutes, or hours: wholeMost bounds these.
+// With -whole, the tests search large systems completely, which takes minutes to hours. -most
+// bounds that.
 var (
 	whole     = flag.Bool("whole", false, "search all systems to the end")
 	wholeMost = flag.Int("most", 0, "with -whole, the worlds of a large system that are searched; 0: all")
 )
 
-// A system is what is searched; left says which faults there are in one history, and how often.
+// A system is a configuration to search. left limits how often each fault occurs in one
+// history.
 type system struct {
 	voters int
 	left   limits
@@ -43,8 +45,8 @@ var systems = map[string]system{
 }
 
 const (
-	most  = 30_000    // of worlds of a large system, without -whole
-	found = 4_000_000 // until a bug has to be found
+	most  = 30_000    // maximum number of worlds of a large system without -whole
+	found = 4_000_000 // maximum number of worlds within which a bug must be found
 )
 
 func TestNeverTwoMandates(t *testing.T) {
@@ -67,7 +69,8 @@ func TestNeverTwoMandates(t *testing.T) {
 	}
 }
 
-// The search visits one world of each key. Others that have it would have to lead to the same keys.
+// The search visits only one of the worlds with equal keys. That is correct only if equal
+// worlds lead to equal worlds.
 func TestEqualStatesHaveEqualSuccessors(t *testing.T) {
 	for name, s := range systems {
 		t.Run(name, func(t *testing.T) {
@@ -140,7 +143,7 @@ var bugs = []bug{
 
 func TestTheSearchFindsABugInEachRule(t *testing.T) {
 	for _, b := range bugs {
-		if b.large && !*whole { // a million worlds and more
+		if b.large && !*whole { // takes more than a million worlds
 			continue
 		}
 		t.Run(b.rule, func(t *testing.T) {
@@ -154,7 +157,7 @@ func TestTheSearchFindsABugInEachRule(t *testing.T) {
 	}
 }
 
-// A pair is one voter and one gateway, whose messages the test carries.
+// A pair is one voter and one gateway. The test delivers their messages.
 type pair struct {
 	t *testing.T
 	v *Voter
@@ -168,14 +171,14 @@ func newPair(t *testing.T) *pair {
 	return p
 }
 
-// meet has the gateway learn the incarnation of the voter.
+// meet lets the gateway learn the incarnation of the voter.
 func (p *pair) meet(now Time) {
 	p.t.Helper()
 	answer := p.v.Receive(p.g.Tick(now, false, false)["1"], now)
 	p.g.Receive(answer, now)
 }
 
-// asks returns what the gateway sends now, and the answer; the caller delivers that.
+// asks returns the gateway's ask and the voter's answer to it. The caller delivers the answer.
 func (p *pair) asks(now Time) (Ask, Answer) {
 	p.t.Helper()
 	a := p.g.Tick(now, true, false)["1"]
@@ -183,7 +186,7 @@ func (p *pair) asks(now Time) (Ask, Answer) {
 	return a, answer
 }
 
-// frees reports whether another gateway could get the vote.
+// frees reports whether another gateway would get the vote now.
 func (p *pair) frees(now Time) bool {
 	v := *p.v
 	answer := v.Receive(Ask{Kind: Claim, From: "b", Epoch: 100, Sent: now, Nonce: 9, Heard: v.incarnation}, now)
@@ -225,7 +228,7 @@ func TestAReleaseOfAnEarlierIncarnationIsIgnored(t *testing.T) {
 	p := newPair(t)
 	const now = time.Second
 	p.g.Claim(now)
-	late := p.g.Release(now)["1"] // no voter has heard of the claim
+	late := p.g.Release(now)["1"] // no voter has received the claim
 	p.g = NewGateway("a", Usual, 2, list(0, 0))
 	p.meet(now - 1)
 	p.g.Claim(now)
@@ -244,7 +247,7 @@ func TestAReleaseOfAnEarlierIncarnationIsIgnored(t *testing.T) {
 	}
 }
 
-// Two steps of the list leave a majority of the first one that knows nothing of the last one.
+// After two changes of the list, a majority of the first list may not know the last one.
 func TestAGatewayWithAnOldListGetsNoMandate(t *testing.T) {
 	lists := []List{list(0, 0, 1, 2), list(1, 0, 1), list(2, 1)}
 	voters := make(map[ID]*Voter)
@@ -276,7 +279,7 @@ func TestAGatewayWithAnOldListGetsNoMandate(t *testing.T) {
 			t.Fatalf("list %d counts", a.List().Version)
 		}
 	}
-	for end := now + 2*Usual.Bound; now < end; now += Usual.Beat { // then voters 0 and 2 are bound to nobody
+	for end := now + 2*Usual.Bound; now < end; now += Usual.Beat { // long enough that voters 0 and 2 are no longer bound
 		beat(a, now)
 	}
 	b := NewGateway("b", Usual, 2, lists[0])
@@ -294,7 +297,7 @@ func TestAGatewayWithAnOldListGetsNoMandate(t *testing.T) {
 	}
 }
 
-// From wherever a history leads: when all messages arrive again, one gateway gets a mandate and keeps it.
+// After any history, once no more messages are lost, one gateway gets a mandate and keeps it.
 func TestOneGatewayFinallyGetsAMandate(t *testing.T) {
 	random := rand.New(rand.NewPCG(26, 11))
 	for round := range 200 {
@@ -341,7 +344,8 @@ func TestALaterRefusalOfTheSameAskCounts(t *testing.T) {
 	}
 }
 
-// Otherwise a late farewell of the earlier voter would count once more, when it binds nobody.
+// If the vote counted, a late farewell of the earlier voter would count again, although it no
+// longer binds the node.
 func TestALaterVoteForTheSameAskByTheNextVoterIsIgnored(t *testing.T) {
 	p := newPair(t)
 	p.g.Claim(1 * time.Second)
@@ -386,7 +390,7 @@ func TestAGatewayWithoutVotesGetsNoMandate(t *testing.T) {
 	for _, tc := range []struct {
 		name   string
 		change func(*Ask)
-		at     time.Duration // after the vote for last
+		at     time.Duration // time since the vote for last
 		want   bool
 	}{
 		{"a newer ask", func(a *Ask) { a.Sent++ }, 1, true},
@@ -415,7 +419,8 @@ func TestAGatewayWithoutVotesGetsNoMandate(t *testing.T) {
 	}
 }
 
-// A gateway counts by the list that it has proposed once two of the three voters of the present list have stored it.
+// The gateway counts votes by its proposed list once two of the three voters of the current
+// list have stored the proposed list's version.
 func TestTheNextListCountsWhenAMajorityHasStoredIt(t *testing.T) {
 	before, next, now := list(1, 0, 1, 2), list(2, 0, 1, 2, 3), time.Second
 	g, voters := NewGateway("a", Usual, 1, before), make(map[ID]*Voter)
@@ -434,7 +439,7 @@ func TestTheNextListCountsWhenAMajorityHasStoredIt(t *testing.T) {
 	answers(before.Voters...)
 	g.Claim(now)
 	all := g.Tick(now, true, false)
-	late := voters["3"].Receive(all["3"], now) // it has stored the present list, and its answer comes later
+	late := voters["3"].Receive(all["3"], now) // the voter has stored the current list, and its answer arrives later
 	for _, id := range before.Voters[:2] {
 		answer := voters[id].Receive(all[id], now)
 		g.Receive(answer, now)
@@ -465,7 +470,7 @@ func TestTheNextListCountsWhenAMajorityHasStoredIt(t *testing.T) {
 	}
 }
 
-// Another gateway has written that list, so it is active or will be.
+// Another gateway has written the foreign list, so that gateway has a mandate or will get one.
 func TestAForeignListEndsTheMandate(t *testing.T) {
 	for _, tc := range []struct {
 		name            string

@@ -9,62 +9,64 @@ import (
 	"strings"
 )
 
-// coarse is a Timing of few steps. What counts is one step shorter than what binds.
+// coarse is a Timing with few units. A vote counts one unit less than it binds.
 var coarse = Timing{Beat: 1, Bound: 2, Mandate: 1, Farewell: 4, FarewellMandate: 3}
 
-// slot holds the one message that is under way between a gateway and a voter: a newer one replaces it, so that an
-// older one is lost. It may be delivered late, never, or several times.
+// slot holds the one message in transit between a gateway and a voter. A newer message replaces
+// it, so the older one is lost. The message may be delivered late, never, or several times.
 type slot struct {
 	what   byte // 0: nothing, 1: ask, 2: answer
 	ask    Ask
 	answer Answer
 }
 
-// limits bound what happens in one history beside messages and time. A raise is a claim that a gateway makes again with a
-// higher epoch, because of another one's: two gateways could go on with that for ever.
+// limits bound the events in one history, except messages and the passage of time. A raise is a
+// repeated claim with a higher epoch, after another gateway has claimed one. Two gateways could
+// raise their claims for ever.
 type limits struct {
 	claims, raises, kills, ends, reboots, restarts, releases, proposals int
 
-	held bool // the first gateway has a mandate by all votes when the history begins
+	held bool // the first gateway starts with a mandate from all voters
 }
 
-// A world is a small system at one moment: all hosts have the same clock, and each may be slow to do anything.
+// A world is the state of a small system. All hosts have the same clock, but each host may take
+// arbitrarily long to act.
 type world struct {
 	now      Time
 	gateways []Gateway
 	voters   []Voter
-	slots    [][]slot // by gateway and voter
-	released [][]slot // with releases alone, which may overtake asks and be overtaken
-	beaten   []bool   // in this step of time
+	slots    [][]slot // by gateway, then by voter
+	released [][]slot // only for releases, which may overtake asks and be overtaken
+	beaten   []bool   // which gateways have asked at the current time
 	left     limits
-	lists    []List // of the Lease
-	oldest   Time   // a message does not get so old
+	lists    []List // lists that may be in the Lease
+	oldest   Time   // maximum age of a message
 	trail    *step
 
-	latest uint64 // epoch of a mandate so far
-	by     ID     // whose that was
-	bug    *bug   // nil: none
+	latest uint64 // highest epoch of a mandate so far
+	by     ID     // gateway with that mandate
+	bug    *bug   // nil: the rules are intact
 
-	amnesia bool // a node may lose its promise
+	amnesia bool // nodes may lose their promises
 }
 
-// A bug breaks one rule. Each of its functions may be nil.
+// A bug breaks one rule by its functions. Each may be nil.
 type bug struct {
 	rule     string
-	large    bool   // it takes long to be found
+	large    bool   // finding it takes long
 	where    string // name of the system that shows it
 	timing   func(*Timing)
-	asked    func(v *Voter, a *Ask, now Time)            // before a voter gets an ask
-	heard    func(g *Gateway, v *vote, a Answer)         // before a gateway gets an answer
-	took     func(g *Gateway, v *vote, a Answer, t Time) // after that
-	started  func(v *Voter, stored *Promise)             // a voter
-	freed    func(g *Gateway, was Gateway)               // after a release
-	proposes func(g *Gateway, l List)                    // in its place
+	asked    func(v *Voter, a *Ask, now Time)            // called before a voter gets an ask
+	heard    func(g *Gateway, v *vote, a Answer)         // called before a gateway gets an answer
+	took     func(g *Gateway, v *vote, a Answer, t Time) // called after a gateway got an answer
+	started  func(v *Voter, stored *Promise)             // called when a voter starts
+	freed    func(g *Gateway, was Gateway)               // called after a release
+	proposes func(g *Gateway, l List)                    // replaces Propose
 }
 
-// A step is how a world came about.
+// A step is the last event before a world, linked to earlier steps.
 type step struct {
-	what   string // with %[1]s for the gateway and %[2]s for the voter
+	what   string // format with %[1]s for the gateway and %[2]s for the voter
 	i, j   int
 	before *step
 }
@@ -76,7 +78,7 @@ func newWorld(gateways, voters int, left limits, lists []List, b *bug) *world {
 	}
 	w := &world{now: 100, left: left, lists: lists, bug: b, amnesia: left.reboots > 0, oldest: timing.Bound + 1}
 	if left.ends == 0 {
-		timing.Farewell, timing.FarewellMandate = 2, 1 // no farewells: the shorter the better
+		timing.Farewell, timing.FarewellMandate = 2, 1 // without farewells, shorter times suffice and the search is faster
 	} else {
 		w.oldest = timing.Farewell + 1
 	}
@@ -85,9 +87,9 @@ func newWorld(gateways, voters int, left limits, lists []List, b *bug) *world {
 	}
 	for i := range gateways {
 		w.gateways = append(w.gateways, *NewGateway(ID(rune('a'+i)), timing, uint64(i+1), lists[0]))
-		w.gateways[i].seen = uint64(i) // so that the second one may be first
+		w.gateways[i].seen = uint64(i) // lets the second gateway win at once
 		for j := range w.gateways[i].votes {
-			w.gateways[i].votes[j].incarnation = 1 // it has asked before
+			w.gateways[i].votes[j].incarnation = 1 // as if each gateway had asked before
 		}
 		w.slots, w.released = append(w.slots, make([]slot, voters)), append(w.released, make([]slot, voters))
 	}
@@ -101,7 +103,7 @@ func newWorld(gateways, voters int, left limits, lists []List, b *bug) *world {
 	return w
 }
 
-// beat lets a gateway ask, and all voters answer at once.
+// beat makes a gateway ask, and delivers the answers of all voters at once.
 func (w *world) beat(i int) {
 	g := &w.gateways[i]
 	for id, a := range g.Tick(w.now, true, false) {
@@ -127,8 +129,9 @@ func (w *world) clone(what string, i, j int) *world {
 	return &c
 }
 
-// key is the same for worlds that differ in nothing that matters: times are relative, and what is over is over. A time that
-// is compared with those of messages does not matter once no message is as old.
+// key appends to b a key that is equal for worlds with the same possible futures. Times are
+// relative to now, and state that can no longer have an effect is left out. The time of an
+// event is left out once no message is that old.
 func (w *world) key(b []byte) []byte {
 	ahead := func(t Time) { b = append(b, byte(max(t-w.now, 0))) }
 	back := func(t Time) { b = append(b, byte(min(w.now-t, w.oldest))) }
@@ -162,7 +165,7 @@ func (w *world) key(b []byte) []byte {
 	}
 	number(w.latest)
 	b = append(b, w.by...)
-	columns := make([]string, len(w.voters)) // of one voter each: which is which does not matter while all vote
+	columns := make([]string, len(w.voters)) // one for each voter; their order does not matter while all of them vote
 	for j := range w.voters {
 		begin := len(b)
 		if len(w.lists) > 1 {
@@ -172,7 +175,7 @@ func (w *world) key(b []byte) []byte {
 		for i := range w.gateways {
 			r, m := &w.released[i][j], w.slots[i][j]
 			var heard Time
-			asks := false // no list gets a voter back
+			asks := false // a voter never returns to a list
 			for _, known := range w.gateways[i].votes {
 				if known.voter != v.id || w.idle(i) {
 					continue
@@ -186,17 +189,17 @@ func (w *world) key(b []byte) []byte {
 			}
 			if a := m.answer; m.what == 2 && (!asks || a.Nonce != w.gateways[i].nonce || a.Sent < heard ||
 				a.Sent == heard && a.Granted && !a.Farewell) {
-				m = slot{} // it would be ignored
+				m = slot{} // the gateway would ignore it
 			}
 			if r.ask.Epoch < v.promise.Epoch && !w.amnesia {
-				r = new(slot) // epochs of a voter only grow
+				r = new(slot) // the epochs of a voter only grow, so it would ignore the release
 			}
 			if b = append(b, r.what, m.what); r.what == 1 {
 				number(r.ask.Epoch)
 				number(r.ask.Nonce)
 				back(r.ask.Sent)
 			}
-			switch m.what { // only the message under way is compared with the last one that came
+			switch m.what { // only relative to the last message that arrived
 			case 1:
 				b = append(b, byte(m.ask.Kind), byte(1+cmp.Compare(m.ask.Sent, heard)))
 				number(m.ask.Epoch)
@@ -224,7 +227,7 @@ func (w *world) key(b []byte) []byte {
 		flag(v.released)
 		flag(v.empty)
 		number(v.last.Nonce)
-		if w.left.ends > 0 { // a farewell answers it once more
+		if w.left.ends > 0 { // its farewell answers that ask again
 			back(v.last.Sent)
 		}
 		columns[j] = string(b[begin:])
@@ -242,10 +245,10 @@ func (w *world) key(b []byte) []byte {
 	return b
 }
 
-// idle reports whether a gateway does nothing any more. Its messages may still be under way.
+// idle reports whether a gateway will not act any more. Its messages may still be in transit.
 func (w *world) idle(i int) bool { return w.gateways[i].epoch == 0 && w.left.claims == 0 }
 
-// next calls yield with each world that can follow.
+// next calls yield with each world that may follow in one step.
 func (w *world) next(yield func(*world)) {
 	c := w.clone("time passes", 0, 0)
 	c.now++
@@ -317,7 +320,7 @@ func (w *world) gatewayActs(i int, yield func(*world)) {
 		c.left.restarts--
 		c.gateways[i] = *NewGateway(g.id, g.timing, g.nonce+10, g.list)
 		for j := range c.gateways[i].votes {
-			c.gateways[i].votes[j].incarnation = g.votes[j].incarnation // it learns it by asking
+			c.gateways[i].votes[j].incarnation = g.votes[j].incarnation // NewGateway does not know it; a real gateway learns it from an answer
 		}
 		yield(c)
 	}
@@ -338,7 +341,7 @@ func (w *world) gatewayActs(i int, yield func(*world)) {
 	}
 }
 
-// proposed reports whether a list is in the Lease.
+// proposed reports whether the Lease has a list of this version or a newer one.
 func (w *world) proposed(version uint64) bool {
 	for i := range w.gateways {
 		if g := &w.gateways[i]; g.list.Version >= version || g.next != nil && g.next.Version >= version {
@@ -349,7 +352,7 @@ func (w *world) proposed(version uint64) bool {
 }
 
 func (w *world) delivers(i, j int, yield func(*world)) {
-	if r := &w.released[i][j]; r.what == 1 { // it may come again
+	if r := &w.released[i][j]; r.what == 1 { // the release may be delivered again
 		c := w.clone("%[2]s gets the release of %[1]s", i, j)
 		ask := r.ask
 		if w.bug != nil && w.bug.asked != nil {
@@ -428,7 +431,7 @@ func (w *world) voterActs(j int, yield func(*world)) {
 	}
 }
 
-// violation says what must not be; empty: nothing.
+// violation describes how the state violates the specification; empty: it does not.
 func (w *world) violation() string {
 	var holders []string
 	for i := range w.gateways {
@@ -441,7 +444,7 @@ func (w *world) violation() string {
 	}
 	for i := range w.gateways {
 		g := &w.gateways[i]
-		switch { // a voter that lost its promise orders nothing
+		switch { // epochs are not ordered if a voter may lose its promise
 		case !g.Holds(w.now) || w.amnesia:
 		case g.epoch < w.latest && g.id != w.by, g.epoch == w.latest && g.id != w.by:
 			return fmt.Sprintf("%s has a mandate of epoch %d after %s had one of epoch %d", g.id, g.epoch, w.by, w.latest)
@@ -452,7 +455,7 @@ func (w *world) violation() string {
 	return ""
 }
 
-// futures are the keys of all other worlds that can follow.
+// futures returns the keys of all different worlds that may follow.
 func (w *world) futures() map[string]bool {
 	all := make(map[string]bool)
 	w.next(func(n *world) {
@@ -472,8 +475,8 @@ func (w *world) history() string {
 	return strings.Join(all, "\n\t")
 }
 
-// search visits all worlds that follow, each once. It returns the first that violates, or nil, and how many there are.
-// most bounds them; 0: nothing does.
+// search visits each world that can follow from first once. It returns the first world with a
+// violation, or nil, and the number of worlds seen. It stops after most worlds; 0: no limit.
 func search(first *world, most int) (*world, int) {
 	seed := maphash.MakeSeed()
 	seen := make(map[uint64]struct{})

@@ -2,98 +2,100 @@ package mandate
 
 import "time"
 
-// A Time is a reading of one host's clock. It has no meaning on another host. A gateway's clock is
-// monotonic; a voter's also runs while the host sleeps (CLOCK_BOOTTIME).
+// A Time is a reading of one host's clock, and has no meaning on another host. A gateway's
+// clock is monotonic. A voter's clock also advances while the host sleeps (CLOCK_BOOTTIME).
 type Time = time.Duration
 
-// An ID names a gateway or a voter.
+// An ID identifies a gateway or a voter.
 type ID string
 
-// Timing holds the durations of the protocol. All gateways and voters of a cluster use the same.
+// Timing holds the durations of the protocol. All gateways and voters of a cluster must use
+// equal values.
 type Timing struct {
-	Beat            time.Duration // between two asks of a gateway
-	Bound           time.Duration // how long a voter stays bound to the holder that it answered
-	Mandate         time.Duration // how long an answered ask counts, from when it was sent; less than Bound
-	Farewell        time.Duration // how long a voter that ended in order stays bound
-	FarewellMandate time.Duration // how long such a vote counts, from when the last ask was sent; less than Farewell
+	Beat            time.Duration // interval between the asks of a gateway
+	Bound           time.Duration // how long a voter stays bound to its holder after an answer
+	Mandate         time.Duration // how long an answered ask counts after it was sent; less than Bound
+	Farewell        time.Duration // how long a voter that ended in an orderly way stays bound
+	FarewellMandate time.Duration // how long the vote of such a voter counts after the last ask was sent; less than Farewell
 }
 
-// Usual is the Timing outside of tests. The difference between Bound and Mandate allows for clock
-// rates that differ by a fifth.
+// Usual is the Timing of real clusters. The difference between Bound and Mandate allows for
+// clocks whose rates differ by a fifth.
 var Usual = Timing{Beat: 150 * time.Millisecond, Bound: 900 * time.Millisecond, Mandate: 700 * time.Millisecond,
 	Farewell: 30 * time.Second, FarewellMandate: 23 * time.Second}
 
-// Most is the highest valid epoch, and the highest valid version of a list. Higher ones are
-// ignored.
+// Most is the highest valid epoch and the highest valid version of a list. Messages with higher
+// values are ignored.
 const Most = 1<<31 - 2
 
-// A Promise is what a voter stores. The zero Promise has no holder.
+// A Promise is the state that a voter stores. The zero Promise has no holder.
 type Promise struct {
 	Epoch  uint64 `json:"epoch"`
 	Holder ID     `json:"holder"`
-	List   uint64 `json:"list"` // version
-	// Farewell says that the voter ended in order: the next one stays bound for Timing.Farewell.
+	List   uint64 `json:"list"` // version of the list
+	// Farewell records that the voter ended in an orderly way. The next voter on the node then
+	// stays bound for Timing.Farewell.
 	Farewell bool `json:"farewell,omitempty"`
 }
 
-// A Kind is what a gateway asks of a voter.
+// A Kind is the purpose of an ask.
 type Kind uint8
 
 // Kinds of asks.
 const (
-	Probe   Kind = iota // return your promise; changes nothing
-	Claim               // vote for me
-	Release             // you are free
+	Probe   Kind = iota // requests the promise; changes nothing
+	Claim               // requests the vote
+	Release             // frees the voter
 )
 
-// An Ask is a message of a gateway to a voter.
+// An Ask is a message from a gateway to a voter.
 type Ask struct {
 	Kind  Kind
 	From  ID
 	Epoch uint64
 	List  uint64
-	// Sent is when the gateway sent it. Nonce identifies the life of the gateway's process. The
-	// answer returns both.
+	// Sent is the time at which the gateway sent the ask. Nonce identifies the gateway's
+	// process. The answer repeats both.
 	Sent  Time
 	Nonce uint64
-	// Heard is the incarnation of the voter in its last answer to the gateway; 0: none.
+	// Heard is the voter's incarnation in its last answer to the gateway; 0: no answer yet.
 	Heard uint64
-	// Holds says that the gateway has a mandate, or the Lease while that decides.
+	// Holds reports that the gateway has a mandate: by votes, or by the Lease while it decides.
 	Holds bool
 }
 
-// An Answer is a message of a voter to a gateway.
+// An Answer is a message from a voter to a gateway.
 type Answer struct {
 	From        ID
 	Granted     bool // the voter is bound to the gateway
-	Farewell    bool // it stays bound for Timing.Farewell without further asks
+	Farewell    bool // the voter has ended but stays bound for Timing.Farewell without further asks
 	Promise     Promise
-	Free        time.Duration // until the asking gateway can get the vote; 0: now
+	Free        time.Duration // time until the asking gateway can get the vote; 0: now
 	Sent        Time          // of the Ask
 	Nonce       uint64        // of the Ask
 	Incarnation uint64        // of the voter
 }
 
-// A Voter is the vote of one node. One goroutine uses it.
+// A Voter is the vote of one node. It is not safe for concurrent use.
 type Voter struct {
 	id          ID
 	timing      Timing
 	incarnation uint64
 	promise     Promise
-	empty       bool // it has no promise; until farewell it votes only for a gateway with a mandate
-	bound       Time // no other gateway gets the vote before then
-	farewell    Time // nor before then, until the holder knows this incarnation; 0: over
+	empty       bool // there is no promise; until farewell, vote only for a gateway with a mandate
+	bound       Time // no other gateway gets the vote before this time
+	farewell    Time // nor before this time, until the holder knows this incarnation; 0: does not apply
 	released    bool // the holder has released the epoch of the promise
 	last        Ask  // the ask that last got the vote; zero: none since the start
 }
 
-// NewVoter starts a voter with the promise stored on its node, or nil. The incarnation must be
-// random, not 0, and different from those of all earlier voters of the node: a request that names
-// it proves that its sender has had an answer of this voter.
+// NewVoter starts a voter with the promise stored on its node; nil: none is stored. The
+// incarnation must be random, not 0, and different from those of all earlier voters on the
+// node. An ask that names it proves that the gateway has received an answer from this voter.
 func NewVoter(id ID, timing Timing, incarnation uint64, stored *Promise, now Time) *Voter {
 	v := &Voter{id: id, timing: timing, incarnation: incarnation}
 	if v.empty = stored == nil; v.empty {
-		v.farewell = now + timing.Farewell // the longest that any gateway counts on an earlier promise
+		v.farewell = now + timing.Farewell // the longest time for which a gateway may count on an earlier promise
 		return v
 	}
 	v.promise, v.bound = *stored, now+timing.Bound
@@ -107,15 +109,15 @@ func NewVoter(id ID, timing Timing, incarnation uint64, stored *Promise, now Tim
 // Knows reports whether an ask names this voter's incarnation.
 func (v *Voter) Knows(a Ask) bool { return a.Heard == v.incarnation }
 
-// Stored returns the promise that the caller has to store.
+// Stored returns the promise that the caller must store.
 func (v *Voter) Stored() Promise {
 	p := v.promise
 	p.Farewell = v.farewell != 0
 	return p
 }
 
-// Receive answers an ask. The caller must have stored the answer's promise, as Stored returns it,
-// before it sends the answer, whether that grants or not.
+// Receive answers an ask. Before the caller sends the answer, granted or not, it must have
+// stored the result of Stored.
 func (v *Voter) Receive(a Ask, now Time) (answer Answer) {
 	own := a.From == v.promise.Holder
 	switch {
@@ -137,7 +139,8 @@ func (v *Voter) Receive(a Ask, now Time) (answer Answer) {
 // newer reports whether an ask is newer than the last one that got the vote.
 func (v *Voter) newer(a Ask) bool { return a.Nonce != v.last.Nonce || a.Sent > v.last.Sent }
 
-// grants reports whether epochs and time permit the vote for a claim.
+// grants reports whether the epoch and the time permit a vote for a claim. own reports whether
+// the claim is from the current holder.
 func (v *Voter) grants(a Ask, own bool, now Time) bool {
 	switch {
 	case v.empty:
@@ -148,8 +151,9 @@ func (v *Voter) grants(a Ask, own bool, now Time) bool {
 	return a.Epoch > v.promise.Epoch && (own || now >= max(v.bound, v.farewell))
 }
 
-// End is the last call for a voter that ends in order. If ok is true, the caller stores the promise
-// and then sends the answer to its holder. ok is false if no gateway holds the vote.
+// End ends a voter in an orderly way; no other method may be called afterwards. If ok is true,
+// the caller stores the promise and then sends the answer to its holder. ok is false if no
+// gateway has the vote.
 func (v *Voter) End(now Time) (promise Promise, answer Answer, ok bool) {
 	if v.released || v.last.From == "" || now >= v.bound {
 		return Promise{}, Answer{}, false
