@@ -3,9 +3,10 @@
 //	manager ─ CONNECT ─► gateway ═ tunnel ═ gateway of the peer ─► API server of the peer
 //	        └────────────── TLS, from end to end ───────────────┘
 //
-// The gateways copy octets. They take no part in the TLS between a manager and an API server, and
-// know no token. The connection from a manager to its gateway has its own TLS, in which both prove
-// that they know the gateways' private key. Dial is for managers, Server for gateways.
+// The gateways copy octets. They take no part in the TLS between a manager and an API server,
+// and know no token. The connection from a manager to its gateway has its own TLS, in which
+// both prove that they know the gateways' private key. Managers use Dial, and gateways use
+// Server.
 package inband
 
 import (
@@ -25,25 +26,26 @@ import (
 )
 
 const (
-	// ManagerPort is the TCP port at which gateways answer the manager of their cluster.
+	// ManagerPort is the TCP port on which gateways accept the manager of their cluster.
 	ManagerPort = 5879
-	// Port is the TCP port of gateways inside the tunnel.
+	// Port is the TCP port on which gateways accept connections inside the tunnel.
 	Port = 6443
 
-	// purpose derives the keys by which a manager and its gateway authenticate each other.
+	// purpose is the input from which a manager and its gateway derive the keys of their TLS.
 	purpose = "isthmus in-band manager"
 
-	// answerTime is how long a manager waits until its gateway has connected.
+	// answerTime is how long a manager waits for its gateway to connect to the peer.
 	answerTime = 10 * time.Second
-	// connectTime bounds how long a gateway tries to connect, in the tunnel or to its API server.
+	// connectTime is the timeout of a gateway's connection, through the tunnel or to its API
+	// server.
 	connectTime = 5 * time.Second
-	// requestLen bounds a manager's request, in octets.
+	// requestLen is the maximum length of a manager's request, in octets.
 	requestLen = 4 << 10
-	// reasonLen bounds the gateway's reason that a manager reads, in octets.
+	// reasonLen is the maximum length of the gateway's reason that a manager reads, in octets.
 	reasonLen = 512
 )
 
-// A RefusedError is the gateway's reason why there is no connection.
+// A RefusedError has the gateway's reason for refusing a connection.
 type RefusedError struct{ Reason string }
 
 func (e *RefusedError) Error() string { return e.Reason }
@@ -111,7 +113,7 @@ func requested(c net.Conn) (string, error) {
 	return peer, nil
 }
 
-// answer sends a manager the reason why there is no connection; "": there is one.
+// answer sends a manager the reason why there is no connection. "" means that there is one.
 func answer(c net.Conn, reason string) error {
 	if reason == "" {
 		_, err := io.WriteString(c, "HTTP/1.1 200 Connected\r\n\r\n")

@@ -28,14 +28,14 @@ var (
 	agreed  = []Peer{{ID: "b", Source: source, Gateway: gateway}}
 )
 
-// world is a gateway, and a server that echoes in the place of each API server.
+// world is a gateway, with an echo server in place of each API server.
 type world struct {
 	*Server
-	at      string       // of the port for managers
-	key     atomic.Value // [32]byte
-	down    atomic.Bool  // the tunnel
-	refuses atomic.Bool  // the peer's gateway
-	dialed  atomic.Value // last address in the tunnel
+	at      string       // address of the port for managers
+	key     atomic.Value // [32]byte: the gateways' private key
+	down    atomic.Bool  // the tunnel does not work
+	refuses atomic.Bool  // the peer's gateway refuses connections
+	dialed  atomic.Value // last address dialed in the tunnel
 }
 
 func newWorld(t *testing.T) *world {
@@ -85,7 +85,7 @@ func newWorld(t *testing.T) *world {
 	return w
 }
 
-// manager connects as Dial does, to the port that the test has.
+// manager connects as Dial does, but to the port of the test.
 func (w *world) manager(private [32]byte, peer string) (net.Conn, error) {
 	config, err := pinned.Config(private, purpose)
 	if err != nil {
@@ -103,7 +103,7 @@ func (w *world) manager(private [32]byte, peer string) (net.Conn, error) {
 	return connected, err
 }
 
-// echoes sends through a connection and wants it back.
+// echoes checks that a connection returns the octets sent through it.
 func echoes(t *testing.T, c net.Conn) {
 	t.Helper()
 	_ = c.SetDeadline(time.Now().Add(time.Minute))
@@ -114,7 +114,7 @@ func echoes(t *testing.T, c net.Conn) {
 	}
 }
 
-// ends waits for the end of a connection, which is not that of an idle one.
+// ends waits for the end of a connection, for less time than the idle timeout.
 func ends(t *testing.T, c net.Conn) {
 	t.Helper()
 	_ = c.SetReadDeadline(time.Now().Add(Idle / 2))
@@ -138,7 +138,7 @@ func TestAManagerReachesAPeerThatAgreed(t *testing.T) {
 	if all, _ := w.Stats(); len(all) != 1 || all[0].Ours != 1 || all[0].Received < 30_000 || all[0].Sent < 30_000 {
 		t.Errorf("counted %+v", all)
 	}
-	w.Set(nil) // the consent ends
+	w.Set(nil) // the peer no longer agrees to in-band control
 	ends(t, c)
 	if c, err := net.Dial("tcp", w.at); err == nil {
 		c.Close()
@@ -146,7 +146,8 @@ func TestAManagerReachesAPeerThatAgreed(t *testing.T) {
 	}
 }
 
-// Whoever has stolen the gateways' key may have a connection by it.
+// Somebody who has stolen the gateways' key may have an open connection. It must end with the
+// key.
 func TestAConnectionEndsWithTheKeyOfTheGateways(t *testing.T) {
 	w := newWorld(t)
 	w.Set(agreed)
@@ -223,7 +224,7 @@ func TestStrangersAreRefused(t *testing.T) {
 			t.Fatalf("%d are counted", refused())
 		}
 	}
-	w.key.Store([32]byte{}) // not known yet
+	w.key.Store([32]byte{}) // the gateway does not know its key yet
 	if _, err := w.manager([32]byte{}, "b"); err == nil {
 		t.Error("a key that everybody knows was taken")
 	}
@@ -286,7 +287,8 @@ func TestConnectionsOfARemovedPeerAreClosed(t *testing.T) {
 	<-done
 }
 
-// Who is left has no way to our API server from then on. Our manager still has something to delete at the peer.
+// While a peering ends, the peer's manager has no access to our API server. Our manager still
+// has objects to delete at the peer.
 func TestALeavingPeerIsRefused(t *testing.T) {
 	w := newWorld(t)
 	w.Set([]Peer{{ID: "b", Source: source, Gateway: gateway, Leaving: true}})
@@ -323,7 +325,7 @@ func TestAPeersOctetsAreBounded(t *testing.T) {
 	}
 }
 
-// Each connection takes a port of the gateway for a minute.
+// Each connection occupies a port of the gateway for a minute.
 func TestAPeerOpensConnectionsAtABoundedRate(t *testing.T) {
 	w := newWorld(t)
 	w.Set(agreed)
@@ -338,7 +340,7 @@ func TestAPeerOpensConnectionsAtABoundedRate(t *testing.T) {
 	}
 }
 
-// far is a connection in the tunnel that the peer does not let end.
+// far is a connection in the tunnel whose Close waits for the peer.
 type far struct {
 	net.Conn
 	gone chan struct{}
@@ -372,7 +374,7 @@ func TestAConnectionCountsUntilBothSidesAreClosed(t *testing.T) {
 	}
 }
 
-// faltering fails once.
+// faltering is a listener whose first Accept fails.
 type faltering struct {
 	net.Listener
 	failed atomic.Bool

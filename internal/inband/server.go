@@ -18,28 +18,29 @@ import (
 	"github.com/isthmus-net/isthmus/internal/pinned"
 )
 
-// Bounds for the connections of each peer, in each direction.
+// Limits for the connections of each peer, in each direction.
 const (
-	// Connections bounds those of our manager to a peer, and those of the peer's manager, each. A
-	// manager has one or two.
+	// Connections is the maximum number of connections of our manager to a peer, and of the
+	// peer's manager to us. A manager has one or two.
 	Connections = 16
-	// Openings and AtOnce bound how fast a peer opens connections, because each takes a port of the
-	// gateway.
+	// Openings and AtOnce limit how fast a peer opens connections, because each connection
+	// occupies a port of the gateway.
 	Openings = 2 // per second
 	AtOnce   = 16
-	// Rate and Burst bound the octets in each direction.
+	// Rate and Burst limit the octets in each direction.
 	Rate  = 4 << 20 // per second
 	Burst = 4 << 20
-	// Idle ends a connection without an octet in either direction. A manager sends one every 15 s.
-	// When a peer gets another key, connections made with the former key may fill Connections no
-	// longer than that.
+	// Idle is the time after which a connection without traffic in either direction is closed.
+	// A manager sends an octet every 15 s. When a peer gets a new key, old connections may
+	// count towards Connections for up to this time.
 	Idle = 45 * time.Second
 
-	// asking bounds connections to ManagerPort that have not yet sent a valid request, and
-	// askingEach those from one address. So nobody who reaches the port can keep the manager out.
+	// asking is the maximum number of connections to ManagerPort that have not sent a valid
+	// request yet; askingEach is the maximum from one address. So nobody who can reach the port
+	// can keep the manager out.
 	asking     = 64
 	askingEach = 8
-	// listenAgain is the pause after an error of the port.
+	// listenAgain is the delay after an error of the listener.
 	listenAgain = 100 * time.Millisecond
 	// piece is the size of the copy buffer, in octets.
 	piece = 16 << 10
@@ -48,9 +49,9 @@ const (
 // A Peer is a peer that agreed to in-band control.
 type Peer struct {
 	ID      string
-	Source  netip.Addr // from which its gateway connects
-	Gateway netip.Addr // at which its gateway answers
-	Leaving bool       // the peering ends: only our manager may connect
+	Source  netip.Addr // address from which the peer's gateway connects
+	Gateway netip.Addr // address at which the peer's gateway accepts connections
+	Leaving bool       // the peering is ending: only our manager may still connect
 }
 
 // Options of a Server. All are required.
@@ -68,23 +69,23 @@ type Options struct {
 	Log       *slog.Logger
 }
 
-// A Server is the gateway's part. Its methods may be called concurrently, except Set and Close.
+// A Server is the gateway's side. Its methods may be called concurrently, except Set and Close.
 type Server struct {
 	o       Options
 	ctx     context.Context
 	cancel  context.CancelFunc
 	running sync.WaitGroup
-	refused atomic.Uint64 // connections to ManagerPort
+	refused atomic.Uint64 // number of refused connections to ManagerPort
 
 	mu       sync.Mutex
 	peers    map[string]*peer
 	bySource map[netip.Addr]*peer
 	listener net.Listener // nil: there are no peers, or listening failed
-	failed   string       // why listening failed
-	key      [32]byte     // the key that managers have to prove
-	secure   *tls.Config  // for key; nil: not made yet
+	failed   string       // error of listening, as logged; empty: none
+	key      [32]byte     // the key that managers must prove
+	secure   *tls.Config  // made for key; nil: not made yet
 
-	oursCtx context.Context // of the connections of managers that proved key
+	oursCtx context.Context // its end closes the connections of managers that proved key
 	endOurs context.CancelFunc
 }
 
@@ -94,24 +95,24 @@ type peer struct {
 	ctx    context.Context
 	cancel context.CancelFunc
 
-	theirCtx  context.Context // of the connections of the peer's manager
+	theirCtx  context.Context // its end closes the connections of the peer's manager
 	endTheirs context.CancelFunc
 
-	ours, theirs   atomic.Int64   // connections
-	opening        *rate.Limiter  // theirs
-	warned         rate.Sometimes // about our API server
+	ours, theirs   atomic.Int64   // number of open connections, by the side whose manager opened them
+	opening        *rate.Limiter  // limits theirs
+	warned         rate.Sometimes // limits warnings that our API server cannot be reached
 	in, out        *rate.Limiter
 	received, sent atomic.Uint64
 	refused        [numReasons]atomic.Uint64
 }
 
-// A reason is why a connection was refused. It is a label of metrics.
+// A reason is a reason to refuse a connection, as a label of metrics.
 type reason uint8
 
 const (
-	reasonConnections reason = iota // too many
+	reasonConnections reason = iota // too many connections
 	reasonAPI                       // the API server of this cluster cannot be reached
-	reasonPeer                      // the peer's gateway does not let us through
+	reasonPeer                      // the peer's gateway refuses the connection
 	reasonTunnel                    // the tunnel does not work
 	numReasons
 )
@@ -133,13 +134,13 @@ func (s *Server) Close() {
 	s.running.Wait()
 }
 
-// Set replaces the peers. It ends the connections of peers that are gone or have changed, and
-// listens while there are any. It also ends the connections of managers that proved a key which the
-// gateways no longer have.
+// Set replaces the peers, and listens while there are any. It closes the connections of peers
+// that were removed or have changed. It also closes the connections of managers that proved a
+// key which the gateways no longer have.
 func (s *Server) Set(peers []Peer) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.rekey(s.o.Key()) // read under the lock, so that a call that waited for it does not restore a former key
+	s.rekey(s.o.Key()) // read under the lock, so that a call that waited for the lock does not restore a former key
 	before := s.peers
 	s.peers, s.bySource = make(map[string]*peer, len(peers)), make(map[netip.Addr]*peer, len(peers))
 	for _, want := range peers {
@@ -148,7 +149,7 @@ func (s *Server) Set(peers []Peer) {
 			was := p
 			p = &peer{Peer: want, opening: rate.NewLimiter(Openings, AtOnce), warned: rate.Sometimes{Interval: time.Minute},
 				in: rate.NewLimiter(Rate, Burst), out: rate.NewLimiter(Rate, Burst)}
-			if was != nil && was.leavesAs(want) { // our manager may be about to withdraw from it
+			if was != nil && was.leavesAs(want) { // keep the connections, with which our manager may be about to delete its objects there
 				p.ctx, p.cancel = was.ctx, was.cancel
 				was.endTheirs()
 				delete(before, want.ID)
@@ -167,7 +168,7 @@ func (s *Server) Set(peers []Peer) {
 	s.listen(len(peers) > 0)
 }
 
-// listen opens or closes ManagerPort. With s.mu.
+// listen opens or closes ManagerPort. The caller holds s.mu.
 func (s *Server) listen(wanted bool) {
 	switch {
 	case !wanted && s.listener != nil:
@@ -187,7 +188,7 @@ func (s *Server) listen(wanted bool) {
 	}
 }
 
-// accept answers managers until the listener is closed.
+// accept handles managers until the listener is closed.
 func (s *Server) accept(l net.Listener) {
 	var places places
 	for {
@@ -195,7 +196,7 @@ func (s *Server) accept(l net.Listener) {
 		if errors.Is(err, net.ErrClosed) {
 			return
 		}
-		if err != nil { // such as a lack of file descriptors
+		if err != nil { // for example a lack of file descriptors
 			time.Sleep(listenAgain)
 			continue
 		}
@@ -222,7 +223,7 @@ func (s *Server) accept(l net.Listener) {
 	}
 }
 
-// places counts the connections that have not yet sent a valid request.
+// places counts the connections that have not sent a valid request yet, by address.
 type places struct {
 	mu   sync.Mutex
 	all  int
@@ -252,7 +253,7 @@ func (p *places) free(from netip.Addr) {
 	}
 }
 
-// rekey ends the connections of managers that proved another key. With s.mu.
+// rekey closes the connections of managers that proved another key. The caller holds s.mu.
 func (s *Server) rekey(key [32]byte) {
 	if s.key == key {
 		return
@@ -262,9 +263,9 @@ func (s *Server) rekey(key [32]byte) {
 	s.oursCtx, s.endOurs = context.WithCancel(s.ctx)
 }
 
-// config returns the TLS configuration for our manager, and the context that bounds its
-// connections. It is made once for each key, so that strangers do not make us generate
-// certificates.
+// config returns the TLS configuration for our manager, and the context with which its
+// connections end. It generates a certificate only once for each key, and not for each stranger
+// that connects.
 func (s *Server) config() (context.Context, *tls.Config, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -280,7 +281,8 @@ func (s *Server) config() (context.Context, *tls.Config, error) {
 	return s.oursCtx, s.secure, nil
 }
 
-// request reads the request of a manager that proves the gateways' key.
+// request performs the TLS handshake, in which the manager must prove the gateways' key, and
+// reads the manager's request.
 func (s *Server) request(c net.Conn) (ctx context.Context, id string, secured net.Conn, err error) {
 	ctx, config, err := s.config()
 	if err != nil {
@@ -301,7 +303,7 @@ func (s *Server) request(c net.Conn) (ctx context.Context, id string, secured ne
 	return ctx, id, t, c.SetDeadline(time.Time{})
 }
 
-// serve connects our manager to a peer, until ours ends.
+// serve connects our manager to a peer. It returns when the connection has ended.
 func (s *Server) serve(ours context.Context, id string, c net.Conn) {
 	s.mu.Lock()
 	p := s.peers[id]
@@ -344,8 +346,9 @@ func (s *Server) dial(ctx context.Context, gateway netip.Addr) (net.Conn, error)
 	return s.o.Dial(ctx, gateway)
 }
 
-// Take connects a peer's gateway, which has the address from, to the API server of this cluster. It
-// calls either accept or refuse, and returns when the connection has ended.
+// Take connects a peer's gateway, which has the address from, to the API server of this
+// cluster. It calls exactly one of accept and refuse, and returns when the connection has
+// ended.
 func (s *Server) Take(from netip.Addr, accept func() (net.Conn, error), refuse func()) {
 	s.mu.Lock()
 	p := s.bySource[from]
@@ -368,7 +371,7 @@ func (s *Server) Take(from netip.Addr, accept func() (net.Conn, error), refuse f
 	defer cancel()
 	c, err := s.o.API(ctx)
 	if err != nil {
-		if p.theirCtx.Err() == nil { // it is still a peer
+		if p.theirCtx.Err() == nil { // not because the peer was removed
 			p.refused[reasonAPI].Add(1)
 			p.warned.Do(func() {
 				s.o.Log.Warn("in-band control: peer cannot reach our API server", "peer", p.ID, "error", err)
@@ -380,14 +383,14 @@ func (s *Server) Take(from netip.Addr, accept func() (net.Conn, error), refuse f
 	p.splice(p.theirCtx, far, c)
 }
 
-// leavesAs reports whether want differs from the present Peer only in Leaving.
+// leavesAs reports whether want differs from the current Peer only in Leaving.
 func (p *peer) leavesAs(want Peer) bool {
 	was := p.Peer
 	was.Leaving = true
 	return was == want
 }
 
-// take counts one more connection, and reports false if there are too many.
+// take counts one more connection in n, and returns false if there are too many.
 func (p *peer) take(n *atomic.Int64) bool {
 	if n.Add(1) <= Connections {
 		return true
@@ -397,8 +400,9 @@ func (p *peer) take(n *atomic.Int64) bool {
 	return false
 }
 
-// splice copies between the peer and a local connection until either ends, and closes both. It
-// returns only after far.Close has returned, so that the connections count until then.
+// splice copies between the peer (far) and a local connection (here) until either ends, and
+// closes both. It returns only after far.Close has returned, so that the connection counts
+// until then.
 func (p *peer) splice(ctx context.Context, far, here net.Conn) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -410,8 +414,8 @@ func (p *peer) splice(ctx context.Context, far, here net.Conn) {
 	both.Go(func() {
 		defer cancel()
 		move(ctx, here, far, p.in, &p.received, idle)
-		// Without this, the port would stay in use for a minute unless the API server ended the
-		// connection.
+		// Without this, the local port would stay in use for a minute, unless the API server
+		// closed the connection first.
 		if c, ok := here.(*net.TCPConn); ok && ctx.Err() == nil {
 			_ = c.SetLinger(0)
 		}
@@ -425,7 +429,7 @@ func (p *peer) splice(ctx context.Context, far, here net.Conn) {
 	far.Close()
 }
 
-// move copies in one direction, at a bounded rate.
+// move copies in one direction, at a limited rate.
 func move(ctx context.Context, to io.Writer, from io.Reader, limit *rate.Limiter, count *atomic.Uint64, idle *time.Timer) {
 	b := make([]byte, piece)
 	for {
@@ -449,12 +453,13 @@ func move(ctx context.Context, to io.Writer, from io.Reader, limit *rate.Limiter
 // Stats are the counters of one peer.
 type Stats struct {
 	Peer           string
-	Ours, Theirs   int64             // open connections, of our manager and of the peer's
-	Received, Sent uint64            // octets from the peer and to it
+	Ours, Theirs   int64             // open connections, by the side whose manager opened them
+	Received, Sent uint64            // octets received from the peer and sent to it
 	Refused        map[string]uint64 // refused connections, by reason
 }
 
-// Stats returns the counters of each peer, and how many connections to ManagerPort were refused.
+// Stats returns the counters of each peer, and the number of refused connections to
+// ManagerPort.
 func (s *Server) Stats() (all []Stats, strangers uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -1,6 +1,6 @@
-// Package netconfig has the two halves of an exchange with a peer: the copy of a NetworkConfig that
-// is written there, and the answer that the peer writes into the copy's status. It is for the
-// manager's replication and for package peering, and has no state.
+// Package netconfig has the two halves of an exchange with a peer: the copy of our
+// NetworkConfig that is written to the peer's cluster, and the answer that the peer writes into
+// the copy's status. The manager's replication and package peering use it. It has no state.
 package netconfig
 
 import (
@@ -13,8 +13,9 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// CopyOf returns the copy to create at the peer. It omits the labels and annotations that tools of
-// this cluster set on the original: they mean nothing there, and an Isthmus refuses such labels.
+// CopyOf returns the copy to create in the peer's cluster. It omits the labels and annotations
+// that tools of this cluster set on the original. They have no meaning there, and Isthmus
+// refuses such labels.
 func CopyOf(original *v1alpha1.NetworkConfig, own, namespace string) *v1alpha1.NetworkConfig {
 	return &v1alpha1.NetworkConfig{
 		ObjectMeta: metav1.ObjectMeta{Name: original.Name, Namespace: namespace, Labels: map[string]string{
@@ -27,14 +28,15 @@ func CopyOf(original *v1alpha1.NetworkConfig, own, namespace string) *v1alpha1.N
 	}
 }
 
-// AnswerTo returns the status that a copy gives to the present original; false while it gives none.
+// AnswerTo returns the answer in a copy's status. It returns false if the answer is not to the
+// current original.
 func AnswerTo(original, c *v1alpha1.NetworkConfig) (v1alpha1.NetworkConfigStatus, bool) {
 	return AnswerOf(c), answers(c, original)
 }
 
-// answers reports whether the status of the copy answers the present original. An Isthmus records
-// the generation that it has answered. A Liqo does not, but a copy that it has answered never gets
-// other networks; see stale in manager/replication.
+// answers reports whether the status of the copy answers the current original. Isthmus records
+// the generation that it has answered. Liqo does not. But once Liqo has answered a copy, that
+// copy never gets other networks; see stale in manager/replication.
 func answers(c, original *v1alpha1.NetworkConfig) bool {
 	if accepted := meta.FindStatusCondition(c.Status.Conditions, v1alpha1.ConditionAccepted); accepted != nil {
 		return accepted.ObservedGeneration == c.Generation && equality.Semantic.DeepEqual(c.Spec, original.Spec)
@@ -47,12 +49,12 @@ func SameNetworks(a, b *v1alpha1.NetworkConfig) bool {
 	return a.Spec.PodCIDR == b.Spec.PodCIDR && a.Spec.ExternalCIDR == b.Spec.ExternalCIDR
 }
 
-// MaxAnswer bounds a peer's message about its refusal, in octets: enough for each field of a
-// NetworkConfig.
+// MaxAnswer is the maximum length of a peer's message about its refusal, in octets. It suffices
+// for one problem in each field of a NetworkConfig.
 const MaxAnswer = 4096
 
-// AnswerOf returns the part of the copy's status that we use: the answer, and whether the peer
-// accepts us.
+// AnswerOf returns the part of the copy's status that this cluster uses: the answer, and
+// whether the peer accepts our NetworkConfig.
 func AnswerOf(c *v1alpha1.NetworkConfig) v1alpha1.NetworkConfigStatus {
 	answer := v1alpha1.NetworkConfigStatus{
 		Processed: c.Status.Processed, PodCIDRNAT: c.Status.PodCIDRNAT, ExternalCIDRNAT: c.Status.ExternalCIDRNAT,

@@ -7,19 +7,19 @@ import (
 	"errors"
 )
 
-// An Attacker has recorded a handshake, and has a quantum computer, which finds X25519 private keys
-// from public ones: it has the static keys of both sides and the ephemeral one of the initiator. It
-// has no preshared key, which is in no message.
+// An Attacker has recorded a handshake, and has a quantum computer, which computes X25519
+// private keys from public ones. It thus knows the static keys of both sides and the ephemeral
+// key of the initiator. It does not know the preshared key, which is in no message.
 type Attacker struct {
 	InitiatorKey, EphemeralKey, ResponderKey *ecdh.PrivateKey
 	Initiation, Response                     []byte
 }
 
-// Recorded opens recorded data messages of both directions.
+// Recorded decrypts recorded data messages of both directions.
 type Recorded struct{ toResponder, toInitiator cipher.AEAD }
 
 // Keys derives the keys of the session from the recorded handshake. certain reports whether the
-// response proves them.
+// recorded response proves that the keys are right.
 func (a Attacker) Keys() (r Recorded, certain bool) {
 	theirs, err := ecdh.X25519().NewPublicKey(a.Response[12:44])
 	if err != nil {

@@ -1,6 +1,6 @@
 // Package noise implements both sides of WireGuard's handshake and its data messages, from the
-// paper (section 5.4). It is for tests that do what no real implementation would, and for
-// benchmarks with thousands of peers that share everything but keys.
+// WireGuard paper (section 5.4). Tests use it for messages that no real implementation would
+// send. Benchmarks use it for thousands of peers that share all state except keys.
 package noise
 
 import (
@@ -20,19 +20,19 @@ import (
 	"golang.org/x/crypto/chacha20poly1305"
 )
 
-// Types of messages, and lengths in octets: of handshake messages, and of header and tag of data
-// messages.
+// Types of messages, and lengths in octets: of each handshake message, and of the header and
+// tag of a data message.
 const (
 	InitiationType, ResponseType, CookieType, DataType = 1, 2, 3, 4
 	InitiationLen, ResponseLen, CookieLen              = 148, 92, 64
 	HeaderLen, TagLen                                  = 16, 16
 )
 
-// answerTime is how long Connect waits for each of its ten initiations.
+// answerTime is how long Connect waits for the response to each of its ten initiations.
 const answerTime = 6 * time.Second
 
-// A Session is the result of a handshake: keys, and the receiver's index for it. One goroutine uses
-// it.
+// A Session is the result of a handshake: the keys, and the receiver's index of the session. It
+// is not safe for concurrent use.
 type Session struct {
 	index   uint32
 	send    cipher.AEAD
@@ -49,12 +49,12 @@ func (s *Session) Seal(inner []byte) []byte {
 	return s.send.Seal(m, nonce[:], inner, nil)
 }
 
-// SealPadded is Seal for a packet, which it pads to 16 octets as WireGuard does.
+// SealPadded is like Seal, but pads a packet to a multiple of 16 octets as WireGuard does.
 func (s *Session) SealPadded(packet []byte) []byte {
 	return s.Seal(append(slices.Clone(packet), make([]byte, -len(packet)&15)...))
 }
 
-// DataHeader returns the header of a data message, with capacity for the rest.
+// DataHeader returns the header of a data message in a slice with capacity for the payload.
 func DataHeader(index uint32, counter uint64) []byte {
 	m := make([]byte, HeaderLen, 2048)
 	m[0] = DataType
@@ -63,18 +63,18 @@ func DataHeader(index uint32, counter uint64) []byte {
 	return m
 }
 
-// A Handshake is an initiator's handshake in progress.
+// A Handshake is the initiator's state of a handshake in progress.
 type Handshake struct {
-	// Preshared is the preshared key; zero: none. It may be set until Finish.
+	// Preshared is the preshared key; zero: none. It may be set until Finish is called.
 	Preshared      [32]byte
 	own, ephemeral *ecdh.PrivateKey
 	chain, hash    []byte
 }
 
-// Ephemeral returns the private key of this handshake.
+// Ephemeral returns the ephemeral private key of this handshake.
 func (h *Handshake) Ephemeral() *ecdh.PrivateKey { return h.ephemeral }
 
-// Initiate makes an initiation.
+// Initiate returns an initiation message and the Handshake to finish it.
 func Initiate(own *ecdh.PrivateKey, peer *ecdh.PublicKey, at time.Time) ([]byte, *Handshake) {
 	h := &Handshake{own: own, ephemeral: NewKey()}
 	h.chain = hashed([]byte("Noise_IKpsk2_25519_ChaChaPoly_BLAKE2s"))
@@ -88,13 +88,13 @@ func Initiate(own *ecdh.PrivateKey, peer *ecdh.PublicKey, at time.Time) ([]byte,
 	h.chain = expand(h.chain, h.ephemeral.PublicKey().Bytes(), 1)
 	h.mix(h.ephemeral.PublicKey().Bytes())
 	m = append(m, h.seal(shared(h.ephemeral, peer), own.PublicKey().Bytes())...)
-	stamp := binary.BigEndian.AppendUint64(nil, 1<<62+10+uint64(at.Unix())) // TAI64N
+	stamp := binary.BigEndian.AppendUint64(nil, 1<<62+10+uint64(at.Unix())) // TAI64N: seconds, with the epoch's offset
 	stamp = binary.BigEndian.AppendUint32(stamp, uint32(at.Nanosecond()))
 	m = append(m, h.seal(shared(own, peer), stamp)...)
 	return append(m, macs(peer, m)...), h
 }
 
-// Finish reads the response.
+// Finish reads the response and returns the session.
 func (h *Handshake) Finish(m []byte) (*Session, error) {
 	if len(m) != ResponseLen || m[0] != ResponseType {
 		return nil, fmt.Errorf("message of type %d with %d octets, want a response", m[0], len(m))
@@ -135,7 +135,7 @@ func Connect(c net.Conn, own *ecdh.PrivateKey, peer *ecdh.PublicKey, preshared [
 			if last = err; err != nil {
 				break
 			}
-			if buf[0] != ResponseType { // the gateway initiates handshakes too
+			if buf[0] != ResponseType { // such as an initiation by the gateway
 				continue
 			}
 			if s, err := h.Finish(buf[:n]); err == nil {
@@ -157,8 +157,8 @@ func (h *Handshake) seal(secret, plain []byte) []byte {
 	return b
 }
 
-// macs returns the last 32 octets of a handshake message: mac1, and an empty mac2, which means no
-// cookie.
+// macs returns the last 32 octets of a handshake message: mac1, and a mac2 of zeros, as without
+// a cookie.
 func macs(to *ecdh.PublicKey, m []byte) []byte {
 	key := blake2s.Sum256(append([]byte("mac1----"), to.Bytes()...))
 	mac, err := blake2s.New128(key[:])

@@ -1,21 +1,22 @@
-// Package postquantum agrees with a peer on a preshared key. An attacker who records traffic and
-// later has a quantum computer cannot compute it. It is an ML-KEM-768 exchange (FIPS 203) in
-// published objects.
+// Package postquantum agrees with a peer on a preshared key that an attacker cannot compute who
+// records traffic now and has a quantum computer later. It is an ML-KEM-768 exchange (FIPS 203)
+// by published objects.
 //
 //	lower cluster ID  ── key ────────────►  higher cluster ID
 //	                  ◄─ answer, its tag ──
 //	                  ── tag ────────────►
 //
-// Each side is a State, which Step advances by the peer's publication. A side's own publication is
-// a function of its State. So a manager that stores the State before it publishes may stop at any
-// point and continue from there. Each tag proves that its sender has the preshared key; nobody uses
-// the key earlier.
+// Each side keeps a State, and Step advances the State by the peer's publication. A side's own
+// publication is a function of its State. So a manager that stores the State before it
+// publishes may stop at any point and continue from there. Each tag proves that its sender has
+// the preshared key. Neither side uses the key before it has seen the other side's tag.
 //
-// A key or an answer is three times as long as all else of a State, and is published anyway. So only its hash is
-// stored, and Step reads it from the publication. An answer that was stored and not published is lost, and
-// another one replaces it.
+// A key or an answer is three times as long as the rest of a State, and is published anyway. So
+// a State stores only its hash, and Step reads the message from the publication. If an answer
+// was stored but not published, it is lost, and another answer replaces it.
 //
-// This package does not authenticate the peer: anybody who may write its objects can act as the peer.
+// This package does not authenticate the peer: anybody who may write the peer's objects can act
+// as the peer.
 package postquantum
 
 import (
@@ -32,30 +33,31 @@ import (
 	"slices"
 )
 
-// SecretName is the name of the Secret with the State for each peer, by cluster ID, as JSON. The
-// manager writes it, and gateways read it.
+// SecretName is the name of the Secret with the State of each exchange as JSON, by the peer's
+// cluster ID. The manager writes the Secret, and gateways read it.
 const SecretName = "isthmus-psk"
 
-// MaxStored is the most that a State has as JSON, in octets. The Secret ends at a MiB.
+// MaxStored is the maximum length of a State as JSON, in octets. A Secret may have one MiB in
+// total.
 const MaxStored = 642
 
-// Names of Words. A value of backend_config ends at 1,024 characters in every deployed CRD, so the long ones are
-// in two halves.
+// Names of Words. In every deployed CRD, a value of backend_config may have at most 1,024
+// characters. So a key or an answer is split into two halves.
 const (
-	wordFirst  = "kem0"   // key or answer in base64
-	wordSecond = "kem1"   // the rest of it
-	wordFor    = "kemFor" // of the answer: the exchange, as a hash of the key and both identities
-	wordUse    = "kemUse" // of the answer: the exchange of the key in use; absent: none
-	wordTag    = "kemTag" // shows that the sender has the preshared key
+	wordFirst  = "kem0"   // first half of a key or answer, in base64
+	wordSecond = "kem1"   // second half
+	wordFor    = "kemFor" // only of the answer: ID of the exchange that it answers
+	wordUse    = "kemUse" // only of the answer: ID of the exchange whose key is in use; absent: none
+	wordTag    = "kemTag" // proves that the sender has the preshared key
 )
 
-// label marks every hash and key of the exchange, and separates them from other uses.
+// label keeps the hashes and keys of the exchange different from those for other purposes.
 const label = "isthmus-psk-v1"
 
-// Words are the values that a side publishes for the other one in backend_config.
+// Words are the values that a side publishes in backend_config for the other side.
 type Words map[string]string
 
-// WordsIn returns the Words among other values.
+// WordsIn returns the Words in values, which may have others.
 func WordsIn(values map[string]string) Words {
 	w := make(Words)
 	for _, name := range []string{wordFirst, wordSecond, wordFor, wordUse, wordTag} {
@@ -66,33 +68,35 @@ func WordsIn(values map[string]string) Words {
 	return w
 }
 
-// An Identity is one side: its cluster ID, and the WireGuard public keys of its tunnels.
+// An Identity identifies one side: its cluster ID, and the WireGuard public keys of its
+// tunnels.
 type Identity struct {
 	ClusterID string
 	Keys      [][32]byte
 }
 
-// A State is the part of an exchange with a peer that one side stores. It is secret.
+// A State is one side's state of an exchange with a peer. It is secret.
 type State struct {
-	ID      string `json:"id,omitempty"`         // of the exchange: a hash of the key and both identities
-	Seed    []byte `json:"privateKey,omitempty"` // of the key to decapsulate; erased when there is an answer
-	Message []byte `json:"-"`                    // our key, or our answer; nil: as published
+	ID      string `json:"id,omitempty"`         // the exchange: a hash of the key and both identities
+	Seed    []byte `json:"privateKey,omitempty"` // of the decapsulation key; erased once there is a valid answer
+	Message []byte `json:"-"`                    // our key or our answer; nil: read it from the publication
 	Sum     []byte `json:"sum,omitempty"`        // hash of Message
-	Tag     []byte `json:"tag,omitempty"`        // ours
-	Theirs  []byte `json:"theirs,omitempty"`     // the tag that the peer must show, or has shown
-	// Pending is agreed on. It becomes Use once the peer has shown that it has it, too.
+	Tag     []byte `json:"tag,omitempty"`        // our tag
+	Theirs  []byte `json:"theirs,omitempty"`     // the tag that the peer must publish, or has published
+	// Pending is the key of this exchange. It becomes Use once the peer has proved that it has
+	// the key, too.
 	Pending *Key `json:"pending,omitempty"`
-	Use     Key  `json:"use"` // for handshakes; zero: none
-	// Former is the previous key, which the peer may still have; zero: none.
+	Use     Key  `json:"use"` // key for handshakes; zero: none
+	// Former is the previous key, which the peer may still use; zero: none.
 	Former Key `json:"former"`
-	// Sure is the exchange whose key the peer has, as a session has shown.
+	// Sure is the ID of the exchange whose key the peer has used in a session.
 	Sure string `json:"sure,omitempty"`
 }
 
 // A Key is a preshared key and the exchange that made it. The zero value is no preshared key.
 type Key struct {
 	ID     string `json:"id,omitempty"`
-	Secret Secret `json:"presharedKey,omitzero"` // package redact knows fields of this name
+	Secret Secret `json:"presharedKey,omitzero"` // package redact recognizes secret fields by this name
 }
 
 // A Secret is 32 octets, in base64 as wg(8) prints keys.
@@ -139,23 +143,25 @@ func (Key) LogValue() slog.Value { return slog.StringValue(hidden) }
 
 const hidden = "(secret)"
 
-// A Progress is the state of an exchange.
+// A Progress is the result of a Step.
 type Progress string
 
-// The values of Progress. All but Agreed and Waiting say why there is no new preshared key.
+// The values of Progress. All except Agreed and Waiting are reasons why there is no new
+// preshared key.
 const (
 	Agreed    Progress = "Agreed"    // both sides have the key in use
-	Waiting   Progress = "Waiting"   // for the peer
-	NotOffers Progress = "NotOffers" // the peer takes part in no exchange
-	Malformed Progress = "Malformed" // the peer publishes no valid key or answer
-	Other     Progress = "Other"     // the answer is to another key than ours, or for another cluster
-	Altered   Progress = "Altered"   // the tag is wrong: the publication was changed
-	Changed   Progress = "Changed"   // the peer has replaced its accepted answer; the exchange begins anew
+	Waiting   Progress = "Waiting"   // our side has published, and the peer has not answered yet
+	NotOffers Progress = "NotOffers" // the peer publishes no Words
+	Malformed Progress = "Malformed" // the peer publishes an invalid key, answer or tag
+	Other     Progress = "Other"     // the peer's answer is for another key or another cluster
+	Altered   Progress = "Altered"   // the peer's tag is wrong: its publication was changed
+	Changed   Progress = "Changed"   // the peer has replaced its accepted answer, so the exchange starts again
 )
 
-// Step moves a State on by what the peer publishes. published is what this side has published so far. Store
-// the result before its Words are published. The keys in use change only for a tag that the peer alone can
-// make, or when it takes part no longer.
+// Step advances a State by said, the peer's publication. published is what this side has
+// published so far. The caller must store the resulting State before it publishes its Words.
+// The keys in use change only if the peer proves that it has the new key, or if the peer leaves
+// the exchange.
 func (s State) Step(ours, theirs Identity, said, published Words) (State, Progress, error) {
 	offers := ours.ClusterID < theirs.ClusterID
 	context := contextOf(ours, theirs)
@@ -177,8 +183,9 @@ func (s State) Step(ours, theirs Identity, said, published Words) (State, Progre
 	return s.readKey(said, context)
 }
 
-// recall completes a State that was read: our key follows from its seed, and all else was published. If
-// something else is published, the exchange begins anew.
+// recall completes a State that was read from the Secret. It derives the message from our seed,
+// or else reads it from our publication. If the message does not have the stored hash, the
+// exchange starts again.
 func (s State) recall(published Words) State {
 	if s.Message != nil || s.ID == "" {
 		return s
@@ -195,7 +202,7 @@ func (s State) recall(published Words) State {
 	return s
 }
 
-// with adds the message that this side has made for a new exchange.
+// with sets the message that this side has made for a new exchange.
 func (s State) with(message []byte) State {
 	sum := sha256.Sum256(message)
 	s.Message, s.Sum = message, sum[:]
@@ -222,7 +229,8 @@ func (s State) Words() Words {
 	return w
 }
 
-// alone is for a peer that takes part no longer, or not yet.
+// alone advances the State while the peer publishes no Words, because it has left the exchange
+// or not joined it yet.
 func (s State) alone(offers bool, context []byte) (State, Progress, error) {
 	if s.Use != (Key{}) {
 		s.Use, s.Former = Key{}, s.Use
@@ -238,7 +246,7 @@ func (s State) alone(offers bool, context []byte) (State, Progress, error) {
 	return s, NotOffers, nil
 }
 
-// begin makes a new key.
+// begin starts an exchange with a new key.
 func (s *State) begin(context []byte) error {
 	key, err := mlkem.GenerateKey768()
 	if err != nil {
@@ -249,7 +257,7 @@ func (s *State) begin(context []byte) error {
 	return nil
 }
 
-// readAnswer is for the side with the lower ID.
+// readAnswer advances the State of the side with the lower cluster ID.
 func (s State) readAnswer(said Words, context []byte) (State, Progress, error) {
 	answer, tag := message(said, mlkem.CiphertextSize768), decoded(said[wordTag], sha256.Size)
 	use := said[wordUse]
@@ -270,14 +278,15 @@ func (s State) readAnswer(said Words, context []byte) (State, Progress, error) {
 	}
 	shared, err := key.Decapsulate(answer)
 	if err != nil {
-		return s, "", fmt.Errorf("ML-KEM answer: %w", err) // only for another length
+		return s, "", fmt.Errorf("ML-KEM answer: %w", err) // fails only for an answer of another length
 	}
 	d := derive(shared, s.Message, answer, context)
 	theirs := d.tag("answer", use)
 	if !hmac.Equal(tag, theirs) {
 		return s, Altered, nil
 	}
-	// The peer may not have seen that an earlier key is in use here. Keep the one that it has.
+	// The peer may not have seen that this side uses a later key already. Keep as Former the
+	// key that the peer uses.
 	if use != s.Former.ID || use == s.Use.ID {
 		s.Former = s.Use
 	}
@@ -285,7 +294,7 @@ func (s State) readAnswer(said Words, context []byte) (State, Progress, error) {
 	return s, Agreed, nil
 }
 
-// readKey is for the side with the higher ID.
+// readKey advances the State of the side with the higher cluster ID.
 func (s State) readKey(said Words, context []byte) (State, Progress, error) {
 	public := message(said, mlkem.EncapsulationKeySize768)
 	if public == nil {
@@ -316,19 +325,19 @@ func (s State) readKey(said Words, context []byte) (State, Progress, error) {
 	return s, Agreed, nil
 }
 
-// keeping returns a new exchange that keeps the keys of present sessions.
+// keeping returns s with the keys in use of old, for a new exchange.
 func (s State) keeping(old State) State {
 	s.Use, s.Former, s.Sure = old.Use, old.Former, old.Sure
 	return s
 }
 
-// Settled erases the former key. Call it once a session has been made with the one in use.
+// Settled erases the former key. Call it once the peer has used the current key in a session.
 func (s State) Settled() State {
 	s.Former, s.Sure = Key{}, s.Use.ID
 	return s
 }
 
-// Changing reports whether the peer may still have only the former key.
+// Changing reports whether the peer may still use the former key.
 func (s State) Changing() bool { return s.Sure != s.Use.ID || s.Former != (Key{}) }
 
 // Secrets returns all secret values of the State.
@@ -340,7 +349,8 @@ func (s State) Secrets() [][]byte {
 	return slices.DeleteFunc(all, func(b []byte) bool { return len(bytes.Trim(b, "\x00")) == 0 })
 }
 
-// message joins the halves of a key or an answer; nil if they are invalid.
+// message joins the halves of a key or an answer of want octets. It returns nil if they are
+// invalid.
 func message(said Words, want int) []byte { return decoded(said[wordFirst]+said[wordSecond], want) }
 
 func decoded(text string, want int) []byte {
@@ -354,8 +364,8 @@ func decoded(text string, want int) []byte {
 	return b
 }
 
-// contextOf returns a hash of both identities. Each field of variable length is preceded by its
-// length.
+// contextOf returns a hash of both identities. The input has the length before each field of
+// variable length.
 func contextOf(lower, higher Identity) []byte {
 	b := []byte(label)
 	for _, side := range []Identity{lower, higher} {
@@ -370,29 +380,30 @@ func contextOf(lower, higher Identity) []byte {
 	return sum[:]
 }
 
-// idOf names an exchange.
+// idOf returns the ID of an exchange.
 func idOf(context, public []byte) string {
 	sum := sha256.Sum256(bytes.Join([][]byte{[]byte(label), context, public}, nil))
 	return base64.StdEncoding.EncodeToString(sum[:])
 }
 
-// derived has the keys and tags that both sides derive from a shared secret.
+// derived has the values that both sides derive from the shared secret.
 type derived struct {
 	secret  Secret
-	confirm []byte // key of the tags
+	confirm []byte // MAC key for both tags
 }
 
 func derive(shared, public, answer, context []byte) (d derived) {
 	salt := sha256.Sum256(append(bytes.Clone(public), answer...))
 	b, err := hkdf.Key(sha256.New, shared, salt[:], label+string(context), 64)
 	if err != nil {
-		panic(err) // for more than 8,160 octets
+		panic(err) // fails only for more than 8,160 octets
 	}
 	d.secret, d.confirm = Secret(b[:32]), b[32:]
 	return d
 }
 
-// tag returns the tag of one side. No side accepts its own tag as the other's.
+// tag returns the tag of one side ("key" or "answer"). The sides differ, so no side accepts its
+// own tag from the other.
 func (d derived) tag(side, use string) []byte {
 	mac := hmac.New(sha256.New, d.confirm)
 	mac.Write([]byte(side + "\n" + use))

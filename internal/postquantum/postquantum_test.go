@@ -16,7 +16,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/redact"
 )
 
-// side is one side of an exchange as its manager keeps it: what is stored, and what is published.
+// side is one side of an exchange as its manager keeps it: the stored State, and the
+// publication.
 type side struct {
 	id        postquantum.Identity
 	stored    postquantum.State
@@ -27,7 +28,7 @@ func newSide(id string, key byte) *side {
 	return &side{id: postquantum.Identity{ClusterID: id, Keys: [][32]byte{{key}}}}
 }
 
-// step does what a manager does, up to the store or with what is published.
+// step does what a manager does: it stores the next State, and publishes if publish is true.
 func (s *side) step(t *testing.T, peer *side, said postquantum.Words, publish bool) postquantum.Progress {
 	t.Helper()
 	next, progress, err := s.stored.Step(s.id, peer.id, said, s.published)
@@ -41,7 +42,7 @@ func (s *side) step(t *testing.T, peer *side, said postquantum.Words, publish bo
 	return progress
 }
 
-// restart does what happens to a manager that stops and starts: it reads what it has stored.
+// restart reads the State as a restarted manager does, from the stored JSON.
 func (s *side) restart(t *testing.T) {
 	t.Helper()
 	text, err := json.Marshal(s.stored)
@@ -53,7 +54,7 @@ func (s *side) restart(t *testing.T) {
 	}
 }
 
-// agree has both sides step until they have agreed.
+// agree makes both sides step until they use the same key.
 func agree(t *testing.T, a, b *side) {
 	t.Helper()
 	for range 8 {
@@ -66,7 +67,8 @@ func agree(t *testing.T, a, b *side) {
 	t.Fatal("the two sides do not agree")
 }
 
-// meet reports whether the gateways of two sides have a preshared key, or none, in common.
+// meet reports whether the gateways of both sides can make a handshake: they have a preshared
+// key in common, or both accept none.
 func meet(a, b *side) bool {
 	for _, k := range []postquantum.Key{a.stored.Use, a.stored.Former} {
 		if k == b.stored.Use || k == b.stored.Former {
@@ -112,8 +114,9 @@ func TestAKeyIsUsedOnlyAfterThePeerConfirmsIt(t *testing.T) {
 	}
 }
 
-// Whatever is done to what one side publishes, no key comes of it, the reason says what it was, and the key of
-// before stays. What is published again as it was leads to a new key.
+// Whatever is changed in a publication, its reader gets no new key, reports the right reason,
+// and keeps the previous key. Once the unchanged publication returns, the sides agree on a new
+// key.
 func TestAlteredMessagesMakeNoKey(t *testing.T) {
 	flip := func(name string) func(w, _, _ postquantum.Words) {
 		return func(w, _, _ postquantum.Words) {
@@ -130,7 +133,7 @@ func TestAlteredMessagesMakeNoKey(t *testing.T) {
 	}
 	cases := []struct {
 		name string
-		to   string // who reads it
+		to   string // the side that reads the changed publication
 		do   func(w, old, third postquantum.Words)
 		want postquantum.Progress
 	}{
@@ -165,7 +168,7 @@ func TestAlteredMessagesMakeNoKey(t *testing.T) {
 			strange := map[string]postquantum.Words{"a": fourth.published, "b": third.published}[c.to]
 			before := a.stored.Use
 
-			a.id.Keys = [][32]byte{{9}} // a new key, a new exchange
+			a.id.Keys = [][32]byte{{9}} // another identity starts a new exchange
 			a.step(t, b, b.published, true)
 			b.step(t, a, a.published, true)
 			reader, writer := a, b
@@ -189,13 +192,14 @@ func TestAlteredMessagesMakeNoKey(t *testing.T) {
 	}
 }
 
-// Managers stop before or after they publish what they have stored, read what is late, and the WireGuard keys
-// change meanwhile. At each moment the two gateways have a key in common, and in the end it is the same new one.
+// Managers stop before or after they publish, and read outdated publications, while the
+// WireGuard keys change. At each moment the two gateways can make a handshake. In the end both
+// sides use the same new key.
 func TestACrashAtAnyStepConverges(t *testing.T) {
 	for seed := range uint64(3000) {
 		rng := rand.New(rand.NewPCG(28, seed))
 		sides := [2]*side{newSide("a", 1), newSide("b", 2)}
-		var seen [2]postquantum.Words // what each has of the other's
+		var seen [2]postquantum.Words // each side's last copy of the other's publication
 		ops := ""
 		for range 40 {
 			i := rng.IntN(2)
@@ -229,8 +233,8 @@ func TestACrashAtAnyStepConverges(t *testing.T) {
 	}
 }
 
-// The long part of a State is not stored. A manager that starts again reads it from what it has published, at
-// every step of an exchange.
+// The message is not stored. At every step of an exchange, a restarted manager must be able to
+// read it from its own publication.
 func TestKeyAndAnswerAreReadFromThePublication(t *testing.T) {
 	a, b := newSide("a", 1), newSide("b", 2)
 	for _, s := range []*side{a, b, a, b, a, b} {
@@ -250,8 +254,8 @@ func TestKeyAndAnswerAreReadFromThePublication(t *testing.T) {
 	}
 }
 
-// If something else is published than what was stored, the exchange begins anew, and the key in use stays. So it
-// is with a State of an earlier version, which has no hash.
+// If the publication does not match the stored State, the exchange starts again and the key in
+// use stays. The same holds for a State of an earlier version, which has no hash.
 func TestAStateWithoutItsPublicationStartsAgain(t *testing.T) {
 	for name, spoil := range map[string]func(s, third *side){
 		"nothing":         func(s, _ *side) { s.published = nil },
@@ -272,7 +276,7 @@ func TestAStateWithoutItsPublicationStartsAgain(t *testing.T) {
 					sides[step%2].step(t, sides[1-step%2], sides[1-step%2].published, true)
 				}
 				s, other := sides[i], sides[1-i]
-				id, use, seeded := s.stored.ID, s.stored.Use, s.stored.Seed != nil // a key follows from its seed
+				id, use, seeded := s.stored.ID, s.stored.Use, s.stored.Seed != nil // with a seed, the key needs no publication
 				s.restart(t)
 				spoil(s, []*side{third, fourth}[i])
 				s.step(t, other, other.published, true)
@@ -287,7 +291,7 @@ func TestAStateWithoutItsPublicationStartsAgain(t *testing.T) {
 	}
 }
 
-// A side that has lost its Secret gets another key.
+// If one side has lost its Secret, the sides agree on another key.
 func TestALostSecretIsReplaced(t *testing.T) {
 	for i := range 2 {
 		sides := [2]*side{newSide("a", 1), newSide("b", 2)}
@@ -301,7 +305,8 @@ func TestALostSecretIsReplaced(t *testing.T) {
 	}
 }
 
-// A peer that takes part no longer, such as an older Isthmus, is met without a preshared key.
+// A peer that leaves the exchange, for example an older Isthmus, is used without a preshared
+// key.
 func TestAPeerThatLeavesTheExchangeIsUsedWithoutAKey(t *testing.T) {
 	for i := range 2 {
 		sides := [2]*side{newSide("a", 1), newSide("b", 2)}
@@ -337,7 +342,7 @@ func TestAStateIsStoredAndNotPrinted(t *testing.T) {
 	}
 }
 
-// A State is read as it was written, and redact knows the fields that hold secrets.
+// A State that was written can be read, and package redact recognizes all its secret fields.
 func TestAStateRoundTrips(t *testing.T) {
 	a, b := newSide("a", 1), newSide("b", 2)
 	check := func() {
@@ -364,9 +369,9 @@ func TestAStateRoundTrips(t *testing.T) {
 			}
 		}
 	}
-	for range 2 { // the second exchange has former keys
-		a.step(t, b, b.published, true) // a seed
-		b.step(t, a, a.published, true) // a pending key
+	for range 2 { // the second exchange also has former keys
+		a.step(t, b, b.published, true) // a now has a seed
+		b.step(t, a, a.published, true) // b now has a pending key
 		check()
 		agree(t, a, b)
 		check()

@@ -19,11 +19,11 @@ import (
 	"github.com/isthmus-net/isthmus/internal/mandate"
 )
 
-// A Gate is open while a gateway may send to peers. Senders check it right before the system call.
-// The zero Gate is shut.
-type Gate struct{ until atomic.Int64 } // until then it is open, counted from began
+// A Gate is open while a gateway may send to peers. Senders check it just before the system
+// call. The zero Gate is shut.
+type Gate struct{ until atomic.Int64 } // end of the permission, as time since began
 
-// began is the zero of the gateways' clock.
+// began is the zero point of the gateways' clock.
 var began = time.Now()
 
 func clock() mandate.Time { return time.Since(began) }
@@ -31,7 +31,7 @@ func clock() mandate.Time { return time.Since(began) }
 // Open reports whether the gateway may send now.
 func (g *Gate) Open() bool { return int64(clock()) < g.until.Load() }
 
-// A List is the nodes that vote: their names and addresses.
+// A List is the nodes that vote, by name, with their addresses.
 type List struct {
 	Version uint64                `json:"version"`
 	Voters  map[string]netip.Addr `json:"voters,omitempty"`
@@ -48,55 +48,55 @@ func (l List) list() mandate.List {
 
 // A View is the state of a candidate.
 type View struct {
-	Epoch  uint64   // of its mandate or claim; 0: it claims nothing
+	Epoch  uint64   // epoch of its mandate or claim; 0: it claims no epoch
 	Holds  bool     // it has a mandate
-	Holder string   // the gateway that a majority has voted for; empty: unknown
+	Holder string   // the Pod that a majority has voted for; empty: unknown
 	Since  uint64   // the epoch of Holder
-	Heard  []string // the asked nodes that have answered lately; sorted
+	Heard  []string // nodes that have answered an ask recently, sorted
 	Newest uint64   // version below which a list gets no majority
 	List   uint64   // version of the list by which it counts votes
-	// Pending says that a proposed list, or a fence, does not count yet.
+	// Pending reports that a proposed list, or a fence, does not count yet.
 	Pending bool
-	// Released says that a majority of the voters was freed by a release of the former holder, not
-	// because they no longer heard it.
+	// Released reports that the former holder has released a majority of the voters. Otherwise
+	// they became free because they no longer heard the holder.
 	Released bool
 }
 
-// A Candidate asks nodes for their votes on behalf of one gateway. Run may be called once; the
-// other methods may be called concurrently with it.
+// A Candidate asks nodes for their votes on behalf of one gateway. Run may be called only once.
+// The other methods may be called concurrently with Run.
 type Candidate struct {
 	Pod    string
-	Addr   netip.Addr                     // of the Pod
-	Key    func() [32]byte                // the WireGuard private key; zero: unknown so far
+	Addr   netip.Addr                     // address of the Pod
+	Key    func() [32]byte                // the WireGuard private key; zero: not known yet
 	Gate   *Gate                          // see Allow
 	Change func()                         // called when View changes; it must not call the candidate
 	Listen func() (net.PacketConn, error) // nil: any UDP port at Addr
 	Log    *slog.Logger
 
-	soon chan struct{} // wakes Run for a message before the next beat
+	soon chan struct{} // makes Run send before the next beat
 
 	mu      sync.Mutex
 	machine *mandate.Gateway
-	voters  map[mandate.ID]*target // of the present list and the proposed one
+	voters  map[mandate.ID]*target // voters of the current list and of the proposed list
 	nodes   map[string]netip.Addr
-	told    map[string]*telling // nodes
+	told    map[string]*telling // nodes without a vote
 	may     bool
 	lease   bool // the Lease gives the gateway a mandate
 	gated   bool
 	last    View
 }
 
-// A target is a node with a vote.
+// A target is a node with a vote, as the candidate knows it.
 type target struct {
 	addr   netip.Addr
 	cookie cookie
 
-	free     mandate.Time // when the vote would be free if its holder, another gateway, sent nothing more
-	released bool         // it was free before that
+	free     mandate.Time // when the vote becomes free if its holder, another gateway, sends nothing more
+	released bool         // the vote became free before that, so the holder has released it
 }
 
-// heard records an answer to the candidate of a Pod. The margin of two beats is for answers that
-// were late.
+// heard records an answer to the candidate of a Pod. The margin of two beats allows for late
+// answers.
 func (t *target) heard(a mandate.Answer, pod mandate.ID, now mandate.Time) {
 	switch {
 	case a.Promise.Holder == pod:
@@ -107,32 +107,34 @@ func (t *target) heard(a mandate.Answer, pod mandate.ID, now mandate.Time) {
 	}
 }
 
-// telling is the state of the notices to a node without a vote.
+// telling has the progress of notifying one node without a vote.
 type telling struct {
-	heard mandate.Time // when its last answered ask was sent; 0: it never answered
-	tries int          // for the present epoch
+	heard mandate.Time // time at which the last answered ask was sent; 0: it never answered
+	tries int          // notices sent for the current epoch
 	again mandate.Time
 }
 
 const (
-	tellMost  = 20               // beats in which a node gets notice of a new mandate
-	tellAgain = 10 * time.Second // the interval after that, since a node may have been away
+	tellMost  = 20               // number of beats in which a node is notified of a new mandate
+	tellAgain = 10 * time.Second // interval after that, because a node may have been unreachable
 )
 
-// NewCandidate returns a candidate that asks no node yet. Its fields may be changed until Run.
+// NewCandidate returns a candidate that asks no node yet. Its fields may be changed until Run
+// is called.
 func NewCandidate(pod string, addr netip.Addr, key func() [32]byte, log *slog.Logger) *Candidate {
 	return &Candidate{Pod: pod, Addr: addr, Key: key, Log: log, Gate: new(Gate), Change: func() {}, soon: make(chan struct{}, 1),
 		machine: mandate.NewGateway(mandate.ID(pod), mandate.Usual, random(), mandate.List{}),
 		voters:  make(map[mandate.ID]*target), told: make(map[string]*telling)}
 }
 
-// Learn passes the list in the Lease to the candidate, or one to try. own means that this gateway
-// proposed it as the next one. Any other list than the one in use ends the mandate.
+// Learn passes a list to the candidate: the list in the Lease, or a list to try. own reports
+// that this gateway has proposed the list as the next one. A list that the candidate does not
+// use ends the mandate, unless own is true.
 func (c *Candidate) Learn(l List, own bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	now := clock()
-	if own && l.Version < c.machine.List().Version { // Fence has been called since
+	if own && l.Version < c.machine.List().Version { // Fence has been called since the proposal
 		return
 	}
 	if !own || !c.machine.Propose(l.list(), now) {
@@ -143,7 +145,7 @@ func (c *Candidate) Learn(l List, own bool) {
 	for name, addr := range l.Voters {
 		c.target(before, mandate.ID(name), addr)
 	}
-	for _, id := range c.machine.List().Voters { // they vote until the next list counts
+	for _, id := range c.machine.List().Voters { // they still vote until the next list counts
 		if old := before[id]; c.voters[id] == nil && old != nil {
 			c.target(before, id, old.addr)
 		}
@@ -155,14 +157,15 @@ func (c *Candidate) target(before map[mandate.ID]*target, id mandate.ID, addr ne
 	t := before[id]
 	if t == nil {
 		t = new(target)
-		rand.Read(t.cookie[:]) // it never fails
+		rand.Read(t.cookie[:]) // never fails
 	}
 	t.addr = addr
 	c.voters[id] = t
 }
 
-// Fence makes the voters store a version that is newer than any list with voters, so that nobody
-// gets a vote any more. It needs a mandate. It is complete when View shows that version as List.
+// Fence makes the voters store a version that is newer than that of any list with voters, so
+// that no gateway gets a vote any more. It requires a mandate. It is complete when View returns
+// that version as List.
 func (c *Candidate) Fence() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -171,7 +174,7 @@ func (c *Candidate) Fence() {
 	c.machine.Propose(l, clock())
 }
 
-// SetNodes sets the nodes of the cluster, which get notice of a mandate.
+// SetNodes sets the nodes of the cluster, which are notified of a mandate.
 func (c *Candidate) SetNodes(nodes map[string]netip.Addr) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -179,15 +182,15 @@ func (c *Candidate) SetNodes(nodes map[string]netip.Addr) {
 	maps.DeleteFunc(c.told, func(name string, _ *telling) bool { return !nodes[name].IsValid() })
 }
 
-// Nodes returns the nodes of SetNodes. The caller must not change them.
+// Nodes returns the map passed to SetNodes. The caller must not change it.
 func (c *Candidate) Nodes() map[string]netip.Addr {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.nodes
 }
 
-// Answering returns the nodes that have answered this candidate lately while it has a mandate by
-// votes: voters within a second, others within three times tellAgain.
+// Answering returns the nodes that have answered recently while this candidate has a mandate by
+// votes: voters within about a second, other nodes within three times tellAgain.
 func (c *Candidate) Answering() map[string]netip.Addr {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -207,9 +210,9 @@ func (c *Candidate) Answering() map[string]netip.Addr {
 	return all
 }
 
-// Allow sets whether the candidate may claim a mandate (may), and whether its gateway has one by
-// the Lease (lease). With gated the Gate is open only during a mandate by votes; otherwise it is
-// always open.
+// Allow sets may, whether the candidate may claim a mandate, and lease, whether its gateway has
+// a mandate by the Lease. If gated is true, the Gate is open only during a mandate by votes.
+// Otherwise it is always open.
 func (c *Candidate) Allow(may, lease, gated bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -217,14 +220,14 @@ func (c *Candidate) Allow(may, lease, gated bool) {
 	c.judge(clock())
 }
 
-// See records an epoch that the Lease has.
+// See records an epoch that was read from the Lease.
 func (c *Candidate) See(epoch uint64) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.machine.See(epoch)
 }
 
-// View returns the present state of the candidate.
+// View returns the current state of the candidate.
 func (c *Candidate) View() View {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -248,7 +251,7 @@ func (c *Candidate) view(now mandate.Time) View {
 	return v
 }
 
-// judge sets the gate and reports changes. With c.mu.
+// judge sets the gate and reports changes. The caller holds c.mu.
 func (c *Candidate) judge(now mandate.Time) {
 	if c.gated {
 		c.Gate.until.Store(int64(c.machine.Until()))
@@ -262,7 +265,7 @@ func (c *Candidate) judge(now mandate.Time) {
 	switch {
 	case v.Holds && !c.last.Holds:
 		c.Log.Info("nodes have elected this gateway", "epoch", v.Epoch)
-		c.beatSoon() // nodes switch to this gateway when they get its message
+		c.beatSoon() // nodes switch to this gateway when they receive this beat
 	case c.last.Holds && !v.Holds:
 		c.Log.Warn("this gateway has lost the majority of votes", "epoch", c.last.Epoch, "answered", v.Heard, "list", v.List)
 	}
@@ -275,7 +278,7 @@ func (c *Candidate) judge(now mandate.Time) {
 	c.Change()
 }
 
-// Run asks for votes until ctx ends. If the port fails, it opens it again.
+// Run asks for votes until ctx ends. If the socket fails, Run opens it again.
 func (c *Candidate) Run(ctx context.Context) {
 	listen := c.Listen
 	if listen == nil {
@@ -334,7 +337,7 @@ func (c *Candidate) ask(ctx context.Context, conn net.PacketConn) error {
 // beat sends the messages of one beat.
 func (c *Candidate) beat(conn net.PacketConn, key ed25519.PrivateKey) {
 	for _, m := range c.messages(clock(), key) {
-		_, _ = conn.WriteTo(m.text, net.UDPAddrFromAddrPort(netip.AddrPortFrom(m.to, Port))) // a lost message gets no answer
+		_, _ = conn.WriteTo(m.text, net.UDPAddrFromAddrPort(netip.AddrPortFrom(m.to, Port))) // a failed send has the same effect as a lost message: no answer
 	}
 }
 
@@ -356,7 +359,7 @@ func (c *Candidate) messages(now mandate.Time, key ed25519.PrivateKey) (all []me
 	if !c.machine.Holds(now) || !c.gated {
 		return all
 	}
-	var text []byte // the same for all nodes without a vote
+	var text []byte // sealed once, because all nodes without a vote get the same text
 	for name, addr := range c.nodes {
 		t := c.told[name]
 		if t == nil {
@@ -383,7 +386,8 @@ func (c *Candidate) read(conn net.PacketConn) error {
 	for failures := 0; ; {
 		n, from, err := conn.ReadFrom(buf)
 		if err != nil {
-			// An ICMP error about an ask is reported here too. It concerns no other message.
+			// ReadFrom may return ICMP errors of earlier asks, which do not affect other
+			// messages.
 			if failures++; failures > 100 || errors.Is(err, net.ErrClosed) {
 				return err
 			}
@@ -423,14 +427,14 @@ func (c *Candidate) beatSoon() {
 	}
 }
 
-// from reports whether a datagram came from a node. A forged one only delays our next notice to
-// that node by tellAgain.
+// from reports whether a datagram has the source address of the node called name. A forged
+// datagram only delays the next notice to that node by tellAgain.
 func (c *Candidate) from(name string, from net.Addr) bool {
 	u, ok := from.(*net.UDPAddr)
 	return ok && u.AddrPort().Addr().Unmap() == c.nodes[name]
 }
 
-// Release ends the mandate and notifies the nodes.
+// Release ends the mandate and sends a release to the voters.
 func (c *Candidate) Release() {
 	private := c.Key()
 	c.mu.Lock()
@@ -450,11 +454,11 @@ func (c *Candidate) Release() {
 	}
 	conn, err := listen()
 	if err != nil {
-		return // the voters are free when the last ask no longer binds them
+		return // without a release, the voters become free when the last ask no longer binds them
 	}
 	defer conn.Close()
 	key := KeyOf(private)
-	for i := range 3 { // some may get lost
+	for i := range 3 { // datagrams may be lost
 		if i > 0 {
 			time.Sleep(20 * time.Millisecond)
 		}

@@ -9,7 +9,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/mandate"
 )
 
-// A voter that is free long before its holder's time is over was released. One that was late to answer was not.
+// A voter that is free long before its holder's time has ended was released. A voter that was
+// only late to answer was not.
 func TestTheReleaseOfAMajorityIsNoticed(t *testing.T) {
 	c := NewCandidate("me", netip.MustParseAddr("192.0.2.9"), func() [32]byte { return private }, slog.New(slog.DiscardHandler))
 	list := List{Version: 1, Voters: make(map[string]netip.Addr)}
@@ -25,11 +26,11 @@ func TestTheReleaseOfAMajorityIsNoticed(t *testing.T) {
 		{"n1", "you", 0, false},
 		{"n1", "you", time.Hour, false},
 		{"n2", "you", time.Hour, false},
-		{"n1", "me", 0, false}, // it votes for this gateway, and may be free for that reason alone
+		{"n1", "me", 0, false}, // it votes for this gateway, which may be the reason why it is free
 		{"n2", "me", 0, false},
 		{"n3", "you", 2 * mandate.Usual.Beat, false},
-		{"n3", "you", 0, false}, // its time may be over
-		{"n1", "you", 0, false}, // no majority
+		{"n3", "you", 0, false}, // the holder's time may have ended
+		{"n1", "you", 0, false}, // only one of three is released
 		{"n2", "you", 0, true},
 		{"n1", "you", 0, true},
 		{"n1", "me", 0, true},

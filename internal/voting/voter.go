@@ -28,30 +28,30 @@ const (
 	promiseName  = "vote.json"
 	promiseLimit = 1 << 10 // octets
 
-	listenAgain = time.Second // the pause after an error of the port
+	listenAgain = time.Second // delay after an error of the socket
 
 	crowdInterval = 250 * time.Millisecond // the interval of Crowd.Open, see package crowd
 
-	// knownRate is how many signatures a second a voter checks of asks that name its incarnation,
-	// which only receivers of its answers know. The same rate applies to other asks from the
-	// addresses of gateways. strangeRate applies to all remaining asks. A gateway sends seven asks
-	// a second.
+	// knownRate is how many signatures per second a voter checks of asks that name its
+	// incarnation, which only receivers of its answers know. The same rate applies to other
+	// asks from the addresses of gateways. strangeRate applies to all remaining asks. A gateway
+	// sends seven asks per second.
 	knownRate   = 500
 	strangeRate = 50
 )
 
-// A Holder is a gateway that has claimed to have a mandate.
+// A Holder is a gateway that has reported to the voter that it has a mandate.
 type Holder struct {
 	Epoch uint64
 	Pod   string
-	Addr  netip.Addr // of its Pod
+	Addr  netip.Addr // address of the Pod
 }
 
-// A Voter is the vote of one node. Run may be called once; the other methods may be called
-// concurrently with it.
+// A Voter is the vote of one node. Run may be called only once. The other methods may be called
+// concurrently with Run.
 type Voter struct {
 	Node      string
-	Directory string                                   // of the stored promise
+	Directory string                                   // directory of the stored promise
 	Listen    func(netip.Addr) (net.PacketConn, error) // nil: UDP at Port
 	Log       *slog.Logger
 
@@ -59,7 +59,7 @@ type Voter struct {
 
 	mu      sync.Mutex
 	place   place
-	changed chan struct{} // closed when the address changes; nil: nobody waits
+	changed chan struct{} // closed when the address changes or a key appears; nil: Run does not wait
 	holder  Holder
 	follow  func()              // see OnHolder
 	others  map[netip.Addr]bool // see Expect
@@ -68,38 +68,40 @@ type Voter struct {
 	// Only Run uses the fields below.
 	machine                  *mandate.Voter
 	stored                   record
-	last                     netip.AddrPort // of the holder
+	last                     netip.AddrPort // address of the holder that last got the vote
 	lastAsk                  cookie
 	waits                    waiting
 	known, expected, strange *rate.Limiter
 }
 
-// A place is what a voter needs before it can vote.
+// A place has the two values that a voter needs before it can vote.
 type place struct {
-	Addr netip.Addr        `json:"addr"` // of the node; zero: unknown so far
-	Key  ed25519.PublicKey `json:"key"`  // of the gateways; nil: nodes do not vote, or unknown so far
+	Addr netip.Addr        `json:"addr"` // address of the node; zero: not known yet
+	Key  ed25519.PublicKey `json:"key"`  // public key of the gateways; nil: nodes do not vote, or not known yet
 }
 
-// waiting is a gateway to notify when the vote becomes free.
+// waiting is a gateway to notify as soon as the vote becomes free.
 type waiting struct {
 	ask ask
 	at  net.Addr
 }
 
-// A record is stored, because a voter may start without the API server.
+// A record is the stored state of a voter. It includes the place, because a voter may start
+// without the API server.
 type record struct {
 	Place   place           `json:"place"`
 	Promise mandate.Promise `json:"promise"`
 }
 
-// OnHolder sets a function that is called when Holder changes. It must not call the voter.
+// OnHolder sets a function to call when the result of Holder changes. The function must not
+// call the voter.
 func (v *Voter) OnHolder(f func()) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	v.follow = f
 }
 
-// Expect sets the addresses of gateways, so that a flood from other addresses does not keep their
+// Expect sets the addresses of gateways. A flood from other addresses then cannot keep their
 // asks out.
 func (v *Voter) Expect(gateways map[netip.Addr]bool) {
 	v.mu.Lock()
@@ -107,7 +109,7 @@ func (v *Voter) Expect(gateways map[netip.Addr]bool) {
 	v.others = gateways
 }
 
-// Set sets the key that asks must be signed with; nil: the voter believes no ask.
+// Set sets the public key with which asks must be signed; nil: the voter accepts no ask.
 func (v *Voter) Set(key ed25519.PublicKey) { v.put(func(p *place) { p.Key = key }) }
 
 // At sets the address at which the voter listens.
@@ -124,14 +126,16 @@ func (v *Voter) put(set func(*place)) {
 	v.changed = nil
 }
 
-// Holder returns the gateway with the highest epoch that has claimed a mandate; zero: none has.
+// Holder returns the gateway with the highest epoch of those that have reported a mandate;
+// zero: there is none.
 func (v *Voter) Holder() Holder {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	return v.holder
 }
 
-// Err returns why the node does not vote, or nil. It is nil too if nothing shows that nodes vote.
+// Err returns the reason why the node cannot vote, or nil. It also returns nil while no key is
+// set, because nodes then do not vote.
 func (v *Voter) Err() error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -150,7 +154,7 @@ func (v *Voter) fail(err error) {
 	v.err = err
 }
 
-// Run votes until ctx ends. The next voter on the node keeps its promise.
+// Run votes until ctx ends. The promise stays stored for the next voter on the node.
 func (v *Voter) Run(ctx context.Context) {
 	for {
 		v.mu.Lock()
@@ -188,7 +192,7 @@ func (v *Voter) vote(ctx context.Context, addr netip.Addr, changed <-chan struct
 		return err
 	}
 	ended := make(chan struct{})
-	var failed error // the error of reading
+	var failed error // error of read
 	strangers := crowd.Of(conn)
 	go func() {
 		defer close(ended)
@@ -201,7 +205,7 @@ func (v *Voter) vote(ctx context.Context, addr netip.Addr, changed <-chan struct
 		case <-tick.C:
 			v.unread.Add(uint64(strangers.Open()))
 		case <-ctx.Done():
-			err := conn.SetReadDeadline(time.Unix(1, 0)) // sending still works
+			err := conn.SetReadDeadline(time.Unix(1, 0)) // unblocks read, while sending still works
 			<-ended
 			v.farewell(conn)
 			return errors.Join(err, conn.Close())
@@ -215,12 +219,12 @@ func (v *Voter) vote(ctx context.Context, addr netip.Addr, changed <-chan struct
 	}
 }
 
-// Refused returns how many datagrams were read and refused, and how many the kernel dropped because
-// too many came.
+// Refused returns the number of datagrams that were read and refused, and the number that the
+// kernel dropped because too many arrived.
 func (v *Voter) Refused() (read, unread uint64) { return v.refused.Load(), v.unread.Load() }
 
-// gateways returns the addresses that a crowd must not keep out: the expected ones, and the
-// holder's.
+// gateways returns the addresses whose datagrams a flood must not displace: those set by
+// Expect, and the holder's.
 func (v *Voter) gateways() map[netip.Addr]bool {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -234,7 +238,7 @@ func (v *Voter) gateways() map[netip.Addr]bool {
 	return all
 }
 
-// start reads what the previous voter has stored.
+// start reads the state that the previous voter has stored, unless it was read before.
 func (v *Voter) start() error {
 	if v.machine != nil {
 		return nil
@@ -259,7 +263,7 @@ func (v *Voter) start() error {
 	return nil
 }
 
-// store writes a promise to the file.
+// store writes a promise to the file, together with the place.
 func (v *Voter) store(p mandate.Promise) error {
 	v.mu.Lock()
 	r := record{v.place, p}
@@ -276,19 +280,20 @@ func (v *Voter) store(p mandate.Promise) error {
 
 // read answers datagrams until the socket fails.
 func (v *Voter) read(conn net.PacketConn, strangers *crowd.Crowd) error {
-	buf := make([]byte, askLimit+1) // a longer datagram is cut to a length that is refused
+	buf := make([]byte, askLimit+1) // a longer datagram is truncated to a length that is refused
 	logged := false
 	for failures := 0; ; {
 		n, from, err := conn.ReadFrom(buf)
 		if err != nil {
-			// An ICMP error about an answer is reported here too. It concerns no other message.
+			// ReadFrom may return ICMP errors of earlier answers, which do not affect other
+			// messages.
 			if failures++; failures > 100 || errors.Is(err, net.ErrClosed) || errors.Is(err, context.DeadlineExceeded) || isTimeout(err) {
 				return err
 			}
 			continue
 		}
 		failures = 0
-		if v.receive(buf[:n], from, func(b []byte, to net.Addr) { _, _ = conn.WriteTo(b, to) }) { // one that is not sent is lost
+		if v.receive(buf[:n], from, func(b []byte, to net.Addr) { _, _ = conn.WriteTo(b, to) }) { // an answer that cannot be sent counts as lost
 			continue
 		}
 		v.refused.Add(1)
@@ -304,8 +309,8 @@ func isTimeout(err error) bool {
 	return errors.As(err, &e) && e.Timeout()
 }
 
-// receive answers a datagram; false: it refuses it. When the holder of the vote releases it, the
-// waiting gateway is notified at once.
+// receive answers a datagram, and returns false if it refuses the datagram. If the datagram
+// releases the vote, receive also notifies a waiting gateway at once.
 func (v *Voter) receive(b []byte, from net.Addr, send func([]byte, net.Addr)) bool {
 	a, ok := openAsk(b)
 	if !ok {
@@ -328,7 +333,7 @@ func (v *Voter) receive(b []byte, from net.Addr, send func([]byte, net.Addr)) bo
 	}
 	reply := v.machine.Receive(a.Ask, now())
 	stored := v.stored.Promise
-	if stored.Farewell = false; reply.Granted || reply.Promise != stored { // also if the disk was full before
+	if stored.Farewell = false; reply.Granted || reply.Promise != stored { // the promise also differs if an earlier store has failed
 		if err := v.store(v.machine.Stored()); err != nil {
 			v.fail(err)
 			return true
@@ -358,7 +363,8 @@ func (v *Voter) receive(b []byte, from net.Addr, send func([]byte, net.Addr)) bo
 	return true
 }
 
-// farewell stores, for the next voter, that the holder counts on this node, and tells the holder.
+// farewell stores for the next voter that the holder counts on this node, and notifies the
+// holder.
 func (v *Voter) farewell(conn net.PacketConn) {
 	promise, last, ok := v.machine.End(now())
 	if !ok || !v.last.IsValid() {
@@ -371,18 +377,18 @@ func (v *Voter) farewell(conn net.PacketConn) {
 	_, _ = conn.WriteTo(answer{last, v.lastAsk}.datagram(), net.UDPAddrFromAddrPort(v.last))
 }
 
-// now is the clock of a voter, which also runs while the machine sleeps.
+// now reads the clock of a voter, which also advances while the machine sleeps.
 func now() mandate.Time {
 	var t unix.Timespec
 	if err := unix.ClockGettime(unix.CLOCK_BOOTTIME, &t); err != nil {
-		panic(err) // Linux 2.6.39
+		panic(err) // impossible since Linux 2.6.39
 	}
 	return time.Duration(t.Nano())
 }
 
 func random() uint64 {
 	var b [8]byte
-	rand.Read(b[:]) // it ends the program rather than fail
+	rand.Read(b[:]) // never returns an error: a failure ends the program
 	return max(1, binary.BigEndian.Uint64(b[:]))
 }
 

@@ -17,7 +17,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/mandate"
 )
 
-// An electorate is nodes with voters, at addresses of the loopback network that no other test uses.
+// An electorate is a set of voting nodes, at loopback addresses that no other test uses.
 type electorate struct {
 	t     *testing.T
 	list  List
@@ -51,7 +51,8 @@ func (e *electorate) start(name, directory string) {
 	e.t.Cleanup(stop)
 }
 
-// candidate starts one at an address of its own. Nobody holds a mandate yet, so that a Lease has to give it.
+// candidate starts a candidate at an address of its own. Until there is a mandate by votes,
+// voters without a promise vote only for a gateway with a mandate by the Lease (lease).
 func (e *electorate) candidate(pod string, last byte, lease bool) (c *Candidate, kill func()) {
 	e.t.Helper()
 	return e.stranger(pod, last, lease, private)
@@ -73,7 +74,8 @@ func (e *electorate) stranger(pod string, last byte, lease bool, private [32]byt
 	return c, kill
 }
 
-// within waits for something that a busy machine may delay.
+// within waits for a condition that a busy machine may delay. It returns the time that this
+// took.
 func within(t *testing.T, what string, is func() bool) time.Duration {
 	t.Helper()
 	begin := time.Now()
@@ -162,7 +164,7 @@ func TestOnlyGatewaysGetVotes(t *testing.T) {
 	within(t, "a mandate", c.Gate.Open)
 }
 
-// A flood of strangers is not read, and gateways get votes meanwhile.
+// Datagrams from unknown addresses are dropped unread.
 func TestAVoterDoesNotReadAFloodOfStrangers(t *testing.T) {
 	conn, err := net.ListenUDP("udp", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
 	if err != nil {
@@ -196,7 +198,7 @@ func TestAVoterDoesNotReadAFloodOfStrangers(t *testing.T) {
 	}
 }
 
-// A gateway that waits for the vote hears of its release at once, and not with its next ask.
+// A gateway that waits for the vote learns of its release at once, not only from its next ask.
 func TestAWaitingGatewayLearnsOfARelease(t *testing.T) {
 	key := KeyOf(private)
 	v := &Voter{Node: "n1", Directory: t.TempDir(), Log: slog.New(slog.DiscardHandler)}
@@ -235,7 +237,7 @@ func TestAWaitingGatewayLearnsOfARelease(t *testing.T) {
 	}
 }
 
-// No answer of any kind contains a promise that the next voter on the node would not know.
+// A voter must never send a promise that the next voter on the node would not find.
 func TestAVoterSendsOnlyStoredPromises(t *testing.T) {
 	key, directory := KeyOf(private), filepath.Join(t.TempDir(), "state")
 	v := &Voter{Node: "n1", Directory: directory, Log: slog.New(slog.DiscardHandler)}
@@ -263,7 +265,7 @@ func TestAVoterSendsOnlyStoredPromises(t *testing.T) {
 	if err := os.Rename(directory, away); err != nil {
 		t.Fatal(err)
 	}
-	if err := os.WriteFile(directory, nil, 0o600); err != nil { // so that nothing can be stored there
+	if err := os.WriteFile(directory, nil, 0o600); err != nil { // a file in place of the directory makes writing fail
 		t.Fatal(err)
 	}
 	for _, tc := range []struct {
@@ -311,7 +313,8 @@ func TestANodeThatCannotVoteSaysWhy(t *testing.T) {
 	}
 }
 
-// A gateway that has won the votes says so at once, and not with its next beat: nodes follow it only then.
+// A gateway that gets a majority announces it at once, not with its next beat, because nodes
+// follow the gateway only from then on.
 func TestAGatewayWithAMajorityDoesNotWaitForTheNextBeat(t *testing.T) {
 	v := &Voter{Node: "n1", Directory: t.TempDir(), Log: slog.New(slog.DiscardHandler)}
 	key, at := KeyOf(private), &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1), Port: Port}
@@ -330,7 +333,7 @@ func TestAGatewayWithAMajorityDoesNotWaitForTheNextBeat(t *testing.T) {
 	c.Learn(List{Version: 1, Voters: map[string]netip.Addr{"n1": netip.MustParseAddr("127.0.0.1")}}, false)
 	c.Allow(true, false, true)
 	beats := 0
-	for len(c.soon) > 0 || beats == 0 { // what Run does
+	for len(c.soon) > 0 || beats == 0 { // Run does the same
 		if beats > 0 {
 			<-c.soon
 		}

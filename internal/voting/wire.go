@@ -1,6 +1,6 @@
-// Package voting carries the messages of package mandate over UDP. The Candidate of each gateway
-// asks the nodes; the Voter of each route agent answers, and stores its promises. Decision 23 has
-// the reasons.
+// Package voting transmits the messages of package mandate over UDP. The Candidate of each
+// gateway sends asks to the nodes. The Voter of each route agent answers, and stores its
+// promises. Decision 23 has the reasons.
 package voting
 
 import (
@@ -15,7 +15,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/mandate"
 )
 
-// Port is the UDP port of voters, at the address of their node.
+// Port is the UDP port of voters, at the addresses of their nodes.
 const Port = 4801
 
 // An ask is one datagram, in network byte order:
@@ -33,9 +33,9 @@ const Port = 4801
 //	48  cookie   16
 //	64  address  16 of the gateway's Pod, an IPv4 address as RFC 4291 maps it
 //	80  from     name of the gateway's Pod
-//	..  signature 64 Ed25519, of all before
+//	..  signature 64 Ed25519, of all octets before it
 //
-// and so is an answer:
+// An answer is one datagram, too:
 //
 //	 0  magic    4
 //	 4  flags    1  flagGranted, flagFarewell
@@ -52,13 +52,13 @@ const Port = 4801
 //	..  holder   of the promise
 //
 // Gateways sign with a key that is derived from the WireGuard private key, which agents do not
-// have. Answers are not signed: a gateway accepts one that repeats its cookie, which differs for
-// each voter and which nobody else can guess.
+// have. Answers are not signed. A gateway accepts an answer only with the cookie of its ask to
+// that voter, which nobody else can guess.
 const (
 	askHead    = 80
 	answerHead = 72
 
-	nameLimit   = 253 // octets of a DNS subdomain name
+	nameLimit   = 253 // maximum length of a DNS subdomain name, in octets
 	askLimit    = askHead + nameLimit + ed25519.SignatureSize
 	answerLimit = answerHead + 2*nameLimit
 
@@ -74,14 +74,14 @@ var (
 
 type cookie [16]byte
 
-// An ask is a mandate.Ask as it is sent.
+// An ask is a mandate.Ask with the fields that only the datagram has.
 type ask struct {
 	mandate.Ask
 	cookie cookie
-	addr   netip.Addr // of the gateway's Pod
+	addr   netip.Addr // address of the gateway's Pod
 }
 
-// An answer is a mandate.Answer as it is sent.
+// An answer is a mandate.Answer with the cookie of its ask.
 type answer struct {
 	mandate.Answer
 	cookie cookie
@@ -92,7 +92,7 @@ type answer struct {
 func KeyOf(private [32]byte) ed25519.PrivateKey {
 	seed, err := hkdf.Key(sha256.New, private[:], nil, "isthmus gateway votes", ed25519.SeedSize)
 	if err != nil {
-		panic(err) // longer than 255 hashes
+		panic(err) // fails only for lengths over 255 hashes
 	}
 	return ed25519.NewKeyFromSeed(seed)
 }
@@ -118,7 +118,7 @@ func (a ask) seal(key ed25519.PrivateKey) []byte {
 	return append(b, ed25519.Sign(key, b)...)
 }
 
-// openAsk parses what seal wrote, except the signature, which signed checks.
+// openAsk parses the result of seal. It does not check the signature; signed does.
 func openAsk(b []byte) (a ask, ok bool) {
 	if len(b) < askHead || [4]byte(b) != askMagic || len(b) != askHead+int(b[6])+ed25519.SignatureSize || b[6] == 0 || b[6] > nameLimit ||
 		b[4] > byte(mandate.Release) || b[5]&^flagHolds != 0 || b[7] != 0 {

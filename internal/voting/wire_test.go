@@ -34,7 +34,7 @@ func TestMessagesRoundTrip(t *testing.T) {
 	if b := long.seal(key); len(b) != askLimit {
 		t.Errorf("the longest ask has %d octets; want %d", len(b), askLimit)
 	}
-	for i := range b { // no bit of it may be another
+	for i := range b { // no change of a single bit may be accepted
 		b[i] ^= 1
 		if _, ok := openAsk(b); ok && signed(b, key.Public().(ed25519.PublicKey)) {
 			t.Errorf("octet %d is another, and the ask is believed", i)
