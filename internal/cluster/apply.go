@@ -12,16 +12,16 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// FieldManager is our field manager in server-side apply.
+// FieldManager is the name under which commands own fields in server-side apply.
 const FieldManager = "isthmus"
 
 const (
-	// LabelManagedBy marks objects that we created. No others are deleted.
+	// LabelManagedBy marks objects that Isthmus created. No other objects are deleted.
 	LabelManagedBy = "app.kubernetes.io/managed-by"
 	ManagedBy      = "isthmus"
 )
 
-// Outcome is what applying an object changed.
+// Outcome states how Apply changed an object.
 type Outcome string
 
 const (
@@ -30,8 +30,8 @@ const (
 	Unchanged Outcome = "unchanged"
 )
 
-// Apply applies the object server-side. Fields that it does not mention keep the values that others
-// set.
+// Apply applies the object server-side. Fields that the object does not set keep the values
+// that other clients have set.
 func (c *Cluster) Apply(ctx context.Context, o client.Object) (Outcome, error) {
 	u, err := c.Unstructured(o)
 	if err != nil {
@@ -55,7 +55,8 @@ func (c *Cluster) Apply(ctx context.Context, o client.Object) (Outcome, error) {
 	return outcome, nil
 }
 
-// Unstructured returns the object as an apply configuration: without what the API server fills in.
+// Unstructured returns the object as an apply configuration, without the fields that the API
+// server fills in.
 func (c *Cluster) Unstructured(o client.Object) (*unstructured.Unstructured, error) {
 	if u, ok := o.(*unstructured.Unstructured); ok {
 		return u.DeepCopy(), nil
@@ -74,7 +75,7 @@ func (c *Cluster) Unstructured(o client.Object) (*unstructured.Unstructured, err
 	return u, nil
 }
 
-// Describe names an object: `Role liqo-tenant-b-1a2b3c/isthmus-peer`.
+// Describe returns the kind and name of an object: `Role liqo-tenant-b-1a2b3c/isthmus-peer`.
 func Describe(u *unstructured.Unstructured) string {
 	if u.GetNamespace() == "" {
 		return u.GetKind() + " " + u.GetName()
@@ -82,7 +83,7 @@ func Describe(u *unstructured.Unstructured) string {
 	return u.GetKind() + " " + u.GetNamespace() + "/" + u.GetName()
 }
 
-// Get reads an object; nil if it or its kind does not exist.
+// Get reads an object. It returns nil if the object or its kind does not exist.
 func (c *Cluster) Get(ctx context.Context, kind schema.GroupVersionKind, namespace, name string) (*unstructured.Unstructured, error) {
 	u := &unstructured.Unstructured{}
 	u.SetGroupVersionKind(kind)

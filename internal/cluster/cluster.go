@@ -1,6 +1,6 @@
 // Package cluster gives commands access to one cluster: the client, the identity of the
-// installation, the API server's clock, and errors that a person can act on. It owns nothing else:
-// commands are functions that take a Cluster.
+// installation, the API server's clock, and errors that a person can act on. Commands are
+// functions in other packages that accept a Cluster.
 package cluster
 
 import (
@@ -38,55 +38,56 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// RequestTimeout bounds each request, so that an API server that hangs counts as unreachable.
+// RequestTimeout is the timeout of each request. An API server that does not answer in that
+// time counts as unreachable.
 const RequestTimeout = 10 * time.Second
 
 // ErrUnreachable is returned when no request to a cluster got an answer.
 var ErrUnreachable = errors.New("unreachable")
 
-// Access selects a cluster and how a person reaches it.
+// Access selects a cluster and the way in which a person reaches it.
 type Access struct {
-	// Kubeconfig is the path of a file; empty: $KUBECONFIG, ~/.kube/config, or the ServiceAccount
-	// of the Pod.
+	// Kubeconfig is the path of a file. Empty: use $KUBECONFIG, ~/.kube/config, or the Pod's
+	// ServiceAccount.
 	Kubeconfig string
-	// Context is the context to use of that file; empty: its current one.
+	// Context is the name of a context in that file. Empty: use the current context.
 	Context string
 	// Namespace is the namespace of the installation; empty: deploy.Namespace.
 	Namespace string
 	// As and AsGroups are the user and groups to impersonate; empty: the user of the context.
 	As       string
 	AsGroups []string
-	// Timeout bounds each request; 0: ten seconds.
+	// Timeout is the timeout of each request; 0: RequestTimeout.
 	Timeout time.Duration
-	// Server is the URL at which the other cluster's manager reaches the API server; empty: the one
-	// of the kubeconfig.
+	// Server is the URL at which the other cluster's manager reaches this cluster's API server.
+	// Empty: the URL in the kubeconfig.
 	Server string
 }
 
 // A Cluster is one cluster and the access to it. Its methods may be called concurrently.
 type Cluster struct {
-	// Identity is the identity of the installation; set by Identify.
+	// Identity is the identity of the installation. Identify sets it.
 	Identity v1alpha1.ClusterIdentity
 	// Namespace is the namespace of the installation.
 	Namespace string
 
-	Context      string // for messages before the name is known
-	Server       string // URL of the API server that the peer gets
+	Context      string // for messages while the cluster's name is unknown
+	Server       string // URL of the API server to give to the peer
 	ServerChosen bool   // Server comes from Access.Server
-	UID          string // of kube-system, which no two clusters share
+	UID          string // UID of the namespace kube-system, which no two clusters share
 
-	Config *rest.Config  // with the person's rights; never changed
-	Client client.Client // with the person's rights
+	Config *rest.Config  // authenticates as the person; never changed
+	Client client.Client // authenticates as the person
 
-	clock *serverClock // measured by Client's responses
+	clock *serverClock // updated by the responses to Client
 }
 
-// Of returns a Cluster for a client.
+// Of returns a Cluster that uses an existing client.
 func Of(c client.Client, namespace string) *Cluster {
 	return &Cluster{Namespace: namespace, Client: c, clock: new(serverClock)}
 }
 
-// Connect prepares the access to a cluster. It sends no request, so its errors are about the
+// Connect prepares the access to a cluster. It sends no request, so its errors concern only the
 // kubeconfig.
 func Connect(a Access) (*Cluster, error) {
 	log.SetLogger(logr.Discard()) // without a logger the client library complains on standard error
@@ -95,7 +96,7 @@ func Connect(a Access) (*Cluster, error) {
 		return nil, err
 	}
 	config.Timeout = cmp.Or(a.Timeout, RequestTimeout)
-	config.QPS = -1 // no limit: a person waits, and there are few requests
+	config.QPS = -1 // no limit: a person is waiting, and there are few requests
 	config.WarningHandler = rest.NoWarnings{}
 	c := &Cluster{Namespace: cmp.Or(a.Namespace, deploy.Namespace), Context: name, Server: cmp.Or(a.Server, config.Host), ServerChosen: a.Server != "", Config: config, clock: new(serverClock)}
 	if u, err := url.Parse(c.Server); err != nil || u.Scheme != "https" || u.Host == "" {
@@ -131,7 +132,7 @@ func load(a Access) (config *rest.Config, name string, err error) {
 		return nil, "", fmt.Errorf("kubeconfig: no context %s", safetext.Of(a.Context))
 	}
 	config, err = kubeconfig.ClientConfig()
-	if all := slices.Sorted(maps.Keys(raw.Contexts)); clientcmd.IsEmptyConfig(err) && len(all) > 0 { // none of them is current
+	if all := slices.Sorted(maps.Keys(raw.Contexts)); clientcmd.IsEmptyConfig(err) && len(all) > 0 { // the file has contexts, but none of them is current
 		return nil, "", fmt.Errorf("kubeconfig: no current context; want --context with one of %s", safetext.Of(strings.Join(all, ", ")))
 	}
 	if clientcmd.IsEmptyConfig(err) || errors.Is(err, rest.ErrNotInCluster) {
@@ -143,8 +144,8 @@ func load(a Access) (config *rest.Config, name string, err error) {
 	return config, name, nil
 }
 
-// HasKubeconfig reports whether there is a default cluster: a kubeconfig where kubectl looks for
-// one, or that of our own Pod.
+// HasKubeconfig reports whether there is a default cluster: a kubeconfig where kubectl looks
+// for one, or the ServiceAccount of our own Pod.
 func HasKubeconfig() bool {
 	for _, file := range clientcmd.NewDefaultClientConfigLoadingRules().Precedence {
 		if _, err := os.Stat(file); err == nil {
@@ -159,7 +160,7 @@ func (c *Cluster) String() string {
 	return safetext.Of(cmp.Or(c.Identity.ClusterName, c.Context))
 }
 
-// The ConfigMap with the identity of the cluster, in Liqo's format, found by its label.
+// The ConfigMap with the identity of the cluster, in Liqo's format. It is found by its label.
 const (
 	IdentityConfigMap  = "isthmus-cluster"
 	LabelName          = "app.kubernetes.io/name"
@@ -168,8 +169,8 @@ const (
 	KeyClusterName     = "CLUSTER_NAME"
 )
 
-// Identify reads the identity of the cluster. Without an installation the error has the command to
-// install Isthmus, unless the cluster runs Liqo.
+// Identify reads the identity of the cluster. If Isthmus is not installed, the error contains
+// the command to install it, unless the cluster runs Liqo.
 func (c *Cluster) Identify(ctx context.Context) error {
 	if err := c.ReadUID(ctx); err != nil {
 		return err
@@ -191,8 +192,8 @@ func (c *Cluster) Identify(ctx context.Context) error {
 	return nil
 }
 
-// notInstalled returns an error with the remedy for a cluster without an identity. If somebody has
-// deleted the namespace of the installation, the Peerings still exist.
+// notInstalled returns an error with the remedy for a cluster without an identity. Peerings
+// that still exist show that the namespace of the installation was deleted.
 func (c *Cluster) notInstalled(ctx context.Context) error {
 	var peerings isthmus.PeeringList
 	when, more := "", ""
@@ -217,8 +218,9 @@ func (c *Cluster) ReadUID(ctx context.Context) error {
 	return nil
 }
 
-// ReadIdentity returns the identity in the ConfigMap, nil if there is none, and the ConfigMap's
-// name. An absent ID is the UID of kube-system, which ReadUID must have read.
+// ReadIdentity returns the identity in the ConfigMap and the ConfigMap's name. The identity is
+// nil if there is no ConfigMap. If the ConfigMap has no ID, the ID is the UID of kube-system,
+// which ReadUID must have read before.
 func (c *Cluster) ReadIdentity(ctx context.Context) (*v1alpha1.ClusterIdentity, string, error) {
 	var list corev1.ConfigMapList
 	if err := c.Client.List(ctx, &list, client.InNamespace(c.Namespace), client.MatchingLabels{LabelName: IdentityLabelValue}); err != nil {
@@ -236,10 +238,10 @@ func (c *Cluster) ReadIdentity(ctx context.Context) (*v1alpha1.ClusterIdentity, 
 
 var (
 	clusterID   = regexp.MustCompile(`^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$`)
-	clusterName = regexp.MustCompile(`^[a-z0-9]([a-z0-9-]{0,42}[a-z0-9])?$`) // liqo-tenant-NAME-123456 is a namespace of at most 63
+	clusterName = regexp.MustCompile(`^[a-z0-9]([a-z0-9-]{0,42}[a-z0-9])?$`) // the longest name derived from it is the namespace liqo-tenant-NAME-123456, with at most 63 characters
 )
 
-// CheckIdentity refuses names and IDs from which no object names can be made.
+// CheckIdentity returns an error for a name or ID from which no object names can be made.
 func CheckIdentity(i v1alpha1.ClusterIdentity) error {
 	if !clusterName.MatchString(i.ClusterName) {
 		return fmt.Errorf("cluster name %s: want lower case letters, digits and '-', at most 44, since namespaces are called after it", safetext.Of(i.ClusterName))
@@ -250,7 +252,8 @@ func CheckIdentity(i v1alpha1.ClusterIdentity) error {
 	return nil
 }
 
-// Explain adds to an error of the API server what it means for a person.
+// Explain translates an error of the API server into a message for people. what names the
+// object or step.
 func (c *Cluster) Explain(what string, err error) error {
 	switch {
 	case err == nil:
@@ -260,13 +263,14 @@ func (c *Cluster) Explain(what string, err error) error {
 	case apierrors.IsUnauthorized(err):
 		return fmt.Errorf("%s: %s: %w: the API server does not accept the credentials of the kubeconfig", c, what, ErrUnreachable)
 	case apierrors.ReasonForError(err) == metav1.StatusReasonUnknown && !errors.Is(err, context.Canceled):
-		// The API server has not answered.
+		// There was no response from the API server.
 		return fmt.Errorf("%s: %s: %w: %w", c, what, ErrUnreachable, kubeerr.Plain("API server "+safetext.Of(c.Config.Host), err))
 	}
 	return fmt.Errorf("%s: %s: %w", c, what, err)
 }
 
-// Distinct refuses two clusters that are the same, or that peers could not distinguish.
+// Distinct returns an error if a and b are the same cluster, or if peers could not distinguish
+// them.
 func Distinct(a, b *Cluster) error {
 	switch {
 	case a.UID == b.UID:

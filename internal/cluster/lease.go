@@ -15,13 +15,14 @@ import (
 // ManagerLease is the Lease that the active manager holds.
 const ManagerLease = deploy.ManagerServiceAccount
 
-// HolderOf returns the active manager or gateway, by the Lease that it renews. Set sharp to show
-// the result. A caller that acts when there is none, and for example removes objects that the
-// holder maintains, must not set it: then the Lease counts as over only half a minute later by both
-// clocks. The API server's clock may be a proxy's, or that of one of several servers.
+// HolderOf returns the active manager or gateway, according to the Lease that it renews. Set
+// sharp if the result is only displayed. A caller that acts when there is no holder, for
+// example by removing the holder's objects, must not set sharp. Without sharp, the Lease counts
+// as expired only half a minute later, and by both clocks: the API server's time may be that of
+// a proxy, or of one of several servers.
 func HolderOf(ctx context.Context, c *Cluster, leaseName string, sharp bool) (health.Holder, error) {
 	var lease coordinationv1.Lease
-	// The answer may be as old as that.
+	// The Lease may have been read at any time since this moment.
 	asked := time.Now()
 	err := c.Client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: leaseName}, &lease)
 	name := LeaseText(c, leaseName)
@@ -38,5 +39,5 @@ func HolderOf(ctx context.Context, c *Cluster, leaseName string, sharp bool) (he
 	return health.HolderOf(name, &lease, asked.Add(ahead), known), nil
 }
 
-// LeaseText names a Lease of the installation for messages.
+// LeaseText returns the name of a Lease of the installation, for messages.
 func LeaseText(c *Cluster, lease string) string { return "Lease " + c.Namespace + "/" + lease }

@@ -17,15 +17,15 @@ import (
 
 var must = expect.NoError
 
-// What is only shown goes by the API server's clock, and never by a moment after the question. What is done
-// because nobody is at work needs both clocks to say so.
+// A displayed holder is judged by the API server's clock, at the time of the request. An action
+// that requires that there is no holder needs both clocks to agree that the Lease has expired.
 func TestALeaseExpiresForActionsByBothClocks(t *testing.T) {
 	for _, tc := range []struct {
 		name         string
-		ago, took    time.Duration // by our clock: the renewal before the question, and the answer
-		low          time.Duration // of the API server's clock, how far it is ahead at least
+		ago, took    time.Duration // by our clock: the time from the renewal to the request, and from the request to the response
+		low          time.Duration // lower bound of how far the API server's clock is ahead
 		unknown      bool
-		sharp, acted bool // it is held
+		sharp, acted bool // whether the Lease counts as held, with and without sharp
 	}{
 		{"renewed just now", time.Second, 0, 0, false, true, true},
 		{"the answer took its time", 16 * time.Second, 5 * time.Second, 0, false, true, true},
@@ -54,7 +54,7 @@ func TestALeaseExpiresForActionsByBothClocks(t *testing.T) {
 	}
 }
 
-// leaseAfter is a client that gets one Lease, after a while.
+// leaseAfter is a client that returns one Lease, after a delay.
 type leaseAfter struct {
 	client.Client
 	lease coordinationv1.Lease
@@ -67,8 +67,8 @@ func (l leaseAfter) Get(_ context.Context, _ client.ObjectKey, o client.Object, 
 	return nil
 }
 
-// Whatever the two clocks show, each answer narrows their difference, and one that contradicts the others
-// is of a clock that was set.
+// Each response narrows the bounds of the difference between the clocks. A response that
+// contradicts the bounds shows that a clock was set.
 func TestTheAPIServerClockIsEstimatedFromAnswers(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	base := time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)

@@ -10,15 +10,15 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// ErrLiqo is returned for a cluster that runs Liqo without Isthmus. Isthmus writes nothing there:
-// it would replace Liqo's CRDs and take over its network.
+// ErrLiqo is returned for a cluster that runs Liqo without Isthmus. Commands write nothing to
+// such a cluster, because they would replace Liqo's CRDs and take over its network.
 var ErrLiqo = errors.New("this cluster has Liqo but not Isthmus")
 
-// ForeignClusters is the kind that identifies a Liqo.
+// ForeignClusters is a kind that only Liqo defines.
 var ForeignClusters = schema.GroupKind{Group: "discovery.liqo.io", Kind: "ForeignCluster"}
 
-// IsLiqo reports whether the cluster runs Liqo without Isthmus. Isthmus beside Liqo's control plane
-// counts as Isthmus.
+// IsLiqo reports whether the cluster runs Liqo without Isthmus. Isthmus together with Liqo's
+// control plane counts as Isthmus.
 func (c *Cluster) IsLiqo() (bool, error) {
 	foreign, err := c.Knows(ForeignClusters)
 	if err != nil || !foreign {
@@ -28,7 +28,7 @@ func (c *Cluster) IsLiqo() (bool, error) {
 	return !own, err
 }
 
-// refuseLiqo returns ErrLiqo with the remedy.
+// refuseLiqo returns ErrLiqo with the remedy if the cluster runs Liqo without Isthmus.
 func (c *Cluster) refuseLiqo() error {
 	if is, err := c.IsLiqo(); err != nil || !is {
 		return err

@@ -10,8 +10,8 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// Contexts returns the names of the contexts in a kubeconfig file, sorted; "" is the default of
-// kubectl. It returns no error, because a shell's completion has no use for one.
+// Contexts returns the names of the contexts in a kubeconfig file, sorted; "" selects the files
+// that kubectl uses. It returns no error, because shell completion has no use for one.
 func Contexts(kubeconfig string) []string {
 	rules := clientcmd.NewDefaultClientConfigLoadingRules()
 	rules.ExplicitPath = kubeconfig
@@ -22,7 +22,7 @@ func Contexts(kubeconfig string) []string {
 	return slices.Sorted(maps.Keys(config.Contexts))
 }
 
-// Names returns the names of the Peerings of a cluster, and those of their peers.
+// Names returns the names of the Peerings of a cluster, and the names of the peers.
 func Names(ctx context.Context, c *Cluster) ([]string, error) {
 	var list isthmus.PeeringList
 	if err := c.Client.List(ctx, &list); err != nil {

@@ -1,4 +1,4 @@
-// Package owncluster connects a component to the API server of its own cluster, and finds the
+// Package owncluster connects a component to the API server of its own cluster, and reads the
 // identity of that cluster.
 package owncluster
 
@@ -19,8 +19,8 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// RESTConfig returns how to reach the API server: by a kubeconfig file or, with an empty path, by
-// the ServiceAccount of the Pod.
+// RESTConfig returns the configuration to reach the API server: from a kubeconfig file or, if
+// the path is empty, from the ServiceAccount of the Pod.
 func RESTConfig(kubeconfig string) (*rest.Config, error) {
 	if kubeconfig == "" {
 		config, err := rest.InClusterConfig()
@@ -37,18 +37,19 @@ func RESTConfig(kubeconfig string) (*rest.Config, error) {
 	return config, nil
 }
 
-// Label of the ConfigMap with the identity of the cluster, which Liqo or `isthmus install` creates.
+// Label of the ConfigMap with the identity of the cluster. Liqo or `isthmus install` creates
+// it.
 const (
 	label      = "app.kubernetes.io/name"
 	labelValue = "clusterid-configmap"
 )
 
-// ErrUnknown is returned when the API server has answered, but has no identity.
+// ErrUnknown is returned when the API server has answered, but there is no identity.
 var ErrUnknown = errors.New("the identity of this cluster is unknown")
 
-// Identify completes the identity said of this cluster from the ConfigMap in the namespace of the
-// installation. If that has no ID, the ID is the UID of the namespace kube-system, which lives as
-// long as the cluster. The name may stay empty.
+// Identify completes the identity of this cluster (said) from the ConfigMap in the namespace of
+// the installation. If the ConfigMap has no ID either, the ID is the UID of the namespace
+// kube-system, which exists as long as the cluster. The name may stay empty.
 func Identify(ctx context.Context, reader client.Reader, namespace string, said v1alpha1.ClusterIdentity) (id v1alpha1.ClusterIdentity, err error) {
 	id = said
 	if id.ClusterID == "" || id.ClusterName == "" {
@@ -82,8 +83,9 @@ func Identify(ctx context.Context, reader client.Reader, namespace string, said 
 	return id, nil
 }
 
-// Flag returns the value of a command-line flag of the first of the Pods that has it in the form
-// --name=value, as static Pods of a control plane do; empty when none has it.
+// Flag returns the value of the command-line flag --name=value of the first Pod that has this
+// flag. Static Pods of a control plane have their flags in this form. Empty: no Pod has the
+// flag.
 func Flag(pods []corev1.Pod, name string) string {
 	for i := range pods {
 		for _, container := range pods[i].Spec.Containers {

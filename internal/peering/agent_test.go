@@ -19,13 +19,14 @@ import (
 	"github.com/isthmus-net/isthmus/internal/clustertest"
 )
 
-// agentOn is what the route agent on a node is to the API server.
+// agentOn returns a client with the token of a route agent's Pod on a node.
 func agentOn(t *testing.T, c *cluster.Cluster, node string) (client.Client, *corev1.Node) {
 	t.Helper()
 	return podOn(t, c, node, deploy.RouteAgentServiceAccount)
 }
 
-// podOn is what a component's Pod on a node is to the API server: it has a token that is bound to it.
+// podOn creates a node and a component's Pod on it. It returns a client with a token that is
+// bound to the Pod.
 func podOn(t *testing.T, c *cluster.Cluster, node, account string) (client.Client, *corev1.Node) {
 	t.Helper()
 	n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: node}}
@@ -64,7 +65,7 @@ func TestAnAgentMayOnlyReportItsOwnNode(t *testing.T) {
 		}
 		return r
 	}
-	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // API servers learn of policies and rights a moment later
+	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // new policies and permissions take a moment to become effective
 		good := agent.Create(t.Context(), report(node), client.DryRunAll)
 		bad := agent.Create(t.Context(), report(otherNode), client.DryRunAll)
 		if good == nil && apierrors.IsForbidden(bad) {
@@ -74,7 +75,7 @@ func TestAnAgentMayOnlyReportItsOwnNode(t *testing.T) {
 			t.Fatalf("its own: %v; another one's: %v", good, bad)
 		}
 	}
-	// What it does as an agent.
+	// The normal work of an agent is allowed.
 	mine, theirs := report(node), report(otherNode)
 	must(t, agent.Create(t.Context(), mine))
 	must(t, other.Create(t.Context(), theirs))
@@ -111,7 +112,8 @@ func TestAnAgentMayOnlyReportItsOwnNode(t *testing.T) {
 	must(t, patch(agent, mine, `{"spec":{"networks":[`+several(`"10.0.0.0/8"`, 512)+`]}}`))
 }
 
-// Whoever has taken over a node or a gateway tells nothing in the name of another one.
+// An attacker with the token of a node or a gateway can report nothing in the name of another
+// one.
 func TestAgentsAndGatewaysMayOnlyReportTheirOwnPod(t *testing.T) {
 	t.Parallel()
 	const home = deploy.Namespace
@@ -150,5 +152,5 @@ func TestAgentsAndGatewaysMayOnlyReportTheirOwnPod(t *testing.T) {
 	}
 }
 
-// several is a list of JSON with n times the same in it, without its brackets.
+// several returns the elements of a JSON list, without brackets: n copies of what.
 func several(what string, n int) string { return strings.TrimSuffix(strings.Repeat(what+",", n), ",") }

@@ -28,8 +28,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
-// both runs do on two sides at once. It returns the errors of both, since a person wants to see
-// all.
+// both runs do on two sides concurrently. It returns the errors of both, because a person wants
+// to see all errors at once.
 func both(a, b *side, do func(*side) error) error {
 	var errs [2]error
 	var group sync.WaitGroup
@@ -39,8 +39,9 @@ func both(a, b *side, do func(*side) error) error {
 	return errors.Join(errs[:]...)
 }
 
-// reachable refuses a URL of the API server, or of its proxy, that works only on this machine. A
-// URL that flag has set is accepted.
+// reachable returns an error if the URL of the API server, or of its proxy, works only on this
+// machine. It accepts every URL that a person has chosen. flag is the name of the flag to
+// choose one.
 func reachable(c *cluster.Cluster, flag string) error {
 	if c.ServerChosen {
 		return nil
@@ -65,24 +66,24 @@ func reachable(c *cluster.Cluster, flag string) error {
 	return nil
 }
 
-// thisMachine reports whether a URL leads every client to its own machine. An unspecified address,
-// such as 0.0.0.0 in a kubeconfig of k3d, does.
+// thisMachine reports whether a URL leads each client to the client's own machine. An
+// unspecified address, such as 0.0.0.0 in a kubeconfig of k3d, does so, too.
 func thisMachine(u *url.URL) bool {
 	addr, err := netip.ParseAddr(u.Hostname())
 	return err == nil && (addr.Unmap().IsLoopback() || addr.Unmap().IsUnspecified()) || u.Hostname() == "localhost"
 }
 
-// proxyOf returns the proxy-url of the kubeconfig. It is nil if there is none, or if a person chose
-// the URL by which the other cluster's manager reaches the API server.
+// proxyOf returns the proxy-url of the kubeconfig. It returns nil if there is none, or if a
+// person chose the URL at which the other cluster's manager reaches the API server.
 func proxyOf(c *cluster.Cluster) (*url.URL, error) {
 	if c.ServerChosen || c.Config.Proxy == nil {
 		return nil, nil //nolint:nilnil // there is none
 	}
-	return c.Config.Proxy(&http.Request{URL: &url.URL{Scheme: "https"}}) // the same for each request
+	return c.Config.Proxy(&http.Request{URL: &url.URL{Scheme: "https"}}) // the result does not depend on the request
 }
 
-// findPeering finds what s already has for its peer, or decides what s will get. A new Peering gets
-// name, or if that is empty, the peer's unique name.
+// findPeering reads the Peering that s has for its peer, or prepares a new one. A new Peering
+// gets name or, if that is empty, the peer's unique name.
 func (s *side) findPeering(ctx context.Context, name string) error {
 	var list isthmus.PeeringList
 	if err := s.Client.List(ctx, &list); err != nil {
@@ -109,7 +110,8 @@ func (s *side) findPeering(ctx context.Context, name string) error {
 	return nil
 }
 
-// agreed refuses Peerings that contradict each other, such as some written by hand.
+// agreed returns an error if the Peerings of both sides contradict each other, as some do that
+// people wrote by hand.
 func (s *side) agreed() error {
 	p := s.peering
 	switch {
@@ -125,7 +127,8 @@ func (s *side) agreed() error {
 	return nil
 }
 
-// checkNamespace refuses a tenant namespace that belongs to another cluster or is being deleted.
+// checkNamespace returns an error if the tenant namespace belongs to another cluster or is
+// being deleted.
 func (s *side) checkNamespace(ctx context.Context) error {
 	var n corev1.Namespace
 	if err := s.Client.Get(ctx, client.ObjectKey{Name: s.namespace}, &n); apierrors.IsNotFound(err) {
@@ -143,7 +146,8 @@ func (s *side) checkNamespace(ctx context.Context) error {
 	return nil
 }
 
-// checkAdmission refuses a cluster without the admission policies that limit what a peer may write.
+// checkAdmission returns an error if the cluster lacks the admission policies that limit the
+// objects of a peer.
 func (s *side) checkAdmission(ctx context.Context) error {
 	for _, name := range []string{deploy.PeerObjectsPolicy, deploy.PeerTokensPolicy} {
 		for _, o := range []client.Object{&admissionv1.ValidatingAdmissionPolicy{}, &admissionv1.ValidatingAdmissionPolicyBinding{}} {
@@ -191,8 +195,8 @@ func (s *side) checkManager(ctx context.Context, o PeerOptions) error {
 	}
 }
 
-// checkRights asks the API server whether the person may do all that follows. RBAC lets nobody
-// grant more than they have, so it asks for the peer's rights too.
+// checkRights asks the API server whether the person may perform all later steps. RBAC lets
+// nobody grant rights that they do not have, so it also asks about the peer's rights.
 func (s *side) checkRights(ctx context.Context) error {
 	var wanted []authorizationv1.ResourceAttributes
 	want := func(namespace, group, resource string, verbs ...string) {

@@ -20,21 +20,21 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// Claims are a person's choices about the networks that the peer advertises. The zero value changes
-// nothing.
+// Claims are a person's choices about the networks that the peer advertises. The zero value
+// changes nothing.
 type Claims struct {
-	// Allowed are added to spec.claims.allowed.
+	// Allowed are networks to add to spec.claims.allowed.
 	Allowed []netip.Prefix
-	// AlwaysRemap is spec.claims.alwaysRemap; nil: no change.
+	// AlwaysRemap is the value for spec.claims.alwaysRemap; nil: no change.
 	AlwaysRemap *bool
-	// Consent is the claim that the person agrees to; nil: none.
+	// Consent is the claim to which the person agrees; nil: none.
 	Consent *Claim
 }
 
-// A Claim is the pair of networks that the peer's NetworkConfig claims.
+// A Claim is the pair of networks that a peer advertises in its NetworkConfig.
 type Claim struct{ Pod, External netip.Prefix }
 
-// String returns a claim as --consent takes it.
+// String returns the claim in the format of --consent.
 func (c Claim) String() string { return c.Pod.String() + "," + c.External.String() }
 
 // ParseClaim parses the result of String.
@@ -48,7 +48,7 @@ func ParseClaim(text string) (Claim, error) {
 	return Claim{p, x}, err
 }
 
-// ParseNetwork reads a network without host bits.
+// ParseNetwork parses a network, and rejects one with host bits.
 func ParseNetwork(text string) (netip.Prefix, error) {
 	p, err := netip.ParsePrefix(text)
 	if err != nil || p != p.Masked() {
@@ -59,9 +59,9 @@ func ParseNetwork(text string) (netip.Prefix, error) {
 
 func (c Claims) none() bool { return len(c.Allowed) == 0 && c.AlwaysRemap == nil && c.Consent == nil }
 
-// Review applies a person's choices about the claims of one peer, and then shows which networks
-// this cluster uses for those that the peer claims. name is that of the Peering or of the peer. The
-// error is errConsent if a claim waits for consent.
+// Review applies a person's choices about the claim of one peer. Then it reports which networks
+// this cluster uses for the networks that the peer advertises. name is the name of the Peering
+// or of the peer. The error is errConsent if the claim waits for consent.
 func Review(ctx context.Context, c *cluster.Cluster, name string, o PeerOptions) (*isthmus.Peering, error) {
 	if err := c.Identify(ctx); err != nil {
 		return nil, err
@@ -91,7 +91,8 @@ func Review(ctx context.Context, c *cluster.Cluster, name string, o PeerOptions)
 	return s.peering, s.awaited(ctx)
 }
 
-// peeringNamed finds the Peering of that name, or for the cluster of that name or ID.
+// peeringNamed returns the Peering with this name, or the Peering for the cluster with this
+// name or ID.
 func peeringNamed(ctx context.Context, c *cluster.Cluster, name string) (found *isthmus.Peering, err error) {
 	var list isthmus.PeeringList
 	if err := c.Client.List(ctx, &list); err != nil {
@@ -113,7 +114,7 @@ func peeringNamed(ctx context.Context, c *cluster.Cluster, name string) (found *
 	return found, nil
 }
 
-// claimed returns the networks that the peer's NetworkConfig claims now; nil if there is none.
+// claimed returns the networks in the peer's current NetworkConfig; nil: there is none.
 func (s *side) claimed(ctx context.Context) (*Claim, error) {
 	var list v1alpha1.NetworkConfigList
 	if err := s.Client.List(ctx, &list, client.InNamespace(s.namespace), client.MatchingLabels{v1alpha1.LabelOriginID: s.peer.Identity.ClusterID}); err != nil {
@@ -135,7 +136,8 @@ func (s *side) claimed(ctx context.Context) (*Claim, error) {
 	return &claim, nil
 }
 
-// checkConsent refuses consent to a claim other than the present one: the person has seen another.
+// checkConsent returns an error if the consent is to another claim than the current one: the
+// person has not seen the current claim.
 func (s *side) checkConsent(ctx context.Context) error {
 	want := s.claims.Consent
 	if want == nil {
@@ -157,7 +159,7 @@ func (s *side) checkConsent(ctx context.Context) error {
 	return nil
 }
 
-// applyTo returns the claims of a Peering with the choices applied, and the fields that differ.
+// applyTo returns have with the choices applied, and the fields that differ from have.
 func (c Claims) applyTo(have isthmus.Claims) (isthmus.Claims, map[string]any) {
 	changed := map[string]any{}
 	for _, p := range c.Allowed {
@@ -180,7 +182,7 @@ func (c Claims) applyTo(have isthmus.Claims) (isthmus.Claims, map[string]any) {
 	return have, changed
 }
 
-// setClaims writes the choices into an existing Peering, if they differ from what it has.
+// setClaims writes the choices into an existing Peering, if they change it.
 func (s *side) setClaims(ctx context.Context) (string, error) {
 	if !s.exists || s.claims.none() {
 		return "", nil
@@ -194,8 +196,8 @@ func (s *side) setClaims(ctx context.Context) (string, error) {
 			return nil
 		}
 		patch, err := json.Marshal(map[string]any{
-			// The patch replaces the whole list, so it must fail if the Peering changed since it
-			// was read.
+			// The patch replaces the whole list, so it must fail if the Peering has changed
+			// since it was read.
 			"metadata": map[string]any{"resourceVersion": s.peering.ResourceVersion},
 			"spec":     map[string]any{"claims": changed},
 		})
@@ -223,7 +225,7 @@ func (s *side) setClaims(ctx context.Context) (string, error) {
 	return fmt.Sprintf("%s: Peering %s: %s", s.Cluster, s.peering.Name, strings.Join(said, ", ")), nil
 }
 
-// show reports which networks s uses for those that its peer claims, and why.
+// show reports which networks s uses for its peer's advertised networks, and the reason.
 func (s *side) show(report func(string)) {
 	n := s.peering.Status.Remote
 	for _, of := range []struct{ what, own, here, why string }{
@@ -244,11 +246,11 @@ func (s *side) show(report func(string)) {
 	}
 }
 
-// errConsent is returned when the peer's claim needs consent.
+// errConsent is returned when the peer's claim needs a person's consent.
 var errConsent = errors.New("consent is needed")
 
-// awaited returns errConsent, with the manager's message, if the Peering of s waits for consent to
-// the present claim.
+// awaited returns errConsent with the manager's message if the Peering of s waits for consent
+// to the current claim.
 func (s *side) awaited(ctx context.Context) error {
 	c := meta.FindStatusCondition(s.peering.Status.Conditions, isthmus.ConditionPeerConfig)
 	if c == nil || c.Reason != v1alpha1.ReasonConsent {
@@ -260,14 +262,14 @@ func (s *side) awaited(ctx context.Context) error {
 			return err
 		}
 		if have != nil && given.PodCIDR == have.Pod.String() && given.ExternalCIDR == have.External.String() {
-			return nil // the manager has not read it yet
+			return nil // there is consent to this claim, but the manager has not read it yet
 		}
 	}
 	return fmt.Errorf("%s: %w: %s (--context %s)", s.Cluster, errConsent, safetext.Cut(c.Message, safetext.Message), s.Context)
 }
 
-// remapped reports whether the Peering shows what spec.claims.alwaysRemap demands. An override
-// takes precedence.
+// remapped reports whether the status of a Peering has the effect of spec.claims.alwaysRemap.
+// An override takes precedence over alwaysRemap.
 func remapped(p *isthmus.Peering) bool {
 	n, o := p.Status.Remote, p.Spec.Overrides
 	return !p.Spec.Claims.AlwaysRemap || (o.PodCIDR != nil || n.PodCIDR != n.PodCIDRSeen) && (o.ExternalCIDR != nil || n.ExternalCIDR != n.ExternalCIDRSeen)

@@ -64,11 +64,12 @@ func TestConsentCoversOnlyTheCurrentClaim(t *testing.T) {
 		t.Errorf("once more changes %+v", after.Spec)
 	}
 
-	// A repetition of `isthmus peer` and a look agree to nothing, and say so.
+	// Neither repeating `isthmus peer` nor a review without choices agrees to a claim. Both
+	// report that consent is needed.
 	p.Managers[0].Set(isthmus.ConditionPeerConfig, v1alpha1.ReasonConsent+" it asks for more")
 	nc.Spec.PodCIDR = "10.48.0.0/13"
 	must(t, p.A.Client.Update(t.Context(), nc))
-	for begin := time.Now(); !errors.Is(err, errConsent); err = peerUp(t, p) { // the manager may be slower
+	for begin := time.Now(); !errors.Is(err, errConsent); err = peerUp(t, p) { // the manager may take longer
 		if time.Since(begin) > clustertest.Patient {
 			t.Fatalf("peer: %v", err)
 		}
@@ -82,7 +83,7 @@ func TestConsentCoversOnlyTheCurrentClaim(t *testing.T) {
 	}
 }
 
-// peeringOf is the Peering of a.
+// peeringOf returns the Peering in cluster a.
 func peeringOf(t *testing.T, p *clustertest.Pair) *isthmus.Peering {
 	t.Helper()
 	var peering isthmus.Peering

@@ -44,7 +44,7 @@ func TestAGatewayMayOnlyLabelItsOwnPod(t *testing.T) {
 			return gateway.Patch(t.Context(), p.DeepCopy(), client.RawPatch("application/strategic-merge-patch+json", []byte(patch)))
 		}
 	}
-	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // API servers learn of policies and rights a moment later
+	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // new policies and permissions take a moment to become effective
 		err := pod(`{"metadata":{"annotations":{"example.com/a":"2"}}}`)(own)
 		if apierrors.IsForbidden(err) && pod(`{"metadata":{"labels":{"net.liqo.io/gateway":"standby"}}}`)(own) == nil {
 			break
@@ -53,7 +53,7 @@ func TestAGatewayMayOnlyLabelItsOwnPod(t *testing.T) {
 			t.Fatalf("an annotation of its Pod: %v", err)
 		}
 	}
-	// What it does as a gateway.
+	// The normal work of a gateway is allowed.
 	must(t, pod(`{"metadata":{"labels":{"net.liqo.io/gateway":"active"}}}`)(own))
 	must(t, pod(`{"metadata":{"labels":{"net.liqo.io/gateway":"standby"}}}`)(own))
 	serve := func(s *corev1.Service, patch string) error {

@@ -25,12 +25,12 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// tokenLife is the requested life of an identity. Some API servers shorten it; the manager renews
-// it in time.
+// tokenLife is the requested lifetime of an identity. Some API servers shorten it. The manager
+// renews the identity in time.
 const tokenLife = 90 * 24 * time.Hour
 
-// giveIdentity makes sure that s has a working identity at its peer, and returns what it did; empty
-// when the present one works.
+// giveIdentity makes sure that s has a working identity at its peer. It returns a report of the
+// change; empty: the present identity works.
 func (s *side) giveIdentity(ctx context.Context) (report string, err error) {
 	have, wrong, err := s.whatIsWrongWithIdentity(ctx)
 	if err != nil {
@@ -69,8 +69,8 @@ func life(d time.Duration) string {
 	return fmt.Sprintf("%.0f days", math.Round(d.Hours()/24))
 }
 
-// allowAudiences lets the peer of s renew a token like this one: only for its audiences, which are
-// those of the API server.
+// allowAudiences lets the peer of s request further tokens with the audiences of this token,
+// which are those of the API server, and with no other audiences.
 func (s *side) allowAudiences(ctx context.Context, token string) (string, error) {
 	want := strings.Join(claimsOf(token).Audiences, ",")
 	var namespace corev1.Namespace
@@ -90,8 +90,8 @@ func (s *side) allowAudiences(ctx context.Context, token string) (string, error)
 	return fmt.Sprintf("%s: %s may renew its token for %s", s.Cluster, s.peer.Cluster, safetext.Of(want)), nil
 }
 
-// whatIsWrongWithIdentity returns the token that s has, and why it needs a new identity; "" if it
-// needs none. It asks the peer's API server whether it accepts the token.
+// whatIsWrongWithIdentity returns the token that s has, and the reason why s needs a new
+// identity; "": it needs none. It asks the peer's API server whether it accepts the token.
 func (s *side) whatIsWrongWithIdentity(ctx context.Context) (token, wrong string, err error) {
 	var secret corev1.Secret
 	err = s.Client.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: s.secret}, &secret)
@@ -131,7 +131,7 @@ func sameCluster(a, b *clientcmdapi.Cluster) bool {
 		string(a.CertificateAuthorityData) == string(b.CertificateAuthorityData)
 }
 
-// claims are the claims in the token of a ServiceAccount.
+// claims are the claims in a ServiceAccount token (RFC 7519).
 type claims struct {
 	Audiences  audiences `json:"aud"`
 	Kubernetes struct {
@@ -141,7 +141,7 @@ type claims struct {
 	} `json:"kubernetes.io"`
 }
 
-// audiences are one string or several (RFC 7519, 4.1.3).
+// audiences are one string or a list of strings in JSON (RFC 7519, section 4.1.3).
 type audiences []string
 
 func (a *audiences) UnmarshalJSON(text []byte) error {
@@ -153,7 +153,8 @@ func (a *audiences) UnmarshalJSON(text []byte) error {
 	return json.Unmarshal(text, (*[]string)(a))
 }
 
-// claimsOf decodes the claims of a token; absent ones are empty. It verifies nothing.
+// claimsOf decodes the claims of a token. Missing claims are empty. It does not verify the
+// token.
 func claimsOf(token string) (c claims) {
 	parts := strings.Split(token, ".")
 	if len(parts) != 3 {
@@ -165,9 +166,9 @@ func claimsOf(token string) (c claims) {
 	return c
 }
 
-// whatIsWrongWithToken compares a token with peerAccount and asks the API server about it. Asking
-// alone is not enough: for some seconds an API server still accepts a token of a deleted
-// ServiceAccount.
+// whatIsWrongWithToken compares a token with peerAccount and asks the API server about the
+// token. The API server's answer alone is not enough: for some seconds it still accepts a token
+// of a deleted ServiceAccount.
 func (s *side) whatIsWrongWithToken(ctx context.Context, token string) (string, error) {
 	var account corev1.ServiceAccount
 	if err := s.Client.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: peerAccount}, &account); err != nil {
@@ -186,7 +187,7 @@ func (s *side) whatIsWrongWithToken(ctx context.Context, token string) (string, 
 	switch {
 	case apierrors.IsUnauthorized(err):
 		return "the old one was revoked or had expired", nil
-	case apierrors.IsForbidden(err): // the token is valid, but may not review itself
+	case apierrors.IsForbidden(err): // the token is valid, but has no permission to review itself
 		return "", nil
 	case err != nil:
 		return "", s.Explain("review of the identity it gave", err)
@@ -194,7 +195,7 @@ func (s *side) whatIsWrongWithToken(ctx context.Context, token string) (string, 
 	return "", nil
 }
 
-// kubeconfigFor returns a kubeconfig for the peer's manager: the address and certificate authority
+// kubeconfigFor returns a kubeconfig for the peer's manager: the URL and certificate authority
 // of the API server, its proxy, and a token.
 func kubeconfigFor(c *cluster.Cluster, token, namespace string) ([]byte, error) {
 	if c.Config.Insecure {
@@ -224,8 +225,8 @@ func kubeconfigWith(c *cluster.Cluster, server *clientcmdapi.Cluster, token, nam
 	return clientcmd.Write(*config)
 }
 
-// authorityOf returns the certificate authorities of the kubeconfig in PEM; empty: it uses the
-// system's.
+// authorityOf returns the certificate authorities of the kubeconfig in PEM. Empty: it uses
+// those of the system.
 func authorityOf(c *cluster.Cluster) ([]byte, error) {
 	ca := c.Config.CAData
 	if len(ca) == 0 && c.Config.CAFile != "" {

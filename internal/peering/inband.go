@@ -18,9 +18,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/netconfig"
 )
 
-// checkWay refuses an API server that the peer's manager cannot reach. In-band every one is
-// reachable: the tunnel leads to the cluster's own API server, which is known by the certificates
-// that its Pods use.
+// checkWay returns an error if the peer's manager cannot reach the API server of s. In-band,
+// every API server is reachable: the tunnel leads to it. Its identity is then verified by the
+// certificates that the cluster's Pods use.
 func (s *side) checkWay(ctx context.Context, flag string) error {
 	if s.inBand {
 		var err error
@@ -37,25 +37,25 @@ func (s *side) checkWay(ctx context.Context, flag string) error {
 	return reachable(s.Cluster, flag)
 }
 
-// ownAuthority returns, in PEM, the certificates by which Pods verify the API server of their
+// ownAuthority returns, in PEM, the certificates with which Pods verify the API server of their
 // cluster.
 func ownAuthority(ctx context.Context, c *cluster.Cluster) ([]byte, error) {
 	published := &corev1.ConfigMap{}
 	name := client.ObjectKey{Namespace: c.Namespace, Name: isthmus.ConfigMapRootCA}
 	switch err := c.Client.Get(ctx, name, published); {
-	case apierrors.IsNotFound(err): // the controller that publishes it is switched off
+	case apierrors.IsNotFound(err): // the controller that publishes the ConfigMap is switched off
 		return authorityOf(c)
 	case err != nil:
 		return nil, c.Explain("ConfigMap "+name.String(), err)
 	}
 	ca := published.Data["ca.crt"]
-	if ca == "" { // with the system's roots another server could pass for ours
+	if ca == "" { // with the system's certificates, another server could pass for this one
 		return nil, fmt.Errorf("ConfigMap %s of %s has no ca.crt", name, c)
 	}
 	return []byte(ca), nil
 }
 
-// identityWith returns the kubeconfig of our manager for the peer's API server.
+// identityWith returns the kubeconfig with which our manager uses the peer's API server.
 func (s *side) identityWith(token string) ([]byte, error) {
 	if !s.inBand {
 		return kubeconfigFor(s.peer.Cluster, token, s.peer.namespace)
@@ -63,8 +63,8 @@ func (s *side) identityWith(token string) ([]byte, error) {
 	return kubeconfigWith(s.peer.Cluster, &clientcmdapi.Cluster{Server: isthmus.InBandServer, CertificateAuthorityData: s.inBandCA}, token, s.peer.namespace)
 }
 
-// setInBand writes on into spec.inBand of an existing Peering, if s wants on and the Peering
-// differs.
+// setInBand sets spec.inBand of an existing Peering to on, if s.inBand equals on and the
+// Peering differs.
 func (s *side) setInBand(ctx context.Context, on bool) (string, error) {
 	if !s.exists || s.inBand != on || s.peering.Spec.InBand == on {
 		return "", nil
@@ -80,19 +80,20 @@ func (s *side) setInBand(ctx context.Context, on bool) (string, error) {
 }
 
 // told reports whether our manager has reached the peer's API server and published our
-// NetworkConfig. Ready does not imply that once traffic flows.
+// NetworkConfig there. Once traffic flows, Ready alone does not imply that.
 func (s *side) told(p *isthmus.Peering) bool {
 	return health.IsTrue(p, isthmus.ConditionIdentity) && health.IsTrue(p, isthmus.ConditionPublished)
 }
 
-// carry does once what our manager does itself when there is a tunnel: it copies our NetworkConfig
-// to the peer and the peer's answer back. It sets carried when the peer has a NetworkConfig with
-// spec.inBand. Before that, the conditions may still describe the path outside the tunnel.
+// carry performs once what our manager can do itself as soon as there is a tunnel: it copies
+// our NetworkConfig to the peer, and the peer's answer back. It sets carried once the peer has
+// our NetworkConfig with spec.inBand. Before that, the conditions may still describe the path
+// outside the tunnel.
 func (s *side) carry(ctx context.Context) error {
 	original := &v1alpha1.NetworkConfig{}
 	name := client.ObjectKey{Namespace: s.namespace, Name: s.peer.Identity.UniqueName()}
 	if err := s.Client.Get(ctx, name, original); apierrors.IsNotFound(err) || err == nil && !original.DeletionTimestamp.IsZero() {
-		return nil // the manager makes it
+		return nil // the manager creates it
 	} else if err != nil {
 		return s.Explain("NetworkConfig "+name.String(), err)
 	}

@@ -11,7 +11,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
-// Without a CA the identity would be for any API server that the system's roots know.
+// Without a CA, the identity would be sent to any API server that the system's CAs certify.
 func TestAnAPIServerWithoutCertificatesIsRefused(t *testing.T) {
 	for _, data := range []map[string]string{nil, {"ca.crt": ""}, {"ca.crt": "PEM"}} {
 		published := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "isthmus", Name: isthmus.ConfigMapRootCA}, Data: data}

@@ -32,7 +32,7 @@ func peerDown(t *testing.T, p *clustertest.Pair) error {
 	return Unpeer(t.Context(), p.A, p.B, UnpeerOptions{Timeout: clustertest.Patient, Report: p.Report})
 }
 
-// everything is the resourceVersion of each object that a peering consists of, on both sides.
+// everything returns the UID and resourceVersion of each object of a peering, on both sides.
 func everything(t *testing.T, p *clustertest.Pair) map[string]string {
 	t.Helper()
 	all := map[string]string{}
@@ -55,7 +55,7 @@ func everything(t *testing.T, p *clustertest.Pair) map[string]string {
 				all[key] = string(o.GetUID()) + " " + o.GetResourceVersion()
 			}
 			if _, ok := o.(*flowcontrolv1.FlowSchema); ok && err == nil {
-				all[key] = string(o.GetUID()) // its status is the API server's
+				all[key] = string(o.GetUID()) // the API server writes its status
 			}
 		}
 	}

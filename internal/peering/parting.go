@@ -22,25 +22,25 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// A teardown is the list of objects to remove from one cluster.
+// A teardown is the progress of removing a peering from one cluster.
 type teardown struct {
 	*cluster.Cluster
 	peer      v1alpha1.ClusterIdentity
-	peering   string // its name; empty: already deleted
-	namespace string // the tenant namespace; empty: not found
-	secret    string // name of the Secret there with our identity at the peer
-	remains   string // what stays at the peer if we do not wait for it
-	waitsFor  string // what it waited for last, with the cluster
+	peering   string // name of the Peering; empty: already deleted
+	namespace string // tenant namespace; empty: not found
+	secret    string // name of the Secret in the tenant namespace with our identity at the peer
+	remains   string // description of what stays at the peer if we do not wait for it
+	waitsFor  string // what it last waited for, with the cluster's name
 	told      string // last reported text
 	inBand    bool   // spec.inBand
-	carried   bool   // both clusters part in-band: the command itself removes what each has at the other, which the managers cannot reach without the tunnel
-	abandoned bool   // it was reported that no manager takes the Peering down
+	carried   bool   // both clusters part in-band: the command itself removes each manager's objects at the peer, which the managers cannot reach without the tunnel
+	abandoned bool   // it was reported that there is no manager to remove the Peering's objects
 }
 
-// findTeardowns finds the peering that o names, and what is left of it on each side.
+// findTeardowns finds the peering that o names, and its remains on each side.
 func findTeardowns(ctx context.Context, local, remote *cluster.Cluster, o UnpeerOptions) ([]*teardown, error) {
 	if remote == nil {
-		if local.Identity.ClusterID == "" { // Uninstall goes on without an identity
+		if local.Identity.ClusterID == "" { // Uninstall continues without an identity
 			if err := local.Identify(ctx); err != nil {
 				return nil, err
 			}
@@ -91,8 +91,8 @@ func cutHash(name string) string {
 	return name
 }
 
-// teardownOf finds the Peering for which is returns true. If that is already deleted, it finds the
-// tenant namespace that an earlier run left.
+// teardownOf finds the Peering for which is returns true. If the Peering was already deleted,
+// teardownOf finds the tenant namespace that an earlier run left.
 func teardownOf(ctx context.Context, c *cluster.Cluster, is func(*isthmus.Peering) bool, left func(*corev1.Namespace) bool) (*teardown, error) {
 	f := &teardown{Cluster: c, secret: isthmus.DefaultIdentitySecret}
 	var list isthmus.PeeringList
@@ -128,12 +128,12 @@ func teardownOf(ctx context.Context, c *cluster.Cluster, is func(*isthmus.Peerin
 	return f, nil
 }
 
-// RemainsOf names what the peer keeps of us if nobody waits for it.
+// RemainsOf describes the objects that we leave at the peer if nobody waits for their deletion.
 func RemainsOf(ctx context.Context, c *cluster.Cluster, p *isthmus.Peering) string {
 	server := "its API server"
 	var secret corev1.Secret
 	key := client.ObjectKey{Namespace: p.Spec.TenantNamespace.Local, Name: p.Spec.IdentitySecretName}
-	if err := c.Client.Get(ctx, key, &secret); err == nil { // without it only the server's name is missing
+	if err := c.Client.Get(ctx, key, &secret); err == nil { // without the Secret only the server's name is unknown
 		if config, err := clientcmd.Load(secret.Data[isthmus.SecretKubeconfig]); err == nil && config.Contexts[config.CurrentContext] != nil {
 			if cluster := config.Clusters[config.Contexts[config.CurrentContext].Cluster]; cluster != nil {
 				server = safetext.Of(cluster.Server)
@@ -144,12 +144,13 @@ func RemainsOf(ctx context.Context, c *cluster.Cluster, p *isthmus.Peering) stri
 		safetext.Of(p.Spec.Cluster.ClusterName), server, p.Spec.Cluster.UniqueName(), p.Spec.TenantNamespace.Remote)
 }
 
-// side returns the cluster as the functions of Peer take it.
+// side returns the cluster in the form that the functions of Peer accept.
 func (f *teardown) side() *side {
 	return &side{Cluster: f.Cluster, peer: &side{Cluster: &cluster.Cluster{Identity: f.peer}}, namespace: f.namespace, secret: f.secret}
 }
 
-// disarm revokes the peer's rights: all of them, or all but those to delete its own objects here.
+// disarm revokes the peer's rights. Unless all is true, the peer keeps the rights to delete its
+// own objects here.
 func (f *teardown) disarm(ctx context.Context, o UnpeerOptions, all bool) error {
 	if f.namespace == "" {
 		return nil
@@ -204,9 +205,9 @@ func (f *teardown) deletePeering(ctx context.Context, o UnpeerOptions) error {
 	return nil
 }
 
-// peeringGone waits until the manager has taken down its objects. With Force, and without a running
-// manager, it takes them down itself. The networks of the peer stay allocated and refused until the
-// next manager finds that no object names the peer, and releases them.
+// peeringGone waits until the manager has removed its objects. With Force and without a running
+// manager, it removes them itself. Then the networks of the peer stay allocated and refused
+// until the next manager finds that no object names the peer, and releases them.
 func (f *teardown) peeringGone(ctx context.Context, o UnpeerOptions) (string, error) {
 	if f.peering == "" {
 		return "", nil
@@ -241,9 +242,9 @@ func (f *teardown) peeringGone(ctx context.Context, o UnpeerOptions) (string, er
 	return "", &errWaiting{what}
 }
 
-// takeDown does the manager's work without the peer. It deletes the TunnelEndpoint and
-// NetworkConfigs of a Peering that is being deleted, and removes the finalizers that keep them and
-// the Peering. Foreign finalizers stay on the Peering.
+// takeDown performs the manager's work without contacting the peer. It deletes the
+// TunnelEndpoint and NetworkConfigs of a Peering that is being deleted, and removes their
+// finalizers and the Peering's own finalizer. Foreign finalizers stay on the Peering.
 func (f *teardown) takeDown(ctx context.Context, p *isthmus.Peering) error {
 	for _, kind := range []string{"TunnelEndpoint", "NetworkConfig"} {
 		o := &unstructured.Unstructured{}
@@ -253,7 +254,7 @@ func (f *teardown) takeDown(ctx context.Context, p *isthmus.Peering) error {
 		}
 	}
 	finalizers := p.Finalizers
-	p.Finalizers = nil // abandon removes all
+	p.Finalizers = nil // Abandon must not remove any finalizer of the Peering
 	if err := Abandon(ctx, f.Cluster, p); err != nil {
 		return err
 	}
@@ -263,14 +264,14 @@ func (f *teardown) takeDown(ctx context.Context, p *isthmus.Peering) error {
 		return nil
 	}
 	err := f.Client.Patch(ctx, p, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), client.FieldOwner(cluster.FieldManager))
-	if client.IgnoreNotFound(err) != nil && !apierrors.IsConflict(err) { // the next attempt repeats it
+	if client.IgnoreNotFound(err) != nil && !apierrors.IsConflict(err) { // the next attempt repeats a failed patch
 		return f.Explain("finalizer of Peering "+p.Name, err)
 	}
 	return nil
 }
 
-// removeRest removes what Peer created: the tenant namespace, or only the objects in it if the
-// namespace existed before.
+// removeRest removes the objects that Peer created: the tenant namespace or, if the namespace
+// existed before, only the objects in it.
 func (f *teardown) removeRest(ctx context.Context) (string, error) {
 	if f.namespace == "" {
 		return "", nil
@@ -313,8 +314,8 @@ func (f *teardown) removeRest(ctx context.Context) (string, error) {
 	return removed + ", namespace " + n.Name + " deleted", nil
 }
 
-// freeNetworkConfigs removes all finalizers from the NetworkConfigs that are left once the Peering
-// is gone. A peer may have added one that it never removes.
+// freeNetworkConfigs removes all finalizers from the NetworkConfigs that remain after the
+// Peering was deleted. A peer may have added a finalizer that it never removes.
 func (f *teardown) freeNetworkConfigs(ctx context.Context) error {
 	var list v1alpha1.NetworkConfigList
 	if err := f.Client.List(ctx, &list, client.InNamespace(f.namespace)); err != nil {
@@ -333,7 +334,7 @@ func (f *teardown) freeNetworkConfigs(ctx context.Context) error {
 	return nil
 }
 
-// deleteCopies deletes what the peer's manager would have deleted here.
+// deleteCopies deletes the objects that the peer's manager has here.
 func (f *teardown) deleteCopies(ctx context.Context) error {
 	for _, o := range []client.Object{&v1alpha1.NetworkConfig{}, &isthmus.PeerServices{}} {
 		if err := f.Client.DeleteAllOf(ctx, o, client.InNamespace(f.namespace)); client.IgnoreNotFound(err) != nil && !meta.IsNoMatchError(err) {
@@ -343,7 +344,7 @@ func (f *teardown) deleteCopies(ctx context.Context) error {
 	return nil
 }
 
-// deleteOurs deletes those objects that have our label, and reports whether there were any.
+// deleteOurs deletes the given objects that have our label. It reports whether there were any.
 func (f *teardown) deleteOurs(ctx context.Context, objects ...client.Object) (did bool, err error) {
 	for _, o := range objects {
 		u, err := f.Unstructured(o)
@@ -366,7 +367,7 @@ func (f *teardown) deleteOurs(ctx context.Context, objects ...client.Object) (di
 }
 
 // namespaceGone waits until the namespace is gone, so that the same two clusters can be peered
-// again at once.
+// again immediately.
 func (f *teardown) namespaceGone(ctx context.Context) (string, error) {
 	if f.namespace == "" {
 		return "", nil
@@ -388,7 +389,7 @@ func (f *teardown) namespaceGone(ctx context.Context) (string, error) {
 	return "", &errWaiting{what}
 }
 
-// Abandon removes the finalizers of a Peering and of what belongs to it.
+// Abandon removes all finalizers of a Peering and of Liqo's objects in its tenant namespace.
 func Abandon(ctx context.Context, c *cluster.Cluster, p *isthmus.Peering) error {
 	free := func(u client.Object, what string) error {
 		if len(u.GetFinalizers()) == 0 {

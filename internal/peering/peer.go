@@ -1,7 +1,7 @@
-// Package peering joins two clusters and parts them, for `isthmus peer`, `unpeer`, `rotate-key`,
-// `release-gateway` and `uninstall`. It owns namespaces, rights, identities and Peerings; the
-// managers do the rest. It also rotates the key of a cluster, moves its active gateway, and reviews
-// the networks that a peer claims.
+// Package peering joins and separates two clusters, for `isthmus peer`, `unpeer`, `rotate-key`,
+// `release-gateway` and `uninstall`. It manages namespaces, rights, identities and Peerings.
+// The managers do the rest. It also rotates the key of a cluster, moves its active gateway, and
+// reviews the networks that a peer advertises.
 //
 // Every operation can be repeated: a second run changes nothing, or repairs what is missing.
 package peering
@@ -28,34 +28,35 @@ import (
 
 // PeerOptions are the choices of Peer.
 type PeerOptions struct {
-	// Names of new Peerings, here and there; empty: the unique name of the peer.
+	// Name and RemoteName are names for new Peerings in the first and in the second cluster;
+	// empty: the unique name of the peer.
 	Name, RemoteName string
 	// Replace accepts another cluster with the ID and name of the present peer, and revokes the
-	// rights of the present one.
+	// rights of the present peer.
 	Replace bool
-	// Claims are the choices in the first cluster about the claim of the second.
+	// Claims are the choices of the first cluster about the claim of the second.
 	Claims Claims
-	// Services are namespaces whose services both clusters export to each other; * is all. Nil: no
-	// change.
+	// Services are the namespaces whose services both clusters export to each other; * means
+	// all. Nil: no change.
 	Services []string
-	// InBand says whether managers go through the tunnel. Nil: no change.
+	// InBand reports whether the managers use the tunnel. Nil: no change.
 	InBand *bool
-	// Timeout bounds the wait; zero: no wait.
+	// Timeout is the maximum time to wait for traffic; zero: do not wait.
 	Timeout time.Duration
-	// Report gets a line for each change and for each condition that becomes true.
+	// Report is called with a line for each change, and for each condition that becomes true.
 	Report func(line string)
 }
 
-// Peer joins two clusters. On both sides it creates the tenant namespace, the peer's rights, our
-// identity at the peer, and a Peering. Then it waits until traffic flows. It makes all checks
-// before it writes anything. It reports which networks each side uses for those that the other
-// claims, and returns the Peerings as it read them last.
+// Peer joins two clusters. On both sides it creates the tenant namespace, the peer's rights,
+// our identity at the peer, and a Peering. Then it waits until traffic flows. It performs all
+// checks before it writes anything. It reports which networks each side uses for the networks
+// that the other advertises, and returns the Peerings as it last read them.
 func Peer(ctx context.Context, local, remote *cluster.Cluster, o PeerOptions) (peerings [2]*isthmus.Peering, err error) {
 	started := time.Now()
 	a, b := &side{Cluster: local, claims: o.Claims, services: o.Services}, &side{Cluster: remote, services: o.Services}
 	a.peer, b.peer = b, a
 	if o.Report != nil {
-		var mu sync.Mutex // both sides report
+		var mu sync.Mutex // both sides call report
 		report := o.Report
 		o.Report = func(line string) {
 			mu.Lock()
@@ -98,7 +99,8 @@ func Peer(ctx context.Context, local, remote *cluster.Cluster, o PeerOptions) (p
 	return peerings, nil
 }
 
-// interrupted replaces the error of an interrupted wait by how to go on.
+// interrupted replaces the error of an interrupted wait by an error that explains how to
+// continue.
 func interrupted(ctx context.Context, err error) error {
 	if err != nil && errors.Is(ctx.Err(), context.Canceled) {
 		return errors.New("interrupted; run the same command again to continue, or `isthmus unpeer` to undo it")
@@ -106,7 +108,7 @@ func interrupted(ctx context.Context, err error) error {
 	return err
 }
 
-// check finds out whether the clusters can be joined.
+// check returns an error if the clusters cannot be joined.
 func check(ctx context.Context, a, b *side, o PeerOptions) error {
 	if err := cluster.Distinct(a.Cluster, b.Cluster); err != nil {
 		return err
@@ -152,15 +154,15 @@ func check(ctx context.Context, a, b *side, o PeerOptions) error {
 	})
 }
 
-// setUp writes what is missing. The rights of a former peer go first. Rights on both sides come
-// before identities, so that each identity works at once. Peerings come last, so that the managers
-// find all that they need.
+// setUp writes the missing objects. It revokes the rights of a former peer first. It writes the
+// rights on both sides before the identities, so that each identity works at once. It writes
+// the Peerings last, so that the managers find everything that they need.
 func setUp(ctx context.Context, a, b *side, o PeerOptions) (changed bool, err error) {
 	for _, step := range []func(*side) (string, error){
 		func(s *side) (string, error) { return s.revokeAnother(ctx) },
 		func(s *side) (string, error) { return s.setRights(ctx) },
-		// spec.inBand is set before the identity and unset after it: through the tunnel either
-		// identity works, without it only one does.
+		// Set spec.inBand before the identity, and unset it after the identity. While it is
+		// set, a manager can use either identity; otherwise only the one outside the tunnel.
 		func(s *side) (string, error) { return s.setInBand(ctx, true) },
 		func(s *side) (string, error) { return s.giveIdentity(ctx) },
 		func(s *side) (string, error) { return s.setInBand(ctx, false) },
@@ -177,7 +179,7 @@ func setUp(ctx context.Context, a, b *side, o PeerOptions) (changed bool, err er
 	return changed, nil
 }
 
-// onBoth does a step on both sides and reports what it did, a's first.
+// onBoth performs a step on both sides and reports the results, first that of a.
 func onBoth(a, b *side, o PeerOptions, step func(*side) (string, error)) (changed bool, err error) {
 	var reports [2]string
 	err = both(a, b, func(s *side) (err error) {
@@ -197,14 +199,14 @@ func onBoth(a, b *side, o PeerOptions, step func(*side) (string, error)) (change
 	return changed, err
 }
 
-// setRights makes the tenant namespace and the rights in it.
+// setRights creates the tenant namespace and the rights in it.
 func (s *side) setRights(ctx context.Context) (string, error) {
 	namespace := s.tenantNamespace()
 	var there corev1.Namespace
 	if err := s.Client.Get(ctx, client.ObjectKeyFromObject(namespace), &there); err != nil && !apierrors.IsNotFound(err) {
 		return "", s.Explain("Namespace "+s.namespace, err)
 	} else if err != nil || there.Labels[cluster.LabelManagedBy] == cluster.ManagedBy {
-		namespace.Labels[cluster.LabelManagedBy] = cluster.ManagedBy // otherwise we must not delete it later
+		namespace.Labels[cluster.LabelManagedBy] = cluster.ManagedBy // do not mark a namespace that existed before, so that it is not deleted later
 	}
 	var done []string
 	fresh := false
@@ -230,8 +232,8 @@ func (s *side) setRights(ctx context.Context) (string, error) {
 	return "", nil
 }
 
-// setPeering creates the Peering if there is none. An existing one gets the annotations that pin
-// the peer.
+// setPeering creates the Peering if there is none. To an existing Peering it adds the
+// annotations that pin the peer.
 func (s *side) setPeering(ctx context.Context) (string, error) {
 	if s.exists {
 		return s.setPin(ctx)
@@ -247,17 +249,17 @@ func (s *side) setPeering(ctx context.Context) (string, error) {
 	return fmt.Sprintf("%s: Peering %s created", s.Cluster, s.peering.Name), nil
 }
 
-// A waiter reads the Peerings of one side or both until the goal is true of each, and reports
-// conditions that become true. It does not wait for a person: a claim that needs consent ends the
-// wait.
+// A waiter reads the Peerings of one or both sides until the goal is true for each, and reports
+// conditions that become true. It does not wait for a person: it ends when a claim needs
+// consent.
 type waiter struct {
 	sides  []*side
-	goal   string // a condition
+	goal   string // a condition of the Peering
 	report func(string)
-	quiet  bool // do not report what is true at the first look
+	quiet  bool // do not report conditions that are true at first
 
 	told  []map[string]bool
-	trial []error // of the last look
+	trial []error // errors of the last look, by side
 }
 
 func (w *waiter) wait(ctx context.Context, timeout time.Duration) error {
@@ -292,7 +294,7 @@ func (w *waiter) wait(ctx context.Context, timeout time.Duration) error {
 	}
 }
 
-// look reads one side's Peering and reports whether the goal is true of it.
+// look reads one side's Peering and reports whether the goal is true for it.
 func (w *waiter) look(ctx context.Context, i int, s *side, quiet bool) bool {
 	p := &isthmus.Peering{}
 	if err := s.Client.Get(ctx, client.ObjectKeyFromObject(s.peering), p); err != nil {
@@ -304,7 +306,7 @@ func (w *waiter) look(ctx context.Context, i int, s *side, quiet bool) bool {
 	w.trial[i], s.peering = nil, p
 	for _, t := range health.Steps {
 		if !health.IsTrue(p, t) {
-			delete(w.told[i], t) // it may become true again
+			delete(w.told[i], t) // it may become true again later
 			continue
 		}
 		if !w.told[i][t] && !quiet {
@@ -315,7 +317,7 @@ func (w *waiter) look(ctx context.Context, i int, s *side, quiet bool) bool {
 	return health.IsTrue(p, w.goal) && remapped(p) && (!s.inBand || s.carried && s.told(p))
 }
 
-// tell describes a condition of side s that has become true.
+// tell returns the line about a condition of side s that has become true.
 func tell(s *side, t string) string {
 	me, peer, status := s.Cluster, s.peer.Cluster, s.peering.Status
 	switch t {
@@ -349,7 +351,7 @@ func latency(l string) string {
 	return ", " + safetext.Of(l)
 }
 
-// missing returns which conditions are not true on which side.
+// missing returns the conditions that are not true, by side.
 func (w *waiter) missing(timeout time.Duration) error {
 	errs := []error{fmt.Errorf("%w: condition %s is not True after %v", cluster.ErrNotReady, w.goal, timeout)}
 	if w.goal == isthmus.ConditionReady {

@@ -117,7 +117,7 @@ func TestPeerRepairsWhatIsMissing(t *testing.T) {
 		after := everything(t, p)
 		var changed []string
 		for _, k := range diff(before, after) {
-			if !strings.Contains(k, "Peering") { // its status may have gone to and fro
+			if !strings.Contains(k, "Peering") { // its status may have changed and changed back
 				changed = append(changed, k)
 			}
 		}
@@ -177,7 +177,7 @@ func TestPeerRefusesBeforeItWrites(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "no")
 	again := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A, Namespace: p.A.Namespace})
-	twin := func() *cluster.Cluster { // the ID of a on the server of b
+	twin := func() *cluster.Cluster { // cluster a's ID on the API server of b
 		const namespace = "install-no-twin"
 		must(t, p.B.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace}}))
 		must(t, p.B.Client.Create(t.Context(), &corev1.ConfigMap{
@@ -234,7 +234,7 @@ func TestPeerRefusesBeforeItWrites(t *testing.T) {
 	refused("foreign namespace", p.A, p.B, PeerOptions{}, "Namespace "+theirs+" belongs to the cluster x")
 	must(t, p.B.Client.Delete(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: theirs}}))
 
-	// A person who may look at everything and change nothing.
+	// A person who has all read permissions and no others.
 	must(t, p.B.Client.Create(t.Context(), &rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: "no-viewer"},
 		RoleRef:  rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "view"},
 		Subjects: []rbacv1.Subject{{Kind: rbacv1.UserKind, APIGroup: rbacv1.GroupName, Name: "viewer"}}}))
@@ -248,7 +248,8 @@ func TestPeerRefusesBeforeItWrites(t *testing.T) {
 	viewer.Config.Impersonate.UserName = "viewer"
 	viewer.Client, err = client.New(viewer.Config, client.Options{Scheme: p.B.Client.Scheme(), Mapper: p.B.Client.RESTMapper()})
 	must(t, err)
-	// The authorizer sees new bindings a moment later; the namespace goes.
+	// The new bindings take a moment to become effective, and the namespace a moment to be
+	// deleted.
 	for begin := time.Now(); !clustertest.Gone(t, p.B, &corev1.Namespace{}, theirs) || viewer.Client.List(t.Context(), &isthmus.PeeringList{}) != nil; {
 		if time.Since(begin) > clustertest.Patient {
 			t.Fatal("the namespace is still there, or the viewer may not look")
@@ -274,7 +275,8 @@ func TestALocalAPIServerAddressIsNotForPeers(t *testing.T) {
 	}
 }
 
-// The peer's manager goes through the same proxy as the person, unless that is the person's alone.
+// The peer's manager uses the proxy of the person's kubeconfig, unless only this machine or
+// only this person can use the proxy.
 func TestThePeerUsesTheProxyOfTheKubeconfig(t *testing.T) {
 	const server = "https://192.0.2.1:6443"
 	file := filepath.Join(t.TempDir(), "kubeconfig")

@@ -22,7 +22,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// pinOf returns the annotations that distinguish a cluster from an impostor with the same ID and
+// pinOf returns annotations that distinguish a cluster from an impostor with the same ID and
 // name.
 func pinOf(c *cluster.Cluster) (map[string]string, error) {
 	ca, err := authorityOf(c)
@@ -32,8 +32,8 @@ func pinOf(c *cluster.Cluster) (map[string]string, error) {
 	return map[string]string{isthmus.AnnotationPeerUID: c.UID, isthmus.AnnotationPeerAuthority: fingerprint(ca)}, nil
 }
 
-// fingerprint hashes the set of certificates in a PEM file, regardless of their order and of the
-// text around them.
+// fingerprint hashes the set of certificates in a PEM file. The order of the certificates and
+// the text between them do not matter.
 func fingerprint(ca []byte) string {
 	var sums []string
 	for block, rest := pem.Decode(ca); block != nil; block, rest = pem.Decode(rest) {
@@ -48,9 +48,9 @@ func fingerprint(ca []byte) string {
 	return "sha256:" + hex.EncodeToString(sum[:])
 }
 
-// checkPin refuses a peer that is another cluster than the pinned one, unless replace is set. A
+// checkPin returns an error if the peer is not the pinned cluster, unless replace is set. A
 // Peering without a pin, which a person wrote, accepts any cluster. A cluster with another
-// certificate authority is the same one if it holds the identity that we gave it.
+// certificate authority is the same cluster if it has the identity that we issued to it.
 func (s *side) checkPin(ctx context.Context, replace bool) error {
 	pin, err := pinOf(s.peer.Cluster)
 	if err != nil {
@@ -88,8 +88,8 @@ func (s *side) checkPin(ctx context.Context, replace bool) error {
 		s.Cluster, s.peer.Context, safetext.Of(s.peer.Identity.ClusterName), safetext.Of(s.peer.Identity.ClusterID), s.peering.Name, strings.Join(wrong, "; "))
 }
 
-// holdsItsIdentity reports whether s has a token that its peer accepts. Only the cluster that got
-// it from the peer has it.
+// holdsItsIdentity reports whether s has a token that its peer accepts. Only the cluster for
+// which the peer issued the token has it.
 func (s *side) holdsItsIdentity(ctx context.Context) (bool, error) {
 	var secret corev1.Secret
 	err := s.Client.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: s.secret}, &secret)
@@ -104,13 +104,13 @@ func (s *side) holdsItsIdentity(ctx context.Context) (bool, error) {
 		return false, nil
 	}
 	wrong, err := s.peer.whatIsWrongWithToken(ctx, token)
-	if apierrors.IsNotFound(err) { // the account is gone
+	if apierrors.IsNotFound(err) { // the ServiceAccount was deleted
 		return false, nil
 	}
 	return err == nil && wrong == "", err
 }
 
-// tokenIn returns the token of a kubeconfig's current context; empty: it has none.
+// tokenIn returns the token in a kubeconfig's current context; empty: it has none.
 func tokenIn(kubeconfig []byte) string {
 	config, err := clientcmd.Load(kubeconfig)
 	if err != nil || config.Contexts[config.CurrentContext] == nil {
@@ -122,8 +122,8 @@ func tokenIn(kubeconfig []byte) string {
 	return ""
 }
 
-// revokeAnother revokes all tokens of the previous peer. It does so too if there is no Peering,
-// since then nothing shows whose tokens they are.
+// revokeAnother revokes all tokens of the previous peer. It also does so if there is no
+// Peering, because then nothing shows to whom the tokens were issued.
 func (s *side) revokeAnother(ctx context.Context) (string, error) {
 	if s.exists && !s.another {
 		return "", nil
@@ -138,7 +138,7 @@ func (s *side) revokeAnother(ctx context.Context) (string, error) {
 	return fmt.Sprintf("%s: the rights of the previous %s are revoked", s.Cluster, s.peer.Cluster), nil
 }
 
-// setPin records on the Peering which cluster the peer is.
+// setPin records in the Peering which cluster the peer is.
 func (s *side) setPin(ctx context.Context) (string, error) {
 	have := maps.Clone(s.peering.Annotations)
 	maps.DeleteFunc(have, func(name, _ string) bool { _, ok := s.pinned[name]; return !ok })

@@ -40,7 +40,7 @@ func TestACopiedClusterIdentityIsRefused(t *testing.T) {
 	}
 	must(t, mayList())
 
-	// A third cluster, which says that it is b.
+	// A third cluster that pretends to be b.
 	server, err := kubetest.Start(t.Context(), kubetest.Options{Name: "c", Controllers: true})
 	must(t, err)
 	t.Cleanup(func() { must(t, server.Stop()) })
@@ -63,7 +63,7 @@ func TestACopiedClusterIdentityIsRefused(t *testing.T) {
 	}
 	must(t, mayList())
 
-	// If that is what a person wants, the other one is out.
+	// If a person chooses to replace b, b loses its rights.
 	_, err = Peer(t.Context(), p.A, twin, PeerOptions{Replace: true, Timeout: clustertest.Patient, Report: p.Report})
 	must(t, err)
 	clustertest.Contains(t, p.Said(), "pin-a: the rights of the previous pin-b are revoked", "pin-a: has an identity at pin-b until ", twin.UID)
@@ -112,7 +112,8 @@ func TestANewAuthorityIsAcceptedFromTheSameCluster(t *testing.T) {
 		t.Errorf("a does not know b by the new authority: %v", err)
 	}
 
-	// Without the identity nothing tells it from another cluster: here it is back at the old authority.
+	// A cluster with another authority is recognized only by its identity. Here b appears with
+	// the first authority again, and without its identity.
 	must(t, p.B.Client.Delete(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: p.A.Identity.TenantNamespace(), Name: isthmus.DefaultIdentitySecret}}))
 	_, err = Peer(t.Context(), p.A, p.B, PeerOptions{Timeout: clustertest.Patient, Report: p.Report})
 	if err == nil {

@@ -30,15 +30,15 @@ import (
 	"github.com/isthmus-net/isthmus/internal/clustertest"
 )
 
-// A request is one thing that an identity may try.
+// A request is one request of the sweep.
 type request struct{ verb, group, resource, namespace, name string }
 
 func (r request) String() string {
 	return fmt.Sprintf("%s %s.%s %s/%s", r.verb, r.resource, r.group, r.namespace, r.name)
 }
 
-// A right is what an identity is to have: an independent statement of what the manifests say. An
-// empty namespace or name is any.
+// A right is a right that an identity must have. The list is written independently of the
+// manifests. An empty namespace or name matches any.
 type right struct{ verbs, group, resources, namespace, name string }
 
 func (r right) covers(q request) bool {
@@ -46,7 +46,7 @@ func (r right) covers(q request) bool {
 		(r.namespace == "" || r.namespace == q.namespace) && (r.name == "" || r.name == q.name)
 }
 
-// everybody may ask about themselves.
+// everybody has the rights of every identity, to ask about itself.
 var everybody = []right{
 	{"create", "authorization.k8s.io", "selfsubjectaccessreviews selfsubjectrulesreviews", "", ""},
 	{"create", "authentication.k8s.io", "selfsubjectreviews", "", ""},
@@ -54,7 +54,7 @@ var everybody = []right{
 
 var verbs = []string{"get", "list", "watch", "create", "update", "patch", "delete", "deletecollection"}
 
-// names are those that the sweep tries beside one that means nothing.
+// names are object names that the sweep tries, in addition to one that has no meaning.
 var names = map[string][]string{
 	"secrets": {"wireguard-pubkey", isthmus.DefaultIdentitySecret}, "serviceaccounts": {peerAccount, "default"}, "serviceaccounts/token": {peerAccount, "default"},
 	"roles": {peerAccount, managerRole}, "rolebindings": {peerAccount, managerRole},
@@ -62,8 +62,8 @@ var names = map[string][]string{
 	"clusterroles": {"cluster-admin"}, "clusterrolebindings": {"cluster-admin"},
 }
 
-// try sends a request that changes nothing even where it is allowed, and reports whether RBAC let
-// it pass.
+// try sends a request that changes nothing even if it is allowed. It reports whether RBAC
+// allowed it.
 func try(ctx context.Context, c *http.Client, host, version string, r request) (allowed bool, err error) {
 	path := "/apis/" + r.group + "/" + version
 	if r.group == "" {
@@ -116,8 +116,8 @@ func try(ctx context.Context, c *http.Client, host, version string, r request) (
 	return !strings.Contains(string(text), " cannot "), err
 }
 
-// sweep tries every verb on every resource that the server has, in the given namespaces and
-// cluster-wide, and compares with the rights.
+// sweep tries every verb on every resource of the API server, in the given namespaces and
+// cluster-wide, and compares the allowed requests with rights.
 func sweep(t *testing.T, admin *cluster.Cluster, config *rest.Config, namespaces []string, rights []right) {
 	t.Helper()
 	rights = append(rights, everybody...)
@@ -158,14 +158,14 @@ func sweep(t *testing.T, admin *cluster.Cluster, config *rest.Config, namespaces
 					for _, verb := range verbs {
 						byName := slices.Contains([]string{"get", "update", "patch", "delete"}, verb) || strings.Contains(resource.Name, "/")
 						if byName && resource.Namespaced && namespace == "" || verb == "create" && resource.Namespaced && namespace == "" {
-							continue // there is no such path
+							continue // the API has no such path
 						}
 						if strings.Contains(resource.Name, "/") && (verb == "list" || verb == "watch" || verb == "deletecollection") {
 							continue
 						}
 						r := request{verb, group, resource.Name, namespace, name}
 						if !byName && name == "sweep" {
-							r.name = "" // all of them
+							r.name = "" // the request is for all objects
 						}
 						attempts = append(attempts, attempt{r, version})
 					}
@@ -223,7 +223,7 @@ func TestAPeersIdentityGrantsOnlyItsNetworkConfigs(t *testing.T) {
 	must(t, peerUp(t, p))
 	here, there := p.B.Identity.TenantNamespace(), p.A.Identity.TenantNamespace()
 
-	var secret corev1.Secret // of b, for a
+	var secret corev1.Secret // the Secret in b with its identity at a
 	must(t, p.B.Client.Get(t.Context(), client.ObjectKey{Namespace: there, Name: isthmus.DefaultIdentitySecret}, &secret))
 	access, err := clientcmd.RESTConfigFromKubeConfig(secret.Data[isthmus.SecretKubeconfig])
 	must(t, err)
@@ -235,7 +235,7 @@ func TestAPeersIdentityGrantsOnlyItsNetworkConfigs(t *testing.T) {
 		{"get", "", "configmaps", here, isthmus.ConfigMapRootCA},
 	})
 
-	// What it is for, done for real, as far as the quota lets it.
+	// The peer performs its normal work, as far as the quota permits.
 	peer, err := clustertest.AsPeer(t.Context(), p.B, there)
 	must(t, err)
 	account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: here, Name: peerAccount}}
@@ -250,7 +250,7 @@ func TestAPeersIdentityGrantsOnlyItsNetworkConfigs(t *testing.T) {
 	}
 	must(t, peer.Delete(t.Context(), mine))
 
-	// Our original lies beside it, and has another name.
+	// Our original is in the same namespace, under another name.
 	original := networkConfig(p.A, p.B)
 	original.Name = p.B.Identity.UniqueName()
 	must(t, p.A.Client.Create(t.Context(), original))
@@ -266,19 +266,19 @@ func TestAPeersIdentityGrantsOnlyItsNetworkConfigs(t *testing.T) {
 		}
 	}
 
-	// Revoked means revoked, within the time that API servers remember tokens.
+	// A revoked identity must stop working within the time for which API servers cache tokens.
 	must(t, p.A.Client.Delete(t.Context(), account))
 	for begin := time.Now(); ; time.Sleep(200 * time.Millisecond) {
 		if err := peer.List(t.Context(), &v1alpha1.NetworkConfigList{}, client.InNamespace(here)); apierrors.IsUnauthorized(err) {
 			break
 		}
-		if time.Since(begin) > time.Minute { // it is 10 s, where the API server is asked once they are over
+		if time.Since(begin) > time.Minute { // usually 10 s, the API server's cache time
 			t.Fatal("a revoked identity still works after a minute")
 		}
 	}
 }
 
-// accountConfig returns what a component is to the API server.
+// accountConfig returns a configuration with a token of a component's ServiceAccount.
 func accountConfig(t *testing.T, c *cluster.Cluster, namespace, account string) *rest.Config {
 	t.Helper()
 	token := &authenticationv1.TokenRequest{}
@@ -361,7 +361,7 @@ func TestTheManagerMayReadOnlyItsIdentitySecret(t *testing.T) {
 	config := accountConfig(t, p.A, p.A.Namespace, deploy.ManagerServiceAccount)
 	manager, err := client.New(config, client.Options{Scheme: p.A.Client.Scheme(), Mapper: p.A.Client.RESTMapper()})
 	must(t, err)
-	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // the authorizer sees a new binding a moment later
+	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // the new binding takes a moment to become effective
 		err := manager.List(t.Context(), &corev1.SecretList{}, client.InNamespace(here), client.MatchingFields{"metadata.name": isthmus.DefaultIdentitySecret})
 		if err == nil {
 			break

@@ -26,8 +26,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/clustertest"
 )
 
-// boundedClient returns what b is at a, once a admits nothing else from it than it should: API servers
-// learn of policies and of rights a moment after they are written.
+// boundedClient returns a client with b's identity at a. It waits until the rights and the
+// admission policies of b are effective.
 func boundedClient(t *testing.T, p *clustertest.Pair) client.Client {
 	t.Helper()
 	must(t, peerUp(t, p))
@@ -61,7 +61,7 @@ func TestAPeerMayWriteOnlyItsOwnSmallObject(t *testing.T) {
 	for _, tc := range []struct {
 		name   string
 		change func(*v1alpha1.NetworkConfig)
-		want   string // empty: it is taken
+		want   string // part of the error; empty: it is accepted
 	}{
 		{"what a manager writes", func(*v1alpha1.NetworkConfig) {}, ""},
 		{"annotations of the original", func(nc *v1alpha1.NetworkConfig) {
@@ -107,7 +107,8 @@ func TestAPeerMayWriteOnlyItsOwnSmallObject(t *testing.T) {
 		}
 	}
 
-	// A change is judged as a new one is, and finalizers stay as we have set them.
+	// An update is checked like a creation, and the peer cannot change the finalizers that we
+	// set.
 	mine := networkConfig(p.A, p.B)
 	must(t, peer.Create(t.Context(), mine))
 	mine.Finalizers = []string{v1alpha1.FinalizerTunnelEndpointCreator}
@@ -124,13 +125,13 @@ func TestAPeerMayWriteOnlyItsOwnSmallObject(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	// All that is allowed at once, under as many names as there may be, is still small.
+	// Even with everything that is allowed, from many field managers, the object stays small.
 	key := client.ObjectKeyFromObject(mine)
 	for i := range 40 {
 		must(t, peer.Get(t.Context(), key, mine))
 		mine.Annotations = many(8, strings.Repeat("p", 100)+"/"+strings.Repeat("a", 26)+"%d", strings.Repeat("v", 512))
 		maps.Copy(mine.Spec.BackendConfig, many(13, strings.Repeat("k", 61)+"%02d", strings.Repeat("v", 1024)))
-		mine.Spec.BackendConfig["x"] = fmt.Sprint(i) // so that there is something to own
+		mine.Spec.BackendConfig["x"] = fmt.Sprint(i) // each field manager owns a change
 		must(t, peer.Update(t.Context(), mine, client.FieldOwner(fmt.Sprintf("%0120d", i))))
 	}
 	must(t, p.A.Client.Get(t.Context(), key, mine))
@@ -140,12 +141,12 @@ func TestAPeerMayWriteOnlyItsOwnSmallObject(t *testing.T) {
 		t.Errorf("%d bytes", len(text))
 	}
 
-	// Labels and annotations that our own tools put on the copy block no update, and the peer cannot
-	// change them.
+	// Labels and annotations that our own tools set on the copy prevent no update, and the peer
+	// cannot change them.
 	must(t, p.A.Client.Get(t.Context(), key, mine))
 	maps.Copy(mine.Labels, many(20, "app.example.com/l%d", "v"))
 	mine.Annotations = many(20, "example.com/a%d", strings.Repeat("v", 600))
-	owner := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: mine.Namespace, Name: "owner"}} // without it the garbage collector would take the object
+	owner := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: mine.Namespace, Name: "owner"}} // without an owner that exists, the garbage collector would delete the object
 	must(t, p.A.Client.Create(t.Context(), owner))
 	mine.OwnerReferences = []metav1.OwnerReference{{APIVersion: "v1", Kind: "ConfigMap", Name: owner.Name, UID: owner.UID}}
 	mine.ManagedFields = append(mine.ManagedFields, managed(2000, "x")...)
@@ -181,7 +182,7 @@ func TestAPeerMayWriteOnlyItsOwnSmallObject(t *testing.T) {
 	}
 }
 
-// managed is what somebody says who manages n fields.
+// managed returns an entry that claims to manage n fields.
 func managed(n int, name string) []metav1.ManagedFieldsEntry {
 	fields := make([]string, n)
 	for i := range fields {
@@ -208,7 +209,7 @@ func TestAPeersTokensAreBoundToThisClusterAndExpire(t *testing.T) {
 	if len(ours) == 0 {
 		t.Fatal("a token without an audience")
 	}
-	got, err = mint(life, ours...) // as managers renew theirs
+	got, err = mint(life, ours...) // managers renew their tokens in this way
 	must(t, err)
 	if left := time.Until(got.Status.ExpirationTimestamp.Time); left > tokenLife {
 		t.Errorf("it is good for %v", left)
@@ -223,10 +224,10 @@ func TestAPeersTokensAreBoundToThisClusterAndExpire(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	// Where nobody has noted the audiences, nothing is renewed.
+	// If the namespace records no audiences, no token is issued.
 	must(t, p.A.Client.Patch(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: here}},
 		client.RawPatch("application/merge-patch+json", []byte(`{"metadata":{"annotations":{"isthmus.net/token-audiences":null}}}`))))
-	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // the policy sees the namespace a moment later
+	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // the policy takes a moment to see the changed namespace
 		if _, err := mint(3600); apierrors.IsForbidden(err) {
 			break
 		}
@@ -253,7 +254,7 @@ func TestAPeersRequestsHaveTheirOwnPriorityLevel(t *testing.T) {
 		"/apis/net.liqo.io/v1alpha1/namespaces/" + p.B.Identity.TenantNamespace() + "/networkconfigs", "/api/v1/nodes", "/version", "/openapi/v2",
 	} {
 		var levels []string
-		for begin := time.Now(); !slices.Contains(levels, string(level.UID)); time.Sleep(50 * time.Millisecond) { // it learns of a FlowSchema a moment later
+		for begin := time.Now(); !slices.Contains(levels, string(level.UID)); time.Sleep(50 * time.Millisecond) { // the API server takes a moment to see a new FlowSchema
 			if time.Since(begin) > clustertest.Patient {
 				t.Fatalf("%s is on the levels %v, want %s", path, levels, level.UID)
 			}
@@ -268,14 +269,15 @@ func TestAPeersRequestsHaveTheirOwnPriorityLevel(t *testing.T) {
 	if level.Spec.Limited.BorrowingLimitPercent == nil || *level.Spec.Limited.BorrowingLimitPercent != 0 {
 		t.Error("peers may borrow the seats of others")
 	}
-	// It goes with the rights.
+	// The FlowSchema is deleted with the rights.
 	must(t, peerDown(t, p))
 	if !clustertest.Gone(t, p.A, &flowcontrolv1.FlowSchema{}, p.B.Identity.TenantNamespace()) {
 		t.Error("the FlowSchema has stayed")
 	}
 }
 
-// Whatever else manager and gateway ask for, their Leases do not queue behind it, nor behind those of others.
+// Requests for the election Leases must not queue behind other requests of manager and gateway,
+// nor behind those of other clients.
 func TestElectionsHaveTheirOwnPriorityLevel(t *testing.T) {
 	t.Parallel()
 	a := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A})
@@ -299,10 +301,10 @@ func TestElectionsHaveTheirOwnPriorityLevel(t *testing.T) {
 			{http.MethodGet, leases + "/" + account, account + "-election"},
 			{http.MethodPut, leases + "/" + account, account + "-election"},
 			{http.MethodPost, leases, account + "-election"},
-			{http.MethodGet, leases, "workload-low"}, // as all ServiceAccounts: nobody lists them to lead
+			{http.MethodGet, leases, "workload-low"}, // as for every ServiceAccount: the election lists no Leases
 			{http.MethodGet, "/api/v1/nodes", "workload-low"},
 		} {
-			for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // it learns of a FlowSchema a moment later
+			for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // the API server takes a moment to see a new FlowSchema
 				req, err := http.NewRequestWithContext(t.Context(), ask.method, config.Host+ask.path, strings.NewReader("{}"))
 				must(t, err)
 				resp, err := c.Do(req)

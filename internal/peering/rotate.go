@@ -22,26 +22,27 @@ import (
 
 // RotateOptions of RotateKey.
 type RotateOptions struct {
-	// Now replaces the key at once instead of waiting for peers, so that a stolen key is useless.
+	// Now replaces the key at once, without waiting for peers, so that a stolen key becomes
+	// useless.
 	Now bool
-	// Abort drops the next key, if no peer has it yet.
+	// Abort drops the next key. It fails once a peer may have the next key.
 	Abort bool
-	// Wait is how long to wait for the end of the rotation; 0: not at all.
+	// Wait is how long to wait for the end of the rotation; 0: do not wait.
 	Wait   time.Duration
-	Report func(string) // gets a line for each thing done
+	Report func(string) // called with a line for each change
 }
 
-// rotateLook is how often RotateKey looks while it waits.
+// rotateLook is how often RotateKey reads the state while it waits.
 const rotateLook = time.Second
 
-// errRotating is returned when the rotation is not over in time.
+// errRotating is returned when the rotation has not finished in time.
 var errRotating = errors.New("the rotation is not over")
 
-// RotateKey begins a rotation of the WireGuard key of a cluster, unless one is in progress, and
+// RotateKey starts a rotation of the WireGuard key of a cluster, unless one is in progress, and
 // reports its progress.
 func RotateKey(ctx context.Context, c *cluster.Cluster, o RotateOptions) error {
 	secret, ring, err := readKeys(ctx, c)
-	if secret == nil || err != nil && !o.Now { // an unreadable key can be replaced too
+	if secret == nil || err != nil && !o.Now { // with Now, even an unreadable key can be replaced
 		return err
 	}
 	if o.Abort {
@@ -98,8 +99,8 @@ func RotateKey(ctx context.Context, c *cluster.Cluster, o RotateOptions) error {
 	}
 }
 
-// abortRotation drops the next key. It refuses once a peer may have the next key, because that peer
-// forgets the current one when it moves.
+// abortRotation drops the next key. It returns an error once a peer may have the next key,
+// because that peer forgets the current key when it moves.
 func abortRotation(ctx context.Context, c *cluster.Cluster, secret *corev1.Secret, ring keyring.Ring, report func(string)) error {
 	switch {
 	case ring.Next == ([32]byte{}):
@@ -130,8 +131,8 @@ func writeKeys(ctx context.Context, c *cluster.Cluster, have, want *corev1.Secre
 	return nil
 }
 
-// rotation returns the progress of a rotation. began is the ring at its start, ring the present
-// one.
+// rotation returns the progress of a rotation. began is the ring at its start, and ring the
+// current one.
 func rotation(ctx context.Context, c *cluster.Cluster, began, ring keyring.Ring, now time.Time) (text string, over bool, err error) {
 	if ring.Private == began.Next {
 		return fmt.Sprintf("the key is rotated: %s", shortKey(ring.Private)), true, nil
@@ -158,7 +159,8 @@ func rotation(ctx context.Context, c *cluster.Cluster, began, ring keyring.Ring,
 	return text, false, nil
 }
 
-// movedTo returns how many peers have a session with this key of ours, and which do not.
+// movedTo returns the number of peers that have a session with this public key of ours, and the
+// IDs of the others.
 func movedTo(ctx context.Context, c *cluster.Cluster, public [32]byte) (moved int, lagging []string, err error) {
 	var endpoints v1alpha1.TunnelEndpointList
 	if err := c.Client.List(ctx, &endpoints); err != nil {
@@ -178,8 +180,8 @@ func movedTo(ctx context.Context, c *cluster.Cluster, public [32]byte) (moved in
 	return moved, lagging, nil
 }
 
-// readKeys reads the Secret with the WireGuard keys. It returns the Secret even if its keys are
-// unreadable.
+// readKeys reads the Secret with the WireGuard keys. It returns the Secret even if the keys in
+// it are unreadable.
 func readKeys(ctx context.Context, c *cluster.Cluster) (*corev1.Secret, keyring.Ring, error) {
 	var secret corev1.Secret
 	name := types.NamespacedName{Namespace: c.Namespace, Name: keyring.SecretName}

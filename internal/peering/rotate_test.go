@@ -14,7 +14,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
-// A key that cannot be read can be replaced, but does not rotate. What is said afterwards is what is known then.
+// An unreadable key can be replaced, but not rotated. The final report describes the new key.
 func TestAKeyCanBeReplacedInAnySecret(t *testing.T) {
 	for name, data := range map[string]map[string][]byte{
 		"nothing":                nil,
@@ -45,7 +45,7 @@ func TestAKeyCanBeReplacedInAnySecret(t *testing.T) {
 	}
 }
 
-// A rotation can be aborted until a peer may know the next key.
+// A rotation can be aborted until a peer may have the next key.
 func TestARotationCanBeAbortedBeforePublication(t *testing.T) {
 	private, next, now := keyring.New(), keyring.New(), time.Now()
 	first := keyring.Replace(map[string][]byte{}, private, now)
@@ -58,8 +58,8 @@ func TestARotationCanBeAbortedBeforePublication(t *testing.T) {
 	}
 	for name, tc := range map[string]struct {
 		data map[string][]byte
-		want string // the error; empty: it is aborted
-		last bool   // the key is not taken again
+		want string // part of the error; empty: the rotation is aborted
+		last bool   // the offered key is not used again
 	}{
 		"begun":                {begun, "", false},
 		"told":                 {keyring.Publish(begun, ring, 1, now), "no longer accept the current one", false},
@@ -88,7 +88,8 @@ func TestARotationCanBeAbortedBeforePublication(t *testing.T) {
 	}
 }
 
-// clusterWith has a Secret of keys. Whoever writes it does so into written.
+// clusterWith returns a cluster whose Secret of keys has this data. A write stores the new
+// Secret in written.
 func clusterWith(data map[string][]byte, written **corev1.Secret) *cluster.Cluster {
 	return cluster.Of(interceptor.NewClient(nil, interceptor.Funcs{
 		Get: func(_ context.Context, _ client.WithWatch, key client.ObjectKey, o client.Object, _ ...client.GetOption) error {

@@ -17,8 +17,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
-// checkServices finds out whether this cluster shares services at all: it does if the admission
-// policy exists that limits what the manager creates for them.
+// checkServices determines whether this cluster shares services at all. It does if there is the
+// admission policy that limits the objects which the manager creates for services.
 func (s *side) checkServices(ctx context.Context) error {
 	policy := &admissionv1.ValidatingAdmissionPolicy{}
 	policy.Name = deploy.ManagerServicesPolicy
@@ -26,7 +26,7 @@ func (s *side) checkServices(ctx context.Context) error {
 	switch {
 	case err == nil:
 		s.shares = true
-	case apierrors.IsForbidden(err): // checkRights reports it, with all that is missing
+	case apierrors.IsForbidden(err): // checkRights reports it with all other missing rights
 		return nil
 	case !apierrors.IsNotFound(err):
 		return s.Explain("ValidatingAdmissionPolicy "+policy.Name, err)
@@ -36,13 +36,14 @@ func (s *side) checkServices(ctx context.Context) error {
 	return nil
 }
 
-// shared returns the choice in the form of a Peering: exported and imported.
+// shared returns the chosen namespaces in the form of a Peering, where the same list is
+// exported and imported.
 func (s *side) shared() isthmus.Services {
 	all := slices.Clone(s.services)
 	return isthmus.Services{Export: all, Import: all}
 }
 
-// setServices writes the choice into an existing Peering, if it differs.
+// setServices writes the choice into an existing Peering, if the Peering differs.
 func (s *side) setServices(ctx context.Context) (string, error) {
 	if !s.exists || s.services == nil {
 		return "", nil

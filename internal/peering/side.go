@@ -16,37 +16,37 @@ import (
 )
 
 const (
-	// peerAccount is the ServiceAccount in a tenant namespace that the peer uses, and its Role and
-	// RoleBinding. Admission policies recognise it by this name.
+	// peerAccount is the name of the ServiceAccount that the peer uses in a tenant namespace,
+	// and of its Role and RoleBinding. Admission policies recognise the account by this name.
 	peerAccount = "isthmus-peer"
-	// managerRole is the Role and RoleBinding in a tenant namespace by which our manager reads its
-	// identity at the peer.
+	// managerRole is the name of the Role and RoleBinding with which our manager reads its
+	// identity at the peer, in a tenant namespace.
 	managerRole = "isthmus-manager-identity"
-	// peerPrecedence puts the FlowSchema of a peer before those of all ServiceAccounts (900 and
-	// 9000).
+	// peerPrecedence puts the FlowSchema of a peer before the FlowSchemas for all
+	// ServiceAccounts (900 and 9000).
 	peerPrecedence = 850
 )
 
-// A side is one cluster of a peering, and the desired objects there.
+// A side is one cluster of a peering, with the desired objects in this cluster.
 type side struct {
 	*cluster.Cluster
 	peer      *side
-	namespace string            // the tenant namespace here
-	secret    string            // name of the Secret there with our identity at the peer
-	peering   *isthmus.Peering  // existing, or to be created
+	namespace string            // the tenant namespace in this cluster
+	secret    string            // name of the Secret in the tenant namespace with our identity at the peer
+	peering   *isthmus.Peering  // the existing Peering, or the one to create
 	exists    bool              // whether the Peering exists
-	pinned    map[string]string // annotations that say which cluster the peer is
+	pinned    map[string]string // annotations that identify the peer's cluster
 	another   bool              // the peer is another cluster than the pinned one
 	claims    Claims            // a person's choices about the peer's claim
-	shares    bool              // services may be shared here: `isthmus install --services`
+	shares    bool              // this cluster shares services: `isthmus install --services`
 	inBand    bool              // the managers of both sides use the tunnel
-	inBandCA  []byte            // with inBand: certificates of the peer's API server, in PEM, by which its own Pods verify it
-	carried   bool              // with inBand: the peer has our NetworkConfig
-	uncarried error             // why the last carry failed
+	inBandCA  []byte            // with inBand: certificates of the peer's API server, in PEM, with which the peer's Pods verify it
+	carried   bool              // with inBand: the peer has our NetworkConfig with spec.inBand
+	uncarried error             // error of the last carry
 	services  []string          // namespaces whose services a person chose to share with the peer; nil: no change
 }
 
-// New returns the Peering for a cluster that has none yet.
+// New returns a Peering to create for a cluster.
 func New(name string, peer v1alpha1.ClusterIdentity, local, remote string) *isthmus.Peering {
 	return &isthmus.Peering{
 		ObjectMeta: metav1.ObjectMeta{Name: name, Labels: ours()},
@@ -60,7 +60,7 @@ func New(name string, peer v1alpha1.ClusterIdentity, local, remote string) *isth
 
 func ours() map[string]string { return map[string]string{cluster.LabelManagedBy: cluster.ManagedBy} }
 
-// tenantNamespace is the namespace of the peering, as Liqo labels it.
+// tenantNamespace returns the namespace of the peering, with Liqo's labels.
 func (s *side) tenantNamespace() *corev1.Namespace {
 	return &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: s.namespace, Labels: map[string]string{
 		v1alpha1.LabelTenantClusterID: s.peer.Identity.ClusterID,
@@ -68,12 +68,13 @@ func (s *side) tenantNamespace() *corev1.Namespace {
 	}}}
 }
 
-// rights are the objects that let the peer use only its NetworkConfig here, and our manager read
-// only its identity at the peer.
+// rights returns the objects that let the peer use only its NetworkConfig here, and our manager
+// read only its identity at the peer.
 func (s *side) rights() []client.Object { return append(s.peerRights(), s.managerRights()...) }
 
-// peerRights are the peer's rights. RBAC restricts them to the name of the peer's copy, which is
-// our unique name. So the peer cannot change our original beside it.
+// peerRights returns the objects with the peer's rights. RBAC restricts them to the name of the
+// peer's copy, which is our unique name. So the peer cannot change our original in the same
+// namespace.
 func (s *side) peerRights() []client.Object {
 	services := s.serviceRules("get", "update", "delete")
 	if s.shares {
@@ -82,10 +83,10 @@ func (s *side) peerRights() []client.Object {
 	return []client.Object{
 		&corev1.ServiceAccount{ObjectMeta: s.inTenant(peerAccount), AutomountServiceAccountToken: new(bool)},
 		s.peerRole(append(append(s.copyRules("get", "update", "delete"), services...), rbacv1.PolicyRule{
-			// RBAC cannot restrict the name of an object that does not exist yet.
+			// RBAC cannot restrict the name of an object to create.
 			APIGroups: []string{v1alpha1.GroupVersion.Group}, Resources: []string{"networkconfigs"}, Verbs: []string{"create"},
 		}, rbacv1.PolicyRule{
-			// Lets the peer renew its token before it expires.
+			// Lets the peer renew its token before the token expires.
 			APIGroups: []string{""}, Resources: []string{"serviceaccounts/token"}, ResourceNames: []string{peerAccount}, Verbs: []string{"create"},
 		}, rbacv1.PolicyRule{
 			// Lets the peer follow changes of our API server's certificate authority.
@@ -97,7 +98,8 @@ func (s *side) peerRights() []client.Object {
 	}
 }
 
-// flowSchema assigns all requests of the peer to the priority level of peers, which has few seats.
+// flowSchema assigns all requests of the peer to the priority level of peers, which has few
+// seats.
 func (s *side) flowSchema() *flowcontrolv1.FlowSchema {
 	all := []string{"*"}
 	return &flowcontrolv1.FlowSchema{
@@ -116,8 +118,8 @@ func (s *side) flowSchema() *flowcontrolv1.FlowSchema {
 	}
 }
 
-// partingRole is what the peer may still do while both sides part: read and delete its copies. It
-// cannot write, so it cannot hold anything up.
+// partingRole has the rights that the peer keeps while both sides part: to read and delete its
+// copies. It cannot write, so it cannot delay the end.
 func (s *side) partingRole() *rbacv1.Role {
 	return s.peerRole(append(s.copyRules("get", "delete"), s.serviceRules("get", "delete")...))
 }
@@ -126,8 +128,8 @@ func (s *side) peerRole(rules []rbacv1.PolicyRule) *rbacv1.Role {
 	return &rbacv1.Role{ObjectMeta: s.inTenant(peerAccount), Rules: rules}
 }
 
-// copyRules allow the given verbs for the peer's copy. Lists and watches select by label, so RBAC
-// cannot restrict them to its name.
+// copyRules allow the given verbs for the peer's copy. Lists and watches select by label, so
+// RBAC cannot restrict them to the copy's name.
 func (s *side) copyRules(verbs ...string) []rbacv1.PolicyRule {
 	group, resource := []string{v1alpha1.GroupVersion.Group}, []string{"networkconfigs"}
 	return []rbacv1.PolicyRule{
@@ -136,8 +138,8 @@ func (s *side) copyRules(verbs ...string) []rbacv1.PolicyRule {
 	}
 }
 
-// serviceRules allow the given verbs for the services that the peer exports to us, if we share
-// services.
+// serviceRules allow the given verbs for the objects with which the peer exports services to
+// us, if this cluster shares services.
 func (s *side) serviceRules(verbs ...string) []rbacv1.PolicyRule {
 	if !s.shares {
 		return nil
@@ -153,7 +155,7 @@ func (s *side) serviceRules(verbs ...string) []rbacv1.PolicyRule {
 	}
 }
 
-// managerRights are the rights of our manager.
+// managerRights returns the objects with the rights of our manager.
 func (s *side) managerRights() []client.Object {
 	return []client.Object{
 		&rbacv1.Role{ObjectMeta: s.inTenant(managerRole), Rules: []rbacv1.PolicyRule{
@@ -164,7 +166,7 @@ func (s *side) managerRights() []client.Object {
 	}
 }
 
-// inTenant is the metadata of an object of ours in the tenant namespace.
+// inTenant returns the metadata of one of our objects in the tenant namespace.
 func (s *side) inTenant(name string) metav1.ObjectMeta {
 	return metav1.ObjectMeta{Namespace: s.namespace, Name: name, Labels: ours()}
 }

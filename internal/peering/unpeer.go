@@ -14,30 +14,31 @@ import (
 
 // UnpeerOptions are the choices of Unpeer.
 type UnpeerOptions struct {
-	// Name is that of the Peering, or of the peer, in the first cluster. Empty if the second
-	// cluster is given.
+	// Name is the name of the Peering in the first cluster, or of the peer. It may be empty if
+	// the second cluster is given.
 	Name string
-	// Force does not wait for the peer, and leaves our objects there. If no manager runs, it takes
-	// down the manager's objects itself.
+	// Force does not wait for the peer, and leaves our objects there. If no manager runs, the
+	// command removes the manager's objects itself.
 	Force bool
-	// Timeout bounds the wait.
+	// Timeout is the maximum time to wait.
 	Timeout time.Duration
-	// Report gets a line for each thing done or waited for.
+	// Report is called with a line for each change and for each reason to wait.
 	Report func(line string)
 
-	Uninstalls bool // the next step cleans the nodes
+	Uninstalls bool // the command after this one cleans the nodes
 }
 
-// Unpeer parts two clusters, or one from its peer if remote is nil. It revokes the peer's rights,
-// deletes the Peerings, whose finalizers the managers remove when all their objects are gone, and
-// then removes the rest that Peer created. With two clusters, a peering that is already gone is no
-// error. A name without a Peering is ErrNoPeering.
+// Unpeer separates two clusters, or one from its peer if remote is nil. It revokes the peer's
+// rights and deletes the Peerings. The managers remove the finalizers of the Peerings once all
+// their objects are gone. Then Unpeer removes the other objects that Peer created. With two
+// clusters, a peering that no longer exists is no error. With one, a name without a Peering
+// gives ErrNoPeering.
 //
-// The networks of the peer stay refused on every node, and are allocated to no other cluster, for
-// 24 hours after that (fabric.ReleaseHold).
+// For 24 hours after that, the networks of the peer stay refused on every node, and are
+// allocated to no other cluster (fabric.ReleaseHold).
 //
-// If the peer is not contacted or not waited for, it loses all its rights here before anything else
-// happens, even if a later step fails. If both sides part, each manager keeps only the rights at
+// If the peer is not contacted or not waited for, it loses all its rights here before any other
+// step, even if a later step fails. If both sides part, each manager keeps only the rights at
 // the other side that it needs to delete its NetworkConfig.
 func Unpeer(ctx context.Context, local, remote *cluster.Cluster, o UnpeerOptions) error {
 	sides, err := findTeardowns(ctx, local, remote, o)
@@ -91,13 +92,13 @@ func Unpeer(ctx context.Context, local, remote *cluster.Cluster, o UnpeerOptions
 	return nil
 }
 
-// errWaiting is what a step waits for.
+// errWaiting is the reason why a step has to wait.
 type errWaiting struct{ what string }
 
 func (e *errWaiting) Error() string { return e.what }
 
-// until repeats a step on each side until it is done, and reports what it waits for whenever that
-// changes.
+// until repeats a step on each side until the step is done. Whenever the reason for waiting
+// changes, it reports the reason.
 func until(ctx context.Context, sides []*teardown, o UnpeerOptions, step func(*teardown) (string, error)) error {
 	done := make([]bool, len(sides))
 	for begun := time.Now(); ; {
@@ -114,9 +115,9 @@ func until(ctx context.Context, sides []*teardown, o UnpeerOptions, step func(*t
 				if report != "" {
 					o.Report(f.String() + ": " + report)
 				}
-			case ctx.Err() != nil: // report what it last waited for
+			case ctx.Err() != nil: // keep the last reason for waiting
 				waiting = append(waiting, errors.New(cmp.Or(f.waitsFor, f.String()+": "+err.Error())))
-			case errors.As(err, &wait) || errors.Is(err, cluster.ErrUnreachable): // the API server may come back
+			case errors.As(err, &wait) || errors.Is(err, cluster.ErrUnreachable): // the API server may become reachable again
 				if f.waitsFor = err.Error(); wait != nil {
 					f.waitsFor = f.String() + ": " + wait.what
 				}

@@ -37,7 +37,7 @@ func TestUnpeerLeavesNothingAndCanBeRepeated(t *testing.T) {
 	if said := p.Said(); said != "nothing to do: part-a and part-b are not peered, and nothing is left of a peering" {
 		t.Errorf("the second time it says %q", said)
 	}
-	must(t, peerUp(t, p)) // at once
+	must(t, peerUp(t, p)) // peering again works at once
 }
 
 func TestUnpeerReportsItsProgressAndKeepsRightsUntilDone(t *testing.T) {
@@ -51,7 +51,7 @@ func TestUnpeerReportsItsProgressAndKeepsRightsUntilDone(t *testing.T) {
 	err := Unpeer(ctx, p.A, p.B, UnpeerOptions{Timeout: clustertest.Patient, Report: func(line string) {
 		p.Report(line)
 		if strings.Contains(line, "its copy") {
-			time.AfterFunc(time.Second, up) // time enough to say it again
+			time.AfterFunc(time.Second, up) // long enough for a second report of the same reason
 		}
 	}})
 	if !errors.Is(err, cluster.ErrNotReady) {
@@ -61,8 +61,8 @@ func TestUnpeerReportsItsProgressAndKeepsRightsUntilDone(t *testing.T) {
 	if said := p.Said(); strings.Count(said, "its copy") != 1 {
 		t.Errorf("said once, please:\n%s", said)
 	}
-	// The manager of a needs its identity at b to withdraw what it has there, and for nothing else
-	// any more.
+	// The manager of a needs its identity at b only to delete its objects there, and keeps no
+	// other rights.
 	there := p.A.Identity.TenantNamespace()
 	peer, err := clustertest.AsPeer(t.Context(), p.A, p.B.Identity.TenantNamespace())
 	must(t, err)
@@ -99,14 +99,14 @@ func TestForcedUnpeerListsLeftoversAtThePeer(t *testing.T) {
 	if !clustertest.Gone(t, p.A, &corev1.Namespace{}, p.B.Identity.TenantNamespace()) || clustertest.Gone(t, p.B, &corev1.Namespace{}, p.A.Identity.TenantNamespace()) {
 		t.Error("want the namespace of a gone, and that of b untouched")
 	}
-	// The other side follows later, alone, by the name of its Peering.
+	// The other side parts later, alone, by the name of its Peering.
 	must(t, Unpeer(t.Context(), p.B, nil, UnpeerOptions{Name: p.A.Identity.UniqueName(), Timeout: clustertest.Patient, Report: p.Report}))
 	if left := everything(t, p); len(left) != 0 {
 		t.Errorf("left: %v", left)
 	}
 }
 
-// networkConfig is what the cluster from publishes at the cluster at.
+// networkConfig returns the copy that the cluster from publishes at the cluster at.
 func networkConfig(at, from *cluster.Cluster) *v1alpha1.NetworkConfig {
 	return &v1alpha1.NetworkConfig{
 		ObjectMeta: metav1.ObjectMeta{Namespace: from.Identity.TenantNamespace(), Name: at.Identity.UniqueName(), Labels: map[string]string{
@@ -127,7 +127,7 @@ func TestForcedUnpeerRevokesThePeerFirst(t *testing.T) {
 	must(t, err)
 	must(t, peer.List(t.Context(), &v1alpha1.NetworkConfigList{}, client.InNamespace(here)))
 
-	// No manager is there to take anything down, so that the command does not come to an end.
+	// No manager removes the finalizers, so the command cannot finish.
 	must(t, p.A.Client.Patch(t.Context(), New(p.B.Identity.UniqueName(), p.B.Identity, "", ""),
 		client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":["isthmus.net/peering","example.com/for-ever"]}}`))))
 	p.Managers[0].Pause()
@@ -142,7 +142,7 @@ func TestForcedUnpeerRevokesThePeerFirst(t *testing.T) {
 		t.Fatal(err)
 	}
 	clustertest.Contains(t, p.Said(), "first-a: the rights of first-b here are revoked\nfirst-a: not waiting for first-b;")
-	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // the authorizer sees it a moment later
+	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // the change takes a moment to become effective
 		err := peer.List(t.Context(), &v1alpha1.NetworkConfigList{}, client.InNamespace(here))
 		if apierrors.IsForbidden(err) || apierrors.IsUnauthorized(err) {
 			break
@@ -155,8 +155,7 @@ func TestForcedUnpeerRevokesThePeerFirst(t *testing.T) {
 		client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`))))
 }
 
-// People who are stuck without a manager remove finalizers by hand, and the IPAM state then never learns of
-// the end.
+// Without this, a person without a manager would have to remove finalizers by hand.
 func TestForcedUnpeerNeedsNoManager(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "alone")
@@ -207,7 +206,7 @@ func TestUnpeerFinishesWhatWasInterrupted(t *testing.T) {
 	p := clustertest.NewPair(t, "again")
 	must(t, peerUp(t, p))
 	p.Said()
-	// As after a run that ended when the Peering was gone.
+	// An earlier run has ended after the Peering was deleted.
 	must(t, p.A.Client.Delete(t.Context(), &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Name: p.B.Identity.UniqueName()}}))
 	for !clustertest.Gone(t, p.A, &isthmus.Peering{}, p.B.Identity.UniqueName()) {
 		time.Sleep(20 * time.Millisecond)
@@ -225,7 +224,7 @@ func TestUnpeerKeepsAForeignNamespace(t *testing.T) {
 	name := p.B.Identity.TenantNamespace()
 	must(t, p.A.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name}}))
 	must(t, peerUp(t, p))
-	must(t, peerUp(t, p)) // does not make it ours
+	must(t, peerUp(t, p)) // the namespace is still not ours
 	must(t, p.A.Client.Create(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: name, Name: "theirs"}}))
 	p.Said()
 	must(t, peerDown(t, p))
